@@ -212,7 +212,9 @@ class CPUBackend:
             step = StepArrays(tables, np.full(num_rows, context), ends, np.full(num_tokens, -1))
             k, v = (np.zeros((num_tokens, heads, dim), np.float32) for _, dim in self.spec.planes)
             self.write(step, 0, k, v)
-            self.attend(step, 0, np.zeros((num_tokens, num_q_heads, self.spec.head_dim), np.float32), scores=scores)
+            if not self.spec.latent:
+                q = np.zeros((num_tokens, num_q_heads, self.spec.head_dim), np.float32)
+                self.attend(step, 0, q, scores=scores)
 
     def queued(self, layer: int) -> tuple[()]:
         """Nothing: every call has run when it returns."""

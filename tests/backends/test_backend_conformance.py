@@ -289,6 +289,9 @@ def test_capabilities_narrow_what_the_kit_tries():
         "a_row_has_the_same_bits_in_any_batch",
         "scores_come_after_weights",
         "scores_out_is_filled_in_place",
+        "shapes_in_one_arena_equal_dense_attention",
+        "layers_of_one_group_may_differ",
+        "given_rows_are_used_and_nothing_between_them",
     }
 
 

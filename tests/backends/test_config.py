@@ -81,6 +81,7 @@ def test_spec_accepts_numpy_integers_and_any_block_size():
 def test_layout_gives_every_element_an_address_of_its_own(layout):
     """Walk every (layer, block, slot, head, d) of both planes: all elements of all base arrays, each once."""
     spec, blocks = KVSpec(2, 3, 4, block_size=5, layout=layout), 6
+    width = 2 if layout == "block" else 1  # its base array has bytes, an element two of them
     seen: dict[tuple[str, int], list[int]] = {}
     sizes = {}
     for plane, dim in spec.planes:
@@ -89,7 +90,8 @@ def test_layout_gives_every_element_an_address_of_its_own(layout):
             key = (at.array, layer if at.per_layer else 0)
             sizes[key] = int(np.prod(at.shape))
             strides = layer * at.layer_stride + block * at.block_stride + slot * at.slot_stride
-            seen.setdefault(key, []).append(at.offset + strides + head * at.head_stride + d)
+            element = at.offset + strides + head * at.head_stride + d
+            seen.setdefault(key, []).extend(range(width * element, width * (element + 1)))
     for key, addresses in seen.items():
         assert sorted(addresses) == list(range(sizes[key])), f"{layout}: base array {key}"
 
@@ -110,6 +112,30 @@ def test_layout_has_the_documented_axes(layout, plane, index, shape):
     address = at.offset + 2 * at.layer_stride + 5 * at.block_stride + 3 * at.slot_stride + at.head_stride + 2
     assert at.shape == shape
     assert address == np.ravel_multi_index(index, shape)
+
+
+def test_layout_block_has_the_planes_of_a_block_one_after_the_other():
+    spec = KVSpec(3, 2, 8, block_size=4, v_head_dim=5, layout="block")
+    at = spec.plane_layout("v", 9)
+    block = 3 * 4 * 2 * (8 + 5)
+    address = at.offset + 2 * at.layer_stride + 5 * at.block_stride + 3 * at.slot_stride + at.head_stride + 2
+    assert at.shape == (9, 2 * block) and not at.per_layer
+    assert address == 5 * block + 2 * 4 * 2 * 13 + 4 * 2 * 8 + 3 * 2 * 5 + 5 + 2
+
+
+def test_layout_block_refuses_planes_that_would_not_be_aligned():
+    aligned = KVSpec(2, 1, 34, "float16", 1, 32, "block", v_bits=4, quant_group_size=32)
+    assert aligned.plane_layout("v", 2).offset * 4 == 68
+    with pytest.raises(ValueError, match=r"\[KVSpec\] layout 'block' cannot align words .*head_dim 33"):
+        KVSpec(2, 1, 33, "float16", 1, 32, "block", v_bits=4, quant_group_size=32)
+
+
+def test_latents_have_one_head():
+    assert KVSpec(2, 1, 512, v_head_dim=64, latent=True).token_nbytes == 2 * 576 * 2
+    with pytest.raises(ValueError, match=r"\[KVSpec\] latent attention has 1 KV head, not num_kv_heads 2"):
+        KVSpec(2, 2, 512, latent=True)
+    with pytest.raises(TypeError, match=r"\[KVSpec\] latent must be a bool, got int \(1\)"):
+        KVSpec(2, 1, 512, latent=1)
 
 
 def test_layout_addresses_pass_32_bits():

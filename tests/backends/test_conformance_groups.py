@@ -29,6 +29,7 @@ def test_backend_without_options_and_layout_block_holds_full_groups_and_states()
     outcome = conformance.check_backend(Plain, conformance_groups.GROUP_CASES)
     assert {name for name, result in outcome.items() if result != "passed"} == {
         "shapes_in_one_arena_equal_dense_attention",
+        "layers_of_one_group_may_differ",
         "given_rows_are_used_and_nothing_between_them",
         "gaps_in_tables_are_not_read",
     }

@@ -11,7 +11,7 @@ from kvpool.testing import conformance
 from kvpool.testing.dense import dense_attention
 from kvpool.testing.filled import SEED
 from kvpool_backends import load_backend
-from kvpool_backends.cpu import CPUBackend, base_shapes, isas
+from kvpool_backends.cpu import CPUBackend, base_arrays, isas
 from kvpool_backends.numpy import NumpyBackend
 
 
@@ -40,7 +40,7 @@ def test_planes_lie_in_one_mapping_that_begins_at_a_huge_page(layout):
     spec = KVSpec(3, 2, 8, "float16", 4, layout=layout)
     backend = CPUBackend(spec, 5)
     addresses = backend.store.addresses()
-    sizes = [int(np.prod(shape)) * 2 for shape in base_shapes(spec, 5)]
+    sizes = [int(np.prod(shape)) * itemsize for shape, _, itemsize in base_arrays(spec, 5)]
     assert sum(sizes) == spec.pool_nbytes(5)
     assert addresses[0] % 2**21 == 0 and all(address % 4096 == 0 for address in addresses)
     ends = [address + size for address, size in zip(addresses, sizes, strict=True)]

@@ -17,7 +17,7 @@ from kvpool.errors import ConcurrentUse
 from kvpool.protocol import AttentionOptions
 from kvpool.testing.dense import dense_attention
 from kvpool_backends import cpu
-from kvpool_backends.cpu import BlockStore, base_shapes, isas, read_sum
+from kvpool_backends.cpu import BlockStore, base_arrays, base_shapes, isas, read_sum
 
 SEED = 20_261
 NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
@@ -78,9 +78,28 @@ def part(options, tokens):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_base_shapes_are_those_of_the_layout_and_hold_the_pool(layout):
     spec = KVSpec(3, 2, 8, "float16", 4, layout=layout)
-    shapes = base_shapes(spec, 5)
-    assert len(shapes) == {"NHD": 6, "HND": 6, "interleaved": 3, "stacked": 2}[layout]
-    assert sum(np.prod(shape) for shape in shapes) * 2 == spec.pool_nbytes(5)
+    arrays = base_arrays(spec, 5)
+    assert base_shapes(spec, 5) == [shape for shape, _, _ in arrays]
+    assert len(arrays) == {"NHD": 6, "HND": 6, "interleaved": 3, "stacked": 2, "block": 1}[layout]
+    assert {dtype for _, dtype, _ in arrays} == {"uint8" if layout == "block" else "float16"}
+    assert sum(np.prod(shape) * itemsize for shape, _, itemsize in arrays) == spec.pool_nbytes(5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (np.zeros((6, 2048), np.uint8)[:5, :768], r"has 3840 bytes in elements of 1, it must have 7680"),
+        (np.zeros(7680, np.uint8), r"arrays\[0\] must have shape \[5, 1536\] and contiguous rows"),
+        (np.zeros((10, 768), np.uint8), r"arrays\[0\] must have shape \[5, 1536\] and contiguous rows"),
+        (np.zeros((1536, 5), np.uint8).T, r"arrays\[0\] must have shape \[5, 1536\] and contiguous rows"),
+        (np.zeros((5, 1537), np.uint8)[:, :1536], r"has a row every 1537 bytes, it must be a multiple of 2"),
+        (np.lib.stride_tricks.as_strided(np.zeros(7680, np.uint8), (5, 1536), (1024, 1)), r"at least 1536"),
+        (np.zeros((5, 1538), np.uint8)[:, 1:-1], r"arrays\[0\] must be aligned to its elements of 2 bytes"),
+    ],
+)
+def test_rows_that_cannot_hold_blocks_are_refused(rows, message):
+    with pytest.raises(ValueError, match=r"\[BlockStore\] " + ".*" + message):
+        BlockStore(KVSpec(3, 2, 8, "float16", 8, layout="block"), 5, [rows])
 
 
 def test_store_works_in_place_and_holds_the_arrays():

@@ -161,9 +161,11 @@ def test_planes_of_a_quantized_spec_cover_every_element_once(layout):
         for plane in spec.stored_planes:
             at = spec.plane_layout(plane.name, 5)
             base = seen.setdefault((at.array, layer if at.per_layer else 0), np.zeros(int(np.prod(at.shape)), int))
+            width = plane.itemsize_nbytes if layout == "block" else 1  # its base array has bytes
             block, slot, head, d = np.ogrid[:5, :4, :3, : plane.dim]
             where = at.offset + layer * at.layer_stride + block * at.block_stride + slot * at.slot_stride
-            np.add.at(base, (where + head * at.head_stride + d).ravel(), 1)
+            elements = (where + head * at.head_stride + d).ravel()
+            np.add.at(base, (width * elements[:, None] + np.arange(width)).ravel(), 1)
     assert all((base == 1).all() for base in seen.values())
 
 
