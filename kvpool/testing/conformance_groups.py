@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -354,13 +355,14 @@ def latents_are_stored_and_read(factory: Factory) -> None:
         step = filled.backend.prepare(filled.plan([1, 1, 1]))
         for layer in range(spec.num_layers):
             read = [filled.backend.to_numpy(x) for x in filled.backend.read(step, layer)]
-            gathered = [filled.backend.to_numpy(x) for x in filled.backend.gather(layer, filled.tables[2, : -(-17 // spec.block_size)], 17)]
+            table = filled.tables[2, : -(-17 // spec.block_size)]
+            gathered = [filled.backend.to_numpy(x) for x in filled.backend.gather(layer, table, 17)]
             for plane, again, right in zip(read, gathered, (filled.k[layer], filled.v[layer]), strict=True):
                 for row, tokens in enumerate(right):
                     assert np.array_equal(plane[row, :, : len(tokens)].swapaxes(0, 1), tokens), f"row {row} is another"
                 assert np.array_equal(again, right[2]), "a gathered latent is another"
-        q = filled.queries([1, 1, 1], 1)
-        refused(lambda: attend(filled.backend, 0, q, filled.plan([1, 1, 1])), ValueError, "attend on latents")  # noqa: B023
+        attends = partial(attend, filled.backend, 0, filled.queries([1, 1, 1], 1), filled.plan([1, 1, 1]))
+        refused(attends, ValueError, "attend on latents")
 
 
 @_group
