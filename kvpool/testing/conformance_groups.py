@@ -42,6 +42,7 @@ _group = collector(GROUP_CASES)
 
 _VOCABULARY = 97
 _MAX_ROWS = 4
+_NAN = {"float32": b"\0\0\xc0\x7f", "float16": b"\0\x7e", "bfloat16": b"\xc0\x7f", "float8_e4m3": b"\x7f"}
 _STATE = (StateArray((2, 3), "float32"), StateArray((), "int64"), StateArray((5,), "bfloat16"))
 
 
@@ -51,7 +52,7 @@ class GroupEngine:
 
     A token is an integer; its keys and values in each layer come from a fixed table, and a state is a function of the
     history. So a history says all that the storage must hold. Before each step, all that no query may read is set to
-    bytes that are NaN in every dtype: blocks that no table names, block 0 included, and slots of the others.
+    NaN: blocks that no table names, block 0 included, and slots of the others. All layers have one dtype.
     """
 
     storage: GroupStorage
@@ -172,7 +173,8 @@ class GroupEngine:
                         live[group.arena][block, : len(used)] |= used & (block > 0)
         for arena, used in enumerate(live):
             blocks = np.arange(len(used))
-            data = np.where(used, self.storage.export_blocks(blocks, arena), np.uint8(0xFF))
+            nothing = np.resize(np.frombuffer(_NAN[self.layers[0][1].dtype], np.uint8), used.shape[1])
+            data = np.where(used, self.storage.export_blocks(blocks, arena), nothing)
             self.storage.import_blocks(blocks, data, arena)
 
 

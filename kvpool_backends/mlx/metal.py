@@ -146,7 +146,7 @@ class MetalAttention(_Storage):
         """
         for shape in shapes:
             self._warm_write(shape.num_tokens)
-            for chosen in (None, *options):
+            for chosen in () if self.spec.latent else (None, *options):
                 for num_queries, context in self._variants(shape):
                     for kind in (None,) if scores is None else (None, scores):
                         self._warm_attend(shape.num_q_heads, num_queries, context, chosen, kind)

@@ -47,6 +47,8 @@ CASES = (
     "options_that_cannot_be_served_are_refused",
     "scores_of_padding_are_zero",
     "scores_that_cannot_be_served_are_refused",
+    "gaps_in_tables_are_not_read",
+    "latents_are_stored_and_read",
 )
 NATIVE_CASES = (
     "wide_groups_equal_dense_attention",
@@ -54,6 +56,7 @@ NATIVE_CASES = (
     "misuse_is_refused_before_a_byte_changes",
     "import_restores_what_export_took",
     "scores_of_padding_are_zero",
+    "gaps_in_tables_are_not_read",
 )
 
 

@@ -90,7 +90,9 @@ def test_native_backend_conforms(case, native):
         case(lambda spec, num_blocks: native(spec, num_blocks))
     except conformance.NotApplicable:
         left_out = {"attention_weights_are_returned", "refused_specs_raise", "other_bits_and_groups_are_refused"}
-        assert case.__name__ in left_out | {"scores_come_after_weights", "scores_out_is_filled_in_place"}
+        left_out |= {"scores_come_after_weights", "scores_out_is_filled_in_place"}
+        left_out |= {"shapes_in_one_arena_equal_dense_attention", "layers_of_one_group_may_differ"}
+        assert case.__name__ in left_out | {"given_rows_are_used_and_nothing_between_them"}
 
 
 def test_quantized_storage_is_not_for_the_native_route(native):
