@@ -9,7 +9,7 @@ import numpy as np
 
 from kvpool.protocol import Capabilities
 from kvpool.spec import KVSpec
-from kvpool_backends.checks import checked_storage
+from kvpool_backends.checks import checked_rows, checked_storage
 from kvpool_backends.mlx.storage import DTYPES, PoolMemory
 
 
@@ -64,7 +64,7 @@ class BaseBackend:
         self.overlap = overlap
         self.dtype = DTYPES[spec.dtype]
         self._metal_kernel = metal_kernel
-        self._storage = storage
+        self._storage = None if storage is None else checked_rows("MLXBackend", spec, self.num_blocks, storage)
         self._allocate()
 
     def _allocate(self) -> None:

@@ -30,15 +30,7 @@ import numpy as np
 
 from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities
 from kvpool.spec import LAYOUTS, QUANT_BITS, QUANT_GROUP_SIZES
-from kvpool_backends.checks import (
-    block_ids,
-    check_layer,
-    checked_import,
-    checked_keep,
-    checked_results,
-    checked_rows,
-    gathered,
-)
+from kvpool_backends.checks import block_ids, check_layer, checked_import, checked_keep, checked_results, gathered
 from kvpool_backends.cpu._kernels import BlockStore
 from kvpool_backends.cpu.backend import gather_rows
 from kvpool_backends.mlx.base import BaseBackend
@@ -67,7 +59,7 @@ class KernelBackend(BaseBackend):
 
     def _allocate(self) -> None:
         self._value_head_dim = self.spec.value_head_dim
-        given = [] if self._storage is None else [checked_rows("MLXBackend", self.spec, self.num_blocks, self._storage)]
+        given = [] if self._storage is None else [self._storage]
         self._pool = PoolMemory(self.spec, 0 if given else self.num_blocks, alignment=_LINE_NBYTES)
         self._store = BlockStore(self.spec, self.num_blocks, given or self._pool.arrays)
 

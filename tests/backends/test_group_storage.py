@@ -17,6 +17,7 @@ from kvpool.sizing import StateArray
 from kvpool.spec import KVSpec
 from kvpool.testing.conformance_groups import engine, seen_by_rule
 from kvpool.testing.dense import dense_attention
+from kvpool_backends import load_backend
 from kvpool_backends.cpu import CPUBackend
 from kvpool_backends.numpy import NumpyBackend
 
@@ -263,8 +264,11 @@ def test_wrong_argument_is_refused_before_a_byte_changes(number):
         assert np.array_equal(storage.states[2].export_slots(range(3)), states)
 
 
-@pytest.mark.parametrize("factory", [NumpyBackend, CPUBackend])
-def test_memory_that_cannot_hold_the_blocks_is_refused(factory):
+@pytest.mark.parametrize("name", ["numpy", "cpu", "mlx"])
+def test_memory_that_cannot_hold_the_blocks_is_refused(name):
+    if name == "mlx":
+        pytest.importorskip("mlx.core")
+    factory = load_backend(name)
     rows = np.zeros((3, WIDE.block_nbytes + 16), np.uint8)
     for spec, storage, error, message in (
         (WIDE, rows, ValueError, r"storage must have shape \[3, 2048\]"),

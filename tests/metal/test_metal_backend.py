@@ -47,6 +47,7 @@ CASES = (
     "options_that_cannot_be_served_are_refused",
     "scores_of_padding_are_zero",
     "scores_that_cannot_be_served_are_refused",
+    pytest.param("groups_equal_dense_attention", marks=pytest.mark.long),
     "gaps_in_tables_are_not_read",
     "latents_are_stored_and_read",
 )
