@@ -117,12 +117,15 @@ class Program:
         self.cached: list[list[int]] = [[] for _ in range(self.num_arenas)]  # what it has marked
 
     def play(self, word: Word) -> None:
-        """Make one call on both pools and compare them."""
-        name = OPERATIONS[word[0] % len(OPERATIONS)]
+        """Make the call that a word names on both pools, and compare them."""
+        self.call(OPERATIONS[word[0] % len(OPERATIONS)], *word[1:])
+
+    def call(self, name: str, a: int, b: int, c: int) -> None:
+        """Make one call by its name; without a sequence that is an `open`."""
         if not self.live and name not in ("reset", "done", "foreign", "named"):
             name = "open"
         self.took = False
-        getattr(self, name)(*word[1:])
+        getattr(self, name)(a, b, c)
 
     def finish(self) -> None:
         """All that is pending is done, every sequence grows by a token, and everything is given back."""
