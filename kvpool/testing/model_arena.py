@@ -54,6 +54,7 @@ class BlockSet:
     does before it reads anything (`public_call`).
     """
 
+    _number = 0  # of the arena
     num_blocks: int
     _reserved: int
     _pending: list[Any]  # steps, oldest first
@@ -172,6 +173,7 @@ class BlockSet:
             blank=len(self._blank),
             evictable=len(self._lru) - lost,
             limbo=len(self._limbo),
+            arena=self._number,
         )
 
     def _drop_raw(self, blocks: list[int]) -> None:

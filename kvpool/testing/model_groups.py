@@ -28,7 +28,7 @@ class Arena(BlockSet):
     """A set of blocks, or of state slots, of a pool with groups."""
 
     def __init__(self, pool: GroupModel, index: int, num_blocks: int, reserved: int) -> None:
-        self._pool, self.index, self.num_blocks, self._reserved = pool, index, num_blocks, reserved
+        self._pool, self._number, self.num_blocks, self._reserved = pool, index, num_blocks, reserved
         self._count()
         self._empty_blocks()
 
@@ -63,7 +63,7 @@ class Arena(BlockSet):
         self._pool._drain()
 
     def _chain(self, *words: object) -> None:
-        self._pool._chain(self.index, *words)
+        self._pool._chain(self._number, *words)
 
 
 @dataclass(eq=False)
@@ -270,7 +270,7 @@ class GroupModel(StepModel):
         kv = self._with_entries
         for arena in self.arenas:
             need = sum(ceil_div(count, layer.block_size) * layer.columns for layer in kv if layer.arena is arena)
-            watermark = 0 if arena.index else self.options.watermark
+            watermark = 0 if arena._number else self.options.watermark
             if need and need + watermark > arena._available():
                 self._out_of("open", arena, need, watermark)
         self._refuse_slots("open", 1)
@@ -285,7 +285,7 @@ class GroupModel(StepModel):
         self, call: str, arena: Arena, needed: int, watermark: int = 0, row: int = -1, handle: int = -1
     ) -> None:
         raise OutOfBlocks(
-            f"[{call}] {needed} blocks of arena {arena.index} are needed, {arena._available()} are available, "
+            f"[{call}] {needed} blocks of arena {arena._number} are needed, {arena._available()} are available, "
             f"{len(arena._limbo)} in limbo, watermark {watermark}",
             needed=needed,
             short_by=needed + watermark - arena._available(),
@@ -294,7 +294,7 @@ class GroupModel(StepModel):
             blank=len(arena._blank),
             evictable=len(arena._lru),
             limbo=len(arena._limbo),
-            arena=arena.index,
+            arena=arena._number,
         )
 
     def _create(self, num_tokens: int, table: list[int]) -> Sequence:
@@ -404,21 +404,21 @@ class GroupModel(StepModel):
         self, batch: list[Any], new: list[int], partial: bool, states: bool
     ) -> tuple[list[list[Need] | None], tuple[int, Arena, int] | None]:
         """Judge the batch: needs per row (None if not served), and (row, arena, needed) of the first that is short."""
-        lost: dict[int, list[int]] = {arena.index: [] for arena in self.arenas}
-        reads: dict[int, dict[int, int]] = {arena.index: {} for arena in self.arenas}
+        lost: dict[int, list[int]] = {arena._number: [] for arena in self.arenas}
+        reads: dict[int, dict[int, int]] = {arena._number: {} for arena in self.arenas}
         total = dict.fromkeys(lost, 0)
         rows: list[list[Need] | None] = []
         short: tuple[int, Arena] | None = None
         for seq, n in zip(batch, new, strict=True):
             needs: list[Need] = []
             for layer in self.layers:
-                where = layer.arena.index
+                where = layer.arena._number
                 asked = n if states or layer.kind != "state" else 0
                 needs.append(self._group_need(seq, asked, layer, lost[where], reads[where]))
             after = dict(total)
             for layer, (replaced, appended) in zip(self.layers, needs, strict=True):
-                after[layer.arena.index] += (len(replaced) + appended) * layer.columns
-            lacking = [arena for arena in self.arenas if after[arena.index] > arena._available()]
+                after[layer.arena._number] += (len(replaced) + appended) * layer.columns
+            lacking = [arena for arena in self.arenas if after[arena._number] > arena._available()]
             if lacking and partial:
                 rows.append(None)
                 continue
@@ -429,10 +429,10 @@ class GroupModel(StepModel):
             for layer, (replaced, _) in zip(self.layers, needs, strict=True):
                 for i, valid in replaced:
                     for block in seq.tables[layer.index].entries[i]:
-                        lost[layer.arena.index].append(block)
-                        copied = reads[layer.arena.index]
+                        lost[layer.arena._number].append(block)
+                        copied = reads[layer.arena._number]
                         copied[block] = max(copied.get(block, 0), valid)
-        return rows, None if short is None else (*short, total[short[1].index])
+        return rows, None if short is None else (*short, total[short[1]._number])
 
     def _judge(self, call: str, batch: list[Any], new: list[int], partial: bool) -> list[Any]:
         rows, short = self._group_needs(batch, new, partial, call == "step")
@@ -677,9 +677,9 @@ class GroupModel(StepModel):
             used = set(arena.names()) | set(arena._holds) | {block for block, count in arena._raw.items() if count}
             places = arena._blank + arena._lru + [block for block, _ in arena._limbo] + list(used)
             if sorted(places) != list(range(arena._reserved, arena.num_blocks)):
-                raise CorruptState(f"[check] arena {arena.index}: a block is in no place or in two: {sorted(places)}")
+                raise CorruptState(f"[check] arena {arena._number}: a block is in no place or in two: {sorted(places)}")
             if arena._limbo and not self._pending:
-                raise CorruptState(f"[check] limbo of arena {arena.index} is not empty though no step is pending")
+                raise CorruptState(f"[check] limbo of arena {arena._number} is not empty though no step is pending")
             held = [
                 block
                 for step in self._pending
@@ -690,7 +690,7 @@ class GroupModel(StepModel):
                 if layer.arena is arena
             ]
             if sorted(held) != sorted(arena._holds):
-                raise CorruptState(f"[check] holds of arena {arena.index} differ from what pending steps replaced")
+                raise CorruptState(f"[check] holds of arena {arena._number} differ from what pending steps replaced")
         for seq in self._sequences.values():
             if seq.num_tokens > self._capacity(seq):
                 raise CorruptState(f"[check] table and length do not fit ({seq.handle})")
