@@ -19,6 +19,8 @@ BATCH = 16  # single operations of one run
 SMALL_INTS = 257  # Python keeps the ints below: ids behind them all cost the same
 BLOCK_SIZE = 16
 PROMPT = 8 * BLOCK_SIZE
+GROUP_COUNTS = (1, 2, 4, 8)
+GROUP_CALLS = ("decode", "fork", "rollback")
 
 
 def nothing() -> None:
@@ -59,7 +61,18 @@ def operations(num_blocks: int, careless: bool = False, batch: int = BATCH) -> d
         "done with limbo": Operation(late.done, late.begin_and_close, late.begin_and_close, late.done),
         "rollback": Operation(late.rollback, late.begin, late.begin, late.rollback),
     }
-    return {name: found[name] for name in ("alloc", "step")} if careless else found
+    if careless:
+        return {name: found[name] for name in ("alloc", "step")}
+    return found | {
+        name_of(call, n): operation
+        for n in GROUP_COUNTS
+        for call, operation in GroupSingles(num_blocks, batch, n).operations().items()
+    }
+
+
+def name_of(call: str, num_groups: int) -> str:
+    """The name of an operation on a pool with so many layer groups."""
+    return f"{call}, groups: {num_groups}"
 
 
 class Singles:
@@ -240,6 +253,61 @@ class LateSingles:
     def begin(self) -> None:
         for plan in self.plans:
             self.pool.step(plan, self.rows, BLOCK_SIZE)
+
+    def rollback(self) -> None:
+        for plan in reversed(self.plans):
+            self.pool.rollback(plan)
+
+
+class GroupSingles:
+    """Operations of a pool with equal layer groups, windows of four blocks; steps are pending until they are done."""
+
+    def __init__(self, num_blocks: int, batch: int, num_groups: int) -> None:
+        groups = [kvpool.Group.window(4 * BLOCK_SIZE)] * num_groups
+        self.pool = pool = kvpool.Pool(num_blocks, BLOCK_SIZE, max_seqs=64, max_blocks_per_seq=2048, groups=groups)
+        pool.blocks.alloc(SMALL_INTS)
+        self.batch, self.made = batch, [0] * batch
+        self.plans = [kvpool.Plan(pool, 1, PROMPT) for _ in range(batch)]
+        self.parent, self.writer, self.grower = (self.open() for _ in range(3))
+        pool.close(pool.fork(int(self.parent[0]), 61))  # the tables of all 64 sequences are in memory from now on
+
+    def operations(self) -> dict[str, Operation]:
+        """By name. Every run of `decode` takes a block in each group, and lets one go."""
+        return dict(
+            zip(
+                GROUP_CALLS,
+                (
+                    Operation(self.decode),
+                    Operation(self.fork, self.close),
+                    Operation(self.rollback, self.begin, self.begin, self.rollback),
+                ),
+                strict=True,
+            )
+        )
+
+    def open(self) -> Any:
+        handle = np.array([self.pool.open()])
+        self.pool.step(self.plans[0], handle, PROMPT)
+        self.pool.done(self.plans[0])
+        return handle
+
+    def decode(self) -> None:
+        for plan in self.plans:
+            self.pool.step(plan, self.grower, BLOCK_SIZE // self.batch)
+            self.pool.done(plan)
+
+    def fork(self) -> None:
+        parent = int(self.parent[0])
+        for n in range(self.batch):
+            self.made[n] = int(self.pool.fork(parent)[0])
+
+    def close(self) -> None:
+        for n in range(self.batch):
+            self.pool.close(self.made[n])
+
+    def begin(self) -> None:
+        for plan in self.plans:
+            self.pool.step(plan, self.writer, BLOCK_SIZE)
 
     def rollback(self) -> None:
         for plan in reversed(self.plans):
