@@ -1,9 +1,9 @@
 """Run random programs on a block allocator, kvpool's or another one, and check every result.
 
 ``kvpool fuzz`` runs them on the installed core and on a plain Python model of it, which predicts every id, count and
-array; ``--groups`` on pools with layer groups. ``--target module:factory`` drives an allocator (``factory(num_blocks=..., block_size=...)``, see
-`kvpool.testing.fuzz_target.Allocator`) or a backend (``factory(spec, num_blocks)``). A finding is shrunk and printed
-as a test, with the command that repeats it.
+array; ``--groups`` on pools with layer groups. ``--target module:factory`` drives an allocator
+(``factory(num_blocks=..., block_size=...)``, see `kvpool.testing.fuzz_target.Allocator`) or a backend
+(``factory(spec, num_blocks)``). A finding is shrunk and printed as a test, with the command that repeats it.
 """
 
 from __future__ import annotations

@@ -318,8 +318,8 @@ class Program:
         """Blocks of an arena to which a call mostly does something."""
         if name in ("decref", "free", "release"):
             return sorted(self.raw[arena])
-        in_tables = {block for at, block in self.content.named if at == arena and block >= 0}
-        return sorted(in_tables | self.raw[arena].keys() | set(self.cached[arena] if name in ("touch", "uncache") else ()))
+        known = {block for at, block in self.content.named if at == arena and block >= 0} | self.raw[arena].keys()
+        return sorted(known | set(self.cached[arena] if name in ("touch", "uncache") else ()))
 
     def _named(self, arena: int, name: str, ids: list[int], count: int | None = None) -> None:
         """Make the call on both sides, and note who holds what now."""
