@@ -32,6 +32,7 @@ class Work:
     ticket: int
     plan: Any  # its arrays are read when the work is executed, not before
     num_rows: int
+    slots: np.ndarray  # the rows of tables that belong to the handles
     stamps: np.ndarray  # of the new tokens, int64
     context: np.ndarray  # stamps of all tokens of the rows, one row after the other, int64
     before: np.ndarray  # tokens of each row before the step
@@ -59,14 +60,17 @@ class Poison:
     next_operation: int = 0
 
 
-def frozen(plan: Any, layers: list[Layers]) -> Any:
+def frozen(plan: Any, layers: list[Layers], by_updates: bool) -> Any:
     """A plan's arrays as they are when it is issued: for pools whose plans are not pending afterwards."""
     names = ("state_src", "state_dst", "copies", "slot_mapping", "kv_slots_ragged", "block_tables")
 
     def copied(of: Any) -> SimpleNamespace:
         return SimpleNamespace(**{name: getattr(of, name).copy() for name in names if hasattr(of, name)})
 
-    return copied(plan) if layers[0].alone else SimpleNamespace(groups=[copied(each) for each in plan.groups])
+    if layers[0].alone:
+        return copied(plan)
+    updates = {"table_updates": plan.table_updates.copy()} if by_updates else {}
+    return SimpleNamespace(groups=[copied(each) for each in plan.groups], **updates)
 
 
 class Device:
@@ -83,15 +87,26 @@ class Device:
     by_tables : bool
         Read through block tables that are kept between steps and updated in the dirty rows only; else through those of
         the plan, without groups through its slots.
+    mirror : tuple of int, optional
+        Sequences and blocks of the longest one: read through one copy of all tables, kept by ``table_updates`` alone.
     """
 
-    def __init__(self, layers: list[Layers], num_blocks: list[int], depth: int, by_tables: bool) -> None:
+    def __init__(
+        self,
+        layers: list[Layers],
+        num_blocks: list[int],
+        depth: int,
+        by_tables: bool,
+        mirror: tuple[int, int] | None = None,
+    ) -> None:
         self.layers = layers
         self.depth = depth
         room = [max(each.size for each in layers if each.arena == arena) for arena in range(len(num_blocks))]
         self.arenas = [np.full((depth, n, size), POISON, np.int64) for n, size in zip(num_blocks, room, strict=True)]
         self.queue: deque[Any] = deque()  # of Work, Move and Poison
         self._by_tables = by_tables
+        self._mirror = [np.full((*(mirror or (0, 0)), each.columns), POISON, np.int64) for each in layers]
+        self._by_updates = mirror is not None
         self._tables: dict[tuple[int, int], np.ndarray] = {}  # plan and group -> its rows as last uploaded
         self.reads = 0  # tokens that were read and compared
 
@@ -116,6 +131,8 @@ class Device:
                 self.arenas[work.arena][:, work.blocks] = POISON
             return None
         depth, operation = divmod(work.next_operation, len(OPERATIONS))
+        if not work.next_operation:
+            self._upload(work)
         for layers in self.layers:
             if layers.kind == "state":
                 (self._nothing, self._step_states, self._nothing)[operation](work, layers, depth)
@@ -179,8 +196,6 @@ class Device:
         """States are not copied, and read as they are written."""
 
     def _copy(self, work: Work, layers: Layers, depth: int) -> None:
-        if self._by_tables and not work.next_operation:
-            self._upload(work.plan, layers)
         memory = self.arenas[layers.arena][depth]
         for src, dst, tokens in self._copies(work, layers):
             memory[dst, :tokens] = memory[src, :tokens]
@@ -250,15 +265,30 @@ class Device:
         if layers.alone and not self._by_tables:
             slots = work.plan.kv_slots_ragged[: at.size, None]
             return slots // layers.size, slots % layers.size
-        tables = self._tables[id(work.plan), layers.number] if self._by_tables else self._shown(work.plan, layers)
+        if self._by_updates:
+            tables, rows = self._mirror[layers.number], work.slots[rows]
+        elif self._by_tables:
+            tables = self._tables[id(work.plan), layers.number]
+        else:
+            tables = self._shown(work.plan, layers)
         return tables[rows, at // layers.size], (at % layers.size)[:, None]
 
     def _shown(self, plan: Any, layers: Layers) -> np.ndarray:
         tables = layers.arrays(plan).block_tables
         return tables.reshape(*tables.shape[:2], layers.columns)
 
-    def _upload(self, plan: Any, layers: Layers) -> None:
-        """Bring the kept tables of a plan up to date."""
+    def _upload(self, work: Work) -> None:
+        """Bring the kept tables up to date before a plan is executed."""
+        for slot, group, index, column, block in self._updates(work.plan) if self._by_updates else ():
+            self._mirror[group][slot, index, column] = block
+        for layers in self.layers if self._by_tables else ():
+            if layers.kind != "state":
+                self._upload_rows(work.plan, layers)
+
+    def _updates(self, plan: Any) -> list[list[int]]:
+        return plan.table_updates.tolist()
+
+    def _upload_rows(self, plan: Any, layers: Layers) -> None:
         shown, key = self._shown(plan, layers), (id(plan), layers.number)
         if key not in self._tables:
             self._tables[key] = np.zeros((plan.limits.max_rows, *shown.shape[1:]), np.int64)

@@ -23,6 +23,7 @@ from proof.simulation.misuse import make_wrong_call
 from proof.simulation.world import Shape, Stamps, prompts
 
 LOG_LINES = 40
+SLOT = (1 << 20) - 1  # of a handle: its row in tables of all sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +48,15 @@ class Host:
         self.pool = kit.Pool(shape.num_blocks, shape.block_size, seed=seed, **shape.pool_options())
         self.layers = layers_of(shape.groups, shape.block_size, shape.reserved_blocks)
         self.with_state = any(layers.kind == "state" for layers in self.layers)
-        sizes: dict[str, Any] = {"formats": ("slot_mapping", "block_tables")}
+        formats = ("slot_mapping", "block_tables", *(["table_updates"] if shape.by_updates else []))
+        sizes: dict[str, Any] = {"formats": formats}
         if not shape.groups:
-            sizes = {"formats": ("slot_mapping", "block_tables", "kv_slots_ragged"), "kv_width": shape.max_length}
+            sizes = {"formats": (*formats, "kv_slots_ragged"), "kv_width": shape.max_length}
         sizes |= {"max_rows": shape.max_rows, "max_tokens": shape.max_tokens, "table_width": shape.width}
         self.plans = [kit.Plan(self.pool, **sizes) for _ in range(shape.depth)]
         blocks = [self.pool.stats(arena).num_blocks for arena in self.arenas()]
-        self.device = kit.Device(self.layers, blocks, shape.num_layers, shape.by_tables)
+        mirror = (shape.max_seqs, shape.width) if shape.by_updates else None
+        self.device = kit.Device(self.layers, blocks, shape.num_layers, shape.by_tables, mirror)
         self.stamps = Stamps()
         self.prompts = prompts(self.rng, shape, self.stamps)
         self.spare = list(self.plans)
@@ -378,12 +381,13 @@ class Host:
             stamps += request.stamps[row.length : row.length + n]
             context += request.stamps[: request.length]
         work = Work(
-            *(self.ticket, plan, len(rows), np.array(stamps, np.int64), np.array(context, np.int64)),
+            *(self.ticket, plan, len(rows), np.array([row.handle & SLOT for row in rows], np.int64)),
+            *(np.array(stamps, np.int64), np.array(context, np.int64)),
             *(np.array(lens, np.int64) for lens in ([row.length for row in rows], [r.request.length for r in rows])),
         )
         flight = Flight(plan, work, rows, self.num_forks)
         if self.shape.in_order:
-            work.plan = frozen(plan, self.layers)
+            work.plan = frozen(plan, self.layers, self.shape.by_updates)
         for row in rows:
             self.poison(row.request)
         self.device.submit(work)

@@ -64,6 +64,7 @@ class Shape:
     resetting: float
     weights: dict[str, float]
     grouped: bool  # whether the pool has layer groups: then its sizes are drawn anew
+    by_updates: bool = False  # read through tables that ``table_updates`` keep
     groups: tuple[Group, ...] = ()
     lookahead: int = 0
 
@@ -137,6 +138,8 @@ class Shape:
         self.groups = draw_groups(rng, self.block_size, self.max_length, self.reserved_blocks, slots, self.lookahead)
         need = needs(self.groups, self.block_size, self.max_length, 0)
         self.num_blocks = self.reserved_blocks + self.watermark + need + rng.randint(1, need)
+        self.by_updates = rng.random() < 0.3
+        self.by_tables = self.by_tables and not self.by_updates
         self.prefix_cache = False
         self.drafting *= self.lookahead > 0 and all(group.kind != "state" for group in self.groups)
         self.weights |= {"compact": 0.0, "evict_blocks": 0.0, "flush": 0.0, "pin": 0.0, "unpin": 0.0}
