@@ -222,14 +222,22 @@ class Singles:
 class LateSingles:
     """Operations of a pool whose steps are pending until they are done."""
 
-    def __init__(self, num_blocks: int, batch: int) -> None:
-        self.pool = pool = kvpool.Pool(num_blocks, BLOCK_SIZE, max_seqs=64, max_blocks_per_seq=64, seed=1)
+    def __init__(self, num_blocks: int, batch: int, groups: list[kvpool.Group] | None = None) -> None:
+        longest = 2048 if groups else 64
+        self.pool = pool = kvpool.Pool(
+            num_blocks, BLOCK_SIZE, max_seqs=64, max_blocks_per_seq=longest, seed=1, groups=groups
+        )
         pool.blocks.alloc(SMALL_INTS)
         self.plans = [kvpool.Plan(pool, 1, PROMPT) for _ in range(batch)]
-        self.writer = pool.open()
+        self.writer = self.open()
         self.rows = np.array([self.writer])
-        pool.step(self.plans[0], self.rows, PROMPT)
-        pool.done(self.plans[0])
+
+    def open(self) -> int:
+        """A sequence with a prompt."""
+        handle = self.pool.open()
+        self.pool.step(self.plans[0], [handle], PROMPT)
+        self.pool.done(self.plans[0])
+        return handle
 
     def step_and_done(self) -> None:
         for plan in self.plans:
@@ -260,55 +268,33 @@ class LateSingles:
 
 
 class GroupSingles:
-    """Operations of a pool with equal layer groups, windows of four blocks; steps are pending until they are done."""
+    """Operations of a pool with equal layer groups, windows of four blocks."""
 
     def __init__(self, num_blocks: int, batch: int, num_groups: int) -> None:
-        groups = [kvpool.Group.window(4 * BLOCK_SIZE)] * num_groups
-        self.pool = pool = kvpool.Pool(num_blocks, BLOCK_SIZE, max_seqs=64, max_blocks_per_seq=2048, groups=groups)
-        pool.blocks.alloc(SMALL_INTS)
-        self.batch, self.made = batch, [0] * batch
-        self.plans = [kvpool.Plan(pool, 1, PROMPT) for _ in range(batch)]
-        self.parent, self.writer, self.grower = (self.open() for _ in range(3))
-        pool.close(pool.fork(int(self.parent[0]), 61))  # the tables of all 64 sequences are in memory from now on
+        self.late = late = LateSingles(num_blocks, batch, [kvpool.Group.window(4 * BLOCK_SIZE)] * num_groups)
+        self.made = [0] * batch
+        self.parent, self.grower = late.open(), np.array([late.open()])
+        late.pool.close(late.pool.fork(self.parent, 61))  # the tables of all 64 sequences are in memory from now on
 
     def operations(self) -> dict[str, Operation]:
         """By name. Every run of `decode` takes a block in each group, and lets one go."""
-        return dict(
-            zip(
-                GROUP_CALLS,
-                (
-                    Operation(self.decode),
-                    Operation(self.fork, self.close),
-                    Operation(self.rollback, self.begin, self.begin, self.rollback),
-                ),
-                strict=True,
-            )
+        late = self.late
+        found = (
+            Operation(self.decode),
+            Operation(self.fork, self.close),
+            Operation(late.rollback, late.begin, late.begin, late.rollback),
         )
-
-    def open(self) -> Any:
-        handle = np.array([self.pool.open()])
-        self.pool.step(self.plans[0], handle, PROMPT)
-        self.pool.done(self.plans[0])
-        return handle
+        return dict(zip(GROUP_CALLS, found, strict=True))
 
     def decode(self) -> None:
-        for plan in self.plans:
-            self.pool.step(plan, self.grower, BLOCK_SIZE // self.batch)
-            self.pool.done(plan)
+        for plan in self.late.plans:
+            self.late.pool.step(plan, self.grower, BLOCK_SIZE // len(self.made))
+            self.late.pool.done(plan)
 
     def fork(self) -> None:
-        parent = int(self.parent[0])
-        for n in range(self.batch):
-            self.made[n] = int(self.pool.fork(parent)[0])
+        for n in range(len(self.made)):
+            self.made[n] = int(self.late.pool.fork(self.parent)[0])
 
     def close(self) -> None:
-        for n in range(self.batch):
-            self.pool.close(self.made[n])
-
-    def begin(self) -> None:
-        for plan in self.plans:
-            self.pool.step(plan, self.writer, BLOCK_SIZE)
-
-    def rollback(self) -> None:
-        for plan in reversed(self.plans):
-            self.pool.rollback(plan)
+        for n in range(len(self.made)):
+            self.late.pool.close(self.made[n])

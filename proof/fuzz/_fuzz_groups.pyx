@@ -8,7 +8,8 @@ from libc.string cimport memcpy
 
 from kvpool._core cimport Pool
 from proof.fuzz._books cimport (
-    V_OK, V_SHORT, V_VALUE, Books, Line, Page, Pending, available, books_evict, books_next_handle, drop_ref, take, touch,
+    V_OK, V_SHORT, V_VALUE, Books, Line, Page, Pending, available, books_evict, books_next_handle, drop_ref, take,
+    touch,
 )
 from proof.fuzz._books_groups cimport (
     MOST_GROUPS, MAX_PLANS, STATE_KIND, GroupBooks, Layers, Moves, group_books_free, group_books_init, groups_close,
@@ -200,13 +201,12 @@ cdef class GroupDriver(Driver):
         except REFUSALS as error:
             return self.refused(error)
         self.accepted(call)
-        if op == MARK:
-            page.final = 1
-        elif op == DECREF:
-            page.raw -= 1
+        page.raw += 0 if op == MARK else -1 if op == DECREF else 1
+        if op == DECREF:
             drop_ref(b, i)
+        elif op == MARK:
+            page.final = 1
         else:
-            page.raw += 1
             touch(b, i)
         return 0
 

@@ -63,12 +63,11 @@ class GroupMachine(RuleBasedStateMachine):
     """The pools, the program and its end; `make_machine` adds a rule per call, and says which pool is tested."""
 
     make: ClassVar[tuple[Callable[..., Any], Callable[..., Any]]]
-    oracle: ClassVar[tuple[Callable[..., Any], Callable[..., Any]]]
 
     @initialize(options=pool_options())
     def create(self, options: dict[str, Any]) -> None:
         """Make both pools and their plans."""
-        self.sides = [Side(*make, options, PLANS) for make in (type(self).make, type(self).oracle)]
+        self.sides = [Side(*make, options, PLANS) for make in (type(self).make, (ModelPool, ModelPlan))]
         self.program = Program(self.sides[0], self.sides[1], options)
 
     def teardown(self) -> None:
@@ -89,15 +88,10 @@ def _rule_of(name: str) -> Any:
     return call
 
 
-def make_machine(
-    make_pool: Callable[..., Any],
-    make_plan: Callable[..., Any],
-    *,
-    oracle: tuple[Callable[..., Any], Callable[..., Any]] = (ModelPool, ModelPlan),
-) -> type[GroupMachine]:
+def make_machine(make_pool: Callable[..., Any], make_plan: Callable[..., Any]) -> type[GroupMachine]:
     """Return a state machine class for a kind of pool; see `proof.machine.machine.make_machine`."""
     rules = {name: _rule_of(name) for name in sorted(set(OPERATIONS))}
-    return type("GroupMachine", (GroupMachine,), {"make": (make_pool, make_plan), "oracle": oracle, **rules})
+    return type("GroupMachine", (GroupMachine,), {"make": (make_pool, make_plan), **rules})
 
 
 def run(
@@ -107,8 +101,7 @@ def run(
     examples: int = 100,
     steps: int = 40,
     seed: int | None = None,
-    oracle: tuple[Callable[..., Any], Callable[..., Any]] = (ModelPool, ModelPlan),
     shrink: bool = True,
 ) -> None:
     """Run the machine; parameters are those of `proof.machine.machine.run`."""
-    run_machine(make_machine(make_pool, make_plan, oracle=oracle), examples, steps, seed, shrink)
+    run_machine(make_machine(make_pool, make_plan), examples, steps, seed, shrink)
