@@ -327,10 +327,10 @@ class Host:
         partial = self.rng.random() < 0.3
         pad_to = (self.shape.max_rows, self.shape.max_tokens) if self.rng.random() < 0.2 else None
         handles = [row.handle for row in rows]
-        able = self.pool.can(handles, counts) if self.rng.random() < 0.2 else None
+        able = self.pool.can(handles, counts)
         try:
             self.pool.step(plan, handles, counts, partial=partial, pad_to=pad_to)
-            if able is False and not partial:
+            if not able and not partial:
                 raise Violation(f"can denied a step that was taken: {handles} {counts}")
         except OutOfBlocks:
             if able:
@@ -614,7 +614,7 @@ class Host:
         """Somebody begins to copy a request's full blocks elsewhere, or its state, and holds them meanwhile."""
         if not self.running or len(self.sends) == 2:
             return
-        request, layers = self.rng.choice(self.running), self.rng.choice(self.layers)
+        request, layers = self.rng.choice(self.running), self.layers[self.tally.sends % len(self.layers)]
         done, is_state = request.done_length(), layers.kind == "state"
         full = int(done == request.length > 0) if is_state else done // layers.size
         if full and self.device.is_settled(request.ticket):

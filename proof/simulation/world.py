@@ -118,7 +118,7 @@ class Shape:
             reordering=rng.choice([0.0, 0.5, 1.0]),
             resetting=rng.choice([0.0, 0.02]),
             weights=weights,
-            grouped=rng.random() < 0.5,
+            grouped=changes["grouped"] if "grouped" in changes else rng.random() < 0.5,
         )
         for name, value in changes.items():
             if name == "weights":
