@@ -19,6 +19,8 @@ BATCH = 16  # single operations of one run
 SMALL_INTS = 257  # Python keeps the ints below: ids behind them all cost the same
 BLOCK_SIZE = 16
 PROMPT = 8 * BLOCK_SIZE
+GROUP_COUNTS = (1, 2, 4, 8)
+GROUP_CALLS = ("decode", "fork", "rollback")
 
 
 def nothing() -> None:
@@ -59,7 +61,18 @@ def operations(num_blocks: int, careless: bool = False, batch: int = BATCH) -> d
         "done with limbo": Operation(late.done, late.begin_and_close, late.begin_and_close, late.done),
         "rollback": Operation(late.rollback, late.begin, late.begin, late.rollback),
     }
-    return {name: found[name] for name in ("alloc", "step")} if careless else found
+    if careless:
+        return {name: found[name] for name in ("alloc", "step")}
+    return found | {
+        name_of(call, n): operation
+        for n in GROUP_COUNTS
+        for call, operation in GroupSingles(num_blocks, batch, n).operations().items()
+    }
+
+
+def name_of(call: str, num_groups: int) -> str:
+    """The name of an operation on a pool with so many layer groups."""
+    return f"{call}, groups: {num_groups}"
 
 
 class Singles:
@@ -209,14 +222,22 @@ class Singles:
 class LateSingles:
     """Operations of a pool whose steps are pending until they are done."""
 
-    def __init__(self, num_blocks: int, batch: int) -> None:
-        self.pool = pool = kvpool.Pool(num_blocks, BLOCK_SIZE, max_seqs=64, max_blocks_per_seq=64, seed=1)
+    def __init__(self, num_blocks: int, batch: int, groups: list[kvpool.Group] | None = None) -> None:
+        longest = 2048 if groups else 64
+        self.pool = pool = kvpool.Pool(
+            num_blocks, BLOCK_SIZE, max_seqs=64, max_blocks_per_seq=longest, seed=1, groups=groups
+        )
         pool.blocks.alloc(SMALL_INTS)
         self.plans = [kvpool.Plan(pool, 1, PROMPT) for _ in range(batch)]
-        self.writer = pool.open()
+        self.writer = self.open()
         self.rows = np.array([self.writer])
-        pool.step(self.plans[0], self.rows, PROMPT)
-        pool.done(self.plans[0])
+
+    def open(self) -> int:
+        """A sequence with a prompt."""
+        handle = self.pool.open()
+        self.pool.step(self.plans[0], [handle], PROMPT)
+        self.pool.done(self.plans[0])
+        return handle
 
     def step_and_done(self) -> None:
         for plan in self.plans:
@@ -244,3 +265,36 @@ class LateSingles:
     def rollback(self) -> None:
         for plan in reversed(self.plans):
             self.pool.rollback(plan)
+
+
+class GroupSingles:
+    """Operations of a pool with equal layer groups, windows of four blocks."""
+
+    def __init__(self, num_blocks: int, batch: int, num_groups: int) -> None:
+        self.late = late = LateSingles(num_blocks, batch, [kvpool.Group.window(4 * BLOCK_SIZE)] * num_groups)
+        self.made = [0] * batch
+        self.parent, self.grower = late.open(), np.array([late.open()])
+        late.pool.close(late.pool.fork(self.parent, 61))  # the tables of all 64 sequences are in memory from now on
+
+    def operations(self) -> dict[str, Operation]:
+        """By name. Every run of `decode` takes a block in each group, and lets one go."""
+        late = self.late
+        found = (
+            Operation(self.decode),
+            Operation(self.fork, self.close),
+            Operation(late.rollback, late.begin, late.begin, late.rollback),
+        )
+        return dict(zip(GROUP_CALLS, found, strict=True))
+
+    def decode(self) -> None:
+        for plan in self.late.plans:
+            self.late.pool.step(plan, self.grower, BLOCK_SIZE // len(self.made))
+            self.late.pool.done(plan)
+
+    def fork(self) -> None:
+        for n in range(len(self.made)):
+            self.made[n] = int(self.late.pool.fork(self.parent)[0])
+
+    def close(self) -> None:
+        for n in range(len(self.made)):
+            self.late.pool.close(self.made[n])

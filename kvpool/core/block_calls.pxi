@@ -42,7 +42,7 @@ cdef int pool_alloc(State* pool, int32_t arena, int32_t* ids, int64_t count, Ver
     cdef int64_t k, available = blocks_available(b)
     cdef uint64_t h
     if count > available:
-        return blocks_short(b, v, -1, -1, count, count - available)
+        return blocks_short(b, v, arena, -1, -1, count, count - available)
     h = mix(begin_mix(pool, arena, OP_ALLOC), count)
     blocks_take_many(b, ids, <int32_t>count)
     for k in range(count):
@@ -541,7 +541,7 @@ cdef class BlockAPI:
                 if self.state.indexed:
                     status = refused(&v, INDEXED, -1, 0, 0, 0, 0)
                 elif count > available:
-                    status = blocks_short(b, &v, -1, -1, count, count - available)
+                    status = blocks_short(b, &v, self.number, -1, -1, count, count - available)
                 else:
                     blocks_free_order(b, ids, <int32_t>count)
                 evicted = max(<int32_t>count - b.num_blank, 0)

@@ -107,10 +107,10 @@ cdef void blocks_new_stamp(Blocks* b) noexcept nogil:
         b.stamp = 1
 
 
-cdef int blocks_short(const Blocks* b, Verdict* v, Py_ssize_t row, int64_t handle, int64_t needed,
+cdef int blocks_short(const Blocks* b, Verdict* v, int32_t arena, Py_ssize_t row, int64_t handle, int64_t needed,
                       int64_t short_by) noexcept nogil:
     """Refuse a call for want of blocks; `row` is the first that does not fit, -1: the call has no rows."""
-    v.arena = 0
+    v.arena = arena
     v.needed = needed
     v.short_by = short_by
     v.blank = b.num_blank

@@ -108,8 +108,8 @@ cdef int groups_open(Groups* gs, const Ints* tokens, Verdict* v) noexcept nogil:
     for k in range(gs.num_arenas):
         spare = s.watermark if k == 0 else 0
         if need[k] and need[k] + spare > blocks_available(gs.arena[k]):
-            blocks_short(gs.arena[k], v, -1, -1, need[k], need[k] + spare - blocks_available(gs.arena[k]))
-            v.value, v.low, v.arena = tokens.size, spare, k
+            blocks_short(gs.arena[k], v, k, -1, -1, need[k], need[k] + spare - blocks_available(gs.arena[k]))
+            v.value, v.low = tokens.size, spare
             return v.reason
         taken += need[k]
     if s.num_free_slots == 0:
@@ -462,8 +462,8 @@ cdef int groups_check_step(Groups* gs, Step* p, GroupPlan** part, const Ints* ha
         i += 1
     p.num_tokens = asked - unserved
     if short_row >= 0 and not partial:
-        blocks_short(gs.arena[arena], v, short_row, handle[short_row], needed[arena], needed[arena] - available[arena])
-        v.arena = arena
+        blocks_short(gs.arena[arena], v, arena, short_row, handle[short_row], needed[arena],
+                     needed[arena] - available[arena])
         return v.reason
     return OK
 

@@ -70,7 +70,7 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
     need = whole_blocks(b, tokens.size + b.block_size - 1) - found.blocks if take else 0
     available = blocks_available(b) - found.evictable
     if need and need + s.watermark > available:
-        blocks_short(b, v, -1, -1, need, need + s.watermark - available)
+        blocks_short(b, v, 0, -1, -1, need, need + s.watermark - available)
         v.evictable -= found.evictable
         v.value, v.other, v.low = tokens.size, found.blocks * b.block_size, s.watermark
         return v.reason

@@ -328,7 +328,7 @@ cdef int step_check(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints
         i += 1
     p.num_tokens = asked - unserved
     if short_row >= 0 and not partial:
-        return blocks_short(b, v, short_row, handle[short_row], v.needed, v.needed - available)
+        return blocks_short(b, v, 0, short_row, handle[short_row], v.needed, v.needed - available)
     return OK
 
 
@@ -374,7 +374,7 @@ cdef int step_check_unshare(Step* p, Seqs* s, Blocks* b, const Ints* handles, co
         if v.needed > available and short_row < 0:
             short_row = i
     if short_row >= 0:
-        return blocks_short(b, v, short_row, ints_at(handles, short_row), v.needed, v.needed - available)
+        return blocks_short(b, v, 0, short_row, ints_at(handles, short_row), v.needed, v.needed - available)
     return OK
 
 

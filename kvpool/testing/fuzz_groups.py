@@ -8,6 +8,7 @@ returned or raised, the statistics of all arenas, all tables, every array of the
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,13 @@ OPERATIONS = (
     *("open", "open", "prefill", "step", "step", "step", "step", "step", "step", "step", "prefill", "prefill"),
     *("reserve", "fork", "fork", "truncate", "truncate", "prefill", "done", "done", "done", "done", "step", "step"),
     *("rollback", "rollback", "can", "close", "close_finished", "defer_close", "reset", "foreign", "forget"),
-    *("step", "done"),
+    *("step", "done", "named", "named", "truncate"),
+)
+#: Calls on blocks by id, on some arena; the ones that lead somewhere more often.
+BLOCK_CALLS = (
+    *("alloc", "alloc", "take", "incref", "incref", "decref", "decref", "free", "release", "release"),
+    *("mark_cached", "mark_cached", "mark_cached", "touch", "touch", "uncache", "evict", "take_block"),
+    *("drain_evicted", "refcounts", "free_order"),
 )
 COMMON = ("seq_lens", "positions", "cu_q_lens", "slot_ids")
 PLANS: tuple[dict[str, Any], ...] = (
@@ -106,14 +113,19 @@ class Program:
         self.mirrors = Mirrors(self.groups)
         self.live: list[int] = []
         self.took = False  # whether the call hands out blocks
+        self.raw = [Counter[int]() for _ in range(self.num_arenas)]  # references that the program itself holds
+        self.cached: list[list[int]] = [[] for _ in range(self.num_arenas)]  # what it has marked
 
     def play(self, word: Word) -> None:
-        """Make one call on both pools and compare them."""
-        name = OPERATIONS[word[0] % len(OPERATIONS)]
-        if not self.live and name not in ("reset", "done", "foreign"):
+        """Make the call that a word names on both pools, and compare them."""
+        self.call(OPERATIONS[word[0] % len(OPERATIONS)], *word[1:])
+
+    def call(self, name: str, a: int, b: int, c: int) -> None:
+        """Make one call by its name; without a sequence that is an `open`."""
+        if not self.live and name not in ("reset", "done", "foreign", "named"):
             name = "open"
         self.took = False
-        getattr(self, name)(*word[1:])
+        getattr(self, name)(a, b, c)
 
     def finish(self) -> None:
         """All that is pending is done, every sequence grows by a token, and everything is given back."""
@@ -122,6 +134,9 @@ class Program:
             self._step([name], [1], 1, {"partial": False})
             self.settle()
         self.pair.both(lambda side: side.pool.close(side.batch(self.live, False)))
+        for arena, raw in enumerate(self.raw):
+            for block in sorted(raw.elements()):
+                self._named(arena, "decref", [block])
         self.compare()
         for arena in range(self.num_arenas) if self.counters else ():
             stats = self.pair.test.pool.stats(arena)
@@ -285,10 +300,54 @@ class Program:
         """Distrust what a plan has written; a pending one refuses."""
         self.pair.both(lambda side: side.plans[a % len(PLANS)].forget())
 
+    def named(self, a: int, b: int, c: int) -> None:
+        """A call on blocks by id, on some arena: those in tables, the program's own, cached ones, sometimes any."""
+        arena, name = (b >> 5) % self.num_arenas, BLOCK_CALLS[a % len(BLOCK_CALLS)]
+        if name in ("alloc", "take", "evict"):
+            count = c % 4 if c & 48 else c % 64
+            self._named(arena, name, [], count)
+        elif name in ("drain_evicted", "free_order"):
+            self._named(arena, name, [])
+        else:
+            known = self._known(arena, name) or [c % 8]
+            ids = [known[(c >> 6 * k) % len(known)] for k in range(1 + b % 2)]
+            self._named(arena, name, [c % 100 - 2] if b % 32 == 0 else list(dict.fromkeys(ids)))
+        self.compare()
+
+    def _known(self, arena: int, name: str) -> list[int]:
+        """Blocks of an arena to which a call mostly does something."""
+        if name in ("decref", "free", "release"):
+            return sorted(self.raw[arena])
+        known = {block for at, block in self.content.named if at == arena and block >= 0} | self.raw[arena].keys()
+        return sorted(known | set(self.cached[arena] if name in ("touch", "uncache") else ()))
+
+    def _named(self, arena: int, name: str, ids: list[int], count: int | None = None) -> None:
+        """Make the call on both sides, and note who holds what now."""
+
+        def call(side: Side) -> Any:
+            method = getattr(side.pool.blocks.arena(arena), name)
+            if name == "take_block":
+                return method(ids[0])
+            return method(*([ids] if ids else []) if count is None else [count])
+
+        got = self.pair.both(call)
+        if got is RAISED:
+            return
+        if name in ("alloc", "take"):
+            self.raw[arena].update(map(int, got if name == "alloc" else got[0]))
+        elif name in ("incref", "touch", "take_block"):
+            self.raw[arena].update(ids)
+        elif name in ("decref", "free", "release"):
+            self.raw[arena] -= Counter(ids)
+        elif name == "mark_cached":
+            self.cached[arena] += ids
+
     def reset(self, a: int, b: int, c: int) -> None:
         """Forget everything, rarely."""
         if a % 8 == 0:
             self.pair.both(lambda side: side.pool.reset())
+            self.raw = [Counter() for _ in self.raw]
+            self.cached = [[] for _ in self.cached]
             self.content.reset()
             self.mirrors.waiting.clear()
         self.compare()
@@ -328,6 +387,8 @@ class Program:
         for arena in range(self.num_arenas) if self.counters else ():
             got, want = tuple(test.pool.stats(arena)), tuple(oracle.pool.stats(arena))
             assert got == want, f"stats({arena}): {test.pool.stats(arena)}, due {oracle.pool.stats(arena)}"
+            calls = (pool.blocks.arena(arena).refcount_histogram() for pool in (test.pool, oracle.pool))
+            _same(f"refcount_histogram of arena {arena}", *calls)
         alive = []
         for name in self.live:
             mine, due = test.handle(name), oracle.handle(name)

@@ -1,8 +1,7 @@
 """The half of `kvpool.testing.model` for pools with layer groups: ``docs/groups.md``, line by line.
 
 `Arena` is a set of blocks, `Table` is what a sequence has in one group. A state group is a table of at most one entry
-of one slot. Who names a block is recounted from the tables whenever it is needed. Nothing is ever committed in such a
-pool, so no block is evictable.
+of one slot. Who names a block is recounted from the tables whenever it is needed.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from kvpool.errors import CapacityExceeded, CorruptState, OutOfBlocks, PlanState
 from kvpool.groups import Group
 from kvpool.stats import PoolStats
 from kvpool.testing import model_args as args
-from kvpool.testing.model_blocks import Step, ceil_div, public_call
+from kvpool.testing.model_arena import BlockSet, ModelBlocks, public_call
+from kvpool.testing.model_blocks import Step, ceil_div
 from kvpool.testing.model_plan import ModelPlan, Sequence, dirty_rows
 from kvpool.testing.model_steps import StepModel
 
@@ -24,42 +24,46 @@ MAX_GROUPS, MAX_ARENAS, MULTIPLES = 8, 8, (1, 2, 4)
 HOLE: list[int] = []  #: what a table has instead of an entry that was let go
 
 
-@dataclass(eq=False)
-class Arena:
-    """A set of blocks, or of state slots."""
+class Arena(BlockSet):
+    """A set of blocks, or of state slots, of a pool with groups."""
 
-    index: int
-    num_blocks: int
-    reserved: int
-    counters: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("cow_copies", "cow_tokens", "allocs", "peak_used"), 0)
-    )
-
-    def __post_init__(self) -> None:
-        self.empty()
-
-    def empty(self) -> None:
-        """As new, but for the counters."""
-        self.blank = list(range(self.num_blocks - 1, self.reserved - 1, -1))  # top = end
-        self.limbo: list[tuple[int, int]] = []  # (block, fence), oldest first
-        self.holds: list[int] = []  # one entry per hold
-
-    def take(self) -> int:
-        """The top of the blank stack."""
-        block = self.blank.pop()
-        self.counters["allocs"] += 1
-        self.counters["peak_used"] = max(self.counters["peak_used"], self.num_used)
-        return block
-
-    def drain_limbo(self, oldest_pending: int | None) -> None:
-        """Blocks whose fence has passed are blank."""
-        while self.limbo and (oldest_pending is None or self.limbo[0][1] < oldest_pending):
-            self.blank.append(self.limbo.pop(0)[0])
+    def __init__(self, pool: GroupModel, index: int, num_blocks: int, reserved: int) -> None:
+        self._pool, self._number, self.num_blocks, self._reserved = pool, index, num_blocks, reserved
+        self._count()
+        self._empty_blocks()
 
     @property
-    def num_used(self) -> int:
-        """Blocks with a reference or a hold."""
-        return self.num_blocks - self.reserved - len(self.blank) - len(self.limbo)
+    def _pending(self) -> list[Any]:  # type: ignore[override]
+        return self._pool._pending
+
+    def names(self) -> list[int]:
+        """A block for every table entry that names it."""
+        return [
+            block
+            for seq in self._pool._sequences.values()
+            for layer in self._pool.layers
+            if layer.arena is self
+            for entry in seq.tables[layer.index].entries
+            for block in entry
+        ]
+
+    def _named_in_tables(self, block: int) -> int:
+        return self.names().count(block)
+
+    def _blocks_arena(self, arena: int) -> ModelBlocks:
+        return self._pool._blocks_arena(arena)
+
+    def _has_own_cache(self) -> bool:
+        return False
+
+    def _refuse_closed(self, call: str) -> None:
+        self._pool._refuse_closed(call)
+
+    def _drain(self) -> None:
+        self._pool._drain()
+
+    def _chain(self, *words: object) -> None:
+        self._pool._chain(self._number, *words)
 
 
 @dataclass(eq=False)
@@ -136,7 +140,7 @@ def read_groups(groups: Any) -> tuple[Group, ...]:
 
 
 def make_layers(
-    groups: tuple[Group, ...], num_blocks: int, block_size: int, reserved: int
+    pool: GroupModel, groups: tuple[Group, ...], num_blocks: int, block_size: int, reserved: int
 ) -> tuple[list[Layers], list[Arena]]:
     """Settle block sizes and arenas."""
     sizes = {0: num_blocks}
@@ -159,11 +163,11 @@ def make_layers(
     for arena, size in sizes.items():
         if size <= reserved:
             raise ValueError(f"[Pool] num_blocks of arena {arena} is {size}, more than {reserved} are needed")
-    arenas = [Arena(i, sizes[i], reserved) for i in range(len(sizes))]
+    arenas = [Arena(pool, i, sizes[i], reserved) for i in range(len(sizes))]
     layers = []
     for index, group in enumerate(groups):
         if group.kind == "state":
-            arenas.append(Arena(len(arenas), group.size, 0))
+            arenas.append(Arena(pool, len(arenas), group.size, 0))
             layers.append(Layers(index, "state", group, 1, 1, arenas[-1]))
         else:
             size = group.block_size or block_size
@@ -198,7 +202,9 @@ class GroupModel(StepModel):
         if all(group.kind == "state" for group in given) and options.get("max_blocks_per_seq") is None:
             plain = plain._replace(max_blocks_per_seq=(2**31 - 1) // plain.block_size)
         try:
-            self.layers, self.arenas = make_layers(given, plain.num_blocks, plain.block_size, plain.reserved_blocks)
+            self.layers, self.arenas = make_layers(
+                self, given, plain.num_blocks, plain.block_size, plain.reserved_blocks
+            )
         except ValueError:
             self.shutdown()
             raise
@@ -210,44 +216,35 @@ class GroupModel(StepModel):
     def _empty(self) -> None:
         super()._empty()
         for arena in self.arenas:
-            arena.empty()
+            arena._empty_blocks()
 
     @property
     def _with_entries(self) -> list[Layers]:
         """The groups that have entries of blocks."""
         return [layer for layer in self.layers if layer.kind != "state"]
 
+    def _reset(self) -> None:
+        for arena in self.arenas:
+            arena._dropped.extend(sorted(arena._committed))
+        super()._reset()
+
     @property
-    def blocks(self) -> None:  # type: ignore[override]
-        """None: this model has no block-level calls. On an arena they do what they do on a pool without groups."""
-        return
+    def blocks(self) -> ModelBlocks:
+        """Blocks by id, of arena 0."""
+        return self._blocks_arena(0)
+
+    def _blocks_arena(self, arena: int) -> ModelBlocks:
+        return ModelBlocks(self.arenas[args.integer("blocks", "arena", arena, 0, len(self.arenas) - 1)], "blocks")
 
     # ---- references ---------------------------------------------------------------------------------------
 
-    def _references(self, arena: Arena) -> list[int]:
-        """A block for every table entry that names it."""
-        return [
-            block
-            for seq in self._sequences.values()
-            for layer in self.layers
-            if layer.arena is arena
-            for entry in seq.tables[layer.index].entries
-            for block in entry
-        ]
-
     def _release_in(self, arena: Arena, block: int) -> None:
         """A reference or a hold went away: if it was the last one, the block leaves."""
-        if block in self._references(arena) or block in arena.holds:
-            return
-        if self._pending:
-            arena.limbo.append((block, self._pending[-1].id))
-        else:
-            arena.blank.append(block)
+        arena._release(block)
 
     def _drain_limbo(self) -> None:
-        oldest = self._pending[0].id if self._pending else None
         for arena in self.arenas:
-            arena.drain_limbo(oldest)
+            arena._drain_limbo()
 
     def _pop_entries(self, seq: Sequence, layer: Layers, length: int) -> None:
         """Drop entries from the end until `length` are left, columns descending."""
@@ -257,7 +254,7 @@ class GroupModel(StepModel):
                 self._release_in(layer.arena, block)
 
     def _take_entry(self, layer: Layers) -> list[int]:
-        return [layer.arena.take() for _ in range(layer.columns)]
+        return [layer.arena._take() for _ in range(layer.columns)]
 
     # ---- sequences ----------------------------------------------------------------------------------------
 
@@ -273,8 +270,8 @@ class GroupModel(StepModel):
         kv = self._with_entries
         for arena in self.arenas:
             need = sum(ceil_div(count, layer.block_size) * layer.columns for layer in kv if layer.arena is arena)
-            watermark = 0 if arena.index else self.options.watermark
-            if need and need + watermark > len(arena.blank):
+            watermark = 0 if arena._number else self.options.watermark
+            if need and need + watermark > arena._available():
                 self._out_of("open", arena, need, watermark)
         self._refuse_slots("open", 1)
         seq = self._create(0, [])
@@ -288,15 +285,16 @@ class GroupModel(StepModel):
         self, call: str, arena: Arena, needed: int, watermark: int = 0, row: int = -1, handle: int = -1
     ) -> None:
         raise OutOfBlocks(
-            f"[{call}] {needed} blocks of arena {arena.index} are needed, {len(arena.blank)} are free, "
-            f"{len(arena.limbo)} in limbo, watermark {watermark}",
+            f"[{call}] {needed} blocks of arena {arena._number} are needed, {arena._available()} are available, "
+            f"{len(arena._limbo)} in limbo, watermark {watermark}",
             needed=needed,
-            short_by=needed + watermark - len(arena.blank),
+            short_by=needed + watermark - arena._available(),
             row=row,
             handle=handle,
-            blank=len(arena.blank),
-            limbo=len(arena.limbo),
-            arena=arena.index,
+            blank=len(arena._blank),
+            evictable=len(arena._lru),
+            limbo=len(arena._limbo),
+            arena=arena._number,
         )
 
     def _create(self, num_tokens: int, table: list[int]) -> Sequence:
@@ -367,10 +365,11 @@ class GroupModel(StepModel):
     def _group_need(self, seq: Sequence, n: int, layer: Layers, lost: list[int], reads: dict[int, int]) -> Need:
         """What `n` tokens need in a group; `lost` and `reads` are what rows before gave up and copy, in its arena."""
         entries, arena, length, size = seq.tables[layer.index].entries, layer.arena, seq.num_tokens, layer.block_size
-        named = self._references(arena)
+        named = arena.names()
 
-        def count(block: int) -> int:
-            return named.count(block) - lost.count(block)
+        def is_own(block: int) -> bool:
+            count = named.count(block) + arena._raw.get(block, 0) - lost.count(block)
+            return count == 1 and block not in arena._committed
 
         if n == 0:
             return [], 0
@@ -378,14 +377,14 @@ class GroupModel(StepModel):
             if not entries:
                 return [], 1
             ((slot,),) = entries
-            in_place = self.options.in_order and count(slot) == 1 and slot not in lost  # of rows that read it
+            in_place = self.options.in_order and is_own(slot) and slot not in lost  # of rows that read it
             return ([], 0) if in_place else ([(0, 0)], 0)
         last = ceil_div(length + n, size)
         replaced = []
         for i in range(length // size, min(last, len(entries))):
             valid = max(0, length - i * size)
             if any(
-                count(block) != 1 or valid < max(self._floor_in(layer, block), reads.get(block, 0))
+                not is_own(block) or valid < max(self._floor_in(layer, block), reads.get(block, 0))
                 for block in entries[i]
             ):
                 replaced.append((i, valid))
@@ -405,21 +404,21 @@ class GroupModel(StepModel):
         self, batch: list[Any], new: list[int], partial: bool, states: bool
     ) -> tuple[list[list[Need] | None], tuple[int, Arena, int] | None]:
         """Judge the batch: needs per row (None if not served), and (row, arena, needed) of the first that is short."""
-        lost: dict[int, list[int]] = {arena.index: [] for arena in self.arenas}
-        reads: dict[int, dict[int, int]] = {arena.index: {} for arena in self.arenas}
+        lost: dict[int, list[int]] = {arena._number: [] for arena in self.arenas}
+        reads: dict[int, dict[int, int]] = {arena._number: {} for arena in self.arenas}
         total = dict.fromkeys(lost, 0)
         rows: list[list[Need] | None] = []
         short: tuple[int, Arena] | None = None
         for seq, n in zip(batch, new, strict=True):
             needs: list[Need] = []
             for layer in self.layers:
-                where = layer.arena.index
+                where = layer.arena._number
                 asked = n if states or layer.kind != "state" else 0
                 needs.append(self._group_need(seq, asked, layer, lost[where], reads[where]))
             after = dict(total)
             for layer, (replaced, appended) in zip(self.layers, needs, strict=True):
-                after[layer.arena.index] += (len(replaced) + appended) * layer.columns
-            lacking = [arena for arena in self.arenas if after[arena.index] > len(arena.blank)]
+                after[layer.arena._number] += (len(replaced) + appended) * layer.columns
+            lacking = [arena for arena in self.arenas if after[arena._number] > arena._available()]
             if lacking and partial:
                 rows.append(None)
                 continue
@@ -430,10 +429,10 @@ class GroupModel(StepModel):
             for layer, (replaced, _) in zip(self.layers, needs, strict=True):
                 for i, valid in replaced:
                     for block in seq.tables[layer.index].entries[i]:
-                        lost[layer.arena.index].append(block)
-                        copied = reads[layer.arena.index]
+                        lost[layer.arena._number].append(block)
+                        copied = reads[layer.arena._number]
                         copied[block] = max(copied.get(block, 0), valid)
-        return rows, None if short is None else (*short, total[short[1].index])
+        return rows, None if short is None else (*short, total[short[1]._number])
 
     def _judge(self, call: str, batch: list[Any], new: list[int], partial: bool) -> list[Any]:
         rows, short = self._group_needs(batch, new, partial, call == "step")
@@ -468,7 +467,7 @@ class GroupModel(StepModel):
                 self._change(step, layer, seq.tables[layer.index], row.changes[layer.index], replaced, num_appended)
         self._next_step += 1
         for index, _, _, tokens in step.copies:
-            counters = self.layers[index].arena.counters
+            counters = self.layers[index].arena._counters
             counters["cow_copies"] += 1
             counters["cow_tokens"] += tokens
         self._pending.append(step)
@@ -480,7 +479,7 @@ class GroupModel(StepModel):
         for i, valid in replaced:
             old, new = table.entries[i], self._take_entry(layer)
             table.entries[i] = new
-            layer.arena.holds.extend(old)
+            layer.arena._holds.extend(old)
             change.replaced.append((i, old, new))
             if valid:
                 step.copies.extend((layer.index, a, b, valid) for a, b in zip(old, new, strict=True))
@@ -508,7 +507,7 @@ class GroupModel(StepModel):
             for row in step.rows:
                 for _, old, _ in row.changes[layer.index].replaced:
                     for block in old:
-                        layer.arena.holds.remove(block)
+                        layer.arena._holds.remove(block)
                         self._release_in(layer.arena, block)
         for row in step.rows:
             seq = self._find(row.handle)
@@ -556,7 +555,7 @@ class GroupModel(StepModel):
             if seq is not None:
                 seq.tables[layer.index].entries[i] = old
             for k in reversed(range(layer.columns)):
-                layer.arena.holds.remove(old[k])
+                layer.arena._holds.remove(old[k])
                 self._release_in(layer.arena, old[k] if seq is None else new[k])
 
     # ---- what is not for groups ---------------------------------------------------------------------------
@@ -623,41 +622,36 @@ class GroupModel(StepModel):
         seqs = self._sequences.values()
         tokens = sum(seq.num_tokens for seq in seqs)
         capacity = sum(self._capacity(seq) for seq in seqs)
-        named = self._references(one)
+        named = one.names() + [block for block, count in one._raw.items() for _ in range(count)]
         return PoolStats(
-            num_blocks=one.num_blocks,
-            reserved=one.reserved,
-            blank=len(one.blank),
-            evictable=0,
-            limbo=len(one.limbo),
-            used=one.num_used,
             shared=sum(named.count(block) > 1 for block in set(named)),
             sequences=len(seqs),
             pending=len(self._pending),
             tokens=tokens,
             capacity=capacity,
             fragmentation=1.0 - tokens / capacity if capacity else 0.0,
-            evictions=0,
-            evicted_tokens=0,
-            **one.counters,
+            **one._figures(),
         )
 
     @property
     def num_limbo(self) -> int:
         """Blocks in limbo in arena 0."""
-        return len(self.arenas[0].limbo)
+        return len(self.arenas[0]._limbo)
 
     @property
     def num_used(self) -> int:
         """Blocks of arena 0 with a reference or a hold."""
-        return self.arenas[0].num_used
+        return self.arenas[0]._used()
 
     def _state(self) -> dict[str, Any]:
         local, now = self._local, self._next_step
         return {
             "groups": (self.options.groups, self.lookahead),
             "arenas": [
-                (list(arena.blank), [(block, fence - now) for block, fence in arena.limbo], list(arena.holds))
+                (
+                    *(list(arena._blank), list(arena._lru), [(block, fence - now) for block, fence in arena._limbo]),
+                    *(list(arena._holds), sorted(arena._raw.items()), sorted(arena._committed), list(arena._dropped)),
+                )
                 for arena in self.arenas
             ],
             "sequences": {
@@ -680,12 +674,12 @@ class GroupModel(StepModel):
     def check(self) -> None:
         """Recompute what the bookkeeping implies; raises `CorruptState`."""
         for arena in self.arenas:
-            used = set(self._references(arena)) | set(arena.holds)
-            places = arena.blank + [block for block, _ in arena.limbo] + list(used)
-            if sorted(places) != list(range(arena.reserved, arena.num_blocks)):
-                raise CorruptState(f"[check] arena {arena.index}: a block is in no place or in two: {sorted(places)}")
-            if arena.limbo and not self._pending:
-                raise CorruptState(f"[check] limbo of arena {arena.index} is not empty though no step is pending")
+            used = set(arena.names()) | set(arena._holds) | {block for block, count in arena._raw.items() if count}
+            places = arena._blank + arena._lru + [block for block, _ in arena._limbo] + list(used)
+            if sorted(places) != list(range(arena._reserved, arena.num_blocks)):
+                raise CorruptState(f"[check] arena {arena._number}: a block is in no place or in two: {sorted(places)}")
+            if arena._limbo and not self._pending:
+                raise CorruptState(f"[check] limbo of arena {arena._number} is not empty though no step is pending")
             held = [
                 block
                 for step in self._pending
@@ -695,8 +689,8 @@ class GroupModel(StepModel):
                 for block in old
                 if layer.arena is arena
             ]
-            if sorted(held) != sorted(arena.holds):
-                raise CorruptState(f"[check] holds of arena {arena.index} differ from what pending steps replaced")
+            if sorted(held) != sorted(arena._holds):
+                raise CorruptState(f"[check] holds of arena {arena._number} differ from what pending steps replaced")
         for seq in self._sequences.values():
             if seq.num_tokens > self._capacity(seq):
                 raise CorruptState(f"[check] table and length do not fit ({seq.handle})")

@@ -17,7 +17,8 @@ import numpy as np
 from kvpool.errors import CapacityExceeded, CorruptState
 from kvpool.stats import PrefixStats
 from kvpool.testing import model_args as args
-from kvpool.testing.model_blocks import Part, SequenceModel, ceil_div, public_call
+from kvpool.testing.model_arena import Part, public_call
+from kvpool.testing.model_blocks import SequenceModel, ceil_div
 from kvpool.testing.model_plan import Sequence
 
 

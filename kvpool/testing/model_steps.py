@@ -403,25 +403,20 @@ class StepModel(PrefixModel):
     # ---- guards and statistics ----------------------------------------------------------------------------
 
     @public_call
-    def stats(self) -> PoolStats:
+    def stats(self, arena: int = 0) -> PoolStats:
         """Return the counters."""
+        args.integer("stats", "arena", arena, 0, 0)
         seqs = self._sequences.values()
         tokens = sum(seq.num_tokens for seq in seqs)
         capacity = sum(len(seq.table) for seq in seqs) * self.block_size
         return PoolStats(
-            num_blocks=self.num_blocks,
-            reserved=self.options.reserved_blocks,
-            blank=len(self._blank),
-            evictable=len(self._lru),
-            limbo=len(self._limbo),
-            used=self._used(),
             shared=sum(self._refcount(b) > 1 for b in self._referenced()),
             sequences=len(seqs),
             pending=len(self._pending),
             tokens=tokens,
             capacity=capacity,
             fragmentation=1.0 - tokens / capacity if capacity else 0.0,
-            **self._counters,
+            **self._figures(),
         )
 
     def _referenced(self) -> set[int]:

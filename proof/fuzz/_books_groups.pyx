@@ -189,7 +189,7 @@ cdef void take_back(GroupBooks* gb, Layers* g, Moves* m, int32_t first) noexcept
 
 
 cdef inline bint writable(const Books* b, int32_t block, int64_t valid) noexcept nogil:
-    return b.page[block].refs == 1 and valid >= b.page[block].floor
+    return b.page[block].refs == 1 and not b.page[block].final and valid >= b.page[block].floor
 
 
 cdef void judge_state(GroupBooks* gb, Layers* g, Moves* m, int32_t row, int32_t slot) noexcept nogil:

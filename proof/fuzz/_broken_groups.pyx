@@ -173,6 +173,27 @@ def _column_not_replaced(pool, kept, plan, *_):
             part.block_tables[part.block_tables == dst] = src
 
 
+def _forget_cached(pool, *_):
+    """Nobody sees that blocks of later arenas are cached."""
+    cdef Groups* gs = (<Pool>pool).state.groups
+    cdef Blocks* o
+    cdef int32_t k, i
+    kept = []
+    for k in range(1, gs.num_arenas):
+        o = gs.arena[k]
+        for i in range(o.num_blocks):
+            if o.block[i].committed and o.block[i].refcount:
+                kept.append((k, i))
+                o.block[i].committed = 0
+    return kept
+
+
+def _know_cached(pool, kept, *_):
+    cdef Groups* gs = (<Pool>pool).state.groups
+    for k, i in kept:
+        gs.arena[<int32_t>k].block[<int32_t>i].committed = 1
+
+
 def _first_arena_alone(pool, *_):
     """All arenas but the first have room for everything."""
     cdef Groups* gs = (<Pool>pool).state.groups
@@ -200,6 +221,7 @@ GROUP_FAULTS = {
     "lookahead forgotten": (("done", "step"), _take_lookahead, _put_lookahead, _put_lookahead),
     "kept tokens forgotten": (("done", "step"), _take_kept, _put_kept, _put_kept),
     "a later copy-on-write seen by an earlier plan": (("step",), None, _later_tables, None),
+    "cached block of a later arena written": (("step",), _forget_cached, _know_cached, _know_cached),
     "can asks the first arena alone": (("can",), _first_arena_alone, _true_arenas, _true_arenas),
 }
 

@@ -29,9 +29,11 @@ cdef int compare_arena(const Blocks* o, const Books* b, int32_t a, Finding* f) n
     cdef int32_t i
     if (differs(f, b"arena %lld%lld: %lld blocks are free, not %lld", a, -1, o.num_blank, b.num_blank)
             or differs(f, b"arena %lld%lld: %lld blocks are in limbo, not %lld", a, -1, o.limbo.size, b.limbo.size)
+            or differs(f, b"arena %lld%lld: %lld blocks are evictable, not %lld", a, -1, o.lru.size, b.lru.size)
+            or differs(f, b"arena %lld%lld: evictions is %lld, not %lld", a, -1, o.evictions, b.evictions)
             or differs(f, b"arena %lld%lld: %lld blocks are used, not %lld", a, -1, o.num_used, b.used)
-            or differs(f, b"arena %lld%lld: %lld blocks are free, in limbo or used, not %lld", a, -1,
-                       o.num_blank + o.limbo.size + o.num_used, b.num_blocks - b.reserved)
+            or differs(f, b"arena %lld%lld: %lld blocks are in some place, not %lld", a, -1,
+                       o.num_blank + o.lru.size + o.limbo.size + o.num_used, b.num_blocks - b.reserved)
             or differs(f, b"arena %lld%lld: %lld blocks are shared, not %lld", a, -1, o.num_shared, b.shared)
             or differs(f, b"arena %lld%lld: allocs is %lld, not %lld", a, -1, o.allocs, b.allocs)
             or differs(f, b"arena %lld%lld: peak_used is %lld, not %lld", a, -1, o.peak_used, b.peak_used)
@@ -41,6 +43,9 @@ cdef int compare_arena(const Blocks* o, const Books* b, int32_t a, Finding* f) n
     for i in range(b.reserved, b.num_blocks):
         if differs(f, b"arena %lld: block %lld has %lld references, not %lld", a, i, o.block[i].refcount,
                    b.page[i].refs):
+            return -1
+        if differs(f, b"arena %lld: block %lld is cached: %lld, not %lld", a, i, o.block[i].committed,
+                   b.page[i].final):
             return -1
     return 0
 

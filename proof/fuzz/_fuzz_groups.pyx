@@ -7,7 +7,10 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from kvpool._core cimport Pool
-from proof.fuzz._books cimport Line, Pending, books_next_handle
+from proof.fuzz._books cimport (
+    V_OK, V_SHORT, V_VALUE, Books, Line, Page, Pending, available, books_evict, books_next_handle, drop_ref, take,
+    touch,
+)
 from proof.fuzz._books_groups cimport (
     MOST_GROUPS, MAX_PLANS, STATE_KIND, GroupBooks, Layers, Moves, group_books_free, group_books_init, groups_close,
     groups_done, groups_fork, groups_judge_open, groups_judge_step, groups_judge_truncate, groups_open,
@@ -19,12 +22,13 @@ from proof.fuzz._content_groups cimport (
 )
 from proof.fuzz._fuzz cimport Driver
 from proof.fuzz._fuzz_base cimport (
-    S_COPIES, S_GONE, S_LATE_PLANS, S_LET_GO, S_PARTIAL, S_STATES, Base, Word,
+    DECREF, MARK, S_COPIES, S_EVICTED, S_GONE, S_LATE_PLANS, S_LET_GO, S_PARTIAL, S_STATES, TOUCH, Base, Word,
 )
 from proof.fuzz._storage cimport line_stamp
 
 from kvpool import errors
 from kvpool.testing.fuzz_groups import KINDS
+from proof.fuzz.shape import OPERATIONS
 
 REFUSALS = (errors.KVPoolError, ValueError)
 
@@ -71,6 +75,7 @@ cdef class GroupDriver(Driver):
     # -- what is checked
 
     cdef int check(self) except -1:
+        cdef int32_t a
         PyErr_CheckSignals()
         self.finding.what = NULL
         if compare_groups(self.pool, &self.gb, &self.finding):
@@ -78,6 +83,9 @@ cdef class GroupDriver(Driver):
         if self.b.num_queue == 0 and content_check(&self.content, &self.gb, &self.s):
             self.report(&self.content.finding)
         self.states[S_LET_GO] = self.gb.let_go
+        self.states[S_EVICTED] = 0
+        for a in range(self.gb.num_arenas):
+            self.states[S_EVICTED] += self.gb.arena[a].evictions
         return 0
 
     cdef void clean(self) noexcept:
@@ -134,6 +142,87 @@ cdef class GroupDriver(Driver):
 
     cdef void reset_books(self) noexcept:
         groups_reset(&self.gb)
+
+    # -- blocks by id, of some arena
+
+    cdef int op_alloc(self, const Word* w) except -1:
+        cdef int32_t a = <int32_t>(w.c % <uint32_t>self.gb.num_arenas)
+        cdef Books* b = self.gb.arena[a]
+        cdef int64_t n = w.a % 4, k
+        self.gb.lack.arena, self.gb.lack.row, self.gb.lack.needed = a, -1, n
+        self.expect(V_SHORT if n > available(b) else V_OK)
+        if self.trace is not None:
+            self.say(f"pool.blocks.arena({a}).alloc({n})")
+        try:
+            found = self.pool.blocks.arena(a).alloc(n).tolist()
+        except REFUSALS as error:
+            return self.refused(error)
+        self.accepted("alloc")
+        due = [take(b) for k in range(n)]
+        if found != due:
+            self.fail(f"alloc gave blocks {found} of arena {a}, not {due}")
+        for block in due:
+            b.page[<int32_t>block].raw = 1
+        self.clean()
+        return 0
+
+    cdef int op_evict(self, const Word* w) except -1:
+        cdef int32_t a = <int32_t>(w.c % <uint32_t>self.gb.num_arenas)
+        due = books_evict(self.gb.arena[a], w.a % 4)
+        if self.trace is not None:
+            self.say(f"assert pool.blocks.arena({a}).evict({w.a % 4}) == {due}")
+        found = self.pool.blocks.arena(a).evict(w.a % 4)
+        if found != due:
+            self.fail(f"evict({w.a % 4}) cleared {found} blocks of arena {a}, not {due}")
+        self.clean()
+        return 0
+
+    cdef int op_reference(self, const Word* w, uint32_t op) except -1:
+        """References of the caller: incref, decref or free, mark_cached, touch; and drain_evicted."""
+        cdef int32_t a = <int32_t>(w.c % <uint32_t>self.gb.num_arenas), k, i = -1
+        cdef Books* b = self.gb.arena[a]
+        cdef Page* page
+        if op > TOUCH:
+            return self.drain_evicted_of(a)
+        for k in range(b.num_blocks - b.reserved):
+            i = b.reserved + <int32_t>((w.a + <uint32_t>k) % <uint32_t>(b.num_blocks - b.reserved))
+            page = &b.page[i]
+            if page.raw if op == DECREF else page.final if op == TOUCH else page.refs:
+                break
+        else:
+            return self.nothing()
+        last = op == DECREF and w.b & 1
+        call = "free" if last else OPERATIONS[op]
+        self.expect(V_VALUE if (last and page.refs > 1) or (op == MARK and (page.noted or page.final)) else V_OK)
+        if self.trace is not None:
+            self.say(f"pool.blocks.arena({a}).{call}({i})")
+        try:
+            getattr(self.pool.blocks.arena(a), call)(i)
+        except REFUSALS as error:
+            return self.refused(error)
+        self.accepted(call)
+        page.raw += 0 if op == MARK else -1 if op == DECREF else 1
+        if op == DECREF:
+            drop_ref(b, i)
+        elif op == MARK:
+            page.final = 1
+        else:
+            touch(b, i)
+        return 0
+
+    cdef int drain_evicted_of(self, int32_t a) except -1:
+        cdef Books* b = self.gb.arena[a]
+        cdef int32_t k
+        due = [b.dropped[k] for k in range(b.num_dropped)]
+        if self.trace is not None:
+            self.say(f"assert pool.blocks.arena({a}).drain_evicted().tolist() == {due}")
+        found = self.pool.blocks.arena(a).drain_evicted().tolist()
+        if found != due:
+            self.fail(f"drain_evicted gave {found} of arena {a}, not {due}")
+        for k in range(b.num_dropped):
+            b.page[b.dropped[k]].noted = 0
+        b.num_dropped = 0
+        return 0
 
     # -- steps
 

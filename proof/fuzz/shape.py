@@ -24,7 +24,7 @@ STATES = (
 OF_GROUPS = ("entries_let_go", "states_replaced", "truncations_refused")
 GROUP_STATES = (
     *("copies", "rollbacks", "rollbacks_of_executed", "late_plans", "calls_with_limbo", "out_of_blocks", "partial"),
-    *("refusals", "closed_while_pending", "done_out_of_order", *OF_GROUPS),
+    *("refusals", "closed_while_pending", "done_out_of_order", "evictions", *OF_GROUPS),
 )
 #: Usual weights; a run draws its own around them, and some are off.
 WEIGHTS = {
@@ -148,6 +148,7 @@ def faces(weights: dict[str, float]) -> tuple[int, ...]:
 GROUP_WEIGHTS = {
     **{"open": 5, "step": 45, "reserve": 3, "fork": 6, "truncate": 6, "close": 6, "close_batch": 1},
     **{"done": 20, "done_any": 6, "execute": 5, "rollback": 6, "can": 2, "reset": 0.05},
+    **{"alloc": 1, "incref": 2, "decref": 5, "mark_cached": 2, "touch": 2, "evict": 0.5, "drain_evicted": 0.5},
 }
 
 

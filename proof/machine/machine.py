@@ -602,6 +602,13 @@ def run(
         Whether a failing program is made minimal first, which can take a minute.
     """
     machine = make_machine(make_pool, make_plan, oracle=oracle, prefix_cache=prefix_cache)
+    run_machine(machine, examples, steps, seed, shrink)
+
+
+def run_machine(
+    machine: type[RuleBasedStateMachine], examples: int, steps: int, seed: int | None, shrink: bool
+) -> None:
+    """Run a state machine; the numbers are those of `run`."""
     if seed is not None:
         machine = with_seed(seed)(machine)
     profile = settings(

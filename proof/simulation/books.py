@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from proof.simulation.device import Work
+from proof.simulation.layers import Layers
 
 
 @dataclass
@@ -26,6 +29,8 @@ class Tally:
     forbidden: int = 0  # rollbacks that a fork forbade
     refused: int = 0  # calls that were made at the wrong moment
     resets: int = 0
+    let_go: int = 0  # blocks that left tables of sequences which go on, behind a window
+    states: int = 0  # states that a step wrote to another slot than it read
     out_of_order: int = 0
     compactions: int = 0
     evicted: int = 0  # tokens that left sequences which go on
@@ -46,7 +51,8 @@ class Request:
     namespace: bytes
     handle: int = -1
     length: int = 0  # tokens scheduled
-    num_blocks: int = 0
+    passed: int = 0  # most tokens that a step left with it which has passed
+    tables: list[set[int]] = field(default_factory=list)  # blocks of its tables after the last call, group by group
     committed: int = 0
     ticket: int = -1  # newest work that its content depends on
     drafting: bool = False
@@ -82,7 +88,6 @@ class Row:
     request: Request
     handle: int
     length: int
-    num_blocks: int
     num_known: int  # tokens known before the step sampled more
     drafts: int = 0
 
@@ -102,3 +107,14 @@ class Flight:
     def rows_have(self, request: Request) -> bool:
         """Tell whether the request is a row, not only a fork of one."""
         return any(row.handle == request.handle for row in self.rows)
+
+
+@dataclass(eq=False, slots=True)
+class Send:
+    """Blocks that somebody else reads, and what they hold."""
+
+    layers: Layers
+    table: np.ndarray
+    left: np.ndarray  # entries that are there
+    stamps: list[int]
+    low: int  # the first token behind those that were let go

@@ -36,7 +36,7 @@ def compact(host: Host) -> None:
         host.pool.unshare(plan, [request.handle], target, first)
     except OutOfBlocks:
         return
-    host.launch(plan, [row], [0], [])
+    host.launch(plan, [row], [0])
     flight = host.flights[-1]
     if host.rng.random() < 0.5:
         host.sync(flight)
@@ -46,9 +46,9 @@ def compact(host: Host) -> None:
         host.tell(request)  # while its copies are in flight
 
 
-def sizes(request: Request) -> tuple[int, int, int]:
-    """Of a row: length, blocks, tokens known."""
-    return request.length, request.num_blocks, len(request.tokens)
+def sizes(request: Request) -> tuple[int, int]:
+    """Of a row: length, tokens known."""
+    return request.length, len(request.tokens)
 
 
 def shrink(host: Host, request: Request, target: int, first: int) -> None:
@@ -92,7 +92,7 @@ def left(host: Host, request: Request, keep: list[int]) -> None:
     request.stamps = [request.stamps[at] for at in keep]
     request.flights = [(flight, sum(at < before for at in keep)) for flight, before in request.flights]
     request.length = len(keep)
-    request.num_blocks = -(-len(keep) // host.shape.block_size)
+    host.look(request)
     request.gone += gone
     request.wish = None
     request.least = len(keep)

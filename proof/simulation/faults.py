@@ -17,7 +17,9 @@ from kvpool import Plan, Pool
 from kvpool._core import BlockAPI, PrefixCache
 from kvpool.errors import OutOfBlocks, StaleHandle
 from kvpool.testing.model import ModelPlan, ModelPool
+from proof.fuzz._broken_groups import GROUP_FAULTS, broken_groups
 from proof.simulation.device import Device, Move, Work
+from proof.simulation.layers import Layers
 from proof.simulation.simulator import Failure, Kit, simulate
 
 SEEDS = 100  # worlds in which every fault must show
@@ -236,6 +238,10 @@ class PinHoldsNothing(Pool):
 class NothingHeld(BlockAPI):
     """See `TransferHoldsNothing`."""
 
+    def arena(self, number: int) -> NothingHeld:
+        """Neither elsewhere."""
+        return self
+
     def incref(self, ids: Any) -> None:
         """Hold nothing."""
 
@@ -283,22 +289,29 @@ def one_buffer(pool: Any, **options: Any) -> Plan:
 class CopiesSkipped(Device):
     """A backend without copy on write."""
 
-    def _copies(self, work: Work) -> list[list[int]]:
+    def _copies(self, work: Work, layers: Layers) -> list[list[int]]:
         return []
 
 
 class CopyOneShort(Device):
     """The last token of a tail is not copied."""
 
-    def _copies(self, work: Work) -> list[list[int]]:
-        return [[src, dst, tokens - 1] for src, dst, tokens in super()._copies(work)]
+    def _copies(self, work: Work, layers: Layers) -> list[list[int]]:
+        return [[src, dst, tokens - 1] for src, dst, tokens in super()._copies(work, layers)]
 
 
 class DirtyRowsForgotten(Device):
     """The last table row that changed is not uploaded."""
 
-    def _dirty(self, plan: Any) -> np.ndarray:
-        return plan.dirty_rows[:-1]
+    def _dirty(self, arrays: Any) -> np.ndarray:
+        return arrays.dirty_rows[:-1]
+
+
+class UpdatesForgotten(Device):
+    """Of the updates of a plan the last one is lost."""
+
+    def _updates(self, plan: Any) -> list[list[int]]:
+        return super()._updates(plan)[:-1]
 
 
 class ZombieRows(Device):
@@ -307,15 +320,26 @@ class ZombieRows(Device):
     def cancel(self, work: Work) -> None:
         """Leave it in the queue, its completion unheard of."""
         if work in self.queue:
-            work.context, work.lens, work.num_rows = work.context[:0], work.lens[:0], 0
             super().cancel(work)
-            self.zombies = [*getattr(self, "zombies", []), (work.plan.slot_mapping.copy(), work.stamps)]
+            for layers in self.layers:
+                if layers.kind != "state":
+                    slots = layers.arrays(work.plan).slot_mapping.reshape(layers.columns, -1).T.copy()
+                    self.zombies = [*getattr(self, "zombies", []), (layers, slots[: work.stamps.size], work.stamps)]
 
     def submit(self, work: Work) -> None:
         """Bury the dead after the living were told where to write."""
         super().submit(work)
-        for slots, stamps in getattr(self, "zombies", []):
-            self.memory[:, slots[: stamps.size]] = stamps
+        for layers, slots, stamps in getattr(self, "zombies", []):
+            self.arenas[layers.arena][:, slots // layers.size, slots % layers.size] = layers.mark(stamps)
+
+
+class StatesLost(Device):
+    """A step leaves every slot as it was."""
+
+    def _step_states(self, work: Work, layers: Layers, depth: int) -> None:
+        before = self.arenas[layers.arena].copy()
+        super()._step_states(work, layers, depth)
+        self.arenas[layers.arena][:] = before
 
 
 class MovesOvertake(Device):
@@ -339,9 +363,9 @@ class NewestFirst(Device):
 class OtherLayersForgotten(Device):
     """Copies are made in the first layer only."""
 
-    def _copy(self, work: Work, memory: np.ndarray) -> None:
-        if work.next_operation == 0:
-            super()._copy(work, memory)
+    def _copy(self, work: Work, layers: Layers, depth: int) -> None:
+        if depth == 0:
+            super()._copy(work, layers, depth)
 
 
 class NoHold(ModelPool):
@@ -457,8 +481,9 @@ LEAVING = {"weights": {"fork": 2.0, "compact": 3.0, "evict_blocks": 1.0}}
 
 
 def quiet(kit: Kit) -> Kit:
-    """The kit, without wrong calls unless it asks for them."""
-    return replace(kit, shape=kit.shape | {"weights": {"misuse": 0.0} | kit.shape.get("weights", {})})
+    """The kit, without wrong calls and layer groups unless it asks for them."""
+    weights = {"misuse": 0.0} | kit.shape.get("weights", {})
+    return replace(kit, shape={"grouped": False} | kit.shape | {"weights": weights})
 
 
 _KITS: dict[str, Kit] = {
@@ -496,6 +521,27 @@ _KITS: dict[str, Kit] = {
     "leftovers are committed": model(LeftoversCommitted, **CACHE, weights=LEAVING["weights"] | MISUSE["weights"]),
     "found before it is copied": model(CopyIsPublished, **COPIES_TOLD),
     "hits stay on the list": model(HitsStayOnTheList, **CACHE),
+}
+
+GROUPED: dict[str, Any] = {"grouped": True}
+UNSEEN = ("cached block of a later arena written",)  # nobody marks blocks as cached here
+_KITS |= {
+    f"groups: {name}": Kit(Pool=broken_groups(name), shape=GROUPED | LATE)
+    for name in GROUP_FAULTS
+    if name not in UNSEEN
+}
+_KITS |= {
+    "groups: no fence": Kit(Pool=NoFence, shape=GROUPED | LATE | ALL_ARRIVES),
+    "groups: transfer holds nothing": Kit(Pool=TransferHoldsNothing, shape=GROUPED | {"weights": {"send": 3.0}}),
+    "groups: copies skipped": Kit(Device=CopiesSkipped, shape=GROUPED | FORKS),
+    "groups: copies one short": Kit(Device=CopyOneShort, shape=GROUPED | FORKS),
+    "groups: dirty rows forgotten": Kit(
+        Device=DirtyRowsForgotten, shape=GROUPED | {"by_tables": True, "in_order": False}
+    ),
+    "groups: updates forgotten": Kit(Device=UpdatesForgotten, shape=GROUPED | LATE),
+    "groups: newest first": Kit(Device=NewestFirst, shape=GROUPED | LATE),
+    "groups: states are not written": Kit(Device=StatesLost, shape=GROUPED),
+    "groups: rollback ignored": Kit(Pool=RollbackIgnored, shape=GROUPED | LATE),
 }
 
 FAULTS = {name: quiet(kit) for name, kit in _KITS.items()}

@@ -15,13 +15,15 @@ import numpy as np
 
 from kvpool import Plan, Pool
 from kvpool.errors import OutOfBlocks, OutOfSequences, PlanStateError
-from proof.simulation.books import Flight, Request, Row, Tally
-from proof.simulation.device import Arrays, Device, Violation, Work
+from proof.simulation.books import Flight, Request, Row, Send, Tally
+from proof.simulation.device import Device, Violation, Work, frozen
 from proof.simulation.evict import compact, evict_blocks
+from proof.simulation.layers import layers_of
 from proof.simulation.misuse import make_wrong_call
 from proof.simulation.world import Shape, Stamps, prompts
 
 LOG_LINES = 40
+SLOT = (1 << 20) - 1  # of a handle: its row in tables of all sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,17 @@ class Host:
         self.tally = Tally()
         self.log: deque[str] = deque([f"{shape}"], maxlen=LOG_LINES)
         self.pool = kit.Pool(shape.num_blocks, shape.block_size, seed=seed, **shape.pool_options())
-        formats = ("slot_mapping", "block_tables", "kv_slots_ragged")
-        sizes = {"max_rows": shape.max_rows, "max_tokens": shape.max_tokens, "table_width": shape.width}
-        self.plans = [
-            kit.Plan(self.pool, formats=formats, kv_width=shape.max_length, **sizes) for _ in range(shape.depth)
-        ]
-        self.device = kit.Device(shape.num_blocks, shape.block_size, shape.num_layers, shape.by_tables)
+        self.layers = layers_of(shape.groups, shape.block_size, shape.reserved_blocks)
+        self.with_state = any(layers.kind == "state" for layers in self.layers)
+        formats = ("slot_mapping", "block_tables", *(["table_updates"] if shape.by_updates else []))
+        sizes: dict[str, Any] = {"formats": formats}
+        if not shape.groups:
+            sizes = {"formats": (*formats, "kv_slots_ragged"), "kv_width": shape.max_length}
+        sizes |= {"max_rows": shape.max_rows, "max_tokens": shape.max_tokens, "table_width": shape.width}
+        self.plans = [kit.Plan(self.pool, **sizes) for _ in range(shape.depth)]
+        blocks = [self.pool.stats(arena).num_blocks for arena in self.arenas()]
+        mirror = (shape.max_seqs, shape.width) if shape.by_updates else None
+        self.device = kit.Device(self.layers, blocks, shape.num_layers, shape.by_tables, mirror)
         self.stamps = Stamps()
         self.prompts = prompts(self.rng, shape, self.stamps)
         self.spare = list(self.plans)
@@ -59,7 +66,7 @@ class Host:
         self.of_work: dict[int, Flight] = {}
         self.mailbox: list[Flight] = []
         self.pins: list[tuple[int, list[int]]] = []
-        self.sends: list[tuple[np.ndarray, list[int]]] = []  # blocks somebody else reads, and what they hold
+        self.sends: list[Send] = []
         self.states: Counter[tuple[str, str]] = Counter()  # what was aborted and preempted, in which state
         self.num_forks = self.ticket = 0
         self.dead = -1  # handle of a sequence that was closed
@@ -87,10 +94,11 @@ class Host:
             self.unpin()
         while self.sends:
             self.sent()
-        stats = self.pool.stats()
-        busy = (stats.used, stats.limbo, stats.sequences, stats.pending)
-        if any(busy) or stats.free != stats.num_blocks - stats.reserved:
-            raise Violation(f"leak: (used, limbo, sequences, pending) = {busy} at idle, {stats}")
+        for arena in self.arenas():
+            stats = self.pool.stats(arena)
+            busy = (stats.used, stats.limbo, stats.sequences, stats.pending)
+            if any(busy) or stats.free != stats.num_blocks - stats.reserved:
+                raise Violation(f"leak: (used, limbo, sequences, pending) = {busy} at idle in arena {arena}, {stats}")
         self.pool.check()
         self.tally.reads = self.device.reads
 
@@ -100,9 +108,10 @@ class Host:
 
     def audit(self) -> None:
         """The books and the pool agree; every request whose work is executed reads what it wrote."""
-        stats = self.pool.stats()
-        if stats.free + stats.limbo + stats.used != stats.num_blocks - stats.reserved:
-            raise Violation(f"accounting: {stats}")
+        for arena in self.arenas():
+            stats = self.pool.stats(arena)
+            if stats.free + stats.limbo + stats.used != stats.num_blocks - stats.reserved:
+                raise Violation(f"accounting: {stats}")
         if stats.sequences != len(self.running) + len(self.pins):
             raise Violation(f"{stats.sequences} sequences, {len(self.running)} run and {len(self.pins)} are pinned")
         for request in self.running:
@@ -114,8 +123,43 @@ class Host:
         if length != request.length or self.pool.kv_len(request.handle) != length:
             raise Violation(f"sequence {request.handle} has {length} tokens, {request.length} were written")
         if request.length and self.device.is_settled(request.ticket):
-            table = self.pool.table(request.handle)
-            self.device.expect(table, request.stamps[:length], f"sequence {request.handle}")
+            self.read(request, self.least(request), length)
+
+    def arenas(self) -> range:
+        """The numbers of all arenas."""
+        return range(1 + max(layers.arena for layers in self.layers))
+
+    def least(self, request: Request) -> int:
+        """The least length to which a request may be cut, by what the pool promises; tokens that left apart."""
+        if self.with_state:
+            return request.length
+        has_all = all(layers.kind == "full" for layers in self.layers)
+        return request.least if has_all else max(request.passed - self.shape.lookahead, 0)
+
+    def read(self, request: Request, position: int, length: int) -> None:
+        """Read what queries at a position and later may read of so many tokens."""
+        stamps, who = np.array(request.stamps[:length], np.int64), f"sequence {request.handle}"
+        for layers in self.layers:
+            table = layers.table(self.pool, request.handle)
+            if layers.kind == "state":
+                self.device.expect_state(layers, int(table[0, 0]) if len(table) else -1, int(stamps[-1]), who)
+            else:
+                self.device.expect(layers, table, stamps, int(layers.first_read(position)), who)
+
+    def look(self, request: Request) -> list[set[int]]:
+        """Note the blocks of a request's tables; returns those that are new in them."""
+        tables = [set(layers.table(self.pool, request.handle).ravel().tolist()) for layers in self.layers]
+        for layers, table in zip(self.layers, tables, strict=True):
+            table.difference_update(range(-1, layers.low))
+        old = request.tables or [set() for _ in tables]
+        request.tables = tables
+        return [table - before for table, before in zip(tables, old, strict=True)]
+
+    def poison(self, request: Request) -> None:
+        """Blocks that came into a request's tables hold nothing that anybody may read."""
+        for layers, fresh in zip(self.layers, self.look(request), strict=True):
+            if fresh and not self.shape.in_order:
+                self.device.poison(layers.arena, fresh)
 
     # ---- events: requests come and go ---------------------------------------------------------------------
 
@@ -146,21 +190,19 @@ class Host:
 
     def opened(self, request: Request, most: int) -> None:
         """Read what was found, and poison what was taken."""
-        table = self.pool.table(request.handle)
         cached = self.pool.num_tokens(request.handle)
         if cached > most or cached % self.shape.block_size:
             raise Violation(f"{cached} of {len(request.tokens)} tokens are said to be cached")
-        request.length = request.committed = cached
-        request.num_blocks = len(table)
+        request.length = request.committed = request.passed = cached
         request.flights, request.drafting = [], False
-        if self.shape.in_order:
-            request.ticket = self.ticket
-        else:
-            request.ticket = -1
-            self.device.poison(table[cached // self.shape.block_size :])
+        request.ticket = self.ticket if self.shape.in_order else -1
+        found = self.layers[0].table(self.pool, request.handle)[: cached // self.shape.block_size]
+        request.tables = [set(found.ravel().tolist()), *(set() for _ in self.layers[1:])]
+        self.poison(request)
+        if not self.shape.in_order:
             self.verify(request)
         self.tally.hits += cached
-        found = f"{request.tokens} {request.namespace!r} cached {cached} {table.tolist()}"
+        found = f"{request.tokens} {request.namespace!r} cached {cached} {request.tables}"
         self.log.append(f"open {request.handle} {found}")
 
     def close(self, request: Request) -> None:
@@ -231,14 +273,14 @@ class Host:
         self.num_forks += n
         self.tally.forks += n
         self.log.append(f"fork {parent.handle} {children}")
-        shared = -(-parent.length // self.shape.block_size)
         pending = [(parent.flights[-1][0], parent.done_length())] if parent.flights else []
         for handle in children:
             child = Request(list(parent.tokens), list(parent.stamps), parent.target, parent.namespace, handle)
-            child.length, child.num_blocks, child.ticket = parent.length, shared, parent.ticket
+            child.length, child.passed, child.ticket = parent.length, parent.passed, parent.ticket
             child.committed, child.flights = parent.committed, list(pending)
             child.gone, child.least, child.salt = parent.gone, parent.least, parent.salt
             self.running.append(child)
+            self.look(child)
 
     # ---- events: steps ------------------------------------------------------------------------------------
 
@@ -252,7 +294,7 @@ class Host:
         fresh: list[list[int]] = []
         some = self.rng.sample(self.running, min(len(self.running), self.rng.randint(1, self.shape.max_rows)))
         for request in some:
-            row = Row(request, request.handle, request.length, request.num_blocks, len(request.tokens))
+            row = Row(request, request.handle, request.length, len(request.tokens))
             n, sampled = self.row_tokens(request, row, left)
             if n < 0:
                 continue
@@ -272,7 +314,7 @@ class Host:
         known = len(request.tokens) - request.length
         if known:
             return min(known, left, self.rng.randint(1, self.shape.chunk)), []
-        drafts = self.rng.randint(1, 4) if self.rng.random() < self.shape.drafting else 0
+        drafts = self.rng.randint(1, self.shape.most_drafts) if self.rng.random() < self.shape.drafting else 0
         n = min(1 + drafts, left, self.shape.max_length - request.length)
         if n <= 0 and self.rng.random() < 0.9:  # it has all it may have; a row without new tokens is legal
             return -1, []
@@ -284,17 +326,21 @@ class Host:
         plan = self.spare[-1]
         partial = self.rng.random() < 0.3
         pad_to = (self.shape.max_rows, self.shape.max_tokens) if self.rng.random() < 0.2 else None
+        handles = [row.handle for row in rows]
+        able = self.pool.can(handles, counts)
         try:
-            self.pool.step(plan, [row.handle for row in rows], counts, partial=partial, pad_to=pad_to)
+            self.pool.step(plan, handles, counts, partial=partial, pad_to=pad_to)
+            if not able and not partial:
+                raise Violation(f"can denied a step that was taken: {handles} {counts}")
         except OutOfBlocks:
+            if able:
+                raise Violation(f"can promised blocks that are not there: {handles} {counts}") from None
             self.log.append("out of blocks")
             if self.rng.random() < 0.5:
                 self.preempt()
             return
         served = plan.served.tolist()
         counts = [n if ok else 0 for n, ok in zip(counts, served, strict=True)]
-        new_slots: list[int] = []
-        at = 0
         for row, n, sampled, ok in zip(rows, counts, fresh, served, strict=True):
             request = row.request
             if ok and sampled:
@@ -304,11 +350,8 @@ class Host:
             elif not ok:
                 row.drafts = 0
             request.length += n
-            new_slots += self.first_slots(request, row, at, n)
-            at += n
-        self.tally.tokens += at
-        taken = plan.slot_mapping[new_slots] // self.shape.block_size if new_slots else []
-        self.launch(plan, rows, counts, taken)
+        self.tally.tokens += sum(counts)
+        self.launch(plan, rows, counts)
 
     def first_slots(self, request: Request, row: Row, at: int, n: int) -> list[int]:
         """Return where in the slot mapping the first token of each block stands that the step appended."""
@@ -318,19 +361,16 @@ class Host:
 
     def reserve(self, rows: list[Row], counts: list[int]) -> None:
         """Take blocks ahead."""
-        plan, size = self.spare[-1], self.shape.block_size
+        plan = self.spare[-1]
         try:
             self.pool.reserve(plan, [row.handle for row in rows], counts)
         except OutOfBlocks:
             return
-        taken: list[int] = []
-        for row, n in zip(rows, counts, strict=True):
+        for row in rows:
             row.drafts = 0
-            row.request.num_blocks = max(row.num_blocks, -(-(row.length + n) // size))
-            taken += self.pool.table(row.handle)[row.num_blocks :].tolist()
-        self.launch(plan, rows, [0] * len(rows), taken)
+        self.launch(plan, rows, [0] * len(rows))
 
-    def launch(self, plan: Any, rows: list[Row], counts: list[int], taken: Any) -> None:
+    def launch(self, plan: Any, rows: list[Row], counts: list[int]) -> None:
         """Give a plan to the device."""
         self.spare.pop()
         self.ticket += 1
@@ -341,23 +381,29 @@ class Host:
             stamps += request.stamps[row.length : row.length + n]
             context += request.stamps[: request.length]
         work = Work(
-            *(self.ticket, plan, len(rows), np.array(stamps, np.int64), np.array(context, np.int64)),
-            np.array([row.request.length for row in rows]),
+            *(self.ticket, plan, len(rows), np.array([row.handle & SLOT for row in rows], np.int64)),
+            *(np.array(stamps, np.int64), np.array(context, np.int64)),
+            *(np.array(lens, np.int64) for lens in ([row.length for row in rows], [r.request.length for r in rows])),
         )
         flight = Flight(plan, work, rows, self.num_forks)
-        copies = plan.copies
         if self.shape.in_order:
-            work.plan = Arrays.of(plan)
-        else:
-            self.device.poison(copies[:, 1])
-            self.device.poison(taken)
+            work.plan = frozen(plan, self.layers, self.shape.by_updates)
+        for row in rows:
+            self.poison(row.request)
         self.device.submit(work)
         self.tally.steps += 1
-        self.tally.copies += len(copies)
+        for layers in self.layers:
+            arrays = layers.arrays(plan)
+            if layers.kind == "state":
+                self.tally.states += int(((arrays.state_src >= 0) & (arrays.state_src != arrays.state_dst)).sum())
+            else:
+                self.tally.copies += len(arrays.copies)
         self.log.append(f"step {self.ticket}: {[(row.handle, n) for row, n in zip(rows, counts, strict=True)]}")
         for row in rows:
             row.request.ticket = self.ticket
-            if not self.shape.in_order:
+            if self.shape.in_order:
+                row.request.passed = max(row.request.passed, row.request.length)
+            else:
                 row.request.flights.append((flight, row.length))
         self.of_work[self.ticket] = flight
         self.flights.append(flight)
@@ -405,8 +451,13 @@ class Host:
     def passed(self, flight: Flight) -> None:
         """A step is over: drafts are judged."""
         self.over(flight)
-        for row in flight.rows:
+        for row, length in zip(flight.rows, flight.work.lens.tolist(), strict=True):
             request = row.request
+            if request.handle == row.handle and not self.shape.in_order and self.shape.groups:
+                request.passed = max(request.passed, length)
+                had = sum(map(len, request.tables))
+                self.look(request)
+                self.tally.let_go += had - sum(map(len, request.tables))
             if request.handle != row.handle or not row.drafts:
                 continue
             request.drafting = False
@@ -418,16 +469,17 @@ class Host:
         self.log.append(f"truncate {request.handle} {keep}")
         self.pool.truncate(request.handle, keep + request.gone)
         request.length = keep
-        request.num_blocks = -(-keep // self.shape.block_size)
+        request.passed = min(request.passed, keep + self.shape.lookahead)
+        self.look(request)
         request.committed = min(request.committed, keep)
         del request.tokens[keep:], request.stamps[keep:]
 
     def trim(self) -> None:
         """A client takes back the end of its text."""
-        idle = [r for r in self.idle() if r.length > max(1, r.least)]
+        idle = [r for r in self.idle() if r.length > max(1, self.least(r))]
         if idle:
             request = self.rng.choice(idle)
-            self.cut(request, self.rng.randint(max(1, request.least), request.length - 1))
+            self.cut(request, self.rng.randint(max(1, self.least(request)), request.length - 1))
 
     def idle(self) -> list[Request]:
         """Those that run and are in no step; forks of rows in flight too."""
@@ -497,7 +549,8 @@ class Host:
         for row in flight.rows:
             request = row.request
             if request.handle == row.handle:
-                request.length, request.num_blocks = row.length, row.num_blocks
+                request.length = row.length
+                self.look(request)
                 request.drafting = request.drafting and not row.drafts
                 del request.tokens[row.num_known :], request.stamps[row.num_known :]
         self.over(flight)
@@ -552,29 +605,38 @@ class Host:
         if self.pins:
             handle, stamps = self.pins.pop(self.rng.randrange(len(self.pins)))
             if stamps and not self.shape.in_order:
-                self.device.expect(self.pool.table(handle), stamps, f"pin {handle}")
+                layers = self.layers[0]
+                self.device.expect(layers, layers.table(self.pool, handle), np.array(stamps), 0, f"pin {handle}")
             self.pool.prefix.unpin(handle)
             self.log.append(f"unpin {handle}")
 
     def send(self) -> None:
-        """Somebody begins to copy a request's full blocks elsewhere, and holds them meanwhile."""
-        if self.running and len(self.sends) < 2:
-            request = self.rng.choice(self.running)
-            full = request.done_length() // self.shape.block_size
-            if full and self.device.is_settled(request.ticket):
-                blocks = self.pool.table(request.handle)[:full]
-                self.pool.blocks.incref(blocks)
-                self.sends.append((blocks, request.stamps[: full * self.shape.block_size]))
-                self.tally.sends += 1
-                self.log.append(f"send {request.handle} {blocks.tolist()}")
+        """Somebody begins to copy a request's full blocks elsewhere, or its state, and holds them meanwhile."""
+        if not self.running or len(self.sends) == 2:
+            return
+        request, layers = self.rng.choice(self.running), self.layers[self.tally.sends % len(self.layers)]
+        done, is_state = request.done_length(), layers.kind == "state"
+        full = int(done == request.length > 0) if is_state else done // layers.size
+        if full and self.device.is_settled(request.ticket):
+            table = layers.table(self.pool, request.handle)[:full]
+            left = (table >= layers.low).all(axis=1)
+            low = 0 if left.all() else (int(np.flatnonzero(~left)[-1]) + 1) * layers.size
+            layers.blocks(self.pool).incref(table[left].ravel())
+            stamps = request.stamps[:done] if is_state else request.stamps[: full * layers.size]
+            self.sends.append(Send(layers, table, left, stamps, low))
+            self.tally.sends += 1
+            self.log.append(f"send {request.handle} group {layers.number} {table.tolist()}")
 
     def sent(self) -> None:
         """The copy is made: the blocks hold what they held when it began, whatever became of the request."""
         if self.sends:
-            blocks, stamps = self.sends.pop(self.rng.randrange(len(self.sends)))
-            self.device.expect(blocks, stamps, "a transfer")
-            self.pool.blocks.decref(blocks)
-            self.log.append(f"sent {blocks.tolist()}")
+            send = self.sends.pop(self.rng.randrange(len(self.sends)))
+            if send.layers.kind == "state":
+                self.device.expect_state(send.layers, int(send.table[0, 0]), send.stamps[-1], "a transfer")
+            else:
+                self.device.expect(send.layers, send.table, np.array(send.stamps, np.int64), send.low, "a transfer")
+            send.layers.blocks(self.pool).decref(send.table[send.left].ravel())
+            self.log.append(f"sent {send.table.tolist()}")
 
     def flush(self) -> None:
         """Forget what is cached."""

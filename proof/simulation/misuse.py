@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvpool.errors import PlanStateError, StaleHandle
 from proof.simulation.device import Violation
 
 if TYPE_CHECKING:
+    from proof.simulation.books import Request
     from proof.simulation.host import Host
 
 Wrong = tuple[str, type[Exception], Callable[[], Any]]
@@ -32,8 +35,9 @@ def wrong_calls(host: Host) -> Iterator[Wrong]:
         if row.request.handle == row.handle:
             least = row.request.least + row.request.gone
             yield "truncate in flight", PlanStateError, lambda: pool.truncate(row.handle, least)
-            yield "compact in flight", PlanStateError, lambda: pool.compact(row.handle, 0)
-            yield "evict_blocks in flight", PlanStateError, lambda: pool.evict_blocks(row.handle, [])
+            evicting = ValueError if host.shape.groups else PlanStateError
+            yield "compact in flight", evicting, lambda: pool.compact(row.handle, 0)
+            yield "evict_blocks in flight", evicting, lambda: pool.evict_blocks(row.handle, [])
     if host.spare:
         yield "done of a plan not in flight", PlanStateError, lambda: pool.done(host.spare[-1])
     if host.dead >= 0:
@@ -44,6 +48,9 @@ def wrong_calls(host: Host) -> Iterator[Wrong]:
         end = request.length + request.gone
         yield "truncate beyond the end", ValueError, lambda: pool.truncate(request.handle, end + 1)
         yield "compact beyond the end", ValueError, lambda: pool.compact(request.handle, request.length + 1)
+        if host.shape.groups:
+            yield from wrong_calls_on_groups(host, request)
+            return
         known = request.tokens[request.committed : request.length]
         if request.gone:
             if host.shape.prefix_cache:
@@ -53,6 +60,23 @@ def wrong_calls(host: Host) -> Iterator[Wrong]:
             return
         if host.shape.prefix_cache and known and request.done_length() < request.length:
             yield "commit of what is not done", ValueError, lambda: pool.prefix.commit(request.handle, known)
+
+
+def wrong_calls_on_groups(host: Host, request: Request) -> Iterator[Wrong]:
+    """Yield what only pools with layer groups refuse."""
+    pool, handle, arenas = host.pool, request.handle, len(host.arenas())
+    yield "open with a prompt", ValueError, lambda: pool.open([0])
+    yield "a group that is not there", ValueError, lambda: pool.table(handle, len(host.layers))
+    yield "an arena that is not there", ValueError, lambda: pool.blocks.arena(arenas)
+    if request not in host.idle():
+        return
+    if host.with_state and request.length:
+        yield "truncate of a state", ValueError, lambda: pool.truncate(handle, request.length - 1)
+    for layers in host.layers:
+        gone = np.flatnonzero((layers.table(pool, handle) < layers.low).any(axis=1))
+        if gone.size:
+            behind = int(gone[-1]) * layers.size
+            yield "truncate behind the window", ValueError, partial(pool.truncate, handle, behind)
 
 
 def make_wrong_call(host: Host) -> None:

@@ -6,6 +6,9 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from kvpool import Group
+from proof.simulation.layers import draw_groups, needs
+
 #: Events and how often they happen, before a world redraws the weights.
 EVENTS = {
     "execute": 80.0,
@@ -60,6 +63,10 @@ class Shape:
     reordering: float
     resetting: float
     weights: dict[str, float]
+    grouped: bool  # whether the pool has layer groups: then its sizes are drawn anew
+    by_updates: bool = False  # read through tables that ``table_updates`` keep
+    groups: tuple[Group, ...] = ()
+    lookahead: int = 0
 
     @property
     def max_length(self) -> int:
@@ -69,7 +76,13 @@ class Shape:
     def pool_options(self) -> dict[str, Any]:
         """Arguments of the pool besides its two sizes."""
         names = ("reserved_blocks", "watermark", "max_seqs", "prefix_cache", "in_order")
-        return {name: getattr(self, name) for name in names} | {"max_blocks_per_seq": self.width}
+        options = {name: getattr(self, name) for name in names} | {"max_blocks_per_seq": self.width}
+        return options | ({"groups": self.groups, "lookahead": self.lookahead} if self.groups else {})
+
+    @property
+    def most_drafts(self) -> int:
+        """Tokens that are drafted at most: all of them may be cut off again."""
+        return min(4, self.lookahead) if self.groups else 4
 
     @classmethod
     def draw(cls, rng: random.Random, changes: dict[str, Any]) -> Shape:
@@ -105,6 +118,7 @@ class Shape:
             reordering=rng.choice([0.0, 0.5, 1.0]),
             resetting=rng.choice([0.0, 0.02]),
             weights=weights,
+            grouped=changes["grouped"] if "grouped" in changes else rng.random() < 0.5,
         )
         for name, value in changes.items():
             if name == "weights":
@@ -112,7 +126,23 @@ class Shape:
             else:
                 setattr(shape, name, value)
         shape.by_tables = shape.by_tables and not shape.in_order  # their plans may be in use again when they run
+        if shape.grouped:
+            shape.divide(rng)
         return shape
+
+    def divide(self, rng: random.Random) -> None:
+        """Give the pool layer groups: no prefix cache, and no token leaves but behind a window."""
+        self.block_size, self.width = rng.choice([1, 1, 2, 3, 4]), rng.randint(4, 16)
+        self.lookahead = rng.choice([0, 0, 1, 2, 4])
+        slots = self.max_running + rng.randint(1, self.max_running * self.depth)
+        self.groups = draw_groups(rng, self.block_size, self.max_length, self.reserved_blocks, slots, self.lookahead)
+        need = needs(self.groups, self.block_size, self.max_length, 0)
+        self.num_blocks = self.reserved_blocks + self.watermark + need + rng.randint(1, need)
+        self.by_updates = rng.random() < 0.3
+        self.by_tables = self.by_tables and not self.by_updates
+        self.prefix_cache = False
+        self.drafting *= self.lookahead > 0 and all(group.kind != "state" for group in self.groups)
+        self.weights |= {"compact": 0.0, "evict_blocks": 0.0, "flush": 0.0, "pin": 0.0, "unpin": 0.0}
 
 
 class Stamps:

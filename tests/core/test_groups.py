@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from kvpool import Group, Plan, Pool
-from kvpool.errors import CapacityExceeded, CorruptState, OutOfBlocks, OutOfSequences, PlanStateError, StaleHandle
+from kvpool.errors import (
+    CapacityExceeded,
+    CorruptState,
+    ForeignHandle,
+    OutOfBlocks,
+    OutOfSequences,
+    PlanStateError,
+    StaleHandle,
+)
 
 if os.environ.get("KVPOOL_CORE") == "model":
     pytest.skip("about the compiled core", allow_module_level=True)
@@ -682,6 +690,38 @@ def test_pools_with_groups_are_not_recorded():
 def test_pools_that_cannot_be(make):
     with pytest.raises(ValueError):
         Pool(16, 4, max_seqs=4, **make())
+
+
+@pytest.mark.parametrize("call", [
+    lambda pool, plan, handle: pool.step(plan, [handle], 1),
+    lambda pool, plan, handle: pool.reserve(plan, [handle], 1),
+    lambda pool, plan, handle: pool.can([handle], 1),
+    lambda pool, plan, handle: pool.fork(handle),
+    lambda pool, plan, handle: pool.truncate(handle, 0),
+    lambda pool, plan, handle: pool.close(handle),
+    lambda pool, plan, handle: pool.close_finished([handle], np.array([True])),
+    lambda pool, plan, handle: pool.table(handle, 1),
+    lambda pool, plan, handle: pool.num_tokens(handle),
+    lambda pool, plan, handle: pool.capacity(handle),
+])  # fmt: skip
+def test_handle_of_another_pool_is_foreign(full_and_window, call):
+    """The other pool has the same groups, and a sequence in the same place."""
+    pool, plan = full_and_window, full_and_window.plan()
+    other = Watched(64, 4, groups=pool.options.groups)
+    pool.grow([pool.open()], 9)
+    handle = other.open()
+    other.grow([handle], 9)
+    with pytest.raises(ForeignHandle):
+        call(pool, plan, handle)
+    assert not plan.is_pending and other.num_tokens(handle) == 9
+
+
+def test_plan_of_another_pool_is_refused(full_and_window):
+    pool, other = full_and_window, Watched(64, 4, groups=full_and_window.options.groups)
+    plan, handle = other.plan(), pool.open()
+    with pytest.raises(ValueError, match="another pool"):
+        pool.step(plan, [handle], 1)
+    assert not plan.is_pending and pool.num_tokens(handle) == 0
 
 
 def test_groups_are_groups():

@@ -32,8 +32,8 @@ class LetsGoWhenIssued(Faulty):
 
 class NoLimbo(Faulty):
     def _release_in(self, arena, block):
-        if block not in self._references(arena) and block not in arena.holds:
-            arena.blank.append(block)
+        if not arena._refcount(block) and block not in arena._holds:
+            arena._leave(block)
 
 
 class StateShared(Faulty):
@@ -46,8 +46,8 @@ class StateShared(Faulty):
 class WrongArena(Faulty):
     def _take_entry(self, layer):
         first = self.arenas[0]
-        if layer.kind != "state" and len(first.blank) > layer.columns:
-            return [first.take() for _ in range(layer.columns)]
+        if layer.kind != "state" and len(first._blank) > layer.columns:
+            return [first._take() for _ in range(layer.columns)]
         return super()._take_entry(layer)
 
 
@@ -112,11 +112,11 @@ class StateFreedWhenIssued(Faulty):
     def _change(self, step, layer, table, change, replaced, appended):
         super()._change(step, layer, table, change, replaced, appended)
         for _, old, _ in change.replaced:
-            if layer.kind == "state" and old[0] not in self._references(layer.arena):
-                layer.arena.blank.append(old[0])
+            if layer.kind == "state" and not layer.arena._refcount(old[0]):
+                layer.arena._blank.append(old[0])
 
     def _release_in(self, arena, block):
-        if block not in arena.blank:
+        if block not in arena._blank:
             super()._release_in(arena, block)
 
 
@@ -124,7 +124,7 @@ class StateKeptByRollback(Faulty):
     def _undo_change(self, seq, layer, change):
         if layer.kind == "state" and seq is not None and change.replaced:
             ((_, (old,), _),) = change.replaced
-            layer.arena.holds.remove(old)
+            layer.arena._holds.remove(old)
             self._release_in(layer.arena, old)
         else:
             super()._undo_change(seq, layer, change)
@@ -182,6 +182,34 @@ class RoomOfStatesNotRounded(Faulty):
         return super()._capacity(seq) if self._with_entries else seq.num_tokens
 
 
+class CachedWrittenInPlace(Faulty):
+    def _group_need(self, seq, n, layer, lost, reads):
+        layer.arena._committed, committed = set(), layer.arena._committed
+        need = super()._group_need(seq, n, layer, lost, reads)
+        layer.arena._committed = committed
+        return need
+
+
+class HeldBlocksLeave(Faulty):
+    def _release_in(self, arena, block):
+        arena._raw, raw = {}, arena._raw
+        super()._release_in(arena, block)
+        arena._raw = raw
+
+
+class OneArenaForAllCalls(Faulty):
+    def _blocks_arena(self, arena):
+        return super()._blocks_arena(min(arena, 0))
+
+
+class ResetKeepsNotes(Faulty):
+    def _reset(self):
+        kept = [list(arena._dropped) for arena in self.arenas]
+        super()._reset()
+        for arena, dropped in zip(self.arenas, kept, strict=True):
+            arena._dropped = dropped
+
+
 #: Faults after which a query reads the wrong content, or blocks are lost: found without another pool.
 OF_CONTENT = (
     *(WindowOffByOne, ChunkOffByOne, LetsGoWhenIssued, NoLimbo, StateShared, WrongArena, ColumnLeftBehind),
@@ -190,4 +218,7 @@ OF_CONTENT = (
     *(UpdatesForgetRollback, UpdatesForgetHoles, UpdatesForgetCut),
 )
 #: Faults that only another pool tells.
-OF_ORDER = (NamesArena0, EpochStays, LetsGoDescending, RoomOfStatesNotRounded)
+OF_ORDER = (
+    *(NamesArena0, EpochStays, LetsGoDescending, RoomOfStatesNotRounded),
+    *(CachedWrittenInPlace, HeldBlocksLeave, OneArenaForAllCalls, ResetKeepsNotes),
+)

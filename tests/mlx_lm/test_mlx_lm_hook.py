@@ -4,7 +4,7 @@ import copy
 import itertools
 
 import pytest
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_models import tiny_llama
 
 from kvpool.adapters.mlx_lm import install
@@ -124,3 +124,16 @@ def test_every_block_of_a_deleted_hook_can_be_left(model):
 def test_paged_kv_says_what_it_is(model):
     with install(model, 8) as kv:
         assert repr(kv) == f"<PagedKV of 1 layers on {kv.pool!r}, route fused>"
+
+
+def test_model_whose_caches_change_class_is_refused_and_left_alone():
+    """A window at every second call: nobody can say which cache the next sequence has."""
+    model, made = tiny_llama(num_hidden_layers=2), itertools.count()
+
+    def make_cache():
+        return [KVCache(), RotatingKVCache(8) if next(made) % 2 else KVCache()]
+
+    model.make_cache = make_cache
+    with pytest.raises(ValueError, match=r"^\[install\] cache 1 of the model is a KVCache, and a RotatingKVCache when"):
+        install(model, 8)
+    assert model.make_cache is make_cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -130,11 +131,19 @@ def inspect_model(model: Any) -> ModelShape:
     """Return what a model's cache is made of.
 
     Found by tracing tokens through the model with mlx-lm's own caches. Nothing is computed.
+
+    Raises
+    ------
+    TypeError
+        This is no model.
+    ValueError
+        The model makes caches of other classes each time.
     """
     if not hasattr(model, "layers") and not hasattr(model, "make_cache"):
         raise TypeError(f"[install] model must be one that mlx_lm.load returns, got {type(model).__name__}")
     caches = Hook.stock_caches(model)
     found = list(leaves_of(caches))
+    _refuse_change(found, list(leaves_of(Hook.stock_caches(model))))
     fresh = copy.deepcopy(found)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
     leaves = tuple(_leaf(cache) for cache in found)
@@ -150,6 +159,17 @@ def inspect_model(model: Any) -> ModelShape:
         tuple(fresh),
         type(model).__module__ in APART,
     )
+
+
+def _refuse_change(found: Sequence[Any], again: Sequence[Any]) -> None:
+    """Raise if a model that was asked for its caches twice made others: nobody can say what the next ones are."""
+    names = [[type(cache).__name__ for cache in caches] for caches in (found, again)]
+    for number, (one, other) in enumerate(zip_longest(*names, fillvalue="none")):
+        if one != other:
+            raise ValueError(
+                f"[install] cache {number} of the model is a {one}, and a {other} when it is made again: make_cache "
+                "must make the same classes each time"
+            )
 
 
 def _numbered(caches: Sequence[Any], numbers: Iterator[int]) -> tuple[Any, ...]:
