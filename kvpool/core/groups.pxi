@@ -83,8 +83,7 @@ cdef void group_ref(LayerGroup* g, int32_t slot, int32_t end, int32_t times) noe
     """So many references more on the first `end` entries of a row."""
     cdef int32_t* row = group_row(g, slot)
     cdef int32_t low = g.seq[slot].gone, kept = min(end, g.kept), columns = g.columns
-    if low < end:
-        blocks_ref_many(g.blocks, row + <int64_t>low * columns, (end - low) * columns, times)
+    blocks_ref_many(g.blocks, row + <int64_t>low * columns, (end - low) * columns, times)
     if low:
         blocks_ref_many(g.blocks, row, kept * columns, times)
 
@@ -213,9 +212,7 @@ cdef void groups_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nog
     cdef int32_t k, keep, entries
     for k in range(gs.num_groups):
         g = &gs.group[k]
-        if g.kind == STATE_LAYERS:
-            continue
-        keep = entries_of(g, slot, blocks)
+        keep = entries_of(g, slot, blocks)      # of a state: it stays, the length is the same
         entries = entries_of(g, slot, q.num_blocks)
         if keep < entries:
             group_unref(g, slot, keep, entries)

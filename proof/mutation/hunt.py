@@ -42,7 +42,16 @@ from proof.mutation.embedded import (
     what_c_can_get_wrong,
 )
 from proof.mutation.fuzzed import FuzzRun, fuzz_runs
-from proof.mutation.grouped import GroupTape, Shown, group_tapes, life_with_groups, refused_with_groups
+from proof.mutation.grouped import (
+    ArenaPlan,
+    ArenaPool,
+    GroupTape,
+    Shown,
+    ShownOfModel,
+    group_tapes,
+    life_with_groups,
+    refused_with_groups,
+)
 from proof.mutation.memory import (
     Beyond,
     Guard,
@@ -124,7 +133,9 @@ def record(tapes: int, seed: int, quick: bool = False) -> Iterator[Tape]:
     yield taped("forms that only the core reads", core | {"Wrong": Wrong}, arguments_of_every_call, True)
     for program in (blocks_by_name, blocks_of_an_engine, refused_with_groups):
         yield judged(program, core, model)
-    yield judged(life_with_groups, core | {"Shown": Shown}, model | {"Shown": Shown})
+    for program in (blocks_by_name, blocks_of_an_engine):
+        yield judged(program, {"Pool": ArenaPool, "Plan": ArenaPlan}, model)
+    yield judged(life_with_groups, core | {"Shown": Shown}, model | {"Shown": ShownOfModel})
     for program, of_core, of_model in strained.programs():
         yield judged(program, core | of_core, model | of_model)
     yield judged(keys_of_blocks, {"Keys": Keys}, {"Keys": KeysModel})

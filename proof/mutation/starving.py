@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 import kvpool
+from kvpool.groups import Group
 from kvpool.testing import ModelPlan, ModelPool
+from proof.mutation.grouped import FORMATS as GROUP_FORMATS
 from proof.mutation.scenarios import FORMATS, look, tried
 from proof.mutation.tape import drop
 
@@ -171,3 +173,34 @@ def calls_without_memory(Pool: Any, Plan: Any, Starving: Any) -> None:
         drop(plan)
         drop(pool)
         starving.left()
+
+
+def groups_without_memory(Pool: Any, Plan: Any, Starving: Any) -> None:
+    """The same for pools with layer groups: a row moves its states, copies its blocks, and asks before it does."""
+    starving = Starving()
+    options: dict[str, Any] = {
+        "groups": [Group.full(columns=2), Group.window(4, arena=1, num_blocks=80), Group.state(70), Group.state(60)],
+        "max_seqs": 30,
+    }
+    starving.make("pool", 180, 2, **options)
+    pool = Pool(180, 2, **options)
+    starving.make("plan", pool, 25, 200, formats=GROUP_FORMATS)
+    plan, row = Plan(pool, 25, 200, formats=GROUP_FORMATS), pool.open()
+    starving.call(pool, "step", plan, [row], 5)
+    starving.call(pool, "done", plan)
+    rows = [row, *starving.call(pool, "fork", row, 20).tolist()]
+    for k in (3, 9, 20, 2):
+        starving.call(pool, "can", rows[:k], 1)
+        starving.call(pool, "can", rows[:k], list(range(k)))
+    for new in (1, 1, [1, 2] * 10 + [0]):
+        starving.call(pool, "step", plan, rows, new)
+        _ = plan.seq_lens, plan.served
+        starving.call(pool, "done", plan)
+    starving.call(pool, "reserve", plan, rows, 3)
+    starving.call(pool, "rollback", plan)
+    starving.call(pool, "close", rows)
+    pool.check()
+    pool.shutdown()
+    drop(plan)
+    drop(pool)
+    starving.left()
