@@ -788,6 +788,10 @@ class GroupPlan(ModelPlan):
                 raise ValueError(f"[Plan] format {name!r} is not for pools with groups")
         if options.get("kv_width") is not None:
             raise ValueError("[Plan] kv_width is not for pools with groups")
+        if "slot_mapping" in wanted:
+            for layer in pool.layers:
+                if layer.kind != "state" and layer.arena.num_blocks * layer.block_size > 2**31 - 1:
+                    raise ValueError(f"[Plan] slot_mapping is int32: group {layer.index} has more slots")
         self.groups = ()
         common = tuple(name for name in wanted if name not in OWN_FORMATS)
         super().__init__(pool, max_rows, max_tokens, formats=common, **options)

@@ -18,7 +18,7 @@ FUNCTIONS = {
     ),
     "statistics": re.compile(r"(?:\w*stats|refcount_histogram|count_references|index_nbytes|num_free)$"),
     "error texts": re.compile(r"(?:show|out_of_blocks|refuse|blocks_short|__repr__|failed|error_message)$"),
-    "digest": re.compile(r"(?:digest|mix|mix_tokens|mix_bytes)$"),
+    "digest": re.compile(r"(?:digest|mix|mix_tokens|mix_bytes|untagged)$"),
 }
 #: Why -> what statements mention.
 STATEMENTS = {

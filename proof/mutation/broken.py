@@ -86,7 +86,7 @@ def rich_groups(Pool: Any, Plan: Any) -> Iterator[tuple[Any, list[Any]]]:
     for new in ([9, 5], [1, 3]):
         pool.step(plans[0], rows, new)
         pool.done(plans[0])
-    pool.blocks.arena(1).alloc(2)
+    pool.blocks.alloc(2)
     children = pool.fork(rows[0], 2)
     pool.close(rows[1])
     pool.step(plans[0], children, [1, 4])

@@ -27,6 +27,7 @@ POOLS: tuple[dict[str, Any], ...] = (
     {"groups": [Group.full(columns=3), Group.state(4), Group.state(5)], "reserved_blocks": 0},
     {"groups": [Group.full(), Group.window(6, keep=4, arena=1, num_blocks=9, columns=2)], "watermark": 2},
     {"groups": [Group.window(5), Group.chunk(4, block_size=12)], "lookahead": 3, "max_blocks_per_seq": 24},
+    {"groups": [Group.full(block_size=6), Group.window(9, block_size=12)], "max_blocks_per_seq": 7},
 )
 
 
@@ -109,8 +110,8 @@ class Shown:
         ]
 
     def updates(self, plan: Any) -> Any:
-        """What the last step told of tables, None if the plan does not tell."""
-        return getattr(plan, "table_updates", None)
+        """What the last step told of tables, None if there was none or the plan does not tell."""
+        return getattr(plan, "table_updates", None) if len(plan.served) else None
 
 
 class ShownOfModel(Shown):
@@ -150,6 +151,11 @@ def refused_with_groups(Pool: Any, Plan: Any) -> None:
                 with contextlib.suppress(AttributeError, ValueError):
                     getattr(plan, name)
     pool.shutdown()
+    for num_blocks, block_size in ((3, 2**30), (1, 2**31 - 1), (2, 2**30)):
+        pool = Pool(num_blocks, block_size, reserved_blocks=0, groups=[Group.full(), Group.window(5)], max_seqs=2)
+        for name in ("slot_mapping", "block_tables"):
+            tried(Plan, pool, 1, 4, formats=(name,))
+        pool.shutdown()
 
 
 def life_with_groups(Pool: Any, Plan: Any, Shown: Any) -> None:
@@ -178,11 +184,39 @@ def life_with_groups(Pool: Any, Plan: Any, Shown: Any) -> None:
             for back in range(10) if turn % 6 == 1 else ():
                 tried(pool.truncate, [handles[0]], [max(0, pool.num_tokens(handles[0]) - back)])
         refused_calls(pool, plans[0], handles)
+        for handle in handles[2:]:
+            tried(pool.close, handle)
+        up_to_the_limit(pool, Plan(pool, 2, 200), handles[0])
         refused_steps(pool, (plans[1], Plan(pool, 2, 400, table_width=3)), handles)
         for handle in handles:
             tried(pool.close, handle)
         seen(pool, [], len(options["groups"]))
         pool.shutdown()
+
+
+def shared_tails(Pool: Any, Plan: Any, Shown: Any) -> None:
+    """A row with room for more tokens is forked at each length: in some groups its tail is shared, in others not."""
+    shown = Shown()
+    for options in POOLS:
+        for length in range(1, 15):
+            pool = Pool(60, 3, max_seqs=4, **options)
+            plans = [Plan(pool, 3, 40, formats=FORMATS) for _ in range(2)]
+            row = pool.open()
+            for call, new in ((pool.step, length), (pool.reserve, 5 + length % 3)):
+                if tried(call, plans[0], [row], new) is None and plans[0].is_pending:
+                    pool.done(plans[0])
+            rows = [row, *pool.fork(row, 1 + length % 2).tolist()]
+            for turn, batch in enumerate((rows[:1], rows[1:], rows, rows[::-1], rows[:1])):
+                plan = plans[turn % 2]
+                tried(pool.step, plan, batch, 1)
+                shown.arrays(plan)
+                shown.updates(plan)
+                seen(pool, rows, len(options["groups"]))
+                if turn % 2:
+                    for pending in plans[:: -1 if length % 3 == 0 else 1]:
+                        if pending.is_pending:
+                            (pool.rollback if length % 3 == 0 else pool.done)(pending)
+            pool.shutdown()
 
 
 def grown(pool: Any, plan: Any, rows: list[int], rng: random.Random, turn: int) -> None:
@@ -223,7 +257,7 @@ def refused_steps(pool: Any, plans: tuple[Any, ...], handles: list[int]) -> None
     for call in (partial(pool.step, plans[0]), partial(pool.reserve, plans[0]), pool.can):
         tried(call, [a, b], [1])
     for rows in ([b, b], [a, b, a], [a, -5], [a, 7], [a, b], [b]):
-        for new in (1, 0, 2, [1, 3], [0, 13], [1, -1], 9, 21, limit, 2**62, [1, 2**31]):
+        for new in (1, 0, 2, [1, 3], [0, 13], [1, -1], 9, 21, limit, 2**62, 2**63 - 1, [1, 2**31]):
             for plan in plans:
                 tried(pool.step, plan, rows, new, partial=len(rows) == 1)
                 tried(pool.step, plan, rows, new, pad_to=(2, 12))
@@ -233,6 +267,15 @@ def refused_steps(pool: Any, plans: tuple[Any, ...], handles: list[int]) -> None
             tried(pool.reserve, plans[0], rows, new)
             if plans[0].is_pending:
                 pool.done(plans[0])
+
+
+def up_to_the_limit(pool: Any, plan: Any, row: int) -> None:
+    """A sequence that gets all the tokens that it may have, then those that it may not have."""
+    left = pool.options.max_blocks_per_seq * pool.options.block_size - pool.num_tokens(row)
+    for new in (left - 2, 1, 1, 1, 1):
+        tried(pool.step, plan, [row], max(0, new))
+        if plan.is_pending:
+            pool.done(plan)
 
 
 def seen(pool: Any, handles: list[int], num_groups: int) -> None:
