@@ -650,9 +650,8 @@ cdef void groups_rollback(Groups* gs, const Pending* pending, const Step* p) noe
             s.sum_blocks -= event.appended
     for k in range(gs.num_groups - 1, -1, -1):
         rollback_group(&gs.group[k], part[k], p, s)
-        for i in range(p.num_rows):
-            if seq_find(s, p.handle[i]) >= 0:
-                forget_told(&gs.group[k], slot_of(p.handle[i]))
+        for i in range(p.num_rows):             # a row that was opened since was told nothing yet
+            forget_told(&gs.group[k], slot_of(p.handle[i]))
         wire_forget(&part[k].wire, p.num_rows, False, False)
     groups_settle(gs, pending, p)
 

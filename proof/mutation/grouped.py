@@ -143,6 +143,7 @@ def refused_with_groups(Pool: Any, Plan: Any) -> None:
     for options in (
         *({"formats": (name,)} for name in ("csr", "kv_slots", "page_batch_info", "block_tables", "table_updates")),
         *({"kv_width": 8}, {"table_width": 0}, {"table_width": 99}, {"dtype": "int64"}),
+        *({"backend": object()}, {"formats": "seq_lens"}, {"formats": ("seq_lens", "table_updates")}),
         *({"pad": {name: 7}} for name in ("block_tables", "slot_mapping", "positions", "seq_lens")),
     ):
         plan = tried(Plan, pool, 2, 8, **options)
@@ -156,6 +157,13 @@ def refused_with_groups(Pool: Any, Plan: Any) -> None:
         for name in ("slot_mapping", "block_tables"):
             tried(Plan, pool, 1, 4, formats=(name,))
         pool.shutdown()
+    pool = Pool(4, 1, groups=[Group.state(2)], max_seqs=2)  # with as many positions as there can be
+    tried(pool.open, 2**31 - 1)
+    tried(pool.open, 2**31)
+    pool.shutdown()
+    pool = Pool(16, 2, groups=[Group.full(columns=2)], max_seqs=4)
+    tried(Plan, pool, 1, 4, table_width=2**30, formats="seq_lens")  # by one id too wide
+    pool.shutdown()
 
 
 def life_with_groups(Pool: Any, Plan: Any, Shown: Any) -> None:

@@ -98,6 +98,12 @@ def test_program_with_groups_gives_what_the_model_gives(program):
     judge(core_tape(program, {"Shown": Shown}), tape_of(program, Pool=ModelPool, Plan=ModelPlan, Shown=ShownOfModel))
 
 
+def test_model_refuses_the_pools_and_plans_with_groups_that_the_core_refuses():
+    tape = core_tape(refused_with_groups)
+    judge(tape, tape_of(refused_with_groups, Pool=ModelPool, Plan=ModelPlan))
+    assert sum(isinstance(op.outcome, Raised) for op in tape.ops) > 100
+
+
 @pytest.mark.parametrize("program", [blocks_by_name, blocks_of_an_engine], ids=lambda s: s.__name__)
 def test_blocks_of_an_arena_are_what_those_of_a_pool_of_its_size_are(program):
     tape = tape_of(program, Pool=ArenaPool, Plan=ArenaPlan)
