@@ -20,7 +20,8 @@ from proof.mutation.scenarios import prompts
 
 #: Of arrays, and of those with a number for each block: no array is shorter. Beside it is memory of others.
 PLACES, OF_BLOCKS, BY = (0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6, 7, 9, 12, 15, 19, 23), (1, -1, 2)
-#: A check takes the word of a plan: it would follow a wrong one out of its own memory. Groups have the pool's sequences.
+#: A check takes the word of a plan: it would follow a wrong one out of its own memory. Groups name the pool's
+#: sequences, which are changed as those of the pool.
 TRUSTED = re.compile(r"\.scratch[.[]|\.groups\.seqs|\.(?:oldest|newest)\[0\]\.(?!id$|pending$|log\[i\]\.tokens$)")
 SECONDS = 2.0  # for one check of a broken state: some go round in circles
 

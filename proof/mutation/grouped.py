@@ -164,6 +164,9 @@ def refused_with_groups(Pool: Any, Plan: Any) -> None:
     pool = Pool(16, 2, groups=[Group.full(columns=2)], max_seqs=4)
     tried(Plan, pool, 1, 4, table_width=2**30, formats="seq_lens")  # by one id too wide
     pool.shutdown()
+    pool = Pool(16, 2, groups=[Group.full()], max_seqs=4)
+    tried(Plan, pool, 1, 4, table_width=2**31 - 1, formats="seq_lens")
+    pool.shutdown()
 
 
 def life_with_groups(Pool: Any, Plan: Any, Shown: Any) -> None:
@@ -208,22 +211,23 @@ def shared_tails(Pool: Any, Plan: Any, Shown: Any) -> None:
     for options in POOLS:
         for length in range(1, 15):
             pool = Pool(60, 3, max_seqs=4, **options)
-            plans = [Plan(pool, 3, 40, formats=FORMATS) for _ in range(2)]
+            plans = [Plan(pool, 4, 40, formats=FORMATS) for _ in range(3)]
             row = pool.open()
             for call, new in ((pool.step, length), (pool.reserve, 5 + length % 3)):
                 if tried(call, plans[0], [row], new) is None and plans[0].is_pending:
                     pool.done(plans[0])
-            rows = [row, *pool.fork(row, 1 + length % 2).tolist()]
-            for turn, batch in enumerate((rows[:1], rows[1:], rows, rows[::-1], rows[:1])):
-                plan = plans[turn % 2]
+            one, two, three = pool.fork(row, 3).tolist()
+            rows = [row, one, two, three]
+            for turn, batch in enumerate(([one], [two], [three, row], rows, rows[::-1], [row])):
+                plan = plans[turn % 3]
                 tried(pool.step, plan, batch, 1)
                 shown.arrays(plan)
                 shown.updates(plan)
                 seen(pool, rows, len(options["groups"]))
-                if turn % 2:
-                    for pending in plans[:: -1 if length % 3 == 0 else 1]:
-                        if pending.is_pending:
-                            (pool.rollback if length % 3 == 0 else pool.done)(pending)
+                for pending in plans[:: -1 if length % 3 == 0 else 1] if turn % 3 == 2 else ():
+                    if pending.is_pending:
+                        (pool.rollback if length % 3 == 0 else pool.done)(pending)
+                        pool.check()
             pool.shutdown()
 
 
@@ -264,8 +268,9 @@ def refused_steps(pool: Any, plans: tuple[Any, ...], handles: list[int]) -> None
     a, b = handles[:2]
     for call in (partial(pool.step, plans[0]), partial(pool.reserve, plans[0]), pool.can):
         tried(call, [a, b], [1])
+    most = 2**63 - 1
     for rows in ([b, b], [a, b, a], [a, -5], [a, 7], [a, b], [b]):
-        for new in (1, 0, 2, [1, 3], [0, 13], [1, -1], 9, 21, limit, 2**62, 2**63 - 1, [1, 2**31]):
+        for new in (1, 0, 2, [1, 3], [0, 13], [1, -1], 9, 21, limit, most, most - pool.num_tokens(b), [1, 2**31]):
             for plan in plans:
                 tried(pool.step, plan, rows, new, partial=len(rows) == 1)
                 tried(pool.step, plan, rows, new, pad_to=(2, 12))
