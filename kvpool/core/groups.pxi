@@ -83,8 +83,7 @@ cdef void group_ref(LayerGroup* g, int32_t slot, int32_t end, int32_t times) noe
     """So many references more on the first `end` entries of a row."""
     cdef int32_t* row = group_row(g, slot)
     cdef int32_t low = g.seq[slot].gone, kept = min(end, g.kept), columns = g.columns
-    if low < end:
-        blocks_ref_many(g.blocks, row + <int64_t>low * columns, (end - low) * columns, times)
+    blocks_ref_many(g.blocks, row + <int64_t>low * columns, (end - low) * columns, times)
     if low:
         blocks_ref_many(g.blocks, row, kept * columns, times)
 
@@ -213,9 +212,7 @@ cdef void groups_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nog
     cdef int32_t k, keep, entries
     for k in range(gs.num_groups):
         g = &gs.group[k]
-        if g.kind == STATE_LAYERS:
-            continue
-        keep = entries_of(g, slot, blocks)
+        keep = entries_of(g, slot, blocks)      # of a state: it stays, the length is the same
         entries = entries_of(g, slot, q.num_blocks)
         if keep < entries:
             group_unref(g, slot, keep, entries)
@@ -653,9 +650,8 @@ cdef void groups_rollback(Groups* gs, const Pending* pending, const Step* p) noe
             s.sum_blocks -= event.appended
     for k in range(gs.num_groups - 1, -1, -1):
         rollback_group(&gs.group[k], part[k], p, s)
-        for i in range(p.num_rows):
-            if seq_find(s, p.handle[i]) >= 0:
-                forget_told(&gs.group[k], slot_of(p.handle[i]))
+        for i in range(p.num_rows):             # a row that was opened since was told nothing yet
+            forget_told(&gs.group[k], slot_of(p.handle[i]))
         wire_forget(&part[k].wire, p.num_rows, False, False)
     groups_settle(gs, pending, p)
 

@@ -98,27 +98,27 @@ cdef class PlanGroup:
         if part_init(data, <int32_t>rows) != OK or wire_init(&data.wire, <int32_t>rows) != OK:
             raise MemoryError(f"[Plan] no memory for {rows} rows")
         if group.kind == STATE_LAYERS:
-            data.state_src = <int32_t*>self.add("state_src", (rows,), True, NO_BLOCK)
-            data.state_dst = <int32_t*>self.add("state_dst", (rows,), True, NO_BLOCK)
+            data.state_src = <int32_t*>self.add("state_src", (rows,), True)
+            data.state_dst = <int32_t*>self.add("state_dst", (rows,), True)
             return 0
         if width * group.columns > INT32_MAX:
             raise ValueError(f"[Plan] a row has {width * group.columns} block ids, the limit is {INT32_MAX}")
         data.width = <int32_t>width
         data.wire.table_width = <int32_t>(width * group.columns)
-        data.copies = <int32_t*>self.add("copies", (rows * group.columns, 3), False, 0)
-        data.wire.dirty = <int32_t*>self.add("dirty_rows", (rows,), False, 0)
-        data.kv_starts = <int32_t*>self.add("kv_starts", (rows,), True, 0)
+        data.copies = <int32_t*>self.add("copies", (rows * group.columns, 3), False)
+        data.wire.dirty = <int32_t*>self.add("dirty_rows", (rows,), False)
+        data.kv_starts = <int32_t*>self.add("kv_starts", (rows,), True)
         if "block_tables" in formats:
             data.wire.tracks = True
             data.wire.field[BLOCK_TABLES].width = 4
             data.wire.field[BLOCK_TABLES].pad = group.hole
-            data.wire.field[BLOCK_TABLES].data = self.add("block_tables", (rows, width, group.columns), True,
-                                                          group.hole)
+            data.wire.field[BLOCK_TABLES].data = self.add("block_tables", (rows, width, group.columns), True)
+            self.arrays["block_tables"][0].fill(group.hole)     # of a row only what changes is written
         if "slot_mapping" in formats:
             if num_blocks * group.block_size > INT32_MAX:
                 raise ValueError(f"[Plan] slot_mapping is int32: {num_blocks} blocks of "
                                  f"{group.block_size} tokens have more than {INT32_MAX} slots")
-            data.slot_mapping = <int32_t*>self.add("slot_mapping", (group.columns * tokens,), True, -1)
+            data.slot_mapping = <int32_t*>self.add("slot_mapping", (group.columns * tokens,), True)
         return 0
 
     def __dealloc__(self):
@@ -128,10 +128,8 @@ cdef class PlanGroup:
     def __reduce__(self):
         raise TypeError("[PlanGroup] arrays of a plan cannot be pickled or copied")
 
-    cdef void* add(self, str name, object shape, bint writable, int pad) except NULL:
+    cdef void* add(self, str name, object shape, bint writable) except NULL:
         array, memory = new_array(shape, np.int32, writable)
-        if pad:
-            array.fill(pad)
         self.arrays[name] = array, memory
         return array_data(array)
 

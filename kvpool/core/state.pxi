@@ -28,11 +28,6 @@ cdef void pool_leave(State* pool) noexcept nogil:
     lock_release(&pool.mutex)
 
 
-cdef bint has_groups(Pool pool):
-    """Whether a pool was made with layer groups, also one that was shut down; one that is half made was not."""
-    return pool.options is not None and pool.options.groups is not None
-
-
 cdef inline void close_slot(State* pool, int32_t slot) noexcept nogil:
     if pool.groups != NULL:
         groups_close(pool.groups, slot)

@@ -209,7 +209,6 @@ cdef int pool_rollback(State* pool, Plan plan, Verdict* v) noexcept nogil:
     pending_remove(&pool.pending, p)
     if pool.groups != NULL:
         groups_rollback(pool.groups, &pool.pending, p)
-        wire_forget(&plan.wire, p.num_rows, False, False)
         return OK
     set_fences(&pool.pending, &pool.blocks)
     blocks_lower_fences(&pool.blocks)

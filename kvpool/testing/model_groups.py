@@ -780,13 +780,21 @@ class GroupPlan(ModelPlan):
         for name in wanted:
             if name not in GROUP_FORMATS:
                 raise ValueError(f"[Plan] format {name!r} is not for pools with groups")
-        if options.get("kv_width") is not None:
-            raise ValueError("[Plan] kv_width is not for pools with groups")
+        for name in ("kv_width", "backend"):
+            if options.get(name) is not None:
+                raise ValueError(f"[Plan] {name} is not for pools with groups")
+        if "slot_mapping" in wanted:
+            for layer in pool.layers:
+                if layer.kind != "state" and layer.arena.num_blocks * layer.block_size > 2**31 - 1:
+                    raise ValueError(f"[Plan] slot_mapping is int32: group {layer.index} has more slots")
         self.groups = ()
         common = tuple(name for name in wanted if name not in OWN_FORMATS)
         super().__init__(pool, max_rows, max_tokens, formats=common, **options)
         self.formats = wanted
         self.groups = tuple(GroupArrays(self, layer) for layer in pool.layers)
+        for layer, arrays in zip(pool.layers, self.groups, strict=True):
+            if layer.kind != "state" and arrays.width * layer.columns > 2**31 - 1:
+                raise ValueError(f"[Plan] a row of group {layer.index} has more than 2^31 - 1 block ids")
 
     block_tables = _of_groups("block_tables")
     slot_mapping = _of_groups("slot_mapping")

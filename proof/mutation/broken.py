@@ -15,12 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.groups import Group
 from proof.mutation.scenarios import prompts
 
 #: Of arrays, and of those with a number for each block: no array is shorter. Beside it is memory of others.
 PLACES, OF_BLOCKS, BY = (0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6, 7, 9, 12, 15, 19, 23), (1, -1, 2)
-#: A check takes the word of a plan: it would follow a wrong one out of its own memory.
-TRUSTED = re.compile(r"\.scratch\.|\.(?:oldest|newest)\[0\]\.(?!id$|pending$|log\[i\]\.tokens$)")
+#: A check takes the word of a plan: it would follow a wrong one out of its own memory. Groups name the pool's
+#: sequences, which are changed as those of the pool.
+TRUSTED = re.compile(r"\.scratch[.[]|\.groups\.seqs|\.(?:oldest|newest)\[0\]\.(?!id$|pending$|log\[i\]\.tokens$)")
 SECONDS = 2.0  # for one check of a broken state: some go round in circles
 
 
@@ -76,10 +78,36 @@ def rich_states(Pool: Any, Plan: Any) -> Iterator[tuple[Any, list[Any]]]:
     pool.shutdown()
 
 
+def rich_groups(Pool: Any, Plan: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """The same with layer groups."""
+    groups = [Group.chunk(6), Group.window(5, keep=2, columns=2, arena=1, num_blocks=30), Group.state(8)]
+    pool = Pool(24, 2, max_seqs=4, groups=groups)
+    plans = [Plan(pool, 4, 40) for _ in range(3)]
+    rows = [pool.open(), pool.open(3)]
+    for new in ([9, 5], [1, 3]):
+        pool.step(plans[0], rows, new)
+        pool.done(plans[0])
+    pool.blocks.alloc(2)
+    children = pool.fork(rows[0], 2)
+    pool.close(rows[1])
+    pool.step(plans[0], children, [1, 4])
+    pool.reserve(plans[1], rows[:1], 3)
+    pool.step(plans[2], rows[:1], 2)
+    pool.close(children[1])
+    yield pool, [*plans]
+    pool.shutdown()
+
+
+def every_state(Pool: Any, Plan: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """With and without layer groups."""
+    yield from rich_states(Pool, Plan)
+    yield from rich_groups(Pool, Plan)
+
+
 def states_that_are_broken(Pool: Any, Plan: Any, Poker: Any, safe: list[list[tuple[int, int, int]]]) -> None:
     """Each number wrong, one after the other; `safe`: those that a check survives, by state."""
     poker = Poker()
-    for (pool, _), pokes in zip(rich_states(Pool, Plan), safe, strict=True):
+    for (pool, _), pokes in zip(every_state(Pool, Plan), safe, strict=True):
         pool.check()
         for which, i, by in pokes:
             try:
@@ -94,11 +122,11 @@ def safe_pokes(Pool: Any, Plan: Any) -> list[list[tuple[int, int, int]]]:
     from proof.fuzz import _poke
 
     found = []
-    for pool, _ in rich_states(Pool, Plan):
+    for pool, _ in every_state(Pool, Plan):
         every = [
             (which, i, by)
             for which, name in enumerate(_poke.NAMES)
-            if not TRUSTED.search(name)
+            if not TRUSTED.search(name) and (pool.options.groups or ".groups." not in name)
             for by in BY
             for i in (PLACES[:1] if "[i]" not in name else OF_BLOCKS if ".blocks." in name else PLACES)
         ]

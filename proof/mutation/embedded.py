@@ -10,6 +10,7 @@ import numpy as np
 
 import kvpool
 from kvpool._core import PrefixCache
+from kvpool.groups import Group
 from kvpool.testing import ModelPlan, ModelPool
 from proof.mutation.scenarios import ARRAYS, FORMATS, tried
 from tests.helpers.capi_table import KV_TO_PYTHON, Array, C, Stats, api, call, call_without_gil, function, message
@@ -259,6 +260,18 @@ def what_c_can_get_wrong(Pool: Any, Plan: Any, Raw: Any) -> None:
     for name, arguments in legal.items():
         raw.call(name, *arguments)
     plain.shutdown()
+    grouped = Pool(30, 4, max_seqs=4, groups=[Group.full(), Group.window(5, arena=1, num_blocks=20)])
+    parts, row = Plan(grouped, 3, 12, formats=("block_tables", "seq_lens")), np.array([grouped.open(3)])
+    for name, *more in (("step", row, ones, 1, 0), ("done",), ("reserve", row, ones, 1), ("rollback",)):
+        raw.call(name, grouped, parts, *more)
+        for asked in ("num_free", "digest"):
+            raw.call(asked, grouped, "room")
+        raw.call("table", grouped, int(row[0]), "room", "room")
+        raw.call("num_tokens", grouped, int(row[0]), "room")
+        for array in range(-1, 20):
+            raw.call("array", parts, array, "room")
+    raw.stats(grouped, 80)
+    grouped.shutdown()
 
 
 class StatusByC:

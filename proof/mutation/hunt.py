@@ -42,7 +42,17 @@ from proof.mutation.embedded import (
     what_c_can_get_wrong,
 )
 from proof.mutation.fuzzed import FuzzRun, fuzz_runs
-from proof.mutation.grouped import GroupTape, Shown, group_tapes, life_with_groups, refused_with_groups
+from proof.mutation.grouped import (
+    ArenaPlan,
+    ArenaPool,
+    GroupTape,
+    Shown,
+    ShownOfModel,
+    group_tapes,
+    life_with_groups,
+    refused_with_groups,
+    shared_tails,
+)
 from proof.mutation.memory import (
     Beyond,
     Guard,
@@ -50,6 +60,7 @@ from proof.mutation.memory import (
     arrays_and_no_further,
     batches_and_no_further,
     events_that_are_lost,
+    groups_that_run_out,
     memory_that_runs_out,
 )
 from proof.mutation.pending import CORE_ONLY, SCENARIOS
@@ -124,7 +135,10 @@ def record(tapes: int, seed: int, quick: bool = False) -> Iterator[Tape]:
     yield taped("forms that only the core reads", core | {"Wrong": Wrong}, arguments_of_every_call, True)
     for program in (blocks_by_name, blocks_of_an_engine, refused_with_groups):
         yield judged(program, core, model)
-    yield judged(life_with_groups, core | {"Shown": Shown}, model | {"Shown": Shown})
+    for program in (blocks_by_name, blocks_of_an_engine):
+        yield judged(program, {"Pool": ArenaPool, "Plan": ArenaPlan}, model)
+    for program in (life_with_groups, shared_tails):
+        yield judged(program, core | {"Shown": Shown}, model | {"Shown": ShownOfModel})
     for program, of_core, of_model in strained.programs():
         yield judged(program, core | of_core, model | of_model)
     yield judged(keys_of_blocks, {"Keys": Keys}, {"Keys": KeysModel})
@@ -139,6 +153,8 @@ def record(tapes: int, seed: int, quick: bool = False) -> Iterator[Tape]:
     }
     for kind, program in beside.items():
         yield taped(program.__name__, core | {kind.__name__: kind}, program)
+    if not quick:
+        yield taped("groups_that_run_out", core | {"Memory": Memory}, groups_that_run_out)
     for cached in () if quick else (False, True):
         yield taped("memory that runs out", core | {"Memory": Memory}, memory_that_runs_out, cached)
     for number in range(tapes):
@@ -299,8 +315,11 @@ class Hunt:
 
 
 def chosen(mutants: list[dict], share: float, seed: int) -> list[dict]:
-    """Those whose names the seed draws: a change of the core draws the same ones among what it left alone."""
-    return [mutant for mutant in mutants if zlib.crc32(f"{seed} {mutant['key']}".encode()) < share * 2**32]
+    """Those whose names the seed draws, in its order: a change of the core draws the same ones among what it left
+    alone, and a run that is stopped has some of all parts."""
+    drawn = {mutant["number"]: zlib.crc32(f"{seed} {mutant['key']}".encode()) for mutant in mutants}
+    picked = [mutant for mutant in mutants if drawn[mutant["number"]] < share * 2**32]
+    return sorted(picked, key=lambda mutant: drawn[mutant["number"]])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.groups import Group
 from proof.mutation.scenarios import FORMATS, look, tried
 from proof.mutation.tape import drop
 
@@ -191,6 +192,41 @@ def memory_that_runs_out(Pool: Any, Plan: Any, Memory: Any, cached: bool) -> Non
         each_failing(memory, lambda: made["pool"].open([1, 2, 3], b"new"))
         each_failing(memory, lambda: made["pool"].prefix.flush(b"nobody"))
         made["pool"].prefix.events()
+    made["pool"].shutdown()
+    memory.living()
+    drop(made["plan"])
+    memory.living()
+
+
+def groups_that_run_out(Pool: Any, Plan: Any, Memory: Any) -> None:
+    """The same of a pool with layer groups; what it keeps for `can` grows, or goes."""
+    memory, made = Memory(), {}
+    groups = [Group.full(columns=2), Group.window(4, arena=1, num_blocks=160), Group.state(90)]
+
+    def pool() -> None:
+        made["pool"] = Pool(320, 2, max_seqs=50, groups=groups)
+
+    def plan() -> None:
+        made["plan"] = Plan(made["pool"], 45, 200, formats=("block_tables", "slot_mapping", "table_updates"))
+
+    each_failing(memory, pool)
+    each_failing(memory, plan)
+    row = made["pool"].open()
+    made["pool"].step(made["plan"], [row], 5)
+    made["pool"].done(made["plan"])
+    rows = [row, *made["pool"].fork(row, 40).tolist()]
+    for n in (20, 10, 30):
+        each_failing(memory, lambda n=n: made["pool"].can(rows[:n], 1))
+        each_failing(memory, lambda n=n: made["pool"].can(rows[:n], [1] * (n - 1) + [0]))
+    each_failing(memory, lambda: made["pool"].check())
+    for new in (3, 1):
+        each_failing(memory, lambda new=new: made["pool"].step(made["plan"], rows, new))
+        made["pool"].done(made["plan"])
+        look(made["pool"])
+    drop(made["plan"])
+    each_failing(memory, plan)
+    each_failing(memory, lambda: made["pool"].step(made["plan"], rows, 1))
+    look(made["pool"])
     made["pool"].shutdown()
     memory.living()
     drop(made["plan"])

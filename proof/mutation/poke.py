@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from proof.mutation.source import Declarations
 from proof.mutation.wrong import is_number
 
+FIRST = 3  # elements of an array within a structure: there are at least so many
 HEAD = '''"""Change one number of a pool, or hold its lock, for tests."""
 from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
@@ -35,7 +36,7 @@ def poke(Pool pool, int which, Py_ssize_t i, long long by):
 def numbers(known: Declarations) -> Iterator[tuple[str, str]]:
     """(place, type) of each number of a pool; an array's place has an ``i``."""
     for name, kind in known.fields["State"].items():
-        if kind in known.fields:
+        if kind.rstrip("*") in known.fields:
             yield from _inside(known, f"pool.state.{name}", kind, True)
 
 
@@ -48,6 +49,9 @@ def _inside(known: Declarations, place: str, kind: str, outside: bool) -> Iterat
             yield f"{place}.{name}[i]", inner[:-1]
         elif inner in known.fields and inner not in known.classes:
             yield from _inside(known, f"{place}.{name}", inner, outside)
+        elif inner.partition("[")[0] in known.fields and "[" in inner:
+            for k in range(FIRST):
+                yield from _inside(known, f"{place}.{name}[{k}]", inner.partition("[")[0], False)
         elif inner[:-1] in known.fields and inner.endswith("*") and not inner.endswith("**") and "[i]" not in place:
             many = not any("*" in other for other in known.fields[inner[:-1]].values())
             if many or outside:

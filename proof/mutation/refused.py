@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import kvpool
+from kvpool.groups import Group
 from proof.mutation.scenarios import ARRAYS, FORMATS, core_only, look, place, scenario, tried
 
 
@@ -219,6 +220,16 @@ class Wrong:
         """Whether an attribute is the same object twice."""
         return getattr(thing, name) is getattr(thing, name)
 
+    def parts(self, plan: Any) -> list[str]:
+        """What nobody makes or copies but a plan: its arrays of a layer group."""
+        refused = []
+        for call in (type(plan.groups[0]), plan.groups[0].__reduce__, plan.groups[1].__reduce__):
+            try:
+                call()
+            except TypeError as error:
+                refused.append(str(error))
+        return refused
+
     def half_made(self) -> list[str]:
         """What a pool that is refused while it is made is to its own `__del__`."""
         found = []
@@ -412,6 +423,9 @@ def words_about_pools(Pool: Any, Plan: Any, Wrong: Any) -> None:
         for name in ("__repr__", "__reduce__"):
             tried(wrong.call, thing, name)
     indexed.shutdown()
+    grouped = Pool(10, 4, groups=[Group.full(), Group.state(2)])
+    tried(wrong.parts, Plan(grouped, 2, 4))
+    grouped.shutdown()
     wrong.same(plan, "block_tables")
     wrong.half_made()
     for size, blocks in ((4, 10), (5, 10), (4, 11)):

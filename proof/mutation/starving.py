@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 import kvpool
+from kvpool.groups import Group
 from kvpool.testing import ModelPlan, ModelPool
+from proof.mutation.grouped import FORMATS as GROUP_FORMATS
 from proof.mutation.scenarios import FORMATS, look, tried
 from proof.mutation.tape import drop
 
@@ -171,3 +173,33 @@ def calls_without_memory(Pool: Any, Plan: Any, Starving: Any) -> None:
         drop(plan)
         drop(pool)
         starving.left()
+
+
+def groups_without_memory(Pool: Any, Plan: Any, Starving: Any) -> None:
+    """The same for pools with layer groups: a row moves its states and copies its blocks."""
+    starving = Starving()
+    options: dict[str, Any] = {
+        "groups": [Group.full(columns=2), Group.window(4, arena=1, num_blocks=160), Group.state(70), Group.state(60)],
+        "max_seqs": 30,
+    }
+    starving.make("pool", 320, 2, **options)
+    pool = Pool(320, 2, **options)
+    starving.make("plan", pool, 25, 200, formats=GROUP_FORMATS)
+    plan, row = Plan(pool, 25, 200, formats=GROUP_FORMATS), pool.open()
+    starving.call(pool, "step", plan, [row], 5)
+    starving.call(pool, "done", plan)
+    rows = [row, *starving.call(pool, "fork", row, 20).tolist()]
+    late = Plan(pool, 25, 200)  # whose lists are still short when every row only moves its states
+    for filled, new in ((plan, 3), (plan, 1), (late, 1), (plan, [1, 2] * 10 + [0])):
+        starving.call(pool, "step", filled, rows, new)
+        _ = len(filled.served)
+        starving.call(pool, "done", filled)
+    starving.call(pool, "reserve", plan, rows, 3)
+    starving.call(pool, "rollback", plan)
+    starving.call(pool, "close", rows)
+    pool.check()
+    pool.shutdown()
+    drop(plan)
+    drop(late)
+    drop(pool)
+    starving.left()

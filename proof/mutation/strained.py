@@ -19,6 +19,7 @@ PROGRAMS: dict[Callable[..., None], tuple[str, ...]] = {
     limits.released_to_either_end: (),
     limits.blocks_that_come_back: (),
     starving.calls_without_memory: ("Starving",),
+    starving.groups_without_memory: ("Starving",),
     naming.namespaces_by_the_hundred: ("Starving",),
     naming.namespaces_that_nobody_needs: ("Starving",),
     naming.events_in_the_midst: ("Draining",),

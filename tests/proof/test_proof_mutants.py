@@ -133,10 +133,10 @@ def test_equivalents_name_mutants_that_are_made_and_say_why(core_mutants):
 def test_mutants_of_state_changes_are_not_set_aside(core_mutants):
     why = {(mutant.function, mutant.source): mutant.aside for mutant in core_mutants}
     asides = {function: {aside for (name, _), aside in why.items() if name == function} for function, _ in why}
-    for name in ("index_publish", "seqs_judge", "seq_fork", "unref", "step_check", "pending_settle"):
+    for name in ("index_publish", "seqs_judge", "seq_fork", "unref", "step_check", "pending_settle", "check_group_row"):
         assert "" in asides[name], name
     assert asides["blocks_fingerprint"] == {"fingerprint"} and asides["chain"] == {"fingerprint"}
-    assert asides["find_fault"] == {"check"} and asides["mix_tokens"] == {"digest"}
+    assert asides["find_fault"] == asides["check_group"] == {"check"} and asides["mix_tokens"] == {"digest"}
 
 
 def test_run_of_the_fuzzer_detects_a_planted_bug_and_passes_a_sound_pool():

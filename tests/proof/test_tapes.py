@@ -17,13 +17,22 @@ import kvpool
 from kvpool.testing import ModelPlan, ModelPool
 from proof.machine.misuse import Shortens
 from proof.mutation import bound
-from proof.mutation.blocks import blocks_by_name
+from proof.mutation.blocks import blocks_by_name, blocks_of_an_engine
 from proof.mutation.embedded import (
     PoolByC,
     ReaderByC,
     StatusByC,
     arrays_that_c_reads,
     statuses_of_every_call,
+)
+from proof.mutation.grouped import (
+    ArenaPlan,
+    ArenaPool,
+    Shown,
+    ShownOfModel,
+    life_with_groups,
+    refused_with_groups,
+    shared_tails,
 )
 from proof.mutation.pending import CORE_ONLY, SCENARIOS
 from proof.mutation.refused import Wrong, arguments_of_every_call
@@ -38,6 +47,9 @@ MORE = {
     arrays_that_c_reads: {"Pool": PoolByC, "Reader": ReaderByC},
     statuses_of_every_call: {"Pool": PoolByC, "Status": StatusByC},
     blocks_by_name: {},
+    life_with_groups: {"Shown": Shown},
+    shared_tails: {"Shown": Shown},
+    refused_with_groups: {},
 }
 PROGRAMS = {program.__name__: (program, {}) for program in SCENARIOS}
 PROGRAMS |= {program.__name__: (program, kinds) for program, kinds in MORE.items()}
@@ -79,6 +91,24 @@ def tape_of(program, **kinds):
 @pytest.mark.parametrize("program", [s for s in SCENARIOS if s.__name__ not in CORE_ONLY], ids=lambda s: s.__name__)
 def test_scenario_gives_what_the_model_gives(program):
     judge(core_tape(program), tape_of(program, Pool=ModelPool, Plan=ModelPlan))
+
+
+@pytest.mark.parametrize("program", [life_with_groups, shared_tails], ids=lambda s: s.__name__)
+def test_program_with_groups_gives_what_the_model_gives(program):
+    judge(core_tape(program, {"Shown": Shown}), tape_of(program, Pool=ModelPool, Plan=ModelPlan, Shown=ShownOfModel))
+
+
+def test_model_refuses_the_pools_and_plans_with_groups_that_the_core_refuses():
+    tape = core_tape(refused_with_groups)
+    judge(tape, tape_of(refused_with_groups, Pool=ModelPool, Plan=ModelPlan))
+    assert sum(isinstance(op.outcome, Raised) for op in tape.ops) > 100
+
+
+@pytest.mark.parametrize("program", [blocks_by_name, blocks_of_an_engine], ids=lambda s: s.__name__)
+def test_blocks_of_an_arena_are_what_those_of_a_pool_of_its_size_are(program):
+    tape = tape_of(program, Pool=ArenaPool, Plan=ArenaPlan)
+    judge(tape, tape_of(program, Pool=ModelPool, Plan=ModelPlan))
+    assert any(op.name == "mark_cached" and op.outcome is None for op in tape.ops)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the snapshot is of Linux")
