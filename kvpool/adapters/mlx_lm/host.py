@@ -19,7 +19,7 @@ from kvpool.adapters.mlx_lm.arrays import Converted
 from kvpool.adapters.mlx_lm.attention import Site, find_sites
 from kvpool.adapters.mlx_lm.cache import Batch, PagedKVCache
 from kvpool.adapters.mlx_lm.cache_hook import Hook
-from kvpool.adapters.mlx_lm.calls import site_of
+from kvpool.adapters.mlx_lm.calls import TRIM, site_of
 from kvpool.adapters.mlx_lm.eviction import check_policy
 from kvpool.adapters.mlx_lm.layout import Layout, layout_of
 from kvpool.adapters.mlx_lm.passes import NOT_OPENED, Known, Passes
@@ -308,7 +308,8 @@ class PagedKV:
         self._number = str(next(_numbers))
         self.namespace = self.own_namespace(b"")
         self.query_tokens = self.hit_tokens = 0
-        calls = (site_of(model),) if layout.is_called else ()
+        calls = (site_of(model), TRIM) if layout.is_called else ()
+        calls += () if sites else find_sites(model)[1:]  # the masks of Gemma 2 also where it gathers
         self.passes = Passes(model, pool, layout, backends, sites, self.namespace if self.prefix_cache else b"", calls)
         self.lock = self.passes.lock
         self.eviction = check_policy(eviction, self.passes, self.route)
