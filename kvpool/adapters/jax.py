@@ -108,7 +108,7 @@ class PageTable:
             raise ValueError(f"[PageTable] pad is {pad}, a page or a slot: they are below {num_pages * page_size}")
         pads = dict.fromkeys(("block_tables", "slot_ids", "slot_mapping"), pad)
         if groups is not None:
-            _check_groups(self.pool.options.groups, pad)
+            _check_groups(self.pool.options.groups or (), pad)
             pads = {"slot_ids": -1}
         self.plan = Plan(self.pool, max_seqs, max_tokens, formats=FORMATS, pad=pads)
         self.max_seqs, self.max_tokens = max_seqs, max_tokens
@@ -157,29 +157,32 @@ class PageTable:
             No such group, or none is named though there are several.
         """
         plan, number = self.plan, self._part("info", group)
-        groups = self.pool.options.groups
-        part = plan.groups[number] if groups else plan
-        slots = part.slot_mapping[0] if groups else part.slot_mapping
+        part: Any = plan.groups[number] if plan.groups else plan
+        tables, slots, size = part.block_tables, part.slot_mapping, self.pool.block_size
+        if groups := self.pool.options.groups:
+            tables, slots, size = tables[..., 0], slots[0], groups[number].block_size or size
         self._copies[: len(part.copies)] = part.copies
         self._copies[len(part.copies) :] = 0
         self._num_seqs[0] = len(plan.handles)
         return PageBatchInfo(
             slot_ids=jnp.array(plan.slot_ids),
-            page_indices=jnp.array(part.block_tables[..., 0] if groups else part.block_tables),
+            page_indices=jnp.array(tables),
             seq_lens=jnp.array(plan.seq_lens),
             cu_q_lens=jnp.array(plan.cu_q_lens),
             num_seqs=jnp.array(self._num_seqs),
             new_token_dests=jnp.array(slots),
             positions=jnp.array(plan.positions),
             copies=jnp.array(self._copies),
-            page_size=(groups[number].block_size if groups else None) or self.pool.block_size,
+            page_size=size,
         )
 
     def _part(self, call: str, group: int | None) -> int:
         """Return which group is meant, or raise."""
         groups = self.pool.options.groups or (Group.full(),)
         if group is None and len(groups) > 1:
-            raise ValueError(f"[{call}] the pool has {len(groups)} layer groups, say of which the arrays are: {_text(groups)}")
+            raise ValueError(
+                f"[{call}] the pool has {len(groups)} layer groups, say of which the arrays are: {_text(groups)}"
+            )
         number = 0 if group is None else index(group)
         if not 0 <= number < len(groups):
             raise ValueError(f"[{call}] no such layer group ({number}), there are {_text(groups)}")
@@ -223,8 +226,8 @@ def _check_groups(groups: Sequence[Group], pad: int) -> None:
     for number, group in enumerate(groups):
         if group.kind == "state" or group.columns != 1:
             raise ValueError(
-                f"[PageTable] groups[{number}] is {group.kind} with {group.columns} columns, each layer has an array of "
-                "its own here: columns=1, no states"
+                f"[PageTable] groups[{number}] is {group.kind} with {group.columns} columns, each layer has an array "
+                "of its own here: columns=1, no states"
             )
     if pad != -1:
         raise ValueError(f"[PageTable] pad is {pad}, with groups it must be -1")

@@ -168,7 +168,7 @@ class PoolAllocator(FullAttentionCacheAllocator):
             self.handles[request_id] = self.blocks.open(past_length + query_length)
             return
         self.blocks.reserve(self.one_row, [handle], past_length + query_length - self.blocks.num_tokens(handle))
-        for part in self.one_row.groups if self.blocks.options.groups else (self.one_row,):
+        for part in self.one_row.groups or (self.one_row,):
             self.copy_blocks(*part.copies.T[:2].tolist())
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
@@ -256,7 +256,7 @@ class PoolAllocator(FullAttentionCacheAllocator):
         if rows > self.plan.limits.max_rows or tokens > self.plan.limits.max_tokens:
             self.plan = Plan(self.blocks, 2 * rows, 2 * tokens, formats=self.formats, dtype="int64")
         self.blocks.step(plan := self.plan, handles, counts)
-        if self.blocks.options.groups:
+        if plan.groups:
             parts = zip(self.members, plan.groups, strict=True)
             return [member.indices_of_group(part, plan.seq_lens, np.asarray(counts)) for member, part in parts]
         lengths = np.diff(plan.indptr) * self.tokens_per_page - self.tokens_per_page + plan.last_page_len

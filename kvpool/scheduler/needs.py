@@ -18,7 +18,6 @@ from numpy.typing import ArrayLike, NDArray
 from kvpool._core import Pool
 from kvpool.groups import Group, arenas_of
 
-
 _free = attrgetter("free")
 
 
@@ -102,7 +101,7 @@ class Needs:
         return list(map(max, map(add, growing, map(mul, each, repeat(times))), self.reserve))
 
     def alone(self, tokens: int) -> list[int]:
-        """Return the most blocks that a sequence holds at a time until `tokens` tokens are computed, if it shares none."""
+        """Return what `most` says of a sequence that shares no block."""
         if not self.promises:  # an admission takes them all
             return [-(-tokens // self.unit)]
         found: list[int] = self.most(tokens).tolist()
@@ -184,10 +183,10 @@ class Needs:
         found = self.nothing.copy()
         for layers in self._layers:
             if layers.group.kind != "state":
-                new = np.count_nonzero(shared | (lens % layers.block_size == 0))
+                new = int(np.count_nonzero(shared | (lens % layers.block_size == 0)))
             else:
-                new = np.count_nonzero(shared | (lens == 0)) if self._in_place else len(lens)
-            found[layers.arena] += int(new) * layers.group.columns
+                new = int(np.count_nonzero(shared | (lens == 0))) if self._in_place else len(lens)
+            found[layers.arena] += new * layers.group.columns
         return found
 
     def shares(self, tokens: int) -> bool:

@@ -91,8 +91,8 @@ def choose_victim(core: Core, running: np.ndarray, probe: object) -> Sequence:
 def first_short(core: Core, probe: object) -> int:
     """Return the row that finds no block. There must be one."""
     if core.needs.promises:
-        lanes, free, promised = core.batch().lanes, core.needs.free(), core.promised()
-        return next(row for row in range(len(lanes)) if core.needs.short(core.growth(lanes[: row + 1]), free, promised) >= 0)
+        lanes, there, short = core.batch().lanes, core.available(), core.needs.short
+        return next(row for row in range(len(lanes)) if short(core.growth(lanes[: row + 1]), there) >= 0)
     try:
         core.pool.step(probe, core.batch().handles, 1)  # type: ignore[arg-type]
     except OutOfBlocks as error:

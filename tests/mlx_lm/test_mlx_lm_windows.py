@@ -29,6 +29,7 @@ from kvpool.scheduler.needs import Needs
 
 MAKERS = {"gemma3": tiny_gemma3, "gpt_oss": tiny_gpt_oss, "sliding llama": tiny_sliding_llama}
 TOKENS = 24
+LONG = pytest.mark.long
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +66,9 @@ def speculated(model, draft, prompt, num_draft):
     return [token for token, _ in found], sum(from_draft for _, from_draft in found)
 
 
-@pytest.mark.parametrize(("fused", "num_draft"), [(True, 3), (False, 3), (True, 7)])
+@pytest.mark.parametrize(
+    ("fused", "num_draft"), [(True, 3), pytest.param(False, 3, marks=LONG), pytest.param(True, 7, marks=LONG)]
+)
 def test_speculative_decoding_gives_the_models_own_tokens_beyond_its_window(model, fused, num_draft):
     """mlx-lm's own caches take nothing back from a window that is full. So the oracle is one token at a time."""
     draft, prompts = noisy(model), random_prompts((3, 17, 30))
@@ -137,7 +140,9 @@ def wide(arch, **fields):
         ("olmo3", {"head_dim": 32, "hidden_size": 128}, 1),
     ],
 )
-@pytest.mark.parametrize(("fused", "bits"), [(None, 4), (False, 4), (None, 8)])
+@pytest.mark.parametrize(
+    ("fused", "bits"), [(None, 4), pytest.param(False, 4, marks=LONG), pytest.param(None, 8, marks=LONG)]
+)
 def test_quantized_arenas_equal_a_dense_cache_of_the_same_numbers(arch, fields, arenas, bits, fused):
     model = wide(arch, **fields)
     prompt = random_prompts((50,))[0]  # longer than the windows

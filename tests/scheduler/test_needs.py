@@ -178,7 +178,8 @@ def growth_without_the_copy_of_a_tail():
     growth = Needs.growth
 
     def less(self, lens, limits):
-        return [count - columns * len(lens) for count, columns in zip(growth(self, lens, limits), self._columns)]
+        found = growth(self, lens, limits)
+        return [count - columns * len(lens) for count, columns in zip(found, self._columns, strict=True)]
 
     with mock.patch.object(Needs, "growth", less):
         yield

@@ -92,7 +92,7 @@ def test_window_lets_pages_go_and_full_group_does_not():
 @pytest.mark.parametrize("call", [lambda table, **group: table.allocate([table.open()], **group), PageTable.info])
 def test_table_of_several_groups_asks_which_one_is_meant(call):
     table = make_table()
-    with pytest.raises(ValueError, match=r"3 layer groups, .*group=0 \(window 6\), group=1 \(full\), group=2 \(window 6"):
+    with pytest.raises(ValueError, match=r"3 layer groups, .*group=0 \(window 6\), group=1 \(full\), group=2 "):
         call(table)
     with pytest.raises(ValueError, match=r"no such layer group \(3\), there are group=0 "):
         call(table, group=3)

@@ -12,7 +12,7 @@ from kvpool.groups import Group
 WINDOW, NEW = 12, 12
 LENGTHS = (3, 12, 40, 9, 30, 5, 21, 13)
 S, F = "sliding_attention", "full_attention"
-MODELS = {  # 5 windows and 2 full layers share no divisor; of gpt-oss as many are of each kind; Mistral has windows alone
+MODELS = {  # 5 windows and 2 full layers share no divisor; gpt-oss has as many of each; Mistral has windows alone
     "gemma3": (Gemma3TextConfig, [S, S, F, S, S, F, S]),
     "gpt_oss": (GptOssConfig, [S, F, S, F]),
     "mistral": (MistralConfig, None),

@@ -425,9 +425,10 @@ def site_of(model: Any) -> Site:
 
 
 def _trim(original: Any) -> Any:
-    """Speculative decoding takes tokens back. mlx-lm takes none from a window that is full, and goes on with wrong ones.
+    """Take tokens back in speculative decoding.
 
-    Here a window holds as many tokens more as the pool's lookahead says. Pool.truncate raises if that is not enough.
+    mlx-lm takes none from a window that is full, and its next tokens are wrong. Here a window holds as many tokens more
+    as the pool's lookahead says. `Pool.truncate` raises if that is not enough.
     """
 
     @functools.wraps(original)

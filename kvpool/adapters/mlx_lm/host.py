@@ -308,8 +308,8 @@ class PagedKV:
         self._number = str(next(_numbers))
         self.namespace = self.own_namespace(b"")
         self.query_tokens = self.hit_tokens = 0
-        calls = (site_of(model), TRIM) if layout.is_called else ()
-        calls += () if sites else find_sites(model)[1:]  # the masks of Gemma 2 also where it gathers
+        calls = [site_of(model), TRIM] if layout.is_called else []
+        calls += [] if sites else find_sites(model)[1:]  # the masks of Gemma 2 also where it gathers
         self.passes = Passes(model, pool, layout, backends, sites, self.namespace if self.prefix_cache else b"", calls)
         self.lock = self.passes.lock
         self.eviction = check_policy(eviction, self.passes, self.route)
