@@ -179,14 +179,12 @@ class PageTable:
     def _part(self, call: str, group: int | None) -> int:
         """Return which group is meant, or raise."""
         groups = self.pool.options.groups or (Group.full(),)
+        text = ", ".join(f"group={i} ({g.kind}{f' {g.size}' if g.size else ''})" for i, g in enumerate(groups))
         if group is None and len(groups) > 1:
-            raise ValueError(
-                f"[{call}] the pool has {len(groups)} layer groups, say of which the arrays are: {_text(groups)}"
-            )
-        number = 0 if group is None else index(group)
-        if not 0 <= number < len(groups):
-            raise ValueError(f"[{call}] no such layer group ({number}), there are {_text(groups)}")
-        return number
+            raise ValueError(f"[{call}] the pool has {len(groups)} layer groups, say of which the arrays are: {text}")
+        if group is not None and not 0 <= index(group) < len(groups):
+            raise ValueError(f"[{call}] no such layer group ({index(group)}), there are {text}")
+        return 0 if group is None else index(group)
 
     def done(self) -> None:
         """The step was dispatched: JAX runs steps in order, so the next one may be planned."""
@@ -222,19 +220,12 @@ def update(kv_pages: jax.Array, info: PageBatchInfo, k: jax.Array, v: jax.Array)
 
 
 def _check_groups(groups: Sequence[Group], pad: int) -> None:
-    """Refuse groups that have no page per block of tokens."""
     for number, group in enumerate(groups):
         if group.kind == "state" or group.columns != 1:
-            raise ValueError(
-                f"[PageTable] groups[{number}] is {group.kind} with {group.columns} columns, each layer has an array "
-                "of its own here: columns=1, no states"
-            )
+            found = f"groups[{number}] is {group.kind} with {group.columns} columns"
+            raise ValueError(f"[PageTable] {found}, a layer has an array of its own here: columns=1, no states")
     if pad != -1:
         raise ValueError(f"[PageTable] pad is {pad}, with groups it must be -1")
-
-
-def _text(groups: Sequence[Group]) -> str:
-    return ", ".join(f"group={i} ({g.kind}{f' {g.size}' if g.size else ''})" for i, g in enumerate(groups))
 
 
 def attend(

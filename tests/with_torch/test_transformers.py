@@ -25,6 +25,7 @@ from transformers.generation.continuous_batching.input_outputs import Continuous
 
 from kvpool.adapters import transformers as adapter
 from kvpool.adapters.transformers import PoolAllocator, install
+from kvpool.adapters.transformers_places import store
 from kvpool.errors import OutOfBlocks
 
 VOCAB, NEW = 320, 12
@@ -268,7 +269,7 @@ def test_indices_of_64_requests_of_4k_are_20_times_faster_than_stock():
             ours.allocate_cache_to_request(name, past, 1)
         allocated = time.thread_time()
         for index in ours.indices(handles, [1] * 64)[0]:
-            adapter.store(storage, index[0])
+            store(storage, index[0])
         times["kvpool"].append(time.thread_time() - allocated)
         print(
             f"step {step}: stock {times['stock'][-1] * 1e3:.2f} ms, kvpool {times['kvpool'][-1] * 1e3:.2f} ms, "

@@ -6,7 +6,8 @@ import torch
 from test_transformers import VOCAB, generate, generation
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, MistralConfig
 
-from kvpool.adapters.transformers import PoolAllocator, Stored, WindowAllocator, install
+from kvpool.adapters.transformers import PoolAllocator, WindowAllocator, install
+from kvpool.adapters.transformers_places import Places, Stored
 from kvpool.groups import Group
 
 WINDOW, NEW = 12, 12
@@ -129,22 +130,25 @@ def test_windows_hold_their_last_tokens_alone(model, prompts, pools):
 def short_window(monkeypatch):
     """The pool lets go of blocks that queries still read."""
     monkeypatch.setattr(
-        WindowAllocator, "group", property(lambda self: Group.window(self.window - 6, columns=self.columns))
+        WindowAllocator, "group", property(lambda self: Group.window(self.sliding_window - 6, columns=self.columns))
     )
 
 
 def read_one_token_late(monkeypatch):
-    original = WindowAllocator.indices_of_group
+    original = Places.of_group
 
-    def late(self, part, lens, counts):
-        write, read = original(self, part, lens, counts)
+    def late(self, *args):
+        write, read = original(self, *args)
         return write, np.roll(read, 1, axis=1)
 
-    monkeypatch.setattr(WindowAllocator, "indices_of_group", late)
+    monkeypatch.setattr(Places, "of_group", late)
 
 
 def first_column_for_all(monkeypatch):
-    monkeypatch.setattr(Stored, "keep", lambda self, like, values: setattr(self, "rows", like.repeat(8, 1)))
+    original = Stored.keep
+    monkeypatch.setattr(
+        Stored, "keep", lambda self, storage, index, values: original(self, storage, index, values[:1].repeat(8, 0))
+    )
 
 
 @pytest.mark.parametrize("fault", [short_window, read_one_token_late], ids=lambda fault: fault.__name__)
