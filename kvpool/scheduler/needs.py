@@ -155,7 +155,7 @@ class Needs:
         found, let_go = self.nothing.copy(), self.nothing.copy()
         for layers in self._layers:
             if layers.group.kind == "state":
-                found[layers.arena] += int((2 * (limits > lens) - ((lens > 0) & (limits > lens))).sum())
+                found[layers.arena] += int(((limits > lens) * (2 - (lens > 0))).sum())
                 let_go[layers.arena] += int((lens > 0).sum())
                 continue
             size, columns = layers.block_size, layers.group.columns
