@@ -11,7 +11,9 @@ The KV of a layer is one array ``[pages, page_size, 2 * kv_heads, head_dim]`` wi
     pages.done()
 
 Clones are forks: they share every full page and copy the last one when it is written. Finished sequences give their
-pages back in the loop. A reset touches no KV. The arrays of a plan are copied when they go to the device, because on a
+pages back in the loop. A reset touches no KV. Layers that differ are layer groups of one pool, each with tables of its
+own (``groups=``); then `allocate` says with ``group=`` whose arrays it returns, and `PageTable.info` has those of the
+others. The arrays of a plan are copied when they go to the device, because on a
 CPU JAX would otherwise share them with the next step.
 """
 
@@ -19,19 +21,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool import Plan, Pool
+from kvpool import Group, Plan, Pool
 from kvpool.adapters.releases import importing, require
 
 RELEASES = ("0.10", "0.11")  # the oldest that the tests run on kvpool, and the first that they do not
 with importing("jax", jax.__version__, ">= {}, < {}".format(*RELEASES)):
     import jax.numpy as jnp
     from jax.tree_util import register_dataclass
+FORMATS = ("block_tables", "slot_ids", "seq_lens", "cu_q_lens", "slot_mapping", "positions")
 PADDINGS = (-1, 0, 2_000_000)  # "no page" in Levanter's releases; any value that is not a page or slot works
 
 
@@ -82,7 +86,11 @@ class PageTable:
     max_seqs, pages_per_seq, max_tokens : int
         S, W and T of `PageBatchInfo`. T is per call of `allocate`, which takes a smaller one for decode steps.
     pad : int, default -1
-        Means "no page" and "no slot", see `PADDINGS`: not 1 .. num_pages * page_size - 1.
+        Means "no page" and "no slot", see `PADDINGS`: not 1 .. num_pages * page_size - 1. With `groups` only -1: then
+        page 0 stands for "no page", also for one that a window has let go.
+    groups : sequence of Group, optional
+        Of the layers, each with one column and KV arrays of its own, full or with a window. `num_pages` counts the
+        pages of arena 0; a group in another arena says ``num_blocks=``.
     strict : bool, default True
         Refuse a JAX that is not in `RELEASES`.
 
@@ -93,13 +101,16 @@ class PageTable:
     """
 
     def __init__(self, num_pages: int, page_size: int, max_seqs: int, pages_per_seq: int, max_tokens: int, *,
-                 pad: int = -1, strict: bool = True) -> None:  # fmt: skip
+                 pad: int = -1, strict: bool = True, groups: Sequence[Group] | None = None) -> None:  # fmt: skip
         require("PageTable", "jax", jax.__version__, *RELEASES, strict=strict)
-        self.pool = Pool(num_pages, page_size, max_seqs=max_seqs, max_blocks_per_seq=pages_per_seq)
+        self.pool = Pool(num_pages, page_size, max_seqs=max_seqs, max_blocks_per_seq=pages_per_seq, groups=groups)
         if 0 < pad < num_pages * page_size:
             raise ValueError(f"[PageTable] pad is {pad}, a page or a slot: they are below {num_pages * page_size}")
         pads = dict.fromkeys(("block_tables", "slot_ids", "slot_mapping"), pad)
-        self.plan = Plan(self.pool, max_seqs, max_tokens, formats=("page_batch_info", "positions"), pad=pads)
+        if groups is not None:
+            _check_groups(self.pool.options.groups or (), pad)
+            pads = {"slot_ids": -1}
+        self.plan = Plan(self.pool, max_seqs, max_tokens, formats=FORMATS, pad=pads)
         self.max_seqs, self.max_tokens = max_seqs, max_tokens
         self._copies, self._num_seqs = np.zeros((max_seqs, 3), np.int32), np.zeros(1, np.int32)
 
@@ -111,7 +122,9 @@ class PageTable:
         """`n` sequences that share every page of `seq`. A sequence that writes a shared last page gets a copy of it."""
         return self.pool.fork(seq, n)
 
-    def allocate(self, seqs: Sequence[int], num_new: Any = 1, *, max_tokens: int | None = None) -> PageBatchInfo:
+    def allocate(
+        self, seqs: Sequence[int], num_new: Any = 1, *, max_tokens: int | None = None, group: int | None = None
+    ) -> PageBatchInfo:
         """Make room for new tokens of a batch. Returns the arrays for the device.
 
         Parameters
@@ -120,28 +133,58 @@ class PageTable:
         num_new : int or ints ``[n]``, new tokens of each
         max_tokens : int, optional
             T of the result, the table's by default: one static shape for prefill, a smaller one for decode.
+        group : int, optional
+            The layer group that the arrays are of. A table with several groups needs it.
 
         Raises
         ------
+        ValueError
+            No such group, or none is named though there are several. State unchanged.
         OutOfBlocks, CapacityExceeded, StaleHandle
             See `Pool.step`. State unchanged; else the step is pending until `done` or `undo`. O(n + changed pages).
         """
-        plan, total = self.plan, self.max_tokens if max_tokens is None else max_tokens
-        self.pool.step(plan, seqs, num_new, pad_to=(self.max_seqs, total))
-        self._copies[: len(plan.copies)] = plan.copies
-        self._copies[len(plan.copies) :] = 0
+        self._part("allocate", group)
+        total = self.max_tokens if max_tokens is None else max_tokens
+        self.pool.step(self.plan, seqs, num_new, pad_to=(self.max_seqs, total))
+        return self.info(group)
+
+    def info(self, group: int | None = None) -> PageBatchInfo:
+        """The arrays of the newest step for one layer group: those that `allocate` returns.
+
+        Raises
+        ------
+        ValueError
+            No such group, or none is named though there are several.
+        """
+        plan, number = self.plan, self._part("info", group)
+        part: Any = plan.groups[number] if plan.groups else plan
+        tables, slots, size = part.block_tables, part.slot_mapping, self.pool.block_size
+        if groups := self.pool.options.groups:
+            tables, slots, size = tables[..., 0], slots[0], groups[number].block_size or size
+        self._copies[: len(part.copies)] = part.copies
+        self._copies[len(part.copies) :] = 0
         self._num_seqs[0] = len(plan.handles)
         return PageBatchInfo(
             slot_ids=jnp.array(plan.slot_ids),
-            page_indices=jnp.array(plan.block_tables),
+            page_indices=jnp.array(tables),
             seq_lens=jnp.array(plan.seq_lens),
             cu_q_lens=jnp.array(plan.cu_q_lens),
             num_seqs=jnp.array(self._num_seqs),
-            new_token_dests=jnp.array(plan.slot_mapping),
+            new_token_dests=jnp.array(slots),
             positions=jnp.array(plan.positions),
             copies=jnp.array(self._copies),
-            page_size=self.pool.block_size,
+            page_size=size,
         )
+
+    def _part(self, call: str, group: int | None) -> int:
+        """Return which group is meant, or raise."""
+        groups = self.pool.options.groups or (Group.full(),)
+        text = ", ".join(f"group={i} ({g.kind}{f' {g.size}' if g.size else ''})" for i, g in enumerate(groups))
+        if group is None and len(groups) > 1:
+            raise ValueError(f"[{call}] the pool has {len(groups)} layer groups, say of which the arrays are: {text}")
+        if group is not None and not 0 <= index(group) < len(groups):
+            raise ValueError(f"[{call}] no such layer group ({index(group)}), there are {text}")
+        return 0 if group is None else index(group)
 
     def done(self) -> None:
         """The step was dispatched: JAX runs steps in order, so the next one may be planned."""
@@ -176,8 +219,21 @@ def update(kv_pages: jax.Array, info: PageBatchInfo, k: jax.Array, v: jax.Array)
     return kv_pages.at[dests // info.page_size, dests % info.page_size].set(rows, mode="drop")
 
 
-def attend(q: jax.Array, kv_pages: jax.Array, info: PageBatchInfo, scale: float) -> jax.Array:
+def _check_groups(groups: Sequence[Group], pad: int) -> None:
+    for number, group in enumerate(groups):
+        if group.kind == "state" or group.columns != 1:
+            found = f"groups[{number}] is {group.kind} with {group.columns} columns"
+            raise ValueError(f"[PageTable] {found}, a layer has an array of its own here: columns=1, no states")
+    if pad != -1:
+        raise ValueError(f"[PageTable] pad is {pad}, with groups it must be -1")
+
+
+def attend(
+    q: jax.Array, kv_pages: jax.Array, info: PageBatchInfo, scale: float, window: int | None = None
+) -> jax.Array:
     """Causal attention of ``q [T, heads, head_dim]`` over the pages, jittable, in plain JAX; padding gives zeros.
+
+    A query reads the last `window` tokens, itself included; None: all.
 
     The meaning of JAX's ``ref_ragged_paged_attention``, which loops over sequences in Python and so cannot be jitted.
     On a TPU use ``ragged_paged_attention`` with the same arrays. O(T * W * page_size).
@@ -191,7 +247,10 @@ def attend(q: jax.Array, kv_pages: jax.Array, info: PageBatchInfo, scale: float)
     grouped = q.reshape(num_tokens, k.shape[2], -1, head_dim)
     score = jnp.einsum("thgd,tkhd->thgk", grouped, k, preferred_element_type=jnp.float32) * scale
     last = info.seq_lens[row] - info.cu_q_lens[row + 1] + token  # position of the token itself
-    seen = (jnp.arange(k.shape[1])[None, :] <= last[:, None]) & valid[:, None]
+    key = jnp.arange(k.shape[1])[None, :]
+    seen = (key <= last[:, None]) & valid[:, None]
+    if window is not None:
+        seen &= key > last[:, None] - window
     weight = jax.nn.softmax(jnp.where(seen[:, None, None, :], score, -jnp.inf), axis=-1)
     weight = jnp.where(seen[:, None, None, :], weight, 0.0)
     v = jnp.where(seen[:, :, None, None], v, 0)  # stale pages may hold anything, NaN included

@@ -136,7 +136,7 @@ class Beam:
         common = common_prefix(tokens) // needs.unit * needs.unit if len(tokens) > 1 else 0
         shared = [common if rank else 0 for rank in range(len(tokens))]
         blocks = needs.most([most_tokens(core, len(known)) for known in tokens], shared, self.width > 1).sum(axis=0)
-        if not fits(core, blocks, tokens[0], namespace):
+        if not fits(core, blocks.tolist(), tokens[0], namespace):
             return False
         handles: list[int] = []
         try:

@@ -7,6 +7,8 @@ window never holds all blocks of a long prompt at a time.
 
 from __future__ import annotations
 
+from itertools import repeat
+from operator import add, attrgetter, mul, sub
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvpool._core import Pool
 from kvpool.groups import Group, arenas_of
+
+_free = attrgetter("free")
 
 
 class Layers(NamedTuple):
@@ -36,7 +40,7 @@ class Layers(NamedTuple):
 
 
 class Needs:
-    """Counts of blocks. Every result is int64 with one number per arena in its last dimension.
+    """Counts of blocks: a list with one number per arena, or for many sequences int64 ``[..., A]``.
 
     Parameters
     ----------
@@ -48,10 +52,12 @@ class Needs:
     ----------
     promises : bool
         Admissions take no blocks. The pool has layer groups.
-    usable : int64 ``[A]``
+    usable : list of int
         Blocks that one request may have, if nobody else has any.
-    reserve : int64 ``[A]``
+    reserve : list of int
         Blocks that every admission leaves: the pool's own watermark.
+    nothing : list of int
+        No blocks.
     unit : int
         Tokens of the largest block. A length that is a multiple of it shares no part of a block.
     """
@@ -69,36 +75,43 @@ class Needs:
         ]
         self.num_arenas = 1 + max(layers.arena for layers in self._layers)
         self.unit = max(layers.block_size for layers in self._layers)
-        self._states = np.zeros(self.num_arenas, np.bool_)
+        self.nothing = [0] * self.num_arenas
+        self._states = self.nothing.copy()  # 1: an arena of state slots
+        self._columns = self.nothing.copy()  # of a token at the beginning of a block in every group
         for layers in self._layers:
-            self._states[layers.arena] |= layers.group.kind == "state"
-        self._columns = np.zeros(self.num_arenas, int64)  # of a token at the beginning of a block in every group
-        for layers in self._layers:
-            self._columns[layers.arena] += layers.group.columns
-        self.nothing = np.zeros(self.num_arenas, int64)
+            self._states[layers.arena] = int(layers.group.kind == "state")
+            self._columns[layers.arena] += layers.group.columns * (layers.group.kind != "state")
+        self._growing = [int(columns > 0) for columns in self._columns]  # 1: an arena of blocks
         self.reserve = self.nothing.copy()
         self.reserve[0] = options.watermark
         stats = [pool.stats(arena) for arena in range(self.num_arenas)]
-        self.usable = np.array([one.num_blocks - one.reserved for one in stats], int64) - self.reserve
+        self.usable = [one.num_blocks - one.reserved - kept for one, kept in zip(stats, self.reserve, strict=True)]
 
-    def free(self) -> NDArray[int64]:
+    def free(self) -> list[int]:
         """Return the blocks that a call could take now."""
-        return np.array([self._pool.stats(arena).free for arena in range(self.num_arenas)], int64)
+        return list(map(_free, map(self._pool.stats, range(self.num_arenas))))
 
-    def watermark(self, running: int, blocks: int | None) -> NDArray[int64]:
-        """Return the blocks that an admission leaves in every arena. It leaves no state slots, as states do not grow.
+    def kept(self, growing: list[int], running: int, watermark: int | None) -> list[int]:
+        """Return the blocks that an admission leaves: `growing` and the watermark, at least the pool's own.
 
-        None means what one step of the running sequences can take.
+        A watermark of None means what one step of the running sequences can take. No state slots are left, as states
+        do not grow.
         """
-        return np.where(self._states, 0, self._columns * running if blocks is None else blocks)
+        each, times = (self._columns, running) if watermark is None else (self._growing, watermark)
+        return list(map(max, map(add, growing, map(mul, each, repeat(times))), self.reserve))
+
+    def alone(self, tokens: int) -> list[int]:
+        """Return what `most` says of a sequence that shares no block."""
+        if not self.promises:  # an admission takes them all
+            return [-(-tokens // self.unit)]
+        found: list[int] = self.most(tokens).tolist()
+        return found
 
     def most(self, tokens: ArrayLike, shared: ArrayLike = 0, forks: ArrayLike = False) -> NDArray[int64]:
-        """Return the most blocks that a sequence holds at a time until `tokens` tokens are computed, in any chunks.
+        """Return the most blocks that sequences hold at a time until `tokens` tokens are computed, in any chunks.
 
-        Its first `shared` tokens, a multiple of `unit`, are another sequence's. `forks`: it may share its state.
+        Their first `shared` tokens, a multiple of `unit`, are another sequence's. `forks`: they may share their state.
         """
-        if not self.promises and isinstance(tokens, int) and isinstance(shared, int):  # most admissions of most pools
-            return np.array([-(-tokens // self.unit) - shared // self.unit], int64)
         tokens, shared = np.broadcast_arrays(np.asarray(tokens, int64), np.asarray(shared, int64))
         found = np.zeros((*tokens.shape, self.num_arenas), int64)
         for layers in self._layers:
@@ -106,12 +119,16 @@ class Needs:
             if layers.group.kind == "state":
                 found[..., layers.arena] += np.where(forks, 2, 1 if self._in_place else 2)  # one read, one written
                 continue
-            entries = -(-tokens // size) - shared // size
-            if layers.reach >= 0:
-                span = layers.reach + self._lookahead + self._chunk  # tokens, which begin anywhere in a block
-                entries = np.minimum(entries, layers.kept + (span + size - 2) // size + 1)
+            entries = self._most(layers, -(-tokens // size) - shared // size)
             found[..., layers.arena] += entries * layers.group.columns
         return found
+
+    def _most(self, layers: Layers, entries: NDArray[int64]) -> NDArray[int64]:
+        """Return how many of so many entries a group holds at a time, at most."""
+        if layers.reach < 0:
+            return entries
+        span = layers.reach + self._lookahead + self._chunk  # tokens, which begin anywhere in a block
+        return np.minimum(entries, layers.kept + (span + layers.block_size - 2) // layers.block_size + 1)
 
     def held(self, tokens: ArrayLike, shared: ArrayLike = 0) -> NDArray[int64]:
         """Return the blocks that a sequence holds once `tokens` tokens are computed, without those of `shared`."""
@@ -123,14 +140,36 @@ class Needs:
                 continue
             size, first = layers.block_size, shared // layers.block_size
             end = np.maximum(-(-tokens // size), first)
-            gone = np.minimum(self._let_go(layers, tokens), end)
+            gone = np.minimum(self._let_go(layers, tokens - self._lookahead), end)
             kept = np.clip(layers.kept - first, 0, None) * (gone > 0)
             found[..., layers.arena] += (kept + end - np.maximum(gone, first)) * layers.group.columns
         return found
 
-    def _let_go(self, layers: Layers, tokens: NDArray[int64]) -> NDArray[int64]:
-        """Return the first entry behind those that a group has let go. 0: none."""
-        position = tokens - self._lookahead
+    def growth(self, lens: ArrayLike, limits: ArrayLike) -> list[int]:
+        """Return the blocks that must be free for sequences to grow, each from one length to another, in any chunks.
+
+        They may share what they hold with each other, and with sequences that are kept: then a block that a window lets
+        go does not come free. They may have been cut, by the lookahead at most.
+        """
+        lens, limits = np.asarray(lens, int64), np.asarray(limits, int64)
+        found, let_go = self.nothing.copy(), self.nothing.copy()
+        for layers in self._layers:
+            if layers.group.kind == "state":
+                found[layers.arena] += int(((limits > lens) * (2 - (lens > 0))).sum())
+                let_go[layers.arena] += int((lens > 0).sum())
+                continue
+            size, columns = layers.block_size, layers.group.columns
+            now, then = -(-lens // size), -(-limits // size)
+            first = np.minimum(self._let_go(layers, lens), now)
+            held = now - first + layers.kept * (first > 0)
+            more = np.minimum(np.maximum(self._most(layers, then) - held, 0), then - now)
+            found[layers.arena] += int((more + 1).sum()) * columns  # one for the copy of a tail that is shared
+            let_go[layers.arena] += int(held.sum()) * columns * (layers.reach >= 0)
+        shared = [self._pool.stats(arena).shared for arena in range(self.num_arenas)]
+        return list(map(add, found, map(min, shared, let_go)))
+
+    def _let_go(self, layers: Layers, position: NDArray[int64]) -> NDArray[int64]:
+        """Return the first entry behind those that a query at a position and later ones do not read. 0: none."""
         if layers.group.kind == "window":
             end = (position - layers.reach) // layers.block_size
         elif layers.group.kind == "chunk":
@@ -139,29 +178,32 @@ class Needs:
             end = np.zeros_like(position)
         return np.where(end > layers.kept, end, 0)
 
-    def next_token(self, lens: NDArray[np.integer], shared: NDArray[np.bool_]) -> NDArray[int64]:
-        """Return, per sequence, the most blocks that its next token takes. Of `shared` ones it may copy some."""
-        found = np.zeros((len(lens), self.num_arenas), int64)
+    def next_tokens(self, lens: NDArray[np.integer], shared: NDArray[np.bool_]) -> list[int]:
+        """Return the most blocks that the next tokens of sequences take. Of `shared` ones they may copy some."""
+        found = self.nothing.copy()
         for layers in self._layers:
-            if layers.group.kind == "state":
-                found[:, layers.arena] += shared | (lens == 0) if self._in_place else 1
+            if layers.group.kind != "state":
+                new = int(np.count_nonzero(shared | (lens % layers.block_size == 0)))
             else:
-                found[:, layers.arena] += (shared | (lens % layers.block_size == 0)) * layers.group.columns
+                new = int(np.count_nonzero(shared | (lens == 0))) if self._in_place else len(lens)
+            found[layers.arena] += new * layers.group.columns
         return found
 
     def shares(self, tokens: int) -> bool:
         """Return whether a fork of a sequence of so many tokens may write into what both have."""
         return self.promises or tokens % self.unit != 0
 
-    def fork(self, running: int) -> NDArray[int64]:
+    def fork(self, running: int) -> list[int]:
         """Return the blocks that must be free for a fork beside so many sequences: all may take one, and its state."""
-        return self._columns * (running + 1) + self._states
+        marks = zip(self._columns, self._states, strict=True)
+        return [columns * (running + 1) + state * (running + 2) for columns, state in marks]
 
-    def beam(self, tokens: int, prompt: int, width: int) -> NDArray[int64]:
+    def beam(self, tokens: int, prompt: int, width: int) -> list[int]:
         """Return the blocks of a beam that runs alone: the prompt is shared, each hypothesis may copy one entry."""
         shared = prompt // self.unit * self.unit
-        copies = np.where(self._states, 0, self._columns)
-        return (self.most(tokens, shared, True) + copies) * width + self.most(tokens) - self.most(tokens, shared)
+        own = self.most(tokens, shared, True) + np.array(self._columns)
+        found: list[int] = (own * width + self.most(tokens) - self.most(tokens, shared)).tolist()
+        return found
 
     def named(self, handle: int) -> set[tuple[int, int]]:
         """Return the blocks in the tables of a sequence, as (arena, block). Holes are left out."""
@@ -172,10 +214,12 @@ class Needs:
             found |= {(layers.arena, block) for block in ids if block >= reserved}
         return found
 
-    def short(self, need: NDArray[int64], there: NDArray[int64]) -> int:
-        """Return the lowest arena in which there is less than is needed, or -1."""
-        (arenas,) = np.nonzero(need > there)
-        return int(arenas[0]) if arenas.size else -1
+    def short(self, need: list[int], there: list[int], kept: list[int] | None = None) -> int:
+        """Return the lowest arena in which there is less than is needed and kept, or -1."""
+        for arena, most in enumerate(there if kept is None else map(sub, there, kept)):
+            if need[arena] > most:
+                return arena
+        return -1
 
     def name(self, arena: int) -> str:
         """Return what the blocks of an arena are called in a message."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy import int64
-from numpy.typing import NDArray
 
 from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected
 from kvpool.scheduler.request import Request
@@ -41,7 +39,7 @@ def make_room(core: Core, probe: object) -> DecodeBatch:
             if core.prefix is not None and not core.was_alone():
                 core.preempt(victim)
                 return core.batch()
-            growth = core.growth(batch.lanes).sum(axis=0)
+            growth = core.growth(batch.lanes)
             raise starved(core, f"request {victim.group.id!r} runs alone and finds no block", growth)
         if not spill(core, victim):
             core.preempt(victim)
@@ -54,12 +52,12 @@ def has_room(core: Core, batch: DecodeBatch) -> bool:
     if not core.needs.promises:
         return core.pool.blocks.num_blank >= len(batch.handles) or core.pool.can(batch.handles)
     promised = core.promised()
-    if not promised.any() or not len(batch.lanes):
+    if not any(promised) or not len(batch.lanes):
         return core.pool.can(batch.handles)
-    return bool((core.growth(batch.lanes).sum(axis=0) + promised <= core.needs.free()).all())
+    return core.needs.short(core.growth(batch.lanes), core.needs.free(), promised) < 0
 
 
-def starved(core: Core, text: str, need: NDArray[int64]) -> OutOfBlocks:
+def starved(core: Core, text: str, need: list[int]) -> OutOfBlocks:
     """Return the error of a request that runs alone, which needs more than others of the pool left."""
     arena = max(0, core.needs.short(need, core.needs.free()))
     stats = core.pool.stats(arena)
@@ -93,8 +91,8 @@ def choose_victim(core: Core, running: np.ndarray, probe: object) -> Sequence:
 def first_short(core: Core, probe: object) -> int:
     """Return the row that finds no block. There must be one."""
     if core.needs.promises:
-        taken = core.growth(core.batch().lanes).cumsum(axis=0) + core.promised()
-        return int(np.argmax((taken > core.needs.free()).any(axis=1)))
+        lanes, there, short = core.batch().lanes, core.available(), core.needs.short
+        return next(row for row in range(len(lanes)) if short(core.growth(lanes[: row + 1]), there) >= 0)
     try:
         core.pool.step(probe, core.batch().handles, 1)  # type: ignore[arg-type]
     except OutOfBlocks as error:
@@ -133,12 +131,12 @@ def most_tokens(core: Core, tokens: int) -> int:
     return tokens if core.eviction is None else min(tokens, core.eviction.most + core.chunk)
 
 
-def blocks_alone(core: Core, tokens: int) -> NDArray[int64]:
+def blocks_alone(core: Core, tokens: int) -> list[int]:
     """Return the blocks of each arena that a sequence needs to run alone, with copies for compaction."""
-    need = core.needs.most(most_tokens(core, tokens))
+    need = core.needs.alone(most_tokens(core, tokens))
     if core.eviction is not None and core.prefix is not None and tokens > core.eviction.policy.max_kv:
-        need += 1  # a block that is cached twice
-        need += 0 if core.eviction.policy.whole_blocks else core.blocks(core.eviction.most)
+        need[0] += 1  # a block that is cached twice
+        need[0] += 0 if core.eviction.policy.whole_blocks else core.blocks(core.eviction.most)
     return need
 
 
@@ -254,7 +252,7 @@ def known_tokens(sequence: Sequence) -> np.ndarray:
     return np.concatenate([prompt, sequence.tokens]) if len(sequence.tokens) else prompt
 
 
-def blocks_kept(core: Core) -> NDArray[int64]:
+def blocks_kept(core: Core) -> list[int]:
     """Return the blocks of each arena that an admission must leave: the watermark, and those for this step's decodes.
 
     The pool's own watermark is left even if nothing runs.
@@ -263,22 +261,22 @@ def blocks_kept(core: Core) -> NDArray[int64]:
     if not running:
         return core.needs.reserve
     if core.growing is None:
-        core.growing = core.growth(core.batch().lanes).sum(axis=0)
-    return np.maximum(core.growing + core.needs.watermark(running, core.watermark), core.needs.reserve)
+        core.growing = core.growth(core.batch().lanes)
+    return core.needs.kept(core.growing, running, core.watermark)
 
 
-def fits(core: Core, needs: NDArray[int64], tokens: np.ndarray, namespace: bytes) -> bool:
+def fits(core: Core, needs: list[int], tokens: np.ndarray, namespace: bytes) -> bool:
     """Return whether enough blocks are left after an admission that needs so many, without the cached part of `tokens`.
 
     Evicts nothing, touches hits.
     """
     kept = blocks_kept(core)
     room = core.available()
-    if (room - needs >= kept).all():
+    if core.needs.short(needs, room, kept) < 0:
         return True
     if core.prefix is None:
         return False
-    need, keep, available = int(needs[0]), int(kept[0]), int(room[0])  # a pool with a prefix cache has one arena
+    need, keep, available = needs[0], kept[0], room[0]  # a pool with a prefix cache has one arena
     if available <= keep:  # at least the last token needs a block
         return False
     tokens = tokens[: core.findable + 1]
@@ -292,7 +290,7 @@ def fits(core: Core, needs: NDArray[int64], tokens: np.ndarray, namespace: bytes
     except OutOfSequences:
         return False
     try:
-        return int(core.available()[0]) - (need - hits) >= keep
+        return core.available()[0] - (need - hits) >= keep
     finally:
         core.pool.close(pinned)
 
@@ -305,7 +303,7 @@ def admit(core: Core, sequence: Sequence) -> bool:
         return False
     tokens = known_tokens(sequence)
     namespace = sequence.group.request.namespace
-    if not fits(core, core.needs.most(most_tokens(core, len(tokens))), tokens, namespace):
+    if not fits(core, core.needs.alone(most_tokens(core, len(tokens))), tokens, namespace):
         return False
     try:
         handle = open_within(core, tokens, namespace)
@@ -335,7 +333,7 @@ def restore(core: Core, sequence: Sequence) -> bool:
         return False
     prompt = sequence.group.request.prompt
     known = len(prompt) + len(sequence.tokens)
-    if (core.available() - core.needs.most(most_tokens(core, known)) < blocks_kept(core)).any():
+    if core.needs.short(core.needs.alone(most_tokens(core, known)), core.available(), blocks_kept(core)) >= 0:
         return False
     try:
         handle = core.pool.open(most_tokens(core, known), sequence.group.request.namespace)

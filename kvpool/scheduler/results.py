@@ -318,7 +318,7 @@ def fork_samples(core: Core, lane: int, ats: list[int], given: Given, now: float
 def fork(core: Core, handle: int) -> int | None:
     """Fork a handle if a lane is free and its first own token would find its blocks. Otherwise return None."""
     need = core.needs.fork(core.count[DECODING] + core.count[PREFILLING])
-    if not core.rows.free or (core.available() < need).any():
+    if not core.rows.free or core.needs.short(need, core.available()) >= 0:
         return None
     try:
         return int(core.pool.fork(handle)[0])

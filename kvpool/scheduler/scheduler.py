@@ -381,7 +381,7 @@ class Scheduler:
             raise OutOfSequences(f"[schedule] nothing runs, and all {stats.sequences} sequences of the pool are open")
         arena, head = 0, core.queue.head()
         if core.needs.promises and head is not None:
-            arena = max(0, core.needs.short(core.needs.most(len(known_tokens(head))), core.needs.free()))
+            arena = max(0, core.needs.short(core.needs.alone(len(known_tokens(head))), core.needs.free()))
             stats = core.pool.stats(arena)
         raise OutOfBlocks(
             f"[schedule] nothing runs and the first in line finds no room: {stats.blank} {core.needs.name(arena)} are "

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from heapq import heapify, heappop, heappush
+from operator import sub
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -471,7 +472,7 @@ class Core:
         self.was_chunk = False  # the last step was a chunk (not mixed)
         self.dead: list[int] = []  # lanes whose sequence was cancelled while the step is out
         self.changed = True  # the set of sequences that decode has changed
-        self.growing: NDArray[int64] | None = None  # blocks that decodes of this step may take; None: not counted yet
+        self.growing: list[int] | None = None  # blocks that decodes of this step may take; None: not counted yet
         self._batch = DecodeBatch(self.rows, 0)
         self._length_plan: Plan | None = None
 
@@ -484,23 +485,25 @@ class Core:
             self.changed = False
         return self._batch
 
-    def available(self) -> NDArray[int64]:
+    def available(self) -> list[int]:
         """Return the blocks of each arena that are neither taken nor promised."""
-        return self.needs.free() - self.promised()
+        free = self.needs.free()
+        return list(map(sub, free, self.promised())) if self.needs.promises else free
 
-    def promised(self) -> NDArray[int64]:
+    def promised(self) -> list[int]:
         """Return the blocks of each arena that running sequences will take until their known tokens are computed."""
         needs, rows = self.needs, self.rows
         if not needs.promises:
             return needs.nothing
         (lanes,) = ((rows.state == PREFILLING) | (rows.state != WAITING) & (rows.admitted >= self.newest)).nonzero()
         most = needs.most(rows.prompt[lanes] + rows.generated[lanes], rows.common[lanes], rows.width[lanes] > 1)
-        due: NDArray[int64] = np.maximum(most - needs.held(rows.computed[lanes], rows.common[lanes]), 0).sum(axis=0)
-        return due
+        due = np.maximum(most - needs.held(rows.computed[lanes], rows.common[lanes]), 0)
+        found: list[int] = due.sum(axis=0).tolist()
+        return found
 
-    def growth(self, lanes: NDArray[np.intp]) -> NDArray[int64]:
-        """Return the most blocks of each arena that the next token of each of these lanes takes."""
-        return self.needs.next_token(self.rows.kv_lens(lanes), self.rows.shared[lanes])
+    def growth(self, lanes: NDArray[np.intp]) -> list[int]:
+        """Return the most blocks of each arena that the next tokens of these lanes take."""
+        return self.needs.next_tokens(self.rows.kv_lens(lanes), self.rows.shared[lanes])
 
     def blocks(self, tokens: int) -> int:
         """Return the number of blocks for `tokens` tokens."""

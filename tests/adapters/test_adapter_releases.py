@@ -37,10 +37,12 @@ STOCK = {
     "transformers/generation/__init__.py": "",
     "transformers/generation/continuous_batching/__init__.py": "",
     "transformers/generation/continuous_batching/cache_allocators.py": (
-        "FULL_ATTENTION = 'full_attention'\nclass FullAttentionCacheAllocator: pass"
+        "FULL_ATTENTION, SLIDING_ATTENTION = 'full_attention', 'sliding_attention'\n"
+        "class FullAttentionCacheAllocator: pass\nclass SlidingAttentionCacheAllocator: pass"
     ),
     "transformers/generation/continuous_batching/cache.py": (
-        "from .cache_allocators import *\nATTN_TYPE_TO_ALLOCATOR = {FULL_ATTENTION: FullAttentionCacheAllocator}"
+        "from .cache_allocators import *\nATTN_TYPE_TO_ALLOCATOR = {FULL_ATTENTION: FullAttentionCacheAllocator, "
+        "SLIDING_ATTENTION: SlidingAttentionCacheAllocator}"
     ),
     "transformers/generation/continuous_batching/input_outputs.py": (
         "class ContinuousBatchingIOs:\n    def prepare_batch_tensors(self): pass"

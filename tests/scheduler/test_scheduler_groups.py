@@ -92,7 +92,7 @@ def fault(plant):
 def _ignore(arena: int):
     free = Needs.free
 
-    def plenty(self: Needs) -> np.ndarray:
+    def plenty(self: Needs) -> list[int]:
         found = free(self)
         found[arena] = 10**9
         return found

@@ -294,6 +294,8 @@ def _gemma2_call(original: Any) -> Any:
     @functools.wraps(original)
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         if type(mask) is not PagedMask:
+            if self.repeats > 1 and isinstance(mask, mx.array) and mask.ndim == 4:
+                mask = mask[:, :, None]  # a mask per row; the scores have an axis more than those of other models
             return original(self, x, mask, cache)
         num_rows, num_columns, _ = x.shape
         queries, keys, values = (

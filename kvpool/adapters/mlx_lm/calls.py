@@ -16,10 +16,12 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import can_trim_prompt_cache
 
 from kvpool.adapters.mlx_lm.attention import Forward, PagedContext, PagedMask, Site
 from kvpool.adapters.mlx_lm.masks import causal_mask
@@ -420,6 +422,26 @@ def site_of(model: Any) -> Site:
     """Return where the call of a model is hooked: ``__call__`` of its class."""
     owner = next(cls for cls in type(model).__mro__ if "__call__" in vars(cls))
     return Site(owner, "__call__", _stand_in)
+
+
+def _trim(original: Any) -> Any:
+    """Take tokens back in speculative decoding.
+
+    mlx-lm takes none from a window that is full, and its next tokens are wrong. Here a window holds as many tokens more
+    as the pool's lookahead says. `Pool.truncate` raises if that is not enough.
+    """
+
+    @functools.wraps(original)
+    def trim_prompt_cache(cache: Any, num_tokens: int) -> int:
+        if _batch_of(cache) is None or can_trim_prompt_cache(cache):
+            found: int = original(cache, num_tokens)
+            return found
+        return max(leaf.trim(num_tokens) for leaf in leaves_of(cache))
+
+    return trim_prompt_cache
+
+
+TRIM = Site(import_module("mlx_lm.generate"), "trim_prompt_cache", _trim)
 
 
 def _stand_in(original: Any) -> Any:

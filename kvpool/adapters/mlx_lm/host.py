@@ -19,7 +19,7 @@ from kvpool.adapters.mlx_lm.arrays import Converted
 from kvpool.adapters.mlx_lm.attention import Site, find_sites
 from kvpool.adapters.mlx_lm.cache import Batch, PagedKVCache
 from kvpool.adapters.mlx_lm.cache_hook import Hook
-from kvpool.adapters.mlx_lm.calls import site_of
+from kvpool.adapters.mlx_lm.calls import TRIM, site_of
 from kvpool.adapters.mlx_lm.eviction import check_policy
 from kvpool.adapters.mlx_lm.layout import Layout, layout_of
 from kvpool.adapters.mlx_lm.passes import NOT_OPENED, Known, Passes
@@ -29,6 +29,7 @@ from kvpool.adapters.mlx_lm.trial import NUM_TOKENS, ROWS, reason_to_gather
 from kvpool.errors import StaleHandle
 from kvpool.eviction import Policy
 from kvpool.protocol import KVBackend
+from kvpool.scheduler.needs import Needs
 from kvpool.spec import KVSpec
 
 BackendFactory = Callable[[KVSpec, int], KVBackend]
@@ -307,7 +308,8 @@ class PagedKV:
         self._number = str(next(_numbers))
         self.namespace = self.own_namespace(b"")
         self.query_tokens = self.hit_tokens = 0
-        calls = (site_of(model),) if layout.is_called else ()
+        calls = [site_of(model), TRIM] if layout.is_called else []
+        calls += [] if sites else find_sites(model)[1:]  # the masks of Gemma 2 also where it gathers
         self.passes = Passes(model, pool, layout, backends, sites, self.namespace if self.prefix_cache else b"", calls)
         self.lock = self.passes.lock
         self.eviction = check_policy(eviction, self.passes, self.route)
@@ -462,7 +464,9 @@ class PagedKV:
         """Return the number of blocks of tokens for `num_tokens` tokens. With layer groups each takes several ids."""
         return -(-num_tokens // self.pool.block_size)
 
-    def can_admit(self, prompt_len: int, max_tokens: int, running: Iterable[tuple[int, int]] = ()) -> bool:
+    def can_admit(
+        self, prompt_len: int, max_tokens: int, running: Iterable[tuple[int, int]] = (), *, chunk: int | None = None
+    ) -> bool:
         """Return whether a request fits, even if the running requests generate all tokens that they may.
 
         Ask before ``insert()``. A later `OutOfBlocks` leaves the pool intact, but the engine in the middle of a step.
@@ -473,22 +477,25 @@ class PagedKV:
             Of the new request.
         running : iterable of (num_tokens, limit)
             For each request in the engine: tokens in its cache now (0 while it waits) and at most.
+        chunk : int, optional
+            Most tokens of a request in one forward pass (``prefill_step_size``). Default: its whole prompt. A window
+            holds the tokens of a chunk beside those that it keeps.
 
         Notes
         -----
         One more block per request is counted, for the copy of a tail that it may share with a kept cache. Free blocks
         are those of this moment. So caches that are kept while requests run (a prompt cache) must exist before the
-        call, or be counted in `running`. Layers with a window are counted as if they kept every token.
+        call, or be counted in `running`. Blocks that a window lets go are counted as free unless somebody shares them.
         """
-        for name, value in (("prompt_len", prompt_len), ("max_tokens", max_tokens)):
-            if index(value) < 0:
-                raise ValueError(f"[can_admit] {name} is {value}, the least is 0")
         requests = [(0, prompt_len + max_tokens), *running]
-        growth = sum(self.blocks_for(limit) - self.blocks_for(now) + 1 for now, limit in requests)
+        chunk = max(1, *(limit for _, limit in requests)) if chunk is None else chunk
+        for name, value, least in (("prompt_len", prompt_len, 0), ("max_tokens", max_tokens, 0), ("chunk", chunk, 1)):
+            if index(value) < least:
+                raise ValueError(f"[can_admit] {name} is {value}, the least is {least}")
         longest = self.blocks_for(prompt_len + max_tokens)
+        needs = Needs(self.pool, chunk)
         with self.lock:
-            free = [self.pool.stats(arena).free for arena in range(max(1, len(self.backends)))]
-        fits = all(growth * self.layout.columns(arena) <= blocks for arena, blocks in enumerate(free))
+            fits = needs.short(needs.growth(*zip(*requests, strict=True)), needs.free()) < 0
         return fits and longest <= self.pool.options.max_blocks_per_seq
 
     def summary(self) -> Summary:

@@ -286,7 +286,7 @@ class AdmittingGenerator(BatchGenerator):
         """Return whether the pool has room for these requests, each (tokens now, tokens at most)."""
         policy = kv.eviction
         if policy is None:
-            return kv.can_admit(0, 0, requests)
+            return kv.can_admit(0, 0, requests, chunk=self.prefill_step_size)
         size, chunk = kv.pool.block_size, self.prefill_step_size
         most = sum(blocks_at_most(policy, limit, chunk, size) for _, limit in requests)
         return most <= kv.pool.num_blocks - kv.pool.options.reserved_blocks
