@@ -87,6 +87,11 @@ class ModelShape:
         is_flat = all(isinstance(node, int) for node in self.tree)
         return is_flat and kinds <= {"full", "window"} and len({leaf.shape for leaf in self.leaves}) == 1
 
+    @property
+    def keeps_every_token(self) -> bool:
+        """Whether one table can serve all layers, and no layer could do with less."""
+        return self.is_uniform and all(leaf.kind == "full" for leaf in self.leaves)
+
     def spec(self, block_size: int) -> KVSpec:
         """Return the spec of a storage that keeps every token of all layers.
 
