@@ -20,20 +20,20 @@ USUAL = {"attention_chunk_size": 8192}
 USUAL_WINDOW = 1024  # where neither a model file nor `USUAL` says one
 
 MEDIUM = {  # in place of the numbers of a tiny config: 100 to 300 MB of weights in float32
-    **{"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12},
+    **{"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8},
     **{"num_key_value_heads": 4, "head_dim": 64, "moe_intermediate_size": 512},
 }
 MEDIUM_OWN: dict[str, dict[str, Any]] = {
     "qwen3_5": {
-        **{"linear_num_value_heads": 12, "linear_num_key_heads": 6, "linear_key_head_dim": 64},
+        **{"linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 64},
         "linear_value_head_dim": 64,
     },
     "nemotron_h": {
-        **{"hybrid_override_pattern": ["M", "-", "M", "*", "-", "M", "-", "M", "*", "-", "M", "-"]},
-        **{"mamba_num_heads": 12, "mamba_head_dim": 64, "ssm_state_size": 64},
+        **{"hybrid_override_pattern": list("M-M*-M-M*-M-"), "intermediate_size": 4096},
+        **{"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 64},
     },
-    "lfm2": {"layer_types": ["conv", "conv", "full_attention"] * 4, "block_dim": 768, "block_multiple_of": 256},
-    "falcon_h1": {"mamba_d_ssm": 768, "mamba_n_heads": 12, "mamba_d_head": 64, "mamba_d_state": 64},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention"] * 4, "block_dim": 512, "block_multiple_of": 256},
+    "falcon_h1": {"mamba_d_ssm": 512, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64},
     "gemma3_text": {"query_pre_attn_scalar": 64, "sliding_window_pattern": 6},
     "gpt_oss": {"intermediate_size": 512, "layer_types": ["sliding_attention", "full_attention"] * 6},
 }
