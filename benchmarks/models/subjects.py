@@ -81,9 +81,9 @@ def _default(name: str, field: str) -> int | None:
         module = importlib.import_module(f"mlx_lm.models.{name}")
     except ImportError:
         return None
-    for candidate in vars(module).values():
-        if isinstance(candidate, type) and dataclasses.is_dataclass(candidate) and candidate.__module__ == module.__name__:
-            for known in dataclasses.fields(candidate):
-                if known.name == field and isinstance(known.default, int):
-                    return known.default
+    own = [found for found in vars(module).values() if getattr(found, "__module__", None) == module.__name__]
+    for arguments in filter(dataclasses.is_dataclass, own):
+        for known in dataclasses.fields(arguments):
+            if known.name == field and isinstance(known.default, int):
+                return known.default
     return None

@@ -73,12 +73,15 @@ class ModelShape:
         An empty cache for each leaf, as mlx-lm makes it.
     is_apart : bool
         Whether the model is right only for one row at a time.
+    state_nbytes : int
+        Bytes of the states of one row, whatever its length.
     """
 
     leaves: tuple[Leaf, ...]
     tree: tuple[Any, ...]
     fresh: tuple[Any, ...]
     is_apart: bool
+    state_nbytes: int
 
     @property
     def is_uniform(self) -> bool:
@@ -154,6 +157,7 @@ def inspect_model(model: Any) -> ModelShape:
         _numbered(caches, iter(range(len(found)))),
         tuple(fresh),
         type(model).__module__ in APART,
+        sum(x.nbytes for i in states if leaves[i].kind == "state" for x in found[i].cache if x is not None),
     )
 
 
