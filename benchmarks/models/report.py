@@ -55,7 +55,6 @@ def measure(names: Sequence[str], repetitions: int, say: Callable[[str], None]) 
         if name in subjects.NOT_RUN:
             yield Line(name, "does not run", subjects.NOT_RUN[name])
             continue
-        say(name)
         model = subjects.tiny(name)
         found = {
             (context, rows): held(model, rows, num_tokens)
@@ -66,7 +65,9 @@ def measure(names: Sequence[str], repetitions: int, say: Callable[[str], None]) 
             route, why = route_of(kv)
             decode = times.decode(kv, 1, repetitions) if repetitions else None
             chunk = times.chunk(kv, 1, repetitions) if repetitions else None
-        yield Line(name, route, why, found, decode, chunk)
+        line = Line(name, route, why, found, decode, chunk)
+        say(" | ".join(cells(line)))
+        yield line
 
 
 def route_of(kv: PagedKV) -> tuple[str, str]:

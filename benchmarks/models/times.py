@@ -1,11 +1,13 @@
 """Time of a decode step and of a chunk of a prompt: a model on mlx-lm's own caches, and on a pool.
 
-Both take turns on the same model (`kvpool.cli.bench.measure`). A step is what mlx-lm's ``generate_step`` does: the next
+Both take turns on the same model (`kvpool.cli.bench.measure`). Time is that of the CPU, of all threads: others may use
+the machine, too. It does not show how much of the time two threads work at once. A step is what mlx-lm's ``generate_step`` does: the next
 one is built while this one runs. A chunk ends with the evaluation of the caches, and nobody uses its logits.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,12 +20,11 @@ from kvpool.cli.bench.measure import Contestant, race
 
 CHUNK = 512
 STEPS = 8  # of one timed run
-LONG = 0.5  # seconds: a chunk that takes longer is run a few times only
-FEW = 3
+FEW = 3  # runs of a chunk, which takes long
 
 
 class Times(NamedTuple):
-    """Seconds: the least of some runs."""
+    """Seconds of CPU time: the least of some runs."""
 
     stock: float
     pool: float
@@ -50,8 +51,7 @@ def decode(kv: PagedKV, num_rows: int, repetitions: int) -> Times:
 def chunk(kv: PagedKV, num_rows: int, repetitions: int) -> Times:
     """Time the first 512 tokens of all rows. `kv` is entered."""
     runs = {who: lambda make=make: _fed(kv.model, make, num_rows) for who, make in _makers(kv).items()}
-    first = _race(runs, 1, FEW)
-    return first if first.stock > LONG else _race(runs, 1, repetitions)
+    return _race(runs, 1, min(FEW, repetitions))
 
 
 def _makers(kv: PagedKV) -> dict[str, Callable[[], list[Any]]]:
@@ -60,7 +60,7 @@ def _makers(kv: PagedKV) -> dict[str, Callable[[], list[Any]]]:
 
 def _race(runs: dict[str, Callable[[], object]], calls: int, repetitions: int) -> Times:
     stock, pool = (Contestant(who, run, calls) for who, run in runs.items())
-    result = race(stock, [pool], repetitions)
+    result = race(stock, [pool], repetitions, time.process_time)
     return Times(result.yardstick.best, result.timings["pool"].best)
 
 
