@@ -303,7 +303,7 @@ class _Plan:
         return held * self.token_nbytes(group) + group.state_nbytes
 
     def sequence_nbytes(self, num_tokens: int) -> dict[str, int | None]:
-        """Bytes of one sequence: in a pool of kvpool, in layer groups, in mlx-lm's own caches."""
+        """Bytes of one sequence: in one table of a pool, in layer groups, in mlx-lm's own caches."""
         blocks = -(-num_tokens // self.storage["block_size"])
         return {
             "kvpool": None if self.size is None else blocks * self.size.spec.block_nbytes,
@@ -347,8 +347,8 @@ def describe_plan(
 
     Notes
     -----
-    Three ways to keep a sequence stand side by side: a pool of kvpool, which keeps every token of every layer; what
-    the layer groups alone need, in blocks; and mlx-lm's own caches, one per sequence and never quantized.
+    Three ways to keep a sequence stand side by side: a pool with one table, which keeps every token of every layer;
+    what the layer groups alone need, in blocks; and mlx-lm's own caches, one per sequence and never quantized.
     """
     fields = model_fields(config)
     if max_len is None:
@@ -378,16 +378,16 @@ def _lines(plan: _Plan, model_type: str) -> list[str]:
         *_notes(plan),
     ]
     needed = {where: "-" if n is None else format_nbytes(n) for where, n in plan.sequence_nbytes(longest).items()}
-    today = f"install refuses the model, {plan.refusal}" if plan.refusal else "every token of every layer"
+    one_table = f"not possible, {plan.refusal}" if plan.refusal else "every token of every layer"
     lines += [
         f"One sequence of {longest} tokens takes",
-        f"  {needed['kvpool']:>11}  in kvpool: {today}",
+        f"  {needed['kvpool']:>11}  in one table: {one_table}",
         f"  {needed['layer_groups']:>11}  in layer groups: what the layers need",
         f"  {needed['mlx_lm']:>11}  in mlx-lm's own caches, in {plan.groups[0].dtype}",
         f"memory     {format_nbytes(plan.budget_nbytes)}, {plan.source}" if plan.size is None else plan.size.how,
     ]
     lines.append("Sequences that fit:")
-    lines.append(f"  {'tokens each':>12} {'kvpool':>10} {'layer groups':>14} {'mlx-lm':>10}")
+    lines.append(f"  {'tokens each':>12} {'one table':>10} {'layer groups':>14} {'mlx-lm':>10}")
     for length in plan.lengths:
         shown = ["-" if count is None else str(count) for count in plan.num_sequences(length).values()]
         lines.append(f"  {length:>12} {shown[0]:>10} {shown[1]:>14} {shown[2]:>10}")

@@ -120,7 +120,7 @@ def spec_of_groups(groups: tuple[LayerGroup, ...], **storage: Any) -> KVSpec:
 
 
 def refusal_of(groups: tuple[LayerGroup, ...]) -> str:
-    """Why one `KVSpec`, and so ``install``, cannot hold these groups; empty if it can."""
+    """Why one `KVSpec`, and so one table, cannot hold these groups; empty if it can."""
     for kind, what in (("state", "keep a recurrent state or that of a convolution"), ("chunk", "attend in chunks")):
         count = len({layer for group in groups if group.kind == kind for layer in group.layers})
         if count:

@@ -130,11 +130,12 @@ class StepArrays:
         tables, starts = arrays.block_tables[:, :, column], arrays.kv_starts
         lens = np.asarray(plan.seq_lens) - starts
         width = -(-int(lens.max(initial=0)) // block_size)
-        if starts.any():
+        latest = int(starts.max(initial=0))
+        if len(starts) == 1 or latest == 0:
+            tables = tables[:, latest // block_size :][:, :width]
+        else:
             entries = starts[:, None] // block_size + np.arange(width)
             tables = np.take_along_axis(tables, np.minimum(entries, tables.shape[1] - 1), axis=1)
-        else:
-            tables = tables[:, :width]
         return StepArrays(tables, lens, plan.cu_q_lens, arrays.slot_mapping[column])
 
     def __repr__(self) -> str:

@@ -2,7 +2,7 @@
 
 A group is all layers that keep the same: keys and values of every token (``full``), of the last tokens (``window``), of
 the tokens since a multiple (``chunk``), or a state of one size whatever the length (``state``). `kvpool.model_config`
-reads them from a config. kvpool's pools know no groups yet: a pool keeps every token of every layer.
+reads them from a config.
 """
 
 from __future__ import annotations

@@ -46,7 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", metavar="SIZE", help="size the cache by memory, 2GiB or auto, not by --num-blocks")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
-    parser.add_argument("--no-prefix-cache", action="store_true", help="do not share what prompts have in common")
+    parser.add_argument(
+        "--prefix-cache",
+        action=argparse.BooleanOptionalAction,
+        help="share what prompts have in common (default: where no layer has a window or a state)",
+    )
     parser.add_argument("--stats", action="store_true", help="print speed and use of the cache to stderr")
     add_cache_arguments(parser)
 
@@ -142,9 +146,10 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
         raise CommandError(f"--model {exc}") from None
     try:
         if num_blocks is None:
-            keeps_all = policy is not None or not args.no_prefix_cache
-            most = blocks_in_memory(args.memory, model, block_size, keeps_all, bits)
+            keeps_all = policy is not None or bool(args.prefix_cache)
             sequences = max(options["n"], options["beam_width"]) + 1  # one more: copies, and shared beginnings
+            rows = min(max_running, sequences * len(prompts))
+            most = blocks_in_memory(args.memory, model, block_size, rows, keeps_all, bits)
             lengths = [len(encode(tokenizer, prompt, args.chat)) + options["max_tokens"] for prompt in prompts]
             needed = 1 + sum(sequences * (-(-length // block_size) + 1) for length in lengths)
             num_blocks = most if args.memory else min(most, max(needed, 64))
@@ -153,7 +158,7 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
             num_blocks,
             tokenizer=tokenizer,
             block_size=block_size,
-            prefix_cache=not args.no_prefix_cache,
+            prefix_cache=args.prefix_cache,
             max_running=max_running,
             max_step_tokens=max(2 * chunk, max_running),
             prefill_chunk=chunk,
@@ -165,12 +170,14 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
     return tokenizer, engine
 
 
-def blocks_in_memory(size: str | None, model: Any, block_size: int, keeps_all: bool, bits: dict[str, Any]) -> int:
+def blocks_in_memory(
+    size: str | None, model: Any, block_size: int, num_rows: int, keeps_all: bool, bits: dict[str, Any]
+) -> int:
     """Blocks that fit into --memory, by default into the available memory."""
     from kvpool.adapters.mlx_lm import loading
 
     try:
-        return loading.blocks_in(size or "auto", model, block_size, keeps_all, **bits)
+        return loading.blocks_in(size or "auto", model, block_size, num_rows, keeps_all, **bits)
     except (ValueError, MemoryError) as exc:
         if size is None:
             raise

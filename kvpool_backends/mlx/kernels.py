@@ -23,6 +23,7 @@ Consequences for a caller:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any
 
 import mlx.core as mx
@@ -37,6 +38,7 @@ from kvpool_backends.mlx.base import BaseBackend
 from kvpool_backends.mlx.storage import DTYPES, PoolMemory
 
 _LINE_NBYTES = 64  # of a cache line: a vector load touches one
+_SMALL = 4096  # elements that are copied in less time than a stream of MLX takes to answer
 
 
 class KernelBackend(BaseBackend):
@@ -93,7 +95,7 @@ class KernelBackend(BaseBackend):
         q = q if isinstance(q, mx.array) else mx.array(q)
         if q.ndim != 3:
             raise ValueError(f"[attend] q has shape {q.shape}, it must be [T, Hq, D]")
-        out = mx.zeros((*q.shape[:2], self._value_head_dim), q.dtype)
+        out = _result((*q.shape[:2], self._value_head_dim), q.dtype)
         try:
             mx.eval(q, out)
         except ValueError as error:
@@ -170,6 +172,13 @@ class KernelBackend(BaseBackend):
         arrays = [mx.zeros((*shape, dim), bits) for _, dim in self.spec.planes]
         mx.eval(arrays)
         return arrays, [np.asarray(memoryview(array)) for array in arrays]  # type: ignore[arg-type]
+
+
+def _result(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """Return zeros. A small array exists already, so that nobody waits for MLX once more."""
+    if prod(shape) > _SMALL:
+        return mx.zeros(shape, dtype)
+    return mx.array(np.zeros(shape, np.float32), dtype)
 
 
 def _no_content(call: str) -> RuntimeError:

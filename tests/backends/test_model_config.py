@@ -177,10 +177,10 @@ def test_plan_says_what_a_pool_of_today_holds_of_a_published_config(name):
     why = REFUSED_BY_A_POOL.get(name)
     if why is None:
         assert facts["refusal"] is None and facts["token_nbytes"] == everywhere + limited
-        assert "in kvpool: every token of every layer" in text
+        assert "in one table: every token of every layer" in text
     else:
         assert facts["refusal"].startswith(why) and facts["token_nbytes"] is facts["num_blocks"] is None
-        assert f"in kvpool: install refuses the model, {why}" in text
+        assert f"in one table: not possible, {why}" in text
         with pytest.raises(ValueError, match=rf"^\[config\] {why}.*kvpool\.config\.blocks_for$"):
             spec_from_config(config)
     assert json.loads(json.dumps(facts)) == facts

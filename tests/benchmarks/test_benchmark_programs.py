@@ -88,17 +88,6 @@ def test_eviction_prints_a_share_for_every_policy_and_its_gate_is_the_exit_statu
     assert eviction.main(asked) == 0, "not asked for"
 
 
-# -------------------------------------------------------------------------------------------- sliding windows
-
-
-def test_pool_keeps_the_bytes_that_a_window_would_save(capsys):
-    windows = pytest.importorskip("benchmarks.windows")
-    windows.main(["--tokens", "700"])
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    times = {line[0]: float(line[-2]) for line in lines}
-    assert times["llama"] <= 1.0 < times["gemma3_text"] < times["gpt_oss"], times
-
-
 # ------------------------------------------------------------------------------------------------ block pool
 
 

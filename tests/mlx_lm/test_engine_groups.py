@@ -279,3 +279,18 @@ def test_windows_with_a_prefix_cache_keep_every_token_and_find_it():
         first, second = (engine.generate(prompt, max_tokens=TOKENS) for _ in range(2))
         assert first.tokens.tolist() == second.tokens.tolist() == alone(model, prompt)
         assert second.samples[0].output.num_cached > 0
+
+
+@pytest.mark.parametrize(("asked", "is_given", "is_one_table"), [(None, False, False), (True, True, True)])
+def test_prefix_cache_of_a_model_with_windows_is_there_only_if_asked_for(asked, is_given, is_one_table):
+    with on_cpu():
+        model, _ = tiny.make("gemma3_text")
+        engine = engine_of(model, prefix_cache=asked)
+        assert (engine.kv.prefix_cache, not engine.kv.layout.groups) == (is_given, is_one_table)
+
+
+@pytest.mark.parametrize(("name", "eviction"), [("qwen3", None), ("gemma3_text", SlidingWindow(max_kv=32))])
+def test_prefix_cache_is_there_by_default_where_every_token_is_kept_anyway(name, eviction):
+    with on_cpu():
+        model, _ = tiny.make(name)
+        assert engine_of(model, prefix_cache=None, eviction=eviction).kv.prefix_cache

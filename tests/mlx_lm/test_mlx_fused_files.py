@@ -8,9 +8,8 @@ import pytest
 from mlx_models import batch_tokens, on_cpu, solo_tokens
 
 from kvpool.adapters.mlx_lm import install
-from kvpool.adapters.mlx_lm.tiny_families import OWN, build, config_of, randomize
+from kvpool.adapters.mlx_lm.tiny_families import NOT_RUN, OWN, build, config_of, randomize
 
-NOT_RUN = {"bitnet": "kernels of a GPU only", "muse_spark": "kernels of a GPU only", "phi3small": "ends the process"}
 LATENT = r"MLA|MultiLatentAttention|DeepseekV3Attention|Glm4MoeLiteAttention|MultiLinear"
 GATHER = {  # why
     **dict.fromkeys(("afm7", "minimax_m3_vl"), "asked for 'shape'"),
@@ -18,12 +17,12 @@ GATHER = {  # why
     **dict.fromkeys(("deepseek_v3", "kimi_k25", "kimi_vl", "glm4_moe_lite", "mistral4"), LATENT),
     **dict.fromkeys(("longcat_flash", "longcat_flash_ngram"), LATENT),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "Indexer"),
-    **dict.fromkeys(("mamba", "mamba2", "rwkv7"), "no layer attends over blocks"),
+    **dict.fromkeys(("deepseek_v41", "mamba", "mamba2", "rwkv7"), "no layer attends over blocks"),
     "llama4": "chunks",
     "plamo": "tile",
     "plamo3": "the window of the mask is 25, that of the cache 24",
 }
-FUSED = sorted(OWN.keys() - GATHER.keys() - NOT_RUN.keys())
+FUSED = sorted(OWN.keys() - GATHER.keys())
 SAMPLE = ("cohere2", "deepseek_v2", "gemma3n", "gpt2", "minimax", "olmo3", "phi", "stablelm")  # the others are long
 PROMPTS, MAX_TOKENS = (3, 40, 17, 1), 8
 

@@ -14,7 +14,7 @@ from kvpool.adapters.mlx_lm.tiny_families import OWN, config_of
 from kvpool.model_config import layer_groups, refusal_of, spec_from_config
 
 
-@pytest.mark.parametrize("name", sorted(OWN))
+@pytest.mark.parametrize("name", sorted(OWN.keys() - {"deepseek_v41"}))  # which no config sizes
 def test_plan_of_every_file_is_what_install_finds(name):
     config = config_of(name)
     model = build(name, copy.deepcopy(config))

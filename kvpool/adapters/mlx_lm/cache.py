@@ -257,7 +257,8 @@ class Batch:
         before = self.rows
         plan, after, new = self._step(num_columns)
         try:
-            turn = Turn(self.passes, plan, before, after, new, num_columns, self.is_merged)
+            defers = self.passes.defers
+            turn = Turn(self.passes, plan, before, after, new, num_columns, self.is_merged, defers=defers)
         except BaseException:
             self._take_back()
             raise

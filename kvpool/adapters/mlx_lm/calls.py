@@ -126,12 +126,13 @@ class Turn:
         Rows of one part have equally many new tokens where a layer would take padding for tokens. Empty rows have no
         state yet, so they are not in a part with others.
         """
+        kinds = 2 * self.new + (self.before.lens == 0)
+        is_one_kind = len(kinds) == 1 or not self.passes.layout.held or kinds.min() == kinds.max()
+        if is_one_kind and (len(kinds) == 1 or not is_apart):
+            return [Part(self, np.arange(len(kinds)))]
         live = np.flatnonzero(self.new)
         if is_apart:
             return [Part(self, live[i : i + 1]) for i in range(len(live))]
-        if not self.passes.layout.held:
-            return [Part(self, np.arange(len(self.new)))]
-        kinds = 2 * self.new + (self.before.lens == 0)
         return [Part(self, live[kinds[live] == kind]) for kind in dict.fromkeys(kinds[live].tolist())]
 
 
@@ -154,8 +155,9 @@ class Part:
         self.turn = turn
         self.rows = rows
         self.is_whole = len(rows) == len(turn.new)
-        self.new = turn.new[rows]
-        self.lens = turn.before.lens[rows]
+        self.new, self.lens = turn.new, turn.before.lens
+        if not self.is_whole:
+            self.new, self.lens = self.new[rows], self.lens[rows]
         self.shape = len(rows), int(self.new.max())
         is_even = bool((self.new == self.shape[1]).all())
         self._real = None if is_even else mx.array(np.flatnonzero(_is_real(self.new, self.shape[1])).astype(np.int32))

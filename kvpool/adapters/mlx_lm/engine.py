@@ -126,7 +126,9 @@ class Engine:
     model
         As loaded by ``mlx_lm.load``. Between two steps it is unchanged.
     num_blocks, block_size, pool, prefix_cache, strict, fused, backend, kernels
-        See `install`. Prompts with a common beginning share its blocks, unless `prefix_cache` is off.
+        See `install`. With a prefix cache, prompts with a common beginning share its blocks. By default it is on where
+        it costs no memory: in models whose layers all keep every token, and with eviction. True: also where it makes
+        layers with a window keep every token.
     tokenizer
         A tokenizer of mlx-lm or transformers. It is used for text prompts, stop strings, the text of answers and the
         end tokens. None: tokens in, tokens out.
@@ -158,7 +160,7 @@ class Engine:
         tokenizer: Any = None,
         pool: Any = None,
         block_size: int = 16,
-        prefix_cache: bool = True,
+        prefix_cache: bool | None = None,
         max_running: int = 64,
         max_step_tokens: int = 512,
         prefill_chunk: int = 256,
@@ -177,8 +179,12 @@ class Engine:
         if (num_blocks is None) == (pool is None):
             raise TypeError("[Engine] either num_blocks or pool is needed, and not both")
         max_seqs = 2 * max_running + 16
+        shape = inspect_model(model)
+        if prefix_cache is None:
+            is_plain = shape.keeps_every_token if pool is None else pool.options.groups is None
+            prefix_cache = is_plain or eviction is not None
         if eviction is not None and num_blocks is not None:
-            require_evictable(inspect_model(model), eviction, "Engine")
+            require_evictable(shape, eviction, "Engine")
             pool = kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, prefix_cache=prefix_cache)
             num_blocks = None
         how: dict[str, Any] = {"prefix_cache": prefix_cache, "fused": fused, "kernels": kernels, "strict": strict}

@@ -129,7 +129,7 @@ def layout_of(model: ModelShape, block_size: int, keeps_all: bool) -> Layout:
     `keeps_all`: in one table where that is possible, also if it keeps tokens that windows do not see. A prefix cache
     and eviction need it.
     """
-    is_plain = model.is_uniform and (keeps_all or all(leaf.kind == "full" for leaf in model.leaves))
+    is_plain = model.keeps_every_token or (keeps_all and model.is_uniform)
     return one_table(model, block_size) if is_plain else grouped(model, block_size)
 
 

@@ -10,7 +10,7 @@ import mlx_lm
 from kvpool.adapters.mlx_lm import tiny
 from kvpool.adapters.mlx_lm.layout import layout_of
 from kvpool.adapters.mlx_lm.shapes import inspect_model, with_bits
-from kvpool.config import blocks_for
+from kvpool.config import blocks_for, format_nbytes
 
 MOST_WITHOUT_BYTES = 2**16  # blocks of a model whose layers keep nothing in blocks
 
@@ -48,20 +48,28 @@ def check_name(name: str) -> None:
 
 
 def blocks_in(
-    memory: int | str, model: Any, block_size: int, keeps_all: bool = True, **quantization: int | None
+    memory: int | str, model: Any, block_size: int, num_rows: int, keeps_all: bool = True, **quantization: int | None
 ) -> int:
     """Return the `num_blocks` of `install` for which `memory` holds the pool, see `kvpool.config.blocks_for`.
 
     Parameters
     ----------
+    num_rows : int
+        Sequences that run at a time. Their states are taken off first, twice: a pass holds those before and after it.
     keeps_all : bool
         See `layout_of`. True for a prefix cache or eviction.
     quantization
         As for `install`.
+
+    Raises
+    ------
+    ValueError
+        The states leave no memory for blocks.
     """
     import mlx.core as mx
 
-    layout = layout_of(inspect_model(model), block_size, keeps_all)
+    shape = inspect_model(model)
+    layout = layout_of(shape, block_size, keeps_all)
     specs = [with_bits(spec, **quantization) for spec in layout.specs]
     if not specs:
         return MOST_WITHOUT_BYTES
@@ -71,4 +79,10 @@ def blocks_in(
     reserved = sum(spec.block_nbytes for spec in specs)
     nbytes = sum(count * spec.block_nbytes for count, spec in zip(counts, specs, strict=True))
     within = [1 + (size.num_blocks - 1) // count for size, count in zip(sizes, counts, strict=True)]
-    return max(2, min(1 + (sizes[0].budget_nbytes - reserved) // nbytes, *within))
+    states, budget = 2 * num_rows * shape.state_nbytes, sizes[0].budget_nbytes
+    if states and states + reserved + nbytes > budget:
+        raise ValueError(
+            f"[memory] the states of {num_rows} sequences take {format_nbytes(states)} in a pass, and blocks need "
+            f"{format_nbytes(reserved + nbytes)} at least; there are {format_nbytes(budget)}: run fewer at a time"
+        )
+    return max(2, min(1 + (budget - states - reserved) // nbytes, *within))

@@ -98,6 +98,8 @@ class Passes:
         The dtype of its keys and values, as the model computes them.
     is_called : bool
         Whether calls of the model are hooked, see `calls`.
+    is_lazy : bool
+        Whether a backend's writes and reads are nodes of MLX's graph.
     num_layers : int
         Caches of the model: facades of a batch.
     windows : tuple
@@ -124,6 +126,7 @@ class Passes:
         self.backends = tuple(backends)
         self.backend: Any = self.backends[0] if self.backends else None
         self.is_called = layout.is_called
+        self.is_lazy = any(backend.capabilities.lazy for backend in self.backends)
         self.windows = tuple(leaf.window for leaf in layout.leaves)
         self.num_layers = len(self.windows)
         self.sites = tuple(sites)
@@ -141,6 +144,11 @@ class Passes:
     def is_fused(self) -> bool:
         """Whether layers attend straight over the pool now: the model is hooked, and the block is entered."""
         return bool(self._hooked and self.sites) and all(map(_is_active, self.sites))
+
+    @property
+    def defers(self) -> bool:
+        """Whether a layer stores keys and values with its queries: its kernels wait for every evaluation."""
+        return self.is_fused and not self.is_lazy
 
     def hook(self) -> None:
         """Put the stand-ins in place, until as many calls of `unhook`."""

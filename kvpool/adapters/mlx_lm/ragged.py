@@ -57,8 +57,7 @@ class RaggedForward:
         self.eviction: Any = None
         layout = kv.layout
         self.is_ragged = bool(kv.passes.sites) and not layout.held and not layout.is_apart
-        self._is_lazy = any(backend.capabilities.lazy for backend in kv.backends)
-        self._defers = self.is_ragged and not self._is_lazy
+        self._defers = self.is_ragged and not kv.passes.is_lazy
         self._state_group = len(layout.groups) - 1 if layout.held else -1
         self.states_are_held = self._state_group >= 0
         self.states = SlotStates(layout)
@@ -98,7 +97,7 @@ class RaggedForward:
             late = []
             if self.states_are_held:
                 late = [x for _, held in held_by for x in arrays_of(held)]
-            if self._is_lazy:
+            if kv.passes.is_lazy:
                 layers = [(backend, i) for backend in kv.backends for i in range(backend.spec.num_layers)]
                 late += [logits, *(x for backend, i in layers for x in backend.queued(i))]
             mx.eval(late)

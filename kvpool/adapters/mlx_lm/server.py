@@ -124,12 +124,12 @@ class Provider(server.ModelProvider):
         longest = min(max_positions(model) or LONGEST, LONGEST)
         bits: dict[str, Any] = dict(options.quantization)
         if num_blocks is None:
-            num_blocks = blocks_in(options.memory or "auto", model, block_size, **bits)
+            at_a_time = self.cli_args.decode_concurrency + self.cli_args.prompt_concurrency
+            num_blocks = blocks_in(options.memory or "auto", model, block_size, at_a_time, **bits)
             if options.memory is None:
                 each = -(-longest // block_size)
                 if policy is not None:
                     each = blocks_at_most(policy, longest, self.cli_args.prefill_step_size, block_size)
-                at_a_time = self.cli_args.decode_concurrency + self.cli_args.prompt_concurrency
                 num_blocks = min(num_blocks, 1 + at_a_time * each)
         if policy is not None:
             needed = blocks_at_most(policy, min(policy.max_kv + 1, longest), 1, block_size)

@@ -74,12 +74,15 @@ class ModelShape:
         An empty cache for each leaf, as mlx-lm makes it.
     is_apart : bool
         Whether the model is right only for one row at a time.
+    state_nbytes : int
+        Bytes of the states of one row, whatever its length.
     """
 
     leaves: tuple[Leaf, ...]
     tree: tuple[Any, ...]
     fresh: tuple[Any, ...]
     is_apart: bool
+    state_nbytes: int
 
     @property
     def is_uniform(self) -> bool:
@@ -87,6 +90,11 @@ class ModelShape:
         kinds = {leaf.kind for leaf in self.leaves}
         is_flat = all(isinstance(node, int) for node in self.tree)
         return is_flat and kinds <= {"full", "window"} and len({leaf.shape for leaf in self.leaves}) == 1
+
+    @property
+    def keeps_every_token(self) -> bool:
+        """Whether one table can serve all layers, and no layer could do with less."""
+        return self.is_uniform and all(leaf.kind == "full" for leaf in self.leaves)
 
     def spec(self, block_size: int) -> KVSpec:
         """Return the spec of a storage that keeps every token of all layers.
@@ -158,6 +166,7 @@ def inspect_model(model: Any) -> ModelShape:
         _numbered(caches, iter(range(len(found)))),
         tuple(fresh),
         type(model).__module__ in APART,
+        sum(x.nbytes for i in states if leaves[i].kind == "state" for x in found[i].cache if x is not None),
     )
 
 

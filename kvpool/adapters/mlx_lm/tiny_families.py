@@ -110,6 +110,12 @@ OWN: dict[str, dict[str, Any]] = {  # what a file's config has besides, or inste
     },
     "deepseek_v3": LATENT,
     "deepseek_v32": INDEXED,
+    "deepseek_v41": {
+        **{"num_key_value_heads": 1, "head_dim": 64, "hidden_size": 64, "q_lora_rank": 32, "o_groups": 2},
+        **{"qk_rope_head_dim": 16, "o_lora_rank": 16, "sliding_window": WINDOW, "compress_ratios": [0, 4, 4, 4]},
+        **{"kv_source_layer_ids": [1, 2, 3], "index_source_layer_ids": [1, 2, 3], "index_topk": 8},
+        **{"index_n_heads": 2, "index_head_dim": 32, "hc_mult": 2, "hc_sinkhorn_iters": 4},
+    },
     "dots1": {"scoring_func": "noaux_tc"},
     "ernie4_5": {},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_layer_start_index": 1, "moe_k": 2, "moe_num_shared_experts": 1},
@@ -297,6 +303,13 @@ OWN: dict[str, dict[str, Any]] = {  # what a file's config has besides, or inste
     "talkie": {},
     "telechat3": {},
     "youtu_llm": LATENT,
+}
+
+NOT_RUN = {  # the other model files of mlx-lm 0.32.2, and why no CPU runs them
+    "bitnet": "kernels of a GPU only",
+    "muse_spark": "kernels of a GPU only",
+    "olmo": "raises for a prompt of more than one token",
+    "phi3small": "ends the process in MLX on a CPU",
 }
 
 

@@ -1,0 +1,92 @@
+"""Time of a decode step and of a chunk of a prompt: a model on mlx-lm's own caches, and on a pool.
+
+Both take turns on the same model (`kvpool.cli.bench.measure`). Time is that of the CPU, of all threads: others may use
+the machine, too. It does not show how much of the time two threads work at once. A step is what mlx-lm's ``generate_step`` does: the next
+one is built while this one runs. A chunk ends with the evaluation of the caches, and nobody uses its logits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from benchmarks.models.held import BLOCK_SIZE, merged
+from kvpool.adapters.mlx_lm.cache_hook import Hook
+from kvpool.adapters.mlx_lm.host import PagedKV, install
+from kvpool.cli.bench.measure import Contestant, race
+
+CHUNK = 512
+STEPS = 8  # of one timed run
+FEW = 3  # runs of a chunk, which takes long
+
+
+class Times(NamedTuple):
+    """Seconds of CPU time: the least of some runs."""
+
+    stock: float
+    pool: float
+
+    @property
+    def ratio(self) -> float:
+        """Time on the pool, divided by that on mlx-lm's caches."""
+        return self.pool / self.stock
+
+
+def installed(model: Any, num_rows: int, repetitions: int) -> PagedKV:
+    """Return a pool with room for the runs of `decode` and `chunk`."""
+    steps = STEPS * (2 + 3 * repetitions)
+    num_blocks = 1 + 2 * (num_rows + 1) * -(-(CHUNK + steps) // BLOCK_SIZE)
+    return install(model, num_blocks, block_size=BLOCK_SIZE, max_seqs=4 * num_rows + 8)
+
+
+def decode(kv: PagedKV, num_rows: int, repetitions: int) -> Times:
+    """Time a decode step of rows with 512 tokens and more. `kv` is entered."""
+    runs = {who: _decoding(kv.model, make, num_rows) for who, make in _makers(kv).items()}
+    return _race(runs, STEPS, repetitions)
+
+
+def chunk(kv: PagedKV, num_rows: int, repetitions: int) -> Times:
+    """Time the first 512 tokens of all rows. `kv` is entered."""
+    runs = {who: lambda make=make: _fed(kv.model, make, num_rows) for who, make in _makers(kv).items()}
+    return _race(runs, 1, min(FEW, repetitions))
+
+
+def _makers(kv: PagedKV) -> dict[str, Callable[[], list[Any]]]:
+    return {"stock": lambda: Hook.stock_caches(kv.model), "pool": kv.make_cache}
+
+
+def _race(runs: dict[str, Callable[[], object]], calls: int, repetitions: int) -> Times:
+    stock, pool = (Contestant(who, run, calls) for who, run in runs.items())
+    result = race(stock, [pool], repetitions, time.process_time)
+    return Times(result.yardstick.best, result.timings["pool"].best)
+
+
+def _fed(model: Any, make: Callable[[], list[Any]], num_rows: int) -> list[Any]:
+    """Return the caches of rows with a prompt of one chunk."""
+    caches = make() if num_rows == 1 else merged(make, num_rows)
+    model(mx.array([[(7 * i + 11 * row) % 90 + 1 for i in range(CHUNK)] for row in range(num_rows)]), cache=caches)
+    mx.eval([cache.state for cache in caches])
+    return caches
+
+
+def _decoding(model: Any, make: Callable[[], list[Any]], num_rows: int) -> Callable[[], object]:
+    """Return a function that decodes some tokens more of each row."""
+    caches = _fed(model, make, num_rows)
+    newest = mx.ones((num_rows, 1), mx.int32)
+
+    def step(tokens: mx.array) -> mx.array:
+        following = mx.argmax(model(tokens, cache=caches)[:, -1:], axis=-1)
+        mx.async_eval(following)
+        return following
+
+    def run() -> None:
+        nonlocal newest
+        for _ in range(STEPS):
+            before, newest = newest, step(newest)
+            mx.eval(before)
+        mx.eval(newest)
+
+    return run

@@ -1,0 +1,163 @@
+"""`python -m benchmarks.models`: bytes of all model files beside mlx-lm's own caches, and the table in the docs."""
+
+import gc
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mlx_lm")
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
+from mlx_models import on_cpu
+
+from benchmarks.models import capacity, command, gates, held, report, subjects, times
+from kvpool.adapters.mlx_lm import install
+from kvpool.adapters.mlx_lm.cache_hook import Hook
+from kvpool.adapters.mlx_lm.layout import layout_of
+from kvpool.adapters.mlx_lm.shapes import leaves_of
+from kvpool.adapters.mlx_lm.states import arrays_in
+from kvpool.cli import declare, run
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+SAMPLE = ("gemma3_text", "gpt_oss", "recurrent_gemma", "llama4", "step3p5", "qwen3_5", "baichuan_m1", "mamba", "llama")
+
+
+@pytest.fixture(autouse=True)
+def cpu():
+    with on_cpu():
+        yield
+
+
+# ------------------------------------------------------------------------------------------------------ bytes
+
+
+def bytes_of(caches):
+    """Bytes of keys, values and states that mlx-lm's caches hold, without the numbers of a batch."""
+    arrays = []
+    for cache in leaves_of(caches):
+        if hasattr(cache, "keys"):
+            arrays += [cache.keys, cache.values]
+        else:
+            arrays += arrays_in(cache.cache if isinstance(cache, ArraysCache) else [cache])
+    return sum(array.nbytes for array in arrays)
+
+
+def ran(model, make, num_rows, num_tokens):
+    """The caches of a batch after a run of the model."""
+    caches = make() if num_rows == 1 else held.merged(make, num_rows)
+    for new in held.pieces(num_tokens):
+        mx.eval(model(mx.ones((num_rows, new), mx.int32), cache=caches))
+    return caches
+
+
+def really_held(model, num_rows, num_tokens):
+    stock = bytes_of(ran(model, lambda: Hook.stock_caches(model), num_rows, num_tokens))
+    with install(model, 1 + (num_rows + 1) * (num_tokens // 16 + 2)) as kv:
+        caches = ran(model, kv.make_cache, num_rows, num_tokens)
+        gc.collect()
+        found = kv.summary()
+        del caches
+    return held.Held(stock, found.kv_nbytes + found.state_nbytes)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("name", ["gemma3_text", "gemma4_text", "qwen3_5", "falcon_h1", "plamo2"])
+def test_bytes_of_filled_caches_are_those_of_a_run(name, num_rows):
+    model = subjects.tiny(name, windows=False)
+    assert held.held(model, num_rows, 300) == really_held(model, num_rows, 300)
+
+
+@pytest.mark.parametrize("name", ["llama4", "deepseek_v41"])
+def test_bytes_of_a_class_without_batches_are_those_of_a_run(name):
+    model = subjects.tiny(name, windows=False)
+    assert held.held(model, 1, 300) == really_held(model, 1, 300)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_bytes_of_a_kind_of_cache_are_at_most_those_of_mlx_lm(name):
+    gate = gates.bytes_gate([name])
+    print(gate)
+    assert gate.holds and gate.value > 0.9
+
+
+def test_bytes_of_every_file_are_at_most_those_of_mlx_lm():
+    gate = gates.bytes_gate(subjects.FILES)
+    print(gate)
+    assert gate.holds
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
+def test_windows_that_keep_every_token_miss_the_gate_of_bytes(name, monkeypatch):
+    monkeypatch.setattr(held, "layout_of", lambda shape, size, keeps_all: layout_of(shape, size, keeps_all=True))
+    assert not gates.bytes_gate([name]).holds
+
+
+# --------------------------------------------------------------------------------------------------- capacity
+
+
+def test_one_budget_holds_seven_times_the_sequences_of_gemma_4_31b():
+    gate = gates.capacity_gate()
+    print(gate)
+    assert gate.holds and gate.value < 8.4, "the limit"
+
+
+def test_windows_that_keep_every_token_miss_the_gate_of_capacity(monkeypatch):
+    monkeypatch.setattr(capacity, "GROUPS", capacity.EVERYTHING)
+    assert gates.capacity_gate().value == 1 and not gates.capacity_gate().holds
+
+
+# ------------------------------------------------------------------------------------------------------- time
+
+
+@pytest.mark.parametrize(("seconds", "holds"), [(1.19, True), (1.21, False)])
+def test_gate_of_time_judges_a_step_and_a_chunk_by_their_ratio_to_stock(monkeypatch, seconds, holds):
+    monkeypatch.setattr(subjects, "medium", subjects.tiny)
+    for name in ("decode", "chunk"):
+        monkeypatch.setattr(times, name, lambda kv, num_rows, repetitions: times.Times(1.0, seconds))
+    found = list(gates.time_gates("lfm2", [1, 2], 1, print))
+    assert len(found) == 8 and all(gate.holds == holds for gate in found)
+
+
+def test_times_are_those_of_two_caches_of_one_model():
+    with times.installed(subjects.tiny("lfm2"), 2, 3) as kv:
+        measured = [times.decode(kv, 2, 3), times.chunk(kv, 2, 3)]
+        gc.collect()
+        assert all(0 < one.stock < 60 and 0 < one.pool < 60 for one in measured)
+        assert kv.summary().sequences == 0 and kv.summary().blocks_peak >= 2 * times.CHUNK // 16
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def printed(capsys, *arguments):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    declare(parser, command)
+    assert run(parser, list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def rows_of(text):
+    """The cells of a table, by file."""
+    lines = [[cell.strip() for cell in line.strip("| \n").split("|")] for line in text.splitlines() if "|" in line]
+    return {line[0]: line for line in lines[2:]}
+
+
+def test_command_prints_a_line_for_each_file(capsys):
+    text = printed(capsys, "--files", "mamba,olmo,plamo", "--repetitions", "0")
+    rows = rows_of(text)
+    assert {name: row[1] for name, row in rows.items()} == {
+        **{"mamba": "states", "olmo": "does not run", "plamo": "gathered"}
+    }
+    assert all(float(ratio) <= gates.BYTES_MAX for name in ("mamba", "plamo") for ratio in rows[name][3:5])
+    assert "3 files: " in text and re.search(r"^- plamo: .*tile", text, re.MULTILINE)
+
+
+def test_page_has_every_file_and_the_bytes_that_the_command_prints():
+    rows = rows_of(PAGE.read_text())
+    assert sorted(rows, key=str.lower) == list(subjects.FILES)
+    for line in report.measure(SAMPLE, 0, print):
+        assert rows[line.name][1:8] == report.cells(line)[1:8], line.name
