@@ -153,6 +153,13 @@ cdef int32_t blocks_take(Blocks* b) noexcept nogil:
     return i
 
 
+cdef inline int32_t blocks_after(const Blocks* b, int32_t k, int32_t before) noexcept nogil:
+    """The block that will be taken after k others, the last of which is `before`. There must be one."""
+    if k < b.num_blank:
+        return b.blank[b.num_blank - 1 - k]
+    return b.lru.head if k == b.num_blank else b.next[before]
+
+
 cdef void blocks_take_many(Blocks* b, int32_t* out, int32_t n) noexcept nogil:
     cdef int32_t k, i, blank = n if n < b.num_blank else b.num_blank
     for k in range(blank):

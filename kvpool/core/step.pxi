@@ -4,6 +4,8 @@ A step runs in two passes over its rows. `step_check` validates, counts the bloc
 shared blocks must be replaced; all it moves are reference counts, as if the rows had been served in order, and
 `log_undo` takes that back. `step_commit` cannot fail: it takes the blocks and moves the lengths.
 
+A steady batch, where each row has one token that needs no copy, is served by `step_steady` in one pass.
+
 What stands in a `Log` is the same for one table and for the table of a layer group, so groups call its functions too.
 
 The write rule (docs/core.md, Steps): a block is written in place iff it has one reference, is not committed, and
@@ -462,6 +464,137 @@ cdef void step_commit(Step* p, Seqs* s, Blocks* b, const int64_t* handles, bint 
         b.digest = mix(b.digest, <uint64_t>untagged(handles[i]) ^ (<uint64_t>q.kv_len << 20))
     commit_simple(p, s, b, handles, done, p.num_rows, step_id)
     s.sum_tokens += p.num_tokens
+
+
+# ---- a steady batch ----------------------------------------------------------------------------------------
+
+cdef inline Py_ssize_t steady_rows(Step* p, const Seqs* s, const Blocks* b, const int64_t* handle, Py_ssize_t n,
+                                   const Limits* limits, int64_t step_id, uint64_t* digest) noexcept nogil:
+    """Serve one token to each row, up to the first row that is not steady, whose number is returned.
+
+    A row that begins a block is an event. It is only noted here, with the slot that it will get. This loop is the
+    whole cost of a steady step: it touches every sequence once, and everything it reads is in locals.
+    """
+    cdef Seq* seq = s.seq
+    cdef const Block* block = b.block
+    cdef Event* event = p.event
+    cdef const Event* last = p.event + min(<int64_t>n, <int64_t>blocks_available(b))
+    cdef int64_t max_seqs = s.max_seqs, block_size = b.block_size, seq_tokens = limits.seq_tokens
+    cdef int32_t table_width = limits.table_width, id = NO_BLOCK
+    cdef bint narrow = table_width < s.max_blocks or seq_tokens < s.max_blocks * block_size
+    cdef uint32_t stamp = s.stamp
+    cdef uint64_t h = digest[0]
+    cdef const Block* tail
+    cdef int64_t row, slot, length
+    cdef Py_ssize_t i
+    cdef Seq* q
+    for i in range(n):
+        row = handle[i]
+        slot = row & (MAX_SEQS - 1)
+        if slot >= max_seqs:
+            break
+        q = &seq[slot]
+        if q.handle != row or q.mark == stamp:
+            break
+        if q.next_slot >= q.stop_slot and q.kv_len == q.num_blocks * block_size:
+            if event == last or q.kv_len >= seq_tokens or q.num_blocks >= table_width:
+                break
+            id = blocks_after(b, <int32_t>(event - p.event), id)
+            event.row = <int32_t>i
+            event.q_len = event.appended = 1
+            event.replaced = 0
+            event.served = 1
+            event += 1
+            h = mix(h, id)
+            p.slot[i] = id * block_size
+            length = q.kv_len + 1
+            p.prev_step[i] = q.last_step
+        else:
+            if q.next_slot >= q.stop_slot:
+                seq_refresh(s, b, <int32_t>slot)
+            tail = &block[q.tail]
+            if (tail.refcount ^ 1) | tail.hold | tail.committed:
+                break
+            if narrow and (q.kv_len >= seq_tokens or q.num_blocks > table_width):
+                break
+            p.slot[i] = q.next_slot
+            q.next_slot += 1
+            length = q.kv_len + 1
+            q.kv_len = length
+            p.version[i] = q.version
+            if step_id:
+                p.prev_step[i] = q.last_step
+                q.last_step = step_id
+        q.mark = stamp
+        p.length[i] = length
+        h = mix(h, <uint64_t>untagged(row) ^ (<uint64_t>length << 20))
+    else:
+        i = n
+    digest[0] = h
+    p.num_events = <int32_t>(event - p.event)
+    return i
+
+
+cdef void undo_steady(Step* p, Seqs* s, const int64_t* handle, Py_ssize_t n, int64_t step_id) noexcept nogil:
+    """Take back what `steady_rows` did to n rows."""
+    cdef Py_ssize_t i
+    cdef int32_t at = 0
+    cdef Seq* q
+    for i in range(n):
+        if at < p.num_events and p.event[at].row == i:
+            at += 1
+            continue
+        q = &s.seq[slot_of(handle[i])]
+        q.next_slot -= 1
+        q.kv_len -= 1
+        if step_id:
+            q.last_step = p.prev_step[i]
+
+
+cdef void begin_block(Step* p, Seqs* s, Blocks* b, const int64_t* handle, int32_t i, int64_t step_id) noexcept nogil:
+    """Take the block that row i begins, and put its token there."""
+    cdef int32_t slot = slot_of(handle[i])
+    cdef Seq* q = &s.seq[slot]
+    q.tail = blocks_take(b)
+    seq_table(s, slot)[q.num_blocks] = q.tail
+    q.num_blocks += 1
+    q.kv_len = p.length[i]
+    q.next_slot = p.slot[i] + 1
+    q.stop_slot = p.slot[i] + b.block_size
+    q.last_step = step_id
+    seq_new_version(s, q)
+    p.version[i] = q.version
+
+
+cdef bint step_steady(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints* num_new, const Limits* limits,
+                      int64_t step_id) noexcept nogil:
+    """Serve a batch in one pass, if each row has one token that needs no copy. If not, nothing has happened.
+
+    The result is that of `step_check` and `step_commit`.
+    """
+    cdef const int64_t* handle = <const int64_t*>handles.data
+    cdef uint64_t digest = mix(mix(b.digest, OP_STEP), handles.size)
+    cdef int32_t k
+    cdef Py_ssize_t served
+    if handles.size > limits.max_tokens or run_of_ones(num_new, 0, handles.size) != handles.size:
+        return False
+    served = steady_rows(p, s, b, handle, handles.size, limits, step_id, &digest)
+    if served < handles.size:
+        undo_steady(p, s, handle, served, step_id)
+        seqs_new_stamp(s)
+        return False
+    for k in range(p.num_events):
+        begin_block(p, s, b, handle, p.event[k].row, step_id)
+    memmove(p.handle, handle, handles.size * sizeof(int64_t))       # the batch may be a part of the plan's own array
+    b.digest = digest
+    p.num_rows = <int32_t>handles.size
+    p.num_tokens = handles.size
+    p.num_copies = 0
+    p.log.size = 0
+    p.uniform = True
+    s.sum_tokens += handles.size
+    s.sum_blocks += p.num_events
+    return True
 
 
 # ---- how a pending step ends -------------------------------------------------------------------------------
