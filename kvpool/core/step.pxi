@@ -25,10 +25,10 @@ cdef int step_init(Step* p, int32_t max_rows) noexcept nogil:
     p.length = <int64_t*>xcalloc(max_rows, sizeof(int64_t))
     p.slot = <int64_t*>xcalloc(max_rows, sizeof(int64_t))
     p.prev_step = <int64_t*>xcalloc(max_rows, sizeof(int64_t))
-    p.version = <uint64_t*>xcalloc(max_rows, sizeof(uint64_t))
+    p.changed = <int32_t*>xcalloc(max_rows, sizeof(int32_t))
     p.event = <Event*>xcalloc(max_rows, sizeof(Event))
     p.max_rows = max_rows
-    if (log_init(&p.log) != OK or p.length == NULL or p.slot == NULL or p.prev_step == NULL or p.version == NULL
+    if (log_init(&p.log) != OK or p.length == NULL or p.slot == NULL or p.prev_step == NULL or p.changed == NULL
             or p.event == NULL):
         step_free(p)
         return NO_MEMORY
@@ -39,7 +39,7 @@ cdef void step_free(Step* p) noexcept nogil:
     xfree(p.length)
     xfree(p.slot)
     xfree(p.prev_step)
-    xfree(p.version)
+    xfree(p.changed)
     xfree(p.event)
     xfree(p.log.entry)
     memset(p, 0, sizeof(Step))
@@ -409,13 +409,19 @@ cdef int64_t last_slot(const Seqs* s, const Blocks* b, int32_t slot) noexcept no
     return (seq_table(s, slot)[index] - index) * b.block_size + position if position >= 0 else -1
 
 
+cdef inline void note_changed(Step* p, int32_t row) noexcept nogil:
+    """The plan shows another table than the row has now."""
+    p.changed[p.num_changed] = row
+    p.num_changed += 1
+
+
 cdef void commit_simple(Step* p, Seqs* s, Blocks* b, const int64_t* handles, int32_t first, int32_t end,
                         int64_t step_id) noexcept nogil:
     """One token into the tail of each row."""
     cdef Seq* seq = s.seq
     cdef int64_t* length = p.length
     cdef int64_t* slot = p.slot
-    cdef uint64_t* version = p.version
+    cdef const uint64_t* seen = p.seen
     cdef uint64_t digest = b.digest
     cdef int32_t i
     cdef Seq* q
@@ -425,7 +431,8 @@ cdef void commit_simple(Step* p, Seqs* s, Blocks* b, const int64_t* handles, int
         q.next_slot += 1
         q.kv_len += 1
         length[i] = q.kv_len
-        version[i] = q.version
+        if seen[i] != q.version:
+            note_changed(p, i)
         if step_id:
             p.prev_step[i] = q.last_step
             q.last_step = step_id
@@ -439,7 +446,7 @@ cdef void step_commit(Step* p, Seqs* s, Blocks* b, const int64_t* handles, bint 
     cdef int64_t step_id = p.id if pends else 0
     cdef const Event* event
     cdef Seq* q
-    p.num_copies = 0
+    p.num_copies = p.num_changed = 0
     p.uniform = advance
     b.digest = mix(mix(b.digest, OP_STEP if advance else OP_RESERVE), p.num_rows)
     memmove(p.handle, handles, p.num_rows * sizeof(int64_t))    # the batch may be a part of the plan's own array
@@ -456,7 +463,8 @@ cdef void step_commit(Step* p, Seqs* s, Blocks* b, const int64_t* handles, bint 
         q = &s.seq[slot]
         p.slot[i] = last_slot(s, b, slot)
         p.length[i] = q.kv_len
-        p.version[i] = q.version
+        if p.seen[i] != q.version:
+            note_changed(p, i)
         p.prev_step[i] = q.last_step
         q.last_step = step_id
         if event.q_len != 1:
@@ -468,26 +476,62 @@ cdef void step_commit(Step* p, Seqs* s, Blocks* b, const int64_t* handles, bint 
 
 # ---- a steady batch ----------------------------------------------------------------------------------------
 
-cdef inline Py_ssize_t steady_rows(Step* p, const Seqs* s, const Blocks* b, const int64_t* handle, Py_ssize_t n,
-                                   const Limits* limits, int64_t step_id, uint64_t* digest) noexcept nogil:
+cdef int32_t begin_block(Step* p, const Seqs* s, const Blocks* b, int32_t slot, Py_ssize_t i,
+                         const Limits* limits) noexcept nogil:
+    """Point row i, whose table is full, at the block that it will get, and note an event; NO_BLOCK: not steady."""
+    cdef Seq* q = &s.seq[slot]
+    cdef Event* event = &p.event[p.num_events]
+    if (q.kv_len != q.num_blocks * b.block_size or q.kv_len >= limits.seq_tokens
+            or q.num_blocks >= limits.table_width or p.num_events == blocks_available(b)):
+        return NO_BLOCK
+    q.tail = blocks_after(b, p.num_events, p.newest)
+    q.next_slot = q.tail * b.block_size
+    q.stop_slot = q.next_slot + b.block_size
+    event.row = <int32_t>i
+    event.q_len = event.appended = 1
+    event.replaced = 0
+    event.served = 1
+    p.num_events += 1
+    p.newest = q.tail
+    kv_prefetch(seq_table(s, slot) + q.num_blocks)
+    return q.tail
+
+
+cdef void take_begun(Step* p, Seqs* s, Blocks* b, const int64_t* handle) noexcept nogil:
+    """Take the blocks that rows have begun, in their order."""
+    cdef int32_t k, slot
+    cdef Seq* q
+    for k in range(p.num_events):
+        slot = slot_of(handle[p.event[k].row])
+        q = &s.seq[slot]
+        seq_table(s, slot)[q.num_blocks] = blocks_take(b)
+        q.num_blocks += 1
+        seq_new_version(s, q)
+    s.sum_blocks += p.num_events
+
+
+cdef Py_ssize_t steady_rows(Step* p, const Seqs* s, const Blocks* b, const int64_t* handle, Py_ssize_t n,
+                            const Limits* limits, int64_t step_id, uint64_t* digest) noexcept nogil:
     """Serve one token to each row, up to the first row that is not steady, whose number is returned.
 
-    A row that begins a block is an event. It is only noted here, with the slot that it will get. This loop is the
-    whole cost of a steady step: it touches every sequence once, and everything it reads is in locals.
+    This loop is the whole cost of a steady step: it touches every sequence once, and all it reads is in locals.
     """
     cdef Seq* seq = s.seq
     cdef const Block* block = b.block
-    cdef Event* event = p.event
-    cdef const Event* last = p.event + min(<int64_t>n, <int64_t>blocks_available(b))
-    cdef int64_t max_seqs = s.max_seqs, block_size = b.block_size, seq_tokens = limits.seq_tokens
-    cdef int32_t table_width = limits.table_width, id = NO_BLOCK
-    cdef bint narrow = table_width < s.max_blocks or seq_tokens < s.max_blocks * block_size
+    cdef const uint64_t* seen = p.seen
+    cdef int64_t* slots = p.slot
+    cdef int64_t* lengths = p.length
+    cdef int64_t max_seqs = s.max_seqs, seq_tokens = limits.seq_tokens
+    cdef int32_t table_width = limits.table_width, id
+    cdef bint narrow = table_width < s.max_blocks or seq_tokens < s.max_blocks * b.block_size, changed
     cdef uint32_t stamp = s.stamp
     cdef uint64_t h = digest[0]
     cdef const Block* tail
     cdef int64_t row, slot, length
     cdef Py_ssize_t i
     cdef Seq* q
+    p.num_events = p.num_changed = 0
+    p.newest = NO_BLOCK
     for i in range(n):
         row = handle[i]
         slot = row & (MAX_SEQS - 1)
@@ -496,74 +540,51 @@ cdef inline Py_ssize_t steady_rows(Step* p, const Seqs* s, const Blocks* b, cons
         q = &seq[slot]
         if q.handle != row or q.mark == stamp:
             break
-        if q.next_slot >= q.stop_slot and q.kv_len == q.num_blocks * block_size:
-            if event == last or q.kv_len >= seq_tokens or q.num_blocks >= table_width:
-                break
-            id = blocks_after(b, <int32_t>(event - p.event), id)
-            event.row = <int32_t>i
-            event.q_len = event.appended = 1
-            event.replaced = 0
-            event.served = 1
-            event += 1
-            h = mix(h, id)
-            p.slot[i] = id * block_size
-            length = q.kv_len + 1
-            p.prev_step[i] = q.last_step
-        else:
-            if q.next_slot >= q.stop_slot:
-                seq_refresh(s, b, <int32_t>slot)
+        if q.next_slot < q.stop_slot:
             tail = &block[q.tail]
             if (tail.refcount ^ 1) | tail.hold | tail.committed:
                 break
             if narrow and (q.kv_len >= seq_tokens or q.num_blocks > table_width):
                 break
-            p.slot[i] = q.next_slot
-            q.next_slot += 1
-            length = q.kv_len + 1
-            q.kv_len = length
-            p.version[i] = q.version
-            if step_id:
-                p.prev_step[i] = q.last_step
-                q.last_step = step_id
+            changed = seen[i] != q.version
+        else:
+            id = begin_block(p, s, b, <int32_t>slot, i, limits)
+            if id == NO_BLOCK:
+                break
+            h = mix(h, id)
+            changed = True
+        if changed:
+            note_changed(p, <int32_t>i)
         q.mark = stamp
-        p.length[i] = length
+        slots[i] = q.next_slot
+        q.next_slot += 1
+        length = q.kv_len + 1
+        q.kv_len = length
+        lengths[i] = length
+        if step_id:
+            p.prev_step[i] = q.last_step
+            q.last_step = step_id
         h = mix(h, <uint64_t>untagged(row) ^ (<uint64_t>length << 20))
     else:
         i = n
     digest[0] = h
-    p.num_events = <int32_t>(event - p.event)
     return i
 
 
-cdef void undo_steady(Step* p, Seqs* s, const int64_t* handle, Py_ssize_t n, int64_t step_id) noexcept nogil:
+cdef void undo_steady(const Step* p, const Seqs* s, const Blocks* b, const int64_t* handle, Py_ssize_t n,
+                      int64_t step_id) noexcept nogil:
     """Take back what `steady_rows` did to n rows."""
     cdef Py_ssize_t i
-    cdef int32_t at = 0
+    cdef int32_t k
     cdef Seq* q
     for i in range(n):
-        if at < p.num_events and p.event[at].row == i:
-            at += 1
-            continue
         q = &s.seq[slot_of(handle[i])]
         q.next_slot -= 1
         q.kv_len -= 1
         if step_id:
             q.last_step = p.prev_step[i]
-
-
-cdef void begin_block(Step* p, Seqs* s, Blocks* b, const int64_t* handle, int32_t i, int64_t step_id) noexcept nogil:
-    """Take the block that row i begins, and put its token there."""
-    cdef int32_t slot = slot_of(handle[i])
-    cdef Seq* q = &s.seq[slot]
-    q.tail = blocks_take(b)
-    seq_table(s, slot)[q.num_blocks] = q.tail
-    q.num_blocks += 1
-    q.kv_len = p.length[i]
-    q.next_slot = p.slot[i] + 1
-    q.stop_slot = p.slot[i] + b.block_size
-    q.last_step = step_id
-    seq_new_version(s, q)
-    p.version[i] = q.version
+    for k in range(p.num_events):
+        seq_refresh(s, b, slot_of(handle[p.event[k].row]))
 
 
 cdef bint step_steady(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints* num_new, const Limits* limits,
@@ -574,17 +595,15 @@ cdef bint step_steady(Step* p, Seqs* s, Blocks* b, const Ints* handles, const In
     """
     cdef const int64_t* handle = <const int64_t*>handles.data
     cdef uint64_t digest = mix(mix(b.digest, OP_STEP), handles.size)
-    cdef int32_t k
     cdef Py_ssize_t served
     if handles.size > limits.max_tokens or run_of_ones(num_new, 0, handles.size) != handles.size:
         return False
     served = steady_rows(p, s, b, handle, handles.size, limits, step_id, &digest)
     if served < handles.size:
-        undo_steady(p, s, handle, served, step_id)
+        undo_steady(p, s, b, handle, served, step_id)
         seqs_new_stamp(s)
         return False
-    for k in range(p.num_events):
-        begin_block(p, s, b, handle, p.event[k].row, step_id)
+    take_begun(p, s, b, handle)
     memmove(p.handle, handle, handles.size * sizeof(int64_t))       # the batch may be a part of the plan's own array
     b.digest = digest
     p.num_rows = <int32_t>handles.size
@@ -593,7 +612,6 @@ cdef bint step_steady(Step* p, Seqs* s, Blocks* b, const Ints* handles, const In
     p.log.size = 0
     p.uniform = True
     s.sum_tokens += handles.size
-    s.sum_blocks += p.num_events
     return True
 
 
