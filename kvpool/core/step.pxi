@@ -118,7 +118,7 @@ cdef inline int32_t replace_ids(Replaced* entry, int32_t n, Blocks* b, int32_t* 
     cdef int32_t k
     for k in range(n):
         entry[k].new = blocks_take(b)
-        b.fence[entry[k].new] = step_id
+        b.block[entry[k].new].fence = step_id
         ids[entry[k].index] = entry[k].new
         if entry[k].tokens:
             copies[3 * <int64_t>num_copies] = entry[k].old
@@ -136,7 +136,7 @@ cdef inline void give_up_copy(Blocks* b, int32_t new) noexcept nogil:
     if b.canonical != NULL:                 # else it is an engine's to say what is committed, and to be told of it
         b.num_held -= b.block[new].committed == HELD
         b.block[new].committed = PLAIN
-    b.fence[new] = 0
+    b.block[new].fence = 0
 
 
 cdef inline void undo_replaced(const Replaced* entry, int32_t n, Blocks* b, int32_t* ids) noexcept nogil:
@@ -756,7 +756,7 @@ cdef void count_holds(const Log* log, const Blocks* b, int64_t id, int32_t* hold
         entry = &log.entry[k]
         holds[entry.old] += 1
         floors[entry.old] = max(floors[entry.old], entry.tokens)
-        made[0] += b.block[entry.new].place == USED and b.fence[entry.new] == id
+        made[0] += b.block[entry.new].place == USED and b.block[entry.new].fence == id
 
 
 cdef bint compare_holds(const Blocks* b, const int32_t* holds, const int32_t* floors, int32_t made, char*
