@@ -259,7 +259,8 @@ cdef int ints_tokens(Ints* tokens, str call) except -1:
         outside = signs
     else:
         for i in range(tokens.size):
-            outside |= ints_at(tokens, i)
+            memcpy(&token, <const char*>tokens.data + 8 * i, 8)
+            outside |= token
     if outside < 0 or outside > 0x7FFFFFFF:
         for i in range(tokens.size):
             token = ints_at(tokens, i)

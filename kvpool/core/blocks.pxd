@@ -17,7 +17,7 @@ cdef enum:                      # Block.committed
     HELD = 3                    # its tokens are known, the index has not been offered it yet; blank when released
 
 
-cdef struct Block:              # 16 bytes: four to a cache line
+cdef struct Block:              # all that a hit or a release touches, 32 bytes: two to a cache line
     int32_t refcount            # table entries of sequences + raw + duplicates that hold the block
     int32_t raw                 # references of block-level calls, counted in refcount too
     int32_t hold                # pending plans that replaced this block in a table
@@ -25,9 +25,13 @@ cdef struct Block:              # 16 bytes: four to a cache line
     uint8_t committed           # PLAIN, or immutable
     uint8_t noted               # its id is in the dropped list
     uint8_t canonical_held      # a duplicate that holds a reference on its canonical block
+    int32_t next                # links of the list it is on
+    int32_t prev
+    int64_t fence               # step that must pass: in limbo, and for the dst of its copy to have content, else a
+                                # number no pending step has; cached: `allocs` when it got there
 
 
-cdef struct Chain:              # doubly linked list through Blocks.next / Blocks.prev
+cdef struct Chain:              # doubly linked list through Block.next and Block.prev
     int32_t head                # oldest
     int32_t tail                # newest
     int32_t size
@@ -43,10 +47,6 @@ cdef struct Chain:              # doubly linked list through Blocks.next / Block
 #   limbo fences never decrease from head to tail, and are >= oldest_pending; limbo is empty when newest_pending == 0
 cdef struct Blocks:
     Block* block                # [num_blocks]
-    int32_t* next               # [num_blocks] links of the list a block is on
-    int32_t* prev               # [num_blocks]
-    int64_t* fence              # [num_blocks] step that must pass: in limbo, and for the dst of its copy to have
-                                # content, else a number no pending step has; cached: `allocs` when it got there
     int32_t* floor              # [num_blocks] most tokens any pending copy reads from the block
     int32_t* blank              # [num_blocks] stack of blank ids, top at num_blank - 1
     int32_t* dropped            # [num_blocks] committed ids that were taken since the last drain

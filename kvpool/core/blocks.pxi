@@ -12,7 +12,7 @@ cdef inline int64_t whole_blocks(const Blocks* b, int64_t tokens) noexcept nogil
 
 cdef inline bint unwritten(const Blocks* b, int32_t i) noexcept nogil:
     """Whether a block in use is the dst of a copy that a pending plan still has to make."""
-    return b.oldest_pending != 0 and b.fence[i] >= b.oldest_pending
+    return b.oldest_pending != 0 and b.block[i].fence >= b.oldest_pending
 
 
 # ---- memory ------------------------------------------------------------------------------------------------
@@ -27,16 +27,12 @@ cdef int blocks_init(Blocks* b, int32_t n, int32_t reserved, int64_t block_size)
     for i in range(62 if block_size & (block_size - 1) == 0 else 0):
         if block_size >> i == 1:
             b.shift = i
-    b.next = <int32_t*>xcalloc(n, sizeof(int32_t))
-    b.prev = <int32_t*>xcalloc(n, sizeof(int32_t))
-    b.fence = <int64_t*>xcalloc(n, sizeof(int64_t))
     b.floor = <int32_t*>xcalloc(n, sizeof(int32_t))
     b.blank = <int32_t*>xcalloc(n, sizeof(int32_t))
     b.dropped = <int32_t*>xcalloc(n, sizeof(int32_t))
     b.mark = <uint32_t*>xcalloc(n, sizeof(uint32_t))
     b.block = <Block*>xcalloc(n, sizeof(Block))
-    if (b.block == NULL or b.next == NULL or b.prev == NULL or b.fence == NULL or b.floor == NULL
-            or b.blank == NULL or b.dropped == NULL or b.mark == NULL):
+    if b.block == NULL or b.floor == NULL or b.blank == NULL or b.dropped == NULL or b.mark == NULL:
         return NO_MEMORY
     for i in range(reserved):
         b.block[i].place = RESERVED
@@ -46,9 +42,6 @@ cdef int blocks_init(Blocks* b, int32_t n, int32_t reserved, int64_t block_size)
 
 cdef void blocks_free(Blocks* b) noexcept nogil:
     xfree(b.block)
-    xfree(b.next)
-    xfree(b.prev)
-    xfree(b.fence)
     xfree(b.floor)
     xfree(b.blank)
     xfree(b.dropped)
@@ -60,36 +53,37 @@ cdef void blocks_free(Blocks* b) noexcept nogil:
 # ---- lists -------------------------------------------------------------------------------------------------
 
 cdef void chain_push(Blocks* b, Chain* chain, int32_t i) noexcept nogil:
-    b.next[i] = NO_BLOCK
-    b.prev[i] = chain.tail
+    b.block[i].next = NO_BLOCK
+    b.block[i].prev = chain.tail
     if chain.tail == NO_BLOCK:
         chain.head = i
     else:
-        b.next[chain.tail] = i
+        b.block[chain.tail].next = i
     chain.tail = i
     chain.size += 1
 
 
 cdef void chain_push_front(Blocks* b, Chain* chain, int32_t i) noexcept nogil:
-    b.prev[i] = NO_BLOCK
-    b.next[i] = chain.head
+    b.block[i].prev = NO_BLOCK
+    b.block[i].next = chain.head
     if chain.head == NO_BLOCK:
         chain.tail = i
     else:
-        b.prev[chain.head] = i
+        b.block[chain.head].prev = i
     chain.head = i
     chain.size += 1
 
 
 cdef void chain_unlink(Blocks* b, Chain* chain, int32_t i) noexcept nogil:
-    if b.prev[i] == NO_BLOCK:
-        chain.head = b.next[i]
+    cdef const Block* block = &b.block[i]
+    if block.prev == NO_BLOCK:
+        chain.head = block.next
     else:
-        b.next[b.prev[i]] = b.next[i]
-    if b.next[i] == NO_BLOCK:
-        chain.tail = b.prev[i]
+        b.block[block.prev].next = block.next
+    if block.next == NO_BLOCK:
+        chain.tail = block.prev
     else:
-        b.prev[b.next[i]] = b.prev[i]
+        b.block[block.next].prev = block.prev
     chain.size -= 1
 
 
@@ -123,7 +117,7 @@ cdef inline void give_up(Blocks* b, int32_t i) noexcept nogil:
     """Take an evictable block off the LRU list: its content is gone."""
     chain_unlink(b, &b.lru, i)
     b.block[i].committed = PLAIN
-    b.fence[i] = 0
+    b.block[i].fence = 0
     b.evictions += 1
 
 
@@ -153,6 +147,13 @@ cdef int32_t blocks_take(Blocks* b) noexcept nogil:
     return i
 
 
+cdef inline int32_t blocks_after(const Blocks* b, int32_t k, int32_t before) noexcept nogil:
+    """The block that will be taken after k others, the last of which is `before`. There must be one."""
+    if k < b.num_blank:
+        return b.blank[b.num_blank - 1 - k]
+    return b.lru.head if k == b.num_blank else b.block[before].next
+
+
 cdef void blocks_take_many(Blocks* b, int32_t* out, int32_t n) noexcept nogil:
     cdef int32_t k, i, blank = n if n < b.num_blank else b.num_blank
     for k in range(blank):
@@ -174,7 +175,7 @@ cdef inline void leave_use(Blocks* b, int32_t i) noexcept nogil:
     b.num_used -= 1
     if b.newest_pending:
         b.block[i].place = LIMBO
-        b.fence[i] = b.newest_pending
+        b.block[i].fence = b.newest_pending
         chain_push(b, &b.limbo, i)
     else:
         settle(b, i)
@@ -186,7 +187,7 @@ cdef inline void leave_use(Blocks* b, int32_t i) noexcept nogil:
 cdef inline void settle(Blocks* b, int32_t i) noexcept nogil:
     if b.block[i].committed == CANONICAL:
         b.block[i].place = CACHED
-        b.fence[i] = b.allocs
+        b.block[i].fence = b.allocs
         chain_push(b, &b.lru, i)
     else:
         b.num_held -= b.block[i].committed == HELD
@@ -264,7 +265,7 @@ cdef void blocks_drain_limbo(Blocks* b) noexcept nogil:
     cdef int32_t i
     while b.limbo.size:
         i = b.limbo.head
-        if b.newest_pending and b.fence[i] >= b.oldest_pending:
+        if b.newest_pending and b.block[i].fence >= b.oldest_pending:
             return
         chain_unlink(b, &b.limbo, i)
         settle(b, i)
@@ -273,9 +274,9 @@ cdef void blocks_drain_limbo(Blocks* b) noexcept nogil:
 cdef void blocks_lower_fences(Blocks* b) noexcept nogil:
     """The newest step was rolled back: what waited for it waits for the newest one left. O(limbo)."""
     cdef int32_t i = b.limbo.tail
-    while i != NO_BLOCK and b.fence[i] > b.newest_pending:
-        b.fence[i] = b.newest_pending
-        i = b.prev[i]
+    while i != NO_BLOCK and b.block[i].fence > b.newest_pending:
+        b.block[i].fence = b.newest_pending
+        i = b.block[i].prev
 
 
 cdef inline void touch(Blocks* b, int32_t i) noexcept nogil:
@@ -283,7 +284,7 @@ cdef inline void touch(Blocks* b, int32_t i) noexcept nogil:
     if block.place != USED:
         chain_unlink(b, &b.lru if block.place == CACHED else &b.limbo, i)
         block.place = USED
-        b.fence[i] = 0          # of a cached block this was no step but the time it was cached
+        b.block[i].fence = 0          # of a cached block this was no step but the time it was cached
         b.num_used += 1
         if b.num_used > b.peak_used:
             b.peak_used = b.num_used
@@ -314,7 +315,7 @@ cdef void blocks_drop(Blocks* b, int32_t i) noexcept nogil:
     """Clear an evictable block to blank. The caller has removed it from the index."""
     chain_unlink(b, &b.lru, i)
     b.block[i].committed = PLAIN
-    b.fence[i] = 0
+    b.block[i].fence = 0
     settle(b, i)
 
 
@@ -417,7 +418,7 @@ cdef int32_t blocks_free_order(const Blocks* b, int32_t* out, int32_t n) noexcep
     k = blank
     while k < n and i != NO_BLOCK:
         out[k] = i
-        i = b.next[i]
+        i = b.block[i].next
         k += 1
     return k
 
@@ -430,13 +431,13 @@ cdef void blocks_reset(Blocks* b) noexcept nogil:
     b.lru.head = b.lru.tail = b.limbo.head = b.limbo.tail = NO_BLOCK
     b.lru.size = b.limbo.size = 0
     memset(b.floor, 0, b.num_blocks * sizeof(int32_t))
-    memset(b.fence, 0, b.num_blocks * sizeof(int64_t))
     for i in range(b.reserved, b.num_blocks):
         if b.block[i].committed and not b.block[i].noted:
             b.block[i].noted = 1
             b.dropped[b.num_dropped] = i
             b.num_dropped += 1
         b.block[i].refcount = b.block[i].raw = b.block[i].hold = 0
+        b.block[i].fence = 0
         b.block[i].committed = b.block[i].canonical_held = 0
         b.block[i].place = BLANK
     for i in range(b.num_blocks - 1, b.reserved - 1, -1):
@@ -465,12 +466,12 @@ cdef uint64_t blocks_fingerprint(const Blocks* b, uint64_t h, int64_t next_step)
     i = b.lru.head
     while i != NO_BLOCK:
         h = mix(h, i)
-        i = b.next[i]
+        i = b.block[i].next
     h = mix(h, b.limbo.size)
     i = b.limbo.head
     while i != NO_BLOCK:
-        h = mix(mix(h, i), next_step - b.fence[i])
-        i = b.next[i]
+        h = mix(mix(h, i), next_step - b.block[i].fence)
+        i = b.block[i].next
     return h
 
 
@@ -483,13 +484,13 @@ cdef bint check_chain(const Blocks* b, const Chain* chain, uint8_t place, const 
         if b.block[i].place != place:
             return snprintf(finding, FINDING, b"block %d is on the %s list, but its place is %d", i, name,
                             <int>b.block[i].place) > 0
-        if b.prev[i] != previous:
+        if b.block[i].prev != previous:
             return snprintf(finding, FINDING, b"%s list: block %d does not point back at %d", name, i, previous) > 0
-        if place == LIMBO and (b.fence[i] > b.newest_pending
-                               or (previous != NO_BLOCK and b.fence[i] < b.fence[previous])):
+        if place == LIMBO and (b.block[i].fence > b.newest_pending
+                               or (previous != NO_BLOCK and b.block[i].fence < b.block[previous].fence)):
             return snprintf(finding, FINDING, b"limbo is not in the order of its fences at block %d", i) > 0
         previous = i
-        i = b.next[i]
+        i = b.block[i].next
         count += 1
     if previous != chain.tail or count != chain.size:
         return snprintf(finding, FINDING, b"%s list has %d blocks, its counter says %d", name, count, chain.size) > 0
@@ -564,7 +565,7 @@ cdef bint blocks_check(const Blocks* b, int32_t* seen, char* finding) noexcept n
     if places[BLANK] != b.num_blank:
         return snprintf(finding, FINDING, b"blank stack has %d entries for %d blank blocks", b.num_blank,
                         places[BLANK]) > 0
-    if b.limbo.size and (b.newest_pending == 0 or b.fence[b.limbo.head] < b.oldest_pending):
+    if b.limbo.size and (b.newest_pending == 0 or b.block[b.limbo.head].fence < b.oldest_pending):
         return snprintf(finding, FINDING, b"limbo holds %d blocks that no pending step can use", b.limbo.size) > 0
     if check_chain(b, &b.lru, CACHED, b"LRU", finding) or check_chain(b, &b.limbo, LIMBO, b"limbo", finding):
         return True

@@ -508,7 +508,7 @@ cdef void groups_commit(Groups* gs, Step* p, GroupPlan** part, const int64_t* ha
     cdef const Event* event
     cdef int32_t i, k, done = 0
     cdef Seq* q
-    p.num_copies = 0
+    p.num_copies = p.num_changed = 0
     p.uniform = advance
     b.digest = mix(mix(b.digest, OP_STEP if advance else OP_RESERVE), p.num_rows)
     memmove(p.handle, handles, p.num_rows * sizeof(int64_t))    # the batch may be a part of the plan's own array

@@ -272,6 +272,7 @@ cdef class Plan:
         self.step.handle = <int64_t*>array_data(self.arrays["handles"][0])
         self.step.plan = <void*>self
         self.step.wire = w
+        self.step.seen = w.seen
         self.step.parts = <void*>self.part
         if self.pool.options.groups is not None and (backend is not None or kv_width is not None):
             raise ValueError("[Plan] the pool has layer groups: a plan takes no backend and no kv_width")

@@ -1084,7 +1084,7 @@ cdef class Pool:
         cdef dict fields = {
             "refcount": <size_t>&b.block[i].refcount, "raw": <size_t>&b.block[i].raw,
             "hold": <size_t>&b.block[i].hold, "floor": <size_t>&b.floor[i], "blank": <size_t>&b.blank[i],
-            "next": <size_t>&b.next[i], "prev": <size_t>&b.prev[i], "num_blank": <size_t>&b.num_blank,
+            "next": <size_t>&b.block[i].next, "prev": <size_t>&b.block[i].prev, "num_blank": <size_t>&b.num_blank,
             "num_used": <size_t>&b.num_used, "num_shared": <size_t>&b.num_shared, "lru": <size_t>&b.lru.size,
             "limbo": <size_t>&b.limbo.size, "num_dropped": <size_t>&b.num_dropped,
             "table": <size_t>seq_table(s, <int32_t>i), "blocks": <size_t>&s.seq[i].num_blocks,

@@ -353,7 +353,7 @@ cdef int32_t index_evictable(const Index* ix, const Blocks* b, uint64_t root) no
     cdef int32_t id = b.lru.head, found = 0
     while id != NO_BLOCK:
         found += root == 0 or ix.root[id] == root
-        id = b.next[id]
+        id = b.block[id].next
     return found
 
 
@@ -362,7 +362,7 @@ cdef void index_flush(Index* ix, Blocks* b, uint64_t root) noexcept nogil:
     cdef int32_t id, next_id
     id = b.lru.head
     while id != NO_BLOCK:
-        next_id = b.next[id]
+        next_id = b.block[id].next
         if root == 0 or ix.root[id] == root:
             forget(ix, id)
             blocks_drop(b, id)

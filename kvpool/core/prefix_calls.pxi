@@ -93,7 +93,7 @@ cdef void begin_sequence(State* pool, int32_t slot, const Ints* tokens, const Ma
     for k in range(found.blocks):
         if b.block[table[k]].place == CACHED:
             b.revivals += 1
-            b.reuse_gap += b.allocs - b.fence[table[k]]
+            b.reuse_gap += b.allocs - b.block[table[k]].fence
         blocks_touch(b, table[k])
     blocks_take_many(b, table + found.blocks, need)
     seq_new(s)

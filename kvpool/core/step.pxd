@@ -29,7 +29,8 @@ cdef struct Step:
     int64_t* handle             # [max_rows], memory of the plan's array
     int64_t* length             # [max_rows] tokens after the step
     int64_t* slot               # [max_rows] slot of the new token, rows that were served one
-    uint64_t* version           # [max_rows] of the sequence's table after the step
+    const uint64_t* seen        # [max_rows] version of the table that the plan shows in the row, memory of the wire
+    int32_t* changed            # [max_rows], num_changed valid: rows, ascending, whose tables are other versions now
     int64_t* prev_step          # [max_rows] last_step of the sequence before, while pending
     Event* event                # [max_rows], num_events valid, by row
     Log log
@@ -37,6 +38,8 @@ cdef struct Step:
     int32_t max_rows
     int32_t num_rows
     int32_t num_events
+    int32_t num_changed
+    int32_t newest              # block that the last row which begins one will get
     int32_t num_copies
     int64_t num_tokens          # tokens served
     int64_t id                  # 0: never stepped

@@ -4,6 +4,8 @@ A step runs in two passes over its rows. `step_check` validates, counts the bloc
 shared blocks must be replaced; all it moves are reference counts, as if the rows had been served in order, and
 `log_undo` takes that back. `step_commit` cannot fail: it takes the blocks and moves the lengths.
 
+A steady batch, where each row has one token that needs no copy, is served by `step_steady` in one pass.
+
 What stands in a `Log` is the same for one table and for the table of a layer group, so groups call its functions too.
 
 The write rule (docs/core.md, Steps): a block is written in place iff it has one reference, is not committed, and
@@ -23,10 +25,10 @@ cdef int step_init(Step* p, int32_t max_rows) noexcept nogil:
     p.length = <int64_t*>xcalloc(max_rows, sizeof(int64_t))
     p.slot = <int64_t*>xcalloc(max_rows, sizeof(int64_t))
     p.prev_step = <int64_t*>xcalloc(max_rows, sizeof(int64_t))
-    p.version = <uint64_t*>xcalloc(max_rows, sizeof(uint64_t))
+    p.changed = <int32_t*>xcalloc(max_rows, sizeof(int32_t))
     p.event = <Event*>xcalloc(max_rows, sizeof(Event))
     p.max_rows = max_rows
-    if (log_init(&p.log) != OK or p.length == NULL or p.slot == NULL or p.prev_step == NULL or p.version == NULL
+    if (log_init(&p.log) != OK or p.length == NULL or p.slot == NULL or p.prev_step == NULL or p.changed == NULL
             or p.event == NULL):
         step_free(p)
         return NO_MEMORY
@@ -37,7 +39,7 @@ cdef void step_free(Step* p) noexcept nogil:
     xfree(p.length)
     xfree(p.slot)
     xfree(p.prev_step)
-    xfree(p.version)
+    xfree(p.changed)
     xfree(p.event)
     xfree(p.log.entry)
     memset(p, 0, sizeof(Step))
@@ -116,7 +118,7 @@ cdef inline int32_t replace_ids(Replaced* entry, int32_t n, Blocks* b, int32_t* 
     cdef int32_t k
     for k in range(n):
         entry[k].new = blocks_take(b)
-        b.fence[entry[k].new] = step_id
+        b.block[entry[k].new].fence = step_id
         ids[entry[k].index] = entry[k].new
         if entry[k].tokens:
             copies[3 * <int64_t>num_copies] = entry[k].old
@@ -134,7 +136,7 @@ cdef inline void give_up_copy(Blocks* b, int32_t new) noexcept nogil:
     if b.canonical != NULL:                 # else it is an engine's to say what is committed, and to be told of it
         b.num_held -= b.block[new].committed == HELD
         b.block[new].committed = PLAIN
-    b.fence[new] = 0
+    b.block[new].fence = 0
 
 
 cdef inline void undo_replaced(const Replaced* entry, int32_t n, Blocks* b, int32_t* ids) noexcept nogil:
@@ -407,13 +409,19 @@ cdef int64_t last_slot(const Seqs* s, const Blocks* b, int32_t slot) noexcept no
     return (seq_table(s, slot)[index] - index) * b.block_size + position if position >= 0 else -1
 
 
+cdef inline void note_changed(Step* p, int32_t row) noexcept nogil:
+    """The plan shows another table than the row has now."""
+    p.changed[p.num_changed] = row
+    p.num_changed += 1
+
+
 cdef void commit_simple(Step* p, Seqs* s, Blocks* b, const int64_t* handles, int32_t first, int32_t end,
                         int64_t step_id) noexcept nogil:
     """One token into the tail of each row."""
     cdef Seq* seq = s.seq
     cdef int64_t* length = p.length
     cdef int64_t* slot = p.slot
-    cdef uint64_t* version = p.version
+    cdef const uint64_t* seen = p.seen
     cdef uint64_t digest = b.digest
     cdef int32_t i
     cdef Seq* q
@@ -423,7 +431,8 @@ cdef void commit_simple(Step* p, Seqs* s, Blocks* b, const int64_t* handles, int
         q.next_slot += 1
         q.kv_len += 1
         length[i] = q.kv_len
-        version[i] = q.version
+        if seen[i] != q.version:
+            note_changed(p, i)
         if step_id:
             p.prev_step[i] = q.last_step
             q.last_step = step_id
@@ -437,7 +446,7 @@ cdef void step_commit(Step* p, Seqs* s, Blocks* b, const int64_t* handles, bint 
     cdef int64_t step_id = p.id if pends else 0
     cdef const Event* event
     cdef Seq* q
-    p.num_copies = 0
+    p.num_copies = p.num_changed = 0
     p.uniform = advance
     b.digest = mix(mix(b.digest, OP_STEP if advance else OP_RESERVE), p.num_rows)
     memmove(p.handle, handles, p.num_rows * sizeof(int64_t))    # the batch may be a part of the plan's own array
@@ -454,7 +463,8 @@ cdef void step_commit(Step* p, Seqs* s, Blocks* b, const int64_t* handles, bint 
         q = &s.seq[slot]
         p.slot[i] = last_slot(s, b, slot)
         p.length[i] = q.kv_len
-        p.version[i] = q.version
+        if p.seen[i] != q.version:
+            note_changed(p, i)
         p.prev_step[i] = q.last_step
         q.last_step = step_id
         if event.q_len != 1:
@@ -462,6 +472,147 @@ cdef void step_commit(Step* p, Seqs* s, Blocks* b, const int64_t* handles, bint 
         b.digest = mix(b.digest, <uint64_t>untagged(handles[i]) ^ (<uint64_t>q.kv_len << 20))
     commit_simple(p, s, b, handles, done, p.num_rows, step_id)
     s.sum_tokens += p.num_tokens
+
+
+# ---- a steady batch ----------------------------------------------------------------------------------------
+
+cdef int32_t begin_block(Step* p, const Seqs* s, const Blocks* b, int32_t slot, Py_ssize_t i,
+                         const Limits* limits) noexcept nogil:
+    """Point row i, whose table is full, at the block that it will get, and note an event; NO_BLOCK: not steady."""
+    cdef Seq* q = &s.seq[slot]
+    cdef Event* event = &p.event[p.num_events]
+    if (q.kv_len != q.num_blocks * b.block_size or q.kv_len >= limits.seq_tokens
+            or q.num_blocks >= limits.table_width or p.num_events == blocks_available(b)):
+        return NO_BLOCK
+    q.tail = blocks_after(b, p.num_events, p.newest)
+    q.next_slot = q.tail * b.block_size
+    q.stop_slot = q.next_slot + b.block_size
+    event.row = <int32_t>i
+    event.q_len = event.appended = 1
+    event.replaced = 0
+    event.served = 1
+    p.num_events += 1
+    p.newest = q.tail
+    kv_prefetch(seq_table(s, slot) + q.num_blocks)
+    return q.tail
+
+
+cdef void take_begun(Step* p, Seqs* s, Blocks* b, const int64_t* handle) noexcept nogil:
+    """Take the blocks that rows have begun, in their order."""
+    cdef int32_t k, slot
+    cdef Seq* q
+    for k in range(p.num_events):
+        slot = slot_of(handle[p.event[k].row])
+        q = &s.seq[slot]
+        seq_table(s, slot)[q.num_blocks] = blocks_take(b)
+        q.num_blocks += 1
+        seq_new_version(s, q)
+    s.sum_blocks += p.num_events
+
+
+cdef Py_ssize_t steady_rows(Step* p, const Seqs* s, const Blocks* b, const int64_t* handle, Py_ssize_t n,
+                            const Limits* limits, int64_t step_id, uint64_t* digest) noexcept nogil:
+    """Serve one token to each row, up to the first row that is not steady, whose number is returned.
+
+    This loop is the whole cost of a steady step: it touches every sequence once, and all it reads is in locals.
+    """
+    cdef Seq* seq = s.seq
+    cdef const Block* block = b.block
+    cdef const uint64_t* seen = p.seen
+    cdef int64_t* slots = p.slot
+    cdef int64_t* lengths = p.length
+    cdef int64_t max_seqs = s.max_seqs, seq_tokens = limits.seq_tokens
+    cdef int32_t table_width = limits.table_width, id
+    cdef bint narrow = table_width < s.max_blocks or seq_tokens < s.max_blocks * b.block_size, changed
+    cdef uint32_t stamp = s.stamp
+    cdef uint64_t h = digest[0]
+    cdef const Block* tail
+    cdef int64_t row, slot, length
+    cdef Py_ssize_t i
+    cdef Seq* q
+    p.num_events = p.num_changed = 0
+    p.newest = NO_BLOCK
+    for i in range(n):
+        row = handle[i]
+        slot = row & (MAX_SEQS - 1)
+        if slot >= max_seqs:
+            break
+        q = &seq[slot]
+        if q.handle != row or q.mark == stamp:
+            break
+        if q.next_slot < q.stop_slot:
+            tail = &block[q.tail]
+            if (tail.refcount ^ 1) | tail.hold | tail.committed:
+                break
+            if narrow and (q.kv_len >= seq_tokens or q.num_blocks > table_width):
+                break
+            changed = seen[i] != q.version
+        else:
+            id = begin_block(p, s, b, <int32_t>slot, i, limits)
+            if id == NO_BLOCK:
+                break
+            h = mix(h, id)
+            changed = True
+        if changed:
+            note_changed(p, <int32_t>i)
+        q.mark = stamp
+        slots[i] = q.next_slot
+        q.next_slot += 1
+        length = q.kv_len + 1
+        q.kv_len = length
+        lengths[i] = length
+        if step_id:
+            p.prev_step[i] = q.last_step
+            q.last_step = step_id
+        h = mix(h, <uint64_t>untagged(row) ^ (<uint64_t>length << 20))
+    else:
+        i = n
+    digest[0] = h
+    return i
+
+
+cdef void undo_steady(const Step* p, const Seqs* s, const Blocks* b, const int64_t* handle, Py_ssize_t n,
+                      int64_t step_id) noexcept nogil:
+    """Take back what `steady_rows` did to n rows."""
+    cdef Py_ssize_t i
+    cdef int32_t k
+    cdef Seq* q
+    for i in range(n):
+        q = &s.seq[slot_of(handle[i])]
+        q.next_slot -= 1
+        q.kv_len -= 1
+        if step_id:
+            q.last_step = p.prev_step[i]
+    for k in range(p.num_events):
+        seq_refresh(s, b, slot_of(handle[p.event[k].row]))
+
+
+cdef bint step_steady(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints* num_new, const Limits* limits,
+                      int64_t step_id) noexcept nogil:
+    """Serve a batch in one pass, if each row has one token that needs no copy. If not, nothing has happened.
+
+    The result is that of `step_check` and `step_commit`.
+    """
+    cdef const int64_t* handle = <const int64_t*>handles.data
+    cdef uint64_t digest = mix(mix(b.digest, OP_STEP), handles.size)
+    cdef Py_ssize_t served
+    if handles.size > limits.max_tokens or run_of_ones(num_new, 0, handles.size) != handles.size:
+        return False
+    served = steady_rows(p, s, b, handle, handles.size, limits, step_id, &digest)
+    if served < handles.size:
+        undo_steady(p, s, b, handle, served, step_id)
+        seqs_new_stamp(s)
+        return False
+    take_begun(p, s, b, handle)
+    memmove(p.handle, handle, handles.size * sizeof(int64_t))       # the batch may be a part of the plan's own array
+    b.digest = digest
+    p.num_rows = <int32_t>handles.size
+    p.num_tokens = handles.size
+    p.num_copies = 0
+    p.log.size = 0
+    p.uniform = True
+    s.sum_tokens += handles.size
+    return True
 
 
 # ---- how a pending step ends -------------------------------------------------------------------------------
@@ -605,7 +756,7 @@ cdef void count_holds(const Log* log, const Blocks* b, int64_t id, int32_t* hold
         entry = &log.entry[k]
         holds[entry.old] += 1
         floors[entry.old] = max(floors[entry.old], entry.tokens)
-        made[0] += b.block[entry.new].place == USED and b.fence[entry.new] == id
+        made[0] += b.block[entry.new].place == USED and b.block[entry.new].fence == id
 
 
 cdef bint compare_holds(const Blocks* b, const int32_t* holds, const int32_t* floors, int32_t made, char*

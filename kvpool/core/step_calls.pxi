@@ -17,23 +17,32 @@ cdef inline void show_step(Plan plan, int64_t pad_rows, int64_t pad_tokens) noex
     plan.shown_tokens = max(p.num_tokens, pad_tokens)
 
 
-cdef void carry_out(State* pool, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows, int64_t
-                    pad_tokens) noexcept nogil:
-    """Second half of a step: nothing here can fail."""
-    cdef Step* p = &plan.step
-    cdef Blocks* b = &pool.blocks
+cdef void begin_step(State* pool, Step* p) noexcept nogil:
+    """Number a step that was accepted; it is pending from here on."""
     p.id = pool.next_step
     p.noted_done = False
     pool.next_step = p.id + 1
     if pool.steps_pend:
         pending_add(&pool.pending, p)
-        set_fences(&pool.pending, b)
-    step_commit(p, &pool.seqs, b, handles, advance, pool.steps_pend)
-    wire_emit(&plan.wire, p, &pool.seqs, b, <int32_t>pad_rows, pad_tokens)
+        set_fences(&pool.pending, &pool.blocks)
+
+
+cdef void show_rows(State* pool, Plan plan, int64_t pad_rows, int64_t pad_tokens) noexcept nogil:
+    """Fill the arrays of a plan after its step."""
+    cdef Step* p = &plan.step
+    wire_emit(&plan.wire, p, &pool.seqs, &pool.blocks, <int32_t>pad_rows, pad_tokens)
     show_step(plan, pad_rows, pad_tokens)
     if not pool.steps_pend:
-        log_release(&p.log, b)
+        log_release(&p.log, &pool.blocks)
         p.log.size = 0
+
+
+cdef void carry_out(State* pool, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows, int64_t
+                    pad_tokens) noexcept nogil:
+    """Second half of a step: nothing here can fail."""
+    begin_step(pool, &plan.step)
+    step_commit(&plan.step, &pool.seqs, &pool.blocks, handles, advance, pool.steps_pend)
+    show_rows(pool, plan, pad_rows, pad_tokens)
 
 
 cdef void carry_out_groups(State* pool, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows, int64_t
@@ -102,6 +111,11 @@ cdef int pool_step(State* pool, Plan plan, const Ints* rows, const Ints* new, bi
     seqs_new_stamp(&pool.seqs)
     if pool.groups != NULL:
         return step_groups(pool, plan, rows, new, &limits, advance, partial, pad_rows, pad_tokens, v)
+    if advance and step_steady(&plan.step, &pool.seqs, &pool.blocks, rows, new, &limits,
+                               pool.next_step if pool.steps_pend else 0):
+        begin_step(pool, &plan.step)
+        show_rows(pool, plan, pad_rows, max(pad_tokens, <int64_t>0))
+        return OK
     status = step_check(&plan.step, &pool.seqs, &pool.blocks, rows, new, &limits, advance, partial, v)
     if status != OK:
         log_undo(&plan.step.log, &pool.blocks, 0)

@@ -117,9 +117,15 @@ cdef inline void show_row(Wire* w, int32_t i, int64_t handle, uint32_t epoch, ui
     w.num_dirty += 1
 
 
-cdef void sync_row(Wire* w, const Seqs* s, int32_t slot, int32_t i) noexcept nogil:
-    cdef const Seq* q = &s.seq[slot]
-    show_row(w, i, q.handle, q.epoch, q.version, seq_table(s, slot), q.num_blocks)
+cdef void sync_rows(Wire* w, const Step* p, const Seqs* s) noexcept nogil:
+    """Rewrite the rows whose tables changed."""
+    cdef int32_t k, i, slot
+    cdef const Seq* q
+    for k in range(p.num_changed):
+        i = p.changed[k]
+        slot = slot_of(p.handle[i])
+        q = &s.seq[slot]
+        show_row(w, i, q.handle, q.epoch, q.version, seq_table(s, slot), q.num_blocks)
 
 
 cdef void pad_row(Wire* w, int32_t i) noexcept nogil:
@@ -238,8 +244,6 @@ cdef void wire_emit(Wire* w, const Step* p, const Seqs* s, const Blocks* b, int3
                     int64_t pad_tokens) noexcept nogil:
     """Write a committed step into the arrays; rows and tokens up to pad_rows, pad_tokens are padding."""
     cdef int32_t i
-    cdef const uint64_t* seen
-    cdef const uint64_t* version
     w.num_dirty = 0
     write_one(&w.field[CU_Q_LENS], 0, 0)
     if p.uniform:
@@ -260,11 +264,7 @@ cdef void wire_emit(Wire* w, const Step* p, const Seqs* s, const Blocks* b, int3
     for i in range(p.num_events):
         w.served[p.event[i].row] = p.event[i].served
     if w.tracks:
-        seen = w.seen
-        version = p.version
-        for i in range(p.num_rows):
-            if seen[i] != version[i]:
-                sync_row(w, s, slot_of(p.handle[i]), i)
+        sync_rows(w, p, s)
     for i in range(p.num_rows, pad_rows):
         pad_row(w, i)
         write_one(&w.field[CU_Q_LENS], i + 1, p.num_tokens)

@@ -275,8 +275,8 @@ def _lru_swapped(pool, kept, *_):
     if o.b.lru.size == 2:
         a, c = o.b.lru.head, o.b.lru.tail
         o.b.lru.head, o.b.lru.tail = c, a
-        o.b.next[c], o.b.prev[a] = a, c
-        o.b.prev[c] = o.b.next[a] = NO_BLOCK
+        o.b.block[c].next, o.b.block[a].prev = a, c
+        o.b.block[c].prev = o.b.block[a].next = NO_BLOCK
 
 
 def _hold_forgotten(pool, plan):
@@ -358,9 +358,9 @@ def _take_fences(pool, *_):
     cdef int32_t i
     kept = {}
     for i in range(o.b.num_blocks):
-        if o.b.canonical != NULL and o.b.block[i].place == USED and 0 < o.b.oldest_pending <= o.b.fence[i]:
-            kept[i] = o.b.fence[i]
-            o.b.fence[i] = 0
+        if o.b.canonical != NULL and o.b.block[i].place == USED and 0 < o.b.oldest_pending <= o.b.block[i].fence:
+            kept[i] = o.b.block[i].fence
+            o.b.block[i].fence = 0
     return kept
 
 
@@ -368,7 +368,7 @@ def _put_fences(pool, kept, *_):
     cdef _Opened o = _Opened(pool)
     for i, fence in kept.items():
         if o.b.block[<int32_t>i].place == USED:
-            o.b.fence[<int32_t>i] = fence
+            o.b.block[<int32_t>i].fence = fence
 
 
 def _hide_held(pool, *_):

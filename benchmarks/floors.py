@@ -1,0 +1,87 @@
+"""How far the core is from the C floor: ``python -m benchmarks.floors``.
+
+The rounds of both alternate in one process, and the least of each counts: on a machine that others share, this moves
+less than the medians of runs that are minutes apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.bench_alloc import bench_bulk
+from benchmarks.bench_fork import CHILDREN, bench_children
+from benchmarks.bench_prefix import bench_full_hit
+from benchmarks.bench_step import ROUNDS, bench_decode, bench_decode_fenced
+from benchmarks.gate import Gate, as_text, held
+
+Case = tuple[Callable[[], Any], float, Callable[[], Any] | None]
+
+
+def case_of(bench: Callable[..., None], *args: Any) -> Case:
+    """Return what a benchmark would measure: a round, its items, and what is done before it."""
+    found: list[Case] = []
+
+    def note(
+        run: Callable[[], Any], items: float, *, setup: Callable[[], Any] | None = None, **_others: object
+    ) -> None:
+        found.append((run, items, setup))
+
+    bench(note, *args)
+    return found[0]
+
+
+def alternate(cases: Sequence[Case], rounds: int) -> list[float]:
+    """Return the least time per item of each case, in nanoseconds of this thread's CPU time."""
+    least = [float("inf")] * len(cases)
+    for k in range(rounds):
+        for i, (run, items, setup) in enumerate(cases):
+            if setup is not None:
+                setup()
+            start = time.thread_time_ns()
+            run()
+            taken = (time.thread_time_ns() - start) / items
+            if k >= 2:  # the first ones warm up
+                least[i] = min(least[i], taken)
+    return least
+
+
+def pairs() -> dict[str, tuple[float, Callable[[], list[Case]]]]:
+    """Return by name: the limit of the ratio, and what makes the cases of the pool and of the floor."""
+    rows: dict[str, tuple[float, Callable[[], list[Case]]]] = {}
+    for size, limit in ((1024, 2.2), (256, 1.7)):
+        rows[f"step and done, {size} rows"] = limit, lambda size=size: [
+            case_of(bench_decode_fenced, size), case_of(bench_decode, size, "floor"),
+        ]  # fmt: skip
+    rows["step in order, 1024 rows"] = 1.5, lambda: [case_of(bench_decode, 1024, who) for who in ("kvpool", "floor")]
+    hit = (100_000, 4096)
+    rows["prefix hit, 100,000 blocks"] = 2.5, lambda: [
+        case_of(bench_full_hit, who, *hit) for who in ("kvpool", "floor")
+    ]
+    rows[f"fork, {CHILDREN} a call"] = 2.0, lambda: [
+        case_of(bench_children, who, CHILDREN, "fork") for who in ("kvpool", "floor")
+    ]
+    rows["alloc+free, 1..64 a call"] = 3.0, lambda: [case_of(bench_bulk, who) for who in ("kvpool", "floor")]
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the ratios; 1 if one of them misses its limit and --gates is given."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.floors", description="kvpool beside the C floor")
+    parser.add_argument("--rounds", type=int, default=ROUNDS - 4, help=f"of each, at most {ROUNDS - 4}")
+    parser.add_argument("--gates", action="store_true", help="fail when a limit is missed")
+    options = parser.parse_args(argv)
+    if not 3 <= options.rounds <= ROUNDS - 4:
+        parser.error(f"--rounds must be in 3 .. {ROUNDS - 4} ({options.rounds})")
+    gates = []
+    for name, (limit, make) in pairs().items():
+        ours, floor = alternate(make(), options.rounds)
+        gates.append(Gate(name, round(ours / floor, 2), limit, True, f"{ours:,.1f} / {floor:,.1f} ns"))
+    print(as_text(gates))
+    return 0 if held(gates) or not options.gates else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
