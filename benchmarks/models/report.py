@@ -81,9 +81,10 @@ def route_of(kv: PagedKV) -> tuple[str, str]:
 
 def as_text(lines: Sequence[Line]) -> str:
     """Return the table, what it counts, and the reasons."""
-    head = ["file", "served", "4k", "1", str(BATCH), "32k", "1", str(BATCH), "decode", "chunk"]
-    rows = [head, ["-" * len(head[0]), "-" * len(head[1]), *["-:"] * 8]]
-    rows += [cells(line) for line in lines]
+    head = ["file", "served", "4k", "1", str(BATCH), "32k", "1", str(BATCH)]
+    head += ["decode", "chunk"] if any(line.decode for line in lines) else []
+    rows = [head, ["-" * len(head[0]), "-" * len(head[1]), *["-:"] * (len(head) - 2)]]
+    rows += [cells(line)[: len(head)] for line in lines]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     table = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows

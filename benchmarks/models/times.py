@@ -1,8 +1,9 @@
 """Time of a decode step and of a chunk of a prompt: a model on mlx-lm's own caches, and on a pool.
 
 Both take turns on the same model (`kvpool.cli.bench.measure`). Time is that of the CPU, of all threads: others may use
-the machine, too. It does not show how much of the time two threads work at once. A step is what mlx-lm's ``generate_step`` does: the next
-one is built while this one runs. A chunk ends with the evaluation of the caches, and nobody uses its logits.
+the machine, too. It does not show how much of the time two threads work at once. A step is what mlx-lm's
+``generate_step`` does: the next one is built while this one runs. A chunk ends with the evaluation of the caches, and
+nobody uses its logits.
 """
 
 from __future__ import annotations
