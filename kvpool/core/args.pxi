@@ -259,8 +259,7 @@ cdef int ints_tokens(Ints* tokens, str call) except -1:
         outside = signs
     else:
         for i in range(tokens.size):
-            memcpy(&token, <const char*>tokens.data + 8 * i, 8)
-            outside |= token
+            outside |= ints_at(tokens, i)
     if outside < 0 or outside > 0x7FFFFFFF:
         for i in range(tokens.size):
             token = ints_at(tokens, i)
