@@ -29,7 +29,7 @@ cdef struct Step:
     int64_t* handle             # [max_rows], memory of the plan's array
     int64_t* length             # [max_rows] tokens after the step
     int64_t* slot               # [max_rows] slot of the new token, rows that were served one
-    const uint64_t* seen        # [max_rows] version of the table that the plan shows in the row, memory of the wire
+    uint64_t* seen              # [max_rows] version of the table that the plan shows in the row, memory of the wire
     int32_t* changed            # [max_rows], num_changed valid: rows, ascending, whose tables are other versions now
     int64_t* prev_step          # [max_rows] last_step of the sequence before, while pending
     Event* event                # [max_rows], num_events valid, by row
