@@ -9,12 +9,13 @@ these arrays. Caches of unknown classes are filled by the model, and both sides 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 import kvpool
+from benchmarks.models.subjects import Beside
 from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.layout import Layout, layout_of
 from kvpool.adapters.mlx_lm.shapes import Leaf, inspect_model, leaves_of
@@ -24,23 +25,11 @@ BLOCK_SIZE = 16
 PIECE = 2048  # tokens that mlx-lm's generate feeds at once
 
 
-class Held(NamedTuple):
-    """Bytes of a batch."""
-
-    stock: int
-    pool: int
-
-    @property
-    def ratio(self) -> float:
-        """Bytes of the pool, divided by those of mlx-lm's caches."""
-        return self.pool / self.stock
-
-
-def held(model: Any, num_rows: int, num_tokens: int) -> Held:
+def held(model: Any, num_rows: int, num_tokens: int) -> Beside:
     """Return what rows of so many tokens hold. The last token was a step of its own."""
     layout = layout_of(inspect_model(model), BLOCK_SIZE, keeps_all=False)
     whole = num_rows * _whole_nbytes(model, layout, num_tokens)
-    return Held(
+    return Beside(
         whole + _stock_nbytes(model, layout, num_rows, num_tokens), whole + _pool_nbytes(layout, num_rows, num_tokens)
     )
 

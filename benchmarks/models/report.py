@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.models import subjects, times
-from benchmarks.models.held import Held, held
+from benchmarks.models.held import held
+from benchmarks.models.subjects import Beside
 from kvpool.adapters.mlx_lm.host import PagedKV, install
 from kvpool.config import format_nbytes
 
@@ -27,16 +28,16 @@ class Line:
         Why its attention gathers, or why it does not run. "" otherwise.
     held : dict
         By context and rows.
-    decode, chunk : times.Times or None
+    decode, chunk : Beside or None
         Of one sequence.
     """
 
     name: str
     route: str
     why: str = ""
-    held: dict[tuple[str, int], Held] | None = None
-    decode: times.Times | None = None
-    chunk: times.Times | None = None
+    held: dict[tuple[str, int], Beside] | None = None
+    decode: Beside | None = None
+    chunk: Beside | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Everything."""

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from kvpool.adapters.mlx_lm.tiny_families import NOT_RUN, OWN, build, config_of, randomize
+
+
+class Beside(NamedTuple):
+    """What one quantity is on mlx-lm's own caches, and on the pool."""
+
+    stock: float
+    pool: float
+
+    @property
+    def ratio(self) -> float:
+        """That on the pool, divided by that on mlx-lm's caches."""
+        return self.pool / self.stock
+
 
 FILES = tuple(sorted([*OWN, *NOT_RUN], key=str.lower))
 """All model files of mlx-lm 0.32.2."""

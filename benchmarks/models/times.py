@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
 from benchmarks.models.held import BLOCK_SIZE, merged
+from benchmarks.models.subjects import Beside
 from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.host import PagedKV, install
 from kvpool.cli.bench.measure import Contestant, race
@@ -24,18 +25,6 @@ STEPS = 8  # of one timed run
 FEW = 3  # runs of a chunk, which takes long
 
 
-class Times(NamedTuple):
-    """Seconds of CPU time: the least of some runs."""
-
-    stock: float
-    pool: float
-
-    @property
-    def ratio(self) -> float:
-        """Time on the pool, divided by that on mlx-lm's caches."""
-        return self.pool / self.stock
-
-
 def installed(model: Any, num_rows: int, repetitions: int) -> PagedKV:
     """Return a pool with room for the runs of `decode` and `chunk`."""
     steps = STEPS * (2 + 3 * repetitions)
@@ -43,13 +32,13 @@ def installed(model: Any, num_rows: int, repetitions: int) -> PagedKV:
     return install(model, num_blocks, block_size=BLOCK_SIZE, max_seqs=4 * num_rows + 8)
 
 
-def decode(kv: PagedKV, num_rows: int, repetitions: int) -> Times:
+def decode(kv: PagedKV, num_rows: int, repetitions: int) -> Beside:
     """Time a decode step of rows with 512 tokens and more. `kv` is entered."""
     runs = {who: _decoding(kv.model, make, num_rows) for who, make in _makers(kv).items()}
     return _race(runs, STEPS, repetitions)
 
 
-def chunk(kv: PagedKV, num_rows: int, repetitions: int) -> Times:
+def chunk(kv: PagedKV, num_rows: int, repetitions: int) -> Beside:
     """Time the first 512 tokens of all rows. `kv` is entered."""
     runs = {who: lambda make=make: _fed(kv.model, make, num_rows) for who, make in _makers(kv).items()}
     return _race(runs, 1, min(FEW, repetitions))
@@ -59,10 +48,10 @@ def _makers(kv: PagedKV) -> dict[str, Callable[[], list[Any]]]:
     return {"stock": lambda: Hook.stock_caches(kv.model), "pool": kv.make_cache}
 
 
-def _race(runs: dict[str, Callable[[], object]], calls: int, repetitions: int) -> Times:
+def _race(runs: dict[str, Callable[[], object]], calls: int, repetitions: int) -> Beside:
     stock, pool = (Contestant(who, run, calls) for who, run in runs.items())
     result = race(stock, [pool], repetitions, time.process_time)
-    return Times(result.yardstick.best, result.timings["pool"].best)
+    return Beside(result.yardstick.best, result.timings["pool"].best)
 
 
 def _fed(model: Any, make: Callable[[], list[Any]], num_rows: int) -> list[Any]:

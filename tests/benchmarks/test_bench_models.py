@@ -13,6 +13,7 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_models import on_cpu
 
 from benchmarks.models import capacity, command, gates, held, report, subjects, times
+from benchmarks.models.subjects import Beside
 from kvpool.adapters.mlx_lm import install
 from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.layout import layout_of
@@ -59,7 +60,7 @@ def really_held(model, num_rows, num_tokens):
         gc.collect()
         found = kv.summary()
         del caches
-    return held.Held(stock, found.kv_nbytes + found.state_nbytes)
+    return Beside(stock, found.kv_nbytes + found.state_nbytes)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
@@ -115,7 +116,7 @@ def test_windows_that_keep_every_token_miss_the_gate_of_capacity(monkeypatch):
 def test_gate_of_time_judges_a_step_and_a_chunk_by_their_ratio_to_stock(monkeypatch, seconds, holds):
     monkeypatch.setattr(subjects, "medium", subjects.tiny)
     for name in ("decode", "chunk"):
-        monkeypatch.setattr(times, name, lambda kv, num_rows, repetitions: times.Times(1.0, seconds))
+        monkeypatch.setattr(times, name, lambda kv, num_rows, repetitions: Beside(1.0, seconds))
     found = list(gates.time_gates("lfm2", [1, 2], 1, print))
     assert len(found) == 8 and all(gate.holds == holds for gate in found)
 

@@ -32,6 +32,15 @@ VOCAB, NEW = 320, 12
 LENGTHS = (3, 17, 40, 9, 30, 5, 21, 8)
 
 
+def wandering(model):
+    """Draw the weights of a model so that its greedy output wanders: a wrong block shows."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.normal_(0, 0.25)
+    return model
+
+
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
@@ -48,12 +57,7 @@ def model():
         eos_token_id=None,
         bos_token_id=None,
     )
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.normal_(0, 0.25)  # greedy output wanders, so that a wrong block shows
-    return model
+    return wandering(LlamaForCausalLM(config).eval())
 
 
 @pytest.fixture(scope="module")

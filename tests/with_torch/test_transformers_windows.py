@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from test_transformers import VOCAB, generate, generation
+from test_transformers import VOCAB, generate, generation, wandering
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, MistralConfig
 
 from kvpool.adapters.transformers import PoolAllocator, WindowAllocator, install
@@ -41,11 +41,7 @@ def model(request):
     more = {"num_local_experts": 4, "num_experts_per_tok": 2} if kind is GptOssConfig else {}
     layout = {"num_hidden_layers": 2} if layers is None else {"num_hidden_layers": len(layers), "layer_types": layers}
     model = AutoModelForCausalLM.from_config(kind(**SIZES, **layout, **more)).float().eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.normal_(0, 0.25)  # greedy output wanders, so that a wrong block shows
-    return model
+    return wandering(model)
 
 
 @pytest.fixture(scope="module")
