@@ -374,7 +374,8 @@ cdef class BlockStore:
         arguments.begin("attend")
         try:
             call.layer = self.layer_of(layer)
-            check_attends(self.spec)
+            if self.spec.latent:
+                check_attends(self.spec)
             queries = take_tokens(&call.q, arguments, q, "q", -1, -1, call.layer.k.dim)
             call.num_tokens = queries.shape[0]
             call.num_q_heads = queries.shape[1]

@@ -95,7 +95,9 @@ class KernelBackend(BaseBackend):
         q = q if isinstance(q, mx.array) else mx.array(q)
         if q.ndim != 3:
             raise ValueError(f"[attend] q has shape {q.shape}, it must be [T, Hq, D]")
-        out = _result((*q.shape[:2], self._value_head_dim), q.dtype)
+        size = *q.shape[:2], self._value_head_dim
+        is_small = 0 < prod(size) <= _SMALL  # such an array exists already: nobody waits for MLX once more
+        out = mx.array(np.zeros(size, np.float32), q.dtype) if is_small else mx.zeros(size, q.dtype)
         try:
             mx.eval(q, out)
         except ValueError as error:
@@ -172,13 +174,6 @@ class KernelBackend(BaseBackend):
         arrays = [mx.zeros((*shape, dim), bits) for _, dim in self.spec.planes]
         mx.eval(arrays)
         return arrays, [np.asarray(memoryview(array)) for array in arrays]  # type: ignore[arg-type]
-
-
-def _result(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    """Return zeros. A small array exists already, so that nobody waits for MLX once more."""
-    if prod(shape) > _SMALL:
-        return mx.zeros(shape, dtype)
-    return mx.array(np.zeros(shape, np.float32), dtype)
 
 
 def _no_content(call: str) -> RuntimeError:
