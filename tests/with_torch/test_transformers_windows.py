@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from test_transformers import VOCAB, generate, generation, wandering
+from test_transformers import VOCAB, alone, generate, generation, wandering
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, MistralConfig
 
 from kvpool.adapters.transformers import PoolAllocator, WindowAllocator, install
@@ -52,13 +52,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def expected(model, prompts):
-    """What each prompt gives alone, on transformers' own caches."""
-    with torch.no_grad():
-        tokens = [
-            model.generate(torch.tensor([p]), generation_config=generation())[0, len(p) :].tolist() for p in prompts
-        ]
-    assert len({token for row in tokens for token in row}) > 50
-    return tokens
+    return alone(model, prompts)
 
 
 @pytest.fixture
