@@ -69,12 +69,14 @@ class GroupMachine(RuleBasedStateMachine):
         """Make both pools and their plans."""
         self.sides = [Side(*make, options, PLANS) for make in (type(self).make, (ModelPool, ModelPlan))]
         self.program = Program(self.sides[0], self.sides[1], options)
+        self.agrees = True
 
     def teardown(self) -> None:
-        """Finish what is pending, close everything, and give the tags of the pools back."""
+        """Finish what is pending, if nothing has failed, close everything, and give the tags of the pools back."""
         if hasattr(self, "program"):
             try:
-                self.program.finish()
+                if self.agrees:
+                    self.program.finish()
             finally:
                 for side in self.sides:
                     side.shutdown()
@@ -83,7 +85,9 @@ class GroupMachine(RuleBasedStateMachine):
 def _rule_of(name: str) -> Any:
     @rule(a=numbers, b=numbers, c=numbers)
     def call(self: GroupMachine, a: int, b: int, c: int) -> None:
+        self.agrees = False
         self.program.call(name, a, b, c)
+        self.agrees = True
 
     return call
 

@@ -64,7 +64,8 @@ def core_tape(program, more=None, **options):
 def told(outcome):
     """An outcome without tags of pools, which other pools may have, and without texts that are not the core's own."""
     if isinstance(outcome, Raised):
-        text = re.sub(r"\d{16,}", lambda found: str(int(found[0]) & LOCAL), outcome.text)
+        text = re.sub(r"\d{16,}\.0|\d\.\d+e\+\d+", "a float", outcome.text)  # it has lost bits of a handle
+        text = re.sub(r"\d{16,}", lambda found: str(int(found[0]) & LOCAL), text)
         return outcome.kind, text if text.startswith("[") else "", told(outcome.more)
     is_list = isinstance(outcome, tuple) and not (len(outcome) == 3 and isinstance(outcome[2], bytes))
     return [told(part) for part in outcome] if is_list else as_judged(outcome)
@@ -118,12 +119,15 @@ def test_program_gives_what_it_gave(name):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the snapshot is of Linux")
-def test_number_is_the_same_beside_other_pools_and_another_one_with_another_option():
-    name, due = "numbers_of_every_size", json.loads(SNAPSHOT.read_text())["numbers_of_every_size"]
-    others = [kvpool.Pool(4, 4), kvpool.Pool(4, 4)]
-    assert number_of(name) == due
+@pytest.mark.parametrize("name", ["numbers_of_every_size", "arguments_of_every_call"])
+def test_number_is_the_same_beside_other_pools_and_another_one_with_another_option(name):
+    due = json.loads(SNAPSHOT.read_text())[name]
+    for living in (1, 2, 4):
+        first_tag()
+        others = [kvpool.Pool(4, 4) for _ in range(living)]
+        assert number_of(name) == due
+        del others
     assert number_of(name, reserved_blocks=2) != due
-    del others
 
 
 def test_tape_is_played_as_it_was_recorded():
