@@ -209,12 +209,6 @@ class ModelPlan:
             raise PlanStateError("[bind] the plan is pending, call done or rollback first")
         self._bind("bind", arrays)
 
-    def forget(self) -> None:
-        """Every row is dirty in the next step that shows it."""
-        if self._pending:
-            raise PlanStateError("[forget] the plan is pending, call done or rollback first")
-        self._carry(self.limits.max_rows)
-
     def _bind(self, call: str, arrays: dict[str, np.ndarray]) -> None:
         for name, array in arrays.items():
             if name not in self._shapes:
