@@ -28,10 +28,10 @@ VARIANT_FILE = Path("build/cython/variant")
 CORE, CPU = Path("kvpool"), Path("kvpool_backends/cpu")
 #: The fuzzer of the core. It is compiled where the tree is compiled in place; no wheel has it.
 FUZZER = [Path("proof/fuzz")] if "--inplace" in sys.argv else []
-#: Compiled for size: nobody waits for them, a kernel does more for each call than they do, or (the drivers of the
-#: fuzzer) they take the same time.
+#: Compiled for size: nobody waits for them, a kernel or the core does more for each call than they do, or (the drivers
+#: of the fuzzer) they take the same time. `_kernels` says so in its text, because the C kernels have its arguments.
 FOR_SIZE = (
-    *("_broken", "_arguments", "_attention"),
+    *("_broken", "capi", "_arguments", "_attention"),
     *("_calls", "_fuzz", "_fuzz_base", "_fuzz_calls", "_fuzz_evict", "_fuzz_prefix", "_fuzz_steps"),
     *("_calls_groups", "_fuzz_groups", "_broken_groups"),
 )
@@ -70,7 +70,7 @@ def compile_flags() -> tuple[list[str], list[str]]:
         compile_args += ["--coverage"]
         link_args += ["--coverage"]
     if sys.platform == "linux" and not (DEBUG or SANITIZE or COVERAGE):
-        link_args += ["-Wl,-s"]  # a small wheel; a debug build has symbols
+        link_args += ["-Wl,-s", "-Wl,-z,noseparate-code"]  # a small wheel; a debug build has symbols
     return compile_args, link_args
 
 

@@ -27,7 +27,7 @@ LAYERS = (
         "kvpool._signatures",
     ),
     ("kvpool._", "kvpool.capi"),
-    ("kvpool.scheduler", "kvpool.token_eviction", "kvpool.protocol", "kvpool"),
+    ("kvpool.scheduler", "kvpool.protocol", "kvpool"),
     ("kvpool_backends",),
     ("kvpool.adapters", "kvpool.store"),
     ("kvpool.testing",),

@@ -13,7 +13,6 @@ from kvpool.errors import (
     OutOfBlocks,
     OutOfSequences,
     PlanStateError,
-    RequestRejected,
     StaleHandle,
 )
 
@@ -46,7 +45,6 @@ __all__ = [
     "PlanStateError",
     "Pool",
     "Request",
-    "RequestRejected",
     "Scheduler",
     "StaleHandle",
     "get_include",

@@ -96,13 +96,14 @@ BEGIN_FIRST = (
 
 #: What `make test` leaves to `make test-all`: folders and files, by the names of `tests/`. Their tests get the marker
 #: `long`. Metal kernels run in an interpreter, the gates of the proof compile copies of the tree, and the rest start
-#: servers or whole demos. The files in `KEPT_IN` stay in `make test`: they plant many faults in little time.
+#: servers or whole demos. `fuzz_machine` runs a thousand random programs; its faults are in `fuzz_canary`, which stays.
+#: The files in `KEPT_IN` stay in `make test`: they plant many faults in little time.
 KEPT_IN = ("metal_mutations", "metal_packed_mutations", "metal_scores")
 LEFT_TO_TEST_ALL = (
     *("metal", "benchmarks", "proof_mutants", "proof_coverage", "proof_gates", "proof_failures"),
     *("demo", "demo_conversation", "packaging", "ranks", "server_admission", "server_soak", "server_death"),
     *("backend_mlx", "mlx_native", "mlx_native_metal", "published_notebook_model", "capi_examples"),
-    "sizing_fields",
+    *("sizing_fields", "fuzz_machine"),
 )
 
 

@@ -10,11 +10,11 @@ import argparse
 import importlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.attention.settings import add_arguments, settings
-from kvpool.cli.console import CommandError, check_plot, progress
+from kvpool.cli.console import CommandError, progress
 
 if TYPE_CHECKING:
     from benchmarks.attention.bench import Bench
@@ -36,18 +36,13 @@ def run(args: argparse.Namespace) -> int:
     from benchmarks.attention.bench import Bench
     from benchmarks.attention.dense import installed
 
-    check_plot(args.plot)
     kernels = load_kernels()
     wanted = settings(args, kernels.num_threads())
-    if args.plot is not None and "decode" not in wanted.parts:
-        raise CommandError("--plot draws decode, and --part leaves it out")
     bench = Bench(kernels, wanted, installed(wanted.rivals) if "decode" in wanted.parts else {})
     start = time.perf_counter()
     rows = measure(bench, quiet=args.json)
     seconds = time.perf_counter() - start
     decided = gates.decide(rows, wanted)
-    if args.plot is not None:
-        draw(args, bench, rows)
     if args.json:
         print(json.dumps(report.as_json(bench, rows, decided, seconds), indent=2))
     else:
@@ -85,13 +80,3 @@ def measure(bench: Bench, *, quiet: bool) -> list[Row]:
             raise CommandError(f"a result is wrong, its time means nothing: {exc}") from None
         except MemoryError:
             raise CommandError("not enough memory: choose a smaller --max-memory") from None
-
-
-def draw(args: argparse.Namespace, bench: Bench, rows: Sequence[Row]) -> None:
-    """Write the picture."""
-    from benchmarks.attention import plot
-
-    try:
-        plot.draw(args.plot, bench, rows)
-    except OSError as exc:
-        raise CommandError(f"--plot {args.plot}: {exc.strerror or exc}") from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvpool.cli.bench.options import DTYPES, memory_nbytes, numbers, some
 from kvpool.cli.console import CommandError, whole
@@ -79,7 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quick", action="store_true", help="a minute or two: blocks of 16, batches 1 and 4, contexts 4k and 16k"
     )
     parser.add_argument("--gates", action="store_true", help="exit status 1 if a gate is missed or not decided")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw speed and ratio over the context")
 
 
 def settings(args: argparse.Namespace, num_threads: int) -> Settings:

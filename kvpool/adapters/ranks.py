@@ -12,7 +12,7 @@ over the forward pass that follows:
             with ranks.step(kv.pool, batch=requests_and_their_last_tokens, stream=generator.stream):
                 generator.next()
 
-Start it by `mlx.launch` or `kvpool.adapters.launch`, with the same ``seed=`` and the same order of requests everywhere.
+Start it by `mlx.launch`, with the same ``seed=`` and the same order of requests everywhere.
 """
 
 from __future__ import annotations

@@ -65,6 +65,7 @@ cdef class Plan:
     cdef tuple make_groups(self, tuple formats)
     cdef int declare(self, object formats, object dtype, object pad, object out) except -1
     cdef int check_width(self, str name, int width) except -1
+    cdef tuple whole_shape(self, str name)
     cdef int own(self, str name) except -1
     cdef int refuse_shape(self, str name, object shape, str call) except -1
     cdef int check_array(self, str name, object array, dict held, str call) except -1

@@ -393,11 +393,9 @@ cdef class Plan:
                 raise ValueError(f"[Plan] {name} needs int64: it can reach {most}, int32 holds {INT32_MAX}")
         return 0
 
-    def array_shape(self, name):
+    cdef tuple whole_shape(self, str name):
         """Whole shape of an array of this plan."""
-        rows = self.wire.max_rows
-        if name not in self.names:
-            raise ValueError(f"[array_shape] no such array ({name!r}), there are {', '.join(self.names)}")
+        cdef object rows = self.wire.max_rows
         if name == "block_tables":
             return (rows, self.wire.table_width)
         if name == "kv_slots":
@@ -412,7 +410,7 @@ cdef class Plan:
 
     cdef int own(self, str name) except -1:
         cdef Field* field = &self.wire.field[FIELDS.index(name)]
-        shape = self.array_shape(name)
+        shape = self.whole_shape(name)
         code = np.int32 if field.width == 4 else np.int64
         array, memory = new_array(shape, code, True)
         if field.pad != 0:
@@ -422,8 +420,8 @@ cdef class Plan:
         return 0
 
     cdef int refuse_shape(self, str name, object shape, str call) except -1:
-        if shape != self.array_shape(name):
-            raise ValueError(f"[{call}] {name} has shape {shape}, it must be {self.array_shape(name)}")
+        if shape != self.whole_shape(name):
+            raise ValueError(f"[{call}] {name} has shape {shape}, it must be {self.whole_shape(name)}")
         return 0
 
     cdef int check_array(self, str name, object array, dict held, str call) except -1:
@@ -545,7 +543,7 @@ cdef class Plan:
         Parameters
         ----------
         **arrays : ndarray
-            By name: the whole shape of `array_shape`, the declared dtype, C-contiguous, writable, overlapping no
+            By name: its whole shape (see `Plan`), the declared dtype, C-contiguous, writable, overlapping no
             other array of the plan.
 
         Raises
@@ -557,24 +555,13 @@ cdef class Plan:
 
         Notes
         -----
-        Every row is dirty in the next step.
+        Every row is dirty in the next step. So ``bind()`` without arrays is for a consumer that lost what it had.
         """
         self.refuse_pending("bind")
         for name in arrays:
             if name not in self.names:
                 raise ValueError(f"[bind] no such array ({name!r}), there are {', '.join(self.names)}")
         self.attach(arrays, "bind")
-
-    def forget(self):
-        """Carry every row into the next `dirty_rows`: the consumer of the arrays lost what it had.
-
-        Raises
-        ------
-        PlanStateError
-            The plan is pending. State unchanged.
-        """
-        self.refuse_pending("forget")
-        self.attach({}, "forget")
 
     cdef int get_pad(self, object pad_to, str call, int64_t num_rows, int64_t* rows, int64_t* tokens) except -1:
         """Read and judge a `pad_to` argument for a batch of `num_rows` rows."""

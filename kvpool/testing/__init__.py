@@ -3,8 +3,6 @@
 - `ModelPool`, `ModelPlan` (`kvpool.testing.model`): the core's contract in plain Python.
 - `kvpool.testing.conformance`: what every backend has to pass.
 - `RecordedPool` (`kvpool.testing.recorded`): a pool that keeps its calls; `kvpool.testing.rerun` makes them again.
-- `TokenModel`, `TokenMemory` (`kvpool.testing.token_model`): a language model that costs nothing, exact about what its
-  KV cache holds; for engines and schedulers.
 """
 
 from __future__ import annotations
@@ -16,10 +14,8 @@ _WHERE = {
     "ModelPool": "model",
     "ModelPlan": "model",
     "RecordedPool": "recorded",
-    "TokenMemory": "token_model",
-    "TokenModel": "token_model",
 }
-__all__ = ["ModelPlan", "ModelPool", "RecordedPool", "TokenMemory", "TokenModel"]
+__all__ = ["ModelPlan", "ModelPool", "RecordedPool"]
 
 
 def __getattr__(name: str) -> Any:

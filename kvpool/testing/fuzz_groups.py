@@ -298,7 +298,7 @@ class Program:
 
     def forget(self, a: int, b: int, c: int) -> None:
         """Distrust what a plan has written; a pending one refuses."""
-        self.pair.both(lambda side: side.plans[a % len(PLANS)].forget())
+        self.pair.both(lambda side: side.plans[a % len(PLANS)].bind())
 
     def named(self, a: int, b: int, c: int) -> None:
         """A call on blocks by id, on some arena: those in tables, the program's own, cached ones, sometimes any."""

@@ -208,11 +208,6 @@ class ModelPlan:
         if self._pending:
             raise PlanStateError("[bind] the plan is pending, call done or rollback first")
         self._bind("bind", arrays)
-
-    def forget(self) -> None:
-        """Every row is dirty in the next step that shows it."""
-        if self._pending:
-            raise PlanStateError("[forget] the plan is pending, call done or rollback first")
         self._carry(self.limits.max_rows)
 
     def _bind(self, call: str, arrays: dict[str, np.ndarray]) -> None:
@@ -239,8 +234,6 @@ class ModelPlan:
         for name in arrays:
             if name in self._views:
                 self._views[name] = base[name][: len(self._views[name])]
-        if arrays:
-            self._carry(self.limits.max_rows)
 
     def _refuse_moved(self, call: str) -> None:
         """Refuse to write into an array that was resized since it was bound."""

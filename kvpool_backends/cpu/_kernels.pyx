@@ -14,6 +14,13 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t, uintptr_t
 from libc.stdlib cimport bsearch, calloc, free, malloc, qsort
 from libc.string cimport memcpy, memset
 
+cdef extern from *:
+    """
+    #if defined(__GNUC__) && !defined(__clang__)
+    #pragma GCC optimize ("Os")     /* of this file; the kernels are compiled for speed */
+    #endif
+    """
+
 from kvpool._core cimport to_int
 from kvpool_backends.cpu._arguments cimport (
     RELAXED, UINT8, Arguments, Bases, compare_ids, copy_ints, extent_of, format_of, grow, kind_of, load_int, load_size,

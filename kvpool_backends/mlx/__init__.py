@@ -25,14 +25,13 @@ except ImportError as error:
     ) from error
 
 from kvpool_backends.mlx.base import BaseBackend, MemoryReport, has_metal, kernels_refusal
-from kvpool_backends.mlx.upload import TableUploader
 
 if TYPE_CHECKING:
     import numpy as np
 
     from kvpool_backends.mlx.metal_kernels import Factory
 
-__all__ = ["BaseBackend", "MLXBackend", "MemoryReport", "TableUploader", "kernels_refusal"]
+__all__ = ["BaseBackend", "MLXBackend", "MemoryReport", "kernels_refusal"]
 
 
 class _Maker:

@@ -82,18 +82,12 @@ class PlainBackend(BaseBackend):
 
     # ------------------------------------------------------------------------------------------ one step
 
-    def prepare(self, plan: AnyPlan, tables: mx.array | None = None) -> Any:
-        """Check a plan and upload the arrays that its layers share. Without `overlap`, wait for earlier steps.
-
-        tables : int32 ``[>= B, >= ceil(max(seq_lens) / S)]``, optional
-            ``plan.block_tables`` on the device, from a `TableUploader`.
-        """
+    def prepare(self, plan: AnyPlan) -> Any:
+        """Check a plan and upload the arrays that its layers share. Without `overlap`, wait for earlier steps."""
         host = checked_step(self, plan)
         if host.slot_mapping.size and not self.overlap:
             self.settle()
         kv_len = int(host.seq_lens.max(initial=0))
-        if tables is None:
-            tables = _int32(host.block_tables)
         kept = np.flatnonzero(host.slot_mapping >= 0)
         blocks, offsets = np.divmod(host.slot_mapping[kept], self.spec.block_size)
         return PlainStep(
@@ -104,7 +98,7 @@ class PlainBackend(BaseBackend):
             written=None if len(kept) == host.slot_mapping.size else _int32(kept),
             blocks=_int32(blocks),
             offsets=_int32(offsets),
-            tables=tables[: len(host.seq_lens), : host.block_tables.shape[1]],
+            tables=_int32(host.block_tables),
             kv_len=kv_len,
             valid=mx.arange(kv_len) < _int32(host.seq_lens)[:, None] if (host.seq_lens != kv_len).any() else None,
         )

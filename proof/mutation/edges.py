@@ -111,7 +111,7 @@ def rows_that_show_what_is_no_more(Pool: Any, Plan: Any) -> None:
         for new in (0, 3, 1):
             for _ in range(2):
                 grown(pool, plan, rows, new if _ == 0 else 0)
-                plan.forget()
+                plan.bind()
         for first in (plan, other):
             for new in (5, [0, 4, 1], [1, 2, 6]):
                 pool.step(first, rows, new)

@@ -243,7 +243,7 @@ def rows_that_come_and_go(Pool: Any, Plan: Any) -> None:
         grown(pool, plan, rows, 0)
         pool.truncate(rows[:3], [0, 1, 2])
         grown(pool, plan, rows, 1)
-        plan.forget()
+        plan.bind()
         grown(pool, plan, rows, 1)
         plan.bind(block_tables=np.full((6, 10), -5, dtype))
         grown(pool, plan, rows[:2], 1)

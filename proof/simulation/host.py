@@ -563,7 +563,7 @@ class Host:
         self.device.clear()
         self.pool.reset()
         for plan in self.plans:
-            plan.forget()
+            plan.bind()
         for flight in self.flights:
             flight.over = True
         self.spare = list(self.plans)

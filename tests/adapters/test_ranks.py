@@ -1,5 +1,6 @@
 """Pools on two real processes over loopback: equal, different, one of them gone, one of them silent."""
 
+import json
 import re
 import socket
 import sys
@@ -11,16 +12,15 @@ import pytest
 
 mx = pytest.importorskip("mlx.core", reason="the ranks talk through mlx")
 
+import launch as launch_module  # noqa: E402
+from launch import launch  # noqa: E402
+
 from kvpool import Pool  # noqa: E402
-from kvpool.adapters import launch as launch_module  # noqa: E402
-from kvpool.adapters.launch import launch  # noqa: E402
 from kvpool.adapters.ranks import RankLost, Ranks  # noqa: E402
-from kvpool.cli import main  # noqa: E402
-from kvpool.cli.demo.ranks import part  # noqa: E402
-from kvpool.cli.demo.report import Settings  # noqa: E402
 from kvpool.errors import OutOfBlocks  # noqa: E402
 
-SCRIPT = str(Path(__file__).parents[1] / "helpers" / "rank_script.py")
+HELPERS = Path(__file__).parents[1] / "helpers"
+SCRIPT, ENGINE = str(HELPERS / "rank_script.py"), str(HELPERS / "rank_engine.py")
 STEPS, WHEN = 12, 5  # as in the script
 
 
@@ -184,16 +184,22 @@ def test_batch_of_no_integers_is_refused_with_the_pool_as_it_was(batch):
         assert ranks.agree(pool, batch=[1]) == pool.digest() and ranks.steps == 2
 
 
-def test_demo_on_two_ranks_holds_every_claim():
-    claims = part(2).run(Settings(), print).claims
-    assert {name: claim.held for name, claim in claims.items()} == dict.fromkeys(claims, True)
+def test_engine_on_two_ranks_gives_the_tokens_of_one_process():
+    launched = launch([ENGINE], 2, timeout=1200)
+    print(launched.output)
+    assert launched.held
+    seen = [json.loads(text) for text in re.findall(r"^rank \d saw (.*)$", launched.output, re.MULTILINE)]
+    assert len(seen) == 2 and seen[0] == seen[1]
+    assert seen[0]["same"] == seen[0]["of"] > 0 and seen[0]["leaked"] == 0
+    assert 2 * seen[0]["kv_heads"] == seen[0]["whole_kv_heads"]
+
+
+def test_engine_on_two_ranks_one_diverges_both_stop_in_that_step():
+    launched = launch([ENGINE, "--diverge", "9"], 2, timeout=1200)
+    for rank in range(2):
+        assert f"rank {rank} stopped: [agree] pools differ in step 9:" in launched.output
 
 
 def test_interpreter_is_named_because_mlx_launch_would_not_find_ours():
     launched = launch(["-c", "import sys; print('python', sys.executable)"], 2, timeout=1200, last_line="-")
     assert launched.output.count(f"python {sys.executable}") == 2
-
-
-def test_demo_on_ranks_that_cannot_share_the_heads_is_refused(capsys):
-    assert main(["demo", "--ranks", "3"]) == 2
-    assert "--ranks 3: the model has 4 KV heads, so 2 or 4 ranks share them" in capsys.readouterr().err

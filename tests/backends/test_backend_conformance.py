@@ -224,6 +224,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.long
 def test_simple_backend_without_a_fault_conforms():
     conformance.check_backend(Simple)
 

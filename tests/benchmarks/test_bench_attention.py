@@ -530,12 +530,6 @@ def test_command_gates_that_do_not_hold_give_status_1(kernels, capsys):
     assert "not decided" in capsys.readouterr().out
 
 
-def test_command_plot_is_a_picture(kernels, capsys, tmp_path):
-    path = tmp_path / "attention.png"
-    assert run_command("--part", "decode", "--plot", str(path)) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
 def test_command_wrong_result_stops_it(kernels, capsys):
     kernels.wrong = 1.0
     assert run_command("--part", "decode") == 2
@@ -568,8 +562,6 @@ def test_command_measures_the_real_kernels(small, capsys, layout):
         (["--threads", "1,-2"], "--threads -2"),
         (["--layout", "stacked"], "--layout stacked"),
         (["--max-memory", "much"], "--max-memory"),
-        (["--plot", "/no/where.png"], "--plot /no/where.png"),
-        (["--plot", "a.png", "--part", "copy"], "--plot draws decode"),
     ],
 )
 def test_command_bad_option_is_named_before_any_work(kernels, capsys, options, said):

@@ -179,7 +179,7 @@ def test_row_whose_growth_was_rolled_back_is_shown_without_it(steps):
 def test_forgotten_row_of_a_new_sequence_is_dirty(steps):
     _, plan, h, step = steps([0])
     assert step(h, 0) == [0] and step(h, 0) == []
-    plan.forget()
+    plan.bind()
     assert step(h, 0) == [0]
 
 

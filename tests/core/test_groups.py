@@ -525,7 +525,7 @@ def test_forgotten_rows_are_dirty_in_all_groups(full_and_window):
     pool.step(plan, [handle], 1)
     assert plan.groups[1].dirty_rows.tolist() == []
     pool.done(plan)
-    plan.forget()
+    plan.bind()
     pool.step(plan, [handle], 1)
     assert [group.dirty_rows.tolist() for group in plan.groups] == [[0], [0]]
     pool.rollback(plan)
@@ -772,7 +772,7 @@ def test_plan_that_was_refused_half_way_forgets_nothing_in_its_finalizer():
 
     class Forgets(Plan):
         def __del__(self):
-            self.forget()
+            self.bind()
 
     for _ in range(20):
         with pytest.raises(ValueError, match="slots"):

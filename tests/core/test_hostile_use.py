@@ -125,7 +125,7 @@ def test_row_in_a_bad_batch_is_judged_in_order_whatever_the_counts_look_like():
             pool.step(plan, [gone, *handles], counts)
 
 
-def test_forget_makes_every_row_dirty_and_nothing_else():
+def test_bind_of_nothing_makes_every_row_dirty_and_nothing_else():
     pool = Pool(64, 4, in_order=True)
     plan = Plan(pool, 4, 64, table_width=8)
     handles = [pool.open() for _ in range(3)]
@@ -133,17 +133,17 @@ def test_forget_makes_every_row_dirty_and_nothing_else():
     pool.step(plan, handles, 1)
     assert plan.dirty_rows.tolist() == []
     before = pool.fingerprint()
-    plan.forget()
+    plan.bind()
     assert pool.fingerprint() == before
     pool.step(plan, handles, 1)
     assert plan.dirty_rows.tolist() == [0, 1, 2]
     assert plan.block_tables[:, 0].tolist() == [pool.table(h)[0] for h in handles]
 
 
-def test_forget_on_a_pending_plan_is_refused():
+def test_bind_of_nothing_on_a_pending_plan_is_refused():
     _, plan, _ = stepped(("block_tables",))
-    with pytest.raises(PlanStateError, match=r"\[forget\]"):
-        plan.forget()
+    with pytest.raises(PlanStateError, match=r"\[bind\]"):
+        plan.bind()
 
 
 def test_done_in_an_in_order_pool_says_why_it_is_refused():

@@ -359,7 +359,7 @@ def test_plan_that_two_threads_step_is_garbage_at_worst():
     plan, handles = Plan(pool, 8, 64), [pool.open() for _ in range(8)]
 
     def use() -> None:
-        for call in (lambda: pool.step(plan, handles, 3), lambda: pool.rollback(plan), plan.forget):
+        for call in (lambda: pool.step(plan, handles, 3), lambda: pool.rollback(plan), plan.bind):
             with contextlib.suppress(KVPoolError, ValueError):
                 call()
 

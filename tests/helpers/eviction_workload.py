@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 from scheduler_workload import Runner, Workload, draw, tokens_needed
+from token_model import TokenMemory, TokenModel, mix, salt_of
 
 from kvpool import Pool, Request, Scheduler
 from kvpool.config import KVSpec
 from kvpool.eviction import H2O, BlockEviction, Evictor, Policy, SlidingWindow
 from kvpool.protocol import Capabilities
-from kvpool.testing.token_model import TokenMemory, TokenModel, mix, salt_of
 
 
 class EvictedMemory(TokenMemory):

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 from scheduler_workload import Guest, Runner, Workload, draw, tokens_needed
+from token_model import TokenMemory, TokenModel
 
 from kvpool import Group, Pool, Request
-from kvpool.testing.token_model import TokenMemory, TokenModel
 
 NOTHING = np.uint64(0xBAD0BAD0BAD0BAD0)
 

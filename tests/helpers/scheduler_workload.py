@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 from scheduler_watch import Watch
+from token_model import TokenMemory, TokenModel, salt_of
 
 from kvpool import Pool, Request, Scheduler
 from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected, UnknownRequest
-from kvpool.testing.token_model import TokenMemory, TokenModel, salt_of
 
 NAMESPACES = (b"", b"lora-1", b"tenant-2")
 EOS_ANY, BLOCK_SIZES = 7, (1, 2, 3, 4, 8, 16, 32)

@@ -47,6 +47,7 @@ def test_gathered_tokens_are_those_of_the_stock_model(name, route):
         assert_nothing_leaked(engine)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(60 if os.environ.get("KVPOOL_LONG") else 3))
 @pytest.mark.parametrize("route", ["fused", "gathered"])
 def test_random_workloads_give_solo_tokens(route, seed):

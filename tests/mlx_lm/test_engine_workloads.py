@@ -13,12 +13,12 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_models import ROUTES, on_cpu, tiny_llama
 from scheduler_workload import Guest, draw
+from token_model import why_finished
 
-from kvpool import Pool, Request, RequestRejected
+from kvpool import Pool, Request
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.adapters.mlx_lm.sampling import Sampling, sample
-from kvpool.errors import OutOfBlocks
-from kvpool.testing.token_model import why_finished
+from kvpool.errors import OutOfBlocks, RequestRejected
 
 COUNT = 100 if os.environ.get("KVPOOL_LONG") else 8
 ONLY = os.environ.get("KVPOOL_WORKLOAD")

@@ -51,6 +51,7 @@ def sampled(names):
     return [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.long) for name in names]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sampled(FUSED))
 def test_fused_file_generates_the_tokens_of_mlx_lm(name):
     model = model_of(name)

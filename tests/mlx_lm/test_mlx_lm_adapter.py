@@ -78,6 +78,7 @@ def test_generate_step_on_a_pool_equals_stock(model, prompts, install):
     assert_all_free(kv)
 
 
+@pytest.mark.long
 def test_speculative_decoding_on_two_pools_equals_stock(model, prompts, install):
     """Draft and target have a pool each; rejected tokens are trimmed from both in every step."""
 

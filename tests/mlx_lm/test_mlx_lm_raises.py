@@ -96,6 +96,7 @@ def each_call_fails_once(run):
     return failed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("route", ROUTES)
 def test_cache_fed_by_hand_repeats_the_pass_in_which_the_storage_failed(route):
     model = tiny_llama()
@@ -149,6 +150,7 @@ def requires_a_new_cache(model, tokens, cache):
             use()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
 def test_cache_within_a_budget_goes_on_or_says_that_it_cannot(policy):
     model = tiny_llama()

@@ -48,6 +48,7 @@ def test_batch_generator_with_two_masks_equals_stock(model, prompts, fused):
     kv.pool.check()
 
 
+@pytest.mark.long
 def test_generate_step_with_two_masks_equals_stock(model, prompts, fused):
     expected = [solo_tokens(model, prompt, 24) for prompt in prompts]
     with install(model, 100, block_size=4, fused=fused) as kv:

@@ -66,9 +66,8 @@ def speculated(model, draft, prompt, num_draft):
     return [token for token, _ in found], sum(from_draft for _, from_draft in found)
 
 
-@pytest.mark.parametrize(
-    ("fused", "num_draft"), [(True, 3), pytest.param(False, 3, marks=LONG), pytest.param(True, 7, marks=LONG)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("fused", "num_draft"), [(True, 3), (False, 3), (True, 7)])
 def test_speculative_decoding_gives_the_models_own_tokens_beyond_its_window(model, fused, num_draft):
     """mlx-lm's own caches take nothing back from a window that is full. So the oracle is one token at a time."""
     draft, prompts = noisy(model), random_prompts((3, 17, 30))

@@ -160,7 +160,7 @@ def test_pool_with_prefix_cache_looks_after_content_itself(make_pool, refused, c
 
 
 @pytest.mark.parametrize("bits", [0, 1, 3, 8, 64])
-def test_lookup_with_a_short_hash_never_finds_a_wrong_block(make_pool, make_plan, bits):
+def test_lookup_with_hashes_that_collide_never_finds_a_wrong_block(make_pool, make_plan, bits):
     """Every hit is checked against what was written; a short hash may lose hits, a long one must not."""
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")

@@ -10,11 +10,15 @@ from kvpool.testing.model import ModelPlan, ModelPool
 
 MODEL = (ModelPool, ModelPlan)
 RUNS = 150
+#: Where to begin with faults that few programs show: all seeds are tried.
+FIRST = {"FloorForgotten": 125, "RoomOfStatesNotRounded": 29, "StateKeptByRollback": 19, "ResetKeepsNotes": 17}
 
 
 def convicted(make, oracle):
     """The first seed of which a program fails, and what is wrong."""
-    for seed in range(1, RUNS + 1):
+    first = FIRST.get(make[0].__name__, 0)
+    for number in range(RUNS):
+        seed = (first + number) % RUNS + 1
         run = GroupRun(options_of(seed), seed, make, oracle)
         try:
             run.play(run.words())

@@ -21,10 +21,12 @@ from proof.machine.machine import run
 EXAMPLES = int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", "1000")) // 4
 
 
+@pytest.mark.long
 def test_prefix_core_random_programs_agree_with_the_model_and_the_content() -> None:
     run(Pool, Plan, examples=EXAMPLES, steps=50, seed=fresh_seed(), prefix_cache=True)
 
 
+@pytest.mark.long
 def test_prefix_model_random_programs_keep_the_content() -> None:
     run(ModelPool, ModelPlan, examples=EXAMPLES // 5, steps=50, seed=fresh_seed(), prefix_cache=True)
 

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from token_model import TokenMemory, TokenModel, salt_of
 
 from kvpool import Plan, Pool
-from kvpool.testing.token_model import TokenMemory, TokenModel, salt_of
 
 FORMATS = ("block_tables", "seq_lens", "slot_mapping", "cu_q_lens", "positions")
 

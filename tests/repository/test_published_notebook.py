@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from token_model import TokenMemory, TokenModel
 
 from kvpool import Plan, Pool, Request, Scheduler
-from kvpool.testing.token_model import TokenMemory, TokenModel
 
 BLOCK_SIZE = 4
 VOCABULARY = 320

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from schedules import Machine, logprobs_of
 
-from kvpool import Pool, Request, RequestRejected, Scheduler
+from kvpool import Pool, Request, Scheduler
+from kvpool.errors import RequestRejected
 
 VOCABULARY = 9
 

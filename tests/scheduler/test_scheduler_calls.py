@@ -20,12 +20,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from scheduler_workload import Runner, Workload, expected_of
+from token_model import salt_of
 
-from kvpool import Request, RequestRejected, Scheduler
-from kvpool.errors import OutOfBlocks, UnknownRequest
+from kvpool import Request, Scheduler
+from kvpool.errors import OutOfBlocks, RequestRejected, UnknownRequest
 from kvpool.scheduler import results
 from kvpool.scheduler.state import Core
-from kvpool.testing.token_model import salt_of
 
 EXAMPLES = max(1, int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", "1000")) // 20)
 POOLS = st.fixed_dictionaries(

@@ -62,7 +62,7 @@ def convicted(workload: Workload) -> bool:
 @fault
 def copy_is_forgotten():
     """A fork writes into the block that it shares."""
-    with mock.patch("kvpool.testing.token_model.TokenMemory._copy", lambda self, copies: None):
+    with mock.patch("token_model.TokenMemory._copy", lambda self, copies: None):
         yield
 
 

@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 import numpy as np
+from token_model import TokenMemory, TokenModel
 
 import kvpool
-from kvpool.testing.token_model import TokenMemory, TokenModel
 
 PAGE = Path(__file__).parents[2] / "docs" / "scheduling.md"
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from eviction_workload import EvictedMemory, EvictingRunner, draw_evicting
 from scheduler_workload import Runner, draw
+from token_model import TokenModel
 
 from kvpool import Plan, Pool, Request, Scheduler
 from kvpool.errors import CapacityExceeded, OutOfBlocks, PlanStateError, RequestRejected
 from kvpool.eviction import H2O, BlockEviction, Evictor, Memory, SlidingWindow
-from kvpool.testing.token_model import TokenModel
 
 COUNT = 500 if os.environ.get("KVPOOL_LONG") else 24
 ONLY = os.environ.get("KVPOOL_WORKLOAD")

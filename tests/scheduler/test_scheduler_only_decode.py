@@ -1,9 +1,9 @@
 """The policy may name the only decode while prefills stay: then the prefills go on, and no step is empty."""
 
 import pytest
+from token_model import TokenMemory, TokenModel
 
 from kvpool import Pool, Request, Scheduler
-from kvpool.testing.token_model import TokenMemory, TokenModel
 
 
 @pytest.mark.parametrize("mixed", [True, False])

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from schedules import Machine
 
-from kvpool import KVPoolError, Pool, Request, RequestRejected, Scheduler
-from kvpool.errors import UnknownRequest
+from kvpool import KVPoolError, Pool, Request, Scheduler
+from kvpool.errors import RequestRejected, UnknownRequest
 
 TYPE_ERRORS = [
     *(

@@ -5,7 +5,6 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks.scheduler_baseline import PythonScheduler
 from kvpool import Pool, Request, Scheduler
 from kvpool.scheduler import results
 
@@ -67,22 +66,3 @@ def test_decode_step_keeps_no_memory():
     for _ in range(40):
         scheduler.update(scheduler.schedule(), tokens)
     assert sys.getallocatedblocks() - before < 40
-
-
-def test_baseline_takes_the_same_decisions():
-    """What the benchmark compares with decides as kvpool does."""
-    rng = np.random.default_rng(1)
-    ours = Scheduler(Pool(401, 4), max_running=8, max_step_tokens=24, prefill_chunk=10)
-    theirs = PythonScheduler(400, 4, max_running=8, max_step_tokens=24, prefill_chunk=10)
-    for _ in range(40):
-        prompt, most = rng.integers(1, 9, rng.integers(2, 30)), int(rng.integers(1, 12))
-        ours.add(Request(prompt, most, eos=(0,)))
-        theirs.add(prompt.tolist(), most, {0})
-    while (step := ours.schedule()) is not None:
-        other = theirs.schedule()
-        assert step.tokens.tolist() == other.tokens.tolist()
-        assert (step.num_new.tolist(), step.sample_at.tolist()) == (other.num_new, other.sample_at)
-        tokens = rng.integers(0, 9, len(step.sample_at)).astype(np.int32)
-        ours.update(step, tokens)
-        theirs.update(other, tokens)
-    assert not theirs.running and not theirs.waiting

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from schedules import VOCABULARY, Machine, greedy
 
-from kvpool import Pool, Request, RequestRejected, Scheduler
+from kvpool import Pool, Request, Scheduler
+from kvpool.errors import RequestRejected
 
 
 def random_scheduler(rng):

@@ -39,19 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="PNG", default=Settings.out, help="where the picture goes (default: %(default)s)"
     )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="in place of all other parts: one model on N processes of this machine, over mx.distributed's ring",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo and print what it found; 0 if every claim held, else 1."""
     settings = Settings(model=args.model, out=args.out, block_size=args.kv_block_size)
     check(settings)
-    parts = all_parts() if args.ranks is None else [rank_part(args.ranks)]
+    parts = all_parts()
     if args.json:
         report = run_parts(settings, parts, lambda line: None)
         print(json.dumps(report.as_json(), indent=2))
@@ -74,15 +68,6 @@ def all_parts() -> list[Part]:
         *(models.ENGINE, models.FORKS, pools.STEP_COST, occupancy.PART, pools.OUT_OF_BLOCKS),
         *(models.SHARED_PROMPT, models.ATTENTION, models.CONVERSATION, layers.PART),
     ]
-
-
-def rank_part(num_ranks: int) -> Part:
-    """Return the part that needs several processes."""
-    from kvpool.cli.demo import ranks
-
-    if num_ranks not in (2, 4):
-        raise CommandError(f"--ranks {num_ranks}: the model has 4 KV heads, so 2 or 4 ranks share them")
-    return ranks.part(num_ranks)
 
 
 def run_parts(settings: Settings, parts: list[Part], say: Callable[[str], None]) -> Report:

@@ -1,6 +1,6 @@
 """Starts local processes on MLX's ring by `mlx.launch`, on free ports, and says whether they succeeded.
 
-For tests, demos and one machine. It needs only mlx. `kvpool.adapters.ranks` is what such processes may run.
+It needs only mlx. `kvpool.adapters.ranks` is what such processes run.
 """
 
 from __future__ import annotations

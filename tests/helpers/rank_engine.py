@@ -1,9 +1,9 @@
-"""One rank of ``kvpool demo --ranks``: half of a Llama, a whole pool, and what it saw as one line of JSON.
+"""One rank of mlx-lm's engine on a sharded Llama: its share of the heads, a whole pool; what it saw as a line of JSON.
 
-    python -m kvpool.cli.demo.rank_worker SETTINGS [--diverge STEP]
+    python rank_engine.py [--diverge STEP]
 
-Started by `kvpool.adapters.launch.launch`. With ``--diverge`` the last rank opens a sequence of its own in that step,
-which is what a scheduler does whose ranks do not see the same requests.
+Started by `launch.launch`. With ``--diverge`` the last rank opens a sequence of its own in that step, which is what a
+scheduler does whose ranks do not see the same requests.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ import kvpool
 from kvpool.adapters.mlx_lm import PagedKV, install
 from kvpool.adapters.ranks import RankLost, Ranks, RanksDisagree
 from kvpool.cli.demo import lm
-from kvpool.cli.demo.report import Settings
 
-KV_HEADS, PROMPTS, NEW_TOKENS, NUM_BLOCKS = 4, (7, 40, 95, 18), 24, 128
+KV_HEADS, PROMPTS, NEW_TOKENS, NUM_BLOCKS, BLOCK_SIZE, SEED = 4, (7, 40, 95, 18), 24, 128, 16, 0
 TIMEOUT = 60.0  # seconds: ranks on a busy machine are slow, not gone
 
 
@@ -52,16 +51,16 @@ def serve(kv: PagedKV, ranks: Ranks, prompts: list[list[int]], diverge: int | No
     return list(tokens.values())
 
 
-def work(group: Any, settings: Settings, diverge: int | None) -> dict[str, Any]:
+def work(group: Any, diverge: int | None) -> dict[str, Any]:
     """Serve on this rank's share of the model, and compare with the whole model on this process alone."""
-    mx.random.seed(settings.seed)
+    mx.random.seed(SEED)
     model = lm.random_llama(num_key_value_heads=KV_HEADS)
-    rng = np.random.default_rng(settings.seed)
+    rng = np.random.default_rng(SEED)
     prompts = [rng.integers(0, lm.VOCABULARY, n).tolist() for n in PROMPTS]
     alone = lm.generate(model, prompts, NEW_TOKENS).tokens
     whole = len(model.layers) * KV_HEADS
     model.shard(group)
-    pool = kvpool.Pool(NUM_BLOCKS, settings.block_size, seed=settings.seed)
+    pool = kvpool.Pool(NUM_BLOCKS, BLOCK_SIZE, seed=SEED)
     with Ranks(group, timeout=TIMEOUT) as ranks, install(model, pool=pool) as kv:
         tokens = serve(kv, ranks, prompts, diverge)
         return {
@@ -77,13 +76,12 @@ def work(group: Any, settings: Settings, diverge: int | None) -> dict[str, Any]:
 
 def main() -> int:
     """Run one rank and print what it saw; its last line tells whether it came to the end."""
-    parser = argparse.ArgumentParser(prog="rank_worker")
-    parser.add_argument("settings", help="JSON object of Settings, the path left out")
+    parser = argparse.ArgumentParser(prog="rank_engine")
     parser.add_argument("--diverge", type=int)
     args = parser.parse_args()
     group = mx.distributed.init(strict=True, backend="ring")
     try:
-        seen = work(group, Settings(**json.loads(args.settings)), args.diverge)
+        seen = work(group, args.diverge)
     except (RanksDisagree, RankLost) as error:
         print(f"rank {group.rank()} stopped: {error}", flush=True)
         return 0  # mlx.launch ends the other ranks when one fails, before they can say why they stopped
