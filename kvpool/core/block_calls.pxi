@@ -110,7 +110,7 @@ cdef int pool_drain_evicted(State* pool, int32_t arena, int32_t* ids, int32_t co
     """RETRY: there are not `count` of them."""
     cdef Blocks* b = blocks_of(pool, arena)
     cdef int32_t k
-    if pool.indexed:
+    if has_cache(pool):
         return refused(v, INDEXED, -1, 0, 0, 0, 0)
     if count != b.num_dropped:
         return RETRY
@@ -202,7 +202,7 @@ cdef int name_blocks(State* pool, int32_t arena, Ints* given, int op, bint oldes
     cdef int32_t* ids = few
     cdef int32_t n = 0
     cdef int status
-    if pool.indexed:
+    if has_cache(pool):
         return refused(v, INDEXED, -1, 0, 0, 0, 0)
     if given.size < 0:
         given.data = &given.scalar
@@ -538,7 +538,7 @@ cdef class BlockAPI:
                 pool_enter(self.state, "take")
                 b = self.at()
                 available = blocks_available(b)
-                if self.state.indexed:
+                if has_cache(self.state):
                     status = refused(&v, INDEXED, -1, 0, 0, 0, 0)
                 elif count > available:
                     status = blocks_short(b, &v, self.number, -1, -1, count, count - available)
@@ -578,7 +578,7 @@ cdef class BlockAPI:
         cdef int status = OK
         pool_enter(self.state, "take_block")
         b = self.at()
-        if self.state.indexed:
+        if has_cache(self.state):
             status = refused(&v, INDEXED, -1, 0, 0, 0, 0)
         elif i < 0 or i >= b.num_blocks:
             status = refused(&v, NO_SUCH_BLOCK, 0, i, 0, b.num_blocks - 1, 0)
