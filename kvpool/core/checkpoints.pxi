@@ -94,15 +94,27 @@ cdef void checkpoint_tails(Groups* gs, int32_t m, int32_t slot) noexcept nogil:
             if slot >= 0:
                 if known[0] == NO_BLOCK:
                     memcpy(known, group_row(g, slot) + index * g.columns, g.columns * sizeof(int32_t))
+                    tell_stored(t, g, k, n)
                 node_tails(t, n)[k] += 1
                 continue
             node_tails(t, n)[k] -= 1
             if node_tails(t, n)[k] == 0:
                 first = known[0]
                 known[0] = NO_BLOCK
+                tell_removed(t, k, n)
                 if g.blocks.block[first].place == CACHED:
                     entry_blank(t, g, first)    # the checkpoint still holds the last node, and so all above it
         n = t.node[n].parent
+
+
+cdef void checkpoint_states(Groups* gs, int32_t n, bint stored) noexcept nogil:
+    """A node has the states of a checkpoint, or has them no more."""
+    cdef int32_t k
+    for k in range(gs.num_groups):
+        if gs.group[k].kind == STATE_LAYERS and stored:
+            tell_stored(gs.tree, &gs.group[k], k, n)
+        elif gs.group[k].kind == STATE_LAYERS:
+            tell_removed(gs.tree, k, n)
 
 
 cdef bint row_has_tails(const Groups* gs, int32_t slot, int64_t position) noexcept nogil:
@@ -152,6 +164,7 @@ cdef void checkpoint_drop(Groups* gs, int32_t m) noexcept nogil:
     if n != NO_NODE:
         t.num_checkpoints -= 1
         checkpoint_tails(gs, m, -1)
+        checkpoint_states(gs, n, False)
         t.node[n].checkpoint = NO_CHECKPOINT
         while n != NO_NODE:                     # what lost its last checkpoint leaves first, the deepest first of all
             t.node[n].below -= 1
@@ -174,6 +187,7 @@ cdef void checkpoint_orphan(Groups* gs, int32_t m) noexcept nogil:
     cdef int32_t last = t.checkpoint[m].node, n = last
     t.num_checkpoints -= 1
     checkpoint_tails(gs, m, -1)
+    checkpoint_states(gs, n, False)
     t.checkpoint[m].node = NO_NODE
     t.checkpoint[m].orphan = True
     t.node[n].checkpoint = NO_CHECKPOINT
@@ -192,6 +206,7 @@ cdef void checkpoint_publish(Groups* gs, int32_t m, int32_t n, int32_t slot) noe
     t.published += 1
     t.num_checkpoints += 1
     checkpoint_tails(gs, m, slot)
+    checkpoint_states(gs, n, True)
     checkpoint_refresh(t, m)
     while n != NO_NODE:
         t.node[n].below += 1

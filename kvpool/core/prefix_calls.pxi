@@ -329,7 +329,7 @@ cdef int flush_name(State* pool, Name* name, const char* space, int64_t size, Ve
         return OK if ix.key == NULL else refused(v, NO_MEMORY, -1, 1, 0, 0, 0)
     if name != NULL:
         flush_root(pool, name.uid)
-    ring_add(&ix.ring, CLEARED, NULL, NULL, told, NULL, 0)
+    ring_add(&ix.ring, CLEARED, NULL, NULL, told, NULL, 0, -1)
     if name != NULL:
         names_remove(&ix.names, name)
     else:
@@ -350,7 +350,7 @@ cdef void flush_root(State* pool, uint64_t root) noexcept nogil:
     if root == 0:
         names_clear(&pool.index.names)
         pool.index.next_uid = 1             # no node and no root is left that could be mistaken
-        ring_add(&pool.index.ring, CLEARED_ALL, NULL, NULL, NULL, NULL, 0)
+        ring_add(&pool.index.ring, CLEARED_ALL, NULL, NULL, NULL, NULL, 0, -1)
 
 
 cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t size, int64_t cut, bint take, Verdict*
@@ -660,18 +660,22 @@ cdef class PrefixCache:
     def stats(self):
         """Counters of the prefix cache, O(1); see `kvpool.stats.PrefixStats`."""
         cdef Index ix
-        cdef int32_t nodes
+        cdef Tree t
         cdef int64_t revivals, reuse_gap
+        memset(&t, 0, sizeof(Tree))
         pool_enter(self.state, "stats")
         ix = self.state.index
-        nodes = ix.num_nodes if self.state.groups == NULL else self.state.groups.tree.num_nodes
+        if has_tree(self.state):
+            t = self.state.groups.tree[0]
+            ix.num_nodes = t.num_nodes
         revivals = self.state.blocks.revivals
         reuse_gap = self.state.blocks.reuse_gap
         pool_leave(self.state)
         return PrefixStats(
             ix.queries, ix.query_tokens, ix.hit_tokens, ix.hit_tokens / <double>ix.query_tokens if ix.query_tokens
-            else 0.0, nodes, ix.inserted, ix.duplicates, ix.evicted, ix.names.size,
-            reuse_gap / <double>revivals if revivals else 0.0)
+            else 0.0, ix.num_nodes, ix.inserted, ix.duplicates, ix.evicted, ix.names.size,
+            reuse_gap / <double>revivals if revivals else 0.0,
+            t.num_checkpoints, t.taken, t.published, t.used, t.skipped, t.evicted)
 
     def events(self):
         """Events since the last call, oldest first: tuples as docs/prefix.md lists them.
@@ -681,7 +685,7 @@ cdef class PrefixCache:
         """
         cdef Ring taken
         cdef int64_t k, count, told = 0
-        cdef int64_t block_size = self.state.blocks.block_size
+        cdef tuple groups = self.pool.options.groups
         found = []
         pool_enter(self.state, "events")
         taken = ring_take(&self.state.index.ring)
@@ -691,7 +695,7 @@ cdef class PrefixCache:
             if taken.lost:
                 found.append(("lost", taken.lost))
             for k in range(taken.size):
-                found.append(ring_event(&taken, k, block_size))
+                found.append(ring_event(&taken, k, groups))
             told = count
         finally:
             pool_enter_any(self.state, "events")   # the pool may have been shut down meanwhile

@@ -363,6 +363,8 @@ cdef void node_flush(Groups* gs, int32_t n) noexcept nogil:
             known = node_ids(t, n, k)
             first = known[0]
             known[0] = NO_BLOCK
+            if first != NO_BLOCK:
+                tell_removed(t, k, n)
             if first != NO_BLOCK and g.blocks.block[first].place == CACHED:
                 entry_blank(t, g, first)
     node_release(t, n)

@@ -99,6 +99,7 @@ cdef int tree_init(Tree* t, const Groups* gs, Index* index, const int32_t* bundl
     cdef int32_t k, n
     t.index = index
     tree_sizes(t, gs, bundle_of)
+    ring_init(&index.ring, index.ring.limit, t.grain)
     while slots * 3 < <uint64_t>t.room * 4:
         slots *= 2
     t.slot_mask = <uint32_t>(slots - 1)
@@ -231,6 +232,11 @@ cdef inline int32_t* node_tails(const Tree* t, int32_t n) noexcept nogil:
     return t.tails + <int64_t>n * t.num_groups
 
 
+cdef inline uint8_t* node_key(const Tree* t, int32_t n) noexcept nogil:
+    """The content key of a prefix, where somebody wants events."""
+    return t.key + 16 * <int64_t>n
+
+
 cdef int32_t node_find(const Tree* t, uint64_t root, int32_t parent, uint64_t hash,
                        const int32_t* tokens) noexcept nogil:
     """The node (parent, tokens), or NO_NODE. Its parent is held by it, so that equal numbers are the same node."""
@@ -317,7 +323,30 @@ cdef int32_t node_new(Groups* gs, uint64_t root, int32_t parent, uint64_t hash, 
     t.slot[at] = n
     t.num_nodes += 1
     t.index.inserted += 1
+    if t.key != NULL:
+        sha256(node_key(t, parent) if parent != NO_NODE else names_by_uid(&t.index.names, root).key, tokens,
+               t.block_size * sizeof(int32_t), node_key(t, n))
     return n
+
+
+# ---- events ------------------------------------------------------------------------------------------------
+
+cdef void tell_stored(Tree* t, const LayerGroup* g, int32_t k, int32_t n) noexcept nogil:
+    """A group has an entry, or a state, at a node: its tokens are those of the entry, or of the node."""
+    cdef int32_t size = 1 if g.kind == STATE_LAYERS else t.span[k], above = n, i
+    if t.key == NULL:
+        return
+    for i in range(size - 1, -1, -1):
+        memcpy(t.scratch + i * t.block_size, t.tokens + above * t.block_size, t.block_size * sizeof(int32_t))
+        above = t.node[above].parent
+    ring_add(&t.index.ring, STORED, node_key(t, n), node_key(t, above) if above != NO_NODE else NULL,
+             names_by_uid(&t.index.names, t.node[n].root), t.scratch, size * t.block_size, k)
+
+
+cdef void tell_removed(Tree* t, int32_t k, int32_t n) noexcept nogil:
+    """A group has no entry, or state, at a node any more."""
+    if t.key != NULL:
+        ring_add(&t.index.ring, REMOVED, node_key(t, n), NULL, NULL, NULL, 0, k)
 
 
 # ---- entries -----------------------------------------------------------------------------------------------
@@ -339,6 +368,7 @@ cdef void entry_commit(Tree* t, LayerGroup* g, int32_t k, const int32_t* ids, in
     t.node[n].users += 1
     if g.kind == FULL_LAYERS and known[0] == NO_BLOCK:
         memcpy(known, ids, g.columns * sizeof(int32_t))
+        tell_stored(t, g, k, n)
     elif g.kind == FULL_LAYERS:
         t.index.duplicates += 1
 
@@ -372,6 +402,7 @@ cdef void entry_left(Tree* t, LayerGroup* g, int32_t k, int32_t first) noexcept 
         for c in range(g.columns):
             known[c] = id
             id = t.column_after[g.arena][id]
+        tell_stored(t, g, k, n)
     node.idle += known[0] == first
     unit_refresh(t, n)
     if known[0] != first:
@@ -438,6 +469,7 @@ cdef void unit_evict(Groups* gs, int32_t n) noexcept nogil:
         first = known[0]
         if first != NO_BLOCK and g.blocks.block[first].place == CACHED:
             known[0] = NO_BLOCK
+            tell_removed(t, k, n)
             t.index.evicted += 1
             g.blocks.evictions += g.columns
             entry_blank(t, g, first)

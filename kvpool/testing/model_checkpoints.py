@@ -7,12 +7,14 @@ recounted.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from kvpool.errors import CapacityExceeded, CorruptState
+from kvpool.stats import PrefixStats
 from kvpool.testing import model_args as args
 from kvpool.testing.model_arena import Part, public_call
 from kvpool.testing.model_blocks import Step, ceil_div
@@ -144,6 +146,7 @@ class CheckpointModel(GroupModel):
     arena_class, may_cache = CachedArena, True
 
     def __init__(self, *sizes: Any, **options: Any) -> None:
+        self._marks = dict.fromkeys(("taken", "published", "used", "skipped", "evicted"), 0)
         super().__init__(*sizes, **options)
         room = self.arenas[0].num_blocks - self.arenas[0]._reserved
         if self._bundle_size > room:
@@ -157,7 +160,8 @@ class CheckpointModel(GroupModel):
         self._entries: dict[tuple[int, int], Entry] = {}  # (arena, block) -> committed entry
         self._taken: list[Checkpoint] = []  # all checkpoints
         self._loads: list[Load] = []
-        self._marks = dict.fromkeys(("taken", "used", "evicted", "skipped"), 0)
+        self._told: set[tuple[int, int, tuple[int, ...]]] = set()  # what events have told of
+        self._told_keys: dict[tuple[int, int, tuple[int, ...]], bytes] = {}
         kv = self._with_entries
         self._grain = max((layer.block_size for layer in kv), default=self.block_size)
         self._full = [layer for layer in self.layers if layer.kind == "full"]
@@ -397,11 +401,6 @@ class CheckpointModel(GroupModel):
         seq.known.wanted = self._positions(hit, path, place)
         for name, count in (("queries", 1), ("query_tokens", len(prompt)), ("hit_tokens", hit)):
             self._use[name] += count
-        if hit and self._is_cut:
-            mark = path[hit // self.block_size - 1].checkpoint
-            assert mark is not None
-            mark.uses += 1
-            self._marks["used"] += mark.uses == 1
         shown = [table.entries for table in seq.tables]
         self._chain("open", prompt, namespace, self._local(seq.handle), shown, seq.known.wanted)
         return seq.handle
@@ -447,6 +446,8 @@ class CheckpointModel(GroupModel):
                     self._leave_limbo(entry)
         if mark is not None:
             mark.stamp = self._tick()
+            mark.uses += 1
+            self._marks["used"] += mark.uses == 1
         if mark is not None and self._states:
             slots = {}
             for layer in self._states:
@@ -560,7 +561,7 @@ class CheckpointModel(GroupModel):
         if mark is None:
             mark = Checkpoint(position, {}, 0, None, None)
             self._taken.append(mark)
-        self._marks["taken"] += 1
+        self._marks["published"] += 1
         mark.stamp = self._tick()
         known = [entry for other in self._taken if other.node is not None for entry in other.tails]
         mark.tails = [next((one for one in known if one.layer is e.layer and one.node is e.node), e) for e in tails]
@@ -619,6 +620,7 @@ class CheckpointModel(GroupModel):
             return
         bundles = {layer.index: [home._take() for _ in range(layer.group.blocks)] for layer in self._states}
         self._taken.append(Checkpoint(seq.num_tokens, bundles, self._tick(), step.id, seq.handle))
+        self._marks["taken"] += 1
 
     def _pass(self, step: Step) -> None:
         for mark in self._taken:
@@ -733,7 +735,55 @@ class CheckpointModel(GroupModel):
                     self._blank_entry(entry)
         self._roots = {name: root for name, root in self._roots.items() if root not in roots}
         self._chain("flush", namespace)
+        self._chain("flush", namespace)
+        self._note("cleared", namespace)
         return sum(len(arena._blank) for arena in self.arenas) - before
+
+    # ---- events and statistics ----------------------------------------------------------------------------
+
+    def _chain(self, *words: object) -> None:
+        """A call has succeeded: what it changed in what can be found are its events."""
+        super()._chain(*words)
+        if not self.options.events:
+            return
+        held = self._held_by_nodes()
+        for group, root, prefix in sorted(self._told - held.keys()):
+            self._note("removed", self._told_keys.pop((group, root, prefix)), group)
+        for group, root, prefix in sorted(held.keys() - self._told):
+            layer, size = self.layers[group], held[group, root, prefix]
+            namespace = next(name for name, uid in self._roots.items() if uid == root)
+            keys = [hashlib.sha256(namespace).digest()[:16]]
+            for i in range(0, len(prefix), self.block_size):
+                tokens = np.array(prefix[i : i + self.block_size], "<i4").tobytes()
+                keys.append(hashlib.sha256(keys[-1] + tokens).digest()[:16])
+            above = keys[-1 - size // self.block_size] if len(prefix) > size else None
+            window = layer.group.size if layer in self._tailed else None
+            self._told_keys[group, root, prefix] = keys[-1]
+            self._note(
+                "stored", keys[-1], above, list(prefix[-size:]), size, namespace, group, layer.kind, window
+            )  # fmt: skip
+        self._told = set(held)
+
+    def _held_by_nodes(self) -> dict[tuple[int, int, tuple[int, ...]], int]:
+        """(group, root, prefix) of every entry and state that a hit can use, and its tokens."""
+        found = {}
+        for node in self._nodes.values():
+            for group in node.kv:
+                found[group, node.root, node.prefix] = self.layers[group].block_size
+        for mark in self._taken:
+            for entry in mark.tails:
+                if entry.node is not None and mark.node is not None:
+                    found[entry.layer.index, entry.node.root, entry.node.prefix] = entry.layer.block_size
+            for group in mark.bundles if mark.node is not None else ():
+                found[group, mark.node.root, mark.node.prefix] = self.block_size
+        return found
+
+    @public_call
+    def _prefix_stats(self) -> PrefixStats:
+        """Return the counters of the prefix cache."""
+        stats: PrefixStats = super()._prefix_stats()
+        there = sum(mark.node is not None for mark in self._taken)
+        return stats._replace(checkpoints=there, **{f"checkpoints_{name}": n for name, n in self._marks.items()})
 
     # ---- what is read -------------------------------------------------------------------------------------
 

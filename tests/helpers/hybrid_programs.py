@@ -91,7 +91,7 @@ class Program:
         self.rng = rng = random.Random(seed)
         self.groups = rng.choice(KINDS)
         options = {"groups": list(self.groups), "prefix_cache": True, "max_seqs": 8, "seed": 1}
-        options |= {"in_order": rng.random() < 0.3, "max_blocks_per_seq": MAX_BLOCKS}
+        options |= {"in_order": rng.random() < 0.3, "max_blocks_per_seq": MAX_BLOCKS, "events": rng.choice((0, 10**6))}
         self.pools = make_pools(rng.choice((16, 24, 40, 80)), BLOCK_SIZE, **options)
         self.plans = [[make_plan(pool, 6, 64) for pool in self.pools] for _ in range(1 if options["in_order"] else 3)]
         self.in_order = options["in_order"]
@@ -243,6 +243,19 @@ class Program:
                 handles, space, tokens = self.rows[name]
                 tokens = tokens[:length] + [self.rng.randrange(3) for _ in tokens[length:]]
                 self.rows[name] = (handles, space, tokens)
+
+
+def live(pool, known):
+    """Fold the events of a pool into what it holds: (content key, group) -> what it said of it."""
+    for name, key, *more in pool.prefix.events():
+        if name == "stored":
+            assert (key, more[4]) not in known, "stored twice"
+            known[key, more[4]] = more
+        elif name == "removed":
+            del known[key, more[0]]
+        else:
+            assert name == "cleared" and (key is not None or not known)
+    return known
 
 
 def figures(pool, arena):
