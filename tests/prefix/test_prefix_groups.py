@@ -1,11 +1,10 @@
 """Hits of pools with layer groups: docs/prefix.md, "Layer groups"."""
 
 import pytest
-from hybrid_programs import KINDS, Program, WrongContent, figures, live
 
 from kvpool import Group, Plan, Pool
 from kvpool.testing.model import ModelPlan, ModelPool
-from kvpool.testing.model_checkpoints import CheckpointModel
+from proof.machine.checkpoints import KINDS, agree
 
 CALLS = 150
 
@@ -32,19 +31,7 @@ def make(*groups, num_blocks=200, **options):
 @pytest.mark.parametrize("seed", range(120))
 def test_random_programs_agree_with_the_model_and_read_their_own_content(seed):
     print("seed", seed)
-    program = Program(seed, lambda *a, **o: [Pool(*a, **o), ModelPool(*a, **o)], _plan)
-    core, model = program.pools
-    held, held_by_model = {}, {}
-    for _ in program.run(CALLS):
-        core.check()
-        model.check()
-        assert core.prefix.stats()[:-7] == model.prefix.stats()[:-7]  # without the time between uses
-        assert core.prefix.stats()[-6:] == model.prefix.stats()[-6:]
-        assert live(core, held) == live(model, held_by_model)
-        for arena in range(len(model.arenas)):
-            assert (figures(core, arena) == figures(model, arena)).all(), arena
-        for name, (handles, _, _) in program.rows.items():
-            assert core.num_tokens(name) == model.num_tokens(handles[1])
+    agree(seed, lambda *a, **o: [Pool(*a, **o), ModelPool(*a, **o)], _plan, CALLS)
 
 
 def _plan(pool, rows, tokens):
@@ -109,35 +96,3 @@ def test_cut_beyond_the_prompt_is_refused(cut):
 def test_cut_without_a_prefix_cache_is_refused():
     with pytest.raises(ValueError, match="no prefix cache"):
         Pool(8, 4).open([1, 2, 3], cut=1)
-
-
-# ---------------------------------------------------------------------------------------------- planted faults
-
-
-class OtherNamespaces(CheckpointModel):
-    """All namespaces have one root."""
-
-    def _root(self, namespace):
-        return super()._root(b"")
-
-    def _path(self, tokens, namespace, most):
-        return super()._path(tokens, b"", most)
-
-
-class StaleStates(CheckpointModel):
-    """A load reads the bundle when nobody holds it any more."""
-
-    def _is_free(self, mark):
-        return mark.step is None
-
-
-@pytest.mark.parametrize("fault", [OtherNamespaces, StaleStates])
-def test_planted_fault_shows_in_what_steps_read(fault):
-    for seed in range(400):
-        try:
-            for _ in Program(seed, lambda *a, **o: [fault(*a, **o)], ModelPlan).run(CALLS):
-                pass
-        except (WrongContent, AssertionError, KeyError, ValueError, IndexError):
-            print("seed", seed)
-            return
-    raise AssertionError("no program shows it")
