@@ -140,12 +140,17 @@ cdef int tree_init(Tree* t, const Groups* gs, Index* index, const int32_t* bundl
 
 
 cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil:
-    """No node and no checkpoint; all blocks are as they were when they were new."""
-    cdef int32_t k
+    """No node and no checkpoint; all blocks are blank, and nobody asks which were dropped."""
+    cdef int32_t k, i
+    cdef Blocks* b
     memset(t.slot, 0xFF, (t.slot_mask + <size_t>1) * sizeof(int32_t))
     for k in range(gs.num_arenas):
-        memset(t.role[k], NO_ROLE, gs.arena[k].num_blocks)
-        memset(t.seen[k], 0, gs.arena[k].num_blocks)
+        b = <Blocks*>gs.arena[k]
+        memset(t.role[k], NO_ROLE, b.num_blocks)
+        memset(t.seen[k], 0, b.num_blocks)
+        for i in range(b.num_dropped):
+            b.block[b.dropped[i]].noted = 0
+        b.num_dropped = 0
     if t.state_group >= 0:
         memset(t.load, 0xFF, gs.group[t.state_group].blocks.num_blocks * sizeof(int32_t))
     line_init(&t.cold)

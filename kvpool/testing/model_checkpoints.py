@@ -771,11 +771,13 @@ class CheckpointModel(GroupModel):
             for group in node.kv:
                 found[group, node.root, node.prefix] = self.layers[group].block_size
         for mark in self._taken:
-            for entry in mark.tails:
-                if entry.node is not None and mark.node is not None:
-                    found[entry.layer.index, entry.node.root, entry.node.prefix] = entry.layer.block_size
-            for group in mark.bundles if mark.node is not None else ():
+            if mark.node is None:
+                continue
+            for group in mark.bundles:
                 found[group, mark.node.root, mark.node.prefix] = self.block_size
+            for entry in mark.tails:
+                if entry.node is not None:
+                    found[entry.layer.index, entry.node.root, entry.node.prefix] = entry.layer.block_size
         return found
 
     @public_call

@@ -124,10 +124,10 @@ class Program:
     def run(self, calls: int) -> Iterator[str]:
         """Make so many calls. Returns after each, for the caller to look."""
         words = ["open", "step", "done"] * 2 + ["close", "fork", "commit", "flush", "truncate", "rollback"]
-        words += ["pin", "match"] + ["compute"] * 4
+        words += ["pin", "match", "evict", "reset"] + ["compute"] * 4
         for _ in range(calls):
             word = self.rng.choice(words)
-            if word in ("open", "match") or self.rows or self.pending:
+            if word in ("open", "match", "evict") or self.rows or self.pending:
                 getattr(self, "do_" + word)()
             yield word
 
@@ -240,6 +240,17 @@ class Program:
             space = self.rng.choice((None, b""))
             blank = self.each(lambda k, pool: pool.prefix.flush(space))
             assert len(set(blank)) == 1, blank
+
+    def do_evict(self) -> None:
+        n, arena = self.rng.choice((1, 2, 5)), self.rng.choice([g.arena for g in self.groups])
+        evicted = self.each(lambda k, pool: pool.blocks.arena(arena).evict(n))
+        assert len(set(evicted)) == 1, evicted
+
+    def do_reset(self) -> None:
+        if self.rng.random() < 0.05:
+            self.each(lambda k, pool: pool.reset())
+            self.rows.clear()
+            self.idle, self.pending = list(range(len(self.plans))), []
 
     def do_truncate(self) -> None:
         if self.rows and self.rng.random() < 0.5:
