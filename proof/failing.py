@@ -171,7 +171,7 @@ def script_with_groups(seed: int) -> list[Call]:
     """Prefix hits of a pool with layer groups: checkpoints that are taken, published, loaded and flushed."""
     rng = random.Random(seed)
     prompt = [rng.randrange(50) for _ in range(rng.randrange(30, 60))]
-    groups = [kvpool.Group.full(), kvpool.Group.window(6, arena=1, num_blocks=90), kvpool.Group.state(12, blocks=2)]
+    groups = [kvpool.Group.full(), kvpool.Group.window(6), kvpool.Group.state(12, blocks=2)]
     options: dict[str, Any] = {"groups": groups[seed % 2 :], "in_order": seed % 5 == 0}
     options["events"] = rng.choice([0, 3, 400])
 

@@ -23,6 +23,7 @@ KINDS = (
     (Group.full(), Group.chunk(8)),
     (Group.full(columns=2, block_size=8), Group.window(12), Group.full()),
     (Group.full(), Group.window(8, arena=1, num_blocks=20), Group.state(12, blocks=2)),
+    (Group.window(8), Group.full(arena=1, num_blocks=30), Group.state(12, blocks=2)),
     (Group.state(12, blocks=2), Group.state(10, blocks=1)),
     (Group.full(), Group.state(12)),
     (Group.full(),),
