@@ -322,6 +322,14 @@ cdef inline void transfer(const Tree* t, int32_t k, int32_t state, int32_t m, in
     memcpy(out + 1, checkpoint_bundle(t, m) + t.offset[k], t.span[k] * sizeof(int32_t))
 
 
+cdef inline bint computes(const Step* p, int32_t row, int32_t* at) noexcept nogil:
+    """Whether a row of a step has new tokens; asked of each row in turn, `at` is the next event."""
+    if at[0] == p.num_events or p.event[at[0]].row != row:
+        return True
+    at[0] += 1
+    return p.event[at[0] - 1].q_len != 0
+
+
 cdef void tree_loads(Groups* gs, const Step* p, GroupPlan** part, bint advance) noexcept nogil:
     """Before the tables of a step change: states that its rows read and that nobody has copied yet."""
     cdef Tree* t = gs.tree
@@ -331,10 +339,8 @@ cdef void tree_loads(Groups* gs, const Step* p, GroupPlan** part, bint advance) 
     if t.num_loads == 0 or not advance:
         return
     for i in range(p.num_rows):
-        if at < p.num_events and p.event[at].row == i:
-            at += 1
-            if p.event[at - 1].q_len == 0:
-                continue
+        if not computes(p, i, &at):
+            continue
         slot = slot_of(p.handle[i])
         first = gs.group[t.state_group].table[slot]
         if first == NO_BLOCK or t.load[first] == NO_CHECKPOINT or t.load_step[first]:
@@ -384,10 +390,8 @@ cdef void tree_saves(Groups* gs, const Step* p, GroupPlan** part) noexcept nogil
     if t.bundle_size == 0 or not t.can_restore:
         return
     for i in range(p.num_rows):
-        if at < p.num_events and p.event[at].row == i:
-            at += 1
-            if p.event[at - 1].q_len == 0:
-                continue
+        if not computes(p, i, &at):
+            continue
         slot = slot_of(p.handle[i])
         length = p.length[i]
         if length <= t.row[slot].cut and next_place(t, slot, length - 1) == length:
