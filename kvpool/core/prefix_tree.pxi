@@ -72,7 +72,9 @@ cdef void tree_sizes(Tree* t, const Groups* gs, const int32_t* bundle_of) noexce
         while t.spacing * kv < 3.0 * (t.bundle_size + tails) * gs.block_size:
             t.spacing *= 2
     t.room = nodes_for(t, gs)
-    t.checkpoint_room = gs.arena[0].num_blocks // t.bundle_size + 1 if t.bundle_size else t.room
+    t.checkpoint_room = t.room if t.needs_checkpoints else 1
+    if t.bundle_size:
+        t.checkpoint_room = gs.arena[0].num_blocks // t.bundle_size + 1
 
 
 cdef int32_t nodes_for(const Tree* t, const Groups* gs) noexcept nogil:

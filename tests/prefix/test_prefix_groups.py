@@ -28,7 +28,7 @@ def make(*groups, num_blocks=200, **options):
     return pool, Plan(pool, 4, 256)
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", [*range(30), *(pytest.param(n, marks=pytest.mark.long) for n in range(30, 300))])
 def test_random_programs_agree_with_the_model_and_read_their_own_content(seed):
     print("seed", seed)
     agree(seed, lambda *a, **o: [Pool(*a, **o), ModelPool(*a, **o)], _plan, CALLS)

@@ -34,6 +34,7 @@ def test_planted_fault_shows_in_what_steps_read(fault):
     first_seed(play, WrongContent)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", WRONG_CHOICE)
 def test_planted_fault_shows_beside_the_core(fault):
     first_seed(lambda seed: agree(seed, lambda *a, **o: [Pool(*a, **o), fault(*a, **o)], _plan, CALLS), AssertionError)
