@@ -2,6 +2,7 @@
 
 cdef enum:
     MAX_GROUPS = 8
+    MOST_COLUMNS = 1024
     MAX_ARENAS = MAX_GROUPS + 1 # each has a group; in a pool of states the first has none
 
 cdef enum:                      # LayerGroup.kind
@@ -64,6 +65,10 @@ cdef struct GroupPlan:          # what a plan has for one group
     int32_t* slot_mapping       # [columns, tokens], NULL: nobody asked for it
     int32_t* state_src          # [max_rows]
     int32_t* state_dst
+    int32_t* loads              # [max_rows, 1 + blocks of a checkpoint] state_loads
+    int32_t* saves
+    int32_t num_loads
+    int32_t num_saves
     int32_t shown_rows
     int64_t shown_tokens
 
@@ -73,7 +78,26 @@ cdef struct TableUpdates:       # an array of a plan: what its last step told of
     int64_t size
 
 
+cdef struct Tree                # of the prefix cache, which is told of what happens to rows; docs/prefix.md
+cdef void tree_free(Tree* t) noexcept nogil
+cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil
+cdef void tree_fork(Groups* gs, int32_t parent, int32_t child) noexcept nogil
+cdef void tree_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nogil
+cdef void tree_close(Groups* gs, int32_t slot) noexcept nogil
+cdef void tree_make_room(Groups* gs, int32_t arena, int64_t n) noexcept nogil
+cdef void tree_loads(Groups* gs, const Step* p, GroupPlan** part, bint advance) noexcept nogil
+cdef void tree_saves(Groups* gs, const Step* p, GroupPlan** part) noexcept nogil
+cdef void tree_pass(Groups* gs, const Step* p) noexcept nogil
+cdef void tree_undo(Groups* gs, const Step* p) noexcept nogil
+cdef void tree_undone(Groups* gs, const Step* p) noexcept nogil
+cdef uint64_t tree_fingerprint(const Tree* t, uint64_t h) noexcept nogil
+cdef void count_bundles(const Tree* t, int32_t* references) noexcept nogil
+cdef bint tree_check(const Groups* gs, char* finding) noexcept nogil
+
+
 cdef struct Groups:
+    Tree* tree                  # the prefix cache, NULL: none
+    int64_t[MAX_ARENAS] needed  # blocks that the step at hand takes
     LayerGroup[MAX_GROUPS] group
     int32_t num_groups
     Blocks* arena[MAX_ARENAS]   # the first is the pool's

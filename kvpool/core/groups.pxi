@@ -27,6 +27,8 @@ cdef void groups_free(Groups* gs) noexcept nogil:
         part_free(&gs.scratch[k])
     for k in range(1, gs.num_arenas):
         blocks_free(gs.arena[k])
+    if gs.tree != NULL:
+        tree_free(gs.tree)
     xfree(gs.more)
     xfree(gs)
 
@@ -155,6 +157,8 @@ cdef void groups_fork(Groups* gs, int32_t parent, int32_t n, int64_t* children) 
             g.seq[child].epoch = 0
             forget_told(g, child)
             new_version(g, child)
+        if gs.tree != NULL:
+            tree_fork(gs, parent, child)
         children[i] = s.seq[child].handle
         b.digest = mix(b.digest, untagged(children[i]))
     s.sum_tokens += n * p.kv_len
@@ -170,8 +174,11 @@ cdef void groups_close(Groups* gs, int32_t slot) noexcept nogil:
     for k in range(gs.num_groups):
         g = &gs.group[k]
         group_unref(g, slot, 0, entries_of(g, slot, q.num_blocks))
-        if g.kind == STATE_LAYERS:
-            g.table[slot] = NO_BLOCK
+    if gs.tree != NULL:
+        tree_close(gs, slot)
+    for k in range(gs.num_groups):
+        if gs.group[k].kind == STATE_LAYERS:
+            gs.group[k].table[slot] = NO_BLOCK
     s.sum_tokens -= q.kv_len
     s.sum_blocks -= q.num_blocks
     gs.arena[0].digest = mix(mix(gs.arena[0].digest, OP_CLOSE), untagged(q.handle))
@@ -210,6 +217,8 @@ cdef void groups_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nog
     cdef LayerGroup* g
     cdef int64_t blocks = blocks_for(gs, length)
     cdef int32_t k, keep, entries
+    if gs.tree != NULL:
+        tree_truncate(gs, slot, length)
     for k in range(gs.num_groups):
         g = &gs.group[k]
         keep = entries_of(g, slot, blocks)      # of a state: it stays, the length is the same
@@ -458,6 +467,7 @@ cdef int groups_check_step(Groups* gs, Step* p, GroupPlan** part, const Ints* ha
             unserved += new if advance else 0
         i += 1
     p.num_tokens = asked - unserved
+    memcpy(gs.needed, needed, sizeof(needed))
     if short_row >= 0 and not partial:
         blocks_short(gs.arena[arena], v, arena, short_row, handle[short_row], needed[arena],
                      needed[arena] - available[arena])
@@ -512,6 +522,10 @@ cdef void groups_commit(Groups* gs, Step* p, GroupPlan** part, const int64_t* ha
     p.uniform = advance
     b.digest = mix(mix(b.digest, OP_STEP if advance else OP_RESERVE), p.num_rows)
     memmove(p.handle, handles, p.num_rows * sizeof(int64_t))    # the batch may be a part of the plan's own array
+    if gs.tree != NULL:
+        tree_loads(gs, p, part, advance)
+        for k in range(gs.num_arenas):
+            tree_make_room(gs, k, gs.needed[k])
     for k in range(gs.num_groups):
         commit_group(gs, &gs.group[k], part[k], p)
     for k in range(p.num_events):
@@ -532,6 +546,8 @@ cdef void groups_commit(Groups* gs, Step* p, GroupPlan** part, const int64_t* ha
         b.digest = mix(b.digest, <uint64_t>untagged(p.handle[i]) ^ (<uint64_t>q.kv_len << 20))
     commit_simple(p, s, b, p.handle, done, p.num_rows, step_id)
     s.sum_tokens += p.num_tokens
+    if gs.tree != NULL and advance:
+        tree_saves(gs, p, part)
 
 
 cdef void groups_set_fences(Groups* gs, const Pending* pending) noexcept nogil:
@@ -564,6 +580,8 @@ cdef void groups_release(Groups* gs, const Step* p) noexcept nogil:
     cdef GroupPlan** part = parts_of(p)
     cdef int32_t[MAX_GROUPS] letting
     cdef int32_t i, k, slot, n = 0
+    if gs.tree != NULL:
+        tree_pass(gs, p)
     for k in range(gs.num_groups):
         log_release(&part[k].log, gs.group[k].blocks)
         if gs.group[k].kind == WINDOW_LAYERS or gs.group[k].kind == CHUNK_LAYERS:
@@ -633,6 +651,8 @@ cdef void groups_rollback(Groups* gs, const Pending* pending, const Step* p) noe
     plain.q_len = 1
     plain.appended = 0
     gs.arena[0].digest = mix(mix(gs.arena[0].digest, OP_ROLLBACK), p.num_rows)
+    if gs.tree != NULL:
+        tree_undo(gs, p)
     groups_set_fences(gs, pending)
     for k in range(gs.num_arenas):
         blocks_lower_fences(gs.arena[k])
@@ -654,15 +674,8 @@ cdef void groups_rollback(Groups* gs, const Pending* pending, const Step* p) noe
             forget_told(&gs.group[k], slot_of(p.handle[i]))
         wire_forget(&part[k].wire, p.num_rows, False, False)
     groups_settle(gs, pending, p)
-
-
-cdef void groups_end(Groups* gs, const Step* p) noexcept nogil:
-    """A pending step of a pool that is reset: nothing of it is undone."""
-    cdef GroupPlan** part = parts_of(p)
-    cdef int32_t k
-    for k in range(gs.num_groups):
-        part[k].num_changes = part[k].log.size = 0
-        wire_forget(&part[k].wire, p.num_rows, False, False)
+    if gs.tree != NULL:
+        tree_undone(gs, p)
 
 
 cdef void groups_reset(Groups* gs) noexcept nogil:
@@ -673,6 +686,8 @@ cdef void groups_reset(Groups* gs) noexcept nogil:
     for k in range(gs.num_groups):
         for slot in range(gs.seqs.max_seqs if gs.group[k].kind == STATE_LAYERS else 0):
             gs.group[k].table[slot] = NO_BLOCK
+    if gs.tree != NULL:
+        tree_reset(gs.tree, gs)
 
 
 # ---- arrays ------------------------------------------------------------------------------------------------
@@ -838,6 +853,8 @@ cdef uint64_t groups_fingerprint(const Groups* gs, const Pending* pending, uint6
     cdef int32_t k, slot
     cdef int64_t i
     h = mix(h, gs.num_groups)
+    if gs.tree != NULL:
+        h = tree_fingerprint(gs.tree, h)
     for k in range(1, gs.num_arenas):
         h = blocks_fingerprint(gs.arena[k], h, next_step)
     for k in range(gs.num_groups):
@@ -945,6 +962,8 @@ cdef bint check_arena(const Groups* gs, int32_t arena, const Pending* pending, i
     for k in range(gs.num_groups):
         if gs.group[k].arena == arena and check_group(gs, &gs.group[k], seen, finding):
             return True
+    if arena == 0 and gs.tree != NULL:
+        count_bundles(gs.tree, seen)
     if check_references(b, seen, finding):
         return True
     memset(seen, 0, room * sizeof(int32_t))
@@ -969,4 +988,4 @@ cdef bint groups_check(const Groups* gs, const Pending* pending, int32_t* seen, 
         if check_arena(gs, k, pending, seen, seen + room, room, finding):
             return True
         memset(seen, 0, 2 * <size_t>room * sizeof(int32_t))
-    return False
+    return gs.tree != NULL and tree_check(gs, finding)

@@ -50,6 +50,11 @@ class Arena(BlockSet):
     def _named_in_tables(self, block: int) -> int:
         return self.names().count(block)
 
+    def is_idle(self, block: int) -> bool:
+        """Nobody names the block, and no pending step may use it."""
+        in_limbo = any(block == one for one, _ in self._limbo)
+        return not self._refcount(block) and block not in self._holds and not in_limbo
+
     def _blocks_arena(self, arena: int) -> ModelBlocks:
         return self._pool._blocks_arena(arena)
 
@@ -163,11 +168,11 @@ def make_layers(
     for arena, size in sizes.items():
         if size <= reserved:
             raise ValueError(f"[Pool] num_blocks of arena {arena} is {size}, more than {reserved} are needed")
-    arenas = [Arena(pool, i, sizes[i], reserved) for i in range(len(sizes))]
+    arenas = [pool.arena_class(pool, i, sizes[i], reserved) for i in range(len(sizes))]
     layers = []
     for index, group in enumerate(groups):
         if group.kind == "state":
-            arenas.append(Arena(pool, len(arenas), group.size, 0))
+            arenas.append(pool.arena_class(pool, len(arenas), group.size, 0))
             layers.append(Layers(index, "state", group, 1, 1, arenas[-1]))
         else:
             size = group.block_size or block_size
@@ -186,13 +191,15 @@ class GroupModel(StepModel):
         By how many tokens `truncate` may always shorten a sequence.
     """
 
+    arena_class, may_cache = Arena, False
+
     def __init__(self, *sizes: Any, groups: Any = None, lookahead: int = 0, **options: Any) -> None:
         given = read_groups(groups)
         lookahead = args.integer("Pool", "lookahead", lookahead, 0)
         for group in given:
             if group.kind in ("window", "chunk") and lookahead >= group.size:
                 raise ValueError(f"[Pool] lookahead is {lookahead}, not below {group.size}")
-        if options.get("prefix_cache") is True:
+        if options.get("prefix_cache") is True and not self.may_cache:
             raise ValueError("[Pool] prefix_cache is not for pools with groups")
         self.layers: list[Layers] = []
         self.arenas: list[Arena] = []

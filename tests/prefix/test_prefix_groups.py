@@ -1,0 +1,224 @@
+"""Hits of pools with layer groups: docs/prefix.md, "Layer groups"."""
+
+import pytest
+
+from kvpool import Group, OutOfBlocks, Plan, Pool
+from kvpool.testing.model import ModelPlan, ModelPool
+from proof.machine.checkpoints import KINDS, agree
+
+CALLS = 150
+
+
+def prefill(pool, plan, prompt, cut=None, namespace=b""):
+    """Open a prompt and compute it in chunks that end where the pool wants; returns (handle, cached tokens)."""
+    handle = pool.open(prompt, namespace, cut)
+    length = cached = pool.num_tokens(handle)
+    while length < len(prompt):
+        place = int(pool.prefix.wanted([handle])[0])
+        end = place if place > 0 else len(prompt)
+        pool.step(plan, [handle], end - length)
+        pool.done(plan)
+        pool.prefix.commit(handle, prompt[length:end])
+        length = end
+    return handle, cached
+
+
+def make(*groups, num_blocks=200, **options):
+    pool = Pool(num_blocks, 4, groups=list(groups), prefix_cache=True, **options)
+    return pool, Plan(pool, 4, 256)
+
+
+@pytest.mark.parametrize("seed", [*range(30), *(pytest.param(n, marks=pytest.mark.long) for n in range(30, 300))])
+def test_random_programs_agree_with_the_model_and_read_their_own_content(seed):
+    print("seed", seed)
+    agree(seed, lambda *a, **o: [Pool(*a, **o), ModelPool(*a, **o)], _plan, CALLS)
+
+
+def _plan(pool, rows, tokens):
+    return (Plan if isinstance(pool, Pool) else ModelPlan)(pool, rows, tokens)
+
+
+def keeps_checkpoints(groups):
+    is_restored = all(group.kind != "state" or group.blocks for group in groups)
+    return groups != (Group.full(),) and is_restored and not any(group.arena for group in groups)
+
+
+@pytest.mark.parametrize("groups", [kinds for kinds in KINDS if keeps_checkpoints(kinds)])
+def test_second_turn_finds_all_but_the_tail_of_the_first(groups):
+    pool, plan = make(*groups, num_blocks=2000, max_blocks_per_seq=400)
+    grain = 4 * max((group.block_size or 4) // 4 for group in groups)
+    for length in range(97, 97 + 2 * grain):
+        prompt = [length, *range(1, length)]
+        pool.close(prefill(pool, plan, prompt)[0])
+        assert pool.prefix.match([*prompt[: length - 11], *range(500, 540)]) == (length - 16) // grain * grain
+    pool.check()
+
+
+def test_cut_tells_where_the_checkpoint_is_and_nothing_lies_behind_it():
+    pool, plan = make(Group.full(), Group.state(8, blocks=20))  # so large that nothing is kept inside of a prompt
+    prompt = list(range(60))
+    pool.close(prefill(pool, plan, prompt, cut=41)[0])
+    assert [pool.prefix.match([*prompt[:n], 999]) for n in (39, 40, 41, 60)] == [0, 40, 40, 40]
+
+
+def test_junction_is_kept_for_the_third_visitor():
+    pool, plan = make(Group.full(), Group.state(8, blocks=20))
+    first, second, third = ([*range(40), *range(k, k + 40)] for k in (100, 200, 300))
+    assert prefill(pool, plan, first)[1] == 0
+    assert prefill(pool, plan, second)[1] == 0  # there is no state at the junction yet
+    assert prefill(pool, plan, third)[1] == 40
+
+
+def test_checkpoint_for_which_there_are_no_blocks_is_skipped():
+    pool, plan = make(Group.full(), Group.state(8, blocks=30), num_blocks=33)
+    handle, _ = prefill(pool, plan, list(range(40)))
+    assert pool.num_tokens(handle) == 40
+    assert pool.prefix.match(list(range(41))) == 0
+
+
+def test_kv_without_a_checkpoint_leaves_before_kv_with_one():
+    pool, plan = make(Group.full(), Group.state(8, blocks=1), num_blocks=40)
+    kept = list(range(40))
+    pool.close(prefill(pool, plan, kept)[0])
+    pool.close(prefill(pool, plan, list(range(100, 140)), cut=0)[0])  # younger, but nobody can use it
+    pool.open(88)  # 22 of the 28 blocks that are left, 10 of which are these
+    assert pool.prefix.match([*kept, 1]) == 24
+
+
+@pytest.mark.parametrize(("cut", "error", "text"), [
+    (-1, ValueError, r"\[open\] cut is out of range \(-1\)"),
+    (11, ValueError, r"\[open\] cut is out of range \(11\)"),
+    (2**70, ValueError, r"\[open\] cut"),
+    (True, TypeError, r"\[open\] cut"),
+    (3.0, TypeError, r"\[open\] cut"),
+    ("3", TypeError, r"\[open\] cut"),
+])  # fmt: skip
+def test_cut_that_is_none_of_the_prompt_is_refused(cut, error, text):
+    pool, _ = make(Group.full(), Group.state(8, blocks=1))
+    before = pool.fingerprint(), pool.digest()
+    with pytest.raises(error, match=text):
+        pool.open(list(range(10)), cut=cut)
+    assert (pool.fingerprint(), pool.digest()) == before
+
+
+def test_cut_without_a_prompt_or_a_prefix_cache_is_refused():
+    with pytest.raises(ValueError, match="no prefix cache"):
+        Pool(8, 4, groups=[Group.full()]).open(3, cut=1)
+    with pytest.raises(ValueError, match="no prefix cache"):
+        Pool(8, 4).open([1, 2, 3], cut=1)
+    pool, _ = make(Group.full())
+    with pytest.raises(ValueError, match="not a prompt"):
+        pool.open(3, cut=1)
+
+
+def test_cut_in_a_pool_without_groups_changes_nothing():
+    pools = [Pool(20, 4, prefix_cache=True, seed=1) for _ in range(2)]
+    handles = [pools[0].open(list(range(9))), pools[1].open(list(range(9)), cut=3)]
+    assert len({pool.digest() for pool in pools}) == 1
+    assert [pool.prefix.wanted([h]).tolist() for pool, h in zip(pools, handles, strict=True)] == [[-1], [-1]]
+
+
+def test_checkpoint_larger_than_arena_0_is_refused():
+    with pytest.raises(ValueError, match="a checkpoint has 20 blocks, arena 0 has 19"):
+        Pool(20, 4, groups=[Group.full(), Group.state(4, blocks=20)], prefix_cache=True, reserved_blocks=1)
+    Pool(20, 4, groups=[Group.full(), Group.state(4, blocks=19)], prefix_cache=True, reserved_blocks=1)
+    with pytest.raises(ValueError, match="has 4294967294 blocks"):
+        Pool(20, 4, groups=[Group.state(4, blocks=2**31 - 1)] * 2, prefix_cache=True)
+
+
+def test_state_that_cannot_be_restored_gives_no_hit():
+    pool, plan = make(Group.full(), Group.state(8))
+    prompt = list(range(60))
+    handle, _ = prefill(pool, plan, prompt)
+    assert pool.prefix.wanted([handle]).tolist() == [-1] and plan.groups[1].state_saves.shape == (0, 1)
+    pool.close(handle)
+    assert pool.prefix.match([*prompt, 1]) == 0 and pool.num_tokens(pool.open([*prompt, 1])) == 0
+
+
+def test_blocks_by_id_leave_entries_whole():
+    pool, plan = make(Group.full(columns=3), num_blocks=31, reserved_blocks=1)
+    handle, _ = prefill(pool, plan, list(range(36)))
+    with pytest.raises(ValueError, match="was not taken with alloc"):
+        pool.blocks.incref(pool.table(handle)[0])
+    pool.close(handle)
+    assert pool.stats().blank == 3 and pool.prefix.match(list(range(37))) == 36
+    with pytest.raises(OutOfBlocks) as caught:
+        pool.blocks.alloc(4)
+    assert (caught.value.short_by, caught.value.evictable) == (1, 0)
+    assert pool.blocks.evict(1) == 1 and pool.stats().blank == 6
+    mine = pool.blocks.alloc(6)
+    pool.blocks.incref(mine)
+    assert pool.prefix.match(list(range(37))) == 32
+    pool.check()
+    assert pool.blocks.evict(1000) == 24 and pool.prefix.stats().nodes == 0
+    pool.check()
+
+
+def test_pin_holds_a_checkpoint_until_it_is_closed():
+    pool, plan = make(Group.full(), Group.window(8), Group.state(8, blocks=2), num_blocks=40)
+    prompt = list(range(40))
+    pool.close(prefill(pool, plan, prompt, cut=40)[0])
+    pin = pool.prefix.pin(prompt)
+    assert pool.num_tokens(pin) == 40
+    pool.blocks.evict(1000)
+    pool.check()
+    assert pool.prefix.match([*prompt, 1]) == 40
+    pool.prefix.unpin(pin)
+    pool.blocks.evict(1000)
+    assert pool.prefix.match([*prompt, 1]) == 0 and pool.stats().used == 0
+    pool.check()
+
+
+def test_reset_and_shutdown_with_loads_and_saves_pending_leave_nothing():
+    pool, plan = make(Group.full(), Group.window(8), Group.state(8, blocks=2), num_blocks=60, events=1000)
+    prompt, late = list(range(40)), Plan(pool, 4, 256)
+    pool.close(prefill(pool, plan, prompt, cut=40)[0])
+    for end in (pool.reset, pool.shutdown):
+        first, second = pool.open([*prompt, 1, 2, 3, 4, 5]), pool.open([7] * 30, b"other", 20)
+        pool.step(plan, [first, second], [1, 20])
+        pool.open([*prompt, 9])  # its load is not begun
+        pool.step(late, [first], 1)
+        end()
+        if end == pool.reset:
+            pool.check()
+            stats = pool.stats()
+            assert (stats.used, stats.evictable, stats.limbo, stats.sequences) == (0, 0, 0, 0)
+            assert pool.prefix.stats().nodes == pool.prefix.stats().namespaces == 0
+            told = [event[0] for event in pool.prefix.events()]
+            assert told.count("stored") == told.count("removed") > 0 and told[-1] == "cleared"
+            pool.close(prefill(pool, plan, prompt, cut=40)[0])
+            assert pool.prefix.match([*prompt, 1]) == 40
+
+
+def test_flush_while_a_load_is_pending_lets_the_row_go_on():
+    pool, plan = make(Group.full(), Group.state(8, blocks=2), num_blocks=60)
+    prompt = list(range(40))
+    pool.close(prefill(pool, plan, prompt, cut=40)[0])
+    row = pool.open([*prompt, 1, 2])
+    pool.step(plan, [row], 1)
+    loads = plan.groups[1].state_loads.tolist()
+    pool.prefix.flush()
+    assert pool.prefix.match([*prompt, 1]) == 0
+    pool.rollback(plan)
+    pool.step(plan, [row], 1)
+    assert plan.groups[1].state_loads.tolist() == loads != []
+    pool.done(plan)
+    pool.close(row)
+    pool.check()
+    assert pool.stats().used == 0
+
+
+def test_events_name_group_kind_and_window():
+    pool, plan = make(Group.full(block_size=8), Group.window(5), Group.state(8, blocks=2), events=1000)
+    pool.close(prefill(pool, plan, [*range(16)], cut=8, namespace=b"a")[0])
+    events = pool.prefix.events()
+    assert sorted(event[6:] for event in events) == [(0, "full", None)] * 2 + [(1, "window", 5), (2, "state", None)]
+    by_group = {event[6]: event for event in events if event[3][-1] == 7}
+    assert len({event[1] for event in by_group.values()}) == 1  # one key: the prefix
+    assert {group: event[3:6] for group, event in by_group.items()} == {
+        0: ([*range(8)], 8, b"a"), 1: ([4, 5, 6, 7], 4, b"a"), 2: ([4, 5, 6, 7], 4, b"a"),
+    }  # fmt: skip
+    assert by_group[0][2] is None
+    assert by_group[1][2] == by_group[2][2] is not None
+    pool.prefix.flush()
+    assert {event[1:] for event in pool.prefix.events()[:-1]} == {(event[1], event[6]) for event in events}
