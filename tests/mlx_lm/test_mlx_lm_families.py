@@ -310,9 +310,10 @@ def test_what_layer_groups_cannot_do_is_said_at_install(caplog):
         with pytest.raises(ValueError, match=r"\[install\] eviction needs layers that keep every token"):
             install_on_cpu(model, eviction=SlidingWindow(max_kv=64))
         with caplog.at_level(logging.WARNING):
-            kv = install_on_cpu(model, prefix_cache=True)
-            assert not kv.prefix_cache and "prefix_cache=True has no effect" in caplog.text
-            assert install_on_cpu(family("deepseek_v41")).route.endswith("; opaque: LayerCache")
+            assert install_on_cpu(model, prefix_cache=True).prefix_cache and not caplog.text
+            kv = install_on_cpu(family("deepseek_v41"), prefix_cache=True)
+            assert not kv.prefix_cache and "prefix_cache=True has no effect, LayerCache cannot be res" in caplog.text
+            assert kv.route.endswith("; opaque: LayerCache")
             assert "LayerCache is held whole" in caplog.text
         with install_on_cpu(model) as first, install(model, pool=first.pool) as second:
             assert second.pool is first.pool and second.layout.groups == first.layout.groups

@@ -102,9 +102,11 @@ def install(
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
     shape = inspect_model(model)
     layout = _layout(shape, block_size if pool is None else pool.block_size, pool, prefix_cache, eviction)
+    layout = replace(layout, specs=tuple(with_bits(spec, **quantization) for spec in layout.specs))
     if num_blocks is not None:
         pool = layout.make_pool(num_blocks, block_size, max_seqs, prefix_cache)
-    layout = replace(layout, specs=tuple(with_bits(spec, **quantization) for spec in layout.specs))
+    else:
+        layout.require_pool(pool)
     storage = partial(_storage, backend=backend, kernels=kernels, overlap=overlap)
     paged = partial(_paged, model, layout, storage)
     sites, why = _choose_route(paged, model, layout, fused)
@@ -122,11 +124,9 @@ def _layout(model: ModelShape, block_size: int, pool: Any, prefix_cache: bool, e
     if eviction is not None:
         require_evictable(model, eviction, "install")
     layout = layout_of(model, block_size, keeps_all)
-    if pool is not None:
-        layout.require_pool(pool)
-    if prefix_cache and layout.groups:
-        _log.warning("[install] prefix_cache=True has no effect, the index knows one table only: %s", model.describe())
     unknown = sorted({leaf.name for leaf in layout.leaves if leaf.kind == "opaque"})
+    if prefix_cache and not layout.can_restore:
+        _log.warning("[install] prefix_cache=True has no effect, %s cannot be restored", ", ".join(unknown))
     if unknown:
         _log.warning("[install] %s is held whole for each sequence, outside the blocks", ", ".join(unknown))
     return layout
@@ -304,7 +304,7 @@ class PagedKV:
         self._hooks: list[Hook] = []  # one per entry into the block
         self._why_gather = why_gather
         self.num_layers = len(layout.leaves)
-        self.prefix_cache = prefix_cache and pool.prefix is not None
+        self.prefix_cache = prefix_cache and pool.prefix is not None and layout.can_restore
         self._number = str(next(_numbers))
         self.namespace = self.own_namespace(b"")
         self.query_tokens = self.hit_tokens = 0
