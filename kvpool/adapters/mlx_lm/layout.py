@@ -78,6 +78,11 @@ class Layout:
         """The length up to which no layer lets tokens go."""
         return min((group.size for group in self.groups if group.kind in ("window", "chunk")), default=2**62)
 
+    @cached_property
+    def can_restore(self) -> bool:
+        """Whether a sequence can begin with what another one has computed: all that layers hold is in blocks."""
+        return not self.held
+
     def columns(self, arena: int) -> int:
         """Return the blocks of an arena that one block of tokens takes in all its groups."""
         return sum(group.columns for group in self.groups if group.kind != "state" and group.arena == arena) or 1
@@ -85,7 +90,7 @@ class Layout:
     def make_pool(self, num_blocks: int, block_size: int, max_seqs: int, prefix_cache: bool = False) -> Any:
         """Return a pool with room for `num_blocks` blocks of tokens in all layers, if nothing were let go.
 
-        With layer groups it has no prefix cache.
+        The prefix cache of a pool with layer groups finds nothing where a state cannot be restored.
         """
         if not self.groups:
             return kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, prefix_cache=prefix_cache)
@@ -107,6 +112,7 @@ class Layout:
             block_size,
             max_seqs=max_seqs,
             max_blocks_per_seq=longest,
+            prefix_cache=prefix_cache,
             lookahead=min([LOOKAHEAD, *(size - 1 for size in bounded)]) if bounded else 0,
             groups=groups,
         )
@@ -126,8 +132,8 @@ class Layout:
 def layout_of(model: ModelShape, block_size: int, keeps_all: bool) -> Layout:
     """Return how the caches of a model are held.
 
-    `keeps_all`: in one table where that is possible, also if it keeps tokens that windows do not see. A prefix cache
-    and eviction need it.
+    `keeps_all`: in one table where that is possible, also if it keeps tokens that windows do not see. Eviction needs
+    it.
     """
     is_plain = model.keeps_every_token or (keeps_all and model.is_uniform)
     return one_table(model, block_size) if is_plain else grouped(model, block_size)
