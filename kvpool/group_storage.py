@@ -373,8 +373,8 @@ class GroupStorage:
         return found
 
 
-class _Rows:
-    """Blocks of an arena as rows of one array of bytes: what several shapes share."""
+class BlockRows:
+    """Blocks of an arena as rows of one array of bytes, each a block as `export_blocks` returns it."""
 
     def __init__(self, num_blocks: int, block_nbytes: int) -> None:
         self.num_blocks = num_blocks
@@ -419,7 +419,7 @@ class _Arena:
     ) -> None:
         self.num_blocks = num_blocks
         self.backends: dict[Parts, tuple[KVBackend, ...]] = {}
-        self.store: KVBackend | _Rows
+        self.store: KVBackend | BlockRows
         if len(shapes) == 1 and all(len(parts) == 1 for parts in shapes):
             (parts,) = shapes
             self.store = factory(parts[0], num_blocks)
@@ -433,7 +433,7 @@ class _Arena:
                 f"layout {wrong[0]!r}; give them layout 'block', or each group an arena of its own"
             )
         self.block_nbytes = max(sum(map(_aligned_nbytes, parts)) for parts in shapes)
-        self.store = _Rows(num_blocks, self.block_nbytes)
+        self.store = BlockRows(num_blocks, self.block_nbytes)
         for parts in shapes:
             made, begin = [], 0
             for spec in parts:

@@ -261,9 +261,9 @@ def test_eviction_on_layers_that_differ_is_refused_and_says_which(name):
             engine_of(model, eviction=SlidingWindow(max_kv=32))
 
 
-def test_prefix_cache_on_layers_that_differ_is_off_and_says_so(caplog):
+def test_prefix_cache_on_a_state_that_cannot_be_restored_is_off_and_says_so(caplog):
     with on_cpu():
-        model, _ = tiny.make("qwen3_5")
+        model, _ = tiny.make("longcat_flash_ngram")
         engine = engine_of(model, prefix_cache=True)
         assert not engine.kv.prefix_cache
         assert sum("prefix_cache=True has no effect" in line for line in caplog.messages) == 1

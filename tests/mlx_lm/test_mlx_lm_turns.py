@@ -65,7 +65,7 @@ def conversation(tokenizer, answer):
         messages = [*messages, {"role": "assistant", "content": tokenizer.decode(tokens)}]
 
 
-FAMILIES = ["gemma4_text", "gpt_oss"]
+FAMILIES = ["gemma4_text", "gpt_oss", "qwen3_5", "nemotron_h"]
 
 
 @pytest.mark.parametrize("arch", FAMILIES)

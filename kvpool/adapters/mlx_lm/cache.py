@@ -263,6 +263,7 @@ class Batch:
         before, num_rows = self.rows, len(self.handles)
         plan, after, new = self._step(new)
         try:
+            self._load(plan)
             how: dict[str, Any] = {"first": first, "defers": self.passes.defers}
             turn = Turn(self.passes, plan, before, after, new, num_columns, self.is_merged, **how)
         except BaseException:
@@ -274,6 +275,13 @@ class Batch:
 
     def end_turn(self, rows: Rows, held: Held) -> None:
         """End the call that `begin_turn` began: all layers have done their part."""
+        passes = self.passes
+
+        def read(slots: Sequence[int]) -> Held:
+            written = passes.plan.groups[passes.layout.state_group].state_dst.tolist()
+            return chosen(passes.layout, held, [written.index(slot) for slot in slots])
+
+        passes.checkpoints.save(passes.plan, read)
         self.rows = self.base_rows = rows
         self.held = held
         self.count += 1
@@ -281,6 +289,26 @@ class Batch:
         self.missing = 0
         self._operation = None
         self.passes.finish()
+
+    def _load(self, plan: Any) -> None:
+        """Load the states that a plan asks for, into every batch with a row that has one of them: forks share it."""
+        slots, held = self.passes.checkpoints.loaded(plan)
+        if not slots:
+            return
+        group, table = self.passes.layout.state_group, self.passes.pool.table
+        self._take_states(slots, held, plan.groups[group].state_src.tolist())
+        for other in self.passes.live_batches():
+            if other is not self:
+                own = [-1 if handle == NOT_OPENED else next(iter(table(handle, group)), -1) for handle in other.handles]
+                other._take_states(slots, held, own)
+
+    def _take_states(self, slots: list[int], held: Held, own: Sequence[int]) -> None:
+        """Let rows hold what was loaded; `own` has their slots."""
+        num_rows = len(self.handles)
+        index = [num_rows + slots.index(slot) if slot in slots else row for row, slot in enumerate(own)]
+        if index != list(range(num_rows)):
+            layout = self.passes.layout
+            self.held = chosen(layout, joined(layout, [(self.held, num_rows), (held, len(slots))]), index)
 
     def _has_lost_tokens(self) -> bool:
         """Whether the pool has evicted tokens that `rows` still counts: the rest was not moved."""

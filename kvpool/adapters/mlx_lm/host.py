@@ -103,9 +103,11 @@ def install(
     shape = inspect_model(model)
     layout = _layout(shape, block_size if pool is None else pool.block_size, pool, prefix_cache, eviction)
     prefix_cache = prefix_cache and layout.can_restore
+    layout = replace(layout, specs=tuple(with_bits(spec, **quantization) for spec in layout.specs))
     if num_blocks is not None:
         pool = layout.make_pool(num_blocks, block_size, max_seqs, prefix_cache)
-    layout = replace(layout, specs=tuple(with_bits(spec, **quantization) for spec in layout.specs))
+    else:
+        layout.require_pool(pool)
     storage = partial(_storage, backend=backend, kernels=kernels, overlap=overlap)
     paged = partial(_paged, model, layout, storage)
     sites, why = _choose_route(paged, model, layout, fused)
@@ -123,8 +125,6 @@ def _layout(model: ModelShape, block_size: int, pool: Any, prefix_cache: bool, e
     if eviction is not None:
         require_evictable(model, eviction, "install")
     layout = layout_of(model, block_size, keeps_all)
-    if pool is not None:
-        layout.require_pool(pool)
     unknown = sorted({leaf.name for leaf in layout.leaves if leaf.kind == "opaque"})
     if unknown:
         effect = "; no prefix of this model is found" if prefix_cache else ""
@@ -304,7 +304,7 @@ class PagedKV:
         self._hooks: list[Hook] = []  # one per entry into the block
         self._why_gather = why_gather
         self.num_layers = len(layout.leaves)
-        self.prefix_cache = prefix_cache and pool.prefix is not None
+        self.prefix_cache = prefix_cache and pool.prefix is not None and layout.can_restore
         self._number = str(next(_numbers))
         self.namespace = self.own_namespace(b"")
         self.query_tokens = self.hit_tokens = 0

@@ -74,14 +74,29 @@ class Layout:
         return tuple(i for node in self.model.tree if not isinstance(node, int) for i in _numbers(node))
 
     @property
+    def state_group(self) -> int:
+        """The layer group of what a batch holds itself, -1 without one."""
+        return len(self.groups) - 1 if self.held else -1
+
+    @cached_property
+    def block_nbytes(self) -> int:
+        """Bytes of a block of arena 0. In a model without keys and values it holds nothing but checkpoints."""
+        return self.specs[0].block_nbytes if self.specs else self.model.state_nbytes
+
+    @property
+    def can_restore(self) -> bool:
+        """Whether all that a batch holds itself can be saved in blocks: a prefix can be found without it."""
+        return all(self.leaves[leaf].kind == "state" for leaf in self.held)
+
+    @cached_property
+    def checkpoint_blocks(self) -> int:
+        """Blocks of arena 0 that hold the states of a sequence. 0: there are none, or one that cannot be restored."""
+        return -(-self.model.state_nbytes // self.block_nbytes) if self.can_restore else 0
+
+    @property
     def least_bound(self) -> int:
         """The length up to which no layer lets tokens go."""
         return min((group.size for group in self.groups if group.kind in ("window", "chunk")), default=2**62)
-
-    @cached_property
-    def can_restore(self) -> bool:
-        """Whether a sequence can begin with what another one has computed: all that layers hold is in blocks."""
-        return not self.held
 
     def columns(self, arena: int) -> int:
         """Return the blocks of an arena that one block of tokens takes in all its groups."""
@@ -90,7 +105,7 @@ class Layout:
     def make_pool(self, num_blocks: int, block_size: int, max_seqs: int, prefix_cache: bool = False) -> Any:
         """Return a pool with room for `num_blocks` blocks of tokens in all layers, if nothing were let go.
 
-        The prefix cache of a pool with layer groups finds nothing where a state cannot be restored.
+        A prefix cache is of use where `can_restore`.
         """
         if not self.groups:
             return kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, prefix_cache=prefix_cache)
@@ -98,7 +113,7 @@ class Layout:
         groups, seen = [], {0}
         for group in self.groups:
             if group.kind == "state":
-                group = Group.state(2 * max_seqs)
+                group = Group.state(2 * max_seqs, blocks=self.checkpoint_blocks)
             elif group.arena not in seen:
                 seen.add(group.arena)
                 group = replace(group, num_blocks=sizes[group.arena])
@@ -124,6 +139,12 @@ class Layout:
             raise ValueError(
                 f"[install] the pool has the layer groups {_text(given)}, this model needs {_text(self.groups)}: "
                 "leave pool out and give num_blocks"
+            )
+        blocks = given[self.state_group].blocks if self.held else 0
+        if blocks not in (0, self.checkpoint_blocks):
+            raise ValueError(
+                f"[install] a checkpoint of the pool has {blocks} blocks, the states of this model need "
+                f"{self.checkpoint_blocks}: Group.state(slots, blocks={self.checkpoint_blocks})"
             )
         if self.groups and pool.options.in_order:
             raise ValueError("[install] the pool has in_order=True, a model with layer groups needs one without")

@@ -13,8 +13,10 @@ import mlx.core as mx
 import numpy as np
 
 from kvpool.adapters.mlx_lm.attention import Site
+from kvpool.adapters.mlx_lm.checkpoints import Checkpoints
 from kvpool.adapters.mlx_lm.layout import Layout
 from kvpool.errors import ConcurrentUse, KVPoolError
+from kvpool.group_storage import BlockRows
 from kvpool.protocol import KVBackend
 
 _is_active = attrgetter("is_active")
@@ -95,6 +97,8 @@ class Passes:
     ----------
     backend : kvpool.protocol.KVBackend
         The storage of the first arena. None if no layer has keys and values.
+    checkpoints : Checkpoints
+        Copies states from and to blocks of the first arena.
     dtype : mx.Dtype
         The dtype of its keys and values, as the model computes them.
     has_checkpoints : bool
@@ -128,6 +132,10 @@ class Passes:
         self.layout = layout
         self.backends = tuple(backends)
         self.backend: Any = self.backends[0] if self.backends else None
+        store: Any = self.backend
+        if not self.backends and pool.prefix is not None and layout.checkpoint_blocks:
+            store = BlockRows(pool.num_blocks, layout.block_nbytes)
+        self.checkpoints = Checkpoints(layout, store)
         self.is_called = layout.is_called
         self.is_lazy = any(backend.capabilities.lazy for backend in self.backends)
         self.windows = tuple(leaf.window for leaf in layout.leaves)

@@ -58,7 +58,7 @@ class RaggedForward:
         layout = kv.layout
         self.is_ragged = bool(kv.passes.sites) and not layout.held and not layout.is_apart
         self._defers = self.is_ragged and not kv.passes.is_lazy
-        self._state_group = len(layout.groups) - 1 if layout.held else -1
+        self._state_group = layout.state_group
         self.states_are_held = self._state_group >= 0
         self.states = SlotStates(layout)
 
@@ -93,6 +93,7 @@ class RaggedForward:
         kv.passes.hook()
         try:
             turn = self._turn(plan, lens, new, gone)
+            self.states.write(*kv.passes.checkpoints.loaded(plan))
             logits, held_by = self._logits(mx.array(tokens.reshape(len(turn.new), turn.num_columns)), turn, rows)
             late = []
             if self.states_are_held:
@@ -106,6 +107,7 @@ class RaggedForward:
         if self.states_are_held:
             for part, held in held_by:
                 self.states.write(self._slots(plan, "state_dst", part), held)
+            kv.passes.checkpoints.save(plan, self.states.read)
         return logits
 
     def keep_states(self, handles: np.ndarray) -> None:
