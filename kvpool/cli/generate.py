@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefix-cache",
         action=argparse.BooleanOptionalAction,
-        help="share what prompts have in common (default: where no layer has a window or a state)",
+        default=True,
+        help="share what prompts have in common (default: yes)",
     )
     parser.add_argument("--stats", action="store_true", help="print speed and use of the cache to stderr")
     add_cache_arguments(parser)
@@ -146,7 +147,7 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
         raise CommandError(f"--model {exc}") from None
     try:
         if num_blocks is None:
-            keeps_all = policy is not None or bool(args.prefix_cache)
+            keeps_all = policy is not None
             sequences = max(options["n"], options["beam_width"]) + 1  # one more: copies, and shared beginnings
             rows = min(max_running, sequences * len(prompts))
             most = blocks_in_memory(args.memory, model, block_size, rows, keeps_all, bits)

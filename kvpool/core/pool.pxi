@@ -360,7 +360,7 @@ cdef class Pool:
 
     # -- sequences
 
-    def open(self, tokens=0, namespace=b"", cut=None):
+    def open(self, tokens=0, namespace=b"", cut=None, *, reserve=True):
         """A new sequence: with the cached prefix of a prompt, or empty with blocks for a number of tokens.
 
         Parameters
@@ -370,6 +370,10 @@ cdef class Pool:
             shape ``(n,)``, each 0 .. 2^31 - 1: its longest cached prefix is found, and blocks for the rest taken.
         namespace : bytes, default b""
             Prefixes are shared within a namespace only; see `kvpool.namespace`.
+        cut : int, optional
+            Where the part of the prompt begins that the next turn may rewrite; see ``docs/prefix.md``.
+        reserve : bool, default True
+            False: no blocks are taken for the part of a prompt that is not cached.
 
         Returns
         -------
@@ -385,14 +389,17 @@ cdef class Pool:
             More tokens than a sequence may have. State unchanged.
         OutOfSequences
             `max_seqs` sequences are open. State unchanged.
-        ValueError
-            A prompt, in a pool with layer groups: they have no prefix cache. State unchanged.
+        TypeError, ValueError
+            A prompt in a pool with layer groups and without a prefix cache, or `cut` is not within the prompt. State
+            unchanged.
 
         Notes
         -----
         Match, references and blocks are one transaction: what was found cannot be evicted in between. O(n).
         """
-        return open_tokens(&self.state, tokens, namespace, cut, "open", True)
+        if not isinstance(reserve, bool):
+            raise TypeError(f"[open] reserve must be a bool, not {type(reserve).__name__} ({reserve!r})")
+        return open_tokens(&self.state, tokens, namespace, cut, reserve, "open", True)
 
     def fork(self, handle, n=1):
         """`n` new sequences that share every filled block of an open one. No KV data moves until one of them writes.

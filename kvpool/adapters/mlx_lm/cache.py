@@ -191,7 +191,7 @@ class Batch:
                 "[update_and_fetch] this model's caches work only inside the install block, and only in a call of the "
                 "model itself: a part of it was called, or the block has ended"
             )
-        plan, after, new = self._step(num_columns)
+        plan, after, new = self._step(self.rows.num_new(num_columns))
         try:
             if len(plan.copies):
                 passes.backend.copy_blocks(plan)
@@ -210,13 +210,12 @@ class Batch:
             raise
         return forward, after
 
-    def _step(self, num_columns: int) -> tuple[Any, Rows, np.ndarray]:
-        """Begin a pass and step the pool. Return the plan, the rows afterwards, and how many new tokens each row has.
+    def _step(self, new: np.ndarray) -> tuple[Any, Rows, np.ndarray]:
+        """Begin a pass and step the pool by so many tokens of each row. Return plan, rows afterwards, and `new`.
 
         If it raises, there is no pass. If what follows raises, `_take_back` ends the pass.
         """
         passes, before = self.passes, self.rows
-        new = before.num_new(num_columns)
         try:
             passes.begin()
         except BaseException:
@@ -246,20 +245,27 @@ class Batch:
 
     # ------------------------------------------------------------------------------------------ a hooked call
 
-    def begin_turn(self, num_rows: int, num_columns: int) -> Turn:
-        """Step the pool for a call of the model, before its first layer. All or nothing."""
+    def begin_call(self, num_rows: int, num_columns: int) -> np.ndarray:
+        """Return how many tokens each row gets in a call of the model."""
         self.require_idle("forward")
         if num_rows != len(self.handles):
             self._spread(num_rows)
         if self.rows.todo is not None and not self.rows.todo.any():
             raise ValueError("[forward] no row has a token left: prepare was given too small lengths")
+        return self.rows.num_new(num_columns)
+
+    def begin_turn(self, new: np.ndarray, first: np.ndarray, num_columns: int) -> Turn:
+        """Step the pool by `new` tokens of each row, before the first layer. All or nothing.
+
+        They begin in columns `first` of an input with `num_columns` columns.
+        """
         self._end_pass()
-        before = self.rows
-        plan, after, new = self._step(num_columns)
+        before, num_rows = self.rows, len(self.handles)
+        plan, after, new = self._step(new)
         try:
             self._load(plan)
-            defers = self.passes.defers
-            turn = Turn(self.passes, plan, before, after, new, num_columns, self.is_merged, defers=defers)
+            how: dict[str, Any] = {"first": first, "defers": self.passes.defers}
+            turn = Turn(self.passes, plan, before, after, new, num_columns, self.is_merged, **how)
         except BaseException:
             self._take_back()
             raise
@@ -331,7 +337,7 @@ class Batch:
     def _open_all(self) -> None:
         for row, handle in enumerate(self.handles):
             if handle == NOT_OPENED:
-                self.handles[row] = self.passes.open_empty()
+                self.handles[row] = int(self.passes.pool.open(0, self.known[row].namespace))
 
     def _fitting_plan(self, num_tokens: int, longest: int) -> Any:
         """Return the batch's plan, or a larger one. Sizes double, so this is rare."""
@@ -427,7 +433,8 @@ class Batch:
         if self.eviction is not None:
             self.eviction.truncate(lens)
         self.known = [
-            Known(known.namespace, min(known.num_tokens, n)) for known, n in zip(self.known, lens.tolist(), strict=True)
+            known._replace(num_tokens=min(known.num_tokens, n))
+            for known, n in zip(self.known, lens.tolist(), strict=True)
         ]
         return int((self.rows.lens - lens).max(initial=0)), Rows(lens, gone=self.rows.gone)
 
@@ -437,7 +444,7 @@ class Batch:
             self._close(self.handles)
             self.handles = [NOT_OPENED] * len(self.handles)
             self.held = nothing(self.passes.layout, len(self.handles))
-        self.known = [Known(known.namespace) for known in self.known]
+        self.known = [known._replace(num_tokens=0) for known in self.known]
         if self.policy is not None:
             self.eviction = self._evicting(self.policy)
         return None, Rows(np.zeros(len(self.handles), np.int64))
@@ -465,8 +472,21 @@ class Batch:
         if known.num_tokens < length:
             with self.passes.lock:
                 self.passes.pool.prefix.commit(self.handles[0], tokens[known.num_tokens : length])
-                self.known = [Known(known.namespace, length)]
+                self.known = [known._replace(num_tokens=length)]
         return length - known.num_tokens
+
+    def commit_inputs(self, turn: Turn, places: np.ndarray, inputs: np.ndarray) -> None:
+        """Commit the tokens that a turn has computed of rows that were on their way to a checkpoint.
+
+        `inputs` are those of the whole call. A row of which the prefix cache misses an earlier token is left out.
+        """
+        pool = self.passes.pool
+        with self.passes.lock:
+            for row in np.flatnonzero((places >= 0) & (turn.new > 0)).tolist():
+                handle, first, length = self.handles[row], int(turn.first[row]), int(turn.after.lens[row])
+                if pool.prefix.committed(handle) == turn.before.lens[row]:
+                    pool.prefix.commit(handle, inputs[row, first : first + int(turn.new[row])])
+                    self.known[row] = self.known[row]._replace(num_tokens=length)
 
     def blocks(self, row: int, group: int) -> list[int]:
         """Return the blocks that a row holds in a group, all columns."""

@@ -65,7 +65,7 @@ def install(
         Size of a new pool: blocks of tokens in all layers (one is reserved), tokens per block, sequences at a time.
         If layers differ, it has layer groups. Layers with a window let blocks go, so more tokens fit.
     prefix_cache : bool
-        Make the pool with a prefix cache, or use that of `pool`, which then keeps every token. Warns if it cannot be.
+        Make the pool with a prefix cache, or use that of `pool`. Warns if a layer holds what cannot be restored.
     pool : kvpool.Pool, optional
         Use this pool. Without layer groups it keeps every token.
     fused : bool, optional
@@ -102,6 +102,7 @@ def install(
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
     shape = inspect_model(model)
     layout = _layout(shape, block_size if pool is None else pool.block_size, pool, prefix_cache, eviction)
+    prefix_cache = prefix_cache and layout.can_restore
     layout = replace(layout, specs=tuple(with_bits(spec, **quantization) for spec in layout.specs))
     if num_blocks is not None:
         pool = layout.make_pool(num_blocks, block_size, max_seqs, prefix_cache)
@@ -119,16 +120,15 @@ def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: 
 
 
 def _layout(model: ModelShape, block_size: int, pool: Any, prefix_cache: bool, eviction: Policy | None) -> Layout:
-    """Return how the caches of a model are held: in one table where that is asked for and possible."""
-    keeps_all = prefix_cache or eviction is not None or (pool is not None and pool.options.groups is None)
+    """Return how the caches of a model are held: in one table where eviction or a given pool needs it."""
+    keeps_all = eviction is not None or (pool is not None and pool.options.groups is None)
     if eviction is not None:
         require_evictable(model, eviction, "install")
     layout = layout_of(model, block_size, keeps_all)
     unknown = sorted({leaf.name for leaf in layout.leaves if leaf.kind == "opaque"})
-    if prefix_cache and not layout.can_restore:
-        _log.warning("[install] prefix_cache=True has no effect, %s cannot be restored", ", ".join(unknown))
     if unknown:
-        _log.warning("[install] %s is held whole for each sequence, outside the blocks", ", ".join(unknown))
+        effect = "; no prefix of this model is found" if prefix_cache else ""
+        _log.warning("[install] %s is held whole for each sequence, outside the blocks%s", ", ".join(unknown), effect)
     return layout
 
 
@@ -368,7 +368,9 @@ class PagedKV:
 
     # ------------------------------------------------------------------------------------------ prefix cache
 
-    def fetch(self, tokens: Sequence[int], namespace: bytes = b"") -> tuple[list[PagedKVCache], int]:
+    def fetch(
+        self, tokens: Sequence[int], namespace: bytes = b"", cut: int | None = None
+    ) -> tuple[list[PagedKVCache], int]:
         """A cache that begins with what the prefix cache holds of a prompt.
 
         No block is taken and no KV is copied: the cache shares the blocks that it found, and while it lives
@@ -382,6 +384,9 @@ class PagedKV:
         namespace : bytes
             From `kvpool.namespace`; requests find only what was committed in the same one. Another model on
             the same pool is in another namespace anyway.
+        cut : int, optional
+            Where the part of the prompt begins that the next turn of a conversation may rewrite. If layers differ, the
+            pool keeps a checkpoint there when the cache is fed. By default 16 tokens before the end.
 
         Returns
         -------
@@ -391,17 +396,17 @@ class PagedKV:
             Tokens in it.
         """
         self._require_prefix_cache("fetch")
-        caches, num_cached = self.pinned(tokens, self.own_namespace(namespace))
+        caches, num_cached = self.pinned(tokens, self.own_namespace(namespace), cut)
         self.query_tokens += len(tokens)
         self.hit_tokens += num_cached
         return caches, num_cached
 
-    def pinned(self, tokens: Sequence[int], own: bytes) -> tuple[list[PagedKVCache], int]:
+    def pinned(self, tokens: Sequence[int], own: bytes, cut: int | None) -> tuple[list[PagedKVCache], int]:
         """Do what `fetch` does, in a namespace of `own_namespace`, without counting it."""
         with self.lock:
-            handle = self.pool.prefix.pin(tokens[: max(len(tokens) - 1, 0)], own)
+            handle = self.pool.open(tokens, own, cut, reserve=False)
             num_cached = self.pool.num_tokens(handle)
-        known = Known(own, num_cached)
+        known = Known(own, num_cached, cut)
         batch = Batch(self.passes, [handle], [num_cached], False, [known], self.eviction)
         return self._caches(batch), num_cached
 

@@ -105,7 +105,7 @@ class Layout:
     def make_pool(self, num_blocks: int, block_size: int, max_seqs: int, prefix_cache: bool = False) -> Any:
         """Return a pool with room for `num_blocks` blocks of tokens in all layers, if nothing were let go.
 
-        It has no prefix cache where a state cannot be restored.
+        A prefix cache is of use where `can_restore`.
         """
         if not self.groups:
             return kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, prefix_cache=prefix_cache)
@@ -127,7 +127,7 @@ class Layout:
             block_size,
             max_seqs=max_seqs,
             max_blocks_per_seq=longest,
-            prefix_cache=prefix_cache and self.can_restore,
+            prefix_cache=prefix_cache,
             lookahead=min([LOOKAHEAD, *(size - 1 for size in bounded)]) if bounded else 0,
             groups=groups,
         )
@@ -153,8 +153,8 @@ class Layout:
 def layout_of(model: ModelShape, block_size: int, keeps_all: bool) -> Layout:
     """Return how the caches of a model are held.
 
-    `keeps_all`: in one table where that is possible, also if it keeps tokens that windows do not see. A prefix cache
-    and eviction need it.
+    `keeps_all`: in one table where that is possible, also if it keeps tokens that windows do not see. Eviction needs
+    it.
     """
     is_plain = model.keeps_every_token or (keeps_all and model.is_uniform)
     return one_table(model, block_size) if is_plain else grouped(model, block_size)

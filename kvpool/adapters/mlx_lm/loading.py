@@ -48,7 +48,7 @@ def check_name(name: str) -> None:
 
 
 def blocks_in(
-    memory: int | str, model: Any, block_size: int, num_rows: int, keeps_all: bool = True, **quantization: int | None
+    memory: int | str, model: Any, block_size: int, num_rows: int, keeps_all: bool = False, **quantization: int | None
 ) -> int:
     """Return the `num_blocks` of `install` for which `memory` holds the pool, see `kvpool.config.blocks_for`.
 
@@ -57,7 +57,7 @@ def blocks_in(
     num_rows : int
         Sequences that run at a time. Their states are taken off first, twice: a pass holds those before and after it.
     keeps_all : bool
-        See `layout_of`. True for a prefix cache or eviction.
+        See `layout_of`. True for eviction.
     quantization
         As for `install`.
 

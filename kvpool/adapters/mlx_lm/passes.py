@@ -71,6 +71,7 @@ class Known(NamedTuple):
 
     namespace: bytes = b""  # that it was opened in
     num_tokens: int = 0  # committed, or found when it was opened
+    cut: int | None = None  # of its prompt, see `PagedKV.fetch`
 
 
 class Passes:
@@ -100,6 +101,8 @@ class Passes:
         Copies states from and to blocks of the first arena.
     dtype : mx.Dtype
         The dtype of its keys and values, as the model computes them.
+    has_checkpoints : bool
+        Whether a pass may have to end where the pool takes a checkpoint.
     is_called : bool
         Whether calls of the model are hooked, see `calls`.
     is_lazy : bool
@@ -144,6 +147,7 @@ class Passes:
         self.lock = threading.RLock()
         self.batches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.namespace = namespace
+        self.has_checkpoints = bool(namespace and layout.groups)
         self._driver: threading.Thread | None = None  # who is in a forward pass
         self._last_driver: threading.Thread | None = None
         self._running: tuple[weakref.ref[Any], Any, Rows] | None = None  # its batch, plan, and rows before it
@@ -170,9 +174,13 @@ class Passes:
         for site in (*self.calls, *self.sites):
             site.leave()
 
-    def open_empty(self) -> int:
-        """Open a new sequence in the model's own namespace."""
-        return int(self.pool.prefix.pin([], self.namespace) if self.namespace else self.pool.open())
+    def places(self, handles: Sequence[int]) -> np.ndarray:
+        """Return the length of each sequence at which its next checkpoint is due, int64 ``[B]``. -1: none."""
+        found = np.full(len(handles), -1, np.int64)
+        opened = np.flatnonzero(np.array(handles, np.int64) != NOT_OPENED)
+        if self.has_checkpoints and len(opened):
+            found[opened] = self.pool.prefix.wanted(np.array(handles, np.int64)[opened])
+        return found
 
     def live_batches(self) -> list[Any]:
         """Return all batches that are alive, as a list: another thread may make one at any time."""

@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from kvpool.adapters.mlx_lm.calls import LayerCache, Part, Turn, cut, in_parts
+from kvpool.adapters.mlx_lm.calls import LayerCache, Part, Turn, cut, in_parts, together
 from kvpool.adapters.mlx_lm.host import PagedKV
 from kvpool.adapters.mlx_lm.passes import Rows
 from kvpool.adapters.mlx_lm.slots import SlotStates, arrays_of
@@ -153,7 +153,8 @@ class RaggedForward:
         def run(own: list[Any], part: Part) -> Any:
             return model(inputs if part.takes_input_whole else cut(inputs, part), cache=own)
 
-        logits, held_by = in_parts(turn, lambda part: self.states.read(self._slots(turn.plan, "state_src", part)), run)
+        found, held_by = in_parts(turn, lambda part: self.states.read(self._slots(turn.plan, "state_src", part)), run)
+        logits = together(found, len(turn.new), turn.num_columns)
         if not len(rows):  # MLX never evaluates it
             return mx.zeros((0, logits.shape[-1]), mx.float32), held_by
         logits = logits.reshape(-1, logits.shape[-1])
