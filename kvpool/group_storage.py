@@ -8,7 +8,7 @@ docs/backends.md says what is a copy and what is a view.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -115,7 +115,7 @@ class GroupStorage:
             else:
                 parts[number] = _checked_parts(pool, number, group, what)
         self._arenas = [
-            _Arena(factory, arena, pool.stats(arena).num_blocks, {parts[g]: None for g in members})
+            Arena(factory, arena, pool.stats(arena).num_blocks, {parts[g]: None for g in members})
             for arena, members in _members(self.groups, parts).items()
         ]
         self.num_blocks = tuple(arena.num_blocks for arena in self._arenas)
@@ -295,7 +295,7 @@ class GroupStorage:
             raise ValueError(f"[{call}] layer {layer} has no keys and values")
         return place
 
-    def _arena(self, call: str, arena: int) -> _Arena:
+    def _arena(self, call: str, arena: int) -> Arena:
         if not 0 <= arena < len(self._arenas):
             raise ValueError(f"[{call}] arena is {arena}, there are {len(self._arenas)} arenas of blocks")
         return self._arenas[arena]
@@ -411,20 +411,40 @@ class BlockRows:
         return ids.astype(np.int64)
 
 
-class _Arena:
-    """The backends of one arena: one with memory of its own if all groups have one shape, else some that share rows."""
+class Arena:
+    """The backends of one arena: one with memory of its own if all groups have one shape, else some that share rows.
+
+    Parameters
+    ----------
+    factory : callable
+        See `GroupStorage`.
+    arena, num_blocks : int
+        Its number and its size.
+    shapes : iterable of tuple of KVSpec
+        What a column of each group holds.
+
+    Attributes
+    ----------
+    backends : dict
+        For each of the shapes its backends, one for each spec.
+    store : KVBackend or BlockRows
+        Exports, imports and zeroes whole blocks.
+    block_nbytes : int
+        Bytes of a block.
+    """
 
     def __init__(
-        self, factory: Callable[..., KVBackend], arena: int, num_blocks: int, shapes: dict[Parts, None]
+        self, factory: Callable[..., KVBackend], arena: int, num_blocks: int, shapes: Iterable[Parts]
     ) -> None:
+        shapes = dict.fromkeys(shapes)
         self.num_blocks = num_blocks
+        self.block_nbytes = block_nbytes_of(shapes)
         self.backends: dict[Parts, tuple[KVBackend, ...]] = {}
         self.store: KVBackend | BlockRows
         if len(shapes) == 1 and all(len(parts) == 1 for parts in shapes):
             (parts,) = shapes
             self.store = factory(parts[0], num_blocks)
             self.backends[parts] = (self.store,)
-            self.block_nbytes = parts[0].block_nbytes
             return
         wrong = sorted({spec.layout for parts in shapes for spec in parts} - {"block"})
         if wrong:
@@ -432,7 +452,6 @@ class _Arena:
                 f"[GroupStorage] arena {arena} holds {len({spec for parts in shapes for spec in parts})} shapes in "
                 f"layout {wrong[0]!r}; give them layout 'block', or each group an arena of its own"
             )
-        self.block_nbytes = max(sum(map(_aligned_nbytes, parts)) for parts in shapes)
         self.store = BlockRows(num_blocks, self.block_nbytes)
         for parts in shapes:
             made, begin = [], 0
@@ -444,6 +463,13 @@ class _Arena:
 
     def every(self) -> list[KVBackend]:
         return [backend for backends in self.backends.values() for backend in backends]
+
+
+def block_nbytes_of(shapes: Collection[Parts]) -> int:
+    """Return the bytes of a block of an arena, given what a column of each of its groups holds."""
+    if len(shapes) == 1 and all(len(parts) == 1 for parts in shapes):
+        return next(iter(shapes))[0].block_nbytes
+    return max(sum(map(_aligned_nbytes, parts)) for parts in shapes)
 
 
 def _aligned_nbytes(spec: KVSpec) -> int:

@@ -106,7 +106,7 @@ def check_restored(driver, seed):
     driver.pool.close(handle)
     driver.forward.keep_states([])
     assert len(driver.forward.states) == 0
-    arenas = len(driver.kv.layout.specs) or 1
+    arenas = len(driver.kv.layout.block_nbytes)
     assert [driver.pool.stats(arena).used for arena in range(arenas + 1)] == [0] * (arenas + 1)
     driver.pool.check()
 
@@ -280,7 +280,7 @@ def drawn_layout(rng, spec):
     blocks = -(-nbytes // spec.block_nbytes)
     model = SimpleNamespace(state_nbytes=nbytes)
     return SimpleNamespace(
-        leaves=found, held=tuple(found), model=model, block_nbytes=spec.block_nbytes, checkpoint_blocks=blocks,
+        leaves=found, held=tuple(found), model=model, block_nbytes=(spec.block_nbytes,), checkpoint_blocks=blocks,
         state_group=GROUP,
     )  # fmt: skip
 
