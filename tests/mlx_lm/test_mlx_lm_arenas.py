@@ -8,50 +8,23 @@ import numpy as np
 import pytest
 from mlx_models import on_cpu
 
-import kvpool
+from benchmarks.models import capacity
 from kvpool.adapters.mlx_lm import host, install, tiny, tiny_families
 from kvpool.adapters.mlx_lm.layout import IDLE, arrays_of_one_size, layout_of
-from kvpool.adapters.mlx_lm.shapes import Leaf, ModelShape, Shape
-from kvpool.errors import OutOfBlocks
 
-LENGTH, CHUNK, BLOCK = 2**15, 2048, 16
 SHARED = ("gemma4_text", "baichuan_m1", "openelm", "deepseek_v32")  # tiny models whose bytes agree
 
 
-def gemma_4_31b():
-    """50 sliding layers of 16 x 256 with 1,024 tokens, 10 full layers of 4 x 512."""
-    sliding = Leaf("window", "RotatingKVCache", 1024, Shape(16, 256, 256, "bfloat16"))
-    full = Leaf("full", "KVCache", 0, Shape(4, 512, 512, "bfloat16"))
-    leaves = ([sliding] * 5 + [full]) * 10
-    return ModelShape(tuple(leaves), tuple(range(60)), (None,) * 60, False)
-
-
-def sequences_in(layout, num_blocks):
-    """How many sequences a pool holds: it counts, and nobody allocates what it counts."""
-    with layout.make_pool(num_blocks, BLOCK, 128) as pool:
-        plan, count = kvpool.Plan(pool, 1, CHUNK), 0
-        while True:
-            handle = pool.open()
-            for _ in range(LENGTH // CHUNK):
-                try:
-                    pool.step(plan, np.array([handle]), np.array([CHUNK]))
-                except OutOfBlocks:
-                    return count
-                pool.done(plan)
-            count += 1
-
-
 def test_one_arena_holds_seven_times_the_long_sequences_of_a_pool_that_keeps_everything():
-    model, kept = gemma_4_31b(), 4
-    token_nbytes = 2 * 2 * (50 * 16 * 256 + 10 * 4 * 512)
-    budget = kept * LENGTH * token_nbytes
-    layout = layout_of(model, BLOCK, False, is_shared=True)
-    (nbytes,) = layout.block_nbytes
-    num_blocks = (budget // nbytes - 1) // layout.columns(0)
-    with layout.make_pool(num_blocks, BLOCK, 128) as pool:
-        assert pool.num_blocks * nbytes <= budget
-    assert sequences_in(layout, num_blocks) >= 7 * kept
-    assert sequences_in(layout_of(model, BLOCK, False), num_blocks) <= kept
+    """Gemma 4 31B: in the bytes of 16 sequences of 32,768 tokens in 10 layers of 4 x 512 and 50 of 16 x 256."""
+    length, kept = 2**15, 16
+    found = capacity.gemma4_31b(length, kept)
+    assert found.everything == kept and found.groups >= 7 * kept
+    (nbytes,) = capacity.GROUPS.block_nbytes
+    pool = capacity.GROUPS.make_pool(1 + kept * length // capacity.BLOCK_SIZE, capacity.BLOCK_SIZE, 1)
+    assert (pool.num_blocks - 1) * nbytes == kept * length * 2 * 2 * (50 * 16 * 256 + 10 * 4 * 512)
+    apart = layout_of(capacity.MODEL, capacity.BLOCK_SIZE, keeps_all=False)
+    assert len(apart.block_nbytes) == 2 and capacity.fitting(apart, 1 + 2 * length // capacity.BLOCK_SIZE, length) == 2
 
 
 def test_blocks_of_equal_bytes_are_the_largest_of_which_few_idle():
