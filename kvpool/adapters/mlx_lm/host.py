@@ -124,8 +124,19 @@ def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: 
     if arenas:
         store = arenas[0].store
     elif pool.prefix is not None and layout.checkpoint_blocks:
-        store = BlockRows(pool.num_blocks, layout.block_nbytes[0])
+        store = _checkpoint_rows(pool.num_blocks, layout.block_nbytes[0])
     return PagedKV(model, pool, layout, backends, store, **kept)
+
+
+def _checkpoint_rows(num_blocks: int, nbytes: int) -> BlockRows:
+    """Return the blocks of a model with states only, one for each checkpoint."""
+    try:
+        return BlockRows(num_blocks, nbytes)
+    except MemoryError:
+        raise MemoryError(
+            f"[install] no memory for {num_blocks} checkpoints of states, {nbytes} bytes each: give fewer blocks, a "
+            "block of this model holds one checkpoint; or prefix_cache=False"
+        ) from None
 
 
 def layout_on(
