@@ -107,8 +107,6 @@ def install(
     prefix_cache = prefix_cache and layout.can_restore
     if num_blocks is not None:
         pool = layout.make_pool(num_blocks, block_size, max_seqs, prefix_cache)
-    else:
-        layout.require_pool(pool)
     paged = partial(_paged, model, layout, storage)
     sites, why = _choose_route(paged, model, layout, fused)
     return paged(pool, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=eviction)
@@ -163,6 +161,8 @@ def _layout(
     if eviction is not None:
         require_evictable(model, eviction, "install")
     layout = layout_on(storage, model, block_size, keeps_all, **quantization)
+    if pool is not None:
+        layout.require_pool(pool)
     unknown = sorted({leaf.name for leaf in layout.leaves if leaf.kind == "opaque"})
     if unknown:
         effect = "; no prefix of this model is found" if prefix_cache else ""
