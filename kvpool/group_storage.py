@@ -8,7 +8,7 @@ docs/backends.md says what is a copy and what is a view.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -119,6 +119,13 @@ class GroupStorage:
             for arena, members in _members(self.groups, parts).items()
         ]
         self.num_blocks = tuple(arena.num_blocks for arena in self._arenas)
+        for number, store in self.states.items():
+            blocks = self.groups[number].blocks
+            if blocks not in (0, self.bundle_blocks(number)):
+                raise ValueError(
+                    f"[GroupStorage] stored[{number}] has {store.slot_nbytes} bytes, a checkpoint of them takes "
+                    f"{self.bundle_blocks(number)} blocks, not {blocks}: Group.state(..., blocks=)"
+                )
         self._held = {number: self._arenas[self.groups[number].arena].backends[parts[number]] for number in parts}
         self._places, self._is_owner = self._placed(layers)
 
@@ -188,11 +195,21 @@ class GroupStorage:
         return GroupStep(steps, cuts, positions, rows)
 
     def copy_blocks(self, plan: Plan) -> None:
-        """Copy what a step copies on write, in all columns of all groups; see `KVBackend.copy_blocks`."""
+        """Copy what a step copies on write, in all columns of all groups, and load states from checkpoints.
+
+        See `KVBackend.copy_blocks`, and ``state_loads`` in docs/prefix.md.
+        """
         groups = self._of_plan("copy_blocks", plan)
         for number, backends in self._held.items():
             for backend in backends:
                 backend.copy_blocks(np.array(groups[number].copies))
+        for number, slots, bundles in self._checkpoints("state_loads", groups):
+            self.load_states(number, bundles, slots)
+
+    def save_checkpoints(self, plan: Plan) -> None:
+        """Save the states that a step takes checkpoints of, after its last layer; see ``state_saves`` there."""
+        for number, slots, bundles in self._checkpoints("state_saves", self._of_plan("save_checkpoints", plan)):
+            self.save_states(number, slots, bundles)
 
     def write(self, step: GroupStep, layer: int, k: Any, v: Any) -> None:
         """Store the new tokens of a step in one layer of the model; see `KVBackend.write`."""
@@ -304,6 +321,13 @@ class GroupStorage:
         if group not in self.states:
             raise ValueError(f"[{call}] group {group} is no state group, those are {sorted(self.states)}")
         return self.states[group]
+
+    def _checkpoints(self, name: str, groups: Sequence[Any]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Yield what a plan loads or saves: state group, slots, bundles."""
+        for number in self.states:
+            rows = getattr(groups[number], name)
+            if len(rows):
+                yield number, rows[:, 0], rows[:, 1:]
 
     def _bundles(self, call: str, group: int, num_states: int, blocks: Any) -> np.ndarray:
         bundles, expected = np.asarray(blocks), (num_states, self.bundle_blocks(group))
