@@ -39,7 +39,6 @@ class Place(NamedTuple):
 class _Cut(NamedTuple):
     """What the rows of a plan hold in a group: the entries of their tables without the hole."""
 
-    entries: np.ndarray  # [S, W] indices into the table
     seq_lens: np.ndarray  # [S] tokens before the hole and behind it
     kept: np.ndarray  # [S] tokens before the hole
     starts: np.ndarray  # [S] first position behind it
@@ -179,19 +178,12 @@ class GroupStorage:
         positions = lens[rows] - ends[rows + 1] + np.arange(len(rows))
         steps, cuts = {}, {}
         for number, backends in self._held.items():
-            arrays = groups[number]
-            cuts[number] = cut = self._cut(number, lens, np.asarray(arrays.kv_starts, np.int64))
+            starts = np.array(groups[number].kv_starts, np.int64)
             for column in range(self.groups[number].columns):
-                tables = np.asarray(arrays.block_tables)[:, :, column]
-                entries = np.minimum(cut.entries, max(tables.shape[1] - 1, 0))
-                columns = StepArrays(
-                    np.take_along_axis(tables, entries, 1),
-                    cut.seq_lens,
-                    np.array(plan.cu_q_lens),
-                    np.array(arrays.slot_mapping[column]),
-                )
+                arrays = StepArrays.of_group(plan, number, column)
+                cuts[number] = _Cut(arrays.seq_lens, arrays.seq_lens - lens + starts, starts)
                 for backend in backends:
-                    steps[number, column, id(backend)] = backend.prepare(columns)
+                    steps[number, column, id(backend)] = backend.prepare(arrays)
         return GroupStep(steps, cuts, positions, rows)
 
     def copy_blocks(self, plan: Plan) -> None:
@@ -334,15 +326,6 @@ class GroupStorage:
         if bundles.shape != expected:
             raise ValueError(f"[{call}] blocks must have shape {list(expected)}, got {list(bundles.shape)}")
         return bundles
-
-    def _cut(self, number: int, lens: np.ndarray, starts: np.ndarray) -> _Cut:
-        group = self.groups[number]
-        size = group.block_size or self._pool.block_size
-        kept = np.minimum(-(-group.keep // size) * size, starts)
-        seq_lens = lens - starts + kept
-        entries = np.arange(-(-int(seq_lens.max(initial=0)) // size))
-        entries = entries + np.where(entries < kept[:, None] // size, 0, (starts - kept)[:, None] // size)
-        return _Cut(entries, seq_lens, kept, starts)
 
     def _visible(self, step: GroupStep, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Bool ``[n, C]``: what each query token sees by the rule of its group; and the positions of the columns."""
