@@ -58,7 +58,7 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
     cdef uint64_t root_hash = 0, root = 0
     cdef int64_t need, available
     cdef int32_t slot = s.free_slot[s.first_free] if s.num_free_slots else -1
-    if pool.groups != NULL and pool.groups.tree != NULL:
+    if has_tree(pool):
         return tree_open(pool, tokens, space, space_size, cut, take, reserve, v)
     if pool.groups != NULL:
         return groups_open(pool.groups, tokens, v)
@@ -367,7 +367,7 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
     cdef uint64_t root = name.uid if name != NULL else 0
     cdef int32_t slot = s.free_slot[s.first_free] if s.num_free_slots else -1, j
     hit.known = hit.nodes = 0
-    hit.mark = NO_MARK
+    hit.checkpoint = NO_CHECKPOINT
     hit.digest = root_hash
     if tokens.size > gs.seq_tokens:
         return refused(v, PROMPT_TOO_LONG, -1, tokens.size, 0, gs.seq_tokens, 0)
@@ -390,8 +390,8 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
     t.row[slot].node = t.path[hit.nodes - 1] if hit.nodes else NO_NODE
     if hit.nodes:
         t.node[t.row[slot].node].users += 1
-    for j in range(ROW_MARKS):
-        t.row[slot].taken[j] = NO_MARK
+    for j in range(MOST_TAKEN):
+        t.row[slot].taken[j] = NO_CHECKPOINT
     if take and tokens.data != NULL:
         t.row[slot].cut = max(tokens.size - TAIL_TOKENS, <int64_t>0) if cut < 0 else cut
         t.row[slot].junction = min(hit.known * gs.block_size, t.row[slot].cut)
@@ -425,9 +425,11 @@ cdef object open_tokens(State* pool, object tokens, object namespace, object cut
             ints_get(&prompt, tokens, call, "tokens", False, True)
             ints_tokens(&prompt, call)
         if cut is not None:
-            if not has_cache(pool):
-                raise ValueError(f"[{call}] cut is {cut}, but the pool has no prefix cache")
             place = to_int(cut, call, "cut", 0, prompt.size)
+            if not has_cache(pool):
+                raise ValueError(f"[{call}] cut is {place}, but the pool has no prefix cache")
+            if prompt.data == NULL:
+                raise ValueError(f"[{call}] cut is {place}, but tokens are a number, not a prompt")
         while status == RETRY:
             pool_enter(pool, call)
             next_handle = pool_next_handle(pool)
@@ -650,7 +652,14 @@ cdef class PrefixCache:
     @property
     def nbytes(self):
         """Bytes that the index has taken, once."""
-        return index_nbytes(&self.state.index, &self.state.blocks)
+        cdef int64_t found
+        pool_enter_any(self.state, "nbytes")        # 0 if the pool was shut down
+        if has_tree(self.state):
+            found = tree_nbytes(self.state.groups.tree, self.state.groups)
+        else:
+            found = index_nbytes(&self.state.index, &self.state.blocks)
+        pool_leave(self.state)
+        return found
 
     def stats(self):
         """Counters of the prefix cache, O(1); see `kvpool.stats.PrefixStats`."""

@@ -57,6 +57,7 @@ cdef enum:                      # what a C function reports: OK, NO_MEMORY, RETR
     STEP_PENDING
     IN_GROUPS                   # a call that a pool with layer groups does not have
     PROMPT_IN_GROUPS
+    NOT_ALLOCATED
     NO_SUCH_GROUP
     WINDOW_IS_GONE
     STATE_IS_GONE

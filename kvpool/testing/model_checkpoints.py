@@ -108,10 +108,31 @@ class CachedArena(Arena):
     def _leave(self, block: int) -> None:
         self._pool.block_left(self, block)
 
-    def is_idle(self, block: int) -> bool:
-        """Nobody names the block, and no pending step may use it."""
-        in_limbo = any(block == one for one, _ in self._limbo)
-        return not self._refcount(block) and block not in self._holds and not in_limbo
+    @public_call
+    def _blocks_incref(self, ids: Any) -> None:
+        """Add one raw reference to blocks that were taken with `alloc`."""
+        for block in self._ids("incref", ids):
+            if not self._raw.get(block):
+                raise ValueError(f"[incref] block was not taken with alloc ({block})")
+        super()._blocks_incref(ids)
+
+    @public_call
+    def _alloc(self, n: int | None, check_out: Any) -> list[int]:
+        count = 1 if n is None else args.count("alloc", "n", n)
+        if count > len(self._blank):
+            check_out(count)
+            self._out_of_blocks("alloc", count, lost=len(self._lru))
+        return super()._alloc(n, check_out)
+
+    @public_call
+    def _blocks_evict(self, n: int) -> int:
+        """Turn at least `n` evictable blocks into blank ones, or all that there are."""
+        count = min(args.count("evict", "n", n), len(self._lru))
+        wanted = len(self._blank) + count
+        while len(self._blank) < wanted:
+            self._pool.evict_for(self)
+        self._chain("evict", count)
+        return count
 
     def _has_own_cache(self) -> bool:
         return True
@@ -121,6 +142,13 @@ class CheckpointModel(GroupModel):
     """`GroupModel` with a prefix cache: ``ModelPool(..., groups=[...], prefix_cache=True)`` makes one."""
 
     arena_class, may_cache = CachedArena, True
+
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        room = self.arenas[0].num_blocks - self.arenas[0]._reserved
+        if self._bundle_size > room:
+            self.shutdown()
+            raise ValueError(f"[Pool] a checkpoint has {self._bundle_size} blocks, arena 0 has {room}")
 
     def _empty(self) -> None:
         super()._empty()
@@ -198,7 +226,8 @@ class CheckpointModel(GroupModel):
             return
         homes = {layer.arena._number for layer in self._tailed} | ({0} if self._bundle_size else set())
         marks = [mark for mark in self._taken if self._is_free(mark)] if arena._number in homes else []
-        victim: Any = min([*units, *marks], key=lambda one: one.stamp)
+        victims: list[Any] = [*units, *marks]
+        victim = min(victims, key=lambda one: one.stamp)
         if isinstance(victim, Node):
             self._evict_unit(victim)
         else:
@@ -280,20 +309,21 @@ class CheckpointModel(GroupModel):
         node = entry.node
         if self._covering(entry):
             return
-        is_full = entry.layer.kind == "full" and node is not None
-        if is_full and entry.layer.index not in node.kv:
-            node.kv[entry.layer.index] = entry
-        if not is_full or node.kv[entry.layer.index] is not entry:
+        if node is None or entry.layer.kind != "full":
             self._blank_entry(entry)
-        if is_full and self._is_unit_idle(node):
-            node.stamp = self._tick()
+        else:
+            if node.kv.setdefault(entry.layer.index, entry) is not entry:
+                self._blank_entry(entry)
+            if self._is_unit_idle(node):
+                node.stamp = self._tick()
         self._sweep()
 
     # ---- hits ---------------------------------------------------------------------------------------------
 
     def _path(self, tokens: list[int], namespace: bytes, most: int) -> list[Node]:
         """The nodes of a prefix whose full groups are all there."""
-        root, found = self._roots.get(namespace), []
+        found: list[Node] = []
+        root = self._roots.get(namespace)
         while root is not None and len(found) < most:
             length = (len(found) + 1) * self.block_size
             node = self._nodes.get((root, tuple(tokens[:length])))
@@ -354,6 +384,8 @@ class CheckpointModel(GroupModel):
         if not isinstance(tokens, list | tuple | np.ndarray | str | bytes):
             if not reserve:
                 raise ValueError(f"[open] reserve is False for a count of {tokens} tokens, a prompt is needed")
+            if cut is not None:
+                raise ValueError(f"[open] cut is {cut}, there is no prompt")
             handle: int = super().open(tokens, namespace)
             self._sequence("open", handle).root = self._root(namespace)
             return handle
@@ -490,21 +522,21 @@ class CheckpointModel(GroupModel):
         self._chain("commit", *map(self._local, names), *rows)
 
     def _publish_at(self, seq: Sequence, depth: int) -> None:
+        if seq.root is None:
+            return
         prefix = tuple(seq.tokens[: depth * self.block_size])
-        node = None
-        if seq.root is not None:
-            node = self._nodes.get((seq.root, prefix))
-            if node is None:
-                node = self._nodes[seq.root, prefix] = Node(self._new_uid(), seq.root, seq.known.node, prefix)
-                self._use["inserted"] += 1
-            seq.known.node = node
+        node = self._nodes.get((seq.root, prefix))
+        if node is None:
+            node = self._nodes[seq.root, prefix] = Node(self._new_uid(), seq.root, seq.known.node, prefix)
+            self._use["inserted"] += 1
+        seq.known.node = node
         for layer, blocks in self._ending(seq, depth):
             first = layer.arena._number, blocks[0]
             entry = self._entries.get(first)
             if entry is None:
                 entry = Entry(layer, list(blocks))
                 self._entries.update({(layer.arena._number, block): entry for block in blocks})
-            if entry.node is not None or node is None:
+            if entry.node is not None:
                 continue
             entry.node = node
             if layer.kind == "full" and layer.index not in node.kv:
@@ -515,16 +547,16 @@ class CheckpointModel(GroupModel):
             self._publish_mark(seq, len(prefix), node)
         self._sweep()
 
-    def _publish_mark(self, seq: Sequence, position: int, node: Node | None) -> None:
+    def _publish_mark(self, seq: Sequence, position: int, node: Node) -> None:
         """The checkpoint of a row can be found, unless its node has one, or a window has passed on."""
         mark = next((one for one in self._taken if one.owner == seq.handle and one.position == position), None)
         if mark is None and self._states:
             return
         tails = self._tails(seq, position)
-        if node is None or node.checkpoint is not None or tails is None:
-            if node is not None and node.checkpoint is not None:
+        if node.checkpoint is not None or tails is None:
+            if node.checkpoint is not None:
                 node.checkpoint.stamp = self._tick()
-            elif node is not None:
+            else:
                 self._marks["skipped"] += 1
             if mark is not None:
                 self._drop(mark)
@@ -586,8 +618,6 @@ class CheckpointModel(GroupModel):
         """The row ends where a checkpoint is wanted."""
         home = self.arenas[0]
         taken = [mark for mark in self._taken if mark.owner == seq.handle]
-        if any(mark.owner == seq.handle and mark.position == seq.num_tokens for mark in self._taken):
-            return
         if len(taken) == MOST_TAKEN or self._bundle_size > home._available():
             self._marks["skipped"] += 1
             return
@@ -725,9 +755,10 @@ class CheckpointModel(GroupModel):
                 raise CorruptState(f"[check] arena {arena._number}: a block is in no place or in two: {sorted(places)}")
             for block in cached - named - set(limbo):
                 entry = self._entries.get((arena._number, block))
-                if entry is not None and not self._covering(entry):
-                    if entry.node is None or entry.node.kv.get(entry.layer.index) is not entry:
-                        raise CorruptState(f"[check] block {block} of arena {arena._number} is kept for nothing")
+                if entry is None or self._covering(entry):
+                    continue
+                if entry.node is None or entry.node.kv.get(entry.layer.index) is not entry:
+                    raise CorruptState(f"[check] block {block} of arena {arena._number} is kept for nothing")
         for mark in self._taken:
             if mark.node is not None and mark.node.checkpoint is not mark:
                 raise CorruptState("[check] a checkpoint and its node differ")

@@ -117,8 +117,8 @@ class Program:
 
     def run(self, calls):
         """Make so many calls. Returns after each, for the caller to look."""
-        words = "open open step step done done close fork commit flush truncate rollback pin match".split()
-        words += ["compute"] * 4
+        words = ["open", "step", "done"] * 2 + ["close", "fork", "commit", "flush", "truncate", "rollback"]
+        words += ["pin", "match"] + ["compute"] * 4
         for _ in range(calls):
             word = self.rng.choice(words)
             if word in ("open", "match") or self.rows or self.pending:
