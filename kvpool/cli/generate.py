@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefix-cache",
         action=argparse.BooleanOptionalAction,
-        help="share what prompts have in common (default: where no layer has a window or a state)",
+        default=True,
+        help="share what prompts have in common (default: yes)",
     )
     parser.add_argument("--stats", action="store_true", help="print speed and use of the cache to stderr")
     add_cache_arguments(parser)
@@ -146,7 +147,7 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
         raise CommandError(f"--model {exc}") from None
     try:
         if num_blocks is None:
-            keeps_all = policy is not None or bool(args.prefix_cache)
+            keeps_all = policy is not None
             sequences = max(options["n"], options["beam_width"]) + 1  # one more: copies, and shared beginnings
             rows = min(max_running, sequences * len(prompts))
             most = blocks_in_memory(args.memory, model, block_size, rows, keeps_all, bits)
@@ -291,7 +292,7 @@ def describe(prompt: str, completion: Completion) -> dict[str, Any]:
 def statistics(engine: Engine, done: list[Completion], seconds: float) -> dict[str, Any]:
     """Speed, and use of the cache, ready for JSON. Seconds are those from the first step to the last token."""
     scheduler, kv = engine.scheduler.stats(), engine.kv
-    arenas = [kv.pool.stats(arena) for arena in range(max(1, len(kv.backends)))]
+    arenas = [kv.pool.stats(arena) for arena in range(len(kv.layout.block_nbytes))]
     firsts = sorted(
         one.output.times.first_token - one.output.times.arrived
         for completion in done

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
     def tell(httpd: Any, provider: Any) -> None:
         host, bound = httpd.server_address[:2]
-        pools.append(provider.kv.pool)
+        pools.append((provider.kv.pool, max(1, len(provider.kv.backends))))
         facts = {"url": f"http://{host}:{bound}", "model": args.model, "route": provider.kv.route}
         facts |= {"num_blocks": provider.kv.pool.num_blocks, "block_size": block_size}
         facts |= {"eviction": args.eviction, "max_kv": None if policy is None else policy.max_kv} | {"bits": bits}
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         except Exception as exc:
             text = " ".join(str(exc).split()).rpartition("] ")[2]
             raise CommandError(f"--model {args.model}: {type(exc).__name__}: {text[:200]}") from exc
-    left = pools[0].stats().used if pools else 0
+    left = sum(pool.stats(arena).used for pool, arenas in pools for arena in range(arenas))
     print(f"kvpool serve: stopped, {left} blocks in use", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()

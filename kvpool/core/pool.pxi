@@ -365,7 +365,7 @@ cdef class Pool:
 
     # -- sequences
 
-    def open(self, tokens=0, namespace=b"", cut=None):
+    def open(self, tokens=0, namespace=b"", cut=None, *, reserve=True):
         """A new sequence: with the cached prefix of a prompt, or empty with blocks for a number of tokens.
 
         Parameters
@@ -378,6 +378,8 @@ cdef class Pool:
         cut : int, optional
             Where the part of the prompt begins that the next turn may rewrite, 0 .. n; default ``max(0, n - 16)``.
             A pool with layer groups takes a checkpoint there, see `PrefixCache.wanted`.
+        reserve : bool, default True
+            False: no blocks are taken for the part of a prompt that is not cached.
 
         Returns
         -------
@@ -393,15 +395,19 @@ cdef class Pool:
             More tokens than a sequence may have. State unchanged.
         OutOfSequences
             `max_seqs` sequences are open. State unchanged.
+        TypeError
+            `reserve` is no bool. State unchanged.
         ValueError
             A prompt, in a pool with layer groups and without a prefix cache; a `cut` without a prompt or a prefix
-            cache, or behind the prompt. State unchanged.
+            cache, or behind the prompt; no `reserve` for a count. State unchanged.
 
         Notes
         -----
         Match, references and blocks are one transaction: what was found cannot be evicted in between. O(n).
         """
-        return open_tokens(&self.state, tokens, namespace, cut, "open", True)
+        if not isinstance(reserve, bool):
+            raise TypeError(f"[open] reserve must be a bool, not {type(reserve).__name__} ({reserve!r})")
+        return open_tokens(&self.state, tokens, namespace, cut, reserve, "open", True)
 
     def fork(self, handle, n=1):
         """`n` new sequences that share every filled block of an open one. No KV data moves until one of them writes.

@@ -45,8 +45,8 @@ cdef int64_t pool_next_handle(State* pool) noexcept nogil:
 
 
 cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t space_size, int64_t cut, bint take,
-                   Verdict* v) noexcept nogil:
-    """Match, judge, then commit. `take`: blocks for the rest of the prompt, and its last token is computed.
+                   bint reserve, Verdict* v) noexcept nogil:
+    """Match, judge, then commit. `take`: the last token is computed. `reserve`: blocks for the rest of the prompt.
 
     `tokens.data` NULL: a count. `cut`: see docs/prefix.md, -1: not told. The sequence gets the handle that
     `pool_next_handle` told.
@@ -59,7 +59,7 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
     cdef int64_t need, available
     cdef int32_t slot = s.free_slot[s.first_free] if s.num_free_slots else -1
     if has_tree(pool):
-        return tree_open(pool, tokens, space, space_size, cut, take, v)
+        return tree_open(pool, tokens, space, space_size, cut, take, reserve, v)
     if pool.groups != NULL:
         return groups_open(pool.groups, tokens, v)
     found.blocks = found.evictable = 0
@@ -74,7 +74,7 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
             found = index_match(&pool.index, b, root, root_hash, <const int32_t*>tokens.data,
                                 <int32_t>whole_blocks(b, max(tokens.size - take, <int64_t>0)),
                                 seq_table(s, slot) if slot >= 0 else NULL)
-    need = whole_blocks(b, tokens.size + b.block_size - 1) - found.blocks if take else 0
+    need = whole_blocks(b, tokens.size + b.block_size - 1) - found.blocks if reserve else 0
     available = blocks_available(b) - found.evictable
     if need and need + s.watermark > available:
         blocks_short(b, v, 0, -1, -1, need, need + s.watermark - available)
@@ -353,8 +353,8 @@ cdef void flush_root(State* pool, uint64_t root) noexcept nogil:
         ring_add(&pool.index.ring, CLEARED_ALL, NULL, NULL, NULL, NULL, 0, -1)
 
 
-cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t size, int64_t cut, bint take, Verdict*
-                   v) noexcept nogil:
+cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t size, int64_t cut, bint take,
+                   bint reserve, Verdict* v) noexcept nogil:
     """`pool_open` in a pool with layer groups."""
     cdef Groups* gs = pool.groups
     cdef Tree* t = gs.tree
@@ -374,13 +374,13 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
     if root and tokens.data != NULL:
         hit = tree_match(gs, root, root_hash, <const int32_t*>tokens.data,
                          max(tokens.size - take, <int64_t>0) // gs.block_size)
-    if judge_open(gs, tokens, &hit, take, need, v) != OK:
+    if judge_open(gs, tokens, &hit, reserve, need, v) != OK:
         return v.reason
     if slot < 0:
         return refused(v, OUT_OF_SEQUENCES, -1, 1, 0, s.max_seqs, s.num_open)
     if root == 0 and make_root(pool, space, size, &root, v) != OK:
         return v.reason
-    tree_begin(gs, slot, tokens, &hit, need, take)
+    tree_begin(gs, slot, tokens, &hit, need, reserve)
     s.prefix[slot].committed = s.prefix[slot].done = s.prefix[slot].forked_at = s.seq[slot].kv_len
     s.prefix[slot].published = 0
     s.prefix[slot].root = root
@@ -405,8 +405,8 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
 
 # ---- for Python --------------------------------------------------------------------------------------------
 
-cdef object open_tokens(State* pool, object tokens, object namespace, object cut, str call, bint take):
-    """A new sequence over what is cached of a prompt; `take`: with blocks for the rest, or for a count."""
+cdef object open_tokens(State* pool, object tokens, object namespace, object cut, bint reserve, str call, bint take):
+    """A new sequence over what is cached of a prompt, or with blocks for a count; see `pool_open`."""
     cdef Ints prompt
     cdef object handle
     cdef int64_t next_handle, place = -1
@@ -418,6 +418,9 @@ cdef object open_tokens(State* pool, object tokens, object namespace, object cut
             raise TypeError(f"[{call}] namespace must be bytes, not {type(namespace).__name__}")
         if take and (not hasattr(tokens, "__len__") or getattr(tokens, "ndim", 1) == 0):
             prompt.size = to_int(tokens, call, "tokens", 0, INT64_MAX)      # a count: there is nothing to match
+            if not reserve:
+                raise ValueError(f"[{call}] reserve is False for a count of {prompt.size} tokens, only a prompt can be "
+                                 "opened without blocks")
         else:
             ints_get(&prompt, tokens, call, "tokens", False, True)
             ints_tokens(&prompt, call)
@@ -434,7 +437,8 @@ cdef object open_tokens(State* pool, object tokens, object namespace, object cut
             handle = next_handle            # made before anything moves
             pool_enter(pool, call)
             status = RETRY if pool_next_handle(pool) != next_handle else pool_open(
-                pool, &prompt, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace), place, take, &v)
+                pool, &prompt, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace), place, take,
+                reserve, &v)
             pool_leave(pool)
     finally:
         ints_free(&prompt)
@@ -610,7 +614,7 @@ cdef class PrefixCache:
         int
             The handle of a sequence over all full blocks that are cached; its `num_tokens` says how much that is.
         """
-        return open_tokens(self.state, tokens, namespace, None, "pin", False)
+        return open_tokens(self.state, tokens, namespace, None, False, "pin", False)
 
     def unpin(self, handle):
         """Let go of a pinned prefix: `close`."""

@@ -62,12 +62,12 @@ cdef void count_own(const Groups* gs, const Hit* hit, int64_t* own) noexcept nog
     own[0] += cached_of(gs, hit.checkpoint)
 
 
-cdef int judge_open(Groups* gs, const Ints* tokens, const Hit* hit, bint take, int64_t* need,
+cdef int judge_open(Groups* gs, const Ints* tokens, const Hit* hit, bint reserve, int64_t* need,
                     Verdict* v) noexcept nogil:
     """Whether every arena has what a prompt needs beside its hit."""
     cdef const LayerGroup* g
     cdef int64_t[MAX_ARENAS] own
-    cdef int64_t size = gs.block_size, total = blocks_for(gs, tokens.size if take else hit.nodes * size)
+    cdef int64_t size = gs.block_size, total = blocks_for(gs, tokens.size if reserve else hit.nodes * size)
     cdef int64_t spare, available
     cdef int32_t k
     memset(own, 0, sizeof(own))
@@ -113,12 +113,12 @@ cdef void open_group(Groups* gs, int32_t k, int32_t slot, const Hit* hit) noexce
 
 
 cdef void tree_begin(Groups* gs, int32_t slot, const Ints* tokens, const Hit* hit, const int64_t* need,
-                     bint take) noexcept nogil:
-    """Open the sequence in `slot` over a hit, with entries for the rest of the prompt."""
+                     bint reserve) noexcept nogil:
+    """Open the sequence in `slot` over a hit. `reserve`: with entries for the rest of the prompt."""
     cdef Tree* t = gs.tree
     cdef Seqs* s = gs.seqs
     cdef LayerGroup* g
-    cdef int64_t blocks = blocks_for(gs, tokens.size if take else hit.nodes * gs.block_size)
+    cdef int64_t blocks = blocks_for(gs, tokens.size if reserve else hit.nodes * gs.block_size)
     cdef int32_t k, have, entries
     seq_new(s)
     for k in range(gs.num_groups):      # what is found first: room must not be made of it

@@ -519,6 +519,8 @@ cdef void tree_make_room(Groups* gs, int32_t arena, int64_t n) noexcept nogil:
         if gs.group[k].arena == arena:
             has_units |= gs.group[k].kind == FULL_LAYERS
             has_checkpoints |= gs.group[k].kind == WINDOW_LAYERS or gs.group[k].kind == CHUNK_LAYERS
+    if not (has_units or has_checkpoints):      # slots of states: what was blank is taken already, nothing is kept
+        return
     while b.num_blank < n:
         if has_units and t.cold.size:
             unit_evict(gs, t.cold.head)

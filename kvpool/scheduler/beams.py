@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvpool._core import Plan
 from kvpool.errors import OutOfBlocks, OutOfSequences
-from kvpool.scheduler.policy import count_admission, fits, known_tokens, most_tokens
+from kvpool.scheduler.policy import count_admission, known_tokens, most_tokens, open_with_room
 from kvpool.scheduler.request import Output
 from kvpool.scheduler.results import why_ended
 from kvpool.scheduler.state import DECODING, FINISHED, PREFILLING, WAITING, Core, Group, Sequence
@@ -132,15 +132,16 @@ class Beam:
         if len(rows.free) < self.width:
             return False
         tokens = [known_tokens(sequence) for sequence in self.live]
-        namespace = self.group.request.namespace
         common = common_prefix(tokens) // needs.unit * needs.unit if len(tokens) > 1 else 0
         shared = [common if rank else 0 for rank in range(len(tokens))]
         blocks = needs.most([most_tokens(core, len(known)) for known in tokens], shared, self.width > 1).sum(axis=0)
-        if not fits(core, blocks.tolist(), tokens[0], namespace):
+        # With layer groups nobody takes tokens back, so what the first finds must be common to all.
+        looked_up = tokens[0][: common + 1] if needs.promises and common else tokens[0]
+        handle = open_with_room(core, blocks.tolist(), looked_up, self.group.request)
+        if handle is None:
             return False
-        handles: list[int] = []
+        handles = [handle]
         try:
-            handles.append(pool.open(0 if needs.promises else tokens[0], namespace))
             for known in tokens[1:]:
                 handles.append(pool.open(0 if needs.promises else len(known) - common))
         except (OutOfBlocks, OutOfSequences):

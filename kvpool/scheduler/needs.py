@@ -58,6 +58,8 @@ class Needs:
         Blocks that every admission leaves: the pool's own watermark.
     nothing : list of int
         No blocks.
+    checkpoint : list of int
+        Blocks of the states of one checkpoint.
     unit : int
         Tokens of the largest block. A length that is a multiple of it shares no part of a block.
     """
@@ -81,6 +83,8 @@ class Needs:
         for layers in self._layers:
             self._states[layers.arena] = int(layers.group.kind == "state")
             self._columns[layers.arena] += layers.group.columns * (layers.group.kind != "state")
+        self.checkpoint = self.nothing.copy()
+        self.checkpoint[0] = sum(layers.group.blocks for layers in self._layers)
         self._growing = [int(columns > 0) for columns in self._columns]  # 1: an arena of blocks
         self.reserve = self.nothing.copy()
         self.reserve[0] = options.watermark
@@ -130,9 +134,13 @@ class Needs:
         span = layers.reach + self._lookahead + self._chunk  # tokens, which begin anywhere in a block
         return np.minimum(entries, layers.kept + (span + layers.block_size - 2) // layers.block_size + 1)
 
-    def held(self, tokens: ArrayLike, shared: ArrayLike = 0) -> NDArray[int64]:
-        """Return the blocks that a sequence holds once `tokens` tokens are computed, without those of `shared`."""
-        tokens, shared = np.broadcast_arrays(np.asarray(tokens, int64), np.asarray(shared, int64))
+    def held(self, tokens: ArrayLike, shared: ArrayLike = 0, found: ArrayLike = 0) -> NDArray[int64]:
+        """Return the blocks that a sequence holds once `tokens` tokens are computed, without those of `shared`.
+
+        The prefix cache had the first `found` tokens. Behind a window it gives no more than the next query reads.
+        """
+        arrays = (np.asarray(array, int64) for array in (tokens, shared, found))
+        tokens, shared, found_tokens = np.broadcast_arrays(*arrays)
         found = np.zeros((*tokens.shape, self.num_arenas), int64)
         for layers in self._layers:
             if layers.group.kind == "state":
@@ -140,7 +148,8 @@ class Needs:
                 continue
             size, first = layers.block_size, shared // layers.block_size
             end = np.maximum(-(-tokens // size), first)
-            gone = np.minimum(self._let_go(layers, tokens - self._lookahead), end)
+            gone = np.maximum(self._let_go(layers, tokens - self._lookahead), self._let_go(layers, found_tokens))
+            gone = np.minimum(gone, end)
             kept = np.clip(layers.kept - first, 0, None) * (gone > 0)
             found[..., layers.arena] += (kept + end - np.maximum(gone, first)) * layers.group.columns
         return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import add, sub
+
 import numpy as np
 
 from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected
@@ -148,10 +150,49 @@ def judge(core: Core, request: Request) -> None:
         )
 
 
+def open_with_room(core: Core, need: list[int], tokens: np.ndarray, request: Request) -> int | None:
+    """Open a sequence with the cached part of `tokens`. Return None if there is no room for it.
+
+    It needs so many blocks beside the cached part. They are reserved, or promised in a pool with layer groups.
+    """
+    try:
+        if core.needs.promises:
+            return open_layers(core, need, tokens, request)
+        return open_within(core, tokens, request.namespace) if fits(core, need, tokens, request.namespace) else None
+    except (OutOfBlocks, OutOfSequences):
+        return None
+
+
+def open_layers(core: Core, need: list[int], tokens: np.ndarray, request: Request) -> int | None:
+    """Do what `open_with_room` does in a pool with layer groups.
+
+    A checkpoint stays in the pool until the first step has loaded it. If it leaves no room for that step, the sequence
+    begins without it.
+    """
+    needs, kept = core.needs, blocks_kept(core)
+    is_short = needs.short(need, core.available(), kept) >= 0
+    if core.prefix is None:
+        return None if is_short else int(core.pool.open(0, request.namespace))
+    most = list(map(add, need, needs.checkpoint))
+    if needs.short(most, core.available(), kept) >= 0 and not fits_found(core, need, tokens, request.namespace):
+        return None if is_short else int(core.pool.open(0, request.namespace))
+    cut = None if request.cut is None else min(request.cut, len(tokens))
+    return int(core.pool.open(tokens, request.namespace, cut, reserve=False))
+
+
+def fits_found(core: Core, need: list[int], tokens: np.ndarray, namespace: bytes) -> bool:
+    """Return whether enough blocks are left once the cached part of `tokens` is held, in a pool with layer groups."""
+    pinned = core.pool.prefix.pin(tokens[:-1], namespace)
+    try:
+        found = core.pool.num_tokens(pinned)
+        due = list(map(sub, need, core.needs.held(found, found=found).tolist()))
+        return core.needs.short(due, core.available(), blocks_kept(core)) < 0
+    finally:
+        core.pool.close(pinned)
+
+
 def open_within(core: Core, tokens: np.ndarray, namespace: bytes) -> int:
-    """Open a sequence with the cached part of `tokens`, and reserve blocks for the rest unless they are promised."""
-    if core.needs.promises:
-        return int(core.pool.open(0, namespace))
+    """Open a sequence with the cached part of `tokens`, and reserve blocks for the rest."""
     looked_up = tokens[: core.findable + 1]  # the last token is always computed
     handle = int(core.pool.open(looked_up, namespace))
     if len(looked_up) < len(tokens):
@@ -268,7 +309,7 @@ def blocks_kept(core: Core) -> list[int]:
 def fits(core: Core, needs: list[int], tokens: np.ndarray, namespace: bytes) -> bool:
     """Return whether enough blocks are left after an admission that needs so many, without the cached part of `tokens`.
 
-    Evicts nothing, touches hits.
+    It is for pools of one table. Evicts nothing, touches hits.
     """
     kept = blocks_kept(core)
     room = core.available()
@@ -276,7 +317,7 @@ def fits(core: Core, needs: list[int], tokens: np.ndarray, namespace: bytes) -> 
         return True
     if core.prefix is None:
         return False
-    need, keep, available = needs[0], kept[0], room[0]  # a pool with a prefix cache has one arena
+    need, keep, available = needs[0], kept[0], room[0]
     if available <= keep:  # at least the last token needs a block
         return False
     tokens = tokens[: core.findable + 1]
@@ -302,12 +343,9 @@ def admit(core: Core, sequence: Sequence) -> bool:
     if not core.rows.free:
         return False
     tokens = known_tokens(sequence)
-    namespace = sequence.group.request.namespace
-    if not fits(core, core.needs.alone(most_tokens(core, len(tokens))), tokens, namespace):
-        return False
-    try:
-        handle = open_within(core, tokens, namespace)
-    except (OutOfBlocks, OutOfSequences):
+    need = core.needs.alone(most_tokens(core, len(tokens)))
+    handle = open_with_room(core, need, tokens, sequence.group.request)
+    if handle is None:
         return False
     computed = core.pool.num_tokens(handle)
     core.queue.remove(sequence)

@@ -85,6 +85,9 @@ class Request:
         Higher goes first.
     namespace : bytes
         Namespace of the prefix cache, made by `kvpool.namespace`.
+    cut : int, optional
+        Where the part of the prompt begins that the next turn of a conversation may rewrite. Pools with layer groups
+        keep a checkpoint there. By default 16 tokens before the end.
     user : object
         Passed through to the runner, for instance sampling options.
 
@@ -105,6 +108,7 @@ class Request:
     length_penalty: float = 1.0
     priority: int = 0
     namespace: bytes = b""
+    cut: int | None = None
     user: Any = None
 
     def __post_init__(self) -> None:
@@ -135,6 +139,8 @@ class Request:
         put("priority", integer("Request", "priority", self.priority, -(2**63), 2**63 - 1))
         if not isinstance(self.namespace, bytes):
             raise TypeError(f"[Request] namespace must be bytes, not {type(self.namespace).__name__}")
+        if self.cut is not None:
+            put("cut", integer("Request", "cut", self.cut, 0, self.prompt.size))
 
     @staticmethod
     def _stops(stop: Any) -> tuple[tuple[int, ...], ...]:

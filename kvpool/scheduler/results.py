@@ -125,6 +125,8 @@ def take_rows(core: Core, step: Step, given: Given, begin: int) -> list[Output]:
     now = core.clock()
     end_prompts(core, samples[live & (position == 0)], now)
     for lane in step.lanes[step.num_decodes :][alive[step.num_decodes - begin :]].tolist():
+        if core.has_checkpoints:
+            core.commit(lane)  # before the next step lets go of what the checkpoint needs
         core.set_phase(lane)
     outputs = [core.finish(rows.sequence(lane), reason, now) for lane, reason in ended]
     for lane, ats in fans.items():

@@ -369,9 +369,11 @@ class Scheduler:
 
     def _wanted(self, lane: int) -> int:
         """Return how many tokens a prefilling sequence may compute now."""
-        sequence = self._core.rows.sequence(lane)
+        core = self._core
+        sequence = core.rows.sequence(lane)
         beam = sequence.group.beam
-        return self._core.rows.remaining(lane) if beam is None else beam.wanted(self._core, sequence)
+        most = core.rows.remaining(lane) if beam is None else beam.wanted(core, sequence)
+        return core.until_checkpoint(lane, most)
 
     def _explain_idle(self) -> None:
         """Raise: nothing runs and nothing can be admitted, because others hold the pool."""

@@ -88,6 +88,8 @@ class LaneRows:
         Number of the admission. It determines the order of rows.
     prompt, generated, computed, committed : int32
         Tokens of the prompt, generated tokens, tokens whose KV was computed, tokens given to `PrefixCache.commit`.
+    found : int32
+        Tokens that the prefix cache had when the sequence was admitted.
     gone : int32
         Computed tokens that were evicted.
     common : int32
@@ -121,6 +123,7 @@ class LaneRows:
         self.generated = np.zeros(size, np.int32)
         self.computed = np.zeros(size, np.int32)
         self.committed = np.zeros(size, np.int32)
+        self.found = np.zeros(size, np.int32)
         self.gone = np.zeros(size, np.int32)
         self.common = np.zeros(size, np.int32)
         self.high = np.zeros(size, np.int32)
@@ -150,7 +153,7 @@ class LaneRows:
         self.state[lane] = PREFILLING
         self.admitted[lane] = admitted
         self.prompt[lane] = request.prompt.size
-        self.computed[lane] = self.committed[lane] = computed
+        self.computed[lane] = self.committed[lane] = self.found[lane] = computed
         self.gone[lane] = self.common[lane] = 0
         self.high[lane] = sequence.high
         self.limit[lane] = request.max_tokens
@@ -450,6 +453,7 @@ class Core:
         if eviction is not None:  # a sequence begins below its budget
             self.findable = (eviction.policy.max_kv - 1) // pool.block_size * pool.block_size
         self.prefix = pool.prefix
+        self.has_checkpoints = pool.prefix is not None and self.needs.promises
         self.rows = LaneRows(max_running)
         self.queue = WaitingQueue()
         self.spilled: dict[Sequence, None] = {}  # oldest first
@@ -497,7 +501,7 @@ class Core:
             return needs.nothing
         (lanes,) = ((rows.state == PREFILLING) | (rows.state != WAITING) & (rows.admitted >= self.newest)).nonzero()
         most = needs.most(rows.prompt[lanes] + rows.generated[lanes], rows.common[lanes], rows.width[lanes] > 1)
-        due = np.maximum(most - needs.held(rows.computed[lanes], rows.common[lanes]), 0)
+        due = np.maximum(most - needs.held(rows.computed[lanes], rows.common[lanes], rows.found[lanes]), 0)
         found: list[int] = due.sum(axis=0).tolist()
         return found
 
@@ -558,6 +562,19 @@ class Core:
             return
         self.prefix.commit(int(rows.handle[lane]), rows.known(lane, begin, end))
         rows.committed[lane] = end
+
+    def until_checkpoint(self, lane: int, most: int) -> int:
+        """Return how many of the next `most` tokens of a prefilling sequence one step may compute.
+
+        A step ends where the pool takes a checkpoint.
+        """
+        if not self.has_checkpoints:
+            return most
+        due = int(self.prefix.wanted([self.rows.handle[lane]])[0]) - int(self.rows.computed[lane])
+        if not 0 < due < most:
+            return most
+        self.chunks_allowed += 1
+        return due
 
     def leave(self, sequence: Sequence, state: int) -> None:
         """Remove a running sequence from its lane and save its numbers. The caller owns the handle."""

@@ -380,10 +380,14 @@ class CheckpointModel(GroupModel):
         return seq
 
     @public_call
-    def open(self, tokens: Any = 0, namespace: bytes = b"", cut: int | None = None) -> int:
+    def open(
+        self, tokens: Any = 0, namespace: bytes = b"", cut: int | None = None, *, reserve: bool = True
+    ) -> int:
         """Open a sequence for a prompt, or with entries for a number of tokens; returns its handle."""
         args.namespace("open", namespace)
         if not isinstance(tokens, list | tuple | np.ndarray | str | bytes):
+            if not reserve:
+                raise ValueError(f"[open] reserve is False for a count of {tokens} tokens, a prompt is needed")
             if cut is not None:
                 raise ValueError(f"[open] cut is {cut}, there is no prompt")
             handle: int = super().open(tokens, namespace)
@@ -392,11 +396,11 @@ class CheckpointModel(GroupModel):
         prompt = args.tokens("open", tokens)
         place = max(0, len(prompt) - TAIL) if cut is None else args.integer("open", "cut", cut, 0, len(prompt))
         path, hit = self._found(prompt, namespace)
-        self._refuse_prompt("open", prompt, path, hit)
+        self._refuse_prompt("open", prompt, path, hit, reserve)
         seq = self._open_found("open", prompt, namespace, path, hit)
         for layer in self._with_entries:
             entries = seq.tables[layer.index].entries
-            while len(entries) * layer.block_size < len(prompt):
+            while reserve and len(entries) * layer.block_size < len(prompt):
                 entries.append(self._take_entry(layer))
         seq.known.wanted = self._positions(hit, path, place)
         for name, count in (("queries", 1), ("query_tokens", len(prompt)), ("hit_tokens", hit)):
@@ -405,7 +409,7 @@ class CheckpointModel(GroupModel):
         self._chain("open", prompt, namespace, self._local(seq.handle), shown, seq.known.wanted)
         return seq.handle
 
-    def _refuse_prompt(self, call: str, prompt: list[int], path: list[Node], hit: int) -> None:
+    def _refuse_prompt(self, call: str, prompt: list[int], path: list[Node], hit: int, reserve: bool) -> None:
         if len(prompt) > self.options.max_blocks_per_seq * self.block_size:
             raise CapacityExceeded(f"[{call}] {len(prompt)} tokens, max_blocks_per_seq is too small")
         nodes = path[: hit // self.block_size]
@@ -414,7 +418,7 @@ class CheckpointModel(GroupModel):
             need = sum(
                 (ceil_div(len(prompt), layer.block_size) - hit // layer.block_size) * layer.columns
                 for layer in self._with_entries
-                if layer.arena is arena and call == "open"
+                if layer.arena is arena and reserve
             )
             need += hit > 0 and any(layer.arena is arena for layer in self._states)
             watermark = 0 if arena._number else self.options.watermark
@@ -707,7 +711,7 @@ class CheckpointModel(GroupModel):
         """Open a sequence that holds the largest hit of a prefix, all of which may be one."""
         prompt = args.tokens("pin", tokens)
         path, hit = self._found(prompt, args.namespace("pin", namespace), all_of_it=True)
-        self._refuse_prompt("pin", prompt[:hit], path, hit)
+        self._refuse_prompt("pin", prompt[:hit], path, hit, False)
         seq = self._open_found("pin", prompt, namespace, path, hit)
         self._chain("pin", prompt, namespace, self._local(seq.handle))
         return seq.handle

@@ -146,7 +146,8 @@ class Program:
     def do_open(self) -> None:
         prompt, space = self._prompt()
         cut = self.rng.choice((None, len(prompt), self.rng.randrange(len(prompt) + 1)))
-        self._opened(self.each(lambda k, pool: pool.open(prompt, space, cut)), space, prompt)
+        reserve = self.rng.random() < 0.6
+        self._opened(self.each(lambda k, pool: pool.open(prompt, space, cut, reserve=reserve)), space, prompt)
 
     def do_pin(self) -> None:
         if self.rng.random() < 0.3:

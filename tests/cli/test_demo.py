@@ -20,6 +20,7 @@ from kvpool.cli import demo, main
 from kvpool.cli.demo import layers, models, occupancy, pools
 from kvpool.cli.demo.occupancy import make_requests, serve_from_blocks, serve_from_slots
 from kvpool.cli.demo.report import Claim, Outcome, Part, Report, Settings, print_report
+from kvpool.scheduler.state import Core
 
 CORE_PARTS = [pools.STEP_COST, occupancy.PART, pools.OUT_OF_BLOCKS]
 
@@ -325,6 +326,11 @@ def count_bytes_ten_times(monkeypatch):
     monkeypatch.setattr(PagedKVCache, "nbytes", property(lambda self: 10 * nbytes(self)))
 
 
+def publish_nothing(monkeypatch):
+    """The scheduler computes prompts and tells nobody."""
+    monkeypatch.setattr(Core, "commit", lambda self, lane: None)
+
+
 @pytest.mark.parametrize(
     ("part", "fault", "broken"),
     [
@@ -341,6 +347,7 @@ def count_bytes_ten_times(monkeypatch):
         (models.ATTENTION, attend_slowly, {"fused_faster"}),
         (layers.PART, swap_states, {"layers_tokens_identical", "layers_batch_is_alone"}),
         (layers.PART, keep_a_fork, {"layers_no_blocks_leaked"}),
+        (layers.PART, publish_nothing, {"layers_turn_computes_what_is_new"}),
         (layers.PART, count_bytes_ten_times, {"layers_fewer_bytes"}),
     ],
 )

@@ -7,6 +7,7 @@ by sets of entries, not by the scheduler's formulas.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -128,11 +129,24 @@ def draw_groups(seed: int) -> Workload:
     return workload
 
 
+def with_prefixes(workload: Workload) -> Workload:
+    """The same workload on a pool with a prefix cache, whose states have checkpoints. Some requests say where to cut."""
+    rng = np.random.default_rng([workload.seed, 19])
+    size = int(rng.integers(1, 5))
+    groups = [Group.state(one.size, blocks=size) if one.kind == "state" else one for one in workload.pool["groups"]]
+    workload.pool |= {"prefix_cache": True, "groups": groups}
+    for at, (tick, request) in enumerate(workload.arrivals):
+        if rng.random() < 0.7:
+            workload.arrivals[at] = tick, replace(request, cut=int(rng.integers(request.prompt.size + 1)))
+    return workload
+
+
 class GroupMemory:
     """A `TokenModel` over the storage of all groups, driven by plans alone. Group 0 must be full.
 
     Tokens come from what group 0 holds. Every other group, each of its columns, and every state must hold the same
-    history wherever the layers would read it.
+    history wherever the layers would read it. A checkpoint is what its blocks hold: nothing, once another one or a
+    group has written one of them.
     """
 
     def __init__(self, model: TokenModel, pool: Pool) -> None:
@@ -142,6 +156,7 @@ class GroupMemory:
         blocks = [pool.stats(arena_of(list(self.groups), g)).num_blocks for g in range(len(self.groups))]
         self.memories = [TokenMemory(model, n, size) for n, size in zip(blocks, self.sizes, strict=True)]
         self.states = [np.full(n, NOTHING, np.uint64) for n in blocks]
+        self.bundles: dict[int, tuple[tuple[int, ...], np.uint64]] = {}  # block of arena 0: its bundle and the state
 
     def _view(self, plan: Any, g: int, column: int) -> Any:
         """One column of a group as the plan of a pool without groups."""
@@ -158,6 +173,8 @@ class GroupMemory:
     def forward(self, tokens: Any, plan: Any, salts: Any) -> np.ndarray:
         """The states after each token, as `TokenMemory.forward` returns them; all other groups are judged."""
         first = self._view(plan, 0, 0)
+        self._load(plan)
+        self._forget_bundles(plan)
         seen = self.memories[0].forward(tokens, first, salts)
         for g, group in enumerate(self.groups):
             if group.kind == "state":
@@ -165,7 +182,37 @@ class GroupMemory:
                 continue
             for column in range(1 if g == 0 else 0, group.columns):
                 self._step_column(tokens, plan, g, column, salts)
+        self._save(plan)
         return seen
+
+    def _load(self, plan: Any) -> None:
+        for g, group in enumerate(self.groups):
+            if group.kind == "state" and group.blocks:
+                for slot, *blocks in plan.groups[g].state_loads.tolist():
+                    found = {self.bundles.get(block, ((), NOTHING)) for block in blocks}
+                    assert [bundle for bundle, _ in found] == [tuple(blocks)], f"{blocks} is no checkpoint"
+                    self.states[g][slot] = next(iter(found))[1]
+
+    def _save(self, plan: Any) -> None:
+        for g, group in enumerate(self.groups):
+            if group.kind == "state" and group.blocks:
+                for slot, *blocks in plan.groups[g].state_saves.tolist():
+                    for block in blocks:
+                        self.bundles[block] = tuple(blocks), self.states[g][slot]
+                        for other, size in self._in_arena_0():
+                            self.memories[other].position[block * size : (block + 1) * size] = -1
+
+    def _forget_bundles(self, plan: Any) -> None:
+        """What a plan writes is no checkpoint any more."""
+        for g, size in self._in_arena_0():
+            slots = plan.groups[g].slot_mapping
+            for block in {*(slots[slots >= 0] // size).ravel().tolist(), *plan.groups[g].copies[:, 1].tolist()}:
+                self.bundles.pop(block, None)
+
+    def _in_arena_0(self) -> list[tuple[int, int]]:
+        """Groups whose blocks are in arena 0, and the tokens of one."""
+        groups = enumerate(self.groups)
+        return [(g, self.sizes[g]) for g, group in groups if group.kind != "state" and group.arena == 0]
 
     def _history(self, g: int, view: Any, row: int, positions: np.ndarray) -> np.ndarray:
         """What a group has at these positions of a row."""
@@ -214,10 +261,15 @@ class GroupMemory:
 
     def spoil(self, plan: Any) -> None:
         """What a forward leaves that breaks off."""
+        self._forget_bundles(plan)
         for g, group in enumerate(self.groups):
             if group.kind == "state":
                 written = plan.groups[g].state_dst
                 self.states[g][written[written >= 0]] = NOTHING
+                if group.blocks:
+                    self.states[g][plan.groups[g].state_loads[:, 0]] = NOTHING
+                    for block in plan.groups[g].state_saves[:, 1:].ravel().tolist():
+                        self.bundles.pop(block, None)
             else:
                 self.memories[g].spoil(self._view(plan, g, 0))
 
@@ -250,6 +302,7 @@ class GroupRunner(Runner):
         self.memory: Any = GroupMemory(self.model, self.pool)
         self.guest = GroupGuest(self.pool, self.rng)
         self.watch.strict = False
+        self.watch.checkpoints = bool(workload.pool["prefix_cache"])
         self.num_arenas = 1 + max(arena_of(sizes["groups"], g) for g in range(len(sizes["groups"])))
         self.failures = 0
 

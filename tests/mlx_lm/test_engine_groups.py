@@ -46,7 +46,7 @@ def assert_nothing_is_left(engine):
     engine.scheduler.check()
     kv.pool.check()
     num_states = sum(group.kind == "state" for group in kv.layout.groups)
-    for arena in range(max(1, len(kv.backends)) + num_states):
+    for arena in range(len(kv.layout.block_nbytes) + num_states):
         assert kv.pool.stats(arena).used == 0
     assert len(engine._forward.states) == 0
     assert kv.pool.stats().sequences == 0
@@ -189,7 +189,7 @@ def test_failed_step_leaves_states_as_they_were(name, monkeypatch):
 def assert_only_live_states(engine):
     """Arrays are kept for the slots in use and no others."""
     kv, states = engine.kv, engine._forward.states
-    slots = kv.pool.stats(len(kv.backends) or 1).used
+    slots = kv.pool.stats(len(kv.layout.block_nbytes)).used
     assert len(states) == slots
 
 
@@ -261,36 +261,25 @@ def test_eviction_on_layers_that_differ_is_refused_and_says_which(name):
             engine_of(model, eviction=SlidingWindow(max_kv=32))
 
 
-def test_prefix_cache_on_layers_that_differ_is_off_and_says_so(caplog):
-    with on_cpu():
-        model, _ = tiny.make("qwen3_5")
-        engine = engine_of(model, prefix_cache=True)
-        assert not engine.kv.prefix_cache
-        assert sum("prefix_cache=True has no effect" in line for line in caplog.messages) == 1
-        prompt = prompts_of((21,))[0]
-        assert engine.generate(prompt, max_tokens=TOKENS).tokens.tolist() == alone(model, prompt)
 
-
-def test_windows_with_a_prefix_cache_keep_every_token_and_find_it():
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5"])
+def test_prefix_cache_can_be_left_out(name):
     with on_cpu():
-        model, _ = tiny.make("gemma3_text")
-        engine = engine_of(model, prefix_cache=True)
+        model, _ = tiny.make(name)
+        engine = engine_of(model, prefix_cache=False)
+        assert engine.kv.pool.prefix is None and engine.kv.layout.groups
         prompt = prompts_of((61,))[0]
         first, second = (engine.generate(prompt, max_tokens=TOKENS) for _ in range(2))
         assert first.tokens.tolist() == second.tokens.tolist() == alone(model, prompt)
-        assert second.samples[0].output.num_cached > 0
+        assert second.samples[0].output.num_cached == 0
 
 
-@pytest.mark.parametrize(("asked", "is_given", "is_one_table"), [(None, False, False), (True, True, True)])
-def test_prefix_cache_of_a_model_with_windows_is_there_only_if_asked_for(asked, is_given, is_one_table):
-    with on_cpu():
-        model, _ = tiny.make("gemma3_text")
-        engine = engine_of(model, prefix_cache=asked)
-        assert (engine.kv.prefix_cache, not engine.kv.layout.groups) == (is_given, is_one_table)
-
-
-@pytest.mark.parametrize(("name", "eviction"), [("qwen3", None), ("gemma3_text", SlidingWindow(max_kv=32))])
-def test_prefix_cache_is_there_by_default_where_every_token_is_kept_anyway(name, eviction):
+@pytest.mark.parametrize(
+    ("name", "eviction"),
+    [("qwen3", None), ("gemma3_text", None), ("qwen3_5", None), ("gemma3_text", SlidingWindow(max_kv=32))],
+)
+def test_prefix_cache_is_there_by_default(name, eviction):
     with on_cpu():
         model, _ = tiny.make(name)
-        assert engine_of(model, prefix_cache=None, eviction=eviction).kv.prefix_cache
+        engine = engine_of(model, eviction=eviction)
+        assert engine.kv.prefix_cache and bool(engine.kv.layout.groups) == (name != "qwen3" and eviction is None)

@@ -188,11 +188,11 @@ def test_blocks_behind_the_window_go_back_to_the_pool():
 def test_summary_counts_all_arenas_and_states():
     with on_cpu():
         model = family("gemma4_text")
-        with install_on_cpu(model) as kv:
+        with install_on_cpu(model, kernels=False) as kv:
             cache = kv.make_cache()
             model(mx.ones((1, 20), mx.int32), cache=cache)
-            arenas = [kv.pool.stats(arena).used for arena in range(len(kv.backends))]
-            sizes = [backend.spec.block_nbytes for backend in kv.backends]
+            arenas = [kv.pool.stats(arena).used for arena in range(len(kv.layout.block_nbytes))]
+            sizes = kv.layout.block_nbytes
             assert len(arenas) == 2 and min(arenas) > 0
             assert kv.summary().kv_nbytes == sum(np.multiply(arenas, sizes)) == sum(layer.nbytes for layer in cache)
         model = family("mamba")
@@ -310,20 +310,21 @@ def test_what_layer_groups_cannot_do_is_said_at_install(caplog):
         with pytest.raises(ValueError, match=r"\[install\] eviction needs layers that keep every token"):
             install_on_cpu(model, eviction=SlidingWindow(max_kv=64))
         with caplog.at_level(logging.WARNING):
-            kv = install_on_cpu(model, prefix_cache=True)
-            assert not kv.prefix_cache and "prefix_cache=True has no effect" in caplog.text
-            assert install_on_cpu(family("deepseek_v41")).route.endswith("; opaque: LayerCache")
-            assert "LayerCache is held whole" in caplog.text
+            assert install_on_cpu(model, prefix_cache=True).prefix_cache and not caplog.text
+            kv = install_on_cpu(family("deepseek_v41"), prefix_cache=True)
+            assert not kv.prefix_cache and kv.route.endswith("; opaque: LayerCache")
+            said = "LayerCache is held whole for each sequence, outside the blocks; no prefix of this model is found"
+            assert [said in line for line in caplog.messages] == [True]
         with install_on_cpu(model) as first, install(model, pool=first.pool) as second:
             assert second.pool is first.pool and second.layout.groups == first.layout.groups
         with pytest.raises(ValueError, match=r"pool has the layer groups full"):
             install(family("gemma4_text"), pool=first.pool)
 
 
-def test_windowed_models_with_a_prefix_cache_keep_every_token():
+def test_windows_let_blocks_go_with_a_prefix_cache_too():
     with on_cpu():
         model, (prompt,) = family("gemma3_text"), prompts_of((90,))
         own = alone(model, prompt)
         with install_on_cpu(model, prefix_cache=True) as kv:
-            assert not kv.layout.groups and alone(model, prompt) == own
+            assert kv.layout.groups and alone(model, prompt) == own
         assert_all_free(kv)

@@ -1,13 +1,13 @@
 """mlx-lm's own server, unmodified, on a `PagedPromptCache`: the same answers, and prompts that are found."""
 
 import gc
-from types import SimpleNamespace
 
 import pytest
 from mlx_lm import server
 from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_models import VOCAB, tiny_llama
+from mlx_server import arguments, provide
 
 from kvpool.adapters.mlx_lm import PagedPromptCache, install
 
@@ -28,48 +28,6 @@ def tokenizer():
     trainer = trainers.BpeTrainer(vocab_size=VOCAB - 20, initial_alphabet=alphabet, show_progress=False)
     plain.train_from_iterator([SYSTEM, *QUESTIONS], trainer)
     return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=plain, chat_template=TEMPLATE))
-
-
-def provide(model, tokenizer, kv_bits=None):
-    """What the server asks of its model provider."""
-    cli_args = SimpleNamespace(
-        decode_concurrency=4,
-        prompt_concurrency=2,
-        prefill_step_size=16,
-        prompt_cache_bytes=2**30,
-        chat_template_args={},
-        kv_bits=kv_bits,
-        kv_group_size=64,
-        quantized_kv_start=0,
-    )
-    return SimpleNamespace(
-        cli_args=cli_args,
-        model=model,
-        tokenizer=tokenizer,
-        model_key=("tiny", None, None),
-        is_batchable=True,
-        draft_model=None,
-        processor=None,
-        load=lambda *names: (model, tokenizer),
-        load_default=lambda: None,
-        reset=lambda: None,
-    )
-
-
-def arguments(seed):
-    """Greedy, 10 tokens; with a seed the server does not batch."""
-    return server.GenerationArguments(
-        model=server.ModelDescription("tiny", None, None),
-        sampling=server.SamplingArguments(0.0, 1.0, 0, 0.0, 0.0, 0.0),
-        logits=server.LogitsProcessorArguments(None, 0.0, 20, 0.0, 20, 0.0, 20),
-        stop_words=[],
-        max_tokens=10,
-        num_draft_tokens=0,
-        logprobs=False,
-        top_logprobs=0,
-        seed=seed,
-        chat_template_kwargs=None,
-    )
 
 
 def converse(model, tokenizer, prompt_cache, seed, kv_bits=None):

@@ -14,7 +14,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from group_workload import GroupRunner, arena_of, draw_groups, needs_alone, peak
+from group_workload import GroupRunner, arena_of, draw_groups, needs_alone, peak, with_prefixes
 
 from kvpool import Group, Plan, Pool, Request, Scheduler
 from kvpool.errors import OutOfBlocks, RequestRejected
@@ -50,6 +50,12 @@ def groups_with(full: int = 200, window: int = 200, slots: int = 100) -> dict[st
 def test_random_workload_with_groups_gives_what_decoding_alone_gives(part):
     for seed in [int(ONLY)] if ONLY else range(part, COUNT, PARTS):
         GroupRunner(draw_groups(seed), check_every=1 if ONLY else 5).run()
+
+
+@pytest.mark.parametrize("part", range(1 if ONLY else PARTS))
+def test_random_workload_with_prefixes_of_groups_gives_what_decoding_alone_gives(part):
+    for seed in [int(ONLY)] if ONLY else range(part, COUNT, PARTS):
+        GroupRunner(with_prefixes(draw_groups(seed)), check_every=1 if ONLY else 5).run()
 
 
 def test_same_workload_with_groups_takes_the_same_steps():

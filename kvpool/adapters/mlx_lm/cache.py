@@ -191,7 +191,7 @@ class Batch:
                 "[update_and_fetch] this model's caches work only inside the install block, and only in a call of the "
                 "model itself: a part of it was called, or the block has ended"
             )
-        plan, after, new = self._step(num_columns)
+        plan, after, new = self._step(self.rows.num_new(num_columns))
         try:
             if len(plan.copies):
                 passes.backend.copy_blocks(plan)
@@ -210,13 +210,12 @@ class Batch:
             raise
         return forward, after
 
-    def _step(self, num_columns: int) -> tuple[Any, Rows, np.ndarray]:
-        """Begin a pass and step the pool. Return the plan, the rows afterwards, and how many new tokens each row has.
+    def _step(self, new: np.ndarray) -> tuple[Any, Rows, np.ndarray]:
+        """Begin a pass and step the pool by so many tokens of each row. Return plan, rows afterwards, and `new`.
 
         If it raises, there is no pass. If what follows raises, `_take_back` ends the pass.
         """
         passes, before = self.passes, self.rows
-        new = before.num_new(num_columns)
         try:
             passes.begin()
         except BaseException:
@@ -246,19 +245,27 @@ class Batch:
 
     # ------------------------------------------------------------------------------------------ a hooked call
 
-    def begin_turn(self, num_rows: int, num_columns: int) -> Turn:
-        """Step the pool for a call of the model, before its first layer. All or nothing."""
+    def begin_call(self, num_rows: int, num_columns: int) -> np.ndarray:
+        """Return how many tokens each row gets in a call of the model."""
         self.require_idle("forward")
         if num_rows != len(self.handles):
             self._spread(num_rows)
         if self.rows.todo is not None and not self.rows.todo.any():
             raise ValueError("[forward] no row has a token left: prepare was given too small lengths")
+        return self.rows.num_new(num_columns)
+
+    def begin_turn(self, new: np.ndarray, first: np.ndarray, num_columns: int) -> Turn:
+        """Step the pool by `new` tokens of each row, before the first layer. All or nothing.
+
+        They begin in columns `first` of an input with `num_columns` columns.
+        """
         self._end_pass()
-        before = self.rows
-        plan, after, new = self._step(num_columns)
+        before, num_rows = self.rows, len(self.handles)
+        plan, after, new = self._step(new)
         try:
-            defers = self.passes.defers
-            turn = Turn(self.passes, plan, before, after, new, num_columns, self.is_merged, defers=defers)
+            self._load(plan)
+            how: dict[str, Any] = {"first": first, "defers": self.passes.defers}
+            turn = Turn(self.passes, plan, before, after, new, num_columns, self.is_merged, **how)
         except BaseException:
             self._take_back()
             raise
@@ -268,6 +275,13 @@ class Batch:
 
     def end_turn(self, rows: Rows, held: Held) -> None:
         """End the call that `begin_turn` began: all layers have done their part."""
+        passes = self.passes
+
+        def read(slots: Sequence[int]) -> Held:
+            written = passes.plan.groups[passes.layout.state_group].state_dst.tolist()
+            return chosen(passes.layout, held, [written.index(slot) for slot in slots])
+
+        passes.checkpoints.save(passes.plan, read)
         self.rows = self.base_rows = rows
         self.held = held
         self.count += 1
@@ -275,6 +289,26 @@ class Batch:
         self.missing = 0
         self._operation = None
         self.passes.finish()
+
+    def _load(self, plan: Any) -> None:
+        """Load the states that a plan asks for, into every batch with a row that has one of them: forks share it."""
+        slots, held = self.passes.checkpoints.loaded(plan)
+        if not slots:
+            return
+        group, table = self.passes.layout.state_group, self.passes.pool.table
+        self._take_states(slots, held, plan.groups[group].state_src.tolist())
+        for other in self.passes.live_batches():
+            if other is not self:
+                own = [-1 if handle == NOT_OPENED else next(iter(table(handle, group)), -1) for handle in other.handles]
+                other._take_states(slots, held, own)
+
+    def _take_states(self, slots: list[int], held: Held, own: Sequence[int]) -> None:
+        """Let rows hold what was loaded; `own` has their slots."""
+        num_rows = len(self.handles)
+        index = [num_rows + slots.index(slot) if slot in slots else row for row, slot in enumerate(own)]
+        if index != list(range(num_rows)):
+            layout = self.passes.layout
+            self.held = chosen(layout, joined(layout, [(self.held, num_rows), (held, len(slots))]), index)
 
     def _has_lost_tokens(self) -> bool:
         """Whether the pool has evicted tokens that `rows` still counts: the rest was not moved."""
@@ -303,7 +337,7 @@ class Batch:
     def _open_all(self) -> None:
         for row, handle in enumerate(self.handles):
             if handle == NOT_OPENED:
-                self.handles[row] = self.passes.open_empty()
+                self.handles[row] = int(self.passes.pool.open(0, self.known[row].namespace))
 
     def _fitting_plan(self, num_tokens: int, longest: int) -> Any:
         """Return the batch's plan, or a larger one. Sizes double, so this is rare."""
@@ -399,7 +433,8 @@ class Batch:
         if self.eviction is not None:
             self.eviction.truncate(lens)
         self.known = [
-            Known(known.namespace, min(known.num_tokens, n)) for known, n in zip(self.known, lens.tolist(), strict=True)
+            known._replace(num_tokens=min(known.num_tokens, n))
+            for known, n in zip(self.known, lens.tolist(), strict=True)
         ]
         return int((self.rows.lens - lens).max(initial=0)), Rows(lens, gone=self.rows.gone)
 
@@ -409,7 +444,7 @@ class Batch:
             self._close(self.handles)
             self.handles = [NOT_OPENED] * len(self.handles)
             self.held = nothing(self.passes.layout, len(self.handles))
-        self.known = [Known(known.namespace) for known in self.known]
+        self.known = [known._replace(num_tokens=0) for known in self.known]
         if self.policy is not None:
             self.eviction = self._evicting(self.policy)
         return None, Rows(np.zeros(len(self.handles), np.int64))
@@ -437,8 +472,21 @@ class Batch:
         if known.num_tokens < length:
             with self.passes.lock:
                 self.passes.pool.prefix.commit(self.handles[0], tokens[known.num_tokens : length])
-                self.known = [Known(known.namespace, length)]
+                self.known = [known._replace(num_tokens=length)]
         return length - known.num_tokens
+
+    def commit_inputs(self, turn: Turn, places: np.ndarray, inputs: np.ndarray) -> None:
+        """Commit the tokens that a turn has computed of rows that were on their way to a checkpoint.
+
+        `inputs` are those of the whole call. A row of which the prefix cache misses an earlier token is left out.
+        """
+        pool = self.passes.pool
+        with self.passes.lock:
+            for row in np.flatnonzero((places >= 0) & (turn.new > 0)).tolist():
+                handle, first, length = self.handles[row], int(turn.first[row]), int(turn.after.lens[row])
+                if pool.prefix.committed(handle) == turn.before.lens[row]:
+                    pool.prefix.commit(handle, inputs[row, first : first + int(turn.new[row])])
+                    self.known[row] = self.known[row]._replace(num_tokens=length)
 
     def blocks(self, row: int, group: int) -> list[int]:
         """Return the blocks that a row holds in a group, all columns."""
@@ -707,7 +755,7 @@ class PagedKVCache:
         place = self._batch.passes.layout.places[self._layer]
         if place is None:
             return self
-        spec = self._batch.passes.backends[place.arena].spec
+        spec = self._batch.passes.backends[place.storage].spec
         if spec.bits == (bits, bits) and spec.quant_group_size == group_size:
             return self
         raise ValueError(
@@ -730,7 +778,7 @@ class PagedKVCache:
         place = passes.layout.places[self._layer]
         if place is None:
             return sum(x.nbytes for x in arrays_in(batch.held[self._layer]))
-        spec = passes.backends[place.arena].spec
+        spec = passes.backends[place.storage].spec
         if passes.layout.groups:
             blocks = sum(len(batch.blocks(row, place.group)) for row in range(len(batch.handles)))
             blocks //= passes.layout.groups[place.group].columns
@@ -749,7 +797,7 @@ class PagedKVCache:
         place = passes.layout.places[self._layer]
         if place is None:
             return [*arrays_in(self._batch.held[self._layer]), _NotSaved()]
-        return [*passes.backends[place.arena].queued(place.array), _NotSaved()]
+        return [*passes.backends[place.storage].queued(place.array), _NotSaved()]
 
     # ------------------------------------------------------------------------------------------- internals
 

@@ -25,7 +25,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache
 
 from kvpool.adapters.mlx_lm.attention import Forward, PagedContext, PagedMask, Site
 from kvpool.adapters.mlx_lm.masks import causal_mask
-from kvpool.adapters.mlx_lm.passes import Passes, Rows
+from kvpool.adapters.mlx_lm.passes import NOT_OPENED, Passes, Rows
 from kvpool.adapters.mlx_lm.shapes import build, leaves_of
 from kvpool.adapters.mlx_lm.states import Held, chosen, closed, joined, nothing, opened
 from kvpool.protocol import StepArrays
@@ -48,6 +48,8 @@ class Turn:
         Of the model's input.
     is_merged : bool
         Whether offsets are arrays, as in mlx-lm's batch caches.
+    first : int64 ``[B]``, optional
+        Column of the input with the first new token of each row. Default: 0.
     eviction : kvpool.eviction.Evictor, optional
         Receives the attention scores of the layers.
     defers : bool
@@ -74,6 +76,7 @@ class Turn:
         num_columns: int,
         is_merged: bool,
         *,
+        first: np.ndarray | None = None,
         eviction: Any = None,
         defers: bool = False,
     ) -> None:
@@ -84,6 +87,7 @@ class Turn:
         self.new = new
         self.num_columns = num_columns
         self.is_merged = is_merged
+        self.first = np.zeros_like(new) if first is None else first
         self.eviction = eviction
         self.defers = defers
         self.queries: np.ndarray | None = None
@@ -92,11 +96,11 @@ class Turn:
         self.starts: list[np.ndarray] = []
         if not layout.groups and len(plan.copies):
             passes.backend.copy_blocks(plan)
-        for arrays, group in zip(plan.groups or (), layout.groups, strict=True):
-            if group.kind != "state":
-                self.starts.append(np.asarray(arrays.kv_starts, np.int64))
-                if passes.backends and len(arrays.copies):
-                    passes.backends[group.arena].copy_blocks(arrays.copies)
+        for number, storage in layout.storage_of.items() if layout.groups else ():
+            arrays = plan.groups[number]
+            self.starts.append(np.asarray(arrays.kv_starts, np.int64))
+            if len(arrays.copies):
+                passes.backends[storage].copy_blocks(arrays.copies)
 
     def of_queries(self, queries: np.ndarray) -> Turn:
         """Return a turn of some tokens of this one, whose rows are tokens. It stores and copies nothing.
@@ -107,7 +111,7 @@ class Turn:
         turn.queries = queries
         turn.before = Rows(self.before.lens[queries], gone=self.before.gone[queries])
         turn.after = Rows(self.after.lens[queries], gone=self.after.gone[queries])
-        turn.new = self.new[queries]
+        turn.new, turn.first = self.new[queries], self.first[queries]
         turn.eviction, turn.defers = None, False
         turn._columns = {}
         return turn
@@ -145,6 +149,8 @@ class Part:
         Ascending.
     is_whole : bool
         Whether these are all rows of the turn.
+    first : int64 ``[R]``
+        Columns of the input of the whole call at which the rows begin.
     shape : (R, N)
         Of the model's input.
     attends : bool
@@ -163,6 +169,7 @@ class Part:
         self._real = None if is_even else mx.array(np.flatnonzero(_is_real(self.new, self.shape[1])).astype(np.int32))
         self._forwards: dict[tuple[int, int], Forward] = {}
         self.attends = True
+        self.first = turn.first[self.rows]
         self.takes_input_whole = self.is_whole and self.shape[1] == turn.num_columns  # no cut
         self.is_fused = turn.passes.is_fused
 
@@ -185,13 +192,13 @@ class Part:
             return int(seen.lens[self.rows[0]] + seen.gone[self.rows[0]])
         return seen.offsets if self.is_whole else seen.offsets[mx.array(self.rows.astype(np.int32))]
 
-    def forward(self, arena: int, group: int, column: int) -> Forward:
+    def forward(self, storage: int, group: int, column: int) -> Forward:
         """Return the forward pass of one column of a group."""
         key = group, column
         if key not in self._forwards:
             turn, arrays = self.turn, self.turn.arrays(group, column)
             self._forwards[key] = Forward(
-                turn.passes.backends[arena],
+                turn.passes.backends[storage],
                 arrays if self.is_whole else StepArrays.rows_of(arrays, self.rows),
                 self.shape,
                 columns=self._real,
@@ -286,7 +293,7 @@ class LayerCache:
                 f"[update_and_fetch] keys have shape {keys.shape}, values {values.shape}, this call stores "
                 f"{(*outer, shape.head_dim)} and {(*outer, shape.v_head_dim)}, once"
             )
-        self._forward = part.forward(self._place.arena, self._place.group, self._place.column)
+        self._forward = part.forward(self._place.storage, self._place.group, self._place.column)
         self.offset = part.offset_after
         if not shape.v_head_dim:
             values = mx.zeros((*values.shape[:3], 1), dtype)
@@ -317,32 +324,58 @@ def _is_real(new: np.ndarray, num_columns: int) -> np.ndarray:
 # -------------------------------------------------------------------------------------------------- the call
 
 
-def call(batch: Any, run: Callable[[list[Any], Part], Any], num_rows: int, num_columns: int) -> Any:
+def call(
+    batch: Any, run: Callable[[list[Any], Part], Any], num_rows: int, num_columns: int, tokens: mx.array | None
+) -> Any:
     """Run a model over the next `num_columns` columns of a batch's rows.
+
+    A row whose pool takes a checkpoint in the middle of its tokens runs in two turns or more. Each is a step of the
+    pool. So every row is cut where it is cut alone.
 
     Parameters
     ----------
     batch : Batch
     run : callable
         ``run(caches, part)`` calls the model with the input of a part.
+    tokens : int ``[B, N]`` or None
+        The input, if it is all that the model is given. Only then are checkpoints found by later prompts.
 
     Returns
     -------
     Any
         What the model returned. Of several parts the arrays are put together; in padding they are 0.
     """
-    layout = batch.passes.layout
-    turn = batch.begin_turn(num_rows, num_columns)
-    result, held_by = in_parts(
-        turn, lambda part: batch.held if part.is_whole else chosen(layout, batch.held, part.rows.tolist()), run
-    )
-    batch.end_turn(turn.after, _held_after(layout, batch.held, held_by, num_rows))
-    return result
+    layout, passes = batch.passes.layout, batch.passes
+    due = batch.begin_call(num_rows, num_columns)
+    first, pairs = np.zeros_like(due), []
+    is_split = passes.has_checkpoints and tokens is not None
+    while True:
+        places = passes.places(batch.handles) if is_split else np.full(num_rows, -1)
+        if not pairs and (places >= 0).any() and not _has_room(batch, due):
+            is_split, places = False, np.full(num_rows, -1)  # the only step raises, and nothing has changed
+        ends = np.where(places >= 0, places - batch.rows.lens, num_columns)
+        turn = batch.begin_turn(np.minimum(due - first, ends), first, num_columns)
+        found, held_by = in_parts(
+            turn, lambda part: batch.held if part.is_whole else chosen(layout, batch.held, part.rows.tolist()), run
+        )
+        batch.end_turn(turn.after, _held_after(layout, batch.held, held_by, num_rows))
+        pairs += found
+        if (places >= 0).any():
+            batch.commit_inputs(turn, places, np.array(tokens).astype(np.int64))
+        first = first + turn.new
+        if (first == due).all():
+            return together(pairs, num_rows, num_columns)
+
+
+def _has_room(batch: Any, new: np.ndarray) -> bool:
+    """Return whether a whole call finds its blocks."""
+    opened = [row for row, handle in enumerate(batch.handles) if handle != NOT_OPENED]
+    return bool(batch.passes.pool.can(np.array(batch.handles, np.int64)[opened], new[opened]))
 
 
 def in_parts(
     turn: Turn, held_before: Callable[[Part], Held], run: Callable[[list[Any], Part], Any]
-) -> tuple[Any, list[tuple[Part, Held]]]:
+) -> tuple[list[tuple[Part, Any]], list[tuple[Part, Held]]]:
     """Run a model over the parts of a turn.
 
     Parameters
@@ -355,8 +388,8 @@ def in_parts(
 
     Returns
     -------
-    result : Any
-        See `call`.
+    results : list
+        Each part, and what the model returned.
     held_by : list
         Each part, and what its rows hold after it.
     """
@@ -372,11 +405,11 @@ def in_parts(
             own.append(opened(layout, held, leaf) if place is None else LayerCache(part, leaf))
         result = run(build(layout.model.tree, own.__getitem__) if layout.nested else own, part)
         part.end()
-        results.append(_with_writes(turn.passes, result) if layout.nested else result)
+        results.append((part, _with_writes(turn.passes, result) if layout.nested else result))
         if layout.held:
             held = {leaf: closed(layout, leaf, own[leaf]) for leaf in layout.held}
         held_by.append((part, held))
-    return _together(results, parts, len(turn.new), turn.num_columns), held_by
+    return results, held_by
 
 
 def _held_after(layout: Any, before: Held, held_by: list[tuple[Part, Held]], num_rows: int) -> Held:
@@ -398,11 +431,13 @@ def _with_writes(passes: Passes, result: Any) -> Any:
     if not isinstance(result, mx.array):
         return result
     places = [place for i in passes.layout.nested if (place := passes.layout.places[i]) is not None]
-    queued = [x for place in places for x in passes.backends[place.arena].queued(place.array)]
+    queued = [x for place in places for x in passes.backends[place.storage].queued(place.array)]
     return mx.depends(result, queued) if queued else result
 
 
-def _together(results: list[Any], parts: list[Part], num_rows: int, num_columns: int) -> Any:
+def together(pairs: list[tuple[Part, Any]], num_rows: int, num_columns: int) -> Any:
+    """Return what a model returned in several parts, in the places of their rows and columns."""
+    parts, results = zip(*pairs, strict=True)
     if len(parts) == 1 and parts[0].takes_input_whole:
         return results[0]
     if not all(isinstance(result, mx.array) for result in results):
@@ -411,10 +446,15 @@ def _together(results: list[Any], parts: list[Part], num_rows: int, num_columns:
         )
     if len(parts) == num_rows and all(part.shape == (1, num_columns) for part in parts):
         return mx.concatenate(results)
-    together = mx.zeros((num_rows, num_columns, *results[0].shape[2:]), results[0].dtype)
-    for result, part in zip(results, parts, strict=True):
-        together[mx.array(part.rows.astype(np.int32)), : part.shape[1]] = result
-    return together
+    whole = mx.zeros((num_rows, num_columns, *results[0].shape[2:]), results[0].dtype)
+    for part, result in pairs:
+        if not part.first.any():
+            whole[mx.array(part.rows.astype(np.int32)), : part.shape[1]] = result
+            continue
+        ends = part.first + part.new
+        for i, (row, first, end) in enumerate(zip(part.rows.tolist(), part.first.tolist(), ends.tolist(), strict=True)):
+            whole[row, first:end] = result[i, : end - first]
+    return whole
 
 
 # -------------------------------------------------------------------------------------------------- the hook
@@ -457,7 +497,9 @@ def _stand_in(original: Any) -> Any:
             return original(self, *args, **kwargs)
         assert caches is not None
         _require_own(self, caches, batch)
-        num_rows, num_columns = next(x for x in (*args, *kwargs.values()) if isinstance(x, mx.array)).shape[:2]
+        arrays = [x for x in (*args, *kwargs.values()) if isinstance(x, mx.array)]
+        num_rows, num_columns = arrays[0].shape[:2]
+        is_tokens = len(arrays) == 1 and arrays[0].ndim == 2 and mx.issubdtype(arrays[0].dtype, mx.integer)
 
         def run(own: list[Any], part: Part) -> Any:
             def given(value: Any) -> Any:
@@ -469,7 +511,7 @@ def _stand_in(original: Any) -> Any:
 
             return original(self, *map(given, args), **{name: given(value) for name, value in kwargs.items()})
 
-        return call(batch, run, num_rows, num_columns)
+        return call(batch, run, num_rows, num_columns, arrays[0] if is_tokens else None)
 
     return __call__
 
@@ -477,8 +519,11 @@ def _stand_in(original: Any) -> Any:
 def cut(x: mx.array, part: Part) -> mx.array:
     """Return the rows and columns of a part."""
     if len(part.rows) == 1:
-        row = int(part.rows[0])
-        return x[row : row + 1, : part.shape[1]]
+        row, first = int(part.rows[0]), int(part.first[0])
+        return x[row : row + 1, first : first + part.shape[1]]
+    if part.first.any():  # in padding it is the last column
+        columns = np.minimum(part.first[:, None] + np.arange(part.shape[1]), x.shape[1] - 1)
+        return x[mx.array(part.rows[:, None].astype(np.int32)), mx.array(columns.astype(np.int32))]
     return x[mx.array(part.rows.astype(np.int32)), : part.shape[1]]
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
@@ -32,6 +32,7 @@ import numpy as np
 
 import kvpool
 from kvpool import Request, Scheduler
+from kvpool.adapters.mlx_lm.chat import encoded, is_conversation, rewritten_from
 from kvpool.adapters.mlx_lm.eviction import check_policy
 from kvpool.adapters.mlx_lm.host import BackendFactory, install, require_evictable
 from kvpool.adapters.mlx_lm.ragged import RaggedForward
@@ -41,8 +42,10 @@ from kvpool.adapters.mlx_lm.transcript import Transcript
 from kvpool.errors import UnknownRequest
 from kvpool.eviction import Evictor, Policy
 from kvpool.scheduler import Output, Step
+from kvpool.scheduler.request import token_array
 
 Listener = Callable[["TokenEvent"], None]
+Prompt = str | Iterable[int] | Sequence[Mapping[str, Any]]
 FORMATS = ("block_tables", "seq_lens", "slot_mapping", "cu_q_lens")  # of plans for layer groups
 _SAMPLING = tuple(field.name for field in fields(Sampling))
 
@@ -126,9 +129,7 @@ class Engine:
     model
         As loaded by ``mlx_lm.load``. Between two steps it is unchanged.
     num_blocks, block_size, pool, prefix_cache, strict, fused, backend, kernels
-        See `install`. With a prefix cache, prompts with a common beginning share its blocks. By default it is on where
-        it costs no memory: in models whose layers all keep every token, and with eviction. True: also where it makes
-        layers with a window keep every token.
+        See `install`. With a prefix cache, which is the default, prompts with a common beginning share its blocks.
     tokenizer
         A tokenizer of mlx-lm or transformers. It is used for text prompts, stop strings, the text of answers and the
         end tokens. None: tokens in, tokens out.
@@ -160,7 +161,7 @@ class Engine:
         tokenizer: Any = None,
         pool: Any = None,
         block_size: int = 16,
-        prefix_cache: bool | None = None,
+        prefix_cache: bool = True,
         max_running: int = 64,
         max_step_tokens: int = 512,
         prefill_chunk: int = 256,
@@ -179,12 +180,8 @@ class Engine:
         if (num_blocks is None) == (pool is None):
             raise TypeError("[Engine] either num_blocks or pool is needed, and not both")
         max_seqs = 2 * max_running + 16
-        shape = inspect_model(model)
-        if prefix_cache is None:
-            is_plain = shape.keeps_every_token if pool is None else pool.options.groups is None
-            prefix_cache = is_plain or eviction is not None
         if eviction is not None and num_blocks is not None:
-            require_evictable(shape, eviction, "Engine")
+            require_evictable(inspect_model(model), eviction, "Engine")
             pool = kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, prefix_cache=prefix_cache)
             num_blocks = None
         how: dict[str, Any] = {"prefix_cache": prefix_cache, "fused": fused, "kernels": kernels, "strict": strict}
@@ -218,12 +215,12 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------- whole answers
 
-    def generate(self, prompt: str | Iterable[int], *, on_token: Listener | None = None, **options: Any) -> Completion:
+    def generate(self, prompt: Prompt, *, on_token: Listener | None = None, **options: Any) -> Completion:
         """Run one request to its end, together with all others in the engine. Options: see `submit`."""
         return self.batch([prompt], on_token=on_token, **options)[0]
 
     def batch(
-        self, prompts: Sequence[str | Iterable[int]], *, on_token: Listener | None = None, **options: Any
+        self, prompts: Sequence[Prompt], *, on_token: Listener | None = None, **options: Any
     ) -> list[Completion]:
         """Run several requests with the same options to their end.
 
@@ -246,7 +243,7 @@ class Engine:
                 raise completion.error
         return [done[id] for id in ids]
 
-    def stream(self, prompt: str | Iterable[int], **options: Any) -> Iterator[TokenEvent]:
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[TokenEvent]:
         """Run one request and yield its tokens. Closing the iterator cancels it. Beams cannot be streamed."""
         if options.get("beam_width"):
             raise ValueError(f"[stream] beam_width is {options['beam_width']}, a beam cannot be streamed: generate()")
@@ -269,7 +266,7 @@ class Engine:
 
     def submit(
         self,
-        prompt: str | Iterable[int] | Request,
+        prompt: Prompt | Request,
         *,
         on_token: Listener | None = None,
         stop: str | Sequence[str | Sequence[int]] = (),
@@ -281,14 +278,16 @@ class Engine:
 
         Parameters
         ----------
-        prompt : str, ints or Request
-            A `kvpool.Request` has all options itself. Its ``user`` is a `Sampling`, or None for greedy.
+        prompt : str, ints, messages or Request
+            Messages are a conversation for the chat template: mappings with role and content. A `kvpool.Request` has
+            all options itself. Its ``user`` is a `Sampling`, or None for greedy.
         on_token : callable
             Called with a `TokenEvent` for every token. If it raises, only this request ends.
         stop : str, or sequence of str or of tokens
             A stop string is removed from the text. A stop sequence of tokens stays in the answer.
-        max_tokens, id, eos, n, beam_width, length_penalty, priority, namespace
-            See `kvpool.Request`. ``max_tokens`` is 256 by default, ``eos`` the end tokens of the tokenizer.
+        max_tokens, id, eos, n, beam_width, length_penalty, priority, namespace, cut
+            See `kvpool.Request`. ``max_tokens`` is 256 by default, ``eos`` the end tokens of the tokenizer, ``cut`` a
+            think block that the prompt opens at its end.
         temperature, top_p, top_k, min_p, seed
             See `Sampling`.
 
@@ -369,6 +368,9 @@ class Engine:
         """The request that `submit` was asked for, and its stop strings."""
         if isinstance(prompt, str):
             prompt = self._require_tokenizer("a prompt that is text").encode(prompt)
+        elif is_conversation(prompt):
+            prompt = encoded(self._require_tokenizer("a prompt of messages"), prompt)
+        prompt = token_array("submit", "prompt", prompt)
         if not isinstance(stop, Iterable):
             raise TypeError(f"[submit] stop must be text, or a sequence of text or of tokens, got {stop!r}")
         stops = [stop] if isinstance(stop, str) else list(stop)
@@ -379,6 +381,7 @@ class Engine:
             self._require_tokenizer("a stop string")
         if self.tokenizer is not None:
             options.setdefault("eos", tuple(self.tokenizer.eos_token_ids))
+            options.setdefault("cut", rewritten_from(self.tokenizer, prompt.tolist()))
         sampling = Sampling(**{name: options.pop(name) for name in _SAMPLING if name in options})
         unknown = options.keys() - {field.name for field in fields(Request)}
         if unknown or "user" in options:

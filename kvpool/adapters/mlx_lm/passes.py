@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvpool.adapters.mlx_lm.attention import Site
+from kvpool.adapters.mlx_lm.checkpoints import Checkpoints
 from kvpool.adapters.mlx_lm.layout import Layout
 from kvpool.errors import ConcurrentUse, KVPoolError
 from kvpool.protocol import KVBackend
@@ -69,6 +70,7 @@ class Known(NamedTuple):
 
     namespace: bytes = b""  # that it was opened in
     num_tokens: int = 0  # committed, or found when it was opened
+    cut: int | None = None  # of its prompt, see `PagedKV.fetch`
 
 
 class Passes:
@@ -84,7 +86,9 @@ class Passes:
     layout : Layout
         Where the pool and the backends hold the caches of the model.
     backends : sequence of KVBackend
-        The storage of each arena.
+        The storages of the layout.
+    store
+        Has ``export_blocks`` and ``import_blocks`` for the first arena.
     sites : sequence of Site
         Where the attention of the model is hooked. Empty if the model gathers.
     namespace : bytes
@@ -94,8 +98,12 @@ class Passes:
     ----------
     backend : kvpool.protocol.KVBackend
         The storage of the first arena. None if no layer has keys and values.
+    checkpoints : Checkpoints
+        Copies states from and to blocks of the first arena.
     dtype : mx.Dtype
         The dtype of its keys and values, as the model computes them.
+    has_checkpoints : bool
+        Whether a pass may have to end where the pool takes a checkpoint.
     is_called : bool
         Whether calls of the model are hooked, see `calls`.
     is_lazy : bool
@@ -116,6 +124,7 @@ class Passes:
         pool: Any,
         layout: Layout,
         backends: Sequence[KVBackend],
+        store: Any = None,
         sites: Sequence[Site] = (),
         namespace: bytes = b"",
         calls: Sequence[Site] = (),
@@ -125,6 +134,7 @@ class Passes:
         self.layout = layout
         self.backends = tuple(backends)
         self.backend: Any = self.backends[0] if self.backends else None
+        self.checkpoints = Checkpoints(layout, store)
         self.is_called = layout.is_called
         self.is_lazy = any(backend.capabilities.lazy for backend in self.backends)
         self.windows = tuple(leaf.window for leaf in layout.leaves)
@@ -136,6 +146,7 @@ class Passes:
         self.lock = threading.RLock()
         self.batches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.namespace = namespace
+        self.has_checkpoints = bool(namespace and layout.groups)
         self._driver: threading.Thread | None = None  # who is in a forward pass
         self._last_driver: threading.Thread | None = None
         self._running: tuple[weakref.ref[Any], Any, Rows] | None = None  # its batch, plan, and rows before it
@@ -162,9 +173,13 @@ class Passes:
         for site in (*self.calls, *self.sites):
             site.leave()
 
-    def open_empty(self) -> int:
-        """Open a new sequence in the model's own namespace."""
-        return int(self.pool.prefix.pin([], self.namespace) if self.namespace else self.pool.open())
+    def places(self, handles: Sequence[int]) -> np.ndarray:
+        """Return the length of each sequence at which its next checkpoint is due, int64 ``[B]``. -1: none."""
+        found = np.full(len(handles), -1, np.int64)
+        opened = np.flatnonzero(np.array(handles, np.int64) != NOT_OPENED)
+        if self.has_checkpoints and len(opened):
+            found[opened] = self.pool.prefix.wanted(np.array(handles, np.int64)[opened])
+        return found
 
     def live_batches(self) -> list[Any]:
         """Return all batches that are alive, as a list: another thread may make one at any time."""

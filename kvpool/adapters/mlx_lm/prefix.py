@@ -53,7 +53,9 @@ class PagedPromptCache:
 
     # -------------------------------------------------------------------------------------- fetch and insert
 
-    def fetch_nearest_cache(self, model: Hashable, tokens: Sequence[int]) -> tuple[list[PagedKVCache], Sequence[int]]:
+    def fetch_nearest_cache(
+        self, model: Hashable, tokens: Sequence[int], *, cut: int | None = None
+    ) -> tuple[list[PagedKVCache], Sequence[int]]:
         """Return a cache with the longest stored prefix of a prompt, and the tokens to feed it.
 
         Parameters
@@ -63,16 +65,34 @@ class PagedPromptCache:
         tokens : sequence of int
             The whole prompt. Negative numbers stand for the tokens of an image, as in mlx-lm's server. A hit never ends
             inside an image.
+        cut : int, optional
+            See `PagedKV.fetch`.
         """
-        found = [
-            kv.fetch(self._tokens(tokens), self._namespace(model)) if kv.prefix_cache else (kv.make_cache(), 0)
-            for kv in self._kvs
-        ]
-        num_cached = _outside_images(tokens, min(n for _, n in found))
-        for caches, n in found:
-            if n > num_cached:
-                trim_prompt_cache(caches, n - num_cached)
-        return [cache for caches, _ in found for cache in caches], tokens[num_cached:]
+        known = self._tokens(tokens)
+        cut = cut if known is tokens else 0  # what is fed for an image says nothing about it, so nothing can be kept
+        end = len(tokens)
+        found = [self._found(kv, model, known, cut) for kv in self._kvs]
+        while any(n != end for _, n in found):
+            end = _outside_images(tokens, min(n for _, n in found))
+            found = [self._shortened(kv, model, known, one, end) for kv, one in zip(self._kvs, found, strict=True)]
+        return [cache for caches, _ in found for cache in caches], tokens[end:]
+
+    def _found(
+        self, kv: PagedKV, model: Hashable, tokens: Sequence[int], cut: int | None
+    ) -> tuple[list[PagedKVCache], int]:
+        return kv.fetch(tokens, self._namespace(model), cut) if kv.prefix_cache else (kv.make_cache(), 0)
+
+    def _shortened(
+        self, kv: PagedKV, model: Hashable, tokens: Sequence[int], found: tuple[list[PagedKVCache], int], end: int
+    ) -> tuple[list[PagedKVCache], int]:
+        """Return the cache of a model with at most `end` tokens."""
+        caches, n = found
+        if n <= end:
+            return found
+        if kv.layout.groups:  # nobody takes back tokens behind a window, or a state
+            return self._found(kv, model, tokens[: end + 1], 0)
+        trim_prompt_cache(caches, n - end)
+        return caches, end
 
     def insert_cache(
         self,
@@ -125,7 +145,7 @@ class PagedPromptCache:
             if n_sequences is not None:
                 excess.append(len(self) - max(0, n_sequences))
             if n_bytes is not None:
-                excess.append(-(-(self.nbytes - max(0, n_bytes)) // kv.backend.spec.block_nbytes))
+                excess.append(-(-(self.nbytes - max(0, n_bytes)) // kv.layout.block_nbytes[0]))
             with kv.lock:
                 kv.pool.blocks.evict(max(excess))
 
@@ -139,8 +159,8 @@ class PagedPromptCache:
         counts = []
         for kv in self._kvs:
             with kv.lock:
-                for arena, backend in enumerate(kv.backends):
-                    counts.append((getattr(kv.pool.stats(arena), place), backend.spec.block_nbytes))
+                for arena, nbytes in enumerate(kv.layout.block_nbytes):
+                    counts.append((getattr(kv.pool.stats(arena), place), nbytes))
         return {"n_sequences": sum(n for n, _ in counts), "n_bytes": sum(n * nbytes for n, nbytes in counts)}
 
     def _namespace(self, model: Hashable) -> bytes:

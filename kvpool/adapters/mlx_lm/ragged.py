@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from kvpool.adapters.mlx_lm.calls import LayerCache, Part, Turn, cut, in_parts
+from kvpool.adapters.mlx_lm.calls import LayerCache, Part, Turn, cut, in_parts, together
 from kvpool.adapters.mlx_lm.host import PagedKV
 from kvpool.adapters.mlx_lm.passes import Rows
 from kvpool.adapters.mlx_lm.slots import SlotStates, arrays_of
@@ -58,7 +58,7 @@ class RaggedForward:
         layout = kv.layout
         self.is_ragged = bool(kv.passes.sites) and not layout.held and not layout.is_apart
         self._defers = self.is_ragged and not kv.passes.is_lazy
-        self._state_group = len(layout.groups) - 1 if layout.held else -1
+        self._state_group = layout.state_group
         self.states_are_held = self._state_group >= 0
         self.states = SlotStates(layout)
 
@@ -93,6 +93,7 @@ class RaggedForward:
         kv.passes.hook()
         try:
             turn = self._turn(plan, lens, new, gone)
+            self.states.write(*kv.passes.checkpoints.loaded(plan))
             logits, held_by = self._logits(mx.array(tokens.reshape(len(turn.new), turn.num_columns)), turn, rows)
             late = []
             if self.states_are_held:
@@ -106,6 +107,7 @@ class RaggedForward:
         if self.states_are_held:
             for part, held in held_by:
                 self.states.write(self._slots(plan, "state_dst", part), held)
+            kv.passes.checkpoints.save(plan, self.states.read)
         return logits
 
     def keep_states(self, handles: np.ndarray) -> None:
@@ -151,7 +153,8 @@ class RaggedForward:
         def run(own: list[Any], part: Part) -> Any:
             return model(inputs if part.takes_input_whole else cut(inputs, part), cache=own)
 
-        logits, held_by = in_parts(turn, lambda part: self.states.read(self._slots(turn.plan, "state_src", part)), run)
+        found, held_by = in_parts(turn, lambda part: self.states.read(self._slots(turn.plan, "state_src", part)), run)
+        logits = together(found, len(turn.new), turn.num_columns)
         if not len(rows):  # MLX never evaluates it
             return mx.zeros((0, logits.shape[-1]), mx.float32), held_by
         logits = logits.reshape(-1, logits.shape[-1])

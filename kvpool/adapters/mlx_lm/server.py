@@ -28,6 +28,7 @@ from mlx_lm import server
 from mlx_lm.generate import BatchGenerator
 
 from kvpool.adapters.mlx_lm.cache_hook import Hook
+from kvpool.adapters.mlx_lm.chat import rewritten_from
 from kvpool.adapters.mlx_lm.eviction import blocks_at_most
 from kvpool.adapters.mlx_lm.host import PagedKV, install, require_tested_version
 from kvpool.adapters.mlx_lm.loading import blocks_in
@@ -125,7 +126,8 @@ class Provider(server.ModelProvider):
         bits: dict[str, Any] = dict(options.quantization)
         if num_blocks is None:
             at_a_time = self.cli_args.decode_concurrency + self.cli_args.prompt_concurrency
-            num_blocks = blocks_in(options.memory or "auto", model, block_size, at_a_time, **bits)
+            keeps_all = policy is not None
+            num_blocks = blocks_in(options.memory or "auto", model, block_size, at_a_time, keeps_all, **bits)
             if options.memory is None:
                 each = -(-longest // block_size)
                 if policy is not None:
@@ -143,16 +145,28 @@ class Provider(server.ModelProvider):
 
 
 class PromptCache:
-    """Forwards to the prompt cache of the loaded model. The server makes it before there is a model."""
+    """Forwards to the prompt cache of the loaded model. The server makes it before there is a model.
+
+    Attributes
+    ----------
+    cut : int or None
+        Where the next turn may rewrite the prompt that is looked up next. The server reads a prompt, then looks it up.
+    """
 
     def __init__(self, provider: Provider) -> None:
         self._provider = provider
+        self.cut: int | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._provider.prompts, name)
 
     def __len__(self) -> int:
         return len(self._provider.prompts or ())
+
+    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any], Sequence[int]]:
+        """Look up a prompt."""
+        assert self._provider.prompts is not None
+        return self._provider.prompts.fetch_nearest_cache(model, tokens, cut=self.cut)
 
     def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], **kind: Any) -> None:
         """Store the content of a cache. Skip a running request if another one has stored part of it.
@@ -270,6 +284,9 @@ class AdmittingGenerator(BatchGenerator):
         while waiting and len(admitted) < most:
             sequence = _with_prefix(kv, waiting[0])
             candidate = self._size(sequence)
+            if not running and not self._have_room(kv, [candidate]):
+                sequence = _without_prefix(sequence)  # a state that is not loaded yet takes blocks that it may need
+                candidate = self._size(sequence)
             if not self._have_room(kv, [*running, candidate]):
                 if sequence[0] != self._last_held:
                     self._last_held = sequence[0]
@@ -320,8 +337,8 @@ def _without_prefix(sequence: Any) -> Any:
     batch, size = first.batch, first.size()
     if not 0 < size == batch.known[0].num_tokens == len(tokens):
         return sequence  # nothing to give back, or something that could not be found again
-    for cache in caches:
-        cache.trim(size)
+    for cache in leaves_of(caches):
+        cache.discard()
     begin = [[*tokens, *segments[0]]] if len(segments) > 1 else [list(tokens), segments[0]]
     return (uid, [*begin, *segments[1:]], max_tokens, caches, [], *rest)
 
@@ -332,7 +349,8 @@ def _with_prefix(kv: PagedKV, sequence: Any) -> Any:
     if not kv.prefix_cache or tokens or next(leaves_of(caches)).size():
         return sequence
     prompt = [token for segment in segments for token in segment]
-    caches, num_cached = kv.pinned(prompt, next(leaves_of(caches)).batch.known[0].namespace)
+    known = next(leaves_of(caches)).batch.known[0]
+    caches, num_cached = kv.pinned(prompt, known.namespace, known.cut)
     skip, left = num_cached, []
     for segment in segments:
         if skip < len(segment):
@@ -347,13 +365,14 @@ class Responder(server.ResponseGenerator):
     model_provider: Provider
 
     def __init__(self, provider: Provider) -> None:
-        prompts: Any = PromptCache(provider)
-        super().__init__(provider, prompts)
+        self._prompts: Any = PromptCache(provider)
+        super().__init__(provider, self._prompts)
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         found = super()._tokenize(tokenizer, request, args)
         if not found[0]:  # nobody would catch the exception of BatchGenerator, and the server would stop serving
             raise ValueError("the prompt is empty, it needs at least one token")
+        self._prompts.cut = rewritten_from(tokenizer, found[0])
         kv = self.model_provider.kv
         if kv is not None:
             tokens, size = len(found[0]) + args.max_tokens, kv.pool.block_size

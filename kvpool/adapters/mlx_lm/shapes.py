@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from math import prod
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -34,6 +35,18 @@ class Shape(NamedTuple):
         return KVSpec(num_layers, self.num_kv_heads, self.head_dim, self.dtype, block_size, max(self.v_head_dim, 1))
 
 
+class StateShape(NamedTuple):
+    """One array of a recurrent layer's state, of one sequence."""
+
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return prod(self.shape) * self.dtype.size
+
+
 class Leaf(NamedTuple):
     """One cache of a model: an entry of its list of caches, or of a CacheList in it.
 
@@ -48,12 +61,20 @@ class Leaf(NamedTuple):
         Tokens of the window or the chunk; arrays of the state.
     shape : Shape, optional
         Of keys and values.
+    arrays : tuple
+        A `StateShape` for each array of the state, None for one that stays empty.
     """
 
     kind: str
     name: str
     size: int = 0
     shape: Shape | None = None
+    arrays: tuple[StateShape | None, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state of one sequence."""
+        return sum(array.nbytes for array in self.arrays if array is not None)
 
     @property
     def window(self) -> int | None:
@@ -74,15 +95,17 @@ class ModelShape:
         An empty cache for each leaf, as mlx-lm makes it.
     is_apart : bool
         Whether the model is right only for one row at a time.
-    state_nbytes : int
-        Bytes of the states of one row, whatever its length.
     """
 
     leaves: tuple[Leaf, ...]
     tree: tuple[Any, ...]
     fresh: tuple[Any, ...]
     is_apart: bool
-    state_nbytes: int
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of the states of one row, whatever its length."""
+        return sum(leaf.nbytes for leaf in self.leaves)
 
     @property
     def is_uniform(self) -> bool:
@@ -157,16 +180,14 @@ def inspect_model(model: Any) -> ModelShape:
     leaves = tuple(_leaf(cache) for cache in found)
     states = [i for i, leaf in enumerate(leaves) if leaf.kind == "state"]
     if states:
-        after_one = [_shapes(found[i]) for i in states]
         model(mx.zeros((1, 1), mx.int32), cache=caches)
-        growing = {i for i, shapes in zip(states, after_one, strict=True) if _shapes(found[i]) != shapes}
+        growing = {i for i in states if state_shapes(found[i].cache) != leaves[i].arrays}
         leaves = tuple(Leaf("opaque", leaf.name) if i in growing else leaf for i, leaf in enumerate(leaves))
     return ModelShape(
         leaves,
         _numbered(caches, iter(range(len(found)))),
         tuple(fresh),
         type(model).__module__ in APART,
-        sum(x.nbytes for i in states if leaves[i].kind == "state" for x in found[i].cache if x is not None),
     )
 
 
@@ -191,7 +212,7 @@ def _leaf(cache: Any) -> Leaf:
     """Describe a cache that has seen one token."""
     name = type(cache).__name__
     if type(cache) is ArraysCache:
-        return Leaf("state", name, len(cache.cache))
+        return Leaf("state", name, len(cache.cache), arrays=state_shapes(cache.cache))
     if type(cache) in ATTENTION and getattr(cache, "keep", 0) == 0 and cache.keys is not None:
         k, v = cache.keys, cache.values
         kind, size = ATTENTION[type(cache)]
@@ -201,9 +222,9 @@ def _leaf(cache: Any) -> Leaf:
     return Leaf("opaque", name)
 
 
-def _shapes(cache: ArraysCache) -> list[Any]:
-    """Return the shapes of a state. One that grows with its sequence is no row of a batch."""
-    return [None if x is None else x.shape for x in cache.cache]
+def state_shapes(arrays: Sequence[mx.array | None]) -> tuple[StateShape | None, ...]:
+    """Return what the arrays ``[B, ...]`` of a state are. One that grows with its sequence is no row of a batch."""
+    return tuple(None if x is None else StateShape(x.shape[1:], x.dtype) for x in arrays)
 
 
 def max_positions(model: Any) -> int | None:

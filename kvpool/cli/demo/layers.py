@@ -11,6 +11,8 @@ from kvpool.config import format_nbytes
 MODELS = {"hybrid": "qwen3_5", "window": "gemma3_text"}
 """Tiny models by what they are: recurrent layers beside attention, and sliding windows beside full layers."""
 
+MOST_AGAIN = 48  # tokens that two prompts share and that the second one may compute again
+
 
 def run_layers(settings: Settings, say: Say) -> Outcome:
     """Generate greedily with each model, alone and in a batch, by stock and on a pool."""
@@ -19,6 +21,9 @@ def run_layers(settings: Settings, say: Say) -> Outcome:
     for name, arch in MODELS.items():
         say(f"{arch}: stock, then kvpool")
         numbers[name] = lm.compare_layers(arch, settings)
+    turn = lm.second_turn(MODELS["hybrid"], settings)
+    again = turn["computed"] - (turn["prompt"] - turn["shared"])
+    is_same = turn["tokens"]["kvpool"] == turn["tokens"]["stock"]
     rows = len(settings.prompt_lengths)
 
     def equal(name: str, one: str, other: str) -> int:
@@ -37,6 +42,10 @@ def run_layers(settings: Settings, say: Say) -> Outcome:
             all(ours < theirs for ours, theirs in pairs.values()),
             "\n".join(f"{name} {format_nbytes(a)}; stock {format_nbytes(b)}" for name, (a, b) in pairs.items()),
         ),
+        "layers_turn_computes_what_is_new": Claim(
+            is_same and 0 <= again <= MOST_AGAIN,
+            f"{again} tokens again of {turn['shared']} that the prompts share{'' if is_same else ', other tokens'}",
+        ),
         "layers_no_blocks_leaked": Claim(
             not any(facts["blocks_left"] for facts in numbers.values()),
             ", ".join(f"{name} {facts['blocks_left']} blocks" for name, facts in numbers.items()),
@@ -44,7 +53,8 @@ def run_layers(settings: Settings, say: Say) -> Outcome:
     }
     for facts in numbers.values():
         del facts["tokens"]
-    notes = tuple(f"{name}: {MODELS[name]}, {facts['layers']}" for name, facts in numbers.items())
+    numbers["turn"] = {name: turn[name] for name in ("prompt", "shared", "computed")}
+    notes = tuple(f"{name}: {arch}, {numbers[name]['layers']}" for name, arch in MODELS.items())
     return Outcome(claims, numbers, notes)
 
 
@@ -55,6 +65,7 @@ PART = Part(
         "layers_tokens_identical": "tokens are those of stock mlx-lm, one request at a time",
         "layers_batch_is_alone": "a batch gives the tokens of each request alone",
         "layers_fewer_bytes": "KV and states take fewer bytes than stock's batch",
+        "layers_turn_computes_what_is_new": "the second turn of a hybrid computes what is new",
         "layers_no_blocks_leaked": "no block is left behind",
     },
     run_layers,

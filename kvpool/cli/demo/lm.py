@@ -21,7 +21,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import llama
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from kvpool.adapters.mlx_lm import PagedKV, Summary, install, tiny
+from kvpool.adapters.mlx_lm import Engine, PagedKV, Summary, install, tiny
 from kvpool.adapters.mlx_lm.loading import ModelNotLoaded, load
 from kvpool.cli.console import CommandError, NotRun
 from kvpool.cli.demo.report import Settings
@@ -269,6 +269,29 @@ def compare_layers(arch: str, settings: Settings) -> dict[str, Any]:
         "layers": described,
         "attention": summary.route,
     }
+
+
+def second_turn(arch: str, settings: Settings) -> dict[str, Any]:
+    """Hold two turns of a conversation with a tiny model: a prompt, then the same with another end and more tokens.
+
+    Returns
+    -------
+    dict
+        ``tokens`` of the second answer by stock and by kvpool; ``prompt``, ``shared`` and ``computed``: tokens of the
+        second prompt, those that it shares with the first one, and those that were computed for it.
+    """
+    rng = np.random.default_rng(settings.seed)
+    model, _ = tiny.make(arch)
+    first = rng.integers(0, tiny.CONFIG["vocab_size"], max(settings.prompt_lengths) + 64).tolist()
+    shared = len(first) - 5
+    second = [*first[:shared], *rng.integers(0, tiny.CONFIG["vocab_size"], 40).tolist()]
+    stock = generate(model, [second], settings.sample_tokens).tokens[0]
+    with Engine(model, 4 * len(second) // settings.block_size, block_size=settings.block_size) as engine:
+        engine.generate(first, max_tokens=settings.sample_tokens, cut=shared)
+        answer = engine.generate(second, max_tokens=settings.sample_tokens)
+    computed = len(second) - answer.samples[0].output.num_cached
+    ours = answer.tokens.tolist()
+    return {"tokens": {"stock": stock, "kvpool": ours}, "prompt": len(second), "shared": shared, "computed": computed}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,196 @@
+"""Prefixes in the engine, of models whose layers differ: cold and warm give the tokens of stock alone.
+
+Where the chunks of a prompt end at the same places, a warm run gives the logprobs of the cold one, bit by bit.
+"""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_models import on_cpu
+
+from kvpool.adapters.mlx_lm import tiny
+from kvpool.adapters.mlx_lm.checkpoints import Checkpoints
+from kvpool.adapters.mlx_lm.engine import Engine
+from kvpool.adapters.mlx_lm.tiny_families import OWN
+
+BLOCK = 4
+TOKENS = 8
+SHORT = {"gemma4": "windows and shapes", "gpt_oss": "windows", "qwen3_5": "states", "falcon_h1": "CacheList"}
+BY_CHUNK = {"plamo3"}  # files whose tokens depend on the chunks of a prompt in mlx-lm, too
+
+
+def prompt_of(length, seed):
+    print(f"prompt seed {seed}")
+    return np.random.default_rng(seed).integers(0, 90, length).tolist()
+
+
+def alone(model, prompt, max_tokens=TOKENS):
+    return [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=max_tokens)]
+
+
+def engine_of(model, num_blocks=300, **options):
+    return Engine(model, num_blocks, **({"block_size": BLOCK, "max_running": 8, "max_step_tokens": 128} | options))
+
+
+def assert_nothing_is_left(engine):
+    engine.scheduler.check()
+    engine.kv.pool.check()
+    arenas = max(1, len(engine.kv.backends)) + sum(group.kind == "state" for group in engine.kv.layout.groups)
+    assert [engine.kv.pool.stats(arena).used for arena in range(arenas)] == [0] * arenas
+    assert len(engine._forward.states) == 0 and engine.kv.pool.stats().sequences == 0
+
+
+def found_by(completion):
+    return completion.samples[0].output.num_cached
+
+
+def computed(engine, run):
+    before = engine.scheduler.stats()
+    result = run()
+    after = engine.scheduler.stats()
+    return result, after.prefill_tokens + after.decode_tokens - before.prefill_tokens - before.decode_tokens
+
+
+def check_warm(model, prompt):
+    """The same prompt twice, a longer one, and the first one in a conversation of which it is the beginning."""
+    engine = engine_of(model)
+    due = alone(model, prompt)
+    cold, warm = (engine.generate(prompt, max_tokens=TOKENS) for _ in range(2))
+    assert cold.tokens.tolist() == warm.tokens.tolist() == due
+    if not engine.kv.prefix_cache:
+        return
+    is_plain = not engine.kv.layout.groups
+    assert found_by(cold) == 0
+    assert found_by(warm) == (len(prompt) - (1 if is_plain else 16)) // BLOCK * BLOCK
+    if not is_plain:  # a cold run ended a chunk where the warm one begins
+        assert np.array_equal(cold.samples[0].logprobs, warm.samples[0].logprobs)
+    longer = [*prompt, *due, *prompt_of(19, 5)]
+    later, count = computed(engine, lambda: engine.generate(longer, max_tokens=TOKENS))
+    assert later.tokens.tolist() == alone(model, longer)
+    assert found_by(later) >= found_by(warm) and count == len(longer) - found_by(later) + TOKENS - 1
+    assert_nothing_is_left(engine)
+
+
+def check_crowd(model, prompts, num_blocks):
+    """Prompts with a common beginning at the same time, twice."""
+    engine = engine_of(model, num_blocks, prefill_chunk=16)
+    for _ in range(2):
+        done = engine.batch(prompts, max_tokens=TOKENS)
+        assert [one.tokens.tolist() for one in done] == [alone(model, prompt) for prompt in prompts]
+        assert_nothing_is_left(engine)
+    return engine
+
+
+def crowd():
+    begin = prompt_of(40, 7)
+    return [[*begin[:cut], *prompt_of(23 + 3 * number, 11 + number)] for number, cut in enumerate((40, 33, 40, 7))]
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_warm_engine_gives_the_tokens_of_stock_alone(name):
+    with on_cpu():
+        model, _ = tiny.make(name)
+        check_warm(model, prompt_of(61, 3))
+        check_crowd(model, crowd(), 34)  # they outgrow it
+        second_round = sum((len(prompt) - 16) // BLOCK * BLOCK for prompt in crowd())
+        assert check_crowd(model, crowd(), 300).scheduler.stats().hit_tokens >= second_round
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(OWN))
+def test_warm_engine_gives_the_tokens_of_stock_alone_in_every_family(name):
+    with on_cpu():
+        model, _ = tiny.make(name)
+        check_warm(model, prompt_of(61, 3))
+        if name not in BY_CHUNK:
+            check_crowd(model, crowd(), 34)
+            check_crowd(model, crowd(), 300)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "qwen3_5"])
+def test_samples_of_a_prompt_that_was_found_share_it_and_differ(name):
+    """Each sample begins with the state of the prompt and steps on its own."""
+    with on_cpu():
+        model, _ = tiny.make(name)
+        prompt, how = prompt_of(45, 4), {"max_tokens": TOKENS, "n": 4, "temperature": 1.0, "seed": 5}
+        cold = engine_of(model, prefix_cache=False).generate(prompt, **how)
+        engine = engine_of(model)
+        engine.generate(prompt, max_tokens=1)
+        warm, count = computed(engine, lambda: engine.generate(prompt, **how))
+        assert [one.tokens.tolist() for one in warm.samples] == [one.tokens.tolist() for one in cold.samples]
+        assert len({tuple(one.tokens.tolist()) for one in warm.samples}) == 4
+        assert found_by(warm) > 0 and count == len(prompt) - found_by(warm) + 4 * (TOKENS - 1)
+        assert_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "qwen3_5"])
+def test_preempted_sequence_goes_on_from_its_newest_checkpoint(name):
+    with on_cpu():
+        model, _ = tiny.make(name)
+        engine, prompt = engine_of(model), prompt_of(62, 21)
+        id = engine.submit(prompt, max_tokens=40)
+        core, done, known = engine.scheduler._core, [], []
+        while not done:
+            done = engine.step()
+            generated = len(engine.scheduler.tokens_of(id)) if id in engine else 0
+            if generated in (6, 25) and generated not in known:
+                known.append(generated)
+                core.preempt(core.rows.sequence(core.rows.running()[0]))
+        assert done[0].tokens.tolist() == alone(model, prompt, 40)
+        stats = engine.scheduler.stats()
+        first, second = ((len(prompt) + n - 16) // BLOCK * BLOCK for n in (0, 6))  # the other one was taken on return
+        assert (stats.preemptions, stats.hit_tokens) == (2, first + second)
+        assert_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "qwen3_5"])
+@pytest.mark.parametrize("is_told", [True, False], ids=["told", "default"])
+def test_next_turn_computes_few_tokens_again_whatever_the_tail_of_the_prompt(name, is_told):
+    with on_cpu():
+        model, _ = tiny.make(name)
+        engine = engine_of(model, 600, block_size=16)
+        for length in range(64, 80):
+            for rewritten in range(12):
+                prompt = [length, rewritten, *prompt_of(length - 2, length)]
+                kept = length - rewritten
+                engine.generate(prompt, max_tokens=1, cut=kept if is_told else None)
+                turn = [*prompt[:kept], 91, 92, 93, *prompt_of(20, rewritten)]
+                done, count = computed(engine, lambda turn=turn: engine.generate(turn, max_tokens=1))
+                again = count - (len(turn) - kept)
+                assert found_by(done) == (kept if is_told else length - 16) // 16 * 16
+                assert 0 <= again == kept - found_by(done) <= 31
+        assert_nothing_is_left(engine)
+
+
+def test_checkpoint_that_is_loaded_wrongly_shows(monkeypatch):
+    """The fault: a load gives the states of another sequence."""
+    loaded, seen = Checkpoints.loaded, []
+
+    def others(self, plan):
+        slots, held = loaded(self, plan)
+        if slots:
+            seen.append(held)
+        return slots, seen[0] if slots else held
+
+    with on_cpu():
+        model, _ = tiny.make("qwen3_5")
+        monkeypatch.setattr(Checkpoints, "loaded", others)
+        engine = engine_of(model)
+        first, second = prompt_of(61, 31), prompt_of(61, 32)
+        for prompt in (first, second):
+            engine.generate(prompt, max_tokens=TOKENS)
+        assert engine.generate(first, max_tokens=TOKENS).tokens.tolist() == alone(model, first)
+        assert engine.generate(second, max_tokens=TOKENS).tokens.tolist() != alone(model, second)
+
+
+def test_model_whose_state_cannot_be_restored_finds_nothing_and_says_so_once(caplog):
+    with on_cpu():
+        model, _ = tiny.make("longcat_flash_ngram")
+        engine = engine_of(model)
+        prompt = prompt_of(61, 3)
+        for _ in range(2):
+            done = engine.generate(prompt, max_tokens=TOKENS, cut=40)
+            assert (done.tokens.tolist(), found_by(done)) == (alone(model, prompt), 0)
+        assert sum("no prefix of this model is found" in line for line in caplog.messages) == 1
+        assert_nothing_is_left(engine)
