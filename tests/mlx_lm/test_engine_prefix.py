@@ -194,3 +194,15 @@ def test_model_whose_state_cannot_be_restored_finds_nothing_and_says_so_once(cap
             assert (done.tokens.tolist(), found_by(done)) == (alone(model, prompt), 0)
         assert sum("no prefix of this model is found" in line for line in caplog.messages) == 1
         assert_nothing_is_left(engine)
+
+
+def test_checkpoint_that_is_larger_than_the_pool_is_never_taken():
+    with on_cpu():
+        model, _ = tiny.make("qwen3_5")
+        prompt = prompt_of(13, 3)
+        blocks = engine_of(model).kv.layout.checkpoint_blocks
+        engine = engine_of(model, blocks)
+        for _ in range(2):
+            done = engine.generate(prompt, max_tokens=TOKENS)
+            assert (done.tokens.tolist(), found_by(done)) == (alone(model, prompt), 0)
+        assert_nothing_is_left(engine)
