@@ -142,6 +142,11 @@ def blocks_for(
     return size
 
 
+def memory_for(memory: int | str, **machine: Any) -> int:
+    """Return the bytes that `memory` gives to a pool; what it may be, and `machine`: see `blocks_for`."""
+    return sum(nbytes for _, nbytes in _budget(memory, **machine)[1])
+
+
 def _budget(
     memory: int | str,
     fraction: float | None = None,

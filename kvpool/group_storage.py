@@ -8,7 +8,7 @@ docs/backends.md says what is a copy and what is a view.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -39,7 +39,6 @@ class Place(NamedTuple):
 class _Cut(NamedTuple):
     """What the rows of a plan hold in a group: the entries of their tables without the hole."""
 
-    entries: np.ndarray  # [S, W] indices into the table
     seq_lens: np.ndarray  # [S] tokens before the hole and behind it
     kept: np.ndarray  # [S] tokens before the hole
     starts: np.ndarray  # [S] first position behind it
@@ -115,10 +114,17 @@ class GroupStorage:
             else:
                 parts[number] = _checked_parts(pool, number, group, what)
         self._arenas = [
-            _Arena(factory, arena, pool.stats(arena).num_blocks, {parts[g]: None for g in members})
+            Arena(factory, arena, pool.stats(arena).num_blocks, {parts[g]: None for g in members})
             for arena, members in _members(self.groups, parts).items()
         ]
         self.num_blocks = tuple(arena.num_blocks for arena in self._arenas)
+        for number, store in self.states.items():
+            blocks = self.groups[number].blocks
+            if blocks not in (0, self.bundle_blocks(number)):
+                raise ValueError(
+                    f"[GroupStorage] stored[{number}] has {store.slot_nbytes} bytes, a checkpoint of them takes "
+                    f"{self.bundle_blocks(number)} blocks, not {blocks}: Group.state(..., blocks=)"
+                )
         self._held = {number: self._arenas[self.groups[number].arena].backends[parts[number]] for number in parts}
         self._places, self._is_owner = self._placed(layers)
 
@@ -172,27 +178,30 @@ class GroupStorage:
         positions = lens[rows] - ends[rows + 1] + np.arange(len(rows))
         steps, cuts = {}, {}
         for number, backends in self._held.items():
-            arrays = groups[number]
-            cuts[number] = cut = self._cut(number, lens, np.asarray(arrays.kv_starts, np.int64))
+            starts = np.array(groups[number].kv_starts, np.int64)
             for column in range(self.groups[number].columns):
-                tables = np.asarray(arrays.block_tables)[:, :, column]
-                entries = np.minimum(cut.entries, max(tables.shape[1] - 1, 0))
-                columns = StepArrays(
-                    np.take_along_axis(tables, entries, 1),
-                    cut.seq_lens,
-                    np.array(plan.cu_q_lens),
-                    np.array(arrays.slot_mapping[column]),
-                )
+                arrays = StepArrays.of_group(plan, number, column)
+                cuts[number] = _Cut(arrays.seq_lens, arrays.seq_lens - lens + starts, starts)
                 for backend in backends:
-                    steps[number, column, id(backend)] = backend.prepare(columns)
+                    steps[number, column, id(backend)] = backend.prepare(arrays)
         return GroupStep(steps, cuts, positions, rows)
 
     def copy_blocks(self, plan: Plan) -> None:
-        """Copy what a step copies on write, in all columns of all groups; see `KVBackend.copy_blocks`."""
+        """Copy what a step copies on write, in all columns of all groups, and load states from checkpoints.
+
+        See `KVBackend.copy_blocks`, and ``state_loads`` in docs/prefix.md.
+        """
         groups = self._of_plan("copy_blocks", plan)
         for number, backends in self._held.items():
             for backend in backends:
                 backend.copy_blocks(np.array(groups[number].copies))
+        for number, slots, bundles in self._checkpoints("state_loads", groups):
+            self.load_states(number, bundles, slots)
+
+    def save_checkpoints(self, plan: Plan) -> None:
+        """Save the states that a step takes checkpoints of, after its last layer; see ``state_saves`` there."""
+        for number, slots, bundles in self._checkpoints("state_saves", self._of_plan("save_checkpoints", plan)):
+            self.save_states(number, slots, bundles)
 
     def write(self, step: GroupStep, layer: int, k: Any, v: Any) -> None:
         """Store the new tokens of a step in one layer of the model; see `KVBackend.write`."""
@@ -295,7 +304,7 @@ class GroupStorage:
             raise ValueError(f"[{call}] layer {layer} has no keys and values")
         return place
 
-    def _arena(self, call: str, arena: int) -> _Arena:
+    def _arena(self, call: str, arena: int) -> Arena:
         if not 0 <= arena < len(self._arenas):
             raise ValueError(f"[{call}] arena is {arena}, there are {len(self._arenas)} arenas of blocks")
         return self._arenas[arena]
@@ -305,20 +314,18 @@ class GroupStorage:
             raise ValueError(f"[{call}] group {group} is no state group, those are {sorted(self.states)}")
         return self.states[group]
 
+    def _checkpoints(self, name: str, groups: Sequence[Any]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Yield what a plan loads or saves: state group, slots, bundles."""
+        for number in self.states:
+            rows = getattr(groups[number], name)
+            if len(rows):
+                yield number, rows[:, 0], rows[:, 1:]
+
     def _bundles(self, call: str, group: int, num_states: int, blocks: Any) -> np.ndarray:
         bundles, expected = np.asarray(blocks), (num_states, self.bundle_blocks(group))
         if bundles.shape != expected:
             raise ValueError(f"[{call}] blocks must have shape {list(expected)}, got {list(bundles.shape)}")
         return bundles
-
-    def _cut(self, number: int, lens: np.ndarray, starts: np.ndarray) -> _Cut:
-        group = self.groups[number]
-        size = group.block_size or self._pool.block_size
-        kept = np.minimum(-(-group.keep // size) * size, starts)
-        seq_lens = lens - starts + kept
-        entries = np.arange(-(-int(seq_lens.max(initial=0)) // size))
-        entries = entries + np.where(entries < kept[:, None] // size, 0, (starts - kept)[:, None] // size)
-        return _Cut(entries, seq_lens, kept, starts)
 
     def _visible(self, step: GroupStep, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Bool ``[n, C]``: what each query token sees by the rule of its group; and the positions of the columns."""
@@ -411,20 +418,40 @@ class BlockRows:
         return ids.astype(np.int64)
 
 
-class _Arena:
-    """The backends of one arena: one with memory of its own if all groups have one shape, else some that share rows."""
+class Arena:
+    """The backends of one arena: one with memory of its own if all groups have one shape, else some that share rows.
+
+    Parameters
+    ----------
+    factory : callable
+        See `GroupStorage`.
+    arena, num_blocks : int
+        Its number and its size.
+    shapes : iterable of tuple of KVSpec
+        What a column of each group holds.
+
+    Attributes
+    ----------
+    backends : dict
+        For each of the shapes its backends, one for each spec.
+    store : KVBackend or BlockRows
+        Exports, imports and zeroes whole blocks.
+    block_nbytes : int
+        Bytes of a block.
+    """
 
     def __init__(
-        self, factory: Callable[..., KVBackend], arena: int, num_blocks: int, shapes: dict[Parts, None]
+        self, factory: Callable[..., KVBackend], arena: int, num_blocks: int, shapes: Iterable[Parts]
     ) -> None:
+        shapes = dict.fromkeys(shapes)
         self.num_blocks = num_blocks
+        self.block_nbytes = block_nbytes_of(shapes)
         self.backends: dict[Parts, tuple[KVBackend, ...]] = {}
         self.store: KVBackend | BlockRows
         if len(shapes) == 1 and all(len(parts) == 1 for parts in shapes):
             (parts,) = shapes
             self.store = factory(parts[0], num_blocks)
             self.backends[parts] = (self.store,)
-            self.block_nbytes = parts[0].block_nbytes
             return
         wrong = sorted({spec.layout for parts in shapes for spec in parts} - {"block"})
         if wrong:
@@ -432,7 +459,6 @@ class _Arena:
                 f"[GroupStorage] arena {arena} holds {len({spec for parts in shapes for spec in parts})} shapes in "
                 f"layout {wrong[0]!r}; give them layout 'block', or each group an arena of its own"
             )
-        self.block_nbytes = max(sum(map(_aligned_nbytes, parts)) for parts in shapes)
         self.store = BlockRows(num_blocks, self.block_nbytes)
         for parts in shapes:
             made, begin = [], 0
@@ -444,6 +470,13 @@ class _Arena:
 
     def every(self) -> list[KVBackend]:
         return [backend for backends in self.backends.values() for backend in backends]
+
+
+def block_nbytes_of(shapes: Collection[Parts]) -> int:
+    """Return the bytes of a block of an arena, given what a column of each of its groups holds."""
+    if len(shapes) == 1 and all(len(parts) == 1 for parts in shapes):
+        return next(iter(shapes))[0].block_nbytes
+    return max(sum(map(_aligned_nbytes, parts)) for parts in shapes)
 
 
 def _aligned_nbytes(spec: KVSpec) -> int:

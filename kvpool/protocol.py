@@ -115,26 +115,29 @@ class StepArrays:
     def of_group(plan: Plan, group: int, column: int = 0) -> StepArrays:
         """One column of a layer group of a plan, with the hole cut out.
 
-        The table begins with the block of the row's position ``kv_starts``, and ``seq_lens`` counts from there.
-        Attention is relative, so causality and windows are as before. What a window keeps of the beginning of the
-        sequence is cut off, too. The copies of the group are not in it: ``plan.groups[group].copies`` has those of
-        all its columns.
+        The table has the blocks that a window keeps of the beginning of the sequence, and then those from the row's
+        position ``kv_starts`` on; ``seq_lens`` counts their tokens. Attention is relative, so causality and windows
+        without kept tokens are as before. The copies of the group are not in it: ``plan.groups[group].copies`` has
+        those of all its columns.
 
         Parameters
         ----------
         plan
             Of a pool that was made with `groups`, with the formats ``seq_lens`` and ``cu_q_lens``.
         """
-        arrays = plan.groups[group]  # type: ignore[index]
-        block_size = plan.pool.options.groups[group].block_size or plan.pool.block_size  # type: ignore[index]
+        arrays, own = plan.groups[group], plan.pool.options.groups[group]  # type: ignore[index]
+        block_size = own.block_size or plan.pool.block_size
         tables, starts = arrays.block_tables[:, :, column], arrays.kv_starts
-        lens = np.asarray(plan.seq_lens) - starts
+        kept = np.minimum(-(-own.keep // block_size) * block_size, starts)
+        lens = np.asarray(plan.seq_lens) - starts + kept
         width = -(-int(lens.max(initial=0)) // block_size)
         latest = int(starts.max(initial=0))
-        if len(starts) == 1 or latest == 0:
+        if latest == 0 or (len(starts) == 1 and not own.keep):
             tables = tables[:, latest // block_size :][:, :width]
         else:
-            entries = starts[:, None] // block_size + np.arange(width)
+            entries = np.arange(width)
+            behind = entries + (starts - kept)[:, None] // block_size
+            entries = np.where(entries < kept[:, None] // block_size, entries, behind)
             tables = np.take_along_axis(tables, np.minimum(entries, tables.shape[1] - 1), axis=1)
         return StepArrays(tables, lens, plan.cu_q_lens, arrays.slot_mapping[column])
 

@@ -1,23 +1,27 @@
 """How many long sequences one budget holds: layer groups beside a pool that keeps every token of every layer.
 
-The geometry is that of Gemma 4 31B. It needs no model: the pools step, and nobody stores anything.
+The geometry is that of Gemma 4 31B, laid out as `install` does it. It needs no model: the pools step, and nobody stores
+anything.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import kvpool
 from benchmarks.models.held import pieces
-from kvpool import Group, KVSpec, OutOfBlocks
+from kvpool import OutOfBlocks
+from kvpool.adapters.mlx_lm.layout import Layout, layout_of
+from kvpool.adapters.mlx_lm.shapes import Leaf, ModelShape, Shape
 
-WINDOW = 1024
-ARRAYS = 10  # layers of an arena: all full ones; the sliding ones take five columns
-FULL = KVSpec(ARRAYS, 4, 512, "bfloat16", block_size=32)
-SLIDING = KVSpec(ARRAYS, 16, 256, "bfloat16", block_size=16)
-COLUMNS = 5
-EVERYTHING = Group.full(block_size=FULL.block_size), Group.full(columns=COLUMNS)
-GROUPS = Group.full(block_size=FULL.block_size), Group.window(WINDOW, columns=COLUMNS)
+BLOCK_SIZE, MAX_SEQS = 16, 256
+SLIDING = Leaf("window", "RotatingKVCache", 1024, Shape(16, 256, 256, "bfloat16"))
+FULL = Leaf("full", "KVCache", 0, Shape(4, 512, 512, "bfloat16"))
+LEAVES = ((SLIDING,) * 5 + (FULL,)) * 10
+MODEL = ModelShape(LEAVES, tuple(range(len(LEAVES))), (None,) * len(LEAVES), is_apart=False)
+GROUPS = layout_of(MODEL, BLOCK_SIZE, keeps_all=False, is_shared=True)
+EVERYTHING = replace(GROUPS, groups=tuple(replace(group, kind="full", size=0) for group in GROUPS.groups))
 
 
 class Capacity(NamedTuple):
@@ -33,19 +37,16 @@ class Capacity(NamedTuple):
 
 
 def gemma4_31b(num_tokens: int, num_kept: int = 16) -> Capacity:
-    """Return how many sequences fit into the bytes of `num_kept` sequences that keep everything."""
-    assert FULL.block_nbytes == SLIDING.block_nbytes, "one arena has blocks of equal bytes"
-    per_sequence = -(-num_tokens // FULL.block_size) + COLUMNS * -(-num_tokens // SLIDING.block_size)
-    num_blocks = 1 + num_kept * per_sequence
+    """Return how many sequences fit into the blocks of `num_kept` sequences that keep everything."""
+    num_blocks = 1 + num_kept * -(-num_tokens // BLOCK_SIZE)
     return Capacity(fitting(EVERYTHING, num_blocks, num_tokens), fitting(GROUPS, num_blocks, num_tokens))
 
 
-def fitting(groups: tuple[Group, ...], num_blocks: int, num_tokens: int) -> int:
+def fitting(layout: Layout, num_blocks: int, num_tokens: int) -> int:
     """Return how many sequences a pool holds, read in pieces one after the other."""
-    lookahead = 16 if any(group.kind == "window" for group in groups) else 0
-    with kvpool.Pool(num_blocks, SLIDING.block_size, lookahead=lookahead, groups=list(groups)) as pool:
-        plan = kvpool.Plan(pool, 1, num_tokens, table_width=-(-num_tokens // SLIDING.block_size))
-        for number in range(num_blocks):
+    with layout.make_pool(num_blocks, BLOCK_SIZE, MAX_SEQS) as pool:
+        plan = kvpool.Plan(pool, 1, num_tokens, table_width=-(-num_tokens // BLOCK_SIZE))
+        for number in range(MAX_SEQS):
             row = pool.open()
             try:
                 for new in pieces(num_tokens):
@@ -53,4 +54,4 @@ def fitting(groups: tuple[Group, ...], num_blocks: int, num_tokens: int) -> int:
                     pool.done(plan)
             except OutOfBlocks:
                 return number
-    return num_blocks
+    return MAX_SEQS

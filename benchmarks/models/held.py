@@ -91,4 +91,4 @@ def _pool_nbytes(layout: Layout, num_rows: int, num_tokens: int) -> int:
         for new in pieces(num_tokens):
             pool.step(plan, rows, np.full(num_rows, new))
             pool.done(plan)
-        return sum(pool.stats(arena).used * spec.block_nbytes for arena, spec in enumerate(layout.specs))
+        return sum(pool.stats(arena).used * nbytes for arena, nbytes in enumerate(layout.block_nbytes))

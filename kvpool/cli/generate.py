@@ -292,7 +292,7 @@ def describe(prompt: str, completion: Completion) -> dict[str, Any]:
 def statistics(engine: Engine, done: list[Completion], seconds: float) -> dict[str, Any]:
     """Speed, and use of the cache, ready for JSON. Seconds are those from the first step to the last token."""
     scheduler, kv = engine.scheduler.stats(), engine.kv
-    arenas = [kv.pool.stats(arena) for arena in range(max(1, len(kv.backends)))]
+    arenas = [kv.pool.stats(arena) for arena in range(len(kv.layout.block_nbytes))]
     firsts = sorted(
         one.output.times.first_token - one.output.times.arrived
         for completion in done

@@ -3,12 +3,15 @@
 Some faults are in a backend, others in `GroupStorage`, which puts backends together.
 """
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from conformance_faults import assert_caught
 from simple_backend import Simple
 
 from kvpool.group_storage import GroupStorage
+from kvpool.protocol import StepArrays
 from kvpool.testing import conformance, conformance_groups
 from kvpool_backends.cpu import CPUBackend
 from kvpool_backends.numpy import NumpyBackend
@@ -148,19 +151,33 @@ class SecondColumnIsTheFirst(GroupStorage):
         return super()._place(group, index)._replace(column=0)
 
 
-class IgnoresWhatAWindowKeeps(GroupStorage):
-    def _cut(self, number, lens, starts):
-        cut = super()._cut(number, lens, starts)
-        size = self.groups[number].block_size
-        entries = np.arange(cut.entries.shape[1]) + starts[:, None] // size
-        return cut._replace(entries=entries, seq_lens=lens - starts, kept=0 * starts)
+class CutsAnywhere(GroupStorage):
+    """Cuts tables at the positions that `starts` gives for ``kv_starts``, and keeps nothing before them."""
+
+    def prepare(self, plan):
+        with mock.patch.object(StepArrays, "of_group", self.cut):
+            return super().prepare(plan)
+
+    def cut(self, plan, group, column):
+        arrays, size = plan.groups[group], self.groups[group].block_size or plan.pool.block_size
+        starts = self.starts(np.asarray(arrays.kv_starts))
+        lens = np.asarray(plan.seq_lens) - starts
+        entries = np.arange(-(-int(lens.max(initial=0)) // size)) + starts[:, None] // size
+        entries = np.minimum(entries, arrays.block_tables.shape[1] - 1)
+        tables = np.take_along_axis(arrays.block_tables[:, :, column], entries, axis=1)
+        return StepArrays(tables, lens, plan.cu_q_lens, arrays.slot_mapping[column])
 
 
-class CountsTheGap(GroupStorage):
+class IgnoresWhatAWindowKeeps(CutsAnywhere):
+    def starts(self, starts):
+        return starts
+
+
+class CountsTheGap(CutsAnywhere):
     """The table with its holes, as it is."""
 
-    def _cut(self, number, lens, starts):
-        return super()._cut(number, lens, 0 * starts)
+    def starts(self, starts):
+        return 0 * starts
 
 
 class ForgetsTheWindow(GroupStorage):

@@ -9,10 +9,11 @@ from kvpool.protocol import StepArrays
 
 @pytest.mark.parametrize("seed", range(6))
 def test_step_arrays_of_a_group_name_the_blocks_and_slots_of_its_table(seed):
-    """Beside `table`: every position from the first held block on, and the slots of the new tokens."""
+    """Beside `table`: the blocks that are kept, every one from the first held one on, and slots of the new tokens."""
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
     groups = [Group.full(columns=2), Group.window(7, columns=3, arena=1, num_blocks=400, block_size=8), Group.chunk(12)]
+    groups.append(Group.window(11, keep=6))
     pool = Pool(300, 4, max_seqs=8, lookahead=int(rng.integers(0, 6)), groups=groups)
     plan = Plan(pool, 4, 128, formats=("block_tables", "seq_lens", "slot_mapping", "cu_q_lens"), table_width=32)
     handles = pool.open(), pool.open(), pool.open()
@@ -26,9 +27,10 @@ def test_step_arrays_of_a_group_name_the_blocks_and_slots_of_its_table(seed):
                 for row, handle in enumerate(handles):
                     blocks, length = pool.table(handle, number)[:, column], pool.num_tokens(handle)
                     first = int(arrays.kv_starts[row]) // size
-                    held = -(-length // size) - first
-                    assert step.seq_lens[row] == length - first * size
-                    assert step.block_tables[row, :held].tolist() == blocks[first : first + held].tolist()
+                    kept = min(first, -(-group.keep // size))
+                    held = [*blocks[:kept].tolist(), *blocks[first : -(-length // size)].tolist()]
+                    assert step.seq_lens[row] == length - (first - kept) * size
+                    assert step.block_tables[row, : len(held)].tolist() == held
                     places = range(length - int(new[row]), length)
                     slots += [int(blocks[place // size]) * size + place % size for place in places]
                 assert step.slot_mapping.tolist() == slots and not len(step.copies)

@@ -185,6 +185,65 @@ def test_backend_without_windows_refuses_to_attend_to_one():
             storage.attend(storage.prepare(plan), 0, np.zeros((5, 2, 8), np.float32))
 
 
+# ---------------------------------------------------------------------- checkpoints of plans
+
+FIRST, SECOND = [StateArray((70, 3), "float32"), StateArray((5,), "uint8")], [StateArray((9, 16), "float16")]
+NO_CHECKPOINTS = {"nothing is loaded": "load_states", "nothing is saved": "save_states"}
+
+
+def found_again(factory, seed):
+    """A prefix that is found has the states that its first sequence had there, in both state groups."""
+    rng = np.random.default_rng(seed)
+    print(f"seed {seed}")
+    groups = [Group.full(), Group.state(6, blocks=2), Group.state(6, blocks=1)]
+    with Pool(40, 4, max_seqs=3, groups=groups, prefix_cache=True) as pool:
+        storage = GroupStorage(factory, pool, [replace(WIDE, num_layers=1, num_kv_heads=2), FIRST, SECOND])
+        plan, tokens = Plan(pool, 1, 32, formats=storage.required_formats), list(range(20))
+
+        def run(handle, count):
+            pool.step(plan, [handle], [count])
+            storage.copy_blocks(plan)
+            before = [storage.states[g].export_slots(np.maximum(plan.groups[g].state_src, 0)) for g in (1, 2)]
+            after = [rng.integers(0, 256, data.shape, np.uint8) for data in before]
+            for g, data in zip((1, 2), after, strict=True):
+                storage.states[g].import_slots(plan.groups[g].state_dst, data)
+            storage.save_checkpoints(plan)
+            pool.done(plan)
+            return before, after
+
+        handle = pool.open(tokens, b"", cut=12)
+        _, due = run(handle, 12)
+        pool.prefix.commit(handle, tokens[:12])
+        run(handle, 5)
+        pool.close(handle)
+        for g in (1, 2):
+            storage.states[g].zero(range(6))
+        handle = pool.open(tokens)
+        assert pool.num_tokens(handle) == 12
+        found, _ = run(handle, 1)
+        return all(np.array_equal(x, y) for x, y in zip(found, due, strict=True))
+
+
+@pytest.mark.parametrize("name", ["numpy", "cpu", "mlx"])
+def test_plan_saves_and_loads_the_states_of_checkpoints(name):
+    if name == "mlx":
+        pytest.importorskip("mlx.core")
+    assert found_again(load_backend(name), 21)
+
+
+@pytest.mark.parametrize("call", NO_CHECKPOINTS.values(), ids=NO_CHECKPOINTS)
+def test_planted_fault_of_checkpoints_is_seen(call, monkeypatch):
+    monkeypatch.setattr(GroupStorage, call, lambda self, *given: None)
+    assert not found_again(NumpyBackend, 21)
+
+
+def test_checkpoints_of_another_size_are_refused():
+    groups = [Group.full(), Group.state(6, blocks=3)]
+    why = r"stored\[1\] has 845 bytes, a checkpoint of them takes 1 blocks, not 3"
+    with Pool(40, 4, max_seqs=3, groups=groups, prefix_cache=True) as pool, pytest.raises(ValueError, match=why):
+        GroupStorage(NumpyBackend, pool, [WIDE, FIRST])
+
+
 # ---------------------------------------------------------------------- refusals
 
 

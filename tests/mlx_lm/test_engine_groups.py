@@ -46,7 +46,7 @@ def assert_nothing_is_left(engine):
     engine.scheduler.check()
     kv.pool.check()
     num_states = sum(group.kind == "state" for group in kv.layout.groups)
-    for arena in range(max(1, len(kv.backends)) + num_states):
+    for arena in range(len(kv.layout.block_nbytes) + num_states):
         assert kv.pool.stats(arena).used == 0
     assert len(engine._forward.states) == 0
     assert kv.pool.stats().sequences == 0
@@ -189,7 +189,7 @@ def test_failed_step_leaves_states_as_they_were(name, monkeypatch):
 def assert_only_live_states(engine):
     """Arrays are kept for the slots in use and no others."""
     kv, states = engine.kv, engine._forward.states
-    slots = kv.pool.stats(len(kv.backends) or 1).used
+    slots = kv.pool.stats(len(kv.layout.block_nbytes)).used
     assert len(states) == slots
 
 

@@ -1,16 +1,26 @@
 """States of recurrent layers ride in blocks of a pool: what a plan saves, a later one loads, bit by bit."""
 
+import copy
+from types import SimpleNamespace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_models import on_cpu
 
 import kvpool
+from kvpool import Group, KVSpec
 from kvpool.adapters.mlx_lm import install, tiny
+from kvpool.adapters.mlx_lm.arrays import Converted
+from kvpool.adapters.mlx_lm.cache import Batch, PagedKVCache
+from kvpool.adapters.mlx_lm.checkpoints import Checkpoints
 from kvpool.adapters.mlx_lm.engine import FORMATS
+from kvpool.adapters.mlx_lm.passes import Known
 from kvpool.adapters.mlx_lm.ragged import RaggedForward
-from kvpool.adapters.mlx_lm.shapes import inspect_model
+from kvpool.adapters.mlx_lm.shapes import Leaf, StateShape, build, inspect_model
 from kvpool.adapters.mlx_lm.tiny_families import OWN
+from kvpool.group_storage import BlockRows
+from kvpool_backends import load_backend
 
 BLOCK, CUT, SLOTS = 4, 24, 16
 CHUNKS = (7, 8, 1)  # after the cut
@@ -96,7 +106,7 @@ def check_restored(driver, seed):
     driver.pool.close(handle)
     driver.forward.keep_states([])
     assert len(driver.forward.states) == 0
-    arenas = len(driver.kv.layout.specs) or 1
+    arenas = len(driver.kv.layout.block_nbytes)
     assert [driver.pool.stats(arena).used for arena in range(arenas + 1)] == [0] * (arenas + 1)
     driver.pool.check()
 
@@ -115,3 +125,202 @@ def restorable():
 def test_state_overwritten_after_its_checkpoint_is_restored_bit_by_bit(name):
     with on_cpu():
         check_restored(Driver(name), 11)
+
+
+@pytest.mark.long
+def test_states_of_every_family_are_restored_bit_by_bit():
+    with on_cpu():
+        names = restorable()
+        assert len(names) > 20 and set(SHORT) <= set(names)
+        for name in names:
+            check_restored(Driver(name), 12)
+
+
+@pytest.mark.parametrize("how", [{"backend": "numpy"}, {"backend": "cpu"}, {"kernels": False}])
+def test_states_in_blocks_of_any_storage_are_restored_bit_by_bit(how):
+    with on_cpu():
+        check_restored(Driver("qwen3_5", **how), 14)
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "gear", "rwkv7"])  # MLX multiplies no experts in 16 bits on a CPU
+def test_states_in_16_bits_are_restored_bit_by_bit(name):
+    with on_cpu():
+        check_restored(Driver(name, mx.bfloat16), 15)
+
+
+class Swapped(Checkpoints):
+    """Loads the elements of each array in another order."""
+
+    def loaded(self, plan):
+        slots, held = super().loaded(plan)
+        return slots, {leaf: [mx.roll(x, 1, axis=-1) for x in arrays] for leaf, arrays in held.items()}
+
+
+class Unsaved(Checkpoints):
+    """Fills no bundle."""
+
+    def save(self, plan, read):
+        pass
+
+
+@pytest.mark.parametrize("fault", [Swapped, Unsaved])
+def test_planted_fault_of_a_checkpoint_is_seen(fault):
+    with on_cpu():
+        driver = Driver("qwen3_5")
+        driver.kv.passes.checkpoints = fault(driver.kv.layout, driver.kv.backend)
+        with pytest.raises(AssertionError):
+            check_restored(driver, 11)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba"])
+def test_forks_before_the_first_step_share_one_loaded_state(name):
+    with on_cpu():
+        driver, tokens = Driver(name), np.random.default_rng(16).integers(0, 90, 40).tolist()
+        handle = driver.prefilled(tokens)
+        cold = driver.run(handle, tokens, 3)
+        driver.pool.close(handle)
+        driver.forget()
+        handle = driver.pool.open(tokens)
+        (child,) = driver.pool.fork(handle).tolist()
+        for one in (child, handle):
+            assert np.array_equal(driver.run(one, tokens, 3), cold)
+
+
+def caches_of(kv, tokens):
+    """Caches of a sequence that has the longest prefix found, as mlx-lm's engines feed them."""
+    own = kv.own_namespace(b"")
+    with kv.lock:
+        handle = kv.pool.open(tokens, own, cut=CUT)
+    length = kv.pool.num_tokens(handle)
+    batch = Batch(kv.passes, [handle], [length], False, [Known(own, length)])
+    return build(kv.layout.model.tree, lambda leaf: PagedKVCache(batch, leaf)), length
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "mamba"])
+def test_caches_of_mlx_lm_with_a_found_prefix_have_its_state(name):
+    """Also copies that were made before the first pass loaded the state, whichever of them runs first."""
+    with on_cpu():
+        model, _ = tiny.make(name)
+        tokens = np.random.default_rng(17).integers(0, 90, 40).tolist()
+
+        def fed(caches, at):
+            logits = []
+            for n in (CUT, *CHUNKS) if at == 0 else CHUNKS:
+                logits.append(np.array(model(mx.array([tokens[at : at + n]]), cache=caches))[0, -1])
+                at += n
+            return logits
+
+        with install(model, 200, block_size=BLOCK, max_seqs=SLOTS, prefix_cache=True) as kv:
+            caches, length = caches_of(kv, tokens)
+            cold = fed(caches, length)[1:]
+            kv.commit(caches, tokens)
+            del caches
+            caches, length = caches_of(kv, tokens)
+            assert length == CUT
+            copies = [copy.deepcopy(caches), caches, copy.deepcopy(caches)]
+            for one in copies:
+                assert all(np.array_equal(x, y) for x, y in zip(fed(one, length), cold, strict=True))
+            del caches, copies, one
+        assert kv.pool.stats().used == 0
+
+
+def test_state_of_a_model_that_was_cast_is_refused():
+    with on_cpu():
+        driver, tokens = Driver("mamba"), list(range(40))
+        driver.kv.model.set_dtype(mx.bfloat16)
+        handle = driver.pool.open(tokens, b"", cut=CUT)
+        driver.run(handle, tokens, 4)
+        with pytest.raises(TypeError, match=r"state of cache 0 has arrays .*bfloat16.* install again"):
+            driver.run(handle, tokens, CUT - 4)
+        driver.pool.rollback(driver.plan)
+        assert driver.pool.num_tokens(handle) == 4
+
+
+def test_pool_with_checkpoints_of_another_size_is_refused():
+    with on_cpu():
+        model, _ = tiny.make("qwen3_5")
+        groups = [Group.full(), Group.state(8, blocks=3)]
+        with pytest.raises(ValueError, match=r"checkpoint of the pool has 3 blocks, .* this model need 9: .*blocks=9"):
+            install(model, pool=kvpool.Pool(64, BLOCK, prefix_cache=True, groups=groups), prefix_cache=True)
+
+
+# ---------------------------------------------------------------------------------- any bytes, any storage
+
+DTYPES = (mx.float32, mx.float16, mx.bfloat16, mx.int32, mx.uint8, mx.int64, mx.uint16)
+SPECS = {
+    "plain": KVSpec(2, 2, 6, "float32", 3, 10),
+    "16 bits": KVSpec(3, 1, 8, "bfloat16", 4),
+    "float16": KVSpec(1, 2, 8, "float16", 4),
+    "quantized": KVSpec(2, 1, 64, "float16", 4, k_bits=8, v_bits=4, quant_group_size=32),
+    "keys quantized": KVSpec(2, 1, 32, "float32", 4, k_bits=4, quant_group_size=32),
+    "latent": KVSpec(2, 1, 40, "bfloat16", 4, 8, latent=True),
+}
+STORES = {
+    "numpy": lambda spec: Converted(load_backend("numpy")(spec, NUM_BLOCKS)),
+    "cpu": lambda spec: Converted(load_backend("cpu")(spec, NUM_BLOCKS)),
+    "mlx": lambda spec: load_backend("mlx")(spec, NUM_BLOCKS),
+    "mlx without kernels": lambda spec: load_backend("mlx")(spec, NUM_BLOCKS, kernels=False),
+    "rows": lambda spec: BlockRows(NUM_BLOCKS, spec.block_nbytes),
+}
+NUM_BLOCKS, GROUP = 40, 1
+
+
+def drawn_layout(rng, spec):
+    """What `Checkpoints` reads of a layout: one to three states with any arrays, at least one of them."""
+    leaves = [
+        tuple(
+            None if rng.random() < 0.2 else StateShape(tuple(rng.integers(1, 6, rng.integers(0, 4)).tolist()), dtype)
+            for dtype in rng.choice(np.array(DTYPES, object), rng.integers(1, 4))
+        )
+        for _ in range(rng.integers(1, 4))
+    ]
+    leaves.append((StateShape((3,), mx.float32),))
+    found = {2 * i: Leaf("state", "ArraysCache", len(arrays), arrays=arrays) for i, arrays in enumerate(leaves)}
+    nbytes = sum(leaf.nbytes for leaf in found.values())
+    blocks = -(-nbytes // spec.block_nbytes)
+    model = SimpleNamespace(state_nbytes=nbytes)
+    return SimpleNamespace(
+        leaves=found, held=tuple(found), model=model, block_nbytes=(spec.block_nbytes,), checkpoint_blocks=blocks,
+        state_group=GROUP,
+    )  # fmt: skip
+
+
+def drawn_states(rng, layout, num_rows):
+    """Random bits, those of numbers that are none among them; and the same as bytes, row by row."""
+    held, rows = {}, [b""] * num_rows
+    for leaf in layout.held:
+        held[leaf] = []
+        for array in layout.leaves[leaf].arrays:
+            data = None if array is None else rng.integers(0, 256, (num_rows, array.nbytes), np.uint8)
+            held[leaf].append(None if data is None else mx.array(data).view(array.dtype).reshape(-1, *array.shape))
+            rows = [row if data is None else row + data[i].tobytes() for i, row in enumerate(rows)]
+    return held, rows
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("spec", SPECS)
+def test_any_bits_of_any_arrays_come_back_from_any_blocks(store, spec):
+    rng = np.random.default_rng(19)
+    print("seed 19")
+    with on_cpu():
+        for _ in range(6):
+            layout, blocks = drawn_layout(rng, SPECS[spec]), STORES[store](SPECS[spec])
+            checkpoints, num_rows = Checkpoints(layout, blocks), int(rng.integers(1, 4))
+            ids = rng.permutation(NUM_BLOCKS)[: num_rows * layout.checkpoint_blocks].astype(np.int32)
+            bundles = np.column_stack([np.arange(num_rows) + 5, ids.reshape(num_rows, -1)]).astype(np.int32)
+            held, rows = drawn_states(rng, layout, num_rows)
+            others = np.setdiff1d(np.arange(NUM_BLOCKS), ids)
+            kept = rng.integers(0, 256, (len(others), SPECS[spec].block_nbytes), np.uint8)
+            blocks.import_blocks(others, kept)
+            plan = SimpleNamespace(groups=[None, SimpleNamespace(state_saves=bundles, state_loads=bundles[::-1])])
+            checkpoints.save(plan, lambda slots, held=held: held if slots[0] == 5 else None)
+            slots, found = checkpoints.loaded(plan)
+            assert slots == bundles[::-1, 0].tolist()
+            assert bytes_of(found, num_rows) == rows[::-1]
+            assert np.array_equal(blocks.export_blocks(others), kept)
+
+
+def bytes_of(held, num_rows):
+    """The bytes of each row of what is held."""
+    parts = [np.array(x.reshape(num_rows, -1).view(mx.uint8)) for xs in held.values() for x in xs if x is not None]
+    return [b"".join(part[row].tobytes() for part in parts) for row in range(num_rows)]

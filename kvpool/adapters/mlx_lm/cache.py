@@ -755,7 +755,7 @@ class PagedKVCache:
         place = self._batch.passes.layout.places[self._layer]
         if place is None:
             return self
-        spec = self._batch.passes.backends[place.arena].spec
+        spec = self._batch.passes.backends[place.storage].spec
         if spec.bits == (bits, bits) and spec.quant_group_size == group_size:
             return self
         raise ValueError(
@@ -778,7 +778,7 @@ class PagedKVCache:
         place = passes.layout.places[self._layer]
         if place is None:
             return sum(x.nbytes for x in arrays_in(batch.held[self._layer]))
-        spec = passes.backends[place.arena].spec
+        spec = passes.backends[place.storage].spec
         if passes.layout.groups:
             blocks = sum(len(batch.blocks(row, place.group)) for row in range(len(batch.handles)))
             blocks //= passes.layout.groups[place.group].columns
@@ -797,7 +797,7 @@ class PagedKVCache:
         place = passes.layout.places[self._layer]
         if place is None:
             return [*arrays_in(self._batch.held[self._layer]), _NotSaved()]
-        return [*passes.backends[place.arena].queued(place.array), _NotSaved()]
+        return [*passes.backends[place.storage].queued(place.array), _NotSaved()]
 
     # ------------------------------------------------------------------------------------------- internals
 

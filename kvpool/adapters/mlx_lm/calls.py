@@ -96,11 +96,11 @@ class Turn:
         self.starts: list[np.ndarray] = []
         if not layout.groups and len(plan.copies):
             passes.backend.copy_blocks(plan)
-        for arrays, group in zip(plan.groups or (), layout.groups, strict=True):
-            if group.kind != "state":
-                self.starts.append(np.asarray(arrays.kv_starts, np.int64))
-                if passes.backends and len(arrays.copies):
-                    passes.backends[group.arena].copy_blocks(arrays.copies)
+        for number, storage in layout.storage_of.items() if layout.groups else ():
+            arrays = plan.groups[number]
+            self.starts.append(np.asarray(arrays.kv_starts, np.int64))
+            if len(arrays.copies):
+                passes.backends[storage].copy_blocks(arrays.copies)
 
     def of_queries(self, queries: np.ndarray) -> Turn:
         """Return a turn of some tokens of this one, whose rows are tokens. It stores and copies nothing.
@@ -192,13 +192,13 @@ class Part:
             return int(seen.lens[self.rows[0]] + seen.gone[self.rows[0]])
         return seen.offsets if self.is_whole else seen.offsets[mx.array(self.rows.astype(np.int32))]
 
-    def forward(self, arena: int, group: int, column: int) -> Forward:
+    def forward(self, storage: int, group: int, column: int) -> Forward:
         """Return the forward pass of one column of a group."""
         key = group, column
         if key not in self._forwards:
             turn, arrays = self.turn, self.turn.arrays(group, column)
             self._forwards[key] = Forward(
-                turn.passes.backends[arena],
+                turn.passes.backends[storage],
                 arrays if self.is_whole else StepArrays.rows_of(arrays, self.rows),
                 self.shape,
                 columns=self._real,
@@ -293,7 +293,7 @@ class LayerCache:
                 f"[update_and_fetch] keys have shape {keys.shape}, values {values.shape}, this call stores "
                 f"{(*outer, shape.head_dim)} and {(*outer, shape.v_head_dim)}, once"
             )
-        self._forward = part.forward(self._place.arena, self._place.group, self._place.column)
+        self._forward = part.forward(self._place.storage, self._place.group, self._place.column)
         self.offset = part.offset_after
         if not shape.v_head_dim:
             values = mx.zeros((*values.shape[:3], 1), dtype)
@@ -431,7 +431,7 @@ def _with_writes(passes: Passes, result: Any) -> Any:
     if not isinstance(result, mx.array):
         return result
     places = [place for i in passes.layout.nested if (place := passes.layout.places[i]) is not None]
-    queued = [x for place in places for x in passes.backends[place.arena].queued(place.array)]
+    queued = [x for place in places for x in passes.backends[place.storage].queued(place.array)]
     return mx.depends(result, queued) if queued else result
 
 

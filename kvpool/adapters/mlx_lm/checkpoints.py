@@ -73,9 +73,13 @@ class Checkpoints:
                     "again, or make the engine again, after a model was cast"
                 )
             parts += [x.reshape(len(bundles), -1).view(mx.uint8) for x in held[leaf] if x is not None]
-        data = np.zeros((len(bundles), (bundles.shape[1] - 1) * self._layout.block_nbytes), np.uint8)
-        data[:, : self._layout.model.state_nbytes] = np.asarray(mx.concatenate(parts, axis=1))
-        self._store.import_blocks(bundles[:, 1:].ravel(), data.reshape(-1, self._layout.block_nbytes))
+        mx.eval(parts)
+        data = np.zeros((len(bundles), (bundles.shape[1] - 1) * self._layout.block_nbytes[0]), np.uint8)
+        begin = 0
+        for part in parts:
+            data[:, begin : begin + part.shape[1]] = np.asarray(part)
+            begin += part.shape[1]
+        self._store.import_blocks(bundles[:, 1:].ravel(), data.reshape(-1, self._layout.block_nbytes[0]))
 
     def _bundles(self, plan: Any, name: str) -> np.ndarray:
         """Return (slot, blocks) of each load or save, int32 ``[K, 1 + blocks]``."""

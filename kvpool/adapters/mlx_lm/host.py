@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import index
 from typing import Any, Self
@@ -23,11 +23,12 @@ from kvpool.adapters.mlx_lm.calls import TRIM, site_of
 from kvpool.adapters.mlx_lm.eviction import check_policy
 from kvpool.adapters.mlx_lm.layout import Layout, layout_of
 from kvpool.adapters.mlx_lm.passes import NOT_OPENED, Known, Passes
-from kvpool.adapters.mlx_lm.shapes import ModelShape, build, inspect_model, leaves_of, require_bits, with_bits
+from kvpool.adapters.mlx_lm.shapes import ModelShape, build, inspect_model, leaves_of, require_bits
 from kvpool.adapters.mlx_lm.states import arrays_in
 from kvpool.adapters.mlx_lm.trial import NUM_TOKENS, ROWS, reason_to_gather
 from kvpool.errors import StaleHandle
 from kvpool.eviction import Policy
+from kvpool.group_storage import Arena, BlockRows
 from kvpool.protocol import KVBackend
 from kvpool.scheduler.needs import Needs
 from kvpool.spec import KVSpec
@@ -100,31 +101,68 @@ def install(
         require_tested_version("install")
     if (num_blocks is None) == (pool is None):
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
-    shape = inspect_model(model)
-    layout = _layout(shape, block_size if pool is None else pool.block_size, pool, prefix_cache, eviction)
+    storage = partial(make_storage, backend=backend, kernels=kernels, overlap=overlap)
+    size = block_size if pool is None else pool.block_size
+    layout = _layout(inspect_model(model), size, pool, prefix_cache, eviction, storage, quantization)
     prefix_cache = prefix_cache and layout.can_restore
-    layout = replace(layout, specs=tuple(with_bits(spec, **quantization) for spec in layout.specs))
     if num_blocks is not None:
         pool = layout.make_pool(num_blocks, block_size, max_seqs, prefix_cache)
-    else:
-        layout.require_pool(pool)
-    storage = partial(_storage, backend=backend, kernels=kernels, overlap=overlap)
     paged = partial(_paged, model, layout, storage)
     sites, why = _choose_route(paged, model, layout, fused)
     return paged(pool, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=eviction)
 
 
 def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: Any, **kept: Any) -> PagedKV:
-    backends = [storage(spec, pool.stats(arena).num_blocks) for arena, spec in enumerate(layout.specs)]
-    return PagedKV(model, pool, layout, backends, **kept)
+    arenas = [
+        Arena(storage, number, pool.stats(number).num_blocks, layout.columns_of(number))
+        for number in dict.fromkeys(layout.arenas)
+    ]
+    backends = [arenas[number].backends[spec,][0] for spec, number in zip(layout.specs, layout.arenas, strict=True)]
+    store: Any = None
+    if arenas:
+        store = arenas[0].store
+    elif pool.prefix is not None and layout.checkpoint_blocks:
+        store = _checkpoint_rows(pool.num_blocks, layout.block_nbytes[0])
+    return PagedKV(model, pool, layout, backends, store, **kept)
 
 
-def _layout(model: ModelShape, block_size: int, pool: Any, prefix_cache: bool, eviction: Policy | None) -> Layout:
+def _checkpoint_rows(num_blocks: int, nbytes: int) -> BlockRows:
+    """Return the blocks of a model with states only, one for each checkpoint."""
+    try:
+        return BlockRows(num_blocks, nbytes)
+    except MemoryError:
+        raise MemoryError(
+            f"[install] no memory for {num_blocks} checkpoints of states, {nbytes} bytes each: give fewer blocks, a "
+            "block of this model holds one checkpoint; or prefix_cache=False"
+        ) from None
+
+
+def layout_on(
+    storage: Callable[..., KVBackend], model: ModelShape, block_size: int, keeps_all: bool, **quantization: int | None
+) -> Layout:
+    """Return how the caches of a model are held by storages of one kind. Shapes share an arena if those can share."""
+    layout = layout_of(model, block_size, keeps_all, is_shared=False, **quantization)
+    if len(layout.specs) < 2 or "block" not in storage(layout.specs[0], 1).capabilities.layouts:
+        return layout
+    return layout_of(model, block_size, keeps_all, is_shared=True, **quantization)
+
+
+def _layout(
+    model: ModelShape,
+    block_size: int,
+    pool: Any,
+    prefix_cache: bool,
+    eviction: Policy | None,
+    storage: Callable[..., KVBackend],
+    quantization: dict[str, int | None],
+) -> Layout:
     """Return how the caches of a model are held: in one table where eviction or a given pool needs it."""
     keeps_all = eviction is not None or (pool is not None and pool.options.groups is None)
     if eviction is not None:
         require_evictable(model, eviction, "install")
-    layout = layout_of(model, block_size, keeps_all)
+    layout = layout_on(storage, model, block_size, keeps_all, **quantization)
+    if pool is not None:
+        layout.require_pool(pool)
     unknown = sorted({leaf.name for leaf in layout.leaves if leaf.kind == "opaque"})
     if unknown:
         effect = "; no prefix of this model is found" if prefix_cache else ""
@@ -141,10 +179,16 @@ def require_evictable(model: ModelShape, eviction: Policy, call: str) -> None:
         )
 
 
-def _storage(
-    spec: KVSpec, num_blocks: int, backend: str | BackendFactory | None, kernels: bool | None, overlap: bool
+def make_storage(
+    spec: KVSpec,
+    num_blocks: int,
+    *,
+    backend: str | BackendFactory | None = None,
+    kernels: bool | None = None,
+    overlap: bool = False,
+    **memory: Any,
 ) -> KVBackend:
-    """Return the backend for `install`. It takes arrays of MLX."""
+    """Return the backend for `install`. It takes arrays of MLX. `memory`: see `KVBackend`, or nothing."""
     if callable(backend):
         factory: Any = backend
     else:
@@ -152,9 +196,9 @@ def _storage(
 
         factory = load_backend("mlx" if backend is None else backend)
     if backend is None:
-        made = factory(spec, num_blocks, kernels=kernels, overlap=overlap)
+        made = factory(spec, num_blocks, kernels=kernels, overlap=overlap, **memory)
     elif kernels is None and not overlap:
-        made = factory(spec, num_blocks)
+        made = factory(spec, num_blocks, **memory)
     else:
         raise TypeError("[install] kernels and overlap belong to the mlx backend, leave them out beside backend")
     return made if made.capabilities.arrays == "mlx" else Converted(made)
@@ -270,7 +314,7 @@ class PagedKV:
     layout : Layout
         Which layers share a table and a storage.
     backends : tuple of KVBackend
-        The storage of each arena. They take arrays of MLX.
+        The storages of the layout. They take arrays of MLX.
     backend : kvpool.protocol.KVBackend
         The first of them. None if no layer has keys and values.
     num_layers : int
@@ -290,6 +334,7 @@ class PagedKV:
         pool: Any,
         layout: Layout,
         backends: Sequence[KVBackend],
+        store: Any,
         *,
         sites: tuple[Site, ...] = (),
         why_gather: str = "",
@@ -310,7 +355,8 @@ class PagedKV:
         self.query_tokens = self.hit_tokens = 0
         calls = [site_of(model), TRIM] if layout.is_called else []
         calls += [] if sites else find_sites(model)[1:]  # the masks of Gemma 2 also where it gathers
-        self.passes = Passes(model, pool, layout, backends, sites, self.namespace if self.prefix_cache else b"", calls)
+        namespace = self.namespace if self.prefix_cache else b""
+        self.passes = Passes(model, pool, layout, backends, store, sites, namespace, calls)
         self.lock = self.passes.lock
         self.eviction = check_policy(eviction, self.passes, self.route)
 
@@ -508,14 +554,14 @@ class PagedKV:
         with self.lock:
             batches = self.passes.live_batches()  # kept alive, or the blocks of a dying one would count as leaked
             handles = [handle for batch in batches for handle in batch.handles if handle != NOT_OPENED]
-            stats = [self.pool.stats(arena) for arena in range(max(1, len(self.backends)))]
+            stats = [self.pool.stats(arena) for arena in range(len(self.layout.block_nbytes))]
             held = self._held_blocks(handles, len(stats))
             state_nbytes = sum(x.nbytes for batch in batches for items in batch.held.values() for x in arrays_in(items))
             del batches  # a batch that this list keeps alive would keep its blocks in the next step
         leaked = sum(max(0, arena.used - len(blocks)) for arena, blocks in zip(stats, held, strict=True))
         if self.prefix_cache and 0 < stats[0].sequences == len(handles):
             leaked = 0  # a block computed twice keeps its first copy, which may be in no table
-        sizes = [backend.spec.block_nbytes for backend in self.backends] or [0]
+        sizes = self.layout.block_nbytes if self.backends or self.prefix_cache else (0,)
         return Summary(
             blocks_used=sum(arena.used for arena in stats),
             blocks_peak=sum(arena.peak_used for arena in stats),
@@ -526,7 +572,7 @@ class PagedKV:
             kv_nbytes=sum(arena.used * nbytes for arena, nbytes in zip(stats, sizes, strict=True)),
             kv_nbytes_peak=sum(arena.peak_used * nbytes for arena, nbytes in zip(stats, sizes, strict=True)),
             state_nbytes=state_nbytes,
-            pool_nbytes=sum(backend.num_blocks * backend.spec.block_nbytes for backend in self.backends),
+            pool_nbytes=sum(arena.num_blocks * nbytes for arena, nbytes in zip(stats, sizes, strict=True)),
             mlx_peak_nbytes=mx.get_peak_memory(),
             cow_copies=sum(arena.cow_copies for arena in stats),
             cow_tokens=sum(arena.cow_tokens for arena in stats),
@@ -539,7 +585,7 @@ class PagedKV:
     def _held_blocks(self, handles: Sequence[int], num_arenas: int) -> list[set[int]]:
         """Return the blocks of each arena that are in a table, or sources of the pass in progress."""
         groups = self.layout.groups
-        arenas = [(i, group.arena) for i, group in enumerate(groups) if group.kind != "state"] or [(0, 0)]
+        arenas = [(i, group.arena) for i, group in enumerate(groups) if group.kind != "state"] if groups else [(0, 0)]
         held: list[set[int]] = [set() for _ in range(num_arenas)]
         plan = self.passes.plan
         for i, arena in arenas:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import kvpool
-from kvpool.adapters.mlx_lm.shapes import Leaf, ModelShape, Shape
+from kvpool.adapters.mlx_lm.shapes import Leaf, ModelShape, Shape, with_bits
+from kvpool.group_storage import block_nbytes_of
 from kvpool.groups import Group
 from kvpool.spec import KVSpec
 
@@ -19,11 +20,11 @@ MAX_TOKENS = 2**17  # of a sequence, in models that hold a bounded number of blo
 
 
 class Place(NamedTuple):
-    """Where the keys and values of a layer are: array `array` of column `column` of layer group `group`."""
+    """Where keys and values of a layer are: array `array` of storage `storage`, by column `column` of group `group`."""
 
     group: int
     column: int
-    arena: int
+    storage: int
     array: int
 
 
@@ -36,7 +37,9 @@ class Layout:
     model : ModelShape
         Its leaves are as they are held: kinds of layers beyond the number of groups are opaque.
     specs : tuple of KVSpec
-        The storage of each arena.
+        The storages: one for each shape, or more where shapes share an arena.
+    arenas : tuple of int
+        The arena of each storage.
     groups : tuple of Group
         Empty for a pool without layer groups, which keeps every token.
     places : tuple
@@ -45,6 +48,7 @@ class Layout:
 
     model: ModelShape
     specs: tuple[KVSpec, ...]
+    arenas: tuple[int, ...]
     groups: tuple[Group, ...]
     places: tuple[Place | None, ...]
 
@@ -79,9 +83,19 @@ class Layout:
         return len(self.groups) - 1 if self.held else -1
 
     @cached_property
-    def block_nbytes(self) -> int:
-        """Bytes of a block of arena 0. In a model without keys and values it holds nothing but checkpoints."""
-        return self.specs[0].block_nbytes if self.specs else self.model.state_nbytes
+    def storage_of(self) -> dict[int, int]:
+        """The storage of each group of blocks."""
+        return {place.group: place.storage for place in self.places if place is not None}
+
+    @cached_property
+    def block_nbytes(self) -> tuple[int, ...]:
+        """Bytes of a block of each arena. Without keys and values arena 0 holds checkpoints only, one in a block."""
+        columns = [self.columns_of(arena) for arena in dict.fromkeys(self.arenas)]
+        return tuple(map(block_nbytes_of, columns)) or (self.model.state_nbytes,)
+
+    def columns_of(self, arena: int) -> list[tuple[KVSpec]]:
+        """Return what a column holds that lies in an arena, for each of its storages."""
+        return [(spec,) for spec, own in zip(self.specs, self.arenas, strict=True) if own == arena]
 
     @property
     def can_restore(self) -> bool:
@@ -91,7 +105,7 @@ class Layout:
     @cached_property
     def checkpoint_blocks(self) -> int:
         """Blocks of arena 0 that hold the states of a sequence. 0: there are none, or one that cannot be restored."""
-        return -(-self.model.state_nbytes // self.block_nbytes) if self.can_restore else 0
+        return -(-self.model.state_nbytes // self.block_nbytes[0]) if self.can_restore else 0
 
     @property
     def least_bound(self) -> int:
@@ -109,7 +123,7 @@ class Layout:
         """
         if not self.groups:
             return kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, prefix_cache=prefix_cache)
-        sizes = [1 + (num_blocks - 1) * self.columns(arena) for arena in range(max(1, len(self.specs)))]
+        sizes = [1 + (num_blocks - 1) * self.columns(arena) for arena in range(len(self.block_nbytes))]
         groups, seen = [], {0}
         for group in self.groups:
             if group.kind == "state":
@@ -151,55 +165,94 @@ class Layout:
             raise ValueError("[install] the pool has in_order=True, a model with layer groups needs one without")
 
 
-def layout_of(model: ModelShape, block_size: int, keeps_all: bool) -> Layout:
+def layout_of(
+    model: ModelShape, block_size: int, keeps_all: bool, is_shared: bool = False, **quantization: int | None
+) -> Layout:
     """Return how the caches of a model are held.
 
-    `keeps_all`: in one table where that is possible, also if it keeps tokens that windows do not see. Eviction needs
-    it.
-    """
-    is_plain = model.keeps_every_token or (keeps_all and model.is_uniform)
-    return one_table(model, block_size) if is_plain else grouped(model, block_size)
-
-
-def one_table(model: ModelShape, block_size: int) -> Layout:
-    """Return the layout that keeps every token of all layers in one table.
+    Parameters
+    ----------
+    keeps_all : bool
+        In one table where that is possible, also if it keeps tokens that windows do not see. Eviction needs it.
+    is_shared : bool
+        Layers of several shapes share an arena where their bytes agree. The backend must have the layout "block".
+    quantization
+        As for `install`.
 
     Raises
     ------
-    ValueError
-        See `ModelShape.spec`.
+    TypeError, ValueError
+        See `with_bits`.
     """
-    places = tuple(Place(0, 0, 0, layer) for layer in range(len(model.leaves)))
-    return Layout(model, (model.spec(block_size),), (), places)
+    if model.keeps_every_token or (keeps_all and model.is_uniform):
+        places = tuple(Place(0, 0, 0, layer) for layer in range(len(model.leaves)))
+        return Layout(model, (with_bits(model.spec(block_size), **quantization),), (0,), (), places)
+    return _grouped(model, is_shared, lambda shape: with_bits(shape.spec(1, block_size), **quantization))
 
 
-def grouped(model: ModelShape, block_size: int) -> Layout:
-    """Return the layout in which layers of one kind and one shape are a group."""
+def _grouped(model: ModelShape, is_shared: bool, spec_of: Callable[[Shape], KVSpec]) -> Layout:
+    """Return the layout in which layers of one kind and one shape are a group; `spec_of` one layer of a shape."""
     members = _members(model.leaves)
     if len(members) + any(leaf.shape is None for leaf in model.leaves) > MAX_GROUPS:
         rest = {i for layers in list(members.values())[MAX_GROUPS - 1 :] for i in layers}
         leaves = tuple(Leaf("opaque", leaf.name) if i in rest else leaf for i, leaf in enumerate(model.leaves))
         model = replace(model, leaves=leaves)
         members = _members(leaves)
-    shapes = list(dict.fromkeys(shape for shape, _, _ in members))
-    widths = [
-        arrays_of_an_arena([len(layers) for (other, _, _), layers in members.items() if other == shape])
-        for shape in shapes
-    ]
+    widths = _widths_in_one_arena(members, spec_of) if is_shared else None
+    kinds: dict[tuple[Shape, int], None] = {}  # shape and arrays of a storage
     groups: list[Group] = []
     places: list[Place | None] = [None] * len(model.leaves)
-    for (shape, kind, size), layers in members.items():
-        arena = shapes.index(shape)
+    for number, ((shape, kind, size), layers) in enumerate(members.items()):
+        same = [len(other) for (its, _, _), other in members.items() if its == shape]
+        width = arrays_of_an_arena(same) if widths is None else widths[number]
+        kinds.setdefault((shape, width))
+        storage = list(kinds).index((shape, width))
         for i, leaf in enumerate(layers):
-            column, array = divmod(i, widths[arena])
-            places[leaf] = Place(len(groups), column, arena, array)
-        groups.append(Group(kind, size, columns=-(-len(layers) // widths[arena]), arena=arena))
-    if not groups:  # a sequence needs blocks to have a length; these hold nothing
-        groups.append(Group.window(1))
+            column, array = divmod(i, width)
+            places[leaf] = Place(number, column, storage, array)
+        groups.append(Group(kind, size, columns=-(-len(layers) // width), arena=0 if widths else storage))
     if any(leaf.shape is None for leaf in model.leaves):
         groups.append(Group.state(1))
-    specs = tuple(shape.spec(width, block_size) for shape, width in zip(shapes, widths, strict=True))
-    return Layout(model, specs, tuple(groups), tuple(places))
+    specs = tuple(replace(spec_of(shape), num_layers=width) for shape, width in kinds)
+    arenas = tuple(range(len(specs)))
+    if widths:
+        specs, arenas = tuple(replace(spec, layout="block") for spec in specs), (0,) * len(specs)
+    return Layout(model, specs, arenas, tuple(groups), tuple(places))
+
+
+def _widths_in_one_arena(
+    members: dict[tuple[Shape, str, int], list[int]], spec_of: Callable[[Shape], KVSpec]
+) -> list[int] | None:
+    """Return the arrays of each group's storage, if layers of several shapes can share an arena, else None."""
+    specs = [spec_of(shape) for shape, _, _ in members]
+    if len({shape for shape, _, _ in members}) < 2 or not all(map(_fits_a_block, specs)):
+        return None
+    counts = [len(layers) for layers in members.values()]
+    return arrays_of_one_size(list(zip(counts, [spec.block_nbytes for spec in specs], strict=True)))
+
+
+def _fits_a_block(spec: KVSpec) -> bool:
+    try:
+        replace(spec, layout="block")
+    except ValueError:  # its planes cannot be aligned
+        return False
+    return True
+
+
+def arrays_of_one_size(needs: Sequence[tuple[int, int]]) -> list[int] | None:
+    """Return how many layer arrays a block has for each group, whose blocks have equal bytes.
+
+    `needs` has for each group its layers, and the bytes of a block of one of them. The bytes of a block are the most
+    for which at most 5 % of them idle in every group. None: there is no such number.
+    """
+    for nbytes in sorted({arrays * one for count, one in needs for arrays in range(1, count + 1)}, reverse=True):
+        widths = [min(count, nbytes // one) for count, one in needs]
+        if all(
+            width and -(-count // width) * nbytes * (1 - IDLE) <= count * one
+            for width, (count, one) in zip(widths, needs, strict=True)
+        ):
+            return widths
+    return None
 
 
 def arrays_of_an_arena(counts: Sequence[int]) -> int:

@@ -8,11 +8,11 @@ from typing import Any
 import mlx_lm
 
 from kvpool.adapters.mlx_lm import tiny
-from kvpool.adapters.mlx_lm.layout import layout_of
-from kvpool.adapters.mlx_lm.shapes import inspect_model, with_bits
-from kvpool.config import blocks_for, format_nbytes
+from kvpool.adapters.mlx_lm.host import layout_on, make_storage
+from kvpool.adapters.mlx_lm.shapes import inspect_model
+from kvpool.config import blocks_for, format_nbytes, memory_for
 
-MOST_WITHOUT_BYTES = 2**16  # blocks of a model whose layers keep nothing in blocks
+MOST_WITHOUT_KEYS = 2**16  # blocks of a model whose layers keep states only
 
 
 class ModelNotLoaded(Exception):
@@ -69,17 +69,17 @@ def blocks_in(
     import mlx.core as mx
 
     shape = inspect_model(model)
-    layout = layout_of(shape, block_size, keeps_all)
-    specs = [with_bits(spec, **quantization) for spec in layout.specs]
-    if not specs:
-        return MOST_WITHOUT_BYTES
+    layout = layout_on(make_storage, shape, block_size, keeps_all, **quantization)
     info = dict(mx.device_info()) if mx.metal.is_available() else None
-    sizes = [blocks_for(memory, spec, device_info=info, active_nbytes=mx.get_active_memory()) for spec in specs]
-    counts = [layout.columns(arena) for arena in range(len(specs))]
-    reserved = sum(spec.block_nbytes for spec in specs)
-    nbytes = sum(count * spec.block_nbytes for count, spec in zip(counts, specs, strict=True))
-    within = [1 + (size.num_blocks - 1) // count for size, count in zip(sizes, counts, strict=True)]
-    states, budget = 2 * num_rows * shape.state_nbytes, sizes[0].budget_nbytes
+    machine: dict[str, Any] = {"device_info": info, "active_nbytes": mx.get_active_memory()}
+    counts = [layout.columns(arena) for arena in range(len(layout.block_nbytes))]
+    within = [
+        1 + (blocks_for(memory, spec, **machine).num_blocks - 1) // counts[arena]
+        for spec, arena in zip(layout.specs, layout.arenas, strict=True)
+    ] or [MOST_WITHOUT_KEYS]
+    reserved = sum(layout.block_nbytes)
+    nbytes = max(1, sum(count * one for count, one in zip(counts, layout.block_nbytes, strict=True)))
+    states, budget = 2 * num_rows * shape.state_nbytes, memory_for(memory, **machine)
     if states and states + reserved + nbytes > budget:
         raise ValueError(
             f"[memory] the states of {num_rows} sequences take {format_nbytes(states)} in a pass, and blocks need "

@@ -16,7 +16,6 @@ from kvpool.adapters.mlx_lm.attention import Site
 from kvpool.adapters.mlx_lm.checkpoints import Checkpoints
 from kvpool.adapters.mlx_lm.layout import Layout
 from kvpool.errors import ConcurrentUse, KVPoolError
-from kvpool.group_storage import BlockRows
 from kvpool.protocol import KVBackend
 
 _is_active = attrgetter("is_active")
@@ -87,7 +86,9 @@ class Passes:
     layout : Layout
         Where the pool and the backends hold the caches of the model.
     backends : sequence of KVBackend
-        The storage of each arena.
+        The storages of the layout.
+    store
+        Has ``export_blocks`` and ``import_blocks`` for the first arena.
     sites : sequence of Site
         Where the attention of the model is hooked. Empty if the model gathers.
     namespace : bytes
@@ -123,6 +124,7 @@ class Passes:
         pool: Any,
         layout: Layout,
         backends: Sequence[KVBackend],
+        store: Any = None,
         sites: Sequence[Site] = (),
         namespace: bytes = b"",
         calls: Sequence[Site] = (),
@@ -132,9 +134,6 @@ class Passes:
         self.layout = layout
         self.backends = tuple(backends)
         self.backend: Any = self.backends[0] if self.backends else None
-        store: Any = self.backend
-        if not self.backends and pool.prefix is not None and layout.checkpoint_blocks:
-            store = BlockRows(pool.num_blocks, layout.block_nbytes)
         self.checkpoints = Checkpoints(layout, store)
         self.is_called = layout.is_called
         self.is_lazy = any(backend.capabilities.lazy for backend in self.backends)

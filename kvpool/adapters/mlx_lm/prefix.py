@@ -145,7 +145,7 @@ class PagedPromptCache:
             if n_sequences is not None:
                 excess.append(len(self) - max(0, n_sequences))
             if n_bytes is not None:
-                excess.append(-(-(self.nbytes - max(0, n_bytes)) // kv.backend.spec.block_nbytes))
+                excess.append(-(-(self.nbytes - max(0, n_bytes)) // kv.layout.block_nbytes[0]))
             with kv.lock:
                 kv.pool.blocks.evict(max(excess))
 
@@ -159,8 +159,8 @@ class PagedPromptCache:
         counts = []
         for kv in self._kvs:
             with kv.lock:
-                for arena, backend in enumerate(kv.backends):
-                    counts.append((getattr(kv.pool.stats(arena), place), backend.spec.block_nbytes))
+                for arena, nbytes in enumerate(kv.layout.block_nbytes):
+                    counts.append((getattr(kv.pool.stats(arena), place), nbytes))
         return {"n_sequences": sum(n for n, _ in counts), "n_bytes": sum(n * nbytes for n, nbytes in counts)}
 
     def _namespace(self, model: Hashable) -> bytes:

@@ -1,0 +1,129 @@
+"""Layers of several shapes in one arena of blocks, where the storage is memory that several backends can write."""
+
+import copy
+from functools import partial
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_models import on_cpu
+
+from benchmarks.models import capacity
+from kvpool.adapters.mlx_lm import host, install, tiny, tiny_families
+from kvpool.adapters.mlx_lm.layout import IDLE, arrays_of_one_size, layout_of
+
+SHARED = ("gemma4_text", "baichuan_m1", "openelm", "deepseek_v32")  # tiny models whose bytes agree
+
+
+def test_one_arena_holds_seven_times_the_long_sequences_of_a_pool_that_keeps_everything():
+    """Gemma 4 31B: in the bytes of 16 sequences of 32,768 tokens in 10 layers of 4 x 512 and 50 of 16 x 256."""
+    length, kept = 2**15, 16
+    found = capacity.gemma4_31b(length, kept)
+    assert found.everything == kept and found.groups >= 7 * kept
+    (nbytes,) = capacity.GROUPS.block_nbytes
+    pool = capacity.GROUPS.make_pool(1 + kept * length // capacity.BLOCK_SIZE, capacity.BLOCK_SIZE, 1)
+    assert (pool.num_blocks - 1) * nbytes == kept * length * 2 * 2 * (50 * 16 * 256 + 10 * 4 * 512)
+    apart = layout_of(capacity.MODEL, capacity.BLOCK_SIZE, keeps_all=False)
+    assert len(apart.block_nbytes) == 2 and capacity.fitting(apart, 1 + 2 * length // capacity.BLOCK_SIZE, length) == 2
+
+
+def test_blocks_of_equal_bytes_are_the_largest_of_which_few_idle():
+    """The oracle tries every number of arrays of every group."""
+    rng = np.random.default_rng(5)
+    print("seed 5")
+    found = 0
+    for _ in range(400):
+        counts = rng.integers(1, 13, rng.integers(2, 4)).tolist()
+        needs = [(count, int(rng.choice([16, 32, 48, 64, 96, 128]))) for count in counts]
+
+        def idles(nbytes, need):
+            count, one = need
+            shares = [1 - count * one / (-(-count // arrays) * nbytes) for arrays in range(1, nbytes // one + 1)]
+            return min(shares, default=1)
+
+        sizes = {one * arrays for count, one in needs for arrays in range(1, count + 1)}
+        good = [nbytes for nbytes in sizes if all(idles(nbytes, need) <= IDLE for need in needs)]
+        widths = arrays_of_one_size(needs)
+        assert (widths is None) == (not good)
+        if widths is not None:
+            found += 1
+            assert max(width * one for width, (_, one) in zip(widths, needs, strict=True)) == max(good)
+    assert 50 < found < 350
+
+
+def separate(monkeypatch):
+    """Give each shape an arena."""
+    monkeypatch.setattr(
+        host, "layout_on", lambda storage, model, size, keeps_all, **bits: layout_of(model, size, keeps_all, **bits)
+    )
+
+
+def wide_gemma4():
+    """A model whose heads are as wide as a group of the quantization."""
+    widths = {"head_dim": 32, "global_head_dim": 64, "vocab_size_per_layer_input": 96}
+    model = tiny_families.build("gemma4_text", tiny_families.config_of("gemma4_text", 96) | widths)
+    mx.random.seed(7)
+    tiny_families.randomize(model)
+    return model
+
+
+def logits_of(name, change=lambda layout: None, **how):
+    """Logits of a program in a pool so small that blocks go from one shape to the other; and what the pool holds."""
+    model = wide_gemma4() if name == "wide" else tiny.make(name)[0]
+    rng = np.random.default_rng(8)
+    found = []
+    with install(model, 44, block_size=4, max_seqs=16, **how) as kv:
+        change(kv.layout)
+        for lengths in ((70, 1, 1), (5, 40, 3), (33, 2, 30, 1)):
+            caches = [kv.make_cache(), kv.make_cache()]
+            for n in lengths:
+                for cache in caches:
+                    found.append(np.array(model(mx.array(rng.integers(0, 90, (1, n))), cache=cache)))
+                caches[1] = copy.deepcopy(caches[0])
+            del caches, cache
+        arenas = len(kv.layout.block_nbytes)
+    return arenas, found
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shapes_in_one_arena_compute_what_they_compute_in_arenas_of_their_own(name, monkeypatch):
+    with on_cpu():
+        shared, found = logits_of(name)
+        separate(monkeypatch)
+        apart, due = logits_of(name)
+        assert (shared, apart) == (1, 2)
+        assert all(np.array_equal(x, y) for x, y in zip(found, due, strict=True))
+
+
+@pytest.mark.parametrize("how", [{"backend": "numpy"}, {"backend": "cpu"}])
+def test_other_backends_share_an_arena(how, monkeypatch):
+    with on_cpu():
+        shared, found = logits_of("gemma4_text", **how)
+        separate(monkeypatch)
+        apart, due = logits_of("gemma4_text", **how)
+        assert (shared, apart) == (1, 2)
+        assert all(np.array_equal(x, y) for x, y in zip(found, due, strict=True))
+
+
+def test_storage_without_kernels_keeps_an_arena_for_each_shape():
+    with on_cpu():
+        assert logits_of("gemma4_text", kernels=False)[0] == 2
+
+
+def test_copies_in_the_storage_of_another_shape_are_seen():
+    """The planted fault: all groups copy on write in the first storage."""
+    with on_cpu():
+        _, due = logits_of("openelm")
+        _, found = logits_of("openelm", lambda layout: layout.__dict__.update(storage_of={0: 0, 1: 0}))
+        assert not all(np.array_equal(x, y) for x, y in zip(found, due, strict=True))
+
+
+@pytest.mark.parametrize("bits", [{"kv_bits": 8}, {"k_bits": 8, "v_bits": 4}])
+def test_quantized_shapes_share_an_arena(bits, monkeypatch):
+    how = partial(logits_of, "wide", quant_group_size=32, **bits)
+    with on_cpu():
+        shared, found = how()
+        separate(monkeypatch)
+        apart, due = how()
+        assert (shared, apart) == (1, 2)
+        assert all(np.array_equal(x, y) for x, y in zip(found, due, strict=True))
