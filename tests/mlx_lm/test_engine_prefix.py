@@ -144,14 +144,13 @@ def test_preempted_sequence_goes_on_from_its_newest_checkpoint(name):
         assert_nothing_is_left(engine)
 
 
-@pytest.mark.parametrize("name", ["gemma4", "qwen3_5"])
-@pytest.mark.parametrize("is_told", [True, False], ids=["told", "default"])
-def test_next_turn_computes_few_tokens_again_whatever_the_tail_of_the_prompt(name, is_told):
+def check_next_turn(name, is_told, lengths, tails):
+    """A turn that begins with a prompt of so many tokens, of which it rewrites the last ones."""
     with on_cpu():
         model, _ = tiny.make(name)
         engine = engine_of(model, 600, block_size=16)
-        for length in range(64, 80):
-            for rewritten in range(12):
+        for length in lengths:
+            for rewritten in tails:
                 prompt = [length, rewritten, *prompt_of(length - 2, length)]
                 kept = length - rewritten
                 engine.generate(prompt, max_tokens=1, cut=kept if is_told else None)
@@ -161,6 +160,19 @@ def test_next_turn_computes_few_tokens_again_whatever_the_tail_of_the_prompt(nam
                 assert found_by(done) == (kept if is_told else length - 16) // 16 * 16
                 assert 0 <= again == kept - found_by(done) <= 31
         assert_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "qwen3_5"])
+@pytest.mark.parametrize("is_told", [True, False], ids=["told", "default"])
+def test_next_turn_computes_few_tokens_again(name, is_told):
+    check_next_turn(name, is_told, (64, 69, 79), (0, 5, 11))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gemma4", "qwen3_5"])
+@pytest.mark.parametrize("is_told", [True, False], ids=["told", "default"])
+def test_next_turn_computes_few_tokens_again_whatever_the_tail_of_the_prompt(name, is_told):
+    check_next_turn(name, is_told, range(64, 80), range(12))
 
 
 def test_checkpoint_that_is_loaded_wrongly_shows(monkeypatch):

@@ -66,7 +66,8 @@ def conversation(tokenizer, answer):
         messages = [*messages, {"role": "assistant", "content": tokenizer.decode(tokens)}]
 
 
-FAMILIES = ["gemma4_text", "gpt_oss", "qwen3_5", "nemotron_h"]
+MORE = [pytest.param(arch, marks=pytest.mark.long) for arch in ("gpt_oss", "nemotron_h")]
+FAMILIES = ["gemma4_text", "qwen3_5", *MORE]
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
