@@ -13,6 +13,7 @@ from kvpool.adapters.mlx_lm import tiny
 from kvpool.adapters.mlx_lm.checkpoints import Checkpoints
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.adapters.mlx_lm.tiny_families import OWN
+from kvpool.groups import arenas_of
 
 BLOCK = 4
 TOKENS = 8
@@ -36,7 +37,7 @@ def engine_of(model, num_blocks=300, **options):
 def assert_nothing_is_left(engine):
     engine.scheduler.check()
     engine.kv.pool.check()
-    arenas = max(1, len(engine.kv.backends)) + sum(group.kind == "state" for group in engine.kv.layout.groups)
+    arenas = 1 + max(arenas_of(engine.kv.pool.options.groups))
     assert [engine.kv.pool.stats(arena).used for arena in range(arenas)] == [0] * arenas
     assert len(engine._forward.states) == 0 and engine.kv.pool.stats().sequences == 0
 
