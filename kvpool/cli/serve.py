@@ -16,6 +16,7 @@ from kvpool.cli.cache import add_cache_arguments, bits_of, policy_of
 from kvpool.cli.console import CommandError, whole
 from kvpool.cli.model import add_model_arguments, tiny_model
 from kvpool.errors import install_command
+from kvpool.groups import arenas_of
 
 LAST_PORT = 65535
 leave = os._exit
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
     def tell(httpd: Any, provider: Any) -> None:
         host, bound = httpd.server_address[:2]
-        pools.append((provider.kv.pool, max(1, len(provider.kv.backends))))
+        pools.append(provider.kv.pool)
         facts = {"url": f"http://{host}:{bound}", "model": args.model, "route": provider.kv.route}
         facts |= {"num_blocks": provider.kv.pool.num_blocks, "block_size": block_size}
         facts |= {"eviction": args.eviction, "max_kv": None if policy is None else policy.max_kv} | {"bits": bits}
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         except Exception as exc:
             text = " ".join(str(exc).split()).rpartition("] ")[2]
             raise CommandError(f"--model {args.model}: {type(exc).__name__}: {text[:200]}") from exc
-    left = sum(pool.stats(arena).used for pool, arenas in pools for arena in range(arenas))
+    left = sum(pool.stats(arena).used for pool in pools for arena in set(arenas_of(pool.options.groups)))
     print(f"kvpool serve: stopped, {left} blocks in use", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()

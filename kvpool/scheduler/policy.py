@@ -182,7 +182,8 @@ def open_layers(core: Core, need: list[int], tokens: np.ndarray, request: Reques
 
 def fits_found(core: Core, need: list[int], tokens: np.ndarray, namespace: bytes) -> bool:
     """Return whether enough blocks are left once the cached part of `tokens` is held, in a pool with layer groups."""
-    pinned = core.pool.prefix.pin(tokens[:-1], namespace)
+    assert core.prefix is not None
+    pinned = core.prefix.pin(tokens[:-1], namespace)
     try:
         found = core.pool.num_tokens(pinned)
         due = list(map(sub, need, core.needs.held(found, found=found).tolist()))

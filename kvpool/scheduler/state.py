@@ -568,7 +568,7 @@ class Core:
 
         A step ends where the pool takes a checkpoint.
         """
-        if not self.has_checkpoints:
+        if self.prefix is None or not self.has_checkpoints:
             return most
         due = int(self.prefix.wanted([self.rows.handle[lane]])[0]) - int(self.rows.computed[lane])
         if not 0 < due < most:

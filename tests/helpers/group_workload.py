@@ -130,9 +130,9 @@ def draw_groups(seed: int) -> Workload:
 
 
 def with_prefixes(workload: Workload) -> Workload:
-    """The same workload on a pool with a prefix cache, whose states have checkpoints. Some requests say where to cut."""
+    """The same workload on a pool with a prefix cache, whose states have checkpoints. Most requests tell their cut."""
     rng = np.random.default_rng([workload.seed, 19])
-    size = int(rng.integers(1, 5))
+    size = min(int(rng.integers(1, 5)), workload.pool["num_blocks"] - workload.pool["reserved_blocks"])
     groups = [Group.state(one.size, blocks=size) if one.kind == "state" else one for one in workload.pool["groups"]]
     workload.pool |= {"prefix_cache": True, "groups": groups}
     for at, (tick, request) in enumerate(workload.arrivals):

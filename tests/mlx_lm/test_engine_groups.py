@@ -281,5 +281,5 @@ def test_prefix_cache_can_be_left_out(name):
 def test_prefix_cache_is_there_by_default(name, eviction):
     with on_cpu():
         model, _ = tiny.make(name)
-        engine = engine_of(model, eviction=eviction)
+        engine = Engine(model, 200, block_size=BLOCK, eviction=eviction)
         assert engine.kv.prefix_cache and bool(engine.kv.layout.groups) == (name != "qwen3" and eviction is None)

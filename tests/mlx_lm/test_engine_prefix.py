@@ -13,6 +13,7 @@ from kvpool.adapters.mlx_lm import tiny
 from kvpool.adapters.mlx_lm.checkpoints import Checkpoints
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.adapters.mlx_lm.tiny_families import OWN
+from kvpool.groups import arenas_of
 
 BLOCK = 4
 TOKENS = 8
@@ -36,7 +37,7 @@ def engine_of(model, num_blocks=300, **options):
 def assert_nothing_is_left(engine):
     engine.scheduler.check()
     engine.kv.pool.check()
-    arenas = max(1, len(engine.kv.backends)) + sum(group.kind == "state" for group in engine.kv.layout.groups)
+    arenas = 1 + max(arenas_of(engine.kv.pool.options.groups))
     assert [engine.kv.pool.stats(arena).used for arena in range(arenas)] == [0] * arenas
     assert len(engine._forward.states) == 0 and engine.kv.pool.stats().sequences == 0
 
@@ -60,7 +61,7 @@ def check_warm(model, prompt):
     assert cold.tokens.tolist() == warm.tokens.tolist() == due
     if not engine.kv.prefix_cache:
         return
-    is_plain = not engine.kv.layout.groups
+    is_plain = all(group.kind == "full" for group in engine.kv.layout.groups)  # they need no checkpoint
     assert found_by(cold) == 0
     assert found_by(warm) == (len(prompt) - (1 if is_plain else 16)) // BLOCK * BLOCK
     if not is_plain:  # a cold run ended a chunk where the warm one begins
@@ -144,14 +145,13 @@ def test_preempted_sequence_goes_on_from_its_newest_checkpoint(name):
         assert_nothing_is_left(engine)
 
 
-@pytest.mark.parametrize("name", ["gemma4", "qwen3_5"])
-@pytest.mark.parametrize("is_told", [True, False], ids=["told", "default"])
-def test_next_turn_computes_few_tokens_again_whatever_the_tail_of_the_prompt(name, is_told):
+def check_next_turn(name, is_told, lengths, tails):
+    """A turn that begins with a prompt of so many tokens, of which it rewrites the last ones."""
     with on_cpu():
         model, _ = tiny.make(name)
         engine = engine_of(model, 600, block_size=16)
-        for length in range(64, 80):
-            for rewritten in range(12):
+        for length in lengths:
+            for rewritten in tails:
                 prompt = [length, rewritten, *prompt_of(length - 2, length)]
                 kept = length - rewritten
                 engine.generate(prompt, max_tokens=1, cut=kept if is_told else None)
@@ -161,6 +161,19 @@ def test_next_turn_computes_few_tokens_again_whatever_the_tail_of_the_prompt(nam
                 assert found_by(done) == (kept if is_told else length - 16) // 16 * 16
                 assert 0 <= again == kept - found_by(done) <= 31
         assert_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "qwen3_5"])
+@pytest.mark.parametrize("is_told", [True, False], ids=["told", "default"])
+def test_next_turn_computes_few_tokens_again(name, is_told):
+    check_next_turn(name, is_told, (64, 69, 79), (0, 5, 11))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gemma4", "qwen3_5"])
+@pytest.mark.parametrize("is_told", [True, False], ids=["told", "default"])
+def test_next_turn_computes_few_tokens_again_whatever_the_tail_of_the_prompt(name, is_told):
+    check_next_turn(name, is_told, range(64, 80), range(12))
 
 
 def test_checkpoint_that_is_loaded_wrongly_shows(monkeypatch):
@@ -193,4 +206,16 @@ def test_model_whose_state_cannot_be_restored_finds_nothing_and_says_so_once(cap
             done = engine.generate(prompt, max_tokens=TOKENS, cut=40)
             assert (done.tokens.tolist(), found_by(done)) == (alone(model, prompt), 0)
         assert sum("no prefix of this model is found" in line for line in caplog.messages) == 1
+        assert_nothing_is_left(engine)
+
+
+def test_checkpoint_that_is_larger_than_the_pool_is_never_taken():
+    with on_cpu():
+        model, _ = tiny.make("qwen3_5")
+        prompt = prompt_of(13, 3)
+        blocks = engine_of(model).kv.layout.checkpoint_blocks
+        engine = engine_of(model, blocks)
+        for _ in range(2):
+            done = engine.generate(prompt, max_tokens=TOKENS)
+            assert (done.tokens.tolist(), found_by(done)) == (alone(model, prompt), 0)
         assert_nothing_is_left(engine)

@@ -21,6 +21,7 @@ TYPE_ERRORS = [
     *({"priority": value} for value in (None, 1.5, True)),
     *({"namespace": value} for value in (None, "text", 1)),
     {"id": []},
+    {"cut": 1.0},
 ]
 VALUE_ERRORS = [
     *({"prompt": prompt} for prompt in ([], [-1], [2**31], np.zeros((2, 2), int), np.array([-1]), [10**30])),
@@ -31,6 +32,7 @@ VALUE_ERRORS = [
     {"beam_width": -1},
     {"beam_width": 2, "n": 3},
     *({"length_penalty": value} for value in (float("nan"), float("inf"), -float("inf"), 33)),
+    *({"cut": cut} for cut in (-1, 2)),
 ]
 
 

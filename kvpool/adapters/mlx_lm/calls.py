@@ -347,7 +347,8 @@ def call(
     """
     layout, passes = batch.passes.layout, batch.passes
     due = batch.begin_call(num_rows, num_columns)
-    first, pairs = np.zeros_like(due), []
+    first = np.zeros_like(due)
+    pairs: list[tuple[Part, Any]] = []
     is_split = passes.has_checkpoints and tokens is not None
     while True:
         places = passes.places(batch.handles) if is_split else np.full(num_rows, -1)
@@ -437,7 +438,7 @@ def _with_writes(passes: Passes, result: Any) -> Any:
 
 def together(pairs: list[tuple[Part, Any]], num_rows: int, num_columns: int) -> Any:
     """Return what a model returned in several parts, in the places of their rows and columns."""
-    parts, results = zip(*pairs, strict=True)
+    parts, results = [part for part, _ in pairs], [result for _, result in pairs]
     if len(parts) == 1 and parts[0].takes_input_whole:
         return results[0]
     if not all(isinstance(result, mx.array) for result in results):

@@ -119,7 +119,7 @@ class Layout:
     def make_pool(self, num_blocks: int, block_size: int, max_seqs: int, prefix_cache: bool = False) -> Any:
         """Return a pool with room for `num_blocks` blocks of tokens in all layers, if nothing were let go.
 
-        A prefix cache is of use where `can_restore`.
+        A prefix cache is of use where `can_restore`, and a checkpoint is smaller than the pool.
         """
         if not self.groups:
             return kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, prefix_cache=prefix_cache)
@@ -127,7 +127,8 @@ class Layout:
         groups, seen = [], {0}
         for group in self.groups:
             if group.kind == "state":
-                group = Group.state(2 * max_seqs, blocks=self.checkpoint_blocks)
+                fits = self.checkpoint_blocks < sizes[0]  # one block is reserved
+                group = Group.state(2 * max_seqs, blocks=self.checkpoint_blocks if fits else 0)
             elif group.arena not in seen:
                 seen.add(group.arena)
                 group = replace(group, num_blocks=sizes[group.arena])

@@ -365,8 +365,9 @@ class Responder(server.ResponseGenerator):
     model_provider: Provider
 
     def __init__(self, provider: Provider) -> None:
-        self._prompts: Any = PromptCache(provider)
-        super().__init__(provider, self._prompts)
+        self._prompts = PromptCache(provider)
+        prompts: Any = self._prompts
+        super().__init__(provider, prompts)
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         found = super()._tokenize(tokenizer, request, args)
