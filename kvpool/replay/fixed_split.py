@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -75,6 +75,11 @@ class States:
         """Return the largest ``k <= known`` whose checkpoint is there, else 0."""
         return next((k for k in range(known, 0, -1) if path[k - 1] in self.held), 0)
 
+    def counters(self) -> dict[str, int]:
+        """Return what became of the checkpoints."""
+        names = ("checkpoints_taken", "checkpoints_used", "checkpoint_evictions")
+        return dict(zip(names, (self.taken, self.used, self.evicted), strict=True))
+
     def use(self, path: Path, hit: int) -> None:
         """The checkpoint at `hit` is the most recent; no other moves."""
         node = path[hit - 1]
@@ -138,6 +143,10 @@ class WindowBlocks:
                 best = k
         return best
 
+    def counters(self) -> dict[str, int]:
+        """Return how many tails were not there as a whole before they were kept."""
+        return {"checkpoints_taken": self.taken}
+
     def use(self, path: Path, hit: int) -> None:
         """The tail before `hit` is the most recent."""
         for node in self._tail(path, hit):
@@ -167,27 +176,33 @@ class WindowBlocks:
 class FixedSplit:
     """The arena of KV blocks, and the requests that run.
 
-    Attributes
+    Parameters
     ----------
-    checkpoints : States or WindowBlocks
-    counters : dict
+    trace : Trace
+    split : Split
+    paths : sequence of Path, optional
+        Those of the trace, if somebody has made them already.
     """
 
-    def __init__(self, trace: Trace, split: Split) -> None:
+    def __init__(self, trace: Trace, split: Split, paths: Sequence[Path] | None = None) -> None:
         self.trace, self.split = trace, split
+        self.paths = paths_of(trace, split.block_size) if paths is None else paths
         self.grain = max(trace.block_size, split.block_size)
         """Tokens that a checkpoint's position is a multiple of: where the trace does not name what follows, nobody
         could find it."""
-        self.checkpoints = WindowBlocks(split) if split.window_blocks else States(split)
+        self.checkpoints = self.make_checkpoints()
         self.blank = split.kv_blocks
         self.refs = dict[int, int]()
         self.idle = OrderedDict[int, None]()
         self.counters = dict.fromkeys(("hit_tokens", "computed_tokens", "admissions", "rejected", "kv_evictions"), 0)
 
+    def make_checkpoints(self) -> States | WindowBlocks:
+        """Return the second arena."""
+        return WindowBlocks(self.split) if self.split.window_blocks else States(self.split)
+
     def run(self, progress: Callable[[int], None] = lambda done: None) -> dict[str, int]:
         """Play the trace; returns the counters."""
-        paths = paths_of(self.trace, self.split.block_size)
-        lengths = zip(self.trace.prompts.tolist(), self.trace.outputs.tolist(), paths, strict=True)
+        lengths = zip(self.trace.prompts.tolist(), self.trace.outputs.tolist(), self.paths, strict=True)
         waiting = list(lengths)[::-1]
         running: list[tuple[int, int, _Admitted]] = []
         now = row = 0
@@ -207,18 +222,13 @@ class FixedSplit:
             if running:
                 now, _, ended = heapq.heappop(running)
                 self.finish(ended)
-        counters = {
+        shareable = sum(shareable_blocks(self.trace, self.paths, self.split.block_size)) * self.split.block_size
+        return {
             "prompt_tokens": int(self.trace.prompts.sum()),
-            "shareable_tokens": sum(shareable_blocks(self.trace, paths, self.split.block_size)) * self.split.block_size,
+            "shareable_tokens": shareable,
             **self.counters,
-            "checkpoints_taken": self.checkpoints.taken,
+            **self.checkpoints.counters(),
         }
-        if isinstance(self.checkpoints, States):
-            counters |= {
-                "checkpoints_used": self.checkpoints.used,
-                "checkpoint_evictions": self.checkpoints.evicted,
-            }
-        return counters
 
     def admit(self, path: Path, prompt: int, output: int) -> _Admitted | None:
         """Take blocks for a request, and its checkpoints; None: it does not fit now."""
