@@ -119,7 +119,7 @@ def _policies(
 
     def pool() -> Iterator[int]:
         result = replay_hybrid(case.trace, shape=shape, num_blocks=blocks, concurrency=setting.concurrency)
-        yield result.counters["hit_tokens"]
+        yield result.counters["first_hit_tokens"]
 
     yield POOL, pool()
     yield FULL, (policy(case, nbytes) for policy in (peers.full_attention,))

@@ -29,10 +29,10 @@ class HybridCaching(PrefixCaching):
     def __init__(self, trace: Trace, num_blocks: int, shape: HybridShape, concurrency: int) -> None:
         super().__init__(trace, num_blocks, shape.block_size, concurrency, groups=shape.groups)
         self.shape = shape
-        self.checkpoints = dict.fromkeys(("wanted", "taken", "hits"), 0)
+        self.checkpoints = dict.fromkeys(("checkpoints_wanted", "checkpoints_taken", "checkpoint_hits"), 0)
         self.cached = dict[int, int]()  # row of the trace -> tokens that its sequence found
         self.blocks_written = [0] * len(shape.groups)
-        self.saves_of = next((i for i, group in enumerate(shape.groups) if group.kind == "state"), None)
+        self.states = next((i for i, group in enumerate(shape.groups) if group.kind == "state"), None)
 
     def cut_of(self, request: Request) -> int:
         """Return where the part of the prompt begins that nobody else can have."""
@@ -59,17 +59,18 @@ class HybridCaching(PrefixCaching):
                 self.count_checkpoint()
             length = end
         self.cached[request.row] = cached
-        self.checkpoints["hits"] += cached > 0
+        self.checkpoints["checkpoint_hits"] += cached > 0
         self.count_admission(request, cached)
 
     def count_checkpoint(self) -> None:
         """The last step ended where the pool wants a checkpoint. Only one of a state may lack blocks."""
-        self.checkpoints["wanted"] += 1
-        saves = None if self.saves_of is None else self.plan.groups[self.saves_of].state_saves
-        is_taken = saves is None or len(saves) > 0
-        self.checkpoints["taken"] += is_taken
-        if is_taken and self.saves_of is not None:
-            self.blocks_written[self.saves_of] += self.shape.entry_blocks(self.saves_of)
+        self.checkpoints["checkpoints_wanted"] += 1
+        groups, states = self.plan.groups, self.states
+        assert groups is not None
+        is_taken = states is None or len(groups[states].state_saves) > 0
+        self.checkpoints["checkpoints_taken"] += is_taken
+        if is_taken and states is not None:
+            self.blocks_written[states] += self.shape.entry_blocks(states)
 
     def release(self, request: Request) -> None:
         """Close the sequence, and count the blocks that it wrote."""
@@ -88,9 +89,9 @@ class HybridCaching(PrefixCaching):
         shareable = size * sum(shareable_blocks(self.trace, paths, size))
         return super().counters() | {
             "shareable_tokens": shareable,
-            "avoidable_tokens": self.computed_tokens - (self.hit_tokens + self.computed_tokens - shareable),
+            "avoidable_tokens": shareable - self.first_hit_tokens,
             "unique_nbytes": unique_blocks(paths) * size * self.shape.token_nbytes,
-            **{f"checkpoints_{name}" if name != "hits" else "checkpoint_hits": n for name, n in self.checkpoints.items()},
+            **self.checkpoints,
             "written_nbytes": {
                 name: blocks * self.shape.block_nbytes
                 for name, blocks in zip(self.shape.names(), self.blocks_written, strict=True)

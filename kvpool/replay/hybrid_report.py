@@ -85,8 +85,14 @@ def describe_split(facts: dict[str, Any]) -> str:
     return aligned(title, rows)
 
 
+def _first_hits(facts: dict[str, Any]) -> int:
+    """Hit tokens without what a preempted request finds of itself; H1 preempts nobody."""
+    hits: int = facts.get("first_hit_tokens", facts["hit_tokens"])
+    return hits
+
+
 def _hit_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    hits, shareable = facts["hit_tokens"], facts["shareable_tokens"]
+    hits, shareable = _first_hits(facts), facts["shareable_tokens"]
     share = percent(hits / shareable) if shareable else "nothing"
     return [
         ("hits", f"{hits:,} tokens, {share} of the {shareable:,} that an earlier request had"),
@@ -96,8 +102,8 @@ def _hit_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 SWEEP_COLUMNS = {
     "blocks": lambda facts: f"{facts['num_blocks']:,}",
-    "hits": lambda facts: f"{facts['hit_tokens']:,}",
-    "of shareable": lambda facts: percent(facts["hit_tokens"] / max(facts["shareable_tokens"], 1)),
+    "hits": lambda facts: f"{_first_hits(facts):,}",
+    "of shareable": lambda facts: percent(_first_hits(facts) / max(facts["shareable_tokens"], 1)),
     "computed": lambda facts: f"{facts['computed_tokens']:,}",
     "checkpoints": lambda facts: f"{facts['checkpoints_taken']:,}",
     "rejected": lambda facts: f"{facts['rejected']:,}",

@@ -131,7 +131,8 @@ class HybridShape:
         """
         kinds = {group.kind for group in self.groups}
         if "chunk" in kinds or {"window", "state"} <= kinds:
-            raise ValueError(f"[replay] H1 knows full attention with states or with windows, not {', '.join(self.names())}")
+            names = ", ".join(self.names())
+            raise ValueError(f"[replay] H1 knows full attention with states or with windows, not {names}")
         return max((-(-group.size // self.block_size) for group in self.groups if group.kind == "window"), default=0)
 
     def names(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ def paths_of(trace: Trace, block_size: int) -> list[Path]:
     if block_size < 1 or width % block_size:
         raise ValueError(f"[paths_of] block_size is {block_size}, it has to divide that of the trace ({width})")
     parts, nodes, lonely = width // block_size, dict[tuple[int, int], int](), 0
-    paths = []
+    paths = list[Path]()
     for row, prompt in enumerate(trace.prompts.tolist()):
         count, node, path = prompt // block_size, -1, list[int]()
         for key in trace.ids_of(row).tolist():

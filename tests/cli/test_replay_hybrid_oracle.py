@@ -1,8 +1,7 @@
 """P3 against a plain simulator of the rule of hybrid models: full attention and recurrent states in one budget.
 
-The simulator has one list of what may leave, and looks through all of it for each block. It shares nothing with the
-core or with the plain model but the text of docs/prefix.md. Synthetic traces always; real ones if ``KVPOOL_TRACES`` names
-their folder.
+The simulator shares nothing with the core or with the plain model but the text of docs/prefix.md. Synthetic traces
+always; real ones if ``KVPOOL_TRACES`` names their folder.
 """
 
 import hashlib
