@@ -152,9 +152,9 @@ class Tree:
 class NaiveP3(NaiveP1):
     """P1's loop; prompts are computed in chunks, with checkpoints at the positions of docs/prefix.md."""
 
-    def __init__(self, trace, num_blocks, block_size, concurrency, bundle):
+    def __init__(self, trace, num_blocks, block_size, concurrency, bundle, tree):
         super().__init__(trace, num_blocks, block_size, concurrency)
-        self.pool = Tree(num_blocks, bundle)
+        self.pool = tree(num_blocks, bundle)
         self.paths = paths_of(trace, block_size)
         self.refused_after = -1  # releases: who was refused is asked again after the next one
         self.first_distance = 1
@@ -247,20 +247,35 @@ def shape_with(block_size, bundle, concurrency):
     return HybridShape((), block_size, block_size, groups)
 
 
-def check(trace, num_blocks, shape, concurrency):
-    """Play both, and compare every counter; returns those of the simulator."""
-    naive = NaiveP3(trace, num_blocks, shape.block_size, concurrency, shape.groups[-1].blocks)
+def differences(trace, num_blocks, shape, concurrency, tree=Tree):
+    """Play both; returns the counters that differ, and all of the simulator's."""
+    naive = NaiveP3(trace, num_blocks, shape.block_size, concurrency, shape.groups[-1].blocks, tree)
     naive.run()
-    result = replay_hybrid(trace, shape=shape, num_blocks=num_blocks, concurrency=concurrency)
+    found = replay_hybrid(trace, shape=shape, num_blocks=num_blocks, concurrency=concurrency).counters
     expected = {
-        **{name: naive.count[name] for name in result.counters if name in naive.count},
+        **{name: naive.count[name] for name in found if name in naive.count},
         "evictions": naive.pool.evictions,
         "allocs": naive.pool.allocs,
         "peak_used": naive.pool.peak_used,
         "event_sha256": hashlib.sha256(naive.events.encode()).hexdigest(),
     }
-    assert {name: result.counters[name] for name in expected} == expected
-    return naive.count
+    return {name: (found[name], value) for name, value in expected.items() if found[name] != value}, naive.count
+
+
+def check(*case):
+    """Every counter is equal; returns those of the simulator."""
+    wrong, count = differences(*case)
+    assert not wrong
+    return count
+
+
+def random_case(rng):
+    """A trace, blocks, a shape and a concurrency; more often than not the pool is too small."""
+    trace = random_trace(rng)
+    block_size = rng.choice([size for size in (1, 2, 4, 8) if size <= trace.block_size])
+    num_blocks = max(1, rng.choice([12, 20, 40, 80, 400]) // block_size)
+    concurrency = rng.randrange(1, 7)
+    return trace, num_blocks, shape_with(block_size, rng.choice([1, 2, 5]), concurrency), concurrency
 
 
 def test_random_traces_agree_with_the_plain_simulator():
@@ -268,14 +283,50 @@ def test_random_traces_agree_with_the_plain_simulator():
     print(f"seed {seed}")
     rng, seen = random.Random(seed), Counter()
     for _ in range(ROUNDS):
-        trace = random_trace(rng)
-        block_size = rng.choice([size for size in (1, 2, 4, 8) if size <= trace.block_size])
-        num_blocks = max(1, rng.choice([12, 20, 40, 80, 400]) // block_size)
-        concurrency = rng.randrange(1, 7)
-        seen.update(check(trace, num_blocks, shape_with(block_size, rng.choice([1, 2, 5]), concurrency), concurrency))
+        seen.update(check(*random_case(rng)))
     names = ("preemptions", "rejected", "hit_tokens", "finished", "checkpoint_hits", "checkpoints_taken")
     assert min(seen[name] for name in names) > 0, seen
     assert seen["checkpoints_taken"] < seen["checkpoints_wanted"]
+
+
+class UsesStayOld(Tree):
+    """Fault: a checkpoint that is used again keeps its age."""
+
+    def mark(self, node):
+        if node not in self.marks:
+            super().mark(node)
+
+
+class LosesNoWarmth(Tree):
+    """Fault: KV whose last checkpoint is gone keeps its age."""
+
+    def drop(self, node):
+        stamps = dict(self.stamp)
+        super().drop(node)
+        for one in self.above(node):
+            if self.refs.get(one) == 0 and one in stamps:
+                self.rest(one, stamps[one])
+
+
+class HasOneClass(Tree):
+    """Fault: KV without a checkpoint does not leave first."""
+
+    def evict(self):
+        self.warm += self.cold
+        heapq.heapify(self.warm)
+        self.cold = []
+        super().evict()
+
+    def is_next(self, node, stamp, is_cold):
+        return self.refs.get(node) == 0 and self.stamp[node] == stamp
+
+
+@pytest.mark.parametrize("fault", [UsesStayOld, LosesNoWarmth, HasOneClass])
+def test_simulator_with_a_wrong_rule_does_not_agree(fault):
+    rng = random.Random(1)
+    cases = [random_case(rng) for _ in range(100)]
+    cases += [(synthetic_trace(seed, sessions=16), 400, shape_with(16, 9, 4), 4) for seed in range(4)]
+    assert any(differences(*case, fault)[0] for case in cases)
 
 
 @pytest.mark.parametrize("num_blocks", [150, 400, 1000, 3000])
