@@ -297,15 +297,14 @@ class UsesStayOld(Tree):
             super().mark(node)
 
 
-class LosesNoWarmth(Tree):
-    """Fault: KV whose last checkpoint is gone keeps its age."""
+class RefreshesPaths(Tree):
+    """Fault: the use of a checkpoint refreshes all checkpoints above it."""
 
-    def drop(self, node):
-        stamps = dict(self.stamp)
-        super().drop(node)
-        for one in self.above(node):
-            if self.refs.get(one) == 0 and one in stamps:
-                self.rest(one, stamps[one])
+    def mark(self, node):
+        for one in self.above(self.parent.get(node)):
+            if one in self.marks:
+                super().mark(one)
+        super().mark(node)
 
 
 class HasOneClass(Tree):
@@ -321,7 +320,7 @@ class HasOneClass(Tree):
         return self.refs.get(node) == 0 and self.stamp[node] == stamp
 
 
-@pytest.mark.parametrize("fault", [UsesStayOld, LosesNoWarmth, HasOneClass])
+@pytest.mark.parametrize("fault", [UsesStayOld, RefreshesPaths, HasOneClass])
 def test_simulator_with_a_wrong_rule_does_not_agree(fault):
     rng = random.Random(1)
     cases = [random_case(rng) for _ in range(100)]
