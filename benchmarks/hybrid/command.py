@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
     for name in models:
         if name not in known:
             raise CommandError(f"--models {name}: there are {', '.join(sorted(known))}")
+    if args.plot is not None and plot.MODEL not in models:
+        raise CommandError(f"--plot draws {plot.MODEL}, which --models leaves out")
 
     def say(what: str) -> None:
         if not args.json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from benchmarks.gate import Gate
-from benchmarks.hybrid.measure import BOUND, FULL, PEERS, POOL, VLLM, Found
+from benchmarks.hybrid.measure import BOUND, FULL, POOL, VLLM, Found
 
 LOST = {
     ("qwen3_5", "agentic_a"): (1.0, 0.5),
@@ -15,6 +15,9 @@ LOST = {
     ("gpt_oss", "mooncake_conversation"): (2.0, 1.3),
 }
 """Percent of the shareable tokens, at U: limit and goal."""
+
+MODEL = "qwen3_5"
+"""The limits below are for its states, except that of the best peer."""
 
 OF_FULL = {
     "agentic_a": {1: (0.97, 0.97), 2: (0.97, 0.97), 4: (0.93, 0.945), 8: (0.82, 0.86)},
@@ -34,30 +37,35 @@ def gates_of(measured: Sequence[Found]) -> list[Gate]:
     found = {(one.setting.model, one.setting.trace, one.divisor, one.policy): one for one in measured}
     gates = [_lost(one) for one in measured if one.policy == POOL and one.divisor == 1]
     for one in measured:
-        if one.policy == POOL and one.setting.has_peers:
+        if one.policy == POOL:
             key = (one.setting.model, one.setting.trace, one.divisor)
-            gates += _beside(one, {name: found[*key, name] for name in (FULL, BOUND, *PEERS)})
+            others = {name: other for (*place, name), other in found.items() if tuple(place) == key}
+            gates.append(_beside_best(one, others))
+            gates += _beside_all(one, others) if one.setting.model == MODEL else ()
     return gates
 
 
 def _place(one: Found) -> str:
-    return f"{one.setting.trace} at U/{one.divisor}"
+    return f"{one.setting.model}, {one.setting.trace} at U/{one.divisor}"
 
 
 def _lost(one: Found) -> Gate:
     limit, goal = LOST[one.setting.model, one.setting.trace]
-    name = f"lost, {one.setting.model}, {_place(one)}"
-    return Gate(name, 100 * (1 - one.share), limit, at_most=True, unit="%", goal=goal)
+    return Gate(f"lost, {_place(one)}", 100 * (1 - one.share), limit, at_most=True, unit="%", goal=goal)
 
 
-def _beside(one: Found, others: dict[str, Found]) -> Iterator[Gate]:
+def _beside_best(one: Found, others: dict[str, Found]) -> Gate:
+    """Judge the pool beside the best of the other policies for such models."""
+    best = max((others[name] for name in others if name not in (POOL, FULL, BOUND)), key=lambda other: other.share)
+    limit, goal = OF_BEST
+    return Gate(f"hits / best peer, {_place(one)}", one.share / best.share, limit, goal=goal, note=best.policy)
+
+
+def _beside_all(one: Found, others: dict[str, Found]) -> Iterator[Gate]:
     """Judge the pool beside the others at one budget of one trace."""
     trace, divisor = one.setting.trace, one.divisor
     limit, goal = OF_FULL[trace][divisor]
     yield Gate(f"hits / {FULL}, {_place(one)}", one.share / others[FULL].share, limit, goal=goal)
-    best = max((others[name] for name in PEERS), key=lambda other: other.share)
-    limit, goal = OF_BEST
-    yield Gate(f"hits / best peer, {_place(one)}", one.share / best.share, limit, goal=goal, note=best.policy)
     if divisor in OF_VLLM[trace]:
         limit, goal = OF_VLLM[trace][divisor]
         yield Gate(f"hits / vLLM, {_place(one)}", one.share / others[VLLM].share, limit, goal=goal)

@@ -15,7 +15,7 @@ from kvpool.replay.paths import paths_of, shareable_blocks, unique_blocks
 DIVISORS = (1, 2, 4, 8)
 """Of U, the bytes of the full attention of all different tokens of a trace."""
 
-POOL, FULL, BOUND, VLLM = "kvpool", "full attention, LRU", "full attention, clairvoyant", "vLLM 0.33, block 768"
+POOL, FULL, BOUND, VLLM = "kvpool", "full attention, LRU", "full attention, clairvoyant", "vLLM 0.33"
 
 
 @dataclass(frozen=True)
@@ -30,24 +30,26 @@ class Setting:
     requests: int
     concurrency: int
     block_size: int
-    has_peers: bool = False
 
 
 SETTINGS = (
-    Setting("qwen3_5", "agentic_a", 1500, 4, 64, has_peers=True),
-    Setting("qwen3_5", "mooncake_conversation", 5000, 16, 64, has_peers=True),
+    Setting("qwen3_5", "agentic_a", 1500, 4, 64),
+    Setting("qwen3_5", "mooncake_conversation", 5000, 16, 64),
     Setting("gemma4", "agentic_a", 1500, 4, 32),
     Setting("gpt_oss", "agentic_a", 1500, 4, 32),
     Setting("gpt_oss", "mooncake_conversation", 3000, 16, 32),
 )
 
-PEERS: dict[str, tuple[peers.Policy, ...]] = {
-    VLLM: (peers.vllm(768, 3),),
-    "SGLang 0.5.23, best split": tuple(peers.sglang(share) for share in (0.05, 0.1, 0.25, 0.47)),
-    "state every N tokens, best N": tuple(peers.every(tokens) for tokens in (2048, 4096, 8192)),
+PEERS: dict[str, dict[str, tuple[peers.Policy, ...]]] = {
+    "state": {
+        VLLM: (peers.vllm(768, 3),),
+        "SGLang 0.5.23, best split": tuple(peers.sglang(share) for share in (0.05, 0.1, 0.25, 0.47)),
+        "state every N tokens, best N": tuple(peers.every(tokens) for tokens in (2048, 4096, 8192)),
+    },
+    "window": {VLLM: (peers.vllm_windows,)},
 }
-"""Policies for recurrent states, each with the settings of which the best one counts. vLLM: the page that the
-geometry of Qwen3.5 27B gives, a third of its state."""
+"""Policies for recurrent states and for windows, each with the settings of which the best one counts. vLLM: a page has
+768 tokens, a third of the state of Qwen3.5 27B."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,11 @@ def _measure_setting(
     paths = paths_of(trace, shape.grain)
     shareable = sum(shareable_blocks(trace, paths, shape.grain)) * shape.grain
     unique = unique_blocks(paths) * shape.grain * shape.token_nbytes
+    windows = [layers for layers in shape.layers if layers.kind == "window"]
     case = peers.Case(
-        trace, paths, shape.grain, setting.concurrency, shape.token_nbytes, max(shape.state_nbytes, 1)
+        *(trace, paths, shape.grain, setting.concurrency, shape.token_nbytes, shape.state_nbytes),
+        window=max((layers.size or 0 for layers in windows), default=0),
+        window_nbytes=sum(layers.token_nbytes for layers in windows),
     )
     for divisor in divisors:
         nbytes = unique // divisor
@@ -124,5 +129,5 @@ def _policies(
     yield POOL, pool()
     yield FULL, (policy(case, nbytes) for policy in (peers.full_attention,))
     yield BOUND, (policy(case, nbytes) for policy in (peers.clairvoyant,))
-    for name, policies in PEERS.items() if setting.has_peers else ():
+    for name, policies in PEERS["window" if case.window else "state"].items():
         yield name, (policy(case, nbytes) for policy in policies)

@@ -32,7 +32,9 @@ class Case:
     block_size : int
     concurrency : int
     token_nbytes, state_nbytes : int
-        Bytes of full attention per token, and of a checkpoint.
+        Bytes of full attention per token, and of the recurrent states of a sequence.
+    window, window_nbytes : int
+        Tokens of the windows, and their bytes per token; 0 without.
     """
 
     trace: Trace
@@ -41,6 +43,8 @@ class Case:
     concurrency: int
     token_nbytes: int
     state_nbytes: int
+    window: int
+    window_nbytes: int
 
 
 Policy = Callable[[Case, int], int]
@@ -110,13 +114,21 @@ def sglang(share: float) -> Policy:
 
 
 def vllm(tokens: int, pages: int) -> Policy:
-    """One pool of pages of `tokens` tokens; a state takes so many `pages`, at the last page and at junctions."""
+    """Recurrent states in one pool of pages of `tokens`: so many `pages` at the last page, and at junctions."""
 
     def policy(case: Case, nbytes: int) -> int:
         blocks = nbytes // (tokens * case.token_nbytes)
         return OneBudget(blocks, tokens, pages, case.concurrency).run(case.trace, _coarser(case, tokens))
 
     return policy
+
+
+def vllm_windows(case: Case, nbytes: int) -> int:
+    """One pool of pages; the tail of the windows is kept at the last page, and at junctions."""
+    page = case.block_size * case.token_nbytes
+    cost = -(-case.block_size * case.window_nbytes // page)
+    tail = -(-case.window // case.block_size)
+    return OneBudget(nbytes // page, case.block_size, cost, case.concurrency, tail).run(case.trace, case.paths)
 
 
 def _coarser(case: Case, tokens: int) -> list[Path]:
@@ -127,23 +139,25 @@ def _coarser(case: Case, tokens: int) -> list[Path]:
 
 
 class OneBudget:
-    """KV and states in one pool of pages, least recently used first, without a tie between the two.
+    """KV and checkpoints in one pool of pages, least recently used first, without a tie between the two.
 
     Parameters
     ----------
     num_pages : int
     tokens : int
         Of a page.
-    state_pages : int
-        That a state takes.
+    cost : int
+        Pages of a state, or of the part of a window that is beside a page.
     concurrency : int
         Most requests that run at a time.
+    tail : int
+        Such parts that a hit needs, up to where it ends.
     """
 
-    def __init__(self, num_pages: int, tokens: int, state_pages: int, concurrency: int) -> None:
-        self.blank, self.tokens, self.state_pages, self.concurrency = num_pages, tokens, state_pages, concurrency
+    def __init__(self, num_pages: int, tokens: int, cost: int, concurrency: int, tail: int = 1) -> None:
+        self.blank, self.tokens, self.cost, self.concurrency, self.tail = num_pages, tokens, cost, concurrency, tail
         self.refs = dict[int, int]()
-        self.states = set[int]()
+        self.kept = set[int]()
         self.idle = OrderedDict[tuple[str, int], None]()
         self.hit_tokens = 0
 
@@ -168,38 +182,54 @@ class OneBudget:
         return self.hit_tokens
 
     def admit(self, path: Path, prompt: int, output: int) -> int | None:
-        """Take pages for a request and its states; returns how many are in no index, None if it does not fit."""
+        """Take pages for a request, and keep its checkpoints; returns how many are in no index, None: no room."""
         most = path[: (prompt - 1) // self.tokens]
         known = sum(1 for _ in takewhile(self.refs.__contains__, most))
-        hit = next((k for k in range(known, 0, -1) if path[k - 1] in self.states), 0)
+        hit = self._usable(path, known)
         need = -(-(prompt + output) // self.tokens) - hit
         own = sum(("kv", node) in self.idle for node in path)
-        idle_kv = len(self.idle) - len(self.states)
-        if need > self.blank + idle_kv - own + self.state_pages * (len(self.states) - (hit > 0)):
+        idle_kv = len(self.idle) - len(self.kept)
+        if need > self.blank + idle_kv - own + self.cost * (len(self.kept) - min(hit, self.tail)):
             return None
         absent = [node for node in path if node not in self.refs]
         for node in path:
             if node in self.refs:
                 self.refs[node] += 1
                 self.idle.pop(("kv", node), None)
-        if hit:
-            self.idle.move_to_end(("state", path[hit - 1]))
+        self._refresh(self._tail(path, hit))
         self._make_room(need)
         self.blank -= need
         self.refs |= dict.fromkeys(absent, 1)
         self.hit_tokens += hit * self.tokens
         for position in sorted({len(path), known}):
             if position > hit:
-                self._keep_state(path[position - 1])
+                self._keep(self._tail(path, position))
         return need - len(absent)
 
-    def _keep_state(self, node: int) -> None:
-        if node in self.states:
-            self.idle.move_to_end(("state", node))
-        elif self.blank >= self.state_pages or self._make_room(self.state_pages):
-            self.blank -= self.state_pages
-            self.states.add(node)
-            self.idle["state", node] = None
+    def _usable(self, path: Path, known: int) -> int:
+        """Return the largest ``k <= known`` whose whole tail is kept, else 0."""
+        run = best = 0
+        for k in range(1, known + 1):
+            run = run + 1 if path[k - 1] in self.kept else 0
+            if run >= min(self.tail, k):
+                best = k
+        return best
+
+    def _tail(self, path: Path, position: int) -> Path:
+        return path[max(0, position - self.tail) : position]
+
+    def _refresh(self, tail: Path) -> None:
+        for node in tail:
+            if node in self.kept:
+                self.idle.move_to_end(("kept", node))
+
+    def _keep(self, tail: Path) -> None:
+        self._refresh(tail)
+        missing = [node for node in tail if node not in self.kept]
+        if self._make_room(self.cost * len(missing)):
+            self.blank -= self.cost * len(missing)
+            self.kept.update(missing)
+            self.idle |= dict.fromkeys(("kept", node) for node in missing)
 
     def _make_room(self, pages: int) -> bool:
         while self.blank < pages:
@@ -210,8 +240,8 @@ class OneBudget:
                 del self.refs[node]
                 self.blank += 1
             else:
-                self.states.remove(node)
-                self.blank += self.state_pages
+                self.kept.remove(node)
+                self.blank += self.cost
         return True
 
     def finish(self, path: Path, private: int) -> None:

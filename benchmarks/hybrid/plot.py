@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.hybrid.measure import BOUND, FULL, PEERS, POOL, Found
 from kvpool._picture import BLOCKS, DASHED, INK, MUTED, OTHER, OTHER_LIGHT, Picture, legend, name
 
+MODEL = "qwen3_5"
 SUBTITLE = "Qwen3.5 27B. Tokens computed beyond what no cache can avoid, % of the tokens of all prompts."
 STYLES: dict[str, dict[str, Any]] = {
     POOL: {"color": BLOCKS, "linewidth": 2.2, "marker": "o"},
@@ -16,14 +17,14 @@ STYLES: dict[str, dict[str, Any]] = {
     BOUND: {"color": MUTED, "linewidth": 1.0, "linestyle": DASHED},
     **{
         policy: {"color": color, "linewidth": 1.4, "marker": mark}
-        for policy, color, mark in zip(PEERS, (OTHER, "#8a5fbf", OTHER_LIGHT), "s^v", strict=True)
+        for policy, color, mark in zip(PEERS["state"], (OTHER, "#8a5fbf", OTHER_LIGHT), "s^v", strict=True)
     },
 }
 
 
 def draw(path: Path, measured: Sequence[Found]) -> None:
-    """Write the picture of the settings in which there are peers."""
-    settings = list(dict.fromkeys(one.setting for one in measured if one.setting.has_peers))
+    """Write the picture of one model."""
+    settings = list(dict.fromkeys(one.setting for one in measured if one.setting.model == MODEL))
     room = {"left": 0.08, "right": 0.98, "top": 0.8, "bottom": 0.13, "wspace": 0.16}
     picture = Picture((10, 4.6), "Prefix hits at equal bytes", SUBTITLE, grid={"ncols": len(settings)}, room=room)
     for axes, setting in zip(picture.panels[0], settings, strict=True):
