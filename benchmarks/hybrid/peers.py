@@ -160,9 +160,11 @@ class OneBudget:
         self.kept = set[int]()
         self.idle = OrderedDict[tuple[str, int], None]()
         self.hit_tokens = 0
+        self.grain = 1
 
     def run(self, trace: Trace, paths: Sequence[Path]) -> int:
         """Play the trace; returns the hit tokens."""
+        self.grain = trace.block_size  # nobody could find what is kept where the trace names no tokens
         waiting = list(zip(trace.prompts.tolist(), trace.outputs.tolist(), paths, strict=True))[::-1]
         running: list[tuple[int, int, Path, int]] = []
         now = row = 0
@@ -201,7 +203,7 @@ class OneBudget:
         self.blank -= need
         self.refs |= dict.fromkeys(absent, 1)
         self.hit_tokens += hit * self.tokens
-        for position in sorted({len(path), known}):
+        for position in sorted({prompt // self.grain * self.grain // self.tokens, known}):
             if position > hit:
                 self._keep(self._tail(path, position))
         return need - len(absent)
