@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from kvpool.replay.fixed_split import FixedSplit, Split, States
+from kvpool.replay.fixed_split import Admitted, FixedSplit, Split, States, serve
 from kvpool.replay.paths import Path
 from kvpool.replay.trace import Trace
 
@@ -165,26 +165,11 @@ class OneBudget:
     def run(self, trace: Trace, paths: Sequence[Path]) -> int:
         """Play the trace; returns the hit tokens."""
         self.grain = trace.block_size  # nobody could find what is kept where the trace names no tokens
-        waiting = list(zip(trace.prompts.tolist(), trace.outputs.tolist(), paths, strict=True))[::-1]
-        running: list[tuple[int, int, Path, int]] = []
-        now = row = 0
-        while waiting or running:
-            while waiting and len(running) < self.concurrency:
-                prompt, output, path = waiting[-1]
-                private = self.admit(path, prompt, output)
-                if private is not None:
-                    heapq.heappush(running, (now + output, row, path, private))
-                elif running:
-                    break
-                waiting.pop()
-                row += 1
-            if running:
-                now, _, path, private = heapq.heappop(running)
-                self.finish(path, private)
+        serve(trace, paths, self.concurrency, self.admit, self.finish)
         return self.hit_tokens
 
-    def admit(self, path: Path, prompt: int, output: int) -> int | None:
-        """Take pages for a request, and keep its checkpoints; returns how many are in no index, None: no room."""
+    def admit(self, path: Path, prompt: int, output: int) -> Admitted | None:
+        """Take pages for a request, and keep its checkpoints; None: no room."""
         most = path[: (prompt - 1) // self.tokens]
         known = sum(1 for _ in takewhile(self.refs.__contains__, most))
         hit = self._usable(path, known)
@@ -206,7 +191,7 @@ class OneBudget:
         for position in sorted({prompt // self.grain * self.grain // self.tokens, known}):
             if position > hit:
                 self._keep(self._tail(path, position))
-        return need - len(absent)
+        return Admitted(path, need - len(absent))
 
     def _usable(self, path: Path, known: int) -> int:
         """Return the largest ``k <= known`` whose whole tail is kept, else 0."""
@@ -246,10 +231,10 @@ class OneBudget:
                 self.blank += self.cost
         return True
 
-    def finish(self, path: Path, private: int) -> None:
+    def finish(self, request: Admitted) -> None:
         """A request has ended; of its pages the deepest one is the oldest."""
-        self.blank += private
-        for node in reversed(path):
+        self.blank += request.private
+        for node in reversed(request.path):
             self.refs[node] -= 1
             if not self.refs[node]:
                 self.idle["kv", node] = None

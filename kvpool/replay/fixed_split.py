@@ -51,7 +51,9 @@ class Split:
 
 
 @dataclass
-class _Admitted:
+class Admitted:
+    """A request that runs."""
+
     path: Path
     private: int  # blocks that are in no index: duplicates, the last part of the prompt, the answer
 
@@ -173,6 +175,40 @@ class WindowBlocks:
         return path[max(0, position - self.split.window_blocks) : position]
 
 
+def serve(
+    trace: Trace,
+    paths: Sequence[Path],
+    concurrency: int,
+    admit: Callable[[Path, int, int], Admitted | None],
+    finish: Callable[[Admitted], None],
+    progress: Callable[[int], None] = lambda done: None,
+) -> int:
+    """Serve the requests in order, at most `concurrency` at a time; returns how many never fit.
+
+    `admit` gets path, prompt and answer of a request, and says None while there is no room.
+    """
+    waiting = list(zip(trace.prompts.tolist(), trace.outputs.tolist(), paths, strict=True))[::-1]
+    running: list[tuple[int, int, Admitted]] = []
+    now = row = rejected = 0
+    while waiting or running:
+        while waiting and len(running) < concurrency:
+            prompt, output, path = waiting[-1]
+            admitted = admit(path, prompt, output)
+            if admitted is not None:
+                heapq.heappush(running, (now + output, row, admitted))
+            elif running:
+                break
+            else:
+                rejected += 1
+            waiting.pop()
+            row += 1
+            progress(row)
+        if running:
+            now, _, ended = heapq.heappop(running)
+            finish(ended)
+    return rejected
+
+
 class FixedSplit:
     """The arena of KV blocks, and the requests that run.
 
@@ -202,26 +238,9 @@ class FixedSplit:
 
     def run(self, progress: Callable[[int], None] = lambda done: None) -> dict[str, int]:
         """Play the trace; returns the counters."""
-        lengths = zip(self.trace.prompts.tolist(), self.trace.outputs.tolist(), self.paths, strict=True)
-        waiting = list(lengths)[::-1]
-        running: list[tuple[int, int, _Admitted]] = []
-        now = row = 0
-        while waiting or running:
-            while waiting and len(running) < self.split.concurrency:
-                prompt, output, path = waiting[-1]
-                admitted = self.admit(path, prompt, output)
-                if admitted is not None:
-                    heapq.heappush(running, (now + output, row, admitted))
-                elif running:
-                    break
-                else:
-                    self.counters["rejected"] += 1
-                waiting.pop()
-                row += 1
-                progress(row)
-            if running:
-                now, _, ended = heapq.heappop(running)
-                self.finish(ended)
+        self.counters["rejected"] = serve(
+            self.trace, self.paths, self.split.concurrency, self.admit, self.finish, progress
+        )
         shareable = sum(shareable_blocks(self.trace, self.paths, self.split.block_size)) * self.split.block_size
         return {
             "prompt_tokens": int(self.trace.prompts.sum()),
@@ -230,7 +249,7 @@ class FixedSplit:
             **self.checkpoints.counters(),
         }
 
-    def admit(self, path: Path, prompt: int, output: int) -> _Admitted | None:
+    def admit(self, path: Path, prompt: int, output: int) -> Admitted | None:
         """Take blocks for a request, and its checkpoints; None: it does not fit now."""
         size = self.split.block_size
         known = sum(1 for _ in takewhile(self.refs.__contains__, path[: (prompt - 1) // size]))
@@ -253,7 +272,7 @@ class FixedSplit:
         if hit:
             self.checkpoints.use(path, hit)
         self.checkpoints.take(path, hit, self.positions(prompt, hit, known))
-        return _Admitted(path, need - len(absent))
+        return Admitted(path, need - len(absent))
 
     def positions(self, prompt: int, hit: int, known: int) -> list[tuple[int, str]]:
         """Return where the checkpoints of a request lie, in blocks, and by which rule, ascending."""
@@ -275,7 +294,7 @@ class FixedSplit:
             self.refs[node] += 1
             self.idle.pop(node, None)
 
-    def finish(self, request: _Admitted) -> None:
+    def finish(self, request: Admitted) -> None:
         """A request has ended; of its nodes the deepest one is the oldest."""
         self.blank += request.private
         for node in reversed(request.path):
