@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpool.cli.console import CommandError, check_plot, whole
+from kvpool.cli.replay_groups import add_group_arguments, refuse_group_arguments, run_groups
 
 if TYPE_CHECKING:
     from kvpool.replay import Result, Trace
@@ -43,9 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, metavar=metavar, default=default, help=text)
     parser.add_argument(
         "--policy",
-        default="P1",
         help="P1: prefix cache, closed loop, preempts when blocks run out; P2: K samples per prompt by fork and"
-        " copy-on-write, no prefix cache (default: %(default)s)",
+        " copy-on-write, no prefix cache (default: P1)",
     )
     parser.add_argument("--sweep", metavar="N1,N2,...", help="compare pools of these sizes (P1)")
     parser.add_argument(
@@ -55,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--minimise", action="store_true", help="with --ops: the fewest calls that still fail, when they do"
     )
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw blocks in use and hit rate over time")
+    add_group_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,6 +64,10 @@ def run(args: argparse.Namespace) -> int:
         return run_calls(args)
     if args.minimise:
         raise CommandError("--minimise needs --ops FILE")
+    refuse_group_arguments(args)
+    if args.groups is not None:
+        return run_groups(args, lambda: load_trace(args), progress_bar)
+    args.policy = args.policy or "P1"
     from kvpool.errors import CapacityExceeded
     from kvpool.replay import replay, report
 

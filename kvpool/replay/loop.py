@@ -246,7 +246,7 @@ class ClosedLoop:
 
     def call(self, verb: str, *args: Any) -> Any:
         """Call the pool and count the time."""
-        method = getattr(self.pool.prefix if verb == "commit" else self.pool, verb)
+        method = getattr(self.pool.prefix if verb in ("commit", "wanted") else self.pool, verb)
         start = perf_counter_ns()
         try:
             return method(*args)

@@ -75,6 +75,25 @@ def draw_sweep(path: Path, trace_name: str, results: list[Result]) -> None:
     drawn.save(path)
 
 
+def draw_hybrid_sweep(path: Path, name_of: str, runs: list[dict[str, Any]]) -> None:
+    """Write the picture of a sweep of pools with layer groups: tokens that a cache could have saved, over bytes."""
+    runs = sorted(runs, key=lambda run: run["nbytes"])
+    sizes = [run["nbytes"] / 2**30 for run in runs]
+    drawn = _picture(f"{name_of}: which pool is enough")
+    top, bottom = drawn.panels[:, 0]
+    top.plot(sizes, [run["avoidable_tokens"] / 1e6 for run in runs], color=BLOCKS, marker="o", linewidth=1.6)
+    top.set_ylim(bottom=0)
+    name(top, "Tokens computed beyond what no cache can avoid", "million")
+    bottom.plot(sizes, [run["checkpoint_hits"] for run in runs], color=OTHER, marker="o", linewidth=1.4)
+    bottom.set_ylim(bottom=0)
+    _name(bottom, "Admissions that began at a checkpoint", "admissions")
+    bottom.set_xscale("log", base=2)
+    bottom.set_xticks(sizes, [f"{size:,.4g}" for size in sizes])
+    bottom.minorticks_off()
+    bottom.set_xlabel("GiB for KV and checkpoints", color=MUTED)
+    drawn.save(path)
+
+
 def _hit_rates(steps: Any, hits: Any, looked_up: Any) -> tuple[Any, Any]:
     """Return S + 1 times and the S hit rates between them; about as many tokens are looked up in each span."""
     last = np.searchsorted(looked_up, np.linspace(0, looked_up[-1], NUM_SPANS + 1)[1:])

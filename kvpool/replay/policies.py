@@ -28,8 +28,8 @@ class PrefixCaching(ClosedLoop):
 
     policy = "P1"
 
-    def __init__(self, trace: Trace, num_blocks: int, block_size: int, concurrency: int) -> None:
-        super().__init__(trace, num_blocks, block_size, concurrency, prefix_cache=True)
+    def __init__(self, trace: Trace, num_blocks: int, block_size: int, concurrency: int, **options: Any) -> None:
+        super().__init__(trace, num_blocks, block_size, concurrency, prefix_cache=True, **options)
         self.admissions = self.rejected = self.preemptions = self.first_hit_tokens = 0
         self.is_head_refused = False
         self.was_admitted = np.zeros(len(trace), np.bool_)
@@ -53,11 +53,16 @@ class PrefixCaching(ClosedLoop):
             return False  # the pool would say so too, but not before it is given tokens without number
         tokens = self.trace.tokens(request.row, request.length)
         try:
-            request.handles = [self.call("open", tokens)]
+            request.handles = [self.open_tokens(request, tokens)]
         except OutOfBlocks:
             return False
         self.prefill(request, tokens)
         return True
+
+    def open_tokens(self, request: Request, tokens: NDArray[np.int32]) -> int:
+        """Open a sequence that finds what is cached."""
+        handle: int = self.call("open", tokens)
+        return handle
 
     def prefill(self, request: Request, tokens: NDArray[np.int32]) -> None:
         """Compute what the cache did not have, and publish the full blocks of the prompt."""
@@ -67,6 +72,10 @@ class PrefixCaching(ClosedLoop):
         full = request.prompt // self.block_size * self.block_size
         if full > cached:
             self.call("commit", handle, tokens[cached:full])
+        self.count_admission(request, cached)
+
+    def count_admission(self, request: Request, cached: int) -> None:
+        """Count a request that runs, of which the cache had `cached` tokens."""
         self.admissions += 1
         self.shared_blocks += cached // self.block_size
         self.hit_tokens += cached

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvpool.replay.loop import Result
@@ -76,22 +77,27 @@ def describe(result: Result) -> str:
         ("blocks in use", f"peak {facts['peak_used']:,}, mean {facts['mean_used']:,.1f}"),
         (
             "utilization",
-            f"mean {_percent(facts['mean_utilization'])}, peak {_percent(facts['peak_utilization'])}",
+            f"mean {percent(facts['mean_utilization'])}, peak {percent(facts['peak_utilization'])}",
         ),
         (
             "static reservation",
-            f"mean {_percent(facts['static_mean_utilization'])},"
-            f" peak {_percent(facts['static_peak_utilization'])}; {facts['static_reserved_tokens']:,} tokens"
+            f"mean {percent(facts['static_mean_utilization'])},"
+            f" peak {percent(facts['static_peak_utilization'])}; {facts['static_reserved_tokens']:,} tokens"
             f" each: {facts['static_blocks']:,} blocks for as many sequences",
         ),
         ("allocator", f"{facts['ns_per_operation']:,.0f} ns per block operation"),
     ]
     rows += [("", f"{verb}: {_cost(*cost)}") for verb, cost in result.costs.items()]
-    width = max(len(name) for name, _ in rows)
     notes = "Utilization: tokens of the running sequences / token positions held for them"
     if facts["peak_utilization"] > 1:
         notes += "; a shared block is held once"
-    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows), f"{notes}."])
+    return f"{aligned(title, rows)}\n{notes}."
+
+
+def aligned(title: str, rows: Sequence[tuple[str, str]]) -> str:
+    """Return a title and lines of names and texts below it."""
+    width = max(len(name) for name, _ in rows)
+    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows)])
 
 
 def _prefix_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -100,7 +106,7 @@ def _prefix_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         (
             "hit rate",
-            f"{_percent(facts['hit_rate'])} of {looked_up:,} tokens; at first admissions {_percent(first)}",
+            f"{percent(facts['hit_rate'])} of {looked_up:,} tokens; at first admissions {percent(first)}",
         ),
         ("computed tokens", f"{facts['computed_tokens']:,}"),
         ("evictions", f"{facts['evictions']:,} of {facts['allocs']:,} blocks taken"),
@@ -114,8 +120,8 @@ def _prefix_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 SWEEP_COLUMNS = {
     "blocks": lambda facts: f"{facts['num_blocks']:,}",
-    "hit rate": lambda facts: _percent(facts["hit_rate"]),
-    "at first": lambda facts: _percent(facts["first_hit_rate"]),
+    "hit rate": lambda facts: percent(facts["hit_rate"]),
+    "at first": lambda facts: percent(facts["first_hit_rate"]),
     "computed": lambda facts: f"{facts['computed_tokens']:,}",
     "evictions": lambda facts: f"{facts['evictions']:,}",
     "preempted": lambda facts: f"{facts['preemptions']:,}",
@@ -128,12 +134,7 @@ SWEEP_COLUMNS = {
 
 def describe_sweep(results: list[Result]) -> str:
     """Return a table with a line per pool size, and the smallest pool that is enough."""
-    lines = [list(SWEEP_COLUMNS)]
-    for result in results:
-        facts = result_facts(result)
-        lines.append([show(facts) for show in SWEEP_COLUMNS.values()])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = ["  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines]
+    lines = table(SWEEP_COLUMNS, [result_facts(result) for result in results])
     enough = smallest_enough(results)
     if enough is None:
         verdict = "No pool here serves all without preemption at nearly the best hit rate: try larger ones."
@@ -141,10 +142,19 @@ def describe_sweep(results: list[Result]) -> str:
         verdict = (
             f"{enough.num_blocks:,} blocks ({enough.num_blocks * enough.block_size:,} tokens) are enough:"
             f" nothing preempted or rejected,"
-            f" {_percent(enough.counters['first_hit_rate'])} hits at first admissions"
+            f" {percent(enough.counters['first_hit_rate'])} hits at first admissions"
             f" (at least {GOOD_SHARE:.0%} of the best here)."
         )
-    return "\n".join([*table, verdict])
+    return f"{lines}\n{verdict}"
+
+
+def table(columns: Mapping[str, Callable[[Any], str]], rows: Sequence[Any]) -> str:
+    """Return a line of names, and one for each row; `columns` says how a row is shown."""
+    lines = [list(columns), *([show(row) for show in columns.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines
+    )
 
 
 def smallest_enough(results: list[Result]) -> Result | None:
@@ -162,7 +172,8 @@ def smallest_enough(results: list[Result]) -> Result | None:
     return min(fitting, key=lambda result: result.num_blocks, default=None)
 
 
-def _percent(fraction: float) -> str:
+def percent(fraction: float) -> str:
+    """``0.9512`` as ``"95.1 %"``."""
     return f"{100 * fraction:.1f} %"
 
 

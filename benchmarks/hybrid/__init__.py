@@ -1,0 +1,1 @@
+"""Prefix hits of hybrid models: the pool beside other policies at equal bytes, on serving traces."""

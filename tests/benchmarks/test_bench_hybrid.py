@@ -1,0 +1,138 @@
+"""``python -m benchmarks.hybrid``: the simulated policies on cases worked out by hand, the gates, and the command."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.command import main
+from benchmarks.hybrid import command, gates, measure, peers
+from benchmarks.hybrid.measure import BOUND, FULL, PEERS, POOL, Found, Setting
+from kvpool.replay import Trace, synthetic_trace
+from kvpool.replay.paths import paths_of, shareable_blocks, unique_blocks
+
+SETTING = Setting("qwen3_5", "agentic_a", 1500, 4, 64)
+
+
+def case_of(trace, state_nbytes=0, window=0, window_nbytes=0, concurrency=1):
+    """Blocks of 16 tokens, one byte of full attention per token."""
+    return peers.Case(trace, paths_of(trace, 16), 16, concurrency, 1, state_nbytes, window, window_nbytes)
+
+
+def turns(*prompts):
+    """Requests that continue one conversation: so many blocks, and a token that nobody else has."""
+    ids = [list(range(count)) for count in prompts]
+    return Trace(
+        name="turns",
+        block_size=16,
+        prompts=np.array([16 * count + 1 for count in prompts]),
+        outputs=np.ones(len(prompts), np.int64),
+        ids=np.array([value for row in ids for value in row], np.int64),
+        id_offsets=np.cumsum([0, *prompts]),
+        timestamps=np.zeros(len(prompts), np.int64),
+        sessions=np.zeros(len(prompts), np.int64),
+    )
+
+
+def found(share, policy=POOL, divisor=1, setting=SETTING):
+    return Found(setting, policy, divisor, 2**30, round(share * 10**6), 10**6, 2 * 10**6)
+
+
+def measured(shares, setting=SETTING, divisor=1):
+    names = (POOL, FULL, BOUND, *PEERS["state"])
+    return [found(share, name, divisor, setting) for name, share in zip(names, shares, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "hits"),
+    [
+        (peers.full_attention, 4 + 8 + 4),
+        (peers.clairvoyant, 4 + 8 + 4),
+        (peers.vllm(16, 3), 4 + 8 + 4),
+        (peers.vllm(48, 3), 3 + 6 + 3),  # whole pages of three blocks
+        (peers.every(32), 4 + 8 + 4),
+        (peers.every(48), 3 + 6 + 3),
+        (peers.sglang(0.5), 4 + 8 + 4),
+    ],
+)
+def test_policies_with_enough_bytes_find_their_last_checkpoint(policy, hits):
+    trace = turns(4, 8, 12, 4)
+    assert policy(case_of(trace, state_nbytes=16), 10**6) == 16 * hits
+
+
+def test_window_is_found_only_where_its_whole_tail_is():
+    case = case_of(turns(4, 8, 8), window=32, window_nbytes=1)
+    assert peers.vllm_windows(case, 10**6) == 16 * (4 + 8)
+    assert peers.vllm_windows(case, 16 * 12) == 16 * (4 + 8)  # 8 of KV, 2 tails of 2
+    assert peers.vllm_windows(case, 16 * 9) == 0  # the tail of the first leaves for the second request
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("divisor", [2, 4, 8])
+def test_no_policy_finds_more_than_full_attention_or_the_bound(seed, divisor):
+    trace = synthetic_trace(seed, sessions=24)
+    case = case_of(trace, state_nbytes=64)
+    nbytes = 16 * unique_blocks(case.paths) // divisor
+    bound, full = peers.clairvoyant(case, nbytes), peers.full_attention(case, nbytes)
+    assert full <= bound <= 16 * sum(shareable_blocks(trace, case.paths, 16))
+    for policy in (peers.vllm(16, 4), peers.every(32), peers.sglang(0.25)):
+        assert 0 < policy(case, nbytes) <= bound
+
+
+def test_gates_hold_or_fail_by_what_was_measured():
+    good = gates.gates_of(measured([0.999, 1.0, 1.0, 0.98, 0.99, 0.9]))
+    assert all(gate.holds for gate in good)
+    assert {gate.name.split(",")[0] for gate in good} > {"lost", "hits / best peer", "lost / vLLM's"}
+    wrong = {
+        "lost": [0.98, 1.0, 1.0, 0.9, 0.9, 0.9],
+        "hits / full attention": [0.96, 1.0, 1.0, 0.5, 0.5, 0.5],
+        "hits / best peer": [0.97, 0.98, 1.0, 0.9, 0.99, 0.9],
+        "lost / vLLM's": [0.995, 1.0, 1.0, 0.996, 0.99, 0.9],
+    }
+    for name, shares in wrong.items():
+        missed = [gate.name for gate in gates.gates_of(measured(shares)) if not gate.holds]
+        assert any(one.startswith(name) for one in missed), name
+
+
+def test_gate_of_vllm_is_judged_where_it_is_promised():
+    names = [gate.name for gate in gates.gates_of(measured([0.5, 0.6, 0.9, 0.3, 0.3, 0.3], divisor=8))]
+    assert any(name.startswith("hits / vLLM") for name in names)
+    assert not any(name.startswith("lost") for name in names)
+
+
+def test_command_plays_a_folder_of_traces(capsys, tmp_path, monkeypatch):
+    trace = synthetic_trace(1, sessions=48)
+    lengths = np.diff(trace.id_offsets)
+    np.savez(
+        tmp_path / "agentic_a.npz",
+        block_size=np.int32(4096),  # each id stands for so many tokens that states are worth it
+        input_length=lengths * 4096 + 1,
+        output_length=trace.outputs,
+        run_off=trace.id_offsets,
+        run_start=trace.ids,
+        run_len=np.ones_like(trace.ids),
+    )
+    monkeypatch.setattr(measure, "SETTINGS", (replace(SETTING, block_size=1024),))
+    peer = {name: policies[-1:] for name, policies in PEERS["state"].items() if name != measure.VLLM}
+    monkeypatch.setitem(PEERS, "state", {measure.VLLM: (peers.vllm(1024, 3),), **peer})
+    status = main(command, ["--traces", str(tmp_path), "--models", "qwen3_5", "--gates", "--json"])
+    facts = json.loads(capsys.readouterr().out)
+    assert status == (0 if all(gate["holds"] for gate in facts["gates"]) else 1)
+    pool = {one["budget"]: one["share"] for one in facts["results"] if one["policy"] == POOL}
+    assert 0 < pool["U/8"] < pool["U/2"] <= pool["U/1"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--models", "qwen3_5"], "KVPOOL_TRACES"),
+        (["--traces", ".", "--models", "nobody"], "--models nobody"),
+        (["--traces", ".", "--models", "gemma4", "--plot", "a.png"], "--plot"),
+        (["--traces", "nowhere"], "nowhere"),
+    ],
+)
+def test_command_refuses_what_does_not_fit(capsys, monkeypatch, argv, said):
+    monkeypatch.delenv("KVPOOL_TRACES", raising=False)
+    assert main(command, argv) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,225 @@
+"""Replays of hybrid models: H1 gives the golden numbers, P3 what was worked out by hand, and the command says both.
+
+The numbers of H1 come from two independent simulators. Those of synthetic traces are here; ``KVPOOL_TRACES`` names a
+folder with ``golden_hybrid.json`` and its traces.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvpool.cli import main
+from kvpool.groups import Group
+from kvpool.replay import Trace, read_trace, synthetic_trace
+from kvpool.replay.fixed_split import FixedSplit, Split
+from kvpool.replay.hybrid import replay_hybrid
+from kvpool.replay.hybrid_shapes import MODELS, HybridShape, hybrid_shape
+from kvpool.replay.paths import paths_of, shareable_blocks, unique_blocks
+
+MIB = 2**20
+SYNTH = json.loads((Path(__file__).parents[1] / "data" / "golden_hybrid_synth.json").read_text())["entries"]
+TRACES = os.environ.get("KVPOOL_TRACES")
+COUNTERS = (
+    *("prompt_tokens", "shareable_tokens", "hit_tokens", "computed_tokens", "admissions", "rejected"),
+    *("kv_evictions", "checkpoints_taken", "checkpoints_used", "checkpoint_evictions"),
+)
+H1 = ("--groups", "qwen3_5", "--num-blocks", "9", "--policy", "H1")
+COMMAND = ("replay", "--synthetic", "--sessions", "48", "--concurrency", "4", "--groups", "qwen3_5")
+
+
+def golden_entries():
+    """The entries of real traces; one that is skipped when there is no folder of traces."""
+    if TRACES is None:
+        reason = "KVPOOL_TRACES is not set: it names the folder with golden_hybrid.json and the traces"
+        return [pytest.param(None, marks=pytest.mark.skip(reason=reason), id="no-traces")]
+    entries = json.loads((Path(TRACES) / "golden_hybrid.json").read_text())["entries"]
+    real = [entry for entry in entries if not entry["trace"].startswith("synth")]
+    return [pytest.param(entry, id=f"{number}-{entry['trace']}") for number, entry in enumerate(real)]
+
+
+def split_of(entry):
+    return Split(
+        kv_blocks=entry["kv_blocks"],
+        room=entry["checkpoint_slots_or_window_blocks"],
+        block_size=entry["b"],
+        concurrency=entry["C"],
+        window_blocks=entry["window_blocks"],
+        place=entry["place"],
+        first_distance=entry["D0"],
+        is_two_class=entry["two_class"],
+    )
+
+
+def check_golden(entry, trace):
+    counters = FixedSplit(trace, split_of(entry)).run()
+    assert counters == {name: entry[name] for name in COUNTERS if name in entry}
+
+
+def make_trace(requests, block_size=4):
+    """A trace of (prompt, output, ids) per request."""
+    prompts, outputs, ids = zip(*requests, strict=True)
+    return Trace(
+        name="made here",
+        block_size=block_size,
+        prompts=np.array(prompts),
+        outputs=np.array(outputs),
+        ids=np.array([value for row in ids for value in row], np.int64),
+        id_offsets=np.cumsum([0, *map(len, ids)]),
+        timestamps=np.zeros(len(ids), np.int64),
+        sessions=np.full(len(ids), -1),
+    )
+
+
+def shape_of(*groups, block_size=4):
+    """Groups in blocks of 10 bytes."""
+    return HybridShape((), block_size, 10, groups)
+
+
+def output(capsys, *argv):
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+@pytest.mark.parametrize("entry", SYNTH, ids=lambda entry: entry["trace"])
+def test_fixed_split_of_synthetic_traces_gives_the_golden_numbers(entry):
+    check_golden(entry, synthetic_trace(int(entry["trace"].removeprefix("synth")), 48, 16))
+
+
+@pytest.mark.parametrize("entry", golden_entries())
+def test_fixed_split_of_real_traces_gives_the_golden_numbers(entry):
+    check_golden(entry, read_trace(Path(TRACES) / entry["trace"]).head(entry["requests"]))
+
+
+@pytest.mark.parametrize("change", [{"place": "EJ"}, {"room": 19}, {"is_two_class": False}, {"first_distance": 512}])
+def test_fixed_split_with_another_parameter_gives_other_numbers(change):
+    """So the golden numbers tell every parameter from its neighbour."""
+    entry = SYNTH[0]
+    split = Split(**{**vars(split_of(entry)), **change})
+    counters = FixedSplit(synthetic_trace(1, 48, 16), split).run()
+    assert any(counters[name] != entry[name] for name in counters)
+
+
+@pytest.mark.parametrize(
+    ("model", "token_kib", "state_mib", "tail_mib", "groups"),
+    [
+        ("qwen3_5", 64, 146.8125, 0, (Group.full(block_size=16), Group.state(8, blocks=147))),
+        ("gemma4", 80, 0, 800, (Group.window(1024, block_size=16, columns=5), Group.full(block_size=32))),
+        ("gpt_oss", 24, 0, 3, (Group.window(128, block_size=16), Group.full(block_size=16))),
+    ],
+)
+def test_shapes_of_named_models_have_the_bytes_worked_out_by_hand(model, token_kib, state_mib, tail_mib, groups):
+    shape = hybrid_shape(model, 16, 4)
+    assert shape.token_nbytes == token_kib * 1024
+    assert (shape.state_nbytes, shape.tail_nbytes) == (state_mib * MIB, tail_mib * MIB)
+    assert shape.groups == groups
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("block_size", [8, 16, 64])
+def test_entries_of_a_shape_idle_at_most_one_byte_in_twenty(model, block_size):
+    shape = hybrid_shape(model, block_size, 4)
+    kept = [layers for layers in shape.layers if layers.kind != "state"]
+    for index, layers in enumerate(kept):
+        held = shape.entry_blocks(index) * shape.block_nbytes
+        needed = layers.token_nbytes * shape.entry_tokens(index)
+        assert 0.95 * held <= needed <= held
+
+
+def test_paths_agree_exactly_where_prompts_do():
+    trace = make_trace([(10, 1, [0, 1]), (12, 1, [0, 1, 2]), (8, 1, [0, 3]), (4, 1, [1])])
+    first, second, third, fourth = paths_of(trace, 2)
+    assert first[:4] == second[:4] and first[4] not in second
+    assert first[:2] == third[:2] and not set(third[2:]) & set(second)
+    assert not set(fourth) & {*first, *second, *third}  # the same id below another prefix
+    assert [len(path) for path in (first, second, third, fourth)] == [5, 6, 4, 2]
+    assert shareable_blocks(trace, [first, second, third, fourth], 2) == [0, 4, 2, 0]
+    assert unique_blocks([first, second, third, fourth]) == 5 + 2 + 2 + 2
+
+
+def test_second_turn_begins_at_the_checkpoint_of_the_first():
+    trace = make_trace([(14, 2, [0, 1, 2]), (22, 2, [0, 1, 2, 3, 4])])
+    shape = shape_of(Group.full(), Group.state(2, blocks=30))
+    counted = replay_hybrid(trace, shape=shape, num_blocks=100, concurrency=1).counters
+    assert (counted["hit_tokens"], counted["computed_tokens"]) == (12, 14 + 10)
+    assert (counted["shareable_tokens"], counted["avoidable_tokens"]) == (12, 0)
+    assert (counted["checkpoints_wanted"], counted["checkpoints_taken"], counted["checkpoint_hits"]) == (2, 2, 1)
+    assert counted["written_nbytes"] == {"full": (4 + 3) * 10, "state": 60 * 10}
+
+
+def test_checkpoint_that_finds_no_blocks_is_wanted_and_not_taken():
+    trace = make_trace([(14, 2, [0, 1, 2]), (22, 2, [0, 1, 2, 3, 4])])
+    shape = shape_of(Group.full(), Group.state(2, blocks=30))
+    counted = replay_hybrid(trace, shape=shape, num_blocks=20, concurrency=1).counters
+    # wanted: two ends of prompts, and the junction of the second one
+    assert (counted["checkpoints_wanted"], counted["checkpoints_taken"], counted["hit_tokens"]) == (3, 0, 0)
+    assert counted["avoidable_tokens"] == counted["shareable_tokens"] == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"num_blocks": 0}, "num_blocks"), ({"concurrency": 0}, "concurrency"), ({"block_size": 3}, "multiples of 3")],
+)
+def test_options_that_do_not_fit_are_refused(options, said):
+    shape = shape_of(Group.full(), Group.state(2, blocks=3), block_size=options.pop("block_size", 4))
+    with pytest.raises(ValueError, match=rf"^\[replay\] .*{said}"):
+        replay_hybrid(make_trace([(14, 2, [0, 1, 2])]), shape=shape, **{"num_blocks": 9, "concurrency": 1, **options})
+
+
+def test_command_says_what_the_replay_counted(capsys):
+    facts = json.loads(output(capsys, *COMMAND, "--num-blocks", "6000", "--json"))
+    (run,) = facts["runs"]
+    shape = hybrid_shape("qwen3_5", 16, 4)
+    expected = replay_hybrid(synthetic_trace(1, 48), shape=shape, num_blocks=6000, concurrency=4)
+    assert expected.counters.items() <= run.items()
+    assert run["nbytes"] == 6000 * MIB
+    assert facts["model"]["checkpoint_nbytes"] == shape.checkpoint_nbytes
+    text = output(capsys, *COMMAND, "--num-blocks", "6000")
+    for number in ("hit_tokens", "computed_tokens", "checkpoints_taken", "checkpoint_hits"):
+        assert f"{run[number]:,}" in text
+
+
+def test_command_sweeps_budgets_in_bytes_and_draws_them(capsys, tmp_path):
+    picture = tmp_path / "sweep.png"
+    sweep = ("--sweep", "2GiB,8000,32GiB")
+    runs = json.loads(output(capsys, *COMMAND, *sweep, "--plot", str(picture), "--json"))["runs"]
+    assert [run["num_blocks"] for run in runs] == [2048, 8000, 32768]
+    assert runs[0]["hit_tokens"] < runs[1]["hit_tokens"] < runs[2]["hit_tokens"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"{runs[2]['hit_tokens']:,}" in output(capsys, *COMMAND, *sweep)
+
+
+def test_command_plays_the_fixed_split(capsys):
+    entry = SYNTH[0]
+    options = ("--policy", "H1", "--num-blocks", str(entry["kv_blocks"]), "--place", "EJD", "--two-class")
+    room = ("--checkpoints", str(entry["checkpoint_slots_or_window_blocks"]), "--first-distance", str(entry["D0"]))
+    (run,) = json.loads(output(capsys, *COMMAND, *options, *room, "--json"))["runs"]
+    assert {name: run[name] for name in COUNTERS if name in run} == {name: entry[name] for name in COUNTERS}
+    assert f"{entry['hit_tokens']:,}" in output(capsys, *COMMAND, *options, *room)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--groups", "nobody", "--num-blocks", "9"), "--groups nobody"),
+        (("--groups", "qwen3_5"), "--num-blocks"),
+        (("--groups", "qwen3_5", "--num-blocks", "9", "--sweep", "9"), "--num-blocks"),
+        (("--groups", "qwen3_5", "--num-blocks", "many"), "--num-blocks many"),
+        (("--groups", "qwen3_5", "--num-blocks", "1KiB"), "out of range"),
+        (("--groups", "qwen3_5", "--num-blocks", "9", "--policy", "P1"), "P3 and H1"),
+        (("--groups", "qwen3_5", "--num-blocks", "9", "--samples", "2"), "--samples 2"),
+        ((*H1, "--checkpoints", "3", "--place", "X"), "--place X"),
+        ((*H1,), "--checkpoints"),
+        (("--groups", "qwen3_5", "--num-blocks", "9", "--checkpoints", "3"), "--policy H1"),
+        (("--groups", "qwen3_5", "--num-blocks", "9", "--plot", "a.png"), "--sweep"),
+        (("--groups", "gemma4", "--num-blocks", "9"), "block_size"),
+        (("--num-blocks", "9", "--two-class"), "--groups MODEL"),
+    ],
+)
+def test_command_refuses_what_does_not_fit(capsys, argv, said):
+    assert main(("replay", "--synthetic", *argv)) == 2
+    assert said in capsys.readouterr().err
