@@ -43,6 +43,7 @@ class _Cut(NamedTuple):
     seq_lens: np.ndarray  # [S] tokens before the hole and behind it
     kept: np.ndarray  # [S] tokens before the hole
     starts: np.ndarray  # [S] first position behind it
+    evicted: np.ndarray  # [S] tokens that have no place any more: a place is a position less these
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,8 @@ class GroupStorage:
         steps, cuts = {}, {}
         for number, backends in self._held.items():
             arrays = groups[number]
-            cuts[number] = cut = self._cut(number, lens, np.asarray(arrays.kv_starts, np.int64))
+            held, starts = np.asarray(arrays.kv_lens, np.int64), np.asarray(arrays.kv_starts, np.int64)
+            cuts[number] = cut = self._cut(number, held, starts, lens - held)
             for column in range(self.groups[number].columns):
                 tables = np.asarray(arrays.block_tables)[:, :, column]
                 entries = np.minimum(cut.entries, max(tables.shape[1] - 1, 0))
@@ -194,6 +196,34 @@ class GroupStorage:
             for backend in backends:
                 backend.copy_blocks(np.array(groups[number].copies))
 
+    def compact(self, group: int, table: np.ndarray, keep: np.ndarray) -> None:
+        """Move tokens to the front of the table of a row, as `Pool.compact` says; see `KVBackend.compact`.
+
+        Parameters
+        ----------
+        group : int
+            A group of blocks.
+        table : int ``[entries, columns]``
+            Of the row as it was before `Pool.compact`: the entries that hold tokens.
+        keep : int ``[layers of the group, Hk, target]``
+            Places that stay, ascending, by layer and head.
+        """
+        if group not in self._held:
+            raise ValueError(f"[compact] group {group} holds no blocks, those that do are {sorted(self._held)}")
+        table, keep = np.asarray(table), np.asarray(keep)
+        expected = self.groups[group].columns, self._num_layers(group)
+        if table.ndim != 2 or keep.ndim != 3 or (table.shape[1], keep.shape[0]) != expected:
+            raise ValueError(
+                f"[compact] table has shape {list(table.shape)} and keep {list(keep.shape)}, group {group} has "
+                f"{expected[0]} columns and {expected[1]} layers"
+            )
+        at = 0
+        for column in range(expected[0]):
+            for backend in self._held[group]:
+                end = at + backend.spec.num_layers
+                backend.compact(table[:, column], keep[at:end])
+                at = end
+
     def write(self, step: GroupStep, layer: int, k: Any, v: Any) -> None:
         """Store the new tokens of a step in one layer of the model; see `KVBackend.write`."""
         place = self._at("write", layer)
@@ -213,7 +243,8 @@ class GroupStorage:
         """Attention of the query tokens over what the group of the layer reads; see `KVBackend.attend`.
 
         A window and a chunk are applied: leave them out of the options. A mask of the options has a column for each
-        position of the row, also where the group holds nothing.
+        position of the row, also where the group holds nothing; of a group that lost tokens by eviction, for each
+        place of its table.
         """
         place = self._at("attend", layer)
         options = self._options(step, place.group, int(q.shape[0]), options)
@@ -311,19 +342,20 @@ class GroupStorage:
             raise ValueError(f"[{call}] blocks must have shape {list(expected)}, got {list(bundles.shape)}")
         return bundles
 
-    def _cut(self, number: int, lens: np.ndarray, starts: np.ndarray) -> _Cut:
+    def _cut(self, number: int, lens: np.ndarray, starts: np.ndarray, evicted: np.ndarray) -> _Cut:
         group = self.groups[number]
         size = group.block_size or self._pool.block_size
         kept = np.minimum(-(-group.keep // size) * size, starts)
         seq_lens = lens - starts + kept
         entries = np.arange(-(-int(seq_lens.max(initial=0)) // size))
         entries = entries + np.where(entries < kept[:, None] // size, 0, (starts - kept)[:, None] // size)
-        return _Cut(entries, seq_lens, kept, starts)
+        return _Cut(entries, seq_lens, kept, starts, evicted)
 
     def _visible(self, step: GroupStep, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Bool ``[n, C]``: what each query token sees by the rule of its group; and the positions of the columns."""
+        """Bool ``[n, C]``: what each query token sees by the rule of its group; and the places of the columns."""
         group, cut = self.groups[number], step.cuts[number]
-        columns, own = np.arange(int(cut.seq_lens.max(initial=0))), step.positions[:, None]
+        columns = np.arange(int(cut.seq_lens.max(initial=0)))
+        own = (step.positions - cut.evicted[step.rows])[:, None]
         at = columns + np.where(columns < cut.kept[:, None], 0, (cut.starts - cut.kept)[:, None])
         at = at[step.rows]
         if group.kind == "chunk":

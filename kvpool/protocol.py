@@ -123,12 +123,12 @@ class StepArrays:
         Parameters
         ----------
         plan
-            Of a pool that was made with `groups`, with the formats ``seq_lens`` and ``cu_q_lens``.
+            Of a pool that was made with `groups`, with the format ``cu_q_lens``.
         """
         arrays = plan.groups[group]  # type: ignore[index]
         block_size = plan.pool.options.groups[group].block_size or plan.pool.block_size  # type: ignore[index]
         tables, starts = arrays.block_tables[:, :, column], arrays.kv_starts
-        lens = np.asarray(plan.seq_lens) - starts
+        lens = np.asarray(arrays.kv_lens) - starts
         width = -(-int(lens.max(initial=0)) // block_size)
         latest = int(starts.max(initial=0))
         if len(starts) == 1 or latest == 0:

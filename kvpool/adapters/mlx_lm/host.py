@@ -101,9 +101,11 @@ def install(
     if (num_blocks is None) == (pool is None):
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
     shape = inspect_model(model)
-    layout = _layout(shape, block_size if pool is None else pool.block_size, pool, prefix_cache, eviction)
+    layout = _layout(shape, block_size if pool is None else pool.block_size, pool, prefix_cache)
+    if isinstance(eviction, Policy):
+        layout.evicting("install", eviction)
     if num_blocks is not None:
-        pool = layout.make_pool(num_blocks, block_size, max_seqs, prefix_cache)
+        pool = layout.make_pool(num_blocks, block_size, max_seqs, prefix_cache, eviction is not None)
     layout = replace(layout, specs=tuple(with_bits(spec, **quantization) for spec in layout.specs))
     storage = partial(_storage, backend=backend, kernels=kernels, overlap=overlap)
     paged = partial(_paged, model, layout, storage)
@@ -116,11 +118,9 @@ def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: 
     return PagedKV(model, pool, layout, backends, **kept)
 
 
-def _layout(model: ModelShape, block_size: int, pool: Any, prefix_cache: bool, eviction: Policy | None) -> Layout:
+def _layout(model: ModelShape, block_size: int, pool: Any, prefix_cache: bool) -> Layout:
     """Return how the caches of a model are held: in one table where that is asked for and possible."""
-    keeps_all = prefix_cache or eviction is not None or (pool is not None and pool.options.groups is None)
-    if eviction is not None:
-        require_evictable(model, eviction, "install")
+    keeps_all = prefix_cache or (pool is not None and pool.options.groups is None)
     layout = layout_of(model, block_size, keeps_all)
     if pool is not None:
         layout.require_pool(pool)
@@ -133,7 +133,7 @@ def _layout(model: ModelShape, block_size: int, pool: Any, prefix_cache: bool, e
 
 
 def require_evictable(model: ModelShape, eviction: Policy, call: str) -> None:
-    """Raise ValueError unless one table can hold all layers of a model: eviction takes tokens out of it."""
+    """Raise ValueError unless one table can hold all layers of a model: a scheduler evicts from one table."""
     if model.is_apart or not model.is_uniform:
         raise ValueError(
             f"[{call}] eviction needs layers that keep every token in one shape, and rows that share a pass: "

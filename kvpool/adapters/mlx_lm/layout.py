@@ -78,14 +78,36 @@ class Layout:
         """The length up to which no layer lets tokens go."""
         return min((group.size for group in self.groups if group.kind in ("window", "chunk")), default=2**62)
 
+    def evicting(self, call: str, policy: Any) -> Place:
+        """Return the group that a policy evicts from and its arena, as the place of its first layer.
+
+        Raises
+        ------
+        ValueError
+            No group is full, or several are.
+        """
+        if not self.groups:
+            return Place(0, 0, 0, 0)
+        full = [i for i, group in enumerate(self.groups) if group.kind == "full"]
+        if len(full) != 1:
+            found = f"{len(full)} shapes of layers" if full else "no layer"
+            why = "tokens leave one group" if full else "windows, chunks and states let go by themselves"
+            raise ValueError(
+                f"[{call}] {type(policy).__name__} evicts from full attention, this model has {found} that keeps every "
+                f"token, {why}: {self.model.describe()}"
+            )
+        return Place(full[0], 0, self.groups[full[0]].arena, 0)
+
     def columns(self, arena: int) -> int:
         """Return the blocks of an arena that one block of tokens takes in all its groups."""
         return sum(group.columns for group in self.groups if group.kind != "state" and group.arena == arena) or 1
 
-    def make_pool(self, num_blocks: int, block_size: int, max_seqs: int, prefix_cache: bool = False) -> Any:
+    def make_pool(
+        self, num_blocks: int, block_size: int, max_seqs: int, prefix_cache: bool = False, evicts: bool = False
+    ) -> Any:
         """Return a pool with room for `num_blocks` blocks of tokens in all layers, if nothing were let go.
 
-        With layer groups it has no prefix cache.
+        With layer groups it has no prefix cache. `evicts`: a sequence may be longer than what it holds.
         """
         if not self.groups:
             return kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, prefix_cache=prefix_cache)
@@ -99,7 +121,7 @@ class Layout:
                 group = replace(group, num_blocks=sizes[group.arena])
             groups.append(group)
         longest = num_blocks - 1
-        if all(group.kind != "full" for group in self.groups):
+        if evicts or all(group.kind != "full" for group in self.groups):
             longest = max(longest, -(-MAX_TOKENS // block_size))
         bounded = [group.size for group in self.groups if group.kind in ("window", "chunk")]
         return kvpool.Pool(
@@ -127,7 +149,7 @@ def layout_of(model: ModelShape, block_size: int, keeps_all: bool) -> Layout:
     """Return how the caches of a model are held.
 
     `keeps_all`: in one table where that is possible, also if it keeps tokens that windows do not see. A prefix cache
-    and eviction need it.
+    needs it.
     """
     is_plain = model.keeps_every_token or (keeps_all and model.is_uniform)
     return one_table(model, block_size) if is_plain else grouped(model, block_size)
