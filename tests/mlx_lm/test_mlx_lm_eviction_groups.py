@@ -116,8 +116,8 @@ def test_budget_holds_in_the_full_layers_alone(model, policy):
 
 
 def test_rows_of_a_batch_say_what_each_says_alone(model, policy):
-    prompts = random_prompts((33, 5, 21, 12, 40), seed=3)
-    limits = [30, 60, 12, 40, 25]
+    prompts = random_prompts((33, 5, 21), seed=3)
+    limits = [20, 40, 8]
     with on_cpu(), install(model, 400, block_size=4, eviction=policy) as kv:
         alone = [batch_tokens(model, [prompt], n)[0] for prompt, n in zip(prompts, limits, strict=True)]
         assert batch_tokens(model, prompts, limits, prefill_batch_size=1) == alone
