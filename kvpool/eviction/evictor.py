@@ -191,7 +191,8 @@ class Evictor:
             found = self.pool.kv_len(handle, self.group)
             if found != held:
                 raise ValueError(f"[evict] lens[{i}] is {held}, the sequence holds {found} tokens")
-        self.pool.compact(handles, numbers[1], group=self.group)  # nothing leaves: it raises for a pending row, before a block is copied
+        # Nothing leaves: it raises for a pending row, before a block is copied.
+        self.pool.compact(handles, numbers[1], group=self.group)
         chosen = [self.memory.select(*one) for one in zip(*numbers[:3], strict=True)]
         move = self._evict_blocks if self.policy.whole_blocks else self._compact
         move(handles, chosen, numbers)

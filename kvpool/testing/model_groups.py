@@ -582,7 +582,9 @@ class GroupModel(StepModel):
         if not 0 <= length <= self._held(seq, layer):
             raise ValueError(f"[{call}] len is {length}, 0 .. {self._held(seq, layer)} is legal")
 
-    def _not_own(self, seq: Sequence, layer: Layers, length: int, first: int, before: list[tuple[int, int]]) -> list[int]:
+    def _not_own(
+        self, seq: Sequence, layer: Layers, length: int, first: int, before: list[tuple[int, int]]
+    ) -> list[int]:
         """Entries that compaction to `length` tokens rewrites and must not; `before` is what rows before replaced."""
         arena, entries = layer.arena, seq.tables[layer.index].entries
         named, given = arena.names(), [block for block, _ in before]
