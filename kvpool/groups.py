@@ -42,12 +42,14 @@ class Group:
     columns: int = 1
     arena: int = 0
     num_blocks: int | None = None
+    blocks: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in ("full", "window", "chunk", "state"):
             raise ValueError(f"[Group] kind is {self.kind!r}, it must be full, window, chunk or state")
         most = {"columns": MAX_COLUMNS}
         lows = {"size": int(self.kind != "full"), "keep": 0, "block_size": 1, "columns": 1, "arena": 0, "num_blocks": 1}
+        lows["blocks"] = 0
         for name, low in lows.items():
             value = getattr(self, name)
             if value is None and name in ("block_size", "num_blocks"):
@@ -104,9 +106,12 @@ class Group:
         return cls("chunk", chunk, 0, block_size, columns, arena, num_blocks)
 
     @classmethod
-    def state(cls, slots: int) -> Self:
-        """Layers with one state per sequence; `slots`: working states of all rows."""
-        return cls("state", slots)
+    def state(cls, slots: int, *, blocks: int = 0) -> Self:
+        """Layers with one state per sequence.
+
+        `slots`: working states of all rows. `blocks`: blocks of arena 0 of one checkpoint, 0: none is ever taken.
+        """
+        return cls("state", slots, blocks=blocks)
 
 
 def arenas_of(groups: tuple[Group, ...] | None) -> list[int]:

@@ -97,8 +97,8 @@ class KVBlockManager:
     ) -> None:
         if not isinstance(spec, KVSpec):
             raise TypeError(
-                f"[KVBlockManager] spec must be a KVSpec, not {type(spec).__name__}: a manager has one table; for layer "
-                "groups make a Pool(groups=...) and a GroupStorage"
+                f"[KVBlockManager] spec must be a KVSpec, not {type(spec).__name__}: a manager has one table; for "
+                "layer groups make a Pool(groups=...) and a GroupStorage"
             )
         if callable(backend):
             factory: Any = backend

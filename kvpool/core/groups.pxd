@@ -2,6 +2,7 @@
 
 cdef enum:
     MAX_GROUPS = 8
+    MOST_COLUMNS = 1024
     MAX_ARENAS = MAX_GROUPS + 1 # each has a group; in a pool of states the first has none
 
 cdef enum:                      # LayerGroup.kind
@@ -69,6 +70,10 @@ cdef struct GroupPlan:          # what a plan has for one group
     int32_t* slot_mapping       # [columns, tokens], NULL: nobody asked for it
     int32_t* state_src          # [max_rows]
     int32_t* state_dst
+    int32_t* loads              # [max_rows, 1 + blocks of a checkpoint] state_loads
+    int32_t* saves
+    int32_t num_loads
+    int32_t num_saves
     int32_t shown_rows
     int64_t shown_tokens
 
@@ -78,7 +83,12 @@ cdef struct TableUpdates:       # an array of a plan: what its last step told of
     int64_t size
 
 
+cdef struct Tree
+
+
 cdef struct Groups:
+    Tree* tree                  # the prefix cache, NULL: none
+    int64_t[MAX_ARENAS] needed  # blocks that the step at hand takes
     LayerGroup[MAX_GROUPS] group
     int32_t num_groups
     Blocks* arena[MAX_ARENAS]   # the first is the pool's

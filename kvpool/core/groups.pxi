@@ -27,6 +27,8 @@ cdef void groups_free(Groups* gs) noexcept nogil:
         part_free(&gs.scratch[k])
     for k in range(1, gs.num_arenas):
         blocks_free(gs.arena[k])
+    if gs.tree != NULL:
+        tree_free(gs.tree)
     xfree(gs.more)
     xfree(gs)
 
@@ -157,6 +159,8 @@ cdef void groups_fork(Groups* gs, int32_t parent, int32_t n, int64_t* children) 
             g.seq[child].epoch = 0
             forget_told(g, child)
             new_version(g, child)
+        if gs.tree != NULL:
+            tree_fork(gs, parent, child)
         children[i] = s.seq[child].handle
         b.digest = mix(b.digest, untagged(children[i]))
     s.sum_tokens += n * p.kv_len
@@ -168,7 +172,11 @@ cdef void groups_close(Groups* gs, int32_t slot) noexcept nogil:
     cdef Seqs* s = gs.seqs
     cdef Seq* q = &s.seq[slot]
     cdef LayerGroup* g
-    cdef int32_t k
+    cdef int32_t k, state = NO_BLOCK
+    if gs.tree != NULL:
+        row_leaves(gs, slot)
+        if gs.tree.num_loads:
+            state = gs.group[gs.tree.state_group].table[slot]
     for k in range(gs.num_groups):
         g = &gs.group[k]
         group_unref(g, slot, 0, entries_of(g, slot, q.num_blocks))
@@ -178,6 +186,8 @@ cdef void groups_close(Groups* gs, int32_t slot) noexcept nogil:
     s.sum_blocks -= q.num_blocks
     gs.arena[0].digest = mix(mix(gs.arena[0].digest, OP_CLOSE), untagged(q.handle))
     seq_retire_handle(s, slot)
+    if state != NO_BLOCK:
+        end_idle_load(gs, state)
 
 
 cdef int64_t least_length(const LayerGroup* g, int32_t slot, int64_t length) noexcept nogil:
@@ -212,6 +222,8 @@ cdef void groups_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nog
     cdef LayerGroup* g
     cdef int64_t blocks = blocks_for(gs, length)
     cdef int32_t k, keep, entries
+    if gs.tree != NULL:
+        tree_truncate(gs, slot, length)
     for k in range(gs.num_groups):
         g = &gs.group[k]
         keep = entries_of(g, slot, blocks)      # of a state: it stays, the length is the same
@@ -461,6 +473,7 @@ cdef int groups_check_step(Groups* gs, Step* p, GroupPlan** part, const Ints* ha
             unserved += new if advance else 0
         i += 1
     p.num_tokens = asked - unserved
+    memcpy(gs.needed, needed, sizeof(needed))
     if short_row >= 0 and not partial:
         blocks_short(gs.arena[arena], v, arena, short_row, handle[short_row], needed[arena],
                      needed[arena] - available[arena])
@@ -515,6 +528,10 @@ cdef void groups_commit(Groups* gs, Step* p, GroupPlan** part, const int64_t* ha
     p.uniform = advance
     b.digest = mix(mix(b.digest, OP_STEP if advance else OP_RESERVE), p.num_rows)
     memmove(p.handle, handles, p.num_rows * sizeof(int64_t))    # the batch may be a part of the plan's own array
+    if gs.tree != NULL:
+        tree_loads(gs, p, part, advance)
+        for k in range(gs.num_arenas):
+            tree_make_room(gs, k, gs.needed[k])
     for k in range(gs.num_groups):
         commit_group(gs, &gs.group[k], part[k], p)
     for k in range(p.num_events):
@@ -535,6 +552,8 @@ cdef void groups_commit(Groups* gs, Step* p, GroupPlan** part, const int64_t* ha
         b.digest = mix(b.digest, <uint64_t>untagged(p.handle[i]) ^ (<uint64_t>q.kv_len << 20))
     commit_simple(p, s, b, p.handle, done, p.num_rows, step_id)
     s.sum_tokens += p.num_tokens
+    if gs.tree != NULL and advance:
+        tree_saves(gs, p, part)
 
 
 cdef void groups_set_fences(Groups* gs, const Pending* pending) noexcept nogil:
@@ -567,6 +586,8 @@ cdef void groups_release(Groups* gs, const Step* p) noexcept nogil:
     cdef GroupPlan** part = parts_of(p)
     cdef int32_t[MAX_GROUPS] letting
     cdef int32_t i, k, slot, n = 0
+    if gs.tree != NULL:
+        tree_pass(gs, p)
     for k in range(gs.num_groups):
         log_release(&part[k].log, gs.group[k].blocks)
         if gs.group[k].kind == WINDOW_LAYERS or gs.group[k].kind == CHUNK_LAYERS:
@@ -636,6 +657,8 @@ cdef void groups_rollback(Groups* gs, const Pending* pending, const Step* p) noe
     plain.q_len = 1
     plain.appended = 0
     gs.arena[0].digest = mix(mix(gs.arena[0].digest, OP_ROLLBACK), p.num_rows)
+    if gs.tree != NULL:
+        tree_undo(gs, p)
     groups_set_fences(gs, pending)
     for k in range(gs.num_arenas):
         blocks_lower_fences(gs.arena[k])
@@ -657,6 +680,8 @@ cdef void groups_rollback(Groups* gs, const Pending* pending, const Step* p) noe
             forget_told(&gs.group[k], slot_of(p.handle[i]))
         wire_forget(&part[k].wire, p.num_rows, False, False)
     groups_settle(gs, pending, p)
+    if gs.tree != NULL:
+        tree_undone(gs, p)
 
 
 cdef void groups_end(Groups* gs, const Step* p) noexcept nogil:
@@ -676,6 +701,8 @@ cdef void groups_reset(Groups* gs) noexcept nogil:
     for k in range(gs.num_groups):
         for slot in range(gs.seqs.max_seqs if gs.group[k].kind == STATE_LAYERS else 0):
             gs.group[k].table[slot] = NO_BLOCK
+    if gs.tree != NULL:
+        tree_reset(gs.tree, gs)
 
 
 # ---- tokens leave a sequence that goes on ------------------------------------------------------------------
@@ -751,6 +778,8 @@ cdef int groups_check_unshare(Groups* gs, Step* p, GroupPlan** part, int32_t gro
     if one.log.size > one.copies_room:
         v.value = one.log.size
         return RETRY
+    memset(gs.needed, 0, sizeof(gs.needed))
+    gs.needed[g.arena] = one.log.size
     return OK
 
 
@@ -759,6 +788,8 @@ cdef void group_loses(Groups* gs, LayerGroup* g, int32_t slot, int64_t n, int64_
     cdef Seqs* s = gs.seqs
     s.life[slot].point = s.seq[slot].kv_len
     s.evicted_tokens += n
+    if gs.tree != NULL:
+        row_loses(gs, slot)
     g.seq[slot].evicted += <int32_t>n
     g.seq[slot].told = <int32_t>min(<int64_t>g.seq[slot].told, told)
     g.seq[slot].epoch += 1
@@ -964,6 +995,8 @@ cdef uint64_t groups_fingerprint(const Groups* gs, const Pending* pending, uint6
     cdef int32_t k, slot
     cdef int64_t i
     h = mix(h, gs.num_groups)
+    if gs.tree != NULL:
+        h = tree_fingerprint(gs.tree, h)
     for k in range(1, gs.num_arenas):
         h = blocks_fingerprint(gs.arena[k], h, next_step)
     for k in range(gs.num_groups):
@@ -1074,6 +1107,8 @@ cdef bint check_arena(const Groups* gs, int32_t arena, const Pending* pending, i
     for k in range(gs.num_groups):
         if gs.group[k].arena == arena and check_group(gs, &gs.group[k], seen, finding):
             return True
+    if arena == 0 and gs.tree != NULL:
+        count_bundles(gs.tree, seen)
     if check_references(b, seen, finding):
         return True
     memset(seen, 0, room * sizeof(int32_t))
@@ -1098,4 +1133,4 @@ cdef bint groups_check(const Groups* gs, const Pending* pending, int32_t* seen, 
         if check_arena(gs, k, pending, seen, seen + room, room, finding):
             return True
         memset(seen, 0, 2 * <size_t>room * sizeof(int32_t))
-    return False
+    return gs.tree != NULL and tree_check(gs, finding)

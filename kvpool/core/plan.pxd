@@ -26,7 +26,7 @@ cdef class PlanGroup:           # what a plan has for one layer group; it keeps 
     cdef dict views             # name -> (length, view)
 
     cdef int init(self, const LayerGroup* group, int64_t num_blocks, int64_t rows, int64_t tokens,
-                  int64_t table_tokens, object formats) except -1
+                  int64_t table_tokens, object formats, int32_t bundle) except -1
     cdef void* add(self, str name, object shape, bint writable) except NULL
     cdef int room_for_copies(self, State* pool, int64_t copies) except -1
     cdef object view(self, str name, int64_t length)

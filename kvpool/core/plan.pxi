@@ -90,7 +90,7 @@ cdef class PlanGroup:
             raise TypeError("[PlanGroup] a Plan makes its groups, see plan.groups")
 
     cdef int init(self, const LayerGroup* group, int64_t num_blocks, int64_t rows, int64_t tokens,
-                  int64_t table_tokens, object formats) except -1:
+                  int64_t table_tokens, object formats, int32_t bundle) except -1:
         cdef GroupPlan* data = &self.data
         cdef int64_t width = (table_tokens + group.block_size - 1) // group.block_size
         self.arrays, self.views = {}, {}
@@ -100,6 +100,8 @@ cdef class PlanGroup:
         if group.kind == STATE_LAYERS:
             data.state_src = <int32_t*>self.add("state_src", (rows,), True)
             data.state_dst = <int32_t*>self.add("state_dst", (rows,), True)
+            data.loads = <int32_t*>self.add("state_loads", (rows, 1 + bundle), False)
+            data.saves = <int32_t*>self.add("state_saves", (rows, 1 + bundle), False)
             return 0
         if width * group.columns > INT32_MAX:
             raise ValueError(f"[Plan] a row has {width * group.columns} block ids, the limit is {INT32_MAX}")
@@ -201,6 +203,16 @@ cdef class PlanGroup:
     def state_src(self):
         """int32 ``[S]``: state slot that the row reads, -1: none."""
         return self.view("state_src", self.data.shown_rows)
+
+    @property
+    def state_loads(self):
+        """int32 ``[K, 1 + blocks]``: a slot, and the blocks of arena 0 to copy to it before the first layer."""
+        return self.view("state_loads", self.data.num_loads)
+
+    @property
+    def state_saves(self):
+        """int32 ``[K, 1 + blocks]``: a slot, and the blocks of arena 0 that it is copied to after the last layer."""
+        return self.view("state_saves", self.data.num_saves)
 
     @property
     def state_dst(self):
@@ -388,7 +400,8 @@ cdef class Plan:
         for k in range(n):
             made = PlanGroup(OF_A_PLAN)
             made.init(&group[k], num_blocks[k], self.wire.max_rows, self.max_tokens_,
-                      self.wire.table_width * <int64_t>self.pool.options.block_size, formats)
+                      self.wire.table_width * <int64_t>self.pool.options.block_size, formats,
+                      self.pool.options.groups[k].blocks)
             parts.append(made)
             most += self.wire.max_rows * <int64_t>made.data.wire.table_width
         if "table_updates" in formats:

@@ -149,15 +149,15 @@ cdef class Pool:
         if groups is not None:
             groups = read_groups(groups, self.state.blocks.block_size, lookahead)
         self.init_seqs(max_seqs, max_blocks_per_seq, watermark, groups)
-        seed, events = self.init_index(seed, prefix_cache, events, hash_bits)
+        seed, events = self.init_index(seed, prefix_cache, events, hash_bits, groups is not None)
         if not isinstance(in_order, bool):
             raise TypeError(f"[Pool] in_order must be a bool, not {type(in_order).__name__} ({in_order!r})")
         self.state.next_step = 1
         self.state.steps_pend = not in_order
         if groups is not None:
-            if prefix_cache:
-                raise ValueError("[Pool] prefix_cache=True: the index does not know groups yet")
             self.init_groups(groups, lookahead)
+            if prefix_cache:
+                self.init_tree(groups)
         self.options = PoolOptions(
             self.state.blocks.num_blocks, self.state.blocks.block_size, self.state.seqs.max_seqs,
             self.state.seqs.max_blocks, self.state.blocks.reserved, self.state.seqs.watermark, in_order, seed,
@@ -228,6 +228,18 @@ cdef class Pool:
                 raise MemoryError(f"[Pool] no memory for tables of group {k}: {s.max_seqs} rows of {width} ids")
         return 0
 
+    cdef int init_tree(self, tuple groups) except -1:
+        """The prefix cache of a pool with layer groups."""
+        cdef Groups* gs = self.state.groups
+        cdef int32_t[MAX_GROUPS] bundle
+        cdef int32_t k
+        for k in range(gs.num_groups):
+            bundle[k] = groups[k].blocks
+        gs.tree = <Tree*>xcalloc(1, sizeof(Tree))
+        if gs.tree == NULL or tree_init(gs.tree, gs, &self.state.index, bundle) != OK:
+            raise MemoryError("[Pool] no memory for the prefix cache")
+        return 0
+
     cdef int init_blocks(self, object num_blocks, object block_size, object reserved_blocks) except -1:
         cdef int64_t n = to_int(num_blocks, "Pool", "num_blocks", 1, (<int64_t>1 << 31) - 1)
         cdef int64_t size = to_int(block_size, "Pool", "block_size", 1,
@@ -265,9 +277,10 @@ cdef class Pool:
         s.tag = take_tag()
         return 0
 
-    cdef tuple init_index(self, object seed, object prefix_cache, object events, object hash_bits):
+    cdef tuple init_index(self, object seed, object prefix_cache, object events, object hash_bits, bint has_groups):
         """Returns the seed and the number of events that are kept."""
         cdef Blocks* b = &self.state.blocks
+        cdef Blocks few
         cdef Seqs* s = &self.state.seqs
         cdef int64_t bits = to_int(hash_bits, "Pool", "_hash_bits", 0, 64)
         cdef int64_t room = to_int(events, "Pool", "events", 0, 1 << 30)
@@ -280,16 +293,21 @@ cdef class Pool:
             raise ValueError(f"[Pool] events ({room}) need prefix_cache=True")
         if not prefix_cache:
             return number, room
-        b.canonical = <int32_t*>xmalloc(b.num_blocks * sizeof(int32_t))
+        if has_groups:                  # of the index only names and counters are used
+            few = b[0]
+            few.num_blocks = 1
+            b = &few
+        else:
+            b.canonical = <int32_t*>xmalloc(b.num_blocks * sizeof(int32_t))
         s.prefix = <SeqPrefix*>xcalloc(s.max_seqs, sizeof(SeqPrefix))
         s.partial = <int32_t*>xcalloc(s.max_seqs, b.block_size * sizeof(int32_t))
-        if (b.canonical == NULL or s.prefix == NULL or s.partial == NULL
+        if ((b.canonical == NULL and not has_groups) or s.prefix == NULL or s.partial == NULL
                 or index_init(&self.state.index, b, mix(0x5851F42D4C957F2DULL, <uint64_t>number),
                               <uint64_t>-1 >> (64 - bits) if bits else 0, room) != OK):
             raise MemoryError(f"[Pool] no memory for an index of {b.num_blocks} blocks of {b.block_size} tokens")
-        for i in range(b.num_blocks):
+        for i in range(0 if has_groups else b.num_blocks):
             b.canonical[i] = NO_BLOCK
-        self.state.indexed = True
+        self.state.indexed = not has_groups
         return number, room
 
     def __dealloc__(self):
@@ -342,7 +360,7 @@ cdef class Pool:
 
     # -- sequences
 
-    def open(self, tokens=0, namespace=b""):
+    def open(self, tokens=0, namespace=b"", cut=None):
         """A new sequence: with the cached prefix of a prompt, or empty with blocks for a number of tokens.
 
         Parameters
@@ -374,7 +392,7 @@ cdef class Pool:
         -----
         Match, references and blocks are one transaction: what was found cannot be evicted in between. O(n).
         """
-        return open_tokens(&self.state, tokens, namespace, "open", True)
+        return open_tokens(&self.state, tokens, namespace, cut, "open", True)
 
     def fork(self, handle, n=1):
         """`n` new sequences that share every filled block of an open one. No KV data moves until one of them writes.

@@ -7,6 +7,6 @@ cdef class PrefixCache:
 
 
 cdef int64_t pool_next_handle(State* pool) noexcept nogil
-cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t space_size, bint take,
+cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t space_size, int64_t cut, bint take,
                    Verdict* v) noexcept nogil
 cdef int pool_commit(State* pool, Ints* rows, Ints* counts, const Ints* tokens, bint even, Verdict* v) noexcept nogil

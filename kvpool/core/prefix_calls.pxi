@@ -22,11 +22,15 @@ cdef void sweep_namespaces(State* pool) noexcept nogil:
     cdef Index* ix = &pool.index
     cdef Name* name
     cdef int32_t i
-    for i in range(pool.blocks.num_blocks):
+    for i in range(0 if pool.groups != NULL else pool.blocks.num_blocks):
         if ix.uid[i] and pool.blocks.block[i].committed:
             name = names_by_uid(&ix.names, ix.root[i])
             if name != NULL:
                 name.live = True
+    for i in range(pool.groups.tree.fresh_node if pool.groups != NULL else 0):
+        name = names_by_uid(&ix.names, pool.groups.tree.node[i].root) if pool.groups.tree.node[i].depth else NULL
+        if name != NULL:
+            name.live = True
     for i in range(pool.seqs.max_seqs):
         if pool.seqs.life[i].life == OPEN:
             name = names_by_uid(&ix.names, pool.seqs.prefix[i].root)
@@ -40,11 +44,11 @@ cdef int64_t pool_next_handle(State* pool) noexcept nogil:
     return seq_next_handle(&pool.seqs) if pool.seqs.num_free_slots else -1
 
 
-cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t space_size, bint take, Verdict*
-                   v) noexcept nogil:
+cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t space_size, int64_t cut, bint take,
+                   Verdict* v) noexcept nogil:
     """Match, judge, then commit. `take`: blocks for the rest of the prompt, and its last token is computed.
 
-    `tokens.data` NULL: a count. The sequence gets the handle that `pool_next_handle` told.
+    `tokens.data` NULL: a count. `cut`: see docs/prefix.md, -1: not told. The sequence gets the handle that `pool_next_handle` told.
     """
     cdef Seqs* s = &pool.seqs
     cdef Blocks* b = &pool.blocks
@@ -53,6 +57,8 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
     cdef uint64_t root_hash = 0, root = 0
     cdef int64_t need, available
     cdef int32_t slot = s.free_slot[s.first_free] if s.num_free_slots else -1
+    if pool.groups != NULL and pool.groups.tree != NULL:
+        return tree_open(pool, tokens, space, space_size, cut, take, v)
     if pool.groups != NULL:
         return groups_open(pool.groups, tokens, v)
     found.blocks = found.evictable = 0
@@ -121,6 +127,10 @@ cdef int64_t pool_match(State* pool, const Ints* prompt, const char* space, int6
     cdef int64_t most = min(whole_blocks(b, max(prompt.size - 1, <Py_ssize_t>0)), <int64_t>pool.seqs.max_blocks)
     if name == NULL:
         return 0
+    if pool.groups != NULL:
+        return tree_match(
+            pool.groups, name.uid, index_root_hash(&pool.index, <const unsigned char*>space, space_size),
+            <const int32_t*>prompt.data, most).nodes * b.block_size
     return index_match(
         &pool.index, b, name.uid, index_root_hash(&pool.index, <const unsigned char*>space, space_size),
         <const int32_t*>prompt.data, <int32_t>most, NULL).blocks * b.block_size
@@ -132,7 +142,7 @@ cdef int pool_commit(State* pool, Ints* rows, Ints* counts, const Ints* tokens, 
     cdef Py_ssize_t k
     cdef int64_t at = 0, count
     cdef int status = OK
-    if not pool.indexed:
+    if not has_cache(pool):
         return refused(v, NOT_INDEXED, -1, 0, 0, 0, 0)
     status = seqs_judge(&pool.seqs, rows, v)
     if status != OK:
@@ -143,6 +153,8 @@ cdef int pool_commit(State* pool, Ints* rows, Ints* counts, const Ints* tokens, 
         counts.scalar = tokens.size // max(rows.size, <Py_ssize_t>1)
     if counts.size >= 0 and counts.size != rows.size:
         return refused(v, BAD_SHAPE, -1, counts.size, 0, 0, rows.size)
+    for k in range(pool.groups.num_arenas if pool.groups != NULL else 0):
+        blocks_new_stamp(pool.groups.arena[k])
     blocks_new_stamp(&pool.blocks)
     for k in range(rows.size):
         count = ints_at(counts, k)
@@ -157,7 +169,10 @@ cdef int pool_commit(State* pool, Ints* rows, Ints* counts, const Ints* tokens, 
     at = 0
     for k in range(rows.size):
         count = ints_at(counts, k)
-        commit_row(pool, slot_of(ints_at(rows, k)), data + at, count)
+        if pool.groups != NULL:
+            tree_commit_row(pool.groups, slot_of(ints_at(rows, k)), data + at, count)
+        else:
+            commit_row(pool, slot_of(ints_at(rows, k)), data + at, count)
         pool.blocks.digest = mix(mix(pool.blocks.digest, OP_COMMIT), untagged(ints_at(rows, k)))
         pool.blocks.digest = mix_tokens(pool.blocks.digest, data + at, count)
         at += count
@@ -176,10 +191,12 @@ cdef int judge_commit(State* pool, const Ints* rows, const Ints* counts, const i
     cdef int64_t index = known // bs
     if count < 0:
         return refused(v, NEGATIVE_COUNT, row, count, 0, 0, 0)
-    if count and pool.seqs.life[slot].evicted:
+    if count and pool.seqs.life[slot].point:
         return refused(v, EVICTED_ROW, row, count, 0, 0, 0)
     if count > limit - known:
         return refused(v, NOT_DONE_YET, row, count, known, limit, pool.seqs.seq[slot].kv_len)
+    if pool.groups != NULL:
+        return judge_tokens(pool.groups, rows, counts, tokens, <int32_t>row, at, v)
     while (index + 1) * bs <= known + count:
         id = seq_table(&pool.seqs, slot)[index]
         if b.block[id].committed:
@@ -283,7 +300,7 @@ cdef int pool_flush(State* pool, const char* space, int64_t size, int32_t* count
     cdef int32_t blank = 0
     name = names_find(&ix.names, space, size) if size >= 0 else NULL
     if size < 0 or name != NULL:
-        blank = index_evictable(ix, &pool.blocks, name.uid if name != NULL else 0)
+        blank = evictable_below(pool, name.uid if name != NULL else 0)
     if count[0] != blank:
         count[0] = blank
         return RETRY
@@ -294,6 +311,13 @@ cdef int pool_flush(State* pool, const char* space, int64_t size, int32_t* count
     pool.blocks.digest = mix(mix(pool.blocks.digest, OP_FLUSH), <uint64_t>blank)
     pool.blocks.digest = mix_bytes(pool.blocks.digest, <const unsigned char*>space, size)
     return OK
+
+
+cdef int32_t evictable_below(State* pool, uint64_t root) noexcept nogil:
+    """Blocks that a flush of a root will make blank, 0: of all."""
+    if pool.groups != NULL:
+        return tree_evictable(pool.groups, root)
+    return index_evictable(&pool.index, &pool.blocks, root)
 
 
 cdef int flush_name(State* pool, Name* name, const char* space, int64_t size, Verdict* v) noexcept nogil:
@@ -315,7 +339,10 @@ cdef int flush_name(State* pool, Name* name, const char* space, int64_t size, Ve
 cdef void flush_root(State* pool, uint64_t root) noexcept nogil:
     """Forget every node below a root, 0: all; sequences go on without the index."""
     cdef int32_t slot
-    index_flush(&pool.index, &pool.blocks, root)
+    if pool.groups != NULL:
+        tree_flush(pool.groups, root)
+    else:
+        index_flush(&pool.index, &pool.blocks, root)
     for slot in range(pool.seqs.max_seqs):
         if pool.seqs.life[slot].life == OPEN and (root == 0 or pool.seqs.prefix[slot].root == root):
             pool.seqs.prefix[slot].root = 0
@@ -325,13 +352,63 @@ cdef void flush_root(State* pool, uint64_t root) noexcept nogil:
         ring_add(&pool.index.ring, CLEARED_ALL, NULL, NULL, NULL, NULL, 0)
 
 
+cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t size, int64_t cut, bint take, Verdict*
+                   v) noexcept nogil:
+    """`pool_open` in a pool with layer groups."""
+    cdef Groups* gs = pool.groups
+    cdef Tree* t = gs.tree
+    cdef Seqs* s = gs.seqs
+    cdef Index* ix = &pool.index
+    cdef Hit hit
+    cdef int64_t[MAX_ARENAS] need
+    cdef Name* name = names_find(&ix.names, space, size)
+    cdef uint64_t root_hash = index_root_hash(ix, <const unsigned char*>space, size)
+    cdef uint64_t root = name.uid if name != NULL else 0
+    cdef int32_t slot = s.free_slot[s.first_free] if s.num_free_slots else -1, j
+    hit.known = hit.nodes = 0
+    hit.mark = NO_MARK
+    hit.digest = root_hash
+    if tokens.size > gs.seq_tokens:
+        return refused(v, PROMPT_TOO_LONG, -1, tokens.size, 0, gs.seq_tokens, 0)
+    if root and tokens.data != NULL:
+        hit = tree_match(gs, root, root_hash, <const int32_t*>tokens.data,
+                         max(tokens.size - take, <int64_t>0) // gs.block_size)
+    if judge_open(gs, tokens, &hit, take, need, v) != OK:
+        return v.reason
+    if slot < 0:
+        return refused(v, OUT_OF_SEQUENCES, -1, 1, 0, s.max_seqs, s.num_open)
+    if root == 0 and make_root(pool, space, size, &root, v) != OK:
+        return v.reason
+    tree_begin(gs, slot, tokens, &hit, need, take)
+    s.prefix[slot].committed = s.prefix[slot].done = s.prefix[slot].forked_at = s.seq[slot].kv_len
+    s.prefix[slot].published = 0
+    s.prefix[slot].root = root
+    s.prefix[slot].root_hash = root_hash
+    t.row[slot].hit = s.seq[slot].kv_len
+    t.row[slot].cut = t.row[slot].junction = 0
+    t.row[slot].node = t.path[hit.nodes - 1] if hit.nodes else NO_NODE
+    if hit.nodes:
+        t.node[t.row[slot].node].users += 1
+    for j in range(ROW_MARKS):
+        t.row[slot].taken[j] = NO_MARK
+    if take and tokens.data != NULL:
+        t.row[slot].cut = max(tokens.size - TAIL_TOKENS, <int64_t>0) if cut < 0 else cut
+        t.row[slot].junction = min(hit.known * gs.block_size, t.row[slot].cut)
+        ix.queries += 1
+        ix.query_tokens += tokens.size
+        ix.hit_tokens += s.seq[slot].kv_len
+    gs.arena[0].digest = mix(mix(mix(gs.arena[0].digest, OP_OPEN), s.seq[slot].num_blocks), hit.digest)
+    gs.arena[0].digest = mix(mix(gs.arena[0].digest, hit.nodes), untagged(s.seq[slot].handle))
+    return OK
+
+
 # ---- for Python --------------------------------------------------------------------------------------------
 
-cdef object open_tokens(State* pool, object tokens, object namespace, str call, bint take):
+cdef object open_tokens(State* pool, object tokens, object namespace, object cut, str call, bint take):
     """A new sequence over what is cached of a prompt; `take`: with blocks for the rest, or for a count."""
     cdef Ints prompt
     cdef object handle
-    cdef int64_t next_handle
+    cdef int64_t next_handle, place = -1
     cdef Verdict v
     cdef int status = RETRY
     ints_init(&prompt, &pool.spare)
@@ -343,6 +420,10 @@ cdef object open_tokens(State* pool, object tokens, object namespace, str call, 
         else:
             ints_get(&prompt, tokens, call, "tokens", False, True)
             ints_tokens(&prompt, call)
+        if cut is not None:
+            if not has_cache(pool):
+                raise ValueError(f"[{call}] cut is {cut}, but the pool has no prefix cache")
+            place = to_int(cut, call, "cut", 0, prompt.size)
         while status == RETRY:
             pool_enter(pool, call)
             next_handle = pool_next_handle(pool)
@@ -350,7 +431,7 @@ cdef object open_tokens(State* pool, object tokens, object namespace, str call, 
             handle = next_handle            # made before anything moves
             pool_enter(pool, call)
             status = RETRY if pool_next_handle(pool) != next_handle else pool_open(
-                pool, &prompt, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace), take, &v)
+                pool, &prompt, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace), place, take, &v)
             pool_leave(pool)
     finally:
         ints_free(&prompt)
@@ -483,6 +564,41 @@ cdef class PrefixCache:
             refuse("committed", &v)
         return found
 
+    def wanted(self, handles):
+        """Where the next step of each sequence should end at the latest, so that a checkpoint is taken there.
+
+        Parameters
+        ----------
+        handles : int or ints
+            Sequences, int64, shape ``(S,)``.
+
+        Returns
+        -------
+        ndarray
+            int64, shape ``(S,)``: a length above that of the sequence, -1: any.
+        """
+        cdef Ints rows
+        cdef Verdict v
+        cdef Py_ssize_t k
+        cdef int status
+        cdef int64_t[::1] found
+        ints_init(&rows, &self.state.spare)
+        try:
+            ints_get(&rows, handles, "wanted", "handles", True, False)
+            result = np.full(rows.size, -1, np.int64)
+            found = result
+            pool_enter(self.state, "wanted")
+            status = seqs_judge(&self.state.seqs, &rows, &v)
+            for k in range(rows.size if status == OK and self.state.groups != NULL else 0):
+                found[k] = next_place(self.state.groups.tree, slot_of(ints_at(&rows, k)),
+                                      self.state.seqs.seq[slot_of(ints_at(&rows, k))].kv_len)
+            pool_leave(self.state)
+        finally:
+            ints_free(&rows)
+        if status != OK:
+            refuse("wanted", &v)
+        return result
+
     def pin(self, tokens, namespace=b""):
         """Hold the cached blocks of a prefix, from its root, against eviction; `unpin` lets go.
 
@@ -491,7 +607,7 @@ cdef class PrefixCache:
         int
             The handle of a sequence over all full blocks that are cached; its `num_tokens` says how much that is.
         """
-        return open_tokens(self.state, tokens, namespace, "pin", False)
+        return open_tokens(self.state, tokens, namespace, None, "pin", False)
 
     def unpin(self, handle):
         """Let go of a pinned prefix: `close`."""
@@ -534,15 +650,17 @@ cdef class PrefixCache:
     def stats(self):
         """Counters of the prefix cache, O(1); see `kvpool.stats.PrefixStats`."""
         cdef Index ix
+        cdef int32_t nodes
         cdef int64_t revivals, reuse_gap
         pool_enter(self.state, "stats")
         ix = self.state.index
+        nodes = ix.num_nodes if self.state.groups == NULL else self.state.groups.tree.num_nodes
         revivals = self.state.blocks.revivals
         reuse_gap = self.state.blocks.reuse_gap
         pool_leave(self.state)
         return PrefixStats(
             ix.queries, ix.query_tokens, ix.hit_tokens, ix.hit_tokens / <double>ix.query_tokens if ix.query_tokens
-            else 0.0, ix.num_nodes, ix.inserted, ix.duplicates, ix.evicted, ix.names.size,
+            else 0.0, nodes, ix.inserted, ix.duplicates, ix.evicted, ix.names.size,
             reuse_gap / <double>revivals if revivals else 0.0)
 
     def events(self):

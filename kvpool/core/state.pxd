@@ -32,7 +32,8 @@ cdef class Pool:                # here, as its parts are other classes' business
     cdef int init_blocks(self, object num_blocks, object block_size, object reserved_blocks) except -1
     cdef int init_seqs(self, object max_seqs, object max_blocks_per_seq, object watermark,
                        tuple groups) except -1
-    cdef tuple init_index(self, object seed, object prefix_cache, object events, object hash_bits)
+    cdef tuple init_index(self, object seed, object prefix_cache, object events, object hash_bits, bint has_groups)
+    cdef int init_tree(self, tuple groups) except -1
     cdef int shorten(self, object handles, object lens, bint compacts, object first, object group,
                      str call) except -1
     cdef int read(self, object handle, str call, Seq* q, SeqLife* life) except -1

@@ -4,6 +4,11 @@ Every call reads its arguments, enters, judges and moves in C, leaves, and only 
 Python object is made under the lock.
 """
 
+cdef inline bint has_cache(const State* pool) noexcept nogil:
+    """Whether the pool looks after the content of blocks."""
+    return pool.indexed or (pool.groups != NULL and pool.groups.tree != NULL)
+
+
 cdef int pool_enter(State* pool, str call) except -1:
     """Take the pool: no Python code may run from here to `pool_leave`. What earlier calls left to do is done first."""
     pool_enter_any(pool, call)
@@ -14,6 +19,8 @@ cdef int pool_enter(State* pool, str call) except -1:
         close_deferred(pool)
     if pool.indexed and pool.blocks.num_dropped:        # the calls before took cached blocks
         index_drain(&pool.index, &pool.blocks)
+    if pool.groups != NULL and pool.groups.tree != NULL:        # and what they let go of may be kept
+        tree_settle(pool.groups)
     return 0
 
 

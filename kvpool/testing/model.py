@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvpool.testing.model_checkpoints import CheckpointModel
 from kvpool.testing.model_groups import GroupModel
 from kvpool.testing.model_plan import ModelPlan
 from kvpool.testing.model_steps import StepModel
@@ -37,4 +38,6 @@ class ModelPool(StepModel):
 
     def __new__(cls, *sizes: Any, **options: Any) -> Any:
         """Choose the class by `groups`."""
-        return super().__new__(cls) if options.get("groups") is None else GroupModel(*sizes, **options)
+        if options.get("groups") is None:
+            return super().__new__(cls)
+        return (CheckpointModel if options.get("prefix_cache") is True else GroupModel)(*sizes, **options)

@@ -164,11 +164,11 @@ def make_layers(
     for arena, size in sizes.items():
         if size <= reserved:
             raise ValueError(f"[Pool] num_blocks of arena {arena} is {size}, more than {reserved} are needed")
-    arenas = [Arena(pool, i, sizes[i], reserved) for i in range(len(sizes))]
+    arenas = [pool.arena_class(pool, i, sizes[i], reserved) for i in range(len(sizes))]
     layers = []
     for index, group in enumerate(groups):
         if group.kind == "state":
-            arenas.append(Arena(pool, len(arenas), group.size, 0))
+            arenas.append(pool.arena_class(pool, len(arenas), group.size, 0))
             layers.append(Layers(index, "state", group, 1, 1, arenas[-1]))
         else:
             size = group.block_size or block_size
@@ -187,13 +187,15 @@ class GroupModel(StepModel):
         By how many tokens `truncate` may always shorten a sequence.
     """
 
+    arena_class, may_cache = Arena, False
+
     def __init__(self, *sizes: Any, groups: Any = None, lookahead: int = 0, **options: Any) -> None:
         given = read_groups(groups)
         lookahead = args.integer("Pool", "lookahead", lookahead, 0)
         for group in given:
             if group.kind in ("window", "chunk") and lookahead >= group.size:
                 raise ValueError(f"[Pool] lookahead is {lookahead}, not below {group.size}")
-        if options.get("prefix_cache") is True:
+        if options.get("prefix_cache") is True and not self.may_cache:
             raise ValueError("[Pool] prefix_cache is not for pools with groups")
         self.layers: list[Layers] = []
         self.arenas: list[Arena] = []
@@ -317,7 +319,7 @@ class GroupModel(StepModel):
             room = self._rounded(parent.num_tokens)
             for layer in self.layers:
                 table = parent.tables[layer.index]
-                shared = 1 if layer.kind == "state" else self._entries(layer, table, room)
+                shared = 1 if layer.kind == "state" else self._num_entries(layer, table, room)
                 child.tables[layer.index].entries = list(table.entries[:shared])
                 child.tables[layer.index].evicted = table.evicted
             children.append(child.handle)
@@ -353,7 +355,7 @@ class GroupModel(StepModel):
             for layer in self.layers:
                 if layer.kind != "state":
                     table = seq.tables[layer.index]
-                    keep = self._entries(layer, table, self._rounded(length))
+                    keep = self._num_entries(layer, table, self._rounded(length))
                     table.epoch += keep < len(table.entries)
                     self._cut_told(table, keep)
                     self._pop_entries(seq, layer, keep)
@@ -395,7 +397,7 @@ class GroupModel(StepModel):
             ):
                 replaced.append((i, valid))
         room = max(self._capacity(seq), self._rounded(seq.num_tokens + n))
-        return replaced, self._entries(layer, table, room) - len(entries)
+        return replaced, self._num_entries(layer, table, room) - len(entries)
 
     def _floor_in(self, layer: Layers, block: int) -> int:
         """Tokens of the block that pending copies still have to read."""
@@ -455,7 +457,7 @@ class GroupModel(StepModel):
         for layer in self.layers:
             if layer.kind != "state":
                 table = seq.tables[layer.index]
-                width = self._entries(layer, table, max(self._capacity(seq), self._rounded(length)))
+                width = self._num_entries(layer, table, max(self._capacity(seq), self._rounded(length)))
                 if width > plan.groups[layer.index].width:
                     raise CapacityExceeded(f"[{call}] row {row} has {width} entries in group {layer.index}")
 
@@ -568,7 +570,7 @@ class GroupModel(StepModel):
 
     # ---- tokens leave a sequence that goes on --------------------------------------------------------------
 
-    def _full(self, call: str, group: Any) -> Layers:
+    def _full_layers(self, call: str, group: Any) -> Layers:
         """The group that tokens are to leave."""
         layer = self.layers[args.integer(call, "group", group, 0, len(self.layers) - 1)]
         if layer.kind != "full":
@@ -610,7 +612,7 @@ class GroupModel(StepModel):
         first = args.count("unshare", "first", first)
         if len(names) > plan.limits.max_rows:
             raise CapacityExceeded(f"[unshare] {len(names)} rows, the plan's max_rows is {plan.limits.max_rows}")
-        layer = self._full("unshare", group)
+        layer = self._full_layers("unshare", group)
         batch: list[Sequence] = []
         needs: list[list[Need]] = []
         before: list[tuple[int, int]] = []  # block, tokens that its copy reads
@@ -654,7 +656,7 @@ class GroupModel(StepModel):
         names = args.handles("compact", handles, alone=True)
         lengths = args.per_row("compact", "lens", lens, len(names), args.MIN_INT64)
         first = args.count("compact", "first", first)
-        layer = self._full("compact", group)
+        layer = self._full_layers("compact", group)
         batch = [self._sequence("compact", name) for name in names]
         for seq, length in zip(batch, lengths, strict=True):
             self._judge_length("compact", seq, layer, length)
@@ -674,7 +676,7 @@ class GroupModel(StepModel):
     def evict_blocks(self, handle: int, indices: Any, group: int = 0) -> None:
         """Full entries leave the table of a group, by ascending index."""
         places = args.integers("evict_blocks", "indices", indices, ("int32", "int64"))
-        layer = self._full("evict_blocks", group)
+        layer = self._full_layers("evict_blocks", group)
         seq = self._one("evict_blocks", handle)
         for place in places:
             args.integer("evict_blocks", "index", place, 0, self._held(seq, layer) // layer.block_size - 1)
@@ -733,7 +735,7 @@ class GroupModel(StepModel):
         unit = min((layer.block_size for layer in self._with_entries), default=self.block_size)
         return ceil_div(tokens, unit) * unit
 
-    def _entries(self, layer: Layers, table: Table, capacity: int) -> int:
+    def _num_entries(self, layer: Layers, table: Table, capacity: int) -> int:
         """Entries of a table in a sequence of this capacity."""
         return ceil_div(capacity, layer.block_size) - table.evicted // layer.block_size
 

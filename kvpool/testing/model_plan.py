@@ -54,6 +54,7 @@ class Sequence:
     evicted: int = 0
     point: int = 0  #: that sum when tokens left last
     tables: list[Any] = field(default_factory=list)  #: one per layer group, see `kvpool.testing.model_groups`
+    known: Any = None  #: see `kvpool.testing.model_checkpoints`
 
 
 def _place(array: np.ndarray) -> tuple[int, tuple[int, ...]]:

@@ -242,8 +242,8 @@ class PointForgotten(Faulty):
 
 
 class WindowsLoseTokens(Faulty):
-    def _full(self, call, group):
-        return self.layers[group] if self.layers[group].kind == "window" else super()._full(call, group)
+    def _full_layers(self, call, group):
+        return self.layers[group] if self.layers[group].kind == "window" else super()._full_layers(call, group)
 
 
 #: Faults after which a query reads the wrong content, or blocks are lost: found without another pool.

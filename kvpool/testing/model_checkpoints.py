@@ -1,0 +1,741 @@
+"""The prefix cache of pools with layer groups in `kvpool.testing.model`: ``docs/prefix.md``, "Layer groups".
+
+A node is one base block of tokens below another node. It has an entry of each full group whose block ends there, and
+a checkpoint, or lacks them. Nothing is kept in order: what leaves first is found by stamps, who names a block is
+recounted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvpool.errors import CapacityExceeded, CorruptState
+from kvpool.testing import model_args as args
+from kvpool.testing.model_arena import Part, public_call
+from kvpool.testing.model_blocks import Step, ceil_div
+from kvpool.testing.model_groups import HOLE, Arena, GroupModel, Layers, Table
+from kvpool.testing.model_plan import Sequence
+
+MOST_TAKEN = 2  #: checkpoints that a row has taken and not published
+TAIL = 16  #: tokens at the end of a prompt that the next turn may rewrite, unless `cut` says more
+
+
+@dataclass(eq=False)
+class Entry:
+    """An entry of a group that is committed, or in a checkpoint."""
+
+    layer: Layers
+    blocks: list[int]
+    node: Node | None = None  #: what it holds; None: not known yet, or flushed
+    left: set[int] = field(default_factory=set)  #: its blocks that nobody names any more
+
+
+@dataclass(eq=False)
+class Checkpoint:
+    """What a hit at its position needs beside the entries of full groups."""
+
+    position: int
+    bundles: dict[int, list[int]]  #: blocks of arena 0 of each state group
+    stamp: int
+    step: int | None  #: the pending step that saves the states
+    owner: int | None  #: the row that took it, until `commit` publishes it
+    tails: list[Entry] = field(default_factory=list)  #: entries of windows and chunks, of a published one
+    node: Node | None = None
+    uses: int = 0
+
+
+@dataclass(eq=False)
+class Node:
+    """One base block of tokens, below another one."""
+
+    uid: int
+    root: int
+    parent: Node | None
+    prefix: tuple[int, ...]  #: all tokens from the first one on
+    kv: dict[int, Entry] = field(default_factory=dict)  #: group -> the canonical entry that ends here
+    checkpoint: Checkpoint | None = None
+    stamp: int = 0
+
+
+@dataclass(eq=False)
+class Known:
+    """What the prefix cache knows of a row."""
+
+    node: Node | None = None  #: of its last committed base block
+    wanted: list[int] = field(default_factory=list)  #: where checkpoints are taken
+
+
+@dataclass(eq=False)
+class Load:
+    """A checkpoint whose states were not copied to slots yet."""
+
+    mark: Checkpoint
+    slots: dict[int, int]  #: state group -> slot
+    step: int | None = None  #: the pending step that does it
+
+
+class CachedArena(Arena):
+    """An arena whose unnamed blocks may belong to the prefix cache of the pool."""
+
+    _pool: Any
+
+    @property
+    def _lru(self) -> list[int]:
+        """Blocks that the cache would give up."""
+        return sorted(self._pool.evictable_in(self)) if hasattr(self._pool, "_clock") else []
+
+    @_lru.setter
+    def _lru(self, blocks: list[int]) -> None:
+        pass
+
+    @property
+    def _committed(self) -> set[int]:
+        """Blocks that are never written in place."""
+        return {block for number, block in getattr(self._pool, "_entries", {}) if number == self._number}
+
+    @_committed.setter
+    def _committed(self, blocks: set[int]) -> None:
+        pass
+
+    def _evict_oldest(self) -> int:
+        while not self._blank:
+            self._pool.evict_for(self)
+        return self._blank.pop()
+
+    def _leave(self, block: int) -> None:
+        self._pool.block_left(self, block)
+
+    def is_idle(self, block: int) -> bool:
+        """Nobody names the block, and no pending step may use it."""
+        in_limbo = any(block == one for one, _ in self._limbo)
+        return not self._refcount(block) and block not in self._holds and not in_limbo
+
+    def _has_own_cache(self) -> bool:
+        return True
+
+
+class CheckpointModel(GroupModel):
+    """`GroupModel` with a prefix cache: ``ModelPool(..., groups=[...], prefix_cache=True)`` makes one."""
+
+    arena_class, may_cache = CachedArena, True
+
+    def _empty(self) -> None:
+        super()._empty()
+        self._clock = self._coldest = 0
+        self._nodes: dict[tuple[int, tuple[int, ...]], Node] = {}  # type: ignore[assignment]  # (root, prefix) -> node
+        self._entries: dict[tuple[int, int], Entry] = {}  # (arena, block) -> committed entry
+        self._taken: list[Checkpoint] = []  # all checkpoints
+        self._loads: list[Load] = []
+        self._marks = dict.fromkeys(("taken", "used", "evicted", "skipped"), 0)
+        kv = self._with_entries
+        self._grain = max((layer.block_size for layer in kv), default=self.block_size)
+        self._full = [layer for layer in self.layers if layer.kind == "full"]
+        self._tailed = [layer for layer in kv if layer.kind != "full"]
+        self._states = [layer for layer in self.layers if layer.kind == "state"]
+        self._is_cut = len(self._full) < len(self.layers)  # a hit needs a checkpoint
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    # ---- what the cache holds -----------------------------------------------------------------------------
+
+    def _is_unit_idle(self, node: Node) -> bool:
+        return any(self._is_idle(entry) for entry in node.kv.values())
+
+    def _is_idle(self, entry: Entry) -> bool:
+        return all(entry.layer.arena.is_idle(block) for block in entry.blocks)
+
+    def _is_free(self, mark: Checkpoint) -> bool:
+        """Whether a checkpoint may leave."""
+        return mark.step is None and all(load.mark is not mark for load in self._loads)
+
+    def _covering(self, entry: Entry) -> list[Checkpoint]:
+        return [mark for mark in self._taken if entry in mark.tails]
+
+    def _below(self, node: Node) -> int:
+        """Published checkpoints at a node or below it."""
+        return sum(
+            mark.node.root == node.root and mark.node.prefix[: len(node.prefix)] == node.prefix
+            for mark in self._taken
+            if mark.node is not None
+        )
+
+    def evictable_in(self, arena: Arena, without: tuple[Any, ...] = ()) -> set[int]:
+        """Blocks of an arena that leave if all leaves that may; `without` some nodes and checkpoints."""
+        found = set()
+        for node in self._nodes.values():
+            if node not in without and self._is_unit_idle(node):
+                found |= {
+                    block
+                    for entry in node.kv.values()
+                    if entry.layer.arena is arena and self._is_idle(entry)
+                    for block in entry.blocks
+                }
+        for mark in self._taken:
+            if mark in without or not self._is_free(mark):
+                continue
+            if arena._number == 0:
+                found |= {block for bundle in mark.bundles.values() for block in bundle}
+            for entry in mark.tails:
+                if entry.layer.arena is arena and all(
+                    self._is_free(other) and other not in without for other in self._covering(entry)
+                ):
+                    found |= {block for block in entry.blocks if arena.is_idle(block)}
+        return found
+
+    def evict_for(self, arena: Arena) -> None:
+        """Evict what leaves first, for a block of this arena."""
+        units = [n for n in self._nodes.values() if self._is_unit_idle(n)]
+        if not any(layer.arena is arena for layer in self._full):
+            units = []
+        cold = [node for node in units if self._is_cut and not self._below(node)]
+        if cold:
+            self._evict_unit(min(cold, key=lambda node: node.stamp))
+            return
+        homes = {layer.arena._number for layer in self._tailed} | ({0} if self._bundle_size else set())
+        marks = [mark for mark in self._taken if self._is_free(mark)] if arena._number in homes else []
+        victim: Any = min([*units, *marks], key=lambda one: one.stamp)
+        if isinstance(victim, Node):
+            self._evict_unit(victim)
+        else:
+            self._drop(victim)
+            self._marks["evicted"] += 1
+
+    @property
+    def _bundle_size(self) -> int:
+        return sum(layer.group.blocks for layer in self._states)
+
+    def _evict_unit(self, node: Node) -> None:
+        if node.checkpoint is not None and self._is_free(node.checkpoint):
+            self._drop(node.checkpoint)
+            self._marks["evicted"] += 1
+        for group, entry in list(node.kv.items()):
+            if not self._is_idle(entry):
+                continue
+            del node.kv[group]
+            self._use["evicted"] += 1
+            entry.layer.arena._counters["evictions"] += len(entry.blocks)
+            self._blank_entry(entry)
+        self._sweep()
+
+    def _blank_entry(self, entry: Entry) -> None:
+        for block in reversed(entry.blocks):
+            del self._entries[entry.layer.arena._number, block]
+            entry.layer.arena._blank.append(block)
+
+    def _drop(self, mark: Checkpoint) -> None:
+        """A checkpoint is gone."""
+        self._taken.remove(mark)
+        for bundle in mark.bundles.values():
+            for block in bundle:
+                if mark.step is None:
+                    self.arenas[0]._blank.append(block)
+                else:
+                    self.arenas[0]._release(block)
+        for entry in mark.tails:
+            if not self._covering(entry) and all(entry.layer.arena.is_idle(block) for block in entry.blocks):
+                self._blank_entry(entry)
+        node, mark.node = mark.node, None
+        if node is not None:
+            node.checkpoint = None
+            chain = []
+            while node is not None:
+                if self._is_unit_idle(node) and not self._below(node):
+                    chain.append(node)
+                node = node.parent
+            for one in reversed(chain):
+                self._coldest -= 1
+                one.stamp = self._coldest
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Forget nodes that nobody needs."""
+        needed: set[int] = set()
+        rows = [seq.known.node for seq in self._sequences.values()]
+        for node in [*self._nodes.values(), *(entry.node for entry in self._entries.values()), *rows]:
+            if node is None or not (node.kv or node.checkpoint or node in rows or self._stands(node)):
+                continue
+            while node is not None and node.uid not in needed:
+                needed.add(node.uid)
+                node = node.parent
+        self._nodes = {key: node for key, node in self._nodes.items() if node.uid in needed}
+
+    def _stands(self, node: Node) -> bool:
+        return any(entry.node is node for entry in self._entries.values())
+
+    def block_left(self, arena: Arena, block: int) -> None:
+        """Nobody names a block any more."""
+        entry = self._entries.get((arena._number, block))
+        if entry is None:
+            arena._blank.append(block)
+            return
+        entry.left.add(block)
+        if len(entry.left) < len(entry.blocks):
+            return
+        entry.left.clear()
+        node = entry.node
+        if self._covering(entry):
+            return
+        is_full = entry.layer.kind == "full" and node is not None
+        if is_full and entry.layer.index not in node.kv:
+            node.kv[entry.layer.index] = entry
+        if not is_full or node.kv[entry.layer.index] is not entry:
+            self._blank_entry(entry)
+        if is_full and self._is_unit_idle(node):
+            node.stamp = self._tick()
+        self._sweep()
+
+    # ---- hits ---------------------------------------------------------------------------------------------
+
+    def _path(self, tokens: list[int], namespace: bytes, most: int) -> list[Node]:
+        """The nodes of a prefix whose full groups are all there."""
+        root, found = self._roots.get(namespace), []
+        while root is not None and len(found) < most:
+            length = (len(found) + 1) * self.block_size
+            node = self._nodes.get((root, tuple(tokens[:length])))
+            if node is None or any(length % g.block_size == 0 and g.index not in node.kv for g in self._full):
+                break
+            found.append(node)
+        return found
+
+    def _usable(self, path: list[Node]) -> int:
+        """The largest hit on a path, in tokens."""
+        for depth in range(len(path), 0, -1):
+            length = depth * self.block_size
+            if length % self._grain == 0 and (not self._is_cut or path[depth - 1].checkpoint is not None):
+                return length
+        return 0
+
+    def _found(self, prompt: list[int], namespace: bytes, all_of_it: bool = False) -> tuple[list[Node], int]:
+        """The path of a prompt, and how much of it is a hit."""
+        most = (len(prompt) - (not all_of_it)) // self.block_size
+        path = self._path(prompt, namespace, min(most, self.options.max_blocks_per_seq))
+        return path, self._usable(path)
+
+    def _spacing(self) -> int:
+        """Distance of the first checkpoint inside a long prompt: 3 times its bytes in keys and values."""
+        kv = sum(layer.columns * self.block_size / layer.block_size for layer in self._full)
+        tails = sum(
+            (ceil_div(layer.group.size - 1, layer.block_size) + layer.num_kept) * layer.columns
+            for layer in self._tailed
+        )
+        least, spacing = 3 * (self._bundle_size + tails) * self.block_size, 1
+        if not kv or not least:
+            return 0
+        while spacing * kv < least:
+            spacing *= 2
+        return spacing
+
+    def _positions(self, hit: int, path: list[Node], cut: int) -> list[int]:
+        """Where a prompt takes checkpoints: the cut, the junction, doubling distances; none behind the cut."""
+        places, distance = {cut, min(len(path) * self.block_size, cut)}, self._spacing()
+        while distance and distance <= cut:
+            places.add(distance)
+            distance *= 2
+        aligned = {place // self._grain * self._grain for place in places}
+        can_restore = all(layer.group.blocks for layer in self._states)
+        return sorted(place for place in aligned if place > hit) if self._is_cut and can_restore else []
+
+    def _create(self, num_tokens: int, table: list[int]) -> Sequence:
+        seq = super()._create(num_tokens, table)
+        seq.known = Known()
+        return seq
+
+    @public_call
+    def open(self, tokens: Any = 0, namespace: bytes = b"", cut: int | None = None) -> int:
+        """Open a sequence for a prompt, or with entries for a number of tokens; returns its handle."""
+        args.namespace("open", namespace)
+        if not isinstance(tokens, list | tuple | np.ndarray | str | bytes):
+            handle: int = super().open(tokens, namespace)
+            self._sequence("open", handle).root = self._root(namespace)
+            return handle
+        prompt = args.tokens("open", tokens)
+        place = max(0, len(prompt) - TAIL) if cut is None else args.integer("open", "cut", cut, 0, len(prompt))
+        path, hit = self._found(prompt, namespace)
+        self._refuse_prompt("open", prompt, path, hit)
+        seq = self._open_found("open", prompt, namespace, path, hit)
+        for layer in self._with_entries:
+            entries = seq.tables[layer.index].entries
+            while len(entries) * layer.block_size < len(prompt):
+                entries.append(self._take_entry(layer))
+        seq.known.wanted = self._positions(hit, path, place)
+        for name, count in (("queries", 1), ("query_tokens", len(prompt)), ("hit_tokens", hit)):
+            self._use[name] += count
+        if hit and self._is_cut:
+            mark = path[hit // self.block_size - 1].checkpoint
+            assert mark is not None
+            mark.uses += 1
+            self._marks["used"] += mark.uses == 1
+        shown = [table.entries for table in seq.tables]
+        self._chain("open", prompt, namespace, self._local(seq.handle), shown, seq.known.wanted)
+        return seq.handle
+
+    def _refuse_prompt(self, call: str, prompt: list[int], path: list[Node], hit: int) -> None:
+        if len(prompt) > self.options.max_blocks_per_seq * self.block_size:
+            raise CapacityExceeded(f"[{call}] {len(prompt)} tokens, max_blocks_per_seq is too small")
+        nodes = path[: hit // self.block_size]
+        own = (*nodes, *(node.checkpoint for node in nodes[-1:]))
+        for arena in self.arenas:
+            need = sum(
+                (ceil_div(len(prompt), layer.block_size) - hit // layer.block_size) * layer.columns
+                for layer in self._with_entries
+                if layer.arena is arena and call == "open"
+            )
+            need += hit > 0 and any(layer.arena is arena for layer in self._states)
+            watermark = 0 if arena._number else self.options.watermark
+            left = len(arena._blank) + len(self.evictable_in(arena, own))
+            if need and need + watermark > left:
+                self._out_of(call, arena, need, watermark)
+        self._refuse_slots(call, 1)
+
+    def _open_found(self, call: str, prompt: list[int], namespace: bytes, path: list[Node], hit: int) -> Sequence:
+        """Open a sequence over a hit."""
+        seq = self._create(hit, [])
+        seq.root, seq.tokens = self._root(namespace), prompt[:hit]
+        nodes = path[: hit // self.block_size]
+        if not nodes:
+            return seq
+        seq.known.node = nodes[-1]
+        mark = nodes[-1].checkpoint if self._is_cut else None
+        for layer in self._full:
+            for node in nodes:
+                if layer.index in node.kv:
+                    self._share(seq.tables[layer.index], node.kv[layer.index])
+        for layer in self._tailed:
+            table = seq.tables[layer.index]
+            table.entries = [HOLE] * (hit // layer.block_size)
+            for entry in mark.tails if mark else ():
+                if entry.layer is layer:
+                    assert entry.node is not None
+                    table.entries[len(entry.node.prefix) // layer.block_size - 1] = list(entry.blocks)
+                    self._leave_limbo(entry)
+        if mark is not None:
+            mark.stamp = self._tick()
+        if mark is not None and self._states:
+            slots = {}
+            for layer in self._states:
+                seq.tables[layer.index].entries.append(self._take_entry(layer))
+                ((slots[layer.index],),) = seq.tables[layer.index].entries
+            self._loads.append(Load(mark, slots))
+        return seq
+
+    def _share(self, table: Table, entry: Entry) -> None:
+        table.entries.append(list(entry.blocks))
+        self._leave_limbo(entry)
+
+    def _leave_limbo(self, entry: Entry) -> None:
+        arena = entry.layer.arena
+        arena._limbo = [(block, fence) for block, fence in arena._limbo if block not in entry.blocks]
+        entry.left.clear()
+        arena._note_peak()
+
+    @public_call
+    def fork(self, handle: int, n: int = 1) -> np.ndarray:
+        """Open `n` children that share the parent's entries, its states, and what the cache knows of it."""
+        parent = self._one("fork", handle)
+        children: np.ndarray = super().fork(handle, n)
+        for child in map(self._find, children.tolist()):
+            assert child is not None
+            child.root, child.tokens = parent.root, list(parent.tokens)
+            child.forked_in = self._fork_in(parent)
+            known = parent.known
+            child.known = Known(known.node, list(known.wanted))
+        return children
+
+    def _lose_in(self, layer: Any, seq: Sequence, n: int, left: int) -> None:
+        super()._lose_in(layer, seq, n, left)
+        for mark in [mark for mark in self._taken if mark.owner == seq.handle]:
+            self._drop(mark)
+        seq.root, seq.tokens, seq.known = None, [], Known()
+        self._sweep()
+
+    # ---- commit -------------------------------------------------------------------------------------------
+
+    def _ending(self, seq: Sequence, depth: int) -> list[tuple[Layers, list[int]]]:
+        """The entries of a row whose blocks end with its first `depth` base blocks."""
+        length, found = depth * self.block_size, []
+        for layer in self._with_entries:
+            if length % layer.block_size == 0:
+                entry = seq.tables[layer.index].entries[length // layer.block_size - 1]
+                if entry != HOLE:
+                    found.append((layer, entry))
+        return found
+
+    @public_call
+    def _prefix_commit(self, handles: Any, tokens: Any, counts: Any = None) -> None:
+        """Make the tokens of computed positions known; what becomes full can be found."""
+        names = args.handles("commit", handles, alone=True)
+        given = args.tokens("commit", tokens)
+        lengths = self._row_counts(counts, len(names), len(given))
+        batch = [self._sequence("commit", name) for name in names]
+        rows = []
+        told = {key: entry.node.prefix for key, entry in self._entries.items() if entry.node is not None}
+        for seq, count in zip(batch, lengths, strict=True):
+            row, given = given[:count], given[count:]
+            known = seq.tokens + row
+            if row and seq.point:
+                raise ValueError(f"[commit] tokens were evicted from {seq.handle}, it commits no more")
+            if row and len(known) > self._done_length(seq):
+                raise ValueError(f"[commit] {len(known)} tokens, {self._done_length(seq)} are done ({seq.handle})")
+            for depth in range(len(seq.tokens) // self.block_size + 1, len(known) // self.block_size + 1):
+                prefix = tuple(known[: depth * self.block_size])
+                for layer, entry in self._ending(seq, depth):
+                    if told.setdefault((layer.arena._number, entry[0]), prefix) != prefix:
+                        raise ValueError(f"[commit] block {entry[0]} was committed with other tokens ({seq.handle})")
+            rows.append(row)
+        for seq, row in zip(batch, rows, strict=True):
+            first = len(seq.tokens) // self.block_size
+            seq.tokens += row
+            for depth in range(first + 1, len(seq.tokens) // self.block_size + 1):
+                self._publish_at(seq, depth)
+        self._chain("commit", *map(self._local, names), *rows)
+
+    def _publish_at(self, seq: Sequence, depth: int) -> None:
+        prefix = tuple(seq.tokens[: depth * self.block_size])
+        node = None
+        if seq.root is not None:
+            node = self._nodes.get((seq.root, prefix))
+            if node is None:
+                node = self._nodes[seq.root, prefix] = Node(self._new_uid(), seq.root, seq.known.node, prefix)
+                self._use["inserted"] += 1
+            seq.known.node = node
+        for layer, blocks in self._ending(seq, depth):
+            first = layer.arena._number, blocks[0]
+            entry = self._entries.get(first)
+            if entry is None:
+                entry = Entry(layer, list(blocks))
+                self._entries.update({(layer.arena._number, block): entry for block in blocks})
+            if entry.node is not None or node is None:
+                continue
+            entry.node = node
+            if layer.kind == "full" and layer.index not in node.kv:
+                node.kv[layer.index] = entry
+            elif layer.kind == "full":
+                self._use["duplicates"] += 1
+        if len(prefix) in seq.known.wanted:
+            self._publish_mark(seq, len(prefix), node)
+        self._sweep()
+
+    def _publish_mark(self, seq: Sequence, position: int, node: Node | None) -> None:
+        """The checkpoint of a row can be found, unless its node has one, or a window has passed on."""
+        mark = next((one for one in self._taken if one.owner == seq.handle and one.position == position), None)
+        if mark is None and self._states:
+            return
+        tails = self._tails(seq, position)
+        if node is None or node.checkpoint is not None or tails is None:
+            if node is not None and node.checkpoint is not None:
+                node.checkpoint.stamp = self._tick()
+            elif node is not None:
+                self._marks["skipped"] += 1
+            if mark is not None:
+                self._drop(mark)
+            return
+        if mark is None:
+            mark = Checkpoint(position, {}, 0, None, None)
+            self._taken.append(mark)
+        self._marks["taken"] += 1
+        mark.stamp = self._tick()
+        known = [entry for other in self._taken if other.node is not None for entry in other.tails]
+        mark.tails = [next((one for one in known if one.layer is e.layer and one.node is e.node), e) for e in tails]
+        mark.owner, mark.node, node.checkpoint = None, node, mark
+        above: Node | None = node
+        while above is not None:
+            if self._is_unit_idle(above) and self._below(above) == 1:
+                above.stamp = self._tick()
+            above = above.parent
+
+    def _tails(self, seq: Sequence, position: int) -> list[Entry] | None:
+        """What a row has of windows and chunks that a hit at a position needs; None: not all of it."""
+        found = []
+        for layer in self._tailed:
+            for i, blocks in enumerate(seq.tables[layer.index].entries[: position // layer.block_size]):
+                if i < layer.num_kept or (i + 1) * layer.block_size > layer.last_unread(position):
+                    if blocks == HOLE:
+                        return None
+                    found.append(self._entries[layer.arena._number, blocks[0]])
+        return found
+
+    # ---- steps --------------------------------------------------------------------------------------------
+
+    def _started(self, call: str, step: Step, new: list[int]) -> None:
+        for row, n in zip(step.rows, new, strict=True):
+            seq = self._sequence(call, row.handle)
+            if call != "step" or not n:
+                continue
+            for load in self._loads:
+                if load.step is None and self._reads(row, seq, load):
+                    load.step = step.id
+            if self._states and seq.num_tokens in seq.known.wanted:
+                self._take_mark(step, seq)
+        for layer in self._states:
+            loads = [(load.mark, load.slots[layer.index]) for load in self._loads if load.step == step.id]
+            saves = [(mark, self._state_of(mark.owner, layer)) for mark in self._taken if mark.step == step.id]
+            group = step.plan.groups[layer.index]
+            group.state_loads, group.state_saves = (
+                np.array([[slot, *mark.bundles[layer.index]] for mark, slot in moves], np.int32).reshape(
+                    -1, 1 + layer.group.blocks
+                )
+                for moves in (loads, saves)
+            )
+        super()._started(call, step, new)
+
+    def _state_of(self, handle: Any, layer: Layers) -> int:
+        ((slot,),) = self._sequence("step", handle).tables[layer.index].entries
+        return slot
+
+    def _take_mark(self, step: Step, seq: Sequence) -> None:
+        """The row ends where a checkpoint is wanted."""
+        home = self.arenas[0]
+        taken = [mark for mark in self._taken if mark.owner == seq.handle]
+        if any(mark.owner == seq.handle and mark.position == seq.num_tokens for mark in self._taken):
+            return
+        if len(taken) == MOST_TAKEN or self._bundle_size > home._available():
+            self._marks["skipped"] += 1
+            return
+        bundles = {layer.index: [home._take() for _ in range(layer.group.blocks)] for layer in self._states}
+        self._taken.append(Checkpoint(seq.num_tokens, bundles, self._tick(), step.id, seq.handle))
+
+    def _pass(self, step: Step) -> None:
+        for mark in self._taken:
+            if mark.step == step.id:
+                mark.step, mark.stamp = None, self._tick()
+        super()._pass(step)
+        for load in [load for load in self._loads if load.step == step.id]:
+            self._end_load(load)
+
+    def _reads(self, row: Any, seq: Sequence, load: Load) -> bool:
+        """Whether a row reads the slots of a load in a step that has begun."""
+        group, slot = next(iter(load.slots.items()))
+        replaced = row.changes[group].replaced
+        read = replaced[0][1] if replaced else seq.tables[group].entries[0]
+        return bool(read[0] == slot)
+
+    def _end_load(self, load: Load) -> None:
+        self._loads.remove(load)
+        self._drop_orphan(load.mark)
+
+    def _end_idle_loads(self) -> None:
+        """Nobody will read what these would load."""
+        for load in list(self._loads):
+            group, slot = next(iter(load.slots.items()))
+            if load.step is None and not self.layers[group].arena._refcount(slot):
+                self._end_load(load)
+
+    def _drop_orphan(self, mark: Checkpoint) -> None:
+        if mark in self._taken and mark.node is None and mark.owner is None and self._is_free(mark):
+            self._drop(mark)
+
+    def _undo_all(self, step: Step) -> None:
+        for mark in [mark for mark in self._taken if mark.step == step.id]:
+            self._drop(mark)
+        for load in self._loads:
+            if load.step == step.id:
+                load.step = None
+        super()._undo_all(step)
+        self._end_idle_loads()
+
+    def _pop_all(self, seq: Sequence) -> None:
+        for mark in [mark for mark in self._taken if mark.owner == seq.handle]:
+            self._drop(mark)
+        super()._pop_all(seq)
+        self._end_idle_loads()
+        seq.known.node = None
+        self._sweep()
+
+    @public_call
+    def truncate(self, handles: Any, lens: Any) -> None:
+        """Shorten sequences to `lens` tokens."""
+        super().truncate(handles, lens)
+        for seq in self._batch("truncate", handles, alone=True):
+            for mark in [m for m in self._taken if m.owner == seq.handle and m.position > seq.num_tokens]:
+                self._drop(mark)
+            del seq.tokens[seq.num_tokens :]
+            node = seq.known.node
+            while node is not None and len(node.prefix) > len(seq.tokens):
+                node = node.parent
+            seq.known.node = node
+        self._sweep()
+
+    # ---- calls of the cache -------------------------------------------------------------------------------
+
+    @property
+    def prefix(self) -> Part:
+        """The prefix cache."""
+        return Part(self, "prefix")
+
+    @public_call
+    def _prefix_match(self, tokens: Any, namespace: bytes = b"") -> int:
+        """Return how many tokens of the prompt `open` would find."""
+        prompt = args.tokens("match", tokens)
+        return self._found(prompt, args.namespace("match", namespace))[1]
+
+    @public_call
+    def _prefix_wanted(self, handles: Any) -> np.ndarray:
+        """Return the next position of each row at which a step should end, -1: none; int64 ``[S]``."""
+        batch = self._batch("wanted", handles)
+        return np.array([min([p for p in s.known.wanted if p > s.num_tokens], default=-1) for s in batch], np.int64)
+
+    @public_call
+    def _prefix_pin(self, tokens: Any, namespace: bytes = b"") -> int:
+        """Open a sequence that holds the largest hit of a prefix, all of which may be one."""
+        prompt = args.tokens("pin", tokens)
+        path, hit = self._found(prompt, args.namespace("pin", namespace), all_of_it=True)
+        self._refuse_prompt("pin", prompt[:hit], path, hit)
+        seq = self._open_found("pin", prompt, namespace, path, hit)
+        self._chain("pin", prompt, namespace, self._local(seq.handle))
+        return seq.handle
+
+    def _flush(self, namespace: bytes | None) -> int:
+        roots = [root for name, root in self._roots.items() if namespace in (None, name)]
+        before = sum(len(arena._blank) for arena in self.arenas)
+        for seq in self._sequences.values():
+            if seq.root in roots:
+                seq.root = seq.known.node = None
+                seq.known.wanted = []
+                for mark in [mark for mark in self._taken if mark.owner == seq.handle]:
+                    self._drop(mark)
+        gone = [node for node in self._nodes.values() if node.root in roots]
+        self._nodes = {key: node for key, node in self._nodes.items() if node.root not in roots}
+        for mark in [mark for mark in self._taken if mark.node in gone]:
+            mark.node = None
+            if self._is_free(mark):
+                self._drop(mark)
+        for entry in {id(entry): entry for entry in self._entries.values()}.values():
+            if entry.node in gone:
+                is_canonical = entry.layer.kind == "full" and entry.node.kv.get(entry.layer.index) is entry
+                entry.node = None
+                if is_canonical and all(entry.layer.arena.is_idle(block) for block in entry.blocks):
+                    self._blank_entry(entry)
+        self._roots = {name: root for name, root in self._roots.items() if root not in roots}
+        self._chain("flush", namespace)
+        return sum(len(arena._blank) for arena in self.arenas) - before
+
+    # ---- what is read -------------------------------------------------------------------------------------
+
+    @public_call
+    def check(self) -> None:
+        """Recompute what the bookkeeping implies; raises `CorruptState`."""
+        for arena in self.arenas:
+            named = set(arena.names()) | set(arena._holds)
+            cached = {b for (index, b) in self._entries if index == arena._number}
+            if arena._number == 0:
+                cached |= {b for mark in self._taken for bundle in mark.bundles.values() for b in bundle}
+            limbo = [block for block, _ in arena._limbo]
+            places = arena._blank + limbo + list((named | cached) - set(limbo))
+            if sorted(places) != list(range(arena._reserved, arena.num_blocks)):
+                raise CorruptState(f"[check] arena {arena._number}: a block is in no place or in two: {sorted(places)}")
+            for block in cached - named - set(limbo):
+                entry = self._entries.get((arena._number, block))
+                if entry is not None and not self._covering(entry):
+                    if entry.node is None or entry.node.kv.get(entry.layer.index) is not entry:
+                        raise CorruptState(f"[check] block {block} of arena {arena._number} is kept for nothing")
+        for mark in self._taken:
+            if mark.node is not None and mark.node.checkpoint is not mark:
+                raise CorruptState("[check] a checkpoint and its node differ")
+        for node in self._nodes.values():
+            if node.parent is not None and self._nodes.get((node.root, node.parent.prefix)) is not node.parent:
+                raise CorruptState("[check] a node is there without the one above")
