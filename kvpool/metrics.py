@@ -104,6 +104,7 @@ def metrics_of(pool: Any, scheduler: Any = None) -> list[Metric]:
         by_arena("kvpool_cow_copies_total", "counter", "Blocks copied because a shared one was written.", "cow_copies"),
         by_arena("kvpool_cow_tokens_total", "counter", "Tokens of these copies.", "cow_tokens"),
         gauge("kvpool_prefix_nodes", "Blocks that the prefix cache can find.", prefix.nodes),
+        gauge("kvpool_prefix_checkpoints", "Checkpoints of layer groups that hits can use.", prefix.checkpoints),
         *(counter(f"kvpool_prefix_{name}_total", text, getattr(prefix, name)) for name, text in _PREFIX.items()),
     ]
     if groups is not None:
@@ -190,6 +191,11 @@ _PREFIX = {
     "query_tokens": "Tokens of these prompts.",
     "hit_tokens": "Of these, tokens found.",
     "evicted": "Blocks lost to the prefix cache by eviction.",
+    "checkpoints_taken": "Checkpoints whose states a step saved.",
+    "checkpoints_published": "Checkpoints that a commit made known.",
+    "checkpoints_used": "Checkpoints that a hit used.",
+    "checkpoints_skipped": "Checkpoints not taken: blocks or a window were gone.",
+    "checkpoints_evicted": "Checkpoints that left to make room.",
 }
 _PLACES = ("blank", "evictable", "limbo", "used", "reserved")
 _STATES = ("waiting", "prefilling", "decoding", "spilled")

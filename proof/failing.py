@@ -42,8 +42,10 @@ class Stage:
         if self.pool is None:
             return ()
         untagged = (1 << 52) - 1  # the tag is another one in every pool
+        copies = [[group.copies for group in p.groups[:1]] if p.groups else [p.copies] for p in self.plans]
         shown = [
-            (p.is_pending, p.step_id, (p.handles & untagged).tolist(), p.copies.tolist()) for p in self.plans
+            (p.is_pending, p.step_id, (p.handles & untagged).tolist(), [array.tolist() for array in arrays])
+            for p, arrays in zip(self.plans, copies, strict=True)
         ]
         return (self.pool.fingerprint(), self.pool.digest(), self.pool.stats(), shown, len(self.handles), self.told)
 
@@ -165,6 +167,53 @@ def long_commit(block_size: int) -> list[Call]:
     return [("keep", plan), ("keep", run), ("step", write), ("done", done), ("commit", commit)]
 
 
+def script_with_groups(seed: int) -> list[Call]:
+    """Prefix hits of a pool with layer groups: checkpoints that are taken, published, loaded and flushed."""
+    rng = random.Random(seed)
+    prompt = [rng.randrange(50) for _ in range(rng.randrange(30, 60))]
+    groups = [kvpool.Group.full(), kvpool.Group.window(6, arena=1, num_blocks=90), kvpool.Group.state(12, blocks=2)]
+    options: dict[str, Any] = {"groups": groups[seed % 2 :], "in_order": seed % 5 == 0}
+    options["events"] = rng.choice([0, 3, 400])
+
+    def construct(s: Stage) -> None:
+        s.pool = kvpool.Pool(120, 2, max_seqs=48, prefix_cache=True, seed=1, **options)
+
+    def plan(s: Stage) -> None:
+        s.made = kvpool.Plan(s.pool, 4, 100)
+
+    def begin(s: Stage) -> None:
+        s.made = s.pool.open(prompt, b"tenant", cut=len(prompt) - 3)
+
+    def chunk(s: Stage) -> None:
+        length, place = s.pool.num_tokens(s.handles[-1]), int(s.pool.prefix.wanted(s.handles[-1:])[0])
+        s.pool.step(s.plans[0], s.handles[-1:], (place if place > 0 else len(prompt)) - length)
+
+    def end(how: str) -> Callable[[Stage], None]:
+        return lambda s: getattr(s.pool, how)(s.plans[0]) if s.plans[0].is_pending else None
+
+    def commit(s: Stage) -> None:
+        first, length = (call(s.handles[-1]) for call in (s.pool.prefix.committed, s.pool.num_tokens))
+        s.pool.prefix.commit(s.handles[-1:], prompt[first:length])
+
+    def fork(s: Stage) -> None:
+        s.made = s.pool.fork(s.handles[-1], 3)
+
+    def drain(s: Stage) -> None:
+        s.made = s.pool.prefix.events()
+
+    kept = ("keep", keep)
+    compute = [("step", chunk), ("done", end("done")), ("commit", commit)]
+    return [
+        ("Pool", construct), ("Plan", plan), kept, ("open", begin), kept, *compute * 3,
+        ("close", lambda s: s.pool.close(s.handles[-1:])), ("open", begin), kept, ("step", chunk),
+        ("rollback", end("rollback")), ("fork", fork), kept, ("step", chunk), ("done", end("done")),
+        ("match", lambda s: s.pool.prefix.match(prompt, b"tenant")),
+        ("pin", lambda s: s.pool.prefix.pin(prompt, b"tenant")), ("evict", lambda s: s.pool.blocks.evict(5)),
+        ("flush", lambda s: s.pool.prefix.flush(b"tenant")), ("drain_events", drain), kept,
+        ("reset", lambda s: s.pool.reset()), ("open", lambda s: s.pool.open([1, 2, 3], b"other")),
+    ]  # fmt: skip
+
+
 class Finding(Exception):
     """What a failure did that it must not do."""
 
@@ -205,7 +254,7 @@ def sweep(seeds: Iterable[int], points: int) -> dict[str, Any]:
     """Fail allocations of scripts, each alone and with all behind it, until there were `points` of them."""
     done, findings, by_call = 0, [], dict[str, int]()
     for seed in seeds:
-        calls = script(seed)
+        calls = script_with_groups(seed) if seed % 3 == 2 else script(seed)
         gc.collect()
         at_start = _core.allocations()[1]
         ending, total, _ = play(calls)

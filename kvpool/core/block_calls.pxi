@@ -34,15 +34,19 @@ cdef int judge_ids(Blocks* b, Ints* ids, Verdict* v) noexcept nogil:
 cdef int32_t pool_next_block(State* pool, int32_t arena) noexcept nogil:
     """The block that will be taken next; -1: there is none."""
     cdef Blocks* b = blocks_of(pool, arena)
-    return b.blank[b.num_blank - 1] if b.num_blank else b.lru.head
+    if b.num_blank:
+        return b.blank[b.num_blank - 1]
+    return NO_BLOCK if has_tree(pool) else b.lru.head
 
 
 cdef int pool_alloc(State* pool, int32_t arena, int32_t* ids, int64_t count, Verdict* v) noexcept nogil:
     cdef Blocks* b = blocks_of(pool, arena)
-    cdef int64_t k, available = blocks_available(b)
+    cdef int64_t k, available = b.num_blank if has_tree(pool) else blocks_available(b)
     cdef uint64_t h
     if count > available:
-        return blocks_short(b, v, arena, -1, -1, count, count - available)
+        blocks_short(b, v, arena, -1, -1, count, count - available)
+        v.evictable = available - b.num_blank
+        return v.reason
     h = mix(begin_mix(pool, arena, OP_ALLOC), count)
     blocks_take_many(b, ids, <int32_t>count)
     for k in range(count):
@@ -61,6 +65,8 @@ cdef int pool_incref(State* pool, int32_t arena, Ints* ids, Verdict* v) noexcept
         return status
     for k in range(ids.size):
         i = ints_at(ids, k)
+        if has_tree(pool) and b.block[i].raw == 0:
+            return refused(v, NOT_ALLOCATED, k, i, 0, 0, 0)
         if b.block[i].refcount == 0:
             return refused(v, UNREFERENCED, k, i, 0, 0, 0)
         if b.block[i].refcount >= MAX_REFCOUNT:
@@ -133,6 +139,9 @@ cdef void pool_evict(State* pool, int32_t arena, int64_t count) noexcept nogil:
     cdef Blocks* b = blocks_of(pool, arena)
     cdef int64_t k
     pool.blocks.digest = mix(begin_mix(pool, arena, OP_EVICT), count)
+    if has_tree(pool):
+        tree_make_room(pool.groups, arena, b.num_blank + count)
+        return
     for k in range(count):
         pool.blocks.digest = mix(pool.blocks.digest, blocks_evict(b))
 
@@ -519,7 +528,10 @@ cdef class BlockAPI:
         self.run(ids, "free", OP_FREE, False)
 
     def evict(self, n):
-        """Clear the `n` oldest evictable blocks, or all if there are fewer. Returns how many. O(n)."""
+        """Clear the `n` oldest evictable blocks, or all if there are fewer. Returns how many. O(n).
+
+        In a pool with layer groups and a prefix cache what leaves together leaves whole: a few more may be cleared.
+        """
         cdef int64_t asked = to_int(n, "evict", "n", 0, INT64_MAX), count = -1
         cdef object evicted
         cdef int status = RETRY

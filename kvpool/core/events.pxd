@@ -12,6 +12,8 @@ cdef struct Note:               # one event; the tokens of a STORED one stand be
     uint8_t[16] parent
     Name* name                  # STORED, CLEARED: it has this user
     int32_t kind
+    int32_t num_tokens
+    int32_t group               # of a pool with layer groups, else -1
     bint has_parent
 
 

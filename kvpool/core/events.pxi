@@ -43,7 +43,7 @@ cdef bint ring_grow(Ring* ring) noexcept nogil:
 
 
 cdef void ring_add(Ring* ring, int kind, const uint8_t* key, const uint8_t* parent, Name* name, const int32_t* tokens,
-                   int64_t num_tokens) noexcept nogil:
+                   int64_t num_tokens, int32_t group) noexcept nogil:
     """Add a note. The oldest makes room where the ring is full; without memory this one is lost."""
     cdef Note* note
     if ring.limit == 0:
@@ -59,6 +59,8 @@ cdef void ring_add(Ring* ring, int kind, const uint8_t* key, const uint8_t* pare
     note = note_at(ring, ring.size)
     ring.size += 1
     note.kind = kind
+    note.num_tokens = <int32_t>num_tokens
+    note.group = group
     note.has_parent = parent != NULL
     note.name = name
     if name != NULL:
@@ -92,16 +94,20 @@ cdef void ring_told(Ring* ring, const Ring* taken, int64_t lost) noexcept nogil:
         ring.lost += lost
 
 
-cdef object ring_event(const Ring* ring, int64_t k, int64_t block_size):
-    """Note k as docs/prefix.md has it."""
+cdef object ring_event(const Ring* ring, int64_t k, tuple groups):
+    """Note k as docs/prefix.md has it; `groups`: of the pool, if it has some."""
     cdef const Note* note = note_at(ring, k)
     cdef const int32_t* tokens = <const int32_t*>(note + 1)
     cdef int64_t i
+    cdef tuple more = ()
     key = (<const char*>note.key)[:16]
     name = name_bytes(note.name)[:note.name.size] if note.name != NULL else None
     if note.kind == STORED:
         parent = (<const char*>note.parent)[:16] if note.has_parent else None
-        return ("stored", key, parent, [tokens[i] for i in range(block_size)], block_size, name)
+        if note.group >= 0:
+            group = groups[note.group]
+            more = (note.group, group.kind, group.size if group.kind in ("window", "chunk") else None)
+        return ("stored", key, parent, [tokens[i] for i in range(note.num_tokens)], note.num_tokens, name, *more)
     if note.kind == REMOVED:
-        return ("removed", key)
+        return ("removed", key, note.group) if note.group >= 0 else ("removed", key)
     return ("cleared", name)

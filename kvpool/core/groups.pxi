@@ -172,22 +172,19 @@ cdef void groups_close(Groups* gs, int32_t slot) noexcept nogil:
     cdef Seqs* s = gs.seqs
     cdef Seq* q = &s.seq[slot]
     cdef LayerGroup* g
-    cdef int32_t k, state = NO_BLOCK
-    if gs.tree != NULL:
-        row_leaves(gs, slot)
-        if gs.tree.num_loads:
-            state = gs.group[gs.tree.state_group].table[slot]
+    cdef int32_t k
     for k in range(gs.num_groups):
         g = &gs.group[k]
         group_unref(g, slot, 0, entries_of(g, slot, q.num_blocks))
-        if g.kind == STATE_LAYERS:
-            g.table[slot] = NO_BLOCK
+    if gs.tree != NULL:
+        tree_close(gs, slot)
+    for k in range(gs.num_groups):
+        if gs.group[k].kind == STATE_LAYERS:
+            gs.group[k].table[slot] = NO_BLOCK
     s.sum_tokens -= q.kv_len
     s.sum_blocks -= q.num_blocks
     gs.arena[0].digest = mix(mix(gs.arena[0].digest, OP_CLOSE), untagged(q.handle))
     seq_retire_handle(s, slot)
-    if state != NO_BLOCK:
-        end_idle_load(gs, state)
 
 
 cdef int64_t least_length(const LayerGroup* g, int32_t slot, int64_t length) noexcept nogil:
@@ -682,15 +679,6 @@ cdef void groups_rollback(Groups* gs, const Pending* pending, const Step* p) noe
     groups_settle(gs, pending, p)
     if gs.tree != NULL:
         tree_undone(gs, p)
-
-
-cdef void groups_end(Groups* gs, const Step* p) noexcept nogil:
-    """A pending step of a pool that is reset: nothing of it is undone."""
-    cdef GroupPlan** part = parts_of(p)
-    cdef int32_t k
-    for k in range(gs.num_groups):
-        part[k].num_changes = part[k].log.size = 0
-        wire_forget(&part[k].wire, p.num_rows, False, False)
 
 
 cdef void groups_reset(Groups* gs) noexcept nogil:

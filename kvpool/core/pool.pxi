@@ -232,9 +232,14 @@ cdef class Pool:
         """The prefix cache of a pool with layer groups."""
         cdef Groups* gs = self.state.groups
         cdef int32_t[MAX_GROUPS] bundle
+        cdef int64_t size = 0, room = gs.arena[0].num_blocks - gs.arena[0].reserved
         cdef int32_t k
         for k in range(gs.num_groups):
             bundle[k] = groups[k].blocks
+            size += bundle[k]
+        if size > room:
+            raise ValueError(f"[Pool] a checkpoint has {size} blocks, arena 0 has {room}; "
+                             "blocks=0 for the state groups takes none")
         gs.tree = <Tree*>xcalloc(1, sizeof(Tree))
         if gs.tree == NULL or tree_init(gs.tree, gs, &self.state.index, bundle) != OK:
             raise MemoryError("[Pool] no memory for the prefix cache")
@@ -370,6 +375,9 @@ cdef class Pool:
             shape ``(n,)``, each 0 .. 2^31 - 1: its longest cached prefix is found, and blocks for the rest taken.
         namespace : bytes, default b""
             Prefixes are shared within a namespace only; see `kvpool.namespace`.
+        cut : int, optional
+            Where the part of the prompt begins that the next turn may rewrite, 0 .. n; default ``max(0, n - 16)``.
+            A pool with layer groups takes a checkpoint there, see `PrefixCache.wanted`.
 
         Returns
         -------
@@ -386,7 +394,8 @@ cdef class Pool:
         OutOfSequences
             `max_seqs` sequences are open. State unchanged.
         ValueError
-            A prompt, in a pool with layer groups: they have no prefix cache. State unchanged.
+            A prompt, in a pool with layer groups and without a prefix cache; a `cut` without a prompt or a prefix
+            cache, or behind the prompt. State unchanged.
 
         Notes
         -----

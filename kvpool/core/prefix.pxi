@@ -171,7 +171,7 @@ cdef void insert(Index* ix, Blocks* b, int32_t id, uint64_t parent, int32_t befo
         make_key(ix, id, before)
         ring_add(&ix.ring, STORED, key_at(ix, id),
                  key_at(ix, before) if before != NO_BLOCK else NULL,
-                 names_by_uid(&ix.names, ix.root[id]), ix.tokens + id * ix.block_size, ix.block_size)
+                 names_by_uid(&ix.names, ix.root[id]), ix.tokens + id * ix.block_size, ix.block_size, -1)
 
 
 # ---- lookup ------------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ cdef void forget(Index* ix, int32_t id) noexcept nogil:
     """The content of a canonical block is gone."""
     remove_slot(ix, id)
     if ix.key != NULL:
-        ring_add(&ix.ring, REMOVED, key_at(ix, id), NULL, NULL, NULL, 0)
+        ring_add(&ix.ring, REMOVED, key_at(ix, id), NULL, NULL, NULL, 0, -1)
     ix.uid[id] = 0
 
 

@@ -48,7 +48,8 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
                    Verdict* v) noexcept nogil:
     """Match, judge, then commit. `take`: blocks for the rest of the prompt, and its last token is computed.
 
-    `tokens.data` NULL: a count. `cut`: see docs/prefix.md, -1: not told. The sequence gets the handle that `pool_next_handle` told.
+    `tokens.data` NULL: a count. `cut`: see docs/prefix.md, -1: not told. The sequence gets the handle that
+    `pool_next_handle` told.
     """
     cdef Seqs* s = &pool.seqs
     cdef Blocks* b = &pool.blocks
@@ -57,7 +58,7 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
     cdef uint64_t root_hash = 0, root = 0
     cdef int64_t need, available
     cdef int32_t slot = s.free_slot[s.first_free] if s.num_free_slots else -1
-    if pool.groups != NULL and pool.groups.tree != NULL:
+    if has_tree(pool):
         return tree_open(pool, tokens, space, space_size, cut, take, v)
     if pool.groups != NULL:
         return groups_open(pool.groups, tokens, v)
@@ -328,7 +329,7 @@ cdef int flush_name(State* pool, Name* name, const char* space, int64_t size, Ve
         return OK if ix.key == NULL else refused(v, NO_MEMORY, -1, 1, 0, 0, 0)
     if name != NULL:
         flush_root(pool, name.uid)
-    ring_add(&ix.ring, CLEARED, NULL, NULL, told, NULL, 0)
+    ring_add(&ix.ring, CLEARED, NULL, NULL, told, NULL, 0, -1)
     if name != NULL:
         names_remove(&ix.names, name)
     else:
@@ -349,7 +350,7 @@ cdef void flush_root(State* pool, uint64_t root) noexcept nogil:
     if root == 0:
         names_clear(&pool.index.names)
         pool.index.next_uid = 1             # no node and no root is left that could be mistaken
-        ring_add(&pool.index.ring, CLEARED_ALL, NULL, NULL, NULL, NULL, 0)
+        ring_add(&pool.index.ring, CLEARED_ALL, NULL, NULL, NULL, NULL, 0, -1)
 
 
 cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t size, int64_t cut, bint take, Verdict*
@@ -366,7 +367,7 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
     cdef uint64_t root = name.uid if name != NULL else 0
     cdef int32_t slot = s.free_slot[s.first_free] if s.num_free_slots else -1, j
     hit.known = hit.nodes = 0
-    hit.mark = NO_MARK
+    hit.checkpoint = NO_CHECKPOINT
     hit.digest = root_hash
     if tokens.size > gs.seq_tokens:
         return refused(v, PROMPT_TOO_LONG, -1, tokens.size, 0, gs.seq_tokens, 0)
@@ -389,8 +390,8 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
     t.row[slot].node = t.path[hit.nodes - 1] if hit.nodes else NO_NODE
     if hit.nodes:
         t.node[t.row[slot].node].users += 1
-    for j in range(ROW_MARKS):
-        t.row[slot].taken[j] = NO_MARK
+    for j in range(MOST_TAKEN):
+        t.row[slot].taken[j] = NO_CHECKPOINT
     if take and tokens.data != NULL:
         t.row[slot].cut = max(tokens.size - TAIL_TOKENS, <int64_t>0) if cut < 0 else cut
         t.row[slot].junction = min(hit.known * gs.block_size, t.row[slot].cut)
@@ -421,9 +422,11 @@ cdef object open_tokens(State* pool, object tokens, object namespace, object cut
             ints_get(&prompt, tokens, call, "tokens", False, True)
             ints_tokens(&prompt, call)
         if cut is not None:
-            if not has_cache(pool):
-                raise ValueError(f"[{call}] cut is {cut}, but the pool has no prefix cache")
             place = to_int(cut, call, "cut", 0, prompt.size)
+            if not has_cache(pool):
+                raise ValueError(f"[{call}] cut is {place}, but the pool has no prefix cache")
+            if prompt.data == NULL:
+                raise ValueError(f"[{call}] cut is {place}, but tokens are a number, not a prompt")
         while status == RETRY:
             pool_enter(pool, call)
             next_handle = pool_next_handle(pool)
@@ -645,23 +648,34 @@ cdef class PrefixCache:
     @property
     def nbytes(self):
         """Bytes that the index has taken, once."""
-        return index_nbytes(&self.state.index, &self.state.blocks)
+        cdef int64_t found
+        pool_enter_any(self.state, "nbytes")        # 0 if the pool was shut down
+        if has_tree(self.state):
+            found = tree_nbytes(self.state.groups.tree, self.state.groups)
+        else:
+            found = index_nbytes(&self.state.index, &self.state.blocks)
+        pool_leave(self.state)
+        return found
 
     def stats(self):
         """Counters of the prefix cache, O(1); see `kvpool.stats.PrefixStats`."""
         cdef Index ix
-        cdef int32_t nodes
+        cdef Tree t
         cdef int64_t revivals, reuse_gap
+        memset(&t, 0, sizeof(Tree))
         pool_enter(self.state, "stats")
         ix = self.state.index
-        nodes = ix.num_nodes if self.state.groups == NULL else self.state.groups.tree.num_nodes
+        if has_tree(self.state):
+            t = self.state.groups.tree[0]
+            ix.num_nodes = t.num_nodes
         revivals = self.state.blocks.revivals
         reuse_gap = self.state.blocks.reuse_gap
         pool_leave(self.state)
         return PrefixStats(
             ix.queries, ix.query_tokens, ix.hit_tokens, ix.hit_tokens / <double>ix.query_tokens if ix.query_tokens
-            else 0.0, nodes, ix.inserted, ix.duplicates, ix.evicted, ix.names.size,
-            reuse_gap / <double>revivals if revivals else 0.0)
+            else 0.0, ix.num_nodes, ix.inserted, ix.duplicates, ix.evicted, ix.names.size,
+            reuse_gap / <double>revivals if revivals else 0.0,
+            t.num_checkpoints, t.taken, t.published, t.used, t.skipped, t.evicted)
 
     def events(self):
         """Events since the last call, oldest first: tuples as docs/prefix.md lists them.
@@ -671,7 +685,7 @@ cdef class PrefixCache:
         """
         cdef Ring taken
         cdef int64_t k, count, told = 0
-        cdef int64_t block_size = self.state.blocks.block_size
+        cdef tuple groups = self.pool.options.groups
         found = []
         pool_enter(self.state, "events")
         taken = ring_take(&self.state.index.ring)
@@ -681,7 +695,7 @@ cdef class PrefixCache:
             if taken.lost:
                 found.append(("lost", taken.lost))
             for k in range(taken.size):
-                found.append(ring_event(&taken, k, block_size))
+                found.append(ring_event(&taken, k, groups))
             told = count
         finally:
             pool_enter_any(self.state, "events")   # the pool may have been shut down meanwhile

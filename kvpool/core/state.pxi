@@ -6,7 +6,12 @@ Python object is made under the lock.
 
 cdef inline bint has_cache(const State* pool) noexcept nogil:
     """Whether the pool looks after the content of blocks."""
-    return pool.indexed or (pool.groups != NULL and pool.groups.tree != NULL)
+    return pool.indexed or has_tree(pool)
+
+
+cdef inline bint has_tree(const State* pool) noexcept nogil:
+    """Whether the pool has layer groups and a prefix cache."""
+    return pool.groups != NULL and pool.groups.tree != NULL
 
 
 cdef int pool_enter(State* pool, str call) except -1:
@@ -19,7 +24,7 @@ cdef int pool_enter(State* pool, str call) except -1:
         close_deferred(pool)
     if pool.indexed and pool.blocks.num_dropped:        # the calls before took cached blocks
         index_drain(&pool.index, &pool.blocks)
-    if pool.groups != NULL and pool.groups.tree != NULL:        # and what they let go of may be kept
+    if has_tree(pool):              # and what they let go of may be kept
         tree_settle(pool.groups)
     return 0
 

@@ -240,15 +240,13 @@ cdef int32_t pool_reset(State* pool, void** plans) noexcept nogil:
         set_flag(&p.pending, False)
         p.log.size = 0
         wire_forget(<Wire*>p.wire, p.num_rows, False, False)
-        if pool.groups != NULL:
-            groups_end(pool.groups, p)
         plans[count] = p.plan
         add_reference(p.plan)
         count += 1
         p = p.newer
     memset(&pool.pending, 0, sizeof(pool.pending))
     pool.blocks.newest_pending = pool.blocks.oldest_pending = 0
-    if pool.indexed:
+    if has_cache(pool):
         flush_root(pool, 0)
     seqs_reset(&pool.seqs)
     blocks_reset(&pool.blocks)

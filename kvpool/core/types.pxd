@@ -59,6 +59,7 @@ cdef enum:                      # what a C function reports: OK, NO_MEMORY, RETR
     NOT_FULL                    # tokens are to leave a group that is not full
     NO_FULL_GROUP
     PROMPT_IN_GROUPS
+    NOT_ALLOCATED
     NO_SUCH_GROUP
     WINDOW_IS_GONE
     STATE_IS_GONE

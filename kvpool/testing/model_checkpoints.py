@@ -7,12 +7,14 @@ recounted.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from kvpool.errors import CapacityExceeded, CorruptState
+from kvpool.stats import PrefixStats
 from kvpool.testing import model_args as args
 from kvpool.testing.model_arena import Part, public_call
 from kvpool.testing.model_blocks import Step, ceil_div
@@ -108,10 +110,31 @@ class CachedArena(Arena):
     def _leave(self, block: int) -> None:
         self._pool.block_left(self, block)
 
-    def is_idle(self, block: int) -> bool:
-        """Nobody names the block, and no pending step may use it."""
-        in_limbo = any(block == one for one, _ in self._limbo)
-        return not self._refcount(block) and block not in self._holds and not in_limbo
+    @public_call
+    def _blocks_incref(self, ids: Any) -> None:
+        """Add one raw reference to blocks that were taken with `alloc`."""
+        for block in self._ids("incref", ids):
+            if not self._raw.get(block):
+                raise ValueError(f"[incref] block was not taken with alloc ({block})")
+        super()._blocks_incref(ids)
+
+    @public_call
+    def _alloc(self, n: int | None, check_out: Any) -> list[int]:
+        count = 1 if n is None else args.count("alloc", "n", n)
+        if count > len(self._blank):
+            check_out(count)
+            self._out_of_blocks("alloc", count, lost=len(self._lru))
+        return super()._alloc(n, check_out)
+
+    @public_call
+    def _blocks_evict(self, n: int) -> int:
+        """Turn at least `n` evictable blocks into blank ones, or all that there are."""
+        count = min(args.count("evict", "n", n), len(self._lru))
+        wanted = len(self._blank) + count
+        while len(self._blank) < wanted:
+            self._pool.evict_for(self)
+        self._chain("evict", count)
+        return count
 
     def _has_own_cache(self) -> bool:
         return True
@@ -122,6 +145,14 @@ class CheckpointModel(GroupModel):
 
     arena_class, may_cache = CachedArena, True
 
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        self._marks = dict.fromkeys(("taken", "published", "used", "skipped", "evicted"), 0)
+        super().__init__(*sizes, **options)
+        room = self.arenas[0].num_blocks - self.arenas[0]._reserved
+        if self._bundle_size > room:
+            self.shutdown()
+            raise ValueError(f"[Pool] a checkpoint has {self._bundle_size} blocks, arena 0 has {room}")
+
     def _empty(self) -> None:
         super()._empty()
         self._clock = self._coldest = 0
@@ -129,7 +160,8 @@ class CheckpointModel(GroupModel):
         self._entries: dict[tuple[int, int], Entry] = {}  # (arena, block) -> committed entry
         self._taken: list[Checkpoint] = []  # all checkpoints
         self._loads: list[Load] = []
-        self._marks = dict.fromkeys(("taken", "used", "evicted", "skipped"), 0)
+        self._told: set[tuple[int, int, tuple[int, ...]]] = set()  # what events have told of
+        self._told_keys: dict[tuple[int, int, tuple[int, ...]], bytes] = {}
         kv = self._with_entries
         self._grain = max((layer.block_size for layer in kv), default=self.block_size)
         self._full = [layer for layer in self.layers if layer.kind == "full"]
@@ -198,7 +230,8 @@ class CheckpointModel(GroupModel):
             return
         homes = {layer.arena._number for layer in self._tailed} | ({0} if self._bundle_size else set())
         marks = [mark for mark in self._taken if self._is_free(mark)] if arena._number in homes else []
-        victim: Any = min([*units, *marks], key=lambda one: one.stamp)
+        victims: list[Any] = [*units, *marks]
+        victim = min(victims, key=lambda one: one.stamp)
         if isinstance(victim, Node):
             self._evict_unit(victim)
         else:
@@ -280,20 +313,21 @@ class CheckpointModel(GroupModel):
         node = entry.node
         if self._covering(entry):
             return
-        is_full = entry.layer.kind == "full" and node is not None
-        if is_full and entry.layer.index not in node.kv:
-            node.kv[entry.layer.index] = entry
-        if not is_full or node.kv[entry.layer.index] is not entry:
+        if node is None or entry.layer.kind != "full":
             self._blank_entry(entry)
-        if is_full and self._is_unit_idle(node):
-            node.stamp = self._tick()
+        else:
+            if node.kv.setdefault(entry.layer.index, entry) is not entry:
+                self._blank_entry(entry)
+            if self._is_unit_idle(node):
+                node.stamp = self._tick()
         self._sweep()
 
     # ---- hits ---------------------------------------------------------------------------------------------
 
     def _path(self, tokens: list[int], namespace: bytes, most: int) -> list[Node]:
         """The nodes of a prefix whose full groups are all there."""
-        root, found = self._roots.get(namespace), []
+        found: list[Node] = []
+        root = self._roots.get(namespace)
         while root is not None and len(found) < most:
             length = (len(found) + 1) * self.block_size
             node = self._nodes.get((root, tuple(tokens[:length])))
@@ -350,6 +384,8 @@ class CheckpointModel(GroupModel):
         """Open a sequence for a prompt, or with entries for a number of tokens; returns its handle."""
         args.namespace("open", namespace)
         if not isinstance(tokens, list | tuple | np.ndarray | str | bytes):
+            if cut is not None:
+                raise ValueError(f"[open] cut is {cut}, there is no prompt")
             handle: int = super().open(tokens, namespace)
             self._sequence("open", handle).root = self._root(namespace)
             return handle
@@ -365,11 +401,6 @@ class CheckpointModel(GroupModel):
         seq.known.wanted = self._positions(hit, path, place)
         for name, count in (("queries", 1), ("query_tokens", len(prompt)), ("hit_tokens", hit)):
             self._use[name] += count
-        if hit and self._is_cut:
-            mark = path[hit // self.block_size - 1].checkpoint
-            assert mark is not None
-            mark.uses += 1
-            self._marks["used"] += mark.uses == 1
         shown = [table.entries for table in seq.tables]
         self._chain("open", prompt, namespace, self._local(seq.handle), shown, seq.known.wanted)
         return seq.handle
@@ -415,6 +446,8 @@ class CheckpointModel(GroupModel):
                     self._leave_limbo(entry)
         if mark is not None:
             mark.stamp = self._tick()
+            mark.uses += 1
+            self._marks["used"] += mark.uses == 1
         if mark is not None and self._states:
             slots = {}
             for layer in self._states:
@@ -495,21 +528,21 @@ class CheckpointModel(GroupModel):
         self._chain("commit", *map(self._local, names), *rows)
 
     def _publish_at(self, seq: Sequence, depth: int) -> None:
+        if seq.root is None:
+            return
         prefix = tuple(seq.tokens[: depth * self.block_size])
-        node = None
-        if seq.root is not None:
-            node = self._nodes.get((seq.root, prefix))
-            if node is None:
-                node = self._nodes[seq.root, prefix] = Node(self._new_uid(), seq.root, seq.known.node, prefix)
-                self._use["inserted"] += 1
-            seq.known.node = node
+        node = self._nodes.get((seq.root, prefix))
+        if node is None:
+            node = self._nodes[seq.root, prefix] = Node(self._new_uid(), seq.root, seq.known.node, prefix)
+            self._use["inserted"] += 1
+        seq.known.node = node
         for layer, blocks in self._ending(seq, depth):
             first = layer.arena._number, blocks[0]
             entry = self._entries.get(first)
             if entry is None:
                 entry = Entry(layer, list(blocks))
                 self._entries.update({(layer.arena._number, block): entry for block in blocks})
-            if entry.node is not None or node is None:
+            if entry.node is not None:
                 continue
             entry.node = node
             if layer.kind == "full" and layer.index not in node.kv:
@@ -520,16 +553,16 @@ class CheckpointModel(GroupModel):
             self._publish_mark(seq, len(prefix), node)
         self._sweep()
 
-    def _publish_mark(self, seq: Sequence, position: int, node: Node | None) -> None:
+    def _publish_mark(self, seq: Sequence, position: int, node: Node) -> None:
         """The checkpoint of a row can be found, unless its node has one, or a window has passed on."""
         mark = next((one for one in self._taken if one.owner == seq.handle and one.position == position), None)
         if mark is None and self._states:
             return
         tails = self._tails(seq, position)
-        if node is None or node.checkpoint is not None or tails is None:
-            if node is not None and node.checkpoint is not None:
+        if node.checkpoint is not None or tails is None:
+            if node.checkpoint is not None:
                 node.checkpoint.stamp = self._tick()
-            elif node is not None:
+            else:
                 self._marks["skipped"] += 1
             if mark is not None:
                 self._drop(mark)
@@ -537,7 +570,7 @@ class CheckpointModel(GroupModel):
         if mark is None:
             mark = Checkpoint(position, {}, 0, None, None)
             self._taken.append(mark)
-        self._marks["taken"] += 1
+        self._marks["published"] += 1
         mark.stamp = self._tick()
         known = [entry for other in self._taken if other.node is not None for entry in other.tails]
         mark.tails = [next((one for one in known if one.layer is e.layer and one.node is e.node), e) for e in tails]
@@ -591,13 +624,12 @@ class CheckpointModel(GroupModel):
         """The row ends where a checkpoint is wanted."""
         home = self.arenas[0]
         taken = [mark for mark in self._taken if mark.owner == seq.handle]
-        if any(mark.owner == seq.handle and mark.position == seq.num_tokens for mark in self._taken):
-            return
         if len(taken) == MOST_TAKEN or self._bundle_size > home._available():
             self._marks["skipped"] += 1
             return
         bundles = {layer.index: [home._take() for _ in range(layer.group.blocks)] for layer in self._states}
         self._taken.append(Checkpoint(seq.num_tokens, bundles, self._tick(), step.id, seq.handle))
+        self._marks["taken"] += 1
 
     def _pass(self, step: Step) -> None:
         for mark in self._taken:
@@ -712,7 +744,55 @@ class CheckpointModel(GroupModel):
                     self._blank_entry(entry)
         self._roots = {name: root for name, root in self._roots.items() if root not in roots}
         self._chain("flush", namespace)
+        self._chain("flush", namespace)
+        self._note("cleared", namespace)
         return sum(len(arena._blank) for arena in self.arenas) - before
+
+    # ---- events and statistics ----------------------------------------------------------------------------
+
+    def _chain(self, *words: object) -> None:
+        """A call has succeeded: what it changed in what can be found are its events."""
+        super()._chain(*words)
+        if not self.options.events:
+            return
+        held = self._held_by_nodes()
+        for group, root, prefix in sorted(self._told - held.keys()):
+            self._note("removed", self._told_keys.pop((group, root, prefix)), group)
+        for group, root, prefix in sorted(held.keys() - self._told):
+            layer, size = self.layers[group], held[group, root, prefix]
+            namespace = next(name for name, uid in self._roots.items() if uid == root)
+            keys = [hashlib.sha256(namespace).digest()[:16]]
+            for i in range(0, len(prefix), self.block_size):
+                tokens = np.array(prefix[i : i + self.block_size], "<i4").tobytes()
+                keys.append(hashlib.sha256(keys[-1] + tokens).digest()[:16])
+            above = keys[-1 - size // self.block_size] if len(prefix) > size else None
+            window = layer.group.size if layer in self._tailed else None
+            self._told_keys[group, root, prefix] = keys[-1]
+            self._note(
+                "stored", keys[-1], above, list(prefix[-size:]), size, namespace, group, layer.kind, window
+            )  # fmt: skip
+        self._told = set(held)
+
+    def _held_by_nodes(self) -> dict[tuple[int, int, tuple[int, ...]], int]:
+        """(group, root, prefix) of every entry and state that a hit can use, and its tokens."""
+        found = {}
+        for node in self._nodes.values():
+            for group in node.kv:
+                found[group, node.root, node.prefix] = self.layers[group].block_size
+        for mark in self._taken:
+            for entry in mark.tails:
+                if entry.node is not None and mark.node is not None:
+                    found[entry.layer.index, entry.node.root, entry.node.prefix] = entry.layer.block_size
+            for group in mark.bundles if mark.node is not None else ():
+                found[group, mark.node.root, mark.node.prefix] = self.block_size
+        return found
+
+    @public_call
+    def _prefix_stats(self) -> PrefixStats:
+        """Return the counters of the prefix cache."""
+        stats: PrefixStats = super()._prefix_stats()
+        there = sum(mark.node is not None for mark in self._taken)
+        return stats._replace(checkpoints=there, **{f"checkpoints_{name}": n for name, n in self._marks.items()})
 
     # ---- what is read -------------------------------------------------------------------------------------
 
@@ -730,9 +810,10 @@ class CheckpointModel(GroupModel):
                 raise CorruptState(f"[check] arena {arena._number}: a block is in no place or in two: {sorted(places)}")
             for block in cached - named - set(limbo):
                 entry = self._entries.get((arena._number, block))
-                if entry is not None and not self._covering(entry):
-                    if entry.node is None or entry.node.kv.get(entry.layer.index) is not entry:
-                        raise CorruptState(f"[check] block {block} of arena {arena._number} is kept for nothing")
+                if entry is None or self._covering(entry):
+                    continue
+                if entry.node is None or entry.node.kv.get(entry.layer.index) is not entry:
+                    raise CorruptState(f"[check] block {block} of arena {arena._number} is kept for nothing")
         for mark in self._taken:
             if mark.node is not None and mark.node.checkpoint is not mark:
                 raise CorruptState("[check] a checkpoint and its node differ")

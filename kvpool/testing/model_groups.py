@@ -50,6 +50,11 @@ class Arena(BlockSet):
     def _named_in_tables(self, block: int) -> int:
         return self.names().count(block)
 
+    def is_idle(self, block: int) -> bool:
+        """Nobody names the block, and no pending step may use it."""
+        in_limbo = any(block == one for one, _ in self._limbo)
+        return not self._refcount(block) and block not in self._holds and not in_limbo
+
     def _blocks_arena(self, arena: int) -> ModelBlocks:
         return self._pool._blocks_arena(arena)
 

@@ -677,7 +677,7 @@ def test_pools_with_groups_are_not_recorded():
     lambda: {"groups": [Group.full(num_blocks=16)]},
     lambda: {"groups": [Group.full(), *[Group.full(arena=1, num_blocks=n) for n in (4, 5)]]},
     lambda: {"groups": [Group.full(), Group.full(arena=1, num_blocks=1)]},
-    lambda: {"groups": [Group.full()], "prefix_cache": True},
+    lambda: {"groups": [Group.full(), Group.state(2, blocks=30)], "prefix_cache": True},
     lambda: {"groups": [Group.full()], "lookahead": -1},
     lambda: {"groups": [Group.window(4), Group.chunk(2)], "lookahead": 2},
     lambda: {"groups": [Group.window(0)]},

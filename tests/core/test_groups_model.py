@@ -352,7 +352,7 @@ def test_calls_that_groups_refuse(make):
         ([Group.window(4)], {"lookahead": 4}),
         ([Group.full(), Group.chunk(4)], {"lookahead": 5}),
         ([Group.full()], {"lookahead": -1}),
-        ([Group.full()], {"prefix_cache": True}),
+        ([Group.full(), Group.state(2, blocks=30)], {"prefix_cache": True}),
     ],
 )
 def test_pool_refuses_groups(make, groups, options):

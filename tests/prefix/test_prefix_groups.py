@@ -1,11 +1,10 @@
 """Hits of pools with layer groups: docs/prefix.md, "Layer groups"."""
 
 import pytest
-from hybrid_programs import KINDS, Program, WrongContent, figures
 
-from kvpool import Group, Plan, Pool
+from kvpool import Group, OutOfBlocks, Plan, Pool
 from kvpool.testing.model import ModelPlan, ModelPool
-from kvpool.testing.model_checkpoints import CheckpointModel
+from proof.machine.checkpoints import KINDS, agree
 
 CALLS = 150
 
@@ -32,26 +31,20 @@ def make(*groups, num_blocks=200, **options):
 @pytest.mark.parametrize("seed", range(120))
 def test_random_programs_agree_with_the_model_and_read_their_own_content(seed):
     print("seed", seed)
-    program = Program(seed, lambda *a, **o: [Pool(*a, **o), ModelPool(*a, **o)], _plan)
-    core, model = program.pools
-    for _ in program.run(CALLS):
-        core.check()
-        model.check()
-        assert core.prefix.stats().nodes == len(model._nodes)
-        for arena in range(len(model.arenas)):
-            assert (figures(core, arena) == figures(model, arena)).all(), arena
-        for name, (handles, _, _) in program.rows.items():
-            assert core.num_tokens(name) == model.num_tokens(handles[1])
+    agree(seed, lambda *a, **o: [Pool(*a, **o), ModelPool(*a, **o)], _plan, CALLS)
 
 
 def _plan(pool, rows, tokens):
     return (Plan if isinstance(pool, Pool) else ModelPlan)(pool, rows, tokens)
 
 
-@pytest.mark.parametrize("groups", [kinds for kinds in KINDS if kinds != (Group.full(),) and not any(g.arena for g in kinds)])
+def keeps_checkpoints(groups):
+    is_restored = all(group.kind != "state" or group.blocks for group in groups)
+    return groups != (Group.full(),) and is_restored and not any(group.arena for group in groups)
+
+
+@pytest.mark.parametrize("groups", [kinds for kinds in KINDS if keeps_checkpoints(kinds)])
 def test_second_turn_finds_all_but_the_tail_of_the_first(groups):
-    if any(group.kind == "state" and not group.blocks for group in groups):
-        pytest.skip("nothing can be restored")
     pool, plan = make(*groups, num_blocks=2000, max_blocks_per_seq=400)
     grain = 4 * max((group.block_size or 4) // 4 for group in groups)
     for length in range(97, 97 + 2 * grain):
@@ -92,17 +85,37 @@ def test_kv_without_a_checkpoint_leaves_before_kv_with_one():
     assert pool.prefix.match([*kept, 1]) == 24
 
 
-@pytest.mark.parametrize("cut", [-1, 11])
-def test_cut_beyond_the_prompt_is_refused(cut):
+@pytest.mark.parametrize(("cut", "error", "text"), [
+    (-1, ValueError, r"\[open\] cut is out of range \(-1\)"),
+    (11, ValueError, r"\[open\] cut is out of range \(11\)"),
+    (2**70, ValueError, r"\[open\] cut"),
+    (True, TypeError, r"\[open\] cut"),
+    (3.0, TypeError, r"\[open\] cut"),
+    ("3", TypeError, r"\[open\] cut"),
+])  # fmt: skip
+def test_cut_that_is_none_of_the_prompt_is_refused(cut, error, text):
     pool, _ = make(Group.full(), Group.state(8, blocks=1))
-    with pytest.raises(ValueError, match=r"\[open\] cut"):
+    before = pool.fingerprint(), pool.digest()
+    with pytest.raises(error, match=text):
         pool.open(list(range(10)), cut=cut)
-    assert pool.stats().sequences == 0
+    assert (pool.fingerprint(), pool.digest()) == before
 
 
-def test_cut_without_a_prefix_cache_is_refused():
+def test_cut_without_a_prompt_or_a_prefix_cache_is_refused():
+    with pytest.raises(ValueError, match="no prefix cache"):
+        Pool(8, 4, groups=[Group.full()]).open(3, cut=1)
     with pytest.raises(ValueError, match="no prefix cache"):
         Pool(8, 4).open([1, 2, 3], cut=1)
+    pool, _ = make(Group.full())
+    with pytest.raises(ValueError, match="not a prompt"):
+        pool.open(3, cut=1)
+
+
+def test_cut_in_a_pool_without_groups_changes_nothing():
+    pools = [Pool(20, 4, prefix_cache=True, seed=1) for _ in range(2)]
+    handles = [pools[0].open(list(range(9))), pools[1].open(list(range(9)), cut=3)]
+    assert len({pool.digest() for pool in pools}) == 1
+    assert [pool.prefix.wanted([h]).tolist() for pool, h in zip(pools, handles, strict=True)] == [[-1], [-1]]
 
 
 @pytest.mark.parametrize("leave", ["compact", "blocks"])
@@ -144,53 +157,107 @@ def test_row_in_the_place_of_one_that_lost_tokens_has_lost_none():
     pool.check()
 
 
-# ---------------------------------------------------------------------------------------------- planted faults
+def test_checkpoint_larger_than_arena_0_is_refused():
+    with pytest.raises(ValueError, match="a checkpoint has 20 blocks, arena 0 has 19"):
+        Pool(20, 4, groups=[Group.full(), Group.state(4, blocks=20)], prefix_cache=True, reserved_blocks=1)
+    Pool(20, 4, groups=[Group.full(), Group.state(4, blocks=19)], prefix_cache=True, reserved_blocks=1)
+    with pytest.raises(ValueError, match="has 4294967294 blocks"):
+        Pool(20, 4, groups=[Group.state(4, blocks=2**31 - 1)] * 2, prefix_cache=True)
 
 
-class EvictedRowCommits(CheckpointModel):
-    """A row that lost tokens goes on in the index."""
-
-    def _lose_in(self, layer, seq, n, left):
-        root, tokens, known = seq.root, seq.tokens, seq.known
-        super()._lose_in(layer, seq, n, left)
-        seq.root, seq.tokens, seq.known, seq.point = root, tokens, known, 0
-
-
-class OtherNamespaces(CheckpointModel):
-    """All namespaces have one root."""
-
-    def _root(self, namespace):
-        return super()._root(b"")
-
-    def _path(self, tokens, namespace, most):
-        return super()._path(tokens, b"", most)
+def test_state_that_cannot_be_restored_gives_no_hit():
+    pool, plan = make(Group.full(), Group.state(8))
+    prompt = list(range(60))
+    handle, _ = prefill(pool, plan, prompt)
+    assert pool.prefix.wanted([handle]).tolist() == [-1] and plan.groups[1].state_saves.shape == (0, 1)
+    pool.close(handle)
+    assert pool.prefix.match([*prompt, 1]) == 0 and pool.num_tokens(pool.open([*prompt, 1])) == 0
 
 
-class StaleStates(CheckpointModel):
-    """A load reads the bundle when nobody holds it any more."""
+def test_blocks_by_id_leave_entries_whole():
+    pool, plan = make(Group.full(columns=3), num_blocks=31, reserved_blocks=1)
+    handle, _ = prefill(pool, plan, list(range(36)))
+    with pytest.raises(ValueError, match="was not taken with alloc"):
+        pool.blocks.incref(pool.table(handle)[0])
+    pool.close(handle)
+    assert pool.stats().blank == 3 and pool.prefix.match(list(range(37))) == 36
+    with pytest.raises(OutOfBlocks) as caught:
+        pool.blocks.alloc(4)
+    assert (caught.value.short_by, caught.value.evictable) == (1, 0)
+    assert pool.blocks.evict(1) == 1 and pool.stats().blank == 6
+    mine = pool.blocks.alloc(6)
+    pool.blocks.incref(mine)
+    assert pool.prefix.match(list(range(37))) == 32
+    pool.check()
+    assert pool.blocks.evict(1000) == 24 and pool.prefix.stats().nodes == 0
+    pool.check()
 
-    def _is_free(self, mark):
-        return mark.step is None
+
+def test_pin_holds_a_checkpoint_until_it_is_closed():
+    pool, plan = make(Group.full(), Group.window(8), Group.state(8, blocks=2), num_blocks=40)
+    prompt = list(range(40))
+    pool.close(prefill(pool, plan, prompt, cut=40)[0])
+    pin = pool.prefix.pin(prompt)
+    assert pool.num_tokens(pin) == 40
+    pool.blocks.evict(1000)
+    pool.check()
+    assert pool.prefix.match([*prompt, 1]) == 40
+    pool.prefix.unpin(pin)
+    pool.blocks.evict(1000)
+    assert pool.prefix.match([*prompt, 1]) == 0 and pool.stats().used == 0
+    pool.check()
 
 
-class WrittenInPlace(CheckpointModel):
-    """Committed entries are written in place."""
+def test_reset_and_shutdown_with_loads_and_saves_pending_leave_nothing():
+    pool, plan = make(Group.full(), Group.window(8), Group.state(8, blocks=2), num_blocks=60, events=1000)
+    prompt, late = list(range(40)), Plan(pool, 4, 256)
+    pool.close(prefill(pool, plan, prompt, cut=40)[0])
+    for end in (pool.reset, pool.shutdown):
+        first, second = pool.open([*prompt, 1, 2, 3, 4, 5]), pool.open([7] * 30, b"other", 20)
+        pool.step(plan, [first, second], [1, 20])
+        pool.open([*prompt, 9])  # its load is not begun
+        pool.step(late, [first], 1)
+        end()
+        if end == pool.reset:
+            pool.check()
+            stats = pool.stats()
+            assert (stats.used, stats.evictable, stats.limbo, stats.sequences) == (0, 0, 0, 0)
+            assert pool.prefix.stats().nodes == pool.prefix.stats().namespaces == 0
+            told = [event[0] for event in pool.prefix.events()]
+            assert told.count("stored") == told.count("removed") > 0 and told[-1] == "cleared"
+            pool.close(prefill(pool, plan, prompt, cut=40)[0])
+            assert pool.prefix.match([*prompt, 1]) == 40
 
-    def _group_need(self, seq, n, layer, lost, reads):
-        entries, self._entries = self._entries, {}
-        try:
-            return super()._group_need(seq, n, layer, lost, reads)
-        finally:
-            self._entries = entries
+
+def test_flush_while_a_load_is_pending_lets_the_row_go_on():
+    pool, plan = make(Group.full(), Group.state(8, blocks=2), num_blocks=60)
+    prompt = list(range(40))
+    pool.close(prefill(pool, plan, prompt, cut=40)[0])
+    row = pool.open([*prompt, 1, 2])
+    pool.step(plan, [row], 1)
+    loads = plan.groups[1].state_loads.tolist()
+    pool.prefix.flush()
+    assert pool.prefix.match([*prompt, 1]) == 0
+    pool.rollback(plan)
+    pool.step(plan, [row], 1)
+    assert plan.groups[1].state_loads.tolist() == loads != []
+    pool.done(plan)
+    pool.close(row)
+    pool.check()
+    assert pool.stats().used == 0
 
 
-@pytest.mark.parametrize("fault", [OtherNamespaces, StaleStates, WrittenInPlace, EvictedRowCommits])
-def test_planted_fault_shows_in_what_steps_read(fault):
-    for seed in range(400):
-        try:
-            for _ in Program(seed, lambda *a, **o: [fault(*a, **o)], ModelPlan).run(CALLS):
-                pass
-        except (WrongContent, AssertionError, KeyError, ValueError, IndexError):
-            print("seed", seed)
-            return
-    raise AssertionError("no program shows it")
+def test_events_name_group_kind_and_window():
+    pool, plan = make(Group.full(block_size=8), Group.window(5), Group.state(8, blocks=2), events=1000)
+    pool.close(prefill(pool, plan, [*range(16)], cut=8, namespace=b"a")[0])
+    events = pool.prefix.events()
+    assert sorted(event[6:] for event in events) == [(0, "full", None)] * 2 + [(1, "window", 5), (2, "state", None)]
+    by_group = {event[6]: event for event in events if event[3][-1] == 7}
+    assert len({event[1] for event in by_group.values()}) == 1  # one key: the prefix
+    assert {group: event[3:6] for group, event in by_group.items()} == {
+        0: ([*range(8)], 8, b"a"), 1: ([4, 5, 6, 7], 4, b"a"), 2: ([4, 5, 6, 7], 4, b"a"),
+    }  # fmt: skip
+    assert by_group[0][2] is None
+    assert by_group[1][2] == by_group[2][2] is not None
+    pool.prefix.flush()
+    assert {event[1:] for event in pool.prefix.events()[:-1]} == {(event[1], event[6]) for event in events}

@@ -2,9 +2,9 @@
 
 cdef enum:
     NO_NODE = -1
-    NO_MARK = -1
+    NO_CHECKPOINT = -1
     TAIL_TOKENS = 16            # at the end of a prompt, which the next turn may rewrite unless it is told
-    ROW_MARKS = 2               # checkpoints that a row has taken and `commit` has not published
+    MOST_TAKEN = 2              # checkpoints that a row has taken and `commit` has not published
 
 cdef enum:                      # Node.place: where its unit is
     NOWHERE                     # no entry of a full group is idle
@@ -23,30 +23,31 @@ cdef struct Node:               # one base block of tokens below another node
     int64_t stamp               # when its unit was used last
     int32_t parent              # NO_NODE: the root
     int32_t depth               # base blocks from the root on, itself included; 0: not in use
-    int32_t users               # nodes below, entries that stand for it, open rows that end with it; 1 for its mark
+    int32_t users               # nodes below, entries that stand for it, open rows that end with it; 1: a checkpoint
     int32_t below               # published checkpoints at it or below it
-    int32_t mark                # its checkpoint
-    int32_t idle                # canonical entries that nobody refers to
-    int32_t next                # in the line of its unit; not in use: the next free node
-    int32_t prev
-    int32_t place
+    int32_t checkpoint          # at it
+    uint8_t idle                # canonical entries that nobody refers to
+    uint8_t place
 
 
-cdef struct Mark:               # a checkpoint
-    int64_t stamp
+cdef struct Checkpoint:
+    int64_t stamp               # when it was used last
     int64_t step                # pending step that saves it, 0: saved
-    int64_t position
+    int64_t position            # 0: not in use
     int32_t node                # NO_NODE: not published
     int32_t row                 # slot that has it in `taken`, -1: none
     int32_t loads               # loads that are not done yet
-    int32_t next                # in the line of marks that may leave; not in use: the next free one
-    int32_t prev
-    bint listed
+    bint listed                 # it may leave
     bint used                   # by a hit
     bint orphan                 # flushed while it was loaded: it goes when the load is done
 
 
-cdef struct Line:               # nodes or marks, least recently used first
+cdef struct Link:               # of a line; of what is not in use: `next` is the next free one
+    int32_t next
+    int32_t prev
+
+
+cdef struct Line:               # nodes or checkpoints, least recently used first
     int32_t head
     int32_t tail
     int32_t size
@@ -57,64 +58,78 @@ cdef struct RowPlaces:          # what the tree knows of a row beside SeqPrefix
     int64_t junction            # here, rounded down,
     int64_t hit                 # and at doubling distances, all above this
     int32_t node                # of its last committed base block
-    int32_t[ROW_MARKS] taken    # not published yet
+    int32_t[MOST_TAKEN] taken   # not published yet
 
 
 # Invariants, recomputed by tree_check:
 #   users == what the comment says; a node in use has users > 0, and so has its parent
 #   place != NOWHERE  <=>  idle > 0; COLD  <=>  besides below == 0
-#   below == number of published marks on whose path the node is
-#   tails == number of published marks that need the entry
+#   below == number of published checkpoints on whose path the node is
+#   tails == number of published checkpoints that need the entry
 #   a block is CACHED  <=>  nobody refers to it and it is in a canonical entry, a bundle or a tail
 cdef struct Tree:
-    Index* index                # namespaces, uids, seed of the hash, counters of use
+    Index* index                # namespaces, uids, seed of the hash, events, counters of use
     Node* node                  # [room]
+    Link* unit                  # [room] of the unit of a node
     int32_t* tokens             # [room, block_size]
     int32_t* ids                # [room, width] canonical entries that end at the node; first id NO_BLOCK: absent
-    int32_t* tails              # [room, MAX_GROUPS] published checkpoints that need the entry of a window or chunk
+    int32_t* tails              # [room, num_groups] published checkpoints that need the entry of a window or chunk
+    uint8_t* key                # [room, 16] content keys, NULL: nobody wants events
     int32_t* slot               # [slot_mask + 1] nodes by hash, linear probing, NO_NODE: empty
     int32_t* stands_for[MAX_ARENAS]     # [num_blocks] node of a committed entry, by each of its ids
     int32_t* column_after[MAX_ARENAS]   # [num_blocks] the next id of its entry
     uint8_t* role[MAX_ARENAS]           # [num_blocks]
     uint8_t* seen[MAX_ARENAS]           # [num_blocks] CACHED, and tree_settle has looked at it
-    Mark* mark                  # [mark_room]
-    int32_t* bundle             # [mark_room, bundle_size] blocks of arena 0
+    Checkpoint* checkpoint      # [checkpoint_room]
+    Link* link                  # [checkpoint_room] of a checkpoint
+    int32_t* bundle             # [checkpoint_room, bundle_size] blocks of arena 0
     RowPlaces* row              # [max_seqs]
-    int32_t* path               # [max nodes of a sequence] scratch
-    int32_t* scratch            # [block_size]
+    int32_t* path               # [nodes of a sequence] scratch
+    int32_t* scratch            # [grain] tokens
     int32_t* load               # [slots of the first state group] checkpoint to be copied there
     int64_t* load_step          # the pending step that does it, 0: none yet
     int32_t[MAX_GROUPS] offset  # of a group's entry in ids; of its states in a bundle
     int32_t[MAX_GROUPS] span    # base blocks of an entry; blocks of its states in a bundle
-    Line cold
+    Line cold                   # units
     Line warm
-    Line marks
+    Line listed                 # checkpoints that may leave
     int64_t clock
     int32_t num_loads           # that are not done
-    int32_t num_saves           # marks whose step is pending
+    int32_t num_saves           # checkpoints whose step is pending
     int64_t spacing             # of checkpoints inside a long prompt, 0: none there
     int64_t grain               # hits are multiples of it
     int64_t block_size
+    int32_t num_groups
     int32_t width
     int32_t room
-    int32_t num_nodes
+    int32_t num_nodes           # that can be found
     int32_t free_node           # and those never used: fresh_node, ...
     int32_t fresh_node
-    int32_t mark_room
-    int32_t free_mark
-    int32_t fresh_mark
+    int32_t checkpoint_room
+    int32_t free_checkpoint
+    int32_t fresh_checkpoint
+    int32_t num_checkpoints     # published
     int32_t bundle_size
     int32_t state_group         # the first one, -1: none
     uint32_t slot_mask
-    bint needs_marks            # some group is not full
+    bint needs_checkpoints      # some group is not full
     bint can_restore            # every state group has bundles
-    int64_t taken               # counters of use
-    int64_t used
-    int64_t dropped
-    int64_t skipped
+    int64_t taken               # counters of use: checkpoints that a step saved,
+    int64_t published
+    int64_t used                # by a hit, each counted once
+    int64_t skipped             # wanted, but there were no blocks, or a window was gone
+    int64_t evicted
+
 
 cdef struct Hit:
     int32_t known               # nodes of the prompt that are there, with all entries of full groups
     int32_t nodes               # of these, those that are a hit
-    int32_t mark                # what the hit needs beside them
+    int32_t checkpoint          # what the hit needs beside them
     uint64_t digest             # of the last tokens looked at
+
+
+cdef inline int32_t* checkpoint_bundle(const Tree* t, int32_t m) noexcept nogil:
+    return t.bundle + <int64_t>m * t.bundle_size
+
+
+cdef void checkpoint_drop(Groups* gs, int32_t m) noexcept nogil

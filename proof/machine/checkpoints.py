@@ -5,9 +5,11 @@ it keeps the whole prefix that the token ends, and a state is the prefix that it
 a block holds. Nothing here asks a pool what is right.
 """
 
-import random
+from __future__ import annotations
 
-import numpy as np
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from kvpool import Group
 from kvpool.errors import KVPoolError
@@ -32,15 +34,20 @@ class WrongContent(AssertionError):
     """A step reads what its sequence has not computed."""
 
 
+Held = Callable[[int, int], list[int]]
+
+
 class Memory:
     """What all blocks and states hold."""
 
-    def __init__(self, groups):
+    def __init__(self, groups: tuple[Group, ...]) -> None:
         self.groups = groups
         self.tokens = {}  # (group's arena, column's block, offset) -> prefix
         self.states = {}  # (group, slot) -> prefix
 
-    def execute(self, plan, pool, handles, new, prefixes, held):
+    def execute(
+        self, plan: Any, pool: Any, handles: list[int], new: list[int], prefixes: list[Any], held: Held
+    ) -> None:
         """Execute a plan; `prefixes` are (namespace, tokens) of each row after the step.
 
         ``held(handle, group)`` are the positions that a row has not lost, in the order of their places.
@@ -48,8 +55,8 @@ class Memory:
         for number, (group, arrays) in enumerate(zip(self.groups, plan.groups, strict=True)):
             if group.kind == "state":
                 for slot, *blocks in arrays.state_loads.tolist():
-                    held = {self.tokens.get((0, block, k)) for block in blocks for k in range(BLOCK_SIZE)}
-                    self.states[number, slot] = held.pop() if len(held) == 1 else None
+                    found = {self.tokens.get((0, block, k)) for block in blocks for k in range(BLOCK_SIZE)}
+                    self.states[number, slot] = found.pop() if len(found) == 1 else None
                 continue
             size = group.block_size or BLOCK_SIZE
             for src, dst, tokens in arrays.copies.tolist():
@@ -63,7 +70,9 @@ class Memory:
                 else:
                     self._attend(number, group, arrays.block_tables[row], held(handle, number), n, space, tokens)
 
-    def _advance(self, number, arrays, row, n, before, space, tokens):
+    def _advance(
+        self, number: int, arrays: Any, row: int, n: int, before: Any, space: bytes, tokens: list[int]
+    ) -> None:
         if not n:
             return
         src, dst = int(arrays.state_src[row]), int(arrays.state_dst[row])
@@ -74,7 +83,7 @@ class Memory:
             if slot == dst:
                 self.tokens |= {(0, block, k): (space, tuple(tokens)) for block in blocks for k in range(BLOCK_SIZE)}
 
-    def compact(self, number, table, keep):
+    def compact(self, number: int, table: list[list[int]], keep: list[int]) -> None:
         """Tokens move to the front of a table."""
         group = self.groups[number]
         size = group.block_size or BLOCK_SIZE
@@ -85,7 +94,9 @@ class Memory:
         }
         self.tokens |= moves
 
-    def _attend(self, number, group, table, held, n, space, tokens):
+    def _attend(
+        self, number: int, group: Group, table: Any, held: list[int], n: int, space: bytes, tokens: list[int]
+    ) -> None:
         size = group.block_size or BLOCK_SIZE
         for place in range(len(held) - n, len(held)):
             for block in table[place // size].tolist():
@@ -101,21 +112,22 @@ class Memory:
 class Program:
     """Random calls on some pools, the same on each; the memory watches the first."""
 
-    def __init__(self, seed, make_pools, make_plan):
+    def __init__(self, seed: int, make_pools: Callable[..., list[Any]], make_plan: Callable[..., Any]) -> None:
         self.rng = rng = random.Random(seed)
         self.groups = rng.choice(KINDS)
         options = {"groups": list(self.groups), "prefix_cache": True, "max_seqs": 8, "seed": 1}
-        options |= {"in_order": rng.random() < 0.3, "max_blocks_per_seq": MAX_BLOCKS}
+        options |= {"in_order": rng.random() < 0.3, "max_blocks_per_seq": MAX_BLOCKS, "events": rng.choice((0, 10**6))}
         self.pools = make_pools(rng.choice((16, 24, 40, 80)), BLOCK_SIZE, **options)
         self.plans = [[make_plan(pool, 6, 64) for pool in self.pools] for _ in range(1 if options["in_order"] else 3)]
         self.in_order = options["in_order"]
         self.idle, self.pending = list(range(len(self.plans))), []
         self.rows = {}  # handle on the first pool -> (handles, namespace, tokens)
-        self.left = {}  # (handle on the first pool, group) -> positions that an eviction left, the length at which it did
+        #: (handle on the first pool, group) -> positions that an eviction left, the length at which it did
+        self.left: dict[tuple[int, int], tuple[list[int], int]] = {}
         self.memory = Memory(self.groups)
         self.prompts = [[rng.randrange(3) for _ in range(48)] for _ in range(3)]
 
-    def each(self, call):
+    def each(self, call: Callable[[int, Any], Any]) -> list[Any] | None:
         """Do a call on every pool. Return the results, or None if it was refused, by all of them alike."""
         results, errors = [], []
         for k, pool in enumerate(self.pools):
@@ -126,47 +138,47 @@ class Program:
         assert len(errors) in (0, len(self.pools)) and len(set(errors)) <= 1, (errors, results)
         return None if errors else results
 
-    def handles(self, names, k):
+    def handles(self, names: list[int], k: int) -> list[int]:
         """What some rows are called on pool k."""
         return [self.rows[name][0][k] for name in names]
 
-    def run(self, calls):
+    def run(self, calls: int) -> Iterator[str]:
         """Make so many calls. Returns after each, for the caller to look."""
-        words = "open open step step done done close fork commit flush truncate rollback pin match".split()
-        words += ["compute"] * 4 + ["evict"]
+        words = ["open", "step", "done"] * 2 + ["close", "fork", "commit", "flush", "truncate", "rollback"]
+        words += ["pin", "match"] + ["compute"] * 4 + ["evict"]
         for _ in range(calls):
             word = self.rng.choice(words)
             if word in ("open", "match") or self.rows or self.pending:
                 getattr(self, "do_" + word)()
             yield word
 
-    def _prompt(self):
+    def _prompt(self) -> tuple[list[int], bytes]:
         prompt = list(self.rng.choice(self.prompts)[: self.rng.randrange(1, 48)])
         for _ in range(self.rng.randrange(3)):
             prompt[self.rng.randrange(len(prompt))] = self.rng.randrange(3)
         return prompt, self.rng.choice((b"", b"", b"other"))
 
-    def _opened(self, opened, space, tokens):
+    def _opened(self, opened: list[int] | None, space: bytes, tokens: list[int]) -> None:
         if opened is not None:
             tail = [self.rng.randrange(3) for _ in range(20)]
             self.rows[opened[0]] = (opened, space, tokens + tail)
 
-    def do_open(self):
+    def do_open(self) -> None:
         prompt, space = self._prompt()
         cut = self.rng.choice((None, len(prompt), self.rng.randrange(len(prompt) + 1)))
         self._opened(self.each(lambda k, pool: pool.open(prompt, space, cut)), space, prompt)
 
-    def do_pin(self):
+    def do_pin(self) -> None:
         if self.rng.random() < 0.3:
             prompt, space = self._prompt()
             self._opened(self.each(lambda k, pool: pool.prefix.pin(prompt, space)), space, prompt)
 
-    def do_match(self):
+    def do_match(self) -> None:
         prompt, space = self._prompt()
         found = self.each(lambda k, pool: pool.prefix.match(prompt, space))
         assert len(set(found)) == 1, found
 
-    def do_compute(self):
+    def do_compute(self) -> None:
         """Take a row as far as its tokens go, or nearly: steps end where the pool wants, and are committed."""
         if not self.rows:
             return
@@ -177,7 +189,7 @@ class Program:
                 self.do_done()
             self.do_commit(name)
 
-    def do_step(self, names=None):
+    def do_step(self, names: list[int] | None = None) -> None:
         if not (self.rows and self.idle):
             return
         rng, pool = self.rng, self.pools[0]
@@ -203,25 +215,25 @@ class Program:
         if not self.in_order:
             self.pending.append(self.idle.pop())
 
-    def do_done(self):
+    def do_done(self) -> None:
         if self.pending:
             number = self.pending.pop(0)
             self.each(lambda k, pool: pool.done(self.plans[number][k]))
             self.idle.append(number)
 
-    def do_rollback(self):
+    def do_rollback(self) -> None:
         if self.pending and self.rng.random() < 0.3:
             number = self.pending[-1]
             if self.each(lambda k, pool: pool.rollback(self.plans[number][k])) is not None:
                 self.idle.append(self.pending.pop())
 
-    def do_close(self):
+    def do_close(self) -> None:
         if self.rows and self.rng.random() < 0.6:
             name = self.rng.choice(sorted(self.rows))
             self.each(lambda k, pool: pool.close(self.handles([name], k)))
             del self.rows[name]
 
-    def do_fork(self):
+    def do_fork(self) -> None:
         if not self.rows:
             return
         name = self.rng.choice(sorted(self.rows))
@@ -234,12 +246,12 @@ class Program:
             self.rows[children[0]] = (children, space, tokens)
             self.left |= {(children[0], number): left for (row, number), left in self.left.items() if row == name}
 
-    def held(self, name, number):
+    def held(self, name: int, number: int) -> list[int]:
         """The positions of a row that it has not lost in a group."""
         positions, length = self.left.get((name, number), ([], 0))
         return [*positions, *range(length, int(self.pools[0].num_tokens(name)))]
 
-    def do_evict(self):
+    def do_evict(self) -> None:
         """Tokens leave a group of a row: whole entries, or any of them."""
         number, rng = self.rng.randrange(len(self.groups)), self.rng
         if not self.rows or not self.idle:
@@ -248,9 +260,9 @@ class Program:
         size, held = group.block_size or BLOCK_SIZE, self.held(name, number)
         if rng.random() < 0.4:
             leaving = [index for index in range(len(held) // size) if rng.random() < 0.4]
-            call = lambda k, pool: pool.evict_blocks(self.handles([name], k)[0], leaving, number)
             stay = [place for place in range(len(held)) if place // size not in leaving]
-            if self.each(call) is not None and leaving:
+            left = self.each(lambda k, pool: pool.evict_blocks(self.handles([name], k)[0], leaving, number))
+            if left is not None and leaving:
                 self.left[name, number] = [held[place] for place in stay], int(self.pools[0].num_tokens(name))
             return
         plans, target = self.plans[self.idle[-1]], rng.randrange(len(held) + 1)
@@ -263,12 +275,13 @@ class Program:
         while self.pending:
             self.do_done()
         table = self.pools[0].table(name, number).tolist()
-        if self.each(lambda k, pool: pool.compact(handles[k], target, group=number)) is not None and target < len(held):
+        left = self.each(lambda k, pool: pool.compact(handles[k], target, group=number))
+        if left is not None and target < len(held):
             keep = sorted(rng.sample(range(len(held)), target))
             self.memory.compact(number, table, keep)
             self.left[name, number] = [held[place] for place in keep], int(self.pools[0].num_tokens(name))
 
-    def do_commit(self, name=None):
+    def do_commit(self, name: int | None = None) -> None:
         if not self.rows:
             return
         name = name or self.rng.choice(sorted(self.rows))
@@ -279,13 +292,13 @@ class Program:
         tokens = self.rows[name][2][known[0] : known[0] + n]
         self.each(lambda k, pool: pool.prefix.commit(self.handles([name], k), tokens))
 
-    def do_flush(self):
+    def do_flush(self) -> None:
         if self.rng.random() < 0.1:
             space = self.rng.choice((None, b""))
             blank = self.each(lambda k, pool: pool.prefix.flush(space))
             assert len(set(blank)) == 1, blank
 
-    def do_truncate(self):
+    def do_truncate(self) -> None:
         if self.rows and self.rng.random() < 0.5:
             name = self.rng.choice(sorted(self.rows))
             length = self.rng.randrange(int(self.pools[0].num_tokens(name)) + 1)
@@ -295,7 +308,36 @@ class Program:
                 self.rows[name] = (handles, space, tokens)
 
 
-def figures(pool, arena):
+def live(pool: Any, known: dict[Any, Any]) -> dict[Any, Any]:
+    """Fold the events of a pool into what it holds: (content key, group) -> what it said of it."""
+    for name, key, *more in pool.prefix.events():
+        if name == "stored":
+            assert (key, more[4]) not in known, "stored twice"
+            known[key, more[4]] = more
+        elif name == "removed":
+            del known[key, more[0]]
+        else:
+            assert name == "cleared" and (key is not None or not known)
+    return known
+
+
+def figures(pool: Any, arena: int) -> tuple[int, ...]:
     """What two pools must agree on in an arena."""
     stats = pool.stats(arena=arena)
-    return np.array([stats.blank, stats.evictable, stats.limbo, stats.used, stats.shared])
+    return stats.blank, stats.evictable, stats.limbo, stats.used, stats.shared
+
+
+def agree(seed: int, make_pools: Callable[..., list[Any]], make_plan: Callable[..., Any], calls: int) -> None:
+    """A program on two pools, which agree after every call in all that can be seen; `WrongContent`, AssertionError."""
+    program = Program(seed, make_pools, make_plan)
+    pools, held = program.pools, ({}, {})
+    for word in program.run(calls):
+        for pool in pools:
+            pool.check()
+        one, other = (pool.prefix.stats()._replace(reuse_gap=0.0) for pool in pools)
+        assert one == other, (word, one, other)
+        assert live(pools[0], held[0]) == live(pools[1], held[1]), word
+        for arena in range(len(pools[1].arenas)):
+            assert figures(pools[0], arena) == figures(pools[1], arena), (word, arena)
+        for names, _, _ in program.rows.values():
+            assert pools[0].num_tokens(names[0]) == pools[1].num_tokens(names[1]), word

@@ -1,0 +1,437 @@
+"""Checkpoints: what a hit needs beside the entries of full groups. A step of a row saves its states in blocks of arena
+0, the *bundle*; `commit` publishes the checkpoint at a node; a hit loads it.
+"""
+
+
+# ---- bundles -----------------------------------------------------------------------------------------------
+
+cdef void bundle_keep(Tree* t, Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
+    """Blocks whose last user is gone, which no pending step touches: they are CACHED at once."""
+    cdef int32_t k, i
+    for k in range(n):
+        i = ids[k]
+        b.block[i].refcount -= 1
+        b.num_shared -= b.block[i].refcount == 1
+        if b.block[i].refcount == 0:
+            b.num_used -= 1
+            b.block[i].place = CACHED
+            chain_push(b, &b.lru, i)
+
+
+cdef void bundle_use(Tree* t, Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
+    cdef int32_t k
+    for k in range(n):
+        t.seen[0][ids[k]] = 0
+        blocks_touch(b, ids[k])
+
+
+cdef void checkpoint_unlist(Tree* t, int32_t m) noexcept nogil:
+    """A checkpoint may not leave."""
+    if t.checkpoint[m].listed:
+        line_remove(&t.listed, t.link, m)
+        t.checkpoint[m].listed = False
+
+
+cdef void checkpoint_list(Tree* t, int32_t m) noexcept nogil:
+    """Put a checkpoint, which may leave, where its stamp belongs. O(1) for one that was used now."""
+    cdef int32_t before = t.listed.tail
+    while before != NO_CHECKPOINT and t.checkpoint[before].stamp > t.checkpoint[m].stamp:
+        before = t.link[before].prev
+    line_insert(&t.listed, t.link, m, before)
+    t.checkpoint[m].listed = True
+
+
+cdef void checkpoint_refresh(Tree* t, int32_t m) noexcept nogil:
+    """A checkpoint was used now; it may leave unless it is loaded or not saved yet."""
+    cdef Checkpoint* checkpoint = &t.checkpoint[m]
+    checkpoint_unlist(t, m)
+    t.clock += 1
+    checkpoint.stamp = t.clock
+    if checkpoint.loads == 0 and checkpoint.step == 0:
+        checkpoint_list(t, m)
+
+
+# ---- from taking to dropping -------------------------------------------------------------------------------
+
+cdef int32_t checkpoint_new(Tree* t, int64_t position) noexcept nogil:
+    """There is always a free one: each has a bundle, or a node of its own."""
+    cdef int32_t m = t.free_checkpoint
+    if m != NO_CHECKPOINT:
+        t.free_checkpoint = t.link[m].next
+    else:
+        m = t.fresh_checkpoint
+        t.fresh_checkpoint += 1
+    memset(&t.checkpoint[m], 0, sizeof(Checkpoint))
+    t.checkpoint[m].node = NO_NODE
+    t.checkpoint[m].row = -1
+    t.checkpoint[m].position = position
+    return m
+
+
+cdef bint needs_entry(const LayerGroup* g, int64_t index, int64_t position) noexcept nogil:
+    """Whether a query at a position or later reads entry `index` of a window or chunk."""
+    if g.kind == WINDOW_LAYERS:
+        return index < g.kept or (index + 1) * g.block_size > position - g.reach + 1
+    return (index + 1) * g.block_size > position // g.reach * g.reach
+
+
+cdef void checkpoint_tails(Groups* gs, int32_t m, int32_t slot) noexcept nogil:
+    """Count (`slot` >= 0: the row that has them) or uncount what a checkpoint needs of windows and chunks."""
+    cdef Tree* t = gs.tree
+    cdef LayerGroup* g
+    cdef int32_t* known
+    cdef int32_t n = t.checkpoint[m].node, k, first
+    cdef int64_t index
+    while n != NO_NODE:
+        for k in range(gs.num_groups):
+            g = &gs.group[k]
+            if g.kind == FULL_LAYERS or not ends_at(t, g, k, t.node[n].depth):
+                continue
+            index = t.node[n].depth // t.span[k] - 1
+            if not needs_entry(g, index, t.checkpoint[m].position):
+                continue
+            known = node_ids(t, n, k)
+            if slot >= 0:
+                if known[0] == NO_BLOCK:
+                    memcpy(known, group_row(g, slot) + index * g.columns, g.columns * sizeof(int32_t))
+                    tell_stored(t, g, k, n)
+                node_tails(t, n)[k] += 1
+                continue
+            node_tails(t, n)[k] -= 1
+            if node_tails(t, n)[k] == 0:
+                first = known[0]
+                known[0] = NO_BLOCK
+                tell_removed(t, k, n)
+                if g.blocks.block[first].place == CACHED:
+                    entry_blank(t, g, first)    # the checkpoint still holds the last node, and so all above it
+        n = t.node[n].parent
+
+
+cdef void checkpoint_states(Groups* gs, int32_t n, bint stored) noexcept nogil:
+    """A node has the states of a checkpoint, or has them no more."""
+    cdef int32_t k
+    for k in range(gs.num_groups):
+        if gs.group[k].kind == STATE_LAYERS and stored:
+            tell_stored(gs.tree, &gs.group[k], k, n)
+        elif gs.group[k].kind == STATE_LAYERS:
+            tell_removed(gs.tree, k, n)
+
+
+cdef bint row_has_tails(const Groups* gs, int32_t slot, int64_t position) noexcept nogil:
+    """Whether a row still has every entry of windows and chunks that a checkpoint at a position needs."""
+    cdef const LayerGroup* g
+    cdef int64_t last
+    cdef int32_t k
+    for k in range(gs.num_groups):
+        g = &gs.group[k]
+        if g.kind == WINDOW_LAYERS or g.kind == CHUNK_LAYERS:
+            last = min(<int64_t>g.seq[slot].gone, position // g.block_size) - 1     # hole before the position
+            if last >= g.kept and needs_entry(g, last, position):
+                return False
+    return True
+
+
+cdef void forget_taken(Tree* t, int32_t slot, int32_t m) noexcept nogil:
+    """A checkpoint is no longer one that a row has taken."""
+    cdef int32_t j = 0
+    while t.row[slot].taken[j] != m:
+        j += 1
+    while j + 1 < MOST_TAKEN:
+        t.row[slot].taken[j] = t.row[slot].taken[j + 1]
+        j += 1
+    t.row[slot].taken[j] = NO_CHECKPOINT
+    t.checkpoint[m].row = -1
+
+
+cdef void checkpoint_drop(Groups* gs, int32_t m) noexcept nogil:
+    """A checkpoint is gone. If a pending step saves it, its blocks go to limbo."""
+    cdef Tree* t = gs.tree
+    cdef Checkpoint* checkpoint = &t.checkpoint[m]
+    cdef Blocks* b = gs.arena[0]
+    cdef int32_t* ids = checkpoint_bundle(t, m)
+    cdef int32_t n = checkpoint.node, k, last = NO_NODE
+    checkpoint_unlist(t, m)
+    if checkpoint.row >= 0:
+        forget_taken(t, checkpoint.row, m)
+    for k in range(t.bundle_size):
+        t.role[0][ids[k]] = NO_ROLE
+        t.seen[0][ids[k]] = 0
+        if b.block[ids[k]].place == CACHED:
+            blocks_drop(b, ids[k])
+        else:
+            b.block[ids[k]].committed = PLAIN
+            blocks_unref(b, ids[k])
+    if n != NO_NODE:
+        t.num_checkpoints -= 1
+        checkpoint_tails(gs, m, -1)
+        checkpoint_states(gs, n, False)
+        t.node[n].checkpoint = NO_CHECKPOINT
+        while n != NO_NODE:                     # what lost its last checkpoint leaves first, the deepest first of all
+            t.node[n].below -= 1
+            if t.node[n].below == 0 and t.node[n].place == WARM:
+                line_remove(&t.warm, t.unit, n)
+                line_insert(&t.cold, t.unit, n, last)
+                t.node[n].place = COLD
+                last = n
+            n = t.node[n].parent
+        node_release(t, checkpoint.node)
+    checkpoint.node = NO_NODE
+    checkpoint.position = checkpoint.loads = checkpoint.step = 0
+    t.link[m].next = t.free_checkpoint
+    t.free_checkpoint = m
+
+
+cdef void checkpoint_orphan(Groups* gs, int32_t m) noexcept nogil:
+    """A checkpoint whose bundle is still read cannot be found any more."""
+    cdef Tree* t = gs.tree
+    cdef int32_t last = t.checkpoint[m].node, n = last
+    t.num_checkpoints -= 1
+    checkpoint_tails(gs, m, -1)
+    checkpoint_states(gs, n, False)
+    t.checkpoint[m].node = NO_NODE
+    t.checkpoint[m].orphan = True
+    t.node[n].checkpoint = NO_CHECKPOINT
+    while n != NO_NODE:
+        t.node[n].below -= 1
+        n = t.node[n].parent
+    node_release(t, last)
+
+
+cdef void checkpoint_publish(Groups* gs, int32_t m, int32_t n, int32_t slot) noexcept nogil:
+    """A checkpoint can be found at a node, which has none; the row in `slot` has its entries of windows and chunks."""
+    cdef Tree* t = gs.tree
+    t.checkpoint[m].node = n
+    t.node[n].checkpoint = m
+    t.node[n].users += 1
+    t.published += 1
+    t.num_checkpoints += 1
+    checkpoint_tails(gs, m, slot)
+    checkpoint_states(gs, n, True)
+    checkpoint_refresh(t, m)
+    while n != NO_NODE:
+        t.node[n].below += 1
+        if t.node[n].below == 1 and t.node[n].place == COLD:
+            unit_refresh(t, n)
+        n = t.node[n].parent
+
+
+cdef void drop_taken(Groups* gs, int32_t slot, int64_t step, int64_t beyond) noexcept nogil:
+    """Drop what a row took and has not published: of a step, or if `step` is 0 what lies beyond a length."""
+    cdef Tree* t = gs.tree
+    cdef int32_t j, m
+    for j in range(MOST_TAKEN - 1, -1, -1):
+        m = t.row[slot].taken[j]
+        if m != NO_CHECKPOINT and ((t.checkpoint[m].step == step) if step else (t.checkpoint[m].position > beyond)):
+            t.num_saves -= t.checkpoint[m].step != 0
+            checkpoint_drop(gs, m)
+
+
+# ---- where they are taken ----------------------------------------------------------------------------------
+
+cdef int64_t next_place(const Tree* t, int32_t slot, int64_t length) noexcept nogil:
+    """The next length above this one at which a row takes a checkpoint, -1: none."""
+    cdef const RowPlaces* row = &t.row[slot]
+    cdef int64_t least = -1, place, distance = t.spacing, low = max(length, row.hit)
+    if not t.needs_checkpoints or not t.can_restore or length >= row.cut:
+        return -1
+    place = row.cut // t.grain * t.grain
+    if place > low:
+        least = place
+    place = row.junction // t.grain * t.grain
+    if place > low and (least < 0 or place < least):
+        least = place
+    while distance and distance <= row.cut:
+        place = distance // t.grain * t.grain
+        if place > low and (least < 0 or place < least):
+            least = place
+        if place > low:
+            break
+        distance *= 2
+    return least
+
+
+cdef void publish_place(Groups* gs, int32_t slot, int32_t n, int64_t position) noexcept nogil:
+    """A row has committed as far as a place where a checkpoint is wanted."""
+    cdef Tree* t = gs.tree
+    cdef int32_t* taken = t.row[slot].taken
+    cdef int32_t j = 0, m = NO_CHECKPOINT
+    if next_place(t, slot, position - 1) != position:
+        return
+    while j < MOST_TAKEN and (taken[j] == NO_CHECKPOINT or t.checkpoint[taken[j]].position != position):
+        j += 1
+    if j < MOST_TAKEN:
+        m = taken[j]
+        forget_taken(t, slot, m)
+    elif t.bundle_size:
+        return                              # no bundle was to be had
+    if t.node[n].checkpoint != NO_CHECKPOINT:
+        checkpoint_refresh(t, t.node[n].checkpoint)
+    elif row_has_tails(gs, slot, position):
+        checkpoint_publish(gs, m if m != NO_CHECKPOINT else checkpoint_new(t, position), n, slot)
+        return
+    else:
+        t.skipped += 1
+    if m != NO_CHECKPOINT:
+        checkpoint_drop(gs, m)
+
+
+# ---- loads -------------------------------------------------------------------------------------------------
+
+cdef void begin_load(Groups* gs, int32_t slot, int32_t m) noexcept nogil:
+    """The states of a row come from a checkpoint; the first step that reads its slots copies them."""
+    cdef Tree* t = gs.tree
+    cdef int32_t first = gs.group[t.state_group].table[slot]
+    t.load[first] = m
+    t.load_step[first] = 0
+    t.num_loads += 1
+    t.checkpoint[m].loads += 1
+    checkpoint_unlist(t, m)
+    if t.checkpoint[m].loads == 1:
+        bundle_use(t, gs.arena[0], checkpoint_bundle(t, m), t.bundle_size)
+
+
+cdef void end_load(Groups* gs, int32_t first) noexcept nogil:
+    """Nobody needs the checkpoint for a slot any more."""
+    cdef Tree* t = gs.tree
+    cdef int32_t m = t.load[first]
+    t.load[first] = NO_CHECKPOINT
+    t.num_loads -= 1
+    t.checkpoint[m].loads -= 1
+    if t.checkpoint[m].loads:
+        return
+    bundle_keep(t, gs.arena[0], checkpoint_bundle(t, m), t.bundle_size)
+    if t.checkpoint[m].orphan:                  # flushed meanwhile
+        checkpoint_drop(gs, m)
+    else:
+        checkpoint_list(t, m)
+
+
+cdef inline void end_idle_load(Groups* gs, int32_t first) noexcept nogil:
+    """End the load of a slot that no row has."""
+    cdef const Block* block = &gs.group[gs.tree.state_group].blocks.block[first]
+    if gs.tree.load[first] != NO_CHECKPOINT and gs.tree.load_step[first] == 0 and block.refcount + block.hold == 0:
+        end_load(gs, first)
+
+
+# ---- steps -------------------------------------------------------------------------------------------------
+
+cdef inline void transfer(const Tree* t, int32_t k, int32_t state, int32_t m, int32_t* out, int32_t at) noexcept nogil:
+    """A row of state_loads or state_saves: a slot, and the blocks of its group in a bundle."""
+    out += <int64_t>at * (1 + t.span[k])
+    out[0] = state
+    memcpy(out + 1, checkpoint_bundle(t, m) + t.offset[k], t.span[k] * sizeof(int32_t))
+
+
+cdef void tree_loads(Groups* gs, const Step* p, GroupPlan** part, bint advance) noexcept nogil:
+    """Before the tables of a step change: states that its rows read and that nobody has copied yet."""
+    cdef Tree* t = gs.tree
+    cdef int32_t i, k, at = 0, slot, first
+    for k in range(gs.num_groups):
+        part[k].num_loads = part[k].num_saves = 0
+    if t.num_loads == 0 or not advance:
+        return
+    for i in range(p.num_rows):
+        if at < p.num_events and p.event[at].row == i:
+            at += 1
+            if p.event[at - 1].q_len == 0:
+                continue
+        slot = slot_of(p.handle[i])
+        first = gs.group[t.state_group].table[slot]
+        if first == NO_BLOCK or t.load[first] == NO_CHECKPOINT or t.load_step[first]:
+            continue
+        t.load_step[first] = p.id
+        for k in range(gs.num_groups):
+            if gs.group[k].kind == STATE_LAYERS:
+                transfer(t, k, gs.group[k].table[slot], t.load[first], part[k].loads, part[k].num_loads)
+                part[k].num_loads += 1
+
+
+cdef void checkpoint_take(Groups* gs, const Step* p, GroupPlan** part, int32_t slot, int64_t length) noexcept nogil:
+    """A row ends where a checkpoint is wanted: its states go to a bundle, if there are blocks for one."""
+    cdef Tree* t = gs.tree
+    cdef Blocks* b = gs.arena[0]
+    cdef int32_t* taken = t.row[slot].taken
+    cdef int32_t* ids
+    cdef int32_t j = 0, k, m
+    if taken[MOST_TAKEN - 1] != NO_CHECKPOINT or blocks_available(b) < t.bundle_size:
+        t.skipped += 1
+        return
+    tree_make_room(gs, 0, t.bundle_size)        # may drop one that the row has taken
+    while taken[j] != NO_CHECKPOINT:
+        j += 1
+    m = checkpoint_new(t, length)
+    ids = checkpoint_bundle(t, m)
+    taken[j] = m
+    t.checkpoint[m].row = slot
+    t.checkpoint[m].step = p.id
+    t.taken += 1
+    t.num_saves += 1
+    blocks_take_many(b, ids, t.bundle_size)
+    for k in range(t.bundle_size):
+        b.block[ids[k]].committed = CANONICAL
+        t.role[0][ids[k]] = BUNDLE
+    for k in range(gs.num_groups):
+        if gs.group[k].kind == STATE_LAYERS:
+            transfer(t, k, gs.group[k].table[slot], m, part[k].saves, part[k].num_saves)
+            part[k].num_saves += 1
+
+
+cdef void tree_saves(Groups* gs, const Step* p, GroupPlan** part) noexcept nogil:
+    """After the tables of a step have changed: rows that end where a checkpoint is wanted take one."""
+    cdef Tree* t = gs.tree
+    cdef int32_t i, at = 0, slot
+    cdef int64_t length
+    if t.bundle_size == 0 or not t.can_restore:
+        return
+    for i in range(p.num_rows):
+        if at < p.num_events and p.event[at].row == i:
+            at += 1
+            if p.event[at - 1].q_len == 0:
+                continue
+        slot = slot_of(p.handle[i])
+        length = p.length[i]
+        if length <= t.row[slot].cut and next_place(t, slot, length - 1) == length:
+            checkpoint_take(gs, p, part, slot, length)
+
+
+cdef void tree_pass(Groups* gs, const Step* p) noexcept nogil:
+    """A step was executed: its bundles are saved, its loads are done."""
+    cdef Tree* t = gs.tree
+    cdef int32_t i, j, slot, m
+    for i in range(p.num_rows):
+        slot = seq_find(gs.seqs, p.handle[i])
+        if slot >= 0:
+            gs.seqs.prefix[slot].done = p.length[i]
+        if slot < 0 or t.num_saves == 0:
+            continue
+        for j in range(MOST_TAKEN):
+            m = t.row[slot].taken[j]
+            if m != NO_CHECKPOINT and t.checkpoint[m].step == p.id:
+                t.checkpoint[m].step = 0
+                t.num_saves -= 1
+                bundle_keep(t, gs.arena[0], checkpoint_bundle(t, m), t.bundle_size)
+                checkpoint_refresh(t, m)
+    if t.num_loads:
+        for i in range(gs.group[t.state_group].blocks.num_blocks):
+            if t.load[i] != NO_CHECKPOINT and t.load_step[i] == p.id:
+                end_load(gs, i)
+
+
+cdef void tree_undo(Groups* gs, const Step* p) noexcept nogil:
+    """Before a step is rolled back: what it would have saved is dropped."""
+    cdef Tree* t = gs.tree
+    cdef int32_t i, slot
+    for i in range(p.num_rows if t.num_saves else 0):
+        slot = seq_find(gs.seqs, p.handle[i])
+        if slot >= 0:
+            drop_taken(gs, slot, p.id, 0)
+
+
+cdef void tree_undone(Groups* gs, const Step* p) noexcept nogil:
+    """After it: its loads are to be done again, if anybody still has the slot."""
+    cdef Tree* t = gs.tree
+    cdef int32_t i
+    for i in range(gs.group[t.state_group].blocks.num_blocks if t.num_loads else 0):
+        if t.load[i] != NO_CHECKPOINT and t.load_step[i] == p.id:
+            t.load_step[i] = 0
+            end_idle_load(gs, i)

@@ -1,0 +1,420 @@
+"""Rows in the prefix cache of a pool with layer groups: they open over a hit, commit their tokens, and are flushed."""
+
+
+# ---- hits --------------------------------------------------------------------------------------------------
+
+cdef inline bint has_full(const Groups* gs, int32_t n, int64_t depth) noexcept nogil:
+    """Whether a node has the entries of full groups that end there."""
+    cdef const Tree* t = gs.tree
+    cdef const LayerGroup* g
+    cdef int32_t k
+    for k in range(gs.num_groups):
+        g = &gs.group[k]
+        if g.kind == FULL_LAYERS and ends_at(t, g, k, depth) and node_ids(t, n, k)[0] == NO_BLOCK:
+            return False
+    return True
+
+
+cdef Hit tree_match(const Groups* gs, uint64_t root, uint64_t root_hash, const int32_t* tokens,
+                    int64_t most) noexcept nogil:
+    """The longest hit of a prompt of which at most so many base blocks count; its path is in `path`."""
+    cdef const Tree* t = gs.tree
+    cdef Hit hit
+    cdef int64_t bs = t.block_size
+    cdef uint64_t h = root_hash
+    cdef int32_t n = NO_NODE, k, depth
+    hit.known = hit.nodes = 0
+    hit.checkpoint = NO_CHECKPOINT
+    while hit.known < most:
+        h = chain(t.index, h, tokens + hit.known * bs)
+        n = node_find(t, root, n, h, tokens + hit.known * bs)
+        if n == NO_NODE:
+            break
+        if not has_full(gs, n, hit.known + 1):
+            break
+        t.path[hit.known] = n
+        hit.known += 1
+    hit.digest = h
+    for depth in range(hit.known, 0, -1):
+        n = t.path[depth - 1]
+        if depth * bs % t.grain == 0 and (not t.needs_checkpoints or t.node[n].checkpoint != NO_CHECKPOINT):
+            hit.nodes = depth
+            hit.checkpoint = t.node[n].checkpoint if t.needs_checkpoints else NO_CHECKPOINT
+            break
+    return hit
+
+
+cdef void count_own(const Groups* gs, const Hit* hit, int64_t* own) noexcept nogil:
+    """Blocks of each arena that a hit takes out of what may leave."""
+    cdef const Tree* t = gs.tree
+    cdef const LayerGroup* g
+    cdef int32_t k, n, i, first
+    for i in range(hit.nodes):
+        n = t.path[i]
+        for k in range(gs.num_groups):
+            g = &gs.group[k]
+            if not ends_at(t, g, k, i + 1) or (g.kind != FULL_LAYERS and not needs_entry(
+                    g, (i + 1) // t.span[k] - 1, hit.nodes * t.block_size)):
+                continue
+            first = node_ids(t, n, k)[0]
+            if g.blocks.block[first].place == CACHED:
+                own[g.arena] += g.columns
+    own[0] += cached_of(gs, hit.checkpoint)
+
+
+cdef int judge_open(Groups* gs, const Ints* tokens, const Hit* hit, bint take, int64_t* need,
+                    Verdict* v) noexcept nogil:
+    """Whether every arena has what a prompt needs beside its hit."""
+    cdef const LayerGroup* g
+    cdef int64_t[MAX_ARENAS] own
+    cdef int64_t size = gs.block_size, total = blocks_for(gs, tokens.size if take else hit.nodes * size)
+    cdef int64_t spare, available
+    cdef int32_t k
+    memset(own, 0, sizeof(own))
+    memset(need, 0, MAX_ARENAS * sizeof(int64_t))
+    count_own(gs, hit, own)
+    for k in range(gs.num_groups):
+        g = &gs.group[k]
+        if g.kind == STATE_LAYERS:
+            need[g.arena] += hit.nodes > 0
+        else:
+            need[g.arena] += (entries_for(g, total) - hit.nodes // gs.tree.span[k]) * <int64_t>g.columns
+    for k in range(gs.num_arenas):
+        spare = gs.seqs.watermark if k == 0 else 0
+        available = blocks_available(gs.arena[k]) - own[k]
+        if need[k] and need[k] + spare > available:
+            blocks_short(gs.arena[k], v, k, -1, -1, need[k], need[k] + spare - available)
+            v.evictable -= own[k]
+            v.value, v.other, v.low = tokens.size, hit.nodes * size, spare
+            return v.reason
+    return OK
+
+
+cdef void open_group(Groups* gs, int32_t k, int32_t slot, const Hit* hit) noexcept nogil:
+    """The entries of a hit in the table of one group."""
+    cdef Tree* t = gs.tree
+    cdef LayerGroup* g = &gs.group[k]
+    cdef int32_t* row = group_row(g, slot)
+    cdef int64_t position = hit.nodes * gs.block_size, index, entries
+    cdef int32_t gone = 0, c
+    if g.kind == STATE_LAYERS:
+        if hit.nodes:
+            blocks_take_many(g.blocks, row, 1)
+        return
+    entries = hit.nodes // t.span[k]
+    for index in range(entries):
+        if g.kind == FULL_LAYERS or needs_entry(g, index, position):
+            entry_share(t, g, k, t.path[(index + 1) * t.span[k] - 1], row + index * g.columns)
+            continue
+        for c in range(g.columns):
+            row[index * g.columns + c] = g.hole
+        gone = <int32_t>index + 1
+    set_gone(g, slot, gone)
+
+
+cdef void tree_begin(Groups* gs, int32_t slot, const Ints* tokens, const Hit* hit, const int64_t* need,
+                     bint take) noexcept nogil:
+    """Open the sequence in `slot` over a hit, with entries for the rest of the prompt."""
+    cdef Tree* t = gs.tree
+    cdef Seqs* s = gs.seqs
+    cdef LayerGroup* g
+    cdef int64_t blocks = blocks_for(gs, tokens.size if take else hit.nodes * gs.block_size)
+    cdef int32_t k, have, entries
+    seq_new(s)
+    for k in range(gs.num_groups):      # what is found first: room must not be made of it
+        g = &gs.group[k]
+        g.seq[slot].epoch = 0
+        g.seq[slot].evicted = 0
+        forget_told(g, slot)
+        set_gone(g, slot, 0)
+        if g.kind != STATE_LAYERS:
+            open_group(gs, k, slot, hit)
+    if hit.checkpoint != NO_CHECKPOINT:
+        t.used += not t.checkpoint[hit.checkpoint].used
+        t.checkpoint[hit.checkpoint].used = True
+        if t.state_group >= 0:
+            open_group(gs, t.state_group, slot, hit)
+            begin_load(gs, slot, hit.checkpoint)
+        checkpoint_refresh(t, hit.checkpoint)
+    for k in range(gs.num_arenas):
+        if need[k]:
+            tree_make_room(gs, k, need[k])
+    for k in range(gs.num_groups):
+        g = &gs.group[k]
+        if g.kind == STATE_LAYERS:
+            if k != t.state_group:
+                open_group(gs, k, slot, hit)
+        else:
+            have = hit.nodes // t.span[k]
+            entries = entries_of(g, slot, blocks)
+            blocks_take_many(g.blocks, group_row(g, slot) + <int64_t>have * g.columns, (entries - have) * g.columns)
+        new_version(g, slot)
+    s.seq[slot].num_blocks = <int32_t>blocks
+    s.seq[slot].kv_len = hit.nodes * gs.block_size
+    s.sum_blocks += blocks
+    s.sum_tokens += s.seq[slot].kv_len
+
+
+# ---- rows --------------------------------------------------------------------------------------------------
+
+cdef void row_leaves(Groups* gs, int32_t slot) noexcept nogil:
+    """A row is about to be closed, or its namespace was flushed."""
+    cdef Tree* t = gs.tree
+    drop_taken(gs, slot, 0, -1)
+    if t.row[slot].node != NO_NODE:
+        node_release(t, t.row[slot].node)
+    t.row[slot].node = NO_NODE
+
+
+cdef void tree_close(Groups* gs, int32_t slot) noexcept nogil:
+    """A sequence, whose blocks are released, is closed; what it has not loaded nobody will."""
+    row_leaves(gs, slot)
+    if gs.tree.num_loads and gs.group[gs.tree.state_group].table[slot] != NO_BLOCK:
+        end_idle_load(gs, gs.group[gs.tree.state_group].table[slot])
+
+
+cdef void row_ends(Groups* gs, int32_t slot) noexcept nogil:
+    """A row goes on without the tree."""
+    row_leaves(gs, slot)
+    gs.seqs.prefix[slot].root = 0
+    gs.tree.row[slot].cut = 0
+
+
+cdef void row_loses(Groups* gs, int32_t slot) noexcept nogil:
+    """Tokens left a row: what its blocks hold follows from its tokens no more."""
+    cdef SeqPrefix* prefix = &gs.seqs.prefix[slot]
+    row_ends(gs, slot)
+    prefix.committed = prefix.published = prefix.done = prefix.forked_at = 0
+
+
+cdef void tree_fork(Groups* gs, int32_t parent, int32_t child) noexcept nogil:
+    cdef Tree* t = gs.tree
+    cdef Seqs* s = gs.seqs
+    cdef int32_t j
+    s.prefix[child] = s.prefix[parent]
+    s.prefix[child].done = seq_done(s, gs.arena[0], parent)
+    s.prefix[child].forked_at = s.seq[parent].kv_len
+    memcpy(s.partial + child * gs.block_size, s.partial + parent * gs.block_size,
+           (s.prefix[parent].committed % gs.block_size) * sizeof(int32_t))
+    t.row[child] = t.row[parent]
+    for j in range(MOST_TAKEN):
+        t.row[child].taken[j] = NO_CHECKPOINT
+    if t.row[child].node != NO_NODE:
+        t.node[t.row[child].node].users += 1
+
+
+cdef void tree_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nogil:
+    """A sequence is about to be shortened."""
+    cdef Tree* t = gs.tree
+    cdef SeqPrefix* prefix = &gs.seqs.prefix[slot]
+    cdef int64_t bs = gs.block_size
+    cdef int32_t n = t.row[slot].node
+    drop_taken(gs, slot, 0, length)
+    if length < prefix.committed:
+        while n != NO_NODE and t.node[n].depth * bs > length:
+            if t.node[n].depth == length // bs + 1 and length % bs:     # a full block becomes the tail
+                memcpy(gs.seqs.partial + slot * bs, t.tokens + n * bs, (length % bs) * sizeof(int32_t))
+            n = t.node[n].parent
+        if n != t.row[slot].node:
+            if n != NO_NODE:
+                t.node[n].users += 1
+            node_release(t, t.row[slot].node)
+            t.row[slot].node = n
+        prefix.committed = length
+    prefix.done = min(prefix.done, length)
+    prefix.forked_at = min(prefix.forked_at, length)
+
+
+# ---- commit ------------------------------------------------------------------------------------------------
+
+cdef const int32_t* block_tokens(Tree* t, const Seqs* s, int32_t slot, int64_t depth,
+                                 const int32_t* tokens) noexcept nogil:
+    """The tokens of base block `depth` - 1 of a row that commits `tokens`."""
+    cdef int64_t bs = t.block_size, told = s.prefix[slot].committed, start = (depth - 1) * bs - told
+    if start >= 0:
+        return tokens + start
+    memcpy(t.scratch, s.partial + slot * bs, (told % bs) * sizeof(int32_t))
+    memcpy(t.scratch + told % bs, tokens, (bs - told % bs) * sizeof(int32_t))
+    return t.scratch
+
+
+cdef int32_t token_at(const Tree* t, const Seqs* s, int32_t slot, const int32_t* tokens,
+                      int64_t position) noexcept nogil:
+    """A token of a row that commits `tokens`, -1: nobody knows it."""
+    cdef int64_t bs = t.block_size, told = s.prefix[slot].committed
+    cdef int32_t n = t.row[slot].node
+    if position >= told:
+        return tokens[position - told]
+    if position >= told // bs * bs:
+        return s.partial[slot * bs + position % bs]
+    while n != NO_NODE and t.node[n].depth > position // bs + 1:
+        n = t.node[n].parent
+    return t.tokens[n * bs + position % bs] if n != NO_NODE else -1
+
+
+cdef bint same_entry(const Tree* t, const Seqs* s, const Ints* rows, const Ints* counts, const int32_t* all_tokens,
+                     int32_t earlier, int32_t slot, const int32_t* tokens, int64_t first, int64_t end) noexcept nogil:
+    """Whether an earlier row of the call says the same of the positions of an entry that both fill."""
+    cdef int32_t other = slot_of(ints_at(rows, earlier)), row
+    cdef int64_t position
+    for row in range(earlier):
+        all_tokens += ints_at(counts, row)
+    for position in range(first, end):
+        if token_at(t, s, other, all_tokens, position) != token_at(t, s, slot, tokens, position):
+            return False
+    return True
+
+
+cdef int judge_tokens(Groups* gs, const Ints* rows, const Ints* counts, const int32_t* all_tokens, int32_t row,
+                      int64_t at, Verdict* v) noexcept nogil:
+    """Row `row` of a commit, whose tokens are those from `at` on, must not contradict what entries stand for."""
+    cdef Tree* t = gs.tree
+    cdef Seqs* s = gs.seqs
+    cdef int32_t slot = slot_of(ints_at(rows, row)), n = t.row[slot].node, k, id
+    cdef const int32_t* tokens = all_tokens + at
+    cdef const int32_t* block
+    cdef int64_t bs = t.block_size, told = s.prefix[slot].committed, depth, index
+    cdef uint64_t root = s.prefix[slot].root, h = t.node[n].hash if n != NO_NODE else s.prefix[slot].root_hash
+    cdef bint is_known = True
+    cdef LayerGroup* g
+    for depth in range(told // bs + 1, (told + ints_at(counts, row)) // bs + 1):
+        if root and is_known:
+            block = block_tokens(t, s, slot, depth, tokens)
+            h = chain(t.index, h, block)
+            n = node_find(t, root, n, h, block)
+            is_known = n != NO_NODE
+        for k in range(gs.num_groups):
+            g = &gs.group[k]
+            if not ends_at(t, g, k, depth):
+                continue
+            index = depth // t.span[k] - 1
+            if g.kept <= index < g.seq[slot].gone:
+                continue
+            id = group_row(g, slot)[index * g.columns]
+            if t.role[g.arena][id] != NO_ROLE:
+                if root and t.node[t.stands_for[g.arena][id]].root and t.stands_for[g.arena][id] != n:
+                    return refused(v, OTHER_TOKENS, row, id, 0, 0, 0)
+            elif g.blocks.mark[id] == g.blocks.stamp:
+                if not same_entry(t, s, rows, counts, all_tokens, t.stands_for[g.arena][id], slot, tokens,
+                                  index * g.block_size, (index + 1) * g.block_size):
+                    return refused(v, OTHER_TOKENS, row, id, 0, 0, 0)
+            elif g.blocks.block[id].refcount > 1:
+                g.blocks.mark[id] = g.blocks.stamp
+                t.stands_for[g.arena][id] = row         # of no meaning before the entry is committed
+    return OK
+
+
+cdef void commit_block(Groups* gs, int32_t slot, int64_t depth, const int32_t* block) noexcept nogil:
+    """Base block `depth` - 1 of a row is full and known: it becomes a node, and its entries stand for it."""
+    cdef Tree* t = gs.tree
+    cdef SeqPrefix* prefix = &gs.seqs.prefix[slot]
+    cdef int32_t above = t.row[slot].node, n, k
+    cdef uint64_t h = chain(t.index, t.node[above].hash if above != NO_NODE else prefix.root_hash, block)
+    cdef LayerGroup* g
+    cdef const int32_t* ids
+    cdef int64_t index
+    n = node_find(t, prefix.root, above, h, block)
+    if n != NO_NODE:
+        t.node[n].users += 1
+    else:
+        n = node_new(gs, prefix.root, above, h, block)
+    if n == NO_NODE:                        # no room: the row goes on without the tree
+        row_ends(gs, slot)
+        return
+    if above != NO_NODE:
+        node_release(t, above)
+    t.row[slot].node = n
+    for k in range(gs.num_groups):
+        g = &gs.group[k]
+        if ends_at(t, g, k, depth):
+            index = depth // t.span[k] - 1
+            ids = group_row(g, slot) + index * g.columns
+            if not g.kept <= index < g.seq[slot].gone and t.role[g.arena][ids[0]] == NO_ROLE:
+                entry_commit(t, g, k, ids, n)
+    publish_place(gs, slot, n, depth * t.block_size)
+
+
+cdef void tree_commit_row(Groups* gs, int32_t slot, const int32_t* tokens, int64_t count) noexcept nogil:
+    cdef Tree* t = gs.tree
+    cdef Seqs* s = gs.seqs
+    cdef SeqPrefix* prefix = &s.prefix[slot]
+    cdef int64_t bs = t.block_size, told = prefix.committed, depth, tail
+    for depth in range(told // bs + 1, (told + count) // bs + 1):
+        if prefix.root:
+            commit_block(gs, slot, depth, block_tokens(t, s, slot, depth, tokens))
+    tail = min((told + count) % bs, count)      # of the last block, which is not full, those that are new
+    memcpy(s.partial + slot * bs + (told + count) % bs - tail, tokens + count - tail, tail * sizeof(int32_t))
+    prefix.committed = told + count
+
+
+# ---- flush -------------------------------------------------------------------------------------------------
+
+cdef void node_flush(Groups* gs, int32_t n) noexcept nogil:
+    """Nobody finds a node any more: what is idle of it becomes blank, what is in use is blank when it is released."""
+    cdef Tree* t = gs.tree
+    cdef LayerGroup* g
+    cdef int32_t* known
+    cdef int32_t k, first, m = t.node[n].checkpoint
+    t.node[n].users += 1
+    if m != NO_CHECKPOINT and (t.checkpoint[m].loads or t.checkpoint[m].step):
+        checkpoint_orphan(gs, m)
+    elif m != NO_CHECKPOINT:
+        checkpoint_drop(gs, m)
+    unit_remove(t, n)
+    t.node[n].idle = 0
+    slot_remove(t, n)
+    t.node[n].root = 0
+    t.num_nodes -= 1
+    for k in range(gs.num_groups):
+        g = &gs.group[k]
+        if g.kind == FULL_LAYERS and ends_at(t, g, k, t.node[n].depth):
+            known = node_ids(t, n, k)
+            first = known[0]
+            known[0] = NO_BLOCK
+            if first != NO_BLOCK:
+                tell_removed(t, k, n)
+            if first != NO_BLOCK and g.blocks.block[first].place == CACHED:
+                entry_blank(t, g, first)
+    node_release(t, n)
+
+
+cdef void tree_flush(Groups* gs, uint64_t root) noexcept nogil:
+    """Forget every node below a root, 0: all. O(nodes + sequences)."""
+    cdef Tree* t = gs.tree
+    cdef Seqs* s = gs.seqs
+    cdef int32_t n, slot
+    for slot in range(s.max_seqs):
+        if s.life[slot].life == OPEN and s.prefix[slot].root and (root == 0 or s.prefix[slot].root == root):
+            row_ends(gs, slot)
+    for n in range(t.fresh_node):
+        if t.node[n].depth and t.node[n].root and (root == 0 or t.node[n].root == root):
+            node_flush(gs, n)
+
+
+cdef int32_t cached_of(const Groups* gs, int32_t m) noexcept nogil:
+    """Blocks of the bundle of a checkpoint that may leave."""
+    cdef const Tree* t = gs.tree
+    if m == NO_CHECKPOINT or t.bundle_size == 0 or gs.arena[0].block[checkpoint_bundle(t, m)[0]].place != CACHED:
+        return 0
+    return t.bundle_size
+
+
+cdef int32_t tree_evictable(const Groups* gs, uint64_t root) noexcept nogil:
+    """Blocks that a flush of a root makes blank, 0: of all. O(blocks)."""
+    cdef const Tree* t = gs.tree
+    cdef int32_t k, id, n, m, j, slot, found = 0
+    for k in range(gs.num_arenas):
+        for id in range(gs.arena[k].num_blocks):
+            if gs.arena[k].block[id].place == CACHED and t.role[k][id] != BUNDLE:
+                n = t.stands_for[k][id]
+                found += root == 0 or t.node[n].root == root
+    for m in range(t.fresh_checkpoint):
+        n = t.checkpoint[m].node
+        if t.checkpoint[m].position and n != NO_NODE and (root == 0 or t.node[n].root == root):
+            found += cached_of(gs, m)
+    for slot in range(gs.seqs.max_seqs if t.bundle_size else 0):
+        if gs.seqs.life[slot].life == OPEN and gs.seqs.prefix[slot].root and (
+                root == 0 or gs.seqs.prefix[slot].root == root):
+            for j in range(MOST_TAKEN):
+                found += cached_of(gs, t.row[slot].taken[j])
+    return found

@@ -1,0 +1,621 @@
+"""The prefix cache of a pool with layer groups: a tree of nodes, their entries, and what leaves first.
+
+A node is (parent node, tokens of one base block). It holds its parent, so a chain of nodes proves a whole prefix. What
+a node has of full groups is its *unit*. A checkpoint is a bundle of blocks with the states, and the entries of windows
+and chunks at the nodes before it, which count the checkpoints that need them.
+
+Blocks know nothing of this: a committed block that nobody refers to is CACHED, and `tree_settle` looks at what became
+so. Nobody takes a CACHED block: `tree_make_room` turns enough of them blank before any is taken.
+"""
+
+
+# ---- memory ------------------------------------------------------------------------------------------------
+
+cdef void tree_free(Tree* t) noexcept nogil:
+    cdef int32_t k
+    for k in range(MAX_ARENAS):
+        xfree(t.stands_for[k])
+        xfree(t.column_after[k])
+        xfree(t.role[k])
+        xfree(t.seen[k])
+    xfree(t.node)
+    xfree(t.unit)
+    xfree(t.tokens)
+    xfree(t.ids)
+    xfree(t.tails)
+    xfree(t.key)
+    xfree(t.slot)
+    xfree(t.checkpoint)
+    xfree(t.link)
+    xfree(t.bundle)
+    xfree(t.row)
+    xfree(t.path)
+    xfree(t.scratch)
+    xfree(t.load)
+    xfree(t.load_step)
+    xfree(t)
+
+
+cdef void tree_sizes(Tree* t, const Groups* gs, const int32_t* bundle_of) noexcept nogil:
+    """What follows from the groups; `bundle_of`: blocks of a checkpoint in each state group."""
+    cdef const LayerGroup* g
+    cdef double kv = 0
+    cdef int64_t tails = 0
+    cdef int32_t k
+    t.block_size = gs.block_size
+    t.num_groups = gs.num_groups
+    t.grain = 1
+    t.can_restore = True
+    t.state_group = -1
+    for k in range(gs.num_groups):
+        g = &gs.group[k]
+        t.needs_checkpoints |= g.kind != FULL_LAYERS
+        if g.kind == STATE_LAYERS:
+            t.offset[k] = t.bundle_size
+            t.span[k] = bundle_of[k]
+            t.bundle_size += bundle_of[k]
+            t.can_restore &= bundle_of[k] > 0
+            if t.state_group < 0:
+                t.state_group = k
+            continue
+        t.span[k] = 1 << g.scale
+        t.grain = max(t.grain, <int64_t>t.span[k])
+        t.offset[k] = t.width
+        t.width += g.columns
+        if g.kind == FULL_LAYERS:
+            kv += <double>g.columns / t.span[k]
+        else:
+            tails += ((g.reach - 1 + g.block_size - 1) // g.block_size + g.kept) * g.columns
+    t.grain *= gs.block_size
+    if kv > 0 and t.bundle_size + tails:
+        t.spacing = 1
+        while t.spacing * kv < 3.0 * (t.bundle_size + tails) * gs.block_size:
+            t.spacing *= 2
+    t.room = nodes_for(t, gs)
+    t.checkpoint_room = gs.arena[0].num_blocks // t.bundle_size + 1 if t.bundle_size else t.room
+
+
+cdef int32_t nodes_for(const Tree* t, const Groups* gs) noexcept nogil:
+    """How many nodes are enough: as many as the blocks of full groups hold; a million if nothing else holds them."""
+    cdef const LayerGroup* g
+    cdef int64_t room = 0, most
+    cdef int32_t arena, k
+    for arena in range(gs.num_arenas):
+        most = 0
+        for k in range(gs.num_groups):
+            g = &gs.group[k]
+            if g.arena == arena and g.kind == FULL_LAYERS:
+                most = max(most, <int64_t>g.blocks.num_blocks // g.columns * t.span[k])
+        room += most
+    if room == 0:
+        room = 1 << 20
+    room += gs.seqs.max_seqs * (t.grain // gs.block_size)       # entries that are not full yet
+    return <int32_t>min(room, <int64_t>1 << 30)
+
+
+cdef int tree_init(Tree* t, const Groups* gs, Index* index, const int32_t* bundle_of) noexcept nogil:
+    """An empty tree. After NO_MEMORY the caller must `tree_free`."""
+    cdef uint64_t slots = 8
+    cdef int32_t k, n
+    t.index = index
+    tree_sizes(t, gs, bundle_of)
+    ring_init(&index.ring, index.ring.limit, t.grain)
+    while slots * 3 < <uint64_t>t.room * 4:
+        slots *= 2
+    t.slot_mask = <uint32_t>(slots - 1)
+    n = <int32_t>max(min(<int64_t>t.room, gs.seq_tokens // gs.block_size), <int64_t>1)
+    t.node = <Node*>xcalloc(t.room, sizeof(Node))
+    t.unit = <Link*>xcalloc(t.room, sizeof(Link))
+    t.tokens = <int32_t*>xcalloc(t.room, t.block_size * sizeof(int32_t))
+    t.ids = <int32_t*>xcalloc(t.room, max(t.width, 1) * sizeof(int32_t))
+    t.tails = <int32_t*>xcalloc(t.room, t.num_groups * sizeof(int32_t))
+    t.key = <uint8_t*>xcalloc(t.room, 16) if index.ring.limit else NULL
+    t.slot = <int32_t*>xmalloc(slots * sizeof(int32_t))
+    t.checkpoint = <Checkpoint*>xcalloc(t.checkpoint_room, sizeof(Checkpoint))
+    t.link = <Link*>xcalloc(t.checkpoint_room, sizeof(Link))
+    t.bundle = <int32_t*>xcalloc(t.checkpoint_room, max(t.bundle_size, 1) * sizeof(int32_t))
+    t.row = <RowPlaces*>xcalloc(gs.seqs.max_seqs, sizeof(RowPlaces))
+    t.path = <int32_t*>xcalloc(n, sizeof(int32_t))
+    t.scratch = <int32_t*>xcalloc(t.grain, sizeof(int32_t))
+    if (t.node == NULL or t.unit == NULL or t.tokens == NULL or t.ids == NULL or t.tails == NULL
+            or (t.key == NULL and index.ring.limit) or t.slot == NULL or t.checkpoint == NULL or t.link == NULL
+            or t.bundle == NULL or t.row == NULL or t.path == NULL or t.scratch == NULL):
+        return NO_MEMORY
+    for k in range(gs.num_arenas):
+        n = gs.arena[k].num_blocks
+        t.stands_for[k] = <int32_t*>xcalloc(n, sizeof(int32_t))
+        t.column_after[k] = <int32_t*>xcalloc(n, sizeof(int32_t))
+        t.role[k] = <uint8_t*>xcalloc(n, 1)
+        t.seen[k] = <uint8_t*>xcalloc(n, 1)
+        if t.stands_for[k] == NULL or t.column_after[k] == NULL or t.role[k] == NULL or t.seen[k] == NULL:
+            return NO_MEMORY
+    if t.state_group >= 0:
+        n = gs.group[t.state_group].blocks.num_blocks
+        t.load = <int32_t*>xmalloc(n * sizeof(int32_t))
+        t.load_step = <int64_t*>xcalloc(n, sizeof(int64_t))
+        if t.load == NULL or t.load_step == NULL:
+            return NO_MEMORY
+    tree_reset(t, gs)
+    return OK
+
+
+cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil:
+    """No node and no checkpoint; all blocks are as they were when they were new."""
+    cdef int32_t k
+    memset(t.slot, 0xFF, (t.slot_mask + <size_t>1) * sizeof(int32_t))
+    for k in range(gs.num_arenas):
+        memset(t.role[k], NO_ROLE, gs.arena[k].num_blocks)
+        memset(t.seen[k], 0, gs.arena[k].num_blocks)
+    if t.state_group >= 0:
+        memset(t.load, 0xFF, gs.group[t.state_group].blocks.num_blocks * sizeof(int32_t))
+    line_init(&t.cold)
+    line_init(&t.warm)
+    line_init(&t.listed)
+    t.free_node = t.free_checkpoint = NO_NODE
+    t.fresh_node = t.fresh_checkpoint = 0
+    t.num_nodes = t.num_checkpoints = t.num_loads = t.num_saves = 0
+
+
+cdef int64_t tree_nbytes(const Tree* t, const Groups* gs) noexcept nogil:
+    """Bytes of the tree itself."""
+    cdef int64_t per_node = (sizeof(Node) + sizeof(Link) + (t.block_size + t.width + t.num_groups) * 4
+                             + (16 if t.key != NULL else 0))
+    cdef int64_t found = t.room * per_node + (t.slot_mask + <int64_t>1) * 4
+    cdef int32_t k
+    for k in range(gs.num_arenas):
+        found += 10 * <int64_t>gs.arena[k].num_blocks
+    return found + t.checkpoint_room * <int64_t>(sizeof(Checkpoint) + sizeof(Link) + t.bundle_size * 4)
+
+
+# ---- lines -------------------------------------------------------------------------------------------------
+
+cdef void line_init(Line* line) noexcept nogil:
+    line.head = line.tail = NO_NODE
+    line.size = 0
+
+
+cdef void line_remove(Line* line, Link* link, int32_t i) noexcept nogil:
+    cdef int32_t before = link[i].prev, after = link[i].next
+    if before == NO_NODE:
+        line.head = after
+    else:
+        link[before].next = after
+    if after == NO_NODE:
+        line.tail = before
+    else:
+        link[after].prev = before
+    line.size -= 1
+
+
+cdef void line_insert(Line* line, Link* link, int32_t i, int32_t before) noexcept nogil:
+    """Put i behind `before`; NO_NODE: at the head, which leaves first."""
+    cdef int32_t after = line.head if before == NO_NODE else link[before].next
+    link[i] = Link(after, before)
+    if before == NO_NODE:
+        line.head = i
+    else:
+        link[before].next = i
+    if after == NO_NODE:
+        line.tail = i
+    else:
+        link[after].prev = i
+    line.size += 1
+
+
+cdef void unit_remove(Tree* t, int32_t n) noexcept nogil:
+    cdef Node* node = &t.node[n]
+    if node.place != NOWHERE:
+        line_remove(&t.cold if node.place == COLD else &t.warm, t.unit, n)
+        node.place = NOWHERE
+
+
+cdef void unit_refresh(Tree* t, int32_t n) noexcept nogil:
+    """The unit of a node was used now; if nothing of it is idle it is in no line."""
+    cdef Node* node = &t.node[n]
+    cdef Line* line = &t.warm if node.below or not t.needs_checkpoints else &t.cold
+    unit_remove(t, n)
+    if node.idle:
+        t.clock += 1
+        node.stamp = t.clock
+        node.place = WARM if line == &t.warm else COLD
+        line_insert(line, t.unit, n, line.tail)
+
+
+# ---- nodes -------------------------------------------------------------------------------------------------
+
+cdef inline int32_t* node_ids(const Tree* t, int32_t n, int32_t group) noexcept nogil:
+    """The canonical entry of a group at a node."""
+    return t.ids + <int64_t>n * t.width + t.offset[group]
+
+
+cdef inline int32_t* node_tails(const Tree* t, int32_t n) noexcept nogil:
+    return t.tails + <int64_t>n * t.num_groups
+
+
+cdef inline uint8_t* node_key(const Tree* t, int32_t n) noexcept nogil:
+    """The content key of a prefix, where somebody wants events."""
+    return t.key + 16 * <int64_t>n
+
+
+cdef int32_t node_find(const Tree* t, uint64_t root, int32_t parent, uint64_t hash,
+                       const int32_t* tokens) noexcept nogil:
+    """The node (parent, tokens), or NO_NODE. Its parent is held by it, so that equal numbers are the same node."""
+    cdef uint32_t at = key_of(hash) & t.slot_mask
+    cdef const Node* node
+    cdef int32_t n = t.slot[at]
+    while n != NO_NODE:
+        node = &t.node[n]
+        if (node.hash == hash and node.parent == parent and node.root == root
+                and memcmp(t.tokens + n * t.block_size, tokens, t.block_size * sizeof(int32_t)) == 0):
+            return n
+        at = (at + 1) & t.slot_mask
+        n = t.slot[at]
+    return NO_NODE
+
+
+cdef void slot_remove(Tree* t, int32_t n) noexcept nogil:
+    """Take a node out of the table; those behind it move up, so there are no tombstones."""
+    cdef uint32_t at = key_of(t.node[n].hash) & t.slot_mask
+    cdef uint32_t gap, home
+    while t.slot[at] != n:
+        at = (at + 1) & t.slot_mask
+    gap = at
+    while True:
+        at = (at + 1) & t.slot_mask
+        if t.slot[at] == NO_NODE:
+            break
+        home = key_of(t.node[t.slot[at]].hash) & t.slot_mask
+        if ((at - home) & t.slot_mask) >= ((at - gap) & t.slot_mask):
+            t.slot[gap] = t.slot[at]
+            gap = at
+    t.slot[gap] = NO_NODE
+
+
+cdef void node_release(Tree* t, int32_t n) noexcept nogil:
+    """A node has a user less. Without any it is forgotten, and its parent has a user less."""
+    cdef Node* node
+    while n != NO_NODE:
+        node = &t.node[n]
+        node.users -= 1
+        if node.users:
+            return
+        if node.root:
+            slot_remove(t, n)
+            t.num_nodes -= 1
+        node.depth = 0
+        t.unit[n].next = t.free_node
+        t.free_node = n
+        n = node.parent
+
+
+cdef int32_t node_new(Groups* gs, uint64_t root, int32_t parent, uint64_t hash, const int32_t* tokens) noexcept nogil:
+    """A node below another, with one user. NO_NODE: there is no room, though all that may leave has left."""
+    cdef Tree* t = gs.tree
+    cdef uint32_t at
+    cdef Node* node
+    cdef int32_t n
+    while t.free_node == NO_NODE and t.fresh_node == t.room:
+        if not evict_any(gs):
+            return NO_NODE
+    n = t.free_node
+    if n != NO_NODE:
+        t.free_node = t.unit[n].next
+    else:
+        n = t.fresh_node
+        t.fresh_node += 1
+    node = &t.node[n]
+    memset(node, 0, sizeof(Node))
+    node.hash = hash
+    node.root = root
+    node.parent = parent
+    node.depth = 1
+    node.users = 1
+    node.checkpoint = NO_CHECKPOINT
+    if parent != NO_NODE:
+        node.depth += t.node[parent].depth
+        t.node[parent].users += 1
+    memcpy(t.tokens + n * t.block_size, tokens, t.block_size * sizeof(int32_t))
+    memset(t.ids + <int64_t>n * t.width, 0xFF, t.width * sizeof(int32_t))
+    memset(node_tails(t, n), 0, t.num_groups * sizeof(int32_t))
+    at = key_of(hash) & t.slot_mask
+    while t.slot[at] != NO_NODE:
+        at = (at + 1) & t.slot_mask
+    t.slot[at] = n
+    t.num_nodes += 1
+    t.index.inserted += 1
+    if t.key != NULL:
+        sha256(node_key(t, parent) if parent != NO_NODE else names_by_uid(&t.index.names, root).key, tokens,
+               t.block_size * sizeof(int32_t), node_key(t, n))
+    return n
+
+
+# ---- events ------------------------------------------------------------------------------------------------
+
+cdef void tell_stored(Tree* t, const LayerGroup* g, int32_t k, int32_t n) noexcept nogil:
+    """A group has an entry, or a state, at a node: its tokens are those of the entry, or of the node."""
+    cdef int32_t size = 1 if g.kind == STATE_LAYERS else t.span[k], above = n, i
+    if t.key == NULL:
+        return
+    for i in range(size - 1, -1, -1):
+        memcpy(t.scratch + i * t.block_size, t.tokens + above * t.block_size, t.block_size * sizeof(int32_t))
+        above = t.node[above].parent
+    ring_add(&t.index.ring, STORED, node_key(t, n), node_key(t, above) if above != NO_NODE else NULL,
+             names_by_uid(&t.index.names, t.node[n].root), t.scratch, size * t.block_size, k)
+
+
+cdef void tell_removed(Tree* t, int32_t k, int32_t n) noexcept nogil:
+    """A group has no entry, or state, at a node any more."""
+    if t.key != NULL:
+        ring_add(&t.index.ring, REMOVED, node_key(t, n), NULL, NULL, NULL, 0, k)
+
+
+# ---- entries -----------------------------------------------------------------------------------------------
+
+cdef inline bint ends_at(const Tree* t, const LayerGroup* g, int32_t k, int64_t depth) noexcept nogil:
+    """Whether an entry of a group ends with so many base blocks."""
+    return g.kind != STATE_LAYERS and depth % t.span[k] == 0
+
+
+cdef void entry_commit(Tree* t, LayerGroup* g, int32_t k, const int32_t* ids, int32_t n) noexcept nogil:
+    """An entry in use stands for a node from now on, and is its canonical one if it has none."""
+    cdef int32_t* known = node_ids(t, n, k)
+    cdef int32_t c
+    for c in range(g.columns):
+        g.blocks.block[ids[c]].committed = CANONICAL
+        t.stands_for[g.arena][ids[c]] = n
+        t.role[g.arena][ids[c]] = LATER_COLUMN if c else 1 + k
+        t.column_after[g.arena][ids[c]] = ids[c + 1] if c + 1 < g.columns else NO_BLOCK
+    t.node[n].users += 1
+    if g.kind == FULL_LAYERS and known[0] == NO_BLOCK:
+        memcpy(known, ids, g.columns * sizeof(int32_t))
+        tell_stored(t, g, k, n)
+    elif g.kind == FULL_LAYERS:
+        t.index.duplicates += 1
+
+
+cdef void entry_blank(Tree* t, LayerGroup* g, int32_t first) noexcept nogil:
+    """An entry that nobody refers to leaves the tree: its blocks become blank, the last column first."""
+    cdef int32_t n = t.stands_for[g.arena][first], id = first, count = 0
+    cdef int32_t[MOST_COLUMNS] ids
+    while id != NO_BLOCK:
+        ids[count] = id
+        count += 1
+        id = t.column_after[g.arena][id]
+    while count:
+        count -= 1
+        t.role[g.arena][ids[count]] = NO_ROLE
+        t.seen[g.arena][ids[count]] = 0
+        blocks_drop(g.blocks, ids[count])
+    node_release(t, n)
+
+
+cdef void entry_left(Tree* t, LayerGroup* g, int32_t k, int32_t first) noexcept nogil:
+    """Nobody refers to a committed entry any more."""
+    cdef int32_t n = t.stands_for[g.arena][first], id = first, c
+    cdef Node* node = &t.node[n]
+    cdef int32_t* known = node_ids(t, n, k)
+    if node.root == 0 or (g.kind != FULL_LAYERS and known[0] != first):
+        entry_blank(t, g, first)
+    if node.root == 0 or g.kind != FULL_LAYERS:
+        return
+    if known[0] == NO_BLOCK:                    # the canonical one is gone: this one takes its place
+        for c in range(g.columns):
+            known[c] = id
+            id = t.column_after[g.arena][id]
+        tell_stored(t, g, k, n)
+    node.idle += known[0] == first
+    unit_refresh(t, n)
+    if known[0] != first:
+        entry_blank(t, g, first)
+
+
+cdef void tree_settle(Groups* gs) noexcept nogil:
+    """Look at the blocks that became CACHED since the last time. They are the newest of each list."""
+    cdef Tree* t = gs.tree
+    cdef Blocks* b
+    cdef int32_t* left
+    cdef int32_t k, i, id, count
+    cdef uint8_t role
+    for k in range(gs.num_arenas):
+        b = gs.arena[k]
+        left = b.dropped                # nobody drops a block behind the back of the tree
+        count = 0
+        id = b.lru.tail
+        while id != NO_BLOCK and not t.seen[k][id]:
+            t.seen[k][id] = 1
+            role = t.role[k][id]
+            if role != LATER_COLUMN and role != BUNDLE:
+                left[count] = id
+                count += 1
+            id = b.block[id].prev
+        for i in range(count - 1, -1, -1):
+            entry_left(t, &gs.group[t.role[k][left[i]] - 1], t.role[k][left[i]] - 1, left[i])
+
+
+cdef void entry_share(Tree* t, LayerGroup* g, int32_t k, int32_t n, int32_t* ids) noexcept nogil:
+    """Another row refers to the canonical entry of a node."""
+    cdef const int32_t* known = node_ids(t, n, k)
+    cdef bint was_idle = g.blocks.block[known[0]].place == CACHED
+    cdef int32_t c
+    for c in range(g.columns):
+        ids[c] = known[c]
+        t.seen[g.arena][known[c]] = 0
+        blocks_touch(g.blocks, known[c])
+    if was_idle and g.kind == FULL_LAYERS:
+        t.node[n].idle -= 1
+        if t.node[n].idle == 0:
+            unit_remove(t, n)
+
+
+# ---- making room -------------------------------------------------------------------------------------------
+
+cdef void unit_evict(Groups* gs, int32_t n) noexcept nogil:
+    """The idle entries of a node leave, and its checkpoint if it may."""
+    cdef Tree* t = gs.tree
+    cdef Node* node = &t.node[n]
+    cdef LayerGroup* g
+    cdef int32_t* known
+    cdef int32_t k, first
+    node.users += 1
+    if node.checkpoint != NO_CHECKPOINT and t.checkpoint[node.checkpoint].listed:
+        checkpoint_evict(gs, node.checkpoint)
+    unit_remove(t, n)
+    node.idle = 0
+    for k in range(gs.num_groups):
+        g = &gs.group[k]
+        if g.kind != FULL_LAYERS or node.depth % t.span[k]:
+            continue
+        known = node_ids(t, n, k)
+        first = known[0]
+        if first != NO_BLOCK and g.blocks.block[first].place == CACHED:
+            known[0] = NO_BLOCK
+            tell_removed(t, k, n)
+            t.index.evicted += 1
+            g.blocks.evictions += g.columns
+            entry_blank(t, g, first)
+    node_release(t, n)
+
+
+cdef void checkpoint_evict(Groups* gs, int32_t m) noexcept nogil:
+    gs.tree.evicted += 1
+    checkpoint_drop(gs, m)
+
+
+cdef inline bint unit_is_older(const Tree* t) noexcept nogil:
+    """Whether the oldest unit that a checkpoint needs was used before the oldest checkpoint."""
+    return t.node[t.warm.head].stamp < t.checkpoint[t.listed.head].stamp
+
+
+cdef bint evict_any(Groups* gs) noexcept nogil:
+    """Evict what leaves first of all."""
+    cdef Tree* t = gs.tree
+    if t.cold.size:
+        unit_evict(gs, t.cold.head)
+    elif t.warm.size and (t.listed.size == 0 or unit_is_older(t)):
+        unit_evict(gs, t.warm.head)
+    elif t.listed.size:
+        checkpoint_evict(gs, t.listed.head)
+    else:
+        return False
+    return True
+
+
+cdef void tree_make_room(Groups* gs, int32_t arena, int64_t n) noexcept nogil:
+    """At least n blocks of an arena are blank then. The caller has checked blocks_available."""
+    cdef Tree* t = gs.tree
+    cdef Blocks* b = gs.arena[arena]
+    cdef bint has_units = False, has_checkpoints = arena == 0 and t.bundle_size > 0
+    cdef int32_t k
+    if b.num_blank >= n:
+        return
+    for k in range(gs.num_groups):
+        if gs.group[k].arena == arena:
+            has_units |= gs.group[k].kind == FULL_LAYERS
+            has_checkpoints |= gs.group[k].kind == WINDOW_LAYERS or gs.group[k].kind == CHUNK_LAYERS
+    while b.num_blank < n:
+        if has_units and t.cold.size:
+            unit_evict(gs, t.cold.head)
+        elif has_units and t.warm.size and (not has_checkpoints or t.listed.size == 0 or unit_is_older(t)):
+            unit_evict(gs, t.warm.head)
+        else:
+            checkpoint_evict(gs, t.listed.head)
+
+
+# ---- audit -------------------------------------------------------------------------------------------------
+
+cdef uint64_t line_fingerprint(const Line* line, const Link* link, uint64_t h) noexcept nogil:
+    cdef int32_t i = line.head
+    while i != NO_NODE:
+        h = mix(h, i)
+        i = link[i].next
+    return h
+
+
+cdef uint64_t tree_fingerprint(const Tree* t, uint64_t h) noexcept nogil:
+    cdef int32_t n
+    cdef int64_t k
+    h = mix(mix(mix(h, t.num_nodes), t.cold.size), t.warm.size)
+    for n in range(t.fresh_node):
+        if t.node[n].depth:
+            h = mix(mix(mix(h, n), t.node[n].root), (<uint64_t>t.node[n].users << 32) | <uint32_t>t.node[n].below)
+            for k in range(t.block_size):
+                h = mix(h, t.tokens[n * t.block_size + k])
+            for k in range(t.width):
+                h = mix(h, <uint32_t>t.ids[<int64_t>n * t.width + k])
+    h = line_fingerprint(&t.cold, t.unit, h)
+    h = line_fingerprint(&t.warm, t.unit, h)
+    h = line_fingerprint(&t.listed, t.link, h)
+    for n in range(t.fresh_checkpoint):
+        h = mix(mix(h, t.checkpoint[n].position), <uint64_t>t.checkpoint[n].node)
+    return h
+
+
+cdef void count_bundles(const Tree* t, int32_t* references) noexcept nogil:
+    """References that loads and pending saves have on bundles."""
+    cdef int32_t m, k, times
+    for m in range(t.fresh_checkpoint):
+        times = (t.checkpoint[m].loads > 0) + (t.checkpoint[m].step != 0)
+        for k in range(t.bundle_size if t.checkpoint[m].position else 0):
+            references[checkpoint_bundle(t, m)[k]] += times
+
+
+cdef bint check_node(const Groups* gs, int32_t n, char* finding) noexcept nogil:
+    """Entries and line of one node."""
+    cdef const Tree* t = gs.tree
+    cdef const Node* node = &t.node[n]
+    cdef const LayerGroup* g
+    cdef int32_t k, first, idle = 0
+    if node.users <= 0:
+        return snprintf(finding, FINDING, b"node %d has %d users", n, node.users) > 0
+    if node.parent != NO_NODE and (t.node[node.parent].depth != node.depth - 1):
+        return snprintf(finding, FINDING, b"node %d has depth %d, the one above %d", n, node.depth,
+                        t.node[node.parent].depth) > 0
+    for k in range(gs.num_groups):
+        g = &gs.group[k]
+        if not ends_at(t, g, k, node.depth):
+            continue
+        first = node_ids(t, n, k)[0]
+        if (first != NO_BLOCK) != (node_tails(t, n)[k] > 0) and g.kind != FULL_LAYERS:
+            return snprintf(finding, FINDING, b"node %d has entry %d of group %d, which %d checkpoints need", n, first,
+                            k, node_tails(t, n)[k]) > 0
+        if first == NO_BLOCK:
+            continue
+        if t.stands_for[g.arena][first] != n or t.role[g.arena][first] != 1 + k:
+            return snprintf(finding, FINDING, b"block %d of arena %d is canonical at node %d, and stands for %d", first,
+                            g.arena, n, t.stands_for[g.arena][first]) > 0
+        idle += g.kind == FULL_LAYERS and g.blocks.block[first].place == CACHED
+    if idle != node.idle or (node.place != NOWHERE) != (idle > 0):
+        return snprintf(finding, FINDING, b"node %d has %d idle entries, counted %d, and place %d", n, node.idle, idle,
+                        node.place) > 0
+    if idle and (node.place == COLD) != (t.needs_checkpoints and node.below == 0):
+        return snprintf(finding, FINDING, b"node %d has %d checkpoints below and place %d", n, node.below,
+                        node.place) > 0
+    return False
+
+
+cdef bint tree_check(const Groups* gs, char* finding) noexcept nogil:
+    """Whether an invariant of the tree does not hold; the first one, in words. O(nodes + blocks)."""
+    cdef const Tree* t = gs.tree
+    cdef int32_t n, count = 0, k, id, users = 0, held = 0, slot
+    for n in range(t.fresh_node):
+        if t.node[n].depth == 0:
+            continue
+        count += t.node[n].root != 0
+        users += t.node[n].users
+        held += (t.node[n].parent != NO_NODE) + (t.node[n].checkpoint != NO_CHECKPOINT)
+        if check_node(gs, n, finding):
+            return True
+    for k in range(gs.num_arenas):
+        for id in range(gs.arena[k].num_blocks):
+            held += 0 < t.role[k][id] <= MAX_GROUPS
+            if t.role[k][id] != NO_ROLE and not gs.arena[k].block[id].committed:
+                return snprintf(finding, FINDING, b"block %d of arena %d has role %d, and is not committed", id, k,
+                                <int>t.role[k][id]) > 0
+            if gs.arena[k].block[id].place == CACHED and t.role[k][id] == NO_ROLE:
+                return snprintf(finding, FINDING, b"block %d of arena %d is kept for nothing", id, k) > 0
+    for slot in range(gs.seqs.max_seqs):
+        held += gs.seqs.life[slot].life == OPEN and t.row[slot].node != NO_NODE
+    if count != t.num_nodes or users != held:
+        return snprintf(finding, FINDING, b"counted %d nodes with %d users, they should be %d with %d", count, users,
+                        t.num_nodes, held) > 0
+    return False
