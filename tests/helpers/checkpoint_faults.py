@@ -38,16 +38,6 @@ class OtherNamespaces(CheckpointModel):
         return super()._path(tokens, b"", most)
 
 
-class EvictedRowCommits(CheckpointModel):
-    """A row that lost tokens goes on in the index."""
-
-    def _lose_in(self, layer, seq, n, left):
-        known = seq.root, seq.tokens, seq.known
-        super()._lose_in(layer, seq, n, left)
-        seq.root, seq.tokens, seq.known = known
-        seq.point = 0
-
-
 class StaleStates(CheckpointModel):
     """A load reads a bundle that nobody holds any more."""
 
@@ -120,6 +110,6 @@ class WrittenInPlace(CheckpointModel):
 
 
 #: Steps read what their rows have not computed.
-WRONG_CONTENT = [HitWithoutState, ShortWindow, KeptTokensDropped, OtherNamespaces, EvictedRowCommits]
+WRONG_CONTENT = [HitWithoutState, ShortWindow, KeptTokensDropped, OtherNamespaces]
 #: Steps may read what is right; the pool finds, keeps or evicts something else than it should.
 WRONG_CHOICE = [StaleStates, OutlivesItsKeys, BehindTheCut, StaleAfterFlush, WholePathRefreshed, WrittenInPlace]
