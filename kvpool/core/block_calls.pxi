@@ -80,29 +80,11 @@ cdef int pool_incref(State* pool, int32_t arena, Ints* ids, Verdict* v) noexcept
     return OK
 
 
-cdef bint are_dropped(Blocks* b, const Ints* ids, bint last) noexcept nogil:
-    """Whether `judge_drop` accepts a batch: one pass that does not say why not."""
-    cdef const Block* block
-    cdef uint32_t* mark = b.mark
-    cdef uint32_t stamp
-    cdef int64_t i, low = b.reserved, high = b.num_blocks
-    cdef Py_ssize_t k
-    blocks_new_stamp(b)
-    stamp = b.stamp
-    for k in range(ids.size):
-        i = ints_at(ids, k)
-        if i < low or i >= high or mark[i] == stamp:
-            return False
-        mark[i] = stamp
-        block = &b.block[i]
-        if block.raw == 0 or (last and block.refcount > 1):
-            return False
-    return True
-
-
-cdef int judge_drop(Blocks* b, Ints* ids, bint last, Verdict* v) noexcept nogil:
+cdef int pool_drop(State* pool, int32_t arena, Ints* ids, bint last, Verdict* v) noexcept nogil:
+    cdef Blocks* b = blocks_of(pool, arena)
     cdef Py_ssize_t k
     cdef int32_t i
+    cdef uint64_t h
     cdef int status = judge_ids(b, ids, v)
     if status != OK:
         return status
@@ -112,25 +94,12 @@ cdef int judge_drop(Blocks* b, Ints* ids, bint last, Verdict* v) noexcept nogil:
             return refused(v, NO_RAW_REFERENCE, k, i, 0, 0, b.block[i].refcount)
         if last and b.block[i].refcount > 1:
             return refused(v, STILL_SHARED, k, i, 0, 0, b.block[i].refcount)
-    return OK
-
-
-cdef int pool_drop(State* pool, int32_t arena, Ints* ids, bint last, Verdict* v) noexcept nogil:
-    cdef Blocks* b = blocks_of(pool, arena)
-    cdef Block* block = b.block
-    cdef Py_ssize_t k
-    cdef int32_t i
-    cdef uint64_t h
-    if ids.size < 0:
-        ids.size = 1
-    if not are_dropped(b, ids, last):
-        return judge_drop(b, ids, last, v)
     h = mix(begin_mix(pool, arena, OP_FREE if last else OP_DECREF), ids.size)
     for k in range(ids.size):
         i = <int32_t>ints_at(ids, k)
-        block[i].raw -= 1
+        b.block[i].raw -= 1
+        blocks_unref(b, i)
         h = mix(h, i)
-        unref(b, i)
     pool.blocks.digest = h
     return OK
 

@@ -81,7 +81,8 @@ cdef int pool_unshare(State* pool, Plan plan, int64_t group, const Ints* rows, c
     limits.table_width = plan.wire.table_width
     seqs_new_stamp(&pool.seqs)
     if pool.groups != NULL:
-        status = groups_check_unshare(pool.groups, &plan.step, plan.part, <int32_t>group, rows, lengths, first, &limits, v)
+        status = groups_check_unshare(pool.groups, &plan.step, plan.part, <int32_t>group, rows, lengths, first,
+                                      &limits, v)
         if status != OK:
             groups_undo_check(pool.groups, plan.part)
         else:
@@ -99,8 +100,8 @@ cdef int pool_unshare(State* pool, Plan plan, int64_t group, const Ints* rows, c
     return OK
 
 
-cdef int judge_rewrites(State* pool, int32_t group, int32_t slot, int64_t first, int64_t length, Py_ssize_t row, Verdict*
-                        v) noexcept nogil:
+cdef int judge_rewrites(State* pool, int32_t group, int32_t slot, int64_t first, int64_t length, Py_ssize_t row,
+                        Verdict* v) noexcept nogil:
     """Nobody else reads what compaction of a sequence to `length` tokens rewrites."""
     cdef const LayerGroup* g
     cdef const Blocks* b = &pool.blocks

@@ -87,6 +87,7 @@ cdef struct Tree                # of the prefix cache, which is told of what hap
 cdef void tree_free(Tree* t) noexcept nogil
 cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil
 cdef void tree_fork(Groups* gs, int32_t parent, int32_t child) noexcept nogil
+cdef void row_loses(Groups* gs, int32_t slot) noexcept nogil
 cdef void tree_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nogil
 cdef void tree_close(Groups* gs, int32_t slot) noexcept nogil
 cdef void tree_make_room(Groups* gs, int32_t arena, int64_t n) noexcept nogil

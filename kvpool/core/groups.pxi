@@ -697,7 +697,7 @@ cdef void groups_reset(Groups* gs) noexcept nogil:
 
 cdef int64_t group_rewritten(const LayerGroup* g, int32_t slot, int64_t held, int64_t first, int64_t length,
                              int64_t from_) noexcept nogil:
-    """Place of the first id, in entry `from_` or later, that compacting `held` tokens rewrites and must not; -1: none."""
+    """Place of the first id, in entry `from_` or later, that compacting `held` tokens must not rewrite; -1: none."""
     cdef const int32_t* ids = group_row(g, slot)
     cdef int64_t index = max(entry_at(g, first), from_), end = entry_at(g, length + g.block_size - 1)
     cdef int32_t c
@@ -736,7 +736,7 @@ cdef int check_unshare_row(Groups* gs, LayerGroup* g, GroupPlan* part, int32_t r
 
 cdef int groups_check_unshare(Groups* gs, Step* p, GroupPlan** part, int32_t group, const Ints* handles, const Ints*
                               lens, int64_t first, const Limits* limits, Verdict* v) noexcept nogil:
-    """Judge a batch that gets blocks of its own in a group. Unless it returns OK the caller must `groups_undo_check`."""
+    """Judge a batch that gets blocks of its own in a group. Unless it returns OK: `groups_undo_check`."""
     cdef Seqs* s = gs.seqs
     cdef LayerGroup* g = &gs.group[group]
     cdef GroupPlan* one = part[group]

@@ -186,7 +186,7 @@ cdef class PlanGroup:
 
     @property
     def kv_lens(self):
-        """int32 ``[S]``: tokens that the row holds after the step, those that were let go included, evicted ones not."""
+        """int32 ``[S]``: tokens of the row after the step, with those that were let go, without evicted ones."""
         return self.view("kv_lens", self.data.shown_rows)
 
     @property

@@ -928,8 +928,8 @@ cdef class Pool:
         PlanStateError
             A sequence is a row of a pending plan. State unchanged.
         ValueError
-            A length is out of range; a group is out of range or not full; a block that would be rewritten has another reference, is committed, or a
-            pending copy reads it: call `unshare` first. State unchanged.
+            A length is out of range; a group is out of range or not full; a block that would be rewritten has another
+            reference, is committed, or a pending copy reads it: call `unshare` first. State unchanged.
         CapacityExceeded
             The tokens that left and `max_blocks_per_seq` blocks pass position 2^31 - 1. State unchanged.
 

@@ -101,9 +101,7 @@ def install(
     if (num_blocks is None) == (pool is None):
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
     shape = inspect_model(model)
-    layout = _layout(shape, block_size if pool is None else pool.block_size, pool, prefix_cache)
-    if isinstance(eviction, Policy):
-        layout.evicting("install", eviction)
+    layout = _layout(shape, block_size if pool is None else pool.block_size, pool, prefix_cache, eviction)
     if num_blocks is not None:
         pool = layout.make_pool(num_blocks, block_size, max_seqs, prefix_cache, eviction is not None)
     layout = replace(layout, specs=tuple(with_bits(spec, **quantization) for spec in layout.specs))
@@ -118,10 +116,12 @@ def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: 
     return PagedKV(model, pool, layout, backends, **kept)
 
 
-def _layout(model: ModelShape, block_size: int, pool: Any, prefix_cache: bool) -> Layout:
+def _layout(model: ModelShape, block_size: int, pool: Any, prefix_cache: bool, eviction: Any) -> Layout:
     """Return how the caches of a model are held: in one table where that is asked for and possible."""
     keeps_all = prefix_cache or (pool is not None and pool.options.groups is None)
     layout = layout_of(model, block_size, keeps_all)
+    if isinstance(eviction, Policy):
+        layout.evicting("install", eviction)
     if pool is not None:
         layout.require_pool(pool)
     if prefix_cache and layout.groups:
