@@ -42,6 +42,7 @@ class _Cut(NamedTuple):
     seq_lens: np.ndarray  # [S] tokens before the hole and behind it
     kept: np.ndarray  # [S] tokens before the hole
     starts: np.ndarray  # [S] first position behind it
+    evicted: np.ndarray  # [S] tokens that have no place any more: a place is a position less these
 
 
 @dataclass(frozen=True)
@@ -178,10 +179,10 @@ class GroupStorage:
         positions = lens[rows] - ends[rows + 1] + np.arange(len(rows))
         steps, cuts = {}, {}
         for number, backends in self._held.items():
-            starts = np.array(groups[number].kv_starts, np.int64)
+            held, starts = (np.asarray(of, np.int64) for of in (groups[number].kv_lens, groups[number].kv_starts))
             for column in range(self.groups[number].columns):
                 arrays = StepArrays.of_group(plan, number, column)
-                cuts[number] = _Cut(arrays.seq_lens, arrays.seq_lens - lens + starts, starts)
+                cuts[number] = _Cut(arrays.seq_lens, arrays.seq_lens - held + starts, starts, lens - held)
                 for backend in backends:
                     steps[number, column, id(backend)] = backend.prepare(arrays)
         return GroupStep(steps, cuts, positions, rows)
@@ -203,6 +204,34 @@ class GroupStorage:
         for number, slots, bundles in self._checkpoints("state_saves", self._of_plan("save_checkpoints", plan)):
             self.save_states(number, slots, bundles)
 
+    def compact(self, group: int, table: np.ndarray, keep: np.ndarray) -> None:
+        """Move tokens to the front of the table of a row, as `Pool.compact` says; see `KVBackend.compact`.
+
+        Parameters
+        ----------
+        group : int
+            A group of blocks.
+        table : int ``[entries, columns]``
+            Of the row as it was before `Pool.compact`: the entries that hold tokens.
+        keep : int ``[layers of the group, Hk, target]``
+            Places that stay, ascending, by layer and head.
+        """
+        if group not in self._held:
+            raise ValueError(f"[compact] group {group} holds no blocks, those that do are {sorted(self._held)}")
+        table, keep = np.asarray(table), np.asarray(keep)
+        expected = self.groups[group].columns, self._num_layers(group)
+        if table.ndim != 2 or keep.ndim != 3 or (table.shape[1], keep.shape[0]) != expected:
+            raise ValueError(
+                f"[compact] table has shape {list(table.shape)} and keep {list(keep.shape)}, group {group} has "
+                f"{expected[0]} columns and {expected[1]} layers"
+            )
+        at = 0
+        for column in range(expected[0]):
+            for backend in self._held[group]:
+                end = at + backend.spec.num_layers
+                backend.compact(table[:, column], keep[at:end])
+                at = end
+
     def write(self, step: GroupStep, layer: int, k: Any, v: Any) -> None:
         """Store the new tokens of a step in one layer of the model; see `KVBackend.write`."""
         place = self._at("write", layer)
@@ -222,7 +251,8 @@ class GroupStorage:
         """Attention of the query tokens over what the group of the layer reads; see `KVBackend.attend`.
 
         A window and a chunk are applied: leave them out of the options. A mask of the options has a column for each
-        position of the row, also where the group holds nothing.
+        position of the row, also where the group holds nothing; of a group that lost tokens by eviction, for each
+        place of its table.
         """
         place = self._at("attend", layer)
         options = self._options(step, place.group, int(q.shape[0]), options)
@@ -328,9 +358,10 @@ class GroupStorage:
         return bundles
 
     def _visible(self, step: GroupStep, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Bool ``[n, C]``: what each query token sees by the rule of its group; and the positions of the columns."""
+        """Bool ``[n, C]``: what each query token sees by the rule of its group; and the places of the columns."""
         group, cut = self.groups[number], step.cuts[number]
-        columns, own = np.arange(int(cut.seq_lens.max(initial=0))), step.positions[:, None]
+        columns = np.arange(int(cut.seq_lens.max(initial=0)))
+        own = (step.positions - cut.evicted[step.rows])[:, None]
         at = columns + np.where(columns < cut.kept[:, None], 0, (cut.starts - cut.kept)[:, None])
         at = at[step.rows]
         if group.kind == "chunk":

@@ -123,13 +123,13 @@ class StepArrays:
         Parameters
         ----------
         plan
-            Of a pool that was made with `groups`, with the formats ``seq_lens`` and ``cu_q_lens``.
+            Of a pool that was made with `groups`, with the format ``cu_q_lens``.
         """
         arrays, own = plan.groups[group], plan.pool.options.groups[group]  # type: ignore[index]
         block_size = own.block_size or plan.pool.block_size
         tables, starts = arrays.block_tables[:, :, column], arrays.kv_starts
         kept = np.minimum(-(-own.keep // block_size) * block_size, starts)
-        lens = np.asarray(plan.seq_lens) - starts + kept
+        lens = np.asarray(arrays.kv_lens) - starts + kept
         width = -(-int(lens.max(initial=0)) // block_size)
         latest = int(starts.max(initial=0))
         if latest == 0 or (len(starts) == 1 and not own.keep):

@@ -64,8 +64,7 @@ def measure(names: Sequence[str], repetitions: int, say: Callable[[str], None]) 
         }
         with times.installed(model, 1, repetitions) if repetitions else install(model, 64) as kv:
             route, why = route_of(kv)
-            decode = times.decode(kv, 1, repetitions) if repetitions else None
-            chunk = times.chunk(kv, 1, repetitions) if repetitions else None
+            decode, chunk = times.measure(kv, 1, repetitions) if repetitions else (None, None)
         line = Line(name, route, why, found, decode, chunk)
         say(" | ".join(cells(line)))
         yield line

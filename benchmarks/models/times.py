@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -23,29 +24,34 @@ from kvpool.cli.bench.measure import Contestant, race
 CHUNK = 512
 STEPS = 8  # of one timed run
 FEW = 3  # runs of a chunk, which takes long
+MANY_ROWS = 12  # of which a chunk runs once
+FEW_STEPS = 5  # runs of the steps of a batch
 
 
 def installed(model: Any, num_rows: int, repetitions: int) -> PagedKV:
-    """Return a pool with room for the runs of `decode` and `chunk`."""
+    """Return a pool with room for the runs of `measure`."""
     steps = STEPS * (2 + 3 * repetitions)
     num_blocks = 1 + 2 * (num_rows + 1) * -(-(CHUNK + steps) // BLOCK_SIZE)
     return install(model, num_blocks, block_size=BLOCK_SIZE, max_seqs=4 * num_rows + 8)
 
 
-def decode(kv: PagedKV, num_rows: int, repetitions: int) -> Beside:
-    """Time a decode step of rows with 512 tokens and more. `kv` is entered."""
-    runs = {who: _decoding(kv.model, make, num_rows) for who, make in _makers(kv).items()}
-    return _race(runs, STEPS, repetitions)
+def measure(kv: PagedKV, num_rows: int, repetitions: int) -> tuple[Beside, Beside]:
+    """Time a decode step of rows with 512 tokens and more, and the first 512 tokens of all rows. `kv` is entered.
 
+    The rows that decode are those of the last chunk.
+    """
+    makers = {"stock": lambda: Hook.stock_caches(kv.model), "pool": kv.make_cache}
+    fed: dict[str, list[Any]] = {}
 
-def chunk(kv: PagedKV, num_rows: int, repetitions: int) -> Beside:
-    """Time the first 512 tokens of all rows. `kv` is entered."""
-    runs = {who: lambda make=make: _fed(kv.model, make, num_rows) for who, make in _makers(kv).items()}
-    return _race(runs, 1, min(FEW, repetitions))
+    def chunk(who: str) -> None:
+        fed.pop(who, None)  # the blocks of the run before
+        fed[who] = _fed(kv.model, makers[who], num_rows)
 
-
-def _makers(kv: PagedKV) -> dict[str, Callable[[], list[Any]]]:
-    return {"stock": lambda: Hook.stock_caches(kv.model), "pool": kv.make_cache}
+    chunks = max(1, min(FEW, repetitions, MANY_ROWS // num_rows))
+    of_chunk = _race({who: partial(chunk, who) for who in makers}, 1, chunks)
+    steps = repetitions if num_rows == 1 else min(FEW_STEPS, repetitions)
+    of_step = _race({who: _decoding(kv.model, fed[who], num_rows) for who in makers}, STEPS, steps)
+    return of_step, of_chunk
 
 
 def _race(runs: dict[str, Callable[[], object]], calls: int, repetitions: int) -> Beside:
@@ -62,9 +68,8 @@ def _fed(model: Any, make: Callable[[], list[Any]], num_rows: int) -> list[Any]:
     return caches
 
 
-def _decoding(model: Any, make: Callable[[], list[Any]], num_rows: int) -> Callable[[], object]:
+def _decoding(model: Any, caches: list[Any], num_rows: int) -> Callable[[], object]:
     """Return a function that decodes some tokens more of each row."""
-    caches = _fed(model, make, num_rows)
     newest = mx.ones((num_rows, 1), mx.int32)
 
     def step(tokens: mx.array) -> mx.array:

@@ -46,7 +46,9 @@ class TailView(NamedTuple):
 
 
 class KVBlockManager:
-    """Blocks, sequences and KV storage of one layer group.
+    """Blocks, sequences and KV storage of layers that all keep every token in one shape: one table.
+
+    Models whose layers differ need a `Pool` with groups and a `kvpool.group_storage.GroupStorage`.
 
     Parameters
     ----------
@@ -70,6 +72,8 @@ class KVBlockManager:
     ------
     ValueError
         Not exactly one of `num_blocks` and `memory`, or memory for no block.
+    TypeError
+        `spec` is not one KVSpec.
 
     Notes
     -----
@@ -91,6 +95,11 @@ class KVBlockManager:
         max_tokens: int = 4096,
         log: Callable[[str], Any] | None = print,
     ) -> None:
+        if not isinstance(spec, KVSpec):
+            raise TypeError(
+                f"[KVBlockManager] spec must be a KVSpec, not {type(spec).__name__}: a manager has one table; for "
+                "layer groups make a Pool(groups=...) and a GroupStorage"
+            )
         if callable(backend):
             factory: Any = backend
         else:

@@ -13,7 +13,9 @@ cdef enum:                      # LayerGroup.kind
 
 
 # Invariants, recomputed by groups_check:
-#   a row has ceil(num_blocks / 2^scale) entries, num_blocks being the Seq's; its kv_len fits in num_blocks * block_size
+#   a row has ceil(num_blocks / 2^scale) - evicted // block_size entries, num_blocks being the Seq's; the Seq's kv_len,
+#   which counts evicted tokens, fits in num_blocks * block_size of the pool
+#   0 <= evicted <= the point of the sequence <= kv_len; evicted == 0 unless the group is full
 #   entry i is a hole  <=>  kept <= i < gone; gone == 0 or gone > kept
 #   no query at kv_len or later reads what is in a hole
 #   due is what due_of says of gone
@@ -26,6 +28,7 @@ cdef struct GroupSeq:           # what a sequence has in a group beside its tabl
     int32_t gone                # entries kept .. gone - 1 are holes
     int32_t told                # leading entries that table_updates have told as they are, but for holes
     int32_t told_gone           # gone as they have told it
+    int32_t evicted             # tokens that left by eviction: place in the table == position - evicted
 
 
 cdef struct LayerGroup:
@@ -58,10 +61,12 @@ cdef struct GroupPlan:          # what a plan has for one group
     int32_t max_rows
     int32_t num_changes
     int32_t num_copies
-    int32_t* copies             # [max_rows * columns, 3]; a state is not copied
+    int32_t* copies             # [copies_room, 3], max_rows * columns at first; a state is not copied
+    int64_t copies_room
     Wire wire                   # block_tables and dirty rows
     int32_t width               # entries of a row of block_tables
     int32_t* kv_starts          # [max_rows]
+    int32_t* kv_lens            # [max_rows]
     int32_t* slot_mapping       # [columns, tokens], NULL: nobody asked for it
     int32_t* state_src          # [max_rows]
     int32_t* state_dst
@@ -82,6 +87,7 @@ cdef struct Tree                # of the prefix cache, which is told of what hap
 cdef void tree_free(Tree* t) noexcept nogil
 cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil
 cdef void tree_fork(Groups* gs, int32_t parent, int32_t child) noexcept nogil
+cdef void row_loses(Groups* gs, int32_t slot) noexcept nogil
 cdef void tree_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nogil
 cdef void tree_close(Groups* gs, int32_t slot) noexcept nogil
 cdef void tree_make_room(Groups* gs, int32_t arena, int64_t n) noexcept nogil
@@ -117,16 +123,26 @@ cdef inline int32_t* group_row(const LayerGroup* g, int32_t slot) noexcept nogil
     return g.table + slot * g.width
 
 
+cdef inline int64_t entry_at(const LayerGroup* g, int64_t position) noexcept nogil:
+    """position // block_size, without a division where that is possible."""
+    return position >> g.shift if g.shift >= 0 else position // g.block_size
+
+
+cdef inline int32_t entries_for(const LayerGroup* g, int64_t num_blocks) noexcept nogil:
+    """Entries that have room for num_blocks blocks of the pool."""
+    return <int32_t>((num_blocks + (<int64_t>1 << g.scale) - 1) >> g.scale)
+
+
 cdef inline int32_t entries_of(const LayerGroup* g, int32_t slot, int64_t num_blocks) noexcept nogil:
     """Entries of a row of a sequence with room for num_blocks blocks of the pool; a state is one entry."""
     if g.kind == STATE_LAYERS:
         return g.table[slot] != NO_BLOCK
-    return <int32_t>((num_blocks + (<int64_t>1 << g.scale) - 1) >> g.scale)
+    return entries_for(g, num_blocks) - <int32_t>entry_at(g, g.seq[slot].evicted)
 
 
-cdef inline int64_t entry_at(const LayerGroup* g, int64_t position) noexcept nogil:
-    """position // block_size, without a division where that is possible."""
-    return position >> g.shift if g.shift >= 0 else position // g.block_size
+cdef inline int64_t held_of(const LayerGroup* g, int32_t slot, int64_t length) noexcept nogil:
+    """Of the first `length` tokens of a sequence, those that the row still holds."""
+    return length - g.seq[slot].evicted
 
 
 cdef inline int64_t due_of(const LayerGroup* g, int32_t gone) noexcept nogil:

@@ -105,7 +105,7 @@ cdef int groups_open(Groups* gs, const Ints* tokens, Verdict* v) noexcept nogil:
     for k in range(gs.num_groups):
         g = &gs.group[k]
         if g.kind != STATE_LAYERS:
-            need[g.arena] += <int64_t>entries_of(g, 0, blocks) * g.columns
+            need[g.arena] += <int64_t>entries_for(g, blocks) * g.columns
     for k in range(gs.num_arenas):
         spare = s.watermark if k == 0 else 0
         if need[k] and need[k] + spare > blocks_available(gs.arena[k]):
@@ -118,6 +118,7 @@ cdef int groups_open(Groups* gs, const Ints* tokens, Verdict* v) noexcept nogil:
     slot = seq_new(s)
     for k in range(gs.num_groups):
         g = &gs.group[k]
+        g.seq[slot].evicted = 0
         n = entries_of(g, slot, blocks)
         blocks_take_many(g.blocks, group_row(g, slot), n * g.columns)
         g.seq[slot].epoch = 0
@@ -146,6 +147,7 @@ cdef void groups_fork(Groups* gs, int32_t parent, int32_t n, int64_t* children) 
         child = seq_new(s)
         s.seq[child].kv_len = p.kv_len
         s.seq[child].num_blocks = <int32_t>blocks
+        s.life[child].point = s.life[parent].point
         if b.newest_pending and inherited >= b.oldest_pending:
             s.life[child].fork_step = inherited
             s.newest_fork_step = max(s.newest_fork_step, inherited)
@@ -242,7 +244,7 @@ cdef void groups_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nog
 
 cdef inline bint owns_tail(const LayerGroup* g, int32_t slot, int64_t position) noexcept nogil:
     """Whether the token at a position, for which there is room, goes into blocks that nobody else refers to."""
-    cdef const int32_t* ids = group_row(g, slot) + entry_at(g, position) * g.columns
+    cdef const int32_t* ids = group_row(g, slot) + entry_at(g, held_of(g, slot, position)) * g.columns
     cdef const Block* block
     cdef int32_t c
     for c in range(g.columns):
@@ -316,23 +318,24 @@ cdef int32_t check_steady(Groups* gs, GroupPlan** part, const int64_t* handle, i
 
 
 cdef int32_t check_in_group(const Groups* gs, LayerGroup* g, GroupPlan* part, const Seq* q, int32_t row, int64_t new,
-                            bint advance) noexcept nogil:
+                            int64_t blocks, bint advance) noexcept nogil:
     """What `new` > 0 more tokens of one row do in one group stands in a change; returns the ids that are needed.
 
-    -1: no memory.
+    `blocks` of the pool are what the sequence has room for then. -1: no memory.
     """
     cdef Change* change = &part.change[part.num_changes]
     cdef int32_t slot = slot_of(q.handle)
-    cdef int64_t index, entries, total
+    cdef int64_t index, entries, held
     change.row = row
     change.replaced = change.appended = 0
     if g.kind != STATE_LAYERS:
-        index = entry_at(g, q.kv_len)
+        held = held_of(g, slot, q.kv_len)
+        index = entry_at(g, held)
         entries = entries_of(g, slot, q.num_blocks)
-        total = entry_at(g, q.kv_len + new + g.block_size - 1)
         change.replaced = log_writes(&part.log, g.blocks, row, group_row(g, slot), g.columns, index,
-                                     min(total, entries), q.kv_len - index * g.block_size)
-        change.appended = <int32_t>(total - entries) * g.columns if total > entries else 0
+                                     min(entry_at(g, held + new + g.block_size - 1), entries),
+                                     held - index * g.block_size)
+        change.appended = <int32_t>(entries_of(g, slot, blocks) - entries) * g.columns
     elif not advance:
         return 0
     elif g.table[slot] == NO_BLOCK:
@@ -367,7 +370,7 @@ cdef int check_group_row(Groups* gs, Step* p, GroupPlan** part, int32_t row, int
         blocks = blocks_for(gs, q.kv_len + new)
     for k in range(gs.num_groups):
         g = &gs.group[k]
-        ids = check_in_group(gs, g, part[k], q, row, new, advance) if new else 0
+        ids = check_in_group(gs, g, part[k], q, row, new, blocks, advance) if new else 0
         if ids < 0:
             return refused(v, NO_MEMORY, row, part[k].log.room, 0, 0, 0)
         needed[g.arena] += ids
@@ -690,6 +693,132 @@ cdef void groups_reset(Groups* gs) noexcept nogil:
         tree_reset(gs.tree, gs)
 
 
+# ---- tokens leave a sequence that goes on ------------------------------------------------------------------
+
+cdef int64_t group_rewritten(const LayerGroup* g, int32_t slot, int64_t held, int64_t first, int64_t length,
+                             int64_t from_) noexcept nogil:
+    """Place of the first id, in entry `from_` or later, that compacting `held` tokens must not rewrite; -1: none."""
+    cdef const int32_t* ids = group_row(g, slot)
+    cdef int64_t index = max(entry_at(g, first), from_), end = entry_at(g, length + g.block_size - 1)
+    cdef int32_t c
+    if length == held:
+        return -1                           # nothing leaves, so nothing moves
+    while index < end:
+        for c in range(g.columns):
+            if not writable(g.blocks, ids[index * g.columns + c], 0):
+                return index * g.columns + c
+        index += 1
+    return -1
+
+
+cdef int check_unshare_row(Groups* gs, LayerGroup* g, GroupPlan* part, int32_t row, int32_t slot, int64_t first,
+                           int64_t length, Verdict* v) noexcept nogil:
+    """Note the entries of a row that compaction to `length` tokens rewrites and must not."""
+    cdef Change* change = &part.change[part.num_changes]
+    cdef const int32_t* ids = group_row(g, slot)
+    cdef int64_t held = held_of(g, slot, gs.seqs.seq[slot].kv_len), place, index, k
+    if not 0 <= length <= held:
+        return refused(v, BAD_LENGTH, row, length, 0, held, 0)
+    change.row = row
+    change.replaced = change.appended = 0
+    place = group_rewritten(g, slot, held, first, length, 0)
+    while place >= 0:
+        index = place // g.columns
+        for k in range(index * g.columns, (index + 1) * g.columns):
+            if log_replacement(&part.log, g.blocks, row, <int32_t>k, ids[k],
+                               <int32_t>min(g.block_size, held - index * g.block_size)) != OK:
+                return refused(v, NO_MEMORY, row, part.log.room, 0, 0, 0)
+        change.replaced += g.columns
+        place = group_rewritten(g, slot, held, first, length, index + 1)
+    part.num_changes += change.replaced != 0
+    return OK
+
+
+cdef int groups_check_unshare(Groups* gs, Step* p, GroupPlan** part, int32_t group, const Ints* handles, const Ints*
+                              lens, int64_t first, const Limits* limits, Verdict* v) noexcept nogil:
+    """Judge a batch that gets blocks of its own in a group. Unless it returns OK: `groups_undo_check`."""
+    cdef Seqs* s = gs.seqs
+    cdef LayerGroup* g = &gs.group[group]
+    cdef GroupPlan* one = part[group]
+    cdef int64_t[MAX_ARENAS] needed
+    cdef int64_t available = blocks_available(g.blocks)
+    cdef int32_t i, k, slot, short_row = -1
+    for k in range(gs.num_groups):
+        part[k].num_changes = part[k].log.size = 0
+    p.num_rows = <int32_t>handles.size
+    p.num_events = p.log.size = 0
+    p.num_tokens = 0
+    for i in range(p.num_rows):
+        slot = seq_judge(s, ints_at(handles, i), i, v)
+        if slot < 0:
+            return v.reason
+        if s.seq[slot].mark == s.stamp:
+            return refused(v, DUPLICATE_HANDLE, i, s.seq[slot].handle, 0, 0, 0)
+        s.seq[slot].mark = s.stamp
+        if (check_unshare_row(gs, g, one, i, slot, first, ints_at(lens, i), v) != OK
+                or check_group_row(gs, p, part, i, slot, 0, limits, False, needed, v) != OK):
+            return v.reason
+        if one.log.size > available and short_row < 0:
+            short_row = i
+    if short_row >= 0:
+        return blocks_short(g.blocks, v, g.arena, short_row, ints_at(handles, short_row), one.log.size,
+                            one.log.size - available)
+    if one.log.size > one.copies_room:
+        v.value = one.log.size
+        return RETRY
+    memset(gs.needed, 0, sizeof(gs.needed))
+    gs.needed[g.arena] = one.log.size
+    return OK
+
+
+cdef void group_loses(Groups* gs, LayerGroup* g, int32_t slot, int64_t n, int64_t told) noexcept nogil:
+    """n > 0 tokens left a row, of which the first `told` entries stay where they are."""
+    cdef Seqs* s = gs.seqs
+    s.life[slot].point = s.seq[slot].kv_len
+    s.evicted_tokens += n
+    if gs.tree != NULL:
+        row_loses(gs, slot)
+    g.seq[slot].evicted += <int32_t>n
+    g.seq[slot].told = <int32_t>min(<int64_t>g.seq[slot].told, told)
+    g.seq[slot].epoch += 1
+    new_version(g, slot)
+
+
+cdef void groups_compact(Groups* gs, int32_t group, int32_t slot, int64_t length) noexcept nogil:
+    """The row keeps `length` of its tokens, at the front of its table."""
+    cdef LayerGroup* g = &gs.group[group]
+    cdef const Seq* q = &gs.seqs.seq[slot]
+    cdef int64_t leaving = held_of(g, slot, q.kv_len) - length
+    cdef int32_t entries = entries_of(g, slot, q.num_blocks), stay
+    gs.arena[0].digest = mix(mix(mix(mix(gs.arena[0].digest, OP_COMPACT), group), untagged(q.handle)), length)
+    if leaving == 0:
+        return
+    stay = entries - <int32_t>(entry_at(g, g.seq[slot].evicted + leaving) - entry_at(g, g.seq[slot].evicted))
+    group_unref(g, slot, stay, entries)
+    group_loses(gs, g, slot, leaving, stay)
+
+
+cdef void groups_evict(Groups* gs, int32_t group, int32_t slot, const Ints* places) noexcept nogil:
+    """Full entries leave a row, at `places`, ascending; what is behind them moves up."""
+    cdef LayerGroup* g = &gs.group[group]
+    cdef const Seq* q = &gs.seqs.seq[slot]
+    cdef int32_t* ids = group_row(g, slot)
+    cdef int64_t index, k, at = 0, n = places.size
+    cdef uint64_t digest = mix(mix(mix(mix(gs.arena[0].digest, OP_EVICT_BLOCKS), group), untagged(q.handle)), n)
+    for k in range(n - 1, -1, -1):
+        index = ints_at(places, k)
+        digest = mix(digest, index)
+        group_unref(g, slot, <int32_t>index, <int32_t>index + 1)
+    for index in range(entries_of(g, slot, q.num_blocks) if n else 0):
+        if at < n and ints_at(places, at) == index:
+            at += 1
+        else:
+            memmove(ids + (index - at) * g.columns, ids + index * g.columns, g.columns * sizeof(int32_t))
+    gs.arena[0].digest = digest
+    if n:
+        group_loses(gs, g, slot, n * g.block_size, ints_at(places, 0))
+
+
 # ---- arrays ------------------------------------------------------------------------------------------------
 
 cdef void emit_states(const LayerGroup* g, GroupPlan* out, const Step* p, int32_t pad_rows) noexcept nogil:
@@ -718,7 +847,7 @@ cdef void emit_next_slots(const LayerGroup* g, GroupPlan* out, const Step* p) no
     cdef int64_t width = g.width, bs = g.block_size, shown = out.shown_tokens, position, index
     cdef int32_t columns = g.columns, rows = p.num_rows, i, c
     for i in range(rows):
-        position = p.length[i] - 1
+        position = out.kv_lens[i] - 1
         index = entry_at(g, position)
         ids = table + slot_of(p.handle[i]) * width + index * columns
         position -= index * bs
@@ -733,7 +862,7 @@ cdef void emit_slots(const LayerGroup* g, GroupPlan* out, const Step* p) noexcep
     cdef int64_t first, end, stop, index, shift
     cdef int32_t i, c, k, at = 0
     for i in range(p.num_rows):
-        end = p.length[i]
+        end = out.kv_lens[i]
         first = end - 1
         if at < p.num_events and p.event[at].row == i:
             first = end - p.event[at].q_len
@@ -752,12 +881,13 @@ cdef void emit_slots(const LayerGroup* g, GroupPlan* out, const Step* p) noexcep
 
 cdef void emit_tables(const Groups* gs, const LayerGroup* g, GroupPlan* out, const Step* p, int32_t
                       pad_rows) noexcept nogil:
-    """block_tables, dirty_rows and kv_starts: rows whose table is not the one that the arrays have."""
+    """kv_lens of all rows; block_tables, dirty_rows and kv_starts of those whose table is not the one shown."""
     cdef const GroupSeq* q
     cdef int32_t i, slot
     for i in range(p.num_rows):
         slot = slot_of(p.handle[i])
         q = &g.seq[slot]
+        out.kv_lens[i] = <int32_t>held_of(g, slot, p.length[i])
         if out.wire.seen[i] == q.version:
             continue
         out.kv_starts[i] = <int32_t>(q.gone * g.block_size)
@@ -766,7 +896,7 @@ cdef void emit_tables(const Groups* gs, const LayerGroup* g, GroupPlan* out, con
                      entries_of(g, slot, gs.seqs.seq[slot].num_blocks) * g.columns)
         out.wire.seen[i] = q.version
     for i in range(p.num_rows, pad_rows):
-        out.kv_starts[i] = 0
+        out.kv_starts[i] = out.kv_lens[i] = 0
         pad_row(&out.wire, i)
         out.wire.seen[i] = 0
 
@@ -864,7 +994,7 @@ cdef uint64_t groups_fingerprint(const Groups* gs, const Pending* pending, uint6
         for slot in range(gs.seqs.max_seqs):
             if gs.seqs.life[slot].life != OPEN:
                 continue
-            h = mix(mix(h, g.seq[slot].gone), g.seq[slot].epoch)
+            h = mix(mix(h, (<uint64_t>g.seq[slot].evicted << 32) | <uint32_t>g.seq[slot].gone), g.seq[slot].epoch)
             for i in range(<int64_t>entries_of(g, slot, gs.seqs.seq[slot].num_blocks) * g.columns):
                 h = mix(h, group_row(g, slot)[i])
         p = pending.oldest
@@ -874,10 +1004,13 @@ cdef uint64_t groups_fingerprint(const Groups* gs, const Pending* pending, uint6
     return h
 
 
-cdef bint check_holes(const LayerGroup* g, int32_t slot, const Seq* q, char* finding) noexcept nogil:
-    """A row has no more holes than its length allows, and a state iff it has tokens."""
+cdef bint check_holes(const LayerGroup* g, int32_t slot, const Seq* q, int64_t point, char* finding) noexcept nogil:
+    """A row has no more holes than its length allows, and a state iff it has tokens; only full groups lose tokens."""
     cdef int64_t least = 0
-    cdef int32_t gone = g.seq[slot].gone
+    cdef int32_t gone = g.seq[slot].gone, evicted = g.seq[slot].evicted
+    if evicted and not (g.kind == FULL_LAYERS and 0 < evicted <= point <= q.kv_len):
+        return snprintf(finding, FINDING, b"sequence in slot %d lost %d tokens, the last one at %lld of %lld", slot,
+                        evicted, <long long>point, <long long>q.kv_len) > 0
     if g.kind == STATE_LAYERS:
         if (g.table[slot] != NO_BLOCK) != (q.kv_len > 0):
             return snprintf(finding, FINDING, b"sequence in slot %d has %lld tokens and state slot %d", slot,
@@ -907,7 +1040,7 @@ cdef bint check_group(const Groups* gs, const LayerGroup* g, int32_t* references
         if gs.seqs.life[slot].life != OPEN:
             continue
         q = &gs.seqs.seq[slot]
-        if check_holes(g, slot, q, finding):
+        if check_holes(g, slot, q, gs.seqs.life[slot].point, finding):
             return True
         ids = group_row(g, slot)
         for i in range(<int64_t>entries_of(g, slot, q.num_blocks) * g.columns):

@@ -28,6 +28,7 @@ cdef class PlanGroup:           # what a plan has for one layer group; it keeps 
     cdef int init(self, const LayerGroup* group, int64_t num_blocks, int64_t rows, int64_t tokens,
                   int64_t table_tokens, object formats, int32_t bundle) except -1
     cdef void* add(self, str name, object shape, bint writable) except NULL
+    cdef int room_for_copies(self, State* pool, int64_t copies) except -1
     cdef object view(self, str name, int64_t length)
 
 
@@ -60,7 +61,7 @@ cdef class Plan:
     cdef int refuse_rows(self, int64_t rows, str call) except -1
     cdef int judge_arrays(self, Verdict* v) noexcept nogil
     cdef int refuse(self, const Verdict* v, str call, int64_t pad_tokens) except -1
-    cdef int room_for_copies(self, int64_t copies) except -1
+    cdef int room_for_copies(self, int64_t group, int64_t copies) except -1
     cdef object view(self, str name, int64_t length)
     cdef tuple make_groups(self, tuple formats)
     cdef int declare(self, object formats, object dtype, object pad, object out) except -1

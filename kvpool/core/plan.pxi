@@ -108,8 +108,10 @@ cdef class PlanGroup:
         data.width = <int32_t>width
         data.wire.table_width = <int32_t>(width * group.columns)
         data.copies = <int32_t*>self.add("copies", (rows * group.columns, 3), False)
+        data.copies_room = rows * group.columns
         data.wire.dirty = <int32_t*>self.add("dirty_rows", (rows,), False)
         data.kv_starts = <int32_t*>self.add("kv_starts", (rows,), True)
+        data.kv_lens = <int32_t*>self.add("kv_lens", (rows,), True)
         if "block_tables" in formats:
             data.wire.tracks = True
             data.wire.field[BLOCK_TABLES].width = 4
@@ -134,6 +136,23 @@ cdef class PlanGroup:
         array, memory = new_array(shape, np.int32, writable)
         self.arrays[name] = array, memory
         return array_data(array)
+
+    cdef int room_for_copies(self, State* pool, int64_t copies) except -1:
+        """A step copies one entry per row at most; `unshare` may copy them all."""
+        made = new_array((copies, 3), np.int32, False)
+        cdef int32_t* data = <int32_t*>array_data(made[0])
+        cdef dict held = {**self.arrays, "copies": made}
+        cdef dict shown = {name: view for name, view in self.views.copy().items() if name != "copies"}
+        with critical_section(self):
+            pool_enter(pool, "unshare")
+            if copies > self.data.copies_room:          # else another thread was faster
+                memcpy(data, self.data.copies, 12 * <size_t>self.data.num_copies)
+                self.data.copies = data
+                self.data.copies_room = copies
+                held, self.arrays = self.arrays, held   # what was there is let go of outside of the lock
+                shown, self.views = self.views, shown
+            pool_leave(pool)
+        return 0
 
     cdef object view(self, str name, int64_t length):
         """What the last step filled; the same object as long as its length stays."""
@@ -164,6 +183,11 @@ cdef class PlanGroup:
     def kv_starts(self):
         """int32 ``[S]``: first position from which on the row has no hole, a multiple of the block size."""
         return self.view("kv_starts", self.data.shown_rows)
+
+    @property
+    def kv_lens(self):
+        """int32 ``[S]``: tokens of the row after the step, with those that were let go, without evicted ones."""
+        return self.view("kv_lens", self.data.shown_rows)
 
     @property
     def copies(self):
@@ -618,11 +642,15 @@ cdef class Plan:
 
     # -- what the last step filled
 
-    cdef int room_for_copies(self, int64_t copies) except -1:
+    cdef int room_for_copies(self, int64_t group, int64_t copies) except -1:
         """A step copies one block per row at most; `unshare` may copy them all."""
         cdef int32_t* data
         cdef int64_t seen
         cdef dict held, shown
+        if self.group_plans is not None:
+            if copies:
+                (<PlanGroup>self.group_plans[group]).room_for_copies(&self.pool.state, copies)
+            return 0
         while copies > self.copies_room:
             with critical_section(self):
                 seen, held, shown = self.changes, self.arrays, self.views

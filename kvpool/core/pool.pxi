@@ -200,7 +200,7 @@ cdef class Pool:
         for k in range(gs.num_groups):
             g = &gs.group[k]
             group = groups[k]
-            g.kind = ("full", "window", "chunk", "state").index(group.kind)
+            g.kind = KINDS.index(group.kind)
             g.arena = group.arena
             if g.kind == STATE_LAYERS:
                 g.arena, states = states, states + 1
@@ -216,7 +216,7 @@ cdef class Pool:
             g.lookahead = lookahead
             g.kept = <int32_t>((<int64_t>group.keep + g.block_size - 1) // g.block_size)
             g.hole = 0 if self.state.blocks.reserved else NO_BLOCK
-            width = 1 if g.kind == STATE_LAYERS else entries_of(g, 0, blocks_for(gs, tokens)) * group.columns
+            width = 1 if g.kind == STATE_LAYERS else entries_for(g, blocks_for(gs, tokens)) * group.columns
             if blocks_for(gs, tokens) > INT32_MAX:
                 raise ValueError(f"[Pool] a sequence may have {tokens} tokens, {blocks_for(gs, tokens)} blocks of the "
                                  f"smallest block_size, the limit is {INT32_MAX}")
@@ -468,13 +468,14 @@ cdef class Pool:
             A length is negative or above the current one, or below the length at which tokens were evicted last; a
             layer group has let go of what a query there reads; the shapes differ. State unchanged.
         """
-        self.shorten(handles, lens, False, None, "truncate")
+        self.shorten(handles, lens, False, None, None, "truncate")
 
-    cdef int shorten(self, object handles, object lens, bint compacts, object first, str call) except -1:
-        """`compact`, or `truncate`, which has no `first`."""
+    cdef int shorten(self, object handles, object lens, bint compacts, object first, object group,
+                     str call) except -1:
+        """`compact`, or `truncate`, which has no `first` and no `group`."""
         cdef Ints batch, lengths
         cdef Verdict v
-        cdef int64_t kept = 0
+        cdef int64_t kept = 0, number = 0
         cdef int status
         ints_init(&batch, &self.state.spare)
         ints_init(&lengths, &self.state.spare)
@@ -483,11 +484,12 @@ cdef class Pool:
             ints_get(&lengths, lens, call, "lens", True, True)
             if compacts:
                 kept = to_int(first, call, "first", 0, INT64_MAX)
+                number = to_int(group, call, "group", INT64_MIN, INT64_MAX)
             pool_enter(&self.state, call)
             if not compacts:
                 status = pool_truncate(&self.state, &batch, &lengths, &v)
             else:
-                status = pool_compact(&self.state, &batch, &lengths, kept, &v)
+                status = pool_compact(&self.state, number, &batch, &lengths, kept, &v)
             pool_leave(&self.state)
         finally:
             ints_free(&batch)
@@ -624,12 +626,21 @@ cdef class Pool:
         self.read(handle, "num_tokens", &q, &life)
         return q.kv_len + life.evicted
 
-    def kv_len(self, handle):
-        """Tokens of a sequence that still have a slot: `num_tokens` without those that were evicted. O(1)."""
-        cdef Seq q
-        cdef SeqLife life
-        self.read(handle, "kv_len", &q, &life)
-        return q.kv_len
+    def kv_len(self, handle, group=0):
+        """Tokens of a sequence that still have a slot in a group: `num_tokens` without those that were evicted. O(1).
+
+        What a window or a chunk let go of counts, and so do the tokens that a state stands for.
+        """
+        cdef int64_t wanted = get_handle(handle, "kv_len"), length = 0
+        cdef int64_t number = to_int(group, "kv_len", "group", INT64_MIN, INT64_MAX)
+        cdef Verdict v
+        cdef int status
+        pool_enter(&self.state, "kv_len")
+        status = pool_kv_len(&self.state, wanted, number, &length, &v)
+        pool_leave(&self.state)
+        if status != OK:
+            refuse("kv_len", &v)
+        return length
 
     def capacity(self, handle):
         """Tokens that the blocks of a sequence can hold. O(1)."""
@@ -844,7 +855,7 @@ cdef class Pool:
 
     # -- tokens leave a sequence that goes on
 
-    def unshare(self, plan, handles, lens, first=0):
+    def unshare(self, plan, handles, lens, first=0, group=0):
         """Give sequences blocks of their own where `compact` is going to rewrite them: a step without tokens.
 
         Parameters
@@ -853,7 +864,7 @@ cdef class Pool:
             A plan of this pool that is not pending. Its copies have to be made; it is pending like after `step`.
         handles : ints
             Open sequences, int64, shape ``(S,)``, no duplicates.
-        lens, first : as `compact` will get them
+        lens, first, group : as `compact` will get them
 
         Raises
         ------
@@ -872,7 +883,7 @@ cdef class Pool:
         cdef Plan p = self.check_plan(plan, "unshare")
         cdef Ints rows, lengths
         cdef Verdict v
-        cdef int64_t keep
+        cdef int64_t keep, number
         cdef int status = RETRY
         ints_init(&rows, &self.state.spare)
         ints_init(&lengths, &self.state.spare)
@@ -881,6 +892,7 @@ cdef class Pool:
             ints_get(&rows, handles, "unshare", "handles", False, False)
             ints_get(&lengths, lens, "unshare", "lens", True, True)
             keep = to_int(first, "unshare", "first", 0, INT64_MAX)
+            number = to_int(group, "unshare", "group", INT64_MIN, INT64_MAX)
             if lengths.size >= 0 and lengths.size != rows.size:
                 raise ValueError(f"[unshare] {lengths.size} lens for {rows.size} handles")
             p.refuse_rows(rows.size, "unshare")
@@ -888,9 +900,9 @@ cdef class Pool:
             try:
                 v.value = 0
                 while status == RETRY:
-                    p.room_for_copies(v.value)
+                    p.room_for_copies(number, v.value)
                     pool_enter(&self.state, "unshare")
-                    status = pool_unshare(&self.state, p, &rows, &lengths, keep, &v)
+                    status = pool_unshare(&self.state, p, number, &rows, &lengths, keep, &v)
                     pool_leave(&self.state)
             finally:
                 if status != OK:
@@ -901,7 +913,7 @@ cdef class Pool:
         if status != OK:
             p.refuse(&v, "unshare", -1)
 
-    def compact(self, handles, lens, first=0):
+    def compact(self, handles, lens, first=0, group=0):
         """Keep `lens` tokens of each sequence, moved to the front of its table; the blocks behind them are released.
 
         Parameters
@@ -914,14 +926,16 @@ cdef class Pool:
         first : int, default 0
             Leading tokens that stay where they are, in all of these sequences: the whole blocks of them may be
             shared.
+        group : int, default 0
+            The layer group that the tokens leave, a full one; the others keep theirs.
 
         Raises
         ------
         PlanStateError
             A sequence is a row of a pending plan. State unchanged.
         ValueError
-            A length is out of range; a block that would be rewritten has another reference, is committed, or a
-            pending copy reads it: call `unshare` first. State unchanged.
+            A length is out of range; a group is out of range or not full; a block that would be rewritten has another
+            reference, is committed, or a pending copy reads it: call `unshare` first. State unchanged.
         CapacityExceeded
             The tokens that left and `max_blocks_per_seq` blocks pass position 2^31 - 1. State unchanged.
 
@@ -932,9 +946,9 @@ cdef class Pool:
         released youngest first, through limbo while steps are pending. From here on the sequence commits no more
         blocks, and cannot be truncated below the `num_tokens` it has now. O(blocks).
         """
-        self.shorten(handles, lens, True, first, "compact")
+        self.shorten(handles, lens, True, first, group, "compact")
 
-    def evict_blocks(self, handle, indices):
+    def evict_blocks(self, handle, indices, group=0):
         """Whole blocks leave the table of a sequence; no data moves, and shared blocks stay as others read them.
 
         Parameters
@@ -944,13 +958,15 @@ cdef class Pool:
         indices : ints
             Places in its table, int32 or int64, shape ``(n,)``, ascending. Each must be full:
             ``0 <= index < kv_len // block_size``.
+        group : int, default 0
+            The layer group that the blocks leave, a full one. With columns an entry of its table leaves as a whole.
 
         Raises
         ------
         PlanStateError
             The sequence is a row of a pending plan. State unchanged.
         ValueError
-            The indices do not ascend, or one is out of range. State unchanged.
+            The indices do not ascend, or one is out of range; a group is out of range or not full. State unchanged.
         StaleHandle, ForeignHandle, CapacityExceeded
             As in `compact`. State unchanged.
 
@@ -959,6 +975,7 @@ cdef class Pool:
         What `compact` says of lengths, `truncate` and `commit` holds here too. O(blocks).
         """
         cdef int64_t wanted = get_handle(handle, "evict_blocks")
+        cdef int64_t number = to_int(group, "evict_blocks", "group", INT64_MIN, INT64_MAX)
         cdef Ints places
         cdef Verdict v
         cdef int status
@@ -966,7 +983,7 @@ cdef class Pool:
         try:
             ints_get(&places, indices, "evict_blocks", "indices", False, True)
             pool_enter(&self.state, "evict_blocks")
-            status = pool_evict_blocks(&self.state, wanted, &places, &v)
+            status = pool_evict_blocks(&self.state, wanted, number, &places, &v)
             pool_leave(&self.state)
         finally:
             ints_free(&places)

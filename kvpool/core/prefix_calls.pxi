@@ -192,7 +192,7 @@ cdef int judge_commit(State* pool, const Ints* rows, const Ints* counts, const i
     cdef int64_t index = known // bs
     if count < 0:
         return refused(v, NEGATIVE_COUNT, row, count, 0, 0, 0)
-    if count and pool.seqs.life[slot].evicted:
+    if count and pool.seqs.life[slot].point:
         return refused(v, EVICTED_ROW, row, count, 0, 0, 0)
     if count > limit - known:
         return refused(v, NOT_DONE_YET, row, count, known, limit, pool.seqs.seq[slot].kv_len)

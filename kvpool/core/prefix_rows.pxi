@@ -78,7 +78,7 @@ cdef int judge_open(Groups* gs, const Ints* tokens, const Hit* hit, bint reserve
         if g.kind == STATE_LAYERS:
             need[g.arena] += hit.nodes > 0
         else:
-            need[g.arena] += (entries_of(g, 0, total) - hit.nodes // gs.tree.span[k]) * <int64_t>g.columns
+            need[g.arena] += (entries_for(g, total) - hit.nodes // gs.tree.span[k]) * <int64_t>g.columns
     for k in range(gs.num_arenas):
         spare = gs.seqs.watermark if k == 0 else 0
         available = blocks_available(gs.arena[k]) - own[k]
@@ -124,6 +124,7 @@ cdef void tree_begin(Groups* gs, int32_t slot, const Ints* tokens, const Hit* hi
     for k in range(gs.num_groups):      # what is found first: room must not be made of it
         g = &gs.group[k]
         g.seq[slot].epoch = 0
+        g.seq[slot].evicted = 0
         forget_told(g, slot)
         set_gone(g, slot, 0)
         if g.kind != STATE_LAYERS:
@@ -177,6 +178,13 @@ cdef void row_ends(Groups* gs, int32_t slot) noexcept nogil:
     row_leaves(gs, slot)
     gs.seqs.prefix[slot].root = 0
     gs.tree.row[slot].cut = 0
+
+
+cdef void row_loses(Groups* gs, int32_t slot) noexcept nogil:
+    """Tokens left a row: what its blocks hold follows from its tokens no more."""
+    cdef SeqPrefix* prefix = &gs.seqs.prefix[slot]
+    row_ends(gs, slot)
+    prefix.committed = prefix.published = prefix.done = prefix.forked_at = 0
 
 
 cdef void tree_fork(Groups* gs, int32_t parent, int32_t child) noexcept nogil:

@@ -4,6 +4,8 @@ C functions judge under the lock of a pool, where no Python object may be made; 
 after the lock was let go.
 """
 
+cdef tuple KINDS = ("full", "window", "chunk", "state")     # by LayerGroup.kind
+
 cdef dict TEXTS = {             # what `refuse` raises: the values are named like the members of a Verdict
     NO_MEMORY: (MemoryError, "no memory for {value} entries"),
     OUT_OF_SEQUENCES: (OutOfSequences, "{value} sequences asked for, {other} are open, the limit is {high}"),
@@ -58,6 +60,10 @@ cdef dict TEXTS = {             # what `refuse` raises: the values are named lik
     NOT_ALLOCATED: (ValueError, "block {value} was not taken with alloc: in a pool with layer groups and a prefix "
                                 "cache no other block can be referred to"),
     NO_SUCH_GROUP: (ValueError, "group is out of range ({value}), it must be in 0 .. {high}"),
+    NOT_FULL: (ValueError, "group {value} is a {kind}, which lets go by itself: tokens are evicted from full groups "
+                           "(group {other} is one)"),
+    NO_FULL_GROUP: (ValueError, "group {value} is a {kind}, which lets go by itself: tokens are evicted from full "
+                                "groups, and the pool has none"),
     WINDOW_IS_GONE: (ValueError, "lens[{row}] is {value}, but group {other} let go of what a query there reads; "
                                  "the least length that is left is {low}"),
     STATE_IS_GONE: (ValueError, "lens[{row}] is {value}, but the state of group {other} is that of {high} tokens"),
@@ -92,6 +98,7 @@ cdef int refuse(str call, const Verdict* v) except -1:
         handle="handle" if v.row < 0 else f"handles[{v.row}]",
         generation=(v.value >> SLOT_BITS) & 0xFFFFFFFF,
         what="counts" if call == "commit" else "num_new" if call in ("can", "step", "reserve") else "lens",
+        kind=KINDS[v.low] if v.reason in (NOT_FULL, NO_FULL_GROUP) else "",
         in_order=": in an in_order pool a step is done when it returns" if v.other else "",
         why=f"has {v.low} references" if v.low > 1 else "is committed" if v.high else "is read by a pending copy",
     ))

@@ -34,7 +34,8 @@ cdef class Pool:                # here, as its parts are other classes' business
                        tuple groups) except -1
     cdef tuple init_index(self, object seed, object prefix_cache, object events, object hash_bits, bint has_groups)
     cdef int init_tree(self, tuple groups) except -1
-    cdef int shorten(self, object handles, object lens, bint compacts, object first, str call) except -1
+    cdef int shorten(self, object handles, object lens, bint compacts, object first, object group,
+                     str call) except -1
     cdef int read(self, object handle, str call, Seq* q, SeqLife* life) except -1
     cdef Plan check_plan(self, object plan, str call)
     cdef int keep_plan(self, Plan plan) except -1

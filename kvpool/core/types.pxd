@@ -56,6 +56,8 @@ cdef enum:                      # what a C function reports: OK, NO_MEMORY, RETR
     NOT_BLANK
     STEP_PENDING
     IN_GROUPS                   # a call that a pool with layer groups does not have
+    NOT_FULL                    # tokens are to leave a group that is not full
+    NO_FULL_GROUP
     PROMPT_IN_GROUPS
     NOT_ALLOCATED
     NO_SUCH_GROUP

@@ -15,6 +15,7 @@ import numpy as np
 from kvpool._core import Plan, Pool
 from kvpool.eviction.memory import Memory
 from kvpool.eviction.policies import Policy, check_backend
+from kvpool.groups import Group
 
 __all__ = ["Evictor", "Observed"]
 
@@ -31,14 +32,11 @@ class Observed:
         Of the step, whose table they read.
     lens : int ``[R]``
         Tokens that each of them sees.
-    step
-        What the runner's backend prepares of these, once for all layers.
     """
 
     queries: np.ndarray
     rows: np.ndarray
     lens: np.ndarray
-    step: Any = None
 
 
 class Evictor:
@@ -52,6 +50,8 @@ class Evictor:
         Holds the pool's keys and values. Every token of a step is written when the next one is scheduled.
     num_rows : int, default 0
         Sequences; `start` makes room for more. In a scheduler a row is a lane.
+    group : int, default 0
+        Of a pool with layer groups the one that tokens leave: a full one. The backend holds each of its columns.
 
     Attributes
     ----------
@@ -62,35 +62,40 @@ class Evictor:
     Raises
     ------
     TypeError, ValueError
-        No policy, no pool; a pool with layer groups; a backend of another block size or another number of blocks, or
-        one that exports no such scores or moves no tokens; blocks too large for the policy.
+        No policy, no pool; a layer group that is not full; a backend of another block size or another number of
+        blocks, or one that exports no such scores or moves no tokens; blocks too large for the policy.
 
     Notes
     -----
+    With columns, layer i of the group is layer ``i % n`` of column ``i // n``, n being those of the backend.
+
     A runner whose policy looks at scores (``policy.scores``) calls `begin` with every step and `observe` for every
     layer; who decides that the step counts calls `settle`, or `forget` (`kvpool.Scheduler` does, in `update` and
     `fail`).
     """
 
-    def __init__(self, policy: Policy, pool: Pool, backend: Any, num_rows: int = 0) -> None:
+    def __init__(self, policy: Policy, pool: Pool, backend: Any, num_rows: int = 0, group: int = 0) -> None:
         if not isinstance(policy, Policy):
             raise TypeError(f"[Evictor] policy must be one of kvpool.eviction, not {type(policy).__name__}")
         if not isinstance(pool, Pool):
             raise TypeError(f"[Evictor] pool must be a kvpool.Pool, not {type(pool).__name__}")
-        _check_groups(pool)
+        one = _full_group(pool, group)
         spec = backend.spec
         check_backend(policy, backend.capabilities, spec.block_size)
         for name, mine, theirs in (
-            ("block_size", spec.block_size, pool.block_size),
-            ("num_blocks", backend.num_blocks, pool.num_blocks),
+            ("block_size", spec.block_size, one.block_size or pool.block_size),
+            ("num_blocks", backend.num_blocks, pool.stats(one.arena).num_blocks),
         ):
             if mine != theirs:
                 raise ValueError(f"[Evictor] {name} is {mine} in the backend, {theirs} in the pool")
         self.policy = policy
         self.pool = pool
         self.backend = backend
-        self.memory = Memory(policy, spec.num_layers, spec.num_kv_heads, spec.block_size, num_rows)
-        self._staged: list[Any] = [None] * spec.num_layers
+        self.group = group
+        self._columns = one.columns
+        num_layers = one.columns * spec.num_layers
+        self.memory = Memory(policy, num_layers, spec.num_kv_heads, spec.block_size, num_rows)
+        self._staged: list[Any] = [None] * num_layers
         self._step: tuple[np.ndarray, np.ndarray] | None = None  # rows of the step that is out, lengths after it
         self.observed: Observed | None = None
         self._plan: Plan | None = None
@@ -165,7 +170,7 @@ class Evictor:
             Sequences without a pending step.
         rows : int ``[S]``
         lens, after : int ``[S]``
-            ``kv_len`` now, and a smaller one from then on.
+            ``kv_len`` in the group now, and a smaller one from then on.
         num_tokens : int ``[S]``
             Logical lengths.
 
@@ -183,9 +188,11 @@ class Evictor:
         """
         numbers = [np.asarray(array).tolist() for array in (rows, lens, after, num_tokens)]
         for i, (handle, held) in enumerate(zip(handles, numbers[1], strict=True)):
-            if self.pool.kv_len(handle) != held:
-                raise ValueError(f"[evict] lens[{i}] is {held}, the sequence holds {self.pool.kv_len(handle)} tokens")
-        self.pool.compact(handles, numbers[1])  # nothing leaves: it raises for a pending row, before a block is copied
+            found = self.pool.kv_len(handle, self.group)
+            if found != held:
+                raise ValueError(f"[evict] lens[{i}] is {held}, the sequence holds {found} tokens")
+        # Nothing leaves: it raises for a pending row, before a block is copied.
+        self.pool.compact(handles, numbers[1], group=self.group)
         chosen = [self.memory.select(*one) for one in zip(*numbers[:3], strict=True)]
         move = self._evict_blocks if self.policy.whole_blocks else self._compact
         move(handles, chosen, numbers)
@@ -195,17 +202,19 @@ class Evictor:
         # Who will have lost the most goes first: if the pool refuses one because its positions would end, it is this.
         lost = [logical - target for logical, target in zip(num_tokens, after, strict=True)]
         for at in sorted(range(len(lost)), key=lambda at: -lost[at]):
-            self.pool.evict_blocks(handles[at], chosen[at])
+            self.pool.evict_blocks(handles[at], chosen[at], self.group)
             self.memory.evicted(rows[at], lens[at], chosen[at], num_tokens[at])
 
     def _compact(self, handles: Sequence[int], chosen: list[np.ndarray], numbers: list[list[int]]) -> None:
         rows, lens, after, num_tokens = numbers
         pool, sink = self.pool, self.policy.sink
         self._unshare(handles, after, sink)
-        tables = [pool.table(handle) for handle in handles]
-        pool.compact(handles, after, sink)
+        tables = [pool.table(handle, self.group).reshape(-1, self._columns) for handle in handles]
+        pool.compact(handles, after, sink, self.group)
         for table, keep, row, now, logical in zip(tables, chosen, rows, lens, num_tokens, strict=True):
-            self.backend.compact(table[: -(-now // self.memory.block_size)], keep)
+            entries = table[: -(-now // self.memory.block_size)]
+            for column, layers in enumerate(np.split(keep, self._columns)):
+                self.backend.compact(entries[:, column].copy(), layers)
             self.memory.evicted(row, now, keep, logical)
 
     def reserve(self, handle: int, tokens: int) -> None:
@@ -215,7 +224,11 @@ class Evictor:
         ------
         OutOfBlocks
             They are not there. Nothing has changed.
+        ValueError
+            A pool with layer groups: their blocks are in several backends.
         """
+        if self.pool.options.groups is not None:
+            raise ValueError("[reserve] the pool has layer groups, the evictor's backend holds those of one only")
         plan = self._fitting_plan(1, -(-(self.pool.kv_len(handle) + tokens) // self.pool.block_size))
         self.pool.reserve(plan, [handle], tokens)
         self._copy(plan)
@@ -224,7 +237,7 @@ class Evictor:
         """Blocks of their own for rows that share what will be rewritten."""
         width = max(-(-self.pool.capacity(handle) // self.pool.block_size) for handle in handles)
         plan = self._fitting_plan(len(handles), width)
-        self.pool.unshare(plan, handles, lens, sink)
+        self.pool.unshare(plan, handles, lens, sink, self.group)
         self._copy(plan)
 
     def _fitting_plan(self, rows: int, width: int) -> Plan:
@@ -237,8 +250,9 @@ class Evictor:
 
     def _copy(self, plan: Plan) -> None:
         try:
-            if len(plan.copies):
-                self.backend.copy_blocks(plan.copies)
+            copies = (plan if plan.groups is None else plan.groups[self.group]).copies
+            if len(copies):
+                self.backend.copy_blocks(copies)
         except BaseException:
             if plan.is_pending:
                 self.pool.rollback(plan)
@@ -247,15 +261,22 @@ class Evictor:
             self.pool.done(plan)
 
 
-def _check_groups(pool: Pool) -> None:
-    """Refuse layer groups: `compact` and `evict_blocks` move the tokens of one table."""
-    groups = pool.options.groups
-    if groups is None:
-        return
+def _full_group(pool: Pool, number: Any) -> Group:
+    """Return the layer group that tokens are to leave; a pool of one table has one."""
+    groups = (Group.full(),) if pool.options.groups is None else pool.options.groups
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"[Evictor] group must be an int, not {type(number).__name__} ({number!r})")
     kinds = [group.kind for group in groups]
-    if "full" in kinds:
-        raise ValueError(f"[Evictor] the pool has {len(kinds)} layer groups, tokens leave pools of one table only")
-    raise ValueError(
-        f"[Evictor] the pool has no full group ({', '.join(kinds)}), tokens leave full attention only; windows and "
-        "states let go by themselves"
-    )
+    if "full" not in kinds:
+        raise ValueError(
+            f"[Evictor] the pool has no full group ({', '.join(kinds)}), tokens leave full attention only; windows and "
+            "states let go by themselves"
+        )
+    if not 0 <= number < len(groups):
+        raise ValueError(f"[Evictor] group is out of range ({number}), it must be in 0 .. {len(groups) - 1}")
+    if kinds[number] != "full":
+        raise ValueError(
+            f"[Evictor] group {number} is a {kinds[number]}, which lets go by itself: tokens leave full groups, "
+            f"{kinds.index('full')} is one"
+        )
+    return groups[number]

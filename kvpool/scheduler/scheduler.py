@@ -573,3 +573,8 @@ def _check_evictor(call: str, eviction: Any, pool: Pool) -> None:
         raise TypeError(f"[{call}] eviction must be a kvpool.eviction.Evictor, not {type(eviction).__name__}")
     if eviction.pool is not pool:
         raise ValueError(f"[{call}] the evictor is on another pool ({eviction.pool!r})")
+    if pool.options.groups is not None:
+        raise ValueError(
+            f"[{call}] the pool has {len(pool.options.groups)} layer groups, eviction is scheduled on pools of one "
+            "table: leave eviction out, and call Evictor.evict between steps"
+        )

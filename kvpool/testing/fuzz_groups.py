@@ -26,7 +26,7 @@ OPERATIONS = (
     *("open", "open", "prefill", "step", "step", "step", "step", "step", "step", "step", "prefill", "prefill"),
     *("reserve", "fork", "fork", "truncate", "truncate", "prefill", "done", "done", "done", "done", "step", "step"),
     *("rollback", "rollback", "can", "close", "close_finished", "defer_close", "reset", "foreign", "forget"),
-    *("step", "done", "named", "named", "truncate"),
+    *("step", "done", "named", "named", "truncate", "unshare", "compact", "compact", "leave"),
 )
 #: Calls on blocks by id, on some arena; the ones that lead somewhere more often.
 BLOCK_CALLS = (
@@ -47,7 +47,7 @@ PLANS: tuple[dict[str, Any], ...] = (
 )
 KINDS = ("full", "window", "chunk", "state")
 FIELDS = ("num_tokens", "is_pending", "step_id")
-GROUP_ARRAYS = ("block_tables", "slot_mapping", "kv_starts", "copies", "dirty_rows")
+GROUP_ARRAYS = ("block_tables", "slot_mapping", "kv_starts", "kv_lens", "copies", "dirty_rows")
 STATE_ARRAYS = ("state_src", "state_dst")
 
 
@@ -270,6 +270,50 @@ class Program:
             assert not self.content.may_truncate(name, length), f"content: {name} may be cut to {length} of {most}"
         self.compare()
 
+    def _evicting(self, a: int, c: int) -> tuple[int, int]:
+        """A sequence, mostly one that is no row of a pending step, and a group, mostly a full one."""
+        pending = self.content.pending_rows()
+        free = [name for name in self.live if name not in pending]
+        full = [g for g, group in enumerate(self.groups) if group.kind == "full"]
+        group = full[a % len(full)] if full and a & 28 else a % (len(self.groups) + 1)
+        return free[c % len(free)] if free and c & 28 else self._one(c), group
+
+    def unshare(self, a: int, b: int, c: int) -> None:
+        """Copy what sequences share in a group, so that they can be compacted."""
+        (name, group), plan = self._evicting(a, c), self._idle(b)
+        rows = list(dict.fromkeys([name, *self._rows(c)]))[: 1 + b % 3]
+        held = [len(self.content.held(row, group)) for row in rows]
+        lens = [max(0, n - 1 - (b >> 2 * k) % 8) for k, n in enumerate(held)]
+
+        def call(side: Side) -> None:
+            side.pool.unshare(side.plans[plan], side.batch(rows, bool(a & 32)), lens, b % 2 * self.size, group)
+
+        if self.pair.both(call) is not RAISED:
+            self._issued(plan, rows, [0] * len(rows))
+        self.compare()
+
+    def compact(self, a: int, b: int, c: int) -> None:
+        """Tokens leave a sequence; any of those behind the first may stay."""
+        name, group = self._evicting(a, c)
+        held = len(self.content.held(name, group))
+        length = b % (held + 2) if b & 3 == 0 else max(0, held - b % 9)
+        first = min((0, 0, self.size, b % 7)[a >> 5 & 3], length)
+        table = self._table(name, min(group, len(self.groups) - 1)).tolist()
+        if self.pair.both(lambda side: side.pool.compact(side.handle(name), length, first, group)) is not RAISED:
+            rest = random.Random(a ^ b << 16).sample(range(first, held), length - first)
+            self.content.compacted(name, group, table, [*range(first), *sorted(rest)])
+        self.compare()
+
+    def leave(self, a: int, b: int, c: int) -> None:
+        """Full entries leave the table of a sequence."""
+        name, group = self._evicting(a, c)
+        size = self.content.sizes[min(group, len(self.groups) - 1)]
+        full = len(self.content.held(name, group)) // size
+        places = [i for i in range(full + (b & 15 == 0)) if b >> 4 + i % 12 & 1]
+        if self.pair.both(lambda side: side.pool.evict_blocks(side.handle(name), places, group)) is not RAISED:
+            self.content.left(name, group, [i * size + k for i in places for k in range(size)])
+        self.compare()
+
     def close(self, a: int, b: int, c: int) -> None:
         """Close sequences."""
         rows = self._rows(c)[: 1 + a % 2]
@@ -395,10 +439,12 @@ class Program:
             assert test.pool.is_open(mine) == oracle.pool.is_open(due), f"is_open of {name}"
             if oracle.pool.is_open(due):
                 alive.append(name)
-                for call in ("num_tokens", "kv_len", "capacity"):
+                for call in ("num_tokens", "capacity"):
                     got, want = getattr(test.pool, call)(mine), getattr(oracle.pool, call)(due)
                     assert got == want, f"{call} of {name}: {got}, due {want}"
                 for g in range(len(self.groups)):
+                    got, want = test.pool.kv_len(mine, g), oracle.pool.kv_len(due, g)
+                    assert got == want, f"kv_len of {name} in group {g}: {got}, due {want}"
                     got, want = test.pool.table(mine, g), oracle.pool.table(due, g)
                     _same(f"table of {name} in group {g}", got, want)
         self.live = alive

@@ -41,6 +41,7 @@ class Work:
     plan: Any
     rows: list[tuple[int, int, int, list[int]]]
     garbage: list[Place] | None = None  # all that is left of a step that was rolled back
+    moves: dict[Place, Place] | None = None  # a compaction, which is no step: where what goes
     noted: bool = False
 
 
@@ -64,6 +65,8 @@ class GroupContent:
         self.memory: dict[Place, Any] = {}
         self.stamps: dict[int, list[int]] = {}  # sequence -> stamp of each position
         self.passed: dict[int, int] = {}  # sequence -> most tokens that it had in a step that passed
+        self.evicted: dict[tuple[int, int], set[int]] = {}  # sequence, group -> stamps that left
+        self.point: dict[int, int] = {}  # sequence -> its length when tokens left last
         self.named: set[tuple[int, int]] = set()  # blocks in tables after the last call
         self.queue: list[Work] = []
         self.reads = 0  # how many tokens and states were verified
@@ -73,12 +76,40 @@ class GroupContent:
 
     def opened(self, name: int) -> None:
         """A new empty sequence."""
-        self.stamps[name], self.passed[name] = [], 0
+        self.stamps[name], self.passed[name], self.point[name] = [], 0, 0
 
     def forked(self, parent: int, children: list[int]) -> None:
         """The children have what the parent has."""
         for child in children:
             self.stamps[child], self.passed[child] = list(self.stamps[parent]), self.passed[parent]
+            self.point[child] = self.point[parent]
+            for g in range(len(self.groups)):
+                self.evicted[child, g] = set(self.evicted.get((parent, g), ()))
+
+    def held(self, name: int, group: int, stamps: list[int] | None = None) -> list[int]:
+        """Stamps of a sequence that have a place in a group, in the order of their places."""
+        gone = self.evicted.get((name, group), ())
+        return [stamp for stamp in (self.stamps[name] if stamps is None else stamps) if stamp not in gone]
+
+    def left(self, name: int, group: int, places: list[int]) -> None:
+        """The tokens at these places left a sequence; those behind them moved up."""
+        held = self.held(name, group)
+        if places:
+            self.evicted.setdefault((name, group), set()).update(held[place] for place in places)
+            self.point[name] = len(self.stamps[name])
+
+    def compacted(self, name: int, group: int, table: list[list[int]], keep: list[int]) -> None:
+        """The tokens at `keep` moved to the front of the table as it was; it happens in the order of the steps."""
+        arena, size = self.arenas[group], self.sizes[group]
+        moves = {
+            (arena, table[to // size][column], to % size): (arena, table[place // size][column], place % size)
+            for to, place in enumerate(keep)
+            for column in range(self.groups[group].columns)
+            if to != place
+        }
+        self.queue.append(Work(None, [], moves=moves, noted=True))
+        self.left(name, group, sorted(set(range(len(self.held(name, group)))) - set(keep)))
+        self._execute()
 
     def truncated(self, name: int, length: int) -> None:
         """The sequence lost its end."""
@@ -89,7 +120,7 @@ class GroupContent:
         """Whether the pool has promised that this length is left."""
         has_state = any(group.kind == "state" for group in self.groups)
         least = len(self.stamps[name]) if has_state else self.passed[name] - self.lookahead
-        return name not in self.pending_rows() and max(least, 0) <= length <= len(self.stamps[name])
+        return name not in self.pending_rows() and max(least, self.point[name]) <= length <= len(self.stamps[name])
 
     def pending_rows(self) -> set[int]:
         """Sequences that are rows of a step which has not passed."""
@@ -127,20 +158,27 @@ class GroupContent:
     def done(self, plan: Any, table: Callable[[int, int], Any]) -> None:
         """`done` was called: all that passes by it is executed; `table` reads one of the pool, if it is open."""
         next(work for work in self.queue if work.plan is plan and work.garbage is None).noted = True
-        passed = []
-        while self.queue and self.queue[0].noted:
-            work = self.queue.pop(0)
-            if work.garbage is None:
-                self._run(work)
-                passed += work.rows
-            else:
-                self.memory.update(dict.fromkeys(work.garbage, GARBAGE))
+        passed = self._execute()
         for name, _, length, _ in passed:
             if name in self.stamps:
                 self.passed[name] = max(self.passed[name], length)
         for name, _, length, _ in passed:
             if name in self.stamps:
                 self._verify_holes(name, length, table)
+
+    def _execute(self) -> list[tuple[int, int, int, list[int]]]:
+        """All that waits for nothing more happens; returns the rows of the steps that did."""
+        passed = []
+        while self.queue and self.queue[0].noted:
+            work = self.queue.pop(0)
+            if work.moves is not None:
+                self.memory.update({to: self.memory.get(place) for to, place in work.moves.items()})
+            elif work.garbage is None:
+                self._run(work)
+                passed += work.rows
+            else:
+                self.memory.update(dict.fromkeys(work.garbage, GARBAGE))
+        return passed
 
     def rolled_back(self, plan: Any) -> None:
         """The newest step failed half way."""
@@ -157,8 +195,7 @@ class GroupContent:
             if name in self.stamps:
                 del self.stamps[name][old:]
         work.plan = None
-        if self.queue[0] is work:
-            self.memory.update(dict.fromkeys(self.queue.pop().garbage or [], GARBAGE))
+        self._execute()
 
     def reset(self) -> None:
         """Everything is forgotten."""
@@ -171,7 +208,7 @@ class GroupContent:
                 continue
             written = {(arena, *divmod(s, size)) for row in plan.groups[g].slot_mapping.tolist() for s in row}
             for work in self.queue:
-                copies = work.plan.groups[g].copies.tolist() if work.garbage is None else []
+                copies = work.plan.groups[g].copies.tolist() if work.plan is not None else []
                 read = {(arena, src, k) for src, _, tokens in copies for k in range(tokens)}
                 assert not read & written, f"content: group {g}: the source of a copy is written, {read & written}"
 
@@ -222,16 +259,19 @@ class GroupContent:
         group, arrays, arena, size = self.groups[g], work.plan.groups[g], self.arenas[g], self.sizes[g]
         for r, (name, old, new, stamps) in enumerate(work.rows):
             row = arrays.block_tables[r].tolist()
-            for p in sorted(set().union(*(read_at(group, q) for q in range(old, new)))):
+            held = self.held(name, g, stamps)
+            lost = len(stamps) - len(held)
+            assert arrays.kv_lens[r] == len(held), f"content: group {g}: kv_lens of row {name}, due {len(held)}"
+            for p in sorted(set().union(*(read_at(group, q) for q in range(old - lost, new - lost)))):
                 for column, block in enumerate(row[p // size]):
-                    got, want = self.memory.get((arena, block, p % size)), (stamps[p], g, column)
+                    got, want = self.memory.get((arena, block, p % size)), (held[p], g, column)
                     assert got == want, (
                         f"content: group {g}: row {name} of {old} + {new - old} tokens reads {got} at {p} "
                         f"in block {block}, due {want}"
                     )
                     self.reads += 1
             start, least = int(arrays.kv_starts[r]), max(self.reserved, 0)
-            holes = [i for i, entry in enumerate(row[: -(-new // size)]) if min(entry) < least]
+            holes = [i for i, entry in enumerate(row[: -(-(new - lost) // size)]) if min(entry) < least]
             due = (max(holes, default=-1) + 1) * size
             assert start == due, f"content: group {g}: kv_starts of row {name} is {start}, due {due}"
 

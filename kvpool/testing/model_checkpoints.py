@@ -483,6 +483,13 @@ class CheckpointModel(GroupModel):
             child.known = Known(known.node, list(known.wanted))
         return children
 
+    def _lose_in(self, layer: Any, seq: Sequence, n: int, left: int) -> None:
+        super()._lose_in(layer, seq, n, left)
+        for mark in [mark for mark in self._taken if mark.owner == seq.handle]:
+            self._drop(mark)
+        seq.root, seq.tokens, seq.known = None, [], Known()
+        self._sweep()
+
     # ---- commit -------------------------------------------------------------------------------------------
 
     def _ending(self, seq: Sequence, depth: int) -> list[tuple[Layers, list[int]]]:
@@ -507,6 +514,8 @@ class CheckpointModel(GroupModel):
         for seq, count in zip(batch, lengths, strict=True):
             row, given = given[:count], given[count:]
             known = seq.tokens + row
+            if row and seq.point:
+                raise ValueError(f"[commit] tokens were evicted from {seq.handle}, it commits no more")
             if row and len(known) > self._done_length(seq):
                 raise ValueError(f"[commit] {len(known)} tokens, {self._done_length(seq)} are done ({seq.handle})")
             for depth in range(len(seq.tokens) // self.block_size + 1, len(known) // self.block_size + 1):

@@ -108,6 +108,7 @@ class Table:
     entries: list[list[int]] = field(default_factory=list)
     epoch: int = 0
     told: list[list[int]] = field(default_factory=list)  # its first entries as ``table_updates`` have told them
+    evicted: int = 0  # tokens that left by eviction
 
 
 @dataclass(eq=False)
@@ -319,10 +320,13 @@ class GroupModel(StepModel):
         for _ in range(n):
             child = self._create(parent.num_tokens, [])
             child.ancestors = [*parent.ancestors, (parent.handle, self._next_step - 1)]
+            child.point = parent.point
+            room = self._rounded(parent.num_tokens)
             for layer in self.layers:
-                entries = parent.tables[layer.index].entries
-                shared = 1 if layer.kind == "state" else ceil_div(parent.num_tokens, layer.block_size)
-                child.tables[layer.index].entries = list(entries[:shared])
+                table = parent.tables[layer.index]
+                shared = 1 if layer.kind == "state" else self._num_entries(layer, table, room)
+                child.tables[layer.index].entries = list(table.entries[:shared])
+                child.tables[layer.index].evicted = table.evicted
             children.append(child.handle)
         self._chain("fork", self._local(parent.handle), *map(self._local, children))
         return np.array(children, np.int64)
@@ -347,15 +351,16 @@ class GroupModel(StepModel):
         batch = self._batch("truncate", handles, alone=True)
         lengths = args.per_row("truncate", "lens", lens, len(batch))
         for seq, length in zip(batch, lengths, strict=True):
-            if length > seq.num_tokens:
-                raise ValueError(f"[truncate] len is {length}, 0 .. {seq.num_tokens} is legal")
+            if not seq.point <= length <= seq.num_tokens:
+                raise ValueError(f"[truncate] len is {length}, {seq.point} .. {seq.num_tokens} is legal")
             if any(row.handle == seq.handle for step in self._pending for row in step.rows):
                 raise PlanStateError(f"[truncate] handle is a row of a pending plan ({seq.handle})")
             self._refuse_gone(seq, length)
         for seq, length in zip(batch, lengths, strict=True):
             for layer in self.layers:
                 if layer.kind != "state":
-                    table, keep = seq.tables[layer.index], ceil_div(length, layer.block_size)
+                    table = seq.tables[layer.index]
+                    keep = self._num_entries(layer, table, self._rounded(length))
                     table.epoch += keep < len(table.entries)
                     self._cut_told(table, keep)
                     self._pop_entries(seq, layer, keep)
@@ -371,7 +376,8 @@ class GroupModel(StepModel):
 
     def _group_need(self, seq: Sequence, n: int, layer: Layers, lost: list[int], reads: dict[int, int]) -> Need:
         """What `n` tokens need in a group; `lost` and `reads` are what rows before gave up and copy, in its arena."""
-        entries, arena, length, size = seq.tables[layer.index].entries, layer.arena, seq.num_tokens, layer.block_size
+        table, arena, size = seq.tables[layer.index], layer.arena, layer.block_size
+        entries, length = table.entries, seq.num_tokens - table.evicted
         named = arena.names()
 
         def is_own(block: int) -> bool:
@@ -395,7 +401,8 @@ class GroupModel(StepModel):
                 for block in entries[i]
             ):
                 replaced.append((i, valid))
-        return replaced, max(0, last - len(entries))
+        room = max(self._capacity(seq), self._rounded(seq.num_tokens + n))
+        return replaced, self._num_entries(layer, table, room) - len(entries)
 
     def _floor_in(self, layer: Layers, block: int) -> int:
         """Tokens of the block that pending copies still have to read."""
@@ -454,7 +461,8 @@ class GroupModel(StepModel):
             raise CapacityExceeded(f"[{call}] row {row} has {length} tokens, more than a sequence may have")
         for layer in self.layers:
             if layer.kind != "state":
-                width = max(len(seq.tables[layer.index].entries), ceil_div(length, layer.block_size))
+                table = seq.tables[layer.index]
+                width = self._num_entries(layer, table, max(self._capacity(seq), self._rounded(length)))
                 if width > plan.groups[layer.index].width:
                     raise CapacityExceeded(f"[{call}] row {row} has {width} entries in group {layer.index}")
 
@@ -565,25 +573,134 @@ class GroupModel(StepModel):
                 layer.arena._holds.remove(old[k])
                 self._release_in(layer.arena, old[k] if seq is None else new[k])
 
-    # ---- what is not for groups ---------------------------------------------------------------------------
+    # ---- tokens leave a sequence that goes on --------------------------------------------------------------
 
-    def _refuse_groups(self, call: str) -> None:
-        raise ValueError(f"[{call}] the pool has layer groups")
+    def _full_layers(self, call: str, group: Any) -> Layers:
+        """The group that tokens are to leave."""
+        layer = self.layers[args.integer(call, "group", group, 0, len(self.layers) - 1)]
+        if layer.kind != "full":
+            raise ValueError(f"[{call}] group {group} is a {layer.kind}, tokens leave full groups only")
+        return layer
+
+    def _held(self, seq: Sequence, layer: Layers) -> int:
+        return seq.num_tokens - seq.tables[layer.index].evicted
+
+    def _judge_length(self, call: str, seq: Sequence, layer: Layers, length: int) -> None:
+        if not 0 <= length <= self._held(seq, layer):
+            raise ValueError(f"[{call}] len is {length}, 0 .. {self._held(seq, layer)} is legal")
+
+    def _not_own(
+        self, seq: Sequence, layer: Layers, length: int, first: int, before: list[tuple[int, int]]
+    ) -> list[int]:
+        """Entries that compaction to `length` tokens rewrites and must not; `before` is what rows before replaced."""
+        arena, entries = layer.arena, seq.tables[layer.index].entries
+        named, given = arena.names(), [block for block, _ in before]
+        if length == self._held(seq, layer):
+            return []
+
+        def is_own(block: int) -> bool:
+            count = named.count(block) + arena._raw.get(block, 0) - given.count(block)
+            read = max((tokens for other, tokens in before if other == block), default=0)
+            return count == 1 and block not in arena._committed and max(read, self._floor_in(layer, block)) == 0
+
+        rewritten = range(first // layer.block_size, ceil_div(length, layer.block_size))
+        return [i for i in rewritten if not all(map(is_own, entries[i]))]
 
     @public_call
-    def unshare(self, plan: ModelPlan, handles: Any, lens: Any, first: int = 0) -> None:
-        """Refused."""
-        self._refuse_groups("unshare")
+    def unshare(self, plan: ModelPlan, handles: Any, lens: Any, first: int = 0, group: int = 0) -> None:
+        """Replace every entry of a group that `compact` would refuse to rewrite by a copy; a step without tokens."""
+        self._refuse_plan("unshare", plan)
+        if plan.is_pending:
+            raise PlanStateError(f"[unshare] the plan is pending (step {plan.step_id})")
+        names = args.handles("unshare", handles)
+        lengths = args.per_row("unshare", "lens", lens, len(names), args.MIN_INT64)
+        first = args.count("unshare", "first", first)
+        if len(names) > plan.limits.max_rows:
+            raise CapacityExceeded(f"[unshare] {len(names)} rows, the plan's max_rows is {plan.limits.max_rows}")
+        layer = self._full_layers("unshare", group)
+        batch: list[Sequence] = []
+        needs: list[list[Need]] = []
+        before: list[tuple[int, int]] = []  # block, tokens that its copy reads
+        short = -1
+        for row, name in enumerate(names):
+            seq = self._sequence("unshare", name)
+            self._judge_length("unshare", seq, layer, lengths[row])
+            self._refuse_row("unshare", plan, row, seq, 0)
+            batch.append(seq)
+            held, size = self._held(seq, layer), layer.block_size
+            replaced = [
+                (i, min(size, held - i * size)) for i in self._not_own(seq, layer, lengths[row], first, before)
+            ]
+            entries = seq.tables[layer.index].entries
+            before += [(block, tokens) for i, tokens in replaced for block in entries[i]]
+            needs.append([(replaced, 0) if other is layer else ([], 0) for other in self.layers])
+            if len(before) > layer.arena._available() and short < 0:
+                short = row
+        if short >= 0:
+            self._out_of("unshare", layer.arena, len(before), row=short, handle=batch[short].handle)
+        step = self._begin(plan, batch, needs)
+        plan._fill(batch, [0] * len(batch), [True] * len(batch), step.copies, None)
+        self._started("unshare", step, lengths)
+
+    def _judge_eviction(self, call: str, seq: Sequence, leaving: int) -> None:
+        if any(row.handle == seq.handle for step in self._pending for row in step.rows):
+            raise PlanStateError(f"[{call}] handle is a row of a pending plan ({seq.handle})")
+
+    def _lose_in(self, layer: Layers, seq: Sequence, n: int, left: int) -> None:
+        """Tokens left a table, of which the first `left` entries stay where they are."""
+        table = seq.tables[layer.index]
+        seq.point = seq.num_tokens
+        table.evicted += n
+        table.epoch += 1
+        self._cut_told(table, left)
+        self.arenas[0]._counters["evicted_tokens"] += n
 
     @public_call
-    def compact(self, handles: Any, lens: Any, first: int = 0) -> None:
-        """Refused."""
-        self._refuse_groups("compact")
+    def compact(self, handles: Any, lens: Any, first: int = 0, group: int = 0) -> None:
+        """Keep `lens` tokens at the front of each table of a group, the first `first` where they are."""
+        names = args.handles("compact", handles, alone=True)
+        lengths = args.per_row("compact", "lens", lens, len(names), args.MIN_INT64)
+        first = args.count("compact", "first", first)
+        layer = self._full_layers("compact", group)
+        batch = [self._sequence("compact", name) for name in names]
+        for seq, length in zip(batch, lengths, strict=True):
+            self._judge_length("compact", seq, layer, length)
+            self._judge_eviction("compact", seq, self._held(seq, layer) - length)
+            if self._not_own(seq, layer, length, first, []):
+                raise ValueError("[compact] an entry must not be rewritten, call unshare first")
+        for seq, length in zip(batch, lengths, strict=True):
+            leaving, room = self._held(seq, layer) - length, self._capacity(seq)
+            if leaving:
+                table = seq.tables[layer.index]
+                stay = ceil_div(room, layer.block_size) - (table.evicted + leaving) // layer.block_size
+                self._pop_entries(seq, layer, stay)
+                self._lose_in(layer, seq, leaving, stay)
+        self._chain("compact", layer.index, *map(self._local, names), *lengths)
 
     @public_call
-    def evict_blocks(self, handle: int, indices: Any) -> None:
-        """Refused."""
-        self._refuse_groups("evict_blocks")
+    def evict_blocks(self, handle: int, indices: Any, group: int = 0) -> None:
+        """Full entries leave the table of a group, by ascending index."""
+        places = args.integers("evict_blocks", "indices", indices, ("int32", "int64"))
+        layer = self._full_layers("evict_blocks", group)
+        seq = self._one("evict_blocks", handle)
+        for place in places:
+            args.integer("evict_blocks", "index", place, 0, self._held(seq, layer) // layer.block_size - 1)
+        if places != sorted(set(places)):
+            raise ValueError(f"[evict_blocks] indices must ascend ({places})")
+        self._judge_eviction("evict_blocks", seq, len(places) * layer.block_size)
+        entries = seq.tables[layer.index].entries
+        for place in reversed(places):
+            for block in reversed(entries.pop(place)):
+                self._release_in(layer.arena, block)
+        if places:
+            self._lose_in(layer, seq, len(places) * layer.block_size, places[0])
+        self._chain("evict_blocks", layer.index, self._local(seq.handle), *places)
+
+    @public_call
+    def kv_len(self, handle: int, group: int = 0) -> int:
+        """Return how many tokens of a sequence have a slot in a group, or had one in a window."""
+        seq = self._one("kv_len", handle)
+        return self._held(seq, self.layers[args.integer("kv_len", "group", group, 0, len(self.layers) - 1)])
 
     # ---- what is read -------------------------------------------------------------------------------------
 
@@ -614,8 +731,18 @@ class GroupModel(StepModel):
         return np.array(shown, np.int32).reshape(-1, layer.columns)
 
     def _capacity(self, seq: Any) -> int:
-        rooms = [len(seq.tables[layer.index].entries) * layer.block_size for layer in self._with_entries]
+        tables = [(layer.block_size, seq.tables[layer.index]) for layer in self._with_entries]
+        rooms = [(len(table.entries) + table.evicted // size) * size for size, table in tables]
         return min(rooms, default=ceil_div(seq.num_tokens, self.block_size) * self.block_size)
+
+    def _rounded(self, tokens: int) -> int:
+        """The least capacity that has room for so many tokens: whole entries of the smallest block size."""
+        unit = min((layer.block_size for layer in self._with_entries), default=self.block_size)
+        return ceil_div(tokens, unit) * unit
+
+    def _num_entries(self, layer: Layers, table: Table, capacity: int) -> int:
+        """Entries of a table in a sequence of this capacity."""
+        return ceil_div(capacity, layer.block_size) - table.evicted // layer.block_size
 
     @public_call
     def capacity(self, handle: int) -> int:
@@ -637,7 +764,7 @@ class GroupModel(StepModel):
             tokens=tokens,
             capacity=capacity,
             fragmentation=1.0 - tokens / capacity if capacity else 0.0,
-            **one._figures(),
+            **one._figures() | {"evicted_tokens": self.arenas[0]._counters["evicted_tokens"]},
         )
 
     @property
@@ -664,7 +791,8 @@ class GroupModel(StepModel):
             "sequences": {
                 local(seq.handle): (
                     seq.num_tokens,
-                    [([list(entry) for entry in table.entries], table.epoch) for table in seq.tables],
+                    seq.point,
+                    [([list(entry) for entry in table.entries], table.epoch, table.evicted) for table in seq.tables],
                     [(local(parent), newest - now) for parent, newest in seq.ancestors],
                 )
                 for _, seq in sorted(self._sequences.items())
@@ -727,16 +855,19 @@ class GroupArrays:
         if layer.kind == "state":
             return
         self.copies = np.array([copy[1:] for copy in copies if copy[0] == layer.index], np.int32).reshape(-1, 3)
-        self.kv_starts = np.zeros(num_rows, np.int32)
+        self.kv_starts, self.kv_lens = np.zeros((2, num_rows), np.int32)
         for row, seq in enumerate(batch):
             entries = seq.tables[layer.index].entries
+            self.kv_lens[row] = seq.num_tokens - seq.tables[layer.index].evicted
             last_hole = max((i for i, entry in enumerate(entries) if entry == HOLE), default=-1)
             self.kv_starts[row] = (last_hole + 1) * layer.block_size
         if "slot_mapping" in self._plan.formats:
             self.slot_mapping = np.full((layer.columns, num_tokens), -1, np.int32)
             fresh = [(seq, p) for seq, n in zip(batch, new, strict=True) for p in range(seq.num_tokens)[-n:] if n]
-            for t, (seq, p) in enumerate(fresh):
-                entry = seq.tables[layer.index].entries[p // layer.block_size]
+            for t, (seq, position) in enumerate(fresh):
+                table = seq.tables[layer.index]
+                p = position - table.evicted
+                entry = table.entries[p // layer.block_size]
                 for column, block in enumerate(entry):
                     self.slot_mapping[column, t] = block * layer.block_size + p % layer.block_size
         self.dirty_rows = np.zeros(0, np.int32)

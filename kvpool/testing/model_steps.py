@@ -305,7 +305,7 @@ class StepModel(PrefixModel):
                 raise ValueError(f"[{call}] lens[{row}] is {length}, it must be in 0 .. {seq.num_tokens}")
 
     @public_call
-    def unshare(self, plan: ModelPlan, handles: Any, lens: Any, first: int = 0) -> None:
+    def unshare(self, plan: ModelPlan, handles: Any, lens: Any, first: int = 0, group: int = 0) -> None:
         """Replace every block that `compact` would refuse to rewrite by a copy; a step without tokens."""
         self._refuse_plan("unshare", plan)
         if plan.is_pending:
@@ -313,6 +313,7 @@ class StepModel(PrefixModel):
         names = args.handles("unshare", handles)
         lengths = args.per_row("unshare", "lens", lens, len(names), args.MIN_INT64)
         first = args.count("unshare", "first", first)
+        args.integer("unshare", "group", group, 0, 0)
         if len(names) > plan.limits.max_rows:
             raise CapacityExceeded(f"[unshare] {len(names)} rows, the plan's max_rows is {plan.limits.max_rows}")
         batch: list[Sequence] = []
@@ -361,11 +362,12 @@ class StepModel(PrefixModel):
         self._counters["evicted_tokens"] += n
 
     @public_call
-    def compact(self, handles: Any, lens: Any, first: int = 0) -> None:
+    def compact(self, handles: Any, lens: Any, first: int = 0, group: int = 0) -> None:
         """Keep `lens` tokens at the front of each table, the first `first` where they are."""
         names = args.handles("compact", handles, alone=True)
         lengths = args.per_row("compact", "lens", lens, len(names), args.MIN_INT64)
         first = args.count("compact", "first", first)
+        args.integer("compact", "group", group, 0, 0)
         batch = [self._sequence("compact", name) for name in names]
         for seq, length in zip(batch, lengths, strict=True):
             self._keep_lengths("compact", [seq], [length])
@@ -380,9 +382,10 @@ class StepModel(PrefixModel):
         self._chain("compact", *map(self._local, names), *lengths)
 
     @public_call
-    def evict_blocks(self, handle: int, indices: Any) -> None:
+    def evict_blocks(self, handle: int, indices: Any, group: int = 0) -> None:
         """Full blocks leave the table, by ascending index."""
         places = args.integers("evict_blocks", "indices", indices, ("int32", "int64"))
+        args.integer("evict_blocks", "group", group, 0, 0)
         seq = self._one("evict_blocks", handle)
         for place in places:
             args.integer("evict_blocks", "index", place, 0, seq.num_tokens // self.block_size - 1)
@@ -396,9 +399,11 @@ class StepModel(PrefixModel):
         self._chain("evict_blocks", self._local(seq.handle), *places)
 
     @public_call
-    def kv_len(self, handle: int) -> int:
+    def kv_len(self, handle: int, group: int = 0) -> int:
         """Return how many tokens of a sequence have a slot."""
-        return self._one("kv_len", handle).num_tokens
+        seq = self._one("kv_len", handle)
+        args.integer("kv_len", "group", group, 0, 0)
+        return seq.num_tokens
 
     # ---- guards and statistics ----------------------------------------------------------------------------
 

@@ -35,6 +35,9 @@ class WrongContent(AssertionError):
     """A step reads what its sequence has not computed."""
 
 
+Held = Callable[[int, int], list[int]]
+
+
 class Memory:
     """What all blocks and states hold."""
 
@@ -43,13 +46,18 @@ class Memory:
         self.tokens = {}  # (group's arena, column's block, offset) -> prefix
         self.states = {}  # (group, slot) -> prefix
 
-    def execute(self, plan: Any, pool: Any, handles: list[int], new: list[int], prefixes: list[Any]) -> None:
-        """Execute a plan; `prefixes` are (namespace, tokens) of each row after the step."""
+    def execute(
+        self, plan: Any, pool: Any, handles: list[int], new: list[int], prefixes: list[Any], held: Held
+    ) -> None:
+        """Execute a plan; `prefixes` are (namespace, tokens) of each row after the step.
+
+        ``held(handle, group)`` are the positions that a row has not lost, in the order of their places.
+        """
         for number, (group, arrays) in enumerate(zip(self.groups, plan.groups, strict=True)):
             if group.kind == "state":
                 for slot, *blocks in arrays.state_loads.tolist():
-                    held = {self.tokens.get((0, block, k)) for block in blocks for k in range(BLOCK_SIZE)}
-                    self.states[number, slot] = held.pop() if len(held) == 1 else None
+                    found = {self.tokens.get((0, block, k)) for block in blocks for k in range(BLOCK_SIZE)}
+                    self.states[number, slot] = found.pop() if len(found) == 1 else None
                 continue
             size = group.block_size or BLOCK_SIZE
             for src, dst, tokens in arrays.copies.tolist():
@@ -61,7 +69,7 @@ class Memory:
                 if group.kind == "state":
                     self._advance(number, arrays, row, n, (space, tuple(tokens[: length - n])), space, tokens[:length])
                 else:
-                    self._attend(number, group, arrays.block_tables[row], length, n, space, tokens)
+                    self._attend(number, group, arrays.block_tables[row], held(handle, number), n, space, tokens)
 
     def _advance(
         self, number: int, arrays: Any, row: int, n: int, before: Any, space: bytes, tokens: list[int]
@@ -76,18 +84,29 @@ class Memory:
             if slot == dst:
                 self.tokens |= {(0, block, k): (space, tuple(tokens)) for block in blocks for k in range(BLOCK_SIZE)}
 
+    def compact(self, number: int, table: list[list[int]], keep: list[int]) -> None:
+        """Tokens move to the front of a table."""
+        group = self.groups[number]
+        size = group.block_size or BLOCK_SIZE
+        moves = {
+            (group.arena, block, to % size): self.tokens.get((group.arena, table[place // size][column], place % size))
+            for to, place in enumerate(keep)
+            for column, block in enumerate(table[to // size])
+        }
+        self.tokens |= moves
+
     def _attend(
-        self, number: int, group: Group, table: Any, length: int, n: int, space: bytes, tokens: list[int]
+        self, number: int, group: Group, table: Any, held: list[int], n: int, space: bytes, tokens: list[int]
     ) -> None:
         size = group.block_size or BLOCK_SIZE
-        for p in range(length - n, length):
-            for block in table[p // size].tolist():
-                self.tokens[group.arena, block, p % size] = (space, tuple(tokens[: p + 1]))
-        for p in range(length - n, length):
+        for place in range(len(held) - n, len(held)):
+            for block in table[place // size].tolist():
+                self.tokens[group.arena, block, place % size] = (space, tuple(tokens[: held[place] + 1]))
+        for p in range(len(held) - n, len(held)):
             first = {"full": 0, "window": p - group.size + 1, "chunk": p - p % max(group.size, 1)}[group.kind]
             for q in (*range(min(group.keep, max(first, 0))), *range(max(first, 0), p + 1)):
                 for block in table[q // size].tolist():
-                    if self.tokens.get((group.arena, block, q % size)) != (space, tuple(tokens[: q + 1])):
+                    if self.tokens.get((group.arena, block, q % size)) != (space, tuple(tokens[: held[q] + 1])):
                         raise WrongContent(f"group {number}: block {block} does not hold position {q}")
 
 
@@ -104,6 +123,8 @@ class Program:
         self.in_order = options["in_order"]
         self.idle, self.pending = list(range(len(self.plans))), []
         self.rows = {}  # handle on the first pool -> (handles, namespace, tokens)
+        #: (handle on the first pool, group) -> positions that an eviction left, the length at which it did
+        self.left: dict[tuple[int, int], tuple[list[int], int]] = {}
         self.memory = Memory(self.groups)
         self.prompts = [[rng.randrange(3) for _ in range(48)] for _ in range(3)]
 
@@ -188,7 +209,7 @@ class Program:
         plans = self.plans[number]
         if self.each(lambda k, pool: pool.step(plans[k], self.handles(names, k), new)) is None:
             return
-        self.memory.execute(plans[0], pool, names, new, [self.rows[name][1:] for name in names])
+        self.memory.execute(plans[0], pool, names, new, [self.rows[name][1:] for name in names], self.held)
         for arrays in zip(*(plan.groups for plan in plans), strict=True):
             for name in ("state_loads", "state_saves"):
                 if hasattr(arrays[0], "state_src"):
@@ -225,6 +246,42 @@ class Program:
             if self.rng.random() < 0.5:
                 tokens = tokens[:length] + [self.rng.randrange(3) for _ in tokens[length:]]
             self.rows[children[0]] = (children, space, tokens)
+            self.left |= {(children[0], number): left for (row, number), left in self.left.items() if row == name}
+
+    def held(self, name: int, number: int) -> list[int]:
+        """The positions of a row that it has not lost in a group."""
+        positions, length = self.left.get((name, number), ([], 0))
+        return [*positions, *range(length, int(self.pools[0].num_tokens(name)))]
+
+    def do_evict(self) -> None:
+        """Tokens leave a group of a row: whole entries, or any of them."""
+        number, rng = self.rng.randrange(len(self.groups)), self.rng
+        if not self.rows or not self.idle:
+            return
+        name, group = rng.choice(sorted(self.rows)), self.groups[number]
+        size, held = group.block_size or BLOCK_SIZE, self.held(name, number)
+        if rng.random() < 0.4:
+            leaving = [index for index in range(len(held) // size) if rng.random() < 0.4]
+            stay = [place for place in range(len(held)) if place // size not in leaving]
+            left = self.each(lambda k, pool: pool.evict_blocks(self.handles([name], k)[0], leaving, number))
+            if left is not None and leaving:
+                self.left[name, number] = [held[place] for place in stay], int(self.pools[0].num_tokens(name))
+            return
+        plans, target = self.plans[self.idle[-1]], rng.randrange(len(held) + 1)
+        handles = [self.handles([name], k) for k in range(len(self.pools))]
+        if self.each(lambda k, pool: pool.unshare(plans[k], handles[k], target, group=number)) is None:
+            return
+        self.memory.execute(plans[0], self.pools[0], [name], [0], [self.rows[name][1:]], self.held)
+        if not self.in_order:
+            self.pending.append(self.idle.pop())
+        while self.pending:
+            self.do_done()
+        table = self.pools[0].table(name, number).tolist()
+        left = self.each(lambda k, pool: pool.compact(handles[k], target, group=number))
+        if left is not None and target < len(held):
+            keep = sorted(rng.sample(range(len(held)), target))
+            self.memory.compact(number, table, keep)
+            self.left[name, number] = [held[place] for place in keep], int(self.pools[0].num_tokens(name))
 
     def do_commit(self, name: int | None = None) -> None:
         if not self.rows:

@@ -19,6 +19,11 @@ def keys(tokens, layer, dim=8):
     return np.stack([np.random.default_rng([layer, token]).standard_normal((2, dim)) for token in tokens]).astype("f4")
 
 
+def test_manager_of_layers_that_differ_is_refused():
+    with pytest.raises(TypeError, match="a manager has one table; for layer groups make a Pool"):
+        KVBlockManager([SPEC, SPEC], 32)
+
+
 class Engine:
     """A manager with the history of every sequence."""
 

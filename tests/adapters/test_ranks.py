@@ -15,7 +15,7 @@ mx = pytest.importorskip("mlx.core", reason="the ranks talk through mlx")
 import launch as launch_module  # noqa: E402
 from launch import launch  # noqa: E402
 
-from kvpool import Pool  # noqa: E402
+from kvpool import Group, Plan, Pool  # noqa: E402
 from kvpool.adapters.ranks import RankLost, Ranks  # noqa: E402
 from kvpool.errors import OutOfBlocks  # noqa: E402
 
@@ -152,6 +152,23 @@ def test_step_of_one_rank_reraises_its_own_error():
         message = r"^\[step\] rank 0 of 1 lost another one in step 6: \[ring\] gone$"
         with pytest.raises(RankLost, match=message), ranks.step(pool):
             raise RuntimeError("[ring] gone")
+
+
+def test_ranks_see_a_layer_group_that_differs():
+    def pool():
+        return Pool(32, 4, seed=1, groups=[Group.full(), Group.full(columns=2), Group.state(4)])
+
+    one, other = pool(), pool()
+    with Ranks(mx.distributed.init(backend="any")) as ranks:
+        rows = [each.open() for each in (one, other)]
+        for each, seq in zip((one, other), rows, strict=True):
+            plan = Plan(each, 1, 9)
+            each.step(plan, [seq], 9)
+            each.done(plan)
+        assert ranks.agree(one) == ranks.agree(other)
+        one.compact(rows[0], 3, group=0)
+        other.compact(rows[1], 3, group=1)
+        assert ranks.agree(one) != ranks.agree(other)
 
 
 def mixed(ranks, pool, monkeypatch, batch):

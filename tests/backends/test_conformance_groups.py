@@ -204,6 +204,16 @@ class LayersOfAColumnAreOneLayer(GroupStorage):
         return super()._place(group, index)._replace(layer=0)
 
 
+class CompactsOneColumnOnly(GroupStorage):
+    def compact(self, group, table, keep):
+        super().compact(group, np.repeat(table[:, :1], table.shape[1], axis=1), keep)
+
+
+class CountsWhatWasEvicted(GroupStorage):
+    def _cut(self, number, lens, starts, evicted):
+        return super()._cut(number, lens + evicted, starts, 0 * evicted)
+
+
 class SavesStatesInAscendingBlocks(GroupStorage):
     def save_states(self, group, slots, blocks):
         super().save_states(group, slots, np.sort(blocks, axis=1))
@@ -217,6 +227,8 @@ class DropsTheLastBlockOfABundle(GroupStorage):
 
 STORAGE_FAULTS = {
     SecondColumnIsTheFirst: "groups_equal_dense_attention",
+    CompactsOneColumnOnly: "groups_equal_dense_attention",
+    CountsWhatWasEvicted: "groups_equal_dense_attention",
     IgnoresWhatAWindowKeeps: "groups_equal_dense_attention",
     CountsTheGap: "gaps_in_tables_are_not_read",
     ForgetsTheWindow: "gaps_in_tables_are_not_read",

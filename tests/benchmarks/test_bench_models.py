@@ -13,6 +13,7 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_models import on_cpu
 
 from benchmarks.models import capacity, command, gates, held, report, subjects, times
+from benchmarks.models.kept import Kept
 from benchmarks.models.subjects import Beside
 from kvpool.adapters.mlx_lm import install
 from kvpool.adapters.mlx_lm.cache_hook import Hook
@@ -78,13 +79,13 @@ def test_bytes_of_a_class_without_batches_are_those_of_a_run(name):
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_bytes_of_a_kind_of_cache_are_at_most_those_of_mlx_lm(name):
-    gate = gates.bytes_gate([name])
+    gate = gates.bytes_gate([name], Kept(None, 0, print))
     print(gate)
     assert gate.holds and gate.value > 0.9
 
 
 def test_bytes_of_every_file_are_at_most_those_of_mlx_lm():
-    gate = gates.bytes_gate(subjects.FILES)
+    gate = gates.bytes_gate(subjects.FILES, Kept(None, 0, print))
     print(gate)
     assert gate.holds
 
@@ -92,7 +93,7 @@ def test_bytes_of_every_file_are_at_most_those_of_mlx_lm():
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
 def test_windows_that_keep_every_token_miss_the_gate_of_bytes(name, monkeypatch):
     monkeypatch.setattr(held, "layout_of", lambda shape, size, keeps_all: layout_of(shape, size, keeps_all=True))
-    assert not gates.bytes_gate([name]).holds
+    assert not gates.bytes_gate([name], Kept(None, 0, print)).holds
 
 
 # --------------------------------------------------------------------------------------------------- capacity
@@ -115,15 +116,40 @@ def test_windows_that_keep_every_token_miss_the_gate_of_capacity(monkeypatch):
 @pytest.mark.parametrize(("seconds", "holds"), [(1.19, True), (1.21, False)])
 def test_gate_of_time_judges_a_step_and_a_chunk_by_their_ratio_to_stock(monkeypatch, seconds, holds):
     monkeypatch.setattr(subjects, "medium", subjects.tiny)
-    for name in ("decode", "chunk"):
-        monkeypatch.setattr(times, name, lambda kv, num_rows, repetitions: Beside(1.0, seconds))
-    found = list(gates.time_gates("lfm2", [1, 2], 1, print))
+    monkeypatch.setattr(times, "measure", lambda kv, num_rows, repetitions: (Beside(1.0, seconds),) * 2)
+    found = list(gates.time_gates("lfm2", [1, 2], 1, Kept(None, 1, print)))
     assert len(found) == 8 and all(gate.holds == holds for gate in found)
+
+
+def test_run_that_was_ended_is_continued(monkeypatch, tmp_path):
+    made, file = [], tmp_path / "gates.jsonl"
+
+    def measure(kv, num_rows, repetitions):
+        made.append(num_rows)
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        return Beside(1.0, len(made)), Beside(1.0, len(made))
+
+    def decided(repetitions):
+        said = []
+        kept = Kept(file, repetitions, said.append)
+        return list(gates.time_gates("lfm2", [1, 2], repetitions, kept)), said
+
+    monkeypatch.setattr(subjects, "medium", subjects.tiny)
+    monkeypatch.setattr(times, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        decided(1)
+    file.write_text(file.read_text() + '{"name": "deco')  # and in the middle of a line
+    found, said = decided(1)
+    assert made == [1, 2, 1, 1, 2] and [gate.value for gate in found] == [1, 1, 2, 2, 4, 4, 5, 5]
+    assert [line.partition(":")[0] for line in said] == [gate.name for gate in found]
+    assert decided(1)[0] == found and len(made) == 5
+    assert decided(2)[0] != found and len(made) == 9
 
 
 def test_times_are_those_of_two_caches_of_one_model():
     with times.installed(subjects.tiny("lfm2"), 2, 3) as kv:
-        measured = [times.decode(kv, 2, 3), times.chunk(kv, 2, 3)]
+        measured = times.measure(kv, 2, 3)
         gc.collect()
         assert all(0 < one.stock < 60 and 0 < one.pool < 60 for one in measured)
         assert kv.summary().sequences == 0 and kv.summary().blocks_peak >= 2 * times.CHUNK // 16

@@ -645,9 +645,9 @@ def test_close_finished(full_and_window):
 
 @pytest.mark.parametrize("call", [
     lambda pool, plan, handle: pool.open([1, 2, 3]),
-    lambda pool, plan, handle: pool.unshare(plan, [handle], 0),
-    lambda pool, plan, handle: pool.compact(handle, 0),
-    lambda pool, plan, handle: pool.evict_blocks(handle, [0]),
+    lambda pool, plan, handle: pool.unshare(plan, [handle], 0, group=1),
+    lambda pool, plan, handle: pool.compact(handle, 0, group=1),
+    lambda pool, plan, handle: pool.evict_blocks(handle, [0], group=1),
     lambda pool, plan, handle: pool.table(handle, 2),
     lambda pool, plan, handle: pool.table(handle, -1),
 ])  # fmt: skip

@@ -322,9 +322,11 @@ def test_calls_that_groups_refuse(make):
     seq = pool.open()
     for call in (
         lambda: pool.open([1, 2, 3]),
-        lambda: pool.unshare(plan, [seq], 0),
-        lambda: pool.compact(seq, 0),
-        lambda: pool.evict_blocks(seq, []),
+        lambda: pool.unshare(plan, [seq], 0, group=1),
+        lambda: pool.compact(seq, 0, group=1),
+        lambda: pool.evict_blocks(seq, [], 1),
+        lambda: pool.evict_blocks(seq, [], 2),
+        lambda: pool.kv_len(seq, -1),
     ):
         with pytest.raises(ValueError):
             call()

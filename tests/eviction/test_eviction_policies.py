@@ -31,18 +31,21 @@ def draw(seed, rows, length):
 
 
 @pytest.mark.parametrize(
-    ("groups", "words"),
+    ("groups", "group", "words"),
     [
-        ([Group.full(), Group.window(8)], "the pool has 2 layer groups, tokens leave pools of one table only"),
-        ([Group.window(8), Group.state(4)], r"the pool has no full group \(window, state\), tokens leave full"),
+        ([Group.window(8), Group.full()], 0, "group 0 is a window, which lets go by itself: .* 1 is one"),
+        ([Group.full(), Group.window(8)], 2, r"group is out of range \(2\), it must be in 0 .. 1"),
+        ([Group.full(), Group.window(8)], -1, r"group is out of range \(-1\)"),
+        (None, 1, r"group is out of range \(1\), it must be in 0 .. 0"),
+        ([Group.window(8), Group.state(4)], 0, r"the pool has no full group \(window, state\), tokens leave full"),
     ],
 )
-def test_evictor_refuses_a_pool_with_layer_groups(groups, words):
+def test_evictor_refuses_a_group_that_is_not_full(groups, group, words):
     class Backend:
         """It is not looked at."""
 
     with pytest.raises(ValueError, match=rf"\[Evictor\] {words}"):
-        Evictor(SlidingWindow(max_kv=16), Pool(16, 4, groups=groups), Backend())
+        Evictor(SlidingWindow(max_kv=16), Pool(16, 4, groups=groups), Backend(), group=group)
 
 
 def test_advice_is_a_quarter_and_half_of_that():

@@ -210,15 +210,52 @@ class ResetKeepsNotes(Faulty):
             arena._dropped = dropped
 
 
+class SharedCompacted(Faulty):
+    def _not_own(self, seq, layer, length, first, before):
+        return []
+
+
+class LengthsForgetEviction(Faulty):
+    def _lose_in(self, layer, seq, n, left):
+        super()._lose_in(layer, seq, n, left)
+        seq.tables[layer.index].evicted -= 1 if n % layer.block_size else 0
+
+
+class ForksForgetEviction(Faulty):
+    def fork(self, handle, n=1):
+        children = super().fork(handle, n)
+        for child in children:
+            for table in self._sequence("fork", int(child)).tables:
+                table.evicted = 0
+        return children
+
+
+class UpdatesForgetEviction(Faulty):
+    def _lose_in(self, layer, seq, n, left):
+        super()._lose_in(layer, seq, n, len(seq.tables[layer.index].told))
+
+
+class PointForgotten(Faulty):
+    def _lose_in(self, layer, seq, n, left):
+        super()._lose_in(layer, seq, n, left)
+        seq.point = 0
+
+
+class WindowsLoseTokens(Faulty):
+    def _full_layers(self, call, group):
+        return self.layers[group] if self.layers[group].kind == "window" else super()._full_layers(call, group)
+
+
 #: Faults after which a query reads the wrong content, or blocks are lost: found without another pool.
 OF_CONTENT = (
     *(WindowOffByOne, ChunkOffByOne, LetsGoWhenIssued, NoLimbo, StateShared, WrongArena, ColumnLeftBehind),
     *(ColumnNotReplaced, ColumnNotCopied, LookaheadForgotten, KeepForgotten, FloorForgotten),
     *(EarlierPlanSeesLaterTables, StateFreedWhenIssued, StateKeptByRollback),
     *(UpdatesForgetRollback, UpdatesForgetHoles, UpdatesForgetCut),
+    *(SharedCompacted, LengthsForgetEviction, ForksForgetEviction, UpdatesForgetEviction),
 )
 #: Faults that only another pool tells.
 OF_ORDER = (
-    *(NamesArena0, EpochStays, LetsGoDescending, RoomOfStatesNotRounded),
+    *(NamesArena0, EpochStays, LetsGoDescending, RoomOfStatesNotRounded, PointForgotten, WindowsLoseTokens),
     *(CachedWrittenInPlace, HeldBlocksLeave, OneArenaForAllCalls, ResetKeepsNotes),
 )

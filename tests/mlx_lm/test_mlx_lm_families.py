@@ -12,7 +12,7 @@ from mlx_lm.models.cache import ArraysCache, LRUPromptCache, make_prompt_cache
 from mlx_models import assert_all_free, on_cpu
 
 from kvpool import OutOfBlocks, Pool
-from kvpool.adapters.mlx_lm import calls, install, tiny_families
+from kvpool.adapters.mlx_lm import Engine, calls, install, tiny_families
 from kvpool.adapters.mlx_lm.layout import arrays_of_an_arena
 from kvpool.adapters.mlx_lm.shapes import leaves_of
 from kvpool.eviction import SlidingWindow
@@ -307,8 +307,8 @@ def test_what_layer_groups_cannot_do_is_said_at_install(caplog):
         model = family("qwen3_5")
         with pytest.raises(ValueError, match=r"pool has the layer groups none, this model needs full"):
             install(model, pool=Pool(50, 8))
-        with pytest.raises(ValueError, match=r"\[install\] eviction needs layers that keep every token"):
-            install_on_cpu(model, eviction=SlidingWindow(max_kv=64))
+        with pytest.raises(ValueError, match=r"\[Engine\] eviction needs layers that keep every token"):
+            Engine(model, 50, eviction=SlidingWindow(max_kv=64))
         with caplog.at_level(logging.WARNING):
             assert install_on_cpu(model, prefix_cache=True).prefix_cache and not caplog.text
             kv = install_on_cpu(family("deepseek_v41"), prefix_cache=True)

@@ -43,6 +43,8 @@ class Forward:
         Which of the B * N input positions are real tokens; None when all are.
     eviction : kvpool.eviction.Evictor, optional
         Receives the attention scores of the layers.
+    first_layer : int
+        Number of the backend's layer 0 for `eviction`.
     is_fused : bool
         Whether the layers attend over the pool.
     defers : bool
@@ -69,6 +71,7 @@ class Forward:
         *,
         columns: mx.array | None = None,
         eviction: Any = None,
+        first_layer: int = 0,
         is_fused: bool = False,
         defers: bool = False,
         stores: bool = True,
@@ -78,6 +81,8 @@ class Forward:
         self.shape = shape
         self.columns = columns
         self.eviction = eviction
+        self.first_layer = first_layer
+        self._observed: Any = None  # what the backend prepared of the queries that `eviction` looks at
         self.is_fused = is_fused
         self.defers = defers
         self.stores = stores
@@ -99,6 +104,13 @@ class Forward:
             self._late = layer, k, v
         else:
             self.backend.write(self.step, layer, k, v)
+
+    def observed_step(self) -> Any:
+        """Return a step of the queries that `eviction` looks at, each in a row of its own. Made once."""
+        if self._observed is None:
+            arrays = StepArrays.of_queries(self.plan, self.eviction.observed.queries)
+            self._observed = self.backend.prepare(arrays)
+        return self._observed
 
     def flush(self, *others: mx.array) -> None:
         """Store the keys and values that `put` deferred, if any. Evaluate `others` with them."""
@@ -242,10 +254,10 @@ class PagedContext(_Placeholder):
         if kind is None or eviction.observed is not None:
             out: Any = backend.attend(forward.step, self.layer, q, scale, options=options)
             if kind is not None:
-                eviction.observe(self.layer, self._scores(q, eviction.observed, scale, options))
+                eviction.observe(forward.first_layer + self.layer, self._scores(q, eviction.observed, scale, options))
         else:
             out, scores = backend.attend(forward.step, self.layer, q, scale, options=options, scores=kind)
-            eviction.observe(self.layer, scores)
+            eviction.observe(forward.first_layer + self.layer, scores)
         if columns is not None:  # the result of padding columns is 0
             padded = mx.zeros((num_rows * num_columns, *out.shape[1:]), out.dtype)
             padded[columns] = out
@@ -254,11 +266,10 @@ class PagedContext(_Placeholder):
 
     def _scores(self, q: mx.array, observed: Any, scale: float, options: AttentionOptions | None) -> mx.array:
         """Return the scores of some queries of the pass, ``[R, Hk, C]``: a second attention, one row per query."""
-        forward, backend = self.forward, self.forward.backend
-        if observed.step is None:
-            observed.step = backend.prepare(StepArrays.of_queries(forward.plan, observed.queries))
+        forward = self.forward
         chosen, kind = q[mx.array(observed.queries)], forward.eviction.policy.scores
-        _, scores = backend.attend(observed.step, self.layer, chosen, scale, options=options, scores=kind)
+        step = forward.observed_step()
+        _, scores = forward.backend.attend(step, self.layer, chosen, scale, options=options, scores=kind)
         return scores
 
 

@@ -241,7 +241,7 @@ class Batch:
         self.passes.undo()
         if self.is_merged:
             self.passes.stop_engines()
-        self.is_torn = self.eviction is not None and self._has_lost_tokens()
+        self.is_torn = self.eviction is not None and self.eviction.is_torn
 
     # ------------------------------------------------------------------------------------------ a hooked call
 
@@ -260,12 +260,17 @@ class Batch:
         They begin in columns `first` of an input with `num_columns` columns.
         """
         self._end_pass()
-        before, num_rows = self.rows, len(self.handles)
+        num_rows = len(self.handles)
         plan, after, new = self._step(new)
+        before = self.rows
         try:
             self._load(plan)
-            how: dict[str, Any] = {"first": first, "defers": self.passes.defers}
+            how: dict[str, Any] = {"first": first, "eviction": self.eviction, "defers": self.passes.defers}
             turn = Turn(self.passes, plan, before, after, new, num_columns, self.is_merged, **how)
+            if self.eviction is not None:
+                groups = plan.groups
+                lens = after.lens if groups is None else np.array(groups[self.eviction.group].kv_lens, np.int64)
+                self.eviction.begin_pass(lens, new)
         except BaseException:
             self._take_back()
             raise
@@ -310,12 +315,6 @@ class Batch:
             layout = self.passes.layout
             self.held = chosen(layout, joined(layout, [(self.held, num_rows), (held, len(slots))]), index)
 
-    def _has_lost_tokens(self) -> bool:
-        """Whether the pool has evicted tokens that `rows` still counts: the rest was not moved."""
-        lens = zip(self.handles, self.rows.lens.tolist(), strict=True)
-        with self.passes.lock:
-            return any(handle != NOT_OPENED and self.passes.pool.kv_len(handle) != n for handle, n in lens)
-
     def _spread(self, num_rows: int) -> None:
         """Give an empty, unmerged cache `num_rows` rows. mlx-lm's caches take input of any number of rows, too."""
         if self.is_merged or self.rows.lens.any():
@@ -332,7 +331,8 @@ class Batch:
             self.eviction = self._evicting(self.eviction.policy)
 
     def _evicting(self, policy: Policy) -> Eviction:
-        return Eviction(policy, self.passes.pool, self.passes.backend, len(self.handles))
+        passes, place = self.passes, self.passes.layout.evicting("make_cache", policy)
+        return Eviction(policy, passes.pool, passes.backends[place.storage], len(self.handles), place.group)
 
     def _open_all(self) -> None:
         for row, handle in enumerate(self.handles):
@@ -431,7 +431,7 @@ class Batch:
                 logical = lens + self.rows.gone
                 self.passes.pool.truncate(np.array(self.handles, np.int64)[opened], logical[opened])
         if self.eviction is not None:
-            self.eviction.truncate(lens)
+            self.eviction.truncate(self.handles)
         self.known = [
             known._replace(num_tokens=min(known.num_tokens, n))
             for known, n in zip(self.known, lens.tolist(), strict=True)
@@ -730,7 +730,10 @@ class PagedKVCache:
 
     def is_trimmable(self) -> bool:
         """Whether any number of tokens can be dropped: nothing was evicted or let go, and no layer has a state."""
-        rows, layout = self._seen(), self._batch.passes.layout
+        rows, batch = self._seen(), self._batch
+        layout, eviction = batch.passes.layout, batch.eviction
+        if layout.groups and eviction is not None and (eviction.held(batch.handles) < rows.lens).any():
+            return False
         return not (rows.gone.any() or layout.held or rows.lens.max(initial=0) > layout.least_bound)
 
     def trim(self, n: int) -> int:

@@ -192,17 +192,28 @@ class Part:
             return int(seen.lens[self.rows[0]] + seen.gone[self.rows[0]])
         return seen.offsets if self.is_whole else seen.offsets[mx.array(self.rows.astype(np.int32))]
 
+    def held(self, group: int) -> np.ndarray:
+        """Return how many tokens of each row the group shows before the pass: without those in front of `starts`."""
+        turn = self.turn
+        if not turn.starts:
+            return self.lens
+        kv_lens = np.asarray(turn.plan.groups[group].kv_lens, np.int64)
+        return (kv_lens - turn.starts[group])[self.rows] - self.new
+
     def forward(self, storage: int, group: int, column: int) -> Forward:
         """Return the forward pass of one column of a group."""
         key = group, column
         if key not in self._forwards:
             turn, arrays = self.turn, self.turn.arrays(group, column)
+            backend = turn.passes.backends[storage]
+            evicts = turn.eviction is not None and turn.eviction.group == group
             self._forwards[key] = Forward(
-                turn.passes.backends[storage],
+                backend,
                 arrays if self.is_whole else StepArrays.rows_of(arrays, self.rows),
                 self.shape,
                 columns=self._real,
-                eviction=turn.eviction,
+                eviction=turn.eviction if evicts else None,
+                first_layer=column * backend.spec.num_layers,
                 is_fused=self.is_fused,
                 defers=turn.defers,
                 stores=turn.queries is None,
@@ -265,8 +276,7 @@ class LayerCache:
         part, window = self.part, self._window
         if part.is_fused:
             return PagedMask(window_size, window)
-        starts = part.starts(self._place.group)
-        return causal_mask(part.lens - starts, part.new, N, window_size, return_array, held=window)
+        return causal_mask(part.held(self._place.group), part.new, N, window_size, return_array, held=window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Store this layer's K ``[R, Hk, N, D]`` and V, return the contexts that the pool holds.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.adapters.mlx_lm.cache_hook import Hook
-from kvpool.adapters.mlx_lm.passes import Passes
+from kvpool.adapters.mlx_lm.passes import NOT_OPENED, Passes
 from kvpool.eviction import Evictor, Policy, check_backend
 
 
@@ -43,18 +43,20 @@ def check_policy(policy: Any, passes: Passes, route: str, call: str = "make_cach
     ------
     TypeError, ValueError
         Not a policy; or one that needs scores where route or backend have none, that moves tokens where the backend
-        cannot, or that needs smaller blocks.
+        cannot, or that needs smaller blocks. A model without full attention, or with full layers of several shapes.
     """
     if policy is None:
         return None
     if not isinstance(policy, Policy):
         raise TypeError(f"[{call}] eviction must be a policy of kvpool.eviction, not {type(policy).__name__}")
-    if passes.is_called:
+    layout = passes.layout
+    backend = passes.backends[layout.evicting(call, policy).storage]
+    check_backend(policy, backend.capabilities, backend.spec.block_size)
+    if policy.scores is not None and (layout.held or layout.is_apart):
         raise ValueError(
-            f"[{call}] {type(policy).__name__} evicts, this model's layers are in groups or its rows run apart: "
-            "give eviction to install"
+            f"[{call}] {type(policy).__name__} needs scores of all rows in one pass, rows of this model run apart: "
+            "SlidingWindow needs none"
         )
-    check_backend(policy, passes.backend.capabilities, passes.backend.spec.block_size)
     if policy.scores is not None and not passes.sites:
         raise ValueError(f"[{call}] {type(policy).__name__} needs scores, and this model's route is {route}")
     return policy
@@ -72,7 +74,15 @@ def blocks_at_most(policy: Policy, tokens: int, chunk: int, block_size: int) -> 
 
 
 class Eviction(Evictor):
-    """The eviction state of one `Batch`: the policy, its memory, and the scores of the last pass."""
+    """The eviction state of one `Batch`: the policy, its memory, and the scores of the last pass.
+
+    Attributes
+    ----------
+    is_torn : bool
+        An eviction failed half-way: what its rows hold cannot be read any more.
+    """
+
+    is_torn = False
 
     # ------------------------------------------------------------------------------------------- rows
 
@@ -89,10 +99,15 @@ class Eviction(Evictor):
         self.settle()
         self.memory.keep_rows(rows)
 
-    def truncate(self, lens: np.ndarray) -> None:
-        """Shorten the rows to `lens` tokens."""
+    def truncate(self, handles: Sequence[int]) -> None:
+        """The pool has shortened the rows."""
         self.settle()
-        self.memory.truncate(lens)
+        self.memory.truncate(self.held(handles))
+
+    def held(self, handles: Sequence[int]) -> np.ndarray:
+        """Return how many tokens each row holds where tokens are evicted, int64 ``[B]``."""
+        kv_len = self.pool.kv_len
+        return np.array([0 if handle == NOT_OPENED else kv_len(handle, self.group) for handle in handles], np.int64)
 
     # ------------------------------------------------------------------------------------------- a pass
 
@@ -103,15 +118,24 @@ class Eviction(Evictor):
     def run(self, handles: Sequence[int], lens: np.ndarray, gone: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Evict tokens of rows above their budget, before a pass. Return lengths and evicted tokens per row.
 
+        With layer groups both are as before: lengths count what the other groups hold.
+
         Raises
         ------
         OutOfBlocks
             There are no blocks for copies of shared ones. Nothing has changed.
         """
         self.settle()
-        after = self.lens_after(lens)
-        rows = np.flatnonzero(after < lens)
+        held = self.held(handles)
+        after = self.lens_after(held)
+        rows = np.flatnonzero(after < held)
         if not rows.size:
             return lens, gone
-        self.evict([handles[row] for row in rows.tolist()], rows, lens[rows], after[rows], (lens + gone)[rows])
+        try:
+            self.evict([handles[row] for row in rows.tolist()], rows, held[rows], after[rows], (lens + gone)[rows])
+        except BaseException:
+            self.is_torn = bool((self.held(handles) != held).any())
+            raise
+        if self.pool.options.groups is not None:
+            return lens, gone
         return after, gone + lens - after

@@ -104,9 +104,9 @@ def install(
     storage = partial(make_storage, backend=backend, kernels=kernels, overlap=overlap)
     size = block_size if pool is None else pool.block_size
     layout = _layout(inspect_model(model), size, pool, prefix_cache, eviction, storage, quantization)
-    prefix_cache = prefix_cache and layout.can_restore
+    prefix_cache = prefix_cache and layout.can_restore and not (eviction and layout.groups)
     if num_blocks is not None:
-        pool = layout.make_pool(num_blocks, block_size, max_seqs, prefix_cache)
+        pool = layout.make_pool(num_blocks, block_size, max_seqs, prefix_cache, eviction is not None)
     paged = partial(_paged, model, layout, storage)
     sites, why = _choose_route(paged, model, layout, fused)
     return paged(pool, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=eviction)
@@ -152,15 +152,15 @@ def _layout(
     block_size: int,
     pool: Any,
     prefix_cache: bool,
-    eviction: Policy | None,
+    eviction: Any,
     storage: Callable[..., KVBackend],
     quantization: dict[str, int | None],
 ) -> Layout:
-    """Return how the caches of a model are held: in one table where eviction or a given pool needs it."""
-    keeps_all = eviction is not None or (pool is not None and pool.options.groups is None)
-    if eviction is not None:
-        require_evictable(model, eviction, "install")
+    """Return how the caches of a model are held: in one table where a given pool needs it."""
+    keeps_all = pool is not None and pool.options.groups is None
     layout = layout_on(storage, model, block_size, keeps_all, **quantization)
+    if isinstance(eviction, Policy):
+        layout.evicting("install", eviction)
     if pool is not None:
         layout.require_pool(pool)
     unknown = sorted({leaf.name for leaf in layout.leaves if leaf.kind == "opaque"})
@@ -171,7 +171,7 @@ def _layout(
 
 
 def require_evictable(model: ModelShape, eviction: Policy, call: str) -> None:
-    """Raise ValueError unless one table can hold all layers of a model: eviction takes tokens out of it."""
+    """Raise ValueError unless one table can hold all layers of a model: a scheduler evicts from one table."""
     if model.is_apart or not model.is_uniform:
         raise ValueError(
             f"[{call}] eviction needs layers that keep every token in one shape, and rows that share a pass: "

@@ -112,14 +112,37 @@ class Layout:
         """The length up to which no layer lets tokens go."""
         return min((group.size for group in self.groups if group.kind in ("window", "chunk")), default=2**62)
 
+    def evicting(self, call: str, policy: Any) -> Place:
+        """Return the place of the first layer of the group that a policy evicts from.
+
+        Raises
+        ------
+        ValueError
+            No group is full, or several are.
+        """
+        if not self.groups:
+            return Place(0, 0, 0, 0)
+        full = [i for i, group in enumerate(self.groups) if group.kind == "full"]
+        if len(full) != 1:
+            found = f"{len(full)} shapes of layers" if full else "no layer"
+            why = "tokens leave one group" if full else "windows, chunks and states let go by themselves"
+            raise ValueError(
+                f"[{call}] {type(policy).__name__} evicts from full attention, this model has {found} that keeps every "
+                f"token, {why}: {self.model.describe()}"
+            )
+        return Place(full[0], 0, self.storage_of[full[0]], 0)
+
     def columns(self, arena: int) -> int:
         """Return the blocks of an arena that one block of tokens takes in all its groups."""
         return sum(group.columns for group in self.groups if group.kind != "state" and group.arena == arena) or 1
 
-    def make_pool(self, num_blocks: int, block_size: int, max_seqs: int, prefix_cache: bool = False) -> Any:
+    def make_pool(
+        self, num_blocks: int, block_size: int, max_seqs: int, prefix_cache: bool = False, evicts: bool = False
+    ) -> Any:
         """Return a pool with room for `num_blocks` blocks of tokens in all layers, if nothing were let go.
 
-        A prefix cache is of use where `can_restore`, and a checkpoint is smaller than the pool.
+        A prefix cache is of use where `can_restore`, and a checkpoint is smaller than the pool. `evicts`: a sequence
+        may be longer than what it holds.
         """
         if not self.groups:
             return kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, prefix_cache=prefix_cache)
@@ -134,7 +157,7 @@ class Layout:
                 group = replace(group, num_blocks=sizes[group.arena])
             groups.append(group)
         longest = num_blocks - 1
-        if all(group.kind != "full" for group in self.groups):
+        if evicts or all(group.kind != "full" for group in self.groups):
             longest = max(longest, -(-MAX_TOKENS // block_size))
         bounded = [group.size for group in self.groups if group.kind in ("window", "chunk")]
         return kvpool.Pool(
@@ -173,7 +196,7 @@ def layout_of(
     Parameters
     ----------
     keeps_all : bool
-        In one table where that is possible, also if it keeps tokens that windows do not see. Eviction needs it.
+        In one table where that is possible, also if it keeps tokens that windows do not see.
     is_shared : bool
         Layers of several shapes share an arena where their bytes agree. The backend must have the layout "block".
     quantization

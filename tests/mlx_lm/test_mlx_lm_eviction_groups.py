@@ -1,0 +1,176 @@
+"""Eviction in models with windows and states: tokens leave the full layers, the others let go by themselves."""
+
+import copy
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_models import (
+    VOCAB,
+    assert_all_free,
+    batch_tokens,
+    on_cpu,
+    random_prompts,
+    solo_tokens,
+    tiny_gemma3,
+    tiny_gpt_oss,
+    tiny_sliding_llama,
+)
+
+from kvpool.adapters.mlx_lm import EngineStopped, install, make_cache, tiny_families
+from kvpool.eviction import H2O, BlockEviction, SlidingWindow
+
+LONG = pytest.mark.long
+MAKERS = {"gemma3": tiny_gemma3, "gpt_oss": tiny_gpt_oss, "sliding llama": tiny_sliding_llama}
+POLICIES = {
+    "window": SlidingWindow(max_kv=24, sink=3),
+    "h2o": H2O(max_kv=24, kind="raw"),
+    "h2o mass": H2O(max_kv=24, kind="mass", slack=5),
+    "blocks": BlockEviction(max_kv=24, recent_tokens=6),
+}
+PROMPT = random_prompts([37])[0]
+TOKENS = 50
+
+
+@pytest.fixture(scope="module", params=["gemma3", *(pytest.param(name, marks=LONG) for name in list(MAKERS)[1:])])
+def model(request):
+    with on_cpu():
+        return MAKERS[request.param]()
+
+
+@pytest.fixture(params=["window", "h2o", *(pytest.param(name, marks=LONG) for name in list(POLICIES)[2:])])
+def policy(request):
+    return POLICIES[request.param]
+
+
+def tiny(name):
+    model = tiny_families.build(name, tiny_families.config_of(name, VOCAB))
+    tiny_families.randomize(model)
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+def group_of(kv):
+    """The number of the full group."""
+    return [group.kind for group in kv.layout.groups].index("full")
+
+
+class Dense(KVCache):
+    """A stock cache that keeps the sinks and the newest tokens, as `SlidingWindow` says, by plain slices."""
+
+    policy = POLICIES["window"]
+
+    def update_and_fetch(self, keys, values):
+        held = 0 if self.keys is None else self.keys.shape[2]
+        new = keys.shape[2]
+        if held >= self.policy.max_kv:
+            recent = int(self.policy.lens_after(np.array([held]), 4)[0]) - self.policy.sink
+            parts = [(x[:, :, : self.policy.sink], x[:, :, held - recent :]) for x in (self.keys, self.values)]
+            self.keys, self.values = (mx.concatenate(pair, axis=2) for pair in parts)
+        if self.keys is not None:
+            keys = mx.concatenate([self.keys, keys], axis=2)
+            values = mx.concatenate([self.values, values], axis=2)
+        self.offset += new
+        self.keys, self.values = keys, values
+        return keys, values
+
+    def make_mask(self, N, return_array=False, window_size=None):
+        if N == 1:
+            return None
+        held = 0 if self.keys is None else self.keys.shape[2]
+        held = int(self.policy.lens_after(np.array([held]), 4)[0])
+        return mx.arange(held + N)[None] <= mx.arange(held, held + N)[:, None]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_window_model_says_what_stock_says_whose_full_layers_slide(model, fused):
+    with on_cpu():
+        stock = [Dense() if type(cache) is KVCache else cache for cache in model.make_cache()]
+        assert {type(cache) for cache in stock} == {Dense, RotatingKVCache}
+        due = solo_tokens(model, PROMPT, TOKENS, prompt_cache=stock)
+        whole = solo_tokens(model, PROMPT, TOKENS)
+        with install(model, 200, block_size=4, fused=fused, eviction=POLICIES["window"]) as kv:
+            caches = kv.make_cache()
+            assert solo_tokens(model, PROMPT, TOKENS, prompt_cache=caches) == due != whole
+            assert solo_tokens(model, PROMPT, TOKENS, prompt_cache=kv.make_cache(SlidingWindow(max_kv=999))) == whole
+            caches[0].discard()
+            assert_all_free(kv)
+
+
+def test_budget_holds_in_the_full_layers_alone(model, policy):
+    with on_cpu(), install(model, 40, block_size=4, eviction=policy) as kv:
+        full, caches = group_of(kv), kv.make_cache()
+        solo_tokens(model, PROMPT, 160, prompt_cache=caches)  # more than the pool has room for
+        (handle,) = caches[0].batch.handles
+        assert caches[0].offset == kv.pool.num_tokens(handle) == len(PROMPT) + 160 > 40 * 4
+        assert kv.pool.kv_len(handle, full) <= policy.max_kv
+        for g, group in enumerate(kv.layout.groups):
+            held = (kv.pool.table(handle, g) > 0).all(axis=1).sum()
+            assert held <= -(-(policy.max_kv if g == full else group.size + kv.pool.options.lookahead) // 4) + 2
+            assert g == full or kv.pool.kv_len(handle, g) == caches[0].offset
+        assert not caches[0].is_trimmable()
+        with pytest.raises(ValueError, match=r"\[truncate\]"):
+            caches[0].trim(30)
+
+
+def test_rows_of_a_batch_say_what_each_says_alone(model, policy):
+    prompts = random_prompts((33, 5, 21), seed=3)
+    limits = [20, 40, 8]
+    with on_cpu(), install(model, 400, block_size=4, eviction=policy) as kv:
+        alone = [batch_tokens(model, [prompt], n)[0] for prompt, n in zip(prompts, limits, strict=True)]
+        assert batch_tokens(model, prompts, limits, prefill_batch_size=1) == alone
+        kv.eviction = None
+        assert batch_tokens(model, prompts, limits) != alone
+        assert_all_free(kv)
+
+
+def test_fork_of_an_evicted_sequence_goes_its_own_way(model, policy):
+    with on_cpu(), install(model, 400, block_size=4) as kv:
+        caches = make_cache(model, policy)
+        solo_tokens(model, PROMPT, TOKENS, prompt_cache=caches)
+        other = copy.deepcopy(caches)
+        due = solo_tokens(model, [5], 30, prompt_cache=copy.deepcopy(caches))
+        solo_tokens(model, [7], 30, prompt_cache=caches)
+        assert solo_tokens(model, [5], 30, prompt_cache=other) == due
+        kv.pool.check()
+
+
+def test_eviction_that_fails_half_way_stops_the_cache(model, monkeypatch):
+    with on_cpu(), install(model, 400, block_size=4, eviction=POLICIES["window"]) as kv:
+        caches = kv.make_cache()
+        solo_tokens(model, PROMPT, 1, prompt_cache=caches)
+        backend = kv.backends[kv.layout.groups[group_of(kv)].arena]
+
+        def broken(*args):
+            raise RuntimeError("broken")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(backend, "compact", broken)
+            with pytest.raises(RuntimeError, match="broken"):
+                model(mx.array([[1]]), cache=caches)
+        with pytest.raises(EngineStopped, match="an eviction failed"):
+            model(mx.array([[1]]), cache=caches)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("llama4", marks=LONG)])
+def test_models_with_states_and_chunks_evict_without_scores(name):
+    with on_cpu():
+        model = tiny(name)
+        prompts = random_prompts((37, 9), seed=6)
+        policy = POLICIES["window"]
+        with install(model, 400, block_size=4, eviction=policy) as kv:
+            alone = [batch_tokens(model, [prompt], 40)[0] for prompt in prompts]
+            assert batch_tokens(model, prompts, 40, prefill_batch_size=1) == alone
+            kv.eviction = None
+            assert batch_tokens(model, prompts, 40) != alone
+            assert_all_free(kv)
+        with pytest.raises(ValueError, match="needs scores of all rows in one pass"):
+            install(model, 400, block_size=4, eviction=POLICIES["h2o"])
+
+
+@pytest.mark.parametrize(("name", "words"), [("mamba2", "no layer that keeps every token"), ("openelm", "2 shapes")])
+def test_models_without_one_full_group_are_refused(name, words):
+    with on_cpu(), pytest.raises(ValueError, match=words):
+        install(tiny(name), 40, block_size=4, eviction=POLICIES["window"])
