@@ -146,7 +146,7 @@ class Program:
     def run(self, calls: int) -> Iterator[str]:
         """Make so many calls. Returns after each, for the caller to look."""
         words = ["open", "step", "done"] * 2 + ["close", "fork", "commit", "flush", "truncate", "rollback"]
-        words += ["pin", "match", "evict", "reset"] + ["compute"] * 4
+        words += ["pin", "match", "evict", "reset", "compact"] + ["compute"] * 4
         for _ in range(calls):
             word = self.rng.choice(words)
             if word in ("open", "match", "evict") or self.rows or self.pending:
@@ -253,7 +253,7 @@ class Program:
         positions, length = self.left.get((name, number), ([], 0))
         return [*positions, *range(length, int(self.pools[0].num_tokens(name)))]
 
-    def do_evict(self) -> None:
+    def do_compact(self) -> None:
         """Tokens leave a group of a row: whole entries, or any of them."""
         number, rng = self.rng.randrange(len(self.groups)), self.rng
         if not self.rows or not self.idle:
