@@ -197,7 +197,8 @@ cdef void line_remove(Line* line, Link* link, int32_t i) noexcept nogil:
 cdef void line_insert(Line* line, Link* link, int32_t i, int32_t before) noexcept nogil:
     """Put i behind `before`; NO_NODE: at the head, which leaves first."""
     cdef int32_t after = line.head if before == NO_NODE else link[before].next
-    link[i] = Link(after, before)
+    link[i].prev = after
+    link[i].next = before
     if before == NO_NODE:
         line.head = i
     else:

@@ -502,34 +502,24 @@ class CheckpointModel(GroupModel):
                     found.append((layer, entry))
         return found
 
-    @public_call
-    def _prefix_commit(self, handles: Any, tokens: Any, counts: Any = None) -> None:
-        """Make the tokens of computed positions known; what becomes full can be found."""
-        names = args.handles("commit", handles, alone=True)
-        given = args.tokens("commit", tokens)
-        lengths = self._row_counts(counts, len(names), len(given))
-        batch = [self._sequence("commit", name) for name in names]
-        rows = []
-        told = {key: entry.node.prefix for key, entry in self._entries.items() if entry.node is not None}
-        for seq, count in zip(batch, lengths, strict=True):
-            row, given = given[:count], given[count:]
-            known = seq.tokens + row
-            if row and seq.point:
-                raise ValueError(f"[commit] tokens were evicted from {seq.handle}, it commits no more")
-            if row and len(known) > self._done_length(seq):
-                raise ValueError(f"[commit] {len(known)} tokens, {self._done_length(seq)} are done ({seq.handle})")
-            for depth in range(len(seq.tokens) // self.block_size + 1, len(known) // self.block_size + 1):
-                prefix = tuple(known[: depth * self.block_size])
-                for layer, entry in self._ending(seq, depth):
-                    if told.setdefault((layer.arena._number, entry[0]), prefix) != prefix:
-                        raise ValueError(f"[commit] block {entry[0]} was committed with other tokens ({seq.handle})")
-            rows.append(row)
-        for seq, row in zip(batch, rows, strict=True):
-            first = len(seq.tokens) // self.block_size
-            seq.tokens += row
-            for depth in range(first + 1, len(seq.tokens) // self.block_size + 1):
-                self._publish_at(seq, depth)
-        self._chain("commit", *map(self._local, names), *rows)
+    def _said(self) -> dict[Any, tuple[int, ...]]:
+        return {key: entry.node.prefix for key, entry in self._entries.items() if entry.node is not None}
+
+    def _refuse_commit(self, seq: Sequence, row: list[int], told: dict[Any, tuple[int, ...]]) -> None:
+        known = seq.tokens + row
+        if row and seq.point:
+            raise ValueError(f"[commit] tokens were evicted from {seq.handle}, it commits no more")
+        if row and len(known) > self._done_length(seq):
+            raise ValueError(f"[commit] {len(known)} tokens, {self._done_length(seq)} are done ({seq.handle})")
+        for depth in range(len(seq.tokens) // self.block_size + 1, len(known) // self.block_size + 1):
+            prefix = tuple(known[: depth * self.block_size])
+            for layer, entry in self._ending(seq, depth):
+                if told.setdefault((layer.arena._number, entry[0]), prefix) != prefix:
+                    raise ValueError(f"[commit] block {entry[0]} was committed with other tokens ({seq.handle})")
+
+    def _commit_from(self, seq: Sequence, first: int) -> None:
+        for depth in range(first + 1, len(seq.tokens) // self.block_size + 1):
+            self._publish_at(seq, depth)
 
     def _publish_at(self, seq: Sequence, depth: int) -> None:
         if seq.root is None:

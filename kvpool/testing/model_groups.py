@@ -342,8 +342,9 @@ class GroupModel(StepModel):
             size = layer.block_size
             gone = {i * size + k for i, entry in enumerate(entries) if entry == HOLE for k in range(size)}
             if gone & layer.reads(length):
-                legal = [n for n in range(length, seq.num_tokens + 1) if not gone & layer.reads(n)]
-                raise ValueError(f"[truncate] len is {length}, the least that group {layer.index} has is {legal[0]}")
+                legal = (n for n in range(length, seq.num_tokens) if not gone & layer.reads(n))
+                least = next(legal, seq.num_tokens)
+                raise ValueError(f"[truncate] len is {length}, the least that group {layer.index} has is {least}")
 
     @public_call
     def truncate(self, handles: Any, lens: Any) -> None:
@@ -609,12 +610,7 @@ class GroupModel(StepModel):
     @public_call
     def unshare(self, plan: ModelPlan, handles: Any, lens: Any, first: int = 0, group: int = 0) -> None:
         """Replace every entry of a group that `compact` would refuse to rewrite by a copy; a step without tokens."""
-        self._refuse_plan("unshare", plan)
-        if plan.is_pending:
-            raise PlanStateError(f"[unshare] the plan is pending (step {plan.step_id})")
-        names = args.handles("unshare", handles)
-        lengths = args.per_row("unshare", "lens", lens, len(names), args.MIN_INT64)
-        first = args.count("unshare", "first", first)
+        names, lengths, first = self._unshare_arguments(plan, handles, lens, first)
         if len(names) > plan.limits.max_rows:
             raise CapacityExceeded(f"[unshare] {len(names)} rows, the plan's max_rows is {plan.limits.max_rows}")
         layer = self._full_layers("unshare", group)
@@ -638,9 +634,7 @@ class GroupModel(StepModel):
                 short = row
         if short >= 0:
             self._out_of("unshare", layer.arena, len(before), row=short, handle=batch[short].handle)
-        step = self._begin(plan, batch, needs)
-        plan._fill(batch, [0] * len(batch), [True] * len(batch), step.copies, None)
-        self._started("unshare", step, lengths)
+        self._start_unshare(plan, batch, needs, lengths)
 
     def _judge_eviction(self, call: str, seq: Sequence, leaving: int) -> None:
         if any(row.handle == seq.handle for step in self._pending for row in step.rows):

@@ -197,7 +197,17 @@ class PrefixModel(SequenceModel):
             raise ValueError(f"[commit] counts sum up to {sum(batch)}, there are {num_tokens} tokens")
         return batch
 
-    def _refuse_commit(self, seq: Sequence, row: list[int], told: dict[int, tuple[int, ...]]) -> None:
+    def _said(self) -> dict[Any, tuple[int, ...]]:
+        """What was said of each block."""
+        return dict(self._block_tokens)
+
+    def _commit_from(self, seq: Sequence, first: int) -> None:
+        """Blocks of a row from `first` on are known now."""
+        for i in range(first, len(seq.tokens) // self.block_size):
+            self._commit_block(seq.table[i], self._block_of(seq.tokens, i))
+        self._publish(seq)
+
+    def _refuse_commit(self, seq: Sequence, row: list[int], told: dict[Any, tuple[int, ...]]) -> None:
         """Refuse tokens that are not computed, or that contradict what was `told` of a block; adds to `told`."""
         known = seq.tokens + row
         if row and seq.evicted:
@@ -446,7 +456,7 @@ class PrefixModel(SequenceModel):
         lengths = self._row_counts(counts, len(names), len(given))
         batch = [self._sequence("commit", name) for name in names]
         rows = []
-        told = dict(self._block_tokens)  # as if the rows before had been committed
+        told = self._said()  # as if the rows before had been committed
         for seq, count in zip(batch, lengths, strict=True):
             row, given = given[:count], given[count:]
             self._refuse_commit(seq, row, told)
@@ -454,9 +464,7 @@ class PrefixModel(SequenceModel):
         for seq, row in zip(batch, rows, strict=True):
             first = len(seq.tokens) // self.block_size
             seq.tokens += row
-            for i in range(first, len(seq.tokens) // self.block_size):
-                self._commit_block(seq.table[i], self._block_of(seq.tokens, i))
-            self._publish(seq)
+            self._commit_from(seq, first)
         self._chain("commit", *map(self._local, names), *rows)
 
     @public_call

@@ -304,15 +304,25 @@ class StepModel(PrefixModel):
             if not 0 <= length <= seq.num_tokens:
                 raise ValueError(f"[{call}] lens[{row}] is {length}, it must be in 0 .. {seq.num_tokens}")
 
-    @public_call
-    def unshare(self, plan: ModelPlan, handles: Any, lens: Any, first: int = 0, group: int = 0) -> None:
-        """Replace every block that `compact` would refuse to rewrite by a copy; a step without tokens."""
+    def _unshare_arguments(
+        self, plan: ModelPlan, handles: Any, lens: Any, first: int
+    ) -> tuple[list[int], list[int], int]:
         self._refuse_plan("unshare", plan)
         if plan.is_pending:
             raise PlanStateError(f"[unshare] the plan is pending (step {plan.step_id})")
         names = args.handles("unshare", handles)
         lengths = args.per_row("unshare", "lens", lens, len(names), args.MIN_INT64)
-        first = args.count("unshare", "first", first)
+        return names, lengths, args.count("unshare", "first", first)
+
+    def _start_unshare(self, plan: ModelPlan, batch: list[Sequence], needs: list[Any], lengths: list[int]) -> None:
+        step = self._begin(plan, batch, needs)
+        plan._fill(batch, [0] * len(batch), [True] * len(batch), step.copies, None)
+        self._started("unshare", step, lengths)
+
+    @public_call
+    def unshare(self, plan: ModelPlan, handles: Any, lens: Any, first: int = 0, group: int = 0) -> None:
+        """Replace every block that `compact` would refuse to rewrite by a copy; a step without tokens."""
+        names, lengths, first = self._unshare_arguments(plan, handles, lens, first)
         args.integer("unshare", "group", group, 0, 0)
         if len(names) > plan.limits.max_rows:
             raise CapacityExceeded(f"[unshare] {len(names)} rows, the plan's max_rows is {plan.limits.max_rows}")
@@ -340,9 +350,7 @@ class StepModel(PrefixModel):
             needs.append((replaced, 0))
         if short >= 0:
             self._out_of_blocks("unshare", total, row=short, handle=batch[short].handle)
-        step = self._begin(plan, batch, needs)
-        plan._fill(batch, [0] * len(batch), [True] * len(batch), step.copies, None)
-        self._started("unshare", step, lengths)
+        self._start_unshare(plan, batch, needs, lengths)
 
     # ---- eviction -----------------------------------------------------------------------------------------
 

@@ -438,8 +438,8 @@ def words_about_pools(Pool: Any, Plan: Any, Wrong: Any) -> None:
     look(pool, plan)
     full = Plan(pool, 3, 7, formats=FORMATS)
     for name in (*ARRAYS, "no such"):
-        tried(lambda name=name: getattr(full, name).shape)
-        tried(lambda name=name: getattr(plan, name).shape)
+        tried_all(lambda name=name: getattr(full, name).shape)
+        tried_all(lambda name=name: getattr(plan, name).shape)
     _ = plan.limits, plan.step_id, plan.handles
     wrong.entered(pool)
     pool.step(plan, [pool.open(3)], 2)

@@ -10,10 +10,10 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
+from traces import make_trace
 
-from kvpool.replay import Trace, read_trace, replay, synthetic_trace
+from kvpool.replay import read_trace, replay, synthetic_trace
 
 SYNTH = json.loads((Path(__file__).parents[1] / "data" / "golden_synth.json").read_text())["results"]
 TRACES = os.environ.get("KVPOOL_TRACES")
@@ -86,22 +86,6 @@ if IS_FULL:
     @pytest.mark.parametrize("entry", golden_entries("golden_full"))
     def test_full_traces_give_the_golden_numbers(entry):
         check_counters(entry, trace_of(entry), "P1")
-
-
-def make_trace(requests, block_size=4):
-    """A trace of (prompt, output, ids) per request."""
-    prompts, outputs, ids = zip(*requests, strict=True)
-    count = len(requests)
-    return Trace(
-        name="made here",
-        block_size=block_size,
-        prompts=np.array(prompts),
-        outputs=np.array(outputs),
-        ids=np.array([value for row in ids for value in row], np.int64),
-        id_offsets=np.cumsum([0, *map(len, ids)]),
-        timestamps=np.zeros(count, np.int64),
-        sessions=np.full(count, -1),
-    )
 
 
 def test_lone_request_that_fills_the_pool_exactly_is_rejected():

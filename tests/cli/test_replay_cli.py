@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from traces import output
 
 from kvpool.cli import main
 from kvpool.replay import plot, replay, synthetic_trace
@@ -21,14 +22,6 @@ def trace_file(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text(f"{json.dumps(ROW)}\n{json.dumps(ROW)}\n")
     return str(path)
-
-
-def output(capsys, *argv):
-    """Run a command that must succeed; return what it printed."""
-    assert main(argv) == 0
-    out, err = capsys.readouterr()
-    assert err == ""  # no progress bar where nobody watches
-    return out
 
 
 def test_json_has_every_counter_of_the_replay(capsys):

@@ -8,12 +8,12 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
+from traces import make_trace, output
 
 from kvpool.cli import main
 from kvpool.groups import Group
-from kvpool.replay import Trace, read_trace, synthetic_trace
+from kvpool.replay import read_trace, synthetic_trace
 from kvpool.replay.fixed_split import FixedSplit, Split
 from kvpool.replay.hybrid import replay_hybrid
 from kvpool.replay.hybrid_shapes import MODELS, HybridShape, hybrid_shape
@@ -58,31 +58,9 @@ def check_golden(entry, trace):
     assert counters == {name: entry[name] for name in COUNTERS if name in entry}
 
 
-def make_trace(requests, block_size=4):
-    """A trace of (prompt, output, ids) per request."""
-    prompts, outputs, ids = zip(*requests, strict=True)
-    return Trace(
-        name="made here",
-        block_size=block_size,
-        prompts=np.array(prompts),
-        outputs=np.array(outputs),
-        ids=np.array([value for row in ids for value in row], np.int64),
-        id_offsets=np.cumsum([0, *map(len, ids)]),
-        timestamps=np.zeros(len(ids), np.int64),
-        sessions=np.full(len(ids), -1),
-    )
-
-
 def shape_of(*groups, block_size=4):
     """Groups in blocks of 10 bytes."""
     return HybridShape((), block_size, 10, groups)
-
-
-def output(capsys, *argv):
-    assert main(argv) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    return out
 
 
 @pytest.mark.parametrize("entry", SYNTH, ids=lambda entry: entry["trace"])

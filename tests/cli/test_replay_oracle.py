@@ -10,9 +10,9 @@ import os
 import random
 from collections import Counter
 
-import numpy as np
+from traces import make_trace
 
-from kvpool.replay import Trace, replay
+from kvpool.replay import replay
 
 ROUNDS = int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", 1000)) // 5
 
@@ -142,26 +142,15 @@ def random_trace(rng):
     """Up to 25 requests whose ids are the nodes of a random tree, so that an id tells its whole prefix."""
     block_size, children = rng.choice([4, 8]), {}
     has_partial_ids = rng.random() < 0.5
-    prompts, outputs, ids = [], [], []
+    requests = []
     for _ in range(rng.randrange(1, 26)):
         path, node = [], None
         for _ in range(rng.randrange(6)):
             node = children.setdefault((node, rng.randrange(2)), len(children))
             path.append(node)
         tail = rng.randrange(1 - block_size, 1) if has_partial_ids and path else rng.randrange(block_size)
-        prompts.append(max(1, len(path) * block_size + tail))
-        outputs.append(rng.randrange(1, 20))
-        ids.append(path)
-    return Trace(
-        name="random",
-        block_size=block_size,
-        prompts=np.array(prompts),
-        outputs=np.array(outputs),
-        ids=np.array([node for path in ids for node in path], np.int64),
-        id_offsets=np.cumsum([0, *map(len, ids)]),
-        timestamps=np.zeros(len(ids), np.int64),
-        sessions=np.zeros(len(ids), np.int64),
-    )
+        requests.append((max(1, len(path) * block_size + tail), rng.randrange(1, 20), path))
+    return make_trace(requests, block_size)
 
 
 def test_random_traces_agree_with_the_naive_simulator():

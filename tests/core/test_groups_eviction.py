@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from both_pools import pools_of
 
 import kvpool
 from kvpool.errors import OutOfBlocks, PlanStateError
 from kvpool.groups import Group
-from kvpool.testing.model import ModelPlan, ModelPool
 
 FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "table_updates")
 
@@ -14,18 +14,7 @@ FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "table_updat
 @pytest.fixture(params=["model", "core"])
 def make(request):
     """``make(num_blocks, block_size, *groups, **options)`` makes a pool and two plans."""
-    make_pool, make_plan = (ModelPool, ModelPlan) if request.param == "model" else (kvpool.Pool, kvpool.Plan)
-    pools = []
-
-    def build(num_blocks, block_size, *groups, **options):
-        pool = make_pool(num_blocks, block_size, groups=list(groups), **{"max_seqs": 8, **options})
-        pools.append(pool)
-        return pool, *(make_plan(pool, 4, 32, formats=FORMATS) for _ in range(2))
-
-    yield build
-    for pool in pools:
-        pool.check()
-        pool.shutdown()
+    yield from pools_of(request.param, FORMATS)
 
 
 def grow(pool, plan, handles, n):

@@ -6,8 +6,8 @@ import itertools
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache
 from mlx_models import batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_llama
+from sliding_cache import SlidingCache
 
 from kvpool import Pool
 from kvpool.adapters.mlx_lm import install, make_cache
@@ -93,34 +93,8 @@ def test_eviction_keeps_the_logits_of_others_on_a_shared_prefix(model, kv, polic
     assert all(map(np.array_equal, got, due))
 
 
-class Dense(KVCache):
-    """A stock cache that keeps the sinks and the newest tokens, as `SlidingWindow` says, by plain slices."""
-
-    policy = POLICIES["window"]
-
-    def update_and_fetch(self, keys, values):
-        held = 0 if self.keys is None else self.keys.shape[2]
-        if held >= self.policy.max_kv:
-            recent = int(self.policy.lens_after(np.array([held]), 4)[0]) - self.policy.sink
-            parts = [(x[:, :, : self.policy.sink], x[:, :, held - recent :]) for x in (self.keys, self.values)]
-            self.keys, self.values = (mx.concatenate(pair, axis=2) for pair in parts)
-        if self.keys is not None:
-            keys = mx.concatenate([self.keys, keys], axis=2)
-            values = mx.concatenate([self.values, values], axis=2)
-        self.offset += keys.shape[2] - (0 if self.keys is None else self.keys.shape[2])
-        self.keys, self.values = keys, values
-        return keys, values
-
-    def make_mask(self, N, return_array=False, window_size=None):
-        if N == 1:
-            return None
-        held = 0 if self.keys is None else self.keys.shape[2]
-        held = int(self.policy.lens_after(np.array([held]), 4)[0])
-        return mx.arange(held + N)[None] <= mx.arange(held, held + N)[:, None]
-
-
 def test_window_says_what_a_dense_cache_that_slides_says(model, kv):
-    due = tokens(model, [Dense() for _ in range(kv.num_layers)], n=60)
+    due = tokens(model, [SlidingCache(POLICIES["window"]) for _ in range(kv.num_layers)], n=60)
     assert tokens(model, kv.make_cache(POLICIES["window"]), n=60) == due
 
 
@@ -264,7 +238,7 @@ def test_policies_that_the_route_cannot_serve_are_refused(model):
         with install(model, 50, block_size=4, fused=False, eviction=POLICIES["window"]) as gathered:
             got = tokens(model, make_cache(model), n=60)
             assert not gathered.is_fused
-        due = tokens(model, [Dense() for _ in range(gathered.num_layers)], n=60)
+        due = tokens(model, [SlidingCache(POLICIES["window"]) for _ in range(gathered.num_layers)], n=60)
         assert got == due
     with pytest.raises(RuntimeError, match=r"\[make_cache\] the model has no paged cache here"):
         make_cache(model, POLICIES["h2o"])

@@ -3,7 +3,6 @@
 import copy
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_models import (
@@ -17,6 +16,7 @@ from mlx_models import (
     tiny_gpt_oss,
     tiny_sliding_llama,
 )
+from sliding_cache import SlidingCache
 
 from kvpool.adapters.mlx_lm import EngineStopped, install, make_cache, tiny_families
 from kvpool.eviction import H2O, BlockEviction, SlidingWindow
@@ -57,38 +57,11 @@ def group_of(kv):
     return [group.kind for group in kv.layout.groups].index("full")
 
 
-class Dense(KVCache):
-    """A stock cache that keeps the sinks and the newest tokens, as `SlidingWindow` says, by plain slices."""
-
-    policy = POLICIES["window"]
-
-    def update_and_fetch(self, keys, values):
-        held = 0 if self.keys is None else self.keys.shape[2]
-        new = keys.shape[2]
-        if held >= self.policy.max_kv:
-            recent = int(self.policy.lens_after(np.array([held]), 4)[0]) - self.policy.sink
-            parts = [(x[:, :, : self.policy.sink], x[:, :, held - recent :]) for x in (self.keys, self.values)]
-            self.keys, self.values = (mx.concatenate(pair, axis=2) for pair in parts)
-        if self.keys is not None:
-            keys = mx.concatenate([self.keys, keys], axis=2)
-            values = mx.concatenate([self.values, values], axis=2)
-        self.offset += new
-        self.keys, self.values = keys, values
-        return keys, values
-
-    def make_mask(self, N, return_array=False, window_size=None):
-        if N == 1:
-            return None
-        held = 0 if self.keys is None else self.keys.shape[2]
-        held = int(self.policy.lens_after(np.array([held]), 4)[0])
-        return mx.arange(held + N)[None] <= mx.arange(held, held + N)[:, None]
-
-
 @pytest.mark.parametrize("fused", [True, False])
 def test_window_model_says_what_stock_says_whose_full_layers_slide(model, fused):
     with on_cpu():
-        stock = [Dense() if type(cache) is KVCache else cache for cache in model.make_cache()]
-        assert {type(cache) for cache in stock} == {Dense, RotatingKVCache}
+        stock = [SlidingCache(POLICIES["window"]) if type(cache) is KVCache else cache for cache in model.make_cache()]
+        assert {type(cache) for cache in stock} == {SlidingCache, RotatingKVCache}
         due = solo_tokens(model, PROMPT, TOKENS, prompt_cache=stock)
         whole = solo_tokens(model, PROMPT, TOKENS)
         with install(model, 200, block_size=4, fused=fused, eviction=POLICIES["window"]) as kv:

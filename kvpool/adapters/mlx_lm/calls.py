@@ -448,9 +448,9 @@ def _with_writes(passes: Passes, result: Any) -> Any:
 
 def together(pairs: list[tuple[Part, Any]], num_rows: int, num_columns: int) -> Any:
     """Return what a model returned in several parts, in the places of their rows and columns."""
+    if len(pairs) == 1 and pairs[0][0].takes_input_whole:
+        return pairs[0][1]
     parts, results = [part for part, _ in pairs], [result for _, result in pairs]
-    if len(parts) == 1 and parts[0].takes_input_whole:
-        return results[0]
     if not all(isinstance(result, mx.array) for result in results):
         raise TypeError(
             f"[forward] the rows of this model run apart, and it returned {type(results[0]).__name__}, not an array"

@@ -93,7 +93,8 @@ class RaggedForward:
         kv.passes.hook()
         try:
             turn = self._turn(plan, lens, new, gone)
-            self.states.write(*kv.passes.checkpoints.loaded(plan))
+            if self.states_are_held:
+                self.states.write(*kv.passes.checkpoints.loaded(plan))
             logits, held_by = self._logits(mx.array(tokens.reshape(len(turn.new), turn.num_columns)), turn, rows)
             late = []
             if self.states_are_held:
