@@ -1,0 +1,29 @@
+"""Traces made by hand for `kvpool replay`, and its output."""
+
+import numpy as np
+
+from kvpool.cli import main
+from kvpool.replay import Trace
+
+
+def make_trace(requests, block_size=4):
+    """A trace of (prompt, output, ids) per request."""
+    prompts, outputs, ids = zip(*requests, strict=True)
+    return Trace(
+        name="made here",
+        block_size=block_size,
+        prompts=np.array(prompts),
+        outputs=np.array(outputs),
+        ids=np.array([value for row in ids for value in row], np.int64),
+        id_offsets=np.cumsum([0, *map(len, ids)]),
+        timestamps=np.zeros(len(ids), np.int64),
+        sessions=np.full(len(ids), -1),
+    )
+
+
+def output(capsys, *argv):
+    """Run a command that must succeed; return what it printed."""
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    assert err == ""  # no progress bar where nobody watches
+    return out
