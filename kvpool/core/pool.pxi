@@ -399,7 +399,7 @@ cdef class Pool:
             `reserve` is no bool. State unchanged.
         ValueError
             A prompt, in a pool with layer groups and without a prefix cache; a `cut` without a prompt or a prefix
-            cache, or behind the prompt; no `reserve` for a count. State unchanged.
+            cache, or behind the prompt; `reserve=False` with a count. State unchanged.
 
         Notes
         -----

@@ -582,7 +582,7 @@ cdef class PrefixCache:
         Returns
         -------
         ndarray
-            int64, shape ``(S,)``: a length above that of the sequence, -1: any.
+            int64, shape ``(S,)``: a length above that of the sequence, -1: no checkpoint is wanted.
         """
         cdef Ints rows
         cdef Verdict v

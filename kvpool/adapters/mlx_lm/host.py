@@ -503,8 +503,8 @@ class PagedKV:
     def _require_prefix_cache(self, call: str) -> None:
         if not self.prefix_cache:
             raise RuntimeError(
-                f"[{call}] the pool has no prefix cache: call install(prefix_cache=True), for a model with no caches of "
-                "unknown classes, and without eviction if its layers differ"
+                f"[{call}] the pool has no prefix cache: call install(prefix_cache=True), for a model with no caches "
+                "of unknown classes, and without eviction if its layers differ"
             )
 
     def own_namespace(self, namespace: bytes) -> bytes:
