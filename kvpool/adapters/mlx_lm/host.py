@@ -503,7 +503,7 @@ class PagedKV:
     def _require_prefix_cache(self, call: str) -> None:
         if not self.prefix_cache:
             raise RuntimeError(
-                f"[{call}] the pool has no prefix cache: call install(prefix_cache=True), for a model with no caches "
+                f"[{call}] the pool has no prefix cache: install(..., prefix_cache=True), for a model with no caches "
                 "of unknown classes, and without eviction if its layers differ"
             )
 
