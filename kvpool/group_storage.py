@@ -124,7 +124,7 @@ class GroupStorage:
             if blocks not in (0, self.bundle_blocks(number)):
                 raise ValueError(
                     f"[GroupStorage] stored[{number}] has {store.slot_nbytes} bytes, a checkpoint of them takes "
-                    f"{self.bundle_blocks(number)} blocks, not {blocks}: Group.state(..., blocks=)"
+                    f"{self.bundle_blocks(number)} blocks, not {blocks}: give them to Group.state(slots, blocks=)"
                 )
         self._held = {number: self._arenas[self.groups[number].arena].backends[parts[number]] for number in parts}
         self._places, self._is_owner = self._placed(layers)

@@ -28,6 +28,8 @@ class Group:
         Where the blocks come from.
     num_blocks : int, optional
         Blocks of that arena, for arenas after the first; the first group in one says it.
+    blocks : int
+        Of a state group: blocks of arena 0 that its part of a checkpoint takes. 0: the pool takes no checkpoint.
 
     Raises
     ------
@@ -109,7 +111,7 @@ class Group:
     def state(cls, slots: int, *, blocks: int = 0) -> Self:
         """Layers with one state per sequence.
 
-        `slots`: working states of all rows. `blocks`: blocks of arena 0 of one checkpoint, 0: none is ever taken.
+        `slots`: working states of all rows. `blocks`: blocks of arena 0 that a checkpoint takes, 0: no checkpoint.
         """
         return cls("state", slots, blocks=blocks)
 

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch", default="1,4,16", metavar="N,...", help="with --gates: rows (default: %(default)s)")
     parser.add_argument(
-        "--keep", type=Path, metavar="FILE", help="with --gates: write each result here, and measure none that is there"
+        "--keep", type=Path, metavar="FILE", help="with --gates: write results to FILE, measure what is not there"
     )
 
 

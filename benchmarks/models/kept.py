@@ -1,4 +1,4 @@
-"""`Kept`: gates that were measured, in a file, so that a run that was ended can be continued."""
+"""`Kept`: results of gates in a file. A later run measures only what is not there."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Kept:
     path : Path or None
         None: nothing is kept.
     repetitions : int
-        Of this run. What was measured with others is measured again.
+        Of this run. A result with another number of repetitions is measured again.
     say : callable
-        Is told each gate, also those of before.
+        Gets a line for each gate, also for those from the file.
     """
 
     def __init__(self, path: Path | None, repetitions: int, say: Callable[[str], None]) -> None:

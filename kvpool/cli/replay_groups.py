@@ -26,12 +26,12 @@ def add_group_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="what the layers of a model keep: qwen3_5, gemma4, gpt_oss, or a config.json. The policy is then P3, a"
         " prefix cache with layer groups, or H1, a fixed split between KV and checkpoints; --num-blocks and --sweep"
-        " take blocks, or sizes such as 64GiB (P3)",
+        " take blocks, or sizes such as 64GiB (P3); --block-size is 16 by default",
     )
     parser.add_argument("--checkpoints", metavar="N", help="H1: room for states, or for blocks of windows")
-    parser.add_argument("--place", metavar="RULES", help="H1: where checkpoints lie, of E, J, D (default: EJ)")
+    parser.add_argument("--place", metavar="RULES", help="H1: checkpoints at E, end; J, junctions; D, distances (EJ)")
     parser.add_argument("--first-distance", metavar="TOKENS", help="H1: of D (default: from the bytes of the model)")
-    parser.add_argument("--two-class", action="store_true", help="H1: superseded states leave first")
+    parser.add_argument("--two-class", action="store_true", help="H1: states that a later one replaces leave first")
 
 
 def refuse_group_arguments(args: argparse.Namespace) -> None:
@@ -53,7 +53,7 @@ def run_groups(args: argparse.Namespace, trace_of: Callable[[], Trace], progress
         raise CommandError(f"--samples {args.samples}: only P2 has samples")
     check_plot(args.plot)
     if args.plot is not None and (args.sweep is None or args.policy == "H1"):
-        raise CommandError("--plot with --groups draws a sweep of pools: it needs --sweep, and no H1")
+        raise CommandError("--plot with --groups draws a sweep of pools: it needs --sweep, and excludes --policy H1")
     concurrency = whole("--concurrency", args.concurrency)
     size = BLOCK_SIZE if args.block_size is None else whole("--block-size", args.block_size)
     shape = shape_of(args.groups, size, concurrency)
@@ -148,7 +148,7 @@ def _play_split(
         raise CommandError("--policy H1 needs --checkpoints N, the room beside the blocks of KV")
     place = "EJ" if args.place is None else args.place
     if not place or set(place) - set("EJD"):
-        raise CommandError(f"--place {place}: letters of E, J and D")
+        raise CommandError(f"--place {place}: it must be letters of E, J and D")
     window_blocks = shape.window_blocks()
     distance = shape.first_distance if args.first_distance is None else whole("--first-distance", args.first_distance)
     split = Split(

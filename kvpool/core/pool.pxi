@@ -238,8 +238,8 @@ cdef class Pool:
             bundle[k] = groups[k].blocks
             size += bundle[k]
         if size > room:
-            raise ValueError(f"[Pool] a checkpoint has {size} blocks, arena 0 has {room}; "
-                             "blocks=0 for the state groups takes none")
+            raise ValueError(f"[Pool] a checkpoint has {size} blocks, arena 0 has {room}: "
+                             "give more num_blocks, or blocks=0 to the state groups for no checkpoints")
         gs.tree = <Tree*>xcalloc(1, sizeof(Tree))
         if gs.tree == NULL or tree_init(gs.tree, gs, &self.state.index, bundle) != OK:
             raise MemoryError("[Pool] no memory for the prefix cache")
@@ -399,7 +399,7 @@ cdef class Pool:
             `reserve` is no bool. State unchanged.
         ValueError
             A prompt, in a pool with layer groups and without a prefix cache; a `cut` without a prompt or a prefix
-            cache, or behind the prompt; no `reserve` for a count. State unchanged.
+            cache, or behind the prompt; `reserve=False` with a count. State unchanged.
 
         Notes
         -----

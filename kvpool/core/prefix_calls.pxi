@@ -427,7 +427,7 @@ cdef object open_tokens(State* pool, object tokens, object namespace, object cut
         if cut is not None:
             place = to_int(cut, call, "cut", 0, prompt.size)
             if not has_cache(pool):
-                raise ValueError(f"[{call}] cut is {place}, but the pool has no prefix cache")
+                raise ValueError(f"[{call}] cut is {place}, but the pool has no prefix cache: leave it out")
             if prompt.data == NULL:
                 raise ValueError(f"[{call}] cut is {place}, but tokens are a number, not a prompt")
         while status == RETRY:
@@ -582,7 +582,7 @@ cdef class PrefixCache:
         Returns
         -------
         ndarray
-            int64, shape ``(S,)``: a length above that of the sequence, -1: any.
+            int64, shape ``(S,)``: a length above that of the sequence, -1: no checkpoint is wanted.
         """
         cdef Ints rows
         cdef Verdict v

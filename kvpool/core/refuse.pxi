@@ -56,9 +56,9 @@ cdef dict TEXTS = {             # what `refuse` raises: the values are named lik
     HAS_CONTENT: (ValueError, "block {value} is cached already, uncache it first"),
     NOT_BLANK: (ValueError, "block {value} is not blank: it is reserved, in use, cached or in limbo"),
     IN_GROUPS: (ValueError, "a pool with layer groups has no such call"),
-    PROMPT_IN_GROUPS: (ValueError, "a pool with layer groups opens a number of tokens, not a prompt ({value} tokens)"),
+    PROMPT_IN_GROUPS: (ValueError, "a prompt ({value} tokens) in a pool with layer groups needs prefix_cache=True"),
     NOT_ALLOCATED: (ValueError, "block {value} was not taken with alloc: in a pool with layer groups and a prefix "
-                                "cache no other block can be referred to"),
+                                "cache incref takes no other block"),
     NO_SUCH_GROUP: (ValueError, "group is out of range ({value}), it must be in 0 .. {high}"),
     NOT_FULL: (ValueError, "group {value} is a {kind}, which lets go by itself: tokens are evicted from full groups "
                            "(group {other} is one)"),

@@ -228,7 +228,10 @@ class Evictor:
             A pool with layer groups: their blocks are in several backends.
         """
         if self.pool.options.groups is not None:
-            raise ValueError("[reserve] the pool has layer groups, the evictor's backend holds those of one only")
+            raise ValueError(
+                f"[reserve] the pool has {len(self.pool.options.groups)} layer groups, the evictor's backend holds the "
+                "blocks of one: call Pool.reserve, and copy blocks with GroupStorage"
+            )
         plan = self._fitting_plan(1, -(-(self.pool.kv_len(handle) + tokens) // self.pool.block_size))
         self.pool.reserve(plan, [handle], tokens)
         self._copy(plan)

@@ -224,8 +224,8 @@ class FixedSplit:
         self.trace, self.split = trace, split
         self.paths = paths_of(trace, split.block_size) if paths is None else paths
         self.grain = max(trace.block_size, split.block_size)
-        """Tokens that a checkpoint's position is a multiple of: where the trace does not name what follows, nobody
-        could find it."""
+        """Tokens that a checkpoint's position is a multiple of. A trace names whole blocks only, so a checkpoint
+        inside of one could not be found."""
         self.checkpoints = self.make_checkpoints()
         self.blank = split.kv_blocks
         self.refs = dict[int, int]()

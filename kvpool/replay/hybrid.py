@@ -35,7 +35,7 @@ class HybridCaching(PrefixCaching):
         self.states = next((i for i, group in enumerate(shape.groups) if group.kind == "state"), None)
 
     def cut_of(self, request: Request) -> int:
-        """Return where the part of the prompt begins that nobody else can have."""
+        """Return where the part of the prompt begins that no other request can share."""
         width = max(self.trace.block_size, self.block_size)
         return request.prompt // width * width
 

@@ -41,10 +41,10 @@ def hybrid_facts(result: Result, shape: HybridShape) -> dict[str, Any]:
 
 
 def describe_shape(model: str, shape: HybridShape) -> str:
-    """Return one line on a model."""
+    """Return one line about a model."""
     return (
-        f"{model}: {format_nbytes(shape.token_nbytes)} a token for ever, {format_nbytes(shape.checkpoint_nbytes)} a"
-        f" checkpoint; hits are multiples of {shape.grain} tokens"
+        f"{model}: {format_nbytes(shape.token_nbytes)} a token in full layers,"
+        f" {format_nbytes(shape.checkpoint_nbytes)} a checkpoint; hits are multiples of {shape.grain} tokens"
     )
 
 

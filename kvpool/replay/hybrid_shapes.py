@@ -89,7 +89,7 @@ class HybridShape:
 
     @property
     def token_nbytes(self) -> int:
-        """Bytes of a token that stay for ever: those of full attention."""
+        """Bytes of a token in full attention, which lets nothing go."""
         return sum(layers.token_nbytes for layers in self.layers if layers.kind == "full")
 
     @property

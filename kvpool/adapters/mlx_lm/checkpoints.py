@@ -1,4 +1,4 @@
-"""`Checkpoints`: copies of states in blocks of a pool, so that a prefix that was found needs no pass for its state."""
+"""`Checkpoints`: copies of states in blocks of a pool. A prefix hit loads its state, and does not compute it again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Checkpoints:
     """Executes the ``state_loads`` and ``state_saves`` of plans, bit by bit.
 
     A checkpoint is a bundle of blocks of arena 0. Its bytes are those of all arrays of all states of a sequence, one
-    after the other; what is left of the last block is 0. docs/groups.md says when a pool asks for loads and saves.
+    after the other; what is left of the last block is 0. docs/prefix.md says when a pool asks for loads and saves.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class Checkpoints:
         Raises
         ------
         TypeError
-            The arrays of a state are others than when the model was traced.
+            The arrays of a state differ from those of the model when it was traced.
         """
         bundles = self._bundles(plan, "state_saves")
         if not len(bundles):
@@ -69,8 +69,8 @@ class Checkpoints:
             found, due = state_shapes(held[leaf]), self._layout.leaves[leaf].arrays
             if found != due:
                 raise TypeError(
-                    f"[forward] the state of cache {leaf} has arrays {found}, when the model was traced {due}: install "
-                    "again, or make the engine again, after a model was cast"
+                    f"[forward] the state of cache {leaf} has arrays {found}, it had {due} when the model was traced: "
+                    "after a model was cast, call install again, or make a new engine"
                 )
             parts += [x.reshape(len(bundles), -1).view(mx.uint8) for x in held[leaf] if x is not None]
         mx.eval(parts)

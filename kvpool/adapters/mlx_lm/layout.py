@@ -124,11 +124,11 @@ class Layout:
             return Place(0, 0, 0, 0)
         full = [i for i, group in enumerate(self.groups) if group.kind == "full"]
         if len(full) != 1:
-            found = f"{len(full)} shapes of layers" if full else "no layer"
-            why = "tokens leave one group" if full else "windows, chunks and states let go by themselves"
+            found = f"{len(full)} shapes of layers that keep" if full else "no layer that keeps"
+            why = "tokens can leave one shape only" if full else "windows, chunks and states let go by themselves"
             raise ValueError(
-                f"[{call}] {type(policy).__name__} evicts from full attention, this model has {found} that keeps every "
-                f"token, {why}: {self.model.describe()}"
+                f"[{call}] {type(policy).__name__} evicts from full attention, this model has {found} every token, "
+                f"and {why}: leave eviction out ({self.model.describe()})"
             )
         return Place(full[0], 0, self.storage_of[full[0]], 0)
 
