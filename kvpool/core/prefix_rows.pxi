@@ -118,7 +118,7 @@ cdef void tree_begin(Groups* gs, int32_t slot, const Ints* tokens, const Hit* hi
     cdef Tree* t = gs.tree
     cdef Seqs* s = gs.seqs
     cdef LayerGroup* g
-    cdef int64_t blocks = blocks_for(gs, tokens.size if reserve else hit.nodes * gs.block_size)
+    cdef int64_t blocks = blocks_for(gs, tokens.size if reserve and gs.has_entries else hit.nodes * gs.block_size)
     cdef int32_t k, have, entries
     seq_new(s)
     for k in range(gs.num_groups):      # what is found first: room must not be made of it
@@ -254,13 +254,15 @@ cdef int32_t token_at(const Tree* t, const Seqs* s, int32_t slot, const int32_t*
 
 cdef bint same_entry(const Tree* t, const Seqs* s, const Ints* rows, const Ints* counts, const int32_t* all_tokens,
                      int32_t earlier, int32_t slot, const int32_t* tokens, int64_t first, int64_t end) noexcept nogil:
-    """Whether an earlier row of the call says the same of the positions of an entry that both fill."""
-    cdef int32_t other = slot_of(ints_at(rows, earlier)), row
+    """Whether an earlier row of the call says the same of the positions of an entry that both fill, where both know."""
+    cdef int32_t other = slot_of(ints_at(rows, earlier)), row, one, two
     cdef int64_t position
     for row in range(earlier):
         all_tokens += ints_at(counts, row)
     for position in range(first, end):
-        if token_at(t, s, other, all_tokens, position) != token_at(t, s, slot, tokens, position):
+        one = token_at(t, s, other, all_tokens, position)
+        two = token_at(t, s, slot, tokens, position)
+        if one != two and one >= 0 and two >= 0:
             return False
     return True
 

@@ -197,8 +197,8 @@ cdef void line_remove(Line* line, Link* link, int32_t i) noexcept nogil:
 cdef void line_insert(Line* line, Link* link, int32_t i, int32_t before) noexcept nogil:
     """Put i behind `before`; NO_NODE: at the head, which leaves first."""
     cdef int32_t after = line.head if before == NO_NODE else link[before].next
-    link[i].prev = after
-    link[i].next = before
+    link[i].next = after
+    link[i].prev = before
     if before == NO_NODE:
         line.head = i
     else:

@@ -136,7 +136,7 @@ class Beam:
         shared = [common if rank else 0 for rank in range(len(tokens))]
         blocks = needs.most([most_tokens(core, len(known)) for known in tokens], shared, self.width > 1).sum(axis=0)
         # With layer groups nobody takes tokens back, so what the first finds must be common to all.
-        looked_up = tokens[0][: common + 1] if needs.promises and common else tokens[0]
+        looked_up = tokens[0][: common + 1] if needs.promises and len(tokens) > 1 else tokens[0]
         handle = open_with_room(core, blocks.tolist(), looked_up, self.group.request)
         if handle is None:
             return False

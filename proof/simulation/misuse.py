@@ -35,7 +35,8 @@ def wrong_calls(host: Host) -> Iterator[Wrong]:
         if row.request.handle == row.handle:
             least = row.request.least + row.request.gone
             yield "truncate in flight", PlanStateError, lambda: pool.truncate(row.handle, least)
-            evicting = ValueError if host.shape.groups else PlanStateError
+            groups = pool.options.groups
+            evicting = PlanStateError if groups is None or groups[0].kind == "full" else ValueError
             yield "compact in flight", evicting, lambda: pool.compact(row.handle, 0)
             yield "evict_blocks in flight", evicting, lambda: pool.evict_blocks(row.handle, [])
     if host.spare:

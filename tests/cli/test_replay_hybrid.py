@@ -131,7 +131,7 @@ def test_second_turn_begins_at_the_checkpoint_of_the_first():
 
 def test_checkpoint_that_finds_no_blocks_is_wanted_and_not_taken():
     trace = make_trace([(14, 2, [0, 1, 2]), (22, 2, [0, 1, 2, 3, 4])])
-    shape = shape_of(Group.full(), Group.state(2, blocks=30))
+    shape = shape_of(Group.full(), Group.state(2, blocks=18))
     counted = replay_hybrid(trace, shape=shape, num_blocks=20, concurrency=1).counters
     # wanted: two ends of prompts, and the junction of the second one
     assert (counted["checkpoints_wanted"], counted["checkpoints_taken"], counted["hit_tokens"]) == (3, 0, 0)

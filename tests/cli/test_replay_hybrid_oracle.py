@@ -275,7 +275,8 @@ def random_case(rng):
     block_size = rng.choice([size for size in (1, 2, 4, 8) if size <= trace.block_size])
     num_blocks = max(1, rng.choice([12, 20, 40, 80, 400]) // block_size)
     concurrency = rng.randrange(1, 7)
-    return trace, num_blocks, shape_with(block_size, rng.choice([1, 2, 5]), concurrency), concurrency
+    bundle = rng.choice([size for size in (1, 2, 5) if size <= num_blocks])
+    return trace, num_blocks, shape_with(block_size, bundle, concurrency), concurrency
 
 
 def test_random_traces_agree_with_the_plain_simulator():

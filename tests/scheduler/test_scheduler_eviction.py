@@ -283,10 +283,10 @@ def test_rows_of_another_length_than_the_pool_says_are_refused(policy):
 class Ends(Pool):
     """Its positions end when a sequence has lost more than eight tokens."""
 
-    def evict_blocks(self, handle, indices):
+    def evict_blocks(self, handle, indices, group=0):
         if self.num_tokens(handle) - self.kv_len(handle) + 4 * len(indices) > 8:
             raise CapacityExceeded("positions end")
-        super().evict_blocks(handle, indices)
+        super().evict_blocks(handle, indices, group)
 
 
 @pytest.mark.parametrize("last", [0, 1])

@@ -301,11 +301,12 @@ class Batch:
         if not slots:
             return
         group, table = self.passes.layout.state_group, self.passes.pool.table
-        self._take_states(slots, held, plan.groups[group].state_src.tolist())
-        for other in self.passes.live_batches():
-            if other is not self:
-                own = [-1 if handle == NOT_OPENED else next(iter(table(handle, group)), -1) for handle in other.handles]
-                other._take_states(slots, held, own)
+        read = plan.groups[group].state_src.tolist()  # -1: a row without new tokens, which may share a slot
+        for batch in {self, *self.passes.live_batches()}:
+            own = [-1 if handle == NOT_OPENED else next(iter(table(handle, group)), -1) for handle in batch.handles]
+            if batch is self:
+                own = [slot if slot >= 0 else kept for slot, kept in zip(read, own, strict=True)]
+            batch._take_states(slots, held, own)
 
     def _take_states(self, slots: list[int], held: Held, own: Sequence[int]) -> None:
         """Let rows hold what was loaded; `own` has their slots."""
@@ -333,6 +334,19 @@ class Batch:
     def _evicting(self, policy: Policy) -> Eviction:
         passes, place = self.passes, self.passes.layout.evicting("make_cache", policy)
         return Eviction(policy, passes.pool, passes.backends[place.storage], len(self.handles), place.group)
+
+    @property
+    def has_evicted(self) -> bool:
+        """Whether tokens have left a layer group of a row."""
+        if self.eviction is None or not self.passes.layout.groups:
+            return False
+        return bool((self.eviction.held(self.handles) < self.rows.lens).any())
+
+    def has_room(self, new: np.ndarray) -> bool:
+        """Whether so many tokens of each row find their blocks. Opens rows that are not open."""
+        with self.passes.lock:
+            self._open_all()
+            return bool(self.passes.pool.can(np.array(self.handles, np.int64), new))
 
     def _open_all(self) -> None:
         for row, handle in enumerate(self.handles):
@@ -465,7 +479,7 @@ class Batch:
         After an eviction nothing is committed: what is left is not the KV of a prompt.
         """
         self.require_idle("commit")
-        if self.rows.gone[0]:
+        if self.rows.gone[0] or self.has_evicted:
             return 0
         (known,) = self.known
         length = int(self.rows.lens[0])
@@ -731,10 +745,10 @@ class PagedKVCache:
     def is_trimmable(self) -> bool:
         """Whether any number of tokens can be dropped: nothing was evicted or let go, and no layer has a state."""
         rows, batch = self._seen(), self._batch
-        layout, eviction = batch.passes.layout, batch.eviction
-        if layout.groups and eviction is not None and (eviction.held(batch.handles) < rows.lens).any():
+        layout = batch.passes.layout
+        if rows.gone.any() or batch.has_evicted or layout.held:
             return False
-        return not (rows.gone.any() or layout.held or rows.lens.max(initial=0) > layout.least_bound)
+        return not rows.lens.max(initial=0) > layout.least_bound
 
     def trim(self, n: int) -> int:
         """Drop the last `n` tokens of every row, or as many as there are. Return how many."""

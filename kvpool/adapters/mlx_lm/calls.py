@@ -25,7 +25,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache
 
 from kvpool.adapters.mlx_lm.attention import Forward, PagedContext, PagedMask, Site
 from kvpool.adapters.mlx_lm.masks import causal_mask
-from kvpool.adapters.mlx_lm.passes import NOT_OPENED, Passes, Rows
+from kvpool.adapters.mlx_lm.passes import Passes, Rows
 from kvpool.adapters.mlx_lm.shapes import build, leaves_of
 from kvpool.adapters.mlx_lm.states import Held, chosen, closed, joined, nothing, opened
 from kvpool.protocol import StepArrays
@@ -362,7 +362,7 @@ def call(
     is_split = passes.has_checkpoints and tokens is not None
     while True:
         places = passes.places(batch.handles) if is_split else np.full(num_rows, -1)
-        if not pairs and (places >= 0).any() and not _has_room(batch, due):
+        if not pairs and (places >= 0).any() and not batch.has_room(due):
             is_split, places = False, np.full(num_rows, -1)  # the only step raises, and nothing has changed
         ends = np.where(places >= 0, places - batch.rows.lens, num_columns)
         turn = batch.begin_turn(np.minimum(due - first, ends), first, num_columns)
@@ -376,12 +376,6 @@ def call(
         first = first + turn.new
         if (first == due).all():
             return together(pairs, num_rows, num_columns)
-
-
-def _has_room(batch: Any, new: np.ndarray) -> bool:
-    """Return whether a whole call finds its blocks."""
-    opened = [row for row, handle in enumerate(batch.handles) if handle != NOT_OPENED]
-    return bool(batch.passes.pool.can(np.array(batch.handles, np.int64)[opened], new[opened]))
 
 
 def in_parts(

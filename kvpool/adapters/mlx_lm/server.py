@@ -27,13 +27,14 @@ import mlx.core as mx
 from mlx_lm import server
 from mlx_lm.generate import BatchGenerator
 
+from kvpool import Pool
 from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.chat import rewritten_from
 from kvpool.adapters.mlx_lm.eviction import blocks_at_most
-from kvpool.adapters.mlx_lm.host import PagedKV, install, require_tested_version
+from kvpool.adapters.mlx_lm.host import PagedKV, install, require_evictable, require_tested_version
 from kvpool.adapters.mlx_lm.loading import blocks_in
 from kvpool.adapters.mlx_lm.prefix import PagedPromptCache
-from kvpool.adapters.mlx_lm.shapes import leaves_of, max_positions
+from kvpool.adapters.mlx_lm.shapes import inspect_model, leaves_of, max_positions
 from kvpool.eviction import Policy
 from kvpool.metrics import CONTENT_TYPE, Metric, counter, gauge, prometheus_text
 
@@ -140,7 +141,12 @@ class Provider(server.ModelProvider):
                     f"{num_blocks} blocks of {block_size} tokens, one of them reserved, are too few: a sequence of "
                     f"{policy.max_kv} tokens needs {needed}, copies of what is shared included"
                 )
-        kv = install(model, num_blocks, block_size=block_size, prefix_cache=True, eviction=policy, **bits)
+        if policy is None:
+            kv = install(model, num_blocks, block_size=block_size, prefix_cache=True, **bits)
+        else:  # admission counts the blocks of one table
+            require_evictable(inspect_model(model), policy, "serve")
+            pool = Pool(num_blocks, block_size, max_seqs=4096, prefix_cache=True)
+            kv = install(model, pool=pool, prefix_cache=True, eviction=policy, **bits)
         return self._installed.enter_context(kv)
 
 
