@@ -19,7 +19,7 @@ from proof.mutation.scenarios import tried
 from proof.mutation.tape import Difference, first_tag
 
 RUNS = 90
-CACHED_RUNS, CALLS = 60, 150  # random programs with a prefix cache, and their calls
+CALLS = 150  # of random programs with a prefix cache
 CONSTRUCTORS = 150
 FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "slot_ids", "table_updates")
 NAMES = ("block_tables", "slot_mapping", "kv_starts", "copies", "dirty_rows", "state_src", "state_dst")
@@ -52,13 +52,13 @@ class GroupTape:
                 yield Difference(self.judged, None, finding)
 
 
-def group_tapes(seed: int) -> Iterator[GroupTape]:
+def group_tapes(seed: int, cached_runs: int) -> Iterator[GroupTape]:
     """Random programs, judged without the pool's counters and seen with them; then random constructors."""
     for number in range(RUNS):
         name, judged = f"groups {number}, seed {seed}", number % 3 > 0
         run = GroupRun(options_of(1000 * seed + number), number, (kvpool.Pool, kvpool.Plan), counters=not judged)
         yield GroupTape(name, lambda run=run: run.play(run.words()), judged)
-    for number in range(CACHED_RUNS):
+    for number in range(cached_runs):
         program = partial(agree, 1000 * seed + number, cached_pools, cached_plan, CALLS)
         yield GroupTape(f"groups with a prefix cache {number}, seed {seed}", program, True)
     make = kvpool.Pool
