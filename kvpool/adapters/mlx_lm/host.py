@@ -66,8 +66,7 @@ def install(
         Size of a new pool: blocks of tokens in all layers (one is reserved), tokens per block, sequences at a time.
         If layers differ, it has layer groups. Layers with a window let blocks go, so more tokens fit.
     prefix_cache : bool
-        Make the pool with a prefix cache, or use that of `pool`. Warns if a layer holds what cannot be restored. Left
-        out if there is an `eviction` policy and layers differ.
+        Make the pool with a prefix cache, or use that of `pool`. Warns where it cannot: see docs/mlx-lm.md.
     pool : kvpool.Pool, optional
         Use this pool. Without layer groups it keeps every token.
     fused : bool, optional
@@ -80,8 +79,7 @@ def install(
     strict : bool
         Refuse releases of mlx-lm of another series than those that this adapter was tested with.
     eviction : kvpool.eviction.Policy, optional
-        Evict tokens by this policy. `PagedKV.make_cache` can override it for one cache. If layers differ, tokens leave
-        the full layers, which must have one shape.
+        Evict tokens of the full layers, which must have one shape. `PagedKV.make_cache` can override it for one cache.
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
         Store both, or one of them, in 8 or 4 bits: `shapes.with_bits`.
 
