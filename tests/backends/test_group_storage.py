@@ -227,7 +227,7 @@ def found_again(factory, seed):
 @pytest.mark.parametrize("name", ["numpy", "cpu", "mlx"])
 def test_plan_saves_and_loads_the_states_of_checkpoints(name):
     if name == "mlx":
-        pytest.importorskip("mlx.core")
+        pytest.importorskip("mlx.core", reason="the backend of MLX needs mlx")
     assert found_again(load_backend(name), 21)
 
 
