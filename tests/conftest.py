@@ -96,14 +96,24 @@ BEGIN_FIRST = (
 
 #: What `make test` leaves to `make test-all`: folders and files, by the names of `tests/`. Their tests get the marker
 #: `long`. Metal kernels run in an interpreter, the gates of the proof compile copies of the tree, and the rest start
-#: servers or whole demos. `fuzz_machine` runs a thousand random programs; its faults are in `fuzz_canary`, which stays.
-#: The files in `KEPT_IN` stay in `make test`: they plant many faults in little time.
+#: servers or whole demos. `fuzz_machine` and `fuzz_machine_groups` run many random programs; their faults are in
+#: `fuzz_canary` and `fuzz_groups`, which stay. The files in `KEPT_IN` stay in `make test`: they plant many faults in
+#: little time. `SLOW` are single tests and planted faults that cost as much as a file.
 KEPT_IN = ("metal_mutations", "metal_packed_mutations", "metal_scores")
 LEFT_TO_TEST_ALL = (
     *("metal", "benchmarks", "proof_mutants", "proof_coverage", "proof_gates", "proof_failures"),
     *("demo", "demo_conversation", "packaging", "ranks", "server_admission", "server_soak", "server_death"),
     *("backend_mlx", "mlx_native", "mlx_native_metal", "published_notebook_model", "capi_examples"),
-    *("sizing_fields", "fuzz_machine"),
+    *("sizing_fields", "fuzz_machine", "fuzz_machine_groups", "stubs"),
+)
+SLOW = (
+    "test_machine_broken_pool_is_detected_by_the_model[FloorIgnored]",
+    "test_planted_fault_shows_in_what_steps_read[KeptTokensDropped]",
+    "test_planted_fault_differs_from_the_model[ResetKeepsNotes]",
+    "test_planted_bug_is_found[evicted node stays in the index]",
+    "test_backend_that_cuts_contexts_conforms",
+    "test_capabilities_narrow_what_the_kit_tries",
+    "test_backend_that_fails_once_is_a_finding_and_its_script_is_said_to_pass",
 )
 
 
@@ -116,7 +126,8 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
     for item in items:
         name = item.path.stem.removeprefix("test_")
-        if name not in KEPT_IN and {item.path.parent.name, name} & set(LEFT_TO_TEST_ALL):
+        left = {item.path.parent.name, name} & set(LEFT_TO_TEST_ALL) and name not in KEPT_IN
+        if left or item.name in SLOW:
             item.add_marker(pytest.mark.long)
 
 
