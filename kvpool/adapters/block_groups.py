@@ -10,7 +10,6 @@ pool of equal pages. Null blocks stand for what nobody reads; `BlockPool.touch`,
 """
 
 from collections.abc import Hashable, Sequence
-from functools import cache
 from math import lcm
 from operator import index
 from typing import NamedTuple
@@ -36,11 +35,11 @@ class Hit(NamedTuple):
     tables: list[list[int]]  #: per group the blocks of the prefix, null blocks for those that nobody reads
 
 
-class _Group:
-    """What the pool has of one group's keys. Each key is looked up once at most."""
+class _Prefix:
+    """What the pool has of one group's keys."""
 
-    def __init__(self, pool: BlockPool, given: GroupKeys) -> None:
-        self.keys, self.kind = given.keys, given.kind
+    def __init__(self, given: GroupKeys, pool: BlockPool) -> None:
+        self.keys, self.kind, self.lookup, self.null_block = list(given.keys), given.kind, pool.lookup, pool.null_block
         if self.kind not in ("full", "window", "chunk", "state"):
             raise ValueError(f"[longest_hit] kind is {self.kind!r}: give 'full', 'window', 'chunk' or 'state'")
         self.block_size = checked_int("longest_hit", "block_size", given.block_size)
@@ -48,10 +47,14 @@ class _Group:
         self.grain = checked_int("longest_hit", "grain", self.block_size if given.grain is None else given.grain)
         if self.block_size % self.grain:
             raise ValueError(f"[longest_hit] grain is {self.grain}, which does not divide a block of {self.block_size}")
+        self.per_block = self.block_size // self.grain
         self.num_tokens = len(self.keys) * self.grain
-        self.null_block = pool.null_block
-        self.found = -(-self.num_tokens // self.block_size)  # a prefix that was asked for has its blocks from this on
-        self.at = cache(lambda i: pool.lookup(self.keys[i : i + 1]))
+        self.ends = self.keys[self.per_block - 1 :: self.per_block]
+        self.found = self.blocks_of(self.num_tokens)  # `longest` found all blocks from this one on
+
+    def blocks_of(self, tokens: int) -> int:
+        """Return how many blocks have these tokens."""
+        return -(-tokens // self.block_size)
 
     def read_from(self, tokens: int) -> int:
         """Return the first token of a prefix that the next query reads, `tokens` if it reads none."""
@@ -62,56 +65,59 @@ class _Group:
             "state": max(0, tokens - 1),
         }[self.kind]
 
-    def filled(self, block: int) -> tuple[int, int]:
-        """Return the tokens up to which the fullest cached copy of a block reaches, and its id."""
-        begin, per_block = block * self.block_size, self.block_size // self.grain
-        for i in range(min((block + 1) * per_block, len(self.keys)) - 1, block * per_block - 1, -1):
-            if found := self.at(i):
-                return (i + 1) * self.grain, found[0]
-        return begin, self.null_block
+    def at(self, tokens: int) -> list[int]:
+        """Return the block that is filled up to here, in a list; an empty one if nobody has it."""
+        end = tokens // self.grain
+        return self.lookup(self.keys[end - 1 : end])
+
+    def fullest(self, block: int) -> tuple[int, list[int]]:
+        """Return the token up to which the fullest copy of a block is filled, and the copy."""
+        begin = block * self.block_size
+        for tokens in range(min(begin + self.block_size, self.num_tokens), begin, -self.grain):
+            if copy := self.at(tokens):
+                return tokens, copy
+        return begin, []
 
     def longest(self, tokens: int, align: int) -> int:
-        """Return the longest prefix of at most `tokens` that this group has."""
+        """Return the longest prefix of at most `tokens` that the group has."""
         if self.kind == "state":
             ends = lcm(align, self.grain)
             tokens -= tokens % ends
-            while tokens and not self.at(tokens // self.grain - 1):
+            while tokens and not self.at(tokens):
                 tokens -= ends
             return tokens
         while True:
             begin = self.read_from(tokens)
-            for block in range(begin // self.block_size, min(self.found, -(-tokens // self.block_size))):
-                reached = max(begin, self.filled(block)[0])
-                if reached < min(tokens, (block + 1) * self.block_size):
-                    tokens = reached - reached % align
-                    break
-            else:
-                self.found = min(self.found, -(-begin // self.block_size))
+            first, end = begin // self.block_size, min(self.found, self.blocks_of(tokens))
+            short = first + len(self.lookup(self.ends[first:end]))
+            reached = max(begin, self.fullest(short)[0]) if short < end else tokens
+            if reached >= min(tokens, (short + 1) * self.block_size):
+                self.found = min(self.found, self.blocks_of(begin))
                 return tokens
+            tokens = reached - reached % align
 
     def table(self, tokens: int) -> list[int]:
-        """Return the blocks of a prefix that this group has."""
-        begin, end = self.read_from(tokens), -(-tokens // self.block_size)
-        if begin == tokens:
-            return [self.null_block] * end
-        first = begin // self.block_size
-        if self.kind == "state":
-            return [self.null_block] * first + self.at(tokens // self.grain - 1)
-        return [self.null_block] * first + [self.filled(block)[1] for block in range(first, end)]
+        """Return the blocks of a prefix that the group has."""
+        begin, end = self.read_from(tokens), self.blocks_of(tokens)
+        first = begin // self.block_size if begin < tokens else end
+        blocks = self.at(tokens) if self.kind == "state" and tokens else self.lookup(self.ends[first:end])
+        if first + len(blocks) < end:
+            blocks += self.fullest(end - 1)[1]
+        return [self.null_block] * first + blocks
 
 
 def longest_hit(
     pool: BlockPool, groups: Sequence[GroupKeys], *, align: int | None = None, limit: int | None = None
 ) -> Hit:
-    """Return the longest prefix of a prompt that all layer groups have, and its blocks in each.
+    """Find the longest prefix of a prompt that all layer groups have, and its blocks in each.
 
-    Nothing changes, so `BlockPool.touch` its tables before any other call. Each key is looked up once at most.
+    Nothing changes, so `BlockPool.touch` its tables before any other call.
 
     Parameters
     ----------
     pool : BlockPool
     groups : sequence of GroupKeys
-        The same prompt for each group.
+        The same prompt for each group, with keys of its own.
     align : int, optional
         The length of a hit is a multiple of this. By default the least common multiple of all block sizes.
     limit : int, optional
@@ -125,33 +131,36 @@ def longest_hit(
     Raises
     ------
     ValueError, TypeError
-        No group; a kind that is not known; a grain that does not divide its block; a number that is too small or none.
+        No group; a kind that is not known; a grain that does not divide its block; a number that is none, or out
+        of range.
 
     Notes
     -----
     A prefix of c tokens is a hit if each group has what a query at position c reads:
 
-    - "full": all tokens before c; "window": those from c - size + 1 on; "chunk": those from the last multiple of size
-      up to c on. A block with such tokens needs a cached key that ends, inside it, at or behind the last of them.
+    - "full": all tokens before c. "window": those from c - size + 1 on. "chunk": those from the last multiple of
+      size up to c on. A block with such tokens needs a cached key that ends in it, at or behind the last of them.
     - "state": the key that ends at c exactly, unless c is 0.
 
-    A hit is partial where c is inside a block, which takes an `align` below the default. The last block is then filled
-    up to c or further, and cached: copy it, and write to the copy. If nobody reads it, it is null: take a new one.
+    A hit is partial where c is inside a block, which takes an `align` below the default. The last block is then
+    filled up to c or further, and cached: copy it, and write to the copy. If nobody reads it, it is null: take a
+    new one.
     """
     if not groups:
         raise ValueError("[longest_hit] there is no group, the least is 1")
-    known = [_Group(pool, given) for given in groups]
-    align = lcm(*(group.block_size for group in known)) if align is None else checked_int("longest_hit", "align", align)
-    tokens = min(group.num_tokens for group in known)
+    prompt = [_Prefix(group, pool) for group in groups]
+    sizes = [group.block_size for group in prompt]
+    align = lcm(*sizes) if align is None else checked_int("longest_hit", "align", align)
+    tokens = min(group.num_tokens for group in prompt)
     if limit is not None:
         tokens = min(tokens, checked_int("longest_hit", "limit", limit, least=0))
     tokens -= tokens % align
     before = -1
     while tokens != before:
         before = tokens
-        for group in sorted(known, key=lambda group: group.kind == "full"):  # they look at every block
+        for group in sorted(prompt, key=lambda group: group.kind == "full"):  # they look at the most blocks
             tokens = group.longest(tokens, align)
-    return Hit(tokens, [group.table(tokens) for group in known])
+    return Hit(tokens, [group.table(tokens) for group in prompt])
 
 
 def skip(pool: BlockPool, table: list[int], n: int) -> list[int]:
