@@ -1,41 +1,148 @@
 """Tables per layer group on one `BlockPool`: null blocks, skipped prefixes, blocks behind a window."""
 
 import random
+import re
+from math import lcm
 
 import pytest
 
+from kvpool.adapters import block_groups
+from kvpool.adapters.block_groups import GroupKeys, longest_hit, skip
 from kvpool.adapters.block_pool import BlockPool
-from kvpool.adapters.block_windows import find, skip
 from kvpool.errors import DoubleFree
 
-
-def longest(cached, keys, window):
-    """The length of the hit, by its definition."""
-    return max(c for c in range(len(keys) + 1) if all(key in cached for key in keys[max(0, c - window) : c]))
+MOST = 96  # tokens of a prompt
+KINDS = ("full", "window", "chunk", "state")
 
 
-def test_find_gives_what_its_definition_says():
-    rng = random.Random(18)
-    for _ in range(400):
-        pool, size = BlockPool(12), rng.randrange(11)
-        keys = list(range(size))
-        cached = {key: block for key, block in zip(keys, pool.get(size), strict=True) if rng.random() < 0.7}
-        pool.cache(list(cached.values()), list(cached))
-        for window in range(size + 2):
-            end, found = longest(cached, keys, window), find(pool, keys, window=window)
-            held = range(max(0, end - window), end)
-            assert found == [0] * held.start + [cached[key] for key in held], (cached, window)
-        assert pool.lookup(keys) == [cached[k] for k in range(longest(cached, keys, size))]
-        pool.check()
+def prompt(rng):
+    """A pool, a prompt as one to four groups know it, and per group the position of each cached key -> block."""
+    pool, groups, cached = BlockPool(400), [], []
+    for number in range(rng.randint(1, 4)):
+        block_size = rng.choice([4, 8, 12, 16])
+        grain = rng.choice([grain for grain in (2, 4, 8, 12, 16) if block_size % grain == 0])
+        keys = [(number, i) for i in range(rng.randint(MOST // 2, MOST) // grain)]
+        share = rng.choice([0.5, 0.9, 0.97, 1.0])
+        held = [key for key in keys if rng.random() < share]
+        blocks = pool.get(len(held))
+        pool.cache(blocks, held)
+        cached.append({(key[1] + 1) * grain: block for key, block in zip(held, blocks, strict=True)})
+        groups.append(GroupKeys(keys, block_size, rng.choice(KINDS), rng.randint(1, 40), grain))
+    return pool, groups, cached
 
 
-def test_find_refuses_a_window_below_nothing():
-    pool = BlockPool(8)
-    table = pool.get(4)
-    pool.cache(table[2:], ["c", "d"])
-    assert find(pool, ["a", "b", "c", "d", "e"], window=2) == [0, 0, *table[2:]]
-    with pytest.raises(ValueError, match=r"\[find\] window is -1, the least is 0"):
-        find(pool, ["a"], window=-1)
+def blocks_read(group, cached, tokens):
+    """Per block of a prefix: None if the next query reads nothing of it, else the keyed blocks that will do."""
+    ways = []
+    for start in range(0, tokens, group.block_size):
+        span = range(start, min(start + group.block_size, tokens))
+        read = {
+            "full": lambda p: True,
+            "window": lambda p: tokens - p < group.size,
+            "chunk": lambda p: p // group.size == tokens // group.size,
+            "state": lambda p: p == tokens - 1,
+        }[group.kind]
+        ends = [tokens] if group.kind == "state" else range(span[-1] + 1, start + group.block_size + 1)
+        ways.append([cached[end] for end in ends if end in cached] if any(map(read, span)) else None)
+    return ways
+
+
+def judge(rng):
+    """The hit is the longest of all lengths that every group allows, and its tables name blocks that will do."""
+    pool, groups, cached = prompt(rng)
+    align, limit = rng.choice([None, 1, 2, 4, 6]), rng.choice([None, rng.randint(0, MOST)])
+    every = lcm(*(group.block_size for group in groups)) if align is None else align
+    most = min(MOST if limit is None else limit, *(len(group.keys) * group.grain for group in groups))
+    allowed = [
+        tokens
+        for tokens in range(0, most + 1, every)
+        if all([] not in blocks_read(group, held, tokens) for group, held in zip(groups, cached, strict=True))
+    ]
+    before = pool.free_order(), pool.num_cached
+    hit = longest_hit(pool, groups, align=align, limit=limit)
+    assert hit.tokens == max(allowed)
+    for group, held, table in zip(groups, cached, hit.tables, strict=True):
+        ways = blocks_read(group, held, hit.tokens)
+        assert len(table) == len(ways)
+        assert all(block in way if way else block == 0 for block, way in zip(table, ways, strict=True))
+    assert before == (pool.free_order(), pool.num_cached)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_hit_is_the_longest_of_all_lengths(seed):
+    rng = random.Random(seed)
+    for _ in range(100):
+        judge(rng)
+
+
+def window_short_by_one(group, tokens):
+    return READ_FROM(group, tokens) + (group.kind == "window" and group.size > 1)
+
+
+def partial_block_counts_as_full(group, block):
+    reached, copy = FULLEST(group, block)
+    return (block + 1) * group.block_size if copy else reached, copy
+
+
+def only_full_blocks_count(group, block):
+    reached, copy = FULLEST(group, block)
+    return (reached, copy) if reached % group.block_size == 0 else (block * group.block_size, [])
+
+
+def state_is_not_asked_for(group, tokens, align):
+    return tokens if group.kind == "state" else LONGEST(group, tokens, align)
+
+
+def found_from_the_start(group, tokens, align):
+    tokens = LONGEST(group, tokens, align)
+    group.found = 0
+    return tokens
+
+
+READ_FROM, LONGEST, FULLEST = (getattr(block_groups._Prefix, name) for name in ("read_from", "longest", "fullest"))
+FAULTS = {
+    "read_from": [window_short_by_one],
+    "fullest": [partial_block_counts_as_full, only_full_blocks_count],
+    "longest": [state_is_not_asked_for, found_from_the_start],
+}
+
+
+@pytest.mark.parametrize(("name", "fault"), [(name, fault) for name in FAULTS for fault in FAULTS[name]])
+def test_hit_with_a_planted_fault_is_convicted(name, fault, monkeypatch):
+    monkeypatch.setattr(block_groups._Prefix, name, fault)
+    with pytest.raises(AssertionError):
+        for seed in range(8):
+            test_hit_is_the_longest_of_all_lengths(seed)
+
+
+def test_hit_of_a_partial_block_is_found_only_where_it_may_be():
+    """Two blocks of 32 tokens, and the state after 48: the prefix ends inside the second, and inside the state's."""
+    pool = BlockPool(16)
+    full, states = [("full", i) for i in range(2)], [("state", i) for i in range(4)]
+    table, (state,) = pool.get(2), pool.get(1)
+    pool.cache(table, full)
+    pool.cache([state], states[2:3])
+    groups = [GroupKeys(full, 32), GroupKeys(states, 64, "state", grain=16)]
+    assert longest_hit(pool, groups) == (0, [[], []])
+    assert longest_hit(pool, groups, align=16) == (48, [table, [state]])
+    assert longest_hit(pool, groups, align=16, limit=47) == (0, [[], []])
+
+
+@pytest.mark.parametrize(
+    ("groups", "options", "message"),
+    [
+        ([], {}, "there is no group, the least is 1"),
+        ([GroupKeys([], 16, "mamba")], {}, "kind is 'mamba': give 'full', 'window', 'chunk' or 'state'"),
+        ([GroupKeys([], 0)], {}, "block_size is 0, the range is 1 .."),
+        ([GroupKeys([], 16, "window", 0)], {}, "size is 0, the range is 1 .."),
+        ([GroupKeys([], 16, grain=6)], {}, "grain is 6, which does not divide a block of 16"),
+        ([GroupKeys([], 16)], {"align": 0}, "align is 0, the range is 1 .."),
+        ([GroupKeys([], 16)], {"limit": -1}, "limit is -1, the range is 0 .."),
+    ],
+)
+def test_hit_of_bad_arguments_is_refused(groups, options, message):
+    with pytest.raises(ValueError, match=re.escape(f"[longest_hit] {message}")):
+        longest_hit(BlockPool(8), groups, **options)
 
 
 def test_skip_is_free_from_the_last_and_puts_null_blocks_in_the_table():
@@ -74,36 +181,3 @@ def test_skip_that_is_refused_changes_nothing():
         skip(pool, table, 2)
     assert table == before and pool.num_free == 5
     pool.check()
-
-
-def test_groups_of_one_pool_agree_on_a_hit():
-    """A full group and a window group, each with keys of its own: what both have is what can be skipped."""
-    rng = random.Random(3)
-    for _ in range(200):
-        pool, contents, window = BlockPool(30), list(range(10)), rng.randint(1, 4)
-        tables = [pool.get(10), pool.get(10)]
-        keys = [[(content, group) for content in contents] for group in range(2)]
-        pool.cache(tables[0], keys[0])
-        skip(pool, tables[1], first := rng.randrange(10))
-        pool.cache(tables[1], keys[1])
-        pool.free(tables[0][::-1])
-        pool.free(tables[1][::-1])
-        pool.get(rng.randrange(20))  # some of it is evicted
-        end, before = 10, -1
-        while end != before:
-            before = end
-            full = pool.lookup(keys[0][:end])
-            tail = find(pool, keys[1][: len(full)], window=window)
-            end = len(tail)
-        found = [{key for key in keys[g] if pool.lookup([key])} for g in range(2)]
-        due = [
-            c
-            for c in range(11)
-            if all(key in found[0] for key in keys[0][:c])
-            and all(key in found[1] for key in keys[1][max(0, c - window) : c])
-        ]
-        assert end == max(due), (first, window)
-        hit = [*pool.lookup(keys[0][:end]), *find(pool, keys[1][:end], window=window)]
-        pool.touch(hit)  # null blocks are passed over
-        assert all(pool.refcount(block) for block in hit if block)
-        pool.check()
