@@ -33,7 +33,7 @@ class Layers(NamedTuple):
         Tokens that a step may find held behind its first new one. -1: all.
     kept : int
         Entries that a window never lets go.
-    most : int
+    budget : int
         Tokens that a sequence has here at most, evicted ones left out.
     """
 
@@ -42,7 +42,7 @@ class Layers(NamedTuple):
     block_size: int
     reach: int
     kept: int
-    most: int
+    budget: int
 
 
 class Needs:
@@ -87,7 +87,7 @@ class Needs:
         ]
         self.evicting: Layers | None = None
         if eviction is not None:
-            self.evicting = self._layers[eviction.group]._replace(most=eviction.most + chunk)
+            self.evicting = self._layers[eviction.group]._replace(budget=eviction.most + chunk)
             self._layers[eviction.group] = self.evicting
         self.num_arenas = 1 + max(layers.arena for layers in self._layers)
         self.unit = max(layers.block_size for layers in self._layers)
@@ -120,7 +120,7 @@ class Needs:
 
     def places(self, tokens: int) -> int:
         """Return the most tokens that a sequence of so many holds at a time, where tokens are evicted."""
-        return tokens if self.evicting is None else min(tokens, self.evicting.most)
+        return tokens if self.evicting is None else min(tokens, self.evicting.budget)
 
     def alone(self, tokens: int) -> list[int]:
         """Return what `most` says of a sequence that shares no block."""
@@ -141,15 +141,16 @@ class Needs:
             if layers.group.kind == "state":
                 found[..., layers.arena] += np.where(forks, 2, 1 if self._in_place else 2)  # one read, one written
                 continue
-            entries = self._most(layers, -(-np.minimum(tokens, layers.most) // size) - shared // size)
+            entries = self._most(layers, -(-tokens // size) - shared // size)
             found[..., layers.arena] += entries * layers.group.columns
         return found
 
     def _most(self, layers: Layers, entries: NDArray[int64]) -> NDArray[int64]:
         """Return how many of so many entries a group holds at a time, at most."""
-        if layers.reach < 0:
+        if layers.reach < 0 and layers is not self.evicting:
             return entries
-        span = layers.reach + self._lookahead + self._chunk  # tokens, which begin anywhere in a block
+        # Tokens, which begin anywhere in a block: the pool counts entries by positions where tokens were evicted, too.
+        span = layers.budget if layers.reach < 0 else layers.reach + self._lookahead + self._chunk
         return np.minimum(entries, layers.kept + (span + layers.block_size - 2) // layers.block_size + 1)
 
     def held(
@@ -167,7 +168,7 @@ class Needs:
                 found[..., layers.arena] += tokens > shared
                 continue
             size, first = layers.block_size, shared // layers.block_size
-            end = np.maximum(-(-(tokens - evicted if layers is self.evicting else tokens) // size), first)
+            end = np.maximum(-(-tokens // size) - evicted // size * (layers is self.evicting), first)
             gone = np.maximum(self._let_go(layers, tokens - self._lookahead), self._let_go(layers, found_tokens))
             gone = np.minimum(gone, end)
             kept = np.clip(layers.kept - first, 0, None) * (gone > 0)
@@ -207,15 +208,12 @@ class Needs:
             end = np.zeros_like(position)
         return np.where(end > layers.kept, end, 0)
 
-    def next_tokens(
-        self, lens: NDArray[np.integer], shared: NDArray[np.bool_], evicted: NDArray[np.integer]
-    ) -> list[int]:
+    def next_tokens(self, lens: NDArray[np.integer], shared: NDArray[np.bool_]) -> list[int]:
         """Return the most blocks that the next tokens of sequences take. Of `shared` ones they may copy some."""
         found = self.nothing.copy()
         for layers in self._layers:
             if layers.group.kind != "state":
-                places = lens - evicted if layers is self.evicting else lens
-                new = int(np.count_nonzero(shared | (places % layers.block_size == 0)))
+                new = int(np.count_nonzero(shared | (lens % layers.block_size == 0)))
             else:
                 new = int(np.count_nonzero(shared | (lens == 0))) if self._in_place else len(lens)
             found[layers.arena] += new * layers.group.columns

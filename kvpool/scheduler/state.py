@@ -507,8 +507,8 @@ class Core:
 
     def growth(self, lanes: NDArray[np.intp]) -> list[int]:
         """Return the most blocks of each arena that the next tokens of these lanes take."""
-        rows = self.rows
-        return self.needs.next_tokens(rows.computed[lanes], rows.shared[lanes], rows.gone[lanes])
+        lens = self.rows.computed[lanes] if self.needs.promises else self.rows.kv_lens(lanes)
+        return self.needs.next_tokens(lens, self.rows.shared[lanes])
 
     def blocks(self, tokens: int) -> int:
         """Return the number of blocks for `tokens` tokens."""
