@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvpool._core import Plan
 from kvpool.errors import OutOfBlocks, OutOfSequences
-from kvpool.scheduler.policy import count_admission, known_tokens, most_tokens, open_with_room
+from kvpool.scheduler.policy import count_admission, known_tokens, open_with_room
 from kvpool.scheduler.request import Output
 from kvpool.scheduler.results import why_ended
 from kvpool.scheduler.state import DECODING, FINISHED, PREFILLING, WAITING, Core, Group, Sequence
@@ -134,7 +134,7 @@ class Beam:
         tokens = [known_tokens(sequence) for sequence in self.live]
         common = common_prefix(tokens) // needs.unit * needs.unit if len(tokens) > 1 else 0
         shared = [common if rank else 0 for rank in range(len(tokens))]
-        blocks = needs.most([most_tokens(core, len(known)) for known in tokens], shared, self.width > 1).sum(axis=0)
+        blocks = needs.most(list(map(len, tokens)), shared, self.width > 1).sum(axis=0)
         # With layer groups nobody takes tokens back, so what the first finds must be common to all.
         looked_up = tokens[0][: common + 1] if needs.promises and len(tokens) > 1 else tokens[0]
         handle = open_with_room(core, blocks.tolist(), looked_up, self.group.request)

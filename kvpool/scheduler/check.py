@@ -7,7 +7,6 @@ from collections import Counter
 import numpy as np
 
 from kvpool.errors import CorruptState
-from kvpool.scheduler.policy import most_tokens
 from kvpool.scheduler.state import DECODING, FINISHED, PREFILLING, SPILLED, WAITING, Core, Sequence, Step
 
 NAMES = ("waiting", "prefilling", "decoding", "spilled", "finished")
@@ -97,9 +96,10 @@ def check_running(core: Core, sequence: Sequence, new: dict[int, int]) -> None:
     handle, computed, remaining = int(rows.handle[lane]), int(rows.computed[lane]), rows.remaining(lane)
     length = core.pool.num_tokens(handle) - new.get(handle, 0)
     require(length == computed, f"{name(sequence)} has {computed} computed tokens, the pool {length}")
-    held, gone = core.pool.kv_len(handle) - new.get(handle, 0), int(rows.gone[lane])
+    group = 0 if core.eviction is None else core.eviction.group
+    held, gone = core.pool.kv_len(handle, group) - new.get(handle, 0), int(rows.gone[lane])
     require(held == computed - gone, f"{name(sequence)} has lost {gone} of {computed} tokens, the pool has {held}")
-    most = most_tokens(core, computed)
+    most = core.needs.places(computed)
     require(held <= most, f"{name(sequence)} holds {held} tokens, {most} are the most")
     require(remaining >= 1, f"{name(sequence)} has computed more than it knows ({remaining} left)")
     require(rows.generated[lane] < sequence.group.request.max_tokens, f"{name(sequence)} runs with all tokens")

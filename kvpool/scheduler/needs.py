@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from itertools import repeat
 from operator import add, attrgetter, mul, sub
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy import int64
@@ -17,6 +17,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvpool._core import Pool
 from kvpool.groups import Group, arenas_of
+
+if TYPE_CHECKING:
+    from kvpool.eviction import Evictor
 
 _free = attrgetter("free")
 
@@ -30,6 +33,8 @@ class Layers(NamedTuple):
         Tokens that a step may find held behind its first new one. -1: all.
     kept : int
         Entries that a window never lets go.
+    budget : int
+        Tokens that a sequence has here at most, evicted ones left out.
     """
 
     group: Group
@@ -37,6 +42,7 @@ class Layers(NamedTuple):
     block_size: int
     reach: int
     kept: int
+    budget: int
 
 
 class Needs:
@@ -47,6 +53,8 @@ class Needs:
     pool : Pool
     chunk : int
         Most tokens of a sequence in one step.
+    eviction : Evictor, optional
+        Keeps what sequences have in its group within a budget and one chunk.
 
     Attributes
     ----------
@@ -62,9 +70,11 @@ class Needs:
         Blocks of the states of one checkpoint.
     unit : int
         Tokens of the largest block. A length that is a multiple of it shares no part of a block.
+    evicting : Layers or None
+        The group that tokens are evicted from.
     """
 
-    def __init__(self, pool: Pool, chunk: int) -> None:
+    def __init__(self, pool: Pool, chunk: int, eviction: Evictor | None = None) -> None:
         options = pool.options
         self._pool = pool
         self._chunk = chunk
@@ -75,6 +85,10 @@ class Needs:
         self._layers = [
             _layers(group, arena, pool.block_size) for group, arena in zip(groups, arenas_of(groups), strict=True)
         ]
+        self.evicting: Layers | None = None
+        if eviction is not None:
+            self.evicting = self._layers[eviction.group]._replace(budget=eviction.most + chunk)
+            self._layers[eviction.group] = self.evicting
         self.num_arenas = 1 + max(layers.arena for layers in self._layers)
         self.unit = max(layers.block_size for layers in self._layers)
         self.nothing = [0] * self.num_arenas
@@ -104,10 +118,14 @@ class Needs:
         each, times = (self._columns, running) if watermark is None else (self._growing, watermark)
         return list(map(max, map(add, growing, map(mul, each, repeat(times))), self.reserve))
 
+    def places(self, tokens: int) -> int:
+        """Return the most tokens that a sequence of so many holds at a time, where tokens are evicted."""
+        return tokens if self.evicting is None else min(tokens, self.evicting.budget)
+
     def alone(self, tokens: int) -> list[int]:
         """Return what `most` says of a sequence that shares no block."""
         if not self.promises:  # an admission takes them all
-            return [-(-tokens // self.unit)]
+            return [-(-self.places(tokens) // self.unit)]
         found: list[int] = self.most(tokens).tolist()
         return found
 
@@ -129,25 +147,28 @@ class Needs:
 
     def _most(self, layers: Layers, entries: NDArray[int64]) -> NDArray[int64]:
         """Return how many of so many entries a group holds at a time, at most."""
-        if layers.reach < 0:
+        if layers.reach < 0 and layers is not self.evicting:
             return entries
-        span = layers.reach + self._lookahead + self._chunk  # tokens, which begin anywhere in a block
+        # Tokens, which begin anywhere in a block: the pool counts entries by positions where tokens were evicted, too.
+        span = layers.budget if layers.reach < 0 else layers.reach + self._lookahead + self._chunk
         return np.minimum(entries, layers.kept + (span + layers.block_size - 2) // layers.block_size + 1)
 
-    def held(self, tokens: ArrayLike, shared: ArrayLike = 0, found: ArrayLike = 0) -> NDArray[int64]:
+    def held(
+        self, tokens: ArrayLike, shared: ArrayLike = 0, found: ArrayLike = 0, evicted: ArrayLike = 0
+    ) -> NDArray[int64]:
         """Return the blocks that a sequence holds once `tokens` tokens are computed, without those of `shared`.
 
         The prefix cache had the first `found` tokens. Behind a window it gives no more than the next query reads.
         """
-        arrays = (np.asarray(array, int64) for array in (tokens, shared, found))
-        tokens, shared, found_tokens = np.broadcast_arrays(*arrays)
+        arrays = (np.asarray(array, int64) for array in (tokens, shared, found, evicted))
+        tokens, shared, found_tokens, evicted = np.broadcast_arrays(*arrays)
         found = np.zeros((*tokens.shape, self.num_arenas), int64)
         for layers in self._layers:
             if layers.group.kind == "state":
                 found[..., layers.arena] += tokens > shared
                 continue
             size, first = layers.block_size, shared // layers.block_size
-            end = np.maximum(-(-tokens // size), first)
+            end = np.maximum(-(-tokens // size) - evicted // size * (layers is self.evicting), first)
             gone = np.maximum(self._let_go(layers, tokens - self._lookahead), self._let_go(layers, found_tokens))
             gone = np.minimum(gone, end)
             kept = np.clip(layers.kept - first, 0, None) * (gone > 0)
@@ -241,4 +262,4 @@ def _layers(group: Group, arena: int, block_size: int) -> Layers:
     """Return a group of a pool with blocks of so many tokens."""
     size = group.block_size or block_size
     reach = group.size - 1 if group.kind in ("window", "chunk") else -1
-    return Layers(group, arena, size, reach, -(-group.keep // size))
+    return Layers(group, arena, size, reach, -(-group.keep // size), 2**31 - 1)

@@ -128,17 +128,13 @@ def spill(core: Core, sequence: Sequence) -> bool:
     return True
 
 
-def most_tokens(core: Core, tokens: int) -> int:
-    """Return how many token slots a sequence of `tokens` tokens needs at most: its budget and one chunk."""
-    return tokens if core.eviction is None else min(tokens, core.eviction.most + core.chunk)
-
-
 def blocks_alone(core: Core, tokens: int) -> list[int]:
     """Return the blocks of each arena that a sequence needs to run alone, with copies for compaction."""
-    need = core.needs.alone(most_tokens(core, tokens))
-    if core.eviction is not None and core.prefix is not None and tokens > core.eviction.policy.max_kv:
-        need[0] += 1  # a block that is cached twice
-        need[0] += 0 if core.eviction.policy.whole_blocks else core.blocks(core.eviction.most)
+    need, layers = core.needs.alone(tokens), core.needs.evicting
+    if core.eviction is not None and layers is not None and core.prefix is not None:
+        if tokens > core.eviction.policy.max_kv:
+            copies = 0 if core.eviction.policy.whole_blocks else -(-core.eviction.most // layers.block_size)
+            need[layers.arena] += (copies + 1) * layers.group.columns  # one is cached twice
     return need
 
 
@@ -169,7 +165,7 @@ def open_layers(core: Core, need: list[int], tokens: np.ndarray, request: Reques
     A checkpoint stays in the pool until the first step has loaded it. If it leaves no room for that step, the sequence
     begins without it.
     """
-    needs, kept = core.needs, blocks_kept(core)
+    needs, kept, tokens = core.needs, blocks_kept(core), tokens[: core.findable + 1]
     is_short = needs.short(need, core.available(), kept) >= 0
     if core.prefix is None:
         return None if is_short else int(core.pool.open(0, request.namespace))
@@ -199,7 +195,7 @@ def open_within(core: Core, tokens: np.ndarray, namespace: bytes) -> int:
     if len(looked_up) < len(tokens):
         try:
             assert core.eviction is not None
-            core.eviction.reserve(handle, most_tokens(core, len(tokens)) - core.pool.num_tokens(handle))
+            core.eviction.reserve(handle, core.needs.places(len(tokens)) - core.pool.num_tokens(handle))
         except BaseException:
             core.pool.close(handle)
             raise
@@ -257,13 +253,14 @@ def evict(core: Core, sequence: Sequence) -> None:
             evictor.evict([handle], np.array([lane]), now, after, rows.computed[[lane]])
             rows.gone[lane] += now[0] - after[0]
             core.evicted_tokens += int(now[0] - after[0])
-        # The reserved blocks left with the tokens. Without new ones a sequence could lose its blocks before its next
-        # token, and two sequences could preempt each other for ever.
-        evictor.reserve(handle, min(rows.remaining(lane), evictor.most + core.chunk - int(after[0])))
+        if not core.needs.promises:
+            # The reserved blocks left with the tokens. Without new ones a sequence could lose its blocks before its
+            # next token, and two sequences could preempt each other for ever.
+            evictor.reserve(handle, min(rows.remaining(lane), evictor.most + core.chunk - int(after[0])))
     except OutOfBlocks:
         raise
     except BaseException:
-        rows.gone[lane] = rows.computed[lane] - core.pool.kv_len(handle)
+        rows.gone[lane] = rows.computed[lane] - core.pool.kv_len(handle, evictor.group)
         core.preempt(sequence)
         core.setbacks += 1
         raise
@@ -344,7 +341,7 @@ def admit(core: Core, sequence: Sequence) -> bool:
     if not core.rows.free:
         return False
     tokens = known_tokens(sequence)
-    need = core.needs.alone(most_tokens(core, len(tokens)))
+    need = core.needs.alone(len(tokens))
     handle = open_with_room(core, need, tokens, sequence.group.request)
     if handle is None:
         return False
@@ -372,10 +369,10 @@ def restore(core: Core, sequence: Sequence) -> bool:
         return False
     prompt = sequence.group.request.prompt
     known = len(prompt) + len(sequence.tokens)
-    if core.needs.short(core.needs.alone(most_tokens(core, known)), core.available(), blocks_kept(core)) >= 0:
+    if core.needs.short(core.needs.alone(known), core.available(), blocks_kept(core)) >= 0:
         return False
     try:
-        handle = core.pool.open(most_tokens(core, known), sequence.group.request.namespace)
+        handle = core.pool.open(core.needs.places(known), sequence.group.request.namespace)
     except (OutOfBlocks, OutOfSequences):
         return False
     computed = sequence.computed

@@ -24,7 +24,6 @@ from kvpool.scheduler.policy import (
     known_tokens,
     make_room,
     make_way,
-    most_tokens,
 )
 from kvpool.scheduler.policy import judge as judge_eviction
 from kvpool.scheduler.request import Output, Request, SchedulerStats, integer
@@ -213,7 +212,7 @@ class Scheduler:
                 f"[add] {prompt} prompt tokens and {request.max_tokens} more, the model takes {self._max_model_len}",
                 "too_long",
             )
-        own = core.blocks(most_tokens(core, tokens))
+        own = core.blocks(tokens if core.needs.promises else core.needs.places(tokens))
         if own > pool.options.max_blocks_per_seq:
             raise RequestRejected(
                 f"[add] {tokens} tokens need {own} blocks, a sequence has at most {pool.options.max_blocks_per_seq}",
@@ -573,8 +572,3 @@ def _check_evictor(call: str, eviction: Any, pool: Pool) -> None:
         raise TypeError(f"[{call}] eviction must be a kvpool.eviction.Evictor, not {type(eviction).__name__}")
     if eviction.pool is not pool:
         raise ValueError(f"[{call}] the evictor is on another pool ({eviction.pool!r})")
-    if pool.options.groups is not None:
-        raise ValueError(
-            f"[{call}] the pool has {len(pool.options.groups)} layer groups, eviction is scheduled on pools of one "
-            "table: leave eviction out, and call Evictor.evict between steps"
-        )

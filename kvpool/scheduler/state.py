@@ -259,7 +259,7 @@ class LaneRows:
         return sequence
 
     def kv_lens(self, lanes: NDArray[np.intp]) -> NDArray[int32]:
-        """Return how many tokens of these lanes the pool holds: the computed ones without the evicted ones."""
+        """Return how many tokens of these lanes the pool holds where tokens are evicted: the computed ones that stay."""
         lens: NDArray[int32] = self.computed[lanes] - self.gone[lanes]
         return lens
 
@@ -442,7 +442,7 @@ class Core:
         self.max_running = max_running
         self.max_step_tokens = max_step_tokens
         self.chunk = min(prefill_chunk, max_step_tokens)
-        self.needs = Needs(pool, self.chunk)
+        self.needs = Needs(pool, self.chunk, eviction)
         self.mixed = mixed
         self.watermark = watermark
         self.policy = policy
@@ -451,7 +451,7 @@ class Core:
         self.eviction = eviction
         self.findable = 2**31 - 1  # most tokens of a prompt that are looked up and committed
         if eviction is not None:  # a sequence begins below its budget
-            self.findable = (eviction.policy.max_kv - 1) // pool.block_size * pool.block_size
+            self.findable = (eviction.policy.max_kv - 1) // self.needs.unit * self.needs.unit
         self.prefix = pool.prefix
         self.has_checkpoints = pool.prefix is not None and self.needs.promises
         self.rows = LaneRows(max_running)
@@ -501,13 +501,14 @@ class Core:
             return needs.nothing
         (lanes,) = ((rows.state == PREFILLING) | (rows.state != WAITING) & (rows.admitted >= self.newest)).nonzero()
         most = needs.most(rows.prompt[lanes] + rows.generated[lanes], rows.common[lanes], rows.width[lanes] > 1)
-        due = np.maximum(most - needs.held(rows.computed[lanes], rows.common[lanes], rows.found[lanes]), 0)
-        found: list[int] = due.sum(axis=0).tolist()
+        held = needs.held(rows.computed[lanes], rows.common[lanes], rows.found[lanes], rows.gone[lanes])
+        found: list[int] = np.maximum(most - held, 0).sum(axis=0).tolist()
         return found
 
     def growth(self, lanes: NDArray[np.intp]) -> list[int]:
         """Return the most blocks of each arena that the next tokens of these lanes take."""
-        return self.needs.next_tokens(self.rows.kv_lens(lanes), self.rows.shared[lanes])
+        lens = self.rows.computed[lanes] if self.needs.promises else self.rows.kv_lens(lanes)
+        return self.needs.next_tokens(lens, self.rows.shared[lanes])
 
     def blocks(self, tokens: int) -> int:
         """Return the number of blocks for `tokens` tokens."""

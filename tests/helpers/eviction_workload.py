@@ -20,11 +20,15 @@ from kvpool.protocol import Capabilities
 
 
 class EvictedMemory(TokenMemory):
-    """A `TokenMemory` whose sequences lose tokens: also the backend that an `Evictor` moves them in."""
+    """A `TokenMemory` whose sequences lose tokens: also the backend that an `Evictor` moves them in.
+
+    Of a pool with layer groups it holds the first.
+    """
 
     def __init__(self, model: TokenModel, pool: Pool) -> None:
-        super().__init__(model, pool.num_blocks, pool.block_size)
-        self.spec = KVSpec(1, 1, 8, "float32", pool.block_size)
+        groups = pool.options.groups
+        super().__init__(model, pool.num_blocks, (groups and groups[0].block_size) or pool.block_size)
+        self.spec = KVSpec(1, 1, 8, "float32", self.block_size)
         self.num_blocks = pool.num_blocks
         self.rows: list[tuple[np.ndarray, np.ndarray]] = []  # of the last forward: positions and values of each row
         self.fail_next: str | None = None  # "copy_blocks" or "compact" raises, once
@@ -81,12 +85,12 @@ class Oracle(Evictor):
         self.parent_of: Any = None  # lane of a fork: what its parent held at the end of the prompt
 
     def evict(self, handles, rows, lens, after, num_tokens):  # type: ignore[no-untyped-def]
-        (handle,), size = handles, self.pool.block_size
+        (handle,), size = handles, self.memory.block_size
         if handle not in self.held:  # a fork that has not been in a step yet
             self.held[handle], self.values[handle] = self.parent_of(int(rows[0]))
-        self.shared += any(self.pool.blocks.refcount(b) > 1 for b in self.pool.table(handle).tolist())
+        self.shared += any(self.pool.blocks.refcount(b) > 1 for b in self.pool.table(handle).ravel().tolist())
         held, target = self.held[handle], int(after[0])
-        assert len(held) == int(lens[0]) == self.pool.kv_len(handle)
+        assert len(held) == int(lens[0]) == self.pool.kv_len(handle, self.group)
         super().evict(handles, rows, lens, after, num_tokens)
         self.evictions += 1
         scores = np.abs(score_of(self.values[handle][held]))
@@ -172,6 +176,7 @@ class EvictingRunner(Runner):
         self.watch.strict = self.watch.simple = False
         self.watch._victims = lambda *_: None
         self.watch.updated = lambda *_: None  # its bounds are those of a scheduler that preempts for decodes only
+        self.histories: dict[int, np.ndarray] = {}  # of each sequence, as `TokenMemory` has them
         self.at_end_of_prompt: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
         self.oracle.parent_of = lambda lane: self.at_end_of_prompt[self.scheduler.request_of(lane).id]
 
@@ -185,14 +190,14 @@ class EvictingRunner(Runner):
 
     def _schedule(self) -> Any:
         if self.rng.random() < self.break_rate:
-            self.memory.fail_next = str(self.rng.choice(["copy_blocks", "compact"]))
+            self.oracle.backend.fail_next = str(self.rng.choice(["copy_blocks", "compact"]))
         try:
             return super()._schedule()
         except OSError:
             self.check()
             return super()._schedule()
         finally:
-            self.memory.fail_next = None
+            self.oracle.backend.fail_next = None
 
     def _execute(self, step: Any, tick: int) -> None:
         self.pool.check()
@@ -204,7 +209,8 @@ class EvictingRunner(Runner):
             tokens = rows.known(lane, 0, begin + int(step.num_new[row]))
             digests = self.model.digests(tokens, np.arange(len(tokens)))
             start = self.model.start(salt_of(request.namespace))
-            self.oracle.values[handle] = mix(start + np.cumsum(digests, dtype=np.uint64))
+            self.histories[handle] = start + np.cumsum(digests, dtype=np.uint64)
+            self.oracle.values[handle] = mix(self.histories[handle])
             if handle not in self.oracle.held:
                 fork = step.evicted[row] > 0
                 self.oracle.held[handle] = self.at_end_of_prompt[request.id][0] if fork else np.arange(begin)
@@ -213,9 +219,10 @@ class EvictingRunner(Runner):
 
     def sample(self, step: Any, states: np.ndarray) -> tuple[Any, Any, Any]:
         """What the rows have read is judged, and shown to the policy."""
-        lens = np.array([len(positions) for positions, _ in self.memory.rows])
+        memory = self.oracle.backend
+        lens = np.array([len(positions) for positions, _ in memory.rows])
         scores = np.zeros((len(lens), 1, int(lens.max(initial=0))), np.float32)
-        for row, (handle, (positions, values)) in enumerate(zip(step.handles.tolist(), self.memory.rows, strict=True)):
+        for row, (handle, (positions, values)) in enumerate(zip(step.handles.tolist(), memory.rows, strict=True)):
             held, known = self.oracle.held[handle], self.oracle.values[handle]
             due = np.concatenate([held, np.arange(len(known) - int(step.num_new[row]), len(known))])
             assert np.array_equal(positions, due), f"row {row} holds {positions.tolist()}, not {due.tolist()}"
@@ -229,7 +236,8 @@ class EvictingRunner(Runner):
             self.at_end_of_prompt[request] = self.oracle.held[handle], self.oracle.values[handle]
         if self.policy.scores is not None:
             self.oracle.begin(step.lanes, lens)
-            self.oracle.observe(0, scores)
+            for layer in range(len(self.oracle.memory.scores)):
+                self.oracle.observe(layer, scores)
         return super().sample(step, states)
 
     def requests_of(self, step: Any, chosen: np.ndarray) -> list[Any]:

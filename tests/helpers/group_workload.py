@@ -160,8 +160,9 @@ class GroupMemory:
 
     def _view(self, plan: Any, g: int, column: int) -> Any:
         """One column of a group as the plan of a pool without groups."""
-        part, common = plan.groups[g], {name: getattr(plan, name) for name in ("seq_lens", "cu_q_lens", "positions")}
+        part, common = plan.groups[g], {name: getattr(plan, name) for name in ("cu_q_lens", "positions")}
         return SimpleNamespace(
+            seq_lens=part.kv_lens,
             block_tables=np.where(part.block_tables[:, :, column] < 0, 2**30, part.block_tables[:, :, column]),
             slot_mapping=part.slot_mapping[column],
             copies=part.copies if column == 0 else part.copies[:0],
@@ -178,7 +179,7 @@ class GroupMemory:
         seen = self.memories[0].forward(tokens, first, salts)
         for g, group in enumerate(self.groups):
             if group.kind == "state":
-                self._step_states(plan, g, first)
+                self._step_states(plan, g)
                 continue
             for column in range(1 if g == 0 else 0, group.columns):
                 self._step_column(tokens, plan, g, column, salts)
@@ -214,6 +215,10 @@ class GroupMemory:
         groups = enumerate(self.groups)
         return [(g, self.sizes[g]) for g, group in groups if group.kind != "state" and group.arena == 0]
 
+    def _known(self, plan: Any, row: int, positions: np.ndarray) -> np.ndarray:
+        """What every group has to have at these positions of a row: what the full group has."""
+        return self._history(0, self._view(plan, 0, 0), row, positions)
+
     def _history(self, g: int, view: Any, row: int, positions: np.ndarray) -> np.ndarray:
         """What a group has at these positions of a row."""
         memory = self.memories[g]
@@ -230,18 +235,24 @@ class GroupMemory:
         offset = np.arange(count) - np.repeat(np.cumsum(new) - new, new)
         positions = (lens - new)[row] + offset
         memory._copy(np.asarray(view.copies, np.int64))
-        before = self.memories[0]._before(first, lens - new, np.asarray(salts, np.uint64))
+        before = self.memories[0]._before(first, np.asarray(first.seq_lens[:rows]) - new, np.asarray(salts, np.uint64))
         memory._write(np.asarray(tokens, np.int64), view.slot_mapping[:count], positions, row, offset, before)
         group = self.groups[g]
         for at in range(rows):
+            if g == 0:  # by places, of which eviction leaves fewer than there are positions
+                places = np.arange(int(view.seq_lens[at]))
+                one, other = (memory._slots(each, np.full(places.size, at), places) for each in (first, view))
+                for plane in (memory.position, memory.history):
+                    assert np.array_equal(plane[one], plane[other]), f"column {column} holds other tokens in row {at}"
+                continue
             begin, end = int(lens[at] - new[at]), int(lens[at])
             first_read = {"window": begin - group.size + 1, "chunk": begin - begin % (group.size or 1)}
             low = max(0, first_read.get(group.kind, 0))
             read = np.union1d(np.arange(low, end), np.arange(min(group.keep, end))).astype(np.int64)
-            got, due = self._history(g, view, at, read), self._history(0, first, at, read)
+            got, due = self._history(g, view, at, read), self._known(plan, at, read)
             assert np.array_equal(got, due), f"group {g} holds another history in row {at}"
 
-    def _step_states(self, plan: Any, g: int, first: Any) -> None:
+    def _step_states(self, plan: Any, g: int) -> None:
         states, part = self.states[g], plan.groups[g]
         rows = len(plan.handles)
         new = np.diff(plan.cu_q_lens[: rows + 1])
@@ -252,10 +263,10 @@ class GroupMemory:
             end, src = int(plan.seq_lens[at]), int(part.state_src[at])
             begin = end - int(new[at])
             if begin:
-                assert states[src] == self._history(0, first, at, np.array([begin - 1]))[0], f"row {at}: another state"
+                assert states[src] == self._known(plan, at, np.array([begin - 1]))[0], f"row {at}: another state"
             else:
                 assert src < 0, f"row {at} begins with a state"
-            results[int(part.state_dst[at])] = self._history(0, first, at, np.array([end - 1]))[0]
+            results[int(part.state_dst[at])] = self._known(plan, at, np.array([end - 1]))[0]
         for dst, state in results.items():
             states[dst] = state
 

@@ -154,8 +154,8 @@ def test_engine_on_quantized_blocks_says_what_one_sequence_says(model):
 def test_engine_refuses_unsupported_options_when_it_is_made(model):
     before = dict(vars(model))
     for options, error, message in (
-        ({"eviction": 20}, TypeError, r"\[Engine\] eviction must be a policy of kvpool.eviction, not int"),
-        ({"eviction": POLICIES["h2o"], "fused": False}, ValueError, r"\[Engine\] H2O needs scores, .* is gather"),
+        ({"eviction": 20}, TypeError, r"\[install\] eviction must be a policy of kvpool.eviction, not int"),
+        ({"eviction": POLICIES["h2o"], "fused": False}, ValueError, r"\[install\] H2O needs scores, .* is gather"),
         ({"kv_bits": 8, "v_bits": 4}, TypeError, "kv_bits is for both"),
         ({"kv_bits": 5}, ValueError, "k_bits is 5"),
         ({"kv_bits": 8, "quant_group_size": 64}, ValueError, "head_dim is 32, not a multiple of quant_group_size 64"),
@@ -163,12 +163,6 @@ def test_engine_refuses_unsupported_options_when_it_is_made(model):
         with pytest.raises(error, match=message):
             engine_of(model, **options)
         assert vars(model) == before
-
-
-def test_ragged_pass_refuses_a_cache_that_evicts_by_itself(model):
-    kv = install(model, 20, block_size=4, eviction=POLICIES["window"])
-    with pytest.raises(ValueError, match=r"\[RaggedForward\] plans keep every token, kv evicts"):
-        RaggedForward(kv)
 
 
 def test_ragged_pass_on_quantized_blocks_has_the_logits_of_the_cache(model):

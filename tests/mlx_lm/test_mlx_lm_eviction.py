@@ -225,7 +225,7 @@ def test_pool_without_blocks_for_copies_is_out_of_blocks_and_as_before(model):
 def test_policies_that_the_route_cannot_serve_are_refused(model):
     before = dict(vars(model))
     with on_cpu():
-        with pytest.raises(ValueError, match=r"\[make_cache\] H2O needs scores, and this model's route is gather"):
+        with pytest.raises(ValueError, match=r"\[install\] H2O needs scores, and this model's route is gather"):
             install(model, 50, block_size=4, fused=False, eviction=POLICIES["h2o"])
         with pytest.raises(TypeError, match="eviction must be a policy"):
             install(model, 50, block_size=4, eviction=20)

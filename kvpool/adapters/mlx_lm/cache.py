@@ -78,7 +78,7 @@ class Batch:
         self.missing = 0  # layers that have yet to issue the last operation
         self._plan: Any = None
         self._forward: Forward | None = None  # the last pass, while nothing else has begun
-        self.eviction = None if policy is None else self._evicting(policy)
+        self.eviction = Eviction.of(policy, passes, len(self.handles))
         self.held = nothing(passes.layout, len(self.handles))
         passes.batches[id(self)] = self
 
@@ -204,7 +204,7 @@ class Batch:
                 is_fused=passes.is_fused,
             )
             if self.eviction is not None:
-                self.eviction.begin_pass(after.lens, new)
+                self.eviction.begin_pass(plan, np.arange(num_rows), after.lens, new)
         except BaseException:
             self._take_back()
             raise
@@ -268,9 +268,7 @@ class Batch:
             how: dict[str, Any] = {"first": first, "eviction": self.eviction, "defers": self.passes.defers}
             turn = Turn(self.passes, plan, before, after, new, num_columns, self.is_merged, **how)
             if self.eviction is not None:
-                groups = plan.groups
-                lens = after.lens if groups is None else np.array(groups[self.eviction.group].kv_lens, np.int64)
-                self.eviction.begin_pass(lens, new)
+                self.eviction.begin_pass(plan, np.arange(num_rows), after.lens, new)
         except BaseException:
             self._take_back()
             raise
@@ -328,12 +326,7 @@ class Batch:
             self.known = (self.known + [Known(self.passes.namespace)] * num_rows)[:num_rows]
         self.rows = Rows(np.zeros(num_rows, np.int64))
         self.held = nothing(self.passes.layout, num_rows)
-        if self.eviction is not None:
-            self.eviction = self._evicting(self.eviction.policy)
-
-    def _evicting(self, policy: Policy) -> Eviction:
-        passes, place = self.passes, self.passes.layout.evicting("make_cache", policy)
-        return Eviction(policy, passes.pool, passes.backends[place.storage], len(self.handles), place.group)
+        self.eviction = Eviction.of(self.policy, self.passes, num_rows)
 
     @property
     def has_evicted(self) -> bool:
@@ -460,7 +453,7 @@ class Batch:
             self.held = nothing(self.passes.layout, len(self.handles))
         self.known = [known._replace(num_tokens=0) for known in self.known]
         if self.policy is not None:
-            self.eviction = self._evicting(self.policy)
+            self.eviction = Eviction.of(self.policy, self.passes, len(self.handles))
         return None, Rows(np.zeros(len(self.handles), np.int64))
 
     def prepare(self, lengths: Sequence[int]) -> tuple[None, Rows]:

@@ -30,17 +30,15 @@ from typing import Any, Self
 import mlx.core as mx
 import numpy as np
 
-import kvpool
 from kvpool import Request, Scheduler
 from kvpool.adapters.mlx_lm.chat import encoded, is_conversation, rewritten_from
-from kvpool.adapters.mlx_lm.eviction import check_policy
-from kvpool.adapters.mlx_lm.host import BackendFactory, install, require_evictable
+from kvpool.adapters.mlx_lm.host import BackendFactory, install
 from kvpool.adapters.mlx_lm.ragged import RaggedForward
 from kvpool.adapters.mlx_lm.sampling import SEED_MAX, Sampling, best, sample
-from kvpool.adapters.mlx_lm.shapes import inspect_model, max_positions
+from kvpool.adapters.mlx_lm.shapes import max_positions
 from kvpool.adapters.mlx_lm.transcript import Transcript
 from kvpool.errors import UnknownRequest
-from kvpool.eviction import Evictor, Policy
+from kvpool.eviction import Policy
 from kvpool.scheduler import Output, Step
 from kvpool.scheduler.request import token_array
 
@@ -179,23 +177,15 @@ class Engine:
     ) -> None:
         if (num_blocks is None) == (pool is None):
             raise TypeError("[Engine] either num_blocks or pool is needed, and not both")
-        max_seqs = 2 * max_running + 16
-        if eviction is not None and num_blocks is not None:
-            require_evictable(inspect_model(model), eviction, "Engine")
-            pool = kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, prefix_cache=prefix_cache)
-            num_blocks = None
         how: dict[str, Any] = {"prefix_cache": prefix_cache, "fused": fused, "kernels": kernels, "strict": strict}
-        how |= {"backend": backend, "block_size": block_size, "max_seqs": max_seqs}
+        how |= {"backend": backend, "block_size": block_size, "max_seqs": 2 * max_running + 16, "eviction": eviction}
         how |= {"kv_bits": kv_bits, "k_bits": k_bits, "v_bits": v_bits, "quant_group_size": quant_group_size}
         self.kv = install(model, num_blocks, pool=pool, **how)
         pool = self.kv.pool
-        policy = check_policy(eviction, self.kv.passes, self.kv.route, "Engine")
         self.tokenizer = _with_detokenizer(tokenizer)
         self._vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
         scheduling.setdefault("max_model_len", max_positions(model))
         self._forward = RaggedForward(self.kv)
-        self._evictor = None if policy is None else Evictor(policy, pool, self.kv.backend)
-        self._forward.eviction = self._evictor
         self._keep_states = self._forward.keep_states
         self.scheduler = Scheduler(
             pool,
@@ -204,7 +194,7 @@ class Engine:
             prefill_chunk=prefill_chunk,
             mixed=self._forward.is_ragged,
             formats=FORMATS if self.kv.layout.groups else self.kv.backend.required_formats,
-            eviction=self._evictor,
+            eviction=self._forward.eviction,
             **scheduling,
         )
         self._jobs: dict[Hashable, _Job] = {}
@@ -439,10 +429,9 @@ class Engine:
         if not len(step.tokens):
             return np.zeros(0, np.int32), np.zeros(0, np.float32), None
         lens = np.array(step.plan.seq_lens[: len(step.handles)], np.int64)
-        evictor = self._evictor
-        if evictor is not None:
-            evictor.begin(step.lanes, lens, step.num_new)
-        logits = self._forward(step.tokens, step.plan, lens, step.sample_at, None if evictor is None else step.evicted)
+        if self._forward.eviction is not None:
+            self._forward.eviction.begin_pass(step.plan, step.lanes, lens, step.num_new)
+        logits = self._forward(step.tokens, step.plan, lens, step.sample_at, step.evicted)
         samplings = [request.user for request in requests]
         tokens, logprobs = sample(logits, samplings, step.sample_index, step.sample_position)
         in_beams = np.flatnonzero(step.beam_width)

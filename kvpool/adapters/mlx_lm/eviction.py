@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -84,6 +84,14 @@ class Eviction(Evictor):
 
     is_torn = False
 
+    @classmethod
+    def of(cls, policy: Policy | None, passes: Passes, num_rows: int = 0) -> Self | None:
+        """Return the state of `num_rows` sequences under a policy that `check_policy` has returned."""
+        if policy is None:
+            return None
+        place = passes.layout.evicting("make_cache", policy)
+        return cls(policy, passes.pool, passes.backends[place.storage], num_rows, place.group)
+
     # ------------------------------------------------------------------------------------------- rows
 
     def append(self, other: Eviction | None, indices: Sequence[int]) -> None:
@@ -111,9 +119,13 @@ class Eviction(Evictor):
 
     # ------------------------------------------------------------------------------------------- a pass
 
-    def begin_pass(self, lens: np.ndarray, new: np.ndarray) -> None:
-        """Begin a pass that adds `new` tokens per row, after which the rows have `lens` tokens."""
-        self.begin(np.where(new > 0, np.arange(len(lens)), -1), lens, new)
+    def begin_pass(self, plan: Any, rows: np.ndarray, lens: np.ndarray, new: np.ndarray) -> None:
+        """Begin a pass that adds `new` tokens per row of a plan, after which these have `lens` tokens.
+
+        With layer groups the plan says how many of them are left where tokens are evicted.
+        """
+        held = lens if plan.groups is None else np.array(plan.groups[self.group].kv_lens[: len(lens)], np.int64)
+        self.begin(np.where(new > 0, rows, -1), held, new)
 
     def run(self, handles: Sequence[int], lens: np.ndarray, gone: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Evict tokens of rows above their budget, before a pass. Return lengths and evicted tokens per row.

@@ -104,20 +104,12 @@ def install(
     storage = partial(make_storage, backend=backend, kernels=kernels, overlap=overlap)
     size = block_size if pool is None else pool.block_size
     layout = _layout(inspect_model(model), size, pool, prefix_cache, eviction, storage, quantization)
-    prefix_cache = prefix_cache and _can_cache(layout, eviction)
+    prefix_cache = prefix_cache and layout.can_restore
     if num_blocks is not None:
         pool = layout.make_pool(num_blocks, block_size, max_seqs, prefix_cache, eviction is not None)
     paged = partial(_paged, model, layout, storage)
     sites, why = _choose_route(paged, model, layout, fused)
     return paged(pool, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=eviction)
-
-
-def _can_cache(layout: Layout, eviction: Policy | None) -> bool:
-    """Return whether prefixes can be found. `_layout` warns of what cannot be restored."""
-    if eviction is not None and layout.groups:
-        _log.warning("[install] eviction on layer groups goes without a prefix cache: %s", layout.model.describe())
-        return False
-    return layout.can_restore
 
 
 def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: Any, **kept: Any) -> PagedKV:
@@ -366,7 +358,7 @@ class PagedKV:
         namespace = self.namespace if self.prefix_cache else b""
         self.passes = Passes(model, pool, layout, backends, store, sites, namespace, calls)
         self.lock = self.passes.lock
-        self.eviction = check_policy(eviction, self.passes, self.route)
+        self.eviction = check_policy(eviction, self.passes, self.route, "install")
 
     def __repr__(self) -> str:
         return f"<PagedKV of {self.num_layers} layers on {self.pool!r}, route {self.route}>"
@@ -510,7 +502,7 @@ class PagedKV:
         if not self.prefix_cache:
             raise RuntimeError(
                 f"[{call}] the pool has no prefix cache: install(..., prefix_cache=True), for a model with no caches "
-                "of unknown classes, and without eviction if its layers differ"
+                "of unknown classes"
             )
 
     def own_namespace(self, namespace: bytes) -> bytes:

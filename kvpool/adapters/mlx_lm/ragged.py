@@ -21,6 +21,7 @@ import mlx.nn as nn
 import numpy as np
 
 from kvpool.adapters.mlx_lm.calls import LayerCache, Part, Turn, cut, in_parts, together
+from kvpool.adapters.mlx_lm.eviction import Eviction
 from kvpool.adapters.mlx_lm.host import PagedKV
 from kvpool.adapters.mlx_lm.passes import Rows
 from kvpool.adapters.mlx_lm.slots import SlotStates, arrays_of
@@ -39,22 +40,16 @@ class RaggedForward:
     ----------
     is_ragged : bool
         Whether a pass takes any plan: all layers attend over the pool, and rows may share a pass.
-    eviction : kvpool.eviction.Evictor or None
-        Receives the attention scores of the layers. Call its `begin` before each pass.
+    eviction : Eviction or None
+        By the policy of `kv`. It receives the attention scores of the layers: call its `begin_pass` before each pass.
+        Who makes the plans lets tokens leave between them, as `kvpool.Scheduler` does.
     states : SlotStates
         What the state slots of the pool hold.
-
-    Raises
-    ------
-    ValueError
-        `kv` has an eviction policy of its own. The caller that makes the plans must own the policy, as `Engine` does.
     """
 
     def __init__(self, kv: PagedKV) -> None:
-        if kv.eviction is not None:
-            raise ValueError("[RaggedForward] plans keep every token, kv evicts: install without eviction")
         self.kv = kv
-        self.eviction: Any = None
+        self.eviction = Eviction.of(kv.eviction, kv.passes)
         layout = kv.layout
         self.is_ragged = bool(kv.passes.sites) and not layout.held and not layout.is_apart
         self._defers = self.is_ragged and not kv.passes.is_lazy
@@ -76,11 +71,12 @@ class RaggedForward:
         tokens : int32 ``[T]``
             In the order of the plan's rows.
         lens : int64 ``[S]``
-            Lengths of the plan's sequences after the step: tokens that have slots.
+            The plan's ``seq_lens``.
         rows : int32 ``[M]``
             Which of the T tokens. An index may occur twice. Without any the result is ``[0, V]`` or ``[0, 1]``.
         evicted : int ``[S]``, optional
-            Tokens that each sequence has lost. Its positions are ahead of its places in the table by as many.
+            Tokens that each sequence has lost. In a pool without layer groups, where lengths leave them out, positions
+            are ahead of them by as many.
 
         Raises
         ------
@@ -89,7 +85,8 @@ class RaggedForward:
         """
         kv = self.kv
         new = np.diff(np.asarray(plan.cu_q_lens, np.int64)[: len(lens) + 1])
-        gone = np.zeros_like(lens) if evicted is None else np.asarray(evicted, np.int64)
+        is_counted = evicted is None or plan.groups is not None  # in the lengths
+        gone = np.zeros_like(lens) if is_counted else np.asarray(evicted, np.int64)
         kv.passes.hook()
         try:
             turn = self._turn(plan, lens, new, gone)

@@ -1,0 +1,237 @@
+"""A budget per sequence on pools with layer groups: tokens leave the full group, and every arena is counted.
+
+``KVPOOL_LONG=1`` runs 500 random workloads, ``KVPOOL_WORKLOAD=17`` number 17 alone.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from eviction_group_workload import EvictingGroupRunner, draw_evicting_groups
+from eviction_workload import EvictedMemory
+from token_model import TokenModel
+
+from kvpool import Group, Pool, Request, Scheduler
+from kvpool.errors import RequestRejected
+from kvpool.eviction import BlockEviction, Evictor, SlidingWindow
+from kvpool.scheduler import policy
+from kvpool.scheduler.needs import Needs
+from kvpool.scheduler.state import Core
+
+COUNT = 500 if os.environ.get("KVPOOL_LONG") else 16
+ONLY = os.environ.get("KVPOOL_WORKLOAD")
+WINDOW = SlidingWindow(max_kv=16, sink=2, slack=2)
+FAULTS: dict[str, Any] = {}
+
+
+def run_number(seed):
+    return EvictingGroupRunner(*draw_evicting_groups(seed), break_rate=0.05 * (seed % 3 == 0)).run()
+
+
+def test_random_workload_on_groups_keeps_the_tokens_that_the_policy_names():
+    reached = dict.fromkeys(("evictions", "shared", "preempted", "found", "cancelled", "in order"), 0)
+    for seed in [int(ONLY)] if ONLY else range(COUNT):
+        runner = run_number(seed)
+        counts = runner.scheduler.stats()
+        reached["evictions"] += runner.oracle.evictions
+        reached["shared"] += runner.oracle.shared
+        reached["preempted"] += counts.preemptions > 0
+        reached["found"] += counts.hit_tokens > 0
+        reached["cancelled"] += counts.cancelled > 0
+        reached["in order"] += runner.pool.options.in_order
+        assert (counts.evicted_tokens > 0) == (runner.oracle.evictions > 0)
+    if not ONLY:  # workloads in which nothing happens would prove nothing
+        assert min(reached.values()) >= 2 and reached["evictions"] > 300, reached
+
+
+# ---- one at a time
+
+
+def groups_of(slots=8, window=40, **full):
+    return [Group.full(**full), Group.window(8, arena=1, num_blocks=window), Group.state(slots)]
+
+
+def build(policy, num_blocks=40, **options):
+    how = {"groups": options.pop("groups", groups_of()), "prefix_cache": options.pop("prefix_cache", False)}
+    pool = Pool(num_blocks, 4, max_blocks_per_seq=options.pop("longest", 99), **how)
+    memory = EvictedMemory(TokenModel(), pool)
+    evictor = Evictor(policy, pool, memory)
+    return pool, memory, Scheduler(pool, eviction=evictor, **{"prefill_chunk": 8, "max_step_tokens": 64, **options})
+
+
+def most_used(scheduler, pool, arenas=3):
+    most = [0] * arenas
+    while (step := scheduler.schedule()) is not None:
+        most = [max(most[arena], pool.stats(arena).used) for arena in range(arenas)]
+        outputs = scheduler.update(step, np.zeros(len(step.sample_at), np.int32))
+        scheduler.check()
+    return most, outputs
+
+
+def test_long_request_needs_its_budget_in_one_arena_and_its_window_in_another():
+    # 16 - 1 tokens when a step begins and 8 of the step, anywhere in blocks of four: 7. Window: 8 - 1 + 8 tokens.
+    pool, _, scheduler = build(WINDOW, 8, groups=groups_of(slots=2, window=6))
+    scheduler.add(Request(range(100), max_tokens=60))
+    most, (output,) = most_used(scheduler, pool)
+    assert output.tokens.size == 60 and output.preemptions == 0 and scheduler.stats().evicted_tokens > 100
+    assert 6 <= most[0] <= 7 and most[1] <= 5 and most[2] == 2
+    assert [pool.stats(arena).used for arena in range(3)] == [0, 0, 0]
+    with pytest.raises(RequestRejected, match="need 7 blocks of arena 0, the pool has 6"):
+        build(WINDOW, 7)[2].add(Request(range(100), max_tokens=60))
+    with pytest.raises(RequestRejected, match="159 tokens need 40 blocks, a sequence has at most 39"):
+        build(WINDOW, longest=39)[2].add(Request(range(100), max_tokens=60))  # positions are not evicted
+
+
+def test_copies_of_a_cached_prompt_count_where_a_request_is_judged():
+    how = {"groups": [Group.full(columns=2), Group.window(8)], "prefix_cache": True}
+    # Columns of seven entries, four for copies, one cached twice. Window: five. One block is reserved.
+    build(WINDOW, 1 + 2 * 12 + 5, **how)[2].add(Request(range(100), max_tokens=60))
+    with pytest.raises(RequestRejected, match="need 29 blocks of arena 0, the pool has 28"):
+        build(WINDOW, 2 * 12 + 5, **how)[2].add(Request(range(100), max_tokens=60))
+    build(BlockEviction(max_kv=16, sink=2, recent_tokens=4), 1 + 2 * 8 + 5, **how)[2].add(Request(range(100), 60))
+
+
+def test_columns_of_the_group_are_counted_and_evicted_together():
+    pool, _, scheduler = build(WINDOW, 22, groups=groups_of(columns=3))
+    scheduler.add(Request(range(100), max_tokens=60))
+    assert 18 <= most_used(scheduler, pool)[0][0] <= 21
+    with pytest.raises(RequestRejected, match="need 21 blocks of arena 0, the pool has 20"):
+        build(WINDOW, 21, groups=groups_of(columns=3))[2].add(Request(range(100), max_tokens=60))
+
+
+@pytest.mark.parametrize("policy", [WINDOW, BlockEviction(max_kv=16, sink=2, recent_tokens=4)])
+@pytest.mark.parametrize("state", ["prefilling", "out", "decoding"])
+def test_cancelled_request_gives_back_the_blocks_of_all_arenas(policy, state):
+    pool, _, scheduler = build(policy)
+    scheduler.add(Request(range(50), max_tokens=30, id="dropped"))
+    for _ in range({"prefilling": 4, "out": 12, "decoding": 12}[state]):
+        step = scheduler.schedule()
+        scheduler.update(step, np.zeros(len(step.sample_at), np.int32))
+    assert scheduler.stats().evicted_tokens
+    step = scheduler.schedule() if state == "out" else None
+    scheduler.cancel("dropped")
+    if step is not None:
+        scheduler.update(step, np.zeros(len(step.sample_at), np.int32))
+    scheduler.check()
+    for arena in range(3):
+        stats = pool.stats(arena)
+        assert (stats.used, stats.limbo, stats.sequences) == (0, 0, 0)
+
+
+def test_rows_that_lost_tokens_say_so_and_keep_their_positions():
+    pool, _, scheduler = build(WINDOW)
+    scheduler.add(Request(range(60), max_tokens=5))
+    seen = 0
+    while (step := scheduler.schedule()) is not None:
+        (handle,) = step.handles.tolist()
+        length = int(step.plan.seq_lens[0])
+        assert pool.kv_len(handle) == step.plan.groups[0].kv_lens[0] == length - step.evicted[0] <= 15 + 8
+        assert pool.kv_len(handle, 1) == pool.num_tokens(handle) == length
+        assert step.plan.positions[: len(step.tokens)].tolist() == list(range(length - len(step.tokens), length))
+        seen = max(seen, int(step.evicted[0]))
+        scheduler.update(step, np.zeros(len(step.sample_at), np.int32))
+    assert seen >= 64 - 16
+
+
+# ---- faults that the workloads convict
+
+
+def fault(plant):
+    """Register a generator that plants a fault, and yields."""
+    FAULTS[plant.__name__] = contextmanager(plant)
+    return plant
+
+
+@fault
+def next_token_takes_a_block_by_its_place():
+    growth = Core.growth
+
+    def by_place(self, lanes):
+        with mock.patch.object(self.needs, "promises", False):
+            return growth(self, lanes)
+
+    with mock.patch.object(Core, "growth", by_place):
+        yield
+
+
+@fault
+def evicted_tokens_count_as_held():
+    held = Needs.held
+    with mock.patch.object(Needs, "held", lambda self, *given: held(self, *given[:3])):
+        yield
+
+
+@fault
+def prefix_is_found_beyond_the_budget():
+    init = Core.__init__
+
+    def without(self, *given):
+        init(self, *given)
+        self.findable = 2**31 - 1
+
+    with mock.patch.object(Core, "__init__", without):
+        yield
+
+
+@fault
+def tokens_leave_another_length_than_the_scheduler_counts():
+    evict = policy.evict
+
+    def forgets(core, sequence):
+        lane, evictor = sequence.lane, core.eviction
+        now = core.rows.kv_lens(np.array([lane]))
+        evict(core, sequence)
+        if evictor.lens_after(now)[0] < now[0]:
+            core.rows.gone[lane] -= 1
+
+    with mock.patch.object(policy, "evict", forgets):
+        yield
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault_is_convicted(name):
+    with FAULTS[name]():
+        for seed in (48, 5, 1, 0, *range(80)):  # the first ones convict soon
+            try:
+                run_number(seed)
+            except AssertionError:
+                return
+    raise AssertionError(f"{name} survives 80 workloads")
+
+
+@contextmanager
+def budget_is_counted_from_the_beginning_of_a_block():
+    most = Needs._most
+
+    def aligned(self, layers, entries):
+        whole = -(-layers.budget // layers.block_size)
+        return np.minimum(entries, whole) if layers is self.evicting else most(self, layers, entries)
+
+    with mock.patch.object(Needs, "_most", aligned):
+        yield
+
+
+@contextmanager
+def copies_are_not_counted():
+    with mock.patch("kvpool.scheduler.scheduler.blocks_alone", lambda core, tokens: core.needs.alone(tokens)):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("fault", "test"),
+    [
+        (
+            budget_is_counted_from_the_beginning_of_a_block,
+            test_long_request_needs_its_budget_in_one_arena_and_its_window_in_another,
+        ),
+        (copies_are_not_counted, test_copies_of_a_cached_prompt_count_where_a_request_is_judged),
+    ],
+)
+def test_request_that_is_judged_wrong_is_seen(fault, test):
+    with fault(), pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        test()
