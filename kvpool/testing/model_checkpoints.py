@@ -422,9 +422,9 @@ class CheckpointModel(GroupModel):
             )
             need += hit > 0 and any(layer.arena is arena for layer in self._states)
             watermark = 0 if arena._number else self.options.watermark
-            left = len(arena._blank) + len(self.evictable_in(arena, own))
-            if need and need + watermark > left:
-                self._out_of(call, arena, need, watermark)
+            lost = len(arena._lru) - len(self.evictable_in(arena, own))
+            if need and need + watermark > arena._available() - lost:
+                self._out_of(call, arena, need, watermark, lost=lost)
         self._refuse_slots(call, 1)
 
     def _open_found(self, call: str, prompt: list[int], namespace: bytes, path: list[Node], hit: int) -> Sequence:
@@ -458,6 +458,7 @@ class CheckpointModel(GroupModel):
                 seq.tables[layer.index].entries.append(self._take_entry(layer))
                 ((slots[layer.index],),) = seq.tables[layer.index].entries
             self._loads.append(Load(mark, slots))
+            self.arenas[0]._note_peak()
         return seq
 
     def _share(self, table: Table, entry: Entry) -> None:
@@ -709,6 +710,7 @@ class CheckpointModel(GroupModel):
     def _prefix_pin(self, tokens: Any, namespace: bytes = b"") -> int:
         """Open a sequence that holds the largest hit of a prefix, all of which may be one."""
         prompt = args.tokens("pin", tokens)
+        self._refuse_too_long("pin", prompt)
         path, hit = self._found(prompt, args.namespace("pin", namespace), all_of_it=True)
         self._refuse_prompt("pin", prompt[:hit], path, hit, False)
         seq = self._open_found("pin", prompt, namespace, path, hit)

@@ -290,17 +290,18 @@ class GroupModel(StepModel):
         return seq.handle
 
     def _out_of(
-        self, call: str, arena: Arena, needed: int, watermark: int = 0, row: int = -1, handle: int = -1
+        self, call: str, arena: Arena, needed: int, watermark: int = 0, row: int = -1, handle: int = -1, lost: int = 0
     ) -> None:
+        available = arena._available() - lost
         raise OutOfBlocks(
-            f"[{call}] {needed} blocks of arena {arena._number} are needed, {arena._available()} are available, "
+            f"[{call}] {needed} blocks of arena {arena._number} are needed, {available} are available, "
             f"{len(arena._limbo)} in limbo, watermark {watermark}",
             needed=needed,
-            short_by=needed + watermark - arena._available(),
+            short_by=needed + watermark - available,
             row=row,
             handle=handle,
             blank=len(arena._blank),
-            evictable=len(arena._lru),
+            evictable=len(arena._lru) - lost,
             limbo=len(arena._limbo),
             arena=arena._number,
         )
@@ -836,6 +837,7 @@ class GroupArrays:
         self.carry(plan.limits.max_rows)
         if layer.kind == "state":
             self.state_src = self.state_dst = np.zeros(0, np.int32)
+            self.state_loads = self.state_saves = np.zeros((0, 1 + layer.group.blocks), np.int32)
         else:
             self.fill([], [], [], 0, 0)
 
