@@ -1,10 +1,11 @@
 """`GroupContent`: a memory that knows what every block of a pool with groups must hold. It asks no pool what is right.
 
-Every token gets a stamp, that of all tokens of its sequence up to it, and every sequence remembers its stamps: a hit in
-the prefix cache is right where it holds the stamps of the prompt. A plan is executed as late as a backend may run, when
-its `done` passes: copies and loads of states, reads of states, writes, then reads of whatever its queries may read, then
-saves of states. Its arrays are read at that moment, not when the step was issued. A block that is handed out is poisoned
-at once, so whoever still reads it is robbed. A step that is rolled back leaves garbage where it was going to write.
+Every token gets a stamp, which stands for all tokens of its sequence up to it, and every sequence remembers its stamps.
+So a hit in the prefix cache is right if its blocks hold the stamps of the prompt. A plan is executed as late as a
+backend may run, when its `done` passes: copies and loads of states, reads of states, writes, then reads of whatever its
+queries may read, then saves of states. Its arrays are read at that moment, not when the step was issued. A block that is
+handed out is poisoned at once, so whoever still reads it is robbed. A step that is rolled back leaves garbage where it
+was going to write.
 """
 
 from __future__ import annotations
@@ -85,12 +86,12 @@ class GroupContent:
 
     # ---- what happens -------------------------------------------------------------------------------------
 
-    def opened(self, name: int, root: Any = None, hit: Sequence[int] = (), found: Iterable[tuple[int, int]] = ()) -> None:
-        """A new sequence, with the tokens of a hit, and the blocks that have them."""
+    def opened(self, name: int, root: Any, hit: Sequence[int], found: set[tuple[int, int]]) -> None:
+        """A new sequence, with the tokens of a hit, and the blocks that have them; `root` comes before all tokens."""
         self.roots[name], self.stamps[name] = root, []
         self._append(name, hit)
         self.passed[name] = self.point[name] = len(hit)
-        self.named |= set(found)
+        self.named |= found
 
     def _append(self, name: int, tokens: Iterable[int]) -> None:
         stamps = self.stamps[name]
@@ -247,10 +248,10 @@ class GroupContent:
             got = work.plan.seq_lens.tolist()[: len(work.rows)]
             assert got == [length for _, _, length, _ in work.rows], f"content: seq_lens {got}"
         for g, slot, blocks in self._moved(work.plan, "state_loads"):
-            saved = self.memory.get((0, blocks[0], 0))
             parts = [self.memory.get((0, block, 0)) for block in blocks]
-            is_whole = isinstance(saved, Saved) and parts == [Saved(k, saved.state) for k in range(len(blocks))]
-            self.memory[self.arenas[g], slot, 0] = saved.state if is_whole else GARBAGE
+            state = getattr(parts[0], "state", GARBAGE)
+            is_whole = parts == [Saved(k, state) for k in range(len(blocks))]
+            self.memory[self.arenas[g], slot, 0] = state if is_whole else GARBAGE
         for g, group in enumerate(self.groups):
             if group.kind == "state":
                 self._run_state(g, work)

@@ -398,16 +398,25 @@ class CheckpointModel(GroupModel):
         path, hit = self._found(prompt, namespace)
         self._refuse_prompt("open", prompt, path, hit, reserve)
         seq = self._open_found("open", prompt, namespace, path, hit)
-        for layer in self._with_entries:
-            entries = seq.tables[layer.index].entries
-            while reserve and len(entries) * layer.block_size < len(prompt):
-                entries.append(self._take_entry(layer))
+        rest = [
+            (layer, ceil_div(len(prompt), layer.block_size) - len(seq.tables[layer.index].entries))
+            for layer in (self._with_entries if reserve else ())
+        ]
+        self._make_room(rest)
+        for layer, count in rest:
+            seq.tables[layer.index].entries.extend(self._take_entry(layer) for _ in range(count))
         seq.known.wanted = self._positions(hit, path, place)
         for name, count in (("queries", 1), ("query_tokens", len(prompt)), ("hit_tokens", hit)):
             self._use[name] += count
         shown = [table.entries for table in seq.tables]
         self._chain("open", prompt, namespace, self._local(seq.handle), shown, seq.known.wanted)
         return seq.handle
+
+    def _make_room(self, entries: list[tuple[Layers, int]]) -> None:
+        """What leaves for the blocks of one arena may have blocks of others: arena by arena, before any are taken."""
+        for arena in self.arenas:
+            while sum(n * layer.columns for layer, n in entries if layer.arena is arena) > len(arena._blank):
+                self.evict_for(arena)
 
     def _refuse_prompt(self, call: str, prompt: list[int], path: list[Node], hit: int, reserve: bool) -> None:
         if len(prompt) > self.options.max_blocks_per_seq * self.block_size:
@@ -798,7 +807,7 @@ class CheckpointModel(GroupModel):
     def check(self) -> None:
         """Recompute what the bookkeeping implies; raises `CorruptState`."""
         for arena in self.arenas:
-            named = set(arena.names()) | set(arena._holds)
+            named = {*arena.names(), *arena._holds, *(block for block, n in arena._raw.items() if n)}
             cached = {b for (index, b) in self._entries if index == arena._number}
             if arena._number == 0:
                 cached |= {b for mark in self._taken for bundle in mark.bundles.values() for b in bundle}
