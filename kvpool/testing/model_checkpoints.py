@@ -642,6 +642,7 @@ class CheckpointModel(GroupModel):
         super()._pass(step)
         for load in [load for load in self._loads if load.step == step.id]:
             self._end_load(load)
+        self._tell()
 
     def _reads(self, row: Any, seq: Sequence, load: Load) -> bool:
         """Whether a row reads the slots of a load in a step that has begun."""
@@ -756,8 +757,11 @@ class CheckpointModel(GroupModel):
     # ---- events and statistics ----------------------------------------------------------------------------
 
     def _chain(self, *words: object) -> None:
-        """A call has succeeded: what it changed in what can be found are its events."""
         super()._chain(*words)
+        self._tell()
+
+    def _tell(self) -> None:
+        """What a call changed in what can be found are its events."""
         if not self.options.events:
             return
         held = self._held_by_nodes()
