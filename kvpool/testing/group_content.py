@@ -164,7 +164,8 @@ class GroupContent:
 
     def poison(self, blocks: set[tuple[int, int]]) -> None:
         """Blocks were handed out."""
-        self.memory.update({place: POISON for place in self.memory if place[:2] in blocks})
+        if blocks:
+            self.memory.update({place: POISON for place in self.memory if place[:2] in blocks})
 
     def issued(self, plan: Any, names: list[int], new: list[list[int]]) -> None:
         """A step was issued, with these new tokens in its rows."""
