@@ -2,14 +2,18 @@
 
 As in `kvpool.testing.fuzz_pool` a program is a list of words ``(op, a, b, c)``. Compared after every call: what it
 returned or raised, the statistics of all arenas, all tables, every array of the plan that was filled, and `check`.
-`kvpool.testing.group_content.GroupContent` judges what the queries of each step read, without asking a pool.
+With a prefix cache also its statistics and events; the model then gives other ids out than the core, so of arrays of ids
+only the holes are compared. `kvpool.testing.group_content.GroupContent` judges what the queries of each step read,
+without asking a pool.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +32,13 @@ OPERATIONS = (
     *("rollback", "rollback", "can", "close", "close_finished", "defer_close", "reset", "foreign", "forget"),
     *("step", "done", "named", "named", "truncate", "unshare", "compact", "compact", "leave"),
 )
+#: Calls of the prefix cache.
+CACHED = (
+    *("prompt", "prompt", "prompt", "prompt", "compute", "compute", "compute", "compute", "chunk", "chunk", "commit"),
+    *("commit", "match", "pin", "flush", "evict", "evict", "hold", "close", "close", "step", "step", "step", "done"),
+    *("done", *sorted(set(OPERATIONS) - {"named"})),
+)
+WITHOUT_ROWS = ("reset", "done", "foreign", "named", "prompt", "match", "pin", "evict", "hold")
 #: Calls on blocks by id, on some arena; the ones that lead somewhere more often.
 BLOCK_CALLS = (
     *("alloc", "alloc", "take", "incref", "incref", "decref", "decref", "free", "release", "release"),
@@ -48,7 +59,16 @@ PLANS: tuple[dict[str, Any], ...] = (
 KINDS = ("full", "window", "chunk", "state")
 FIELDS = ("num_tokens", "is_pending", "step_id")
 GROUP_ARRAYS = ("block_tables", "slot_mapping", "kv_starts", "kv_lens", "copies", "dirty_rows")
-STATE_ARRAYS = ("state_src", "state_dst")
+STATE_ARRAYS = ("state_src", "state_dst", "state_loads", "state_saves")
+BY_ID = ("block_tables", "slot_mapping", "copies", "table_updates", *STATE_ARRAYS)
+SPACES = (b"", b"", b"other")
+#: Few prompts of few tokens, so that prefixes meet.
+PROMPTS = tuple([random.Random(n).randrange(3) for _ in range(100)] for n in range(3))
+
+
+def operations_of(options: dict[str, Any]) -> tuple[str, ...]:
+    """The calls of programs on a pool."""
+    return CACHED if options["prefix_cache"] else OPERATIONS
 
 
 Entries = dict[tuple[int, int, int, int], int]  #: (row id, group, index, column) -> block
@@ -111,19 +131,27 @@ class Program:
         self.num_arenas = _num_arenas(self.groups)
         self.content = GroupContent(self.groups, self.size, options["reserved_blocks"], options["lookahead"])
         self.mirrors = Mirrors(self.groups)
+        self.cache: bool = options["prefix_cache"]
+        self.operations = operations_of(options)
+        self.hole = 0 if options["reserved_blocks"] else -1
         self.live: list[int] = []
+        self.texts: dict[int, list[int]] = {}  # tokens of each sequence, some of them not computed yet
+        self.new_token = itertools.count(1 << 20)
+        self.flushes = Counter[bytes]()
+        self.told: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}  # what is there, as events have told both sides
+        self.held: list[tuple[int, dict[Side, Any]]] = []  # arena, blocks that each side took
         self.took = False  # whether the call hands out blocks
         self.raw = [Counter[int]() for _ in range(self.num_arenas)]  # references that the program itself holds
         self.cached: list[list[int]] = [[] for _ in range(self.num_arenas)]  # what it has marked
 
     def play(self, word: Word) -> None:
         """Make the call that a word names on both pools, and compare them."""
-        self.call(OPERATIONS[word[0] % len(OPERATIONS)], *word[1:])
+        self.call(self.operations[word[0] % len(self.operations)], *word[1:])
 
     def call(self, name: str, a: int, b: int, c: int) -> None:
         """Make one call by its name; without a sequence that is an `open`."""
-        if not self.live and name not in ("reset", "done", "foreign", "named"):
-            name = "open"
+        if not self.live and name not in WITHOUT_ROWS:
+            name = "prompt" if self.cache else "open"
         self.took = False
         getattr(self, name)(a, b, c)
 
@@ -137,6 +165,8 @@ class Program:
         for arena, raw in enumerate(self.raw):
             for block in sorted(raw.elements()):
                 self._named(arena, "decref", [block])
+        while self.held:
+            self.give_back(0)
         self.compare()
         for arena in range(self.num_arenas) if self.counters else ():
             stats = self.pair.test.pool.stats(arena)
@@ -170,11 +200,120 @@ class Program:
     def open(self, a: int, b: int, c: int) -> None:
         """Open an empty sequence, sometimes with blocks."""
         tokens = (a % (4 * self.size) if b & 7 else a % 400) if b & 1 else 0
-        got = self.pair.both(lambda side: side.pool.open(tokens), handles=True)
-        if got is not RAISED:
-            self.took = True
-            self.live += got
-            self.content.opened(got[0])
+        self._opened(self.pair.both(lambda side: side.pool.open(tokens), handles=True), [], b"")
+        self.compare()
+
+    def _opened(self, got: Any, text: list[int], space: bytes) -> None:
+        """A sequence was opened, perhaps with a hit: its tokens are there, and blocks that have them."""
+        if got is RAISED:
+            return
+        self.took = True
+        self.live += got
+        self.texts[got[0]] = text
+        hit = self.pair.test.pool.num_tokens(self.pair.test.handle(got[0]))
+        tables = [(g, np.atleast_2d(self._table(got[0], g))[: hit // self.content.sizes[g]]) for g in self.content.kv]
+        found = {(self.groups[g].arena, block) for g, table in tables for block in table.ravel().tolist()}
+        self.content.opened(got[0], (space, self.flushes[space]), text[:hit], found)
+
+    def _prompt(self, a: int, b: int, c: int) -> tuple[list[int], bytes]:
+        """A prompt and its namespace: one of three that some tokens may differ in, or what a sequence has and more."""
+        rng = random.Random(b)
+        if self.live and c & 3 == 0:
+            known = self.texts[self._one(c >> 4)]
+            text = known[: rng.randrange(len(known) + 1)] + [rng.randrange(3) for _ in range(1 + rng.randrange(8))]
+        else:
+            text = list(PROMPTS[a % 3][: 1 + rng.randrange(12 * self.size)])
+            for _ in range(rng.choice((0, 0, 1, 2))):
+                text[rng.randrange(len(text))] = rng.randrange(3)
+        return text, SPACES[a // 3 % 3]
+
+    def prompt(self, a: int, b: int, c: int) -> None:
+        """Open a prompt; it is told where the part begins that may be rewritten, or not."""
+        text, space = self._prompt(a, b, c)
+        cut = (None, len(text), (a >> 4) % (len(text) + 1))[c % 3]
+
+        def call(side: Side) -> Any:
+            return side.pool.open(text, space, cut, reserve=bool(a & 8))
+
+        self._opened(self.pair.both(call, handles=True), text, space)
+        self.compare()
+
+    def pin(self, a: int, b: int, c: int) -> None:
+        """Hold a prefix."""
+        text, space = self._prompt(a, b, c)
+        if self.pair.test.pool.prefix.match([*text, 0], space):
+            self._opened(self.pair.both(lambda side: side.pool.prefix.pin(text, space), handles=True), text, space)
+        self.compare()
+
+    def match(self, a: int, b: int, c: int) -> None:
+        """Ask how much of a prompt is cached."""
+        text, space = self._prompt(a, b, c)
+        self.pair.both(lambda side: side.pool.prefix.match(text, space))
+
+    def chunk(self, a: int, b: int, c: int) -> None:
+        """Step some sequences to where they want a checkpoint, or to the end of what is known of them."""
+        rows = self._rows(c)[:2]
+        lengths = [len(self.content.stamps[name]) for name in rows]
+        wanted = self.pair.both(lambda side: side.pool.prefix.wanted(side.batch(rows, bool(a & 32))))
+        ends = [end if end > 0 else len(self.texts[name]) for name, end in zip(rows, wanted.tolist(), strict=True)]
+        counts = [max(1, end - length) for end, length in zip(ends, lengths, strict=True)]
+        self._step(rows, counts, self._idle(a), {"partial": bool(a & 64)}, a)
+
+    def compute(self, a: int, b: int, c: int) -> None:
+        """Take a sequence on by some chunks, all of which are done and committed."""
+        name = self._one(c)
+        for _ in range(1 + a % 5):
+            self.chunk(b & 0xFFF0, 0, 4 * self.live.index(name))
+            self.settle()
+            self._commit(name, len(self.content.stamps[name]))
+
+    def commit(self, a: int, b: int, c: int) -> None:
+        """Say which tokens a sequence holds, some of them or one too many."""
+        name = self._one(c)
+        self._commit(name, len(self.content.stamps[name]) + (1 if b % 8 == 0 else -(a % 9) if b & 1 else 0))
+        self.compare()
+
+    def _commit(self, name: int, end: int) -> None:
+        start = self.pair.test.pool.prefix.committed(self.pair.test.handle(name))
+        tokens = self._text(name, max(start, end))[start:]
+        self.pair.both(lambda side: side.pool.prefix.committed(side.handle(name)))
+        self.pair.both(lambda side: side.pool.prefix.commit(side.handle(name), tokens))
+
+    def flush(self, a: int, b: int, c: int) -> None:
+        """Forget a namespace or everything, rarely."""
+        if a % 8 == 0:
+            space = (None, *SPACES)[b % 4]
+            self.pair.both(lambda side: side.pool.prefix.flush(space))
+            self.flushes.update({space} if space is not None else set(SPACES))
+        self.compare()
+
+    def evict(self, a: int, b: int, c: int) -> None:
+        """Make blocks blank."""
+        arena = a % self.num_arenas
+        self.pair.both(lambda side: side.pool.blocks.arena(arena).evict(1 + b % 3))
+        self.compare()
+
+    def hold(self, a: int, b: int, c: int) -> None:
+        """Take blank blocks, or give them back."""
+        arena = a % self.num_arenas
+        if b & 1 and self.held:
+            self.give_back(c)
+            return
+
+        def call(side: Side) -> int:
+            taken[side] = side.pool.blocks.arena(arena).alloc(1 + c % 8)
+            return len(taken[side])
+
+        taken: dict[Side, Any] = {}
+        if self.pair.both(call) is not RAISED:
+            self.held.append((arena, taken))
+            self.content.poison({(arena, int(block)) for block in taken[self.pair.test]})
+        self.compare()
+
+    def give_back(self, c: int) -> None:
+        """Release blocks that `hold` took."""
+        arena, taken = self.held.pop(c % len(self.held))
+        self.pair.both(lambda side: side.pool.blocks.arena(arena).decref(taken[side]))
         self.compare()
 
     def step(self, a: int, b: int, c: int) -> None:
@@ -217,10 +356,19 @@ class Program:
         self.compare_plan(plan)
         if "table_updates" in PLANS[plan].get("formats", ()):
             self.mirrors.issued(self.pair.test.pool, self.pair.test.plans[plan])
-        self.content.issued(self.pair.test.plans[plan], rows, new)
+        lengths = [len(self.content.stamps[name]) for name in rows]
+        tokens = [self._text(name, at + n)[at:] for name, at, n in zip(rows, lengths, new, strict=True)]
+        self.content.issued(self.pair.test.plans[plan], rows, tokens)
         if self.in_order:
             self._see_tables()  # which poisons the blocks that were handed out
             self.content.done(self.pair.test.plans[plan], self._table)
+
+    def _text(self, name: int, n: int) -> list[int]:
+        """The first tokens of a sequence, new ones where it has not so many: with a cache, ones that others have."""
+        text = self.texts[name]
+        new = PROMPTS[name % 3][len(text) : n] if self.cache else []
+        text += [*new, *itertools.islice(self.new_token, max(0, n - len(text) - len(new)))]
+        return text[:n]
 
     def reserve(self, a: int, b: int, c: int) -> None:
         """Reserve blocks for tokens to come."""
@@ -254,6 +402,8 @@ class Program:
         if got is not RAISED:
             self.live += got
             self.content.forked(parent, got)
+            length = len(self.content.stamps[parent])
+            self.texts.update({child: self.texts[parent][: length if b & 1 else None] for child in got})
         self.compare()
 
     def truncate(self, a: int, b: int, c: int) -> None:
@@ -266,6 +416,7 @@ class Program:
         length = max(0, lengths[min(b & 3, 2)])
         if self.pair.both(lambda side: side.pool.truncate(side.handle(name), length)) is not RAISED:
             self.content.truncated(name, length)
+            del self.texts[name][length:]
         else:
             assert not self.content.may_truncate(name, length), f"content: {name} may be cut to {length} of {most}"
         self.compare()
@@ -394,13 +545,15 @@ class Program:
             self.cached = [[] for _ in self.cached]
             self.content.reset()
             self.mirrors.waiting.clear()
+            self.held.clear()
+            self.flushes.update(set(SPACES))
         self.compare()
 
     def foreign(self, a: int, b: int, c: int) -> None:
         """Calls that pools with groups refuse."""
         name = self._one(c) if self.live else 0
         calls: list[Callable[[Side], Any]] = [
-            lambda side: side.pool.open([1, 2, 3]),
+            lambda side: side.pool.open([1, 2, 3], 7),
             lambda side: side.pool.truncate(side.handle(name), 1 << 40),
             lambda side: side.pool.close(side.batch([name, name] if self.live else [name], False)),
             lambda side: side.pool.step(side.plans[self._idle(a)], side.batch([name], False), -1),
@@ -429,10 +582,11 @@ class Program:
         """Compare everything that can be read."""
         test, oracle = self.pair.test, self.pair.oracle
         for arena in range(self.num_arenas) if self.counters else ():
-            got, want = tuple(test.pool.stats(arena)), tuple(oracle.pool.stats(arena))
-            assert got == want, f"stats({arena}): {test.pool.stats(arena)}, due {oracle.pool.stats(arena)}"
-            calls = (pool.blocks.arena(arena).refcount_histogram() for pool in (test.pool, oracle.pool))
-            _same(f"refcount_histogram of arena {arena}", *calls)
+            got, want = test.pool.stats(arena), oracle.pool.stats(arena)
+            assert got == want, f"stats({arena}): {got}, due {want}"
+            if not self.cache:  # the model counts no references of bundles
+                calls = (pool.blocks.arena(arena).refcount_histogram() for pool in (test.pool, oracle.pool))
+                self._same(f"refcount_histogram of arena {arena}", *calls)
         alive = []
         for name in self.live:
             mine, due = test.handle(name), oracle.handle(name)
@@ -445,13 +599,17 @@ class Program:
                 for g in range(len(self.groups)):
                     got, want = test.pool.kv_len(mine, g), oracle.pool.kv_len(due, g)
                     assert got == want, f"kv_len of {name} in group {g}: {got}, due {want}"
-                    got, want = test.pool.table(mine, g), oracle.pool.table(due, g)
-                    _same(f"table of {name} in group {g}", got, want)
+                    self._same(f"table of {name} in group {g}", test.pool.table(mine, g), oracle.pool.table(due, g))
         self.live = alive
         for mine, due in zip(test.plans, oracle.plans, strict=True):
             assert mine.is_pending == due.is_pending, "is_pending"
         if self.counters:
             test.pool.check()
+        if self.counters and self.cache:
+            got, want = test.pool.prefix.stats(), oracle.pool.prefix.stats()
+            assert got == want, f"prefix.stats: {got}, due {want}"
+            got, want = (_fold(side.pool.prefix.events(), known) for side, known in zip((test, oracle), self.told, strict=True))
+            assert got == want, f"events told of {got}, due {want}"
         self._see_tables()
 
     def compare_plan(self, index: int) -> None:
@@ -464,17 +622,31 @@ class Program:
         assert got == want, f"plan {index} handles: {got}, due {want}"
         formats = PLANS[index].get("formats", ("seq_lens",))
         for name in ("served", *(name for name in (*COMMON, "table_updates") if name in formats)):
-            _same(f"plan {index} {name}", getattr(mine, name), getattr(due, name))
+            self._same(f"plan {index} {name}", getattr(mine, name), getattr(due, name))
         assert len(mine.groups) == len(due.groups), f"plan {index}: {len(mine.groups)} groups"
         for g, group in enumerate(self.groups):
             for name in STATE_ARRAYS if group.kind == "state" else GROUP_ARRAYS:
                 got, want = getattr(mine.groups[g], name), getattr(due.groups[g], name)
-                _same(f"plan {index} groups[{g}].{name}", got, want)
+                self._same(f"plan {index} groups[{g}].{name}", got, want)
+
+    def _same(self, what: str, got: np.ndarray, want: np.ndarray) -> None:
+        """Two arrays are equal; of ids, only where the holes are if there is a prefix cache."""
+        if self.cache and (what.startswith("table of") or what.endswith(BY_ID)):
+            got, want = got > self.hole, want > self.hole
+        is_same = got.dtype == want.dtype and got.shape == want.shape and (got == want).all()
+        assert is_same, f"{what}: {got.dtype} {got.shape} {got.tolist()}, due {want.dtype} {want.shape} {want.tolist()}"
 
 
-def _same(what: str, got: np.ndarray, want: np.ndarray) -> None:
-    is_same = got.dtype == want.dtype and got.shape == want.shape and (got == want).all()
-    assert is_same, f"{what}: {got.dtype} {got.shape} {got.tolist()}, due {want.dtype} {want.shape} {want.tolist()}"
+def _fold(events: list[Any], known: dict[Any, Any]) -> dict[Any, Any]:
+    """Let events change what is known: (content key, group) -> what was said of it."""
+    for name, *said in events:
+        if name == "stored":
+            assert (said[0], said[5]) not in known, f"events: stored twice, {said}"
+            known[said[0], said[5]] = said
+        elif name == "removed":
+            del known[tuple(said)]
+        assert name != "lost", "events were lost"
+    return known
 
 
 def groups_of(rng: random.Random, size: int, reserved: int) -> list[Group]:
@@ -578,11 +750,16 @@ def _num_arenas(groups: Any) -> int:
     return 1 + max(group.arena for group in groups) + sum(group.kind == "state" for group in groups)
 
 
-def options_of(seed: int) -> dict[str, Any]:
+def options_of(seed: int, prefix_cache: bool = False) -> dict[str, Any]:
     """The pool of a run."""
     rng = random.Random(seed)
     size, reserved = rng.choice([1, 2, 2, 3, 4]), rng.choice([0, 1, 1, 2])
     groups = groups_of(rng, size, reserved)
+    while prefix_cache and len({group.arena for group in groups[:4] if group.kind == "full"}) > 1:
+        groups = groups_of(rng, size, reserved)
+    if prefix_cache:
+        bundles = (1, 1, 2, 3, 0)
+        groups = [replace(group, blocks=rng.choice(bundles) * (group.kind == "state")) for group in groups[:4]]
     widths = [group.size for group in groups if group.kind in ("window", "chunk")]
     return {
         "num_blocks": reserved + rng.randint(8, 64),
@@ -594,6 +771,8 @@ def options_of(seed: int) -> dict[str, Any]:
         "in_order": rng.random() < 0.25,
         "lookahead": rng.choice([0, 0, rng.randrange(min(widths, default=5))]),
         "groups": groups,
+        "prefix_cache": prefix_cache,
+        "events": rng.choice([0, 10_000]) if prefix_cache else 0,
     }
 
 
@@ -613,9 +792,9 @@ class GroupRun:
 
     def words(self) -> list[Word]:
         """The program of the seed."""
-        rng = random.Random(f"words {self.seed}")
+        rng, operations = random.Random(f"words {self.seed}"), operations_of(self.sizes)
         return [
-            (rng.randrange(len(OPERATIONS)), rng.getrandbits(16), rng.getrandbits(16), rng.getrandbits(16))
+            (rng.randrange(len(operations)), rng.getrandbits(16), rng.getrandbits(16), rng.getrandbits(16))
             for _ in range(CALLS_PER_RUN)
         ]
 
@@ -626,7 +805,7 @@ class GroupRun:
         made, name = 0, "the end"
         try:
             for made, word in enumerate(words):  # noqa: B007 - read where it raised
-                name = OPERATIONS[word[0] % len(OPERATIONS)]
+                name = program.operations[word[0] % len(program.operations)]
                 program.play(word)
             name = "the end"
             program.finish()
@@ -640,7 +819,8 @@ class GroupRun:
 
     def script(self, words: list[Word], what: str) -> str:
         """A test that plays these words."""
-        lines = "".join(f"        {word},  # {OPERATIONS[word[0] % len(OPERATIONS)]}\n" for word in words)
+        names = operations_of(self.sizes)
+        lines = "".join(f"        {word},  # {names[word[0] % len(names)]}\n" for word in words)
         comment = "".join(f"    # {line}\n" for line in what.splitlines()[:3])
         options = "".join(f"        {name!r}: {value!r},\n" for name, value in self.sizes.items())
         return (
@@ -671,6 +851,6 @@ def hunt_groups(
     """
 
     def make_run(run_seed: int) -> GroupRun:
-        return GroupRun(options_of(run_seed), run_seed, make, oracle)
+        return GroupRun(options_of(run_seed, run_seed % 2 == 0), run_seed, make, oracle)
 
     return hunt(make_run, seed, **until)

@@ -1,14 +1,16 @@
 """`GroupContent`: a memory that knows what every block of a pool with groups must hold. It asks no pool what is right.
 
-Every token gets a stamp of its own, and every sequence remembers its stamps. A plan is executed as late as a backend
-may run, when its `done` passes: copies, reads of states, writes, then reads of whatever its queries may read. Its
-arrays are read at that moment, not when the step was issued. A block that is handed out is poisoned at once, so
-whoever still reads it is robbed. A step that is rolled back leaves garbage where it was going to write.
+Every token gets a stamp, which stands for all tokens of its sequence up to it, and every sequence remembers its stamps.
+So a hit in the prefix cache is right if its blocks hold the stamps of the prompt. A plan is executed as late as a
+backend may run, when its `done` passes: copies and loads of states, reads of states, writes, then reads of whatever its
+queries may read, then saves of states. Its arrays are read at that moment, not when the step was issued. A block that is
+handed out is poisoned at once, so whoever still reads it is robbed. A step that is rolled back leaves garbage where it
+was going to write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +34,14 @@ def read_from(group: Group, p: int, length: int) -> set[int]:
     """The positions below `length` that queries at position p or later may read."""
     p = max(p, 0)
     return (read_at(group, p) | set(range(p, length))) & set(range(length))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A part of a state, in a block of a checkpoint."""
+
+    part: int
+    state: Any
 
 
 @dataclass
@@ -59,30 +69,41 @@ class GroupContent:
     def __init__(self, groups: Any, block_size: int, reserved: int, lookahead: int) -> None:
         self.groups, self.reserved, self.lookahead = tuple(groups), reserved, lookahead
         self.sizes = [group.block_size or block_size for group in self.groups]
+        self.kv = [g for g, group in enumerate(self.groups) if group.kind != "state"]
         num_shared = 1 + max((group.arena for group in self.groups if group.kind != "state"), default=0)
         own = iter(range(num_shared, num_shared + len(self.groups)))
         self.arenas = [next(own) if group.kind == "state" else group.arena for group in self.groups]
         self.memory: dict[Place, Any] = {}
+        self.roots: dict[int, Any] = {}  # sequence -> what its first token comes after
         self.stamps: dict[int, list[int]] = {}  # sequence -> stamp of each position
         self.passed: dict[int, int] = {}  # sequence -> most tokens that it had in a step that passed
         self.evicted: dict[tuple[int, int], set[int]] = {}  # sequence, group -> stamps that left
-        self.point: dict[int, int] = {}  # sequence -> its length when tokens left last
+        self.point: dict[int, int] = {}  # sequence -> its length when it was opened, or when tokens left last
         self.named: set[tuple[int, int]] = set()  # blocks in tables after the last call
         self.queue: list[Work] = []
         self.reads = 0  # how many tokens and states were verified
-        self._next = 0
+        self._known: dict[tuple[Any, int], int] = {}  # stamp of the token before, token -> stamp
 
     # ---- what happens -------------------------------------------------------------------------------------
 
-    def opened(self, name: int) -> None:
-        """A new empty sequence."""
-        self.stamps[name], self.passed[name], self.point[name] = [], 0, 0
+    def opened(self, name: int, root: Any, hit: Sequence[int], found: set[tuple[int, int]]) -> None:
+        """A new sequence, with the tokens of a hit, and the blocks that have them; `root` comes before all tokens."""
+        self.roots[name], self.stamps[name] = root, []
+        self._append(name, hit)
+        self.passed[name] = self.point[name] = len(hit)
+        self.named |= found
+
+    def _append(self, name: int, tokens: Iterable[int]) -> None:
+        stamps = self.stamps[name]
+        for token in tokens:
+            after = stamps[-1] if stamps else (self.roots[name],)
+            stamps.append(self._known.setdefault((after, token), len(self._known)))
 
     def forked(self, parent: int, children: list[int]) -> None:
         """The children have what the parent has."""
         for child in children:
             self.stamps[child], self.passed[child] = list(self.stamps[parent]), self.passed[parent]
-            self.point[child] = self.point[parent]
+            self.roots[child], self.point[child] = self.roots[parent], self.point[parent]
             for g in range(len(self.groups)):
                 self.evicted[child, g] = set(self.evicted.get((parent, g), ()))
 
@@ -115,6 +136,7 @@ class GroupContent:
         """The sequence lost its end."""
         del self.stamps[name][length:]
         self.passed[name] = min(self.passed[name], length + self.lookahead)
+        self.point[name] = min(self.point[name], length)
 
     def may_truncate(self, name: int, length: int) -> bool:
         """Whether the pool has promised that this length is left."""
@@ -136,24 +158,30 @@ class GroupContent:
             for block in entry
         }
         if took:
-            fresh = now - self.named
-            for place in self.memory:
-                if place[:2] in fresh:
-                    self.memory[place] = POISON
+            self.poison(now - self.named)
         self.named = now
         self.stamps = {name: stamps for name, stamps in self.stamps.items() if name in tables}
 
-    def issued(self, plan: Any, names: list[int], new: list[int]) -> None:
-        """A step was issued, with so many new tokens in each of its rows."""
+    def poison(self, blocks: set[tuple[int, int]]) -> None:
+        """Blocks were handed out."""
+        if blocks:
+            self.memory.update({place: POISON for place in self.memory if place[:2] in blocks})
+
+    def issued(self, plan: Any, names: list[int], new: list[list[int]]) -> None:
+        """A step was issued, with these new tokens in its rows."""
         self._verify_sources(plan)
+        self.poison({(0, block) for _, _, blocks in self._moved(plan, "state_saves") for block in blocks})
         rows = []
-        for name, n in zip(names, new, strict=True):
-            stamps = self.stamps[name]
-            old = len(stamps)
-            stamps += range(self._next, self._next + n)
-            self._next += n
-            rows.append((name, old, old + n, list(stamps)))
+        for name, tokens in zip(names, new, strict=True):
+            old = len(self.stamps[name])
+            self._append(name, tokens)
+            rows.append((name, old, old + len(tokens), list(self.stamps[name])))
         self.queue.append(Work(plan, rows))
+
+    def _moved(self, plan: Any, name: str) -> list[tuple[int, int, list[int]]]:
+        """(group, slot, blocks of the bundle) of the states that a plan loads or saves."""
+        states = (g for g, group in enumerate(self.groups) if group.kind == "state")
+        return [(g, slot, blocks) for g in states for slot, *blocks in getattr(plan.groups[g], name).tolist()]
 
     def done(self, plan: Any, table: Callable[[int, int], Any]) -> None:
         """`done` was called: all that passes by it is executed; `table` reads one of the pool, if it is open."""
@@ -188,6 +216,8 @@ class GroupContent:
             if group.kind == "state":
                 moved = zip(arrays.state_src.tolist(), arrays.state_dst.tolist(), strict=True)
                 work.garbage += [(arena, dst, 0) for src, dst in moved if src != dst]
+                work.garbage += [(arena, slot, 0) for slot in arrays.state_loads[:, 0].tolist()]
+                work.garbage += [(0, block, 0) for block in arrays.state_saves[:, 1:].ravel().tolist()]
             else:
                 work.garbage += [(arena, dst, k) for _, dst, n in arrays.copies.tolist() for k in range(n)]
                 work.garbage += [(arena, *divmod(s, size)) for row in arrays.slot_mapping.tolist() for s in row]
@@ -218,12 +248,20 @@ class GroupContent:
         if hasattr(work.plan, "seq_lens"):
             got = work.plan.seq_lens.tolist()[: len(work.rows)]
             assert got == [length for _, _, length, _ in work.rows], f"content: seq_lens {got}"
+        for g, slot, blocks in self._moved(work.plan, "state_loads"):
+            parts = [self.memory.get((0, block, 0)) for block in blocks]
+            state = getattr(parts[0], "state", GARBAGE)
+            is_whole = parts == [Saved(k, state) for k in range(len(blocks))]
+            self.memory[self.arenas[g], slot, 0] = state if is_whole else GARBAGE
         for g, group in enumerate(self.groups):
             if group.kind == "state":
                 self._run_state(g, work)
             else:
                 self._run_blocks(g, work)
                 self._verify_reads(g, work)
+        for g, slot, blocks in self._moved(work.plan, "state_saves"):
+            state = self.memory.get((self.arenas[g], slot, 0))
+            self.memory.update({(0, block, 0): Saved(k, state) for k, block in enumerate(blocks)})
 
     def _run_state(self, g: int, work: Work) -> None:
         arrays, arena, written = work.plan.groups[g], self.arenas[g], {}
@@ -282,7 +320,7 @@ class GroupContent:
                 continue
             entries = table(name, g).tolist()
             end = max(len(entries) * size, length)
-            needed = read_from(group, self.passed[name] - self.lookahead, end)
+            needed = read_from(group, max(self.passed[name] - self.lookahead, self.point[name]), end)
             later = read_from(group, length - self.lookahead, end)
             for i, entry in enumerate(entries):
                 tokens = set(range(i * size, (i + 1) * size))

@@ -398,16 +398,25 @@ class CheckpointModel(GroupModel):
         path, hit = self._found(prompt, namespace)
         self._refuse_prompt("open", prompt, path, hit, reserve)
         seq = self._open_found("open", prompt, namespace, path, hit)
-        for layer in self._with_entries:
-            entries = seq.tables[layer.index].entries
-            while reserve and len(entries) * layer.block_size < len(prompt):
-                entries.append(self._take_entry(layer))
+        rest = [
+            (layer, ceil_div(len(prompt), layer.block_size) - len(seq.tables[layer.index].entries))
+            for layer in (self._with_entries if reserve else ())
+        ]
+        self._make_room(rest)
+        for layer, count in rest:
+            seq.tables[layer.index].entries.extend(self._take_entry(layer) for _ in range(count))
         seq.known.wanted = self._positions(hit, path, place)
         for name, count in (("queries", 1), ("query_tokens", len(prompt)), ("hit_tokens", hit)):
             self._use[name] += count
         shown = [table.entries for table in seq.tables]
         self._chain("open", prompt, namespace, self._local(seq.handle), shown, seq.known.wanted)
         return seq.handle
+
+    def _make_room(self, entries: list[tuple[Layers, int]]) -> None:
+        """What leaves for the blocks of one arena may have blocks of others: arena by arena, before any are taken."""
+        for arena in self.arenas:
+            while sum(n * layer.columns for layer, n in entries if layer.arena is arena) > len(arena._blank):
+                self.evict_for(arena)
 
     def _refuse_prompt(self, call: str, prompt: list[int], path: list[Node], hit: int, reserve: bool) -> None:
         if len(prompt) > self.options.max_blocks_per_seq * self.block_size:
@@ -422,9 +431,9 @@ class CheckpointModel(GroupModel):
             )
             need += hit > 0 and any(layer.arena is arena for layer in self._states)
             watermark = 0 if arena._number else self.options.watermark
-            left = len(arena._blank) + len(self.evictable_in(arena, own))
-            if need and need + watermark > left:
-                self._out_of(call, arena, need, watermark)
+            lost = len(arena._lru) - len(self.evictable_in(arena, own))
+            if need and need + watermark > arena._available() - lost:
+                self._out_of(call, arena, need, watermark, lost=lost)
         self._refuse_slots(call, 1)
 
     def _open_found(self, call: str, prompt: list[int], namespace: bytes, path: list[Node], hit: int) -> Sequence:
@@ -458,6 +467,7 @@ class CheckpointModel(GroupModel):
                 seq.tables[layer.index].entries.append(self._take_entry(layer))
                 ((slots[layer.index],),) = seq.tables[layer.index].entries
             self._loads.append(Load(mark, slots))
+            self.arenas[0]._note_peak()
         return seq
 
     def _share(self, table: Table, entry: Entry) -> None:
@@ -632,6 +642,7 @@ class CheckpointModel(GroupModel):
         super()._pass(step)
         for load in [load for load in self._loads if load.step == step.id]:
             self._end_load(load)
+        self._tell()
 
     def _reads(self, row: Any, seq: Sequence, load: Load) -> bool:
         """Whether a row reads the slots of a load in a step that has begun."""
@@ -709,6 +720,7 @@ class CheckpointModel(GroupModel):
     def _prefix_pin(self, tokens: Any, namespace: bytes = b"") -> int:
         """Open a sequence that holds the largest hit of a prefix, all of which may be one."""
         prompt = args.tokens("pin", tokens)
+        self._refuse_too_long("pin", prompt)
         path, hit = self._found(prompt, args.namespace("pin", namespace), all_of_it=True)
         self._refuse_prompt("pin", prompt[:hit], path, hit, False)
         seq = self._open_found("pin", prompt, namespace, path, hit)
@@ -745,8 +757,11 @@ class CheckpointModel(GroupModel):
     # ---- events and statistics ----------------------------------------------------------------------------
 
     def _chain(self, *words: object) -> None:
-        """A call has succeeded: what it changed in what can be found are its events."""
         super()._chain(*words)
+        self._tell()
+
+    def _tell(self) -> None:
+        """What a call changed in what can be found are its events."""
         if not self.options.events:
             return
         held = self._held_by_nodes()
@@ -796,7 +811,7 @@ class CheckpointModel(GroupModel):
     def check(self) -> None:
         """Recompute what the bookkeeping implies; raises `CorruptState`."""
         for arena in self.arenas:
-            named = set(arena.names()) | set(arena._holds)
+            named = {*arena.names(), *arena._holds, *(block for block, n in arena._raw.items() if n)}
             cached = {b for (index, b) in self._entries if index == arena._number}
             if arena._number == 0:
                 cached |= {b for mark in self._taken for bundle in mark.bundles.values() for b in bundle}

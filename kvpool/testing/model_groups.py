@@ -261,6 +261,9 @@ class GroupModel(StepModel):
             for block in reversed(entries.pop()):
                 self._release_in(layer.arena, block)
 
+    def _make_room(self, entries: list[tuple[Layers, int]]) -> None:
+        """So many entries of groups are about to be taken."""
+
     def _take_entry(self, layer: Layers) -> list[int]:
         return [layer.arena._take() for _ in range(layer.columns)]
 
@@ -283,6 +286,7 @@ class GroupModel(StepModel):
                 self._out_of("open", arena, need, watermark)
         self._refuse_slots("open", 1)
         seq = self._create(0, [])
+        self._make_room([(layer, ceil_div(count, layer.block_size)) for layer in kv])
         for layer in kv:
             table = seq.tables[layer.index]
             table.entries = [self._take_entry(layer) for _ in range(ceil_div(count, layer.block_size))]
@@ -290,17 +294,18 @@ class GroupModel(StepModel):
         return seq.handle
 
     def _out_of(
-        self, call: str, arena: Arena, needed: int, watermark: int = 0, row: int = -1, handle: int = -1
+        self, call: str, arena: Arena, needed: int, watermark: int = 0, row: int = -1, handle: int = -1, lost: int = 0
     ) -> None:
+        available = arena._available() - lost
         raise OutOfBlocks(
-            f"[{call}] {needed} blocks of arena {arena._number} are needed, {arena._available()} are available, "
+            f"[{call}] {needed} blocks of arena {arena._number} are needed, {available} are available, "
             f"{len(arena._limbo)} in limbo, watermark {watermark}",
             needed=needed,
-            short_by=needed + watermark - arena._available(),
+            short_by=needed + watermark - available,
             row=row,
             handle=handle,
             blank=len(arena._blank),
-            evictable=len(arena._lru),
+            evictable=len(arena._lru) - lost,
             limbo=len(arena._limbo),
             arena=arena._number,
         )
@@ -477,6 +482,8 @@ class GroupModel(StepModel):
         """Take the blocks that were judged, group by group, and change the tables; lengths stay."""
         rows = [GroupRow(seq.handle, seq.num_tokens, seq.num_tokens, [Change() for _ in self.layers]) for seq in batch]
         step = Step(self._next_step, plan, rows, [])
+        taken = [zip(self.layers, need, strict=True) for need in needs if need is not None]
+        self._make_room([(layer, len(replaced) + more) for row in taken for layer, (replaced, more) in row])
         for layer in self.layers:
             for seq, row, need in zip(batch, rows, needs, strict=True):
                 replaced, num_appended = need[layer.index] if need is not None else ([], 0)
@@ -836,6 +843,7 @@ class GroupArrays:
         self.carry(plan.limits.max_rows)
         if layer.kind == "state":
             self.state_src = self.state_dst = np.zeros(0, np.int32)
+            self.state_loads = self.state_saves = np.zeros((0, 1 + layer.group.blocks), np.int32)
         else:
             self.fill([], [], [], 0, 0)
 

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvpool.groups import Group
 from kvpool.testing.beside import Side
-from kvpool.testing.fuzz_groups import OPERATIONS, PLANS, Program
+from kvpool.testing.fuzz_groups import CACHED, OPERATIONS, PLANS, Program
 from kvpool.testing.model import ModelPlan, ModelPool
 from proof.machine.machine import run_machine
 
@@ -34,14 +34,15 @@ def pool_options(draw: Callable[..., Any]) -> dict[str, Any]:
     size, reserved = draw(st.sampled_from([2, 1, 3, 4])), draw(st.integers(0, 2))
     lookahead = draw(st.sampled_from([0, 0, 1, 3]))
     groups: list[Group] = []
+    cached = draw(st.booleans())
     for place in range(draw(st.integers(1, MOST_GROUPS))):
         kind = draw(st.sampled_from(["full", "window", "chunk", "state"][: 3 if place == 0 else 4]))
         if kind == "state":
-            groups.append(Group.state(draw(st.integers(2, 8))))
+            groups.append(Group.state(draw(st.integers(2, 8)), blocks=draw(st.integers(0, 3)) if cached else 0))
             continue
         reach = 0 if kind == "full" else lookahead + draw(st.integers(1, REACH))
         keep = draw(st.integers(0, reach - 1)) if kind == "window" else 0
-        arena = int(place > 0 and draw(st.booleans()))
+        arena = int(place > 0 and not (cached and kind == "full") and draw(st.booleans()))
         first = arena == 1 and all(group.arena == 0 for group in groups)
         blocks = reserved + draw(st.integers(6, 40)) if first else None
         shape = size * draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
@@ -56,6 +57,8 @@ def pool_options(draw: Callable[..., Any]) -> dict[str, Any]:
         "in_order": draw(st.booleans()),
         "lookahead": lookahead,
         "groups": groups,
+        "prefix_cache": cached,
+        "events": draw(st.sampled_from([0, 10_000])) if cached else 0,
     }
 
 
@@ -85,6 +88,8 @@ class GroupMachine(RuleBasedStateMachine):
 def _rule_of(name: str) -> Any:
     @rule(a=numbers, b=numbers, c=numbers)
     def call(self: GroupMachine, a: int, b: int, c: int) -> None:
+        if name not in self.program.operations:
+            return
         self.agrees = False
         self.program.call(name, a, b, c)
         self.agrees = True
@@ -94,7 +99,7 @@ def _rule_of(name: str) -> Any:
 
 def make_machine(make_pool: Callable[..., Any], make_plan: Callable[..., Any]) -> type[GroupMachine]:
     """Return a state machine class for a kind of pool; see `proof.machine.machine.make_machine`."""
-    rules = {name: _rule_of(name) for name in sorted(set(OPERATIONS))}
+    rules = {name: _rule_of(name) for name in sorted({*CACHED, *OPERATIONS})}
     return type("GroupMachine", (GroupMachine,), {"make": (make_pool, make_plan), **rules})
 
 

@@ -11,15 +11,12 @@ from typing import Any
 
 import kvpool
 from kvpool.groups import Group
-from kvpool.testing import ModelPlan, ModelPool
 from kvpool.testing.fuzz_groups import WRONG, GroupRun, compare_constructors, make_group, options_of
 from kvpool.testing.fuzz_target import TargetFinding
-from proof.machine.checkpoints import agree
 from proof.mutation.scenarios import tried
 from proof.mutation.tape import Difference, first_tag
 
 RUNS = 90
-CALLS = 150  # of random programs with a prefix cache
 CONSTRUCTORS = 150
 FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "slot_ids", "table_updates")
 NAMES = ("block_tables", "slot_mapping", "kv_starts", "copies", "dirty_rows", "state_src", "state_dst")
@@ -59,20 +56,11 @@ def group_tapes(seed: int, cached_runs: int) -> Iterator[GroupTape]:
         run = GroupRun(options_of(1000 * seed + number), number, (kvpool.Pool, kvpool.Plan), counters=not judged)
         yield GroupTape(name, lambda run=run: run.play(run.words()), judged)
     for number in range(cached_runs):
-        program = partial(agree, 1000 * seed + number, cached_pools, cached_plan, CALLS)
-        yield GroupTape(f"groups with a prefix cache {number}, seed {seed}", program, True)
+        run = GroupRun(options_of(1000 * seed + number, prefix_cache=True), number, (kvpool.Pool, kvpool.Plan))
+        name = f"groups with a prefix cache {number}, seed {seed}"
+        yield GroupTape(name, lambda run=run: run.play(run.words()), True)
     make = kvpool.Pool
     yield GroupTape("constructors", lambda: compare_constructors(make, seed, CONSTRUCTORS), True)
-
-
-def cached_pools(*sizes: Any, **options: Any) -> list[Any]:
-    """A pool of the core and one of the model."""
-    return [kvpool.Pool(*sizes, **options), ModelPool(*sizes, **options)]
-
-
-def cached_plan(pool: Any, rows: int, tokens: int) -> Any:
-    """A plan of the pool's kind."""
-    return (kvpool.Plan if isinstance(pool, kvpool.Pool) else ModelPlan)(pool, rows, tokens)
 
 
 class ArenaPool(kvpool.Pool):

@@ -330,6 +330,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="without the tapes on which memory runs out")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--files", nargs="*", help="names of sources: mutants of these alone")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of mutants")
     parser.add_argument("--blind", action="store_true", help="compare nothing: a killer that must be found out")
     parser.add_argument("--unjudged", action="store_true", help="a judge that convicts nothing")
@@ -340,7 +341,8 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps({"operations": sum(len(tape.ops) for tape in tapes)}))
         return 0
     mutants = json.loads(MUTANTS.read_text())
-    picked = chosen(mutants, options.share, options.seed)
+    of_files = [mutant for mutant in mutants if not options.files or Path(mutant["file"]).name in options.files]
+    picked = chosen(of_files, options.share, options.seed)
     if options.only:
         picked = [mutant for mutant in mutants if mutant["number"] in options.only]
     start = time.perf_counter()

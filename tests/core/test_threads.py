@@ -9,19 +9,20 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import random
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from catalogue import broken, planted
 
-from kvpool import Plan, Pool
+from kvpool import Group, Plan, Pool
 from kvpool._core import BlockAPI
 from kvpool.errors import ConcurrentUse, KVPoolError, OutOfBlocks
 from kvpool.testing import ModelPlan, ModelPool
@@ -335,6 +336,85 @@ def test_callers_that_wait_get_blocks_of_their_own(Pool, Plan):
     assert not raised, raised
     pool.check()
     assert pool.stats().used == 0 and pool.blocks.num_blank == 399
+
+
+class Visitor:
+    """A thread that opens prompts in a pool with groups, computes what is not cached, and looks at what is."""
+
+    ended: ClassVar[threading.Event]  # whether a thread has failed: those that wait for it end too
+
+    def __init__(self, pool: Any, plan: Any, holds: dict[Any, Any], number: int) -> None:
+        self.pool, self.plan, self.holds, self.rng = pool, plan, holds, random.Random(number)
+        self.hits = 0
+
+    def __call__(self) -> None:
+        """One prompt; after a failure nobody waits for anybody."""
+        try:
+            self.visit()
+        except BaseException:
+            self.ended.set()
+            raise
+
+    def visit(self) -> None:
+        """One prompt, from open to close; a flush now and then."""
+        space = (b"", b"other")[self.rng.randrange(2)]
+        prompt = [self.rng.randrange(2), *range(self.rng.randrange(12, 40))]
+        try:
+            handle = self.pool.open(prompt, space, reserve=False)
+        except OutOfBlocks:
+            return
+        self.hits += self.pool.num_tokens(handle) > 0
+        for index, (block,) in enumerate(self.pool.table(handle, 0).tolist()):
+            assert self.holds[block] == (space, prompt[: 4 * index + 4]), f"block {block} has something else"
+        with contextlib.suppress(OutOfBlocks):
+            while self.pool.num_tokens(handle) < len(prompt):
+                self.compute(handle, prompt, space)
+        self.pool.close(handle)
+        if self.rng.random() < 0.02:
+            self.pool.prefix.flush(space)
+
+    def compute(self, handle: int, prompt: list[int], space: bytes) -> None:
+        """A chunk to where the pool wants it: copy, load, compute and save as the plan says."""
+        old, (place,) = self.pool.num_tokens(handle), self.pool.prefix.wanted([handle]).tolist()
+        end = place if place > 0 else len(prompt)
+        self.pool.step(self.plan, [handle], end - old)
+        table, states = self.plan.groups[0].block_tables[0, :, 0].tolist(), self.plan.groups[1]
+        for slot, block in states.state_loads.tolist():
+            self.holds["slot", slot] = self.holds["state", block]
+        src, dst = int(states.state_src[0]), int(states.state_dst[0])
+        assert not old or self.holds["slot", src] == (space, prompt[:old]), "somebody else's state"
+        self.holds["slot", dst] = space, prompt[:end]
+        self.holds.update({table[i]: (space, prompt[: 4 * i + 4]) for i in range(old // 4, end // 4)})
+        self.holds.update({("state", block): self.holds["slot", slot] for slot, block in states.state_saves.tolist()})
+        self.pool.done(self.plan)
+        while self.plan.is_pending and not self.ended.is_set():  # as is an older step of another thread
+            time.sleep(0)
+        self.pool.prefix.commit(handle, prompt[old:end])
+        self.pool.stats()
+
+
+class OneNamespace(Pool):
+    """All prompts have one namespace."""
+
+    def open(self, tokens: Any, namespace: bytes, *, reserve: bool) -> int:
+        """Forget the namespace."""
+        return super().open(tokens, reserve=reserve)
+
+
+@planted(broken(Pool=BusyFlag), broken(Pool=OneNamespace), model=False)
+def test_threads_share_the_prefix_cache_of_a_pool_with_groups(Pool, Plan):
+    """Four threads open, step, commit, close and flush: what they find is what somebody computed for that prompt."""
+    pool = Pool(60, 4, groups=[Group.full(), Group.state(20, blocks=1)], prefix_cache=True, max_seqs=8, seed=1)
+    holds: dict[Any, Any] = {}
+    Visitor.ended = threading.Event()
+    visitors = [Visitor(pool, Plan(pool, 1, 64), holds, number) for number in range(4)]
+    with running(*visitors) as raised:
+        while min(visitor.hits for visitor in visitors) < 100 * LONG and not raised:
+            time.sleep(0.001)
+            pool.check()
+    assert not raised, raised
+    pool.prefix.flush()
+    assert pool.stats().sequences == 0 and pool.blocks.num_blank == 59 and pool.stats(1).used == 0
 
 
 def test_thread_that_waits_for_a_pool_blocks_no_other_thread():

@@ -3,10 +3,19 @@
 import pytest
 
 from kvpool import Group, OutOfBlocks, Plan, Pool
-from kvpool.testing.model import ModelPlan, ModelPool
-from proof.machine.checkpoints import KINDS, agree
+from kvpool.testing.fuzz_groups import GroupRun, options_of
 
-CALLS = 150
+#: Groups with which each hit needs a checkpoint, or an entry of several base blocks.
+KINDS = (
+    (Group.full(), Group.state(12, blocks=3)),
+    (Group.full(), Group.state(12, blocks=1)),
+    (Group.full(), Group.window(8)),
+    (Group.full(), Group.window(9, keep=3, columns=2), Group.state(12, blocks=2)),
+    (Group.window(6),),
+    (Group.full(), Group.chunk(8)),
+    (Group.full(columns=2, block_size=8), Group.window(12), Group.full()),
+    (Group.state(12, blocks=2), Group.state(10, blocks=1)),
+)
 
 
 def prefill(pool, plan, prompt, cut=None, namespace=b""):
@@ -31,19 +40,11 @@ def make(*groups, num_blocks=200, **options):
 @pytest.mark.parametrize("seed", [*range(30), *(pytest.param(n, marks=pytest.mark.long) for n in range(30, 300))])
 def test_random_programs_agree_with_the_model_and_read_their_own_content(seed):
     print("seed", seed)
-    agree(seed, lambda *a, **o: [Pool(*a, **o), ModelPool(*a, **o)], _plan, CALLS)
+    run = GroupRun(options_of(seed, prefix_cache=True), seed, (Pool, Plan))
+    run.play(run.words())
 
 
-def _plan(pool, rows, tokens):
-    return (Plan if isinstance(pool, Pool) else ModelPlan)(pool, rows, tokens)
-
-
-def keeps_checkpoints(groups):
-    is_restored = all(group.kind != "state" or group.blocks for group in groups)
-    return groups != (Group.full(),) and is_restored and not any(group.arena for group in groups)
-
-
-@pytest.mark.parametrize("groups", [kinds for kinds in KINDS if keeps_checkpoints(kinds)])
+@pytest.mark.parametrize("groups", KINDS)
 def test_second_turn_finds_all_but_the_tail_of_the_first(groups):
     pool, plan = make(*groups, num_blocks=2000, max_blocks_per_seq=400)
     grain = 4 * max((group.block_size or 4) // 4 for group in groups)

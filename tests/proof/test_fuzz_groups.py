@@ -11,7 +11,7 @@ from kvpool.testing.model import ModelPlan, ModelPool
 MODEL = (ModelPool, ModelPlan)
 RUNS = 150
 #: Where to begin with faults that few programs show: all seeds are tried.
-FIRST = {"FloorForgotten": 125, "RoomOfStatesNotRounded": 29, "StateKeptByRollback": 19, "ResetKeepsNotes": 17}
+FIRST = {"FloorForgotten": 135, "RoomOfStatesNotRounded": 29, "StateKeptByRollback": 19, "ResetKeepsNotes": 88}
 
 
 def convicted(make, oracle):
