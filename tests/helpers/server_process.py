@@ -10,6 +10,8 @@ import sys
 import threading
 from urllib.parse import urlsplit
 
+JSON = {"Content-Type": "application/json"}
+
 
 class Server:
     """A process that serves the tiny model; `facts` is what it said when it was ready."""
@@ -17,7 +19,7 @@ class Server:
     def __init__(self, *arguments, model="tiny", program=("-m", "kvpool")):
         command = [sys.executable, *program, "serve", "--model", model, "--port", "0", "--json", *arguments]
         self.process = subprocess.Popen(
-            [*command, "--log-level", "ERROR"],
+            command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.getcwd(), "HF_HUB_OFFLINE": "1", "MLX_DEFAULT_DEVICE": "cpu"},
@@ -39,9 +41,11 @@ class Server:
             response = connection.getresponse()
             return response.status, response.getheader("Content-Type"), response.read().decode()
 
-    def post(self, path, body):
+    def post(self, path, body, **headers):
+        """Status and answer; `headers` with _ for -."""
+        headers = JSON | {name.replace("_", "-"): value for name, value in headers.items()}
         with contextlib.closing(self.connect()) as connection:
-            connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body))
+            connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body), headers)
             response = connection.getresponse()
             return response.status, json.loads(response.read())
 
@@ -49,7 +53,7 @@ class Server:
         """The text of a streamed chat, until it ends or `stop_after` pieces have come; then the line is cut."""
         connection = self.connect()
         try:
-            connection.request("POST", "/v1/chat/completions", json.dumps(body | {"stream": True}))
+            connection.request("POST", "/v1/chat/completions", json.dumps(body | {"stream": True}), JSON)
             response = connection.getresponse()
             assert response.status == 200, response.read()
             text, pieces = "", 0
