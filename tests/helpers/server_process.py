@@ -35,19 +35,23 @@ class Server:
     def connect(self):
         return http.client.HTTPConnection(self.address, timeout=300)
 
-    def get(self, path):
+    def get(self, path, **headers):
         with contextlib.closing(self.connect()) as connection:
-            connection.request("GET", path)
+            connection.request("GET", path, headers=headers)
             response = connection.getresponse()
             return response.status, response.getheader("Content-Type"), response.read().decode()
 
     def post(self, path, body, **headers):
-        """Status and answer; `headers` with _ for -."""
-        headers = JSON | {name.replace("_", "-"): value for name, value in headers.items()}
+        """Status and answer, read as JSON."""
+        status, text = self.raw(path, body, **headers)
+        return status, json.loads(text)
+
+    def raw(self, path, body, **headers):
+        """Status and text of the answer."""
         with contextlib.closing(self.connect()) as connection:
-            connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body), headers)
+            connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body), JSON | headers)
             response = connection.getresponse()
-            return response.status, json.loads(response.read())
+            return response.status, response.read().decode()
 
     def stream(self, body, stop_after=None):
         """The text of a streamed chat, until it ends or `stop_after` pieces have come; then the line is cut."""
@@ -69,9 +73,9 @@ class Server:
         finally:
             connection.close()
 
-    def metrics(self):
+    def metrics(self, **headers):
         """{"name{labels}": value} of GET /metrics."""
-        lines = self.get("/metrics")[2].splitlines()
+        lines = self.get("/metrics", **headers)[2].splitlines()
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
     def idle_metrics(self):
