@@ -130,9 +130,11 @@ def test_logprobs_name_the_tokens_of_the_text(client, stream):
     values = [value for one in found for value in one.token_logprobs]
     assert len(tokens) == len(tops) == len(values) == 8
     assert offsets == [sum(map(len, tokens[:i])) for i in range(8)]
-    assert all(len(top) <= 3 and max(top.values()) == pytest.approx(value, abs=1e-5) for top, value in zip(tops, values))
+    for top, value in zip(tops, values, strict=True):
+        assert len(top) <= 3 and max(top.values()) == pytest.approx(value, abs=1e-5)
     chunks = list(chat) if stream else [chat]
-    content = [one for chunk in chunks for choice in chunk.choices if choice.logprobs for one in choice.logprobs.content]
+    found = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs]
+    content = [one for logprobs in found for one in logprobs.content]
     assert len(content) == 8
     for one in content:
         assert bytes(one.bytes).decode() == one.token and len(one.top_logprobs) == 2

@@ -1,4 +1,4 @@
-"""What a failing engine does to ``kvpool serve``: who ran gets an error, the next one is served, or the process ends."""
+"""A failing engine under ``kvpool serve``: who ran gets an error, and the next one is served or the process ends."""
 
 import threading
 
