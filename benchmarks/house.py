@@ -30,6 +30,7 @@ LAYERS = (
     ("kvpool.scheduler", "kvpool.protocol", "kvpool"),
     ("kvpool_backends",),
     ("kvpool.adapters", "kvpool.store"),
+    ("kvpool.serving",),
     ("kvpool.testing",),
     ("kvpool.cli", "kvpool.__main__"),
 )

@@ -6,7 +6,7 @@ between releases; counters end in ``_total``. Sizes are in blocks and tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -41,7 +41,6 @@ def prometheus_text(
     scheduler: Any = None,
     extra: Iterable[Metric] = (),
     labels: Mapping[str, str] | None = None,
-    without: Collection[str] = (),
 ) -> str:
     """The statistics of a pool, and of a scheduler on it, as Prometheus reads them.
 
@@ -54,8 +53,6 @@ def prometheus_text(
         Metrics of the caller, written after these.
     labels : mapping, optional
         Added to every sample, for example the name of one of several pools.
-    without : collection of str, optional
-        Names to leave out, for example counters of calls that an application never makes.
 
     Notes
     -----
@@ -63,8 +60,7 @@ def prometheus_text(
     says which group has its blocks where.
     """
     lines = []
-    own_metrics = (metric for metric in metrics_of(pool, scheduler) if metric.name not in without)
-    for metric in [*own_metrics, *extra]:
+    for metric in [*metrics_of(pool, scheduler), *extra]:
         lines += [f"# HELP {metric.name} {_escaped(metric.help)}", f"# TYPE {metric.name} {metric.kind}"]
         for own, value in metric.samples:
             pairs = [f'{name}="{_escaped(text, quote=True)}"' for name, text in {**(labels or {}), **own}.items()]

@@ -6,7 +6,7 @@ what is installed. ``kvpool bench`` measures kernels. ``kvpool fuzz`` tests allo
 
 Each command is a module with ``add_arguments(parser)`` and ``run(args) -> int``. The exit status is 0 if it is done
 (and every claim held), 1 if a claim did not hold, 2 if it could not do what was asked. A module with ``COMMANDS`` is a
-group of commands. A module with ``PASSES_ON`` gets the arguments that it did not declare in ``args.rest``.
+group of commands.
 
 Reading the arguments needs only numpy and the standard library. A command imports what it uses when it runs.
 """
@@ -59,7 +59,7 @@ def declare(command: argparse.ArgumentParser, module: ModuleType) -> None:
     """Declare the arguments of one command."""
     module.add_arguments(command)
     command.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
-    command.set_defaults(run=module.run, parser=command, passes_on=hasattr(module, "PASSES_ON"))
+    command.set_defaults(run=module.run, parser=command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,9 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
     """Read the arguments, run the command that they name, and return the exit status."""
     args, rest = parser.parse_known_args(argv)
-    if rest and not args.passes_on:
+    if rest:
         args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    args.rest = rest
     try:
         status: int = args.run(args)
         sys.stdout.flush()

@@ -1,108 +1,144 @@
-"""Serve a model with mlx-lm's own OpenAI-style HTTP server, on a paged KV cache."""
+"""Serve a model over HTTP, as OpenAI's API does it, on a paged KV cache."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
-import signal
 import sys
-import tempfile
-import threading
-from contextlib import ExitStack
-from typing import Any, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from kvpool.cli.cache import add_cache_arguments, bits_of, policy_of
-from kvpool.cli.console import CommandError, whole
+from kvpool.cli.console import CommandError, real, whole
 from kvpool.cli.model import add_model_arguments, tiny_model
 from kvpool.errors import install_command
-from kvpool.groups import arenas_of
+
+if TYPE_CHECKING:
+    from kvpool.adapters.mlx_lm.engine import Engine
 
 LAST_PORT = 65535
-leave = os._exit
-PASSES_ON = True  # unknown arguments go to mlx-lm
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+LONGEST = 32768  # tokens that a request may be expected to have, when the pool is sized by itself
+NUMBERS: tuple[tuple[str, str, str | None, str], ...] = (
+    ("--port", "N", "8080", "port to listen on, 0 for any (default: %(default)s)"),
+    ("--max-tokens", "N", "512", "tokens of requests that name no number (default: %(default)s)"),
+    ("--max-running", "N", "32", "samples that run at a time, at most (default: %(default)s)"),
+    ("--max-waiting", "N", "256", "samples that wait, at most; more are told to come again (default: %(default)s)"),
+    ("--max-connections", "N", "1024", "connections at a time, at most (default: %(default)s)"),
+    ("--max-model-len", "TOKENS", None, "tokens of a prompt and its answer, at most (default: what the model takes)"),
+    ("--chunk", "TOKENS", "256", "prompt tokens per step and prompt (default: %(default)s)"),
+    ("--kv-block-size", "TOKENS", "16", "tokens per block of the cache (default: %(default)s)"),
+    ("--num-blocks", "N", None, "blocks of the cache (default: what runs at a time may need)"),
+    ("--grace", "SECONDS", "30", "time that running requests have after SIGTERM (default: %(default)s)"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of kvpool."""
-    parser.epilog = (
-        "Every other argument is one of mlx_lm.server: --decode-concurrency, --prompt-concurrency, --max-tokens,"
-        " --temp, --draft-model, --log-level and so on. GET /metrics has statistics for Prometheus."
-    )
+    """Declare the command's arguments. `run` reads the numbers."""
+    parser.epilog = "GET /metrics has statistics for Prometheus. KVPOOL_API_KEY is a key as --api-key is one."
     add_model_arguments(parser, "PATH_OR_ID", "a folder, a repository of the Hugging Face Hub")
+    parser.add_argument("--name", help="what clients call the model (default: the text of --model)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", default="8080", help="port to listen on, 0 for any (default: %(default)s)")
-    parser.add_argument(
-        "--kv-block-size", default="16", metavar="TOKENS", help="tokens per block of the cache (default: %(default)s)"
-    )
-    parser.add_argument("--num-blocks", metavar="N", help="blocks of the cache (default: what runs at a time may need)")
+    for name, metavar, default, text in NUMBERS:
+        parser.add_argument(name, metavar=metavar, default=default, help=text)
     parser.add_argument("--memory", metavar="SIZE", help="size the cache by memory, 2GiB or auto, not by --num-blocks")
+    parser.add_argument("--api-key", action="append", default=[], metavar="KEY", help="clients need one; repeatable")
+    parser.add_argument(
+        "--allow-host", action="append", default=[], metavar="NAME", help="a name of this server; repeatable"
+    )
     add_cache_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until interrupted; 0 if no block was left behind, else 1."""
-    block_size, port = whole("--kv-block-size", args.kv_block_size), whole("--port", args.port, 0)
+    """Serve until a signal; 0 if no block was left behind, else 1."""
+    port, block_size = whole("--port", args.port, 0), whole("--kv-block-size", args.kv_block_size)
     if port > LAST_PORT:  # the socket would take what is left of it after division by 65536
         raise CommandError(f"--port {args.port}: out of range, 0..{LAST_PORT}")
-    num_blocks = None if args.num_blocks is None else whole("--num-blocks", args.num_blocks, 4)
-    policy, bits = policy_of(args, block_size), bits_of(args)
-    for argument in args.rest:
-        if argument.partition("=")[0] == "--quantized-kv-start":
-            raise CommandError("--quantized-kv-start: blocks are quantized from the first token on; leave it out")
-    if args.memory is not None and num_blocks is not None:
+    if args.memory is not None and args.num_blocks is not None:
         raise CommandError("--memory and --num-blocks exclude each other")
+    keys = (*args.api_key, *filter(None, [os.environ.get("KVPOOL_API_KEY")]))
+    if not all(key.isascii() and key for key in keys):
+        raise CommandError("--api-key: must be ASCII, and not empty")
+    if args.host not in ("localhost", "127.0.0.1", "::1") and not keys:
+        raise CommandError(f"--host {args.host}: others can reach this address, so --api-key is needed")
+    options = engine_options(args, block_size)
+    grace, connections = real("--grace", args.grace, 0, 86400), whole("--max-connections", args.max_connections)
     try:
-        from kvpool.adapters.mlx_lm import loading, server
+        from kvpool.adapters.mlx_lm import loading
+        from kvpool.serving import process
+        from kvpool.serving.app import Settings
     except ImportError as exc:
-        raise CommandError(f"needs mlx-lm ({exc}): {install_command('mlx')}") from None
-    tiny = tiny_model(args)
-    if tiny is None:
+        raise CommandError(f"needs mlx-lm and a web server ({exc}): {install_command('serve')}") from None
+    hosts = frozenset(name.lower() for name in (*LOOPBACK, args.host, *args.allow_host))
+    settings = Settings(args.name or args.model, hosts, keys, whole("--max-tokens", args.max_tokens))
+    tiny_model(args)
+    if args.model != "tiny":
         try:
             loading.check_name(args.model)
         except loading.ModelNotLoaded as exc:
             raise CommandError(f"--model {exc}") from None
-    pools: list[Any] = []
-
-    def tell(httpd: Any, provider: Any) -> None:
-        host, bound = httpd.server_address[:2]
-        pools.append(provider.kv.pool)
-        facts = {"url": f"http://{host}:{bound}", "model": args.model, "route": provider.kv.route}
-        facts |= {"num_blocks": provider.kv.pool.num_blocks, "block_size": block_size}
-        facts |= {"eviction": args.eviction, "max_kv": None if policy is None else policy.max_kv} | {"bits": bits}
-        if args.json:
-            print(json.dumps(facts), flush=True)
-            return
-        print(
-            f"kvpool serve: {facts['url']}/v1, {args.model} on {facts['num_blocks']} blocks of {block_size} tokens, "
-            f"attention: {facts['route']}, {'nothing leaves' if policy is None else policy}; "
-            f"statistics at {facts['url']}/metrics",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    with ExitStack() as stack:
-        if threading.current_thread() is threading.main_thread():
-            stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _interrupt))
-        model, names = args.model, []
-        if tiny is not None:
-            model = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-tiny-"))
-            tiny.save(model, args.arch)
-            names = [(args.model, model)]
-        options = server.PoolOptions(block_size, num_blocks, args.memory, tuple(names), policy, tuple(bits.items()))
-        arguments = ["--model", model, "--host", args.host, "--port", str(port), *args.rest]
-        try:
-            server.serve(arguments, options, tell)
-        except Exception as exc:
-            text = " ".join(str(exc).split()).rpartition("] ")[2]
-            raise CommandError(f"--model {args.model}: {type(exc).__name__}: {text[:200]}") from exc
-    left = sum(pool.stats(arena).used for pool in pools for arena in set(arenas_of(pool.options.groups)))
-    print(f"kvpool serve: stopped, {left} blocks in use", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    leave(1 if left else 0)  # threads that still answer a request must not run while the interpreter shuts down
+    try:
+        sock = process.listen(args.host, port)
+    except OSError as exc:
+        raise CommandError(f"--host {args.host} --port {port}: {exc.strerror}") from None
+    url = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{sock.getsockname()[1]}"
+    print(f"kvpool serve: loading {args.model} ...", file=sys.stderr, flush=True)
+    try:
+        make, on_ready = partial(make_engine, args, options), partial(tell, args, url)
+        left = asyncio.run(process.serve(make, settings, sock, on_ready, grace, connections))
+    except loading.ModelNotLoaded as exc:
+        raise CommandError(f"--model {exc}") from None
+    except (ValueError, TypeError, RuntimeError, MemoryError) as exc:
+        raise CommandError(f"--model {args.model}: {str(exc).rpartition('] ')[2] or 'not enough memory'}") from None
+    print("kvpool serve: " + ("the engine was lost" if left < 0 else f"stopped, {left} blocks in use"), file=sys.stderr)
     return 1 if left else 0
 
 
-def _interrupt(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
+def engine_options(args: argparse.Namespace, block_size: int) -> dict[str, Any]:
+    """The options of `Engine`, checked as far as possible without a model."""
+    running, chunk = whole("--max-running", args.max_running), whole("--chunk", args.chunk)
+    longest = {} if args.max_model_len is None else {"max_model_len": whole("--max-model-len", args.max_model_len)}
+    return {
+        "num_blocks": None if args.num_blocks is None else whole("--num-blocks", args.num_blocks, 4),
+        "block_size": block_size,
+        "max_running": running,
+        "max_waiting": whole("--max-waiting", args.max_waiting),
+        "prefill_chunk": chunk,
+        "max_step_tokens": max(2 * chunk, running),
+        "eviction": policy_of(args, block_size),
+        **bits_of(args),
+        **longest,
+    }
+
+
+def make_engine(args: argparse.Namespace, options: dict[str, Any]) -> Engine:
+    """Load the model and make its engine."""
+    from kvpool.adapters.mlx_lm import Engine, loading
+    from kvpool.adapters.mlx_lm.shapes import max_positions
+
+    model, tokenizer = loading.load(args.model, args.arch)
+    if options["num_blocks"] is None:
+        running, size = options["max_running"], options["block_size"]
+        keeps_all, bits = options["eviction"] is not None, bits_of(args)
+        most = loading.blocks_in(args.memory or "auto", model, size, running, keeps_all, **bits)
+        longest = min(max_positions(model) or LONGEST, LONGEST)
+        options["num_blocks"] = most if args.memory else min(most, 1 + running * -(-longest // size))
+    return Engine(model, tokenizer=tokenizer, **options)
+
+
+def tell(args: argparse.Namespace, url: str, engine: Engine) -> None:
+    """Say where the server is and what it runs."""
+    pool = engine.kv.pool
+    facts = {"url": url, "model": args.name or args.model, "route": engine.kv.route, "num_blocks": pool.num_blocks}
+    facts |= {"block_size": pool.block_size, "eviction": args.eviction, "bits": bits_of(args)}
+    if args.json:
+        print(json.dumps(facts), flush=True)
+    else:
+        print(
+            f"kvpool serve: {url}/v1, {facts['model']} on {pool.num_blocks} blocks of {pool.block_size} tokens, "
+            f"attention: {engine.kv.route}; statistics at {url}/metrics",
+            file=sys.stderr,
+            flush=True,
+        )

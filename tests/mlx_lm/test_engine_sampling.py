@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvpool.adapters.mlx_lm.sampling import Sampling, best, sample, uniforms
+from kvpool.adapters.mlx_lm.sampling import Sampling, altered, best, sample, uniforms
 
 RNG = np.random.default_rng(5)
 LOGITS = RNG.normal(size=(64, 40)).astype(np.float32) * 2
@@ -105,6 +105,45 @@ def test_a_tiny_temperature_is_as_greedy():
         assert run(LOGITS, [settings] * 64)[0].tolist() == LOGITS.argmax(-1).tolist()
 
 
+def changed(row, settings, prompt, generated):
+    """The logits that penalties and biases leave, token by token."""
+    row = row.astype(np.float64)
+    for token in range(len(row)):
+        if token in generated or token in prompt:
+            row[token] *= settings.repetition_penalty ** (-1 if row[token] > 0 else 1)
+        row[token] -= settings.frequency_penalty * generated.count(token)
+        row[token] -= settings.presence_penalty * (token in generated)
+        row[token] += dict(settings.logit_bias).get(token, 0)
+    return row
+
+
+def test_penalties_and_biases_change_the_choice_and_no_other_row():
+    rng = np.random.default_rng(9)
+    settings, tokens, due = [], [], []
+    for row in LOGITS:
+        prompt, generated = (rng.integers(0, 40, rng.integers(0, 30)).tolist() for _ in range(2))
+        chosen = rng.choice(["frequency_penalty", "presence_penalty", "repetition_penalty"], rng.integers(0, 4), False)
+        penalties = {name: float(rng.uniform(0.5, 2)) for name in chosen}
+        bias = {int(token): float(rng.uniform(-3, 3)) for token in rng.integers(0, 40, rng.integers(0, 9))}
+        settings.append(Sampling(logit_bias=bias, **penalties))
+        tokens.append((np.array(prompt, np.int32), np.array(generated, np.int32)))
+        due.append(changed(row, settings[-1], prompt, generated))
+    rows = [row for row, one in enumerate(settings) if one.logit_bias or one.is_penalized]
+    changes = {row: settings[row].changes(*tokens[row]) for row in rows}
+    np.testing.assert_allclose(np.array(altered(mx.array(LOGITS), changes)), due, rtol=1e-5, atol=1e-5)
+    found, logprobs = sample(mx.array(LOGITS), settings, ZEROS, ZEROS, changes)
+    assert found.tolist() == np.argmax(due, -1).tolist() != LOGITS.argmax(-1).tolist()
+    expected = [math.log(probabilities(row)[t]) for row, t in zip(LOGITS, found, strict=True)]
+    np.testing.assert_allclose(logprobs, expected, rtol=1e-4)  # by the model's own probabilities
+
+
+def test_sampled_tokens_follow_their_biases():
+    settings = [Sampling(temperature=1, top_k=k, seed=3, logit_bias={7: 1000.0, 8: 999.0}) for k in (0, 2)] * 32
+    changes = {row: one.changes(np.zeros(0, np.int32), np.zeros(0, np.int32)) for row, one in enumerate(settings)}
+    tokens, _ = sample(mx.array(LOGITS), settings, ZEROS, np.arange(64), changes)
+    assert set(tokens[0::2].tolist()) == set(tokens[1::2].tolist()) == {7, 8}
+
+
 def test_best_ranks_the_likeliest():
     tokens, logprobs = best(mx.array(LOGITS), 6)
     for row, ranked, values in zip(LOGITS, tokens, logprobs, strict=True):
@@ -130,6 +169,14 @@ def test_best_ranks_the_likeliest():
         ({"seed": -1}, ValueError, "seed is -1"),
         ({"seed": 2**63}, ValueError, "seed is 9223372036854775808"),
         ({"seed": 1.5}, TypeError, "seed must be an int"),
+        ({"frequency_penalty": 101}, ValueError, "frequency_penalty is 101"),
+        ({"presence_penalty": math.inf}, ValueError, "presence_penalty is inf"),
+        ({"repetition_penalty": 1e-300}, ValueError, "repetition_penalty is 1e-300"),
+        ({"top_logprobs": -1}, ValueError, "top_logprobs is -1"),
+        ({"logit_bias": 5}, TypeError, "logit_bias must be a mapping of tokens, got 5"),
+        ({"logit_bias": {-1: 5}}, ValueError, "a token of logit_bias is -1"),
+        ({"logit_bias": {"a": 5}}, TypeError, "a token of logit_bias must be an int"),
+        ({"logit_bias": {3: math.nan}}, ValueError, r"logit_bias\[3\] is nan"),
         ({"heat": 1}, TypeError, "heat"),
     ],
 )

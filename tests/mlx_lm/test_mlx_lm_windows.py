@@ -9,7 +9,6 @@ from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import KVCache, trim_prompt_cache
 from mlx_models import (
     PROMPTS,
-    SMALL_STEPS,
     VOCAB,
     assert_all_free,
     batch_tokens,
@@ -23,7 +22,6 @@ from mlx_models import (
 )
 
 from kvpool.adapters.mlx_lm import Engine, calls, host, install, tiny_families
-from kvpool.adapters.mlx_lm.server import AdmittingGenerator
 from kvpool.errors import OutOfBlocks
 from kvpool.scheduler.needs import Needs
 
@@ -169,33 +167,6 @@ def longest_answers(kv, limits, chunk):
     while len(admitted) < len(limits) and kv.can_admit(0, 0, [*admitted, (0, limits[len(admitted)])], chunk=chunk):
         admitted.append((0, limits[len(admitted)]))
     return len(admitted)
-
-
-def test_requests_of_a_windowed_model_wait_and_none_runs_out_of_blocks(model):
-    """The pool has room for the tokens of two of them at a time, and holds more."""
-    prompts = random_prompts([30] * 6)
-    expected = [solo_tokens(model, prompt, TOKENS) for prompt in prompts]
-    waiting, running = [], []
-    with install(model, 1 + 30, block_size=4) as kv:
-        generator = AdmittingGenerator(model, **SMALL_STEPS)
-        uids = [generator.insert([prompt], [TOKENS])[0] for prompt in prompts]
-        tokens = {uid: [] for uid in uids}
-        while True:
-            prompt_responses, responses = generator.next()
-            for one in responses:
-                tokens[one.uid].append(one.token)
-            waiting.append(generator.num_requests["waiting"])
-            running.append(len({one.uid for one in (*prompt_responses, *responses)}))
-            del prompt_responses
-            if not running[-1]:
-                break
-            del responses
-        generator.close()
-        del generator
-        assert [tokens[uid] for uid in uids] == expected
-        kv.pool.check()
-    assert max(waiting) > 0 and max(running) > 1
-    assert_all_free(kv)
 
 
 def test_admission_that_forgets_the_chunk_runs_out_of_blocks(monkeypatch):

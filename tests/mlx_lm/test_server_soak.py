@@ -1,4 +1,4 @@
-"""mlx-lm's server on a pool, over loopback: many clients at a time, half of whom hang up, and nothing is left.
+"""``kvpool serve`` over loopback: many clients at a time, half of whom hang up, and nothing is left.
 
 By default a short form; with ``KVPOOL_LONG=1`` 64 clients for two minutes.
 """
@@ -63,7 +63,7 @@ class Client(threading.Thread):
         question = self._random.choice(QUESTIONS)
         stop_after = self._random.randrange(20) if self._random.random() < 0.5 else None
         text, is_whole = self._server.stream(
-            {"messages": messages(question), "max_tokens": TOKENS}, stop_after=stop_after
+            {"messages": messages(question), "max_tokens": TOKENS, "temperature": 0}, stop_after=stop_after
         )
         answer = self._expected[question]
         if text != (answer if is_whole else answer[: len(text)]):
@@ -86,7 +86,7 @@ def run_clients(server, expected, count, is_over, watch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process from /proc")
 def test_many_clients_get_the_stock_answers_and_leak_no_block(expected):
-    server = Server("--num-blocks", str(BLOCKS), "--kv-block-size", str(BLOCK), "--prefill-step-size", "64")
+    server = Server("--num-blocks", str(BLOCKS), "--kv-block-size", str(BLOCK), "--chunk", "64", "--max-running", "8")
     try:
         begin = time.monotonic()
         until = (lambda n: time.monotonic() - begin > SECONDS) if SECONDS else (lambda n: n >= ROUNDS)
@@ -104,15 +104,13 @@ def test_many_clients_get_the_stock_answers_and_leak_no_block(expected):
         status, errors = server.stop()
         print(errors)  # what it said is what explains a failure
     finished, hung_up = (sum(getattr(one, name) for one in clients) for name in ("finished", "hung_up"))
-    print(f"{finished} answers, {hung_up} hung up, {after['kvpool_requests_waited_total']:.0f} had to wait")
+    print(f"{finished} answers, {hung_up} hung up, {after['kvpool_preemptions_total']:.0f} preemptions")
     print(f"RSS {rss_before >> 20} -> {rss_after >> 20} MiB, at most {max(memory, default=0) >> 20}")
-    print(f"MLX {before['kvpool_mlx_active_bytes'] / 2**20:.2f} -> {after['kvpool_mlx_active_bytes'] / 2**20:.2f} MiB")
     assert [wrong for one in [*warm_up, *clients] for wrong in one.wrong] == []
     assert finished >= CLIENTS // 2 and hung_up >= CLIENTS // 2
-    assert after["kvpool_requests_waited_total"] > 0, "the pool was never short: the test asks for nothing"
-    assert after['kvpool_blocks{state="used"}'] == after["kvpool_blocks_leaked"] == 0
-    assert after["kvpool_prompt_cached_tokens_total"] > after["kvpool_prompt_tokens_total"] / 3
-    assert after["kvpool_mlx_active_bytes"] <= before["kvpool_mlx_active_bytes"] + 2**20
+    assert after["kvpool_queue_seconds_sum"] > before["kvpool_queue_seconds_sum"]
+    assert after['kvpool_blocks{state="used"}'] == 0
+    assert after["kvpool_prefix_hit_tokens_total"] > after["kvpool_prefix_query_tokens_total"] / 3
     if LONG:  # short runs are part of the warm-up: threads and arenas of the allocator are still being made
         assert rss_after <= rss_before * 1.1 + 2**24
     assert status == 0, errors

@@ -40,7 +40,7 @@ nothing. With the CPU kernels a forward pass computes while it is called, even i
 other routes it only builds the graph, as with mlx-lm's own caches.
 
 If ``model.make_cache`` is deleted or replaced inside the block, mlx-lm makes its own caches. Then ``kv.route`` begins
-with "lost: ", and the end of the block raises RuntimeError. `kvpool serve` then refuses all requests.
+with "lost: ", and the end of the block raises RuntimeError.
 """
 
 from kvpool.adapters.mlx_lm.cache import PagedKVCache

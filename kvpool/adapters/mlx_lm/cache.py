@@ -445,17 +445,6 @@ class Batch:
         ]
         return int((self.rows.lens - lens).max(initial=0)), Rows(lens, gone=self.rows.gone)
 
-    def discard(self) -> tuple[None, Rows]:
-        """Close all sequences and replace them by new, empty ones. Works after an eviction, unlike `trim`."""
-        with self.passes.lock:
-            self._close(self.handles)
-            self.handles = [NOT_OPENED] * len(self.handles)
-            self.held = nothing(self.passes.layout, len(self.handles))
-        self.known = [known._replace(num_tokens=0) for known in self.known]
-        if self.policy is not None:
-            self.eviction = Eviction.of(self.policy, self.passes, len(self.handles))
-        return None, Rows(np.zeros(len(self.handles), np.int64))
-
     def prepare(self, lengths: Sequence[int]) -> tuple[None, Rows]:
         """Announce that the next forward passes bring `lengths` real tokens per row, then padding."""
         if len(lengths) != len(self.handles):
@@ -749,10 +738,6 @@ class PagedKVCache:
         if n < 0:
             raise ValueError(f"[trim] n is {n}, the least is 0")
         return self._issue("trim", n, lambda: self._batch.trim(n))
-
-    def discard(self) -> None:
-        """Return all blocks of the rows to the pool. Works after an eviction, unlike `trim`."""
-        self._issue("discard", (), self._batch.discard)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
         """Return the cache itself, if its blocks have these bits. mlx-lm calls this for its ``kv_bits``.

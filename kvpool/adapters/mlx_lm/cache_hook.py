@@ -40,18 +40,6 @@ class Hook:
         hook.installed.append(kv)
         return hook
 
-    @classmethod
-    def of(cls, model: Any, call: str) -> Hook:
-        """Return the hook of a model. Raise RuntimeError if ``model.make_cache`` is something else."""
-        hook = vars(model).get(_NAME)
-        if not isinstance(hook, cls):
-            found = "not there" if hook is None else repr(hook)
-            raise RuntimeError(
-                f"[{call}] model.make_cache is {found}, not kvpool's: the model is not installed, or somebody has "
-                "taken the hook away; mlx-lm would make its own caches, outside the pool"
-            )
-        return hook
-
     def lost(self, model: Any) -> str:
         """Return why mlx-lm does not find this hook any more, or "" if it does."""
         found = vars(model).get(_NAME, _NOTHING)

@@ -45,6 +45,8 @@ from kvpool.scheduler.request import token_array
 Listener = Callable[["TokenEvent"], None]
 Prompt = str | Iterable[int] | Sequence[Mapping[str, Any]]
 FORMATS = ("block_tables", "seq_lens", "slot_mapping", "cu_q_lens")  # of plans for layer groups
+Top = tuple[tuple[int, float], ...]
+Row = tuple[Request, int, bool, int, float, Top]  # request, sample, whether it is no beam, token, logprob, likeliest
 _SAMPLING = tuple(field.name for field in fields(Sampling))
 
 
@@ -62,6 +64,8 @@ class TokenEvent:
         Text that may be shown now. An incomplete character and a possible stop string are held back.
     finish_reason : str or None
         "eos", "stop" or "length" with the last token of the sample.
+    top : tuple of (token, logprob)
+        The likeliest tokens in its place, as many as `Sampling.top_logprobs` asks for, likeliest first.
     """
 
     id: Hashable
@@ -70,6 +74,7 @@ class TokenEvent:
     logprob: float
     text: str
     finish_reason: str | None
+    top: Top = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +154,8 @@ class Engine:
     kv : PagedKV
         Its ``summary`` covers caches of mlx-lm's engines only. Use ``kv.pool.stats()`` and ``scheduler.stats()``.
     scheduler : kvpool.Scheduler
+    max_model_len : int or None
+        Tokens of a prompt and its answer, at most. None: the model says nothing.
     """
 
     def __init__(
@@ -184,7 +191,7 @@ class Engine:
         pool = self.kv.pool
         self.tokenizer = _with_detokenizer(tokenizer)
         self._vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
-        scheduling.setdefault("max_model_len", max_positions(model))
+        self.max_model_len: int | None = scheduling.setdefault("max_model_len", max_positions(model))
         self._forward = RaggedForward(self.kv)
         self._keep_states = self._forward.keep_states
         self.scheduler = Scheduler(
@@ -278,7 +285,7 @@ class Engine:
         max_tokens, id, eos, n, beam_width, length_penalty, priority, namespace, cut
             See `kvpool.Request`. ``max_tokens`` is 256 by default, ``eos`` the end tokens of the tokenizer, ``cut`` a
             think block that the prompt opens at its end.
-        temperature, top_p, top_k, min_p, seed
+        temperature, top_p, top_k, min_p, seed, logit_bias, penalties, top_logprobs
             See `Sampling`.
 
         Raises
@@ -392,10 +399,10 @@ class Engine:
         id = request.id
         while id is None or (request.id is None and id in self._jobs):
             id = next(self._numbers)
-        if request.prompt.max() >= self._vocab_size:
-            raise ValueError(
-                f"[submit] token {request.prompt.max()} in the prompt, the model has 0 .. {self._vocab_size - 1}"
-            )
+        biased = max((token for token, _ in sampling.logit_bias), default=0)
+        for name, token in ("the prompt", int(request.prompt.max())), ("logit_bias", biased):
+            if token >= self._vocab_size:
+                raise ValueError(f"[submit] token {token} in {name}, the model has 0 .. {self._vocab_size - 1}")
         request = replace(request, id=id, user=sampling, namespace=self.kv.own_namespace(request.namespace))
         return _Job(request, on_token, texts, self.tokenizer)
 
@@ -406,12 +413,12 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------ one step
 
-    def _executed(self, step: Step) -> tuple[Iterable[tuple[Request, int, bool, int, float]], list[Output]]:
+    def _executed(self, step: Step) -> tuple[Iterable[Row], list[Output]]:
         """Run the model and give its tokens to the scheduler, all or nothing. Return the arguments of `_deliver`."""
         try:
             requests = step.requests
             indices, is_sample = step.sample_index.tolist(), (step.beam_width == 0).tolist()
-            tokens, logprobs, beams = self._run(step, requests)
+            tokens, logprobs, beams, tops = self._run(step, requests)
         except BaseException:
             self.scheduler.fail(step)
             raise
@@ -420,30 +427,35 @@ class Engine:
         except ValueError:  # the model has given NaN to a beam; nothing has changed, the step is still out
             self.scheduler.fail(step)
             raise
-        return zip(requests, indices, is_sample, tokens.tolist(), logprobs.tolist(), strict=True), outputs
+        return zip(requests, indices, is_sample, tokens.tolist(), logprobs.tolist(), tops, strict=True), outputs
 
     def _run(
         self, step: Step, requests: list[Request]
-    ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
-        """Run the model. Return tokens and logprobs of the step's samples, and candidates for its beams."""
+    ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None, list[Top]]:
+        """Run the model. Return tokens, logprobs, candidates for beams, and the likeliest tokens of each sample."""
         if not len(step.tokens):
-            return np.zeros(0, np.int32), np.zeros(0, np.float32), None
+            return np.zeros(0, np.int32), np.zeros(0, np.float32), None, []
         lens = np.array(step.plan.seq_lens[: len(step.handles)], np.int64)
         if self._forward.eviction is not None:
             self._forward.eviction.begin_pass(step.plan, step.lanes, lens, step.num_new)
         logits = self._forward(step.tokens, step.plan, lens, step.sample_at, step.evicted)
         samplings = [request.user for request in requests]
-        tokens, logprobs = sample(logits, samplings, step.sample_index, step.sample_position)
+        changes = {
+            at: one.changes(requests[at].prompt, step.generated(at))
+            for at, one in enumerate(samplings)
+            if one.logit_bias or one.is_penalized
+        }
+        tokens, logprobs = sample(logits, samplings, step.sample_index, step.sample_position, changes)
         in_beams = np.flatnonzero(step.beam_width)
         beams = None
         if len(in_beams):
             width = int(step.beam_width.max())
             ends = max(len(requests[at].eos) + len(requests[at].stop) for at in in_beams.tolist())
             beams = best(logits[in_beams.tolist()], width + max(width, ends))
-        return tokens, logprobs, beams
+        return tokens, logprobs, beams, _tops(logits, [one.top_logprobs for one in samplings])
 
-    def _deliver(self, rows: Iterable[tuple[Request, int, bool, int, float]], outputs: list[Output]) -> None:
-        """Call the listeners and end requests. A row is request, sample, whether it is no beam, token, logprob."""
+    def _deliver(self, rows: Iterable[Row], outputs: list[Output]) -> None:
+        """Call the listeners and end requests."""
         reasons: dict[tuple[Hashable, int], str] = {}
         ended: dict[Hashable, _Job] = {}
         for output in outputs:
@@ -453,12 +465,12 @@ class Engine:
             if len(job.outputs) == job.request.n:
                 ended[output.id] = job
         stopped: list[_Job] = []
-        for request, index, counts, token, logprob in rows:
+        for request, index, counts, token, logprob, top in rows:
             current = self._jobs.get(request.id)
             if current is None or not counts or not current.listens or current.error is not None:
                 continue
             try:
-                current.on_token(index, token, logprob, reasons.get((request.id, index)))
+                current.on_token(index, token, logprob, reasons.get((request.id, index)), top)
             except Exception as error:
                 current.error = error
             if (current.error is not None or current.is_stopped) and request.id not in ended:
@@ -512,7 +524,7 @@ class _Job:
         stopped = sum(one.is_stopped for one in self._transcripts.values())
         return stopped == self.request.n
 
-    def on_token(self, index: int, token: int, logprob: float, reason: str | None) -> None:
+    def on_token(self, index: int, token: int, logprob: float, reason: str | None, top: Top) -> None:
         """Take one token of a sample and call the listener."""
         transcript = self._transcripts.get(index)
         if transcript is None:
@@ -526,7 +538,7 @@ class _Job:
         if transcript.is_stopped:
             reason = "stop"
         if self._on_token is not None:
-            self._on_token(TokenEvent(self.request.id, index, token, logprob, text, reason))
+            self._on_token(TokenEvent(self.request.id, index, token, logprob, text, reason, top))
 
     def completion(self) -> Completion:
         """Return the result of the request, whose outputs are complete."""
@@ -551,6 +563,17 @@ class _Job:
 
     def _transcript(self) -> Transcript:
         return Transcript(None if self._tokenizer is None else self._tokenizer.detokenizer, self._stops)
+
+
+def _tops(logits: mx.array, counts: list[int]) -> list[Top]:
+    """Return as many of the likeliest tokens of each row as `counts` says."""
+    tops: list[Top] = [()] * len(counts)
+    rows = [row for row, count in enumerate(counts) if count]
+    if rows:
+        tokens, logprobs = best(logits[mx.array(rows)], min(max(counts), logits.shape[-1]))
+        for row, *found in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            tops[row] = tuple(zip(*(one[: counts[row]] for one in found), strict=True))
+    return tops
 
 
 def _with_detokenizer(tokenizer: Any) -> Any:

@@ -62,17 +62,6 @@ def check_policy(policy: Any, passes: Passes, route: str, call: str = "make_cach
     return policy
 
 
-def blocks_at_most(policy: Policy, tokens: int, chunk: int, block_size: int) -> int:
-    """Return the most blocks that a sequence of up to `tokens` tokens holds, in passes of at most `chunk` tokens.
-
-    The most is reached when an eviction begins: its own blocks, copies of all blocks that will be rewritten (others or
-    the prefix cache may share them), and one copy of its tail.
-    """
-    held = min(tokens, policy.most + chunk)
-    copies = policy.most if tokens > policy.max_kv and not policy.whole_blocks else 0
-    return 1 - (-held // block_size) - (-copies // block_size)
-
-
 class Eviction(Evictor):
     """The eviction state of one `Batch`: the policy, its memory, and the scores of the last pass.
 

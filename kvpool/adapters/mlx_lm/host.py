@@ -442,16 +442,12 @@ class PagedKV:
             Tokens in it.
         """
         self._require_prefix_cache("fetch")
-        caches, num_cached = self.pinned(tokens, self.own_namespace(namespace), cut)
-        self.query_tokens += len(tokens)
-        self.hit_tokens += num_cached
-        return caches, num_cached
-
-    def pinned(self, tokens: Sequence[int], own: bytes, cut: int | None) -> tuple[list[PagedKVCache], int]:
-        """Do what `fetch` does, in a namespace of `own_namespace`, without counting it."""
+        own = self.own_namespace(namespace)
         with self.lock:
             handle = self.pool.open(tokens, own, cut, reserve=False)
             num_cached = self.pool.num_tokens(handle)
+        self.query_tokens += len(tokens)
+        self.hit_tokens += num_cached
         known = Known(own, num_cached, cut)
         batch = Batch(self.passes, [handle], [num_cached], False, [known], self.eviction)
         return self._caches(batch), num_cached

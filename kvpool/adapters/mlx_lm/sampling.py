@@ -8,14 +8,16 @@ same logits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 SEED_MAX = 2**63 - 1
+NO_CHANGES: Mapping[int, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,14 @@ class Sampling:
         Number of likeliest tokens to keep. 0 keeps all.
     min_p : float
         Keep tokens at least this probable, in units of the likeliest one's probability; 0 <= min_p <= 1.
+    frequency_penalty, presence_penalty : float
+        Taken off the logit of a token that was generated before: per occurrence, and once; -100 .. 100.
+    repetition_penalty : float
+        Divides the positive logits of tokens of the prompt and the answer, multiplies the negative ones; 0.01 .. 100.
+    logit_bias : mapping of int to float
+        Added to the logits of these tokens; -1000 .. 1000. Kept as sorted pairs.
+    top_logprobs : int
+        How many of the likeliest tokens a `TokenEvent` shall name; 0 .. 1024.
     seed : int, optional
         0 .. 2^63 - 1. Sample i of a request equals a separate request with seed + i. By default the engine draws a
         seed.
@@ -49,6 +59,11 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Any = ()
+    top_logprobs: int = 0
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -56,6 +71,18 @@ class Sampling:
         _number("top_p", self.top_p, lambda x: 0 < x <= 1, "above 0 and at most 1")
         _number("min_p", self.min_p, lambda x: 0 <= x <= 1, "0 .. 1")
         _whole("top_k", self.top_k, 2**31 - 1)
+        _number("frequency_penalty", self.frequency_penalty, lambda x: -100 <= x <= 100, "-100 .. 100")
+        _number("presence_penalty", self.presence_penalty, lambda x: -100 <= x <= 100, "-100 .. 100")
+        _number("repetition_penalty", self.repetition_penalty, lambda x: 0.01 <= x <= 100, "0.01 .. 100")
+        _whole("top_logprobs", self.top_logprobs, 1024)
+        try:
+            pairs = dict(self.logit_bias)
+        except (TypeError, ValueError):
+            raise TypeError(f"[Sampling] logit_bias must be a mapping of tokens, got {self.logit_bias!r}") from None
+        for token, bias in pairs.items():
+            _whole("a token of logit_bias", token, 2**31 - 1)
+            _number(f"logit_bias[{token}]", bias, lambda x: -1000 <= x <= 1000, "-1000 .. 1000")
+        object.__setattr__(self, "logit_bias", tuple(sorted(pairs.items())))
         if self.seed is not None:
             _whole("seed", self.seed, SEED_MAX)
 
@@ -69,9 +96,43 @@ class Sampling:
         """Whether a filter is set."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
+    @property
+    def is_penalized(self) -> bool:
+        """Whether logits depend on the tokens before."""
+        return bool(self.frequency_penalty or self.presence_penalty) or self.repetition_penalty != 1
+
+    def changes(self, prompt: np.ndarray, generated: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the tokens whose logits change, what divides (or multiplies) each, and what is added to it then."""
+        repeated = np.concatenate([prompt, generated]) if self.repetition_penalty != 1 else generated[:0]
+        bias = np.array([token for token, _ in self.logit_bias], np.int32)
+        penalized = generated if self.is_penalized else generated[:0]
+        tokens = np.unique(np.concatenate([bias, penalized, repeated]))
+        counts = np.bincount(np.searchsorted(tokens, penalized), minlength=len(tokens))
+        added = -self.frequency_penalty * counts - self.presence_penalty * (counts > 0)
+        added[np.searchsorted(tokens, bias)] += [value for _, value in self.logit_bias]
+        return tokens, np.where(np.isin(tokens, repeated), self.repetition_penalty, 1.0), added
+
+
+def altered(logits: mx.array, changes: Mapping[int, tuple[np.ndarray, np.ndarray, np.ndarray]]) -> mx.array:
+    """Return logits with the changes of some rows, see `Sampling.changes`. A row's values depend on no other row."""
+    if not changes:
+        return logits
+    rows = mx.array(np.concatenate([np.full(len(tokens), row, np.int32) for row, (tokens, _, _) in changes.items()]))
+    tokens, factor, added = (mx.array(np.concatenate(one)) for one in zip(*changes.values(), strict=True))
+    before = logits[rows, tokens.astype(mx.int32)]
+    factor = factor.astype(mx.float32)
+    scaled = mx.where(before > 0, before / factor, before * factor) + added.astype(mx.float32)
+    result = logits + 0  # the caller keeps its logits
+    result[rows, tokens.astype(mx.int32)] = scaled
+    return result
+
 
 def sample(
-    logits: mx.array, samplings: Sequence[Sampling], indices: np.ndarray, positions: np.ndarray
+    logits: mx.array,
+    samplings: Sequence[Sampling],
+    indices: np.ndarray,
+    positions: np.ndarray,
+    changes: Mapping[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = NO_CHANGES,
 ) -> tuple[np.ndarray, np.ndarray]:
     """One token per row.
 
@@ -81,6 +142,8 @@ def sample(
     samplings : M of them, each with a seed unless greedy.
     indices, positions : int ``[M]``
         Which sample of its request the row is, and how many tokens it has.
+    changes : mapping
+        Of rows to their `Sampling.changes`.
 
     Returns
     -------
@@ -90,13 +153,15 @@ def sample(
     """
     if not len(samplings):
         return np.zeros(0, np.int32), np.zeros(0, np.float32)
-    likeliest = mx.argmax(logits, axis=-1).astype(mx.int32)
+    chosen_from = altered(logits, changes)
+    likeliest = mx.argmax(chosen_from, axis=-1).astype(mx.int32)
     total = mx.logsumexp(logits, axis=-1, keepdims=True)
     if not any([one.temperature for one in samplings]):  # one evaluation; no array as wide as the vocabulary
         found = (mx.take_along_axis(logits, likeliest[:, None], axis=-1) - total)[:, 0]
         mx.eval(likeliest, found)
         return np.array(likeliest), np.array(found)
     logprobs = logits - total
+    heard = logprobs if not changes else chosen_from - mx.logsumexp(chosen_from, axis=-1, keepdims=True)
     tokens = np.array(likeliest)
     for is_filtered in (False, True):  # a row's arithmetic must not depend on the rows beside it
         rows = np.array(
@@ -106,7 +171,7 @@ def sample(
             some = [samplings[row] for row in rows]
             chances = uniforms([one.seed or 0 for one in some], indices[rows], positions[rows])
             choose = _filtered if is_filtered else _plain
-            tokens[rows] = choose(logprobs[mx.array(rows.astype(np.int32))], some, mx.array(chances)[:, None])
+            tokens[rows] = choose(heard[mx.array(rows.astype(np.int32))], some, mx.array(chances)[:, None])
     chosen = mx.take_along_axis(logprobs, mx.array(tokens)[:, None], axis=-1)
     return tokens, np.array(chosen[:, 0])
 

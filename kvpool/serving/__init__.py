@@ -1,0 +1,10 @@
+"""A server that speaks OpenAI's HTTP API, on `kvpool.adapters.mlx_lm.Engine`: ``kvpool serve``.
+
+- `runner`: one thread owns the engine. Requests go to it, events come back to the event loop.
+- `requests`: what clients may send, checked before the queue.
+- `answers`: what they get, whole or in pieces.
+- `app`: the ASGI application: routes, refusals, one request from its bytes to its end.
+- `process`: socket, signals, and an orderly end.
+
+It needs the extra ``serve``. docs/serving.md says what it promises.
+"""

@@ -1,0 +1,168 @@
+"""What clients get: completions and chats, whole or in pieces, in the form of OpenAI's API."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+from kvpool.adapters.mlx_lm.engine import Completion, TokenEvent
+
+Tokens = Sequence[TokenEvent] | None
+REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop", None: None}
+LEAST = -9999.0  # stands for the logprob of what cannot be
+
+
+class TextForm:
+    """Choices of ``/v1/completions``. `decode` makes text of tokens."""
+
+    prefix, whole, piece = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._offsets: dict[int, int] = {}  # where the next token of a choice begins
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        """Return what a stream begins with."""
+        return []
+
+    def choice(self, index: int, text: str, reason: str | None, tokens: Tokens) -> dict[str, Any]:
+        """Return a choice, or a piece of it. `tokens` are those whose logprobs are asked for, None: nobody asks."""
+        logprobs = None if tokens is None else self._logprobs(index, tokens)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": REASONS[reason]}
+
+    delta = choice
+
+    def _logprobs(self, index: int, tokens: Sequence[TokenEvent]) -> dict[str, Any]:
+        texts, begin = [self._decode([one.token]) for one in tokens], self._offsets.get(index, 0)
+        *offsets, self._offsets[index] = accumulate(map(len, texts), initial=begin)
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite(one.logprob) for one in tokens],
+            "top_logprobs": [{self._decode([token]): _finite(x) for token, x in one.top} for one in tokens],
+            "text_offset": offsets,
+        }
+
+
+class ChatForm:
+    """Choices of ``/v1/chat/completions``. `decode` makes text of tokens."""
+
+    prefix, whole, piece = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        """Return what a stream begins with."""
+        return [{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
+
+    def delta(self, index: int, text: str, reason: str | None, tokens: Tokens) -> dict[str, Any]:
+        """Return a piece of a choice."""
+        return self._choice(index, "delta", {"content": text} if text else {}, reason, tokens)
+
+    def choice(self, index: int, text: str, reason: str | None, tokens: Tokens) -> dict[str, Any]:
+        """Return a choice. `tokens` are those whose logprobs are asked for, None: nobody asks."""
+        return self._choice(index, "message", {"role": "assistant", "content": text}, reason, tokens)
+
+    def _choice(
+        self, index: int, name: str, said: dict[str, str], reason: str | None, tokens: Tokens
+    ) -> dict[str, Any]:
+        logprobs = None if tokens is None else {"content": [self._logprob(one) for one in tokens], "refusal": None}
+        return {"index": index, name: said, "logprobs": logprobs, "finish_reason": REASONS[reason]}
+
+    def _logprob(self, one: TokenEvent) -> dict[str, Any]:
+        return self._named(one.token, one.logprob) | {"top_logprobs": [self._named(*pair) for pair in one.top]}
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._decode([token])
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+
+
+class Answer:
+    """The answer to one request.
+
+    Parameters
+    ----------
+    form : TextForm or ChatForm
+    model : str
+        The name of the model.
+    n : int
+        Samples of each prompt. Sample i of prompt p is the choice p * n + i.
+    prompt_tokens : int
+        Of all prompts.
+    wants_logprobs : bool
+        Whether the answer names its tokens. For a whole answer `hear` must get them.
+    """
+
+    def __init__(
+        self, form: TextForm | ChatForm, model: str, n: int, prompt_tokens: int, wants_logprobs: bool
+    ) -> None:
+        self.form, self.n, self.wants_logprobs = form, n, wants_logprobs
+        self._tokens: dict[int, list[TokenEvent]] = {}  # of each choice, if somebody wants logprobs
+        self._prompt_tokens = prompt_tokens
+        self._head = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    def opening(self, prompts: int) -> bytes:
+        """Return what a stream begins with."""
+        return b"".join(self._event([choice]) for i in range(prompts * self.n) for choice in self.form.opening(i))
+
+    def piece(self, number: int, token: TokenEvent) -> bytes:
+        """Return the event of a token, nothing if it shows nothing."""
+        if not token.text and token.finish_reason is None and not self.wants_logprobs:
+            return b""
+        index, tokens = self.n * number + token.index, None
+        if self.wants_logprobs:
+            tokens = [token] if token.finish_reason != "eos" else []
+        return self._event([self.form.delta(index, token.text, token.finish_reason, tokens)])
+
+    def hear(self, number: int, token: TokenEvent) -> None:
+        """Keep a token for the whole answer."""
+        if token.finish_reason != "eos":
+            self._tokens.setdefault(self.n * number + token.index, []).append(token)
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return event({**self._head, "object": self.form.piece, "choices": choices, **more})
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """Return the answer as one object. `completions` are those of the prompts, in order."""
+        nothing: Tokens = [] if self.wants_logprobs else None
+        choices = [
+            self.form.choice(
+                self.n * number + i, sample.text, sample.finish_reason, self._tokens.get(self.n * number + i, nothing)
+            )
+            for number, completion in enumerate(completions)
+            for i, sample in enumerate(completion.samples)
+        ]
+        return {**self._head, "object": self.form.whole, "choices": choices, "usage": self.usage(completions)}
+
+    def usage_piece(self, completions: Sequence[Completion]) -> bytes:
+        """Return the event of a stream that has its usage."""
+        return self._event([], usage=self.usage(completions))
+
+    def usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """Return the tokens that were read, written, and found in the prefix cache."""
+        written = sum(len(sample.tokens) for completion in completions for sample in completion.samples)
+        cached = sum(completion.samples[0].output.num_cached for completion in completions)
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": written,
+            "total_tokens": self._prompt_tokens + written,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+def event(value: Any) -> bytes:
+    """Return a server-sent event."""
+    return b"data: " + json.dumps(value, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _finite(logprob: float) -> float:
+    """Return a number that JSON has."""
+    return logprob if math.isfinite(logprob) else LEAST
+
+
+DONE = b"data: [DONE]\n\n"

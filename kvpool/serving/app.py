@@ -1,0 +1,322 @@
+"""The ASGI application: routes, refusals, and one request from its bytes to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from kvpool.adapters.mlx_lm.engine import Completion
+from kvpool.errors import RequestRejected
+from kvpool.serving.answers import DONE, Answer, ChatForm, TextForm, event
+from kvpool.serving.metrics import ServerMetrics
+from kvpool.serving.requests import ChatRequest, CompletionRequest, Form, Generation, Refused, parse
+from kvpool.serving.runner import EngineFailed, Run, Runner
+
+T = TypeVar("T")
+BODY_SECONDS = 30  # for a client to send its body
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the server was started with.
+
+    Attributes
+    ----------
+    model : str
+        The name that clients use.
+    hosts : frozenset of str
+        Names of this server in ``Host``, without a port. A page of another name cannot reach it.
+    api_keys : tuple of str
+        Any of them is good. None: no key is asked for.
+    max_tokens : int
+        Of requests that name no number.
+    max_body : int
+        Bytes.
+    """
+
+    model: str
+    hosts: frozenset[str]
+    api_keys: tuple[str, ...] = ()
+    max_tokens: int = 512
+    max_body: int = 4 * 2**20
+
+
+class Service:
+    """The endpoints.
+
+    Parameters
+    ----------
+    runner : Runner
+        Started already.
+    settings : Settings
+
+    Attributes
+    ----------
+    is_draining : bool
+        Whether new requests are refused, because the process is about to end.
+    """
+
+    def __init__(self, runner: Runner, settings: Settings, metrics: ServerMetrics) -> None:
+        self._runner, self._settings, self._metrics = runner, settings, metrics
+        self._tokenizing = ThreadPoolExecutor(1, "kvpool-tokenizer")
+        self.is_draining = False
+        self._routes = [
+            Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
+            Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
+            Route("/v1/models", self._guarded(self.models)),
+            Route("/metrics", self._guarded(self.statistics)),
+            Route("/health", self._guarded(self.health, needs_key=False)),
+            Route("/ready", self._guarded(self.ready, needs_key=False)),
+        ]
+        self._app = Starlette(
+            routes=self._routes,
+            exception_handlers={
+                Refused: _refusal,
+                HTTPException: lambda request, error: _error(error.status_code, error.detail),
+                Exception: lambda request, error: _error(500, f"the server failed: {type(error).__name__}"),
+            },
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request and count the answer."""
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                known = any(scope["path"] == route.path for route in self._routes)
+                self._metrics.answered(scope["path"] if known else "other", message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted)
+
+    # ------------------------------------------------------------------------------------------- endpoints
+
+    async def completions(self, request: Request) -> Response:
+        """``POST /v1/completions``."""
+        body = await self._read(CompletionRequest, request)
+        encode = self._runner.engine.tokenizer.encode
+        prompts = [list(one) if isinstance(one, list) else await self._aside(encode, one) for one in body.prompt]
+        return await self._answer(request, body, TextForm, prompts, body.max_tokens)
+
+    async def chat(self, request: Request) -> Response:
+        """``POST /v1/chat/completions``."""
+        body = await self._read(ChatRequest, request)
+        if not self._runner.engine.tokenizer.has_chat_template:
+            raise Refused(400, "messages: this model has no chat template", "messages")
+        prompt = await self._aside(self._templated, [message.plain() for message in body.messages])
+        most = body.max_completion_tokens or body.max_tokens
+        return await self._answer(request, body, ChatForm, [prompt], most)
+
+    async def models(self, request: Request) -> Response:
+        """``GET /v1/models``."""
+        one = {"id": self._settings.model, "object": "model", "created": 0, "owned_by": "kvpool"}
+        return JSONResponse({"object": "list", "data": [one]})
+
+    async def health(self, request: Request) -> Response:
+        """``GET /health``: 200 while the engine lives."""
+        return JSONResponse({"status": "ok"}) if self._runner.failure is None else _error(503, "the engine is lost")
+
+    async def ready(self, request: Request) -> Response:
+        """``GET /ready``: 200 while new requests are served."""
+        return _error(503, "the server stops") if self.is_draining else await self.health(request)
+
+    async def statistics(self, request: Request) -> Response:
+        """``GET /metrics``."""
+        body, headers = self._metrics.text()
+        return Response(body, headers=headers)
+
+    # ------------------------------------------------------------------------------------------- a request comes in
+
+    def _guarded(
+        self, endpoint: Callable[[Request], Coroutine[Any, Any, Response]], needs_key: bool = True
+    ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Let through who names this host and knows a key."""
+
+        async def guarded(request: Request) -> Response:
+            host = request.headers.get("host", "")
+            name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+            if name.lower() not in self._settings.hosts:
+                raise Refused(421, "Host: this server has another name")
+            if needs_key and self._settings.api_keys and not self._key(request):
+                raise Refused(401, "Authorization: a key is needed, Bearer KEY", code="invalid_api_key")
+            try:
+                return await endpoint(request)
+            except ClientDisconnect:
+                return Response(status_code=499)  # nobody reads it
+
+        return guarded
+
+    def _key(self, request: Request) -> bytes:
+        """Return the key of a client, empty if it has none of ours."""
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        return given if any([hmac.compare_digest(given, key.encode()) for key in self._settings.api_keys]) else b""
+
+    async def _read(self, form: type[Form], request: Request) -> Form:
+        """Read and check the body."""
+        if self.is_draining:
+            raise Refused(503, "the server stops")
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise Refused(415, "Content-Type: application/json is needed")
+        chunks, size = [], 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for chunk in request.stream():
+                    chunks.append(chunk)
+                    size += len(chunk)
+                    if size > self._settings.max_body:
+                        raise Refused(413, f"the body is longer than {self._settings.max_body} bytes")
+        except TimeoutError:
+            raise Refused(408, f"the body took longer than {BODY_SECONDS} seconds") from None
+        body = parse(form, b"".join(chunks))
+        if body.model not in (None, self._settings.model):
+            raise Refused(404, f"model: this server has {self._settings.model}", "model", "model_not_found")
+        return body
+
+    async def _aside(self, call: Callable[..., Any], *args: Any) -> list[int]:
+        """Tokenize in a thread: a long text must not stop the event loop."""
+        try:
+            return list(await asyncio.get_running_loop().run_in_executor(self._tokenizing, call, *args))
+        except Exception as error:  # of a chat template, or of the tokenizer
+            raise Refused(400, f"the prompt cannot be read: {str(error)[:200]}") from error
+
+    def _templated(self, messages: list[dict[str, str]]) -> Any:
+        return self._runner.engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+
+    # ------------------------------------------------------------------------------------------- an answer goes out
+
+    async def _answer(
+        self,
+        request: Request,
+        body: Generation,
+        form: type[TextForm | ChatForm],
+        prompts: list[list[int]],
+        most: int | None,
+    ) -> Response:
+        engine = self._runner.engine
+        longest, room = max(map(len, prompts)), engine.max_model_len
+        if room is not None and longest >= room:
+            raise Refused(400, f"{longest} prompt tokens, the model takes {room}", code="context_length_exceeded")
+        if most is None:
+            most = self._settings.max_tokens if room is None else min(self._settings.max_tokens, room - longest)
+        options = body.options(tuple(engine.tokenizer.eos_token_ids), self._key(request)) | {"max_tokens": most}
+        names = body.tops is not None
+        run = self._runner.run(prompts, body.stream or names, options)
+        decode = engine.tokenizer.decode
+        answer = Answer(form(decode), self._settings.model, body.n, sum(map(len, prompts)), names)
+        if body.stream:
+            return EventStream(run, answer, body.wants_usage)
+        return JSONResponse(await _unless_gone(request.receive, _whole(run, answer)))
+
+
+class EventStream(Response):
+    """The answer to a run in pieces, as they come. The run ends with the connection."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, run: Run, answer: Answer, wants_usage: bool) -> None:
+        super().__init__(headers={"Cache-Control": "no-store"})
+        del self.headers["content-length"]
+        self._run, self._answer, self._wants_usage = run, answer, wants_usage
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it. A refusal is raised before the first byte; after it, it is an event."""
+        with suppress(ClientDisconnect):
+            await _unless_gone(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        answer, completions = self._answer, {}
+
+        async def write(body: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        with _refusals():
+            async with self._run as run:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await write(answer.opening(len(run.prompts)))
+                try:
+                    async for number, item in run:
+                        if isinstance(item, Completion):
+                            completions[number] = item
+                        else:
+                            await write(answer.piece(number, item))
+                except EngineFailed as error:
+                    await write(event(_described(500, str(error))), more=False)
+                    return
+        if self._wants_usage:
+            await write(answer.usage_piece(list(completions.values())))
+        await write(DONE, more=False)
+
+
+async def _whole(run: Run, answer: Answer) -> dict[str, Any]:
+    """Return the answer to a run, once it is over."""
+    with _refusals():
+        async with run:
+            completions = {}
+            async for number, item in run:
+                if isinstance(item, Completion):
+                    completions[number] = item
+                else:
+                    answer.hear(number, item)
+            return answer.whole([completions[number] for number in sorted(completions)])
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Wait for `work`. If the client hangs up first, cancel it and raise `ClientDisconnect`."""
+    job, gone = asyncio.create_task(work), asyncio.create_task(_hang_up(receive))
+    try:
+        await asyncio.wait((job, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not job.done():
+            raise ClientDisconnect
+        return await job
+    finally:
+        for task in (job, gone):
+            task.cancel()
+        await asyncio.wait((job, gone))
+
+
+async def _hang_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Turn what the engine says about a request into what its client is told."""
+    try:
+        yield
+    except RequestRejected as error:
+        raise Refused(429 if error.reason == "queue_full" else 400, _plain(error), code=error.reason) from error
+    except (TypeError, ValueError) as error:
+        raise Refused(400, _plain(error)) from error
+    except EngineFailed as error:
+        raise Refused(500, str(error)) from error
+
+
+def _plain(error: Exception) -> str:
+    """Return a message without the name of the call that it begins with."""
+    return str(error).partition("] ")[2] or str(error)
+
+
+def _described(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _error(status: int, message: str, param: str | None = None, code: str | None = None) -> JSONResponse:
+    headers = {"Retry-After": "1"} if status in (429, 503) else None
+    return JSONResponse(_described(status, message, param, code), status, headers)
+
+
+def _refusal(request: Request, error: Any) -> JSONResponse:
+    return _error(error.status, error.message, error.param, error.code)

@@ -1,0 +1,115 @@
+"""The process of a server: its socket, its signals, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from kvpool.adapters.mlx_lm.engine import Engine
+from kvpool.serving.app import Service, Settings
+from kvpool.serving.metrics import ServerMetrics
+from kvpool.serving.runner import Runner
+
+INTERRUPTED = 130  # exit status after a second signal
+SAME_SIGNAL = 0.5  # seconds in which signals count once: shells and wrappers both send theirs
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server. The signals belong to `serve`."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket with this address. Nobody can connect before the server starts.
+
+    Raises
+    ------
+    OSError
+        The address is in use, or not one of this machine.
+    """
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    found = socket.socket(family, kind)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind(address)
+    except OSError:
+        found.close()
+        raise
+    return found
+
+
+async def serve(
+    make: Callable[[], Engine],
+    settings: Settings,
+    sock: socket.socket,
+    on_ready: Callable[[Engine], None],
+    grace: float,
+    connections: int,
+) -> int:
+    """Serve until a signal. Return the blocks that are left in use, -1 if the engine was lost.
+
+    The first SIGTERM or SIGINT ends it in order: new requests get 503, running ones have `grace` seconds. The second
+    one ends the process at once.
+
+    Raises
+    ------
+    Exception
+        What `make` raises. The port is not open yet.
+    """
+    metrics = ServerMetrics()
+    runner = Runner(make, metrics.ended)
+    await runner.start()
+    metrics.watch(runner.engine)
+    service = Service(runner, settings, metrics)
+    server = _Server(
+        uvicorn.Config(
+            service,
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            limit_concurrency=connections,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=1,
+        )
+    )
+    loop, asked, first = asyncio.get_running_loop(), asyncio.Event(), 0.0
+
+    def interrupted() -> None:
+        nonlocal first
+        if asked.is_set() and loop.time() > first + SAME_SIGNAL:
+            os._exit(INTERRUPTED)
+        first = first or loop.time()
+        asked.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, interrupted)
+
+    async def drain() -> None:
+        lost = asyncio.create_task(runner.lost.wait())
+        await asyncio.wait((asyncio.create_task(asked.wait()), lost), return_when=asyncio.FIRST_COMPLETED)
+        service.is_draining = True
+        end = loop.time() + (0 if lost.done() else grace)
+        while runner.runs and loop.time() < end:
+            await asyncio.sleep(0.05)
+        server.should_exit = True
+
+    draining = asyncio.create_task(drain())
+    serving = asyncio.create_task(server.serve([sock]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    on_ready(runner.engine)
+    await serving
+    await draining
+    left = await runner.stop()
+    return left if runner.failure is None else -1

@@ -1,0 +1,197 @@
+"""`Runner`: one thread owns the engine. A `Run` is what one client asked of it, seen from the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, Self
+
+from kvpool.adapters.mlx_lm.engine import Completion, Engine, TokenEvent
+from kvpool.groups import arenas_of
+
+
+class EngineFailed(Exception):
+    """The engine failed while the request ran. The request may be sent again."""
+
+
+class Runner:
+    """Runs an engine in a thread of its own. All methods belong to the event loop.
+
+    Parameters
+    ----------
+    make : callable
+        Makes the engine. It is called in the thread, as MLX wants it.
+    on_end : callable
+        Called in the event loop with every completion.
+
+    Attributes
+    ----------
+    engine : Engine
+        For reading. Only the thread calls it.
+    runs : set of Run
+        Those that have not ended.
+    failure : Exception or None
+        Why the engine is lost: it failed, and its pool is not whole.
+    """
+
+    def __init__(self, make: Callable[[], Engine], on_end: Callable[[Completion], None] = lambda completion: None):
+        self._make = make
+        self._on_end = on_end
+        self._calls: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
+        self._news: list[tuple[Run, Any]] = []  # of the thread, until the step is over
+        self._owners: dict[Hashable, tuple[Run, int]] = {}  # of the thread: by the engine's id
+        self._thread = threading.Thread(target=self._work, name="kvpool-engine", daemon=True)
+        self.engine: Engine
+        self.runs: set[Run] = set()
+        self.failure: Exception | None = None
+        self.lost = asyncio.Event()
+
+    async def start(self) -> None:
+        """Make the engine. Raises what `make` raises."""
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[Engine] = self._loop.create_future()
+        self._thread.start()
+        self.engine = await self._ready
+
+    async def stop(self) -> int:
+        """Cancel what runs and end the thread. Return the blocks that are still in use."""
+        self._calls.put(None)
+        await self._loop.run_in_executor(None, self._thread.join)
+        pool = self.engine.kv.pool
+        return sum(pool.stats(arena).used for arena in set(arenas_of(pool.options.groups)))
+
+    def run(self, prompts: Sequence[Sequence[int]], listens: bool, options: dict[str, Any]) -> Run:
+        """Return a run of these prompts, not begun. With `listens` its tokens are told, too."""
+        return Run(self, prompts, listens, options)
+
+    # ------------------------------------------------------------------------------------------- the thread
+
+    def _work(self) -> None:
+        try:
+            engine = self._make()
+        except BaseException as error:
+            self._loop.call_soon_threadsafe(self._ready.set_exception, error)
+            return
+        self._loop.call_soon_threadsafe(self._ready.set_result, engine)
+        while self.failure is None:
+            try:
+                calls = [self._calls.get()] if not engine.num_unfinished else []
+                calls += [self._calls.get() for _ in range(self._calls.qsize())]
+                for call in calls:
+                    if call is None:
+                        self._end_all(engine, EngineFailed("the server stops"))
+                        return
+                    call(engine)
+                for completion in engine.step():
+                    self._end(completion)
+            except Exception as error:
+                self._end_all(engine, EngineFailed(f"the engine failed: {type(error).__name__}: {error}"))
+            finally:
+                self._tell()
+        self._loop.call_soon_threadsafe(self.lost.set)
+
+    def _end_all(self, engine: Engine, why: EngineFailed) -> None:
+        """End all requests. The engine goes on if its pool is whole; what it had cached is forgotten."""
+        self._news += [(run, why) for run in {run for run, _ in self._owners.values()}]
+        self._owners.clear()
+        try:
+            engine.close()
+            engine.scheduler.check()
+            if engine.kv.pool.prefix is not None:
+                engine.kv.pool.prefix.flush()
+        except Exception as broken:
+            self.failure = broken
+
+    def _end(self, completion: Completion) -> None:
+        if completion.id in self._owners:
+            run, number = self._owners.pop(completion.id)
+            self._news.append((run, completion.error or (number, completion)))
+
+    def _begin(self, run: Run, engine: Engine) -> None:
+        """Submit all requests of a run or none."""
+        try:
+            for number, prompt in enumerate(run.prompts):
+                id = engine.submit(prompt, on_token=run.listener(number, self._news), **run.options)
+                self._owners[id] = run, number
+        except Exception as error:
+            self._cancel(run, engine)
+            self._news.append((run, error))
+        else:
+            self._news.append((run, None))
+
+    def _cancel(self, run: Run, engine: Engine) -> None:
+        for id in [id for id, (owner, _) in self._owners.items() if owner is run]:
+            del self._owners[id]
+            if id in engine:
+                engine.cancel(id)
+
+    def _tell(self) -> None:
+        """Bring the news of a step to the event loop, in one call."""
+        if self._news:
+            self._loop.call_soon_threadsafe(self._told, list(self._news))
+            self._news.clear()
+
+    def _told(self, news: list[tuple[Run, Any]]) -> None:
+        for run, item in news:
+            run.items.put_nowait(item)
+            if isinstance(item, tuple) and isinstance(item[1], Completion):
+                self._on_end(item[1])
+
+    # ------------------------------------------------------------------------------------------- the event loop
+
+    def begin(self, run: Run) -> None:
+        """Queue a run."""
+        self.runs.add(run)
+        self._calls.put(partial(self._begin, run))
+
+    def end(self, run: Run) -> None:
+        """Cancel what is left of a run. Legal at any time."""
+        self.runs.discard(run)
+        self._calls.put(partial(self._cancel, run))
+
+
+class Run:
+    """One or more prompts of a client with the same options: ``async with run: async for number, item in run``.
+
+    An item is a `TokenEvent` or, as the last of its prompt, a `Completion`. Whoever leaves the block early cancels what
+    still runs. Entering and iterating raise what the engine said: `RequestRejected`, `ValueError`, `EngineFailed`.
+    """
+
+    def __init__(self, runner: Runner, prompts: Sequence[Sequence[int]], listens: bool, options: dict[str, Any]):
+        self.prompts = prompts
+        self.options = options
+        self.items: asyncio.Queue[Any] = asyncio.Queue()
+        self._runner = runner
+        self._listens = listens
+
+    def listener(self, number: int, news: list[tuple[Run, Any]]) -> Callable[[TokenEvent], None] | None:
+        """Return what the engine calls with the tokens of a prompt."""
+        return (lambda event: news.append((self, (number, event)))) if self._listens else None
+
+    async def __aenter__(self) -> Self:
+        self._runner.begin(self)
+        try:
+            await self._next()
+        except BaseException:
+            self._runner.end(self)
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._runner.end(self)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, TokenEvent | Completion]]:
+        left = len(self.prompts)
+        while left:
+            number, item = await self._next()
+            left -= isinstance(item, Completion)
+            yield number, item
+
+    async def _next(self) -> Any:
+        item = await self.items.get()
+        if isinstance(item, Exception):
+            raise item
+        return item

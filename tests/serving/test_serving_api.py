@@ -1,0 +1,176 @@
+"""OpenAI's own client, unmodified, against ``kvpool serve``; what it gets is compared with the engine itself."""
+
+import math
+
+import openai
+import pytest
+from mlx_models import on_cpu
+from server_process import Server
+
+from kvpool.adapters.mlx_lm import Engine, tiny
+
+PROMPT = "The block table maps"
+MESSAGES = [
+    {"role": "system", "content": "Answer in slots."},
+    {"role": "user", "content": [{"type": "text", "text": "Where is "}, {"type": "text", "text": "token 7?"}]},
+]
+
+
+@pytest.fixture(scope="module")
+def server():
+    one = Server("--num-blocks", "400", "--kv-block-size", "8")
+    yield one
+    assert one.idle_metrics()['kvpool_blocks{state="used"}'] == 0
+    status, errors = one.stop()
+    assert status == 0 and "stopped, 0 blocks in use" in errors, errors
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"{server.facts['url']}/v1", api_key="any", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with on_cpu():
+        model, tokenizer = tiny.make()
+        with Engine(model, 400, block_size=8, tokenizer=tokenizer) as one:
+            yield one
+
+
+SETTINGS = [
+    {"temperature": 0},
+    {"temperature": 0.9, "seed": 7, "n": 3},
+    {"temperature": 1.0, "seed": 7, "top_p": 0.8},
+    {"temperature": 0, "frequency_penalty": 1.5, "presence_penalty": 0.5},
+    {"temperature": 0, "stop": ["5r", "never"]},
+    {"temperature": 1.0, "seed": 1, "logit_bias": {"70": 5, "71": 5}},
+]
+MORE = [{"top_k": 5, "min_p": 0.01, "temperature": 1.0, "seed": 3}, {"repetition_penalty": 1.3, "temperature": 0}]
+
+
+def options_of(settings):
+    """The same for `Engine.submit`."""
+    bias = {int(token): value for token, value in settings.get("logit_bias", {}).items()}
+    return settings | ({"logit_bias": bias} if bias else {})
+
+
+@pytest.mark.parametrize("settings", SETTINGS + MORE, ids=str)
+def test_completion_says_what_the_engine_says_whole_and_in_pieces(client, engine, settings):
+    with on_cpu():
+        due = engine.generate(PROMPT, max_tokens=24, **options_of(settings)).samples
+    extra = {"extra_body": settings} if settings in MORE else settings
+    whole = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=24, **extra)
+    reasons = {"eos": "stop", "stop": "stop", "length": "length"}
+    expected = [(one.text, reasons[one.finish_reason]) for one in due]
+    assert [(one.text, one.finish_reason) for one in whole.choices] == expected
+    assert [one.index for one in whole.choices] == list(range(len(due)))
+    assert whole.usage.completion_tokens == sum(len(one.tokens) for one in due)
+    assert whole.usage.prompt_tokens == len(PROMPT)
+    texts, ends, pieces = [""] * len(due), [None] * len(due), 0
+    stream = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=24, stream=True, stream_options={"include_usage": True}, **extra
+    )
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            ends[choice.index] = choice.finish_reason
+            pieces += 1
+    assert list(zip(texts, ends, strict=True)) == expected
+    assert pieces > 2 * len(due) or len(due[0].tokens) < 4
+    assert chunk.usage.model_dump(exclude={"prompt_tokens_details"}) == whole.usage.model_dump(
+        exclude={"prompt_tokens_details"}
+    )
+
+
+def test_chat_says_what_the_engine_says_of_its_template(client, engine):
+    plain = [MESSAGES[0], {"role": "user", "content": "Where is token 7?"}]
+    with on_cpu():
+        due = engine.generate(plain, max_tokens=24)
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=24, temperature=0)
+    assert answer.choices[0].message.content == due.text and answer.choices[0].message.role == "assistant"
+    stream = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_completion_tokens=24, temperature=0, stream=True
+    )
+    deltas = [choice.delta for chunk in stream for choice in chunk.choices]
+    assert "".join(delta.content or "" for delta in deltas) == due.text and deltas[0].role == "assistant"
+
+
+def test_prompts_may_be_tokens_and_many(client):
+    texts = ["a", "The block", PROMPT]
+    options = {"model": "tiny", "max_tokens": 6, "temperature": 0}
+    alone = [client.completions.create(prompt=text, **options).choices[0].text for text in texts]
+    many = client.completions.create(prompt=texts, n=2, **options)
+    assert [one.text for one in many.choices] == [text for text in alone for _ in range(2)]
+    assert many.usage.completion_tokens == 6 * 6 and many.usage.prompt_tokens == sum(map(len, texts))
+    with on_cpu():
+        encode = tiny.make()[1].encode
+    tokens = [list(encode(text)) for text in texts]
+    assert [one.text for one in client.completions.create(prompt=tokens, **options).choices] == alone
+    assert client.completions.create(prompt=tokens[1], **options).choices[0].text == alone[1]
+
+
+def test_stop_token_ends_the_text_before_it(client):
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 9, "temperature": 0, "logit_bias": {"70": 100}}
+    (letter,) = set(client.completions.create(**body).choices[0].text)
+    assert client.completions.create(**body, stop=letter * 3).choices[0].text == ""
+    ended = client.completions.create(**body, extra_body={"stop_token_ids": [70]}).choices[0]
+    assert (ended.text, ended.finish_reason) == ("", "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_name_the_tokens_of_the_text(client, stream):
+    body = {"model": "tiny", "max_tokens": 8, "temperature": 0, "logit_bias": {"256": -100}, "stream": stream}
+    text = client.completions.create(prompt="abc", logprobs=3, **body)
+    chat = client.chat.completions.create(messages=MESSAGES, logprobs=True, top_logprobs=2, **body)
+    found = [one.choices[0].logprobs for one in text] if stream else [text.choices[0].logprobs]
+    tokens = [token for one in found for token in one.tokens]
+    tops = [top for one in found for top in one.top_logprobs]
+    offsets = [offset for one in found for offset in one.text_offset]
+    values = [value for one in found for value in one.token_logprobs]
+    assert len(tokens) == len(tops) == len(values) == 8
+    assert offsets == [sum(map(len, tokens[:i])) for i in range(8)]
+    for top, value in zip(tops, values, strict=True):
+        assert len(top) <= 3 and max(top.values()) == pytest.approx(value, abs=1e-5)
+    chunks = list(chat) if stream else [chat]
+    found = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs]
+    content = [one for logprobs in found for one in logprobs.content]
+    assert len(content) == 8
+    for one in content:
+        assert bytes(one.bytes).decode() == one.token and len(one.top_logprobs) == 2
+        assert one.top_logprobs[0].logprob == pytest.approx(one.logprob, abs=1e-5) and one.logprob <= 0
+        assert math.exp(one.top_logprobs[0].logprob) + math.exp(one.top_logprobs[1].logprob) <= 1 + 1e-6
+
+
+def test_models_are_listed(client):
+    assert [one.id for one in client.models.list()] == ["tiny"]
+
+
+@pytest.mark.parametrize(
+    ("error", "param", "body"),
+    [
+        (openai.NotFoundError, "model", {"model": "gpt-4o-mini"}),
+        (openai.BadRequestError, "temperature", {"temperature": 1000}),
+        (openai.BadRequestError, "top_p", {"top_p": True}),
+        (openai.BadRequestError, "best_of", {"best_of": 2}),
+        (openai.BadRequestError, "echo", {"echo": True}),
+        (openai.BadRequestError, "suffix", {"suffix": "x"}),
+        (openai.BadRequestError, "prompt", {"prompt": ""}),
+        (openai.BadRequestError, "prompt", {"prompt": [[1, 2], "a"]}),
+        (openai.BadRequestError, "prompt", {"prompt": [1, -2]}),
+        (openai.BadRequestError, None, {"prompt": [999]}),
+        (openai.BadRequestError, None, {"logit_bias": {"999999": 5}}),
+        (openai.BadRequestError, None, {"max_tokens": 8192}),
+        (openai.BadRequestError, None, {"prompt": "a" * 10000}),
+    ],
+    ids=str,
+)
+def test_refusal_names_the_field_and_changes_nothing(client, server, error, param, body):
+    client.completions.create(model="tiny", prompt=PROMPT, max_tokens=2)
+    before = server.idle_metrics()
+    with pytest.raises(error) as refusal:
+        client.completions.create(**({"model": "tiny", "prompt": "x", "max_tokens": 4} | body))
+    assert refusal.value.param == param, refusal.value
+    after = server.idle_metrics()
+    for name in ('kvpool_blocks{state="evictable"}', "kvpool_prefix_nodes", "kvpool_steps_total"):
+        assert after[name] == before[name]
