@@ -127,7 +127,7 @@ static void decoding_load_queries(decoding *run) {
 /* -------- scores -------- */
 
 /* `rows` lanes of a head from the i-th on against 4 tokens from t on. */
-KV_INLINE void some_scores(kv_dtype dtype, const int rows, const decoding *run, const kv_tile *tile, int64_t t,
+KV_COPIES void some_scores(kv_dtype dtype, const int rows, const decoding *run, const kv_tile *tile, int64_t t,
                            int64_t head, int64_t i, const char *const *ahead, int64_t ahead_bits) {
     const kv_layer *layer = run->call->layer;
     const kv_plane *k = &layer->k, *v = &layer->v;
@@ -146,7 +146,7 @@ KV_INLINE void some_scores(kv_dtype dtype, const int rows, const decoding *run, 
 
 /* All of a head's lanes against the tile; meanwhile the same head's values at `values` are fetched, unless that is
  * NULL. */
-KV_INLINE void head_scores_as(kv_dtype dtype, int64_t ahead_bits, decoding *run, const kv_tile *tile, int64_t head,
+KV_COPIES void head_scores_as(kv_dtype dtype, int64_t ahead_bits, decoding *run, const kv_tile *tile, int64_t head,
                               const char *const *values) {
     for (int64_t t = 0; t < tile->count; t += 4) {
         const char *const *ahead = values == NULL ? NULL : values + t;
@@ -283,7 +283,7 @@ static void used_values(const decoding *run, const kv_tile *tile, int64_t offset
 }
 
 /* `rows` lanes of a head from the i-th on. */
-KV_INLINE void lanes_values(kv_dtype dtype, const int rows, decoding *run, const char *const *tokens, int64_t count,
+KV_COPIES void lanes_values(kv_dtype dtype, const int rows, decoding *run, const char *const *tokens, int64_t count,
                             int64_t offset, int64_t head, int64_t i, const char *const *ahead, int64_t ahead_offset,
                             int64_t ahead_bits) {
     const kv_plane *plane = &run->call->layer->v;
@@ -310,7 +310,7 @@ KV_INLINE void lanes_values(kv_dtype dtype, const int rows, decoding *run, const
 }
 
 /* Sums up the tile's values of a head; meanwhile the keys at `ahead` are fetched, those that are used next. */
-KV_INLINE void head_values_as(kv_dtype dtype, decoding *run, const kv_tile *tile, int64_t head,
+KV_COPIES void head_values_as(kv_dtype dtype, decoding *run, const kv_tile *tile, int64_t head,
                               const char *const *ahead,
                               int64_t ahead_offset, int64_t ahead_bits) {
     const char *used[TILE], *const *tokens = tile->v;

@@ -103,7 +103,7 @@ KV_INLINE void scores_of_4(kv_dtype dtype, const int rows, const char *const *to
 /* For `rows` <= 4 queries: acc[r] = decay[r] * acc[r] + sum over the tile's tokens of weights[r * TILE + t] * v[t], for
  * the `pairs` (1 or 2) pairs of elements from d on; the last one has `tail` elements if that is not 0. The sum
  * begins at 0, or at starts[r * starts_stride]: so the error grows with the number of tiles plus the length of one. */
-KV_INLINE void weigh(kv_dtype dtype, const int rows, const int pairs, int64_t tail, const char *const *tokens,
+KV_COPIES void weigh(kv_dtype dtype, const int rows, const int pairs, int64_t tail, const char *const *tokens,
                      int64_t count,
                      int64_t offset, int64_t d, int64_t stride, const float *weights, const float *decay, float *acc,
                      const float *starts, int64_t starts_stride, const char *const *ahead, int64_t ahead_offset,

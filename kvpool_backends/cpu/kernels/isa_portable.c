@@ -6,6 +6,7 @@ static int is_supported_portable(void) { return 1; }
 
 #if defined(__x86_64__) && !defined(__clang__) /* a machine there has AVX2: these are for size */
 #pragma GCC optimize("Os")
+#define KV_ONE_COPY 1
 #endif
 
 #include "isa_body.h"

@@ -11,12 +11,19 @@
 
 #include "kvcpu.h"
 
-#if defined(__clang__)
+#if defined(KV_ONE_COPY)
+#define KV_UNROLL
+#elif defined(__clang__)
 #define KV_UNROLL _Pragma("unroll")
 #else
 #define KV_UNROLL _Pragma("GCC unroll 16")
 #endif
 #define KV_INLINE static inline __attribute__((always_inline, unused))
+#if defined(KV_ONE_COPY) /* what is compiled anew for each type of numbers and count of lanes, where speed counts */
+#define KV_COPIES static __attribute__((noinline))
+#else
+#define KV_COPIES KV_INLINE
+#endif
 
 #if defined(KV_SIMD_AVX512)
 #define VL 16
