@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,9 @@ from kvpool.cli.console import CommandError, check_plot, whole
 if TYPE_CHECKING:
     from kvpool.replay import Trace
     from kvpool.replay.hybrid_shapes import HybridShape
+
+Player = Callable[[int, Callable[[int], None]], dict[str, Any]]
+"""Plays a trace in so many blocks, tells how many requests are through, and returns what it counted."""
 
 BLOCK_SIZE = 16
 FLAGS = ("checkpoints", "place", "first_distance")
@@ -59,9 +63,9 @@ def run_groups(args: argparse.Namespace, trace_of: Callable[[], Trace], progress
     shape = shape_of(args.groups, size, concurrency)
     budgets = [budget(args, text, shape) for text in budget_texts(args)]
     trace = trace_of()
-    play = partial(_play_split if args.policy == "H1" else _play_pool, args, trace, shape, concurrency)
     runs = []
     try:
+        play = player(args, trace, shape, concurrency)
         with progress_bar(len(trace) * len(budgets), quiet=args.json) as show:
             for index, num_blocks in enumerate(budgets):
                 runs.append(play(num_blocks, partial(show, index * len(trace))))
@@ -119,56 +123,42 @@ def budget(args: argparse.Namespace, text: str, shape: HybridShape) -> int:
     return whole(option, str(blocks))
 
 
-def _play_pool(
-    args: argparse.Namespace,
-    trace: Trace,
-    shape: HybridShape,
-    concurrency: int,
-    num_blocks: int,
-    progress: Callable[[int], None],
-) -> dict[str, Any]:
+def player(args: argparse.Namespace, trace: Trace, shape: HybridShape, concurrency: int) -> Player:
+    """Return what plays the trace once, under the policy that was asked for."""
+    from kvpool.replay.fixed_split import FixedSplit, Split
     from kvpool.replay.hybrid import replay_hybrid
     from kvpool.replay.hybrid_report import hybrid_facts
 
-    result = replay_hybrid(trace, shape=shape, num_blocks=num_blocks, concurrency=concurrency, progress=progress)
-    return hybrid_facts(result, shape)
-
-
-def _play_split(
-    args: argparse.Namespace,
-    trace: Trace,
-    shape: HybridShape,
-    concurrency: int,
-    num_blocks: int,
-    progress: Callable[[int], None],
-) -> dict[str, Any]:
-    from kvpool.replay.fixed_split import FixedSplit, Split
-
+    if args.policy != "H1":
+        pool = partial(replay_hybrid, trace, shape=shape, concurrency=concurrency)
+        return lambda num_blocks, progress: hybrid_facts(pool(num_blocks=num_blocks, progress=progress), shape)
     if args.checkpoints is None:
         raise CommandError("--policy H1 needs --checkpoints N, the room beside the blocks of KV")
     place = "EJ" if args.place is None else args.place
     if not place or set(place) - set("EJD"):
         raise CommandError(f"--place {place}: it must be letters of E, J and D")
-    window_blocks = shape.window_blocks()
     distance = shape.first_distance if args.first_distance is None else whole("--first-distance", args.first_distance)
     split = Split(
-        kv_blocks=num_blocks,
+        kv_blocks=0,
         room=whole("--checkpoints", args.checkpoints, 0),
         block_size=shape.block_size,
         concurrency=concurrency,
-        window_blocks=window_blocks,
+        window_blocks=shape.window_blocks(),
         place=place,
         first_distance=distance,
         is_two_class=args.two_class,
     )
-    return {
+    facts = {
         "policy": "H1",
-        "num_blocks": num_blocks,
         "block_size": split.block_size,
         "room": split.room,
-        "room_holds": "blocks of windows" if window_blocks else "states",
+        "room_holds": "blocks of windows" if split.window_blocks else "states",
         "concurrency": concurrency,
-        **FixedSplit(trace, split).run(progress),
+    }
+    return lambda num_blocks, progress: {
+        **facts,
+        "num_blocks": num_blocks,
+        **FixedSplit(trace, replace(split, kv_blocks=num_blocks)).run(progress),
     }
 
 

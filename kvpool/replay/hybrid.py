@@ -13,6 +13,7 @@ from kvpool.replay.loop import Request, Result
 from kvpool.replay.paths import paths_of, shareable_blocks, unique_blocks
 from kvpool.replay.policies import PrefixCaching
 from kvpool.replay.trace import Trace
+from kvpool.scheduler.needs import Needs
 
 CHUNK = 2048
 """Tokens of a prompt that a step computes at most."""
@@ -21,7 +22,8 @@ CHUNK = 2048
 class HybridCaching(PrefixCaching):
     """P3: P1 with layer groups. A prompt is computed in chunks, which end where the pool wants a checkpoint.
 
-    The part of a prompt that the trace does not name belongs to this request alone, so it is behind the cut.
+    A request is admitted when there are blocks for the most that its prompt holds at a time. Its chunks take them. The
+    part of a prompt that the trace does not name belongs to this request alone, so it is behind the cut.
     """
 
     policy = "P3"
@@ -29,6 +31,7 @@ class HybridCaching(PrefixCaching):
     def __init__(self, trace: Trace, num_blocks: int, shape: HybridShape, concurrency: int) -> None:
         super().__init__(trace, num_blocks, shape.block_size, concurrency, groups=shape.groups)
         self.shape = shape
+        self.needs = Needs(self.pool, CHUNK)
         self.checkpoints = dict.fromkeys(("checkpoints_wanted", "checkpoints_taken", "checkpoint_hits"), 0)
         self.cached = dict[int, int]()  # row of the trace -> tokens that its sequence found
         self.blocks_written = [0] * len(shape.groups)
@@ -39,10 +42,15 @@ class HybridCaching(PrefixCaching):
         width = max(self.trace.block_size, self.block_size)
         return request.prompt // width * width
 
-    def open_tokens(self, request: Request, tokens: NDArray[np.int32]) -> int:
-        """Open a sequence that finds what is cached, and says where its prompt may be rewritten."""
-        handle: int = self.call("open", tokens, b"", self.cut_of(request))
-        return handle
+    def open_tokens(self, request: Request, tokens: NDArray[np.int32]) -> int | None:
+        """Open a sequence that finds what is cached, and says where its prompt may be rewritten. It takes no blocks."""
+        handle: int = self.call("open", tokens, b"", self.cut_of(request), reserve=False)
+        found = self.pool.num_tokens(handle)
+        need = self.needs.most(request.length) - self.needs.held(found, found=found)
+        if self.needs.short(need.tolist(), self.needs.free()) < 0:
+            return handle
+        self.call("close", handle)
+        return None
 
     def prefill(self, request: Request, tokens: NDArray[np.int32]) -> None:
         """Compute what the cache did not have, and publish the prompt as it is computed."""

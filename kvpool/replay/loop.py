@@ -244,12 +244,12 @@ class ClosedLoop:
                 progress(done)
                 told = done
 
-    def call(self, verb: str, *args: Any) -> Any:
+    def call(self, verb: str, *args: Any, **options: Any) -> Any:
         """Call the pool and count the time."""
         method = getattr(self.pool.prefix if verb in ("commit", "wanted") else self.pool, verb)
         start = perf_counter_ns()
         try:
-            return method(*args)
+            return method(*args, **options)
         finally:
             elapsed = perf_counter_ns() - start
             calls, ns = self.costs.get(verb, (0, 0))

@@ -52,16 +52,19 @@ class PrefixCaching(ClosedLoop):
         if request.length > self.num_blocks * self.block_size:
             return False  # the pool would say so too, but not before it is given tokens without number
         tokens = self.trace.tokens(request.row, request.length)
-        try:
-            request.handles = [self.open_tokens(request, tokens)]
-        except OutOfBlocks:
+        handle = self.open_tokens(request, tokens)
+        if handle is None:
             return False
+        request.handles = [handle]
         self.prefill(request, tokens)
         return True
 
-    def open_tokens(self, request: Request, tokens: NDArray[np.int32]) -> int:
-        """Open a sequence that finds what is cached."""
-        handle: int = self.call("open", tokens)
+    def open_tokens(self, request: Request, tokens: NDArray[np.int32]) -> int | None:
+        """Open a sequence that finds what is cached. None: it does not fit."""
+        try:
+            handle: int = self.call("open", tokens)
+        except OutOfBlocks:
+            return None
         return handle
 
     def prefill(self, request: Request, tokens: NDArray[np.int32]) -> None:

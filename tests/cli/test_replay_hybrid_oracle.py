@@ -165,28 +165,32 @@ class NaiveP3(NaiveP1):
         while self.waiting and len(self.running) < self.concurrency and self.refused_after < self.pool.releases:
             row, prompt, _, generated, blocks = self.waiting[0]
             total, size, path, pool = prompt + generated, self.block_size, self.paths[row], self.pool
+            if total > pool.num_blocks * size:
+                path = []  # it is not looked up
             known = 0
             while known < min(len(path), (total - 1) // size) and path[known] in pool.refs:
                 known += 1
             hit = next((k for k in range(known, 0, -1) if path[k - 1] in pool.marks), 0)
             need = -(-total // size) - hit
             own = sum(pool.refs[node] == 0 for node in path[:hit]) + pool.bundle * (hit > 0)
-            if need > pool.num_available - own:
-                if self.running:
-                    self.refused_after = pool.releases
-                    return
-                self.reject(self.waiting.pop(0))
-                continue
-            self.running.append(self.waiting.pop(0))
+            is_short = need > pool.num_available - own
+            if is_short and self.running:
+                self.refused_after = pool.releases + 1
             for node in path[:hit]:
                 pool.use(node)
                 blocks.append(("own", node))
             if hit:
                 pool.mark(path[hit - 1])
                 pool.loaded = path[hit - 1]
-            for _ in range(need):
-                pool.take()
-                blocks.append(PRIVATE)
+            if is_short:
+                pool.loaded = None
+                pool.release(blocks)
+                blocks.clear()
+                if self.running:
+                    return
+                self.reject(self.waiting.pop(0))
+                continue
+            self.running.append(self.waiting.pop(0))
             self.prefill(path, blocks, prompt, total, hit, self.positions(prompt, hit, known))
             self.count.update(admissions=1, hit_tokens=hit * size, computed_tokens=total - hit * size)
             self.count["checkpoint_hits"] += hit > 0
@@ -209,6 +213,9 @@ class NaiveP3(NaiveP1):
         while length < total:
             wanted = positions[0] * size if positions else total
             end = min(total, length + CHUNK, wanted)
+            for _ in range(-(-end // size) - len(blocks)):
+                pool.take()
+                blocks.append(PRIVATE)
             is_taken = False
             if positions and end == wanted:
                 self.count["checkpoints_wanted"] += 1
