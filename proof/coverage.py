@@ -41,12 +41,13 @@ LEAST_LINES, LEAST_BRANCHES = 0.99, 0.97
 #: Tests of the core; the state machine and the model play a part of it in each.
 TESTS = (
     *("test_block_pool", "test_blocks_by_name", "test_capi", "test_check", "test_cow", "test_dirty_rows"),
-    "test_eviction_core",
+    *("test_eviction_core", "test_group_blocks", "test_groups", "test_groups_eviction", "test_groups_model"),
     *("test_guards", "test_handles", "test_misuse", "test_out_of_blocks", "test_pending", "test_plan_binding"),
     "test_plan_formats",
     *("test_pool_blocks", "test_pool_life", "test_prefix_commit", "test_prefix_duplicates", "test_prefix_events"),
-    *("test_prefix_eviction", "test_prefix_flush", "test_prefix_lookup", "test_prefix_namespaces"),
-    *("test_prefix_pins", "test_prefix_stats", "test_recorded", "test_sequence", "test_stats"),
+    *("test_prefix_eviction", "test_prefix_flush", "test_prefix_groups", "test_prefix_held", "test_prefix_hostile"),
+    *("test_prefix_lookup", "test_prefix_namespaces", "test_prefix_pins", "test_prefix_stats", "test_recorded"),
+    *("test_sequence", "test_stats"),
 )
 #: In front of a piece of C: where it comes from, or that it comes from nowhere.
 MARK = re.compile(r'^ */\* (?:"([\w/]+\.p(?:yx|xd|xi))":(\d+)$|function exit code \*/)|^(?:static|\}|#define)')
