@@ -32,9 +32,9 @@ WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size", "lo
 USUAL = {"attention_chunk_size": 8192}
 USUAL_WINDOW = 1024  # where neither a model file nor `USUAL` says one
 
-MEDIUM = {  # in place of the numbers of a tiny config: 100 to 300 MB of weights in float32
-    **{"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8},
-    **{"num_key_value_heads": 4, "head_dim": 64, "moe_intermediate_size": 512},
+MEDIUM = {  # in place of the numbers of a tiny config: 20 to 40 MB of weights in float32
+    **{"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 8},
+    **{"num_key_value_heads": 4, "head_dim": 64, "moe_intermediate_size": 256},
 }
 MEDIUM_OWN: dict[str, dict[str, Any]] = {
     "qwen3_5": {
@@ -42,13 +42,13 @@ MEDIUM_OWN: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 64,
     },
     "nemotron_h": {
-        **{"hybrid_override_pattern": list("M-M*-M-M*-M-"), "intermediate_size": 4096},
+        **{"hybrid_override_pattern": list("M-M*-M"), "intermediate_size": 2048},
         **{"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 64},
     },
-    "lfm2": {"layer_types": ["conv", "conv", "full_attention"] * 4, "block_dim": 512, "block_multiple_of": 256},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention"] * 2, "block_dim": 256, "block_multiple_of": 256},
     "falcon_h1": {"mamba_d_ssm": 512, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64},
     "gemma3_text": {"query_pre_attn_scalar": 64, "sliding_window_pattern": 6},
-    "gpt_oss": {"intermediate_size": 512, "layer_types": ["sliding_attention", "full_attention"] * 6},
+    "gpt_oss": {"intermediate_size": 256, "layer_types": ["sliding_attention", "full_attention"] * 3},
 }
 
 
@@ -59,7 +59,7 @@ def tiny(name: str, windows: bool = True) -> Any:
 
 
 def medium(name: str) -> Any:
-    """Return a model of some 100 MB, for the files of `MEDIUM_OWN`."""
+    """Return a model of some 30 MB, for the files of `MEDIUM_OWN`."""
     config = config_of(name, 4096)
     fields = config.get("text_config", config)
     fields.update(MEDIUM | MEDIUM_OWN[name])

@@ -1,13 +1,14 @@
 """Time of a decode step and of a chunk of a prompt: a model on mlx-lm's own caches, and on a pool.
 
-Both take turns on the same model (`kvpool.cli.bench.measure`). Time is that of the CPU, of all threads: others may use
-the machine, too. It does not show how much of the time two threads work at once. A step is what mlx-lm's
+Both take turns on the same model, and the medians are compared. Time is that of the CPU, of all threads: others may
+use the machine, too. It does not show how much of the time two threads work at once. A step is what mlx-lm's
 ``generate_step`` does: the next one is built while this one runs. A chunk ends with the evaluation of the caches, and
 nobody uses its logits.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,19 +20,16 @@ from benchmarks.models.held import BLOCK_SIZE, merged
 from benchmarks.models.subjects import Beside
 from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.host import PagedKV, install
-from kvpool.cli.bench.measure import Contestant, race
+from kvpool.cli.bench.measure import Contestant, seconds_per_call
 
 CHUNK = 512
-STEPS = 8  # of one timed run
-FEW = 3  # runs of a chunk, which takes long
-MANY_ROWS = 12  # of which a chunk runs once
-FEW_STEPS = 5  # runs of the steps of a batch
+STEPS = 4  # of one timed run
+FEW = 3  # runs of a chunk of one row; that of a batch takes long, and runs once
 
 
 def installed(model: Any, num_rows: int, repetitions: int) -> PagedKV:
     """Return a pool with room for the runs of `measure`."""
-    steps = STEPS * (2 + 3 * repetitions)
-    num_blocks = 1 + 2 * (num_rows + 1) * -(-(CHUNK + steps) // BLOCK_SIZE)
+    num_blocks = 1 + 2 * (num_rows + 1) * -(-(CHUNK + STEPS * (repetitions + 1)) // BLOCK_SIZE)
     return install(model, num_blocks, block_size=BLOCK_SIZE, max_seqs=4 * num_rows + 8)
 
 
@@ -47,17 +45,18 @@ def measure(kv: PagedKV, num_rows: int, repetitions: int) -> tuple[Beside, Besid
         fed.pop(who, None)  # the blocks of the run before
         fed[who] = _fed(kv.model, makers[who], num_rows)
 
-    chunks = max(1, min(FEW, repetitions, MANY_ROWS // num_rows))
-    of_chunk = _race({who: partial(chunk, who) for who in makers}, 1, chunks)
-    steps = repetitions if num_rows == 1 else min(FEW_STEPS, repetitions)
-    of_step = _race({who: _decoding(kv.model, fed[who], num_rows) for who in makers}, STEPS, steps)
-    return of_step, of_chunk
+    for make in makers.values():
+        _fed(kv.model, make, 1)  # what MLX does for a first run only
+    chunks = [Contestant(who, partial(chunk, who)) for who in makers]
+    of_chunk = _turns(chunks, min(FEW, repetitions) if num_rows == 1 else 1)
+    steps = [Contestant(who, _decoding(kv.model, fed[who], num_rows), STEPS) for who in makers]
+    return _turns(steps, repetitions), of_chunk
 
 
-def _race(runs: dict[str, Callable[[], object]], calls: int, repetitions: int) -> Beside:
-    stock, pool = (Contestant(who, run, calls) for who, run in runs.items())
-    result = race(stock, [pool], repetitions, time.process_time)
-    return Beside(result.yardstick.best, result.timings["pool"].best)
+def _turns(both: list[Contestant], rounds: int) -> Beside:
+    """Return the median seconds of a call of each."""
+    found = [[seconds_per_call(one, time.process_time) for one in both] for _ in range(rounds)]
+    return Beside(*map(statistics.median, zip(*found, strict=True)))
 
 
 def _fed(model: Any, make: Callable[[], list[Any]], num_rows: int) -> list[Any]:

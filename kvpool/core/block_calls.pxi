@@ -31,7 +31,7 @@ cdef int judge_ids(Blocks* b, Ints* ids, Verdict* v) noexcept nogil:
     return OK
 
 
-cdef int32_t pool_next_block(State* pool, int32_t arena) noexcept nogil:
+cdef inline int32_t pool_next_block(State* pool, int32_t arena) noexcept nogil:
     """The block that will be taken next; -1: there is none."""
     cdef Blocks* b = blocks_of(pool, arena)
     if b.num_blank:
@@ -41,8 +41,10 @@ cdef int32_t pool_next_block(State* pool, int32_t arena) noexcept nogil:
 
 cdef int pool_alloc(State* pool, int32_t arena, int32_t* ids, int64_t count, Verdict* v) noexcept nogil:
     cdef Blocks* b = blocks_of(pool, arena)
-    cdef int64_t k, available = b.num_blank if has_tree(pool) else blocks_available(b)
+    cdef int64_t k, available = b.num_blank
     cdef uint64_t h
+    if count > available and not has_tree(pool):
+        available = blocks_available(b)
     if count > available:
         blocks_short(b, v, arena, -1, -1, count, count - available)
         v.evictable = available - b.num_blank
