@@ -131,11 +131,11 @@ def spill(core: Core, sequence: Sequence) -> bool:
 
 def blocks_alone(core: Core, tokens: int) -> list[int]:
     """Return the blocks of each arena that a sequence needs to run alone, with copies for compaction."""
-    need, layers = core.needs.alone(tokens), core.needs.evicting
-    if core.eviction is not None and layers is not None and core.prefix is not None:
-        if tokens > core.eviction.policy.max_kv:
-            copies = 0 if core.eviction.policy.whole_blocks else -(-core.eviction.most // layers.block_size)
-            need[layers.arena] += (copies + 1) * layers.group.columns  # one is cached twice
+    need, layers, evictor = core.needs.alone(tokens), core.needs.evicting, core.eviction
+    if evictor is None or layers is None or core.prefix is None or tokens <= evictor.policy.max_kv:
+        return need
+    copies = 0 if evictor.policy.whole_blocks else -(-evictor.most // layers.block_size)
+    need[layers.arena] += (copies + 1) * layers.group.columns  # one is cached twice
     return need
 
 
