@@ -511,13 +511,12 @@ cdef void take_begun(Step* p, Seqs* s, Blocks* b, const int64_t* handle) noexcep
 
 
 cdef inline Py_ssize_t steady_rows(Step* p, const Seqs* s, const Blocks* b, const int64_t* handle, Py_ssize_t n,
-                                   const Limits* limits, int64_t step_id, uint64_t* digest, bint narrow,
+                                   const Limits* limits, int64_t step_id, uint64_t* digest,
                                    bint pends) noexcept nogil:
     """Serve one token to each row, up to the first row that is not steady, whose number is returned.
 
     This loop is the whole cost of a steady step: it touches every sequence once, and all it reads is in locals. The
-    compiler makes a loop for each value of the last two arguments. In a step that pends, a row that comes twice shows
-    by its step.
+    compiler makes a loop for each value of `pends`. In a step that pends, a row that comes twice shows by its step.
     """
     cdef Seq* seq = s.seq
     cdef const Block* block = b.block
@@ -527,7 +526,7 @@ cdef inline Py_ssize_t steady_rows(Step* p, const Seqs* s, const Blocks* b, cons
     cdef int64_t* prev = p.prev_step
     cdef int64_t max_seqs = s.max_seqs, seq_tokens = limits.seq_tokens
     cdef int32_t table_width = limits.table_width, id
-    cdef bint changed
+    cdef bint narrow = table_width < s.max_blocks or seq_tokens < s.max_blocks * b.block_size, changed
     cdef uint32_t stamp = s.stamp
     cdef uint64_t h = digest[0]
     cdef const Block* tail
@@ -603,12 +602,10 @@ cdef bint step_steady(Step* p, Seqs* s, Blocks* b, const Ints* handles, const In
     cdef Py_ssize_t served
     if handles.size > limits.max_tokens or run_of_ones(num_new, 0, handles.size) != handles.size:
         return False
-    if limits.table_width < s.max_blocks or limits.seq_tokens < s.max_blocks * b.block_size:
-        served = steady_rows(p, s, b, handle, handles.size, limits, step_id, &digest, True, step_id != 0)
-    elif step_id:
-        served = steady_rows(p, s, b, handle, handles.size, limits, step_id, &digest, False, True)
+    if step_id:
+        served = steady_rows(p, s, b, handle, handles.size, limits, step_id, &digest, True)
     else:
-        served = steady_rows(p, s, b, handle, handles.size, limits, step_id, &digest, False, False)
+        served = steady_rows(p, s, b, handle, handles.size, limits, step_id, &digest, False)
     if served < handles.size:
         undo_steady(p, s, b, handle, served, step_id)
         seqs_new_stamp(s)
