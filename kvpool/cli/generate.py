@@ -147,10 +147,9 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
         raise CommandError(f"--model {exc}") from None
     try:
         if num_blocks is None:
-            keeps_all = policy is not None
             sequences = max(options["n"], options["beam_width"]) + 1  # one more: copies, and shared beginnings
             rows = min(max_running, sequences * len(prompts))
-            most = blocks_in_memory(args.memory, model, block_size, rows, keeps_all, bits)
+            most = blocks_in_memory(args.memory, model, block_size, rows, bits)
             lengths = [len(encode(tokenizer, prompt, args.chat)) + options["max_tokens"] for prompt in prompts]
             needed = 1 + sum(sequences * (-(-length // block_size) + 1) for length in lengths)
             num_blocks = most if args.memory else min(most, max(needed, 64))
@@ -171,14 +170,12 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
     return tokenizer, engine
 
 
-def blocks_in_memory(
-    size: str | None, model: Any, block_size: int, num_rows: int, keeps_all: bool, bits: dict[str, Any]
-) -> int:
+def blocks_in_memory(size: str | None, model: Any, block_size: int, num_rows: int, bits: dict[str, Any]) -> int:
     """Blocks that fit into --memory, by default into the available memory."""
     from kvpool.adapters.mlx_lm import loading
 
     try:
-        return loading.blocks_in(size or "auto", model, block_size, num_rows, keeps_all, **bits)
+        return loading.blocks_in(size or "auto", model, block_size, num_rows, **bits)
     except (ValueError, MemoryError) as exc:
         if size is None:
             raise

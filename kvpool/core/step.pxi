@@ -510,17 +510,20 @@ cdef void take_begun(Step* p, Seqs* s, Blocks* b, const int64_t* handle) noexcep
     s.sum_blocks += p.num_events
 
 
-cdef Py_ssize_t steady_rows(Step* p, const Seqs* s, const Blocks* b, const int64_t* handle, Py_ssize_t n,
-                            const Limits* limits, int64_t step_id, uint64_t* digest) noexcept nogil:
+cdef inline Py_ssize_t steady_rows(Step* p, const Seqs* s, const Blocks* b, const int64_t* handle, Py_ssize_t n,
+                                   const Limits* limits, int64_t step_id, uint64_t* digest,
+                                   bint pends) noexcept nogil:
     """Serve one token to each row, up to the first row that is not steady, whose number is returned.
 
-    This loop is the whole cost of a steady step: it touches every sequence once, and all it reads is in locals.
+    This loop is the whole cost of a steady step: it touches every sequence once, and all it reads is in locals. The
+    compiler makes a loop for each value of `pends`. In a step that pends, a row that comes twice shows by its step.
     """
     cdef Seq* seq = s.seq
     cdef const Block* block = b.block
     cdef const uint64_t* seen = p.seen
     cdef int64_t* slots = p.slot
     cdef int64_t* lengths = p.length
+    cdef int64_t* prev = p.prev_step
     cdef int64_t max_seqs = s.max_seqs, seq_tokens = limits.seq_tokens
     cdef int32_t table_width = limits.table_width, id
     cdef bint narrow = table_width < s.max_blocks or seq_tokens < s.max_blocks * b.block_size, changed
@@ -538,7 +541,7 @@ cdef Py_ssize_t steady_rows(Step* p, const Seqs* s, const Blocks* b, const int64
         if slot >= max_seqs:
             break
         q = &seq[slot]
-        if q.handle != row or q.mark == stamp:
+        if q.handle != row or (q.last_step == step_id if pends else q.mark == stamp):
             break
         if q.next_slot < q.stop_slot:
             tail = &block[q.tail]
@@ -555,15 +558,16 @@ cdef Py_ssize_t steady_rows(Step* p, const Seqs* s, const Blocks* b, const int64
             changed = True
         if changed:
             note_changed(p, <int32_t>i)
-        q.mark = stamp
         slots[i] = q.next_slot
         q.next_slot += 1
         length = q.kv_len + 1
         q.kv_len = length
         lengths[i] = length
-        if step_id:
-            p.prev_step[i] = q.last_step
+        if pends:
+            prev[i] = q.last_step
             q.last_step = step_id
+        else:
+            q.mark = stamp
         h = mix(h, <uint64_t>untagged(row) ^ (<uint64_t>length << 20))
     else:
         i = n
@@ -598,7 +602,10 @@ cdef bint step_steady(Step* p, Seqs* s, Blocks* b, const Ints* handles, const In
     cdef Py_ssize_t served
     if handles.size > limits.max_tokens or run_of_ones(num_new, 0, handles.size) != handles.size:
         return False
-    served = steady_rows(p, s, b, handle, handles.size, limits, step_id, &digest)
+    if step_id:
+        served = steady_rows(p, s, b, handle, handles.size, limits, step_id, &digest, True)
+    else:
+        served = steady_rows(p, s, b, handle, handles.size, limits, step_id, &digest, False)
     if served < handles.size:
         undo_steady(p, s, b, handle, served, step_id)
         seqs_new_stamp(s)

@@ -11,6 +11,7 @@ from kvpool.scheduler.request import Request
 from kvpool.scheduler.state import DECODING, PREFILLING, SPILLED, Core, DecodeBatch, Sequence
 
 POLICIES = ("last", "longest", "grower", "priority")
+REWRITTEN = 16  # tokens at the end of a prompt: `Pool.open` takes no checkpoint behind them
 
 
 def make_room(core: Core, probe: object) -> DecodeBatch:
@@ -130,11 +131,11 @@ def spill(core: Core, sequence: Sequence) -> bool:
 
 def blocks_alone(core: Core, tokens: int) -> list[int]:
     """Return the blocks of each arena that a sequence needs to run alone, with copies for compaction."""
-    need, layers = core.needs.alone(tokens), core.needs.evicting
-    if core.eviction is not None and layers is not None and core.prefix is not None:
-        if tokens > core.eviction.policy.max_kv:
-            copies = 0 if core.eviction.policy.whole_blocks else -(-core.eviction.most // layers.block_size)
-            need[layers.arena] += (copies + 1) * layers.group.columns  # one is cached twice
+    need, layers, evictor = core.needs.alone(tokens), core.needs.evicting, core.eviction
+    if evictor is None or layers is None or core.prefix is None or tokens <= evictor.policy.max_kv:
+        return need
+    copies = 0 if evictor.policy.whole_blocks else -(-evictor.most // layers.block_size)
+    need[layers.arena] += (copies + 1) * layers.group.columns  # one is cached twice
     return need
 
 
@@ -165,15 +166,17 @@ def open_layers(core: Core, need: list[int], tokens: np.ndarray, request: Reques
     A checkpoint stays in the pool until the first step has loaded it. If it leaves no room for that step, the sequence
     begins without it.
     """
-    needs, kept, tokens = core.needs, blocks_kept(core), tokens[: core.findable + 1]
+    needs, kept, cut = core.needs, blocks_kept(core), request.cut
+    if cut is None and len(tokens) > core.findable:
+        cut = max(0, len(tokens) - REWRITTEN)
+    tokens = tokens[: core.findable + 1]
     is_short = needs.short(need, core.available(), kept) >= 0
     if core.prefix is None:
         return None if is_short else int(core.pool.open(0, request.namespace))
     most = list(map(add, need, needs.checkpoint))
     if needs.short(most, core.available(), kept) >= 0 and not fits_found(core, need, tokens, request.namespace):
         return None if is_short else int(core.pool.open(0, request.namespace))
-    cut = None if request.cut is None else min(request.cut, len(tokens))
-    return int(core.pool.open(tokens, request.namespace, cut, reserve=False))
+    return int(core.pool.open(tokens, request.namespace, cut and min(cut, len(tokens)), reserve=False))
 
 
 def fits_found(core: Core, need: list[int], tokens: np.ndarray, namespace: bytes) -> bool:

@@ -143,6 +143,29 @@ def test_models_with_states_and_chunks_evict_without_scores(name):
             install(model, 400, block_size=4, eviction=POLICIES["h2o"])
 
 
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5", pytest.param("llama4", marks=LONG)])
+def test_prefix_above_the_budget_is_found_and_then_slides(name):
+    policy, prompt = POLICIES["window"], [token % VOCAB for token in random_prompts([61], seed=4)[0]]
+    with on_cpu():
+        model = tiny(name)
+        stock = [SlidingCache(policy) if type(cache) is KVCache else cache for cache in model.make_cache()]
+        with install(model, 400, block_size=4, prefix_cache=True, eviction=policy) as kv:
+            kv.eviction = None  # the first sequence keeps all
+            caches, _ = kv.fetch(prompt)
+            solo_tokens(model, prompt, 1, prompt_cache=caches)
+            kv.eviction = policy
+            caches, found = kv.fetch(prompt)
+            assert policy.max_kv < found < len(prompt)
+            model(mx.array([prompt[:found]]), cache=stock)
+            due = solo_tokens(model, prompt[found:], TOKENS, prompt_cache=stock)
+            assert solo_tokens(model, prompt[found:], TOKENS, prompt_cache=caches) == due
+            (handle,) = caches[0].batch.handles
+            assert kv.pool.kv_len(handle, group_of(kv)) <= policy.max_kv < kv.pool.num_tokens(handle)
+            assert kv.commit(caches, [*prompt, *due]) == 0  # a sequence that lost tokens is indexed no more
+            assert kv.fetch(prompt)[1] == found  # what others have committed stays
+            kv.pool.check()
+
+
 @pytest.mark.parametrize(("name", "words"), [("mamba2", "no layer that keeps every token"), ("openelm", "2 shapes")])
 def test_models_without_one_full_group_are_refused(name, words):
     with on_cpu(), pytest.raises(ValueError, match=words):

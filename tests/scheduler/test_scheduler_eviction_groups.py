@@ -23,7 +23,7 @@ from kvpool.scheduler import policy
 from kvpool.scheduler.needs import Needs
 from kvpool.scheduler.state import Core
 
-COUNT = 500 if os.environ.get("KVPOOL_LONG") else 16
+COUNT = 500 if os.environ.get("KVPOOL_LONG") else 24
 ONLY = os.environ.get("KVPOOL_WORKLOAD")
 WINDOW = SlidingWindow(max_kv=16, sink=2, slack=2)
 FAULTS: dict[str, Any] = {}

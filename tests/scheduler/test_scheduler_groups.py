@@ -139,8 +139,8 @@ def a_state_takes_one_slot():
 def a_window_is_counted_without_the_chunk():
     init = Needs.__init__
 
-    def without(self: Needs, pool: Pool, chunk: int) -> None:
-        init(self, pool, 1)
+    def without(self: Needs, pool: Pool, chunk: int, eviction: Any = None) -> None:
+        init(self, pool, 1, eviction)
 
     with mock.patch.object(Needs, "__init__", without):
         yield

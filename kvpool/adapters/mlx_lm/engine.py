@@ -139,7 +139,7 @@ class Engine:
     max_running, max_step_tokens, prefill_chunk, scheduler options
         See `kvpool.Scheduler`.
     eviction : kvpool.eviction.Policy, optional
-        Keeps every sequence within a budget of tokens. See docs/scheduling.md.
+        Keeps the full layers of every sequence within a budget of tokens. See `install` and docs/scheduling.md.
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
         See `install`.
     seed : int, optional

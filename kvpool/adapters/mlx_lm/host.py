@@ -171,7 +171,7 @@ def _layout(
 
 
 def require_evictable(model: ModelShape, eviction: Policy, call: str) -> None:
-    """Raise ValueError unless one table can hold all layers of a model: a scheduler evicts from one table."""
+    """Raise ValueError unless one table can hold all layers of a model: mlx-lm's server evicts from one table."""
     if model.is_apart or not model.is_uniform:
         raise ValueError(
             f"[{call}] eviction needs layers that keep every token in one shape, and rows that share a pass: "
