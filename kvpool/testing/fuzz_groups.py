@@ -755,8 +755,6 @@ def options_of(seed: int, prefix_cache: bool = False) -> dict[str, Any]:
     rng = random.Random(seed)
     size, reserved = rng.choice([1, 2, 2, 3, 4]), rng.choice([0, 1, 1, 2])
     groups = groups_of(rng, size, reserved)
-    while prefix_cache and len({group.arena for group in groups[:4] if group.kind == "full"}) > 1:
-        groups = groups_of(rng, size, reserved)
     if prefix_cache:
         bundles = (1, 1, 2, 3, 0)
         groups = [replace(group, blocks=rng.choice(bundles) * (group.kind == "state")) for group in groups[:4]]

@@ -108,7 +108,7 @@ class CachedArena(Arena):
         return self._blank.pop()
 
     def _leave(self, block: int) -> None:
-        self._pool.block_left(self, block)
+        self._pool.left.append((self, block))
 
     @public_call
     def _blocks_incref(self, ids: Any) -> None:
@@ -160,6 +160,7 @@ class CheckpointModel(GroupModel):
         self._entries: dict[tuple[int, int], Entry] = {}  # (arena, block) -> committed entry
         self._taken: list[Checkpoint] = []  # all checkpoints
         self._loads: list[Load] = []
+        self.left: list[tuple[Arena, int]] = []  # blocks that nobody names since the last call
         self._told: set[tuple[int, int, tuple[int, ...]]] = set()  # what events have told of
         self._told_keys: dict[tuple[int, int, tuple[int, ...]], bytes] = {}
         kv = self._with_entries
@@ -300,8 +301,16 @@ class CheckpointModel(GroupModel):
     def _stands(self, node: Node) -> bool:
         return any(entry.node is node for entry in self._entries.values())
 
-    def block_left(self, arena: Arena, block: int) -> None:
-        """Nobody names a block any more."""
+    def _drain(self) -> None:
+        """Close what was deferred; then see to the blocks that nobody names since the last call, arena by arena."""
+        super()._drain()
+        left, self.left = self.left, []
+        for arena, block in sorted(left, key=lambda one: one[0]._number):
+            self._block_left(arena, block)
+        if left:
+            self._tell()
+
+    def _block_left(self, arena: Arena, block: int) -> None:
         entry = self._entries.get((arena._number, block))
         if entry is None:
             arena._blank.append(block)
