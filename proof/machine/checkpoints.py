@@ -118,6 +118,7 @@ class Program:
         self.groups = rng.choice(KINDS)
         options = {"groups": list(self.groups), "prefix_cache": True, "max_seqs": 8, "seed": 1}
         options |= {"in_order": rng.random() < 0.3, "max_blocks_per_seq": MAX_BLOCKS, "events": rng.choice((0, 10**6))}
+        options["two_classes"] = rng.random() < 0.5
         self.pools = make_pools(rng.choice((16, 24, 40, 80)), BLOCK_SIZE, **options)
         self.plans = [[make_plan(pool, 6, 64) for pool in self.pools] for _ in range(1 if options["in_order"] else 3)]
         self.in_order = options["in_order"]

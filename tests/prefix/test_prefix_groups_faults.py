@@ -40,6 +40,23 @@ def test_planted_fault_shows_beside_the_core(fault):
     first_seed(lambda seed: agree(seed, lambda *a, **o: [Pool(*a, **o), fault(*a, **o)], _plan, CALLS), AssertionError)
 
 
+def serve(pool, plan, prompt, cut):
+    """Open a prompt, compute it in steps that end where the pool wants, commit it and close it."""
+    handle = pool.open(prompt, b"", cut)
+    while pool.num_tokens(handle) < len(prompt):
+        length, (place,) = pool.num_tokens(handle), pool.prefix.wanted([handle]).tolist()
+        end = place if place > 0 else len(prompt)
+        pool.step(plan, [handle], end - length)
+        pool.done(plan)
+        pool.prefix.commit(handle, prompt[length:end])
+    pool.close(handle)
+
+
+def hits(pool, prompts):
+    """What is found of all beginnings of some prompts."""
+    return [pool.prefix.match([*prompt[:n], 999]) for prompt in prompts for n in range(4, len(prompt) + 1, 4)]
+
+
 def what_leaves(make_pool):
     """What is left of two prompts, the longer of which was used last, while what one arena has leaves."""
     prompts, seen = (list(range(60)), list(range(100, 140))), []
@@ -47,18 +64,39 @@ def what_leaves(make_pool):
         pool = make_pool(60, 4, groups=[*layers, Group.state(8, blocks=1)], prefix_cache=True)
         plan = _plan(pool, 4, 256)
         for prompt in prompts:
-            handle = pool.open(prompt, b"", len(prompt))
-            while pool.num_tokens(handle) < len(prompt):
-                length, (place,) = pool.num_tokens(handle), pool.prefix.wanted([handle]).tolist()
-                end = place if place > 0 else len(prompt)
-                pool.step(plan, [handle], end - length)
-                pool.done(plan)
-                pool.prefix.commit(handle, prompt[length:end])
-            pool.close(handle)
+            serve(pool, plan, prompt, len(prompt))
         pool.close(pool.open([*prompts[0], 1]))
         while pool.blocks.arena(number).evict(1):
-            hits = [pool.prefix.match([*prompt[:n], 999]) for prompt in prompts for n in range(4, 61, 4)]
-            seen.append((hits, pool.prefix.stats().checkpoints))
+            seen.append((hits(pool, prompts), pool.prefix.stats().checkpoints))
+    return seen + what_has_no_room(make_pool) + what_leaves_by_class(make_pool)
+
+
+def what_has_no_room(make_pool):
+    """What is left of more checkpoints than there is room for, of windows and of states."""
+    seen, prompt = [], list(range(64))
+    for more in ([], [Group.state(4, blocks=1)]):
+        layers = [Group.window(8), Group.full(arena=1, num_blocks=20), *more]
+        pool = make_pool(200, 4, max_seqs=1, max_blocks_per_seq=16, groups=layers, prefix_cache=True)
+        plan = _plan(pool, 1, 256)
+        for tail in range(3):
+            for length in range(8, 64, 4):
+                serve(pool, plan, [*prompt[:length], 70 + tail], length)
+                seen.append((hits(pool, [prompt]), pool.prefix.stats()[-5:]))
+    return seen
+
+
+def what_leaves_by_class(make_pool):
+    """What is left of conversations, two checkpoints of which are second class, while it leaves."""
+    layers = [Group.full(), Group.state(4, blocks=2)]
+    pool = make_pool(400, 4, max_seqs=4, groups=layers, prefix_cache=True, two_classes=True)
+    plan, seen = _plan(pool, 1, 256), []
+    prompts = [[k, *range(100, 199)] for k in range(4)]
+    for prompt in prompts:
+        for end in (40, 60, 80, 100):
+            serve(pool, plan, prompt[:end], end - 4)
+        serve(pool, plan, [*prompt[:56], 7, 7, 7, 7, 7, 7, 7, 7], 60)  # the second use of a checkpoint
+    while pool.blocks.evict(1):
+        seen.append((hits(pool, prompts), pool.prefix.stats().checkpoints))
     return seen
 
 
