@@ -771,6 +771,7 @@ def options_of(seed: int, prefix_cache: bool = False) -> dict[str, Any]:
         "groups": groups,
         "prefix_cache": prefix_cache,
         "events": rng.choice([0, 10_000]) if prefix_cache else 0,
+        "two_classes": prefix_cache and rng.random() < 0.5,
     }
 
 
