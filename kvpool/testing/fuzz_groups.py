@@ -36,7 +36,7 @@ OPERATIONS = (
 CACHED = (
     *("prompt", "prompt", "prompt", "prompt", "compute", "compute", "compute", "compute", "chunk", "chunk", "commit"),
     *("commit", "match", "pin", "flush", "evict", "evict", "hold", "close", "close", "step", "step", "step", "done"),
-    *("done", *sorted(set(OPERATIONS) - {"named"})),
+    *("done", "truncate", "truncate", "lie", "lie", *sorted(set(OPERATIONS) - {"named"})),
 )
 WITHOUT_ROWS = ("reset", "done", "foreign", "named", "prompt", "match", "pin", "evict", "hold")
 #: Calls on blocks by id, on some arena; the ones that lead somewhere more often.
@@ -279,13 +279,33 @@ class Program:
         self.pair.both(lambda side: side.pool.prefix.committed(side.handle(name)))
         self.pair.both(lambda side: side.pool.prefix.commit(side.handle(name), tokens))
 
+    def lie(self, a: int, b: int, c: int) -> None:
+        """Commit all that some sequences hold, one token of which may be another one; if that is believed, flush."""
+        rows = self._rows(c)[:2]
+        starts = [self.pair.test.pool.prefix.committed(self.pair.test.handle(name)) for name in rows]
+        texts = [self.texts[name][: len(self.content.stamps[name])] for name in rows]
+        told = [text[start:] for text, start in zip(texts, starts, strict=True)]
+        is_wrong = bool(b & 1 and told[-1])
+        if is_wrong:
+            told[-1][a % len(told[-1])] += 1
+        counts = [len(tokens) for tokens in told]
+
+        def call(side: Side) -> None:
+            side.pool.prefix.commit(side.batch(rows, bool(a & 32)), sum(told, []), counts)
+
+        if self.pair.both(call) is not RAISED and is_wrong:
+            self._flush(None)
+        self.compare()
+
     def flush(self, a: int, b: int, c: int) -> None:
         """Forget a namespace or everything, rarely."""
         if a % 8 == 0:
-            space = (None, *SPACES)[b % 4]
-            self.pair.both(lambda side: side.pool.prefix.flush(space))
-            self.flushes.update({space} if space is not None else set(SPACES))
+            self._flush((None, *SPACES)[b % 4])
         self.compare()
+
+    def _flush(self, space: bytes | None) -> None:
+        self.pair.both(lambda side: side.pool.prefix.flush(space))
+        self.flushes.update(set(SPACES) if space is None else {space})
 
     def evict(self, a: int, b: int, c: int) -> None:
         """Make blocks blank."""
