@@ -285,7 +285,7 @@ class Program:
         starts = [self.pair.test.pool.prefix.committed(self.pair.test.handle(name)) for name in rows]
         texts = [self.texts[name][: len(self.content.stamps[name])] for name in rows]
         told = [text[start:] for text, start in zip(texts, starts, strict=True)]
-        is_wrong = bool(b & 1 and told[-1])
+        is_wrong = bool(b & 7 == 7 and told[-1])
         if is_wrong:
             told[-1][a % len(told[-1])] += 1
         counts = [len(tokens) for tokens in told]
