@@ -291,7 +291,7 @@ class Program:
         counts = [len(tokens) for tokens in told]
 
         def call(side: Side) -> None:
-            side.pool.prefix.commit(side.batch(rows, bool(a & 32)), sum(told, []), counts)
+            side.pool.prefix.commit(side.batch(rows, bool(a & 32)), [*itertools.chain(*told)], counts)
 
         if self.pair.both(call) is not RAISED and is_wrong:
             self._flush(None)

@@ -4,6 +4,7 @@ import pytest
 
 from kvpool import Group, OutOfBlocks, Plan, Pool
 from kvpool.testing.fuzz_groups import GroupRun, options_of
+from kvpool.testing.model import ModelPool
 
 #: Groups with which each hit needs a checkpoint, or an entry of several base blocks.
 KINDS = (
