@@ -6,6 +6,13 @@ from operator import index
 from typing import Self
 
 MAX_COLUMNS = 1024
+UNUSED = {
+    "full": ("size", "keep", "blocks"),
+    "window": ("blocks",),
+    "chunk": ("keep", "blocks"),
+    "state": ("keep", "block_size", "columns", "arena", "num_blocks"),
+}
+"""What a kind of layers has not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +54,7 @@ class Group:
     blocks: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("full", "window", "chunk", "state"):
+        if self.kind not in UNUSED:
             raise ValueError(f"[Group] kind is {self.kind!r}, it must be full, window, chunk or state")
         most = {"columns": MAX_COLUMNS}
         lows = {"size": int(self.kind != "full"), "keep": 0, "block_size": 1, "columns": 1, "arena": 0, "num_blocks": 1}
@@ -66,11 +73,10 @@ class Group:
             if not low <= number <= high:
                 raise ValueError(f"[Group] {name} is out of range ({number}), it must be in {low} .. {high}")
             object.__setattr__(self, name, number)
-        if self.kind == "full" and self.size:
-            raise ValueError(f"[Group] size is {self.size}, full attention has none")
-        if self.kind == "state" and (self.block_size, self.columns, self.arena, self.num_blocks) != (None, 1, 0, None):
-            raise ValueError("[Group] a state group has slots only: no block_size, columns, arena or num_blocks")
-        if self.keep and not (self.kind == "window" and self.keep < self.size):
+        for name in UNUSED[self.kind]:
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise ValueError(f"[Group] {name} is {getattr(self, name)}, a group of kind {self.kind} has none")
+        if self.keep and self.keep >= self.size:
             raise ValueError(f"[Group] keep is {self.keep}, it must be below the window of {self.size} tokens")
 
     @classmethod

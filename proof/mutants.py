@@ -32,7 +32,7 @@ def hunted(budget: Budget, share: float, *more: str) -> list[dict]:
     """What became of `share` of the mutants; on the quick tapes when the budget is short."""
     short = budget.share < 1
     options = {"share": share, "tapes": 0 if short else TAPES, "jobs": budget.jobs, "seed": budget.seed}
-    arguments = [f"--{name}={value}" for name, value in options.items()] + ["--quick"] * short
+    arguments = [f"--{name}={value}" for name, value in options.items()] + ["--quick", "--cached=6"] * short
     done = run("mutants-quick" if short else "mutants", ["-m", "proof.mutation.hunt", *arguments, *more])
     if done.returncode:
         raise RuntimeError(f"[mutants] the hunt failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")

@@ -1,7 +1,8 @@
 """Random operations: on small pools under the sanitizers, each one checked; on large ones as fast as they go.
 
-Both run ``python -m proof.fuzz``; an operation is one call of a pool (a step of eight rows is one operation). In short,
-this tree's own build takes the place of the two copies.
+They run ``python -m proof.fuzz``; an operation is one call of a pool (a step of eight rows is one operation). It has no
+prefix caches of pools with groups: these are the programs of ``kvpool fuzz --groups``. In short, this tree's own build
+takes the place of the copies.
 """
 
 import json
@@ -32,6 +33,7 @@ class Part:
     operations: int
     options: tuple[str, ...] = ()
     notes: str = ""
+    program: tuple[str, ...] = ("proof.fuzz",)
 
 
 PARTS = (
@@ -60,6 +62,13 @@ PARTS = (
             ("release", "release", "release", 1_000_000_000),
         )
     ),
+    Part(
+        "random operations on prefix caches of layer groups, sanitized",
+        "ASan+UBSan, beside the plain model, all compared after every one: >= 1e6, 0 findings",
+        *("asan", 1_000_000),
+        notes="one process; half of the pools have a prefix cache",
+        program=("kvpool", "fuzz", "--groups"),
+    ),
 )
 
 
@@ -75,9 +84,9 @@ def start_of(variant: str | None) -> str:
     return " ".join([*(f"{name}={value}" for name, value in RELEASE.runtime.items()), "python"])
 
 
-def fuzz(variant: str | None, options: list[str]) -> dict:
+def fuzz(variant: str | None, options: list[str], program: tuple[str, ...] = ("proof.fuzz",)) -> dict:
     """The facts of one command in one build, or in this one; a sanitizer's report is a finding."""
-    command = ["-m", "proof.fuzz", *options, "--json"]
+    command = ["-m", *program, *options, "--json"]
     if is_this_build(variant):
         env = {**os.environ, **RELEASE.runtime}
         done = subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True)
@@ -89,7 +98,7 @@ def fuzz(variant: str | None, options: list[str]) -> dict:
 
 
 def measure(budget: Budget) -> list[Figure]:
-    """Both parts, one after the other."""
+    """The parts, one after the other."""
     return [measure_part(part, budget) for part in PARTS]
 
 
@@ -97,14 +106,16 @@ def measure_part(part: Part, budget: Budget) -> Figure:
     """One row; the seconds are those of the command, without what was compiled for it."""
     start, least = time.monotonic(), budget.of(part.operations)
     variant = part.variant if budget.share >= 1 else None
-    options = [*part.options, "--ops", str(least), "--jobs", str(budget.jobs), "--seed", str(budget.seed)]
-    facts = fuzz(variant, options)
+    options = [*part.options, "--ops", str(least), "--seed", str(budget.seed)]
+    if part.program == ("proof.fuzz",):
+        options += ["--jobs", str(budget.jobs)]
+    facts = fuzz(variant, options, part.program)
     seconds, calls = facts["seconds"], facts["calls"]
     return Figure(
         *(part.name, part.target),
         measured=f"{calls:.4g} in {seconds:.0f} s, {int(facts['finding'] is not None)} findings",
         holds=calls >= least and facts["finding"] is None,
-        command=f"{start_of(variant)} -m proof.fuzz {' '.join(options)}",
+        command=f"{start_of(variant)} -m {' '.join([*part.program, *options])}",
         seconds=time.monotonic() - start,
         notes=facts["finding"] or part.notes,
     )

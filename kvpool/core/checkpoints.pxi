@@ -28,16 +28,17 @@ cdef void bundle_use(Tree* t, Blocks* b, const int32_t* ids, int32_t n) noexcept
 cdef void checkpoint_unlist(Tree* t, int32_t m) noexcept nogil:
     """A checkpoint may not leave."""
     if t.checkpoint[m].listed:
-        line_remove(&t.listed, t.link, m)
+        line_remove(&t.second if t.checkpoint[m].second else &t.listed, t.link, m)
         t.checkpoint[m].listed = False
 
 
 cdef void checkpoint_list(Tree* t, int32_t m) noexcept nogil:
     """Put a checkpoint, which may leave, where its stamp belongs. O(1) for one that was used now."""
-    cdef int32_t before = t.listed.tail
+    cdef Line* line = &t.second if t.checkpoint[m].second else &t.listed
+    cdef int32_t before = line.tail
     while before != NO_CHECKPOINT and t.checkpoint[before].stamp > t.checkpoint[m].stamp:
         before = t.link[before].prev
-    line_insert(&t.listed, t.link, m, before)
+    line_insert(line, t.link, m, before)
     t.checkpoint[m].listed = True
 
 
@@ -51,11 +52,26 @@ cdef void checkpoint_refresh(Tree* t, int32_t m) noexcept nogil:
         checkpoint_list(t, m)
 
 
+cdef void checkpoint_use(Tree* t, int32_t m) noexcept nogil:
+    """A hit uses a checkpoint. With the second one it is first class."""
+    checkpoint_unlist(t, m)
+    t.used += t.checkpoint[m].uses == 0
+    t.checkpoint[m].uses += t.checkpoint[m].uses < 2
+    t.checkpoint[m].second &= t.checkpoint[m].uses < 2
+
+
 # ---- from taking to dropping -------------------------------------------------------------------------------
 
-cdef int32_t checkpoint_new(Tree* t, int64_t position) noexcept nogil:
-    """There is always a free one: each has a bundle, or a node of its own."""
-    cdef int32_t m = t.free_checkpoint
+cdef int32_t checkpoint_new(Groups* gs, int64_t position) noexcept nogil:
+    """One that is free, or was until now the first to leave; NO_CHECKPOINT: none may leave."""
+    cdef Tree* t = gs.tree
+    cdef int32_t m
+    if t.free_checkpoint == NO_CHECKPOINT and t.fresh_checkpoint == t.checkpoint_room:
+        m = oldest_checkpoint(t)
+        if m == NO_CHECKPOINT:
+            return NO_CHECKPOINT
+        checkpoint_evict(gs, m)
+    m = t.free_checkpoint
     if m != NO_CHECKPOINT:
         t.free_checkpoint = t.link[m].next
     else:
@@ -66,13 +82,6 @@ cdef int32_t checkpoint_new(Tree* t, int64_t position) noexcept nogil:
     t.checkpoint[m].row = -1
     t.checkpoint[m].position = position
     return m
-
-
-cdef bint needs_entry(const LayerGroup* g, int64_t index, int64_t position) noexcept nogil:
-    """Whether a query at a position or later reads entry `index` of a window or chunk."""
-    if g.kind == WINDOW_LAYERS:
-        return index < g.kept or (index + 1) * g.block_size > position - g.reach + 1
-    return (index + 1) * g.block_size > position // g.reach * g.reach
 
 
 cdef void checkpoint_tails(Groups* gs, int32_t m, int32_t slot) noexcept nogil:
@@ -88,17 +97,15 @@ cdef void checkpoint_tails(Groups* gs, int32_t m, int32_t slot) noexcept nogil:
             if g.kind == FULL_LAYERS or not ends_at(t, g, k, t.node[n].depth):
                 continue
             index = t.node[n].depth // t.span[k] - 1
-            if not needs_entry(g, index, t.checkpoint[m].position):
+            if g.kept <= index < first_read(g, t.checkpoint[m].position):
                 continue
-            known = node_ids(t, n, k)
-            if slot >= 0:
-                if known[0] == NO_BLOCK:
-                    memcpy(known, group_row(g, slot) + index * g.columns, g.columns * sizeof(int32_t))
-                    tell_stored(t, g, k, n)
-                node_tails(t, n)[k] += 1
-                continue
-            node_tails(t, n)[k] -= 1
-            if node_tails(t, n)[k] == 0:
+            known = node_entry(t, n, k)
+            if slot >= 0 and known[0] == NO_BLOCK:
+                known[0] = group_row(g, slot)[index * g.columns]
+                known[1] = 0
+                tell_stored(t, g, k, n)
+            known[1] += 1 if slot >= 0 else -1
+            if known[1] == 0:
                 first = known[0]
                 known[0] = NO_BLOCK
                 tell_removed(t, k, n)
@@ -126,7 +133,7 @@ cdef bint row_has_tails(const Groups* gs, int32_t slot, int64_t position) noexce
         g = &gs.group[k]
         if g.kind == WINDOW_LAYERS or g.kind == CHUNK_LAYERS:
             last = min(<int64_t>g.seq[slot].gone, position // g.block_size) - 1     # hole before the position
-            if last >= g.kept and needs_entry(g, last, position):
+            if last >= max(<int64_t>g.kept, first_read(g, position)):
                 return False
     return True
 
@@ -255,6 +262,7 @@ cdef void publish_place(Groups* gs, int32_t slot, int32_t n, int64_t position) n
     cdef Tree* t = gs.tree
     cdef int32_t* taken = t.row[slot].taken
     cdef int32_t j = 0, m = NO_CHECKPOINT
+    cdef bint is_new
     if next_place(t, slot, position - 1) != position:
         return
     while j < MOST_TAKEN and (taken[j] == NO_CHECKPOINT or t.checkpoint[taken[j]].position != position):
@@ -264,15 +272,45 @@ cdef void publish_place(Groups* gs, int32_t slot, int32_t n, int64_t position) n
         forget_taken(t, slot, m)
     elif t.bundle_size:
         return                              # no bundle was to be had
-    if t.node[n].checkpoint != NO_CHECKPOINT:
-        checkpoint_refresh(t, t.node[n].checkpoint)
-    elif row_has_tails(gs, slot, position):
-        checkpoint_publish(gs, m if m != NO_CHECKPOINT else checkpoint_new(t, position), n, slot)
-        return
-    else:
-        t.skipped += 1
-    if m != NO_CHECKPOINT:
+    is_new = t.node[n].checkpoint == NO_CHECKPOINT and row_has_tails(gs, slot, position)
+    if is_new and m == NO_CHECKPOINT:
+        m = checkpoint_new(gs, position)
+    if is_new and m != NO_CHECKPOINT:
+        checkpoint_publish(gs, m, n, slot)
+    elif m != NO_CHECKPOINT:
         checkpoint_drop(gs, m)
+    if t.node[n].checkpoint == NO_CHECKPOINT:
+        t.skipped += 1
+        return
+    if not is_new:
+        checkpoint_refresh(t, t.node[n].checkpoint)
+    if t.two_classes:
+        classify(gs, slot, n, is_new)
+
+
+cdef void classify(Groups* gs, int32_t slot, int32_t n, bint is_new) noexcept nogil:
+    """A row has published a checkpoint, or has found one that was there. Which are second class now?"""
+    cdef Tree* t = gs.tree
+    cdef const RowPlaces* row = &t.row[slot]
+    cdef int64_t position = t.node[n].depth * t.block_size
+    cdef bint is_last = position == row.cut // t.grain * t.grain
+    cdef Checkpoint* checkpoint = &t.checkpoint[t.node[n].checkpoint]
+    if is_new and not is_last:
+        checkpoint.junction = position == row.junction // t.grain * t.grain
+        demote(t, t.node[n].checkpoint)
+    if not is_last or row.hit == 0:
+        return
+    while t.node[n].depth * t.block_size > row.hit:
+        n = t.node[n].parent
+    demote(t, t.node[n].checkpoint)
+
+
+cdef void demote(Tree* t, int32_t m) noexcept nogil:
+    """A checkpoint is second class from now on, unless it is a junction or was used twice."""
+    if m != NO_CHECKPOINT and not (t.checkpoint[m].junction or t.checkpoint[m].second or t.checkpoint[m].uses > 1):
+        checkpoint_unlist(t, m)
+        t.checkpoint[m].second = True
+        checkpoint_refresh(t, m)
 
 
 # ---- loads -------------------------------------------------------------------------------------------------
@@ -358,14 +396,15 @@ cdef void checkpoint_take(Groups* gs, const Step* p, GroupPlan** part, int32_t s
     cdef Blocks* b = gs.arena[0]
     cdef int32_t* taken = t.row[slot].taken
     cdef int32_t* ids
-    cdef int32_t j = 0, k, m
-    if taken[MOST_TAKEN - 1] != NO_CHECKPOINT or blocks_available(b) < t.bundle_size:
+    cdef int32_t j = 0, k, m = NO_CHECKPOINT
+    if taken[MOST_TAKEN - 1] == NO_CHECKPOINT and blocks_available(b) >= t.bundle_size:
+        m = checkpoint_new(gs, length)
+    if m == NO_CHECKPOINT:
         t.skipped += 1
         return
     tree_make_room(gs, 0, t.bundle_size)        # may drop one that the row has taken
     while taken[j] != NO_CHECKPOINT:
         j += 1
-    m = checkpoint_new(t, length)
     ids = checkpoint_bundle(t, m)
     taken[j] = m
     t.checkpoint[m].row = slot

@@ -561,15 +561,18 @@ cdef void groups_set_fences(Groups* gs, const Pending* pending) noexcept nogil:
 
 # ---- how a step ends ---------------------------------------------------------------------------------------
 
+cdef inline int64_t first_read(const LayerGroup* g, int64_t position) noexcept nogil:
+    """The first entry behind the kept ones that a query at a position or later reads."""
+    if g.kind == WINDOW_LAYERS:
+        return entry_at(g, max(position - g.reach + 1, <int64_t>0))
+    return entry_at(g, position // g.reach * g.reach) if g.kind == CHUNK_LAYERS else 0
+
+
 cdef void let_go(LayerGroup* g, int32_t slot, int64_t length) noexcept nogil:
     """Release the entries that no query reads after a step that ended at a length, which is due."""
-    cdef int64_t end, index, position = length - g.lookahead
+    cdef int64_t end = first_read(g, length - g.lookahead), index
     cdef int32_t* ids = group_row(g, slot)
     cdef int32_t first = max(g.kept, g.seq[slot].gone)
-    if g.kind == WINDOW_LAYERS:
-        end = entry_at(g, position - g.reach + 1)
-    else:
-        end = entry_at(g, position // g.reach * g.reach)
     for index in range(first * <int64_t>g.columns, end * g.columns):
         blocks_unref(g.blocks, ids[index])
         ids[index] = g.hole

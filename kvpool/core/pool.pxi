@@ -99,6 +99,8 @@ cdef class Pool:
     groups : sequence of kvpool.Group, optional
         Layer groups: layers that differ in what they read or in shape; see ``docs/groups.md``. Default: all layers
         read every token and share one table.
+    two_classes : bool, default False
+        With groups and a prefix cache: checkpoints inside of long prompts, and those of earlier turns, leave first.
 
     Attributes
     ----------
@@ -143,13 +145,17 @@ cdef class Pool:
 
     cdef int init(self, tuple given) except -1:
         (num_blocks, block_size, max_seqs, max_blocks_per_seq, reserved_blocks, watermark, in_order, seed, prefix_cache,
-         events, lookahead, groups, hash_bits) = given
+         events, lookahead, groups, two_classes, hash_bits) = given
         lookahead = to_int(lookahead, "Pool", "lookahead", 0, (<int64_t>1 << 31) - 1)
         self.init_blocks(num_blocks, block_size, reserved_blocks)
         if groups is not None:
             groups = read_groups(groups, self.state.blocks.block_size, lookahead)
         self.init_seqs(max_seqs, max_blocks_per_seq, watermark, groups)
         seed, events = self.init_index(seed, prefix_cache, events, hash_bits, groups is not None)
+        if not isinstance(two_classes, bool):
+            raise TypeError(f"[Pool] two_classes must be a bool, not {type(two_classes).__name__} ({two_classes!r})")
+        if two_classes and not (prefix_cache and groups):
+            raise ValueError("[Pool] two_classes are of checkpoints: they need groups and prefix_cache=True")
         if not isinstance(in_order, bool):
             raise TypeError(f"[Pool] in_order must be a bool, not {type(in_order).__name__} ({in_order!r})")
         self.state.next_step = 1
@@ -157,11 +163,11 @@ cdef class Pool:
         if groups is not None:
             self.init_groups(groups, lookahead)
             if prefix_cache:
-                self.init_tree(groups)
+                self.init_tree(groups, two_classes)
         self.options = PoolOptions(
             self.state.blocks.num_blocks, self.state.blocks.block_size, self.state.seqs.max_seqs,
             self.state.seqs.max_blocks, self.state.blocks.reserved, self.state.seqs.watermark, in_order, seed,
-            prefix_cache, events, lookahead, groups)
+            prefix_cache, events, lookahead, groups, two_classes)
         return 0
 
     cdef int init_groups(self, tuple groups, int64_t lookahead) except -1:
@@ -228,7 +234,7 @@ cdef class Pool:
                 raise MemoryError(f"[Pool] no memory for tables of group {k}: {s.max_seqs} rows of {width} ids")
         return 0
 
-    cdef int init_tree(self, tuple groups) except -1:
+    cdef int init_tree(self, tuple groups, bint two_classes) except -1:
         """The prefix cache of a pool with layer groups."""
         cdef Groups* gs = self.state.groups
         cdef int32_t[MAX_GROUPS] bundle
@@ -243,6 +249,7 @@ cdef class Pool:
         gs.tree = <Tree*>xcalloc(1, sizeof(Tree))
         if gs.tree == NULL or tree_init(gs.tree, gs, &self.state.index, bundle) != OK:
             raise MemoryError("[Pool] no memory for the prefix cache")
+        gs.tree.two_classes = two_classes
         return 0
 
     cdef int init_blocks(self, object num_blocks, object block_size, object reserved_blocks) except -1:

@@ -7,34 +7,52 @@ cdef inline bint has_full(const Groups* gs, int32_t n, int64_t depth) noexcept n
     """Whether a node has the entries of full groups that end there."""
     cdef const Tree* t = gs.tree
     cdef const LayerGroup* g
-    cdef int32_t k
+    cdef int32_t k, first
     for k in range(gs.num_groups):
         g = &gs.group[k]
-        if g.kind == FULL_LAYERS and ends_at(t, g, k, depth) and node_ids(t, n, k)[0] == NO_BLOCK:
-            return False
+        if g.kind == FULL_LAYERS and ends_at(t, g, k, depth):
+            first = node_entry(t, n, k)[0]
+            if first == NO_BLOCK:
+                return False
+            kv_prefetch(&g.blocks.block[first])
     return True
 
 
 cdef Hit tree_match(const Groups* gs, uint64_t root, uint64_t root_hash, const int32_t* tokens,
                     int64_t most) noexcept nogil:
-    """The longest hit of a prompt of which at most so many base blocks count; its path is in `path`."""
+    """The longest hit of a prompt of which at most so many base blocks count; its path is in `path`.
+
+    Passes as in `index_match`: hash and fetch the slots; fetch the candidates; prove, and fetch what a hit changes.
+    """
     cdef const Tree* t = gs.tree
     cdef Hit hit
-    cdef int64_t bs = t.block_size
-    cdef uint64_t h = root_hash
-    cdef int32_t n = NO_NODE, k, depth
+    cdef uint64_t[GROUP] hashes
+    cdef int64_t bs = t.block_size, first = 0, size
+    cdef int32_t n = NO_NODE, at, k, depth
     hit.known = hit.nodes = 0
     hit.checkpoint = NO_CHECKPOINT
-    while hit.known < most:
-        h = chain(t.index, h, tokens + hit.known * bs)
-        n = node_find(t, root, n, h, tokens + hit.known * bs)
-        if n == NO_NODE:
-            break
-        if not has_full(gs, n, hit.known + 1):
-            break
-        t.path[hit.known] = n
-        hit.known += 1
-    hit.digest = h
+    hit.digest = root_hash
+    while hit.known == first < most:
+        size = min(most - first, <int64_t>(GROUP if first else RAMP))
+        for k in range(size):
+            hit.digest = hashes[k] = chain(t.index, hit.digest, tokens + (first + k) * bs)
+            kv_prefetch(&t.slot[key_of(hashes[k]) & t.slot_mask])
+        for k in range(size):
+            at = t.slot[key_of(hashes[k]) & t.slot_mask]
+            if at == NO_NODE:
+                size = k + 1                # proved a miss: nothing behind it can hit
+                break
+            kv_prefetch(&t.node[at])
+            kv_prefetch(t.tokens + at * bs)
+            kv_prefetch(t.entry + <int64_t>at * t.width)
+            kv_prefetch(&t.unit[at])
+        for k in range(size):
+            n = node_find(t, root, n, hashes[k], tokens + hit.known * bs)
+            if n == NO_NODE or not has_full(gs, n, hit.known + 1):
+                break
+            t.path[hit.known] = n
+            hit.known += 1
+        first += size
     for depth in range(hit.known, 0, -1):
         n = t.path[depth - 1]
         if depth * bs % t.grain == 0 and (not t.needs_checkpoints or t.node[n].checkpoint != NO_CHECKPOINT):
@@ -48,15 +66,15 @@ cdef void count_own(const Groups* gs, const Hit* hit, int64_t* own) noexcept nog
     """Blocks of each arena that a hit takes out of what may leave."""
     cdef const Tree* t = gs.tree
     cdef const LayerGroup* g
-    cdef int32_t k, n, i, first
-    for i in range(hit.nodes):
-        n = t.path[i]
-        for k in range(gs.num_groups):
-            g = &gs.group[k]
-            if not ends_at(t, g, k, i + 1) or (g.kind != FULL_LAYERS and not needs_entry(
-                    g, (i + 1) // t.span[k] - 1, hit.nodes * t.block_size)):
+    cdef int64_t index, low
+    cdef int32_t k, first
+    for k in range(gs.num_groups):
+        g = &gs.group[k]
+        low = first_read(g, hit.nodes * t.block_size)
+        for index in range(hit.nodes // t.span[k] if g.kind != STATE_LAYERS else 0):
+            if g.kept <= index < low:
                 continue
-            first = node_ids(t, n, k)[0]
+            first = node_entry(t, t.path[(index + 1) * t.span[k] - 1], k)[0]
             if g.blocks.block[first].place == CACHED:
                 own[g.arena] += g.columns
     own[0] += cached_of(gs, hit.checkpoint)
@@ -95,7 +113,7 @@ cdef void open_group(Groups* gs, int32_t k, int32_t slot, const Hit* hit) noexce
     cdef Tree* t = gs.tree
     cdef LayerGroup* g = &gs.group[k]
     cdef int32_t* row = group_row(g, slot)
-    cdef int64_t position = hit.nodes * gs.block_size, index, entries
+    cdef int64_t index, entries, low = first_read(g, hit.nodes * gs.block_size)
     cdef int32_t gone = 0, c
     if g.kind == STATE_LAYERS:
         if hit.nodes:
@@ -103,7 +121,7 @@ cdef void open_group(Groups* gs, int32_t k, int32_t slot, const Hit* hit) noexce
         return
     entries = hit.nodes // t.span[k]
     for index in range(entries):
-        if g.kind == FULL_LAYERS or needs_entry(g, index, position):
+        if not g.kept <= index < low:
             entry_share(t, g, k, t.path[(index + 1) * t.span[k] - 1], row + index * g.columns)
             continue
         for c in range(g.columns):
@@ -130,8 +148,7 @@ cdef void tree_begin(Groups* gs, int32_t slot, const Ints* tokens, const Hit* hi
         if g.kind != STATE_LAYERS:
             open_group(gs, k, slot, hit)
     if hit.checkpoint != NO_CHECKPOINT:
-        t.used += not t.checkpoint[hit.checkpoint].used
-        t.checkpoint[hit.checkpoint].used = True
+        checkpoint_use(t, hit.checkpoint)
         if t.state_group >= 0:
             open_group(gs, t.state_group, slot, hit)
             begin_load(gs, slot, hit.checkpoint)
@@ -370,7 +387,7 @@ cdef void node_flush(Groups* gs, int32_t n) noexcept nogil:
     for k in range(gs.num_groups):
         g = &gs.group[k]
         if g.kind == FULL_LAYERS and ends_at(t, g, k, t.node[n].depth):
-            known = node_ids(t, n, k)
+            known = node_entry(t, n, k)
             first = known[0]
             known[0] = NO_BLOCK
             if first != NO_BLOCK:

@@ -5,6 +5,7 @@ cdef enum:
     NO_CHECKPOINT = -1
     TAIL_TOKENS = 16            # at the end of a prompt, which the next turn may rewrite unless it is told
     MOST_TAKEN = 2              # checkpoints that a row has taken and `commit` has not published
+    NODES_PER_CHECKPOINT = 4    # there is room for
 
 cdef enum:                      # Node.place: where its unit is
     NOWHERE                     # no entry of a full group is idle
@@ -37,9 +38,11 @@ cdef struct Checkpoint:
     int32_t node                # NO_NODE: not published
     int32_t row                 # slot that has it in `taken`, -1: none
     int32_t loads               # loads that are not done yet
-    bint listed                 # it may leave
-    bint used                   # by a hit
-    bint orphan                 # flushed while it was loaded: it goes when the load is done
+    uint8_t uses                # hits, at most 2 are counted
+    uint8_t listed              # it may leave
+    uint8_t orphan              # flushed while it was loaded: it goes when the load is done
+    uint8_t junction            # of two classes: it never becomes second class
+    uint8_t second              # it is second class
 
 
 cdef struct Link:               # of a line; of what is not in use: `next` is the next free one
@@ -65,15 +68,15 @@ cdef struct RowPlaces:          # what the tree knows of a row beside SeqPrefix
 #   users == what the comment says; a node in use has users > 0, and so has its parent
 #   place != NOWHERE  <=>  idle > 0; COLD  <=>  besides below == 0
 #   below == number of published checkpoints on whose path the node is
-#   tails == number of published checkpoints that need the entry
+#   an entry of a window or chunk is canonical  <=>  published checkpoints need it, as many as the node says
 #   a block is CACHED  <=>  nobody refers to it and it is in a canonical entry, a bundle or a tail
 cdef struct Tree:
     Index* index                # namespaces, uids, seed of the hash, events, counters of use
     Node* node                  # [room]
     Link* unit                  # [room] of the unit of a node
     int32_t* tokens             # [room, block_size]
-    int32_t* ids                # [room, width] canonical entries that end at the node; first id NO_BLOCK: absent
-    int32_t* tails              # [room, num_groups] published checkpoints that need the entry of a window or chunk
+    int32_t* entry              # [room, width] first blocks of canonical entries that end at the node, NO_BLOCK: absent;
+                                # behind that of a window or chunk how many published checkpoints need it
     uint8_t* key                # [room, 16] content keys, NULL: nobody wants events
     int32_t* slot               # [slot_mask + 1] nodes by hash, linear probing, NO_NODE: empty
     int32_t* stands_for[MAX_ARENAS]     # [num_blocks] node of a committed entry, by each of its ids
@@ -88,18 +91,18 @@ cdef struct Tree:
     int32_t* scratch            # [grain] tokens
     int32_t* load               # [slots of the first state group] checkpoint to be copied there
     int64_t* load_step          # the pending step that does it, 0: none yet
-    int32_t[MAX_GROUPS] offset  # of a group's entry in ids; of its states in a bundle
+    int32_t[MAX_GROUPS] offset  # of a group's entry at a node; of its states in a bundle
     int32_t[MAX_GROUPS] span    # base blocks of an entry; blocks of its states in a bundle
     Line cold                   # units
     Line warm
     Line listed                 # checkpoints that may leave
+    Line second                 # of two classes: those of the second
     int64_t clock
     int32_t num_loads           # that are not done
     int32_t num_saves           # checkpoints whose step is pending
     int64_t spacing             # of checkpoints inside a long prompt, 0: none there
     int64_t grain               # hits are multiples of it
     int64_t block_size
-    int32_t num_groups
     int32_t width
     int32_t room
     int32_t num_nodes           # that can be found
@@ -114,6 +117,7 @@ cdef struct Tree:
     uint32_t slot_mask
     bint needs_checkpoints      # some group is not full
     bint can_restore            # every state group has bundles
+    bint two_classes            # of checkpoints
     int64_t taken               # counters of use: checkpoints that a step saved,
     int64_t published
     int64_t used                # by a hit, each counted once

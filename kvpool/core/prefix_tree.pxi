@@ -21,8 +21,7 @@ cdef void tree_free(Tree* t) noexcept nogil:
     xfree(t.node)
     xfree(t.unit)
     xfree(t.tokens)
-    xfree(t.ids)
-    xfree(t.tails)
+    xfree(t.entry)
     xfree(t.key)
     xfree(t.slot)
     xfree(t.checkpoint)
@@ -43,7 +42,6 @@ cdef void tree_sizes(Tree* t, const Groups* gs, const int32_t* bundle_of) noexce
     cdef int64_t tails = 0
     cdef int32_t k
     t.block_size = gs.block_size
-    t.num_groups = gs.num_groups
     t.grain = 1
     t.can_restore = True
     t.state_group = -1
@@ -61,7 +59,7 @@ cdef void tree_sizes(Tree* t, const Groups* gs, const int32_t* bundle_of) noexce
         t.span[k] = 1 << g.scale
         t.grain = max(t.grain, <int64_t>t.span[k])
         t.offset[k] = t.width
-        t.width += g.columns
+        t.width += 1 if g.kind == FULL_LAYERS else 2
         if g.kind == FULL_LAYERS:
             kv += <double>g.columns / t.span[k]
         else:
@@ -72,9 +70,9 @@ cdef void tree_sizes(Tree* t, const Groups* gs, const int32_t* bundle_of) noexce
         while t.spacing * kv < 3.0 * (t.bundle_size + tails) * gs.block_size:
             t.spacing *= 2
     t.room = nodes_for(t, gs)
-    t.checkpoint_room = t.room if t.needs_checkpoints else 1
+    t.checkpoint_room = t.room // NODES_PER_CHECKPOINT + 1 if t.needs_checkpoints else 1
     if t.bundle_size:
-        t.checkpoint_room = gs.arena[0].num_blocks // t.bundle_size + 1
+        t.checkpoint_room = min(t.checkpoint_room, gs.arena[0].num_blocks // t.bundle_size + 1)
 
 
 cdef int32_t nodes_for(const Tree* t, const Groups* gs) noexcept nogil:
@@ -109,8 +107,7 @@ cdef int tree_init(Tree* t, const Groups* gs, Index* index, const int32_t* bundl
     t.node = <Node*>xcalloc(t.room, sizeof(Node))
     t.unit = <Link*>xcalloc(t.room, sizeof(Link))
     t.tokens = <int32_t*>xcalloc(t.room, t.block_size * sizeof(int32_t))
-    t.ids = <int32_t*>xcalloc(t.room, max(t.width, 1) * sizeof(int32_t))
-    t.tails = <int32_t*>xcalloc(t.room, t.num_groups * sizeof(int32_t))
+    t.entry = <int32_t*>xcalloc(t.room, max(t.width, 1) * sizeof(int32_t))
     t.key = <uint8_t*>xcalloc(t.room, 16) if index.ring.limit else NULL
     t.slot = <int32_t*>xmalloc(slots * sizeof(int32_t))
     t.checkpoint = <Checkpoint*>xcalloc(t.checkpoint_room, sizeof(Checkpoint))
@@ -119,7 +116,7 @@ cdef int tree_init(Tree* t, const Groups* gs, Index* index, const int32_t* bundl
     t.row = <RowPlaces*>xcalloc(gs.seqs.max_seqs, sizeof(RowPlaces))
     t.path = <int32_t*>xcalloc(n, sizeof(int32_t))
     t.scratch = <int32_t*>xcalloc(t.grain, sizeof(int32_t))
-    if (t.node == NULL or t.unit == NULL or t.tokens == NULL or t.ids == NULL or t.tails == NULL
+    if (t.node == NULL or t.unit == NULL or t.tokens == NULL or t.entry == NULL
             or (t.key == NULL and index.ring.limit) or t.slot == NULL or t.checkpoint == NULL or t.link == NULL
             or t.bundle == NULL or t.row == NULL or t.path == NULL or t.scratch == NULL):
         return NO_MEMORY
@@ -158,6 +155,7 @@ cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil:
     line_init(&t.cold)
     line_init(&t.warm)
     line_init(&t.listed)
+    line_init(&t.second)
     t.free_node = t.free_checkpoint = NO_NODE
     t.fresh_node = t.fresh_checkpoint = 0
     t.num_nodes = t.num_checkpoints = t.num_loads = t.num_saves = 0
@@ -165,8 +163,7 @@ cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil:
 
 cdef int64_t tree_nbytes(const Tree* t, const Groups* gs) noexcept nogil:
     """Bytes of the tree itself."""
-    cdef int64_t per_node = (sizeof(Node) + sizeof(Link) + (t.block_size + t.width + t.num_groups) * 4
-                             + (16 if t.key != NULL else 0))
+    cdef int64_t per_node = (sizeof(Node) + sizeof(Link) + (t.block_size + t.width) * 4 + (16 if t.key != NULL else 0))
     cdef int64_t found = t.room * per_node + (t.slot_mask + <int64_t>1) * 4
     cdef int32_t k
     for k in range(gs.num_arenas):
@@ -231,13 +228,9 @@ cdef void unit_refresh(Tree* t, int32_t n) noexcept nogil:
 
 # ---- nodes -------------------------------------------------------------------------------------------------
 
-cdef inline int32_t* node_ids(const Tree* t, int32_t n, int32_t group) noexcept nogil:
-    """The canonical entry of a group at a node."""
-    return t.ids + <int64_t>n * t.width + t.offset[group]
-
-
-cdef inline int32_t* node_tails(const Tree* t, int32_t n) noexcept nogil:
-    return t.tails + <int64_t>n * t.num_groups
+cdef inline int32_t* node_entry(const Tree* t, int32_t n, int32_t group) noexcept nogil:
+    """The first block of the canonical entry of a group at a node; behind it who needs it, if it is not full."""
+    return t.entry + <int64_t>n * t.width + t.offset[group]
 
 
 cdef inline uint8_t* node_key(const Tree* t, int32_t n) noexcept nogil:
@@ -303,7 +296,7 @@ cdef int32_t node_new(Groups* gs, uint64_t root, int32_t parent, uint64_t hash, 
     cdef Node* node
     cdef int32_t n
     while t.free_node == NO_NODE and t.fresh_node == t.room:
-        if not evict_any(gs):
+        if not evict_next(gs, True, True):
             return NO_NODE
     n = t.free_node
     if n != NO_NODE:
@@ -323,8 +316,7 @@ cdef int32_t node_new(Groups* gs, uint64_t root, int32_t parent, uint64_t hash, 
         node.depth += t.node[parent].depth
         t.node[parent].users += 1
     memcpy(t.tokens + n * t.block_size, tokens, t.block_size * sizeof(int32_t))
-    memset(t.ids + <int64_t>n * t.width, 0xFF, t.width * sizeof(int32_t))
-    memset(node_tails(t, n), 0, t.num_groups * sizeof(int32_t))
+    memset(t.entry + <int64_t>n * t.width, 0xFF, t.width * sizeof(int32_t))
     at = key_of(hash) & t.slot_mask
     while t.slot[at] != NO_NODE:
         at = (at + 1) & t.slot_mask
@@ -361,12 +353,12 @@ cdef void tell_removed(Tree* t, int32_t k, int32_t n) noexcept nogil:
 
 cdef inline bint ends_at(const Tree* t, const LayerGroup* g, int32_t k, int64_t depth) noexcept nogil:
     """Whether an entry of a group ends with so many base blocks."""
-    return g.kind != STATE_LAYERS and depth % t.span[k] == 0
+    return g.kind != STATE_LAYERS and depth & (t.span[k] - 1) == 0
 
 
 cdef void entry_commit(Tree* t, LayerGroup* g, int32_t k, const int32_t* ids, int32_t n) noexcept nogil:
     """An entry in use stands for a node from now on, and is its canonical one if it has none."""
-    cdef int32_t* known = node_ids(t, n, k)
+    cdef int32_t* known = node_entry(t, n, k)
     cdef int32_t c
     for c in range(g.columns):
         g.blocks.block[ids[c]].committed = CANONICAL
@@ -375,7 +367,7 @@ cdef void entry_commit(Tree* t, LayerGroup* g, int32_t k, const int32_t* ids, in
         t.column_after[g.arena][ids[c]] = ids[c + 1] if c + 1 < g.columns else NO_BLOCK
     t.node[n].users += 1
     if g.kind == FULL_LAYERS and known[0] == NO_BLOCK:
-        memcpy(known, ids, g.columns * sizeof(int32_t))
+        known[0] = ids[0]
         tell_stored(t, g, k, n)
     elif g.kind == FULL_LAYERS:
         t.index.duplicates += 1
@@ -399,17 +391,15 @@ cdef void entry_blank(Tree* t, LayerGroup* g, int32_t first) noexcept nogil:
 
 cdef void entry_left(Tree* t, LayerGroup* g, int32_t k, int32_t first) noexcept nogil:
     """Nobody refers to a committed entry any more."""
-    cdef int32_t n = t.stands_for[g.arena][first], id = first, c
+    cdef int32_t n = t.stands_for[g.arena][first]
     cdef Node* node = &t.node[n]
-    cdef int32_t* known = node_ids(t, n, k)
+    cdef int32_t* known = node_entry(t, n, k)
     if node.root == 0 or (g.kind != FULL_LAYERS and known[0] != first):
         entry_blank(t, g, first)
     if node.root == 0 or g.kind != FULL_LAYERS:
         return
     if known[0] == NO_BLOCK:                    # the canonical one is gone: this one takes its place
-        for c in range(g.columns):
-            known[c] = id
-            id = t.column_after[g.arena][id]
+        known[0] = first
         tell_stored(t, g, k, n)
     node.idle += known[0] == first
     unit_refresh(t, n)
@@ -442,13 +432,13 @@ cdef void tree_settle(Groups* gs) noexcept nogil:
 
 cdef void entry_share(Tree* t, LayerGroup* g, int32_t k, int32_t n, int32_t* ids) noexcept nogil:
     """Another row refers to the canonical entry of a node."""
-    cdef const int32_t* known = node_ids(t, n, k)
-    cdef bint was_idle = g.blocks.block[known[0]].place == CACHED
-    cdef int32_t c
+    cdef int32_t id = node_entry(t, n, k)[0], c
+    cdef bint was_idle = g.blocks.block[id].place == CACHED
     for c in range(g.columns):
-        ids[c] = known[c]
-        t.seen[g.arena][known[c]] = 0
-        blocks_touch(g.blocks, known[c])
+        ids[c] = id
+        t.seen[g.arena][id] = 0
+        blocks_touch(g.blocks, id)
+        id = t.column_after[g.arena][id]
     if was_idle and g.kind == FULL_LAYERS:
         t.node[n].idle -= 1
         if t.node[n].idle == 0:
@@ -471,9 +461,9 @@ cdef void unit_evict(Groups* gs, int32_t n) noexcept nogil:
     node.idle = 0
     for k in range(gs.num_groups):
         g = &gs.group[k]
-        if g.kind != FULL_LAYERS or node.depth % t.span[k]:
+        if g.kind != FULL_LAYERS or not ends_at(t, g, k, node.depth):
             continue
-        known = node_ids(t, n, k)
+        known = node_entry(t, n, k)
         first = known[0]
         if first != NO_BLOCK and g.blocks.block[first].place == CACHED:
             known[0] = NO_BLOCK
@@ -489,20 +479,30 @@ cdef void checkpoint_evict(Groups* gs, int32_t m) noexcept nogil:
     checkpoint_drop(gs, m)
 
 
-cdef inline bint unit_is_older(const Tree* t) noexcept nogil:
-    """Whether the oldest unit that a checkpoint needs was used before the oldest checkpoint."""
-    return t.node[t.warm.head].stamp < t.checkpoint[t.listed.head].stamp
+cdef inline bint is_crowded(const Tree* t) noexcept nogil:
+    """Whether more than a quarter of the checkpoints that may leave are second class."""
+    return 3 * <int64_t>t.second.size > t.listed.size
 
 
-cdef bint evict_any(Groups* gs) noexcept nogil:
-    """Evict what leaves first of all."""
+cdef int32_t oldest_checkpoint(const Tree* t) noexcept nogil:
+    """The checkpoint that leaves first, NO_CHECKPOINT: none may leave."""
+    cdef int32_t first = t.listed.head, second = t.second.head
+    if is_crowded(t) or second != NO_CHECKPOINT and t.checkpoint[second].stamp < t.checkpoint[first].stamp:
+        return second
+    return first
+
+
+cdef bint evict_next(Groups* gs, bint has_units, bint has_checkpoints) noexcept nogil:
+    """Evict what leaves first of the units, of the checkpoints, or of both. Returns whether anything may leave."""
     cdef Tree* t = gs.tree
-    if t.cold.size:
+    cdef int32_t m = oldest_checkpoint(t) if has_checkpoints else NO_CHECKPOINT
+    if has_units and t.cold.size:
         unit_evict(gs, t.cold.head)
-    elif t.warm.size and (t.listed.size == 0 or unit_is_older(t)):
+    elif has_units and t.warm.size and (m == NO_CHECKPOINT or not is_crowded(t)
+                                        and t.node[t.warm.head].stamp < t.checkpoint[m].stamp):
         unit_evict(gs, t.warm.head)
-    elif t.listed.size:
-        checkpoint_evict(gs, t.listed.head)
+    elif m != NO_CHECKPOINT:
+        checkpoint_evict(gs, m)
     else:
         return False
     return True
@@ -523,12 +523,7 @@ cdef void tree_make_room(Groups* gs, int32_t arena, int64_t n) noexcept nogil:
     if not (has_units or has_checkpoints):      # slots of states: what was blank is taken already, nothing is kept
         return
     while b.num_blank < n:
-        if has_units and t.cold.size:
-            unit_evict(gs, t.cold.head)
-        elif has_units and t.warm.size and (not has_checkpoints or t.listed.size == 0 or unit_is_older(t)):
-            unit_evict(gs, t.warm.head)
-        else:
-            checkpoint_evict(gs, t.listed.head)
+        evict_next(gs, has_units, has_checkpoints)
 
 
 # ---- audit -------------------------------------------------------------------------------------------------
@@ -551,10 +546,10 @@ cdef uint64_t tree_fingerprint(const Tree* t, uint64_t h) noexcept nogil:
             for k in range(t.block_size):
                 h = mix(h, t.tokens[n * t.block_size + k])
             for k in range(t.width):
-                h = mix(h, <uint32_t>t.ids[<int64_t>n * t.width + k])
+                h = mix(h, <uint32_t>t.entry[<int64_t>n * t.width + k])
     h = line_fingerprint(&t.cold, t.unit, h)
     h = line_fingerprint(&t.warm, t.unit, h)
-    h = line_fingerprint(&t.listed, t.link, h)
+    h = line_fingerprint(&t.second, t.link, line_fingerprint(&t.listed, t.link, h))
     for n in range(t.fresh_checkpoint):
         h = mix(mix(h, t.checkpoint[n].position), <uint64_t>t.checkpoint[n].node)
     return h
@@ -584,10 +579,10 @@ cdef bint check_node(const Groups* gs, int32_t n, char* finding) noexcept nogil:
         g = &gs.group[k]
         if not ends_at(t, g, k, node.depth):
             continue
-        first = node_ids(t, n, k)[0]
-        if (first != NO_BLOCK) != (node_tails(t, n)[k] > 0) and g.kind != FULL_LAYERS:
+        first = node_entry(t, n, k)[0]
+        if g.kind != FULL_LAYERS and (first != NO_BLOCK) != (node_entry(t, n, k)[1] > 0):
             return snprintf(finding, FINDING, b"node %d has entry %d of group %d, which %d checkpoints need", n, first,
-                            k, node_tails(t, n)[k]) > 0
+                            k, node_entry(t, n, k)[1]) > 0
         if first == NO_BLOCK:
             continue
         if t.stands_for[g.arena][first] != n or t.role[g.arena][first] != 1 + k:

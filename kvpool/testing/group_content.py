@@ -2,10 +2,10 @@
 
 Every token gets a stamp, which stands for all tokens of its sequence up to it, and every sequence remembers its stamps.
 So a hit in the prefix cache is right if its blocks hold the stamps of the prompt. A plan is executed as late as a
-backend may run, when its `done` passes: copies and loads of states, reads of states, writes, then reads of whatever its
-queries may read, then saves of states. Its arrays are read at that moment, not when the step was issued. A block that is
-handed out is poisoned at once, so whoever still reads it is robbed. A step that is rolled back leaves garbage where it
-was going to write.
+backend may run, when its `done` passes: copies and loads of states, reads of states, writes, then reads of whatever
+its queries may read, then saves of states. Its arrays are read at that moment, not when the step was issued. A block
+that is handed out is poisoned at once, so whoever still reads it is robbed. A step that is rolled back leaves garbage
+where it was going to write.
 """
 
 from __future__ import annotations

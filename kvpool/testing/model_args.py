@@ -38,6 +38,13 @@ def own(call: str, value: Any) -> Any:
     return value
 
 
+def boolean(call: str, name: str, value: Any) -> bool:
+    """A flag."""
+    if not isinstance(value, bool):
+        raise TypeError(f"[{call}] {name} is a {type(value).__name__}, a bool is needed")
+    return value
+
+
 def integer(call: str, name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
     """Return `value` as an int within ``low .. high``; bools and floats are a TypeError."""
     if isinstance(value, bool):

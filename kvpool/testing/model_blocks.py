@@ -100,8 +100,7 @@ class BlockModel(BlockSet):
         watermark = args.integer("Pool", "watermark", watermark, 0, unreserved)
         if max_blocks_per_seq is None:
             max_blocks_per_seq = min(unreserved, max(1, 2**27 // max_seqs))
-        if not isinstance(in_order, bool):
-            raise TypeError(f"[Pool] in_order is a {type(in_order).__name__}, a bool is needed")
+        args.boolean("Pool", "in_order", in_order)
         if seed is not None:
             args.integer("Pool", "seed", seed, 0, 2**64 - 1)
         self.num_blocks = num_blocks

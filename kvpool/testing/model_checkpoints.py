@@ -22,6 +22,7 @@ from kvpool.testing.model_groups import HOLE, Arena, GroupModel, Layers, Table
 from kvpool.testing.model_plan import Sequence
 
 MOST_TAKEN = 2  #: checkpoints that a row has taken and not published
+NODES_PER_CHECKPOINT = 4  #: that there is room for
 TAIL = 16  #: tokens at the end of a prompt that the next turn may rewrite, unless `cut` says more
 
 
@@ -47,6 +48,8 @@ class Checkpoint:
     tails: list[Entry] = field(default_factory=list)  #: entries of windows and chunks, of a published one
     node: Node | None = None
     uses: int = 0
+    is_junction: bool = False  #: of two classes: it never becomes second class
+    is_second: bool = False
 
 
 @dataclass(eq=False)
@@ -68,6 +71,8 @@ class Known:
 
     node: Node | None = None  #: of its last committed base block
     wanted: list[int] = field(default_factory=list)  #: where checkpoints are taken
+    hit: int = 0
+    junction: int = 0
 
 
 @dataclass(eq=False)
@@ -108,7 +113,7 @@ class CachedArena(Arena):
         return self._blank.pop()
 
     def _leave(self, block: int) -> None:
-        self._pool.block_left(self, block)
+        self._pool.left.append((self, block))
 
     @public_call
     def _blocks_incref(self, ids: Any) -> None:
@@ -145,9 +150,11 @@ class CheckpointModel(GroupModel):
 
     arena_class, may_cache = CachedArena, True
 
-    def __init__(self, *sizes: Any, **options: Any) -> None:
+    def __init__(self, *sizes: Any, two_classes: bool = False, **options: Any) -> None:
         self._marks = dict.fromkeys(("taken", "published", "used", "skipped", "evicted"), 0)
+        args.boolean("Pool", "two_classes", two_classes)
         super().__init__(*sizes, **options)
+        self.options = self.options._replace(two_classes=two_classes)
         room = self.arenas[0].num_blocks - self.arenas[0]._reserved
         if self._bundle_size > room:
             self.shutdown()
@@ -160,6 +167,7 @@ class CheckpointModel(GroupModel):
         self._entries: dict[tuple[int, int], Entry] = {}  # (arena, block) -> committed entry
         self._taken: list[Checkpoint] = []  # all checkpoints
         self._loads: list[Load] = []
+        self.left: list[tuple[Arena, int]] = []  # blocks that nobody names since the last call
         self._told: set[tuple[int, int, tuple[int, ...]]] = set()  # what events have told of
         self._told_keys: dict[tuple[int, int, tuple[int, ...]], bytes] = {}
         kv = self._with_entries
@@ -168,6 +176,33 @@ class CheckpointModel(GroupModel):
         self._tailed = [layer for layer in kv if layer.kind != "full"]
         self._states = [layer for layer in self.layers if layer.kind == "state"]
         self._is_cut = len(self._full) < len(self.layers)  # a hit needs a checkpoint
+        self._most_marks = self._most_nodes() // NODES_PER_CHECKPOINT + 1
+
+    def _most_nodes(self) -> int:
+        """Base blocks of all that full groups hold, and of one entry of each row."""
+        per_arena: dict[int, int] = {}
+        for layer in self._full:
+            held = layer.arena.num_blocks // layer.columns * (layer.block_size // self.block_size)
+            per_arena[layer.arena._number] = max(held, per_arena.get(layer.arena._number, 0))
+        return (sum(per_arena.values()) or 2**20) + self.options.max_seqs * (self._grain // self.block_size)
+
+    def _has_room(self) -> bool:
+        """Whether there is room for one more checkpoint, if what may leave makes room."""
+        free = [mark for mark in self._taken if self._is_free(mark)]
+        is_full = len(self._taken) == self._most_marks
+        if is_full and free:
+            self._evict_mark(min(self._crowd(free) or free, key=lambda mark: mark.stamp))
+        return bool(free) or not is_full
+
+    @staticmethod
+    def _crowd(free: list[Checkpoint]) -> list[Checkpoint]:
+        """The second class, if it is more than a quarter of the checkpoints that may leave."""
+        second = [mark for mark in free if mark.is_second]
+        return second if 4 * len(second) > len(free) else []
+
+    def _evict_mark(self, mark: Checkpoint) -> None:
+        self._drop(mark)
+        self._marks["evicted"] += 1
 
     def _tick(self) -> int:
         self._clock += 1
@@ -230,13 +265,12 @@ class CheckpointModel(GroupModel):
             return
         homes = {layer.arena._number for layer in self._tailed} | ({0} if self._bundle_size else set())
         marks = [mark for mark in self._taken if self._is_free(mark)] if arena._number in homes else []
-        victims: list[Any] = [*units, *marks]
+        victims: list[Any] = self._crowd(marks) or [*units, *marks]
         victim = min(victims, key=lambda one: one.stamp)
         if isinstance(victim, Node):
             self._evict_unit(victim)
         else:
-            self._drop(victim)
-            self._marks["evicted"] += 1
+            self._evict_mark(victim)
 
     @property
     def _bundle_size(self) -> int:
@@ -244,8 +278,7 @@ class CheckpointModel(GroupModel):
 
     def _evict_unit(self, node: Node) -> None:
         if node.checkpoint is not None and self._is_free(node.checkpoint):
-            self._drop(node.checkpoint)
-            self._marks["evicted"] += 1
+            self._evict_mark(node.checkpoint)
         for group, entry in list(node.kv.items()):
             if not self._is_idle(entry):
                 continue
@@ -300,8 +333,16 @@ class CheckpointModel(GroupModel):
     def _stands(self, node: Node) -> bool:
         return any(entry.node is node for entry in self._entries.values())
 
-    def block_left(self, arena: Arena, block: int) -> None:
-        """Nobody names a block any more."""
+    def _drain(self) -> None:
+        """Close what was deferred; then see to the blocks that nobody names since the last call, arena by arena."""
+        super()._drain()
+        left, self.left = self.left, []
+        for arena, block in sorted(left, key=lambda one: one[0]._number):
+            self._block_left(arena, block)
+        if left:
+            self._tell()
+
+    def _block_left(self, arena: Arena, block: int) -> None:
         entry = self._entries.get((arena._number, block))
         if entry is None:
             arena._blank.append(block)
@@ -405,7 +446,8 @@ class CheckpointModel(GroupModel):
         self._make_room(rest)
         for layer, count in rest:
             seq.tables[layer.index].entries.extend(self._take_entry(layer) for _ in range(count))
-        seq.known.wanted = self._positions(hit, path, place)
+        seq.known.wanted, seq.known.hit = self._positions(hit, path, place), hit
+        seq.known.junction = min(len(path) * self.block_size, place) // self._grain * self._grain
         for name, count in (("queries", 1), ("query_tokens", len(prompt)), ("hit_tokens", hit)):
             self._use[name] += count
         shown = [table.entries for table in seq.tables]
@@ -460,6 +502,7 @@ class CheckpointModel(GroupModel):
         if mark is not None:
             mark.stamp = self._tick()
             mark.uses += 1
+            mark.is_second &= mark.uses < 2
             self._marks["used"] += mark.uses == 1
         if mark is not None and self._states:
             slots = {}
@@ -490,7 +533,7 @@ class CheckpointModel(GroupModel):
             child.root, child.tokens = parent.root, list(parent.tokens)
             child.forked_in = self._fork_in(parent)
             known = parent.known
-            child.known = Known(known.node, list(known.wanted))
+            child.known = Known(known.node, list(known.wanted), known.hit, known.junction)
         return children
 
     def _lose_in(self, layer: Any, seq: Sequence, n: int, left: int) -> None:
@@ -570,8 +613,13 @@ class CheckpointModel(GroupModel):
                 self._marks["skipped"] += 1
             if mark is not None:
                 self._drop(mark)
+            if node.checkpoint is not None:
+                self._supersede(seq, position)
             return
         if mark is None:
+            if not self._has_room():
+                self._marks["skipped"] += 1
+                return
             mark = Checkpoint(position, {}, 0, None, None)
             self._taken.append(mark)
         self._marks["published"] += 1
@@ -584,6 +632,22 @@ class CheckpointModel(GroupModel):
             if self._is_unit_idle(above) and self._below(above) == 1:
                 above.stamp = self._tick()
             above = above.parent
+        if position < seq.known.wanted[-1]:
+            mark.is_junction = position == seq.known.junction
+            self._demote(mark)
+        self._supersede(seq, position)
+
+    def _supersede(self, seq: Sequence, position: int) -> None:
+        """The row has its last checkpoint: the one that it began at is second class."""
+        node = seq.known.node
+        while node is not None and len(node.prefix) > seq.known.hit:
+            node = node.parent
+        if position == seq.known.wanted[-1] and node is not None:
+            self._demote(node.checkpoint)
+
+    def _demote(self, mark: Checkpoint | None) -> None:
+        if self.options.two_classes and mark and not (mark.is_junction or mark.is_second or mark.uses > 1):
+            mark.is_second, mark.stamp = True, self._tick()
 
     def _tails(self, seq: Sequence, position: int) -> list[Entry] | None:
         """What a row has of windows and chunks that a hit at a position needs; None: not all of it."""
@@ -628,7 +692,7 @@ class CheckpointModel(GroupModel):
         """The row ends where a checkpoint is wanted."""
         home = self.arenas[0]
         taken = [mark for mark in self._taken if mark.owner == seq.handle]
-        if len(taken) == MOST_TAKEN or self._bundle_size > home._available():
+        if len(taken) == MOST_TAKEN or self._bundle_size > home._available() or not self._has_room():
             self._marks["skipped"] += 1
             return
         bundles = {layer.index: [home._take() for _ in range(layer.group.blocks)] for layer in self._states}

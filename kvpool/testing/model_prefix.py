@@ -46,8 +46,7 @@ class PrefixModel(SequenceModel):
     def __init__(
         self, *sizes: Any, prefix_cache: bool = False, events: int = 0, _hash_bits: int = 64, **options: Any
     ) -> None:
-        if not isinstance(prefix_cache, bool):
-            raise TypeError(f"[Pool] prefix_cache is a {type(prefix_cache).__name__}, a bool is needed")
+        args.boolean("Pool", "prefix_cache", prefix_cache)
         args.integer("Pool", "events", events, 0, 2**31 - 1)
         args.integer("Pool", "_hash_bits", _hash_bits, 0, 64)
         if events and not prefix_cache:

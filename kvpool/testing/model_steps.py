@@ -17,8 +17,12 @@ from kvpool.testing.model_prefix import PrefixModel
 class StepModel(PrefixModel):
     """`PrefixModel` with steps: a whole pool with one table per sequence."""
 
-    def __init__(self, *sizes: Any, groups: None = None, lookahead: int = 0, **options: Any) -> None:
+    def __init__(
+        self, *sizes: Any, groups: None = None, lookahead: int = 0, two_classes: bool = False, **options: Any
+    ) -> None:
         args.integer("Pool", "lookahead", lookahead, 0)
+        if args.boolean("Pool", "two_classes", two_classes):
+            raise ValueError("[Pool] two_classes needs groups and prefix_cache=True")
         super().__init__(*sizes, **options)
 
     # ---- what a step needs --------------------------------------------------------------------------------

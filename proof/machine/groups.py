@@ -59,6 +59,7 @@ def pool_options(draw: Callable[..., Any]) -> dict[str, Any]:
         "groups": groups,
         "prefix_cache": cached,
         "events": draw(st.sampled_from([0, 10_000])) if cached else 0,
+        "two_classes": cached and draw(st.booleans()),
     }
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import kvpool
 from kvpool.groups import Group
@@ -31,6 +31,19 @@ POOLS: tuple[dict[str, Any], ...] = (
 )
 
 
+class Traced(kvpool.Pool):
+    """A pool that notes what it says of itself whenever it is checked."""
+
+    trace: ClassVar[list[tuple[int, int, int]]] = []
+
+    def __new__(cls, *args: Any, **options: Any) -> Traced:
+        return super().__new__(cls, *args, **{"seed": 1} | options)
+
+    def check(self) -> None:
+        super().check()
+        self.trace.append((self.digest(), self.fingerprint(), self.prefix.nbytes if self.prefix else 0))
+
+
 @dataclass(slots=True)
 class GroupTape:
     """A program that is made anew each time it is played; one that is `judged` leaves the pool's counters alone."""
@@ -38,25 +51,32 @@ class GroupTape:
     name: str
     program: Callable[[], Any]
     judged: bool
+    trace: list[tuple[int, int, int]] = field(default_factory=list)
 
     def play(self, *, learn: bool = False, blind: bool = False) -> Iterator[Difference]:
-        """Make the calls; there is nothing to `learn`, and `blind` compares nothing."""
+        """Make the calls; `learn` keeps what the pool says of itself, `blind` compares nothing."""
         first_tag()
+        Traced.trace.clear()
         try:
             self.program()
         except (TargetFinding, AssertionError) as finding:
             if not blind:
                 yield Difference(self.judged, None, finding)
+        else:
+            if learn:
+                self.trace = list(Traced.trace)
+            elif self.trace != Traced.trace and not blind:
+                yield Difference(False, None, "the pool says something else of itself")
 
 
 def group_tapes(seed: int, cached_runs: int) -> Iterator[GroupTape]:
     """Random programs, judged without the pool's counters and seen with them; then random constructors."""
     for number in range(RUNS):
         name, judged = f"groups {number}, seed {seed}", number % 3 > 0
-        run = GroupRun(options_of(1000 * seed + number), number, (kvpool.Pool, kvpool.Plan), counters=not judged)
+        run = GroupRun(options_of(1000 * seed + number), number, (Traced, kvpool.Plan), counters=not judged)
         yield GroupTape(name, lambda run=run: run.play(run.words()), judged)
     for number in range(cached_runs):
-        run = GroupRun(options_of(1000 * seed + number, prefix_cache=True), number, (kvpool.Pool, kvpool.Plan))
+        run = GroupRun(options_of(1000 * seed + number, prefix_cache=True), number, (Traced, kvpool.Plan))
         name = f"groups with a prefix cache {number}, seed {seed}"
         yield GroupTape(name, lambda run=run: run.play(run.words()), True)
     make = kvpool.Pool

@@ -757,14 +757,22 @@ def test_check_finds_faults_in_groups(full_and_window):
             other.pool.check()
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"columns": 2}, {"columns": 1 << 20}, {"block_size": 4}, {"arena": 1}, {"num_blocks": 8}]
-)
-def test_state_group_with_what_only_blocks_have_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"slots only|out of range"):
-        dataclasses.replace(Group.state(8), **wrong)
-    with pytest.raises(ValueError, match="full attention"):
-        Group("full", 5)
+@pytest.mark.parametrize(("kind", "names"), [
+    ("full", ["size", "keep", "blocks"]),
+    ("window", ["blocks"]),
+    ("chunk", ["keep", "blocks"]),
+    ("state", ["keep", "block_size", "columns", "arena", "num_blocks"]),
+])  # fmt: skip
+def test_group_with_what_its_kind_does_not_use_is_refused(kind, names):
+    group = Group(kind, 0 if kind == "full" else 8)
+    for name in ("size", "keep", "block_size", "columns", "arena", "num_blocks", "blocks"):
+        if name in names:
+            with pytest.raises(ValueError, match=rf"\[Group\] {name} is 3, a group of kind {kind} has none"):
+                dataclasses.replace(group, **{name: 3})
+        else:
+            assert getattr(dataclasses.replace(group, **{name: 3}), name) == 3
+    with pytest.raises(ValueError, match="out of range"):
+        dataclasses.replace(group, columns=1 << 20)
 
 
 def test_plan_that_was_refused_half_way_forgets_nothing_in_its_finalizer():

@@ -91,6 +91,32 @@ class WholePathRefreshed(CheckpointModel):
         return super()._open_found(call, prompt, namespace, path, hit)
 
 
+class RoomForAll(CheckpointModel):
+    """There is room for any number of checkpoints."""
+
+    def _has_room(self):
+        return True
+
+
+class OneClass(CheckpointModel):
+    """No checkpoint leaves before its turn."""
+
+    def _demote(self, mark):
+        pass
+
+
+class SecondForEver(CheckpointModel):
+    """A checkpoint of the second class stays there, however often it is used."""
+
+    def _open_found(self, call, prompt, namespace, path, hit):
+        found = self._usable(path) and path[hit // self.block_size - 1].checkpoint
+        is_second = bool(found) and found.is_second
+        seq = super()._open_found(call, prompt, namespace, path, hit)
+        if found:
+            found.is_second = is_second
+        return seq
+
+
 class UncommittedArena(CachedArena):
     """Nothing is committed."""
 
@@ -114,4 +140,4 @@ WRONG_CONTENT = [HitWithoutState, ShortWindow, KeptTokensDropped, OtherNamespace
 #: Steps may read what is right; the pool finds, keeps or evicts something else than it should.
 WRONG_CHOICE = [StaleStates, BehindTheCut, StaleAfterFlush, WrittenInPlace]
 #: The order in which things leave differs; seen when they do, one by one.
-WRONG_ORDER = [OutlivesItsKeys, WholePathRefreshed]
+WRONG_ORDER = [OutlivesItsKeys, WholePathRefreshed, RoomForAll, OneClass, SecondForEver]

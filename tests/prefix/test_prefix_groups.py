@@ -4,6 +4,7 @@ import pytest
 
 from kvpool import Group, OutOfBlocks, Plan, Pool
 from kvpool.testing.fuzz_groups import GroupRun, options_of
+from kvpool.testing.model import ModelPool
 
 #: Groups with which each hit needs a checkpoint, or an entry of several base blocks.
 KINDS = (
@@ -75,6 +76,35 @@ def test_checkpoint_for_which_there_are_no_blocks_is_skipped():
     handle, _ = prefill(pool, plan, list(range(40)))
     assert pool.num_tokens(handle) == 40
     assert pool.prefix.match(list(range(41))) == 0
+
+
+@pytest.mark.parametrize("more", [[], [Group.state(4, blocks=1)]])
+def test_checkpoints_beyond_the_room_push_out_the_oldest(more):
+    layers = [Group.window(8), Group.full(arena=1, num_blocks=30), *more]
+    pool, plan = make(*layers, max_seqs=1, max_blocks_per_seq=25)
+    prompt, room = list(range(100)), (30 + 1) // 4 + 1
+    for end in range(4, 100, 4):
+        pool.close(prefill(pool, plan, [*prompt[:end], 500], cut=end)[0])
+        assert pool.prefix.stats().checkpoints == min(room, end // 4)
+    left = range(96 - 4 * (room - 1), 97, 4)
+    assert [end for end in range(4, 97, 4) if pool.prefix.match([*prompt[:end], 500]) == end] == [*left]
+    assert pool.prefix.stats().checkpoints_evicted == 24 - room
+    pool.check()
+
+
+@pytest.mark.parametrize(("layers", "most"), [
+    ([Group.full(), Group.window(1024, columns=5)], 1.3),
+    ([Group.full(), Group.window(128), Group.state(64, blocks=3)], 1.3),
+    ([Group.full(), Group.state(64, blocks=1)], 1.3),
+    ([Group.full(), Group.chunk(8192, columns=3)], 1.3),
+    ([Group.full(), Group.window(16), Group.window(128, arena=1, num_blocks=10_000)], 1.3),
+    ([Group.full(columns=2), Group.window(512, columns=10)], 0.8),  # half as many base blocks
+    ([Group.full(block_size=32), Group.window(1024, columns=5)], 2.6),  # twice as many
+])  # fmt: skip
+def test_index_takes_hardly_more_bytes_per_block_than_that_of_one_table(layers, most):
+    sizes = {"num_blocks": 100_000, "block_size": 16, "max_seqs": 64, "prefix_cache": True}
+    pool, blocks = Pool(**sizes, groups=layers), 100_000 + sum(group.num_blocks or 0 for group in layers)
+    assert pool.prefix.nbytes / blocks <= most * Pool(**sizes).prefix.nbytes / 100_000
 
 
 def test_kv_without_a_checkpoint_leaves_before_kv_with_one():
@@ -164,6 +194,29 @@ def test_checkpoint_larger_than_arena_0_is_refused():
     Pool(20, 4, groups=[Group.full(), Group.state(4, blocks=19)], prefix_cache=True, reserved_blocks=1)
     with pytest.raises(ValueError, match="has 4294967294 blocks"):
         Pool(20, 4, groups=[Group.state(4, blocks=2**31 - 1)] * 2, prefix_cache=True)
+
+
+@pytest.mark.parametrize(("options", "error"), [
+    ({"two_classes": 1, "prefix_cache": True, "groups": [Group.full()]}, TypeError),
+    ({"two_classes": True, "groups": [Group.full()]}, ValueError),
+    ({"two_classes": True, "prefix_cache": True}, ValueError),
+])  # fmt: skip
+def test_two_classes_without_checkpoints_are_refused(options, error):
+    for make_pool in (Pool, ModelPool):
+        with pytest.raises(error, match=r"\[Pool\] two_classes"):
+            make_pool(20, 4, **options)
+    assert Pool(20, 4, groups=[Group.full()], prefix_cache=True, two_classes=True).options.two_classes
+
+
+def test_checkpoint_inside_a_prompt_leaves_first_of_two_classes():
+    left = []
+    for two_classes in (False, True):
+        pool, plan = make(Group.full(), Group.state(8, blocks=1), num_blocks=150, two_classes=two_classes)
+        for k in range(3):
+            pool.close(prefill(pool, plan, [k] * 80)[0])  # checkpoints at 16, 32 and 64
+        pool.blocks.evict(12 + 4)  # what no checkpoint needs, and four more
+        left.append([pool.prefix.match([k] * n) for k in range(3) for n in (17, 33, 65)])
+    assert left == [[0, 0, 0, 16, 32, 64, 16, 32, 64], [0, 0, 64, 0, 0, 64, 16, 32, 64]]
 
 
 def test_state_that_cannot_be_restored_gives_no_hit():

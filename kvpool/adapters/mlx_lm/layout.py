@@ -16,6 +16,7 @@ from kvpool.spec import KVSpec
 MAX_GROUPS = 8
 IDLE = 0.05  # of the bytes of a block of tokens may belong to no layer
 LOOKAHEAD = 16  # tokens that speculative decoding may take back, where windows allow it
+MOST_CHECKPOINTS = 256  # that are kept of a model with states only, whose blocks hold one each
 MAX_TOKENS = 2**17  # of a sequence, in models that hold a bounded number of blocks for any length
 
 
@@ -142,11 +143,13 @@ class Layout:
         """Return a pool with room for `num_blocks` blocks of tokens in all layers, if nothing were let go.
 
         A prefix cache is of use where `can_restore`, and a checkpoint is smaller than the pool. `evicts`: a sequence
-        may be longer than what it holds.
+        may be longer than what it holds. With states only the pool has at most `MOST_CHECKPOINTS` blocks for them.
         """
         if not self.groups:
             return kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, prefix_cache=prefix_cache)
         sizes = [1 + (num_blocks - 1) * self.columns(arena) for arena in range(len(self.block_nbytes))]
+        if not self.specs:
+            sizes[0] = min(num_blocks, 1 + MOST_CHECKPOINTS)
         groups, seen = [], {0}
         for group in self.groups:
             if group.kind == "state":

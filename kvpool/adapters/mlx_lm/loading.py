@@ -9,10 +9,10 @@ import mlx_lm
 
 from kvpool.adapters.mlx_lm import tiny
 from kvpool.adapters.mlx_lm.host import layout_on, make_storage
+from kvpool.adapters.mlx_lm.layout import MOST_CHECKPOINTS
 from kvpool.adapters.mlx_lm.shapes import inspect_model
 from kvpool.config import blocks_for, format_nbytes, memory_for
 
-MOST_WITHOUT_KEYS = 2**16  # blocks of a model whose layers keep states only
 
 
 class ModelNotLoaded(Exception):
@@ -76,7 +76,7 @@ def blocks_in(
     within = [
         1 + (blocks_for(memory, spec, **machine).num_blocks - 1) // counts[arena]
         for spec, arena in zip(layout.specs, layout.arenas, strict=True)
-    ] or [MOST_WITHOUT_KEYS]
+    ] or [1 + MOST_CHECKPOINTS]
     reserved = sum(layout.block_nbytes)
     nbytes = max(1, sum(count * one for count, one in zip(counts, layout.block_nbytes, strict=True)))
     states, budget = 2 * num_rows * shape.state_nbytes, memory_for(memory, **machine)
