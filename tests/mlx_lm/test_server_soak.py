@@ -91,7 +91,8 @@ def test_many_clients_get_the_stock_answers_and_leak_no_block(expected):
         begin = time.monotonic()
         until = (lambda n: time.monotonic() - begin > SECONDS) if SECONDS else (lambda n: n >= ROUNDS)
         warm_up = run_clients(server, expected, CLIENTS, lambda n: n >= (4 if LONG else 1), lambda: None)
-        before, rss_before = server.idle_metrics(), server.rss()
+        server.idle_metrics()
+        rss_before = server.rss()
         memory = []
 
         def watch():
