@@ -18,6 +18,7 @@ from kvpool.errors import install_command
 if TYPE_CHECKING:
     from kvpool.adapters.mlx_lm.engine import Engine
 
+leave = os._exit
 LAST_PORT = 65535
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 LONGEST = 32768  # tokens that a request may be expected to have, when the pool is sized by itself
@@ -93,6 +94,9 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, TypeError, RuntimeError, MemoryError) as exc:
         raise CommandError(f"--model {args.model}: {str(exc).rpartition('] ')[2] or 'not enough memory'}") from None
     print("kvpool serve: " + ("the engine was lost" if left < 0 else f"stopped, {left} blocks in use"), file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    leave(1 if left else 0)  # threads of MLX must not run while the interpreter shuts down
     return 1 if left else 0
 
 

@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 from kvpool.adapters.mlx_lm.engine import Completion, TokenEvent
+from kvpool.serving.requests import Generation
 
 Tokens = Sequence[TokenEvent] | None
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop", None: None}
@@ -90,18 +91,16 @@ class Answer:
     form : TextForm or ChatForm
     model : str
         The name of the model.
-    n : int
-        Samples of each prompt. Sample i of prompt p is the choice p * n + i.
+    body : Generation
+        What was asked. Sample i of prompt p is the choice p * n + i.
     prompt_tokens : int
         Of all prompts.
-    wants_logprobs : bool
-        Whether the answer names its tokens. For a whole answer `hear` must get them.
     """
 
     def __init__(
-        self, form: TextForm | ChatForm, model: str, n: int, prompt_tokens: int, wants_logprobs: bool
+        self, form: TextForm | ChatForm, model: str, body: Generation, prompt_tokens: int
     ) -> None:
-        self.form, self.n, self.wants_logprobs = form, n, wants_logprobs
+        self.form, self.n, self.wants_usage, self.wants_logprobs = form, body.n, body.wants_usage, body.tops is not None
         self._tokens: dict[int, list[TokenEvent]] = {}  # of each choice, if somebody wants logprobs
         self._prompt_tokens = prompt_tokens
         self._head = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
@@ -120,7 +119,7 @@ class Answer:
         return self._event([self.form.delta(index, token.text, token.finish_reason, tokens)])
 
     def hear(self, number: int, token: TokenEvent) -> None:
-        """Keep a token for the whole answer."""
+        """Keep a token for a whole answer with logprobs."""
         if token.finish_reason != "eos":
             self._tokens.setdefault(self.n * number + token.index, []).append(token)
 
@@ -139,9 +138,13 @@ class Answer:
         ]
         return {**self._head, "object": self.form.whole, "choices": choices, "usage": self.usage(completions)}
 
-    def usage_piece(self, completions: Sequence[Completion]) -> bytes:
-        """Return the event of a stream that has its usage."""
-        return self._event([], usage=self.usage(completions))
+    def ending(self, completions: Sequence[Completion]) -> bytes:
+        """Return what a stream ends with."""
+        return (self._event([], usage=self.usage(completions)) if self.wants_usage else b"") + DONE
+
+    def failure(self, message: str) -> bytes:
+        """Return the event of a stream that breaks off."""
+        return event(refusal(500, message))
 
     def usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the tokens that were read, written, and found in the prefix cache."""
@@ -153,6 +156,12 @@ class Answer:
             "total_tokens": self._prompt_tokens + written,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+
+
+def refusal(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Return an error in this form."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def event(value: Any) -> bytes:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -19,12 +20,15 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvpool.adapters.mlx_lm.engine import Completion
 from kvpool.errors import RequestRejected
-from kvpool.serving.answers import DONE, Answer, ChatForm, TextForm, event
+from kvpool.serving import messages
+from kvpool.serving.answers import Answer, ChatForm, TextForm, refusal
+from kvpool.serving.messages import MessageAnswer, MessagesRequest
 from kvpool.serving.metrics import ServerMetrics
 from kvpool.serving.requests import ChatRequest, CompletionRequest, Form, Generation, Refused, parse
 from kvpool.serving.runner import EngineFailed, Run, Runner
 
 T = TypeVar("T")
+RETRY = {"Retry-After": "1"}
 BODY_SECONDS = 30  # for a client to send its body
 
 
@@ -75,6 +79,7 @@ class Service:
         self._routes = [
             Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
             Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
+            Route("/v1/messages", self._guarded(self.messages), methods=["POST"]),
             Route("/v1/models", self._guarded(self.models)),
             Route("/metrics", self._guarded(self.statistics)),
             Route("/health", self._guarded(self.health, needs_key=False)),
@@ -107,16 +112,21 @@ class Service:
         body = await self._read(CompletionRequest, request)
         encode = self._runner.engine.tokenizer.encode
         prompts = [list(one) if isinstance(one, list) else await self._aside(encode, one) for one in body.prompt]
-        return await self._answer(request, body, TextForm, prompts, body.max_tokens)
+        answer = Answer(TextForm(self._decode), self._settings.model, body, sum(map(len, prompts)))
+        return await self._answer(request, body, answer, prompts)
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
         body = await self._read(ChatRequest, request)
-        if not self._runner.engine.tokenizer.has_chat_template:
-            raise Refused(400, "messages: this model has no chat template", "messages")
-        prompt = await self._aside(self._templated, [message.plain() for message in body.messages])
-        most = body.max_completion_tokens or body.max_tokens
-        return await self._answer(request, body, ChatForm, [prompt], most)
+        prompt = await self._templated(body)
+        answer = Answer(ChatForm(self._decode), self._settings.model, body, len(prompt))
+        return await self._answer(request, body, answer, [prompt])
+
+    async def messages(self, request: Request) -> Response:
+        """``POST /v1/messages``."""
+        body = (await self._read(MessagesRequest, request)).as_chat()
+        prompt = await self._templated(body)
+        return await self._answer(request, body, MessageAnswer(self._settings.model, len(prompt)), [prompt])
 
     async def models(self, request: Request) -> Response:
         """``GET /v1/models``."""
@@ -149,7 +159,7 @@ class Service:
             if name.lower() not in self._settings.hosts:
                 raise Refused(421, "Host: this server has another name")
             if needs_key and self._settings.api_keys and not self._key(request):
-                raise Refused(401, "Authorization: a key is needed, Bearer KEY", code="invalid_api_key")
+                raise Refused(401, "Authorization: Bearer KEY is needed", code="invalid_api_key")
             try:
                 return await endpoint(request)
             except ClientDisconnect:
@@ -159,7 +169,8 @@ class Service:
 
     def _key(self, request: Request) -> bytes:
         """Return the key of a client, empty if it has none of ours."""
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        headers = request.headers
+        given = (headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")).encode()
         return given if any([hmac.compare_digest(given, key.encode()) for key in self._settings.api_keys]) else b""
 
     async def _read(self, form: type[Form], request: Request) -> Form:
@@ -190,32 +201,34 @@ class Service:
         except Exception as error:  # of a chat template, or of the tokenizer
             raise Refused(400, f"the prompt cannot be read: {str(error)[:200]}") from error
 
-    def _templated(self, messages: list[dict[str, str]]) -> Any:
-        return self._runner.engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    async def _templated(self, body: ChatRequest) -> list[int]:
+        """Return the tokens of a conversation."""
+        tokenizer = self._runner.engine.tokenizer
+        if not tokenizer.has_chat_template:
+            raise Refused(400, "messages: this model has no chat template", "messages")
+        plain = [message.plain() for message in body.messages]
+        return await self._aside(partial(tokenizer.apply_chat_template, plain, add_generation_prompt=True))
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._runner.engine.tokenizer.decode(tokens)
+        return text
 
     # ------------------------------------------------------------------------------------------- an answer goes out
 
     async def _answer(
-        self,
-        request: Request,
-        body: Generation,
-        form: type[TextForm | ChatForm],
-        prompts: list[list[int]],
-        most: int | None,
+        self, request: Request, body: Generation, answer: Answer | MessageAnswer, prompts: list[list[int]]
     ) -> Response:
         engine = self._runner.engine
         longest, room = max(map(len, prompts)), engine.max_model_len
         if room is not None and longest >= room:
             raise Refused(400, f"{longest} prompt tokens, the model takes {room}", code="context_length_exceeded")
+        most = body.most
         if most is None:
             most = self._settings.max_tokens if room is None else min(self._settings.max_tokens, room - longest)
         options = body.options(tuple(engine.tokenizer.eos_token_ids), self._key(request)) | {"max_tokens": most}
-        names = body.tops is not None
-        run = self._runner.run(prompts, body.stream or names, options)
-        decode = engine.tokenizer.decode
-        answer = Answer(form(decode), self._settings.model, body.n, sum(map(len, prompts)), names)
+        run = self._runner.run(prompts, body.stream or body.tops is not None, options)
         if body.stream:
-            return EventStream(run, answer, body.wants_usage)
+            return EventStream(run, answer)
         return JSONResponse(await _unless_gone(request.receive, _whole(run, answer)))
 
 
@@ -224,10 +237,10 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, run: Run, answer: Answer, wants_usage: bool) -> None:
+    def __init__(self, run: Run, answer: Answer | MessageAnswer) -> None:
         super().__init__(headers={"Cache-Control": "no-store"})
         del self.headers["content-length"]
-        self._run, self._answer, self._wants_usage = run, answer, wants_usage
+        self._run, self._answer = run, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it. A refusal is raised before the first byte; after it, it is an event."""
@@ -251,14 +264,12 @@ class EventStream(Response):
                         else:
                             await write(answer.piece(number, item))
                 except EngineFailed as error:
-                    await write(event(_described(500, str(error))), more=False)
+                    await write(answer.failure(str(error)), more=False)
                     return
-        if self._wants_usage:
-            await write(answer.usage_piece(list(completions.values())))
-        await write(DONE, more=False)
+        await write(answer.ending(list(completions.values())), more=False)
 
 
-async def _whole(run: Run, answer: Answer) -> dict[str, Any]:
+async def _whole(run: Run, answer: Answer | MessageAnswer) -> dict[str, Any]:
     """Return the answer to a run, once it is over."""
     with _refusals():
         async with run:
@@ -308,15 +319,12 @@ def _plain(error: Exception) -> str:
     return str(error).partition("] ")[2] or str(error)
 
 
-def _described(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
 def _error(status: int, message: str, param: str | None = None, code: str | None = None) -> JSONResponse:
-    headers = {"Retry-After": "1"} if status in (429, 503) else None
-    return JSONResponse(_described(status, message, param, code), status, headers)
+    return JSONResponse(refusal(status, message, param, code), status, RETRY if status in (429, 503) else None)
 
 
 def _refusal(request: Request, error: Any) -> JSONResponse:
-    return _error(error.status, error.message, error.param, error.code)
+    if request.url.path != "/v1/messages":
+        return _error(error.status, error.message, error.param, error.code)
+    told = messages.refusal(error.status, error.message)
+    return JSONResponse(told, error.status, RETRY if error.status in (429, 503) else None)

@@ -106,9 +106,10 @@ async def serve(
 
     draining = asyncio.create_task(drain())
     serving = asyncio.create_task(server.serve([sock]))
-    while not server.started and not serving.done():
+    while not (server.started or serving.done()):
         await asyncio.sleep(0.01)
-    on_ready(runner.engine)
+    if server.started:
+        on_ready(runner.engine)
     await serving
     await draining
     left = await runner.stop()

@@ -12,7 +12,8 @@ MOST = 2**31 - 1
 PROMPTS = 64  # of one request
 TOPS = 20
 Text = Annotated[str, Field(max_length=2**22)]
-Stop = Annotated[str, Field(min_length=1, max_length=512)]
+Stop = Annotated[str, Field(min_length=1, max_length=128)]  # every token is compared with all of them
+Stops = Annotated[list[Stop], Field(max_length=8)]
 Label = Annotated[str, Field(max_length=512)]
 Token = Annotated[int, Field(ge=0, le=MOST)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # JSON's keys are text
@@ -21,7 +22,7 @@ PASSED_ON = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "n"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
 )
-Form = TypeVar("Form", bound="Generation")
+Form = TypeVar("Form", bound="Addressed")
 
 
 class Refused(Exception):
@@ -43,16 +44,22 @@ class Strict(BaseModel):
         return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
+class Addressed(Strict):
+    """A request to the model of this server, which it may name."""
+
+    model: str | None = None
+
+
 class StreamOptions(Strict):
     """How to stream."""
 
     include_usage: bool = False
 
 
-class Generation(Strict):
+class Generation(Addressed):
     """What both forms of requests have."""
 
-    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1, le=MOST)
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, le=MOST)
@@ -60,10 +67,10 @@ class Generation(Strict):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, ge=0.1, le=10)
-    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] = {}
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=300)] = {}
     seed: int | None = Field(None, ge=0, le=2**63 - 1)
     n: int = Field(1, ge=1, le=64)
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop: Stop | Stops | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=64)] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -81,6 +88,11 @@ class Generation(Strict):
         }
 
     @property
+    def most(self) -> int | None:
+        """Tokens to generate at most, if the request says so."""
+        return self.max_tokens
+
+    @property
     def tops(self) -> int | None:
         """How many likely tokens the answer names beside each of its own. None: not even those."""
         raise NotImplementedError
@@ -95,7 +107,6 @@ class CompletionRequest(Generation):
     """``POST /v1/completions``."""
 
     prompt: Any
-    max_tokens: int | None = Field(None, ge=1, le=MOST)
     logprobs: int | None = Field(None, ge=0, le=TOPS)
 
     @property
@@ -147,7 +158,6 @@ class ChatRequest(Generation):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
-    max_tokens: int | None = Field(None, ge=1, le=MOST)
     max_completion_tokens: int | None = Field(None, ge=1, le=MOST)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=TOPS)
@@ -157,6 +167,11 @@ class ChatRequest(Generation):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
         return self
+
+    @property
+    def most(self) -> int | None:
+        """See `Generation`."""
+        return self.max_completion_tokens or self.max_tokens
 
     @property
     def tops(self) -> int | None:
@@ -169,10 +184,12 @@ def parse(form: type[Form], body: bytes) -> Form:
     try:
         return form.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("constrained-", "list[")))
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+    worst = max(found, key=lambda one: len(one["loc"]))  # of a field with alternatives, the one that came nearest
+    place = ".".join(str(part) for part in worst["loc"] if not str(part).startswith(("constrained-", "list[")))[:100]
     if not place:
-        raise Refused(400, f"the body is no request: {first['msg'].removeprefix('Value error, ')}")
-    if first["type"] == "extra_forbidden":
-        raise Refused(400, f"{place[:100]}: not supported by this server", place[:100], "unsupported_parameter")
-    raise Refused(400, f"{place[:100]}: {first['msg'].removeprefix('Value error, ')}", place[:100])
+        raise Refused(400, f"the body is no request: {worst['msg'].removeprefix('Value error, ')}")
+    field = str(worst["loc"][0])[:100]
+    if worst["type"] == "extra_forbidden":
+        raise Refused(400, f"{place}: not supported by this server", field, "unsupported_parameter")
+    raise Refused(400, f"{place}: {worst['msg'].removeprefix('Value error, ')}", field)

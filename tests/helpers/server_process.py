@@ -78,11 +78,11 @@ class Server:
         lines = self.get("/metrics", **headers)[2].splitlines()
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
-    def idle_metrics(self):
+    def idle_metrics(self, **headers):
         """The same, once no request is left in the engine. Asks at leisure: questions take time from the engine."""
         pause = threading.Event()
         for _ in range(2000):
-            found = self.metrics()
+            found = self.metrics(**headers)
             assert self.get("/health")[0] == 200, b"".join(self.errors).decode()
             if not any(value for name, value in found.items() if name.startswith("kvpool_requests{")):
                 return found

@@ -17,7 +17,7 @@ from kvpool.adapters.mlx_lm import tiny
 
 LONG = bool(os.environ.get("KVPOOL_LONG"))
 CLIENTS, SECONDS, ROUNDS = (64, 120, None) if LONG else (16, None, 2)
-BLOCKS, BLOCK = (160, 16) if LONG else (64, 16)
+BLOCKS, BLOCK = (160, 16) if LONG else (32, 16)
 TOKENS, NUM_QUESTIONS = (48, 24) if LONG else (40, 10)
 SYSTEM = "You are a block table. Answer in slots, never in bytes, and share what you have with whoever begins alike."
 QUESTIONS = [f"Where is token {number} of sequence {number * 7 % 31}?" for number in range(NUM_QUESTIONS)]
@@ -86,12 +86,13 @@ def run_clients(server, expected, count, is_over, watch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process from /proc")
 def test_many_clients_get_the_stock_answers_and_leak_no_block(expected):
-    server = Server("--num-blocks", str(BLOCKS), "--kv-block-size", str(BLOCK), "--chunk", "64", "--max-running", "8")
+    server = Server("--num-blocks", str(BLOCKS), "--kv-block-size", str(BLOCK), "--chunk", "64")
     try:
         begin = time.monotonic()
         until = (lambda n: time.monotonic() - begin > SECONDS) if SECONDS else (lambda n: n >= ROUNDS)
         warm_up = run_clients(server, expected, CLIENTS, lambda n: n >= (4 if LONG else 1), lambda: None)
-        before, rss_before = server.idle_metrics(), server.rss()
+        server.idle_metrics()
+        rss_before = server.rss()
         memory = []
 
         def watch():
@@ -108,7 +109,7 @@ def test_many_clients_get_the_stock_answers_and_leak_no_block(expected):
     print(f"RSS {rss_before >> 20} -> {rss_after >> 20} MiB, at most {max(memory, default=0) >> 20}")
     assert [wrong for one in [*warm_up, *clients] for wrong in one.wrong] == []
     assert finished >= CLIENTS // 2 and hung_up >= CLIENTS // 2
-    assert after["kvpool_queue_seconds_sum"] > before["kvpool_queue_seconds_sum"]
+    assert after["kvpool_preemptions_total"] > 0, "the pool was never short: the test asks for nothing"
     assert after['kvpool_blocks{state="used"}'] == 0
     assert after["kvpool_prefix_hit_tokens_total"] > after["kvpool_prefix_query_tokens_total"] / 3
     if LONG:  # short runs are part of the warm-up: threads and arenas of the allocator are still being made

@@ -90,6 +90,8 @@ class Sample:
         The text without the end token and without stop strings. "" if the engine has no tokenizer.
     finish_reason : str
         "eos", "stop", "length" or "cancelled".
+    stop : str or None
+        The stop string that ended it.
     """
 
     tokens: np.ndarray
@@ -97,6 +99,7 @@ class Sample:
     text: str
     finish_reason: str
     output: Output
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -559,7 +562,7 @@ class _Job:
             logprobs = None if logprobs is None else logprobs[:count]
         if self.request.beam_width:
             logprobs = None
-        return Sample(tokens, logprobs, transcript.text, reason, output)
+        return Sample(tokens, logprobs, transcript.text, reason, output, transcript.stop)
 
     def _transcript(self) -> Transcript:
         return Transcript(None if self._tokenizer is None else self._tokenizer.detokenizer, self._stops)

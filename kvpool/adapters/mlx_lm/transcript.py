@@ -20,8 +20,8 @@ class Transcript:
     ----------
     text : str
         What was shown so far. Text that may turn out to be the beginning of a stop string is held back.
-    is_stopped : bool
-        Whether a stop string came.
+    stop : str or None
+        The stop string that came.
     """
 
     def __init__(self, detokenizer: Any, stops: Sequence[str] = ()) -> None:
@@ -29,7 +29,12 @@ class Transcript:
         self._stops = tuple(stops)
         self._seen = ""
         self.text = ""
-        self.is_stopped = False
+        self.stop: str | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string came."""
+        return self.stop is not None
 
     def add(self, token: int) -> str:
         """The text that may be shown when `token` has come."""
@@ -50,11 +55,9 @@ class Transcript:
     def _read(self) -> None:
         before = len(self._seen)
         self._seen += self._detokenizer.last_segment
-        found = (self._seen.find(stop, max(0, before - len(stop) + 1)) for stop in self._stops)
-        at = min((at for at in found if at >= 0), default=-1)
-        if at >= 0:
-            self._seen = self._seen[:at]
-            self.is_stopped = True
+        found = [(self._seen.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self._stops]
+        at, self.stop = min((one for one in found if one[0] >= 0), default=(len(self._seen), None))
+        self._seen = self._seen[:at]
 
     def _held(self) -> int:
         """Characters at the end that a stop string may begin with."""
