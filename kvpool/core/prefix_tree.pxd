@@ -76,8 +76,8 @@ cdef struct Tree:
     Node* node                  # [room]
     Link* unit                  # [room] of the unit of a node
     int32_t* tokens             # [room, block_size]
-    int32_t* entry              # [room, width] first blocks of canonical entries that end at the node, NO_BLOCK: absent;
-                                # behind that of a window or chunk how many published checkpoints need it
+    int32_t* entry              # [room, width] first blocks of the canonical entries that end at the node, or
+                                # NO_BLOCK; behind that of a window or chunk how many checkpoints need it
     uint8_t* key                # [room, 16] content keys, NULL: nobody wants events
     int32_t* slot               # [slot_mask + 1] nodes by hash, linear probing, NO_NODE: empty
     int32_t* stands_for[MAX_ARENAS]     # [num_blocks] node of a committed entry, by each of its ids
