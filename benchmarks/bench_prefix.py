@@ -22,6 +22,7 @@ PLACES = [(1_024, 4_096), (100_000, 4_096), (100_000, 32_768), (1_000_000, 4_096
 CHURN_BLOCKS = 4_096
 SHARED = 1_024  # tokens of the system prompt in the churn
 INDEX_BLOCKS = 100_000
+GROUPS = {"one": None, "three": [kvpool.Group.full(), kvpool.Group.window(128), kvpool.Group.state(16, blocks=3)]}
 
 
 def size_name(num_blocks, prompt_len):
@@ -40,28 +41,29 @@ class Cache:
     Attributes
     ----------
     prompts : int32 ``[P, prompt_len]``
-        What is committed; together all blocks of the pool.
+        What is committed; together all blocks of the pool, or with groups half of them.
     """
 
-    def __init__(self, num_blocks, prompt_len, max_seqs=16):
+    def __init__(self, num_blocks, prompt_len, max_seqs=16, groups=None):
         self.rng = np.random.default_rng(SEED)
         blocks = prompt_len // BLOCK_SIZE
         count = num_blocks // blocks
+        total = count * blocks * (2 if groups else 1)
         self.pool = kvpool.Pool(
-            count * blocks + 1, BLOCK_SIZE, max_seqs=max_seqs, max_blocks_per_seq=blocks + 1, in_order=True,
-            prefix_cache=True, seed=SEED,
+            total + 1, BLOCK_SIZE, max_seqs=max_seqs, max_blocks_per_seq=blocks + 1, in_order=True,
+            prefix_cache=True, seed=SEED, groups=groups,
         )  # fmt: skip
-        self.pool.blocks.free(self.rng.permutation(self.pool.blocks.alloc(count * blocks)).astype(np.int32))
+        self.pool.blocks.free(self.rng.permutation(self.pool.blocks.alloc(total)).astype(np.int32))
         self.plan = kvpool.Plan(self.pool, 1, prompt_len, formats=("seq_lens",))
         self.prompts = random_prompts(self.rng, count, prompt_len)
         for prompt in self.prompts:
             self.serve(prompt)
-        assert self.pool.prefix.match(self.prompts[0]) == prompt_len - BLOCK_SIZE
+        assert self.pool.prefix.match(np.append(self.prompts[0], np.int32(0))) == prompt_len
 
     def serve(self, prompt):
         """Open, compute, commit and close a prompt."""
         pool = self.pool
-        handle = pool.open(prompt)
+        handle = pool.open(prompt, cut=len(prompt))
         cached = pool.num_tokens(handle)
         pool.step(self.plan, [handle], len(prompt) - cached)
         pool.prefix.commit(handle, prompt[cached:])
@@ -115,20 +117,34 @@ def bench_full_hit(measure, who, num_blocks, prompt_len):
         calls = itertools.cycle([lines.equal(k, prompt) for k, prompt in enumerate(prompts)])
         measure(lambda: [next(calls)() for _ in range(LOOKUPS)], items, row=name, who=who)
         return
-    cache = Cache(num_blocks, prompt_len)
+    measure_hits(measure, Cache(num_blocks, prompt_len), name, items)
+
+
+def measure_hits(measure, cache, name, items):
+    """Hold cached prompts, other ones in every round."""
     pin, unpin, held, asked = cache.pool.prefix.pin, cache.pool.prefix.unpin, [], []
 
     def other_prompts():
         for handle in held:
             unpin(handle)
+        cache.pool.stats()  # a pool with groups puts what was released in its place when the next call comes
         chosen = cache.rng.choice(len(cache.prompts), LOOKUPS, replace=False)
         asked[:] = [cache.prompts[i].copy() for i in chosen]
 
     def look_up():
         held[:] = [pin(prompt) for prompt in asked]
 
-    measure(look_up, items, row=name, who=who, setup=other_prompts)
-    assert all(cache.pool.num_tokens(handle) == prompt_len for handle in held)
+    measure(look_up, items, row=name, who="kvpool", setup=other_prompts)
+    assert all(cache.pool.num_tokens(handle) == len(cache.prompts[0]) for handle in held)
+
+
+@pytest.mark.benchmark(group="full hit")
+@pytest.mark.parametrize("num_blocks", [10_000, 100_000])
+@pytest.mark.parametrize("groups", GROUPS)
+def bench_hit_of_groups(measure, groups, num_blocks):
+    """Hold a prompt of 1,024 tokens: full attention alone, or with a window and states that have a checkpoint."""
+    cache = Cache(num_blocks, 1_024, groups=GROUPS[groups])
+    measure_hits(measure, cache, f"prefix hit of 1,024 tokens, groups: {groups}, {num_blocks:,} blocks", LOOKUPS)
 
 
 @pytest.mark.benchmark(group="insert at full churn")

@@ -1,4 +1,4 @@
-"""How far the core is from the C floor: ``python -m benchmarks.floors``.
+"""How far the core is from the C floor, and layer groups from one table: ``python -m benchmarks.floors``.
 
 The rounds of both alternate in one process, and the least of each counts: on a machine that others share, this moves
 less than the medians of runs that are minutes apart.
@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.bench_alloc import bench_bulk
 from benchmarks.bench_fork import CHILDREN, bench_children
-from benchmarks.bench_prefix import bench_full_hit
+from benchmarks.bench_prefix import bench_full_hit, bench_hit_of_groups
 from benchmarks.bench_step import ROUNDS, bench_decode, bench_decode_fenced
 from benchmarks.gate import Gate, as_text, held
 
@@ -60,6 +60,10 @@ def pairs() -> dict[str, tuple[float, Callable[[], list[Case]]]]:
     rows["prefix hit, 100,000 blocks"] = 2.5, lambda: [
         case_of(bench_full_hit, who, *hit) for who in ("kvpool", "floor")
     ]
+    for blocks in (10_000, 100_000):  # the floor is a pool without groups
+        rows[f"prefix hit, 3 groups, {blocks:,} blocks"] = 1.5, lambda blocks=blocks: [
+            case_of(bench_hit_of_groups, groups, blocks) for groups in ("three", "one")
+        ]
     rows[f"fork, {CHILDREN} a call"] = 2.0, lambda: [
         case_of(bench_children, who, CHILDREN, "fork") for who in ("kvpool", "floor")
     ]

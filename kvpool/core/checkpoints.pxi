@@ -5,7 +5,7 @@
 
 # ---- bundles -----------------------------------------------------------------------------------------------
 
-cdef void bundle_keep(Tree* t, Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
+cdef void bundle_keep(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
     """Blocks whose last user is gone, which no pending step touches: they are CACHED at once."""
     cdef int32_t k, i
     for k in range(n):
@@ -16,13 +16,6 @@ cdef void bundle_keep(Tree* t, Blocks* b, const int32_t* ids, int32_t n) noexcep
             b.num_used -= 1
             b.block[i].place = CACHED
             chain_push(b, &b.lru, i)
-
-
-cdef void bundle_use(Tree* t, Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
-    cdef int32_t k
-    for k in range(n):
-        t.seen[0][ids[k]] = 0
-        blocks_touch(b, ids[k])
 
 
 cdef void checkpoint_unlist(Tree* t, int32_t m) noexcept nogil:
@@ -150,58 +143,48 @@ cdef void forget_taken(Tree* t, int32_t slot, int32_t m) noexcept nogil:
     t.checkpoint[m].row = -1
 
 
+cdef void checkpoint_hide(Groups* gs, int32_t m) noexcept nogil:
+    """A published checkpoint cannot be found any more."""
+    cdef Tree* t = gs.tree
+    cdef int32_t n = t.checkpoint[m].node, last = NO_NODE
+    t.num_checkpoints -= 1
+    checkpoint_tails(gs, m, -1)
+    checkpoint_states(gs, n, False)
+    t.node[n].checkpoint = NO_CHECKPOINT
+    while n != NO_NODE:                         # what lost its last checkpoint leaves first, the deepest first of all
+        t.node[n].below -= 1
+        if t.node[n].below == 0 and t.node[n].place == WARM:
+            line_remove(&t.warm, t.unit, n)
+            line_insert(&t.cold, t.unit, n, last)
+            t.node[n].place = COLD
+            last = n
+        n = t.node[n].parent
+    node_release(t, t.checkpoint[m].node)
+    t.checkpoint[m].node = NO_NODE
+
+
 cdef void checkpoint_drop(Groups* gs, int32_t m) noexcept nogil:
     """A checkpoint is gone. If a pending step saves it, its blocks go to limbo."""
     cdef Tree* t = gs.tree
     cdef Checkpoint* checkpoint = &t.checkpoint[m]
     cdef Blocks* b = gs.arena[0]
     cdef int32_t* ids = checkpoint_bundle(t, m)
-    cdef int32_t n = checkpoint.node, k, last = NO_NODE
+    cdef int32_t k
     checkpoint_unlist(t, m)
     if checkpoint.row >= 0:
         forget_taken(t, checkpoint.row, m)
     for k in range(t.bundle_size):
         t.role[0][ids[k]] = NO_ROLE
-        t.seen[0][ids[k]] = 0
         if b.block[ids[k]].place == CACHED:
             blocks_drop(b, ids[k])
         else:
             b.block[ids[k]].committed = PLAIN
             blocks_unref(b, ids[k])
-    if n != NO_NODE:
-        t.num_checkpoints -= 1
-        checkpoint_tails(gs, m, -1)
-        checkpoint_states(gs, n, False)
-        t.node[n].checkpoint = NO_CHECKPOINT
-        while n != NO_NODE:                     # what lost its last checkpoint leaves first, the deepest first of all
-            t.node[n].below -= 1
-            if t.node[n].below == 0 and t.node[n].place == WARM:
-                line_remove(&t.warm, t.unit, n)
-                line_insert(&t.cold, t.unit, n, last)
-                t.node[n].place = COLD
-                last = n
-            n = t.node[n].parent
-        node_release(t, checkpoint.node)
-    checkpoint.node = NO_NODE
-    checkpoint.position = checkpoint.loads = checkpoint.step = 0
+    if checkpoint.node != NO_NODE:
+        checkpoint_hide(gs, m)
+    checkpoint.position = 0
     t.link[m].next = t.free_checkpoint
     t.free_checkpoint = m
-
-
-cdef void checkpoint_orphan(Groups* gs, int32_t m) noexcept nogil:
-    """A checkpoint whose bundle is still read cannot be found any more."""
-    cdef Tree* t = gs.tree
-    cdef int32_t last = t.checkpoint[m].node, n = last
-    t.num_checkpoints -= 1
-    checkpoint_tails(gs, m, -1)
-    checkpoint_states(gs, n, False)
-    t.checkpoint[m].node = NO_NODE
-    t.checkpoint[m].orphan = True
-    t.node[n].checkpoint = NO_CHECKPOINT
-    while n != NO_NODE:
-        t.node[n].below -= 1
-        n = t.node[n].parent
-    node_release(t, last)
 
 
 cdef void checkpoint_publish(Groups* gs, int32_t m, int32_t n, int32_t slot) noexcept nogil:
@@ -318,14 +301,14 @@ cdef void demote(Tree* t, int32_t m) noexcept nogil:
 cdef void begin_load(Groups* gs, int32_t slot, int32_t m) noexcept nogil:
     """The states of a row come from a checkpoint; the first step that reads its slots copies them."""
     cdef Tree* t = gs.tree
-    cdef int32_t first = gs.group[t.state_group].table[slot]
+    cdef int32_t first = gs.group[t.state_group].table[slot], k
     t.load[first] = m
     t.load_step[first] = 0
     t.num_loads += 1
     t.checkpoint[m].loads += 1
     checkpoint_unlist(t, m)
-    if t.checkpoint[m].loads == 1:
-        bundle_use(t, gs.arena[0], checkpoint_bundle(t, m), t.bundle_size)
+    for k in range(t.bundle_size if t.checkpoint[m].loads == 1 else 0):
+        blocks_touch(gs.arena[0], checkpoint_bundle(t, m)[k])
 
 
 cdef void end_load(Groups* gs, int32_t first) noexcept nogil:
@@ -337,7 +320,7 @@ cdef void end_load(Groups* gs, int32_t first) noexcept nogil:
     t.checkpoint[m].loads -= 1
     if t.checkpoint[m].loads:
         return
-    bundle_keep(t, gs.arena[0], checkpoint_bundle(t, m), t.bundle_size)
+    bundle_keep(gs.arena[0], checkpoint_bundle(t, m), t.bundle_size)
     if t.checkpoint[m].orphan:                  # flushed meanwhile
         checkpoint_drop(gs, m)
     else:
@@ -452,7 +435,7 @@ cdef void tree_pass(Groups* gs, const Step* p) noexcept nogil:
             if m != NO_CHECKPOINT and t.checkpoint[m].step == p.id:
                 t.checkpoint[m].step = 0
                 t.num_saves -= 1
-                bundle_keep(t, gs.arena[0], checkpoint_bundle(t, m), t.bundle_size)
+                bundle_keep(gs.arena[0], checkpoint_bundle(t, m), t.bundle_size)
                 checkpoint_refresh(t, m)
     if t.num_loads:
         for i in range(gs.group[t.state_group].blocks.num_blocks):

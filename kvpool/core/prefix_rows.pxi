@@ -42,8 +42,10 @@ cdef Hit tree_match(const Groups* gs, uint64_t root, uint64_t root_hash, const i
             if at == NO_NODE:
                 size = k + 1                # proved a miss: nothing behind it can hit
                 break
-            kv_prefetch(&t.node[at])
+            kv_prefetch(&t.node[at])        # either may begin in one line and end in the next
+            kv_prefetch(&t.node[at].place)
             kv_prefetch(t.tokens + at * bs)
+            kv_prefetch(t.tokens + at * bs + bs - 1)
             kv_prefetch(t.entry + <int64_t>at * t.width)
             kv_prefetch(&t.unit[at])
         for k in range(size):
@@ -88,15 +90,19 @@ cdef int judge_open(Groups* gs, const Ints* tokens, const Hit* hit, bint reserve
     cdef int64_t size = gs.block_size, total = blocks_for(gs, tokens.size if reserve else hit.nodes * size)
     cdef int64_t spare, available
     cdef int32_t k
+    cdef bint is_tight = False
     memset(own, 0, sizeof(own))
     memset(need, 0, MAX_ARENAS * sizeof(int64_t))
-    count_own(gs, hit, own)
     for k in range(gs.num_groups):
         g = &gs.group[k]
         if g.kind == STATE_LAYERS:
             need[g.arena] += hit.nodes > 0
         else:
             need[g.arena] += (entries_for(g, total) - hit.nodes // gs.tree.span[k]) * <int64_t>g.columns
+    for k in range(gs.num_arenas):
+        is_tight |= need[k] > 0 and need[k] + gs.seqs.watermark > gs.arena[k].num_blank
+    if is_tight:
+        count_own(gs, hit, own)
     for k in range(gs.num_arenas):
         spare = gs.seqs.watermark if k == 0 else 0
         available = blocks_available(gs.arena[k]) - own[k]
@@ -113,21 +119,19 @@ cdef void open_group(Groups* gs, int32_t k, int32_t slot, const Hit* hit) noexce
     cdef Tree* t = gs.tree
     cdef LayerGroup* g = &gs.group[k]
     cdef int32_t* row = group_row(g, slot)
-    cdef int64_t index, entries, low = first_read(g, hit.nodes * gs.block_size)
-    cdef int32_t gone = 0, c
+    cdef int64_t entries, kept, low, i
     if g.kind == STATE_LAYERS:
         if hit.nodes:
             blocks_take_many(g.blocks, row, 1)
         return
     entries = hit.nodes // t.span[k]
-    for index in range(entries):
-        if not g.kept <= index < low:
-            entry_share(t, g, k, t.path[(index + 1) * t.span[k] - 1], row + index * g.columns)
-            continue
-        for c in range(g.columns):
-            row[index * g.columns + c] = g.hole
-        gone = <int32_t>index + 1
-    set_gone(g, slot, gone)
+    kept = min(<int64_t>g.kept, entries)
+    low = min(first_read(g, hit.nodes * gs.block_size), entries)
+    share_entries(t, g, k, row, 0, kept)
+    for i in range(kept * g.columns, low * g.columns):
+        row[i] = g.hole
+    share_entries(t, g, k, row, max(kept, low), entries)
+    set_gone(g, slot, <int32_t>low if low > kept else 0)
 
 
 cdef void tree_begin(Groups* gs, int32_t slot, const Ints* tokens, const Hit* hit, const int64_t* need,
@@ -375,8 +379,9 @@ cdef void node_flush(Groups* gs, int32_t n) noexcept nogil:
     cdef int32_t* known
     cdef int32_t k, first, m = t.node[n].checkpoint
     t.node[n].users += 1
-    if m != NO_CHECKPOINT and (t.checkpoint[m].loads or t.checkpoint[m].step):
-        checkpoint_orphan(gs, m)
+    if m != NO_CHECKPOINT and t.checkpoint[m].loads:
+        checkpoint_hide(gs, m)
+        t.checkpoint[m].orphan = True
     elif m != NO_CHECKPOINT:
         checkpoint_drop(gs, m)
     unit_remove(t, n)

@@ -6,6 +6,7 @@ cdef enum:
     TAIL_TOKENS = 16            # at the end of a prompt, which the next turn may rewrite unless it is told
     MOST_TAKEN = 2              # checkpoints that a row has taken and `commit` has not published
     NODES_PER_CHECKPOINT = 4    # there is room for
+    SETTLED = -1                # Block.fence of a CACHED block that tree_settle has looked at
 
 cdef enum:                      # Node.place: where its unit is
     NOWHERE                     # no entry of a full group is idle
@@ -75,14 +76,13 @@ cdef struct Tree:
     Node* node                  # [room]
     Link* unit                  # [room] of the unit of a node
     int32_t* tokens             # [room, block_size]
-    int32_t* entry              # [room, width] first blocks of canonical entries that end at the node, NO_BLOCK: absent;
-                                # behind that of a window or chunk how many published checkpoints need it
+    int32_t* entry              # [room, width] first blocks of the canonical entries that end at the node, or
+                                # NO_BLOCK; behind that of a window or chunk how many checkpoints need it
     uint8_t* key                # [room, 16] content keys, NULL: nobody wants events
     int32_t* slot               # [slot_mask + 1] nodes by hash, linear probing, NO_NODE: empty
     int32_t* stands_for[MAX_ARENAS]     # [num_blocks] node of a committed entry, by each of its ids
     int32_t* column_after[MAX_ARENAS]   # [num_blocks] the next id of its entry
     uint8_t* role[MAX_ARENAS]           # [num_blocks]
-    uint8_t* seen[MAX_ARENAS]           # [num_blocks] CACHED, and tree_settle has looked at it
     Checkpoint* checkpoint      # [checkpoint_room]
     Link* link                  # [checkpoint_room] of a checkpoint
     int32_t* bundle             # [checkpoint_room, bundle_size] blocks of arena 0
@@ -93,6 +93,8 @@ cdef struct Tree:
     int64_t* load_step          # the pending step that does it, 0: none yet
     int32_t[MAX_GROUPS] offset  # of a group's entry at a node; of its states in a bundle
     int32_t[MAX_GROUPS] span    # base blocks of an entry; blocks of its states in a bundle
+    bint[MAX_ARENAS] has_units          # blocks of an arena may be in units,
+    bint[MAX_ARENAS] has_checkpoints    # and in checkpoints
     Line cold                   # units
     Line warm
     Line listed                 # checkpoints that may leave

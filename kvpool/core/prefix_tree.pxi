@@ -17,7 +17,6 @@ cdef void tree_free(Tree* t) noexcept nogil:
         xfree(t.stands_for[k])
         xfree(t.column_after[k])
         xfree(t.role[k])
-        xfree(t.seen[k])
     xfree(t.node)
     xfree(t.unit)
     xfree(t.tokens)
@@ -49,6 +48,7 @@ cdef void tree_sizes(Tree* t, const Groups* gs, const int32_t* bundle_of) noexce
         g = &gs.group[k]
         t.needs_checkpoints |= g.kind != FULL_LAYERS
         if g.kind == STATE_LAYERS:
+            t.has_checkpoints[0] |= bundle_of[k] > 0
             t.offset[k] = t.bundle_size
             t.span[k] = bundle_of[k]
             t.bundle_size += bundle_of[k]
@@ -62,12 +62,14 @@ cdef void tree_sizes(Tree* t, const Groups* gs, const int32_t* bundle_of) noexce
         t.width += 1 if g.kind == FULL_LAYERS else 2
         if g.kind == FULL_LAYERS:
             kv += <double>g.columns / t.span[k]
+            t.has_units[g.arena] = True
         else:
+            t.has_checkpoints[g.arena] = True
             tails += ((g.reach - 1 + g.block_size - 1) // g.block_size + g.kept) * g.columns
     t.grain *= gs.block_size
     if kv > 0 and t.bundle_size + tails:
         t.spacing = 1
-        while t.spacing * kv < 3.0 * (t.bundle_size + tails) * gs.block_size:
+        while t.spacing < gs.seq_tokens and t.spacing * kv < 3.0 * (t.bundle_size + tails) * gs.block_size:
             t.spacing *= 2
     t.room = nodes_for(t, gs)
     t.checkpoint_room = t.room // NODES_PER_CHECKPOINT + 1 if t.needs_checkpoints else 1
@@ -125,8 +127,7 @@ cdef int tree_init(Tree* t, const Groups* gs, Index* index, const int32_t* bundl
         t.stands_for[k] = <int32_t*>xcalloc(n, sizeof(int32_t))
         t.column_after[k] = <int32_t*>xcalloc(n, sizeof(int32_t))
         t.role[k] = <uint8_t*>xcalloc(n, 1)
-        t.seen[k] = <uint8_t*>xcalloc(n, 1)
-        if t.stands_for[k] == NULL or t.column_after[k] == NULL or t.role[k] == NULL or t.seen[k] == NULL:
+        if t.stands_for[k] == NULL or t.column_after[k] == NULL or t.role[k] == NULL:
             return NO_MEMORY
     if t.state_group >= 0:
         n = gs.group[t.state_group].blocks.num_blocks
@@ -146,7 +147,6 @@ cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil:
     for k in range(gs.num_arenas):
         b = <Blocks*>gs.arena[k]
         memset(t.role[k], NO_ROLE, b.num_blocks)
-        memset(t.seen[k], 0, b.num_blocks)
         for i in range(b.num_dropped):
             b.block[b.dropped[i]].noted = 0
         b.num_dropped = 0
@@ -167,7 +167,7 @@ cdef int64_t tree_nbytes(const Tree* t, const Groups* gs) noexcept nogil:
     cdef int64_t found = t.room * per_node + (t.slot_mask + <int64_t>1) * 4
     cdef int32_t k
     for k in range(gs.num_arenas):
-        found += 10 * <int64_t>gs.arena[k].num_blocks
+        found += 9 * <int64_t>gs.arena[k].num_blocks
     return found + t.checkpoint_room * <int64_t>(sizeof(Checkpoint) + sizeof(Link) + t.bundle_size * 4)
 
 
@@ -178,7 +178,7 @@ cdef void line_init(Line* line) noexcept nogil:
     line.size = 0
 
 
-cdef void line_remove(Line* line, Link* link, int32_t i) noexcept nogil:
+cdef inline void line_remove(Line* line, Link* link, int32_t i) noexcept nogil:
     cdef int32_t before = link[i].prev, after = link[i].next
     if before == NO_NODE:
         line.head = after
@@ -207,7 +207,7 @@ cdef void line_insert(Line* line, Link* link, int32_t i, int32_t before) noexcep
     line.size += 1
 
 
-cdef void unit_remove(Tree* t, int32_t n) noexcept nogil:
+cdef inline void unit_remove(Tree* t, int32_t n) noexcept nogil:
     cdef Node* node = &t.node[n]
     if node.place != NOWHERE:
         line_remove(&t.cold if node.place == COLD else &t.warm, t.unit, n)
@@ -238,7 +238,7 @@ cdef inline uint8_t* node_key(const Tree* t, int32_t n) noexcept nogil:
     return t.key + 16 * <int64_t>n
 
 
-cdef int32_t node_find(const Tree* t, uint64_t root, int32_t parent, uint64_t hash,
+cdef inline int32_t node_find(const Tree* t, uint64_t root, int32_t parent, uint64_t hash,
                        const int32_t* tokens) noexcept nogil:
     """The node (parent, tokens), or NO_NODE. Its parent is held by it, so that equal numbers are the same node."""
     cdef uint32_t at = key_of(hash) & t.slot_mask
@@ -384,7 +384,6 @@ cdef void entry_blank(Tree* t, LayerGroup* g, int32_t first) noexcept nogil:
     while count:
         count -= 1
         t.role[g.arena][ids[count]] = NO_ROLE
-        t.seen[g.arena][ids[count]] = 0
         blocks_drop(g.blocks, ids[count])
     node_release(t, n)
 
@@ -419,8 +418,8 @@ cdef void tree_settle(Groups* gs) noexcept nogil:
         left = b.dropped                # nobody drops a block behind the back of the tree
         count = 0
         id = b.lru.tail
-        while id != NO_BLOCK and not t.seen[k][id]:
-            t.seen[k][id] = 1
+        while id != NO_BLOCK and b.block[id].fence != SETTLED:
+            b.block[id].fence = SETTLED
             role = t.role[k][id]
             if role != LATER_COLUMN and role != BUNDLE:
                 left[count] = id
@@ -430,19 +429,27 @@ cdef void tree_settle(Groups* gs) noexcept nogil:
             entry_left(t, &gs.group[t.role[k][left[i]] - 1], t.role[k][left[i]] - 1, left[i])
 
 
-cdef void entry_share(Tree* t, LayerGroup* g, int32_t k, int32_t n, int32_t* ids) noexcept nogil:
-    """Another row refers to the canonical entry of a node."""
-    cdef int32_t id = node_entry(t, n, k)[0], c
-    cdef bint was_idle = g.blocks.block[id].place == CACHED
-    for c in range(g.columns):
-        ids[c] = id
-        t.seen[g.arena][id] = 0
-        blocks_touch(g.blocks, id)
-        id = t.column_after[g.arena][id]
-    if was_idle and g.kind == FULL_LAYERS:
-        t.node[n].idle -= 1
-        if t.node[n].idle == 0:
-            unit_remove(t, n)
+cdef void share_entries(Tree* t, LayerGroup* g, int32_t k, int32_t* row, int64_t first, int64_t end) noexcept nogil:
+    """Another row refers to the canonical entries of the nodes in `path`, from one to another."""
+    cdef Blocks* b = g.blocks
+    cdef const int32_t* entry = t.entry + t.offset[k]
+    cdef int64_t width = t.width, index
+    cdef int32_t columns = g.columns, span = t.span[k], n, id, c
+    cdef bint is_unit
+    for index in range(first, end):
+        n = t.path[(index + 1) * span - 1]
+        id = entry[n * width]
+        is_unit = g.kind == FULL_LAYERS and b.block[id].place == CACHED
+        row[index * columns] = id
+        touch(b, id)
+        for c in range(1, columns):
+            id = t.column_after[g.arena][id]
+            row[index * columns + c] = id
+            touch(b, id)
+        if is_unit:
+            t.node[n].idle -= 1
+            if t.node[n].idle == 0:
+                unit_remove(t, n)
 
 
 # ---- making room -------------------------------------------------------------------------------------------
@@ -510,20 +517,9 @@ cdef bint evict_next(Groups* gs, bint has_units, bint has_checkpoints) noexcept 
 
 cdef void tree_make_room(Groups* gs, int32_t arena, int64_t n) noexcept nogil:
     """At least n blocks of an arena are blank then. The caller has checked blocks_available."""
-    cdef Tree* t = gs.tree
-    cdef Blocks* b = gs.arena[arena]
-    cdef bint has_units = False, has_checkpoints = arena == 0 and t.bundle_size > 0
-    cdef int32_t k
-    if b.num_blank >= n:
-        return
-    for k in range(gs.num_groups):
-        if gs.group[k].arena == arena:
-            has_units |= gs.group[k].kind == FULL_LAYERS
-            has_checkpoints |= gs.group[k].kind == WINDOW_LAYERS or gs.group[k].kind == CHUNK_LAYERS
-    if not (has_units or has_checkpoints):      # slots of states: what was blank is taken already, nothing is kept
-        return
-    while b.num_blank < n:
-        evict_next(gs, has_units, has_checkpoints)
+    cdef bint may_leave = True
+    while may_leave and gs.arena[arena].num_blank < n:
+        may_leave = evict_next(gs, gs.tree.has_units[arena], gs.tree.has_checkpoints[arena])
 
 
 # ---- audit -------------------------------------------------------------------------------------------------

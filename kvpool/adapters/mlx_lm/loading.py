@@ -14,7 +14,6 @@ from kvpool.adapters.mlx_lm.shapes import inspect_model
 from kvpool.config import blocks_for, format_nbytes, memory_for
 
 
-
 class ModelNotLoaded(Exception):
     """There is no such model, or it cannot be loaded. The message is one line."""
 
