@@ -424,7 +424,7 @@ class CheckpointModel(GroupModel):
             watermark = 0 if arena._number else self.options.watermark
             left = len(arena._blank) + len(self.evictable_in(arena, own))
             if need and need + watermark > left:
-                self._out_of(call, arena, need, watermark)
+                arena._out_of_blocks(call, need, watermark)
         self._refuse_slots(call, 1)
 
     def _open_found(self, call: str, prompt: list[int], namespace: bytes, path: list[Node], hit: int) -> Sequence:
