@@ -39,7 +39,7 @@ cdef inline int32_t pool_next_block(State* pool, int32_t arena) noexcept nogil:
     return NO_BLOCK if has_tree(pool) else b.lru.head
 
 
-cdef int pool_alloc(State* pool, int32_t arena, int32_t* ids, int64_t count, Verdict* v) noexcept nogil:
+cdef inline int pool_alloc(State* pool, int32_t arena, int32_t* ids, int64_t count, Verdict* v) noexcept nogil:
     cdef Blocks* b = blocks_of(pool, arena)
     cdef int64_t k, available = b.num_blank
     cdef uint64_t h

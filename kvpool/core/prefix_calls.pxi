@@ -588,17 +588,19 @@ cdef class PrefixCache:
         cdef Verdict v
         cdef Py_ssize_t k
         cdef int status
-        cdef int64_t[::1] found
+        cdef int64_t* found
         ints_init(&rows, &self.state.spare)
         try:
             ints_get(&rows, handles, "wanted", "handles", True, False)
-            result = np.full(rows.size, -1, np.int64)
-            found = result
+            result = new_int64(rows.size)
+            found = <int64_t*>array_data(result)
             pool_enter(self.state, "wanted")
             status = seqs_judge(&self.state.seqs, &rows, &v)
-            for k in range(rows.size if status == OK and self.state.groups != NULL else 0):
-                found[k] = next_place(self.state.groups.tree, slot_of(ints_at(&rows, k)),
-                                      self.state.seqs.seq[slot_of(ints_at(&rows, k))].kv_len)
+            for k in range(rows.size if status == OK else 0):
+                found[k] = -1
+                if self.state.groups != NULL:
+                    found[k] = next_place(self.state.groups.tree, slot_of(ints_at(&rows, k)),
+                                          self.state.seqs.seq[slot_of(ints_at(&rows, k))].kv_len)
             pool_leave(self.state)
         finally:
             ints_free(&rows)

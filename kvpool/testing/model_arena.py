@@ -85,9 +85,12 @@ class BlockSet:
         """Add a successful call to the digest."""
         raise NotImplementedError
 
-    def _blocks_arena(self, arena: int) -> ModelBlocks:
-        """The blocks of an arena of the pool."""
+    def _arena(self, call: str, arena: Any) -> BlockSet:
+        """An arena of the pool."""
         raise NotImplementedError
+
+    def _blocks_arena(self, arena: int) -> ModelBlocks:
+        return ModelBlocks(self._arena("blocks", arena), "blocks")
 
     def _figures(self) -> dict[str, int]:
         """What statistics say of the blocks."""
@@ -105,6 +108,10 @@ class BlockSet:
 
     def _named_in_tables(self, block: int) -> int:
         """How many table entries name a block."""
+        raise NotImplementedError
+
+    def _referenced(self) -> set[int]:
+        """Blocks with a reference."""
         raise NotImplementedError
 
     def _has_own_cache(self) -> bool:

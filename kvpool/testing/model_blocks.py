@@ -146,15 +146,15 @@ class BlockModel(BlockSet):
 
     @property
     def blocks(self) -> ModelBlocks:
-        """Blocks by id."""
-        return ModelBlocks(self, "blocks")
+        """Blocks by id, of arena 0."""
+        return self._blocks_arena(0)
 
     def _named_in_tables(self, block: int) -> int:
         return sum(s.table.count(block) for s in self._sequences.values())
 
-    def _blocks_arena(self, arena: int) -> ModelBlocks:
-        args.integer("blocks", "arena", arena, 0, 0)
-        return self.blocks
+    def _arena(self, call: str, arena: Any) -> BlockSet:
+        args.integer(call, "arena", arena, 0, 0)
+        return self
 
     def _has_own_cache(self) -> bool:
         return self.options.prefix_cache
@@ -229,17 +229,21 @@ class SequenceModel(BlockModel):
         parent = self._one("fork", handle)
         n = args.count("fork", "n", n)
         self._refuse_slots("fork", n)
-        shared = ceil_div(parent.num_tokens, self.block_size)
         children = []
         for _ in range(n):
-            child = self._create(parent.num_tokens, parent.table[:shared])
+            child = self._create(parent.num_tokens, [])
             child.ancestors = [*parent.ancestors, (parent.handle, self._next_step - 1)]
-            child.root, child.tokens, child.published = parent.root, list(parent.tokens), parent.published
-            child.evicted, child.point = parent.evicted, parent.point
-            child.forked_in = self._fork_in(parent)
+            child.point = parent.point
+            self._share_tables(parent, child)
             children.append(child.handle)
         self._chain("fork", self._local(parent.handle), *map(self._local, children))
         return np.array(children, np.int64)
+
+    def _share_tables(self, parent: Sequence, child: Sequence) -> None:
+        """A child has what its parent has written."""
+        child.table = parent.table[: ceil_div(parent.num_tokens, self.block_size)]
+        child.root, child.tokens, child.published = parent.root, list(parent.tokens), parent.published
+        child.evicted, child.forked_in = parent.evicted, self._fork_in(parent)
 
     def _pop_blocks(self, seq: Sequence, length: int) -> None:
         """Drop table entries from the end until `length` are left."""
@@ -259,15 +263,22 @@ class SequenceModel(BlockModel):
                 raise ValueError(f"[truncate] len is {length}, {seq.point} .. {seq.num_tokens + seq.evicted} is legal")
             if any(row.handle == seq.handle for step in self._pending for row in step.rows):
                 raise PlanStateError(f"[truncate] handle is a row of a pending plan ({seq.handle})")
+            self._refuse_gone(seq, length)
         for seq, length in zip(batch, lengths, strict=True):
-            left = length - seq.evicted
-            keep = ceil_div(left, self.block_size)
-            seq.epoch += keep < len(seq.table)
-            self._pop_blocks(seq, keep)
-            seq.num_tokens = left
-            self._forget_tokens(seq, left)
-            seq.published = min(seq.published, left // self.block_size)
+            self._shorten(seq, length)
         self._chain("truncate", *(self._local(seq.handle) for seq in batch), *lengths)
+
+    def _refuse_gone(self, seq: Sequence, length: int) -> None:
+        """Refuse a length at which a query would read what was let go."""
+
+    def _shorten(self, seq: Sequence, length: int) -> None:
+        left = length - seq.evicted
+        keep = ceil_div(left, self.block_size)
+        seq.epoch += keep < len(seq.table)
+        self._pop_blocks(seq, keep)
+        seq.num_tokens = left
+        self._forget_tokens(seq, left)
+        seq.published = min(seq.published, left // self.block_size)
 
     def _forget_tokens(self, seq: Sequence, left: int) -> None:
         """What was told of a sequence, but for its first tokens."""
@@ -336,7 +347,10 @@ class SequenceModel(BlockModel):
     @public_call
     def capacity(self, handle: int) -> int:
         """Return the tokens that the blocks of a sequence can hold."""
-        return len(self._one("capacity", handle).table) * self.block_size
+        return self._capacity(self._one("capacity", handle))
+
+    def _capacity(self, seq: Sequence) -> int:
+        return len(seq.table) * self.block_size
 
     @public_call
     def is_open(self, handle: int) -> bool:

@@ -475,7 +475,7 @@ class CheckpointModel(GroupModel):
             watermark = 0 if arena._number else self.options.watermark
             lost = len(arena._lru) - len(self.evictable_in(arena, own))
             if need and need + watermark > arena._available() - lost:
-                self._out_of(call, arena, need, watermark, lost=lost)
+                arena._out_of_blocks(call, need, watermark, lost=lost)
         self._refuse_slots(call, 1)
 
     def _open_found(self, call: str, prompt: list[int], namespace: bytes, path: list[Node], hit: int) -> Sequence:

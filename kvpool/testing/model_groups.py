@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.errors import CapacityExceeded, CorruptState, OutOfBlocks, PlanStateError
+from kvpool.errors import CapacityExceeded, CorruptState, PlanStateError
 from kvpool.groups import Group
-from kvpool.stats import PoolStats
 from kvpool.testing import model_args as args
-from kvpool.testing.model_arena import BlockSet, ModelBlocks, public_call
+from kvpool.testing.model_arena import BlockSet, public_call
 from kvpool.testing.model_blocks import Step, ceil_div
 from kvpool.testing.model_plan import ModelPlan, Sequence, dirty_rows
 from kvpool.testing.model_steps import StepModel
@@ -55,8 +54,11 @@ class Arena(BlockSet):
         in_limbo = any(block == one for one, _ in self._limbo)
         return not self._refcount(block) and block not in self._holds and not in_limbo
 
-    def _blocks_arena(self, arena: int) -> ModelBlocks:
-        return self._pool._blocks_arena(arena)
+    def _referenced(self) -> set[int]:
+        return set(self.names()) | {block for block, count in self._raw.items() if count}
+
+    def _arena(self, call: str, arena: Any) -> BlockSet:
+        return self._pool._arena(call, arena)
 
     def _has_own_cache(self) -> bool:
         return False
@@ -236,13 +238,8 @@ class GroupModel(StepModel):
             arena._dropped.extend(sorted(arena._committed))
         super()._reset()
 
-    @property
-    def blocks(self) -> ModelBlocks:
-        """Blocks by id, of arena 0."""
-        return self._blocks_arena(0)
-
-    def _blocks_arena(self, arena: int) -> ModelBlocks:
-        return ModelBlocks(self.arenas[args.integer("blocks", "arena", arena, 0, len(self.arenas) - 1)], "blocks")
+    def _arena(self, call: str, arena: Any) -> BlockSet:
+        return self.arenas[args.integer(call, "arena", arena, 0, len(self.arenas) - 1)]
 
     # ---- references ---------------------------------------------------------------------------------------
 
@@ -283,7 +280,7 @@ class GroupModel(StepModel):
             need = sum(ceil_div(count, layer.block_size) * layer.columns for layer in kv if layer.arena is arena)
             watermark = 0 if arena._number else self.options.watermark
             if need and need + watermark > arena._available():
-                self._out_of("open", arena, need, watermark)
+                arena._out_of_blocks("open", need, watermark)
         self._refuse_slots("open", 1)
         seq = self._create(0, [])
         self._make_room([(layer, ceil_div(count, layer.block_size)) for layer in kv])
@@ -293,48 +290,19 @@ class GroupModel(StepModel):
         self._chain("open", count, self._local(seq.handle), [table.entries for table in seq.tables])
         return seq.handle
 
-    def _out_of(
-        self, call: str, arena: Arena, needed: int, watermark: int = 0, row: int = -1, handle: int = -1, lost: int = 0
-    ) -> None:
-        available = arena._available() - lost
-        raise OutOfBlocks(
-            f"[{call}] {needed} blocks of arena {arena._number} are needed, {available} are available, "
-            f"{len(arena._limbo)} in limbo, watermark {watermark}",
-            needed=needed,
-            short_by=needed + watermark - available,
-            row=row,
-            handle=handle,
-            blank=len(arena._blank),
-            evictable=len(arena._lru) - lost,
-            limbo=len(arena._limbo),
-            arena=arena._number,
-        )
-
     def _create(self, num_tokens: int, table: list[int]) -> Sequence:
         seq = super()._create(num_tokens, table)
         seq.tables = [Table() for _ in self.layers]
         return seq
 
-    @public_call
-    def fork(self, handle: int, n: int = 1) -> np.ndarray:
-        """Open `n` children that share the parent's entries below its length, and its states."""
-        parent = self._one("fork", handle)
-        n = args.count("fork", "n", n)
-        self._refuse_slots("fork", n)
-        children = []
-        for _ in range(n):
-            child = self._create(parent.num_tokens, [])
-            child.ancestors = [*parent.ancestors, (parent.handle, self._next_step - 1)]
-            child.point = parent.point
-            room = self._rounded(parent.num_tokens)
-            for layer in self.layers:
-                table = parent.tables[layer.index]
-                shared = 1 if layer.kind == "state" else self._num_entries(layer, table, room)
-                child.tables[layer.index].entries = list(table.entries[:shared])
-                child.tables[layer.index].evicted = table.evicted
-            children.append(child.handle)
-        self._chain("fork", self._local(parent.handle), *map(self._local, children))
-        return np.array(children, np.int64)
+    def _share_tables(self, parent: Sequence, child: Sequence) -> None:
+        """Entries below the length, and states."""
+        room = self._rounded(parent.num_tokens)
+        for layer in self.layers:
+            table = parent.tables[layer.index]
+            shared = 1 if layer.kind == "state" else self._num_entries(layer, table, room)
+            child.tables[layer.index].entries = list(table.entries[:shared])
+            child.tables[layer.index].evicted = table.evicted
 
     def _refuse_gone(self, seq: Sequence, length: int) -> None:
         """Refuse a length at which a query would read what was let go, or a state that is gone."""
@@ -351,27 +319,14 @@ class GroupModel(StepModel):
                 least = next(legal, seq.num_tokens)
                 raise ValueError(f"[truncate] len is {length}, the least that group {layer.index} has is {least}")
 
-    @public_call
-    def truncate(self, handles: Any, lens: Any) -> None:
-        """Shorten sequences to `lens` tokens."""
-        batch = self._batch("truncate", handles, alone=True)
-        lengths = args.per_row("truncate", "lens", lens, len(batch))
-        for seq, length in zip(batch, lengths, strict=True):
-            if not seq.point <= length <= seq.num_tokens:
-                raise ValueError(f"[truncate] len is {length}, {seq.point} .. {seq.num_tokens} is legal")
-            if any(row.handle == seq.handle for step in self._pending for row in step.rows):
-                raise PlanStateError(f"[truncate] handle is a row of a pending plan ({seq.handle})")
-            self._refuse_gone(seq, length)
-        for seq, length in zip(batch, lengths, strict=True):
-            for layer in self.layers:
-                if layer.kind != "state":
-                    table = seq.tables[layer.index]
-                    keep = self._num_entries(layer, table, self._rounded(length))
-                    table.epoch += keep < len(table.entries)
-                    self._cut_told(table, keep)
-                    self._pop_entries(seq, layer, keep)
-            seq.num_tokens = length
-        self._chain("truncate", *(self._local(seq.handle) for seq in batch), *lengths)
+    def _shorten(self, seq: Sequence, length: int) -> None:
+        for layer in self._with_entries:
+            table = seq.tables[layer.index]
+            keep = self._num_entries(layer, table, self._rounded(length))
+            table.epoch += keep < len(table.entries)
+            self._cut_told(table, keep)
+            self._pop_entries(seq, layer, keep)
+        seq.num_tokens = length
 
     def _pop_all(self, seq: Sequence) -> None:
         """Group by group, entries from the last to the first; the states at the end."""
@@ -458,7 +413,7 @@ class GroupModel(StepModel):
         rows, short = self._group_needs(batch, new, partial, call == "step")
         if short is not None:
             row, arena, needed = short
-            self._out_of(call, arena, needed, row=row, handle=batch[row].handle)
+            arena._out_of_blocks(call, needed, row=row, handle=batch[row].handle)
         return rows
 
     def _refuse_row(self, call: str, plan: ModelPlan, row: int, seq: Any, n: int) -> None:
@@ -640,7 +595,7 @@ class GroupModel(StepModel):
             if len(before) > layer.arena._available() and short < 0:
                 short = row
         if short >= 0:
-            self._out_of("unshare", layer.arena, len(before), row=short, handle=batch[short].handle)
+            layer.arena._out_of_blocks("unshare", len(before), row=short, handle=batch[short].handle)
         self._start_unshare(plan, batch, needs, lengths)
 
     def _judge_eviction(self, call: str, seq: Sequence, leaving: int) -> None:
@@ -654,7 +609,7 @@ class GroupModel(StepModel):
         table.evicted += n
         table.epoch += 1
         self._cut_told(table, left)
-        self.arenas[0]._counters["evicted_tokens"] += n
+        self._counters["evicted_tokens"] += n
 
     @public_call
     def compact(self, handles: Any, lens: Any, first: int = 0, group: int = 0) -> None:
@@ -744,39 +699,6 @@ class GroupModel(StepModel):
     def _num_entries(self, layer: Layers, table: Table, capacity: int) -> int:
         """Entries of a table in a sequence of this capacity."""
         return ceil_div(capacity, layer.block_size) - table.evicted // layer.block_size
-
-    @public_call
-    def capacity(self, handle: int) -> int:
-        """Return the tokens that the tables of a sequence can all hold."""
-        return self._capacity(self._one("capacity", handle))
-
-    @public_call
-    def stats(self, arena: int = 0) -> PoolStats:
-        """Return the counters of an arena, and of the pool."""
-        one = self.arenas[args.integer("stats", "arena", arena, 0, len(self.arenas) - 1)]
-        seqs = self._sequences.values()
-        tokens = sum(seq.num_tokens for seq in seqs)
-        capacity = sum(self._capacity(seq) for seq in seqs)
-        named = one.names() + [block for block, count in one._raw.items() for _ in range(count)]
-        return PoolStats(
-            shared=sum(named.count(block) > 1 for block in set(named)),
-            sequences=len(seqs),
-            pending=len(self._pending),
-            tokens=tokens,
-            capacity=capacity,
-            fragmentation=1.0 - tokens / capacity if capacity else 0.0,
-            **one._figures() | {"evicted_tokens": self.arenas[0]._counters["evicted_tokens"]},
-        )
-
-    @property
-    def num_limbo(self) -> int:
-        """Blocks in limbo in arena 0."""
-        return len(self.arenas[0]._limbo)
-
-    @property
-    def num_used(self) -> int:
-        """Blocks of arena 0 with a reference or a hold."""
-        return self.arenas[0]._used()
 
     def _state(self) -> dict[str, Any]:
         local, now = self._local, self._next_step

@@ -421,19 +421,19 @@ class StepModel(PrefixModel):
 
     @public_call
     def stats(self, arena: int = 0) -> PoolStats:
-        """Return the counters."""
-        args.integer("stats", "arena", arena, 0, 0)
+        """Return the counters of an arena, and of the pool."""
+        one = self._arena("stats", arena)
         seqs = self._sequences.values()
         tokens = sum(seq.num_tokens for seq in seqs)
-        capacity = sum(len(seq.table) for seq in seqs) * self.block_size
+        capacity = sum(self._capacity(seq) for seq in seqs)
         return PoolStats(
-            shared=sum(self._refcount(b) > 1 for b in self._referenced()),
+            shared=sum(one._refcount(b) > 1 for b in one._referenced()),
             sequences=len(seqs),
             pending=len(self._pending),
             tokens=tokens,
             capacity=capacity,
             fragmentation=1.0 - tokens / capacity if capacity else 0.0,
-            **self._figures(),
+            **one._figures() | {"evicted_tokens": self._counters["evicted_tokens"]},
         )
 
     def _referenced(self) -> set[int]:
@@ -530,28 +530,3 @@ class StepModel(PrefixModel):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("[Pool] a pool cannot be pickled or copied")
-
-    @property
-    def num_evictable(self) -> int:
-        """Committed blocks without a reference, which may be evicted."""
-        return len(self._lru)
-
-    @property
-    def num_limbo(self) -> int:
-        """Freed blocks that a pending step may still use."""
-        return len(self._limbo)
-
-    @property
-    def num_used(self) -> int:
-        """Blocks with a reference or a hold."""
-        return self._used()
-
-    @property
-    def num_sequences(self) -> int:
-        """Open sequences."""
-        return len(self._sequences)
-
-    @property
-    def num_pending(self) -> int:
-        """Pending steps."""
-        return len(self._pending)

@@ -14,10 +14,10 @@ from typing import Any
 
 import kvpool
 from kvpool.testing.minimal import FuzzFinding, Word, minimal, smaller_numbers
-from kvpool.testing.watch import FORMATS
 from proof.fuzz._fuzz import Driver
 from proof.fuzz.hunt import make_driver
 from proof.fuzz.shape import OPERATIONS, Shape, plan_options
+from proof.fuzz.watched import FORMATS
 
 MOST_TRIES = 20_000
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpool.testing.model_groups import HOLE, GroupModel
+from kvpool.testing.model_groups import HOLE, Arena, GroupModel
 
 
 class Faulty(GroupModel):
@@ -142,9 +142,13 @@ class ColumnLeftBehind(Faulty):
         super()._let_go(seq, layer, p)
 
 
+class SpeaksForArena0(Arena):
+    def _out_of_blocks(self, *needs, **where):
+        Arena._out_of_blocks(self._pool.arenas[0], *needs, **where)
+
+
 class NamesArena0(Faulty):
-    def _out_of(self, call, arena, needed, watermark=0, row=-1, handle=-1):
-        super()._out_of(call, self.arenas[0], needed, watermark, row, handle)
+    arena_class = SpeaksForArena0
 
 
 class LetsGoDescending(Faulty):
@@ -198,8 +202,8 @@ class HeldBlocksLeave(Faulty):
 
 
 class OneArenaForAllCalls(Faulty):
-    def _blocks_arena(self, arena):
-        return super()._blocks_arena(min(arena, 0))
+    def _arena(self, call, arena):
+        return super()._arena(call, 0 if call == "blocks" else arena)
 
 
 class ResetKeepsNotes(Faulty):

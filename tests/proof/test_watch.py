@@ -1,7 +1,7 @@
-"""`kvpool.testing.watch.Watched`: the judge of scripts by hand is neither blind nor nervous."""
+"""`proof.fuzz.watched.Watched`: the judge of scripts by hand is neither blind nor nervous."""
 
 import kvpool
-from kvpool.testing.watch import Watched
+from proof.fuzz.watched import Watched
 
 
 def test_step_that_never_runs_hides_nothing_from_an_older_one():

@@ -202,6 +202,14 @@ def test_core_needs_no_numpy_headers():
     assert not re.search(r"cimport\s+numpy|from\s+numpy\s+cimport|numpy/arrayobject", text)
 
 
+def test_extensions_of_the_wheel_have_no_typed_memoryviews():
+    """The first one brings 90 KB of Cython's own code into a binary."""
+    view = re.compile(r"^\s*(?:cp?)?def\s.*\w\[:[:\d]*[\],]", re.MULTILINE)
+    assert view.search("    cdef int64_t[::1] found") and view.search("def f(const int[:, :] x):")
+    files = [path for path in sources(".pyx", ".pxd", ".pxi") if relative(path).startswith("kvpool")]
+    assert files and [relative(path) for path in files if view.search(path.read_text())] == []
+
+
 def test_kvpool_imports_no_backend_and_no_adapter():
     """Nothing in kvpool imports a backend when it is imported itself, nor an adapter from outside of adapters."""
     found = []

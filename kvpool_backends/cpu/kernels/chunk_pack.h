@@ -5,7 +5,7 @@
 #define CHUNK_AHEAD 16 /* keys */
 
 /* `n` elements, `stride` elements apart, as floats, to `line`; its last vector is filled up with zeros. */
-KV_INLINE void chunk_load_as(kv_dtype dtype, const char *p, int64_t stride, int64_t n, float *line) {
+KV_COPIES void chunk_load_as(kv_dtype dtype, const char *p, int64_t stride, int64_t n, float *line) {
     const int64_t step = stride * kv_itemsize(dtype), whole = n / VL * VL;
     for (int64_t d = 0; d < whole; d += VL) v_store(line + d, v_load_strided_as(dtype, p + d * step, stride, VL));
     if (whole < n) v_store(line + whole, v_load_strided_as(dtype, p + whole * step, stride, n - whole));

@@ -15,7 +15,7 @@ KV_INLINE v4 v4_load(const float *p) { v4 x; memcpy(&x, p, sizeof x); return x; 
 /* -------- scales and biases of a tile -------- */
 
 /* `count` tokens of a head without gaps, [count][groups] with groups <= 4, to [groups][TILE]. */
-KV_INLINE void lay_out_head(kv_dtype dtype, const char *from, const int groups, int64_t count, float *to) {
+KV_COPIES void lay_out_head(kv_dtype dtype, const char *from, const int groups, int64_t count, float *to) {
     const int64_t size = kv_itemsize(dtype);
     for (int64_t t = 0; t < count; t += VL) {
         const int64_t tokens = count - t < VL ? count - t : VL, length = tokens * groups;
@@ -31,7 +31,7 @@ KV_INLINE void lay_out_head(kv_dtype dtype, const char *from, const int groups, 
 }
 
 /* Of consecutive tokens [slot, slot + count) of a block, to [heads * groups][TILE] from token `at` of the tile on. */
-KV_INLINE void lay_out_as(kv_dtype dtype, const kv_layer *layer, const kv_part *part, int64_t groups, int64_t block,
+KV_COPIES void lay_out_as(kv_dtype dtype, const kv_layer *layer, const kv_part *part, int64_t groups, int64_t block,
                           int64_t slot, int64_t count, int64_t at, float *out) {
     const int64_t heads = layer->num_kv_heads, size = kv_itemsize(dtype);
     const char *from = part->base + (block * part->block_stride + slot * part->slot_stride) * size;

@@ -1,7 +1,7 @@
 /* Conversion between float32, float16 and bfloat16, and from them to float8: a template, see isa_body.h. */
 
 /* `to` and `from` are constants in every call, so each pair has a loop of its own. */
-KV_INLINE void convert_run(char *dst, kv_dtype to, const char *src, kv_dtype from, int64_t stride, int64_t n) {
+KV_COPIES void convert_run(char *dst, kv_dtype to, const char *src, kv_dtype from, int64_t stride, int64_t n) {
     const int64_t to_size = kv_itemsize(to), step = stride * kv_itemsize(from);
     int64_t i = 0;
     if (stride == 1)

@@ -69,7 +69,7 @@ KV_INLINE void find_factors(kv_dtype dtype, float steps, const vi *most, const v
     v_store_strided_as(dtype, out->stored_biases + i * size, 1, VL, bias);
 }
 
-KV_INLINE void measure_batch(kv_dtype dtype, float steps, kv_batch *batch, int64_t n) {
+KV_COPIES void measure_batch(kv_dtype dtype, float steps, kv_batch *batch, int64_t n) {
     const int64_t count = batch->count, whole = (count + VL - 1) / VL * VL;
     vi most[BATCH], below[BATCH];
     for (int64_t i = 0; i < count; i++) find_range(kv_itemsize(dtype), batch->numbers[i], n, &most[i], &below[i]);
@@ -95,7 +95,7 @@ KV_INLINE vf v_quotient(vf a, vf b, vf inverse) {
 }
 
 /* No quotient is below -1/2: what lies there is the bias, or rounds to 0. */
-KV_INLINE void pack_group(int bits, kv_dtype dtype, char *words, const char *src, float scale, float bias,
+KV_COPIES void pack_group(int bits, kv_dtype dtype, char *words, const char *src, float scale, float bias,
                           float inverse, int64_t n) {
     const float magic = 0x1.8p23f; /* adding it leaves the nearest integer, ties to even, in the lowest bits */
     const vf most = v_set(bits == 8 ? 255 : 15), by = v_set(scale), times = v_set(inverse);
@@ -140,7 +140,7 @@ KV_INLINE void fetch_ahead(const char *numbers, int64_t nbytes) {
 }
 
 /* The usual size of groups is a constant: its loops have no branches. */
-KV_INLINE void quantize_batch_of(kv_dtype dtype, int64_t bits, kv_batch *batch, int64_t n) {
+KV_COPIES void quantize_batch_of(kv_dtype dtype, int64_t bits, kv_batch *batch, int64_t n) {
     const float steps = bits == 8 ? 255 : 15;
     if (n == 64) measure_batch(dtype, steps, batch, 64);
     else measure_batch(dtype, steps, batch, n);
