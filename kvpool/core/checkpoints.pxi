@@ -28,16 +28,17 @@ cdef void bundle_use(Tree* t, Blocks* b, const int32_t* ids, int32_t n) noexcept
 cdef void checkpoint_unlist(Tree* t, int32_t m) noexcept nogil:
     """A checkpoint may not leave."""
     if t.checkpoint[m].listed:
-        line_remove(&t.listed, t.link, m)
+        line_remove(&t.listed[t.checkpoint[m].used], t.link, m)
         t.checkpoint[m].listed = False
 
 
 cdef void checkpoint_list(Tree* t, int32_t m) noexcept nogil:
     """Put a checkpoint, which may leave, where its stamp belongs. O(1) for one that was used now."""
-    cdef int32_t before = t.listed.tail
+    cdef Line* line = &t.listed[t.checkpoint[m].used]
+    cdef int32_t before = line.tail
     while before != NO_CHECKPOINT and t.checkpoint[before].stamp > t.checkpoint[m].stamp:
         before = t.link[before].prev
-    line_insert(&t.listed, t.link, m, before)
+    line_insert(line, t.link, m, before)
     t.checkpoint[m].listed = True
 
 

@@ -130,6 +130,7 @@ cdef void tree_begin(Groups* gs, int32_t slot, const Ints* tokens, const Hit* hi
         if g.kind != STATE_LAYERS:
             open_group(gs, k, slot, hit)
     if hit.checkpoint != NO_CHECKPOINT:
+        checkpoint_unlist(t, hit.checkpoint)
         t.used += not t.checkpoint[hit.checkpoint].used
         t.checkpoint[hit.checkpoint].used = True
         if t.state_group >= 0:

@@ -92,7 +92,7 @@ cdef struct Tree:
     int32_t[MAX_GROUPS] span    # base blocks of an entry; blocks of its states in a bundle
     Line cold                   # units
     Line warm
-    Line listed                 # checkpoints that may leave
+    Line[2] listed              # checkpoints that may leave: those that no hit has used; the others
     int64_t clock
     int32_t num_loads           # that are not done
     int32_t num_saves           # checkpoints whose step is pending

@@ -157,7 +157,8 @@ cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil:
         memset(t.load, 0xFF, gs.group[t.state_group].blocks.num_blocks * sizeof(int32_t))
     line_init(&t.cold)
     line_init(&t.warm)
-    line_init(&t.listed)
+    line_init(&t.listed[0])
+    line_init(&t.listed[1])
     t.free_node = t.free_checkpoint = NO_NODE
     t.fresh_node = t.fresh_checkpoint = 0
     t.num_nodes = t.num_checkpoints = t.num_loads = t.num_saves = 0
@@ -489,9 +490,20 @@ cdef void checkpoint_evict(Groups* gs, int32_t m) noexcept nogil:
     checkpoint_drop(gs, m)
 
 
+cdef inline int64_t checkpoint_age(const Tree* t, int32_t m) noexcept nogil:
+    """Twice the age of a checkpoint; three times if no hit has used it. -1: none."""
+    return -1 if m == NO_CHECKPOINT else (3 - t.checkpoint[m].used) * (t.clock - t.checkpoint[m].stamp)
+
+
+cdef inline int32_t oldest_checkpoint(const Tree* t) noexcept nogil:
+    """The checkpoint that leaves first, or NO_CHECKPOINT."""
+    cdef int32_t unused = t.listed[0].head, used = t.listed[1].head
+    return used if checkpoint_age(t, used) > checkpoint_age(t, unused) else unused
+
+
 cdef inline bint unit_is_older(const Tree* t) noexcept nogil:
-    """Whether the oldest unit that a checkpoint needs was used before the oldest checkpoint."""
-    return t.node[t.warm.head].stamp < t.checkpoint[t.listed.head].stamp
+    """Whether the oldest unit that a checkpoint needs leaves before any checkpoint."""
+    return 2 * (t.clock - t.node[t.warm.head].stamp) > checkpoint_age(t, oldest_checkpoint(t))
 
 
 cdef bint evict_any(Groups* gs) noexcept nogil:
@@ -499,10 +511,10 @@ cdef bint evict_any(Groups* gs) noexcept nogil:
     cdef Tree* t = gs.tree
     if t.cold.size:
         unit_evict(gs, t.cold.head)
-    elif t.warm.size and (t.listed.size == 0 or unit_is_older(t)):
+    elif t.warm.size and unit_is_older(t):
         unit_evict(gs, t.warm.head)
-    elif t.listed.size:
-        checkpoint_evict(gs, t.listed.head)
+    elif oldest_checkpoint(t) != NO_CHECKPOINT:
+        checkpoint_evict(gs, oldest_checkpoint(t))
     else:
         return False
     return True
@@ -525,10 +537,10 @@ cdef void tree_make_room(Groups* gs, int32_t arena, int64_t n) noexcept nogil:
     while b.num_blank < n:
         if has_units and t.cold.size:
             unit_evict(gs, t.cold.head)
-        elif has_units and t.warm.size and (not has_checkpoints or t.listed.size == 0 or unit_is_older(t)):
+        elif has_units and t.warm.size and (not has_checkpoints or unit_is_older(t)):
             unit_evict(gs, t.warm.head)
         else:
-            checkpoint_evict(gs, t.listed.head)
+            checkpoint_evict(gs, oldest_checkpoint(t))
 
 
 # ---- audit -------------------------------------------------------------------------------------------------
@@ -554,7 +566,8 @@ cdef uint64_t tree_fingerprint(const Tree* t, uint64_t h) noexcept nogil:
                 h = mix(h, <uint32_t>t.ids[<int64_t>n * t.width + k])
     h = line_fingerprint(&t.cold, t.unit, h)
     h = line_fingerprint(&t.warm, t.unit, h)
-    h = line_fingerprint(&t.listed, t.link, h)
+    h = line_fingerprint(&t.listed[0], t.link, h)
+    h = line_fingerprint(&t.listed[1], t.link, h)
     for n in range(t.fresh_checkpoint):
         h = mix(mix(h, t.checkpoint[n].position), <uint64_t>t.checkpoint[n].node)
     return h

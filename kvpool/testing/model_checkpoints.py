@@ -230,13 +230,17 @@ class CheckpointModel(GroupModel):
             return
         homes = {layer.arena._number for layer in self._tailed} | ({0} if self._bundle_size else set())
         marks = [mark for mark in self._taken if self._is_free(mark)] if arena._number in homes else []
-        victims: list[Any] = [*units, *marks]
-        victim = min(victims, key=lambda one: one.stamp)
+        victims: list[Any] = [*sorted(marks, key=lambda mark: mark.uses > 0), *units]  # of equal ages the first leaves
+        victim = max(victims, key=self._age)
         if isinstance(victim, Node):
             self._evict_unit(victim)
         else:
             self._drop(victim)
             self._marks["evicted"] += 1
+
+    def _age(self, one: Node | Checkpoint) -> int:
+        """Twice the age of a unit or a checkpoint; three times if no hit has used it."""
+        return (3 if isinstance(one, Checkpoint) and not one.uses else 2) * (self._clock - one.stamp)
 
     @property
     def _bundle_size(self) -> int:
@@ -622,7 +626,7 @@ class CheckpointModel(GroupModel):
             self._marks["skipped"] += 1
             return
         bundles = {layer.index: [home._take() for _ in range(layer.group.blocks)] for layer in self._states}
-        self._taken.append(Checkpoint(seq.num_tokens, bundles, self._tick(), step.id, seq.handle))
+        self._taken.append(Checkpoint(seq.num_tokens, bundles, self._clock, step.id, seq.handle))
         self._marks["taken"] += 1
 
     def _pass(self, step: Step) -> None:

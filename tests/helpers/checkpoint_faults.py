@@ -91,6 +91,13 @@ class WholePathRefreshed(CheckpointModel):
         return super()._open_found(call, prompt, namespace, path, hit)
 
 
+class UsesDoNotCount(CheckpointModel):
+    """A checkpoint that no hit has used stays as long as others."""
+
+    def _age(self, one):
+        return self._clock - one.stamp
+
+
 class UncommittedArena(CachedArena):
     """Nothing is committed."""
 
@@ -114,4 +121,4 @@ WRONG_CONTENT = [HitWithoutState, ShortWindow, KeptTokensDropped, OtherNamespace
 #: Steps may read what is right; the pool finds, keeps or evicts something else than it should.
 WRONG_CHOICE = [StaleStates, BehindTheCut, StaleAfterFlush, WrittenInPlace]
 #: The order in which things leave differs; seen when they do, one by one.
-WRONG_ORDER = [OutlivesItsKeys, WholePathRefreshed]
+WRONG_ORDER = [OutlivesItsKeys, WholePathRefreshed, UsesDoNotCount]
