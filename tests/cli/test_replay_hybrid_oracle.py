@@ -29,7 +29,7 @@ class Tree:
 
     `refs` has the units that are there, with the rows that use them; `below` counts checkpoints at a node and below it.
     What may leave lies in heaps, of which entries that are out of date are passed over: `cold` (no checkpoint below)
-    leaves before the rest. Of the others the oldest leaves, where the age of a checkpoint without a use counts half more.
+    leaves before the rest. Of these the oldest leaves; the age of a checkpoint without a use counts half more.
     """
 
     def __init__(self, num_blocks, bundle):
