@@ -18,16 +18,21 @@ cdef void bundle_keep(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
             chain_push(b, &b.lru, i)
 
 
+cdef inline Line* line_of(Tree* t, int32_t m) noexcept nogil:
+    """Where a checkpoint that may leave waits."""
+    return &t.listed[not t.checkpoint[m].second if t.two_classes else t.checkpoint[m].uses > 0]
+
+
 cdef void checkpoint_unlist(Tree* t, int32_t m) noexcept nogil:
     """A checkpoint may not leave."""
     if t.checkpoint[m].listed:
-        line_remove(&t.second if t.checkpoint[m].second else &t.listed, t.link, m)
+        line_remove(line_of(t, m), t.link, m)
         t.checkpoint[m].listed = False
 
 
 cdef void checkpoint_list(Tree* t, int32_t m) noexcept nogil:
     """Put a checkpoint, which may leave, where its stamp belongs. O(1) for one that was used now."""
-    cdef Line* line = &t.second if t.checkpoint[m].second else &t.listed
+    cdef Line* line = line_of(t, m)
     cdef int32_t before = line.tail
     while before != NO_CHECKPOINT and t.checkpoint[before].stamp > t.checkpoint[m].stamp:
         before = t.link[before].prev

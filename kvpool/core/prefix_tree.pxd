@@ -97,8 +97,8 @@ cdef struct Tree:
     bint[MAX_ARENAS] has_checkpoints    # and in checkpoints
     Line cold                   # units
     Line warm
-    Line listed                 # checkpoints that may leave
-    Line second                 # of two classes: those of the second
+    Line[2] listed              # checkpoints that may leave, sooner: no hit has used them, or they are second class;
+                                # and later
     int64_t clock
     int32_t num_loads           # that are not done
     int32_t num_saves           # checkpoints whose step is pending

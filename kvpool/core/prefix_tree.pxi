@@ -154,8 +154,8 @@ cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil:
         memset(t.load, 0xFF, gs.group[t.state_group].blocks.num_blocks * sizeof(int32_t))
     line_init(&t.cold)
     line_init(&t.warm)
-    line_init(&t.listed)
-    line_init(&t.second)
+    line_init(&t.listed[0])
+    line_init(&t.listed[1])
     t.free_node = t.free_checkpoint = NO_NODE
     t.fresh_node = t.fresh_checkpoint = 0
     t.num_nodes = t.num_checkpoints = t.num_loads = t.num_saves = 0
@@ -488,15 +488,20 @@ cdef void checkpoint_evict(Groups* gs, int32_t m) noexcept nogil:
 
 cdef inline bint is_crowded(const Tree* t) noexcept nogil:
     """Whether more than a quarter of the checkpoints that may leave are second class."""
-    return 3 * <int64_t>t.second.size > t.listed.size
+    return t.two_classes and 3 * <int64_t>t.listed[0].size > t.listed[1].size
+
+
+cdef inline int64_t checkpoint_age(const Tree* t, int32_t m) noexcept nogil:
+    """Twice the age of a checkpoint; without classes three times if no hit has used it. -1: none."""
+    if m == NO_CHECKPOINT:
+        return -1
+    return (2 + (not t.two_classes and t.checkpoint[m].uses == 0)) * (t.clock - t.checkpoint[m].stamp)
 
 
 cdef int32_t oldest_checkpoint(const Tree* t) noexcept nogil:
     """The checkpoint that leaves first, NO_CHECKPOINT: none may leave."""
-    cdef int32_t first = t.listed.head, second = t.second.head
-    if is_crowded(t) or second != NO_CHECKPOINT and t.checkpoint[second].stamp < t.checkpoint[first].stamp:
-        return second
-    return first
+    cdef int32_t sooner = t.listed[0].head, later = t.listed[1].head
+    return sooner if is_crowded(t) or checkpoint_age(t, sooner) >= checkpoint_age(t, later) else later
 
 
 cdef bint evict_next(Groups* gs, bint has_units, bint has_checkpoints) noexcept nogil:
@@ -506,7 +511,7 @@ cdef bint evict_next(Groups* gs, bint has_units, bint has_checkpoints) noexcept 
     if has_units and t.cold.size:
         unit_evict(gs, t.cold.head)
     elif has_units and t.warm.size and (m == NO_CHECKPOINT or not is_crowded(t)
-                                        and t.node[t.warm.head].stamp < t.checkpoint[m].stamp):
+                                        and 2 * (t.clock - t.node[t.warm.head].stamp) > checkpoint_age(t, m)):
         unit_evict(gs, t.warm.head)
     elif m != NO_CHECKPOINT:
         checkpoint_evict(gs, m)
@@ -545,7 +550,8 @@ cdef uint64_t tree_fingerprint(const Tree* t, uint64_t h) noexcept nogil:
                 h = mix(h, <uint32_t>t.entry[<int64_t>n * t.width + k])
     h = line_fingerprint(&t.cold, t.unit, h)
     h = line_fingerprint(&t.warm, t.unit, h)
-    h = line_fingerprint(&t.second, t.link, line_fingerprint(&t.listed, t.link, h))
+    h = line_fingerprint(&t.listed[0], t.link, h)
+    h = line_fingerprint(&t.listed[1], t.link, h)
     for n in range(t.fresh_checkpoint):
         h = mix(mix(h, t.checkpoint[n].position), <uint64_t>t.checkpoint[n].node)
     return h

@@ -8,6 +8,7 @@ recounted.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -191,14 +192,23 @@ class CheckpointModel(GroupModel):
         free = [mark for mark in self._taken if self._is_free(mark)]
         is_full = len(self._taken) == self._most_marks
         if is_full and free:
-            self._evict_mark(min(self._crowd(free) or free, key=lambda mark: mark.stamp))
+            self._evict_mark(self._oldest(free))
         return bool(free) or not is_full
 
-    @staticmethod
-    def _crowd(free: list[Checkpoint]) -> list[Checkpoint]:
-        """The second class, if it is more than a quarter of the checkpoints that may leave."""
-        second = [mark for mark in free if mark.is_second]
-        return second if 4 * len(second) > len(free) else []
+    def _oldest(self, marks: list[Checkpoint], units: Iterable[Node] = ()) -> Any:
+        """What leaves first. Of equal ages it is a checkpoint, and one that leaves sooner."""
+        if self.options.two_classes:
+            sooner = [mark for mark in marks if mark.is_second]
+            if 4 * len(sooner) > len(marks):
+                return max(sooner, key=self._age)
+        else:
+            sooner = [mark for mark in marks if not mark.uses]
+        return max([*sooner, *(mark for mark in marks if mark not in sooner), *units], key=self._age)
+
+    def _age(self, one: Node | Checkpoint) -> int:
+        """Twice the age of a unit or a checkpoint; without classes three times if no hit has used it."""
+        is_unused = isinstance(one, Checkpoint) and not one.uses and not self.options.two_classes
+        return (3 if is_unused else 2) * (self._clock - one.stamp)
 
     def _evict_mark(self, mark: Checkpoint) -> None:
         self._drop(mark)
@@ -265,8 +275,7 @@ class CheckpointModel(GroupModel):
             return
         homes = {layer.arena._number for layer in self._tailed} | ({0} if self._bundle_size else set())
         marks = [mark for mark in self._taken if self._is_free(mark)] if arena._number in homes else []
-        victims: list[Any] = self._crowd(marks) or [*units, *marks]
-        victim = min(victims, key=lambda one: one.stamp)
+        victim = self._oldest(marks, units)
         if isinstance(victim, Node):
             self._evict_unit(victim)
         else:
@@ -696,7 +705,7 @@ class CheckpointModel(GroupModel):
             self._marks["skipped"] += 1
             return
         bundles = {layer.index: [home._take() for _ in range(layer.group.blocks)] for layer in self._states}
-        self._taken.append(Checkpoint(seq.num_tokens, bundles, self._tick(), step.id, seq.handle))
+        self._taken.append(Checkpoint(seq.num_tokens, bundles, self._clock, step.id, seq.handle))
         self._marks["taken"] += 1
 
     def _pass(self, step: Step) -> None:

@@ -28,15 +28,16 @@ class Tree:
     """Units of KV and checkpoints of `bundle` blocks, in `num_blocks` blocks.
 
     `refs` has the units that are there, with the rows that use them; `below` counts checkpoints at a node and below it.
-    What may leave lies in two heaps, of which entries that are out of date are passed over: `cold` (no checkpoint
-    below) leaves before `warm`.
+    What may leave lies in heaps, of which entries that are out of date are passed over: `cold` (no checkpoint below)
+    leaves before the rest. Of these the oldest leaves; the age of a checkpoint without a use counts half more.
     """
 
     def __init__(self, num_blocks, bundle):
         self.num_blocks = self.blank = num_blocks
         self.bundle, self.clock, self.coldest = bundle, 0, 0
         self.refs, self.parent, self.below, self.stamp, self.marks = {}, {}, defaultdict(int), {}, {}
-        self.cold, self.warm, self.idle, self.loaded = [], [], 0, None
+        self.cold, self.warm, self.new_marks, self.hit_marks = [], [], [], []
+        self.uses, self.idle, self.loaded = Counter(), 0, None
         self.evictions = self.allocs = self.peak_used = self.releases = 0
 
     @property
@@ -66,34 +67,42 @@ class Tree:
     def mark(self, node):
         """A checkpoint is the most recent."""
         self.marks[node] = self.tick()
-        heapq.heappush(self.warm, (self.marks[node], "mark", node))
+        heapq.heappush(self.hit_marks if self.uses[node] else self.new_marks, (self.marks[node], "mark", node))
 
     def evict(self):
-        for heap in (self.cold, self.warm):
-            kept = []
-            while heap:
-                stamp, kind, node = item = heapq.heappop(heap)
-                if kind == "mark" and self.marks.get(node) == stamp:
-                    if node == self.loaded:
-                        kept.append(item)
-                        continue
-                    self.drop(node)
-                elif kind == "unit" and self.is_next(node, stamp, heap is self.cold):
-                    if node in self.marks and node != self.loaded:
-                        self.drop(node)
-                    del self.refs[node]
-                    self.idle -= 1
-                    self.blank += 1
-                    self.evictions += 1
-                else:
-                    continue
-                for one in kept:
-                    heapq.heappush(heap, one)
-                return
-            heap += kept
-        raise AssertionError("nothing is left to evict")
+        cold = self.oldest(self.cold)
+        if cold is None:
+            heads = [self.oldest(heap) for heap in (self.new_marks, self.hit_marks, self.warm)]
+            _, kind, node = max((item for item in heads if item is not None), key=self.age)
+        else:
+            _, kind, node = cold
+        if node in self.marks and node != self.loaded:
+            self.drop(node)
+        if kind == "unit":
+            del self.refs[node]
+            self.idle -= 1
+            self.blank += 1
+            self.evictions += 1
 
-    def is_next(self, node, stamp, is_cold):
+    def age(self, item):
+        stamp, kind, node = item
+        return (self.clock - stamp) * (1.5 if kind == "mark" and not self.uses[node] else 1)
+
+    def oldest(self, heap):
+        """The first item of a heap that is up to date; the checkpoint that is loaded may not leave."""
+        kept = []
+        while heap and (not self.is_next(*heap[0], heap is self.cold) or heap[0][1:] == ("mark", self.loaded)):
+            item = heapq.heappop(heap)
+            if item[1:] == ("mark", self.loaded) and self.marks.get(self.loaded) == item[0]:
+                kept.append(item)
+        first = heap[0] if heap else None
+        for item in kept:
+            heapq.heappush(heap, item)
+        return first
+
+    def is_next(self, stamp, kind, node, is_cold):
+        if kind == "mark":
+            return self.marks.get(node) == stamp
         return self.refs.get(node) == 0 and self.stamp[node] == stamp and (self.below[node] == 0) == is_cold
 
     def above(self, node):
@@ -111,6 +120,7 @@ class Tree:
 
     def drop(self, node):
         del self.marks[node]
+        del self.uses[node]
         self.blank += self.bundle
         lost = []
         for one in self.above(node):
@@ -180,6 +190,7 @@ class NaiveP3(NaiveP1):
                 pool.use(node)
                 blocks.append(("own", node))
             if hit:
+                pool.uses[path[hit - 1]] += 1
                 pool.mark(path[hit - 1])
                 pool.loaded = path[hit - 1]
             if is_short:
@@ -222,6 +233,7 @@ class NaiveP3(NaiveP1):
                 is_taken = pool.num_available >= pool.bundle
                 if is_taken:
                     pool.take(pool.bundle)
+                    pool.tick()
                     self.count["checkpoints_taken"] += 1
             pool.loaded = None
             for depth in range(known, min(end, prompt) // size):
@@ -318,17 +330,22 @@ class RefreshesPaths(Tree):
 class HasOneClass(Tree):
     """Fault: KV without a checkpoint does not leave first."""
 
-    def evict(self):
-        self.warm += self.cold
-        heapq.heapify(self.warm)
-        self.cold = []
-        super().evict()
+    def rest(self, node, stamp):
+        self.stamp[node] = stamp
+        heapq.heappush(self.warm, (stamp, "unit", node))
 
-    def is_next(self, node, stamp, is_cold):
-        return self.refs.get(node) == 0 and self.stamp[node] == stamp
+    def is_next(self, stamp, kind, node, is_cold):
+        return super().is_next(stamp, kind, node, kind == "unit" and self.below[node] == 0)
 
 
-@pytest.mark.parametrize("fault", [UsesStayOld, RefreshesPaths, HasOneClass])
+class IgnoresUses(Tree):
+    """Fault: a checkpoint without a use is as old as another one."""
+
+    def age(self, item):
+        return self.clock - item[0]
+
+
+@pytest.mark.parametrize("fault", [UsesStayOld, RefreshesPaths, HasOneClass, IgnoresUses])
 def test_simulator_with_a_wrong_rule_does_not_agree(fault):
     rng = random.Random(1)
     cases = [random_case(rng) for _ in range(100)]

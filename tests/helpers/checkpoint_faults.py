@@ -117,6 +117,13 @@ class SecondForEver(CheckpointModel):
         return seq
 
 
+class UsesDoNotCount(CheckpointModel):
+    """A checkpoint that no hit has used stays as long as others."""
+
+    def _age(self, one):
+        return self._clock - one.stamp
+
+
 class UncommittedArena(CachedArena):
     """Nothing is committed."""
 
@@ -140,4 +147,4 @@ WRONG_CONTENT = [HitWithoutState, ShortWindow, KeptTokensDropped, OtherNamespace
 #: Steps may read what is right; the pool finds, keeps or evicts something else than it should.
 WRONG_CHOICE = [StaleStates, BehindTheCut, StaleAfterFlush, WrittenInPlace]
 #: The order in which things leave differs; seen when they do, one by one.
-WRONG_ORDER = [OutlivesItsKeys, WholePathRefreshed, RoomForAll, OneClass, SecondForEver]
+WRONG_ORDER = [OutlivesItsKeys, WholePathRefreshed, UsesDoNotCount, RoomForAll, OneClass, SecondForEver]
