@@ -35,8 +35,8 @@ OPERATIONS = (
 #: Calls of the prefix cache.
 CACHED = (
     *("prompt", "prompt", "prompt", "prompt", "compute", "compute", "compute", "compute", "chunk", "chunk", "commit"),
-    *("commit", "match", "pin", "flush", "evict", "evict", "hold", "close", "close", "step", "step", "step", "done"),
-    *("done", "truncate", "truncate", "lie", "lie", *sorted(set(OPERATIONS) - {"named"})),
+    *("lie", "match", "pin", "flush", "evict", "evict", "hold", "close", "close", "step", "step", "step", "done"),
+    *("done", *sorted(set(OPERATIONS) - {"named"})),
 )
 WITHOUT_ROWS = ("reset", "done", "foreign", "named", "prompt", "match", "pin", "evict", "hold")
 #: Calls on blocks by id, on some arena; the ones that lead somewhere more often.
