@@ -125,8 +125,7 @@ def make_engine(args: argparse.Namespace, options: dict[str, Any]) -> Engine:
     model, tokenizer = loading.load(args.model, args.arch)
     if options["num_blocks"] is None:
         running, size = options["max_running"], options["block_size"]
-        keeps_all, bits = options["eviction"] is not None, bits_of(args)
-        most = loading.blocks_in(args.memory or "auto", model, size, running, keeps_all, **bits)
+        most = loading.blocks_in(args.memory or "auto", model, size, running, **bits_of(args))
         longest = min(max_positions(model) or LONGEST, LONGEST)
         options["num_blocks"] = most if args.memory else min(most, 1 + running * -(-longest // size))
     return Engine(model, tokenizer=tokenizer, **options)

@@ -203,7 +203,8 @@ class CheckpointModel(GroupModel):
                 return max(sooner, key=self._age)
         else:
             sooner = [mark for mark in marks if not mark.uses]
-        return max([*sooner, *(mark for mark in marks if mark not in sooner), *units], key=self._age)
+        victims: list[Node | Checkpoint] = [*sooner, *(mark for mark in marks if mark not in sooner), *units]
+        return max(victims, key=self._age)
 
     def _age(self, one: Node | Checkpoint) -> int:
         """Twice the age of a unit or a checkpoint; without classes three times if no hit has used it."""

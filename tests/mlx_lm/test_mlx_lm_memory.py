@@ -32,7 +32,7 @@ def bytes_of(model, num_blocks):
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "mamba", "gemma4_text", "llama"])
 def test_memory_holds_the_blocks_and_the_states_of_all_rows_before_and_after_a_pass(name):
     model, _ = tiny.make(name)
-    num_blocks = blocks_in(MEMORY, model, 16, ROWS, keeps_all=False)
+    num_blocks = blocks_in(MEMORY, model, 16, ROWS)
     pool, state = bytes_of(model, num_blocks)
     one_more, _ = bytes_of(model, num_blocks + 1)
     assert pool + 2 * ROWS * state <= MEMORY < one_more + 2 * ROWS * state

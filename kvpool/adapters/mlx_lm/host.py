@@ -170,15 +170,6 @@ def _layout(
     return layout
 
 
-def require_evictable(model: ModelShape, eviction: Policy, call: str) -> None:
-    """Raise ValueError unless one table can hold all layers of a model: mlx-lm's server evicts from one table."""
-    if model.is_apart or not model.is_uniform:
-        raise ValueError(
-            f"[{call}] eviction needs layers that keep every token in one shape, and rows that share a pass: "
-            f"{type(eviction).__name__} on {model.describe()}"
-        )
-
-
 def make_storage(
     spec: KVSpec,
     num_blocks: int,

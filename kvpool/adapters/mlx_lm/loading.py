@@ -46,17 +46,13 @@ def check_name(name: str) -> None:
         raise ModelNotLoaded(f"{name}: no such folder, and no repository of the form owner/name")
 
 
-def blocks_in(
-    memory: int | str, model: Any, block_size: int, num_rows: int, keeps_all: bool = False, **quantization: int | None
-) -> int:
+def blocks_in(memory: int | str, model: Any, block_size: int, num_rows: int, **quantization: int | None) -> int:
     """Return the `num_blocks` of `install` for which `memory` holds the pool, see `kvpool.config.blocks_for`.
 
     Parameters
     ----------
     num_rows : int
         Sequences that run at a time. Their states are taken off first, twice: a pass holds those before and after it.
-    keeps_all : bool
-        See `layout_of`. True for eviction.
     quantization
         As for `install`.
 
@@ -68,7 +64,7 @@ def blocks_in(
     import mlx.core as mx
 
     shape = inspect_model(model)
-    layout = layout_on(make_storage, shape, block_size, keeps_all, **quantization)
+    layout = layout_on(make_storage, shape, block_size, False, **quantization)
     info = dict(mx.device_info()) if mx.metal.is_available() else None
     machine: dict[str, Any] = {"device_info": info, "active_nbytes": mx.get_active_memory()}
     counts = [layout.columns(arena) for arena in range(len(layout.block_nbytes))]
