@@ -380,7 +380,7 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
         return refused(v, OUT_OF_SEQUENCES, -1, 1, 0, s.max_seqs, s.num_open)
     if root == 0 and make_root(pool, space, size, &root, v) != OK:
         return v.reason
-    tree_begin(gs, slot, tokens, &hit, need, reserve)
+    tree_begin(gs, slot, tokens, &hit, need, reserve, take)
     s.prefix[slot].committed = s.prefix[slot].done = s.prefix[slot].forked_at = s.seq[slot].kv_len
     s.prefix[slot].published = 0
     s.prefix[slot].root = root

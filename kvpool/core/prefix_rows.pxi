@@ -135,8 +135,8 @@ cdef void open_group(Groups* gs, int32_t k, int32_t slot, const Hit* hit) noexce
 
 
 cdef void tree_begin(Groups* gs, int32_t slot, const Ints* tokens, const Hit* hit, const int64_t* need,
-                     bint reserve) noexcept nogil:
-    """Open the sequence in `slot` over a hit. `reserve`: with entries for the rest of the prompt."""
+                     bint reserve, bint take) noexcept nogil:
+    """Open the sequence in `slot` over a hit. `reserve`: with entries for the rest of the prompt; `take`: it counts."""
     cdef Tree* t = gs.tree
     cdef Seqs* s = gs.seqs
     cdef LayerGroup* g
@@ -152,7 +152,8 @@ cdef void tree_begin(Groups* gs, int32_t slot, const Ints* tokens, const Hit* hi
         if g.kind != STATE_LAYERS:
             open_group(gs, k, slot, hit)
     if hit.checkpoint != NO_CHECKPOINT:
-        checkpoint_use(t, hit.checkpoint)
+        if take:
+            checkpoint_use(t, hit.checkpoint)
         if t.state_group >= 0:
             open_group(gs, t.state_group, slot, hit)
             begin_load(gs, slot, hit.checkpoint)

@@ -162,12 +162,15 @@ cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil:
 
 
 cdef int64_t tree_nbytes(const Tree* t, const Groups* gs) noexcept nogil:
-    """Bytes of the tree itself."""
+    """Bytes of nodes, checkpoints, and what the tree knows of rows and blocks."""
     cdef int64_t per_node = (sizeof(Node) + sizeof(Link) + (t.block_size + t.width) * 4 + (16 if t.key != NULL else 0))
     cdef int64_t found = t.room * per_node + (t.slot_mask + <int64_t>1) * 4
     cdef int32_t k
     for k in range(gs.num_arenas):
         found += 9 * <int64_t>gs.arena[k].num_blocks
+    found += gs.seqs.max_seqs * <int64_t>sizeof(RowPlaces)
+    if t.state_group >= 0:
+        found += 12 * <int64_t>gs.group[t.state_group].blocks.num_blocks
     return found + t.checkpoint_room * <int64_t>(sizeof(Checkpoint) + sizeof(Link) + t.bundle_size * 4)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.errors import OutOfBlocks
 from kvpool.replay.hybrid_shapes import HybridShape
 from kvpool.replay.loop import Request, Result
 from kvpool.replay.paths import paths_of, shareable_blocks, unique_blocks
@@ -44,7 +45,10 @@ class HybridCaching(PrefixCaching):
 
     def open_tokens(self, request: Request, tokens: NDArray[np.int32]) -> int | None:
         """Open a sequence that finds what is cached, and says where its prompt may be rewritten. It takes no blocks."""
-        handle: int = self.call("open", tokens, b"", self.cut_of(request), reserve=False)
+        try:
+            handle: int = self.call("open", tokens, b"", self.cut_of(request), reserve=False)
+        except OutOfBlocks:  # no slot for its states
+            return None
         found = self.pool.num_tokens(handle)
         need = self.needs.most(request.length) - self.needs.held(found, found=found)
         if self.needs.short(need.tolist(), self.needs.free()) < 0:

@@ -43,7 +43,8 @@ def make_room(core: Core, probe: object) -> DecodeBatch:
                 core.preempt(victim)
                 return core.batch()
             growth = core.growth(batch.lanes)
-            raise starved(core, f"request {victim.group.id!r} runs alone and finds no block", growth)
+            arena = max(0, core.needs.short(growth, core.needs.free()))
+            raise starved(core, f"request {victim.group.id!r} runs alone and finds no block", arena)
         if not spill(core, victim):
             core.preempt(victim)
         batch = core.batch()
@@ -60,9 +61,8 @@ def has_room(core: Core, batch: DecodeBatch) -> bool:
     return core.needs.short(core.growth(batch.lanes), core.needs.free(), promised) < 0
 
 
-def starved(core: Core, text: str, need: list[int]) -> OutOfBlocks:
-    """Return the error of a request that runs alone, which needs more than others of the pool left."""
-    arena = max(0, core.needs.short(need, core.needs.free()))
+def starved(core: Core, text: str, arena: int) -> OutOfBlocks:
+    """Return the error of a request that runs alone, which needs more of an arena than others of the pool left."""
     stats = core.pool.stats(arena)
     where = f" in arena {arena}" if core.needs.promises else ""
     return OutOfBlocks(
@@ -141,9 +141,10 @@ def blocks_alone(core: Core, tokens: int) -> list[int]:
 
 def judge(core: Core, request: Request) -> None:
     """Raise RequestRejected for a request that cannot be combined with eviction."""
-    if core.eviction is not None and request.beam_width > 1:
+    if core.eviction is not None and request.beam_width:
         raise RequestRejected(
-            f"[add] a beam of {request.beam_width} sequences keeps every token, this scheduler evicts", "beam"
+            f"[add] a beam keeps every token (beam_width {request.beam_width}), this scheduler evicts: ask for samples",
+            "beam",
         )
 
 
@@ -238,8 +239,8 @@ def keep_budgets(core: Core) -> None:
             try:
                 evict(core, sequence)
                 break
-            except OutOfBlocks:
-                make_way(core, "the copies that eviction needs")
+            except OutOfBlocks as short:
+                make_way(core, "the copies that eviction needs", short.arena)
 
 
 def evict(core: Core, sequence: Sequence) -> None:
@@ -269,7 +270,7 @@ def evict(core: Core, sequence: Sequence) -> None:
         raise
 
 
-def make_way(core: Core, purpose: str) -> None:
+def make_way(core: Core, purpose: str, arena: int) -> None:
     """Preempt the last admitted sequence; with the policy "priority", the last of the lowest priority.
 
     Other choices could let two long prompts preempt each other for ever. A request that is left alone starts over if it
@@ -279,7 +280,7 @@ def make_way(core: Core, purpose: str) -> None:
     core.setbacks += 1
     if len(running) == 1 and (core.was_alone() or core.prefix is None):
         name = core.rows.sequence(running[0]).group.id
-        raise starved(core, f"request {name!r} runs alone and finds no blocks for {purpose}", core.promised())
+        raise starved(core, f"request {name!r} runs alone and finds no blocks for {purpose}", arena)
     victims = [core.rows.sequence(lane) for lane in running[::-1].tolist()]
     victim = victims[0]
     if core.policy == "priority":

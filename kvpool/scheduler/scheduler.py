@@ -339,7 +339,7 @@ class Scheduler:
                 break
             chunks.pop()
             if not chunks and batch is None:
-                make_way(core, "its next chunk")
+                make_way(core, "its next chunk", max(0, core.needs.short(core.promised(), core.needs.free())))
                 batch, chunks = self._decide(plan)
         return batch, chunks
 

@@ -511,6 +511,7 @@ class CheckpointModel(GroupModel):
                     self._leave_limbo(entry)
         if mark is not None:
             mark.stamp = self._tick()
+        if mark is not None and call == "open":  # a pin is no hit
             mark.uses += 1
             mark.is_second &= mark.uses < 2
             self._marks["used"] += mark.uses == 1

@@ -306,9 +306,10 @@ def test_row_before_one_whose_positions_end_is_not_touched(last):
 
 def test_engine_refuses_options_that_exclude_eviction():
     pool, memory, scheduler = build(WINDOW)
-    with pytest.raises(RequestRejected, match=r"\[add\] a beam of 2 sequences keeps every token") as caught:
-        scheduler.add(Request([1, 2], beam_width=2, n=1))
-    assert caught.value.reason == "beam" and scheduler.stats().rejected == 1
+    for width in (1, 2):
+        with pytest.raises(RequestRejected, match=rf"\[add\] a beam keeps every token \(beam_width {width}\)") as caught:
+            scheduler.add(Request([1, 2], beam_width=width, n=1))
+        assert caught.value.reason == "beam" and scheduler.stats().rejected == width
     with pytest.raises(TypeError, match=r"\[Scheduler\] eviction must be a kvpool.eviction.Evictor, not SlidingWindow"):
         Scheduler(pool, eviction=WINDOW)
     with pytest.raises(ValueError, match=r"\[Scheduler\] the evictor is on another pool"):
