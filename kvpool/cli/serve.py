@@ -31,7 +31,7 @@ NUMBERS: tuple[tuple[str, str, str | None, str], ...] = (
     ("--max-model-len", "TOKENS", None, "tokens of a prompt and its answer, at most (default: what the model takes)"),
     ("--chunk", "TOKENS", "256", "prompt tokens per step and prompt (default: %(default)s)"),
     ("--kv-block-size", "TOKENS", "16", "tokens per block of the cache (default: %(default)s)"),
-    ("--num-blocks", "N", None, "blocks of the cache (default: enough for --max-running samples)"),
+    ("--num-blocks", "N", None, "blocks of the cache (default: for --max-running samples, as memory allows)"),
     ("--grace", "SECONDS", "30", "time that running requests have to end after SIGTERM (default: %(default)s)"),
 )
 
