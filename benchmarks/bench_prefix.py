@@ -127,7 +127,7 @@ def measure_hits(measure, cache, name, items):
     def other_prompts():
         for handle in held:
             unpin(handle)
-        cache.pool.stats()  # a pool with groups puts what was released in its place when the next call comes
+        cache.pool.stats()  # a pool with groups settles released blocks at the next call
         chosen = cache.rng.choice(len(cache.prompts), LOOKUPS, replace=False)
         asked[:] = [cache.prompts[i].copy() for i in chosen]
 

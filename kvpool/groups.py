@@ -12,7 +12,7 @@ UNUSED = {
     "chunk": ("keep", "blocks"),
     "state": ("keep", "block_size", "columns", "arena", "num_blocks"),
 }
-"""What a kind of layers has not."""
+"""Arguments that a kind of layers does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Group:
             object.__setattr__(self, name, number)
         for name in UNUSED[self.kind]:
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                raise ValueError(f"[Group] {name} is {getattr(self, name)}, a group of kind {self.kind} has none")
+                raise ValueError(f"[Group] {name} is {getattr(self, name)}, a group of kind {self.kind} has no {name}")
         if self.keep and self.keep >= self.size:
             raise ValueError(f"[Group] keep is {self.keep}, it must be below the window of {self.size} tokens")
 

@@ -32,7 +32,7 @@ WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size", "lo
 USUAL = {"attention_chunk_size": 8192}
 USUAL_WINDOW = 1024  # where neither a model file nor `USUAL` says one
 
-MEDIUM = {  # in place of the numbers of a tiny config: 20 to 40 MB of weights in float32
+MEDIUM = {  # numbers that replace those of a tiny config: 20 to 40 MB of weights in float32
     **{"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 8},
     **{"num_key_value_heads": 4, "head_dim": 64, "moe_intermediate_size": 256},
 }

@@ -23,8 +23,8 @@ from kvpool.adapters.mlx_lm.host import PagedKV, install
 from kvpool.cli.bench.measure import Contestant, seconds_per_call
 
 CHUNK = 512
-STEPS = 4  # of one timed run
-FEW = 3  # runs of a chunk of one row; that of a batch takes long, and runs once
+STEPS = 4  # in a timed run
+FEW = 3  # runs of a chunk of one row; the chunk of a batch takes long, and runs once
 
 
 def installed(model: Any, num_rows: int, repetitions: int) -> PagedKV:
@@ -46,7 +46,7 @@ def measure(kv: PagedKV, num_rows: int, repetitions: int) -> tuple[Beside, Besid
         fed[who] = _fed(kv.model, makers[who], num_rows)
 
     for make in makers.values():
-        _fed(kv.model, make, 1)  # what MLX does for a first run only
+        _fed(kv.model, make, 1)  # warm-up: MLX does more work in a first run
     chunks = [Contestant(who, partial(chunk, who)) for who in makers]
     of_chunk = _turns(chunks, min(FEW, repetitions) if num_rows == 1 else 1)
     steps = [Contestant(who, _decoding(kv.model, fed[who], num_rows), STEPS) for who in makers]

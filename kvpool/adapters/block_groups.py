@@ -1,12 +1,12 @@
-"""Tables of layer groups on a `BlockPool` that they share: the longest hit of all groups, and skipped prefixes.
+"""Tables of layer groups that share one `BlockPool`: the longest prefix that all groups have, and windows.
 
-An engine whose layers differ has a table and keys of its own for each group, for example ``(content, group)``, on one
-pool of equal pages. Null blocks stand for what nobody reads; `BlockPool.touch`, `free` and `cache` pass them over.
+An engine whose layers differ has a table and keys for each group, for example keys ``(content, group)``. Null blocks
+stand for blocks that nobody reads. `BlockPool.touch`, `free` and `cache` ignore them.
 
     hit = longest_hit(pool, [GroupKeys(keys, 16), GroupKeys(tails, 16, "window", 64), GroupKeys(states, 512, "state")])
     for table in hit.tables:
         pool.touch(table)
-    skip(pool, hit.tables[1], n)                # the window has passed the first n blocks
+    skip(pool, hit.tables[1], n)                # no later token reads the first n blocks
 """
 
 from collections.abc import Hashable, Sequence
@@ -19,24 +19,24 @@ from kvpool.config import checked_int
 
 
 class GroupKeys(NamedTuple):
-    """A prompt as one layer group knows it."""
+    """The keys of a prompt in one layer group."""
 
-    keys: Sequence[Hashable]  #: key i: content of the block that ends with, or is filled up to, token (i + 1) * grain
+    keys: Sequence[Hashable]  #: key i names the block that is filled up to token (i + 1) * grain
     block_size: int  #: tokens of a block
     kind: str = "full"  #: "full", "window", "chunk" or "state"
     size: int = 1  #: tokens of the window or chunk
-    grain: int | None = None  #: tokens of a key: `block_size`, the default, or a divisor of it
+    grain: int | None = None  #: tokens per key: `block_size` (the default) or a divisor of it
 
 
 class Hit(NamedTuple):
     """A prefix that every group has."""
 
     tokens: int  #: its length
-    tables: list[list[int]]  #: per group the blocks of the prefix, null blocks for those that nobody reads
+    tables: list[list[int]]  #: of each group, with null blocks for blocks that nobody reads
 
 
 class _Prefix:
-    """What the pool has of one group's keys."""
+    """Finds the blocks of one group's keys in the pool."""
 
     def __init__(self, given: GroupKeys, pool: BlockPool) -> None:
         self.keys, self.kind, self.lookup, self.null_block = list(given.keys), given.kind, pool.lookup, pool.null_block
@@ -46,14 +46,14 @@ class _Prefix:
         self.size = checked_int("longest_hit", "size", given.size)
         self.grain = checked_int("longest_hit", "grain", self.block_size if given.grain is None else given.grain)
         if self.block_size % self.grain:
-            raise ValueError(f"[longest_hit] grain is {self.grain}, which does not divide a block of {self.block_size}")
+            raise ValueError(f"[longest_hit] grain is {self.grain}, it must divide the block size {self.block_size}")
         self.per_block = self.block_size // self.grain
         self.num_tokens = len(self.keys) * self.grain
         self.ends = self.keys[self.per_block - 1 :: self.per_block]
-        self.found = self.blocks_of(self.num_tokens)  # `longest` found all blocks from this one on
+        self.found = self.blocks_of(self.num_tokens)  # `longest` has found all blocks from this one on
 
     def blocks_of(self, tokens: int) -> int:
-        """Return how many blocks have these tokens."""
+        """Return how many blocks hold so many tokens."""
         return -(-tokens // self.block_size)
 
     def read_from(self, tokens: int) -> int:
@@ -66,12 +66,12 @@ class _Prefix:
         }[self.kind]
 
     def at(self, tokens: int) -> list[int]:
-        """Return the block that is filled up to here, in a list; an empty one if nobody has it."""
+        """Return the block that is filled up to here, in a list. The list is empty if the pool does not have it."""
         end = tokens // self.grain
         return self.lookup(self.keys[end - 1 : end])
 
     def fullest(self, block: int) -> tuple[int, list[int]]:
-        """Return the token up to which the fullest copy of a block is filled, and the copy."""
+        """Return the fullest cached copy of a block, and the token up to which it is filled."""
         begin = block * self.block_size
         for tokens in range(min(begin + self.block_size, self.num_tokens), begin, -self.grain):
             if copy := self.at(tokens):
@@ -111,17 +111,18 @@ def longest_hit(
 ) -> Hit:
     """Find the longest prefix of a prompt that all layer groups have, and its blocks in each.
 
-    Nothing changes, so `BlockPool.touch` its tables before any other call.
+    The call changes nothing. So `BlockPool.touch` the tables before any other call, which may evict their blocks.
 
     Parameters
     ----------
     pool : BlockPool
     groups : sequence of GroupKeys
-        The same prompt for each group, with keys of its own.
+        The keys of the same prompt in each group.
     align : int, optional
         The length of a hit is a multiple of this. By default the least common multiple of all block sizes.
     limit : int, optional
-        Most tokens of a hit, for example one less than the prompt has. By default what all groups have keys of.
+        Most tokens of a hit, for example one less than the prompt has. By default the tokens that all groups have
+        keys for.
 
     Returns
     -------
@@ -131,23 +132,23 @@ def longest_hit(
     Raises
     ------
     ValueError, TypeError
-        No group; a kind that is not known; a grain that does not divide its block; a number that is none, or out
-        of range.
+        There is no group, a kind is unknown, a grain does not divide its block size, or an argument is no integer or
+        out of range.
 
     Notes
     -----
     A prefix of c tokens is a hit if each group has what a query at position c reads:
 
-    - "full": all tokens before c. "window": those from c - size + 1 on. "chunk": those from the last multiple of
-      size up to c on. A block with such tokens needs a cached key that ends in it, at or behind the last of them.
-    - "state": the key that ends at c exactly, unless c is 0.
+    - "full": all tokens before c. "window": the tokens from c - size + 1 on. "chunk": the tokens from the last
+      multiple of size on that is at most c. A block with such tokens needs a cached key that ends inside it, at the
+      last of these tokens or behind it.
+    - "state": the key that ends exactly at c, unless c is 0.
 
-    A hit is partial where c is inside a block, which takes an `align` below the default. The last block is then
-    filled up to c or further, and cached: copy it, and write to the copy. If nobody reads it, it is null: take a
-    new one.
+    With an `align` below the default, c may be inside a block. This last block is cached, and filled up to c or
+    further: copy it, and write to the copy. If nobody reads it, it is a null block: take a new one.
     """
     if not groups:
-        raise ValueError("[longest_hit] there is no group, the least is 1")
+        raise ValueError("[longest_hit] there are 0 groups, the least is 1")
     prompt = [_Prefix(group, pool) for group in groups]
     sizes = [group.block_size for group in prompt]
     align = lcm(*sizes) if align is None else checked_int("longest_hit", "align", align)
@@ -158,7 +159,7 @@ def longest_hit(
     before = -1
     while tokens != before:
         before = tokens
-        for group in sorted(prompt, key=lambda group: group.kind == "full"):  # they look at the most blocks
+        for group in sorted(prompt, key=lambda group: group.kind == "full"):  # full ones last: they look up most
             tokens = group.longest(tokens, align)
     return Hit(tokens, [group.table(tokens) for group in prompt])
 
@@ -166,20 +167,20 @@ def longest_hit(
 def skip(pool: BlockPool, table: list[int], n: int) -> list[int]:
     """Give back the first `n` blocks of a table, which no later token reads. Null blocks replace them.
 
-    Those without a key are blank, those with one stay findable until they are taken, the last of them first. O(n).
+    Blocks without a key become blank. Blocks with a key can be found until they are taken, the last one first. O(n).
 
     Parameters
     ----------
     pool : BlockPool
     table : list of int
-        Changed in place. Null blocks in it are passed over.
+        Changed in place. Null blocks in it are ignored.
     n : int
         0 .. len(table).
 
     Returns
     -------
     list of int
-        What was given back, in the order in which it was.
+        The blocks that were given back, in this order.
 
     Raises
     ------

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvpool.replay.hybrid_shapes import HybridShape
 
 Player = Callable[[int, Callable[[int], None]], dict[str, Any]]
-"""Plays a trace in so many blocks, tells how many requests are through, and returns what it counted."""
+"""Plays a trace in so many blocks, reports how many requests have ended, and returns the counts."""
 
 BLOCK_SIZE = 16
 FLAGS = ("checkpoints", "place", "first_distance")
@@ -124,7 +124,7 @@ def budget(args: argparse.Namespace, text: str, shape: HybridShape) -> int:
 
 
 def player(args: argparse.Namespace, trace: Trace, shape: HybridShape, concurrency: int) -> Player:
-    """Return what plays the trace once, under the policy that was asked for."""
+    """Return the function that plays the trace once under the policy of the arguments."""
     from kvpool.replay.fixed_split import FixedSplit, Split
     from kvpool.replay.hybrid import replay_hybrid
     from kvpool.replay.hybrid_report import hybrid_facts

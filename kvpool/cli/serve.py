@@ -1,4 +1,4 @@
-"""Serve a model over HTTP, as OpenAI's API does it, on a paged KV cache."""
+"""Serve a model over HTTP, with the APIs of OpenAI and Anthropic, on a paged KV cache."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ if TYPE_CHECKING:
 leave = os._exit
 LAST_PORT = 65535
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-LONGEST = 32768  # tokens that a request may be expected to have, when the pool is sized by itself
+LONGEST = 32768  # tokens of a request at most, for the default size of the pool
 NUMBERS: tuple[tuple[str, str, str | None, str], ...] = (
     ("--port", "N", "8080", "port to listen on, 0 for any (default: %(default)s)"),
-    ("--max-tokens", "N", "512", "tokens of requests that name no number (default: %(default)s)"),
+    ("--max-tokens", "N", "512", "tokens to generate if a request does not say how many (default: %(default)s)"),
     ("--max-running", "N", "32", "samples that run at a time, at most (default: %(default)s)"),
-    ("--max-waiting", "N", "256", "samples that wait, at most; more are told to come again (default: %(default)s)"),
+    ("--max-waiting", "N", "256", "samples that wait, at most; more get status 429 (default: %(default)s)"),
     ("--max-connections", "N", "1024", "connections at a time, at most (default: %(default)s)"),
     ("--max-model-len", "TOKENS", None, "tokens of a prompt and its answer, at most (default: what the model takes)"),
     ("--chunk", "TOKENS", "256", "prompt tokens per step and prompt (default: %(default)s)"),
     ("--kv-block-size", "TOKENS", "16", "tokens per block of the cache (default: %(default)s)"),
-    ("--num-blocks", "N", None, "blocks of the cache (default: what runs at a time may need)"),
-    ("--grace", "SECONDS", "30", "time that running requests have after SIGTERM (default: %(default)s)"),
+    ("--num-blocks", "N", None, "blocks of the cache (default: for --max-running samples, as memory allows)"),
+    ("--grace", "SECONDS", "30", "time that running requests have to end after SIGTERM (default: %(default)s)"),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments. `run` reads the numbers."""
-    parser.epilog = "GET /metrics has statistics for Prometheus. KVPOOL_API_KEY is a key as --api-key is one."
+    parser.epilog = "GET /metrics has statistics for Prometheus. The variable KVPOOL_API_KEY is a key, too."
     add_model_arguments(parser, "PATH_OR_ID", "a folder, a repository of the Hugging Face Hub")
     parser.add_argument("--name", help="what clients call the model (default: the text of --model)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     for name, metavar, default, text in NUMBERS:
         parser.add_argument(name, metavar=metavar, default=default, help=text)
-    parser.add_argument("--memory", metavar="SIZE", help="size the cache by memory, 2GiB or auto, not by --num-blocks")
-    parser.add_argument("--api-key", action="append", default=[], metavar="KEY", help="clients need one; repeatable")
+    parser.add_argument("--memory", metavar="SIZE", help="memory of the cache, 2GiB or auto; not with --num-blocks")
+    parser.add_argument("--api-key", action="append", default=[], metavar="KEY", help="a key for clients; repeatable")
     parser.add_argument(
-        "--allow-host", action="append", default=[], metavar="NAME", help="a name of this server; repeatable"
+        "--allow-host", action="append", default=[], metavar="NAME", help="a name of this server, in Host; repeatable"
     )
     add_cache_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal; 0 if no block was left behind, else 1."""
+    """Serve until a signal. Return 0 if all blocks came back, else 1."""
     port, block_size = whole("--port", args.port, 0), whole("--kv-block-size", args.kv_block_size)
-    if port > LAST_PORT:  # the socket would take what is left of it after division by 65536
+    if port > LAST_PORT:  # the socket would take the port modulo 65536
         raise CommandError(f"--port {args.port}: out of range, 0..{LAST_PORT}")
     if args.memory is not None and args.num_blocks is not None:
         raise CommandError("--memory and --num-blocks exclude each other")
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def engine_options(args: argparse.Namespace, block_size: int) -> dict[str, Any]:
-    """The options of `Engine`, checked as far as possible without a model."""
+    """Return the options of `Engine`, checked as far as possible without a model."""
     running, chunk = whole("--max-running", args.max_running), whole("--chunk", args.chunk)
     longest = {} if args.max_model_len is None else {"max_model_len": whole("--max-model-len", args.max_model_len)}
     return {
@@ -132,7 +132,7 @@ def make_engine(args: argparse.Namespace, options: dict[str, Any]) -> Engine:
 
 
 def tell(args: argparse.Namespace, url: str, engine: Engine) -> None:
-    """Say where the server is and what it runs."""
+    """Print the address of the server and what it runs."""
     pool = engine.kv.pool
     facts = {"url": url, "model": args.name or args.model, "route": engine.kv.route, "num_blocks": pool.num_blocks}
     facts |= {"block_size": pool.block_size, "eviction": args.eviction, "bits": bits_of(args)}

@@ -19,7 +19,7 @@ cdef void bundle_keep(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
 
 
 cdef inline Line* line_of(Tree* t, int32_t m) noexcept nogil:
-    """Where a checkpoint that may leave waits."""
+    """The line of a checkpoint that may leave: see `Tree.listed`."""
     return &t.listed[not t.checkpoint[m].second if t.two_classes else t.checkpoint[m].uses > 0]
 
 
@@ -51,7 +51,7 @@ cdef void checkpoint_refresh(Tree* t, int32_t m) noexcept nogil:
 
 
 cdef void checkpoint_use(Tree* t, int32_t m) noexcept nogil:
-    """A hit uses a checkpoint. With the second one it is first class."""
+    """A checkpoint is a hit. The second hit makes it first class."""
     checkpoint_unlist(t, m)
     t.used += t.checkpoint[m].uses == 0
     t.checkpoint[m].uses += t.checkpoint[m].uses < 2
@@ -61,7 +61,7 @@ cdef void checkpoint_use(Tree* t, int32_t m) noexcept nogil:
 # ---- from taking to dropping -------------------------------------------------------------------------------
 
 cdef int32_t checkpoint_new(Groups* gs, int64_t position) noexcept nogil:
-    """One that is free, or was until now the first to leave; NO_CHECKPOINT: none may leave."""
+    """A free one. If there is none, the one that leaves first is evicted for it. NO_CHECKPOINT: none may leave."""
     cdef Tree* t = gs.tree
     cdef int32_t m
     if t.free_checkpoint == NO_CHECKPOINT and t.fresh_checkpoint == t.checkpoint_room:
@@ -156,7 +156,7 @@ cdef void checkpoint_hide(Groups* gs, int32_t m) noexcept nogil:
     checkpoint_tails(gs, m, -1)
     checkpoint_states(gs, n, False)
     t.node[n].checkpoint = NO_CHECKPOINT
-    while n != NO_NODE:                         # what lost its last checkpoint leaves first, the deepest first of all
+    while n != NO_NODE:                         # units without a checkpoint leave first, the deepest before all
         t.node[n].below -= 1
         if t.node[n].below == 0 and t.node[n].place == WARM:
             line_remove(&t.warm, t.unit, n)
@@ -277,7 +277,7 @@ cdef void publish_place(Groups* gs, int32_t slot, int32_t n, int64_t position) n
 
 
 cdef void classify(Groups* gs, int32_t slot, int32_t n, bint is_new) noexcept nogil:
-    """A row has published a checkpoint, or has found one that was there. Which are second class now?"""
+    """A row has published a checkpoint, or has found one at its place. Decide which are second class now."""
     cdef Tree* t = gs.tree
     cdef const RowPlaces* row = &t.row[slot]
     cdef int64_t position = t.node[n].depth * t.block_size
@@ -294,7 +294,7 @@ cdef void classify(Groups* gs, int32_t slot, int32_t n, bint is_new) noexcept no
 
 
 cdef void demote(Tree* t, int32_t m) noexcept nogil:
-    """A checkpoint is second class from now on, unless it is a junction or was used twice."""
+    """A checkpoint becomes second class, unless it was published at a junction or was a hit twice."""
     if m != NO_CHECKPOINT and not (t.checkpoint[m].junction or t.checkpoint[m].second or t.checkpoint[m].uses > 1):
         checkpoint_unlist(t, m)
         t.checkpoint[m].second = True

@@ -562,7 +562,7 @@ cdef void groups_set_fences(Groups* gs, const Pending* pending) noexcept nogil:
 # ---- how a step ends ---------------------------------------------------------------------------------------
 
 cdef inline int64_t first_read(const LayerGroup* g, int64_t position) noexcept nogil:
-    """The first entry behind the kept ones that a query at a position or later reads."""
+    """The first entry, apart from kept ones, that a query at a position or behind it reads."""
     if g.kind == WINDOW_LAYERS:
         return entry_at(g, max(position - g.reach + 1, <int64_t>0))
     return entry_at(g, position // g.reach * g.reach) if g.kind == CHUNK_LAYERS else 0

@@ -100,7 +100,8 @@ cdef class Pool:
         Layer groups: layers that differ in what they read or in shape; see ``docs/groups.md``. Default: all layers
         read every token and share one table.
     two_classes : bool, default False
-        With groups and a prefix cache: checkpoints inside of long prompts, and those of earlier turns, leave first.
+        Needs groups and a prefix cache. Few checkpoints are kept that are inside a prompt or of an earlier turn:
+        see "Two classes" in ``docs/prefix.md``.
 
     Attributes
     ----------
@@ -155,7 +156,7 @@ cdef class Pool:
         if not isinstance(two_classes, bool):
             raise TypeError(f"[Pool] two_classes must be a bool, not {type(two_classes).__name__} ({two_classes!r})")
         if two_classes and not (prefix_cache and groups):
-            raise ValueError("[Pool] two_classes are of checkpoints: they need groups and prefix_cache=True")
+            raise ValueError("[Pool] two_classes is True: it needs groups and prefix_cache=True")
         if not isinstance(in_order, bool):
             raise TypeError(f"[Pool] in_order must be a bool, not {type(in_order).__name__} ({in_order!r})")
         self.state.next_step = 1

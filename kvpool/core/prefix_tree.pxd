@@ -5,7 +5,7 @@ cdef enum:
     NO_CHECKPOINT = -1
     TAIL_TOKENS = 16            # at the end of a prompt, which the next turn may rewrite unless it is told
     MOST_TAKEN = 2              # checkpoints that a row has taken and `commit` has not published
-    NODES_PER_CHECKPOINT = 4    # there is room for
+    NODES_PER_CHECKPOINT = 4    # there is room for one checkpoint per so many nodes
     SETTLED = -1                # Block.fence of a CACHED block that tree_settle has looked at
 
 cdef enum:                      # Node.place: where its unit is
@@ -42,8 +42,8 @@ cdef struct Checkpoint:
     uint8_t uses                # hits, at most 2 are counted
     uint8_t listed              # it may leave
     uint8_t orphan              # flushed while it was loaded: it goes when the load is done
-    uint8_t junction            # of two classes: it never becomes second class
-    uint8_t second              # it is second class
+    uint8_t junction            # with two classes: published at a junction, so it stays first class
+    uint8_t second              # with two classes: it is second class
 
 
 cdef struct Link:               # of a line; of what is not in use: `next` is the next free one
@@ -77,7 +77,7 @@ cdef struct Tree:
     Link* unit                  # [room] of the unit of a node
     int32_t* tokens             # [room, block_size]
     int32_t* entry              # [room, width] first blocks of the canonical entries that end at the node, or
-                                # NO_BLOCK; behind that of a window or chunk how many checkpoints need it
+                                # NO_BLOCK; that of a window or chunk is followed by the checkpoints that need it
     uint8_t* key                # [room, 16] content keys, NULL: nobody wants events
     int32_t* slot               # [slot_mask + 1] nodes by hash, linear probing, NO_NODE: empty
     int32_t* stands_for[MAX_ARENAS]     # [num_blocks] node of a committed entry, by each of its ids
@@ -97,8 +97,8 @@ cdef struct Tree:
     bint[MAX_ARENAS] has_checkpoints    # and in checkpoints
     Line cold                   # units
     Line warm
-    Line[2] listed              # checkpoints that may leave, sooner: no hit has used them, or they are second class;
-                                # and later
+    Line[2] listed              # checkpoints that may leave. Two classes: [0] is second class, [1] is first class.
+                                # Else [0] has those that were never a hit, [1] the others
     int64_t clock
     int32_t num_loads           # that are not done
     int32_t num_saves           # checkpoints whose step is pending
@@ -119,7 +119,7 @@ cdef struct Tree:
     uint32_t slot_mask
     bint needs_checkpoints      # some group is not full
     bint can_restore            # every state group has bundles
-    bint two_classes            # of checkpoints
+    bint two_classes            # whether checkpoints are first or second class
     int64_t taken               # counters of use: checkpoints that a step saved,
     int64_t published
     int64_t used                # by a hit, each counted once

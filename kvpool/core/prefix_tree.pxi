@@ -232,7 +232,7 @@ cdef void unit_refresh(Tree* t, int32_t n) noexcept nogil:
 # ---- nodes -------------------------------------------------------------------------------------------------
 
 cdef inline int32_t* node_entry(const Tree* t, int32_t n, int32_t group) noexcept nogil:
-    """The first block of the canonical entry of a group at a node; behind it who needs it, if it is not full."""
+    """Where the first block of a group's canonical entry at a node is. See `Tree.entry`."""
     return t.entry + <int64_t>n * t.width + t.offset[group]
 
 
@@ -433,7 +433,7 @@ cdef void tree_settle(Groups* gs) noexcept nogil:
 
 
 cdef void share_entries(Tree* t, LayerGroup* g, int32_t k, int32_t* row, int64_t first, int64_t end) noexcept nogil:
-    """Another row refers to the canonical entries of the nodes in `path`, from one to another."""
+    """A row takes a reference on the canonical entries `first` .. `end - 1` along `path`."""
     cdef Blocks* b = g.blocks
     cdef const int32_t* entry = t.entry + t.offset[k]
     cdef int64_t width = t.width, index
@@ -495,7 +495,7 @@ cdef inline bint is_crowded(const Tree* t) noexcept nogil:
 
 
 cdef inline int64_t checkpoint_age(const Tree* t, int32_t m) noexcept nogil:
-    """Twice the age of a checkpoint; without classes three times if no hit has used it. -1: none."""
+    """Twice the age of a checkpoint. Three times without classes, if it was never a hit. -1: there is none."""
     if m == NO_CHECKPOINT:
         return -1
     return (2 + (not t.two_classes and t.checkpoint[m].uses == 0)) * (t.clock - t.checkpoint[m].stamp)
@@ -503,8 +503,8 @@ cdef inline int64_t checkpoint_age(const Tree* t, int32_t m) noexcept nogil:
 
 cdef int32_t oldest_checkpoint(const Tree* t) noexcept nogil:
     """The checkpoint that leaves first, NO_CHECKPOINT: none may leave."""
-    cdef int32_t sooner = t.listed[0].head, later = t.listed[1].head
-    return sooner if is_crowded(t) or checkpoint_age(t, sooner) >= checkpoint_age(t, later) else later
+    cdef int32_t a = t.listed[0].head, b = t.listed[1].head
+    return a if is_crowded(t) or checkpoint_age(t, a) >= checkpoint_age(t, b) else b
 
 
 cdef bint evict_next(Groups* gs, bint has_units, bint has_checkpoints) noexcept nogil:

@@ -23,8 +23,8 @@ CHUNK = 2048
 class HybridCaching(PrefixCaching):
     """P3: P1 with layer groups. A prompt is computed in chunks, which end where the pool wants a checkpoint.
 
-    A request is admitted when there are blocks for the most that its prompt holds at a time. Its chunks take them. The
-    part of a prompt that the trace does not name belongs to this request alone, so it is behind the cut.
+    A request is admitted when there are blocks for the most that its prompt holds at a time. Each chunk takes what it
+    needs. Only this request has the part of its prompt that the trace does not name, so this part is behind the cut.
     """
 
     policy = "P3"
@@ -44,7 +44,7 @@ class HybridCaching(PrefixCaching):
         return request.prompt // width * width
 
     def open_tokens(self, request: Request, tokens: NDArray[np.int32]) -> int | None:
-        """Open a sequence that finds what is cached, and says where its prompt may be rewritten. It takes no blocks."""
+        """Open a sequence over what is cached, with a cut. It takes no blocks. None: it does not fit."""
         try:
             handle: int = self.call("open", tokens, b"", self.cut_of(request), reserve=False)
         except OutOfBlocks:  # no slot for its states

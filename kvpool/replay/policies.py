@@ -60,7 +60,7 @@ class PrefixCaching(ClosedLoop):
         return True
 
     def open_tokens(self, request: Request, tokens: NDArray[np.int32]) -> int | None:
-        """Open a sequence that finds what is cached. None: it does not fit."""
+        """Open a sequence over what is cached. None: it does not fit."""
         try:
             handle: int = self.call("open", tokens)
         except OutOfBlocks:

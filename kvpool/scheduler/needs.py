@@ -34,7 +34,7 @@ class Layers(NamedTuple):
     kept : int
         Entries that a window never lets go.
     budget : int
-        Tokens that a sequence has here at most, evicted ones left out.
+        Most tokens that a sequence has here. Evicted tokens do not count.
     """
 
     group: Group
@@ -54,7 +54,7 @@ class Needs:
     chunk : int
         Most tokens of a sequence in one step.
     eviction : Evictor, optional
-        Keeps what sequences have in its group within a budget and one chunk.
+        Limits what a sequence has in the evictor's group to its budget and one chunk.
 
     Attributes
     ----------
@@ -119,7 +119,7 @@ class Needs:
         return list(map(max, map(add, growing, map(mul, each, repeat(times))), self.reserve))
 
     def places(self, tokens: int) -> int:
-        """Return the most tokens that a sequence of so many holds at a time, where tokens are evicted."""
+        """Return the most tokens that a sequence of so many tokens holds at a time in the group that evicts."""
         return tokens if self.evicting is None else min(tokens, self.evicting.budget)
 
     def alone(self, tokens: int) -> list[int]:
@@ -149,7 +149,7 @@ class Needs:
         """Return how many of so many entries a group holds at a time, at most."""
         if layers.reach < 0 and layers is not self.evicting:
             return entries
-        # Tokens, which begin anywhere in a block: the pool counts entries by positions where tokens were evicted, too.
+        # The tokens may begin anywhere in a block, also in the group that evicts: entries are counted by positions.
         span = layers.budget if layers.reach < 0 else layers.reach + self._lookahead + self._chunk
         return np.minimum(entries, layers.kept + (span + layers.block_size - 2) // layers.block_size + 1)
 

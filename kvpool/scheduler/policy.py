@@ -135,7 +135,7 @@ def blocks_alone(core: Core, tokens: int) -> list[int]:
     if evictor is None or layers is None or core.prefix is None or tokens <= evictor.policy.max_kv:
         return need
     copies = 0 if evictor.policy.whole_blocks else -(-evictor.most // layers.block_size)
-    need[layers.arena] += (copies + 1) * layers.group.columns  # one is cached twice
+    need[layers.arena] += (copies + 1) * layers.group.columns  # 1: a block may be cached twice
     return need
 
 
@@ -258,7 +258,7 @@ def evict(core: Core, sequence: Sequence) -> None:
             rows.gone[lane] += now[0] - after[0]
             core.evicted_tokens += int(now[0] - after[0])
         if not core.needs.promises:
-            # The reserved blocks left with the tokens. Without new ones a sequence could lose its blocks before its
+            # The reserved blocks left with the tokens. So reserve again: else others could take the blocks before the
             # next token, and two sequences could preempt each other for ever.
             evictor.reserve(handle, min(rows.remaining(lane), evictor.most + core.chunk - int(after[0])))
     except OutOfBlocks:

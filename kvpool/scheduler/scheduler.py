@@ -82,7 +82,7 @@ class Scheduler:
     plans : int, default 1
         Plans that steps use in turn. With 2, the arrays of a step stay valid during the next one.
     eviction : kvpool.eviction.Evictor, optional
-        Keeps sequences within a budget of tokens in its layer group: between two steps it evicts some.
+        Evicts tokens of its layer group between two steps, so that each sequence stays within a budget.
 
     Raises
     ------

@@ -259,7 +259,7 @@ class LaneRows:
         return sequence
 
     def kv_lens(self, lanes: NDArray[np.intp]) -> NDArray[int32]:
-        """Return how many computed tokens of these lanes the pool holds, in the group that tokens are evicted from."""
+        """Return how many computed tokens of these lanes the pool still holds in the group that evicts."""
         lens: NDArray[int32] = self.computed[lanes] - self.gone[lanes]
         return lens
 
@@ -378,7 +378,7 @@ class Step:
 
     @property
     def evicted(self) -> NDArray[int32]:
-        """Evicted tokens of each row, ``[S]``. Positions are ahead of places in that table by as many."""
+        """Evicted tokens of each row, ``[S]``. A token's position is its place in the table plus this number."""
         gone: NDArray[int32] = self._rows.gone[self.lanes]
         return gone
 

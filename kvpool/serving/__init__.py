@@ -1,10 +1,10 @@
-"""A server that speaks OpenAI's and Anthropic's HTTP API, on `kvpool.adapters.mlx_lm.Engine`: ``kvpool serve``.
+"""``kvpool serve``: an HTTP server with the APIs of OpenAI and Anthropic, on `kvpool.adapters.mlx_lm.Engine`.
 
-- `runner`: one thread owns the engine. Requests go to it, events come back to the event loop.
-- `requests`: what clients may send, checked before the queue.
-- `answers`: what they get, whole or in pieces. `messages`: both, in the form of Anthropic's API.
-- `app`: the ASGI application: routes, refusals, one request from its bytes to its end.
-- `process`: socket, signals, and an orderly end.
+- `runner`: one thread owns the engine. It takes requests, and sends events to the event loop.
+- `requests`: what clients may send. It is checked before the engine sees it.
+- `answers`: what clients get, whole or in pieces. `messages`: requests and answers of Anthropic's API.
+- `app`: the ASGI application: routes, checks, errors.
+- `process`: socket, signals, orderly end.
 
 It needs the extra ``serve``. docs/serving.md says what it promises.
 """

@@ -1,4 +1,4 @@
-"""What clients get: completions and chats, whole or in pieces, in the form of OpenAI's API."""
+"""Answers in the form of OpenAI's API: completions and chats, whole or in pieces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpool.serving.requests import Generation
 
 Tokens = Sequence[TokenEvent] | None
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop", None: None}
-LEAST = -9999.0  # stands for the logprob of what cannot be
+LEAST = -9999.0  # in place of a logprob of minus infinity, which JSON does not have
 
 
 class TextForm:
@@ -32,7 +32,7 @@ class TextForm:
         return []
 
     def choice(self, index: int, text: str, reason: str | None, tokens: Tokens) -> dict[str, Any]:
-        """Return a choice, or a piece of it. `tokens` are those whose logprobs are asked for, None: nobody asks."""
+        """Return a choice, or a piece of it. `tokens` have the logprobs; None: it has none."""
         logprobs = None if tokens is None else self._logprobs(index, tokens)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": REASONS[reason]}
 
@@ -66,7 +66,7 @@ class ChatForm:
         return self._choice(index, "delta", {"content": text} if text else {}, reason, tokens)
 
     def choice(self, index: int, text: str, reason: str | None, tokens: Tokens) -> dict[str, Any]:
-        """Return a choice. `tokens` are those whose logprobs are asked for, None: nobody asks."""
+        """Return a choice. `tokens` have the logprobs; None: it has none."""
         return self._choice(index, "message", {"role": "assistant", "content": text}, reason, tokens)
 
     def _choice(
@@ -92,7 +92,7 @@ class Answer:
     model : str
         The name of the model.
     body : Generation
-        What was asked. Sample i of prompt p is the choice p * n + i.
+        The request. Sample i of prompt p is the choice p * n + i.
     prompt_tokens : int
         Of all prompts.
     """
@@ -101,7 +101,7 @@ class Answer:
         self, form: TextForm | ChatForm, model: str, body: Generation, prompt_tokens: int
     ) -> None:
         self.form, self.n, self.wants_usage, self.wants_logprobs = form, body.n, body.wants_usage, body.tops is not None
-        self._tokens: dict[int, list[TokenEvent]] = {}  # of each choice, if somebody wants logprobs
+        self._tokens: dict[int, list[TokenEvent]] = {}  # of each choice, if the request wants logprobs
         self._prompt_tokens = prompt_tokens
         self._head = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
@@ -143,11 +143,11 @@ class Answer:
         return (self._event([], usage=self.usage(completions)) if self.wants_usage else b"") + DONE
 
     def failure(self, message: str) -> bytes:
-        """Return the event of a stream that breaks off."""
+        """Return the event of a stream that ends with an error."""
         return event(refusal(500, message))
 
     def usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """Return the tokens that were read, written, and found in the prefix cache."""
+        """Return how many tokens were in the prompts, were generated, and were found in the prefix cache."""
         written = sum(len(sample.tokens) for completion in completions for sample in completion.samples)
         cached = sum(completion.samples[0].output.num_cached for completion in completions)
         return {
@@ -170,7 +170,7 @@ def event(value: Any) -> bytes:
 
 
 def _finite(logprob: float) -> float:
-    """Return a number that JSON has."""
+    """Return a logprob that JSON can hold."""
     return logprob if math.isfinite(logprob) else LEAST
 
 

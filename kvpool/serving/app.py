@@ -1,4 +1,4 @@
-"""The ASGI application: routes, refusals, and one request from its bytes to its end."""
+"""The ASGI application: routes, checks and errors, and how a request becomes an answer."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ class Settings:
     model : str
         The name that clients use.
     hosts : frozenset of str
-        Names of this server in ``Host``, without a port. A page of another name cannot reach it.
+        Names that ``Host`` may have, in lower case and without a port. Others are refused: the request may come from
+        a web page that has another name for this address.
     api_keys : tuple of str
-        Any of them is good. None: no key is asked for.
+        A client needs one of them. Empty: no key is needed.
     max_tokens : int
-        Of requests that name no number.
+        Tokens to generate for a request that does not say how many.
     max_body : int
-        Bytes.
+        Bytes of a body, at most.
     """
 
     model: str
@@ -69,7 +70,7 @@ class Service:
     Attributes
     ----------
     is_draining : bool
-        Whether new requests are refused, because the process is about to end.
+        Whether new requests are refused because the server stops.
     """
 
     def __init__(self, runner: Runner, settings: Settings, metrics: ServerMetrics) -> None:
@@ -151,7 +152,7 @@ class Service:
     def _guarded(
         self, endpoint: Callable[[Request], Coroutine[Any, Any, Response]], needs_key: bool = True
     ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Let through who names this host and knows a key."""
+        """Return the endpoint with checks of ``Host`` and of the key before it."""
 
         async def guarded(request: Request) -> Response:
             host = request.headers.get("host", "")
@@ -163,12 +164,12 @@ class Service:
             try:
                 return await endpoint(request)
             except ClientDisconnect:
-                return Response(status_code=499)  # nobody reads it
+                return Response(status_code=499)  # the client is gone
 
         return guarded
 
     def _key(self, request: Request) -> bytes:
-        """Return the key of a client, empty if it has none of ours."""
+        """Return the key of a client. Empty: it is none of the server's keys."""
         headers = request.headers
         given = (headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")).encode()
         return given if any([hmac.compare_digest(given, key.encode()) for key in self._settings.api_keys]) else b""
@@ -195,11 +196,11 @@ class Service:
         return body
 
     async def _aside(self, call: Callable[..., Any], *args: Any) -> list[int]:
-        """Tokenize in a thread: a long text must not stop the event loop."""
+        """Tokenize in a thread, because a long text would stop the event loop."""
         try:
             return list(await asyncio.get_running_loop().run_in_executor(self._tokenizing, call, *args))
         except Exception as error:  # of a chat template, or of the tokenizer
-            raise Refused(400, f"the prompt cannot be read: {str(error)[:200]}") from error
+            raise Refused(400, f"the prompt cannot be tokenized: {str(error)[:200]}") from error
 
     async def _templated(self, body: ChatRequest) -> list[int]:
         """Return the tokens of a conversation."""
@@ -233,7 +234,7 @@ class Service:
 
 
 class EventStream(Response):
-    """The answer to a run in pieces, as they come. The run ends with the connection."""
+    """The answer to a run, sent in pieces as they come. If the client hangs up, the run is cancelled."""
 
     media_type = "text/event-stream"
 
@@ -243,7 +244,7 @@ class EventStream(Response):
         self._run, self._answer = run, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it. A refusal is raised before the first byte; after it, it is an event."""
+        """Send the answer. Raise an error that comes before the first byte; send a later one as an event."""
         with suppress(ClientDisconnect):
             await _unless_gone(receive, self._send(send))
 
@@ -283,7 +284,7 @@ async def _whole(run: Run, answer: Answer | MessageAnswer) -> dict[str, Any]:
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Wait for `work`. If the client hangs up first, cancel it and raise `ClientDisconnect`."""
+    """Return the result of `work`. If the client hangs up first, cancel `work` and raise `ClientDisconnect`."""
     job, gone = asyncio.create_task(work), asyncio.create_task(_hang_up(receive))
     try:
         await asyncio.wait((job, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -303,7 +304,7 @@ async def _hang_up(receive: Receive) -> None:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Turn what the engine says about a request into what its client is told."""
+    """Turn exceptions of the engine into `Refused`, which its client gets."""
     try:
         yield
     except RequestRejected as error:
@@ -315,7 +316,7 @@ def _refusals() -> Iterator[None]:
 
 
 def _plain(error: Exception) -> str:
-    """Return a message without the name of the call that it begins with."""
+    """Return a message without the ``[call]`` at its beginning."""
     return str(error).partition("] ")[2] or str(error)
 
 

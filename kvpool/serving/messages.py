@@ -1,4 +1,4 @@
-"""``POST /v1/messages``: the form of Anthropic's API, which coding agents speak."""
+"""``POST /v1/messages``: requests and answers in the form of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_
 
 
 class CacheControl(Strict):
-    """Where a client would cache. It has no effect: every prefix is cached."""
+    """Where a client wants a prefix to be cached. It has no effect: every prefix is cached."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
@@ -37,7 +37,7 @@ class Turn(Strict):
 
 
 class Metadata(Strict):
-    """Who asks. It has no effect."""
+    """Who sends the request. It has no effect."""
 
     user_id: Label | None = None
 
@@ -78,7 +78,7 @@ class MessageAnswer:
 
     def opening(self, prompts: int) -> bytes:
         """Return what a stream begins with."""
-        usage = {"input_tokens": self._prompt_tokens, "output_tokens": 0}  # the end says what was cached
+        usage = {"input_tokens": self._prompt_tokens, "output_tokens": 0}  # what was cached is known at the end
         end = {"stop_reason": None, "stop_sequence": None}
         message: dict[str, Any] = {**self._head, "content": [], **end, "usage": usage}
         block = {"type": "text", "text": ""}
@@ -99,11 +99,11 @@ class MessageAnswer:
         )
 
     def failure(self, message: str) -> bytes:
-        """Return the event of a stream that breaks off."""
+        """Return the event of a stream that ends with an error."""
         return _event("error", error=refusal(500, message)["error"])
 
     def hear(self, number: int, token: TokenEvent) -> None:
-        """Nobody asks for tokens in this form."""
+        """Do nothing: this form has no logprobs."""
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the answer as one object."""

@@ -1,4 +1,4 @@
-"""What ``GET /metrics`` says: the pool and the scheduler, and how long requests took."""
+"""Statistics for ``GET /metrics``: pool, scheduler, answers, and times of requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 
 
 class ServerMetrics:
-    """The registry of a server. Requests that were cancelled have no times."""
+    """The statistics of a server. Cancelled requests do not count in the times."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()

@@ -17,11 +17,11 @@ from kvpool.serving.metrics import ServerMetrics
 from kvpool.serving.runner import Runner
 
 INTERRUPTED = 130  # exit status after a second signal
-SAME_SIGNAL = 0.5  # seconds in which signals count once: shells and wrappers both send theirs
+SAME_SIGNAL = 0.5  # seconds in which signals count as one: a shell and a wrapper may both send theirs
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server. The signals belong to `serve`."""
+    """uvicorn's server without its signal handlers: `serve` has its own."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -29,12 +29,12 @@ class _Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket with this address. Nobody can connect before the server starts.
+    """Return a socket with this address. It takes connections when the server starts.
 
     Raises
     ------
     OSError
-        The address is in use, or not one of this machine.
+        The address is in use, or this machine does not have it.
     """
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     found = socket.socket(family, kind)
@@ -55,15 +55,15 @@ async def serve(
     grace: float,
     connections: int,
 ) -> int:
-    """Serve until a signal. Return the blocks that are left in use, -1 if the engine was lost.
+    """Serve until a signal. Return how many blocks are still in use, -1 if the engine was lost.
 
-    The first SIGTERM or SIGINT ends it in order: new requests get 503, running ones have `grace` seconds. The second
-    one ends the process at once.
+    After the first SIGTERM or SIGINT, new requests get 503, and running ones have `grace` seconds to end. The second
+    signal ends the process at once.
 
     Raises
     ------
     Exception
-        What `make` raises. The port is not open yet.
+        What `make` raises. The port takes no connections yet.
     """
     metrics = ServerMetrics()
     runner = Runner(make, metrics.ended)

@@ -1,4 +1,4 @@
-"""What clients may send: strict types and ranges, checked before anything else sees a request."""
+"""What clients may send: strict types and ranges, checked before the engine sees a request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST = 2**31 - 1
 PROMPTS = 64  # of one request
 TOPS = 20
 Text = Annotated[str, Field(max_length=2**22)]
-Stop = Annotated[str, Field(min_length=1, max_length=128)]  # every token is compared with all of them
+Stop = Annotated[str, Field(min_length=1, max_length=128)]  # each token of an answer is compared with all of them
 Stops = Annotated[list[Stop], Field(max_length=8)]
 Label = Annotated[str, Field(max_length=512)]
 Token = Annotated[int, Field(ge=0, le=MOST)]
@@ -26,7 +26,7 @@ Form = TypeVar("Form", bound="Addressed")
 
 
 class Refused(Exception):
-    """A request that is not served: the HTTP status, a message for the client, and the field that it is about."""
+    """A request gets an error: the HTTP status, a message for the client, the field that is wrong, and a code."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class Refused(Exception):
 
 
 class Strict(BaseModel):
-    """Refuses unknown fields, conversions, NaN and infinity. A field that is null counts as left out."""
+    """Refuses unknown fields, other types, NaN and infinity. A field that is null counts as left out."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -45,7 +45,7 @@ class Strict(BaseModel):
 
 
 class Addressed(Strict):
-    """A request to the model of this server, which it may name."""
+    """A request may name the model of this server."""
 
     model: str | None = None
 
@@ -57,7 +57,7 @@ class StreamOptions(Strict):
 
 
 class Generation(Addressed):
-    """What both forms of requests have."""
+    """The fields that completions and chats have in common."""
 
     max_tokens: int | None = Field(None, ge=1, le=MOST)
     temperature: float = Field(1.0, ge=0, le=100)
@@ -78,7 +78,7 @@ class Generation(Addressed):
     cache_salt: Annotated[Label, Field(min_length=1)] | None = None
 
     def options(self, eos: tuple[int, ...], tenant: bytes) -> dict[str, Any]:
-        """Return the options of `Engine.submit`, without the length. Prefixes are shared within a tenant and a salt."""
+        """Return the options of `Engine.submit` except `max_tokens`. Tenant and salt decide who shares prefixes."""
         return {name: getattr(self, name) for name in PASSED_ON} | {
             "stop": [self.stop] if isinstance(self.stop, str) else self.stop or (),
             "eos": (*eos, *self.stop_token_ids),
@@ -94,7 +94,7 @@ class Generation(Addressed):
 
     @property
     def tops(self) -> int | None:
-        """How many likely tokens the answer names beside each of its own. None: not even those."""
+        """How many of the likeliest tokens the answer names at each place. None: the answer has no logprobs."""
         raise NotImplementedError
 
     @property
@@ -117,7 +117,7 @@ class CompletionRequest(Generation):
     @field_validator("prompt")
     @classmethod
     def _prompts(cls, value: Any) -> list[str] | list[list[int]]:
-        """Return texts or lists of tokens. One pass, which ends at the first thing that is wrong."""
+        """Return texts or lists of tokens. The check stops at the first error."""
         many = [value] if isinstance(value, str) else value
         if not isinstance(many, list) or not many:
             raise ValueError("must be text, tokens, or a list of texts or of lists of tokens")
@@ -148,7 +148,7 @@ class Message(Strict):
     name: Annotated[str, Field(max_length=64)] | None = None
 
     def plain(self) -> dict[str, str]:
-        """Return it as chat templates take it."""
+        """Return the message as chat templates take it."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         named = {} if self.name is None else {"name": self.name}
         return {"role": "system" if self.role == "developer" else self.role, "content": content, **named}
@@ -180,12 +180,12 @@ class ChatRequest(Generation):
 
 
 def parse(form: type[Form], body: bytes) -> Form:
-    """Read a body of JSON, or raise `Refused` with the first thing that is wrong in it."""
+    """Read a body of JSON. If it is wrong, raise `Refused` with one of the errors."""
     try:
         return form.model_validate_json(body)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)
-    worst = max(found, key=lambda one: len(one["loc"]))  # of a field with alternatives, the one that came nearest
+    worst = max(found, key=lambda one: len(one["loc"]))  # if a field may have several types, the one that fits best
     place = ".".join(str(part) for part in worst["loc"] if not str(part).startswith(("constrained-", "list[")))[:100]
     if not place:
         raise Refused(400, f"the body is no request: {worst['msg'].removeprefix('Value error, ')}")

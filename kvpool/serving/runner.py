@@ -1,4 +1,4 @@
-"""`Runner`: one thread owns the engine. A `Run` is what one client asked of it, seen from the event loop."""
+"""`Runner` runs the engine in a thread of its own. A `Run` is one request of a client, in the event loop."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ class EngineFailed(Exception):
 
 
 class Runner:
-    """Runs an engine in a thread of its own. All methods belong to the event loop.
+    """Runs an engine in a thread of its own. Call all methods in the event loop.
 
     Parameters
     ----------
     make : callable
-        Makes the engine. It is called in the thread, as MLX wants it.
+        Makes the engine. It is called in the thread, because MLX needs that.
     on_end : callable
         Called in the event loop with every completion.
 
     Attributes
     ----------
     engine : Engine
-        For reading. Only the thread calls it.
+        Only the thread calls it. Others may read its attributes.
     runs : set of Run
-        Those that have not ended.
+        Those that have begun and not ended.
     failure : Exception or None
-        Why the engine is lost: it failed, and its pool is not whole.
+        Why the engine is lost: it failed, and its pool is damaged.
     """
 
     def __init__(self, make: Callable[[], Engine], on_end: Callable[[Completion], None] = lambda completion: None):
@@ -64,7 +64,7 @@ class Runner:
         return sum(pool.stats(arena).used for arena in set(arenas_of(pool.options.groups)))
 
     def run(self, prompts: Sequence[Sequence[int]], listens: bool, options: dict[str, Any]) -> Run:
-        """Return a run of these prompts, not begun. With `listens` its tokens are told, too."""
+        """Return a run of these prompts, which has not begun. With `listens` it gets every token, too."""
         return Run(self, prompts, listens, options)
 
     # ------------------------------------------------------------------------------------------- the thread
@@ -94,7 +94,7 @@ class Runner:
         self._loop.call_soon_threadsafe(self.lost.set)
 
     def _end_all(self, engine: Engine, why: EngineFailed) -> None:
-        """End all requests. The engine goes on if its pool is whole; what it had cached is forgotten."""
+        """End all requests and empty the prefix cache. If the pool is damaged, set `failure`."""
         self._news += [(run, why) for run in {run for run, _ in self._owners.values()}]
         self._owners.clear()
         try:
@@ -111,7 +111,7 @@ class Runner:
             self._news.append((run, completion.error or (number, completion)))
 
     def _begin(self, run: Run, engine: Engine) -> None:
-        """Submit all requests of a run or none."""
+        """Submit all prompts of a run, or none."""
         try:
             for number, prompt in enumerate(run.prompts):
                 id = engine.submit(prompt, on_token=run.listener(number, self._news), **run.options)
@@ -129,7 +129,7 @@ class Runner:
                 engine.cancel(id)
 
     def _tell(self) -> None:
-        """Bring the news of a step to the event loop, in one call."""
+        """Give the events of a step to the event loop, in one call."""
         if self._news:
             self._loop.call_soon_threadsafe(self._told, list(self._news))
             self._news.clear()
@@ -143,12 +143,12 @@ class Runner:
     # ------------------------------------------------------------------------------------------- the event loop
 
     def begin(self, run: Run) -> None:
-        """Queue a run."""
+        """Give a run to the thread."""
         self.runs.add(run)
         self._calls.put(partial(self._begin, run))
 
     def end(self, run: Run) -> None:
-        """Cancel what is left of a run. Legal at any time."""
+        """Cancel the prompts of a run that have not ended. You may call it at any time."""
         self.runs.discard(run)
         self._calls.put(partial(self._cancel, run))
 
@@ -156,8 +156,9 @@ class Runner:
 class Run:
     """One or more prompts of a client with the same options: ``async with run: async for number, item in run``.
 
-    An item is a `TokenEvent` or, as the last of its prompt, a `Completion`. Whoever leaves the block early cancels what
-    still runs. Entering and iterating raise what the engine said: `RequestRejected`, `ValueError`, `EngineFailed`.
+    An item is a `TokenEvent`. The last item of each prompt is a `Completion`. If you leave the block early, what still
+    runs is cancelled. Entering and iterating raise what the engine raised: `RequestRejected`, `ValueError`,
+    `EngineFailed`.
     """
 
     def __init__(self, runner: Runner, prompts: Sequence[Sequence[int]], listens: bool, options: dict[str, Any]):
@@ -168,7 +169,7 @@ class Run:
         self._listens = listens
 
     def listener(self, number: int, news: list[tuple[Run, Any]]) -> Callable[[TokenEvent], None] | None:
-        """Return what the engine calls with the tokens of a prompt."""
+        """Return the listener that the engine calls with each token of a prompt."""
         return (lambda event: news.append((self, (number, event)))) if self._listens else None
 
     async def __aenter__(self) -> Self:

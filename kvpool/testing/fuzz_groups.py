@@ -2,9 +2,9 @@
 
 As in `kvpool.testing.fuzz_pool` a program is a list of words ``(op, a, b, c)``. Compared after every call: what it
 returned or raised, the statistics of all arenas, all tables, every array of the plan that was filled, and `check`.
-Of a prefix cache its statistics and events are compared, too. The model gives other ids out there than the core, so of
-arrays of ids only the holes are compared. `kvpool.testing.group_content.GroupContent` judges what the queries of each
-step read, without asking a pool.
+With a prefix cache, its statistics and events are compared, too. The model then hands out other ids than the core, so
+only the holes are compared in arrays of ids. `kvpool.testing.group_content.GroupContent` judges what the queries of
+each step read, and asks no pool.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OPERATIONS = (
     *("rollback", "rollback", "can", "close", "close_finished", "defer_close", "reset", "foreign", "forget"),
     *("step", "done", "named", "named", "truncate", "unshare", "compact", "compact", "leave"),
 )
-#: Calls of the prefix cache.
+#: Calls on pools with a prefix cache.
 CACHED = (
     *("prompt", "prompt", "prompt", "prompt", "compute", "compute", "compute", "compute", "chunk", "chunk", "commit"),
     *("lie", "match", "pin", "flush", "evict", "evict", "hold", "close", "close", "step", "step", "step", "done"),
@@ -62,12 +62,12 @@ GROUP_ARRAYS = ("block_tables", "slot_mapping", "kv_starts", "kv_lens", "copies"
 STATE_ARRAYS = ("state_src", "state_dst", "state_loads", "state_saves")
 BY_ID = ("block_tables", "slot_mapping", "copies", "table_updates", *STATE_ARRAYS)
 SPACES = (b"", b"", b"other")
-#: Few prompts of few tokens, so that prefixes meet.
+#: Few prompts of few different tokens, so that programs find prefixes.
 PROMPTS = tuple([random.Random(n).randrange(3) for _ in range(100)] for n in range(3))
 
 
 def operations_of(options: dict[str, Any]) -> tuple[str, ...]:
-    """The calls of programs on a pool."""
+    """The calls that programs make on a pool with these options."""
     return CACHED if options["prefix_cache"] else OPERATIONS
 
 
@@ -138,7 +138,7 @@ class Program:
         self.texts: dict[int, list[int]] = {}  # tokens of each sequence, some of them not computed yet
         self.new_token = itertools.count(1 << 20)
         self.flushes = Counter[bytes]()
-        self.told: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}  # what is there, as events have told both sides
+        self.told: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}  # what is cached by the events of both sides
         self.held: list[tuple[int, dict[Side, Any]]] = []  # arena, blocks that each side took
         self.took = False  # whether the call hands out blocks
         self.raw = [Counter[int]() for _ in range(self.num_arenas)]  # references that the program itself holds
@@ -204,7 +204,7 @@ class Program:
         self.compare()
 
     def _opened(self, got: Any, text: list[int], space: bytes) -> None:
-        """A sequence was opened, perhaps with a hit: its tokens are there, and blocks that have them."""
+        """A sequence was opened, perhaps with a hit: note its tokens and its blocks."""
         if got is RAISED:
             return
         self.took = True
@@ -216,7 +216,7 @@ class Program:
         self.content.opened(got[0], (space, self.flushes[space]), text[:hit], found)
 
     def _prompt(self, a: int, b: int, c: int) -> tuple[list[int], bytes]:
-        """A prompt and its namespace: one of three that some tokens may differ in, or what a sequence has and more."""
+        """A prompt and its namespace: one of three prompts, perhaps with changes, or a sequence's tokens and more."""
         rng = random.Random(b)
         if self.live and c & 3 == 0:
             known = self.texts[self._one(c >> 4)]
@@ -228,7 +228,7 @@ class Program:
         return text, SPACES[a // 3 % 3]
 
     def prompt(self, a: int, b: int, c: int) -> None:
-        """Open a prompt; it is told where the part begins that may be rewritten, or not."""
+        """Open a prompt, with a cut or without one."""
         text, space = self._prompt(a, b, c)
         cut = (None, len(text), (a >> 4) % (len(text) + 1))[c % 3]
 
@@ -239,19 +239,19 @@ class Program:
         self.compare()
 
     def pin(self, a: int, b: int, c: int) -> None:
-        """Hold a prefix."""
+        """Pin a prefix."""
         text, space = self._prompt(a, b, c)
         if self.pair.test.pool.prefix.match([*text, 0], space):
             self._opened(self.pair.both(lambda side: side.pool.prefix.pin(text, space), handles=True), text, space)
         self.compare()
 
     def match(self, a: int, b: int, c: int) -> None:
-        """Ask how much of a prompt is cached."""
+        """Match a prompt."""
         text, space = self._prompt(a, b, c)
         self.pair.both(lambda side: side.pool.prefix.match(text, space))
 
     def chunk(self, a: int, b: int, c: int) -> None:
-        """Step some sequences to where they want a checkpoint, or to the end of what is known of them."""
+        """Step some sequences to the next place of a checkpoint, or to the end of their tokens."""
         rows = self._rows(c)[:2]
         lengths = [len(self.content.stamps[name]) for name in rows]
         wanted = self.pair.both(lambda side: side.pool.prefix.wanted(side.batch(rows, bool(a & 32))))
@@ -260,7 +260,7 @@ class Program:
         self._step(rows, counts, self._idle(a), {"partial": bool(a & 64)}, a)
 
     def compute(self, a: int, b: int, c: int) -> None:
-        """Take a sequence on by some chunks, all of which are done and committed."""
+        """Compute some chunks of a sequence. Each is done and committed."""
         name = self._one(c)
         for _ in range(1 + a % 5):
             self.chunk(b & 0xFFF0, 0, 4 * self.live.index(name))
@@ -268,7 +268,7 @@ class Program:
             self._commit(name, len(self.content.stamps[name]))
 
     def commit(self, a: int, b: int, c: int) -> None:
-        """Say which tokens a sequence holds, some of them or one too many."""
+        """Commit some of the tokens of a sequence, or one too many."""
         name = self._one(c)
         self._commit(name, len(self.content.stamps[name]) + (1 if b % 8 == 0 else -(a % 9) if b & 1 else 0))
         self.compare()
@@ -280,7 +280,7 @@ class Program:
         self.pair.both(lambda side: side.pool.prefix.commit(side.handle(name), tokens))
 
     def lie(self, a: int, b: int, c: int) -> None:
-        """Commit all that some sequences hold, one token of which may be another one; if that is believed, flush."""
+        """Commit all tokens of some sequences, one of them perhaps a wrong one. If the pool accepts that, flush."""
         rows = self._rows(c)[:2]
         starts = [self.pair.test.pool.prefix.committed(self.pair.test.handle(name)) for name in rows]
         texts = [self.texts[name][: len(self.content.stamps[name])] for name in rows]
@@ -384,7 +384,7 @@ class Program:
             self.content.done(self.pair.test.plans[plan], self._table)
 
     def _text(self, name: int, n: int) -> list[int]:
-        """The first tokens of a sequence, new ones where it has not so many: with a cache, ones that others have."""
+        """The first tokens of a sequence. If it has too few, add new ones: with a cache, tokens that others have."""
         text = self.texts[name]
         new = PROMPTS[name % 3][len(text) : n] if self.cache else []
         text += [*new, *itertools.islice(self.new_token, max(0, n - len(text) - len(new)))]
@@ -651,7 +651,7 @@ class Program:
                 self._same(f"plan {index} groups[{g}].{name}", got, want)
 
     def _same(self, what: str, got: np.ndarray, want: np.ndarray) -> None:
-        """Two arrays are equal; of ids, only where the holes are if there is a prefix cache."""
+        """Two arrays are equal. With a prefix cache, only the holes of arrays of ids are compared."""
         if self.cache and (what.startswith("table of") or what.endswith(BY_ID)):
             got, want = got > self.hole, want > self.hole
         is_same = got.dtype == want.dtype and got.shape == want.shape and (got == want).all()
@@ -659,7 +659,7 @@ class Program:
 
 
 def _fold(events: list[Any], known: dict[Any, Any]) -> None:
-    """Let events change what is known: (content key, group) -> what was said of it."""
+    """Apply events to what is cached: (content key, group) -> the rest of its event."""
     for name, *said in events:
         if name == "stored":
             assert (said[0], said[5]) not in known, f"events: stored twice, {said}"

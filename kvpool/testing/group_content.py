@@ -1,8 +1,8 @@
 """`GroupContent`: a memory that knows what every block of a pool with groups must hold. It asks no pool what is right.
 
-Every token gets a stamp, which stands for all tokens of its sequence up to it, and every sequence remembers its stamps.
-So a hit in the prefix cache is right if its blocks hold the stamps of the prompt. A plan is executed as late as a
-backend may run, when its `done` passes: copies and loads of states, reads of states, writes, then reads of whatever
+Every token gets a stamp, which stands for all tokens of its sequence up to this one. Every sequence remembers its
+stamps. So a hit in the prefix cache is right if its blocks hold the stamps of the prompt. A plan is executed as late as
+a backend may run, when its `done` passes: copies and loads of states, reads of states, writes, then reads of whatever
 its queries may read, then saves of states. Its arrays are read at that moment, not when the step was issued. A block
 that is handed out is poisoned at once, so whoever still reads it is robbed. A step that is rolled back leaves garbage
 where it was going to write.
@@ -74,7 +74,7 @@ class GroupContent:
         own = iter(range(num_shared, num_shared + len(self.groups)))
         self.arenas = [next(own) if group.kind == "state" else group.arena for group in self.groups]
         self.memory: dict[Place, Any] = {}
-        self.roots: dict[int, Any] = {}  # sequence -> what its first token comes after
+        self.roots: dict[int, Any] = {}  # sequence -> what comes before its first token
         self.stamps: dict[int, list[int]] = {}  # sequence -> stamp of each position
         self.passed: dict[int, int] = {}  # sequence -> most tokens that it had in a step that passed
         self.evicted: dict[tuple[int, int], set[int]] = {}  # sequence, group -> stamps that left
@@ -82,12 +82,12 @@ class GroupContent:
         self.named: set[tuple[int, int]] = set()  # blocks in tables after the last call
         self.queue: list[Work] = []
         self.reads = 0  # how many tokens and states were verified
-        self._known: dict[tuple[Any, int], int] = {}  # stamp of the token before, token -> stamp
+        self._known: dict[tuple[Any, int], int] = {}  # (stamp of the token before, token) -> stamp
 
     # ---- what happens -------------------------------------------------------------------------------------
 
     def opened(self, name: int, root: Any, hit: Sequence[int], found: set[tuple[int, int]]) -> None:
-        """A new sequence, with the tokens of a hit, and the blocks that have them; `root` comes before all tokens."""
+        """A sequence was opened with the tokens of a hit, in the blocks `found`. `root` comes before them."""
         self.roots[name], self.stamps[name] = root, []
         self._append(name, hit)
         self.passed[name] = self.point[name] = len(hit)
@@ -179,7 +179,7 @@ class GroupContent:
         self.queue.append(Work(plan, rows))
 
     def _moved(self, plan: Any, name: str) -> list[tuple[int, int, list[int]]]:
-        """(group, slot, blocks of the bundle) of the states that a plan loads or saves."""
+        """The states that a plan loads or saves: (group, slot, blocks of the bundle)."""
         states = (g for g, group in enumerate(self.groups) if group.kind == "state")
         return [(g, slot, blocks) for g in states for slot, *blocks in getattr(plan.groups[g], name).tolist()]
 

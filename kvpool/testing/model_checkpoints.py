@@ -23,7 +23,7 @@ from kvpool.testing.model_groups import HOLE, Arena, GroupModel, Layers, Table
 from kvpool.testing.model_plan import Sequence
 
 MOST_TAKEN = 2  #: checkpoints that a row has taken and not published
-NODES_PER_CHECKPOINT = 4  #: that there is room for
+NODES_PER_CHECKPOINT = 4  #: there is room for one checkpoint per so many nodes
 TAIL = 16  #: tokens at the end of a prompt that the next turn may rewrite, unless `cut` says more
 
 
@@ -49,8 +49,8 @@ class Checkpoint:
     tails: list[Entry] = field(default_factory=list)  #: entries of windows and chunks, of a published one
     node: Node | None = None
     uses: int = 0
-    is_junction: bool = False  #: of two classes: it never becomes second class
-    is_second: bool = False
+    is_junction: bool = False  #: with two classes: published at a junction, so it stays first class
+    is_second: bool = False  #: with two classes: it is second class
 
 
 @dataclass(eq=False)
@@ -196,18 +196,18 @@ class CheckpointModel(GroupModel):
         return bool(free) or not is_full
 
     def _oldest(self, marks: list[Checkpoint], units: Iterable[Node] = ()) -> Any:
-        """What leaves first. Of equal ages it is a checkpoint, and one that leaves sooner."""
+        """What leaves first. `max` takes the first of equal ages: never a hit, other checkpoints, units."""
         if self.options.two_classes:
-            sooner = [mark for mark in marks if mark.is_second]
-            if 4 * len(sooner) > len(marks):
-                return max(sooner, key=self._age)
+            first = [mark for mark in marks if mark.is_second]
+            if 4 * len(first) > len(marks):
+                return max(first, key=self._age)
         else:
-            sooner = [mark for mark in marks if not mark.uses]
-        victims: list[Node | Checkpoint] = [*sooner, *(mark for mark in marks if mark not in sooner), *units]
+            first = [mark for mark in marks if not mark.uses]
+        victims: list[Node | Checkpoint] = [*first, *(mark for mark in marks if mark not in first), *units]
         return max(victims, key=self._age)
 
     def _age(self, one: Node | Checkpoint) -> int:
-        """Twice the age of a unit or a checkpoint; without classes three times if no hit has used it."""
+        """Twice the age of a unit or checkpoint. Three times without classes, for a checkpoint that was never a hit."""
         is_unused = isinstance(one, Checkpoint) and not one.uses and not self.options.two_classes
         return (3 if is_unused else 2) * (self._clock - one.stamp)
 
@@ -344,7 +344,7 @@ class CheckpointModel(GroupModel):
         return any(entry.node is node for entry in self._entries.values())
 
     def _drain(self) -> None:
-        """Close what was deferred; then see to the blocks that nobody names since the last call, arena by arena."""
+        """Close what was deferred. Then settle the blocks that the last call released, one arena after the other."""
         super()._drain()
         left, self.left = self.left, []
         for arena, block in sorted(left, key=lambda one: one[0]._number):
@@ -465,7 +465,7 @@ class CheckpointModel(GroupModel):
         return seq.handle
 
     def _make_room(self, entries: list[tuple[Layers, int]]) -> None:
-        """What leaves for the blocks of one arena may have blocks of others: arena by arena, before any are taken."""
+        """Evict for all entries before any is taken: what leaves for one arena may have blocks of others."""
         for arena in self.arenas:
             while sum(n * layer.columns for layer, n in entries if layer.arena is arena) > len(arena._blank):
                 self.evict_for(arena)
@@ -649,7 +649,7 @@ class CheckpointModel(GroupModel):
         self._supersede(seq, position)
 
     def _supersede(self, seq: Sequence, position: int) -> None:
-        """The row has its last checkpoint: the one that it began at is second class."""
+        """The row has its last checkpoint, so the one that was its hit is second class."""
         node = seq.known.node
         while node is not None and len(node.prefix) > seq.known.hit:
             node = node.parent
@@ -836,7 +836,7 @@ class CheckpointModel(GroupModel):
         self._tell()
 
     def _tell(self) -> None:
-        """What a call changed in what can be found are its events."""
+        """Make events of what a call changed in what hits can find."""
         if not self.options.events:
             return
         held = self._held_by_nodes()

@@ -259,7 +259,7 @@ class GroupModel(StepModel):
                 self._release_in(layer.arena, block)
 
     def _make_room(self, entries: list[tuple[Layers, int]]) -> None:
-        """So many entries of groups are about to be taken."""
+        """Make room for entries of groups that a call is about to take."""
 
     def _take_entry(self, layer: Layers) -> list[int]:
         return [layer.arena._take() for _ in range(layer.columns)]

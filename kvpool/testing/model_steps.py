@@ -22,7 +22,7 @@ class StepModel(PrefixModel):
     ) -> None:
         args.integer("Pool", "lookahead", lookahead, 0)
         if args.boolean("Pool", "two_classes", two_classes):
-            raise ValueError("[Pool] two_classes needs groups and prefix_cache=True")
+            raise ValueError("[Pool] two_classes is True: it needs groups and prefix_cache=True")
         super().__init__(*sizes, **options)
 
     # ---- what a step needs --------------------------------------------------------------------------------

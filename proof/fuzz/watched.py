@@ -49,7 +49,7 @@ class _Sequence:
 
 @dataclass
 class _Step:
-    """What a backend has to do for a plan, and what it has to find."""
+    """What a backend has to do for a plan, and what its reads must find."""
 
     plan: Any
     copies: list[list[int]]
@@ -61,7 +61,7 @@ class _Step:
 
 
 class _Part:
-    """`Pool.prefix` or `Pool.blocks`, watched: a call is one of `own`, or changes nothing a sequence could see."""
+    """`Pool.prefix` or `Pool.blocks`, watched. Calls outside `own` change nothing that a sequence could see."""
 
     def __init__(self, watched: Watched, part: Any, **own: Callable[..., Any]) -> None:
         self._watched, self._part, self._own = watched, part, own
@@ -144,11 +144,11 @@ class Watched:
             raise
 
     def free_blocks(self) -> list[int]:
-        """Blocks that nobody refers to and no cache keeps: whoever still reads one is found."""
+        """Poison blocks that nobody refers to and no cache keeps, so that a later read of one is found."""
         return blank_blocks(self.pool) if isinstance(self.pool, Pool) else []
 
     def _check(self) -> None:
-        """Everything reads right, and the pool finds itself sound."""
+        """Check that every read is right, and that the pool finds no fault in itself."""
         self.pool.check()
         self._poison(self.free_blocks())
         stores = [self.virtual] if self.pending else [self.virtual, self.real]
@@ -332,7 +332,7 @@ class Watched:
         self._check()
 
     def execute(self, plan: Any) -> None:
-        """The backend gets as far as this plan, and nobody is told."""
+        """The backend runs everything up to this plan, and the pool does not know."""
         self._run_until(plan)
 
     def done(self, plan: Any) -> None:

@@ -16,7 +16,7 @@ KINDS = ("full", "window", "chunk", "state")
 
 
 def prompt(rng):
-    """A pool, a prompt as one to four groups know it, and per group the position of each cached key -> block."""
+    """A pool, the keys of a prompt in one to four groups, and per group the position of each cached key -> block."""
     pool, groups, cached = BlockPool(400), [], []
     for number in range(rng.randint(1, 4)):
         block_size = rng.choice([4, 8, 12, 16])
@@ -32,7 +32,7 @@ def prompt(rng):
 
 
 def blocks_read(group, cached, tokens):
-    """Per block of a prefix: None if the next query reads nothing of it, else the keyed blocks that will do."""
+    """Per block of a prefix: None if the next query does not read it, else the cached blocks that are right there."""
     ways = []
     for start in range(0, tokens, group.block_size):
         span = range(start, min(start + group.block_size, tokens))
@@ -48,7 +48,7 @@ def blocks_read(group, cached, tokens):
 
 
 def judge(rng):
-    """The hit is the longest of all lengths that every group allows, and its tables name blocks that will do."""
+    """The hit is the longest length that every group allows, and its tables have blocks that are right there."""
     pool, groups, cached = prompt(rng)
     align, limit = rng.choice([None, 1, 2, 4, 6]), rng.choice([None, rng.randint(0, MOST)])
     every = lcm(*(group.block_size for group in groups)) if align is None else align
@@ -131,11 +131,11 @@ def test_hit_of_a_partial_block_is_found_only_where_it_may_be():
 @pytest.mark.parametrize(
     ("groups", "options", "message"),
     [
-        ([], {}, "there is no group, the least is 1"),
+        ([], {}, "there are 0 groups, the least is 1"),
         ([GroupKeys([], 16, "mamba")], {}, "kind is 'mamba': give 'full', 'window', 'chunk' or 'state'"),
         ([GroupKeys([], 0)], {}, "block_size is 0, the range is 1 .."),
         ([GroupKeys([], 16, "window", 0)], {}, "size is 0, the range is 1 .."),
-        ([GroupKeys([], 16, grain=6)], {}, "grain is 6, which does not divide a block of 16"),
+        ([GroupKeys([], 16, grain=6)], {}, "grain is 6, it must divide the block size 16"),
         ([GroupKeys([], 16)], {"align": 0}, "align is 0, the range is 1 .."),
         ([GroupKeys([], 16)], {"limit": -1}, "limit is -1, the range is 0 .."),
     ],

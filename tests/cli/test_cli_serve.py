@@ -96,7 +96,7 @@ def test_sigterm_lets_requests_end_and_takes_no_more():
     while one.get("/ready")[0] != 503:
         time.sleep(0.01)
     assert one.post("/v1/completions", GREEDY)[0] == 503
-    status, errors = one.stop()  # its second signal comes at once, and is the same wish
+    status, errors = one.stop()  # its second signal comes at once, and counts as the first
     reader.join(60)
     assert reader.is_whole and status == 0 and "stopped, 0 blocks in use" in errors, (reader.text, errors)
 

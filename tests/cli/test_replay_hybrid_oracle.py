@@ -339,7 +339,7 @@ class HasOneClass(Tree):
 
 
 class IgnoresUses(Tree):
-    """Fault: a checkpoint without a use is as old as another one."""
+    """Fault: the age of a checkpoint that was never a hit counts as that of others."""
 
     def age(self, item):
         return self.clock - item[0]

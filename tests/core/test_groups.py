@@ -767,7 +767,7 @@ def test_group_with_what_its_kind_does_not_use_is_refused(kind, names):
     group = Group(kind, 0 if kind == "full" else 8)
     for name in ("size", "keep", "block_size", "columns", "arena", "num_blocks", "blocks"):
         if name in names:
-            with pytest.raises(ValueError, match=rf"\[Group\] {name} is 3, a group of kind {kind} has none"):
+            with pytest.raises(ValueError, match=rf"\[Group\] {name} is 3, a group of kind {kind} has no {name}"):
                 dataclasses.replace(group, **{name: 3})
         else:
             assert getattr(dataclasses.replace(group, **{name: 3}), name) == 3

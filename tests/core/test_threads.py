@@ -341,14 +341,14 @@ def test_callers_that_wait_get_blocks_of_their_own(Pool, Plan):
 class Visitor:
     """A thread that opens prompts in a pool with groups, computes what is not cached, and looks at what is."""
 
-    ended: ClassVar[threading.Event]  # whether a thread has failed: those that wait for it end too
+    ended: ClassVar[threading.Event]  # set when a thread has failed, so that others do not wait for it
 
     def __init__(self, pool: Any, plan: Any, holds: dict[Any, Any], number: int) -> None:
         self.pool, self.plan, self.holds, self.rng = pool, plan, holds, random.Random(number)
         self.hits = 0
 
     def __call__(self) -> None:
-        """One prompt; after a failure nobody waits for anybody."""
+        """One prompt. After a failure, wake the threads that wait."""
         try:
             self.visit()
         except BaseException:
@@ -374,7 +374,7 @@ class Visitor:
             self.pool.prefix.flush(space)
 
     def compute(self, handle: int, prompt: list[int], space: bytes) -> None:
-        """A chunk to where the pool wants it: copy, load, compute and save as the plan says."""
+        """A chunk that ends where the pool wants it: copy, load, compute and save as the plan says."""
         old, (place,) = self.pool.num_tokens(handle), self.pool.prefix.wanted([handle]).tolist()
         end = place if place > 0 else len(prompt)
         self.pool.step(self.plan, [handle], end - old)
@@ -403,7 +403,7 @@ class OneNamespace(Pool):
 
 @planted(broken(Pool=BusyFlag), broken(Pool=OneNamespace), model=False)
 def test_threads_share_the_prefix_cache_of_a_pool_with_groups(Pool, Plan):
-    """Four threads open, step, commit, close and flush: what they find is what somebody computed for that prompt."""
+    """Four threads open, step, commit, close and flush. Each hit has what some thread computed for that prompt."""
     pool = Pool(60, 4, groups=[Group.full(), Group.state(20, blocks=1)], prefix_cache=True, max_seqs=8, seed=1)
     holds: dict[Any, Any] = {}
     Visitor.ended = threading.Event()

@@ -106,7 +106,7 @@ class OneClass(CheckpointModel):
 
 
 class SecondForEver(CheckpointModel):
-    """A checkpoint of the second class stays there, however often it is used."""
+    """A checkpoint that is second class stays so, however often it is a hit."""
 
     def _open_found(self, call, prompt, namespace, path, hit):
         found = self._usable(path) and path[hit // self.block_size - 1].checkpoint
@@ -118,7 +118,7 @@ class SecondForEver(CheckpointModel):
 
 
 class UsesDoNotCount(CheckpointModel):
-    """A checkpoint that no hit has used stays as long as others."""
+    """A checkpoint that was never a hit stays as long as others."""
 
     def _age(self, one):
         return self._clock - one.stamp

@@ -1,6 +1,6 @@
 """The random workloads of `group_workload` with a budget per sequence: tokens leave the full group, which is the first.
 
-What a row of it holds is judged by the oracle of `eviction_workload`. All other groups must have every token.
+The oracle of `eviction_workload` judges what a row holds there. All other groups must have every token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvpool.eviction import Policy
 def needs_evicting(
     policy: Policy, request: Request, pool: dict[str, Any], chunk: int, caches: bool
 ) -> tuple[list[int], list[int]]:
-    """What `needs_alone` says, where the full group keeps a budget, as docs/scheduling.md says."""
+    """As `needs_alone`, but the full group keeps a budget: the rules of docs/scheduling.md."""
     full, tokens, most = pool["groups"][0], tokens_needed(request), policy.max_kv - 1
     size = full.block_size or pool["block_size"]
     entries = -(-tokens // size)
@@ -99,7 +99,7 @@ class EvictingGroupRunner(EvictingRunner):
         self.refused.add(request.id)
 
     def _poison(self) -> None:
-        """What nobody holds of the full group must not be read again."""
+        """Poison blocks of the full group that no sequence holds, so that a read of one is found."""
         if not self.workload.pool["prefix_cache"]:
             first, refcount = self.pool.options.reserved_blocks, self.pool.blocks.refcount
             free = [block for block in range(first, self.pool.num_blocks) if not refcount(block)]

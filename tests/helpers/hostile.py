@@ -1,4 +1,4 @@
-"""Requests that nobody should send, drawn from a grammar that knows which of them are legal."""
+"""Hostile requests, drawn from a grammar that knows which of them are legal."""
 
 import json
 
@@ -8,7 +8,7 @@ WRONG = (
     *("", "x", "\0", [], [None], [[]], {}, {"a": 1}),
 )
 NULL = (None,)
-#: field: (values that are served, values that are refused beside those of `WRONG` which are no good)
+#: field: (values that are served, values that are refused beside those of `WRONG`)
 SAMPLING = {
     "max_tokens": ((1, 2, 5), (0, 2**31, 1e30)),
     "temperature": ((0, 0.0, 1, 0.7, 100, 1e-300), (100.5, "1")),
@@ -32,7 +32,7 @@ SAMPLING = {
     "user": (("", "somebody"), (5,)),
     "cache_salt": (("a", "\u202e"), ("y" * 513,)),
 }
-LEGAL_TOO = {  # of WRONG
+LEGAL_TOO = {  # values of WRONG that are legal in these fields
     "temperature": (1.5,),
     "stop": ("x", "\0"),
     "user": ("x", "\0"),
@@ -101,7 +101,7 @@ def _spoiled(draw, body, fields, needed):
 
 
 def raw_body(draw):
-    """Bytes that are mostly no JSON: cut, doubled, turned, too deep, or not UTF-8."""
+    """Bytes that are mostly no JSON: cut, doubled, reversed, too deep, or not UTF-8."""
     text = json.dumps(request(draw)[1]).encode()
     kind = draw.randrange(7)
     if kind == 0:

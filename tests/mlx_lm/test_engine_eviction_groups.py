@@ -1,4 +1,4 @@
-"""The engine under a budget where layers differ: tokens leave the full layers, by the path that `install` has, too."""
+"""Eviction in `Engine` where layers differ: tokens leave the full layers, as with `install`."""
 
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
@@ -81,7 +81,7 @@ def test_engine_says_what_stock_says_whose_full_layers_slide():
 
 
 def test_engine_whose_scores_see_all_positions_gives_other_tokens(monkeypatch):
-    """The fault: a policy is told lengths with the tokens that have left."""
+    """The fault: a policy gets lengths that count evicted tokens."""
     with on_cpu():
         model, policy = made("gemma3_text"), SCORED[0]
         due = engine_of(model, policy).generate(PROMPTS[0], max_tokens=TOKENS).tokens.tolist()

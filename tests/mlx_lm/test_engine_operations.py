@@ -203,7 +203,7 @@ def test_a_model_that_raises_leaves_every_request_as_it_was(engine, answer, monk
 
 
 def test_penalties_know_what_was_generated_also_after_a_preemption(text_model):
-    """With a heavy penalty on what was there, an answer says nothing twice; others say what they always say."""
+    """A heavy penalty on earlier tokens lets no token come twice. Requests without it get the same tokens as ever."""
     model, tokenizer = text_model
     options = {"max_tokens": 60, "eos": ()}
     with on_cpu(), Engine(model, 1 + 70, block_size=BLOCK, tokenizer=tokenizer) as engine:
@@ -243,7 +243,7 @@ def test_requests_of_others_end_in_a_step_of_theirs(engine, answer):
     [
         ("", {}, ValueError, "prompt is empty"),
         ([], {}, ValueError, "prompt is empty"),
-        ([1, 257], {}, ValueError, r"token 257 in the prompt, the model has 0 \.\. 256"),
+        ([1, 257], {}, ValueError, r"the prompt has token 257, the model has tokens 0 \.\. 256"),
         ([1, -1], {}, ValueError, "-1"),
         ([1.5], {}, TypeError, "1.5"),
         (b"abc", {}, TypeError, "bytes"),
@@ -256,7 +256,7 @@ def test_requests_of_others_end_in_a_step_of_theirs(engine, answer):
         ("a", {"temperature": math.nan}, ValueError, "temperature is nan"),
         ("a", {"top_p": 0}, ValueError, "top_p is 0"),
         ("a", {"top_p": 1.01}, ValueError, "top_p is 1.01"),
-        ("a", {"logit_bias": {257: 1}}, ValueError, r"token 257 in logit_bias, the model has 0 \.\. 256"),
+        ("a", {"logit_bias": {257: 1}}, ValueError, r"logit_bias has token 257, the model has tokens 0 \.\. 256"),
         ("a", {"stop": ""}, ValueError, "a stop string is empty"),
         ("a", {"stop": 5}, TypeError, "stop"),
         ("a", {"stop": [[]]}, ValueError, r"stop\[0\] is empty"),

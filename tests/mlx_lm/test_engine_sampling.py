@@ -106,7 +106,7 @@ def test_a_tiny_temperature_is_as_greedy():
 
 
 def changed(row, settings, prompt, generated):
-    """The logits that penalties and biases leave, token by token."""
+    """The logits after penalties and biases, computed token by token."""
     row = row.astype(np.float64)
     for token in range(len(row)):
         if token in generated or token in prompt:

@@ -1,4 +1,4 @@
-"""``kvpool serve`` over loopback: many clients at a time, half of whom hang up, and nothing is left.
+"""``kvpool serve`` over loopback: many clients at a time, half of which hang up. No block stays in use.
 
 By default a short form; with ``KVPOOL_LONG=1`` 64 clients for two minutes.
 """

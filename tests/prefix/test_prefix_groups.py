@@ -6,7 +6,7 @@ from kvpool import Group, OutOfBlocks, Plan, Pool
 from kvpool.testing.fuzz_groups import GroupRun, options_of
 from kvpool.testing.model import ModelPool
 
-#: Groups with which each hit needs a checkpoint, or an entry of several base blocks.
+#: Groups for which a hit needs a checkpoint, or an entry of several base blocks.
 KINDS = (
     (Group.full(), Group.state(12, blocks=3)),
     (Group.full(), Group.state(12, blocks=1)),

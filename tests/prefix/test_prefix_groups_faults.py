@@ -10,7 +10,7 @@ from kvpool.testing.model import ModelPlan, ModelPool
 
 MOST = 300_000
 FAULTS = [*WRONG_CONTENT, *WRONG_CHOICE, OutlivesItsKeys, WholePathRefreshed]
-#: Where to begin with faults that few programs show.
+#: The first seed for faults that few programs show.
 FIRST = {"StaleStates": 22, "OutlivesItsKeys": 21, "WholePathRefreshed": 121}
 FIRST_READ = {"HitWithoutState": 11, "ShortWindow": 15, "KeptTokensDropped": 21, "OtherNamespaces": 6}
 
@@ -63,7 +63,7 @@ def serve(pool, plan, prompt, cut):
 
 
 def hits(pool, prompts):
-    """What is found of all beginnings of some prompts."""
+    """The lengths of the hits of all beginnings of some prompts."""
     return [pool.prefix.match([*prompt[:n], 999]) for prompt in prompts for n in range(4, len(prompt) + 1, 4)]
 
 
@@ -72,7 +72,7 @@ LAYERS = ([Group.full()], [Group.window(8), Group.full(arena=1, num_blocks=60)])
 
 
 def what_leaves(make_pool, lengths, turn):
-    """What is left of two prompts while one arena makes room; a hit on the first one follows the prompt `turn`."""
+    """What hits find of two prompts while one arena makes room. The first is a hit after the prompt `turn`."""
     prompts, seen = (list(range(lengths[0])), list(range(100, 100 + lengths[1]))), []
     for number, layers in enumerate(LAYERS):
         pool = make_pool(60, 4, groups=[*layers, Group.state(8, blocks=1)], prefix_cache=True)
@@ -87,7 +87,7 @@ def what_leaves(make_pool, lengths, turn):
 
 
 def what_has_no_room(make_pool):
-    """What is left of more checkpoints than there is room for, of windows and of states."""
+    """What hits find after more checkpoints than there is room for, of windows and of states."""
     seen, prompt = [], list(range(64))
     for more in ([], [Group.state(4, blocks=1)]):
         layers = [Group.window(8), Group.full(arena=1, num_blocks=20), *more]
@@ -101,7 +101,7 @@ def what_has_no_room(make_pool):
 
 
 def what_leaves_by_class(make_pool):
-    """What is left of conversations, two checkpoints of which are second class, while it leaves."""
+    """What hits find of conversations with two second class checkpoints, while blocks leave."""
     layers = [Group.full(), Group.state(4, blocks=2)]
     pool = make_pool(400, 4, max_seqs=4, groups=layers, prefix_cache=True, two_classes=True)
     plan, seen = _plan(pool, 1, 256), []
@@ -109,7 +109,7 @@ def what_leaves_by_class(make_pool):
     for prompt in prompts:
         for end in (40, 60, 80, 100):
             serve(pool, plan, prompt[:end], end - 4)
-        serve(pool, plan, [*prompt[:56], 7, 7, 7, 7, 7, 7, 7, 7], 60)  # the second use of a checkpoint
+        serve(pool, plan, [*prompt[:56], 7, 7, 7, 7, 7, 7, 7, 7], 60)  # the second hit of a checkpoint
     while pool.blocks.evict(1):
         seen.append((hits(pool, prompts), pool.prefix.stats().checkpoints))
     return seen

@@ -1,4 +1,4 @@
-"""`proof.fuzz.watched.Watched`: the judge of scripts by hand is neither blind nor nervous."""
+"""`proof.fuzz.watched.Watched` finds planted faults, and reports none where there is none."""
 
 import kvpool
 from proof.fuzz.watched import Watched

@@ -1,4 +1,4 @@
-"""OpenAI's own client, unmodified, against ``kvpool serve``; what it gets is compared with the engine itself."""
+"""OpenAI's own client, unmodified, against ``kvpool serve``. The answers are compared with those of the engine."""
 
 import math
 
@@ -50,7 +50,7 @@ MORE = [{"top_k": 5, "min_p": 0.01, "temperature": 1.0, "seed": 3}, {"repetition
 
 
 def options_of(settings):
-    """The same for `Engine.submit`."""
+    """The same options for `Engine.submit`."""
     bias = {int(token): value for token, value in settings.get("logit_bias", {}).items()}
     return settings | ({"logit_bias": bias} if bias else {})
 

@@ -1,4 +1,4 @@
-"""A failing engine under ``kvpool serve``: who ran gets an error, and the next one is served or the process ends."""
+"""``kvpool serve`` with an engine that fails: running requests get an error. Then the server goes on, or ends."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Hostile requests, from a seeded grammar: no death, right statuses, all blocks back.
+"""Hostile requests from a seeded grammar: the server lives, statuses are right, all blocks come back.
 
 ``KVPOOL_HOSTILE=10000 python -m pytest tests/serving/test_serving_hostile.py`` sends so many.
 """
@@ -33,7 +33,7 @@ WIRE = (
 
 
 class Attacker(threading.Thread):
-    """Sends its share; `wrong` are the answers that are not right."""
+    """Sends its share of the requests. `wrong` has the answers with a wrong status."""
 
     def __init__(self, server, seed, count):
         super().__init__()

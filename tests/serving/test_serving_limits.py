@@ -1,4 +1,4 @@
-"""Who may ask ``kvpool serve``, how much at a time, and that nobody's request outlives its client."""
+"""``kvpool serve``: who may send requests, how many at a time, and what happens when a client hangs up."""
 
 import contextlib
 import json
@@ -40,7 +40,7 @@ def wait_for(server, **due):
 
 @contextlib.contextmanager
 def asking(server, body):
-    """A connection with a request whose answer nobody reads."""
+    """Open a connection and send a request. Nobody reads the answer."""
     data = json.dumps(body).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {server.address}\r\nAuthorization: Bearer one\r\n"
     host, _, port = server.address.partition(":")

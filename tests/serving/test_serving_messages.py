@@ -27,7 +27,7 @@ def client(server):
 
 @pytest.fixture(scope="module")
 def say():
-    """What the engine says in a conversation with this system prompt."""
+    """What the engine answers in a conversation with this system prompt."""
     with on_cpu():
         model, tokenizer = tiny.make()
         with Engine(model, 400, block_size=8, tokenizer=tokenizer) as engine:

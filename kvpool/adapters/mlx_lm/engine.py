@@ -46,7 +46,7 @@ Listener = Callable[["TokenEvent"], None]
 Prompt = str | Iterable[int] | Sequence[Mapping[str, Any]]
 FORMATS = ("block_tables", "seq_lens", "slot_mapping", "cu_q_lens")  # of plans for layer groups
 Top = tuple[tuple[int, float], ...]
-Row = tuple[Request, int, bool, int, float, Top]  # request, sample, whether it is no beam, token, logprob, likeliest
+Row = tuple[Request, int, bool, int, float, Top]  # request, sample, is no beam, token, logprob, likeliest tokens
 _SAMPLING = tuple(field.name for field in fields(Sampling))
 
 
@@ -65,7 +65,7 @@ class TokenEvent:
     finish_reason : str or None
         "eos", "stop" or "length" with the last token of the sample.
     top : tuple of (token, logprob)
-        The likeliest tokens in its place, as many as `Sampling.top_logprobs` asks for, likeliest first.
+        The `Sampling.top_logprobs` likeliest tokens at its place, the likeliest first.
     """
 
     id: Hashable
@@ -158,7 +158,7 @@ class Engine:
         Its ``summary`` covers caches of mlx-lm's engines only. Use ``kv.pool.stats()`` and ``scheduler.stats()``.
     scheduler : kvpool.Scheduler
     max_model_len : int or None
-        Tokens of a prompt and its answer, at most. None: the model says nothing.
+        Most tokens of a prompt and its answer together. None: the model has no limit that is known.
     """
 
     def __init__(
@@ -405,7 +405,7 @@ class Engine:
         biased = max((token for token, _ in sampling.logit_bias), default=0)
         for name, token in ("the prompt", int(request.prompt.max())), ("logit_bias", biased):
             if token >= self._vocab_size:
-                raise ValueError(f"[submit] token {token} in {name}, the model has 0 .. {self._vocab_size - 1}")
+                raise ValueError(f"[submit] {name} has token {token}, the model has tokens 0 .. {self._vocab_size - 1}")
         request = replace(request, id=id, user=sampling, namespace=self.kv.own_namespace(request.namespace))
         return _Job(request, on_token, texts, self.tokenizer)
 
@@ -569,7 +569,7 @@ class _Job:
 
 
 def _tops(logits: mx.array, counts: list[int]) -> list[Top]:
-    """Return as many of the likeliest tokens of each row as `counts` says."""
+    """Return the `counts[i]` likeliest tokens of each row i."""
     tops: list[Top] = [()] * len(counts)
     rows = [row for row, count in enumerate(counts) if count]
     if rows:

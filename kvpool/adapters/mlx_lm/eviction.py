@@ -109,9 +109,9 @@ class Eviction(Evictor):
     # ------------------------------------------------------------------------------------------- a pass
 
     def begin_pass(self, plan: Any, rows: np.ndarray, lens: np.ndarray, new: np.ndarray) -> None:
-        """Begin a pass that adds `new` tokens per row of a plan, after which these have `lens` tokens.
+        """Begin a pass that adds `new` tokens to each row of a plan. The rows have `lens` tokens after it.
 
-        With layer groups the plan says how many of them are left where tokens are evicted.
+        With layer groups, the plan has the number of tokens that are left in the group that evicts.
         """
         held = lens if plan.groups is None else np.array(plan.groups[self.group].kv_lens[: len(lens)], np.int64)
         self.begin(np.where(new > 0, rows, -1), held, new)

@@ -16,7 +16,7 @@ from kvpool.spec import KVSpec
 MAX_GROUPS = 8
 IDLE = 0.05  # of the bytes of a block of tokens may belong to no layer
 LOOKAHEAD = 16  # tokens that speculative decoding may take back, where windows allow it
-MOST_CHECKPOINTS = 256  # that are kept of a model with states only, whose blocks hold one each
+MOST_CHECKPOINTS = 256  # of a model with states only, which has one block for each
 MAX_TOKENS = 2**17  # of a sequence, in models that hold a bounded number of blocks for any length
 
 

@@ -41,8 +41,8 @@ class RaggedForward:
     is_ragged : bool
         Whether a pass takes any plan: all layers attend over the pool, and rows may share a pass.
     eviction : Eviction or None
-        By the policy of `kv`. It receives the attention scores of the layers: call its `begin_pass` before each pass.
-        Who makes the plans lets tokens leave between them, as `kvpool.Scheduler` does.
+        Has the policy of `kv`, and receives the attention scores of the layers. Call its `begin_pass` before each
+        pass. The code that makes the plans evicts tokens between two plans, as `kvpool.Scheduler` does.
     states : SlotStates
         What the state slots of the pool hold.
     """
@@ -75,8 +75,8 @@ class RaggedForward:
         rows : int32 ``[M]``
             Which of the T tokens. An index may occur twice. Without any the result is ``[0, V]`` or ``[0, 1]``.
         evicted : int ``[S]``, optional
-            Tokens that each sequence has lost. In a pool without layer groups, where lengths leave them out, positions
-            are ahead of them by as many.
+            Tokens that each sequence has lost. Needed in a pool without layer groups: its lengths do not count them,
+            and positions do.
 
         Raises
         ------
@@ -85,7 +85,7 @@ class RaggedForward:
         """
         kv = self.kv
         new = np.diff(np.asarray(plan.cu_q_lens, np.int64)[: len(lens) + 1])
-        is_counted = evicted is None or plan.groups is not None  # in the lengths
+        is_counted = evicted is None or plan.groups is not None  # whether `lens` counts evicted tokens
         gone = np.zeros_like(lens) if is_counted else np.asarray(evicted, np.int64)
         kv.passes.hook()
         try:

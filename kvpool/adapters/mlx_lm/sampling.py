@@ -38,13 +38,14 @@ class Sampling:
     min_p : float
         Keep tokens at least this probable, in units of the likeliest one's probability; 0 <= min_p <= 1.
     frequency_penalty, presence_penalty : float
-        Taken off the logit of a token that was generated before: per occurrence, and once; -100 .. 100.
+        Subtracted from the logit of a token that was generated before: the first per occurrence, the second once;
+        -100 .. 100.
     repetition_penalty : float
-        Divides the positive logits of tokens of the prompt and the answer, multiplies the negative ones; 0.01 .. 100.
+        For tokens of the prompt and the answer. It divides positive logits and multiplies negative ones; 0.01 .. 100.
     logit_bias : mapping of int to float
         Added to the logits of these tokens; -1000 .. 1000. Kept as sorted pairs.
     top_logprobs : int
-        How many of the likeliest tokens a `TokenEvent` shall name; 0 .. 1024.
+        How many of the likeliest tokens `TokenEvent.top` has; 0 .. 1024.
     seed : int, optional
         0 .. 2^63 - 1. Sample i of a request equals a separate request with seed + i. By default the engine draws a
         seed.
@@ -102,7 +103,7 @@ class Sampling:
         return bool(self.frequency_penalty or self.presence_penalty) or self.repetition_penalty != 1
 
     def changes(self, prompt: np.ndarray, generated: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the tokens whose logits change, what divides (or multiplies) each, and what is added to it then."""
+        """Return the tokens whose logits change, what divides or multiplies each logit, and what is added then."""
         repeated = np.concatenate([prompt, generated]) if self.repetition_penalty != 1 else generated[:0]
         bias = np.array([token for token, _ in self.logit_bias], np.int32)
         penalized = generated if self.is_penalized else generated[:0]
@@ -114,7 +115,7 @@ class Sampling:
 
 
 def altered(logits: mx.array, changes: Mapping[int, tuple[np.ndarray, np.ndarray, np.ndarray]]) -> mx.array:
-    """Return logits with the changes of some rows, see `Sampling.changes`. A row's values depend on no other row."""
+    """Return logits with the changes of some rows (`Sampling.changes`). Each row depends on its own logits only."""
     if not changes:
         return logits
     rows = mx.array(np.concatenate([np.full(len(tokens), row, np.int32) for row, (tokens, _, _) in changes.items()]))

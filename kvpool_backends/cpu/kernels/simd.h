@@ -19,7 +19,7 @@
 #define KV_UNROLL _Pragma("GCC unroll 16")
 #endif
 #define KV_INLINE static inline __attribute__((always_inline, unused))
-#if defined(KV_ONE_COPY) /* what is compiled anew for each type of numbers and count of lanes, where speed counts */
+#if defined(KV_ONE_COPY) /* KV_COPIES: where speed counts, compiled once per type of numbers and count of lanes */
 #define KV_COPIES static __attribute__((noinline))
 #else
 #define KV_COPIES KV_INLINE
