@@ -128,7 +128,7 @@ def test_penalties_and_biases_change_the_choice_and_no_other_row():
         settings.append(Sampling(logit_bias=bias, **penalties))
         tokens.append((np.array(prompt, np.int32), np.array(generated, np.int32)))
         due.append(changed(row, settings[-1], prompt, generated))
-    rows = [row for row, one in enumerate(settings) if one.logit_bias or one.is_penalized]
+    rows = [row for row, one in enumerate(settings) if one.alters]
     changes = {row: settings[row].changes(*tokens[row]) for row in rows}
     np.testing.assert_allclose(np.array(altered(mx.array(LOGITS), changes)), due, rtol=1e-5, atol=1e-5)
     found, logprobs = sample(mx.array(LOGITS), settings, ZEROS, ZEROS, changes)

@@ -307,7 +307,7 @@ def test_row_before_one_whose_positions_end_is_not_touched(last):
 def test_engine_refuses_options_that_exclude_eviction():
     pool, memory, scheduler = build(WINDOW)
     for width in (1, 2):
-        with pytest.raises(RequestRejected, match=rf"\[add\] a beam keeps every token \(beam_width {width}\)") as caught:
+        with pytest.raises(RequestRejected, match=rf"\[add\] a beam keeps .* \(beam_width {width}\)") as caught:
             scheduler.add(Request([1, 2], beam_width=width, n=1))
         assert caught.value.reason == "beam" and scheduler.stats().rejected == width
     with pytest.raises(TypeError, match=r"\[Scheduler\] eviction must be a kvpool.eviction.Evictor, not SlidingWindow"):

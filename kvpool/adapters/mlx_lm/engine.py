@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import Any, Self
 
 import mlx.core as mx
@@ -441,13 +442,13 @@ class Engine:
         lens = np.array(step.plan.seq_lens[: len(step.handles)], np.int64)
         if self._forward.eviction is not None:
             self._forward.eviction.begin_pass(step.plan, step.lanes, lens, step.num_new)
-        logits = self._forward(step.tokens, step.plan, lens, step.sample_at, step.evicted)
+        evicted = None if self._forward.eviction is None else step.evicted
+        logits = self._forward(step.tokens, step.plan, lens, step.sample_at, evicted)
         samplings = [request.user for request in requests]
-        changes = {
-            at: one.changes(requests[at].prompt, step.generated(at))
-            for at, one in enumerate(samplings)
-            if one.logit_bias or one.is_penalized
-        }
+        changes = {}
+        if any(map(attrgetter("alters"), samplings)):
+            altered = [at for at, one in enumerate(samplings) if one.alters]
+            changes = {at: samplings[at].changes(requests[at].prompt, step.generated(at)) for at in altered}
         tokens, logprobs = sample(logits, samplings, step.sample_index, step.sample_position, changes)
         in_beams = np.flatnonzero(step.beam_width)
         beams = None
@@ -455,7 +456,8 @@ class Engine:
             width = int(step.beam_width.max())
             ends = max(len(requests[at].eos) + len(requests[at].stop) for at in in_beams.tolist())
             beams = best(logits[in_beams.tolist()], width + max(width, ends))
-        return tokens, logprobs, beams, _tops(logits, [one.top_logprobs for one in samplings])
+        counts = list(map(attrgetter("top_logprobs"), samplings))
+        return tokens, logprobs, beams, _tops(logits, counts) if any(counts) else [()] * len(counts)
 
     def _deliver(self, rows: Iterable[Row], outputs: list[Output]) -> None:
         """Call the listeners and end requests."""
@@ -569,13 +571,12 @@ class _Job:
 
 
 def _tops(logits: mx.array, counts: list[int]) -> list[Top]:
-    """Return the `counts[i]` likeliest tokens of each row i."""
+    """Return the `counts[i]` likeliest tokens of each row i. Not all counts are 0."""
     tops: list[Top] = [()] * len(counts)
     rows = [row for row, count in enumerate(counts) if count]
-    if rows:
-        tokens, logprobs = best(logits[mx.array(rows)], min(max(counts), logits.shape[-1]))
-        for row, *found in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-            tops[row] = tuple(zip(*(one[: counts[row]] for one in found), strict=True))
+    tokens, logprobs = best(logits[mx.array(rows)], min(max(counts), logits.shape[-1]))
+    for row, *found in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+        tops[row] = tuple(zip(*(one[: counts[row]] for one in found), strict=True))
     return tops
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -66,6 +66,7 @@ class Sampling:
     logit_bias: Any = ()
     top_logprobs: int = 0
     seed: int | None = None
+    alters: bool = field(init=False, repr=False, compare=False, default=False)  #: whether `changes` has any
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, lambda x: x >= 0, "finite and at least 0")
@@ -84,6 +85,8 @@ class Sampling:
             _whole("a token of logit_bias", token, 2**31 - 1)
             _number(f"logit_bias[{token}]", bias, lambda x: -1000 <= x <= 1000, "-1000 .. 1000")
         object.__setattr__(self, "logit_bias", tuple(sorted(pairs.items())))
+        is_penalized = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1
+        object.__setattr__(self, "alters", bool(pairs or is_penalized))
         if self.seed is not None:
             _whole("seed", self.seed, SEED_MAX)
 
@@ -97,16 +100,11 @@ class Sampling:
         """Whether a filter is set."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
-    @property
-    def is_penalized(self) -> bool:
-        """Whether logits depend on the tokens before."""
-        return bool(self.frequency_penalty or self.presence_penalty) or self.repetition_penalty != 1
-
     def changes(self, prompt: np.ndarray, generated: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the tokens whose logits change, what divides or multiplies each logit, and what is added then."""
         repeated = np.concatenate([prompt, generated]) if self.repetition_penalty != 1 else generated[:0]
         bias = np.array([token for token, _ in self.logit_bias], np.int32)
-        penalized = generated if self.is_penalized else generated[:0]
+        penalized = generated if self.frequency_penalty or self.presence_penalty else generated[:0]
         tokens = np.unique(np.concatenate([bias, penalized, repeated]))
         counts = np.bincount(np.searchsorted(tokens, penalized), minlength=len(tokens))
         added = -self.frequency_penalty * counts - self.presence_penalty * (counts > 0)
@@ -116,8 +114,6 @@ class Sampling:
 
 def altered(logits: mx.array, changes: Mapping[int, tuple[np.ndarray, np.ndarray, np.ndarray]]) -> mx.array:
     """Return logits with the changes of some rows (`Sampling.changes`). Each row depends on its own logits only."""
-    if not changes:
-        return logits
     rows = mx.array(np.concatenate([np.full(len(tokens), row, np.int32) for row, (tokens, _, _) in changes.items()]))
     tokens, factor, added = (mx.array(np.concatenate(one)) for one in zip(*changes.values(), strict=True))
     before = logits[rows, tokens.astype(mx.int32)]
@@ -154,7 +150,7 @@ def sample(
     """
     if not len(samplings):
         return np.zeros(0, np.int32), np.zeros(0, np.float32)
-    chosen_from = altered(logits, changes)
+    chosen_from = altered(logits, changes) if changes else logits
     likeliest = mx.argmax(chosen_from, axis=-1).astype(mx.int32)
     total = mx.logsumexp(logits, axis=-1, keepdims=True)
     if not any([one.temperature for one in samplings]):  # one evaluation; no array as wide as the vocabulary
