@@ -197,7 +197,7 @@ class Engine:
         self._vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
         self.max_model_len: int | None = scheduling.setdefault("max_model_len", max_positions(model))
         self._forward = RaggedForward(self.kv)
-        self._keep_states = self._forward.keep_states
+        self._keep_states, self._eviction = self._forward.keep_states, self._forward.eviction
         self.scheduler = Scheduler(
             pool,
             max_running=max_running,
@@ -205,7 +205,7 @@ class Engine:
             prefill_chunk=prefill_chunk,
             mixed=self._forward.is_ragged,
             formats=FORMATS if self.kv.layout.groups else self.kv.backend.required_formats,
-            eviction=self._forward.eviction,
+            eviction=self._eviction,
             **scheduling,
         )
         self._jobs: dict[Hashable, _Job] = {}
@@ -440,9 +440,9 @@ class Engine:
         if not len(step.tokens):
             return np.zeros(0, np.int32), np.zeros(0, np.float32), None, []
         lens = np.array(step.plan.seq_lens[: len(step.handles)], np.int64)
-        if self._forward.eviction is not None:
-            self._forward.eviction.begin_pass(step.plan, step.lanes, lens, step.num_new)
-        evicted = None if self._forward.eviction is None else step.evicted
+        if self._eviction is not None:
+            self._eviction.begin_pass(step.plan, step.lanes, lens, step.num_new)
+        evicted = None if self._eviction is None else step.evicted
         logits = self._forward(step.tokens, step.plan, lens, step.sample_at, evicted)
         samplings = [request.user for request in requests]
         changes = {}
