@@ -32,8 +32,9 @@ class Tree:
     leaves before the rest. Of these the oldest leaves; the age of a checkpoint without a use counts half more.
     """
 
-    def __init__(self, num_blocks, bundle):
+    def __init__(self, num_blocks, bundle, room):
         self.num_blocks = self.blank = num_blocks
+        self.room = room  # for checkpoints
         self.bundle, self.clock, self.coldest = bundle, 0, 0
         self.refs, self.parent, self.below, self.stamp, self.marks = {}, {}, defaultdict(int), {}, {}
         self.cold, self.warm, self.new_marks, self.hit_marks = [], [], [], []
@@ -83,6 +84,13 @@ class Tree:
             self.idle -= 1
             self.blank += 1
             self.evictions += 1
+
+    def has_room(self):
+        """Whether there is room for one more checkpoint; the oldest one that may leave makes it."""
+        heads = [head for head in map(self.oldest, (self.new_marks, self.hit_marks)) if head is not None]
+        if len(self.marks) == self.room and heads:
+            self.drop(max(heads, key=self.age)[2])
+        return len(self.marks) < self.room
 
     def age(self, item):
         stamp, kind, node = item
@@ -164,7 +172,7 @@ class NaiveP3(NaiveP1):
 
     def __init__(self, trace, num_blocks, block_size, concurrency, bundle, tree):
         super().__init__(trace, num_blocks, block_size, concurrency)
-        self.pool = tree(num_blocks, bundle)
+        self.pool = tree(num_blocks, bundle, (num_blocks + 1 + min(concurrency, len(trace))) // 4 + 1)
         self.paths = paths_of(trace, block_size)
         self.refused_after = -1  # releases: who was refused is asked again after the next one
         self.first_distance = 1
@@ -230,7 +238,7 @@ class NaiveP3(NaiveP1):
             is_taken = False
             if positions and end == wanted:
                 self.count["checkpoints_wanted"] += 1
-                is_taken = pool.num_available >= pool.bundle
+                is_taken = pool.num_available >= pool.bundle and pool.has_room()
                 if is_taken:
                     pool.take(pool.bundle)
                     pool.tick()
