@@ -262,6 +262,17 @@ def test_pin_holds_a_checkpoint_until_it_is_closed():
     pool.check()
 
 
+def test_pin_is_no_hit_of_a_checkpoint():
+    pool, plan = make(Group.full(), Group.state(8, blocks=2), num_blocks=40)
+    prompt = list(range(40))
+    pool.close(prefill(pool, plan, prompt, cut=40)[0])
+    for _ in range(2):
+        pool.prefix.unpin(pool.prefix.pin(prompt))
+    assert pool.prefix.stats().checkpoints_used == 0
+    pool.close(pool.open([*prompt, 1]))
+    assert pool.prefix.stats().checkpoints_used == 1
+
+
 def test_reset_and_shutdown_with_loads_and_saves_pending_leave_nothing():
     pool, plan = make(Group.full(), Group.window(8), Group.state(8, blocks=2), num_blocks=60, events=1000)
     prompt, late = list(range(40)), Plan(pool, 4, 256)

@@ -17,7 +17,7 @@ from eviction_workload import EvictedMemory
 from token_model import TokenModel
 
 from kvpool import Group, Pool, Request, Scheduler
-from kvpool.errors import RequestRejected
+from kvpool.errors import OutOfBlocks, RequestRejected
 from kvpool.eviction import BlockEviction, Evictor, SlidingWindow
 from kvpool.scheduler import policy
 from kvpool.scheduler.needs import Needs
@@ -94,6 +94,24 @@ def test_copies_of_a_cached_prompt_count_where_a_request_is_judged():
     with pytest.raises(RequestRejected, match="need 29 blocks of arena 0, the pool has 28"):
         build(WINDOW, 2 * 12 + 5, **how)[2].add(Request(range(100), max_tokens=60))
     build(BlockEviction(max_kv=16, sink=2, recent_tokens=4), 1 + 2 * 8 + 5, **how)[2].add(Request(range(100), 60))
+
+
+def test_missing_blocks_for_copies_are_said_of_the_arena_that_lacks_them():
+    groups = [Group.window(64), Group.full(arena=1, num_blocks=41)]
+    pool = Pool(41, 4, max_blocks_per_seq=60, groups=groups, prefix_cache=True)
+    policy = SlidingWindow(max_kv=32, sink=2, slack=2)
+    evictor = Evictor(policy, pool, EvictedMemory(TokenModel(), pool), group=1)
+    scheduler = Scheduler(pool, eviction=evictor, prefill_chunk=8, max_step_tokens=64)
+    scheduler.add(Request(range(29), max_tokens=40))
+    with pytest.raises(OutOfBlocks, match="copies that eviction needs in arena 1") as caught:
+        for number in range(40):
+            step = scheduler.schedule()
+            scheduler.update(step, np.zeros(len(step.sample_at), np.int32))
+            if number == 4:
+                pool.fork(int(scheduler.handles[0]))  # somebody else shares its blocks, and takes all but two
+                taken = pool.blocks.arena(1).alloc(pool.stats(1).free)
+                pool.blocks.arena(1).decref(taken[:2])
+    assert caught.value.arena == 1 and pool.stats(0).free > 0
 
 
 def test_columns_of_the_group_are_counted_and_evicted_together():
