@@ -307,8 +307,8 @@ def test_what_layer_groups_cannot_do_is_said_at_install(caplog):
         model = family("qwen3_5")
         with pytest.raises(ValueError, match=r"pool has the layer groups none, this model needs full"):
             install(model, pool=Pool(50, 8))
-        with pytest.raises(ValueError, match=r"\[Engine\] eviction needs layers that keep every token"):
-            Engine(model, 50, eviction=SlidingWindow(max_kv=64))
+        with pytest.raises(ValueError, match="this model has no layer that keeps every token"):
+            Engine(family("mamba"), 50, eviction=SlidingWindow(max_kv=64))
         with caplog.at_level(logging.WARNING):
             assert install_on_cpu(model, prefix_cache=True).prefix_cache and not caplog.text
             kv = install_on_cpu(family("deepseek_v41"), prefix_cache=True)
