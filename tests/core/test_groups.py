@@ -249,6 +249,15 @@ def test_fork_shares_what_is_no_hole_and_writers_copy_all_columns(full_and_windo
     assert (pool.stats().used, pool.stats().free) == (0, 63)
 
 
+def test_fork_into_no_sequences_shares_nothing(full_and_window):
+    pool = full_and_window
+    row = pool.open()
+    pool.grow([row], 9)
+    before = pool.stats()
+    assert len(pool.fork(row, 0)) == 0
+    assert pool.stats() == before and before.shared == 0
+
+
 def test_rows_closed_during_a_step_are_skipped_by_its_rollback(full_and_window):
     pool = full_and_window
     parent = pool.open()

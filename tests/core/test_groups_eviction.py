@@ -102,8 +102,9 @@ def test_groups_that_let_go_by_themselves_refuse(make, group, kind):
         lambda: pool.evict_blocks(seq, [0], group=group),
     ):
         refused(pool, call, match=f"group {group} is a {kind}")
-    for call in (lambda: pool.compact(seq, 1, group=4), lambda: pool.kv_len(seq, -1)):
-        refused(pool, call, match="group")
+    for number in (4, -1):
+        for call in (lambda: pool.compact(seq, 1, group=number), lambda: pool.kv_len(seq, number)):
+            refused(pool, call, match="group")
 
 
 def test_pool_without_a_full_group_says_so():

@@ -461,6 +461,13 @@ def test_instance_without_constructor_is_refused(core):
         core.Plan.__new__(core.Plan)
 
 
+def test_prefix_cache_of_a_pool_that_has_none_is_refused(core):
+    cached = core.Pool(8, 4, prefix_cache=True)
+    with pytest.raises(ValueError, match="no prefix cache"):
+        type(cached.prefix)(core.Pool(8, 4))
+    assert type(cached.prefix)(cached).match([1]) == 0
+
+
 @pytest.mark.parametrize(
     "name",
     [

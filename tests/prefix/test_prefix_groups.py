@@ -378,7 +378,8 @@ def test_rows_that_compute_one_prompt_at_a_time_make_its_checkpoints_once():
     left = []
     for kinds in ((Pool, Plan), (ModelPool, ModelPlan)):
         pool, plan = make(Group.full(), Group.state(8, blocks=1), kinds=kinds, two_classes=True)
-        pool.close(prefill(pool, plan, [1] * 80)[0])
+        for text in ([1] * 80, [1] * 20 + [4] * 60):
+            pool.close(prefill(pool, plan, text)[0])
         prompt, seen = [1] * 80 + [2] * 120, []
         rows = [pool.open(prompt), pool.open(prompt)]
         while (places := pool.prefix.wanted(rows).tolist())[0] > 0:
@@ -392,7 +393,16 @@ def test_rows_that_compute_one_prompt_at_a_time_make_its_checkpoints_once():
             seen.append((found, pool.prefix.stats().checkpoints))
         stats = pool.prefix.stats()
         left.append((stats.checkpoints_taken, stats.checkpoints_published, seen))
-    assert left[0] == left[1] and left[0][:2] == (3 + 2 * 3, 3 + 3) and len({str(one) for one in left[0][2]}) > 5
+    assert left[0] == left[1] and left[0][:2] == (6 + 2 * 3, 6 + 3) and len({str(one) for one in left[0][2]}) > 5
+
+
+@pytest.mark.parametrize(("tokens", "reserve", "error"), [([1] * 5, 1, TypeError), (5, False, ValueError)])
+def test_reserve_that_is_none_is_refused(tokens, reserve, error):
+    pool, _ = make(Group.full())
+    before = pool.fingerprint(), pool.digest()
+    with pytest.raises(error, match=r"\[open\] reserve"):
+        pool.open(tokens, reserve=reserve)
+    assert (pool.fingerprint(), pool.digest()) == before
 
 
 @EITHER
@@ -448,8 +458,10 @@ def test_namespaces_with_a_node_or_a_row_outlive_those_that_are_forgotten():
     prompt = list(range(40))
     pool.close(prefill(pool, plan, prompt, namespace=b"kept")[0])
     flushed = prefill(pool, plan, prompt, namespace=b"flushed")[0]
+    pool.close(prefill(pool, plan, prompt, namespace=b"empty")[0])
     row = pool.open(prompt, b"row")
-    pool.prefix.flush(b"flushed")
+    for space in (b"flushed", b"empty"):
+        pool.prefix.flush(space)
     for k in range(3000):
         pool.close(pool.open([1], b"%d" % k))
     assert pool.prefix.stats().namespaces <= 1024
