@@ -30,7 +30,6 @@ cdef extern from "Python.h":
     int PyGILState_Check() noexcept nogil
     PyObject* PyThreadState_GetDict() noexcept
     void PyErr_SetObject(PyObject* type, PyObject* value) noexcept
-    void PyErr_Clear() noexcept
 
 cdef tuple STATUSES = (         # the first that fits: a subclass stands before its base
     (OutOfBlocks, KVPOOL_OUT_OF_BLOCKS),
@@ -56,19 +55,24 @@ cdef const char* UNNAMED = b""  # the namespace of no bytes
 # -- failures
 
 cdef int failed(object error) noexcept:
-    """Keep an exception for this thread; return its status."""
+    """Keep an exception for this thread; return its status.
+
+    Without memory an exception may have no traceback. A `return` from an `except` of Cython would need one: there is
+    none in this module.
+    """
     cdef PyObject* kept = PyThreadState_GetDict()
+    cdef int found = KVPOOL_OTHER
     try:
         if kept != NULL:
             (<dict>kept).pop(KEPT, None)
             (<dict>kept)[KEPT] = (error.with_traceback(None), str(error).encode("utf-8", "replace"))
         for kind, status in STATUSES:
             if isinstance(error, kind):
-                return status
+                found = status
+                break
     except BaseException:       # no memory for the message: the status still tells
-        PyErr_Clear()
-        return KVPOOL_NO_MEMORY
-    return KVPOOL_OTHER
+        found = KVPOOL_NO_MEMORY
+    return found
 
 
 cdef const char* error_message() noexcept:
@@ -77,11 +81,8 @@ cdef const char* error_message() noexcept:
     if not PyGILState_Check():
         return b"the caller does not hold the GIL"
     kept = PyThreadState_GetDict()
-    try:
-        message = ((<dict>kept).get(KEPT, NOTHING_KEPT) if kept != NULL else NOTHING_KEPT)[1]
-        return message          # it lives as long as the dictionary has it
-    except BaseException:
-        return b"no memory for the message"
+    message = (<tuple>(<dict>kept).get(KEPT, NOTHING_KEPT) if kept != NULL else NOTHING_KEPT)[1]
+    return message              # it lives as long as the dictionary has it
 
 
 cdef void* raise_error() noexcept:
@@ -191,8 +192,8 @@ cdef int perform(kvpool_pool* pool_, str call, Given* given, Act act) noexcept:
         if status != OK:
             refuse(call, &v)
     except BaseException as error:
-        return failed(error)
-    return KVPOOL_OK
+        status = failed(error)
+    return status
 
 
 cdef int refuse_null(const void* pointer, str call, str name) except -1:
@@ -213,6 +214,7 @@ cdef Plan get_plan(kvpool_plan* plan, str call):
 
 cdef int convert(void* object, void** result, str call, str name, type kind) noexcept:
     """The pointer to a Python object, a pool, of a subclass too, or exactly a plan."""
+    cdef int status = KVPOOL_OK
     if not PyGILState_Check():
         return KVPOOL_NO_GIL
     try:
@@ -222,8 +224,8 @@ cdef int convert(void* object, void** result, str call, str name, type kind) noe
             raise TypeError(f"[{call}] this is no kvpool.{kind.__name__} but {type(<object>object).__name__}")
         result[0] = object
     except BaseException as error:
-        return failed(error)
-    return KVPOOL_OK
+        status = failed(error)
+    return status
 
 
 cdef int pool_from(void* object, kvpool_pool** pool) noexcept:
@@ -326,7 +328,7 @@ cdef int run(kvpool_pool* pool_, kvpool_plan* plan_, const int64_t* handles, con
     cdef Pool pool
     cdef Plan plan
     cdef Ints rows, new
-    cdef Verdict v
+    cdef int status = KVPOOL_OK
     if not PyGILState_Check():
         return KVPOOL_NO_GIL
     try:
@@ -350,8 +352,8 @@ cdef int run(kvpool_pool* pool_, kvpool_plan* plan_, const int64_t* handles, con
             ints_free(&rows)
             ints_free(&new)
     except BaseException as error:
-        return failed(error)
-    return KVPOOL_OK
+        status = failed(error)
+    return status
 
 
 cdef int step(kvpool_pool* pool, kvpool_plan* plan, const int64_t* handles, const int64_t* num_new, int64_t n,
@@ -372,6 +374,7 @@ cdef int reserve(kvpool_pool* pool, kvpool_plan* plan, const int64_t* handles, c
 cdef int end(kvpool_pool* pool_, kvpool_plan* plan_, str call, bint is_done) noexcept:
     cdef Pool pool
     cdef Plan plan
+    cdef int status = KVPOOL_OK
     if not PyGILState_Check():
         return KVPOOL_NO_GIL
     try:
@@ -382,8 +385,8 @@ cdef int end(kvpool_pool* pool_, kvpool_plan* plan_, str call, bint is_done) noe
         else:
             pool.end_rollback(plan, call)
     except BaseException as error:
-        return failed(error)
-    return KVPOOL_OK
+        status = failed(error)
+    return status
 
 
 cdef int done(kvpool_pool* pool, kvpool_plan* plan) noexcept:
@@ -435,14 +438,15 @@ cdef int describe(Plan plan, int32_t name, kvpool_array* out) except -1:
 
 
 cdef int array(kvpool_plan* plan, int32_t name, kvpool_array* array) noexcept:
+    cdef int status = KVPOOL_OK
     if not PyGILState_Check():
         return KVPOOL_NO_GIL
     try:
         refuse_null(array, "array", "array")
         describe(get_plan(plan, "array"), name, array)
     except BaseException as error:
-        return failed(error)
-    return KVPOOL_OK
+        status = failed(error)
+    return status
 
 
 cdef int do_table(State* pool, Given* given, Verdict* v) noexcept nogil:

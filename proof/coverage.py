@@ -7,9 +7,9 @@ gcov counts C. Cython writes in front of each piece of C which line of which sou
 - A *branch* is one way out of a condition that stands in the source. In a nogil function all C is made of the source,
   so each of its ways counts. In the others Cython adds checks of its own after each call (was there memory, was there
   an exception, is this a list). It computes what the source asks into a variable first and then asks nothing else, as
-  in ``if (__pyx_t_1) {``, and counts with ``for (__pyx_t_1 = ...``; its own checks ask for something else, or
-  end in a jump. So only such C counts, and only where the statement is or has an ``if``, a ``while``, an ``and``, an
-  ``or``, or a ``for``.
+  in ``if (__pyx_t_1) {``, and counts with ``for (__pyx_t_1 = ...``; its own checks ask for something else, end in a
+  jump, or guess ``(likely(!__pyx_t_1))`` that it walks a list. So only such C counts, and only where the statement is
+  or has an ``if``, a ``while``, an ``and``, an ``or``, or a ``for``.
 
 The same C may be there several times: an inline function in several modules, the end of a ``try`` once for each way
 there. It counts once, with the sum of the counts.
@@ -53,7 +53,7 @@ TESTS = (
 MARK = re.compile(r'^ */\* (?:"([\w/]+\.p(?:yx|xd|xi))":(\d+)$|function exit code \*/)|^(?:static|\}|#define)')
 #: C that asks what the source asks.
 ASKS = re.compile(
-    r"^\s*(?:\} else )?(?:if \((?:(?:un)?likely\()?\(*!?\(*__pyx_t_\d+\)+ (?:\{|break;)$|for \(__pyx_t_\d+ = .*\{$)"
+    r"^\s*(?:\} else )?(?:if \((?:unlikely\(|\(*!?)\(*__pyx_t_\d+\)+ (?:\{|break;)$|for \(__pyx_t_\d+ = .*\{$)"
 )
 DECIDES = re.compile(r"\b(?:if|elif|while|and|or|for)\b")
 Place = tuple[str, int]  # file, line
@@ -95,11 +95,12 @@ def statement_at(place: Place) -> Statement | None:
 
 
 def programs(short: bool) -> list[list[str]]:
-    """What runs in the build that counts: tests, and the programs that hunt mutants."""
+    """What runs in the build that counts: tests, the programs that hunt mutants, calls whose memory runs out."""
     tests = [test_file(name) for name in TESTS]
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "not costs"]  # nothing is fast
     scenarios = ["-m", "proof.mutation.hunt", "--record-only", "--tapes"]
-    return [[*scenarios, "0"]] if short else [[*scenarios, "10"], [*pytest, *tests]]
+    failing = "from proof.failing import sweep; found = sweep((2, 3), 10_000)['findings']; assert not found, found"
+    return [[*scenarios, "0"]] if short else [[*scenarios, "10"], ["-c", failing], [*pytest, *tests]]
 
 
 def counted(arguments: Iterable[list[str]], left_out: str = "") -> tuple[Lines, Branches]:

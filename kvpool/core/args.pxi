@@ -290,6 +290,4 @@ cdef void* array_data(object array) except NULL:
     PyObject_GetBuffer(array, &view, PyBUF_STRIDES)
     data = view.buf
     PyBuffer_Release(&view)
-    if data == NULL:
-        raise MemoryError("array without memory")
     return data

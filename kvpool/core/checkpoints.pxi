@@ -11,11 +11,9 @@ cdef void bundle_keep(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
     for k in range(n):
         i = ids[k]
         b.block[i].refcount -= 1
-        b.num_shared -= b.block[i].refcount == 1
-        if b.block[i].refcount == 0:
-            b.num_used -= 1
-            b.block[i].place = CACHED
-            chain_push(b, &b.lru, i)
+        b.num_used -= 1
+        b.block[i].place = CACHED
+        chain_push(b, &b.lru, i)
 
 
 cdef inline Line* line_of(Tree* t, int32_t m) noexcept nogil:
@@ -232,14 +230,13 @@ cdef int64_t next_place(const Tree* t, int32_t slot, int64_t length) noexcept no
     place = row.cut // t.grain * t.grain
     if place > low:
         least = place
-    place = row.junction // t.grain * t.grain
-    if place > low and (least < 0 or place < least):
+    place = row.junction // t.grain * t.grain       # not behind the cut
+    if place > low:
         least = place
     while distance and distance <= row.cut:
         place = distance // t.grain * t.grain
-        if place > low and (least < 0 or place < least):
-            least = place
         if place > low:
+            least = min(least, place)
             break
         distance *= 2
     return least

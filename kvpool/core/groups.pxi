@@ -467,7 +467,7 @@ cdef int groups_check_step(Groups* gs, Step* p, GroupPlan** part, const Ints* ha
             arena = lacking
         if lacking >= 0 and partial:
             skip_row(gs, p, part, needed)
-            unserved += new if advance else 0
+            unserved += new
         i += 1
     p.num_tokens = asked - unserved
     memcpy(gs.needed, needed, sizeof(needed))

@@ -126,7 +126,7 @@ cdef void open_group(Groups* gs, int32_t k, int32_t slot, const Hit* hit) noexce
         return
     entries = hit.nodes // t.span[k]
     kept = min(<int64_t>g.kept, entries)
-    low = min(first_read(g, hit.nodes * gs.block_size), entries)
+    low = first_read(g, hit.nodes * gs.block_size)
     share_entries(t, g, k, row, 0, kept)
     for i in range(kept * g.columns, low * g.columns):
         row[i] = g.hole
@@ -316,7 +316,7 @@ cdef int judge_tokens(Groups* gs, const Ints* rows, const Ints* counts, const in
                 continue
             id = group_row(g, slot)[index * g.columns]
             if t.role[g.arena][id] != NO_ROLE:
-                if root and t.node[t.stands_for[g.arena][id]].root and t.stands_for[g.arena][id] != n:
+                if root and t.stands_for[g.arena][id] != n:
                     return refused(v, OTHER_TOKENS, row, id, 0, 0, 0)
             elif g.blocks.mark[id] == g.blocks.stamp:
                 if not same_entry(t, s, rows, counts, all_tokens, t.stands_for[g.arena][id], slot, tokens,

@@ -105,7 +105,7 @@ cdef int tree_init(Tree* t, const Groups* gs, Index* index, const int32_t* bundl
     while slots * 3 < <uint64_t>t.room * 4:
         slots *= 2
     t.slot_mask = <uint32_t>(slots - 1)
-    n = <int32_t>max(min(<int64_t>t.room, gs.seq_tokens // gs.block_size), <int64_t>1)
+    n = <int32_t>min(<int64_t>t.room, gs.seq_tokens // gs.block_size)
     t.node = <Node*>xcalloc(t.room, sizeof(Node))
     t.unit = <Link*>xcalloc(t.room, sizeof(Link))
     t.tokens = <int32_t*>xcalloc(t.room, t.block_size * sizeof(int32_t))

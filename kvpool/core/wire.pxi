@@ -58,7 +58,7 @@ cdef void write_slots(const Field* f, int64_t at, const int32_t* table, int64_t 
                       int64_t end) noexcept nogil:
     """Slots of positions first .. end - 1 of one sequence, from index `at` on."""
     cdef int64_t index, offset, stop, base
-    if f.width == 0 or first >= end:
+    if first >= end:
         return
     index = first // bs
     offset = first - index * bs

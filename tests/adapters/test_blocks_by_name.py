@@ -34,6 +34,17 @@ def test_take_gives_blank_blocks_then_evicts_and_says_how_many(make_pool):
     assert pool.stats().evictions == 1
 
 
+def test_decode_rows_get_the_blocks_that_take_would_give(make_pool, make_plan):
+    pool = make_pool(7)
+    rows, plan = [pool.open() for _ in range(4)], make_plan(pool)
+    cached(pool, [3, 1, 6])
+    pool.blocks.take(2)
+    due = order(pool)
+    pool.step(plan, rows, 1)  # one token each: a steady batch
+    assert due == [5, 3, 1, 6] and pool.stats().evictions == 3
+    assert [pool.table(row).tolist() for row in rows] == [[block] for block in due]
+
+
 def test_take_more_than_there_are_changes_nothing(make_pool, refused):
     pool = make_pool(4)
     with refused(pool, OutOfBlocks, "take") as caught:

@@ -1,13 +1,14 @@
 """The C interface does what `Pool` does: same results, same digests, same arrays; a status for every exception."""
 
 import ctypes
+import importlib.util
 import threading
 
 import numpy as np
 import pytest
 from capi_table import KV_TO_PYTHON, Array, C, Stats, at, call, call_without_gil, function, message
 
-from kvpool import Group, OutOfBlocks, Plan, PlanStateError, Pool
+from kvpool import Group, OutOfBlocks, Plan, PlanStateError, Pool, StaleHandle
 
 FORMATS = {
     "block_tables": "block_tables", "seq_lens": "seq_lens", "slot_mapping": "slot_mapping", "positions": "positions",
@@ -369,6 +370,42 @@ def test_failure_belongs_to_its_thread():
     thread.join()
     assert others == ["no failure is kept in this thread", "[close] handles[0] is negative (-4)"]
     assert message() == before
+
+
+def starved(k, last, act, *given):
+    """What a call gives or raises while allocations `k` to `last` of Python fail; `ctypes` may raise before it."""
+    import _testcapi
+
+    _testcapi.set_nomemory(k, last)
+    try:
+        return act(*given)
+    except Exception as error:
+        return type(error)
+    finally:
+        _testcapi.remove_mem_hooks()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("_testcapi") is None, reason="this Python has no _testcapi")
+@pytest.mark.parametrize("more", [1, 1000])
+def test_failure_for_which_there_is_no_memory_is_a_status_all_the_same(more):
+    """One allocation fails, or all from some on: those of the exception, its traceback and its message among them."""
+    pool, plan = new()
+    gone, row = ints(pool.open()), ints(pool.open())
+    pool.close(gone)
+    close, done, hand_over = (function(name) for name in ("close", "done", "raise_error"))
+    stale, no_memory, kept = C["KVPOOL_STALE_HANDLE"], C["KVPOOL_NO_MEMORY"], set()
+    before = pool.fingerprint()
+    for one, arguments, due in (
+        (close, (id(pool), gone.ctypes.data, 1), stale),
+        (done, (id(pool), id(plan)), C["KVPOOL_PLAN_STATE"]),
+    ):
+        statuses = {starved(k, k + more, one, *arguments) for k in range(1, 80)}
+        assert {due, no_memory} <= statuses <= {due, no_memory, MemoryError, ctypes.ArgumentError}
+    for k in range(1, 20):
+        assert close(id(pool), gone.ctypes.data, 1) == stale
+        kept.add(starved(k, k + more, hand_over))
+    assert {StaleHandle, MemoryError} == kept
+    assert pool.fingerprint() == before and pool.num_tokens(int(row[0])) == 0
 
 
 def test_nothing_kept_is_said():

@@ -249,6 +249,15 @@ def test_fork_shares_what_is_no_hole_and_writers_copy_all_columns(full_and_windo
     assert (pool.stats().used, pool.stats().free) == (0, 63)
 
 
+def test_fork_into_no_sequences_shares_nothing(full_and_window):
+    pool = full_and_window
+    row = pool.open()
+    pool.grow([row], 9)
+    before = pool.stats()
+    assert len(pool.fork(row, 0)) == 0
+    assert pool.stats() == before and before.shared == 0
+
+
 def test_rows_closed_during_a_step_are_skipped_by_its_rollback(full_and_window):
     pool = full_and_window
     parent = pool.open()
@@ -686,6 +695,8 @@ def test_pools_with_groups_are_not_recorded():
     lambda: {"groups": [Group.chunk(0)]},
     lambda: {"groups": [Group.state(0)]},
     lambda: {"groups": [Group.full(columns=0)]},
+    lambda: {"groups": [Group.full(columns=2)], "max_blocks_per_seq": 2**30},  # ids of a table
+    lambda: {"groups": [Group.full(block_size=8)], "max_blocks_per_seq": 2**31 - 1},  # base blocks, rounded up
 ])  # fmt: skip
 def test_pools_that_cannot_be(make):
     with pytest.raises(ValueError):
@@ -722,6 +733,12 @@ def test_plan_of_another_pool_is_refused(full_and_window):
     with pytest.raises(ValueError, match="another pool"):
         pool.step(plan, [handle], 1)
     assert not plan.is_pending and pool.num_tokens(handle) == 0
+
+
+def test_plan_refuses_more_updates_than_an_index_counts():
+    pool = Pool(16, 4, max_seqs=4, groups=[Group.full(), Group.full()])
+    with pytest.raises(ValueError, match=rf"table_updates may have {2**31} rows, the limit is {2**31 - 1}"):
+        Plan(pool, 4, 4, table_width=2**28, formats=("table_updates",))
 
 
 def test_groups_are_groups():

@@ -1,11 +1,13 @@
 """Tokens leave one layer group of a sequence, worked out by hand; every number holds for the model and for the core."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from both_pools import pools_of
 
 import kvpool
-from kvpool.errors import OutOfBlocks, PlanStateError
+from kvpool.errors import OutOfBlocks, PlanStateError, StaleHandle
 from kvpool.groups import Group
 
 FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "table_updates")
@@ -102,8 +104,9 @@ def test_groups_that_let_go_by_themselves_refuse(make, group, kind):
         lambda: pool.evict_blocks(seq, [0], group=group),
     ):
         refused(pool, call, match=f"group {group} is a {kind}")
-    for call in (lambda: pool.compact(seq, 1, group=4), lambda: pool.kv_len(seq, -1)):
-        refused(pool, call, match="group")
+    for number in (4, -1):
+        refused(pool, partial(pool.compact, seq, 1, group=number), match="group")
+        refused(pool, partial(pool.kv_len, seq, number), match="group")
 
 
 def test_pool_without_a_full_group_says_so():
@@ -172,6 +175,24 @@ def test_unshare_finds_room_for_more_copies_than_a_step_makes(make):
     pool.step(small, [child], 0)
     assert not len(small.groups[1].copies)
     pool.done(small)
+
+
+@pytest.mark.parametrize(("rows", "lens", "error", "match"), [
+    ([0], [12], ValueError, "12"),
+    ([1, 0], [5, -1], ValueError, "-1"),
+    ([0, 1, 0], [5, 5, 5], ValueError, "unshare"),
+    ([0, 2], [5, 0], StaleHandle, "unshare"),
+])  # fmt: skip
+def test_unshare_that_is_refused_for_one_row_copies_nothing(make, rows, lens, error, match):
+    pool, plan, other = make(64, 2, Group.full(columns=2), Group.window(4))
+    seq = pool.open()
+    grow(pool, plan, [seq], 11)
+    handles = [seq, *map(int, pool.fork(seq, 2))]
+    pool.close(handles[2])
+    refused(pool, lambda: pool.unshare(other, [handles[row] for row in rows], lens), error=error, match=match)
+    assert not other.is_pending
+    pool.unshare(other, handles[:2], 5)
+    pool.done(other)
 
 
 def test_unshare_without_blocks_is_out_of_blocks(make):

@@ -1,10 +1,11 @@
 """Hits of pools with layer groups: docs/prefix.md, "Layer groups"."""
 
+import numpy as np
 import pytest
 
-from kvpool import Group, OutOfBlocks, Plan, Pool
+from kvpool import Group, OutOfBlocks, Plan, Pool, StaleHandle
 from kvpool.testing.fuzz_groups import GroupRun, options_of
-from kvpool.testing.model import ModelPool
+from kvpool.testing.model import ModelPlan, ModelPool
 
 #: Groups for which a hit needs a checkpoint, or an entry of several base blocks.
 KINDS = (
@@ -33,9 +34,13 @@ def prefill(pool, plan, prompt, cut=None, namespace=b""):
     return handle, cached
 
 
-def make(*groups, num_blocks=200, **options):
-    pool = Pool(num_blocks, 4, groups=list(groups), prefix_cache=True, **options)
-    return pool, Plan(pool, 4, 256)
+def make(*groups, num_blocks=200, kinds=(Pool, Plan), **options):
+    pool = kinds[0](num_blocks, 4, groups=list(groups), prefix_cache=True, **options)
+    return pool, kinds[1](pool, 4, 256)
+
+
+#: Every number of a test holds for the core and for the model.
+EITHER = pytest.mark.parametrize("kinds", [(Pool, Plan), (ModelPool, ModelPlan)], ids=["core", "model"])
 
 
 @pytest.mark.parametrize("seed", [*range(30), *(pytest.param(n, marks=pytest.mark.long) for n in range(30, 300))])
@@ -102,9 +107,10 @@ def test_checkpoints_beyond_the_room_push_out_the_oldest(more):
     ([Group.full(block_size=32), Group.window(1024, columns=5)], 2.6),  # twice as many
 ])  # fmt: skip
 def test_index_takes_hardly_more_bytes_per_block_than_that_of_one_table(layers, most):
-    sizes = {"num_blocks": 100_000, "block_size": 16, "max_seqs": 64, "prefix_cache": True}
-    pool, blocks = Pool(**sizes, groups=layers), 100_000 + sum(group.num_blocks or 0 for group in layers)
-    assert pool.prefix.nbytes / blocks <= most * Pool(**sizes).prefix.nbytes / 100_000
+    for events in (0, 1):  # with events each node has a key, in both
+        sizes = {"num_blocks": 100_000, "block_size": 16, "max_seqs": 64, "prefix_cache": True, "events": events}
+        pool, blocks = Pool(**sizes, groups=layers), 100_000 + sum(group.num_blocks or 0 for group in layers)
+        assert pool.prefix.nbytes / blocks <= most * Pool(**sizes).prefix.nbytes / 100_000
 
 
 def test_kv_without_a_checkpoint_leaves_before_kv_with_one():
@@ -326,3 +332,173 @@ def test_events_name_group_kind_and_window():
     assert by_group[1][2] == by_group[2][2] is not None
     pool.prefix.flush()
     assert {event[1:] for event in pool.prefix.events()[:-1]} == {(event[1], event[6]) for event in events}
+
+
+@EITHER
+def test_third_checkpoint_before_a_commit_is_skipped(kinds):
+    pool, plan = make(Group.full(), Group.state(8, blocks=1), kinds=kinds)
+    prompt, places = list(range(80)), []
+    row = pool.open(prompt)
+    while (place := int(pool.prefix.wanted([row])[0])) > 0:
+        pool.step(plan, [row], place - pool.num_tokens(row))
+        pool.done(plan)
+        places.append(place)
+    pool.prefix.commit(row, prompt[:64])
+    assert places == [16, 32, 64] and pool.prefix.stats().checkpoints_skipped == 1
+    assert [pool.prefix.match([*prompt[:place], 99]) for place in places] == [16, 32, 32]
+    pool.check()
+
+
+@EITHER
+def test_checkpoint_for_which_none_may_leave_is_skipped(kinds):
+    layers = [Group.window(4), Group.full(arena=1, num_blocks=4), Group.state(8, blocks=1)]
+    pool, plan = make(*layers, kinds=kinds, max_seqs=3)  # 7 nodes and so 2 checkpoints
+    prompts = [[k] * 5 for k in range(3)]
+    for prompt in prompts[:2]:
+        pool.close(prefill(pool, plan, prompt[:4], cut=4)[0])
+    rows = [pool.open(prompt, reserve=False) for prompt in prompts[:2]]
+    assert [pool.num_tokens(row) for row in rows] == [4, 4]  # whose states are not loaded yet
+    third = prefill(pool, plan, prompts[2][:4], cut=4)[0]
+    assert [pool.prefix.match(prompt) for prompt in prompts] == [4, 4, 0]
+    assert pool.prefix.stats().checkpoints_skipped == 1
+    pool.close([*rows, third])
+    pool.close(prefill(pool, plan, prompts[2][:4], cut=4)[0])
+    assert [pool.prefix.match(prompt) for prompt in prompts] == [0, 4, 4]
+    pool.check()
+
+
+@EITHER
+def test_rollback_drops_what_open_rows_saved_beside_a_row_that_was_closed(kinds):
+    pool, plan = make(Group.full(), Group.state(8, blocks=2), kinds=kinds)
+    prompts = [[k] * 40 for k in range(2)]
+    rows = [pool.open(prompt, reserve=False) for prompt in prompts]
+    pool.step(plan, rows, 24)  # the cut
+    assert len(plan.groups[1].state_saves) == 2
+    pool.close(rows[0])
+    pool.rollback(plan)
+    assert pool.stats().used == 0
+    pool.step(plan, rows[1:], 24)
+    pool.done(plan)
+    pool.prefix.commit(rows[1], prompts[1][:24])
+    assert [pool.prefix.match(prompt) for prompt in prompts] == [0, 24]
+    pool.close(rows[1])
+    pool.check()
+
+
+def test_rows_that_compute_one_prompt_at_a_time_make_its_checkpoints_once():
+    left = []
+    for kinds in ((Pool, Plan), (ModelPool, ModelPlan)):
+        pool, plan = make(Group.full(), Group.state(8, blocks=1), kinds=kinds, two_classes=True)
+        for text in ([1] * 80, [1] * 20 + [4] * 60):
+            pool.close(prefill(pool, plan, text)[0])
+        prompt, seen = [1] * 80 + [2] * 120, []
+        rows = [pool.open(prompt), pool.open(prompt)]
+        while (places := pool.prefix.wanted(rows).tolist())[0] > 0:
+            pool.step(plan, rows, places[0] - pool.num_tokens(rows[0]))
+            pool.done(plan)
+            for row in rows:
+                pool.prefix.commit(row, prompt[pool.prefix.committed(row) : places[0]])
+        pool.close(rows)
+        while pool.blocks.evict(1):
+            found = [pool.prefix.match([*prompt[:n], 3]) for n in range(16, 200, 8)]
+            seen.append((found, pool.prefix.stats().checkpoints))
+        stats = pool.prefix.stats()
+        left.append((stats.checkpoints_taken, stats.checkpoints_published, seen))
+    assert left[0] == left[1] and left[0][:2] == (6 + 2 * 3, 6 + 3) and len({str(one) for one in left[0][2]}) > 5
+
+
+@pytest.mark.parametrize(("tokens", "reserve", "error"), [([1] * 5, 1, TypeError), (5, False, ValueError)])
+def test_reserve_that_is_none_is_refused(tokens, reserve, error):
+    pool, _ = make(Group.full())
+    before = pool.fingerprint(), pool.digest()
+    with pytest.raises(error, match=r"\[open\] reserve"):
+        pool.open(tokens, reserve=reserve)
+    assert (pool.fingerprint(), pool.digest()) == before
+
+
+@EITHER
+def test_wanted_of_a_closed_row_is_refused(kinds):
+    pool, _ = make(Group.full(), Group.state(8, blocks=1), kinds=kinds)
+    rows = [pool.open([1] * 40), pool.open([2] * 40)]
+    pool.close(rows[1])
+    with pytest.raises(StaleHandle):
+        pool.prefix.wanted(rows)
+    assert pool.prefix.wanted(rows[:1]).tolist() == [16]
+
+
+@EITHER
+def test_prompt_without_tokens_finds_nothing_in_a_namespace_that_is_known(kinds):
+    pool, plan = make(Group.full(), kinds=kinds)
+    pool.close(prefill(pool, plan, [1] * 12)[0])
+    nothing = np.array([], np.int32)
+    assert pool.num_tokens(pool.open(nothing)) == pool.prefix.match(nothing) == 0
+    assert pool.prefix.stats().queries == 2
+
+
+def test_single_block_is_not_taken_out_of_the_cache():
+    pool, plan = make(Group.full(), num_blocks=6, reserved_blocks=1)
+    pool.close(prefill(pool, plan, [1] * 20)[0])
+    before = pool.fingerprint(), pool.digest()
+    with pytest.raises(OutOfBlocks):
+        pool.blocks.alloc()
+    assert (pool.fingerprint(), pool.digest()) == before and pool.prefix.match([1] * 21) == 20
+    assert pool.blocks.evict(1) == 1 and pool.blocks.alloc() > 0 and pool.prefix.match([1] * 21) == 16
+
+
+@EITHER
+def test_commit_judges_tokens_that_two_rows_of_the_call_tell_of_one_entry(kinds):
+    pool, plan = make(Group.full(block_size=16), kinds=kinds)
+    first, parent = pool.open([9] * 40), pool.open([1] * 40)
+    pool.step(plan, [first, parent], [8, 16])
+    pool.done(plan)
+    late = int(pool.fork(parent)[0])
+    pool.prefix.commit(parent, [1] * 8)
+    before = pool.fingerprint(), pool.digest()
+    with pytest.raises(ValueError, match="commit"):
+        pool.prefix.commit([first, parent, late], [9] * 8 + [1] * 8 + [1] * 15 + [2], [8, 8, 16])
+    with pytest.raises(ValueError, match="commit"):  # the parent has told of this one before
+        pool.prefix.commit([first, parent, late], [9] * 8 + [1] * 8 + [2] + [1] * 15, [8, 8, 16])
+    assert (pool.fingerprint(), pool.digest()) == before
+    pool.prefix.commit([first, parent, late], [9] * 8 + [1] * 24, [8, 8, 16])
+    assert pool.prefix.match([1] * 17) == 16
+    pool.check()
+
+
+def test_namespaces_with_a_node_or_a_row_outlive_those_that_are_forgotten():
+    pool, plan = make(Group.full(), Group.state(8, blocks=1))
+    prompt = list(range(40))
+    pool.close(prefill(pool, plan, prompt, namespace=b"kept")[0])
+    flushed = prefill(pool, plan, prompt, namespace=b"flushed")[0]
+    pool.close(prefill(pool, plan, prompt, namespace=b"empty")[0])
+    row = pool.open(prompt, b"row")
+    for space in (b"flushed", b"empty"):
+        pool.prefix.flush(space)
+    for k in range(3000):
+        pool.close(pool.open([1], b"%d" % k))
+    assert pool.prefix.stats().namespaces <= 1024
+    pool.step(plan, [row], 24)
+    pool.done(plan)
+    pool.prefix.commit(row, prompt[:24])
+    assert [pool.prefix.match(prompt, space) for space in (b"kept", b"row", b"flushed")] == [24, 24, 0]
+    pool.close([row, flushed])
+    pool.check()
+
+
+def test_row_for_which_there_is_no_node_goes_on_without_the_cache():
+    room = 2**20 + 1  # without full groups, and for one row
+    pool = Pool(4, 1, groups=[Group.state(4, blocks=1)], prefix_cache=True, max_seqs=1)
+    plan, text = Plan(pool, 1, room + 1, formats=()), np.arange(room + 2, dtype=np.int32)
+    first, second = text[: room // 2 + 1], text[1 : room // 2 + 2]
+    for prompt in (first, second):  # a checkpoint holds all nodes above it; the second one needs those of the first
+        pool.close(prefill(pool, plan, prompt, cut=len(prompt))[0])
+        assert pool.prefix.stats().nodes == len(prompt)
+    found = [pool.prefix.match(text[k : len(first) + k + 1]) for k in (0, 1)]
+    assert found == [0, len(second)] and pool.prefix.stats().checkpoints_evicted == 1
+    row, _ = prefill(pool, plan, text[:room], cut=0)
+    assert pool.prefix.stats().nodes == room and pool.prefix.stats().checkpoints == 0
+    pool.step(plan, [row], 1)
+    pool.done(plan)
+    pool.prefix.commit(row, text[room : room + 1])
+    assert pool.prefix.stats().nodes == 0 and pool.prefix.committed(row) == room + 1
+    pool.close(row)
+    pool.check()

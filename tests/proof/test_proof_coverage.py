@@ -68,7 +68,14 @@ def test_branches_are_summed_over_the_modules_that_have_them(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "counts"), [("  if (__pyx_t_1) {", True), ("  if (unlikely(!__pyx_t_1)) goto e;", False)]
+    ("text", "counts"),
+    [
+        ("  if (__pyx_t_1) {", True),
+        ("  if (unlikely(__pyx_t_1)) {", True),
+        ("  if (unlikely(!__pyx_t_1)) goto e;", False),
+        ("  if (likely(!__pyx_t_1)) {", False),  # is what is iterated over a list?
+        ("  if (unlikely(!__pyx_t_1)) {", False),  # has the iterator ended?
+    ],
 )
 def test_checks_that_cython_adds_are_no_branches(tmp_path, text, counts):
     one = next((file, one) for file, ones in coverage.wanted().items() for one in ones if one.decides and not one.nogil)
