@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
@@ -71,6 +72,7 @@ class GroupMachine(RuleBasedStateMachine):
     @initialize(options=pool_options())
     def create(self, options: dict[str, Any]) -> None:
         """Make both pools and their plans."""
+        assume(getattr(type(self).make[0], "may_cache", True) or not options["prefix_cache"])
         self.sides = [Side(*make, options, PLANS) for make in (type(self).make, (ModelPool, ModelPlan))]
         self.program = Program(self.sides[0], self.sides[1], options)
         self.agrees = True
