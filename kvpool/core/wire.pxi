@@ -57,11 +57,7 @@ cdef void write_pad(const Field* f, int64_t first, int64_t end) noexcept nogil:
 cdef void write_slots(const Field* f, int64_t at, const int32_t* table, int64_t bs, int64_t first,
                       int64_t end) noexcept nogil:
     """Slots of positions first .. end - 1 of one sequence, from index `at` on."""
-    cdef int64_t index, offset, stop, base
-    if first >= end:
-        return
-    index = first // bs
-    offset = first - index * bs
+    cdef int64_t index = first // bs, offset = first - index * bs, stop, base
     while first < end:
         stop = bs if end - first > bs - offset else offset + end - first
         base = table[index] * bs
