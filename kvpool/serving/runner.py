@@ -77,20 +77,18 @@ class Runner:
             return
         self._loop.call_soon_threadsafe(self._ready.set_result, engine)
         while self.failure is None:
-            try:
-                calls = [self._calls.get()] if not engine.num_unfinished else []
-                calls += [self._calls.get() for _ in range(self._calls.qsize())]
-                for call in calls:
-                    if call is None:
-                        self._end_all(engine, EngineFailed("the server stops"))
-                        return
+            calls = [self._calls.get()] if not engine.num_unfinished else []
+            calls += [self._calls.get() for _ in range(self._calls.qsize())]
+            for call in [*calls, self._step]:
+                if call is None:
+                    self._end_all(engine, EngineFailed("the server stops"))
+                    self._tell()
+                    return
+                try:
                     call(engine)
-                for completion in engine.step():
-                    self._end(completion)
-            except Exception as error:
-                self._end_all(engine, EngineFailed(f"the engine failed: {type(error).__name__}: {error}"))
-            finally:
-                self._tell()
+                except Exception as error:
+                    self._end_all(engine, EngineFailed(f"the engine failed: {type(error).__name__}: {error}"))
+            self._tell()
         self._loop.call_soon_threadsafe(self.lost.set)
 
     def _end_all(self, engine: Engine, why: EngineFailed) -> None:
@@ -105,10 +103,12 @@ class Runner:
         except Exception as broken:
             self.failure = broken
 
-    def _end(self, completion: Completion) -> None:
-        if completion.id in self._owners:
-            run, number = self._owners.pop(completion.id)
-            self._news.append((run, completion.error or (number, completion)))
+    def _step(self, engine: Engine) -> None:
+        for completion in engine.step():
+            if completion.id in self._owners:
+                run, number = self._owners.pop(completion.id)
+                wrong = completion.error and EngineFailed(f"the answer has no text: {type(completion.error).__name__}")
+                self._news.append((run, wrong or (number, completion)))
 
     def _begin(self, run: Run, engine: Engine) -> None:
         """Submit all requests of a run or none."""
