@@ -31,8 +31,6 @@ class Runner:
     ----------
     engine : Engine
         For reading. Only the thread calls it.
-    runs : set of Run
-        Those that have not ended.
     failure : Exception or None
         Why the engine is lost: it failed, and its pool is not whole.
     """
@@ -45,7 +43,6 @@ class Runner:
         self._owners: dict[Hashable, tuple[Run, int]] = {}  # of the thread: by the engine's id
         self._thread = threading.Thread(target=self._work, name="kvpool-engine", daemon=True)
         self.engine: Engine
-        self.runs: set[Run] = set()
         self.failure: Exception | None = None
         self.lost = asyncio.Event()
 
@@ -144,12 +141,10 @@ class Runner:
 
     def begin(self, run: Run) -> None:
         """Queue a run."""
-        self.runs.add(run)
         self._calls.put(partial(self._begin, run))
 
     def end(self, run: Run) -> None:
         """Cancel what is left of a run. Legal at any time."""
-        self.runs.discard(run)
         self._calls.put(partial(self._cancel, run))
 
 

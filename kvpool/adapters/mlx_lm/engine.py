@@ -403,7 +403,8 @@ class Engine:
         while id is None or (request.id is None and id in self._jobs):
             id = next(self._numbers)
         biased = max((token for token, _ in sampling.logit_bias), default=0)
-        for name, token in ("the prompt", int(request.prompt.max())), ("logit_bias", biased):
+        largest = (int(request.prompt.max()), biased, max(request.eos, default=0))
+        for name, token in zip(("the prompt", "logit_bias", "eos"), largest, strict=True):
             if token >= self._vocab_size:
                 raise ValueError(f"[submit] token {token} in {name}, the model has 0 .. {self._vocab_size - 1}")
         request = replace(request, id=id, user=sampling, namespace=self.kv.own_namespace(request.namespace))
