@@ -26,7 +26,7 @@ NUMBERS: tuple[tuple[str, str, str | None, str], ...] = (
     ("--port", "N", "8080", "port to listen on, 0 for any (default: %(default)s)"),
     ("--max-tokens", "N", "512", "tokens to generate if a request does not say how many (default: %(default)s)"),
     ("--max-running", "N", "32", "samples that run at a time, at most (default: %(default)s)"),
-    ("--max-waiting", "N", "256", "samples that wait, at most; more get status 429 (default: %(default)s)"),
+    ("--max-waiting", "N", "256", "prompts that wait, at most; more get status 429 (default: %(default)s)"),
     ("--max-connections", "N", "1024", "connections at a time, at most (default: %(default)s)"),
     ("--max-model-len", "TOKENS", None, "tokens of a prompt and its answer, at most (default: what the model takes)"),
     ("--chunk", "TOKENS", "256", "prompt tokens per step and prompt (default: %(default)s)"),
@@ -72,8 +72,10 @@ def run(args: argparse.Namespace) -> int:
         from kvpool.serving.app import Settings
     except ImportError as exc:
         raise CommandError(f"needs mlx-lm and a web server ({exc}): {install_command('serve')}") from None
-    hosts = frozenset(name.lower() for name in (*LOOPBACK, args.host, *args.allow_host))
-    settings = Settings(args.name or args.model, hosts, keys, whole("--max-tokens", args.max_tokens))
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    hosts = frozenset(name.lower() for name in (*LOOPBACK, host, *args.allow_host))
+    most = whole("--max-tokens", args.max_tokens)
+    settings = Settings(args.name or args.model, hosts, keys, most, options["max_waiting"])
     tiny_model(args)
     if args.model != "tiny":
         try:
@@ -82,13 +84,12 @@ def run(args: argparse.Namespace) -> int:
             raise CommandError(f"--model {exc}") from None
     try:
         sock = process.listen(args.host, port)
-    except OSError as exc:
-        raise CommandError(f"--host {args.host} --port {port}: {exc.strerror}") from None
-    url = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{sock.getsockname()[1]}"
-    print(f"kvpool serve: loading {args.model} ...", file=sys.stderr, flush=True)
-    try:
+        url = f"http://{host}:{sock.getsockname()[1]}"
+        print(f"kvpool serve: loading {args.model} ...", file=sys.stderr, flush=True)
         make, on_ready = partial(make_engine, args, options), partial(tell, args, url)
         left = asyncio.run(process.serve(make, settings, sock, on_ready, grace, connections))
+    except OSError as exc:  # of the socket: it is bound before the model is loaded, and listens after it
+        raise CommandError(f"--host {args.host} --port {port}: {exc.strerror}") from None
     except loading.ModelNotLoaded as exc:
         raise CommandError(f"--model {exc}") from None
     except (ValueError, TypeError, RuntimeError, MemoryError) as exc:

@@ -19,11 +19,11 @@ LEAST = -9999.0  # in place of a logprob of minus infinity, which JSON does not 
 
 
 class TextForm:
-    """Choices of ``/v1/completions``. `decode` makes text of tokens."""
+    """Choices of ``/v1/completions``. `decode` makes text of a token."""
 
     prefix, whole, piece = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, decode: Callable[[int], str]) -> None:
         self._decode = decode
         self._offsets: dict[int, int] = {}  # where the next token of a choice begins
 
@@ -39,22 +39,22 @@ class TextForm:
     delta = choice
 
     def _logprobs(self, index: int, tokens: Sequence[TokenEvent]) -> dict[str, Any]:
-        texts, begin = [self._decode([one.token]) for one in tokens], self._offsets.get(index, 0)
+        texts, begin = [self._decode(one.token) for one in tokens], self._offsets.get(index, 0)
         *offsets, self._offsets[index] = accumulate(map(len, texts), initial=begin)
         return {
             "tokens": texts,
             "token_logprobs": [_finite(one.logprob) for one in tokens],
-            "top_logprobs": [{self._decode([token]): _finite(x) for token, x in one.top} for one in tokens],
+            "top_logprobs": [{self._decode(token): _finite(x) for token, x in one.top} for one in tokens],
             "text_offset": offsets,
         }
 
 
 class ChatForm:
-    """Choices of ``/v1/chat/completions``. `decode` makes text of tokens."""
+    """Choices of ``/v1/chat/completions``. `decode` makes text of a token."""
 
     prefix, whole, piece = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, decode: Callable[[int], str]) -> None:
         self._decode = decode
 
     def opening(self, index: int) -> list[dict[str, Any]]:
@@ -79,7 +79,7 @@ class ChatForm:
         return self._named(one.token, one.logprob) | {"top_logprobs": [self._named(*pair) for pair in one.top]}
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._decode([token])
+        text = self._decode(token)
         return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
 
 

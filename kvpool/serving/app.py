@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -30,6 +30,8 @@ from kvpool.serving.runner import EngineFailed, Run, Runner
 T = TypeVar("T")
 RETRY = {"Retry-After": "1"}
 BODY_SECONDS = 30  # for a client to send its body
+READ_SECONDS = 60  # for a client to make room for the next piece of its stream
+LOGPROBS = 2**18  # of an answer that is sent as a whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class Settings:
         A client needs one of them. Empty: no key is needed.
     max_tokens : int
         Tokens to generate for a request that does not say how many.
+    max_waiting : int
+        Requests that wait for the tokenizer, at most.
     max_body : int
         Bytes of a body, at most.
     """
@@ -55,6 +59,7 @@ class Settings:
     hosts: frozenset[str]
     api_keys: tuple[str, ...] = ()
     max_tokens: int = 512
+    max_waiting: int = 256
     max_body: int = 4 * 2**20
 
 
@@ -71,12 +76,17 @@ class Service:
     ----------
     is_draining : bool
         Whether new requests are refused because the server stops.
+    active : int
+        Requests that are not answered yet, from their first line to the end of the answer.
     """
 
     def __init__(self, runner: Runner, settings: Settings, metrics: ServerMetrics) -> None:
         self._runner, self._settings, self._metrics = runner, settings, metrics
         self._tokenizing = ThreadPoolExecutor(1, "kvpool-tokenizer")
+        self._decode: Callable[[int], str] = lru_cache(2**18)(lambda token: runner.engine.tokenizer.decode([token]))
+        self._texts = 0  # requests at the tokenizer
         self.is_draining = False
+        self.active = 0
         self._routes = [
             Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
             Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
@@ -95,6 +105,8 @@ class Service:
             },
         )
 
+        self._app.router.redirect_slashes = False  # to where the client's Host says
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request and count the answer."""
 
@@ -104,7 +116,11 @@ class Service:
                 self._metrics.answered(scope["path"] if known else "other", message["status"])
             await send(message)
 
-        await self._app(scope, receive, counted)
+        self.active += 1
+        try:
+            await self._app(scope, receive, counted)
+        finally:
+            self.active -= 1
 
     # ------------------------------------------------------------------------------------------- endpoints
 
@@ -112,21 +128,23 @@ class Service:
         """``POST /v1/completions``."""
         body = await self._read(CompletionRequest, request)
         encode = self._runner.engine.tokenizer.encode
-        prompts = [list(one) if isinstance(one, list) else await self._aside(encode, one) for one in body.prompt]
+        prompts = [
+            list(one) if isinstance(one, list) else await self._aside(request, encode, one) for one in body.prompt
+        ]
         answer = Answer(TextForm(self._decode), self._settings.model, body, sum(map(len, prompts)))
         return await self._answer(request, body, answer, prompts)
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
         body = await self._read(ChatRequest, request)
-        prompt = await self._templated(body)
+        prompt = await self._templated(request, body)
         answer = Answer(ChatForm(self._decode), self._settings.model, body, len(prompt))
         return await self._answer(request, body, answer, [prompt])
 
     async def messages(self, request: Request) -> Response:
         """``POST /v1/messages``."""
         body = (await self._read(MessagesRequest, request)).as_chat()
-        prompt = await self._templated(body)
+        prompt = await self._templated(request, body)
         return await self._answer(request, body, MessageAnswer(self._settings.model, len(prompt)), [prompt])
 
     async def models(self, request: Request) -> Response:
@@ -171,8 +189,10 @@ class Service:
     def _key(self, request: Request) -> bytes:
         """Return the key of a client. Empty: it is none of the server's keys."""
         headers = request.headers
-        given = (headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")).encode()
-        return given if any([hmac.compare_digest(given, key.encode()) for key in self._settings.api_keys]) else b""
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = (headers.get("x-api-key", "").encode(), bearer.encode() if scheme.lower() == "bearer" else b"")
+        keys = [key.encode() for key in self._settings.api_keys]
+        return next(iter([key for key in keys for one in given if hmac.compare_digest(one, key)]), b"")
 
     async def _read(self, form: type[Form], request: Request) -> Form:
         """Read and check the body."""
@@ -195,24 +215,28 @@ class Service:
             raise Refused(404, f"model: this server has {self._settings.model}", "model", "model_not_found")
         return body
 
-    async def _aside(self, call: Callable[..., Any], *args: Any) -> list[int]:
+    async def _aside(self, request: Request, call: Callable[..., Any], *args: Any) -> list[int]:
         """Tokenize in a thread, because a long text would stop the event loop."""
+        if self._texts > self._settings.max_waiting:
+            raise Refused(429, f"{self._settings.max_waiting} requests wait for the tokenizer", code="queue_full")
+        self._texts += 1
         try:
-            return list(await asyncio.get_running_loop().run_in_executor(self._tokenizing, call, *args))
+            text = asyncio.get_running_loop().run_in_executor(self._tokenizing, call, *args)
+            return list(await _unless_gone(request.receive, text))
+        except ClientDisconnect:
+            raise
         except Exception as error:  # of a chat template, or of the tokenizer
             raise Refused(400, f"the prompt cannot be tokenized: {str(error)[:200]}") from error
+        finally:
+            self._texts -= 1
 
-    async def _templated(self, body: ChatRequest) -> list[int]:
+    async def _templated(self, request: Request, body: ChatRequest) -> list[int]:
         """Return the tokens of a conversation."""
         tokenizer = self._runner.engine.tokenizer
         if not tokenizer.has_chat_template:
             raise Refused(400, "messages: this model has no chat template", "messages")
         plain = [message.plain() for message in body.messages]
-        return await self._aside(partial(tokenizer.apply_chat_template, plain, add_generation_prompt=True))
-
-    def _decode(self, tokens: list[int]) -> str:
-        text: str = self._runner.engine.tokenizer.decode(tokens)
-        return text
+        return await self._aside(request, partial(tokenizer.apply_chat_template, plain, add_generation_prompt=True))
 
     # ------------------------------------------------------------------------------------------- an answer goes out
 
@@ -226,11 +250,16 @@ class Service:
         most = body.most
         if most is None:
             most = self._settings.max_tokens if room is None else min(self._settings.max_tokens, room - longest)
+        if body.tops is not None and not body.stream:
+            told = len(prompts) * body.n * most * (1 + body.tops)
+            if told > LOGPROBS:
+                text = f"logprobs: up to {told} in one answer, the limit is {LOGPROBS}, or stream them"
+                raise Refused(400, text, "logprobs")
         options = body.options(tuple(engine.tokenizer.eos_token_ids), self._key(request)) | {"max_tokens": most}
         run = self._runner.run(prompts, body.stream or body.tops is not None, options)
         if body.stream:
             return EventStream(run, answer)
-        return JSONResponse(await _unless_gone(request.receive, _whole(run, answer)))
+        return await _unless_gone(request.receive, _whole(run, answer))
 
 
 class EventStream(Response):
@@ -252,7 +281,11 @@ class EventStream(Response):
         answer, completions = self._answer, {}
 
         async def write(body: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": body, "more_body": more})
+            try:
+                async with asyncio.timeout(READ_SECONDS):
+                    await send({"type": "http.response.body", "body": body, "more_body": more})
+            except TimeoutError:
+                raise ClientDisconnect from None
 
         with _refusals():
             async with self._run as run:
@@ -270,7 +303,7 @@ class EventStream(Response):
         await write(answer.ending(list(completions.values())), more=False)
 
 
-async def _whole(run: Run, answer: Answer | MessageAnswer) -> dict[str, Any]:
+async def _whole(run: Run, answer: Answer | MessageAnswer) -> JSONResponse:
     """Return the answer to a run, once it is over."""
     with _refusals():
         async with run:
@@ -280,12 +313,13 @@ async def _whole(run: Run, answer: Answer | MessageAnswer) -> dict[str, Any]:
                     completions[number] = item
                 else:
                     answer.hear(number, item)
-            return answer.whole([completions[number] for number in sorted(completions)])
+            ended = [completions[number] for number in sorted(completions)]
+            return await asyncio.to_thread(lambda: JSONResponse(answer.whole(ended)))  # it may be long
 
 
-async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     """Return the result of `work`. If the client hangs up first, cancel `work` and raise `ClientDisconnect`."""
-    job, gone = asyncio.create_task(work), asyncio.create_task(_hang_up(receive))
+    job, gone = asyncio.ensure_future(work), asyncio.create_task(_hang_up(receive))
     try:
         await asyncio.wait((job, gone), return_when=asyncio.FIRST_COMPLETED)
         if not job.done():

@@ -33,7 +33,7 @@ class Turn(Strict):
     """A message of a conversation."""
 
     role: Literal["user", "assistant"]
-    content: Text | Annotated[list[Block], Field(min_length=1, max_length=1024)]
+    content: Text | Annotated[list[Block], Field(min_length=1, max_length=1024, fail_fast=True)]
 
 
 class Metadata(Strict):
@@ -46,8 +46,8 @@ class MessagesRequest(Addressed):
     """The body of a request."""
 
     max_tokens: int = Field(ge=1, le=MOST)
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=4096)]
-    system: Text | Annotated[list[Block], Field(max_length=1024)] | None = None
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=4096, fail_fast=True)]
+    system: Text | Annotated[list[Block], Field(max_length=1024, fail_fast=True)] | None = None
     temperature: float = Field(1.0, ge=0, le=1)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, le=MOST)

@@ -35,7 +35,7 @@ class ServerMetrics:
         """Count a completion."""
         for sample in completion.samples:
             times = sample.output.times
-            if sample.output.finish_reason == "cancelled" or times.admitted is None or times.first_token is None:
+            if sample.finish_reason == "cancelled" or times.admitted is None or times.first_token is None:
                 continue
             self._queued.observe(times.admitted - times.arrived)
             self._first.observe(times.first_token - times.arrived)

@@ -64,21 +64,29 @@ async def serve(
     ------
     Exception
         What `make` raises. The port takes no connections yet.
+    OSError
+        Another process listens at the address now.
     """
     metrics = ServerMetrics()
     runner = Runner(make, metrics.ended)
     await runner.start()
+    try:
+        sock.listen()
+    except OSError:
+        await runner.stop()
+        raise
     metrics.watch(runner.engine)
     service = Service(runner, settings, metrics)
     server = _Server(
         uvicorn.Config(
             service,
+            http="h11",
             ws="none",
             lifespan="off",
             log_level="warning",
             access_log=False,
             server_header=False,
-            limit_concurrency=connections,
+            limit_concurrency=connections + 1,  # uvicorn refuses the one that reaches it
             timeout_keep_alive=30,
             timeout_graceful_shutdown=1,
         )
@@ -100,7 +108,7 @@ async def serve(
         await asyncio.wait((asyncio.create_task(asked.wait()), lost), return_when=asyncio.FIRST_COMPLETED)
         service.is_draining = True
         end = loop.time() + (0 if lost.done() else grace)
-        while runner.runs and loop.time() < end:
+        while service.active and loop.time() < end:
             await asyncio.sleep(0.05)
         server.should_exit = True
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvpool import namespace
 
 MOST = 2**31 - 1
 PROMPTS = 64  # of one request
 TOPS = 20
+BIASES = 300
 Text = Annotated[str, Field(max_length=2**22)]
 Stop = Annotated[str, Field(min_length=1, max_length=128)]  # each token of an answer is compared with all of them
 Stops = Annotated[list[Stop], Field(max_length=8)]
@@ -33,15 +34,27 @@ class Refused(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
 
+def few(data: Any) -> Any:
+    """Refuse a long mapping before each of its items becomes an error."""
+    if isinstance(data, dict) and len(data) > BIASES:
+        raise ValueError(f"{len(data)} names, the limit is {BIASES}")
+    return data
+
+
 class Strict(BaseModel):
-    """Refuses unknown fields, other types, NaN and infinity. A field that is null counts as left out."""
+    """Refuses unknown fields, other types, NaN and infinity. A field that is null counts as left out.
+
+    Long lists of its forms have ``fail_fast``: to tell all that is wrong in a body takes half a minute.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
-        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in few(data).items() if value is not None}
 
 
 class Addressed(Strict):
@@ -67,7 +80,7 @@ class Generation(Addressed):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, ge=0.1, le=10)
-    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=300)] = {}
+    logit_bias: Annotated[dict[TokenKey, Bias], BeforeValidator(few)] = {}
     seed: int | None = Field(None, ge=0, le=2**63 - 1)
     n: int = Field(1, ge=1, le=64)
     stop: Stop | Stops | None = None
@@ -144,7 +157,7 @@ class Message(Strict):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[Part], Field(min_length=1, max_length=1024)]
+    content: Text | Annotated[list[Part], Field(min_length=1, max_length=1024, fail_fast=True)]
     name: Annotated[str, Field(max_length=64)] | None = None
 
     def plain(self) -> dict[str, str]:
@@ -157,7 +170,7 @@ class Message(Strict):
 class ChatRequest(Generation):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1, le=MOST)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=TOPS)

@@ -31,8 +31,6 @@ class Runner:
     ----------
     engine : Engine
         Only the thread calls it. Others may read its attributes.
-    runs : set of Run
-        Those that have begun and not ended.
     failure : Exception or None
         Why the engine is lost: it failed, and its pool is damaged.
     """
@@ -45,7 +43,6 @@ class Runner:
         self._owners: dict[Hashable, tuple[Run, int]] = {}  # of the thread: by the engine's id
         self._thread = threading.Thread(target=self._work, name="kvpool-engine", daemon=True)
         self.engine: Engine
-        self.runs: set[Run] = set()
         self.failure: Exception | None = None
         self.lost = asyncio.Event()
 
@@ -77,20 +74,18 @@ class Runner:
             return
         self._loop.call_soon_threadsafe(self._ready.set_result, engine)
         while self.failure is None:
-            try:
-                calls = [self._calls.get()] if not engine.num_unfinished else []
-                calls += [self._calls.get() for _ in range(self._calls.qsize())]
-                for call in calls:
-                    if call is None:
-                        self._end_all(engine, EngineFailed("the server stops"))
-                        return
+            calls = [self._calls.get()] if not engine.num_unfinished else []
+            calls += [self._calls.get() for _ in range(self._calls.qsize())]
+            for call in [*calls, self._step]:
+                if call is None:
+                    self._end_all(engine, EngineFailed("the server stops"))
+                    self._tell()
+                    return
+                try:
                     call(engine)
-                for completion in engine.step():
-                    self._end(completion)
-            except Exception as error:
-                self._end_all(engine, EngineFailed(f"the engine failed: {type(error).__name__}: {error}"))
-            finally:
-                self._tell()
+                except Exception as error:
+                    self._end_all(engine, EngineFailed(f"the engine failed: {type(error).__name__}: {error}"))
+            self._tell()
         self._loop.call_soon_threadsafe(self.lost.set)
 
     def _end_all(self, engine: Engine, why: EngineFailed) -> None:
@@ -105,10 +100,12 @@ class Runner:
         except Exception as broken:
             self.failure = broken
 
-    def _end(self, completion: Completion) -> None:
-        if completion.id in self._owners:
-            run, number = self._owners.pop(completion.id)
-            self._news.append((run, completion.error or (number, completion)))
+    def _step(self, engine: Engine) -> None:
+        for completion in engine.step():
+            if completion.id in self._owners:
+                run, number = self._owners.pop(completion.id)
+                wrong = completion.error and EngineFailed(f"the answer has no text: {type(completion.error).__name__}")
+                self._news.append((run, wrong or (number, completion)))
 
     def _begin(self, run: Run, engine: Engine) -> None:
         """Submit all prompts of a run, or none."""
@@ -144,12 +141,10 @@ class Runner:
 
     def begin(self, run: Run) -> None:
         """Give a run to the thread."""
-        self.runs.add(run)
         self._calls.put(partial(self._begin, run))
 
     def end(self, run: Run) -> None:
         """Cancel the prompts of a run that have not ended. You may call it at any time."""
-        self.runs.discard(run)
         self._calls.put(partial(self._cancel, run))
 
 

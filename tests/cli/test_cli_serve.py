@@ -1,7 +1,11 @@
 """``kvpool serve`` as a process: answers, statistics, its end, and nonsense on its command line."""
 
+import json
+import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -158,6 +162,58 @@ def test_port_in_use_is_reported_before_the_model_is_loaded(capsys):
         assert main(["serve", "--model", "tiny", "--port", str(port)]) == 2
     captured = capsys.readouterr()
     assert f"--port {port}: Address already in use" in captured.err and "loading" not in captured.err
+
+
+HELD = """
+import sys
+from kvpool.adapters.mlx_lm import loading
+from kvpool.cli import main
+load = loading.load
+loading.load = lambda *args: sys.stdin.readline() and load(*args)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_of_two_servers_that_load_for_one_port_one_is_refused_in_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-c", HELD, "serve", "--model", "tiny", "--num-blocks", "40", "--port", port, "--json"]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    env = os.environ | {"PYTHONPATH": os.getcwd(), "MLX_DEFAULT_DEVICE": "cpu"}
+    both = [subprocess.Popen(command, env=env, text=True, **pipes) for _ in range(2)]
+    for one in both:
+        assert "loading tiny" in one.stderr.readline()
+    for one in both:
+        one.stdin.write("go\n")
+        one.stdin.flush()
+    while all(one.poll() is None for one in both):
+        time.sleep(0.05)
+    loser, winner = sorted(both, key=lambda one: one.poll() is None)
+    assert loser.communicate()[1] == f"kvpool serve: --host 127.0.0.1 --port {port}: Address already in use\n"
+    assert loser.returncode == 2
+    assert json.loads(winner.stdout.readline())["url"].endswith(port)
+    winner.send_signal(signal.SIGTERM)
+    assert "stopped, 0 blocks in use" in winner.communicate()[1] and winner.returncode == 0
+
+
+def test_printed_address_of_ipv6_is_served():
+    one = Server("--num-blocks", "40", "--host", "0:0:0:0:0:0:0:1", "--api-key", "k")
+    try:
+        port = one.facts["url"].rpartition(":")[2]
+        assert one.facts["url"] == f"http://[0:0:0:0:0:0:0:1]:{port}"
+        assert one.get("/health")[0] == 200
+    finally:
+        assert one.stop()[0] == 0
+
+
+def test_request_that_ends_by_a_stop_string_has_times(server):
+    before = server.idle_metrics()
+    body = GREEDY | {"logit_bias": {"70": 100}}
+    (letter,) = set(server.post("/v1/completions", body | {"max_tokens": 4})[1]["choices"][0]["text"])
+    assert server.post("/v1/completions", body | {"stop": letter * 2})[1]["choices"][0]["finish_reason"] == "stop"
+    after = server.idle_metrics()
+    for name in ("request", "queue", "time_to_first_token"):
+        assert after[f"kvpool_{name}_seconds_count"] == before[f"kvpool_{name}_seconds_count"] + 2
 
 
 @pytest.mark.parametrize("command", ["serve", "doctor"])

@@ -4,10 +4,16 @@ import math
 
 import numpy as np
 import pytest
+from mlx_lm.tokenizer_utils import (
+    BPEStreamingDetokenizer,
+    NaiveStreamingDetokenizer,
+    SPMStreamingDetokenizer,
+    TokenizerWrapper,
+)
 from mlx_models import VOCAB, on_cpu, random_prompts, solo_tokens, tiny_llama
 
 import kvpool
-from kvpool.adapters.mlx_lm import tiny
+from kvpool.adapters.mlx_lm import tiny, tiny_families
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.adapters.mlx_lm.sampling import Sampling
 from kvpool.adapters.mlx_lm.transcript import Transcript
@@ -176,6 +182,48 @@ def test_a_listener_may_submit_and_cancel_but_not_step(engine, answer):
     done = finish(engine)
     assert done.keys() == {first, ids[0]}
     assert done[first].text == answer and len(done[ids[0]].tokens) == 4
+
+
+@pytest.mark.parametrize("kind", [SPMStreamingDetokenizer, BPEStreamingDetokenizer, NaiveStreamingDetokenizer])
+def test_tokens_that_the_tokenizer_does_not_have_add_no_text(kind):
+    tokenizer = TokenizerWrapper(tiny.byte_tokenizer(), kind)
+    if kind is BPEStreamingDetokenizer:  # it has text for tokens behind its last one, and none in gaps
+        tokenizer._detokenizer.tokenmap[200] = None
+    bias = {200 if kind is BPEStreamingDetokenizer else 300: 100}
+    with on_cpu():
+        model = tiny_families.build("llama", tiny.CONFIG | {"vocab_size": 320})
+        tiny.randomize(model)
+        with Engine(model, 100, block_size=BLOCK, tokenizer=tokenizer) as engine:
+            due = engine.generate("ab", max_tokens=9)
+            ids = [engine.submit("ab", max_tokens=3, logit_bias=bias, stop=stop) for stop in ((), "never")]
+            other = engine.submit("ab", max_tokens=9)
+            done = finish(engine)
+            for id in ids:
+                assert done[id].tokens.tolist() == list(bias) * 3 and (done[id].text, done[id].error) == ("", None)
+            assert done[other].text == due.text != ""
+
+
+def test_text_that_cannot_be_made_ends_its_own_request_only(text_model):
+    class Torn(SPMStreamingDetokenizer):
+        def add_token(self, token):
+            if token == 70:
+                raise RuntimeError("torn")
+            super().add_token(token)
+
+    with on_cpu():
+        model, tokenizer = text_model
+        with Engine(model, 100, block_size=BLOCK, tokenizer=TokenizerWrapper(tokenizer._tokenizer, Torn)) as engine:
+            due = engine.generate("ab", max_tokens=1)
+            torn = [engine.submit("a", max_tokens=1, n=n, logit_bias={70: 100}) for n in (1, 2)]
+            other, later = engine.submit("ab", max_tokens=1), engine.submit("a", max_tokens=9, logit_bias={70: 100})
+            done = {one.id: one for one in engine.step()}
+            assert done.keys() == {*torn, other} and engine.num_unfinished == 1
+            done[later] = engine.cancel(later)
+            for id in (*torn, later):
+                assert done[id].tokens.tolist() == [70] and done[id].text == ""
+                assert isinstance(done[id].error, RuntimeError)
+            assert done[other].text == due.text and done[other].error is None
+            assert engine.num_unfinished == engine.kv.pool.stats().used == 0
 
 
 def test_a_model_that_raises_leaves_every_request_as_it_was(engine, answer, monkeypatch):

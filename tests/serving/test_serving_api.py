@@ -160,6 +160,7 @@ def test_models_are_listed(client):
         (openai.BadRequestError, "prompt", {"prompt": [1, -2]}),
         (openai.BadRequestError, None, {"prompt": [999]}),
         (openai.BadRequestError, None, {"logit_bias": {"999999": 5}}),
+        (openai.BadRequestError, None, {"extra_body": {"stop_token_ids": [5, 257]}}),
         (openai.BadRequestError, None, {"max_tokens": 8192}),
         (openai.BadRequestError, None, {"prompt": "a" * 10000}),
     ],

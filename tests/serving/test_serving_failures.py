@@ -1,8 +1,13 @@
 """``kvpool serve`` with an engine that fails: running requests get an error. Then the server goes on, or ends."""
 
+import asyncio
 import threading
 
+from mlx_models import on_cpu
 from server_process import Server
+
+from kvpool.adapters.mlx_lm import Engine, tiny
+from kvpool.serving.runner import Runner
 
 PROMPT = {"prompt": "How long is a block?", "max_tokens": 40, "temperature": 0, "logit_bias": {"256": -100}}
 PLANTED = """
@@ -21,17 +26,33 @@ def failing(self, step, requests):
 Engine._run = failing
 sys.exit(main(sys.argv[1:]))
 """
+TORN = """
+import sys
+from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer, TokenizerWrapper
+from kvpool.adapters.mlx_lm import tiny
+from kvpool.cli import main
+
+class Torn(SPMStreamingDetokenizer):
+    def add_token(self, token):
+        if token == 70:
+            raise TypeError("torn") if len(self.tokens) else RuntimeError("torn")
+        super().add_token(token)
+
+make = tiny.make
+tiny.make = lambda arch=None: (make(arch)[0], TokenizerWrapper(tiny.byte_tokenizer(), Torn))
+sys.exit(main(sys.argv[1:]))
+"""
 
 
-def crowd(server, count):
+def crowd(server, count, body=PROMPT):
     """The statuses of so many requests at a time, some of them streams."""
     found = []
 
     def ask(number):
         if number % 2:
-            found.append(server.post("/v1/completions", PROMPT)[0])
+            found.append(server.post("/v1/completions", body)[0])
             return
-        status, text = server.raw("/v1/completions", PROMPT | {"stream": True})
+        status, text = server.raw("/v1/completions", body | {"stream": True})
         found.append(200 if text.endswith("data: [DONE]\n\n") else 500 if '"server_error"' in text else status)
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(count)]
@@ -66,3 +87,54 @@ def test_engine_whose_pool_is_broken_ends_the_process_with_a_status_that_tells()
     status, errors = server.stop()
     assert status == 1 and "the engine was lost" in errors, errors
     assert set(found[:6]) <= {200, 500}
+
+
+def test_answer_without_text_is_an_error_of_that_request_alone():
+    server = Server("--num-blocks", "400", program=("-c", TORN))
+    try:
+        due = server.post("/v1/completions", PROMPT)
+        torn = PROMPT | {"logit_bias": {"70": 100}, "max_tokens": 3}
+        assert crowd(server, 4, torn) == [500] * 4
+        found = []
+        others = threading.Thread(target=lambda: found.append(server.post("/v1/completions", PROMPT)))
+        others.start()
+        assert crowd(server, 4, torn | {"max_tokens": 1}) == [500] * 4
+        others.join()
+        assert found[0][1]["choices"] == due[1]["choices"]
+        assert server.idle_metrics()['kvpool_blocks{state="used"}'] == 0
+    finally:
+        status, errors = server.stop()
+    assert status == 0 and "Traceback" not in errors and "stopped, 0 blocks in use" in errors, errors
+
+
+def test_call_that_fails_does_not_lose_those_behind_it():
+    entered, released = threading.Event(), threading.Event()
+
+    def make():
+        with on_cpu():
+            model, tokenizer = tiny.make()
+            return Engine(model, 100, tokenizer=tokenizer)
+
+    async def program():
+        runner = Runner(make)
+        await runner.start()
+        step, cancel = runner.engine.step, runner.engine.cancel
+
+        def held():
+            entered.set()
+            released.wait(60)
+            return step()
+
+        def fails_once(id):
+            runner.engine.cancel = cancel
+            raise OSError("planted")
+
+        async with runner.run([[1, 2]], False, {"max_tokens": 500}):
+            runner.engine.step, runner.engine.cancel = held, fails_once
+            await asyncio.to_thread(entered.wait, 60)
+        stopped = asyncio.create_task(runner.stop())
+        await asyncio.sleep(0)
+        released.set()
+        return await stopped
+
+    assert asyncio.run(program()) == 0

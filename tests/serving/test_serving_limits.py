@@ -2,12 +2,17 @@
 
 import contextlib
 import json
+import signal
 import socket
 import threading
 import time
 
+import pydantic
 import pytest
 from server_process import Server
+
+from kvpool.serving.messages import MessagesRequest
+from kvpool.serving.requests import ChatRequest, CompletionRequest
 
 ENDLESS = {"max_tokens": 6000, "logit_bias": {"256": -100}, "messages": [{"role": "user", "content": "go on"}]}
 SHORT = {"prompt": "The block table maps positions to slots", "max_tokens": 3}
@@ -39,15 +44,23 @@ def wait_for(server, **due):
 
 
 @contextlib.contextmanager
-def asking(server, body):
-    """Open a connection and send a request. Nobody reads the answer."""
+def asking(server, body, path="/v1/chat/completions", held=0):
+    """Open a connection and send a request, without its last `held` bytes. Nobody reads the answer."""
     data = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {server.address}\r\nAuthorization: Bearer one\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: {server.address}\r\nAuthorization: Bearer one\r\n"
     host, _, port = server.address.partition(":")
-    with socket.create_connection((host, int(port))) as connection:
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
         head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-        connection.sendall(head.encode() + data)
+        connection.sendall(head.encode() + data[: len(data) - held])
         yield connection
+
+
+def settled(server):
+    """Wait until the server has read what was sent to it before."""
+    for _ in range(3):
+        server.get("/health")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -83,11 +96,28 @@ def test_full_queue_tells_clients_to_come_again(server):
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/v1/completions"])
-@pytest.mark.parametrize("text", [None, "Bearer three", "Bearer ", "o"])
+@pytest.mark.parametrize("text", [None, "Bearer three", "Bearer ", "o", "one", "Basic one"])
 def test_stranger_is_refused(server, path, text):
     key = {} if text is None else {"Authorization": text}
     status = server.post(path, SHORT, **key)[0] if path == "/v1/completions" else server.get(path, **key)[0]
     assert status == 401
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": "bearer two"},
+        {"x-api-key": "one"},
+        {"x-api-key": "three", "Authorization": "Bearer one"},
+        {"x-api-key": "two", "Authorization": "Bearer three"},
+    ],
+)
+def test_either_header_may_have_the_key(server, headers):
+    assert server.get("/v1/models", **headers)[0] == 200
+
+
+def test_path_with_a_slash_is_not_found_and_leads_nowhere(server):
+    assert server.get("/health/", Host="evil.example")[0] == 404
 
 
 def test_health_needs_no_key(server):
@@ -162,3 +192,140 @@ def test_crowd_is_served_one_after_the_other_or_told_to_come_again(server):
     for thread in threads:
         thread.join()
     assert set(statuses) <= {200, 429} and statuses.count(200) >= 2 and len(statuses) == 24
+
+
+def listed(one, count):
+    return ",".join([one] * count)
+
+
+def named(count, value="1"):
+    return ",".join(f'"x{i}":{value}' for i in range(count))
+
+
+PARTS = '{"role":"user","content":[' + listed("{}", 1000) + "]}"
+
+
+@pytest.mark.parametrize(
+    ("form", "body"),
+    [
+        (ChatRequest, '{"messages":[' + listed(PARTS, 50) + "]}"),
+        (ChatRequest, '{"messages":[' + listed("{}", 4000) + "]}"),
+        (ChatRequest, '{"messages":[],"stream_options":{' + named(5000) + "}}"),
+        (MessagesRequest, '{"messages":[' + listed(PARTS, 50) + "]}"),
+        (MessagesRequest, '{"messages":[' + listed("{}", 4000) + "]}"),
+        (MessagesRequest, '{"messages":[],"system":[' + listed("{}", 1000) + "]}"),
+        (CompletionRequest, "{" + named(5000) + "}"),
+        (CompletionRequest, '{"prompt":"a","logit_bias":{' + named(5000) + "}}"),
+        (CompletionRequest, '{"prompt":"a","stop":[' + listed("1", 5000) + "]}"),
+        (CompletionRequest, '{"prompt":"a","stop_token_ids":[' + listed("-1", 5000) + "]}"),
+    ],
+)
+def test_errors_of_a_body_do_not_grow_with_it(form, body):
+    with pytest.raises(pydantic.ValidationError) as wrong:
+        form.model_validate_json(body)
+    assert wrong.value.error_count() < 100
+
+
+def test_whole_answer_with_too_many_logprobs_is_refused(server):
+    body = {"prompt": ["a"] * 10, "n": 8, "max_tokens": 400, "logprobs": 20}
+    status, answer = server.post("/v1/completions", body, **KEY)
+    assert status == 400 and answer["error"]["param"] == "logprobs" and "672000" in answer["error"]["message"]
+    assert server.post("/v1/completions", body | {"logprobs": 5, "prompt": "a"}, **KEY)[0] in (200, 429)
+
+
+@pytest.mark.parametrize("connections", [1, 2])
+def test_so_many_connections_are_served_as_the_limit_says(connections):
+    one = Server("--num-blocks", "40", "--max-connections", str(connections))
+    try:
+        with contextlib.ExitStack() as stack:
+            for _ in range(connections):
+                connection = stack.enter_context(contextlib.closing(one.connect()))
+                connection.request("GET", "/health")
+                answer = connection.getresponse()
+                assert answer.status == 200 and answer.read()
+            assert one.get("/health")[0] == 503
+    finally:
+        assert one.stop()[0] == 0
+
+
+DEAF = """
+import sys
+from kvpool.cli import main
+from kvpool.serving import app
+app.READ_SECONDS = 0.2
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_client_that_does_not_read_its_stream_is_cancelled():
+    one = Server("--num-blocks", "3000", program=("-c", DEAF))
+    try:
+        with asking(one, ENDLESS | {"stream": True, "logprobs": True, "top_logprobs": 20, "n": 16}):
+            wait_for(one, decoding=16)
+            wait_for(one, decoding=0, waiting=0)
+            assert one.metrics()["kvpool_requests_cancelled_total"] == 16
+    finally:
+        assert one.stop()[0] == 0
+
+
+HELD = """
+import os, sys, time
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from kvpool.adapters.mlx_lm import tiny
+from kvpool.cli import main
+
+class Held(TokenizerWrapper):
+    def encode(self, text):
+        print("reads", text, file=sys.stderr, flush=True)
+        while text == "slow" and not os.path.exists(sys.argv[-1]):
+            time.sleep(0.01)
+        return self._tokenizer.encode(text)
+
+make = tiny.make
+tiny.make = lambda arch=None: (make(arch)[0], Held(tiny.byte_tokenizer()))
+sys.exit(main(sys.argv[1:-1]))
+"""
+
+
+def test_requests_at_the_tokenizer_end_with_their_clients_and_are_counted(tmp_path):
+    one = Server("--num-blocks", "400", "--max-waiting", "2", str(tmp_path / "go"), program=("-c", HELD))
+    path, statuses = "/v1/completions", []
+    threads = [
+        threading.Thread(target=lambda text=text: statuses.append(one.post(path, SHORT | {"prompt": text})[0]))
+        for text in ("slow", "quick")
+    ]
+    try:
+        threads[0].start()
+        while b"reads slow\n" not in one.errors:
+            time.sleep(0.01)
+        gone = SHORT | {"prompt": "gone"}
+        with asking(one, gone, path), asking(one, gone, path):
+            settled(one)
+            status, answer = one.post(path, SHORT)
+            assert (status, answer["error"]["code"]) == (429, "queue_full")
+        settled(one)
+        threads[1].start()
+        settled(one)
+        (tmp_path / "go").touch()
+        for thread in threads:
+            thread.join()
+        assert statuses == [200, 200]
+    finally:
+        (tmp_path / "go").touch()
+        status, errors = one.stop()
+    assert status == 0 and "reads quick" in errors and "reads gone" not in errors, errors
+
+
+def test_request_whose_body_is_on_its_way_is_served_after_sigterm():
+    one = Server("--num-blocks", "400")
+    with asking(one, SHORT, "/v1/completions", held=5) as connection:
+        settled(one)
+        one.process.send_signal(signal.SIGTERM)
+        while one.get("/ready")[0] != 503:
+            time.sleep(0.01)
+        time.sleep(1.5)  # longer than connections without a request have
+        connection.sendall(json.dumps(SHORT).encode()[-5:])
+        assert connection.recv(12) == b"HTTP/1.1 200"
+    one.process.wait(60)
+    status, errors = one.stop()
+    assert status == 0 and "stopped, 0 blocks in use" in errors, errors

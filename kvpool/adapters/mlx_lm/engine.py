@@ -110,7 +110,7 @@ class Completion:
     Attributes
     ----------
     error : Exception or None
-        The exception of its listener, if that ended the request.
+        The exception of its listener, if that ended the request, or of its tokenizer: then there is no text.
     """
 
     id: Hashable
@@ -404,7 +404,8 @@ class Engine:
         while id is None or (request.id is None and id in self._jobs):
             id = next(self._numbers)
         biased = max((token for token, _ in sampling.logit_bias), default=0)
-        for name, token in ("the prompt", int(request.prompt.max())), ("logit_bias", biased):
+        largest = (int(request.prompt.max()), biased, max(request.eos, default=0))
+        for name, token in zip(("the prompt", "logit_bias", "eos"), largest, strict=True):
             if token >= self._vocab_size:
                 raise ValueError(f"[submit] {name} has token {token}, the model has tokens 0 .. {self._vocab_size - 1}")
         request = replace(request, id=id, user=sampling, namespace=self.kv.own_namespace(request.namespace))
@@ -480,18 +481,17 @@ class Engine:
                 current.error = error
             if (current.error is not None or current.is_stopped) and request.id not in ended:
                 stopped.append(current)
-        for job in ended.values():
-            if self._jobs.pop(job.request.id, None) is not None:
-                self._ended.append(job.completion())
+        over = [job for id, job in ended.items() if self._jobs.pop(id, None) is not None]
+        self._ended += [job.completion() for job in over]
         for job in stopped:
             if job.request.id in self._jobs:
                 self._ended.append(self._cancelled(job))
 
     def _cancelled(self, job: _Job) -> Completion:
         """End a request that runs or waits."""
+        del self._jobs[job.request.id]
         for output in self.scheduler.cancel(job.request.id):
             job.outputs[output.index] = output
-        del self._jobs[job.request.id]
         self._keep_states(self.scheduler.handles)
         return job.completion()
 
@@ -553,11 +553,14 @@ class _Job:
     def _sample(self, output: Output) -> Sample:
         tokens, logprobs, reason = output.tokens, output.logprobs, output.finish_reason
         transcript = self._transcripts.get(output.index) if not self.request.beam_width else None
-        if transcript is None:
-            transcript = self._transcript()
-            for token in tokens[: len(tokens) - (reason == "eos")].tolist():
-                transcript.add(token)
-        transcript.finish()
+        try:
+            if transcript is None:
+                transcript = self._transcript()
+                for token in tokens[: len(tokens) - (reason == "eos")].tolist():
+                    transcript.add(token)
+            transcript.finish()
+        except Exception as error:  # of the tokenizer
+            self.error, transcript = self.error or error, Transcript(None)
         if transcript.is_stopped:
             count = self._counts.get(output.index, len(tokens))
             tokens, reason = tokens[:count], "stop"

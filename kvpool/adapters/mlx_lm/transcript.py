@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 
@@ -37,10 +38,11 @@ class Transcript:
         return self.stop is not None
 
     def add(self, token: int) -> str:
-        """The text that may be shown when `token` has come."""
+        """The text that may be shown when `token` has come. A token that the tokenizer does not have adds none."""
         if self._detokenizer is None or self.is_stopped:
             return ""
-        self._detokenizer.add_token(token)
+        with suppress(IndexError, TypeError):  # models have a few rows more than their tokenizers have tokens
+            self._detokenizer.add_token(token)
         self._read()
         return self._show(len(self._seen) - self._held())
 
