@@ -23,6 +23,21 @@ SAME_SIGNAL = 0.5  # seconds in which signals count as one: a shell and a wrappe
 class _Server(uvicorn.Server):
     """uvicorn's server without its signal handlers: `serve` has its own."""
 
+    def __init__(self, service: Service, connections: int) -> None:
+        config = uvicorn.Config(
+            service,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            limit_concurrency=connections + 1,  # uvicorn refuses the one that reaches it
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=1,
+        )
+        super().__init__(config)
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -77,20 +92,7 @@ async def serve(
         raise
     metrics.watch(runner.engine)
     service = Service(runner, settings, metrics)
-    server = _Server(
-        uvicorn.Config(
-            service,
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            limit_concurrency=connections + 1,  # uvicorn refuses the one that reaches it
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=1,
-        )
-    )
+    server = _Server(service, connections)
     loop, asked, first = asyncio.get_running_loop(), asyncio.Event(), 0.0
 
     def interrupted() -> None:
