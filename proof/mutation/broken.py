@@ -20,9 +20,14 @@ from proof.mutation.scenarios import prompts
 
 #: Of arrays, and of those with a number for each block: no array is shorter. Beside it is memory of others.
 PLACES, OF_BLOCKS, BY = (0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6, 7, 9, 12, 15, 19, 23), (1, -1, 2)
-#: A check takes the word of a plan: it would follow a wrong one out of its own memory. Groups name the pool's
-#: sequences, which are changed as those of the pool.
-TRUSTED = re.compile(r"\.scratch[.[]|\.groups\.seqs|\.(?:oldest|newest)\[0\]\.(?!id$|pending$|log\[i\]\.tokens$)")
+#: A check takes the word of a plan, and of a tree how wide its arrays are: it would follow a wrong one out of its own
+#: memory. Groups name the pool's sequences, which are changed as those of the pool.
+TRUSTED = re.compile(
+    r"\.scratch[.[]|\.groups\.seqs|\.tree\[0\]\.(?!num_nodes|needs)\w+$"
+    r"|\.(?:oldest|newest)\[0\]\.(?!id$|pending$|log\[i\]\.tokens$)"
+)
+#: A check of a tree looks at what became idle first, and finds it by these.
+FOUND_BY = re.compile(r"\.fence$|\.lru\.tail$")
 SECONDS = 2.0  # for one check of a broken state: some go round in circles
 
 
@@ -98,10 +103,35 @@ def rich_groups(Pool: Any, Plan: Any) -> Iterator[tuple[Any, list[Any]]]:
     pool.shutdown()
 
 
+def rich_checkpoints(Pool: Any, Plan: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """The same with layer groups and a prefix cache: what is idle, then what rows and pending steps use."""
+    groups = [Group.full(block_size=4, columns=2), Group.window(5, keep=2), Group.state(9, blocks=2)]
+    for cut in (8, 0):
+        pool = Pool(190, 2, max_seqs=6, groups=groups, prefix_cache=True, events=40)
+        plans = [Plan(pool, 4, 40) for _ in range(3)]
+        text = list(range(20))
+        row = pool.open(text[:10], b"", cut)
+        for new in (8, 2):
+            pool.step(plans[0], [row], new)
+            pool.done(plans[0])
+            pool.prefix.commit(row, text[pool.prefix.committed(row) : pool.num_tokens(row)])
+        pool.close(row)
+        yield pool, [*plans]
+        rows = [pool.open(text), *(pool.open([k, *text], b"", 8) for k in (31, 32, 33))]
+        pool.step(plans[0], rows[1:3], 8)
+        pool.done(plans[0])
+        pool.prefix.commit(rows[1], [31, *text[:7]])
+        pool.step(plans[1], rows[3:], 8)
+        pool.step(plans[2], rows[:1], 3)
+        pool.open([*text[:9], 40])
+        yield pool, [*plans]
+        pool.shutdown()
+
+
 def every_state(Pool: Any, Plan: Any) -> Iterator[tuple[Any, list[Any]]]:
     """With and without layer groups."""
-    yield from rich_states(Pool, Plan)
-    yield from rich_groups(Pool, Plan)
+    for states in (rich_states, rich_groups, rich_checkpoints):
+        yield from states(Pool, Plan)
 
 
 def states_that_are_broken(Pool: Any, Plan: Any, Poker: Any, safe: list[list[tuple[int, int, int]]]) -> None:
@@ -123,10 +153,13 @@ def safe_pokes(Pool: Any, Plan: Any) -> list[list[tuple[int, int, int]]]:
 
     found = []
     for pool, _ in every_state(Pool, Plan):
+        has_tree = bool(pool.options.groups and pool.prefix)
         every = [
             (which, i, by)
             for which, name in enumerate(_poke.NAMES)
-            if not TRUSTED.search(name) and (pool.options.groups or ".groups." not in name)
+            if not TRUSTED.search(name)
+            and (pool.options.groups or ".groups." not in name)
+            and not (has_tree and FOUND_BY.search(name))
             for by in BY
             for i in (PLACES[:1] if "[i]" not in name else OF_BLOCKS if ".blocks." in name else PLACES)
         ]

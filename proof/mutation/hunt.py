@@ -27,7 +27,7 @@ import kvpool
 from kvpool._core import Keys
 from kvpool.testing import ModelPlan, ModelPool
 from proof.machine.machine import run
-from proof.mutation import bound, strained
+from proof.mutation import bound, cached, strained
 from proof.mutation.blocks import KeysModel, blocks_by_name, blocks_of_an_engine, keys_of_blocks
 from proof.mutation.broken import Poker, safe_pokes, states_that_are_broken
 from proof.mutation.embedded import (
@@ -109,7 +109,7 @@ def judged(program: Callable[..., None], core: dict[str, Any], model: dict[str, 
 def record(tapes: int, seed: int, quick: bool = False) -> Iterator[Tape]:
     """The scenarios, each on its tape; then `tapes` of the state machine, every other one with a prefix cache.
 
-    `quick` leaves out those on which memory runs out: they take longer than all others.
+    `quick` leaves out those on which memory runs out, and those of `cached`: they take longer than all others.
     """
     core: dict[str, Any] = {"Pool": pool_of, "Plan": kvpool.Plan}
     by_c = core | {"Pool": pool_by_c}
@@ -140,6 +140,8 @@ def record(tapes: int, seed: int, quick: bool = False) -> Iterator[Tape]:
     for program in (life_with_groups, shared_tails):
         yield judged(program, core | {"Shown": Shown}, model | {"Shown": ShownOfModel})
     for program, of_core, of_model in strained.programs():
+        if quick and program in cached.PROGRAMS:
+            continue
         yield judged(program, core | of_core, model | of_model)
     yield judged(keys_of_blocks, {"Keys": Keys}, {"Keys": KeysModel})
     safe = safe_pokes(pool_of, kvpool.Plan)
@@ -155,8 +157,8 @@ def record(tapes: int, seed: int, quick: bool = False) -> Iterator[Tape]:
         yield taped(program.__name__, core | {kind.__name__: kind}, program)
     if not quick:
         yield taped("groups_that_run_out", core | {"Memory": Memory}, groups_that_run_out)
-    for cached in () if quick else (False, True):
-        yield taped("memory that runs out", core | {"Memory": Memory}, memory_that_runs_out, cached)
+    for has_cache in () if quick else (False, True):
+        yield taped("memory that runs out", core | {"Memory": Memory}, memory_that_runs_out, has_cache)
     for number in range(tapes):
         tape = Tape(f"machine, seed {seed + number // 2}", core)
         first_tag()

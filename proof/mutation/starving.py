@@ -178,28 +178,37 @@ def calls_without_memory(Pool: Any, Plan: Any, Starving: Any) -> None:
 def groups_without_memory(Pool: Any, Plan: Any, Starving: Any) -> None:
     """The same for pools with layer groups: a row moves its states and copies its blocks."""
     starving = Starving()
-    options: dict[str, Any] = {
-        "groups": [Group.full(columns=2), Group.window(4, arena=1, num_blocks=160), Group.state(70), Group.state(60)],
-        "max_seqs": 30,
-    }
-    starving.make("pool", 320, 2, **options)
-    pool = Pool(320, 2, **options)
-    starving.make("plan", pool, 25, 200, formats=GROUP_FORMATS)
-    plan, row = Plan(pool, 25, 200, formats=GROUP_FORMATS), pool.open()
-    starving.call(pool, "step", plan, [row], 5)
-    starving.call(pool, "done", plan)
-    rows = [row, *starving.call(pool, "fork", row, 20).tolist()]
-    late = Plan(pool, 25, 200)  # whose lists are still short when every row only moves its states
-    for filled, new in ((plan, 3), (plan, 1), (late, 1), (plan, [1, 2] * 10 + [0])):
-        starving.call(pool, "step", filled, rows, new)
-        _ = len(filled.served)
-        starving.call(pool, "done", filled)
-    starving.call(pool, "reserve", plan, rows, 3)
-    starving.call(pool, "rollback", plan)
-    starving.call(pool, "close", rows)
-    pool.check()
-    pool.shutdown()
-    drop(plan)
-    drop(late)
-    drop(pool)
-    starving.left()
+    for cached in (False, True):
+        states = [Group.state(slots, blocks=int(cached)) for slots in (70, 60)]
+        groups = [Group.full(columns=2), Group.window(4, arena=1, num_blocks=160), *states]
+        options: dict[str, Any] = {"groups": groups, "max_seqs": 30, "prefix_cache": cached}
+        starving.make("pool", 320, 2, **options | ({"events": 300} if cached else {}))
+        pool = Pool(320, 2, **options)
+        starving.make("plan", pool, 25, 200, formats=GROUP_FORMATS)
+        plan, text = Plan(pool, 25, 200, formats=GROUP_FORMATS), [1, 2, 3, 4, 5, 6]
+        row = starving.call(pool, "open", *([text, b"", 4] if cached else []))
+        for new in (4, 1):
+            starving.call(pool, "step", plan, [row], new)
+            starving.call(pool, "done", plan)
+            if cached:
+                starving.call(pool.prefix, "commit", row, text[pool.prefix.committed(row) : pool.num_tokens(row)])
+        rows = [row, *starving.call(pool, "fork", row, 20).tolist()]
+        late = Plan(pool, 25, 200)  # whose lists are still short when every row only moves its states
+        for filled, new in ((plan, 3), (plan, 1), (late, 1), (plan, [1, 2] * 10 + [0])):
+            starving.call(pool, "step", filled, rows, new)
+            _ = len(filled.served)
+            starving.call(pool, "done", filled)
+        starving.call(pool, "reserve", plan, rows, 3)
+        starving.call(pool, "rollback", plan)
+        if cached:
+            rows.append(starving.call(pool, "open", text))
+            starving.call(pool, "step", plan, rows[-1:], 2)
+            starving.call(pool, "done", plan)
+            starving.call(pool.prefix, "flush", b"nobody")
+        starving.call(pool, "close", rows)
+        pool.check()
+        pool.shutdown()
+        drop(plan)
+        drop(late)
+        drop(pool)
+        starving.left()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from proof.mutation import forms, limits, naming, starving, waiting
+from proof.mutation import cached, forms, limits, naming, starving, waiting
 
 #: Program -> the names of the classes that it is given beside those of pools and plans.
 PROGRAMS: dict[Callable[..., None], tuple[str, ...]] = {
@@ -27,9 +27,11 @@ PROGRAMS: dict[Callable[..., None], tuple[str, ...]] = {
     forms.batches_in_other_forms: ("Forms",),
     forms.tokens_at_their_limits: (),
     forms.texts_of_every_length: (),
+    **dict.fromkeys(cached.PROGRAMS, ("Arenas",)),
 }
 #: Name -> the class for the core, and the one for the model.
 HELPERS: dict[str, tuple[type, type]] = {
+    "Arenas": (cached.Arenas, cached.Arenas),
     "Strain": (limits.Strain, limits.StrainOfModel),
     "Starving": (starving.Starving, starving.StarvingModel),
     "Draining": (naming.Draining, naming.DrainingModel),
