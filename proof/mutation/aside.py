@@ -13,8 +13,8 @@ from proof.mutation.source import Function
 FUNCTIONS = {
     "fingerprint": re.compile(r"(?:\w*fingerprint\w*|chain|index_root_hash)$"),  # it alone shows hashes of tokens
     "check": re.compile(
-        r"(?:check|find_fault|(?:blocks|seqs|index|groups|tree)_check|check_(?:node|chain|block|ids|sequence|references)"
-        r"|check_(?:free_slots|pending|holes|group|lengths|arena)|compare_holds|count_bundles|_corrupt)$"
+        r"(?:check|find_fault|(?:blocks|seqs|index|groups|tree)_check|check_(?:node|chain|block|ids|sequence)"
+        r"|check_(?:references|free_slots|pending|holes|group|lengths|arena)|compare_holds|count_bundles|_corrupt)$"
     ),
     "statistics": re.compile(r"(?:\w*stats|refcount_histogram|count_references|(?:index|tree)_nbytes|num_free)$"),
     "error texts": re.compile(r"(?:show|out_of_blocks|refuse|blocks_short|__repr__|failed|error_message)$"),

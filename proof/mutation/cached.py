@@ -27,6 +27,7 @@ POOLS: tuple[dict[str, Any], ...] = (
     {"groups": [Group.full(block_size=8), Group.full(), Group.window(4, arena=1)], "watermark": 2},
     {"groups": [Group.full(), Group.full(block_size=4, columns=2)], "reserved_blocks": 0, "events": 900},
     {"groups": [Group.full(), Group.state(14)], "in_order": True},
+    {"groups": [Group.full(), Group.window(5)], "max_blocks_per_seq": 40},
     {"groups": [Group.full(), Group.state(14, blocks=2), Group.window(9)], "in_order": True, "two_classes": True},
 )
 BASE = [n * n % 7 for n in range(48)]
