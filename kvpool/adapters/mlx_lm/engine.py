@@ -481,8 +481,9 @@ class Engine:
                 current.error = error
             if (current.error is not None or current.is_stopped) and request.id not in ended:
                 stopped.append(current)
-        over = [job for id, job in ended.items() if self._jobs.pop(id, None) is not None]
-        self._ended += [job.completion() for job in over]
+        if ended:
+            over = [job for id, job in ended.items() if self._jobs.pop(id, None) is not None]
+            self._ended += [job.completion() for job in over]
         for job in stopped:
             if job.request.id in self._jobs:
                 self._ended.append(self._cancelled(job))
