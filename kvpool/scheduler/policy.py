@@ -11,6 +11,7 @@ from kvpool.scheduler.request import Request
 from kvpool.scheduler.state import DECODING, PREFILLING, SPILLED, Core, DecodeBatch, Sequence
 
 POLICIES = ("last", "longest", "grower", "priority")
+LOOK = 4  # requests that are tried, while the first in line finds no room
 REWRITTEN = 16  # tokens at the end of a prompt: `Pool.open` takes no checkpoint behind them
 
 
@@ -357,10 +358,13 @@ def admit(core: Core, sequence: Sequence) -> bool:
 
 
 def count_admission(core: Core, sequence: Sequence, computed: int, known: int) -> None:
-    """Count an admission with `known` tokens, of which the cache has `computed`."""
+    """Count an admission with `known` tokens, of which the cache has `computed`. Charge the tenant for the others."""
     group = sequence.group
+    group.tenant.served += max(0, known - max(computed, sequence.paid))
+    sequence.paid = max(sequence.paid, known)
     if group.admitted is None:
         group.admitted = core.clock()
+        group.tenant.admitted += 1
         group.num_cached = min(computed, len(group.request.prompt))
     core.admissions += 1
     core.hit_tokens += computed
@@ -394,8 +398,26 @@ def restore(core: Core, sequence: Sequence) -> bool:
 
 
 def admit_next(core: Core) -> Sequence | None:
-    """Admit the next sequence and return it. None if nobody waits or the first in line finds no room."""
+    """Admit the next sequence and return it. None if nobody waits, or the first in line finds no room for it.
+
+    Nobody passes a sequence that ran before. A new request that finds no room is passed by few: docs/scheduling.md.
+    """
+    if not core.rows.free:
+        return None
     for sequence in core.spilled:
         return sequence if restore(core, sequence) else None
-    head = core.queue.head()
-    return head if head is not None and admit(core, head) else None
+    queue = core.queue
+    head = queue.head()
+    if head is None or admit(core, head):
+        return head
+    passed = [head]
+    for sequence in () if queue.is_back(head) else queue.first(LOOK)[1:]:
+        if passed[-1].group.passed >= queue.overtake:
+            return None
+        ahead = sequence.group.tenant.used - head.group.tenant.used
+        if ahead <= core.max_step_tokens and admit(core, sequence):
+            for other in passed:
+                other.group.passed += 1
+            return sequence
+        passed.append(sequence)
+    return None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +27,8 @@ from kvpool.scheduler.policy import (
     make_way,
 )
 from kvpool.scheduler.policy import judge as judge_eviction
-from kvpool.scheduler.request import Output, Request, SchedulerStats, integer
+from kvpool.scheduler.queue import WaitingQueue
+from kvpool.scheduler.request import Output, Request, SchedulerStats, TenantStats, integer, real
 from kvpool.scheduler.state import (
     DECODING,
     NOBODY,
@@ -68,7 +70,14 @@ class Scheduler:
     preempt : {"last", "longest", "grower", "priority"}
         Selects the sequence to preempt and recompute when blocks run out.
     max_waiting : int, optional
-        Reject requests when so many sequences wait.
+        Reject requests when so many sequences wait. A tenant in `weights` may use its share of them.
+    weights : mapping of tenants to numbers, optional
+        What part of the service a tenant gets while several have requests that wait: 0.001 .. 1000. Others have 1.
+    ageing : int, default 256
+        Admissions that make up for one level of priority: a request is passed by at most so many later requests of its
+        tenant, for each level that they are above it.
+    overtake : int, default 16
+        Requests that may pass a new one that finds no room, at most.
     max_model_len : int, optional
         Tokens of a sequence, at most.
     formats : sequence of str
@@ -78,7 +87,7 @@ class Scheduler:
     tier : object, optional
         ``spill_to_host(handle, blocks)`` and ``prefetch(kept, handle, blocks)``.
     clock : callable, default `time.monotonic`
-        Fills the times of outputs. It has no influence on decisions.
+        Fills the times of outputs, and says when a deadline has passed. Otherwise it has no influence on decisions.
     plans : int, default 1
         Plans that steps use in turn. With 2, the arrays of a step stay valid during the next one.
     eviction : kvpool.eviction.Evictor, optional
@@ -119,6 +128,9 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         plans: int = 1,
         eviction: Evictor | None = None,
+        weights: Mapping[Hashable, float] = MappingProxyType({}),
+        ageing: int = 256,
+        overtake: int = 16,
     ) -> None:
         call = "Scheduler"
         if not isinstance(pool, Pool):
@@ -143,7 +155,11 @@ class Scheduler:
             raise ValueError(f"[{call}] tier is for pools of one table, this one has {len(pool.options.groups)} groups")
         _check_evictor(call, eviction, pool)
         numbers = (max_running, max_step_tokens, chunk, mixed, watermark, preempt)
-        self._core = Core(pool, *numbers, tier, clock, eviction)
+        if not isinstance(weights, Mapping):
+            raise TypeError(f"[{call}] weights must be a mapping, not {type(weights).__name__}")
+        shares = {name: real(call, f"weights[{name!r}]", weight, 0.001, 1000) for name, weight in weights.items()}
+        queue = WaitingQueue(shares, integer(call, "ageing", ageing, 1), integer(call, "overtake", overtake, 0))
+        self._core = Core(pool, *numbers, tier, clock, eviction, queue)
         self._pad_to = pad_to
         rows, tokens = max_running, max(max_step_tokens, max_running)
         if pad_to is not None and not callable(pad_to):
@@ -233,9 +249,21 @@ class Scheduler:
                 f"{core.needs.name(arena)}, the pool has {usable[arena]}",
                 "too_large",
             )
-        if self._max_waiting is not None and len(core.queue) >= self._max_waiting:
+        if request.deadline is not None and request.deadline <= (now := core.clock()):
+            raise RequestRejected(f"[add] the deadline has passed ({request.deadline} <= {now})", "deadline")
+        if self._max_waiting is not None:
+            self._judge_queue(request.tenant, self._max_waiting)
+
+    def _judge_queue(self, tenant: Hashable, places: int) -> None:
+        queue = self._core.queue
+        if len(queue) >= places:
+            raise RequestRejected(f"[add] {len(queue)} sequences wait, the limit is {places}", "queue_full")
+        if tenant not in queue.weights:
+            return
+        waiting, share = len(queue.tenant(tenant).line), queue.share(tenant, places)
+        if waiting >= share:
             raise RequestRejected(
-                f"[add] {len(core.queue)} sequences wait, the limit is {self._max_waiting}", "queue_full"
+                f"[add] {waiting} requests of this tenant wait, its share of {places} is {share}", "queue_full"
             )
 
     def _find(self, call: str, name: Hashable) -> Group:
@@ -462,7 +490,7 @@ class Scheduler:
         Returns
         -------
         list of Output
-            The sequences that ended, in order of rows.
+            The sequences that ended, in order of rows, then those whose deadline has passed.
 
         Raises
         ------
@@ -476,7 +504,8 @@ class Scheduler:
         if not self._core.pool.options.in_order:
             self._core.pool.done(step.plan)
         self._out = None
-        return results.take(self._core, step, given)
+        outputs = results.take(self._core, step, given)
+        return outputs + results.expire(self._core) if self._core.deadlines else outputs
 
     def fail(self, step: Step) -> None:
         """Take back a step that the backend did not execute. Every sequence is as before `schedule`.
@@ -545,11 +574,17 @@ class Scheduler:
         """Return the counters, in O(1)."""
         core = self._core
         counters = (
-            *(core.cancelled, core.rejected, core.admissions, core.preemptions, core.spills, core.steps),
+            *(core.cancelled, core.expired, core.rejected),
+            *(core.admissions, core.preemptions, core.spills, core.steps),
             *(core.decode_tokens, core.prefill_tokens, core.recomputed_tokens, core.hit_tokens, core.sampled_tokens),
             core.evicted_tokens,
         )
         return SchedulerStats._make((*core.count, *counters))
+
+    def tenants(self) -> dict[Hashable, TenantStats]:
+        """Return what each tenant has and got. Tenants that have been idle for long may be missing."""
+        known = list(self._core.queue.tenants.values())
+        return {one.name: TenantStats(len(one.line), one.requests, one.served) for one in known}
 
     def check(self) -> None:
         """Recompute every counter and invariant, also those of the pool. Legal at any time.
