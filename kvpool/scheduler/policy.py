@@ -398,21 +398,23 @@ def restore(core: Core, sequence: Sequence) -> bool:
 
 
 def admit_next(core: Core) -> Sequence | None:
-    """Admit the next sequence and return it. None if nobody waits, or the first in line finds no room for it.
-
-    Nobody passes a sequence that ran before. A new request that finds no room is passed by few: docs/scheduling.md.
-    """
+    """Admit the next sequence and return it. None if nobody waits, or nobody who may come finds room."""
     if not core.rows.free:
         return None
     for sequence in core.spilled:
         return sequence if restore(core, sequence) else None
-    queue = core.queue
-    head = queue.head()
-    if head is None or admit(core, head):
-        return head
+    head = core.queue.head()
+    return head if head is None or admit(core, head) else admit_other(core, head)
+
+
+def admit_other(core: Core, head: Sequence) -> Sequence | None:
+    """Admit one who may pass the first in line, which finds no room. Nobody passes a sequence that ran before.
+
+    So many may pass a new request. Those of another tenant may, while it has used at most a step more.
+    """
     passed = [head]
-    for sequence in () if queue.is_back(head) else queue.first(LOOK)[1:]:
-        if passed[-1].group.passed >= queue.overtake:
+    for sequence in () if core.queue.is_back(head) else core.queue.first(LOOK)[1:]:
+        if passed[-1].group.passed >= core.queue.overtake:
             return None
         ahead = sequence.group.tenant.used - head.group.tenant.used
         if ahead <= core.max_step_tokens and admit(core, sequence):

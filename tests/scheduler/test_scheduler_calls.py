@@ -61,7 +61,7 @@ class Calls(RuleBasedStateMachine):
     def begin(self, pool, options):
         workload = Workload(0, pool, options, [])
         self.runner = Runner(workload)
-        self.runner.watch.strict = False
+        self.runner.watch.strict, self.runner.watch.turns = False, None
         self.scheduler, self.pool = self.runner.scheduler, self.runner.pool
         self.step_out = self.old = None
         self.next_id = 0
