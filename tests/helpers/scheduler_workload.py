@@ -6,7 +6,7 @@ no pool, every step against what docs/scheduling.md says of steps (`scheduler_wa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -231,11 +231,40 @@ class Guest:
         return had
 
 
-class Runner:
-    """Runs a workload; every method that finds something wrong raises AssertionError."""
+class Flight:
+    """A step that is out: its inputs, what is known of its rows, and its states once the model has run."""
 
-    def __init__(self, workload: Workload, scheduler_class: Any = Scheduler, check_every: int = 7) -> None:
-        self.workload = workload
+    def __init__(self, scheduler: Scheduler, step: Any, sampled: np.ndarray | None = None) -> None:
+        self.step, self.tokens = step, step.tokens.copy()
+        if step.follows is not None:
+            assert sampled is not None and ((step.follows >= 0) == (step.tokens == -1)).all()
+            late = step.follows >= 0
+            self.tokens[late] = sampled[step.follows[late]]
+        self.requests = [scheduler.request_of(lane) for lane in step.lanes.tolist()]
+        self.states: np.ndarray | None = None
+
+    def run(self, memory: Any) -> np.ndarray:
+        """What the model makes of the step: computed once."""
+        if self.states is None:
+            salts = [salt_of(request.namespace) for request in self.requests]
+            self.states = memory.forward(self.tokens, self.step.plan, np.array(salts, np.uint64))
+        return self.states
+
+
+class Runner:
+    """Runs a workload; every method that finds something wrong raises AssertionError.
+
+    `ahead`: the next step is planned while one is out, whenever the scheduler does it.
+    """
+
+    def __init__(
+        self, workload: Workload, scheduler_class: Any = Scheduler, check_every: int = 7, ahead: bool = False
+    ) -> None:
+        if ahead:
+            workload = replace(workload, scheduler=workload.scheduler | {"plans": 2})
+        self.workload, self.ahead = workload, ahead
+        self.following: Flight | None = None  # planned ahead
+        self.steps_ahead = 0
         self.rng = np.random.default_rng([workload.seed, 4])
         self.model = TokenModel(quantum=workload.quantum)
         self.pool = Pool(seed=1, **workload.pool)
@@ -278,7 +307,7 @@ class Runner:
             self._cancel(tick, "before")
             if self.workload.guests:
                 self.guest.visit()
-            step = self._schedule()
+            step = self._schedule() if self.following is None else self.following.step
             if step is None:
                 if not pending:
                     break
@@ -359,21 +388,45 @@ class Runner:
 
     def _execute(self, step: Any, tick: int) -> None:
         self.steps += 1
-        self.watch.step(step)
-        self.log.append(((step.handles & (1 << 52) - 1).tolist(), step.num_new.tolist(), step.tokens.tolist()))
-        salts = [salt_of(self.scheduler.request_of(lane).namespace) for lane in step.lanes.tolist()]
+        flight, self.following = self.following or Flight(self.scheduler, step), None
+        self.watch.step(step, flight.requests)
+        self.log.append(((step.handles & (1 << 52) - 1).tolist(), step.num_new.tolist(), flight.tokens.tolist()))
         self._cancel(tick, "out")
         if self.rng.random() < self.workload.fail_rate:
-            self.memory.spoil(step.plan)
-            self.scheduler.fail(step)
-            self.watch.failed()
+            self._fail(step)
             return
-        states = self.memory.forward(step.tokens, step.plan, np.array(salts, np.uint64))
-        sampled = len(step.sample_at)
-        outputs = self.scheduler.update(step, *self.sample(step, states[step.sample_at]))
-        self.watch.updated(sampled, self.requests)
+        results = self.sample(step, flight.run(self.memory)[step.sample_at])
+        if self.ahead:
+            self._plan_ahead(results[0])
+        if step.follows is not None:
+            self.watch.dropped += not all(map(self.pool.is_open, step.handles.tolist()))
+        outputs = self.scheduler.update(step, *results)
+        self.watch.updated(len(step.sample_at), self.requests)
         self._collect(outputs)
-        self._poison()
+        if self.following is None or self.following.states is not None:
+            self._poison()
+
+    def _plan_ahead(self, sampled: np.ndarray) -> None:
+        """Plan the step after one that is out. Then it may run, fail, or fail the one before it, too."""
+        step = self.scheduler.schedule()
+        if step is None:
+            return
+        self.steps_ahead += 1
+        self.following = Flight(self.scheduler, step, sampled)
+        if self.rng.random() < 0.5:  # the model is as fast as that
+            self.following.run(self.memory)
+        if self.check_every == 1:
+            self.check()
+        if self.rng.random() < self.workload.fail_rate:
+            self._fail(step)
+
+    def _fail(self, step: Any) -> None:
+        """Take a step back, and the one that was planned after it."""
+        self.memory.spoil(step.plan)
+        self.scheduler.fail(step)
+        if self.following is not None:  # its plan was that of the step before `step`
+            self.following = self.watch.before = None
+        self.watch.failed()
 
     def sample(self, step: Any, states: np.ndarray) -> tuple[Any, Any, Any]:
         """Tokens, logprobs and beams of a step."""
