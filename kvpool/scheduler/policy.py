@@ -15,6 +15,10 @@ LOOK = 4  # requests that are tried, while the first in line finds no room
 REWRITTEN = 16  # tokens at the end of a prompt: `Pool.open` takes no checkpoint behind them
 
 
+class MustWait(Exception):
+    """The next step cannot be planned before the one that is out is done."""
+
+
 def make_room(core: Core, probe: object) -> DecodeBatch:
     """Preempt sequences until every decode finds its block. Return the batch that is left.
 
@@ -329,6 +333,8 @@ def fits(core: Core, needs: list[int], tokens: np.ndarray, namespace: bytes) -> 
     hits = core.prefix.match(tokens, namespace) // size
     if not hits or available - (need - hits) < keep:
         return False
+    if core.is_ahead:  # what is unpinned while a step is out cannot be taken before that step is done
+        raise MustWait
     try:
         pinned = core.prefix.pin(whole, namespace)  # evictable hits are not available for the rest
     except OutOfSequences:
@@ -342,6 +348,8 @@ def fits(core: Core, needs: list[int], tokens: np.ndarray, namespace: bytes) -> 
 def admit(core: Core, sequence: Sequence) -> bool:
     """Admit a waiting sequence, or the beam that it leads. Return False if lanes or blocks are missing."""
     if sequence.group.beam is not None:
+        if core.is_ahead:
+            raise MustWait
         return bool(sequence.group.beam.admit(core))
     if not core.rows.free:
         return False

@@ -134,11 +134,13 @@ class Request:
         if not self.prompt.size:
             raise ValueError("[Request] the prompt is empty, it needs at least one token")
         put("max_tokens", integer("Request", "max_tokens", self.max_tokens, 1))
-        for name, label in (("id", self.id), ("tenant", self.tenant)):
+        for name in ("id", "tenant"):
+            value = getattr(self, name)
             try:
-                hash(label)
+                hash(value)
             except TypeError:
-                raise TypeError(f"[Request] {name} must be hashable, {type(label).__name__} is not ({label!r})") from None
+                kind = type(value).__name__
+                raise TypeError(f"[Request] {name} must be hashable, {kind} is not ({value!r})") from None
         eos = self.eos
         put("eos", _token_tuple("eos", eos if isinstance(eos, Iterable) else (integer("Request", "eos", eos, 0),)))
         put("stop", self._stops(self.stop))

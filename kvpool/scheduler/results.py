@@ -98,27 +98,26 @@ def fan_out(
 
 
 def take(core: Core, step: Step, given: Given) -> list[Output]:
-    """Advance every sequence of an executed step."""
-    core.step_out = False
+    """Advance the sequences of an executed step. Rows that ended or were cancelled meanwhile get nothing."""
     core.steps += 1
     if core.eviction is not None:
         core.eviction.settle()
-    if step.batch is None or core.dead:
-        return take_rows(core, step, given, 0)
+    alive = core.rows.handle[step.lanes] == step.handles
+    if step.batch is None or not alive.all():
+        return take_rows(core, step, given, alive, 0)
     outputs = take_decodes(core, step.batch, step.sample_position, given)
     if len(step.lanes) > step.num_decodes:
-        outputs += take_rows(core, step, given, step.num_decodes)
+        outputs += take_rows(core, step, given, alive, step.num_decodes)
     return outputs
 
 
-def take_rows(core: Core, step: Step, given: Given, begin: int) -> list[Output]:
-    """Advance the rows from `begin` on. Earlier samples belong to earlier rows."""
-    rows = core.rows
+def take_rows(core: Core, step: Step, given: Given, alive: NDArray[np.bool_], begin: int) -> list[Output]:
+    """Advance the rows from `begin` on that are `alive`. Earlier samples belong to earlier rows."""
+    rows, alive = core.rows, alive[begin:]
     lanes, samples, position = step.lanes[begin:], step.sample_lane[begin:], step.sample_position[begin:]
-    alive = rows.handle[lanes] >= 0
     core.idle_steps += not alive.all()
     advance(core, lanes[alive], step.num_new[begin:][alive], int(alive[: step.num_decodes - begin].sum()))
-    live = rows.handle[samples] >= 0
+    live = np.isin(samples, lanes[alive])
     plain = live & (step.beam_width[begin:] == 0)
     core.sampled_tokens += int(plain.sum())
     fans = take_fans(core, samples, plain) if core.unforked else {}
@@ -134,7 +133,6 @@ def take_rows(core: Core, step: Step, given: Given, begin: int) -> list[Output]:
         outputs += fork_samples(core, lane, [begin + at for at in ats], given, now)
     if given.beam_tokens is not None and given.beam_logprobs is not None:
         outputs += move_beams(core, step, begin, live, given.beam_tokens, given.beam_logprobs, now)
-    core.bury()
     return outputs
 
 
@@ -366,10 +364,11 @@ def cancel(core: Core, group: Group, reason: str = "cancelled") -> list[Output]:
     return outputs
 
 
-def give_up(core: Core, step: Step) -> None:
-    """Preempt the sequences of a failed step that cannot be rolled back: its writes are unknown."""
-    for lane in step.lanes[::-1].tolist():
-        sequence = core.rows.sequences[lane]
-        if sequence is None:
-            continue
-        core.preempt(sequence)
+def give_up(core: Core, steps: list[Step]) -> None:
+    """Preempt the sequences of failed steps that cannot be rolled back: what they wrote is unknown."""
+    rows = core.rows
+    lanes = np.unique(np.concatenate([step.lanes[rows.handle[step.lanes] == step.handles] for step in steps]))
+    for lane in lanes[rows.admitted[lanes].argsort()[::-1]].tolist():
+        sequence = rows.sequences[lane]
+        if sequence is not None:  # or it was preempted with its beam
+            core.preempt(sequence)

@@ -100,7 +100,7 @@ class LaneRows:
     Attributes
     ----------
     handle : int64
-        Handle in the pool. -1 in a free lane, and in one whose sequence was cancelled while a step is out.
+        Handle in the pool. -1 in a free lane.
     state : int8
         PREFILLING, DECODING, or WAITING in a free lane.
     admitted : int64
@@ -277,6 +277,11 @@ class LaneRows:
         assert sequence is not None
         return sequence
 
+    def requests(self, lanes: NDArray[int32]) -> list[Request]:
+        """Return the requests of lanes that are not free."""
+        sequences: list[Any] = self.sequences  # type: ignore[assignment]
+        return [sequences[lane].group.request for lane in lanes.tolist()]
+
     def kv_lens(self, lanes: NDArray[np.intp]) -> NDArray[int32]:
         """Return how many computed tokens of these lanes the pool still holds in the group that evicts."""
         lens: NDArray[int32] = self.computed[lanes] - self.gone[lanes]
@@ -302,7 +307,12 @@ class Step:
     num_new : int64 ``[S]``
         New tokens of each row.
     tokens : int32 ``[T]``
-        Inputs, row after row.
+        Inputs, row after row. -1: not known yet, see `follows`.
+    follows : int32 ``[T]`` or None
+        Of a step that was planned while another one is out: which sample of that step each input is. -1: `tokens` has
+        it. None: the step waits for no other.
+    requests : list of Request
+        The request of each sample, length M.
     sample_at : int32 ``[M]``
         Which of the T positions are sampled, ascending. A position occurs once per sample.
     sample_lane, sample_index, sample_position : int32 ``[M]``
@@ -313,7 +323,7 @@ class Step:
 
     __slots__ = (
         *("plan", "num_decodes", "handles", "lanes", "num_new", "tokens", "sample_at", "sample_lane", "sample_index"),
-        *("sample_position", "beam_width", "_rows", "batch"),
+        *("sample_position", "beam_width", "requests", "follows", "_rows", "batch"),
     )
 
     def __init__(
@@ -326,6 +336,7 @@ class Step:
         *arrays: np.ndarray,
     ) -> None:
         self._rows = rows
+        self.follows: NDArray[int32] | None = None
         self.plan = plan
         self.batch = batch  # the decodes, if each samples one token
         self.tokens = tokens
@@ -341,6 +352,19 @@ class Step:
             arrays
         )
         self.sample_position: NDArray[int32] = rows.generated[self.sample_lane]
+        self.requests: list[Request] = (
+            batch.requests
+            if batch is not None and len(self.sample_at) == len(batch.lanes)
+            else rows.requests(self.sample_lane)
+        )
+
+    def follow(self, before: Step) -> None:
+        """Mark the inputs that a step which is out has still to sample."""
+        sample = np.full(self._rows.size, -1, np.int32)
+        sample[before.sample_lane] = np.arange(len(before.sample_lane), dtype=np.int32)
+        self.follows = np.full(len(self.tokens), -1, np.int32)
+        self.follows[: self.num_decodes] = sample[self.lanes[: self.num_decodes]]
+        self.tokens[self.follows >= 0] = -1
 
     def __repr__(self) -> str:
         return (
@@ -353,12 +377,6 @@ class Step:
         """Evicted tokens of each row, ``[S]``. A token's position is its place in the table plus this number."""
         gone: NDArray[int32] = self._rows.gone[self.lanes]
         return gone
-
-    @property
-    def requests(self) -> list[Request]:
-        """The request of each sample, length M. The list is made on each access."""
-        sequences = self._rows.sequences
-        return [sequences[lane].group.request for lane in self.sample_lane.tolist()]
 
     def generated(self, at: int) -> NDArray[int32]:
         """Return the tokens that the sequence of a sample has generated before this step."""
@@ -383,7 +401,9 @@ class DecodeBatch:
         How many of the sequences each tenant has.
     """
 
-    __slots__ = ("handles", "index", "lanes", "lanes32", "limit", "plain", "shared", "tenants", "watch", "width")
+    __slots__ = (
+        *("handles", "index", "lanes", "lanes32", "limit", "plain", "requests", "shared", "tenants", "watch", "width"),
+    )
 
     def __init__(self, rows: LaneRows, unforked: int) -> None:
         lanes = self.lanes = rows.running(DECODING)
@@ -394,6 +414,7 @@ class DecodeBatch:
         self.watch = rows.watch[lanes]
         self.limit = rows.limit[lanes]
         self.shared = bool(rows.shared[lanes].any())
+        self.requests = rows.requests(self.lanes32)
         for array in (self.lanes32, self.handles, self.index, self.width):
             array.flags.writeable = False  # steps expose them
         sequences = map(rows.sequences.__getitem__, lanes.tolist())
@@ -456,9 +477,8 @@ class Core:
         self.setbacks = 0  # preemptions without progress: failed steps, blocks that other users of the pool took
         self.chunks_allowed = 0  # sum over admissions of ceil(tokens to compute / chunk)
         self.unforked = 0  # requests with samples that are not forked yet
-        self.step_out = False
         self.was_chunk = False  # the last step was a chunk (not mixed)
-        self.dead: list[int] = []  # lanes whose sequence was cancelled while the step is out
+        self.is_ahead = False  # a step is being decided while another one is out
         self.changed = True  # the set of sequences that decode has changed
         self.growing: list[int] | None = None  # blocks that decodes of this step may take; None: not counted yet
         self._batch = DecodeBatch(self.rows, 0)
@@ -664,7 +684,7 @@ class Core:
         return group if group is not None and group.rank[1] == reminder[1] else None
 
     def release(self, sequence: Sequence) -> None:
-        """Cancel a sequence in any state. Its lane stays taken while a step is out."""
+        """Cancel a sequence in any state."""
         state, lane = sequence.state, sequence.lane
         if state == WAITING:
             self.queue.discard(sequence)
@@ -672,25 +692,12 @@ class Core:
             del self.spilled[sequence]
             sequence.kept = None
         if lane >= 0:
-            rows = self.rows
-            self.pool.close(int(rows.handle[lane]))
-            sequence.tokens, sequence.logprobs = rows.generated_of(lane), rows.logprobs_of(lane)
-            rows.handle[lane] = -1
-            if self.step_out:
-                self.dead.append(lane)
-            else:
-                rows.leave(lane)
-        self.move(sequence, FINISHED)
+            self.pool.close(int(self.rows.handle[lane]))
+            self.leave(sequence, FINISHED)
+        else:
+            self.move(sequence, FINISHED)
         self.count[FINISHED] -= 1
         self.cancelled += 1
-        if lane >= 0 and self.step_out:
-            self.rows.state[lane] = WAITING
-
-    def bury(self) -> None:
-        """Free the lanes of sequences that were cancelled while the step was out."""
-        for lane in self.dead:
-            self.rows.leave(lane)
-        self.dead.clear()
 
     def set_length(self, handle: int, tokens: int) -> None:
         """Set the length of a sequence that has its blocks. Their content comes from a tier."""

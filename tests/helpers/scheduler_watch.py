@@ -33,9 +33,13 @@ class Watch:
         self.steps = self.tokenless = self.failures = 0
         self.turns: Any = None  # `Turns`, where it can judge
         self.decodes: list[Any] = []  # requests of the decodes of the step that is out
+        self.dropped = 0  # steps that were planned ahead, with rows that had ended when the step before was in
 
-    def step(self, step: Any) -> None:
-        """Judge a step that `schedule` has returned."""
+    def step(self, step: Any, requests: list[Any]) -> None:
+        """Judge a step that `schedule` has returned, with the request of each row.
+
+        One that was planned ahead is judged when the step before it is in.
+        """
         handles, num_new, decodes = step.handles, step.num_new, step.num_decodes
         total, options = len(step.tokens), self.options
         assert len(handles) == len(num_new) == len(step.plan.handles) == len(step.lanes)
@@ -54,7 +58,7 @@ class Watch:
         self._arrays_hold(step)
         self._stall_free(handles, decodes, len(chunks))
         self._watermark(handles)
-        self._victims(step, decodes)
+        self._victims(step, requests)
         sampled = np.isin(ends, step.sample_at)
         if self.simple and options["mixed"]:
             self._nothing_is_left_lying(step, sampled)
@@ -83,7 +87,8 @@ class Watch:
         assert self.checkpoints or not cut.any(), f"a chunk was cut, {left} tokens of the budget are left"
         running = set(self.running.values())
         waiting = [r for name, r in self.door.items() if name not in self.gone and name not in running]
-        if not self.strict or not waiting or len(step.handles) >= self.options["max_running"]:
+        is_full = len(step.handles) >= self.options["max_running"]
+        if not self.strict or step.follows is not None or not waiting or is_full:
             return
         if any(r.n > 1 or r.beam_width for r in waiting) or self.pool.stats().sequences >= self.pool.options.max_seqs:
             return
@@ -116,20 +121,19 @@ class Watch:
             assert stats.free >= watermark, f"{stats.free} blocks left: {watermark}"
         self.admissions = admissions
 
-    def _victims(self, step: Any, decodes: int) -> None:
+    def _victims(self, step: Any, requests: list[Any]) -> None:
         """Who lost its blocks, by the policy, for whom, and that no new request is admitted before it is."""
         preemptions = self.scheduler.stats().preemptions
         new = preemptions - self.preemptions
         self.preemptions = preemptions
         before = set(self.running)
-        if new and not decodes:  # the policy named every decode: each had its token since it was admitted
+        if new and not step.num_decodes:  # the policy named every decode: each had its token since it was admitted
             assert any(not self.pool.is_open(handle) for handle in self.decoding), "preempted for nobody's token"
         if new and not any(self.pool.is_open(handle) for handle in before):
             self._started_over_alone()
         lens = step.plan.seq_lens[: len(step.handles)] - step.num_new
-        self.decodes = [self.scheduler.request_of(lane).id for lane in step.lanes[:decodes].tolist()]
-        for row, (lane, handle) in enumerate(zip(step.lanes.tolist(), step.handles.tolist(), strict=True)):
-            request = self.scheduler.request_of(lane)
+        self.decodes = [request.id for request in requests[: step.num_decodes]]
+        for row, (request, handle) in enumerate(zip(requests, step.handles.tolist(), strict=True)):
             if request.n > 1 or request.beam_width:
                 self.simple = False  # several handles a request
             fresh = request.id not in self.requests
@@ -207,7 +211,8 @@ class Watch:
         # Nothing is preempted without a token, so steps without one are chunks of those who run, once each.
         assert self.tokenless <= most * chunks, f"{self.tokenless} steps without a token, at most {most * chunks}"
         counts = self.scheduler.stats()
-        assert counts.steps <= counts.sampled_tokens + counts.admissions * chunks, f"too many steps: {counts}"
+        bound = counts.sampled_tokens + counts.admissions * chunks + self.dropped
+        assert counts.steps <= bound, f"too many steps: {counts}"
         # (A pool in order cannot roll a failed step back: its rows start over.)
         assert counts.preemptions <= most * (counts.sampled_tokens + self.failures), f"too many preemptions: {counts}"
 
@@ -247,5 +252,6 @@ class Watch:
                 rank[name] = (age - self.options.get("ageing", 256) * requests[name].priority, place)
             for name in mine:
                 gone = began.get(name, times[name].finished)
-                late = [one for one, when in began.items() if times[name].arrived < when < gone and rank[one] > rank[name]]
+                since = times[name].arrived
+                late = [one for one, when in began.items() if since < when < gone and rank[one] > rank[name]]
                 assert len(late) <= self.options.get("overtake", 16), f"{late} passed {name}"

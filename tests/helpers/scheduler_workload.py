@@ -156,7 +156,9 @@ def share_out(workload: Workload) -> None:
     """Give requests tenants and deadlines, and the scheduler weights and bounds of its order."""
     rng = np.random.default_rng([workload.seed, 20261])
     tenants = TENANTS[: int(rng.integers(1, 5))]
-    workload.arrivals = [(tick, replace(r, tenant=tenants[rng.integers(len(tenants))])) for tick, r in workload.arrivals]
+    whose = [tenants[at] for at in rng.integers(len(tenants), size=len(workload.arrivals))]
+    arrivals = zip(workload.arrivals, whose, strict=True)
+    workload.arrivals = [(tick, replace(request, tenant=tenant)) for (tick, request), tenant in arrivals]
     weights = {name: float(rng.choice([0.25, 1.0, 1.0, 3.0])) for name in tenants if rng.random() < 0.7}
     workload.scheduler["weights"] = weights
     workload.scheduler["ageing"] = int(rng.choice([1, 2, 4, 256]))
@@ -272,11 +274,40 @@ class Guest:
         return had
 
 
-class Runner:
-    """Runs a workload; every method that finds something wrong raises AssertionError."""
+class Flight:
+    """A step that is out: its inputs, what is known of its rows, and its states once the model has run."""
 
-    def __init__(self, workload: Workload, scheduler_class: Any = Scheduler, check_every: int = 7) -> None:
-        self.workload = workload
+    def __init__(self, scheduler: Scheduler, step: Any, sampled: np.ndarray | None = None) -> None:
+        self.step, self.tokens = step, step.tokens.copy()
+        if step.follows is not None:
+            assert sampled is not None and ((step.follows >= 0) == (step.tokens == -1)).all()
+            late = step.follows >= 0
+            self.tokens[late] = sampled[step.follows[late]]
+        self.requests = [scheduler.request_of(lane) for lane in step.lanes.tolist()]
+        self.states: np.ndarray | None = None
+
+    def run(self, memory: Any) -> np.ndarray:
+        """What the model makes of the step: computed once."""
+        if self.states is None:
+            salts = [salt_of(request.namespace) for request in self.requests]
+            self.states = memory.forward(self.tokens, self.step.plan, np.array(salts, np.uint64))
+        return self.states
+
+
+class Runner:
+    """Runs a workload; every method that finds something wrong raises AssertionError.
+
+    `ahead`: the next step is planned while one is out, whenever the scheduler does it.
+    """
+
+    def __init__(
+        self, workload: Workload, scheduler_class: Any = Scheduler, check_every: int = 7, ahead: bool = False
+    ) -> None:
+        if ahead:
+            workload = replace(workload, scheduler=workload.scheduler | {"plans": 2})
+        self.workload, self.ahead = workload, ahead
+        self.following: Flight | None = None  # planned ahead
+        self.steps_ahead = 0
         self.rng = np.random.default_rng([workload.seed, 4])
         self.model = TokenModel(quantum=workload.quantum)
         self.pool = Pool(seed=1, **workload.pool)
@@ -287,7 +318,8 @@ class Runner:
         self.watch = Watch(self.scheduler, self.pool, workload.scheduler)
         self.watch.caches = workload.pool.get("prefix_cache", False)
         self.guest = Guest(self.pool, self.rng)
-        if type(self) is Runner and not workload.tier and all(r.n == 1 and not r.beam_width for r in self._requests()):
+        is_plain = bool(workload.arrivals) and all(r.n == 1 and not r.beam_width for r in self._requests())
+        if is_plain and type(self) is Runner and not (ahead or workload.tier):
             self.watch.turns = Turns(workload.scheduler)
         self.watch.strict = not (workload.tier or workload.guests or workload.pool.get("in_order"))
         self.check_every = check_every
@@ -324,7 +356,7 @@ class Runner:
             self._cancel(tick, "before")
             if self.workload.guests:
                 self.guest.visit()
-            step = self._schedule()
+            step = self._schedule() if self.following is None else self.following.step
             if step is None:
                 if not pending:
                     break
@@ -414,23 +446,47 @@ class Runner:
 
     def _execute(self, step: Any, tick: int) -> None:
         self.steps += 1
-        self.watch.step(step)
-        self.log.append(((step.handles & (1 << 52) - 1).tolist(), step.num_new.tolist(), step.tokens.tolist()))
-        salts = [salt_of(self.scheduler.request_of(lane).namespace) for lane in step.lanes.tolist()]
+        flight, self.following = self.following or Flight(self.scheduler, step), None
+        self.watch.step(step, flight.requests)
+        self.log.append(((step.handles & (1 << 52) - 1).tolist(), step.num_new.tolist(), flight.tokens.tolist()))
         self._cancel(tick, "out")
         if self.rng.random() < self.workload.fail_rate:
-            self.memory.spoil(step.plan)
-            self.scheduler.fail(step)
-            self.watch.failed()
+            self._fail(step)
             return
-        states = self.memory.forward(step.tokens, step.plan, np.array(salts, np.uint64))
-        sampled = len(step.sample_at)
+        results = self.sample(step, flight.run(self.memory)[step.sample_at])
+        if self.ahead:
+            self._plan_ahead(results[0])
+        if step.follows is not None:
+            self.watch.dropped += not all(map(self.pool.is_open, step.handles.tolist()))
         before = self.now
-        outputs = self.scheduler.update(step, *self.sample(step, states[step.sample_at]))
+        outputs = self.scheduler.update(step, *results)
         self._expired(before, outputs)
-        self.watch.updated(sampled, self.requests)
+        self.watch.updated(len(step.sample_at), self.requests)
         self._collect(outputs)
-        self._poison()
+        if self.following is None or self.following.states is not None:
+            self._poison()
+
+    def _plan_ahead(self, sampled: np.ndarray) -> None:
+        """Plan the step after one that is out. Then it may run, fail, or fail the one before it, too."""
+        step = self.scheduler.schedule()
+        if step is None:
+            return
+        self.steps_ahead += 1
+        self.following = Flight(self.scheduler, step, sampled)
+        if self.rng.random() < 0.5:  # the model is as fast as that
+            self.following.run(self.memory)
+        if self.check_every == 1:
+            self.check()
+        if self.rng.random() < self.workload.fail_rate:
+            self._fail(step)
+
+    def _fail(self, step: Any) -> None:
+        """Take a step back, and the one that was planned after it."""
+        self.memory.spoil(step.plan)
+        self.scheduler.fail(step)
+        if self.following is not None:  # its plan was that of the step before `step`
+            self.following = self.watch.before = None
+        self.watch.failed()
 
     def _expired(self, before: int, outputs: list[Any]) -> None:
         """Who had a deadline before the update has ended, and nobody whose deadline is to come."""
@@ -477,7 +533,8 @@ class Runner:
             assert is_due, f"{output.id} was not {output.finish_reason}"
             if not request.beam_width:
                 alone = self.expected[output.id][output.index].tokens[: output.tokens.size]
-                assert np.array_equal(output.tokens, alone), f"{output.finish_reason} {output.id}: {output.tokens} is not {alone}"
+                found = f"{output.finish_reason} {output.id}: {output.tokens}"
+                assert np.array_equal(output.tokens, alone), f"{found} is not {alone}"
             return
         alone = self.expected[output.id][output.index]
         name = f"output {output.index} of request {output.id}"

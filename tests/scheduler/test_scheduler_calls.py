@@ -19,13 +19,11 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from scheduler_workload import Runner, Workload, expected_of
-from token_model import salt_of
+from scheduler_workload import Flight, Runner, Workload, expected_of
 
 from kvpool import Request, Scheduler
 from kvpool.errors import OutOfBlocks, RequestRejected, UnknownRequest
 from kvpool.scheduler import results
-from kvpool.scheduler.state import Core
 
 EXAMPLES = max(1, int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", "1000")) // 20)
 POOLS = st.fixed_dictionaries(
@@ -61,7 +59,7 @@ class Calls(RuleBasedStateMachine):
     def begin(self, pool, options):
         workload = Workload(0, pool, options, [])
         self.runner = Runner(workload)
-        self.runner.watch.strict, self.runner.watch.turns = False, None
+        self.runner.watch.strict = False
         self.scheduler, self.pool = self.runner.scheduler, self.runner.pool
         self.step_out = self.old = None
         self.next_id = 0
@@ -143,14 +141,12 @@ class Calls(RuleBasedStateMachine):
         assert (step is None) == (not self.waiting())
         if step is not None:
             assert len(step.handles)
-            self.runner.watch.step(step)
-            self.salts = [salt_of(self.scheduler.request_of(lane).namespace) for lane in step.lanes.tolist()]
-            self.step_out = step
+            self.flight, self.step_out = Flight(self.scheduler, step), step
+            self.runner.watch.step(step, self.flight.requests)
 
     def computed(self):
         step, runner = self.step_out, self.runner
-        states = runner.memory.forward(step.tokens, step.plan, np.array(self.salts, np.uint64))
-        return runner.sample(step, states[step.sample_at])
+        return runner.sample(step, self.flight.run(runner.memory)[step.sample_at])
 
     @precondition(lambda self: self.step_out is not None)
     @rule()
@@ -310,9 +306,11 @@ def refused_request_stays_in_the_queue(monkeypatch):
     monkeypatch.setattr(Scheduler, "_judge", keep)
 
 
-def failed_step_forgets_a_cancel(monkeypatch):
-    bury = Core.bury
-    monkeypatch.setattr(Core, "bury", lambda self: None if self.dead else bury(self))
+def cancelled_sequence_gets_the_token_of_its_step(monkeypatch):
+    take_rows = results.take_rows
+    monkeypatch.setattr(
+        results, "take_rows", lambda core, step, given, alive, begin: take_rows(core, step, given, alive | True, begin)
+    )
 
 
 @pytest.mark.parametrize(
@@ -322,7 +320,7 @@ def failed_step_forgets_a_cancel(monkeypatch):
         old_step_is_taken,
         finished_request_may_be_cancelled,
         refused_request_stays_in_the_queue,
-        failed_step_forgets_a_cancel,
+        cancelled_sequence_gets_the_token_of_its_step,
     ],
 )
 def test_planted_fault_of_a_call_is_detected(plant, monkeypatch):
