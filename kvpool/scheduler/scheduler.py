@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvpool._core import Plan, Pool
 from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected, UnknownRequest
-from kvpool.scheduler import results
+from kvpool.scheduler import drafts, results
 from kvpool.scheduler.beams import Beam
 from kvpool.scheduler.check import check
 from kvpool.scheduler.policy import (
@@ -83,6 +83,9 @@ class Scheduler:
         Plans that steps use in turn. With 2, the arrays of a step stay valid during the next one.
     eviction : kvpool.eviction.Evictor, optional
         Evicts tokens of its layer group between two steps, so that each sequence stays within a budget.
+    speculate : callable, optional
+        Gets a list of `Decoding`, returns drafts for each: tokens that may come next. A decode computes its drafts in
+        the same step, and `update` keeps those that are equal to the sampled tokens.
 
     Raises
     ------
@@ -119,6 +122,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         plans: int = 1,
         eviction: Evictor | None = None,
+        speculate: drafts.Propose | None = None,
     ) -> None:
         call = "Scheduler"
         if not isinstance(pool, Pool):
@@ -142,6 +146,11 @@ class Scheduler:
         if tier is not None and pool.options.groups is not None:
             raise ValueError(f"[{call}] tier is for pools of one table, this one has {len(pool.options.groups)} groups")
         _check_evictor(call, eviction, pool)
+        if speculate is not None:
+            if not callable(speculate):
+                raise TypeError(f"[{call}] speculate must be callable, not {type(speculate).__name__}")
+            drafts.require_retractable(call, pool, eviction)
+        self._propose = speculate
         numbers = (max_running, max_step_tokens, chunk, mixed, watermark, preempt)
         self._core = Core(pool, *numbers, tier, clock, eviction)
         self._pad_to = pad_to
@@ -302,7 +311,10 @@ class Scheduler:
             batch, chunks = self._keep_promises(plan, batch, chunks)
         if batch is None and not chunks:
             self._explain_idle()
-        step = self._build(plan, batch, chunks)
+        new = None
+        if self._propose is not None and batch is not None:
+            new = drafts.ask(core, self._propose, batch, chunks)
+        step = self._build(plan, batch, chunks) if new is None else self._build_drafted(plan, batch, new, chunks)
         self._turn = (self._turn + 1) % len(self._plans)
         self._out = step
         core.newest = NOBODY
@@ -425,6 +437,29 @@ class Scheduler:
         plain = batch if batch is not None and batch.plain else None
         return Step(rows, plan, plain, tokens, decodes, lanes, handles, num_new, *self._samples(at, of))
 
+    def _build_drafted(
+        self, plan: Plan, batch: DecodeBatch, new: NDArray[int64], chunks: list[tuple[int, int]]
+    ) -> Step:
+        """Do what `_build` does for decodes of `new` tokens each, of which every one is sampled."""
+        rows, decodes = self._core.rows, len(batch.lanes)
+        lanes = np.concatenate([batch.lanes32, np.array([lane for lane, _ in chunks], np.int32)])
+        num_new = np.concatenate([new, np.array([count for _, count in chunks], np.int64)])
+        begin, ends = rows.computed[lanes], num_new.cumsum()
+        pieces = zip(lanes.tolist(), begin.tolist(), (begin + num_new).tolist(), strict=True)
+        tokens = np.concatenate([rows.known(*piece) for piece in pieces])
+        sampled = (begin + num_new == rows.prompt[lanes] + rows.generated[lanes])[decodes:]
+        at = np.concatenate([np.arange(ends[decodes - 1]), ends[decodes:][sampled] - 1]).astype(np.int32)
+        handles = np.concatenate([batch.handles, rows.handle[lanes[decodes:]]])
+        self._take_blocks(plan, handles, num_new, len(tokens))
+        samples = self._samples(at, lanes[np.searchsorted(ends, at, "right")])
+        plain = batch if batch.plain else None
+        step = Step(rows, plan, plain, tokens, decodes, lanes, handles, num_new, *samples)
+        row = np.searchsorted(ends, step.sample_at, "right")
+        ahead = step.sample_at - (ends - num_new)[row]
+        step.sample_position += np.where(row < decodes, ahead, 0).astype(np.int32)
+        step.num_drafts = int(new.sum()) - decodes
+        return step
+
     def _samples(self, at: np.ndarray, lane: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return positions, lanes, sample numbers and beam widths of the samples."""
         core = self._core
@@ -476,6 +511,8 @@ class Scheduler:
         if not self._core.pool.options.in_order:
             self._core.pool.done(step.plan)
         self._out = None
+        if step.num_drafts:
+            step, given = drafts.settle(self._core, step, given)
         return results.take(self._core, step, given)
 
     def fail(self, step: Step) -> None:
@@ -547,7 +584,7 @@ class Scheduler:
         counters = (
             *(core.cancelled, core.rejected, core.admissions, core.preemptions, core.spills, core.steps),
             *(core.decode_tokens, core.prefill_tokens, core.recomputed_tokens, core.hit_tokens, core.sampled_tokens),
-            core.evicted_tokens,
+            *(core.evicted_tokens, core.drafted_tokens, core.accepted_tokens),
         )
         return SchedulerStats._make((*core.count, *counters))
 
