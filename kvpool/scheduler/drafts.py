@@ -39,9 +39,14 @@ class Decoding(NamedTuple):
     generated: NDArray[int32]
     most: int
 
+    @property
+    def known(self) -> NDArray[int32]:
+        """A copy of the prompt and the generated tokens."""
+        return np.concatenate([self.request.prompt, self.generated])
+
 
 Propose = Callable[[list[Decoding]], Sequence[Any]]
-"""Returns the drafts of each sequence: the tokens that may come next, none if it has no guess."""
+"""Returns the drafts of each sequence: tokens that may come next, or none."""
 
 
 def require_retractable(call: str, pool: Pool, eviction: Any) -> None:
