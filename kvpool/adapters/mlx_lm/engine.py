@@ -34,6 +34,7 @@ import numpy as np
 
 from kvpool import Request, Scheduler
 from kvpool.adapters.mlx_lm.chat import encoded, is_conversation, rewritten_from
+from kvpool.adapters.mlx_lm.grammar import Follower, GrammarFailed, Grammars
 from kvpool.adapters.mlx_lm.host import BackendFactory, install
 from kvpool.adapters.mlx_lm.ragged import RaggedForward
 from kvpool.adapters.mlx_lm.sampling import SEED_MAX, Sampling, best, sample
@@ -113,7 +114,8 @@ class Completion:
     Attributes
     ----------
     error : Exception or None
-        The exception of its listener, if that ended the request, or of its tokenizer: then there is no text.
+        The exception that ended the request: of its listener or its grammar. Or that of its tokenizer: then there is
+        no text.
     """
 
     id: Hashable
@@ -168,6 +170,8 @@ class Engine:
         The model has tokens 0 .. vocab_size - 1.
     max_model_len : int or None
         Most tokens of a prompt and its answer together. None: the model has no limit that is known.
+    grammars : Grammars
+        Compiles what `submit` takes as ``grammar``.
     """
 
     def __init__(
@@ -204,6 +208,7 @@ class Engine:
         pool = self.kv.pool
         self.tokenizer = _with_detokenizer(tokenizer)
         self.vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
+        self.grammars = Grammars(self.tokenizer, self.vocab_size)
         self.max_model_len: int | None = scheduling.setdefault("max_model_len", max_positions(model))
         self._forward = RaggedForward(self.kv)
         self._keep_states, self._eviction = self._forward.keep_states, self._forward.eviction
@@ -410,6 +415,8 @@ class Engine:
             raise ValueError("[submit] a beam has no text before it ends: leave on_token and stop strings out")
         if sampling.seed is None and not sampling.is_greedy:
             sampling = replace(sampling, seed=int(self._seeds.integers(SEED_MAX)))
+        if sampling.grammar is not None and (request.beam_width or not sampling.grammar.eos <= set(request.eos)):
+            raise ValueError("[submit] a grammar needs the end tokens of the tokenizer in eos, and no beam")
         id = request.id
         while id is None or (request.id is None and id in self._jobs):
             id = next(self._numbers)
@@ -429,9 +436,13 @@ class Engine:
     # ------------------------------------------------------------------------------------------------ one step
 
     def _drafts(self, propose: Propose, rows: list[Decoding]) -> list[np.ndarray]:
-        """Return the drafts of a proposer, up to the first token that the model does not have."""
-        found = [token_array("speculate", "drafts", drafts) for drafts in propose(rows)]
-        return [drafts[: np.append(drafts >= self.vocab_size, True).argmax()] for drafts in found]
+        """Return the drafts of a proposer, up to the first token that the model does not have. A grammar has none."""
+        free = [at for at, row in enumerate(rows) if row.request.user.grammar is None]
+        found = [row.generated[:0] for row in rows]
+        for at, drafts in zip(free, propose([rows[at] for at in free]), strict=True):
+            tokens = token_array("speculate", "drafts", drafts)
+            found[at] = tokens[: np.append(tokens >= self.vocab_size, True).argmax()]
+        return found
 
     def _executed(self, step: Step) -> tuple[Iterable[Row], list[Output]]:
         """Run the model and give its tokens to the scheduler, all or nothing. Return the arguments of `_deliver`."""
@@ -467,8 +478,10 @@ class Engine:
         changes = {}
         if any(map(attrgetter("alters"), samplings)):
             altered = [at for at, one in enumerate(samplings) if one.alters]
-            changes = {at: samplings[at].changes(requests[at].prompt, step.generated(at)) for at in altered}
-        tokens, logprobs = sample(logits, samplings, step.sample_index, step.sample_position, changes)
+            some = [(at, requests[at]) for at in altered]
+            changes = {at: one.user.changes(one.prompt, step.generated(at), one.eos) for at, one in some}
+        allowed = self._allowed(step, requests) if any(map(attrgetter("grammar"), samplings)) else {}
+        tokens, logprobs = sample(logits, samplings, step.sample_index, step.sample_position, changes, allowed)
         in_beams = np.flatnonzero(step.beam_width)
         beams = None
         if len(in_beams):
@@ -477,6 +490,24 @@ class Engine:
             beams = best(logits[in_beams.tolist()], width + max(width, ends))
         counts = list(map(attrgetter("top_logprobs"), samplings))
         return tokens, logprobs, beams, _tops(logits, counts) if any(counts) else [()] * len(counts)
+
+    def _allowed(self, step: Step, requests: list[Request]) -> dict[int, np.ndarray]:
+        """Return the rows whose grammar holds, and the tokens that may come there. Note where one has failed."""
+        allowed = {}
+        for at, request in enumerate(requests):
+            job = self._jobs[request.id]
+            if job.request.user.grammar is None:
+                continue
+            index = int(step.sample_index[at])
+            if index not in job.followers:
+                job.followers[index] = request.user.grammar.follow()
+            try:
+                bits = job.followers[index].allowed(step.generated(at))
+            except GrammarFailed as error:
+                job.error, bits = error, None
+            if bits is not None:
+                allowed[at] = bits
+        return allowed
 
     def _deliver(self, rows: Iterable[Row], outputs: list[Output]) -> None:
         """Call the listeners and end requests."""
@@ -491,10 +522,11 @@ class Engine:
         stopped: list[_Job] = []
         for request, index, position, counts, token, logprob, top in rows:
             current = self._jobs.get(request.id)
-            if current is None or not counts or not current.listens or current.error is not None:
+            if current is None or not counts or not current.listens:
                 continue
             try:
-                current.on_token(index, token, logprob, reasons.get((request.id, index, position)), top)
+                if current.error is None:
+                    current.on_token(index, token, logprob, reasons.get((request.id, index, position)), top)
             except Exception as error:
                 current.error = error
             if (current.error is not None or current.is_stopped) and request.id not in ended:
@@ -535,7 +567,8 @@ class _Job:
         self.request = request
         self.outputs: dict[int, Output] = {}
         self.error: Exception | None = None
-        self.listens = on_token is not None or bool(stops)
+        self.listens = on_token is not None or bool(stops) or request.user.grammar is not None
+        self.followers: dict[int, Follower] = {}
         self._on_token = on_token
         self._stops = stops
         self._tokenizer = tokenizer
