@@ -19,13 +19,15 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from kvpool.adapters.mlx_lm.engine import Completion
+from kvpool.adapters.mlx_lm.grammar import Grammar
 from kvpool.errors import RequestRejected
 from kvpool.serving import messages
 from kvpool.serving.answers import Answer, ChatForm, TextForm, refusal
-from kvpool.serving.messages import MessageAnswer, MessagesRequest
+from kvpool.serving.messages import CountRequest, MessageAnswer, MessagesRequest
 from kvpool.serving.metrics import ServerMetrics
 from kvpool.serving.requests import ChatRequest, CompletionRequest, Form, Generation, Refused, parse
 from kvpool.serving.runner import EngineFailed, Run, Runner
+from kvpool.serving.speech import Manner
 
 T = TypeVar("T")
 RETRY = {"Retry-After": "1"}
@@ -84,6 +86,7 @@ class Service:
         self._runner, self._settings, self._metrics = runner, settings, metrics
         self._tokenizing = ThreadPoolExecutor(1, "kvpool-tokenizer")
         self._decode: Callable[[int], str] = lru_cache(2**18)(lambda token: runner.engine.tokenizer.decode([token]))
+        self._newline = runner.engine.tokenizer.encode("\n")
         self._texts = 0  # requests at the tokenizer
         self.is_draining = False
         self.active = 0
@@ -91,6 +94,7 @@ class Service:
             Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
             Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
             Route("/v1/messages", self._guarded(self.messages), methods=["POST"]),
+            Route("/v1/messages/count_tokens", self._guarded(self.count_tokens), methods=["POST"]),
             Route("/v1/models", self._guarded(self.models)),
             Route("/metrics", self._guarded(self.statistics)),
             Route("/health", self._guarded(self.health, needs_key=False)),
@@ -127,25 +131,35 @@ class Service:
     async def completions(self, request: Request) -> Response:
         """``POST /v1/completions``."""
         body = await self._read(CompletionRequest, request)
-        encode = self._runner.engine.tokenizer.encode
-        prompts = [
-            list(one) if isinstance(one, list) else await self._aside(request, encode, one) for one in body.prompt
-        ]
-        answer = Answer(TextForm(self._decode), self._settings.model, body, sum(map(len, prompts)))
-        return await self._answer(request, body, answer, prompts)
+        tokenizer = self._runner.engine.tokenizer
+        encode = tokenizer.encode
+        prompts, echo = [], []
+        for one in body.prompt:
+            prompts.append(list(one) if isinstance(one, list) else await self._aside(request, encode, one))
+            if body.echo:
+                text = one if isinstance(one, str) else await self._aside(request, tokenizer.decode, one)
+                echo += [text] * body.n
+        answer = Answer(TextForm(self._decode, echo), self._settings.model, body, sum(map(len, prompts)))
+        return await self._answer(request, body, answer, prompts, Manner())
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
         body = await self._read(ChatRequest, request)
-        prompt = await self._templated(request, body)
-        answer = Answer(ChatForm(self._decode), self._settings.model, body, len(prompt))
-        return await self._answer(request, body, answer, [prompt])
+        prompt, manner = await self._templated(request, body)
+        answer = Answer(ChatForm(self._decode, manner), self._settings.model, body, len(prompt))
+        return await self._answer(request, body, answer, [prompt], manner)
 
     async def messages(self, request: Request) -> Response:
         """``POST /v1/messages``."""
         body = (await self._read(MessagesRequest, request)).as_chat()
-        prompt = await self._templated(request, body)
-        return await self._answer(request, body, MessageAnswer(self._settings.model, len(prompt)), [prompt])
+        prompt, manner = await self._templated(request, body)
+        answer = MessageAnswer(self._settings.model, len(prompt), manner)
+        return await self._answer(request, body, answer, [prompt], manner)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """``POST /v1/messages/count_tokens``."""
+        prompt, _ = await self._templated(request, (await self._read(CountRequest, request)).as_chat())
+        return JSONResponse({"input_tokens": len(prompt)})
 
     async def models(self, request: Request) -> Response:
         """``GET /v1/models``."""
@@ -215,33 +229,63 @@ class Service:
             raise Refused(404, f"model: this server has {self._settings.model}", "model", "model_not_found")
         return body
 
-    async def _aside(self, request: Request, call: Callable[..., Any], *args: Any) -> list[int]:
-        """Tokenize in a thread, because a long text would stop the event loop."""
+    async def _aside(self, request: Request, call: Callable[..., T], *args: Any) -> T:
+        """Run what may take long in a thread, because it would stop the event loop."""
         if self._texts > self._settings.max_waiting:
             raise Refused(429, f"{self._settings.max_waiting} requests wait for the tokenizer", code="queue_full")
         self._texts += 1
         try:
             text = asyncio.get_running_loop().run_in_executor(self._tokenizing, call, *args)
-            return list(await _unless_gone(request.receive, text))
-        except ClientDisconnect:
+            return await _unless_gone(request.receive, text)
+        except (ClientDisconnect, Refused):
             raise
         except Exception as error:  # of a chat template, or of the tokenizer
             raise Refused(400, f"the prompt cannot be tokenized: {str(error)[:200]}") from error
         finally:
             self._texts -= 1
 
-    async def _templated(self, request: Request, body: ChatRequest) -> list[int]:
-        """Return the tokens of a conversation."""
-        tokenizer = self._runner.engine.tokenizer
+    async def _templated(self, request: Request, body: ChatRequest) -> tuple[list[int], Manner]:
+        """Return the tokens of a conversation, and how the model will mark what it says."""
+        tokenizer, tools = self._runner.engine.tokenizer, body.template_options.get("tools", [])
         if not tokenizer.has_chat_template:
             raise Refused(400, "messages: this model has no chat template", "messages")
-        plain = [message.plain() for message in body.messages]
-        return await self._aside(request, partial(tokenizer.apply_chat_template, plain, add_generation_prompt=True))
+        by_grammar = body.must_call or body.form is not None
+        if tools and not by_grammar and not tokenizer.has_tool_calling:
+            text = "tools: this model has no form for calls of its own, so tool_choice must be required or name a tool"
+            raise Refused(400, text, "tools")
+        plain, options = [message.plain() for message in body.messages], body.template_options
+        template = partial(tokenizer.apply_chat_template, plain, add_generation_prompt=True, **options)
+        prompt = list(await self._aside(request, template))
+        return prompt, Manner.of(tokenizer, prompt, tools, by_grammar, not body.parallel_tool_calls)
+
+    async def _grammar(
+        self, request: Request, body: Generation, form: tuple[str, Any, str], manner: Manner
+    ) -> Grammar:
+        """Return the grammar that the answer follows, compiled."""
+        (kind, text, field), engine = form, self._runner.engine
+        after = engine.tokenizer.think_end_tokens if manner.thinks_first else ()
+        if body.min_tokens or body.ignore_eos:
+            name = "min_tokens" if body.min_tokens else "ignore_eos"
+            raise Refused(400, f"{name}: not with {field}, which says where the answer ends", name)
+
+        def compiled() -> Grammar:
+            try:
+                made: Grammar = getattr(engine.grammars, kind)(text, after)
+                return made
+            except (ImportError, ValueError) as error:
+                raise Refused(400, f"{field}: {_plain(error)}", field) from error
+
+        return await self._aside(request, compiled)
 
     # ------------------------------------------------------------------------------------------- an answer goes out
 
     async def _answer(
-        self, request: Request, body: Generation, answer: Answer | MessageAnswer, prompts: list[list[int]]
+        self,
+        request: Request,
+        body: Generation,
+        answer: Answer | MessageAnswer,
+        prompts: list[list[int]],
+        manner: Manner,
     ) -> Response:
         engine = self._runner.engine
         longest, room = max(map(len, prompts)), engine.max_model_len
@@ -250,12 +294,19 @@ class Service:
         most = body.most
         if most is None:
             most = self._settings.max_tokens if room is None else min(self._settings.max_tokens, room - longest)
+        if body.min_tokens > most:
+            raise Refused(400, f"min_tokens: {body.min_tokens}, and max_tokens is {most}", "min_tokens")
         if body.tops is not None and not body.stream:
-            told = len(prompts) * body.n * most * (1 + body.tops)
+            told = len(prompts) * body.width * most * (1 + body.tops)
             if told > LOGPROBS:
                 text = f"logprobs: up to {told} in one answer, the limit is {LOGPROBS}, or stream them"
                 raise Refused(400, text, "logprobs")
         options = body.options(tuple(engine.tokenizer.eos_token_ids), self._key(request)) | {"max_tokens": most}
+        options["stop"] = [*body.stops, *manner.stops]
+        if body.form is not None:
+            options["grammar"] = await self._grammar(request, body, body.form, manner)
+        if body.xtc_probability:
+            options["xtc_special_tokens"] = (*self._newline, *engine.tokenizer.eos_token_ids)
         run = self._runner.run(prompts, body.stream or body.tops is not None, options)
         if body.stream:
             return EventStream(run, answer)
@@ -359,7 +410,7 @@ def _error(status: int, message: str, param: str | None = None, code: str | None
 
 
 def _refusal(request: Request, error: Any) -> JSONResponse:
-    if request.url.path != "/v1/messages":
+    if not request.url.path.startswith("/v1/messages"):
         return _error(error.status, error.message, error.param, error.code)
     told = messages.refusal(error.status, error.message)
     return JSONResponse(told, error.status, RETRY if error.status in (429, 503) else None)

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, Self
 
@@ -33,6 +34,7 @@ import numpy as np
 
 from kvpool import Request, Scheduler
 from kvpool.adapters.mlx_lm.chat import encoded, is_conversation, rewritten_from
+from kvpool.adapters.mlx_lm.grammar import Follower, GrammarFailed, Grammars
 from kvpool.adapters.mlx_lm.host import BackendFactory, install
 from kvpool.adapters.mlx_lm.ragged import RaggedForward
 from kvpool.adapters.mlx_lm.sampling import SEED_MAX, Sampling, best, sample
@@ -40,14 +42,16 @@ from kvpool.adapters.mlx_lm.shapes import max_positions
 from kvpool.adapters.mlx_lm.transcript import Transcript
 from kvpool.errors import UnknownRequest
 from kvpool.eviction import Policy
-from kvpool.scheduler import Output, Step
+from kvpool.scheduler import Decoding, Output, Step
+from kvpool.scheduler.drafts import Propose
 from kvpool.scheduler.request import token_array
 
 Listener = Callable[["TokenEvent"], None]
 Prompt = str | Iterable[int] | Sequence[Mapping[str, Any]]
 FORMATS = ("block_tables", "seq_lens", "slot_mapping", "cu_q_lens")  # of plans for layer groups
 Top = tuple[tuple[int, float], ...]
-Row = tuple[Request, int, bool, int, float, Top]  # request, sample, is no beam, token, logprob, likeliest tokens
+Row = tuple[Request, int, int, bool, int, float, Top]
+"""Request, sample, number of the token, is no beam, token, logprob, likeliest tokens."""
 _SAMPLING = tuple(field.name for field in fields(Sampling))
 
 
@@ -110,7 +114,8 @@ class Completion:
     Attributes
     ----------
     error : Exception or None
-        The exception of its listener, if that ended the request, or of its tokenizer: then there is no text.
+        The exception that ended the request: of its listener or its grammar. Or that of its tokenizer: then there is
+        no text.
     """
 
     id: Hashable
@@ -146,6 +151,9 @@ class Engine:
         Keeps the full layers of every sequence within a budget of tokens. See `install` and docs/scheduling.md.
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
         See `install`.
+    speculate : callable, optional
+        `PromptLookup`, `DraftModel`, or what `kvpool.Scheduler` takes. Decodes compute its drafts in the same pass, and
+        keep those that are equal to the sampled tokens. The tokens are the same as without.
     seed : int, optional
         Seed of the generator that makes seeds for requests without one.
 
@@ -158,8 +166,12 @@ class Engine:
     kv : PagedKV
         Its ``summary`` covers caches of mlx-lm's engines only. Use ``kv.pool.stats()`` and ``scheduler.stats()``.
     scheduler : kvpool.Scheduler
+    vocab_size : int
+        The model has tokens 0 .. vocab_size - 1.
     max_model_len : int or None
         Most tokens of a prompt and its answer together. None: the model has no limit that is known.
+    grammars : Grammars
+        Compiles what `submit` takes as ``grammar``.
     """
 
     def __init__(
@@ -184,6 +196,7 @@ class Engine:
         k_bits: int | None = None,
         v_bits: int | None = None,
         quant_group_size: int | None = None,
+        speculate: Propose | None = None,
         **scheduling: Any,
     ) -> None:
         if (num_blocks is None) == (pool is None):
@@ -194,7 +207,8 @@ class Engine:
         self.kv = install(model, num_blocks, pool=pool, **how)
         pool = self.kv.pool
         self.tokenizer = _with_detokenizer(tokenizer)
-        self._vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
+        self.vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
+        self.grammars = Grammars(self.tokenizer, self.vocab_size)
         self.max_model_len: int | None = scheduling.setdefault("max_model_len", max_positions(model))
         self._forward = RaggedForward(self.kv)
         self._keep_states, self._eviction = self._forward.keep_states, self._forward.eviction
@@ -206,6 +220,7 @@ class Engine:
             mixed=self._forward.is_ragged,
             formats=FORMATS if self.kv.layout.groups else self.kv.backend.required_formats,
             eviction=self._eviction,
+            speculate=None if speculate is None else partial(self._drafts, speculate),
             **scheduling,
         )
         self._jobs: dict[Hashable, _Job] = {}
@@ -400,14 +415,16 @@ class Engine:
             raise ValueError("[submit] a beam has no text before it ends: leave on_token and stop strings out")
         if sampling.seed is None and not sampling.is_greedy:
             sampling = replace(sampling, seed=int(self._seeds.integers(SEED_MAX)))
+        if sampling.grammar is not None and (request.beam_width or not sampling.grammar.eos <= set(request.eos)):
+            raise ValueError("[submit] a grammar needs the end tokens of the tokenizer in eos, and no beam")
         id = request.id
         while id is None or (request.id is None and id in self._jobs):
             id = next(self._numbers)
         biased = max((token for token, _ in sampling.logit_bias), default=0)
         largest = (int(request.prompt.max()), biased, max(request.eos, default=0))
         for name, token in zip(("the prompt", "logit_bias", "eos"), largest, strict=True):
-            if token >= self._vocab_size:
-                raise ValueError(f"[submit] {name} has token {token}, the model has tokens 0 .. {self._vocab_size - 1}")
+            if token >= self.vocab_size:
+                raise ValueError(f"[submit] {name} has token {token}, the model has tokens 0 .. {self.vocab_size - 1}")
         request = replace(request, id=id, user=sampling, namespace=self.kv.own_namespace(request.namespace))
         return _Job(request, on_token, texts, self.tokenizer)
 
@@ -418,11 +435,21 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------ one step
 
+    def _drafts(self, propose: Propose, rows: list[Decoding]) -> list[np.ndarray]:
+        """Return the drafts of a proposer, up to the first token that the model does not have. A grammar has none."""
+        free = [at for at, row in enumerate(rows) if row.request.user.grammar is None]
+        found = [row.generated[:0] for row in rows]
+        for at, drafts in zip(free, propose([rows[at] for at in free]), strict=True):
+            tokens = token_array("speculate", "drafts", drafts)
+            found[at] = tokens[: np.append(tokens >= self.vocab_size, True).argmax()]
+        return found
+
     def _executed(self, step: Step) -> tuple[Iterable[Row], list[Output]]:
         """Run the model and give its tokens to the scheduler, all or nothing. Return the arguments of `_deliver`."""
         try:
             requests = step.requests
             indices, is_sample = step.sample_index.tolist(), (step.beam_width == 0).tolist()
+            positions = step.sample_position.tolist()
             tokens, logprobs, beams, tops = self._run(step, requests)
         except BaseException:
             self.scheduler.fail(step)
@@ -432,7 +459,9 @@ class Engine:
         except ValueError:  # the model has given NaN to a beam; nothing has changed, the step is still out
             self.scheduler.fail(step)
             raise
-        return zip(requests, indices, is_sample, tokens.tolist(), logprobs.tolist(), tops, strict=True), outputs
+        found = (requests, indices, positions, is_sample, tokens.tolist(), logprobs.tolist(), tops)
+        rows: Iterable[Row] = zip(*found, strict=True)
+        return rows if step.taken is None else itertools.compress(rows, step.taken.tolist()), outputs
 
     def _run(
         self, step: Step, requests: list[Request]
@@ -449,8 +478,10 @@ class Engine:
         changes = {}
         if any(map(attrgetter("alters"), samplings)):
             altered = [at for at, one in enumerate(samplings) if one.alters]
-            changes = {at: samplings[at].changes(requests[at].prompt, step.generated(at)) for at in altered}
-        tokens, logprobs = sample(logits, samplings, step.sample_index, step.sample_position, changes)
+            some = [(at, requests[at]) for at in altered]
+            changes = {at: one.user.changes(one.prompt, step.generated(at), one.eos) for at, one in some}
+        allowed = self._allowed(step, requests) if any(map(attrgetter("grammar"), samplings)) else {}
+        tokens, logprobs = sample(logits, samplings, step.sample_index, step.sample_position, changes, allowed)
         in_beams = np.flatnonzero(step.beam_width)
         beams = None
         if len(in_beams):
@@ -460,23 +491,42 @@ class Engine:
         counts = list(map(attrgetter("top_logprobs"), samplings))
         return tokens, logprobs, beams, _tops(logits, counts) if any(counts) else [()] * len(counts)
 
+    def _allowed(self, step: Step, requests: list[Request]) -> dict[int, np.ndarray]:
+        """Return the rows whose grammar holds, and the tokens that may come there. Note where one has failed."""
+        allowed = {}
+        for at, request in enumerate(requests):
+            job = self._jobs[request.id]
+            if job.request.user.grammar is None:
+                continue
+            index = int(step.sample_index[at])
+            if index not in job.followers:
+                job.followers[index] = request.user.grammar.follow()
+            try:
+                bits = job.followers[index].allowed(step.generated(at))
+            except GrammarFailed as error:
+                job.error, bits = error, None
+            if bits is not None:
+                allowed[at] = bits
+        return allowed
+
     def _deliver(self, rows: Iterable[Row], outputs: list[Output]) -> None:
         """Call the listeners and end requests."""
-        reasons: dict[tuple[Hashable, int], str] = {}
+        reasons: dict[tuple[Hashable, int, int], str] = {}  # of the last token
         ended: dict[Hashable, _Job] = {}
         for output in outputs:
-            reasons[output.id, output.index] = output.finish_reason
+            reasons[output.id, output.index, len(output.tokens) - 1] = output.finish_reason
             job = self._jobs[output.id]
             job.outputs[output.index] = output
             if len(job.outputs) == job.request.n:
                 ended[output.id] = job
         stopped: list[_Job] = []
-        for request, index, counts, token, logprob, top in rows:
+        for request, index, position, counts, token, logprob, top in rows:
             current = self._jobs.get(request.id)
-            if current is None or not counts or not current.listens or current.error is not None:
+            if current is None or not counts or not current.listens:
                 continue
             try:
-                current.on_token(index, token, logprob, reasons.get((request.id, index)), top)
+                if current.error is None:
+                    current.on_token(index, token, logprob, reasons.get((request.id, index, position)), top)
             except Exception as error:
                 current.error = error
             if (current.error is not None or current.is_stopped) and request.id not in ended:
@@ -517,7 +567,8 @@ class _Job:
         self.request = request
         self.outputs: dict[int, Output] = {}
         self.error: Exception | None = None
-        self.listens = on_token is not None or bool(stops)
+        self.listens = on_token is not None or bool(stops) or request.user.grammar is not None
+        self.followers: dict[int, Follower] = {}
         self._on_token = on_token
         self._stops = stops
         self._tokenizer = tokenizer
