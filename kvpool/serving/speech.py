@@ -165,14 +165,14 @@ def grammar_of_calls(tools: Mapping[str, Any], most: int, other: Any = None) -> 
     Parameters
     ----------
     tools : mapping
-        Of names to the JSON schemas of their arguments.
+        Of names to the JSON schemas of their arguments. Empty: there are none.
     other : mapping, optional
         The JSON schema of what an answer may be instead.
     """
     opens, closes = (json.dumps(one) for one in (TAGS[0] + "\n", "\n" + TAGS[1]))
     calls = [f'"{{\\"name\\": \\"{name}\\", \\"arguments\\": " arguments_{i} "}}"' for i, name in enumerate(tools)]
-    compact = {"x-guidance": {"whitespace_flexible": False}}
-    schemas = [{"type": "object"} | schema | compact for schema in tools.values()]
+    nothing, compact = {"additionalProperties": False}, {"x-guidance": {"whitespace_flexible": False}}
+    schemas = [{"type": "object"} | (schema or nothing) | compact for schema in tools.values()]
     lines = [
         "start: calls" + ("" if other is None else f" | %json {json.dumps(other)}"),
         "calls: call" + (f' ("\\n" call){{0,{most - 1}}}' if most > 1 else ""),

@@ -11,6 +11,7 @@ from kvpool.serving.speech import Manner, Reader
 
 THINK, CALL = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")
 ONE = '{"name": "f", "arguments": {"a": 1}}'
+CALLS = f"<tool_call>{ONE}</tool_call>"
 CALLED = ("call", ("f", {"a": 1}))
 
 
@@ -31,17 +32,19 @@ def read(manner, pieces):
 
 CASES = [
     (Manner(), f"a <think>b</think> <tool_call>{ONE}</tool_call>", None),
-    (Manner(THINK), " <think>\nb c</think>\n\nd <think> e", [("text", " "), ("thinking", "b c"), ("text", "d <think> e")]),
+    (Manner(THINK), "<think>\nb c</think>\n\nd <think> e", [("thinking", "b c"), ("text", "d <think> e")]),
+    (Manner(THINK), " \n<think>b</think>", [("text", " \n"), ("thinking", "b")]),
     (Manner(THINK, thinks_first=True), "\nb</think>c</think>", [("thinking", "b"), ("text", "c</think>")]),
     (Manner(THINK, thinks_first=True), "b</thin", [("thinking", "b</thin")]),
     (Manner(call=CALL), f"<tool_call>\n{ONE}\n</tool_call>", [CALLED]),
-    (Manner(call=CALL), f"a<tool_call>{ONE}</tool_call>\n<tool_call>{ONE}</tool_call> b", [("text", "a"), CALLED, CALLED, ("text", "b")]),
+    (Manner(call=CALL), f"{CALLS}\n{CALLS} b", [CALLED, CALLED, ("text", "b")]),
+    (Manner(call=CALL), f"a<tool_call>{ONE}</tool_call>", [("text", "a"), CALLED]),
     (Manner(call=CALL), f"<tool_call>{ONE}", [CALLED]),
     (Manner(call=CALL), "a <tool_call>{oh}</tool_call> b", [("text", "a <tool_call>{oh}</tool_call>"), ("text", "b")]),
     (Manner(call=CALL), '<tool_call>{"name": 5}</tool_call>', [("text", '<tool_call>{"name": 5}</tool_call>')]),
     (Manner(call=CALL), "a <tool_c <", [("text", "a <tool_c <")]),
     (Manner(call=CALL), "<tool_call>", [("text", "<tool_call>")]),
-    (Manner(THINK, True, CALL), f"b <tool_call></think>\n<tool_call>{ONE}</tool_call>", [("thinking", "b <tool_call>"), CALLED]),
+    (Manner(THINK, True, CALL), f"<tool_call></think>\n{CALLS}", [("thinking", "<tool_call>"), CALLED]),
     (Manner(call=CALL, is_one=True), f"<tool_call>[{ONE},{ONE}]</tool_call>", [CALLED]),
 ]
 
