@@ -126,7 +126,7 @@ def settle(core: Core, step: Step, given: Given) -> tuple[Step, Given]:
     for row in np.flatnonzero(step.num_new[:n] > 1).tolist():
         lane, drafted, at = int(step.lanes[row]), int(step.num_new[row]) - 1, int(first[row])
         last[at : at + drafted + 1] = taken[at : at + drafted + 1] = False
-        if rows.handle[lane] < 0:  # it was cancelled
+        if rows.handle[lane] != step.handles[row]:  # it was cancelled
             continue
         begin = int(rows.generated[lane])
         right = _confirmed(core, lane, given.tokens[at : at + drafted])
@@ -138,6 +138,7 @@ def settle(core: Core, step: Step, given: Given) -> tuple[Step, Given]:
         core.decode_tokens += right
         core.sampled_tokens += right
         core.drafted_tokens += drafted
+        rows.sequence(lane).group.tenant.served += right
         core.accepted_tokens += right
         if right < drafted:
             cut.append((int(rows.handle[lane]), int(rows.computed[lane]) + 1))
