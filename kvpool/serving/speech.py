@@ -113,8 +113,10 @@ class Reader:
             is_call = self._manner.call is not None and mark == self._manner.call[0] and opens
             self._kind = ("call" if is_call else "thinking") if opens else "text"
             self._is_fresh = True
-        held = 0 if is_last else len(self._held) if self._kind == "call" else self._beginning()
-        ready, self._held = self._held[: len(self._held) - held], self._held[len(self._held) - held :]
+        if self._kind == "call" and not is_last:
+            return pieces
+        end = len(self._held) - (0 if is_last else self._beginning())
+        ready, self._held = self._held[:end], self._held[end:]
         return pieces + self._said(ready, "")
 
     def _marks(self) -> list[str]:
@@ -127,19 +129,25 @@ class Reader:
         return [*([call[0]] if call else []), *([think[0]] if think and self._may_think else [])]
 
     def _next_mark(self) -> tuple[int, str] | None:
-        return min(((at, mark) for mark in self._marks() if (at := self._held.find(mark)) >= 0), default=None)
+        found = ((self._held.find(mark), mark) for mark in self._marks())
+        return min(((at, mark) for at, mark in found if at >= 0 and self._may_come(mark, at)), default=None)
+
+    def _may_come(self, mark: str, at: int) -> bool:
+        """Whether a mark is one at this place: reasoning does not open behind text."""
+        is_call = self._manner.call is not None and mark == self._manner.call[0]
+        return self._kind != "text" or is_call or not self._held[:at].strip()
 
     def _beginning(self) -> int:
         """Characters at the end that a mark may begin with."""
-        marks, held = self._marks(), self._held
-        most = min(len(held), max(map(len, marks), default=0))
-        return next((n for n in range(most, 0, -1) if any(mark.startswith(held[-n:]) for mark in marks)), 0)
+        held = self._held
+        for at in range(max(0, len(held) - max(map(len, self._marks()), default=0)), len(held)):
+            if any(mark.startswith(held[at:]) and self._may_come(mark, at) for mark in self._marks()):
+                return len(held) - at
+        return 0
 
     def _said(self, text: str, mark: str) -> list[Piece]:
         """Return what a part says that goes on, or that this mark ends."""
         if self._kind == "call":
-            if not text and not mark:
-                return []
             calls = self._manner.calls(text)
             self.has_called = self.has_called or bool(calls)
             told = self._manner.call[0] + text + mark if self._manner.call else text
@@ -157,14 +165,14 @@ def grammar_of_calls(tools: Mapping[str, Any], most: int, other: Any = None) -> 
     Parameters
     ----------
     tools : mapping
-        Of names to the JSON schemas of their arguments.
+        Of names to the JSON schemas of their arguments. Empty: there are none.
     other : mapping, optional
         The JSON schema of what an answer may be instead.
     """
     opens, closes = (json.dumps(one) for one in (TAGS[0] + "\n", "\n" + TAGS[1]))
     calls = [f'"{{\\"name\\": \\"{name}\\", \\"arguments\\": " arguments_{i} "}}"' for i, name in enumerate(tools)]
-    compact = {"x-guidance": {"whitespace_flexible": False}}
-    schemas = [{"type": "object"} | schema | compact for schema in tools.values()]
+    nothing, compact = {"additionalProperties": False}, {"x-guidance": {"whitespace_flexible": False}}
+    schemas = [{"type": "object"} | (schema or nothing) | compact for schema in tools.values()]
     lines = [
         "start: calls" + ("" if other is None else f" | %json {json.dumps(other)}"),
         "calls: call" + (f' ("\\n" call){{0,{most - 1}}}' if most > 1 else ""),
