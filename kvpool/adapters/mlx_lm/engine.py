@@ -33,6 +33,7 @@ import numpy as np
 
 from kvpool import Request, Scheduler
 from kvpool.adapters.mlx_lm.chat import encoded, is_conversation, rewritten_from
+from kvpool.adapters.mlx_lm.grammar import Follower, GrammarFailed, Grammars
 from kvpool.adapters.mlx_lm.host import BackendFactory, install
 from kvpool.adapters.mlx_lm.ragged import RaggedForward
 from kvpool.adapters.mlx_lm.sampling import SEED_MAX, Sampling, best, sample
@@ -110,7 +111,8 @@ class Completion:
     Attributes
     ----------
     error : Exception or None
-        The exception of its listener, if that ended the request, or of its tokenizer: then there is no text.
+        The exception that ended the request: of its listener or its grammar. Or that of its tokenizer: then there is
+        no text.
     """
 
     id: Hashable
@@ -160,6 +162,8 @@ class Engine:
     scheduler : kvpool.Scheduler
     max_model_len : int or None
         Most tokens of a prompt and its answer together. None: the model has no limit that is known.
+    grammars : Grammars
+        Compiles what `submit` takes as ``grammar``.
     """
 
     def __init__(
@@ -195,6 +199,7 @@ class Engine:
         pool = self.kv.pool
         self.tokenizer = _with_detokenizer(tokenizer)
         self._vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
+        self.grammars = Grammars(self.tokenizer, self._vocab_size)
         self.max_model_len: int | None = scheduling.setdefault("max_model_len", max_positions(model))
         sizes = {"max_running": max_running, "max_step_tokens": max_step_tokens, "prefill_chunk": prefill_chunk}
         self._scheduling = sizes | scheduling
@@ -411,6 +416,8 @@ class Engine:
             raise ValueError("[submit] a beam has no text before it ends: leave on_token and stop strings out")
         if sampling.seed is None and not sampling.is_greedy:
             sampling = replace(sampling, seed=int(self._seeds.integers(SEED_MAX)))
+        if sampling.grammar is not None and (request.beam_width or not sampling.grammar.eos <= set(request.eos)):
+            raise ValueError("[submit] a grammar needs the end tokens of the tokenizer in eos, and no beam")
         id = request.id
         while id is None or (request.id is None and id in self._jobs):
             id = next(self._numbers)
@@ -460,8 +467,10 @@ class Engine:
         changes = {}
         if any(map(attrgetter("alters"), samplings)):
             altered = [at for at, one in enumerate(samplings) if one.alters]
-            changes = {at: samplings[at].changes(requests[at].prompt, step.generated(at)) for at in altered}
-        tokens, logprobs = sample(logits, samplings, step.sample_index, step.sample_position, changes)
+            some = [(at, requests[at]) for at in altered]
+            changes = {at: one.user.changes(one.prompt, step.generated(at), one.eos) for at, one in some}
+        allowed = self._allowed(step, requests) if any(map(attrgetter("grammar"), samplings)) else {}
+        tokens, logprobs = sample(logits, samplings, step.sample_index, step.sample_position, changes, allowed)
         in_beams = np.flatnonzero(step.beam_width)
         beams = None
         if len(in_beams):
@@ -470,6 +479,24 @@ class Engine:
             beams = best(logits[in_beams.tolist()], width + max(width, ends))
         counts = list(map(attrgetter("top_logprobs"), samplings))
         return tokens, logprobs, beams, _tops(logits, counts) if any(counts) else [()] * len(counts)
+
+    def _allowed(self, step: Step, requests: list[Request]) -> dict[int, np.ndarray]:
+        """Return the rows whose grammar holds, and the tokens that may come there. Note where one has failed."""
+        allowed = {}
+        for at, request in enumerate(requests):
+            job = self._jobs[request.id]
+            if job.request.user.grammar is None:
+                continue
+            index = int(step.sample_index[at])
+            if index not in job.followers:
+                job.followers[index] = request.user.grammar.follow()
+            try:
+                bits = job.followers[index].allowed(step.generated(at))
+            except GrammarFailed as error:
+                job.error, bits = error, None
+            if bits is not None:
+                allowed[at] = bits
+        return allowed
 
     def _deliver(self, rows: Iterable[Row], outputs: list[Output]) -> None:
         """Call the listeners and end requests."""
@@ -484,10 +511,11 @@ class Engine:
         stopped: list[_Job] = []
         for request, index, counts, token, logprob, top in rows:
             current = self._jobs.get(request.id)
-            if current is None or not counts or not current.listens or current.error is not None:
+            if current is None or not counts or not current.listens:
                 continue
             try:
-                current.on_token(index, token, logprob, reasons.get((request.id, index)), top)
+                if current.error is None:
+                    current.on_token(index, token, logprob, reasons.get((request.id, index)), top)
             except Exception as error:
                 current.error = error
             if (current.error is not None or current.is_stopped) and request.id not in ended:
@@ -528,7 +556,8 @@ class _Job:
         self.request = request
         self.outputs: dict[int, Output] = {}
         self.error: Exception | None = None
-        self.listens = on_token is not None or bool(stops)
+        self.listens = on_token is not None or bool(stops) or request.user.grammar is not None
+        self.followers: dict[int, Follower] = {}
         self._on_token = on_token
         self._stops = stops
         self._tokenizer = tokenizer

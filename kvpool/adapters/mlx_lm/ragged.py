@@ -144,7 +144,7 @@ class RaggedForward:
         if len(rows):
             # A policy with scores needs the last layer's attention of every row's last token, sampled or not.
             wants_scores = self.eviction is not None and self.eviction.policy.scores is not None
-            splits = len(rows) < inputs.size and self._defers and not wants_scores
+            splits = len(rows) < inputs.size and self.is_ragged and not wants_scores
             last = partial(_LastLayer, turn, rows) if splits else None
             model, taken = _with_rows(model, mx.array(rows), last)
 
