@@ -214,24 +214,27 @@ class Engine:
         self.vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
         self.grammars = Grammars(self.tokenizer, self.vocab_size)
         self.max_model_len: int | None = scheduling.setdefault("max_model_len", max_positions(model))
+        sizes = {"max_running": max_running, "max_step_tokens": max_step_tokens, "prefill_chunk": prefill_chunk}
+        self._scheduling, self._speculate = sizes | scheduling, speculate
+        self._numbers = itertools.count()
+        self._seeds = np.random.default_rng(seed)
+        self._start()
+
+    def _start(self) -> None:
+        """Begin without requests, on a pool that is empty or shared."""
         self._forward = RaggedForward(self.kv)
         self._keep_states, self._eviction = self._forward.keep_states, self._forward.eviction
         self.scheduler = Scheduler(
-            pool,
-            max_running=max_running,
-            max_step_tokens=max_step_tokens,
-            prefill_chunk=prefill_chunk,
+            self.kv.pool,
             mixed=self._forward.is_ragged,
             formats=FORMATS if self.kv.layout.groups else self.kv.backend.required_formats,
             eviction=self._eviction,
-            speculate=None if speculate is None else partial(self._drafts, speculate),
-            **{"plans": 2, **scheduling},
+            speculate=None if self._speculate is None else partial(self._drafts, self._speculate),
+            **{"plans": 2, **self._scheduling},
         )
-        self._runs_ahead = self.kv.passes.is_lazy and speculate is None
+        self._runs_ahead = self.kv.passes.is_lazy and self._speculate is None
         self._flight: _Flight | None = None  # a step that was begun, and of which nothing is known yet
         self._jobs: dict[Hashable, _Job] = {}
-        self._numbers = itertools.count()
-        self._seeds = np.random.default_rng(seed)
         self._is_delivering = False
         self._ended: list[Completion] = []  # to be returned by the next `step`
 
@@ -377,6 +380,14 @@ class Engine:
     def close(self) -> None:
         """Cancel all requests and return their blocks. The pool stays usable."""
         self._drop(list(self._jobs))
+
+    def reset(self) -> None:
+        """Drop all requests, the prefix cache and everything else in the pool, and begin anew with another `scheduler`.
+
+        For after an exception that may have come anywhere, such as `MemoryError`. `close` needs an engine in order.
+        """
+        self.kv.pool.reset()
+        self._start()
 
     def __enter__(self) -> Self:
         return self
