@@ -29,14 +29,16 @@ _STOCK = ("-m", "mlx_lm.server", "--port", "{port}", "--log-level", "ERROR", "--
 _KVPOOL = ("-m", "kvpool", "serve", "--port", "{port}", "--model", "{model}")
 SERVERS: dict[str, tuple[str, ...]] = {
     "kvpool": (*_KVPOOL, "--max-running", f"{RUNNING}"),
-    "kvpool, defaults": _KVPOOL,
     "stock": _STOCK,
-    "stock, 64": (*_STOCK, "--decode-concurrency", f"{RUNNING}", "--prompt-concurrency", f"{RUNNING}"),
-    "stock, 64, cache 64": (*_STOCK, "--decode-concurrency", f"{RUNNING}", "--prompt-cache-size", "64"),
-    "stock, 64, cache 256, chunk 256": (
+    "stock, 64": (*_STOCK, "--decode-concurrency", f"{RUNNING}"),
+    "stock, tuned": (
         *_STOCK,
-        *("--decode-concurrency", f"{RUNNING}", "--prompt-cache-size", "256", "--prefill-step-size", "256"),
+        *("--decode-concurrency", f"{RUNNING}", "--prompt-cache-size", "256"),
+        *("--prompt-concurrency", "1", "--prefill-step-size", "256"),
     ),
+    "k32": (*_KVPOOL, "--max-running", f"{RUNNING}", "--chunk", "32"),
+    "k64": (*_KVPOOL, "--max-running", f"{RUNNING}", "--chunk", "64"),
+    "k128": (*_KVPOOL, "--max-running", f"{RUNNING}", "--chunk", "128"),
 }
 """Arguments of the interpreter. "stock" is mlx-lm's server as it ships; the others are what we know to make it faster."""
 
