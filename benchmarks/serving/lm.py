@@ -6,6 +6,7 @@ The only module of it that imports mlx and mlx-lm.
 from __future__ import annotations
 
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -13,15 +14,15 @@ import numpy as np
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import llama
 from mlx_lm.models.cache import LRUPromptCache
+from mlx_lm.utils import save_config, save_model
 from numpy.typing import NDArray
 
 from benchmarks.serving.harness import Tick
 from benchmarks.serving.paged import Observer
 from kvpool import Request
-from kvpool.adapters.mlx_lm import loading
+from kvpool.adapters.mlx_lm import loading, tiny
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.adapters.mlx_lm.shapes import inspect_model
-from kvpool.adapters.mlx_lm.tiny import randomize
 from kvpool.cli.console import CommandError
 from kvpool.scheduler import Step
 
@@ -60,10 +61,26 @@ def load(name: str) -> tuple[Any, int]:
             raise CommandError(f"--model {exc}") from exc
         return model, int(model.args.vocab_size)
     model = llama.Model(llama.ModelArgs.from_dict(LLAMA | SIZES[name]))
-    randomize(model)
+    tiny.randomize(model)
     model.eval()
     mx.eval(model.parameters())
     return model, int(LLAMA["vocab_size"])  # type: ignore[call-overload]
+
+
+def save(name: str, folder: Path) -> None:
+    """Write one of `SIZES` with a tokenizer of bytes. All that it says are visible ASCII characters, without an end.
+
+    Detokenizers of mlx-lm drop a space that an answer begins with; so there is none.
+    """
+    config = tiny.CONFIG | SIZES[name]
+    model, tokenizer = llama.Model(llama.ModelArgs.from_dict(config)), tiny.byte_tokenizer()
+    tiny.randomize(model)
+    visible = ["!" <= tokenizer.decode([token]) <= "~" for token in range(len(tokenizer) - 1)]
+    model.lm_head.weight *= mx.array([*visible, False])[:, None]
+    folder.mkdir(parents=True)
+    save_model(folder, model)
+    save_config(config, folder / "config.json")
+    tokenizer.save_pretrained(folder)
 
 
 PROMPT_CACHES = 10
