@@ -218,6 +218,8 @@ _COUNTERS = {
     "recomputed_tokens": "Tokens computed again after a preemption.",
     "hit_tokens": "Tokens found in the prefix cache at admissions.",
     "sampled_tokens": "Tokens sampled.",
+    "drafted_tokens": "Tokens computed as drafts.",
+    "accepted_tokens": "Drafts that sampling confirmed.",
 }
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool.cli.cache import add_cache_arguments, bits_of, policy_of
 from kvpool.cli.console import CommandError, real, whole
+from kvpool.cli.drafts import add_draft_arguments, load_draft_model, num_drafts_of, proposer
 from kvpool.cli.model import add_model_arguments, tiny_model
 from kvpool.errors import install_command
 
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-host", action="append", default=[], metavar="NAME", help="a name of this server, in Host; repeatable"
     )
+    add_draft_arguments(parser)
     add_cache_arguments(parser)
 
 
@@ -65,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.host not in ("localhost", "127.0.0.1", "::1") and not keys:
         raise CommandError(f"--host {args.host}: others can reach this address, so --api-key is needed")
     options = engine_options(args, block_size) | {"weights": weights}
+    num_drafts_of(args)
     grace, connections = real("--grace", args.grace, 0, 86400), whole("--max-connections", args.max_connections)
     try:
         from kvpool.adapters.mlx_lm import loading
@@ -149,12 +152,14 @@ def make_engine(args: argparse.Namespace, options: dict[str, Any]) -> Engine:
     from kvpool.adapters.mlx_lm.shapes import max_positions
 
     model, tokenizer = loading.load(args.model, args.arch)
+    draft = load_draft_model(args, tokenizer)
+    running, size = options["max_running"], options["block_size"]
     if options["num_blocks"] is None:
-        running, size = options["max_running"], options["block_size"]
-        most = loading.blocks_in(args.memory or "auto", model, size, running, **bits_of(args))
+        most = loading.blocks_in(args.memory or "auto", model, size, running, beside=draft, **bits_of(args))
         longest = min(max_positions(model) or LONGEST, LONGEST)
         options["num_blocks"] = most if args.memory else min(most, 1 + running * -(-longest // size))
-    return Engine(model, tokenizer=tokenizer, **options)
+    speculate = proposer(num_drafts_of(args), draft, options["num_blocks"] * size, running)
+    return Engine(model, tokenizer=tokenizer, speculate=speculate, **options)
 
 
 def tell(args: argparse.Namespace, url: str, engine: Engine) -> None:

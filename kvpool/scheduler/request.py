@@ -245,9 +245,11 @@ class SchedulerStats(NamedTuple):
     preemptions: int  #: sequences that lost their blocks
     spills: int  #: sequences that the tier took
     steps: int  #: updates
-    decode_tokens: int  #: computed, one per decoding row and step
+    decode_tokens: int  #: computed, one per decoding row and step, and the accepted drafts
     prefill_tokens: int  #: computed in chunks
     recomputed_tokens: int  #: of these, computed before a preemption already
     hit_tokens: int  #: found in the prefix cache at admissions
     sampled_tokens: int  #: tokens that became known by `update`
     evicted_tokens: int  #: that left sequences for their budgets
+    drafted_tokens: int  #: computed as drafts
+    accepted_tokens: int  #: of these, what sampling confirmed

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvpool._core import Plan, Pool
 from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected, UnknownRequest
-from kvpool.scheduler import results
+from kvpool.scheduler import drafts, results
 from kvpool.scheduler.ahead import executed, may_plan_ahead
 from kvpool.scheduler.beams import Beam
 from kvpool.scheduler.check import check
@@ -96,6 +96,9 @@ class Scheduler:
         stay valid during the next one.
     eviction : kvpool.eviction.Evictor, optional
         Evicts tokens of its layer group between two steps, so that each sequence stays within a budget.
+    speculate : callable, optional
+        Gets a list of `Decoding`, returns drafts for each: tokens that may come next. A decode computes its drafts in
+        the same step, and `update` keeps those that are equal to the sampled tokens.
 
     Raises
     ------
@@ -132,6 +135,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         plans: int = 1,
         eviction: Evictor | None = None,
+        speculate: drafts.Propose | None = None,
         weights: Mapping[Hashable, float] = MappingProxyType({}),
         ageing: int = 256,
         overtake: int = 16,
@@ -158,6 +162,11 @@ class Scheduler:
         if tier is not None and pool.options.groups is not None:
             raise ValueError(f"[{call}] tier is for pools of one table, this one has {len(pool.options.groups)} groups")
         _check_evictor(call, eviction, pool)
+        if speculate is not None:
+            if not callable(speculate):
+                raise TypeError(f"[{call}] speculate must be callable, not {type(speculate).__name__}")
+            drafts.require_retractable(call, pool, eviction)
+        self._propose = speculate
         numbers = (max_running, max_step_tokens, chunk, mixed, watermark, preempt)
         if not isinstance(weights, Mapping):
             raise TypeError(f"[{call}] weights must be a mapping, not {type(weights).__name__}")
@@ -346,12 +355,15 @@ class Scheduler:
             batch, chunks = self._keep_promises(plan, batch, chunks)
         if batch is None and not chunks:
             self._explain_idle()
-        return self._build(plan, batch, chunks)
+        new = None
+        if self._propose is not None and batch is not None:
+            new = drafts.ask(core, self._propose, batch, chunks)
+        return self._build(plan, batch, chunks, new=new)
 
     def _ahead(self, before: Step) -> Step | None:
         """Plan the step after one that is out. Return None if it has to wait for the tokens."""
         core = self._core
-        if not may_plan_ahead(core, before):
+        if self._propose is not None or not may_plan_ahead(core, before):
             return None
         with suppress(MustWait), executed(core, before):
             if has_room(core, core.batch()):
@@ -446,23 +458,35 @@ class Scheduler:
         )
 
     def _build(
-        self, plan: Plan, batch: DecodeBatch | None, chunks: list[tuple[int, int]], before: Step | None = None
+        self,
+        plan: Plan,
+        batch: DecodeBatch | None,
+        chunks: list[tuple[int, int]],
+        before: Step | None = None,
+        new: NDArray[int64] | None = None,
     ) -> Step:
-        """Step the pool once, and return a step that is out now. `before` is the one that was out."""
+        """Step the pool once, and return a step that is out now.
+
+        `before` is the one that was out. `new` are the tokens of each decode, if there are drafts.
+        """
         core, rows = self._core, self._core.rows
         decodes, plain = (0, None) if batch is None else (len(batch.lanes), batch if batch.plain else None)
         samples: tuple[np.ndarray, ...]
-        if batch is not None and not chunks:
+        if batch is not None and new is not None:
+            tokens, arrays, samples = self._drafted(batch, new, chunks)
+        elif batch is not None and not chunks:
             tokens, arrays = rows.last[batch.lanes], (batch.lanes32, batch.handles, rows.ones[:decodes])
             samples = rows.order[:decodes], batch.lanes32
             samples = (*samples, batch.index, batch.width) if plain else self._samples(*samples)
         else:
             tokens, arrays, samples = self._mixed(batch, chunks)
         pad_to = self._pad_to(len(arrays[0]), len(tokens)) if callable(self._pad_to) else self._pad_to
-        core.pool.step(plan, arrays[1], arrays[2] if chunks else 1, pad_to=pad_to)
+        core.pool.step(plan, arrays[1], arrays[2] if len(tokens) > decodes else 1, pad_to=pad_to)
         step = Step(rows, plan, plain, tokens, decodes, *arrays, *samples)
         if before is not None:
             step.follow(before)
+        if new is not None:
+            step.draft()
         self._turn = (self._turn + 1) % len(self._plans)
         self._out.append(step)
         core.newest = NOBODY
@@ -489,6 +513,21 @@ class Scheduler:
             at, of = np.concatenate([rows.order[:decodes], at]), np.concatenate([batch.lanes32, of])
             handles = np.concatenate([batch.handles, handles])
         return np.concatenate(parts), (lanes, handles, num_new), self._samples(at, of)
+
+    def _drafted(
+        self, batch: DecodeBatch, new: NDArray[int64], chunks: list[tuple[int, int]]
+    ) -> tuple[NDArray[int32], tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+        """Do what `_mixed` does for decodes of `new` tokens each, of which every one is sampled."""
+        rows, decodes = self._core.rows, len(batch.lanes)
+        lanes = np.concatenate([batch.lanes32, np.array([lane for lane, _ in chunks], np.int32)])
+        num_new = np.concatenate([new, np.array([count for _, count in chunks], np.int64)])
+        begin, ends = rows.computed[lanes], num_new.cumsum()
+        pieces = zip(lanes.tolist(), begin.tolist(), (begin + num_new).tolist(), strict=True)
+        tokens = np.concatenate([rows.known(*piece) for piece in pieces])
+        sampled = (begin + num_new == rows.prompt[lanes] + rows.generated[lanes])[decodes:]
+        at = np.concatenate([np.arange(ends[decodes - 1]), ends[decodes:][sampled] - 1]).astype(np.int32)
+        arrays = (lanes, rows.handle[lanes], num_new)
+        return tokens, arrays, self._samples(at, lanes[np.searchsorted(ends, at, "right")])
 
     def _samples(self, at: np.ndarray, lane: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return positions, lanes, sample numbers and beam widths of the samples."""
@@ -538,6 +577,8 @@ class Scheduler:
         if not self._core.pool.options.in_order:
             self._core.pool.done(step.plan)
         del self._out[0]
+        if step.num_drafts:
+            step, given = drafts.settle(self._core, step, given)
         outputs = results.take(self._core, step, given)
         return outputs + results.expire(self._core) if self._core.deadlines else outputs
 
@@ -612,7 +653,7 @@ class Scheduler:
             *(core.cancelled, core.expired, core.rejected),
             *(core.admissions, core.preemptions, core.spills, core.steps),
             *(core.decode_tokens, core.prefill_tokens, core.recomputed_tokens, core.hit_tokens, core.sampled_tokens),
-            core.evicted_tokens,
+            *(core.evicted_tokens, core.drafted_tokens, core.accepted_tokens),
         )
         return SchedulerStats._make((*core.count, *counters))
 

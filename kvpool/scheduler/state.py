@@ -300,7 +300,11 @@ class Step:
     plan : Plan
         The plan of the pool's step: copies, writes, reads.
     num_decodes : int
-        Number of decodes. They are the first rows, one token each. Prefill chunks follow.
+        Number of decodes. They are the first rows: one token each, and its drafts. Prefill chunks follow.
+    num_drafts : int
+        Inputs of decodes that are drafts (`Scheduler`, ``speculate``).
+    taken : bool ``[M]`` or None
+        Which sampled tokens `update` has taken, if there are drafts: not those behind a wrong draft or an end.
     handles : int64 ``[S]``
     lanes : int32 ``[S]``
         The scheduler's lane of each row.
@@ -323,7 +327,7 @@ class Step:
 
     __slots__ = (
         *("plan", "num_decodes", "handles", "lanes", "num_new", "tokens", "sample_at", "sample_lane", "sample_index"),
-        *("sample_position", "beam_width", "requests", "follows", "_rows", "batch"),
+        *("sample_position", "beam_width", "requests", "follows", "num_drafts", "taken", "_rows", "batch"),
     )
 
     def __init__(
@@ -357,6 +361,8 @@ class Step:
             if batch is not None and len(self.sample_at) == len(batch.lanes)
             else rows.requests(self.sample_lane)
         )
+        self.num_drafts = 0
+        self.taken: NDArray[np.bool_] | None = None
 
     def follow(self, before: Step) -> None:
         """Mark the inputs that a step which is out has still to sample."""
@@ -365,6 +371,14 @@ class Step:
         self.follows = np.full(len(self.tokens), -1, np.int32)
         self.follows[: self.num_decodes] = sample[self.lanes[: self.num_decodes]]
         self.tokens[self.follows >= 0] = -1
+
+    def draft(self) -> None:
+        """Count the drafts among the inputs of decodes, and set the positions of the samples behind them."""
+        ends = self.num_new.cumsum()
+        row = ends.searchsorted(self.sample_at, "right")
+        behind = self.sample_at - (ends - self.num_new)[row]
+        self.sample_position += np.where(row < self.num_decodes, behind, 0).astype(np.int32)
+        self.num_drafts = int(ends[self.num_decodes - 1]) - self.num_decodes
 
     def __repr__(self) -> str:
         return (
@@ -379,7 +393,7 @@ class Step:
         return gone
 
     def generated(self, at: int) -> NDArray[int32]:
-        """Return the tokens that the sequence of a sample has generated before this step."""
+        """Return the generated tokens before a sample, with the drafts before it."""
         tokens: NDArray[int32] = self._rows.tokens[self.sample_lane[at], : self.sample_position[at]]
         return tokens
 
@@ -472,7 +486,7 @@ class Core:
         self.cancelled = self.expired = self.rejected = 0
         self.admissions = self.preemptions = self.spills = self.steps = 0
         self.decode_tokens = self.prefill_tokens = self.recomputed_tokens = self.hit_tokens = self.sampled_tokens = 0
-        self.evicted_tokens = 0
+        self.evicted_tokens = self.drafted_tokens = self.accepted_tokens = 0
         self.idle_steps = 0  # steps that lost rows to a cancellation: they may have sampled nothing
         self.setbacks = 0  # preemptions without progress: failed steps, blocks that other users of the pool took
         self.chunks_allowed = 0  # sum over admissions of ceil(tokens to compute / chunk)
@@ -509,10 +523,10 @@ class Core:
         found: list[int] = np.maximum(most - held, 0).sum(axis=0).tolist()
         return found
 
-    def growth(self, lanes: NDArray[np.intp]) -> list[int]:
-        """Return the most blocks of each arena that the next tokens of these lanes take."""
+    def growth(self, lanes: NDArray[np.intp], new: NDArray[int64] | int = 1) -> list[int]:
+        """Return the most blocks of each arena that the `new` next tokens of these lanes take."""
         lens = self.rows.computed[lanes] if self.needs.promises else self.rows.kv_lens(lanes)
-        return self.needs.next_tokens(lens, self.rows.shared[lanes])
+        return self.needs.next_tokens(lens, self.rows.shared[lanes], new)
 
     def blocks(self, tokens: int) -> int:
         """Return the number of blocks for `tokens` tokens."""

@@ -46,18 +46,23 @@ class Watch:
         assert np.unique(handles).size == handles.size
         assert int(num_new.sum()) == total == step.plan.num_tokens
         assert (num_new > 0).all(), "a row without tokens"
-        assert (num_new[:decodes] == 1).all()
+        drafts = int(num_new[:decodes].sum()) - decodes
+        assert drafts == step.num_drafts
+        assert not drafts or total <= options["max_step_tokens"], "drafts pass the budget"
+        assert (num_new[:decodes] <= max(1, options["prefill_chunk"])).all()
         assert len(handles) <= options["max_running"], "more rows than max_running"
         chunks = num_new[decodes:]
         assert total <= max(options["max_step_tokens"], decodes), f"{total} tokens, budget {options['max_step_tokens']}"
         assert (chunks <= options["prefill_chunk"]).all(), f"a chunk of {chunks.max()} tokens"
         ends = np.cumsum(num_new) - 1
-        assert np.isin(step.sample_at, ends).all(), "a sample that is no last token of a row"
+        inside = step.sample_at < num_new[:decodes].sum()
+        assert np.isin(step.sample_at[~inside], ends).all(), "a sample that is no last token of a chunk"
+        assert np.array_equal(np.unique(step.sample_at[inside]), np.arange(num_new[:decodes].sum()))
         assert (np.diff(step.sample_at) >= 0).all()
         assert np.isin(ends[:decodes], step.sample_at).all(), "a decode without a sample"
         self._arrays_hold(step)
         self._stall_free(handles, decodes, len(chunks))
-        self._watermark(handles)
+        self._watermark(handles, step.num_drafts)
         self._victims(step, requests)
         sampled = np.isin(ends, step.sample_at)
         if self.simple and options["mixed"]:
@@ -80,7 +85,7 @@ class Watch:
 
     def _nothing_is_left_lying(self, step: Any, sampled: np.ndarray) -> None:
         """While there is budget, chunks are whole; while there are lanes and blocks too, nobody waits."""
-        left = self.options["max_step_tokens"] - len(step.tokens)
+        left = self.options["max_step_tokens"] - len(step.tokens) + step.num_drafts
         if left <= 0:
             return
         cut = ~sampled & (step.num_new < self.options["prefill_chunk"])
@@ -113,12 +118,12 @@ class Watch:
             assert must <= rows, f"{len(must - rows)} decodes stalled in a step of decodes"
         self.chunk_before = bool(chunks)
 
-    def _watermark(self, handles: np.ndarray) -> None:
-        """An admission beside others leaves the watermark."""
+    def _watermark(self, handles: np.ndarray, drafts: int) -> None:
+        """An admission beside others leaves the watermark, of which drafts may take some."""
         watermark, admissions = self.options["watermark"], self.scheduler.stats().admissions
         if watermark and admissions > self.admissions and len(handles) > admissions - self.admissions:
             stats = self.pool.stats()
-            assert stats.free >= watermark, f"{stats.free} blocks left: {watermark}"
+            assert stats.free + drafts >= watermark, f"{stats.free} blocks left: {watermark}"
         self.admissions = admissions
 
     def _victims(self, step: Any, requests: list[Any]) -> None:

@@ -16,6 +16,7 @@ from token_model import TokenMemory, TokenModel, salt_of
 
 from kvpool import Pool, Request, Scheduler
 from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected, UnknownRequest
+from kvpool.scheduler import Decoding
 
 NAMESPACES = (b"", b"lora-1", b"tenant-2")
 TENANTS = (None, "a", "b", ("c", 1))
@@ -38,6 +39,7 @@ class Workload:
     tier: bool = False  # KV may be spilled
     exact: bool = False  # the largest request and no block more
     quantum: float = 2.0**-16
+    drafts: float | None = None  # how often a drafted token is right; None: nobody drafts
     patience: dict[int, int] = field(default_factory=dict)  # request: looks at the clock until its deadline
 
     def __str__(self) -> str:
@@ -314,7 +316,8 @@ class Runner:
         self.memory = TokenMemory(self.model, self.pool.num_blocks, self.pool.block_size)
         self.now = 0
         tier = Tier(self.memory, self.rng) if workload.tier else None
-        self.scheduler = scheduler_class(self.pool, clock=self.clock, tier=tier, **workload.scheduler)
+        options = {} if workload.drafts is None else {"speculate": self._drafts}
+        self.scheduler = scheduler_class(self.pool, clock=self.clock, tier=tier, **options, **workload.scheduler)
         self.watch = Watch(self.scheduler, self.pool, workload.scheduler)
         self.watch.caches = workload.pool.get("prefix_cache", False)
         self.guest = Guest(self.pool, self.rng)
@@ -332,6 +335,20 @@ class Runner:
         self.refused: set[int] = set()
         self.steps = self.idle = self.since_token = 0
         self.log: list[tuple[Any, ...]] = []  # what the steps were, for comparisons of two runs
+
+    def _drafts(self, rows: list[Decoding]) -> list[np.ndarray]:
+        """Drafts that are often right, of any number, also behind the end of the answer."""
+        found = []
+        for row in rows:
+            alone = self.expected[row.request.id][row.index].tokens
+            begin = len(row.generated)
+            assert np.array_equal(row.generated, alone[:begin]), "a proposer sees other tokens"
+            assert 1 <= row.most < row.request.max_tokens - begin, f"{row.most} drafts behind {begin} tokens"
+            drafts = np.append(alone[begin:], self.rng.integers(64, size=row.most + 3))
+            wrong = self.rng.random(len(drafts)) > self.workload.drafts
+            drafts[wrong] = self.rng.integers(64, size=int(wrong.sum()))
+            found.append(drafts[: self.rng.integers(0, min(row.most + 3, 20))])
+        return found
 
     def _requests(self) -> list[Request]:
         return [request for _, request in self.workload.arrivals]

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, Self
 
@@ -41,14 +42,16 @@ from kvpool.adapters.mlx_lm.shapes import max_positions
 from kvpool.adapters.mlx_lm.transcript import Transcript
 from kvpool.errors import UnknownRequest
 from kvpool.eviction import Policy
-from kvpool.scheduler import Output, Step
+from kvpool.scheduler import Decoding, Output, Step
+from kvpool.scheduler.drafts import Propose
 from kvpool.scheduler.request import token_array
 
 Listener = Callable[["TokenEvent"], None]
 Prompt = str | Iterable[int] | Sequence[Mapping[str, Any]]
 FORMATS = ("block_tables", "seq_lens", "slot_mapping", "cu_q_lens")  # of plans for layer groups
 Top = tuple[tuple[int, float], ...]
-Row = tuple[Request, int, bool, int, float, Top]  # request, sample, is no beam, token, logprob, likeliest tokens
+Row = tuple[Request, int, int, bool, int, float, Top]
+"""Request, sample, number of the token, is no beam, token, logprob, likeliest tokens."""
 _SAMPLING = tuple(field.name for field in fields(Sampling))
 
 
@@ -148,6 +151,9 @@ class Engine:
         Keeps the full layers of every sequence within a budget of tokens. See `install` and docs/scheduling.md.
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
         See `install`.
+    speculate : callable, optional
+        `PromptLookup`, `DraftModel`, or what `kvpool.Scheduler` takes. Decodes compute its drafts in the same pass, and
+        keep those that are equal to the sampled tokens. The tokens are the same as without.
     seed : int, optional
         Seed of the generator that makes seeds for requests without one.
 
@@ -160,6 +166,8 @@ class Engine:
     kv : PagedKV
         Its ``summary`` covers caches of mlx-lm's engines only. Use ``kv.pool.stats()`` and ``scheduler.stats()``.
     scheduler : kvpool.Scheduler
+    vocab_size : int
+        The model has tokens 0 .. vocab_size - 1.
     max_model_len : int or None
         Most tokens of a prompt and its answer together. None: the model has no limit that is known.
     grammars : Grammars
@@ -188,6 +196,7 @@ class Engine:
         k_bits: int | None = None,
         v_bits: int | None = None,
         quant_group_size: int | None = None,
+        speculate: Propose | None = None,
         **scheduling: Any,
     ) -> None:
         if (num_blocks is None) == (pool is None):
@@ -198,8 +207,8 @@ class Engine:
         self.kv = install(model, num_blocks, pool=pool, **how)
         pool = self.kv.pool
         self.tokenizer = _with_detokenizer(tokenizer)
-        self._vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
-        self.grammars = Grammars(self.tokenizer, self._vocab_size)
+        self.vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
+        self.grammars = Grammars(self.tokenizer, self.vocab_size)
         self.max_model_len: int | None = scheduling.setdefault("max_model_len", max_positions(model))
         self._forward = RaggedForward(self.kv)
         self._keep_states, self._eviction = self._forward.keep_states, self._forward.eviction
@@ -211,6 +220,7 @@ class Engine:
             mixed=self._forward.is_ragged,
             formats=FORMATS if self.kv.layout.groups else self.kv.backend.required_formats,
             eviction=self._eviction,
+            speculate=None if speculate is None else partial(self._drafts, speculate),
             **scheduling,
         )
         self._jobs: dict[Hashable, _Job] = {}
@@ -413,8 +423,8 @@ class Engine:
         biased = max((token for token, _ in sampling.logit_bias), default=0)
         largest = (int(request.prompt.max()), biased, max(request.eos, default=0))
         for name, token in zip(("the prompt", "logit_bias", "eos"), largest, strict=True):
-            if token >= self._vocab_size:
-                raise ValueError(f"[submit] {name} has token {token}, the model has tokens 0 .. {self._vocab_size - 1}")
+            if token >= self.vocab_size:
+                raise ValueError(f"[submit] {name} has token {token}, the model has tokens 0 .. {self.vocab_size - 1}")
         request = replace(request, id=id, user=sampling, namespace=self.kv.own_namespace(request.namespace))
         return _Job(request, on_token, texts, self.tokenizer)
 
@@ -425,11 +435,21 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------ one step
 
+    def _drafts(self, propose: Propose, rows: list[Decoding]) -> list[np.ndarray]:
+        """Return the drafts of a proposer, up to the first token that the model does not have. A grammar has none."""
+        free = [at for at, row in enumerate(rows) if row.request.user.grammar is None]
+        found = [row.generated[:0] for row in rows]
+        for at, drafts in zip(free, propose([rows[at] for at in free]), strict=True):
+            tokens = token_array("speculate", "drafts", drafts)
+            found[at] = tokens[: np.append(tokens >= self.vocab_size, True).argmax()]
+        return found
+
     def _executed(self, step: Step) -> tuple[Iterable[Row], list[Output]]:
         """Run the model and give its tokens to the scheduler, all or nothing. Return the arguments of `_deliver`."""
         try:
             requests = step.requests
             indices, is_sample = step.sample_index.tolist(), (step.beam_width == 0).tolist()
+            positions = step.sample_position.tolist()
             tokens, logprobs, beams, tops = self._run(step, requests)
         except BaseException:
             self.scheduler.fail(step)
@@ -439,7 +459,9 @@ class Engine:
         except ValueError:  # the model has given NaN to a beam; nothing has changed, the step is still out
             self.scheduler.fail(step)
             raise
-        return zip(requests, indices, is_sample, tokens.tolist(), logprobs.tolist(), tops, strict=True), outputs
+        found = (requests, indices, positions, is_sample, tokens.tolist(), logprobs.tolist(), tops)
+        rows: Iterable[Row] = zip(*found, strict=True)
+        return rows if step.taken is None else itertools.compress(rows, step.taken.tolist()), outputs
 
     def _run(
         self, step: Step, requests: list[Request]
@@ -489,22 +511,22 @@ class Engine:
 
     def _deliver(self, rows: Iterable[Row], outputs: list[Output]) -> None:
         """Call the listeners and end requests."""
-        reasons: dict[tuple[Hashable, int], str] = {}
+        reasons: dict[tuple[Hashable, int, int], str] = {}  # of the last token
         ended: dict[Hashable, _Job] = {}
         for output in outputs:
-            reasons[output.id, output.index] = output.finish_reason
+            reasons[output.id, output.index, len(output.tokens) - 1] = output.finish_reason
             job = self._jobs[output.id]
             job.outputs[output.index] = output
             if len(job.outputs) == job.request.n:
                 ended[output.id] = job
         stopped: list[_Job] = []
-        for request, index, counts, token, logprob, top in rows:
+        for request, index, position, counts, token, logprob, top in rows:
             current = self._jobs.get(request.id)
             if current is None or not counts or not current.listens:
                 continue
             try:
                 if current.error is None:
-                    current.on_token(index, token, logprob, reasons.get((request.id, index)), top)
+                    current.on_token(index, token, logprob, reasons.get((request.id, index, position)), top)
             except Exception as error:
                 current.error = error
             if (current.error is not None or current.is_stopped) and request.id not in ended:
