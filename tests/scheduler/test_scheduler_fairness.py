@@ -1,4 +1,4 @@
-"""Tenants share by weight, nobody starves: the theorems of docs/scheduling.md, on random workloads, counted from outside.
+"""Tenants share by weight, nobody starves: what docs/scheduling.md promises, on random workloads, seen from outside.
 
 ``KVPOOL_FUZZ_SEED=7`` repeats a failure. Faults that are planted here are convicted by the same tests.
 """
