@@ -14,6 +14,12 @@ from kvpool.serving.requests import MOST, TOOLS, Addressed, ChatRequest, Label, 
 from kvpool.serving.speech import Call, Manner, Reader
 
 REASONS = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens", "cancelled": "end_turn"}
+TOLD = {  # of each kind of piece: its block, the field of the block, and the delta in a stream
+    "thinking": ("thinking", "thinking", "thinking_delta"),
+    "text": ("text", "text", "text_delta"),
+    "call": ("tool_use", "input", "input_json_delta"),
+    "arguments": ("tool_use", "input", "input_json_delta"),
+}
 KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 
@@ -230,31 +236,33 @@ class MessageAnswer:
         """Return the answer as one object."""
         content: list[dict[str, Any]] = []
         for kind, said in self._reader.read(completions[0].text, True) or [("text", "")]:
-            if isinstance(said, Call):
-                content.append(_begun(kind, said) | {"input": json.loads(said.arguments)})
-            elif content and content[-1]["type"] == kind:
-                content[-1][kind] += said
-            else:
-                content.append(_begun(kind, said) | {kind: said})
+            if isinstance(said, Call) or not content or TOLD[kind][0] != content[-1]["type"]:
+                content.append(_begun(kind, said) | ({"input": ""} if isinstance(said, Call) else {}))
+            content[-1]["input" if isinstance(said, Call) else TOLD[kind][1]] += _words(said)
+        for block in content:
+            if block["type"] == "tool_use":
+                block["input"] = _read(block["input"])
         return {**self._head, "content": content, **self._end(completions[0]), "usage": self._usage(completions[0])}
 
     def _told(self, kind: str, said: Any) -> bytes:
         """Return the events that say a piece: perhaps a new block, and its text."""
-        begun, events = _begun(kind, said), b""
-        if isinstance(said, Call) or not self._blocks or self._blocks[-1]["type"] != begun["type"]:
+        events = b""
+        if isinstance(said, Call) or not self._blocks or self._blocks[-1]["type"] != TOLD[kind][0]:
             events = self._closed() if self._blocks else b""
-            self._blocks.append(begun)
-            events += _event("content_block_start", index=len(self._blocks) - 1, content_block=begun)
-        delta = {"partial_json": said.arguments} if isinstance(said, Call) else {kind: said}
-        name = {"thinking": "thinking_delta", "text": "text_delta", "call": "input_json_delta"}[kind]
-        return events + _event("content_block_delta", index=len(self._blocks) - 1, delta={"type": name, **delta})
+            self._blocks.append(_begun(kind, said))
+            events += _event("content_block_start", index=len(self._blocks) - 1, content_block=self._blocks[-1])
+        _, field, name = TOLD[kind]
+        words = _words(said)
+        delta = {"type": name, ("partial_json" if field == "input" else field): words}
+        is_silent = isinstance(said, Call) and not words
+        return events + (b"" if is_silent else _event("content_block_delta", index=len(self._blocks) - 1, delta=delta))
 
     def _closed(self) -> bytes:
         return _event("content_block_stop", index=len(self._blocks) - 1)
 
     def _end(self, completion: Completion) -> dict[str, Any]:
         sample = completion.samples[0]
-        if self._reader.has_called and sample.finish_reason in ("eos", "stop"):
+        if self._reader.num_calls and sample.finish_reason in ("eos", "stop"):
             return {"stop_reason": "tool_use", "stop_sequence": None}
         return {"stop_reason": REASONS[sample.finish_reason], "stop_sequence": sample.stop}
 
@@ -273,6 +281,18 @@ def _begun(kind: str, said: Any) -> dict[str, Any]:
     if isinstance(said, Call):
         return {"type": "tool_use", "id": said.id, "name": said.name, "input": {}}
     return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
+
+
+def _words(said: Any) -> str:
+    return said.arguments if isinstance(said, Call) else said
+
+
+def _read(arguments: str) -> Any:
+    """Return the arguments of a call as an object. If the answer was cut off there, it is empty."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return {}
 
 
 def _text(content: str | Sequence[Block]) -> str:

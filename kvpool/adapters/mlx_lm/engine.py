@@ -496,7 +496,7 @@ class Engine:
         allowed = {}
         for at, request in enumerate(requests):
             job = self._jobs[request.id]
-            if job.request.user.grammar is None:
+            if job.request.user.grammar is None or job.error is not None:
                 continue
             index = int(step.sample_index[at])
             if index not in job.followers:
