@@ -12,7 +12,7 @@ from typing import Any
 
 from kvpool.adapters.mlx_lm.engine import Completion, Sample, TokenEvent
 from kvpool.serving.requests import Generation
-from kvpool.serving.speech import Call, Manner, Reader
+from kvpool.serving.speech import Manner, Reader
 
 Tokens = Sequence[TokenEvent] | None
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "deadline": "length", "cancelled": "stop", None: None}
@@ -105,8 +105,9 @@ class ChatForm:
                 said[FIELDS[kind]] = said.get(FIELDS[kind], "") + piece
                 continue
             calls = said.setdefault("tool_calls", [])
-            if isinstance(piece, Call):
-                calls.append(_called(piece))
+            if kind == "call":
+                function = {"name": piece.name, "arguments": ""}
+                calls.append({"index": piece.index, "id": piece.id, "type": "function", "function": function})
             elif calls:
                 calls[-1]["function"]["arguments"] += piece
             else:
@@ -237,11 +238,6 @@ def _best(samples: Sequence[Sample], count: int) -> Sequence[Sample]:
     if len(samples) == count:
         return samples
     return sorted(samples, key=lambda one: -math.inf if one.logprobs is None else -float(one.logprobs.mean()))[:count]
-
-
-def _called(call: Call) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
 def _finite(logprob: float) -> float:

@@ -15,16 +15,15 @@ MOST_CALLS = 16  # of an answer whose calls a grammar forces
 OPENS, NAMED, CLOSES = '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"
 """What stands before the name, before the arguments and behind them in a call that a grammar forces. No JSON that the
 grammar allows has a new line, so these marks are no part of arguments."""
-Piece = tuple[str, Any]  # "thinking", "text" or "arguments" with a string, or "call" with a `Call`
+Piece = tuple[str, Any]  # "thinking", "text", "arguments" with a string; "call" with a `Call`, before its arguments
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The call number `index` of an answer. `arguments` are JSON, or empty: then they follow in pieces."""
+    """The call number `index` of an answer."""
 
     name: str
-    arguments: str
-    index: int = 0
+    index: int
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
 
@@ -154,11 +153,12 @@ class Reader:
     def _said(self, text: str, mark: str) -> list[Piece]:
         """Return what a part says that goes on, or that this mark ends."""
         if self._kind in ("call", "name"):
-            is_whole = self._kind == "call" or mark == NAMED
-            called = self._manner.calls(text) if self._kind == "call" else [(text, "")] if is_whole else []
-            calls = [Call(*one, self.num_calls + i) for i, one in enumerate(called)]
-            self.num_calls += len(calls)
-            return [("call", call) for call in calls] or [("text", self._opened + text + mark)]
+            calls = self._manner.calls(text) if self._kind == "call" else [(text, "")] if mark else []
+            pieces: list[Piece] = []
+            for name, arguments in calls:
+                pieces += [("call", Call(name, self.num_calls)), ("arguments", arguments)]
+                self.num_calls += 1
+            return pieces or [("text", self._opened + text + mark)]
         text = text.lstrip() if self._is_fresh else text
         self._is_fresh = self._is_fresh and not text
         if self._kind == "text" and text.strip():

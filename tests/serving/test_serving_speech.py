@@ -23,7 +23,7 @@ def read(manner, pieces):
         for kind, what in reader.read(piece, number == len(pieces) - 1):
             if kind == "call":
                 assert what.index == sum(name == kind for name, _ in said)
-                said.append((kind, (what.name, what.arguments)))
+                said.append((kind, (what.name, "")))
             elif kind == "arguments":
                 said[-1] = ("call", (said[-1][1][0], said[-1][1][1] + what))
             elif said and said[-1][0] == kind:

@@ -304,7 +304,7 @@ class Engine:
         max_tokens, id, eos, n, beam_width, length_penalty, priority, namespace, cut
             See `kvpool.Request`. ``max_tokens`` is 256 by default, ``eos`` the end tokens of the tokenizer, ``cut`` a
             think block that the prompt opens at its end.
-        temperature, top_p, top_k, min_p, seed, logit_bias, penalties, top_logprobs
+        temperature, top_p, top_k, min_p, xtc, seed, logit_bias, penalties, top_logprobs, min_tokens, grammar
             See `Sampling`.
 
         Raises
