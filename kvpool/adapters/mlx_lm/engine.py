@@ -495,8 +495,8 @@ class Engine:
         """Return the rows whose grammar holds, and the tokens that may come there. Note where one has failed."""
         allowed = {}
         for at, request in enumerate(requests):
-            job = self._jobs[request.id]
-            if job.request.user.grammar is None or job.error is not None:
+            job = self._jobs.get(request.id)
+            if request.user.grammar is None or job is None or job.error is not None:
                 continue
             index = int(step.sample_index[at])
             if index not in job.followers:
