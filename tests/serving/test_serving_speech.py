@@ -12,6 +12,7 @@ from kvpool.serving.speech import Manner, Reader
 THINK, CALL = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")
 ONE = '{"name": "f", "arguments": {"a": 1}}'
 CALLS = f"<tool_call>{ONE}</tool_call>"
+FORCED = '<tool_call>\n{"name": "f", "arguments": {"a":1}}\n</tool_call>'
 CALLED = ("call", ("f", {"a": 1}))
 
 
@@ -21,13 +22,16 @@ def read(manner, pieces):
     for number, piece in enumerate(pieces):
         for kind, what in reader.read(piece, number == len(pieces) - 1):
             if kind == "call":
-                said.append((kind, (what.name, json.loads(what.arguments))))
+                assert what.index == sum(name == kind for name, _ in said)
+                said.append((kind, (what.name, "")))
+            elif kind == "arguments":
+                said[-1] = ("call", (said[-1][1][0], said[-1][1][1] + what))
             elif said and said[-1][0] == kind:
                 said[-1] = (kind, said[-1][1] + what)
             else:
                 said.append((kind, what))
-    assert reader.has_called == any(kind == "call" for kind, _ in said)
-    return said
+    assert reader.num_calls == sum(kind == "call" for kind, _ in said)
+    return [(kind, (what[0], json.loads(what[1])) if kind == "call" else what) for kind, what in said]
 
 
 CASES = [
@@ -42,6 +46,11 @@ CASES = [
     (Manner(call=CALL), f"<tool_call>{ONE}", [CALLED]),
     (Manner(call=CALL), "a <tool_call>{oh}</tool_call> b", [("text", "a <tool_call>{oh}</tool_call>"), ("text", "b")]),
     (Manner(call=CALL), '<tool_call>{"name": 5}</tool_call>', [("text", '<tool_call>{"name": 5}</tool_call>')]),
+    (Manner(THINK, True, by_grammar=True), "a</think>" + FORCED, [("thinking", "a"), CALLED]),
+    (Manner(by_grammar=True), f"{FORCED}\n{FORCED}", [CALLED, CALLED]),
+    (Manner(by_grammar=True), FORCED[:15], [("text", FORCED[:15])]),
+    (Manner(by_grammar=True), FORCED[:26], [("text", FORCED[:26])]),
+    (Manner(by_grammar=True), '{"a": "<tool_call>"}', None),
     (Manner(call=CALL), "a <tool_c <", [("text", "a <tool_c <")]),
     (Manner(call=CALL), "<tool_call>", [("text", "<tool_call>")]),
     (Manner(THINK, True, CALL), f"<tool_call></think>\n{CALLS}", [("thinking", "<tool_call>"), CALLED]),
@@ -76,6 +85,12 @@ def test_text_is_shown_as_soon_as_it_can_be_no_mark():
     reader = Reader(Manner(THINK, call=CALL))
     shown = [reader.read(letter, False) for letter in "a<tool!<too"]
     assert ["".join(what for _, what in one) for one in shown] == ["a", "", "", "", "", "", "<tool!", "", "", "", ""]
+
+
+def test_arguments_of_a_forced_call_are_told_as_they_come():
+    reader = Reader(Manner(by_grammar=True))
+    told = [kind for letter in FORCED for kind, _ in reader.read(letter, False)]
+    assert told[0] == "call" and told.count("arguments") > 4
 
 
 @pytest.mark.parametrize(

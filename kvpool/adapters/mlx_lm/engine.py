@@ -209,13 +209,13 @@ class Engine:
         how |= {"backend": backend, "block_size": block_size, "max_seqs": 2 * max_running + 16, "eviction": eviction}
         how |= {"kv_bits": kv_bits, "k_bits": k_bits, "v_bits": v_bits, "quant_group_size": quant_group_size}
         self.kv = install(model, num_blocks, pool=pool, **how)
-        pool = self.kv.pool
         self.tokenizer = _with_detokenizer(tokenizer)
         self.vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
         self.grammars = Grammars(self.tokenizer, self.vocab_size)
         self.max_model_len: int | None = scheduling.setdefault("max_model_len", max_positions(model))
         sizes = {"max_running": max_running, "max_step_tokens": max_step_tokens, "prefill_chunk": prefill_chunk}
-        self._scheduling, self._speculate = sizes | scheduling, speculate
+        drafts = None if speculate is None else partial(self._drafts, speculate)
+        self._scheduling = sizes | {"speculate": drafts, "plans": 2} | scheduling
         self._numbers = itertools.count()
         self._seeds = np.random.default_rng(seed)
         self._start()
@@ -229,10 +229,9 @@ class Engine:
             mixed=self._forward.is_ragged,
             formats=FORMATS if self.kv.layout.groups else self.kv.backend.required_formats,
             eviction=self._eviction,
-            speculate=None if self._speculate is None else partial(self._drafts, self._speculate),
-            **{"plans": 2, **self._scheduling},
+            **self._scheduling,
         )
-        self._runs_ahead = self.kv.passes.is_lazy and self._speculate is None
+        self._runs_ahead = self.kv.passes.is_lazy and self._scheduling["speculate"] is None
         self._flight: _Flight | None = None  # a step that was begun, and of which nothing is known yet
         self._jobs: dict[Hashable, _Job] = {}
         self._is_delivering = False
@@ -313,7 +312,7 @@ class Engine:
         max_tokens, id, eos, n, beam_width, length_penalty, priority, namespace, cut
             See `kvpool.Request`. ``max_tokens`` is 256 by default, ``eos`` the end tokens of the tokenizer, ``cut`` a
             think block that the prompt opens at its end.
-        temperature, top_p, top_k, min_p, seed, logit_bias, penalties, top_logprobs
+        temperature, top_p, top_k, min_p, xtc, seed, logit_bias, penalties, top_logprobs, min_tokens, grammar
             See `Sampling`.
 
         Raises
@@ -543,8 +542,8 @@ class Engine:
         """Return the rows whose grammar holds, and the tokens that may come there. Note where one has failed."""
         allowed = {}
         for at, request in enumerate(requests):
-            job = self._jobs[request.id]
-            if job.request.user.grammar is None:
+            job = self._jobs.get(request.id)
+            if request.user.grammar is None or job is None or job.error is not None:
                 continue
             index = int(step.sample_index[at])
             if index not in job.followers:
