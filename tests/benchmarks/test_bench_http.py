@@ -8,6 +8,8 @@ import socket
 import threading
 import time
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -102,7 +104,7 @@ def test_an_honest_server_has_no_failures_and_every_character_has_times(chunked)
         assert chat.at <= answer.times[0] and answer.times == sorted(answer.times)
         assert answer.due_cpu <= answer.cpu_times[0] and answer.cpu_times == sorted(answer.cpu_times)
     assert found.as_json()["tokens"] == sum(chat.max_tokens for chat in SMALL.chats())
-    assert 0 < found.cpu and 0 < found.clients_cpu
+    assert found.cpu > 0 and found.clients_cpu > 0
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ def test_an_answer_is_read_from_its_bytes_whatever_pieces_they_come_in():
     head = "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
     body = (piece("x") + piece("yz") + b"data: [DONE]\n\n").decode()
     cuts = (0, 1, len(head) + 20, len(head) + len(piece("x")), len(head) + len(body) - 3, len(head + body))
-    pieces = [(float(i), 10.0 + i, (head + body)[a:b]) for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False))]
+    pieces = [(float(i), 10.0 + i, (head + body)[a:b]) for i, (a, b) in enumerate(pairwise(cuts))]
     asked = Chat(0.5, "s", "u", 3).as_json()
     found = read(asked, {"sent": 0.6, "sent_cpu": 9.0, "pieces": pieces, "error": None})
     assert found == Answer(0.5, 9.0, "xyz", [2.0, 3.0, 3.0], [12.0, 13.0, 13.0], None)
@@ -158,9 +160,9 @@ def test_latencies_are_counted_from_the_time_when_a_request_was_due():
 
 
 def test_chats_are_seeded_share_systems_and_have_lengths_in_tokens():
-    shape = Shape(requests=200, rate=50.0, systems=8, system_tokens=64, user="uniform:3:9", output="uniform:1:5", seed=4)
+    shape = Shape(200, 50.0, 8, 64, user="uniform:3:9", output="uniform:1:5", seed=4)
     chats = shape.chats()
-    assert chats == shape.chats() != Shape(200, 50.0, 8, 64, "uniform:3:9", "uniform:1:5", 5).chats()
+    assert chats == shape.chats() != replace(shape, seed=5).chats()
     assert len({chat.system for chat in chats}) == 8 and len({chat.user for chat in chats}) == 200
     assert {len(chat.system.encode()) for chat in chats} == {64}
     assert {len(chat.user.encode()) for chat in chats} == set(range(3, 10))
@@ -212,6 +214,7 @@ def test_a_request_that_holds_others_up_misses_its_gate(monkeypatch):
                 pass
         yield from honest(asked)
 
+    monkeypatch.setattr(harm, "OTHERS", SMALL)
     monkeypatch.setattr(harm, "HARM", {"a long answer": Chat(0.0, "", "a", 2000)})
     with serving(in_turn) as server:
         monkeypatch.setattr(harm, "started", lambda *_: nullcontext(server))
