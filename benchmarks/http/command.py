@@ -15,9 +15,10 @@ import time
 from dataclasses import fields, replace
 from pathlib import Path
 
-from benchmarks.gate import as_text, held
+from benchmarks.gate import Gate, as_text, held
 from benchmarks.http import report
 from benchmarks.http.judge import Result
+from benchmarks.http.report import OURS
 from benchmarks.http.servers import SERVERS, measure
 from benchmarks.http.workload import Shape
 from benchmarks.serving.settings import lengths, rate
@@ -26,6 +27,7 @@ from kvpool.cli.console import CommandError, whole
 __all__ = ["add_arguments", "run"]
 
 MODELS = ("tiny", "medium")
+PARTS = ("compare", "overhead", "harm")
 NUMBERS = {
     "requests": "how many",
     "systems": "different system prompts",
@@ -44,14 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", default=str(defaults["rate"]), help="Poisson arrivals per second (%(default)s)")
     parser.add_argument("--user", default=defaults["user"], help="lengths of the questions (default: %(default)s)")
     parser.add_argument("--output", default=defaults["output"], help="lengths of the answers (default: %(default)s)")
-    parser.add_argument("--servers", default=";".join(SERVERS), metavar="A;B", help="which (default: %(default)s)")
+    known = "; ".join(SERVERS)
+    parser.add_argument("--servers", metavar="A;B", help=f"which of {known} (default: all; for harm the first)")
     parser.add_argument("--repetitions", metavar="N", default="1", help="runs of each; the median counts")
+    parser.add_argument("--part", choices=PARTS, default="compare", help="what to measure (default: %(default)s)")
     parser.add_argument("--gates", action="store_true", help="judge what has to hold; 1 if something does not")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run all servers in turns and print tables, and with ``--gates`` what has to hold: 1 if something does not."""
-    names, shape = args.servers.split(";"), shape_of(args)
+    names = args.servers.split(";") if args.servers else [*SERVERS] if args.part == "compare" else [OURS]
+    shape = shape_of(args)
     for name in names:
         if name not in SERVERS:
             raise CommandError(f"--servers {name}: there are {'; '.join(SERVERS)}")
@@ -64,17 +69,31 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="kvpool-http-") as folder:
         model = Path(folder) / "model"
         lm.save(args.model, model)
-        runs = measured(names, str(model), shape, repetitions, quiet=args.json)
-    decided = report.gates(runs) if args.gates else []
+        if args.part == "compare":
+            runs = measured(names, str(model), shape, repetitions, quiet=args.json)
+            decided = report.gates(runs) if args.gates else []
+            found = report.as_json(runs) | {"workload": shape.as_json()}
+        else:
+            runs, found = {}, {}
+            decided = judged(args.part, names, str(model), repetitions)
     if args.json:
-        found = report.as_json(runs) | {"model": args.model, "workload": shape.as_json()}
-        print(json.dumps(found | {"gates": [gate.as_json() for gate in decided]}, indent=2))
-    else:
+        found |= {"model": args.model, "gates": [gate.as_json() for gate in decided]}
+        print(json.dumps(found, indent=2))
+        return 0 if held(decided) else 1
+    if runs:
         report.show(runs)
-        print(f"{args.model}, {shape}: {time.perf_counter() - start:.0f} s")
-        if args.gates:
-            print(as_text(decided))
+    print(as_text(decided) if decided else f"{shape}")
+    print(f"({args.model}, {time.perf_counter() - start:.0f} s)")
     return 0 if held(decided) else 1
+
+
+def judged(part: str, names: list[str], model: str, repetitions: int) -> list[Gate]:
+    """Return the gates of a part that compares nothing."""
+    from benchmarks.http import harm, overhead
+
+    if part == "overhead":
+        return [overhead.gate(model, repetitions)]
+    return [gate for name in names for gate in harm.gates(name, SERVERS[name], model, repetitions)]
 
 
 def shape_of(args: argparse.Namespace) -> Shape:

@@ -24,7 +24,7 @@ from kvpool.adapters.mlx_lm import loading, tiny
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.adapters.mlx_lm.shapes import inspect_model
 from kvpool.cli.console import CommandError
-from kvpool.scheduler import Step
+from kvpool.scheduler import Output, Step
 
 LLAMA = {
     "model_type": "llama",
@@ -40,6 +40,10 @@ SIZES: dict[str, dict[str, int]] = {
     "medium": {
         **{"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 512},
         **{"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64},
+    },
+    "big": {
+        **{"hidden_size": 1024, "num_hidden_layers": 8, "intermediate_size": 2816},
+        **{"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64},
     },
 }
 """Llamas with random weights. A step of the medium one with 16 to 32 rows takes 20 to 50 ms on two cores with
@@ -83,8 +87,8 @@ def save(name: str, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-PROMPT_CACHES = 10
-"""Sequences that mlx-lm's server remembers, by default."""
+PROMPT_CACHES, PROMPTS = 10, 8
+"""Sequences that mlx-lm's server remembers, and prompts that it computes at a time, by default."""
 
 
 def block_nbytes(model: Any, block_size: int) -> int:
@@ -99,8 +103,8 @@ class StockServer:
     ----------
     batch : int
         Sequences at a time, prompts among them.
-    prefill_chunk : int
-        Tokens of each prompt that one of its steps computes.
+    chunk : int
+        Tokens of prompts that one of its steps computes, all prompts together.
     block_nbytes : int
         Its caches are counted in blocks of so many bytes, to compare with a pool.
     shared_prefix : int
@@ -109,10 +113,14 @@ class StockServer:
     """
 
     def __init__(
-        self, model: Any, batch: int, *, prefill_chunk: int, block_nbytes: int, shared_prefix: int = 0
+        self, model: Any, batch: int, *, chunk: int, block_nbytes: int, shared_prefix: int = 0
     ) -> None:
+        prompts = min(batch, PROMPTS)
         self.generator = BatchGenerator(
-            model, completion_batch_size=batch, prefill_batch_size=batch, prefill_step_size=prefill_chunk
+            model,
+            completion_batch_size=batch,
+            prefill_batch_size=prompts,
+            prefill_step_size=max(1, chunk // prompts),
         )
         self.batch, self.block_nbytes, self.shared_prefix = batch, block_nbytes, shared_prefix
         self.prompt_cache = LRUPromptCache(PROMPT_CACHES) if shared_prefix else None
@@ -217,20 +225,23 @@ class EngineServer:
         self.tokens: dict[int, list[int]] = {}
         self.pool, self.scheduler = self.engine.kv.pool, self.engine.scheduler
         self._observer = Observer(self.scheduler, self.pool, max_running, samples)
-        self._schedule = self.scheduler.schedule
-        self.scheduler.schedule = self._observed  # type: ignore[method-assign]
+        self._update = self.scheduler.update
+        self.scheduler.update = self._observed  # type: ignore[method-assign, assignment]
         self._tick = Tick()
+        self._emitted: list[int] = []
         self._ended: list[Any] = []
 
-    def _observed(self) -> Step | None:
-        step = self._schedule()
-        if step is not None:
-            self._tick = self._observer.see(step)
-        return step
+    def _observed(self, step: Step, *results: Any) -> list[Output]:
+        self._tick = self._observer.see(step)
+        return self._update(step, *results)
 
     def add(self, number: int, prompt: NDArray[np.int32], max_tokens: int) -> None:
-        """Take a request."""
-        self.engine.submit(Request(prompt, max_tokens, id=number, n=self.samples))
+        """Take a request. Its listener counts for the engine: it is part of the time of a step."""
+        first = number * self.samples
+        self.engine.submit(
+            Request(prompt, max_tokens, id=number, n=self.samples),
+            on_token=lambda event: self._emitted.append(first + event.index),
+        )
 
     @property
     def is_busy(self) -> bool:
@@ -239,7 +250,13 @@ class EngineServer:
 
     def tick(self) -> None:
         """One step of the engine."""
+        self._tick = Tick()
+        self._emitted.clear()
         self._ended = self.engine.step()
+
+    def settle(self) -> None:
+        """Finish the step that was begun ahead."""
+        mx.synchronize()
 
     def describe(self) -> Tick:
         """The last step."""
@@ -247,6 +264,7 @@ class EngineServer:
             for sample in completion.samples:
                 self.tokens[completion.id * self.samples + sample.output.index] = sample.tokens.tolist()
         self._ended = []
+        self._tick.emitted = np.array(self._emitted, np.int64)
         return self._tick
 
     @property

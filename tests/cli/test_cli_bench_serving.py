@@ -113,7 +113,7 @@ def test_stock_computes_a_shared_prefix_once_with_the_prompt_cache_of_its_server
     prompts = [np.append(shared, rng.integers(0, vocab_size, 8)).astype(np.int32) for _ in range(6)]
     tokens, computed = [], []
     for prefix in (shared_prefix, 0):
-        server = lm.StockServer(model, 2, prefill_chunk=16, block_nbytes=nbytes, shared_prefix=prefix)
+        server = lm.StockServer(model, 2, chunk=32, block_nbytes=nbytes, shared_prefix=prefix)
         for number, prompt in enumerate(prompts):
             server.add(number, prompt, 5)
         computed.append(0)
