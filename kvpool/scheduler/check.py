@@ -68,7 +68,22 @@ def check_states(core: Core, sequences: list[Sequence]) -> None:
     queued = list(core.queue)
     require(len(queued) == len(core.queue) and set(queued) == waiting, "the queue is not who waits")
     require(len(set(queued)) == len(queued), "somebody waits twice")
+    check_tenants(core)
     require(set(core.spilled) == {s for s in sequences if s.state == SPILLED}, "spilled is not who is spilled")
+
+
+def check_tenants(core: Core) -> None:
+    """Check the lines of the tenants, their turns, and what they have used."""
+    queue = core.queue
+    requests = Counter(group.tenant.name for group in core.groups.values())
+    for name, tenant in queue.tenants.items():
+        require(tenant.requests == requests.pop(name, 0), f"tenant {name!r} counts {tenant.requests} requests")
+        ranks = [sequence.group.rank for sequence in tenant.line]
+        require(ranks == sorted(ranks), f"the line of tenant {name!r} is out of order")
+        require(tenant.is_listed or not ranks, f"tenant {name!r} waits and gets no turn")
+    require(not requests, f"tenants are forgotten that have requests: {sorted(map(repr, requests))}")
+    most = max((group.passed for group in core.groups.values()), default=0)
+    require(most <= queue.overtake, f"{most} requests passed one that found no room, {queue.overtake} may")
 
 
 def check_lanes(core: Core, sequences: list[Sequence]) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy import int32, int64
@@ -20,7 +21,8 @@ from kvpool.scheduler.results import Given, why_ended
 from kvpool.scheduler.state import Core, DecodeBatch, Step
 
 
-class Decoding(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True)
+class Decoding:
     """A sequence that decodes, as a proposer sees it.
 
     Attributes
@@ -136,6 +138,7 @@ def settle(core: Core, step: Step, given: Given) -> tuple[Step, Given]:
         core.decode_tokens += right
         core.sampled_tokens += right
         core.drafted_tokens += drafted
+        rows.sequence(lane).group.tenant.served += right
         core.accepted_tokens += right
         if right < drafted:
             cut.append((int(rows.handle[lane]), int(rows.computed[lane]) + 1))

@@ -11,6 +11,7 @@ from kvpool.scheduler.request import Request
 from kvpool.scheduler.state import DECODING, PREFILLING, SPILLED, Core, DecodeBatch, Sequence
 
 POLICIES = ("last", "longest", "grower", "priority")
+LOOK = 4  # requests that are tried, while the first in line finds no room
 REWRITTEN = 16  # tokens at the end of a prompt: `Pool.open` takes no checkpoint behind them
 
 
@@ -365,10 +366,13 @@ def admit(core: Core, sequence: Sequence) -> bool:
 
 
 def count_admission(core: Core, sequence: Sequence, computed: int, known: int) -> None:
-    """Count an admission with `known` tokens, of which the cache has `computed`."""
+    """Count an admission with `known` tokens, of which the cache has `computed`. Charge the tenant for the others."""
     group = sequence.group
+    group.tenant.served += max(0, known - max(computed, sequence.paid))
+    sequence.paid = max(sequence.paid, known)
     if group.admitted is None:
         group.admitted = core.clock()
+        group.tenant.admitted += 1
         group.num_cached = min(computed, len(group.request.prompt))
     core.admissions += 1
     core.hit_tokens += computed
@@ -402,8 +406,28 @@ def restore(core: Core, sequence: Sequence) -> bool:
 
 
 def admit_next(core: Core) -> Sequence | None:
-    """Admit the next sequence and return it. None if nobody waits or the first in line finds no room."""
+    """Admit the next sequence and return it. None if nobody waits, or nobody who may come finds room."""
+    if not core.rows.free:
+        return None
     for sequence in core.spilled:
         return sequence if restore(core, sequence) else None
     head = core.queue.head()
-    return head if head is not None and admit(core, head) else None
+    return head if head is None or admit(core, head) else admit_other(core, head)
+
+
+def admit_other(core: Core, head: Sequence) -> Sequence | None:
+    """Admit one who may pass the first in line, which finds no room. Nobody passes a sequence that ran before.
+
+    So many may pass a new request. Those of another tenant may, while it has used at most a step more.
+    """
+    passed = [head]
+    for sequence in () if core.queue.is_back(head) else core.queue.first(LOOK)[1:]:
+        if passed[-1].group.passed >= core.queue.overtake:
+            return None
+        ahead = sequence.group.tenant.used - head.group.tenant.used
+        if ahead <= core.max_step_tokens and admit(core, sequence):
+            for other in passed:
+                other.group.passed += 1
+            return sequence
+        passed.append(sequence)
+    return None

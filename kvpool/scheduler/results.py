@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from heapq import heappop
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -145,6 +146,8 @@ def take_decodes(core: Core, batch: DecodeBatch, at: NDArray[int32], given: Give
     core.decode_tokens += len(lanes)
     core.sampled_tokens += len(lanes)
     rows.computed[lanes] += 1
+    for tenant, count in batch.tenants:
+        tenant.served += count
     if batch.shared:
         rows.shared[lanes] = batch.shared = False
     generated = store(rows, lanes, at, tokens, None if given.logprobs is None else given.logprobs[:n])
@@ -208,6 +211,8 @@ def advance(core: Core, lanes: NDArray[int32], new: NDArray[int64], decodes: int
     """Count the inputs of these rows as computed. The first rows are decodes."""
     rows = core.rows
     core.decode_tokens += decodes
+    for lane in lanes[:decodes].tolist():
+        rows.sequence(lane).group.tenant.served += 1
     if len(lanes) > decodes:
         chunk, count = lanes[decodes:], new[decodes:]
         core.prefill_tokens += int(count.sum())
@@ -302,7 +307,7 @@ def fork_samples(core: Core, lane: int, ats: list[int], given: Given, now: float
         if own is None:
             waiting.append(sequence)
             continue
-        sequence.high = computed
+        sequence.high = sequence.paid = computed
         core.start(sequence, core.rows.take(), own, computed, core.admission_number() if number else admitted)
         rows.committed[sequence.lane], rows.gone[sequence.lane] = committed, gone
         if core.eviction is not None and seen is not None:
@@ -326,22 +331,34 @@ def fork(core: Core, handle: int) -> int | None:
         return None
 
 
-def cancel(core: Core, group: Group) -> list[Output]:
+def expire(core: Core) -> list[Output]:
+    """End the requests whose deadline has passed."""
+    now, outputs = core.clock(), []
+    while core.deadlines and core.deadlines[0][0] <= now:
+        group = core.group_of(heappop(core.deadlines))
+        if group is not None:
+            outputs += cancel(core, group, "deadline")
+    core.cancelled -= len(outputs)
+    core.expired += len(outputs)
+    return outputs
+
+
+def cancel(core: Core, group: Group, reason: str = "cancelled") -> list[Output]:
     """End a request in any state."""
     now = core.clock()
     if group.beam is not None:
-        return group.beam.cancel(core, now)
+        return group.beam.cancel(core, now, reason)
     outputs = []
     if not group.forked:
         core.unforked -= 1
     for sequence in group.sequences:
         if sequence.state != FINISHED:
             core.release(sequence)
-            outputs.append(core.output(sequence, "cancelled", now))
+            outputs.append(core.output(sequence, reason, now))
     if not group.forked:  # samples that were still to come
         for index in range(1, group.request.n):
             sequence = Sequence(group, index)
-            outputs.append(core.output(sequence, "cancelled", now))
+            outputs.append(core.output(sequence, reason, now))
             core.cancelled += 1
     core.close_group(group, group.unfinished)
     return outputs

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +30,8 @@ from kvpool.scheduler.policy import (
     make_way,
 )
 from kvpool.scheduler.policy import judge as judge_eviction
-from kvpool.scheduler.request import Output, Request, SchedulerStats, integer
+from kvpool.scheduler.queue import WaitingQueue
+from kvpool.scheduler.request import Output, Request, SchedulerStats, TenantStats, integer, real
 from kvpool.scheduler.state import (
     DECODING,
     NOBODY,
@@ -71,7 +73,14 @@ class Scheduler:
     preempt : {"last", "longest", "grower", "priority"}
         Selects the sequence to preempt and recompute when blocks run out.
     max_waiting : int, optional
-        Reject requests when so many sequences wait.
+        Reject requests when so many sequences wait. A tenant in `weights` may use its share of them.
+    weights : mapping of tenants to numbers, optional
+        What part of the service a tenant gets while several have requests that wait: 0.001 .. 1000. Others have 1.
+    ageing : int, default 256
+        Admissions that make up for one level of priority: a request is passed by at most so many later requests of its
+        tenant, for each level that they are above it.
+    overtake : int, default 16
+        Requests that may pass a new one that finds no room, at most.
     max_model_len : int, optional
         Tokens of a sequence, at most.
     formats : sequence of str
@@ -81,7 +90,7 @@ class Scheduler:
     tier : object, optional
         ``spill_to_host(handle, blocks)`` and ``prefetch(kept, handle, blocks)``.
     clock : callable, default `time.monotonic`
-        Fills the times of outputs. It has no influence on decisions.
+        Fills the times of outputs, and says when a deadline has passed. Otherwise it has no influence on decisions.
     plans : int, default 1
         Plans that steps use in turn. With 2, the next step can be planned while one is out, and the arrays of a step
         stay valid during the next one.
@@ -127,6 +136,9 @@ class Scheduler:
         plans: int = 1,
         eviction: Evictor | None = None,
         speculate: drafts.Propose | None = None,
+        weights: Mapping[Hashable, float] = MappingProxyType({}),
+        ageing: int = 256,
+        overtake: int = 16,
     ) -> None:
         call = "Scheduler"
         if not isinstance(pool, Pool):
@@ -156,7 +168,11 @@ class Scheduler:
             drafts.require_retractable(call, pool, eviction)
         self._propose = speculate
         numbers = (max_running, max_step_tokens, chunk, mixed, watermark, preempt)
-        self._core = Core(pool, *numbers, tier, clock, eviction)
+        if not isinstance(weights, Mapping):
+            raise TypeError(f"[{call}] weights must be a mapping, not {type(weights).__name__}")
+        shares = {name: real(call, f"weights[{name!r}]", weight, 0.001, 1000) for name, weight in weights.items()}
+        queue = WaitingQueue(shares, integer(call, "ageing", ageing, 1), integer(call, "overtake", overtake, 0))
+        self._core = Core(pool, *numbers, tier, clock, eviction, queue)
         self._pad_to = pad_to
         rows, tokens = max_running, max(max_step_tokens, max_running)
         if pad_to is not None and not callable(pad_to):
@@ -246,9 +262,21 @@ class Scheduler:
                 f"{core.needs.name(arena)}, the pool has {usable[arena]}",
                 "too_large",
             )
-        if self._max_waiting is not None and len(core.queue) >= self._max_waiting:
+        if request.deadline is not None and request.deadline <= (now := core.clock()):
+            raise RequestRejected(f"[add] the deadline has passed ({request.deadline} <= {now})", "deadline")
+        if self._max_waiting is not None:
+            self._judge_queue(request.tenant, self._max_waiting)
+
+    def _judge_queue(self, tenant: Hashable, places: int) -> None:
+        queue = self._core.queue
+        if len(queue) >= places:
+            raise RequestRejected(f"[add] {len(queue)} sequences wait, the limit is {places}", "queue_full")
+        if tenant not in queue.weights:
+            return
+        waiting, share = len(queue.tenant(tenant).line), queue.share(tenant, places)
+        if waiting >= share:
             raise RequestRejected(
-                f"[add] {len(core.queue)} sequences wait, the limit is {self._max_waiting}", "queue_full"
+                f"[add] {waiting} requests of this tenant wait, its share of {places} is {share}", "queue_full"
             )
 
     def _find(self, call: str, name: Hashable) -> Group:
@@ -324,7 +352,7 @@ class Scheduler:
         new = None
         if self._propose is not None and batch is not None:
             new = drafts.ask(core, self._propose, batch, chunks)
-        return self._build(plan, batch, chunks, new)
+        return self._build(plan, batch, chunks, new=new)
 
     def _ahead(self, before: Step) -> Step | None:
         """Plan the step after one that is out. Return None if it has to wait for the tokens."""
@@ -428,12 +456,12 @@ class Scheduler:
         plan: Plan,
         batch: DecodeBatch | None,
         chunks: list[tuple[int, int]],
-        new: NDArray[int64] | None = None,
         before: Step | None = None,
+        new: NDArray[int64] | None = None,
     ) -> Step:
         """Step the pool once, and return a step that is out now.
 
-        `new`: the new tokens of each decode, if there are drafts. `before`: the step that was out.
+        `before` is the one that was out. `new` are the tokens of each decode, if there are drafts.
         """
         core, rows = self._core, self._core.rows
         decodes, plain = (0, None) if batch is None else (len(batch.lanes), batch if batch.plain else None)
@@ -447,12 +475,12 @@ class Scheduler:
         else:
             tokens, arrays, samples = self._mixed(batch, chunks)
         pad_to = self._pad_to(len(arrays[0]), len(tokens)) if callable(self._pad_to) else self._pad_to
-        core.pool.step(plan, arrays[1], 1 if len(tokens) == decodes else arrays[2], pad_to=pad_to)
+        core.pool.step(plan, arrays[1], arrays[2] if len(tokens) > decodes else 1, pad_to=pad_to)
         step = Step(rows, plan, plain, tokens, decodes, *arrays, *samples)
-        if new is not None:
-            step.count_drafts()
         if before is not None:
             step.follow(before)
+        if new is not None:
+            step.draft()
         self._turn = (self._turn + 1) % len(self._plans)
         self._out.append(step)
         core.newest = NOBODY
@@ -483,7 +511,7 @@ class Scheduler:
     def _drafted(
         self, batch: DecodeBatch, new: NDArray[int64], chunks: list[tuple[int, int]]
     ) -> tuple[NDArray[int32], tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-        """Return what `_mixed` returns, for decodes of `new` tokens each, of which every one is sampled."""
+        """Do what `_mixed` does for decodes of `new` tokens each, of which every one is sampled."""
         rows, decodes = self._core.rows, len(batch.lanes)
         lanes = np.concatenate([batch.lanes32, np.array([lane for lane, _ in chunks], np.int32)])
         num_new = np.concatenate([new, np.array([count for _, count in chunks], np.int64)])
@@ -492,8 +520,8 @@ class Scheduler:
         tokens = np.concatenate([rows.known(*piece) for piece in pieces])
         sampled = (begin + num_new == rows.prompt[lanes] + rows.generated[lanes])[decodes:]
         at = np.concatenate([np.arange(ends[decodes - 1]), ends[decodes:][sampled] - 1]).astype(np.int32)
-        handles = np.concatenate([batch.handles, rows.handle[lanes[decodes:]]])
-        return tokens, (lanes, handles, num_new), self._samples(at, lanes[np.searchsorted(ends, at, "right")])
+        arrays = (lanes, rows.handle[lanes], num_new)
+        return tokens, arrays, self._samples(at, lanes[np.searchsorted(ends, at, "right")])
 
     def _samples(self, at: np.ndarray, lane: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return positions, lanes, sample numbers and beam widths of the samples."""
@@ -527,7 +555,7 @@ class Scheduler:
         Returns
         -------
         list of Output
-            The sequences that ended, in order of rows.
+            The sequences that ended, in order of rows, then those whose deadline has passed.
 
         Raises
         ------
@@ -545,7 +573,8 @@ class Scheduler:
         del self._out[0]
         if step.num_drafts:
             step, given = drafts.settle(self._core, step, given)
-        return results.take(self._core, step, given)
+        outputs = results.take(self._core, step, given)
+        return outputs + results.expire(self._core) if self._core.deadlines else outputs
 
     def fail(self, step: Step) -> None:
         """Take back a step that the backend did not execute. Every sequence is as before `schedule`.
@@ -615,11 +644,17 @@ class Scheduler:
         """Return the counters, in O(1)."""
         core = self._core
         counters = (
-            *(core.cancelled, core.rejected, core.admissions, core.preemptions, core.spills, core.steps),
+            *(core.cancelled, core.expired, core.rejected),
+            *(core.admissions, core.preemptions, core.spills, core.steps),
             *(core.decode_tokens, core.prefill_tokens, core.recomputed_tokens, core.hit_tokens, core.sampled_tokens),
             *(core.evicted_tokens, core.drafted_tokens, core.accepted_tokens),
         )
         return SchedulerStats._make((*core.count, *counters))
+
+    def tenants(self) -> dict[Hashable, TenantStats]:
+        """Return what each tenant has and got. Tenants that have been idle for long may be missing."""
+        known = list(self._core.queue.tenants.values())
+        return {one.name: TenantStats(len(one.line), one.requests, one.served) for one in known}
 
     def check(self) -> None:
         """Recompute every counter and invariant, also those of the pool. Legal at any time.

@@ -26,13 +26,12 @@ from kvpool.serving.answers import Answer, ChatForm, TextForm, refusal
 from kvpool.serving.messages import CountRequest, MessageAnswer, MessagesRequest
 from kvpool.serving.metrics import ServerMetrics
 from kvpool.serving.requests import ChatRequest, CompletionRequest, Form, Generation, Refused, parse
-from kvpool.serving.runner import EngineFailed, Run, Runner
+from kvpool.serving.runner import EngineFailed, Run, Runner, Stopped
 from kvpool.serving.speech import Manner
 
 T = TypeVar("T")
 RETRY = {"Retry-After": "1"}
 BODY_SECONDS = 30  # for a client to send its body
-READ_SECONDS = 60  # for a client to make room for the next piece of its stream
 LOGPROBS = 2**18  # of an answer that is sent as a whole
 
 
@@ -113,9 +112,12 @@ class Service:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request and count the answer."""
+        is_begun = False
 
         async def counted(message: Message) -> None:
+            nonlocal is_begun
             if message["type"] == "http.response.start":
+                is_begun = True
                 known = any(scope["path"] == route.path for route in self._routes)
                 self._metrics.answered(scope["path"] if known else "other", message["status"])
             await send(message)
@@ -123,6 +125,9 @@ class Service:
         self.active += 1
         try:
             await self._app(scope, receive, counted)
+        except asyncio.CancelledError:  # uvicorn waits no longer
+            if not is_begun:
+                await _error(503, "the server stops")(scope, receive, counted)
         finally:
             self.active -= 1
 
@@ -332,11 +337,7 @@ class EventStream(Response):
         answer, completions = self._answer, {}
 
         async def write(body: bytes, more: bool = True) -> None:
-            try:
-                async with asyncio.timeout(READ_SECONDS):
-                    await send({"type": "http.response.body", "body": body, "more_body": more})
-            except TimeoutError:
-                raise ClientDisconnect from None
+            await send({"type": "http.response.body", "body": body, "more_body": more})
 
         with _refusals():
             async with self._run as run:
@@ -397,7 +398,7 @@ def _refusals() -> Iterator[None]:
     except (TypeError, ValueError) as error:
         raise Refused(400, _plain(error)) from error
     except EngineFailed as error:
-        raise Refused(500, str(error)) from error
+        raise Refused(503 if isinstance(error, Stopped) else 500, str(error)) from error
 
 
 def _plain(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
@@ -12,9 +13,16 @@ from typing import Any, Self
 from kvpool.adapters.mlx_lm.engine import Completion, Engine, TokenEvent
 from kvpool.groups import arenas_of
 
+UNREAD = 2**16  # tokens and likely tokens of a stream that wait for its client
+_log = logging.getLogger(__name__)
+
 
 class EngineFailed(Exception):
     """The engine failed while the request ran. The request may be sent again."""
+
+
+class Stopped(EngineFailed):
+    """The server ended the request: it stops, or the client reads too slowly."""
 
 
 class Runner:
@@ -31,7 +39,7 @@ class Runner:
     ----------
     engine : Engine
         Only the thread calls it. Others may read its attributes.
-    failure : Exception or None
+    failure : BaseException or None
         Why the engine is lost: it failed, and its pool is damaged.
     """
 
@@ -43,7 +51,8 @@ class Runner:
         self._owners: dict[Hashable, tuple[Run, int]] = {}  # of the thread: by the engine's id
         self._thread = threading.Thread(target=self._work, name="kvpool-engine", daemon=True)
         self.engine: Engine
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
+        self._is_stopping = False
         self.lost = asyncio.Event()
 
     async def start(self) -> None:
@@ -55,10 +64,10 @@ class Runner:
 
     async def stop(self) -> int:
         """Cancel what runs and end the thread. Return the blocks that are still in use."""
+        self._is_stopping = True
         self._calls.put(None)
         await self._loop.run_in_executor(None, self._thread.join)
-        pool = self.engine.kv.pool
-        return sum(pool.stats(arena).used for arena in set(arenas_of(pool.options.groups)))
+        return self._used(self.engine)
 
     def run(self, prompts: Sequence[Sequence[int]], listens: bool, options: dict[str, Any]) -> Run:
         """Return a run of these prompts, which has not begun. With `listens` it gets every token, too."""
@@ -73,20 +82,21 @@ class Runner:
             self._loop.call_soon_threadsafe(self._ready.set_exception, error)
             return
         self._loop.call_soon_threadsafe(self._ready.set_result, engine)
-        while self.failure is None:
-            calls = [self._calls.get()] if not engine.num_unfinished else []
+        while True:
+            is_idle = self.failure is not None or not engine.num_unfinished
+            calls = [self._calls.get()] if is_idle else []
             calls += [self._calls.get() for _ in range(self._calls.qsize())]
             for call in [*calls, self._step]:
                 if call is None:
-                    self._end_all(engine, EngineFailed("the server stops"))
+                    self._end_all(engine, Stopped("the server stops"))
                     self._tell()
                     return
                 try:
                     call(engine)
-                except Exception as error:
-                    self._end_all(engine, EngineFailed(f"the engine failed: {type(error).__name__}: {error}"))
+                except BaseException as error:  # libraries in Rust raise others than Exception
+                    _log.error("the engine failed", exc_info=error)
+                    self._end_all(engine, EngineFailed(f"the engine failed: {type(error).__name__}"))
             self._tell()
-        self._loop.call_soon_threadsafe(self.lost.set)
 
     def _end_all(self, engine: Engine, why: EngineFailed) -> None:
         """End all requests and empty the prefix cache. If the pool is damaged, set `failure`."""
@@ -97,10 +107,21 @@ class Runner:
             engine.scheduler.check()
             if engine.kv.pool.prefix is not None:
                 engine.kv.pool.prefix.flush()
-        except Exception as broken:
-            self.failure = broken
+            if used := self._used(engine):
+                raise RuntimeError(f"{used} blocks belong to nobody")
+        except BaseException as broken:
+            _log.error("the engine is lost", exc_info=broken)
+            self.failure = self.failure or broken
+            self._loop.call_soon_threadsafe(self.lost.set)
+
+    @staticmethod
+    def _used(engine: Engine) -> int:
+        pool = engine.kv.pool
+        return sum(pool.stats(arena).used for arena in set(arenas_of(pool.options.groups)))
 
     def _step(self, engine: Engine) -> None:
+        if self.failure is not None:
+            return
         for completion in engine.step():
             if completion.id in self._owners:
                 run, number = self._owners.pop(completion.id)
@@ -109,6 +130,9 @@ class Runner:
 
     def _begin(self, run: Run, engine: Engine) -> None:
         """Submit all prompts of a run, or none."""
+        if self.failure is not None:
+            self._news.append((run, EngineFailed("the engine is lost")))
+            return
         try:
             for number, prompt in enumerate(run.prompts):
                 id = engine.submit(prompt, on_token=run.listener(number, self._news), **run.options)
@@ -133,7 +157,11 @@ class Runner:
 
     def _told(self, news: list[tuple[Run, Any]]) -> None:
         for run, item in news:
-            run.items.put_nowait(item)
+            if run.items.qsize() < run.most:
+                run.items.put_nowait(item)
+            elif run.items.qsize() == run.most:
+                run.items.put_nowait(Stopped("the client reads too slowly"))
+                self.end(run)
             if isinstance(item, tuple) and isinstance(item[1], Completion):
                 self._on_end(item[1])
 
@@ -141,7 +169,10 @@ class Runner:
 
     def begin(self, run: Run) -> None:
         """Give a run to the thread."""
-        self._calls.put(partial(self._begin, run))
+        if self._is_stopping:
+            run.items.put_nowait(Stopped("the server stops"))
+        else:
+            self._calls.put(partial(self._begin, run))
 
     def end(self, run: Run) -> None:
         """Cancel the prompts of a run that have not ended. You may call it at any time."""
@@ -160,6 +191,7 @@ class Run:
         self.prompts = prompts
         self.options = options
         self.items: asyncio.Queue[Any] = asyncio.Queue()
+        self.most = UNREAD // (1 + options.get("top_logprobs", 0))
         self._runner = runner
         self._listens = listens
 

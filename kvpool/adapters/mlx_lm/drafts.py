@@ -77,14 +77,15 @@ class DraftModel:
         """Return the drafts of each sequence. There are none for one that is too long for the model."""
         drafts = [row.generated[:0] for row in rows]
         try:
-            for number, row in enumerate(rows):
-                request = Request(row.known, min(self.num_drafts, row.most), id=number)
+            places = {}
+            for place, row in enumerate(rows):
+                request = Request(row.known, min(self.num_drafts, row.most))
                 if request.prompt.max() < self.engine.vocab_size:
                     with suppress(RequestRejected):
-                        self.engine.submit(request)
+                        places[self.engine.submit(request)] = place
             while self.engine.num_unfinished:
                 for completion in self.engine.step():
-                    drafts[int(completion.id)] = completion.tokens
+                    drafts[places[completion.id]] = completion.tokens
         finally:
             self.engine.close()
         return drafts

@@ -98,6 +98,8 @@ class Sampling:
         _whole("min_tokens", self.min_tokens, 2**31 - 1)
         if not isinstance(self.grammar, Grammar | None):
             raise TypeError(f"[Sampling] grammar must be one of Engine.grammars, got {self.grammar!r}")
+        if self.grammar is not None and self.min_tokens:
+            raise ValueError("[Sampling] min_tokens and grammar exclude each other: the grammar says where the end is")
         _number("frequency_penalty", self.frequency_penalty, lambda x: -100 <= x <= 100, "-100 .. 100")
         _number("presence_penalty", self.presence_penalty, lambda x: -100 <= x <= 100, "-100 .. 100")
         _number("repetition_penalty", self.repetition_penalty, lambda x: 0.01 <= x <= 100, "0.01 .. 100")
