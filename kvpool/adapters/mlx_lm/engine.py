@@ -231,7 +231,8 @@ class Engine:
             eviction=self._eviction,
             **self._scheduling,
         )
-        self._runs_ahead = self.kv.passes.is_lazy and self._scheduling["speculate"] is None
+        how = self._scheduling
+        self._runs_ahead = self.kv.passes.is_lazy and how["speculate"] is None and how["plans"] > 1
         self._flight: _Flight | None = None  # a step that was begun, and of which nothing is known yet
         self._jobs: dict[Hashable, _Job] = {}
         self._is_delivering = False
@@ -509,7 +510,9 @@ class Engine:
         requests, tokens = step.requests, mx.array(step.tokens)
         if not len(step.tokens):
             return _Flight(step, tokens, tokens.astype(mx.float32))
-        if before is not None and before.tokens.size:
+        if before is not None and np.array_equal(step.follows, np.arange(before.tokens.size)):
+            tokens = before.tokens
+        elif before is not None and before.tokens.size:
             follows = mx.array(step.follows)
             tokens = mx.where(follows < 0, tokens, before.tokens[follows])
         lens = np.array(step.plan.seq_lens[: len(step.handles)], np.int64)

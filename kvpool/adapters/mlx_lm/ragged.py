@@ -61,7 +61,7 @@ class RaggedForward:
         self.late: list[mx.array] = []
 
     def __call__(
-        self, tokens: mx.array, plan: Any, lens: np.ndarray, rows: np.ndarray, evicted: np.ndarray | None = None
+        self, tokens: mx.array | np.ndarray, plan: Any, lens: np.ndarray, rows: np.ndarray, evicted: np.ndarray | None = None
     ) -> mx.array:
         """Return the logits of some tokens of a plan that was stepped, float32 ``[M, V]``.
 
@@ -95,7 +95,8 @@ class RaggedForward:
             turn = self._turn(plan, lens, new, gone)
             if self.states_are_held:
                 self.states.write(*kv.passes.checkpoints.loaded(plan))
-            logits, held_by = self._logits(tokens.reshape(len(turn.new), turn.num_columns), turn, rows)
+            inputs = mx.array(tokens).reshape(len(turn.new), turn.num_columns)
+            logits, held_by = self._logits(inputs, turn, rows)
         finally:
             kv.passes.unhook()
         self.late = [x for _, held in held_by for x in arrays_of(held)] if self.states_are_held else []
@@ -141,7 +142,8 @@ class RaggedForward:
     def _logits(self, inputs: mx.array, turn: Turn, rows: np.ndarray) -> tuple[mx.array, list[tuple[Part, Held]]]:
         """Run the model over all tokens and its head over the tokens that were asked for."""
         model, taken = self.kv.model, False
-        if len(rows):
+        is_whole = np.array_equal(rows, np.arange(inputs.size))
+        if len(rows) and not is_whole:
             # A policy with scores needs the last layer's attention of every row's last token, sampled or not.
             wants_scores = self.eviction is not None and self.eviction.policy.scores is not None
             splits = len(rows) < inputs.size and self.is_ragged and not wants_scores
@@ -156,7 +158,7 @@ class RaggedForward:
         if not len(rows):  # MLX never evaluates it
             return mx.zeros((0, logits.shape[-1]), mx.float32), held_by
         logits = logits.reshape(-1, logits.shape[-1])
-        return (logits if taken else logits[mx.array(rows)]).astype(mx.float32), held_by
+        return (logits if taken or is_whole else logits[mx.array(rows)]).astype(mx.float32), held_by
 
 
 # ------------------------------------------------------------------------------------ logits of some rows only
