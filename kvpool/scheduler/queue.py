@@ -30,14 +30,18 @@ class Tenant:
         New requests, by rank.
     is_listed : bool
         Whether the queue has a turn for it.
+    waited : float
+        How long the request waited that was admitted last.
     """
 
-    __slots__ = ("admitted", "base", "is_listed", "line", "name", "number", "requests", "served", "weight")
+    __slots__ = (
+        *("admitted", "base", "is_listed", "line", "name", "number", "requests", "served", "waited", "weight"),
+    )
 
     def __init__(self, name: Hashable, number: int, weight: float) -> None:
         self.name, self.number, self.weight = name, number, weight
         self.served = self.admitted = self.requests = 0
-        self.base = 0.0
+        self.base = self.waited = 0.0
         self.line: list[Sequence] = []
         self.is_listed = False
 
@@ -105,7 +109,9 @@ class WaitingQueue:
         self._sweep_at = max(64, 2 * len(self.tenants))
 
     def share(self, name: Hashable, places: int) -> int:
-        """Return how many of the `places` for waiting requests a tenant of `weights` may use."""
+        """Return how many of the `places` for waiting requests a tenant may use."""
+        if name not in self.weights:
+            return places
         return max(1, int(places * self.weights[name] / sum(self.weights.values())))
 
     def enroll(self, group: Group) -> None:

@@ -264,20 +264,26 @@ class Scheduler:
             )
         if request.deadline is not None and request.deadline <= (now := core.clock()):
             raise RequestRejected(f"[add] the deadline has passed ({request.deadline} <= {now})", "deadline")
-        if self._max_waiting is not None:
-            self._judge_queue(request.tenant, self._max_waiting)
+        self._judge_queue(request.tenant)
 
-    def _judge_queue(self, tenant: Hashable, places: int) -> None:
-        queue = self._core.queue
-        if len(queue) >= places:
-            raise RequestRejected(f"[add] {len(queue)} sequences wait, the limit is {places}", "queue_full")
-        if tenant not in queue.weights:
+    def _judge_queue(self, name: Hashable) -> None:
+        queue, most = self._core.queue, self.places(name)
+        if most is None:
             return
-        waiting, share = len(queue.tenant(tenant).line), queue.share(tenant, places)
-        if waiting >= share:
-            raise RequestRejected(
-                f"[add] {waiting} requests of this tenant wait, its share of {places} is {share}", "queue_full"
-            )
+        tenant = queue.tenants.get(name)
+        line = [] if tenant is None else tenant.line
+        if len(queue) >= (self._max_waiting or 0):
+            text = f"{len(queue)} sequences wait, the limit is {self._max_waiting}"
+        elif len(line) >= most:
+            text = f"{len(line)} requests of this tenant wait, its share of {self._max_waiting} is {most}"
+        else:
+            return
+        so_far = self._core.clock() - line[0].group.arrived if line else 0.0
+        raise RequestRejected(f"[add] {text}", "queue_full", max(so_far, 0.0 if tenant is None else tenant.waited))
+
+    def places(self, tenant: Hashable) -> int | None:
+        """Return how many new requests of a tenant may wait, None if there is no limit."""
+        return None if self._max_waiting is None else self._core.queue.share(tenant, self._max_waiting)
 
     def _find(self, call: str, name: Hashable) -> Group:
         group = self._core.groups.get(name)
@@ -652,8 +658,9 @@ class Scheduler:
         return SchedulerStats._make((*core.count, *counters))
 
     def tenants(self) -> dict[Hashable, TenantStats]:
-        """Return what each tenant has and got. Tenants that have been idle for long may be missing."""
-        known = list(self._core.queue.tenants.values())
+        """Return what each tenant of `weights` has and got."""
+        queue = self._core.queue
+        known = [queue.tenants[name] for name in queue.weights]
         return {one.name: TenantStats(len(one.line), one.requests, one.served) for one in known}
 
     def check(self) -> None:

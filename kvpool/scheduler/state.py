@@ -681,16 +681,16 @@ class Core:
         self.count[WAITING] += 1
         self.queue.enroll(group)
         if request.deadline is not None:
-            self.remind(group)
+            self.remind(group, request.deadline)
         self.wait(group.sequences[0])
         return group
 
-    def remind(self, group: Group) -> None:
+    def remind(self, group: Group, deadline: float) -> None:
         """Note the deadline of a new request. Those of requests that have ended leave when they are most."""
         if len(self.deadlines) > 64 + 2 * len(self.groups):
             self.deadlines = [one for one in self.deadlines if self.group_of(one) is not None]
             heapify(self.deadlines)
-        heappush(self.deadlines, (group.request.deadline, group.rank[1], group.id))
+        heappush(self.deadlines, (deadline, group.rank[1], group.id))
 
     def group_of(self, reminder: tuple[float, int, Hashable]) -> Group | None:
         """Return the request of a deadline, None if it has ended."""
