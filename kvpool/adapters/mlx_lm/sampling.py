@@ -221,7 +221,7 @@ def best(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     order = mx.argsort(-logprobs, axis=-1)[:, :k]
     values = mx.take_along_axis(logprobs, order, axis=-1)
-    lacking = ((0, 0), (0, max(0, k - logits.shape[-1])))
+    lacking = [(0, 0), (0, max(0, k - logits.shape[-1]))]
     return mx.pad(order.astype(mx.int32), lacking), mx.pad(values, lacking, constant_values=mx.array(-mx.inf))
 
 
