@@ -325,9 +325,9 @@ def test_planted_fault_changes_tokens(model, monkeypatch, fault):
     if fault == "positions stand still":
         run_model = engine._run
 
-        def shifted(step, requests):
+        def shifted(step, before):
             step.sample_position[:] = step.sample_position[:1]
-            return run_model(step, requests)
+            return run_model(step, before)
 
         monkeypatch.setattr(engine, "_run", shifted)
     elif fault == "drafts are not known":
