@@ -162,10 +162,7 @@ class Scheduler:
         if tier is not None and pool.options.groups is not None:
             raise ValueError(f"[{call}] tier is for pools of one table, this one has {len(pool.options.groups)} groups")
         _check_evictor(call, eviction, pool)
-        if speculate is not None:
-            if not callable(speculate):
-                raise TypeError(f"[{call}] speculate must be callable, not {type(speculate).__name__}")
-            drafts.require_retractable(call, pool, eviction)
+        drafts.check_proposer(call, speculate, pool, eviction)
         self._propose = speculate
         numbers = (max_running, max_step_tokens, chunk, mixed, watermark, preempt)
         if not isinstance(weights, Mapping):

@@ -50,7 +50,8 @@ class Trust:
             most = int(log(0.5) / log(chance)) or int(len(row.generated) % PROBE == 0)
             if most:
                 asked.append((at, replace(row, most=min(row.most, self._most, most))))
-        for (at, row), found in zip(asked, propose([row for _, row in asked]), strict=True):
+        given = propose([row for _, row in asked]) if asked else ()
+        for (at, row), found in zip(asked, given, strict=True):
             drafts[at] = np.asarray(found, np.int32)[: row.most]
         for row, chance, own in zip(rows, chances, drafts, strict=True):
             last[row.request.id, row.index] = len(row.generated), own, chance

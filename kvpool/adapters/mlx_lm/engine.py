@@ -447,7 +447,8 @@ class Engine:
         """Return the drafts of a proposer, up to the first token that the model does not have. A grammar has none."""
         free = [at for at, row in enumerate(rows) if row.request.user.grammar is None]
         found = [row.generated[:0] for row in rows]
-        for at, drafts in zip(free, propose([rows[at] for at in free]), strict=True):
+        given = propose([rows[at] for at in free]) if free else ()
+        for at, drafts in zip(free, given, strict=True):
             tokens = token_array("speculate", "drafts", drafts)
             found[at] = tokens[: np.append(tokens >= self.vocab_size, True).argmax()]
         return found
