@@ -172,6 +172,35 @@ def test_draft_model_that_is_the_model_is_nearly_always_right(model):
     assert proposer.engine.kv.pool.stats().used == proposer.engine.num_unfinished == 0
 
 
+def test_draft_model_with_states_and_other_tokens_gives_the_tokens_of_none(model):
+    """Its prefix cache has no checkpoint where a draft was wrong; it has no token above 256."""
+    prompts = [[*range(250, 270)], [5] * 30]
+    plain = [facts(one) for one in Engine(model, MANY).batch(prompts, max_tokens=60)]
+    proposer = DraftModel(tiny.make("qwen3_5")[0], MANY)
+    engine = Engine(model, MANY, speculate=proposer)
+    assert [facts(one) for one in engine.batch(prompts, max_tokens=60)] == plain
+    assert proposer.engine.kv.pool.stats().used == 0
+
+
+def test_answer_in_the_form_of_a_grammar_has_no_drafts():
+    pytest.importorskip("llguidance")
+    model, tokenizer = tiny.make()
+    asked = []
+
+    def propose(rows):
+        asked.extend(row.request.id for row in rows)
+        return [[65, 66, 67]] * len(rows)
+
+    found = []
+    for speculate in (None, propose):
+        engine = Engine(model, MANY, tokenizer=tokenizer, speculate=speculate)
+        engine.submit("number", id="form", grammar=engine.grammars.regex("[0-9]{1,9}"), temperature=1.0, seed=3)
+        engine.submit("free", id="free", max_tokens=20)
+        found.append({name: facts(one) for name, one in run(engine, [], {})[0].items()})
+    assert found[0] == found[1] and set(asked) == {"free"}
+    assert found[1]["form"][0][2].isdecimal()
+
+
 def test_windows_are_drafted_within_their_lookahead():
     model = tiny_gemma3()
     prompts = random_prompts((40, 3, 17))
