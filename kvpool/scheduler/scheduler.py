@@ -77,10 +77,10 @@ class Scheduler:
     weights : mapping of tenants to numbers, optional
         What part of the service a tenant gets while several have requests that wait: 0.001 .. 1000. Others have 1.
     ageing : int, default 256
-        Admissions that make up for one level of priority: a request is passed by at most so many later requests of its
-        tenant, for each level that they are above it.
+        Admissions of a tenant that make up for one level of priority: later requests of a higher one go first only if
+        they come before so many for each level.
     overtake : int, default 16
-        Requests that may pass a new one that finds no room, at most.
+        Requests that may pass a new one which finds no room, at most.
     max_model_len : int, optional
         Tokens of a sequence, at most.
     formats : sequence of str
