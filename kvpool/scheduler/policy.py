@@ -373,6 +373,7 @@ def count_admission(core: Core, sequence: Sequence, computed: int, known: int) -
     if group.admitted is None:
         group.admitted = core.clock()
         group.tenant.admitted += 1
+        group.tenant.waited = group.admitted - group.arrived
         group.num_cached = min(computed, len(group.request.prompt))
     core.admissions += 1
     core.hit_tokens += computed

@@ -30,7 +30,8 @@ def integer(call: str, name: str, value: Any, low: int, high: int = MOST) -> int
 
 def real(call: str, name: str, value: Any, low: float, high: float) -> float:
     """Return `value` as a float, or say what is wrong with it."""
-    if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
+    is_number = isinstance(value, Real) and not isinstance(value, bool | np.bool_)
+    if not is_number:
         raise TypeError(f"[{call}] {name} must be a number, not {type(value).__name__} ({value!r})")
     if not low <= value <= high:
         raise ValueError(f"[{call}] {name} must be {low:g} .. {high:g} ({value})")

@@ -77,10 +77,10 @@ class Scheduler:
     weights : mapping of tenants to numbers, optional
         What part of the service a tenant gets while several have requests that wait: 0.001 .. 1000. Others have 1.
     ageing : int, default 256
-        Admissions that make up for one level of priority: a request is passed by at most so many later requests of its
-        tenant, for each level that they are above it.
+        Admissions of a tenant that make up for one level of priority: later requests of a higher one go first only if
+        they come before so many for each level.
     overtake : int, default 16
-        Requests that may pass a new one that finds no room, at most.
+        Requests that may pass a new one which finds no room, at most.
     max_model_len : int, optional
         Tokens of a sequence, at most.
     formats : sequence of str
@@ -162,10 +162,7 @@ class Scheduler:
         if tier is not None and pool.options.groups is not None:
             raise ValueError(f"[{call}] tier is for pools of one table, this one has {len(pool.options.groups)} groups")
         _check_evictor(call, eviction, pool)
-        if speculate is not None:
-            if not callable(speculate):
-                raise TypeError(f"[{call}] speculate must be callable, not {type(speculate).__name__}")
-            drafts.require_retractable(call, pool, eviction)
+        drafts.check_proposer(call, speculate, pool, eviction)
         self._propose = speculate
         numbers = (max_running, max_step_tokens, chunk, mixed, watermark, preempt)
         if not isinstance(weights, Mapping):
@@ -263,20 +260,26 @@ class Scheduler:
             )
         if request.deadline is not None and request.deadline <= (now := core.clock()):
             raise RequestRejected(f"[add] the deadline has passed ({request.deadline} <= {now})", "deadline")
-        if self._max_waiting is not None:
-            self._judge_queue(request.tenant, self._max_waiting)
+        self._judge_queue(request.tenant)
 
-    def _judge_queue(self, tenant: Hashable, places: int) -> None:
-        queue = self._core.queue
-        if len(queue) >= places:
-            raise RequestRejected(f"[add] {len(queue)} sequences wait, the limit is {places}", "queue_full")
-        if tenant not in queue.weights:
+    def _judge_queue(self, name: Hashable) -> None:
+        queue, most = self._core.queue, self.places(name)
+        if most is None:
             return
-        waiting, share = len(queue.tenant(tenant).line), queue.share(tenant, places)
-        if waiting >= share:
-            raise RequestRejected(
-                f"[add] {waiting} requests of this tenant wait, its share of {places} is {share}", "queue_full"
-            )
+        tenant = queue.tenants.get(name)
+        line = [] if tenant is None else tenant.line
+        if len(queue) >= (self._max_waiting or 0):
+            text = f"{len(queue)} sequences wait, the limit is {self._max_waiting}"
+        elif len(line) >= most:
+            text = f"{len(line)} requests of this tenant wait, its share of {self._max_waiting} is {most}"
+        else:
+            return
+        so_far = self._core.clock() - line[0].group.arrived if line else 0.0
+        raise RequestRejected(f"[add] {text}", "queue_full", max(so_far, 0.0 if tenant is None else tenant.waited))
+
+    def places(self, tenant: Hashable) -> int | None:
+        """Return how many new requests of a tenant may wait, None if there is no limit."""
+        return None if self._max_waiting is None else self._core.queue.share(tenant, self._max_waiting)
 
     def _find(self, call: str, name: Hashable) -> Group:
         group = self._core.groups.get(name)
@@ -351,7 +354,7 @@ class Scheduler:
         new = None
         if self._propose is not None and batch is not None:
             new = drafts.ask(core, self._propose, batch, chunks)
-        return self._build(plan, batch, chunks, new=new)
+        return self._build(plan, batch, chunks, new)
 
     def _ahead(self, before: Step) -> Step | None:
         """Plan the step after one that is out. Return None if it has to wait for the tokens."""
@@ -455,12 +458,12 @@ class Scheduler:
         plan: Plan,
         batch: DecodeBatch | None,
         chunks: list[tuple[int, int]],
-        before: Step | None = None,
         new: NDArray[int64] | None = None,
+        before: Step | None = None,
     ) -> Step:
         """Step the pool once, and return a step that is out now.
 
-        `before` is the one that was out. `new` are the tokens of each decode, if there are drafts.
+        `new`: the new tokens of each decode, if there are drafts. `before`: the step that was out.
         """
         core, rows = self._core, self._core.rows
         decodes, plain = (0, None) if batch is None else (len(batch.lanes), batch if batch.plain else None)
@@ -474,12 +477,12 @@ class Scheduler:
         else:
             tokens, arrays, samples = self._mixed(batch, chunks)
         pad_to = self._pad_to(len(arrays[0]), len(tokens)) if callable(self._pad_to) else self._pad_to
-        core.pool.step(plan, arrays[1], arrays[2] if len(tokens) > decodes else 1, pad_to=pad_to)
+        core.pool.step(plan, arrays[1], 1 if len(tokens) == decodes else arrays[2], pad_to=pad_to)
         step = Step(rows, plan, plain, tokens, decodes, *arrays, *samples)
+        if new is not None:
+            step.count_drafts()
         if before is not None:
             step.follow(before)
-        if new is not None:
-            step.draft()
         self._turn = (self._turn + 1) % len(self._plans)
         self._out.append(step)
         core.newest = NOBODY
@@ -510,7 +513,7 @@ class Scheduler:
     def _drafted(
         self, batch: DecodeBatch, new: NDArray[int64], chunks: list[tuple[int, int]]
     ) -> tuple[NDArray[int32], tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-        """Do what `_mixed` does for decodes of `new` tokens each, of which every one is sampled."""
+        """Return what `_mixed` returns, for decodes of `new` tokens each, of which every one is sampled."""
         rows, decodes = self._core.rows, len(batch.lanes)
         lanes = np.concatenate([batch.lanes32, np.array([lane for lane, _ in chunks], np.int32)])
         num_new = np.concatenate([new, np.array([count for _, count in chunks], np.int64)])
@@ -519,8 +522,8 @@ class Scheduler:
         tokens = np.concatenate([rows.known(*piece) for piece in pieces])
         sampled = (begin + num_new == rows.prompt[lanes] + rows.generated[lanes])[decodes:]
         at = np.concatenate([np.arange(ends[decodes - 1]), ends[decodes:][sampled] - 1]).astype(np.int32)
-        arrays = (lanes, rows.handle[lanes], num_new)
-        return tokens, arrays, self._samples(at, lanes[np.searchsorted(ends, at, "right")])
+        handles = np.concatenate([batch.handles, rows.handle[lanes[decodes:]]])
+        return tokens, (lanes, handles, num_new), self._samples(at, lanes[np.searchsorted(ends, at, "right")])
 
     def _samples(self, at: np.ndarray, lane: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return positions, lanes, sample numbers and beam widths of the samples."""
@@ -651,8 +654,9 @@ class Scheduler:
         return SchedulerStats._make((*core.count, *counters))
 
     def tenants(self) -> dict[Hashable, TenantStats]:
-        """Return what each tenant has and got. Tenants that have been idle for long may be missing."""
-        known = list(self._core.queue.tenants.values())
+        """Return what each tenant of `weights` has and got."""
+        queue = self._core.queue
+        known = [queue.tenants[name] for name in queue.weights]
         return {one.name: TenantStats(len(one.line), one.requests, one.served) for one in known}
 
     def check(self) -> None:

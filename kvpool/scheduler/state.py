@@ -364,6 +364,14 @@ class Step:
         self.num_drafts = 0
         self.taken: NDArray[np.bool_] | None = None
 
+    def count_drafts(self) -> None:
+        """Count the tokens that decodes have beside their first, and let samples of such decodes count them, too."""
+        ends = self.num_new.cumsum()
+        row = np.searchsorted(ends, self.sample_at, "right")
+        place = self.sample_at - (ends - self.num_new)[row]
+        self.sample_position += np.where(row < self.num_decodes, place, 0).astype(np.int32)
+        self.num_drafts = int(self.num_new[: self.num_decodes].sum()) - self.num_decodes
+
     def follow(self, before: Step) -> None:
         """Mark the inputs that a step which is out has still to sample."""
         sample = np.full(self._rows.size, -1, np.int32)
@@ -371,14 +379,6 @@ class Step:
         self.follows = np.full(len(self.tokens), -1, np.int32)
         self.follows[: self.num_decodes] = sample[self.lanes[: self.num_decodes]]
         self.tokens[self.follows >= 0] = -1
-
-    def draft(self) -> None:
-        """Count the drafts among the inputs of decodes, and set the positions of the samples behind them."""
-        ends = self.num_new.cumsum()
-        row = ends.searchsorted(self.sample_at, "right")
-        behind = self.sample_at - (ends - self.num_new)[row]
-        self.sample_position += np.where(row < self.num_decodes, behind, 0).astype(np.int32)
-        self.num_drafts = int(ends[self.num_decodes - 1]) - self.num_decodes
 
     def __repr__(self) -> str:
         return (
@@ -681,16 +681,16 @@ class Core:
         self.count[WAITING] += 1
         self.queue.enroll(group)
         if request.deadline is not None:
-            self.remind(group)
+            self.remind(group, request.deadline)
         self.wait(group.sequences[0])
         return group
 
-    def remind(self, group: Group) -> None:
+    def remind(self, group: Group, deadline: float) -> None:
         """Note the deadline of a new request. Those of requests that have ended leave when they are most."""
         if len(self.deadlines) > 64 + 2 * len(self.groups):
             self.deadlines = [one for one in self.deadlines if self.group_of(one) is not None]
             heapify(self.deadlines)
-        heappush(self.deadlines, (group.request.deadline, group.rank[1], group.id))
+        heappush(self.deadlines, (deadline, group.rank[1], group.id))
 
     def group_of(self, reminder: tuple[float, int, Hashable]) -> Group | None:
         """Return the request of a deadline, None if it has ended."""

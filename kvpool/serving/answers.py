@@ -16,7 +16,7 @@ from kvpool.serving.requests import Generation
 from kvpool.serving.speech import Call, Manner, Reader
 
 Tokens = Sequence[TokenEvent] | None
-REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop", None: None}
+REASONS = {"eos": "stop", "stop": "stop", "length": "length", "deadline": "length", "cancelled": "stop", None: None}
 FIELDS = {"thinking": "reasoning_content", "text": "content", "call": "tool_calls"}
 LEAST = -9999.0  # in place of a logprob of minus infinity, which JSON does not have
 
@@ -141,6 +141,7 @@ class Answer:
     ) -> None:
         self.form, self.n, self.wants_usage, self.wants_logprobs = form, body.n, body.wants_usage, body.tops is not None
         self._tokens: dict[tuple[int, int], list[TokenEvent]] = {}  # of each sample, if the request wants logprobs
+        self._sent: dict[int, int | None] = {}  # characters of each choice of a stream, None: it has ended
         self._prompt_tokens = prompt_tokens
         self._head = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
@@ -153,11 +154,22 @@ class Answer:
         if not token.text and token.finish_reason is None and not self.wants_logprobs:
             return b""
         index, tokens = self.n * number + token.index, None
+        self._sent[index] = None if token.finish_reason else (self._sent.get(index) or 0) + len(token.text)
         if self.wants_logprobs:
             tokens = [token] if token.finish_reason != "eos" else []
         delta = self.form.delta(index, token.text, token.finish_reason, tokens)
         is_silent = tokens is None and token.finish_reason is None and delta.get("delta") == {}
         return b"" if is_silent else self._event([delta])
+
+    def closing(self, number: int, completion: Completion) -> bytes:
+        """Return the last events of the samples whose last token came before they ended."""
+        nothing: Tokens = [] if self.wants_logprobs else None
+        events = b""
+        for sample in completion.samples:
+            index = self.n * number + sample.output.index
+            if (sent := self._sent.get(index, 0)) is not None:
+                events += self._event([self.form.delta(index, sample.text[sent:], sample.finish_reason, nothing)])
+        return events
 
     def hear(self, number: int, token: TokenEvent) -> None:
         """Keep a token for a whole answer with logprobs."""

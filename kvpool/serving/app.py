@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+import math
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
@@ -26,11 +29,12 @@ from kvpool.serving.answers import Answer, ChatForm, TextForm, refusal
 from kvpool.serving.messages import CountRequest, MessageAnswer, MessagesRequest
 from kvpool.serving.metrics import ServerMetrics
 from kvpool.serving.requests import ChatRequest, CompletionRequest, Form, Generation, Refused, parse
-from kvpool.serving.runner import EngineFailed, Run, Runner, Stopped
+from kvpool.serving.runner import DeadlinePassed, EngineFailed, Run, Runner
 from kvpool.serving.speech import Manner
 
 T = TypeVar("T")
-RETRY = {"Retry-After": "1"}
+LONGEST_WAIT = 60  # seconds until a client that was refused may come again, at most
+REJECTED = {"queue_full": 429, "deadline": 504}
 BODY_SECONDS = 30  # for a client to send its body
 LOGPROBS = 2**18  # of an answer that is sent as a whole
 
@@ -46,21 +50,18 @@ class Settings:
     hosts : frozenset of str
         Names that ``Host`` may have, in lower case and without a port. Others are refused: the request may come from
         a web page that has another name for this address.
-    api_keys : tuple of str
-        A client needs one of them. Empty: no key is needed.
+    keys : mapping of keys to tenants
+        A client needs one of them. Empty: no key is needed, and all clients are one tenant.
     max_tokens : int
         Tokens to generate for a request that does not say how many.
-    max_waiting : int
-        Requests that wait for the tokenizer, at most.
     max_body : int
         Bytes of a body, at most.
     """
 
     model: str
     hosts: frozenset[str]
-    api_keys: tuple[str, ...] = ()
+    keys: Mapping[str, str] = field(default_factory=dict)
     max_tokens: int = 512
-    max_waiting: int = 256
     max_body: int = 4 * 2**20
 
 
@@ -86,7 +87,7 @@ class Service:
         self._tokenizing = ThreadPoolExecutor(1, "kvpool-tokenizer")
         self._decode: Callable[[int], str] = lru_cache(2**18)(lambda token: runner.engine.tokenizer.decode([token]))
         self._newline = runner.engine.tokenizer.encode("\n")
-        self._texts = 0  # requests at the tokenizer
+        self._texts: Counter[str | None] = Counter()  # of each tenant at the tokenizer
         self.is_draining = False
         self.active = 0
         self._routes = [
@@ -196,7 +197,8 @@ class Service:
             name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
             if name.lower() not in self._settings.hosts:
                 raise Refused(421, "Host: this server has another name")
-            if needs_key and self._settings.api_keys and not self._key(request):
+            request.state.began, request.state.tenant = time.monotonic(), self._tenant(request)
+            if needs_key and self._settings.keys and request.state.tenant is None:
                 raise Refused(401, "Authorization: Bearer KEY is needed", code="invalid_api_key")
             try:
                 return await endpoint(request)
@@ -205,13 +207,13 @@ class Service:
 
         return guarded
 
-    def _key(self, request: Request) -> bytes:
-        """Return the key of a client. Empty: it is none of the server's keys."""
+    def _tenant(self, request: Request) -> str | None:
+        """Return the tenant whose key a client has. None: it has none of the server's keys."""
         headers = request.headers
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         given = (headers.get("x-api-key", "").encode(), bearer.encode() if scheme.lower() == "bearer" else b"")
-        keys = [key.encode() for key in self._settings.api_keys]
-        return next(iter([key for key in keys for one in given if hmac.compare_digest(one, key)]), b"")
+        keys = [(key.encode(), tenant) for key, tenant in self._settings.keys.items()]
+        return next(iter([tenant for key, tenant in keys for one in given if hmac.compare_digest(one, key)]), None)
 
     async def _read(self, form: type[Form], request: Request) -> Form:
         """Read and check the body."""
@@ -236,9 +238,11 @@ class Service:
 
     async def _aside(self, request: Request, call: Callable[..., T], *args: Any) -> T:
         """Run what may take long in a thread, because it would stop the event loop."""
-        if self._texts > self._settings.max_waiting:
-            raise Refused(429, f"{self._settings.max_waiting} requests wait for the tokenizer", code="queue_full")
-        self._texts += 1
+        tenant = request.state.tenant
+        most = self._runner.engine.scheduler.places(tenant)
+        if most is not None and self._texts[tenant] > most:
+            raise Refused(429, f"{self._texts[tenant]} requests wait for the tokenizer", code="queue_full")
+        self._texts[tenant] += 1
         try:
             text = asyncio.get_running_loop().run_in_executor(self._tokenizing, call, *args)
             return await _unless_gone(request.receive, text)
@@ -247,7 +251,7 @@ class Service:
         except Exception as error:  # of a chat template, or of the tokenizer
             raise Refused(400, f"the prompt cannot be tokenized: {str(error)[:200]}") from error
         finally:
-            self._texts -= 1
+            self._texts[tenant] -= 1
 
     async def _templated(self, request: Request, body: ChatRequest) -> tuple[list[int], Manner]:
         """Return the tokens of a conversation, and how the model will mark what it says."""
@@ -306,7 +310,8 @@ class Service:
             if told > LOGPROBS:
                 text = f"logprobs: up to {told} in one answer, the limit is {LOGPROBS}, or stream them"
                 raise Refused(400, text, "logprobs")
-        options = body.options(tuple(engine.tokenizer.eos_token_ids), self._key(request)) | {"max_tokens": most}
+        eos, state = tuple(engine.tokenizer.eos_token_ids), request.state
+        options = body.options(eos, state.tenant, state.began) | {"max_tokens": most}
         options["stop"] = [*body.stops, *manner.stops]
         if body.form is not None:
             options["grammar"] = await self._grammar(request, body, body.form, manner)
@@ -347,6 +352,7 @@ class EventStream(Response):
                     async for number, item in run:
                         if isinstance(item, Completion):
                             completions[number] = item
+                            await write(answer.closing(number, item))
                         else:
                             await write(answer.piece(number, item))
                 except EngineFailed as error:
@@ -394,11 +400,13 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except RequestRejected as error:
-        raise Refused(429 if error.reason == "queue_full" else 400, _plain(error), code=error.reason) from error
+        status = REJECTED.get(error.reason, 400)
+        raise Refused(status, _plain(error), code=error.reason, wait=error.wait) from error
     except (TypeError, ValueError) as error:
         raise Refused(400, _plain(error)) from error
     except EngineFailed as error:
-        raise Refused(503 if isinstance(error, Stopped) else 500, str(error)) from error
+        code = "deadline" if isinstance(error, DeadlinePassed) else None
+        raise Refused(error.status, str(error), code=code) from error
 
 
 def _plain(error: Exception) -> str:
@@ -406,12 +414,16 @@ def _plain(error: Exception) -> str:
     return str(error).partition("] ")[2] or str(error)
 
 
-def _error(status: int, message: str, param: str | None = None, code: str | None = None) -> JSONResponse:
-    return JSONResponse(refusal(status, message, param, code), status, RETRY if status in (429, 503) else None)
+def _error(status: int, message: str) -> JSONResponse:
+    return _told(refusal(status, message), status)
 
 
 def _refusal(request: Request, error: Any) -> JSONResponse:
-    if not request.url.path.startswith("/v1/messages"):
-        return _error(error.status, error.message, error.param, error.code)
-    told = messages.refusal(error.status, error.message)
-    return JSONResponse(told, error.status, RETRY if error.status in (429, 503) else None)
+    if request.url.path.startswith("/v1/messages"):
+        return _told(messages.refusal(error.status, error.message), error.status, error.wait)
+    return _told(refusal(error.status, error.message, error.param, error.code), error.status, error.wait)
+
+
+def _told(body: dict[str, Any], status: int, wait: float = 0) -> JSONResponse:
+    seconds = max(1, min(LONGEST_WAIT, math.ceil(wait)))
+    return JSONResponse(body, status, {"Retry-After": str(seconds)} if status in (429, 503) else None)

@@ -209,6 +209,10 @@ class MessageAnswer:
         pieces = self._reader.read(token.text, token.finish_reason is not None)
         return b"".join([self._told(kind, said) for kind, said in pieces])
 
+    def closing(self, number: int, completion: Completion) -> bytes:
+        """Return nothing: messages have no deadline."""
+        return b""
+
     def ending(self, completions: Sequence[Completion]) -> bytes:
         """Return what a stream ends with."""
         begun = b"" if self._blocks else self._told("text", "")

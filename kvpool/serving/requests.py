@@ -32,11 +32,16 @@ Form = TypeVar("Form", bound="Addressed")
 
 
 class Refused(Exception):
-    """A request gets an error: the HTTP status, a message for the client, the field that is wrong, and a code."""
+    """A request gets an error: the HTTP status, a message for the client, the field that is wrong, and a code.
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    With 429 and 503 it is told after how many seconds it may come again.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, wait: float = 0
+    ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.param, self.code, self.wait = status, message, param, code, wait
 
 
 def few(data: Any) -> Any:
@@ -143,8 +148,10 @@ class Generation(Addressed):
     stream_options: StreamOptions | None = None
     user: Label | None = None
     cache_salt: Annotated[Label, Field(min_length=1)] | None = None
+    priority: int = Field(0, ge=-MOST, le=MOST)
+    timeout: float | None = Field(None, gt=0, le=86400)
 
-    def options(self, eos: tuple[int, ...], tenant: bytes) -> dict[str, Any]:
+    def options(self, eos: tuple[int, ...], tenant: str | None, began: float) -> dict[str, Any]:
         """Return the options of `Engine.submit` except `max_tokens`. Tenant and salt decide who shares prefixes."""
         how = {name: getattr(self, name) for name in SAMPLED}
         if self.use_beam_search:
@@ -154,7 +161,10 @@ class Generation(Addressed):
             "eos": (*(() if self.ignore_eos else eos), *self.stop_token_ids),
             "logit_bias": {int(token): bias for token, bias in self.logit_bias.items()},
             "top_logprobs": self.tops or 0,
-            "namespace": namespace(salt=self.cache_salt, tenant=tenant or None),
+            "namespace": namespace(salt=self.cache_salt, tenant=None if tenant is None else tenant.encode()),
+            "tenant": tenant,
+            "priority": -self.priority,  # in this form of requests the lower goes first
+            "deadline": None if self.timeout is None else began + self.timeout,
         }
 
     def agree(self) -> None:
