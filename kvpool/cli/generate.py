@@ -270,9 +270,9 @@ class Printer:
     def end(self, completion: Completion) -> None:
         """A request has ended. Its text has been printed already, unless it is a beam or was cancelled."""
         for index, sample in enumerate(completion.samples):
-            key: Any = (completion.id, index)
+            key: tuple[Any, int] = (completion.id, index)
             if key not in self._ended and (sample.text or sample.finish_reason != "cancelled"):
-                self._add(*key, sample.text[self._lengths.get(key, 0) :], True)
+                self._add(completion.id, index, sample.text[self._lengths.get(key, 0) :], True)
             elif key not in self._ended:
                 self._waiting.remove(key)
 
