@@ -370,7 +370,7 @@ class Scheduler:
                 plan = self._plans[self._turn]
                 batch, chunks = self._decide(plan)
                 if batch is not None or chunks:
-                    return self._build(plan, batch, chunks, before)
+                    return self._build(plan, batch, chunks, before=before)
         return None
 
     def _decide(self, plan: Plan) -> tuple[DecodeBatch | None, list[tuple[int, int]]]:

@@ -13,6 +13,9 @@ One step:
 3. Each row that needs one gets its next token (`sampling`).
 4. The scheduler takes the tokens, and the listeners are called.
 
+Where attention is a node of MLX's graph, all of 2 and 3 is one evaluation. Then the next step begins before the tokens
+of this one are read, if it needs only that they exist.
+
 The tokens do not depend on other requests, chunks, preemption or the prefix cache; these only change the time. With
 `eviction` this holds as long as no sequence exceeds its budget. Beyond it, the attention of a token depends on where
 chunks end.
@@ -52,6 +55,7 @@ FORMATS = ("block_tables", "seq_lens", "slot_mapping", "cu_q_lens")  # of plans 
 Top = tuple[tuple[int, float], ...]
 Row = tuple[Request, int, int, bool, int, float, Top]
 """Request, sample, number of the token, is no beam, token, logprob, likeliest tokens."""
+_looks_back = attrgetter("user.looks_back")
 _SAMPLING = tuple(field.name for field in fields(Sampling))
 
 
@@ -211,7 +215,8 @@ class Engine:
         self.max_model_len: int | None = scheduling.setdefault("max_model_len", max_positions(model))
         sizes = {"max_running": max_running, "max_step_tokens": max_step_tokens, "prefill_chunk": prefill_chunk}
         drafts = None if speculate is None else partial(self._drafts, speculate)
-        self._scheduling = sizes | {"speculate": drafts} | scheduling
+        self._scheduling = sizes | {"speculate": drafts, "plans": 2} | scheduling
+        self._runs_ahead = self.kv.passes.is_lazy and speculate is None and scheduling.get("plans", 2) > 1
         self._numbers = itertools.count()
         self._seeds = np.random.default_rng(seed)
         self._start()
@@ -227,6 +232,7 @@ class Engine:
             eviction=self._eviction,
             **self._scheduling,
         )
+        self._flight: _Flight | None = None  # a step that was begun, and of which nothing is known yet
         self._jobs: dict[Hashable, _Job] = {}
         self._is_delivering = False
         self._ended: list[Completion] = []  # to be returned by the next `step`
@@ -345,10 +351,11 @@ class Engine:
         """
         if self._is_delivering:
             raise RuntimeError("[step] a listener cannot run the engine that it listens to")
-        step = self.scheduler.schedule()
-        if step is not None:
+        flight = self._flight or self._begun(self.scheduler.schedule())
+        self._flight = None
+        if flight is not None:
             try:
-                rows, outputs = self._executed(step)
+                rows, outputs = self._finished(flight)
             finally:
                 self._keep_states(self.scheduler.handles)
             self._is_delivering = True
@@ -356,6 +363,7 @@ class Engine:
                 self._deliver(rows, outputs)
             finally:
                 self._is_delivering = False
+            self._rest()
         ended, self._ended = self._ended, []
         return ended
 
@@ -454,36 +462,63 @@ class Engine:
             found[at] = tokens[: np.append(tokens >= self.vocab_size, True).argmax()]
         return found
 
-    def _executed(self, step: Step) -> tuple[Iterable[Row], list[Output]]:
-        """Run the model and give its tokens to the scheduler, all or nothing. Return the arguments of `_deliver`."""
+    def _begun(self, step: Step | None, before: _Flight | None = None) -> _Flight | None:
+        """Let MLX compute a step, `before` being the one that is out, and do not wait for it."""
+        if step is None:
+            return None
         try:
-            requests = step.requests
-            indices, is_sample = step.sample_index.tolist(), (step.beam_width == 0).tolist()
-            positions = step.sample_position.tolist()
-            tokens, logprobs, beams, tops = self._run(step, requests)
+            return self._run(step, before)
         except BaseException:
             self.scheduler.fail(step)
+            raise
+
+    def _finished(self, flight: _Flight) -> tuple[Iterable[Row], list[Output]]:
+        """Give the tokens of a step to the scheduler, all or nothing. Return the arguments of `_deliver`."""
+        step = flight.step
+        try:
+            if self._runs_ahead and not any(map(_looks_back, step.requests)):
+                self._flight = self._begun(self.scheduler.schedule(), flight)
+            tokens, logprobs = np.array(flight.tokens), np.array(flight.logprobs)
+            beams = None if flight.beams is None else tuple(map(np.array, flight.beams))
+            tops = flight.likeliest()
+        except BaseException:
+            self._fail(step)
             raise
         try:
             outputs = self.scheduler.update(step, tokens, logprobs, beams)
         except ValueError:  # the model has given NaN to a beam; nothing has changed, the step is still out
-            self.scheduler.fail(step)
+            self._fail(step)
             raise
-        found = (requests, indices, positions, is_sample, tokens.tolist(), logprobs.tolist(), tops)
-        rows: Iterable[Row] = zip(*found, strict=True)
+        indices, is_sample = step.sample_index.tolist(), (step.beam_width == 0).tolist()
+        found = (step.requests, indices, step.sample_position.tolist(), is_sample, tokens.tolist(), logprobs.tolist())
+        rows: Iterable[Row] = zip(*found, tops, strict=True)
         return rows if step.taken is None else itertools.compress(rows, step.taken.tolist()), outputs
 
-    def _run(
-        self, step: Step, requests: list[Request]
-    ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None, list[Top]]:
-        """Run the model. Return tokens, logprobs, candidates for beams, and the likeliest tokens of each sample."""
+    def _fail(self, step: Step) -> None:
+        """Take a step back, with the one that began after it."""
+        self._flight = None
+        self.scheduler.fail(step)
+
+    def _rest(self) -> None:
+        """Take the step back that has begun, if nobody waits for its tokens."""
+        if self._flight is not None and not self._jobs:
+            self._fail(self._flight.step)
+
+    def _run(self, step: Step, before: _Flight | None) -> _Flight:
+        """Put a step into MLX's graph, which evaluates it."""
+        requests, tokens = step.requests, mx.array(step.tokens)
         if not len(step.tokens):
-            return np.zeros(0, np.int32), np.zeros(0, np.float32), None, []
+            return _Flight(step, tokens, tokens.astype(mx.float32))
+        if before is not None and np.array_equal(step.follows, np.arange(before.tokens.size)):
+            tokens = before.tokens
+        elif before is not None and before.tokens.size:
+            follows = mx.array(step.follows)
+            tokens = mx.where(follows < 0, tokens, before.tokens[follows])
         lens = np.array(step.plan.seq_lens[: len(step.handles)], np.int64)
         if self._eviction is not None:
             self._eviction.begin_pass(step.plan, step.lanes, lens, step.num_new)
         evicted = None if self._eviction is None else step.evicted
-        logits = self._forward(step.tokens, step.plan, lens, step.sample_at, evicted)
+        logits = self._forward(tokens, step.plan, lens, step.sample_at, evicted)
         samplings = [request.user for request in requests]
         changes = {}
         if any(map(attrgetter("alters"), samplings)):
@@ -491,15 +526,19 @@ class Engine:
             some = [(at, requests[at]) for at in altered]
             changes = {at: one.user.changes(one.prompt, step.generated(at), one.eos) for at, one in some}
         allowed = self._allowed(step, requests) if any(map(attrgetter("grammar"), samplings)) else {}
-        tokens, logprobs = sample(logits, samplings, step.sample_index, step.sample_position, changes, allowed)
+        flight = _Flight(
+            step, *sample(logits, samplings, step.sample_index, step.sample_position, changes, allowed)
+        )
         in_beams = np.flatnonzero(step.beam_width)
-        beams = None
         if len(in_beams):
             width = int(step.beam_width.max())
             ends = max(len(requests[at].eos) + len(requests[at].stop) for at in in_beams.tolist())
-            beams = best(logits[in_beams.tolist()], width + max(width, ends))
+            flight.beams = best(logits[mx.array(in_beams)], width + max(width, ends))
         counts = list(map(attrgetter("top_logprobs"), samplings))
-        return tokens, logprobs, beams, _tops(logits, counts) if any(counts) else [()] * len(counts)
+        if any(counts):
+            flight.tops = best(logits, min(max(counts), logits.shape[-1]))
+        mx.async_eval(flight.tokens, flight.logprobs, flight.beams, flight.tops, self._forward.late)
+        return flight
 
     def _allowed(self, step: Step, requests: list[Request]) -> dict[int, np.ndarray]:
         """Return the rows whose grammar holds, and the tokens that may come there. Note where one has failed."""
@@ -554,6 +593,8 @@ class Engine:
         for output in self.scheduler.cancel(job.request.id):
             job.outputs[output.index] = output
         self._keep_states(self.scheduler.handles)
+        if not self._is_delivering:
+            self._rest()
         return job.completion()
 
     def _drop(self, ids: Iterable[Hashable]) -> None:
@@ -568,6 +609,35 @@ class Engine:
                 done[completion.id] = completion
             else:
                 self._ended.append(completion)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step that is out: arrays that MLX computes.
+
+    Attributes
+    ----------
+    tokens, logprobs
+        Of each sample.
+    beams
+        What continues each sample of a beam best.
+    tops
+        The likeliest tokens and their logprobs, as many as any sample asks for.
+    """
+
+    step: Step
+    tokens: mx.array
+    logprobs: mx.array
+    beams: tuple[mx.array, mx.array] | None = None
+    tops: tuple[mx.array, mx.array] | None = None
+
+    def likeliest(self) -> list[Top]:
+        """Return the likeliest tokens that each sample asks for."""
+        if self.tops is None:
+            return [()] * len(self.step.requests)
+        counts = [request.user.top_logprobs for request in self.step.requests]
+        found = zip(*(one.tolist() for one in self.tops), strict=True)
+        return [tuple(zip(a[:n], b[:n], strict=True)) for n, (a, b) in zip(counts, found, strict=True)]
 
 
 class _Job:
@@ -633,16 +703,6 @@ class _Job:
 
     def _transcript(self) -> Transcript:
         return Transcript(None if self._tokenizer is None else self._tokenizer.detokenizer, self._stops)
-
-
-def _tops(logits: mx.array, counts: list[int]) -> list[Top]:
-    """Return the `counts[i]` likeliest tokens of each row i. Not all counts are 0."""
-    tops: list[Top] = [()] * len(counts)
-    rows = [row for row, count in enumerate(counts) if count]
-    tokens, logprobs = best(logits[mx.array(rows)], min(max(counts), logits.shape[-1]))
-    for row, *found in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-        tops[row] = tuple(zip(*(one[: counts[row]] for one in found), strict=True))
-    return tops
 
 
 def _with_detokenizer(tokenizer: Any) -> Any:

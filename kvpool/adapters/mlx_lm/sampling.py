@@ -171,7 +171,7 @@ def sample(
     positions: np.ndarray,
     changes: Mapping[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = NO_CHANGES,
     allowed: Mapping[int, np.ndarray] = NO_CHANGES,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[mx.array, mx.array]:
     """One token per row.
 
     Parameters
@@ -189,36 +189,30 @@ def sample(
     -------
     tokens : int32 ``[M]``
     logprobs : float32 ``[M]``
-        Of these tokens, by the model's own probabilities.
+        Of these tokens, by the model's own probabilities. Both are nodes of MLX's graph.
     """
     if not len(samplings):
-        return np.zeros(0, np.int32), np.zeros(0, np.float32)
+        return mx.zeros(0, mx.int32), mx.zeros(0, mx.float32)
     chosen_from = altered(logits, changes) if changes else logits
     chosen_from = masked(chosen_from, allowed) if allowed else chosen_from
-    likeliest = mx.argmax(chosen_from, axis=-1).astype(mx.int32)
+    tokens = mx.argmax(chosen_from, axis=-1).astype(mx.int32)
     total = mx.logsumexp(logits, axis=-1, keepdims=True)
-    if not any([one.temperature for one in samplings]):  # one evaluation; no array as wide as the vocabulary
-        found = (mx.take_along_axis(logits, likeliest[:, None], axis=-1) - total)[:, 0]
-        mx.eval(likeliest, found)
-        return np.array(likeliest), np.array(found)
-    logprobs = logits - total
-    heard = logprobs if chosen_from is logits else chosen_from - mx.logsumexp(chosen_from, axis=-1, keepdims=True)
-    tokens = np.array(likeliest)
-    for is_filtered in (False, True):  # a row's arithmetic must not depend on the rows beside it
-        rows = np.array(
-            [i for i, one in enumerate(samplings) if not one.is_greedy and one.is_filtered == is_filtered], np.int64
-        )
+    warm = [i for i, one in enumerate(samplings) if one.temperature]
+    for is_filtered in (False, True) if warm else ():  # a row's arithmetic must not depend on the rows beside it
+        rows = np.array([i for i in warm if samplings[i].is_filtered == is_filtered], np.int64)
         if len(rows):
+            picks = mx.array(rows.astype(np.int32))
+            heard = chosen_from[picks]
             some = [samplings[row] for row in rows]
             seeds = [one.seed or 0 for one in some]
             chances = uniforms(seeds, indices[rows], np.stack([positions[rows], ~positions[rows]]))
             choose = _filtered if is_filtered else _plain
-            tokens[rows] = choose(heard[mx.array(rows.astype(np.int32))], some, mx.array(chances)[..., None])
-    chosen = mx.take_along_axis(logprobs, mx.array(tokens)[:, None], axis=-1)
-    return tokens, np.array(chosen[:, 0])
+            heard = heard - mx.logsumexp(heard, axis=-1, keepdims=True)
+            tokens[picks] = choose(heard, some, mx.array(chances)[..., None])
+    return tokens, (mx.take_along_axis(logits, tokens[:, None], axis=-1) - total)[:, 0]
 
 
-def best(logits: mx.array, k: int) -> tuple[np.ndarray, np.ndarray]:
+def best(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
     """The `k` likeliest tokens of each row, likeliest first: int32 and float32 ``[M, k]``. For beams.
 
     What a vocabulary of fewer than `k` tokens lacks is of probability 0.
@@ -227,7 +221,7 @@ def best(logits: mx.array, k: int) -> tuple[np.ndarray, np.ndarray]:
     order = mx.argsort(-logprobs, axis=-1)[:, :k]
     values = mx.take_along_axis(logprobs, order, axis=-1)
     lacking = ((0, 0), (0, max(0, k - logits.shape[-1])))
-    return np.pad(np.array(order.astype(mx.int32)), lacking), np.pad(np.array(values), lacking, constant_values=-np.inf)
+    return mx.pad(order.astype(mx.int32), lacking), mx.pad(values, lacking, constant_values=mx.array(-mx.inf))
 
 
 def uniforms(seeds: Sequence[int], indices: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -247,13 +241,13 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def _plain(logprobs: mx.array, samplings: Sequence[Sampling], chances: mx.array) -> np.ndarray:
+def _plain(logprobs: mx.array, samplings: Sequence[Sampling], chances: mx.array) -> mx.array:
     """Rows without filters: no sorting."""
     weights = _heated(logprobs - logprobs.max(axis=-1, keepdims=True), samplings)
-    return np.array(_pick(weights, chances[0]).astype(mx.int32))
+    return _pick(weights, chances[0]).astype(mx.int32)
 
 
-def _filtered(logprobs: mx.array, samplings: Sequence[Sampling], chances: mx.array) -> np.ndarray:
+def _filtered(logprobs: mx.array, samplings: Sequence[Sampling], chances: mx.array) -> mx.array:
     order = mx.argsort(-logprobs, axis=-1)
     ranked = mx.take_along_axis(logprobs, order, axis=-1)
     probs = mx.exp(ranked)
@@ -266,8 +260,7 @@ def _filtered(logprobs: mx.array, samplings: Sequence[Sampling], chances: mx.arr
     if any([one.xtc_probability for one in samplings]):
         keep = keep & ~_excluded(keep & (probs > _column(samplings, "xtc_threshold")), order, samplings, chances[1])
     weights = mx.where(keep, _heated(ranked - ranked[:, :1], samplings), 0.0)
-    picked = mx.take_along_axis(order, _pick(weights, chances[0])[:, None], axis=-1)[:, 0]
-    return np.array(picked.astype(mx.int32))
+    return mx.take_along_axis(order, _pick(weights, chances[0])[:, None], axis=-1)[:, 0].astype(mx.int32)
 
 
 def _excluded(tops: mx.array, order: mx.array, samplings: Sequence[Sampling], chances: mx.array) -> mx.array:
