@@ -364,6 +364,14 @@ class Step:
         self.num_drafts = 0
         self.taken: NDArray[np.bool_] | None = None
 
+    def count_drafts(self) -> None:
+        """Count the tokens that decodes have beside their first, and let samples of such decodes count them, too."""
+        ends = self.num_new.cumsum()
+        row = np.searchsorted(ends, self.sample_at, "right")
+        place = self.sample_at - (ends - self.num_new)[row]
+        self.sample_position += np.where(row < self.num_decodes, place, 0).astype(np.int32)
+        self.num_drafts = int(self.num_new[: self.num_decodes].sum()) - self.num_decodes
+
     def follow(self, before: Step) -> None:
         """Mark the inputs that a step which is out has still to sample."""
         sample = np.full(self._rows.size, -1, np.int32)
@@ -371,14 +379,6 @@ class Step:
         self.follows = np.full(len(self.tokens), -1, np.int32)
         self.follows[: self.num_decodes] = sample[self.lanes[: self.num_decodes]]
         self.tokens[self.follows >= 0] = -1
-
-    def draft(self) -> None:
-        """Count the drafts among the inputs of decodes, and set the positions of the samples behind them."""
-        ends = self.num_new.cumsum()
-        row = ends.searchsorted(self.sample_at, "right")
-        behind = self.sample_at - (ends - self.num_new)[row]
-        self.sample_position += np.where(row < self.num_decodes, behind, 0).astype(np.int32)
-        self.num_drafts = int(ends[self.num_decodes - 1]) - self.num_decodes
 
     def __repr__(self) -> str:
         return (

@@ -156,7 +156,7 @@ def draw_crowd(seed: int) -> Workload:
 
 def share_out(workload: Workload) -> None:
     """Give requests tenants and deadlines, and the scheduler weights and bounds of its order."""
-    rng = np.random.default_rng([workload.seed, 20261])
+    rng = np.random.default_rng([workload.seed, 20264])
     tenants = TENANTS[: int(rng.integers(1, 5))]
     whose = [tenants[at] for at in rng.integers(len(tenants), size=len(workload.arrivals))]
     arrivals = zip(workload.arrivals, whose, strict=True)

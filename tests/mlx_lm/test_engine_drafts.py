@@ -13,6 +13,7 @@ from scheduler_workload import draw
 
 from kvpool import Pool, Request
 from kvpool.adapters.mlx_lm import DraftModel, Engine, PromptLookup, Sampling, tiny
+from kvpool.adapters.mlx_lm.drafts import Trust
 from kvpool.errors import RequestRejected
 from kvpool.eviction import SlidingWindow
 from kvpool.scheduler import Decoding, Step, drafts
@@ -171,6 +172,77 @@ def test_draft_model_that_is_the_model_is_nearly_always_right(model):
     assert proposer.engine.kv.pool.stats().used == proposer.engine.num_unfinished == 0
 
 
+def test_draft_model_reads_a_long_text_in_parts(model):
+    """No step of the large model waits for more passes of the small one than it has drafts."""
+    proposer, passes = DraftModel(model, MANY, num_drafts=3, max_step_tokens=16, prefill_chunk=16), [0]
+    forward = proposer.engine._forward
+
+    def counted(*arguments):
+        passes[-1] += 1
+        return forward(*arguments)
+
+    counted.late = forward.late
+    proposer.engine._forward = counted
+    prompts = random_prompts((200, 10))
+    plain = [facts(one) for one in Engine(model, MANY).batch(prompts, max_tokens=40)]
+    engine, done = Engine(model, MANY, speculate=proposer), {}
+    ids = [engine.submit(prompt, max_tokens=40) for prompt in prompts]
+    while engine.num_unfinished:
+        done |= {completion.id: facts(completion) for completion in engine.step()}
+        passes.append(0)
+    assert [done[id] for id in ids] == plain
+    assert max(passes) <= 4 and passes.count(3) > 3  # one pass more has begun ahead
+    assert engine.scheduler.stats().accepted_tokens > 40
+    while proposer.engine.num_unfinished:
+        proposer.engine.step()
+    assert proposer.engine.kv.pool.stats().used == 0
+
+
+def test_draft_model_that_raises_is_empty_again(model):
+    proposer = DraftModel(model, MANY)
+    engine, forward = Engine(model, MANY, speculate=proposer), proposer.engine._forward
+    engine.submit([5, 6, 7], max_tokens=20)
+    engine.step()
+    proposer.engine._forward = lambda *arguments: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    assert proposer.engine.num_unfinished == proposer.engine.kv.pool.stats().used == 0
+    proposer.engine._forward = forward
+    (done,) = [completion for _ in range(20) for completion in engine.step()]
+    assert facts(done) == facts(Engine(model, MANY).generate([5, 6, 7], max_tokens=20))
+    assert engine.scheduler.stats().accepted_tokens > 5
+
+
+def test_draft_model_with_states_and_other_tokens_gives_the_tokens_of_none(model):
+    """Its prefix cache has no checkpoint where a draft was wrong; it has no token above 256."""
+    prompts = [[*range(250, 270)], [5] * 30]
+    plain = [facts(one) for one in Engine(model, MANY).batch(prompts, max_tokens=60)]
+    proposer = DraftModel(tiny.make("qwen3_5")[0], MANY)
+    engine = Engine(model, MANY, speculate=proposer)
+    assert [facts(one) for one in engine.batch(prompts, max_tokens=60)] == plain
+    proposer.engine.close()
+    assert proposer.engine.kv.pool.stats().used == 0
+
+
+def test_answer_in_the_form_of_a_grammar_has_no_drafts():
+    pytest.importorskip("llguidance")
+    model, tokenizer = tiny.make()
+    asked = []
+
+    def propose(rows):
+        asked.extend(row.request.id for row in rows)
+        return [[65, 66, 67]] * len(rows)
+
+    found = []
+    for speculate in (None, propose):
+        engine = Engine(model, MANY, tokenizer=tokenizer, speculate=speculate)
+        engine.submit("number", id="form", grammar=engine.grammars.regex("[0-9]{1,9}"), temperature=1.0, seed=3)
+        engine.submit("free", id="free", max_tokens=20)
+        found.append({name: facts(one) for name, one in run(engine, [], {})[0].items()})
+    assert found[0] == found[1] and set(asked) == {"free"}
+    assert found[1]["form"][0][2].isdecimal()
+
+
 def test_windows_are_drafted_within_their_lookahead():
     model = tiny_gemma3()
     prompts = random_prompts((40, 3, 17))
@@ -254,10 +326,63 @@ def test_prompt_lookup_finds_what_followed_before():
     rng = np.random.default_rng(3)
     for _ in range(2000):
         known = rng.integers(int(rng.integers(1, 5)), size=int(rng.integers(2, 40)))
-        at, most = int(rng.integers(1, len(known))), int(rng.integers(1, 10))
+        at, most = int(rng.integers(1, len(known))), int(rng.integers(1, 4))
         row = Decoding(Request(known[:at]), 0, known[at:].astype(np.int32), most)
         (found,) = PromptLookup(8)([row])
-        assert found.tolist() == looked_up(known.tolist(), min(most, 8)), (known, at)
+        assert found.tolist() == looked_up(known.tolist(), most), (known, at)
+
+
+# ---- trust
+
+
+def drafted(right, length=400, num_drafts=8):
+    """How many drafts a sequence gets at each step, if each is right with this chance, and how many of all were."""
+    rng = np.random.default_rng(1)
+    answer = rng.integers(VOCAB, size=length).astype(np.int32)
+    request, trust, at, counts, hits = Request([1], length, id=0), Trust(num_drafts), 1, [], 0
+
+    def propose(rows):
+        return [np.where(rng.random(row.most) < right, answer[at : at + row.most], -1) for row in rows]
+
+    while at < length - num_drafts:
+        (drafts,) = trust.ask(propose, [Decoding(request, 0, answer[:at], num_drafts)])
+        came = int(np.append(drafts == answer[at : at + len(drafts)], False).argmin())
+        counts.append(len(drafts))
+        hits += came
+        at += came + 1
+    return counts, hits
+
+
+def test_trust_drafts_as_far_as_a_draft_is_likely_right():
+    always, hits = drafted(1.0)
+    assert always[:4] == [4, 8, 8, 8] and hits == sum(always)
+    never, hits = drafted(0.0)
+    assert (hits, never[:4]) == (0, [4, 1, 1, 0]) and sum(never) < len(never) / 10
+    means = [np.mean(drafted(right)[0]) for right in (0.0, 0.5, 0.8, 0.95, 1.0)]
+    assert means == sorted(means)
+
+
+def test_trust_comes_back_when_drafts_are_right_again():
+    trust, answer = Trust(8), np.arange(400, dtype=np.int32)
+    request, at, counts = Request([1], 400, id=0), 1, []
+    while at < 300:
+        propose = lambda rows, at=at: [answer[at : at + row.most] - (at < 100) for row in rows]  # noqa: E731
+        (drafts,) = trust.ask(propose, [Decoding(request, 0, answer[:at], 8)])
+        counts.append(len(drafts))
+        at += 1 + len(drafts) * (at >= 100)
+    assert counts[90] == 0 and counts[-2] == 8
+
+
+def test_trust_is_kept_for_each_sequence():
+    trust, tokens = Trust(4), np.arange(50, dtype=np.int32)
+    rows = [(Request([1], 60, id=0), 0), (Request([1], 60, id=0), 1), (Request([1], 60, id=1), 0)]
+    for at in range(1, 30):
+        propose = lambda rows, at=at: [  # noqa: E731
+            tokens[at : at + row.most] + (row.request.id + row.index > 0) for row in rows
+        ]
+        drafts = trust.ask(propose, [Decoding(request, index, tokens[:at], 4) for request, index in rows])
+        if at % 16:
+            assert [len(one) > 1 for one in drafts] == [True, at == 1, at == 1]
 
 
 # ---- planted faults
@@ -271,9 +396,9 @@ def test_planted_fault_changes_tokens(model, monkeypatch, fault):
     if fault == "positions stand still":
         run_model = engine._run
 
-        def shifted(step, requests):
+        def shifted(step, before):
             step.sample_position[:] = step.sample_position[:1]
-            return run_model(step, requests)
+            return run_model(step, before)
 
         monkeypatch.setattr(engine, "_run", shifted)
     elif fault == "drafts are not known":

@@ -72,7 +72,7 @@ class TokenEvent:
     text : str
         Text that may be shown now. An incomplete character and a possible stop string are held back.
     finish_reason : str or None
-        "eos", "stop" or "length" with the last token of the sample.
+        "eos", "stop", "length" or "deadline" with the last token of the sample.
     top : tuple of (token, logprob)
         The `Sampling.top_logprobs` likeliest tokens at its place, the likeliest first.
     """
@@ -98,7 +98,7 @@ class Sample:
     text : str
         The text without the end token and without stop strings. "" if the engine has no tokenizer.
     finish_reason : str
-        "eos", "stop", "length" or "cancelled".
+        "eos", "stop", "length", "cancelled" or "deadline".
     stop : str or None
         The stop string that ended it.
     """
@@ -309,7 +309,7 @@ class Engine:
             Called with a `TokenEvent` for every token. If it raises, only this request ends.
         stop : str, or sequence of str or of tokens
             A stop string is removed from the text. A stop sequence of tokens stays in the answer.
-        max_tokens, id, eos, n, beam_width, length_penalty, priority, namespace, cut
+        max_tokens, id, eos, n, beam_width, length_penalty, priority, tenant, deadline, namespace, cut
             See `kvpool.Request`. ``max_tokens`` is 256 by default, ``eos`` the end tokens of the tokenizer, ``cut`` a
             think block that the prompt opens at its end.
         temperature, top_p, top_k, min_p, xtc, seed, logit_bias, penalties, top_logprobs, min_tokens, grammar
@@ -320,7 +320,7 @@ class Engine:
         TypeError, ValueError
             The request is invalid, or its id is in use. The text says more.
         RequestRejected
-            The request is too long for the pool. The engine is unchanged.
+            The request is too long for the pool, or comes too late. The engine is unchanged.
         """
         texts: tuple[str, ...] = ()
         if isinstance(prompt, Request):
@@ -457,7 +457,8 @@ class Engine:
         """Return the drafts of a proposer, up to the first token that the model does not have. A grammar has none."""
         free = [at for at, row in enumerate(rows) if row.request.user.grammar is None]
         found = [row.generated[:0] for row in rows]
-        for at, drafts in zip(free, propose([rows[at] for at in free]), strict=True):
+        given = propose([rows[at] for at in free]) if free else ()
+        for at, drafts in zip(free, given, strict=True):
             tokens = token_array("speculate", "drafts", drafts)
             found[at] = tokens[: np.append(tokens >= self.vocab_size, True).argmax()]
         return found
