@@ -197,7 +197,7 @@ LONG_BODIES = (  # nearly as long as a body may be, and refused after they were 
     ('{"max_tokens":1,"messages":[' + ",".join([PARTS] * (LONG // len(PARTS))) + "]}").encode(),
     ('{"messages":[' + ",".join([json.dumps(ONE)] * 4096) + "]}").encode(),
     b'{"prompt":"a","response_format":{"type":"regex","regex":"' + b"a" * LONG + b'"}}',
-    b'{"prompt":"a","logit_bias":{' + b'"3":1,' * (LONG // 6) + b'"4":1}}',
+    b'{"prompt":"a","logit_bias":{' + b'"3":1,' * (LONG // 6) + b'"-4":1}}',
 )
 HEAD = b"Host: localhost\r\nContent-Type: application/json\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\n" + HEAD
