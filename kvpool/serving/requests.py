@@ -14,6 +14,7 @@ MOST = 2**31 - 1
 PROMPTS = 64  # of one request
 TOPS = 20
 BIASES = 300
+BRACKETS = 2**18
 Text = Annotated[str, Field(max_length=2**22)]
 Stop = Annotated[str, Field(min_length=1, max_length=128)]  # each token of an answer is compared with all of them
 Stops = Annotated[list[Stop], Field(max_length=8)]
@@ -442,6 +443,8 @@ class ChatRequest(Generation):
 
 def parse(form: type[Form], body: bytes) -> Form:
     """Read a body of JSON. If it is wrong, raise `Refused` with one of the errors."""
+    if (count := body.count(b"[") + body.count(b"{")) > BRACKETS:  # while they are read, no other thread runs
+        raise Refused(400, f"the body has {count} opening brackets, the limit is {BRACKETS}")
     try:
         read = form.model_validate_json(body)
         read.agree()
