@@ -6,18 +6,17 @@ import json
 import math
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
 from kvpool.adapters.mlx_lm.engine import Completion, Sample, TokenEvent
 from kvpool.serving.requests import Generation
-from kvpool.serving.speech import Call, Manner, Reader
+from kvpool.serving.speech import Manner, Reader
 
 Tokens = Sequence[TokenEvent] | None
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "deadline": "length", "cancelled": "stop", None: None}
-FIELDS = {"thinking": "reasoning_content", "text": "content", "call": "tool_calls"}
+FIELDS = {"thinking": "reasoning_content", "text": "content"}
 LEAST = -9999.0  # in place of a logprob of minus infinity, which JSON does not have
 
 
@@ -78,40 +77,49 @@ class ChatForm:
     def __init__(self, decode: Callable[[int], str], manner: Manner) -> None:
         self._decode, self._manner = decode, manner
         self._readers: dict[int, Reader] = {}
-        self._calls: Counter[int] = Counter()  # of each choice of a stream
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         """Return what a stream begins with."""
+        self._readers[index] = Reader(self._manner)
         return [{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
 
     def delta(self, index: int, text: str, reason: str | None, tokens: Tokens) -> dict[str, Any]:
         """Return a piece of a choice."""
-        reader = self._readers.setdefault(index, Reader(self._manner))
+        reader = self._readers[index]
         said = self._said(reader, text, reason is not None)
-        for call in said.get("tool_calls", ()):
-            call["index"] = self._calls[index]
-            self._calls[index] += 1
         return self._choice(index, "delta", said, reason, tokens, reader)
 
     def choice(self, index: int, text: str, reason: str | None, tokens: Tokens) -> dict[str, Any]:
         """Return a choice. `tokens` have the logprobs; None: it has none."""
         reader = Reader(self._manner)
         said = self._said(reader, text, True)
-        told = {"role": "assistant", "content": None if reader.has_called else "", **said}
+        for call in said.get("tool_calls", ()):
+            del call["index"]
+        told = {"role": "assistant", "content": None if reader.num_calls else "", **said}
         return self._choice(index, "message", told, reason, tokens, reader)
 
     def _said(self, reader: Reader, text: str, is_last: bool) -> dict[str, Any]:
         said: dict[str, Any] = {}
+        last = reader.num_calls - 1
         for kind, piece in reader.read(text, is_last):
-            name, value = FIELDS[kind], [_called(piece)] if isinstance(piece, Call) else piece
-            said[name] = said[name] + value if name in said else value
+            if kind in FIELDS:
+                said[FIELDS[kind]] = said.get(FIELDS[kind], "") + piece
+                continue
+            calls = said.setdefault("tool_calls", [])
+            if kind == "call":
+                function = {"name": piece.name, "arguments": ""}
+                calls.append({"index": piece.index, "id": piece.id, "type": "function", "function": function})
+            elif calls:
+                calls[-1]["function"]["arguments"] += piece
+            else:
+                calls.append({"index": last, "function": {"arguments": piece}})
         return said
 
     def _choice(
         self, index: int, name: str, said: dict[str, Any], reason: str | None, tokens: Tokens, reader: Reader
     ) -> dict[str, Any]:
         logprobs = None if tokens is None else {"content": [self._logprob(one) for one in tokens], "refusal": None}
-        why = "tool_calls" if reader.has_called and reason in ("eos", "stop") else REASONS[reason]
+        why = "tool_calls" if reader.num_calls and reason in ("eos", "stop") else REASONS[reason]
         return {"index": index, name: said, "logprobs": logprobs, "finish_reason": why}
 
     def _logprob(self, one: TokenEvent) -> dict[str, Any]:
@@ -231,10 +239,6 @@ def _best(samples: Sequence[Sample], count: int) -> Sequence[Sample]:
     if len(samples) == count:
         return samples
     return sorted(samples, key=lambda one: -math.inf if one.logprobs is None else -float(one.logprobs.mean()))[:count]
-
-
-def _called(call: Call) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _finite(logprob: float) -> float:

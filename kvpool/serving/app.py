@@ -36,6 +36,7 @@ T = TypeVar("T")
 LONGEST_WAIT = 60  # seconds until a client that was refused may come again, at most
 REJECTED = {"queue_full": 429, "deadline": 504}
 BODY_SECONDS = 30  # for a client to send its body
+LONG = 2**16  # bytes of a body that is read in a thread
 LOGPROBS = 2**18  # of an answer that is sent as a whole
 
 
@@ -84,7 +85,7 @@ class Service:
 
     def __init__(self, runner: Runner, settings: Settings, metrics: ServerMetrics) -> None:
         self._runner, self._settings, self._metrics = runner, settings, metrics
-        self._tokenizing = ThreadPoolExecutor(1, "kvpool-tokenizer")
+        self._threads = [ThreadPoolExecutor(1, f"kvpool-{name}") for name in ("tokenizer", "long-bodies")]
         self._decode: Callable[[int], str] = lru_cache(2**18)(lambda token: runner.engine.tokenizer.decode([token]))
         self._newline = runner.engine.tokenizer.encode("\n")
         self._texts: Counter[str | None] = Counter()  # of each tenant at the tokenizer
@@ -231,20 +232,22 @@ class Service:
                         raise Refused(413, f"the body is longer than {self._settings.max_body} bytes")
         except TimeoutError:
             raise Refused(408, f"the body took longer than {BODY_SECONDS} seconds") from None
-        body = parse(form, b"".join(chunks))
+        request.state.is_long = size > LONG
+        read = partial(parse, form, b"".join(chunks))
+        body = await self._aside(request, read) if request.state.is_long else read()
         if body.model not in (None, self._settings.model):
             raise Refused(404, f"model: this server has {self._settings.model}", "model", "model_not_found")
         return body
 
     async def _aside(self, request: Request, call: Callable[..., T], *args: Any) -> T:
-        """Run what may take long in a thread, because it would stop the event loop."""
+        """Run what may take long in a thread, because it would stop the event loop. Long bodies have their own."""
         tenant = request.state.tenant
         most = self._runner.engine.scheduler.places(tenant)
         if most is not None and self._texts[tenant] > most:
             raise Refused(429, f"{self._texts[tenant]} requests wait for the tokenizer", code="queue_full")
         self._texts[tenant] += 1
         try:
-            text = asyncio.get_running_loop().run_in_executor(self._tokenizing, call, *args)
+            text = asyncio.get_running_loop().run_in_executor(self._threads[request.state.is_long], call, *args)
             return await _unless_gone(request.receive, text)
         except (ClientDisconnect, Refused):
             raise
@@ -255,16 +258,16 @@ class Service:
 
     async def _templated(self, request: Request, body: ChatRequest) -> tuple[list[int], Manner]:
         """Return the tokens of a conversation, and how the model will mark what it says."""
-        tokenizer, tools = self._runner.engine.tokenizer, body.template_options.get("tools", [])
+        tokenizer, options = self._runner.engine.tokenizer, body.template_options
+        tools = options.get("tools", [])
         if not tokenizer.has_chat_template:
             raise Refused(400, "messages: this model has no chat template", "messages")
         by_grammar = body.must_call or body.form is not None
         if tools and not by_grammar and not tokenizer.has_tool_calling:
             text = "tools: this model has no form for calls of its own, so tool_choice must be required or name a tool"
             raise Refused(400, text, "tools")
-        plain, options = [message.plain() for message in body.messages], body.template_options
-        template = partial(tokenizer.apply_chat_template, plain, add_generation_prompt=True, **options)
-        prompt = list(await self._aside(request, template))
+        template = partial(tokenizer.apply_chat_template, body.conversation, add_generation_prompt=True)
+        prompt = list(await self._aside(request, partial(template, **options)))
         return prompt, Manner.of(tokenizer, prompt, tools, by_grammar, not body.parallel_tool_calls)
 
     async def _grammar(

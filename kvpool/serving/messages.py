@@ -11,9 +11,14 @@ from pydantic import Field, model_validator
 
 from kvpool.adapters.mlx_lm.engine import Completion, TokenEvent
 from kvpool.serving.requests import MOST, TOOLS, Addressed, ChatRequest, Label, Name, Part, Stops, Strict, Text
-from kvpool.serving.speech import Call, Manner, Reader
+from kvpool.serving.speech import Manner, Reader
 
 REASONS = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens", "cancelled": "end_turn"}
+DELTAS = {  # of a piece: how its event is called, and the field
+    "thinking": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "arguments": ("input_json_delta", "partial_json"),
+}
 KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 
@@ -133,6 +138,19 @@ class Thinking(Strict):
     budget_tokens: int | None = Field(None, ge=1, le=MOST)
 
 
+class OutputFormat(Strict):
+    """The JSON schema of the answer."""
+
+    type: Literal["json_schema"]
+    given: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    """What form the answer has."""
+
+    format: OutputFormat | None = None
+
+
 class Metadata(Strict):
     """Who sends the request. It has no effect."""
 
@@ -147,6 +165,7 @@ class CountRequest(Addressed):
     tools: Annotated[list[UserTool], Field(max_length=TOOLS, fail_fast=True)] = Field([])
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
 
     def agree(self) -> None:
@@ -164,6 +183,9 @@ class CountRequest(Addressed):
             asked["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
         if self.thinking is not None:
             asked["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
+        if self.output_config is not None and self.output_config.format is not None:
+            form = {"name": "answer", "schema": self.output_config.format.given}
+            asked["response_format"] = {"type": "json_schema", "json_schema": form}
         chat = ChatRequest.model_validate(asked | self.sampling())
         chat.agree()
         return chat
@@ -197,6 +219,7 @@ class MessageAnswer:
         self._prompt_tokens, self._reader = prompt_tokens, Reader(manner)
         self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
         self._blocks: list[dict[str, Any]] = []  # as a stream begins them
+        self._said: list[str] = []  # in each block
 
     def opening(self, prompts: int) -> bytes:
         """Return what a stream begins with."""
@@ -228,33 +251,36 @@ class MessageAnswer:
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the answer as one object."""
-        content: list[dict[str, Any]] = []
         for kind, said in self._reader.read(completions[0].text, True) or [("text", "")]:
-            if isinstance(said, Call):
-                content.append(_begun(kind, said) | {"input": json.loads(said.arguments)})
-            elif content and content[-1]["type"] == kind:
-                content[-1][kind] += said
+            self._told(kind, said)
+        for block, said in zip(self._blocks, self._said, strict=True):
+            if block["type"] == "tool_use":
+                block["input"] = _read(said)
             else:
-                content.append(_begun(kind, said) | {kind: said})
-        return {**self._head, "content": content, **self._end(completions[0]), "usage": self._usage(completions[0])}
+                block[block["type"]] = said
+        end, usage = self._end(completions[0]), self._usage(completions[0])
+        return {**self._head, "content": self._blocks, **end, "usage": usage}
 
     def _told(self, kind: str, said: Any) -> bytes:
-        """Return the events that say a piece: perhaps a new block, and its text."""
-        begun, events = _begun(kind, said), b""
-        if isinstance(said, Call) or not self._blocks or self._blocks[-1]["type"] != begun["type"]:
+        """Keep a piece. Return the events that say it: perhaps a new block, and its text."""
+        events = b""
+        if kind == "call" or not self._blocks or (self._blocks[-1]["type"] != kind and kind != "arguments"):
             events = self._closed() if self._blocks else b""
-            self._blocks.append(begun)
-            events += _event("content_block_start", index=len(self._blocks) - 1, content_block=begun)
-        delta = {"partial_json": said.arguments} if isinstance(said, Call) else {kind: said}
-        name = {"thinking": "thinking_delta", "text": "text_delta", "call": "input_json_delta"}[kind]
-        return events + _event("content_block_delta", index=len(self._blocks) - 1, delta={"type": name, **delta})
+            self._blocks.append(_begun(kind, said))
+            self._said.append("")
+            events += _event("content_block_start", index=len(self._blocks) - 1, content_block=self._blocks[-1])
+        if kind == "call":
+            return events
+        self._said[-1] += said
+        name, field = DELTAS[kind]
+        return events + _event("content_block_delta", index=len(self._blocks) - 1, delta={"type": name, field: said})
 
     def _closed(self) -> bytes:
         return _event("content_block_stop", index=len(self._blocks) - 1)
 
     def _end(self, completion: Completion) -> dict[str, Any]:
         sample = completion.samples[0]
-        if self._reader.has_called and sample.finish_reason in ("eos", "stop"):
+        if self._reader.num_calls and sample.finish_reason in ("eos", "stop"):
             return {"stop_reason": "tool_use", "stop_sequence": None}
         return {"stop_reason": REASONS[sample.finish_reason], "stop_sequence": sample.stop}
 
@@ -270,9 +296,17 @@ class MessageAnswer:
 
 def _begun(kind: str, said: Any) -> dict[str, Any]:
     """Return a block without what it says."""
-    if isinstance(said, Call):
+    if kind == "call":
         return {"type": "tool_use", "id": said.id, "name": said.name, "input": {}}
     return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
+
+
+def _read(arguments: str) -> Any:
+    """Return the arguments of a call as an object. If the answer was cut off there, it is empty."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return {}
 
 
 def _text(content: str | Sequence[Block]) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
@@ -28,8 +31,13 @@ class ServerMetrics:
         return Histogram(f"kvpool_{name}_seconds", help, buckets=SECONDS, registry=self._registry)
 
     def watch(self, engine: Engine) -> None:
-        """Add the statistics of an engine."""
-        self._registry.register(Collector(engine.kv.pool, engine.scheduler))
+        """Add the statistics of an engine. After it failed, it has another scheduler."""
+        self._engine = engine
+        self._registry.register(self)
+
+    def collect(self) -> Iterator[Any]:
+        """What the registry calls."""
+        return Collector(self._engine.kv.pool, self._engine.scheduler).collect()
 
     def ended(self, completion: Completion) -> None:
         """Count a completion."""

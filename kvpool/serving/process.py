@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import resource
 import signal
@@ -153,6 +154,7 @@ async def serve(
     if not loaded.done():
         return 0
     await loaded
+    gc.freeze()  # no collection walks through what was imported and loaded
     try:
         sock.listen()
     except OSError:

@@ -15,6 +15,7 @@ MOST = 2**31 - 1
 PROMPTS = 64  # of one request
 TOPS = 20
 BIASES = 300
+BRACKETS = 2**18
 Text = Annotated[str, Field(max_length=2**22)]
 Stop = Annotated[str, Field(min_length=1, max_length=128)]  # each token of an answer is compared with all of them
 Stops = Annotated[list[Stop], Field(max_length=8)]
@@ -392,6 +393,13 @@ class ChatRequest(Generation):
             raise Refused(400, "tool_choice: there is no such tool in tools", "tool_choice")
 
     @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as chat templates take them. Results of tools have the names that their calls have."""
+        names = {call.id: call.function.name for message in self.messages for call in message.tool_calls}
+        named = [{"name": names[one.tool_call_id]} if one.tool_call_id in names else {} for one in self.messages]
+        return [name | one.plain() for name, one in zip(named, self.messages, strict=True)]
+
+    @property
     def callable_tools(self) -> list[Tool]:
         """The tools that the answer may call."""
         if isinstance(self.tool_choice, Choice):
@@ -436,6 +444,8 @@ class ChatRequest(Generation):
 
 def parse(form: type[Form], body: bytes) -> Form:
     """Read a body of JSON. If it is wrong, raise `Refused` with one of the errors."""
+    if (count := body.count(b"[") + body.count(b"{")) > BRACKETS:  # while they are read, no other thread runs
+        raise Refused(400, f"the body has {count} opening brackets, the limit is {BRACKETS}")
     try:
         read = form.model_validate_json(body)
         read.agree()

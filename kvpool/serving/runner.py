@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Self
 
 from kvpool.adapters.mlx_lm.engine import Completion, Engine, TokenEvent
+from kvpool.errors import RequestRejected
 from kvpool.groups import arenas_of
 
 UNREAD = 2**16  # tokens and likely tokens of a stream that wait for its client
@@ -98,27 +99,29 @@ class Runner:
             calls += [self._calls.get() for _ in range(self._calls.qsize())]
             for call in [*calls, self._step]:
                 if call is None:
-                    self._end_all(engine, Stopped("the server stops"))
+                    self._tell_all(Stopped("the server stops"))
+                    if self.failure is None:
+                        engine.close()
                     self._tell()
                     return
                 try:
                     call(engine)
                 except BaseException as error:  # libraries in Rust raise others than Exception
                     _log.error("the engine failed", exc_info=error)
-                    self._end_all(engine, EngineFailed(f"the engine failed: {type(error).__name__}"))
+                    self._tell_all(EngineFailed(f"the engine failed: {type(error).__name__}"))
+                    self._recover(engine)
             self._tell()
 
-    def _end_all(self, engine: Engine, why: EngineFailed) -> None:
-        """End all requests and empty the prefix cache. If the pool is damaged, set `failure`."""
+    def _tell_all(self, why: EngineFailed) -> None:
         self._news += [(run, why) for run in {run for run, _ in self._owners.values()}]
         self._owners.clear()
+
+    def _recover(self, engine: Engine) -> None:
+        """Drop all requests and the prefix cache. If the pool is damaged, set `failure`."""
         try:
-            engine.close()
+            engine.kv.pool.check()
+            engine.reset()
             engine.scheduler.check()
-            if engine.kv.pool.prefix is not None:
-                engine.kv.pool.prefix.flush()
-            if used := self._used(engine):
-                raise RuntimeError(f"{used} blocks belong to nobody")
         except BaseException as broken:
             _log.error("the engine is lost", exc_info=broken)
             self.failure = self.failure or broken
@@ -147,8 +150,11 @@ class Runner:
                 id = engine.submit(prompt, on_token=run.listener(number, self._news), **run.options)
                 self._owners[id] = run, number
                 run.ids.append(id)
-        except Exception as error:
+        except BaseException as error:
             self._cancel(run, engine)
+            if not isinstance(error, TypeError | ValueError | RequestRejected):
+                _log.error("a request failed", exc_info=error)
+                error = EngineFailed(f"the request failed: {type(error).__name__}")
             self._news.append((run, error))
         else:
             self._news.append((run, None))
@@ -190,7 +196,7 @@ class Runner:
 
 def _wrong(completion: Completion) -> EngineFailed | None:
     if completion.error is not None:
-        return EngineFailed(f"the answer has no text: {type(completion.error).__name__}")
+        return EngineFailed(f"the answer cannot be made: {type(completion.error).__name__}")
     if all(sample.finish_reason == "deadline" and not len(sample.tokens) for sample in completion.samples):
         return DeadlinePassed("the deadline passed before the first token")
     return None

@@ -10,18 +10,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvpool.adapters.mlx_lm.chat import TAIL
+from kvpool.adapters.mlx_lm.grammar import SPACES
 
 MOST_CALLS = 16  # of an answer whose calls a grammar forces
-TAGS = ("<tool_call>", "</tool_call>")
-Piece = tuple[str, Any]  # "thinking" or "text" with a string, or "call" with a `Call`
+OPENS, NAMED, CLOSES = '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"
+"""What stands before the name, before the arguments and behind them in a call that a grammar forces. No JSON that the
+grammar allows has a new line, so these marks are no part of arguments."""
+Piece = tuple[str, Any]  # "thinking", "text", "arguments" with a string; "call" with a `Call`, before its arguments
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a tool. `arguments` are JSON."""
+    """The call number `index` of an answer."""
 
     name: str
-    arguments: str
+    index: int
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
 
@@ -36,11 +39,13 @@ class Manner:
     thinks_first : bool
         Whether the prompt has opened it.
     call : tuple of str, optional
-        What opens and closes calls. None: all is text. An empty end: they end with the answer.
+        What opens and closes calls that the model writes freely. An empty end: they end with the answer.
     parse : callable
         Reads what is between them.
     is_one : bool
         Whether the answer ends with its first call.
+    by_grammar : bool
+        Whether calls are those of `grammar_of_calls`, in any model.
     """
 
     think: tuple[str, str] | None = None
@@ -48,19 +53,18 @@ class Manner:
     call: tuple[str, str] | None = None
     parse: Callable[[str], Any] = json.loads
     is_one: bool = False
+    by_grammar: bool = False
 
     @classmethod
     def of(cls, tokenizer: Any, prompt: Sequence[int], tools: Sequence[Any], by_grammar: bool, is_one: bool) -> Manner:
-        """Return the manner of an answer to this prompt. Calls that follow a grammar are JSON in any model."""
+        """Return the manner of an answer to this prompt."""
         think, thinks_first = None, False
         if tokenizer.has_thinking:
             think, tail = (tokenizer.think_start, tokenizer.think_end), len(prompt) - TAIL
             thinks_first = tokenizer.rfind_think_start(prompt, tail) > tokenizer.rfind_think_end(prompt, tail)
-        if not tools:
-            return cls(think, thinks_first)
+        if not tools or by_grammar:
+            return cls(think, thinks_first, by_grammar=by_grammar and bool(tools))
         own = (tokenizer.tool_call_start, tokenizer.tool_call_end)
-        if by_grammar:
-            return cls(think, thinks_first, TAGS, is_one=is_one)
         return cls(think, thinks_first, own, lambda text: tokenizer.tool_parser(text, tools), is_one)
 
     @property
@@ -68,8 +72,21 @@ class Manner:
         """Texts that end the answer."""
         return [self.call[1]] if self.is_one and self.call and self.call[1] else []
 
-    def calls(self, text: str) -> list[Call]:
-        """Return the calls in the text between two marks, none if it has no such form."""
+    @property
+    def marks(self) -> dict[str, dict[str, str]]:
+        """For each part of an answer, what ends it and what comes then."""
+        marks: dict[str, dict[str, str]] = {"text": {}, "thinking": {}, "call": {}}
+        if self.think:
+            marks["text"][self.think[0]], marks["thinking"][self.think[1]] = "thinking", "text"
+        if self.by_grammar:
+            marks["text"][OPENS], marks["name"], marks["arguments"] = "name", {NAMED: "arguments"}, {CLOSES: "text"}
+        if self.call:
+            marks["text"][self.call[0]] = "call"
+            marks["call"] = {self.call[1]: "text"} if self.call[1] else {}
+        return marks
+
+    def calls(self, text: str) -> list[tuple[str, str]]:
+        """Return names and arguments of the calls in the text between two marks, none if it has no such form."""
         with suppress(Exception):  # of the parsers of mlx-lm, on whatever a model has written
             parsed = self.parse(text)
             calls = [_call(one) for one in (parsed if isinstance(parsed, list) else [parsed])]
@@ -77,11 +94,11 @@ class Manner:
         return []
 
 
-def _call(parsed: Any) -> Call:
+def _call(parsed: Any) -> tuple[str, str]:
     name, arguments = parsed["name"], parsed.get("arguments", {})
     if not isinstance(name, str) or not isinstance(arguments, str | dict):
         raise TypeError("no call")
-    return Call(name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+    return name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 class Reader:
@@ -89,17 +106,18 @@ class Reader:
 
     Attributes
     ----------
-    has_called : bool
-        Whether a call came.
+    num_calls : int
+        Calls that came.
     """
 
     def __init__(self, manner: Manner) -> None:
-        self._manner = manner
+        self._manner, self._marks = manner, manner.marks
         self._kind = "thinking" if manner.thinks_first else "text"
+        self._opened = ""  # the mark before the present part
         self._held = ""
         self._is_fresh = manner.thinks_first  # no text since the last mark: spaces there are not said
-        self._may_think = manner.think is not None  # only before any text
-        self.has_called = False
+        self._may_think = True  # reasoning opens before any text
+        self.num_calls = 0
 
     def read(self, text: str, is_last: bool) -> list[Piece]:
         """Return what is said now, in order."""
@@ -107,43 +125,41 @@ class Reader:
         pieces: list[Piece] = []
         while (found := self._next_mark()) is not None:
             at, mark = found
-            before, self._held = self._held[:at], self._held[at + len(mark) :]
-            pieces += self._said(before, mark)
-            opens = self._kind == "text"
-            is_call = self._manner.call is not None and mark == self._manner.call[0] and opens
-            self._kind = ("call" if is_call else "thinking") if opens else "text"
-            self._is_fresh = True
-        held = 0 if is_last else len(self._held) if self._kind == "call" else self._beginning()
-        ready, self._held = self._held[: len(self._held) - held], self._held[len(self._held) - held :]
+            pieces += self._said(self._held[:at], mark)
+            self._held = self._held[at + len(mark) :]
+            self._kind, self._opened, self._is_fresh = self._marks[self._kind][mark], mark, True
+        if self._kind in ("call", "name") and not is_last:
+            return pieces
+        end = len(self._held) - (0 if is_last else self._beginning())
+        ready, self._held = self._held[:end], self._held[end:]
         return pieces + self._said(ready, "")
 
-    def _marks(self) -> list[str]:
-        """Return what may end the present part."""
-        think, call = self._manner.think, self._manner.call
-        if self._kind == "thinking":
-            return [think[1]] if think else []
-        if self._kind == "call":
-            return [call[1]] if call and call[1] else []
-        return [*([call[0]] if call else []), *([think[0]] if think and self._may_think else [])]
-
     def _next_mark(self) -> tuple[int, str] | None:
-        return min(((at, mark) for mark in self._marks() if (at := self._held.find(mark)) >= 0), default=None)
+        found = ((self._held.find(mark), mark) for mark in self._marks[self._kind])
+        return min(((at, mark) for at, mark in found if at >= 0 and self._may_come(mark, at)), default=None)
+
+    def _may_come(self, mark: str, at: int) -> bool:
+        """Whether a mark is one at this place: reasoning does not open behind text."""
+        opens = self._kind == "text" and self._marks["text"][mark] == "thinking"
+        return not opens or (self._may_think and not self._held[:at].strip())
 
     def _beginning(self) -> int:
         """Characters at the end that a mark may begin with."""
-        marks, held = self._marks(), self._held
-        most = min(len(held), max(map(len, marks), default=0))
-        return next((n for n in range(most, 0, -1) if any(mark.startswith(held[-n:]) for mark in marks)), 0)
+        held, marks = self._held, self._marks[self._kind]
+        for at in range(max(0, len(held) - max(map(len, marks), default=0)), len(held)):
+            if any(mark.startswith(held[at:]) and self._may_come(mark, at) for mark in marks):
+                return len(held) - at
+        return 0
 
     def _said(self, text: str, mark: str) -> list[Piece]:
         """Return what a part says that goes on, or that this mark ends."""
-        if self._kind == "call":
-            if not text and not mark:
-                return []
-            calls = self._manner.calls(text)
-            self.has_called = self.has_called or bool(calls)
-            told = self._manner.call[0] + text + mark if self._manner.call else text
-            return [("call", call) for call in calls] or [("text", told)]
+        if self._kind in ("call", "name"):
+            calls = self._manner.calls(text) if self._kind == "call" else [(text, "")] if mark else []
+            pieces: list[Piece] = []
+            for name, arguments in calls:
+                pieces += [("call", Call(name, self.num_calls)), ("arguments", arguments)]
+                self.num_calls += 1
+            return pieces or [("text", self._opened + text + mark)]
         text = text.lstrip() if self._is_fresh else text
         self._is_fresh = self._is_fresh and not text
         if self._kind == "text" and text.strip():
@@ -157,19 +173,17 @@ def grammar_of_calls(tools: Mapping[str, Any], most: int, other: Any = None) -> 
     Parameters
     ----------
     tools : mapping
-        Of names to the JSON schemas of their arguments.
+        Of names to the JSON schemas of their arguments. Empty: there are none.
     other : mapping, optional
         The JSON schema of what an answer may be instead.
     """
-    opens, closes = (json.dumps(one) for one in (TAGS[0] + "\n", "\n" + TAGS[1]))
-    calls = [f'"{{\\"name\\": \\"{name}\\", \\"arguments\\": " arguments_{i} "}}"' for i, name in enumerate(tools)]
-    compact = {"x-guidance": {"whitespace_flexible": False}}
-    schemas = [{"type": "object"} | schema | compact for schema in tools.values()]
+    nothing, compact = {"additionalProperties": False}, {"x-guidance": {"whitespace_flexible": False}}
+    schemas = [{"type": "object"} | (schema or nothing) | compact for schema in tools.values()]
+    opens, named, closes = map(json.dumps, (OPENS, NAMED, CLOSES))
     lines = [
-        "start: calls" + ("" if other is None else f" | %json {json.dumps(other)}"),
+        "start: calls" + ("" if other is None else f" | %json {json.dumps(other | {'x-guidance': SPACES})}"),
         "calls: call" + (f' ("\\n" call){{0,{most - 1}}}' if most > 1 else ""),
-        f"call: {opens} body {closes}",
-        "body: " + " | ".join(calls),
+        "call: " + " | ".join([f'{opens} "{name}" {named} arguments_{i} {closes}' for i, name in enumerate(tools)]),
         *(f"arguments_{i}: %json {json.dumps(schema)}" for i, schema in enumerate(schemas)),
     ]
     return "\n".join(lines)

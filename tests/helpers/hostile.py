@@ -31,6 +31,10 @@ SAMPLING = {
     "model": (("tiny",), ()),
     "user": (("", "somebody"), (5,)),
     "cache_salt": (("a", "\u202e"), ("y" * 513,)),
+    "priority": ((0, -1, 2**31 - 1, 1 - 2**31), (2**31, -(2**31), "1")),
+    "timeout": ((3600, 86400.0), (0, 86400.5, "1")),
+    "use_beam_search": ((False,), (1, "true")),
+    "length_penalty": ((1, 1.0), (0.5, 33, -33, "1")),
     "xtc_probability": ((0, 0.5, 1), (1.01,)),
     "xtc_threshold": ((0, 0.1, 0.5), (0.51,)),
     "ignore_eos": ((True, False), (1, "true")),
@@ -50,6 +54,8 @@ LEGAL_TOO = {  # values of WRONG that are legal in these fields
     "stop": ("x", "\0"),
     "user": ("x", "\0"),
     "cache_salt": ("x", "\0"),
+    "timeout": (1.5,),
+    "use_beam_search": (True,),
 }
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 TEXT = {
@@ -82,32 +88,84 @@ CHAT = {
     "parallel_tool_calls": ((True, False), (1, "true")),
     "chat_template_kwargs": (({}, {"enable_thinking": False}), ({"tokenize": False}, {"enable_thinking": 1})),
 }
+BLOCK = {"type": "text", "text": "a"}
+USER_TOOL = {"name": "f", "input_schema": {"type": "object"}}
+COUNT = {
+    "messages": (
+        ([ONE], [ONE, ONE | {"role": "assistant"}], [ONE | {"content": [BLOCK, BLOCK | {"cache_control": None}]}]),
+        (
+            *([], "hi", 5, {}, [5], [[]], [None], [{}], [{"role": "user"}], [{"content": "x"}], [ONE] * 4097),
+            *([ONE | {"role": "system"}], [ONE | {"content": []}], [ONE | {"content": [{"type": "image"}]}]),
+            [ONE | {"content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}],
+        ),
+    ),
+    "system": (("", "x", "\0", [], [BLOCK]), (5, {}, [5], [{"type": "text"}], [BLOCK | {"x": 1}])),
+    "tools": (([], [USER_TOOL]), ([{}], [USER_TOOL] * 2, [USER_TOOL] * 129, [USER_TOOL | {"name": ""}])),
+    "tool_choice": (({"type": "none"},), ("none", {"type": "any"}, {"type": "tool"}, {"type": "auto", "name": "f"})),
+    "thinking": (({"type": "disabled"}, {"type": "enabled", "budget_tokens": 1}), ({"type": "x"}, "enabled")),
+    "cache_control": (({"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}), ({"type": "x"}, "ephemeral")),
+    "model": (("tiny",), ()),
+}
+MESSAGES = COUNT | {
+    "max_tokens": SAMPLING["max_tokens"],
+    "temperature": ((0, 0.0, 1, 0.7, 1e-300), (1.01, "1")),
+    "top_p": SAMPLING["top_p"],
+    "top_k": SAMPLING["top_k"],
+    "stop_sequences": (([], ["e"], ["a", "ab"]), (5, "e", [1], [""], ["a"] * 9)),
+    "stream": SAMPLING["stream"],
+    "metadata": (({}, {"user_id": "a"}), ({"a": 1}, {"user_id": 5})),
+}
+#: path: (its fields, the fields that it needs, values of `WRONG` that it takes)
+PATHS = {
+    "/v1/completions": (TEXT | SAMPLING, ("prompt",), LEGAL_TOO),
+    "/v1/chat/completions": (CHAT | SAMPLING, ("messages",), LEGAL_TOO),
+    "/v1/messages": (MESSAGES, ("max_tokens", "messages"), {}),
+    "/v1/messages/count_tokens": (COUNT, ("messages",), {}),
+}
+SHARES = (5, 4, 2, 1)  # of the requests
 UNKNOWN = ("suffix", "guided_json", "adapters", "draft_model", "functions", "x" * 300, "", "\0")
+#: Forms of answers that a grammar library may refuse or give up, but that may stop nobody.
+NESTED = "a"
+for _ in range(6):
+    NESTED = f"({NESTED}|b{{1,99}})*"
+FORMS = (
+    *({"type": "json_object"}, {"type": "regex", "regex": "[a-z]+"}, {"type": "regex", "regex": NESTED}),
+    *({"type": "regex", "regex": one} for one in ("((a{1,99}){1,99}){1,99}", "a{1,60000}", "(a|aa|aaa)*b", "(?=a)")),
+    *({"type": "grammar", "grammar": f"start: {one}"} for one in ('start "a" | "b"', '(("a"?)*)*', '"a"? ' * 9000)),
+    *(
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        for schema in (
+            *({"$ref": "#"}, {"enum": ["x" * 90] * 500}, {"type": "string", "maxLength": 2**40}, {"minItems": 10**9}),
+            *({"type": "number", "multipleOf": 1e-300}, {"type": "string", "pattern": NESTED}, {"const": 10**400}),
+            {"type": "object", "properties": {f"x{i}": {"type": "integer"} for i in range(1500)}},
+            {"anyOf": [{"type": "object", "properties": {f"x{i}": {"$ref": "#"}}} for i in range(200)]},
+        )
+    ),
+)
 
 
-def is_wrong(fields, field, value):
+def is_wrong(path, field, value):
     """Whether a value of `WRONG` is refused in a field."""
-    legal = fields[field][0] + LEGAL_TOO.get(field, ())
+    fields, _, legal_too = PATHS[path]
+    legal = fields[field][0] + legal_too.get(field, ())
     return not any(type(value) is type(one) and value == one for one in legal)
 
 
 def request(draw):
     """(path, body, statuses that are right) of a random request with at most one thing wrong."""
-    is_chat = draw.random() < 0.4
-    own = CHAT if is_chat else TEXT
-    needed = "messages" if is_chat else "prompt"
-    fields = own | SAMPLING
-    body = {"max_tokens": draw.choice((1, 2, 5))}
-    for field in [needed, *draw.sample(sorted(fields), draw.randrange(6))]:
-        body[field] = draw.choice(fields[field][0] + (NULL if field != needed and draw.random() < 0.1 else ()))
+    path = draw.choices(list(PATHS), SHARES)[0]
+    fields, needed, _ = PATHS[path]
+    body = {"max_tokens": draw.choice((1, 2, 5))} if "max_tokens" in fields else {}
+    for field in [*needed, *draw.sample(sorted(fields), draw.randrange(6))]:
+        body[field] = draw.choice(fields[field][0] + (NULL if field not in needed and draw.random() < 0.1 else ()))
     right = {200}
     if draw.random() < 0.7:
-        body, right = _spoiled(draw, body, fields, needed)
-    return f"/v1/{'chat/' if is_chat else ''}completions", body, right
+        body, right = _spoiled(draw, body, path)
+    return path, body, right
 
 
-def _spoiled(draw, body, fields, needed):
-    kind = draw.randrange(8)
+def _spoiled(draw, body, path):
+    kind, (fields, needed, _) = draw.randrange(8), PATHS[path]
     if kind == 0:
         return body | {draw.choice(UNKNOWN): draw.choice((1, "x", False, [], {}))}, {400}
     if kind == 1:
@@ -115,11 +173,80 @@ def _spoiled(draw, body, fields, needed):
     if kind == 2:
         return draw.choice([one for one in WRONG if one != {"a": 1}]), {400}
     if kind == 3:
-        return {name: value for name, value in body.items() if name != needed}, {400}
+        return {name: value for name, value in body.items() if name != needed[-1]}, {400}
     field = draw.choice(sorted(fields))
-    wrong = [] if field in ("model", "prompt", "messages") else [one for one in WRONG if is_wrong(fields, field, one)]
+    if field == "tool_choice":  # some are wrong only without tools
+        body = {name: value for name, value in body.items() if name != "tools"}
+    wrong = [] if field in ("model", "prompt", "messages") else [one for one in WRONG if is_wrong(path, field, one)]
     value = draw.choice([*fields[field][1], *wrong] or [5])
     return body | {field: value}, {400}
+
+
+def formed(draw):
+    """A request with a form that may be too much. It may be refused, or given up."""
+    body = {"prompt": "a", "max_tokens": draw.choice((1, 5, 30)), "response_format": draw.choice(FORMS)}
+    return "/v1/completions", body, {200, 400, 500}
+
+
+LONG = 4 * 2**20 - 200
+PARTS = '{"role":"user","content":[' + ",".join(['{"type":"text","text":"a"}'] * 1000) + "]}"
+LONG_BODIES = (  # nearly as long as a body may be, and refused after they were read
+    *(b'{"prompt":"' + b"a" * LONG + b'"}', b'{"prompt":"' + b"\\u00e9" * (LONG // 6) + b'"}'),
+    *(b'{"prompt":[1' + b",1" * (LONG // 2) + b"]}", b'{"prompt":["a"' + b',"a"' * (LONG // 4) + b"]}"),
+    *(b'{"prompt":{"a":1' + b',"a":1' * (LONG // 6) + b"}}", b"{" + b'"a":1,' * (LONG // 6) + b'"b":1}'),
+    *(b'{"prompt":[' + b"[1]," * (LONG // 4) + b"[1]]}", b'{"prompt":[[' + b"[]," * (LONG // 3) + b"[]]]}"),
+    ('{"messages":[' + ",".join([PARTS] * (LONG // len(PARTS))) + "]}").encode(),
+    ('{"max_tokens":1,"messages":[' + ",".join([PARTS] * (LONG // len(PARTS))) + "]}").encode(),
+    ('{"messages":[' + ",".join([json.dumps(ONE)] * 4096) + "]}").encode(),
+    b'{"prompt":"a","response_format":{"type":"regex","regex":"' + b"a" * LONG + b'"}}',
+    b'{"prompt":"a","logit_bias":{' + b'"3":1,' * (LONG // 6) + b'"-4":1}}',
+)
+HEAD = b"Host: localhost\r\nContent-Type: application/json\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\n" + HEAD
+NO_ANSWER = 0
+#: What a client may send instead of a request, and the statuses of the answer. Where there may be none, it hangs up.
+WIRE = (
+    (b"GET /health HTTP/1.1\r\n\r\n", {400}),
+    (b"GET /health HTTP/1.0\r\n\r\n", {421}),
+    (b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n\r\n", {400}),
+    (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", {200}),
+    (b"GET /%68ealth?x=%00 HTTP/1.1\r\nHost: LOCALHOST:1\r\n\r\n", {200}),
+    (b"GET //health HTTP/1.1\r\nHost: localhost\r\n\r\n", {404}),
+    (b"GET /health HTTP/1.1\r\nHost: localhost.evil\r\n\r\n", {421}),
+    (b"GET /health HTTP/1.1\r\nHost: \xb2\r\n\r\n", {421}),
+    (b"GET http://evil/health HTTP/1.1\r\nHost: localhost\r\n\r\n", {404}),
+    (b"OPTIONS /v1/messages HTTP/1.1\r\n" + HEAD + b"Origin: http://evil\r\n\r\n", {405}),
+    (b"DELETE /v1/models HTTP/1.1\r\n" + HEAD + b"\r\n", {405}),
+    (b"PUT /v1/completions HTTP/1.1\r\n" + HEAD + b"Content-Length: 2\r\n\r\n{}", {405}),
+    (POST.replace(b"application/json", b"text/plain") + b"Content-Length: 2\r\n\r\n{}", {415}),
+    (POST.replace(b"localhost", b"evil.example") + b"Content-Length: 2\r\n\r\n{}", {421}),
+    (POST + b"\r\n", {400}),
+    (POST + b"Content-Length: -1\r\n\r\n", {400}),
+    (POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", {400}),
+    (POST + b"Content-Length: 99999999999999999999\r\n\r\n{}", {NO_ANSWER}),
+    (POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", {400}),
+    (POST + b"Transfer-Encoding: gzip\r\n\r\n{}", {400, 501}),
+    (POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", {400}),
+    (POST + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffffffff\r\n{}", {400, NO_ANSWER}),
+    (POST + b"Expect: 100-continue\r\nContent-Length: 2\r\n\r\n{}", {100, 400}),
+    (POST + b"X: " + b"y" * 100_000 + b"\r\n\r\n", {400, NO_ANSWER}),
+    (POST + b"X: y\r\n" * 20_000 + b"\r\n", {400, NO_ANSWER}),
+    (POST + b"X: \0\r\n\r\n", {400}),
+    (POST + b"Content-Length: 5242880\r\n\r\n" + b" " * 5242880, {413}),
+    (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n", {400, NO_ANSWER}),
+    (b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n", {200}),
+    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", {400, NO_ANSWER}),
+    (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", {400, 404, NO_ANSWER}),
+    (b"\0" * 1000, {400, NO_ANSWER}),
+    (b"\r\n" * 10_000, {400, NO_ANSWER}),
+    (b"", {NO_ANSWER}),
+)
+
+
+def message(path, body):
+    """A request as bytes."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return b"POST %s HTTP/1.1\r\n%sContent-Length: %d\r\n\r\n%s" % (path.encode(), HEAD, len(data), data)
 
 
 def raw_body(draw):

@@ -1,4 +1,4 @@
-"""Answers in the form of a grammar: each one fits, also in a batch, after a preemption, and as one of several samples."""
+"""Answers in the form of a grammar: each one fits, also in a batch, after a preemption, and among other samples."""
 
 import json
 import random

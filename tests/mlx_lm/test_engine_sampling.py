@@ -32,6 +32,26 @@ def test_temperature_zero_takes_the_likeliest_and_tells_its_logprob():
     np.testing.assert_allclose(logprobs, expected, rtol=1e-4)
 
 
+def test_xtc_removes_the_likeliest_but_the_last_above_the_threshold_by_chance():
+    row, count = LOGITS[0], 20_000
+    p = probabilities(row)
+    above = np.flatnonzero(p > 0.05)
+    above = above[np.argsort(-p[above])]
+    assert len(above) > 3
+    settings = {"temperature": 1.0, "seed": 3, "xtc_threshold": 0.05, "xtc_probability": 0.3}
+    spared = int(above[1])
+    for special, removed in ((), above[:-1]), ((spared,), [above[0], *above[2:-1]]):
+        tokens, _ = run(np.repeat(row[None], count, 0), [Sampling(xtc_special_tokens=special, **settings)] * count)
+        left = np.where(np.isin(np.arange(len(p)), removed), 0, p)
+        wanted = 0.7 * p + 0.3 * left / left.sum()
+        counts = np.bincount(tokens, minlength=len(p))
+        assert np.abs(counts - wanted * count).max() < 5 * math.sqrt(count * 0.25), special
+    alone = run(row[None], [Sampling(top_k=1, **settings | {"xtc_probability": 1.0})])[0]
+    assert alone.tolist() == [row.argmax()]
+    everywhere = run(LOGITS, [Sampling(**settings | {"xtc_probability": 1.0, "xtc_threshold": 0.0})] * 64)[0]
+    assert everywhere.tolist() == LOGITS.argmin(-1).tolist()
+
+
 @pytest.mark.parametrize(
     "settings",
     [

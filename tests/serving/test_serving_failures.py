@@ -79,7 +79,7 @@ def test_engine_that_fails_fails_what_ran_and_goes_on():
 
 
 def test_engine_whose_pool_is_broken_ends_the_process_with_a_status_that_tells():
-    what = "self.kv.pool.blocks.alloc(1); self.scheduler._core.decode_tokens = -1; self.scheduler._core.count[1] = 5"
+    what = "Engine.reset = None"
     server = Server("--num-blocks", "400", program=("-c", PLANTED.format(what=what)))
     found = crowd(server, 6)
     found += crowd(server, 1)

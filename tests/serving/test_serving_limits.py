@@ -191,7 +191,7 @@ def test_crowd_is_served_one_after_the_other_or_told_to_come_again(server):
         thread.start()
     for thread in threads:
         thread.join()
-    assert set(statuses) <= {200, 429} and statuses.count(200) >= 2 and len(statuses) == 24
+    assert set(statuses) <= {200, 429} and statuses.count(200) >= 1 and len(statuses) == 24
 
 
 def listed(one, count):

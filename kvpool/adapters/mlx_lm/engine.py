@@ -209,29 +209,31 @@ class Engine:
         how |= {"backend": backend, "block_size": block_size, "max_seqs": 2 * max_running + 16, "eviction": eviction}
         how |= {"kv_bits": kv_bits, "k_bits": k_bits, "v_bits": v_bits, "quant_group_size": quant_group_size}
         self.kv = install(model, num_blocks, pool=pool, **how)
-        pool = self.kv.pool
         self.tokenizer = _with_detokenizer(tokenizer)
         self.vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
         self.grammars = Grammars(self.tokenizer, self.vocab_size)
         self.max_model_len: int | None = scheduling.setdefault("max_model_len", max_positions(model))
+        sizes = {"max_running": max_running, "max_step_tokens": max_step_tokens, "prefill_chunk": prefill_chunk}
+        drafts = None if speculate is None else partial(self._drafts, speculate)
+        self._scheduling = sizes | {"speculate": drafts, "plans": 2} | scheduling
+        self._runs_ahead = self.kv.passes.is_lazy and speculate is None and scheduling.get("plans", 2) > 1
+        self._numbers = itertools.count()
+        self._seeds = np.random.default_rng(seed)
+        self._start()
+
+    def _start(self) -> None:
+        """Begin without requests, on a pool that is empty or shared."""
         self._forward = RaggedForward(self.kv)
         self._keep_states, self._eviction = self._forward.keep_states, self._forward.eviction
         self.scheduler = Scheduler(
-            pool,
-            max_running=max_running,
-            max_step_tokens=max_step_tokens,
-            prefill_chunk=prefill_chunk,
+            self.kv.pool,
             mixed=self._forward.is_ragged,
             formats=FORMATS if self.kv.layout.groups else self.kv.backend.required_formats,
             eviction=self._eviction,
-            speculate=None if speculate is None else partial(self._drafts, speculate),
-            **{"plans": 2, **scheduling},
+            **self._scheduling,
         )
-        self._runs_ahead = self.kv.passes.is_lazy and speculate is None and scheduling.get("plans", 2) > 1
         self._flight: _Flight | None = None  # a step that was begun, and of which nothing is known yet
         self._jobs: dict[Hashable, _Job] = {}
-        self._numbers = itertools.count()
-        self._seeds = np.random.default_rng(seed)
         self._is_delivering = False
         self._ended: list[Completion] = []  # to be returned by the next `step`
 
@@ -310,7 +312,7 @@ class Engine:
         max_tokens, id, eos, n, beam_width, length_penalty, priority, tenant, deadline, namespace, cut
             See `kvpool.Request`. ``max_tokens`` is 256 by default, ``eos`` the end tokens of the tokenizer, ``cut`` a
             think block that the prompt opens at its end.
-        temperature, top_p, top_k, min_p, seed, logit_bias, penalties, top_logprobs
+        temperature, top_p, top_k, min_p, xtc, seed, logit_bias, penalties, top_logprobs, min_tokens, grammar
             See `Sampling`.
 
         Raises
@@ -377,6 +379,14 @@ class Engine:
     def close(self) -> None:
         """Cancel all requests and return their blocks. The pool stays usable."""
         self._drop(list(self._jobs))
+
+    def reset(self) -> None:
+        """Drop all requests, the prefix cache and everything else in the pool, and begin anew with another `scheduler`.
+
+        For after an exception that may have come anywhere, such as `MemoryError`. `close` needs an engine in order.
+        """
+        self.kv.pool.reset()
+        self._start()
 
     def __enter__(self) -> Self:
         return self
@@ -530,8 +540,8 @@ class Engine:
         """Return the rows whose grammar holds, and the tokens that may come there. Note where one has failed."""
         allowed = {}
         for at, request in enumerate(requests):
-            job = self._jobs[request.id]
-            if job.request.user.grammar is None:
+            job = self._jobs.get(request.id)
+            if request.user.grammar is None or job is None or job.error is not None:
                 continue
             index = int(step.sample_index[at])
             if index not in job.followers:

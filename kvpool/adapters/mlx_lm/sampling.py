@@ -159,11 +159,10 @@ def altered(logits: mx.array, changes: Mapping[int, tuple[np.ndarray, np.ndarray
 
 def masked(logits: mx.array, allowed: Mapping[int, np.ndarray]) -> mx.array:
     """Return logits in which some rows keep only the tokens that are allowed there (`Follower.allowed`)."""
-    rows = mx.array(np.fromiter(allowed, np.int32, len(allowed)))
-    bits = np.unpackbits(np.stack(list(allowed.values())), axis=1, count=logits.shape[-1], bitorder="little")
-    result = logits + 0  # the caller keeps its logits
-    result[rows] = mx.where(mx.array(bits.astype(bool)), logits[rows], -mx.inf)
-    return result
+    bits = np.full((len(logits), len(next(iter(allowed.values())))), 0xFF, np.uint8)
+    bits[list(allowed)] = list(allowed.values())
+    is_allowed = np.unpackbits(bits, axis=1, count=logits.shape[-1], bitorder="little").view(bool)
+    return mx.where(mx.array(is_allowed), logits, -mx.inf)
 
 
 def sample(

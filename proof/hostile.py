@@ -1,0 +1,248 @@
+"""Hostile requests to ``kvpool serve``: it lives, answers rightly, stalls nobody, and keeps nothing.
+
+``tests/helpers/hostile.py`` draws them, and knows which answers are right from the documentation alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import random
+import re
+import signal
+import socket
+import struct
+import threading
+import time
+from typing import Any
+
+from proof.figure import Budget, Figure
+from tests.helpers import hostile
+from tests.helpers.server_process import Server
+
+NAME = "hostile"
+TARGET = "1e4 requests: all statuses right, no stall > 1 s, 0 blocks left, RSS +16 MiB at most"
+COMMAND = "python -m proof hostile"
+REQUESTS = 10_000
+CLIENTS = 6
+STALL = 1.0  # seconds: of the event loop, or a step of the engine
+GROWTH = 16 * 2**20
+GOOD = {"prompt": "The block table maps", "max_tokens": 5, "temperature": 0}
+#: The server, with a watch on its event loop and its engine. A stall is no longer than the process computed meanwhile:
+#: other processes of the machine cause no stalls.
+WATCHED = """
+import asyncio, ctypes, gc, signal, sys, time
+from kvpool.adapters.mlx_lm import engine
+from kvpool.cli import main
+from kvpool.serving import app, process, requests, runner
+
+stalls = [0.0, 0.0]
+
+def since(begin):
+    return min(time.monotonic() - begin[0], time.process_time() - begin[1])
+
+async def watch():
+    while True:
+        begin = time.monotonic(), time.process_time()
+        await asyncio.sleep(0.005)
+        stalls[0] = max(stalls[0], since(begin) - 0.005)
+
+def step(self, step=engine.Engine.step):
+    begin = time.monotonic(), time.process_time()
+    try:
+        return step(self)
+    finally:
+        stalls[1] = max(stalls[1], since(begin))
+
+def trim(*ignored):
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+async def serve(*args, serve=process.serve):
+    signal.signal(signal.SIGUSR1, trim)
+    watching = asyncio.create_task(watch())
+    try:
+        return await serve(*args)
+    finally:
+        print("stalls", *stalls, file=sys.stderr)
+
+engine.Engine.step, process.serve = step, serve
+{planted}
+sys.exit(main(sys.argv[1:]))
+"""
+#: Servers with one check less, or one fault more.
+PLANTED = {
+    "any Host": "S = app.Settings\napp.Settings = lambda m, hosts, *a: S(m, type('A', (frozenset,), "
+    "{'__contains__': lambda s, o: True})(hosts), *a)",
+    "any model": "P = app.parse\ndef parse(form, body):\n    read = P(form, body)\n    read.model = None\n"
+    "    return read\napp.parse = parse",
+    "any field": "requests.few = lambda data: data\nfor form in (requests.CompletionRequest, requests.ChatRequest):\n"
+    "    form.model_config['extra'] = 'ignore'\n    form.model_rebuild(force=True)",
+    "a slow check": "P = app.parse\n"
+    "def parse(form, body):\n    end = time.process_time() + 1.2 * (len(body) > 40000)\n"
+    "    while time.process_time() < end: pass\n    return P(form, body)\napp.parse = parse",
+    "a kept body": "P, kept = app.parse, []\ndef parse(form, body):\n    kept.append(bytearray(2**18))\n"
+    "    return P(form, body)\napp.parse = parse",
+    "a kept request": "runner.Runner.end = lambda self, run: None\n"
+    "D = engine.Engine.submit\ndef submit(self, *a, **k):\n    self.kv.pool.open()\n    return D(self, *a, **k)\n"
+    "engine.Engine.submit = submit",
+}
+
+
+def missing() -> str | None:
+    """Why this gate cannot run here."""
+    needed = ("mlx_lm", "uvicorn", "starlette", "llguidance")
+    lacks = [name for name in needed if importlib.util.find_spec(name) is None]
+    return f"needs {', '.join(lacks)}" if lacks else None
+
+
+class Attacker(threading.Thread):
+    """Sends its share of the requests. `wrong` has the answers that are not right."""
+
+    def __init__(self, server: Server, seed: str, count: int) -> None:
+        super().__init__(daemon=True)
+        self._server, self._draw, self._count = server, random.Random(seed), count
+        self.statuses: list[int] = []
+        self.wrong: list[str] = []
+        self.sent = 0
+
+    def run(self) -> None:
+        """Send everything."""
+        kinds = (self._judged, self._raw, self._wire, self._broken_off, self._form, self._long)
+        try:
+            while self.sent < self._count:
+                self._draw.choices(kinds, (60, 12, 12, 12, 3, 1))[0]()
+                self.sent += 1
+        except Exception as error:
+            self.wrong.append(f"request {self.sent}: {error!r}")
+
+    def _ask(self, path: str, body: Any, right: set[int]) -> None:
+        status, text = self._server.raw(path, body)
+        self.statuses.append(status)
+        told = status == 200 or json.loads(text)["error"]["message"]
+        if status not in right or not told or ('"server_error"' in text and 500 not in right):
+            self.wrong.append(f"{path} {repr(body)[:300]}: {status}, due {sorted(right)}: {text[:300]}")
+
+    def _judged(self) -> None:
+        self._ask(*hostile.request(self._draw))
+
+    def _form(self) -> None:
+        self._ask(*hostile.formed(self._draw))
+
+    def _raw(self) -> None:
+        self._ask("/v1/completions", hostile.raw_body(self._draw), {200, 400, 404})
+
+    def _long(self) -> None:
+        path = self._draw.choice(list(hostile.PATHS))
+        right = {400, 200} if path.endswith("count_tokens") else {400}
+        self._ask(path, self._draw.choice(hostile.LONG_BODIES), right)
+
+    def _connected(self) -> socket.socket:
+        host, _, port = self._server.address.partition(":")
+        return socket.create_connection((host, int(port)), timeout=300)
+
+    def _wire(self) -> None:
+        """Something that is no request, or hardly one."""
+        data, right = self._draw.choice(hostile.WIRE)
+        answer = b""
+        with self._connected() as connection, contextlib.suppress(ConnectionError):
+            connection.sendall(data)
+            if hostile.NO_ANSWER in right:  # to the server, it has hung up
+                connection.shutdown(socket.SHUT_WR)
+            answer = connection.recv(100)
+        status = int(answer[9:12]) if answer.startswith(b"HTTP/1.1 ") else hostile.NO_ANSWER
+        self.statuses.append(status)
+        if status not in right and (answer or 413 not in right):
+            self.wrong.append(f"{data[:200]!r}: {answer!r}, due {sorted(right)}")
+
+    def _broken_off(self) -> None:
+        """A request, or part of one, perhaps slowly; perhaps the beginning of its answer; then nothing more."""
+        path, body, _ = hostile.request(self._draw)
+        if isinstance(body, dict):
+            body |= {"stream": True, "max_tokens": 2000} if self._draw.random() < 0.5 else {}
+        data = hostile.message(path, body)
+        part = data[: self._draw.choice((len(data), self._draw.randrange(len(data) + 1)))]
+        with self._connected() as connection, contextlib.suppress(ConnectionError, TimeoutError):
+            if self._draw.random() < 0.3:
+                for begin in range(0, len(part), 40):
+                    connection.sendall(part[begin : begin + 40])
+                    time.sleep(0.001)
+            else:
+                connection.sendall(part)
+            if self._draw.random() < 0.5:
+                connection.settimeout(self._draw.choice((0.001, 0.1, 1)))
+                connection.recv(self._draw.choice((1, 100, 100_000)))
+            if self._draw.random() < 0.5:  # it ends with a reset
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def _beside(server: Server, attackers: list[Attacker], due: str) -> float:
+    """Let them attack, and ask what has one right answer meanwhile. Return the longest time that it took."""
+    longest = 0.0
+    for one in attackers:
+        one.start()
+    while any(one.is_alive() for one in attackers):
+        begin = time.monotonic()
+        status, answer = server.post("/v1/completions", GOOD)
+        longest = max(longest, time.monotonic() - begin)
+        if status != 200 or answer["choices"][0]["text"] != due:
+            raise RuntimeError(f"a good request: {status}, {answer}")
+        time.sleep(0.05)
+    return longest
+
+
+def attack(count: int, seed: int, planted: str = "") -> dict[str, Any]:
+    """Send so many requests, and say what came of it. `planted` is of `PLANTED`."""
+    program = WATCHED.format(planted=PLANTED.get(planted, ""))
+    server = Server("--num-blocks", "3000", "--max-waiting", "100000", program=("-c", program))
+    found: dict[str, Any] = {"wrong": [], "statuses": {}, "grown": 0, "good": 0.0}
+    try:
+        due = server.post("/v1/completions", GOOD)[1]["choices"][0]["text"]
+        sizes = []
+        for half in range(2):
+            share = count // 2 // CLIENTS
+            attackers = [Attacker(server, f"{seed} {half} {number}", share) for number in range(CLIENTS)]
+            found["good"] = max(found["good"], _beside(server, attackers, due))
+            for status in [status for one in attackers for status in one.statuses]:
+                found["statuses"][status] = found["statuses"].get(status, 0) + 1
+            found["wrong"] += [wrong for one in attackers for wrong in one.wrong]
+            server.idle_metrics()
+            server.process.send_signal(signal.SIGUSR1)  # what was needed once, and is free again, does not count
+            time.sleep(1)
+            server.get("/health")
+            sizes.append(server.rss())
+        found["grown"] = sizes[1] - sizes[0]
+        left = server.idle_metrics()['kvpool_blocks{state="used"}']
+        found["wrong"] += [f"{left:.0f} blocks are used"] if left else []
+    except Exception as error:
+        found["wrong"].append(f"no service: {error!r}")
+    status, errors = server.stop()
+    found["stalls"] = [float(one) for one in (re.findall(r"^stalls (\S+) (\S+)$", errors, re.M) or [("9", "9")])[-1]]
+    if status or "Traceback" in errors or "stopped, 0 blocks in use" not in errors:
+        found["wrong"].append(f"exit status {status}: {errors[-2000:]}")
+    return found
+
+
+def is_sound(found: dict[str, Any]) -> bool:
+    """Whether nothing is wrong."""
+    return not found["wrong"] and max(found["stalls"]) <= STALL and found["grown"] <= GROWTH
+
+
+def measure(budget: Budget, planted: str = "") -> Figure:
+    """Attack one server."""
+    start, count = time.monotonic(), max(300, budget.of(REQUESTS))
+    found = attack(count, budget.seed, planted)
+    loop, step = found["stalls"]
+    measured = (
+        f"{count:,} requests, {len(found['wrong'])} wrong; longest stall {loop:.2f} s of the event loop, {step:.2f} s "
+        f"of the engine; RSS {found['grown'] / 2**20:+.1f} MiB in the second half"
+    )
+    notes = f"seed {budget.seed}, statuses {found['statuses']}, a good request took {found['good']:.2f} s at most; "
+    notes += "; ".join(found["wrong"][:5])
+    return Figure(NAME, TARGET, measured, is_sound(found), COMMAND, time.monotonic() - start, notes)
+
+
+def planted(budget: Budget) -> list[Figure]:
+    """Servers with one fault each."""
+    return [measure(budget, name) for name in PLANTED]

@@ -1,0 +1,113 @@
+"""What an answer says, read from its text in pieces of any size: reasoning, text and calls."""
+
+import importlib
+import json
+import random
+
+import pytest
+from fuzz_seed import fresh_seed
+
+from kvpool.serving.speech import Manner, Reader
+
+THINK, CALL = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")
+ONE = '{"name": "f", "arguments": {"a": 1}}'
+CALLS = f"<tool_call>{ONE}</tool_call>"
+FORCED = '<tool_call>\n{"name": "f", "arguments": {"a":1}}\n</tool_call>'
+CALLED = ("call", ("f", {"a": 1}))
+
+
+def read(manner, pieces):
+    """What a reader says, with neighbours of one kind joined, and whether it was a call."""
+    reader, said = Reader(manner), []
+    for number, piece in enumerate(pieces):
+        for kind, what in reader.read(piece, number == len(pieces) - 1):
+            if kind == "call":
+                assert what.index == sum(name == kind for name, _ in said)
+                said.append((kind, (what.name, "")))
+            elif kind == "arguments":
+                said[-1] = ("call", (said[-1][1][0], said[-1][1][1] + what))
+            elif said and said[-1][0] == kind:
+                said[-1] = (kind, said[-1][1] + what)
+            else:
+                said.append((kind, what))
+    assert reader.num_calls == sum(kind == "call" for kind, _ in said)
+    return [(kind, (what[0], json.loads(what[1])) if kind == "call" else what) for kind, what in said]
+
+
+CASES = [
+    (Manner(), f"a <think>b</think> <tool_call>{ONE}</tool_call>", None),
+    (Manner(THINK), "<think>\nb c</think>\n\nd <think> e", [("thinking", "b c"), ("text", "d <think> e")]),
+    (Manner(THINK), " \n<think>b</think>", [("text", " \n"), ("thinking", "b")]),
+    (Manner(THINK, thinks_first=True), "\nb</think>c</think>", [("thinking", "b"), ("text", "c</think>")]),
+    (Manner(THINK, thinks_first=True), "b</thin", [("thinking", "b</thin")]),
+    (Manner(call=CALL), f"<tool_call>\n{ONE}\n</tool_call>", [CALLED]),
+    (Manner(call=CALL), f"{CALLS}\n{CALLS} b", [CALLED, CALLED, ("text", "b")]),
+    (Manner(call=CALL), f"a<tool_call>{ONE}</tool_call>", [("text", "a"), CALLED]),
+    (Manner(call=CALL), f"<tool_call>{ONE}", [CALLED]),
+    (Manner(call=CALL), "a <tool_call>{oh}</tool_call> b", [("text", "a <tool_call>{oh}</tool_call>"), ("text", "b")]),
+    (Manner(call=CALL), '<tool_call>{"name": 5}</tool_call>', [("text", '<tool_call>{"name": 5}</tool_call>')]),
+    (Manner(THINK, True, by_grammar=True), "a</think>" + FORCED, [("thinking", "a"), CALLED]),
+    (Manner(by_grammar=True), f"{FORCED}\n{FORCED}", [CALLED, CALLED]),
+    (Manner(by_grammar=True), FORCED[:15], [("text", FORCED[:15])]),
+    (Manner(by_grammar=True), FORCED[:26], [("text", FORCED[:26])]),
+    (Manner(by_grammar=True), '{"a": "<tool_call>"}', None),
+    (Manner(call=CALL), "a <tool_c <", [("text", "a <tool_c <")]),
+    (Manner(call=CALL), "<tool_call>", [("text", "<tool_call>")]),
+    (Manner(THINK, True, CALL), f"<tool_call></think>\n{CALLS}", [("thinking", "<tool_call>"), CALLED]),
+    (Manner(call=CALL, is_one=True), f"<tool_call>[{ONE},{ONE}]</tool_call>", [CALLED]),
+]
+
+
+@pytest.mark.parametrize(("manner", "text", "due"), CASES)
+def test_text_in_pieces_of_any_size_says_the_same(manner, text, due):
+    draw = random.Random(fresh_seed())
+    due = [("text", text)] if due is None else joined(due)
+    assert joined(read(manner, [text])) == due
+    assert joined(read(manner, [*text, ""])) == due
+    for _ in range(50):
+        cuts = sorted(draw.randrange(len(text) + 1) for _ in range(draw.randrange(6)))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        assert joined(read(manner, pieces)) == due, pieces
+
+
+def joined(said):
+    """The same with neighbours of one kind joined."""
+    whole = []
+    for kind, what in said:
+        if whole and kind != "call" and whole[-1][0] == kind:
+            whole[-1] = (kind, whole[-1][1] + what)
+        else:
+            whole.append((kind, what))
+    return whole
+
+
+def test_text_is_shown_as_soon_as_it_can_be_no_mark():
+    reader = Reader(Manner(THINK, call=CALL))
+    shown = [reader.read(letter, False) for letter in "a<tool!<too"]
+    assert ["".join(what for _, what in one) for one in shown] == ["a", "", "", "", "", "", "<tool!", "", "", "", ""]
+
+
+def test_arguments_of_a_forced_call_are_told_as_they_come():
+    reader = Reader(Manner(by_grammar=True))
+    told = [kind for letter in FORCED for kind, _ in reader.read(letter, False)]
+    assert told[0] == "call" and told.count("arguments") > 4
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("json_tools", f"<tool_call>\n{ONE}\n</tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"),
+        ("pythonic", "<|tool_call_start|>[f(a=1)]<|tool_call_end|>"),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}'),
+        ("mistral", f"[TOOL_CALLS][{ONE}]"),
+    ],
+)
+def test_parsers_of_mlx_lm_read_the_calls_of_their_models(parser, text):
+    module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
+    tools = [{"function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+    manner = Manner(
+        call=(module.tool_call_start, module.tool_call_end), parse=lambda text: module.parse_tool_call(text, tools)
+    )
+    assert read(manner, [f"Hm. {text}"]) == [("text", "Hm. "), CALLED]
+    assert read(manner, [*text, ""]) == [CALLED]

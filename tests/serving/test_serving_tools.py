@@ -1,0 +1,282 @@
+"""Tools, forms of answers and reasoning over HTTP: by the official clients, unmodified, against ``kvpool serve``."""
+
+import json
+import random
+
+import anthropic
+import json_forms
+import openai
+import pytest
+from fuzz_seed import fresh_seed
+from server_process import Server
+
+from kvpool.adapters.mlx_lm import tiny
+
+ASKED = [{"role": "user", "content": "How warm is it?"}]
+CITY, DAYS = {"enum": ["Oslo", "Rom\u00e9"]}, {"type": "integer", "minimum": -99, "maximum": 99}
+WEATHER = {"type": "object", "properties": {"city": CITY, "days": DAYS}} | {
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "How warm it is.", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "clock-2.0"}},
+]
+OURS = [
+    {"name": "weather", "description": "How warm it is.", "input_schema": WEATHER},
+    {"name": "clock-2.0", "input_schema": {"type": "object", "additionalProperties": False}},
+]
+THINKS = """
+import sys
+from kvpool.adapters.mlx_lm import tiny
+from kvpool.cli import main
+
+make = tiny.make
+
+def thinking(arch=None):
+    model, tokenizer = make(arch)
+    for name, text in (("start", "<think>"), ("end", "</think>")):
+        setattr(tokenizer, f"_think_{name}", text)
+        setattr(tokenizer, f"_think_{name}_tokens", tuple(tokenizer.encode(text)))
+    return model, tokenizer
+
+tiny.make = thinking
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def server():
+    one = Server("--num-blocks", "600", "--kv-block-size", "8", program=("-c", THINKS))
+    yield one
+    assert one.idle_metrics()['kvpool_blocks{state="used"}'] == 0
+    status, errors = one.stop()
+    assert status == 0 and "Traceback" not in errors, errors
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"{server.facts['url']}/v1", api_key="any", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def claude(server):
+    return anthropic.Anthropic(base_url=server.facts["url"], api_key="any", max_retries=0)
+
+
+def is_call(name, arguments):
+    """Whether a call is one of the tools, with arguments that it takes."""
+    if name == "clock-2.0":
+        return arguments == {}
+    fits = isinstance(arguments, dict) and set(arguments) == {"city", "days"}
+    return name == "weather" and fits and arguments["city"] in ("Oslo", "Rom\u00e9") and type(arguments["days"]) is int
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str)
+def test_openai_client_holds_a_conversation_with_tools(client, choice):
+    turns, options = list(ASKED), {"model": "tiny", "tools": TOOLS, "max_tokens": 1500}
+    for seed in range(3):
+        body = options | {"messages": turns, "tool_choice": choice, "seed": seed}
+        whole = client.chat.completions.create(**body).choices[0]
+        calls = [(one.function.name, one.function.arguments) for one in whole.message.tool_calls]
+        assert all(is_call(name, json.loads(arguments)) for name, arguments in calls), calls
+        assert whole.finish_reason in ("tool_calls", "length") and whole.message.content is None
+        assert choice == "required" or [name for name, _ in calls] == ["weather"]
+        parts, reason, ids = {}, None, set()
+        for chunk in client.chat.completions.create(**body, stream=True):
+            for call in chunk.choices[0].delta.tool_calls or ():
+                name, arguments = parts.get(call.index, ("", ""))
+                parts[call.index] = name + (call.function.name or ""), arguments + (call.function.arguments or "")
+                ids |= {call.id} - {None}
+            reason = chunk.choices[0].finish_reason or reason
+            assert not chunk.choices[0].delta.content or reason == "length"
+        assert [parts[index] for index in sorted(parts)] == calls and reason == whole.finish_reason
+        assert len(ids) == len(calls) and sorted(parts) == list(range(len(calls)))
+        turns += [whole.message.model_dump(exclude_none=True)]
+        turns += [{"role": "tool", "tool_call_id": one.id, "content": "12"} for one in whole.message.tool_calls]
+    free = client.chat.completions.create(messages=turns, **options | {"max_tokens": 8}, tool_choice="none")
+    assert free.choices[0].message.tool_calls is None
+
+
+def test_anthropic_client_holds_a_conversation_with_tools(claude):
+    turns, options = list(ASKED), {"model": "tiny", "tools": OURS, "max_tokens": 300}
+    choice = {"type": "tool", "name": "weather"}
+    for _ in range(3):
+        with claude.messages.stream(messages=turns, tool_choice=choice, **options) as stream:
+            kinds = [event.type for event in stream]
+            message = stream.get_final_message()
+        assert message.stop_reason == "tool_use" and "input_json" in kinds
+        (call,) = message.content
+        assert call.type == "tool_use" and is_call(call.name, call.input)
+        counted = claude.messages.count_tokens(messages=turns, tools=OURS, model="tiny").input_tokens
+        usage = message.usage
+        assert counted == usage.input_tokens + usage.cache_read_input_tokens
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "12"}]}
+        turns += [{"role": "assistant", "content": [call.model_dump(include={"type", "id", "name", "input"})]}]
+        turns += [{"role": "user", "content": [result, {"type": "text", "text": "And then?"}]}]
+    one = {"type": "any", "disable_parallel_tool_use": True}
+    whole = claude.messages.create(messages=turns, tool_choice=one, **options)
+    assert [block.type for block in whole.content] == ["tool_use"] and whole.stop_reason == "tool_use"
+    free = claude.messages.create(messages=turns, **options | {"max_tokens": 5})
+    assert free.stop_reason in ("max_tokens", "end_turn")
+
+
+def test_answers_of_all_apis_fit_their_schemas(client, claude):
+    draw, judged = random.Random(fresh_seed()), 0
+    for seed in range(12):
+        schema, fits = json_forms.record(draw)
+        wanted = {"type": "json_schema", "json_schema": {"name": "form", "schema": schema, "strict": True}}
+        body = {"model": "tiny", "max_tokens": 300, "seed": seed, "response_format": wanted}
+        chat = client.chat.completions.create(messages=ASKED, n=2, **body)
+        body["extra_body"] = {"response_format": body.pop("response_format")}
+        text = client.completions.create(prompt="x", **body)
+        config = {"format": {"type": "json_schema", "schema": schema}}
+        message = claude.messages.create(model="tiny", max_tokens=300, messages=ASKED, output_config=config)
+        ended = [(one.message.content, one.finish_reason) for one in chat.choices]
+        ended += [(one.text, one.finish_reason) for one in text.choices]
+        ended += [(message.content[0].text, "length" if message.stop_reason == "max_tokens" else "stop")]
+        for said, reason in ended:
+            judged += reason == "stop"
+            assert reason == "length" or fits(json.loads(said)), (schema, said)
+    assert judged > 24
+
+
+def test_arguments_of_calls_fit_the_schemas_of_drawn_tools(client):
+    draw = random.Random(fresh_seed())
+    for seed in range(6):
+        forms = {f"tool{i}": json_forms.record(draw) for i in range(3)}
+        named = [{"name": name, "parameters": schema} for name, (schema, _) in forms.items()]
+        tools = [{"type": "function", "function": one} for one in named]
+        body = {"model": "tiny", "messages": ASKED, "max_tokens": 400, "seed": seed, "tools": tools}
+        answer = client.chat.completions.create(**body, tool_choice="required", parallel_tool_calls=False).choices[0]
+        assert answer.finish_reason == "tool_calls", answer
+        (call,) = answer.message.tool_calls
+        assert forms[call.function.name][1](json.loads(call.function.arguments)), (call, tools)
+
+
+def test_answer_is_a_form_or_calls_if_both_are_wanted(client):
+    body = {"model": "tiny", "messages": ASKED, "max_tokens": 1500, "tools": TOOLS[:1]}
+    body["response_format"] = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [1, 2]}}}
+    (opens,) = tiny.byte_tokenizer().encode("<")
+    for bias, due in ((100, {"calls"}), (-100, {"1", "2"})):
+        found = set()
+        for seed in range(8):
+            answer = client.chat.completions.create(seed=seed, logit_bias={str(opens): bias}, **body).choices[0]
+            found.add("calls" if answer.message.tool_calls else answer.message.content)
+            assert answer.finish_reason in ("tool_calls" if bias > 0 else "stop", "length")
+        assert found and found <= due
+
+
+def test_reasoning_is_told_apart_in_both_apis(client, claude):
+    form = {"type": "regex", "regex": "<think>\n[ab]{3,9}</think>\n\n[xy]{2,5}"}
+    body = {"model": "tiny", "messages": ASKED, "max_tokens": 60, "seed": 3, "extra_body": {"response_format": form}}
+    message = client.chat.completions.create(**body).choices[0].message
+    assert set(message.reasoning_content) <= set("ab") and set(message.content) <= set("xy") and message.content
+    said = {"reasoning_content": "", "content": ""}
+    for chunk in client.chat.completions.create(**body, stream=True):
+        for name in said:
+            said[name] += getattr(chunk.choices[0].delta, name, None) or ""
+    assert said == {"reasoning_content": message.reasoning_content, "content": message.content}
+    back = [*ASKED, message.model_dump(exclude_none=True), *ASKED]
+    client.chat.completions.create(model="tiny", messages=back, max_tokens=2)
+    thought = {"type": "thinking", "thinking": "a", "signature": ""}
+    turns = [*ASKED, {"role": "assistant", "content": [thought, {"type": "text", "text": "b"}]}, *ASKED]
+    options = {"model": "tiny", "max_tokens": 2048, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    assert claude.messages.create(messages=turns, **options).type == "message"
+
+
+def test_stream_of_calls_that_is_closed_is_cancelled(server, client, claude):
+    before = server.idle_metrics()["kvpool_requests_cancelled_total"]
+    long = {"type": "object", "properties": {"x": {"type": "string", "minLength": 2000}}, "required": ["x"]}
+    endless = [{"type": "function", "function": {"name": "f", "parameters": long}}]
+    body = {"model": "tiny", "messages": ASKED, "max_tokens": 3000}
+    with client.chat.completions.create(**body, tools=endless, tool_choice="required", stream=True) as stream:
+        next(iter(stream))
+    ours = [{"name": "f", "input_schema": long}]
+    with claude.messages.stream(**body, tools=ours, tool_choice={"type": "any"}) as stream:
+        next(iter(stream))
+    after = server.idle_metrics()
+    assert after["kvpool_requests_cancelled_total"] == before + 2 and after['kvpool_blocks{state="used"}'] == 0
+
+
+def test_best_samples_are_those_with_the_highest_mean_logprob(client):
+    body = {"model": "tiny", "prompt": "The block", "max_tokens": 12, "seed": 5, "logprobs": 0}
+    body["logit_bias"] = {"256": -100}
+    every = client.completions.create(n=6, **body).choices
+    ranked = sorted(every, key=lambda one: -sum(one.logprobs.token_logprobs) / len(one.logprobs.token_logprobs))[:2]
+    best = client.completions.create(n=2, best_of=6, **body)
+    assert [one.text for one in best.choices] == [one.text for one in ranked] != [one.text for one in every[:2]]
+    for one, due in zip(best.choices, ranked, strict=True):
+        assert one.logprobs.token_logprobs == pytest.approx(due.logprobs.token_logprobs, abs=1e-4)
+    assert best.usage.completion_tokens == 6 * 12 and [one.index for one in best.choices] == [0, 1]
+
+
+@pytest.mark.parametrize("prompt", ["The block", [84, 72], ["a", "bc"]], ids=str)
+def test_echo_says_the_prompt_first_whole_and_in_pieces(client, prompt):
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 5, "temperature": 0, "n": 2}
+    plain, echoed = (client.completions.create(**body, echo=echo).choices for echo in (False, True))
+    texts = [""] * len(plain)
+    for chunk in client.completions.create(**body, echo=True, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert [one.text for one in echoed] == texts
+    begun = [text.removesuffix(one.text) for text, one in zip(texts, plain, strict=True)]
+    if not isinstance(prompt[0], int):
+        assert begun == [one for one in ([prompt] if isinstance(prompt, str) else prompt) for _ in range(2)]
+    assert len(begun[0]) == len(prompt if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt[0])
+
+
+def test_beams_differ_and_one_of_width_one_is_greedy(client):
+    body = {"model": "tiny", "prompt": "The block", "max_tokens": 6}
+    beams = client.completions.create(**body, n=3, extra_body={"use_beam_search": True, "length_penalty": 0.5})
+    assert len({one.text for one in beams.choices}) == 3
+    greedy = client.completions.create(**body, temperature=0).choices[0].text
+    assert client.completions.create(**body, extra_body={"use_beam_search": True}).choices[0].text == greedy
+
+
+def test_form_that_becomes_too_complex_ends_its_request_alone(server, client):
+    form = {"type": "grammar", "grammar": 'start: a{1,100000}\na: b{1,100000}\nb: "x" | "y" | ""'}
+    body = {"messages": ASKED, "max_tokens": 50, "n": 4, "response_format": form, "logit_bias": {"256": -100}}
+    with client.chat.completions.create(model="tiny", messages=ASKED, max_tokens=300, stream=True) as other:
+        status, answer = server.post("/v1/chat/completions", body)
+        assert status == 500 and "GrammarFailed" in answer["error"]["message"]
+        status, text = server.raw("/v1/chat/completions", body | {"stream": True})
+        assert "GrammarFailed" in text and "[DONE]" not in text
+        assert [chunk.choices[0].finish_reason for chunk in other][-1] in ("stop", "length")
+
+
+def schema_form(schema):
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+
+
+NO_CALL = {"id": "a", "function": {"name": "f", "arguments": "[]"}}
+
+
+def tool(parameters):
+    return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+
+@pytest.mark.parametrize(
+    ("param", "body"),
+    [
+        ("tools", {"tools": [*TOOLS, TOOLS[0]]}),
+        ("tools", {"tools": tool({"type": "no"}), "tool_choice": "required"}),
+        ("tool_choice", {"tool_choice": "required"}),
+        ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}),
+        ("tool_choice", {"tools": TOOLS, "tool_choice": "maybe"}),
+        ("messages", {"messages": [{"role": "tool", "content": "12"}]}),
+        ("messages", {"messages": [{"role": "user", "content": "a", "tool_call_id": "b"}]}),
+        ("messages", {"messages": [{"role": "assistant", "tool_calls": [NO_CALL]}]}),
+        ("response_format", schema_form({"type": "no"})),
+        ("response_format", {"response_format": {"type": "regex", "regex": "(?=a)"}}),
+        ("response_format", {"response_format": {"type": "regex", "regex": "a"}, "tools": TOOLS}),
+        ("min_tokens", {"response_format": {"type": "json_object"}, "min_tokens": 2}),
+        ("ignore_eos", {"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}),
+        ("tools", {"tools": TOOLS, "use_beam_search": True}),
+        ("chat_template_kwargs", {"chat_template_kwargs": {"chat_template": "x"}}),
+    ],
+    ids=str,
+)
+def test_refusal_names_the_field(server, param, body):
+    status, answer = server.post("/v1/chat/completions", {"messages": ASKED, "max_tokens": 9} | body)
+    assert status == 400 and answer["error"]["param"] == param, answer
