@@ -20,9 +20,12 @@ from proof.figure import FULL, SHORT, Budget, Figure
 #: The gates in the order of the table, each a module of this package.
 GATES = (
     *("operations", "determinism", "failures", "exhaustion", "misuse", "soak", "arithmetic", "complexity"),
-    *("mutants", "coverage", "threads", "simulator", "groups", "freethreaded"),
+    *("mutants", "coverage", "threads", "simulator", "groups", "freethreaded", "hostile", "kills"),
 )
-LONG = {"operations": "an hour of random calls; `make proof-long` runs it"}  # left out unless asked for
+LONG = {  # left out unless asked for
+    "operations": "an hour of random calls; `make proof-long` runs it",
+    "kills": "an hour of servers that start; `make proof-long` runs it",
+}
 COLUMNS = ("figure", "target", "measured", "holds", "planted fault", "command")
 
 

@@ -51,8 +51,12 @@ Propose = Callable[[list[Decoding]], Sequence[Any]]
 """Returns the drafts of each sequence: tokens that may come next, or none."""
 
 
-def require_retractable(call: str, pool: Pool, eviction: Any) -> None:
-    """Raise ValueError if a pool or an eviction policy does not let sequences take tokens back."""
+def check_proposer(call: str, propose: Any, pool: Pool, eviction: Any) -> None:
+    """Raise unless `propose` is None, or is callable and sequences can take tokens back."""
+    if propose is None:
+        return
+    if not callable(propose):
+        raise TypeError(f"[{call}] speculate must be callable, not {type(propose).__name__}")
     groups = pool.options.groups or ()
     if any(group.kind == "state" for group in groups):
         raise ValueError(f"[{call}] speculate: the pool has a state group, and a state takes no token back")

@@ -1,4 +1,4 @@
-"""`WaitingQueue`: who waits, and whose turn it is. A `Tenant` has the requests that share one part of the service."""
+"""`WaitingQueue`: who waits, and whose turn it is."""
 
 from __future__ import annotations
 
@@ -6,49 +6,8 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
 from heapq import heappop, heappush, heapreplace
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kvpool.scheduler.state import Group, Sequence
-
-
-class Tenant:
-    """Who sends requests, and what was served to it.
-
-    Attributes
-    ----------
-    served : int
-        Tokens computed for it. Those of a prompt count when the request is admitted, others when they are computed.
-        Hits of the prefix cache do not count, and no token counts twice.
-    base : float
-        What `used` has skipped while nothing waited.
-    admitted : int
-        Requests that were admitted: the time by which the others grow older.
-    requests : int
-        Requests that have not ended.
-    line : list of Sequence
-        New requests, by rank.
-    is_listed : bool
-        Whether the queue has a turn for it.
-    waited : float
-        How long the request waited that was admitted last.
-    """
-
-    __slots__ = (
-        *("admitted", "base", "is_listed", "line", "name", "number", "requests", "served", "waited", "weight"),
-    )
-
-    def __init__(self, name: Hashable, number: int, weight: float) -> None:
-        self.name, self.number, self.weight = name, number, weight
-        self.served = self.admitted = self.requests = 0
-        self.base = self.waited = 0.0
-        self.line: list[Sequence] = []
-        self.is_listed = False
-
-    @property
-    def used(self) -> float:
-        """The virtual counter. Of the tenants with new requests, the one that has used least goes first."""
-        return self.base + self.served / self.weight
+from kvpool.scheduler.sequences import Group, Sequence, Tenant
 
 
 class WaitingQueue:
@@ -70,8 +29,8 @@ class WaitingQueue:
         self.weights, self.overtake = weights, overtake
         self._ageing = ageing
         self._back: OrderedDict[Sequence, None] = OrderedDict()  # those that ran before
-        self._size = self._arrivals = self._numbers = 0
-        self._turns: list[tuple[float, int, Tenant]] = []  # heap; `used` may have grown since
+        self._size = self._arrivals = 0
+        self._turns: list[tuple[float, int, Tenant]] = []  # heap by `used` and `since`, which may have grown
         self._latest: Tenant | None = None  # the last one whose line became shorter
         self._sweep_at = 64
         self.tenants: dict[Hashable, Tenant] = {}
@@ -94,8 +53,7 @@ class WaitingQueue:
         if found is None:
             if len(self.tenants) >= self._sweep_at:
                 self._sweep()
-            found = self.tenants[name] = Tenant(name, self._numbers, self.weights.get(name, 1.0))
-            self._numbers += 1
+            found = self.tenants[name] = Tenant(name, self.weights.get(name, 1.0))
         return found
 
     def _sweep(self) -> None:
@@ -133,10 +91,11 @@ class WaitingQueue:
         tenant = sequence.group.tenant
         if not tenant.line:
             tenant.base += max(0.0, self._least() - tenant.used)
+            tenant.since = sequence.group.rank[1]
         insort(tenant.line, sequence, key=_rank)
         if not tenant.is_listed:
             tenant.is_listed = True
-            heappush(self._turns, (tenant.used, tenant.number, tenant))
+            heappush(self._turns, (tenant.used, tenant.since, tenant))
 
     def _least(self) -> float:
         """Return what the tenants with new requests have used at least. Nobody who comes has used less."""
@@ -146,12 +105,13 @@ class WaitingQueue:
     def _first(self) -> Tenant | None:
         """Return the tenant whose turn it is, None if there are no new requests."""
         while self._turns:
-            used, number, tenant = self._turns[0]
+            used, since, tenant = self._turns[0]
+            now = (tenant.used, tenant.since, tenant)
             if not tenant.line:
                 heappop(self._turns)
                 tenant.is_listed = False
-            elif tenant.used > used:
-                heapreplace(self._turns, (tenant.used, number, tenant))
+            elif now[:2] != (used, since):
+                heapreplace(self._turns, now)
             else:
                 return tenant
         return None

@@ -32,18 +32,8 @@ from kvpool.scheduler.policy import (
 from kvpool.scheduler.policy import judge as judge_eviction
 from kvpool.scheduler.queue import WaitingQueue
 from kvpool.scheduler.request import Output, Request, SchedulerStats, TenantStats, integer, real
-from kvpool.scheduler.state import (
-    DECODING,
-    NOBODY,
-    PREFILLING,
-    SPILLED,
-    WAITING,
-    Core,
-    DecodeBatch,
-    Group,
-    Sequence,
-    Step,
-)
+from kvpool.scheduler.sequences import DECODING, PREFILLING, SPILLED, WAITING, Group, Sequence
+from kvpool.scheduler.state import NOBODY, Core, DecodeBatch, Step
 
 if TYPE_CHECKING:
     from kvpool.eviction import Evictor
@@ -77,10 +67,10 @@ class Scheduler:
     weights : mapping of tenants to numbers, optional
         What part of the service a tenant gets while several have requests that wait: 0.001 .. 1000. Others have 1.
     ageing : int, default 256
-        Admissions that make up for one level of priority: a request is passed by at most so many later requests of its
-        tenant, for each level that they are above it.
+        Admissions of a tenant that make up for one level of priority: later requests of a higher one go first only if
+        they come before so many for each level.
     overtake : int, default 16
-        Requests that may pass a new one that finds no room, at most.
+        Requests that may pass a new one which finds no room, at most.
     max_model_len : int, optional
         Tokens of a sequence, at most.
     formats : sequence of str
@@ -135,10 +125,10 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         plans: int = 1,
         eviction: Evictor | None = None,
+        speculate: drafts.Propose | None = None,
         weights: Mapping[Hashable, float] = MappingProxyType({}),
         ageing: int = 256,
         overtake: int = 16,
-        speculate: drafts.Propose | None = None,
     ) -> None:
         call = "Scheduler"
         if not isinstance(pool, Pool):
@@ -162,17 +152,10 @@ class Scheduler:
         if tier is not None and pool.options.groups is not None:
             raise ValueError(f"[{call}] tier is for pools of one table, this one has {len(pool.options.groups)} groups")
         _check_evictor(call, eviction, pool)
-        if speculate is not None:
-            if not callable(speculate):
-                raise TypeError(f"[{call}] speculate must be callable, not {type(speculate).__name__}")
-            drafts.require_retractable(call, pool, eviction)
+        drafts.check_proposer(call, speculate, pool, eviction)
         self._propose = speculate
         numbers = (max_running, max_step_tokens, chunk, mixed, watermark, preempt)
-        if not isinstance(weights, Mapping):
-            raise TypeError(f"[{call}] weights must be a mapping, not {type(weights).__name__}")
-        shares = {name: real(call, f"weights[{name!r}]", weight, 0.001, 1000) for name, weight in weights.items()}
-        queue = WaitingQueue(shares, integer(call, "ageing", ageing, 1), integer(call, "overtake", overtake, 0))
-        self._core = Core(pool, *numbers, tier, clock, eviction, queue)
+        self._core = Core(pool, *numbers, tier, clock, eviction, _queue(call, weights, ageing, overtake))
         self._pad_to = pad_to
         rows, tokens = max_running, max(max_step_tokens, max_running)
         if pad_to is not None and not callable(pad_to):
@@ -186,8 +169,7 @@ class Scheduler:
         if self._max_model_len is not None:
             width = min(width, -(-self._max_model_len // pool.block_size))
         self._plans = [Plan(pool, rows, tokens, formats=formats, table_width=width) for _ in range(plans)]
-        self._out: list[Step] = []  # oldest first
-        self._turn = 0
+        self._out, self._turn = list[Step](), 0  # oldest first
 
     def __repr__(self) -> str:
         count = self._core.count
@@ -358,7 +340,7 @@ class Scheduler:
         new = None
         if self._propose is not None and batch is not None:
             new = drafts.ask(core, self._propose, batch, chunks)
-        return self._build(plan, batch, chunks, new=new)
+        return self._build(plan, batch, chunks, new)
 
     def _ahead(self, before: Step) -> Step | None:
         """Plan the step after one that is out. Return None if it has to wait for the tokens."""
@@ -462,12 +444,12 @@ class Scheduler:
         plan: Plan,
         batch: DecodeBatch | None,
         chunks: list[tuple[int, int]],
-        before: Step | None = None,
         new: NDArray[int64] | None = None,
+        before: Step | None = None,
     ) -> Step:
         """Step the pool once, and return a step that is out now.
 
-        `before` is the one that was out. `new` are the tokens of each decode, if there are drafts.
+        `new`: the new tokens of each decode, if there are drafts. `before`: the step that was out.
         """
         core, rows = self._core, self._core.rows
         decodes, plain = (0, None) if batch is None else (len(batch.lanes), batch if batch.plain else None)
@@ -481,12 +463,12 @@ class Scheduler:
         else:
             tokens, arrays, samples = self._mixed(batch, chunks)
         pad_to = self._pad_to(len(arrays[0]), len(tokens)) if callable(self._pad_to) else self._pad_to
-        core.pool.step(plan, arrays[1], arrays[2] if len(tokens) > decodes else 1, pad_to=pad_to)
+        core.pool.step(plan, arrays[1], 1 if len(tokens) == decodes else arrays[2], pad_to=pad_to)
         step = Step(rows, plan, plain, tokens, decodes, *arrays, *samples)
+        if new is not None:
+            step.count_drafts()
         if before is not None:
             step.follow(before)
-        if new is not None:
-            step.draft()
         self._turn = (self._turn + 1) % len(self._plans)
         self._out.append(step)
         core.newest = NOBODY
@@ -517,7 +499,7 @@ class Scheduler:
     def _drafted(
         self, batch: DecodeBatch, new: NDArray[int64], chunks: list[tuple[int, int]]
     ) -> tuple[NDArray[int32], tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-        """Do what `_mixed` does for decodes of `new` tokens each, of which every one is sampled."""
+        """Return what `_mixed` returns, for decodes of `new` tokens each, of which every one is sampled."""
         rows, decodes = self._core.rows, len(batch.lanes)
         lanes = np.concatenate([batch.lanes32, np.array([lane for lane, _ in chunks], np.int32)])
         num_new = np.concatenate([new, np.array([count for _, count in chunks], np.int64)])
@@ -526,8 +508,8 @@ class Scheduler:
         tokens = np.concatenate([rows.known(*piece) for piece in pieces])
         sampled = (begin + num_new == rows.prompt[lanes] + rows.generated[lanes])[decodes:]
         at = np.concatenate([np.arange(ends[decodes - 1]), ends[decodes:][sampled] - 1]).astype(np.int32)
-        arrays = (lanes, rows.handle[lanes], num_new)
-        return tokens, arrays, self._samples(at, lanes[np.searchsorted(ends, at, "right")])
+        handles = np.concatenate([batch.handles, rows.handle[lanes[decodes:]]])
+        return tokens, (lanes, handles, num_new), self._samples(at, lanes[np.searchsorted(ends, at, "right")])
 
     def _samples(self, at: np.ndarray, lane: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return positions, lanes, sample numbers and beam widths of the samples."""
@@ -673,6 +655,13 @@ class Scheduler:
         """
         self._core.pool.check()
         check(self._core, self._out)
+
+
+def _queue(call: str, weights: Mapping[Hashable, float], ageing: int, overtake: int) -> WaitingQueue:
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"[{call}] weights must be a mapping, not {type(weights).__name__}")
+    shares = {name: real(call, f"weights[{name!r}]", weight, 0.001, 1000) for name, weight in weights.items()}
+    return WaitingQueue(shares, integer(call, "ageing", ageing, 1), integer(call, "overtake", overtake, 0))
 
 
 def _check_evictor(call: str, eviction: Any, pool: Pool) -> None:

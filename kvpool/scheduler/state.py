@@ -1,7 +1,7 @@
 """`Core`: the state of a scheduler and the moves between states. It checks no arguments and decides nothing.
 
-`Group` and `Sequence` are a request and its sequences. `LaneRows` has the numbers of running sequences, `DecodeBatch`
-those who decode. A `Step` is what one call of `schedule` decided.
+`LaneRows` has the numbers of running sequences, `DecodeBatch` those who decode. A `Step` is what one call of `schedule`
+decided.
 """
 
 from __future__ import annotations
@@ -18,80 +18,13 @@ from numpy.typing import NDArray
 
 from kvpool._core import Plan, Pool
 from kvpool.scheduler.needs import Needs
-from kvpool.scheduler.queue import Tenant, WaitingQueue
+from kvpool.scheduler.queue import WaitingQueue
 from kvpool.scheduler.request import Output, Request, Times
+from kvpool.scheduler.sequences import DECODING, FINISHED, PREFILLING, SPILLED, WAITING, Group, Sequence
 
 if TYPE_CHECKING:
     from kvpool.eviction import Evictor
 
-WAITING, PREFILLING, DECODING, SPILLED, FINISHED = range(5)
-NO_TOKENS = np.empty(0, np.int32)
-NO_TOKENS.flags.writeable = False
-
-
-class Group:
-    """A request and its sequences.
-
-    Attributes
-    ----------
-    tenant : Tenant
-    rank : (int, int)
-        Its place in the line of its tenant, and the number of its arrival.
-    passed : int
-        Later requests that were admitted before it, because it found no room.
-    """
-
-    __slots__ = (
-        *("request", "id", "sequences", "unfinished", "forked", "beam"),
-        *("num_cached", "arrived", "admitted", "first_token", "tenant", "rank", "passed"),
-    )
-
-    tenant: Tenant
-    rank: tuple[int, int]
-
-    def __init__(self, request: Request, name: Hashable, arrived: float) -> None:
-        self.request = request
-        self.id = name
-        self.sequences = [Sequence(self, 0)]
-        self.unfinished = 1  # sequences
-        self.forked = request.n == 1 or request.beam_width > 0  # or: there are no samples to fork
-        self.beam: Any = None
-        self.num_cached = 0
-        self.arrived = arrived
-        self.admitted: float | None = None
-        self.first_token: float | None = None
-        self.passed = 0
-
-
-class Sequence:
-    """One stream of tokens. While it has a lane, `LaneRows` has its numbers, and `tokens` and `logprobs` are empty.
-
-    Attributes
-    ----------
-    high : int
-        Most tokens ever computed. Computing tokens below it again counts as recomputation.
-    computed : int
-        Tokens whose KV the tier has, while spilled.
-    paid : int
-        Leading tokens that its tenant has been charged for.
-    """
-
-    __slots__ = (
-        *("computed", "group", "high", "index", "kept", "lane", "logprobs", "paid", "preemptions", "state"),
-        "tokens",
-    )
-
-    def __init__(self, group: Group, index: int) -> None:
-        self.group = group
-        self.index = index
-        self.state = WAITING
-        self.lane = -1
-        self.tokens = NO_TOKENS
-        self.logprobs: np.ndarray | None = None
-        self.high = 0
-        self.computed = self.paid = 0
-        self.kept: Any = None
-        self.preemptions = 0
 
 
 class LaneRows:
@@ -279,7 +212,7 @@ class LaneRows:
 
     def requests(self, lanes: NDArray[int32]) -> list[Request]:
         """Return the requests of lanes that are not free."""
-        sequences: list[Any] = self.sequences  # type: ignore[assignment]
+        sequences: list[Any] = self.sequences
         return [sequences[lane].group.request for lane in lanes.tolist()]
 
     def kv_lens(self, lanes: NDArray[np.intp]) -> NDArray[int32]:
@@ -364,6 +297,14 @@ class Step:
         self.num_drafts = 0
         self.taken: NDArray[np.bool_] | None = None
 
+    def count_drafts(self) -> None:
+        """Count the tokens that decodes have beside their first, and let samples of such decodes count them, too."""
+        ends = self.num_new.cumsum()
+        row = np.searchsorted(ends, self.sample_at, "right")
+        place = self.sample_at - (ends - self.num_new)[row]
+        self.sample_position += np.where(row < self.num_decodes, place, 0).astype(np.int32)
+        self.num_drafts = int(self.num_new[: self.num_decodes].sum()) - self.num_decodes
+
     def follow(self, before: Step) -> None:
         """Mark the inputs that a step which is out has still to sample."""
         sample = np.full(self._rows.size, -1, np.int32)
@@ -371,14 +312,6 @@ class Step:
         self.follows = np.full(len(self.tokens), -1, np.int32)
         self.follows[: self.num_decodes] = sample[self.lanes[: self.num_decodes]]
         self.tokens[self.follows >= 0] = -1
-
-    def draft(self) -> None:
-        """Count the drafts among the inputs of decodes, and set the positions of the samples behind them."""
-        ends = self.num_new.cumsum()
-        row = ends.searchsorted(self.sample_at, "right")
-        behind = self.sample_at - (ends - self.num_new)[row]
-        self.sample_position += np.where(row < self.num_decodes, behind, 0).astype(np.int32)
-        self.num_drafts = int(ends[self.num_decodes - 1]) - self.num_decodes
 
     def __repr__(self) -> str:
         return (

@@ -80,11 +80,12 @@ class ChatForm:
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         """Return what a stream begins with."""
+        self._readers[index] = Reader(self._manner)
         return [{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
 
     def delta(self, index: int, text: str, reason: str | None, tokens: Tokens) -> dict[str, Any]:
         """Return a piece of a choice."""
-        reader = self._readers.setdefault(index, Reader(self._manner))
+        reader = self._readers[index]
         said = self._said(reader, text, reason is not None)
         return self._choice(index, "delta", said, reason, tokens, reader)
 

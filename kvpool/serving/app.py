@@ -258,16 +258,16 @@ class Service:
 
     async def _templated(self, request: Request, body: ChatRequest) -> tuple[list[int], Manner]:
         """Return the tokens of a conversation, and how the model will mark what it says."""
-        tokenizer, tools = self._runner.engine.tokenizer, body.template_options.get("tools", [])
+        tokenizer, options = self._runner.engine.tokenizer, body.template_options
+        tools = options.get("tools", [])
         if not tokenizer.has_chat_template:
             raise Refused(400, "messages: this model has no chat template", "messages")
         by_grammar = body.must_call or body.form is not None
         if tools and not by_grammar and not tokenizer.has_tool_calling:
             text = "tools: this model has no form for calls of its own, so tool_choice must be required or name a tool"
             raise Refused(400, text, "tools")
-        plain, options = [message.plain() for message in body.messages], body.template_options
-        template = partial(tokenizer.apply_chat_template, plain, add_generation_prompt=True, **options)
-        prompt = list(await self._aside(request, template))
+        template = partial(tokenizer.apply_chat_template, body.conversation, add_generation_prompt=True)
+        prompt = list(await self._aside(request, partial(template, **options)))
         return prompt, Manner.of(tokenizer, prompt, tools, by_grammar, not body.parallel_tool_calls)
 
     async def _grammar(

@@ -393,6 +393,13 @@ class ChatRequest(Generation):
             raise Refused(400, "tool_choice: there is no such tool in tools", "tool_choice")
 
     @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as chat templates take them. Results of tools have the names that their calls have."""
+        names = {call.id: call.function.name for message in self.messages for call in message.tool_calls}
+        named = [{"name": names[one.tool_call_id]} if one.tool_call_id in names else {} for one in self.messages]
+        return [name | one.plain() for name, one in zip(named, self.messages, strict=True)]
+
+    @property
     def callable_tools(self) -> list[Tool]:
         """The tools that the answer may call."""
         if isinstance(self.tool_choice, Choice):

@@ -196,7 +196,7 @@ class Runner:
 
 def _wrong(completion: Completion) -> EngineFailed | None:
     if completion.error is not None:
-        return EngineFailed(f"the answer has no text: {type(completion.error).__name__}")
+        return EngineFailed(f"the answer cannot be made: {type(completion.error).__name__}")
     if all(sample.finish_reason == "deadline" and not len(sample.tokens) for sample in completion.samples):
         return DeadlinePassed("the deadline passed before the first token")
     return None

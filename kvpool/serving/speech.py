@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvpool.adapters.mlx_lm.chat import TAIL
+from kvpool.adapters.mlx_lm.grammar import SPACES
 
 MOST_CALLS = 16  # of an answer whose calls a grammar forces
 OPENS, NAMED, CLOSES = '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"
@@ -180,7 +181,7 @@ def grammar_of_calls(tools: Mapping[str, Any], most: int, other: Any = None) -> 
     schemas = [{"type": "object"} | (schema or nothing) | compact for schema in tools.values()]
     opens, named, closes = map(json.dumps, (OPENS, NAMED, CLOSES))
     lines = [
-        "start: calls" + ("" if other is None else f" | %json {json.dumps(other)}"),
+        "start: calls" + ("" if other is None else f" | %json {json.dumps(other | {'x-guidance': SPACES})}"),
         "calls: call" + (f' ("\\n" call){{0,{most - 1}}}' if most > 1 else ""),
         "call: " + " | ".join([f'{opens} "{name}" {named} arguments_{i} {closes}' for i, name in enumerate(tools)]),
         *(f"arguments_{i}: %json {json.dumps(schema)}" for i, schema in enumerate(schemas)),

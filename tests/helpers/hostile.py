@@ -175,6 +175,8 @@ def _spoiled(draw, body, path):
     if kind == 3:
         return {name: value for name, value in body.items() if name != needed[-1]}, {400}
     field = draw.choice(sorted(fields))
+    if field == "tool_choice":  # some are wrong only without tools
+        body = {name: value for name, value in body.items() if name != "tools"}
     wrong = [] if field in ("model", "prompt", "messages") else [one for one in WRONG if is_wrong(path, field, one)]
     value = draw.choice([*fields[field][1], *wrong] or [5])
     return body | {field: value}, {400}
@@ -197,12 +199,12 @@ LONG_BODIES = (  # nearly as long as a body may be, and refused after they were 
     ('{"max_tokens":1,"messages":[' + ",".join([PARTS] * (LONG // len(PARTS))) + "]}").encode(),
     ('{"messages":[' + ",".join([json.dumps(ONE)] * 4096) + "]}").encode(),
     b'{"prompt":"a","response_format":{"type":"regex","regex":"' + b"a" * LONG + b'"}}',
-    b'{"prompt":"a","logit_bias":{' + b'"3":1,' * (LONG // 6) + b'"4":1}}',
+    b'{"prompt":"a","logit_bias":{' + b'"3":1,' * (LONG // 6) + b'"-4":1}}',
 )
 HEAD = b"Host: localhost\r\nContent-Type: application/json\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\n" + HEAD
 NO_ANSWER = 0
-#: What a client may send instead of a request, and the statuses of the answer. Where there may be none, it closes its side.
+#: What a client may send instead of a request, and the statuses of the answer. Where there may be none, it hangs up.
 WIRE = (
     (b"GET /health HTTP/1.1\r\n\r\n", {400}),
     (b"GET /health HTTP/1.0\r\n\r\n", {421}),

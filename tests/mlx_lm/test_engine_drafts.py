@@ -172,6 +172,77 @@ def test_draft_model_that_is_the_model_is_nearly_always_right(model):
     assert proposer.engine.kv.pool.stats().used == proposer.engine.num_unfinished == 0
 
 
+def test_draft_model_reads_a_long_text_in_parts(model):
+    """No step of the large model waits for more passes of the small one than it has drafts."""
+    proposer, passes = DraftModel(model, MANY, num_drafts=3, max_step_tokens=16, prefill_chunk=16), [0]
+    forward = proposer.engine._forward
+
+    def counted(*arguments):
+        passes[-1] += 1
+        return forward(*arguments)
+
+    counted.late = forward.late
+    proposer.engine._forward = counted
+    prompts = random_prompts((200, 10))
+    plain = [facts(one) for one in Engine(model, MANY).batch(prompts, max_tokens=40)]
+    engine, done = Engine(model, MANY, speculate=proposer), {}
+    ids = [engine.submit(prompt, max_tokens=40) for prompt in prompts]
+    while engine.num_unfinished:
+        done |= {completion.id: facts(completion) for completion in engine.step()}
+        passes.append(0)
+    assert [done[id] for id in ids] == plain
+    assert max(passes) <= 4 and passes.count(3) > 3  # one pass more has begun ahead
+    assert engine.scheduler.stats().accepted_tokens > 40
+    while proposer.engine.num_unfinished:
+        proposer.engine.step()
+    assert proposer.engine.kv.pool.stats().used == 0
+
+
+def test_draft_model_that_raises_is_empty_again(model):
+    proposer = DraftModel(model, MANY)
+    engine, forward = Engine(model, MANY, speculate=proposer), proposer.engine._forward
+    engine.submit([5, 6, 7], max_tokens=20)
+    engine.step()
+    proposer.engine._forward = lambda *arguments: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    assert proposer.engine.num_unfinished == proposer.engine.kv.pool.stats().used == 0
+    proposer.engine._forward = forward
+    (done,) = [completion for _ in range(20) for completion in engine.step()]
+    assert facts(done) == facts(Engine(model, MANY).generate([5, 6, 7], max_tokens=20))
+    assert engine.scheduler.stats().accepted_tokens > 5
+
+
+def test_draft_model_with_states_and_other_tokens_gives_the_tokens_of_none(model):
+    """Its prefix cache has no checkpoint where a draft was wrong; it has no token above 256."""
+    prompts = [[*range(250, 270)], [5] * 30]
+    plain = [facts(one) for one in Engine(model, MANY).batch(prompts, max_tokens=60)]
+    proposer = DraftModel(tiny.make("qwen3_5")[0], MANY)
+    engine = Engine(model, MANY, speculate=proposer)
+    assert [facts(one) for one in engine.batch(prompts, max_tokens=60)] == plain
+    proposer.engine.close()
+    assert proposer.engine.kv.pool.stats().used == 0
+
+
+def test_answer_in_the_form_of_a_grammar_has_no_drafts():
+    pytest.importorskip("llguidance")
+    model, tokenizer = tiny.make()
+    asked = []
+
+    def propose(rows):
+        asked.extend(row.request.id for row in rows)
+        return [[65, 66, 67]] * len(rows)
+
+    found = []
+    for speculate in (None, propose):
+        engine = Engine(model, MANY, tokenizer=tokenizer, speculate=speculate)
+        engine.submit("number", id="form", grammar=engine.grammars.regex("[0-9]{1,9}"), temperature=1.0, seed=3)
+        engine.submit("free", id="free", max_tokens=20)
+        found.append({name: facts(one) for name, one in run(engine, [], {})[0].items()})
+    assert found[0] == found[1] and set(asked) == {"free"}
+    assert found[1]["form"][0][2].isdecimal()
+
+
 def test_windows_are_drafted_within_their_lookahead():
     model = tiny_gemma3()
     prompts = random_prompts((40, 3, 17))
@@ -325,9 +396,9 @@ def test_planted_fault_changes_tokens(model, monkeypatch, fault):
     if fault == "positions stand still":
         run_model = engine._run
 
-        def shifted(step, requests):
+        def shifted(step, before):
             step.sample_position[:] = step.sample_position[:1]
-            return run_model(step, requests)
+            return run_model(step, before)
 
         monkeypatch.setattr(engine, "_run", shifted)
     elif fault == "drafts are not known":

@@ -138,7 +138,7 @@ def made_with(**other):
     [
         lambda: made_with(weights={}),
         lambda: mock.patch.object(WaitingQueue, "_least", lambda self: 0.0),
-        lambda: mock.patch("kvpool.scheduler.queue.Tenant.used", property(lambda self: self.number)),
+        lambda: mock.patch("kvpool.scheduler.queue.Tenant.used", property(lambda self: len(self.name))),
     ],
     ids=["weight is ignored", "no lift", "no counter"],
 )

@@ -106,7 +106,7 @@ def test_answer_is_cut_by_its_timeout(server):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"timeout": 0}, {"timeout": -1}, {"timeout": "1"}, {"timeout": 1e9}, {"priority": 1.5}, {"priority": True}]
+    "wrong", [{"timeout": 0}, {"timeout": -1}, {"timeout": "1"}, {"timeout": 1e9}, {"priority": 1.5}, {"priority": "1"}]
 )
 def test_wrong_priorities_and_timeouts_are_named(server, wrong):
     status, answer = server.post("/v1/completions", TEXT | wrong, **KEY)

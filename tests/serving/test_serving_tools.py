@@ -234,6 +234,17 @@ def test_beams_differ_and_one_of_width_one_is_greedy(client):
     assert client.completions.create(**body, extra_body={"use_beam_search": True}).choices[0].text == greedy
 
 
+def test_form_that_becomes_too_complex_ends_its_request_alone(server, client):
+    form = {"type": "grammar", "grammar": 'start: a{1,100000}\na: b{1,100000}\nb: "x" | "y" | ""'}
+    body = {"messages": ASKED, "max_tokens": 50, "n": 4, "response_format": form, "logit_bias": {"256": -100}}
+    with client.chat.completions.create(model="tiny", messages=ASKED, max_tokens=300, stream=True) as other:
+        status, answer = server.post("/v1/chat/completions", body)
+        assert status == 500 and "GrammarFailed" in answer["error"]["message"]
+        status, text = server.raw("/v1/chat/completions", body | {"stream": True})
+        assert "GrammarFailed" in text and "[DONE]" not in text
+        assert [chunk.choices[0].finish_reason for chunk in other][-1] in ("stop", "length")
+
+
 def schema_form(schema):
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
 

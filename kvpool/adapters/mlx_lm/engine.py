@@ -216,6 +216,7 @@ class Engine:
         sizes = {"max_running": max_running, "max_step_tokens": max_step_tokens, "prefill_chunk": prefill_chunk}
         drafts = None if speculate is None else partial(self._drafts, speculate)
         self._scheduling = sizes | {"speculate": drafts, "plans": 2} | scheduling
+        self._runs_ahead = self.kv.passes.is_lazy and speculate is None and scheduling.get("plans", 2) > 1
         self._numbers = itertools.count()
         self._seeds = np.random.default_rng(seed)
         self._start()
@@ -231,8 +232,6 @@ class Engine:
             eviction=self._eviction,
             **self._scheduling,
         )
-        how = self._scheduling
-        self._runs_ahead = self.kv.passes.is_lazy and how["speculate"] is None and how["plans"] > 1
         self._flight: _Flight | None = None  # a step that was begun, and of which nothing is known yet
         self._jobs: dict[Hashable, _Job] = {}
         self._is_delivering = False
@@ -458,7 +457,8 @@ class Engine:
         """Return the drafts of a proposer, up to the first token that the model does not have. A grammar has none."""
         free = [at for at, row in enumerate(rows) if row.request.user.grammar is None]
         found = [row.generated[:0] for row in rows]
-        for at, drafts in zip(free, propose([rows[at] for at in free]), strict=True):
+        given = propose([rows[at] for at in free]) if free else ()
+        for at, drafts in zip(free, given, strict=True):
             tokens = token_array("speculate", "drafts", drafts)
             found[at] = tokens[: np.append(tokens >= self.vocab_size, True).argmax()]
         return found
@@ -480,7 +480,7 @@ class Engine:
             if self._runs_ahead and not any(map(_looks_back, step.requests)):
                 self._flight = self._begun(self.scheduler.schedule(), flight)
             tokens, logprobs = np.array(flight.tokens), np.array(flight.logprobs)
-            beams = None if flight.beams is None else tuple(map(np.array, flight.beams))
+            beams = None if flight.beams is None else (np.array(flight.beams[0]), np.array(flight.beams[1]))
             tops = flight.likeliest()
         except BaseException:
             self._fail(step)
@@ -507,14 +507,9 @@ class Engine:
 
     def _run(self, step: Step, before: _Flight | None) -> _Flight:
         """Put a step into MLX's graph, which evaluates it."""
-        requests, tokens = step.requests, mx.array(step.tokens)
+        requests, tokens = step.requests, _inputs(step, before)
         if not len(step.tokens):
             return _Flight(step, tokens, tokens.astype(mx.float32))
-        if before is not None and np.array_equal(step.follows, np.arange(before.tokens.size)):
-            tokens = before.tokens
-        elif before is not None and before.tokens.size:
-            follows = mx.array(step.follows)
-            tokens = mx.where(follows < 0, tokens, before.tokens[follows])
         lens = np.array(step.plan.seq_lens[: len(step.handles)], np.int64)
         if self._eviction is not None:
             self._eviction.begin_pass(step.plan, step.lanes, lens, step.num_new)
@@ -704,6 +699,17 @@ class _Job:
 
     def _transcript(self) -> Transcript:
         return Transcript(None if self._tokenizer is None else self._tokenizer.detokenizer, self._stops)
+
+
+def _inputs(step: Step, before: _Flight | None) -> mx.array:
+    """Return the inputs of a step. MLX has still to compute those that `before` samples."""
+    follows = step.follows
+    if before is None or follows is None or not before.tokens.size:
+        return mx.array(step.tokens)
+    if np.array_equal(follows, np.arange(before.tokens.size)):
+        return before.tokens
+    at = mx.array(follows)
+    return mx.where(at < 0, mx.array(step.tokens), before.tokens[at])
 
 
 def _with_detokenizer(tokenizer: Any) -> Any:

@@ -78,7 +78,7 @@ class Follower:
 
 
 class Grammars:
-    """Compiles grammars for one model. Use it in one thread at a time.
+    """Compiles grammars for one model. Any thread may call it.
 
     Parameters
     ----------
