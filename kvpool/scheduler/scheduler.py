@@ -169,8 +169,7 @@ class Scheduler:
         if self._max_model_len is not None:
             width = min(width, -(-self._max_model_len // pool.block_size))
         self._plans = [Plan(pool, rows, tokens, formats=formats, table_width=width) for _ in range(plans)]
-        self._out: list[Step] = []  # oldest first
-        self._turn = 0
+        self._out, self._turn = list[Step](), 0  # oldest first
 
     def __repr__(self) -> str:
         count = self._core.count

@@ -212,7 +212,7 @@ class LaneRows:
 
     def requests(self, lanes: NDArray[int32]) -> list[Request]:
         """Return the requests of lanes that are not free."""
-        sequences: list[Any] = self.sequences  # type: ignore[assignment]
+        sequences: list[Any] = self.sequences
         return [sequences[lane].group.request for lane in lanes.tolist()]
 
     def kv_lens(self, lanes: NDArray[np.intp]) -> NDArray[int32]:
