@@ -26,9 +26,9 @@ def figure(runs: Sequence[Result], name: str) -> float | None:
 
 
 def same_texts(runs: Runs) -> float:
-    """Return the share of chats that all servers answer with the same text in all runs."""
-    texts = zip(*([answer.text for answer in run.answers] for found in runs.values() for run in found), strict=True)
-    same = [len(set(one)) == 1 for one in texts]
+    """Return the share of chats whose right answers have the same text, in all runs of all servers."""
+    chats = zip(*(run.answers for found in runs.values() for run in found), strict=True)
+    same = [len({answer.text for answer in one if answer.failure is None}) <= 1 for one in chats]
     return sum(same) / len(same)
 
 

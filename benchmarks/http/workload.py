@@ -45,7 +45,7 @@ class Shape:
         Lengths in tokens, see `Lengths`.
     """
 
-    requests: int = 128
+    requests: int = 64
     rate: float = 16.0
     systems: int = 8
     system_tokens: int = 1024

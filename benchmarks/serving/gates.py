@@ -37,7 +37,9 @@ ROWS: dict[str, dict[str, Any]] = {
     },
 }
 """Both have the same budgets: 16 sequences at a time, 256 tokens of prompts in a step, room for all sequences."""
-SLOW = 8  # a model that is not tiny serves so many times fewer requests
+SLOW = {"tiny": 1, "medium": 8}
+"""How many times fewer requests a model serves, others `SLOWEST` times."""
+SLOWEST = 48
 
 
 def measure(settings: Settings, say: Callable[[str], None]) -> list[Gate]:
@@ -50,7 +52,7 @@ def measure(settings: Settings, say: Callable[[str], None]) -> list[Gate]:
     bench = replace(make_bench(replace(base, requests=1)), say=say)
     warm_up(bench, ("kvpool", "stock"))
     for name, row in ROWS.items():
-        requests = row["requests"] if settings.model == "tiny" else -(-row["requests"] // SLOW)
+        requests = -(-row["requests"] // SLOW.get(settings.model, SLOWEST))
         own = replace(base, **row | {"requests": requests})
         gates += compared(name, replace(bench, settings=own, workload=workload_of(own, bench.vocab_size)))
     return gates

@@ -188,6 +188,7 @@ GOOD = {"kvpool": [made()], "stock": [made(ttft=9.0, cpu=9.0)], "stock, tuned": 
         ({}, []),
         ({"kvpool": [made(failure="3 tokens of 4")]}, ["failures"]),
         ({"stock": [made(ttft=9.0, cpu=9.0, text="abcx")]}, ["the same text"]),
+        ({"stock": [made(ttft=9.0, cpu=9.0, text="ab", failure="the stream has no end")]}, []),
         ({"kvpool": [made(cpu=3.5)]}, ["tokens/s over", "tokens/s of CPU"]),
         ({"stock, tuned": [made(ttft=4.0, cpu=1.1)]}, ["tokens/s over", "tokens/s of CPU"]),
         ({"kvpool": [made(ttft=2.1)]}, ["p99 to first token over stock's", "p99 to first token over stock's, CPU"]),
@@ -215,7 +216,7 @@ def test_a_request_that_holds_others_up_misses_its_gate(monkeypatch):
         yield from honest(asked)
 
     monkeypatch.setattr(harm, "OTHERS", SMALL)
-    monkeypatch.setattr(harm, "HARM", {"a long answer": Chat(0.0, "", "a", 2000)})
+    monkeypatch.setattr(harm, "HARM", {"a long answer": Chat(0.0, "", "a", 400)})
     with serving(in_turn) as server:
         monkeypatch.setattr(harm, "started", lambda *_: nullcontext(server))
         (gate,) = harm.gates("it", (), "", 1)
