@@ -54,6 +54,8 @@ class Watch:
         chunks = num_new[decodes:]
         assert total <= max(options["max_step_tokens"], decodes), f"{total} tokens, budget {options['max_step_tokens']}"
         assert (chunks <= options["prefill_chunk"]).all(), f"a chunk of {chunks.max()} tokens"
+        limits = [request.max_tokens for request in step.requests]
+        assert (step.sample_position < limits).all(), "a sample of a sequence that has all its tokens"
         ends = np.cumsum(num_new) - 1
         inside = step.sample_at < num_new[:decodes].sum()
         assert np.isin(step.sample_at[~inside], ends).all(), "a sample that is no last token of a chunk"

@@ -473,6 +473,9 @@ class Runner:
         results = self.sample(step, flight.run(self.memory)[step.sample_at])
         if self.ahead:
             self._plan_ahead(results[0])
+            if self.following is not None and self.rng.random() < self.workload.fail_rate:
+                self._fail(step)
+                return
         if step.follows is not None:
             self.watch.dropped += not all(map(self.pool.is_open, step.handles.tolist()))
         before = self.now
@@ -484,7 +487,7 @@ class Runner:
             self._poison()
 
     def _plan_ahead(self, sampled: np.ndarray) -> None:
-        """Plan the step after one that is out. Then it may run, fail, or fail the one before it, too."""
+        """Plan the step after one that is out. Then it may run at once, or fail."""
         step = self.scheduler.schedule()
         if step is None:
             return

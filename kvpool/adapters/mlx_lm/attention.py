@@ -95,7 +95,10 @@ class Forward:
         """Store a layer's new keys ``[B, Hk, N, D]`` and values, now or with its queries (`defers`)."""
         if not self.stores:
             return
-        k, v = _by_token(keys), _by_token(values)
+        if self.shape[1] == 1:
+            k, v = keys.squeeze(2), values.squeeze(2)
+        else:
+            k, v = keys.swapaxes(1, 2).flatten(0, 1), values.swapaxes(1, 2).flatten(0, 1)
         if self.columns is not None:
             k, v = k[self.columns], v[self.columns]
         if self.defers and self.attends:
@@ -244,7 +247,7 @@ class PagedContext(_Placeholder):
             heads = None if sinks is None else np.array(sinks.astype(mx.float32))
             options = AttentionOptions(window=window, soft_cap=soft_cap, sinks=heads)
         columns = forward.columns
-        q = _by_token(queries)
+        q = queries.squeeze(2) if num_columns == 1 else queries.swapaxes(1, 2).flatten(0, 1)
         if columns is not None:
             q = q[columns]
         if forward.defers:
@@ -271,11 +274,6 @@ class PagedContext(_Placeholder):
         step = forward.observed_step()
         _, scores = forward.backend.attend(step, self.layer, chosen, scale, options=options, scores=kind)
         return scores
-
-
-def _by_token(x: mx.array) -> mx.array:
-    """Return an array ``[B, H, N, D]`` of a model as ``[B * N, H, D]``."""
-    return x.squeeze(2) if x.shape[2] == 1 else x.swapaxes(1, 2).flatten(0, 1)
 
 
 def _require_short(mask: Any, num_columns: int) -> None:

@@ -470,7 +470,7 @@ class Engine:
             if self._runs_ahead and not any(map(_looks_back, step.requests)):
                 self._flight = self._begun(self.scheduler.schedule(), flight)
             tokens, logprobs = np.array(flight.tokens), np.array(flight.logprobs)
-            beams = None if flight.beams is None else tuple(map(np.array, flight.beams))
+            beams = None if flight.beams is None else (np.array(flight.beams[0]), np.array(flight.beams[1]))
             tops = flight.likeliest()
         except BaseException:
             self._fail(step)
@@ -497,14 +497,9 @@ class Engine:
 
     def _run(self, step: Step, before: _Flight | None) -> _Flight:
         """Put a step into MLX's graph, which evaluates it."""
-        requests, tokens = step.requests, mx.array(step.tokens)
+        requests, tokens = step.requests, _inputs(step, before)
         if not len(step.tokens):
             return _Flight(step, tokens, tokens.astype(mx.float32))
-        if before is not None and np.array_equal(step.follows, np.arange(before.tokens.size)):
-            tokens = before.tokens
-        elif before is not None and before.tokens.size:
-            follows = mx.array(step.follows)
-            tokens = mx.where(follows < 0, tokens, before.tokens[follows])
         lens = np.array(step.plan.seq_lens[: len(step.handles)], np.int64)
         if self._eviction is not None:
             self._eviction.begin_pass(step.plan, step.lanes, lens, step.num_new)
@@ -694,6 +689,17 @@ class _Job:
 
     def _transcript(self) -> Transcript:
         return Transcript(None if self._tokenizer is None else self._tokenizer.detokenizer, self._stops)
+
+
+def _inputs(step: Step, before: _Flight | None) -> mx.array:
+    """Return the inputs of a step. MLX has still to compute those that `before` samples."""
+    follows = step.follows
+    if before is None or follows is None or not before.tokens.size:
+        return mx.array(step.tokens)
+    if np.array_equal(follows, np.arange(before.tokens.size)):
+        return before.tokens
+    at = mx.array(follows)
+    return mx.where(at < 0, mx.array(step.tokens), before.tokens[at])
 
 
 def _with_detokenizer(tokenizer: Any) -> Any:

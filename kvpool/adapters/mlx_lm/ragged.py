@@ -61,7 +61,12 @@ class RaggedForward:
         self.late: list[mx.array] = []
 
     def __call__(
-        self, tokens: mx.array | np.ndarray, plan: Any, lens: np.ndarray, rows: np.ndarray, evicted: np.ndarray | None = None
+        self,
+        tokens: mx.array | np.ndarray,
+        plan: Any,
+        lens: np.ndarray,
+        rows: np.ndarray,
+        evicted: np.ndarray | None = None,
     ) -> mx.array:
         """Return the logits of some tokens of a plan that was stepped, float32 ``[M, V]``.
 

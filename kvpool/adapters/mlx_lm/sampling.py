@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -198,9 +199,11 @@ def sample(
     chosen_from = masked(chosen_from, allowed) if allowed else chosen_from
     tokens = mx.argmax(chosen_from, axis=-1).astype(mx.int32)
     total = mx.logsumexp(logits, axis=-1, keepdims=True)
-    warm = [i for i, one in enumerate(samplings) if one.temperature]
-    for is_filtered in (False, True) if warm else ():  # a row's arithmetic must not depend on the rows beside it
-        rows = np.array([i for i in warm if samplings[i].is_filtered == is_filtered], np.int64)
+    is_warm = any(map(attrgetter("temperature"), samplings))
+    for is_filtered in (False, True) if is_warm else ():  # a row's arithmetic must not depend on the rows beside it
+        rows = np.array(
+            [i for i, one in enumerate(samplings) if not one.is_greedy and one.is_filtered == is_filtered], np.int64
+        )
         if len(rows):
             picks = mx.array(rows.astype(np.int32))
             heard = chosen_from[picks]
@@ -221,7 +224,7 @@ def best(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     order = mx.argsort(-logprobs, axis=-1)[:, :k]
     values = mx.take_along_axis(logprobs, order, axis=-1)
-    lacking = ((0, 0), (0, max(0, k - logits.shape[-1])))
+    lacking = [(0, 0), (0, max(0, k - logits.shape[-1]))]
     return mx.pad(order.astype(mx.int32), lacking), mx.pad(values, lacking, constant_values=mx.array(-mx.inf))
 
 
