@@ -20,7 +20,7 @@ static void chunk_load_mask(const chunk_item *item, const chunk_panel *panel, in
 
 /* Soft cap, ALiBi and mask on the scores of keys [begin, end) of a tile, and -inf on what a row does not see, whatever
  * was there: a key that is hidden may be NaN. `tops` becomes the maximum of what is left. */
-static CHUNK_APART void chunk_adjust(const chunk_item *item, const chunk_panel *panel, int64_t tile, int64_t begin,
+static KV_APART void chunk_adjust(const chunk_item *item, const chunk_panel *panel, int64_t tile, int64_t begin,
                                      int64_t end, int64_t window, float *tops) {
     const kv_attention *call = item->call;
     const int nv = panel->nv;
@@ -76,7 +76,7 @@ KV_INLINE vf chunk_offset(vf top) { return v_select(top == -INFINITY, v_set(0), 
 /* scores -> exp(score - maximum), in place, where the maximum is that of all keys so far; `decay` is what becomes of
  * everything before. The maximum is kept times log2(e), rounded: any common offset will do, and this one makes the
  * exponent of every weight a single FMA. */
-static CHUNK_APART void chunk_weights(const chunk_item *item, const chunk_panel *panel, int64_t n, const float *tops,
+static KV_APART void chunk_weights(const chunk_item *item, const chunk_panel *panel, int64_t n, const float *tops,
                                       float *decay) {
     const int nv = panel->nv;
     const vf log2e = v_set(CHUNK_LOG2E);
@@ -102,7 +102,7 @@ static CHUNK_APART void chunk_weights(const chunk_item *item, const chunk_panel 
 }
 
 /* The product of a tile whose values are not all finite: a weight of 0 takes nothing. */
-static CHUNK_APART void chunk_values_carefully(const chunk_item *item, int64_t begin, int64_t end, const float *decay,
+static KV_APART void chunk_values_carefully(const chunk_item *item, int64_t begin, int64_t end, const float *decay,
                                                float *out, int nv) {
     for (int64_t d = 0; d < item->v_rows; d++) {
         const float *values = item->values + d / CHUNK_MR * CHUNK_MR * CHUNK_KEYS + d % CHUNK_MR;

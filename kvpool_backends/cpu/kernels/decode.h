@@ -24,11 +24,11 @@ typedef struct {
     int64_t k_padded, v_padded;
     float *largest, *sum, *acc;      /* the state: [num_lanes], [num_lanes], [num_lanes, v_padded] */
     float *q;                        /* [num_lanes, k_padded] scaled */
-    float *scores, *decay;           /* of one KV head: [lanes, TILE], [lanes] */
+    float *scores, *decay;           /* of one KV head: [lanes, ROOM], [lanes] */
     char *zeros;                     /* a value vector */
     factors k, v;                    /* of the tile, where quantized, and the next two */
     float *q_sums;                   /* [num_lanes, groups] */
-    float *scaled, *shifts;          /* of one KV head: [groups, lanes, TILE], [lanes, groups] */
+    float *scaled, *shifts;          /* of one KV head: [groups, lanes, ROOM], [lanes, groups] */
 } decoding;
 
 /* Floats that fill cache lines. */
@@ -46,9 +46,9 @@ static int64_t quantized_floats(const kv_layer *layer, int64_t num_lanes, int64_
     decoding unused;
     if (run == NULL) run = &unused;
     struct { float **part; int64_t floats; } parts[] = {
-        {&run->k.scales, heads * k_groups * TILE}, {&run->k.biases, heads * k_groups * TILE},
+        {&run->k.scales, heads * k_groups * TILE + 4}, {&run->k.biases, heads * k_groups * TILE + 4},
         {&run->v.scales, heads * v_groups * TILE}, {&run->v.biases, heads * v_groups * TILE},
-        {&run->q_sums, num_lanes * k_groups}, {&run->scaled, v_groups * lanes * TILE},
+        {&run->q_sums, num_lanes * k_groups}, {&run->scaled, v_groups * lanes * ROOM},
         {&run->shifts, v_groups * lanes},
     };
     int64_t used = 0;
@@ -62,7 +62,7 @@ static int64_t quantized_floats(const kv_layer *layer, int64_t num_lanes, int64_
 static int64_t decode_scratch_floats(const kv_attention *call, int64_t num_queries) {
     const int64_t num_lanes = num_queries * call->num_q_heads, lanes = num_lanes / call->layer->num_kv_heads;
     const int64_t v_padded = padded(call->layer->v.dim);
-    return partial_floats(call, num_queries) + num_lanes * padded(call->layer->k.dim) + lanes * TILE
+    return partial_floats(call, num_queries) + num_lanes * padded(call->layer->k.dim) + lanes * ROOM
         + whole_lines(lanes) + v_padded + quantized_floats(call->layer, num_lanes, lanes, NULL, NULL);
 }
 
@@ -83,7 +83,7 @@ static decoding decoding_of(const kv_attention *call, int64_t row, int64_t num_q
     run.v_padded = padded(call->layer->v.dim);
     run.q = scratch;
     run.scores = run.q + run.num_lanes * run.k_padded;
-    run.decay = run.scores + run.lanes * TILE;
+    run.decay = run.scores + run.lanes * ROOM;
     run.zeros = (char *)(run.decay + whole_lines(run.lanes));
     float *rest = run.decay + whole_lines(run.lanes) + run.v_padded;
     rest += quantized_floats(call->layer, run.num_lanes, run.lanes, &run, rest);
@@ -105,16 +105,18 @@ static void decoding_load_queries(decoding *run) {
     const kv_dtype stored = kv_stored(call->layer, &call->layer->k);
     const int64_t dim = call->layer->k.dim, size = kv_itemsize(q->dtype);
     const int64_t groups = kv_groups(&call->layer->k), group_size = call->layer->k.group_size;
-    memset(run->q, 0, (size_t)(run->num_lanes * run->k_padded) * sizeof(float));
     for (int64_t lane = 0; lane < run->num_lanes; lane++) {
         const char *from = q->base
             + (lane_token(run, lane) * q->token_stride + lane_head(run, lane) * q->head_stride) * size;
         float *to = run->q + lane * run->k_padded;
-        for (int64_t d = 0; d < dim; d += VL) {
-            const int64_t n = dim - d < VL ? dim - d : VL;
-            float some[VL];
-            v_store(some, v_load_strided_as(q->dtype, from + d * q->dim_stride * size, q->dim_stride, n) * call->scale);
-            for (int64_t i = 0; i < n; i++) to[pair_place(stored, d + i)] = some[i];
+        for (int64_t d = 0; d < dim; d += PAIR) {
+            float some[PAIR] = {0};
+            for (int64_t i = d; i < dim && i < d + PAIR; i += VL) {
+                const int64_t n = dim - i < VL ? dim - i : VL;
+                const char *at = from + i * q->dim_stride * size;
+                v_store(some + i - d, v_load_strided_as(q->dtype, at, q->dim_stride, n) * call->scale);
+            }
+            pair_shuffle(stored, some, to + d, 0);
         }
         for (int64_t g = 0; g < groups; g++) {
             vf sum = v_set(0);
@@ -126,49 +128,64 @@ static void decoding_load_queries(decoding *run) {
 
 /* -------- scores -------- */
 
-/* `rows` lanes of a head from the i-th on against 4 tokens from t on. */
+/* Bytes of a vector of `fetched` to ask for with each pair of elements of `plane`. */
+static int64_t fetch_step(const kv_layer *layer, const kv_plane *fetched, const kv_plane *plane) {
+    const int64_t nbytes = fetched->dim * kv_bits(kv_stored(layer, fetched)) / 8, pairs = padded(plane->dim) / PAIR;
+    return (nbytes + pairs - 1) / pairs;
+}
+
+/* `rows` lanes of a head from the i-th on against TOKENS tokens from t on; `step` of fetch_step. */
 KV_COPIES void some_scores(kv_dtype dtype, const int rows, const decoding *run, const kv_tile *tile, int64_t t,
-                           int64_t head, int64_t i, const char *const *ahead, int64_t ahead_bits) {
+                           int64_t head, int64_t i, int64_t step) {
     const kv_layer *layer = run->call->layer;
     const kv_plane *k = &layer->k, *v = &layer->v;
     const int64_t lane = head * run->lanes + i, groups = kv_groups(k);
     const int64_t offset = head * k->head_stride * kv_itemsize(dtype);
     const int64_t ahead_offset = head * v->head_stride * kv_itemsize(kv_stored(layer, v));
     const float *q = run->q + lane * run->k_padded;
-    float *scores = run->scores + i * TILE + t;
+    float *scores = run->scores + i * ROOM + t;
     if (dtype == KV_U8 || dtype == KV_U4)
-        numbers_of_4(dtype, rows, tile->k + t, offset, k, q, run->q_sums + lane * groups,
-                     run->k.scales + head * groups * TILE + t, run->k.biases + head * groups * TILE + t, scores, ahead,
-                     ahead_offset, ahead_bits);
+        numbers_of_some(dtype, rows, tile->k + t, offset, k, q, run->q_sums + lane * groups,
+                        run->k.scales + head * groups * TILE + t, run->k.biases + head * groups * TILE + t, scores,
+                        tile->v + t, ahead_offset, step * (run->k_padded / PAIR));
     else
-        scores_of_4(dtype, rows, tile->k + t, offset, k->dim, q, scores, ahead, ahead_offset, ahead_bits);
+        scores_of_some(dtype, rows, tile->k + t, offset, k->dim, q, scores, tile->v + t, ahead_offset, step);
 }
 
-/* All of a head's lanes against the tile; meanwhile the same head's values at `values` are fetched, unless that is
- * NULL. */
-KV_COPIES void head_scores_as(kv_dtype dtype, int64_t ahead_bits, decoding *run, const kv_tile *tile, int64_t head,
-                              const char *const *values) {
-    for (int64_t t = 0; t < tile->count; t += 4) {
-        const char *const *ahead = values == NULL ? NULL : values + t;
-        int64_t i = 0;
-        for (; i + LANES <= run->lanes; i += LANES, ahead = NULL)
-            some_scores(dtype, LANES, run, tile, t, head, i, ahead, ahead_bits);
-        if (run->lanes - i == 3) some_scores(dtype, 3, run, tile, t, head, i, ahead, ahead_bits);
-        if (run->lanes - i == 2) some_scores(dtype, 2, run, tile, t, head, i, ahead, ahead_bits);
-        if (run->lanes - i == 1) some_scores(dtype, 1, run, tile, t, head, i, ahead, ahead_bits);
+/* All of a head's lanes against the tile; meanwhile the same head's values are fetched, if `fetches`. */
+KV_COPIES void head_scores_as(kv_dtype dtype, const decoding *run, const kv_tile *tile, int64_t head, int fetches) {
+    const kv_layer *layer = run->call->layer;
+    const int64_t values = fetches ? fetch_step(layer, &layer->v, &layer->k) : 0;
+    for (int64_t t = 0; t < tile->count; t += TOKENS) {
+        int64_t i = 0, step = values;
+        for (; i + LANES <= run->lanes; i += LANES, step = 0)
+            some_scores(dtype, LANES, run, tile, t, head, i, step);
+        if (run->lanes - i == 3) some_scores(dtype, 3, run, tile, t, head, i, step);
+        if (run->lanes - i == 2) some_scores(dtype, 2, run, tile, t, head, i, step);
+        if (run->lanes - i == 1) some_scores(dtype, 1, run, tile, t, head, i, step);
     }
 }
 
-static void head_scores(decoding *run, const kv_tile *tile, int64_t head, const char *const *values) {
-    const kv_layer *layer = run->call->layer;
-    const int64_t ahead_bits = kv_bits(kv_stored(layer, &layer->v));
-    switch (kv_stored(layer, &layer->k)) {
-    case KV_F32: head_scores_as(KV_F32, ahead_bits, run, tile, head, values); break;
-    case KV_F16: head_scores_as(KV_F16, ahead_bits, run, tile, head, values); break;
-    case KV_F8: head_scores_as(KV_F8, ahead_bits, run, tile, head, values); break;
-    case KV_BF16: head_scores_as(KV_BF16, ahead_bits, run, tile, head, values); break;
-    case KV_U8: head_scores_as(KV_U8, ahead_bits, run, tile, head, values); break;
-    case KV_U4: head_scores_as(KV_U4, ahead_bits, run, tile, head, values); break;
+/* A function of its own for each type: in one of all types the compiler finds no registers for any. */
+#define HEAD_SCORES(TYPE) \
+    static KV_APART void head_scores_##TYPE(const decoding *run, const kv_tile *tile, int64_t head, int fetches) { \
+        head_scores_as(KV_##TYPE, run, tile, head, fetches); \
+    }
+HEAD_SCORES(F32)
+HEAD_SCORES(F16)
+HEAD_SCORES(F8)
+HEAD_SCORES(BF16)
+HEAD_SCORES(U8)
+HEAD_SCORES(U4)
+
+static void head_scores(const decoding *run, const kv_tile *tile, int64_t head, int fetches) {
+    switch (kv_stored(run->call->layer, &run->call->layer->k)) {
+    case KV_F32: head_scores_F32(run, tile, head, fetches); break;
+    case KV_F16: head_scores_F16(run, tile, head, fetches); break;
+    case KV_F8: head_scores_F8(run, tile, head, fetches); break;
+    case KV_BF16: head_scores_BF16(run, tile, head, fetches); break;
+    case KV_U8: head_scores_U8(run, tile, head, fetches); break;
+    case KV_U4: head_scores_U4(run, tile, head, fetches); break;
     }
 }
 
@@ -227,7 +244,7 @@ static void head_lay_aside(const decoding *run, const kv_tile *tile, int64_t hea
     const int64_t stride = kv_score_stride(run->call->seq_lens[run->row]);
     float *lanes = to->lanes + to->first_lane[run->row] + head * run->group * stride + tile->first;
     for (int64_t i = 0; i < run->group; i++)
-        memcpy(lanes + i * stride, scores + i * TILE, (size_t)tile->count * sizeof(float));
+        memcpy(lanes + i * stride, scores + i * ROOM, (size_t)tile->count * sizeof(float));
 }
 
 /* The mean over the group of what goes into exp for the newest query, to its place; what is hidden (-inf) counts as 0.
@@ -241,7 +258,7 @@ KV_INLINE void head_export(const decoding *run, const kv_tile *tile, int64_t hea
     for (int64_t i = 0; i < run->group; i++)
         KV_UNROLL
         for (int t = 0; t < TILE / VL; t++) {
-            const vf s = v_load(scores + i * TILE + t * VL);
+            const vf s = v_load(scores + i * ROOM + t * VL);
             sum[t] += all_seen ? s : v_select(s == -INFINITY, (vf){0}, s);
         }
     KV_UNROLL
@@ -259,15 +276,15 @@ static void head_weights(decoding *run, const kv_tile *tile, int64_t head) {
     const int plain = all_seen && call->soft_cap == 0 && call->slopes == NULL && call->mask == NULL;
     if (!plain)
         for (int64_t i = 0; i < run->lanes; i++)
-            lane_features(run, tile, head * run->lanes + i, run->scores + i * TILE);
+            lane_features(run, tile, head * run->lanes + i, run->scores + i * ROOM);
     if (call->scores.kind != KV_NO_SCORES) {
-        const float *newest = run->scores + (run->lanes - run->group) * TILE;
+        const float *newest = run->scores + (run->lanes - run->group) * ROOM;
         if (call->scores.kind == KV_MASS) head_lay_aside(run, tile, head, newest);
         else if (plain) head_export(run, tile, head, newest, 1);
         else head_export(run, tile, head, newest, 0);
     }
     for (int64_t i = 0; i < run->lanes; i++)
-        lane_softmax(run, head * run->lanes + i, run->scores + i * TILE, run->decay + i);
+        lane_softmax(run, head * run->lanes + i, run->scores + i * ROOM, run->decay + i);
 }
 
 /* -------- values -------- */
@@ -277,47 +294,46 @@ static void head_weights(decoding *run, const kv_tile *tile, int64_t head) {
 static void used_values(const decoding *run, const kv_tile *tile, int64_t offset, const char **values) {
     for (int64_t t = 0; t < tile->count; t++) {
         int is_used = 0;
-        for (int64_t i = 0; i < run->lanes; i++) is_used |= run->scores[i * TILE + t] != 0;
+        for (int64_t i = 0; i < run->lanes; i++) is_used |= run->scores[i * ROOM + t] != 0;
         values[t] = is_used ? tile->v[t] + offset : run->zeros;
     }
 }
 
-/* `rows` lanes of a head from the i-th on. */
-KV_COPIES void lanes_values(kv_dtype dtype, const int rows, decoding *run, const char *const *tokens, int64_t count,
-                            int64_t offset, int64_t head, int64_t i, const char *const *ahead, int64_t ahead_offset,
-                            int64_t ahead_bits) {
+/* `rows` lanes of a head from the i-th on; `step` of fetch_step. */
+KV_COPIES void lanes_values(kv_dtype dtype, const int rows, const decoding *run, const char *const *tokens,
+                            int64_t count, int64_t offset, int64_t head, int64_t i, const char *const *ahead,
+                            int64_t ahead_offset, int64_t step) {
     const kv_plane *plane = &run->call->layer->v;
     const int is_quantized = dtype == KV_U8 || dtype == KV_U4;
     const int64_t dim = plane->dim, stride = run->v_padded, groups = is_quantized ? kv_groups(plane) : 1;
     const float *decay = run->decay + i, *starts = NULL;
     float *acc = run->acc + (head * run->lanes + i) * stride;
     for (int64_t g = 0, d = 0; g < groups; g++) {
-        const float *weights = (is_quantized ? run->scaled + g * run->lanes * TILE : run->scores) + i * TILE;
+        const float *weights = (is_quantized ? run->scaled + g * run->lanes * ROOM : run->scores) + i * ROOM;
         const int64_t end = is_quantized ? (g + 1) * plane->group_size : dim;
         if (is_quantized) starts = run->shifts + i * groups + g;
-#if defined(KV_SIMD_AVX512) || defined(KV_SIMD_NEON) /* 32 registers */
-        for (; d + 2 * PAIR <= end; d += 2 * PAIR)
+        for (; ARE_REGISTERS_MANY && d + 2 * PAIR <= end; d += 2 * PAIR)
             weigh(dtype, rows, 2, 0, tokens, count, offset, d, stride, weights, decay, acc, starts, groups, ahead,
-                  ahead_offset, ahead_bits);
-#endif
+                  ahead_offset, step);
         for (; d + PAIR <= end; d += PAIR)
             weigh(dtype, rows, 1, 0, tokens, count, offset, d, stride, weights, decay, acc, starts, groups, ahead,
-                  ahead_offset, ahead_bits);
+                  ahead_offset, step);
         if (!is_quantized && d < end)
             weigh(dtype, rows, 1, dim - d, tokens, count, offset, d, stride, weights, decay, acc, starts, groups, ahead,
-                  ahead_offset, ahead_bits);
+                  ahead_offset, step);
     }
 }
 
 /* Sums up the tile's values of a head; meanwhile the keys at `ahead` are fetched, those that are used next. */
-KV_COPIES void head_values_as(kv_dtype dtype, decoding *run, const kv_tile *tile, int64_t head,
-                              const char *const *ahead,
-                              int64_t ahead_offset, int64_t ahead_bits) {
+KV_COPIES void head_values_as(kv_dtype dtype, const decoding *run, const kv_tile *tile, int64_t head,
+                              const char *const *ahead, int64_t ahead_offset) {
+    const kv_layer *layer = run->call->layer;
     const char *used[TILE], *const *tokens = tile->v;
     const int64_t count = tile->count;
-    int64_t offset = head * run->call->layer->v.head_stride * kv_itemsize(dtype), i = 0;
+    int64_t offset = head * layer->v.head_stride * kv_itemsize(dtype), i = 0;
+    int64_t step = fetch_step(layer, &layer->k, &layer->v);
     if (dtype == KV_U8 || dtype == KV_U4) {
-        const int64_t groups = kv_groups(&run->call->layer->v), at = head * groups * TILE;
+        const int64_t groups = kv_groups(&layer->v), at = head * groups * TILE;
         scale_weights(run->scores, run->lanes, groups, count, run->v.scales + at, run->v.biases + at, run->scaled,
                       run->shifts);
     } else if (run->call->mask != NULL) {
@@ -325,26 +341,36 @@ KV_COPIES void head_values_as(kv_dtype dtype, decoding *run, const kv_tile *tile
         tokens = used;
         offset = 0;
     }
-    for (; i + 4 <= run->lanes; i += 4, ahead = NULL)
-        lanes_values(dtype, 4, run, tokens, count, offset, head, i, ahead, ahead_offset, ahead_bits);
+    for (; i + 4 <= run->lanes; i += 4, step = 0)
+        lanes_values(dtype, 4, run, tokens, count, offset, head, i, ahead, ahead_offset, step);
     switch (run->lanes - i) {
-    case 3: lanes_values(dtype, 3, run, tokens, count, offset, head, i, ahead, ahead_offset, ahead_bits); break;
-    case 2: lanes_values(dtype, 2, run, tokens, count, offset, head, i, ahead, ahead_offset, ahead_bits); break;
-    case 1: lanes_values(dtype, 1, run, tokens, count, offset, head, i, ahead, ahead_offset, ahead_bits); break;
+    case 3: lanes_values(dtype, 3, run, tokens, count, offset, head, i, ahead, ahead_offset, step); break;
+    case 2: lanes_values(dtype, 2, run, tokens, count, offset, head, i, ahead, ahead_offset, step); break;
+    case 1: lanes_values(dtype, 1, run, tokens, count, offset, head, i, ahead, ahead_offset, step); break;
     }
 }
 
-static void head_values(decoding *run, const kv_tile *tile, int64_t head, const char *const *ahead,
+#define HEAD_VALUES(TYPE) \
+    static KV_APART void head_values_##TYPE(const decoding *run, const kv_tile *tile, int64_t head, \
+                                            const char *const *ahead, int64_t ahead_offset) { \
+        head_values_as(KV_##TYPE, run, tile, head, ahead, ahead_offset); \
+    }
+HEAD_VALUES(F32)
+HEAD_VALUES(F16)
+HEAD_VALUES(F8)
+HEAD_VALUES(BF16)
+HEAD_VALUES(U8)
+HEAD_VALUES(U4)
+
+static void head_values(const decoding *run, const kv_tile *tile, int64_t head, const char *const *ahead,
                         int64_t ahead_offset) {
-    const kv_layer *layer = run->call->layer;
-    const int64_t ahead_bits = kv_bits(kv_stored(layer, &layer->k));
-    switch (kv_stored(layer, &layer->v)) {
-    case KV_F32: head_values_as(KV_F32, run, tile, head, ahead, ahead_offset, ahead_bits); break;
-    case KV_F16: head_values_as(KV_F16, run, tile, head, ahead, ahead_offset, ahead_bits); break;
-    case KV_F8: head_values_as(KV_F8, run, tile, head, ahead, ahead_offset, ahead_bits); break;
-    case KV_BF16: head_values_as(KV_BF16, run, tile, head, ahead, ahead_offset, ahead_bits); break;
-    case KV_U8: head_values_as(KV_U8, run, tile, head, ahead, ahead_offset, ahead_bits); break;
-    case KV_U4: head_values_as(KV_U4, run, tile, head, ahead, ahead_offset, ahead_bits); break;
+    switch (kv_stored(run->call->layer, &run->call->layer->v)) {
+    case KV_F32: head_values_F32(run, tile, head, ahead, ahead_offset); break;
+    case KV_F16: head_values_F16(run, tile, head, ahead, ahead_offset); break;
+    case KV_F8: head_values_F8(run, tile, head, ahead, ahead_offset); break;
+    case KV_BF16: head_values_BF16(run, tile, head, ahead, ahead_offset); break;
+    case KV_U8: head_values_U8(run, tile, head, ahead, ahead_offset); break;
+    case KV_U4: head_values_U4(run, tile, head, ahead, ahead_offset); break;
     }
 }
 
@@ -377,11 +403,14 @@ static void lane_finish(const decoding *run, int64_t lane, float largest, float 
     const int64_t dim = call->layer->v.dim, size = kv_itemsize(out->dtype), head = lane_head(run, lane);
     const float factor = lane_factor(run, lane, largest, sum);
     char *to = out->base + (lane_token(run, lane) * out->token_stride + head * out->head_stride) * size;
-    for (int64_t d = 0; d < dim; d += VL) {
-        const int64_t n = dim - d < VL ? dim - d : VL;
-        float some[VL] = {0};
-        for (int64_t i = 0; i < n; i++) some[i] = acc[pair_place(stored, d + i)];
-        v_store_strided_as(out->dtype, to + d * out->dim_stride * size, out->dim_stride, n, v_load(some) * factor);
+    for (int64_t d = 0; d < dim; d += PAIR) {
+        float some[PAIR];
+        pair_shuffle(stored, acc + d, some, 1);
+        for (int64_t i = d; i < dim && i < d + PAIR; i += VL) {
+            char *at = to + i * out->dim_stride * size;
+            const int64_t n = dim - i < VL ? dim - i : VL;
+            v_store_strided_as(out->dtype, at, out->dim_stride, n, v_load(some + i - d) * factor);
+        }
     }
 }
 
@@ -420,13 +449,13 @@ static void decode_part(const kv_attention *call, int64_t row, int64_t begin, in
         begin += tile->count;
         if (begin < end) {
             tile_find(&tiles[1 - now], call, row, begin, end);
-            if (tiles[1 - now].count == TILE) next = &tiles[1 - now];
+            next = &tiles[1 - now];
             decoding_fetch_factors(&run, &tiles[1 - now]);
         }
         decoding_find_factors(&run, tile);
         for (int64_t head = 0; head < layer->num_kv_heads; head++) {
             const int is_last = head + 1 == layer->num_kv_heads;
-            head_scores(&run, tile, head, tile->v);
+            head_scores(&run, tile, head, 1);
             head_weights(&run, tile, head);
             head_values(&run, tile, head, is_last ? next->k : tile->k, is_last ? 0 : (head + 1) * k_head_step);
         }

@@ -4,10 +4,13 @@
  * mask: no shuffle), else the first and the second VL. Queries are stored in that order, results come out in it; a dot
  * product does not mind.
  */
+enum { PAIR = 2 * VL, LANES = 4 }; /* queries at once */
 #if defined(KV_SIMD_AVX512) || defined(KV_SIMD_NEON)
-enum { PAIR = 2 * VL, LANES = 4 }; /* queries at once: 4 * LANES sums must stay in registers, and here are 32 */
+enum { TOKENS = 4, ARE_REGISTERS_MANY = 1 }; /* keys at once: of 32 registers 16 are sums, 8 a pair of each key */
+#elif defined(KV_SIMD_AVX2)
+enum { TOKENS = 3, ARE_REGISTERS_MANY = 0 }; /* of 16, 12 are sums, 3 half a pair of each key, 1 of a query */
 #else
-enum { PAIR = 2 * VL, LANES = 2 };
+enum { TOKENS = 2, ARE_REGISTERS_MANY = 0 }; /* without fused multiplications products take one, too */
 #endif
 
 typedef struct { vf a, b; } vpair;
@@ -31,6 +34,21 @@ KV_INLINE vpair pair_load(kv_dtype dtype, const char *p) {
     return pair_from_bf16(bits);
 }
 
+/* One vector of a pair. */
+KV_INLINE vf half_load(kv_dtype dtype, const char *p, const int half) {
+#if defined(KV_SIMD_AVX2)
+    if (dtype == KV_BF16 && half) { /* neither the mask nor the pair keeps a register */
+        static const vu upper = {~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu};
+        vf x;
+        __asm__("vmovups %1, %0\n\tvandps %2, %0, %0"
+                : "=x"(x) : "m"(upper), "m"(*(const __m256i_u *)(const void *)p));
+        return x;
+    }
+#endif
+    const vpair pair = pair_load(dtype, p);
+    return half ? pair.b : pair.a;
+}
+
 /* The first n < PAIR elements, then zeros. */
 KV_INLINE vpair pair_load_n(kv_dtype dtype, const char *p, int64_t n) {
     if (dtype != KV_BF16) {
@@ -46,46 +64,81 @@ KV_INLINE vpair pair_load_n(kv_dtype dtype, const char *p, int64_t n) {
 #endif
 }
 
-/* Element i (0 <= i < padded dim) of a vector stands at this place of its stored form. */
-KV_INLINE int64_t pair_place(kv_dtype dtype, int64_t i) {
-    const int64_t in_pair = i % PAIR;
-    return dtype == KV_BF16 || dtype == KV_U4 ? i - in_pair + in_pair / 2 + in_pair % 2 * VL : i;
+/* A pair as it is stored, from its elements in order, or back to them. */
+KV_INLINE void pair_shuffle(kv_dtype dtype, const float *in, float *out, const int is_back) {
+    const int in_turns = dtype == KV_BF16 || dtype == KV_U4;
+    for (int i = 0; i < PAIR; i++) {
+        const int place = in_turns ? i / 2 + i % 2 * VL : i;
+        out[is_back ? i : place] = in[is_back ? place : i];
+    }
 }
 
-/* Fetches what lies as far in another vector as elements d .. d + count - 1 lie in this one, into L2: L1 has what is
- * worked on to hold. As an address, because the other vector may be shorter. */
-KV_INLINE void fetch(const char *vector, int64_t d, int count, int64_t bits) {
-    const int64_t first = d * bits / 8, nbytes = count * bits / 8;
-    KV_UNROLL
-    for (int64_t at = 0; at < nbytes; at += LINE)
-        if (first % LINE == 0 || nbytes >= LINE)
-            __builtin_prefetch((const void *)((uintptr_t)vector + (uintptr_t)(first + at)), 0, 2);
+/* The sums across lanes of TOKENS vectors, then anything. */
+KV_INLINE four sums_of_tokens(const vf *sum) {
+    return v_sum4(sum[0], sum[1], sum[TOKENS > 2 ? 2 : 1], sum[TOKENS - 1]);
 }
 
-/* scores[r * TILE + t] = q[r] . k[t] for 4 tokens t and `rows` <= 4 queries r; `offset` is the head's. */
-KV_INLINE void scores_of_4(kv_dtype dtype, const int rows, const char *const *tokens, int64_t offset, int64_t dim,
-                           const float *q,
-                           float *scores, const char *const *ahead, int64_t ahead_offset, int64_t ahead_bits) {
-    const char *const k[4] = {tokens[0] + offset, tokens[1] + offset, tokens[2] + offset, tokens[3] + offset};
-    const int64_t size = kv_itemsize(dtype), stride = padded(dim), whole = dim / PAIR * PAIR;
-    vf sum[4][4] = {{{0}}};
-    for (int64_t d = 0; d < whole; d += PAIR) {
-        vpair key[4];
+/* Fetches the `nbytes` from `at` on into L2: L1 has what is worked on to hold. */
+KV_INLINE void fetch(const char *at, int64_t nbytes) {
+    for (int64_t byte = 0; byte < nbytes; byte += LINE) __builtin_prefetch(at + byte, 0, 2);
+}
+
+/* sum[r][t] += q[r] . k[t] over the pair of elements at q and `at` bytes into k, times scales[t] if these are given:
+ * where registers are many. */
+KV_INLINE void add_products(kv_dtype dtype, const int rows, const char *const *k, int64_t at, const float *scales,
+                            const float *q, int64_t stride, vf sum[LANES][TOKENS]) {
+    if (ARE_REGISTERS_MANY) {
+        vpair key[TOKENS];
         KV_UNROLL
-        for (int t = 0; t < 4; t++) {
-            if (ahead != NULL) fetch(ahead[t] + ahead_offset, d, PAIR, ahead_bits);
-            key[t] = pair_load(dtype, k[t] + d * size);
+        for (int t = 0; t < TOKENS; t++) {
+            key[t] = pair_load(dtype, k[t] + at);
+            if (scales != NULL) key[t] = (vpair){key[t].a * scales[t], key[t].b * scales[t]};
         }
         KV_UNROLL
         for (int r = 0; r < rows; r++) {
-            const vf a = v_load(q + r * stride + d), b = v_load(q + r * stride + d + VL);
+            const vf a = v_load(q + r * stride), b = v_load(q + r * stride + VL);
             KV_UNROLL
-            for (int t = 0; t < 4; t++) sum[r][t] = v_fma(b, key[t].b, v_fma(a, key[t].a, sum[r][t]));
+            for (int t = 0; t < TOKENS; t++) sum[r][t] = v_fma(b, key[t].b, v_fma(a, key[t].a, sum[r][t]));
         }
+        return;
+    }
+    KV_UNROLL
+    for (int half = 0; half < 2; half++) {
+        vf key[TOKENS];
+        KV_UNROLL
+        for (int t = 0; t < TOKENS; t++) key[t] = half_load(dtype, k[t] + at, half);
+        KV_UNROLL
+        for (int r = 0; r < rows; r++) {
+            const vf x = v_load(q + r * stride + half * VL);
+            KV_UNROLL
+            for (int t = 0; t < TOKENS; t++) v_add_product(&sum[r][t], x, key[t]);
+        }
+    }
+}
+
+/* scores[r * ROOM + t] = q[r] . k[t] for TOKENS tokens t and `rows` <= LANES queries r; `offset` is the head's. Up to
+ * t = 3 anything may be written behind. Meanwhile as many tokens are fetched from `ahead` on, `step` bytes of each for
+ * each pair of elements. */
+KV_INLINE void scores_of_some(kv_dtype dtype, const int rows, const char *const *tokens, int64_t offset, int64_t dim,
+                              const float *q, float *scores, const char *const *ahead, int64_t ahead_offset,
+                              int64_t step) {
+    const int64_t size = kv_itemsize(dtype), stride = padded(dim), whole = dim / PAIR * PAIR;
+    const char *k[TOKENS], *next[TOKENS];
+    vf sum[LANES][TOKENS] = {{{0}}};
+    KV_UNROLL
+    for (int t = 0; t < TOKENS; t++) {
+        k[t] = tokens[t] + offset;
+        next[t] = ahead[t] + ahead_offset;
+    }
+    for (int64_t d = 0, line = 0, end = step; d < whole; d += PAIR, end += step) {
+        for (; line < end; line += LINE)
+            KV_UNROLL
+            for (int t = 0; t < TOKENS; t++) __builtin_prefetch(next[t] + line, 0, 2);
+        add_products(dtype, rows, k, d * size, NULL, q + d, stride, sum);
     }
     if (whole < dim)
         KV_UNROLL
-        for (int t = 0; t < 4; t++) {
+        for (int t = 0; t < TOKENS; t++) {
             const vpair key = pair_load_n(dtype, k[t] + whole * size, dim - whole);
             KV_UNROLL
             for (int r = 0; r < rows; r++) {
@@ -95,19 +148,19 @@ KV_INLINE void scores_of_4(kv_dtype dtype, const int rows, const char *const *to
         }
     KV_UNROLL
     for (int r = 0; r < rows; r++) {
-        const four sums = v_sum4(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
-        memcpy(scores + r * TILE, sums.lane, sizeof sums);
+        const four sums = sums_of_tokens(sum[r]);
+        memcpy(scores + r * ROOM, sums.lane, sizeof sums);
     }
 }
 
-/* For `rows` <= 4 queries: acc[r] = decay[r] * acc[r] + sum over the tile's tokens of weights[r * TILE + t] * v[t], for
+/* For `rows` <= 4 queries: acc[r] = decay[r] * acc[r] + sum over the tile's tokens of weights[r * ROOM + t] * v[t], for
  * the `pairs` (1 or 2) pairs of elements from d on; the last one has `tail` elements if that is not 0. The sum
- * begins at 0, or at starts[r * starts_stride]: so the error grows with the number of tiles plus the length of one. */
+ * begins at 0, or at starts[r * starts_stride]: so the error grows with the number of tiles plus the length of one.
+ * Meanwhile as many tokens are fetched from `ahead` on, `step` bytes of each for each pair of elements. */
 KV_COPIES void weigh(kv_dtype dtype, const int rows, const int pairs, int64_t tail, const char *const *tokens,
-                     int64_t count,
-                     int64_t offset, int64_t d, int64_t stride, const float *weights, const float *decay, float *acc,
-                     const float *starts, int64_t starts_stride, const char *const *ahead, int64_t ahead_offset,
-                     int64_t ahead_bits) {
+                     int64_t count, int64_t offset, int64_t d, int64_t stride, const float *weights, const float *decay,
+                     float *acc, const float *starts, int64_t starts_stride, const char *const *ahead,
+                     int64_t ahead_offset, int64_t step) {
     const int64_t bits = kv_bits(dtype);
     vpair sum[4][2] = {{{{0}, {0}}}};
     if (starts != NULL)
@@ -115,16 +168,18 @@ KV_COPIES void weigh(kv_dtype dtype, const int rows, const int pairs, int64_t ta
         for (int r = 0; r < rows; r++)
             KV_UNROLL
             for (int i = 0; i < pairs; i++) sum[r][i].a = sum[r][i].b = v_set(starts[r * starts_stride]);
+    offset += d * bits / 8;
+    const int64_t end = (d / PAIR + pairs) * step, line = (d / PAIR * step + LINE - 1) / LINE * LINE;
     for (int64_t t = 0; t < count; t++) {
-        const char *v = tokens[t] + offset + d * bits / 8;
-        if (ahead != NULL) fetch(ahead[t] + ahead_offset, d, pairs * PAIR, ahead_bits);
+        const char *v = tokens[t] + offset;
+        fetch(ahead[t] + ahead_offset + line, end - line);
         vpair value[2];
         KV_UNROLL
         for (int i = 0; i < pairs; i++) value[i] = tail == 0 ? pair_load(dtype, v + i * PAIR * bits / 8)
             : pair_load_n(dtype, v, tail);
         KV_UNROLL
         for (int r = 0; r < rows; r++) {
-            const vf weight = v_set(weights[r * TILE + t]);
+            const vf weight = v_set(weights[r * ROOM + t]);
             KV_UNROLL
             for (int i = 0; i < pairs; i++) {
                 sum[r][i].a = v_fma(weight, value[i].a, sum[r][i].a);

@@ -106,57 +106,42 @@ KV_INLINE void fetch_factors(const kv_attention *call, int64_t row, const kv_til
 
 /* -------- the inner loops -------- */
 
-/* scores[r * TILE + t] = q[r] . k[t] for 4 tokens t and `rows` <= 4 queries r, as scores_of_4 on floats. `scales` and
- * `biases` are those of the head at the first token, `sums` of the queries group by group. */
-KV_INLINE void numbers_of_4(kv_dtype dtype, const int rows, const char *const *tokens, int64_t offset,
-                            const kv_plane *plane, const float *q, const float *sums, const float *scales,
-                            const float *biases, float *scores, const char *const *ahead, int64_t ahead_offset,
-                            int64_t ahead_bits) {
-    const char *const k[4] = {tokens[0] + offset, tokens[1] + offset, tokens[2] + offset, tokens[3] + offset};
+/* scores[r * ROOM + t] = q[r] . k[t] for TOKENS tokens t and `rows` <= LANES queries r, as scores_of_some on floats.
+ * `scales` and `biases` are those of the head at the first token, `sums` of the queries group by group. */
+KV_INLINE void numbers_of_some(kv_dtype dtype, const int rows, const char *const *tokens, int64_t offset,
+                               const kv_plane *plane, const float *q, const float *sums, const float *scales,
+                               const float *biases, float *scores, const char *const *ahead, int64_t ahead_offset,
+                               int64_t ahead_nbytes) {
     const int64_t stride = padded(plane->dim), size = plane->group_size, groups = kv_groups(plane);
-    v4 total[4] = {{0}};
-    vf sum[4][4] = {{{0}}};
-    if (ahead != NULL) /* all at once: a group is too little work to ask between its vectors */
-        for (int t = 0; t < 4; t++) {
-            const uintptr_t first = (uintptr_t)ahead[t] + (uintptr_t)ahead_offset;
-            const uintptr_t end = first + (uintptr_t)(plane->dim * ahead_bits / 8);
-            for (uintptr_t line = first / LINE * LINE; line < end; line += LINE)
-                __builtin_prefetch((const void *)line, 0, 2);
-        }
+    const char *k[TOKENS];
+    v4 total[LANES] = {{0}};
+    vf sum[LANES][TOKENS] = {{{0}}};
+    for (int t = 0; t < TOKENS; t++) {
+        k[t] = tokens[t] + offset;
+        fetch(ahead[t] + ahead_offset, ahead_nbytes); /* at once: a group is too little work to ask between its vectors */
+    }
     for (int64_t g = 0; g < groups; g++) {
         const v4 scale = v4_load(scales + g * TILE), bias = v4_load(biases + g * TILE);
-        for (int64_t d = g * size; d < (g + 1) * size; d += PAIR) {
-            vpair key[4];
-            KV_UNROLL
-            for (int t = 0; t < 4; t++) {
-                key[t] = pair_load(dtype, k[t] + d * kv_bits(dtype) / 8);
-                if (SCALE_NUMBERS) key[t] = (vpair){key[t].a * scale[t], key[t].b * scale[t]};
-            }
-            KV_UNROLL
-            for (int r = 0; r < rows; r++) {
-                const vf a = v_load(q + r * stride + d), b = v_load(q + r * stride + d + VL);
-                KV_UNROLL
-                for (int t = 0; t < 4; t++) sum[r][t] = v_fma(b, key[t].b, v_fma(a, key[t].a, sum[r][t]));
-            }
-        }
+        for (int64_t d = g * size; d < (g + 1) * size; d += PAIR)
+            add_products(dtype, rows, k, d * kv_bits(dtype) / 8, SCALE_NUMBERS ? scales + g * TILE : NULL, q + d,
+                         stride, sum);
         KV_UNROLL
         for (int r = 0; r < rows; r++) {
             total[r] += bias * sums[r * groups + g];
             if (SCALE_NUMBERS) continue;
-            const four dots = v_sum4(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
-            total[r] += v4_load(dots.lane) * scale;
+            total[r] += v4_load(sums_of_tokens(sum[r]).lane) * scale;
             KV_UNROLL
-            for (int t = 0; t < 4; t++) sum[r][t] = v_set(0);
+            for (int t = 0; t < TOKENS; t++) sum[r][t] = v_set(0);
         }
     }
     KV_UNROLL
     for (int r = 0; r < rows; r++) {
-        if (SCALE_NUMBERS) total[r] += v4_load(v_sum4(sum[r][0], sum[r][1], sum[r][2], sum[r][3]).lane);
-        memcpy(scores + r * TILE, &total[r], sizeof total[r]);
+        if (SCALE_NUMBERS) total[r] += v4_load(sums_of_tokens(sum[r]).lane);
+        memcpy(scores + r * ROOM, &total[r], sizeof total[r]);
     }
 }
 
-/* Weights times scales, and what the biases add: `scaled` [groups][lanes][TILE], `shifts` [lanes][groups]. A weight of
+/* Weights times scales, and what the biases add: `scaled` [groups][lanes][ROOM], `shifts` [lanes][groups]. A weight of
  * 0 takes nothing from its token, NaN or not. */
 static void scale_weights(const float *weights, int64_t lanes, int64_t groups, int64_t count, const float *scales,
                           const float *biases, float *scaled, float *shifts) {
@@ -165,9 +150,9 @@ static void scale_weights(const float *weights, int64_t lanes, int64_t groups, i
         for (int64_t i = 0; i < lanes; i++) {
             vf shift = v_set(0);
             for (int64_t t = 0; t < whole; t += VL) {
-                const vf weight = v_load(weights + i * TILE + t), none = v_set(0);
+                const vf weight = v_load(weights + i * ROOM + t), none = v_set(0);
                 const vi unused = weight == none;
-                v_store(scaled + (g * lanes + i) * TILE + t,
+                v_store(scaled + (g * lanes + i) * ROOM + t,
                         v_select(unused, none, weight * v_load(scales + g * TILE + t)));
                 shift += v_select(unused, none, weight * v_load(biases + g * TILE + t));
             }

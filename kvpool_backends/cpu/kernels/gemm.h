@@ -18,7 +18,6 @@
 #endif
 #define CHUNK_NV 3 /* 8 x 3 sums, 4 x 3 in 16 registers: enough to hide the latency of FMA, few enough not to spill */
 #define CHUNK_LANES (CHUNK_NV * VL)
-#define CHUNK_APART __attribute__((noinline)) /* inlined, the loops would lose registers to their callers */
 
 /* sums[r][v] = sum over k < n of a[r * row_stride + k * k_stride] * b[k][v]; all of it unrolled: nv is a constant. */
 KV_INLINE void outer_products(vf sums[CHUNK_MR][CHUNK_NV], const float *a, int64_t row_stride, int64_t k_stride,
@@ -76,7 +75,7 @@ KV_UNROLL
     }
 }
 
-static CHUNK_APART void scores_panel(const float *keys, int64_t dim, const float *q, int64_t n, float *scores,
+static KV_APART void scores_panel(const float *keys, int64_t dim, const float *q, int64_t n, float *scores,
                                      float *top, int nv) {
     if (nv == 3)
         scores_nv(keys, dim, q, n, scores, top, 3);
@@ -86,7 +85,7 @@ static CHUNK_APART void scores_panel(const float *keys, int64_t dim, const float
         scores_nv(keys, dim, q, n, scores, top, 1);
 }
 
-static CHUNK_APART void values_panel(const float *values, int64_t tile, int64_t dim, const float *weights, int64_t n,
+static KV_APART void values_panel(const float *values, int64_t tile, int64_t dim, const float *weights, int64_t n,
                                      const float *decay, float *out, int nv) {
     if (nv == 3)
         values_nv(values, tile, dim, weights, n, decay, out, 3);

@@ -21,7 +21,7 @@ static void score_part(const kv_attention *call, int64_t row, int64_t begin, int
         tile_find(&tile, call, row, begin, end);
         decoding_find_factors(&run, &tile);
         for (int64_t head = 0; head < call->layer->num_kv_heads; head++) {
-            head_scores(&run, &tile, head, NULL);
+            head_scores(&run, &tile, head, 0);
             head_weights(&run, &tile, head);
         }
     }

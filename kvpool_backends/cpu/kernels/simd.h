@@ -18,6 +18,7 @@
 #else
 #define KV_UNROLL _Pragma("GCC unroll 16")
 #endif
+#define KV_APART __attribute__((noinline)) /* inlined, its loops would lose registers to the caller */
 #define KV_INLINE static inline __attribute__((always_inline, unused))
 #if defined(KV_ONE_COPY) /* KV_COPIES: where speed counts, compiled once per type of numbers and count of lanes */
 #define KV_COPIES static __attribute__((noinline))
@@ -84,6 +85,16 @@ KV_INLINE vf v_fma(vf a, vf b, vf c) {
     return vfmaq_f32(c, a, b);
 #else
     return a * b + c;
+#endif
+}
+
+/* *sum += a * b, where sums and factors fill all of 16 registers: a compiler that is free to rename the sums, or to read
+ * a factor from memory for each product, would run out of them. */
+KV_INLINE void v_add_product(vf *sum, vf a, vf b) {
+#if defined(KV_SIMD_AVX2)
+    __asm__("vfmadd231ps %2, %1, %0" : "+x"(*sum) : "x"(a), "x"(b));
+#else
+    *sum = v_fma(a, b, *sum);
 #endif
 }
 
@@ -168,6 +179,10 @@ KV_INLINE int v_any(vi which) {
 KV_INLINE float v_sum(vf x) {
 #if defined(KV_SIMD_AVX512)
     return _mm512_reduce_add_ps(x);
+#elif defined(KV_SIMD_AVX2)
+    __m128 sum = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+    return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
 #else
     float lanes[VL];
     v_store(lanes, x);
@@ -180,6 +195,10 @@ KV_INLINE float v_sum(vf x) {
 KV_INLINE float v_largest(vf x) {
 #if defined(KV_SIMD_AVX512)
     return _mm512_reduce_max_ps(x);
+#elif defined(KV_SIMD_AVX2)
+    __m128 most = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    most = _mm_max_ps(most, _mm_movehl_ps(most, most));
+    return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
 #else
     float lanes[VL];
     v_store(lanes, x);

@@ -3,12 +3,13 @@
  */
 enum {
     TILE = 32, /* tokens: a head's K and V of a tile stay in L1 */
+    ROOM = TILE + 16, /* floats from one lane's scores to the next: those of a few tokens more are computed, not used */
     LINE = 64, /* bytes of a cache line */
 };
 
 typedef struct {
     int64_t first, count;               /* tokens [first, first + count), count <= TILE */
-    const char *k[TILE], *v[TILE];      /* of head 0; filled up to a multiple of 4 with the last one */
+    const char *k[TILE + 4], *v[TILE + 4]; /* of head 0; filled up with the last one */
 } kv_tile;
 
 static void tile_find(kv_tile *tile, const kv_attention *call, int64_t row, int64_t first, int64_t end) {
@@ -29,7 +30,7 @@ static void tile_find(kv_tile *tile, const kv_attention *call, int64_t row, int6
             tile->v[found] = v + i * v_step;
         }
     }
-    for (; found % 4 != 0; found++) {
+    for (; found < TILE + 4; found++) {
         tile->k[found] = tile->k[found - 1];
         tile->v[found] = tile->v[found - 1];
     }
