@@ -175,12 +175,14 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
         raise CommandError(f"--model {exc}") from None
     draft = load_draft_model(args, tokenizer)
     lengths = [len(encode(tokenizer, prompt, args.chat)) + options["max_tokens"] for prompt in prompts]
-    refuse_endless(model, lengths, options["max_tokens"])
+    refuse_endless(model, lengths, options["max_tokens"], 2**31 - 1)
     try:
         if num_blocks is None:
             sequences = max(options["n"], options["beam_width"]) + 1  # one more: copies, and shared beginnings
             rows = min(max_running, sequences * len(prompts))
             most = blocks_in_memory(args.memory, model, block_size, rows, {"beside": draft, **bits})
+            if policy is None and loading.keeps_all(model):
+                refuse_endless(model, lengths, options["max_tokens"], (most - 1) * block_size)
             needed = 1 + sum(sequences * (-(-length // block_size) + 1) for length in lengths)
             num_blocks = most if args.memory else min(most, max(needed, 64))
         engine = Engine(
@@ -201,15 +203,16 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
     return tokenizer, engine
 
 
-def refuse_endless(model: Any, lengths: list[int], max_tokens: int) -> None:
-    """Refuse prompts that are too long with their answers, before a pool is made for them."""
+def refuse_endless(model: Any, lengths: list[int], max_tokens: int, most: int) -> None:
+    """Refuse prompts that are too long with their answers for the model or for memory, before a pool is made."""
     from kvpool.adapters.mlx_lm.shapes import max_positions
 
-    longest = max_positions(model)
+    longest = max_positions(model) or 2**31
     for number, length in enumerate(lengths):
-        if longest is not None and length - 1 > longest:  # the last token is never an input
+        if length - 1 > min(longest, most):  # the last token is never an input
+            takes = f"the model takes {longest}" if longest < most else f"memory takes {most}"
             tokens = f"{length - max_tokens} prompt tokens and {max_tokens} more"
-            raise CommandError(f"prompt {number + 1}: {tokens}, the model takes {longest}")
+            raise CommandError(f"prompt {number + 1}: {tokens}, {takes}")
 
 
 def blocks_in_memory(size: str | None, model: Any, block_size: int, num_rows: int, bits: dict[str, Any]) -> int:

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kvpool.scheduler.state import FINISHED, Core, Step
+from kvpool.scheduler.sequences import FINISHED
+from kvpool.scheduler.state import Core, Step
 
 
 def may_plan_ahead(core: Core, step: Step) -> bool:

@@ -16,7 +16,8 @@ from kvpool.errors import OutOfBlocks, OutOfSequences
 from kvpool.scheduler.policy import count_admission, known_tokens, open_with_room
 from kvpool.scheduler.request import Output
 from kvpool.scheduler.results import why_ended
-from kvpool.scheduler.state import DECODING, FINISHED, PREFILLING, WAITING, Core, Group, Sequence
+from kvpool.scheduler.sequences import DECODING, FINISHED, PREFILLING, WAITING, Group, Sequence
+from kvpool.scheduler.state import Core
 
 
 class Hypothesis(NamedTuple):

@@ -8,7 +8,8 @@ import numpy as np
 
 from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected
 from kvpool.scheduler.request import Request
-from kvpool.scheduler.state import DECODING, PREFILLING, SPILLED, Core, DecodeBatch, Sequence
+from kvpool.scheduler.sequences import DECODING, PREFILLING, SPILLED, Sequence
+from kvpool.scheduler.state import Core, DecodeBatch
 
 POLICIES = ("last", "longest", "grower", "priority")
 LOOK = 4  # requests that are tried, while the first in line finds no room

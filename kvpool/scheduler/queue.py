@@ -1,4 +1,4 @@
-"""`WaitingQueue`: who waits, and whose turn it is. A `Tenant` has the requests that share one part of the service."""
+"""`WaitingQueue`: who waits, and whose turn it is."""
 
 from __future__ import annotations
 
@@ -6,51 +6,8 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
 from heapq import heappop, heappush, heapreplace
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kvpool.scheduler.state import Group, Sequence
-
-
-class Tenant:
-    """Who sends requests, and what was served to it.
-
-    Attributes
-    ----------
-    served : int
-        Tokens computed for it. Those of a prompt count when the request is admitted, others when they are computed.
-        Hits of the prefix cache do not count, and no token counts twice.
-    base : float
-        What `used` has skipped while nothing waited.
-    admitted : int
-        Requests that were admitted: the time by which the others grow older.
-    requests : int
-        Requests that have not ended.
-    line : list of Sequence
-        New requests, by rank.
-    since : int
-        Number of the request with which the line began.
-    is_listed : bool
-        Whether the queue has a turn for it.
-    waited : float
-        How long the request waited that was admitted last.
-    """
-
-    __slots__ = (
-        *("admitted", "base", "is_listed", "line", "name", "requests", "served", "since", "waited", "weight"),
-    )
-
-    def __init__(self, name: Hashable, weight: float) -> None:
-        self.name, self.weight = name, weight
-        self.served = self.admitted = self.requests = self.since = 0
-        self.base = self.waited = 0.0
-        self.line: list[Sequence] = []
-        self.is_listed = False
-
-    @property
-    def used(self) -> float:
-        """The virtual counter. Of the tenants with new requests, the one that has used least goes first."""
-        return self.base + self.served / self.weight
+from kvpool.scheduler.sequences import Group, Sequence, Tenant
 
 
 class WaitingQueue:

@@ -11,18 +11,8 @@ from numpy.typing import NDArray
 
 from kvpool.errors import OutOfSequences
 from kvpool.scheduler.request import MOST, Output, ends_with
-from kvpool.scheduler.state import (
-    DECODING,
-    FINISHED,
-    PREFILLING,
-    WAITING,
-    Core,
-    DecodeBatch,
-    Group,
-    LaneRows,
-    Sequence,
-    Step,
-)
+from kvpool.scheduler.sequences import DECODING, FINISHED, PREFILLING, WAITING, Group, Sequence
+from kvpool.scheduler.state import Core, DecodeBatch, LaneRows, Step
 
 
 class Given(NamedTuple):

@@ -32,18 +32,8 @@ from kvpool.scheduler.policy import (
 from kvpool.scheduler.policy import judge as judge_eviction
 from kvpool.scheduler.queue import WaitingQueue
 from kvpool.scheduler.request import Output, Request, SchedulerStats, TenantStats, integer, real
-from kvpool.scheduler.state import (
-    DECODING,
-    NOBODY,
-    PREFILLING,
-    SPILLED,
-    WAITING,
-    Core,
-    DecodeBatch,
-    Group,
-    Sequence,
-    Step,
-)
+from kvpool.scheduler.sequences import DECODING, PREFILLING, SPILLED, WAITING, Group, Sequence
+from kvpool.scheduler.state import NOBODY, Core, DecodeBatch, Step
 
 if TYPE_CHECKING:
     from kvpool.eviction import Evictor
@@ -165,11 +155,7 @@ class Scheduler:
         drafts.check_proposer(call, speculate, pool, eviction)
         self._propose = speculate
         numbers = (max_running, max_step_tokens, chunk, mixed, watermark, preempt)
-        if not isinstance(weights, Mapping):
-            raise TypeError(f"[{call}] weights must be a mapping, not {type(weights).__name__}")
-        shares = {name: real(call, f"weights[{name!r}]", weight, 0.001, 1000) for name, weight in weights.items()}
-        queue = WaitingQueue(shares, integer(call, "ageing", ageing, 1), integer(call, "overtake", overtake, 0))
-        self._core = Core(pool, *numbers, tier, clock, eviction, queue)
+        self._core = Core(pool, *numbers, tier, clock, eviction, _queue(call, weights, ageing, overtake))
         self._pad_to = pad_to
         rows, tokens = max_running, max(max_step_tokens, max_running)
         if pad_to is not None and not callable(pad_to):
@@ -669,6 +655,13 @@ class Scheduler:
         """
         self._core.pool.check()
         check(self._core, self._out)
+
+
+def _queue(call: str, weights: Mapping[Hashable, float], ageing: int, overtake: int) -> WaitingQueue:
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"[{call}] weights must be a mapping, not {type(weights).__name__}")
+    shares = {name: real(call, f"weights[{name!r}]", weight, 0.001, 1000) for name, weight in weights.items()}
+    return WaitingQueue(shares, integer(call, "ageing", ageing, 1), integer(call, "overtake", overtake, 0))
 
 
 def _check_evictor(call: str, eviction: Any, pool: Pool) -> None:

@@ -1,7 +1,7 @@
 """`Core`: the state of a scheduler and the moves between states. It checks no arguments and decides nothing.
 
-`Group` and `Sequence` are a request and its sequences. `LaneRows` has the numbers of running sequences, `DecodeBatch`
-those who decode. A `Step` is what one call of `schedule` decided.
+`LaneRows` has the numbers of running sequences, `DecodeBatch` those who decode. A `Step` is what one call of `schedule`
+decided.
 """
 
 from __future__ import annotations
@@ -18,80 +18,13 @@ from numpy.typing import NDArray
 
 from kvpool._core import Plan, Pool
 from kvpool.scheduler.needs import Needs
-from kvpool.scheduler.queue import Tenant, WaitingQueue
+from kvpool.scheduler.queue import WaitingQueue
 from kvpool.scheduler.request import Output, Request, Times
+from kvpool.scheduler.sequences import DECODING, FINISHED, PREFILLING, SPILLED, WAITING, Group, Sequence
 
 if TYPE_CHECKING:
     from kvpool.eviction import Evictor
 
-WAITING, PREFILLING, DECODING, SPILLED, FINISHED = range(5)
-NO_TOKENS = np.empty(0, np.int32)
-NO_TOKENS.flags.writeable = False
-
-
-class Group:
-    """A request and its sequences.
-
-    Attributes
-    ----------
-    tenant : Tenant
-    rank : (int, int)
-        Its place in the line of its tenant, and the number of its arrival.
-    passed : int
-        Later requests that were admitted before it, because it found no room.
-    """
-
-    __slots__ = (
-        *("request", "id", "sequences", "unfinished", "forked", "beam"),
-        *("num_cached", "arrived", "admitted", "first_token", "tenant", "rank", "passed"),
-    )
-
-    tenant: Tenant
-    rank: tuple[int, int]
-
-    def __init__(self, request: Request, name: Hashable, arrived: float) -> None:
-        self.request = request
-        self.id = name
-        self.sequences = [Sequence(self, 0)]
-        self.unfinished = 1  # sequences
-        self.forked = request.n == 1 or request.beam_width > 0  # or: there are no samples to fork
-        self.beam: Any = None
-        self.num_cached = 0
-        self.arrived = arrived
-        self.admitted: float | None = None
-        self.first_token: float | None = None
-        self.passed = 0
-
-
-class Sequence:
-    """One stream of tokens. While it has a lane, `LaneRows` has its numbers, and `tokens` and `logprobs` are empty.
-
-    Attributes
-    ----------
-    high : int
-        Most tokens ever computed. Computing tokens below it again counts as recomputation.
-    computed : int
-        Tokens whose KV the tier has, while spilled.
-    paid : int
-        Leading tokens that its tenant has been charged for.
-    """
-
-    __slots__ = (
-        *("computed", "group", "high", "index", "kept", "lane", "logprobs", "paid", "preemptions", "state"),
-        "tokens",
-    )
-
-    def __init__(self, group: Group, index: int) -> None:
-        self.group = group
-        self.index = index
-        self.state = WAITING
-        self.lane = -1
-        self.tokens = NO_TOKENS
-        self.logprobs: np.ndarray | None = None
-        self.high = 0
-        self.computed = self.paid = 0
-        self.kept: Any = None
-        self.preemptions = 0
 
 
 class LaneRows:

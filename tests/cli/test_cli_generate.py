@@ -165,6 +165,21 @@ def test_speculation_prints_the_same_in_fewer_steps(capsys, how, sampled):
         assert drafted["stats"]["steps"] < plain["stats"]["steps"] / 2
 
 
+def test_prompt_that_cannot_end_is_refused_before_a_pool_is_made(capsys, monkeypatch, tmp_path):
+    def made(*arguments, **options):
+        raise AssertionError("the engine was made")
+
+    monkeypatch.setattr("kvpool.adapters.mlx_lm.engine.Engine", made)
+    assert main(["generate", "--model", "tiny", "--prompt", "x", "--max-tokens", "99999999"]) == 2
+    assert "prompt 1: 1 prompt tokens and 99999999 more, the model takes 8192" in capsys.readouterr().err
+    tiny.save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["max_position_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["generate", "--model", str(tmp_path), "--prompt", "x", "--max-tokens", "2000000000"]) == 2
+    assert "1 prompt tokens and 2000000000 more, memory takes " in capsys.readouterr().err
+
+
 def test_several_samples_without_temperature_are_noted(capsys):
     assert generate("--prompt", "x", "--n", "2") == 0
     assert "without --temperature all samples" in capsys.readouterr().err

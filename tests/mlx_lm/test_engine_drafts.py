@@ -172,6 +172,47 @@ def test_draft_model_that_is_the_model_is_nearly_always_right(model):
     assert proposer.engine.kv.pool.stats().used == proposer.engine.num_unfinished == 0
 
 
+def test_draft_model_reads_a_long_text_in_parts(model):
+    """No step of the large model waits for more passes of the small one than it has drafts."""
+    proposer, passes = DraftModel(model, MANY, num_drafts=3, max_step_tokens=16, prefill_chunk=16), [0]
+    forward = proposer.engine._forward
+
+    def counted(*arguments):
+        passes[-1] += 1
+        return forward(*arguments)
+
+    counted.late = forward.late
+    proposer.engine._forward = counted
+    prompts = random_prompts((200, 10))
+    plain = [facts(one) for one in Engine(model, MANY).batch(prompts, max_tokens=40)]
+    engine, done = Engine(model, MANY, speculate=proposer), {}
+    ids = [engine.submit(prompt, max_tokens=40) for prompt in prompts]
+    while engine.num_unfinished:
+        done |= {completion.id: facts(completion) for completion in engine.step()}
+        passes.append(0)
+    assert [done[id] for id in ids] == plain
+    assert max(passes) <= 4 and passes.count(3) > 3  # one pass more has begun ahead
+    assert engine.scheduler.stats().accepted_tokens > 40
+    while proposer.engine.num_unfinished:
+        proposer.engine.step()
+    assert proposer.engine.kv.pool.stats().used == 0
+
+
+def test_draft_model_that_raises_is_empty_again(model):
+    proposer = DraftModel(model, MANY)
+    engine, forward = Engine(model, MANY, speculate=proposer), proposer.engine._forward
+    engine.submit([5, 6, 7], max_tokens=20)
+    engine.step()
+    proposer.engine._forward = lambda *arguments: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    assert proposer.engine.num_unfinished == proposer.engine.kv.pool.stats().used == 0
+    proposer.engine._forward = forward
+    (done,) = [completion for _ in range(20) for completion in engine.step()]
+    assert facts(done) == facts(Engine(model, MANY).generate([5, 6, 7], max_tokens=20))
+    assert engine.scheduler.stats().accepted_tokens > 5
+
+
 def test_draft_model_with_states_and_other_tokens_gives_the_tokens_of_none(model):
     """Its prefix cache has no checkpoint where a draft was wrong; it has no token above 256."""
     prompts = [[*range(250, 270)], [5] * 30]
@@ -179,6 +220,7 @@ def test_draft_model_with_states_and_other_tokens_gives_the_tokens_of_none(model
     proposer = DraftModel(tiny.make("qwen3_5")[0], MANY)
     engine = Engine(model, MANY, speculate=proposer)
     assert [facts(one) for one in engine.batch(prompts, max_tokens=60)] == plain
+    proposer.engine.close()
     assert proposer.engine.kv.pool.stats().used == 0
 
 

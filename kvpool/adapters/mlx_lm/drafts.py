@@ -121,24 +121,33 @@ class DraftModel:
     def __init__(self, model: Any, num_blocks: int, *, num_drafts: int = 4, **options: Any) -> None:
         self._trust = Trust(integer("DraftModel", "num_drafts", num_drafts, 1))
         self.engine = Engine(model, num_blocks, **{"block_size": 4, **options})
+        self._reading: dict[Hashable, tuple[Hashable, int]] = {}  # sequences in the engine, by their ids there
 
     def __call__(self, rows: list[Decoding]) -> list[np.ndarray]:
         """Return the drafts of each sequence."""
         return self._trust.ask(self._run, rows)
 
     def _run(self, rows: list[Decoding]) -> list[np.ndarray]:
-        """Return what the model says. Nothing for a sequence that is too long for it."""
-        drafts = [row.generated[:0] for row in rows]
+        """Return what the model says. Nothing for a sequence that is too long for it.
+
+        It runs the model as often as a sequence has drafts. If that is not enough, because the model has to read a long
+        text first, it goes on in the next calls, and the sequence has no drafts until then.
+        """
+        drafts, places = [row.generated[:0] for row in rows], {}
         try:
-            places = {}
             for place, row in enumerate(rows):
-                request = Request(row.known, row.most)
-                if request.prompt.max() < self.engine.vocab_size:
+                name, request = (row.request.id, row.index), Request(row.known, row.most)
+                if name not in self._reading.values() and request.prompt.max() < self.engine.vocab_size:
                     with suppress(RequestRejected):
-                        places[self.engine.submit(request)] = place
-            while self.engine.num_unfinished:
+                        id = self.engine.submit(request)
+                        places[id], self._reading[id] = place, name
+            for _ in range(max(row.most for row in rows)):
                 for completion in self.engine.step():
-                    drafts[places[completion.id]] = completion.tokens
-        finally:
+                    del self._reading[completion.id]
+                    if completion.id in places:
+                        drafts[places[completion.id]] = completion.tokens
+        except BaseException:
             self.engine.close()
+            self._reading.clear()
+            raise
         return drafts

@@ -46,6 +46,12 @@ def check_name(name: str) -> None:
         raise ModelNotLoaded(f"{name}: no such folder, and no repository of the form owner/name")
 
 
+def keeps_all(model: Any) -> bool:
+    """Return whether some layer of a model keeps every token of a sequence."""
+    groups = layout_on(make_storage, inspect_model(model), 16, False).groups
+    return not groups or any(group.kind == "full" for group in groups)
+
+
 def blocks_in(
     memory: int | str, model: Any, block_size: int, num_rows: int, *, beside: Any = None, **quantization: int | None
 ) -> int:
