@@ -1,7 +1,7 @@
 """Random operations: on small pools under the sanitizers, each one checked; on large ones as fast as they go.
 
 They run ``python -m proof.fuzz``; an operation is one call of a pool (a step of eight rows is one operation). It has no
-prefix caches of pools with groups: these are the programs of ``kvpool fuzz --groups``. In short, this tree's own build
+prefix caches of pools with groups: these are the programs of ``python -m proof.plain``. In short, this tree's own build
 takes the place of the copies.
 """
 
@@ -67,7 +67,7 @@ PARTS = (
         "ASan+UBSan, beside the plain model, all compared after every one: >= 1e6, 0 findings",
         *("asan", 1_000_000),
         notes="one process; half of the pools have a prefix cache",
-        program=("kvpool", "fuzz", "--groups"),
+        program=("proof.plain",),
     ),
 )
 

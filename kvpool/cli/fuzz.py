@@ -1,9 +1,9 @@
 """Run random programs on a block allocator, kvpool's or another one, and check every result.
 
 ``kvpool fuzz`` runs them on the installed core and on a plain Python model of it, which predicts every id, count and
-array; ``--groups`` on pools with layer groups. ``--target module:factory`` drives an allocator
-(``factory(num_blocks=..., block_size=...)``, see `kvpool.testing.fuzz_target.Allocator`) or a backend
-(``factory(spec, num_blocks)``). A finding is shrunk and printed as a test, with the command that repeats it.
+array. ``--target module:factory`` drives an allocator (``factory(num_blocks=..., block_size=...)``, see
+`kvpool.testing.fuzz_target.Allocator`) or a backend (``factory(spec, num_blocks)``). A finding is shrunk and printed
+as a test, with the command that repeats it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", help="seed of the first run; with --ops 1 only that run (default: random)")
     parser.add_argument("--blocks", help="blocks of every pool (default: a few, chosen by the seed)")
     parser.add_argument("--block-size", help="tokens per block (default: a few, chosen by the seed)")
-    parser.add_argument("--groups", action="store_true", help="pools with layer groups, of sizes that the seed chooses")
     parser.add_argument("--target", metavar="MODULE:FACTORY", help="another allocator or backend")
 
 
 def run(args: argparse.Namespace) -> int:
     """Fuzz; 0 without a finding, 1 otherwise."""
-    if args.groups and (args.target or args.blocks or args.block_size):
-        raise CommandError("--groups has pools of its own, it does not go with --target and sizes")
     seed = random.SystemRandom().getrandbits(31) if args.seed is None else seed_of(args.seed)
     sizes = {
         "num_blocks": None if args.blocks is None else whole("--blocks", args.blocks, 4),
@@ -107,18 +104,14 @@ class Progress:
 
 
 def _fuzz_pool(args: argparse.Namespace, seed: int, sizes: dict[str, Any], limit: dict[str, Any]) -> dict[str, Any]:
-    if args.groups:
-        from kvpool.testing.fuzz_groups import hunt_groups
-
-        report = hunt_groups((kvpool.Pool, kvpool.Plan), seed, **limit)
-        return _facts(report, f"kvpool fuzz --groups --seed {report.seed} --ops 1{given(sizes)}")
     from kvpool.testing.fuzz_pool import hunt_pool
 
     report = hunt_pool(kvpool.Pool, seed, **sizes, **limit)
-    return _facts(report, f"kvpool fuzz --seed {report.seed} --ops 1{given(sizes)}")
+    return facts_of(report, f"kvpool fuzz --seed {report.seed} --ops 1{given(sizes)}")
 
 
-def _facts(report: Any, again: str) -> dict[str, Any]:
+def facts_of(report: Any, again: str) -> dict[str, Any]:
+    """What a report says, and the command that repeats its finding."""
     return {
         "runs": report.runs,
         "calls": report.calls,
@@ -224,7 +217,7 @@ def _fuzz_target(args: argparse.Namespace, seed: int, sizes: dict[str, Any], lim
             raise CommandError(f"--target {args.target}: {error}") from None
         more = {"cases": report.cases}
     again = f"kvpool fuzz --target {args.target} --seed {report.seed} --ops 1{given(sizes)}"
-    return {"target": args.target, **more, **_facts(report, again)}
+    return {"target": args.target, **more, **facts_of(report, again)}
 
 
 # ---- words -------------------------------------------------------------------------------------------------

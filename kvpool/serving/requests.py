@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -208,9 +209,9 @@ class Generation(Addressed):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     @property
+    @abstractmethod
     def tops(self) -> int | None:
         """How many of the likeliest tokens the answer names at each place. None: the answer has no logprobs."""
-        raise NotImplementedError
 
     @property
     def wants_usage(self) -> bool:

@@ -21,8 +21,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpool.testing.model_checkpoints import CheckpointModel
-from kvpool.testing.model_groups import GroupModel
 from kvpool.testing.model_plan import ModelPlan
 from kvpool.testing.model_steps import StepModel
 
@@ -32,12 +30,11 @@ __all__ = ["ModelPlan", "ModelPool"]
 class ModelPool(StepModel):
     """A pool of KV blocks in plain Python; same constructor, methods and errors as `kvpool.Pool`.
 
-    See `kvpool.testing.model_blocks.BlockModel` and `kvpool.testing.model_prefix.PrefixModel` for the parameters.
-    With `groups` it is a `kvpool.testing.model_groups.GroupModel`.
+    See `kvpool.testing.model_blocks.BlockModel` and `kvpool.testing.model_prefix.PrefixModel` for the parameters. It
+    has no layer groups.
     """
 
-    def __new__(cls, *sizes: Any, **options: Any) -> Any:
-        """Choose the class by `groups`."""
-        if options.get("groups") is None:
-            return super().__new__(cls)
-        return (CheckpointModel if options.get("prefix_cache") is True else GroupModel)(*sizes, **options)
+    def __init__(self, *sizes: Any, groups: None = None, **options: Any) -> None:
+        if groups is not None:
+            raise ValueError("[ModelPool] groups are given, this model has none")
+        super().__init__(*sizes, **options)

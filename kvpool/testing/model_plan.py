@@ -53,8 +53,8 @@ class Sequence:
     #: tokens that left; `num_tokens` are those that are there, and positions go on from the sum of both
     evicted: int = 0
     point: int = 0  #: that sum when tokens left last
-    tables: list[Any] = field(default_factory=list)  #: one per layer group, see `kvpool.testing.model_groups`
-    known: Any = None  #: see `kvpool.testing.model_checkpoints`
+    tables: list[Any] = field(default_factory=list)  #: one per layer group, of pools that have some
+    known: Any = None  #: what its prefix cache knows, of pools with layer groups
 
 
 def _place(array: np.ndarray) -> tuple[int, tuple[int, ...]]:

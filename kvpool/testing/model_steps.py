@@ -17,9 +17,7 @@ from kvpool.testing.model_prefix import PrefixModel
 class StepModel(PrefixModel):
     """`PrefixModel` with steps: a whole pool with one table per sequence."""
 
-    def __init__(
-        self, *sizes: Any, groups: None = None, lookahead: int = 0, two_classes: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, *sizes: Any, lookahead: int = 0, two_classes: bool = False, **options: Any) -> None:
         args.integer("Pool", "lookahead", lookahead, 0)
         if args.boolean("Pool", "two_classes", two_classes):
             raise ValueError("[Pool] two_classes is True: it needs groups and prefix_cache=True")

@@ -11,7 +11,7 @@ cdef enum:
     MOST_ARENAS = 16
     GONE = -2                   # stands for the ids of an entry that was let go
 
-cdef enum:                      # in the order of `kvpool.testing.fuzz_groups.KINDS`
+cdef enum:                      # in the order of `proof.plain.programs.KINDS`
     FULL_KIND
     WINDOW_KIND
     CHUNK_KIND

@@ -27,7 +27,7 @@ from proof.fuzz._fuzz_base cimport (
 from proof.fuzz._storage cimport line_stamp
 
 from kvpool import errors
-from kvpool.testing.fuzz_groups import KINDS
+from proof.plain.programs import KINDS
 from proof.fuzz.shape import OPERATIONS
 
 REFUSALS = (errors.KVPoolError, ValueError)

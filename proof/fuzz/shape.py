@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvpool.testing.fuzz_groups import options_of
+from proof.plain.programs import options_of
 
 OPERATIONS = (
     *("open", "open_prompt", "step", "reserve", "fork", "truncate", "close", "close_batch", "defer_close"),

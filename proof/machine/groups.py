@@ -1,13 +1,14 @@
 """A Hypothesis state machine for pools with layer groups, beside the plain model and a memory of what blocks hold.
 
-Its calls and its judges are those of `kvpool.testing.fuzz_groups.Program`. Hypothesis draws the groups and what each
+Its calls and its judges are those of `proof.plain.programs.Program`. Hypothesis draws the groups and what each
 call names, chooses for each example which calls take part, and shrinks all of it.
 
 Examples
 --------
->>> from kvpool.testing import ModelPlan, ModelPool
+>>> from kvpool.testing import ModelPlan
 >>> from proof.machine.groups import run
->>> run(ModelPool, ModelPlan, examples=2, steps=10)
+>>> from proof.plain import plain_pool
+>>> run(plain_pool, ModelPlan, examples=2, steps=10)
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvpool.groups import Group
+from kvpool.testing import ModelPlan
 from kvpool.testing.beside import Side
-from kvpool.testing.fuzz_groups import CACHED, OPERATIONS, PLANS, Program
-from kvpool.testing.model import ModelPlan, ModelPool
 from proof.machine.machine import run_machine
+from proof.plain import plain_pool
+from proof.plain.programs import CACHED, OPERATIONS, PLANS, Program
 
 MOST_GROUPS, REACH = 5, 12
 numbers = st.integers(0, 2**16 - 1)
@@ -73,7 +75,7 @@ class GroupMachine(RuleBasedStateMachine):
     def create(self, options: dict[str, Any]) -> None:
         """Make both pools and their plans."""
         assume(getattr(type(self).make[0], "may_cache", True) or not options["prefix_cache"])
-        self.sides = [Side(*make, options, PLANS) for make in (type(self).make, (ModelPool, ModelPlan))]
+        self.sides = [Side(*make, options, PLANS) for make in (type(self).make, (plain_pool, ModelPlan))]
         self.program = Program(self.sides[0], self.sides[1], options)
         self.agrees = True
 

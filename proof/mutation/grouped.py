@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 import kvpool
 from kvpool.groups import Group
-from kvpool.testing.fuzz_groups import WRONG, GroupRun, compare_constructors, make_group, options_of
 from kvpool.testing.fuzz_target import TargetFinding
 from proof.mutation.scenarios import tried
 from proof.mutation.tape import Difference, first_tag
+from proof.plain.programs import WRONG, GroupRun, compare_constructors, make_group, options_of
 
 RUNS = 90
 CONSTRUCTORS = 150

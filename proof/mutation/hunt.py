@@ -25,7 +25,7 @@ from typing import Any
 
 import kvpool
 from kvpool._core import Keys
-from kvpool.testing import ModelPlan, ModelPool
+from kvpool.testing import ModelPlan
 from proof.machine.machine import run
 from proof.mutation import bound, cached, strained
 from proof.mutation.blocks import KeysModel, blocks_by_name, blocks_of_an_engine, keys_of_blocks
@@ -67,6 +67,7 @@ from proof.mutation.pending import CORE_ONLY, SCENARIOS
 from proof.mutation.refused import Wrong, arguments_of_every_call, words_about_pools
 from proof.mutation.source import core_sources
 from proof.mutation.tape import Difference, Tape, first_tag, judge
+from proof.plain import plain_pool
 
 MUTANTS = Path(__file__).resolve().parent.parent / "mutants.json"
 #: Programs that run through the C interface too.
@@ -113,7 +114,7 @@ def record(tapes: int, seed: int, quick: bool = False) -> Iterator[Tape]:
     """
     core: dict[str, Any] = {"Pool": pool_of, "Plan": kvpool.Plan}
     by_c = core | {"Pool": pool_by_c}
-    model = {"Pool": ModelPool, "Plan": ModelPlan}
+    model = {"Pool": plain_pool, "Plan": ModelPlan}
     for program in SCENARIOS:
         tapes_of = [taped(program.__name__, core, program)]
         if program.__name__ in THROUGH_C:

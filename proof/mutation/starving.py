@@ -10,13 +10,14 @@ import numpy as np
 
 import kvpool
 from kvpool.groups import Group
-from kvpool.testing import ModelPlan, ModelPool
+from kvpool.testing import ModelPlan
 from proof.mutation.grouped import FORMATS as GROUP_FORMATS
 from proof.mutation.scenarios import FORMATS, look, tried
 from proof.mutation.tape import drop
+from proof.plain import plain_pool
 
 CORE: dict[str, Any] = {"pool": kvpool.Pool, "plan": kvpool.Plan}
-MODEL: dict[str, Any] = {"pool": ModelPool, "plan": ModelPlan}
+MODEL: dict[str, Any] = {"pool": plain_pool, "plan": ModelPlan}
 
 
 class Starving:

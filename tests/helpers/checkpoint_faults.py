@@ -1,6 +1,6 @@
 """Faults of the prefix cache with layer groups, planted in the plain model."""
 
-from kvpool.testing.model_checkpoints import CachedArena, CheckpointModel
+from proof.plain.checkpoints import CachedArena, CheckpointModel
 
 
 class HitWithoutState(CheckpointModel):

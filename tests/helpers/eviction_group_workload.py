@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from eviction_workload import EvictingRunner, Oracle, draw_policy
+from eviction_workload import EvictingRunner, Oracle, draw_policy, leave_out_beams
 from group_workload import GroupGuest, GroupMemory, arena_of, draw_groups, needs_alone, with_prefixes
 from scheduler_workload import Workload, tokens_needed
 
@@ -40,11 +40,8 @@ def draw_evicting_groups(seed: int) -> tuple[Workload, Policy]:
     """
     rng = np.random.default_rng([seed, 21])
     workload = draw_groups(seed)
-    workload.arrivals = [(tick, request) for tick, request in workload.arrivals if not request.beam_width]
-    if not workload.arrivals:
+    if not leave_out_beams(workload):
         return draw_evicting_groups(seed + 1000)
-    named = {request.id for _, request in workload.arrivals}
-    workload.cancels = {name: cancel for name, cancel in workload.cancels.items() if name in named}
     pool, options, caches = workload.pool, workload.scheduler, bool(seed % 2)
     policy = draw_policy(rng, pool["groups"][0].block_size)
     chunk = min(options["prefill_chunk"], options["max_step_tokens"])

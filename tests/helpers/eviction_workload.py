@@ -138,15 +138,20 @@ def alone(policy: Policy, request: Request, block_size: int, chunk: int, caches:
     return need
 
 
+def leave_out_beams(workload: Workload) -> bool:
+    """Take the beams out of a workload. Returns whether requests are left."""
+    workload.arrivals = [(tick, request) for tick, request in workload.arrivals if not request.beam_width]
+    named = {request.id for _, request in workload.arrivals}
+    workload.cancels = {name: cancel for name, cancel in workload.cancels.items() if name in named}
+    return bool(named)
+
+
 def draw_evicting(seed: int) -> tuple[Workload, Policy]:
     """Workload number `seed`, without beams, and a budget; in half of them no block more than one request needs."""
     rng = np.random.default_rng([seed, 8])
     workload = draw(seed)
-    workload.arrivals = [(tick, request) for tick, request in workload.arrivals if not request.beam_width]
-    if not workload.arrivals:
+    if not leave_out_beams(workload):
         return draw_evicting(seed + 1000)
-    named = {request.id for _, request in workload.arrivals}
-    workload.cancels = {name: cancel for name, cancel in workload.cancels.items() if name in named}
     size, options, pool = workload.pool["block_size"], workload.scheduler, workload.pool
     policy = draw_policy(rng, size)
     chunk = min(options["prefill_chunk"], options["max_step_tokens"])

@@ -4,9 +4,10 @@ import pytest
 from checkpoint_faults import WRONG_CHOICE, WRONG_CONTENT, WRONG_ORDER, OutlivesItsKeys, WholePathRefreshed
 
 from kvpool import Group, Plan, Pool
-from kvpool.testing.fuzz_groups import GroupRun, options_of
+from kvpool.testing import ModelPlan
 from kvpool.testing.fuzz_target import TargetFinding
-from kvpool.testing.model import ModelPlan, ModelPool
+from proof.plain import plain_pool
+from proof.plain.programs import GroupRun, options_of
 
 MOST = 300_000
 FAULTS = [*WRONG_CONTENT, *WRONG_CHOICE, OutlivesItsKeys, WholePathRefreshed]
@@ -120,6 +121,6 @@ def test_planted_fault_shows_in_the_order_of_leaving(fault):
     differs = False
     for case in (((60, 40), 1), ((24, 60), 0)):
         due = what_leaves(Pool, *case)
-        assert due == what_leaves(ModelPool, *case) and len(due) > 20
+        assert due == what_leaves(plain_pool, *case) and len(due) > 20
         differs |= due != what_leaves(fault, *case)
     assert differs

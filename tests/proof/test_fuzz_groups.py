@@ -1,14 +1,19 @@
 """Random programs on pools with groups: core and model agree, and every planted fault is convicted."""
 
+import json
+
 import pytest
 from group_faults import OF_CONTENT, OF_ORDER
 
 import kvpool
-from kvpool.testing.fuzz_groups import GroupRun, compare_constructors, hunt_groups, options_of
+from kvpool.testing import ModelPlan
 from kvpool.testing.fuzz_target import TargetFinding
-from kvpool.testing.model import ModelPlan, ModelPool
+from proof.fuzz._broken_groups import broken_groups
+from proof.plain import plain_pool
+from proof.plain.__main__ import main
+from proof.plain.programs import GroupRun, compare_constructors, hunt_groups, options_of
 
-MODEL = (ModelPool, ModelPlan)
+MODEL = (plain_pool, ModelPlan)
 RUNS = 150
 #: Where to begin with faults that few programs show: all seeds are tried.
 FIRST = {"FloorForgotten": 135, "RoomOfStatesNotRounded": 29, "StateKeptByRollback": 19, "ResetKeepsNotes": 88}
@@ -55,3 +60,22 @@ def test_finding_is_printed_as_a_test():
     report = hunt_groups((OF_CONTENT[0], ModelPlan), 1, calls=20_000)
     assert report.finding is not None
     assert "def test_fuzz_groups" in report.script and "Group(kind='window'" in report.script
+
+
+def test_command_fuzzes_and_makes_a_finding_again(capsys, monkeypatch):
+    def facts_of(*argv):
+        return main([*argv, "--json"]), json.loads(capsys.readouterr().out)
+
+    status, facts = facts_of("--ops", "600", "--seed", "2")
+    assert (status, facts["finding"]) == (0, None) and facts["calls"] >= 600
+    monkeypatch.setattr(kvpool, "Pool", broken_groups("lookahead forgotten"))
+    status, facts = facts_of("--ops", "60000", "--seed", "2")
+    assert status == 1 and "def test_fuzz_groups" in facts["script"]
+    again = facts["again"].removeprefix("python -m proof.plain ").split("#")[0].split()
+    status, once_more = facts_of(*again)
+    assert (status, once_more["finding"]) == (1, facts["finding"])
+
+
+def test_command_refuses_nonsense(capsys):
+    assert main(["--ops", "many"]) == 2
+    assert "proof.plain: --ops many" in capsys.readouterr().err

@@ -9,7 +9,6 @@ from kvpool.cli import fuzz, main
 from kvpool.testing.beside import RAISED, Pair
 from kvpool.testing.fuzz_pool import OPERATIONS, Program, hunt_pool
 from proof.fuzz._broken import broken
-from proof.fuzz._broken_groups import broken_groups
 
 #: Planted bugs that a few seconds of these programs find. The compiled fuzzer finds all.
 FOUND = (
@@ -80,17 +79,6 @@ def test_sizes_are_passed_on(capsys, monkeypatch):
     assert seen and all((pool["num_blocks"], pool["block_size"]) == (9, 3) for pool in seen)
 
 
-def test_groups_are_fuzzed_and_a_finding_is_made_again(capsys, monkeypatch):
-    status, facts = facts_of(capsys, "--groups", "--ops", "600", "--seed", "2")
-    assert (status, facts["finding"]) == (0, None) and facts["calls"] >= 600
-    monkeypatch.setattr(fuzz.kvpool, "Pool", broken_groups("lookahead forgotten"))
-    status, facts = facts_of(capsys, "--groups", "--ops", "60000", "--seed", "2")
-    assert status == 1 and "def test_fuzz_groups" in facts["script"]
-    again = facts["again"].removeprefix("kvpool fuzz ").split("#")[0].split()
-    status, once_more = facts_of(capsys, *again)
-    assert (status, once_more["finding"]) == (1, facts["finding"])
-
-
 @pytest.mark.parametrize(
     "argv",
     [
@@ -102,8 +90,6 @@ def test_groups_are_fuzzed_and_a_finding_is_made_again(capsys, monkeypatch):
         ("--blocks", "3"),
         ("--block-size", "0"),
         ("--seed", "x"),
-        ("--groups", "--blocks", "9"),
-        ("--groups", "--target", "nowhere"),
         ("--target", "nowhere"),
         ("--target", "kvpool:nothing"),
         ("--target", "no_such_module:f"),

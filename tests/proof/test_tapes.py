@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import kvpool
-from kvpool.testing import ModelPlan, ModelPool
+from kvpool.testing import ModelPlan
 from proof.machine.misuse import Shortens
 from proof.mutation import bound
 from proof.mutation.blocks import blocks_by_name, blocks_of_an_engine
@@ -37,6 +37,7 @@ from proof.mutation.grouped import (
 from proof.mutation.pending import CORE_ONLY, SCENARIOS
 from proof.mutation.refused import Wrong, arguments_of_every_call
 from proof.mutation.tape import LOCAL, Raised, Tape, as_judged, first_tag, judge
+from proof.plain import plain_pool
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "tapes.json"
 #: Programs that take more than a pool and plans, or other pools, and what.
@@ -91,24 +92,24 @@ def tape_of(program, **kinds):
 
 @pytest.mark.parametrize("program", [s for s in SCENARIOS if s.__name__ not in CORE_ONLY], ids=lambda s: s.__name__)
 def test_scenario_gives_what_the_model_gives(program):
-    judge(core_tape(program), tape_of(program, Pool=ModelPool, Plan=ModelPlan))
+    judge(core_tape(program), tape_of(program, Pool=plain_pool, Plan=ModelPlan))
 
 
 @pytest.mark.parametrize("program", [life_with_groups, shared_tails], ids=lambda s: s.__name__)
 def test_program_with_groups_gives_what_the_model_gives(program):
-    judge(core_tape(program, {"Shown": Shown}), tape_of(program, Pool=ModelPool, Plan=ModelPlan, Shown=ShownOfModel))
+    judge(core_tape(program, {"Shown": Shown}), tape_of(program, Pool=plain_pool, Plan=ModelPlan, Shown=ShownOfModel))
 
 
 def test_model_refuses_the_pools_and_plans_with_groups_that_the_core_refuses():
     tape = core_tape(refused_with_groups)
-    judge(tape, tape_of(refused_with_groups, Pool=ModelPool, Plan=ModelPlan))
+    judge(tape, tape_of(refused_with_groups, Pool=plain_pool, Plan=ModelPlan))
     assert sum(isinstance(op.outcome, Raised) for op in tape.ops) > 100
 
 
 @pytest.mark.parametrize("program", [blocks_by_name, blocks_of_an_engine], ids=lambda s: s.__name__)
 def test_blocks_of_an_arena_are_what_those_of_a_pool_of_its_size_are(program):
     tape = tape_of(program, Pool=ArenaPool, Plan=ArenaPlan)
-    judge(tape, tape_of(program, Pool=ModelPool, Plan=ModelPlan))
+    judge(tape, tape_of(program, Pool=plain_pool, Plan=ModelPlan))
     assert any(op.name == "mark_cached" and op.outcome is None for op in tape.ops)
 
 

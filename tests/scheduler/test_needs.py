@@ -1,10 +1,10 @@
 """`Needs.growth`: sequences for which so many blocks are free never find too few, whatever they share; and not more."""
 
-from contextlib import contextmanager
 from unittest import mock
 
 import numpy as np
 import pytest
+from planted import Faults
 
 from kvpool import Group, Plan, Pool
 from kvpool.errors import OutOfBlocks
@@ -12,7 +12,7 @@ from kvpool.scheduler.needs import Needs
 
 SEEDS = range(150)
 PLENTY = 4000
-FAULTS = {}
+fault = Faults()
 
 
 def drawn_groups(rng):
@@ -143,11 +143,6 @@ def test_row_that_holds_its_window_needs_only_what_is_missing(length):
 # ---- faults
 
 
-def fault(plant):
-    FAULTS[plant.__name__] = contextmanager(plant)
-    return plant
-
-
 @fault
 def growth_without_the_chunk():
     init = Needs.__init__
@@ -191,9 +186,9 @@ def growth_with_the_kept_entries_of_a_window_alone():
         yield
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", fault)
 def test_planted_fault_runs_out_of_blocks(name):
-    with FAULTS[name]():
+    with fault[name]():
         for seed in SEEDS:
             try:
                 served(seed)

@@ -12,6 +12,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from planted import Faults
 from scheduler_workload import Runner, Workload, draw, draw_crowd
 
 from kvpool import Plan, Pool, Scheduler
@@ -20,15 +21,9 @@ from kvpool.scheduler.queue import WaitingQueue
 from kvpool.scheduler.state import Core, DecodeBatch
 
 WORKLOADS = 100
-FAULTS: dict[str, Any] = {}
+fault = Faults()
 CROWDS: set[str] = set()  # faults that crowds show
 WHERE: dict[str, Any] = {}  # which workloads can show it at all; all of them by default
-
-
-def fault(plant):
-    """Register a generator that plants a fault, and yields."""
-    FAULTS[plant.__name__] = contextmanager(plant)
-    return plant
 
 
 def only_where(condition):
@@ -561,9 +556,9 @@ def beam_gives_children_the_blocks_of_the_first_parent():
         yield
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", fault)
 def test_planted_fault_is_detected(name):
-    with FAULTS[name]():
+    with fault[name]():
         workloads = ((draw_crowd if name in CROWDS else draw)(seed) for seed in range(WORKLOADS))
         if any(convicted(workload) for workload in workloads if WHERE.get(name, lambda w: True)(workload)):
             return

@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from eviction_workload import EvictedMemory, EvictingRunner, draw_evicting
+from eviction_workload import EvictedMemory, EvictingRunner, draw_evicting, leave_out_beams
 from scheduler_workload import Runner, draw
 from token_model import TokenModel
 
@@ -39,9 +39,7 @@ def test_random_workload_keeps_the_tokens_that_the_policy_names():
 
 def plain_workload(seed):
     workload = draw(seed)
-    workload.arrivals = [(tick, request) for tick, request in workload.arrivals if not request.beam_width]
-    named = {request.id for _, request in workload.arrivals}
-    workload.cancels = {name: cancel for name, cancel in workload.cancels.items() if name in named}
+    leave_out_beams(workload)
     return workload
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
-from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 from eviction_group_workload import EvictingGroupRunner, draw_evicting_groups
 from eviction_workload import EvictedMemory
+from planted import Faults
 from token_model import TokenModel
 
 from kvpool import Group, Pool, Request, Scheduler
@@ -26,7 +26,7 @@ from kvpool.scheduler.state import Core
 COUNT = 500 if os.environ.get("KVPOOL_LONG") else 24
 ONLY = os.environ.get("KVPOOL_WORKLOAD")
 WINDOW = SlidingWindow(max_kv=16, sink=2, slack=2)
-FAULTS: dict[str, Any] = {}
+fault = Faults()
 
 
 def run_number(seed):
@@ -159,12 +159,6 @@ def test_rows_that_lost_tokens_say_so_and_keep_their_positions():
 # ---- faults that the workloads convict
 
 
-def fault(plant):
-    """Register a generator that plants a fault, and yields."""
-    FAULTS[plant.__name__] = contextmanager(plant)
-    return plant
-
-
 @fault
 def next_token_takes_a_block_by_its_place():
     growth = Core.growth
@@ -211,9 +205,9 @@ def tokens_leave_another_length_than_the_scheduler_counts():
         yield
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", fault)
 def test_planted_fault_is_convicted(name):
-    with FAULTS[name]():
+    with fault[name]():
         for seed in (48, 5, 1, 0, *range(80)):  # the first seeds find most faults
             try:
                 run_number(seed)

@@ -7,7 +7,6 @@ number.
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -15,6 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from group_workload import GroupRunner, arena_of, draw_groups, needs_alone, peak, with_prefixes
+from planted import Faults
 
 from kvpool import Group, Plan, Pool, Request, Scheduler
 from kvpool.errors import OutOfBlocks, RequestRejected
@@ -25,7 +25,7 @@ COUNT = 600 if LONG else 30
 ONLY = os.environ.get("KVPOOL_WORKLOAD")
 PARTS = 3
 GROUPS = [Group.full(), Group.window(8, arena=1, num_blocks=200), Group.state(100)]
-FAULTS: dict[str, Any] = {}
+fault = Faults()
 FIRST = (19, 8, 6, 17)  # workloads that convict soon; the others come after them
 
 
@@ -87,12 +87,6 @@ def test_workloads_with_groups_cover_every_situation():
 
 
 # ---- faults
-
-
-def fault(plant):
-    """Register a generator that plants a fault, and yields."""
-    FAULTS[plant.__name__] = contextmanager(plant)
-    return plant
 
 
 def _ignore(arena: int):
@@ -162,9 +156,9 @@ def convicted(seed: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", fault)
 def test_planted_fault_is_convicted(name):
-    with FAULTS[name]():
+    with fault[name]():
         assert any(convicted(seed) for seed in (*FIRST, *range(60))), f"{name} survives 60 workloads"
 
 

@@ -3,7 +3,7 @@
 As in `kvpool.testing.fuzz_pool` a program is a list of words ``(op, a, b, c)``. Compared after every call: what it
 returned or raised, the statistics of all arenas, all tables, every array of the plan that was filled, and `check`.
 With a prefix cache, its statistics and events are compared, too. The model then hands out other ids than the core, so
-only the holes are compared in arrays of ids. `kvpool.testing.group_content.GroupContent` judges what the queries of
+only the holes are compared in arrays of ids. `proof.plain.content.GroupContent` judges what the queries of
 each step read, and asks no pool.
 """
 
@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 
 from kvpool.groups import Group
+from kvpool.testing import ModelPlan
 from kvpool.testing.beside import RAISED, Pair, Side, local
 from kvpool.testing.fuzz_target import TargetFinding, TargetReport, hunt
-from kvpool.testing.group_content import GroupContent
 from kvpool.testing.minimal import Word
-from kvpool.testing.model import ModelPlan, ModelPool
+from proof.plain import plain_pool
+from proof.plain.content import GroupContent
 
 CALLS_PER_RUN = 150
 OPERATIONS = (
@@ -737,7 +738,7 @@ def make_group(rng: random.Random) -> Group:
     return Group.window(number, **options)
 
 
-def compare_constructors(make_pool: Any, seed: int, count: int, oracle: Any = ModelPool) -> dict[str, int]:
+def compare_constructors(make_pool: Any, seed: int, count: int, oracle: Any = plain_pool) -> dict[str, int]:
     """Make pools that may be wrong on both sides; both make one, or both raise the same. Returns how many of each."""
     rng = random.Random(f"constructors {seed}")
     met: dict[str, int] = {}
@@ -803,7 +804,7 @@ class GroupRun:
         options: dict[str, Any],
         seed: int,
         make: tuple[Any, Any],
-        oracle: tuple[Any, Any] = (ModelPool, ModelPlan),
+        oracle: tuple[Any, Any] = (plain_pool, ModelPlan),
         counters: bool = True,
     ) -> None:
         self.sizes, self.seed, self.make, self.oracle = options, seed, make, oracle
@@ -843,14 +844,14 @@ class GroupRun:
         comment = "".join(f"    # {line}\n" for line in what.splitlines()[:3])
         options = "".join(f"        {name!r}: {value!r},\n" for name, value in self.sizes.items())
         return (
-            "import kvpool\nfrom kvpool.groups import Group\nfrom kvpool.testing.fuzz_groups import GroupRun\n\n\n"
+            "import kvpool\nfrom kvpool.groups import Group\nfrom proof.plain.programs import GroupRun\n\n\n"
             f"def test_fuzz_groups():\n{comment}    options = {{\n{options}    }}\n"
             f"    words = [\n{lines}    ]\n    GroupRun(options, {self.seed}, (kvpool.Pool, kvpool.Plan)).play(words)\n"
         )
 
 
 def hunt_groups(
-    make: tuple[Any, Any], seed: int = 1, *, oracle: tuple[Any, Any] = (ModelPool, ModelPlan), **until: Any
+    make: tuple[Any, Any], seed: int = 1, *, oracle: tuple[Any, Any] = (plain_pool, ModelPlan), **until: Any
 ) -> TargetReport:
     """Random programs on pools with groups, until one differs from the model or reads the wrong content.
 

@@ -184,7 +184,7 @@ def make_layers(
 
 
 class GroupModel(StepModel):
-    """A pool of several layer groups: ``ModelPool(..., groups=[...])`` makes one.
+    """A pool of several layer groups: ``plain_pool(..., groups=[...])`` makes one.
 
     Parameters
     ----------

@@ -19,8 +19,8 @@ from kvpool.stats import PrefixStats
 from kvpool.testing import model_args as args
 from kvpool.testing.model_arena import Part, public_call
 from kvpool.testing.model_blocks import Step, ceil_div
-from kvpool.testing.model_groups import HOLE, Arena, GroupModel, Layers, Table
 from kvpool.testing.model_plan import Sequence
+from proof.plain.groups import HOLE, Arena, GroupModel, Layers, Table
 
 MOST_TAKEN = 2  #: checkpoints that a row has taken and not published
 NODES_PER_CHECKPOINT = 4  #: there is room for one checkpoint per so many nodes
@@ -147,7 +147,7 @@ class CachedArena(Arena):
 
 
 class CheckpointModel(GroupModel):
-    """`GroupModel` with a prefix cache: ``ModelPool(..., groups=[...], prefix_cache=True)`` makes one."""
+    """`GroupModel` with a prefix cache: ``plain_pool(..., groups=[...], prefix_cache=True)`` makes one."""
 
     arena_class, may_cache = CachedArena, True
 
