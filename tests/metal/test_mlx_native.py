@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from mlx_models import batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_gpt_oss, tiny_llama
 
-from kvpool.adapters.mlx_lm import install
+from kvpool.adapters.mlx_lm import Engine, install
 from kvpool.config import LAYOUTS, KVSpec
 from kvpool.errors import BackendUnavailable
 from kvpool.protocol import StepArrays
@@ -517,3 +517,22 @@ def test_failing_build_says_what_the_compiler_said(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
     with pytest.raises(BuildError, match="no-such-compiler"):
         compile_to(tmp_path)
+
+
+def test_a_decode_step_of_the_engine_is_one_evaluation(built, monkeypatch):
+    """Layers, attention and sampling: MLX is asked once, and the next step is under way when the tokens are read."""
+    asked = []
+    with on_cpu(), looking_in(built), Engine(tiny_llama(), 100, block_size=4) as engine:
+        assert type(engine.kv.backend).__name__ == "NativeBackend"
+        for prompt in random_prompts([5, 9, 3]):
+            engine.submit(prompt, max_tokens=30)
+        for _ in range(5):
+            engine.step()
+        for name in ("eval", "async_eval"):
+            call = getattr(mx, name)
+            monkeypatch.setattr(mx, name, lambda *x, name=name, call=call: asked.append(name) or call(*x))
+        for _ in range(10):
+            engine.step()
+        assert engine.kv.pool.stats().pending == 1
+        monkeypatch.undo()
+    assert asked == ["async_eval"] * 10

@@ -55,9 +55,9 @@ PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=14)  # three tokens: 
 class Calls(RuleBasedStateMachine):
     """One scheduler; `out` are the steps that are out, `old` is one that was."""
 
-    @initialize(pool=POOLS, options=SCHEDULERS)
-    def begin(self, pool, options):
-        workload = Workload(0, pool, options, [])
+    @initialize(pool=POOLS, options=SCHEDULERS, drafts=st.sampled_from([None, None, 0.8]))
+    def begin(self, pool, options, drafts):
+        workload = Workload(0, pool, options, [], drafts=drafts)
         self.runner = Runner(workload)
         self.runner.watch.strict = False
         self.scheduler, self.pool = self.runner.scheduler, self.runner.pool
