@@ -158,14 +158,14 @@ class Service:
 
     async def messages(self, request: Request) -> Response:
         """``POST /v1/messages``."""
-        body = (await self._read(MessagesRequest, request)).as_chat()
+        body = (await self._read(MessagesRequest, request)).chat
         prompt, manner = await self._templated(request, body)
         answer = MessageAnswer(self._settings.model, len(prompt), manner)
         return await self._answer(request, body, answer, [prompt], manner)
 
     async def count_tokens(self, request: Request) -> Response:
         """``POST /v1/messages/count_tokens``."""
-        prompt, _ = await self._templated(request, (await self._read(CountRequest, request)).as_chat())
+        prompt, _ = await self._templated(request, (await self._read(CountRequest, request)).chat)
         return JSONResponse({"input_tokens": len(prompt)})
 
     async def models(self, request: Request) -> Response:

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from kvpool.adapters.mlx_lm.engine import Completion, TokenEvent
 from kvpool.serving.requests import MOST, TOOLS, Addressed, ChatRequest, Label, Name, Part, Stops, Strict, Text
@@ -168,12 +168,10 @@ class CountRequest(Addressed):
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
 
-    def agree(self) -> None:
-        """See `Addressed`."""
-        self.as_chat()
+    _chat: ChatRequest = PrivateAttr()
 
-    def as_chat(self) -> ChatRequest:
-        """Return the chat that asks for the same."""
+    def agree(self) -> None:
+        """Make `chat`, the chat that asks for the same. See `Addressed`."""
         messages = [message for turn in self.messages for message in turn.as_chat()]
         if self.system:
             messages.insert(0, {"role": "system", "content": _text(self.system)})
@@ -186,9 +184,13 @@ class CountRequest(Addressed):
         if self.output_config is not None and self.output_config.format is not None:
             form = {"name": "answer", "schema": self.output_config.format.given}
             asked["response_format"] = {"type": "json_schema", "json_schema": form}
-        chat = ChatRequest.model_validate(asked | self.sampling())
-        chat.agree()
-        return chat
+        self._chat = ChatRequest.model_validate(asked | self.sampling())
+        self._chat.agree()
+
+    @property
+    def chat(self) -> ChatRequest:
+        """The chat that asks for the same."""
+        return self._chat
 
     def sampling(self) -> dict[str, Any]:
         """Return the other fields of the chat."""
