@@ -22,7 +22,10 @@ GATES = (
     *("operations", "determinism", "failures", "exhaustion", "misuse", "soak", "arithmetic", "complexity"),
     *("mutants", "coverage", "threads", "simulator", "groups", "freethreaded", "hostile", "kills"),
 )
-LONG = {"operations": "an hour of random calls; `make proof-long` runs it"}  # left out unless asked for
+LONG = {  # left out unless asked for
+    "operations": "an hour of random calls; `make proof-long` runs it",
+    "kills": "an hour of servers that start; `make proof-long` runs it",
+}
 COLUMNS = ("figure", "target", "measured", "holds", "planted fault", "command")
 
 

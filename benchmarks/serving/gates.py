@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from statistics import median
 from typing import Any
 
@@ -13,11 +14,11 @@ import numpy as np
 
 import kvpool
 from benchmarks.gate import Gate, held
-from benchmarks.serving.runs import Bench, Run, make_bench, run_all, warm_up, workload_of
+from benchmarks.serving.runs import Bench, Run, make_bench, run_all, same_tokens, warm_up, workload_of
 from benchmarks.serving.settings import Settings
 from kvpool.cli.machine import cpu_model
 
-EQUAL, SHORT, MIXED = 1.0, 0.9, 1.3
+RATE, SHARED_RATE, SHARED_BYTES = 1.0, 1.6, 0.4
 TICKS = 3.0
 SPIKES = 0
 NULL_RATE = 1e6
@@ -25,16 +26,20 @@ NULL_BATCH = 256
 
 STEADY_CHUNK = 32
 
-EQUAL_WORKLOAD: dict[str, Any] = {
-    **{"prompt": "256", "output": "64", "requests": 32, "max_batch": 16, "shared_prefix": 0, "chunk": 512},
+ROWS: dict[str, dict[str, Any]] = {
+    "equal prompts (64/32)": {"prompt": "64", "output": "32", "requests": 192},
+    "equal prompts (256/64)": {"prompt": "256", "output": "64", "requests": 64},
+    "mixed lengths": {"prompt": "lognormal:24:0.7:96", "output": "lognormal:32:0.7:128", "requests": 128},
+    "single stream": {"prompt": "64", "output": "64", "requests": 8, "max_batch": 1},
+    "shared prefix": {
+        **{"prompt": "lognormal:24:0.7:96", "output": "lognormal:32:0.7:128", "requests": 96},
+        "shared_prefix": 128,
+    },
 }
-SHORT_WORKLOAD: dict[str, Any] = EQUAL_WORKLOAD | {"prompt": "64", "output": "32"}
-MIXED_WORKLOAD: dict[str, Any] = {
-    **{"prompt": "lognormal:24:0.7:96", "output": "lognormal:32:0.7:128", "requests": 48},
-    **{"max_batch": 16, "shared_prefix": 128, "chunk": 128},
-}
-"""Rates are compared with as many tokens of prompts in a step for both as stock is fast with, 32 of each prompt. How
-even steps are is a matter of `STEADY_CHUNK`: fewer tokens of prompts stand between two tokens of an answer."""
+"""Both have the same budgets: 16 sequences at a time, 256 tokens of prompts in a step, room for all sequences."""
+SLOW = {"tiny": 1, "medium": 8}
+"""How many times fewer requests a model serves, others `SLOWEST` times."""
+SLOWEST = 48
 
 
 def measure(settings: Settings, say: Callable[[str], None]) -> list[Gate]:
@@ -43,45 +48,45 @@ def measure(settings: Settings, say: Callable[[str], None]) -> list[Gate]:
     gates = [null_gate()]
     if settings.is_null:
         return gates
-    one = make_bench(replace(settings, **EQUAL_WORKLOAD, num_blocks=None))
-    blocks = EQUAL_WORKLOAD["max_batch"] * one.slot_blocks
-    equal = replace(one, settings=replace(one.settings, num_blocks=blocks), say=say)
-    warm_up(equal, ("kvpool", "stock"))
-    gates += compared(f"equal {_shape(EQUAL_WORKLOAD)}", equal, EQUAL)
-    short = _with_workload(equal, replace(settings, **SHORT_WORKLOAD, num_blocks=blocks))
-    gates += compared(f"equal short {_shape(SHORT_WORKLOAD)}", short, SHORT, by="cpu")
-    mixed = _with_workload(equal, replace(settings, **MIXED_WORKLOAD, num_blocks=None))
-    return gates + compared("mixed lengths, shared prefix", mixed, MIXED)
+    base = replace(settings, max_batch=16, shared_prefix=0, chunk=256, num_blocks=None)
+    bench = replace(make_bench(replace(base, requests=1)), say=say)
+    warm_up(bench, ("kvpool", "stock"))
+    for name, row in ROWS.items():
+        requests = -(-row["requests"] // SLOW.get(settings.model, SLOWEST))
+        own = replace(base, **row | {"requests": requests})
+        gates += compared(name, replace(bench, settings=own, workload=workload_of(own, bench.vocab_size)))
+    return gates
 
 
-def _with_workload(bench: Bench, settings: Settings) -> Bench:
-    return replace(bench, settings=settings, workload=workload_of(settings, bench.vocab_size))
+def compared(name: str, bench: Bench) -> list[Gate]:
+    """Return the gates of one workload: the rates beside stock's, and that the tokens are the same.
 
-
-def _shape(workload: dict[str, Any]) -> str:
-    return f"({workload['prompt']}/{workload['output']})"
-
-
-def compared(name: str, bench: Bench, limit: float, by: str = "wall") -> list[Gate]:
-    """Return the gates of one workload: the rate beside stock's, and the steps of the steady state.
-
-    `by` "cpu" compares tokens per second of CPU time, for rates so close to each other that a busy machine decides.
+    With a shared prefix also the bytes, and how even the steps are with `STEADY_CHUNK` tokens of prompts in a step.
     """
     s = bench.settings
-    bench.say(f"{name}: {bench.dense_batch} sequences fit the pool densely")
+    bench.say(name)
     runs = run_all(bench, ("kvpool", "stock"), s.repetitions)
     pairs = list(zip(runs["kvpool"], runs["stock"], strict=True))
-    wall, cpu = median(a.rate / b.rate for a, b in pairs), median(a.cpu_rate / b.cpu_rate for a, b in pairs)
-    rates = " against ".join(f"{median(run.rate for run in runs[who]):,.0f}" for who in ("kvpool", "stock"))
+    limit = SHARED_RATE if s.shared_prefix else RATE
+    title = f"{s.model}, {name}"
+    gates = []
+    for what, rate in (("tokens/s of CPU time", attrgetter("cpu_rate")), ("tokens/s", attrgetter("rate"))):
+        note = " against ".join(f"{median(map(rate, runs[who])):,.0f}" for who in ("kvpool", "stock"))
+        ratio = median(rate(a) / rate(b) for a, b in pairs)
+        gates.append(Gate(f"{title}: {what} over stock's", ratio, limit, note=note))
+    gates.append(Gate(f"{title}: share of the sequences with the same tokens", same_tokens(runs), 1.0))
+    if not s.shared_prefix:
+        return gates
+    ours, theirs = (median(run.summary["blocks_in_use_peak"] for run in runs[who]) for who in ("kvpool", "stock"))
+    note = f"{ours:,.0f} blocks against the bytes of {theirs:,.0f}"
+    gates.append(Gate(f"{title}: bytes at the peak over stock's", ours / theirs, SHARED_BYTES, True, note))
     bench.say(f"{name}: kvpool alone, {STEADY_CHUNK} tokens of prompts in a step")
-    ours = run_all(bench.with_settings(chunk=STEADY_CHUNK), ("kvpool",), s.repetitions)["kvpool"]
-    title, small = f"{s.model}, {name}", f"CPU time, {STEADY_CHUNK} tokens of prompts in a step"
+    even = run_all(bench.with_settings(chunk=STEADY_CHUNK), ("kvpool",), s.repetitions)["kvpool"]
+    small = f"CPU time, {STEADY_CHUNK} tokens of prompts in a step"
     return [
-        Gate(f"{title}: tokens/s over stock's", wall, limit, note=f"{rates}; {cpu:.2f} by CPU time")
-        if by == "wall"
-        else Gate(f"{title}: tokens/s of CPU time over stock's", cpu, limit, note=f"{wall:.2f} by the clock, {rates}"),
-        Gate(f"{title}: steady steps, p99 / p50", steady_ratio(ours), TICKS, True, small),
-        Gate(f"{title}: spikes", median(map(spikes, ours)), SPIKES, True, f"{small}, > 5 medians"),
+        *gates,
+        Gate(f"{title}: steady steps, p99 / p50", steady_ratio(even), TICKS, True, small),
+        Gate(f"{title}: spikes", median(map(spikes, even)), SPIKES, True, f"{small}, > 5 medians"),
     ]
 
 

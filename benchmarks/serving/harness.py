@@ -217,13 +217,13 @@ def serve_side_by_side(
     for clock in clocks:
         clock.pause()
     lanes = list(zip(pairs, records, clocks, strict=True))
-    going = [(one[0], clock, ticks(*one, clock, record)) for one, record, clock in lanes]
+    going = [(one[0], record, clock, ticks(*one, clock, record)) for one, record, clock in lanes]
     gc.collect()
     gc.freeze()  # a collection that walks through all modules would be somebody's spike
     try:
         while going:
             for lane in tuple(going):
-                server, clock, run = lane
+                server, record, clock, run = lane
                 clock.resume()
                 until = clock.now() + slice_seconds
                 for tokens in run:
@@ -232,7 +232,9 @@ def serve_side_by_side(
                         break
                 else:
                     going.remove(lane)
+                cpu = time.process_time()
                 getattr(server, "settle", lambda: None)()
+                record.settled += time.process_time() - cpu
                 clock.pause()
     finally:
         gc.unfreeze()

@@ -6,6 +6,7 @@ The only module of it that imports mlx and mlx-lm.
 from __future__ import annotations
 
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -13,17 +14,17 @@ import numpy as np
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import llama
 from mlx_lm.models.cache import LRUPromptCache
+from mlx_lm.utils import save_config, save_model
 from numpy.typing import NDArray
 
 from benchmarks.serving.harness import Tick
 from benchmarks.serving.paged import Observer
 from kvpool import Request
-from kvpool.adapters.mlx_lm import loading
+from kvpool.adapters.mlx_lm import loading, tiny
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.adapters.mlx_lm.shapes import inspect_model
-from kvpool.adapters.mlx_lm.tiny import randomize
 from kvpool.cli.console import CommandError
-from kvpool.scheduler import Step
+from kvpool.scheduler import Output, Step
 
 LLAMA = {
     "model_type": "llama",
@@ -39,6 +40,10 @@ SIZES: dict[str, dict[str, int]] = {
     "medium": {
         **{"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 512},
         **{"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64},
+    },
+    "big": {
+        **{"hidden_size": 1024, "num_hidden_layers": 8, "intermediate_size": 2816},
+        **{"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64},
     },
 }
 """Llamas with random weights. A step of the medium one with 16 to 32 rows takes 20 to 50 ms on two cores with
@@ -60,14 +65,30 @@ def load(name: str) -> tuple[Any, int]:
             raise CommandError(f"--model {exc}") from exc
         return model, int(model.args.vocab_size)
     model = llama.Model(llama.ModelArgs.from_dict(LLAMA | SIZES[name]))
-    randomize(model)
+    tiny.randomize(model)
     model.eval()
     mx.eval(model.parameters())
     return model, int(LLAMA["vocab_size"])  # type: ignore[call-overload]
 
 
-PROMPT_CACHES = 10
-"""Sequences that mlx-lm's server remembers, by default."""
+def save(name: str, folder: Path) -> None:
+    """Write one of `SIZES` with a tokenizer of bytes. All that it says are visible ASCII characters, without an end.
+
+    Detokenizers of mlx-lm drop a space that an answer begins with; so there is none.
+    """
+    config = tiny.CONFIG | SIZES[name]
+    model, tokenizer = llama.Model(llama.ModelArgs.from_dict(config)), tiny.byte_tokenizer()
+    tiny.randomize(model)
+    visible = ["!" <= tokenizer.decode([token]) <= "~" for token in range(len(tokenizer) - 1)]
+    model.lm_head.weight *= mx.array([*visible, False])[:, None]
+    folder.mkdir(parents=True)
+    save_model(folder, model)
+    save_config(config, folder / "config.json")
+    tokenizer.save_pretrained(folder)
+
+
+PROMPT_CACHES, PROMPTS = 10, 8
+"""Sequences that mlx-lm's server remembers, and prompts that it computes at a time, by default."""
 
 
 def block_nbytes(model: Any, block_size: int) -> int:
@@ -82,8 +103,8 @@ class StockServer:
     ----------
     batch : int
         Sequences at a time, prompts among them.
-    prefill_chunk : int
-        Tokens of each prompt that one of its steps computes.
+    chunk : int
+        Tokens of prompts that one of its steps computes, all prompts together.
     block_nbytes : int
         Its caches are counted in blocks of so many bytes, to compare with a pool.
     shared_prefix : int
@@ -92,10 +113,14 @@ class StockServer:
     """
 
     def __init__(
-        self, model: Any, batch: int, *, prefill_chunk: int, block_nbytes: int, shared_prefix: int = 0
+        self, model: Any, batch: int, *, chunk: int, block_nbytes: int, shared_prefix: int = 0
     ) -> None:
+        prompts = min(batch, PROMPTS)
         self.generator = BatchGenerator(
-            model, completion_batch_size=batch, prefill_batch_size=batch, prefill_step_size=prefill_chunk
+            model,
+            completion_batch_size=batch,
+            prefill_batch_size=prompts,
+            prefill_step_size=max(1, chunk // prompts),
         )
         self.batch, self.block_nbytes, self.shared_prefix = batch, block_nbytes, shared_prefix
         self.prompt_cache = LRUPromptCache(PROMPT_CACHES) if shared_prefix else None
@@ -200,20 +225,23 @@ class EngineServer:
         self.tokens: dict[int, list[int]] = {}
         self.pool, self.scheduler = self.engine.kv.pool, self.engine.scheduler
         self._observer = Observer(self.scheduler, self.pool, max_running, samples)
-        self._schedule = self.scheduler.schedule
-        self.scheduler.schedule = self._observed  # type: ignore[method-assign]
+        self._update = self.scheduler.update
+        self.scheduler.update = self._observed  # type: ignore[method-assign, assignment]
         self._tick = Tick()
+        self._emitted: list[int] = []
         self._ended: list[Any] = []
 
-    def _observed(self) -> Step | None:
-        step = self._schedule()
-        if step is not None:
-            self._tick = self._observer.see(step)
-        return step
+    def _observed(self, step: Step, *results: Any) -> list[Output]:
+        self._tick = self._observer.see(step)
+        return self._update(step, *results)
 
     def add(self, number: int, prompt: NDArray[np.int32], max_tokens: int) -> None:
-        """Take a request."""
-        self.engine.submit(Request(prompt, max_tokens, id=number, n=self.samples))
+        """Take a request. Its listener counts for the engine: it is part of the time of a step."""
+        first = number * self.samples
+        self.engine.submit(
+            Request(prompt, max_tokens, id=number, n=self.samples),
+            on_token=lambda event: self._emitted.append(first + event.index),
+        )
 
     @property
     def is_busy(self) -> bool:
@@ -222,7 +250,13 @@ class EngineServer:
 
     def tick(self) -> None:
         """One step of the engine."""
+        self._tick = Tick()
+        self._emitted.clear()
         self._ended = self.engine.step()
+
+    def settle(self) -> None:
+        """Finish the step that was begun ahead."""
+        mx.synchronize()
 
     def describe(self) -> Tick:
         """The last step."""
@@ -230,6 +264,7 @@ class EngineServer:
             for sample in completion.samples:
                 self.tokens[completion.id * self.samples + sample.output.index] = sample.tokens.tolist()
         self._ended = []
+        self._tick.emitted = np.array(self._emitted, np.int64)
         return self._tick
 
     @property

@@ -47,7 +47,7 @@ def summarize(record: Record, phases: Phases) -> dict[str, Any]:
     found: dict[str, Any] = {
         "tokens": record.num_tokens,
         "wall_seconds": record.wall,
-        "cpu_seconds": float(record.column("cpu").sum()) if len(record) else 0.0,
+        "cpu_seconds": record.settled + (float(record.column("cpu").sum()) if len(record) else 0.0),
         "tokens_per_sec": record.num_tokens / record.wall if record.wall > 0 else None,
         "steady_tokens_per_sec": phases.steady.tokens_per_sec,
         "ticks": len(record),

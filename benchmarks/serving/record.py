@@ -32,12 +32,15 @@ class Record:
         `COLUMNS` of each tick: seconds by the clock, seconds of CPU time, then what its `Tick` has.
     emitted : list of int array
         Sequences that got a token, per tick.
+    settled : float
+        CPU seconds of steps that were begun ahead, after the last tick of a turn.
     """
 
     arrivals: NDArray[np.float64]
     samples: int = 1
     rows: list[tuple[float, ...]] = field(default_factory=list, repr=False)
     emitted: list[NDArray[np.integer]] = field(default_factory=list, repr=False)
+    settled: float = 0.0
 
     def add(self, start: float, end: float, cpu: float, tick: Tick) -> None:
         """Append one tick."""

@@ -12,7 +12,7 @@ import numpy as np
 import kvpool
 from benchmarks.attention.report import Lines, print_table
 from benchmarks.serving.metrics import utilization
-from benchmarks.serving.runs import Bench, Run, finite, median
+from benchmarks.serving.runs import Bench, Run, finite, median, same_tokens
 from kvpool.cli.machine import cpu_model
 
 NAMES = {"kvpool": "kvpool", "stock": "mlx-lm BatchGenerator"}
@@ -79,27 +79,14 @@ def run_json(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def same_tokens(runs: dict[str, list[Run]]) -> float | None:
-    """Return the share of sequences with the same tokens in every run of kvpool and stock; None without a model.
-
-    Two ways to round may choose different tokens where two are nearly as likely.
-    """
-    ours, theirs = (runs.get(name, []) for name in ("kvpool", "stock"))
-    if not theirs or not theirs[0].tokens:
-        return None
-    expected = theirs[0].tokens
-    equal = [all(run.tokens.get(key) == tokens for run in ours) for key, tokens in expected.items()]
-    return sum(equal) / len(equal)
-
-
 def show(bench: Bench, result: dict[str, Any]) -> None:
     """Print tables."""
     s, work, pool = bench.settings, result["workload"], result["pool"]
     time = "simulated time" if s.is_null else f"{cpu_model()}, median of {s.repetitions}"
     print(f"{s.model}: {work['name']}, {work['prompt_tokens']:,} + {work['tokens']:,} tokens; {time}")
     print(
-        f"pool: {pool['num_blocks']} blocks of {pool['block_size']}; in the same bytes a dense cache holds "
-        f"{pool['dense_batch']} sequences of {work['longest']} tokens\n"
+        f"pool: {pool['num_blocks']} blocks of {pool['block_size']}; reserved slots would hold {pool['dense_batch']} "
+        f"sequences of {work['longest']} tokens\n"
     )
     print_table("Tokens per second", rate_lines(bench, result))
     print_table("Milliseconds", latency_lines(bench, result))

@@ -95,7 +95,8 @@ class Bench:
     def num_blocks(self) -> int:
         """Usable blocks of the pool."""
         s = self.settings
-        return s.num_blocks if s.num_blocks is not None else max(1, s.max_batch // 4) * self.slot_blocks
+        room = max(1, s.max_batch // 4) if s.is_null else s.max_batch
+        return s.num_blocks if s.num_blocks is not None else room * self.slot_blocks
 
     @property
     def dense_batch(self) -> int:
@@ -123,8 +124,9 @@ class Bench:
         return self.workload if name == "kvpool" else self.workload.one_by_one()
 
     def batch(self, name: str) -> int:
-        """Sequences that somebody runs at a time."""
-        return self.settings.max_batch if name == "kvpool" else min(self.dense_batch, self.settings.max_batch)
+        """Sequences that somebody runs at a time. The null model's slots: as many as fit the pool."""
+        has_slots = self.settings.is_null and name != "kvpool"
+        return min(self.dense_batch, self.settings.max_batch) if has_slots else self.settings.max_batch
 
     @contextlib.contextmanager
     def serving(self, name: str) -> Iterator[Any]:
@@ -157,7 +159,7 @@ class Bench:
         return self.lm.StockServer(
             self.model,
             batch,
-            prefill_chunk=max(1, s.chunk // batch),
+            chunk=s.chunk,
             block_nbytes=block_nbytes,
             shared_prefix=s.shared_prefix,
         )
@@ -264,6 +266,19 @@ def run_all(bench: Bench, names: Sequence[str], repetitions: int) -> dict[str, l
 def median(runs: Sequence[Run]) -> Run:
     """Return the run with the median rate (the lower one of two)."""
     return sorted(runs, key=lambda run: run.rate)[(len(runs) - 1) // 2]
+
+
+def same_tokens(runs: dict[str, list[Run]]) -> float | None:
+    """Return the share of sequences with the same tokens in every run of kvpool and stock; None without a model.
+
+    Two ways to round may choose different tokens where two are nearly as likely.
+    """
+    ours, theirs = (runs.get(name, []) for name in ("kvpool", "stock"))
+    if not theirs or not theirs[0].tokens:
+        return None
+    expected = theirs[0].tokens
+    equal = [all(run.tokens.get(key) == tokens for run in ours) for key, tokens in expected.items()]
+    return sum(equal) / len(equal)
 
 
 def check_fits(bench: Bench) -> None:

@@ -31,9 +31,10 @@ class Settings:
     prompt, output : str
         Lengths, see `benchmarks.serving.workload.Lengths`; `shared_prefix` tokens come before every prompt.
     num_blocks : int or None
-        Usable blocks. None: those that a quarter of `max_batch` sequences of the longest length would reserve.
+        Usable blocks. None: those that `max_batch` sequences of the longest length would reserve, or a quarter of
+        them with the null model.
     max_batch : int
-        Sequences at a time. The others run as many as fit the same bytes when each reserves the longest length.
+        Sequences at a time. Slots of the null model: as many as fit the pool.
     chunk : int
         Tokens of prompts that a step computes at most, all prompts together, whoever serves.
     """
@@ -69,7 +70,7 @@ NUMBERS: dict[str, tuple[str, str | None, str]] = {
     "shared-prefix": ("TOKENS", "0", "that every prompt begins with"),
     "samples": ("N", "1", "answers per prompt, by fork"),
     "trace-scale": ("N", "1", "divide the lengths of a trace"),
-    "num-blocks": ("N", None, "of the pool (default: what a quarter of --max-batch sequences would reserve)"),
+    "num-blocks": ("N", None, "of the pool (default: room for --max-batch of the longest; null: a quarter)"),
     "block-size": ("TOKENS", "16", "tokens per block"),
     "max-batch": ("N", "16", "most sequences at a time"),
     "chunk": ("TOKENS", "128", "of prompts in one step, all together"),
@@ -84,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="NAME",
         default="tiny",
-        help="null: nothing is computed, time is simulated; tiny, medium: Llamas with random weights; or a checkpoint: "
+        help="null: nothing is computed, time is simulated; tiny, medium, big: random Llamas; or a checkpoint: "
         "a folder, or an id that mlx-lm downloads (default: %(default)s)",
     )
     texts = {

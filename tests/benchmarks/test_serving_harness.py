@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.serving.harness import SimulatedClock, Tick, WallClock, serve
+from benchmarks.serving.harness import SimulatedClock, Tick, WallClock, serve, serve_side_by_side
 from benchmarks.serving.metrics import latencies, percentiles, summarize, tick_times, usage
 from benchmarks.serving.phases import find_phases
 from benchmarks.serving.slots import SlotServer
@@ -75,6 +77,17 @@ def test_a_prompt_longer_than_a_chunk_takes_several_ticks_and_no_decode_waits_fo
     record = run(SlotServer(2, prefill_chunk=4), work)
     assert record.column("prefill_tokens").tolist() == [1, 4, 4, 2, 0]
     assert times_of(record) == {0: [1, 2, 3, 4, 5], 1: [4]}
+
+
+def test_work_after_the_last_tick_of_a_turn_is_cpu_time_of_its_server():
+    class Late(SlotServer):
+        def settle(self):
+            end = time.process_time() + 0.02
+            while time.process_time() < end:
+                pass
+
+    late, prompt = serve_side_by_side([(Late(2), FOUR), (SlotServer(2), FOUR)])
+    assert summarize(late, find_phases(late))["cpu_seconds"] >= 0.02 > prompt.settled
 
 
 def test_a_server_that_loses_tokens_is_detected():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from benchmarks.command import main
 from benchmarks.gate import Gate
 from benchmarks.serving import command, gates
+from benchmarks.serving.runs import Bench, make_bench
+from benchmarks.serving.settings import Settings
 
 NULL = ["--model", "null", "--requests", "30", "--shared-prefix", "40"]
 NAMED = {
@@ -113,7 +116,7 @@ def test_stock_computes_a_shared_prefix_once_with_the_prompt_cache_of_its_server
     prompts = [np.append(shared, rng.integers(0, vocab_size, 8)).astype(np.int32) for _ in range(6)]
     tokens, computed = [], []
     for prefix in (shared_prefix, 0):
-        server = lm.StockServer(model, 2, prefill_chunk=16, block_nbytes=nbytes, shared_prefix=prefix)
+        server = lm.StockServer(model, 2, chunk=32, block_nbytes=nbytes, shared_prefix=prefix)
         for number, prompt in enumerate(prompts):
             server.add(number, prompt, 5)
         computed.append(0)
@@ -150,6 +153,46 @@ def test_a_slow_scheduler_misses_the_gate(monkeypatch):
 
     monkeypatch.setattr(Scheduler, "schedule", slow)
     assert not gates.null_gate(rounds=2, steps=40).holds
+
+
+def fake_run(rate=2.0, cpu_rate=2.0, tokens="same", blocks=1, ratio=1.0, spikes=()):
+    summary = {"blocks_in_use_peak": blocks, "steady_tick_cpu_p99_over_p50": ratio}
+    phases = SimpleNamespace(spikes=spikes)
+    return SimpleNamespace(rate=rate, cpu_rate=cpu_rate, tokens={0: tokens}, summary=summary, cpu_phases=phases)
+
+
+@pytest.mark.parametrize(
+    ("fault", "missed"),
+    [
+        ({}, []),
+        ({"rate": 1.5}, ["tokens/s over"]),
+        ({"cpu_rate": 1.5}, ["tokens/s of CPU time"]),
+        ({"tokens": "other"}, ["the same tokens"]),
+        ({"blocks": 5}, ["bytes at the peak"]),
+        ({"ratio": 4.0}, ["steady steps"]),
+        ({"spikes": (3,)}, ["spikes"]),
+        ({"rate": float("nan")}, ["tokens/s over"]),
+    ],
+)
+def test_each_gate_beside_stock_is_missed_by_its_own_fault(monkeypatch, fault, missed):
+    def run_all(bench, names, repetitions):
+        runs = {"kvpool": fake_run(**fault), "stock": fake_run(rate=1.0, cpu_rate=1.0, blocks=10)}
+        return {name: [runs[name]] * repetitions for name in names}
+
+    monkeypatch.setattr(gates, "run_all", run_all)
+    found = gates.compared("a row", Bench(Settings("tiny", shared_prefix=16, repetitions=3, num_blocks=8), None))
+    wrong = [gate.name for gate in found if not gate.holds]
+    assert len(wrong) == len(missed) and all(one in name for one, name in zip(missed, wrong, strict=True)), wrong
+
+
+def test_stock_has_the_budgets_of_the_engine():
+    lm = pytest.importorskip("benchmarks.serving.lm", reason="it runs models of mlx-lm")
+    bench = make_bench(Settings("tiny", requests=4, prompt="300", output="4", max_batch=4, chunk=64, shared_prefix=0))
+    for name in ("kvpool", "stock"):
+        assert bench.batch(name) == 4
+        record = bench.run(name).record
+        assert 48 <= record.column("prefill_tokens").max() <= 64 + 4  # with the places of rows that do not decode yet
+    assert lm.PROMPTS == 8  # of the server of mlx-lm; here four prompts share 64 tokens
 
 
 def test_gates_decide_the_exit_status(capsys, monkeypatch):

@@ -243,3 +243,16 @@ def test_second_signal_ends_the_process_at_once():
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(30) == 130
     server.stop()
+
+
+@pytest.mark.long
+def test_second_process_finds_nothing_that_the_first_one_computed():
+    body = {"prompt": "Our merger price is 4711 million, do not tell anybody outside the board! " * 2, "max_tokens": 1}
+    found = []
+    for server in (Server("--num-blocks", "400"), Server("--num-blocks", "400")):
+        try:
+            answers = [server.post("/v1/completions", body)[1] for _ in range(2)]
+            found.append([one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in answers])
+        finally:
+            server.stop()
+    assert found[0] == found[1] and found[0][0] == 0 < found[0][1]

@@ -1,0 +1,47 @@
+"""What HTTP costs: CPU time of a token from the server, beside the same requests on `Engine` in this process."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from statistics import median
+
+from benchmarks.gate import Gate
+from benchmarks.http.judge import result
+from benchmarks.http.servers import RUNNING, SERVERS, send, started
+from benchmarks.http.workload import Shape
+from kvpool.adapters.mlx_lm import Engine, loading
+
+LIMIT = 0.05
+SHAPE = Shape(RUNNING, float("inf"), 1, 64, "16", "100")  # all at once; nearly all steps are 64 decodes
+
+
+def gate(model: str, repetitions: int) -> Gate:
+    """Return the share of a step that HTTP takes. Server and engine take turns."""
+    by_http, alone = zip(*((_by_http(model, seed), _alone(model, seed)) for seed in range(repetitions)), strict=True)
+    ours, base = median(by_http), median(alone)
+    note = f"{1e6 * (ours - base):.0f} us more than {1e6 * base:.0f} us of a token, {RUNNING} streams"
+    return Gate("CPU time of HTTP, share of a step", ours / base - 1, LIMIT, True, note)
+
+
+def _by_http(model: str, seed: int) -> float:
+    """Return CPU seconds of a token that the server sends."""
+    with started(SERVERS["kvpool"], model) as server:
+        send(server, replace(SHAPE, seed=seed + 1000).chats())
+        found = result(*send(server, replace(SHAPE, seed=seed).chats()))
+    return found.cpu / found.num_tokens if not found.failures else float("nan")
+
+
+def _alone(model: str, seed: int) -> float:
+    """Return CPU seconds of a token of the engine."""
+    loaded, tokenizer = loading.load(model)
+    seconds = 0.0
+    budgets = {"max_running": RUNNING, "prefill_chunk": 64, "max_step_tokens": 128}  # those of the server
+    with Engine(loaded, 2048, tokenizer=tokenizer, **budgets) as engine:
+        for number in (seed + 1000, seed):
+            chats = replace(SHAPE, seed=number).chats()
+            prompts = [chat.as_json()["body"]["messages"] for chat in chats]
+            begin = time.process_time()
+            engine.batch(prompts, max_tokens=chats[0].max_tokens)
+            seconds = time.process_time() - begin
+    return seconds / sum(chat.max_tokens for chat in chats)
