@@ -85,7 +85,8 @@ PLANTED = {
     "a kept body": "P, kept = app.parse, []\ndef parse(form, body):\n    kept.append(bytearray(2**18))\n"
     "    return P(form, body)\napp.parse = parse",
     "a kept request": "runner.Runner.end = lambda self, run: None\n"
-    "D = engine.Engine.submit\ndef submit(self, *a, **k):\n    self.kv.pool.open()\n    return D(self, *a, **k)\n"
+    "D = engine.Engine.submit\ndef submit(self, *a, **k):\n    self.kv.pool.blocks.alloc(1)\n"
+    "    return D(self, *a, **k)\n"
     "engine.Engine.submit = submit",
 }
 

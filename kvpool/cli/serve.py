@@ -122,7 +122,7 @@ def read_keys(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, float
     weights: dict[str, float] = {}
     for name, weight, key in lines:
         if not (key.isascii() and key):
-            raise CommandError(f"the key of {name}: must be ASCII, and not empty")
+            raise CommandError(f"--api-key: must be ASCII, and not empty ({name})")
         share = real(f"the weight of {name}", weight, 0.001, 1000)
         if keys.setdefault(key, name) != name or weights.setdefault(name, share) != share:
             raise CommandError(f"{name} has a key of somebody else, or two weights")

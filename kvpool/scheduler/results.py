@@ -93,7 +93,10 @@ def take(core: Core, step: Step, given: Given) -> list[Output]:
     if core.eviction is not None:
         core.eviction.settle()
     alive = core.rows.handle[step.lanes] == step.handles
-    if step.batch is None or not alive.all():
+    is_whole = alive.all()
+    if not is_whole:
+        step.taken = np.isin(step.sample_lane, step.lanes[alive])
+    if step.batch is None or not is_whole:
         return take_rows(core, step, given, alive, 0)
     outputs = take_decodes(core, step.batch, step.sample_position, given)
     if len(step.lanes) > step.num_decodes:

@@ -237,7 +237,8 @@ class Step:
     num_drafts : int
         Inputs of decodes that are drafts (`Scheduler`, ``speculate``).
     taken : bool ``[M]`` or None
-        Which sampled tokens `update` has taken, if there are drafts: not those behind a wrong draft or an end.
+        Which sampled tokens `update` has taken: not those of rows that had ended or were cancelled, nor those behind a
+        wrong draft or an end. None: all.
     handles : int64 ``[S]``
     lanes : int32 ``[S]``
         The scheduler's lane of each row.

@@ -301,6 +301,9 @@ class Service:
     ) -> Response:
         engine = self._runner.engine
         longest, room = max(map(len, prompts)), engine.max_model_len
+        places = engine.scheduler.places(request.state.tenant)
+        if places is not None and len(prompts) > places:
+            raise Refused(400, f"prompt: {len(prompts)} prompts, {places} of this tenant may wait", "prompt")
         if room is not None and longest >= room:
             raise Refused(400, f"{longest} prompt tokens, the model takes {room}", code="context_length_exceeded")
         most = body.most

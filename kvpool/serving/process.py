@@ -90,6 +90,7 @@ class _Server(uvicorn.Server):
             timeout_graceful_shutdown=1,
         )
         super().__init__(config)
+        _allow_files(connections + 2 * SPARE)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -162,7 +163,6 @@ async def serve(
         raise
     metrics.watch(runner.engine)
     service = Service(runner, settings, metrics)
-    _allow_files(connections + 2 * SPARE)
     server = _Server(service, connections)
 
     async def drain() -> int:

@@ -9,6 +9,7 @@ from mlx_models import on_cpu, random_prompts, tiny_llama
 
 from kvpool.adapters.mlx_lm import engine as module
 from kvpool.adapters.mlx_lm.engine import Engine
+from kvpool.scheduler import results
 
 BLOCK = 4
 
@@ -29,7 +30,7 @@ KINDS = [
     {"temperature": 0.8, "seed": 4, "n": 3},
     {"top_logprobs": 4, "logit_bias": {7: 2.0}},
     {"eos": tuple(range(0, 320, 9))},
-    {"temperature": 1.2, "seed": 9, "eos": tuple(range(0, 320, 5))},
+    {"temperature": 1.2, "seed": 9, "n": 2, "eos": tuple(range(0, 320, 5))},
 ]
 LOOKS_BACK = {"presence_penalty": 100.0}
 
@@ -41,7 +42,7 @@ def requests(kinds=KINDS):
 
 
 def answers(engine, arrivals):
-    """Tokens, logprobs, likeliest tokens and ends of all requests. One more arrives with every other step."""
+    """Tokens and ends of all requests, and what their listeners heard. One more arrives with every other step."""
     waiting, done, events = list(arrivals), {}, {}
     ticks = 0
     while waiting or engine.num_unfinished:
@@ -55,8 +56,8 @@ def answers(engine, arrivals):
     assert (stats.used, stats.limbo, stats.pending) == (0, 0, 0)
     tokens = [[one.tokens.tolist() for one in done[id].samples] for id in events]
     ends = [[one.finish_reason for one in done[id].samples] for id in events]
-    tops = [[event.top for event in events[id]] for id in events]
-    return tokens, ends, [[tuple(token for token, _ in top) for top in one] for one in tops]
+    heard = [[(event.index, event.token, [token for token, _ in event.top]) for event in events[id]] for id in events]
+    return tokens, ends, list(map(sorted, heard))
 
 
 def count_flights(monkeypatch):
@@ -158,8 +159,23 @@ def penalties_are_not_waited_for(monkeypatch):
     monkeypatch.setattr(module, "_looks_back", lambda request: False)
 
 
+def tokens_of_dead_rows_are_told(monkeypatch):
+    take = results.take
+
+    def tells(core, step, given):
+        outputs, step.taken = take(core, step, given), None
+        return outputs
+
+    monkeypatch.setattr(results, "take", tells)
+
+
 @pytest.mark.parametrize(
-    ("plant", "kinds"), [(inputs_are_those_of_the_last_row, KINDS), (penalties_are_not_waited_for, [LOOKS_BACK])]
+    ("plant", "kinds"),
+    [
+        (inputs_are_those_of_the_last_row, KINDS),
+        (penalties_are_not_waited_for, [LOOKS_BACK]),
+        (tokens_of_dead_rows_are_told, KINDS),
+    ],
 )
 def test_planted_fault_of_running_ahead_is_detected(model, plant, kinds, monkeypatch):
     with on_cpu():

@@ -66,6 +66,7 @@ def test_sequence_that_ends_first_leaves_its_second_row_and_its_blocks():
     assert third.requests[0].id == "long", "it is planned while the row of the ended one is out"
     assert two.request_of(int(third.lanes[-1])).id == "next", "its lane has been given away"
     assert not two.update(second, np.array([99, 7], np.int32))
+    assert first.taken is None and second.taken.tolist() == [False, True]
     assert two.tokens_of("long").tolist() == [6, 7] and two.tokens_of("next").tolist() == []
     two.check()
     two.update(third, tokens(third))

@@ -7,6 +7,7 @@ import random
 import pytest
 from fuzz_seed import fresh_seed
 
+from kvpool.adapters.mlx_lm import tiny
 from kvpool.serving.speech import Manner, Reader
 
 THINK, CALL = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")
@@ -111,3 +112,28 @@ def test_parsers_of_mlx_lm_read_the_calls_of_their_models(parser, text):
     )
     assert read(manner, [f"Hm. {text}"]) == [("text", "Hm. "), CALLED]
     assert read(manner, [*text, ""]) == [CALLED]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    one = tiny.make()[1]
+    one._think_start, one._think_end = "<t>", "</t>"
+    one._think_start_tokens, one._think_end_tokens = tuple(one.encode("<t>")), tuple(one.encode("</t>"))
+    return one
+
+
+@pytest.mark.parametrize(
+    ("prompt", "thinks"), [("a<t>", True), ("a<t></t>", False), ("a</t><t>\n", True), ("a", False)]
+)
+def test_answer_begins_with_reasoning_if_the_prompt_leaves_it_open(tokenizer, prompt, thinks):
+    manner = Manner.of(tokenizer, tokenizer.encode(prompt), [], False, False)
+    assert manner.thinks_first == thinks and manner.think == ("<t>", "</t>") and manner.call is None
+    assert read(manner, ["b</t>c"])[0] == (("thinking", "b") if thinks else ("text", "b</t>c"))
+
+
+def test_free_answer_with_one_call_ends_behind_it(tokenizer):
+    tools = [{"function": {"name": "f"}}]
+    ways = ((False, True), (False, False), (True, True))
+    one, many, forced = (Manner.of(tokenizer, [1], tools, *how) for how in ways)
+    assert (one.stops, many.stops, forced.stops) == (["</tool_call>"], [], [])
+    assert read(one, [f"<tool_call>{ONE}"]) == [CALLED] and read(forced, [FORCED]) == [CALLED]

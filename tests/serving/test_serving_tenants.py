@@ -76,6 +76,11 @@ def test_tenant_fills_its_share_of_the_queue_only(server):
         assert response.status == 429 and 1 <= int(response.getheader("Retry-After")) <= 60
         assert json.loads(response.read())["error"]["code"] == "queue_full"
         connection.close()
+        both = TEXT | {"prompt": ["a", "b"], "timeout": 300}
+        with asking(server, ENDLESS, key="two"):
+            wait_for(server, waiting=7)
+            assert server.post("/v1/completions", both, **as_tenant("two"))[0] == 429, "all of its prompts or none"
+        wait_for(server, waiting=6)
         late = TEXT | {"timeout": 0.5, "max_tokens": 1}
         assert server.post("/v1/completions", late, **as_tenant("two"))[0] == 504, "there is a place for the other one"
     wait_for(server, decoding=0, waiting=0)
