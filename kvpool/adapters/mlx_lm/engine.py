@@ -227,7 +227,8 @@ class Engine:
             speculate=None if speculate is None else partial(self._drafts, speculate),
             **{"plans": 2, **scheduling},
         )
-        self._runs_ahead = self.kv.passes.is_lazy and speculate is None and scheduling.get("plans", 2) > 1
+        may_wait = num_blocks is not None and scheduling.get("plans", 2) > 1  # nobody else steps the pool meanwhile
+        self._runs_ahead = self.kv.passes.is_lazy and speculate is None and may_wait
         self._flight: _Flight | None = None  # a step that was begun, and of which nothing is known yet
         self._jobs: dict[Hashable, _Job] = {}
         self._numbers = itertools.count()
