@@ -7,8 +7,10 @@ import mlx.core as mx
 import pytest
 from mlx_models import on_cpu, random_prompts, tiny_llama
 
+from kvpool import Pool
 from kvpool.adapters.mlx_lm import engine as module
 from kvpool.adapters.mlx_lm.engine import Engine
+from kvpool.errors import PlanStateError
 from kvpool.scheduler import results
 
 BLOCK = 4
@@ -140,6 +142,32 @@ def test_failure_takes_both_steps_back_and_the_engine_goes_on(model, when, monke
         engine.scheduler.check()
         (completion,) = [one for _ in range(20) for one in engine.step()]
         assert completion.tokens.tolist() == due
+
+
+def two_on_one_pool(model):
+    """Two engines take turns on a pool, one step and four. Return their answers."""
+    pool = Pool(100, BLOCK, prefix_cache=True)
+    pair = [Engine(model, pool=pool, block_size=BLOCK, kernels=False) for _ in range(2)]
+    ids = [engine.submit([5, 6, 7], max_tokens=12) for engine in pair]
+    done = [[], []]
+    while any(engine.num_unfinished for engine in pair):
+        for turn in (0, 1, 1, 1, 1):
+            done[turn] += pair[turn].step()
+    assert [one.id for (one,) in done] == ids and pool.stats().pending == 0
+    return [one.tokens.tolist() for (one,) in done]
+
+
+def test_engines_on_one_pool_take_turns_between_steps(model):
+    with on_cpu():
+        with lazy(model) as engine:
+            alone = engine.generate([5, 6, 7], max_tokens=12).tokens.tolist()
+        assert two_on_one_pool(model) == [alone, alone]
+
+
+def test_engine_that_runs_ahead_on_a_shared_pool_is_detected(model, monkeypatch):
+    monkeypatch.setattr(Engine, "_runs_ahead", property(lambda self: True, lambda self, value: None), raising=False)
+    with on_cpu(), pytest.raises(PlanStateError):
+        two_on_one_pool(model)
 
 
 # ---- faults

@@ -216,7 +216,8 @@ class Engine:
         sizes = {"max_running": max_running, "max_step_tokens": max_step_tokens, "prefill_chunk": prefill_chunk}
         drafts = None if speculate is None else partial(self._drafts, speculate)
         self._scheduling = sizes | {"speculate": drafts, "plans": 2} | scheduling
-        self._runs_ahead = self.kv.passes.is_lazy and speculate is None and scheduling.get("plans", 2) > 1
+        may_wait = num_blocks is not None and scheduling.get("plans", 2) > 1  # nobody else steps the pool meanwhile
+        self._runs_ahead = self.kv.passes.is_lazy and speculate is None and may_wait
         self._numbers = itertools.count()
         self._seeds = np.random.default_rng(seed)
         self._start()
