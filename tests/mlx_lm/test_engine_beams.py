@@ -41,8 +41,13 @@ def test_step_whose_beam_gets_nan_raises_and_the_engine_goes_on(engine, monkeypa
     beam = engine.submit(PROMPT, max_tokens=6, beam_width=2, eos=())
     other = engine.submit(PROMPT, max_tokens=6, eos=())
     engine.step()
-    forward = engine._forward
-    monkeypatch.setattr(engine, "_forward", lambda *args: forward(*args) * float("nan"))
+    logits_of = engine._forward._logits
+
+    def broken(*arguments):
+        logits, held = logits_of(*arguments)
+        return logits * float("nan"), held
+
+    monkeypatch.setattr(engine._forward, "_logits", broken)
     with pytest.raises(ValueError, match="NaN"):
         engine.step()
     engine.scheduler.check()
