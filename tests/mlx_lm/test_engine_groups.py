@@ -111,7 +111,7 @@ def test_tokens_of_every_family_are_those_of_stock_alone(name):
 def test_tight_pool_preempts():
     with on_cpu():
         model, _ = tiny.make("qwen3_5")
-        engine = engine_of(model, 26, prefill_chunk=16)
+        engine = engine_of(model, 24, prefill_chunk=16)
         engine.batch(prompts_of(), max_tokens=TOKENS)
         assert engine.scheduler.stats().preemptions > 0
 

@@ -352,13 +352,14 @@ class Engine:
         """
         if self._is_delivering:
             raise RuntimeError("[step] a listener cannot run the engine that it listens to")
-        flight = self._flight or self._begun(self.scheduler.schedule())
-        self._flight = None
-        if flight is not None:
-            try:
-                rows, outputs = self._finished(flight)
-            finally:
-                self._keep_states(self.scheduler.handles)
+        flight, self._flight = self._flight, None
+        try:
+            flight = flight or self._begun(self.scheduler.schedule())
+            found = None if flight is None else self._finished(flight)
+        finally:
+            self._keep_states(self.scheduler.handles)
+        if found is not None:
+            rows, outputs = found
             self._is_delivering = True
             try:
                 self._deliver(rows, outputs)
