@@ -58,7 +58,7 @@ def tokens_of(completions):
 
 def check_tight(model, prompts, due):
     """Chunks, and a pool that most models outgrow."""
-    engine = engine_of(model, 26, prefill_chunk=16)
+    engine = engine_of(model, 24, prefill_chunk=16)
     assert tokens_of(engine.batch(prompts, max_tokens=TOKENS)) == due
     assert_nothing_is_left(engine)
 
