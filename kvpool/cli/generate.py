@@ -278,6 +278,7 @@ class Printer:
                 self._add(completion.id, index, sample.text[self._lengths.get(key, 0) :], True)
             elif key not in self._ended:
                 self._waiting.remove(key)
+                self._flush()
 
     def _add(self, number: Any, index: int, text: str, is_last: bool) -> None:
         key = number, index
@@ -285,9 +286,13 @@ class Printer:
         self._lengths[key] = self._lengths.get(key, 0) + len(text)
         if is_last:
             self._ended.add(key)
+        self._flush()
+
+    def _flush(self) -> None:
+        """Print what may be printed now. A sample has no head before it has text or has ended."""
         while not self._quiet and self._waiting and self._waiting[-1] in self._text:
             key = self._waiting[-1]
-            if not self._is_open:
+            if not self._is_open and (self._text[key] or key in self._ended):
                 self._is_open = True
                 self._head(*key)
             sys.stdout.write(self._text[key])

@@ -4,11 +4,14 @@ import io
 import json
 import signal
 
+import numpy as np
 import pytest
 from mlx_models import on_cpu, solo_tokens
 
 from kvpool.adapters.mlx_lm import Engine, tiny
+from kvpool.adapters.mlx_lm.engine import Completion, Sample, TokenEvent
 from kvpool.cli import main
+from kvpool.cli.generate import Printer
 
 PROMPTS = ["Hello", "The block table maps", "abc"]
 
@@ -229,6 +232,24 @@ def test_samples_without_text_are_left_out_after_an_interrupt(capsys, interrupte
     assert generate("--prompt", "a" * 300, "--prompt", PROMPTS[0], "--chunk", "64") == 130
     head, text, end = capsys.readouterr().out.split("\n")
     assert head == "=== prompt 2" and text and not end
+
+
+def test_interrupt_prints_the_text_that_waited_for_a_sample_without_text(capsys, interrupted):
+    how = ["--prompt", "a" * 3000, "--prompt", PROMPTS[0], "--chunk", "16", "--max-tokens", "6"]
+    assert generate(*how[2:4], *how[6:]) == 0
+    text = capsys.readouterr().out
+    interrupted.clear()
+    assert generate(*how) == 130  # the second prompt has ended, the first one is still read
+    assert len(interrupted) == 20 and capsys.readouterr().out == f"=== prompt 2\n{text}"
+
+
+def test_every_sample_with_text_has_its_head(capsys):
+    printer = Printer(prompts=2, samples=1, quiet=False)
+    printer.on_token(TokenEvent(0, 0, 200, -1.0, "", None))  # the first byte of a character is no text
+    printer.on_token(TokenEvent(1, 0, 65, -1.0, "A", "length"))
+    assert capsys.readouterr().out == ""
+    printer.end(Completion(0, (Sample(np.array([200]), None, "", "cancelled", None),)))
+    assert capsys.readouterr().out == "=== prompt 2\nA\n"
 
 
 def test_second_interrupt_ends_at_once(monkeypatch):

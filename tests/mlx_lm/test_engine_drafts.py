@@ -198,19 +198,32 @@ def test_draft_model_reads_a_long_text_in_parts(model):
     assert proposer.engine.kv.pool.stats().used == 0
 
 
-def test_draft_model_that_raises_is_empty_again(model):
-    proposer = DraftModel(model, MANY)
-    engine, forward = Engine(model, MANY, speculate=proposer), proposer.engine._forward
+@pytest.mark.parametrize("broken", ["a pass", "an update"])
+def test_draft_model_that_raises_once_is_empty_and_goes_on(model, broken):
+    proposer = DraftModel(model, MANY, kernels=False)  # plain MLX: a step is out when `update` raises
+    engine = Engine(model, MANY, speculate=proposer)
     engine.submit([5, 6, 7], max_tokens=20)
     engine.step()
-    proposer.engine._forward = lambda *arguments: 1 / 0
-    with pytest.raises(ZeroDivisionError):
+    part, name = (proposer.engine, "_forward") if broken == "a pass" else (proposer.engine.scheduler, "update")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(part, name, lambda *arguments: 1 / 0)
         engine.step()
-    assert proposer.engine.num_unfinished == proposer.engine.kv.pool.stats().used == 0
-    proposer.engine._forward = forward
+    stats = proposer.engine.kv.pool.stats()
+    assert (proposer.engine.num_unfinished, stats.used, stats.pending) == (0, 0, 0)
     (done,) = [completion for _ in range(20) for completion in engine.step()]
     assert facts(done) == facts(Engine(model, MANY).generate([5, 6, 7], max_tokens=20))
     assert engine.scheduler.stats().accepted_tokens > 5
+
+
+def test_draft_model_shares_no_prefix_between_namespaces(model):
+    proposer = DraftModel(model, MANY)
+    engine, hits = Engine(model, MANY, speculate=proposer), [0]
+    (prompt,) = random_prompts((100,))
+    for namespace in (b"bob", b"alice", b"bob"):
+        engine.generate(prompt, max_tokens=3, namespace=namespace)
+        hits.append(proposer.engine.scheduler.stats().hit_tokens)
+    bob, alice, again = np.diff(hits).tolist()
+    assert alice == bob and again >= bob + 96
 
 
 def test_draft_model_with_states_and_other_tokens_gives_the_tokens_of_none(model):
@@ -371,6 +384,17 @@ def test_trust_comes_back_when_drafts_are_right_again():
         counts.append(len(drafts))
         at += 1 + len(drafts) * (at >= 100)
     assert counts[90] == 0 and counts[-2] == 8
+
+
+@pytest.mark.parametrize("memory", [0.8, 0.4])
+def test_trust_asks_for_a_draft_again_however_many_were_wrong(monkeypatch, memory):
+    """With a memory of 0.4, rounding would take the chance to 0."""
+    monkeypatch.setattr("kvpool.adapters.mlx_lm.drafts.MEMORY", memory)
+    trust, tokens, request, asked = Trust(1), np.arange(16 * 400, dtype=np.int32), Request([1], 10**6, id=0), []
+    for length in range(16, len(tokens), 16):
+        propose = lambda rows: asked.append(1) or [np.full(row.most, -1, np.int32) for row in rows]  # noqa: E731
+        trust.ask(propose, [Decoding(request, 0, tokens[:length], 1)])
+    assert len(asked) == 399
 
 
 def test_trust_is_kept_for_each_sequence():

@@ -184,6 +184,35 @@ def test_a_listener_may_submit_and_cancel_but_not_step(engine, answer):
     assert done[first].text == answer and len(done[ids[0]].tokens) == 4
 
 
+def test_request_with_the_id_of_a_cancelled_one_hears_its_own_tokens_only(engine):
+    """The second sample of the cancelled one has a token in the same step."""
+    heard, how = [], {"max_tokens": 4, "id": "same", "eos": ()}
+
+    def listener(event):
+        engine.cancel("same")
+        engine.submit("abc", on_token=heard.append, **how)
+
+    engine.submit(PROMPT, n=2, temperature=1.0, seed=1, on_token=listener, **how)
+    done = finish(engine)
+    assert [event.token for event in heard] == done["same"].tokens.tolist() and len(heard) == 4
+
+
+def test_request_that_has_ended_gives_its_id_to_another_at_its_last_token(engine):
+    done = []
+
+    def listener(event):
+        if event.finish_reason is not None:
+            assert "same" not in engine
+            with pytest.raises(UnknownRequest):
+                engine.cancel("same")
+            engine.submit("abc", max_tokens=4, id="same", eos=())
+
+    engine.submit(PROMPT, max_tokens=2, id="same", eos=(), on_token=listener)
+    while engine.num_unfinished:
+        done += engine.step()
+    assert [(one.id, len(one.tokens), one.error) for one in done] == [("same", 2, None), ("same", 4, None)]
+
+
 @pytest.mark.parametrize("kind", [SPMStreamingDetokenizer, BPEStreamingDetokenizer, NaiveStreamingDetokenizer])
 def test_tokens_that_the_tokenizer_does_not_have_add_no_text(kind):
     tokenizer = TokenizerWrapper(tiny.byte_tokenizer(), kind)

@@ -59,12 +59,12 @@ class Trust:
         return drafts
 
     def _chance(self, row: Decoding) -> float:
-        """Return how likely a draft of a sequence is right: below 1."""
+        """Return how likely a draft of a sequence is right: above 0 and below 1."""
         begin, drafts, chance = self._last.get((row.request.id, row.index), (0, row.generated[:0], FIRST_CHANCE))
         came = row.generated[begin : begin + len(drafts)]
         right = int(np.append(came == drafts[: len(came)], False).argmin())
         chance = 1 - (1 - chance) * MEMORY**right
-        return min(chance if right == len(came) else chance * MEMORY, 0.99)
+        return min(chance if right == len(came) else max(chance * MEMORY, 0.01), 0.99)
 
 
 class PromptLookup:
@@ -136,7 +136,8 @@ class DraftModel:
         drafts, places = [row.generated[:0] for row in rows], {}
         try:
             for place, row in enumerate(rows):
-                name, request = (row.request.id, row.index), Request(row.known, row.most)
+                name = row.request.id, row.index
+                request = Request(row.known, row.most, namespace=row.request.namespace)
                 if name not in self._reading.values() and request.prompt.max() < self.engine.vocab_size:
                     with suppress(RequestRejected):
                         id = self.engine.submit(request)
@@ -147,7 +148,7 @@ class DraftModel:
                     if completion.id in places:
                         drafts[places[completion.id]] = completion.tokens
         except BaseException:
-            self.engine.close()
             self._reading.clear()
+            self.engine.reset()
             raise
         return drafts

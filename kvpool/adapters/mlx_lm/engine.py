@@ -565,11 +565,13 @@ class Engine:
             job = self._jobs[output.id]
             job.outputs[output.index] = output
             if len(job.outputs) == job.request.n:
-                ended[output.id] = job
+                ended[output.id] = self._jobs.pop(output.id)
         stopped: list[_Job] = []
         for request, index, position, counts, token, logprob, top in rows:
-            current = self._jobs.get(request.id)
-            if current is None or not counts or not current.listens:
+            current = ended.get(request.id) or self._jobs.get(request.id)
+            if current is None or current.request is not request:  # a listener has cancelled it, and may use its id
+                continue
+            if not counts or not current.listens:
                 continue
             try:
                 if current.error is None:
@@ -578,11 +580,9 @@ class Engine:
                 current.error = error
             if (current.error is not None or current.is_stopped) and request.id not in ended:
                 stopped.append(current)
-        if ended:
-            over = [job for id, job in ended.items() if self._jobs.pop(id, None) is not None]
-            self._ended += [job.completion() for job in over]
+        self._ended += [job.completion() for job in ended.values()]
         for job in stopped:
-            if job.request.id in self._jobs:
+            if self._jobs.get(job.request.id) is job:
                 self._ended.append(self._cancelled(job))
 
     def _cancelled(self, job: _Job) -> Completion:
