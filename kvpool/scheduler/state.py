@@ -492,7 +492,7 @@ class Core:
 
     def admission_number(self, n: int = 1) -> int:
         """Return the first of n new consecutive numbers."""
-        if not self.count[PREFILLING] + self.count[DECODING]:
+        if not (self.is_ahead or self.count[PREFILLING] + self.count[DECODING]):
             self.alone_until = self.next_admission + n
         self.next_admission += n
         return self.next_admission - n

@@ -185,6 +185,22 @@ def test_request_is_admitted_while_every_step_is_planned_ahead(prefix_cache):
     assert "waiting" in seen
 
 
+def test_request_admitted_ahead_beside_a_last_token_starts_over_when_it_finds_no_block():
+    """The one before it publishes a block that it computes, too. The cache keeps both, so alone it is short of one."""
+    _, two = make(num_blocks=9, prefix_cache=True, watermark=0)
+    two.add(Request([1] * 4, 6, id="before"))
+    for _ in range(5):
+        two.update(step := two.schedule(), tokens(step))
+    first = two.schedule()
+    two.add(Request([1] * 4 + [7] * 4 + [3] * 5, 20, id="whole pool"))
+    second = two.schedule()
+    two.update(first, tokens(first))
+    two.update(second, tokens(second))
+    while (step := two.schedule()) is not None:
+        two.update(step, tokens(step))
+    assert (two.stats().preemptions, two.stats().finished) == (1, 2)
+
+
 # ---- faults
 
 
