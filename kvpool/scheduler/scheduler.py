@@ -581,6 +581,7 @@ class Scheduler:
         core, first = self._core, self._out.index(step)
         failed = self._out[first:]
         del self._out[first:]
+        self._turn = (self._turn - len(failed)) % len(self._plans)
         core.setbacks += len(failed)
         if core.eviction is not None:
             core.eviction.forget()

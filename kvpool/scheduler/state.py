@@ -310,6 +310,7 @@ class Step:
         """Mark the inputs that a step which is out has still to sample."""
         sample = np.full(self._rows.size, -1, np.int32)
         sample[before.sample_lane] = np.arange(len(before.sample_lane), dtype=np.int32)
+        sample[before.lanes[self._rows.handle[before.lanes] != before.handles]] = -1  # cancelled: the lane has another
         self.follows = np.full(len(self.tokens), -1, np.int32)
         self.follows[: self.num_decodes] = sample[self.lanes[: self.num_decodes]]
         self.tokens[self.follows >= 0] = -1
@@ -491,7 +492,7 @@ class Core:
 
     def admission_number(self, n: int = 1) -> int:
         """Return the first of n new consecutive numbers."""
-        if not self.count[PREFILLING] + self.count[DECODING]:
+        if not (self.is_ahead or self.count[PREFILLING] + self.count[DECODING]):
             self.alone_until = self.next_admission + n
         self.next_admission += n
         return self.next_admission - n

@@ -90,6 +90,31 @@ def test_failure_of_the_first_step_takes_the_second_back():
     assert again.follows is None and again.tokens.tolist() == [7, 7]
 
 
+def test_failure_of_the_second_step_gives_its_plan_back():
+    _, two = make()
+    two.add(Request([1, 2, 3], 9))
+    first, second = two.schedule(), two.schedule()
+    two.fail(second)
+    again = two.schedule()
+    assert again.plan is second.plan and again.follows.tolist() == [0]
+    two.update(first, tokens(first, 5))
+    two.update(again, tokens(again, 6))
+    assert two.tokens_of(0).tolist() == [5, 6]
+
+
+def test_sequence_in_the_lane_of_a_cancelled_one_does_not_follow_it():
+    _, two = make(prefix_cache=True, max_running=1, plans=3)
+    two.add(Request([1, 2, 3, 4, 5], 1))
+    two.update(step := two.schedule(), tokens(step))
+    cancelled = two.add(Request([7, 7, 7], 9))
+    two.schedule()
+    two.cancel(cancelled)
+    two.add(Request([1, 2, 3, 4, 5], 3))
+    two.fail(two.schedule())  # it was admitted with a hit, so now it decodes
+    step = two.schedule()
+    assert (step.num_decodes, step.tokens.tolist(), step.follows.tolist()) == (1, [5], [-1])
+
+
 def test_third_step_and_the_second_before_the_first_are_refused():
     _, two = make()
     two.add(Request([1, 2, 3], 9))
@@ -158,6 +183,22 @@ def test_request_is_admitted_while_every_step_is_planned_ahead(prefix_cache):
         if not out:
             out = [two.schedule()]
     assert "waiting" in seen
+
+
+def test_request_admitted_ahead_beside_a_last_token_starts_over_when_it_finds_no_block():
+    """The one before it publishes a block that it computes, too. The cache keeps both, so alone it is short of one."""
+    _, two = make(num_blocks=9, prefix_cache=True, watermark=0)
+    two.add(Request([1] * 4, 6, id="before"))
+    for _ in range(5):
+        two.update(step := two.schedule(), tokens(step))
+    first = two.schedule()
+    two.add(Request([1] * 4 + [7] * 4 + [3] * 5, 20, id="whole pool"))
+    second = two.schedule()
+    two.update(first, tokens(first))
+    two.update(second, tokens(second))
+    while (step := two.schedule()) is not None:
+        two.update(step, tokens(step))
+    assert (two.stats().preemptions, two.stats().finished) == (1, 2)
 
 
 # ---- faults
