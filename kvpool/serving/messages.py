@@ -304,11 +304,13 @@ def _begun(kind: str, said: Any) -> dict[str, Any]:
 
 
 def _read(arguments: str) -> Any:
-    """Return the arguments of a call as an object. If the answer was cut off there, it is empty."""
+    """Return the arguments of a call as an object. It is empty if the answer was cut off there, or has none."""
     try:
-        return json.loads(arguments)
-    except ValueError:
+        read = json.loads(arguments)
+        json.dumps(read, allow_nan=False)  # 1e999 is none
+    except (ValueError, RecursionError):
         return {}
+    return read if isinstance(read, dict) else {}
 
 
 def _text(content: str | Sequence[Block]) -> str:
