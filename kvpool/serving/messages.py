@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PrivateAttr, model_validator
 
 from kvpool.adapters.mlx_lm.engine import Completion, TokenEvent
-from kvpool.serving.requests import MOST, TOOLS, Addressed, ChatRequest, Label, Name, Part, Stops, Strict, Text
+from kvpool.serving.requests import MOST, TOOLS, Addressed, ChatRequest, Inputs, Label, Name, Part, Stops, Strict, Text
 from kvpool.serving.speech import Manner, Reader
 
 REASONS = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens", "cancelled": "end_turn"}
@@ -102,7 +102,7 @@ class UserTool(Strict):
     type: Literal["custom"] = "custom"
     name: Name
     description: Text | None = None
-    input_schema: dict[str, Any]
+    input_schema: Inputs
     strict: bool = False
     cache_control: CacheControl | None = None
 
