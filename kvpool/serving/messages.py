@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PrivateAttr, model_validator
 
 from kvpool.adapters.mlx_lm.engine import Completion, TokenEvent
-from kvpool.serving.requests import MOST, TOOLS, Addressed, ChatRequest, Label, Name, Part, Stops, Strict, Text
+from kvpool.serving.requests import MOST, TOOLS, Addressed, ChatRequest, Inputs, Label, Name, Part, Stops, Strict, Text
 from kvpool.serving.speech import Manner, Reader
 
 REASONS = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens", "cancelled": "end_turn"}
@@ -102,7 +102,7 @@ class UserTool(Strict):
     type: Literal["custom"] = "custom"
     name: Name
     description: Text | None = None
-    input_schema: dict[str, Any]
+    input_schema: Inputs
     strict: bool = False
     cache_control: CacheControl | None = None
 
@@ -304,11 +304,13 @@ def _begun(kind: str, said: Any) -> dict[str, Any]:
 
 
 def _read(arguments: str) -> Any:
-    """Return the arguments of a call as an object. If the answer was cut off there, it is empty."""
+    """Return the arguments of a call as an object. It is empty if the answer was cut off there, or has none."""
     try:
-        return json.loads(arguments)
-    except ValueError:
+        read = json.loads(arguments)
+        json.dumps(read, allow_nan=False)  # 1e999 is none
+    except (ValueError, RecursionError):
         return {}
+    return read if isinstance(read, dict) else {}
 
 
 def _text(content: str | Sequence[Block]) -> str:

@@ -172,10 +172,11 @@ async def serve(
         end = loop.time() + (0 if lost.done() else grace)
         while service.active and loop.time() < end:
             await asyncio.sleep(0.05)
-        left = await runner.stop()
-        server.config.timeout_graceful_shutdown = max(1, int(end - loop.time()))  # for clients that read slowly
-        server.should_exit = True
-        return left
+        try:
+            return await runner.stop()
+        finally:
+            server.config.timeout_graceful_shutdown = max(1, int(end - loop.time()))  # for clients that read slowly
+            server.should_exit = True
 
     draining = asyncio.create_task(drain())
     serving = asyncio.create_task(server.serve([sock]))

@@ -53,6 +53,16 @@ def few(data: Any) -> Any:
     return data
 
 
+def of_object(schema: Any) -> Any:
+    """Refuse a schema of another type."""
+    if isinstance(schema, dict) and schema.get("type", "object") != "object":
+        raise ValueError('must be the schema of an object: {"type": "object", ...}')
+    return schema
+
+
+Inputs = Annotated[dict[str, Any], BeforeValidator(of_object)]
+
+
 class Strict(BaseModel):
     """Refuses unknown fields, other types, NaN and infinity. A field that is null counts as left out.
 
@@ -278,7 +288,7 @@ class Function(Strict):
 
     name: Name
     description: Text | None = None
-    parameters: dict[str, Any] = {}
+    parameters: Inputs = {}
     strict: bool = False
 
 

@@ -151,11 +151,11 @@ class Runner:
                 self._owners[id] = run, number
                 run.ids.append(id)
         except BaseException as error:
-            self._cancel(run, engine)
             if not isinstance(error, TypeError | ValueError | RequestRejected):
                 _log.error("a request failed", exc_info=error)
                 error = EngineFailed(f"the request failed: {type(error).__name__}")
-            self._news.append((run, error))
+            self._news.append((run, error))  # first: to cancel may fail, too
+            self._cancel(run, engine)
         else:
             self._news.append((run, None))
 

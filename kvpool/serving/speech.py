@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +40,8 @@ class Manner:
         Whether the prompt has opened it.
     call : tuple of str, optional
         What opens and closes calls that the model writes freely. An empty end: they end with the answer.
+    names : set of str
+        The tools that they may call.
     parse : callable
         Reads what is between them.
     is_one : bool
@@ -51,6 +53,7 @@ class Manner:
     think: tuple[str, str] | None = None
     thinks_first: bool = False
     call: tuple[str, str] | None = None
+    names: Collection[str] = ()
     parse: Callable[[str], Any] = json.loads
     is_one: bool = False
     by_grammar: bool = False
@@ -65,7 +68,8 @@ class Manner:
         if not tools or by_grammar:
             return cls(think, thinks_first, by_grammar=by_grammar and bool(tools))
         own = (tokenizer.tool_call_start, tokenizer.tool_call_end)
-        return cls(think, thinks_first, own, lambda text: tokenizer.tool_parser(text, tools), is_one)
+        names = {tool["function"]["name"] for tool in tools}
+        return cls(think, thinks_first, own, names, lambda text: tokenizer.tool_parser(text, tools), is_one)
 
     @property
     def stops(self) -> list[str]:
@@ -86,19 +90,19 @@ class Manner:
         return marks
 
     def calls(self, text: str) -> list[tuple[str, str]]:
-        """Return names and arguments of the calls in the text between two marks, none if it has no such form."""
+        """Return names and arguments of the calls in the text between two marks, none if one of them is wrong."""
         with suppress(Exception):  # of the parsers of mlx-lm, on whatever a model has written
             parsed = self.parse(text)
-            calls = [_call(one) for one in (parsed if isinstance(parsed, list) else [parsed])]
+            calls = [self._call(one) for one in (parsed if isinstance(parsed, list) else [parsed])]
             return calls[:1] if self.is_one else calls
         return []
 
-
-def _call(parsed: Any) -> tuple[str, str]:
-    name, arguments = parsed["name"], parsed.get("arguments", {})
-    if not isinstance(name, str) or not isinstance(arguments, str | dict):
-        raise TypeError("no call")
-    return name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    def _call(self, parsed: Any) -> tuple[str, str]:
+        name, arguments = parsed["name"], parsed.get("arguments", {})
+        read = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        if name not in self.names or not isinstance(read, dict):
+            raise ValueError("no call")
+        return name, json.dumps(read, allow_nan=False)
 
 
 class Reader:

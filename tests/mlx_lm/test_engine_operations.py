@@ -1,9 +1,11 @@
 """Streams, listeners, stop strings, failures and misuse of the engine; the others of a batch never notice."""
 
 import math
+import random
 
 import numpy as np
 import pytest
+from fuzz_seed import fresh_seed
 from mlx_lm.tokenizer_utils import (
     BPEStreamingDetokenizer,
     NaiveStreamingDetokenizer,
@@ -111,13 +113,13 @@ def test_samples_come_to_their_stop_strings_one_by_one(engine):
 
 
 class Letters:
-    """A detokenizer of one letter per token."""
+    """A detokenizer of one letter per token, or of several if the token is text."""
 
     def __init__(self):
         self.last_segment = ""
 
     def add_token(self, token):
-        self.last_segment = chr(token)
+        self.last_segment = token if isinstance(token, str) else chr(token)
 
     def finalize(self):
         self.last_segment = ""
@@ -141,6 +143,37 @@ def test_text_that_may_begin_a_stop_string_is_held_back(text, stops, shown):
         assert shown.startswith(seen), "too much was shown"
     seen += transcript.finish()
     assert seen == transcript.text == shown
+
+
+def test_text_in_pieces_shows_all_that_begins_no_stop_string():
+    draw = random.Random(fresh_seed())
+    for _ in range(2000):
+        stops = ["".join(draw.choices("ab", k=draw.randint(1, 6))) for _ in range(draw.randint(1, 4))]
+        transcript, seen = Transcript(Letters(), stops), ""
+        while len(seen) < 20 and not transcript.is_stopped:
+            piece = "".join(draw.choices("abc", weights=(6, 6, 1), k=draw.randint(0, 4)))
+            transcript.add(piece)
+            seen += piece
+            ends = [at for at in range(len(seen)) for stop in stops if seen[at : at + len(stop)] == stop]
+            begins = [at for at in range(len(seen)) for stop in stops if stop[: len(seen) - at] == seen[at:]]
+            assert transcript.is_stopped == bool(ends)
+            assert transcript.text == seen[: min(ends or begins, default=len(seen))], (stops, seen)
+
+
+def test_stop_strings_are_compared_with_new_text_only():
+    compared = 0
+
+    class Counted(str):
+        def startswith(self, *where):
+            nonlocal compared
+            compared += 1
+            return super().startswith(*where)
+
+    for text in ("a" * 900, "z" * 900, ("z" * 60 + "a") * 15):
+        transcript, compared = Transcript(Letters(), [Counted("z" * 119 + str(i)) for i in range(8)]), 0
+        for letter in text:
+            transcript.add(letter)
+        assert compared <= 8 * 2 * len(text)
 
 
 # ----------------------------------------------------------------------------------------------------- failures

@@ -1,11 +1,19 @@
 """Anthropic's own client, unmodified, against ``kvpool serve``."""
 
+import asyncio
+import json
+from types import SimpleNamespace
+
 import anthropic
 import pytest
 from mlx_models import on_cpu
 from server_process import Server
 
 from kvpool.adapters.mlx_lm import Engine, tiny
+from kvpool.adapters.mlx_lm.engine import Completion
+from kvpool.serving import app
+from kvpool.serving.messages import MessageAnswer
+from kvpool.serving.speech import CLOSES, NAMED, OPENS, Manner
 
 SYSTEM = [{"type": "text", "text": "Answer in slots.", "cache_control": {"type": "ephemeral"}}]
 ASKED = [{"role": "user", "content": "Where is token 7?"}]
@@ -64,6 +72,47 @@ def test_stop_sequence_that_came_is_named(client, say):
     assert answer.content[0].text == text[: text.index(text[6:8])]
 
 
+class Ended:
+    """A run that is over, with this text."""
+
+    def __init__(self, text):
+        output = SimpleNamespace(num_cached=0, index=0)
+        self.sample = SimpleNamespace(text=text, output=output, tokens=[1], finish_reason="eos", stop=None)
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *exc):
+        pass
+
+    async def __aiter__(self):
+        yield 0, Completion("a", [self.sample], [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "due"),
+    [
+        (r'{"a": "\ud800"}', {"a": "\ud800"}),
+        ('{"a": 1e999}', {}),
+        ('{"a": "cut', {}),
+        ("[1]", {}),
+        ('{"a":' + "[" * 200_000 + "]" * 200_000 + "}", {}),
+    ],
+    ids=lambda one: str(one)[:20],
+)
+def test_call_is_an_object_of_json_whatever_the_model_has_written(arguments, due):
+    run = Ended(OPENS + "f" + NAMED + arguments + CLOSES)
+    response = asyncio.run(app._whole(run, MessageAnswer("tiny", 3, Manner(by_grammar=True))))
+    (block,) = json.loads(response.body)["content"]
+    assert response.status_code == 200 and block["name"] == "f" and block["input"] == due
+
+
+def test_answer_that_cannot_be_told_does_not_blame_the_client(monkeypatch):
+    monkeypatch.setattr(MessageAnswer, "whole", lambda self, completions: json.loads("{"))
+    with pytest.raises(json.JSONDecodeError):  # not `Refused`
+        asyncio.run(app._whole(Ended("a"), MessageAnswer("tiny", 3, Manner())))
+
+
 @pytest.mark.parametrize(
     ("error", "field", "body"),
     [
@@ -71,6 +120,7 @@ def test_stop_sequence_that_came_is_named(client, say):
         (anthropic.BadRequestError, "max_tokens", {"max_tokens": 0}),
         (anthropic.BadRequestError, "temperature", {"extra_body": {"temperature": 1.5}}),
         (anthropic.BadRequestError, "tools", {"tools": [{"name": "a b", "input_schema": {"type": "object"}}]}),
+        (anthropic.BadRequestError, "input_schema", {"tools": [{"name": "f", "input_schema": {"type": "string"}}]}),
         (anthropic.BadRequestError, "tool_choice", {"tool_choice": {"type": "any"}}),
         (anthropic.BadRequestError, "tool_choice", {"tool_choice": {"type": "tool"}}),
         (anthropic.BadRequestError, "image", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),

@@ -14,6 +14,7 @@ THINK, CALL = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")
 ONE = '{"name": "f", "arguments": {"a": 1}}'
 CALLS = f"<tool_call>{ONE}</tool_call>"
 FORCED = '<tool_call>\n{"name": "f", "arguments": {"a":1}}\n</tool_call>'
+FREE = Manner(call=CALL, names={"f"})
 CALLED = ("call", ("f", {"a": 1}))
 
 
@@ -41,21 +42,21 @@ CASES = [
     (Manner(THINK), " \n<think>b</think>", [("text", " \n"), ("thinking", "b")]),
     (Manner(THINK, thinks_first=True), "\nb</think>c</think>", [("thinking", "b"), ("text", "c</think>")]),
     (Manner(THINK, thinks_first=True), "b</thin", [("thinking", "b</thin")]),
-    (Manner(call=CALL), f"<tool_call>\n{ONE}\n</tool_call>", [CALLED]),
-    (Manner(call=CALL), f"{CALLS}\n{CALLS} b", [CALLED, CALLED, ("text", "b")]),
-    (Manner(call=CALL), f"a<tool_call>{ONE}</tool_call>", [("text", "a"), CALLED]),
-    (Manner(call=CALL), f"<tool_call>{ONE}", [CALLED]),
-    (Manner(call=CALL), "a <tool_call>{oh}</tool_call> b", [("text", "a <tool_call>{oh}</tool_call>"), ("text", "b")]),
-    (Manner(call=CALL), '<tool_call>{"name": 5}</tool_call>', [("text", '<tool_call>{"name": 5}</tool_call>')]),
+    (FREE, f"<tool_call>\n{ONE}\n</tool_call>", [CALLED]),
+    (FREE, f"{CALLS}\n{CALLS} b", [CALLED, CALLED, ("text", "b")]),
+    (FREE, f"a<tool_call>{ONE}</tool_call>", [("text", "a"), CALLED]),
+    (FREE, f"<tool_call>{ONE}", [CALLED]),
+    (FREE, "a <tool_call>{oh}</tool_call> b", [("text", "a <tool_call>{oh}</tool_call>"), ("text", "b")]),
+    (FREE, '<tool_call>{"name": 5}</tool_call>', [("text", '<tool_call>{"name": 5}</tool_call>')]),
     (Manner(THINK, True, by_grammar=True), "a</think>" + FORCED, [("thinking", "a"), CALLED]),
     (Manner(by_grammar=True), f"{FORCED}\n{FORCED}", [CALLED, CALLED]),
     (Manner(by_grammar=True), FORCED[:15], [("text", FORCED[:15])]),
     (Manner(by_grammar=True), FORCED[:26], [("text", FORCED[:26])]),
     (Manner(by_grammar=True), '{"a": "<tool_call>"}', None),
-    (Manner(call=CALL), "a <tool_c <", [("text", "a <tool_c <")]),
-    (Manner(call=CALL), "<tool_call>", [("text", "<tool_call>")]),
-    (Manner(THINK, True, CALL), f"<tool_call></think>\n{CALLS}", [("thinking", "<tool_call>"), CALLED]),
-    (Manner(call=CALL, is_one=True), f"<tool_call>[{ONE},{ONE}]</tool_call>", [CALLED]),
+    (FREE, "a <tool_c <", [("text", "a <tool_c <")]),
+    (FREE, "<tool_call>", [("text", "<tool_call>")]),
+    (Manner(THINK, True, CALL, {"f"}), f"<tool_call></think>\n{CALLS}", [("thinking", "<tool_call>"), CALLED]),
+    (Manner(call=CALL, names={"f"}, is_one=True), f"<tool_call>[{ONE},{ONE}]</tool_call>", [CALLED]),
 ]
 
 
@@ -82,8 +83,37 @@ def joined(said):
     return whole
 
 
+DEEP = 200_000
+WRONG = [
+    *('{"a": NaN}', '{"a": 1e999}', '"[1]"', '"[1"', '"oh"', "[1]", "5", "null", '"{\\"a\\": NaN}"'),
+    *('{"a": ' + "[" * DEEP + "]" * DEEP + "}", json.dumps('{"a":' * DEEP + "1" + "}" * DEEP)),
+]
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=lambda text: text[:20])
+def test_free_call_without_an_object_of_json_stays_text(arguments):
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    assert read(FREE, [text]) == [("text", text)]
+
+
+@pytest.mark.parametrize("name", ["g", "", "\\ud800"])
+def test_free_call_of_no_tool_stays_text(name):
+    one = f'{{"name": "{name}", "arguments": {{}}}}'
+    for text in (f"<tool_call>{one}</tool_call>", f"<tool_call>[{ONE}, {one}]</tool_call>"):
+        assert read(FREE, [text]) == [("text", text)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "due"), [('{"a": "\\ud800\u00e9"}', {"a": "\ud800\u00e9"}), ('"{\\"a\\": 1}"', {"a": 1}), ('""', {})]
+)
+def test_arguments_of_a_free_call_are_told_in_ascii(arguments, due):
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    (_, call), (_, told) = Reader(FREE).read(text, True)
+    assert call.name == "f" and told.isascii() and json.loads(told) == due
+
+
 def test_text_is_shown_as_soon_as_it_can_be_no_mark():
-    reader = Reader(Manner(THINK, call=CALL))
+    reader = Reader(Manner(THINK, call=CALL, names={"f"}))
     shown = [reader.read(letter, False) for letter in "a<tool!<too"]
     assert ["".join(what for _, what in one) for one in shown] == ["a", "", "", "", "", "", "<tool!", "", "", "", ""]
 
@@ -107,9 +137,8 @@ def test_arguments_of_a_forced_call_are_told_as_they_come():
 def test_parsers_of_mlx_lm_read_the_calls_of_their_models(parser, text):
     module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
     tools = [{"function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
-    manner = Manner(
-        call=(module.tool_call_start, module.tool_call_end), parse=lambda text: module.parse_tool_call(text, tools)
-    )
+    marks = module.tool_call_start, module.tool_call_end
+    manner = Manner(call=marks, names={"f"}, parse=lambda text: module.parse_tool_call(text, tools))
     assert read(manner, [f"Hm. {text}"]) == [("text", "Hm. "), CALLED]
     assert read(manner, [*text, ""]) == [CALLED]
 

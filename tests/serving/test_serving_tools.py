@@ -260,7 +260,9 @@ def tool(parameters):
     ("param", "body"),
     [
         ("tools", {"tools": [*TOOLS, TOOLS[0]]}),
-        ("tools", {"tools": tool({"type": "no"}), "tool_choice": "required"}),
+        ("tools", {"tools": tool({"properties": {"a": {"type": "no"}}}), "tool_choice": "required"}),
+        ("tools", {"tools": tool({"type": "string"})}),
+        ("tools", {"tools": tool({"type": ["object", "null"]})}),
         ("tool_choice", {"tool_choice": "required"}),
         ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}),
         ("tool_choice", {"tools": TOOLS, "tool_choice": "maybe"}),

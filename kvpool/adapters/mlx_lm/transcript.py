@@ -63,12 +63,11 @@ class Transcript:
 
     def _held(self) -> int:
         """Characters at the end that a stop string may begin with."""
-        if self.is_stopped:
+        if self.is_stopped or not self._stops:
             return 0
-        longest = max(map(len, self._stops), default=1) - 1
-        for count in range(min(longest, len(self._seen)), 0, -1):
-            if any(stop.startswith(self._seen[-count:]) for stop in self._stops):
-                return count
+        for at in range(len(self.text), len(self._seen)):  # what was shown before begins no stop string
+            if any(stop.startswith(self._seen[at:]) for stop in self._stops):
+                return len(self._seen) - at
         return 0
 
     def _show(self, end: int) -> str:
