@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from kvpool.adapters.mlx_lm.engine import Completion
-from kvpool.adapters.mlx_lm.grammar import Grammar
+from kvpool.adapters.mlx_lm.grammar import Grammar, Trial
 from kvpool.errors import RequestRejected
 from kvpool.serving import messages
 from kvpool.serving.answers import Answer, ChatForm, TextForm, refusal
@@ -39,6 +39,8 @@ REJECTED = {"queue_full": 429, "deadline": 504}
 BODY_SECONDS = 30  # for a client to send its body
 LONG = 2**16  # bytes of a body that is read in a thread
 LOGPROBS = 2**18  # of an answer that is sent as a whole
+GRAMMARS = 2  # the thread of grammars
+FORMED = 8  # samples of a request in a form: a token of each may take milliseconds, and others wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +88,9 @@ class Service:
 
     def __init__(self, runner: Runner, settings: Settings, metrics: ServerMetrics) -> None:
         self._runner, self._settings, self._metrics = runner, settings, metrics
-        self._threads = [ThreadPoolExecutor(1, f"kvpool-{name}") for name in ("tokenizer", "long-bodies")]
+        self._threads = [ThreadPoolExecutor(1, f"kvpool-{name}") for name in ("tokenizer", "long-bodies", "grammars")]
         self._decode: Callable[[int], str] = lru_cache(2**18)(lambda token: runner.engine.tokenizer.decode([token]))
+        runner.engine.grammars.trial = Trial()
         self._newline = runner.engine.tokenizer.encode("\n")
         self._texts: Counter[str | None] = Counter()  # of each tenant at the tokenizer
         self.is_draining = False
@@ -240,15 +243,18 @@ class Service:
             raise Refused(404, f"model: this server has {self._settings.model}", "model", "model_not_found")
         return body
 
-    async def _aside(self, request: Request, call: Callable[..., T], *args: Any) -> T:
+    async def _aside(
+        self, request: Request, call: Callable[..., T], *args: Any, thread: int | None = None
+    ) -> T:
         """Run what may take long in a thread, because it would stop the event loop. Long bodies have their own."""
         tenant = request.state.tenant
         most = self._runner.engine.scheduler.places(tenant)
         if most is not None and self._texts[tenant] > most:
             raise Refused(429, f"{self._texts[tenant]} requests wait for the tokenizer", code="queue_full")
         self._texts[tenant] += 1
+        executor = self._threads[request.state.is_long if thread is None else thread]
         try:
-            text = asyncio.get_running_loop().run_in_executor(self._threads[request.state.is_long], call, *args)
+            text = asyncio.get_running_loop().run_in_executor(executor, call, *args)
             return await _unless_gone(request.receive, text)
         except (ClientDisconnect, Refused):
             raise
@@ -263,7 +269,7 @@ class Service:
         tools = options.get("tools", [])
         if not tokenizer.has_chat_template:
             raise Refused(400, "messages: this model has no chat template", "messages")
-        by_grammar = body.must_call or body.form is not None
+        by_grammar = body.must_call or bool(body.forms)
         if tools and not by_grammar and not tokenizer.has_tool_calling:
             text = "tools: this model has no form for calls of its own, so tool_choice must be required or name a tool"
             raise Refused(400, text, "tools")
@@ -272,23 +278,26 @@ class Service:
         return prompt, Manner.of(tokenizer, prompt, tools, by_grammar, not body.parallel_tool_calls)
 
     async def _grammar(
-        self, request: Request, body: Generation, form: tuple[str, Any, str], manner: Manner
+        self, request: Request, body: Generation, forms: list[tuple[str, Any, str]], samples: int, manner: Manner
     ) -> Grammar:
         """Return the grammar that the answer follows, compiled."""
-        (kind, text, field), engine = form, self._runner.engine
+        engine, last = self._runner.engine, forms[-1][2]
         after = engine.tokenizer.think_end_tokens if manner.thinks_first else ()
         if body.min_tokens or body.ignore_eos:
             name = "min_tokens" if body.min_tokens else "ignore_eos"
-            raise Refused(400, f"{name}: not with {field}, which says where the answer ends", name)
+            raise Refused(400, f"{name}: not with {last}, which says where the answer ends", name)
 
-        def compiled() -> Grammar:
+        if samples > FORMED:
+            raise Refused(400, f"n: {samples} samples of all prompts, the limit with {last} is {FORMED}", "n")
+
+        def compiled(kind: str, text: Any, field: str) -> Grammar:
             try:
                 made: Grammar = getattr(engine.grammars, kind)(text, after)
                 return made
             except (ImportError, ValueError) as error:
                 raise Refused(400, f"{field}: {_plain(error)}", field) from error
 
-        return await self._aside(request, compiled)
+        return [await self._aside(request, compiled, *form, thread=GRAMMARS) for form in forms][-1]
 
     # ------------------------------------------------------------------------------------------- an answer goes out
 
@@ -320,8 +329,8 @@ class Service:
         eos, state = tuple(engine.tokenizer.eos_token_ids), request.state
         options = body.options(eos, state.tenant, state.began) | {"max_tokens": most}
         options["stop"] = [*body.stops, *manner.stops]
-        if body.form is not None:
-            options["grammar"] = await self._grammar(request, body, body.form, manner)
+        if forms := body.forms:
+            options["grammar"] = await self._grammar(request, body, forms, len(prompts) * body.width, manner)
         if body.xtc_probability:
             options["xtc_special_tokens"] = (*self._newline, *engine.tokenizer.eos_token_ids)
         run = self._runner.run(prompts, body.stream or body.tops is not None, options)

@@ -186,6 +186,8 @@ async def serve(
         on_ready(runner.engine)
     await serving
     left = await draining
+    if runner.engine.grammars.trial is not None:
+        runner.engine.grammars.trial.close()
     return left if runner.failure is None else -1
 
 

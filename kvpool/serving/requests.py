@@ -202,16 +202,16 @@ class Generation(Addressed):
         return self.n
 
     @property
-    def form(self) -> tuple[str, Any, str] | None:
-        """The grammar of the answer: a method of `Grammars`, its argument, and the field that asks for it."""
+    def forms(self) -> list[tuple[str, Any, str]]:
+        """Grammars: a method of `Grammars`, its argument, and the field that asks for it. The answer has the last."""
         wanted, field = self.response_format, "response_format"
         if isinstance(wanted, SchemaForm):
-            return "schema", wanted.json_schema.given, field
+            return [("schema", wanted.json_schema.given, field)]
         if isinstance(wanted, RegexForm):
-            return "regex", wanted.regex, field
+            return [("regex", wanted.regex, field)]
         if isinstance(wanted, GrammarForm):
-            return "lark", wanted.grammar, field
-        return None if wanted is None or wanted.type == "text" else ("schema", {"type": "object"}, field)
+            return [("lark", wanted.grammar, field)]
+        return [] if wanted is None or wanted.type == "text" else [("schema", {"type": "object"}, field)]
 
     @property
     def stops(self) -> list[str]:
@@ -422,17 +422,19 @@ class ChatRequest(Generation):
         return self.tool_choice not in (None, "none", "auto")
 
     @property
-    def form(self) -> tuple[str, Any, str] | None:
+    def forms(self) -> list[tuple[str, Any, str]]:
         """See `Generation`. Where the answer may be calls instead of text in a form, its grammar is both."""
-        form = super().form
-        if not self.callable_tools or (form is None and not self.must_call):
-            return form
-        if not self.must_call and form is not None and form[0] != "schema":
+        forms = super().forms
+        if forms and self.must_call:
+            raise Refused(400, "response_format: not with a tool_choice that forces a call", "response_format")
+        if not self.callable_tools or not (forms or self.must_call):
+            return forms
+        if forms and forms[0][0] != "schema":
             raise Refused(400, "response_format: beside tools, only a JSON schema or json_object", "response_format")
         schemas = {tool.function.name: tool.function.parameters for tool in self.callable_tools}
         is_one = isinstance(self.tool_choice, Choice) or not self.parallel_tool_calls
-        other = None if self.must_call or form is None else form[1]
-        return "lark", grammar_of_calls(schemas, 1 if is_one else MOST_CALLS, other), "tools"
+        calls = grammar_of_calls(schemas, 1 if is_one else MOST_CALLS, forms[0][1] if forms else None)
+        return [*forms, ("lark", calls, "tools")]
 
     @property
     def template_options(self) -> dict[str, Any]:

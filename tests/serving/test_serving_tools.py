@@ -1,7 +1,12 @@
 """Tools, forms of answers and reasoning over HTTP: by the official clients, unmodified, against ``kvpool serve``."""
 
 import json
+import os
 import random
+import signal
+import threading
+import time
+from pathlib import Path
 
 import anthropic
 import json_forms
@@ -245,10 +250,60 @@ def test_form_that_becomes_too_complex_ends_its_request_alone(server, client):
         assert [chunk.choices[0].finish_reason for chunk in other][-1] in ("stop", "length")
 
 
+SLOW = {"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(40)]}
+
+
+def child_of(server):
+    """The process that reads grammars, by its id."""
+    tasks = Path(f"/proc/{server.process.pid}/task").iterdir()
+    return int("".join((task / "children").read_text() for task in tasks))
+
+
+def wait_for_end(process):
+    for _ in range(300):
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        if state == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"process {process} is left")
+
+
+def test_form_that_is_slow_to_read_is_refused_and_others_do_not_wait(server):
+    body, answers = {"messages": ASKED, "max_tokens": 9}, []
+    fine, slow = body | schema_form({"enum": [1, 2]}), body | schema_form(SLOW)
+    assert server.post("/v1/chat/completions", fine)[0] == 200
+    sender = threading.Thread(target=lambda: answers.append(server.post("/v1/chat/completions", slow)), daemon=True)
+    sender.start()
+    assert server.post("/v1/chat/completions", body)[0] == 200 and server.post("/v1/chat/completions", fine)[0] == 200
+    sender.join(30)
+    [(status, answer)] = answers
+    assert status == 400 and answer["error"]["param"] == "response_format" and "complex" in answer["error"]["message"]
+    assert server.post("/v1/chat/completions", body | schema_form({"enum": [3, 4]}))[0] == 200, "another process reads"
+
+
+def test_process_that_reads_grammars_may_die_and_leaves_with_the_server():
+    server, body = Server(), {"prompt": "a", "max_tokens": 3}
+    try:
+        forms = [{"response_format": {"type": "regex", "regex": text}} for text in ("a|b", "c|d")]
+        assert server.post("/v1/completions", body | forms[0])[0] == 200
+        os.kill(child := child_of(server), signal.SIGKILL)
+        wait_for_end(child)
+        assert server.post("/v1/completions", body | forms[1])[0] == 200
+        child = child_of(server)
+    finally:
+        server.process.kill()
+    wait_for_end(child)
+    server.stop()
+
+
 def schema_form(schema):
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
 
 
+REGEX = {"response_format": {"type": "regex", "regex": "("}}
 NO_CALL = {"id": "a", "function": {"name": "f", "arguments": "[]"}}
 
 
@@ -272,6 +327,10 @@ def tool(parameters):
         ("response_format", schema_form({"type": "no"})),
         ("response_format", {"response_format": {"type": "regex", "regex": "(?=a)"}}),
         ("response_format", {"response_format": {"type": "regex", "regex": "a"}, "tools": TOOLS}),
+        ("response_format", schema_form({"type": "no"}) | {"tools": TOOLS}),
+        ("response_format", schema_form({"enum": [1]}) | {"tools": TOOLS, "tool_choice": "required"}),
+        ("response_format", REGEX | {"tools": TOOLS, "tool_choice": "required"}),
+        ("n", schema_form({"enum": [1]}) | {"n": 9}),
         ("min_tokens", {"response_format": {"type": "json_object"}, "min_tokens": 2}),
         ("ignore_eos", {"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}),
         ("tools", {"tools": TOOLS, "use_beam_search": True}),

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from contextlib import suppress
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,7 +21,19 @@ LIMITS = {"initial_lexer_fuel": 500_000, "max_grammar_size": 100_000, "max_lexer
     "step_max_items": 5_000,
     "max_items_in_row": 1_000,
 }
-"""Of llguidance. So the worst grammars that we found take 0.13 s to read, and 4 ms for a token."""
+"""Of llguidance. They do not bound how long it reads a grammar, which `Trial` does. The worst grammars that we found
+take 5 to 7 ms for a token on average."""
+TRIAL = """
+import json, signal, sys
+import llguidance
+tokens, matcher = llguidance.LLTokenizer("byte"), llguidance.LLMatcher
+for line in sys.stdin:
+    seconds, source, limits = json.loads(line)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    matcher(tokens, source, log_level=0, limits=llguidance.LLParserLimits(**limits)).compute_bitmask()
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    print(flush=True)
+"""
 SPACES = {"whitespace_pattern": r"[ \n]{1,16}"}  # a model that may write spaces without end does so
 
 
@@ -77,6 +93,47 @@ class Follower:
         return bits
 
 
+class Trial:
+    """Reads grammars in another process, which dies of one that takes it more than `SECONDS` of CPU time.
+
+    The process starts with the first grammar. It ends with `close`, or with this process.
+    """
+
+    SECONDS = 1.0
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: Any = None  # a Popen
+
+    def check(self, source: str) -> None:
+        """Raise `ValueError` if a grammar takes too long to read. What else is wrong with it has no effect."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", TRIAL],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                    start_new_session=True,  # a signal of the terminal is not for it
+                )
+            process, answer = self._process, ""
+            with suppress(BrokenPipeError):
+                process.stdin.write(json.dumps([self.SECONDS, source, LIMITS]) + "\n")
+                process.stdin.flush()
+                answer = process.stdout.readline()
+            if not answer:
+                self.close()
+                raise ValueError(f"[grammar] it is too complex: to read it takes more than {self.SECONDS:g} s")
+
+    def close(self) -> None:
+        """End the process. A grammar that it reads is refused."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+
 class Grammars:
     """Compiles grammars for one model. Any thread may call it.
 
@@ -86,10 +143,17 @@ class Grammars:
         mlx-lm's wrapper of a fast tokenizer of transformers.
     vocab_size : int
         Tokens that the model has.
+
+    Attributes
+    ----------
+    trial : Trial or None
+        Reads each grammar first that is not among the 64 last ones. None: grammars may take long to read.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._matcher = lru_cache(64)(self._read)
+        self.trial: Trial | None = None
 
     def schema(self, schema: Mapping[str, Any] | bool, after: Sequence[int] = ()) -> Grammar:
         """Compile a JSON schema.
@@ -118,19 +182,24 @@ class Grammars:
         return self._compiled("lark", grammar, after)
 
     def _compiled(self, kind: str, text: str, after: Iterable[int]) -> Grammar:
+        return Grammar(self._matcher(kind, text), frozenset(self._tokenizer.eos_token_ids), tuple(after))
+
+    def _read(self, kind: str, text: str) -> Any:
         llguidance, tokens = self._vocabulary
         if len(text) > LONGEST:
             raise ValueError(f"[grammar] {len(text)} characters, the limit is {LONGEST}")
         matcher = llguidance.LLMatcher
         options = {"overrides": SPACES} if kind == "json_schema" else {}
         source = getattr(matcher, f"grammar_from_{kind}")(text, **options)
+        if self.trial is not None:
+            self.trial.check(source)
         limits = llguidance.LLParserLimits(verbose_errors=False, **LIMITS)
         made = matcher(tokens, source, log_level=0, limits=limits)
         if not made.is_error():
             made.compute_bitmask()  # what the first token needs is made here, and not in a step
         if made.is_error():
             raise ValueError(f"[grammar] {' '.join(made.get_error().split())[:300]}")
-        return Grammar(made, frozenset(self._tokenizer.eos_token_ids), tuple(after))
+        return made
 
     @cached_property
     def _vocabulary(self) -> tuple[Any, Any]:
