@@ -67,7 +67,8 @@ def check_states(core: Core, sequences: list[Sequence]) -> None:
         require(states[state] == core.count[state], f"{core.count[state]} count as {NAMES[state]}, {states[state]} are")
     waiting = {s for s in sequences if s.state == WAITING and (s.group.beam is None or s.group.beam.live[0] is s)}
     queued = list(core.queue)
-    require(len(queued) == len(core.queue) and set(queued) == waiting, "the queue is not who waits")
+    require(set(queued) == waiting, "the queue is not who waits")
+    require(len(core.queue) == sum(s.group.admitted is None for s in queued), "the queue miscounts new requests")
     require(len(set(queued)) == len(queued), "somebody waits twice")
     check_tenants(core)
     require(set(core.spilled) == {s for s in sequences if s.state == SPILLED}, "spilled is not who is spilled")
@@ -79,7 +80,9 @@ def check_tenants(core: Core) -> None:
     requests = Counter(group.tenant.name for group in core.groups.values())
     for name, tenant in queue.tenants.items():
         require(tenant.requests == requests.pop(name, 0), f"tenant {name!r} counts {tenant.requests} requests")
-        ranks = [sequence.group.rank for sequence in tenant.line]
+        ranks = [(sequence.group.rank, sequence.index) for sequence in tenant.line]
+        new = sum(sequence.group.admitted is None for sequence in tenant.line)
+        require(tenant.new == new, f"tenant {name!r} counts {tenant.new} new requests, {new} are")
         require(ranks == sorted(ranks), f"the line of tenant {name!r} is out of order")
         require(tenant.is_listed or not ranks, f"tenant {name!r} waits and gets no turn")
     require(not requests, f"tenants are forgotten that have requests: {sorted(map(repr, requests))}")

@@ -420,7 +420,7 @@ def admit_next(core: Core) -> Sequence | None:
 def admit_other(core: Core, head: Sequence) -> Sequence | None:
     """Admit one who may pass the first in line, which finds no room. Nobody passes a sequence that ran before.
 
-    So many may pass a new request. Those of another tenant may, while it has used at most a step more.
+    So many may pass a request and its samples. Those of another tenant may, while it has used at most a step more.
     """
     passed = [head]
     for sequence in () if core.queue.is_back(head) else core.queue.first(LOOK)[1:]:
@@ -428,8 +428,8 @@ def admit_other(core: Core, head: Sequence) -> Sequence | None:
             return None
         ahead = sequence.group.tenant.used - head.group.tenant.used
         if ahead <= core.max_step_tokens and admit(core, sequence):
-            for other in passed:
-                other.group.passed += 1
+            for group in {other.group for other in passed}:
+                group.passed += 1
             return sequence
         passed.append(sequence)
     return None

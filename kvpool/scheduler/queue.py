@@ -11,7 +11,9 @@ from kvpool.scheduler.sequences import Group, Sequence, Tenant
 
 
 class WaitingQueue:
-    """Sequences that wait: first those that lost their blocks, then new requests, by tenant.
+    """Sequences that wait: first those that lost their blocks, then by tenant those that never ran.
+
+    The latter are new requests, and samples that found no lane. Only new requests count in `len`.
 
     Choosing takes O(log tenants), adding and removing O(log requests) and one move of the references behind it.
 
@@ -29,7 +31,7 @@ class WaitingQueue:
         self.weights, self.overtake = weights, overtake
         self._ageing = ageing
         self._back: OrderedDict[Sequence, None] = OrderedDict()  # those that ran before
-        self._size = self._arrivals = 0
+        self._new = self._arrivals = 0
         self._turns: list[tuple[float, int, Tenant]] = []  # heap by `used` and `since`, which may have grown
         self._latest: Tenant | None = None  # the last one whose line became shorter
         self._sweep_at = 64
@@ -38,7 +40,7 @@ class WaitingQueue:
             self.tenant(name)
 
     def __len__(self) -> int:
-        return self._size
+        return self._new
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._back
@@ -82,13 +84,13 @@ class WaitingQueue:
     # -- who waits
 
     def push(self, sequence: Sequence, *, front: bool = False) -> None:
-        """Put a new request in the line of its tenant, or with `front` a sequence that ran before all others."""
-        self._size += 1
+        """Put a sequence that never ran in the line of its tenant, or with `front` one that ran before all others."""
         if front:
             self._back[sequence] = None
             self._back.move_to_end(sequence, last=False)
             return
         tenant = sequence.group.tenant
+        self._count(sequence, 1)
         if not tenant.line:
             tenant.base += max(0.0, self._least() - tenant.used)
             tenant.since = sequence.group.rank[1]
@@ -97,13 +99,19 @@ class WaitingQueue:
             tenant.is_listed = True
             heappush(self._turns, (tenant.used, tenant.since, tenant))
 
+    def _count(self, sequence: Sequence, change: int) -> None:
+        """Count a sequence of a line, if it stands for a new request."""
+        if sequence.group.admitted is None:
+            self._new += change
+            sequence.group.tenant.new += change
+
     def _least(self) -> float:
-        """Return what the tenants with new requests have used at least. Nobody who comes has used less."""
+        """Return what the tenants with lines have used at least. Nobody who comes has used less."""
         first = self._first() or self._latest
         return 0.0 if first is None else first.used
 
     def _first(self) -> Tenant | None:
-        """Return the tenant whose turn it is, None if there are no new requests."""
+        """Return the tenant whose turn it is, None if all lines are empty."""
         while self._turns:
             used, since, tenant = self._turns[0]
             now = (tenant.used, tenant.since, tenant)
@@ -124,7 +132,7 @@ class WaitingQueue:
         return None if tenant is None else tenant.line[0]
 
     def first(self, most: int) -> list[Sequence]:
-        """Return `most` new requests: the first of each tenant, in order of their turns, then the second ones."""
+        """Return `most` of the lines: the first of each tenant, in order of their turns, then the second ones."""
         turns: list[tuple[float, int, Tenant]] = []
         while len(turns) < most and self._first() is not None:
             turns.append(heappop(self._turns))
@@ -139,22 +147,22 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence from any place."""
-        self._size -= 1
         if sequence in self._back:
             del self._back[sequence]
             return
         tenant = self._latest = sequence.group.tenant
-        del tenant.line[bisect_left(tenant.line, sequence.group.rank, key=_rank)]
+        self._count(sequence, -1)
+        del tenant.line[bisect_left(tenant.line, _rank(sequence), key=_rank)]
 
     def discard(self, sequence: Sequence) -> None:
         """Remove a sequence if it is queued. Of a beam only the first sequence is."""
         line, at = sequence.group.tenant.line, 0
         if sequence not in self._back:
-            at = bisect_left(line, sequence.group.rank, key=_rank)
+            at = bisect_left(line, _rank(sequence), key=_rank)
             if line[at : at + 1] != [sequence]:
                 return
         self.remove(sequence)
 
 
-def _rank(sequence: Sequence) -> tuple[int, int]:
-    return sequence.group.rank
+def _rank(sequence: Sequence) -> tuple[int, int, int]:
+    return *sequence.group.rank, sequence.index

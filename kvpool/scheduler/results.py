@@ -268,7 +268,8 @@ def why_ended(group: Group, tokens: NDArray[int32]) -> str | None:
 def fork_samples(core: Core, lane: int, ats: list[int], given: Given, now: float) -> list[Output]:
     """Make n sequences of one whose prompt is computed, each with its first token.
 
-    The first one that goes on keeps lane and blocks. The others become forks while there is room. The rest wait.
+    The first one that goes on keeps lane and blocks. The others become forks while there is room. The rest wait in the
+    line of their tenant.
     """
     rows = core.rows
     first = rows.sequence(lane)
@@ -294,11 +295,10 @@ def fork_samples(core: Core, lane: int, ats: list[int], given: Given, now: float
     core.move(first, WAITING)
     if not live:
         core.pool.close(handle)
-    waiting = []
     for number, sequence in enumerate(live):
         own = handle if number == 0 else fork(core, handle)
         if own is None:
-            waiting.append(sequence)
+            core.wait(sequence)
             continue
         sequence.high = sequence.paid = computed
         core.start(sequence, core.rows.take(), own, computed, core.admission_number() if number else admitted)
@@ -308,8 +308,6 @@ def fork_samples(core: Core, lane: int, ats: list[int], given: Given, now: float
         rows.shared[sequence.lane] = core.needs.shares(computed - gone)
     if len(live) > 1:
         rows.shared[live[0].lane] = core.needs.shares(computed - gone)
-    for sequence in reversed(waiting):
-        core.wait(sequence, front=True)
     return [core.finish(sequence, reason, now) for sequence, reason in outputs]
 
 

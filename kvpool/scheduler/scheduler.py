@@ -63,7 +63,7 @@ class Scheduler:
     preempt : {"last", "longest", "grower", "priority"}
         Selects the sequence to preempt and recompute when blocks run out.
     max_waiting : int, optional
-        Reject requests when so many sequences wait. A tenant in `weights` may use its share of them.
+        Reject requests when so many new ones wait. A tenant in `weights` may use its share of them.
     weights : mapping of tenants to numbers, optional
         What part of the service a tenant gets while several have requests that wait: 0.001 .. 1000. Others have 1.
     ageing : int, default 256
@@ -253,11 +253,11 @@ class Scheduler:
         if most is None:
             return
         tenant = queue.tenants.get(name)
-        line = [] if tenant is None else tenant.line
+        line, new = ([], 0) if tenant is None else (tenant.line, tenant.new)
         if len(queue) >= (self._max_waiting or 0):
-            text = f"{len(queue)} sequences wait, the limit is {self._max_waiting}"
-        elif len(line) >= most:
-            text = f"{len(line)} requests of this tenant wait, its share of {self._max_waiting} is {most}"
+            text = f"{len(queue)} requests wait, the limit is {self._max_waiting}"
+        elif new >= most:
+            text = f"{new} requests of this tenant wait, its share of {self._max_waiting} is {most}"
         else:
             return
         so_far = self._core.clock() - line[0].group.arrived if line else 0.0
@@ -644,7 +644,7 @@ class Scheduler:
         """Return what each tenant of `weights` has and got."""
         queue = self._core.queue
         known = [queue.tenants[name] for name in queue.weights]
-        return {one.name: TenantStats(len(one.line), one.requests, one.served) for one in known}
+        return {one.name: TenantStats(one.new, one.requests, one.served) for one in known}
 
     def check(self) -> None:
         """Recompute every counter and invariant, also those of the pool. Legal at any time.

@@ -20,16 +20,18 @@ class Tenant:
     Attributes
     ----------
     served : int
-        Tokens computed for it. Those of a prompt count when the request is admitted, others when they are computed.
-        Hits of the prefix cache do not count, and no token counts twice.
+        Tokens computed for it. Those that a sequence has count when it is admitted, others when they are computed.
+        Hits of the prefix cache do not count. What a preempted sequence computes again does not, either.
     base : float
         What `used` has skipped while nothing waited.
     admitted : int
         Requests that were admitted: the time by which the others grow older.
     requests : int
         Requests that have not ended.
+    new : int
+        Requests that were never admitted.
     line : list of Sequence
-        New requests, by rank.
+        Sequences that never ran, by rank: new requests, and samples that found no lane.
     since : int
         Number of the request with which the line began.
     is_listed : bool
@@ -39,19 +41,19 @@ class Tenant:
     """
 
     __slots__ = (
-        *("admitted", "base", "is_listed", "line", "name", "requests", "served", "since", "waited", "weight"),
+        *("admitted", "base", "is_listed", "line", "name", "new", "requests", "served", "since", "waited", "weight"),
     )
 
     def __init__(self, name: Hashable, weight: float) -> None:
         self.name, self.weight = name, weight
-        self.served = self.admitted = self.requests = self.since = 0
+        self.served = self.admitted = self.requests = self.new = self.since = 0
         self.base = self.waited = 0.0
         self.line: list[Sequence] = []
         self.is_listed = False
 
     @property
     def used(self) -> float:
-        """The virtual counter. Of the tenants with new requests, the one that has used least goes first."""
+        """The virtual counter. Of the tenants with lines, the one that has used least goes first."""
         return self.base + self.served / self.weight
 
 

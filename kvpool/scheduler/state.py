@@ -479,7 +479,7 @@ class Core:
         self.changed = True
 
     def wait(self, sequence: Sequence, *, front: bool = False) -> None:
-        """Queue a sequence that is in no list. With `front` it ran before."""
+        """Queue a sequence that is in no list. With `front` it ran before, and comes before all others."""
         self.queue.push(sequence, front=front)
 
     def start(self, sequence: Sequence, lane: int, handle: int, computed: int, admitted: int) -> None:

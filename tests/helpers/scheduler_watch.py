@@ -191,6 +191,7 @@ class Watch:
             assert highest <= min(self.requests[self.running[h]].priority for h in stayed), "not the lowest priority"
 
     def failed(self) -> None:
+        self.before = None  # the next step has the plan of the first that failed
         self.failures += 1
         self.tokenless = 0
         self.preemptions = self.scheduler.stats().preemptions

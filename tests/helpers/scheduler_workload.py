@@ -504,7 +504,7 @@ class Runner:
         """Take a step back, and the one that was planned after it."""
         self.memory.spoil(step.plan)
         self.scheduler.fail(step)
-        self.following = self.watch.before = None  # the next step has the plan of `step`
+        self.following = None
         self.watch.failed()
 
     def _expired(self, before: int, outputs: list[Any]) -> None:

@@ -181,8 +181,6 @@ class Calls(RuleBasedStateMachine):
         self.old = failed[0].step
         self.runner.memory.spoil(self.old.plan)
         self.scheduler.fail(self.old)
-        if failed != self.out or len(failed) > 1:
-            self.runner.watch.before = None
         del self.out[-len(failed) :]
         self.runner.watch.failed()
 

@@ -179,10 +179,38 @@ def test_place_in_the_queue_is_by_weight_and_strangers_take_what_is_left():
         with pytest.raises(RequestRejected, match="wait, ") as caught:
             scheduler.add(Request([1], tenant=tenant))
         assert caught.value.reason == "queue_full" and caught.value.wait == places
-    with pytest.raises(RequestRejected, match="8 sequences wait, the limit is 8"):
+    with pytest.raises(RequestRejected, match="8 requests wait, the limit is 8"):
         scheduler.add(Request([1], tenant="c"))
     assert "c" not in scheduler._core.queue.tenants
     assert scheduler.stats().rejected == 3
+
+
+def test_samples_that_wait_take_no_place_in_the_queue():
+    scheduler, machine, _ = made(max_running=2, max_waiting=4, weights={"a": 1, "b": 1})
+    scheduler.add(Request([1, 2, 3], max_tokens=9, n=8, tenant="a"))
+    machine.step()
+    assert scheduler.stats().waiting == 6 and scheduler.tenants()["a"].waiting == 0
+    for tenant in "aabb":
+        scheduler.add(Request([1], tenant=tenant))
+    with pytest.raises(RequestRejected, match="4 requests wait, the limit is 4"):
+        scheduler.add(Request([1], tenant="a"))
+    scheduler.check()
+    assert len(machine.run()) == 8 + 4
+
+
+def test_samples_without_a_lane_wait_for_the_turn_of_their_tenant():
+    """One tenant asks for many samples, the other for many answers. They take turns."""
+    scheduler, machine, _ = made(max_running=2)
+    scheduler.add(Request([1, 2, 3, 4], max_tokens=9, n=12, tenant="a", id="samples"))
+    machine.step()
+    scheduler.add(Request([1, 2, 3, 4], max_tokens=9, tenant="a", id="later"))
+    for number in range(12):
+        scheduler.add(Request([9, number, 9, 9], max_tokens=9, tenant="b", id=number))
+    order = order_of(scheduler, machine)
+    assert order[:2] == ["samples", "samples"] and "samples" not in order[order.index("later") :], order
+    for end in range(4, 20):
+        behind = order[2:end].count("samples") - sum(type(name) is int for name in order[2:end])
+        assert abs(behind) <= 4, order
 
 
 def test_refused_tenant_learns_how_long_its_requests_waited():
