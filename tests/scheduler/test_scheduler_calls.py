@@ -350,7 +350,7 @@ def cancelled_sequence_gets_the_token_of_its_step(monkeypatch):
 def test_planted_fault_of_a_call_is_detected(plant, monkeypatch):
     plant(monkeypatch)
     with pytest.raises(BaseException) as caught:  # AssertionError, the Failed of pytest.raises, or a group
-        run(1, 80)
+        run(1, 240)
     assert not isinstance(caught.value, KeyboardInterrupt)
 
 
