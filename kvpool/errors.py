@@ -99,17 +99,21 @@ class CorruptState(KVPoolError, AssertionError):
 
 
 class RequestRejected(KVPoolError, ValueError):
-    """A request that could never run. The scheduler is as it was.
+    """A request that could never run, or not now. The scheduler is as it was.
 
     Attributes
     ----------
     reason : str
-        ``"too_long"`` for the model, ``"too_large"`` for the pool or the scheduler, ``"queue_full"``.
+        ``"too_long"`` for the model, ``"too_large"`` for the pool or the scheduler, ``"beam"``, ``"queue_full"``,
+        ``"deadline"``: it has passed.
+    wait : float
+        With ``"queue_full"``: how long the requests of the tenant wait now, by the scheduler's clock.
     """
 
-    def __init__(self, message: str, reason: str = "") -> None:
+    def __init__(self, message: str, reason: str = "", wait: float = 0.0) -> None:
         super().__init__(message)
         self.reason = reason
+        self.wait = wait
 
 
 class UnknownRequest(_HandleError):

@@ -110,6 +110,9 @@ def metrics_of(pool: Any, scheduler: Any = None) -> list[Metric]:
         metrics.append(by_state("kvpool_requests", "Sequences of the scheduler, by state.", now, _STATES))
         for name, text in _COUNTERS.items():
             metrics.append(counter(f"kvpool_{name}_total", text, getattr(now, _FIELDS.get(name, name))))
+        tenants = [({"tenant": str(name)}, had) for name, had in scheduler.tenants().items()]
+        for name, kind, text, field in _TENANTS if tenants else ():
+            metrics.append(Metric(name, kind, text, tuple((label, getattr(had, field)) for label, had in tenants)))
     return metrics
 
 
@@ -195,11 +198,17 @@ _PREFIX = {
 }
 _PLACES = ("blank", "evictable", "limbo", "used", "reserved")
 _STATES = ("waiting", "prefilling", "decoding", "spilled")
-_FIELDS = {"requests_finished": "finished", "requests_cancelled": "cancelled", "requests_rejected": "rejected"}
+_TENANTS = (
+    ("kvpool_tenant_waiting", "gauge", "New requests of a tenant that wait.", "waiting"),
+    ("kvpool_tenant_requests", "gauge", "Requests of a tenant that have not ended.", "unfinished"),
+    ("kvpool_tenant_tokens_total", "counter", "Tokens computed for a tenant, prompts from admission.", "served_tokens"),
+)
+_FIELDS = {f"requests_{name}": name for name in ("finished", "cancelled", "expired", "rejected")}
 _COUNTERS = {
     "requests_finished": "Sequences that ended by themselves.",
     "requests_cancelled": "Sequences that were cancelled.",
-    "requests_rejected": "Requests that could never run.",
+    "requests_expired": "Sequences whose deadline passed.",
+    "requests_rejected": "Requests that could never run, or found the queue full.",
     "admissions": "Sequences that got blocks, repeated ones included.",
     "preemptions": "Sequences that lost their blocks.",
     "spills": "Sequences whose blocks went to another tier.",
@@ -209,6 +218,8 @@ _COUNTERS = {
     "recomputed_tokens": "Tokens computed again after a preemption.",
     "hit_tokens": "Tokens found in the prefix cache at admissions.",
     "sampled_tokens": "Tokens sampled.",
+    "drafted_tokens": "Tokens computed as drafts.",
+    "accepted_tokens": "Drafts that sampling confirmed.",
 }
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 from kvpool.cli.cache import add_cache_arguments, bits_of, policy_of
 from kvpool.cli.console import CommandError, real, whole
+from kvpool.cli.drafts import add_draft_arguments, load_draft_model, num_drafts_of, proposer
 from kvpool.cli.model import add_model_arguments, tiny_model
 from kvpool.errors import install_command
 
@@ -53,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share what prompts have in common (default: yes)",
     )
     parser.add_argument("--stats", action="store_true", help="print speed and use of the cache to stderr")
+    add_draft_arguments(parser)
     add_cache_arguments(parser)
 
 
@@ -63,24 +66,49 @@ def run(args: argparse.Namespace) -> int:
     tokenizer, engine = make_engine(args, prompts, options)
     printer = Printer(len(prompts), options["n"], quiet=args.json)
     begin = time.perf_counter()
+    interrupts = Interrupts()
     if options["n"] > 1 and not options["temperature"] and not options["beam_width"]:
         print("kvpool generate: without --temperature all samples of a prompt are the same text", file=sys.stderr)
-    with engine, printer:
+    with engine, interrupts:
         submit(engine, printer, [encode(tokenizer, prompt, args.chat) for prompt in prompts], options)
         done: dict[Any, Completion] = {}
-        while engine.num_unfinished:
+        while engine.num_unfinished and not interrupts.count:
             for completion in engine.step():
                 if completion.error is not None:
                     raise completion.error
                 done[completion.id] = completion
                 printer.end(completion)
+        for number in range(len(prompts)):
+            if number in engine:
+                done[number] = engine.cancel(number)
+                printer.end(done[number])
         facts = statistics(engine, list(done.values()), time.perf_counter() - begin)
     if args.json:
         answers = [describe(prompt, done[number]) for number, prompt in enumerate(prompts)]
         print(json.dumps({"model": args.model, "answers": answers, "stats": facts}, indent=2))
     elif args.stats:
         print(f"\n{show(facts)}", file=sys.stderr)
+    if interrupts.count:
+        raise KeyboardInterrupt
     return 0
+
+
+class Interrupts:
+    """Counts Ctrl-C instead of ending the process, so that a step of the engine is whole. The second one ends it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def _note(self, number: int, frame: object) -> None:
+        self.count += 1
+        if self.count > 1:
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> None:
+        self._before = signal.signal(signal.SIGINT, self._note)
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
 
 
 def request_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -130,7 +158,7 @@ def read_prompts(texts: list[str]) -> list[str]:
 def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str, Any]) -> tuple[Any, Engine]:
     """The loaded tokenizer, and an engine with a pool that fits."""
     block_size, chunk = whole("--kv-block-size", args.kv_block_size), whole("--chunk", args.chunk)
-    max_running = whole("--max-running", args.max_running)
+    max_running, num_drafts = whole("--max-running", args.max_running), num_drafts_of(args)
     policy, bits = policy_of(args, block_size), bits_of(args)
     if policy is not None and options["beam_width"]:
         raise CommandError("--eviction and --beam exclude each other: a beam keeps every token")
@@ -145,12 +173,14 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
         model, tokenizer = loading.load(args.model, args.arch)
     except loading.ModelNotLoaded as exc:
         raise CommandError(f"--model {exc}") from None
+    draft = load_draft_model(args, tokenizer)
+    lengths = [len(encode(tokenizer, prompt, args.chat)) + options["max_tokens"] for prompt in prompts]
+    refuse_endless(model, lengths, options["max_tokens"])
     try:
         if num_blocks is None:
             sequences = max(options["n"], options["beam_width"]) + 1  # one more: copies, and shared beginnings
             rows = min(max_running, sequences * len(prompts))
-            most = blocks_in_memory(args.memory, model, block_size, rows, bits)
-            lengths = [len(encode(tokenizer, prompt, args.chat)) + options["max_tokens"] for prompt in prompts]
+            most = blocks_in_memory(args.memory, model, block_size, rows, {"beside": draft, **bits})
             needed = 1 + sum(sequences * (-(-length // block_size) + 1) for length in lengths)
             num_blocks = most if args.memory else min(most, max(needed, 64))
         engine = Engine(
@@ -163,11 +193,23 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
             max_step_tokens=max(2 * chunk, max_running),
             prefill_chunk=chunk,
             eviction=policy,
+            speculate=proposer(num_drafts, draft, num_blocks * block_size, max_running),
             **bits,
         )
     except (ValueError, TypeError, RuntimeError, MemoryError) as exc:
         raise CommandError(f"--model {args.model}: {str(exc).rpartition('] ')[2] or 'not enough memory'}") from None
     return tokenizer, engine
+
+
+def refuse_endless(model: Any, lengths: list[int], max_tokens: int) -> None:
+    """Refuse prompts that are too long with their answers, before a pool is made for them."""
+    from kvpool.adapters.mlx_lm.shapes import max_positions
+
+    longest = max_positions(model)
+    for number, length in enumerate(lengths):
+        if longest is not None and length - 1 > longest:  # the last token is never an input
+            tokens = f"{length - max_tokens} prompt tokens and {max_tokens} more"
+            raise CommandError(f"prompt {number + 1}: {tokens}, the model takes {longest}")
 
 
 def blocks_in_memory(size: str | None, model: Any, block_size: int, num_rows: int, bits: dict[str, Any]) -> int:
@@ -217,6 +259,7 @@ class Printer:
         self._prompts, self._samples = prompts, samples
         self._waiting = [(number, index) for number in range(prompts) for index in range(samples)][::-1]
         self._text: dict[tuple[Any, int], str] = {}
+        self._lengths: dict[tuple[Any, int], int] = {}  # of all text that came
         self._ended: set[tuple[Any, int]] = set()
         self._is_open = False
 
@@ -225,26 +268,18 @@ class Printer:
         self._add(event.id, event.index, event.text, event.finish_reason is not None)
 
     def end(self, completion: Completion) -> None:
-        """A request has ended. Its text has been printed already, unless it is a beam."""
+        """A request has ended. Its text has been printed already, unless it is a beam or was cancelled."""
         for index, sample in enumerate(completion.samples):
-            if (completion.id, index) not in self._ended:
-                self._add(completion.id, index, sample.text, True)
-
-    def __enter__(self) -> Printer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """After Ctrl-C, print what samples have that were waiting for their turn."""
-        if kind is KeyboardInterrupt:
-            begun = self._waiting[-1] if self._is_open else None
-            self._waiting = [key for key in self._waiting if self._text.get(key) or key == begun]
-            self._ended.update(self._waiting)
-            if self._waiting:
-                self._add(*self._waiting[-1], "", True)
+            key: tuple[Any, int] = (completion.id, index)
+            if key not in self._ended and (sample.text or sample.finish_reason != "cancelled"):
+                self._add(completion.id, index, sample.text[self._lengths.get(key, 0) :], True)
+            elif key not in self._ended:
+                self._waiting.remove(key)
 
     def _add(self, number: Any, index: int, text: str, is_last: bool) -> None:
         key = number, index
         self._text[key] = self._text.get(key, "") + text
+        self._lengths[key] = self._lengths.get(key, 0) + len(text)
         if is_last:
             self._ended.add(key)
         while not self._quiet and self._waiting and self._waiting[-1] in self._text:

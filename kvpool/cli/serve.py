@@ -8,10 +8,12 @@ import json
 import os
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpool.cli.cache import add_cache_arguments, bits_of, policy_of
 from kvpool.cli.console import CommandError, real, whole
+from kvpool.cli.drafts import add_draft_arguments, load_draft_model, num_drafts_of, proposer
 from kvpool.cli.model import add_model_arguments, tiny_model
 from kvpool.errors import install_command
 
@@ -46,9 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, metavar=metavar, default=default, help=text)
     parser.add_argument("--memory", metavar="SIZE", help="memory of the cache, 2GiB or auto; not with --num-blocks")
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY", help="a key for clients; repeatable")
+    parser.add_argument("--api-keys", metavar="FILE", help="keys of tenants, a line for each: NAME WEIGHT KEY")
     parser.add_argument(
         "--allow-host", action="append", default=[], metavar="NAME", help="a name of this server, in Host; repeatable"
     )
+    add_draft_arguments(parser)
     add_cache_arguments(parser)
 
 
@@ -59,12 +63,11 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"--port {args.port}: out of range, 0..{LAST_PORT}")
     if args.memory is not None and args.num_blocks is not None:
         raise CommandError("--memory and --num-blocks exclude each other")
-    keys = (*args.api_key, *filter(None, [os.environ.get("KVPOOL_API_KEY")]))
-    if not all(key.isascii() and key for key in keys):
-        raise CommandError("--api-key: must be ASCII, and not empty")
+    keys, weights = read_keys(args)
     if args.host not in ("localhost", "127.0.0.1", "::1") and not keys:
         raise CommandError(f"--host {args.host}: others can reach this address, so --api-key is needed")
-    options = engine_options(args, block_size)
+    options = engine_options(args, block_size) | {"weights": weights}
+    num_drafts_of(args)
     grace, connections = real("--grace", args.grace, 0, 86400), whole("--max-connections", args.max_connections)
     try:
         from kvpool.adapters.mlx_lm import loading
@@ -75,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     host = f"[{args.host}]" if ":" in args.host else args.host
     hosts = frozenset(name.lower() for name in (*LOOPBACK, host, *args.allow_host))
     most = whole("--max-tokens", args.max_tokens)
-    settings = Settings(args.name or args.model, hosts, keys, most, options["max_waiting"])
+    settings = Settings(args.name or args.model, hosts, keys, most)
     tiny_model(args)
     if args.model != "tiny":
         try:
@@ -101,6 +104,31 @@ def run(args: argparse.Namespace) -> int:
     return 1 if left else 0
 
 
+def read_keys(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, float]]:
+    """Return the tenant of each key, and the weight of each tenant. A key on the command line is a tenant."""
+    alone = (*args.api_key, *filter(None, [os.environ.get("KVPOOL_API_KEY")]))
+    lines = [(f"api-key {number}", "1", key) for number, key in enumerate(alone, 1)]
+    try:
+        text = "" if args.api_keys is None else Path(args.api_keys).read_text()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise CommandError(f"--api-keys {args.api_keys}: {getattr(exc, 'strerror', 'is no text')}") from None
+    for number, line in enumerate(text.splitlines(), 1):
+        parts = line.split()
+        if parts and not parts[0].startswith("#"):
+            if len(parts) != 3:
+                raise CommandError(f"--api-keys {args.api_keys}: line {number} must be NAME WEIGHT KEY")
+            lines.append((parts[0], parts[1], parts[2]))
+    keys: dict[str, str] = {}
+    weights: dict[str, float] = {}
+    for name, weight, key in lines:
+        if not (key.isascii() and key):
+            raise CommandError(f"the key of {name}: must be ASCII, and not empty")
+        share = real(f"the weight of {name}", weight, 0.001, 1000)
+        if keys.setdefault(key, name) != name or weights.setdefault(name, share) != share:
+            raise CommandError(f"{name} has a key of somebody else, or two weights")
+    return keys, weights
+
+
 def engine_options(args: argparse.Namespace, block_size: int) -> dict[str, Any]:
     """Return the options of `Engine`, checked as far as possible without a model."""
     running, chunk = whole("--max-running", args.max_running), whole("--chunk", args.chunk)
@@ -124,12 +152,14 @@ def make_engine(args: argparse.Namespace, options: dict[str, Any]) -> Engine:
     from kvpool.adapters.mlx_lm.shapes import max_positions
 
     model, tokenizer = loading.load(args.model, args.arch)
+    draft = load_draft_model(args, tokenizer)
+    running, size = options["max_running"], options["block_size"]
     if options["num_blocks"] is None:
-        running, size = options["max_running"], options["block_size"]
-        most = loading.blocks_in(args.memory or "auto", model, size, running, **bits_of(args))
+        most = loading.blocks_in(args.memory or "auto", model, size, running, beside=draft, **bits_of(args))
         longest = min(max_positions(model) or LONGEST, LONGEST)
         options["num_blocks"] = most if args.memory else min(most, 1 + running * -(-longest // size))
-    return Engine(model, tokenizer=tokenizer, **options)
+    speculate = proposer(num_drafts_of(args), draft, options["num_blocks"] * size, running)
+    return Engine(model, tokenizer=tokenizer, speculate=speculate, **options)
 
 
 def tell(args: argparse.Namespace, url: str, engine: Engine) -> None:

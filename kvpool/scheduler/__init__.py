@@ -3,8 +3,9 @@
 Integers only: no tensors, no model, no framework.
 """
 
-from kvpool.scheduler.request import Output, Request, SchedulerStats, Times
+from kvpool.scheduler.drafts import Decoding
+from kvpool.scheduler.request import Output, Request, SchedulerStats, TenantStats, Times
 from kvpool.scheduler.scheduler import Scheduler
 from kvpool.scheduler.state import Step
 
-__all__ = ["Output", "Request", "Scheduler", "SchedulerStats", "Step", "Times"]
+__all__ = ["Decoding", "Output", "Request", "Scheduler", "SchedulerStats", "Step", "TenantStats", "Times"]

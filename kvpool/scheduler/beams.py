@@ -222,7 +222,7 @@ class Beam:
 
     # -- the end
 
-    def cancel(self, core: Core, now: float) -> list[Output]:
+    def cancel(self, core: Core, now: float, reason: str) -> list[Output]:
         """End the beam with the best of its finished and live hypotheses."""
         penalty = self.group.request.length_penalty
         found = list(self.done)
@@ -231,12 +231,12 @@ class Beam:
             core.release(sequence)
             length = len(sequence.tokens)
             scores = sequence.logprobs if sequence.logprobs is not None else np.empty(0, np.float32)
-            found.append(Hypothesis(total / max(1, length) ** penalty, sequence.tokens, scores, "cancelled"))
+            found.append(Hypothesis(total / max(1, length) ** penalty, sequence.tokens, scores, reason))
         core.cancelled -= len(self.live)
         self.give_back(core)
         while len(found) < self.group.request.n:  # before the first step there is one, and it is empty
             found.append(found[-1])
-        outputs = self.outputs(core, sorted(found, key=lambda h: -h.score), "cancelled", preemptions, now)
+        outputs = self.outputs(core, sorted(found, key=lambda h: -h.score), reason, preemptions, now)
         core.cancelled += len(outputs)
         core.close_group(self.group, self.group.unfinished)
         return outputs

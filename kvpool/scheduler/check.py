@@ -12,13 +12,14 @@ from kvpool.scheduler.state import DECODING, FINISHED, PREFILLING, SPILLED, WAIT
 NAMES = ("waiting", "prefilling", "decoding", "spilled", "finished")
 
 
-def check(core: Core, out: Step | None) -> None:
-    """Raise `CorruptState` for the first invariant that does not hold. `out` is the step that is out."""
+def check(core: Core, out: list[Step]) -> None:
+    """Raise `CorruptState` for the first invariant that does not hold. `out` are the steps that are out."""
     sequences = live_sequences(core)
     check_states(core, sequences)
     check_lanes(core, sequences)
-    require(out is not None or not core.dead, f"lanes {core.dead} are kept for a step that is in")
-    new = {} if out is None else dict(zip(out.handles.tolist(), out.num_new.tolist(), strict=True))
+    new: Counter[int] = Counter()
+    for step in out:
+        new.update(dict(zip(step.handles.tolist(), step.num_new.tolist(), strict=True)))
     named: set[tuple[int, int]] = set()
     for sequence in sequences:
         if sequence.lane >= 0:
@@ -67,15 +68,30 @@ def check_states(core: Core, sequences: list[Sequence]) -> None:
     queued = list(core.queue)
     require(len(queued) == len(core.queue) and set(queued) == waiting, "the queue is not who waits")
     require(len(set(queued)) == len(queued), "somebody waits twice")
+    check_tenants(core)
     require(set(core.spilled) == {s for s in sequences if s.state == SPILLED}, "spilled is not who is spilled")
 
 
+def check_tenants(core: Core) -> None:
+    """Check the lines of the tenants, their turns, and what they have used."""
+    queue = core.queue
+    requests = Counter(group.tenant.name for group in core.groups.values())
+    for name, tenant in queue.tenants.items():
+        require(tenant.requests == requests.pop(name, 0), f"tenant {name!r} counts {tenant.requests} requests")
+        ranks = [sequence.group.rank for sequence in tenant.line]
+        require(ranks == sorted(ranks), f"the line of tenant {name!r} is out of order")
+        require(tenant.is_listed or not ranks, f"tenant {name!r} waits and gets no turn")
+    require(not requests, f"tenants are forgotten that have requests: {sorted(map(repr, requests))}")
+    most = max((group.passed for group in core.groups.values()), default=0)
+    require(most <= queue.overtake, f"{most} requests passed one that found no room, {queue.overtake} may")
+
+
 def check_lanes(core: Core, sequences: list[Sequence]) -> None:
-    """Check that each lane is free, dead, spare in a beam, or of one sequence, and that handles are distinct."""
+    """Check that each lane is free, spare in a beam, or of one sequence, and that handles are distinct."""
     rows = core.rows
     used = [sequence.lane for sequence in sequences if sequence.lane >= 0]
     spare = [lane for beam in core.beams for lane in beam.spare]
-    places = sorted([*used, *spare, *core.dead, *rows.free])
+    places = sorted([*used, *spare, *rows.free])
     require(places == list(range(core.max_running)), f"lanes are lost or used twice: {places}")
     for sequence in sequences:
         runs = sequence.state in (PREFILLING, DECODING)
@@ -111,12 +127,12 @@ def check_running(core: Core, sequence: Sequence, new: dict[int, int]) -> None:
         require(len({s.state for s in beam.live}) == 1, f"the beam of {sequence.group.id!r} is not in lockstep")
 
 
-def check_progress(core: Core, out: Step | None) -> None:
+def check_progress(core: Core, out: list[Step]) -> None:
     """Check for livelock: progress bounds the number of steps and preemptions (docs/scheduling.md)."""
     steps = core.steps - core.idle_steps
     most = core.sampled_tokens + core.chunks_allowed + core.spills
     require(steps <= most, f"{steps} steps for {core.sampled_tokens} tokens, at most {most}")
-    turns = core.sampled_tokens + core.idle_steps + core.setbacks + (out is not None)
+    turns = core.sampled_tokens + core.idle_steps + core.setbacks + len(out)
     require(
         core.preemptions <= core.max_running * turns,
         f"{core.preemptions} preemptions for {core.sampled_tokens} tokens and {core.max_running} lanes",

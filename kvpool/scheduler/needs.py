@@ -208,15 +208,18 @@ class Needs:
             end = np.zeros_like(position)
         return np.where(end > layers.kept, end, 0)
 
-    def next_tokens(self, lens: NDArray[np.integer], shared: NDArray[np.bool_]) -> list[int]:
-        """Return the most blocks that the next tokens of sequences take. Of `shared` ones they may copy some."""
+    def next_tokens(
+        self, lens: NDArray[np.integer], shared: NDArray[np.bool_], new: NDArray[int64] | int = 1
+    ) -> list[int]:
+        """Return the most blocks that the `new` next tokens of sequences take. Of `shared` ones they may copy some."""
         found = self.nothing.copy()
         for layers in self._layers:
             if layers.group.kind != "state":
-                new = int(np.count_nonzero(shared | (lens % layers.block_size == 0)))
+                tail = lens % layers.block_size
+                taken = int(((tail + new - 1) // layers.block_size + (shared | (tail == 0))).sum())
             else:
-                new = int(np.count_nonzero(shared | (lens == 0))) if self._in_place else len(lens)
-            found[layers.arena] += new * layers.group.columns
+                taken = int(np.count_nonzero(shared | (lens == 0))) if self._in_place else len(lens)
+            found[layers.arena] += taken * layers.group.columns
         return found
 
     def shares(self, tokens: int) -> bool:

@@ -11,7 +11,12 @@ from kvpool.scheduler.request import Request
 from kvpool.scheduler.state import DECODING, PREFILLING, SPILLED, Core, DecodeBatch, Sequence
 
 POLICIES = ("last", "longest", "grower", "priority")
+LOOK = 4  # requests that are tried, while the first in line finds no room
 REWRITTEN = 16  # tokens at the end of a prompt: `Pool.open` takes no checkpoint behind them
+
+
+class MustWait(Exception):
+    """The next step cannot be planned before the one that is out is done."""
 
 
 def make_room(core: Core, probe: object) -> DecodeBatch:
@@ -328,6 +333,8 @@ def fits(core: Core, needs: list[int], tokens: np.ndarray, namespace: bytes) -> 
     hits = core.prefix.match(tokens, namespace) // size
     if not hits or available - (need - hits) < keep:
         return False
+    if core.is_ahead:  # what is unpinned while a step is out cannot be taken before that step is done
+        raise MustWait
     try:
         pinned = core.prefix.pin(whole, namespace)  # evictable hits are not available for the rest
     except OutOfSequences:
@@ -341,6 +348,8 @@ def fits(core: Core, needs: list[int], tokens: np.ndarray, namespace: bytes) -> 
 def admit(core: Core, sequence: Sequence) -> bool:
     """Admit a waiting sequence, or the beam that it leads. Return False if lanes or blocks are missing."""
     if sequence.group.beam is not None:
+        if core.is_ahead:
+            raise MustWait
         return bool(sequence.group.beam.admit(core))
     if not core.rows.free:
         return False
@@ -357,10 +366,14 @@ def admit(core: Core, sequence: Sequence) -> bool:
 
 
 def count_admission(core: Core, sequence: Sequence, computed: int, known: int) -> None:
-    """Count an admission with `known` tokens, of which the cache has `computed`."""
+    """Count an admission with `known` tokens, of which the cache has `computed`. Charge the tenant for the others."""
     group = sequence.group
+    group.tenant.served += max(0, known - max(computed, sequence.paid))
+    sequence.paid = max(sequence.paid, known)
     if group.admitted is None:
         group.admitted = core.clock()
+        group.tenant.admitted += 1
+        group.tenant.waited = group.admitted - group.arrived
         group.num_cached = min(computed, len(group.request.prompt))
     core.admissions += 1
     core.hit_tokens += computed
@@ -394,8 +407,28 @@ def restore(core: Core, sequence: Sequence) -> bool:
 
 
 def admit_next(core: Core) -> Sequence | None:
-    """Admit the next sequence and return it. None if nobody waits or the first in line finds no room."""
+    """Admit the next sequence and return it. None if nobody waits, or nobody who may come finds room."""
+    if not core.rows.free:
+        return None
     for sequence in core.spilled:
         return sequence if restore(core, sequence) else None
     head = core.queue.head()
-    return head if head is not None and admit(core, head) else None
+    return head if head is None or admit(core, head) else admit_other(core, head)
+
+
+def admit_other(core: Core, head: Sequence) -> Sequence | None:
+    """Admit one who may pass the first in line, which finds no room. Nobody passes a sequence that ran before.
+
+    So many may pass a new request. Those of another tenant may, while it has used at most a step more.
+    """
+    passed = [head]
+    for sequence in () if core.queue.is_back(head) else core.queue.first(LOOK)[1:]:
+        if passed[-1].group.passed >= core.queue.overtake:
+            return None
+        ahead = sequence.group.tenant.used - head.group.tenant.used
+        if ahead <= core.max_step_tokens and admit(core, sequence):
+            for other in passed:
+                other.group.passed += 1
+            return sequence
+        passed.append(sequence)
+    return None

@@ -28,6 +28,16 @@ def integer(call: str, name: str, value: Any, low: int, high: int = MOST) -> int
     return number
 
 
+def real(call: str, name: str, value: Any, low: float, high: float) -> float:
+    """Return `value` as a float, or say what is wrong with it."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool | np.bool_)
+    if not is_number:
+        raise TypeError(f"[{call}] {name} must be a number, not {type(value).__name__} ({value!r})")
+    if not low <= value <= high:
+        raise ValueError(f"[{call}] {name} must be {low:g} .. {high:g} ({value})")
+    return float(value)
+
+
 def token_array(call: str, name: str, tokens: Any) -> NDArray[int32]:
     """Return a read-only int32 copy of a 1-D sequence of tokens, which may be empty."""
     if isinstance(tokens, str | bytes | bytearray):
@@ -82,7 +92,11 @@ class Request:
     length_penalty : float, default 1.0
         A hypothesis scores ``sum of logprobs / length ** length_penalty``.
     priority : int, default 0
-        Higher goes first.
+        Of the requests of a tenant, the higher goes first. Waiting makes up for it, see ``Scheduler(ageing=)``.
+    tenant : hashable, optional
+        Who sends the request. Tenants share the service by their weights, see ``Scheduler(weights=)``.
+    deadline : float, optional
+        Time by the scheduler's clock when the request ends with what it has.
     namespace : bytes
         Namespace of the prefix cache, made by `kvpool.namespace`.
     cut : int, optional
@@ -107,6 +121,8 @@ class Request:
     beam_width: int = 0
     length_penalty: float = 1.0
     priority: int = 0
+    tenant: Hashable = None
+    deadline: float | None = None
     namespace: bytes = b""
     cut: int | None = None
     user: Any = None
@@ -119,10 +135,13 @@ class Request:
         if not self.prompt.size:
             raise ValueError("[Request] the prompt is empty, it needs at least one token")
         put("max_tokens", integer("Request", "max_tokens", self.max_tokens, 1))
-        try:
-            hash(self.id)
-        except TypeError:
-            raise TypeError(f"[Request] id must be hashable, {type(self.id).__name__} is not ({self.id!r})") from None
+        for name in ("id", "tenant"):
+            value = getattr(self, name)
+            try:
+                hash(value)
+            except TypeError:
+                kind = type(value).__name__
+                raise TypeError(f"[Request] {name} must be hashable, {kind} is not ({value!r})") from None
         eos = self.eos
         put("eos", _token_tuple("eos", eos if isinstance(eos, Iterable) else (integer("Request", "eos", eos, 0),)))
         put("stop", self._stops(self.stop))
@@ -130,12 +149,9 @@ class Request:
         put("n", integer("Request", "n", self.n, 1))
         if self.beam_width and self.n > self.beam_width:
             raise ValueError(f"[Request] n must be 1 .. beam_width with a beam ({self.n} > {self.beam_width})")
-        penalty = self.length_penalty
-        if isinstance(penalty, bool) or not isinstance(penalty, Real):
-            raise TypeError(f"[Request] length_penalty must be a number, not {type(penalty).__name__} ({penalty!r})")
-        if not -32 <= penalty <= 32:
-            raise ValueError(f"[Request] length_penalty must be -32 .. 32 ({penalty})")
-        put("length_penalty", float(penalty))
+        put("length_penalty", real("Request", "length_penalty", self.length_penalty, -32, 32))
+        if self.deadline is not None:
+            put("deadline", real("Request", "deadline", self.deadline, -1e300, 1e300))
         put("priority", integer("Request", "priority", self.priority, -(2**63), 2**63 - 1))
         if not isinstance(self.namespace, bytes):
             raise TypeError(f"[Request] namespace must be bytes, not {type(self.namespace).__name__}")
@@ -178,7 +194,7 @@ class Output:
     score : float or None
         Score of a hypothesis of a beam.
     finish_reason : str
-        ``"eos"``, ``"stop"``, ``"length"`` or ``"cancelled"``.
+        ``"eos"``, ``"stop"``, ``"length"``, ``"cancelled"`` or ``"deadline"``.
     num_cached : int
         Prompt tokens that the prefix cache had when the request was first admitted.
     preemptions : int
@@ -202,6 +218,14 @@ def ends_with(tokens: NDArray[int32], stops: Sequence[tuple[int, ...]]) -> bool:
     return any(len(stop) <= len(tokens) and tokens[-len(stop) :].tolist() == list(stop) for stop in stops)
 
 
+class TenantStats(NamedTuple):
+    """What a tenant has, and what it got."""
+
+    waiting: int  #: new requests that wait
+    unfinished: int  #: requests, those that wait and those that run
+    served_tokens: int  #: tokens computed for it; prompts count from their admission, and no token counts twice
+
+
 class SchedulerStats(NamedTuple):
     """Counters of a scheduler. Each is kept up to date, so reading them is O(1).
 
@@ -215,14 +239,17 @@ class SchedulerStats(NamedTuple):
     spilled: int  #: with their KV in the tier
     finished: int  #: outputs that ended by themselves
     cancelled: int  #: outputs that were cancelled
+    expired: int  #: outputs whose deadline passed
     rejected: int  #: requests that could never run, or found the queue full
     admissions: int  #: sequences that got blocks, repeated ones included
     preemptions: int  #: sequences that lost their blocks
     spills: int  #: sequences that the tier took
     steps: int  #: updates
-    decode_tokens: int  #: computed, one per decoding row and step
+    decode_tokens: int  #: computed, one per decoding row and step, and the accepted drafts
     prefill_tokens: int  #: computed in chunks
     recomputed_tokens: int  #: of these, computed before a preemption already
     hit_tokens: int  #: found in the prefix cache at admissions
     sampled_tokens: int  #: tokens that became known by `update`
     evicted_tokens: int  #: that left sequences for their budgets
+    drafted_tokens: int  #: computed as drafts
+    accepted_tokens: int  #: of these, what sampling confirmed

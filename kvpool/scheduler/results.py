@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from heapq import heappop
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,27 +98,26 @@ def fan_out(
 
 
 def take(core: Core, step: Step, given: Given) -> list[Output]:
-    """Advance every sequence of an executed step."""
-    core.step_out = False
+    """Advance the sequences of an executed step. Rows that ended or were cancelled meanwhile get nothing."""
     core.steps += 1
     if core.eviction is not None:
         core.eviction.settle()
-    if step.batch is None or core.dead:
-        return take_rows(core, step, given, 0)
+    alive = core.rows.handle[step.lanes] == step.handles
+    if step.batch is None or not alive.all():
+        return take_rows(core, step, given, alive, 0)
     outputs = take_decodes(core, step.batch, step.sample_position, given)
     if len(step.lanes) > step.num_decodes:
-        outputs += take_rows(core, step, given, step.num_decodes)
+        outputs += take_rows(core, step, given, alive, step.num_decodes)
     return outputs
 
 
-def take_rows(core: Core, step: Step, given: Given, begin: int) -> list[Output]:
-    """Advance the rows from `begin` on. Earlier samples belong to earlier rows."""
-    rows = core.rows
+def take_rows(core: Core, step: Step, given: Given, alive: NDArray[np.bool_], begin: int) -> list[Output]:
+    """Advance the rows from `begin` on that are `alive`. Earlier samples belong to earlier rows."""
+    rows, alive = core.rows, alive[begin:]
     lanes, samples, position = step.lanes[begin:], step.sample_lane[begin:], step.sample_position[begin:]
-    alive = rows.handle[lanes] >= 0
     core.idle_steps += not alive.all()
     advance(core, lanes[alive], step.num_new[begin:][alive], int(alive[: step.num_decodes - begin].sum()))
-    live = rows.handle[samples] >= 0
+    live = np.isin(samples, lanes[alive])
     plain = live & (step.beam_width[begin:] == 0)
     core.sampled_tokens += int(plain.sum())
     fans = take_fans(core, samples, plain) if core.unforked else {}
@@ -133,7 +133,6 @@ def take_rows(core: Core, step: Step, given: Given, begin: int) -> list[Output]:
         outputs += fork_samples(core, lane, [begin + at for at in ats], given, now)
     if given.beam_tokens is not None and given.beam_logprobs is not None:
         outputs += move_beams(core, step, begin, live, given.beam_tokens, given.beam_logprobs, now)
-    core.bury()
     return outputs
 
 
@@ -147,6 +146,8 @@ def take_decodes(core: Core, batch: DecodeBatch, at: NDArray[int32], given: Give
     core.decode_tokens += len(lanes)
     core.sampled_tokens += len(lanes)
     rows.computed[lanes] += 1
+    for tenant, count in batch.tenants:
+        tenant.served += count
     if batch.shared:
         rows.shared[lanes] = batch.shared = False
     generated = store(rows, lanes, at, tokens, None if given.logprobs is None else given.logprobs[:n])
@@ -210,6 +211,8 @@ def advance(core: Core, lanes: NDArray[int32], new: NDArray[int64], decodes: int
     """Count the inputs of these rows as computed. The first rows are decodes."""
     rows = core.rows
     core.decode_tokens += decodes
+    for lane in lanes[:decodes].tolist():
+        rows.sequence(lane).group.tenant.served += 1
     if len(lanes) > decodes:
         chunk, count = lanes[decodes:], new[decodes:]
         core.prefill_tokens += int(count.sum())
@@ -304,7 +307,7 @@ def fork_samples(core: Core, lane: int, ats: list[int], given: Given, now: float
         if own is None:
             waiting.append(sequence)
             continue
-        sequence.high = computed
+        sequence.high = sequence.paid = computed
         core.start(sequence, core.rows.take(), own, computed, core.admission_number() if number else admitted)
         rows.committed[sequence.lane], rows.gone[sequence.lane] = committed, gone
         if core.eviction is not None and seen is not None:
@@ -328,31 +331,44 @@ def fork(core: Core, handle: int) -> int | None:
         return None
 
 
-def cancel(core: Core, group: Group) -> list[Output]:
+def expire(core: Core) -> list[Output]:
+    """End the requests whose deadline has passed."""
+    now, outputs = core.clock(), []
+    while core.deadlines and core.deadlines[0][0] <= now:
+        group = core.group_of(heappop(core.deadlines))
+        if group is not None:
+            outputs += cancel(core, group, "deadline")
+    core.cancelled -= len(outputs)
+    core.expired += len(outputs)
+    return outputs
+
+
+def cancel(core: Core, group: Group, reason: str = "cancelled") -> list[Output]:
     """End a request in any state."""
     now = core.clock()
     if group.beam is not None:
-        return group.beam.cancel(core, now)
+        return group.beam.cancel(core, now, reason)
     outputs = []
     if not group.forked:
         core.unforked -= 1
     for sequence in group.sequences:
         if sequence.state != FINISHED:
             core.release(sequence)
-            outputs.append(core.output(sequence, "cancelled", now))
+            outputs.append(core.output(sequence, reason, now))
     if not group.forked:  # samples that were still to come
         for index in range(1, group.request.n):
             sequence = Sequence(group, index)
-            outputs.append(core.output(sequence, "cancelled", now))
+            outputs.append(core.output(sequence, reason, now))
             core.cancelled += 1
     core.close_group(group, group.unfinished)
     return outputs
 
 
-def give_up(core: Core, step: Step) -> None:
-    """Preempt the sequences of a failed step that cannot be rolled back: its writes are unknown."""
-    for lane in step.lanes[::-1].tolist():
-        sequence = core.rows.sequences[lane]
-        if sequence is None:
-            continue
-        core.preempt(sequence)
+def give_up(core: Core, steps: list[Step]) -> None:
+    """Preempt the sequences of failed steps that cannot be rolled back: what they wrote is unknown."""
+    rows = core.rows
+    lanes = np.unique(np.concatenate([step.lanes[rows.handle[step.lanes] == step.handles] for step in steps]))
+    for lane in lanes[rows.admitted[lanes].argsort()[::-1]].tolist():
+        sequence = rows.sequences[lane]
+        if sequence is not None:  # or it was preempted with its beam
+            core.preempt(sequence)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,11 +14,13 @@ from numpy.typing import NDArray
 
 from kvpool._core import Plan, Pool
 from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected, UnknownRequest
-from kvpool.scheduler import results
+from kvpool.scheduler import drafts, results
+from kvpool.scheduler.ahead import executed, may_plan_ahead
 from kvpool.scheduler.beams import Beam
 from kvpool.scheduler.check import check
 from kvpool.scheduler.policy import (
     POLICIES,
+    MustWait,
     admit_next,
     blocks_alone,
     has_room,
@@ -26,7 +30,8 @@ from kvpool.scheduler.policy import (
     make_way,
 )
 from kvpool.scheduler.policy import judge as judge_eviction
-from kvpool.scheduler.request import Output, Request, SchedulerStats, integer
+from kvpool.scheduler.queue import WaitingQueue
+from kvpool.scheduler.request import Output, Request, SchedulerStats, TenantStats, integer, real
 from kvpool.scheduler.state import (
     DECODING,
     NOBODY,
@@ -68,7 +73,14 @@ class Scheduler:
     preempt : {"last", "longest", "grower", "priority"}
         Selects the sequence to preempt and recompute when blocks run out.
     max_waiting : int, optional
-        Reject requests when so many sequences wait.
+        Reject requests when so many sequences wait. A tenant in `weights` may use its share of them.
+    weights : mapping of tenants to numbers, optional
+        What part of the service a tenant gets while several have requests that wait: 0.001 .. 1000. Others have 1.
+    ageing : int, default 256
+        Admissions of a tenant that make up for one level of priority: later requests of a higher one go first only if
+        they come before so many for each level.
+    overtake : int, default 16
+        Requests that may pass a new one which finds no room, at most.
     max_model_len : int, optional
         Tokens of a sequence, at most.
     formats : sequence of str
@@ -78,11 +90,15 @@ class Scheduler:
     tier : object, optional
         ``spill_to_host(handle, blocks)`` and ``prefetch(kept, handle, blocks)``.
     clock : callable, default `time.monotonic`
-        Fills the times of outputs. It has no influence on decisions.
+        Fills the times of outputs, and says when a deadline has passed. Otherwise it has no influence on decisions.
     plans : int, default 1
-        Plans that steps use in turn. With 2, the arrays of a step stay valid during the next one.
+        Plans that steps use in turn. With 2, the next step can be planned while one is out, and the arrays of a step
+        stay valid during the next one.
     eviction : kvpool.eviction.Evictor, optional
         Evicts tokens of its layer group between two steps, so that each sequence stays within a budget.
+    speculate : callable, optional
+        Gets a list of `Decoding`, returns drafts for each: tokens that may come next. A decode computes its drafts in
+        the same step, and `update` keeps those that are equal to the sampled tokens.
 
     Raises
     ------
@@ -119,6 +135,10 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         plans: int = 1,
         eviction: Evictor | None = None,
+        speculate: drafts.Propose | None = None,
+        weights: Mapping[Hashable, float] = MappingProxyType({}),
+        ageing: int = 256,
+        overtake: int = 16,
     ) -> None:
         call = "Scheduler"
         if not isinstance(pool, Pool):
@@ -142,8 +162,14 @@ class Scheduler:
         if tier is not None and pool.options.groups is not None:
             raise ValueError(f"[{call}] tier is for pools of one table, this one has {len(pool.options.groups)} groups")
         _check_evictor(call, eviction, pool)
+        drafts.check_proposer(call, speculate, pool, eviction)
+        self._propose = speculate
         numbers = (max_running, max_step_tokens, chunk, mixed, watermark, preempt)
-        self._core = Core(pool, *numbers, tier, clock, eviction)
+        if not isinstance(weights, Mapping):
+            raise TypeError(f"[{call}] weights must be a mapping, not {type(weights).__name__}")
+        shares = {name: real(call, f"weights[{name!r}]", weight, 0.001, 1000) for name, weight in weights.items()}
+        queue = WaitingQueue(shares, integer(call, "ageing", ageing, 1), integer(call, "overtake", overtake, 0))
+        self._core = Core(pool, *numbers, tier, clock, eviction, queue)
         self._pad_to = pad_to
         rows, tokens = max_running, max(max_step_tokens, max_running)
         if pad_to is not None and not callable(pad_to):
@@ -157,8 +183,7 @@ class Scheduler:
         if self._max_model_len is not None:
             width = min(width, -(-self._max_model_len // pool.block_size))
         self._plans = [Plan(pool, rows, tokens, formats=formats, table_width=width) for _ in range(plans)]
-        self._out: Step | None = None
-        self._turn = 0
+        self._out, self._turn = list[Step](), 0  # oldest first
 
     def __repr__(self) -> str:
         count = self._core.count
@@ -233,10 +258,28 @@ class Scheduler:
                 f"{core.needs.name(arena)}, the pool has {usable[arena]}",
                 "too_large",
             )
-        if self._max_waiting is not None and len(core.queue) >= self._max_waiting:
-            raise RequestRejected(
-                f"[add] {len(core.queue)} sequences wait, the limit is {self._max_waiting}", "queue_full"
-            )
+        if request.deadline is not None and request.deadline <= (now := core.clock()):
+            raise RequestRejected(f"[add] the deadline has passed ({request.deadline} <= {now})", "deadline")
+        self._judge_queue(request.tenant)
+
+    def _judge_queue(self, name: Hashable) -> None:
+        queue, most = self._core.queue, self.places(name)
+        if most is None:
+            return
+        tenant = queue.tenants.get(name)
+        line = [] if tenant is None else tenant.line
+        if len(queue) >= (self._max_waiting or 0):
+            text = f"{len(queue)} sequences wait, the limit is {self._max_waiting}"
+        elif len(line) >= most:
+            text = f"{len(line)} requests of this tenant wait, its share of {self._max_waiting} is {most}"
+        else:
+            return
+        so_far = self._core.clock() - line[0].group.arrived if line else 0.0
+        raise RequestRejected(f"[add] {text}", "queue_full", max(so_far, 0.0 if tenant is None else tenant.waited))
+
+    def places(self, tenant: Hashable) -> int | None:
+        """Return how many new requests of a tenant may wait, None if there is no limit."""
+        return None if self._max_waiting is None else self._core.queue.share(tenant, self._max_waiting)
 
     def _find(self, call: str, name: Hashable) -> Group:
         group = self._core.groups.get(name)
@@ -267,15 +310,18 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """Decide the next step and take its blocks, in one allocator transaction for the whole batch.
 
+        With two plans it may be called while a step is out. The next step is then planned before the tokens of this
+        one are known (`Step.follows`).
+
         Returns
         -------
         Step or None
-            None when no request is left.
+            None when no request is left. While a step is out, None when the next one has to wait for it.
 
         Raises
         ------
         RuntimeError
-            A step is out: call `update` or `fail` first. State unchanged.
+            As many steps are out as may be: call `update` or `fail` first. State unchanged.
         OutOfBlocks, OutOfSequences
             Nothing can run, because other users of the pool hold what the first in line needs. Nothing is lost.
 
@@ -284,9 +330,12 @@ class Scheduler:
         docs/scheduling.md has the order of decisions: decodes, room for them, chunks, top-up. Iteration-level
         scheduling is from Orca. Chunks that never stall a decode are from Sarathi-Serve.
         """
-        if self._out is not None:
-            raise RuntimeError("[schedule] a step is out; call update or fail first")
-        core = self._core
+        core, out, most = self._core, len(self._out), min(2, len(self._plans))
+        if out == most:
+            what = "a step is out" if most == 1 else "two steps are out"
+            raise RuntimeError(f"[schedule] {what}; call update or fail first")
+        if out:
+            return self._ahead(self._out[0])
         if not core.groups:
             return None
         if core.eviction is not None:
@@ -302,13 +351,23 @@ class Scheduler:
             batch, chunks = self._keep_promises(plan, batch, chunks)
         if batch is None and not chunks:
             self._explain_idle()
-        step = self._build(plan, batch, chunks)
-        self._turn = (self._turn + 1) % len(self._plans)
-        self._out = step
-        core.newest = NOBODY
-        core.step_out = True
-        core.was_chunk = batch is None
-        return step
+        new = None
+        if self._propose is not None and batch is not None:
+            new = drafts.ask(core, self._propose, batch, chunks)
+        return self._build(plan, batch, chunks, new)
+
+    def _ahead(self, before: Step) -> Step | None:
+        """Plan the step after one that is out. Return None if it has to wait for the tokens."""
+        core = self._core
+        if self._propose is not None or not may_plan_ahead(core, before):
+            return None
+        with suppress(MustWait), executed(core, before):
+            if has_room(core, core.batch()):
+                plan = self._plans[self._turn]
+                batch, chunks = self._decide(plan)
+                if batch is not None or chunks:
+                    return self._build(plan, batch, chunks, before=before)
+        return None
 
     def _decide(self, plan: Plan) -> tuple[DecodeBatch | None, list[tuple[int, int]]]:
         """Return the batch that decodes, and (lane, tokens) of the chunks."""
@@ -394,18 +453,47 @@ class Scheduler:
             arena=arena,
         )
 
-    def _build(self, plan: Plan, batch: DecodeBatch | None, chunks: list[tuple[int, int]]) -> Step:
-        """Step the pool once, and return the arrays of the step."""
+    def _build(
+        self,
+        plan: Plan,
+        batch: DecodeBatch | None,
+        chunks: list[tuple[int, int]],
+        new: NDArray[int64] | None = None,
+        before: Step | None = None,
+    ) -> Step:
+        """Step the pool once, and return a step that is out now.
+
+        `new`: the new tokens of each decode, if there are drafts. `before`: the step that was out.
+        """
+        core, rows = self._core, self._core.rows
+        decodes, plain = (0, None) if batch is None else (len(batch.lanes), batch if batch.plain else None)
+        samples: tuple[np.ndarray, ...]
+        if batch is not None and new is not None:
+            tokens, arrays, samples = self._drafted(batch, new, chunks)
+        elif batch is not None and not chunks:
+            tokens, arrays = rows.last[batch.lanes], (batch.lanes32, batch.handles, rows.ones[:decodes])
+            samples = rows.order[:decodes], batch.lanes32
+            samples = (*samples, batch.index, batch.width) if plain else self._samples(*samples)
+        else:
+            tokens, arrays, samples = self._mixed(batch, chunks)
+        pad_to = self._pad_to(len(arrays[0]), len(tokens)) if callable(self._pad_to) else self._pad_to
+        core.pool.step(plan, arrays[1], 1 if len(tokens) == decodes else arrays[2], pad_to=pad_to)
+        step = Step(rows, plan, plain, tokens, decodes, *arrays, *samples)
+        if new is not None:
+            step.count_drafts()
+        if before is not None:
+            step.follow(before)
+        self._turn = (self._turn + 1) % len(self._plans)
+        self._out.append(step)
+        core.newest = NOBODY
+        core.was_chunk = batch is None
+        return step
+
+    def _mixed(
+        self, batch: DecodeBatch | None, chunks: list[tuple[int, int]]
+    ) -> tuple[NDArray[int32], tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+        """Return the tokens of a step with chunks, the arrays of its rows, and those of its samples."""
         rows = self._core.rows
-        if batch is not None and not chunks:
-            n = len(batch.lanes)
-            tokens = rows.last[batch.lanes]
-            self._take_blocks(plan, batch.handles, 1, n)
-            arrays = (batch.lanes32, batch.handles, rows.ones[:n])
-            if batch.plain:
-                samples: tuple[np.ndarray, ...] = (rows.order[:n], batch.lanes32, batch.index, batch.width)
-                return Step(rows, plan, batch, tokens, n, *arrays, *samples)
-            return Step(rows, plan, None, tokens, n, *arrays, *self._samples(rows.order[:n], batch.lanes32))
         lanes = np.array([lane for lane, _ in chunks], np.int32)
         num_new = np.array([new for _, new in chunks], np.int64)
         begin = rows.computed[lanes]
@@ -420,10 +508,22 @@ class Scheduler:
             lanes, num_new = np.concatenate([batch.lanes32, lanes]), np.concatenate([rows.ones[:decodes], num_new])
             at, of = np.concatenate([rows.order[:decodes], at]), np.concatenate([batch.lanes32, of])
             handles = np.concatenate([batch.handles, handles])
-        tokens = np.concatenate(parts)
-        self._take_blocks(plan, handles, num_new, len(tokens))
-        plain = batch if batch is not None and batch.plain else None
-        return Step(rows, plan, plain, tokens, decodes, lanes, handles, num_new, *self._samples(at, of))
+        return np.concatenate(parts), (lanes, handles, num_new), self._samples(at, of)
+
+    def _drafted(
+        self, batch: DecodeBatch, new: NDArray[int64], chunks: list[tuple[int, int]]
+    ) -> tuple[NDArray[int32], tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+        """Return what `_mixed` returns, for decodes of `new` tokens each, of which every one is sampled."""
+        rows, decodes = self._core.rows, len(batch.lanes)
+        lanes = np.concatenate([batch.lanes32, np.array([lane for lane, _ in chunks], np.int32)])
+        num_new = np.concatenate([new, np.array([count for _, count in chunks], np.int64)])
+        begin, ends = rows.computed[lanes], num_new.cumsum()
+        pieces = zip(lanes.tolist(), begin.tolist(), (begin + num_new).tolist(), strict=True)
+        tokens = np.concatenate([rows.known(*piece) for piece in pieces])
+        sampled = (begin + num_new == rows.prompt[lanes] + rows.generated[lanes])[decodes:]
+        at = np.concatenate([np.arange(ends[decodes - 1]), ends[decodes:][sampled] - 1]).astype(np.int32)
+        handles = np.concatenate([batch.handles, rows.handle[lanes[decodes:]]])
+        return tokens, (lanes, handles, num_new), self._samples(at, lanes[np.searchsorted(ends, at, "right")])
 
     def _samples(self, at: np.ndarray, lane: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return positions, lanes, sample numbers and beam widths of the samples."""
@@ -432,11 +532,6 @@ class Scheduler:
         if core.unforked:
             at, lane, index = results.fan_out(core, at, lane, index)
         return at, lane, index, core.rows.width[lane]
-
-    def _take_blocks(self, plan: Plan, handles: np.ndarray, num_new: int | np.ndarray, tokens: int) -> None:
-        """Step the pool."""
-        pad_to = self._pad_to(len(handles), tokens) if callable(self._pad_to) else self._pad_to
-        self._core.pool.step(plan, handles, num_new, pad_to=pad_to)
 
     def update(
         self,
@@ -450,7 +545,7 @@ class Scheduler:
         Parameters
         ----------
         step : Step
-            The one that is out.
+            The one that is out, of two the first.
         tokens : int32 ``[M]``
             One for each of ``step.sample_at``. Those of beams are ignored.
         logprobs : float32 ``[M]``, optional
@@ -462,24 +557,31 @@ class Scheduler:
         Returns
         -------
         list of Output
-            The sequences that ended, in order of rows.
+            The sequences that ended, in order of rows, then those whose deadline has passed.
 
         Raises
         ------
         TypeError, ValueError
             Wrong shapes or dtypes, tokens out of range, NaN. State unchanged, the step is still out.
         RuntimeError
-            This step is not out. State unchanged.
+            This step is not out, or not the first of two. State unchanged.
         """
         self._check_out("update", step)
+        if step is not self._out[0]:
+            raise RuntimeError("[update] the step before this one is out: update or fail it first")
         given = results.read(step, tokens, logprobs, beams)
         if not self._core.pool.options.in_order:
             self._core.pool.done(step.plan)
-        self._out = None
-        return results.take(self._core, step, given)
+        del self._out[0]
+        if step.num_drafts:
+            step, given = drafts.settle(self._core, step, given)
+        outputs = results.take(self._core, step, given)
+        return outputs + results.expire(self._core) if self._core.deadlines else outputs
 
     def fail(self, step: Step) -> None:
         """Take back a step that the backend did not execute. Every sequence is as before `schedule`.
+
+        A step that was planned while this one was out is taken back with it.
 
         Admissions and cancellations stay. A pool with ``in_order=True`` cannot roll back. There the sequences of the
         step are preempted and recomputed.
@@ -490,22 +592,21 @@ class Scheduler:
             This step is not out. State unchanged.
         """
         self._check_out("fail", step)
-        core = self._core
-        if not core.pool.options.in_order:
-            core.pool.rollback(step.plan)
-        self._out = None
-        core.step_out = False
-        core.setbacks += 1
+        core, first = self._core, self._out.index(step)
+        failed = self._out[first:]
+        del self._out[first:]
+        core.setbacks += len(failed)
         if core.eviction is not None:
             core.eviction.forget()
-        core.bury()
         if core.pool.options.in_order:
-            results.give_up(core, step)
+            results.give_up(core, failed)
+        for one in () if core.pool.options.in_order else reversed(failed):
+            core.pool.rollback(one.plan)
 
     def _check_out(self, call: str, step: Step) -> None:
         if not isinstance(step, Step):
             raise TypeError(f"[{call}] step must be a kvpool.scheduler.Step, not {type(step).__name__}")
-        if step is not self._out:
+        if step not in self._out:
             raise RuntimeError(f"[{call}] this step is not out: it was updated or failed, or another scheduler made it")
 
     # -- questions
@@ -545,11 +646,18 @@ class Scheduler:
         """Return the counters, in O(1)."""
         core = self._core
         counters = (
-            *(core.cancelled, core.rejected, core.admissions, core.preemptions, core.spills, core.steps),
+            *(core.cancelled, core.expired, core.rejected),
+            *(core.admissions, core.preemptions, core.spills, core.steps),
             *(core.decode_tokens, core.prefill_tokens, core.recomputed_tokens, core.hit_tokens, core.sampled_tokens),
-            core.evicted_tokens,
+            *(core.evicted_tokens, core.drafted_tokens, core.accepted_tokens),
         )
         return SchedulerStats._make((*core.count, *counters))
+
+    def tenants(self) -> dict[Hashable, TenantStats]:
+        """Return what each tenant of `weights` has and got."""
+        queue = self._core.queue
+        known = [queue.tenants[name] for name in queue.weights]
+        return {one.name: TenantStats(len(one.line), one.requests, one.served) for one in known}
 
     def check(self) -> None:
         """Recompute every counter and invariant, also those of the pool. Legal at any time.

@@ -1,15 +1,15 @@
 """`Core`: the state of a scheduler and the moves between states. It checks no arguments and decides nothing.
 
-`Group` and `Sequence` are a request and its sequences. `LaneRows` has the numbers of running sequences, `WaitingQueue`
-those who wait, `DecodeBatch` those who decode. A `Step` is what one call of `schedule` decided.
+`Group` and `Sequence` are a request and its sequences. `LaneRows` has the numbers of running sequences, `DecodeBatch`
+those who decode. A `Step` is what one call of `schedule` decided.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable
 from heapq import heapify, heappop, heappush
-from operator import sub
+from operator import attrgetter, sub
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvpool._core import Plan, Pool
 from kvpool.scheduler.needs import Needs
+from kvpool.scheduler.queue import Tenant, WaitingQueue
 from kvpool.scheduler.request import Output, Request, Times
 
 if TYPE_CHECKING:
@@ -29,12 +30,24 @@ NO_TOKENS.flags.writeable = False
 
 
 class Group:
-    """A request and its sequences."""
+    """A request and its sequences.
+
+    Attributes
+    ----------
+    tenant : Tenant
+    rank : (int, int)
+        Its place in the line of its tenant, and the number of its arrival.
+    passed : int
+        Later requests that were admitted before it, because it found no room.
+    """
 
     __slots__ = (
         *("request", "id", "sequences", "unfinished", "forked", "beam"),
-        *("num_cached", "arrived", "admitted", "first_token"),
+        *("num_cached", "arrived", "admitted", "first_token", "tenant", "rank", "passed"),
     )
+
+    tenant: Tenant
+    rank: tuple[int, int]
 
     def __init__(self, request: Request, name: Hashable, arrived: float) -> None:
         self.request = request
@@ -47,6 +60,7 @@ class Group:
         self.arrived = arrived
         self.admitted: float | None = None
         self.first_token: float | None = None
+        self.passed = 0
 
 
 class Sequence:
@@ -58,9 +72,14 @@ class Sequence:
         Most tokens ever computed. Computing tokens below it again counts as recomputation.
     computed : int
         Tokens whose KV the tier has, while spilled.
+    paid : int
+        Leading tokens that its tenant has been charged for.
     """
 
-    __slots__ = ("computed", "group", "high", "index", "kept", "lane", "logprobs", "preemptions", "state", "tokens")
+    __slots__ = (
+        *("computed", "group", "high", "index", "kept", "lane", "logprobs", "paid", "preemptions", "state"),
+        "tokens",
+    )
 
     def __init__(self, group: Group, index: int) -> None:
         self.group = group
@@ -70,7 +89,7 @@ class Sequence:
         self.tokens = NO_TOKENS
         self.logprobs: np.ndarray | None = None
         self.high = 0
-        self.computed = 0
+        self.computed = self.paid = 0
         self.kept: Any = None
         self.preemptions = 0
 
@@ -81,7 +100,7 @@ class LaneRows:
     Attributes
     ----------
     handle : int64
-        Handle in the pool. -1 in a free lane, and in one whose sequence was cancelled while a step is out.
+        Handle in the pool. -1 in a free lane.
     state : int8
         PREFILLING, DECODING, or WAITING in a free lane.
     admitted : int64
@@ -258,6 +277,11 @@ class LaneRows:
         assert sequence is not None
         return sequence
 
+    def requests(self, lanes: NDArray[int32]) -> list[Request]:
+        """Return the requests of lanes that are not free."""
+        sequences: list[Any] = self.sequences
+        return [sequences[lane].group.request for lane in lanes.tolist()]
+
     def kv_lens(self, lanes: NDArray[np.intp]) -> NDArray[int32]:
         """Return how many computed tokens of these lanes the pool still holds in the group that evicts."""
         lens: NDArray[int32] = self.computed[lanes] - self.gone[lanes]
@@ -268,53 +292,6 @@ class LaneRows:
         return int(self.prompt[lane] + self.generated[lane] - self.computed[lane])
 
 
-class WaitingQueue:
-    """Sequences by priority. Every call is O(log priorities) or better."""
-
-    def __init__(self) -> None:
-        self._lines: dict[int, OrderedDict[Sequence, None]] = {}
-        self._priorities: list[int] = []  # heap of negated ones; an empty line leaves when it is on top
-        self._size = 0
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __iter__(self) -> Iterator[Sequence]:
-        for priority in sorted(self._lines, reverse=True):
-            yield from self._lines[priority]
-
-    def push(self, sequence: Sequence, *, front: bool = False) -> None:
-        """Put a sequence behind all others of its priority, or before them."""
-        priority = sequence.group.request.priority
-        line = self._lines.get(priority)
-        if line is None:
-            line = self._lines[priority] = OrderedDict()
-            heappush(self._priorities, -priority)
-        line[sequence] = None
-        if front:
-            line.move_to_end(sequence, last=False)
-        self._size += 1
-
-    def head(self) -> Sequence | None:
-        """Return the next sequence, None if nobody waits."""
-        while self._priorities:
-            line = self._lines[-self._priorities[0]]
-            if line:
-                return next(iter(line))
-            del self._lines[-heappop(self._priorities)]
-        return None
-
-    def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence from any place."""
-        del self._lines[sequence.group.request.priority][sequence]
-        self._size -= 1
-
-    def discard(self, sequence: Sequence) -> None:
-        """Remove a sequence if it is queued. Of a beam only the first sequence is."""
-        if sequence in self._lines.get(sequence.group.request.priority, ()):
-            self.remove(sequence)
-
-
 class Step:
     """One batch. The arrays hold until `update` or `fail`.
 
@@ -323,14 +300,23 @@ class Step:
     plan : Plan
         The plan of the pool's step: copies, writes, reads.
     num_decodes : int
-        Number of decodes. They are the first rows, one token each. Prefill chunks follow.
+        Number of decodes. They are the first rows: one token each, and its drafts. Prefill chunks follow.
+    num_drafts : int
+        Inputs of decodes that are drafts (`Scheduler`, ``speculate``).
+    taken : bool ``[M]`` or None
+        Which sampled tokens `update` has taken, if there are drafts: not those behind a wrong draft or an end.
     handles : int64 ``[S]``
     lanes : int32 ``[S]``
         The scheduler's lane of each row.
     num_new : int64 ``[S]``
         New tokens of each row.
     tokens : int32 ``[T]``
-        Inputs, row after row.
+        Inputs, row after row. -1: not known yet, see `follows`.
+    follows : int32 ``[T]`` or None
+        Of a step that was planned while another one is out: which sample of that step each input is. -1: `tokens` has
+        it. None: the step waits for no other.
+    requests : list of Request
+        The request of each sample, length M.
     sample_at : int32 ``[M]``
         Which of the T positions are sampled, ascending. A position occurs once per sample.
     sample_lane, sample_index, sample_position : int32 ``[M]``
@@ -341,7 +327,7 @@ class Step:
 
     __slots__ = (
         *("plan", "num_decodes", "handles", "lanes", "num_new", "tokens", "sample_at", "sample_lane", "sample_index"),
-        *("sample_position", "beam_width", "_rows", "batch"),
+        *("sample_position", "beam_width", "requests", "follows", "num_drafts", "taken", "_rows", "batch"),
     )
 
     def __init__(
@@ -354,6 +340,7 @@ class Step:
         *arrays: np.ndarray,
     ) -> None:
         self._rows = rows
+        self.follows: NDArray[int32] | None = None
         self.plan = plan
         self.batch = batch  # the decodes, if each samples one token
         self.tokens = tokens
@@ -369,6 +356,29 @@ class Step:
             arrays
         )
         self.sample_position: NDArray[int32] = rows.generated[self.sample_lane]
+        self.requests: list[Request] = (
+            batch.requests
+            if batch is not None and len(self.sample_at) == len(batch.lanes)
+            else rows.requests(self.sample_lane)
+        )
+        self.num_drafts = 0
+        self.taken: NDArray[np.bool_] | None = None
+
+    def count_drafts(self) -> None:
+        """Count the tokens that decodes have beside their first, and let samples of such decodes count them, too."""
+        ends = self.num_new.cumsum()
+        row = np.searchsorted(ends, self.sample_at, "right")
+        place = self.sample_at - (ends - self.num_new)[row]
+        self.sample_position += np.where(row < self.num_decodes, place, 0).astype(np.int32)
+        self.num_drafts = int(self.num_new[: self.num_decodes].sum()) - self.num_decodes
+
+    def follow(self, before: Step) -> None:
+        """Mark the inputs that a step which is out has still to sample."""
+        sample = np.full(self._rows.size, -1, np.int32)
+        sample[before.sample_lane] = np.arange(len(before.sample_lane), dtype=np.int32)
+        self.follows = np.full(len(self.tokens), -1, np.int32)
+        self.follows[: self.num_decodes] = sample[self.lanes[: self.num_decodes]]
+        self.tokens[self.follows >= 0] = -1
 
     def __repr__(self) -> str:
         return (
@@ -382,14 +392,8 @@ class Step:
         gone: NDArray[int32] = self._rows.gone[self.lanes]
         return gone
 
-    @property
-    def requests(self) -> list[Request]:
-        """The request of each sample, length M. The list is made on each access."""
-        sequences = self._rows.sequences
-        return [sequences[lane].group.request for lane in self.sample_lane.tolist()]
-
     def generated(self, at: int) -> NDArray[int32]:
-        """Return the tokens that the sequence of a sample has generated before this step."""
+        """Return the generated tokens before a sample, with the drafts before it."""
         tokens: NDArray[int32] = self._rows.tokens[self.sample_lane[at], : self.sample_position[at]]
         return tokens
 
@@ -407,9 +411,13 @@ class DecodeBatch:
         In order of admission.
     plain : bool
         Each sequence samples one token: there are no beams and no samples to fork.
+    tenants : list of (Tenant, int)
+        How many of the sequences each tenant has.
     """
 
-    __slots__ = ("handles", "index", "lanes", "lanes32", "limit", "plain", "shared", "watch", "width")
+    __slots__ = (
+        *("handles", "index", "lanes", "lanes32", "limit", "plain", "requests", "shared", "tenants", "watch", "width"),
+    )
 
     def __init__(self, rows: LaneRows, unforked: int) -> None:
         lanes = self.lanes = rows.running(DECODING)
@@ -420,8 +428,11 @@ class DecodeBatch:
         self.watch = rows.watch[lanes]
         self.limit = rows.limit[lanes]
         self.shared = bool(rows.shared[lanes].any())
+        self.requests = rows.requests(self.lanes32)
         for array in (self.lanes32, self.handles, self.index, self.width):
             array.flags.writeable = False  # steps expose them
+        sequences = map(rows.sequences.__getitem__, lanes.tolist())
+        self.tenants = list(Counter(map(attrgetter("group.tenant"), sequences)).items())
         self.plain = not self.width.any() and not (
             unforked and any(not rows.sequence(lane).group.forked for lane in lanes.tolist())
         )
@@ -441,7 +452,8 @@ class Core:
         policy: str,
         tier: Any,
         clock: Callable[[], float],
-        eviction: Evictor | None = None,
+        eviction: Evictor | None,
+        queue: WaitingQueue,
     ) -> None:
         self.pool = pool
         self.max_running = max_running
@@ -460,9 +472,10 @@ class Core:
         self.prefix = pool.prefix
         self.has_checkpoints = pool.prefix is not None and self.needs.promises
         self.rows = LaneRows(max_running)
-        self.queue = WaitingQueue()
+        self.queue = queue
         self.spilled: dict[Sequence, None] = {}  # oldest first
         self.groups: dict[Hashable, Group] = {}
+        self.deadlines: list[tuple[float, int, Hashable]] = []  # heap: time, number of the arrival, id
         self.ended: dict[Hashable, None] = {}  # ids of the latest, for messages
         self.beams: list[Any] = []  # running ones
         self.next_id = 0
@@ -470,16 +483,16 @@ class Core:
         self.newest = NOBODY  # number of the first admission of the step that is being decided
         self.alone_until = 0  # `next_admission` after the last admission at which nothing ran
         self.count = [0] * 5  # sequences by state, now; FINISHED: all that ended without cancellation
-        self.cancelled = self.rejected = self.admissions = self.preemptions = self.spills = self.steps = 0
+        self.cancelled = self.expired = self.rejected = 0
+        self.admissions = self.preemptions = self.spills = self.steps = 0
         self.decode_tokens = self.prefill_tokens = self.recomputed_tokens = self.hit_tokens = self.sampled_tokens = 0
-        self.evicted_tokens = 0
+        self.evicted_tokens = self.drafted_tokens = self.accepted_tokens = 0
         self.idle_steps = 0  # steps that lost rows to a cancellation: they may have sampled nothing
         self.setbacks = 0  # preemptions without progress: failed steps, blocks that other users of the pool took
         self.chunks_allowed = 0  # sum over admissions of ceil(tokens to compute / chunk)
         self.unforked = 0  # requests with samples that are not forked yet
-        self.step_out = False
         self.was_chunk = False  # the last step was a chunk (not mixed)
-        self.dead: list[int] = []  # lanes whose sequence was cancelled while the step is out
+        self.is_ahead = False  # a step is being decided while another one is out
         self.changed = True  # the set of sequences that decode has changed
         self.growing: list[int] | None = None  # blocks that decodes of this step may take; None: not counted yet
         self._batch = DecodeBatch(self.rows, 0)
@@ -510,10 +523,10 @@ class Core:
         found: list[int] = np.maximum(most - held, 0).sum(axis=0).tolist()
         return found
 
-    def growth(self, lanes: NDArray[np.intp]) -> list[int]:
-        """Return the most blocks of each arena that the next tokens of these lanes take."""
+    def growth(self, lanes: NDArray[np.intp], new: NDArray[int64] | int = 1) -> list[int]:
+        """Return the most blocks of each arena that the `new` next tokens of these lanes take."""
         lens = self.rows.computed[lanes] if self.needs.promises else self.rows.kv_lens(lanes)
-        return self.needs.next_tokens(lens, self.rows.shared[lanes])
+        return self.needs.next_tokens(lens, self.rows.shared[lanes], new)
 
     def blocks(self, tokens: int) -> int:
         """Return the number of blocks for `tokens` tokens."""
@@ -531,7 +544,7 @@ class Core:
         self.changed = True
 
     def wait(self, sequence: Sequence, *, front: bool = False) -> None:
-        """Queue a sequence that is in no list."""
+        """Queue a sequence that is in no list. With `front` it ran before."""
         self.queue.push(sequence, front=front)
 
     def start(self, sequence: Sequence, lane: int, handle: int, computed: int, admitted: int) -> None:
@@ -589,6 +602,7 @@ class Core:
         sequence.logprobs = rows.logprobs_of(lane)
         sequence.computed = int(rows.computed[lane])
         sequence.high = max(sequence.high, sequence.computed)
+        sequence.paid = max(sequence.paid, sequence.computed)
         rows.leave(lane)
         self.move(sequence, state)
 
@@ -597,7 +611,7 @@ class Core:
         return self.next_admission == self.alone_until
 
     def preempt(self, sequence: Sequence) -> None:
-        """Close a running sequence and queue it first of its priority. A beam is preempted as a whole."""
+        """Close a running sequence and queue it before all others. A beam is preempted as a whole."""
         beam = sequence.group.beam
         if beam is not None:
             beam.preempt(self)
@@ -647,6 +661,7 @@ class Core:
         group.unfinished -= ended
         if group.unfinished == 0:
             del self.groups[group.id]
+            group.tenant.requests -= 1
             self.ended[group.id] = None
             if len(self.ended) > REMEMBERED:
                 del self.ended[next(iter(self.ended))]
@@ -664,11 +679,26 @@ class Core:
         self.groups[name] = group
         self.unforked += not group.forked
         self.count[WAITING] += 1
+        self.queue.enroll(group)
+        if request.deadline is not None:
+            self.remind(group, request.deadline)
         self.wait(group.sequences[0])
         return group
 
+    def remind(self, group: Group, deadline: float) -> None:
+        """Note the deadline of a new request. Those of requests that have ended leave when they are most."""
+        if len(self.deadlines) > 64 + 2 * len(self.groups):
+            self.deadlines = [one for one in self.deadlines if self.group_of(one) is not None]
+            heapify(self.deadlines)
+        heappush(self.deadlines, (deadline, group.rank[1], group.id))
+
+    def group_of(self, reminder: tuple[float, int, Hashable]) -> Group | None:
+        """Return the request of a deadline, None if it has ended."""
+        group = self.groups.get(reminder[2])
+        return group if group is not None and group.rank[1] == reminder[1] else None
+
     def release(self, sequence: Sequence) -> None:
-        """Cancel a sequence in any state. Its lane stays taken while a step is out."""
+        """Cancel a sequence in any state."""
         state, lane = sequence.state, sequence.lane
         if state == WAITING:
             self.queue.discard(sequence)
@@ -676,25 +706,12 @@ class Core:
             del self.spilled[sequence]
             sequence.kept = None
         if lane >= 0:
-            rows = self.rows
-            self.pool.close(int(rows.handle[lane]))
-            sequence.tokens, sequence.logprobs = rows.generated_of(lane), rows.logprobs_of(lane)
-            rows.handle[lane] = -1
-            if self.step_out:
-                self.dead.append(lane)
-            else:
-                rows.leave(lane)
-        self.move(sequence, FINISHED)
+            self.pool.close(int(self.rows.handle[lane]))
+            self.leave(sequence, FINISHED)
+        else:
+            self.move(sequence, FINISHED)
         self.count[FINISHED] -= 1
         self.cancelled += 1
-        if lane >= 0 and self.step_out:
-            self.rows.state[lane] = WAITING
-
-    def bury(self) -> None:
-        """Free the lanes of sequences that were cancelled while the step was out."""
-        for lane in self.dead:
-            self.rows.leave(lane)
-        self.dead.clear()
 
     def set_length(self, handle: int, tokens: int) -> None:
         """Set the length of a sequence that has its blocks. Their content comes from a tier."""

@@ -6,37 +6,50 @@ import json
 import math
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from kvpool.adapters.mlx_lm.engine import Completion, TokenEvent
+from kvpool.adapters.mlx_lm.engine import Completion, Sample, TokenEvent
 from kvpool.serving.requests import Generation
+from kvpool.serving.speech import Call, Manner, Reader
 
 Tokens = Sequence[TokenEvent] | None
-REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop", None: None}
+REASONS = {"eos": "stop", "stop": "stop", "length": "length", "deadline": "length", "cancelled": "stop", None: None}
+FIELDS = {"thinking": "reasoning_content", "text": "content", "call": "tool_calls"}
 LEAST = -9999.0  # in place of a logprob of minus infinity, which JSON does not have
 
 
 class TextForm:
-    """Choices of ``/v1/completions``. `decode` makes text of a token."""
+    """Choices of ``/v1/completions``.
+
+    Parameters
+    ----------
+    decode : callable
+        Makes text of a token.
+    echo : sequence of str
+        What each choice begins with. Empty: nothing.
+    """
 
     prefix, whole, piece = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, decode: Callable[[int], str]) -> None:
-        self._decode = decode
+    def __init__(self, decode: Callable[[int], str], echo: Sequence[str] = ()) -> None:
+        self._decode, self._echo = decode, echo
         self._offsets: dict[int, int] = {}  # where the next token of a choice begins
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         """Return what a stream begins with."""
-        return []
+        return [self.delta(index, self._echo[index], None, None)] if self._echo else []
 
     def choice(self, index: int, text: str, reason: str | None, tokens: Tokens) -> dict[str, Any]:
-        """Return a choice, or a piece of it. `tokens` have the logprobs; None: it has none."""
+        """Return a choice. `tokens` have the logprobs; None: it has none."""
+        return self.delta(index, self._echo[index] + text if self._echo else text, reason, tokens)
+
+    def delta(self, index: int, text: str, reason: str | None, tokens: Tokens) -> dict[str, Any]:
+        """Return a piece of a choice."""
         logprobs = None if tokens is None else self._logprobs(index, tokens)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": REASONS[reason]}
-
-    delta = choice
 
     def _logprobs(self, index: int, tokens: Sequence[TokenEvent]) -> dict[str, Any]:
         texts, begin = [self._decode(one.token) for one in tokens], self._offsets.get(index, 0)
@@ -50,12 +63,22 @@ class TextForm:
 
 
 class ChatForm:
-    """Choices of ``/v1/chat/completions``. `decode` makes text of a token."""
+    """Choices of ``/v1/chat/completions``.
+
+    Parameters
+    ----------
+    decode : callable
+        Makes text of a token.
+    manner : Manner
+        How the model marks what it says.
+    """
 
     prefix, whole, piece = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, decode: Callable[[int], str]) -> None:
-        self._decode = decode
+    def __init__(self, decode: Callable[[int], str], manner: Manner) -> None:
+        self._decode, self._manner = decode, manner
+        self._readers: dict[int, Reader] = {}
+        self._calls: Counter[int] = Counter()  # of each choice of a stream
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         """Return what a stream begins with."""
@@ -63,17 +86,33 @@ class ChatForm:
 
     def delta(self, index: int, text: str, reason: str | None, tokens: Tokens) -> dict[str, Any]:
         """Return a piece of a choice."""
-        return self._choice(index, "delta", {"content": text} if text else {}, reason, tokens)
+        reader = self._readers.setdefault(index, Reader(self._manner))
+        said = self._said(reader, text, reason is not None)
+        for call in said.get("tool_calls", ()):
+            call["index"] = self._calls[index]
+            self._calls[index] += 1
+        return self._choice(index, "delta", said, reason, tokens, reader)
 
     def choice(self, index: int, text: str, reason: str | None, tokens: Tokens) -> dict[str, Any]:
         """Return a choice. `tokens` have the logprobs; None: it has none."""
-        return self._choice(index, "message", {"role": "assistant", "content": text}, reason, tokens)
+        reader = Reader(self._manner)
+        said = self._said(reader, text, True)
+        told = {"role": "assistant", "content": None if reader.has_called else "", **said}
+        return self._choice(index, "message", told, reason, tokens, reader)
+
+    def _said(self, reader: Reader, text: str, is_last: bool) -> dict[str, Any]:
+        said: dict[str, Any] = {}
+        for kind, piece in reader.read(text, is_last):
+            name, value = FIELDS[kind], [_called(piece)] if isinstance(piece, Call) else piece
+            said[name] = said[name] + value if name in said else value
+        return said
 
     def _choice(
-        self, index: int, name: str, said: dict[str, str], reason: str | None, tokens: Tokens
+        self, index: int, name: str, said: dict[str, Any], reason: str | None, tokens: Tokens, reader: Reader
     ) -> dict[str, Any]:
         logprobs = None if tokens is None else {"content": [self._logprob(one) for one in tokens], "refusal": None}
-        return {"index": index, name: said, "logprobs": logprobs, "finish_reason": REASONS[reason]}
+        why = "tool_calls" if reader.has_called and reason in ("eos", "stop") else REASONS[reason]
+        return {"index": index, name: said, "logprobs": logprobs, "finish_reason": why}
 
     def _logprob(self, one: TokenEvent) -> dict[str, Any]:
         return self._named(one.token, one.logprob) | {"top_logprobs": [self._named(*pair) for pair in one.top]}
@@ -92,7 +131,7 @@ class Answer:
     model : str
         The name of the model.
     body : Generation
-        The request. Sample i of prompt p is the choice p * n + i.
+        The request. Sample i of prompt p is the choice p * n + i, the best sample first if there are more than n.
     prompt_tokens : int
         Of all prompts.
     """
@@ -101,7 +140,8 @@ class Answer:
         self, form: TextForm | ChatForm, model: str, body: Generation, prompt_tokens: int
     ) -> None:
         self.form, self.n, self.wants_usage, self.wants_logprobs = form, body.n, body.wants_usage, body.tops is not None
-        self._tokens: dict[int, list[TokenEvent]] = {}  # of each choice, if the request wants logprobs
+        self._tokens: dict[tuple[int, int], list[TokenEvent]] = {}  # of each sample, if the request wants logprobs
+        self._sent: dict[int, int | None] = {}  # characters of each choice of a stream, None: it has ended
         self._prompt_tokens = prompt_tokens
         self._head = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
@@ -114,14 +154,27 @@ class Answer:
         if not token.text and token.finish_reason is None and not self.wants_logprobs:
             return b""
         index, tokens = self.n * number + token.index, None
+        self._sent[index] = None if token.finish_reason else (self._sent.get(index) or 0) + len(token.text)
         if self.wants_logprobs:
             tokens = [token] if token.finish_reason != "eos" else []
-        return self._event([self.form.delta(index, token.text, token.finish_reason, tokens)])
+        delta = self.form.delta(index, token.text, token.finish_reason, tokens)
+        is_silent = tokens is None and token.finish_reason is None and delta.get("delta") == {}
+        return b"" if is_silent else self._event([delta])
+
+    def closing(self, number: int, completion: Completion) -> bytes:
+        """Return the last events of the samples whose last token came before they ended."""
+        nothing: Tokens = [] if self.wants_logprobs else None
+        events = b""
+        for sample in completion.samples:
+            index = self.n * number + sample.output.index
+            if (sent := self._sent.get(index, 0)) is not None:
+                events += self._event([self.form.delta(index, sample.text[sent:], sample.finish_reason, nothing)])
+        return events
 
     def hear(self, number: int, token: TokenEvent) -> None:
         """Keep a token for a whole answer with logprobs."""
         if token.finish_reason != "eos":
-            self._tokens.setdefault(self.n * number + token.index, []).append(token)
+            self._tokens.setdefault((number, token.index), []).append(token)
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         return event({**self._head, "object": self.form.piece, "choices": choices, **more})
@@ -129,12 +182,16 @@ class Answer:
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the answer as one object. `completions` are those of the prompts, in order."""
         nothing: Tokens = [] if self.wants_logprobs else None
+        best = [
+            (number, sample)
+            for number, completion in enumerate(completions)
+            for sample in _best(completion.samples, self.n)
+        ]
         choices = [
             self.form.choice(
-                self.n * number + i, sample.text, sample.finish_reason, self._tokens.get(self.n * number + i, nothing)
+                index, sample.text, sample.finish_reason, self._tokens.get((number, sample.output.index), nothing)
             )
-            for number, completion in enumerate(completions)
-            for i, sample in enumerate(completion.samples)
+            for index, (number, sample) in enumerate(best)
         ]
         return {**self._head, "object": self.form.whole, "choices": choices, "usage": self.usage(completions)}
 
@@ -167,6 +224,17 @@ def refusal(status: int, message: str, param: str | None = None, code: str | Non
 def event(value: Any) -> bytes:
     """Return a server-sent event."""
     return b"data: " + json.dumps(value, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _best(samples: Sequence[Sample], count: int) -> Sequence[Sample]:
+    """Return so many samples, those with the highest mean logprob first if there are more."""
+    if len(samples) == count:
+        return samples
+    return sorted(samples, key=lambda one: -math.inf if one.logprobs is None else -float(one.logprobs.mean()))[:count]
+
+
+def _called(call: Call) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _finite(logprob: float) -> float:

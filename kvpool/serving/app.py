@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+import math
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
@@ -19,16 +22,19 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from kvpool.adapters.mlx_lm.engine import Completion
+from kvpool.adapters.mlx_lm.grammar import Grammar
 from kvpool.errors import RequestRejected
 from kvpool.serving import messages
 from kvpool.serving.answers import Answer, ChatForm, TextForm, refusal
-from kvpool.serving.messages import MessageAnswer, MessagesRequest
+from kvpool.serving.messages import CountRequest, MessageAnswer, MessagesRequest
 from kvpool.serving.metrics import ServerMetrics
 from kvpool.serving.requests import ChatRequest, CompletionRequest, Form, Generation, Refused, parse
-from kvpool.serving.runner import EngineFailed, Run, Runner, Stopped
+from kvpool.serving.runner import DeadlinePassed, EngineFailed, Run, Runner
+from kvpool.serving.speech import Manner
 
 T = TypeVar("T")
-RETRY = {"Retry-After": "1"}
+LONGEST_WAIT = 60  # seconds until a client that was refused may come again, at most
+REJECTED = {"queue_full": 429, "deadline": 504}
 BODY_SECONDS = 30  # for a client to send its body
 LOGPROBS = 2**18  # of an answer that is sent as a whole
 
@@ -44,21 +50,18 @@ class Settings:
     hosts : frozenset of str
         Names that ``Host`` may have, in lower case and without a port. Others are refused: the request may come from
         a web page that has another name for this address.
-    api_keys : tuple of str
-        A client needs one of them. Empty: no key is needed.
+    keys : mapping of keys to tenants
+        A client needs one of them. Empty: no key is needed, and all clients are one tenant.
     max_tokens : int
         Tokens to generate for a request that does not say how many.
-    max_waiting : int
-        Requests that wait for the tokenizer, at most.
     max_body : int
         Bytes of a body, at most.
     """
 
     model: str
     hosts: frozenset[str]
-    api_keys: tuple[str, ...] = ()
+    keys: Mapping[str, str] = field(default_factory=dict)
     max_tokens: int = 512
-    max_waiting: int = 256
     max_body: int = 4 * 2**20
 
 
@@ -83,13 +86,15 @@ class Service:
         self._runner, self._settings, self._metrics = runner, settings, metrics
         self._tokenizing = ThreadPoolExecutor(1, "kvpool-tokenizer")
         self._decode: Callable[[int], str] = lru_cache(2**18)(lambda token: runner.engine.tokenizer.decode([token]))
-        self._texts = 0  # requests at the tokenizer
+        self._newline = runner.engine.tokenizer.encode("\n")
+        self._texts: Counter[str | None] = Counter()  # of each tenant at the tokenizer
         self.is_draining = False
         self.active = 0
         self._routes = [
             Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
             Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
             Route("/v1/messages", self._guarded(self.messages), methods=["POST"]),
+            Route("/v1/messages/count_tokens", self._guarded(self.count_tokens), methods=["POST"]),
             Route("/v1/models", self._guarded(self.models)),
             Route("/metrics", self._guarded(self.statistics)),
             Route("/health", self._guarded(self.health, needs_key=False)),
@@ -132,25 +137,35 @@ class Service:
     async def completions(self, request: Request) -> Response:
         """``POST /v1/completions``."""
         body = await self._read(CompletionRequest, request)
-        encode = self._runner.engine.tokenizer.encode
-        prompts = [
-            list(one) if isinstance(one, list) else await self._aside(request, encode, one) for one in body.prompt
-        ]
-        answer = Answer(TextForm(self._decode), self._settings.model, body, sum(map(len, prompts)))
-        return await self._answer(request, body, answer, prompts)
+        tokenizer = self._runner.engine.tokenizer
+        encode = tokenizer.encode
+        prompts, echo = [], []
+        for one in body.prompt:
+            prompts.append(list(one) if isinstance(one, list) else await self._aside(request, encode, one))
+            if body.echo:
+                text = one if isinstance(one, str) else await self._aside(request, tokenizer.decode, one)
+                echo += [text] * body.n
+        answer = Answer(TextForm(self._decode, echo), self._settings.model, body, sum(map(len, prompts)))
+        return await self._answer(request, body, answer, prompts, Manner())
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
         body = await self._read(ChatRequest, request)
-        prompt = await self._templated(request, body)
-        answer = Answer(ChatForm(self._decode), self._settings.model, body, len(prompt))
-        return await self._answer(request, body, answer, [prompt])
+        prompt, manner = await self._templated(request, body)
+        answer = Answer(ChatForm(self._decode, manner), self._settings.model, body, len(prompt))
+        return await self._answer(request, body, answer, [prompt], manner)
 
     async def messages(self, request: Request) -> Response:
         """``POST /v1/messages``."""
         body = (await self._read(MessagesRequest, request)).as_chat()
-        prompt = await self._templated(request, body)
-        return await self._answer(request, body, MessageAnswer(self._settings.model, len(prompt)), [prompt])
+        prompt, manner = await self._templated(request, body)
+        answer = MessageAnswer(self._settings.model, len(prompt), manner)
+        return await self._answer(request, body, answer, [prompt], manner)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """``POST /v1/messages/count_tokens``."""
+        prompt, _ = await self._templated(request, (await self._read(CountRequest, request)).as_chat())
+        return JSONResponse({"input_tokens": len(prompt)})
 
     async def models(self, request: Request) -> Response:
         """``GET /v1/models``."""
@@ -182,7 +197,8 @@ class Service:
             name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
             if name.lower() not in self._settings.hosts:
                 raise Refused(421, "Host: this server has another name")
-            if needs_key and self._settings.api_keys and not self._key(request):
+            request.state.began, request.state.tenant = time.monotonic(), self._tenant(request)
+            if needs_key and self._settings.keys and request.state.tenant is None:
                 raise Refused(401, "Authorization: Bearer KEY is needed", code="invalid_api_key")
             try:
                 return await endpoint(request)
@@ -191,13 +207,13 @@ class Service:
 
         return guarded
 
-    def _key(self, request: Request) -> bytes:
-        """Return the key of a client. Empty: it is none of the server's keys."""
+    def _tenant(self, request: Request) -> str | None:
+        """Return the tenant whose key a client has. None: it has none of the server's keys."""
         headers = request.headers
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         given = (headers.get("x-api-key", "").encode(), bearer.encode() if scheme.lower() == "bearer" else b"")
-        keys = [key.encode() for key in self._settings.api_keys]
-        return next(iter([key for key in keys for one in given if hmac.compare_digest(one, key)]), b"")
+        keys = [(key.encode(), tenant) for key, tenant in self._settings.keys.items()]
+        return next(iter([tenant for key, tenant in keys for one in given if hmac.compare_digest(one, key)]), None)
 
     async def _read(self, form: type[Form], request: Request) -> Form:
         """Read and check the body."""
@@ -220,33 +236,65 @@ class Service:
             raise Refused(404, f"model: this server has {self._settings.model}", "model", "model_not_found")
         return body
 
-    async def _aside(self, request: Request, call: Callable[..., Any], *args: Any) -> list[int]:
-        """Tokenize in a thread, because a long text would stop the event loop."""
-        if self._texts > self._settings.max_waiting:
-            raise Refused(429, f"{self._settings.max_waiting} requests wait for the tokenizer", code="queue_full")
-        self._texts += 1
+    async def _aside(self, request: Request, call: Callable[..., T], *args: Any) -> T:
+        """Run what may take long in a thread, because it would stop the event loop."""
+        tenant = request.state.tenant
+        most = self._runner.engine.scheduler.places(tenant)
+        if most is not None and self._texts[tenant] > most:
+            raise Refused(429, f"{self._texts[tenant]} requests wait for the tokenizer", code="queue_full")
+        self._texts[tenant] += 1
         try:
             text = asyncio.get_running_loop().run_in_executor(self._tokenizing, call, *args)
-            return list(await _unless_gone(request.receive, text))
-        except ClientDisconnect:
+            return await _unless_gone(request.receive, text)
+        except (ClientDisconnect, Refused):
             raise
         except Exception as error:  # of a chat template, or of the tokenizer
             raise Refused(400, f"the prompt cannot be tokenized: {str(error)[:200]}") from error
         finally:
-            self._texts -= 1
+            self._texts[tenant] -= 1
 
-    async def _templated(self, request: Request, body: ChatRequest) -> list[int]:
-        """Return the tokens of a conversation."""
-        tokenizer = self._runner.engine.tokenizer
+    async def _templated(self, request: Request, body: ChatRequest) -> tuple[list[int], Manner]:
+        """Return the tokens of a conversation, and how the model will mark what it says."""
+        tokenizer, tools = self._runner.engine.tokenizer, body.template_options.get("tools", [])
         if not tokenizer.has_chat_template:
             raise Refused(400, "messages: this model has no chat template", "messages")
-        plain = [message.plain() for message in body.messages]
-        return await self._aside(request, partial(tokenizer.apply_chat_template, plain, add_generation_prompt=True))
+        by_grammar = body.must_call or body.form is not None
+        if tools and not by_grammar and not tokenizer.has_tool_calling:
+            text = "tools: this model has no form for calls of its own, so tool_choice must be required or name a tool"
+            raise Refused(400, text, "tools")
+        plain, options = [message.plain() for message in body.messages], body.template_options
+        template = partial(tokenizer.apply_chat_template, plain, add_generation_prompt=True, **options)
+        prompt = list(await self._aside(request, template))
+        return prompt, Manner.of(tokenizer, prompt, tools, by_grammar, not body.parallel_tool_calls)
+
+    async def _grammar(
+        self, request: Request, body: Generation, form: tuple[str, Any, str], manner: Manner
+    ) -> Grammar:
+        """Return the grammar that the answer follows, compiled."""
+        (kind, text, field), engine = form, self._runner.engine
+        after = engine.tokenizer.think_end_tokens if manner.thinks_first else ()
+        if body.min_tokens or body.ignore_eos:
+            name = "min_tokens" if body.min_tokens else "ignore_eos"
+            raise Refused(400, f"{name}: not with {field}, which says where the answer ends", name)
+
+        def compiled() -> Grammar:
+            try:
+                made: Grammar = getattr(engine.grammars, kind)(text, after)
+                return made
+            except (ImportError, ValueError) as error:
+                raise Refused(400, f"{field}: {_plain(error)}", field) from error
+
+        return await self._aside(request, compiled)
 
     # ------------------------------------------------------------------------------------------- an answer goes out
 
     async def _answer(
-        self, request: Request, body: Generation, answer: Answer | MessageAnswer, prompts: list[list[int]]
+        self,
+        request: Request,
+        body: Generation,
+        answer: Answer | MessageAnswer,
+        prompts: list[list[int]],
+        manner: Manner,
     ) -> Response:
         engine = self._runner.engine
         longest, room = max(map(len, prompts)), engine.max_model_len
@@ -255,12 +303,20 @@ class Service:
         most = body.most
         if most is None:
             most = self._settings.max_tokens if room is None else min(self._settings.max_tokens, room - longest)
+        if body.min_tokens > most:
+            raise Refused(400, f"min_tokens: {body.min_tokens}, and max_tokens is {most}", "min_tokens")
         if body.tops is not None and not body.stream:
-            told = len(prompts) * body.n * most * (1 + body.tops)
+            told = len(prompts) * body.width * most * (1 + body.tops)
             if told > LOGPROBS:
                 text = f"logprobs: up to {told} in one answer, the limit is {LOGPROBS}, or stream them"
                 raise Refused(400, text, "logprobs")
-        options = body.options(tuple(engine.tokenizer.eos_token_ids), self._key(request)) | {"max_tokens": most}
+        eos, state = tuple(engine.tokenizer.eos_token_ids), request.state
+        options = body.options(eos, state.tenant, state.began) | {"max_tokens": most}
+        options["stop"] = [*body.stops, *manner.stops]
+        if body.form is not None:
+            options["grammar"] = await self._grammar(request, body, body.form, manner)
+        if body.xtc_probability:
+            options["xtc_special_tokens"] = (*self._newline, *engine.tokenizer.eos_token_ids)
         run = self._runner.run(prompts, body.stream or body.tops is not None, options)
         if body.stream:
             return EventStream(run, answer)
@@ -296,6 +352,7 @@ class EventStream(Response):
                     async for number, item in run:
                         if isinstance(item, Completion):
                             completions[number] = item
+                            await write(answer.closing(number, item))
                         else:
                             await write(answer.piece(number, item))
                 except EngineFailed as error:
@@ -343,11 +400,13 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except RequestRejected as error:
-        raise Refused(429 if error.reason == "queue_full" else 400, _plain(error), code=error.reason) from error
+        status = REJECTED.get(error.reason, 400)
+        raise Refused(status, _plain(error), code=error.reason, wait=error.wait) from error
     except (TypeError, ValueError) as error:
         raise Refused(400, _plain(error)) from error
     except EngineFailed as error:
-        raise Refused(503 if isinstance(error, Stopped) else 500, str(error)) from error
+        code = "deadline" if isinstance(error, DeadlinePassed) else None
+        raise Refused(error.status, str(error), code=code) from error
 
 
 def _plain(error: Exception) -> str:
@@ -355,12 +414,16 @@ def _plain(error: Exception) -> str:
     return str(error).partition("] ")[2] or str(error)
 
 
-def _error(status: int, message: str, param: str | None = None, code: str | None = None) -> JSONResponse:
-    return JSONResponse(refusal(status, message, param, code), status, RETRY if status in (429, 503) else None)
+def _error(status: int, message: str) -> JSONResponse:
+    return _told(refusal(status, message), status)
 
 
 def _refusal(request: Request, error: Any) -> JSONResponse:
-    if request.url.path != "/v1/messages":
-        return _error(error.status, error.message, error.param, error.code)
-    told = messages.refusal(error.status, error.message)
-    return JSONResponse(told, error.status, RETRY if error.status in (429, 503) else None)
+    if request.url.path.startswith("/v1/messages"):
+        return _told(messages.refusal(error.status, error.message), error.status, error.wait)
+    return _told(refusal(error.status, error.message, error.param, error.code), error.status, error.wait)
+
+
+def _told(body: dict[str, Any], status: int, wait: float = 0) -> JSONResponse:
+    seconds = max(1, min(LONGEST_WAIT, math.ceil(wait)))
+    return JSONResponse(body, status, {"Retry-After": str(seconds)} if status in (429, 503) else None)

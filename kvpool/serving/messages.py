@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kvpool.adapters.mlx_lm.engine import Completion, TokenEvent
-from kvpool.serving.requests import MOST, Addressed, ChatRequest, Label, Message, Part, Stops, Strict, Text
+from kvpool.serving.requests import MOST, TOOLS, Addressed, ChatRequest, Label, Name, Part, Stops, Strict, Text
+from kvpool.serving.speech import Call, Manner, Reader
 
 REASONS = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens", "cancelled": "end_turn"}
 KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
@@ -29,11 +30,107 @@ class Block(Part):
     cache_control: CacheControl | None = None
 
 
+class ThinkingBlock(Strict):
+    """What the model thought before. Its signature has no effect."""
+
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Text | None = None
+
+
+class ToolUse(Strict):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: Label
+    name: Name
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+
+
+class ToolResult(Strict):
+    """What a tool has returned."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Label
+    content: Text | Annotated[list[Block], Field(max_length=1024, fail_fast=True)] = ""
+    is_error: bool = False
+    cache_control: CacheControl | None = None
+
+
+AnyBlock = Annotated[Block | ThinkingBlock | ToolUse | ToolResult, Field(discriminator="type")]
+
+
 class Turn(Strict):
     """A message of a conversation."""
 
     role: Literal["user", "assistant"]
-    content: Text | Annotated[list[Block], Field(min_length=1, max_length=1024, fail_fast=True)]
+    content: Text | Annotated[list[AnyBlock], Field(min_length=1, max_length=1024, fail_fast=True)]
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> Self:
+        wrong = ToolResult if self.role == "assistant" else ThinkingBlock | ToolUse
+        if any(isinstance(block, wrong) for block in self.content):
+            raise ValueError("results of tools come from the user, calls and thinking from the assistant")
+        return self
+
+    def as_chat(self) -> list[dict[str, Any]]:
+        """Return the messages of a chat that say the same: results of tools come first."""
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        results = [block for block in self.content if isinstance(block, ToolResult)]
+        told = [{"role": "tool", "tool_call_id": one.tool_use_id, "content": _text(one.content)} for one in results]
+        texts = [block.text for block in self.content if isinstance(block, Block)]
+        calls = [
+            {"id": one.id, "function": {"name": one.name, "arguments": json.dumps(one.input)}}
+            for one in self.content
+            if isinstance(one, ToolUse)
+        ]
+        thoughts = "".join([block.thinking for block in self.content if isinstance(block, ThinkingBlock)])
+        own = {"tool_calls": calls, "reasoning_content": thoughts or None} if self.role == "assistant" else {}
+        return [*told, *([{"role": self.role, "content": "".join(texts), **own}] if texts or own else [])]
+
+
+class UserTool(Strict):
+    """A tool of the client."""
+
+    type: Literal["custom"] = "custom"
+    name: Name
+    description: Text | None = None
+    input_schema: dict[str, Any]
+    strict: bool = False
+    cache_control: CacheControl | None = None
+
+    def as_chat(self) -> dict[str, Any]:
+        """Return the tool as chats have it."""
+        described = {} if self.description is None else {"description": self.description}
+        return {"function": {"name": self.name, **described, "parameters": self.input_schema}}
+
+
+class ToolChoice(Strict):
+    """Which tool to call."""
+
+    type: Literal["auto", "any", "none", "tool"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _names_a_tool(self) -> Self:
+        if (self.name is not None) != (self.type == "tool"):
+            raise ValueError("the type tool has a name, and no other")
+        return self
+
+    def as_chat(self) -> Any:
+        """Return the choice as chats have it."""
+        named = {"type": "function", "function": {"name": self.name}}
+        return named if self.type == "tool" else "required" if self.type == "any" else self.type
+
+
+class Thinking(Strict):
+    """Whether the model thinks first, where its chat template leaves the choice. A budget has no effect."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1, le=MOST)
 
 
 class Metadata(Strict):
@@ -42,61 +139,85 @@ class Metadata(Strict):
     user_id: Label | None = None
 
 
-class MessagesRequest(Addressed):
-    """The body of a request."""
+class CountRequest(Addressed):
+    """The body of ``POST /v1/messages/count_tokens``: a conversation."""
 
-    max_tokens: int = Field(ge=1, le=MOST)
     messages: Annotated[list[Turn], Field(min_length=1, max_length=4096, fail_fast=True)]
     system: Text | Annotated[list[Block], Field(max_length=1024, fail_fast=True)] | None = None
+    tools: Annotated[list[UserTool], Field(max_length=TOOLS, fail_fast=True)] = Field([])
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    cache_control: CacheControl | None = None
+
+    def agree(self) -> None:
+        """See `Addressed`."""
+        self.as_chat()
+
+    def as_chat(self) -> ChatRequest:
+        """Return the chat that asks for the same."""
+        messages = [message for turn in self.messages for message in turn.as_chat()]
+        if self.system:
+            messages.insert(0, {"role": "system", "content": _text(self.system)})
+        asked: dict[str, Any] = {"messages": messages, "tools": [tool.as_chat() for tool in self.tools]}
+        if self.tool_choice is not None:
+            asked["tool_choice"] = self.tool_choice.as_chat()
+            asked["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        if self.thinking is not None:
+            asked["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
+        chat = ChatRequest.model_validate(asked | self.sampling())
+        chat.agree()
+        return chat
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the other fields of the chat."""
+        return {}
+
+
+class MessagesRequest(CountRequest):
+    """The body of ``POST /v1/messages``."""
+
+    max_tokens: int = Field(ge=1, le=MOST)
     temperature: float = Field(1.0, ge=0, le=1)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, le=MOST)
     stop_sequences: Stops = Field([])
     stream: bool = False
     metadata: Metadata | None = None
-    cache_control: CacheControl | None = None
 
-    def as_chat(self) -> ChatRequest:
-        """Return the chat that asks for the same."""
-        turns: list[tuple[str, Any]] = [(one.role, one.content) for one in self.messages]
-        if self.system:
-            turns.insert(0, ("system", self.system))
+    def sampling(self) -> dict[str, Any]:
+        """See `CountRequest`."""
         names = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
-        return ChatRequest.model_construct(
-            messages=[Message.model_construct(role=role, content=content) for role, content in turns],
-            stop=self.stop_sequences,
-            **{name: getattr(self, name) for name in names},
-        )
+        return {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
 
 
 class MessageAnswer:
     """The answer to one request. It is to messages what `Answer` is to OpenAI's forms."""
 
-    def __init__(self, model: str, prompt_tokens: int) -> None:
-        self._prompt_tokens = prompt_tokens
+    def __init__(self, model: str, prompt_tokens: int, manner: Manner) -> None:
+        self._prompt_tokens, self._reader = prompt_tokens, Reader(manner)
         self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
+        self._blocks: list[dict[str, Any]] = []  # as a stream begins them
 
     def opening(self, prompts: int) -> bytes:
         """Return what a stream begins with."""
         usage = {"input_tokens": self._prompt_tokens, "output_tokens": 0}  # what was cached is known at the end
         end = {"stop_reason": None, "stop_sequence": None}
-        message: dict[str, Any] = {**self._head, "content": [], **end, "usage": usage}
-        block = {"type": "text", "text": ""}
-        return _event("message_start", message=message) + _event("content_block_start", index=0, content_block=block)
+        return _event("message_start", message={**self._head, "content": [], **end, "usage": usage})
 
     def piece(self, number: int, token: TokenEvent) -> bytes:
-        """Return the event of a token, nothing if it shows nothing."""
-        delta = {"type": "text_delta", "text": token.text}
-        return _event("content_block_delta", index=0, delta=delta) if token.text else b""
+        """Return the events of a token, nothing if it shows nothing."""
+        pieces = self._reader.read(token.text, token.finish_reason is not None)
+        return b"".join([self._told(kind, said) for kind, said in pieces])
+
+    def closing(self, number: int, completion: Completion) -> bytes:
+        """Return nothing: messages have no deadline."""
+        return b""
 
     def ending(self, completions: Sequence[Completion]) -> bytes:
         """Return what a stream ends with."""
-        delta, usage = self._end(completions[0]), self._usage(completions[0])
-        return (
-            _event("content_block_stop", index=0)
-            + _event("message_delta", delta=delta, usage=usage)
-            + _event("message_stop")
-        )
+        begun = b"" if self._blocks else self._told("text", "")
+        end = _event("message_delta", delta=self._end(completions[0]), usage=self._usage(completions[0]))
+        return begun + self._closed() + end + _event("message_stop")
 
     def failure(self, message: str) -> bytes:
         """Return the event of a stream that ends with an error."""
@@ -107,11 +228,34 @@ class MessageAnswer:
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the answer as one object."""
-        content = [{"type": "text", "text": completions[0].text}]
+        content: list[dict[str, Any]] = []
+        for kind, said in self._reader.read(completions[0].text, True) or [("text", "")]:
+            if isinstance(said, Call):
+                content.append(_begun(kind, said) | {"input": json.loads(said.arguments)})
+            elif content and content[-1]["type"] == kind:
+                content[-1][kind] += said
+            else:
+                content.append(_begun(kind, said) | {kind: said})
         return {**self._head, "content": content, **self._end(completions[0]), "usage": self._usage(completions[0])}
+
+    def _told(self, kind: str, said: Any) -> bytes:
+        """Return the events that say a piece: perhaps a new block, and its text."""
+        begun, events = _begun(kind, said), b""
+        if isinstance(said, Call) or not self._blocks or self._blocks[-1]["type"] != begun["type"]:
+            events = self._closed() if self._blocks else b""
+            self._blocks.append(begun)
+            events += _event("content_block_start", index=len(self._blocks) - 1, content_block=begun)
+        delta = {"partial_json": said.arguments} if isinstance(said, Call) else {kind: said}
+        name = {"thinking": "thinking_delta", "text": "text_delta", "call": "input_json_delta"}[kind]
+        return events + _event("content_block_delta", index=len(self._blocks) - 1, delta={"type": name, **delta})
+
+    def _closed(self) -> bytes:
+        return _event("content_block_stop", index=len(self._blocks) - 1)
 
     def _end(self, completion: Completion) -> dict[str, Any]:
         sample = completion.samples[0]
+        if self._reader.has_called and sample.finish_reason in ("eos", "stop"):
+            return {"stop_reason": "tool_use", "stop_sequence": None}
         return {"stop_reason": REASONS[sample.finish_reason], "stop_sequence": sample.stop}
 
     def _usage(self, completion: Completion) -> dict[str, int]:
@@ -122,6 +266,17 @@ class MessageAnswer:
             "cache_read_input_tokens": cached,
             "output_tokens": len(sample.tokens),
         }
+
+
+def _begun(kind: str, said: Any) -> dict[str, Any]:
+    """Return a block without what it says."""
+    if isinstance(said, Call):
+        return {"type": "tool_use", "id": said.id, "name": said.name, "input": {}}
+    return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
+
+
+def _text(content: str | Sequence[Block]) -> str:
+    return content if isinstance(content, str) else "".join([block.text for block in content])
 
 
 def refusal(status: int, message: str) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvpool import namespace
+from kvpool.serving.speech import MOST_CALLS, grammar_of_calls
 
 MOST = 2**31 - 1
 PROMPTS = 64  # of one request
@@ -15,23 +17,31 @@ BIASES = 300
 Text = Annotated[str, Field(max_length=2**22)]
 Stop = Annotated[str, Field(min_length=1, max_length=128)]  # each token of an answer is compared with all of them
 Stops = Annotated[list[Stop], Field(max_length=8)]
+TOOLS = 128
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 Label = Annotated[str, Field(max_length=512)]
 Token = Annotated[int, Field(ge=0, le=MOST)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # JSON's keys are text
 Bias = Annotated[float, Field(ge=-100, le=100)]
-PASSED_ON = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "n"),
+SAMPLED = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "xtc_probability", "xtc_threshold"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
 )
+NOT_IN_BEAMS = (*SAMPLED, "logit_bias", "stop", "stream", "logprobs", "response_format", "tools")
 Form = TypeVar("Form", bound="Addressed")
 
 
 class Refused(Exception):
-    """A request gets an error: the HTTP status, a message for the client, the field that is wrong, and a code."""
+    """A request gets an error: the HTTP status, a message for the client, the field that is wrong, and a code.
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    With 429 and 503 it is told after how many seconds it may come again.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, wait: float = 0
+    ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.param, self.code, self.wait = status, message, param, code, wait
 
 
 def few(data: Any) -> Any:
@@ -62,11 +72,53 @@ class Addressed(Strict):
 
     model: str | None = None
 
+    def agree(self) -> None:
+        """Raise `Refused` if two fields contradict each other."""
+
 
 class StreamOptions(Strict):
     """How to stream."""
 
     include_usage: bool = False
+
+
+class Schema(Strict):
+    """The schema of an answer. Its name and description have no effect, and every schema is strict."""
+
+    name: Label
+    description: Text | None = None
+    given: dict[str, Any] = Field({}, alias="schema")
+    strict: bool = False
+
+
+class AnyForm(Strict):
+    """An answer of any text, or of any JSON object."""
+
+    type: Literal["text", "json_object"]
+
+
+class SchemaForm(Strict):
+    """An answer that fits a JSON schema."""
+
+    type: Literal["json_schema"]
+    json_schema: Schema
+
+
+class RegexForm(Strict):
+    """An answer that a regular expression matches as a whole."""
+
+    type: Literal["regex"]
+    regex: Text
+
+
+class GrammarForm(Strict):
+    """An answer of a context-free grammar, in llguidance's form of Lark."""
+
+    type: Literal["grammar"]
+    grammar: Text
+
+
+AnswerForm = Annotated[AnyForm | SchemaForm | RegexForm | GrammarForm, Field(discriminator="type")]
 
 
 class Generation(Addressed):
@@ -77,33 +129,82 @@ class Generation(Addressed):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, le=MOST)
     min_p: float = Field(0.0, ge=0, le=1)
+    xtc_probability: float = Field(0.0, ge=0, le=1)
+    xtc_threshold: float = Field(0.1, ge=0, le=0.5)
+    min_tokens: int = Field(0, ge=0, le=MOST)
+    ignore_eos: bool = False
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, ge=0.1, le=10)
     logit_bias: Annotated[dict[TokenKey, Bias], BeforeValidator(few)] = {}
     seed: int | None = Field(None, ge=0, le=2**63 - 1)
     n: int = Field(1, ge=1, le=64)
+    use_beam_search: bool = False
+    length_penalty: float = Field(1.0, ge=-32, le=32)
+    response_format: AnswerForm | None = None
     stop: Stop | Stops | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=64)] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: Label | None = None
     cache_salt: Annotated[Label, Field(min_length=1)] | None = None
+    priority: int = Field(0, ge=-MOST, le=MOST)
+    timeout: float | None = Field(None, gt=0, le=86400)
 
-    def options(self, eos: tuple[int, ...], tenant: bytes) -> dict[str, Any]:
+    def options(self, eos: tuple[int, ...], tenant: str | None, began: float) -> dict[str, Any]:
         """Return the options of `Engine.submit` except `max_tokens`. Tenant and salt decide who shares prefixes."""
-        return {name: getattr(self, name) for name in PASSED_ON} | {
-            "stop": [self.stop] if isinstance(self.stop, str) else self.stop or (),
-            "eos": (*eos, *self.stop_token_ids),
+        how = {name: getattr(self, name) for name in SAMPLED}
+        if self.use_beam_search:
+            how = {"beam_width": self.width, "length_penalty": self.length_penalty}
+        return how | {
+            "n": self.width,
+            "eos": (*(() if self.ignore_eos else eos), *self.stop_token_ids),
             "logit_bias": {int(token): bias for token, bias in self.logit_bias.items()},
             "top_logprobs": self.tops or 0,
-            "namespace": namespace(salt=self.cache_salt, tenant=tenant or None),
+            "namespace": namespace(salt=self.cache_salt, tenant=None if tenant is None else tenant.encode()),
+            "tenant": tenant,
+            "priority": -self.priority,  # in this form of requests the lower goes first
+            "deadline": None if self.timeout is None else began + self.timeout,
         }
+
+    def agree(self) -> None:
+        """See `Addressed`."""
+        if not self.use_beam_search:
+            if self.length_penalty != 1:
+                raise Refused(400, "length_penalty: needs use_beam_search", "length_penalty")
+            return
+        plain = type(self).model_fields
+        wrong = [name for name in NOT_IN_BEAMS if name in self.model_fields_set and getattr(self, name)]
+        wrong = [name for name in wrong if getattr(self, name) != plain[name].default or name == "temperature"]
+        if wrong:
+            raise Refused(400, f"{wrong[0]}: not with use_beam_search, which takes the likeliest", wrong[0])
 
     @property
     def most(self) -> int | None:
         """Tokens to generate at most, if the request says so."""
         return self.max_tokens
+
+    @property
+    def width(self) -> int:
+        """Samples of each prompt. The answer has `n` of them."""
+        return self.n
+
+    @property
+    def form(self) -> tuple[str, Any, str] | None:
+        """The grammar of the answer: a method of `Grammars`, its argument, and the field that asks for it."""
+        wanted, field = self.response_format, "response_format"
+        if isinstance(wanted, SchemaForm):
+            return "schema", wanted.json_schema.given, field
+        if isinstance(wanted, RegexForm):
+            return "regex", wanted.regex, field
+        if isinstance(wanted, GrammarForm):
+            return "lark", wanted.grammar, field
+        return None if wanted is None or wanted.type == "text" else ("schema", {"type": "object"}, field)
+
+    @property
+    def stops(self) -> list[str]:
+        """Texts that end the answer."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     @property
     def tops(self) -> int | None:
@@ -121,6 +222,23 @@ class CompletionRequest(Generation):
 
     prompt: Any
     logprobs: int | None = Field(None, ge=0, le=TOPS)
+    best_of: int | None = Field(None, ge=1, le=64)
+    echo: bool = False
+
+    def agree(self) -> None:
+        """See `Addressed`."""
+        super().agree()
+        if self.width < self.n:
+            raise Refused(400, f"best_of: {self.best_of}, and n is {self.n}", "best_of")
+        if self.width > self.n and self.stream:
+            raise Refused(400, "best_of: cannot be streamed, the best is known at the end", "best_of")
+        if self.echo and self.logprobs is not None:
+            raise Refused(400, "echo: not with logprobs, there are none of the prompt", "echo")
+
+    @property
+    def width(self) -> int:
+        """See `Generation`."""
+        return self.best_of or self.n
 
     @property
     def tops(self) -> int | None:
@@ -153,18 +271,100 @@ class Part(Strict):
     text: Text
 
 
+class Function(Strict):
+    """What a tool is. `parameters` are a JSON schema. A call that is free may not fit it, even with `strict`."""
+
+    name: Name
+    description: Text | None = None
+    parameters: dict[str, Any] = {}
+    strict: bool = False
+
+
+class Tool(Strict):
+    """A tool that the model may call."""
+
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class Chosen(Strict):
+    """The name of a function."""
+
+    name: Name
+
+
+class Choice(Strict):
+    """The tool to call."""
+
+    type: Literal["function"]
+    function: Chosen
+
+
+class CalledFunction(Strict):
+    """A call in a conversation. Its arguments are a JSON object."""
+
+    name: Name
+    arguments: Text
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_object(cls, value: str) -> str:
+        try:
+            is_object = isinstance(json.loads(value or "{}"), dict)
+        except (ValueError, RecursionError):
+            is_object = False
+        if not is_object:
+            raise ValueError("must be a JSON object, as text")
+        return value or "{}"
+
+
+class ToolCall(Strict):
+    """A call of a tool in a conversation."""
+
+    id: Label
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        """Return the call as chat templates take it."""
+        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
+
+
 class Message(Strict):
     """A message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[Part], Field(min_length=1, max_length=1024, fail_fast=True)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[Part], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
     name: Annotated[str, Field(max_length=64)] | None = None
+    reasoning_content: Text | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=TOOLS, fail_fast=True)] = []
+    tool_call_id: Label | None = None
 
-    def plain(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("a message needs content, or tool_calls")
+        if (self.tool_calls or self.reasoning_content) and self.role != "assistant":
+            raise ValueError("only messages of the assistant have tool_calls and reasoning_content")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("messages of tools have a tool_call_id, and no others")
+        return self
+
+    def plain(self) -> dict[str, Any]:
         """Return the message as chat templates take it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": "system" if self.role == "developer" else self.role, "content": content, **named}
+        content = self.content or ""
+        told = {name: value for name in ("name", "reasoning_content", "tool_call_id") if (value := getattr(self, name))}
+        if self.tool_calls:
+            told["tool_calls"] = [call.plain() for call in self.tool_calls]
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text, **told}
+
+
+class TemplateOptions(Strict):
+    """Options of the chat template."""
+
+    enable_thinking: bool | None = None
 
 
 class ChatRequest(Generation):
@@ -174,12 +374,53 @@ class ChatRequest(Generation):
     max_completion_tokens: int | None = Field(None, ge=1, le=MOST)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=TOPS)
+    tools: Annotated[list[Tool], Field(max_length=TOOLS, fail_fast=True)] = []
+    tool_choice: Literal["none", "auto", "required"] | Choice | None = None
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: TemplateOptions | None = None
 
-    @model_validator(mode="after")
-    def _asks_for_logprobs(self) -> Self:
+    def agree(self) -> None:
+        """See `Addressed`."""
+        super().agree()
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs to be true")
-        return self
+            raise Refused(400, "top_logprobs: needs logprobs to be true", "top_logprobs")
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise Refused(400, "tools: two of them have one name", "tools")
+        if self.tool_choice not in (None, "none", "auto") and not self.callable_tools:
+            raise Refused(400, "tool_choice: there is no such tool in tools", "tool_choice")
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """The tools that the answer may call."""
+        if isinstance(self.tool_choice, Choice):
+            return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer is calls of tools and nothing else."""
+        return self.tool_choice not in (None, "none", "auto")
+
+    @property
+    def form(self) -> tuple[str, Any, str] | None:
+        """See `Generation`. Where the answer may be calls instead of text in a form, its grammar is both."""
+        form = super().form
+        if not self.callable_tools or (form is None and not self.must_call):
+            return form
+        if not self.must_call and form is not None and form[0] != "schema":
+            raise Refused(400, "response_format: beside tools, only a JSON schema or json_object", "response_format")
+        schemas = {tool.function.name: tool.function.parameters for tool in self.callable_tools}
+        is_one = isinstance(self.tool_choice, Choice) or not self.parallel_tool_calls
+        other = None if self.must_call or form is None else form[1]
+        return "lark", grammar_of_calls(schemas, 1 if is_one else MOST_CALLS, other), "tools"
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What a chat template gets besides the messages."""
+        thinks = None if self.chat_template_kwargs is None else self.chat_template_kwargs.enable_thinking
+        tools = [tool.model_dump(exclude_unset=True) for tool in self.tools] if self.callable_tools else []
+        return {**({"tools": tools} if tools else {}), **({} if thinks is None else {"enable_thinking": thinks})}
 
     @property
     def most(self) -> int | None:
@@ -195,7 +436,9 @@ class ChatRequest(Generation):
 def parse(form: type[Form], body: bytes) -> Form:
     """Read a body of JSON. If it is wrong, raise `Refused` with one of the errors."""
     try:
-        return form.model_validate_json(body)
+        read = form.model_validate_json(body)
+        read.agree()
+        return read
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)
     worst = max(found, key=lambda one: len(one["loc"]))  # if a field may have several types, the one that fits best

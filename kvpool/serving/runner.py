@@ -18,11 +18,21 @@ _log = logging.getLogger(__name__)
 
 
 class EngineFailed(Exception):
-    """The engine failed while the request ran. The request may be sent again."""
+    """The engine failed while the request ran. The request may be sent again. `status` is that of HTTP."""
+
+    status = 500
 
 
 class Stopped(EngineFailed):
     """The server ended the request: it stops, or the client reads too slowly."""
+
+    status = 503
+
+
+class DeadlinePassed(EngineFailed):
+    """The deadline of the request passed before its first token."""
+
+    status = 504
 
 
 class Runner:
@@ -125,8 +135,7 @@ class Runner:
         for completion in engine.step():
             if completion.id in self._owners:
                 run, number = self._owners.pop(completion.id)
-                wrong = completion.error and EngineFailed(f"the answer has no text: {type(completion.error).__name__}")
-                self._news.append((run, wrong or (number, completion)))
+                self._news.append((run, _wrong(completion) or (number, completion)))
 
     def _begin(self, run: Run, engine: Engine) -> None:
         """Submit all prompts of a run, or none."""
@@ -137,6 +146,7 @@ class Runner:
             for number, prompt in enumerate(run.prompts):
                 id = engine.submit(prompt, on_token=run.listener(number, self._news), **run.options)
                 self._owners[id] = run, number
+                run.ids.append(id)
         except Exception as error:
             self._cancel(run, engine)
             self._news.append((run, error))
@@ -144,9 +154,8 @@ class Runner:
             self._news.append((run, None))
 
     def _cancel(self, run: Run, engine: Engine) -> None:
-        for id in [id for id, (owner, _) in self._owners.items() if owner is run]:
-            del self._owners[id]
-            if id in engine:
+        for id in run.ids:
+            if self._owners.pop(id, None) is not None and id in engine:
                 engine.cancel(id)
 
     def _tell(self) -> None:
@@ -179,6 +188,14 @@ class Runner:
         self._calls.put(partial(self._cancel, run))
 
 
+def _wrong(completion: Completion) -> EngineFailed | None:
+    if completion.error is not None:
+        return EngineFailed(f"the answer has no text: {type(completion.error).__name__}")
+    if all(sample.finish_reason == "deadline" and not len(sample.tokens) for sample in completion.samples):
+        return DeadlinePassed("the deadline passed before the first token")
+    return None
+
+
 class Run:
     """One or more prompts of a client with the same options: ``async with run: async for number, item in run``.
 
@@ -191,6 +208,7 @@ class Run:
         self.prompts = prompts
         self.options = options
         self.items: asyncio.Queue[Any] = asyncio.Queue()
+        self.ids: list[Hashable] = []  # of the thread: the engine's
         self.most = UNREAD // (1 + options.get("top_logprobs", 0))
         self._runner = runner
         self._listens = listens

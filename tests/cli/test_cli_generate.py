@@ -2,14 +2,13 @@
 
 import io
 import json
+import signal
 
 import pytest
 from mlx_models import on_cpu, solo_tokens
 
-from kvpool.adapters.mlx_lm import tiny
-from kvpool.adapters.mlx_lm.engine import TokenEvent
+from kvpool.adapters.mlx_lm import Engine, tiny
 from kvpool.cli import main
-from kvpool.cli.generate import Printer
 
 PROMPTS = ["Hello", "The block table maps", "abc"]
 
@@ -132,6 +131,11 @@ def test_stats_go_to_stderr(capsys, expected):
         (["--stop", ""], "--stop: the text is empty"),
         (["--seed", "-1"], "--seed -1: out of range"),
         (["--num-blocks", "3"], "prompt 1: 40 tokens need 3 blocks"),
+        (["--draft-model", "tiny"], "--draft-model: needs --speculate"),
+        (["--speculate", "-1"], "--speculate -1: out of range"),
+        (["--speculate", "4", "--draft-model", "/no/such"], "--draft-model /no/such: no such folder"),
+        (["--speculate", "4", "--eviction", "h2o", "--max-kv", "9"], "--speculate and --eviction exclude each other"),
+        (["--speculate", "4", "--arch", "mamba2"], "--model tiny: speculate: the pool has a state group"),
         (["--num-blocks", "9", "--memory", "1MiB"], "--memory and --num-blocks exclude each other"),
         (["--memory", "lots"], "generate: --memory lots: 'lots' is not a size"),
         (["--memory", "1"], "generate: --memory 1: "),
@@ -147,6 +151,20 @@ def test_nonsense_is_refused_in_one_line(capsys, arguments, message):
     assert message in captured.err, captured.err
 
 
+@pytest.mark.parametrize("how", [[], ["--draft-model", "tiny"], ["--draft-model", "tiny", "--memory", "1MiB"]])
+@pytest.mark.parametrize("sampled", [[], ["--temperature", "0.8", "--seed", "3"]])
+def test_speculation_prints_the_same_in_fewer_steps(capsys, how, sampled):
+    results = []
+    for arguments in ([], ["--speculate", "3", *how]):
+        assert generate("--prompt", "abcabcabcabc", "--json", *arguments, *sampled) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    plain, drafted = results
+    assert drafted["answers"] == plain["answers"]
+    assert drafted["stats"]["blocks_left"] == 0
+    if how and not sampled:
+        assert drafted["stats"]["steps"] < plain["stats"]["steps"] / 2
+
+
 def test_several_samples_without_temperature_are_noted(capsys):
     assert generate("--prompt", "x", "--n", "2") == 0
     assert "without --temperature all samples" in capsys.readouterr().err
@@ -154,14 +172,60 @@ def test_several_samples_without_temperature_are_noted(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_interrupt_prints_what_every_sample_has(capsys):
-    printer = Printer(1, 3, quiet=False)
-    with pytest.raises(KeyboardInterrupt), printer:
-        for index, text in ((2, "third"), (0, "fi"), (0, "rst")):
-            printer.on_token(TokenEvent(0, index, 1, 0.0, text, None))
-        raise KeyboardInterrupt
-    out = capsys.readouterr().out
-    assert out == "=== sample 1\nfirst\n=== sample 3\nthird\n"
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Ctrl-C comes after 20 steps."""
+    steps, step = [], Engine.step
+
+    def counted(engine):
+        steps.append(1)
+        found = step(engine)
+        if len(steps) == 20:
+            signal.raise_signal(signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(Engine, "step", counted)
+    return steps
+
+
+def test_interrupt_prints_what_every_sample_has(capsys, interrupted):
+    how = ["--prompt", PROMPTS[0], "--prompt", PROMPTS[2], "--n", "2", "--temperature", "1", "--seed", "1"]
+    assert generate(*how, "--json") == 130
+    answers = json.loads(capsys.readouterr().out)["answers"]
+    samples = [sample for answer in answers for sample in answer["samples"]]
+    assert [sample["finish_reason"] for sample in samples] == ["cancelled"] * 4
+    assert all(len(sample["tokens"]) >= 18 for sample in samples) and len(interrupted) == 20
+    interrupted.clear()
+    assert generate(*how) == 130
+    captured = capsys.readouterr()
+    heads = [f"=== prompt {prompt}, sample {sample}\n" for prompt in (1, 2) for sample in (1, 2)]
+    texts = zip(heads, samples, strict=True)
+    assert captured.out == "".join(head + sample["text"] + "\n" for head, sample in texts)
+    assert captured.err.endswith("kvpool generate: interrupted\n")
+
+
+def test_interrupt_prints_the_best_of_a_beam_so_far(capsys, interrupted):
+    assert generate("--prompt", PROMPTS[0], "--beam", "3") == 130
+    assert len(capsys.readouterr().out) > 10
+
+
+def test_samples_without_text_are_left_out_after_an_interrupt(capsys, interrupted):
+    interrupted += [1] * 19  # one step, which gives no text to the first prompt
+    assert generate("--prompt", "a" * 300, "--prompt", PROMPTS[0], "--chunk", "64") == 130
+    head, text, end = capsys.readouterr().out.split("\n")
+    assert head == "=== prompt 2" and text and not end
+
+
+def test_second_interrupt_ends_at_once(monkeypatch):
+    def never(engine):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the second one was ignored")
+
+    monkeypatch.setattr(Engine, "step", never)
+    before = signal.getsignal(signal.SIGINT)
+    assert generate("--prompt", "x") == 130
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_folder_without_a_model_is_refused_in_one_line(capsys, tmp_path):

@@ -222,3 +222,17 @@ def test_commands_refuse_arguments_that_they_do_not_know(capsys, command):
         main([command, *(["--model", "tiny"] if command == "serve" else []), "--no-such-option"])
     assert status.value.code == 2
     assert "unrecognized arguments: --no-such-option" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("drafts", [["--speculate", "4"], ["--speculate", "3", "--draft-model", "tiny"]])
+def test_server_that_speculates_answers_as_the_stock_model(expected, drafts):
+    one = Server("--num-blocks", "40", "--kv-block-size", "8", "--max-tokens", "30", *drafts)
+    for prompt in (GREEDY, GREEDY | {"n": 2}):
+        status, answer = one.post("/v1/completions", prompt)
+        assert status == 200 and {choice["text"] for choice in answer["choices"]} == {expected}
+    metrics = one.get("/metrics")[2]
+    found = dict(line.split() for line in metrics.splitlines() if line.startswith("kvpool_") and "{" not in line)
+    accepted, drafted = (float(found[f"kvpool_{name}_tokens_total"]) for name in ("accepted", "drafted"))
+    assert accepted <= drafted and (accepted > 20) == ("--draft-model" in drafts)
+    status, errors = one.stop()
+    assert status == 0 and "stopped, 0 blocks in use" in errors, errors

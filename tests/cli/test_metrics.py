@@ -46,6 +46,22 @@ def working_scheduler():
     return pool, scheduler
 
 
+def test_tenants_with_weights_have_statistics_and_others_have_none():
+    pool = kvpool.Pool(20, 4)
+    scheduler = kvpool.Scheduler(pool, max_running=1, weights={"a": 2, ("b", 1): 1})
+    for tenant in ("a", "a", "stranger"):
+        scheduler.add(kvpool.Request([1, 2, 3], max_tokens=4, tenant=tenant))
+    for _ in range(2):
+        scheduler.update(scheduler.schedule(), np.zeros(1, np.int32))
+    found = {key: value for key, value in read(prometheus_text(pool, scheduler)).items() if "tenant" in key[0]}
+    due = {"waiting": (1, 0), "requests": (2, 0), "tokens_total": (4, 0)}
+    assert found == {
+        (f"kvpool_tenant_{name}", (("tenant", tenant),)): value
+        for name, both in due.items()
+        for tenant, value in zip(("a", "('b', 1)"), both, strict=True)
+    }
+
+
 def test_values_are_those_of_the_pool_and_the_scheduler():
     pool, scheduler = working_scheduler()
     scheduler.cancel(2)

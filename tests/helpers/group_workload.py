@@ -353,7 +353,7 @@ class GroupRunner(Runner):
         if self.workload.guests or not options["mixed"] or any(r.beam_width for r in self.requests.values()):
             return
         counts = self.scheduler.stats()
-        if len(step.tokens) < options["max_step_tokens"] and not self.scheduler._core.dead:
+        if len(step.tokens) < options["max_step_tokens"] and all(map(self.pool.is_open, step.handles.tolist())):
             running = counts.prefilling + counts.decoding
             assert running == len(step.handles), f"{running} sequences run, {len(step.handles)} are rows"
 

@@ -31,6 +31,19 @@ SAMPLING = {
     "model": (("tiny",), ()),
     "user": (("", "somebody"), (5,)),
     "cache_salt": (("a", "\u202e"), ("y" * 513,)),
+    "xtc_probability": ((0, 0.5, 1), (1.01,)),
+    "xtc_threshold": ((0, 0.1, 0.5), (0.51,)),
+    "ignore_eos": ((True, False), (1, "true")),
+    "min_tokens": ((0, 1), (6, 2**31)),
+    "response_format": (
+        ({"type": "text"},),
+        (
+            *({}, {"type": "x"}, {"type": "json_schema"}, {"type": "regex"}, {"type": "regex", "regex": "a("}),
+            *({"type": "grammar", "grammar": "start: nobody"}, {"type": "regex", "regex": "a" * 2**17}),
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}},
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "http://127.0.0.1:1/x"}}},
+        ),
+    ),
 }
 LEGAL_TOO = {  # values of WRONG that are legal in these fields
     "temperature": (1.5,),
@@ -38,12 +51,14 @@ LEGAL_TOO = {  # values of WRONG that are legal in these fields
     "user": ("x", "\0"),
     "cache_salt": ("x", "\0"),
 }
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 TEXT = {
     "prompt": (
         ("a", "The block table", [1, 2, 3], ["a", "b"], [[1], [2, 3]], "\u202e💥é漢字", "x" * 3000),
         ("", [], [[]], [""], 5, ["a", [1]], [1, "a"], [999], [-1], [True], [1.5], {"a": 1}, "x" * 9000, ["a"] * 65),
     ),
     "logprobs": ((0, 1, 5), (21, -1, True, "1", 1.5)),
+    "best_of": ((None,), (0, 65, "2")),
 }
 ONE = {"role": "user", "content": "hi"}
 CHAT = {
@@ -59,8 +74,15 @@ CHAT = {
     ),
     "logprobs": ((True, False), (1, "true", [])),
     "max_completion_tokens": ((1, 3), (0, True, 2**31)),
+    "tools": (
+        ([], [TOOL], [{"function": {"name": "f"}}]),
+        ([TOOL, TOOL], [TOOL | {"type": "x"}], [{"type": "function"}], [{"function": {"name": "a b"}}], [TOOL] * 129),
+    ),
+    "tool_choice": (("none", "auto"), ("required", "all", {"type": "function", "function": {"name": "g"}})),
+    "parallel_tool_calls": ((True, False), (1, "true")),
+    "chat_template_kwargs": (({}, {"enable_thinking": False}), ({"tokenize": False}, {"enable_thinking": 1})),
 }
-UNKNOWN = ("best_of", "echo", "suffix", "guided_json", "adapters", "draft_model", "tools", "x" * 300, "", "\0")
+UNKNOWN = ("suffix", "guided_json", "adapters", "draft_model", "functions", "x" * 300, "", "\0")
 
 
 def is_wrong(fields, field, value):

@@ -31,28 +31,41 @@ class Watch:
         self.restarted: Any = None  # the request that started over alone
         self.before: Any = None  # the last step and copies of what it showed
         self.steps = self.tokenless = self.failures = 0
+        self.turns: Any = None  # `Turns`, where it can judge
+        self.decodes: list[Any] = []  # requests of the decodes of the step that is out
+        self.dropped = 0  # steps that were planned ahead, with rows that had ended when the step before was in
 
-    def step(self, step: Any) -> None:
-        """Judge a step that `schedule` has returned."""
+    def step(self, step: Any, requests: list[Any]) -> None:
+        """Judge a step that `schedule` has returned, with the request of each row.
+
+        One that was planned ahead is judged when the step before it is in.
+        """
         handles, num_new, decodes = step.handles, step.num_new, step.num_decodes
         total, options = len(step.tokens), self.options
         assert len(handles) == len(num_new) == len(step.plan.handles) == len(step.lanes)
         assert np.unique(handles).size == handles.size
         assert int(num_new.sum()) == total == step.plan.num_tokens
         assert (num_new > 0).all(), "a row without tokens"
-        assert (num_new[:decodes] == 1).all()
+        drafts = int(num_new[:decodes].sum()) - decodes
+        assert drafts == step.num_drafts
+        assert not drafts or total <= options["max_step_tokens"], "drafts pass the budget"
+        assert (num_new[:decodes] <= max(1, options["prefill_chunk"])).all()
         assert len(handles) <= options["max_running"], "more rows than max_running"
         chunks = num_new[decodes:]
         assert total <= max(options["max_step_tokens"], decodes), f"{total} tokens, budget {options['max_step_tokens']}"
         assert (chunks <= options["prefill_chunk"]).all(), f"a chunk of {chunks.max()} tokens"
+        limits = [request.max_tokens for request in step.requests]
+        assert (step.sample_position < limits).all(), "a sample of a sequence that has all its tokens"
         ends = np.cumsum(num_new) - 1
-        assert np.isin(step.sample_at, ends).all(), "a sample that is no last token of a row"
+        inside = step.sample_at < num_new[:decodes].sum()
+        assert np.isin(step.sample_at[~inside], ends).all(), "a sample that is no last token of a chunk"
+        assert np.array_equal(np.unique(step.sample_at[inside]), np.arange(num_new[:decodes].sum()))
         assert (np.diff(step.sample_at) >= 0).all()
         assert np.isin(ends[:decodes], step.sample_at).all(), "a decode without a sample"
         self._arrays_hold(step)
         self._stall_free(handles, decodes, len(chunks))
-        self._watermark(handles)
-        self._victims(step, decodes)
+        self._watermark(handles, step.num_drafts)
+        self._victims(step, requests)
         sampled = np.isin(ends, step.sample_at)
         if self.simple and options["mixed"]:
             self._nothing_is_left_lying(step, sampled)
@@ -74,14 +87,15 @@ class Watch:
 
     def _nothing_is_left_lying(self, step: Any, sampled: np.ndarray) -> None:
         """While there is budget, chunks are whole; while there are lanes and blocks too, nobody waits."""
-        left = self.options["max_step_tokens"] - len(step.tokens)
+        left = self.options["max_step_tokens"] - len(step.tokens) + step.num_drafts
         if left <= 0:
             return
         cut = ~sampled & (step.num_new < self.options["prefill_chunk"])
         assert self.checkpoints or not cut.any(), f"a chunk was cut, {left} tokens of the budget are left"
         running = set(self.running.values())
         waiting = [r for name, r in self.door.items() if name not in self.gone and name not in running]
-        if not self.strict or not waiting or len(step.handles) >= self.options["max_running"]:
+        is_full = len(step.handles) >= self.options["max_running"]
+        if not self.strict or step.follows is not None or not waiting or is_full:
             return
         if any(r.n > 1 or r.beam_width for r in waiting) or self.pool.stats().sequences >= self.pool.options.max_seqs:
             return
@@ -106,26 +120,27 @@ class Watch:
             assert must <= rows, f"{len(must - rows)} decodes stalled in a step of decodes"
         self.chunk_before = bool(chunks)
 
-    def _watermark(self, handles: np.ndarray) -> None:
-        """An admission beside others leaves the watermark."""
+    def _watermark(self, handles: np.ndarray, drafts: int) -> None:
+        """An admission beside others leaves the watermark, of which drafts may take some."""
         watermark, admissions = self.options["watermark"], self.scheduler.stats().admissions
         if watermark and admissions > self.admissions and len(handles) > admissions - self.admissions:
             stats = self.pool.stats()
-            assert stats.free >= watermark, f"{stats.free} blocks left: {watermark}"
+            assert stats.free + drafts >= watermark, f"{stats.free} blocks left: {watermark}"
         self.admissions = admissions
 
-    def _victims(self, step: Any, decodes: int) -> None:
-        """Who lost its blocks, by the policy, for whom, and that nobody of its priority is admitted before it is."""
+    def _victims(self, step: Any, requests: list[Any]) -> None:
+        """Who lost its blocks, by the policy, for whom, and that no new request is admitted before it is."""
         preemptions = self.scheduler.stats().preemptions
         new = preemptions - self.preemptions
         self.preemptions = preemptions
         before = set(self.running)
-        if new and not decodes:  # the policy named every decode: each had its token since it was admitted
+        if new and not step.num_decodes:  # the policy named every decode: each had its token since it was admitted
             assert any(not self.pool.is_open(handle) for handle in self.decoding), "preempted for nobody's token"
         if new and not any(self.pool.is_open(handle) for handle in before):
             self._started_over_alone()
-        for lane, handle in zip(step.lanes.tolist(), step.handles.tolist(), strict=True):
-            request = self.scheduler.request_of(lane)
+        lens = step.plan.seq_lens[: len(step.handles)] - step.num_new
+        self.decodes = [request.id for request in requests[: step.num_decodes]]
+        for row, (request, handle) in enumerate(zip(requests, step.handles.tolist(), strict=True)):
             if request.n > 1 or request.beam_width:
                 self.simple = False  # several handles a request
             fresh = request.id not in self.requests
@@ -135,6 +150,9 @@ class Watch:
             if handle not in self.running:
                 self.running[handle] = request.id
                 self.order[handle] = len(self.order)
+                if self.turns is not None:
+                    known = request.prompt.size + self.scheduler.tokens_of(request.id).size
+                    self.turns.admit(request.id, known, int(lens[row]))
                 if fresh:
                     self.newcomers.append(request)
         lost = [handle for handle in before if not self.pool.is_open(handle) and self.running[handle] not in self.gone]
@@ -147,8 +165,7 @@ class Watch:
             back = set(self.running.values())
             waiting = {name for name in self.requests if name not in self.gone and name not in back}
             for request in self.newcomers:
-                first = [name for name in waiting if self.requests[name].priority == request.priority]
-                assert not first, f"{request.id} was admitted while {first}, which had been preempted, waited"
+                assert not waiting, f"{request.id} was admitted while {waiting}, which had been preempted, waited"
         self.newcomers.clear()
 
     def _started_over_alone(self) -> None:
@@ -187,6 +204,10 @@ class Watch:
 
     def updated(self, sampled: int, requests: Any) -> None:
         """`update` has returned; so many tokens were sampled. Progress is judged here, so that no loop is endless."""
+        if self.turns is not None:
+            for name in self.decodes:
+                if name not in self.gone:
+                    self.turns.decode(name)
         self.decoding = {h for h in self.decoding | self.candidates if self.pool.is_open(h)}
         self.candidates = set()
         self.computed = {handle: self.pool.num_tokens(handle) for handle in self.running if self.pool.is_open(handle)}
@@ -197,7 +218,8 @@ class Watch:
         # Nothing is preempted without a token, so steps without one are chunks of those who run, once each.
         assert self.tokenless <= most * chunks, f"{self.tokenless} steps without a token, at most {most * chunks}"
         counts = self.scheduler.stats()
-        assert counts.steps <= counts.sampled_tokens + counts.admissions * chunks, f"too many steps: {counts}"
+        bound = counts.sampled_tokens + counts.admissions * chunks + self.dropped
+        assert counts.steps <= bound, f"too many steps: {counts}"
         # (A pool in order cannot roll a failed step back: its rows start over.)
         assert counts.preemptions <= most * (counts.sampled_tokens + self.failures), f"too many preemptions: {counts}"
 
@@ -206,8 +228,8 @@ class Watch:
         self._order(requests, added, outputs)
         counts = self.scheduler.stats()
         ended = [output.finish_reason for output in outputs.values()]
-        assert counts.cancelled == ended.count("cancelled"), counts
-        assert counts.finished == len(ended) - ended.count("cancelled"), counts
+        assert (counts.cancelled, counts.expired) == (ended.count("cancelled"), ended.count("deadline")), counts
+        assert counts.finished == len(ended) - counts.cancelled - counts.expired, counts
         for output in outputs.values():
             times = output.times
             order = [t for t in (times.arrived, times.admitted, times.first_token, times.finished) if t is not None]
@@ -216,27 +238,27 @@ class Watch:
             assert output.num_cached % self.pool.block_size == 0
         if self.simple and not self.failures:
             assert counts.preemptions == sum(output.preemptions for output in outputs.values()), counts
-            if not (counts.preemptions or counts.spills or counts.cancelled):
+            if not (counts.preemptions or counts.spills or counts.cancelled or counts.expired):
                 total = sum(requests[o.id].prompt.size + o.tokens.size - 1 for o in outputs.values())
                 computed = counts.prefill_tokens + counts.decode_tokens
                 assert computed + counts.hit_tokens == total, f"{total} tokens to compute, {counts}"
                 assert counts.hit_tokens == sum(output.num_cached for output in outputs.values())
 
     def _order(self, requests: Any, added: dict[int, int], outputs: Any) -> None:
-        """First come first served within a priority; nobody is admitted while a higher one waits."""
-        times = {}
+        """Within a tenant: few pass who came first, unless their priority is higher, or they are older by then."""
+        times: dict[int, Any] = {}
         for (name, _), output in outputs.items():
             times.setdefault(name, output.times)
         names = sorted(times, key=lambda name: added[name])
-        for i, first in enumerate(names):
-            for second in names[i + 1 :]:
-                one, two = times[first], times[second]
-                if requests[first].priority == requests[second].priority and one.admitted and two.admitted:
-                    assert one.admitted <= two.admitted, f"{second} overtook {first}"
-        for low in names:
-            for high in names:
-                when = times[low].admitted
-                if requests[high].priority <= requests[low].priority or not when or added[high] > when:
-                    continue
-                gone = times[high].admitted or times[high].finished
-                assert gone <= when, f"{low} was admitted while {high} of a higher priority waited"
+        for tenant in {requests[name].tenant for name in names}:
+            mine = [name for name in names if requests[name].tenant == tenant]
+            began = {name: times[name].admitted for name in mine if times[name].admitted is not None}
+            rank = {}
+            for place, name in enumerate(mine):
+                age = sum(when < times[name].arrived for when in began.values())
+                rank[name] = (age - self.options.get("ageing", 256) * requests[name].priority, place)
+            for name in mine:
+                gone = began.get(name, times[name].finished)
+                since = times[name].arrived
+                late = [one for one, when in began.items() if since < when < gone and rank[one] > rank[name]]
+                assert len(late) <= self.options.get("overtake", 16), f"{late} passed {name}"

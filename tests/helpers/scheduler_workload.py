@@ -6,17 +6,20 @@ no pool, every step against what docs/scheduling.md says of steps (`scheduler_wa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from scheduler_turns import Turns
 from scheduler_watch import Watch
 from token_model import TokenMemory, TokenModel, salt_of
 
 from kvpool import Pool, Request, Scheduler
 from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected, UnknownRequest
+from kvpool.scheduler import Decoding
 
 NAMESPACES = (b"", b"lora-1", b"tenant-2")
+TENANTS = (None, "a", "b", ("c", 1))
 EOS_ANY, BLOCK_SIZES = 7, (1, 2, 3, 4, 8, 16, 32)
 
 
@@ -36,6 +39,8 @@ class Workload:
     tier: bool = False  # KV may be spilled
     exact: bool = False  # the largest request and no block more
     quantum: float = 2.0**-16
+    drafts: float | None = None  # how often a drafted token is right; None: nobody drafts
+    patience: dict[int, int] = field(default_factory=dict)  # request: looks at the clock until its deadline
 
     def __str__(self) -> str:
         return (
@@ -122,7 +127,47 @@ def draw(seed: int) -> Workload:
     usable = workload.pool["num_blocks"] - workload.pool["reserved_blocks"] - workload.pool["watermark"]
     workload.exact = usable == largest
     workload.tier = bool(rng.random() < 0.35)
+    share_out(workload)
     return workload
+
+
+def draw_crowd(seed: int) -> Workload:
+    """Workload number `seed` of another kind: many requests of several tenants wait for a small pool."""
+    rng = np.random.default_rng([seed, 20262])
+    model = TokenModel()
+    templates = [rng.integers(model.vocabulary, size=30) for _ in range(2)]
+    requests = []
+    for name in range(int(rng.integers(20, 50))):
+        length = int(rng.integers(40, 70)) if rng.random() < 0.1 else log_uniform(rng, 1, 30)
+        prompt = rng.integers(model.vocabulary, size=length)
+        if rng.random() < 0.4:
+            prompt = np.concatenate([templates[rng.integers(2)][: int(rng.integers(1, 31))], prompt])
+        how = {"priority": int(rng.choice([0, 0, 0, 1, -1])), "namespace": NAMESPACES[0]}
+        requests.append(Request(prompt, log_uniform(rng, 1, 24), id=name, **how))
+    gap = rng.choice([0.0, 0.3, 1.0])
+    arrivals = list(zip(np.cumsum(rng.poisson(gap, len(requests))).tolist(), requests, strict=True))
+    block_size, running = int(rng.choice([1, 2, 4])), int(rng.integers(2, 9))
+    pool = draw_pool(rng, requests, block_size, pressed=True)
+    scheduler = draw_scheduler(rng, running, pressed=True)
+    workload = Workload(seed, pool, scheduler, arrivals, fail_rate=float(rng.choice([0.0, 0.0, 0.05])))
+    share_out(workload)
+    return workload
+
+
+def share_out(workload: Workload) -> None:
+    """Give requests tenants and deadlines, and the scheduler weights and bounds of its order."""
+    rng = np.random.default_rng([workload.seed, 20264])
+    tenants = TENANTS[: int(rng.integers(1, 5))]
+    whose = [tenants[at] for at in rng.integers(len(tenants), size=len(workload.arrivals))]
+    arrivals = zip(workload.arrivals, whose, strict=True)
+    workload.arrivals = [(tick, replace(request, tenant=tenant)) for (tick, request), tenant in arrivals]
+    weights = {name: float(rng.choice([0.25, 1.0, 1.0, 3.0])) for name in tenants if rng.random() < 0.7}
+    workload.scheduler["weights"] = weights
+    workload.scheduler["ageing"] = int(rng.choice([1, 2, 4, 256]))
+    workload.scheduler["overtake"] = int(rng.choice([0, 0, 1, 2, 16]))
+    if rng.random() < 0.3:
+        some = [request.id for _, request in workload.arrivals if rng.random() < 0.4]
+        workload.patience = {name: log_uniform(rng, 1, 200) for name in some}
 
 
 def draw_pool(rng: np.random.Generator, requests: list[Request], block_size: int, pressed: bool) -> dict[str, Any]:
@@ -231,32 +276,82 @@ class Guest:
         return had
 
 
-class Runner:
-    """Runs a workload; every method that finds something wrong raises AssertionError."""
+class Flight:
+    """A step that is out: its inputs, what is known of its rows, and its states once the model has run."""
 
-    def __init__(self, workload: Workload, scheduler_class: Any = Scheduler, check_every: int = 7) -> None:
-        self.workload = workload
+    def __init__(self, scheduler: Scheduler, step: Any, sampled: np.ndarray | None = None) -> None:
+        self.step, self.tokens = step, step.tokens.copy()
+        if step.follows is not None:
+            assert sampled is not None and ((step.follows >= 0) == (step.tokens == -1)).all()
+            late = step.follows >= 0
+            self.tokens[late] = sampled[step.follows[late]]
+        self.requests = [scheduler.request_of(lane) for lane in step.lanes.tolist()]
+        self.states: np.ndarray | None = None
+
+    def run(self, memory: Any) -> np.ndarray:
+        """What the model makes of the step: computed once."""
+        if self.states is None:
+            salts = [salt_of(request.namespace) for request in self.requests]
+            self.states = memory.forward(self.tokens, self.step.plan, np.array(salts, np.uint64))
+        return self.states
+
+
+class Runner:
+    """Runs a workload; every method that finds something wrong raises AssertionError.
+
+    `ahead`: the next step is planned while one is out, whenever the scheduler does it.
+    """
+
+    def __init__(
+        self, workload: Workload, scheduler_class: Any = Scheduler, check_every: int = 7, ahead: bool = False
+    ) -> None:
+        if ahead:
+            workload = replace(workload, scheduler=workload.scheduler | {"plans": 2})
+        self.workload, self.ahead = workload, ahead
+        self.following: Flight | None = None  # planned ahead
+        self.steps_ahead = 0
         self.rng = np.random.default_rng([workload.seed, 4])
         self.model = TokenModel(quantum=workload.quantum)
         self.pool = Pool(seed=1, **workload.pool)
         self.memory = TokenMemory(self.model, self.pool.num_blocks, self.pool.block_size)
         self.now = 0
         tier = Tier(self.memory, self.rng) if workload.tier else None
-        self.scheduler = scheduler_class(self.pool, clock=self.clock, tier=tier, **workload.scheduler)
+        options = {} if workload.drafts is None else {"speculate": self._drafts}
+        self.scheduler = scheduler_class(self.pool, clock=self.clock, tier=tier, **options, **workload.scheduler)
         self.watch = Watch(self.scheduler, self.pool, workload.scheduler)
         self.watch.caches = workload.pool.get("prefix_cache", False)
         self.guest = Guest(self.pool, self.rng)
+        is_plain = bool(workload.arrivals) and all(r.n == 1 and not r.beam_width for r in self._requests())
+        if is_plain and type(self) is Runner and not (ahead or workload.tier):
+            self.watch.turns = Turns(workload.scheduler)
         self.watch.strict = not (workload.tier or workload.guests or workload.pool.get("in_order"))
         self.check_every = check_every
         self.outputs: dict[tuple[int, int], Any] = {}
         self.added: dict[int, int] = {}  # request: when
         self.seen: dict[tuple[int, int], int] = {}  # sequence: tokens that were shown
-        self.requests = {request.id: request for _, request in workload.arrivals}
+        self.requests = {request.id: request for request in self._requests()}
         self.expected = {name: expected_of(self.model, request) for name, request in self.requests.items()}
         self.cancelled: set[int] = set()
         self.refused: set[int] = set()
         self.steps = self.idle = self.since_token = 0
         self.log: list[tuple[Any, ...]] = []  # what the steps were, for comparisons of two runs
+
+    def _drafts(self, rows: list[Decoding]) -> list[np.ndarray]:
+        """Drafts that are often right, of any number, also behind the end of the answer."""
+        found = []
+        for row in rows:
+            alone = self.expected[row.request.id][row.index].tokens
+            begin = len(row.generated)
+            assert np.array_equal(row.generated, alone[:begin]), "a proposer sees other tokens"
+            assert 1 <= row.most < row.request.max_tokens - begin, f"{row.most} drafts behind {begin} tokens"
+            drafts = np.append(alone[begin:], self.rng.integers(64, size=row.most + 3))
+            wrong = self.rng.random(len(drafts)) > self.workload.drafts
+            drafts[wrong] = self.rng.integers(64, size=int(wrong.sum()))
+            found.append(drafts[: self.rng.integers(0, min(row.most + 3, 20))])
+        return found
+
+    def _requests(self) -> list[Request]:
+        return [request for _, request in self.workload.arrivals]
 
     def clock(self) -> int:
         """Every look at the clock is later than the one before: events have an order."""
@@ -278,7 +373,7 @@ class Runner:
             self._cancel(tick, "before")
             if self.workload.guests:
                 self.guest.visit()
-            step = self._schedule()
+            step = self._schedule() if self.following is None else self.following.step
             if step is None:
                 if not pending:
                     break
@@ -298,17 +393,26 @@ class Runner:
                 later.append((when, request))
                 continue
             most, waiting = self.workload.scheduler.get("max_waiting"), self.scheduler.stats().waiting
+            turns = self.watch.turns
+            is_crowd = most is not None and (
+                waiting >= most or turns is None or turns.new_of(request.tenant) >= turns.share(request.tenant, most)
+            )
+            if request.id in self.workload.patience:
+                request = replace(request, deadline=self.now + 1 + self.workload.patience[request.id])
             try:
                 name = self.scheduler.add(request)
             except RequestRejected as error:
                 if error.reason == "queue_full":
-                    assert most is not None and waiting >= most, f"{waiting} wait, {most} may"
+                    assert is_crowd, f"{waiting} wait, {most} may"
                     later.append((when, request))
                     continue
                 self._refuse(request, error.reason)
                 continue
             assert name == request.id
-            assert most is None or waiting < most, f"{waiting} wait, {most} may"
+            assert turns is None or not is_crowd, f"{waiting} wait, {most} may"
+            if turns is not None:
+                turns.arrive(request)
+            self.requests[name] = request
             assert request.beam_width or self.need(request) <= self.usable()
             assert tokens_needed(request) <= self.workload.scheduler.get("max_model_len", 10**9)
             self.added[name] = self.now
@@ -359,21 +463,60 @@ class Runner:
 
     def _execute(self, step: Any, tick: int) -> None:
         self.steps += 1
-        self.watch.step(step)
-        self.log.append(((step.handles & (1 << 52) - 1).tolist(), step.num_new.tolist(), step.tokens.tolist()))
-        salts = [salt_of(self.scheduler.request_of(lane).namespace) for lane in step.lanes.tolist()]
+        flight, self.following = self.following or Flight(self.scheduler, step), None
+        self.watch.step(step, flight.requests)
+        self.log.append(((step.handles & (1 << 52) - 1).tolist(), step.num_new.tolist(), flight.tokens.tolist()))
         self._cancel(tick, "out")
         if self.rng.random() < self.workload.fail_rate:
-            self.memory.spoil(step.plan)
-            self.scheduler.fail(step)
-            self.watch.failed()
+            self._fail(step)
             return
-        states = self.memory.forward(step.tokens, step.plan, np.array(salts, np.uint64))
-        sampled = len(step.sample_at)
-        outputs = self.scheduler.update(step, *self.sample(step, states[step.sample_at]))
-        self.watch.updated(sampled, self.requests)
+        results = self.sample(step, flight.run(self.memory)[step.sample_at])
+        if self.ahead:
+            self._plan_ahead(results[0])
+            if self.following is not None and self.rng.random() < self.workload.fail_rate:
+                self._fail(step)
+                return
+        if step.follows is not None:
+            self.watch.dropped += not all(map(self.pool.is_open, step.handles.tolist()))
+        before = self.now
+        outputs = self.scheduler.update(step, *results)
+        self._expired(before, outputs)
+        self.watch.updated(len(step.sample_at), self.requests)
         self._collect(outputs)
-        self._poison()
+        if self.following is None or self.following.states is not None:
+            self._poison()
+
+    def _plan_ahead(self, sampled: np.ndarray) -> None:
+        """Plan the step after one that is out. Then it may run at once, or fail."""
+        step = self.scheduler.schedule()
+        if step is None:
+            return
+        self.steps_ahead += 1
+        self.following = Flight(self.scheduler, step, sampled)
+        if self.rng.random() < 0.5:  # the model is as fast as that
+            self.following.run(self.memory)
+        if self.check_every == 1:
+            self.check()
+        if self.rng.random() < self.workload.fail_rate:
+            self._fail(step)
+
+    def _fail(self, step: Any) -> None:
+        """Take a step back, and the one that was planned after it."""
+        self.memory.spoil(step.plan)
+        self.scheduler.fail(step)
+        if self.following is not None:  # its plan was that of the step before `step`
+            self.following = self.watch.before = None
+        self.watch.failed()
+
+    def _expired(self, before: int, outputs: list[Any]) -> None:
+        """Who had a deadline before the update has ended, and nobody whose deadline is to come."""
+        ended = {output.id for output in outputs} | {name for name, _ in self.outputs}
+        for name in self.added:
+            deadline = self.requests[name].deadline
+            assert deadline is None or deadline > before or name in ended, f"{name} goes on after its deadline"
+        for output in outputs:
+            early = output.finish_reason == "deadline" and self.requests[output.id].deadline > self.now
+            assert not early, f"{output.id} ended before its deadline"
 
     def sample(self, step: Any, states: np.ndarray) -> tuple[Any, Any, Any]:
         """Tokens, logprobs and beams of a step."""
@@ -397,17 +540,21 @@ class Runner:
             assert key not in self.outputs, f"{key} ended twice"
             self.outputs[key] = output
             self.watch.gone.add(output.id)
-            if output.finish_reason == "cancelled":
+            if self.watch.turns is not None:
+                self.watch.turns.leave(output.id)
+            if output.finish_reason in ("cancelled", "deadline"):
                 self.watch.tokenless = 0  # what was computed for it will not end in a token
                 self.watch.forget_closed()
             self._judge(output, self.requests[output.id])
 
     def _judge(self, output: Any, request: Request) -> None:
-        if output.finish_reason == "cancelled":
-            assert output.id in self.cancelled, f"{output.id} was not cancelled"
+        if output.finish_reason in ("cancelled", "deadline"):
+            is_due = output.id in (self.cancelled if output.finish_reason == "cancelled" else self.workload.patience)
+            assert is_due, f"{output.id} was not {output.finish_reason}"
             if not request.beam_width:
                 alone = self.expected[output.id][output.index].tokens[: output.tokens.size]
-                assert np.array_equal(output.tokens, alone), f"cancelled {output.id}: {output.tokens} is not {alone}"
+                found = f"{output.finish_reason} {output.id}: {output.tokens}"
+                assert np.array_equal(output.tokens, alone), f"{found} is not {alone}"
             return
         alone = self.expected[output.id][output.index]
         name = f"output {output.index} of request {output.id}"

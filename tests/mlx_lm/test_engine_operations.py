@@ -239,11 +239,12 @@ def test_a_model_that_raises_leaves_every_request_as_it_was(engine, answer, monk
         return attend(step, layer, *arguments, **options)
 
     monkeypatch.setattr(engine.kv.backend, "attend", broken)
-    before = engine.kv.pool.num_tokens(engine.scheduler._core.rows.handle[0].item())
+    before = engine.scheduler.tokens_of(id).tolist()
     for _ in range(3):
         with pytest.raises(OSError, match="no device"):
             engine.step()
-    assert engine.kv.pool.num_tokens(engine.scheduler._core.rows.handle[0].item()) == before
+        engine.scheduler.check()
+        assert engine.scheduler.tokens_of(id).tolist() == before
     with pytest.raises(OSError, match="no device"):
         engine.generate("abc")  # which takes its own request back
     monkeypatch.undo()

@@ -17,7 +17,7 @@ def run(logits, settings, indices=None, positions=None):
     count = len(settings)
     indices = np.zeros(count, np.int64) if indices is None else indices
     positions = np.arange(count) if positions is None else positions
-    return sample(mx.array(logits), settings, indices, positions)
+    return tuple(map(np.array, sample(mx.array(logits), settings, indices, positions)))
 
 
 def probabilities(row):

@@ -19,8 +19,10 @@ def test_guide_prints_what_it_shows(capsys):
     assert capsys.readouterr().out == "".join(blocks("guide.md", "text"))
 
 
-def test_engine_of_the_page_on_mlx_lm_runs(capsys):
+def test_engines_of_the_page_on_mlx_lm_run(capsys):
     pytest.importorskip("mlx_lm")
-    (code,) = [code for code in blocks("mlx-lm.md", "python") if "Engine" in code]
-    exec(compile(code, "mlx-lm.md", "exec"), {"__name__": "page"})
-    assert len(capsys.readouterr().out) > 20
+    found = [code for code in blocks("mlx-lm.md", "python") if "Engine" in code]
+    assert len(found) == 2
+    for code in found:
+        exec(compile(code, "mlx-lm.md", "exec"), {"__name__": "page"})
+        assert len(capsys.readouterr().out) > 20

@@ -87,11 +87,14 @@ def test_admission_higher_priority_goes_first_and_first_come_within():
     assert order == ["c", "e", "a", "d", "b"]
 
 
-def test_admission_head_of_the_queue_is_not_overtaken_by_a_smaller_one():
+@pytest.mark.parametrize(
+    ("overtake", "expected"), [(0, ["first", *"Bxyz"]), (2, ["x", "y", "first", *"Bz"]), (9, [*"xyz", "first", "B"])]
+)
+def test_admission_head_that_finds_no_room_is_passed_by_so_many(overtake, expected):
     pool = Pool(13, 4)
-    scheduler = Scheduler(pool, watermark=0)
+    scheduler = Scheduler(pool, watermark=0, overtake=overtake)
     machine = Machine(scheduler, pool)
-    big = Request(range(30), max_tokens=1, id="big")
+    big = Request(range(30), max_tokens=1, id="B")
     scheduler.add(Request(range(20), max_tokens=6, id="first"))
     machine.step()
     scheduler.add(big)
@@ -100,7 +103,7 @@ def test_admission_head_of_the_queue_is_not_overtaken_by_a_smaller_one():
     order = []
     while (done := machine.step()) is not None:
         order += [output.id for output in done[1]]
-    assert order == ["first", "big", "x", "y", "z"]
+    assert order == expected
 
 
 def test_admission_prefix_hits_do_not_change_tokens():

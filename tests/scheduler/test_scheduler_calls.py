@@ -19,13 +19,11 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from scheduler_workload import Runner, Workload, expected_of
-from token_model import salt_of
+from scheduler_workload import Flight, Runner, Workload, expected_of
 
 from kvpool import Request, Scheduler
 from kvpool.errors import OutOfBlocks, RequestRejected, UnknownRequest
 from kvpool.scheduler import results
-from kvpool.scheduler.state import Core
 
 EXAMPLES = max(1, int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", "1000")) // 20)
 POOLS = st.fixed_dictionaries(
@@ -55,7 +53,7 @@ PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=14)  # three tokens: 
 
 
 class Calls(RuleBasedStateMachine):
-    """One scheduler; `step_out` is the step that is out, `old` one that was."""
+    """One scheduler; `out` are the steps that are out, `old` is one that was."""
 
     @initialize(pool=POOLS, options=SCHEDULERS)
     def begin(self, pool, options):
@@ -63,7 +61,8 @@ class Calls(RuleBasedStateMachine):
         self.runner = Runner(workload)
         self.runner.watch.strict = False
         self.scheduler, self.pool = self.runner.scheduler, self.runner.pool
-        self.step_out = self.old = None
+        self.out, self.old = [], None
+        self.most = options["plans"]
         self.next_id = 0
 
     def state(self):
@@ -75,11 +74,10 @@ class Calls(RuleBasedStateMachine):
         return self.pool.fingerprint(), self.pool.digest(), stats, tokens, repr(self.scheduler), self.arrays()
 
     def arrays(self):
-        """What the step that is out shows."""
-        if self.step_out is None:
-            return None
+        """What the steps that are out show."""
         names = ("handles", "num_new", "tokens", "sample_at", "sample_lane", "sample_index", "sample_position")
-        return [getattr(self.step_out, name).tolist() for name in names] + [self.step_out.plan.block_tables.tolist()]
+        steps = [flight.step for flight in self.out]
+        return [([getattr(s, name).tolist() for name in names], s.plan.block_tables.tolist()) for s in steps]
 
     def waiting(self):
         """Requests that have not ended."""
@@ -135,7 +133,7 @@ class Calls(RuleBasedStateMachine):
             assert outputs and all(output.id == name for output in outputs)
             self.runner._collect(outputs)
 
-    @precondition(lambda self: self.step_out is None)
+    @precondition(lambda self: not self.out)
     @rule()
     def schedule(self):
         self.runner.watch.door = {name: self.runner.requests[name] for name in self.runner.added}
@@ -143,39 +141,63 @@ class Calls(RuleBasedStateMachine):
         assert (step is None) == (not self.waiting())
         if step is not None:
             assert len(step.handles)
-            self.runner.watch.step(step)
-            self.salts = [salt_of(self.scheduler.request_of(lane).namespace) for lane in step.lanes.tolist()]
-            self.step_out = step
+            self.begin_step(Flight(self.scheduler, step))
+
+    def begin_step(self, flight):
+        """Judge a step that is first in line now."""
+        self.out = [flight]
+        self.runner.watch.step(flight.step, flight.requests)
+
+    @precondition(lambda self: len(self.out) == 1 < self.most)
+    @rule()
+    def schedule_ahead(self):
+        step = self.scheduler.schedule()
+        if step is not None:
+            self.out.append(Flight(self.scheduler, step, self.computed()[0]))
 
     def computed(self):
-        step, runner = self.step_out, self.runner
-        states = runner.memory.forward(step.tokens, step.plan, np.array(self.salts, np.uint64))
-        return runner.sample(step, states[step.sample_at])
+        step, runner = self.out[0].step, self.runner
+        return runner.sample(step, self.out[0].run(runner.memory)[step.sample_at])
 
-    @precondition(lambda self: self.step_out is not None)
+    @precondition(lambda self: self.out)
     @rule()
     def update(self):
-        step, arguments = self.step_out, self.computed()
+        step, arguments = self.out[0].step, self.computed()
+        if step.follows is not None:
+            self.runner.watch.dropped += not all(map(self.pool.is_open, step.handles.tolist()))
         outputs = self.scheduler.update(step, *arguments)
         self.runner.watch.updated(len(step.sample_at), self.runner.requests)
         self.runner._collect(outputs)
-        self.runner._poison()
-        self.step_out, self.old = None, step
+        self.old = self.out.pop(0).step
+        if self.out:
+            self.begin_step(self.out[0])
+        else:
+            self.runner._poison()
 
-    @precondition(lambda self: self.step_out is not None)
-    @rule()
-    def fail(self):
-        self.runner.memory.spoil(self.step_out.plan)
-        self.scheduler.fail(self.step_out)
+    @precondition(lambda self: self.out)
+    @rule(which=st.integers(0, 1))
+    def fail(self, which):
+        failed = self.out[min(which, len(self.out) - 1) :]
+        self.old = failed[0].step
+        self.runner.memory.spoil(self.old.plan)
+        self.scheduler.fail(self.old)
+        if failed != self.out or len(failed) > 1:
+            self.runner.watch.before = None
+        del self.out[-len(failed) :]
         self.runner.watch.failed()
-        self.step_out, self.old = None, self.step_out
 
     # ---- wrong calls
 
-    @precondition(lambda self: self.step_out is not None)
+    @precondition(lambda self: self.out and len(self.out) == self.most)
     @rule()
-    def schedule_twice(self):
+    def schedule_once_more(self):
         self.refused(RuntimeError, self.scheduler.schedule)
+
+    @precondition(lambda self: len(self.out) == 2)
+    @rule()
+    def update_the_second(self):
+        step = self.out[1].step
+        self.refused(RuntimeError, self.scheduler.update, step, np.zeros(len(step.sample_at), np.int32))
 
     @precondition(lambda self: self.old is not None)
     @rule()
@@ -189,10 +211,10 @@ class Calls(RuleBasedStateMachine):
         self.refused(TypeError, self.scheduler.update, None, np.zeros(1, np.int32))
         self.refused(TypeError, self.scheduler.fail, 7)
 
-    @precondition(lambda self: self.step_out is not None)
+    @precondition(lambda self: self.out)
     @rule(which=st.integers(0, 8))
     def wrong_arguments_of_update(self, which):
-        step, (tokens, logprobs, beams) = self.step_out, self.computed()
+        step, (tokens, logprobs, beams) = self.out[0].step, self.computed()
         update = self.scheduler.update
         if which == 0:
             self.refused(ValueError, update, step, np.append(tokens, np.int32(1)), logprobs, beams)
@@ -240,7 +262,7 @@ class Calls(RuleBasedStateMachine):
         """Drained, everybody has what he would have alone, and the pool is empty."""
         if not hasattr(self, "runner"):
             return
-        if self.step_out is not None:
+        while self.out:
             self.update()
         for _ in range(3000):
             if not self.waiting():
@@ -310,9 +332,11 @@ def refused_request_stays_in_the_queue(monkeypatch):
     monkeypatch.setattr(Scheduler, "_judge", keep)
 
 
-def failed_step_forgets_a_cancel(monkeypatch):
-    bury = Core.bury
-    monkeypatch.setattr(Core, "bury", lambda self: None if self.dead else bury(self))
+def cancelled_sequence_gets_the_token_of_its_step(monkeypatch):
+    take_rows = results.take_rows
+    monkeypatch.setattr(
+        results, "take_rows", lambda core, step, given, alive, begin: take_rows(core, step, given, alive | True, begin)
+    )
 
 
 @pytest.mark.parametrize(
@@ -322,7 +346,7 @@ def failed_step_forgets_a_cancel(monkeypatch):
         old_step_is_taken,
         finished_request_may_be_cancelled,
         refused_request_stays_in_the_queue,
-        failed_step_forgets_a_cancel,
+        cancelled_sequence_gets_the_token_of_its_step,
     ],
 )
 def test_planted_fault_of_a_call_is_detected(plant, monkeypatch):

@@ -12,14 +12,16 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from scheduler_workload import Runner, Workload, draw
+from scheduler_workload import Runner, Workload, draw, draw_crowd
 
 from kvpool import Plan, Pool, Scheduler
 from kvpool.scheduler import beams, policy, results
-from kvpool.scheduler.state import Core, WaitingQueue
+from kvpool.scheduler.queue import WaitingQueue
+from kvpool.scheduler.state import Core, DecodeBatch
 
 WORKLOADS = 100
 FAULTS: dict[str, Any] = {}
+CROWDS: set[str] = set()  # faults that crowds show
 WHERE: dict[str, Any] = {}  # which workloads can show it at all; all of them by default
 
 
@@ -37,6 +39,12 @@ def only_where(condition):
         return plant
 
     return note
+
+
+def in_crowds(plant):
+    """Look for a fault in crowds: it is one of the order in which requests are admitted."""
+    CROWDS.add(plant.__name__)
+    return fault(plant)
 
 
 def one_sequence_each(workload: Workload) -> bool:
@@ -297,8 +305,8 @@ def head_of_the_queue_is_overtaken():
 
     def second(self):
         first = head(self)
-        waiting = [s for s in self if first is not None and s.group.request.priority == first.group.request.priority]
-        return waiting[1] if len(waiting) > 1 else first
+        line = [] if first is None or self.is_back(first) else first.group.tenant.line
+        return line[1] if len(line) > 1 else first
 
     with mock.patch.object(WaitingQueue, "head", second):
         yield
@@ -306,10 +314,107 @@ def head_of_the_queue_is_overtaken():
 
 @fault
 def priority_is_ignored():
-    def oldest(self):
-        return min(self, key=lambda sequence: sequence.group.arrived, default=None)
+    enroll = WaitingQueue.enroll
 
-    with mock.patch.object(WaitingQueue, "head", oldest):
+    def plain(self, group):
+        enroll(self, group)
+        group.rank = (group.tenant.admitted, group.rank[1])
+
+    with mock.patch.object(WaitingQueue, "enroll", plain):
+        yield
+
+
+@contextmanager
+def _order_made_with(**other):
+    """Queues that are told something else than their schedulers."""
+
+    def make(weights, ageing, overtake):
+        return WaitingQueue(*({"weights": weights, "ageing": ageing, "overtake": overtake} | other).values())
+
+    with mock.patch("kvpool.scheduler.scheduler.WaitingQueue", make):
+        yield
+
+
+@in_crowds
+def waiting_does_not_make_up_for_priority():
+    with _order_made_with(ageing=2**30):
+        yield
+
+
+@in_crowds
+def weight_is_ignored():
+    with _order_made_with(weights={}):
+        yield
+
+
+@in_crowds
+def request_that_finds_no_room_is_passed_by_all():
+    with mock.patch("kvpool.scheduler.check.check_tenants", lambda core: None), _order_made_with(overtake=2**30):
+        yield
+
+
+@in_crowds
+def tenant_gets_far_ahead_by_passing():
+    other = policy.admit_other
+
+    def boundless(core, head):
+        core.max_step_tokens, own = 2**30, core.max_step_tokens
+        try:
+            return other(core, head)
+        finally:
+            core.max_step_tokens = own
+
+    with mock.patch.object(policy, "admit_other", boundless):
+        yield
+
+
+@in_crowds
+def tenant_that_returns_has_saved_its_share():
+    with mock.patch.object(WaitingQueue, "_least", lambda self: 0.0):
+        yield
+
+
+@in_crowds
+def decodes_are_not_charged():
+    make = DecodeBatch.__init__
+
+    def free(self, *arguments):
+        make(self, *arguments)
+        self.tenants = []
+
+    with mock.patch.object(DecodeBatch, "__init__", free):
+        yield
+
+
+@in_crowds
+def preempted_request_is_charged_again():
+    preempt = Core.preempt
+
+    def again(self, sequence):
+        preempt(self, sequence)
+        sequence.paid = 0
+
+    with mock.patch.object(Core, "preempt", again):
+        yield
+
+
+@in_crowds
+def hits_are_charged():
+    count = policy.count_admission
+    with mock.patch.object(policy, "count_admission", lambda core, one, computed, known: count(core, one, 0, known)):
+        yield
+
+
+@in_crowds
+def share_of_the_queue_is_ignored():
+    with mock.patch.object(WaitingQueue, "share", lambda self, name, places: places):
+        yield
+
+
+@only_where(lambda workload: workload.patience)
+@fault
+def deadline_is_ignored():
+    with mock.patch.object(results, "expire", lambda core: []):
         yield
 
 
@@ -459,7 +564,7 @@ def beam_gives_children_the_blocks_of_the_first_parent():
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_fault_is_detected(name):
     with FAULTS[name]():
-        workloads = (draw(seed) for seed in range(WORKLOADS))
+        workloads = ((draw_crowd if name in CROWDS else draw)(seed) for seed in range(WORKLOADS))
         if any(convicted(workload) for workload in workloads if WHERE.get(name, lambda w: True)(workload)):
             return
     raise AssertionError(f"{name} survived {WORKLOADS} workloads")

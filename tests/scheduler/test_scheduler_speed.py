@@ -7,6 +7,7 @@ import pytest
 
 from kvpool import Pool, Request, Scheduler
 from kvpool.scheduler import results
+from kvpool.scheduler.queue import WaitingQueue
 
 STEPS = 20
 
@@ -66,3 +67,24 @@ def test_decode_step_keeps_no_memory():
     for _ in range(40):
         scheduler.update(scheduler.schedule(), tokens)
     assert sys.getallocatedblocks() - before < 40
+
+
+def calls_with(waiting, tenants):
+    """Return how many calls steps make that admit while so many requests of so many tenants wait."""
+    scheduler = Scheduler(Pool(400, 16, max_seqs=16), max_running=8)
+    for number in range(waiting):
+        scheduler.add(Request([1] * 16, max_tokens=2, tenant=number % tenants, priority=number % 3))
+    count = calls(scheduler, 8)
+    assert scheduler.stats().waiting > waiting - 8 * STEPS
+    return count
+
+
+@pytest.mark.parametrize("tenants", [1, 10**6])
+def test_step_that_admits_python_calls_do_not_depend_on_who_waits(tenants):
+    assert calls_with(5000, tenants) < 1.3 * calls_with(300, tenants)
+
+
+def test_step_gate_notices_a_look_at_all_who_wait(monkeypatch):
+    head = WaitingQueue.head
+    monkeypatch.setattr(WaitingQueue, "head", lambda self: sorted(self, key=lambda one: one.group.rank) and head(self))
+    assert calls_with(5000, 1) > 1.3 * calls_with(300, 1)

@@ -7,7 +7,7 @@ runs number 17 alone. A failure names its number.
 import os
 
 import pytest
-from scheduler_workload import Runner, draw
+from scheduler_workload import Runner, draw, draw_crowd
 
 LONG = bool(os.environ.get("KVPOOL_LONG"))
 COUNT = 1000 if LONG else max(1, 60 * int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", "1000")) // 1000)
@@ -19,6 +19,14 @@ PARTS = 10
 def test_random_workload_gives_what_decoding_alone_gives(part):
     for seed in [int(ONLY)] if ONLY else range(part, COUNT, PARTS):
         Runner(draw(seed), check_every=1 if ONLY else 7).run()
+
+
+def test_crowd_is_admitted_in_the_order_of_the_plain_rules():
+    """`Turns` judges each admission: whose turn it is, who may pass, what each tenant has used."""
+    passed = 0
+    for seed in range(max(1, COUNT // 4)):
+        passed += Runner(draw_crowd(seed)).run().watch.turns.overtakings
+    assert passed > COUNT // 4
 
 
 def test_same_workload_takes_the_same_steps():
@@ -47,6 +55,8 @@ def test_workloads_cover_every_situation():
             "not mixed": not workload.scheduler["mixed"],
             "chunks of one token": workload.scheduler["prefill_chunk"] == 1,
             "bounded queue": "max_waiting" in workload.scheduler,
+            "tenants": len({request.tenant for request in requests}) > 1,
+            "deadlines": bool(workload.patience),
         }.items():
             reached[name] = reached.get(name, 0) + bool(happens)
     assert min(reached.values()) >= 3, reached

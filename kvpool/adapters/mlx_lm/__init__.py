@@ -44,6 +44,7 @@ with "lost: ", and the end of the block raises RuntimeError.
 """
 
 from kvpool.adapters.mlx_lm.cache import PagedKVCache
+from kvpool.adapters.mlx_lm.drafts import DraftModel, PromptLookup
 from kvpool.adapters.mlx_lm.engine import Completion, Engine, TokenEvent
 from kvpool.adapters.mlx_lm.eviction import make_cache
 from kvpool.adapters.mlx_lm.host import SUPPORTED_VERSIONS, PagedKV, Summary, install
@@ -54,11 +55,13 @@ from kvpool.adapters.mlx_lm.sampling import Sampling
 __all__ = [
     "SUPPORTED_VERSIONS",
     "Completion",
+    "DraftModel",
     "Engine",
     "EngineStopped",
     "PagedKV",
     "PagedKVCache",
     "PagedPromptCache",
+    "PromptLookup",
     "Sampling",
     "Summary",
     "TokenEvent",

@@ -95,7 +95,7 @@ class Forward:
         """Store a layer's new keys ``[B, Hk, N, D]`` and values, now or with its queries (`defers`)."""
         if not self.stores:
             return
-        k, v = keys.swapaxes(1, 2).flatten(0, 1), values.swapaxes(1, 2).flatten(0, 1)
+        k, v = _by_token(keys), _by_token(values)
         if self.columns is not None:
             k, v = k[self.columns], v[self.columns]
         if self.defers and self.attends:
@@ -244,7 +244,7 @@ class PagedContext(_Placeholder):
             heads = None if sinks is None else np.array(sinks.astype(mx.float32))
             options = AttentionOptions(window=window, soft_cap=soft_cap, sinks=heads)
         columns = forward.columns
-        q = queries.swapaxes(1, 2).flatten(0, 1)
+        q = _by_token(queries)
         if columns is not None:
             q = q[columns]
         if forward.defers:
@@ -262,7 +262,7 @@ class PagedContext(_Placeholder):
             padded = mx.zeros((num_rows * num_columns, *out.shape[1:]), out.dtype)
             padded[columns] = out
             out = padded
-        return out.reshape(num_rows, num_columns, num_heads, -1).swapaxes(1, 2)
+        return out[:, :, None] if num_columns == 1 else out.reshape(*shape, num_heads, -1).swapaxes(1, 2)
 
     def _scores(self, q: mx.array, observed: Any, scale: float, options: AttentionOptions | None) -> mx.array:
         """Return the scores of some queries of the pass, ``[R, Hk, C]``: a second attention, one row per query."""
@@ -271,6 +271,11 @@ class PagedContext(_Placeholder):
         step = forward.observed_step()
         _, scores = forward.backend.attend(step, self.layer, chosen, scale, options=options, scores=kind)
         return scores
+
+
+def _by_token(x: mx.array) -> mx.array:
+    """Return an array ``[B, H, N, D]`` of a model as ``[B * N, H, D]``."""
+    return x.squeeze(2) if x.shape[2] == 1 else x.swapaxes(1, 2).flatten(0, 1)
 
 
 def _require_short(mask: Any, num_columns: int) -> None:

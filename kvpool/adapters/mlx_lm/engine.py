@@ -13,6 +13,9 @@ One step:
 3. Each row that needs one gets its next token (`sampling`).
 4. The scheduler takes the tokens, and the listeners are called.
 
+Where attention is a node of MLX's graph, all of 2 and 3 is one evaluation. Then the next step begins before the tokens
+of this one are read, if it needs only that they exist.
+
 The tokens do not depend on other requests, chunks, preemption or the prefix cache; these only change the time. With
 `eviction` this holds as long as no sequence exceeds its budget. Beyond it, the attention of a token depends on where
 chunks end.
@@ -25,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, Self
 
@@ -33,6 +37,7 @@ import numpy as np
 
 from kvpool import Request, Scheduler
 from kvpool.adapters.mlx_lm.chat import encoded, is_conversation, rewritten_from
+from kvpool.adapters.mlx_lm.grammar import Follower, GrammarFailed, Grammars
 from kvpool.adapters.mlx_lm.host import BackendFactory, install
 from kvpool.adapters.mlx_lm.ragged import RaggedForward
 from kvpool.adapters.mlx_lm.sampling import SEED_MAX, Sampling, best, sample
@@ -40,14 +45,17 @@ from kvpool.adapters.mlx_lm.shapes import max_positions
 from kvpool.adapters.mlx_lm.transcript import Transcript
 from kvpool.errors import UnknownRequest
 from kvpool.eviction import Policy
-from kvpool.scheduler import Output, Step
+from kvpool.scheduler import Decoding, Output, Step
+from kvpool.scheduler.drafts import Propose
 from kvpool.scheduler.request import token_array
 
 Listener = Callable[["TokenEvent"], None]
 Prompt = str | Iterable[int] | Sequence[Mapping[str, Any]]
 FORMATS = ("block_tables", "seq_lens", "slot_mapping", "cu_q_lens")  # of plans for layer groups
 Top = tuple[tuple[int, float], ...]
-Row = tuple[Request, int, bool, int, float, Top]  # request, sample, is no beam, token, logprob, likeliest tokens
+Row = tuple[Request, int, int, bool, int, float, Top]
+"""Request, sample, number of the token, is no beam, token, logprob, likeliest tokens."""
+_looks_back = attrgetter("user.looks_back")
 _SAMPLING = tuple(field.name for field in fields(Sampling))
 
 
@@ -64,7 +72,7 @@ class TokenEvent:
     text : str
         Text that may be shown now. An incomplete character and a possible stop string are held back.
     finish_reason : str or None
-        "eos", "stop" or "length" with the last token of the sample.
+        "eos", "stop", "length" or "deadline" with the last token of the sample.
     top : tuple of (token, logprob)
         The `Sampling.top_logprobs` likeliest tokens at its place, the likeliest first.
     """
@@ -90,7 +98,7 @@ class Sample:
     text : str
         The text without the end token and without stop strings. "" if the engine has no tokenizer.
     finish_reason : str
-        "eos", "stop", "length" or "cancelled".
+        "eos", "stop", "length", "cancelled" or "deadline".
     stop : str or None
         The stop string that ended it.
     """
@@ -110,7 +118,8 @@ class Completion:
     Attributes
     ----------
     error : Exception or None
-        The exception of its listener, if that ended the request, or of its tokenizer: then there is no text.
+        The exception that ended the request: of its listener or its grammar. Or that of its tokenizer: then there is
+        no text.
     """
 
     id: Hashable
@@ -146,6 +155,9 @@ class Engine:
         Keeps the full layers of every sequence within a budget of tokens. See `install` and docs/scheduling.md.
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
         See `install`.
+    speculate : callable, optional
+        `PromptLookup`, `DraftModel`, or what `kvpool.Scheduler` takes. Decodes compute its drafts in the same pass, and
+        keep those that are equal to the sampled tokens. The tokens are the same as without.
     seed : int, optional
         Seed of the generator that makes seeds for requests without one.
 
@@ -158,8 +170,12 @@ class Engine:
     kv : PagedKV
         Its ``summary`` covers caches of mlx-lm's engines only. Use ``kv.pool.stats()`` and ``scheduler.stats()``.
     scheduler : kvpool.Scheduler
+    vocab_size : int
+        The model has tokens 0 .. vocab_size - 1.
     max_model_len : int or None
         Most tokens of a prompt and its answer together. None: the model has no limit that is known.
+    grammars : Grammars
+        Compiles what `submit` takes as ``grammar``.
     """
 
     def __init__(
@@ -184,6 +200,7 @@ class Engine:
         k_bits: int | None = None,
         v_bits: int | None = None,
         quant_group_size: int | None = None,
+        speculate: Propose | None = None,
         **scheduling: Any,
     ) -> None:
         if (num_blocks is None) == (pool is None):
@@ -194,7 +211,8 @@ class Engine:
         self.kv = install(model, num_blocks, pool=pool, **how)
         pool = self.kv.pool
         self.tokenizer = _with_detokenizer(tokenizer)
-        self._vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
+        self.vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
+        self.grammars = Grammars(self.tokenizer, self.vocab_size)
         self.max_model_len: int | None = scheduling.setdefault("max_model_len", max_positions(model))
         self._forward = RaggedForward(self.kv)
         self._keep_states, self._eviction = self._forward.keep_states, self._forward.eviction
@@ -206,8 +224,11 @@ class Engine:
             mixed=self._forward.is_ragged,
             formats=FORMATS if self.kv.layout.groups else self.kv.backend.required_formats,
             eviction=self._eviction,
-            **scheduling,
+            speculate=None if speculate is None else partial(self._drafts, speculate),
+            **{"plans": 2, **scheduling},
         )
+        self._runs_ahead = self.kv.passes.is_lazy and speculate is None and scheduling.get("plans", 2) > 1
+        self._flight: _Flight | None = None  # a step that was begun, and of which nothing is known yet
         self._jobs: dict[Hashable, _Job] = {}
         self._numbers = itertools.count()
         self._seeds = np.random.default_rng(seed)
@@ -286,7 +307,7 @@ class Engine:
             Called with a `TokenEvent` for every token. If it raises, only this request ends.
         stop : str, or sequence of str or of tokens
             A stop string is removed from the text. A stop sequence of tokens stays in the answer.
-        max_tokens, id, eos, n, beam_width, length_penalty, priority, namespace, cut
+        max_tokens, id, eos, n, beam_width, length_penalty, priority, tenant, deadline, namespace, cut
             See `kvpool.Request`. ``max_tokens`` is 256 by default, ``eos`` the end tokens of the tokenizer, ``cut`` a
             think block that the prompt opens at its end.
         temperature, top_p, top_k, min_p, seed, logit_bias, penalties, top_logprobs
@@ -297,7 +318,7 @@ class Engine:
         TypeError, ValueError
             The request is invalid, or its id is in use. The text says more.
         RequestRejected
-            The request is too long for the pool. The engine is unchanged.
+            The request is too long for the pool, or comes too late. The engine is unchanged.
         """
         texts: tuple[str, ...] = ()
         if isinstance(prompt, Request):
@@ -328,10 +349,11 @@ class Engine:
         """
         if self._is_delivering:
             raise RuntimeError("[step] a listener cannot run the engine that it listens to")
-        step = self.scheduler.schedule()
-        if step is not None:
+        flight = self._flight or self._begun(self.scheduler.schedule())
+        self._flight = None
+        if flight is not None:
             try:
-                rows, outputs = self._executed(step)
+                rows, outputs = self._finished(flight)
             finally:
                 self._keep_states(self.scheduler.handles)
             self._is_delivering = True
@@ -339,6 +361,7 @@ class Engine:
                 self._deliver(rows, outputs)
             finally:
                 self._is_delivering = False
+            self._rest()
         ended, self._ended = self._ended, []
         return ended
 
@@ -400,14 +423,16 @@ class Engine:
             raise ValueError("[submit] a beam has no text before it ends: leave on_token and stop strings out")
         if sampling.seed is None and not sampling.is_greedy:
             sampling = replace(sampling, seed=int(self._seeds.integers(SEED_MAX)))
+        if sampling.grammar is not None and (request.beam_width or not sampling.grammar.eos <= set(request.eos)):
+            raise ValueError("[submit] a grammar needs the end tokens of the tokenizer in eos, and no beam")
         id = request.id
         while id is None or (request.id is None and id in self._jobs):
             id = next(self._numbers)
         biased = max((token for token, _ in sampling.logit_bias), default=0)
         largest = (int(request.prompt.max()), biased, max(request.eos, default=0))
         for name, token in zip(("the prompt", "logit_bias", "eos"), largest, strict=True):
-            if token >= self._vocab_size:
-                raise ValueError(f"[submit] {name} has token {token}, the model has tokens 0 .. {self._vocab_size - 1}")
+            if token >= self.vocab_size:
+                raise ValueError(f"[submit] {name} has token {token}, the model has tokens 0 .. {self.vocab_size - 1}")
         request = replace(request, id=id, user=sampling, namespace=self.kv.own_namespace(request.namespace))
         return _Job(request, on_token, texts, self.tokenizer)
 
@@ -418,65 +443,125 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------ one step
 
-    def _executed(self, step: Step) -> tuple[Iterable[Row], list[Output]]:
-        """Run the model and give its tokens to the scheduler, all or nothing. Return the arguments of `_deliver`."""
+    def _drafts(self, propose: Propose, rows: list[Decoding]) -> list[np.ndarray]:
+        """Return the drafts of a proposer, up to the first token that the model does not have. A grammar has none."""
+        free = [at for at, row in enumerate(rows) if row.request.user.grammar is None]
+        found = [row.generated[:0] for row in rows]
+        given = propose([rows[at] for at in free]) if free else ()
+        for at, drafts in zip(free, given, strict=True):
+            tokens = token_array("speculate", "drafts", drafts)
+            found[at] = tokens[: np.append(tokens >= self.vocab_size, True).argmax()]
+        return found
+
+    def _begun(self, step: Step | None, before: _Flight | None = None) -> _Flight | None:
+        """Let MLX compute a step, `before` being the one that is out, and do not wait for it."""
+        if step is None:
+            return None
         try:
-            requests = step.requests
-            indices, is_sample = step.sample_index.tolist(), (step.beam_width == 0).tolist()
-            tokens, logprobs, beams, tops = self._run(step, requests)
+            return self._run(step, before)
         except BaseException:
             self.scheduler.fail(step)
+            raise
+
+    def _finished(self, flight: _Flight) -> tuple[Iterable[Row], list[Output]]:
+        """Give the tokens of a step to the scheduler, all or nothing. Return the arguments of `_deliver`."""
+        step = flight.step
+        try:
+            if self._runs_ahead and not any(map(_looks_back, step.requests)):
+                self._flight = self._begun(self.scheduler.schedule(), flight)
+            tokens, logprobs = np.array(flight.tokens), np.array(flight.logprobs)
+            beams = None if flight.beams is None else (np.array(flight.beams[0]), np.array(flight.beams[1]))
+            tops = flight.likeliest()
+        except BaseException:
+            self._fail(step)
             raise
         try:
             outputs = self.scheduler.update(step, tokens, logprobs, beams)
         except ValueError:  # the model has given NaN to a beam; nothing has changed, the step is still out
-            self.scheduler.fail(step)
+            self._fail(step)
             raise
-        return zip(requests, indices, is_sample, tokens.tolist(), logprobs.tolist(), tops, strict=True), outputs
+        indices, is_sample = step.sample_index.tolist(), (step.beam_width == 0).tolist()
+        found = (step.requests, indices, step.sample_position.tolist(), is_sample, tokens.tolist(), logprobs.tolist())
+        rows: Iterable[Row] = zip(*found, tops, strict=True)
+        return rows if step.taken is None else itertools.compress(rows, step.taken.tolist()), outputs
 
-    def _run(
-        self, step: Step, requests: list[Request]
-    ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None, list[Top]]:
-        """Run the model. Return tokens, logprobs, candidates for beams, and the likeliest tokens of each sample."""
+    def _fail(self, step: Step) -> None:
+        """Take a step back, with the one that began after it."""
+        self._flight = None
+        self.scheduler.fail(step)
+
+    def _rest(self) -> None:
+        """Take the step back that has begun, if nobody waits for its tokens."""
+        if self._flight is not None and not self._jobs:
+            self._fail(self._flight.step)
+
+    def _run(self, step: Step, before: _Flight | None) -> _Flight:
+        """Put a step into MLX's graph, which evaluates it."""
+        requests, tokens = step.requests, _inputs(step, before)
         if not len(step.tokens):
-            return np.zeros(0, np.int32), np.zeros(0, np.float32), None, []
+            return _Flight(step, tokens, tokens.astype(mx.float32))
         lens = np.array(step.plan.seq_lens[: len(step.handles)], np.int64)
         if self._eviction is not None:
             self._eviction.begin_pass(step.plan, step.lanes, lens, step.num_new)
         evicted = None if self._eviction is None else step.evicted
-        logits = self._forward(step.tokens, step.plan, lens, step.sample_at, evicted)
+        logits = self._forward(tokens, step.plan, lens, step.sample_at, evicted)
         samplings = [request.user for request in requests]
         changes = {}
         if any(map(attrgetter("alters"), samplings)):
             altered = [at for at, one in enumerate(samplings) if one.alters]
-            changes = {at: samplings[at].changes(requests[at].prompt, step.generated(at)) for at in altered}
-        tokens, logprobs = sample(logits, samplings, step.sample_index, step.sample_position, changes)
+            some = [(at, requests[at]) for at in altered]
+            changes = {at: one.user.changes(one.prompt, step.generated(at), one.eos) for at, one in some}
+        allowed = self._allowed(step, requests) if any(map(attrgetter("grammar"), samplings)) else {}
+        flight = _Flight(
+            step, *sample(logits, samplings, step.sample_index, step.sample_position, changes, allowed)
+        )
         in_beams = np.flatnonzero(step.beam_width)
-        beams = None
         if len(in_beams):
             width = int(step.beam_width.max())
             ends = max(len(requests[at].eos) + len(requests[at].stop) for at in in_beams.tolist())
-            beams = best(logits[in_beams.tolist()], width + max(width, ends))
+            flight.beams = best(logits[mx.array(in_beams)], width + max(width, ends))
         counts = list(map(attrgetter("top_logprobs"), samplings))
-        return tokens, logprobs, beams, _tops(logits, counts) if any(counts) else [()] * len(counts)
+        if any(counts):
+            flight.tops = best(logits, min(max(counts), logits.shape[-1]))
+        mx.async_eval(flight.tokens, flight.logprobs, flight.beams, flight.tops, self._forward.late)
+        return flight
+
+    def _allowed(self, step: Step, requests: list[Request]) -> dict[int, np.ndarray]:
+        """Return the rows whose grammar holds, and the tokens that may come there. Note where one has failed."""
+        allowed = {}
+        for at, request in enumerate(requests):
+            job = self._jobs[request.id]
+            if job.request.user.grammar is None:
+                continue
+            index = int(step.sample_index[at])
+            if index not in job.followers:
+                job.followers[index] = request.user.grammar.follow()
+            try:
+                bits = job.followers[index].allowed(step.generated(at))
+            except GrammarFailed as error:
+                job.error, bits = error, None
+            if bits is not None:
+                allowed[at] = bits
+        return allowed
 
     def _deliver(self, rows: Iterable[Row], outputs: list[Output]) -> None:
         """Call the listeners and end requests."""
-        reasons: dict[tuple[Hashable, int], str] = {}
+        reasons: dict[tuple[Hashable, int, int], str] = {}  # of the last token
         ended: dict[Hashable, _Job] = {}
         for output in outputs:
-            reasons[output.id, output.index] = output.finish_reason
+            reasons[output.id, output.index, len(output.tokens) - 1] = output.finish_reason
             job = self._jobs[output.id]
             job.outputs[output.index] = output
             if len(job.outputs) == job.request.n:
                 ended[output.id] = job
         stopped: list[_Job] = []
-        for request, index, counts, token, logprob, top in rows:
+        for request, index, position, counts, token, logprob, top in rows:
             current = self._jobs.get(request.id)
-            if current is None or not counts or not current.listens or current.error is not None:
+            if current is None or not counts or not current.listens:
                 continue
             try:
-                current.on_token(index, token, logprob, reasons.get((request.id, index)), top)
+                if current.error is None:
+                    current.on_token(index, token, logprob, reasons.get((request.id, index, position)), top)
             except Exception as error:
                 current.error = error
             if (current.error is not None or current.is_stopped) and request.id not in ended:
@@ -494,6 +579,8 @@ class Engine:
         for output in self.scheduler.cancel(job.request.id):
             job.outputs[output.index] = output
         self._keep_states(self.scheduler.handles)
+        if not self._is_delivering:
+            self._rest()
         return job.completion()
 
     def _drop(self, ids: Iterable[Hashable]) -> None:
@@ -510,6 +597,35 @@ class Engine:
                 self._ended.append(completion)
 
 
+@dataclass(slots=True)
+class _Flight:
+    """A step that is out: arrays that MLX computes.
+
+    Attributes
+    ----------
+    tokens, logprobs
+        Of each sample.
+    beams
+        What continues each sample of a beam best.
+    tops
+        The likeliest tokens and their logprobs, as many as any sample asks for.
+    """
+
+    step: Step
+    tokens: mx.array
+    logprobs: mx.array
+    beams: tuple[mx.array, mx.array] | None = None
+    tops: tuple[mx.array, mx.array] | None = None
+
+    def likeliest(self) -> list[Top]:
+        """Return the likeliest tokens that each sample asks for."""
+        if self.tops is None:
+            return [()] * len(self.step.requests)
+        counts = [request.user.top_logprobs for request in self.step.requests]
+        found = zip(*(one.tolist() for one in self.tops), strict=True)
+        return [tuple(zip(a[:n], b[:n], strict=True)) for n, (a, b) in zip(counts, found, strict=True)]
+
+
 class _Job:
     """A request in the engine, and the state of its samples."""
 
@@ -517,7 +633,8 @@ class _Job:
         self.request = request
         self.outputs: dict[int, Output] = {}
         self.error: Exception | None = None
-        self.listens = on_token is not None or bool(stops)
+        self.listens = on_token is not None or bool(stops) or request.user.grammar is not None
+        self.followers: dict[int, Follower] = {}
         self._on_token = on_token
         self._stops = stops
         self._tokenizer = tokenizer
@@ -574,14 +691,15 @@ class _Job:
         return Transcript(None if self._tokenizer is None else self._tokenizer.detokenizer, self._stops)
 
 
-def _tops(logits: mx.array, counts: list[int]) -> list[Top]:
-    """Return the `counts[i]` likeliest tokens of each row i. Not all counts are 0."""
-    tops: list[Top] = [()] * len(counts)
-    rows = [row for row, count in enumerate(counts) if count]
-    tokens, logprobs = best(logits[mx.array(rows)], min(max(counts), logits.shape[-1]))
-    for row, *found in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-        tops[row] = tuple(zip(*(one[: counts[row]] for one in found), strict=True))
-    return tops
+def _inputs(step: Step, before: _Flight | None) -> mx.array:
+    """Return the inputs of a step. MLX has still to compute those that `before` samples."""
+    follows = step.follows
+    if before is None or follows is None or not before.tokens.size:
+        return mx.array(step.tokens)
+    if np.array_equal(follows, np.arange(before.tokens.size)):
+        return before.tokens
+    at = mx.array(follows)
+    return mx.where(at < 0, mx.array(step.tokens), before.tokens[at])
 
 
 def _with_detokenizer(tokenizer: Any) -> Any:

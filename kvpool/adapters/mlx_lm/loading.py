@@ -46,13 +46,17 @@ def check_name(name: str) -> None:
         raise ModelNotLoaded(f"{name}: no such folder, and no repository of the form owner/name")
 
 
-def blocks_in(memory: int | str, model: Any, block_size: int, num_rows: int, **quantization: int | None) -> int:
+def blocks_in(
+    memory: int | str, model: Any, block_size: int, num_rows: int, *, beside: Any = None, **quantization: int | None
+) -> int:
     """Return the `num_blocks` of `install` for which `memory` holds the pool, see `kvpool.config.blocks_for`.
 
     Parameters
     ----------
     num_rows : int
         Sequences that run at a time. Their states are taken off first, twice: a pass holds those before and after it.
+    beside : optional
+        Another model, whose pool holds as many tokens in the same memory.
     quantization
         As for `install`.
 
@@ -80,4 +84,9 @@ def blocks_in(memory: int | str, model: Any, block_size: int, num_rows: int, **q
             f"[memory] the states of {num_rows} sequences take {format_nbytes(states)} in a pass, and blocks need "
             f"{format_nbytes(reserved + nbytes)} at least; there are {format_nbytes(budget)}: run fewer at a time"
         )
-    return max(2, min(1 + (budget - states - reserved) // nbytes, *within))
+    most = min(1 + (budget - states - reserved) // nbytes, *within)
+    if beside is not None:
+        other = blocks_in(memory, beside, block_size, num_rows)
+        most = most * other // (most + other)
+    return max(2, most)
+

@@ -45,6 +45,8 @@ class RaggedForward:
         pass. The code that makes the plans evicts tokens between two plans, as `kvpool.Scheduler` does.
     states : SlotStates
         What the state slots of the pool hold.
+    late : list of mx.array
+        Of the last pass, what MLX has to evaluate beside its logits: writes that are lazy, and states.
     """
 
     def __init__(self, kv: PagedKV) -> None:
@@ -56,15 +58,21 @@ class RaggedForward:
         self._state_group = layout.state_group
         self.states_are_held = self._state_group >= 0
         self.states = SlotStates(layout)
+        self.late: list[mx.array] = []
 
     def __call__(
-        self, tokens: np.ndarray, plan: Any, lens: np.ndarray, rows: np.ndarray, evicted: np.ndarray | None = None
+        self,
+        tokens: mx.array | np.ndarray,
+        plan: Any,
+        lens: np.ndarray,
+        rows: np.ndarray,
+        evicted: np.ndarray | None = None,
     ) -> mx.array:
         """Return the logits of some tokens of a plan that was stepped, float32 ``[M, V]``.
 
-        All copies, writes and reads of the plan are done when the call returns, and the states that it names are
-        stored. MLX may evaluate the logits later. The caller calls `done` or `rollback`, then `keep_states`. Exceptions
-        of the model pass through.
+        All copies, writes and reads of the plan are done when the call returns, or they are in MLX's graph, and the
+        states that it names are stored. The caller evaluates the logits and `late`, calls `done` or `rollback`, then
+        `keep_states`. Exceptions of the model pass through.
 
         Parameters
         ----------
@@ -92,16 +100,14 @@ class RaggedForward:
             turn = self._turn(plan, lens, new, gone)
             if self.states_are_held:
                 self.states.write(*kv.passes.checkpoints.loaded(plan))
-            logits, held_by = self._logits(mx.array(tokens.reshape(len(turn.new), turn.num_columns)), turn, rows)
-            late = []
-            if self.states_are_held:
-                late = [x for _, held in held_by for x in arrays_of(held)]
-            if kv.passes.is_lazy:
-                layers = [(backend, i) for backend in kv.backends for i in range(backend.spec.num_layers)]
-                late += [logits, *(x for backend, i in layers for x in backend.queued(i))]
-            mx.eval(late)
+            inputs = mx.array(tokens).reshape(len(turn.new), turn.num_columns)
+            logits, held_by = self._logits(inputs, turn, rows)
         finally:
             kv.passes.unhook()
+        self.late = [x for _, held in held_by for x in arrays_of(held)] if self.states_are_held else []
+        if kv.passes.is_lazy:
+            layers = [(backend, i) for backend in kv.backends for i in range(backend.spec.num_layers)]
+            self.late += [x for backend, i in layers for x in backend.queued(i)]
         if self.states_are_held:
             for part, held in held_by:
                 self.states.write(self._slots(plan, "state_dst", part), held)
@@ -141,10 +147,11 @@ class RaggedForward:
     def _logits(self, inputs: mx.array, turn: Turn, rows: np.ndarray) -> tuple[mx.array, list[tuple[Part, Held]]]:
         """Run the model over all tokens and its head over the tokens that were asked for."""
         model, taken = self.kv.model, False
-        if len(rows):
+        is_whole = np.array_equal(rows, np.arange(inputs.size))
+        if len(rows) and not is_whole:
             # A policy with scores needs the last layer's attention of every row's last token, sampled or not.
             wants_scores = self.eviction is not None and self.eviction.policy.scores is not None
-            splits = len(rows) < inputs.size and self._defers and not wants_scores
+            splits = len(rows) < inputs.size and self.is_ragged and not wants_scores
             last = partial(_LastLayer, turn, rows) if splits else None
             model, taken = _with_rows(model, mx.array(rows), last)
 
@@ -156,7 +163,7 @@ class RaggedForward:
         if not len(rows):  # MLX never evaluates it
             return mx.zeros((0, logits.shape[-1]), mx.float32), held_by
         logits = logits.reshape(-1, logits.shape[-1])
-        return (logits if taken else logits[mx.array(rows)]).astype(mx.float32), held_by
+        return (logits if taken or is_whole else logits[mx.array(rows)]).astype(mx.float32), held_by
 
 
 # ------------------------------------------------------------------------------------ logits of some rows only

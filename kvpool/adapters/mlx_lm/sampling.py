@@ -16,6 +16,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from kvpool.adapters.mlx_lm.grammar import Grammar
+
 SEED_MAX = 2**63 - 1
 NO_CHANGES: Mapping[int, Any] = MappingProxyType({})
 
@@ -37,11 +39,20 @@ class Sampling:
         Number of likeliest tokens to keep. 0 keeps all.
     min_p : float
         Keep tokens at least this probable, in units of the likeliest one's probability; 0 <= min_p <= 1.
+    xtc_probability, xtc_threshold : float
+        At a token, with the first as the chance: of the kept tokens that are more probable than the second (0 .. 0.5),
+        only the least probable stays.
+    xtc_special_tokens : ints
+        Tokens that xtc never removes.
     frequency_penalty, presence_penalty : float
         Subtracted from the logit of a token that was generated before: the first per occurrence, the second once;
         -100 .. 100.
     repetition_penalty : float
         For tokens of the prompt and the answer. It divides positive logits and multiplies negative ones; 0.01 .. 100.
+    min_tokens : int
+        No token of the request's ``eos`` comes before so many others.
+    grammar : Grammar, optional
+        What form the answer must have, see `Engine.grammars`.
     logit_bias : mapping of int to float
         Added to the logits of these tokens; -1000 .. 1000. Kept as sorted pairs.
     top_logprobs : int
@@ -60,6 +71,11 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    xtc_special_tokens: Any = ()
+    min_tokens: int = 0
+    grammar: Grammar | None = None
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -67,12 +83,23 @@ class Sampling:
     top_logprobs: int = 0
     seed: int | None = None
     alters: bool = field(init=False, repr=False, compare=False, default=False)  #: whether `changes` has any
+    looks_back: bool = field(init=False, repr=False, compare=False, default=False)  #: whether earlier tokens matter
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, lambda x: x >= 0, "finite and at least 0")
         _number("top_p", self.top_p, lambda x: 0 < x <= 1, "above 0 and at most 1")
         _number("min_p", self.min_p, lambda x: 0 <= x <= 1, "0 .. 1")
+        _number("xtc_probability", self.xtc_probability, lambda x: 0 <= x <= 1, "0 .. 1")
+        _number("xtc_threshold", self.xtc_threshold, lambda x: 0 <= x <= 0.5, "0 .. 0.5")
+        object.__setattr__(self, "xtc_special_tokens", tuple(self.xtc_special_tokens))
+        for token in self.xtc_special_tokens:
+            _whole("a token of xtc_special_tokens", token, 2**31 - 1)
         _whole("top_k", self.top_k, 2**31 - 1)
+        _whole("min_tokens", self.min_tokens, 2**31 - 1)
+        if not isinstance(self.grammar, Grammar | None):
+            raise TypeError(f"[Sampling] grammar must be one of Engine.grammars, got {self.grammar!r}")
+        if self.grammar is not None and self.min_tokens:
+            raise ValueError("[Sampling] min_tokens and grammar exclude each other: the grammar says where the end is")
         _number("frequency_penalty", self.frequency_penalty, lambda x: -100 <= x <= 100, "-100 .. 100")
         _number("presence_penalty", self.presence_penalty, lambda x: -100 <= x <= 100, "-100 .. 100")
         _number("repetition_penalty", self.repetition_penalty, lambda x: 0.01 <= x <= 100, "0.01 .. 100")
@@ -85,8 +112,9 @@ class Sampling:
             _whole("a token of logit_bias", token, 2**31 - 1)
             _number(f"logit_bias[{token}]", bias, lambda x: -1000 <= x <= 1000, "-1000 .. 1000")
         object.__setattr__(self, "logit_bias", tuple(sorted(pairs.items())))
-        is_penalized = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1
-        object.__setattr__(self, "alters", bool(pairs or is_penalized))
+        penalties = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1
+        object.__setattr__(self, "alters", bool(pairs or penalties or self.min_tokens))
+        object.__setattr__(self, "looks_back", bool(penalties or self.min_tokens or self.grammar))
         if self.seed is not None:
             _whole("seed", self.seed, SEED_MAX)
 
@@ -98,17 +126,21 @@ class Sampling:
     @property
     def is_filtered(self) -> bool:
         """Whether a filter is set."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.xtc_probability > 0
 
-    def changes(self, prompt: np.ndarray, generated: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def changes(
+        self, prompt: np.ndarray, generated: np.ndarray, eos: Sequence[int] = ()
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the tokens whose logits change, what divides or multiplies each logit, and what is added then."""
         repeated = np.concatenate([prompt, generated]) if self.repetition_penalty != 1 else generated[:0]
         bias = np.array([token for token, _ in self.logit_bias], np.int32)
         penalized = generated if self.frequency_penalty or self.presence_penalty else generated[:0]
-        tokens = np.unique(np.concatenate([bias, penalized, repeated]))
+        early = np.array(eos if len(generated) < self.min_tokens else (), np.int32)
+        tokens = np.unique(np.concatenate([bias, penalized, repeated, early]))
         counts = np.bincount(np.searchsorted(tokens, penalized), minlength=len(tokens))
         added = -self.frequency_penalty * counts - self.presence_penalty * (counts > 0)
         added[np.searchsorted(tokens, bias)] += [value for _, value in self.logit_bias]
+        added[np.searchsorted(tokens, early)] = -np.inf
         return tokens, np.where(np.isin(tokens, repeated), self.repetition_penalty, 1.0), added
 
 
@@ -124,13 +156,23 @@ def altered(logits: mx.array, changes: Mapping[int, tuple[np.ndarray, np.ndarray
     return result
 
 
+def masked(logits: mx.array, allowed: Mapping[int, np.ndarray]) -> mx.array:
+    """Return logits in which some rows keep only the tokens that are allowed there (`Follower.allowed`)."""
+    rows = mx.array(np.fromiter(allowed, np.int32, len(allowed)))
+    bits = np.unpackbits(np.stack(list(allowed.values())), axis=1, count=logits.shape[-1], bitorder="little")
+    result = logits + 0  # the caller keeps its logits
+    result[rows] = mx.where(mx.array(bits.astype(bool)), logits[rows], -mx.inf)
+    return result
+
+
 def sample(
     logits: mx.array,
     samplings: Sequence[Sampling],
     indices: np.ndarray,
     positions: np.ndarray,
     changes: Mapping[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = NO_CHANGES,
-) -> tuple[np.ndarray, np.ndarray]:
+    allowed: Mapping[int, np.ndarray] = NO_CHANGES,
+) -> tuple[mx.array, mx.array]:
     """One token per row.
 
     Parameters
@@ -141,39 +183,37 @@ def sample(
         Which sample of its request the row is, and how many tokens it has.
     changes : mapping
         Of rows to their `Sampling.changes`.
+    allowed : mapping
+        Of rows to the bits of the tokens that may come there.
 
     Returns
     -------
     tokens : int32 ``[M]``
     logprobs : float32 ``[M]``
-        Of these tokens, by the model's own probabilities.
+        Of these tokens, by the model's own probabilities. Both are nodes of MLX's graph.
     """
     if not len(samplings):
-        return np.zeros(0, np.int32), np.zeros(0, np.float32)
+        return mx.zeros(0, mx.int32), mx.zeros(0, mx.float32)
     chosen_from = altered(logits, changes) if changes else logits
-    likeliest = mx.argmax(chosen_from, axis=-1).astype(mx.int32)
+    chosen_from = masked(chosen_from, allowed) if allowed else chosen_from
+    tokens = mx.argmax(chosen_from, axis=-1).astype(mx.int32)
     total = mx.logsumexp(logits, axis=-1, keepdims=True)
-    if not any([one.temperature for one in samplings]):  # one evaluation; no array as wide as the vocabulary
-        found = (mx.take_along_axis(logits, likeliest[:, None], axis=-1) - total)[:, 0]
-        mx.eval(likeliest, found)
-        return np.array(likeliest), np.array(found)
-    logprobs = logits - total
-    heard = logprobs if not changes else chosen_from - mx.logsumexp(chosen_from, axis=-1, keepdims=True)
-    tokens = np.array(likeliest)
-    for is_filtered in (False, True):  # a row's arithmetic must not depend on the rows beside it
-        rows = np.array(
-            [i for i, one in enumerate(samplings) if not one.is_greedy and one.is_filtered == is_filtered], np.int64
-        )
+    warm = [i for i, one in enumerate(samplings) if one.temperature]
+    for is_filtered in (False, True) if warm else ():  # a row's arithmetic must not depend on the rows beside it
+        rows = np.array([i for i in warm if samplings[i].is_filtered == is_filtered], np.int64)
         if len(rows):
+            picks = mx.array(rows.astype(np.int32))
+            heard = chosen_from[picks]
             some = [samplings[row] for row in rows]
-            chances = uniforms([one.seed or 0 for one in some], indices[rows], positions[rows])
+            seeds = [one.seed or 0 for one in some]
+            chances = uniforms(seeds, indices[rows], np.stack([positions[rows], ~positions[rows]]))
             choose = _filtered if is_filtered else _plain
-            tokens[rows] = choose(heard[mx.array(rows.astype(np.int32))], some, mx.array(chances)[:, None])
-    chosen = mx.take_along_axis(logprobs, mx.array(tokens)[:, None], axis=-1)
-    return tokens, np.array(chosen[:, 0])
+            heard = heard - mx.logsumexp(heard, axis=-1, keepdims=True)
+            tokens[picks] = choose(heard, some, mx.array(chances)[..., None])
+    return tokens, (mx.take_along_axis(logits, tokens[:, None], axis=-1) - total)[:, 0]
 
 
-def best(logits: mx.array, k: int) -> tuple[np.ndarray, np.ndarray]:
+def best(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
     """The `k` likeliest tokens of each row, likeliest first: int32 and float32 ``[M, k]``. For beams.
 
     What a vocabulary of fewer than `k` tokens lacks is of probability 0.
@@ -181,12 +221,12 @@ def best(logits: mx.array, k: int) -> tuple[np.ndarray, np.ndarray]:
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     order = mx.argsort(-logprobs, axis=-1)[:, :k]
     values = mx.take_along_axis(logprobs, order, axis=-1)
-    lacking = ((0, 0), (0, max(0, k - logits.shape[-1])))
-    return np.pad(np.array(order.astype(mx.int32)), lacking), np.pad(np.array(values), lacking, constant_values=-np.inf)
+    lacking = [(0, 0), (0, max(0, k - logits.shape[-1]))]
+    return mx.pad(order.astype(mx.int32), lacking), mx.pad(values, lacking, constant_values=mx.array(-mx.inf))
 
 
 def uniforms(seeds: Sequence[int], indices: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """A number in [0, 1) for each (seed + index, position), float32 ``[M]``, always the same one.
+    """A number in [0, 1) for each (seed + index, position), float32, always the same one.
 
     Two rounds of the finalizer of SplitMix64 (Steele, Lea and Flood, 2014), the second one on the position.
     """
@@ -202,13 +242,13 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def _plain(logprobs: mx.array, samplings: Sequence[Sampling], chances: mx.array) -> np.ndarray:
+def _plain(logprobs: mx.array, samplings: Sequence[Sampling], chances: mx.array) -> mx.array:
     """Rows without filters: no sorting."""
     weights = _heated(logprobs - logprobs.max(axis=-1, keepdims=True), samplings)
-    return np.array(_pick(weights, chances).astype(mx.int32))
+    return _pick(weights, chances[0]).astype(mx.int32)
 
 
-def _filtered(logprobs: mx.array, samplings: Sequence[Sampling], chances: mx.array) -> np.ndarray:
+def _filtered(logprobs: mx.array, samplings: Sequence[Sampling], chances: mx.array) -> mx.array:
     order = mx.argsort(-logprobs, axis=-1)
     ranked = mx.take_along_axis(logprobs, order, axis=-1)
     probs = mx.exp(ranked)
@@ -218,9 +258,20 @@ def _filtered(logprobs: mx.array, samplings: Sequence[Sampling], chances: mx.arr
     keep = keep & (probs >= _column(samplings, "min_p") * probs[:, :1])
     ranks, top_k = mx.arange(ranked.shape[-1]), _column(samplings, "top_k")
     keep = keep & ((ranks < top_k) | (top_k == 0)) | (ranks == 0)
+    if any([one.xtc_probability for one in samplings]):
+        keep = keep & ~_excluded(keep & (probs > _column(samplings, "xtc_threshold")), order, samplings, chances[1])
     weights = mx.where(keep, _heated(ranked - ranked[:, :1], samplings), 0.0)
-    picked = mx.take_along_axis(order, _pick(weights, chances)[:, None], axis=-1)[:, 0]
-    return np.array(picked.astype(mx.int32))
+    return mx.take_along_axis(order, _pick(weights, chances[0])[:, None], axis=-1)[:, 0].astype(mx.int32)
+
+
+def _excluded(tops: mx.array, order: mx.array, samplings: Sequence[Sampling], chances: mx.array) -> mx.array:
+    """Which ranks xtc removes: of `tops`, all but the last, where the chance says so."""
+    spared = np.full((len(samplings), max(len(one.xtc_special_tokens) for one in samplings) + 1), -1)
+    for row, one in zip(spared, samplings, strict=True):
+        row[: len(one.xtc_special_tokens)] = one.xtc_special_tokens
+    is_spared = (order[:, :, None] == mx.array(spared)[:, None]).any(axis=-1)
+    last = tops.sum(axis=-1, keepdims=True) - 1
+    return (mx.arange(order.shape[-1]) < last) & (chances < _column(samplings, "xtc_probability")) & ~is_spared
 
 
 def _pick(weights: mx.array, chances: mx.array) -> mx.array:

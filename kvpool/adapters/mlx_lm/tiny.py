@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import json_tools
 from mlx_lm.utils import save_config, save_model
 
 from kvpool.adapters.mlx_lm import tiny_families
@@ -34,7 +35,11 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 256,
 }
 TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    "{% if tools %}[tools] {{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{% set tool_call = call.function %}<tool_call>\n"
+    '{"name": "{{ tool_call.name }}", "arguments": {{ tool_call.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 
@@ -68,7 +73,8 @@ def make(arch: str | None = None) -> tuple[Any, TokenizerWrapper]:
         tiny_families.randomize(model)
     model.eval()
     mx.eval(model.parameters())
-    return model, TokenizerWrapper(tokenizer)
+    calls: dict[str, Any] = {"tool_call_start": json_tools.tool_call_start, "tool_call_end": json_tools.tool_call_end}
+    return model, TokenizerWrapper(tokenizer, tool_parser=json_tools.parse_tool_call, **calls)
 
 
 def randomize(model: Any) -> None:

@@ -1,0 +1,203 @@
+"""`WaitingQueue`: who waits, and whose turn it is. A `Tenant` has the requests that share one part of the service."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping
+from heapq import heappop, heappush, heapreplace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvpool.scheduler.state import Group, Sequence
+
+
+class Tenant:
+    """Who sends requests, and what was served to it.
+
+    Attributes
+    ----------
+    served : int
+        Tokens computed for it. Those of a prompt count when the request is admitted, others when they are computed.
+        Hits of the prefix cache do not count, and no token counts twice.
+    base : float
+        What `used` has skipped while nothing waited.
+    admitted : int
+        Requests that were admitted: the time by which the others grow older.
+    requests : int
+        Requests that have not ended.
+    line : list of Sequence
+        New requests, by rank.
+    since : int
+        Number of the request with which the line began.
+    is_listed : bool
+        Whether the queue has a turn for it.
+    waited : float
+        How long the request waited that was admitted last.
+    """
+
+    __slots__ = (
+        *("admitted", "base", "is_listed", "line", "name", "requests", "served", "since", "waited", "weight"),
+    )
+
+    def __init__(self, name: Hashable, weight: float) -> None:
+        self.name, self.weight = name, weight
+        self.served = self.admitted = self.requests = self.since = 0
+        self.base = self.waited = 0.0
+        self.line: list[Sequence] = []
+        self.is_listed = False
+
+    @property
+    def used(self) -> float:
+        """The virtual counter. Of the tenants with new requests, the one that has used least goes first."""
+        return self.base + self.served / self.weight
+
+
+class WaitingQueue:
+    """Sequences that wait: first those that lost their blocks, then new requests, by tenant.
+
+    Choosing takes O(log tenants), adding and removing O(log requests) and one move of the references behind it.
+
+    Parameters
+    ----------
+    weights : mapping of tenants to numbers
+        Those that it does not name have 1.
+    ageing : int
+        A request is as old as one of the next lower priority that came so many admissions of its tenant before.
+    overtake : int
+        Requests that may pass one that finds no room, at most.
+    """
+
+    def __init__(self, weights: Mapping[Hashable, float], ageing: int, overtake: int) -> None:
+        self.weights, self.overtake = weights, overtake
+        self._ageing = ageing
+        self._back: OrderedDict[Sequence, None] = OrderedDict()  # those that ran before
+        self._size = self._arrivals = 0
+        self._turns: list[tuple[float, int, Tenant]] = []  # heap by `used` and `since`, which may have grown
+        self._latest: Tenant | None = None  # the last one whose line became shorter
+        self._sweep_at = 64
+        self.tenants: dict[Hashable, Tenant] = {}
+        for name in weights:
+            self.tenant(name)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self._back
+        for tenant in self.tenants.values():
+            yield from tenant.line
+
+    # -- tenants
+
+    def tenant(self, name: Hashable) -> Tenant:
+        """Return the tenant of this name, a new one if it is not there."""
+        found = self.tenants.get(name)
+        if found is None:
+            if len(self.tenants) >= self._sweep_at:
+                self._sweep()
+            found = self.tenants[name] = Tenant(name, self.weights.get(name, 1.0))
+        return found
+
+    def _sweep(self) -> None:
+        """Forget idle tenants that would be lifted if they came back."""
+        least = self._least()
+        self.tenants = {
+            name: one
+            for name, one in self.tenants.items()
+            if one.requests or one.used > least or name in self.weights
+        }
+        self._sweep_at = max(64, 2 * len(self.tenants))
+
+    def share(self, name: Hashable, places: int) -> int:
+        """Return how many of the `places` for waiting requests a tenant may use."""
+        if name not in self.weights:
+            return places
+        return max(1, int(places * self.weights[name] / sum(self.weights.values())))
+
+    def enroll(self, group: Group) -> None:
+        """Give a new request its tenant and its rank."""
+        tenant = group.tenant = self.tenant(group.request.tenant)
+        tenant.requests += 1
+        group.rank = (tenant.admitted - self._ageing * group.request.priority, self._arrivals)
+        self._arrivals += 1
+
+    # -- who waits
+
+    def push(self, sequence: Sequence, *, front: bool = False) -> None:
+        """Put a new request in the line of its tenant, or with `front` a sequence that ran before all others."""
+        self._size += 1
+        if front:
+            self._back[sequence] = None
+            self._back.move_to_end(sequence, last=False)
+            return
+        tenant = sequence.group.tenant
+        if not tenant.line:
+            tenant.base += max(0.0, self._least() - tenant.used)
+            tenant.since = sequence.group.rank[1]
+        insort(tenant.line, sequence, key=_rank)
+        if not tenant.is_listed:
+            tenant.is_listed = True
+            heappush(self._turns, (tenant.used, tenant.since, tenant))
+
+    def _least(self) -> float:
+        """Return what the tenants with new requests have used at least. Nobody who comes has used less."""
+        first = self._first() or self._latest
+        return 0.0 if first is None else first.used
+
+    def _first(self) -> Tenant | None:
+        """Return the tenant whose turn it is, None if there are no new requests."""
+        while self._turns:
+            used, since, tenant = self._turns[0]
+            now = (tenant.used, tenant.since, tenant)
+            if not tenant.line:
+                heappop(self._turns)
+                tenant.is_listed = False
+            elif now[:2] != (used, since):
+                heapreplace(self._turns, now)
+            else:
+                return tenant
+        return None
+
+    def head(self) -> Sequence | None:
+        """Return the next sequence, None if nobody waits."""
+        if self._back:
+            return next(iter(self._back))
+        tenant = self._first()
+        return None if tenant is None else tenant.line[0]
+
+    def first(self, most: int) -> list[Sequence]:
+        """Return `most` new requests: the first of each tenant, in order of their turns, then the second ones."""
+        turns: list[tuple[float, int, Tenant]] = []
+        while len(turns) < most and self._first() is not None:
+            turns.append(heappop(self._turns))
+        for turn in turns:
+            heappush(self._turns, turn)
+        places = [(place, tenant) for place in range(most) for _, _, tenant in turns]
+        return [tenant.line[place] for place, tenant in places if place < len(tenant.line)][:most]
+
+    def is_back(self, sequence: Sequence) -> bool:
+        """Return whether a sequence waits that ran before."""
+        return sequence in self._back
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence from any place."""
+        self._size -= 1
+        if sequence in self._back:
+            del self._back[sequence]
+            return
+        tenant = self._latest = sequence.group.tenant
+        del tenant.line[bisect_left(tenant.line, sequence.group.rank, key=_rank)]
+
+    def discard(self, sequence: Sequence) -> None:
+        """Remove a sequence if it is queued. Of a beam only the first sequence is."""
+        line, at = sequence.group.tenant.line, 0
+        if sequence not in self._back:
+            at = bisect_left(line, sequence.group.rank, key=_rank)
+            if line[at : at + 1] != [sequence]:
+                return
+        self.remove(sequence)
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.group.rank

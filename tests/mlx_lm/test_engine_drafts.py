@@ -1,0 +1,366 @@
+"""`Engine(speculate=...)`: every answer is what the engine gives without drafts, in any company.
+
+``KVPOOL_LONG=1`` runs 60 workloads instead of 6, ``KVPOOL_WORKLOAD=17`` number 17 alone.
+"""
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from mlx_models import ROUTES, VOCAB, assert_all_free, on_cpu, random_prompts, tiny_gemma3, tiny_llama
+from scheduler_workload import draw
+
+from kvpool import Pool, Request
+from kvpool.adapters.mlx_lm import DraftModel, Engine, PromptLookup, Sampling, tiny
+from kvpool.adapters.mlx_lm.drafts import Trust
+from kvpool.errors import RequestRejected
+from kvpool.eviction import SlidingWindow
+from kvpool.scheduler import Decoding, Step, drafts
+
+COUNT = 60 if os.environ.get("KVPOOL_LONG") else 6
+ONLY = os.environ.get("KVPOOL_WORKLOAD")
+SEEDS = [int(ONLY)] if ONLY else range(COUNT)
+MANY = 500  # blocks
+
+
+@pytest.fixture(autouse=True)
+def cpu():
+    with on_cpu():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model():
+    with on_cpu():
+        return tiny_llama()
+
+
+class Oracle:
+    """Drafts of known answers, of which some are wrong."""
+
+    def __init__(self, answers, seed, right=0.85):
+        self.answers, self.right = answers, right
+        self.rng = np.random.default_rng([seed, 5])
+
+    def __call__(self, rows):
+        found = []
+        for row in rows:
+            known = self.answers[row.request.id, row.index][len(row.generated) :]
+            tokens = np.append(known, self.rng.integers(VOCAB, size=4))[: self.rng.integers(9)]
+            wrong = self.rng.random(len(tokens)) > self.right
+            found.append(np.where(wrong, self.rng.integers(VOCAB, size=len(tokens)), tokens))
+        return found
+
+
+def facts(completion):
+    return [(one.tokens.tolist(), one.finish_reason, one.text) for one in completion.samples]
+
+
+def with_sampling(request, rng):
+    """The request with sampling parameters of every kind."""
+    how = {} if request.user is None else {"temperature": 1.0, "seed": request.user}
+    if rng.random() < 0.3:
+        how |= {"frequency_penalty": 0.4, "repetition_penalty": 1.2, "logit_bias": {5: 2.0}}
+    if how.get("temperature") and rng.random() < 0.5:
+        how |= {"top_p": 0.9, "top_k": 40}
+    how["top_logprobs"] = int(rng.choice([0, 0, 3]))
+    return replace(request, user=Sampling(**how), eos=request.eos and (int(rng.integers(VOCAB)),), stop=())
+
+
+def run(engine, arrivals, cancels):
+    """Run a workload. Return the completions and the tokens that listeners got, without those of refused requests."""
+    done, events, tick, arrivals = {}, {}, 0, list(arrivals)
+    while arrivals or engine.num_unfinished:
+        while arrivals and arrivals[0][0] <= tick:
+            request = arrivals.pop(0)[1]
+            mine = events.setdefault(request.id, [])
+            try:
+                engine.submit(request, on_token=None if request.beam_width else mine.append)
+            except RequestRejected:
+                del events[request.id]
+        for name in [name for name, when in cancels.items() if when <= tick and name in engine]:
+            done[name] = engine.cancel(name)
+        done |= {completion.id: completion for completion in engine.step()}
+        tick += 1
+        assert tick < 20_000
+    engine.scheduler.check()
+    return done, events
+
+
+def judge(request, one, alone, events):
+    """Compare a sample with that of an engine without drafts, and with what its listener got."""
+    if one.finish_reason != "cancelled":
+        assert (one.tokens.tolist(), one.finish_reason) == (alone.tokens.tolist(), alone.finish_reason)
+    if request.beam_width:  # what is best so far need not be the beginning of what is best at the end
+        return
+    assert one.tokens.tolist() == alone.tokens[: len(one.tokens)].tolist() == [event.token for event in events]
+    if events:
+        np.testing.assert_allclose(one.logprobs, alone.logprobs[: len(one.tokens)], atol=1e-3)
+        reasons = [event.finish_reason for event in events]
+        assert not any(reasons[:-1]) and one.finish_reason in (reasons[-1], "cancelled")
+    assert all(len(event.top) == request.user.top_logprobs for event in events)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_workload_gives_the_same_with_drafts(model, seed):
+    workload, rng = draw(seed), np.random.default_rng([seed, 9])
+    print(workload)
+    arrivals = [(tick, with_sampling(request, rng)) for tick, request in workload.arrivals]
+    plain, _ = run(Engine(model, MANY, block_size=8, fused=True), arrivals, {})
+    answers = {(name, i): one.tokens for name, done in plain.items() for i, one in enumerate(done.samples)}
+    given = workload.pool | {"reserved_blocks": 1, "num_blocks": workload.pool["num_blocks"] + 1}
+    pool = Pool(seed=1, **given)
+    names = ("max_running", "max_step_tokens", "prefill_chunk", "watermark", "preempt", "plans")
+    options = {name: workload.scheduler[name] for name in names if name in workload.scheduler}
+    route = ROUTES[str(rng.choice(list(ROUTES), p=[0.7, 0.15, 0.15]))]
+    engine = Engine(
+        model, pool=pool, prefix_cache=given["prefix_cache"], speculate=Oracle(answers, seed), **options, **route
+    )
+    cancels = {name: when for name, (when, _) in workload.cancels.items()}
+    done, events = run(engine, arrivals, cancels)
+    requests = {request.id: request for _, request in arrivals}
+    for name, completion in done.items():
+        for index, one in enumerate(completion.samples):
+            mine = [event for event in events[name] if event.index == index]
+            judge(requests[name], one, plain[name].samples[index], mine)
+    stats = pool.stats()
+    assert (stats.used, stats.limbo, stats.sequences, stats.pending) == (0, 0, 0, 0)
+
+
+def test_workloads_draft_much(model):
+    """They would prove nothing otherwise."""
+    accepted = rejected = 0
+    for seed in range(6):
+        arrivals = [(tick, replace(request, user=Sampling())) for tick, request in draw(seed).arrivals]
+        plain, _ = run(Engine(model, MANY), arrivals, {})
+        answers = {(name, i): one.tokens for name, done in plain.items() for i, one in enumerate(done.samples)}
+        engine = Engine(model, MANY, speculate=Oracle(answers, seed))
+        done, _ = run(engine, arrivals, {})
+        assert {name: facts(one) for name, one in done.items()} == {name: facts(one) for name, one in plain.items()}
+        counts = engine.scheduler.stats()
+        accepted += counts.accepted_tokens
+        rejected += counts.drafted_tokens - counts.accepted_tokens
+    assert min(accepted, rejected) > 30
+
+
+PROPOSERS = {
+    "prompt lookup": lambda model: PromptLookup(5),
+    "the model itself": lambda model: DraftModel(model, MANY, num_drafts=3),
+    "another model": lambda model: DraftModel(tiny_llama(num_hidden_layers=1), MANY, num_drafts=3),
+    "a small pool": lambda model: DraftModel(model, 13, num_drafts=3),
+}
+
+
+@pytest.mark.parametrize("make", PROPOSERS.values(), ids=PROPOSERS)
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6, "seed": 4, "n": 2}, {"presence_penalty": 1.5}])
+def test_every_proposer_gives_the_tokens_of_none(model, make, sampling):
+    prompts = [[*prompt, *prompt] for prompt in random_prompts((3, 9, 20, 1))]
+    plain = [facts(one) for one in Engine(model, MANY).batch(prompts, max_tokens=30, **sampling)]
+    engine = Engine(model, MANY, speculate=make(model))
+    assert [facts(one) for one in engine.batch(prompts, max_tokens=30, **sampling)] == plain
+    assert engine.scheduler.stats().drafted_tokens > 0 or "presence_penalty" in sampling  # nothing repeats itself then
+    assert engine.kv.pool.stats().used == 0
+
+
+def test_draft_model_that_is_the_model_is_nearly_always_right(model):
+    proposer = DraftModel(model, MANY, num_drafts=4)
+    engine = Engine(model, MANY, speculate=proposer)
+    engine.batch(random_prompts((5, 30)), max_tokens=40)
+    counts = engine.scheduler.stats()
+    assert counts.accepted_tokens > 0.95 * counts.drafted_tokens and counts.steps <= 12
+    assert proposer.engine.kv.pool.stats().used == proposer.engine.num_unfinished == 0
+
+
+def test_draft_model_with_states_and_other_tokens_gives_the_tokens_of_none(model):
+    """Its prefix cache has no checkpoint where a draft was wrong; it has no token above 256."""
+    prompts = [[*range(250, 270)], [5] * 30]
+    plain = [facts(one) for one in Engine(model, MANY).batch(prompts, max_tokens=60)]
+    proposer = DraftModel(tiny.make("qwen3_5")[0], MANY)
+    engine = Engine(model, MANY, speculate=proposer)
+    assert [facts(one) for one in engine.batch(prompts, max_tokens=60)] == plain
+    assert proposer.engine.kv.pool.stats().used == 0
+
+
+def test_answer_in_the_form_of_a_grammar_has_no_drafts():
+    pytest.importorskip("llguidance")
+    model, tokenizer = tiny.make()
+    asked = []
+
+    def propose(rows):
+        asked.extend(row.request.id for row in rows)
+        return [[65, 66, 67]] * len(rows)
+
+    found = []
+    for speculate in (None, propose):
+        engine = Engine(model, MANY, tokenizer=tokenizer, speculate=speculate)
+        engine.submit("number", id="form", grammar=engine.grammars.regex("[0-9]{1,9}"), temperature=1.0, seed=3)
+        engine.submit("free", id="free", max_tokens=20)
+        found.append({name: facts(one) for name, one in run(engine, [], {})[0].items()})
+    assert found[0] == found[1] and set(asked) == {"free"}
+    assert found[1]["form"][0][2].isdecimal()
+
+
+def test_windows_are_drafted_within_their_lookahead():
+    model = tiny_gemma3()
+    prompts = random_prompts((40, 3, 17))
+    plain = Engine(model, MANY, block_size=4).batch(prompts, max_tokens=50)
+    answers = {(i, 0): one.tokens for i, one in enumerate(plain)}
+    engine = Engine(model, MANY, block_size=4, speculate=Oracle(answers, 1))
+    assert [facts(one) for one in engine.batch(prompts, max_tokens=50)] == [facts(one) for one in plain]
+    counts = engine.scheduler.stats()
+    assert 0 < counts.accepted_tokens < counts.drafted_tokens
+    assert_all_free(engine.kv)
+
+
+@pytest.mark.parametrize("options", [{"fused": False}, {"kernels": False}])
+def test_single_stream_of_a_model_that_gathers_is_drafted(model, options):
+    (prompt,) = random_prompts((9,))
+    plain = Engine(model, MANY, **options).generate(prompt, max_tokens=40)
+    engine = Engine(model, MANY, speculate=Oracle({(0, 0): plain.tokens}, 1, right=1.0), **options)
+    assert facts(engine.generate(prompt, max_tokens=40)) == facts(plain)
+    assert engine.scheduler.stats().steps < 20
+
+
+def test_stop_string_inside_right_drafts_ends_the_text_before_it():
+    model, tokenizer = tiny.make()
+    plain = Engine(model, MANY, tokenizer=tokenizer).generate("Hello", max_tokens=60)
+    stop = plain.text[20:23]
+    oracle = Oracle({(0, 0): plain.tokens}, 1, right=1.0)
+    for engine in (Engine(model, MANY, tokenizer=tokenizer, speculate=one) for one in (None, oracle)):
+        events = list(engine.stream("Hello", max_tokens=60, stop=stop))
+        assert "".join(event.text for event in events) == plain.text[: plain.text.index(stop)]
+        assert [event.finish_reason for event in events if event.finish_reason] == ["stop"]
+        assert engine.kv.pool.stats().used == 0
+
+
+def test_draft_that_the_model_does_not_have_is_dropped(model):
+    wrong = lambda rows: [[5, VOCAB, 5]] * len(rows)  # noqa: E731
+    engine = Engine(model, MANY, speculate=wrong)
+    assert facts(engine.generate([5, 6], max_tokens=12)) == facts(Engine(model, MANY).generate([5, 6], max_tokens=12))
+    assert engine.scheduler.stats().drafted_tokens == 9 + 1  # the last token but one has room for none
+
+
+def test_proposer_that_raises_loses_nothing(model):
+    def fails(rows):
+        raise ZeroDivisionError
+
+    engine = Engine(model, MANY, speculate=fails)
+    engine.submit([5, 6], max_tokens=12)
+    engine.step()
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    engine.scheduler.check()
+    engine.close()
+    assert engine.kv.pool.stats().used == 0
+
+
+def test_model_whose_states_take_nothing_back_is_refused(model):
+    with pytest.raises(ValueError, match="a state takes no token back"):
+        Engine(tiny.make("mamba2")[0], 100, speculate=PromptLookup())
+    with pytest.raises(ValueError, match="speculate and eviction exclude each other"):
+        Engine(model, 100, speculate=PromptLookup(), eviction=SlidingWindow(max_kv=64))
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match="num_drafts must be 1"):
+            PromptLookup(wrong)
+
+
+# ---- prompt lookup
+
+
+def looked_up(known, most):
+    """What a person would look up: the last place of the longest phrase that ends the text."""
+    for size in range(min(6, len(known) - 1), 1, -1):
+        places = [i for i in range(len(known) - size) if known[i : i + size] == known[-size:]]
+        if places:
+            text = list(known)
+            for at in range(places[-1] + size, places[-1] + size + most):
+                text.append(text[at])
+            return text[len(known) :]
+    return []
+
+
+def test_prompt_lookup_finds_what_followed_before():
+    rng = np.random.default_rng(3)
+    for _ in range(2000):
+        known = rng.integers(int(rng.integers(1, 5)), size=int(rng.integers(2, 40)))
+        at, most = int(rng.integers(1, len(known))), int(rng.integers(1, 4))
+        row = Decoding(Request(known[:at]), 0, known[at:].astype(np.int32), most)
+        (found,) = PromptLookup(8)([row])
+        assert found.tolist() == looked_up(known.tolist(), most), (known, at)
+
+
+# ---- trust
+
+
+def drafted(right, length=400, num_drafts=8):
+    """How many drafts a sequence gets at each step, if each is right with this chance, and how many of all were."""
+    rng = np.random.default_rng(1)
+    answer = rng.integers(VOCAB, size=length).astype(np.int32)
+    request, trust, at, counts, hits = Request([1], length, id=0), Trust(num_drafts), 1, [], 0
+
+    def propose(rows):
+        return [np.where(rng.random(row.most) < right, answer[at : at + row.most], -1) for row in rows]
+
+    while at < length - num_drafts:
+        (drafts,) = trust.ask(propose, [Decoding(request, 0, answer[:at], num_drafts)])
+        came = int(np.append(drafts == answer[at : at + len(drafts)], False).argmin())
+        counts.append(len(drafts))
+        hits += came
+        at += came + 1
+    return counts, hits
+
+
+def test_trust_drafts_as_far_as_a_draft_is_likely_right():
+    always, hits = drafted(1.0)
+    assert always[:4] == [4, 8, 8, 8] and hits == sum(always)
+    never, hits = drafted(0.0)
+    assert (hits, never[:4]) == (0, [4, 1, 1, 0]) and sum(never) < len(never) / 10
+    means = [np.mean(drafted(right)[0]) for right in (0.0, 0.5, 0.8, 0.95, 1.0)]
+    assert means == sorted(means)
+
+
+def test_trust_comes_back_when_drafts_are_right_again():
+    trust, answer = Trust(8), np.arange(400, dtype=np.int32)
+    request, at, counts = Request([1], 400, id=0), 1, []
+    while at < 300:
+        propose = lambda rows, at=at: [answer[at : at + row.most] - (at < 100) for row in rows]  # noqa: E731
+        (drafts,) = trust.ask(propose, [Decoding(request, 0, answer[:at], 8)])
+        counts.append(len(drafts))
+        at += 1 + len(drafts) * (at >= 100)
+    assert counts[90] == 0 and counts[-2] == 8
+
+
+def test_trust_is_kept_for_each_sequence():
+    trust, tokens = Trust(4), np.arange(50, dtype=np.int32)
+    rows = [(Request([1], 60, id=0), 0), (Request([1], 60, id=0), 1), (Request([1], 60, id=1), 0)]
+    for at in range(1, 30):
+        propose = lambda rows, at=at: [  # noqa: E731
+            tokens[at : at + row.most] + (row.request.id + row.index > 0) for row in rows
+        ]
+        drafts = trust.ask(propose, [Decoding(request, index, tokens[:at], 4) for request, index in rows])
+        if at % 16:
+            assert [len(one) > 1 for one in drafts] == [True, at == 1, at == 1]
+
+
+# ---- planted faults
+
+
+@pytest.mark.parametrize("fault", ["positions stand still", "drafts are not known", "wrong ones are kept"])
+def test_planted_fault_changes_tokens(model, monkeypatch, fault):
+    how = {"max_tokens": 40, "temperature": 0.7, "seed": 4, "frequency_penalty": 0.8}
+    right = Engine(model, MANY).generate([5, 6], **how)
+    engine = Engine(model, MANY, speculate=Oracle({(0, 0): right.tokens}, 1))
+    if fault == "positions stand still":
+        run_model = engine._run
+
+        def shifted(step, before):
+            step.sample_position[:] = step.sample_position[:1]
+            return run_model(step, before)
+
+        monkeypatch.setattr(engine, "_run", shifted)
+    elif fault == "drafts are not known":
+        monkeypatch.setattr(Step, "generated", lambda self, at: self._rows.tokens[self.sample_lane[at], :1])
+    else:
+        monkeypatch.setattr(drafts, "_confirmed", lambda core, lane, sampled: len(sampled))
+    assert facts(engine.generate([5, 6], **how)) != facts(right)

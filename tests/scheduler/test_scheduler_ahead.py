@@ -1,0 +1,248 @@
+"""Two steps out: the second is planned before the tokens of the first are known, and nobody's tokens change.
+
+``KVPOOL_FUZZ_EXAMPLES`` scales how many workloads run (20 by default), ``KVPOOL_LONG=1`` makes them 1,000;
+``KVPOOL_WORKLOAD=17`` runs number 17 alone. A failure names its number.
+"""
+
+import os
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from scheduler_workload import Runner, draw
+
+from kvpool import Group, Pool, Request, Scheduler
+from kvpool.scheduler import ahead, policy, results, scheduler
+from kvpool.scheduler.state import DECODING, Step
+
+LONG = bool(os.environ.get("KVPOOL_LONG"))
+COUNT = 1000 if LONG else max(1, 20 * int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", "1000")) // 1000)
+ONLY = os.environ.get("KVPOOL_WORKLOAD")
+PARTS = 4
+
+
+@pytest.mark.parametrize("part", range(1 if ONLY else PARTS))
+def test_random_workload_with_two_steps_out_gives_what_decoding_alone_gives(part):
+    steps = steps_ahead = 0
+    for seed in [int(ONLY)] if ONLY else range(part, COUNT, PARTS):
+        runner = Runner(draw(seed), check_every=1 if ONLY else 7, ahead=True).run()
+        steps, steps_ahead = steps + runner.steps, steps_ahead + runner.steps_ahead
+    assert ONLY or 3 * steps_ahead > steps, f"{steps_ahead} of {steps} steps were planned ahead"
+
+
+def make(num_blocks=64, block_size=4, **options):
+    pool = Pool(num_blocks, block_size, prefix_cache=options.pop("prefix_cache", False))
+    return pool, Scheduler(pool, **{"max_running": 4, "plans": 2, **options})
+
+
+def tokens(step, value=7):
+    return np.full(len(step.sample_at), value, np.int32)
+
+
+def test_step_planned_ahead_names_the_samples_that_it_follows():
+    _, two = make()
+    for length in (1, 3, 20):
+        two.add(Request([1] * length, 9, id=length))
+    first = two.schedule()
+    second = two.schedule()
+    assert first.follows is None
+    assert second.follows.tolist() == [0, 1, 2] and second.tokens.tolist() == [-1, -1, -1]
+    assert second.sample_position.tolist() == [1, 1, 1]
+    two.update(first, np.array([5, 6, 7], np.int32))
+    two.update(second, np.array([8, 9, 10], np.int32))
+    assert [two.tokens_of(id).tolist() for id in (1, 3, 20)] == [[5, 8], [6, 9], [7, 10]]
+
+
+def test_sequence_that_ends_first_leaves_its_second_row_and_its_blocks():
+    pool, two = make(max_running=2)
+    two.add(Request([1, 2, 3], 9, id="short", eos=5))
+    two.add(Request([1, 2, 3, 4], 9, id="long"))
+    two.add(Request([4] * 9, 9, id="next"))
+    first = two.schedule()
+    second = two.schedule()
+    (output,) = two.update(first, np.array([5, 6], np.int32))
+    assert (output.id, output.tokens.tolist(), output.finish_reason) == ("short", [5], "eos")
+    third = two.schedule()
+    assert third.requests[0].id == "long", "it is planned while the row of the ended one is out"
+    assert two.request_of(int(third.lanes[-1])).id == "next", "its lane has been given away"
+    assert not two.update(second, np.array([99, 7], np.int32))
+    assert two.tokens_of("long").tolist() == [6, 7] and two.tokens_of("next").tolist() == []
+    two.check()
+    two.update(third, tokens(third))
+    assert pool.stats().limbo == 0
+
+
+def test_failure_of_the_first_step_takes_the_second_back():
+    pool, two = make(max_running=2)
+    two.add(Request([1, 2, 3], 9, id=0))
+    two.add(Request([4], 9, id=1))
+    two.update(step := two.schedule(), tokens(step))
+    before = pool.stats().used, [pool.num_tokens(handle) for handle in two.handles]
+    first, second = two.schedule(), two.schedule()
+    two.fail(first)
+    with pytest.raises(RuntimeError, match="not out"):
+        two.update(second, tokens(second))
+    assert (pool.stats().used, [pool.num_tokens(handle) for handle in two.handles]) == before
+    assert pool.stats().pending == pool.stats().limbo == 0
+    two.check()
+    again = two.schedule()
+    assert again.follows is None and again.tokens.tolist() == [7, 7]
+
+
+def test_third_step_and_the_second_before_the_first_are_refused():
+    _, two = make()
+    two.add(Request([1, 2, 3], 9))
+    first, second = two.schedule(), two.schedule()
+    with pytest.raises(RuntimeError, match=r"^\[schedule\] two steps are out"):
+        two.schedule()
+    with pytest.raises(RuntimeError, match=r"^\[update\] the step before this one is out"):
+        two.update(second, tokens(second))
+    two.update(first, tokens(first))
+    two.update(second, tokens(second))
+
+
+def test_sequence_at_its_length_has_no_second_row():
+    _, two = make()
+    two.add(Request([1], 1, id=0))
+    two.add(Request([2], 2, id=1))
+    two.schedule()
+    assert [request.id for request in two.schedule().requests] == [1]
+
+
+@pytest.mark.parametrize(
+    "options", [{"n": 2, "user": 1}, {"beam_width": 2}], ids=["samples that are not forked", "a beam"]
+)
+def test_step_is_not_planned_ahead_of_what_its_tokens_decide(options):
+    _, two = make()
+    two.add(Request([1, 2, 3], 4, id=0, **options))
+    two.schedule()
+    assert two.schedule() is None
+
+
+def test_step_is_not_planned_ahead_with_layer_groups_or_drafts():
+    pool = Pool(64, 4, groups=(Group.full(), Group.window(8)))
+    _, guessing = make(speculate=lambda rows: [[] for _ in rows])
+    for two in (Scheduler(pool, max_running=4, plans=2), guessing):
+        two.add(Request([1, 2, 3], 4))
+        two.schedule()
+        assert two.schedule() is None
+
+
+def test_step_that_finds_no_block_waits_and_preempts_nobody():
+    _, two = make(num_blocks=5, block_size=1, watermark=0)
+    two.add(Request([1], 3, id=0))
+    two.add(Request([2], 3, id=1))
+    two.update(step := two.schedule(), tokens(step))
+    two.schedule()  # takes the last blocks
+    assert two.schedule() is None and two.stats().preemptions == 0
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_request_is_admitted_while_every_step_is_planned_ahead(prefix_cache):
+    """Running ahead starves nobody, also where its blocks are those that a hit does not need."""
+    _, two = make(num_blocks=13, block_size=4, prefix_cache=prefix_cache, watermark=0)
+    if prefix_cache:
+        two.add(Request([3] * 25, 1, id="before"))
+        two.update(step := two.schedule(), tokens(step))
+    two.add(Request([1] * 4, 13, id="running"))
+    out = [two.schedule()]
+    two.add(Request([3] * 25, 2, id="waiting"))
+    seen = []
+    for _ in range(12):
+        following = two.schedule()
+        out += [following] if following is not None else []
+        step = out.pop(0)
+        seen += [request.id for request in step.requests]
+        two.update(step, tokens(step))
+        if not out:
+            out = [two.schedule()]
+    assert "waiting" in seen
+
+
+# ---- faults
+
+
+def ended_row_gets_the_token_of_its_second_step(monkeypatch):
+    take_rows = results.take_rows
+
+    def blind(core, step, given, alive, begin):
+        return take_rows(core, step, given, core.rows.handle[step.lanes] >= 0, begin)
+
+    monkeypatch.setattr(results, "take_rows", blind)
+
+
+def second_step_follows_another_row(monkeypatch):
+    follow = Step.follow
+
+    def turned(self, before):
+        follow(self, before)
+        late = self.follows >= 0
+        self.follows[late] = np.roll(self.follows[late], 1)
+
+    monkeypatch.setattr(Step, "follow", turned)
+
+
+def sequence_at_its_length_goes_on(monkeypatch):
+    monkeypatch.setattr(ahead, "FINISHED", DECODING)
+
+
+def what_was_assumed_stays(monkeypatch):
+    executed = ahead.executed
+
+    @contextmanager
+    def kept(core, step):
+        with executed(core, step):
+            yield
+        core.rows.computed[step.lanes[: step.num_decodes]] += core.rows.handle[step.lanes[: step.num_decodes]] >= 0
+
+    monkeypatch.setattr(scheduler, "executed", kept)
+
+
+def second_step_stays_when_the_first_fails(monkeypatch):
+    fail = Scheduler.fail
+
+    def alone(self, step):
+        later = self._out[self._out.index(step) + 1 :]
+        fail(self, step)
+        self._out += later
+
+    monkeypatch.setattr(Scheduler, "fail", alone)
+
+
+def prompts_with_samples_are_planned_ahead(monkeypatch):
+    monkeypatch.setattr(scheduler, "may_plan_ahead", lambda core, step: not (core.beams or core.spilled))
+
+
+def blocks_of_a_pinned_prefix_are_counted_twice(monkeypatch):
+    fits = policy.fits
+
+    def unpinned(core, *arguments):
+        was, core.is_ahead = core.is_ahead, False
+        try:
+            return fits(core, *arguments)
+        finally:
+            core.is_ahead = was
+
+    monkeypatch.setattr(policy, "fits", unpinned)
+
+
+FAULTS = [
+    ended_row_gets_the_token_of_its_second_step,
+    second_step_follows_another_row,
+    sequence_at_its_length_goes_on,
+    what_was_assumed_stays,
+    second_step_stays_when_the_first_fails,
+    prompts_with_samples_are_planned_ahead,
+    blocks_of_a_pinned_prefix_are_counted_twice,
+]
+
+
+@pytest.mark.parametrize("plant", FAULTS)
+def test_planted_fault_of_planning_ahead_is_detected(plant, monkeypatch):
+    plant(monkeypatch)
+    for seed in range(100):
+        try:
+            Runner(draw(seed), check_every=1, ahead=True).run()
+        except AssertionError:
+            return
+    raise AssertionError(f"{plant.__name__} survived 100 workloads")

@@ -1,0 +1,347 @@
+"""Drafted tokens: every output is what decoding alone gives, whatever is drafted, and drafts take nothing from others.
+
+``KVPOOL_LONG=1`` runs 600 workloads instead of 40; ``KVPOOL_WORKLOAD=17`` runs number 17 alone. A failure names its
+number.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from eviction_workload import EvictedMemory
+from group_workload import GroupRunner, draw_groups, with_prefixes
+from scheduler_workload import Runner, Workload, draw
+from token_model import TokenMemory, TokenModel
+
+from kvpool import Group, Pool, Request, Scheduler
+from kvpool.eviction import Evictor, SlidingWindow
+from kvpool.scheduler import drafts
+from kvpool.scheduler.state import Core
+
+COUNT = 600 if os.environ.get("KVPOOL_LONG") else 40
+ONLY = os.environ.get("KVPOOL_WORKLOAD")
+SEEDS = [int(ONLY)] if ONLY else range(COUNT)
+FAULTS: dict[str, Any] = {}
+
+
+def drafting(workload: Workload) -> Workload:
+    """The same workload with drafts, of which few, most or nearly all are right. State groups are left out."""
+    rng = np.random.default_rng([workload.seed, 77])
+    workload.drafts = float(rng.choice([0.3, 0.8, 0.97]))
+    groups = workload.pool.get("groups")
+    if groups:
+        groups = workload.pool["groups"] = [group for group in groups if group.kind != "state"]
+        workload.pool["lookahead"] = int(rng.integers(1, min(group.size for group in groups if group.size)))
+    return workload
+
+
+def test_random_workload_with_drafts_gives_what_decoding_alone_gives():
+    drafted = accepted = preempted = 0
+    for seed in SEEDS:
+        counts = Runner(drafting(draw(seed)), check_every=1 if ONLY else 7).run().scheduler.stats()
+        drafted, accepted = drafted + counts.drafted_tokens, accepted + counts.accepted_tokens
+        preempted += counts.preemptions
+    assert ONLY or (drafted > 1000 and 0.2 < accepted / drafted < 0.8 and preempted > 20)
+
+
+@pytest.mark.parametrize("prefixes", [False, True])
+def test_random_workload_with_drafts_and_groups_gives_what_decoding_alone_gives(prefixes):
+    accepted = rejected = 0
+    for seed in SEEDS[: COUNT // 2]:
+        workload = drafting(draw_groups(seed))
+        runner = GroupRunner(with_prefixes(workload) if prefixes else workload, check_every=1 if ONLY else 5).run()
+        counts = runner.scheduler.stats()
+        accepted += counts.accepted_tokens
+        rejected += counts.drafted_tokens - counts.accepted_tokens
+    assert ONLY or min(accepted, rejected) > 30
+
+
+# ---- one sequence
+
+
+class Solo:
+    """One scheduler on the token model, whose drafts are those of the test."""
+
+    def __init__(self, request: Request, drafts: Any, num_blocks: int = 32, **options: Any) -> None:
+        self.pool = Pool(num_blocks, 4)
+        self.model = TokenModel()
+        self.memory = TokenMemory(self.model, num_blocks, 4)
+        self.scheduler = Scheduler(self.pool, speculate=drafts, **options)
+        self.scheduler.add(request)
+        self.steps: list[int] = []  # inputs of each
+
+    def step(self) -> list[Any]:
+        step = self.scheduler.schedule()
+        self.steps.append(len(step.tokens))
+        states = self.memory.forward(step.tokens, step.plan)[step.sample_at]
+        return self.scheduler.update(step, self.model.greedy(states))
+
+    def run(self) -> Any:
+        while not (outputs := self.step()):
+            self.scheduler.check()
+        assert (self.scheduler.schedule(), self.pool.stats().used) == (None, 0)
+        return outputs[0]
+
+
+def right(prompt: Any, count: int = 100) -> Any:
+    """A proposer of the tokens that come, beyond any end."""
+    alone = TokenModel().solo(prompt, count).tokens
+    return lambda rows: [alone[len(row.generated) :] for row in rows]
+
+
+PROMPT = np.arange(9)
+
+
+def test_right_drafts_end_a_sequence_in_few_steps():
+    solo = Solo(Request(PROMPT, 11), right(PROMPT), max_step_tokens=9)
+    assert solo.run().tokens.tolist() == TokenModel().solo(PROMPT, 11).tokens.tolist()
+    assert solo.steps == [9, 9, 1]  # the prompt gives one token, eight drafts nine more
+    assert solo.scheduler.stats().accepted_tokens == 8
+
+
+def test_wrong_drafts_give_one_token_a_step():
+    solo = Solo(Request(PROMPT, 6), lambda rows: [[99, 99, 99]] * len(rows))
+    assert solo.run().tokens.tolist() == TokenModel().solo(PROMPT, 6).tokens.tolist()
+    assert solo.steps == [9, 4, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("kind", ["eos", "stop"])
+@pytest.mark.parametrize("at", [1, 4, 7])
+def test_end_inside_right_drafts_ends_the_sequence_there(kind, at):
+    alone = TokenModel().solo(PROMPT, 20).tokens.tolist()
+    end = {"eos": {"eos": (alone[at],)}, "stop": {"stop": [alone[at - 1 : at + 1]]}}[kind]
+    expected = TokenModel().solo(PROMPT, 20, eos=end.get("eos", ()), stop=end.get("stop", ()))
+    output = Solo(Request(PROMPT, 20, **end), right(PROMPT)).run()
+    assert (output.tokens.tolist(), output.finish_reason) == (expected.tokens.tolist(), kind)
+
+
+def test_step_says_which_tokens_were_taken():
+    alone = TokenModel().solo(PROMPT, 20).tokens
+    solo = Solo(Request(PROMPT, 20), lambda rows: [[*alone[1:3], 99, 98]])
+    solo.step()
+    step = solo.scheduler.schedule()
+    assert (step.num_drafts, step.taken, step.num_decodes) == (4, None, 1)
+    assert step.tokens.tolist() == [*alone[:3], 99, 98]
+    assert step.sample_position.tolist() == [1, 2, 3, 4, 5]
+    assert [step.generated(at).tolist() for at in (0, 2)] == [alone[:1].tolist(), alone[:3].tolist()]
+    states = solo.memory.forward(step.tokens, step.plan)[step.sample_at]
+    solo.scheduler.update(step, solo.model.greedy(states))
+    assert step.taken.tolist() == [True, True, True, False, False]
+    assert solo.scheduler.tokens_of(0).tolist() == alone[:4].tolist()
+
+
+def test_drafts_behind_the_last_token_are_not_computed():
+    solo = Solo(Request(PROMPT, 4), right(PROMPT))
+    solo.run()
+    assert solo.steps == [9, 3]  # the fourth token is never an input
+
+
+# ---- beside others
+
+
+def test_drafts_take_only_the_budget_that_chunks_leave():
+    """Two decodes and a long prompt: the prompt's chunks are as long as without drafts."""
+    seen = {}
+    for name, proposer in (("none", None), ("wrong", lambda rows: [[1] * 50] * len(rows))):
+        pool = Pool(200, 4)
+        memory, model = TokenMemory(TokenModel(), 200, 4), TokenModel()
+        scheduler = Scheduler(pool, max_step_tokens=16, prefill_chunk=12, speculate=proposer)
+        for prompt in ([1, 2], [3, 4], np.arange(60)):
+            scheduler.add(Request(prompt, 30))
+        seen[name] = chunks = []
+        for _ in range(12):
+            step = scheduler.schedule()
+            chunks.append(step.num_new[step.num_decodes :].tolist())
+            assert len(step.tokens) <= 16
+            states = memory.forward(step.tokens, step.plan)[step.sample_at]
+            scheduler.update(step, model.greedy(states))
+        assert (scheduler.stats().drafted_tokens > 0) == (proposer is not None)
+    assert seen["none"] == seen["wrong"]
+
+
+def test_row_without_blocks_for_its_drafts_has_none():
+    """The pool has exactly what the two sequences need: nobody is preempted for a draft, and some drafts run."""
+    pool = Pool(8, 4, reserved_blocks=0)
+    memory, model = TokenMemory(TokenModel(), 8, 4), TokenModel()
+    scheduler = Scheduler(pool, speculate=lambda rows: [[99] * 9] * len(rows), watermark=0)
+    for prompt in ([1, 2, 3], [4, 5, 6]):
+        scheduler.add(Request(prompt, 14))
+    while (step := scheduler.schedule()) is not None:
+        scheduler.update(step, model.greedy(memory.forward(step.tokens, step.plan)[step.sample_at]))
+    assert scheduler.stats().preemptions == 0 < scheduler.stats().drafted_tokens
+
+
+def test_failed_step_with_drafts_leaves_every_sequence_as_before():
+    solo = Solo(Request(PROMPT, 12), right(PROMPT))
+    solo.step()
+    for _ in range(3):
+        before = solo.pool.fingerprint()
+        step = solo.scheduler.schedule()
+        assert step.num_drafts
+        solo.scheduler.fail(step)
+        solo.scheduler.check()
+        assert solo.pool.fingerprint() == before or not solo.pool.options.in_order
+    assert solo.run().tokens.tolist() == TokenModel().solo(PROMPT, 12).tokens.tolist()
+
+
+@pytest.mark.parametrize("wrong", [[-1], [2**31], ["x"], [[1, 2]], 5])
+def test_proposer_that_raises_or_gives_no_tokens_loses_nothing(wrong):
+    turns = iter([wrong])
+    solo = Solo(Request(PROMPT, 8), lambda rows: [next(turns, ())])
+    solo.step()
+    with pytest.raises((ValueError, TypeError), match=r"\[schedule\]"):
+        solo.scheduler.schedule()
+    solo.scheduler.check()
+    assert solo.run().tokens.tolist() == TokenModel().solo(PROMPT, 8).tokens.tolist()
+
+
+# ---- refusals
+
+
+def test_pool_that_takes_no_token_back_is_refused():
+    proposer = right(PROMPT)
+    with pytest.raises(ValueError, match="a state takes no token back"):
+        Scheduler(Pool(9, 4, groups=[Group.full(), Group.state(4)]), speculate=proposer)
+    with pytest.raises(ValueError, match="only with lookahead"):
+        Scheduler(Pool(9, 4, groups=[Group.full(), Group.window(8)]), speculate=proposer)
+    Scheduler(Pool(9, 4, groups=[Group.full(), Group.window(8)], lookahead=1), speculate=proposer)
+    with pytest.raises(TypeError, match="speculate must be callable, not int"):
+        Scheduler(Pool(9, 4), speculate=4)
+
+
+def test_eviction_and_drafts_exclude_each_other():
+    pool = Pool(9, 4)
+    evictor = Evictor(SlidingWindow(max_kv=8, sink=1), pool, EvictedMemory(TokenModel(), pool))
+    with pytest.raises(ValueError, match="speculate and eviction exclude each other"):
+        Scheduler(pool, speculate=right(PROMPT), eviction=evictor)
+
+
+# ---- planted faults
+
+
+def fault(plant):
+    FAULTS[plant.__name__] = contextmanager(plant)
+    return plant
+
+
+@fault
+def wrong_draft_is_kept():
+    confirmed = drafts._confirmed
+
+    def one_more(core, lane, sampled):
+        return min(confirmed(core, lane, sampled) + 1, len(sampled))
+
+    with mock.patch.object(drafts, "_confirmed", one_more):
+        yield
+
+
+@fault
+def right_drafts_are_kept_behind_a_wrong_one():
+    def every(core, lane, sampled):
+        begin = int(core.rows.generated[lane])
+        return int((core.rows.tokens[lane, begin : begin + len(sampled)] == sampled).sum())
+
+    with mock.patch.object(drafts, "_confirmed", every):
+        yield
+
+
+@fault
+def ends_inside_drafts_are_not_looked_for():
+    with mock.patch.object(drafts, "why_ended", lambda group, tokens: None):
+        yield
+
+
+@fault
+def wrong_drafts_stay_in_the_pool():
+    class Pool_(Pool):
+        def truncate(self, handles, lens):
+            """Keep everything."""
+
+    with mock.patch("scheduler_workload.Pool", Pool_):
+        yield
+
+
+@fault
+def logprobs_of_drafts_are_lost():
+    settle = drafts.settle
+
+    def forget(core, step, given):
+        before = core.rows.generated.copy()
+        found = settle(core, step, given)
+        for lane in step.lanes.tolist():
+            core.rows.need_logprobs()[lane, before[lane] : core.rows.generated[lane]] = 0
+        return found
+
+    with mock.patch.object(drafts, "settle", forget):
+        yield
+
+
+@fault
+def drafts_are_computed_without_blocks():
+    with mock.patch.object(drafts, "_fits", lambda *arguments: True):
+        yield
+
+
+@fault
+def drafts_pass_the_end_of_the_answer():
+    ask = drafts.ask
+
+    def longer(core, propose, batch, chunks):
+        batch.limit = batch.limit + 2
+        try:
+            return ask(core, propose, batch, chunks)
+        finally:
+            batch.limit = batch.limit - 2
+
+    with mock.patch.object(drafts, "ask", longer):
+        yield
+
+
+@fault
+def accepted_tokens_are_not_counted_as_computed():
+    settle = drafts.settle
+
+    def forget(core, step, given):
+        before = core.rows.computed.copy()
+        found = settle(core, step, given)
+        core.rows.computed[:] = before
+        return found
+
+    with mock.patch.object(drafts, "settle", forget):
+        yield
+
+
+@fault
+def drafts_are_asked_of_samples_that_are_not_forked():
+    """A prompt of which one token is left: its samples have no token yet."""
+    ask = drafts.ask
+
+    def early(core: Core, propose, batch, chunks):
+        rows = core.rows
+        fresh = [int(lane) for lane in batch.lanes if rows.generated[lane] == 0]
+        new = ask(core, propose, batch, chunks)
+        if not fresh or core.max_step_tokens < 2 + len(batch.lanes) + sum(count for _, count in chunks):
+            return new
+        new = np.ones(len(batch.lanes), np.int64) if new is None else new
+        new[np.isin(batch.lanes, fresh)] = 2
+        return new if core.pool.can(batch.handles, new) else None
+
+    with mock.patch.object(drafts, "ask", early):
+        yield
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault_is_convicted(name):
+    for seed in range(200):
+        workload = drafting(draw(seed))
+        with FAULTS[name]():
+            try:
+                Runner(workload, check_every=1).run()
+            except AssertionError:
+                return
+    pytest.fail(f"{name} survives")

@@ -1,0 +1,254 @@
+"""Tenants, deadlines and places in the queue, one by one. Whole workloads are in test_scheduler_workloads."""
+
+import numpy as np
+import pytest
+from schedules import Machine, greedy
+
+from kvpool import Pool, Request, Scheduler
+from kvpool.errors import RequestRejected, UnknownRequest
+
+
+class Clock:
+    """Shows the time that it was set to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def made(blocks=40, **options):
+    """Return a scheduler, what executes its steps, and its clock."""
+    pool, clock = Pool(blocks, 4), Clock()
+    scheduler = Scheduler(pool, clock=clock, **{"watermark": 0, "prefill_chunk": 4} | options)
+    return scheduler, Machine(scheduler, pool), clock
+
+
+def order_of(scheduler, machine):
+    """Return the ids in the order in which the requests end."""
+    order = []
+    while (done := machine.step()) is not None:
+        order += [output.id for output in done[1]]
+        scheduler.check()
+    return order
+
+
+def test_tenants_take_turns_by_weight():
+    scheduler, machine, _ = made(max_running=1, weights={"a": 2})
+    for number in range(6):
+        for tenant in "ab":
+            scheduler.add(Request([1, 2, 3], max_tokens=2, id=f"{tenant}{number}", tenant=tenant))
+    order = order_of(scheduler, machine)
+    assert [name[0] for name in order[:9]] == list("abaabaaba")
+    assert [name for name in order if name[0] == "a"] == [f"a{number}" for number in range(6)]
+
+
+def test_tenant_that_was_idle_has_saved_nothing():
+    scheduler, machine, _ = made(max_running=1)
+    for number in range(4):
+        scheduler.add(Request([1, 2, 3], max_tokens=9, id=f"a{number}", tenant="a"))
+    for _ in range(25):
+        machine.step()
+    for number in range(3):
+        scheduler.add(Request([1, 2, 3], max_tokens=9, id=f"b{number}", tenant="b"))
+    for number in range(4, 6):
+        scheduler.add(Request([1, 2, 3], max_tokens=9, id=f"a{number}", tenant="a"))
+    assert order_of(scheduler, machine)[-6:] == ["b0", "a3", "b1", "a4", "b2", "a5"]
+
+
+@pytest.mark.parametrize(("ageing", "expected"), [(1, "bacd"), (2, "bcad"), (3, "bcda"), (256, "bcda")])
+def test_waiting_makes_up_for_priority(ageing, expected):
+    """While "a" waits, one request of a higher priority comes after each admission."""
+    scheduler, machine, _ = made(max_running=1, ageing=ageing)
+    scheduler.add(Request([1], max_tokens=3, id="first"))
+    machine.step()
+    scheduler.add(Request([1], max_tokens=3, id="a"))
+    names, order = iter("bcd"), []
+    scheduler.add(Request([1], max_tokens=3, id=next(names), priority=1))
+    while (done := machine.step()) is not None:
+        for output in done[1]:
+            order.append(output.id)
+            machine.step()  # the next one is admitted
+            if (name := next(names, None)) is not None:
+                scheduler.add(Request([1], max_tokens=3, id=name, priority=1))
+    assert "".join(order[1:]) == expected
+
+
+def test_request_of_another_tenant_does_not_get_far_ahead_by_passing():
+    """The large request waits for blocks. The other tenant may use a step more than its tenant, not any number."""
+    scheduler, machine, _ = made(blocks=21, overtake=10**6, max_step_tokens=8, weights={"a": 1, "b": 1})
+    scheduler.add(Request([1] * 20, max_tokens=60, id="runs", tenant="a"))
+    for _ in range(6):
+        machine.step()
+    scheduler.add(Request([2] * 70, max_tokens=1, id="large", tenant="a"))
+    passed, before = 0, scheduler.tenants()["a"].served_tokens
+    for _ in range(40):
+        while scheduler.tenants()["b"].waiting < 2:
+            scheduler.add(Request([3], max_tokens=2, tenant="b"))
+        machine.step()
+        assert scheduler.tenants()["a"].waiting == 1
+        passed, mine = scheduler.tenants()["b"].served_tokens, scheduler.tenants()["a"].served_tokens - before
+        assert passed <= mine + 8 + 8, "a step, and what the last ones used that were admitted"
+    assert passed > 30
+
+
+@pytest.mark.parametrize("state", ["waiting", "prefilling", "decoding"])
+@pytest.mark.parametrize("how", [{}, {"n": 3}, {"n": 2, "beam_width": 2}], ids=["one", "samples", "beam"])
+def test_deadline_ends_a_request_in_every_state(state, how):
+    pool, clock = Pool(40, 4), Clock()
+    scheduler = Scheduler(pool, max_running=4, prefill_chunk=4, clock=clock)
+    machine, samples = Machine(scheduler, pool), how.get("n", 1)
+    for number in range(4 if state == "waiting" else 0):  # they take all lanes
+        scheduler.add(Request(range(9), max_tokens=30, id=number))
+    update(scheduler, machine)
+    scheduler.add(Request(range(12), max_tokens=9, id="x", deadline=6.0, **how))
+    for _ in range(5 if state == "decoding" else 1):
+        assert not [output for output in update(scheduler, machine) if output.id == "x"]
+    clock.now = 6.0
+    ended = [output for output in update(scheduler, machine) if output.id == "x"]
+    assert [output.finish_reason for output in ended] == ["deadline"] * samples
+    assert all(output.times.finished == 6.0 for output in ended)
+    assert all((output.tokens.size > 0) == (state == "decoding") for output in ended)
+    scheduler.check()
+    assert (scheduler.stats().expired, scheduler.stats().cancelled) == (samples, 0)
+    with pytest.raises(UnknownRequest, match="has finished"):
+        scheduler.cancel("x")
+    for number in list(scheduler._core.groups):
+        scheduler.cancel(number)
+    assert pool.stats().used == 0
+
+
+def stepped(scheduler, machine):
+    """Return a step and tokens for it."""
+    step = scheduler.schedule()
+    machine.execute(step)
+    return step, np.full(len(step.sample_at), 7, np.int32)
+
+
+def update(scheduler, machine):
+    """Make a step, if there is one; return who ended."""
+    if not scheduler.stats().waiting + scheduler.stats().decoding + scheduler.stats().prefilling:
+        return []
+    step, tokens = stepped(scheduler, machine)
+    rows = int((step.beam_width > 0).sum())
+    beams = (np.tile(np.arange(4, dtype=np.int32), (rows, 1)), np.full((rows, 4), -1, np.float32)) if rows else None
+    return scheduler.update(step, tokens, beams=beams)
+
+
+def test_deadline_of_an_id_that_is_used_again_is_that_of_the_new_request():
+    scheduler, machine, clock = made()
+    scheduler.add(Request([1, 2], max_tokens=2, id="x", deadline=5))
+    assert [output.finish_reason for output in machine.run().values()] == ["length"]
+    request = Request([1, 2], max_tokens=4, id="x", deadline=100)
+    scheduler.add(request)
+    clock.now = 50.0
+    ((_, output),) = machine.run().items()
+    assert output.tokens.tolist() == greedy(request)[0]
+    assert scheduler.stats().expired == 0
+
+
+def test_deadline_that_has_passed_is_refused_and_nothing_changes():
+    scheduler, machine, clock = made()
+    clock.now = 3.0
+    for deadline in (3, 2.5, -1):
+        with pytest.raises(RequestRejected, match="deadline has passed") as caught:
+            scheduler.add(Request([1], id="x", deadline=deadline, tenant="t"))
+        assert caught.value.reason == "deadline"
+    assert "t" not in scheduler._core.queue.tenants and machine.step() is None
+
+
+def test_deadlines_of_requests_that_ended_take_no_room():
+    scheduler, machine, _ = made()
+    for _ in range(1000):
+        scheduler.add(Request([1], max_tokens=1, deadline=10**9))
+        machine.step()
+    assert len(scheduler._core.deadlines) < 80
+
+
+def test_place_in_the_queue_is_by_weight_and_strangers_take_what_is_left():
+    scheduler, machine, clock = made(max_running=1, max_waiting=8, weights={"a": 3, "b": 1})
+    assert [scheduler.places(name) for name in ("a", "b", "c")] == [6, 2, 8]
+    scheduler.add(Request([1], max_tokens=30, tenant="a"))
+    machine.step()
+    taken = {"a": 6, "b": 2}
+    for tenant, places in taken.items():
+        for _ in range(places):
+            scheduler.add(Request([1], tenant=tenant))
+            clock.now += 1
+        with pytest.raises(RequestRejected, match="wait, ") as caught:
+            scheduler.add(Request([1], tenant=tenant))
+        assert caught.value.reason == "queue_full" and caught.value.wait == places
+    with pytest.raises(RequestRejected, match="8 sequences wait, the limit is 8"):
+        scheduler.add(Request([1], tenant="c"))
+    assert "c" not in scheduler._core.queue.tenants
+    assert scheduler.stats().rejected == 3
+
+
+def test_refused_tenant_learns_how_long_its_requests_waited():
+    scheduler, machine, clock = made(max_running=1, max_waiting=1)
+    scheduler.add(Request([1], max_tokens=2))
+    scheduler.update(*stepped(scheduler, machine))
+    scheduler.add(Request([1], max_tokens=2))
+    clock.now = 7.0
+    machine.step()
+    machine.step()  # the second one is admitted, seven seconds after it came
+    scheduler.add(Request([1], max_tokens=2))
+    clock.now = 8.0
+    with pytest.raises(RequestRejected) as caught:
+        scheduler.add(Request([1]))
+    assert caught.value.wait == 7.0
+
+
+def test_tenants_that_are_gone_are_forgotten_and_nobody_notices():
+    """A tenant for each request, some of them again: the same order as with a queue that forgets nobody."""
+
+    def served(sweep_at):
+        rng = np.random.default_rng(7)
+        scheduler, machine, _ = made(max_running=2)
+        queue, order, most = scheduler._core.queue, [], 0
+        queue._sweep_at = sweep_at
+        for number in range(1500):
+            tenant = int(rng.integers(max(1, number - 30), number + 2))
+            scheduler.add(Request([1] * int(rng.integers(1, 9)), max_tokens=int(rng.integers(1, 4)), tenant=tenant))
+            while scheduler.stats().waiting > 6:
+                order += [output.id for output in machine.step()[1]]
+            most = max(most, len(queue.tenants))
+        return order, most
+
+    (kept, many), (forgotten, few) = served(10**9), served(64)
+    assert kept == forgotten and few < 200 < many
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "said"),
+    [
+        ({"weights": {"a": 0}}, ValueError, r"weights\['a'\] must be 0.001 .. 1000 \(0\)"),
+        ({"weights": {"a": float("nan")}}, ValueError, "nan"),
+        ({"weights": {"a": "1"}}, TypeError, "must be a number"),
+        ({"weights": {"a": True}}, TypeError, "must be a number, not bool"),
+        ({"weights": ["a"]}, TypeError, "weights must be a mapping"),
+        ({"ageing": 0}, ValueError, "ageing must be 1"),
+        ({"overtake": -1}, ValueError, "overtake must be 0"),
+        ({"overtake": None}, TypeError, "overtake must be an int"),
+    ],
+)
+def test_wrong_options_are_refused(wrong, error, said):
+    with pytest.raises(error, match=said):
+        Scheduler(Pool(8, 4), **wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"tenant": []}, TypeError),
+        ({"deadline": "1"}, TypeError),
+        ({"deadline": True}, TypeError),
+        ({"deadline": float("nan")}, ValueError),
+        ({"deadline": float("inf")}, ValueError),
+        ({"deadline": 10**400}, ValueError),
+    ],
+)
+def test_wrong_requests_are_refused(wrong, error):
+    with pytest.raises(error, match=rf"\[Request\] {next(iter(wrong))}"):
+        Request([1], **wrong)
