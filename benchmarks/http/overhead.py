@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 from benchmarks.gate import Gate
 from benchmarks.http.judge import result
@@ -36,7 +37,7 @@ def _alone(model: str, seed: int) -> float:
     """Return CPU seconds of a token of the engine."""
     loaded, tokenizer = loading.load(model)
     seconds = 0.0
-    budgets = {"max_running": RUNNING, "prefill_chunk": 64, "max_step_tokens": 128}  # those of the server
+    budgets: dict[str, Any] = {"max_running": RUNNING, "prefill_chunk": 64, "max_step_tokens": 128}  # of the server
     with Engine(loaded, 2048, tokenizer=tokenizer, **budgets) as engine:
         for number in (seed + 1000, seed):
             chats = replace(SHAPE, seed=number).chats()
