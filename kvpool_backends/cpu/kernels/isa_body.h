@@ -9,6 +9,10 @@
 
 #include "decode.h"
 
+#if defined(KV_ONE_COPY)
+#pragma GCC optimize("Os")
+#endif
+
 #include "scores.h"
 
 #include "chunk.h"
