@@ -92,6 +92,8 @@ def cpu_facts() -> dict[str, Any]:
         "other_isas": [name for name in ISAS if name not in usable],
         "isa": kernels.default_isa(),
         "isa_from": "KVPOOL_CPU_ISA" if os.environ.get("KVPOOL_CPU_ISA") else "the best of this machine",
+        "tilings": kernels.tilings(),
+        "layout": kvpool.KVSpec(1, 1, 64).layout,
         "num_threads": kernels.num_threads(),
         "num_threads_from": (
             "KVPOOL_NUM_THREADS" if os.environ.get("KVPOOL_NUM_THREADS") else "the CPUs of this process"
@@ -198,9 +200,17 @@ def cpu_rows(cpu: dict[str, Any]) -> list[tuple[str, str]]:
     others = f", not here: {', '.join(cpu['other_isas'])}" if cpu["other_isas"] else ""
     return [
         ("CPU kernels", f"{cpu['isa']}, {cpu['isa_from']} (it has {', '.join(cpu['isas'])}{others})"),
+        ("CPU decode", tilings_text(cpu)),
         ("CPU threads", f"{cpu['num_threads']}, {cpu['num_threads_from']}"),
         *rows,
     ]
+
+
+def tilings_text(cpu: dict[str, Any]) -> str:
+    """Return what a decode does at once, by instruction set."""
+    each = ", ".join(f"{name} {of['keys']} x {of['queries']}" for name, of in cpu["tilings"].items())
+    tokens = cpu["tilings"][cpu["isa"]]["tokens"]
+    return f"keys x queries at once: {each}; tiles of {tokens} tokens; layout {cpu['layout']} unless a spec has another"
 
 
 def mlx_rows(route: dict[str, str | None] | None) -> list[tuple[str, str]]:

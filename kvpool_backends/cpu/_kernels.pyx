@@ -32,8 +32,8 @@ from kvpool_backends.cpu._attention cimport (
 )
 from kvpool_backends.cpu.kvcpu cimport (
     KV_BF16, KV_F8, KV_F16, KV_F32, kv_attend, kv_attend_scratch_nbytes, kv_attention, kv_compact, kv_copy_blocks,
-    kv_cpus, kv_export, kv_gather, kv_import, kv_isa, kv_isa_at, kv_isa_count, kv_isa_name, kv_layer, kv_part, kv_plane,
-    kv_read_sum, kv_scores_scratch_nbytes, kv_tokens, kv_write, kv_zero,
+    kv_cpus, kv_export, kv_gather, kv_import, kv_isa, kv_isa_at, kv_isa_count, kv_isa_name, kv_isa_tiling, kv_layer,
+    kv_part, kv_plane, kv_read_sum, kv_scores_scratch_nbytes, kv_tokens, kv_write, kv_zero,
 )
 
 from kvpool.spec import KVSpec
@@ -52,6 +52,15 @@ cdef dict DTYPES = {"float32": KV_F32, "float16": KV_F16, "bfloat16": KV_BF16, "
 def isas():
     """Names of the instruction sets that this machine can run the kernels with, best last."""
     return tuple(kv_isa_name(kv_isa_at(i)).decode() for i in range(kv_isa_count()))
+
+
+def tilings():
+    """What a decode does at once, for each of `isas()`: ``{"tokens", "keys", "queries", "vectors"}``.
+
+    A tile of tokens is looked up in the block table at once. Of these, so many keys meet so many queries in registers.
+    Values are added up for so many vectors of as many queries.
+    """
+    return {kv_isa_name(kv_isa_at(i)).decode(): kv_isa_tiling(kv_isa_at(i)) for i in range(kv_isa_count())}
 
 
 def default_isa():

@@ -84,3 +84,6 @@ cdef extern from "kvcpu.h" nogil:
     int kv_isa_count()
     const kv_isa* kv_isa_at(int index)
     const char* kv_isa_name(const kv_isa* isa)
+    ctypedef struct kv_tiling:
+        int tokens, keys, queries, vectors
+    kv_tiling kv_isa_tiling(const kv_isa* isa)

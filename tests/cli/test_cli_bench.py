@@ -1,6 +1,7 @@
 """`kvpool bench allocator` and `kvpool bench attention`: small tables that end soon."""
 
 import json
+from itertools import product
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from kvpool.cli import main
 from kvpool.cli.bench import allocator, attention
 from kvpool_backends import load_backend
+from kvpool_backends.cpu import isas
 
 
 def facts_of(capsys, *argv):
@@ -49,8 +51,24 @@ def test_attention_rows_stand_beside_a_read(capsys):
     sizes = ("--batch", "2", "--context", "100", "--dtype", "float32,bfloat16", "--repetitions", "1")
     facts = facts_of(capsys, "attention", *sizes)
     assert [row["dtype"] for row in facts["rows"]] == ["float32", "bfloat16"]
-    assert all(row["nbytes"] == attention.Case(row["dtype"], 2, 100).nbytes for row in facts["rows"])
+    for row in facts["rows"]:
+        assert row["nbytes"] == attention.Case(row["dtype"], 2, 100, "portable", "NHD", 1).nbytes
     assert all(row["ratio"] > 0 for row in facts["rows"])
+
+
+def test_attention_runs_each_instruction_set_layout_and_number_of_threads(monkeypatch, capsys):
+    """The backend that is timed is the one that the row names."""
+    made, factory = [], load_backend("cpu")
+
+    def seen(spec, num_blocks, **more):
+        made.append((more["isa"], spec.layout, more["num_threads"]))
+        return factory(spec, num_blocks, **more)
+
+    monkeypatch.setattr("kvpool_backends.load_backend", lambda name: seen)
+    sizes = ("--batch", "1", "--context", "40", "--dtype", "float16", "--repetitions", "1")
+    facts = facts_of(capsys, "attention", *sizes, "--isa", "all", "--layout", "NHD,HND", "--threads", "1,2")
+    wanted = list(product(isas(), ("NHD", "HND"), (1, 2)))
+    assert made == wanted == [(row["isa"], row["layout"], row["threads"]) for row in facts["rows"]]
 
 
 def test_attention_leaves_out_what_does_not_fit(capsys):
@@ -73,7 +91,13 @@ def test_attention_times_the_decode_that_it_says(monkeypatch, capsys):
     assert set(seen) == {((3, 32, 128), True)}
 
 
-@pytest.mark.parametrize("wrong", ["--dtype float8", "--batch x", "--context 0", "--max-memory much"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *("--dtype float8", "--isa sse", "--layout NDH", "--threads 0"),
+        *("--batch x", "--context 0", "--max-memory much"),
+    ],
+)
 def test_nonsense_is_refused(capsys, wrong):
     assert main(["bench", "attention", *wrong.split()]) == 2
     assert "kvpool bench attention:" in capsys.readouterr().err

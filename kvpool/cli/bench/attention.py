@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from kvpool import KVSpec, Plan, Pool
 from kvpool.cli.bench.measure import Contestant, race
 from kvpool.cli.bench.options import DTYPES, LIST, MEMORY, NUMBER, declare, memory_nbytes, numbers, some, tokens
 from kvpool.cli.console import CommandError, progress, whole
+from kvpool.cli.machine import cpu_model
 
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 CHUNK = 1024  # tokens that are written at once
@@ -27,6 +29,9 @@ OPTIONS = (
     ("dtype", LIST, "float32,bfloat16", "element types of the cache"),
     ("batch", LIST, "1,16", "sequences per call"),
     ("context", LIST, "4k", "tokens of each sequence"),
+    ("isa", LIST, "auto", "instruction sets of the kernels; all: each one that this machine has"),
+    ("layout", LIST, "NHD", "layouts of the blocks: NHD, HND"),
+    ("threads", LIST, "auto", "numbers of threads"),
     ("repetitions", NUMBER, "15", "rounds that have to count"),
     ("max-memory", NUMBER, "auto", MEMORY),
 )
@@ -40,27 +45,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, and print a table."""
     repetitions, most = whole("--repetitions", args.repetitions), memory_nbytes(args.max_memory)
-    sizes = [
-        (dtype, batch, context)
-        for dtype in some("--dtype", args.dtype, DTYPES)
-        for batch in numbers("--batch", args.batch)
-        for context in numbers("--context", args.context)
-    ]
     try:
         from kvpool_backends.cpu import _kernels as kernels
     except ImportError as error:
         raise CommandError(f"the CPU kernels do not import: {error}") from None
+    isas = {"auto": kernels.default_isa(), "all": ",".join(kernels.isas())}.get(args.isa, args.isa)
+    sizes = product(
+        some("--dtype", args.dtype, DTYPES),
+        numbers("--batch", args.batch),
+        numbers("--context", args.context),
+        some("--isa", isas, kernels.isas()),
+        some("--layout", args.layout, ("NHD", "HND")),
+        numbers("--threads", args.threads) if args.threads != "auto" else (kernels.num_threads(),),
+    )
+    cases = [Case(*size) for size in sizes]
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
-    with progress(len(sizes), args.json) as say:
-        for dtype, batch, context in sizes:
-            case = Case(dtype, batch, context)
+    with progress(len(cases), args.json) as say:
+        for case in cases:
             say(case.name)
             if 2 * case.nbytes > most:
                 left_out.append(case.name)
             else:
                 rows.append(case.measure(kernels, repetitions))
-    facts = {"isa": kernels.default_isa(), "threads": kernels.num_threads(), "rows": rows, "left_out": left_out}
+    facts = {"cpu": cpu_model(), "rows": rows, "left_out": left_out}
     print(json.dumps(facts, indent=2) if args.json else describe(facts))
     return 0
 
@@ -72,16 +80,20 @@ class Case:
     dtype: str
     batch: int
     context: int
+    isa: str
+    layout: str
+    threads: int
 
     @property
     def name(self) -> str:
         """For people."""
-        return f"{self.dtype}, {self.batch} x {tokens(self.context)}"
+        size = f"{self.batch} x {tokens(self.context)}"
+        return f"{self.dtype}, {size}, {self.isa}, {self.layout}, threads: {self.threads}"
 
     @property
     def spec(self) -> KVSpec:
         """Of the layer."""
-        return KVSpec(1, NUM_KV_HEADS, HEAD_DIM, dtype=self.dtype, block_size=BLOCK_SIZE)
+        return KVSpec(1, NUM_KV_HEADS, HEAD_DIM, dtype=self.dtype, block_size=BLOCK_SIZE, layout=self.layout)
 
     @property
     def num_blocks(self) -> int:
@@ -98,7 +110,7 @@ class Case:
         from kvpool_backends import load_backend
 
         rng = np.random.default_rng(1)
-        kv = load_backend("cpu")(self.spec, self.num_blocks)
+        kv = load_backend("cpu")(self.spec, self.num_blocks, isa=self.isa, num_threads=self.threads)
         pool = Pool(self.num_blocks, BLOCK_SIZE, in_order=True)
         plan = Plan(pool, self.batch, max(CHUNK, self.batch), backend=kv)
         handles = np.array([pool.open() for _ in range(self.batch)])
@@ -113,7 +125,7 @@ class Case:
         kv.write(step, 0, k[: self.batch], v[: self.batch])
         q = rng.standard_normal((self.batch, NUM_Q_HEADS, HEAD_DIM), np.float32)
         other = np.ones(self.nbytes // 4, np.float32)
-        read = Contestant("read", lambda: kernels.read_sum([other], num_threads=kernels.num_threads()))
+        read = Contestant("read", lambda: kernels.read_sum([other], num_threads=self.threads))
         result = race(read, [Contestant("decode", lambda: kv.attend(step, 0, q))], repetitions)
         decode = result.timings["decode"].best if result.timings else float("nan")
         return {
@@ -129,14 +141,16 @@ class Case:
 def describe(facts: dict[str, Any]) -> str:
     """The table for a person."""
     lines = [
-        f"{facts['isa']} kernels, {facts['threads']} threads; {NUM_Q_HEADS} query heads on {NUM_KV_HEADS} KV heads of "
+        f"{facts['cpu']}; {NUM_Q_HEADS} query heads on {NUM_KV_HEADS} KV heads of "
         f"{HEAD_DIM}, blocks of {BLOCK_SIZE}",
-        f"{'dtype':10}{'sequences':>10}{'context':>9}{'decode':>12}{'GB/s':>8}{'read GB/s':>11}{'times a read':>14}",
+        f"{'isa':9}{'dtype':10}{'layout':7}{'threads':>7}"
+        f"{'sequences':>10}{'context':>9}{'decode':>12}{'GB/s':>8}{'read GB/s':>11}{'times a read':>14}",
     ]
     for row in facts["rows"]:
         rate, read = row["nbytes"] / row["seconds"] / 1e9, row["nbytes"] / row["read_seconds"] / 1e9
         lines.append(
-            f"{row['dtype']:10}{row['batch']:>10}{tokens(row['context']):>9}{row['seconds'] * 1e6:>9,.0f} us"
+            f"{row['isa']:9}{row['dtype']:10}{row['layout']:7}{row['threads']:>7}"
+            f"{row['batch']:>10}{tokens(row['context']):>9}{row['seconds'] * 1e6:>9,.0f} us"
             f"{rate:>8.1f}{read:>11.1f}{row['ratio']:>14.2f}{'' if row['is_complete'] else '  disturbed'}"
         )
     return "\n".join([*lines, *(f"left out: {name} (--max-memory)" for name in facts["left_out"])])

@@ -135,7 +135,7 @@ static int64_t fetch_step(const kv_layer *layer, const kv_plane *fetched, const 
 }
 
 /* `rows` lanes of a head from the i-th on against TOKENS tokens from t on; `step` of fetch_step. */
-KV_COPIES void some_scores(kv_dtype dtype, const int rows, const decoding *run, const kv_tile *tile, int64_t t,
+KV_INLINE void some_scores(kv_dtype dtype, const int rows, const decoding *run, const kv_tile *tile, int64_t t,
                            int64_t head, int64_t i, int64_t step) {
     const kv_layer *layer = run->call->layer;
     const kv_plane *k = &layer->k, *v = &layer->v;
@@ -153,7 +153,7 @@ KV_COPIES void some_scores(kv_dtype dtype, const int rows, const decoding *run, 
 }
 
 /* All of a head's lanes against the tile; meanwhile the same head's values are fetched, if `fetches`. */
-KV_COPIES void head_scores_as(kv_dtype dtype, const decoding *run, const kv_tile *tile, int64_t head, int fetches) {
+KV_INLINE void head_scores_as(kv_dtype dtype, const decoding *run, const kv_tile *tile, int64_t head, int fetches) {
     const kv_layer *layer = run->call->layer;
     const int64_t values = fetches ? fetch_step(layer, &layer->v, &layer->k) : 0;
     for (int64_t t = 0; t < tile->count; t += TOKENS) {
@@ -173,8 +173,8 @@ KV_COPIES void head_scores_as(kv_dtype dtype, const decoding *run, const kv_tile
     }
 HEAD_SCORES(F32)
 HEAD_SCORES(F16)
-HEAD_SCORES(F8)
 HEAD_SCORES(BF16)
+HEAD_SCORES(F8)
 HEAD_SCORES(U8)
 HEAD_SCORES(U4)
 
@@ -182,8 +182,8 @@ static void head_scores(const decoding *run, const kv_tile *tile, int64_t head, 
     switch (kv_stored(run->call->layer, &run->call->layer->k)) {
     case KV_F32: head_scores_F32(run, tile, head, fetches); break;
     case KV_F16: head_scores_F16(run, tile, head, fetches); break;
-    case KV_F8: head_scores_F8(run, tile, head, fetches); break;
     case KV_BF16: head_scores_BF16(run, tile, head, fetches); break;
+    case KV_F8: head_scores_F8(run, tile, head, fetches); break;
     case KV_U8: head_scores_U8(run, tile, head, fetches); break;
     case KV_U4: head_scores_U4(run, tile, head, fetches); break;
     }
@@ -300,7 +300,7 @@ static void used_values(const decoding *run, const kv_tile *tile, int64_t offset
 }
 
 /* `rows` lanes of a head from the i-th on; `step` of fetch_step. */
-KV_COPIES void lanes_values(kv_dtype dtype, const int rows, const decoding *run, const char *const *tokens,
+KV_INLINE void lanes_values(kv_dtype dtype, const int rows, const decoding *run, const char *const *tokens,
                             int64_t count, int64_t offset, int64_t head, int64_t i, const char *const *ahead,
                             int64_t ahead_offset, int64_t step) {
     const kv_plane *plane = &run->call->layer->v;
@@ -325,7 +325,7 @@ KV_COPIES void lanes_values(kv_dtype dtype, const int rows, const decoding *run,
 }
 
 /* Sums up the tile's values of a head; meanwhile the keys at `ahead` are fetched, those that are used next. */
-KV_COPIES void head_values_as(kv_dtype dtype, const decoding *run, const kv_tile *tile, int64_t head,
+KV_INLINE void head_values_as(kv_dtype dtype, const decoding *run, const kv_tile *tile, int64_t head,
                               const char *const *ahead, int64_t ahead_offset) {
     const kv_layer *layer = run->call->layer;
     const char *used[TILE], *const *tokens = tile->v;
@@ -357,8 +357,8 @@ KV_COPIES void head_values_as(kv_dtype dtype, const decoding *run, const kv_tile
     }
 HEAD_VALUES(F32)
 HEAD_VALUES(F16)
-HEAD_VALUES(F8)
 HEAD_VALUES(BF16)
+HEAD_VALUES(F8)
 HEAD_VALUES(U8)
 HEAD_VALUES(U4)
 
@@ -367,8 +367,8 @@ static void head_values(const decoding *run, const kv_tile *tile, int64_t head, 
     switch (kv_stored(run->call->layer, &run->call->layer->v)) {
     case KV_F32: head_values_F32(run, tile, head, ahead, ahead_offset); break;
     case KV_F16: head_values_F16(run, tile, head, ahead, ahead_offset); break;
-    case KV_F8: head_values_F8(run, tile, head, ahead, ahead_offset); break;
     case KV_BF16: head_values_BF16(run, tile, head, ahead, ahead_offset); break;
+    case KV_F8: head_values_F8(run, tile, head, ahead, ahead_offset); break;
     case KV_U8: head_values_U8(run, tile, head, ahead, ahead_offset); break;
     case KV_U4: head_values_U4(run, tile, head, ahead, ahead_offset); break;
     }

@@ -1,23 +1,30 @@
 /* The two inner loops of decode, on registers: scores of a few tokens against a few queries, and weighted sums of V.
  *
- * Elements go in pairs of vectors: for bfloat16 and numbers of 4 bits the even and the odd ones of 2 * VL (a shift, a
- * mask: no shuffle), else the first and the second VL. Queries are stored in that order, results come out in it; a dot
- * product does not mind.
+ * Elements go in pairs of vectors: for bfloat16 and numbers of 4 bits, and for float16 where no instruction converts
+ * it, the even and the odd ones of 2 * VL (a shift, a mask: no shuffle), else the first and the second VL. Queries are
+ * stored in that order, results come out in it; a dot product does not mind.
  */
 enum { PAIR = 2 * VL, LANES = 4 }; /* queries at once */
 #if defined(KV_SIMD_AVX512) || defined(KV_SIMD_NEON)
-enum { TOKENS = 4, ARE_REGISTERS_MANY = 1 }; /* keys at once: of 32 registers 16 are sums, 8 a pair of each key */
+/* keys at once: of 32 registers 16 are sums, 8 a pair of each key */
+enum { TOKENS = 4, ARE_REGISTERS_MANY = 1, CONVERTS_F16 = 1 };
 #elif defined(KV_SIMD_AVX2)
-enum { TOKENS = 3, ARE_REGISTERS_MANY = 0 }; /* of 16, 12 are sums, 3 half a pair of each key, 1 of a query */
+/* of 16, 12 are sums, 3 half a pair of each key, 1 of a query */
+enum { TOKENS = 3, ARE_REGISTERS_MANY = 0, CONVERTS_F16 = 1 };
 #else
-enum { TOKENS = 2, ARE_REGISTERS_MANY = 0 }; /* without fused multiplications products take one, too */
+/* without fused multiplications products take one, too */
+enum { TOKENS = 2, ARE_REGISTERS_MANY = 0, CONVERTS_F16 = 0 };
 #endif
 
 typedef struct { vf a, b; } vpair;
 
 static int64_t padded(int64_t dim) { return (dim + PAIR - 1) / PAIR * PAIR; }
 
-KV_INLINE vpair pair_from_bf16(vu bits) {
+/* Whether a pair is the even and the odd elements, halves of lanes as they lie in memory. */
+KV_INLINE int is_in_halves(kv_dtype dtype) { return dtype == KV_BF16 || (dtype == KV_F16 && !CONVERTS_F16); }
+
+KV_INLINE vpair pair_from_halves(kv_dtype dtype, vu bits) {
+    if (dtype == KV_F16) return (vpair){v_from_upper_f16((vi)(bits << 16)), v_from_upper_f16((vi)bits)};
     return (vpair){(vf)(bits << 16), (vf)(bits & 0xffff0000u)};
 }
 
@@ -28,10 +35,10 @@ KV_INLINE vpair pair_load(kv_dtype dtype, const char *p) {
         const vi both = v_load_bytes(p);
         return (vpair){__builtin_convertvector(both & 15, vf), __builtin_convertvector(both >> 4, vf)};
     }
-    if (dtype != KV_BF16) return (vpair){v_load_as(dtype, p), v_load_as(dtype, p + VL * kv_itemsize(dtype))};
+    if (!is_in_halves(dtype)) return (vpair){v_load_as(dtype, p), v_load_as(dtype, p + VL * kv_itemsize(dtype))};
     vu bits;
     memcpy(&bits, p, sizeof bits);
-    return pair_from_bf16(bits);
+    return pair_from_halves(dtype, bits);
 }
 
 /* One vector of a pair. */
@@ -51,22 +58,22 @@ KV_INLINE vf half_load(kv_dtype dtype, const char *p, const int half) {
 
 /* The first n < PAIR elements, then zeros. */
 KV_INLINE vpair pair_load_n(kv_dtype dtype, const char *p, int64_t n) {
-    if (dtype != KV_BF16) {
+    if (!is_in_halves(dtype)) {
         const int64_t first = n < VL ? n : VL;
         return (vpair){v_load_n_as(dtype, p, first), v_load_n_as(dtype, p + first * kv_itemsize(dtype), n - first)};
     }
 #if defined(KV_SIMD_AVX512)
-    return pair_from_bf16((vu)_mm512_maskz_loadu_epi16((__mmask32)((1u << n) - 1), p));
+    return pair_from_halves(dtype, (vu)_mm512_maskz_loadu_epi16((__mmask32)((1u << n) - 1), p));
 #else
     vu bits = {0};
     memcpy(&bits, p, 2 * (size_t)n);
-    return pair_from_bf16(bits);
+    return pair_from_halves(dtype, bits);
 #endif
 }
 
 /* A pair as it is stored, from its elements in order, or back to them. */
 KV_INLINE void pair_shuffle(kv_dtype dtype, const float *in, float *out, const int is_back) {
-    const int in_turns = dtype == KV_BF16 || dtype == KV_U4;
+    const int in_turns = is_in_halves(dtype) || dtype == KV_U4;
     for (int i = 0; i < PAIR; i++) {
         const int place = in_turns ? i / 2 + i % 2 * VL : i;
         out[is_back ? i : place] = in[is_back ? place : i];
@@ -157,7 +164,7 @@ KV_INLINE void scores_of_some(kv_dtype dtype, const int rows, const char *const 
  * the `pairs` (1 or 2) pairs of elements from d on; the last one has `tail` elements if that is not 0. The sum
  * begins at 0, or at starts[r * starts_stride]: so the error grows with the number of tiles plus the length of one.
  * Meanwhile as many tokens are fetched from `ahead` on, `step` bytes of each for each pair of elements. */
-KV_COPIES void weigh(kv_dtype dtype, const int rows, const int pairs, int64_t tail, const char *const *tokens,
+KV_INLINE void weigh(kv_dtype dtype, const int rows, const int pairs, int64_t tail, const char *const *tokens,
                      int64_t count, int64_t offset, int64_t d, int64_t stride, const float *weights, const float *decay,
                      float *acc, const float *starts, int64_t starts_stride, const char *const *ahead,
                      int64_t ahead_offset, int64_t step) {

@@ -118,7 +118,7 @@ KV_INLINE void numbers_of_some(kv_dtype dtype, const int rows, const char *const
     vf sum[LANES][TOKENS] = {{{0}}};
     for (int t = 0; t < TOKENS; t++) {
         k[t] = tokens[t] + offset;
-        fetch(ahead[t] + ahead_offset, ahead_nbytes); /* at once: a group is too little work to ask between its vectors */
+        fetch(ahead[t] + ahead_offset, ahead_nbytes); /* at once: a group is too little work to ask in it */
     }
     for (int64_t g = 0; g < groups; g++) {
         const v4 scale = v4_load(scales + g * TILE), bias = v4_load(biases + g * TILE);

@@ -34,3 +34,5 @@ int kv_isa_count(void) {
 }
 
 const char *kv_isa_name(const kv_isa *isa) { return isa->name; }
+
+kv_tiling kv_isa_tiling(const kv_isa *isa) { return isa->tiling; }

@@ -38,6 +38,7 @@ static inline kv_packed packed_at(const kv_layer *layer, const kv_plane *plane, 
 struct kv_isa {
     const char *name;
     int (*is_supported)(void);
+    kv_tiling tiling;
 
     /* Decode and short windows of queries (decode.h). A part is tokens [begin, end) of the context of `row`. Its result
      * goes to `partial` (partial_floats of them), or, when that is NULL, finished to `call->out`. */

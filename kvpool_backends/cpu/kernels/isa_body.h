@@ -9,6 +9,10 @@
 
 #include "decode.h"
 
+#if defined(KV_ONE_COPY)
+#pragma GCC optimize("Os")
+#endif
+
 #include "scores.h"
 
 #include "chunk.h"
@@ -20,6 +24,7 @@
 const kv_isa KV_NAME(kv_isa) = {
     .name = KV_ISA_NAME,
     .is_supported = KV_NAME(is_supported),
+    .tiling = {TILE, TOKENS, LANES, ARE_REGISTERS_MANY ? 4 : 2},
     .decode_scratch_floats = decode_scratch_floats,
     .partial_floats = partial_floats,
     .decode_part = decode_part,

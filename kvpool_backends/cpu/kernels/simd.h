@@ -11,9 +11,7 @@
 
 #include "kvcpu.h"
 
-#if defined(KV_ONE_COPY)
-#define KV_UNROLL
-#elif defined(__clang__)
+#if defined(__clang__)
 #define KV_UNROLL _Pragma("unroll")
 #else
 #define KV_UNROLL _Pragma("GCC unroll 16")
@@ -88,8 +86,8 @@ KV_INLINE vf v_fma(vf a, vf b, vf c) {
 #endif
 }
 
-/* *sum += a * b, where sums and factors fill all of 16 registers: a compiler that is free to rename the sums, or to read
- * a factor from memory for each product, would run out of them. */
+/* *sum += a * b, where sums and factors fill all of 16 registers: a compiler that is free to rename the sums, or to
+ * read a factor from memory for each product, would run out of them. */
 KV_INLINE void v_add_product(vf *sum, vf a, vf b) {
 #if defined(KV_SIMD_AVX2)
     __asm__("vfmadd231ps %2, %1, %0" : "+x"(*sum) : "x"(a), "x"(b));
@@ -322,6 +320,13 @@ KV_INLINE vh v_to_bf16(vf x) {
     return __builtin_convertvector((rounded & ~(vu)is_nan) | (((bits >> 16) | 0x40) & (vu)is_nan), vh);
 }
 
+/* Float16 in the upper halves of the lanes, below which there is anything. Exponents differ by 112, which a
+ * multiplication repairs, subnormals included; infinity and NaN by hand. */
+KV_INLINE vf v_from_upper_f16(vi x) {
+    const vi moved = (x >> 3) & (int32_t)0x8fffe000, is_special = (moved & 0x0f800000) == 0x0f800000;
+    return (vf)((vi)((vf)moved * 0x1p112f) | (is_special & 0x7f800000));
+}
+
 KV_INLINE vf v_from_f16(vh bits) {
 #if defined(KV_SIMD_AVX512)
     return _mm512_cvtph_ps((__m256i)bits);
@@ -330,12 +335,7 @@ KV_INLINE vf v_from_f16(vh bits) {
 #elif defined(KV_SIMD_NEON)
     return vcvt_f32_f16((float16x4_t)bits);
 #else
-    /* Exponents differ by 112, which a multiplication repairs, subnormals included; infinity and NaN by hand. */
-    vu wide = __builtin_convertvector(bits, vu), rest = (wide & 0x7fff) << 13;
-    vf value = (vf)rest * 0x1p112f;
-    vi is_special = (vi)rest >= (0x7c00 << 13);
-    value = v_select(is_special, (vf)(rest | 0x7f800000), value);
-    return (vf)((vu)value | ((wide & 0x8000) << 16));
+    return v_from_upper_f16((vi)(__builtin_convertvector(bits, vu) << 16));
 #endif
 }
 
@@ -375,7 +375,7 @@ KV_INLINE vh v_load_half_n(const char *p, int64_t n) {
 /* -------- float8: e4m3, without infinities -------- */
 
 /* A float16 has the same digits and 8 more in the exponent. */
-KV_INLINE vf v_from_f8(const char *p) {
+KV_COPIES vf v_from_f8(const char *p) {
 #if defined(KV_SIMD_AVX512)
     vh bits = (vh)_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)p));
 #elif defined(KV_SIMD_AVX2)
