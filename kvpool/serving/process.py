@@ -138,18 +138,8 @@ async def serve(
     """
     metrics = ServerMetrics()
     runner = Runner(make, metrics.ended)
-    loop, asked, first = asyncio.get_running_loop(), asyncio.Event(), 0.0
-
-    def interrupted() -> None:
-        nonlocal first
-        if asked.is_set() and loop.time() > first + SAME_SIGNAL:
-            os._exit(INTERRUPTED)
-        first = first or loop.time()
-        asked.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, interrupted)
-    ended = asyncio.create_task(asked.wait())
+    loop = asyncio.get_running_loop()
+    ended = asyncio.create_task(_signals(loop).wait())
     loaded = asyncio.create_task(runner.start())
     await asyncio.wait((loaded, ended), return_when=asyncio.FIRST_COMPLETED)
     if not loaded.done():
@@ -186,9 +176,23 @@ async def serve(
         on_ready(runner.engine)
     await serving
     left = await draining
-    if runner.engine.grammars.trial is not None:
-        runner.engine.grammars.trial.close()
     return left if runner.failure is None else -1
+
+
+def _signals(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
+    """Return what the first SIGTERM or SIGINT sets. The second one ends the process."""
+    asked, first = asyncio.Event(), 0.0
+
+    def interrupted() -> None:
+        nonlocal first
+        if asked.is_set() and loop.time() > first + SAME_SIGNAL:
+            os._exit(INTERRUPTED)
+        first = first or loop.time()
+        asked.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, interrupted)
+    return asked
 
 
 def _allow_files(count: int) -> None:

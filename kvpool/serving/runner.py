@@ -74,10 +74,12 @@ class Runner:
         self.engine = await self._ready
 
     async def stop(self) -> int:
-        """Cancel what runs and end the thread. Return the blocks that are still in use."""
+        """Cancel what runs, end the thread and the trial of grammars. Return the blocks that are still in use."""
         self._is_stopping = True
         self._calls.put(None)
         await self._loop.run_in_executor(None, self._thread.join)
+        if self.engine.grammars.trial is not None:
+            self.engine.grammars.trial.close()
         return self._used(self.engine)
 
     def run(self, prompts: Sequence[Sequence[int]], listens: bool, options: dict[str, Any]) -> Run:
