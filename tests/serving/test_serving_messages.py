@@ -116,7 +116,7 @@ def test_answer_that_cannot_be_told_does_not_blame_the_client(monkeypatch):
 @pytest.mark.parametrize(
     ("error", "field", "body"),
     [
-        (anthropic.NotFoundError, "model", {"model": "claude"}),
+        (anthropic.NotFoundError, "model", {"model": "messenger"}),
         (anthropic.BadRequestError, "max_tokens", {"max_tokens": 0}),
         (anthropic.BadRequestError, "temperature", {"extra_body": {"temperature": 1.5}}),
         (anthropic.BadRequestError, "tools", {"tools": [{"name": "a b", "input_schema": {"type": "object"}}]}),

@@ -65,7 +65,7 @@ def client(server):
 
 
 @pytest.fixture(scope="module")
-def claude(server):
+def messenger(server):
     return anthropic.Anthropic(base_url=server.facts["url"], api_key="any", max_retries=0)
 
 
@@ -103,30 +103,30 @@ def test_openai_client_holds_a_conversation_with_tools(client, choice):
     assert free.choices[0].message.tool_calls is None
 
 
-def test_anthropic_client_holds_a_conversation_with_tools(claude):
+def test_anthropic_client_holds_a_conversation_with_tools(messenger):
     turns, options = list(ASKED), {"model": "tiny", "tools": OURS, "max_tokens": 300}
     choice = {"type": "tool", "name": "weather"}
     for _ in range(3):
-        with claude.messages.stream(messages=turns, tool_choice=choice, **options) as stream:
+        with messenger.messages.stream(messages=turns, tool_choice=choice, **options) as stream:
             kinds = [event.type for event in stream]
             message = stream.get_final_message()
         assert message.stop_reason == "tool_use" and "input_json" in kinds
         (call,) = message.content
         assert call.type == "tool_use" and is_call(call.name, call.input)
-        counted = claude.messages.count_tokens(messages=turns, tools=OURS, model="tiny").input_tokens
+        counted = messenger.messages.count_tokens(messages=turns, tools=OURS, model="tiny").input_tokens
         usage = message.usage
         assert counted == usage.input_tokens + usage.cache_read_input_tokens
         result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "12"}]}
         turns += [{"role": "assistant", "content": [call.model_dump(include={"type", "id", "name", "input"})]}]
         turns += [{"role": "user", "content": [result, {"type": "text", "text": "And then?"}]}]
     one = {"type": "any", "disable_parallel_tool_use": True}
-    whole = claude.messages.create(messages=turns, tool_choice=one, **options)
+    whole = messenger.messages.create(messages=turns, tool_choice=one, **options)
     assert [block.type for block in whole.content] == ["tool_use"] and whole.stop_reason == "tool_use"
-    free = claude.messages.create(messages=turns, **options | {"max_tokens": 5})
+    free = messenger.messages.create(messages=turns, **options | {"max_tokens": 5})
     assert free.stop_reason in ("max_tokens", "end_turn")
 
 
-def test_answers_of_all_apis_fit_their_schemas(client, claude):
+def test_answers_of_all_apis_fit_their_schemas(client, messenger):
     draw, judged = random.Random(fresh_seed()), 0
     for seed in range(12):
         schema, fits = json_forms.record(draw)
@@ -136,7 +136,7 @@ def test_answers_of_all_apis_fit_their_schemas(client, claude):
         body["extra_body"] = {"response_format": body.pop("response_format")}
         text = client.completions.create(prompt="x", **body)
         config = {"format": {"type": "json_schema", "schema": schema}}
-        message = claude.messages.create(model="tiny", max_tokens=300, messages=ASKED, output_config=config)
+        message = messenger.messages.create(model="tiny", max_tokens=300, messages=ASKED, output_config=config)
         ended = [(one.message.content, one.finish_reason) for one in chat.choices]
         ended += [(one.text, one.finish_reason) for one in text.choices]
         ended += [(message.content[0].text, "length" if message.stop_reason == "max_tokens" else "stop")]
@@ -172,7 +172,7 @@ def test_answer_is_a_form_or_calls_if_both_are_wanted(client):
         assert found and found <= due
 
 
-def test_reasoning_is_told_apart_in_both_apis(client, claude):
+def test_reasoning_is_told_apart_in_both_apis(client, messenger):
     form = {"type": "regex", "regex": "<think>\n[ab]{3,9}</think>\n\n[xy]{2,5}"}
     body = {"model": "tiny", "messages": ASKED, "max_tokens": 60, "seed": 3, "extra_body": {"response_format": form}}
     message = client.chat.completions.create(**body).choices[0].message
@@ -187,10 +187,10 @@ def test_reasoning_is_told_apart_in_both_apis(client, claude):
     thought = {"type": "thinking", "thinking": "a", "signature": ""}
     turns = [*ASKED, {"role": "assistant", "content": [thought, {"type": "text", "text": "b"}]}, *ASKED]
     options = {"model": "tiny", "max_tokens": 2048, "thinking": {"type": "enabled", "budget_tokens": 1024}}
-    assert claude.messages.create(messages=turns, **options).type == "message"
+    assert messenger.messages.create(messages=turns, **options).type == "message"
 
 
-def test_stream_of_calls_that_is_closed_is_cancelled(server, client, claude):
+def test_stream_of_calls_that_is_closed_is_cancelled(server, client, messenger):
     before = server.idle_metrics()["kvpool_requests_cancelled_total"]
     long = {"type": "object", "properties": {"x": {"type": "string", "minLength": 2000}}, "required": ["x"]}
     endless = [{"type": "function", "function": {"name": "f", "parameters": long}}]
@@ -198,7 +198,7 @@ def test_stream_of_calls_that_is_closed_is_cancelled(server, client, claude):
     with client.chat.completions.create(**body, tools=endless, tool_choice="required", stream=True) as stream:
         next(iter(stream))
     ours = [{"name": "f", "input_schema": long}]
-    with claude.messages.stream(**body, tools=ours, tool_choice={"type": "any"}) as stream:
+    with messenger.messages.stream(**body, tools=ours, tool_choice={"type": "any"}) as stream:
         next(iter(stream))
     after = server.idle_metrics()
     assert after["kvpool_requests_cancelled_total"] == before + 2 and after['kvpool_blocks{state="used"}'] == 0
