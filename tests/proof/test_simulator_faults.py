@@ -2,6 +2,8 @@
 
 import pytest
 
+from kvpool.testing import ModelPlan
+from proof.plain import plain_pool
 from proof.simulation.faults import FAULTS, convict
 from proof.simulation.host import Kit
 from proof.simulation.simulator import simulate
@@ -27,5 +29,4 @@ def test_same_seeds_without_the_fault_pass(name):
 
 
 def test_model_passes_too():
-    model = FAULTS["limbo skipped"]
-    simulate(1, 500, Kit(Pool=model.Pool.__base__, Plan=model.Plan))
+    simulate(1, 500, Kit(Pool=plain_pool, Plan=ModelPlan))
