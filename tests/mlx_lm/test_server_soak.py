@@ -18,7 +18,7 @@ from kvpool.adapters.mlx_lm import tiny
 LONG = bool(os.environ.get("KVPOOL_LONG"))
 CLIENTS, SECONDS, ROUNDS = (64, 120, None) if LONG else (16, None, 2)
 BLOCKS, BLOCK = (160, 16) if LONG else (32, 16)
-TOKENS, NUM_QUESTIONS = (48, 24) if LONG else (40, 10)
+TOKENS, NUM_QUESTIONS = (48, 24) if LONG else (96, 10)
 SYSTEM = "You are a block table. Answer in slots, never in bytes, and share what you have with whoever begins alike."
 QUESTIONS = [f"Where is token {number} of sequence {number * 7 % 31}?" for number in range(NUM_QUESTIONS)]
 
