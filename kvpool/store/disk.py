@@ -249,7 +249,8 @@ class DiskStore:
                     loaded[index] = True
                     continue
                 damaged += count >= 0
-                if (head.startswith(fields) and head.endswith(tokens)) or form.read_head(fd, offset, 1 << 62, segment.kind) is None:
+                is_named_right = head.startswith(fields) and head.endswith(tokens)
+                if is_named_right or form.read_head(fd, offset, 1 << 62, segment.kind) is None:
                     with self._lock:  # it is not whole; a whole record of other content stays
                         self._index.forget(int(names[index]), int(places[index]))
         finally:
