@@ -18,7 +18,7 @@ from kvpool.store.folder import GROWING, SEALED, Folder, Listed
 from kvpool.store.outbox import Outbox, Waiting
 
 _SEGMENT_NBYTES = 128 << 20
-_AHEAD_NBYTES = 32 << 20  # that the system is told to read before they are asked for
+_AHEAD_NBYTES = 8 << 20  # that the system is told to read before they are asked for
 _PAUSE_SECONDS = 60.0  # without writing, after the disk or the budget refused
 _TOUCH_SECONDS = 60.0
 _CLOSE_SECONDS = 10.0

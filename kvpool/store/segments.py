@@ -19,7 +19,7 @@ import numpy as np
 from kvpool.store.blocks import KEY_NBYTES, Blocks
 
 try:
-    from xxhash import xxh3_64
+    from xxhash import xxh3_64, xxh3_64_intdigest
 except ImportError:  # the extra `store`; without it CRC-32 of the standard library
     xxh3_64 = None
 
@@ -61,6 +61,8 @@ class Head(NamedTuple):
 def checksum(kind: int, *parts: object) -> int:
     """Return the checksum of these bytes, one part after the other."""
     if kind == XXH3:
+        if len(parts) == 1:
+            return int(xxh3_64_intdigest(parts[0]))
         state = xxh3_64()
         for part in parts:
             state.update(part)
