@@ -47,6 +47,8 @@ class Folder:
         Made, readable by its owner alone, if it is not there.
     call : str
         For messages.
+    create : bool
+        False: it has to be there, and nothing is made in it.
 
     Raises
     ------
@@ -69,7 +71,8 @@ class Folder:
         try:
             self._check_owner(os.fstat(self.fd), self.path, "chmod 700")
             with suppress(PermissionError, OSError):
-                self._lock_fd = self.open("lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC)
+                made = os.O_CREAT if create else 0
+                self._lock_fd = self.open("lock", os.O_RDWR | made | os.O_NOFOLLOW | os.O_CLOEXEC)
         except BaseException:
             self.close()
             raise
