@@ -242,7 +242,7 @@ class DiskStore:
                 ahead = _read_ahead(fd, offset, ahead)
                 fields, tokens = form.expected_head(self.layout.digest, blocks, index, own.nbytes)
                 try:
-                    count = os.preadv(fd, [head, rows[index]], offset)
+                    count = os.preadv(fd, [head, rows[index].data], offset)
                 except OSError:
                     count, errors = -1, errors + 1
                 if count == len(head) + own.nbytes and form.is_right(segment.kind, head, fields, tokens, rows[index]):
@@ -281,7 +281,7 @@ class DiskStore:
         if growing is None:
             return self._count(dropped=1)
         try:
-            if os.pwritev(growing.fd, [head, item.row, padding], growing.end) != nbytes:
+            if os.pwritev(growing.fd, [head, item.row.data, padding], growing.end) != nbytes:
                 raise OSError("the disk is full")
         except OSError:
             self._count(dropped=1, errors=1)

@@ -241,7 +241,7 @@ class Folder:
 
     def check_layout(self, layout: Layout) -> None:
         """Write down what the records here hold; ValueError if they hold something else."""
-        own: dict[str, object] = {"version": VERSION, "layout": layout.digest.hex(), "text": layout.text.split("\n")}
+        own: dict[str, object] = {"version": VERSION, "layout": layout.digest.hex(), "text": list(layout.lines)}
         try:
             there = self.read_json("layout.json")
         except FileNotFoundError:
@@ -264,7 +264,7 @@ class Folder:
             first = text[0] if isinstance(text, list) and text else "?"
             raise ValueError(
                 f"[{self._call}] {self.path} is a store of another model or layout ({first}), not of this one "
-                f"({layout.text.split(chr(10))[0]}); take another directory"
+                f"({layout.lines[0]}); take another directory"
             )
 
     def granted(self, nbytes: int, budget: int | None) -> int:

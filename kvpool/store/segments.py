@@ -12,21 +12,19 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvpool.store.blocks import KEY_NBYTES, Blocks
 
-try:
-    from xxhash import xxh3_64, xxh3_64_intdigest
-except ImportError:  # the extra `store`; without it CRC-32 of the standard library
-    xxh3_64 = None
-
+_xxhash: Any = import_module("xxhash") if find_spec("xxhash") else None  # the extra `store`
 VERSION = 1
 ALIGNMENT = 64
 XXH3, CRC32 = 1, 2  # kinds of checksums
-KIND = CRC32 if xxh3_64 is None else XXH3  # of what is written
+KIND = CRC32 if _xxhash is None else XXH3  # of what is written: without the package CRC-32 of the standard library
 HEADER = struct.Struct("<8sII16s24xQ")  # magic, version, kind of checksums, layout; checksum
 RECORD = struct.Struct("<8sII16s16s16s16sIIQQ16xQ")  # see Head
 TRAILER = struct.Struct("<8sII16sQQQQ")  # magic, version, kind, layout, records, end of records, checksums: footer, own
@@ -58,24 +56,24 @@ class Head(NamedTuple):
         return head_nbytes(self.num_tokens) + aligned(self.nbytes)
 
 
-def checksum(kind: int, *parts: object) -> int:
+def checksum(kind: int, *parts: Any) -> int:
     """Return the checksum of these bytes, one part after the other."""
     if kind == XXH3:
         if len(parts) == 1:
-            return int(xxh3_64_intdigest(parts[0]))
-        state = xxh3_64()
+            return int(_xxhash.xxh3_64_intdigest(parts[0]))
+        state = _xxhash.xxh3_64()
         for part in parts:
             state.update(part)
         return int(state.intdigest())
     crc = 0
     for part in parts:
-        crc = zlib.crc32(part, crc)  # type: ignore[arg-type]
+        crc = zlib.crc32(part, crc)
     return crc
 
 
 def can_check(kind: int) -> bool:
     """Whether checksums of this kind can be computed here."""
-    return kind == CRC32 or (kind == XXH3 and xxh3_64 is not None)
+    return kind == CRC32 or (kind == XXH3 and _xxhash is not None)
 
 
 def aligned(nbytes: int) -> int:
@@ -130,7 +128,7 @@ def packed_footer(layout: bytes, entries: np.ndarray, end: int, kind: int = KIND
     return padded(footer) + fields + checksum(kind, fields).to_bytes(8, "little")
 
 
-def is_right(kind: int, head: bytes | bytearray, fields: bytes, tokens: bytes, payload: object) -> bool:
+def is_right(kind: int, head: bytes | bytearray, fields: bytes, tokens: bytes, payload: Any) -> bool:
     """Whether a record that was read is the one that `expected_head` describes."""
     if head[: len(fields)] != fields or head[RECORD.size :] != tokens:
         return False
