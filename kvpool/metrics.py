@@ -145,14 +145,6 @@ def by_state(name: str, help: str, stats: Any, states: Iterable[str]) -> Metric:
     return Metric(name, "gauge", help, tuple(({"state": state}, getattr(stats, state)) for state in states))
 
 
-def tier_metrics(tiers: Mapping[str, Any]) -> list[Metric]:
-    """What `kvpool.store.BlockStore.stats` returns, as metrics with the label ``tier``."""
-    return [
-        Metric(name, kind, text, tuple(({"tier": tier}, getattr(stats, field)) for tier, stats in tiers.items()))
-        for field, (name, kind, text) in _TIERS.items()
-    ]
-
-
 class Collector:
     """The same statistics for the registry of the package prometheus-client.
 
@@ -211,27 +203,6 @@ _TENANTS = (
     ("kvpool_tenant_requests", "gauge", "Requests of a tenant that have not ended.", "unfinished"),
     ("kvpool_tenant_tokens_total", "counter", "Tokens computed for a tenant, prompts from admission.", "served_tokens"),
 )
-_TIERS = {
-    "blocks": ("kvpool_store_blocks", "gauge", "Blocks that a tier of the store has."),
-    "nbytes": ("kvpool_store_bytes", "gauge", "Bytes that a tier takes."),
-    "limit_nbytes": ("kvpool_store_limit_bytes", "gauge", "Most bytes that a tier may take, 0 if others decide."),
-    "queued_nbytes": ("kvpool_store_queued_bytes", "gauge", "Bytes that wait to be written."),
-    **{
-        field: (f"kvpool_store_{name}_total", "counter", text)
-        for field, name, text in (
-            ("hits", "hits", "Blocks loaded."),
-            ("hit_nbytes", "hit_bytes", "Bytes loaded."),
-            ("misses", "misses", "Blocks asked for that a tier did not have."),
-            ("damaged", "damaged", "Records found that were not what their name says."),
-            ("stored", "stored", "Blocks that a tier took."),
-            ("stored_nbytes", "stored_bytes", "Bytes of these."),
-            ("written_nbytes", "written_bytes", "Bytes written for them, headers and footers included."),
-            ("dropped", "dropped", "Blocks that a tier did not take, or lost before they were written."),
-            ("evicted", "evicted", "Blocks that left to make room."),
-            ("errors", "errors", "Calls of the system or the server that failed."),
-        )
-    },
-}
 _FIELDS = {f"requests_{name}": name for name in ("finished", "cancelled", "expired", "rejected")}
 _COUNTERS = {
     "requests_finished": "Sequences that ended by themselves.",

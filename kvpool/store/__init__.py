@@ -8,7 +8,7 @@ blocks of a prompt.
 from kvpool.store.blocks import BlockLayout, Blocks, BlockStore, Layout, TierStats, leading, prefix_keys
 from kvpool.store.disk import DiskStore
 from kvpool.store.server import ServerStore
-from kvpool.store.tiers import MemoryStore, TieredStore, open_store
+from kvpool.store.tiers import MemoryStore, TieredStore
 
 __all__ = [
     "BlockLayout",
@@ -21,6 +21,5 @@ __all__ = [
     "TierStats",
     "TieredStore",
     "leading",
-    "open_store",
     "prefix_keys",
 ]

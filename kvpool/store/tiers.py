@@ -1,4 +1,4 @@
-"""`MemoryStore`: blocks in host memory. `TieredStore`: stores in a row. `open_store`: a store by its address."""
+"""`MemoryStore`: blocks in host memory. `TieredStore`: stores one behind the other."""
 
 from __future__ import annotations
 
@@ -12,11 +12,6 @@ import numpy as np
 
 from kvpool.spec import checked_int
 from kvpool.store.blocks import Blocks, BlockStore, Layout, Rows, TierStats, checked
-from kvpool.store.disk import DiskStore
-from kvpool.store.server import ServerStore
-
-MAX_NBYTES = 100 * 10**9
-"""Quota of a directory for which none is given."""
 
 
 class _Held(NamedTuple):
@@ -184,44 +179,6 @@ class TieredStore:
         """Close all tiers."""
         for tier in self.tiers:
             tier.close()
-
-
-def open_store(
-    where: str,
-    layout: Layout,
-    *,
-    max_nbytes: int | None = None,
-    write_nbytes_per_day: int | None = None,
-    memory_nbytes: int | None = None,
-) -> BlockStore:
-    """Open the store at an address, with a tier in memory before it if `memory_nbytes` is given.
-
-    Parameters
-    ----------
-    where : str
-        A directory, or the URL of a server (``redis://``, ``rediss://``, ``unix://``).
-    layout : Layout
-    max_nbytes, write_nbytes_per_day : int, optional
-        Of a directory, see `DiskStore`; 100 GB and no limit by default. A server has limits of its own.
-    memory_nbytes : int, optional
-
-    Raises
-    ------
-    TypeError, ValueError, OSError, ImportError
-        Those of `DiskStore`, `ServerStore` and `MemoryStore`.
-    """
-    if "://" in where:
-        for name, value in (("max_nbytes", max_nbytes), ("write_nbytes_per_day", write_nbytes_per_day)):
-            if value is not None:
-                raise ValueError(f"[open_store] {name} is {value}, but {where} is a server: it has limits of its own")
-    memory = [] if memory_nbytes is None else [MemoryStore(layout, memory_nbytes)]
-    store: BlockStore
-    if "://" in where:
-        store = ServerStore(where, layout)
-    else:
-        most = MAX_NBYTES if max_nbytes is None else max_nbytes
-        store = DiskStore(where, layout, most, write_nbytes_per_day=write_nbytes_per_day)
-    return TieredStore([*memory, store]) if memory else store
 
 
 def _names(blocks: Blocks) -> list[tuple[bytes, int]]:
