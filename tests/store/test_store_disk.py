@@ -163,22 +163,23 @@ def test_queue_that_is_full_drops_and_does_not_wait(tmp_path, monkeypatch):
     store.close()
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"max_nbytes": 0}, ValueError, "max_nbytes is 0"),
-        ({"max_nbytes": "100GB"}, TypeError, "max_nbytes must be an int"),
-        ({"max_nbytes": True}, TypeError, "max_nbytes must be an int"),
-        ({"max_nbytes": 1e9}, TypeError, "max_nbytes must be an int"),
-        ({"max_nbytes": 5000}, ValueError, "max_nbytes is 5000, the least for this layout is"),
-        ({"write_nbytes_per_day": 0}, ValueError, "write_nbytes_per_day is 0"),
-        ({"write_nbytes_per_day": 100}, ValueError, "write_nbytes_per_day is 100, the least"),
-        ({"queue_nbytes": 3999}, ValueError, "queue_nbytes is 3999, the least for this layout is 4000"),
-        ({"segment_nbytes": 4000}, ValueError, "segment_nbytes is 4000, the least"),
-        ({"segment_nbytes": 1 << 24}, ValueError, "max_nbytes is 16777216, the least"),
-    ],
-)
-def test_size_that_is_none_is_refused_at_the_start(tmp_path, options, error, words):
+NO_SIZES = {
+    "max_nbytes is 0": (ValueError, {"max_nbytes": 0}),
+    "max_nbytes must be an int": (TypeError, {"max_nbytes": "100GB"}),
+    "max_nbytes must be an int": (TypeError, {"max_nbytes": True}),
+    "max_nbytes must be an int": (TypeError, {"max_nbytes": 1e9}),
+    "max_nbytes is 5000, the least for this layout is": (ValueError, {"max_nbytes": 5000}),
+    "write_nbytes_per_day is 0": (ValueError, {"write_nbytes_per_day": 0}),
+    "write_nbytes_per_day is 100, the least": (ValueError, {"write_nbytes_per_day": 100}),
+    "queue_nbytes is 3999, the least for this layout is 4000": (ValueError, {"queue_nbytes": 3999}),
+    "segment_nbytes is 4000, the least": (ValueError, {"segment_nbytes": 4000}),
+    "max_nbytes is 16777216, the least": (ValueError, {"segment_nbytes": 1 << 24}),
+}
+
+
+@pytest.mark.parametrize("words", NO_SIZES)
+def test_size_that_is_none_is_refused_at_the_start(tmp_path, words):
+    error, options = NO_SIZES[words]
     arguments = {"max_nbytes": 1 << 24, **options}
     with pytest.raises(error, match=words) as raised:
         DiskStore(str(tmp_path / "store"), LAYOUT, **arguments)
