@@ -165,9 +165,9 @@ def test_queue_that_is_full_drops_and_does_not_wait(tmp_path, monkeypatch):
 
 NO_SIZES = {
     "max_nbytes is 0": (ValueError, {"max_nbytes": 0}),
-    "max_nbytes must be an int": (TypeError, {"max_nbytes": "100GB"}),
-    "max_nbytes must be an int": (TypeError, {"max_nbytes": True}),
-    "max_nbytes must be an int": (TypeError, {"max_nbytes": 1e9}),
+    "max_nbytes must be an int, got str": (TypeError, {"max_nbytes": "100GB"}),
+    "max_nbytes must be an int, got bool": (TypeError, {"max_nbytes": True}),
+    "max_nbytes must be an int, got float": (TypeError, {"max_nbytes": 1e9}),
     "max_nbytes is 5000, the least for this layout is": (ValueError, {"max_nbytes": 5000}),
     "write_nbytes_per_day is 0": (ValueError, {"write_nbytes_per_day": 0}),
     "write_nbytes_per_day is 100, the least": (ValueError, {"write_nbytes_per_day": 100}),
