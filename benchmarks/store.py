@@ -87,17 +87,16 @@ def starting(num_blocks: int) -> list[Gate]:
     layout, each = Layout((BlockLayout(2, 50, "holes"),), "none"), 4000
     rng, step = np.random.default_rng(2), 256
     with tempfile.TemporaryDirectory() as path:
-        folder = Folder(path, "benchmarks")
-        folder.check_layout(layout)
-        for _ in range(num_blocks // each):
-            entries, end = np.zeros(each, form.FOOTER), form.HEADER.size + each * step
-            entries["name"] = rng.integers(0, 2**64, each, np.uint64)
-            entries["offset"] = form.HEADER.size + np.arange(each) * step
-            stem, fd = folder.create(form.packed_header(layout.digest))
-            os.pwrite(fd, form.packed_footer(layout.digest, entries, end), end)
-            folder.seal(stem)
-            os.close(fd)
-        folder.close()
+        with Folder(path, "benchmarks") as folder:
+            folder.check_layout(layout)
+            for _ in range(num_blocks // each):
+                entries, end = np.zeros(each, form.FOOTER), form.HEADER.size + each * step
+                entries["name"] = rng.integers(0, 2**64, each, np.uint64)
+                entries["offset"] = form.HEADER.size + np.arange(each) * step
+                stem, fd = folder.create(form.packed_header(layout.digest))
+                os.pwrite(fd, form.packed_footer(layout.digest, entries, end), end)
+                folder.seal(stem)
+                os.close(fd)
         begin = time.perf_counter()
         store = DiskStore(path, layout, QUOTA)
         store.ready.wait()

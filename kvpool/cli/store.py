@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,18 +18,19 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="what `kvpool serve --store DIR` was given")
 
 
-def _command(summary: str, run: Any, declare: Any = _declare) -> Any:
-    """What `kvpool.cli` takes for a module."""
+def _command(summary: str, call: Callable[[Any, argparse.Namespace], int], declare: Any = _declare) -> Any:
+    """What `kvpool.cli` takes for a module: `call` gets the open directory."""
+
+    def run(args: argparse.Namespace) -> int:
+        from kvpool.store.folder import Folder
+
+        try:
+            with Folder(args.directory, "kvpool store", create=False) as folder:
+                return call(folder, args)
+        except OSError as error:
+            raise CommandError(str(error).removeprefix("[kvpool store] ")) from None
+
     return SimpleNamespace(__doc__=summary, add_arguments=declare, run=run)
-
-
-def _opened(path: str) -> Any:
-    from kvpool.store.folder import Folder
-
-    try:
-        return Folder(path, "kvpool store", create=False)
-    except OSError as error:
-        raise CommandError(str(error).removeprefix("[kvpool store] ")) from None
 
 
 def _segments(folder: Any) -> list[Any]:
@@ -64,8 +65,8 @@ def _examined(folder: Any, each: Any) -> Iterator[tuple[int, Any, str]]:
         os.close(fd)
 
 
-def _ls(args: argparse.Namespace) -> int:
-    folder, now = _opened(args.directory), time.time()
+def _ls(folder: Any, args: argparse.Namespace) -> int:
+    now = time.time()
     rows = [
         {"segment": each.name, "bytes": each.nbytes, "sealed": each.is_sealed, "unused_seconds": round(now - each.used)}
         for each in _segments(folder)
@@ -80,8 +81,7 @@ def _ls(args: argparse.Namespace) -> int:
     return 0
 
 
-def _stat(args: argparse.Namespace) -> int:
-    folder = _opened(args.directory)
+def _stat(folder: Any, args: argparse.Namespace) -> int:
     layout = _layout(folder)
     groups: Counter[int] = Counter()
     namespaces: Counter[str] = Counter()
@@ -114,8 +114,7 @@ def _stat(args: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(args: argparse.Namespace) -> int:
-    folder = _opened(args.directory)
+def _verify(folder: Any, args: argparse.Namespace) -> int:
     problems, count = [], 0
     try:
         folder.read_json("layout.json")["layout"]
@@ -145,7 +144,7 @@ def _declare_prune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--damaged", action="store_true", help="delete the segments in which `verify` finds something")
 
 
-def _prune(args: argparse.Namespace) -> int:
+def _prune(folder: Any, args: argparse.Namespace) -> int:
     from kvpool.config import parse_nbytes
 
     if args.max is None and not args.damaged:
@@ -154,18 +153,14 @@ def _prune(args: argparse.Namespace) -> int:
         most = None if args.max is None else parse_nbytes(f"{args.max}B" if args.max.isdecimal() else args.max)
     except ValueError as error:
         raise CommandError(f"--max {args.max}: {error}") from None
-    folder = _opened(args.directory)
     gone = []
-    try:
-        with folder.lock():
-            for each in _segments(folder) if args.damaged else ():
-                if each.is_sealed and any(wrong for _, _, wrong in _examined(folder, each)):
-                    folder.remove(each.name)
-                    gone.append(each)
-            if most is not None:
-                gone += folder.make_room(0, most, set())
-    except OSError as error:
-        raise CommandError(str(error).removeprefix("[kvpool store] ")) from None
+    with folder.lock():
+        for each in _segments(folder) if args.damaged else ():
+            if each.is_sealed and any(wrong for _, _, wrong in _examined(folder, each)):
+                folder.remove(each.name)
+                gone.append(each)
+        if most is not None:
+            gone += folder.make_room(0, most, set())
     facts = {"segments": [each.name for each in gone], "bytes": sum(each.nbytes for each in gone)}
     text = f"{len(gone)} segments deleted, {facts['bytes']:,} bytes"
     print(json.dumps(facts, indent=2) if args.json else text)
@@ -178,25 +173,24 @@ def _declare_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--namespace", metavar="HEX", help="only the blocks of this namespace, as `stat` names it")
 
 
-def _export(args: argparse.Namespace) -> int:
+def _export(folder: Any, args: argparse.Namespace) -> int:
     """Copy whole records, segment by segment."""
     from kvpool.store.folder import Folder
 
-    source = _opened(args.directory)
-    layout = _layout(source)
+    layout, count, written = _layout(folder), 0, 0
     if os.path.lexists(args.to):
         raise CommandError(f"{args.to} is there already, a new directory is needed")
-    target, count, written = Folder(args.to, "kvpool store"), 0, 0
-    target.write_json("layout.json", layout)
-    for each in _segments(source):
-        chosen = [
-            (offset, head)
-            for offset, head, wrong in _examined(source, each)
-            if head is not None and not wrong and args.namespace in (None, head.namespace.hex())
-        ]
-        if chosen:
-            written += _copy(source, each.name, target, chosen)
-            count += len(chosen)
+    with Folder(args.to, "kvpool store") as target:
+        target.write_json("layout.json", layout)
+        for each in _segments(folder):
+            chosen = [
+                (offset, head)
+                for offset, head, wrong in _examined(folder, each)
+                if head is not None and not wrong and args.namespace in (None, head.namespace.hex())
+            ]
+            if chosen:
+                written += _copy(folder, each.name, target, chosen)
+                count += len(chosen)
     facts = {"blocks": count, "bytes": written}
     print(json.dumps(facts, indent=2) if args.json else f"{count:,} blocks, {written:,} bytes in {args.to}")
     return 0

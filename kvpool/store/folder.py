@@ -77,6 +77,12 @@ class Folder:
             self.close()
             raise
 
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
     @property
     def is_read_only(self) -> bool:
         """Whether nothing can be written here."""

@@ -187,6 +187,20 @@ def test_size_that_is_none_is_refused_at_the_start(tmp_path, words):
     assert not (tmp_path / "store").exists()
 
 
+def test_closed_and_refused_stores_keep_no_file_open(tmp_path):
+    if not os.path.isdir("/proc/self/fd"):
+        pytest.skip("there is no /proc/self/fd here")
+    before = len(os.listdir("/proc/self/fd"))
+    for seed in range(5):
+        store = opened(tmp_path / "store")
+        kit.stores(store, blocks_of(seed))
+        kit.loads(store, blocks_of(seed), range(20))
+        with pytest.raises(ValueError):
+            DiskStore(str(tmp_path / "store"), kit.LAYOUT, 1 << 24)
+        store.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_index_finds_what_a_dict_finds_in_16_bytes_each():
     rng, index, known = np.random.default_rng(1), Index(), {}
     names = rng.permutation(np.arange(1, 6001)).astype(np.uint64)
