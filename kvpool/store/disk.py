@@ -330,6 +330,7 @@ class DiskStore:
 
     def _make_room(self) -> None:
         """Delete segments until a new one fits the quota; OSError if it cannot. With the lock of the folder."""
+        self._touch_used()
         gone = self._folder.make_room(self.segment_nbytes, self.max_nbytes, set(self.refused))
         with self._lock:
             for each in gone:
@@ -386,7 +387,8 @@ class DiskStore:
         except OSError:
             self.ready.set()
             return self._count(errors=1)
-        self._touch_used()
+        if time.monotonic() - self._touched >= _TOUCH_SECONDS:
+            self._touch_used()
         own = "" if self._growing is None else self._growing.stem
         footers: dict[int, np.ndarray] = {}
         for each in listed:
@@ -487,9 +489,7 @@ class DiskStore:
             self._counts = self._counts._replace(evicted=self._counts.evicted + self._index.drop({number}))
 
     def _touch_used(self) -> None:
-        """Tell the other processes which segments were of use, now and then."""
-        if time.monotonic() - self._touched < _TOUCH_SECONDS:
-            return
+        """Write down which segments were of use, for whoever makes room: this process, another, a later one."""
         self._touched = time.monotonic()
         with self._lock:
             used = [self._segments[number] for number in self._used if number in self._segments]
