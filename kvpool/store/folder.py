@@ -171,8 +171,9 @@ class Folder:
 
     def touch(self, stem: str) -> None:
         """Say that a sealed segment was of use."""
+        now = time.time_ns()  # the system's own time of a write is up to some ms late
         with suppress(OSError):
-            os.utime(stem + SEALED, dir_fd=self.fd, follow_symlinks=False)
+            os.utime(stem + SEALED, ns=(now, now), dir_fd=self.fd, follow_symlinks=False)
 
     def make_room(self, nbytes: int, max_nbytes: int, worthless: set[str]) -> list[Listed]:
         """Delete sealed segments until one of `nbytes` fits; return them. OSError if it cannot fit.
