@@ -35,7 +35,7 @@ class Listed(NamedTuple):
     name: str
     is_sealed: bool
     nbytes: int
-    used: float  # when it was last of use, on the average of its blocks
+    used: float  # when it was last of use, see `Folder.touch`
 
 
 class Folder:
@@ -170,11 +170,14 @@ class Folder:
             os.unlink(name, dir_fd=self.fd)
 
     def touch(self, stem: str, share: float) -> None:
-        """Say that this share of a sealed segment was of use: the time of its last use goes so far towards now."""
+        """Say that this share of a sealed segment was of use: its time goes towards now by the root of the share.
+
+        The whole way would keep a segment for one block, the share itself would forget what is hot and small.
+        """
         now = time.time_ns()
         with suppress(OSError):
             used = min(os.stat(stem + SEALED, dir_fd=self.fd, follow_symlinks=False).st_mtime_ns, now)
-            used += int((now - used) * min(share, 1.0))
+            used += int((now - used) * min(share, 1.0) ** 0.5)
             os.utime(stem + SEALED, ns=(used, used), dir_fd=self.fd, follow_symlinks=False)
 
     def make_room(self, nbytes: int, max_nbytes: int, worthless: set[str]) -> list[Listed]:
