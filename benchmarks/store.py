@@ -109,7 +109,7 @@ def starting(num_blocks: int) -> list[Gate]:
                 entries["name"] = rng.integers(0, 2**64, each, np.uint64)
                 entries["offset"] = form.HEADER.size + np.arange(each) * step
                 stem, fd = folder.create(form.packed_header(layout.digest))
-                os.pwrite(fd, form.packed_footer(layout.digest, entries, end), end)
+                os.pwrite(fd, form.packed_footer(layout.digest, entries, end, form.KIND), end)
                 folder.seal(stem)
                 os.close(fd)
         begin = time.perf_counter()

@@ -246,6 +246,13 @@ def _checked_tokens(call: str, given: Any) -> np.ndarray:
     return np.ascontiguousarray(tokens, "<i4")
 
 
+def checked_layout(call: str, layout: Any) -> Layout:
+    """`layout`, if it is one."""
+    if not isinstance(layout, Layout):
+        raise TypeError(f"[{call}] layout must be a Layout, got {type(layout).__name__}")
+    return layout
+
+
 def checked(call: str, layout: Layout, blocks: Blocks, rows: Rows | None = None, writable: bool = False) -> None:
     """Raise unless blocks, and rows if given, fit the layout."""
     if not isinstance(blocks, Blocks):

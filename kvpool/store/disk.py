@@ -13,7 +13,7 @@ import numpy as np
 
 from kvpool.spec import checked_int
 from kvpool.store import segments as form
-from kvpool.store.blocks import Blocks, Layout, Rows, TierStats, checked
+from kvpool.store.blocks import Blocks, Layout, Rows, TierStats, checked, checked_layout
 from kvpool.store.folder import GROWING, SEALED, Folder, Listed
 from kvpool.store.outbox import Outbox, Waiting
 
@@ -98,7 +98,7 @@ class DiskStore:
         segment_nbytes: int | None = None,
         refresh_seconds: float = 1.0,
     ) -> None:
-        self.layout = layout
+        self.layout = checked_layout("DiskStore", layout)
         self.max_nbytes = checked_int("DiskStore", "max_nbytes", max_nbytes)
         queue_nbytes = checked_int("DiskStore", "queue_nbytes", queue_nbytes)
         record = form.HEADER.size + form.TRAILER.size + form.ALIGNMENT
@@ -348,7 +348,7 @@ class DiskStore:
         entries = np.zeros(len(growing.names), form.FOOTER)
         entries["name"], entries["offset"] = growing.names, growing.offsets
         try:
-            size = self._close_segment(growing.stem, growing.fd, entries, growing.end)
+            size = self._close_segment(growing.stem, growing.fd, entries, growing.end, form.KIND)
             if self.write_nbytes_per_day is not None:
                 with self._folder.lock():
                     self._folder.granted(size - growing.granted, self.write_nbytes_per_day)
@@ -359,14 +359,14 @@ class DiskStore:
             segment.is_sealed, segment.blocks = True, len(entries)
             self._index.merge({growing.number: entries})
 
-    def _close_segment(self, stem: str, fd: int, entries: np.ndarray, end: int) -> int:
+    def _close_segment(self, stem: str, fd: int, entries: np.ndarray, end: int, kind: int) -> int:
         """Cut off what is behind the last record, write the footer, seal; return the size of the file."""
         try:
             if not len(entries):
                 self._folder.remove(stem + GROWING)
                 return 0
             os.ftruncate(fd, end)
-            footer = form.packed_footer(self.layout.digest, entries, end)
+            footer = form.packed_footer(self.layout.digest, entries, end, kind)
             try:
                 written = os.pwrite(fd, footer, end)
             except OSError:
@@ -465,7 +465,7 @@ class DiskStore:
                     os.close(fd)
                     self._folder.seal(each.stem)  # as it is: refused then, and the first to leave
                     return True
-                self._close_segment(each.stem, fd, *found)
+                self._close_segment(each.stem, fd, *found, kind)
                 return True
         except OSError:
             return False

@@ -120,7 +120,7 @@ def packed_record(fields: bytes, tokens: bytes, payload: np.ndarray) -> bytes:
     return fields + checksum(KIND, fields, tokens).to_bytes(8, "little") + tokens
 
 
-def packed_footer(layout: bytes, entries: np.ndarray, end: int, kind: int = KIND) -> bytes:
+def packed_footer(layout: bytes, entries: np.ndarray, end: int, kind: int) -> bytes:
     """What seals a segment whose records end at `end`."""
     footer = entries.astype(FOOTER, copy=False).tobytes()
     own = checksum(kind, footer)

@@ -13,7 +13,7 @@ import numpy as np
 from kvpool.errors import install_command
 from kvpool.spec import checked_int
 from kvpool.store import segments as form
-from kvpool.store.blocks import Blocks, Layout, Rows, TierStats, checked
+from kvpool.store.blocks import Blocks, Layout, Rows, TierStats, checked, checked_layout
 from kvpool.store.outbox import Outbox, Waiting
 
 _CHUNK_NBYTES = 16 << 20  # of answers that are asked for at once
@@ -67,7 +67,7 @@ class ServerStore:
                 raise ValueError(f"[ServerStore] {name} is {seconds}, it must be > 0 and < 3600 seconds")
         self._expire = None if expire is None else checked_int("ServerStore", "expire", expire)
         queue_nbytes = checked_int("ServerStore", "queue_nbytes", queue_nbytes)
-        self.layout, self._timeout, self._pause = layout, timeout, pause
+        self.layout, self._timeout, self._pause = checked_layout("ServerStore", layout), timeout, pause
         self._reader, self._sender = _client(url, timeout), _client(url, timeout)
         self._prefix = b"kvpool:%d:%d:" % (form.VERSION, form.KIND) + layout.digest
         self._reading = Lock()  # one call at a time on the reader

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.spec import checked_int
-from kvpool.store.blocks import Blocks, BlockStore, Layout, Rows, TierStats, checked
+from kvpool.store.blocks import Blocks, BlockStore, Layout, Rows, TierStats, checked, checked_layout
 
 
 class _Held(NamedTuple):
@@ -32,7 +32,7 @@ class MemoryStore:
     """
 
     def __init__(self, layout: Layout, max_nbytes: int) -> None:
-        self.layout = layout
+        self.layout = checked_layout("MemoryStore", layout)
         self.max_nbytes = checked_int("MemoryStore", "max_nbytes", max_nbytes)
         largest = max(group.nbytes for group in layout.groups)
         if self.max_nbytes < largest:

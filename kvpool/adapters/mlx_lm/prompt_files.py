@@ -47,7 +47,8 @@ def import_prompt_cache(
         The file, the tokens or the store do not fit the spec. Nothing was stored.
     """
     blocks = _blocks("import_prompt_cache", tokens, spec, store, namespace)
-    arrays, metadata = mx.load(str(path), return_metadata=True)
+    found: Any = mx.load(str(path), return_metadata=True)
+    arrays, metadata = found
     classes = tree_unflatten(list(metadata.items()))[1] if "1.0" in metadata else []
     if set(classes) != {"KVCache"} or len(classes) != spec.num_layers:
         raise ValueError(
