@@ -59,16 +59,17 @@ def test_ls_and_stat_tell_what_is_there(directory, capsys):
 
 def test_verify_finds_every_flipped_byte(directory, capsys):
     assert said(capsys, "verify", directory) == (0, {"records": 15, "problems": []})
-    for file in (min(directory.glob("*.kvpool")), directory / "layout.json"):
-        whole = file.read_bytes()
-        for at in range(len(whole)):
-            file.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
-            status, facts = said(capsys, "verify", directory)
-            if file.suffix == ".kvpool":
-                assert status == 1 and facts["problems"], f"byte {at} of {file.name}"
-                assert {problem["segment"] for problem in facts["problems"]} == {file.name}
-        file.write_bytes(whole)
+    file = min(directory.glob("*.kvpool"), key=lambda file: file.stat().st_size)
+    whole = file.read_bytes()
+    for at in range(len(whole)):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
+        status, facts = said(capsys, "verify", directory)
+        assert status == 1 and facts["problems"], f"byte {at} of {file.name}"
+        assert {problem["segment"] for problem in facts["problems"]} == {file.name}
+    file.write_bytes(whole)
     assert said(capsys, "verify", directory)[0] == 0
+    (directory / "layout.json").write_text("{")
+    assert said(capsys, "verify", directory)[1]["problems"][0]["segment"] == "layout.json"
 
 
 def test_commands_close_what_they_open(directory, capsys, tmp_path):
