@@ -387,6 +387,9 @@ class DiskStore:
     def _refresh(self) -> None:
         """Look at the directory: take what other processes wrote, forget what they deleted."""
         try:
+            if not (self.ready.is_set() or self._folder.is_read_only):
+                with self._folder.lock():
+                    self._folder.make_room(0, self.max_nbytes, set())  # the quota may be smaller than it was
             listed = self._folder.segments()
         except OSError:
             self.ready.set()
