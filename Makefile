@@ -1,5 +1,5 @@
 # make demo   sets everything up in .venv and runs the main job
-# make test   sets everything up in .venv and passes the tests that find most; make test-all runs all of them
+# make test   sets everything up in .venv and passes the tests that catch most faults; make test-all runs all of them
 # `make help` lists the rest. PYTHON=python3.12 names the interpreter, PYTEST_ARGS adds to pytest's arguments.
 
 .DEFAULT_GOAL := help
@@ -23,9 +23,9 @@ help:  ## list the targets
 demo: $(VENV)/built $(VENV)/demo  ## set everything up, run the main job (a few minutes the first time)
 	$(VENV)/bin/kvpool demo
 
-test: lint  ## set everything up, check style and types, run the tests that find most (five minutes)
-	@echo "==> running the tests that find most; make test-all runs all"
-	$(PYTEST) -m "not long" $(PYTEST_ARGS)
+test: lint ## set everything up, check style and types, run the tests that catch most faults (five
+minutes) @echo "==> running the tests that catch most faults; make test-all runs all" $(PYTEST) -m
+"not long" $(PYTEST_ARGS)
 
 test-all: lint  ## the same with every test (half an hour)
 	@echo "==> running all tests"
