@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
 from heapq import heappop, heappush, heapreplace
 
-from kvpool.scheduler.sequences import Group, Sequence, Tenant
+from kvpool.scheduler.sequences import RequestGroup, Sequence, Tenant
 
 
 class WaitingQueue:
@@ -74,7 +74,7 @@ class WaitingQueue:
             return places
         return max(1, int(places * self.weights[name] / sum(self.weights.values())))
 
-    def enroll(self, group: Group) -> None:
+    def enroll(self, group: RequestGroup) -> None:
         """Give a new request its tenant and its rank."""
         tenant = group.tenant = self.tenant(group.request.tenant)
         tenant.requests += 1
