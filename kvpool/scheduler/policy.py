@@ -415,9 +415,9 @@ def admit_next(core: Core) -> Sequence | None:
 
 
 def admit_other(core: Core, head: Sequence) -> Sequence | None:
-    """Admit one who may pass the first in line, which finds no room. Nobody passes a sequence that ran before.
+    """Admit one who may overtake the first in line, which finds no room. Nobody overtakes one that ran before.
 
-    So many may pass a request and its samples. Those of another tenant may, while it has used at most a step more.
+    `overtake` requests may overtake a request and its samples. Another tenant may if it has used at most a step more.
     """
     passed = [head]
     for sequence in () if core.queue.is_back(head) else core.queue.first(LOOK)[1:]:

@@ -70,7 +70,7 @@ class Scheduler:
         Admissions of a tenant that make up for one level of priority: later requests of a higher one go first only if
         they come before so many for each level.
     overtake : int, default 16
-        Requests that may pass a new one which finds no room, at most.
+        Requests that may overtake a new one which finds no room, at most.
     max_model_len : int, optional
         Tokens of a sequence, at most.
     formats : sequence of str
