@@ -48,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     for name, metavar, default, text in NUMBERS:
         parser.add_argument(name, metavar=metavar, default=default, help=text)
-    parser.add_argument("--memory", metavar="SIZE", help="size of the cache: 2GiB, bytes or auto; not with --num-blocks")
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY", help="a key for clients; repeatable")
     parser.add_argument("--api-keys", metavar="FILE", help="keys of tenants, a line for each: NAME WEIGHT KEY")
     parser.add_argument(
