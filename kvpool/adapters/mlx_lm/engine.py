@@ -144,7 +144,7 @@ class Engine:
     ----------
     model
         As loaded by ``mlx_lm.load``. Between two steps it is unchanged.
-    num_blocks, block_size, pool, prefix_cache, strict, fused, backend, kernels
+    num_blocks, block_size, pool, prefix_cache, strict, fused, backend, kernels, store
         See `install`. With a prefix cache, which is the default, prompts with a common beginning share its blocks.
     tokenizer
         A tokenizer of mlx-lm or transformers. It is used for text prompts, stop strings, the text of answers and the
@@ -201,13 +201,14 @@ class Engine:
         v_bits: int | None = None,
         quant_group_size: int | None = None,
         speculate: Propose | None = None,
+        store: BlockStore | StoreFactory | None = None,
         **scheduling: Any,
     ) -> None:
         if (num_blocks is None) == (pool is None):
             raise TypeError("[Engine] either num_blocks or pool is needed, and not both")
         how: dict[str, Any] = {"prefix_cache": prefix_cache, "fused": fused, "kernels": kernels, "strict": strict}
         how |= {"backend": backend, "block_size": block_size, "max_seqs": 2 * max_running + 16, "eviction": eviction}
-        how |= {"kv_bits": kv_bits, "k_bits": k_bits, "v_bits": v_bits, "quant_group_size": quant_group_size}
+        how |= {"store": store, "kv_bits": kv_bits, "k_bits": k_bits, "v_bits": v_bits, "quant_group_size": quant_group_size}
         self.kv = install(model, num_blocks, pool=pool, **how)
         self.tokenizer = _with_detokenizer(tokenizer)
         self.vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
@@ -332,8 +333,12 @@ class Engine:
             texts, request = self._request(prompt, stop, 256 if max_tokens is None else max_tokens, options)
             request = replace(request, namespace=namespace)
         job = self._job(request, on_token, texts)
-        self.scheduler.add(job.request)
+        self.scheduler.add(job.request, held=self.kv.stored is not None)
         self._jobs[job.request.id] = job
+        if self.kv.stored is not None and not self.kv.stored.begin(
+            job.request.id, job.request.prompt, request.namespace, job.request.namespace
+        ):
+            self.scheduler.release(job.request.id)
         return job.request.id
 
     def cancel(self, id: Hashable) -> Completion:
@@ -352,6 +357,9 @@ class Engine:
         """
         if self._is_delivering:
             raise RuntimeError("[step] a listener cannot run the engine that it listens to")
+        began = time.monotonic()
+        if self.kv.stored is not None:
+            self._poll(self.kv.stored)
         flight, self._flight = self._flight, None
         try:
             flight = flight or self._begun(self.scheduler.schedule())
@@ -365,9 +373,32 @@ class Engine:
                 self._deliver(rows, outputs)
             finally:
                 self._is_delivering = False
+            if self.kv.stored is not None:
+                self._save(self.kv.stored, flight.step, outputs, time.monotonic() - began)
             self._rest()
         ended, self._ended = self._ended, []
         return ended
+
+    def _poll(self, stored: StoredPrefixes) -> None:
+        """Move blocks from and to the store. Wait a little if there is nothing else to do."""
+        runs = self._flight is not None or self.scheduler.num_ready > 0
+        if not runs and self._jobs:
+            stored.wait(0.005)
+        for id in stored.poll(runs):
+            self.scheduler.release(id)
+
+    def _save(self, stored: StoredPrefixes, step: Step, outputs: list[Output], seconds: float) -> None:
+        """Save the prompts that a step has completed, and what has ended."""
+        stored.note(seconds, len(step.tokens) - step.num_decodes)
+        ended = {output.id for output in outputs}
+        for request in {id(one): one for one, at in zip(step.requests, step.sample_position, strict=True) if at == 0}.values():
+            if request.id not in ended:
+                stored.save(request.prompt, *self._namespaces[request.namespace])
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether `step` has blocks to copy for the store, though no request may be left."""
+        return self.kv.stored is not None and self.kv.stored.is_saving
 
     @property
     def num_unfinished(self) -> int:
