@@ -24,6 +24,7 @@ chunks end.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -42,12 +43,14 @@ from kvpool.adapters.mlx_lm.host import BackendFactory, install
 from kvpool.adapters.mlx_lm.ragged import RaggedForward
 from kvpool.adapters.mlx_lm.sampling import SEED_MAX, Sampling, best, sample
 from kvpool.adapters.mlx_lm.shapes import max_positions
+from kvpool.adapters.mlx_lm.stored import StoredPrefixes, StoreFactory
 from kvpool.adapters.mlx_lm.transcript import Transcript
 from kvpool.errors import UnknownRequest
 from kvpool.eviction import Policy
 from kvpool.scheduler import Decoding, Output, Step
 from kvpool.scheduler.drafts import Propose
 from kvpool.scheduler.request import token_array
+from kvpool.store import BlockStore
 
 Listener = Callable[["TokenEvent"], None]
 Prompt = str | Iterable[int] | Sequence[Mapping[str, Any]]
@@ -333,10 +336,11 @@ class Engine:
             texts, request = self._request(prompt, stop, 256 if max_tokens is None else max_tokens, options)
             request = replace(request, namespace=namespace)
         job = self._job(request, on_token, texts)
+        job.namespace = request.namespace
         self.scheduler.add(job.request, held=self.kv.stored is not None)
         self._jobs[job.request.id] = job
         if self.kv.stored is not None and not self.kv.stored.begin(
-            job.request.id, job.request.prompt, request.namespace, job.request.namespace
+            job.request.id, job.request.prompt, job.namespace, job.request.namespace
         ):
             self.scheduler.release(job.request.id)
         return job.request.id
@@ -368,32 +372,38 @@ class Engine:
             self._keep_states(self.scheduler.handles)
         if found is not None:
             rows, outputs = found
+            if self.kv.stored is not None:
+                self._save(self.kv.stored, flight.step, outputs, time.monotonic() - began)
             self._is_delivering = True
             try:
                 self._deliver(rows, outputs)
             finally:
                 self._is_delivering = False
-            if self.kv.stored is not None:
-                self._save(self.kv.stored, flight.step, outputs, time.monotonic() - began)
             self._rest()
         ended, self._ended = self._ended, []
         return ended
 
     def _poll(self, stored: StoredPrefixes) -> None:
         """Move blocks from and to the store. Wait a little if there is nothing else to do."""
-        runs = self._flight is not None or self.scheduler.num_ready > 0
-        if not runs and self._jobs:
+        runs = len(self._jobs) > stored.num_loads
+        if not runs and (self._jobs or stored.is_saving):
             stored.wait(0.005)
         for id in stored.poll(runs):
             self.scheduler.release(id)
 
     def _save(self, stored: StoredPrefixes, step: Step, outputs: list[Output], seconds: float) -> None:
-        """Save the prompts that a step has completed, and what has ended."""
+        """Save the prompts that a step has completed, and the sequences that have ended."""
         stored.note(seconds, len(step.tokens) - step.num_decodes)
-        ended = {output.id for output in outputs}
-        for request in {id(one): one for one, at in zip(step.requests, step.sample_position, strict=True) if at == 0}.values():
-            if request.id not in ended:
-                stored.save(request.prompt, *self._namespaces[request.namespace])
+        known = [(output.id, output.tokens) for output in outputs]
+        if not step.sample_position.all():
+            first = zip(step.requests, step.sample_position.tolist(), strict=True)
+            ids = {request.id for request, position in first if position == 0} - {output.id for output in outputs}
+            known += [(id, np.zeros(0, np.int32)) for id in ids]
+        for id, tokens in known:
+            job = self._jobs.get(id)
+            if job is not None:
+                prompt, own = job.request.prompt, job.request.namespace
+                job.saved = stored.save(np.concatenate([prompt, tokens]), job.namespace, own, job.saved)
 
     @property
     def is_saving(self) -> bool:
@@ -410,8 +420,9 @@ class Engine:
         return id in self._jobs
 
     def close(self) -> None:
-        """Cancel all requests and return their blocks. The pool stays usable."""
+        """Cancel all requests and return their blocks. The pool stays usable, the store is closed."""
         self._drop(list(self._jobs))
+        self.kv.close()
 
     def reset(self) -> None:
         """Drop all requests, the prefix cache and everything else in the pool, and begin anew with another `scheduler`.
@@ -419,6 +430,8 @@ class Engine:
         For after an exception that may have come anywhere, such as `MemoryError`. `close` needs an engine in order.
         """
         self.kv.pool.reset()
+        if self.kv.stored is not None:
+            self.kv.stored.forget()
         self._start()
 
     def __enter__(self) -> Self:
@@ -619,6 +632,8 @@ class Engine:
     def _cancelled(self, job: _Job) -> Completion:
         """End a request that runs or waits."""
         del self._jobs[job.request.id]
+        if self.kv.stored is not None:
+            self.kv.stored.drop(job.request.id)
         for output in self.scheduler.cancel(job.request.id):
             job.outputs[output.index] = output
         self._keep_states(self.scheduler.handles)
@@ -674,6 +689,8 @@ class _Job:
 
     def __init__(self, request: Request, on_token: Listener | None, stops: tuple[str, ...], tokenizer: Any) -> None:
         self.request = request
+        self.namespace = b""  # that the client gave
+        self.saved = 0  # tokens that the store was given
         self.outputs: dict[int, Output] = {}
         self.error: Exception | None = None
         self.listens = on_token is not None or bool(stops) or request.user.grammar is not None

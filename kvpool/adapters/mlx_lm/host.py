@@ -506,7 +506,7 @@ class PagedKV:
         new: int = batch.commit(tokens)
         if self.stored is not None:
             self.stored.save(np.asarray(tokens[:length], np.int32), namespace, self.own_namespace(namespace))
-            self.stored.poll(runs=False)
+            self.stored.export()
         return new
 
     def close(self) -> None:

@@ -161,6 +161,7 @@ class StoredPrefixes:
         self._read = _Rate()  # bytes
         self._export = _Rate()  # bytes
         self._credit = 0.0  # seconds that saves may take
+        self._is_closed = False
 
     def stats(self) -> StoredStats:
         """Counters."""
@@ -174,7 +175,7 @@ class StoredPrefixes:
         `namespace` is that of the store, `own` that of the pool. The load ends when `poll` returns its id.
         """
         most = (len(tokens) - 1) // self._grain * self._grain
-        if not most or self._pool.prefix.match(tokens, own) >= most:
+        if self._is_closed or not most or self._pool.prefix.match(tokens, own) >= most:
             return False
         load = self._loads[id] = _Load(id, tokens[:most], namespace, own, time.monotonic())
         self._reader.put(partial(self._look, load))
@@ -206,7 +207,8 @@ class StoredPrefixes:
             self._news.wait_for(self._has_news, timeout)
 
     def _has_news(self) -> bool:
-        return any(load.come or load.is_read or load.handle < 0 <= load.found for load in self._loads.values())
+        has_come = any(load.come or load.is_read or load.handle < 0 <= load.found for load in self._loads.values())
+        return has_come or any(save.lacking is not None for save in self._saves)
 
     def load_now(self, tokens: np.ndarray, namespace: bytes, own: bytes) -> None:
         """Load what the store has of a prompt, and wait for it."""
@@ -385,17 +387,20 @@ class StoredPrefixes:
 
     # -- saves
 
-    def save(self, tokens: np.ndarray, namespace: bytes, own: bytes, begin: int = 0) -> None:
-        """Give the store what the pool has of these tokens. Full groups behind the first `begin` tokens only."""
+    def save(self, tokens: np.ndarray, namespace: bytes, own: bytes, begin: int = 0) -> int:
+        """Give the store what the pool has of these tokens, and return how many it has.
+
+        The first `begin` tokens were saved before.
+        """
         try:
             handle = self._pool.prefix.pin(tokens, own)
-        except OutOfSequences:
-            return
+        except (OutOfBlocks, OutOfSequences):  # a pin takes a sequence, and a slot of each state group
+            return begin
         length = self._pool.num_tokens(handle)
         parts = self._parts(handle, begin, length)
         if length <= begin or not any(len(part.at) for part in parts):
             self._pool.close(handle)
-            return
+            return begin
         save = _Save(tokens[:length], namespace, handle, parts)
         self._saves.append(save)
         self._writer.put(partial(self._compare, save))
@@ -403,12 +408,18 @@ class StoredPrefixes:
         while sum(part.ids.size for one in self._saves for part in one.parts) > most and len(self._saves) > 1:
             self._count(dropped_saves=1)
             self._pool.close(self._saves.popleft().handle)
+        return length
 
     def note(self, seconds: float, chunk: int) -> None:
         """Tell how long a step took, and how many tokens of prompts it computed."""
         self._credit = min(self._credit + SAVE_SHARE * seconds, 1.0)
         if chunk:
             self._prefill.add(chunk, seconds)
+
+    @property
+    def num_loads(self) -> int:
+        """Loads that have begun and not ended."""
+        return len(self._loads)
 
     @property
     def is_saving(self) -> bool:
@@ -429,8 +440,9 @@ class StoredPrefixes:
                 self._news.notify()
 
     def _export_some(self, runs: bool) -> None:
-        """Copy blocks for the writer, as far as the time of steps allows."""
-        while self._saves and self._saves[0].lacking is not None and self._queued < STAGED:
+        """Copy blocks for the writer. If others run, as far as the time of steps allows."""
+        most = self._queued + STEP_NBYTES
+        while self._saves and self._saves[0].lacking is not None and self._queued < min(most, STAGED):
             save = self._saves[0]
             assert save.lacking is not None
             if save.lacking:
@@ -450,7 +462,8 @@ class StoredPrefixes:
         seconds = time.monotonic() - began
         self._export.add(nbytes, seconds)
         self._credit -= seconds
-        self._queued += nbytes
+        with self._news:
+            self._queued += nbytes
         self._count(saved_blocks=len(part.at))
         self._writer.put(partial(self._give, save.names[part.group][part.at], rows))
 
@@ -459,15 +472,21 @@ class StoredPrefixes:
         try:
             self.store.store(names, rows)
         finally:
-            self._queued -= rows.nbytes
+            with self._news:
+                self._queued -= rows.nbytes
+                self._news.notify()
+
+    def export(self, timeout: float = 10.0) -> None:
+        """Copy everything that is to be saved, so that the pool needs to hold it no longer."""
+        end = time.monotonic() + timeout
+        while self._saves and time.monotonic() < end:
+            self._export_some(runs=False)
+            self.wait(0.01 if self._saves else 0)
 
     def flush(self, timeout: float = 10.0) -> None:
         """Copy everything that is to be saved, and wait until the store has it."""
         end = time.monotonic() + timeout
-        while self._saves and time.monotonic() < end:
-            self._export_some(runs=False)
-            with self._news:
-                self._news.wait_for(lambda: not self._saves or self._saves[0].lacking is not None, 0.01)
+        self.export(timeout)
         written = threading.Event()
         self._writer.put(written.set)
         written.wait(max(0.0, end - time.monotonic()))
@@ -488,6 +507,9 @@ class StoredPrefixes:
 
     def close(self) -> None:
         """Give all loads up, save what is left, and close the store."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         for id in list(self._loads):
             self.drop(id)
         self.flush()
@@ -542,16 +564,21 @@ def layout_of(kv: Any) -> Layout:
 
 def fingerprint(model: Any) -> bytes:
     """Return 32 bytes that stand for the weights of a model, and for what computes with them."""
-    arrays = sorted(tree_flatten(model.parameters()))
+    arrays = [(name, _bytes_of(array)) for name, array in sorted(tree_flatten(model.parameters()))]
     with ThreadPoolExecutor() as pool:  # hashing does not hold the GIL
         hashes = list(pool.map(_hashed, arrays))
     what = (mx.__version__, mlx_lm.__version__, str(mx.default_device()), repr(getattr(model, "args", "")))
     return hashlib.sha256(b"".join([repr(what).encode(), *hashes])).digest()
 
 
-def _hashed(named: tuple[str, mx.array]) -> bytes:
-    name, array = named
-    known = hashlib.sha256(f"{name} {array.dtype} {array.shape}".encode())
-    if array.size:
-        known.update(np.ascontiguousarray(np.array(array.reshape(-1).view(mx.uint8), copy=False)))
+def _bytes_of(array: mx.array) -> tuple[str, np.ndarray]:
+    """Return shape and dtype of an array, and its bytes, which are not copied where they lie in order."""
+    flat = array.reshape(-1)
+    return f"{array.dtype} {array.shape}", np.asarray(flat.view(mx.uint8) if array.size else flat)
+
+
+def _hashed(named: tuple[str, tuple[str, np.ndarray]]) -> bytes:
+    name, (kind, data) = named
+    known = hashlib.sha256(f"{name} {kind}".encode())
+    known.update(np.ascontiguousarray(data))
     return known.digest()
