@@ -6,12 +6,14 @@ blocks of a prompt.
 """
 
 from kvpool.store.blocks import BlockLayout, Blocks, BlockStore, Layout, TierStats, leading, prefix_keys
+from kvpool.store.disk import DiskStore
 from kvpool.store.tiers import MemoryStore, TieredStore
 
 __all__ = [
     "BlockLayout",
     "BlockStore",
     "Blocks",
+    "DiskStore",
     "Layout",
     "MemoryStore",
     "TierStats",
