@@ -30,6 +30,7 @@ from mlx.utils import tree_flatten
 
 from kvpool.errors import OutOfBlocks, OutOfSequences
 from kvpool.groups import Group
+from kvpool.metrics import Metric
 from kvpool.store import BlockLayout, Blocks, BlockStore, Layout, leading
 
 MOST_LOADS = 4  # at a time
@@ -55,6 +56,31 @@ class StoredStats(NamedTuple):
     saves: int = 0  #: prefixes of which blocks were given to the store
     saved_blocks: int = 0  #: of these
     dropped_saves: int = 0  #: given up because the pool needed their blocks
+
+
+_METRICS = {
+    "loads": "Prefixes that came from the store, at least in part.",
+    "loaded_tokens": "Tokens of these.",
+    "late_loads": "Loads given up because computing was faster.",
+    "computed_loads": "Loads not begun: computing is faster, or there was no room.",
+    "saves": "Prefixes of which blocks were given to the store.",
+    "saved_blocks": "Blocks of these.",
+    "dropped_saves": "Saves given up because the pool needed their blocks.",
+}
+_TIER_METRICS = {
+    "blocks": ("gauge", "Blocks that a tier has."),
+    "nbytes": ("gauge", "Bytes that a tier takes."),
+    "queued_nbytes": ("gauge", "Bytes that wait to be written."),
+    "hits": ("counter", "Blocks loaded from a tier."),
+    "hit_nbytes": ("counter", "Bytes of these."),
+    "misses": ("counter", "Blocks that a tier was asked for and did not have."),
+    "damaged": ("counter", "Records that are not what their name says."),
+    "stored_nbytes": ("counter", "Bytes of blocks that a tier took."),
+    "written_nbytes": ("counter", "Bytes that a tier wrote for them."),
+    "dropped": ("counter", "Blocks that a tier did not take, or lost before they were written."),
+    "evicted": ("counter", "Blocks that left a tier to make room."),
+    "errors": ("counter", "Calls of the system or the server that failed."),
+}
 
 
 class Part(NamedTuple):
@@ -166,6 +192,19 @@ class StoredPrefixes:
     def stats(self) -> StoredStats:
         """Counters."""
         return self._counts
+
+    def metrics(self) -> list[Metric]:
+        """The counters, and those of each tier of the store, for `kvpool.metrics`. Any thread may ask."""
+        own = [
+            Metric(f"kvpool_store_{name}_total", "counter", text, (({}, value),))
+            for (name, text), value in zip(_METRICS.items(), self._counts, strict=True)
+        ]
+        tiers = self.store.stats()
+        for name, (kind, text) in _TIER_METRICS.items():
+            suffix = "_total" if kind == "counter" else ""
+            samples = tuple(({"tier": tier}, getattr(stats, name)) for tier, stats in tiers.items())
+            own.append(Metric(f"kvpool_store_tier_{name}{suffix}", kind, text, samples))
+        return own
 
     # -- loads
 
