@@ -379,10 +379,14 @@ cdef void groups_loaded(Groups* gs, int32_t slot, int64_t length) noexcept nogil
     if t.needs_checkpoints and (length == 0 or s.prefix[slot].root == 0):     # or flushed: the weights may be others
         drop_taken(gs, slot, 0, -1)
         groups_empty(gs, slot)
+        t.row[slot].cut = t.row[slot].cut if s.prefix[slot].root else 0
         return
     if length:
         s.sum_tokens += length - s.seq[slot].kv_len
         s.seq[slot].kv_len = s.prefix[slot].done = length
+    if not gs.has_entries:                      # its states alone have room for them
+        s.seq[slot].num_blocks = <int32_t>blocks_for(gs, length)
+        s.sum_blocks += s.seq[slot].num_blocks
     if m != NO_CHECKPOINT:
         bundle_saved(gs, m)
         begin_load(gs, slot, m)
