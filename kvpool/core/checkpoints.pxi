@@ -208,15 +208,25 @@ cdef void checkpoint_publish(Groups* gs, int32_t m, int32_t n, int32_t slot) noe
         n = t.node[n].parent
 
 
+cdef void checkpoint_give_up(Groups* gs, int32_t m) noexcept nogil:
+    """A checkpoint that no row has taken is not published. If it came from elsewhere, a slot may still need it."""
+    if gs.tree.checkpoint[m].loads:
+        gs.tree.checkpoint[m].orphan = True
+    else:
+        checkpoint_drop(gs, m)
+
+
 cdef void drop_taken(Groups* gs, int32_t slot, int64_t step, int64_t beyond) noexcept nogil:
     """Drop what a row took and has not published: of a step, or if `step` is 0 what lies beyond a length."""
     cdef Tree* t = gs.tree
     cdef int32_t j, m
     for j in range(MOST_TAKEN - 1, -1, -1):
         m = t.row[slot].taken[j]
-        if m != NO_CHECKPOINT and ((t.checkpoint[m].step == step) if step else (t.checkpoint[m].position > beyond)):
-            t.num_saves -= t.checkpoint[m].step != 0
-            checkpoint_drop(gs, m)
+        if m == NO_CHECKPOINT or (t.checkpoint[m].step != step if step else t.checkpoint[m].position <= beyond):
+            continue
+        forget_taken(t, slot, m)
+        t.num_saves -= t.checkpoint[m].step != 0
+        checkpoint_give_up(gs, m)
 
 
 # ---- where they are taken ----------------------------------------------------------------------------------
@@ -263,7 +273,7 @@ cdef void publish_place(Groups* gs, int32_t slot, int32_t n, int64_t position) n
     if is_new and m != NO_CHECKPOINT:
         checkpoint_publish(gs, m, n, slot)
     elif m != NO_CHECKPOINT:
-        checkpoint_drop(gs, m)
+        checkpoint_give_up(gs, m)
     if t.node[n].checkpoint == NO_CHECKPOINT:
         t.skipped += 1
         return

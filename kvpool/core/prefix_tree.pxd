@@ -42,7 +42,7 @@ cdef struct Checkpoint:
     int32_t loads               # loads that are not done yet
     uint8_t uses                # hits, at most 2 are counted
     uint8_t listed              # it may leave
-    uint8_t orphan              # flushed while it was loaded: it goes when the load is done
+    uint8_t orphan              # flushed or closed while it was loaded: it goes when the load is done
     uint8_t junction            # with two classes: published at a junction, so it stays first class
     uint8_t second              # with two classes: it is second class
 

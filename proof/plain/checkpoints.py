@@ -330,6 +330,13 @@ class CheckpointModel(GroupModel):
                 one.stamp = self._coldest
         self._sweep()
 
+    def _give_up(self, mark: Checkpoint) -> None:
+        """A row has no use for a checkpoint that it has not published. Who has still to load it keeps it."""
+        if any(load.mark is mark for load in self._loads):
+            mark.owner = None
+        else:
+            self._drop(mark)
+
     def _sweep(self) -> None:
         """Forget nodes that nobody needs."""
         needed: set[int] = set()
@@ -625,7 +632,7 @@ class CheckpointModel(GroupModel):
     def _lose_in(self, layer: Any, seq: Sequence, n: int, left: int) -> None:
         super()._lose_in(layer, seq, n, left)
         for mark in [mark for mark in self._taken if mark.owner == seq.handle]:
-            self._drop(mark)
+            self._give_up(mark)
         seq.root, seq.tokens, seq.known = None, [], Known()
         self._sweep()
 
@@ -698,7 +705,7 @@ class CheckpointModel(GroupModel):
             else:
                 self._marks["skipped"] += 1
             if mark is not None:
-                self._drop(mark)
+                self._give_up(mark)
             if node.checkpoint is not None:
                 self._supersede(seq, position)
             return
@@ -827,7 +834,7 @@ class CheckpointModel(GroupModel):
 
     def _pop_all(self, seq: Sequence) -> None:
         for mark in [mark for mark in self._taken if mark.owner == seq.handle]:
-            self._drop(mark)
+            self._give_up(mark)
         super()._pop_all(seq)
         self._end_idle_loads()
         seq.known.node = None
@@ -839,7 +846,7 @@ class CheckpointModel(GroupModel):
         super().truncate(handles, lens)
         for seq in self._batch("truncate", handles, alone=True):
             for mark in [m for m in self._taken if m.owner == seq.handle and m.position > seq.num_tokens]:
-                self._drop(mark)
+                self._give_up(mark)
             del seq.tokens[seq.num_tokens :]
             node = seq.known.node
             while node is not None and len(node.prefix) > len(seq.tokens):
@@ -885,7 +892,7 @@ class CheckpointModel(GroupModel):
                 seq.root = seq.known.node = None
                 seq.known.wanted = []
                 for mark in [mark for mark in self._taken if mark.owner == seq.handle and not seq.is_loading]:
-                    self._drop(mark)
+                    self._give_up(mark)
         gone = [node for node in self._nodes.values() if node.root in roots]
         self._nodes = {key: node for key, node in self._nodes.items() if node.root not in roots}
         for mark in [mark for mark in self._taken if mark.node in gone]:
