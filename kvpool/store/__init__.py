@@ -7,6 +7,7 @@ blocks of a prompt.
 
 from kvpool.store.blocks import BlockLayout, Blocks, BlockStore, Layout, TierStats, leading, prefix_keys
 from kvpool.store.disk import DiskStore
+from kvpool.store.server import ServerStore
 from kvpool.store.tiers import MemoryStore, TieredStore
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "DiskStore",
     "Layout",
     "MemoryStore",
+    "ServerStore",
     "TierStats",
     "TieredStore",
     "leading",

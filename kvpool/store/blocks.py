@@ -69,7 +69,7 @@ class Layout:
     """
 
     groups: tuple[BlockLayout, ...]
-    weights: bytes
+    weights: bytes | str
     block_size: int = 0
 
     def __post_init__(self) -> None:
@@ -78,9 +78,8 @@ class Layout:
             raise TypeError("[Layout] groups must be BlockLayouts")
         if not 1 <= len(groups) <= MOST_GROUPS:
             raise ValueError(f"[Layout] there are {len(groups)} groups, the range is 1 .. {MOST_GROUPS}")
-        weights = self.weights.encode() if isinstance(self.weights, str) else self.weights
-        if not isinstance(weights, bytes):
-            raise TypeError(f"[Layout] weights must be bytes or a str, got {type(weights).__name__}")
+        if not isinstance(self.weights, bytes | str):
+            raise TypeError(f"[Layout] weights must be bytes or a str, got {type(self.weights).__name__}")
         block_size = checked_int("Layout", "block_size", self.block_size, 0)
         block_size = block_size or min(group.block_size for group in groups)
         for number, group in enumerate(groups):
@@ -88,19 +87,20 @@ class Layout:
                 raise ValueError(
                     f"[Layout] group {number} has blocks of {group.block_size} tokens, no multiple of {block_size}"
                 )
-        for name, value in (("groups", groups), ("weights", weights), ("block_size", block_size)):
+        for name, value in (("groups", groups), ("block_size", block_size)):
             object.__setattr__(self, name, value)
 
     @cached_property
-    def text(self) -> str:
+    def lines(self) -> tuple[str, ...]:
         """The layout in words, for people and for `digest`."""
+        weights = self.weights if isinstance(self.weights, bytes) else self.weights.encode()
         groups = [f"{group.block_size} tokens, {group.nbytes} bytes: {group.content}" for group in self.groups]
-        return "\n".join([f"keys of {self.block_size} tokens, weights {self.weights.hex()}", *groups])
+        return (f"keys of {self.block_size} tokens, weights {weights.hex()}", *groups)
 
     @cached_property
     def digest(self) -> bytes:
         """16 bytes that two layouts share only if they are equal."""
-        framed = b"".join(len(line).to_bytes(8, "little") + line for line in map(str.encode, self.text.split("\n")))
+        framed = b"".join(len(line).to_bytes(8, "little") + line for line in map(str.encode, self.lines))
         return hashlib.sha256(framed).digest()[:KEY_NBYTES]
 
     def blocks(self, tokens: Any, namespace: bytes = b"") -> tuple[Blocks, ...]:

@@ -18,7 +18,7 @@ from kvpool.store.folder import GROWING, SEALED, Folder, Listed
 from kvpool.store.outbox import Outbox, Waiting
 
 _SEGMENT_NBYTES = 128 << 20
-_AHEAD_NBYTES = 32 << 20  # that the system is told to read before they are asked for
+_AHEAD_NBYTES = 8 << 20  # that the system is told to read before they are asked for
 _PAUSE_SECONDS = 60.0  # without writing, after the disk or the budget refused
 _TOUCH_SECONDS = 60.0
 _CLOSE_SECONDS = 10.0
@@ -242,14 +242,15 @@ class DiskStore:
                 ahead = _read_ahead(fd, offset, ahead)
                 fields, tokens = form.expected_head(self.layout.digest, blocks, index, own.nbytes)
                 try:
-                    count = os.preadv(fd, [head, rows[index]], offset)
+                    count = os.preadv(fd, [head, rows[index].data], offset)
                 except OSError:
                     count, errors = -1, errors + 1
                 if count == len(head) + own.nbytes and form.is_right(segment.kind, head, fields, tokens, rows[index]):
                     loaded[index] = True
                     continue
                 damaged += count >= 0
-                if (head.startswith(fields) and head.endswith(tokens)) or form.read_head(fd, offset, 1 << 62, segment.kind) is None:
+                is_named_right = head.startswith(fields) and head.endswith(tokens)
+                if is_named_right or form.read_head(fd, offset, 1 << 62, segment.kind) is None:
                     with self._lock:  # it is not whole; a whole record of other content stays
                         self._index.forget(int(names[index]), int(places[index]))
         finally:
@@ -280,7 +281,7 @@ class DiskStore:
         if growing is None:
             return self._count(dropped=1)
         try:
-            if os.pwritev(growing.fd, [head, item.row, padding], growing.end) != nbytes:
+            if os.pwritev(growing.fd, [head, item.row.data, padding], growing.end) != nbytes:
                 raise OSError("the disk is full")
         except OSError:
             self._count(dropped=1, errors=1)

@@ -47,6 +47,8 @@ class Folder:
         Made, readable by its owner alone, if it is not there.
     call : str
         For messages.
+    create : bool
+        False: it has to be there, and nothing is made in it.
 
     Raises
     ------
@@ -69,10 +71,17 @@ class Folder:
         try:
             self._check_owner(os.fstat(self.fd), self.path, "chmod 700")
             with suppress(PermissionError, OSError):
-                self._lock_fd = self.open("lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC)
+                made = os.O_CREAT if create else 0
+                self._lock_fd = self.open("lock", os.O_RDWR | made | os.O_NOFOLLOW | os.O_CLOEXEC)
         except BaseException:
             self.close()
             raise
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
 
     @property
     def is_read_only(self) -> bool:
@@ -238,7 +247,7 @@ class Folder:
 
     def check_layout(self, layout: Layout) -> None:
         """Write down what the records here hold; ValueError if they hold something else."""
-        own: dict[str, object] = {"version": VERSION, "layout": layout.digest.hex(), "text": layout.text.split("\n")}
+        own: dict[str, object] = {"version": VERSION, "layout": layout.digest.hex(), "text": list(layout.lines)}
         try:
             there = self.read_json("layout.json")
         except FileNotFoundError:
@@ -261,7 +270,7 @@ class Folder:
             first = text[0] if isinstance(text, list) and text else "?"
             raise ValueError(
                 f"[{self._call}] {self.path} is a store of another model or layout ({first}), not of this one "
-                f"({layout.text.split(chr(10))[0]}); take another directory"
+                f"({layout.lines[0]}); take another directory"
             )
 
     def granted(self, nbytes: int, budget: int | None) -> int:

@@ -12,21 +12,19 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvpool.store.blocks import KEY_NBYTES, Blocks
 
-try:
-    from xxhash import xxh3_64
-except ImportError:  # the extra `store`; without it CRC-32 of the standard library
-    xxh3_64 = None
-
+_xxhash: Any = import_module("xxhash") if find_spec("xxhash") else None  # the extra `store`
 VERSION = 1
 ALIGNMENT = 64
 XXH3, CRC32 = 1, 2  # kinds of checksums
-KIND = CRC32 if xxh3_64 is None else XXH3  # of what is written
+KIND = CRC32 if _xxhash is None else XXH3  # of what is written: without the package CRC-32 of the standard library
 HEADER = struct.Struct("<8sII16s24xQ")  # magic, version, kind of checksums, layout; checksum
 RECORD = struct.Struct("<8sII16s16s16s16sIIQQ16xQ")  # see Head
 TRAILER = struct.Struct("<8sII16sQQQQ")  # magic, version, kind, layout, records, end of records, checksums: footer, own
@@ -58,22 +56,24 @@ class Head(NamedTuple):
         return head_nbytes(self.num_tokens) + aligned(self.nbytes)
 
 
-def checksum(kind: int, *parts: object) -> int:
+def checksum(kind: int, *parts: Any) -> int:
     """Return the checksum of these bytes, one part after the other."""
     if kind == XXH3:
-        state = xxh3_64()
+        if len(parts) == 1:
+            return int(_xxhash.xxh3_64_intdigest(parts[0]))
+        state = _xxhash.xxh3_64()
         for part in parts:
             state.update(part)
         return int(state.intdigest())
     crc = 0
     for part in parts:
-        crc = zlib.crc32(part, crc)  # type: ignore[arg-type]
+        crc = zlib.crc32(part, crc)
     return crc
 
 
 def can_check(kind: int) -> bool:
     """Whether checksums of this kind can be computed here."""
-    return kind == CRC32 or (kind == XXH3 and xxh3_64 is not None)
+    return kind == CRC32 or (kind == XXH3 and _xxhash is not None)
 
 
 def aligned(nbytes: int) -> int:
@@ -120,16 +120,15 @@ def packed_record(fields: bytes, tokens: bytes, payload: np.ndarray) -> bytes:
     return fields + checksum(KIND, fields, tokens).to_bytes(8, "little") + tokens
 
 
-def packed_footer(layout: bytes, entries: np.ndarray, end: int) -> bytes:
+def packed_footer(layout: bytes, entries: np.ndarray, end: int, kind: int = KIND) -> bytes:
     """What seals a segment whose records end at `end`."""
     footer = entries.astype(FOOTER, copy=False).tobytes()
-    fields = TRAILER.pack(
-        TRAILER_MAGIC, VERSION, KIND, layout, len(entries), end, checksum(KIND, footer), 0
-    )[:-8]
-    return padded(footer) + fields + checksum(KIND, fields).to_bytes(8, "little")
+    own = checksum(kind, footer)
+    fields = TRAILER.pack(TRAILER_MAGIC, VERSION, kind, layout, len(entries), end, own, 0)[:-8]
+    return padded(footer) + fields + checksum(kind, fields).to_bytes(8, "little")
 
 
-def is_right(kind: int, head: bytes | bytearray, fields: bytes, tokens: bytes, payload: object) -> bool:
+def is_right(kind: int, head: bytes | bytearray, fields: bytes, tokens: bytes, payload: Any) -> bool:
     """Whether a record that was read is the one that `expected_head` describes."""
     if head[: len(fields)] != fields or head[RECORD.size :] != tokens:
         return False
@@ -207,6 +206,49 @@ def scanned(fd: int, begin: int, size: int, kind: int, is_ours: Callable[[Head],
     entries = np.zeros(len(names), FOOTER)
     entries["name"], entries["offset"] = names, offsets
     return entries, end
+
+
+def examine(fd: int, size: int, is_sealed: bool) -> Iterator[tuple[int, Head | None, str]]:
+    """Read every byte of a segment: offset, fields and what is wrong (an empty text: nothing) of each record.
+
+    What is wrong elsewhere comes without fields. Where a head is damaged, the footer says where the next record is. A
+    segment that grows ends with its last whole record: what is behind it is being written, or never was.
+    """
+    try:
+        kind, layout = read_header(fd)
+    except ValueError as error:
+        yield 0, None, str(error)
+        return
+    footer = read_footer(fd, size, layout) if is_sealed else None
+    listed = {} if footer is None else {offset: name for name, offset in footer[0].tolist()}
+    offset, end = HEADER.size, size if footer is None else footer[1]
+    while offset < end:
+        found = read_head(fd, offset, end, kind)
+        if found is None:
+            if not is_sealed:
+                return
+            yield offset, None, "there is no whole record"
+            offset = min((later for later in listed if later > offset), default=end)
+            continue
+        head, begin = found[0], offset + head_nbytes(found[0].num_tokens)
+        data = os.pread(fd, offset + head.end - begin, begin)
+        wrong = ""
+        if head.layout != layout:
+            wrong = "the layout is not that of the segment"
+        elif checksum(kind, data[: head.nbytes]) != head.payload_checksum:
+            wrong = "the payload is damaged"
+        elif any(data[head.nbytes :]):
+            wrong = "the zeros behind the payload are damaged"
+        elif footer is not None and listed.get(offset) != name_of(head.key, head.group):
+            wrong = "the footer does not list the record, or by another name"
+        yield offset, head, wrong
+        offset += head.end
+    if is_sealed and footer is None:
+        yield end, None, "there is no whole footer"
+    elif footer is not None:
+        zeros = end + len(listed) * FOOTER.itemsize
+        if any(os.pread(fd, size - TRAILER.size - zeros, zeros)):
+            yield zeros, None, "the zeros behind the footer are damaged"
 
 
 def name_of(key: bytes, group: int) -> int:

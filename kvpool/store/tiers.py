@@ -155,7 +155,7 @@ class TieredStore:
         loaded = self.tiers[0].load(blocks, rows)
         for tier in self.tiers[1:]:
             if (rest := np.flatnonzero(~loaded)).size:
-                loaded[rest] = tier.load(blocks[rest], [rows[number] for number in rest])
+                loaded[rest] = tier.load(blocks[rest], [rows[number] for number in rest.tolist()])
         return loaded
 
     def store(self, blocks: Blocks, rows: Rows) -> int:
