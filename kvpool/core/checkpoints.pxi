@@ -81,7 +81,10 @@ cdef int32_t checkpoint_new(Groups* gs, int64_t position) noexcept nogil:
 
 
 cdef void checkpoint_tails(Groups* gs, int32_t m, int32_t slot) noexcept nogil:
-    """Count (`slot` >= 0: the row that has them) or uncount what a checkpoint needs of windows and chunks."""
+    """Count (`slot` >= 0: the row that has them) or uncount what a checkpoint needs of windows and chunks.
+
+    If that row has still to load the checkpoint, its own entries become canonical: nothing of it may leave.
+    """
     cdef Tree* t = gs.tree
     cdef LayerGroup* g
     cdef int32_t* known
@@ -96,10 +99,15 @@ cdef void checkpoint_tails(Groups* gs, int32_t m, int32_t slot) noexcept nogil:
             if g.kept <= index < first_read(g, t.checkpoint[m].position):
                 continue
             known = node_entry(t, n, k)
-            if slot >= 0 and known[0] == NO_BLOCK:
+            first = known[0]
+            if slot >= 0 and first == NO_BLOCK:
                 known[0] = group_row(g, slot)[index * g.columns]
                 known[1] = 0
                 tell_stored(t, g, k, n)
+            elif slot >= 0 and t.checkpoint[m].loads and first != group_row(g, slot)[index * g.columns]:
+                known[0] = group_row(g, slot)[index * g.columns]
+                if g.blocks.block[first].place == CACHED:
+                    entry_blank(t, g, first)
             known[1] += 1 if slot >= 0 else -1
             if known[1] == 0:
                 first = known[0]

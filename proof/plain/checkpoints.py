@@ -718,6 +718,9 @@ class CheckpointModel(GroupModel):
         self._marks["published"] += 1
         mark.stamp = self._tick()
         known = [entry for other in self._taken if other.node is not None for entry in other.tails]
+        if any(load.mark is mark for load in self._loads):
+            self._replace_tails(tails)
+            known = []
         mark.tails = [next((one for one in known if one.layer is e.layer and one.node is e.node), e) for e in tails]
         mark.owner, mark.node, node.checkpoint = None, node, mark
         above: Node | None = node
@@ -729,6 +732,15 @@ class CheckpointModel(GroupModel):
             mark.is_junction = position == seq.known.junction
             self._demote(mark)
         self._supersede(seq, position)
+
+    def _replace_tails(self, own: list[Entry]) -> None:
+        """A row that has still to load its checkpoint: its entries take the place of equal ones in others."""
+        for mark in self._taken:
+            for place, entry in enumerate(mark.tails):
+                other = next((e for e in own if e.layer is entry.layer and e.node is entry.node), entry)
+                mark.tails[place] = other
+                if other is not entry and not self._covering(entry) and self._is_idle(entry):
+                    self._blank_entry(entry)
 
     def _supersede(self, seq: Sequence, position: int) -> None:
         """The row has its last checkpoint, so the one that was its hit is second class."""
@@ -756,6 +768,7 @@ class CheckpointModel(GroupModel):
     # ---- steps --------------------------------------------------------------------------------------------
 
     def _started(self, call: str, step: Step, new: list[int]) -> None:
+        begun = []  # in the order of the rows
         for row, n in zip(step.rows, new, strict=True):
             seq = self._sequence(call, row.handle)
             if call != "step" or not n:
@@ -763,10 +776,11 @@ class CheckpointModel(GroupModel):
             for load in self._loads:
                 if load.step is None and self._reads(row, seq, load):
                     load.step = step.id
+                    begun.append(load)
             if self._states and seq.num_tokens in seq.known.wanted:
                 self._take_mark(step, seq)
         for layer in self._states:
-            loads = [(load.mark, load.slots[layer.index]) for load in self._loads if load.step == step.id]
+            loads = [(load.mark, load.slots[layer.index]) for load in begun]
             saves = [(mark, self._state_of(mark.owner, layer)) for mark in self._taken if mark.step == step.id]
             group = step.plan.groups[layer.index]
             group.state_loads, group.state_saves = (

@@ -45,7 +45,7 @@ from kvpool.adapters.mlx_lm.sampling import SEED_MAX, Sampling, best, sample
 from kvpool.adapters.mlx_lm.shapes import max_positions
 from kvpool.adapters.mlx_lm.stored import StoredPrefixes, StoreFactory
 from kvpool.adapters.mlx_lm.transcript import Transcript
-from kvpool.errors import UnknownRequest
+from kvpool.errors import OutOfBlocks, OutOfSequences, UnknownRequest
 from kvpool.eviction import Policy
 from kvpool.scheduler import Decoding, Output, Step
 from kvpool.scheduler.drafts import Propose
@@ -366,7 +366,7 @@ class Engine:
             self._poll(self.kv.stored)
         flight, self._flight = self._flight, None
         try:
-            flight = flight or self._begun(self.scheduler.schedule())
+            flight = flight or self._begun(self._scheduled())
             found = None if flight is None else self._finished(flight)
         finally:
             self._keep_states(self.scheduler.handles)
@@ -382,6 +382,18 @@ class Engine:
             self._rest()
         ended, self._ended = self._ended, []
         return ended
+
+    def _scheduled(self) -> Step | None:
+        """Decide the next step. If blocks are short, loads and saves give theirs back."""
+        stored = self.kv.stored
+        try:
+            return self.scheduler.schedule()
+        except (OutOfBlocks, OutOfSequences):
+            if stored is None or not (stored.num_loads or stored.is_saving):
+                raise
+            for id in stored.let_go():
+                self.scheduler.release(id)
+            return self.scheduler.schedule()
 
     def _poll(self, stored: StoredPrefixes) -> None:
         """Move blocks from and to the store. Wait a little if there is nothing else to do."""

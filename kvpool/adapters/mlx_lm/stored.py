@@ -168,8 +168,7 @@ class StoredPrefixes:
         self.layout = layout_of(kv)
         self.store: BlockStore = store(self.layout) if callable(store) else store
         if self.store.layout.digest != self.layout.digest:
-            raise ValueError(f"[install] the store has another layout than the model:\n{self.store.layout.text}\n"
-                             f"this model has\n{self.layout.text}")
+            raise ValueError("[install] the store has another layout than the model: other weights, blocks or bits")
         self._pool = kv.pool
         self._arenas = kv.arenas
         self._groups: tuple[Group, ...] = self._pool.options.groups or (Group.full(),)
@@ -328,7 +327,7 @@ class StoredPrefixes:
                     found.append(Part(number, 0, np.array([end // size - 1]), bundle[None]))
                 continue
             table = self._pool.table(handle, number)
-            table = table.reshape(len(table), -1)[: end // size]
+            table = table.reshape(-1, group.columns)[: end // size]
             at = np.flatnonzero(table[:, 0] >= self._first_id)
             at = at[at >= begin // size] if group.kind == "full" else at
             found.append(Part(number, group.arena, at, table[at]))
@@ -423,6 +422,17 @@ class StoredPrefixes:
             self._pool.prefix.commit(load.handle, load.tokens[begin:length])
             self._count(loads=1, loaded_tokens=length - load.begin)
         self._pool.close(load.handle)
+
+    def let_go(self) -> list[Hashable]:
+        """Give back the blocks that loads and saves hold. Return the loads that have ended."""
+        ended = list(self._loads)
+        for load in list(self._loads.values()):
+            self._count(late_loads=1)
+            self._end(load, self._usable(load))
+        while self._saves:
+            self._count(dropped_saves=1)
+            self._pool.close(self._saves.popleft().handle)
+        return ended
 
     # -- saves
 
