@@ -529,5 +529,8 @@ class KVBackend(Protocol):
         ...
 
     def warmup(self, shapes: Iterable[BatchShape]) -> None:
-        """Compile what these batch shapes need, so that the first step does not have to. Changes no block."""
+        """Compile what these batch shapes need, so that the first step does not have to. Changes no block.
+
+        Without shapes: what the calls of `attend` so far will need for other lengths.
+        """
         ...

@@ -280,6 +280,40 @@ def test_the_metal_route_is_chosen_and_refused_with_reasons(engine, monkeypatch)
             MLXBackend(small, 4, kernels=True, native=False)
 
 
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0.32"])
+def test_another_mlx_must_pass_a_self_check_on_every_route(engine, monkeypatch, caplog, version):
+    monkeypatch.setattr(kvpool_backends.mlx, "MLX_VERSION", version)
+    with on_cpu():
+        for options in ({"metal_kernel": engine.factory(0)}, {"kernels": True}, {"kernels": False}):
+            kvpool_backends.mlx.require_right.cache_clear()
+            caplog.clear()
+            backend = MLXBackend(SPEC, 4, native=False, **options)
+            assert f"MLX {version} is untested, the {backend.route} route has passed" in caplog.text
+            caplog.clear()
+            MLXBackend(SPEC, 4, native=False, **options)
+            assert not caplog.text
+    kvpool_backends.mlx.require_right.cache_clear()
+
+
+def test_another_mlx_that_computes_something_else_is_refused(engine, monkeypatch):
+    monkeypatch.setattr(kvpool_backends.mlx, "MLX_VERSION", "0.33.0")
+    kvpool_backends.mlx.require_right.cache_clear()
+
+    def wrong(**description):
+        kernel = engine.factory(0)(**description)
+        return lambda **call: [x * 1.001 for x in kernel(**call)]
+
+    def gone(**description):
+        raise TypeError("metal_kernel has no argument 'name'")
+
+    with pytest.raises(BackendUnavailable, match=r"MLX 0.33.0 .* metal route .*\(attention is wrong by .*mlx 0.32.x"):
+        MLXBackend(SPEC, 4, native=False, metal_kernel=wrong)
+    with pytest.raises(BackendUnavailable, match=r"\(TypeError: metal_kernel has no argument"):
+        MLXBackend(SPEC, 4, native=False, metal_kernel=gone)
+    monkeypatch.undo()
+    assert MLXBackend(SPEC, 4, native=False, metal_kernel=engine.factory(0)).route == "metal"
+
+
 def test_nothing_here_wires_memory_down():
     """A limit of the process, which belongs to its owner."""
     root = Path(__file__).parents[2]
