@@ -191,7 +191,9 @@ class MetalAttention(_Storage):
         results = self._on_pool(layer, kernel)
         of_step = 0 if work.step is None else 1 if scores is None else 2
         outs, exported, contexts = results[:of_step][:1], results[:of_step][1:], results[of_step:]
-        sinks = None if options.sinks is None else mx.array(options.sinks).astype(q.dtype)
+        sinks = None
+        if options.sinks is not None and work.chunks:
+            sinks = mx.array(options.sinks).astype(q.dtype)
         for (_, first, last), k, v in zip(work.chunks, contexts[::2], contexts[1::2], strict=True):
             queries = q[first:last].swapaxes(0, 1)[None]
             k, v = k.astype(q.dtype), v.astype(q.dtype)
