@@ -4,8 +4,8 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all fuzz test-metal test-embed test-torch test-golden-full test-long native cross mac-report lint bench bench-gates build debug asan \
-	tsan freethreaded coverage mutants convicted proof proof-long clean
+.PHONY: help demo test test-all fuzz test-metal test-embed test-torch test-golden-full test-long native cross mac-report \
+	lint bench bench-gates build debug asan tsan freethreaded coverage mutants convicted proof proof-long clean
 MAKEFLAGS += --no-print-directory
 unexport KVPOOL_CORE  # left set, it would have the plain Python model tested in place of the core
 unexport PYTHONDONTWRITEBYTECODE  # left set, each process of the tests would compile pytest, kvpool and the tests anew

@@ -1,9 +1,10 @@
 """This tree compiled for AArch64 on any Linux, for macOS and for Linux: ``python -m proof.cross``, `make cross`.
 
 zig is the compiler, from PyPI. It has the C headers and libraries of both systems; what MLX's extension needs of
-Apple's frameworks is three headers of a line, and MLX itself comes as its wheel for macOS. What was compiled for macOS is
-linked as far as it can be without a Mac, and is not run. What was compiled for Linux runs under qemu on Debian's
-AArch64 Python, where the machine has apt-get and qemu: tests of the core, of the CPU kernels and of the stand-in.
+Apple's frameworks is three headers of a line, and MLX itself comes as its wheel for macOS. What was compiled for
+macOS is linked as far as it can be without a Mac, and is not run. What was compiled for Linux runs under qemu on
+Debian's AArch64 Python, where the machine has apt-get and qemu: tests of the core, of the CPU kernels and of the
+stand-in.
 """
 
 from __future__ import annotations

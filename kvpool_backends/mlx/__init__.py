@@ -88,10 +88,11 @@ class _Maker:
             `kernels` or `native` is True and there are none here. MLX is of another series than `TESTED_SERIES`, and
             the route gives wrong results on it.
         """
-        route = _choose(spec, kernels, native, metal_kernel)
+        route: Any = _choose(spec, kernels, native, metal_kernel)
         if not MLX_VERSION.startswith(TESTED_SERIES):
             require_right(route, metal_kernel)
-        return route(spec, num_blocks, storage=storage, metal_kernel=metal_kernel, overlap=overlap)
+        made: BaseBackend = route(spec, num_blocks, storage=storage, metal_kernel=metal_kernel, overlap=overlap)
+        return made
 
     @staticmethod
     def device_info() -> dict[str, Any]:
@@ -105,7 +106,7 @@ MLXBackend = _Maker()
 
 
 @cache
-def require_right(route: type[BaseBackend], metal_kernel: Factory | None = None) -> None:
+def require_right(route: Any, metal_kernel: Any = None) -> None:
     """Raise BackendUnavailable unless a route writes and attends with this MLX as the numpy backend does. Once each."""
     from kvpool_backends.numpy import NumpyBackend
 
@@ -117,6 +118,7 @@ def require_right(route: type[BaseBackend], metal_kernel: Factory | None = None)
     q = rng.standard_normal((4, 8, 64)).astype(np.float32)
     try:
         outs = []
+        backend: Any
         for backend in (NumpyBackend(spec, 5), route(spec, 5, metal_kernel=metal_kernel)):
             step = backend.prepare(plan)
             backend.write(step, 0, backend.asarray(k), backend.asarray(v))

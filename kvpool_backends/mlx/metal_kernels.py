@@ -10,6 +10,9 @@ Nothing here needs a Metal device: any factory with the interface of ``metal_ker
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
+import os
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from importlib.resources import files
@@ -23,13 +26,39 @@ from kvpool.protocol import AttentionOptions
 from kvpool.spec import KVSpec
 from kvpool_backends.mlx.storage import DTYPES
 
+_log = logging.getLogger(__name__)
+
+CHOICES = {  # of the constants below, what `kvpool bench metal --sweep` tries
+    "SIMDGROUPS": (2, 4, 8),
+    "ROW_DIMS_MAX": (512, 1024, 2048),
+    "PART_TOKENS": (64, 128, 256, 512, 1024),
+    "PARTS_MAX": (32, 40, 64, 128, 256),
+}
+
+
+def tuned(name: str, default: int) -> int:
+    """The constant `name` in the file of ``KVPOOL_METAL_SETTINGS``, if there is one, else `default`."""
+    path = os.environ.get("KVPOOL_METAL_SETTINGS")
+    if not path:
+        return default
+    try:
+        found = json.loads(Path(path).read_text()).get(name, default)
+    except (OSError, ValueError, AttributeError) as error:
+        _log.warning("[metal] %s cannot be read (%s), %s is %d", path, error, name, default)
+        return default
+    if found != default and found not in CHOICES[name]:
+        _log.warning("[metal] %s in %s is %r, the choices are %s; it is %d", name, path, found, CHOICES[name], default)
+        return default
+    return int(found)
+
+
 # What is right here only a Mac can tell; results depend on these numbers in their last bits only.
-SIMDGROUPS = 8  # of an attention threadgroup: 256 threads
+SIMDGROUPS = tuned("SIMDGROUPS", 8)  # of an attention threadgroup: 256 threads
 ROWS_MAX = 16  # (query, head) pairs that share one read of K and V, for the heads of one group
 # Further queries join as long as 128 registers hold all sums: what LLVM keeps there for gfx1030, a GPU that it knows.
-ROW_DIMS_MAX = 1024
-PART_TOKENS = 512  # a context of up to this length stays in one part
-PARTS_MAX = 64  # of one context; beyond, parts double in length
+ROW_DIMS_MAX = tuned("ROW_DIMS_MAX", 1024)
+PART_TOKENS = tuned("PART_TOKENS", 512)  # a context of up to this length stays in one part
+PARTS_MAX = tuned("PARTS_MAX", 64)  # of one context; beyond, parts double in length
 WINDOW_MAX = 8  # rows with more queries than this have threadgroups enough without parts
 LANES = 32
 LINE_NBYTES = 128

@@ -3,8 +3,8 @@
 import mlx.core as mx
 import pytest
 
-from kvpool.cli import doctor, main, report
-from kvpool.cli.bench import metal, predict
+from kvpool.cli import doctor, main
+from kvpool.cli.bench import metal, predict, report
 
 
 @pytest.fixture

@@ -168,7 +168,7 @@ def writes() -> Iterator[str]:
         except BackendUnavailable as error:
             yield f"{'extension' if native else 'scatter'}: {error}"
             continue
-        times = []
+        times: list[float] = []
         over = until("writes")
         while len(times) < 40 and not over():
             begin = time.perf_counter()
