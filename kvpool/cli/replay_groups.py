@@ -33,8 +33,15 @@ def add_group_arguments(parser: argparse.ArgumentParser) -> None:
         " take blocks, or sizes such as 64GiB (P3); --block-size is 16 by default",
     )
     parser.add_argument("--checkpoints", metavar="N", help="H1: room for states, or for blocks of windows")
-    parser.add_argument("--place", metavar="RULES", help="H1: checkpoints at E, end; J, junctions; D, distances (EJ)")
-    parser.add_argument("--first-distance", metavar="TOKENS", help="H1: of D (default: from the bytes of the model)")
+    parser.add_argument(
+        "--place",
+        metavar="RULES",
+        help="H1: where checkpoints are taken, any of E: at the end of a prompt; J: where a prompt leaves the path of"
+        " an earlier one; D: at doubling distances (default: EJ)",
+    )
+    parser.add_argument(
+        "--first-distance", metavar="TOKENS", help="H1: the first distance of D (default: from the bytes of the model)"
+    )
     parser.add_argument("--two-class", action="store_true", help="H1: states that a later one replaces leave first")
 
 

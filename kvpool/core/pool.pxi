@@ -696,6 +696,8 @@ cdef class Pool:
             The plan is pending. State unchanged.
         ValueError, TypeError
             Duplicate handles, negative counts, shapes that differ, a foreign plan. State unchanged.
+        BufferError
+            A bound array was resized or moved. State unchanged.
 
         Notes
         -----
@@ -838,9 +840,9 @@ cdef class Pool:
     def rollback(self, plan):
         """Take the newest pending step back: lengths, tables and references of its rows are as before it.
 
-        The blocks it took go through limbo; evicted cache entries stay evicted; rows closed since are skipped. The
-        caller has stopped the backend, or lets an older step be pending until it has. Every row of the plan is
-        dirty in its next step.
+        The blocks it took go through limbo while an older step is pending, else they are blank at once. Evicted cache
+        entries stay evicted; rows closed since are skipped. The caller has stopped the backend, or lets an older step
+        be pending until it has. Every row of the plan is dirty in its next step.
 
         Raises
         ------

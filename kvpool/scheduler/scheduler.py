@@ -32,7 +32,7 @@ from kvpool.scheduler.policy import (
 from kvpool.scheduler.policy import judge as judge_eviction
 from kvpool.scheduler.queue import WaitingQueue
 from kvpool.scheduler.request import Output, Request, SchedulerStats, TenantStats, integer, real
-from kvpool.scheduler.sequences import DECODING, PREFILLING, SPILLED, WAITING, Group, Sequence
+from kvpool.scheduler.sequences import DECODING, PREFILLING, SPILLED, WAITING, RequestGroup, Sequence
 from kvpool.scheduler.state import NOBODY, Core, DecodeBatch, Step
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Scheduler:
         Admissions of a tenant that make up for one level of priority: later requests of a higher one go first only if
         they come before so many for each level.
     overtake : int, default 16
-        Requests that may pass a new one which finds no room, at most.
+        Requests that may overtake a new one which finds no room, at most.
     max_model_len : int, optional
         Tokens of a sequence, at most.
     formats : sequence of str
@@ -267,7 +267,7 @@ class Scheduler:
         """Return how many new requests of a tenant may wait, None if there is no limit."""
         return None if self._max_waiting is None else self._core.queue.share(tenant, self._max_waiting)
 
-    def _find(self, call: str, name: Hashable) -> Group:
+    def _find(self, call: str, name: Hashable) -> RequestGroup:
         group = self._core.groups.get(name)
         if group is None:
             known = (

@@ -492,8 +492,8 @@ class PagedKV:
     def _require_prefix_cache(self, call: str) -> None:
         if not self.prefix_cache:
             raise RuntimeError(
-                f"[{call}] the pool has no prefix cache: install(..., prefix_cache=True), for a model with no caches "
-                "of unknown classes"
+                f"[{call}] the pool has no prefix cache: install(..., prefix_cache=True), for a model without caches "
+                "that are held whole"
             )
 
     def own_namespace(self, namespace: bytes) -> bytes:

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="PATH_OR_ID",
-        help="run parts (a), (b) and (f) on this checkpoint: a folder, or a Hugging Face id that mlx-lm downloads "
+        help="run parts (a), (b), (f) and (h) on this checkpoint: a folder, or a Hugging Face id that mlx-lm downloads "
         "(default: a small Llama with random weights, nothing is downloaded)",
     )
     parser.add_argument(
