@@ -4,8 +4,8 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all fuzz test-metal test-embed test-torch test-golden-full test-long native lint bench bench-gates build debug asan \
-	tsan freethreaded coverage mutants convicted proof proof-long clean
+.PHONY: help demo test test-all fuzz test-metal test-embed test-torch test-golden-full test-long native cross mac-report \
+	lint bench bench-gates build debug asan tsan freethreaded coverage mutants convicted proof proof-long clean
 MAKEFLAGS += --no-print-directory
 unexport KVPOOL_CORE  # left set, it would have the plain Python model tested in place of the core
 unexport PYTHONDONTWRITEBYTECODE  # left set, each process of the tests would compile pytest, kvpool and the tests anew
@@ -27,7 +27,7 @@ test: lint  ## set everything up, check style and types, run the tests that catc
 	@echo "==> running the tests that catch most faults; make test-all runs all"
 	$(PYTEST) -m "not long" $(PYTEST_ARGS)
 
-test-all: lint  ## the same with every test (half an hour)
+test-all: lint cross  ## the same with every test (half an hour), and compiled for other machines
 	@echo "==> running all tests"
 	$(PYTEST) $(PYTEST_ARGS)
 
@@ -52,6 +52,13 @@ test-golden-full: $(VENV)/built $(VENV)/test  ## replay the full traces in the f
 
 test-long: $(VENV)/built $(VENV)/test  ## the tests with ten times the random examples, and with pools of a gigabyte
 	KVPOOL_FUZZ_EXAMPLES=10000 KVPOOL_LONG=1 $(PYTEST) --timeout 3600 $(PYTEST_ARGS)
+
+cross: $(VENV)/built $(VENV)/test  ## compile for macOS and for Linux on AArch64, where the tests of the core then run in qemu
+	$(PIP) -q ziglang
+	$(PY) -m proof.cross
+
+mac-report: $(VENV)/built $(VENV)/demo  ## on a Mac: what it is, what runs there and how fast, as one block to paste
+	@$(VENV)/bin/kvpool doctor --report
 
 lint: $(VENV)/built $(VENV)/test  ## ruff, mypy and pyright
 	@echo "==> checking style and types"

@@ -235,8 +235,12 @@ def _choose_route(
         trial = paged(small, sites=sites)
         if not all(backend.capabilities.paged for backend in trial.backends):
             why = "the backend runs without kernels"
-        elif (why := reason_to_gather(trial)) and not fused:
-            _log.warning("[install] this model gathers: %s", why)
+        elif why := reason_to_gather(trial):
+            if not fused:
+                _log.warning("[install] this model gathers: %s", why)
+        else:
+            for backend in trial.backends:
+                backend.warmup(())  # kernels for all lengths: compiled now, not inside a request
     if fused and why:
         raise RuntimeError(f"[install] fused=True, but {why}")
     return (() if why else sites), why
