@@ -31,11 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--synthetic", action="store_true", help="replay a generated trace of conversations instead of a file"
     )
     numbers: tuple[tuple[str, str, str | None, str], ...] = (
-        ("--num-blocks", "N", None, "usable blocks of the pool (P2: enough for everything)"),
+        ("--num-blocks", "N", None, "usable blocks; required for P1, default for P2: enough for every request"),
         ("--block-size", "TOKENS", None, "tokens per block (default: the trace's, 16 without hash ids)"),
         ("--concurrency", "C", "16", "most requests that run at a time (default: %(default)s)"),
         ("--samples", "K", "1", "sequences per request, P2 only (default: %(default)s)"),
-        ("--limit", "ROWS", None, "replay the first requests only"),
+        ("--limit", "ROWS", None, "replay only the first ROWS requests"),
         ("--trace-block-size", "TOKENS", None, "tokens per hash id, when it is not Mooncake's 512"),
         ("--seed", "S", "1", "of --synthetic (default: %(default)s)"),
         ("--sessions", "S", "24", "conversations of --synthetic (default: %(default)s)"),
@@ -155,7 +155,7 @@ def store_of(args: argparse.Namespace, block_size: int) -> Any:
 def pool_sizes(args: argparse.Namespace) -> list[int | None]:
     """Return the pools to replay, in blocks; None is the policy's own choice."""
     if args.policy not in ("P1", "P2"):
-        raise CommandError(f"--policy {args.policy}: there are P1 and P2")
+        raise CommandError(f"--policy {args.policy}: there are P1 and P2; P3 and H1 need --groups MODEL")
     if args.sweep is None:
         if args.num_blocks is None and args.policy == "P1":
             raise CommandError("P1 needs --num-blocks N, or --sweep N1,N2,...")

@@ -86,6 +86,7 @@ class MetalAttention(_Storage):
     def _allocate(self) -> None:
         super()._allocate()
         self._kernels = MetalKernels(self.spec, self.num_blocks, self._metal_kernel)
+        self._asked: dict[tuple[int, tuple[str, ...]], AttentionOptions] = {}  # by query heads and features
 
     def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> list[mx.array]:
         """Return ``kernel(k_pool, v_pool)`` on the planes of a layer, ordered with its writes."""
@@ -138,18 +139,25 @@ class MetalAttention(_Storage):
         Parameters
         ----------
         shapes
-            Of the longest contexts: batches with shorter ones, and with chunks of any length, are prepared too.
+            Of the longest contexts: batches with shorter ones, and with chunks of any length, are prepared too. Without
+            any: contexts and chunks of any length, for the heads and options of the calls of `attend` so far.
         options
             That a model attends with, besides none. Kernels depend on which fields are given, not on their values.
         scores : str, optional
             A kind that is going to be asked for, besides none.
         """
-        for shape in shapes:
+        given = list(shapes)
+        todo = [(shape, chosen) for shape in given for chosen in (() if self.spec.latent else (None, *options))]
+        if not given:
+            width = -(-(self.part_tokens + LONG_CHUNK) // self.spec.block_size) + 1
+            asked = list(self._asked.items())
+            todo = [(BatchShape(1, LONG_CHUNK + 1, width, heads), chosen) for (heads, _), chosen in asked]
+        for shape in given:
             self._warm_write(shape.num_tokens)
-            for chosen in () if self.spec.latent else (None, *options):
-                for num_queries, context in self._variants(shape):
-                    for kind in (None,) if scores is None else (None, scores):
-                        self._warm_attend(shape.num_q_heads, num_queries, context, chosen, kind)
+        for shape, chosen in todo:
+            for num_queries, context in self._variants(shape):
+                for kind in (None,) if scores is None else (None, scores):
+                    self._warm_attend(shape.num_q_heads, num_queries, context, chosen, kind)
 
     # ----------------------------------------------------------------------------------------- internals
 
@@ -173,6 +181,8 @@ class MetalAttention(_Storage):
             results = []
             if work.step is not None:
                 tokens, step = q if work.tokens is None else q[work.tokens], with_arrays(work.step, options)
+                if options.mask is None:
+                    self._asked.setdefault((q.shape[1], step.features), options)
                 results += self._kernels.attend(layer, tokens, k_pool, v_pool, step, scores)
             for row, _, _ in work.chunks:
                 results += self._contexts(layer, (k_pool, v_pool), plan, slice(row, row + 1))
@@ -181,7 +191,9 @@ class MetalAttention(_Storage):
         results = self._on_pool(layer, kernel)
         of_step = 0 if work.step is None else 1 if scores is None else 2
         outs, exported, contexts = results[:of_step][:1], results[:of_step][1:], results[of_step:]
-        sinks = None if options.sinks is None else mx.array(options.sinks).astype(q.dtype)
+        sinks = None
+        if options.sinks is not None and work.chunks:
+            sinks = mx.array(options.sinks).astype(q.dtype)
         for (_, first, last), k, v in zip(work.chunks, contexts[::2], contexts[1::2], strict=True):
             queries = q[first:last].swapaxes(0, 1)[None]
             k, v = k.astype(q.dtype), v.astype(q.dtype)
@@ -221,7 +233,7 @@ class MetalAttention(_Storage):
         self, plan: MetalStep, q: mx.array, scale: float, options: AttentionOptions, scores: str | None
     ) -> Work:
         """Return the launch for `q`. It is made once for all layers with equal arguments."""
-        has_long = not set(options.features) - {"sinks"}
+        has_long = options.window is options.soft_cap is options.alibi_slopes is options.mask is None
         key = (*q.shape[:2], scale, options.window, options.soft_cap, has_long, scores is None)
         if key in plan.work:
             return plan.work[key]

@@ -10,8 +10,11 @@ Nothing here needs a Metal device: any factory with the interface of ``metal_ker
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
+import os
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -23,13 +26,39 @@ from kvpool.protocol import AttentionOptions
 from kvpool.spec import KVSpec
 from kvpool_backends.mlx.storage import DTYPES
 
+_log = logging.getLogger(__name__)
+
+CHOICES = {  # of the constants below, what `kvpool bench metal --sweep` tries
+    "SIMDGROUPS": (2, 4, 8),
+    "ROW_DIMS_MAX": (512, 1024, 2048),
+    "PART_TOKENS": (64, 128, 256, 512, 1024),
+    "PARTS_MAX": (32, 40, 64, 128, 256),
+}
+
+
+def tuned(name: str, default: int) -> int:
+    """The constant `name` in the file of ``KVPOOL_METAL_SETTINGS``, if there is one, else `default`."""
+    path = os.environ.get("KVPOOL_METAL_SETTINGS")
+    if not path:
+        return default
+    try:
+        found = json.loads(Path(path).read_text()).get(name, default)
+    except (OSError, ValueError, AttributeError) as error:
+        _log.warning("[metal] %s cannot be read (%s), %s is %d", path, error, name, default)
+        return default
+    if found != default and found not in CHOICES[name]:
+        _log.warning("[metal] %s in %s is %r, the choices are %s; it is %d", name, path, found, CHOICES[name], default)
+        return default
+    return int(found)
+
+
 # What is right here only a Mac can tell; results depend on these numbers in their last bits only.
-SIMDGROUPS = 8  # of an attention threadgroup: 256 threads
+SIMDGROUPS = tuned("SIMDGROUPS", 8)  # of an attention threadgroup: 256 threads
 ROWS_MAX = 16  # (query, head) pairs that share one read of K and V, for the heads of one group
 # Further queries join as long as 128 registers hold all sums: what LLVM keeps there for gfx1030, a GPU that it knows.
-ROW_DIMS_MAX = 1024
-PART_TOKENS = 512  # a context of up to this length stays in one part
-PARTS_MAX = 64  # of one context; beyond, parts double in length
+ROW_DIMS_MAX = tuned("ROW_DIMS_MAX", 1024)
+PART_TOKENS = tuned("PART_TOKENS", 512)  # a context of up to this length stays in one part
+PARTS_MAX = tuned("PARTS_MAX", 64)  # of one context; beyond, parts double in length
 WINDOW_MAX = 8  # rows with more queries than this have threadgroups enough without parts
 LANES = 32
 LINE_NBYTES = 128
@@ -84,6 +113,15 @@ class AttentionStep(NamedTuple):
     mask: mx.array  # float32 [T, 1 or Hq, C]; of one 0 where there is none
     features: tuple[str, ...]  # of the options
     export: ScoreExport | None = None  # for steps whose scores are asked for
+
+
+class Launcher(NamedTuple):
+    """What launches of one kind have in common: made once, used by all layers and steps."""
+
+    attend: Kernel
+    reduce: Kernel
+    template: list[tuple[str, Any]]  # arguments of `attend`
+    shared: list[tuple[str, Any]]  # those of them that `reduce` has too
 
 
 class ScoreExport(NamedTuple):
@@ -205,16 +243,23 @@ def with_arrays(step: AttentionStep, options: AttentionOptions) -> AttentionStep
     """The same step with the slopes, sinks and mask of `options`, in which nothing else may differ."""
     if options.alibi_slopes is None and options.sinks is None and options.mask is None:
         return step
+    slopes, sinks = _per_head(options) if options.mask is None else _per_head.__wrapped__(options)
     mask = options.mask
     if mask is not None:
         mask = mask if mask.ndim == 3 else mask[:, None]
         mask = np.where(mask, np.float32(0), np.float32(-np.inf)) if mask.dtype == np.bool_ else mask
     return step._replace(
-        slopes=step.slopes if options.alibi_slopes is None else _uploaded(options.alibi_slopes),
-        sinks=step.sinks if options.sinks is None else _uploaded(options.sinks),
+        slopes=step.slopes if slopes is None else slopes,
+        sinks=step.sinks if sinks is None else sinks,
         mask=step.mask if mask is None else _uploaded(mask),
         features=options.features,
     )
+
+
+@lru_cache(maxsize=512)  # by identity: a layer that attends with the same object again finds its arrays on the device
+def _per_head(options: AttentionOptions) -> tuple[mx.array | None, mx.array | None]:
+    slopes, sinks = options.alibi_slopes, options.sinks
+    return None if slopes is None else _uploaded(slopes), None if sinks is None else _uploaded(sinks)
 
 
 def _uploaded(x: np.ndarray) -> mx.array:
@@ -278,6 +323,7 @@ class MetalKernels:
         dense = [plane for plane, bits in zip(spec.planes, spec.bits, strict=True) if bits is None]
         self._touching = all(spec.plane_layout(name, num_blocks).slot_stride == dim for name, dim in dense)
         self._layouts: dict[tuple[int, str], mx.array] = {}
+        self._launchers: dict[tuple[Any, ...], Launcher] = {}
         self._built: dict[str, Kernel] = {}
 
     def attend(
@@ -298,27 +344,23 @@ class MetalKernels:
             "raw" the means ``[B, Hk, C]``, for "mass" what goes into exp, ``[B, Hq, C]``.
         """
         spec, tiles = self.spec, step.tiles
-        num_tokens, num_q_heads = q.shape[:2]
-        shared = {
-            "Q": q.dtype,
-            "VALUE_DIM": spec.value_head_dim,
-            "GROUP": num_q_heads // spec.num_kv_heads,
-            "HEADS": tiles.heads,
-            "QUERIES": tiles.queries,
-            "SINKS": "sinks" in step.features,
-        }
+        num_tokens, num_q_heads, _ = q.shape
+        chosen = q.dtype, num_q_heads, tiles, step.direct, step.features, scores
+        launcher = self._launchers.get(chosen)
+        if launcher is None:
+            launcher = self._launchers[chosen] = self._launcher(q.dtype, num_q_heads, step, scores)
         num_items, num_groups = step.items.shape[0], spec.num_kv_heads * tiles.groups
         result = (num_tokens, num_q_heads, spec.value_head_dim)
         partials = (num_items, num_groups, tiles.rows, spec.value_head_dim + 4)
         more_inputs, more_shapes, more = self._score_arguments(step, num_q_heads, scores)
         (keys, *k_factors), (values, *v_factors) = map(_arrays, (k_pool, v_pool))
-        out, *exported = self._kernel(attention_name(spec, scores))(
+        out, *exported = launcher.attend(
             inputs=[
                 *(q, keys, values, self._layout(layer), step.tables, step.items),
                 *(step.numbers, step.window, step.slopes, step.sinks, step.mask),
                 *(*k_factors, *v_factors, *more_inputs),
             ],
-            template=[*shared.items(), *self._template(step, scores)],
+            template=launcher.template,
             output_shapes=[result if step.direct else partials, *more_shapes],
             output_dtypes=[q.dtype if step.direct else mx.float32, *[mx.float32] * len(more_shapes)],
             grid=(num_groups * SIMDGROUPS * LANES, num_items, 1),
@@ -330,9 +372,9 @@ class MetalKernels:
         if step.direct:
             return [out, *exported]
         chunks = spec.value_head_dim // 4
-        (out,) = self._kernel("paged_reduce")(
+        (out,) = launcher.reduce(
             inputs=[out, step.parts, step.sinks],
-            template=list(shared.items()),
+            template=launcher.shared,
             output_shapes=[result],
             output_dtypes=[q.dtype],
             grid=(chunks, num_q_heads, num_tokens),
@@ -386,10 +428,18 @@ class MetalKernels:
             threadgroup=(dim // 4, min(num_heads, 1024 // dim), 1),
         )
 
-    def _template(self, step: AttentionStep, scores: str | None) -> list[tuple[str, Any]]:
-        """Template arguments of attention that its reduction does not have."""
-        spec = self.spec
-        arguments: dict[str, Any] = {
+    def _launcher(self, dtype: mx.Dtype, num_q_heads: int, step: AttentionStep, scores: str | None) -> Launcher:
+        """The kernels for queries of a dtype in steps of one kind, with their template arguments."""
+        spec, tiles = self.spec, step.tiles
+        shared: dict[str, Any] = {
+            "Q": dtype,
+            "VALUE_DIM": spec.value_head_dim,
+            "GROUP": num_q_heads // spec.num_kv_heads,
+            "HEADS": tiles.heads,
+            "QUERIES": tiles.queries,
+            "SINKS": "sinks" in step.features,
+        }
+        own: dict[str, Any] = {
             "T": DTYPES[spec.dtype],
             "DIM": spec.head_dim,
             "BLOCK_SIZE": spec.block_size,
@@ -405,7 +455,8 @@ class MetalKernels:
             "RAW": scores == "raw",
             "MASS": scores == "mass",
         }
-        return list(arguments.items())
+        kernels = self._kernel(attention_name(spec, scores)), self._kernel("paged_reduce")
+        return Launcher(*kernels, [*shared.items(), *own.items()], list(shared.items()))
 
     def _layout(self, layer: int, plane: str = "") -> mx.array:
         """What a kernel takes as `layout`: of both planes, or of one."""

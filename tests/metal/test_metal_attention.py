@@ -5,6 +5,7 @@ not exist. ``KVPOOL_METAL_LAUNCHES=2000`` asks for at least so many launches.
 """
 
 import dataclasses
+import functools
 import os
 import random
 
@@ -40,6 +41,14 @@ def run_all_schedules(batch, engine):
 def test_decode_every_pair_of_choices_equals_float64(engine, choice):
     kv_heads = 1 if choice["group"] > 4 else 2
     run_all_schedules(Batch(kv_heads=kv_heads, **choice), engine)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("part_tokens", [32, 512])
+def test_sums_over_16_bits_are_those_of_float32(engine, dtype, part_tokens):
+    """Results of float32 hide no rounding."""
+    batch = Batch(dtype=dtype, q_dtype="float32", head_dim=128, group=2, seq_lens=(512, 77), part_tokens=part_tokens)
+    batch.check(batch.run(engine.factory(0)))
 
 
 @pytest.mark.parametrize("features", [(), ("window",), FEATURES])
@@ -81,6 +90,53 @@ def test_groups_of_more_than_sixteen_heads_equal_float64(engine, group):
 def test_a_context_of_16k_tokens_equals_float64(engine):
     batch = Batch(dtype="float16", kv_heads=1, group=2, seq_lens=(16_384,), block_size=32)
     batch.check(batch.run(engine.factory(1)))
+
+
+def last_tiles(batch):
+    """Where the context of each row ends, as (tiles of its last run before the last one, tokens in the last one)."""
+    work = plan_attention(
+        np.array(batch.seq_lens), batch.cu_q_lens, len(batch.q), block_size=batch.block_size,
+        tiles=head_tiles(batch.group, batch.head_dim, 1), part_tokens=batch.part_tokens,
+    )  # fmt: skip
+    found = {}
+    for row, *_, part, run, _, end in work.items.tolist():
+        found[row] = divmod((end - 1 - part) % run, TILE)
+    return [(tile, tail + 1) for tile, tail in found.values()]
+
+
+@functools.cache
+def contexts_with_every_tail(block_size):
+    """Lengths whose last tile has 1 .. 32 tokens, each behind another tile of the same run."""
+    found = {}
+    for length in range(257, 1025):
+        ((tile, tail),) = last_tiles(Batch(seq_lens=(length,), block_size=block_size, part_tokens=1024, **SMALL))
+        if tile:
+            found.setdefault(tail, length)
+    return tuple(found[tail] for tail in sorted(found))
+
+
+TILE = 32  # tokens
+SMALL = {"kv_heads": 1, "group": 1, "head_dim": 32}
+
+
+@pytest.mark.parametrize("features", [(), ("sinks",)])
+@pytest.mark.parametrize("block_size", [8, 16, 24, 32])
+def test_last_tiles_of_any_length_equal_float64(engine, block_size, features):
+    seq_lens = contexts_with_every_tail(block_size)
+    batch = Batch(seq_lens=seq_lens, block_size=block_size, part_tokens=1024, features=features, **SMALL)
+    assert {tail for tile, tail in last_tiles(batch) if tile} == set(range(1, TILE + 1))  # the census
+    batch.check(batch.run(engine.factory(1)))
+
+
+@pytest.mark.parametrize("part_tokens", [32, 1024])
+@pytest.mark.parametrize("group", [1, 3])
+def test_the_largest_score_may_lie_in_any_part_and_simdgroup(engine, group, part_tokens):
+    """Weights relative to anything smaller than that score are infinite."""
+    batch = Batch(seq_lens=(512,) * 16, kv_heads=1, group=group, head_dim=32, part_tokens=part_tokens)
+    for row, (k, _) in enumerate(batch.content):
+        q = batch.q[row].sum(axis=0)
+        k[32 * row + row] = q * (300 * 32**0.5 / (q @ q))
+    batch.check(batch.run(engine.factory(2)))
 
 
 def test_positions_beyond_32k_are_counted(engine):

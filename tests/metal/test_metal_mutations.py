@@ -29,6 +29,9 @@ def windows(features=(), group=3, head_dim=80, layout="HND"):
 
 DECODE = attention.test_decode_every_pair_of_choices_equals_float64
 WINDOWS = attention.test_windows_and_chunks_equal_float64
+SUMS = attention.test_sums_over_16_bits_are_those_of_float32
+LAST_TILES = attention.test_last_tiles_of_any_length_equal_float64
+LARGEST = attention.test_the_largest_score_may_lie_in_any_part_and_simdgroup
 RACES = counts.test_no_race_in_any_schedule
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 LAST_BARRIER = f"  {BARRIER}\n}}\n"
@@ -317,6 +320,121 @@ MUTANTS = [
         DECODE,
         decode(features=("alibi_slopes",), seq_lens=(512,)),
     ),
+    # Ends of runs
+    Mutant(
+        "a later tile of one token dropped",
+        ATTENTION,
+        "tile < seen_end; tile += 32",
+        "tile + (tile > run_begin) < seen_end; tile += 32",
+        LAST_TILES,
+        (ENGINE, 16, ()),
+    ),
+    Mutant(
+        "a last tile of 31 tokens loses one",
+        ATTENTION,
+        "min(32, seen_end - tile);",
+        "seen_end - tile == 31 && tile > run_begin ? 30 : min(32, seen_end - tile);",
+        LAST_TILES,
+        (ENGINE, 8, ()),
+    ),
+    Mutant(
+        "a last tile is read in fours",
+        ATTENTION,
+        "min(32, seen_end - tile);",
+        "min(32, (seen_end - tile + 3) / 4 * 4);",
+        LAST_TILES,
+        (ENGINE, 32, ("sinks",)),
+    ),
+    Mutant(
+        "first token of a window is not read",
+        ATTENTION,
+        "max(0, seen_begin - tile);",
+        "seen_begin > tile ? seen_begin - tile + 1 : 0;",
+        WINDOWS,
+        windows(("window",)),
+    ),
+    Mutant(
+        "one block for a whole tile",
+        ATTENTION,
+        "block_of_lane, ushort(t));\n    Values",
+        "block_of_lane, ushort(0));\n    Values",
+        LAST_TILES,
+        (ENGINE, 8, ()),
+    ),
+    # Sums in 16 bits
+    Mutant(
+        "products in the pool's type",
+        HEADER,
+        "metal::dot(float4(other), float4(chunk[a][j]))",
+        "float(metal::dot(Chunk<T>(float4(other)), chunk[a][j]))",
+        DECODE,
+        decode(dtype="float16"),
+    ),
+    Mutant(
+        "sums of weights in the pool's type",
+        ATTENTION,
+        "sum[r] = sum[r] * correction + scores[r];",
+        "sum[r] = float(T(sum[r] * correction + scores[r]));",
+        SUMS,
+        (ENGINE, "bfloat16", 512),
+    ),
+    Mutant(
+        "weights in the pool's type",
+        ATTENTION,
+        "scores[r] = kv::weight(score, top);",
+        "scores[r] = float(T(kv::weight(score, top)));",
+        DECODE,
+        decode(dtype="float16"),
+    ),
+    Mutant(
+        "sums of values in the pool's type",
+        ATTENTION,
+        "values[r][j] += w * rows.floats(a, j);",
+        "values[r][j] = float4(kv::Chunk<T>(values[r][j] + w * rows.floats(a, j)));",
+        DECODE,
+        decode(dtype="bfloat16"),
+    ),
+    Mutant(
+        "parts are added up in the result's type",
+        REDUCE,
+        "total += w * end[1];",
+        "total = float(Q(total + w * end[1]));",
+        DECODE,
+        decode(dtype="float16", part_tokens=32),
+    ),
+    # Merges
+    Mutant(
+        "largest score without the last simdgroup",
+        ATTENTION,
+        "s < SIMDGROUPS; s++) {\n      top",
+        "s < SIMDGROUPS - 1; s++) {\n      top",
+        LARGEST,
+        (ENGINE, 1, 1024),
+    ),
+    Mutant(
+        "largest score without the first simdgroup",
+        ATTENTION,
+        "int s = 0; s < SIMDGROUPS; s++) {\n      top",
+        "int s = 1; s < SIMDGROUPS; s++) {\n      top",
+        LARGEST,
+        (ENGINE, 3, 1024),
+    ),
+    Mutant(
+        "largest score without the last part",
+        REDUCE,
+        "i < num_items; i++) {\n  top",
+        "i < num_items - 1; i++) {\n  top",
+        LARGEST,
+        (ENGINE, 1, 32),
+    ),
+    Mutant(
+        "parts of the first token for all",
+        REDUCE,
+        "first_item = parts[3 * token + 1]",
+        "first_item = parts[1]",
+        LARGEST,
+        (ENGINE, 1, 32),
+    ),
     # Bytes
     Mutant(
         "tokens before the window are read",
@@ -359,6 +477,22 @@ MUTANTS = [
         (FLOATS, "float32", True),
     ),
     Mutant(
+        "slots in 32 bits",
+        "kv_write.metal",
+        "const int64_t slot = slots[token];",
+        "const int slot = slots[token];",
+        in_place.test_slots_beyond_32_bits_are_written,
+        (),
+    ),
+    Mutant(
+        "strides of new keys for values",
+        "kv_write.metal",
+        "token * strides[3] + head * strides[4]",
+        "token * strides[0] + head * strides[1]",
+        in_place.check_write,
+        (KVSpec(1, 2, 64, "float16", 16, 96), "float32", True),
+    ),
+    Mutant(
         "element stride forgotten",
         "kv_write.metal",
         "(4 * c + e) * element_stride",
@@ -392,7 +526,7 @@ def test_planted_faults_are_caught(mutant, monkeypatch):
 
 
 def test_there_are_enough_faults_of_every_kind():
-    assert len(MUTANTS) >= 20
+    assert len(MUTANTS) >= 60
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
 
 
