@@ -31,7 +31,8 @@ BITS = (
 
 
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `policy_of` and of `bits_of`."""
+    """Declare the options of `memory_of`, `policy_of` and `bits_of`."""
+    parser.add_argument("--memory", metavar="SIZE", help="cache size: 2GiB, bytes or auto; not with --num-blocks")
     group = parser.add_argument_group("a fixed budget per sequence", "more: python -m pydoc kvpool.eviction")
     group.add_argument("--eviction", metavar="POLICY", help="which tokens are evicted: h2o, window or blocks")
     for name, metavar, field, _, policies, text in FIELDS:
@@ -51,7 +52,7 @@ def memory_of(args: argparse.Namespace) -> int | str | None:
     """Return --memory in bytes, or "auto"; None if it was not given."""
     if args.memory is not None and args.num_blocks is not None:
         raise CommandError("--memory and --num-blocks exclude each other")
-    return None if args.memory is None else nbytes("--memory", args.memory)
+    return args.memory if args.memory in (None, "auto") else nbytes("--memory", args.memory)
 
 
 def blocks_in_memory(args: argparse.Namespace, model: Any, block_size: int, num_rows: int, draft: Any) -> int:

@@ -45,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, metavar, default, text in NUMBERS:
         parser.add_argument(name, metavar=metavar, default=default, help=text)
-    parser.add_argument("--memory", metavar="SIZE", help="size of the cache: 2GiB, bytes or auto; not with --num-blocks")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
     parser.add_argument(

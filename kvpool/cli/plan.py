@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the calculation."""
     from kvpool.config import describe_plan
 
-    memory = nbytes("--memory", args.memory)
+    memory = "auto" if args.memory == "auto" else nbytes("--memory", args.memory)
     bits = bits_of(args)
     if "kv_bits" in bits:
         bits["k_bits"] = bits["v_bits"] = bits.pop("kv_bits")

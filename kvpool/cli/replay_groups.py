@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvpool.cli.console import CommandError, check_plot, whole
+from kvpool.cli.console import CommandError, check_plot, nbytes, whole
 
 if TYPE_CHECKING:
     from kvpool.replay import Trace
@@ -118,16 +118,10 @@ def budget_texts(args: argparse.Namespace) -> list[str]:
 
 def budget(args: argparse.Namespace, text: str, shape: HybridShape) -> int:
     """Return a budget in blocks."""
-    from kvpool.config import parse_nbytes
-
     option = "--num-blocks" if args.sweep is None else "--sweep"
     if args.policy == "H1" or text.strip("0123456789 -+") == "":
         return whole(option, text)
-    try:
-        blocks = parse_nbytes(text) // shape.block_nbytes
-    except ValueError as exc:
-        raise CommandError(f"{option} {text}: {exc}") from None
-    return whole(option, str(blocks))
+    return whole(option, str(nbytes(option, text) // shape.block_nbytes))
 
 
 def player(args: argparse.Namespace, trace: Trace, shape: HybridShape, concurrency: int) -> Player:

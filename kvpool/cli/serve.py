@@ -15,6 +15,7 @@ from kvpool.cli.cache import add_cache_arguments, bits_of, blocks_in_memory, mem
 from kvpool.cli.console import CommandError, real, whole
 from kvpool.cli.drafts import add_draft_arguments, load_draft_model, num_drafts_of, proposer
 from kvpool.cli.model import add_model_arguments, tiny_model
+from kvpool.cli.stores import add_store_arguments, store_of
 from kvpool.errors import install_command
 
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     for name, metavar, default, text in NUMBERS:
         parser.add_argument(name, metavar=metavar, default=default, help=text)
-    parser.add_argument("--memory", metavar="SIZE", help="size of the cache: 2GiB, bytes or auto; not with --num-blocks")
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY", help="a key for clients; repeatable")
     parser.add_argument("--api-keys", metavar="FILE", help="keys of tenants, a line for each: NAME WEIGHT KEY")
     parser.add_argument(
@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_draft_arguments(parser)
     add_cache_arguments(parser)
+    add_store_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     if args.host not in ("localhost", "127.0.0.1", "::1") and not keys:
         sources = "--api-key, --api-keys or the variable KVPOOL_API_KEY"
         raise CommandError(f"--host {args.host}: others can reach this address, so a key is needed: {sources}")
-    options = engine_options(args, block_size) | {"weights": weights}
+    options = engine_options(args, block_size) | {"weights": weights, "store": store_of(args)}
     num_drafts_of(args)
     grace, connections = real("--grace", args.grace, 0, 86400), whole("--max-connections", args.max_connections)
     try:
@@ -99,6 +100,10 @@ def run(args: argparse.Namespace) -> int:
         left = asyncio.run(process.serve(make, settings, sock, on_ready, grace, connections))
     except OSError as exc:  # of the socket: it is bound before the model is loaded, and listens after it
         raise CommandError(f"--host {args.host} --port {port}: {exc.strerror}") from None
+    except CommandError as exc:  # of the store, which is made last: threads of MLX run already
+        print(f"kvpool serve: {exc}", file=sys.stderr, flush=True)
+        leave(2)
+        raise
     except loading.ModelNotLoaded as exc:
         raise CommandError(f"--model {exc}") from None
     except (ValueError, TypeError, RuntimeError, MemoryError) as exc:
@@ -176,7 +181,7 @@ def tell(args: argparse.Namespace, url: str, engine: Engine) -> None:
     """Print the address of the server and what it runs."""
     pool = engine.kv.pool
     facts = {"url": url, "model": args.name or args.model, "route": engine.kv.route, "num_blocks": pool.num_blocks}
-    facts |= {"block_size": pool.block_size, "eviction": args.eviction, "bits": bits_of(args)}
+    facts |= {"block_size": pool.block_size, "eviction": args.eviction, "bits": bits_of(args), "store": args.store}
     if args.json:
         print(json.dumps(facts), flush=True)
     else:

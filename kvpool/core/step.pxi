@@ -133,7 +133,7 @@ cdef inline int32_t replace_ids(Replaced* entry, int32_t n, Blocks* b, int32_t* 
 
 cdef inline void give_up_copy(Blocks* b, int32_t new) noexcept nogil:
     """The copy that was to fill a block will never be made."""
-    if b.canonical != NULL:                 # NULL: no index of ours; an engine says what is committed, and is told of it
+    if b.canonical != NULL:                 # NULL: an engine has its own index, says what is committed, and is told
         b.num_held -= b.block[new].committed == HELD
         b.block[new].committed = PLAIN
     b.block[new].fence = 0

@@ -127,7 +127,7 @@ cdef int pool_step(State* pool, Plan plan, const Ints* rows, const Ints* new, bi
 cdef int pool_can(State* pool, Ints* rows, const Ints* new, Verdict* v) noexcept nogil:
     cdef Limits limits
     cdef Py_ssize_t i
-    cdef int status = seqs_judge(&pool.seqs, rows, v)
+    cdef int status = seqs_judge(&pool.seqs, rows, False, v)
     if status != OK:
         return status
     if new.size >= 0 and new.size != rows.size:

@@ -180,8 +180,11 @@ class Scheduler:
 
     # -- requests
 
-    def add(self, request: Request) -> Hashable:
+    def add(self, request: Request, *, held: bool = False) -> Hashable:
         """Queue a request. Legal at any time, also while a step is out.
+
+        With `held` it has its place in the queue, and others pass it until `release`: something that it needs comes
+        from elsewhere, such as blocks of its prompt from a store.
 
         Returns
         -------
@@ -206,10 +209,14 @@ class Scheduler:
         except RequestRejected:
             self._core.rejected += 1
             raise
-        group = self._core.new_group(request)
+        group = self._core.new_group(request, held)
         if request.beam_width:
             group.beam = Beam(group)
         return group.id
+
+    def release(self, id: Hashable) -> None:
+        """Let a request run that was added with `held`. Nothing happens if it is not held, or has ended."""
+        self._core.release_held(id)
 
     def _judge(self, request: Request) -> None:
         core, pool = self._core, self._core.pool
@@ -254,8 +261,9 @@ class Scheduler:
             return
         tenant = queue.tenants.get(name)
         line, new = ([], 0) if tenant is None else (tenant.line, tenant.new)
-        if len(queue) >= (self._max_waiting or 0):
-            text = f"{len(queue)} requests wait, the limit is {self._max_waiting}"
+        waiting = len(queue) + len(self._core.held)
+        if waiting >= (self._max_waiting or 0):
+            text = f"{waiting} requests wait, the limit is {self._max_waiting}"
         elif new >= most:
             text = f"{new} requests of this tenant wait, its share of {self._max_waiting} is {most}"
         else:
@@ -302,7 +310,7 @@ class Scheduler:
         Returns
         -------
         Step or None
-            None when no request is left. While a step is out, None when the next one has to wait for it.
+            None when no request is left, or all are held. While a step is out, None when the next one has to wait for it.
 
         Raises
         ------
@@ -322,7 +330,7 @@ class Scheduler:
             raise RuntimeError(f"[schedule] {what}; call update or fail first")
         if out:
             return self._ahead(self._out[0])
-        if not core.groups:
+        if len(core.groups) == len(core.held):
             return None
         if core.eviction is not None:
             keep_budgets(core)

@@ -410,6 +410,7 @@ class Core:
         self.queue = queue
         self.spilled: dict[Sequence, None] = {}  # oldest first
         self.groups: dict[Hashable, RequestGroup] = {}
+        self.held: dict[Hashable, RequestGroup] = {}  # of these, requests that wait outside the queue
         self.deadlines: list[tuple[float, int, Hashable]] = []  # heap: time, number of the arrival, id
         self.ended: dict[Hashable, None] = {}  # ids of the latest, for messages
         self.beams: list[Any] = []  # running ones
@@ -596,13 +597,14 @@ class Core:
         group.unfinished -= ended
         if group.unfinished == 0:
             del self.groups[group.id]
+            self.held.pop(group.id, None)
             group.tenant.requests -= 1
             self.ended[group.id] = None
             if len(self.ended) > REMEMBERED:
                 del self.ended[next(iter(self.ended))]
 
-    def new_group(self, request: Request) -> RequestGroup:
-        """Register a new request."""
+    def new_group(self, request: Request, held: bool) -> RequestGroup:
+        """Register a new request, and queue it unless it is held."""
         name = request.id
         if name is None:
             while self.next_id in self.groups:
@@ -617,8 +619,16 @@ class Core:
         self.queue.enroll(group)
         if request.deadline is not None:
             self.remind(group, request.deadline)
-        self.wait(group.sequences[0])
+        self.held[name] = group
+        if not held:
+            self.release_held(name)
         return group
+
+    def release_held(self, name: Hashable) -> None:
+        """Queue a request that was held, at the place that it had when it came."""
+        group = self.held.pop(name, None)
+        if group is not None:
+            self.wait(group.sequences[0])
 
     def remind(self, group: RequestGroup, deadline: float) -> None:
         """Note the deadline of a new request. Those of requests that have ended leave when they are most."""

@@ -144,24 +144,6 @@ def test_nonsense_is_refused_in_one_line(capsys, arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a 1 k\nb 1 k", "line 2: b has the same key as a"),
-        ("a 1 k\n# more\na 2 l", "line 3: a has two weights, 1 and 2"),
-        ("a 1 \u00e9", "line 1: a key must be ASCII, and not empty"),
-        ("a 0 k", "line 1: the weight of a 0: out of range"),
-        ("a k", "line 1: must be NAME WEIGHT KEY"),
-        ("a 1 given", "line 1: a has the same key as api-key 1"),
-    ],
-)
-def test_wrong_keys_are_refused_with_their_line(capsys, monkeypatch, tmp_path, text, message):
-    monkeypatch.setenv("KVPOOL_API_KEY", "given")
-    (tmp_path / "keys").write_text(text)
-    assert main(["serve", "--model", "tiny", "--api-keys", str(tmp_path / "keys")]) == 2
-    assert f"--api-keys {tmp_path / 'keys'}: {message}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [(["--model", "tiny", "--memory", "1"], "--memory 1: "), (["--model", "BROKEN"], "No safetensors found")],
 )

@@ -138,7 +138,7 @@ FORCED = {"tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_ch
         (anthropic.BadRequestError, r"output_config\.format: ", wants({"type": "no"})),
         (anthropic.BadRequestError, r"output_config\.format cannot", wants({}) | FORCED),
         (anthropic.BadRequestError, "at most 128 calls", {"messages": [ASKED[0], called(*[{}] * 129)]}),
-        (anthropic.BadRequestError, "prompt tokens", {"messages": [ASKED[0], called({"a": "\u00e9" * 700_000})]}),
+        (anthropic.BadRequestError, "leave no room", {"messages": [ASKED[0], called({"a": "\u00e9" * 700_000})]}),
         (anthropic.BadRequestError, "image", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
         (anthropic.BadRequestError, "messages", {"messages": []}),
         (anthropic.BadRequestError, "prompt tokens", {"max_tokens": 8192}),

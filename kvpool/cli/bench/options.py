@@ -44,8 +44,7 @@ def memory_nbytes(text: str) -> int:
     """Return the size in bytes."""
     from kvpool.config import available_memory_nbytes
 
-    size = nbytes("--max-memory", text)
-    return size if isinstance(size, int) else available_memory_nbytes() // 2
+    return available_memory_nbytes() // 2 if text == "auto" else nbytes("--max-memory", text)
 
 
 def tokens(n: int) -> str:
