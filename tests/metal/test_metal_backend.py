@@ -360,6 +360,18 @@ def test_another_mlx_must_pass_a_self_check_on_every_route(engine, monkeypatch, 
     kvpool_backends.mlx.require_right.cache_clear()
 
 
+def test_a_gpu_without_the_extension_says_once_what_it_costs(engine, monkeypatch, caplog):
+    found = {"active": False, "why": "not built", "command": "make it"}
+    monkeypatch.setattr(kvpool_backends.mlx, "status", lambda: found)
+    for on_gpu, said in ((False, 0), (True, 1)):
+        monkeypatch.setattr(kvpool_backends.mlx, "has_metal", lambda on_gpu=on_gpu: on_gpu)
+        kvpool_backends.mlx._say_what_scatters_cost.cache_clear()
+        for _ in range(2):
+            MLXBackend(SPEC, 4, native=False, metal_kernel=engine.factory(0))
+        assert caplog.text.count("the extension writes in place (not built): make it") == said
+    kvpool_backends.mlx._say_what_scatters_cost.cache_clear()
+
+
 def test_another_mlx_that_computes_something_else_is_refused(engine, monkeypatch):
     monkeypatch.setattr(kvpool_backends.mlx, "MLX_VERSION", "0.33.0")
     kvpool_backends.mlx.require_right.cache_clear()
