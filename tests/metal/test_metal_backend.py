@@ -10,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from metal_engine import recording
 from mlx_families import FAMILIES
 from mlx_models import batch_tokens, on_cpu, random_prompts, solo_tokens
 from test_mlx_native import built, looking_in  # noqa: F401  (a fixture)
@@ -231,14 +232,7 @@ def test_install_compiles_the_kernels_of_all_lengths(engine, monkeypatch):
     monkeypatch.setattr(metal_route.MetalAttention, "part_tokens", 32)
     kernels = set()
 
-    def factory(**description):
-        kernel = engine.factory(0)(**description)
-
-        def launch(**call):
-            kernels.add((description["name"], str(call["template"]), str(call["output_dtypes"])))
-            return kernel(**call)
-
-        return launch
+    factory = recording(engine.factory(0), kernels)
 
     def make(spec, num_blocks, **_):
         return MLXBackend(spec, num_blocks, native=False, metal_kernel=factory)
@@ -297,18 +291,7 @@ def test_after_warmup_no_kernel_is_new(engine, monkeypatch, options, scores):
     monkeypatch.setattr(metal_route.MetalAttention, "part_tokens", 32)
     kernels = set()
 
-    def factory(**description):
-        kernel = engine.factory(0)(**description)
-
-        def launch(**call):
-            # What MLX builds a library for: text, template, dtypes, and which inputs are scalars or small.
-            inputs = tuple(
-                (str(x.dtype), "s" if x.ndim == 0 else "c" if x.size < 8 else "") for x in map(mx.array, call["inputs"])
-            )
-            kernels.add((description["name"], str(call["template"]), inputs, str(call["output_dtypes"])))
-            return kernel(**call)
-
-        return launch
+    factory = recording(engine.factory(0), kernels)
 
     def make(spec, num_blocks):
         return MLXBackend(spec, num_blocks, native=False, metal_kernel=factory)
