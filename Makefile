@@ -5,7 +5,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all fuzz test-metal test-embed test-torch test-golden-full test-long native cross mac-report \
-	lint bench bench-gates build debug asan tsan freethreaded coverage mutants convicted proof proof-long clean
+	metal-sweep lint bench bench-gates build debug asan tsan freethreaded coverage mutants convicted proof proof-long clean
 MAKEFLAGS += --no-print-directory
 unexport KVPOOL_CORE  # left set, it would have the plain Python model tested in place of the core
 unexport PYTHONDONTWRITEBYTECODE  # left set, each process of the tests would compile pytest, kvpool and the tests anew
@@ -38,6 +38,9 @@ fuzz: $(VENV)/built $(VENV)/test  ## random programs on the compiled core for a 
 test-metal: $(VENV)/built $(VENV)/test  ## the tests of the Metal kernels, with 2,000 launches more; threads under ThreadSanitizer
 	KVPOOL_METAL_LAUNCHES=2000 $(PYTEST) --timeout 3600 tests/metal $(PYTEST_ARGS)
 	@[ "$$(uname)" != Linux ] || $(PY) -m proof threads
+
+metal-sweep: $(VENV)/built $(VENV)/test  ## every shape, element type and feature of the Metal kernels once (hours)
+	KVPOOL_METAL_SWEEP=1 $(PYTEST) --dist load tests/metal/test_metal_sweep.py $(PYTEST_ARGS)
 
 test-embed: $(VENV)/built $(VENV)/test  ## the tests of the JAX adapter (installs jax)
 	$(PIP) "kvpool[jax]"

@@ -30,7 +30,7 @@ except ImportError as error:
     ) from error
 
 from kvpool_backends.mlx.base import BaseBackend, MemoryReport, has_metal, kernels_refusal
-from kvpool_backends.mlx.native.loading import MLX_VERSION
+from kvpool_backends.mlx.native.loading import MLX_VERSION, status
 
 if TYPE_CHECKING:
     from kvpool_backends.mlx.metal_kernels import Factory
@@ -173,7 +173,19 @@ def _metal_route(native: bool) -> type[BaseBackend]:
         return NativeMetalBackend
     from kvpool_backends.mlx.metal import MetalBackend
 
+    _say_what_scatters_cost()
     return MetalBackend
+
+
+@cache
+def _say_what_scatters_cost() -> None:
+    if has_metal() and not (found := status())["active"]:
+        _log.warning(
+            "[mlx] writes are scatters of MLX: a step is built when the one before has run, while the GPU waits; "
+            "the extension writes in place (%s): %s",
+            found["why"],
+            found["command"],
+        )
 
 
 def _cpu_route(native: bool) -> type[BaseBackend]:

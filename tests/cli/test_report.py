@@ -1,5 +1,7 @@
 """``kvpool doctor --report``: every part says something, whatever becomes of the others; Metal is the stand-in's."""
 
+import re
+
 import mlx.core as mx
 import pytest
 
@@ -16,8 +18,13 @@ def fake(monkeypatch, engine):
     monkeypatch.setattr(metal, "LAYERS_MAX", 1)
     monkeypatch.setattr(metal, "LAYERS_MIN", 1)
     monkeypatch.setattr(report, "LAUNCHES", 6)
-    monkeypatch.setattr(report, "VARIANTS", ((64, 2, "float16", None), (62, 1, "float16", None), (64, 1, "float16", 8)))
-    monkeypatch.setattr(report, "SECONDS", report.SECONDS | {"decode": 0.0, "writes": 0.2, "model": 5.0})
+    variants = ((64, 2, "float16", None), (62, 1, "float16", None), (64, 1, "float16", 8))
+    monkeypatch.setattr(report, "VARIANTS", variants)
+    monkeypatch.setattr(report, "DECODE", ("--batch", "1", "--context", "40,70", "--group", "2", "--heads", "2"))
+    monkeypatch.setattr(report, "PREFILL", ((64, 1, "float16"),))
+    monkeypatch.setattr(report, "CHUNKS", (3, 40))
+    monkeypatch.setattr(report, "PREFILL_CONTEXT", 64)
+    monkeypatch.setattr(report, "SECONDS", report.SECONDS | {"decode": 8.0, "writes": 0.2, "model": 5.0})
 
 
 def parts_of(text):
@@ -34,14 +41,18 @@ def test_the_report_has_a_part_for_everything_and_names_what_fails(fake, capsys)
     parts = parts_of(text)
     assert "GPU(cores=40, bandwidth=546, clock=1.58)" in "".join(parts["Machine"])
     compiled = parts["Kernels compile"]
-    assert [("FAILED: ValueError" in line, line.endswith(" s")) for line in compiled if line] == [
+    assert [("FAILED: ValueError" in line, " kernels, threads unknown" in line) for line in compiled if line] == [
         (False, True),
         (True, False),
         (False, True),
     ]
     assert "6 launches, 0 wrong (seed 7)" in parts["6 launches against float64"]
     assert any("ms a step" in line for line in parts["Writes: scatter, extension"])
-    assert any("not measured, the time is over" in line for line in parts["Decode, us of a layer"])
+    decode = [line for line in parts["Decode, us of a layer"] if line.startswith("D ")]
+    assert len(decode) == 2 * 2 + 2 + 2
+    assert all("not measured" in line or len(re.findall(r" \d+", line)) >= 4 for line in decode)
+    assert len([line for line in parts["Prefill, ms of a layer"] if line.startswith("D  64")]) == 2 * 2
+    assert "FAILED" not in "".join(parts["Prefill, ms of a layer"] + decode)
     assert any(line.startswith("on the pool, fused") for line in parts["Tokens per second of a small model"])
 
 
@@ -62,9 +73,21 @@ def test_a_machine_without_metal_says_so_in_every_part(capsys):
         pytest.skip("there is Metal here")
     assert main(["doctor", "--report"]) == 0
     parts = parts_of(capsys.readouterr().out)
-    assert len(parts) == 6
+    assert len(parts) == 7
     del parts["Machine"]
     assert all("not run: there is no Metal device here" in lines for lines in parts.values())
+
+
+def test_kernels_are_named_as_mlx_compiles_them(fake, monkeypatch):
+    kernels = set()
+    kernel = report.naming(kernels)(name="one", input_names=["x"], output_names=["y"], source="y[0] = x[0];")
+    x = mx.array([3.0])
+    call = {"inputs": [x], "output_shapes": [(1,)], "output_dtypes": [mx.float32]}
+    (y,) = kernel(**call, template=[("N", 2)], grid=(1, 1, 1), threadgroup=(1, 1, 1))
+    assert y.tolist() == [3.0] and kernels == {"custom_kernel_one__2_floatc_float"}
+    module = type("Module", (), {"max_threads": staticmethod({"custom_kernel_one__2_floatc_float": 640}.__getitem__)})
+    monkeypatch.setattr("kvpool_backends.mlx.native.load", lambda: module)
+    assert report.threads(kernels) == "at least 640 threads (custom_kernel_one__2_flo)"
 
 
 def test_predictions_agree_with_what_others_published():

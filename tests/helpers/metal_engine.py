@@ -56,6 +56,22 @@ class Native:
 ENGINES = {"stand-in": StandIn} | ({"native": Native} if mx.metal.is_available() else {})
 
 
+def recording(factory: Factory, kernels: set[tuple[str, ...]]) -> Factory:
+    """A factory that adds what MLX builds a library for: text, template, dtypes, which inputs are scalars or small."""
+
+    def make(**description: Any) -> Callable[..., list[mx.array]]:
+        kernel = factory(**description)
+
+        def launch(**call: Any) -> list[mx.array]:
+            inputs = [(x.dtype, x.ndim == 0, x.size < 8) for x in map(mx.array, call["inputs"])]
+            kernels.add((description["name"], str(call["template"]), str(inputs), str(call["output_dtypes"])))
+            return kernel(**call)
+
+        return launch
+
+    return make
+
+
 @cache
 def _kernel(description: tuple[tuple[str, Any], ...]) -> Callable[..., list[mx.array]]:
     return msl.metal_kernel(**{k: list(v) if isinstance(v, tuple) else v for k, v in description})

@@ -10,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from metal_engine import recording
 from mlx_families import FAMILIES
 from mlx_models import batch_tokens, on_cpu, random_prompts, solo_tokens
 from test_mlx_native import built, looking_in  # noqa: F401  (a fixture)
@@ -231,14 +232,7 @@ def test_install_compiles_the_kernels_of_all_lengths(engine, monkeypatch):
     monkeypatch.setattr(metal_route.MetalAttention, "part_tokens", 32)
     kernels = set()
 
-    def factory(**description):
-        kernel = engine.factory(0)(**description)
-
-        def launch(**call):
-            kernels.add((description["name"], str(call["template"]), str(call["output_dtypes"])))
-            return kernel(**call)
-
-        return launch
+    factory = recording(engine.factory(0), kernels)
 
     def make(spec, num_blocks, **_):
         return MLXBackend(spec, num_blocks, native=False, metal_kernel=factory)
@@ -297,18 +291,7 @@ def test_after_warmup_no_kernel_is_new(engine, monkeypatch, options, scores):
     monkeypatch.setattr(metal_route.MetalAttention, "part_tokens", 32)
     kernels = set()
 
-    def factory(**description):
-        kernel = engine.factory(0)(**description)
-
-        def launch(**call):
-            # What MLX builds a library for: text, template, dtypes, and which inputs are scalars or small.
-            inputs = tuple(
-                (str(x.dtype), "s" if x.ndim == 0 else "c" if x.size < 8 else "") for x in map(mx.array, call["inputs"])
-            )
-            kernels.add((description["name"], str(call["template"]), inputs, str(call["output_dtypes"])))
-            return kernel(**call)
-
-        return launch
+    factory = recording(engine.factory(0), kernels)
 
     def make(spec, num_blocks):
         return MLXBackend(spec, num_blocks, native=False, metal_kernel=factory)
@@ -358,6 +341,18 @@ def test_another_mlx_must_pass_a_self_check_on_every_route(engine, monkeypatch, 
             MLXBackend(SPEC, 4, native=False, **options)
             assert not caplog.text
     kvpool_backends.mlx.require_right.cache_clear()
+
+
+def test_a_gpu_without_the_extension_says_once_what_it_costs(engine, monkeypatch, caplog):
+    found = {"active": False, "why": "not built", "command": "make it"}
+    monkeypatch.setattr(kvpool_backends.mlx, "status", lambda: found)
+    for on_gpu, said in ((False, 0), (True, 1)):
+        monkeypatch.setattr(kvpool_backends.mlx, "has_metal", lambda on_gpu=on_gpu: on_gpu)
+        kvpool_backends.mlx._say_what_scatters_cost.cache_clear()
+        for _ in range(2):
+            MLXBackend(SPEC, 4, native=False, metal_kernel=engine.factory(0))
+        assert caplog.text.count("the extension writes in place (not built): make it") == said
+    kvpool_backends.mlx._say_what_scatters_cost.cache_clear()
 
 
 def test_another_mlx_that_computes_something_else_is_refused(engine, monkeypatch):

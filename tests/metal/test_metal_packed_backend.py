@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from metal_engine import recording
 from mlx_models import batch_tokens, on_cpu, random_prompts, tiny_llama
 
 import kvpool_backends.mlx
@@ -56,15 +57,7 @@ def test_reads_give_what_gather_gives(metal):
 def test_after_warmup_no_kernel_is_new(engine):
     kernels = set()
 
-    def factory(**description):
-        kernel = engine.factory(0)(**description)
-
-        def launch(**call):
-            kernels.add((description["name"], str(call["template"]), str(call["output_dtypes"])))
-            return kernel(**call)
-
-        return launch
-
+    factory = recording(engine.factory(0), kernels)
     filled = fill(lambda spec, n: MLXBackend(spec, n, native=False, metal_kernel=factory), SPEC, [3, 60, 40])
     kernels.clear()
     filled.backend.warmup([BatchShape(4, 64, 8, 8)])

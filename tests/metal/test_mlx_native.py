@@ -494,6 +494,21 @@ def test_self_check_catches_planted_faults(native):
             loading.self_check(Faulty(module, **fault))
 
 
+def test_an_extension_of_the_wheel_is_used_until_the_user_builds_one(built, tmp_path, monkeypatch):
+    opened = []
+    real = loading.open_module
+    monkeypatch.setattr(loading, "open_module", lambda where: (opened.append(where), real(where))[1])
+    wheel, own = tmp_path / "wheel", tmp_path / "own"
+    shutil.copytree(built, wheel)
+    monkeypatch.setattr(loading, "shipped", lambda: wheel)
+    with looking_in(own):
+        assert load() is not None and status()["active"]
+    shutil.copytree(built, own)
+    with looking_in(own):
+        assert load() is not None
+    assert opened == [wheel, own]
+
+
 def test_nothing_built_is_no_news(tmp_path, caplog):
     with looking_in(tmp_path), on_cpu(), caplog.at_level(logging.DEBUG, LOGGER):
         assert type(MLXBackend(SPEC, 8)).__name__ == "KernelBackend"

@@ -185,3 +185,13 @@ def test_reads_by_other_kernels_are_sealed(on_metal):
 def test_head_dimensions_without_vectors_are_refused(on_metal):
     with pytest.raises(ValueError, match="multiple of 4"):
         metal_texts(load(), KVSpec(1, 1, 6))
+
+
+def test_threads_are_those_of_the_kernel_that_mlx_has_compiled(recorder, built):  # noqa: F811
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"\[max_threads\] MLX has not compiled a kernel custom_kernel_x"):
+            recorder.max_threads("custom_kernel_x")
+    recorder.compiled("custom_kernel_x")
+    assert recorder.max_threads("custom_kernel_x") == 768
+    with looking_in(built), pytest.raises(RuntimeError, match="was built without Metal"):
+        load().max_threads("custom_kernel_x")

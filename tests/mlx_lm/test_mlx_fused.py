@@ -1,5 +1,6 @@
 """mlx-lm's models attend straight over the pool: every family, every dtype, batches and windows as in mlx-lm itself."""
 
+import dataclasses
 import gc
 
 import mlx.core as mx
@@ -11,7 +12,6 @@ from mlx_models import VOCAB, batch_tokens, on_cpu, random_prompts, solo_tokens,
 
 from kvpool import Pool
 from kvpool.adapters.mlx_lm import attention, install
-from kvpool.protocol import AttentionOptions
 
 PROMPTS = (3, 26, 1, 17, 9)  # on both sides of the window, of blocks and of prefill chunks
 MAX_TOKENS = 12
@@ -114,7 +114,8 @@ def test_canary_a_forgotten_option_changes_the_tokens(monkeypatch, name, fault):
     model, prompt = FAMILIES[name](), random_prompts(PROMPTS)[1]
     stock = solo_tokens(model, prompt, MAX_TOKENS)
     with install(model, 50, block_size=4, fused=True):
-        monkeypatch.setattr(attention, "AttentionOptions", lambda **given: AttentionOptions(**(given | {fault: None})))
+        options_of, forgotten = attention._options, {fault: None}
+        monkeypatch.setattr(attention, "_options", lambda *given: dataclasses.replace(options_of(*given), **forgotten))
         assert solo_tokens(model, prompt, MAX_TOKENS) != stock
 
 

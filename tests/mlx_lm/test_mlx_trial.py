@@ -1,5 +1,6 @@
 """The self-check of `install`: what a model does with its contexts decides whether it attends over the pool."""
 
+import dataclasses
 import logging
 
 import mlx.core as mx
@@ -12,7 +13,6 @@ from mlx_models import on_cpu, random_prompts, solo_tokens, tiny_llama, tiny_sli
 import kvpool
 from kvpool.adapters.mlx_lm import attention, install
 from kvpool.adapters.mlx_lm.passes import Rows
-from kvpool.protocol import AttentionOptions
 
 stock_attention = llama.scaled_dot_product_attention
 stock_mask = llama.create_attention_mask
@@ -149,7 +149,8 @@ def test_context_cast_to_a_narrower_dtype_is_refused(model):
 
 
 def forget(option):
-    return lambda **given: AttentionOptions(**(given | {option: None}))
+    options_of = attention._options
+    return lambda *given: dataclasses.replace(options_of(*given), **{option: None})
 
 
 def too_sharp(attend):
@@ -159,8 +160,8 @@ def too_sharp(attend):
 @pytest.mark.parametrize(
     ("name", "owner", "attribute", "fault"),
     [
-        ("gpt_oss", attention, "AttentionOptions", forget("sinks")),
-        ("gemma2", attention, "AttentionOptions", forget("soft_cap")),
+        ("gpt_oss", attention, "_options", forget("sinks")),
+        ("gemma2", attention, "_options", forget("soft_cap")),
         ("llama", attention.PagedContext, "attend", too_sharp(attention.PagedContext.attend)),
         ("llama", Rows, "num_new", lambda self, columns: np.full(len(self.lens), columns, np.int64)),
     ],

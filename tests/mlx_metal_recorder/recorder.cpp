@@ -94,7 +94,26 @@ PyObject* record(PyObject*, PyObject* args) {
   return nullptr;
 }
 
-PyMethodDef methods[] = {{"record", record, METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+// compiled(name): makes a kernel known, as MLX does when it compiles one.
+PyObject* compiled(PyObject*, PyObject* name) {
+  const std::string function = PyUnicode_AsUTF8(name);
+  mx::metal::device(mx::Device::gpu).get_library(function, [] { return std::string(768, ' '); });
+  Py_RETURN_NONE;
+}
+
+PyObject* max_threads(PyObject*, PyObject* name) {
+  try {
+    return PyLong_FromLongLong(metal_max_threads(PyUnicode_AsUTF8(name)));
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+}
+
+PyMethodDef methods[] = {{"record", record, METH_VARARGS, nullptr},
+                         {"compiled", compiled, METH_O, nullptr},
+                         {"max_threads", max_threads, METH_O, nullptr},
+                         {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_recorder", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
 
 } // namespace

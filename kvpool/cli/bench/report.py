@@ -6,11 +6,18 @@ and all of them together end within ten minutes.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import platform
+import re
 import subprocess
+import tempfile
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -21,7 +28,7 @@ from kvpool.errors import BackendUnavailable
 from kvpool.protocol import AttentionOptions, BatchShape, StepArrays
 
 LAUNCHES = 300
-SECONDS = {"variants": 150.0, "launches": 90.0, "writes": 30.0, "decode": 180.0, "model": 60.0}
+SECONDS = {"variants": 150.0, "launches": 90.0, "writes": 30.0, "decode": 120.0, "prefill": 60.0, "model": 30.0}
 VARIANTS = tuple(  # head dimension, query heads per KV head, dtype, bits
     (dim, group, dtype, bits)
     for dtype, bits in (("float16", None), ("bfloat16", None), ("bfloat16", 8), ("bfloat16", 4))
@@ -32,6 +39,9 @@ SYSTEM = (  # what only the system tells, by command
     ("low power mode", ("sh", "-c", "pmset -g | grep -i lowpowermode")),
     ("heat", ("pmset", "-g", "therm")),
 )
+DECODE = ("--batch", "1,8", "--context", "512,4k,32k", "--group", "4,8,16")
+PREFILL = ((128, 4, "bfloat16"), (128, 8, "float16"), (64, 8, "bfloat16"), (256, 2, "bfloat16"))  # D, group, dtype
+CHUNKS, PREFILL_CONTEXT = (8, 32, 512), 4096
 END = """\
 Paste all of this into an issue of kvpool, with what else the Mac was doing. A line with FAILED is a bug to report even
 if nothing else seems wrong; `measured` far from `predicted` is worth a report too."""
@@ -49,6 +59,7 @@ def markdown(facts: dict[str, Any], described: str) -> Iterator[str]:
         (f"{LAUNCHES} launches against float64", launches),
         ("Writes: scatter, extension", writes),
         ("Decode, us of a layer", decode),
+        ("Prefill, ms of a layer", prefill),
         ("Tokens per second of a small model", model),
     ):
         yield part(title, run if has_metal else lambda: ["not run: there is no Metal device here"])
@@ -105,7 +116,7 @@ def said(command: tuple[str, ...]) -> str:
 
 
 def variants() -> Iterator[str]:
-    """Compile every kernel of common shapes; seconds of each, and what the compiler said of those that fail."""
+    """Compile every kernel of common shapes: seconds, and threads of the kernel with the most registers, or why not."""
     from kvpool_backends.mlx.metal import MetalBackend
 
     over = until("variants")
@@ -117,10 +128,49 @@ def variants() -> Iterator[str]:
         begin = time.perf_counter()
         try:
             spec = KVSpec(1, 2, dim, dtype, 16, k_bits=bits, v_bits=bits)
-            MetalBackend(spec, 2).warmup([BatchShape(1, 64, 64, 2 * group)])
-            yield f"{name}: {time.perf_counter() - begin:5.1f} s"
+            kernels: set[str] = set()
+            MetalBackend(spec, 2, metal_kernel=naming(kernels)).warmup([BatchShape(1, 64, 64, 2 * group)])
+            yield f"{name}: {time.perf_counter() - begin:5.1f} s, {len(kernels)} kernels, {threads(kernels)}"
         except Exception as error:  # a compiler's message
             yield f"{name}: FAILED: {type(error).__name__}: {str(error)[:400]}"
+
+
+def naming(kernels: set[str]) -> Callable[..., Any]:
+    """``metal_kernel`` that adds the names under which MLX compiles what it launches: MLX prints texts on demand."""
+    import mlx.core as mx
+
+    def make(**description: Any) -> Callable[..., Any]:
+        factory: Any = mx.fast.metal_kernel
+        kernel = factory(**description)
+
+        def launch(**call: Any) -> Any:
+            text, saved = io.StringIO(), os.dup(1)
+            with tempfile.TemporaryFile() as printed, contextlib.redirect_stdout(text):
+                os.dup2(printed.fileno(), 1)  # C++ prints past Python
+                try:
+                    results = kernel(**call, verbose=True)
+                finally:
+                    os.dup2(saved, 1)
+                    os.close(saved)
+                printed.seek(0)
+                text.write(printed.read().decode(errors="replace"))
+            kernels.update(re.findall(r'host_name\("(\w+)"\)', text.getvalue()))
+            return results
+
+        return launch
+
+    return make
+
+
+def threads(kernels: set[str]) -> str:
+    """The least of the largest threadgroups that kernels can run with: 1024 where registers do not limit them."""
+    from kvpool_backends.mlx.native import load
+
+    module = load()
+    if module is None:
+        return "threads unknown without the extension"
+    found = [(module.max_threads(name), name.removeprefix("custom_kernel_kvpool_")) for name in sorted(kernels)]
+    return f"at least {min(found)[0]} threads ({min(found)[1][:24]})" if found else "no names"
 
 
 def launches() -> Iterator[str]:
@@ -189,8 +239,8 @@ def decode() -> Iterator[str]:
     for dim, dtypes in ((128, "bfloat16,float16"), (64, "bfloat16"), (256, "bfloat16")):
         parser = ArgumentParser()
         metal.add_arguments(parser)
-        chosen = ["--head-dim", str(dim), "--dtype", dtypes, "--batch", "1,8", "--context", "512,4k,32k"]
-        for case in metal.cases(parser.parse_args([*chosen, "--group", "4,8,16"]), 16):
+        chosen = parser.parse_args(["--head-dim", str(dim), "--dtype", dtypes, *DECODE])
+        for case in metal.cases(chosen, 16):
             if over():
                 yield f"D {dim} {case.name}: not measured, the time is over"
                 continue
@@ -199,6 +249,58 @@ def decode() -> Iterator[str]:
                 guessed = [predict.paged_seconds(gpu, shape), predict.dense_seconds(gpu, shape)] if gpu else [0.0, 0.0]
                 ours, theirs, wanted, expected = (1e6 * t for t in (row["paged"], row["dense"], *guessed))
                 yield f"D {dim:3} {case.name:38}{ours:9.0f}{wanted:10.0f}{theirs:8.0f}{expected:10.0f}"
+
+
+def prefill() -> Iterator[str]:
+    """Chunks at the end of a context, with and without a window, beside MLX's own attention on dense K and V."""
+    import mlx.core as mx
+
+    from kvpool_backends.mlx.metal import MetalBackend
+
+    over, context = until("prefill"), PREFILL_CONTEXT
+    yield f"{'':34}{'kvpool':>9}{'dense':>9}"
+    for dim, group, dtype in PREFILL:
+        spec = KVSpec(1, 8, dim, dtype, 16)
+        backend = MetalBackend(spec, context // 16)
+        k = mx.random.normal((1, 8, context, dim)).astype(backend.dtype)
+        for chunk, window in product(CHUNKS, (None, context // 4)):
+            name = f"D {dim:3} group {group} {dtype:8} {chunk:4} queries{f', window {window}' if window else ''}"
+            if over():
+                yield f"{name}: not measured, the time is over"
+                continue
+            q = mx.random.normal((chunk, 8 * group, dim)).astype(backend.dtype)
+            options = None if window is None else AttentionOptions(window=window)
+            tables = np.arange(context // 16)[None]
+            step = backend.prepare(StepArrays(tables, np.array([context]), np.array([0, chunk])))
+            seen = np.arange(context) - np.arange(context - chunk, context)[:, None]
+            mask: Any = "causal" if window is None else mx.array((seen <= 0) & (seen > -window))
+
+            def ours(step: Any = step, q: Any = q, options: Any = options, backend: Any = backend) -> Any:
+                return backend.attend(step, 0, q, options=options)
+
+            def dense(q: Any = q, k: Any = k, mask: Any = mask) -> Any:
+                queries = q.swapaxes(0, 1)[None]
+                return mx.fast.scaled_dot_product_attention(queries, k, k, scale=q.shape[-1] ** -0.5, mask=mask)
+
+            times = [median(partial(evaluate, run)) * 1e3 / 8 for run in (ours, dense)]
+            yield f"{name:34}{times[0]:9.2f}{times[1]:9.2f}"
+
+
+def evaluate(run: Callable[[], Any]) -> None:
+    """Eight layers, built lazily and evaluated at once."""
+    import mlx.core as mx
+
+    mx.eval([run() for _ in range(8)])
+
+
+def median(run: Callable[[], object]) -> float:
+    """Seconds of one of five runs, after one that is not counted."""
+    times = []
+    for _ in range(6):
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return float(np.median(times[1:]))
 
 
 def model() -> Iterator[str]:

@@ -1,4 +1,7 @@
-"""``python -m kvpool_backends.mlx.native build`` compiles the extension, ``... status`` says what there is."""
+"""``python -m kvpool_backends.mlx.native build`` compiles the extension, ``... status`` says what there is.
+
+``... ship`` compiles it into the package, for a wheel.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from kvpool_backends.mlx.native.build import BuildError, build
 
 def main(arguments: list[str]) -> int:
     """Returns the exit status."""
-    if arguments == ["build"]:
+    if arguments in (["build"], ["ship"]):
         print(f"compiling for MLX {loading.MLX_VERSION} ...", flush=True)
         begin = time.perf_counter()
         try:
-            made = build()
+            made = build(loading.shipped() if arguments == ["ship"] else None)
         except BuildError as error:
             print(f"could not build the extension: {error}", file=sys.stderr)
             return 1
@@ -25,7 +28,7 @@ def main(arguments: list[str]) -> int:
         for key, value in loading.status().items():
             print(f"{key}: {value}")
         return 0
-    print("usage: python -m kvpool_backends.mlx.native {build,status}", file=sys.stderr)
+    print("usage: python -m kvpool_backends.mlx.native {build,ship,status}", file=sys.stderr)
     return 2
 
 

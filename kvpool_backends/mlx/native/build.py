@@ -90,7 +90,10 @@ def compile_module(files: Sequence[Path], made: Path, options: Sequence[str] = (
         objects = list(pool.map(compiled, files))
     link = ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
     lib = mlx / "lib"
-    _run([*compiler(), *link, *objects, f"-L{lib}", "-lmlx", f"-Wl,-rpath,{lib}", "-o", str(made)])
+    # Beside this MLX. A module that a wheel brings (`loading.shipped`) finds the MLX that is installed beside it.
+    up = "@loader_path" if sys.platform == "darwin" else "$ORIGIN"
+    paths = [f"-Wl,-rpath,{path}" for path in (lib, f"{up}/../../../../../mlx/lib")]
+    _run([*compiler(), *link, *objects, f"-L{lib}", "-lmlx", *paths, "-o", str(made)])
 
 
 def check(made: Path) -> None:

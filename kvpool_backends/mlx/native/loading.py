@@ -1,6 +1,7 @@
 """Find, check and import the compiled extension, or say why not. Nothing here ever raises an ImportError.
 
-What was built lies in a folder of its own, ``_kvpool_mlx`` beside a ``stamp.json``, in the user's cache. A module is
+What was built lies in a folder of its own, ``_kvpool_mlx`` beside a ``stamp.json``, in the user's cache. Wheels for
+macOS bring folders for some releases of MLX (`shipped`), which are used where the user has built nothing. A module is
 imported only if
 
 - the stamp names the MLX that is installed (version and sizes of its libraries), this Python, and these sources;
@@ -85,6 +86,11 @@ def folder() -> Path:
     return root / "kvpool" / "mlx-native" / f"{sysconfig.get_config_var('SOABI')}-{prefix_key()}"
 
 
+def shipped() -> Path:
+    """Where a wheel has the extension for this MLX, if it has one."""
+    return SOURCES / "built" / MLX_VERSION
+
+
 def prefix_key() -> str:
     """One folder for each place that MLX is installed in: two environments do not take it from each other."""
     return hashlib.sha256(str(mlx_folder()).encode()).hexdigest()[:8]
@@ -127,6 +133,8 @@ def checksum(*paths: Path) -> str:
 @cache
 def _load() -> _Outcome:
     where = folder()
+    if not library(where).exists() and library(shipped()).exists():
+        where = shipped()
     if os.environ.get("KVPOOL_MLX_NATIVE") == "0":
         return _Outcome(None, "KVPOOL_MLX_NATIVE is 0", library(where).exists())
     if not library(where).exists():

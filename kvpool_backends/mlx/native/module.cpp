@@ -387,6 +387,14 @@ PyObject* share(PyObject*, PyObject* args) {
   });
 }
 
+// max_threads(function): see `metal_max_threads`.
+PyObject* max_threads(PyObject*, PyObject* function) {
+  return guarded([&]() -> PyObject* {
+    const char* name = PyUnicode_AsUTF8(function);
+    return name == nullptr ? nullptr : PyLong_FromLongLong(metal_max_threads(name));
+  });
+}
+
 PyObject* mlx_version(PyObject*, PyObject*) {
   return PyUnicode_FromString(mx::version());
 }
@@ -402,6 +410,7 @@ PyMethodDef methods[] = {
     {"shape", shape, METH_O, nullptr},
     {"address", address, METH_O, nullptr},
     {"share", share, METH_VARARGS, nullptr},
+    {"max_threads", max_threads, METH_O, nullptr},
     {"mlx_version", mlx_version, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

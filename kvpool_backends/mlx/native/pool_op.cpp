@@ -128,6 +128,10 @@ void PoolOp::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::arra
 }
 
 #ifndef KVPOOL_METAL
+int64_t metal_max_threads(const std::string&) {
+  throw std::runtime_error("[max_threads] the native extension was built without Metal");
+}
+
 void PoolOp::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
   throw std::runtime_error("[kvpool] the native extension was built without Metal");
 }

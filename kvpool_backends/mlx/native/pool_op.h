@@ -86,6 +86,10 @@ struct Copies {
 
 kv_dtype dtype_of(const mx::array& x); // throws std::invalid_argument
 
+// The largest threadgroup that the GPU can run a kernel with, which MLX has compiled under this name: with more
+// registers per thread it is smaller.
+int64_t metal_max_threads(const std::string& function);
+
 class PoolOp : public mx::Primitive {
  public:
   struct Parts {

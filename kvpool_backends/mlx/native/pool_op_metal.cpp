@@ -40,6 +40,14 @@ void dispatch(mx::metal::CommandEncoder& encoder, size_t x, size_t y, size_t z) 
 
 } // namespace
 
+int64_t metal_max_threads(const std::string& function) {
+  auto& device = mx::metal::device(mx::Device::gpu);
+  auto* library = device.get_library(function, [&function]() -> std::string {
+    throw std::invalid_argument("[max_threads] MLX has not compiled a kernel " + function);
+  });
+  return int64_t(device.get_kernel(function, library)->maxTotalThreadsPerThreadgroup());
+}
+
 void PoolOp::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
   if (parts_.attends || parts_.layer->metal == nullptr) {
     throw std::runtime_error("[kvpool] attention on the GPU is a metal_kernel, the native extension writes");

@@ -21,6 +21,7 @@ struct Library {
 };
 struct ComputePipelineState {
   std::string function, text;
+  size_t maxTotalThreadsPerThreadgroup() const { return text.size(); }
 };
 
 } // namespace MTL
@@ -70,9 +71,8 @@ class CommandEncoder {
 class Device {
  public:
   MTL::Library* get_library(const std::string& name, const std::function<std::string()>& builder) {
-    auto [at, is_new] = libraries_.try_emplace(name);
-    if (is_new) at->second.text = builder();
-    return &at->second;
+    if (!libraries_.count(name)) libraries_[name] = {builder()};
+    return &libraries_[name];
   }
   MTL::ComputePipelineState* get_kernel(const std::string& name, MTL::Library* library) {
     kernels_[name] = {name, library->text};
