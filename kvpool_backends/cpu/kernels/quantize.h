@@ -130,15 +130,6 @@ KV_INLINE void pack_batch(int bits, kv_dtype dtype, const kv_batch *batch, int64
 
 /* -------- tokens -------- */
 
-/* Asks for numbers that will be read soon: tokens usually lie one behind the other, but a core's own prefetcher stops
- * at the end of each page, and arithmetic takes as long as memory here only while it need not wait. An address behind
- * the last token costs nothing. */
-KV_INLINE void fetch_ahead(const char *numbers, int64_t nbytes) {
-    enum { AHEAD = 8192 };
-    for (int64_t byte = 0; byte < nbytes; byte += 64)
-        __builtin_prefetch((const void *)((uintptr_t)numbers + AHEAD + (uintptr_t)byte), 0, 3);
-}
-
 /* The usual size of groups is a constant: its loops have no branches. */
 KV_COPIES void quantize_batch_of(kv_dtype dtype, int64_t bits, kv_batch *batch, int64_t n) {
     const float steps = bits == 8 ? 255 : 15;
