@@ -310,7 +310,8 @@ class Scheduler:
         Returns
         -------
         Step or None
-            None when no request is left, or all are held. While a step is out, None when the next one has to wait for it.
+            None when no request is left, or all are held. While a step is out, None when the next one has to wait
+            for it.
 
         Raises
         ------

@@ -913,6 +913,7 @@ class CheckpointModel(GroupModel):
             mark.node = None
             if self._is_free(mark):
                 self._drop(mark)
+            mark.tails = []
         for entry in {id(entry): entry for entry in self._entries.values()}.values():
             if entry.node in gone:
                 is_canonical = entry.layer.kind == "full" and entry.node.kv.get(entry.layer.index) is entry

@@ -3,11 +3,11 @@
 import threading
 import time
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 
-import mlx.core as mx
 from kvpool.adapters.mlx_lm import Engine, install, tiny
 from kvpool.adapters.mlx_lm import stored as module
 from kvpool.store import DiskStore, MemoryStore
@@ -223,8 +223,11 @@ def test_saves_hold_a_part_of_the_pool_only(model):
 
 
 def test_fetch_and_commit_of_mlx_lm_caches_use_the_store(model, tmp_path):
+    def store(layout):
+        return DiskStore(str(tmp_path / "d"), layout, 10**9)
+
     def run():
-        with install(model, 256, prefix_cache=True, store=lambda layout: DiskStore(str(tmp_path / "d"), layout, 10**9)) as kv:
+        with install(model, 256, prefix_cache=True, store=store) as kv:
             kv.stored.store.ready.wait(10)
             caches, cached = kv.fetch(PROMPT)
             steps = generate_step(mx.array(PROMPT[cached:]), model, prompt_cache=caches, max_tokens=8)

@@ -211,7 +211,8 @@ class Engine:
             raise TypeError("[Engine] either num_blocks or pool is needed, and not both")
         how: dict[str, Any] = {"prefix_cache": prefix_cache, "fused": fused, "kernels": kernels, "strict": strict}
         how |= {"backend": backend, "block_size": block_size, "max_seqs": 2 * max_running + 16, "eviction": eviction}
-        how |= {"store": store, "kv_bits": kv_bits, "k_bits": k_bits, "v_bits": v_bits, "quant_group_size": quant_group_size}
+        how |= {"store": store, "kv_bits": kv_bits}
+        how |= {"k_bits": k_bits, "v_bits": v_bits, "quant_group_size": quant_group_size}
         self.kv = install(model, num_blocks, pool=pool, **how)
         self.tokenizer = _with_detokenizer(tokenizer)
         self.vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
@@ -372,7 +373,7 @@ class Engine:
             self._keep_states(self.scheduler.handles)
         if found is not None:
             rows, outputs = found
-            if self.kv.stored is not None:
+            if self.kv.stored is not None and flight is not None:
                 self._save(self.kv.stored, flight.step, outputs, time.monotonic() - began)
             self._is_delivering = True
             try:

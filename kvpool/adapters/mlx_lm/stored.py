@@ -17,9 +17,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import version
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -83,16 +83,25 @@ _TIER_METRICS = {
 }
 
 
-class Part(NamedTuple):
-    """Blocks of one layer group that a sequence has."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Blocks of one layer group that a sequence has.
+
+    Attributes
+    ----------
+    at : int64 ``[n]``
+        Which blocks of the prompt they are.
+    ids : int32 ``[n, columns]``
+    """
 
     group: int
     arena: int
-    at: np.ndarray  #: which blocks of the prompt they are, ``[n]``
-    ids: np.ndarray  #: int32 ``[n, columns]``
+    at: np.ndarray
+    ids: np.ndarray
 
-    def __getitem__(self, some: Any) -> Part:  # type: ignore[override]
-        return Part(self.group, self.arena, self.at[some], self.ids[some])
+    def some(self, which: slice | np.ndarray) -> Part:
+        """Some of them."""
+        return Part(self.group, self.arena, self.at[which], self.ids[which])
 
 
 @dataclass(eq=False, slots=True)
@@ -341,7 +350,7 @@ class StoredPrefixes:
         at = 0
         while at < len(part.at):
             end = at + max(1, nbytes // self.layout.groups[part.group].nbytes)
-            yield part[at:end]
+            yield part.some(slice(at, end))
             at, nbytes = end, min(2 * nbytes, MOST_SLICE)
 
     def _fetch(self, load: _Load, parts: list[Part]) -> None:
@@ -481,7 +490,7 @@ class StoredPrefixes:
         try:
             save.names = self.layout.blocks(save.tokens, save.namespace)
             for part in save.parts:
-                new = part[~self.store.lookup(save.names[part.group][part.at])]
+                new = part.some(~self.store.lookup(save.names[part.group][part.at]))
                 lacking.extend(self._slices(new, FIRST_SLICE) if len(new.at) else ())
         finally:
             with self._news:
@@ -613,10 +622,11 @@ def layout_of(kv: Any) -> Layout:
 
 def fingerprint(model: Any) -> bytes:
     """Return 32 bytes that stand for the weights of a model, and for what computes with them."""
-    arrays = [(name, _bytes_of(array)) for name, array in sorted(tree_flatten(model.parameters()))]
+    parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    arrays = [(name, _bytes_of(parameters[name])) for name in sorted(parameters)]
     with ThreadPoolExecutor() as pool:  # hashing does not hold the GIL
         hashes = list(pool.map(_hashed, arrays))
-    what = (mx.__version__, mlx_lm.__version__, str(mx.default_device()), repr(getattr(model, "args", "")))
+    what = (version("mlx"), mlx_lm.__version__, str(mx.default_device()), repr(getattr(model, "args", "")))
     return hashlib.sha256(b"".join([repr(what).encode(), *hashes])).digest()
 
 
@@ -629,5 +639,5 @@ def _bytes_of(array: mx.array) -> tuple[str, np.ndarray]:
 def _hashed(named: tuple[str, tuple[str, np.ndarray]]) -> bytes:
     name, (kind, data) = named
     known = hashlib.sha256(f"{name} {kind}".encode())
-    known.update(np.ascontiguousarray(data))
+    known.update(np.ascontiguousarray(data).data)
     return known.digest()
