@@ -88,6 +88,7 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
     begin_sequence(pool, slot, tokens, &found, <int32_t>need, root, root_hash, take and not load)
     if load:
         seq_begin_load(s, slot)
+        b.digest = mix(b.digest, OP_LOADED)
     return OK
 
 
@@ -412,6 +413,7 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
     gs.arena[0].digest = mix(mix(gs.arena[0].digest, hit.nodes), untagged(s.seq[slot].handle))
     if load:
         seq_begin_load(s, slot)
+        gs.arena[0].digest = mix(gs.arena[0].digest, OP_LOADED)
     return OK
 
 

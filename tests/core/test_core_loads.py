@@ -36,6 +36,15 @@ def test_loaded_tokens_are_hits_for_later_prompts(pool):
     assert pool.num_tokens(again) == 20
 
 
+def test_load_and_open_have_other_digests():
+    digests = []
+    for load in (False, True):
+        with flat_pool(seed=1) as pool:
+            pool.open(PROMPT, load=load)
+            digests.append(pool.digest())
+    assert digests[0] != digests[1]
+
+
 def test_nothing_of_a_load_is_found_before_it_is_committed(pool):
     handle = pool.open(PROMPT[:20], load=True)
     assert pool.prefix.match(PROMPT) == 0

@@ -506,8 +506,19 @@ class PagedKV:
         new: int = batch.commit(tokens)
         if self.stored is not None:
             self.stored.save(np.asarray(tokens[:length], np.int32), namespace, self.own_namespace(namespace))
-            self.stored.export()
+            self.stored.move(runs=False)
         return new
+
+    def flush(self) -> None:
+        """Forget all prefixes because the weights have changed.
+
+        The store is closed: it belongs to the weights that the model had when it was installed. Later prefixes need a
+        new `install`.
+        """
+        if self.pool.prefix is not None:
+            self.pool.prefix.flush()
+        if self.stored is not None:
+            self.stored.abandon()
 
     def close(self) -> None:
         """Save what is not in the store yet, for some seconds at most, and close the store."""
