@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--trace-block-size", "TOKENS", None, "tokens per hash id, when it is not Mooncake's 512"),
         ("--seed", "S", "1", "of --synthetic (default: %(default)s)"),
         ("--sessions", "S", "24", "conversations of --synthetic (default: %(default)s)"),
+        ("--store-blocks", "N", None, "blocks of a store behind the pool, the least recently used leave (P1)"),
     )
     for name, metavar, default, text in numbers:
         parser.add_argument(name, metavar=metavar, default=default, help=text)
@@ -85,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
         with progress_bar(len(trace) * len(sizes), quiet=args.json) as show:
             for index, num_blocks in enumerate(sizes):
                 progress = partial(show, index * len(trace))
-                results.append(replay(trace, num_blocks=num_blocks, **options, progress=progress))
+                store = store_of(args, options["block_size"] or trace.block_size or 16)
+                results.append(replay(trace, num_blocks=num_blocks, **options, store=store, progress=progress))
     except (ValueError, CapacityExceeded, MemoryError) as exc:
         raise CommandError(str(exc) or "not enough memory for this pool") from None
     if args.plot is not None:
@@ -138,6 +140,16 @@ def number(args: argparse.Namespace, name: str, least: int = 1) -> int | None:
     """Return the value of a numeric option, None if it was not given."""
     text = getattr(args, name)
     return None if text is None else whole("--" + name.replace("_", "-"), text, least)
+
+
+def store_of(args: argparse.Namespace, block_size: int) -> Any:
+    """Return the store behind the pool, None without `--store-blocks`."""
+    num_blocks = number(args, "store_blocks")
+    if num_blocks is None:
+        return None
+    from kvpool.store import BlockLayout, Layout, MemoryStore
+
+    return MemoryStore(Layout((BlockLayout(block_size, 1, "replay"),), b""), num_blocks)
 
 
 def pool_sizes(args: argparse.Namespace) -> list[int | None]:

@@ -32,6 +32,8 @@ class _Segment:
     kind: int  # of its checksums
     is_sealed: bool
     end: int  # of the records that were seen
+    blocks: int = 0  # that were seen
+    used: int = 0  # of these, since the others were told
 
 
 @dataclass(slots=True)
@@ -128,7 +130,6 @@ class DiskStore:
         self._segments: dict[int, _Segment] = {}
         self._numbers: dict[str, int] = {}
         self._next_number = 0
-        self._used: set[int] = set()
         self._held_nbytes = 0
         self._counts = TierStats(limit_nbytes=self.max_nbytes)
         self._is_closed = False
@@ -188,7 +189,9 @@ class DiskStore:
         checked("touch", self.layout, blocks)
         with self._lock:
             places = self._index.find(form.names_of(blocks.keys, blocks.group))
-            self._used.update((places[places != form.Index.NOWHERE] >> np.uint64(32)).tolist())
+            numbers = places[places != form.Index.NOWHERE] >> np.uint64(32)
+            for number, count in zip(*np.unique(numbers, return_counts=True), strict=True):
+                self._segments[int(number)].used += int(count)
 
     def drain(self, timeout: float = 60.0) -> bool:
         """See `BlockStore.drain`."""
@@ -227,7 +230,6 @@ class DiskStore:
         """Load blocks of one segment, in the order of their places."""
         with self._lock:
             segment = self._segments.get(number)
-            self._used.add(number)
         fd = None if segment is None else self._opened(segment.stem)
         if segment is None or fd is None:
             with self._lock:
@@ -255,6 +257,7 @@ class DiskStore:
                         self._index.forget(int(names[index]), int(places[index]))
         finally:
             os.close(fd)
+        segment.used += int(loaded[which].sum())
         self._count(damaged=damaged, errors=errors)
 
     def _opened(self, stem: str) -> int | None:
@@ -330,6 +333,7 @@ class DiskStore:
 
     def _make_room(self) -> None:
         """Delete segments until a new one fits the quota; OSError if it cannot. With the lock of the folder."""
+        self._touch_used()
         gone = self._folder.make_room(self.segment_nbytes, self.max_nbytes, set(self.refused))
         with self._lock:
             for each in gone:
@@ -351,7 +355,8 @@ class DiskStore:
         except OSError:
             self._count(errors=1)
         with self._lock:
-            self._segments[growing.number].is_sealed = True
+            segment = self._segments[growing.number]
+            segment.is_sealed, segment.blocks = True, len(entries)
             self._index.merge({growing.number: entries})
 
     def _close_segment(self, stem: str, fd: int, entries: np.ndarray, end: int) -> int:
@@ -386,7 +391,8 @@ class DiskStore:
         except OSError:
             self.ready.set()
             return self._count(errors=1)
-        self._touch_used()
+        if time.monotonic() - self._touched >= _TOUCH_SECONDS:
+            self._touch_used()
         own = "" if self._growing is None else self._growing.stem
         footers: dict[int, np.ndarray] = {}
         for each in listed:
@@ -434,7 +440,7 @@ class DiskStore:
         finally:
             os.close(fd)
         with self._lock:
-            number = self._know(_Segment(each.stem, kind, each.is_sealed, found[1]))
+            number = self._know(_Segment(each.stem, kind, each.is_sealed, found[1], len(found[0])))
             if not each.is_sealed:
                 for name, offset in found[0].tolist():
                     self._index.add(name, number, offset)
@@ -487,15 +493,13 @@ class DiskStore:
             self._counts = self._counts._replace(evicted=self._counts.evicted + self._index.drop({number}))
 
     def _touch_used(self) -> None:
-        """Tell the other processes which segments were of use, now and then."""
-        if time.monotonic() - self._touched < _TOUCH_SECONDS:
-            return
+        """Write down which segments were of use, for whoever makes room: this process, another, a later one."""
         self._touched = time.monotonic()
         with self._lock:
-            used = [self._segments[number] for number in self._used if number in self._segments]
-            self._used.clear()
+            used = [segment for segment in self._segments.values() if segment.used and segment.is_sealed]
         for segment in used:
-            self._folder.touch(segment.stem)
+            self._folder.touch(segment.stem, segment.used / max(segment.blocks, 1))
+            segment.used = 0
 
     def _count(self, **more: int) -> None:
         with self._lock:

@@ -35,7 +35,7 @@ class Listed(NamedTuple):
     name: str
     is_sealed: bool
     nbytes: int
-    used: float  # when it was last written or of use
+    used: float  # when it was last of use, see `Folder.touch`
 
 
 class Folder:
@@ -169,10 +169,16 @@ class Folder:
         with suppress(OSError):
             os.unlink(name, dir_fd=self.fd)
 
-    def touch(self, stem: str) -> None:
-        """Say that a sealed segment was of use."""
+    def touch(self, stem: str, share: float) -> None:
+        """Say that this share of a sealed segment was of use: its time goes towards now by the root of the share.
+
+        The whole way would keep a segment for one block, the share itself would forget what is hot and small.
+        """
+        now = time.time_ns()
         with suppress(OSError):
-            os.utime(stem + SEALED, dir_fd=self.fd, follow_symlinks=False)
+            used = min(os.stat(stem + SEALED, dir_fd=self.fd, follow_symlinks=False).st_mtime_ns, now)
+            used += int((now - used) * min(share, 1.0) ** 0.5)
+            os.utime(stem + SEALED, ns=(used, used), dir_fd=self.fd, follow_symlinks=False)
 
     def make_room(self, nbytes: int, max_nbytes: int, worthless: set[str]) -> list[Listed]:
         """Delete sealed segments until one of `nbytes` fits; return them. OSError if it cannot fit.
@@ -251,12 +257,14 @@ class Folder:
         try:
             there = self.read_json("layout.json")
         except FileNotFoundError:
-            if not self.is_read_only:
-                with self.lock():
-                    if os.access("layout.json", os.F_OK, dir_fd=self.fd, follow_symlinks=False):
-                        return self.check_layout(layout)
-                    self.write_json("layout.json", own)
-            return
+            if self.is_read_only:
+                return
+            with self.lock():
+                try:
+                    os.stat("layout.json", dir_fd=self.fd, follow_symlinks=False)
+                except FileNotFoundError:
+                    return self.write_json("layout.json", own)
+            return self.check_layout(layout)  # another process was faster
         except ValueError:
             raise ValueError(
                 f"[{self._call}] {self.path}/layout.json is damaged; delete the directory, or restore the file"

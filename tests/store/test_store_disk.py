@@ -55,15 +55,17 @@ def test_quota_is_kept_at_every_moment_and_the_newest_stay(tmp_path):
     assert held(tmp_path / "store") <= most
 
 
-def test_segment_in_use_stays_longer_than_others(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvpool.store.disk._TOUCH_SECONDS", 0.0)
+def test_segment_in_use_stays_longer_than_others(tmp_path):
     store = opened(tmp_path / "store", 8 * SEGMENT)
     kit.stores(store, blocks_of(0, 4))
     for seed in range(1, 25):
         kit.stores(store, blocks_of(seed, 4))
-        kit.loads(store, blocks_of(0, 4), range(4))
-        time.sleep(0.06)
-    assert store.stats()["disk"].evicted > 20
+        if seed % 2:
+            kit.loads(store, blocks_of(0, 4), range(4))
+        else:
+            store.touch(blocks_of(0, 4))
+    assert store.stats()["disk"].evicted > 50 and not kit.loads(store, blocks_of(3, 4)).any()
+    kit.loads(store, blocks_of(0, 4), range(4))
     store.close()
 
 
@@ -111,7 +113,7 @@ class Clock:
 
     def __init__(self):
         self.now = 1_000_000_000.0
-        self.monotonic, self.sleep = time.monotonic, time.sleep
+        self.monotonic, self.sleep, self.time_ns = time.monotonic, time.sleep, time.time_ns
 
     def time(self):
         return self.now
