@@ -48,7 +48,8 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
                    bint reserve, bint load, Verdict* v) noexcept nogil:
     """Match, judge, then commit. `take`: the last token is computed. `reserve`: blocks for the rest of the prompt.
 
-    `load`: somebody fills these blocks, `pool_loaded` ends that. `tokens.data` NULL: a count. `cut`: see docs/prefix.md, -1: not told. The sequence gets the handle that
+    `load`: somebody fills these, `pool_loaded` ends that. `tokens.data` NULL: a count. `cut`: see docs/prefix.md, -1:
+    not told. The sequence gets the handle that
     `pool_next_handle` told.
     """
     cdef Seqs* s = &pool.seqs

@@ -39,8 +39,8 @@ class Life:
             tokens = [rng.randrange(3) for _ in range(rng.randrange(20))] if rng.random() < 0.6 else rng.randrange(9)
             self.open.append(pool.open(tokens, rng.choice([b"", b"tenant"])))
         elif verb == "load":
-            self.open.append(h := pool.open([rng.randrange(3) for _ in range(12)], load=True))
-            self.loads.append(h)
+            self.loads.append(pool.open([rng.randrange(3) for _ in range(12)], load=True))
+            self.open.append(self.loads[-1])
         elif verb == "loaded":
             pool.loaded(self.loads.pop(rng.randrange(len(self.loads))), rng.choice([0, 4, 12]))
         elif verb == "step":
@@ -98,9 +98,8 @@ class Life:
             pool.blocks.take_block(i := rng.randrange(1, 48))
             self.ids.append(i)
         elif verb.startswith("blocks."):
-            ids = self.some(self.ids)
             options = {"oldest": rng.random() < 0.5} if verb == "blocks.release" else {}
-            getattr(pool.blocks, verb.removeprefix("blocks."))(ids, **options)
+            getattr(pool.blocks, verb.removeprefix("blocks."))(self.some(self.ids), **options)
         elif verb == "reset":
             pool.reset()
             self.open, self.ids, self.loads = [], [], []

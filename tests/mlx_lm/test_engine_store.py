@@ -362,7 +362,7 @@ def test_deadline_of_a_request_that_loads_is_kept(model, filled):
 
 
 def test_closed_engine_saves_nothing(model, filled):
-    store, due = filled
+    store, _ = filled
     engine = engine_of(model, store)
     engine.close()
     assert answer(engine, [*OTHER, 1])[2] == 0
