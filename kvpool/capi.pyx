@@ -12,7 +12,7 @@ from libc.string cimport memset
 from kvpool._core cimport (
     IN_GROUPS, NUM_FIELDS, OK, Ints, Plan, Pool, Spare, State, Verdict, ints_copy, ints_free, ints_init, ints_tokens,
     pool_close, pool_commit, pool_enter, pool_fork, pool_leave, pool_next_handle, pool_open, pool_truncate, refuse,
-    refused, seq_judge, seq_table, slot_of,
+    refused, seq_judge_any, seq_table, slot_of,
 )
 
 from kvpool.errors import (
@@ -450,7 +450,7 @@ cdef int array(kvpool_plan* plan, int32_t name, kvpool_array* array) noexcept:
 
 
 cdef int do_table(State* pool, Given* given, Verdict* v) noexcept nogil:
-    cdef int32_t slot = seq_judge(&pool.seqs, given.number, -1, v)
+    cdef int32_t slot = seq_judge_any(&pool.seqs, given.number, -1, v)
     if pool.groups != NULL:
         return refused(v, IN_GROUPS, -1, 0, 0, 0, 0)
     if slot < 0:
@@ -469,7 +469,7 @@ cdef int table(kvpool_pool* pool, int64_t handle, const int32_t** blocks, int64_
 
 
 cdef int do_num_tokens(State* pool, Given* given, Verdict* v) noexcept nogil:
-    cdef int32_t slot = seq_judge(&pool.seqs, given.number, -1, v)
+    cdef int32_t slot = seq_judge_any(&pool.seqs, given.number, -1, v)
     if slot < 0:
         return v.reason
     (<int64_t*>given.argument[0].data)[0] = pool.seqs.seq[slot].kv_len + pool.seqs.life[slot].evicted

@@ -48,7 +48,8 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
                    bint reserve, bint load, Verdict* v) noexcept nogil:
     """Match, judge, then commit. `take`: the last token is computed. `reserve`: blocks for the rest of the prompt.
 
-    `load`: somebody fills these blocks, `pool_loaded` ends that. `tokens.data` NULL: a count. `cut`: see docs/prefix.md, -1: not told. The sequence gets the handle that
+    `load`: somebody fills these, `pool_loaded` ends that. `tokens.data` NULL: a count. `cut`: see docs/prefix.md, -1:
+    not told. The sequence gets the handle that
     `pool_next_handle` told.
     """
     cdef Seqs* s = &pool.seqs
@@ -88,6 +89,7 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
     begin_sequence(pool, slot, tokens, &found, <int32_t>need, root, root_hash, take and not load)
     if load:
         seq_begin_load(s, slot)
+        b.digest = mix(b.digest, OP_LOADED)
     return OK
 
 
@@ -412,6 +414,7 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
     gs.arena[0].digest = mix(mix(gs.arena[0].digest, hit.nodes), untagged(s.seq[slot].handle))
     if load:
         seq_begin_load(s, slot)
+        gs.arena[0].digest = mix(gs.arena[0].digest, OP_LOADED)
     return OK
 
 

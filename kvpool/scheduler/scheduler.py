@@ -261,7 +261,8 @@ class Scheduler:
             return
         tenant = queue.tenants.get(name)
         line, new = ([], 0) if tenant is None else (tenant.line, tenant.new)
-        waiting = len(queue) + len(self._core.held)
+        held = [group.tenant.name for group in self._core.held.values()]
+        waiting, new = len(queue) + len(held), new + held.count(name)
         if waiting >= (self._max_waiting or 0):
             text = f"{waiting} requests wait, the limit is {self._max_waiting}"
         elif new >= most:
@@ -299,6 +300,10 @@ class Scheduler:
         """
         return results.cancel(self._core, self._find("cancel", id))
 
+    def expire(self) -> list[Output]:
+        """End the requests whose deadline has passed. `update` does so, too. It is for times when no step is out."""
+        return results.expire(self._core) if self._core.deadlines else []
+
     # -- steps
 
     def schedule(self) -> Step | None:
@@ -310,7 +315,8 @@ class Scheduler:
         Returns
         -------
         Step or None
-            None when no request is left, or all are held. While a step is out, None when the next one has to wait for it.
+            None when no request is left, or all are held. While a step is out, None when the next one has to wait
+            for it.
 
         Raises
         ------

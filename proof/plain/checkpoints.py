@@ -888,6 +888,16 @@ class CheckpointModel(GroupModel):
         return np.array([min([p for p in s.known.wanted if p > s.num_tokens], default=-1) for s in batch], np.int64)
 
     @public_call
+    def _prefix_bundle(self, handle: int, group: int) -> np.ndarray:
+        """Return the blocks of a state that a loader fills, or that no step has loaded yet."""
+        seq = self._one("bundle", handle, True)
+        slots = [slot for entry in seq.tables[group].entries for slot in entry]
+        marks = [load.mark for load in self._loads if load.slots[group] in slots]
+        if seq.is_loading:
+            marks = [mark for mark in self._taken if mark.owner == seq.handle]
+        return np.array(marks[0].bundles[group] if marks else [], np.int32)
+
+    @public_call
     def _prefix_pin(self, tokens: Any, namespace: bytes = b"") -> int:
         """Open a sequence that holds the largest hit of a prefix, all of which may be one."""
         prompt = args.tokens("pin", tokens)
@@ -913,6 +923,7 @@ class CheckpointModel(GroupModel):
             mark.node = None
             if self._is_free(mark):
                 self._drop(mark)
+            mark.tails = []
         for entry in {id(entry): entry for entry in self._entries.values()}.values():
             if entry.node in gone:
                 is_canonical = entry.layer.kind == "full" and entry.node.kv.get(entry.layer.index) is entry

@@ -97,7 +97,9 @@ class GroupContent:
         """Blocks of a checkpoint were handed out to be loaded."""
         self.poison({(0, block) for block in bundle})
 
-    def loaded(self, name: int, tokens: Sequence[int], table: Callable[[int, int], Any], bundles: dict[int, Any]) -> None:
+    def loaded(
+        self, name: int, tokens: Sequence[int], table: Callable[[int, int], Any], bundles: dict[int, Any]
+    ) -> None:
         """These tokens of a sequence came from elsewhere, into the blocks that it has; states into bundles."""
         begin = len(self.stamps[name])
         self._append(name, tokens)

@@ -36,7 +36,8 @@ OPERATIONS = (
 #: Calls on pools with a prefix cache.
 CACHED = (
     *("prompt", "prompt", "prompt", "prompt", "compute", "compute", "compute", "compute", "chunk", "chunk", "commit"),
-    *("load", "load", "load", "lie", "match", "pin", "flush", "evict", "evict", "hold", "close", "close", "step", "step", "step", "done"),
+    *("load", "load", "load"),
+    *("lie", "match", "pin", "flush", "evict", "evict", "hold", "close", "close", "step", "step", "step", "done"),
     *("done", *sorted(set(OPERATIONS) - {"named"})),
 )
 WITHOUT_ROWS = ("load", "reset", "done", "foreign", "named", "prompt", "match", "pin", "evict", "hold")

@@ -28,7 +28,7 @@ class Life:
             prefix_cache=cached, **options,
         )  # fmt: skip
         self.plans = [Plan(self.pool, 8, 64, formats=("block_tables",)) for _ in range(2)]
-        self.open, self.ids, self.cached = [], [], cached
+        self.open, self.ids, self.loads, self.cached = [], [], [], cached
 
     def some(self, things, most=4):
         return self.rng.sample(things, min(len(things), self.rng.randint(1, most)))
@@ -38,6 +38,11 @@ class Life:
         if verb == "open":
             tokens = [rng.randrange(3) for _ in range(rng.randrange(20))] if rng.random() < 0.6 else rng.randrange(9)
             self.open.append(pool.open(tokens, rng.choice([b"", b"tenant"])))
+        elif verb == "load":
+            self.loads.append(pool.open([rng.randrange(3) for _ in range(12)], load=True))
+            self.open.append(self.loads[-1])
+        elif verb == "loaded":
+            pool.loaded(self.loads.pop(rng.randrange(len(self.loads))), rng.choice([0, 4, 12]))
         elif verb == "step":
             rows = self.some(self.open, 8)
             new = rng.choice([1, [rng.randrange(6) for _ in rows]])
@@ -93,17 +98,16 @@ class Life:
             pool.blocks.take_block(i := rng.randrange(1, 48))
             self.ids.append(i)
         elif verb.startswith("blocks."):
-            ids = self.some(self.ids)
             options = {"oldest": rng.random() < 0.5} if verb == "blocks.release" else {}
-            getattr(pool.blocks, verb.removeprefix("blocks."))(ids, **options)
+            getattr(pool.blocks, verb.removeprefix("blocks."))(self.some(self.ids), **options)
         elif verb == "reset":
             pool.reset()
-            self.open, self.ids = [], []
+            self.open, self.ids, self.loads = [], [], []
 
     def run(self, count, reset=0.0):
         verbs = [
             *("open", "step", "step", "again", "reserve", "done", "done", "rollback", "fork", "truncate", "close"),
-            *("close_finished", "defer", "alloc", "free", "decref", "incref", "mark_cached", "evict"),
+            *("load", "loaded", "close_finished", "defer", "alloc", "free", "decref", "incref", "mark_cached", "evict"),
             *("drain_evicted", "unshare", "compact", "compact", "evict_blocks"),
         ]
         if self.cached:

@@ -3,11 +3,11 @@
 import threading
 import time
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 
-import mlx.core as mx
 from kvpool.adapters.mlx_lm import Engine, install, tiny
 from kvpool.adapters.mlx_lm import stored as module
 from kvpool.store import DiskStore, MemoryStore
@@ -223,8 +223,11 @@ def test_saves_hold_a_part_of_the_pool_only(model):
 
 
 def test_fetch_and_commit_of_mlx_lm_caches_use_the_store(model, tmp_path):
+    def store(layout):
+        return DiskStore(str(tmp_path / "d"), layout, 10**9)
+
     def run():
-        with install(model, 256, prefix_cache=True, store=lambda layout: DiskStore(str(tmp_path / "d"), layout, 10**9)) as kv:
+        with install(model, 256, prefix_cache=True, store=store) as kv:
             kv.stored.store.ready.wait(10)
             caches, cached = kv.fetch(PROMPT)
             steps = generate_step(mx.array(PROMPT[cached:]), model, prompt_cache=caches, max_tokens=8)
@@ -258,3 +261,147 @@ def test_store_of_another_layout_is_refused(model):
         pass
     with pytest.raises(ValueError, match="other layout"):
         Engine(model, 64, block_size=32, store=made[0])
+
+
+def test_sequence_that_fills_its_table_is_answered_and_saved(model, filled):
+    store, _ = filled
+    engine = engine_of(model, store, num_blocks=120)
+    most = engine.kv.pool.options.max_blocks_per_seq * engine.kv.pool.block_size
+    longest = engine.scheduler._max_model_len or most
+    length = min(most, longest, 500)
+    sample = engine.generate(PROMPT, max_tokens=length - len(PROMPT) + 1, eos=()).samples[0]
+    assert len(sample.tokens) == length - len(PROMPT) + 1
+    checked(engine)
+
+
+def test_table_that_is_full_is_answered():
+    model, store = tiny.make()[0], []
+    engine = engine_of(model, lambda layout: store.append(Lasting(layout)) or store[0], num_blocks=32)
+    most = engine.kv.pool.options.max_blocks_per_seq * engine.kv.pool.block_size
+    assert most == 31 * 16
+    sample = engine.generate(PROMPT, max_tokens=most - len(PROMPT) + 1, eos=()).samples[0]
+    assert len(sample.tokens) == most - len(PROMPT) + 1
+    assert checked(engine).saves >= 1
+
+
+def test_save_that_fails_loses_no_answer(model, filled, monkeypatch, caplog):
+    store, due = filled
+    engine = engine_of(model, store)
+    monkeypatch.setattr(engine.kv.stored, "save", lambda *given: 1 // 0)
+    assert answer(engine)[:2] == due
+    assert "was not saved" in caplog.text
+    monkeypatch.undo()
+    checked(engine)
+
+
+def test_slices_that_come_too_late_are_counted_back(model, filled, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 0.2)
+    store, _ = filled
+    store.open_gate.clear()
+    engine = engine_of(model, store)
+    answer(engine)
+    store.open_gate.set()
+    engine.kv.stored._reader.put((read := threading.Event()).set)
+    assert read.wait(20) and engine.kv.stored._staged == 0
+    checked(engine)
+
+
+def test_fetch_beside_an_engine_leaves_its_requests_alone(model, filled):
+    store, due = filled
+    engine = engine_of(model, store)
+    id = engine.submit(PROMPT, max_tokens=12)
+    with engine.kv as kv:
+        caches, cached = kv.fetch([*PROMPT, *OTHER])
+        assert cached >= 368
+        del caches
+    ended = []
+    while engine.num_unfinished:
+        ended += engine.step()
+    assert [(one.id, one.tokens.tolist()) for one in ended] == [(id, due[0])]
+    checked(engine)
+
+
+def test_error_of_an_import_leaves_no_request_behind(model, filled, monkeypatch):
+    store, due = filled
+    engine = engine_of(model, store)
+    stored, real = engine.kv.stored, engine.kv.stored._import
+
+    def fails(load, budget):
+        monkeypatch.setattr(stored, "_import", real)
+        stored._end(load, 0)
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(stored, "_import", fails)
+    engine.submit(PROMPT, max_tokens=12)
+    ended, errors = [], 0
+    while engine.num_unfinished:
+        try:
+            ended += engine.step()
+        except RuntimeError:
+            errors += 1
+    assert errors == 1 and ended[0].tokens.tolist() == due[0]
+    checked(engine)
+
+
+def test_deadline_of_a_request_that_loads_is_kept(model, filled):
+    store, due = filled
+    store.open_gate.clear()
+    engine = engine_of(model, store)
+    engine.submit(PROMPT, max_tokens=12, id="late", deadline=time.monotonic() + 0.3)
+    ended = []
+    while engine.num_unfinished:
+        ended += engine.step()
+    assert ended[0].samples[0].finish_reason == "deadline"
+    assert engine.kv.stored.stats().late_loads == 0 and engine.kv.pool.stats().used == 0
+    store.open_gate.set()
+    engine.submit(PROMPT, max_tokens=12, id="late")
+    while engine.num_unfinished:
+        ended += engine.step()
+    assert ended[1].tokens.tolist() == due[0]
+    checked(engine)
+
+
+def test_closed_engine_saves_nothing(model, filled):
+    store, _ = filled
+    engine = engine_of(model, store)
+    engine.close()
+    assert answer(engine, [*OTHER, 1])[2] == 0
+    assert not engine.is_saving and engine.kv.pool.stats().used == 0
+
+
+def test_prompt_that_is_cached_meanwhile_is_not_loaded_again(model, filled, monkeypatch):
+    monkeypatch.setattr(module, "MOST_LOADS", 1)
+    store, due = filled
+    engine = engine_of(model, store)
+    ended = []
+    for _ in range(3):
+        engine.submit(PROMPT, max_tokens=12)
+    while engine.num_unfinished:
+        ended += engine.step()
+    assert [one.tokens.tolist() for one in ended] == [due[0]] * 3
+    assert checked(engine).loads == 1
+
+
+def test_flush_after_the_weights_changed_loads_and_saves_nothing_more(model, filled):
+    store, _ = filled
+    engine = engine_of(model, store)
+    answer(engine)
+    blocks = store.stats()["memory"].blocks
+    engine.kv.flush()
+    assert answer(engine)[2] == 0 and not engine.is_saving
+    assert store.stats()["memory"].blocks == blocks
+    engine.close()
+
+
+def test_running_requests_are_not_preempted_for_saves():
+    model, made = tiny.make()[0], []
+    engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0], num_blocks=32)
+    engine.kv.stored._writer.put(lambda: made[0].open_gate.wait(20))  # the thread that writes is busy
+    made[0].open_gate.clear()
+    answer(engine, OTHER[:60])
+    answer(engine, OTHER[:120])
+    assert engine.is_saving
+    engine.generate(PROMPT, max_tokens=90, eos=())
+    assert engine.scheduler.stats().preemptions == 0
+    made[0].open_gate.set()
+    checked(engine)

@@ -26,7 +26,8 @@ def saved(server):
     while time.monotonic() < end:
         found = server.metrics()
         written = found['kvpool_store_tier_stored_nbytes_total{tier="disk"}']
-        if found["kvpool_store_saves_total"] >= 1 and written and not found['kvpool_store_tier_queued_nbytes{tier="disk"}']:
+        waiting = found['kvpool_store_tier_queued_nbytes{tier="disk"}']
+        if found["kvpool_store_saves_total"] >= 1 and written and not waiting:
             return found
         time.sleep(0.05)
     raise AssertionError(f"nothing was saved: {found}")

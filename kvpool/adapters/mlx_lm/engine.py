@@ -24,6 +24,7 @@ chunks end.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -52,6 +53,7 @@ from kvpool.scheduler.drafts import Propose
 from kvpool.scheduler.request import token_array
 from kvpool.store import BlockStore
 
+_log = logging.getLogger(__name__)
 Listener = Callable[["TokenEvent"], None]
 Prompt = str | Iterable[int] | Sequence[Mapping[str, Any]]
 FORMATS = ("block_tables", "seq_lens", "slot_mapping", "cu_q_lens")  # of plans for layer groups
@@ -211,7 +213,8 @@ class Engine:
             raise TypeError("[Engine] either num_blocks or pool is needed, and not both")
         how: dict[str, Any] = {"prefix_cache": prefix_cache, "fused": fused, "kernels": kernels, "strict": strict}
         how |= {"backend": backend, "block_size": block_size, "max_seqs": 2 * max_running + 16, "eviction": eviction}
-        how |= {"store": store, "kv_bits": kv_bits, "k_bits": k_bits, "v_bits": v_bits, "quant_group_size": quant_group_size}
+        how |= {"store": store, "kv_bits": kv_bits}
+        how |= {"k_bits": k_bits, "v_bits": v_bits, "quant_group_size": quant_group_size}
         self.kv = install(model, num_blocks, pool=pool, **how)
         self.tokenizer = _with_detokenizer(tokenizer)
         self.vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
@@ -339,10 +342,14 @@ class Engine:
         job.namespace = request.namespace
         self.scheduler.add(job.request, held=self.kv.stored is not None)
         self._jobs[job.request.id] = job
-        if self.kv.stored is not None and not self.kv.stored.begin(
-            job.request.id, job.request.prompt, job.namespace, job.request.namespace
-        ):
-            self.scheduler.release(job.request.id)
+        if self.kv.stored is not None:
+            try:
+                given = (job.request.id, job.request.prompt, job.namespace, job.request.namespace)
+                if not self.kv.stored.begin(*given):
+                    self.scheduler.release(job.request.id)
+            except BaseException:
+                self._cancelled(job)
+                raise
         return job.request.id
 
     def cancel(self, id: Hashable) -> Completion:
@@ -372,7 +379,7 @@ class Engine:
             self._keep_states(self.scheduler.handles)
         if found is not None:
             rows, outputs = found
-            if self.kv.stored is not None:
+            if self.kv.stored is not None and flight is not None:
                 self._save(self.kv.stored, flight.step, outputs, time.monotonic() - began)
             self._is_delivering = True
             try:
@@ -380,20 +387,30 @@ class Engine:
             finally:
                 self._is_delivering = False
             self._rest()
+        elif self._jobs:  # all are held
+            self._deliver((), self.scheduler.expire())
         ended, self._ended = self._ended, []
         return ended
 
     def _scheduled(self) -> Step | None:
         """Decide the next step. If blocks are short, loads and saves give theirs back."""
         stored = self.kv.stored
+        if stored is not None and (stored.num_loads or stored.is_saving):
+            running = self.scheduler.handles
+            if len(running) and not self.kv.pool.can(running):  # before one of them is preempted
+                self._make_way(stored)
         try:
             return self.scheduler.schedule()
         except (OutOfBlocks, OutOfSequences):
             if stored is None or not (stored.num_loads or stored.is_saving):
                 raise
-            for id in stored.let_go():
-                self.scheduler.release(id)
+            self._make_way(stored)
             return self.scheduler.schedule()
+
+    def _make_way(self, stored: StoredPrefixes) -> None:
+        stored.let_go()
+        for id in stored.take_ended():
+            self.scheduler.release(id)
 
     def _poll(self, stored: StoredPrefixes) -> None:
         """Move blocks from and to the store. Wait a little if there is nothing else to do."""
@@ -414,8 +431,11 @@ class Engine:
         for id, tokens in known:
             job = self._jobs.get(id)
             if job is not None:
-                prompt, own = job.request.prompt, job.request.namespace
-                job.saved = stored.save(np.concatenate([prompt, tokens]), job.namespace, own, job.saved)
+                whole, own = np.concatenate([job.request.prompt, tokens]), job.request.namespace
+                try:
+                    job.saved = stored.save(whole, job.namespace, own, job.saved)
+                except Exception:  # the tokens of the step are known, their requests have to get them
+                    _log.exception("[step] request %r was not saved", id)
 
     @property
     def is_saving(self) -> bool:
@@ -622,6 +642,8 @@ class Engine:
             job.outputs[output.index] = output
             if len(job.outputs) == job.request.n:
                 ended[output.id] = self._jobs.pop(output.id)
+                if self.kv.stored is not None:
+                    self.kv.stored.drop(output.id)
         stopped: list[_Job] = []
         for request, index, position, counts, token, logprob, top in rows:
             current = ended.get(request.id) or self._jobs.get(request.id)

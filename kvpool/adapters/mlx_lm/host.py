@@ -67,26 +67,22 @@ def install(
     model
         As loaded by ``mlx_lm.load``. Inside the block ``model.make_cache`` makes paged caches, for every engine.
     num_blocks, block_size, max_seqs
-        Size of a new pool: blocks of tokens in all layers (one is reserved), tokens per block, sequences at a time.
-        If layers differ, it has layer groups. Layers with a window let blocks go, so more tokens fit.
+        Size of a new pool: blocks of tokens (one is reserved), tokens per block, sequences. Groups if layers differ.
     prefix_cache : bool
         Make the pool with a prefix cache, or use that of `pool`. Warns where it cannot: see docs/mlx-lm.md.
     pool : kvpool.Pool, optional
-        Use this pool. Without layer groups it keeps every token.
+        A pool that is there. Without layer groups it keeps every token.
     fused : bool, optional
-        True: attend straight over the pool. False: gather every context for mlx-lm's own attention. By default the
-        model attends over the pool if it can: see `trial` and `PagedKV.route`.
+        True: attend over the pool. False: gather for mlx-lm's own attention. Default: what works, see `PagedKV.route`.
     backend : str or callable, optional
         A backend other than MLX's own: a name for `load_backend`, or ``factory(spec, num_blocks)``, for any arrays.
-    kernels, overlap : bool, optional
+    kernels, overlap, strict : bool, optional
         See `kvpool_backends.mlx.MLXBackend`. By default its kernels are used, and no step is built while one runs.
-    strict : bool
-        Refuse releases of mlx-lm of another series than those that this adapter was tested with.
+        `strict` refuses releases of mlx-lm of another series than those that this adapter was tested with.
     eviction : kvpool.eviction.Policy, optional
         Evict tokens of the full layers, which must have one shape. `PagedKV.make_cache` can override it for one cache.
     store : BlockStore or callable, optional
-        Where prefixes outlive the pool, or what makes a store from its `Layout`: docs/store.md. It needs
-        `prefix_cache`. `PagedKV.fetch` loads from it, `PagedKV.commit` saves there.
+        Where prefixes outlive the pool, or what makes that of a `Layout`: docs/store.md, "Engines".
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
         Store both, or one of them, in 8 or 4 bits: `shapes.with_bits`.
 
@@ -100,8 +96,7 @@ def install(
     RuntimeError
         mlx-lm is of another series than `SUPPORTED_VERSIONS` (and `strict`), or `fused` is True and impossible.
     ValueError
-        The bits do not fit, `pool` has other layer groups than the model needs, the model cannot evict, or `store` has
-        another layout, or is given without a prefix cache that works.
+        Bits, `pool` (its layer groups), `store` (its layout, no prefix cache) or `eviction` do not fit the model.
     TypeError
         Neither or both of `num_blocks` and `pool`, an `eviction` that is no policy, or options that exclude each other.
     """
@@ -112,17 +107,12 @@ def install(
     storage = partial(make_storage, backend=backend, kernels=kernels, overlap=overlap)
     size = block_size if pool is None else pool.block_size
     layout = _layout(inspect_model(model), size, pool, prefix_cache, eviction, storage, quantization)
-    prefix_cache = prefix_cache and layout.can_restore
     if num_blocks is not None:
-        pool = layout.make_pool(num_blocks, block_size, max_seqs, prefix_cache, eviction is not None)
+        options = (prefix_cache and layout.can_restore, eviction is not None)
+        pool = layout.make_pool(num_blocks, block_size, max_seqs, *options)
     paged = partial(_paged, model, layout, storage)
     sites, why = _choose_route(paged, model, layout, fused)
-    kv: PagedKV = paged(pool, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=eviction)
-    if store is not None:
-        if not kv.prefix_cache:
-            raise ValueError("[install] store needs prefix_cache=True, and a model whose caches can be restored")
-        kv.stored = StoredPrefixes(kv, store)
-    return kv
+    return paged(pool, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=eviction, kept_in=store)
 
 
 def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: Any, **kept: Any) -> PagedKV:
@@ -350,6 +340,7 @@ class PagedKV:
         why_gather: str = "",
         prefix_cache: bool = False,
         eviction: Policy | None = None,
+        kept_in: BlockStore | StoreFactory | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -357,7 +348,6 @@ class PagedKV:
         self.backend: Any = self.backends[0] if self.backends else None
         self.layout = layout
         self.arenas = tuple(arenas)
-        self.stored: StoredPrefixes | None = None
         self._hooks: list[Hook] = []  # one per entry into the block
         self._why_gather = why_gather
         self.num_layers = len(layout.leaves)
@@ -372,6 +362,9 @@ class PagedKV:
         self.passes = Passes(model, pool, layout, backends, blocks, sites, namespace, calls)
         self.lock = self.passes.lock
         self.eviction = check_policy(eviction, self.passes, self.route, "install")
+        if kept_in is not None and not self.prefix_cache:
+            raise ValueError("[install] store needs prefix_cache=True, and a model whose caches can be restored")
+        self.stored = None if kept_in is None else StoredPrefixes(self, kept_in)
 
     def __repr__(self) -> str:
         return f"<PagedKV of {self.num_layers} layers on {self.pool!r}, route {self.route}>"
@@ -510,8 +503,19 @@ class PagedKV:
         new: int = batch.commit(tokens)
         if self.stored is not None:
             self.stored.save(np.asarray(tokens[:length], np.int32), namespace, self.own_namespace(namespace))
-            self.stored.export()
+            self.stored.move(runs=False)
         return new
+
+    def flush(self) -> None:
+        """Forget all prefixes because the weights have changed.
+
+        The store is closed: it belongs to the weights that the model had when it was installed. Later prefixes need a
+        new `install`.
+        """
+        if self.pool.prefix is not None:
+            self.pool.prefix.flush()
+        if self.stored is not None:
+            self.stored.abandon()
 
     def close(self) -> None:
         """Save what is not in the store yet, for some seconds at most, and close the store."""

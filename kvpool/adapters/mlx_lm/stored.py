@@ -17,9 +17,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import version
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -33,7 +33,8 @@ from kvpool.groups import Group
 from kvpool.metrics import Metric
 from kvpool.store import BlockLayout, Blocks, BlockStore, Layout, leading
 
-MOST_LOADS = 4  # at a time
+MOST_LOADS = 4  # that have blocks at a time
+MOST_SAVES = 8  # at a time
 FIRST_SLICE, MOST_SLICE = 2**20, 2**23  # bytes that are read together: the first, and the largest
 STAGED = 2**28  # bytes between a thread of the store and the pool
 STEP_NBYTES = 2**25  # that a step copies into the pool, while others run
@@ -83,16 +84,25 @@ _TIER_METRICS = {
 }
 
 
-class Part(NamedTuple):
-    """Blocks of one layer group that a sequence has."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Blocks of one layer group that a sequence has.
+
+    Attributes
+    ----------
+    at : int64 ``[n]``
+        Which blocks of the prompt they are.
+    ids : int32 ``[n, columns]``
+    """
 
     group: int
     arena: int
-    at: np.ndarray  #: which blocks of the prompt they are, ``[n]``
-    ids: np.ndarray  #: int32 ``[n, columns]``
+    at: np.ndarray
+    ids: np.ndarray
 
-    def __getitem__(self, some: Any) -> Part:  # type: ignore[override]
-        return Part(self.group, self.arena, self.at[some], self.ids[some])
+    def some(self, which: slice | np.ndarray) -> Part:
+        """Some of them."""
+        return Part(self.group, self.arena, self.at[which], self.ids[which])
 
 
 @dataclass(eq=False, slots=True)
@@ -176,10 +186,12 @@ class StoredPrefixes:
         self._grain = max(self._sizes)
         self._needs_checkpoints = any(group.kind != "full" for group in self._groups)
         self._first_id = self._pool.options.reserved_blocks
+        self._longest_sequence = self._pool.options.max_blocks_per_seq * self._pool.block_size
         self._reader, self._writer = _Worker("kvpool-store-read"), _Worker("kvpool-store-write")
         self._news = threading.Condition()
         self._staged = self._queued = 0  # bytes that were read and not imported, exported and not written
         self._loads: dict[Hashable, _Load] = {}
+        self._ended: list[Hashable] = []  # loads, until the next `poll`
         self._saves: deque[_Save] = deque()
         self._counts = StoredStats()
         self._prefill = _Rate()  # tokens
@@ -212,10 +224,11 @@ class StoredPrefixes:
 
         `namespace` is that of the store, `own` that of the pool. The load ends when `poll` returns its id.
         """
+        self.drop(id)
         most = (len(tokens) - 1) // self._grain * self._grain
         if self._is_closed or not most or self._pool.prefix.match(tokens, own) >= most:
             return False
-        load = self._loads[id] = _Load(id, tokens[:most], namespace, own, time.monotonic())
+        load = self._loads[id] = _Load(id, tokens[: most + 1], namespace, own, time.monotonic())
         self._reader.put(partial(self._look, load))
         return True
 
@@ -223,10 +236,21 @@ class StoredPrefixes:
         """Give a load up, if it is one."""
         if id in self._loads:
             self._end(self._loads[id], 0)
+        if id in self._ended:
+            self._ended.remove(id)
 
     def poll(self, runs: bool) -> list[Hashable]:
         """Move bytes. Return the loads that have ended. `runs`: others run meanwhile, so only some are moved."""
-        before = list(self._loads)
+        self.move(runs)
+        return self.take_ended()
+
+    def take_ended(self) -> list[Hashable]:
+        """Return the loads that have ended since the last time."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def move(self, runs: bool) -> None:
+        """Do what `poll` does. The loads that end are returned by the next `poll`."""
         budget = STEP_NBYTES if runs else 2**62
         for load in list(self._loads.values()):
             if load.handle < 0 <= load.found:
@@ -237,7 +261,6 @@ class StoredPrefixes:
                 self._count(late_loads=1)
                 self._end(load, self._usable(load))
         self._export_some(runs)
-        return [id for id in before if id not in self._loads]
 
     def wait(self, timeout: float) -> None:
         """Wait for something to come from the store."""
@@ -251,15 +274,17 @@ class StoredPrefixes:
     def load_now(self, tokens: np.ndarray, namespace: bytes, own: bytes) -> None:
         """Load what the store has of a prompt, and wait for it."""
         if self.begin(key := object(), tokens, namespace, own):
-            while key not in self.poll(runs=False):
-                self.wait(0.01)
+            while key in self._loads:
+                self.move(runs=False)
+                self.wait(0.01 if key in self._loads else 0)
+            self._ended.remove(key)
 
     def _look(self, load: _Load) -> None:
         """Find out how much the store has. In the thread that reads."""
         found = 0
         try:
             if not load.is_over:
-                load.names = self.layout.blocks(load.tokens, load.namespace)
+                load.names = self.layout.blocks(load.tokens[:-1], load.namespace)
                 found = self._longest([self.store.lookup(names) for names in load.names])
         finally:
             with self._news:
@@ -341,7 +366,7 @@ class StoredPrefixes:
         at = 0
         while at < len(part.at):
             end = at + max(1, nbytes // self.layout.groups[part.group].nbytes)
-            yield part[at:end]
+            yield part.some(slice(at, end))
             at, nbytes = end, min(2 * nbytes, MOST_SLICE)
 
     def _fetch(self, load: _Load, parts: list[Part]) -> None:
@@ -359,7 +384,10 @@ class StoredPrefixes:
                     count = leading(self.store.load(load.names[part.group][part.at], rows))
                 finally:
                     with self._news:
-                        load.come.append((part, rows, count))
+                        if load.is_over:
+                            self._staged -= rows.nbytes
+                        else:
+                            load.come.append((part, rows, count))
                         self._news.notify()
                 if count < len(part.at):
                     return
@@ -413,6 +441,7 @@ class StoredPrefixes:
             self._news.notify()
         load.come.clear()
         del self._loads[load.id]
+        self._ended.append(load.id)
         if load.handle < 0:
             return
         length = length if length > load.begin else 0
@@ -423,16 +452,14 @@ class StoredPrefixes:
             self._count(loads=1, loaded_tokens=length - load.begin)
         self._pool.close(load.handle)
 
-    def let_go(self) -> list[Hashable]:
-        """Give back the blocks that loads and saves hold. Return the loads that have ended."""
-        ended = list(self._loads)
+    def let_go(self) -> None:
+        """Give back the blocks that loads and saves hold."""
         for load in list(self._loads.values()):
             self._count(late_loads=1)
             self._end(load, self._usable(load))
         while self._saves:
             self._count(dropped_saves=1)
             self._pool.close(self._saves.popleft().handle)
-        return ended
 
     # -- saves
 
@@ -441,23 +468,32 @@ class StoredPrefixes:
 
         The first `begin` tokens were saved before.
         """
+        if self._is_closed:
+            return begin
         try:
-            handle = self._pool.prefix.pin(tokens, own)
+            handle = self._pool.prefix.pin(tokens[: self._longest_sequence], own)
         except (OutOfBlocks, OutOfSequences):  # a pin takes a sequence, and a slot of each state group
             return begin
-        length = self._pool.num_tokens(handle)
-        parts = self._parts(handle, begin, length)
-        if length <= begin or not any(len(part.at) for part in parts):
+        try:
+            length = self._pool.num_tokens(handle)
+            parts = self._parts(handle, begin, length) if length > begin else []
+        except BaseException:
+            self._pool.close(handle)
+            raise
+        if not any(len(part.at) for part in parts):
             self._pool.close(handle)
             return begin
         save = _Save(tokens[:length], namespace, handle, parts)
         self._saves.append(save)
         self._writer.put(partial(self._compare, save))
-        most = PINNED_SHARE * self._pool.num_blocks
-        while sum(part.ids.size for one in self._saves for part in one.parts) > most and len(self._saves) > 1:
+        while len(self._saves) > 1 and (len(self._saves) > MOST_SAVES or self._pinned() > PINNED_SHARE):
             self._count(dropped_saves=1)
             self._pool.close(self._saves.popleft().handle)
         return length
+
+    def _pinned(self) -> float:
+        """Which part of the pool saves hold."""
+        return sum(part.ids.size for save in self._saves for part in save.parts) / self._pool.num_blocks
 
     def note(self, seconds: float, chunk: int) -> None:
         """Tell how long a step took, and how many tokens of prompts it computed."""
@@ -481,7 +517,7 @@ class StoredPrefixes:
         try:
             save.names = self.layout.blocks(save.tokens, save.namespace)
             for part in save.parts:
-                new = part[~self.store.lookup(save.names[part.group][part.at])]
+                new = part.some(~self.store.lookup(save.names[part.group][part.at]))
                 lacking.extend(self._slices(new, FIRST_SLICE) if len(new.at) else ())
         finally:
             with self._news:
@@ -553,6 +589,15 @@ class StoredPrefixes:
             self._news.notify()
         self._loads.clear()
         self._saves.clear()
+        self._ended.clear()
+
+    def abandon(self) -> None:
+        """Load and save nothing more, not even what is on its way."""
+        self._is_closed = True
+        self.let_go()
+        for worker in (self._reader, self._writer):
+            worker.put(None)
+        self.store.close()
 
     def close(self) -> None:
         """Give all loads up, save what is left, and close the store."""
@@ -613,10 +658,11 @@ def layout_of(kv: Any) -> Layout:
 
 def fingerprint(model: Any) -> bytes:
     """Return 32 bytes that stand for the weights of a model, and for what computes with them."""
-    arrays = [(name, _bytes_of(array)) for name, array in sorted(tree_flatten(model.parameters()))]
+    parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    arrays = [(name, _bytes_of(parameters[name])) for name in sorted(parameters)]
     with ThreadPoolExecutor() as pool:  # hashing does not hold the GIL
         hashes = list(pool.map(_hashed, arrays))
-    what = (mx.__version__, mlx_lm.__version__, str(mx.default_device()), repr(getattr(model, "args", "")))
+    what = (version("mlx"), mlx_lm.__version__, str(mx.default_device()), repr(getattr(model, "args", "")))
     return hashlib.sha256(b"".join([repr(what).encode(), *hashes])).digest()
 
 
@@ -629,5 +675,5 @@ def _bytes_of(array: mx.array) -> tuple[str, np.ndarray]:
 def _hashed(named: tuple[str, tuple[str, np.ndarray]]) -> bytes:
     name, (kind, data) = named
     known = hashlib.sha256(f"{name} {kind}".encode())
-    known.update(np.ascontiguousarray(data))
+    known.update(np.ascontiguousarray(data).data)
     return known.digest()
