@@ -179,6 +179,16 @@ METAL_FUNC float weight(float score, float largest) {
   return largest == -INFINITY ? 0.0f : metal::fast::exp2(score - largest);
 }
 
+// Whether one of four floats is NaN or infinite; of their bits, because compilers may take floats for finite.
+METAL_FUNC bool any_not_finite(float4 x) {
+  bool found = false;
+  KV_UNROLL
+  for (int e = 0; e < 4; e++) {
+    found = found || (as_type<uint>(x[e]) & 0x7f800000u) == 0x7f800000u;
+  }
+  return found;
+}
+
 // A finished row: the attention sink joins as one more score of value 0. `values` and `sum` are relative to
 // `largest`.
 METAL_FUNC float4 finish(float4 values, float largest, float sum, float sink) {

@@ -1,9 +1,9 @@
-// Attention of a few queries of one sequence over its paged context: decode, speculative windows, chunks of a
-// prefill.
+// Attention of a few queries of one sequence over its paged context: decode, speculative windows. Where a KV head has
+// more rows than registers hold, paged_matrix.metal takes them.
 //
-// Threadgroup (x, y) takes `HEADS` query heads of one KV head and item y of the work list: up to `QUERIES`
-// neighbouring queries of a row of the batch and a part of that row's context. K and V are read once for all `ROWS` =
-// QUERIES * HEADS of them. Each simdgroup has a run of tokens to itself and meets the others after its last token.
+// Threadgroup (x, y) takes KV head x and item y of the work list: up to `QUERIES` neighbouring queries of a row of the
+// batch and a part of that row's context. K and V are read once for all `ROWS` = QUERIES * GROUP of them, a query with
+// a head each. Each simdgroup has a run of tokens to itself and meets the others after its last token.
 // Parts and runs begin where the row's length alone puts them, so that the other rows of a batch change no bit of a
 // result.
 //
@@ -15,7 +15,8 @@
 //            DIM, VALUE_DIM    head dimensions, multiples of 4
 //            BLOCK_SIZE        8, 16, 32: a multiple of 8
 //            GROUP             query heads per KV head
-//            HEADS, QUERIES    see above
+//            HEADS             of them in a threadgroup: here all
+//            QUERIES           see above
 //            SIMDGROUPS        of the threadgroup
 //            TOUCHING          rows of neighbouring slots are neighbours in memory
 //            SOFT_CAP, ALIBI, MASK, SINKS, DIRECT   bools
@@ -41,14 +42,13 @@
 // Output     out               DIRECT: Q [T, Hq, VALUE_DIM], the result
 //                              else float [N, X, ROWS, VALUE_DIM + 4] for X threadgroups of an item: the weighted sum
 //                              of values, the largest score (in base 2), the sum of weights, two zeros
-//            exported          RAW: float [B, Hk, HEAD_GROUPS, C], sums over a threadgroup's heads, over GROUP
+//            exported          RAW: float [B, Hk, C], means over the heads of a group
 //                              MASS: float [B, Hq, C], what goes into exp; -INFINITY where it is hidden
 //
 // An item that holds the newest query of its row says which one it is. Its threadgroups pass every token that the query
 // sees in this part of the context, once, and so store its score once.
 
-constexpr int ROWS = HEADS * QUERIES;
-constexpr int HEAD_GROUPS = (GROUP + HEADS - 1) / HEADS;
+constexpr int ROWS = GROUP * QUERIES;
 // Else a row may not see a token that another one sees, and 0 times infinity must not come in.
 constexpr bool ALL_SEE_THE_SAME = QUERIES == 1 && !MASK;
 using Keys = kv::Rows<T, DIM, TOUCHING, K_BITS, SIZE>;
@@ -56,24 +56,18 @@ using Values = kv::Rows<T, VALUE_DIM, TOUCHING, V_BITS, SIZE>;
 
 const int lane = thread_index_in_simdgroup;
 const int simd = simdgroup_index_in_threadgroup;
-const int kv_head = threadgroup_position_in_grid.x / HEAD_GROUPS;
-const int first_head = threadgroup_position_in_grid.x % HEAD_GROUPS * HEADS;  // of the group
-const int num_q_heads = threads_per_grid.x / (32 * SIMDGROUPS * HEAD_GROUPS) * GROUP;
-const int item = threadgroup_position_in_grid.y;
+const int kv_head = threadgroup_position_in_grid.x;
+const int num_q_heads = threadgroups_per_grid.x * GROUP;
+const kv::Item item = kv::item_of(work, threadgroup_position_in_grid.y);
+const int run_begin = item.begin + simd * item.run;
+const int seen_begin = max(run_begin, item.seen_begin);
+const int seen_end = min(run_begin + item.run, item.seen_end);
+const int observed_query = kv::observed_query(observed, threadgroup_position_in_grid.y);
 
 const auto k_plane = kv::plane_of(k_pool, k_scales, k_biases, layout, kv_head);
 const auto v_plane = kv::plane_of(v_pool, v_scales, v_biases, layout + 4, kv_head);
 const float scale = numbers[0], soft_cap = numbers[1];
 const int window_tokens = window;
-
-const int batch_row = work[8 * item];
-const int first_query = work[8 * item + 1];
-const int num_queries = work[8 * item + 2];
-const int first_position = work[8 * item + 3];
-const int run_begin = work[8 * item + 4] + simd * work[8 * item + 5];
-const int seen_begin = max(run_begin, work[8 * item + 6]);
-const int seen_end = min(run_begin + work[8 * item + 5], work[8 * item + 7]);
-const int observed_query = kv::observed_query(observed, item);
 
 kv::Chunk<Q> query[ROWS][Keys::PER_LANE];
 float sum_of_query[ROWS][Keys::PER_LANE];  // for packed keys; else nothing reads it
@@ -82,9 +76,9 @@ float largest[ROWS];  // score so far, the same in all lanes
 float sum[ROWS];      // of this lane's weights
 KV_UNROLL
 for (int r = 0; r < ROWS; r++) {
-  const int token = r / HEADS, head = first_head + r % HEADS;
-  const bool exists = token < num_queries && head < GROUP;
-  const int64_t row = int64_t(first_query + token) * q_strides[0] + int64_t(kv_head * GROUP + head) * q_strides[1];
+  const int token = r / GROUP, head = kv_head * GROUP + r % GROUP;
+  const bool exists = token < item.num_queries;
+  const int64_t row = int64_t(item.first_query + token) * q_strides[0] + int64_t(head) * q_strides[1];
   KV_UNROLL
   for (int j = 0; j < Keys::PER_LANE; j++) {
     const int c = lane % Keys::LANES + 32 * j;
@@ -110,7 +104,7 @@ for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end;
   const int num_tokens = min(32, seen_end - tile);
   // Lane i holds the block of token i: an entry is read once, and none that belongs to no token.
   const bool owned = lane >= skipped / BLOCK_SIZE * BLOCK_SIZE && lane < num_tokens;
-  const int block_of_lane = owned ? tables[batch_row * tables_strides[0] + (tile + lane) / BLOCK_SIZE] : 0;
+  const int block_of_lane = owned ? tables[item.row * tables_strides[0] + (tile + lane) / BLOCK_SIZE] : 0;
 
   float scores[ROWS];
   KV_UNROLL
@@ -148,30 +142,22 @@ for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end;
   float sum_of_heads = 0.0f;
   KV_UNROLL
   for (int r = 0; r < ROWS; r++) {
-    const int token = first_query + r / HEADS;
-    const int head = kv_head * GROUP + first_head + r % HEADS;
-    const int position = first_position + r / HEADS;
-    const bool exists = r / HEADS < num_queries && first_head + r % HEADS < GROUP;
+    const int token = item.first_query + r / GROUP, position = item.first_position + r / GROUP;
+    const int head = kv_head * GROUP + r % GROUP;
+    const bool exists = r / GROUP < item.num_queries;
     bool visible = exists && seen && my_token <= position && my_token > position - window_tokens;
     float score = scores[r] * scale;
-    if (SOFT_CAP) {
-      score = soft_cap * precise::tanh(score / soft_cap);
-    }
-    if (ALIBI && visible) {
-      score += slopes[head] * float(my_token - position);
-    }
-    if (MASK && visible) {
-      const int64_t row = token * mask_strides[0] + (mask_shape[1] == 1 ? 0 : head * mask_strides[1]);
-      const float added = mask[row + my_token * mask_strides[2]];
-      visible = added != -INFINITY;
-      score += added;
-    }
-    const bool is_observed = r / HEADS == observed_query;
+    const int64_t masked = MASK ? token * mask_strides[0] + (mask_shape[1] == 1 ? 0 : head * mask_strides[1]) +
+                                      my_token * mask_strides[2]
+                                : 0;
+    visible = kv::see<SOFT_CAP, ALIBI, MASK>(score, visible, soft_cap, slopes + head, my_token - position,
+                                             mask + masked);
+    const bool is_observed = r / GROUP == observed_query;
     if (RAW && is_observed && visible) {
       sum_of_heads += score;
     }
     if (MASS && is_observed && exists && seen) {
-      const int64_t row = int64_t(batch_row) * num_q_heads + head;
+      const int64_t row = int64_t(item.row) * num_q_heads + head;
       kv::store(exported, row * columns + my_token, visible ? score : -INFINITY);
     }
     score = visible ? score * kv::LOG2E : -INFINITY;
@@ -187,7 +173,7 @@ for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end;
     }
   }
   if (RAW && observed_query >= 0 && seen) {
-    const int64_t row = int64_t(batch_row) * threadgroups_per_grid.x + threadgroup_position_in_grid.x;
+    const int64_t row = int64_t(item.row) * threadgroups_per_grid.x + kv_head;
     kv::store(exported, row * columns + my_token, sum_of_heads / float(GROUP));
   }
 
@@ -261,21 +247,14 @@ for (int first = 0; first < ROWS; first += ROWS_AT_ONCE) {
       total += w * shared_sum[r * SIMDGROUPS + s];
       all += w * shared_values[((r - first) * SIMDGROUPS + s) * Values::CHUNKS + c];
     }
-    if (DIRECT) {
-      const int token = r / HEADS, head = kv_head * GROUP + first_head + r % HEADS;
-      if (token < num_queries && first_head + r % HEADS < GROUP) {
-        const float sink = SINKS ? sinks[head] * kv::LOG2E : -INFINITY;
-        const int64_t row = int64_t(first_query + token) * num_q_heads + head;
-        reinterpret_cast<device kv::Chunk<Q>*>(out)[row * Values::CHUNKS + c] =
-            kv::Chunk<Q>(kv::finish(all, top, total, sink));
-      }
-    } else {
-      const int64_t row = (int64_t(item) * threadgroups_per_grid.x + threadgroup_position_in_grid.x) * ROWS + r;
-      device float4* partial = reinterpret_cast<device float4*>(out) + row * (Values::CHUNKS + 1);
-      partial[c] = all;
-      if (c == 0) {
-        partial[Values::CHUNKS] = float4(top, total, 0.0f, 0.0f);
-      }
+    const int head = kv_head * GROUP + r % GROUP;
+    const bool exists = r / GROUP < item.num_queries;
+    const int64_t row = DIRECT ? int64_t(item.first_query + r / GROUP) * num_q_heads + head
+                               : (int64_t(threadgroup_position_in_grid.y) * threadgroups_per_grid.x + kv_head) * ROWS +
+                                     r;
+    const float sink = SINKS && exists ? sinks[head] * kv::LOG2E : -INFINITY;
+    if (exists || !DIRECT) {
+      kv::store_chunk<Q, DIRECT, Values::CHUNKS>(out, row, c, all, top, total, sink);
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);

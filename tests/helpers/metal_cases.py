@@ -15,7 +15,6 @@ import numpy as np
 from kvpool.config import KVSpec
 from kvpool.protocol import AttentionOptions
 from kvpool.testing.dense import dense_attention, dense_scores, round_to
-from kvpool_backends.mlx import metal_kernels
 from kvpool_backends.mlx.metal_kernels import (
     DTYPES,
     MetalKernels,
@@ -47,7 +46,7 @@ class Batch:
     features: tuple[str, ...] = ()
     padding: int = 0  # query tokens of nobody, at the end
     extra_columns: int = 2  # of the block table
-    part_tokens: int = metal_kernels.PART_TOKENS
+    part_tokens: int = 512
     seed: int = 0
 
     @cached_property
@@ -156,22 +155,40 @@ class Batch:
     def run_with_scores(self, factory: Any, scores: str | None, **changed: Any) -> list[np.ndarray]:
         """The same, and what `MetalKernels.attend` exports."""
         batch = dataclasses.replace(self, **changed) if changed else self
-        longest = int(np.diff(batch.cu_q_lens).max())
-        work = plan_attention(
-            np.array(batch.seq_lens),
-            batch.cu_q_lens,
-            len(batch.q),
-            block_size=batch.block_size,
-            tiles=head_tiles(batch.group, batch.head_dim, longest),
-            window=batch.options.window,
-            part_tokens=batch.part_tokens,
-        )
-        step = attention_step(work, mx.array(self.tables), self.head_dim**-0.5, batch.options)
-        if scores is not None:
-            step = step._replace(export=score_export(work, batch.seq_lens, batch.options.window, 8))
         kernels = MetalKernels(batch.spec, batch.num_blocks, factory)
         q = mx.array(batch.q).astype(DTYPES[batch.dtype])
-        return [np.array(x.astype(mx.float32)) for x in kernels.attend(batch.layer, q, *self.pools, step, scores)]
+        results, exports = np.zeros((*batch.q.shape[:2], batch.spec.value_head_dim), np.float32), []
+        for tokens, q_lens in batch.launches:
+            work = plan_attention(
+                np.array(batch.seq_lens),
+                np.concatenate([[0], np.cumsum(q_lens)]),
+                len(tokens),
+                block_size=batch.block_size,
+                tiles=head_tiles(batch.spec, batch.group, int(q_lens.max())),
+                window=batch.options.window,
+                part_tokens=batch.part_tokens,
+            )
+            options = batch.options
+            if options.mask is not None:
+                options = dataclasses.replace(options, mask=options.mask[tokens])
+            step = attention_step(work, mx.array(self.tables), self.head_dim**-0.5, options)
+            if scores is not None:
+                step = step._replace(export=score_export(work, batch.seq_lens, batch.options.window, 8))
+            out, *exported = kernels.attend(batch.layer, q[mx.array(tokens)], *self.pools, step, scores)
+            results[tokens] = np.array(out.astype(mx.float32))
+            exports += map(np.array, exported)
+        return [results, *([(sum if scores == "raw" else max_of)(exports)] if exports else [])]
+
+    @property
+    def launches(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each kernel that the rows need: its tokens, and how many each row has there; padding is the last's."""
+        q_lens = np.diff(self.cu_q_lens)
+        kernels = np.array([head_tiles(self.spec, self.group, max(int(n), 1)).kernel for n in q_lens])
+        owner = np.repeat(kernels, q_lens)
+        found = [(np.flatnonzero(owner == kernel), np.where(kernels == kernel, q_lens, 0)) for kernel in dict.fromkeys(owner)]
+        tokens, last = found[-1]
+        found[-1] = np.concatenate([tokens, np.arange(len(owner), len(self.q))]), last
+        return found
 
     def expected_scores(self, kind: str) -> np.ndarray:
         """float64 ``[B, Hk, C]``, of the newest queries."""
@@ -192,6 +209,11 @@ class Batch:
         np.testing.assert_allclose(
             out / magnitude, self.expected / magnitude, rtol=0, atol=TOLERANCE[self.dtype], err_msg=str(self)
         )
+
+
+def max_of(arrays: list[np.ndarray]) -> np.ndarray:
+    """The largest of each element."""
+    return np.maximum.reduce(arrays)
 
 
 def pairwise(factors: dict[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:

@@ -150,14 +150,16 @@ def test_a_row_gets_the_same_bits_in_any_batch(engine):
     out = together.run(engine.factory(0))
     for row, length in enumerate(together.seq_lens):
         tokens = slice(together.cu_q_lens[row], together.cu_q_lens[row + 1])
-        num_queries = tokens.stop - tokens.start
-        for queries in (num_queries, 64):
+        num_queries = int(tokens.stop - tokens.start)
+        own = head_tiles(together.spec, together.group, num_queries)
+        shapes = {head_tiles(together.spec, together.group, queries) for queries in (1, 2, 4, 20, 64)}
+        for tiles in {own} | {tiles for tiles in shapes if tiles.kernel == own.kernel}:
             work = plan_attention(
                 np.array([length]),
                 np.array([0, num_queries]),
                 num_queries,
                 block_size=together.block_size,
-                tiles=head_tiles(together.group, together.head_dim, queries),
+                tiles=tiles,
             )
             step = attention_step(work, mx.array(together.tables[row : row + 1]), together.head_dim**-0.5)
             (alone,) = kernels.attend(0, mx.array(together.q[tokens]), *together.pools, step)
@@ -167,7 +169,7 @@ def test_a_row_gets_the_same_bits_in_any_batch(engine):
 def test_strided_queries_are_read_where_they_are(engine):
     batch = Batch(seq_lens=(50, 20), q_lens=(2, 2))
     work = plan_attention(
-        np.array(batch.seq_lens), batch.cu_q_lens, 4, block_size=16, tiles=head_tiles(batch.group, 64, 2)
+        np.array(batch.seq_lens), batch.cu_q_lens, 4, block_size=16, tiles=head_tiles(batch.spec, batch.group, 2)
     )
     kernels = MetalKernels(batch.spec, batch.num_blocks, engine.factory(0))
     heads_first = mx.contiguous(mx.array(batch.q).swapaxes(0, 1)).swapaxes(0, 1)
