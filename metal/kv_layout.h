@@ -70,10 +70,11 @@ METAL_FUNC constexpr int rows_per_run() {
                                           : 8;
 }
 
-// Rows that a lane holds chunks of at a time.
+// Rows that a lane holds chunks of at a time: as many as 8 registers hold, or a run.
 template <typename T, int DIM, bool TOUCHING>
 METAL_FUNC constexpr int rows_per_lane() {
-  return rows_per_run<T, DIM, TOUCHING>() == 0 ? 4 : rows_per_run<T, DIM, TOUCHING>();
+  return rows_per_run<T, DIM, TOUCHING>() == 0 ? 8 / int(chunks_per_lane<DIM>() * sizeof(T))
+                                               : rows_per_run<T, DIM, TOUCHING>();
 }
 
 // One head of a plane: its array, and where its rows lie in there.
@@ -105,11 +106,14 @@ struct Rows<T, DIM, TOUCHING, 0, SIZE> {
     const device T* first = plane.pool + plane.head.row(block, slot);
     if (rows_per_run<T, DIM, TOUCHING>() > 0) {
       load_run(first, begin, end, lane);
+    } else if (begin <= 0 && end >= STEP) {
+      load_rows<true>(first, plane.head.slot_stride, begin, end, lane);
     } else {
-      load_rows(first, plane.head.slot_stride, begin, end, lane);
+      load_rows<false>(first, plane.head.slot_stride, begin, end, lane);
     }
   }
 
+  template <bool ALL>
   METAL_FUNC void load_rows(const device T* first, int64_t stride, int begin, int end, int lane) {
     KV_UNROLL
     for (int a = 0; a < ACCESSES; a++) {
@@ -119,7 +123,7 @@ struct Rows<T, DIM, TOUCHING, 0, SIZE> {
       for (int j = 0; j < PER_LANE; j++) {
         const int c = lane % LANES + 32 * j;
         chunk[a][j] = Chunk<T>(T(0));
-        if (c < CHUNKS && row >= begin && row < end) {
+        if (c < CHUNKS && (ALL || (row >= begin && row < end))) {
           chunk[a][j] = chunks[c];
         }
       }
@@ -161,17 +165,31 @@ struct Rows<T, DIM, TOUCHING, 0, SIZE> {
   }
 };
 
-// The sum over the `LANES` lanes that share a row, for four values at once; all of them get it.
-template <int LANES>
-METAL_FUNC float4 sum_lanes(float4 x) {
-  if (LANES == 32) {
-    return metal::simd_sum(x);
-  }
-  KV_UNROLL
-  for (int distance = LANES / 2; distance > 0; distance /= 2) {
-    x += metal::simd_shuffle_xor(x, ushort(distance));
-  }
-  return x;
+// 32 tokens of a context, of which a simdgroup reads those from `skipped` to `num_tokens`. Lane i holds the block of
+// token i: an entry of the table is read once, and none that belongs to no token.
+struct Tile {
+  int begin, skipped, num_tokens, block_of_lane;
+};
+
+// table: of the row of the batch. Nothing is read of a tile behind `seen_end`.
+template <int BLOCK_SIZE, typename Table>
+METAL_FUNC Tile tile_at(Table table, int begin, int seen_begin, int seen_end, int lane) {
+  const int skipped = metal::max(0, seen_begin - begin), num_tokens = metal::min(32, seen_end - begin);
+  const bool owned = lane >= skipped / BLOCK_SIZE * BLOCK_SIZE && lane < num_tokens;
+  return Tile{begin, skipped, num_tokens, owned ? table[(begin + lane) / BLOCK_SIZE] : 0};
+}
+
+// Reads rows of a tile from token t on.
+template <int BLOCK_SIZE, typename R, typename P>
+METAL_FUNC void load(thread R& rows, P plane, Tile tile, int t, int lane) {
+  const int64_t block = metal::simd_shuffle(tile.block_of_lane, ushort(t % 32));
+  rows.load(plane, block, (tile.begin + t) % BLOCK_SIZE, tile.skipped - t, tile.num_tokens - t, lane);
+}
+
+// One step of sums over lanes: lanes whose `bit` is clear get those of `x`, the others those of `y`.
+METAL_FUNC float transpose(float x, float y, int bit, int lane) {
+  const bool odd = (lane & bit) != 0;
+  return (odd ? y : x) + metal::simd_shuffle_xor(odd ? x : y, ushort(bit));
 }
 
 // Weights of a softmax in base 2: the largest score may be -INFINITY, where nothing has been seen.

@@ -58,6 +58,13 @@ struct Columns<T, DIM, UNITS, 0, SIZE> {
   }
 };
 
+// Reads the row of token t of a tile, which is another one for each row of a fragment.
+template <int BLOCK_SIZE, typename C, typename P>
+METAL_FUNC void load_columns(thread C& columns, P plane, Tile tile, int t, int first) {
+  const int64_t block = metal::simd_shuffle(tile.block_of_lane, ushort(t));
+  columns.load(plane, block, (tile.begin + t) % BLOCK_SIZE, first, t >= tile.skipped && t < tile.num_tokens);
+}
+
 }  // namespace kv
 
 #endif

@@ -94,7 +94,7 @@ struct Rows {
   KV_CONST int LANES = lanes_per_row<DIM>();
   KV_CONST int ROWS = rows_per_access<DIM>();
   KV_CONST int PER_LANE = chunks_per_lane<DIM>();
-  KV_CONST int ACCESSES = 4;
+  KV_CONST int ACCESSES = 4 / PER_LANE;
   KV_CONST int STEP = ACCESSES * ROWS;
 
   PackedChunk<BITS> chunk[ACCESSES][PER_LANE];
@@ -102,6 +102,15 @@ struct Rows {
 
   // Reads rows begin <= row < end, counted from a slot of a block.
   METAL_FUNC void load(PackedPlane<T> plane, int64_t block, int64_t slot, int begin, int end, int lane) {
+    if (begin <= 0 && end >= STEP) {
+      load_rows<true>(plane, block, slot, begin, end, lane);
+    } else {
+      load_rows<false>(plane, block, slot, begin, end, lane);
+    }
+  }
+
+  template <bool ALL>
+  METAL_FUNC void load_rows(PackedPlane<T> plane, int64_t block, int64_t slot, int begin, int end, int lane) {
     const device uint* words = plane.words + plane.head.row(block, slot);
     const int64_t factor = plane.factors.row(block, slot);
     KV_UNROLL
@@ -114,7 +123,7 @@ struct Rows {
         const int c = lane % LANES + 32 * j;
         chunk[a][j] = PackedChunk<BITS>(uchar(0));
         scale[a][j] = bias[a][j] = 0.0f;
-        if (c < CHUNKS && row >= begin && row < end) {
+        if (c < CHUNKS && (ALL || (row >= begin && row < end))) {
           chunk[a][j] = chunks[c];
           const int64_t group = factor + row * plane.factors.slot_stride + 4 * c / SIZE;
           scale[a][j] = float(plane.scales[group]);

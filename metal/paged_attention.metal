@@ -53,6 +53,10 @@ constexpr int ROWS = GROUP * QUERIES;
 constexpr bool ALL_SEE_THE_SAME = QUERIES == 1 && !MASK;
 using Keys = kv::Rows<T, DIM, TOUCHING, K_BITS, SIZE>;
 using Values = kv::Rows<T, VALUE_DIM, TOUCHING, V_BITS, SIZE>;
+// Two loads are on their way at a time, or one of 8 rows. Products of `HALF` of their rows become one number of a lane.
+constexpr int K_LOADS = Keys::ACCESSES == 8 ? 1 : 2, V_LOADS = Values::ACCESSES == 8 ? 1 : 2;
+constexpr int HALF = Keys::ACCESSES * K_LOADS / 2;
+constexpr int K_STEP = K_LOADS * Keys::STEP, V_STEP = V_LOADS * Values::STEP;
 
 const int lane = thread_index_in_simdgroup;
 const int simd = simdgroup_index_in_threadgroup;
@@ -72,8 +76,7 @@ const int window_tokens = window;
 kv::Chunk<Q> query[ROWS][Keys::PER_LANE];
 float sum_of_query[ROWS][Keys::PER_LANE];  // for packed keys; else nothing reads it
 float4 values[ROWS][Values::PER_LANE];
-float largest[ROWS];  // score so far, the same in all lanes
-float sum[ROWS];      // of this lane's weights
+float largest = -INFINITY, sum = 0.0f;  // lane i: score so far and sum of weights of row i
 KV_UNROLL
 for (int r = 0; r < ROWS; r++) {
   const int token = r / GROUP, head = kv_head * GROUP + r % GROUP;
@@ -95,49 +98,69 @@ for (int r = 0; r < ROWS; r++) {
   for (int j = 0; j < Values::PER_LANE; j++) {
     values[r][j] = float4(0.0f);
   }
-  largest[r] = -INFINITY;
-  sum[r] = 0.0f;
 }
 
-for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end; tile += 32) {
-  const int skipped = max(0, seen_begin - tile);  // tokens that nobody sees, before and after the others
-  const int num_tokens = min(32, seen_end - tile);
-  // Lane i holds the block of token i: an entry is read once, and none that belongs to no token.
-  const bool owned = lane >= skipped / BLOCK_SIZE * BLOCK_SIZE && lane < num_tokens;
-  const int block_of_lane = owned ? tables[item.row * tables_strides[0] + (tile + lane) / BLOCK_SIZE] : 0;
-
+const auto table = tables + item.row * tables_strides[0];
+kv::Tile tile =
+    kv::tile_at<BLOCK_SIZE>(table, run_begin + (seen_begin - run_begin) / 32 * 32, seen_begin, seen_end, lane);
+Keys keys[K_LOADS];
+Values rows[V_LOADS];
+KV_UNROLL
+for (int h = 0; h < K_LOADS; h++) {
+  kv::load<BLOCK_SIZE>(keys[h], k_plane, tile, tile.skipped / K_STEP * K_STEP + h * Keys::STEP, lane);
+}
+while (tile.begin < seen_end) {
   float scores[ROWS];
   KV_UNROLL
   for (int r = 0; r < ROWS; r++) {
     scores[r] = 0.0f;
   }
-  for (int t = skipped / Keys::STEP * Keys::STEP; t < num_tokens; t += Keys::STEP) {
-    const int64_t block = simd_shuffle(block_of_lane, ushort(t));
-    Keys keys;
-    keys.load(k_plane, block, (tile + t) % BLOCK_SIZE, skipped - t, num_tokens - t, lane);
+  for (int t = tile.skipped / K_STEP * K_STEP; t < tile.num_tokens; t += K_STEP) {
+    float halves[2][ROWS];
     KV_UNROLL
-    for (int r = 0; r < ROWS; r++) {
+    for (int h = 0; h < 2; h++) {
       KV_UNROLL
-      for (int a = 0; a < Keys::ACCESSES; a += 4) {
-        float4 products = float4(0.0f);
+      for (int r = 0; r < ROWS; r++) {
+        float products[HALF];
         KV_UNROLL
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < HALF; i++) {
+          products[i] = 0.0f;
           KV_UNROLL
           for (int j = 0; j < Keys::PER_LANE; j++) {
-            products[i] += keys.dot(a + i, j, query[r][j], sum_of_query[r][j]);
+            products[i] += keys[h % K_LOADS].dot(h / K_LOADS * HALF + i, j, query[r][j], sum_of_query[r][j]);
           }
         }
-        products = kv::sum_lanes<Keys::LANES>(products);
         KV_UNROLL
-        for (int i = 0; i < 4; i++) {
-          scores[r] = lane % Keys::LANES == t / Keys::ROWS + a + i ? products[i] : scores[r];
+        for (int n = HALF / 2; n > 0; n /= 2) {
+          KV_UNROLL
+          for (int i = 0; i < n; i++) {
+            products[i] = kv::transpose(products[2 * i], products[2 * i + 1], HALF / 2 / n, lane);
+          }
         }
+        halves[h][r] = products[0];
+      }
+      // What is read next is on its way while the other half is multiplied.
+      if ((K_LOADS == 2 || h == 1) && t + K_STEP < tile.num_tokens) {
+        kv::load<BLOCK_SIZE>(keys[h % K_LOADS], k_plane, tile, t + K_STEP + h % K_LOADS * Keys::STEP, lane);
       }
     }
+    KV_UNROLL
+    for (int r = 0; r < ROWS; r++) {
+      float score = kv::transpose(halves[0][r], halves[1][r], HALF, lane);
+      KV_UNROLL
+      for (int distance = 2 * HALF; distance < Keys::LANES; distance *= 2) {
+        score += simd_shuffle_xor(score, ushort(distance));
+      }
+      scores[r] = lane % Keys::LANES / (2 * HALF) == t / K_STEP ? score : scores[r];
+    }
+  }
+  KV_UNROLL
+  for (int h = 0; h < V_LOADS; h++) {
+    kv::load<BLOCK_SIZE>(rows[h], v_plane, tile, tile.skipped / V_STEP * V_STEP + h * Values::STEP, lane);
   }
 
   // The token whose scores this lane holds.
-  const int my_token = tile + lane % Keys::LANES * Keys::ROWS + lane / Keys::LANES;
+  const int my_token = tile.begin + lane % Keys::LANES * Keys::ROWS + lane / Keys::LANES;
   const bool seen = my_token >= seen_begin && my_token < seen_end;
   float sum_of_heads = 0.0f;
   KV_UNROLL
@@ -162,11 +185,15 @@ for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end;
     }
     score = visible ? score * kv::LOG2E : -INFINITY;
 
-    const float top = max(largest[r], simd_max(score));
-    const float correction = kv::weight(largest[r], top);
+    const float before = simd_shuffle(largest, ushort(r));
+    const float top = max(before, simd_max(score));
+    const float correction = kv::weight(before, top);
     scores[r] = kv::weight(score, top);  // from here on the weights
-    sum[r] = sum[r] * correction + scores[r];
-    largest[r] = top;
+    const float total = simd_sum(scores[r]);
+    if (lane == r) {
+      largest = top;
+      sum = sum * correction + total;
+    }
     KV_UNROLL
     for (int j = 0; j < Values::PER_LANE; j++) {
       values[r][j] *= correction;
@@ -177,85 +204,81 @@ for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end;
     kv::store(exported, row * columns + my_token, sum_of_heads / float(GROUP));
   }
 
-  for (int t = skipped / Values::STEP * Values::STEP; t < num_tokens; t += Values::STEP) {
-    const int64_t block = simd_shuffle(block_of_lane, ushort(t));
-    Values rows;
-    rows.load(v_plane, block, (tile + t) % BLOCK_SIZE, skipped - t, num_tokens - t, lane);
+  // The keys of the next tile are on their way while the values of this one are added.
+  const kv::Tile next = kv::tile_at<BLOCK_SIZE>(table, tile.begin + 32, seen_begin, seen_end, lane);
+  KV_UNROLL
+  for (int h = 0; h < K_LOADS && next.begin < seen_end; h++) {
+    kv::load<BLOCK_SIZE>(keys[h], k_plane, next, h * Keys::STEP, lane);
+  }
+  for (int t = tile.skipped / V_STEP * V_STEP; t < tile.num_tokens; t += V_STEP) {
     KV_UNROLL
-    for (int a = 0; a < Values::ACCESSES; a++) {
-      const int token = t + a * Values::ROWS + lane / Values::LANES;
-      const ushort holder = token % Keys::ROWS * Keys::LANES + token / Keys::ROWS;
+    for (int h = 0; h < V_LOADS; h++) {
       KV_UNROLL
-      for (int r = 0; r < ROWS; r++) {
-        const float w = simd_shuffle(scores[r], holder);
-        if (ALL_SEE_THE_SAME || w != 0.0f) {
-          KV_UNROLL
-          for (int j = 0; j < Values::PER_LANE; j++) {
-            values[r][j] += w * rows.floats(a, j);
+      for (int a = 0; a < Values::ACCESSES; a++) {
+        const int token = t + h * Values::STEP + a * Values::ROWS + lane / Values::LANES;
+        const ushort holder = token % Keys::ROWS * Keys::LANES + token / Keys::ROWS;
+        KV_UNROLL
+        for (int r = 0; r < ROWS; r++) {
+          const float w = simd_shuffle(scores[r], holder);
+          if (ALL_SEE_THE_SAME || w != 0.0f) {
+            KV_UNROLL
+            for (int j = 0; j < Values::PER_LANE; j++) {
+              values[r][j] += w * rows[h].floats(a, j);
+            }
           }
         }
       }
+      if (t + V_STEP < tile.num_tokens) {
+        kv::load<BLOCK_SIZE>(rows[h], v_plane, tile, t + V_STEP + h * Values::STEP, lane);
+      }
     }
   }
+  tile = next;
 }
 
-// The simdgroups' results become one, a few rows at a time.
-constexpr int ROWS_THAT_FIT = 4096 / (SIMDGROUPS * VALUE_DIM);  // into 16 KiB
-constexpr int ROWS_AT_ONCE = ROWS < ROWS_THAT_FIT ? ROWS : ROWS_THAT_FIT;
+// The simdgroups' results become one.
 threadgroup float shared_largest[SIMDGROUPS * ROWS];
 threadgroup float shared_sum[SIMDGROUPS * ROWS];
-threadgroup float4 shared_values[SIMDGROUPS * ROWS_AT_ONCE * Values::CHUNKS];
+threadgroup float4 shared_values[SIMDGROUPS * ROWS * Values::CHUNKS];
 
+if (lane < ROWS) {
+  shared_largest[lane * SIMDGROUPS + simd] = largest;
+  shared_sum[lane * SIMDGROUPS + simd] = sum;
+}
 KV_UNROLL
 for (int r = 0; r < ROWS; r++) {
-  const float total = simd_sum(sum[r]);
-  if (lane == 0) {
-    shared_largest[r * SIMDGROUPS + simd] = largest[r];
-    shared_sum[r * SIMDGROUPS + simd] = total;
+  KV_UNROLL
+  for (int j = 0; j < Values::PER_LANE; j++) {
+    float4 mine = values[r][j];
+    if (Values::ROWS == 2) {
+      mine += simd_shuffle_xor(mine, ushort(Values::LANES));
+    }
+    const int c = lane % Values::LANES + 32 * j;
+    if (lane < Values::LANES && c < Values::CHUNKS) {
+      shared_values[(r * SIMDGROUPS + simd) * Values::CHUNKS + c] = mine;
+    }
   }
 }
-
-KV_UNROLL
-for (int first = 0; first < ROWS; first += ROWS_AT_ONCE) {
-  KV_UNROLL
-  for (int i = 0; i < ROWS_AT_ONCE; i++) {
-    const int r = first + i;
-    KV_UNROLL
-    for (int j = 0; j < Values::PER_LANE && r < ROWS; j++) {
-      float4 mine = values[r][j];
-      if (Values::ROWS == 2) {
-        mine += simd_shuffle_xor(mine, ushort(Values::LANES));
-      }
-      const int c = lane % Values::LANES + 32 * j;
-      if (lane < Values::LANES && c < Values::CHUNKS) {
-        shared_values[(i * SIMDGROUPS + simd) * Values::CHUNKS + c] = mine;
-      }
-    }
+threadgroup_barrier(mem_flags::mem_threadgroup);
+for (int i = simd * 32 + lane; i < ROWS * Values::CHUNKS; i += 32 * SIMDGROUPS) {
+  const int r = i / Values::CHUNKS, c = i % Values::CHUNKS;
+  float top = -INFINITY;
+  for (int s = 0; s < SIMDGROUPS; s++) {
+    top = max(top, shared_largest[r * SIMDGROUPS + s]);
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  const int num_chunks = min(ROWS - first, ROWS_AT_ONCE) * Values::CHUNKS;
-  for (int i = simd * 32 + lane; i < num_chunks; i += 32 * SIMDGROUPS) {
-    const int r = first + i / Values::CHUNKS, c = i % Values::CHUNKS;
-    float top = -INFINITY;
-    for (int s = 0; s < SIMDGROUPS; s++) {
-      top = max(top, shared_largest[r * SIMDGROUPS + s]);
-    }
-    float total = 0.0f;
-    float4 all = float4(0.0f);
-    for (int s = 0; s < SIMDGROUPS; s++) {
-      const float w = kv::weight(shared_largest[r * SIMDGROUPS + s], top);
-      total += w * shared_sum[r * SIMDGROUPS + s];
-      all += w * shared_values[((r - first) * SIMDGROUPS + s) * Values::CHUNKS + c];
-    }
-    const int head = kv_head * GROUP + r % GROUP;
-    const bool exists = r / GROUP < item.num_queries;
-    const int64_t row = DIRECT ? int64_t(item.first_query + r / GROUP) * num_q_heads + head
-                               : (int64_t(threadgroup_position_in_grid.y) * threadgroups_per_grid.x + kv_head) * ROWS +
-                                     r;
-    const float sink = SINKS && exists ? sinks[head] * kv::LOG2E : -INFINITY;
-    if (exists || !DIRECT) {
-      kv::store_chunk<Q, DIRECT, Values::CHUNKS>(out, row, c, all, top, total, sink);
-    }
+  float total = 0.0f;
+  float4 all = float4(0.0f);
+  for (int s = 0; s < SIMDGROUPS; s++) {
+    const float w = kv::weight(shared_largest[r * SIMDGROUPS + s], top);
+    total += w * shared_sum[r * SIMDGROUPS + s];
+    all += w * shared_values[(r * SIMDGROUPS + s) * Values::CHUNKS + c];
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const int head = kv_head * GROUP + r % GROUP;
+  const bool exists = r / GROUP < item.num_queries;
+  const int64_t part = int64_t(threadgroup_position_in_grid.y) * threadgroups_per_grid.x + kv_head;
+  const int64_t row = DIRECT ? int64_t(item.first_query + r / GROUP) * num_q_heads + head : part * ROWS + r;
+  const float sink = SINKS && exists ? sinks[head] * kv::LOG2E : -INFINITY;
+  if (exists || !DIRECT) {
+    kv::store_chunk<Q, DIRECT, Values::CHUNKS>(out, row, c, all, top, total, sink);
+  }
 }

@@ -67,19 +67,13 @@ threadgroup float shared_corrections[8 * TILES];
 threadgroup float shared_largest[8 * TILES];
 threadgroup float shared_sum[8 * TILES];
 
-for (int tile = item.seen_begin / 32 * 32; tile < item.seen_end; tile += 32) {
-  const int skipped = max(0, item.seen_begin - tile);  // tokens that nobody sees, before and after the others
-  const int num_tokens = min(32, item.seen_end - tile);
-  // Lane i holds the block of token i: an entry is read once, and none that belongs to no token.
-  const bool owned = lane >= skipped / BLOCK_SIZE * BLOCK_SIZE && lane < num_tokens;
-  const int block_of_lane = owned ? tables[item.row * tables_strides[0] + (tile + lane) / BLOCK_SIZE] : 0;
-
+const auto table = tables + item.row * tables_strides[0];
+for (int begin = item.seen_begin / 32 * 32; begin < item.seen_end; begin += 32) {
+  const kv::Tile tile = kv::tile_at<BLOCK_SIZE>(table, begin, item.seen_begin, item.seen_end, lane);
   Keys keys[4];
   KV_UNROLL
   for (int i = 0; i < 4; i++) {
-    const int t = 8 * i + place.row;
-    const int64_t block = simd_shuffle(block_of_lane, ushort(8 * i));
-    keys[i].load(k_plane, block, (tile + t) % BLOCK_SIZE, first_chunk, t >= skipped && t < num_tokens);
+    kv::load_columns<BLOCK_SIZE>(keys[i], k_plane, tile, 8 * i + place.row, first_chunk);
   }
   KV_UNROLL
   for (int i = 0; i < 4; i++) {
@@ -113,14 +107,12 @@ for (int tile = item.seen_begin / 32 * 32; tile < item.seen_end; tile += 32) {
   Values rows[4];
   KV_UNROLL
   for (int i = 0; i < 4; i++) {
-    const int t = 8 * i + place.row;
-    const int64_t block = simd_shuffle(block_of_lane, ushort(8 * i));
-    rows[i].load(v_plane, block, (tile + t) % BLOCK_SIZE, first_chunk, t >= skipped && t < num_tokens);
+    kv::load_columns<BLOCK_SIZE>(rows[i], v_plane, tile, 8 * i + place.row, first_chunk);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  const int my_token = tile + lane;
-  const bool seen = lane >= skipped && lane < num_tokens;
+  const int my_token = tile.begin + lane;
+  const bool seen = lane >= tile.skipped && lane < tile.num_tokens;
   KV_UNROLL
   for (int i = 0; i < OWN_ROWS; i++) {
     const int r = simd + SIMDGROUPS * i;

@@ -25,7 +25,7 @@ from kvpool_backends.mlx.storage import DTYPES
 
 # What is right here only a Mac can tell; results depend on these numbers in their last bits only.
 SIMDGROUPS = 4  # of a threadgroup of `paged_attention` and `paged_reduce`: 128 threads
-ROW_DIMS_MAX = 1024  # (query, head) pairs of a threadgroup of `paged_attention`, times 128 dimensions or more
+ROW_DIMS_MAX = 1024  # pairs of query and head in `paged_attention`, times 128 dimensions or more; half unless 16 bits
 PART_TOKENS = 64  # of a context, per threadgroup
 PARTS_MAX = 40  # of one context; beyond, parts double in length
 HEAD_DIM_MAX = 512
@@ -107,10 +107,11 @@ def head_tiles(spec: KVSpec, group: int, queries: int) -> HeadTiles:
     """
     dim = max(dim for _, dim in spec.planes)
     together = 1 << (queries - 1).bit_length()
-    if dim <= 256 and group * together <= ROW_DIMS_MAX // max(dim, 128):
+    small = spec.itemsize_nbytes == 2 and not spec.is_quantized
+    if dim <= 256 and group * together <= ROW_DIMS_MAX // max(dim, 128) // (1 if small else 2):
         return HeadTiles(group, 1, together)
     units = 4 if dim > 128 or spec.is_quantized else 2
-    rows = 64 // units if spec.itemsize_nbytes == 2 else 32 // units
+    rows = 64 // units // (1 if spec.itemsize_nbytes == 2 else 2)
     groups = -(-group // rows)
     heads = -(-group // groups)
     return HeadTiles(heads, groups, min(together, 1 << (rows // heads).bit_length() - 1), units)

@@ -17,6 +17,7 @@ from kvpool.protocol import AttentionOptions
 from kvpool.testing.dense import dense_attention, dense_scores, round_to
 from kvpool_backends.mlx.metal_kernels import (
     DTYPES,
+    HeadTiles,
     MetalKernels,
     attention_step,
     head_tiles,
@@ -178,6 +179,11 @@ class Batch:
             results[tokens] = np.array(out.astype(mx.float32))
             exports += map(np.array, exported)
         return [results, *([(sum if scores == "raw" else max_of)(exports)] if exports else [])]
+
+    @property
+    def tiles(self) -> HeadTiles:
+        """Of rows with one query."""
+        return head_tiles(self.spec, self.group, 1)
 
     @property
     def launches(self) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -73,8 +73,18 @@ def test_any_multiple_of_four_is_a_head_dimension(engine, head_dim, layout):
     run_all_schedules(batch, engine)
 
 
+@pytest.mark.parametrize("tail", [1, 2, 7, 31])
+def test_a_last_tile_of_few_tokens_is_counted(engine, tail):
+    """Every simdgroup has several tiles, and its last one `tail` tokens: runs of 48, 80 and 112 tokens."""
+    for block_size, context in ((8, 4 * 40 - 8 + tail), (16, 4 * 48 - 16 + tail), (8, 4 * 72 - 8 + tail)):
+        batch = Batch(group=1, kv_heads=1, block_size=block_size, seq_lens=(context,))
+        batch.check(batch.run(engine.factory(1)))
+        chunk = Batch(group=12, kv_heads=1, block_size=block_size, seq_lens=(64 + tail,))
+        chunk.check(chunk.run(engine.factory(1)))
+
+
 @pytest.mark.parametrize("group", [20, 71])
-def test_groups_of_more_than_sixteen_heads_equal_float64(engine, group):
+def test_groups_of_many_heads_equal_float64(engine, group):
     run_all_schedules(Batch(group=group, kv_heads=1, seq_lens=(40, 3)), engine)
 
 
@@ -126,11 +136,12 @@ def test_masked_tokens_may_hold_anything(engine):
 
 
 def test_an_infinite_value_stays_with_the_queries_that_see_it(engine):
-    batch = Batch(seq_lens=(100,), q_lens=(4,))
-    batch.content[0][1][99] = np.inf
-    out = batch.run(engine.factory(0))
-    assert np.isfinite(out[:3]).all()
-    assert (out[3] == np.inf).all()
+    for group in (1, 4):
+        batch = Batch(seq_lens=(100,), q_lens=(4,), group=group)
+        batch.content[0][1][99] = np.inf
+        out = batch.run(engine.factory(0))
+        assert np.isfinite(out[:3]).all()
+        assert (out[3] == np.inf).all()
 
 
 @pytest.mark.parametrize("features", [(), ("sinks",), ("window", "mask")])
@@ -160,6 +171,7 @@ def test_a_row_gets_the_same_bits_in_any_batch(engine):
                 num_queries,
                 block_size=together.block_size,
                 tiles=tiles,
+                part_tokens=together.part_tokens,
             )
             step = attention_step(work, mx.array(together.tables[row : row + 1]), together.head_dim**-0.5)
             (alone,) = kernels.attend(0, mx.array(together.q[tokens]), *together.pools, step)
@@ -167,15 +179,16 @@ def test_a_row_gets_the_same_bits_in_any_batch(engine):
 
 
 def test_strided_queries_are_read_where_they_are(engine):
-    batch = Batch(seq_lens=(50, 20), q_lens=(2, 2))
-    work = plan_attention(
-        np.array(batch.seq_lens), batch.cu_q_lens, 4, block_size=16, tiles=head_tiles(batch.spec, batch.group, 2)
-    )
-    kernels = MetalKernels(batch.spec, batch.num_blocks, engine.factory(0))
-    heads_first = mx.contiguous(mx.array(batch.q).swapaxes(0, 1)).swapaxes(0, 1)
-    step = attention_step(work, mx.array(batch.tables), 1 / 8)
-    (out,) = kernels.attend(0, heads_first, *batch.pools, step)
-    batch.check(np.array(out))
+    for group in (2, 4):
+        batch = Batch(seq_lens=(50, 20), q_lens=(2, 2), group=group)
+        work = plan_attention(
+            np.array(batch.seq_lens), batch.cu_q_lens, 4, block_size=16, tiles=head_tiles(batch.spec, group, 2)
+        )
+        kernels = MetalKernels(batch.spec, batch.num_blocks, engine.factory(0))
+        heads_first = mx.contiguous(mx.array(batch.q).swapaxes(0, 1)).swapaxes(0, 1)
+        step = attention_step(work, mx.array(batch.tables), 1 / 8)
+        (out,) = kernels.attend(0, heads_first, *batch.pools, step)
+        batch.check(np.array(out))
 
 
 # Few kernels, many batches: compiling costs more than running.
