@@ -104,7 +104,6 @@ const auto table = tables + item.row * tables_strides[0];
 kv::Tile tile =
     kv::tile_at<BLOCK_SIZE>(table, run_begin + (seen_begin - run_begin) / 32 * 32, seen_begin, seen_end, lane);
 Keys keys[K_LOADS];
-Values rows[V_LOADS];
 KV_UNROLL
 for (int h = 0; h < K_LOADS; h++) {
   kv::load<BLOCK_SIZE>(keys[h], k_plane, tile, tile.skipped / K_STEP * K_STEP + h * Keys::STEP, lane);
@@ -116,7 +115,7 @@ while (tile.begin < seen_end) {
     scores[r] = 0.0f;
   }
   for (int t = tile.skipped / K_STEP * K_STEP; t < tile.num_tokens; t += K_STEP) {
-    float halves[2][ROWS];
+    float first_half[ROWS];
     KV_UNROLL
     for (int h = 0; h < 2; h++) {
       KV_UNROLL
@@ -137,23 +136,24 @@ while (tile.begin < seen_end) {
             products[i] = kv::transpose(products[2 * i], products[2 * i + 1], HALF / 2 / n, lane);
           }
         }
-        halves[h][r] = products[0];
+        if (h == 0) {
+          first_half[r] = products[0];
+          continue;
+        }
+        float score = kv::transpose(first_half[r], products[0], HALF, lane);
+        KV_UNROLL
+        for (int distance = 2 * HALF; distance < Keys::LANES; distance *= 2) {
+          score += simd_shuffle_xor(score, ushort(distance));
+        }
+        scores[r] = lane % Keys::LANES / (2 * HALF) == t / K_STEP ? score : scores[r];
       }
       // What is read next is on its way while the other half is multiplied.
       if ((K_LOADS == 2 || h == 1) && t + K_STEP < tile.num_tokens) {
         kv::load<BLOCK_SIZE>(keys[h % K_LOADS], k_plane, tile, t + K_STEP + h % K_LOADS * Keys::STEP, lane);
       }
     }
-    KV_UNROLL
-    for (int r = 0; r < ROWS; r++) {
-      float score = kv::transpose(halves[0][r], halves[1][r], HALF, lane);
-      KV_UNROLL
-      for (int distance = 2 * HALF; distance < Keys::LANES; distance *= 2) {
-        score += simd_shuffle_xor(score, ushort(distance));
-      }
-      scores[r] = lane % Keys::LANES / (2 * HALF) == t / K_STEP ? score : scores[r];
-    }
   }
+  Values rows[V_LOADS];
   KV_UNROLL
   for (int h = 0; h < V_LOADS; h++) {
     kv::load<BLOCK_SIZE>(rows[h], v_plane, tile, tile.skipped / V_STEP * V_STEP + h * Values::STEP, lane);

@@ -70,36 +70,38 @@ threadgroup float shared_sum[8 * TILES];
 const auto table = tables + item.row * tables_strides[0];
 for (int begin = item.seen_begin / 32 * 32; begin < item.seen_end; begin += 32) {
   const kv::Tile tile = kv::tile_at<BLOCK_SIZE>(table, begin, item.seen_begin, item.seen_end, lane);
-  Keys keys[4];
-  KV_UNROLL
-  for (int i = 0; i < 4; i++) {
-    kv::load_columns<BLOCK_SIZE>(keys[i], k_plane, tile, 8 * i + place.row, first_chunk);
-  }
-  KV_UNROLL
-  for (int i = 0; i < 4; i++) {
-    simdgroup_float8x8 scores[TILES];  // transposed
+  {
+    Keys keys[4];
     KV_UNROLL
-    for (int m = 0; m < TILES; m++) {
-      scores[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    for (int i = 0; i < 4; i++) {
+      kv::load_columns<BLOCK_SIZE>(keys[i], k_plane, tile, 8 * i + place.row, first_chunk);
     }
     KV_UNROLL
-    for (int u = 0; u < UNITS; u++) {
-      const auto elements = keys[i].elements(u);
+    for (int i = 0; i < 4; i++) {
+      simdgroup_float8x8 scores[TILES];  // transposed
       KV_UNROLL
-      for (int f = 0; f < 2; f++) {
-        const auto key = kv::fragment(elements, f);
+      for (int m = 0; m < TILES; m++) {
+        scores[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+      }
+      KV_UNROLL
+      for (int u = 0; u < UNITS; u++) {
+        const auto elements = keys[i].elements(u);
         KV_UNROLL
-        for (int m = 0; m < TILES; m++) {
-          simdgroup_multiply_accumulate(scores[m], key, query[m][u][f], scores[m]);
+        for (int f = 0; f < 2; f++) {
+          const auto key = kv::fragment(elements, f);
+          KV_UNROLL
+          for (int m = 0; m < TILES; m++) {
+            simdgroup_multiply_accumulate(scores[m], key, query[m][u][f], scores[m]);
+          }
         }
       }
-    }
-    KV_UNROLL
-    for (int m = 0; m < TILES; m++) {
       KV_UNROLL
-      for (int e = 0; e < 2; e++) {
-        const int r = 8 * m + place.column + e;
-        shared_scores[(simd * 8 * TILES + r) * WIDTH + 8 * i + place.row] = scores[m].thread_elements()[e];
+      for (int m = 0; m < TILES; m++) {
+        KV_UNROLL
+        for (int e = 0; e < 2; e++) {
+          const int r = 8 * m + place.column + e;
+          shared_scores[(simd * 8 * TILES + r) * WIDTH + 8 * i + place.row] = scores[m].thread_elements()[e];
+        }
       }
     }
   }

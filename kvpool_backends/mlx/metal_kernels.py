@@ -102,16 +102,16 @@ class ScoreExport(NamedTuple):
 def head_tiles(spec: KVSpec, group: int, queries: int) -> HeadTiles:
     """Rows of a threadgroup for `group` query heads per KV head and rows of a batch with `queries` queries.
 
-    Registers decide. `paged_attention` has at most `ROW_DIMS_MAX` sums of values. `paged_matrix` takes what has more;
-    its simdgroups share the dimensions out, and their sums and queries fill 64 registers.
+    Registers decide, and threadgroup memory: `metal/README.md` has a table. `paged_matrix` takes what `paged_attention`
+    cannot; its simdgroups share the dimensions out.
     """
-    dim = max(dim for _, dim in spec.planes)
+    dim, narrow = max(dim for _, dim in spec.planes), spec.itemsize_nbytes == 2
     together = 1 << (queries - 1).bit_length()
-    small = spec.itemsize_nbytes == 2 and not spec.is_quantized
-    if dim <= 256 and group * together <= ROW_DIMS_MAX // max(dim, 128) // (1 if small else 2):
+    room = ROW_DIMS_MAX if narrow and not spec.is_quantized else ROW_DIMS_MAX // 2
+    if dim <= 256 and group * together <= room // max(dim, 128):
         return HeadTiles(group, 1, together)
-    units = 4 if dim > 128 or spec.is_quantized else 2
-    rows = 64 // units // (1 if spec.itemsize_nbytes == 2 else 2)
+    units = 4 if spec.is_quantized or (narrow and dim > 128) else 2
+    rows = 64 // units if narrow else 32 // units if dim <= 256 else 8
     groups = -(-group // rows)
     heads = -(-group // groups)
     return HeadTiles(heads, groups, min(together, 1 << (rows // heads).bit_length() - 1), units)

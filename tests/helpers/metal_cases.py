@@ -17,6 +17,7 @@ from kvpool.protocol import AttentionOptions
 from kvpool.testing.dense import dense_attention, dense_scores, round_to
 from kvpool_backends.mlx.metal_kernels import (
     DTYPES,
+    AttentionWork,
     HeadTiles,
     MetalKernels,
     attention_step,
@@ -159,16 +160,7 @@ class Batch:
         kernels = MetalKernels(batch.spec, batch.num_blocks, factory)
         q = mx.array(batch.q).astype(DTYPES[batch.dtype])
         results, exports = np.zeros((*batch.q.shape[:2], batch.spec.value_head_dim), np.float32), []
-        for tokens, q_lens in batch.launches:
-            work = plan_attention(
-                np.array(batch.seq_lens),
-                np.concatenate([[0], np.cumsum(q_lens)]),
-                len(tokens),
-                block_size=batch.block_size,
-                tiles=head_tiles(batch.spec, batch.group, int(q_lens.max())),
-                window=batch.options.window,
-                part_tokens=batch.part_tokens,
-            )
+        for tokens, work, _ in batch.planned:
             options = batch.options
             if options.mask is not None:
                 options = dataclasses.replace(options, mask=options.mask[tokens])
@@ -181,6 +173,30 @@ class Batch:
         return [results, *([(sum if scores == "raw" else max_of)(exports)] if exports else [])]
 
     @property
+    def planned(self) -> list[tuple[np.ndarray, AttentionWork, HeadTiles]]:
+        """For each kernel that the rows need: its tokens, and its work list."""
+        found = []
+        for tokens, q_lens in self.launches:
+            tiles = head_tiles(self.spec, self.group, int(q_lens.max()))
+            work = plan_attention(
+                np.array(self.seq_lens),
+                np.concatenate([[0], np.cumsum(q_lens)]),
+                len(tokens),
+                block_size=self.block_size,
+                tiles=tiles,
+                window=self.options.window,
+                part_tokens=self.part_tokens,
+            )
+            found.append((tokens, work, tiles))
+        return found
+
+    @property
+    def touching(self) -> bool:
+        """Whether rows of neighbouring slots are neighbours in memory."""
+        dims = dict(self.spec.planes)
+        return all(self.spec.plane_layout(plane, 1).slot_stride == dim for plane, dim in dims.items())
+
+    @property
     def tiles(self) -> HeadTiles:
         """Of rows with one query."""
         return head_tiles(self.spec, self.group, 1)
@@ -191,7 +207,9 @@ class Batch:
         q_lens = np.diff(self.cu_q_lens)
         kernels = np.array([head_tiles(self.spec, self.group, max(int(n), 1)).kernel for n in q_lens])
         owner = np.repeat(kernels, q_lens)
-        found = [(np.flatnonzero(owner == kernel), np.where(kernels == kernel, q_lens, 0)) for kernel in dict.fromkeys(owner)]
+        found = [
+            (np.flatnonzero(owner == kernel), np.where(kernels == kernel, q_lens, 0)) for kernel in dict.fromkeys(owner)
+        ]
         tokens, last = found[-1]
         found[-1] = np.concatenate([tokens, np.arange(len(owner), len(self.q))]), last
         return found

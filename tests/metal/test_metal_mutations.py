@@ -346,13 +346,47 @@ MUTANTS = [
     ),
     # Sums over lanes, and what is read early
     Mutant("halves swapped", HEADER, "(odd ? y : x) + ", "(odd ? x : y) + ", DECODE, decode()),
-    Mutant("a lane's own half twice", HEADER, "simd_shuffle_xor(odd ? x : y", "simd_shuffle_xor(odd ? y : x", DECODE, decode()),
-    Mutant("one step of sums too few", ATTENTION, "int distance = 2 * HALF", "int distance = 4 * HALF", DECODE, decode()),
-    Mutant("keys read over before use", ATTENTION, "(K_LOADS == 2 || h == 1) && t", "t", DECODE, decode(head_dim=80, layout="HND")),
+    Mutant(
+        "a lane's own half twice",
+        HEADER,
+        "simd_shuffle_xor(odd ? x : y",
+        "simd_shuffle_xor(odd ? y : x",
+        DECODE,
+        decode(),
+    ),
+    Mutant(
+        "one step of sums too few",
+        ATTENTION,
+        "int distance = 2 * HALF",
+        "int distance = 4 * HALF",
+        DECODE,
+        decode(),
+    ),
+    Mutant(
+        "keys read over before use",
+        ATTENTION,
+        "(K_LOADS == 2 || h == 1) && t",
+        "t",
+        DECODE,
+        decode(head_dim=80, layout="HND"),
+    ),
     Mutant("keys of the next step are the same", ATTENTION, "tile, t + K_STEP + h", "tile, t + h", DECODE, decode()),
     Mutant("values of the next step are the same", ATTENTION, "tile, t + V_STEP + h", "tile, t + h", DECODE, decode()),
-    Mutant("a later tile of one token is dropped", ATTENTION, "while (tile.begin < seen_end)", "while (tile.begin + (tile.begin > run_begin) < seen_end)", LAST_TILE, (ENGINE, 1)),
-    Mutant("full tiles begin a row early", HEADER, "} else if (begin <= 0 && end >= STEP)", "} else if (begin <= 1 && end >= STEP)", counts.test_a_sliding_window_reads_what_it_sees),
+    Mutant(
+        "a later tile of one token is dropped",
+        ATTENTION,
+        "while (tile.begin < seen_end)",
+        "while (tile.begin + (tile.begin > run_begin) < seen_end)",
+        LAST_TILE,
+        (ENGINE, 1),
+    ),
+    Mutant(
+        "full tiles begin a row early",
+        HEADER,
+        "} else if (begin <= 0 && end >= STEP)",
+        "} else if (begin <= 1 && end >= STEP)",
+        counts.test_a_sliding_window_reads_what_it_sees,
+    ),
     # Matrix units
     *(
         Mutant(f"matrix: {name}", MATRIX, before, after, DECODE, decode(group=16, seq_lens=(257, 17), **choice))
@@ -363,27 +397,61 @@ MUTANTS = [
             ("sums are not rescaled", "sum = sum * correction + total;", "sum = sum + total;", {}),
             ("largest of another row", "simd_shuffle(largest, ushort(i))", "simd_shuffle(largest, ushort(0))", {}),
             ("elements of a query in order", "place.row / 2 * 4 + 2 * f + place.row % 2", "place.row + 8 * f", {}),
-            ("the first simdgroup's elements", "4 * UNITS * simd + place.column / 2", "place.column / 2", {"head_dim": 128}),
+            (
+                "the first simdgroup's elements",
+                "4 * UNITS * simd + place.column / 2",
+                "place.column / 2",
+                {"head_dim": 128},
+            ),
             ("sink in the wrong base", "sinks[head] * kv::LOG2E", "sinks[head]", {"features": ("sinks",)}),
-            ("last fragment of tokens dropped", "for (int i = 0; i < 4; i++) {\n    bool finite", "for (int i = 0; i < 3; i++) {\n    bool finite", {}),
-            ("window one too short", "my_token > position - window", "my_token > position + 1 - window", {"features": ("window",)}),
+            (
+                "last fragment of tokens dropped",
+                "for (int i = 0; i < 4; i++) {\n    bool finite",
+                "for (int i = 0; i < 3; i++) {\n    bool finite",
+                {},
+            ),
+            (
+                "window one too short",
+                "my_token > position - window",
+                "my_token > position + 1 - window",
+                {"features": ("window",)},
+            ),
             ("mask of another head", ": head * mask_strides[1]", ": 0", {"features": ("mask",)}),
         )
     ),
     *(
         Mutant(f"matrix: {name}", MATRIX, before, after, test, arguments)
         for name, before, after, test, arguments in (
-            ("no barrier before weights", f"  {BARRIER}\n\n  const int my_token", "  const int my_token", RACES, CHUNKS),
+            (
+                "no barrier before weights",
+                f"  {BARRIER}\n\n  const int my_token",
+                "  const int my_token",
+                RACES,
+                CHUNKS,
+            ),
             ("no barrier before values", f"  {BARRIER}\n\n  KV_UNROLL", "  KV_UNROLL", RACES, CHUNKS),
             ("no barrier before the end", f"{BARRIER}\nKV_UNROLL", "KV_UNROLL", RACES, CHUNKS),
             ("later tokens are visible", " && my_token <= position &&", " &&", WINDOWS, windows()),
             ("0 times infinity", "QUERIES == 1 && !MASK;", "true;", INFINITE, (ENGINE,)),
             ("infinity in another row", "lane_of_row(t, lane)", "lane_of_row(0, lane)", INFINITE, (ENGINE,)),
             ("queries taken for contiguous", "* q_strides[0] +", "* q_shape[1] * DIM +", STRIDED, (ENGINE,)),
-            ("heads of the first tile", "% HEAD_GROUPS * HEADS;", "* 0;", attention.test_groups_of_many_heads_equal_float64, (ENGINE, 71)),
+            (
+                "heads of the first tile",
+                "% HEAD_GROUPS * HEADS;",
+                "* 0;",
+                attention.test_groups_of_many_heads_equal_float64,
+                (ENGINE, 71),
+            ),
         )
     ),
-    Mutant("matrix: rows of a fragment swapped", "kv_matrix.h", "(lane >> 2 & 4) | (lane >> 1 & 3)", "(lane >> 2 & 4) | (lane >> 1 & 3 ^ 1)", DECODE, decode(group=16)),
+    Mutant(
+        "matrix: rows of a fragment swapped",
+        "kv_matrix.h",
+        "(lane >> 2 & 4) | (lane >> 1 & 3)",
+        "(lane >> 2 & 4) | (lane >> 1 & 3 ^ 1)",
+        DECODE,
+        decode(group=16),
+    ),
     Mutant("matrix: tokens past the end", "kv_matrix.h", " && t < tile.num_tokens", "", DECODE, decode(group=16)),
     # Writes and copies
     Mutant(

@@ -163,7 +163,7 @@ FAULTS = {
     "every query's": ("raw", "RAW && is_observed && visible", "RAW && visible"),
     "hidden positions too": ("raw", "RAW && is_observed && visible", "RAW && is_observed"),
     "the row of the first sequence": ("raw", "int64_t(item.row) * threadgroups_per_grid.x", "int64_t(0)"),
-    "the first KV head's": ("raw", "int64_t(item.row) * threadgroups_per_grid.x + kv_head", "int64_t(item.row) * threadgroups_per_grid.x"),
+    "the first KV head's": ("raw", "(item.row) * threadgroups_per_grid.x + kv_head", "(item.row) * 1"),
     "a token late": ("raw", "my_token, sum_of_heads", "my_token + 1, sum_of_heads"),
     "the first head's": ("mass", "(item.row) * num_q_heads + head;", "(item.row) * num_q_heads + kv_head * GROUP;"),
     "hidden positions aside": ("mass", "visible ? score : -INFINITY", "score"),
