@@ -59,22 +59,18 @@ METAL_FUNC constexpr int chunks_per_lane() {
   return (chunks_per_row<DIM>() + 31) / 32;
 }
 
-// Rows that are read as one run, 0 where each row is read for itself: `TOUCHING` rows of whole accesses, which end
-// somewhere inside a cache line.
-template <typename T, int DIM, bool TOUCHING>
-METAL_FUNC constexpr int rows_per_run() {
-  return !TOUCHING || DIM * sizeof(T) % 128 == 0 || chunks_per_row<DIM>() <= 16 || chunks_per_row<DIM>() > 32 ||
-                 chunks_per_row<DIM>() % 4 != 0
-             ? 0
-         : chunks_per_row<DIM>() % 8 == 0 ? 4
-                                          : 8;
+// Rows that a lane holds chunks of at a time: as many as 8 registers hold.
+template <typename T, int DIM>
+METAL_FUNC constexpr int rows_per_lane() {
+  return 8 / int(chunks_per_lane<DIM>() * sizeof(T));
 }
 
-// Rows that a lane holds chunks of at a time: as many as 8 registers hold, or a run.
+// Whether rows are read as one run of memory: those that touch and end inside a cache line. So many as a lane holds at a
+// time end at a line.
 template <typename T, int DIM, bool TOUCHING>
-METAL_FUNC constexpr int rows_per_lane() {
-  return rows_per_run<T, DIM, TOUCHING>() == 0 ? 8 / int(chunks_per_lane<DIM>() * sizeof(T))
-                                               : rows_per_run<T, DIM, TOUCHING>();
+METAL_FUNC constexpr bool in_runs() {
+  return TOUCHING && DIM * sizeof(T) % 128 != 0 && chunks_per_row<DIM>() > 16 && chunks_per_row<DIM>() <= 32 &&
+         chunks_per_row<DIM>() % 4 == 0;
 }
 
 // One head of a plane: its array, and where its rows lie in there.
@@ -96,7 +92,7 @@ struct Rows<T, DIM, TOUCHING, 0, SIZE> {
   KV_CONST int LANES = lanes_per_row<DIM>();
   KV_CONST int ROWS = rows_per_access<DIM>();
   KV_CONST int PER_LANE = chunks_per_lane<DIM>();
-  KV_CONST int ACCESSES = rows_per_lane<T, DIM, TOUCHING>();
+  KV_CONST int ACCESSES = rows_per_lane<T, DIM>();
   KV_CONST int STEP = ACCESSES * ROWS;  // rows in all
 
   Chunk<T> chunk[ACCESSES][PER_LANE];
@@ -104,7 +100,7 @@ struct Rows<T, DIM, TOUCHING, 0, SIZE> {
   // Reads rows begin <= row < end, counted from a slot of a block.
   METAL_FUNC void load(Plane<T> plane, int64_t block, int64_t slot, int begin, int end, int lane) {
     const device T* first = plane.pool + plane.head.row(block, slot);
-    if (rows_per_run<T, DIM, TOUCHING>() > 0) {
+    if (in_runs<T, DIM, TOUCHING>()) {
       load_run(first, begin, end, lane);
     } else if (begin <= 0 && end >= STEP) {
       load_rows<true>(first, plane.head.slot_stride, begin, end, lane);
@@ -131,7 +127,7 @@ struct Rows<T, DIM, TOUCHING, 0, SIZE> {
   }
 
   METAL_FUNC void load_run(const device T* first, int begin, int end, int lane) {
-    constexpr int READS = ACCESSES * CHUNKS < 32 ? 1 : ACCESSES * CHUNKS / 32;
+    constexpr int READS = (ACCESSES * CHUNKS + 31) / 32;
     using Words = metal::vec<uint, sizeof(Chunk<T>) / 4>;  // what every simdgroup function takes
     const device Chunk<T>* chunks = reinterpret_cast<const device Chunk<T>*>(first);
     Words read[READS];
@@ -139,7 +135,7 @@ struct Rows<T, DIM, TOUCHING, 0, SIZE> {
     for (int i = 0; i < READS; i++) {
       const int row = (32 * i + lane) / CHUNKS;
       read[i] = Words(0);
-      if (row >= begin && row < end) {
+      if (row >= begin && row < end && row < ACCESSES) {
         read[i] = as_type<Words>(chunks[32 * i + lane]);
       }
     }

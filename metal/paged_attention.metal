@@ -53,10 +53,8 @@ constexpr int ROWS = GROUP * QUERIES;
 constexpr bool ALL_SEE_THE_SAME = QUERIES == 1 && !MASK;
 using Keys = kv::Rows<T, DIM, TOUCHING, K_BITS, SIZE>;
 using Values = kv::Rows<T, VALUE_DIM, TOUCHING, V_BITS, SIZE>;
-// Two loads are on their way at a time, or one of 8 rows. Products of `HALF` of their rows become one number of a lane.
-constexpr int K_LOADS = Keys::ACCESSES == 8 ? 1 : 2, V_LOADS = Values::ACCESSES == 8 ? 1 : 2;
-constexpr int HALF = Keys::ACCESSES * K_LOADS / 2;
-constexpr int K_STEP = K_LOADS * Keys::STEP, V_STEP = V_LOADS * Values::STEP;
+// Two loads are on their way at a time. The products of each become one number of a lane.
+constexpr int K_STEP = 2 * Keys::STEP, V_STEP = 2 * Values::STEP;
 
 const int lane = thread_index_in_simdgroup;
 const int simd = simdgroup_index_in_threadgroup;
@@ -103,9 +101,9 @@ for (int r = 0; r < ROWS; r++) {
 const auto table = tables + item.row * tables_strides[0];
 kv::Tile tile =
     kv::tile_at<BLOCK_SIZE>(table, run_begin + (seen_begin - run_begin) / 32 * 32, seen_begin, seen_end, lane);
-Keys keys[K_LOADS];
+Keys keys[2];
 KV_UNROLL
-for (int h = 0; h < K_LOADS; h++) {
+for (int h = 0; h < 2; h++) {
   kv::load<BLOCK_SIZE>(keys[h], k_plane, tile, tile.skipped / K_STEP * K_STEP + h * Keys::STEP, lane);
 }
 while (tile.begin < seen_end) {
@@ -120,42 +118,42 @@ while (tile.begin < seen_end) {
     for (int h = 0; h < 2; h++) {
       KV_UNROLL
       for (int r = 0; r < ROWS; r++) {
-        float products[HALF];
+        float products[Keys::ACCESSES];
         KV_UNROLL
-        for (int i = 0; i < HALF; i++) {
+        for (int i = 0; i < Keys::ACCESSES; i++) {
           products[i] = 0.0f;
           KV_UNROLL
           for (int j = 0; j < Keys::PER_LANE; j++) {
-            products[i] += keys[h % K_LOADS].dot(h / K_LOADS * HALF + i, j, query[r][j], sum_of_query[r][j]);
+            products[i] += keys[h].dot(i, j, query[r][j], sum_of_query[r][j]);
           }
         }
         KV_UNROLL
-        for (int n = HALF / 2; n > 0; n /= 2) {
+        for (int n = Keys::ACCESSES / 2; n > 0; n /= 2) {
           KV_UNROLL
           for (int i = 0; i < n; i++) {
-            products[i] = kv::transpose(products[2 * i], products[2 * i + 1], HALF / 2 / n, lane);
+            products[i] = kv::transpose(products[2 * i], products[2 * i + 1], Keys::ACCESSES / 2 / n, lane);
           }
         }
         if (h == 0) {
           first_half[r] = products[0];
           continue;
         }
-        float score = kv::transpose(first_half[r], products[0], HALF, lane);
+        float score = kv::transpose(first_half[r], products[0], Keys::ACCESSES, lane);
         KV_UNROLL
-        for (int distance = 2 * HALF; distance < Keys::LANES; distance *= 2) {
+        for (int distance = 2 * Keys::ACCESSES; distance < Keys::LANES; distance *= 2) {
           score += simd_shuffle_xor(score, ushort(distance));
         }
-        scores[r] = lane % Keys::LANES / (2 * HALF) == t / K_STEP ? score : scores[r];
+        scores[r] = lane % Keys::LANES / (2 * Keys::ACCESSES) == t / K_STEP ? score : scores[r];
       }
       // What is read next is on its way while the other half is multiplied.
-      if ((K_LOADS == 2 || h == 1) && t + K_STEP < tile.num_tokens) {
-        kv::load<BLOCK_SIZE>(keys[h % K_LOADS], k_plane, tile, t + K_STEP + h % K_LOADS * Keys::STEP, lane);
+      if (t + K_STEP < tile.num_tokens) {
+        kv::load<BLOCK_SIZE>(keys[h], k_plane, tile, t + K_STEP + h * Keys::STEP, lane);
       }
     }
   }
-  Values rows[V_LOADS];
+  Values rows[2];
   KV_UNROLL
-  for (int h = 0; h < V_LOADS; h++) {
+  for (int h = 0; h < 2; h++) {
     kv::load<BLOCK_SIZE>(rows[h], v_plane, tile, tile.skipped / V_STEP * V_STEP + h * Values::STEP, lane);
   }
 
@@ -207,12 +205,12 @@ while (tile.begin < seen_end) {
   // The keys of the next tile are on their way while the values of this one are added.
   const kv::Tile next = kv::tile_at<BLOCK_SIZE>(table, tile.begin + 32, seen_begin, seen_end, lane);
   KV_UNROLL
-  for (int h = 0; h < K_LOADS && next.begin < seen_end; h++) {
+  for (int h = 0; h < 2 && next.begin < seen_end; h++) {
     kv::load<BLOCK_SIZE>(keys[h], k_plane, next, h * Keys::STEP, lane);
   }
   for (int t = tile.skipped / V_STEP * V_STEP; t < tile.num_tokens; t += V_STEP) {
     KV_UNROLL
-    for (int h = 0; h < V_LOADS; h++) {
+    for (int h = 0; h < 2; h++) {
       KV_UNROLL
       for (int a = 0; a < Values::ACCESSES; a++) {
         const int token = t + h * Values::STEP + a * Values::ROWS + lane / Values::LANES;

@@ -25,7 +25,7 @@ from kvpool_backends.mlx.storage import DTYPES
 
 # What is right here only a Mac can tell; results depend on these numbers in their last bits only.
 SIMDGROUPS = 4  # of a threadgroup of `paged_attention` and `paged_reduce`: 128 threads
-ROW_DIMS_MAX = 1024  # pairs of query and head in `paged_attention`, times 128 dimensions or more; half unless 16 bits
+ROW_DIMS_MAX = 1024  # pairs of query and head in `paged_attention`, times 128 or 256 dimensions; half unless 16 bits
 PART_TOKENS = 64  # of a context, per threadgroup
 PARTS_MAX = 40  # of one context; beyond, parts double in length
 HEAD_DIM_MAX = 512
@@ -108,7 +108,7 @@ def head_tiles(spec: KVSpec, group: int, queries: int) -> HeadTiles:
     dim, narrow = max(dim for _, dim in spec.planes), spec.itemsize_nbytes == 2
     together = 1 << (queries - 1).bit_length()
     room = ROW_DIMS_MAX if narrow and not spec.is_quantized else ROW_DIMS_MAX // 2
-    if dim <= 256 and group * together <= room // max(dim, 128):
+    if dim <= 256 and group * together <= room // 128 // -(-dim // 128):
         return HeadTiles(group, 1, together)
     units = 4 if spec.is_quantized or (narrow and dim > 128) else 2
     rows = 64 // units if narrow else 32 // units if dim <= 256 else 8

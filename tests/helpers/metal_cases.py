@@ -191,12 +191,6 @@ class Batch:
         return found
 
     @property
-    def touching(self) -> bool:
-        """Whether rows of neighbouring slots are neighbours in memory."""
-        dims = dict(self.spec.planes)
-        return all(self.spec.plane_layout(plane, 1).slot_stride == dim for plane, dim in dims.items())
-
-    @property
     def tiles(self) -> HeadTiles:
         """Of rows with one query."""
         return head_tiles(self.spec, self.group, 1)

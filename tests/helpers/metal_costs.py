@@ -170,14 +170,9 @@ def _sizes(batch: PackedBatch, tiles: Any) -> _Sizes:
     for name, (_, dim), bits in zip(("Keys", "Values"), spec.planes, spec.bits, strict=True):
         chunks = dim // 4
         per_lane = -(-chunks // 32)
-        runs = batch.touching and not bits and dim * item % 128 and 16 < chunks <= 32 and chunks % 4 == 0
-        run = (8 if chunks % 8 else 4) if runs else 0
-        accesses = 4 // per_lane if bits else run or 8 // (per_lane * item)
+        accesses = 4 // per_lane if bits else 8 // (per_lane * item)
         each = bits / 8 + 2 if bits else item  # a packed chunk has a scale and a bias
-        loads = 1 if accesses == 8 else 2
-        constants |= {f"{name}_PER_LANE": per_lane, f"{name[0]}_LOADS": loads}
-        if name == "Keys":
-            constants["HALF"] = accesses * loads // 2
+        constants |= {f"{name}_PER_LANE": per_lane, f"{name}_ACCESSES": accesses}
         groups = max(1, 16 * tiles.units // batch.size)
         columns = tiles.units * bits / 8 + 2 * groups if bits else tiles.units * item
         types[name] = float(columns if tiles.units else accesses * per_lane * each)
