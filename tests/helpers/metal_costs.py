@@ -193,9 +193,10 @@ def name_of(variant: dict[str, Any]) -> str:
     return f"{what}{', every option' if batch.features else ''}, G {batch.group}, D {dims}, {stored}"
 
 
-HEAD = """\
-| variant | kernel | rows x simdgroups | registers | threadgroup memory | K, V bytes | accesses | SIMD | madds | matrix | share |
-|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"""
+HEAD = (
+    "| variant | kernel | rows x simdgroups | registers | threadgroup memory | K, V bytes | accesses | SIMD "
+    "| multiply-adds | matrix | share |\n|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+)
 
 
 def line(variant: dict[str, Any], counted: Costs) -> str:

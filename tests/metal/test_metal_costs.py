@@ -64,9 +64,9 @@ def test_threadgroup_memory_of_every_shape_stays_below_the_limit(head_dim):
     ],
 )
 def test_registers_beyond_the_limit_are_seen(monkeypatch, file, before, after):
-    with planted(Mutant("more registers", file, before, after, check_registers), monkeypatch):
-        with pytest.raises(AssertionError):
-            check_registers((128, 256))
+    mutant = Mutant("more registers", file, before, after, check_registers)
+    with planted(mutant, monkeypatch), pytest.raises(AssertionError):
+        check_registers((128, 256))
 
 
 def test_a_threadgroup_of_more_heads_is_seen(monkeypatch):

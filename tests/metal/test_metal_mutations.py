@@ -28,7 +28,7 @@ def windows(features=(), group=3, head_dim=80, layout="HND"):
     return ENGINE, group, head_dim, layout, features
 
 
-DECODE = attention.test_decode_every_pair_of_choices_equals_float64
+DECODE = attention.test_every_pair_of_choices_equals_float64
 WINDOWS = attention.test_windows_and_chunks_equal_float64
 RACES = counts.test_no_race_in_any_schedule
 INFINITE = attention.test_an_infinite_value_stays_with_the_queries_that_see_it
