@@ -4,7 +4,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all fuzz test-metal test-embed test-torch test-golden-full test-long native lint bench bench-gates build debug asan \
+.PHONY: help demo test test-all fuzz test-metal metal-sweep test-embed test-torch test-golden-full test-long native lint bench bench-gates build debug asan \
 	tsan freethreaded coverage mutants convicted proof proof-long clean
 MAKEFLAGS += --no-print-directory
 unexport KVPOOL_CORE  # left set, it would have the plain Python model tested in place of the core
@@ -38,6 +38,10 @@ fuzz: $(VENV)/built $(VENV)/test  ## random programs on the compiled core for a 
 test-metal: $(VENV)/built $(VENV)/test  ## the tests of the Metal kernels, with 2,000 launches more; threads under ThreadSanitizer
 	KVPOOL_METAL_LAUNCHES=2000 $(PYTEST) --timeout 3600 tests/metal $(PYTEST_ARGS)
 	@[ "$$(uname)" != Linux ] || $(PY) -m proof threads
+
+metal-sweep: $(VENV)/built $(VENV)/test  ## the Metal kernels over all shapes and features, hours: KVPOOL_METAL_SWEEP=0.01 runs one in a hundred
+	KVPOOL_METAL_SWEEP=$${KVPOOL_METAL_SWEEP:-1} KVPOOL_METAL_LAUNCHES=2000 $(PYTEST) --timeout 36000 \
+		tests/metal/test_metal_attention.py tests/metal/test_metal_packed_attention.py -k every_pair $(PYTEST_ARGS)
 
 test-embed: $(VENV)/built $(VENV)/test  ## the tests of the JAX adapter (installs jax)
 	$(PIP) "kvpool[jax]"

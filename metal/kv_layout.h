@@ -73,6 +73,18 @@ METAL_FUNC constexpr bool in_runs() {
          chunks_per_row<DIM>() % 4 == 0;
 }
 
+// Chunks of a row, four apart; what is outside of it is 0.
+template <int DIM, typename C, int UNITS>
+METAL_FUNC void load_units(thread C (&chunk)[UNITS], const device C* chunks, int first, bool exists) {
+  KV_UNROLL
+  for (int u = 0; u < UNITS; u++) {
+    chunk[u] = C(0);
+    if (exists && first + 4 * u < chunks_per_row<DIM>()) {
+      chunk[u] = chunks[first + 4 * u];
+    }
+  }
+}
+
 // One head of a plane: its array, and where its rows lie in there.
 template <typename T>
 struct Plane {

@@ -43,14 +43,7 @@ struct Columns<T, DIM, UNITS, 0, SIZE> {
 
   METAL_FUNC void load(Plane<T> plane, int64_t block, int64_t slot, int first, bool exists) {
     const device Chunk<T>* chunks = reinterpret_cast<const device Chunk<T>*>(plane.pool + plane.head.row(block, slot));
-    KV_UNROLL
-    for (int u = 0; u < UNITS; u++) {
-      const int c = first + 4 * u;
-      chunk[u] = Chunk<T>(T(0));
-      if (exists && c < chunks_per_row<DIM>()) {
-        chunk[u] = chunks[c];
-      }
-    }
+    load_units<DIM>(chunk, chunks, first, exists);
   }
 
   METAL_FUNC Chunk<T> elements(int u) const {

@@ -166,14 +166,7 @@ struct Columns {
         bias[g] = float(plane.biases[factors + 4 * c / SIZE]);
       }
     }
-    KV_UNROLL
-    for (int u = 0; u < UNITS; u++) {
-      const int c = first + 4 * u;
-      chunk[u] = PackedChunk<BITS>(uchar(0));
-      if (exists && c < chunks_per_row<DIM>()) {
-        chunk[u] = chunks[c];
-      }
-    }
+    load_units<DIM>(chunk, chunks, first, exists);
   }
 
   METAL_FUNC float4 elements(int u) const {

@@ -235,22 +235,24 @@ class MetalAttention(_Storage):
             return plan.work[key]
         q_lens, starts, group = np.diff(plan.cu_q_lens), plan.cu_q_lens, q.shape[1] // self.spec.num_kv_heads
         is_chunk = (q_lens > LONG_CHUNK) & gathers
-        is_matrix = np.array([head_tiles(self.spec, group, max(int(n), 1)).units > 0 for n in q_lens], bool) & ~is_chunk
+        large = [n for n in set(q_lens.tolist()) if n and head_tiles(self.spec, group, n).units]
+        is_matrix = np.isin(q_lens, large) & ~is_chunk
         owner = np.repeat(np.where(is_chunk, 2, is_matrix), q_lens)  # of a token: a launch, or 2 for none
         only_matrix = (owner == 1).any() and not (owner == 0).any()
         owner = np.append(owner, np.full(len(q) - len(owner), only_matrix))  # padding joins a launch
-        launches, order = [], []
+        launches: list[tuple[AttentionStep, mx.array | None]] = []
+        places = []
         for kind in (0, 1):
             tokens = np.flatnonzero(owner == kind)
             if len(tokens):
                 taken = np.where((is_matrix == kind) & ~is_chunk, q_lens, 0)
                 step = self._attention_step(plan, taken, len(tokens), group, scale, options, scores is not None)
                 launches.append((step, None if len(tokens) == len(q) else _int32(tokens)))
-                order.append(tokens)
+                places.append(tokens)
         chunks = tuple((int(row), int(starts[row]), int(starts[row + 1])) for row in np.flatnonzero(is_chunk))
-        order = np.concatenate([*order, *(np.arange(first, last) for _, first, last in chunks)])
+        places += [np.arange(first, last) for _, first, last in chunks]
         is_sorted = len(launches) + len(chunks) == 1
-        plan.work[key] = Work(tuple(launches), chunks, None if is_sorted else _int32(np.argsort(order)))
+        plan.work[key] = Work(tuple(launches), chunks, None if is_sorted else _int32(np.argsort(np.concatenate(places))))
         return plan.work[key]
 
     def _attention_step(

@@ -1,10 +1,12 @@
 """`paged_attention` and `paged_reduce` against float64: shapes, dtypes, layouts, features, parts, schedules.
 
 Every pool is full of NaN wherever no token lies, and every table entry that belongs to nobody names a block that does
-not exist. ``KVPOOL_METAL_LAUNCHES=2000`` asks for at least so many launches.
+not exist. ``KVPOOL_METAL_LAUNCHES=2000`` asks for at least so many launches. ``KVPOOL_METAL_SWEEP=1`` asks for all
+shapes with all features, 0.01 for one in a hundred of them.
 """
 
 import dataclasses
+import itertools
 import os
 import random
 
@@ -18,6 +20,8 @@ from metal_cases import FEATURES, Batch, pairwise
 from kvpool_backends.mlx.metal_kernels import MetalKernels, attention_step, head_tiles, plan_attention
 
 LAUNCHES = int(os.environ.get("KVPOOL_METAL_LAUNCHES", "0"))
+SWEEP = float(os.environ.get("KVPOOL_METAL_SWEEP", "0"))
+SEED = int(os.environ.get("KVPOOL_METAL_SEED", "1"))
 LAYOUTS = ("NHD", "HND", "interleaved", "stacked")
 FACTORS = {
     "dtype": ("float32", "float16", "bfloat16"),
@@ -32,12 +36,24 @@ FACTORS = {
 }
 
 
+SWEPT = ("dtype", "head_dim", "group", "queries", "features")
+CHOICES = pairwise(FACTORS)
+if SWEEP:
+    every = list(itertools.product(*(FACTORS[name] for name in SWEPT)))
+    chosen = random.Random(SEED).sample(every, int(SWEEP * len(every)))
+    print(f"sweep: {len(chosen)} of {len(every)} variants, seed {SEED}")
+    rest = random.Random(SEED + 1)
+    CHOICES = [
+        {name: rest.choice(FACTORS[name]) for name in FACTORS} | dict(zip(SWEPT, row, strict=True)) for row in chosen
+    ]
+
+
 def run_all_schedules(batch, engine):
     for schedule in engine.schedules:
         batch.check(batch.run(engine.factory(schedule)))
 
 
-@pytest.mark.parametrize("choice", pairwise(FACTORS), ids=lambda choice: "-".join(str(x) for x in choice.values()))
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(str(x) for x in choice.values()))
 def test_every_pair_of_choices_equals_float64(engine, choice):
     choice = dict(choice)
     queries = min(choice.pop("queries", 1), -(-100 // choice["group"]))
