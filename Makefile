@@ -1,11 +1,11 @@
 # make demo   sets everything up in .venv and runs the main job
-# make test   sets everything up in .venv and passes the tests that find most; make test-all runs all of them
+# make test   sets everything up in .venv and passes the tests that catch most faults; make test-all runs all of them
 # `make help` lists the rest. PYTHON=python3.12 names the interpreter, PYTEST_ARGS adds to pytest's arguments.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all fuzz test-metal metal-sweep test-embed test-torch test-golden-full test-long native lint bench bench-gates build debug asan \
-	tsan freethreaded coverage mutants convicted proof proof-long clean
+.PHONY: help demo test test-all fuzz test-metal metal-sweep test-embed test-torch test-golden-full test-long native cross \
+	mac-report lint bench bench-gates build debug asan tsan freethreaded coverage mutants convicted proof proof-long clean
 MAKEFLAGS += --no-print-directory
 unexport KVPOOL_CORE  # left set, it would have the plain Python model tested in place of the core
 unexport PYTHONDONTWRITEBYTECODE  # left set, each process of the tests would compile pytest, kvpool and the tests anew
@@ -23,11 +23,11 @@ help:  ## list the targets
 demo: $(VENV)/built $(VENV)/demo  ## set everything up, run the main job (a few minutes the first time)
 	$(VENV)/bin/kvpool demo
 
-test: lint  ## set everything up, check style and types, run the tests that find most (five minutes)
-	@echo "==> running the tests that find most; make test-all runs all"
+test: lint  ## set everything up, check style and types, run the tests that catch most faults (five minutes)
+	@echo "==> running the tests that catch most faults; make test-all runs all"
 	$(PYTEST) -m "not long" $(PYTEST_ARGS)
 
-test-all: lint  ## the same with every test (half an hour)
+test-all: lint cross  ## the same with every test (half an hour), and compiled for other machines
 	@echo "==> running all tests"
 	$(PYTEST) $(PYTEST_ARGS)
 
@@ -52,10 +52,17 @@ test-torch: $(VENV)/built $(VENV)/test  ## the tests of the transformers adapter
 	$(PYTEST) tests/with_torch $(PYTEST_ARGS)
 
 test-golden-full: $(VENV)/built $(VENV)/test  ## replay the full traces in the folder KVPOOL_TRACES
-	KVPOOL_REPLAY_FULL=1 $(PYTEST) tests/cli/test_replay.py $(PYTEST_ARGS)
+	KVPOOL_REPLAY_FULL=1 $(PYTEST) tests/replay/test_replay.py $(PYTEST_ARGS)
 
 test-long: $(VENV)/built $(VENV)/test  ## the tests with ten times the random examples, and with pools of a gigabyte
 	KVPOOL_FUZZ_EXAMPLES=10000 KVPOOL_LONG=1 $(PYTEST) --timeout 3600 $(PYTEST_ARGS)
+
+cross: $(VENV)/built $(VENV)/test  ## compile for macOS and for Linux on AArch64, where the tests of the core then run in qemu
+	$(PIP) -q ziglang
+	$(PY) -m proof.cross
+
+mac-report: $(VENV)/built $(VENV)/demo  ## on a Mac: what it is, what runs there and how fast, as one block to paste
+	@$(VENV)/bin/kvpool doctor --report
 
 lint: $(VENV)/built $(VENV)/test  ## ruff, mypy and pyright
 	@echo "==> checking style and types"
@@ -80,7 +87,7 @@ debug: $(VENV)/made  ## compile the core in place with every check on; make buil
 
 asan: $(VENV)/built $(VENV)/test  ## the core's and the CPU backend's tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(PY) -m proof.builds asan-cpu -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS) \
-		$(addprefix --ignore=tests/,repository mlx_lm metal capi/test_capi_speed.py benchmarks/test_baselines.py) \
+		$(addprefix --ignore=tests/,repository mlx_lm metal sizing capi/test_capi_speed.py benchmarks/test_baselines.py) \
 		--ignore-glob '*test_demo*' --ignore-glob '*test_proof*' --ignore-glob '*mlx*'
 
 tsan: $(VENV)/built $(VENV)/test  ## threads on pools, under ThreadSanitizer (Linux, gcc, setarch -R)

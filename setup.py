@@ -74,8 +74,9 @@ def compile_flags() -> tuple[list[str], list[str]]:
     if COVERAGE:
         compile_args += ["--coverage"]
         link_args += ["--coverage"]
-    if sys.platform == "linux" and not (DEBUG or SANITIZE or COVERAGE):
-        link_args += ["-Wl,-s", "-Wl,-z,noseparate-code"]  # a small wheel; a debug build has symbols
+    if sys.platform == "linux" and not (DEBUG or SANITIZE or COVERAGE):  # a small wheel; a debug build has the rest
+        compile_args += ["-fno-asynchronous-unwind-tables", "-fno-unwind-tables"]
+        link_args += ["-Wl,-s", "-Wl,-z,noseparate-code"]
     return compile_args, link_args
 
 

@@ -1,4 +1,4 @@
-"""Sizes: how many blocks fit a machine.
+"""How many blocks fit a machine. (How many bytes the layer groups of a model take: `kvpool.sizing`.)
 
 `blocks_for` divides memory by a `KVSpec` (kvpool.spec) and shows the calculation. `describe_plan` says what the layers
 of a model keep by its config (kvpool.model_config), and how much of it fits, as text and as data (``kvpool plan``).

@@ -207,6 +207,7 @@ class AttentionOptions:
     sinks: Array | None = None
     alibi_slopes: Array | None = None
     mask: Array | None = None
+    features: tuple[str, ...] = field(init=False, repr=False, default=())  # names of the others that are not None
 
     def __post_init__(self) -> None:
         for name, checked in (
@@ -219,11 +220,7 @@ class AttentionOptions:
             given = getattr(self, name)
             if given is not None:
                 object.__setattr__(self, name, checked(name, given))
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """Names of the fields that are not None."""
-        return tuple(name for name in FEATURES if getattr(self, name) is not None)
+        object.__setattr__(self, "features", tuple(name for name in FEATURES if getattr(self, name) is not None))
 
     def check(self, num_tokens: int, num_q_heads: int, longest: int) -> None:
         """Raise ValueError, ``[attend] ...``, unless the arrays fit T, Hq and the longest context of a batch. O(1)."""
@@ -241,7 +238,7 @@ class AttentionOptions:
             )
 
 
-FEATURES: tuple[str, ...] = tuple(option.name for option in fields(AttentionOptions))
+FEATURES: tuple[str, ...] = tuple(option.name for option in fields(AttentionOptions) if option.init)
 SCORES: tuple[str, ...] = ("raw", "mass")  # kinds of scores that `KVBackend.attend` can export
 
 _LARGEST_WINDOW = 2**63 - 1  # what a kernel can hold
@@ -529,5 +526,8 @@ class KVBackend(Protocol):
         ...
 
     def warmup(self, shapes: Iterable[BatchShape]) -> None:
-        """Compile what these batch shapes need, so that the first step does not have to. Changes no block."""
+        """Compile what these batch shapes need, so that the first step does not have to. Changes no block.
+
+        Without shapes: what the calls of `attend` so far will need for other lengths.
+        """
         ...

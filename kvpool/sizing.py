@@ -1,4 +1,4 @@
-"""What the layers of a model keep, in groups, and how many bytes that is.
+"""What the layers of a model keep, in groups, and how many bytes that is. (Blocks that fit a machine: `kvpool.config`.)
 
 A group is all layers that keep the same: keys and values of every token (``full``), of the last tokens (``window``), of
 the tokens since a multiple (``chunk``), or a state of one size whatever the length (``state``). `kvpool.model_config`

@@ -2,6 +2,7 @@
 
 A backend has a name and a factory, ``"module:attribute"``. Built-in names come first, then the names that installed
 packages declare in the entry-point group ``kvpool.backends``. A backend is imported when it is loaded, not before.
+The kernels of the folder ``metal/`` are installed as `kvpool_backends.metal`.
 """
 
 from __future__ import annotations

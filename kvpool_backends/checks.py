@@ -6,6 +6,7 @@ A function takes the backend and reads its `spec`, `num_blocks` and `capabilitie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -207,9 +208,9 @@ def checked_queries(
     if step.cu_q_lens[-1] > num_tokens:
         raise ValueError(f"[attend] cu_q_lens ends at {step.cu_q_lens[-1]}, q has {num_tokens} tokens")
     scale = dim**-0.5 if scale is None else float(scale)
-    if not np.isfinite(scale):
+    if not math.isfinite(scale):
         raise ValueError(f"[attend] scale is {scale}, it must be finite")
-    longest = int(step.seq_lens.max(initial=0))
+    longest = 0 if getattr(options, "mask", None) is None else int(step.seq_lens.max(initial=0))  # of a mask alone
     return scale, checked_options(options, backend.capabilities, num_tokens, num_heads, longest)
 
 

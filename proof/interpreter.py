@@ -58,14 +58,14 @@ def mirror() -> str:
     return found[0] if found else "http://deb.debian.org/debian/"
 
 
-def apt(suite: str, *arguments: str, cwd: Path) -> bool:
-    """Run apt-get with the sources of `suite` alone and with folders of its own; whether it went well."""
-    state = FOLDER / "apt" / suite
+def apt(suite: str, *arguments: str, cwd: Path, types: str = "deb-src", **options: str | Path) -> bool:
+    """Run apt-get with the sources of `suite` alone and with folders of its own, in `cwd`; whether it went well."""
+    state = cwd / "apt" / suite
     for folder in ("lists/partial", "cache/archives/partial"):
         (state / folder).mkdir(parents=True, exist_ok=True)
     listed = state / "suite.sources"
-    listed.write_text(f"Types: deb-src\nURIs: {mirror()}\nSuites: {suite}\nComponents: main\nSigned-By: {KEYRING}\n")
-    options = {
+    listed.write_text(f"Types: {types}\nURIs: {mirror()}\nSuites: {suite}\nComponents: main\nSigned-By: {KEYRING}\n")
+    options |= {
         "Dir::Etc::sourcelist": listed,
         "Dir::Etc::sourceparts": "/dev/null",
         "Dir::State::lists": state / "lists",
@@ -91,7 +91,7 @@ def source() -> Path:
         (tarball,) = downloads.glob(f"{package}_*.orig.tar.xz")
         (FOLDER / "source").mkdir(exist_ok=True)
         subprocess.run(["tar", "xf", tarball, "-C", FOLDER / "source"], check=True)
-        shutil.rmtree(FOLDER / "apt", ignore_errors=True)  # lists of all packages, 60 MB
+        shutil.rmtree(downloads / "apt", ignore_errors=True)  # lists of all packages, 60 MB
         return source()
     raise RuntimeError(f"[interpreter] no source of {' or '.join(package for package, _ in SOURCES)} can be had")
 

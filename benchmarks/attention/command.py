@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     rows = measure(bench, quiet=args.json)
     seconds = time.perf_counter() - start
-    decided = gates.decide(rows, wanted)
+    decided = gates.decide(rows, wanted, bench.isa)
     if args.json:
         print(json.dumps(report.as_json(bench, rows, decided, seconds), indent=2))
     else:

@@ -3,33 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from benchmarks.attention.rows import Row
 from benchmarks.attention.settings import Settings
 from benchmarks.gate import Gate
+
+Limits = tuple[float, float | None]  # gate, and goal if there is one
 
 REPETITIONS = 15
 BLOCK_SIZE = 16
 HEADS = (32, 8, 128)  # query heads, KV heads, head dim
 NUM_TOKENS = 16384  # of all contexts together
 SCORES_CONTEXT = 4096
-DECODE = {"float32": (1.5, 1.2), "bfloat16": (1.8, 1.3), "float16": (1.8, 1.25)}  # gate, goal
+OTHERS = "avx2"  # whose gates an instruction set has that is not named below
+DECODE: dict[str, dict[str, Limits]] = {
+    "avx512": {"float32": (1.5, 1.2), "bfloat16": (1.65, 1.3), "float16": (1.7, 1.25)},
+    "avx2": {"float32": (1.5, 1.35), "bfloat16": (1.65, 1.45), "float16": (1.7, 1.4)},
+    "portable": {"float32": (2.5, None), "bfloat16": (4.0, None), "float16": (4.0, None)},
+}
 GAIN = (0.9, 1.0)
-TORCH = (2.0, 2.5)
-PREFILL = (75.0, 90.0)
-WRITE = (1.4, 1.15)
+TORCH = (1.8, 2.5)
+PREFILL = (85.0, 95.0)
+WRITE = {"float32": (1.4, 1.15), "bfloat16": (1.3, 1.15), "float16": (1.4, 1.15)}
 COPY = (1.1, 1.0)
 RAW_SCORES = (1.03, 1.015)
+QUANTIZED_TOKENS = 2 * NUM_TOKENS  # whose bfloat16 exceeds caches
+QUANTIZED: dict[str, Limits] = {"8": (1.05, 0.95), "4": (1.05, None)}
+QUANTIZED_WRITE = (1.4, None)
 
 
-def decide(rows: Sequence[Row], settings: Settings) -> list[Gate]:
-    """Return the gates of everything that the settings ask for, measured or not."""
+def decide(rows: Sequence[Row], settings: Settings, isa: str) -> list[Gate]:
+    """Return the gates of everything that the settings ask for, measured or not. Of portable C: those of decode."""
+    if isa == "portable":
+        parts = tuple(part for part in settings.parts if part == "decode")
+        settings = replace(settings, parts=parts, kv_bits=())
     gates = []
+    for bits in settings.kv_bits:
+        if bits in QUANTIZED:
+            gates += quantized_gates(bits, rows, settings)
     for dtype in settings.dtypes:
         mine = [row for row in rows if row.dtype == dtype]
         if "decode" in settings.parts:
-            gates += decode_gates(dtype, mine, settings)
-        for part, name, (limit, goal) in (("write", "write", WRITE), ("copy", "copy_blocks", COPY)):
+            gates += decode_gates(dtype, mine, settings, isa)
+        for part, name, (limit, goal) in (("write", "write", WRITE[dtype]), ("copy", "copy_blocks", COPY)):
             if part in settings.parts:
                 able = [row for row in mine if row.part == part and is_able(row)]
                 gates.append(worst(f"{name} {dtype}", "x memcpy", limit, goal, True, able, lambda row: row.ratio))
@@ -43,14 +60,15 @@ def decide(rows: Sequence[Row], settings: Settings) -> list[Gate]:
     return gates
 
 
-def decode_gates(dtype: str, rows: list[Row], settings: Settings) -> list[Gate]:
+def decode_gates(dtype: str, rows: list[Row], settings: Settings, isa: str) -> list[Gate]:
     """Return the gates of decode of one dtype."""
     able = [row for row in rows if is_able_decode(row) and is_standard(settings)]
+    limits = DECODE.get(isa, DECODE[OTHERS])[dtype]
+    gates = [worst(f"decode {dtype}", "x read", *limits, True, able, lambda row: row.ratio)]
+    if isa == "portable":
+        return gates
     against_torch = [row for row in able if "torch" in row.dense]
-    gates = [
-        worst(f"decode {dtype}", "x read", *DECODE[dtype], True, able, lambda row: row.ratio),
-        worst(f"decode {dtype} against torch", "x faster", *TORCH, False, against_torch, faster_than_torch),
-    ]
+    gates.append(worst(f"decode {dtype} against torch", "x faster", *TORCH, False, against_torch, faster_than_torch))
     asked = 1 in settings.batches and NUM_TOKENS in settings.contexts and len(settings.threads) > 1
     if asked and dtype == "float32":  # the only one whose K and V of a single context of 16k exceed caches
         alone = {row.threads: row for row in able if row.batch == 1 and row.context == NUM_TOKENS}
@@ -58,6 +76,17 @@ def decode_gates(dtype: str, rows: list[Row], settings: Settings) -> list[Gate]:
         name = "decode of one sequence, more threads"
         gates.append(worst(name, "x gain of the read", *GAIN, False, more, lambda row: alone[1].ratio / row.ratio))
     return gates
+
+
+def quantized_gates(bits: str, rows: Sequence[Row], settings: Settings) -> list[Gate]:
+    """Return the gates of so many bits: decode beside bfloat16, and writes."""
+    mine = [row for row in rows if row.dtype == f"{bits} bits" and is_able(row) and is_standard(settings)]
+    decode = [row for row in mine if row.part == "quantized" and row.batch * row.context >= QUANTIZED_TOKENS]
+    written = [row for row in mine if row.part == "write"]
+    return [
+        worst(f"decode {bits} bits", "x bfloat16", *QUANTIZED[bits], True, decode, lambda row: row.ratio),
+        worst(f"write {bits} bits", "x memcpy", *QUANTIZED_WRITE, True, written, lambda row: row.ratio),
+    ]
 
 
 def is_able(row: Row) -> bool:
@@ -90,7 +119,7 @@ def worst(
     name: str,
     unit: str,
     limit: float,
-    goal: float,
+    goal: float | None,
     at_most: bool,
     rows: Sequence[Row],
     value: Callable[[Row], float],

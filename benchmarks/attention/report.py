@@ -105,7 +105,7 @@ def other_lines(rows: Sequence[Row]) -> Lines:
             "copy": f"{row.ratio:.2f} x memcpy",
             "raw": f"{row.median_ratio:.3f} x without scores, which take {format_nbytes(row.scores_nbytes or 0)}",
             "mass": f"{row.median_ratio:.3f} x without scores, which take {format_nbytes(row.scores_nbytes or 0)}",
-            "quantized": f"{row.median_ratio:.2f} x bfloat16, {row.nbytes / 1e6:,.0f} MB",
+            "quantized": f"{row.ratio:.2f} x bfloat16, {row.nbytes / 1e6:,.0f} MB",
         }
         if row.part in compared:
             remark = "" if row.is_complete else "disturbed"

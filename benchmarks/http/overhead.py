@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.gate import Gate
 from benchmarks.http.judge import result
-from benchmarks.http.servers import RUNNING, SERVERS, send, started
+from benchmarks.http.servers import CHUNK, RUNNING, SERVERS, send, started
 from benchmarks.http.workload import Shape
 from kvpool.adapters.mlx_lm import Engine, loading
 
@@ -37,7 +37,8 @@ def _alone(model: str, seed: int) -> float:
     """Return CPU seconds of a token of the engine."""
     loaded, tokenizer = loading.load(model)
     seconds = 0.0
-    budgets: dict[str, Any] = {"max_running": RUNNING, "prefill_chunk": 64, "max_step_tokens": 128}  # of the server
+    budgets: dict[str, Any] = {"max_running": RUNNING, "prefill_chunk": CHUNK}
+    budgets["max_step_tokens"] = max(2 * CHUNK, RUNNING)
     with Engine(loaded, 2048, tokenizer=tokenizer, **budgets) as engine:
         for number in (seed + 1000, seed):
             chats = replace(SHAPE, seed=number).chats()

@@ -24,11 +24,11 @@ from kvpool.cli.console import CommandError
 PATH = "/v1/chat/completions"
 LOAD_SECONDS = 120.0
 LIMIT_SECONDS = 240.0
-RUNNING = 64
+RUNNING, CHUNK = 64, 32  # requests at a time; tokens of prompts in a step
 _STOCK = ("-m", "mlx_lm.server", "--port", "{port}", "--log-level", "ERROR", "--model", "{model}")
 _KVPOOL = ("-m", "kvpool", "serve", "--port", "{port}", "--model", "{model}")
 SERVERS: dict[str, tuple[str, ...]] = {
-    "kvpool": (*_KVPOOL, "--max-running", f"{RUNNING}", "--chunk", "64"),
+    "kvpool": (*_KVPOOL, "--max-running", f"{RUNNING}", "--chunk", f"{CHUNK}"),
     "kvpool, defaults": _KVPOOL,
     "stock, tuned": (
         *(*_STOCK, "--decode-concurrency", f"{RUNNING}", "--prompt-cache-size", "256"),

@@ -2,7 +2,8 @@
 
 ``kvpool demo`` checks on this machine what kvpool claims. ``kvpool generate`` and ``kvpool serve`` run a model of
 mlx-lm. ``kvpool replay`` runs a serving trace through a pool. ``kvpool plan`` sizes a pool. ``kvpool doctor`` shows
-what is installed. ``kvpool bench`` measures kernels. ``kvpool fuzz`` tests allocators with random programs.
+what is installed. ``kvpool store`` looks into a directory of blocks. ``kvpool bench`` measures kernels. ``kvpool fuzz``
+tests allocators with random programs.
 
 Each command is a module with ``add_arguments(parser)`` and ``run(args) -> int``. The exit status is 0 if it is done
 (and every claim held), 1 if a claim did not hold, 2 if it could not do what was asked. A module with ``COMMANDS`` is a
@@ -20,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 import kvpool
-from kvpool.cli import bench, demo, doctor, fuzz, generate, plan, replay, serve
+from kvpool.cli import bench, demo, doctor, fuzz, generate, plan, replay, serve, store
 from kvpool.cli.console import CommandError
 
 COMMANDS = {
@@ -29,6 +30,7 @@ COMMANDS = {
     "serve": serve,
     "replay": replay,
     "plan": plan,
+    "store": store,
     "doctor": doctor,
     "bench": bench,
     "fuzz": fuzz,

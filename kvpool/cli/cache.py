@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from kvpool.cli.console import CommandError, real, whole
+from kvpool.cli.console import CommandError, nbytes, real, whole
 
 if TYPE_CHECKING:
     from kvpool.eviction import Policy
@@ -15,7 +15,7 @@ POLICIES = {"h2o": "H2O", "window": "SlidingWindow", "blocks": "BlockEviction"}
 FIELDS: tuple[tuple[str, str, str, int | None, tuple[str, ...], str], ...] = (
     ("--max-kv", "TOKENS", "max_kv", 1, tuple(POLICIES), "the budget: tokens that a sequence keeps at most"),
     ("--sink", "TOKENS", "sink", 0, tuple(POLICIES), "leading tokens that always stay (default: 4)"),
-    ("--slack", "TOKENS", "slack", 1, ("h2o", "window"), "tokens evicted at a time (default: 16, or max-kv / 8)"),
+    ("--slack", "TOKENS", "slack", 1, ("h2o", "window"), "tokens evicted at a time (default: max-kv / 8, at most 16)"),
     ("--heavy", "TOKENS", "heavy", 1, ("h2o",), "tokens that stay for their scores (default: max-kv / 2)"),
     ("--recent", "TOKENS", "recent_tokens", 1, ("blocks",), "newest tokens that stay (default: max-kv / 4)"),
     ("--scores", "KIND", "kind", None, ("h2o", "blocks"), "mass or raw (default: mass)"),
@@ -31,7 +31,8 @@ BITS = (
 
 
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `policy_of` and of `bits_of`."""
+    """Declare the options of `memory_of`, `policy_of` and `bits_of`."""
+    parser.add_argument("--memory", metavar="SIZE", help="cache size: 2GiB, bytes or auto; not with --num-blocks")
     group = parser.add_argument_group("a fixed budget per sequence", "more: python -m pydoc kvpool.eviction")
     group.add_argument("--eviction", metavar="POLICY", help="which tokens are evicted: h2o, window or blocks")
     for name, metavar, field, _, policies, text in FIELDS:
@@ -45,6 +46,27 @@ def add_bits_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("quantized storage", "stored as mx.quantize does it")
     for name, field, text in BITS:
         group.add_argument(name, metavar="N", dest=field, help=text)
+
+
+def memory_of(args: argparse.Namespace) -> int | str | None:
+    """Return --memory in bytes, or "auto"; None if it was not given."""
+    if args.memory is not None and args.num_blocks is not None:
+        raise CommandError("--memory and --num-blocks exclude each other")
+    return args.memory if args.memory in (None, "auto") else nbytes("--memory", args.memory)
+
+
+def blocks_in_memory(args: argparse.Namespace, model: Any, block_size: int, num_rows: int, draft: Any) -> int:
+    """Return the blocks that fit into --memory, by default into the available memory, beside those of a draft model."""
+    from kvpool.adapters.mlx_lm import loading
+
+    memory = memory_of(args)
+    try:
+        return loading.blocks_in(memory or "auto", model, block_size, num_rows, beside=draft, **bits_of(args))
+    except (ValueError, MemoryError) as exc:
+        if memory is None:
+            raise
+        what = str(exc).rpartition("] ")[2].partition("\n")[0]  # without the calculation
+        raise CommandError(f"--memory {args.memory}: {what or 'not enough memory'}") from None
 
 
 def policy_of(args: argparse.Namespace, block_size: int) -> Policy | None:

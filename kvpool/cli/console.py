@@ -47,6 +47,16 @@ def real(option: str, text: str, least: float, most: float = math.inf) -> float:
     return value
 
 
+def nbytes(option: str, text: str) -> int:
+    """Return a size such as 16GiB or 1024 in bytes."""
+    from kvpool.config import parse_nbytes
+
+    try:
+        return parse_nbytes(f"{text}B" if text.isdecimal() else text)
+    except ValueError as exc:
+        raise CommandError(f"{option} {text}: {str(exc).rpartition('] ')[2]}") from None
+
+
 def check_plot(path: Path | None) -> None:
     """Refuse a picture that cannot be drawn, before any work."""
     if path is None:

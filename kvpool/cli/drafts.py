@@ -18,9 +18,13 @@ def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
         "--speculate",
         metavar="N",
         default="0",
-        help="guess N tokens ahead, by what followed the newest tokens before in the text (default: 0)",
+        help="draft at most N tokens per step by prompt lookup (default: 0, none)",
     )
-    group.add_argument("--draft-model", metavar="PATH_OR_ID", help="a small model with the same tokens, that guesses")
+    group.add_argument(
+        "--draft-model",
+        metavar="PATH_OR_ID",
+        help="a smaller model with the same vocabulary, which drafts instead; needs --speculate",
+    )
 
 
 def num_drafts_of(args: argparse.Namespace) -> int:
@@ -49,7 +53,7 @@ def load_draft_model(args: argparse.Namespace, tokenizer: Any) -> Any:
 
 
 def proposer(num_drafts: int, draft_model: Any, num_tokens: int, max_running: int) -> Propose | None:
-    """Return what guesses for an engine whose pool holds so many tokens."""
+    """Return what drafts for an engine whose pool holds so many tokens."""
     from kvpool.adapters.mlx_lm.drafts import DraftModel, PromptLookup
 
     if draft_model is not None:

@@ -28,7 +28,7 @@ SECONDS = 10.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--seconds", help=f"how long to run (default {SECONDS:g})")
-    parser.add_argument("--ops", help="number of calls, instead of --seconds")
+    parser.add_argument("--ops", help="number of calls; with --seconds, what comes first ends the run")
     parser.add_argument("--seed", help="seed of the first run; with --ops 1 only that run (default: random)")
     parser.add_argument("--blocks", help="blocks of every pool (default: a few, chosen by the seed)")
     parser.add_argument("--block-size", help="tokens per block (default: a few, chosen by the seed)")

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from kvpool.cli.cache import add_cache_arguments, bits_of, policy_of
+from kvpool.cli.cache import add_cache_arguments, bits_of, blocks_in_memory, memory_of, policy_of
 from kvpool.cli.console import CommandError, real, whole
 from kvpool.cli.drafts import add_draft_arguments, load_draft_model, num_drafts_of, proposer
 from kvpool.cli.model import add_model_arguments, tiny_model
@@ -23,7 +23,7 @@ NUMBERS: tuple[tuple[str, str, str | None, str], ...] = (
     ("--temperature", "T", "0", "0 takes the likeliest token (default: %(default)s)"),
     ("--top-p", "P", "1", "sample from the likeliest tokens that together have this probability"),
     ("--top-k", "K", "0", "sample from the K likeliest tokens; 0: from all"),
-    ("--min-p", "P", "0", "sample from tokens at least this probable, the likeliest being 1"),
+    ("--min-p", "P", "0", "drop tokens less probable than P times the likeliest one"),
     ("--seed", "S", None, "the same seed gives the same text; sample i has S + i (default: a new one)"),
     ("--n", "N", "1", "samples per prompt; they share the prompt's blocks (default: %(default)s)"),
     ("--beam", "W", "0", "beam search with W hypotheses, of which the --n best are printed"),
@@ -45,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, metavar, default, text in NUMBERS:
         parser.add_argument(name, metavar=metavar, default=default, help=text)
-    parser.add_argument("--memory", metavar="SIZE", help="size the cache by memory, 2GiB or auto, not by --num-blocks")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
     parser.add_argument(
@@ -137,8 +136,7 @@ def request_options(args: argparse.Namespace) -> dict[str, Any]:
                 raise CommandError(f"--{name.replace('_', '-')} and --beam exclude each other: a beam does not sample")
     if "" in args.stop:
         raise CommandError("--stop: the text is empty")
-    if args.memory is not None and args.num_blocks is not None:
-        raise CommandError("--memory and --num-blocks exclude each other")
+    memory_of(args)
     return options
 
 
@@ -180,7 +178,7 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
         if num_blocks is None:
             sequences = max(options["n"], options["beam_width"]) + 1  # one more: copies, and shared beginnings
             rows = min(max_running, sequences * len(prompts))
-            most = blocks_in_memory(args.memory, model, block_size, rows, {"beside": draft, **bits})
+            most = blocks_in_memory(args, model, block_size, rows, draft)
             if policy is None and loading.keeps_all(model):
                 refuse_endless(model, lengths, options["max_tokens"], (most - 1) * block_size)
             needed = 1 + sum(sequences * (-(-length // block_size) + 1) for length in lengths)
@@ -210,21 +208,9 @@ def refuse_endless(model: Any, lengths: list[int], max_tokens: int, most: int) -
     longest = max_positions(model) or 2**31
     for number, length in enumerate(lengths):
         if length - 1 > min(longest, most):  # the last token is never an input
-            takes = f"the model takes {longest}" if longest < most else f"memory takes {most}"
+            takes = f"the model takes {longest}" if longest < most else f"memory holds {most} tokens"
             tokens = f"{length - max_tokens} prompt tokens and {max_tokens} more"
             raise CommandError(f"prompt {number + 1}: {tokens}, {takes}")
-
-
-def blocks_in_memory(size: str | None, model: Any, block_size: int, num_rows: int, bits: dict[str, Any]) -> int:
-    """Blocks that fit into --memory, by default into the available memory."""
-    from kvpool.adapters.mlx_lm import loading
-
-    try:
-        return loading.blocks_in(size or "auto", model, block_size, num_rows, **bits)
-    except (ValueError, MemoryError) as exc:
-        if size is None:
-            raise
-        raise CommandError(f"--memory {size}: {str(exc).rpartition('] ')[2]}") from None
 
 
 def encode(tokenizer: Any, prompt: str, in_chat: bool) -> list[int]:

@@ -6,7 +6,7 @@ import argparse
 import json
 
 from kvpool.cli.cache import add_bits_arguments, bits_of
-from kvpool.cli.console import CommandError
+from kvpool.cli.console import CommandError, nbytes
 from kvpool.cli.model import add_model_arguments, tiny_model
 
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the calculation."""
     from kvpool.config import describe_plan
 
-    memory = f"{args.memory}B" if args.memory.isdecimal() else args.memory
+    memory = "auto" if args.memory == "auto" else nbytes("--memory", args.memory)
     bits = bits_of(args)
     if "kv_bits" in bits:
         bits["k_bits"] = bits["v_bits"] = bits.pop("kv_bits")

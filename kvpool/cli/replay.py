@@ -31,14 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--synthetic", action="store_true", help="replay a generated trace of conversations instead of a file"
     )
     numbers: tuple[tuple[str, str, str | None, str], ...] = (
-        ("--num-blocks", "N", None, "usable blocks of the pool (P2: enough for everything)"),
+        ("--num-blocks", "N", None, "usable blocks; required for P1, default for P2: enough for every request"),
         ("--block-size", "TOKENS", None, "tokens per block (default: the trace's, 16 without hash ids)"),
         ("--concurrency", "C", "16", "most requests that run at a time (default: %(default)s)"),
         ("--samples", "K", "1", "sequences per request, P2 only (default: %(default)s)"),
-        ("--limit", "ROWS", None, "replay the first requests only"),
+        ("--limit", "ROWS", None, "replay only the first ROWS requests"),
         ("--trace-block-size", "TOKENS", None, "tokens per hash id, when it is not Mooncake's 512"),
         ("--seed", "S", "1", "of --synthetic (default: %(default)s)"),
         ("--sessions", "S", "24", "conversations of --synthetic (default: %(default)s)"),
+        ("--store-blocks", "N", None, "blocks of a store behind the pool, the least recently used leave (P1)"),
     )
     for name, metavar, default, text in numbers:
         parser.add_argument(name, metavar=metavar, default=default, help=text)
@@ -85,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
         with progress_bar(len(trace) * len(sizes), quiet=args.json) as show:
             for index, num_blocks in enumerate(sizes):
                 progress = partial(show, index * len(trace))
-                results.append(replay(trace, num_blocks=num_blocks, **options, progress=progress))
+                store = store_of(args, options["block_size"] or trace.block_size or 16)
+                results.append(replay(trace, num_blocks=num_blocks, **options, store=store, progress=progress))
     except (ValueError, CapacityExceeded, MemoryError) as exc:
         raise CommandError(str(exc) or "not enough memory for this pool") from None
     if args.plot is not None:
@@ -140,10 +142,20 @@ def number(args: argparse.Namespace, name: str, least: int = 1) -> int | None:
     return None if text is None else whole("--" + name.replace("_", "-"), text, least)
 
 
+def store_of(args: argparse.Namespace, block_size: int) -> Any:
+    """Return the store behind the pool, None without `--store-blocks`."""
+    num_blocks = number(args, "store_blocks")
+    if num_blocks is None:
+        return None
+    from kvpool.store import BlockLayout, Layout, MemoryStore
+
+    return MemoryStore(Layout((BlockLayout(block_size, 1, "replay"),), b""), num_blocks)
+
+
 def pool_sizes(args: argparse.Namespace) -> list[int | None]:
     """Return the pools to replay, in blocks; None is the policy's own choice."""
     if args.policy not in ("P1", "P2"):
-        raise CommandError(f"--policy {args.policy}: there are P1 and P2")
+        raise CommandError(f"--policy {args.policy}: there are P1 and P2; P3 and H1 need --groups MODEL")
     if args.sweep is None:
         if args.num_blocks is None and args.policy == "P1":
             raise CommandError("P1 needs --num-blocks N, or --sweep N1,N2,...")

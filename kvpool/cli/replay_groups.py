@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvpool.cli.console import CommandError, check_plot, whole
+from kvpool.cli.console import CommandError, check_plot, nbytes, whole
 
 if TYPE_CHECKING:
     from kvpool.replay import Trace
@@ -33,8 +33,15 @@ def add_group_arguments(parser: argparse.ArgumentParser) -> None:
         " take blocks, or sizes such as 64GiB (P3); --block-size is 16 by default",
     )
     parser.add_argument("--checkpoints", metavar="N", help="H1: room for states, or for blocks of windows")
-    parser.add_argument("--place", metavar="RULES", help="H1: checkpoints at E, end; J, junctions; D, distances (EJ)")
-    parser.add_argument("--first-distance", metavar="TOKENS", help="H1: of D (default: from the bytes of the model)")
+    parser.add_argument(
+        "--place",
+        metavar="RULES",
+        help="H1: where checkpoints are taken, any of E: at the end of a prompt; J: where a prompt leaves the path of"
+        " an earlier one; D: at doubling distances (default: EJ)",
+    )
+    parser.add_argument(
+        "--first-distance", metavar="TOKENS", help="H1: the first distance of D (default: from the bytes of the model)"
+    )
     parser.add_argument("--two-class", action="store_true", help="H1: states that a later one replaces leave first")
 
 
@@ -111,16 +118,10 @@ def budget_texts(args: argparse.Namespace) -> list[str]:
 
 def budget(args: argparse.Namespace, text: str, shape: HybridShape) -> int:
     """Return a budget in blocks."""
-    from kvpool.config import parse_nbytes
-
     option = "--num-blocks" if args.sweep is None else "--sweep"
     if args.policy == "H1" or text.strip("0123456789 -+") == "":
         return whole(option, text)
-    try:
-        blocks = parse_nbytes(text) // shape.block_nbytes
-    except ValueError as exc:
-        raise CommandError(f"{option} {text}: {exc}") from None
-    return whole(option, str(blocks))
+    return whole(option, str(nbytes(option, text) // shape.block_nbytes))
 
 
 def player(args: argparse.Namespace, trace: Trace, shape: HybridShape, concurrency: int) -> Player:

@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpool.cli.cache import add_cache_arguments, bits_of, policy_of
+from kvpool.cli.cache import add_cache_arguments, bits_of, blocks_in_memory, memory_of, policy_of
 from kvpool.cli.console import CommandError, real, whole
 from kvpool.cli.drafts import add_draft_arguments, load_draft_model, num_drafts_of, proposer
 from kvpool.cli.model import add_model_arguments, tiny_model
+from kvpool.cli.stores import add_store_arguments, store_of
 from kvpool.errors import install_command
 
 if TYPE_CHECKING:
@@ -40,20 +41,26 @@ NUMBERS: tuple[tuple[str, str, str | None, str], ...] = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments. `run` reads the numbers."""
-    parser.epilog = "GET /metrics has statistics for Prometheus. The variable KVPOOL_API_KEY is a key, too."
+    parser.epilog = (
+        "GET /metrics has statistics for Prometheus. The environment variable KVPOOL_API_KEY holds one more key."
+    )
     add_model_arguments(parser, "PATH_OR_ID", "a folder, a repository of the Hugging Face Hub")
     parser.add_argument("--name", help="what clients call the model (default: the text of --model)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     for name, metavar, default, text in NUMBERS:
         parser.add_argument(name, metavar=metavar, default=default, help=text)
-    parser.add_argument("--memory", metavar="SIZE", help="memory of the cache, 2GiB or auto; not with --num-blocks")
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY", help="a key for clients; repeatable")
     parser.add_argument("--api-keys", metavar="FILE", help="keys of tenants, a line for each: NAME WEIGHT KEY")
     parser.add_argument(
-        "--allow-host", action="append", default=[], metavar="NAME", help="a name of this server, in Host; repeatable"
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another name that the Host header may have; repeatable",
     )
     add_draft_arguments(parser)
     add_cache_arguments(parser)
+    add_store_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,12 +68,12 @@ def run(args: argparse.Namespace) -> int:
     port, block_size = whole("--port", args.port, 0), whole("--kv-block-size", args.kv_block_size)
     if port > LAST_PORT:  # the socket would take the port modulo 65536
         raise CommandError(f"--port {args.port}: out of range, 0..{LAST_PORT}")
-    if args.memory is not None and args.num_blocks is not None:
-        raise CommandError("--memory and --num-blocks exclude each other")
+    memory_of(args)
     keys, weights = read_keys(args)
     if args.host not in ("localhost", "127.0.0.1", "::1") and not keys:
-        raise CommandError(f"--host {args.host}: others can reach this address, so --api-key is needed")
-    options = engine_options(args, block_size) | {"weights": weights}
+        sources = "--api-key, --api-keys or the variable KVPOOL_API_KEY"
+        raise CommandError(f"--host {args.host}: others can reach this address, so a key is needed: {sources}")
+    options = engine_options(args, block_size) | {"weights": weights, "store": store_of(args)}
     num_drafts_of(args)
     grace, connections = real("--grace", args.grace, 0, 86400), whole("--max-connections", args.max_connections)
     try:
@@ -93,6 +100,10 @@ def run(args: argparse.Namespace) -> int:
         left = asyncio.run(process.serve(make, settings, sock, on_ready, grace, connections))
     except OSError as exc:  # of the socket: it is bound before the model is loaded, and listens after it
         raise CommandError(f"--host {args.host} --port {port}: {exc.strerror}") from None
+    except CommandError as exc:  # of the store, which is made last: threads of MLX run already
+        print(f"kvpool serve: {exc}", file=sys.stderr, flush=True)
+        leave(2)
+        raise
     except loading.ModelNotLoaded as exc:
         raise CommandError(f"--model {exc}") from None
     except (ValueError, TypeError, RuntimeError, MemoryError) as exc:
@@ -106,8 +117,9 @@ def run(args: argparse.Namespace) -> int:
 
 def read_keys(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, float]]:
     """Return the tenant of each key, and the weight of each tenant. A key on the command line is a tenant."""
-    alone = (*args.api_key, *filter(None, [os.environ.get("KVPOOL_API_KEY")]))
-    lines = [(f"api-key {number}", "1", key) for number, key in enumerate(alone, 1)]
+    alone = [("--api-key", key) for key in args.api_key]
+    alone += [("KVPOOL_API_KEY", key) for key in filter(None, [os.environ.get("KVPOOL_API_KEY")])]
+    lines = [(source, f"api-key {number}", "1", key) for number, (source, key) in enumerate(alone, 1)]
     try:
         text = "" if args.api_keys is None else Path(args.api_keys).read_text()
     except (OSError, UnicodeDecodeError) as exc:
@@ -115,17 +127,20 @@ def read_keys(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, float
     for number, line in enumerate(text.splitlines(), 1):
         parts = line.split()
         if parts and not parts[0].startswith("#"):
+            source = f"--api-keys {args.api_keys}: line {number}"
             if len(parts) != 3:
-                raise CommandError(f"--api-keys {args.api_keys}: line {number} must be NAME WEIGHT KEY")
-            lines.append((parts[0], parts[1], parts[2]))
+                raise CommandError(f"{source}: must be NAME WEIGHT KEY")
+            lines.append((source, parts[0], parts[1], parts[2]))
     keys: dict[str, str] = {}
     weights: dict[str, float] = {}
-    for name, weight, key in lines:
+    for source, name, weight, key in lines:
         if not (key.isascii() and key):
-            raise CommandError(f"--api-key: must be ASCII, and not empty ({name})")
-        share = real(f"the weight of {name}", weight, 0.001, 1000)
-        if keys.setdefault(key, name) != name or weights.setdefault(name, share) != share:
-            raise CommandError(f"{name} has a key of somebody else, or two weights")
+            raise CommandError(f"{source}: a key must be ASCII, and not empty")
+        share = real(f"{source}: the weight of {name}", weight, 0.001, 1000)
+        if keys.setdefault(key, name) != name:
+            raise CommandError(f"{source}: {name} has the same key as {keys[key]}")
+        if weights.setdefault(name, share) != share:
+            raise CommandError(f"{source}: {name} has two weights, {weights[name]:g} and {share:g}")
     return keys, weights
 
 
@@ -155,7 +170,7 @@ def make_engine(args: argparse.Namespace, options: dict[str, Any]) -> Engine:
     draft = load_draft_model(args, tokenizer)
     running, size = options["max_running"], options["block_size"]
     if options["num_blocks"] is None:
-        most = loading.blocks_in(args.memory or "auto", model, size, running, beside=draft, **bits_of(args))
+        most = blocks_in_memory(args, model, size, running, draft)
         longest = min(max_positions(model) or LONGEST, LONGEST)
         options["num_blocks"] = most if args.memory else min(most, 1 + running * -(-longest // size))
     speculate = proposer(num_drafts_of(args), draft, options["num_blocks"] * size, running)
@@ -166,7 +181,7 @@ def tell(args: argparse.Namespace, url: str, engine: Engine) -> None:
     """Print the address of the server and what it runs."""
     pool = engine.kv.pool
     facts = {"url": url, "model": args.name or args.model, "route": engine.kv.route, "num_blocks": pool.num_blocks}
-    facts |= {"block_size": pool.block_size, "eviction": args.eviction, "bits": bits_of(args)}
+    facts |= {"block_size": pool.block_size, "eviction": args.eviction, "bits": bits_of(args), "store": args.store}
     if args.json:
         print(json.dumps(facts), flush=True)
     else:

@@ -1,4 +1,4 @@
-"""Blocks: free stack, reference counts, evictable list, limbo. Nothing here knows what a sequence is."""
+"""Blocks: blank stack, reference counts, evictable list, limbo. Nothing here knows what a sequence is."""
 
 cdef enum:
     FINDING = 256               # bytes of what a check found, in words
@@ -68,7 +68,7 @@ cdef struct Blocks:
     int64_t newest_pending      # id of the newest pending step, 0: none
     int64_t oldest_pending      # id of the oldest pending step, 0: none
     int64_t allocs              # blocks taken, ever
-    int64_t evictions           # of these, cached ones; and those `evict` cleared
+    int64_t evictions           # of these, cached ones; and those that `evict` or `uncache` cleared
     int64_t revivals            # cached blocks that a hit took back
     int64_t reuse_gap           # blocks taken between their release and their revival, sum
     int64_t cow_copies

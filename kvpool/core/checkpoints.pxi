@@ -81,7 +81,10 @@ cdef int32_t checkpoint_new(Groups* gs, int64_t position) noexcept nogil:
 
 
 cdef void checkpoint_tails(Groups* gs, int32_t m, int32_t slot) noexcept nogil:
-    """Count (`slot` >= 0: the row that has them) or uncount what a checkpoint needs of windows and chunks."""
+    """Count (`slot` >= 0: the row that has them) or uncount what a checkpoint needs of windows and chunks.
+
+    If that row has still to load the checkpoint, its own entries become canonical: nothing of it may leave.
+    """
     cdef Tree* t = gs.tree
     cdef LayerGroup* g
     cdef int32_t* known
@@ -96,10 +99,15 @@ cdef void checkpoint_tails(Groups* gs, int32_t m, int32_t slot) noexcept nogil:
             if g.kept <= index < first_read(g, t.checkpoint[m].position):
                 continue
             known = node_entry(t, n, k)
-            if slot >= 0 and known[0] == NO_BLOCK:
+            first = known[0]
+            if slot >= 0 and first == NO_BLOCK:
                 known[0] = group_row(g, slot)[index * g.columns]
                 known[1] = 0
                 tell_stored(t, g, k, n)
+            elif slot >= 0 and t.checkpoint[m].loads and first != group_row(g, slot)[index * g.columns]:
+                known[0] = group_row(g, slot)[index * g.columns]
+                if g.blocks.block[first].place == CACHED:
+                    entry_blank(t, g, first)
             known[1] += 1 if slot >= 0 else -1
             if known[1] == 0:
                 first = known[0]
@@ -208,15 +216,25 @@ cdef void checkpoint_publish(Groups* gs, int32_t m, int32_t n, int32_t slot) noe
         n = t.node[n].parent
 
 
+cdef void checkpoint_give_up(Groups* gs, int32_t m) noexcept nogil:
+    """A checkpoint that no row has taken is not published. If it came from elsewhere, a slot may still need it."""
+    if gs.tree.checkpoint[m].loads:
+        gs.tree.checkpoint[m].orphan = True
+    else:
+        checkpoint_drop(gs, m)
+
+
 cdef void drop_taken(Groups* gs, int32_t slot, int64_t step, int64_t beyond) noexcept nogil:
     """Drop what a row took and has not published: of a step, or if `step` is 0 what lies beyond a length."""
     cdef Tree* t = gs.tree
     cdef int32_t j, m
     for j in range(MOST_TAKEN - 1, -1, -1):
         m = t.row[slot].taken[j]
-        if m != NO_CHECKPOINT and ((t.checkpoint[m].step == step) if step else (t.checkpoint[m].position > beyond)):
-            t.num_saves -= t.checkpoint[m].step != 0
-            checkpoint_drop(gs, m)
+        if m == NO_CHECKPOINT or (t.checkpoint[m].step != step if step else t.checkpoint[m].position <= beyond):
+            continue
+        forget_taken(t, slot, m)
+        t.num_saves -= t.checkpoint[m].step != 0
+        checkpoint_give_up(gs, m)
 
 
 # ---- where they are taken ----------------------------------------------------------------------------------
@@ -263,7 +281,7 @@ cdef void publish_place(Groups* gs, int32_t slot, int32_t n, int64_t position) n
     if is_new and m != NO_CHECKPOINT:
         checkpoint_publish(gs, m, n, slot)
     elif m != NO_CHECKPOINT:
-        checkpoint_drop(gs, m)
+        checkpoint_give_up(gs, m)
     if t.node[n].checkpoint == NO_CHECKPOINT:
         t.skipped += 1
         return
@@ -336,6 +354,62 @@ cdef inline void end_idle_load(Groups* gs, int32_t first) noexcept nogil:
         end_load(gs, first)
 
 
+# ---- from elsewhere ----------------------------------------------------------------------------------------
+
+cdef void bundle_take(Groups* gs, int32_t m, int32_t slot, int64_t step) noexcept nogil:
+    """A checkpoint of a row has its blocks, which a step saves, or SAVED_ELSEWHERE."""
+    cdef Tree* t = gs.tree
+    cdef Blocks* b = gs.arena[0]
+    cdef int32_t* ids = checkpoint_bundle(t, m)
+    cdef int32_t j = 0, k
+    while t.row[slot].taken[j] != NO_CHECKPOINT:
+        j += 1
+    t.row[slot].taken[j] = m
+    t.checkpoint[m].row = slot
+    t.checkpoint[m].step = step
+    t.num_saves += 1
+    blocks_take_many(b, ids, t.bundle_size)
+    for k in range(t.bundle_size):
+        b.block[ids[k]].committed = CANONICAL
+        t.role[0][ids[k]] = BUNDLE
+
+
+cdef void bundle_saved(Groups* gs, int32_t m) noexcept nogil:
+    """The states of a checkpoint are in its blocks."""
+    cdef Tree* t = gs.tree
+    t.checkpoint[m].step = 0
+    t.num_saves -= 1
+    bundle_keep(gs.arena[0], checkpoint_bundle(t, m), t.bundle_size)
+    checkpoint_refresh(t, m)
+
+
+cdef void checkpoint_load(Groups* gs, int32_t slot, int64_t length) noexcept nogil:
+    """A row whose bytes come from elsewhere gets the blocks of the checkpoint at its end. The caller has judged."""
+    if gs.tree.bundle_size:
+        bundle_take(gs, checkpoint_new(gs, length), slot, SAVED_ELSEWHERE)
+
+
+cdef void groups_loaded(Groups* gs, int32_t slot, int64_t length) noexcept nogil:
+    """The bytes of a row are there, 0: they will not come, and the row begins empty if its hits need checkpoints."""
+    cdef Tree* t = gs.tree
+    cdef Seqs* s = gs.seqs
+    cdef int32_t k, m = t.row[slot].taken[0]
+    if t.needs_checkpoints and (length == 0 or s.prefix[slot].root == 0):     # or flushed: the weights may be others
+        drop_taken(gs, slot, 0, -1)
+        groups_empty(gs, slot)
+        t.row[slot].cut = t.row[slot].cut if s.prefix[slot].root else 0
+        return
+    if length:
+        s.sum_tokens += length - s.seq[slot].kv_len
+        s.seq[slot].kv_len = s.prefix[slot].done = length
+    if not gs.has_entries:                      # its states alone have room for them
+        s.seq[slot].num_blocks = <int32_t>blocks_for(gs, length)
+        s.sum_blocks += s.seq[slot].num_blocks
+    if m != NO_CHECKPOINT:
+        bundle_saved(gs, m)
+        begin_load(gs, slot, m)
+
+
 # ---- steps -------------------------------------------------------------------------------------------------
 
 cdef inline void transfer(const Tree* t, int32_t k, int32_t state, int32_t m, int32_t* out, int32_t at) noexcept nogil:
@@ -378,28 +452,15 @@ cdef void tree_loads(Groups* gs, const Step* p, GroupPlan** part, bint advance) 
 cdef void checkpoint_take(Groups* gs, const Step* p, GroupPlan** part, int32_t slot, int64_t length) noexcept nogil:
     """A row ends where a checkpoint is wanted: its states go to a bundle, if there are blocks for one."""
     cdef Tree* t = gs.tree
-    cdef Blocks* b = gs.arena[0]
-    cdef int32_t* taken = t.row[slot].taken
-    cdef int32_t* ids
-    cdef int32_t j = 0, k, m = NO_CHECKPOINT
-    if taken[MOST_TAKEN - 1] == NO_CHECKPOINT and blocks_available(b) >= t.bundle_size:
+    cdef int32_t k, m = NO_CHECKPOINT
+    if t.row[slot].taken[MOST_TAKEN - 1] == NO_CHECKPOINT and blocks_available(gs.arena[0]) >= t.bundle_size:
         m = checkpoint_new(gs, length)
     if m == NO_CHECKPOINT:
         t.skipped += 1
         return
     tree_make_room(gs, 0, t.bundle_size)        # may drop one that the row has taken
-    while taken[j] != NO_CHECKPOINT:
-        j += 1
-    ids = checkpoint_bundle(t, m)
-    taken[j] = m
-    t.checkpoint[m].row = slot
-    t.checkpoint[m].step = p.id
+    bundle_take(gs, m, slot, p.id)
     t.taken += 1
-    t.num_saves += 1
-    blocks_take_many(b, ids, t.bundle_size)
-    for k in range(t.bundle_size):
-        b.block[ids[k]].committed = CANONICAL
-        t.role[0][ids[k]] = BUNDLE
     for k in range(gs.num_groups):
         if gs.group[k].kind == STATE_LAYERS:
             transfer(t, k, gs.group[k].table[slot], m, part[k].saves, part[k].num_saves)
@@ -435,10 +496,7 @@ cdef void tree_pass(Groups* gs, const Step* p) noexcept nogil:
         for j in range(MOST_TAKEN):
             m = t.row[slot].taken[j]
             if m != NO_CHECKPOINT and t.checkpoint[m].step == p.id:
-                t.checkpoint[m].step = 0
-                t.num_saves -= 1
-                bundle_keep(gs.arena[0], checkpoint_bundle(t, m), t.bundle_size)
-                checkpoint_refresh(t, m)
+                bundle_saved(gs, m)
     if t.num_loads:
         for i in range(gs.group[t.state_group].blocks.num_blocks):
             if t.load[i] != NO_CHECKPOINT and t.load_step[i] == p.id:

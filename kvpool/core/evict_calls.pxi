@@ -28,7 +28,7 @@ cdef inline int64_t held_in(const State* pool, int32_t group, int32_t slot) noex
 
 cdef int pool_kv_len(State* pool, int64_t handle, int64_t group, int64_t* length, Verdict* v) noexcept nogil:
     cdef int64_t most = pool.groups.num_groups - 1 if pool.groups != NULL else 0
-    cdef int32_t slot = seq_judge(&pool.seqs, handle, -1, v)
+    cdef int32_t slot = seq_judge_any(&pool.seqs, handle, -1, v)
     if slot < 0:
         return v.reason
     if not 0 <= group <= most:
@@ -127,7 +127,7 @@ cdef int judge_compact(State* pool, int32_t group, Ints* batch, const Ints* leng
     cdef int64_t length, held
     cdef Py_ssize_t k
     cdef int32_t slot
-    cdef int status = seqs_judge(&pool.seqs, batch, v)
+    cdef int status = seqs_judge(&pool.seqs, batch, False, v)
     if status != OK:
         return status
     if lengths.size >= 0 and lengths.size != batch.size:

@@ -167,6 +167,24 @@ cdef void groups_fork(Groups* gs, int32_t parent, int32_t n, int64_t* children) 
     s.sum_blocks += n * blocks
 
 
+cdef void groups_empty(Groups* gs, int32_t slot) noexcept nogil:
+    """Release every entry of a sequence that was loaded in vain, as if it had been opened without blocks."""
+    cdef Seq* q = &gs.seqs.seq[slot]
+    cdef LayerGroup* g
+    cdef int32_t k
+    for k in range(gs.num_groups):
+        g = &gs.group[k]
+        group_unref(g, slot, 0, entries_of(g, slot, q.num_blocks))
+        if g.kind == STATE_LAYERS:
+            g.table[slot] = NO_BLOCK
+        g.seq[slot].epoch += 1
+        forget_told(g, slot)
+        set_gone(g, slot, 0)
+        new_version(g, slot)
+    gs.seqs.sum_blocks -= q.num_blocks
+    q.num_blocks = 0
+
+
 cdef void groups_close(Groups* gs, int32_t slot) noexcept nogil:
     """Release every entry, group by group, the last first."""
     cdef Seqs* s = gs.seqs
@@ -995,7 +1013,7 @@ cdef uint64_t groups_fingerprint(const Groups* gs, const Pending* pending, uint6
         h = mix(mix(mix(h, g.kind), g.reach), (<uint64_t>g.columns << 32) | <uint32_t>g.kept)
         h = mix(mix(mix(h, g.arena), g.block_size), g.lookahead)
         for slot in range(gs.seqs.max_seqs):
-            if gs.seqs.life[slot].life != OPEN:
+            if not seq_has_blocks(gs.seqs, slot):
                 continue
             h = mix(mix(h, (<uint64_t>g.seq[slot].evicted << 32) | <uint32_t>g.seq[slot].gone), g.seq[slot].epoch)
             for i in range(<int64_t>entries_of(g, slot, gs.seqs.seq[slot].num_blocks) * g.columns):
@@ -1040,10 +1058,10 @@ cdef bint check_group(const Groups* gs, const LayerGroup* g, int32_t* references
     cdef int64_t i
     cdef int32_t slot, index
     for slot in range(gs.seqs.max_seqs):
-        if gs.seqs.life[slot].life != OPEN:
+        if not seq_has_blocks(gs.seqs, slot):
             continue
         q = &gs.seqs.seq[slot]
-        if check_holes(g, slot, q, gs.seqs.life[slot].point, finding):
+        if gs.seqs.life[slot].life == OPEN and check_holes(g, slot, q, gs.seqs.life[slot].point, finding):
             return True
         ids = group_row(g, slot)
         for i in range(<int64_t>entries_of(g, slot, q.num_blocks) * g.columns):
@@ -1068,12 +1086,11 @@ cdef bint check_lengths(const Groups* gs, char* finding) noexcept nogil:
     cdef int32_t slot, num_open = 0, retired = 0
     for slot in range(s.max_seqs):
         q = &s.seq[slot]
-        num_open += s.life[slot].life == OPEN
+        num_open += seq_has_blocks(s, slot)
         retired += s.life[slot].life == RETIRED
-        if (s.life[slot].life == OPEN) != (q.handle >= 0):
-            return snprintf(finding, FINDING, b"slot %d has life %d and handle %lld", slot, <int>s.life[slot].life,
-                            <long long>q.handle) > 0
-        if s.life[slot].life != OPEN:
+        if check_handle(s, slot, finding):
+            return True
+        if not seq_has_blocks(s, slot):
             continue
         if not 0 <= q.kv_len <= q.num_blocks * gs.block_size or q.num_blocks % gs.unit or (
                 q.num_blocks > blocks_for(gs, gs.seq_tokens)):

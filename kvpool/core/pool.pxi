@@ -373,7 +373,7 @@ cdef class Pool:
 
     # -- sequences
 
-    def open(self, tokens=0, namespace=b"", cut=None, *, reserve=True):
+    def open(self, tokens=0, namespace=b"", cut=None, *, reserve=True, load=False):
         """A new sequence: with the cached prefix of a prompt, or empty with blocks for a number of tokens.
 
         Parameters
@@ -388,6 +388,9 @@ cdef class Pool:
             A pool with layer groups takes a checkpoint there, see `PrefixCache.wanted`.
         reserve : bool, default True
             False: no blocks are taken for the part of a prompt that is not cached.
+        load : bool, default False
+            True: the bytes of these blocks come from elsewhere, outside the order of steps. Until `loaded` says so,
+            the sequence can be read and closed, and nothing else.
 
         Returns
         -------
@@ -404,10 +407,10 @@ cdef class Pool:
         OutOfSequences
             `max_seqs` sequences are open. State unchanged.
         TypeError
-            `reserve` is no bool. State unchanged.
+            `reserve` or `load` is no bool. State unchanged.
         ValueError
             A prompt, in a pool with layer groups and without a prefix cache; a `cut` without a prompt or a prefix
-            cache, or behind the prompt; `reserve=False` with a count. State unchanged.
+            cache, or behind the prompt; `reserve=False` with a count or with `load`. State unchanged.
 
         Notes
         -----
@@ -415,7 +418,51 @@ cdef class Pool:
         """
         if not isinstance(reserve, bool):
             raise TypeError(f"[open] reserve must be a bool, not {type(reserve).__name__} ({reserve!r})")
-        return open_tokens(&self.state, tokens, namespace, cut, reserve, "open", True)
+        if not isinstance(load, bool):
+            raise TypeError(f"[open] load must be a bool, not {type(load).__name__} ({load!r})")
+        if load and not reserve:
+            raise ValueError("[open] load is True and reserve is False: there are no blocks to be loaded")
+        return open_tokens(&self.state, tokens, namespace, cut, reserve, "open", True, load)
+
+    def loaded(self, handle, n):
+        """End what ``open(..., load=True)`` began: the bytes of the first `n` tokens are in the blocks.
+
+        Parameters
+        ----------
+        handle : int
+        n : int
+            The new length, from that after `open` to `capacity`. 0: the load failed, the length stays.
+
+        Returns
+        -------
+        bool
+            False: the sequence was closed meanwhile. Its blocks, which were kept for the loader, are released now.
+
+        Raises
+        ------
+        PlanStateError
+            The sequence is not being loaded. State unchanged.
+        StaleHandle, ForeignHandle
+            `handle` is not open in this pool. State unchanged.
+        ValueError
+            `n` is out of range. State unchanged.
+
+        Notes
+        -----
+        O(1), and the blocks of a sequence that was closed. From then on the sequence is one like any other. `commit`
+        makes its tokens known.
+        """
+        cdef int64_t wanted = get_handle(handle, "loaded")
+        cdef int64_t length = to_int(n, "loaded", "n", 0, INT64_MAX)
+        cdef bint is_open = False
+        cdef Verdict v
+        cdef int status
+        pool_enter(&self.state, "loaded")
+        status = pool_loaded(&self.state, wanted, length, &is_open, &v)
+        pool_leave(&self.state)
+        if status != OK:
+            refuse("loaded", &v)
+        return is_open
 
     def fork(self, handle, n=1):
         """`n` new sequences that share every filled block of an open one. No KV data moves until one of them writes.
@@ -618,7 +665,7 @@ cdef class Pool:
         cdef int32_t slot
         cdef Verdict v
         pool_enter(&self.state, call)
-        slot = seq_judge(&self.state.seqs, wanted, -1, &v)
+        slot = seq_judge_any(&self.state.seqs, wanted, -1, &v)
         if slot >= 0:
             q[0] = self.state.seqs.seq[slot]
             life[0] = self.state.seqs.life[slot]
@@ -661,8 +708,9 @@ cdef class Pool:
         """Whether a handle names an open sequence of this pool. O(1)."""
         cdef int64_t wanted = to_int(handle, "is_open", "handle", 0, INT64_MAX)
         cdef bint found
+        cdef Verdict v
         pool_enter(&self.state, "is_open")
-        found = seq_find(&self.state.seqs, wanted) >= 0
+        found = seq_judge_any(&self.state.seqs, wanted, -1, &v) >= 0
         pool_leave(&self.state)
         return found
 
@@ -696,6 +744,8 @@ cdef class Pool:
             The plan is pending. State unchanged.
         ValueError, TypeError
             Duplicate handles, negative counts, shapes that differ, a foreign plan. State unchanged.
+        BufferError
+            A bound array was resized or moved. State unchanged.
 
         Notes
         -----
@@ -838,9 +888,9 @@ cdef class Pool:
     def rollback(self, plan):
         """Take the newest pending step back: lengths, tables and references of its rows are as before it.
 
-        The blocks it took go through limbo; evicted cache entries stay evicted; rows closed since are skipped. The
-        caller has stopped the backend, or lets an older step be pending until it has. Every row of the plan is
-        dirty in its next step.
+        The blocks it took go through limbo while an older step is pending, else they are blank at once. Evicted cache
+        entries stay evicted; rows closed since are skipped. The caller has stopped the backend, or lets an older step
+        be pending until it has. Every row of the plan is dirty in its next step.
 
         Raises
         ------

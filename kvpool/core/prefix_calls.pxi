@@ -32,7 +32,7 @@ cdef void sweep_namespaces(State* pool) noexcept nogil:
         if name != NULL:
             name.live = True
     for i in range(pool.seqs.max_seqs):
-        if pool.seqs.life[i].life == OPEN:
+        if seq_has_blocks(&pool.seqs, i):
             name = names_by_uid(&ix.names, pool.seqs.prefix[i].root)
             if name != NULL:
                 name.live = True
@@ -45,10 +45,10 @@ cdef int64_t pool_next_handle(State* pool) noexcept nogil:
 
 
 cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t space_size, int64_t cut, bint take,
-                   bint reserve, Verdict* v) noexcept nogil:
+                   bint reserve, bint load, Verdict* v) noexcept nogil:
     """Match, judge, then commit. `take`: the last token is computed. `reserve`: blocks for the rest of the prompt.
 
-    `tokens.data` NULL: a count. `cut`: see docs/prefix.md, -1: not told. The sequence gets the handle that
+    `load`: somebody fills these blocks, `pool_loaded` ends that. `tokens.data` NULL: a count. `cut`: see docs/prefix.md, -1: not told. The sequence gets the handle that
     `pool_next_handle` told.
     """
     cdef Seqs* s = &pool.seqs
@@ -59,9 +59,9 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
     cdef int64_t need, available
     cdef int32_t slot = s.free_slot[s.first_free] if s.num_free_slots else -1
     if has_tree(pool):
-        return tree_open(pool, tokens, space, space_size, cut, take, reserve, v)
+        return tree_open(pool, tokens, space, space_size, cut, take, reserve, load, v)
     if pool.groups != NULL:
-        return groups_open(pool.groups, tokens, v)
+        return refused(v, CANNOT_LOAD, -1, 0, 0, 0, 0) if load else groups_open(pool.groups, tokens, v)
     found.blocks = found.evictable = 0
     found.hash = 0
     if tokens.size > s.max_blocks * b.block_size:
@@ -85,7 +85,9 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
         return refused(v, OUT_OF_SEQUENCES, -1, 1, 0, s.max_seqs, s.num_open)
     if pool.indexed and root == 0 and make_root(pool, space, space_size, &root, v) != OK:
         return v.reason
-    begin_sequence(pool, slot, tokens, &found, <int32_t>need, root, root_hash, take)
+    begin_sequence(pool, slot, tokens, &found, <int32_t>need, root, root_hash, take and not load)
+    if load:
+        seq_begin_load(s, slot)
     return OK
 
 
@@ -145,7 +147,7 @@ cdef int pool_commit(State* pool, Ints* rows, Ints* counts, const Ints* tokens, 
     cdef int status = OK
     if not has_cache(pool):
         return refused(v, NOT_INDEXED, -1, 0, 0, 0, 0)
-    status = seqs_judge(&pool.seqs, rows, v)
+    status = seqs_judge(&pool.seqs, rows, False, v)
     if status != OK:
         return status
     if even and tokens.size % max(rows.size, <Py_ssize_t>1):
@@ -345,7 +347,7 @@ cdef void flush_root(State* pool, uint64_t root) noexcept nogil:
     else:
         index_flush(&pool.index, &pool.blocks, root)
     for slot in range(pool.seqs.max_seqs):
-        if pool.seqs.life[slot].life == OPEN and (root == 0 or pool.seqs.prefix[slot].root == root):
+        if seq_has_blocks(&pool.seqs, slot) and (root == 0 or pool.seqs.prefix[slot].root == root):
             pool.seqs.prefix[slot].root = 0
     if root == 0:
         names_clear(&pool.index.names)
@@ -354,8 +356,11 @@ cdef void flush_root(State* pool, uint64_t root) noexcept nogil:
 
 
 cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t size, int64_t cut, bint take,
-                   bint reserve, Verdict* v) noexcept nogil:
-    """`pool_open` in a pool with layer groups."""
+                   bint reserve, bint load, Verdict* v) noexcept nogil:
+    """`pool_open` in a pool with layer groups.
+
+    A load shares no entry if hits need checkpoints, because its window begins elsewhere.
+    """
     cdef Groups* gs = pool.groups
     cdef Tree* t = gs.tree
     cdef Seqs* s = gs.seqs
@@ -371,16 +376,18 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
     hit.digest = root_hash
     if tokens.size > gs.seq_tokens:
         return refused(v, PROMPT_TOO_LONG, -1, tokens.size, 0, gs.seq_tokens, 0)
-    if root and tokens.data != NULL:
+    if load and judge_load(gs, tokens.size, v) != OK:
+        return v.reason
+    if root and tokens.data != NULL and not (load and t.needs_checkpoints):
         hit = tree_match(gs, root, root_hash, <const int32_t*>tokens.data,
                          max(tokens.size - take, <int64_t>0) // gs.block_size)
-    if judge_open(gs, tokens, &hit, reserve, need, v) != OK:
+    if judge_open(gs, tokens, &hit, reserve, load, need, v) != OK:
         return v.reason
     if slot < 0:
         return refused(v, OUT_OF_SEQUENCES, -1, 1, 0, s.max_seqs, s.num_open)
     if root == 0 and make_root(pool, space, size, &root, v) != OK:
         return v.reason
-    tree_begin(gs, slot, tokens, &hit, need, reserve, take)
+    tree_begin(gs, slot, tokens, &hit, need, reserve, take, load)
     s.prefix[slot].committed = s.prefix[slot].done = s.prefix[slot].forked_at = s.seq[slot].kv_len
     s.prefix[slot].published = 0
     s.prefix[slot].root = root
@@ -392,7 +399,10 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
         t.node[t.row[slot].node].users += 1
     for j in range(MOST_TAKEN):
         t.row[slot].taken[j] = NO_CHECKPOINT
-    if take and tokens.data != NULL:
+    if load:
+        t.row[slot].cut = tokens.size
+        checkpoint_load(gs, slot, tokens.size)
+    elif take and tokens.data != NULL:
         t.row[slot].cut = max(tokens.size - TAIL_TOKENS, <int64_t>0) if cut < 0 else cut
         t.row[slot].junction = min(hit.known * gs.block_size, t.row[slot].cut)
         ix.queries += 1
@@ -400,12 +410,35 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
         ix.hit_tokens += s.seq[slot].kv_len
     gs.arena[0].digest = mix(mix(mix(gs.arena[0].digest, OP_OPEN), s.seq[slot].num_blocks), hit.digest)
     gs.arena[0].digest = mix(mix(gs.arena[0].digest, hit.nodes), untagged(s.seq[slot].handle))
+    if load:
+        seq_begin_load(s, slot)
+    return OK
+
+
+cdef int pool_bundle(State* pool, int64_t handle, int64_t group, const int32_t** ids, int32_t* n,
+                     Verdict* v) noexcept nogil:
+    """Where the blocks with a state of the checkpoint of a row are, and how many."""
+    cdef Tree* t = pool.groups.tree if pool.groups != NULL else NULL
+    cdef int32_t m = NO_CHECKPOINT, first
+    cdef int32_t slot = seq_judge_any(&pool.seqs, handle, -1, v)
+    if slot < 0:
+        return v.reason
+    if t == NULL or not 0 <= group < pool.groups.num_groups or pool.groups.group[group].kind != STATE_LAYERS:
+        return refused(v, NO_STATE_GROUP, -1, group, 0, 0, 0)
+    if pool.seqs.life[slot].life == LOADING:
+        m = t.row[slot].taken[0]
+    else:
+        first = pool.groups.group[t.state_group].table[slot]
+        m = t.load[first] if first != NO_BLOCK else NO_CHECKPOINT
+    n[0] = t.span[group] if m != NO_CHECKPOINT else 0
+    ids[0] = checkpoint_bundle(t, max(m, 0)) + t.offset[group]
     return OK
 
 
 # ---- for Python --------------------------------------------------------------------------------------------
 
-cdef object open_tokens(State* pool, object tokens, object namespace, object cut, bint reserve, str call, bint take):
+cdef object open_tokens(State* pool, object tokens, object namespace, object cut, bint reserve, str call, bint take,
+                        bint load):
     """A new sequence over what is cached of a prompt, or with blocks for a count; see `pool_open`."""
     cdef Ints prompt
     cdef object handle
@@ -428,6 +461,8 @@ cdef object open_tokens(State* pool, object tokens, object namespace, object cut
             place = to_int(cut, call, "cut", 0, prompt.size)
             if not has_cache(pool):
                 raise ValueError(f"[{call}] cut is {place}, but the pool has no prefix cache: leave it out")
+            if load:
+                raise ValueError(f"[{call}] cut is {place}, but load is True: leave it out")
             if prompt.data == NULL:
                 raise ValueError(f"[{call}] cut is {place}, but tokens are a number, not a prompt")
         while status == RETRY:
@@ -438,7 +473,7 @@ cdef object open_tokens(State* pool, object tokens, object namespace, object cut
             pool_enter(pool, call)
             status = RETRY if pool_next_handle(pool) != next_handle else pool_open(
                 pool, &prompt, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace), place, take,
-                reserve, &v)
+                reserve, load, &v)
             pool_leave(pool)
     finally:
         ints_free(&prompt)
@@ -563,13 +598,46 @@ cdef class PrefixCache:
         cdef int32_t slot
         cdef Verdict v
         pool_enter(self.state, "committed")
-        slot = seq_judge(&self.state.seqs, wanted, -1, &v)
+        slot = seq_judge_any(&self.state.seqs, wanted, -1, &v)
         if slot >= 0:
             found = self.state.seqs.prefix[slot].committed
         pool_leave(self.state)
         if slot < 0:
             refuse("committed", &v)
         return found
+
+    def bundle(self, handle, group):
+        """Blocks of arena 0 with the state of a group at which a sequence begins, int32 ``(blocks,)``.
+
+        Those that a loader fills, or those of the hit of `open` or `pin` that no step has loaded yet. Empty: none.
+
+        Raises
+        ------
+        ValueError
+            `group` is no state group of this pool.
+        """
+        cdef int64_t wanted = get_handle(handle, "bundle")
+        cdef int64_t number = to_int(group, "bundle", "group", INT64_MIN, INT64_MAX)
+        cdef int32_t room = -1, found = -1
+        cdef const int32_t* ids = NULL
+        cdef int32_t* data = NULL
+        cdef Verdict v
+        cdef int status = RETRY
+        while status == RETRY:
+            room = found
+            if room >= 0:
+                blocks = new_int32(room)
+                data = <int32_t*>array_data(blocks)
+            pool_enter(self.state, "bundle")
+            status = pool_bundle(self.state, wanted, number, &ids, &found, &v)
+            if status == OK and found != room:
+                status = RETRY
+            elif status == OK:
+                memcpy(data, ids, room * sizeof(int32_t))
+            pool_leave(self.state)
+        if status != OK:
+            refuse("bundle", &v)
+        return blocks
 
     def wanted(self, handles):
         """Where the next step of each sequence should end at the latest, so that a checkpoint is taken there.
@@ -595,7 +663,7 @@ cdef class PrefixCache:
             result = new_int64(rows.size)
             found = <int64_t*>array_data(result)
             pool_enter(self.state, "wanted")
-            status = seqs_judge(&self.state.seqs, &rows, &v)
+            status = seqs_judge(&self.state.seqs, &rows, False, &v)
             for k in range(rows.size if status == OK else 0):
                 found[k] = -1
                 if self.state.groups != NULL:
@@ -616,7 +684,7 @@ cdef class PrefixCache:
         int
             The handle of a sequence over all full blocks that are cached; its `num_tokens` says how much that is.
         """
-        return open_tokens(self.state, tokens, namespace, None, False, "pin", False)
+        return open_tokens(self.state, tokens, namespace, None, False, "pin", False, False)
 
     def unpin(self, handle):
         """Let go of a pinned prefix: `close`."""

@@ -82,7 +82,27 @@ cdef void count_own(const Groups* gs, const Hit* hit, int64_t* own) noexcept nog
     own[0] += cached_of(gs, hit.checkpoint)
 
 
-cdef int judge_open(Groups* gs, const Ints* tokens, const Hit* hit, bint reserve, int64_t* need,
+cdef int judge_load(const Groups* gs, int64_t length, Verdict* v) noexcept nogil:
+    """Whether so many tokens can be loaded."""
+    cdef const Tree* t = gs.tree
+    if not t.needs_checkpoints:
+        return OK
+    if not t.can_restore:
+        return refused(v, CANNOT_LOAD, -1, 0, 0, 0, 0)
+    if length == 0 or length % t.grain:
+        return refused(v, UNEVEN_LOAD, -1, length, 0, t.grain, 0)
+    if (t.bundle_size and t.free_checkpoint == NO_CHECKPOINT and t.fresh_checkpoint == t.checkpoint_room
+            and oldest_checkpoint(t) == NO_CHECKPOINT):
+        return refused(v, NO_CHECKPOINTS, -1, 1, 0, t.checkpoint_room, 0)
+    return OK
+
+
+cdef inline int64_t let_go_by(const LayerGroup* g, int64_t length) noexcept nogil:
+    """Entries that a row which begins with this length does without. A full group needs all of them."""
+    return 0 if g.kind == FULL_LAYERS else max(first_read(g, length) - g.kept, <int64_t>0)
+
+
+cdef int judge_open(Groups* gs, const Ints* tokens, const Hit* hit, bint reserve, bint load, int64_t* need,
                     Verdict* v) noexcept nogil:
     """Whether every arena has what a prompt needs beside its hit."""
     cdef const LayerGroup* g
@@ -96,9 +116,12 @@ cdef int judge_open(Groups* gs, const Ints* tokens, const Hit* hit, bint reserve
     for k in range(gs.num_groups):
         g = &gs.group[k]
         if g.kind == STATE_LAYERS:
-            need[g.arena] += hit.nodes > 0
+            need[g.arena] += hit.nodes > 0 or load
         else:
             need[g.arena] += (entries_for(g, total) - hit.nodes // gs.tree.span[k]) * <int64_t>g.columns
+            if load:
+                need[g.arena] -= let_go_by(g, tokens.size) * g.columns
+    need[0] += gs.tree.bundle_size if load else 0
     for k in range(gs.num_arenas):
         is_tight |= need[k] > 0 and need[k] + gs.seqs.watermark > gs.arena[k].num_blank
     if is_tight:
@@ -134,14 +157,27 @@ cdef void open_group(Groups* gs, int32_t k, int32_t slot, const Hit* hit) noexce
     set_gone(g, slot, <int32_t>low if low > kept else 0)
 
 
+cdef void take_entries(LayerGroup* g, int32_t slot, int32_t have, int32_t entries, int64_t length) noexcept nogil:
+    """Entries of a row behind the first `have`. `length` > 0: it has none and begins there, with what a query reads."""
+    cdef int32_t* row = group_row(g, slot)
+    cdef int64_t i, gone = g.kept + let_go_by(g, length)
+    if gone > g.kept:
+        blocks_take_many(g.blocks, row, g.kept * g.columns)
+        for i in range(g.kept * g.columns, gone * g.columns):
+            row[i] = g.hole
+        set_gone(g, slot, <int32_t>gone)
+        have = <int32_t>gone
+    blocks_take_many(g.blocks, row + <int64_t>have * g.columns, (entries - have) * g.columns)
+
+
 cdef void tree_begin(Groups* gs, int32_t slot, const Ints* tokens, const Hit* hit, const int64_t* need,
-                     bint reserve, bint take) noexcept nogil:
+                     bint reserve, bint take, bint load) noexcept nogil:
     """Open the sequence in `slot` over a hit. `reserve`: with entries for the rest of the prompt; `take`: it counts."""
     cdef Tree* t = gs.tree
     cdef Seqs* s = gs.seqs
     cdef LayerGroup* g
     cdef int64_t blocks = blocks_for(gs, tokens.size if reserve and gs.has_entries else hit.nodes * gs.block_size)
-    cdef int32_t k, have, entries
+    cdef int32_t k
     seq_new(s)
     for k in range(gs.num_groups):      # what is found first: room must not be made of it
         g = &gs.group[k]
@@ -164,12 +200,12 @@ cdef void tree_begin(Groups* gs, int32_t slot, const Ints* tokens, const Hit* hi
     for k in range(gs.num_groups):
         g = &gs.group[k]
         if g.kind == STATE_LAYERS:
-            if k != t.state_group:
+            if load:
+                blocks_take_many(g.blocks, group_row(g, slot), 1)
+            elif k != t.state_group:
                 open_group(gs, k, slot, hit)
         else:
-            have = hit.nodes // t.span[k]
-            entries = entries_of(g, slot, blocks)
-            blocks_take_many(g.blocks, group_row(g, slot) + <int64_t>have * g.columns, (entries - have) * g.columns)
+            take_entries(g, slot, hit.nodes // t.span[k], entries_of(g, slot, blocks), tokens.size if load else 0)
         new_version(g, slot)
     s.seq[slot].num_blocks = <int32_t>blocks
     s.seq[slot].kv_len = hit.nodes * gs.block_size
@@ -179,13 +215,18 @@ cdef void tree_begin(Groups* gs, int32_t slot, const Ints* tokens, const Hit* hi
 
 # ---- rows --------------------------------------------------------------------------------------------------
 
-cdef void row_leaves(Groups* gs, int32_t slot) noexcept nogil:
-    """A row is about to be closed, or its namespace was flushed."""
+cdef void row_parts(Groups* gs, int32_t slot) noexcept nogil:
+    """A row keeps no node."""
     cdef Tree* t = gs.tree
-    drop_taken(gs, slot, 0, -1)
     if t.row[slot].node != NO_NODE:
         node_release(t, t.row[slot].node)
     t.row[slot].node = NO_NODE
+
+
+cdef void row_leaves(Groups* gs, int32_t slot) noexcept nogil:
+    """A row is about to be closed, or its namespace was flushed."""
+    drop_taken(gs, slot, 0, -1)
+    row_parts(gs, slot)
 
 
 cdef void tree_close(Groups* gs, int32_t slot) noexcept nogil:
@@ -409,8 +450,11 @@ cdef void tree_flush(Groups* gs, uint64_t root) noexcept nogil:
     cdef Seqs* s = gs.seqs
     cdef int32_t n, slot
     for slot in range(s.max_seqs):
-        if s.life[slot].life == OPEN and s.prefix[slot].root and (root == 0 or s.prefix[slot].root == root):
-            row_ends(gs, slot)
+        if seq_has_blocks(s, slot) and s.prefix[slot].root and (root == 0 or s.prefix[slot].root == root):
+            if s.life[slot].life == OPEN:
+                row_ends(gs, slot)
+            else:                       # its bundle stays: somebody writes there
+                row_parts(gs, slot)
     for n in range(t.fresh_node):
         if t.node[n].depth and t.node[n].root and (root == 0 or t.node[n].root == root):
             node_flush(gs, n)

@@ -6,6 +6,7 @@ cdef enum:
     TAIL_TOKENS = 16            # at the end of a prompt, which the next turn may rewrite unless it is told
     MOST_TAKEN = 2              # checkpoints that a row has taken and `commit` has not published
     NODES_PER_CHECKPOINT = 4    # there is room for one checkpoint per so many nodes
+    SAVED_ELSEWHERE = -1        # Checkpoint.step: no step saves it, a loader does
     SETTLED = -1                # Block.fence of a CACHED block that tree_settle has looked at
 
 cdef enum:                      # Node.place: where its unit is
@@ -34,14 +35,14 @@ cdef struct Node:               # one base block of tokens below another node
 
 cdef struct Checkpoint:
     int64_t stamp               # when it was used last
-    int64_t step                # pending step that saves it, 0: saved
+    int64_t step                # pending step that saves it, 0: saved, SAVED_ELSEWHERE
     int64_t position            # 0: not in use
     int32_t node                # NO_NODE: not published
     int32_t row                 # slot that has it in `taken`, -1: none
     int32_t loads               # loads that are not done yet
     uint8_t uses                # hits, at most 2 are counted
     uint8_t listed              # it may leave
-    uint8_t orphan              # flushed while it was loaded: it goes when the load is done
+    uint8_t orphan              # flushed or closed while it was loaded: it goes when the load is done
     uint8_t junction            # with two classes: published at a junction, so it stays first class
     uint8_t second              # with two classes: it is second class
 

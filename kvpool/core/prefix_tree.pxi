@@ -624,7 +624,7 @@ cdef bint tree_check(const Groups* gs, char* finding) noexcept nogil:
             if gs.arena[k].block[id].place == CACHED and t.role[k][id] == NO_ROLE:
                 return snprintf(finding, FINDING, b"block %d of arena %d is kept for nothing", id, k) > 0
     for slot in range(gs.seqs.max_seqs):
-        held += gs.seqs.life[slot].life == OPEN and t.row[slot].node != NO_NODE
+        held += seq_has_blocks(gs.seqs, slot) and t.row[slot].node != NO_NODE
     if count != t.num_nodes or users != held:
         return snprintf(finding, FINDING, b"counted %d nodes with %d users, they should be %d with %d", count, users,
                         t.num_nodes, held) > 0

@@ -10,10 +10,11 @@ cdef enum:
     FREE_SLOT = 0
     OPEN = 1
     RETIRED = 2                 # all generations used up
+    LOADING = 3                 # open, and its bytes are loaded: only its close, `loaded` and readers find it
 
 
 cdef struct Seq:                # what a step reads and moves: 64 bytes, one cache line
-    int64_t handle              # -1: not open
+    int64_t handle              # -1: not open; while it is loaded ~handle, or -1 once it was closed
     int64_t kv_len              # tokens that have a slot; num_tokens is SeqLife.evicted more
     int64_t next_slot           # slot of the token after kv_len tokens, if next_slot < stop_slot
     int64_t stop_slot           # end of the block that next_slot is in; else look the table up
@@ -86,7 +87,13 @@ cdef inline int32_t seq_find(const Seqs* s, int64_t handle) noexcept nogil:
     return slot if handle >= 0 and slot < s.max_seqs and s.seq[slot].handle == handle else -1
 
 
+cdef inline bint seq_has_blocks(const Seqs* s, int32_t slot) noexcept nogil:
+    """Whether a slot is that of a sequence, one that is loaded included."""
+    return s.life[slot].life == OPEN or s.life[slot].life == LOADING
+
+
 cdef int32_t seq_judge(const Seqs* s, int64_t handle, Py_ssize_t row, Verdict* v) noexcept nogil
+cdef int32_t seq_judge_any(const Seqs* s, int64_t handle, Py_ssize_t row, Verdict* v) noexcept nogil
 cdef void seq_refresh(const Seqs* s, const Blocks* b, int32_t slot) noexcept nogil
 cdef int32_t seq_new(Seqs* s) noexcept nogil
 cdef void seq_fork(Seqs* s, Blocks* b, int32_t parent, int32_t n, int64_t* children) noexcept nogil

@@ -8,10 +8,14 @@ cdef uint64_t GENERATIONS = 1ULL << 32
 
 # ---- handles -----------------------------------------------------------------------------------------------
 
+cdef inline int64_t seq_made(const Seqs* s, int32_t slot) noexcept nogil:
+    """The handle of the current generation of a slot."""
+    return (s.tag << TAG_SHIFT) | (<int64_t>s.life[slot].generation << SLOT_BITS) | slot
+
+
 cdef inline int64_t seq_next_handle(const Seqs* s) noexcept nogil:
     """What `seq_new` will return the slot of. The caller has checked that there is one."""
-    cdef int32_t slot = s.free_slot[s.first_free]
-    return (s.tag << TAG_SHIFT) | (<int64_t>s.life[slot].generation << SLOT_BITS) | slot
+    return seq_made(s, s.free_slot[s.first_free])
 
 
 cdef inline int64_t untagged(int64_t handle) noexcept nogil:
@@ -36,9 +40,17 @@ cdef int32_t seq_judge(const Seqs* s, int64_t handle, Py_ssize_t row, Verdict* v
         refused(v, FOREIGN_HANDLE, row, handle, 0, 0, 0)
     elif slot >= s.max_seqs:
         refused(v, NO_SUCH_SEQUENCE, row, handle, 0, s.max_seqs, slot)
+    elif s.seq[slot].handle == ~handle:
+        refused(v, LOADING_ROW, row, handle, 0, 0, 0)
     else:
-        refused(v, STALE_HANDLE, row, handle, 0, 0, s.life[slot].generation)
+        refused(v, STALE_HANDLE, row, handle, 0, 0, s.life[slot].generation + (s.life[slot].life == LOADING))
     return -1
+
+
+cdef int32_t seq_judge_any(const Seqs* s, int64_t handle, Py_ssize_t row, Verdict* v) noexcept nogil:
+    """`seq_judge` for calls that take a sequence also while it is loaded."""
+    cdef int32_t slot = seq_judge(s, handle, row, v)
+    return slot_of(handle) if slot < 0 and v.reason == LOADING_ROW else slot
 
 
 cdef void seqs_new_stamp(Seqs* s) noexcept nogil:
@@ -50,16 +62,19 @@ cdef void seqs_new_stamp(Seqs* s) noexcept nogil:
         s.stamp = 1
 
 
-cdef int seqs_judge(Seqs* s, Ints* batch, Verdict* v) noexcept nogil:
-    """Handles of a call: live, no duplicates. A scalar becomes a batch of one."""
-    cdef Py_ssize_t k
+cdef int seqs_judge(Seqs* s, Ints* batch, bint any_, Verdict* v) noexcept nogil:
+    """Handles of a call: live, no duplicates. A scalar becomes a batch of one. `any_`: also those that are loaded."""
+    cdef Py_ssize_t k, row
+    cdef int64_t handle
     cdef int32_t slot
-    if batch.size < 0:
+    cdef bint alone = batch.size < 0
+    if alone:
         batch.size = 1
-        return OK if seq_judge(s, batch.scalar, -1, v) >= 0 else v.reason
     seqs_new_stamp(s)
     for k in range(batch.size):
-        slot = seq_judge(s, ints_at(batch, k), k, v)
+        row = -1 if alone else k
+        handle = ints_at(batch, k)
+        slot = seq_judge_any(s, handle, row, v) if any_ else seq_judge(s, handle, row, v)
         if slot < 0:
             return v.reason
         if s.seq[slot].mark == s.stamp:
@@ -127,6 +142,27 @@ cdef void seq_close(Seqs* s, Blocks* b, int32_t slot) noexcept nogil:
     s.sum_blocks -= q.num_blocks
     b.digest = mix(mix(b.digest, OP_CLOSE), untagged(s.seq[slot].handle))
     seq_retire_handle(s, slot)
+
+
+# ---- loads -------------------------------------------------------------------------------------------------
+
+cdef void seq_begin_load(Seqs* s, int32_t slot) noexcept nogil:
+    """The bytes of a sequence are loaded: nobody but `loaded` ends that."""
+    s.life[slot].life = LOADING
+    s.seq[slot].handle = ~s.seq[slot].handle
+
+
+cdef int32_t seq_loading(const Seqs* s, int64_t handle) noexcept nogil:
+    """Slot of a sequence that is loaded, also if it was closed meanwhile. -1: there is none of this handle."""
+    cdef int32_t slot = slot_of(handle)
+    if handle < 0 or slot >= s.max_seqs or s.life[slot].life != LOADING:
+        return -1
+    return slot if handle == seq_made(s, slot) else -1
+
+
+cdef void seq_end_load(Seqs* s, int32_t slot) noexcept nogil:
+    s.life[slot].life = OPEN
+    s.seq[slot].handle = seq_made(s, slot)
 
 
 cdef void seq_truncate(Seqs* s, Blocks* b, int32_t slot, int64_t length) noexcept nogil:
@@ -266,7 +302,7 @@ cdef void seqs_reset(Seqs* s) noexcept nogil:
     """Make every handle stale; slots are free in ascending order, as in a new pool."""
     cdef int32_t slot
     for slot in range(s.max_seqs):
-        if s.life[slot].life == OPEN:
+        if seq_has_blocks(s, slot):
             seq_retire_handle(s, slot)
     s.first_free = s.num_free_slots = s.num_open = 0
     s.sum_tokens = s.sum_blocks = 0
@@ -289,8 +325,10 @@ cdef uint64_t seqs_fingerprint(const Seqs* s, const Blocks* b, uint64_t h, int64
     for slot in range(s.max_seqs):
         q = &s.seq[slot]
         h = mix(h, (<uint64_t>s.life[slot].generation << 2) | s.life[slot].life)
-        if s.life[slot].life != OPEN:
+        if not seq_has_blocks(s, slot):
             continue
+        if s.life[slot].life == LOADING:
+            h = mix(h, q.handle == -1)
         h = mix(mix(mix(h, q.kv_len), q.num_blocks), q.epoch)
         if s.life[slot].evicted:
             h = mix(mix(h, ~s.life[slot].evicted), s.life[slot].point)
@@ -344,6 +382,16 @@ cdef bint check_sequence(const Seqs* s, const Blocks* b, int32_t slot, char* fin
     return False
 
 
+cdef bint check_handle(const Seqs* s, int32_t slot, char* finding) noexcept nogil:
+    """A slot has the handle that its life says."""
+    cdef int64_t handle = s.seq[slot].handle, made = seq_made(s, slot)
+    if handle == made if s.life[slot].life == OPEN else (
+            handle == -1 or (handle == ~made and s.life[slot].life == LOADING)):
+        return False
+    return snprintf(finding, FINDING, b"slot %d has life %d and handle %lld", slot, <int>s.life[slot].life,
+                    <long long>handle) > 0
+
+
 cdef bint check_references(const Blocks* b, int32_t* references, char* finding) noexcept nogil:
     """`references` has the entries of tables; duplicates that hold a block are added here."""
     cdef int32_t k
@@ -393,12 +441,11 @@ cdef bint seqs_check(const Seqs* s, const Blocks* b, int32_t* references, char* 
     cdef int32_t slot, k, block, num_open = 0, retired = 0
     cdef int64_t tokens = 0, blocks = 0
     for slot in range(s.max_seqs):
-        num_open += s.life[slot].life == OPEN
+        num_open += seq_has_blocks(s, slot)
         retired += s.life[slot].life == RETIRED
-        if (s.life[slot].life == OPEN) != (s.seq[slot].handle >= 0):
-            return snprintf(finding, FINDING, b"slot %d has life %d and handle %lld", slot, <int>s.life[slot].life,
-                            <long long>s.seq[slot].handle) > 0
-        if s.life[slot].life != OPEN:
+        if check_handle(s, slot, finding):
+            return True
+        if not seq_has_blocks(s, slot):
             continue
         if check_sequence(s, b, slot, finding):
             return True

@@ -67,7 +67,7 @@ cdef int judge_truncate(State* pool, Ints* batch, const Ints* lengths, Verdict* 
     cdef int32_t slot
     cdef Seq* q
     cdef SeqLife* life
-    cdef int status = seqs_judge(s, batch, v)
+    cdef int status = seqs_judge(s, batch, False, v)
     if status != OK:
         return status
     if lengths.size >= 0 and lengths.size != batch.size:
@@ -107,7 +107,7 @@ cdef int pool_truncate(State* pool, Ints* batch, const Ints* lengths, Verdict* v
 
 cdef int pool_close(State* pool, Ints* batch, Verdict* v) noexcept nogil:
     cdef Py_ssize_t k
-    cdef int status = seqs_judge(&pool.seqs, batch, v)
+    cdef int status = seqs_judge(&pool.seqs, batch, True, v)
     if status != OK:
         return status
     for k in range(batch.size):
@@ -117,7 +117,7 @@ cdef int pool_close(State* pool, Ints* batch, Verdict* v) noexcept nogil:
 
 cdef int pool_close_finished(State* pool, Ints* batch, const unsigned char* finished, Verdict* v) noexcept nogil:
     cdef Py_ssize_t k
-    cdef int status = seqs_judge(&pool.seqs, batch, v)
+    cdef int status = seqs_judge(&pool.seqs, batch, True, v)
     if status != OK:
         return status
     for k in range(batch.size):
@@ -126,11 +126,42 @@ cdef int pool_close_finished(State* pool, Ints* batch, const unsigned char* fini
     return OK
 
 
+cdef int pool_loaded(State* pool, int64_t handle, int64_t length, bint* is_open, Verdict* v) noexcept nogil:
+    """The bytes of the first `length` tokens are there, 0: no more than at the beginning. A closed one is closed."""
+    cdef Seqs* s = &pool.seqs
+    cdef Blocks* b = &pool.blocks
+    cdef int32_t slot = seq_loading(s, handle)
+    cdef int64_t least, most
+    cdef Seq* q
+    if slot < 0:
+        return refused(v, NOT_LOADING, -1, handle, 0, 0, 0) if seq_judge(s, handle, -1, v) >= 0 else v.reason
+    q = &s.seq[slot]
+    least, most = q.kv_len, q.num_blocks * b.block_size
+    if pool.groups != NULL and pool.groups.tree.needs_checkpoints:
+        least = most = pool.groups.tree.row[slot].cut
+    if length and not least <= length <= most:
+        return refused(v, BAD_LOAD, -1, length, least, most, 0)
+    is_open[0] = q.handle != -1
+    seq_end_load(s, slot)
+    b.digest = mix(mix(mix(b.digest, OP_LOADED), untagged(handle)), length)
+    if not is_open[0]:
+        close_slot(pool, slot)
+    elif pool.groups != NULL:
+        groups_loaded(pool.groups, slot, length)
+    elif length:
+        s.sum_tokens += length - q.kv_len
+        q.kv_len = length
+        seq_refresh(s, b, slot)
+        if pool.indexed:
+            s.prefix[slot].done = length
+    return OK
+
+
 cdef int pool_table(State* pool, int64_t handle, int64_t group, const int32_t** ids, int64_t* n, int32_t* columns,
                     Verdict* v) noexcept nogil:
     """Where the ids of a sequence are, and how many; columns 0: ids are not arranged by columns."""
     cdef int32_t groups = pool.groups.num_groups if pool.groups != NULL else 1
-    cdef int32_t slot = seq_judge(&pool.seqs, handle, -1, v)
+    cdef int32_t slot = seq_judge_any(&pool.seqs, handle, -1, v)
     cdef const LayerGroup* g
     if slot < 0:
         return v.reason

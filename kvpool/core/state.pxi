@@ -41,7 +41,10 @@ cdef void pool_leave(State* pool) noexcept nogil:
 
 
 cdef inline void close_slot(State* pool, int32_t slot) noexcept nogil:
-    if pool.groups != NULL:
+    if pool.seqs.life[slot].life == LOADING:    # somebody writes its blocks: they stay until `loaded`
+        pool.blocks.digest = mix(mix(pool.blocks.digest, OP_CLOSE), untagged(seq_made(&pool.seqs, slot)))
+        pool.seqs.seq[slot].handle = -1
+    elif pool.groups != NULL:
         groups_close(pool.groups, slot)
     else:
         seq_close(&pool.seqs, &pool.blocks, slot)
@@ -51,8 +54,9 @@ cdef void close_deferred(State* pool) noexcept nogil:
     """Close what finalizers left behind, in the order in which they did; a handle that is dead is skipped."""
     cdef int64_t k
     cdef int32_t slot
+    cdef Verdict v
     for k in range(pool.num_deferred):
-        slot = seq_find(&pool.seqs, pool.deferred[k])
+        slot = seq_judge_any(&pool.seqs, pool.deferred[k], -1, &v)
         if slot >= 0:
             close_slot(pool, slot)
     pool.num_deferred = 0

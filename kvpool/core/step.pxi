@@ -1,8 +1,8 @@
 """One step of a batch: check everything, then commit; and how a pending step ends.
 
 A step runs in two passes over its rows. `step_check` validates, counts the blocks that are needed and decides which
-shared blocks must be replaced; all it moves are reference counts, as if the rows had been served in order, and
-`log_undo` takes that back. `step_commit` cannot fail: it takes the blocks and moves the lengths.
+shared blocks must be replaced; all it moves are reference counts, holds and floors, as if the rows had been served in
+order, and `log_undo` takes that back. `step_commit` cannot fail: it takes the blocks and moves the lengths.
 
 A steady batch, where each row has one token that needs no copy, is served by `step_steady` in one pass.
 
@@ -133,7 +133,7 @@ cdef inline int32_t replace_ids(Replaced* entry, int32_t n, Blocks* b, int32_t* 
 
 cdef inline void give_up_copy(Blocks* b, int32_t new) noexcept nogil:
     """The copy that was to fill a block will never be made."""
-    if b.canonical != NULL:                 # else it is an engine's to say what is committed, and to be told of it
+    if b.canonical != NULL:                 # NULL: an engine has its own index, says what is committed, and is told
         b.num_held -= b.block[new].committed == HELD
         b.block[new].committed = PLAIN
     b.block[new].fence = 0
@@ -235,7 +235,7 @@ cdef Py_ssize_t check_simple(const Seqs* s, const Blocks* b, const int64_t* hand
                              const Limits* limits) noexcept nogil:
     """Return the first row from `first` on that needs more than one token in its own tail. Mark the rows before it.
 
-    This loop and commit_simple are the whole cost of a steady decode step: everything they read is in locals.
+    In a mixed batch most rows are of this kind: everything that this loop and commit_simple read is in locals.
     """
     cdef Seq* seq = s.seq
     cdef const Block* block = b.block

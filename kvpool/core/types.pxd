@@ -28,6 +28,13 @@ cdef enum:                      # what a C function reports: OK, NO_MEMORY, RETR
     BAD_SHAPE
     BAD_LENGTH
     PENDING_ROW
+    LOADING_ROW                 # a sequence that is loaded
+    NOT_LOADING
+    BAD_LOAD
+    CANNOT_LOAD                 # no hit is possible in this pool
+    UNEVEN_LOAD
+    NO_STATE_GROUP
+    NO_CHECKPOINTS              # of all that there is room for, none may leave
     NEGATIVE_NEW
     SEQ_TOO_LONG
     TABLE_TOO_WIDE
@@ -108,6 +115,7 @@ cdef enum:                      # first word of every digest entry: which call i
     OP_RELEASE
     OP_MARK_CACHED
     OP_UNCACHE
+    OP_LOADED
     OLDEST = 1 << 8             # beside OP_RELEASE: committed blocks are evicted before all others
 
 

@@ -140,8 +140,8 @@ class Result:
     @property
     def hit_rate(self) -> float:
         """Hit tokens / tokens looked up, repeated admissions included; 0.0 without a prefix cache."""
-        hit, computed = (self.counters.get(name, 0) for name in ("hit_tokens", "computed_tokens"))
-        return _ratio(hit, hit + computed)
+        hit, *others = (self.counters.get(f"{name}_tokens", 0) for name in ("hit", "computed", "loaded"))
+        return _ratio(hit, hit + sum(others))
 
     @property
     def ns_per_operation(self) -> float:
@@ -200,7 +200,7 @@ class ClosedLoop:
         self.occupancy = Occupancy(block_size, longest)
         self.costs: dict[str, tuple[int, int]] = {}
         self.finished = self.decode_tokens = self.peak_running = 0
-        self.hit_tokens = self.computed_tokens = 0
+        self.hit_tokens = self.computed_tokens = self.loaded_tokens = 0
         self.shared_blocks = 0  # references beyond the first, and on cached blocks
 
     def admit(self) -> None:
@@ -273,7 +273,7 @@ class ClosedLoop:
             self.samples * sum(request.length for request in self.running),
             self.samples * len(self.running),
             self.hit_tokens,
-            self.hit_tokens + self.computed_tokens,
+            self.hit_tokens + self.computed_tokens + self.loaded_tokens,
         )
 
     def decode_once(self) -> None:

@@ -28,8 +28,11 @@ class PrefixCaching(ClosedLoop):
 
     policy = "P1"
 
-    def __init__(self, trace: Trace, num_blocks: int, block_size: int, concurrency: int, **options: Any) -> None:
+    def __init__(
+        self, trace: Trace, num_blocks: int, block_size: int, concurrency: int, store: Any = None, **options: Any
+    ) -> None:
         super().__init__(trace, num_blocks, block_size, concurrency, prefix_cache=True, **options)
+        self.store = store
         self.admissions = self.rejected = self.preemptions = self.first_hit_tokens = 0
         self.is_head_refused = False
         self.was_admitted = np.zeros(len(trace), np.bool_)
@@ -83,10 +86,28 @@ class PrefixCaching(ClosedLoop):
         self.shared_blocks += cached // self.block_size
         self.hit_tokens += cached
         self.computed_tokens += request.length - cached
+        if self.store is not None:
+            loaded = self.load(request, cached)
+            self.loaded_tokens += loaded
+            self.computed_tokens -= loaded
         if not self.was_admitted[request.row]:
             self.was_admitted[request.row] = True
             self.first_hit_tokens += cached
         self.note(request, cached)
+
+    def load(self, request: Request, cached: int) -> int:
+        """Return how many tokens behind the cached ones the store has. It gets the full blocks of the prompt."""
+        (blocks,) = self.store.layout.blocks(self.trace.tokens(request.row, request.prompt))
+        first, most = cached // self.block_size, (request.length - 1) // self.block_size
+        rows = np.zeros((len(blocks), 1), np.uint8)
+        self.store.touch(blocks[:first])
+        found = np.append(self.store.lookup(blocks[first:most]), False)
+        end = first + int(found.argmin())
+        loaded = np.append(self.store.load(blocks[first:end], rows[first:end]), False)
+        end = first + int(loaded.argmin())
+        self.store.store(blocks[end:], rows[end:])
+        self.store.drain()
+        return (end - first) * self.block_size
 
     def grow(self, requests: list[Request], steps: int) -> int:
         """Serve as many requests, from the first one on, as there are blocks for."""
@@ -123,7 +144,9 @@ class PrefixCaching(ClosedLoop):
     def counters(self) -> dict[str, Any]:
         """Return P1's counters; ``used_block_steps`` sums the blocks in use at the end of each step."""
         stats, prompt_tokens = self.pool.stats(), int(self.trace.prompts.sum())
+        store = {} if self.store is None else {"loaded_tokens": self.loaded_tokens}
         return {
+            **store,
             "admissions": self.admissions,
             "finished": self.finished,
             "rejected": self.rejected,
@@ -200,6 +223,7 @@ def replay(
     block_size: int | None = None,
     concurrency: int = 16,
     samples: int = 1,
+    store: Any = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Result:
     """Replay a trace through a pool and return what happened.
@@ -217,6 +241,9 @@ def replay(
         Most requests at a time.
     samples : int
         Sequences per request, P2 only.
+    store : kvpool.store.BlockStore, optional
+        P1 only: a tier behind the pool, of a layout with one group, blocks of `block_size` tokens and one byte. What
+        it has behind a hit is loaded, not computed; what is computed is stored.
     progress : callable
         Called with the number of requests that are through, whenever it changes.
 
@@ -232,6 +259,9 @@ def replay(
     for name, value in (("block_size", block_size), ("concurrency", concurrency), ("samples", samples)):
         if value < 1:
             raise ValueError(f"[replay] {name} is out of range ({value}), at least 1")
+    groups = [(block_size, 1)] if store is None else [(group.block_size, group.nbytes) for group in store.layout.groups]
+    if groups != [(block_size, 1)] or (store is not None and policy != "P1"):
+        raise ValueError(f"[replay] a store is a matter of P1 ({policy}), of blocks of {block_size} tokens and 1 byte")
     if policy == "P2":
         enough = blocks_needed(trace, block_size, concurrency, samples)
         num_blocks = enough if num_blocks is None else num_blocks
@@ -246,4 +276,4 @@ def replay(
         raise ValueError(f"[replay] samples are a matter of P2 ({samples})")
     if num_blocks is None:
         raise ValueError("[replay] P1 needs num_blocks, the usable blocks of the pool")
-    return PrefixCaching(trace, num_blocks, block_size, concurrency).run(progress)
+    return PrefixCaching(trace, num_blocks, block_size, concurrency, store).run(progress)

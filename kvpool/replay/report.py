@@ -101,13 +101,14 @@ def aligned(title: str, rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _prefix_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    looked_up = facts["hit_tokens"] + facts["computed_tokens"]
+    looked_up = facts["hit_tokens"] + facts["computed_tokens"] + facts.get("loaded_tokens", 0)
     first = facts["first_hit_rate"]
     return [
         (
             "hit rate",
             f"{percent(facts['hit_rate'])} of {looked_up:,} tokens; at first admissions {percent(first)}",
         ),
+        *([("loaded tokens", f"{facts['loaded_tokens']:,}")] if "loaded_tokens" in facts else ()),
         ("computed tokens", f"{facts['computed_tokens']:,}"),
         ("evictions", f"{facts['evictions']:,} of {facts['allocs']:,} blocks taken"),
         ("preemptions", f"{facts['preemptions']:,}"),

@@ -16,7 +16,7 @@ from kvpool.errors import OutOfBlocks, OutOfSequences
 from kvpool.scheduler.policy import count_admission, known_tokens, open_with_room
 from kvpool.scheduler.request import Output
 from kvpool.scheduler.results import why_ended
-from kvpool.scheduler.sequences import DECODING, FINISHED, PREFILLING, WAITING, Group, Sequence
+from kvpool.scheduler.sequences import DECODING, FINISHED, PREFILLING, WAITING, RequestGroup, Sequence
 from kvpool.scheduler.state import Core
 
 
@@ -57,7 +57,7 @@ class Beam:
         Tokens (whole blocks) that hypotheses 1, 2, ... will share with the first.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: RequestGroup) -> None:
         self.group = group
         self.width = group.request.beam_width
         self.live = [group.sequences[0]]

@@ -66,6 +66,9 @@ def check_states(core: Core, sequences: list[Sequence]) -> None:
     for state in (WAITING, PREFILLING, DECODING, SPILLED):
         require(states[state] == core.count[state], f"{core.count[state]} count as {NAMES[state]}, {states[state]} are")
     waiting = {s for s in sequences if s.state == WAITING and (s.group.beam is None or s.group.beam.live[0] is s)}
+    held = {group.sequences[0] for group in core.held.values()}
+    require(held <= waiting, "somebody is held who does not wait")
+    waiting -= held
     queued = list(core.queue)
     require(set(queued) == waiting, "the queue is not who waits")
     require(len(core.queue) == sum(s.group.admitted is None for s in queued), "the queue miscounts new requests")

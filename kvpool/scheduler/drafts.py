@@ -1,6 +1,6 @@
 """Drafted tokens: decodes that compute several tokens in one step, of which `update` keeps those that were right.
 
-Drafts are guesses of a *proposer* (`Propose`). They use only what all others leave: of the token budget, of the lanes
+Drafts come from a *proposer* (`Propose`). They use only what all others leave: of the token budget, of the lanes
 and of the blocks. `ask` collects them before a step, `settle` takes back what was wrong after it.
 """
 

@@ -41,7 +41,7 @@ def make_room(core: Core, probe: object) -> DecodeBatch:
     batch = core.batch()
     while not has_room(core, batch):
         running = core.rows.running()
-        victim = choose_victim(core, running, probe)
+        victim = choose_victim(core, core.policy, running, probe)
         unit = 1 if victim.group.beam is None else len(victim.group.beam.live)
         if unit == len(running):
             core.setbacks += 1
@@ -81,15 +81,15 @@ def starved(core: Core, text: str, arena: int) -> OutOfBlocks:
     )
 
 
-def choose_victim(core: Core, running: np.ndarray, probe: object) -> Sequence:
-    """Return the sequence to preempt by the policy, of the running lanes in order of admission."""
+def choose_victim(core: Core, policy: str, running: np.ndarray, probe: object = None) -> Sequence:
+    """Return the sequence to preempt by a policy, of the running lanes in order of admission. "grower" uses `probe`."""
     rows = core.rows
-    if core.policy == "longest":
+    if policy == "longest":
         lengths = rows.computed[running]
         lane = running[len(running) - 1 - int(np.argmax(lengths[::-1]))]  # of equals the last admitted
-    elif core.policy == "grower":
+    elif policy == "grower":
         lane = core.batch().lanes[first_short(core, probe)]
-    elif core.policy == "priority":
+    elif policy == "priority":
         lowest = [rows.sequence(at).group.request.priority for at in running]
         lane = running[len(lowest) - 1 - lowest[::-1].index(min(lowest))]
     else:
@@ -102,7 +102,7 @@ def first_short(core: Core, probe: object) -> int:
     if core.needs.promises:
         lanes, there, short = core.batch().lanes, core.available(), core.needs.short
         return next(row for row in range(len(lanes)) if short(core.growth(lanes[: row + 1]), there) >= 0)
-    try:
+    try:  # always refused, because a block is missing: the error names the row
         core.pool.step(probe, core.batch().handles, 1)  # type: ignore[arg-type]
     except OutOfBlocks as error:
         return error.row
@@ -287,10 +287,7 @@ def make_way(core: Core, purpose: str, arena: int) -> None:
     if len(running) == 1 and (core.was_alone() or core.prefix is None):
         name = core.rows.sequence(running[0]).group.id
         raise starved(core, f"request {name!r} runs alone and finds no blocks for {purpose}", arena)
-    victims = [core.rows.sequence(lane) for lane in running[::-1].tolist()]
-    victim = victims[0]
-    if core.policy == "priority":
-        victim = min(victims, key=lambda sequence: sequence.group.request.priority)
+    victim = choose_victim(core, "priority" if core.policy == "priority" else "last", running)
     if not spill(core, victim):
         core.preempt(victim)
 
@@ -418,9 +415,9 @@ def admit_next(core: Core) -> Sequence | None:
 
 
 def admit_other(core: Core, head: Sequence) -> Sequence | None:
-    """Admit one who may pass the first in line, which finds no room. Nobody passes a sequence that ran before.
+    """Admit one who may overtake the first in line, which finds no room. Nobody overtakes one that ran before.
 
-    So many may pass a request and its samples. Those of another tenant may, while it has used at most a step more.
+    `overtake` requests may overtake a request and its samples. Another tenant may if it has used at most a step more.
     """
     passed = [head]
     for sequence in () if core.queue.is_back(head) else core.queue.first(LOOK)[1:]:

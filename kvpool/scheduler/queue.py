@@ -1,4 +1,4 @@
-"""`WaitingQueue`: who waits, and whose turn it is."""
+"""`WaitingQueue`: who waits, and who goes first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
 from heapq import heappop, heappush, heapreplace
 
-from kvpool.scheduler.sequences import Group, Sequence, Tenant
+from kvpool.scheduler.sequences import RequestGroup, Sequence, Tenant
 
 
 class WaitingQueue:
@@ -24,7 +24,7 @@ class WaitingQueue:
     ageing : int
         A request is as old as one of the next lower priority that came so many admissions of its tenant before.
     overtake : int
-        Requests that may pass one that finds no room, at most.
+        Requests that may overtake one that finds no room, at most.
     """
 
     def __init__(self, weights: Mapping[Hashable, float], ageing: int, overtake: int) -> None:
@@ -74,7 +74,7 @@ class WaitingQueue:
             return places
         return max(1, int(places * self.weights[name] / sum(self.weights.values())))
 
-    def enroll(self, group: Group) -> None:
+    def enroll(self, group: RequestGroup) -> None:
         """Give a new request its tenant and its rank."""
         tenant = group.tenant = self.tenant(group.request.tenant)
         tenant.requests += 1
@@ -111,7 +111,7 @@ class WaitingQueue:
         return 0.0 if first is None else first.used
 
     def _first(self) -> Tenant | None:
-        """Return the tenant whose turn it is, None if all lines are empty."""
+        """Return the tenant that goes first, None if all lines are empty."""
         while self._turns:
             used, since, tenant = self._turns[0]
             now = (tenant.used, tenant.since, tenant)
@@ -132,7 +132,7 @@ class WaitingQueue:
         return None if tenant is None else tenant.line[0]
 
     def first(self, most: int) -> list[Sequence]:
-        """Return `most` of the lines: the first of each tenant, in order of their turns, then the second ones."""
+        """Return `most` of the lines: the first of each tenant, in fair order, then the second ones."""
         turns: list[tuple[float, int, Tenant]] = []
         while len(turns) < most and self._first() is not None:
             turns.append(heappop(self._turns))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvpool.errors import OutOfSequences
 from kvpool.scheduler.request import MOST, Output, ends_with
-from kvpool.scheduler.sequences import DECODING, FINISHED, PREFILLING, WAITING, Group, Sequence
+from kvpool.scheduler.sequences import DECODING, FINISHED, PREFILLING, WAITING, RequestGroup, Sequence
 from kvpool.scheduler.state import Core, DecodeBatch, LaneRows, Step
 
 
@@ -255,7 +255,7 @@ def why(rows: LaneRows, lanes: np.ndarray, generated: NDArray[int32], maybe: np.
     return ended
 
 
-def why_ended(group: Group, tokens: NDArray[int32]) -> str | None:
+def why_ended(group: RequestGroup, tokens: NDArray[int32]) -> str | None:
     """Return why a sequence with these generated tokens ends. None: it goes on."""
     request = group.request
     if int(tokens[-1]) in request.eos:
@@ -334,7 +334,7 @@ def expire(core: Core) -> list[Output]:
     return outputs
 
 
-def cancel(core: Core, group: Group, reason: str = "cancelled") -> list[Output]:
+def cancel(core: Core, group: RequestGroup, reason: str = "cancelled") -> list[Output]:
     """End a request in any state."""
     now = core.clock()
     if group.beam is not None:

@@ -32,7 +32,7 @@ from kvpool.scheduler.policy import (
 from kvpool.scheduler.policy import judge as judge_eviction
 from kvpool.scheduler.queue import WaitingQueue
 from kvpool.scheduler.request import Output, Request, SchedulerStats, TenantStats, integer, real
-from kvpool.scheduler.sequences import DECODING, PREFILLING, SPILLED, WAITING, Group, Sequence
+from kvpool.scheduler.sequences import DECODING, PREFILLING, SPILLED, WAITING, RequestGroup, Sequence
 from kvpool.scheduler.state import NOBODY, Core, DecodeBatch, Step
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Scheduler:
         Admissions of a tenant that make up for one level of priority: later requests of a higher one go first only if
         they come before so many for each level.
     overtake : int, default 16
-        Requests that may pass a new one which finds no room, at most.
+        Requests that may overtake a new one which finds no room, at most.
     max_model_len : int, optional
         Tokens of a sequence, at most.
     formats : sequence of str
@@ -180,8 +180,11 @@ class Scheduler:
 
     # -- requests
 
-    def add(self, request: Request) -> Hashable:
+    def add(self, request: Request, *, held: bool = False) -> Hashable:
         """Queue a request. Legal at any time, also while a step is out.
+
+        With `held` it has its place in the queue, and others pass it until `release`: something that it needs comes
+        from elsewhere, such as blocks of its prompt from a store.
 
         Returns
         -------
@@ -206,10 +209,14 @@ class Scheduler:
         except RequestRejected:
             self._core.rejected += 1
             raise
-        group = self._core.new_group(request)
+        group = self._core.new_group(request, held)
         if request.beam_width:
             group.beam = Beam(group)
         return group.id
+
+    def release(self, id: Hashable) -> None:
+        """Let a request run that was added with `held`. Nothing happens if it is not held, or has ended."""
+        self._core.release_held(id)
 
     def _judge(self, request: Request) -> None:
         core, pool = self._core, self._core.pool
@@ -254,8 +261,9 @@ class Scheduler:
             return
         tenant = queue.tenants.get(name)
         line, new = ([], 0) if tenant is None else (tenant.line, tenant.new)
-        if len(queue) >= (self._max_waiting or 0):
-            text = f"{len(queue)} requests wait, the limit is {self._max_waiting}"
+        waiting = len(queue) + len(self._core.held)
+        if waiting >= (self._max_waiting or 0):
+            text = f"{waiting} requests wait, the limit is {self._max_waiting}"
         elif new >= most:
             text = f"{new} requests of this tenant wait, its share of {self._max_waiting} is {most}"
         else:
@@ -267,7 +275,7 @@ class Scheduler:
         """Return how many new requests of a tenant may wait, None if there is no limit."""
         return None if self._max_waiting is None else self._core.queue.share(tenant, self._max_waiting)
 
-    def _find(self, call: str, name: Hashable) -> Group:
+    def _find(self, call: str, name: Hashable) -> RequestGroup:
         group = self._core.groups.get(name)
         if group is None:
             known = (
@@ -302,7 +310,7 @@ class Scheduler:
         Returns
         -------
         Step or None
-            None when no request is left. While a step is out, None when the next one has to wait for it.
+            None when no request is left, or all are held. While a step is out, None when the next one has to wait for it.
 
         Raises
         ------
@@ -322,7 +330,7 @@ class Scheduler:
             raise RuntimeError(f"[schedule] {what}; call update or fail first")
         if out:
             return self._ahead(self._out[0])
-        if not core.groups:
+        if len(core.groups) == len(core.held):
             return None
         if core.eviction is not None:
             keep_budgets(core)

@@ -1,4 +1,4 @@
-"""`Tenant`, `Group`, `Sequence`: who sends requests, a request, and a sequence of it, with what each of them keeps."""
+"""`Tenant`, `RequestGroup`, `Sequence`: who sends requests, a request, and a sequence of it, with what each keeps."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Tenant:
         return self.base + self.served / self.weight
 
 
-class Group:
+class RequestGroup:
     """A request and its sequences.
 
     Attributes
@@ -109,7 +109,7 @@ class Sequence:
         "tokens",
     )
 
-    def __init__(self, group: Group, index: int) -> None:
+    def __init__(self, group: RequestGroup, index: int) -> None:
         self.group = group
         self.index = index
         self.state = WAITING

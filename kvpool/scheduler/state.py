@@ -20,7 +20,7 @@ from kvpool._core import Plan, Pool
 from kvpool.scheduler.needs import Needs
 from kvpool.scheduler.queue import WaitingQueue
 from kvpool.scheduler.request import Output, Request, Times
-from kvpool.scheduler.sequences import DECODING, FINISHED, PREFILLING, SPILLED, WAITING, Group, Sequence
+from kvpool.scheduler.sequences import DECODING, FINISHED, PREFILLING, SPILLED, WAITING, RequestGroup, Sequence
 
 if TYPE_CHECKING:
     from kvpool.eviction import Evictor
@@ -409,7 +409,8 @@ class Core:
         self.rows = LaneRows(max_running)
         self.queue = queue
         self.spilled: dict[Sequence, None] = {}  # oldest first
-        self.groups: dict[Hashable, Group] = {}
+        self.groups: dict[Hashable, RequestGroup] = {}
+        self.held: dict[Hashable, RequestGroup] = {}  # of these, requests that wait outside the queue
         self.deadlines: list[tuple[float, int, Hashable]] = []  # heap: time, number of the arrival, id
         self.ended: dict[Hashable, None] = {}  # ids of the latest, for messages
         self.beams: list[Any] = []  # running ones
@@ -579,7 +580,7 @@ class Core:
         self.close_group(sequence.group, 1)
         return self.output(sequence, reason, now)
 
-    def create(self, group: Group, index: int) -> Sequence:
+    def create(self, group: RequestGroup, index: int) -> Sequence:
         """Make a new sequence, in state WAITING and in no list."""
         self.count[WAITING] += 1
         return Sequence(group, index)
@@ -591,18 +592,19 @@ class Core:
         if sequence.lane >= 0:
             self.rows.vacate(sequence.lane)
 
-    def close_group(self, group: Group, ended: int) -> None:
+    def close_group(self, group: RequestGroup, ended: int) -> None:
         """Count `ended` more sequences of a request as ended. Forget the request after the last one."""
         group.unfinished -= ended
         if group.unfinished == 0:
             del self.groups[group.id]
+            self.held.pop(group.id, None)
             group.tenant.requests -= 1
             self.ended[group.id] = None
             if len(self.ended) > REMEMBERED:
                 del self.ended[next(iter(self.ended))]
 
-    def new_group(self, request: Request) -> Group:
-        """Register a new request."""
+    def new_group(self, request: Request, held: bool) -> RequestGroup:
+        """Register a new request, and queue it unless it is held."""
         name = request.id
         if name is None:
             while self.next_id in self.groups:
@@ -610,24 +612,32 @@ class Core:
             name = self.next_id
             self.next_id += 1
         self.ended.pop(name, None)
-        group = Group(request, name, self.clock())
+        group = RequestGroup(request, name, self.clock())
         self.groups[name] = group
         self.unforked += not group.forked
         self.count[WAITING] += 1
         self.queue.enroll(group)
         if request.deadline is not None:
             self.remind(group, request.deadline)
-        self.wait(group.sequences[0])
+        self.held[name] = group
+        if not held:
+            self.release_held(name)
         return group
 
-    def remind(self, group: Group, deadline: float) -> None:
+    def release_held(self, name: Hashable) -> None:
+        """Queue a request that was held, at the place that it had when it came."""
+        group = self.held.pop(name, None)
+        if group is not None:
+            self.wait(group.sequences[0])
+
+    def remind(self, group: RequestGroup, deadline: float) -> None:
         """Note the deadline of a new request. Those of requests that have ended leave when they are most."""
         if len(self.deadlines) > 64 + 2 * len(self.groups):
             self.deadlines = [one for one in self.deadlines if self.group_of(one) is not None]
             heapify(self.deadlines)
         heappush(self.deadlines, (deadline, group.rank[1], group.id))
 
-    def group_of(self, reminder: tuple[float, int, Hashable]) -> Group | None:
+    def group_of(self, reminder: tuple[float, int, Hashable]) -> RequestGroup | None:
         """Return the request of a deadline, None if it has ended."""
         group = self.groups.get(reminder[2])
         return group if group is not None and group.rank[1] == reminder[1] else None

@@ -40,7 +40,7 @@ BODY_SECONDS = 30  # for a client to send its body
 LONG = 2**16  # bytes of a body that is read in a thread
 LOGPROBS = 2**18  # of an answer that is sent as a whole
 GRAMMARS = 2  # the thread of grammars
-FORMED = 8  # samples of a request in a form: a token of each may take milliseconds, and others wait
+FORMED = 8  # samples of a request with a grammar: a token of each may take milliseconds, and others wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,8 @@ class Service:
                 raise Refused(421, "Host: this server has another name")
             request.state.began, request.state.tenant = time.monotonic(), self._tenant(request)
             if needs_key and self._settings.keys and request.state.tenant is None:
-                raise Refused(401, "Authorization: Bearer KEY is needed", code="invalid_api_key")
+                text = "a key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
+                raise Refused(401, text, code="invalid_api_key")
             try:
                 return await endpoint(request)
             except ClientDisconnect:
@@ -271,7 +272,7 @@ class Service:
             raise Refused(400, "messages: this model has no chat template", "messages")
         by_grammar = body.must_call or bool(body.forms)
         if tools and not by_grammar and not tokenizer.has_tool_calling:
-            text = "tools: this model has no form for calls of its own, so tool_choice must be required or name a tool"
+            text = "tools: this model does not mark its calls; tool_choice must force one, or the output be structured"
             raise Refused(400, text, "tools")
         template = partial(tokenizer.apply_chat_template, body.conversation, add_generation_prompt=True)
         prompt = list(await self._aside(request, partial(template, **options)))
@@ -285,7 +286,7 @@ class Service:
         after = engine.tokenizer.think_end_tokens if manner.thinks_first else ()
         if body.min_tokens or body.ignore_eos:
             name = "min_tokens" if body.min_tokens else "ignore_eos"
-            raise Refused(400, f"{name}: not with {last}, which says where the answer ends", name)
+            raise Refused(400, f"{name} cannot be combined with {last}, which says where the answer ends", name)
 
         if samples > FORMED:
             raise Refused(400, f"n: {samples} samples of all prompts, the limit with {last} is {FORMED}", "n")
@@ -313,18 +314,20 @@ class Service:
         longest, room = max(map(len, prompts)), engine.max_model_len
         places = engine.scheduler.places(request.state.tenant)
         if places is not None and len(prompts) > places:
-            raise Refused(400, f"prompt: {len(prompts)} prompts, {places} of this tenant may wait", "prompt")
+            text = f"prompt: {len(prompts)} prompts in one request; at most {places} requests of this tenant may wait"
+            raise Refused(400, text, "prompt")
         if room is not None and longest >= room:
-            raise Refused(400, f"{longest} prompt tokens, the model takes {room}", code="context_length_exceeded")
+            text = f"{longest} prompt tokens leave no room for an answer: the model takes {room} of both together"
+            raise Refused(400, text, code="context_length_exceeded")
         most = body.most
         if most is None:
             most = self._settings.max_tokens if room is None else min(self._settings.max_tokens, room - longest)
         if body.min_tokens > most:
-            raise Refused(400, f"min_tokens: {body.min_tokens}, and max_tokens is {most}", "min_tokens")
+            raise Refused(400, f"min_tokens is {body.min_tokens}, more than max_tokens ({most})", "min_tokens")
         if body.tops is not None and not body.stream:
             told = len(prompts) * body.width * most * (1 + body.tops)
             if told > LOGPROBS:
-                text = f"logprobs: up to {told} in one answer, the limit is {LOGPROBS}, or stream them"
+                text = f"logprobs: up to {told} in one answer, the limit is {LOGPROBS}; stream the answer to get more"
                 raise Refused(400, text, "logprobs")
         eos, state = tuple(engine.tokenizer.eos_token_ids), request.state
         options = body.options(eos, state.tenant, state.began) | {"max_tokens": most}

@@ -74,6 +74,8 @@ class Turn(Strict):
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Self:
+        if sum(isinstance(block, ToolUse) for block in self.content) > TOOLS:
+            raise ValueError(f"a message has at most {TOOLS} calls")
         wrong = ToolResult if self.role == "assistant" else ThinkingBlock | ToolUse
         if any(isinstance(block, wrong) for block in self.content):
             raise ValueError("results of tools come from the user, calls and thinking from the assistant")
@@ -87,7 +89,7 @@ class Turn(Strict):
         told = [{"role": "tool", "tool_call_id": one.tool_use_id, "content": _text(one.content)} for one in results]
         texts = [block.text for block in self.content if isinstance(block, Block)]
         calls = [
-            {"id": one.id, "function": {"name": one.name, "arguments": json.dumps(one.input)}}
+            {"id": one.id, "function": {"name": one.name, "arguments": json.dumps(one.input, ensure_ascii=False)}}
             for one in self.content
             if isinstance(one, ToolUse)
         ]
@@ -122,7 +124,7 @@ class ToolChoice(Strict):
     @model_validator(mode="after")
     def _names_a_tool(self) -> Self:
         if (self.name is not None) != (self.type == "tool"):
-            raise ValueError("the type tool has a name, and no other")
+            raise ValueError('tool_choice of type "tool" must have a name, and no other type may')
         return self
 
     def as_chat(self) -> Any:
@@ -157,6 +159,12 @@ class Metadata(Strict):
     user_id: Label | None = None
 
 
+class _Chat(ChatRequest):
+    """A chat that messages ask for. Its errors name their field."""
+
+    format_field = "output_config.format"
+
+
 class CountRequest(Addressed):
     """The body of ``POST /v1/messages/count_tokens``: a conversation."""
 
@@ -184,7 +192,7 @@ class CountRequest(Addressed):
         if self.output_config is not None and self.output_config.format is not None:
             form = {"name": "answer", "schema": self.output_config.format.given}
             asked["response_format"] = {"type": "json_schema", "json_schema": form}
-        self._chat = ChatRequest.model_validate(asked | self.sampling())
+        self._chat = _Chat.model_validate(asked | self.sampling())
         self._chat.agree()
 
     @property

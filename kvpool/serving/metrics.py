@@ -37,7 +37,9 @@ class ServerMetrics:
 
     def collect(self) -> Iterator[Any]:
         """What the registry calls."""
-        return Collector(self._engine.kv.pool, self._engine.scheduler).collect()
+        kv = self._engine.kv
+        extra = tuple if kv.stored is None else kv.stored.metrics
+        return Collector(kv.pool, self._engine.scheduler, extra).collect()
 
     def ended(self, completion: Completion) -> None:
         """Count a completion."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -134,7 +134,9 @@ AnswerForm = Annotated[AnyForm | SchemaForm | RegexForm | GrammarForm, Field(dis
 
 
 class Generation(Addressed):
-    """The fields that completions and chats have in common."""
+    """The fields that completions and chats have in common. Errors call `response_format` by `format_field`."""
+
+    format_field: ClassVar[str] = "response_format"
 
     max_tokens: int | None = Field(None, ge=1, le=MOST)
     temperature: float = Field(1.0, ge=0, le=100)
@@ -204,7 +206,7 @@ class Generation(Addressed):
     @property
     def forms(self) -> list[tuple[str, Any, str]]:
         """Grammars: a method of `Grammars`, its argument, and the field that asks for it. The answer has the last."""
-        wanted, field = self.response_format, "response_format"
+        wanted, field = self.response_format, self.format_field
         if isinstance(wanted, SchemaForm):
             return [("schema", wanted.json_schema.given, field)]
         if isinstance(wanted, RegexForm):
@@ -241,11 +243,11 @@ class CompletionRequest(Generation):
         """See `Addressed`."""
         super().agree()
         if self.width < self.n:
-            raise Refused(400, f"best_of: {self.best_of}, and n is {self.n}", "best_of")
+            raise Refused(400, f"best_of is {self.best_of}, less than n ({self.n})", "best_of")
         if self.width > self.n and self.stream:
             raise Refused(400, "best_of: cannot be streamed, the best is known at the end", "best_of")
         if self.echo and self.logprobs is not None:
-            raise Refused(400, "echo: not with logprobs, there are none of the prompt", "echo")
+            raise Refused(400, "echo cannot be combined with logprobs", "echo")
 
     @property
     def width(self) -> int:
@@ -360,7 +362,7 @@ class Message(Strict):
         if (self.tool_calls or self.reasoning_content) and self.role != "assistant":
             raise ValueError("only messages of the assistant have tool_calls and reasoning_content")
         if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise ValueError("messages of tools have a tool_call_id, and no others")
+            raise ValueError("a message with the role tool must have a tool_call_id, and no other message may")
         return self
 
     def plain(self) -> dict[str, Any]:
@@ -398,9 +400,10 @@ class ChatRequest(Generation):
             raise Refused(400, "top_logprobs: needs logprobs to be true", "top_logprobs")
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
-            raise Refused(400, "tools: two of them have one name", "tools")
-        if self.tool_choice not in (None, "none", "auto") and not self.callable_tools:
-            raise Refused(400, "tool_choice: there is no such tool in tools", "tool_choice")
+            raise Refused(400, "tools: two tools have the same name", "tools")
+        if self.must_call and not self.callable_tools:
+            text = "tools has none of this name" if self.tools else "there are no tools to call"
+            raise Refused(400, f"tool_choice: {text}", "tool_choice")
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
@@ -424,13 +427,13 @@ class ChatRequest(Generation):
     @property
     def forms(self) -> list[tuple[str, Any, str]]:
         """See `Generation`. Where the answer may be calls instead of text in a form, its grammar is both."""
-        forms = super().forms
+        forms, field = super().forms, self.format_field
         if forms and self.must_call:
-            raise Refused(400, "response_format: not with a tool_choice that forces a call", "response_format")
+            raise Refused(400, f"{field} cannot be combined with a tool_choice that forces a call", field)
         if not self.callable_tools or not (forms or self.must_call):
             return forms
         if forms and forms[0][0] != "schema":
-            raise Refused(400, "response_format: beside tools, only a JSON schema or json_object", "response_format")
+            raise Refused(400, f"{field}: beside tools, it must be json_schema or json_object", field)
         schemas = {tool.function.name: tool.function.parameters for tool in self.callable_tools}
         is_one = isinstance(self.tool_choice, Choice) or not self.parallel_tool_calls
         calls = grammar_of_calls(schemas, 1 if is_one else MOST_CALLS, forms[0][1] if forms else None)
@@ -467,7 +470,7 @@ def parse(form: type[Form], body: bytes) -> Form:
     worst = max(found, key=lambda one: len(one["loc"]))  # if a field may have several types, the one that fits best
     place = ".".join(str(part) for part in worst["loc"] if not str(part).startswith(("constrained-", "list[")))[:100]
     if not place:
-        raise Refused(400, f"the body is no request: {worst['msg'].removeprefix('Value error, ')}")
+        raise Refused(400, f"the body is not a valid request: {worst['msg'].removeprefix('Value error, ')}")
     field = str(worst["loc"][0])[:100]
     if worst["type"] == "extra_forbidden":
         raise Refused(400, f"{place}: not supported by this server", field, "unsupported_parameter")

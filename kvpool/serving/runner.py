@@ -96,7 +96,7 @@ class Runner:
             return
         self._loop.call_soon_threadsafe(self._ready.set_result, engine)
         while True:
-            is_idle = self.failure is not None or not engine.num_unfinished
+            is_idle = self.failure is not None or not (engine.num_unfinished or engine.is_saving)
             calls = [self._calls.get()] if is_idle else []
             calls += [self._calls.get() for _ in range(self._calls.qsize())]
             for call in [*calls, self._step]:

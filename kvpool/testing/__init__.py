@@ -2,6 +2,7 @@
 
 - `ModelPool`, `ModelPlan` (`kvpool.testing.model`): the core's contract in plain Python.
 - `kvpool.testing.conformance`: what every backend has to pass.
+- `check_store` (`kvpool.testing.stores`): what every store of blocks has to pass.
 - `RecordedPool` (`kvpool.testing.recorded`): a pool that keeps its calls; `kvpool.testing.rerun` makes them again.
 """
 
@@ -14,8 +15,9 @@ _WHERE = {
     "ModelPool": "model",
     "ModelPlan": "model",
     "RecordedPool": "recorded",
+    "check_store": "stores",
 }
-__all__ = ["ModelPlan", "ModelPool", "RecordedPool"]
+__all__ = ["ModelPlan", "ModelPool", "RecordedPool", "check_store"]
 
 
 def __getattr__(name: str) -> Any:

@@ -24,9 +24,9 @@ OPERATIONS = (
     *("open", "open", "open_prompt", "open_prompt", "step", "step", "step", "step", "step", "step", "reserve"),
     *("fork", "truncate", "close", "close", "done", "done", "done", "rollback", "commit", "commit", "commit"),
     *("match", "flush", "events", "alloc", "decref", "incref", "evict", "unshare", "compact", "leave", "stale"),
-    *("defer_close",),
+    *("defer_close", "load", "load", "loaded", "loaded"),
 )
-ONLY_CACHED = ("open_prompt", "commit", "match", "flush", "events")
+ONLY_CACHED = ("open_prompt", "load", "commit", "match", "flush", "events")
 
 
 class Program:
@@ -41,6 +41,7 @@ class Program:
         self.said: dict[int, list[int]] = {}  # tokens of each sequence, as far as somebody asked
         self.spaces: dict[int, bytes] = {}
         self.held: list[int] = []  # blocks with a reference of ours
+        self.loads: list[int] = []  # sequences that are loaded, closed ones and some that were loaded among them
 
     def play(self, word: Word) -> None:
         """Make one call on both pools and compare them."""
@@ -51,6 +52,7 @@ class Program:
         tables = self.pair.compare_state()
         self.dead += [name for name in self.live if name not in tables]
         self.live = list(tables)
+        self.loads = self.loads[-8:]
 
     def shutdown(self) -> None:
         """Give the tags back."""
@@ -101,6 +103,19 @@ class Program:
         known = self.said[other][: a % (len(self.said[other]) + 1)]
         text, space = known + [b >> k & 1 for k in range(1 + a % (2 * self.size))], NAMESPACES[c >> 8 & 1]
         self._opened(self.pair.both(lambda side: side.pool.open(text, space), handles=True), text, space)
+
+    def load(self, a: int, b: int, c: int) -> None:
+        """Open a prompt whose blocks come from elsewhere."""
+        text, space = self._text(self._one(c), 1 + a % (4 * self.size), b), NAMESPACES[c >> 8 & 1]
+        got = self.pair.both(lambda side: side.pool.open(text, space, load=True), handles=True)
+        self._opened(got, text, space)
+        self.loads += [] if got is RAISED else got
+
+    def loaded(self, a: int, b: int, c: int) -> None:
+        """Say how much has come: nothing, some of it, or more than there is room for."""
+        if self.loads:
+            name, n = self.loads[c % len(self.loads)], 0 if b % 4 == 0 else a % (4 * self.size + 2)
+            self.pair.both(lambda side: side.pool.loaded(side.handle(name), n))
 
     def step(self, a: int, b: int, c: int) -> None:
         """Step some sequences by up to a block and a token."""

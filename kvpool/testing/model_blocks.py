@@ -170,25 +170,33 @@ class BlockModel(BlockSet):
 class SequenceModel(BlockModel):
     """`BlockModel` with sequences; `StepModel` adds steps."""
 
-    def _find(self, handle: int) -> Sequence | None:
+    def _made(self, handle: int) -> Sequence | None:
+        """The sequence of a handle that has blocks, whatever its state."""
         seq = self._sequences.get(handle & (2**SLOT_BITS - 1))
         return seq if seq is not None and seq.handle == handle else None
 
-    def _sequence(self, call: str, handle: int) -> Sequence:
+    def _find(self, handle: int, any_: bool = False) -> Sequence | None:
+        """The open sequence of a handle, with `any_` also one that is loaded."""
+        seq = self._made(handle)
+        return None if seq is None or seq.is_closed or (seq.is_loading and not any_) else seq
+
+    def _sequence(self, call: str, handle: int, any_: bool = False) -> Sequence:
         if handle < 0:
             raise ValueError(f"[{call}] handle is negative ({handle})")
-        seq = self._find(handle)
+        seq = self._find(handle, any_)
+        if seq is None and self._find(handle, True) is not None:
+            raise PlanStateError(f"[{call}] the sequence is being loaded ({handle})")
         if seq is None and handle >> (SLOT_BITS + GENERATION_BITS) != self._tag:
             raise ForeignHandle(f"[{call}] handle of another pool ({handle})")
         if seq is None:
             raise StaleHandle(f"[{call}] handle of a closed sequence ({handle})")
         return seq
 
-    def _batch(self, call: str, handles: Any, alone: bool = False) -> list[Sequence]:
-        return [self._sequence(call, handle) for handle in args.handles(call, handles, alone=alone)]
+    def _batch(self, call: str, handles: Any, alone: bool = False, any_: bool = False) -> list[Sequence]:
+        return [self._sequence(call, handle, any_) for handle in args.handles(call, handles, alone=alone)]
 
-    def _one(self, call: str, handle: Any) -> Sequence:
-        return self._sequence(call, args.integer(call, "handle", handle, 0, args.MAX_INT64))
+    def _one(self, call: str, handle: Any, any_: bool = False) -> Sequence:
+        return self._sequence(call, args.integer(call, "handle", handle, 0, args.MAX_INT64), any_)
 
     def _create(self, num_tokens: int, table: list[int]) -> Sequence:
         slot = self._free_slots.popleft()
@@ -203,11 +211,6 @@ class SequenceModel(BlockModel):
                 f"[{call}] {n} sequence slots are needed, {len(self._free_slots)} are free, "
                 f"max_seqs is {self.options.max_seqs}"
             )
-
-    @public_call
-    def open(self, num_tokens: int = 0) -> int:
-        """Open an empty sequence with blocks for `num_tokens` tokens; returns its handle."""
-        return self._open_blank(num_tokens).handle
 
     def _open_blank(self, num_tokens: int) -> Sequence:
         need = ceil_div(args.count("open", "num_tokens", num_tokens), self.block_size)
@@ -284,7 +287,40 @@ class SequenceModel(BlockModel):
         """What was told of a sequence, but for its first tokens."""
         del seq.tokens[left:]
 
+    @public_call
+    def loaded(self, handle: int, n: int) -> bool:
+        """End the load of a sequence: its first `n` tokens are there, 0: no more than before. Closes a closed one."""
+        args.integer("loaded", "handle", handle, args.MIN_INT64, args.MAX_INT64)
+        n = args.count("loaded", "n", n)
+        seq = self._made(handle)
+        if seq is None or not seq.is_loading:
+            self._sequence("loaded", handle)
+            raise PlanStateError(f"[loaded] the sequence is not being loaded ({handle})")
+        least, most = self._loadable(seq)
+        if n and not least <= n <= most:
+            raise ValueError(f"[loaded] n is {n}, 0 or {least} .. {most} is legal")
+        seq.is_loading = False
+        self._chain("loaded", self._local(handle), n)
+        if seq.is_closed:
+            seq.is_closed = False
+            self._close(seq)
+            return False
+        self._take_over(seq, n)
+        return True
+
+    def _loadable(self, seq: Sequence) -> tuple[int, int]:
+        """The lengths that a load may end with."""
+        return seq.num_tokens, self._capacity(seq)
+
+    def _take_over(self, seq: Sequence, n: int) -> None:
+        """The bytes of `n` tokens were loaded."""
+        seq.num_tokens = n or seq.num_tokens
+
     def _close(self, seq: Sequence) -> None:
+        if seq.is_loading:
+            seq.is_closed = True
+            self._chain("close", self._local(seq.handle))
+            return
         slot = seq.handle & (2**SLOT_BITS - 1)
         self._pop_all(seq)
         del self._sequences[slot]
@@ -296,13 +332,13 @@ class SequenceModel(BlockModel):
     @public_call
     def close(self, handles: Any) -> None:
         """Close sequences in the order given; each one's blocks are released youngest first."""
-        for seq in self._batch("close", handles, alone=True):
+        for seq in self._batch("close", handles, alone=True, any_=True):
             self._close(seq)
 
     @public_call
     def close_finished(self, handles: Any, mask: Any) -> int:
         """Close the rows whose mask byte is not zero; returns how many."""
-        batch = self._batch("close_finished", handles)
+        batch = self._batch("close_finished", handles, any_=True)
         finished = args.mask("close_finished", mask, len(batch))
         for seq, is_finished in zip(batch, finished, strict=True):
             if is_finished:
@@ -315,7 +351,7 @@ class SequenceModel(BlockModel):
 
     def _drain(self) -> None:
         while self._deferred:
-            seq = self._find(self._deferred.pop(0))
+            seq = self._find(self._deferred.pop(0), True)
             if seq is not None:
                 self._close(seq)
 
@@ -336,18 +372,18 @@ class SequenceModel(BlockModel):
     @public_call
     def table(self, handle: int) -> np.ndarray:
         """Return the blocks of a sequence, int32 ``[blocks]``, a copy."""
-        return np.array(self._one("table", handle).table, np.int32)
+        return np.array(self._one("table", handle, True).table, np.int32)
 
     @public_call
     def num_tokens(self, handle: int) -> int:
         """Return the length of a sequence in tokens, evicted ones included."""
-        seq = self._one("num_tokens", handle)
+        seq = self._one("num_tokens", handle, True)
         return seq.num_tokens + seq.evicted
 
     @public_call
     def capacity(self, handle: int) -> int:
         """Return the tokens that the blocks of a sequence can hold."""
-        return self._capacity(self._one("capacity", handle))
+        return self._capacity(self._one("capacity", handle, True))
 
     def _capacity(self, seq: Sequence) -> int:
         return len(seq.table) * self.block_size
@@ -355,4 +391,4 @@ class SequenceModel(BlockModel):
     @public_call
     def is_open(self, handle: int) -> bool:
         """Return whether the handle names an open sequence of this pool."""
-        return self._find(args.integer("is_open", "handle", handle, 0, args.MAX_INT64)) is not None
+        return self._find(args.integer("is_open", "handle", handle, 0, args.MAX_INT64), True) is not None

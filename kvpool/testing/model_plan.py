@@ -55,6 +55,8 @@ class Sequence:
     point: int = 0  #: that sum when tokens left last
     tables: list[Any] = field(default_factory=list)  #: one per layer group, of pools that have some
     known: Any = None  #: what its prefix cache knows, of pools with layer groups
+    is_loading: bool = False  #: somebody writes its blocks, until `loaded`
+    is_closed: bool = False  #: closed since then
 
 
 def _place(array: np.ndarray) -> tuple[int, tuple[int, ...]]:

@@ -144,12 +144,13 @@ class PrefixModel(SequenceModel):
         return num_blocks
 
     @public_call
-    def open(self, tokens: Any = 0, namespace: bytes = b"") -> int:
+    def open(self, tokens: Any = 0, namespace: bytes = b"", *, load: bool = False) -> int:
         """Open a sequence for a prompt, or with blocks for a number of tokens; returns its handle."""
+        args.boolean("open", "load", load)
         args.namespace("open", namespace)
         if not isinstance(tokens, list | tuple | np.ndarray | str | bytes):
             seq = self._open_blank(tokens)
-            seq.root = self._root(namespace)
+            seq.root, seq.is_loading = self._root(namespace), load
             return seq.handle
         prompt = args.tokens("open", tokens)
         num_blocks = self._refuse_too_long("open", prompt)
@@ -160,7 +161,8 @@ class PrefixModel(SequenceModel):
             self._out_of_blocks("open", need, self.options.watermark, lost=lost)
         self._refuse_slots("open", 1)
         seq = self._open_hits(hits, prompt, namespace, need)
-        if self.options.prefix_cache:
+        seq.is_loading = load
+        if self.options.prefix_cache and not load:
             self._use["queries"] += 1
             self._use["query_tokens"] += len(prompt)
             self._use["hit_tokens"] += seq.num_tokens
@@ -445,7 +447,7 @@ class PrefixModel(SequenceModel):
     @public_call
     def _prefix_unpin(self, handle: int) -> None:
         """Close a sequence that `pin` opened."""
-        self._close(self._one("unpin", handle))
+        self._close(self._one("unpin", handle, True))
 
     @public_call
     def _prefix_commit(self, handles: Any, tokens: Any, counts: Any = None) -> None:
@@ -469,7 +471,7 @@ class PrefixModel(SequenceModel):
     @public_call
     def _prefix_committed(self, handle: int) -> int:
         """Return the committed length of a sequence: where the next `commit` goes on."""
-        return len(self._one("committed", handle).tokens)
+        return len(self._one("committed", handle, True).tokens)
 
     @public_call
     def _prefix_flush(self, namespace: bytes | None = None) -> int:

@@ -411,7 +411,7 @@ class StepModel(PrefixModel):
     @public_call
     def kv_len(self, handle: int, group: int = 0) -> int:
         """Return how many tokens of a sequence have a slot."""
-        seq = self._one("kv_len", handle)
+        seq = self._one("kv_len", handle, True)
         args.integer("kv_len", "group", group, 0, 0)
         return seq.num_tokens
 
@@ -473,7 +473,9 @@ class StepModel(PrefixModel):
                     (seq.evicted, seq.point),
                 )
                 for _, seq in sorted(self._sequences.items())
+                if not seq.is_closed
             },
+            "loading": {local(seq.handle): seq.is_closed for seq in self._sequences.values() if seq.is_loading},
             "generations": {slot: g for slot, g in sorted(self._generations.items()) if g},
             "free_slots": list(self._free_slots),
             "pending": [

@@ -11,9 +11,14 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvpool.errors import BackendUnavailable, install_command
+from kvpool.protocol import StepArrays
 from kvpool.spec import KVSpec
 
 try:  # `import mlx` alone proves nothing: without its native library it is an empty namespace package
@@ -25,11 +30,14 @@ except ImportError as error:
     ) from error
 
 from kvpool_backends.mlx.base import BaseBackend, MemoryReport, has_metal, kernels_refusal
+from kvpool_backends.mlx.native.loading import MLX_VERSION
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from kvpool_backends.mlx.metal_kernels import Factory
+
+TESTED_SERIES = "0.32."
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["BaseBackend", "MLXBackend", "MemoryReport", "kernels_refusal"]
 
@@ -77,10 +85,14 @@ class _Maker:
         ValueError
             What `capabilities` refuses, or `num_blocks` < 1.
         BackendUnavailable
-            `kernels` or `native` is True and there are none here.
+            `kernels` or `native` is True and there are none here. MLX is of another series than `TESTED_SERIES`, and
+            the route gives wrong results on it.
         """
-        route = _choose(spec, kernels, native, metal_kernel)
-        return route(spec, num_blocks, storage=storage, metal_kernel=metal_kernel, overlap=overlap)
+        route: Any = _choose(spec, kernels, native, metal_kernel)
+        if not MLX_VERSION.startswith(TESTED_SERIES):
+            require_right(route, metal_kernel)
+        made: BaseBackend = route(spec, num_blocks, storage=storage, metal_kernel=metal_kernel, overlap=overlap)
+        return made
 
     @staticmethod
     def device_info() -> dict[str, Any]:
@@ -91,6 +103,36 @@ class _Maker:
 
 
 MLXBackend = _Maker()
+
+
+@cache
+def require_right(route: Any, metal_kernel: Any = None) -> None:
+    """Raise BackendUnavailable unless a route writes and attends with this MLX as the numpy backend does. Once each."""
+    from kvpool_backends.numpy import NumpyBackend
+
+    spec = KVSpec(1, 2, 64, "float32", 8, layout="NHD")
+    slots = np.r_[8:21, 24:40]  # 13 tokens, and 16
+    plan = StepArrays(np.array([[1, 2], [3, 4]]), np.array([13, 16]), np.array([0, 1, 4]), slots)
+    rng = np.random.default_rng(0)
+    k, v = (rng.standard_normal((len(slots), 2, 64)).astype(np.float32) for _ in "kv")
+    q = rng.standard_normal((4, 8, 64)).astype(np.float32)
+    try:
+        outs = []
+        backend: Any
+        for backend in (NumpyBackend(spec, 5), route(spec, 5, metal_kernel=metal_kernel)):
+            step = backend.prepare(plan)
+            backend.write(step, 0, backend.asarray(k), backend.asarray(v))
+            outs.append(backend.to_numpy(backend.attend(step, 0, backend.asarray(q))))
+        error = float(np.abs(outs[0] - outs[1]).max())
+        found = "" if error < 1e-4 else f"attention is wrong by {error:.2g}"
+    except Exception as exc:  # whatever another MLX makes of calls that it does not have
+        found = f"{type(exc).__name__}: {exc}"
+    if found:
+        raise BackendUnavailable(
+            f"[MLXBackend] MLX {MLX_VERSION} is installed, the {route.route} route was tested with {TESTED_SERIES}x "
+            f"and does not work with it ({found}); install mlx {TESTED_SERIES}x"
+        )
+    _log.warning("[mlx] MLX %s is untested, the %s route has passed its self-check with it", MLX_VERSION, route.route)
 
 
 def _choose(

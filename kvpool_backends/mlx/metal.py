@@ -90,6 +90,7 @@ class MetalAttention(_Storage):
     def _allocate(self) -> None:
         super()._allocate()
         self._kernels = MetalKernels(self.spec, self.num_blocks, self._metal_kernel)
+        self._asked: dict[tuple[int, tuple[str, ...]], AttentionOptions] = {}  # by query heads and features
 
     def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> list[mx.array]:
         """Return ``kernel(k_pool, v_pool)`` on the planes of a layer, ordered with its writes."""
@@ -142,18 +143,25 @@ class MetalAttention(_Storage):
         Parameters
         ----------
         shapes
-            Of the longest contexts: batches with shorter ones, and with chunks of any length, are prepared too.
+            Of the longest contexts: batches with shorter ones, and with chunks of any length, are prepared too. Without
+            any: contexts and chunks of any length, for the heads and options of the calls of `attend` so far.
         options
             That a model attends with, besides none. Kernels depend on which fields are given, not on their values.
         scores : str, optional
             A kind that is going to be asked for, besides none.
         """
-        for shape in shapes:
+        given = list(shapes)
+        todo = [(shape, chosen) for shape in given for chosen in (() if self.spec.latent else (None, *options))]
+        if not given:
+            width = -(-(self.part_tokens + LONG_CHUNK) // self.spec.block_size) + 1
+            asked = list(self._asked.items())
+            todo = [(BatchShape(1, LONG_CHUNK + 1, width, heads), chosen) for (heads, _), chosen in asked]
+        for shape in given:
             self._warm_write(shape.num_tokens)
-            for chosen in () if self.spec.latent else (None, *options):
-                for num_queries, context in self._variants(shape):
-                    for kind in (None,) if scores is None else (None, scores):
-                        self._warm_attend(shape.num_q_heads, num_queries, context, chosen, kind)
+        for shape, chosen in todo:
+            for num_queries, context in self._variants(shape):
+                for kind in (None,) if scores is None else (None, scores):
+                    self._warm_attend(shape.num_q_heads, num_queries, context, chosen, kind)
 
     # ----------------------------------------------------------------------------------------- internals
 
@@ -177,7 +185,9 @@ class MetalAttention(_Storage):
             results = []
             for step, tokens in work.launches:
                 queries, chosen = q if tokens is None else q[tokens], with_arrays(step, options)
-                if tokens is not None and options.mask is not None:
+                if options.mask is None:
+                    self._asked.setdefault((q.shape[1], chosen.features), options)
+                elif tokens is not None:
                     chosen = chosen._replace(mask=chosen.mask[tokens])
                 results += self._kernels.attend(layer, queries, k_pool, v_pool, chosen, scores)
             for row, _, _ in work.chunks:
@@ -188,7 +198,9 @@ class MetalAttention(_Storage):
         each = 1 if scores is None else 2
         launched, contexts = results[: each * len(work.launches)], results[each * len(work.launches) :]
         outs, exported = launched[::each], launched[1::2] if each == 2 else []
-        sinks = None if options.sinks is None else mx.array(options.sinks).astype(q.dtype)
+        sinks = None
+        if options.sinks is not None and work.chunks:
+            sinks = mx.array(options.sinks).astype(q.dtype)
         for (_, first, last), k, v in zip(work.chunks, contexts[::2], contexts[1::2], strict=True):
             queries = q[first:last].swapaxes(0, 1)[None]
             k, v = k.astype(q.dtype), v.astype(q.dtype)
@@ -228,8 +240,8 @@ class MetalAttention(_Storage):
         self, plan: MetalStep, q: mx.array, scale: float, options: AttentionOptions, scores: str | None
     ) -> Work:
         """Return the launches for `q`. They are made once for all layers with equal arguments."""
-        dims_fit = max(dim for _, dim in self.spec.planes) <= MLX_HEAD_DIM_MAX
-        gathers = dims_fit and not set(options.features) - {"sinks"}
+        is_plain = options.window is options.soft_cap is options.alibi_slopes is options.mask is None
+        gathers = is_plain and max(dim for _, dim in self.spec.planes) <= MLX_HEAD_DIM_MAX
         key = (*q.shape[:2], scale, options.window, options.soft_cap, gathers, scores is None)
         if key in plan.work:
             return plan.work[key]

@@ -10,8 +10,11 @@ Nothing here needs a Metal device: any factory with the interface of ``metal_ker
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
+import os
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -23,11 +26,38 @@ from kvpool.protocol import AttentionOptions
 from kvpool.spec import KVSpec
 from kvpool_backends.mlx.storage import DTYPES
 
+_log = logging.getLogger(__name__)
+
+CHOICES = {  # of the constants below, what `kvpool bench metal --sweep` tries
+    "SIMDGROUPS": (2, 4),
+    "ROW_DIMS_MAX": (512, 1024),
+    "PART_TOKENS": (64, 128, 256, 512, 1024),
+    "PARTS_MAX": (32, 40, 64, 128, 256),
+}
+
+
+def tuned(name: str, default: int) -> int:
+    """The constant `name` in the file of ``KVPOOL_METAL_SETTINGS``, if there is one, else `default`."""
+    path = os.environ.get("KVPOOL_METAL_SETTINGS")
+    if not path:
+        return default
+    try:
+        found = json.loads(Path(path).read_text()).get(name, default)
+    except (OSError, ValueError, AttributeError) as error:
+        _log.warning("[metal] %s cannot be read (%s), %s is %d", path, error, name, default)
+        return default
+    if found != default and found not in CHOICES[name]:
+        _log.warning("[metal] %s in %s is %r, the choices are %s; it is %d", name, path, found, CHOICES[name], default)
+        return default
+    return int(found)
+
+
 # What is right here only a Mac can tell; results depend on these numbers in their last bits only.
-SIMDGROUPS = 4  # of a threadgroup of `paged_attention` and `paged_reduce`: 128 threads
-ROW_DIMS_MAX = 1024  # pairs of query and head in `paged_attention`, times 128 or 256 dimensions; half unless 16 bits
-PART_TOKENS = 64  # of a context, per threadgroup
-PARTS_MAX = 40  # of one context; beyond, parts double in length
+SIMDGROUPS = tuned("SIMDGROUPS", 4)  # of a threadgroup of `paged_attention` and `paged_reduce`: 128 threads
+# Pairs of query and head in `paged_attention`, times 128 or 256 dimensions; half unless planes have 16 bits.
+ROW_DIMS_MAX = tuned("ROW_DIMS_MAX", 1024)
+PART_TOKENS = tuned("PART_TOKENS", 64)  # of a context, per threadgroup
+PARTS_MAX = tuned("PARTS_MAX", 40)  # of one context; beyond, parts double in length
 HEAD_DIM_MAX = 512
 LANES = 32
 LINE_NBYTES = 128
@@ -59,6 +89,10 @@ class HeadTiles(NamedTuple):
         """The kernel that takes such rows."""
         return "paged_matrix" if self.units else "paged_attention"
 
+    def simdgroups(self, spec: KVSpec) -> int:
+        """Simdgroups of a threadgroup."""
+        return -(-max(dim for _, dim in spec.planes) // (16 * self.units)) if self.units else SIMDGROUPS
+
 
 class AttentionWork(NamedTuple):
     """What `plan_attention` makes of a batch."""
@@ -88,6 +122,15 @@ class AttentionStep(NamedTuple):
     mask: mx.array  # float32 [T, 1 or Hq, C]; of one 0 where there is none
     features: tuple[str, ...]  # of the options
     export: ScoreExport | None = None  # for steps whose scores are asked for
+
+
+class Launcher(NamedTuple):
+    """What launches of one kind have in common: made once, used by all layers and steps."""
+
+    attend: Kernel
+    reduce: Kernel
+    template: list[tuple[str, Any]]  # arguments of `attend`
+    shared: list[tuple[str, Any]]  # those of `reduce`
 
 
 class ScoreExport(NamedTuple):
@@ -224,16 +267,23 @@ def with_arrays(step: AttentionStep, options: AttentionOptions) -> AttentionStep
     """The same step with the slopes, sinks and mask of `options`, in which nothing else may differ."""
     if options.alibi_slopes is None and options.sinks is None and options.mask is None:
         return step
+    slopes, sinks = _per_head(options) if options.mask is None else _per_head.__wrapped__(options)
     mask = options.mask
     if mask is not None:
         mask = mask if mask.ndim == 3 else mask[:, None]
         mask = np.where(mask, np.float32(0), np.float32(-np.inf)) if mask.dtype == np.bool_ else mask
     return step._replace(
-        slopes=step.slopes if options.alibi_slopes is None else _uploaded(options.alibi_slopes),
-        sinks=step.sinks if options.sinks is None else _uploaded(options.sinks),
+        slopes=step.slopes if slopes is None else slopes,
+        sinks=step.sinks if sinks is None else sinks,
         mask=step.mask if mask is None else _uploaded(mask),
         features=options.features,
     )
+
+
+@lru_cache(maxsize=512)  # by identity: a layer that attends with the same object again finds its arrays on the device
+def _per_head(options: AttentionOptions) -> tuple[mx.array | None, mx.array | None]:
+    slopes, sinks = options.alibi_slopes, options.sinks
+    return None if slopes is None else _uploaded(slopes), None if sinks is None else _uploaded(sinks)
 
 
 def _uploaded(x: np.ndarray) -> mx.array:
@@ -298,6 +348,7 @@ class MetalKernels:
         dense = [plane for plane, bits in zip(spec.planes, spec.bits, strict=True) if bits is None]
         self._touching = all(spec.plane_layout(name, num_blocks).slot_stride == dim for name, dim in dense)
         self._layouts: dict[tuple[int, str], mx.array] = {}
+        self._launchers: dict[tuple[Any, ...], Launcher] = {}
         self._built: dict[str, Kernel] = {}
 
     def attend(
@@ -318,30 +369,24 @@ class MetalKernels:
             "raw" the means ``[B, Hk, C]``, for "mass" what goes into exp, ``[B, Hq, C]``.
         """
         spec, tiles = self.spec, step.tiles
-        num_tokens, num_q_heads = q.shape[:2]
-        shared = {
-            "Q": q.dtype,
-            "VALUE_DIM": spec.value_head_dim,
-            "GROUP": num_q_heads // spec.num_kv_heads,
-            "HEADS": tiles.heads,
-            "QUERIES": tiles.queries,
-            "SINKS": "sinks" in step.features,
-        }
+        num_tokens, num_q_heads, _ = q.shape
+        chosen = q.dtype, num_q_heads, tiles, step.direct, step.features, scores
+        launcher = self._launchers.get(chosen)
+        if launcher is None:
+            launcher = self._launchers[chosen] = self._launcher(q.dtype, num_q_heads, step, scores)
         num_items, num_groups = step.items.shape[0], spec.num_kv_heads * tiles.groups
         result = (num_tokens, num_q_heads, spec.value_head_dim)
         partials = (num_items, num_groups, tiles.rows, spec.value_head_dim + 4)
         more_inputs, more_shapes, more = self._score_arguments(step, num_q_heads, scores)
         (keys, *k_factors), (values, *v_factors) = map(_arrays, (k_pool, v_pool))
-        simdgroups = SIMDGROUPS
-        if tiles.units:
-            simdgroups = -(-max(spec.head_dim, spec.value_head_dim) // (16 * tiles.units))
-        out, *exported = self._kernel(attention_name(spec, scores, tiles.kernel))(
+        simdgroups = tiles.simdgroups(spec)
+        out, *exported = launcher.attend(
             inputs=[
                 *(q, keys, values, self._layout(layer), step.tables, step.items),
                 *(step.numbers, step.window, step.slopes, step.sinks, step.mask),
                 *(*k_factors, *v_factors, *more_inputs),
             ],
-            template=[*shared.items(), ("SIMDGROUPS", simdgroups), *self._template(step, scores)],
+            template=launcher.template,
             output_shapes=[result if step.direct else partials, *more_shapes],
             output_dtypes=[q.dtype if step.direct else mx.float32, *[mx.float32] * len(more_shapes)],
             grid=(num_groups * simdgroups * LANES, num_items, 1),
@@ -353,9 +398,9 @@ class MetalKernels:
             exported = [exported[0].reshape(num_rows, spec.num_kv_heads, -1, columns).mean(axis=2)]
         if step.direct:
             return [out, *exported]
-        (out,) = self._kernel("paged_reduce")(
+        (out,) = launcher.reduce(
             inputs=[out, step.parts, step.sinks],
-            template=[*shared.items(), ("SIMDGROUPS", SIMDGROUPS)],
+            template=launcher.shared,
             output_shapes=[result],
             output_dtypes=[q.dtype],
             grid=(SIMDGROUPS * LANES, num_q_heads, num_tokens),
@@ -409,14 +454,23 @@ class MetalKernels:
             threadgroup=(dim // 4, min(num_heads, 1024 // dim), 1),
         )
 
-    def _template(self, step: AttentionStep, scores: str | None) -> list[tuple[str, Any]]:
-        """Template arguments of attention that its reduction does not have."""
-        spec = self.spec
-        arguments: dict[str, Any] = {
+    def _launcher(self, dtype: mx.Dtype, num_q_heads: int, step: AttentionStep, scores: str | None) -> Launcher:
+        """The kernels for queries of a dtype in steps of one kind, with their template arguments."""
+        spec, tiles = self.spec, step.tiles
+        shared: dict[str, Any] = {
+            "Q": dtype,
+            "VALUE_DIM": spec.value_head_dim,
+            "GROUP": num_q_heads // spec.num_kv_heads,
+            "HEADS": tiles.heads,
+            "QUERIES": tiles.queries,
+            "SINKS": "sinks" in step.features,
+        }
+        own: dict[str, Any] = {
             "T": DTYPES[spec.dtype],
             "DIM": spec.head_dim,
             "BLOCK_SIZE": spec.block_size,
-            **({"UNITS": step.tiles.units} if step.tiles.units else {"TOUCHING": self._touching}),
+            "SIMDGROUPS": tiles.simdgroups(spec),
+            **({"UNITS": tiles.units} if tiles.units else {"TOUCHING": self._touching}),
             "SOFT_CAP": "soft_cap" in step.features,
             "ALIBI": "alibi_slopes" in step.features,
             "MASK": "mask" in step.features,
@@ -427,7 +481,8 @@ class MetalKernels:
             "RAW": scores == "raw",
             "MASS": scores == "mass",
         }
-        return list(arguments.items())
+        kernels = self._kernel(attention_name(spec, scores, tiles.kernel)), self._kernel("paged_reduce")
+        return Launcher(*kernels, [*shared.items(), *own.items()], [*shared.items(), ("SIMDGROUPS", SIMDGROUPS)])
 
     def _layout(self, layer: int, plane: str = "") -> mx.array:
         """What a kernel takes as `layout`: of both planes, or of one."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.errors import CapacityExceeded, CorruptState
+from kvpool.errors import CapacityExceeded, CorruptState, OutOfSequences
 from kvpool.stats import PrefixStats
 from kvpool.testing import model_args as args
 from kvpool.testing.model_arena import Part, public_call
@@ -24,6 +24,7 @@ from proof.plain.groups import HOLE, Arena, GroupModel, Layers, Table
 
 MOST_TAKEN = 2  #: checkpoints that a row has taken and not published
 NODES_PER_CHECKPOINT = 4  #: there is room for one checkpoint per so many nodes
+LOADED = 0  #: in place of a step
 TAIL = 16  #: tokens at the end of a prompt that the next turn may rewrite, unless `cut` says more
 
 
@@ -44,7 +45,7 @@ class Checkpoint:
     position: int
     bundles: dict[int, list[int]]  #: blocks of arena 0 of each state group
     stamp: int
-    step: int | None  #: the pending step that saves the states
+    step: int | None  #: the pending step that saves the states, LOADED: none does
     owner: int | None  #: the row that took it, until `commit` publishes it
     tails: list[Entry] = field(default_factory=list)  #: entries of windows and chunks, of a published one
     node: Node | None = None
@@ -74,6 +75,7 @@ class Known:
     wanted: list[int] = field(default_factory=list)  #: where checkpoints are taken
     hit: int = 0
     junction: int = 0
+    load: int = 0  #: tokens that are loaded
 
 
 @dataclass(eq=False)
@@ -328,6 +330,13 @@ class CheckpointModel(GroupModel):
                 one.stamp = self._coldest
         self._sweep()
 
+    def _give_up(self, mark: Checkpoint) -> None:
+        """A row has no use for a checkpoint that it has not published. Who has still to load it keeps it."""
+        if any(load.mark is mark for load in self._loads):
+            mark.owner = None
+        else:
+            self._drop(mark)
+
     def _sweep(self) -> None:
         """Forget nodes that nobody needs."""
         needed: set[int] = set()
@@ -432,10 +441,13 @@ class CheckpointModel(GroupModel):
 
     @public_call
     def open(
-        self, tokens: Any = 0, namespace: bytes = b"", cut: int | None = None, *, reserve: bool = True
-    ) -> int:
+        self, tokens: Any = 0, namespace: bytes = b"", cut: int | None = None, *, reserve: bool = True,
+        load: bool = False,
+    ) -> int:  # fmt: skip
         """Open a sequence for a prompt, or with entries for a number of tokens; returns its handle."""
         args.namespace("open", namespace)
+        if args.boolean("open", "load", load):
+            return self._open_load(args.tokens("open", tokens), namespace)
         if not isinstance(tokens, list | tuple | np.ndarray | str | bytes):
             if not reserve:
                 raise ValueError(f"[open] reserve is False for a count of {tokens} tokens, a prompt is needed")
@@ -464,10 +476,80 @@ class CheckpointModel(GroupModel):
         self._chain("open", prompt, namespace, self._local(seq.handle), shown, seq.known.wanted)
         return seq.handle
 
-    def _make_room(self, entries: list[tuple[Layers, int]]) -> None:
+    def _open_load(self, prompt: list[int], namespace: bytes) -> int:
+        """Open a sequence whose blocks are filled from elsewhere. It shares none if hits need checkpoints."""
+        length, path, hit, bundle = len(prompt), [], 0, 0
+        self._refuse_too_long("open", prompt)
+        if self._is_cut:
+            if not all(layer.group.blocks for layer in self._states):
+                raise ValueError("[open] a state group has no blocks")
+            if not length or length % self._grain:
+                raise ValueError(f"[open] {length} tokens are loaded, {self._grain} is the grain")
+            if self._states and len(self._taken) == self._most_marks and not any(map(self._is_free, self._taken)):
+                raise OutOfSequences("[open] all checkpoints are in use")
+            bundle = self._bundle_size
+        else:
+            path, hit = self._found(prompt, namespace)
+        wanted = {layer.index: self._loaded_entries(layer, length) for layer in self._with_entries}
+        rest = [(layer, len(wanted[layer.index]) - hit // layer.block_size) for layer in self._with_entries]
+        rest += [(layer, 1) for layer in self._states]
+        own = tuple(path[: hit // self.block_size])
+        for arena in self.arenas:
+            need = sum(n * layer.columns for layer, n in rest if layer.arena is arena)
+            need += 0 if arena._number else bundle
+            watermark = 0 if arena._number else self.options.watermark
+            lost = len(arena._lru) - len(self.evictable_in(arena, own))
+            if need and need + watermark > arena._available() - lost:
+                arena._out_of_blocks("open", need, watermark, lost=lost)
+        self._refuse_slots("open", 1)
+        seq = self._open_found("load", prompt, namespace, path, hit)
+        self._make_room(rest, bundle)
+        for layer in self.layers:
+            table = seq.tables[layer.index]
+            if layer.kind == "state":
+                table.entries.append(self._take_entry(layer))
+                continue
+            places = range(len(table.entries), ceil_div(length, layer.block_size))
+            table.entries.extend(self._take_entry(layer) if i in wanted[layer.index] else HOLE for i in places)
+        seq.known.wanted, seq.known.load = self._positions(hit, [], length), length
+        if bundle:
+            assert self._has_room()
+            home = self.arenas[0]
+            bundles = {layer.index: [home._take() for _ in range(layer.group.blocks)] for layer in self._states}
+            self._taken.append(Checkpoint(length, bundles, self._clock, LOADED, seq.handle))
+        seq.is_loading = True
+        self._chain("open", prompt, namespace, self._local(seq.handle), "load")
+        return seq.handle
+
+    def _loaded_entries(self, layer: Layers, length: int) -> set[int]:
+        """The entries of a group that a sequence needs which begins with `length` tokens."""
+        size, every = layer.block_size, range(ceil_div(length, layer.block_size))
+        if layer.kind == "full" or not self._is_cut:
+            return set(every)
+        return {i for i in every if i < layer.num_kept or (i + 1) * size > layer.last_unread(length)}
+
+    def _loadable(self, seq: Sequence) -> tuple[int, int]:
+        return (seq.known.load, seq.known.load) if self._is_cut else super()._loadable(seq)
+
+    def _take_over(self, seq: Sequence, n: int) -> None:
+        mine = [mark for mark in self._taken if mark.owner == seq.handle]
+        if self._is_cut and (n == 0 or seq.root is None):
+            self._pop_all(seq)
+            for table in seq.tables:
+                table.epoch += 1
+                self._cut_told(table, 0)
+            return
+        super()._take_over(seq, n)
+        for mark in mine:
+            mark.step, mark.stamp = None, self._tick()
+            slots = {layer.index: seq.tables[layer.index].entries[0][0] for layer in self._states}
+            self._loads.append(Load(mark, slots))
+
+    def _make_room(self, entries: list[tuple[Layers, int]], bundle: int = 0) -> None:
         """Evict for all entries before any is taken: what leaves for one arena may have blocks of others."""
         for arena in self.arenas:
-            while sum(n * layer.columns for layer, n in entries if layer.arena is arena) > len(arena._blank):
+            need = sum(n * layer.columns for layer, n in entries if layer.arena is arena)
+            while need + (0 if arena._number else bundle) > len(arena._blank):
                 self.evict_for(arena)
 
     def _refuse_prompt(self, call: str, prompt: list[int], path: list[Node], hit: int, reserve: bool) -> None:
@@ -550,7 +632,7 @@ class CheckpointModel(GroupModel):
     def _lose_in(self, layer: Any, seq: Sequence, n: int, left: int) -> None:
         super()._lose_in(layer, seq, n, left)
         for mark in [mark for mark in self._taken if mark.owner == seq.handle]:
-            self._drop(mark)
+            self._give_up(mark)
         seq.root, seq.tokens, seq.known = None, [], Known()
         self._sweep()
 
@@ -623,7 +705,7 @@ class CheckpointModel(GroupModel):
             else:
                 self._marks["skipped"] += 1
             if mark is not None:
-                self._drop(mark)
+                self._give_up(mark)
             if node.checkpoint is not None:
                 self._supersede(seq, position)
             return
@@ -636,6 +718,9 @@ class CheckpointModel(GroupModel):
         self._marks["published"] += 1
         mark.stamp = self._tick()
         known = [entry for other in self._taken if other.node is not None for entry in other.tails]
+        if any(load.mark is mark for load in self._loads):
+            self._replace_tails(tails)
+            known = []
         mark.tails = [next((one for one in known if one.layer is e.layer and one.node is e.node), e) for e in tails]
         mark.owner, mark.node, node.checkpoint = None, node, mark
         above: Node | None = node
@@ -647,6 +732,15 @@ class CheckpointModel(GroupModel):
             mark.is_junction = position == seq.known.junction
             self._demote(mark)
         self._supersede(seq, position)
+
+    def _replace_tails(self, own: list[Entry]) -> None:
+        """A row that has still to load its checkpoint: its entries take the place of equal ones in others."""
+        for mark in self._taken:
+            for place, entry in enumerate(mark.tails):
+                other = next((e for e in own if e.layer is entry.layer and e.node is entry.node), entry)
+                mark.tails[place] = other
+                if other is not entry and not self._covering(entry) and self._is_idle(entry):
+                    self._blank_entry(entry)
 
     def _supersede(self, seq: Sequence, position: int) -> None:
         """The row has its last checkpoint, so the one that was its hit is second class."""
@@ -674,6 +768,7 @@ class CheckpointModel(GroupModel):
     # ---- steps --------------------------------------------------------------------------------------------
 
     def _started(self, call: str, step: Step, new: list[int]) -> None:
+        begun = []  # in the order of the rows
         for row, n in zip(step.rows, new, strict=True):
             seq = self._sequence(call, row.handle)
             if call != "step" or not n:
@@ -681,10 +776,11 @@ class CheckpointModel(GroupModel):
             for load in self._loads:
                 if load.step is None and self._reads(row, seq, load):
                     load.step = step.id
+                    begun.append(load)
             if self._states and seq.num_tokens in seq.known.wanted:
                 self._take_mark(step, seq)
         for layer in self._states:
-            loads = [(load.mark, load.slots[layer.index]) for load in self._loads if load.step == step.id]
+            loads = [(load.mark, load.slots[layer.index]) for load in begun]
             saves = [(mark, self._state_of(mark.owner, layer)) for mark in self._taken if mark.step == step.id]
             group = step.plan.groups[layer.index]
             group.state_loads, group.state_saves = (
@@ -752,7 +848,7 @@ class CheckpointModel(GroupModel):
 
     def _pop_all(self, seq: Sequence) -> None:
         for mark in [mark for mark in self._taken if mark.owner == seq.handle]:
-            self._drop(mark)
+            self._give_up(mark)
         super()._pop_all(seq)
         self._end_idle_loads()
         seq.known.node = None
@@ -764,7 +860,7 @@ class CheckpointModel(GroupModel):
         super().truncate(handles, lens)
         for seq in self._batch("truncate", handles, alone=True):
             for mark in [m for m in self._taken if m.owner == seq.handle and m.position > seq.num_tokens]:
-                self._drop(mark)
+                self._give_up(mark)
             del seq.tokens[seq.num_tokens :]
             node = seq.known.node
             while node is not None and len(node.prefix) > len(seq.tokens):
@@ -809,8 +905,8 @@ class CheckpointModel(GroupModel):
             if seq.root in roots:
                 seq.root = seq.known.node = None
                 seq.known.wanted = []
-                for mark in [mark for mark in self._taken if mark.owner == seq.handle]:
-                    self._drop(mark)
+                for mark in [mark for mark in self._taken if mark.owner == seq.handle and not seq.is_loading]:
+                    self._give_up(mark)
         gone = [node for node in self._nodes.values() if node.root in roots]
         self._nodes = {key: node for key, node in self._nodes.items() if node.root not in roots}
         for mark in [mark for mark in self._taken if mark.node in gone]:

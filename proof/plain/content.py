@@ -93,6 +93,26 @@ class GroupContent:
         self.passed[name] = self.point[name] = len(hit)
         self.named |= found
 
+    def loading(self, bundle: set[int]) -> None:
+        """Blocks of a checkpoint were handed out to be loaded."""
+        self.poison({(0, block) for block in bundle})
+
+    def loaded(self, name: int, tokens: Sequence[int], table: Callable[[int, int], Any], bundles: dict[int, Any]) -> None:
+        """These tokens of a sequence came from elsewhere, into the blocks that it has; states into bundles."""
+        begin = len(self.stamps[name])
+        self._append(name, tokens)
+        stamps = self.stamps[name]
+        self.passed[name] = self.point[name] = len(stamps)
+        for g in self.kv:
+            for i, entry in enumerate(table(name, g).tolist()):
+                held = [block for block in entry if block >= max(self.reserved, 0)]
+                for p in range(max(begin, i * self.sizes[g]), min(len(stamps), (i + 1) * self.sizes[g])):
+                    places = [(self.arenas[g], block, p % self.sizes[g]) for block in held]
+                    self.memory.update({place: (stamps[p], g, column) for column, place in enumerate(places)})
+        for g, blocks in bundles.items() if len(stamps) > begin else ():
+            state = (g, len(stamps), stamps[-1])
+            self.memory.update({(0, block, 0): Saved(k, state) for k, block in enumerate(blocks)})
+
     def _append(self, name: int, tokens: Iterable[int]) -> None:
         stamps = self.stamps[name]
         for token in tokens:

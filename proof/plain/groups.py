@@ -655,7 +655,7 @@ class GroupModel(StepModel):
     @public_call
     def kv_len(self, handle: int, group: int = 0) -> int:
         """Return how many tokens of a sequence have a slot in a group, or had one in a window."""
-        seq = self._one("kv_len", handle)
+        seq = self._one("kv_len", handle, True)
         return self._held(seq, self.layers[args.integer("kv_len", "group", group, 0, len(self.layers) - 1)])
 
     # ---- what is read -------------------------------------------------------------------------------------
@@ -674,7 +674,7 @@ class GroupModel(StepModel):
     @public_call
     def table(self, handle: int, group: int = 0) -> np.ndarray:
         """Return the entries of a sequence in a group, int32 ``[entries, columns]``; a state group: its slot."""
-        seq = self._one("table", handle)
+        seq = self._one("table", handle, True)
         layer = self.layers[args.integer("table", "group", group, 0, len(self.layers) - 1)]
         entries = seq.tables[layer.index].entries
         if layer.kind == "state":

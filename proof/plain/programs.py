@@ -36,10 +36,10 @@ OPERATIONS = (
 #: Calls on pools with a prefix cache.
 CACHED = (
     *("prompt", "prompt", "prompt", "prompt", "compute", "compute", "compute", "compute", "chunk", "chunk", "commit"),
-    *("lie", "match", "pin", "flush", "evict", "evict", "hold", "close", "close", "step", "step", "step", "done"),
+    *("load", "load", "load", "lie", "match", "pin", "flush", "evict", "evict", "hold", "close", "close", "step", "step", "step", "done"),
     *("done", *sorted(set(OPERATIONS) - {"named"})),
 )
-WITHOUT_ROWS = ("reset", "done", "foreign", "named", "prompt", "match", "pin", "evict", "hold")
+WITHOUT_ROWS = ("load", "reset", "done", "foreign", "named", "prompt", "match", "pin", "evict", "hold")
 #: Calls on blocks by id, on some arena; the ones that lead somewhere more often.
 BLOCK_CALLS = (
     *("alloc", "alloc", "take", "incref", "incref", "decref", "decref", "free", "release", "release"),
@@ -237,6 +237,57 @@ class Program:
             return side.pool.open(text, space, cut, reserve=bool(a & 8))
 
         self._opened(self.pair.both(call, handles=True), text, space)
+        self.compare()
+
+    def load(self, a: int, b: int, c: int) -> None:
+        """Load a prompt. Before it has come, others step, it is closed, or everything is flushed."""
+        text, space = self._prompt(a, b, c)
+        grain = max((self.content.sizes[g] for g in self.content.kv), default=self.size)
+        if a & 15:
+            text = text[: len(text) // grain * grain]
+        got = self.pair.both(lambda side: side.pool.open(text, space, load=True), handles=True)
+        if got is RAISED:
+            self.compare()
+            return
+        (name,) = got
+        self._opened(got, text, space)
+        pool, handle = self.pair.test.pool, self.pair.test.handle(name)
+        states = [g for g, group in enumerate(self.groups) if group.kind == "state"]
+        bundles = {g: pool.prefix.bundle(handle, g).tolist() for g in states}
+        self.content.loading({block for blocks in bundles.values() for block in blocks})
+        self.compare()
+        self._meanwhile(name, b % 8, a, c)
+        begin = len(self.content.stamps.get(name, []))
+        for n in ((0, len(text), len(text), len(text), a % (len(text) + 2))[c % 5], 0):
+            if self.pair.both(lambda side, n=n: side.pool.loaded(side.handle(name), n)) is not RAISED:
+                break
+        if pool.is_open(handle):
+            self.content.loaded(name, text[begin : pool.num_tokens(handle)], self._table, bundles)
+        self.compare()
+        if name in self.live and a & 1:
+            self._commit(name, len(self.content.stamps[name]))
+            self.compare()
+
+    def _meanwhile(self, name: int, what: int, a: int, c: int) -> None:
+        """Something happens while a sequence is loaded."""
+        if what == 0:
+            self.pair.both(lambda side: side.pool.close(side.handle(name)))
+        elif what == 1:
+            self._flush(None)
+        elif what == 2:
+            calls = ("fork", "truncate", "close_finished", "defer_close")
+            given = ((), (0,), ([0],), ())[a % 4]
+            self.pair.both(
+                lambda side: getattr(side.pool, calls[a % 4])(
+                    [side.handle(name)] if a % 4 == 2 else side.handle(name), *given
+                )
+            )
+        elif what < 6 and len(self.live) > 1:
+            stamps = self.content.stamps[name]
+            self.live.remove(name)
+            (self.step, self.done, self.close)[what - 3](a, a >> 3, c)
+            self.live.append(name)
+            self.content.stamps[name], self.took = stamps, False
         self.compare()
 
     def pin(self, a: int, b: int, c: int) -> None:

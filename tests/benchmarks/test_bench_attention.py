@@ -155,25 +155,35 @@ def good_rows(dtype="float32"):
     ]
 
 
-def missed(rows, **settings):
-    return {gate.name for gate in gates.decide(rows, Settings(**settings)) if not gate.holds}
+def good_quantized_rows(bits="8"):
+    """The same of one number of bits."""
+    return [
+        make_row("quantized", dtype=f"{bits} bits", yardstick="decode", best=0.9),
+        make_row("write", dtype=f"{bits} bits", yardstick="memcpy", nbytes=2**22),
+    ]
 
 
-def test_gates_good_rows_hold_and_reach_their_goals():
-    decided = gates.decide([row for dtype in DTYPES for row in good_rows(dtype)], Settings())
-    assert len(decided) == 3 * 6 + 1
-    assert all(gate.holds and gate.reaches_goal for gate in decided)
-    assert as_text(decided).splitlines()[-1] == "19 of 19 gates hold"
+def missed(rows, isa="avx512", **settings):
+    return {gate.name for gate in gates.decide(rows, Settings(**settings), isa) if not gate.holds}
+
+
+@pytest.mark.parametrize(("isa", "count"), [("avx512", 23), ("avx2", 23), ("neon", 23), ("portable", 3)])
+def test_gates_good_rows_hold_and_reach_their_goals(isa, count):
+    rows = [row for dtype in DTYPES for row in good_rows(dtype)]
+    rows += [row for bits in "84" for row in good_quantized_rows(bits)]
+    decided = gates.decide(rows, Settings(kv_bits=("8", "4", "fp8")), isa)
+    assert all(gate.holds and (gate.goal is None or gate.reaches_goal) for gate in decided)
+    assert as_text(decided).splitlines()[-1] == f"{count} of {count} gates hold"
 
 
 @pytest.mark.parametrize(
     ("number", "fault", "gate"),
     [
         (0, {"best": 1.51, "dense": {"torch": 9}}, "decode float32"),
-        (0, {"dense": {"torch": 1.99}}, "decode float32 against torch"),
+        (0, {"dense": {"torch": 1.79}}, "decode float32 against torch"),
         (0, {"dense": {"torch": 0.1}}, "decode float32 against torch"),
         (1, {"best": 0.89}, "decode of one sequence, more threads"),
-        (3, {"best": 1.34}, "prefill float32"),
+        (3, {"best": 1.18}, "prefill float32"),
         (4, {"best": 1.41}, "write float32"),
         (5, {"best": 1.11}, "copy_blocks float32"),
         (6, {"median": 1.031}, "decode with raw scores float32"),
@@ -185,16 +195,46 @@ def test_gates_planted_fault_is_missed_and_no_other(number, fault, gate):
     assert missed(rows, dtypes=("float32",)) == {gate}
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1.5), ("bfloat16", 1.8), ("float16", 1.8)])
-def test_gates_decode_limit_of_each_dtype(dtype, limit):
-    for ratio, expected in ((limit - 0.01, set()), (limit + 0.01, {f"decode {dtype}"})):
-        rows = [make_row(dtype=dtype, best=ratio, dense={"torch": 9})]
-        assert missed(rows, dtypes=(dtype,), parts=("decode",), threads=(1,)) == expected
+@pytest.mark.parametrize("bits", ["8", "4"])
+@pytest.mark.parametrize(("number", "fault", "gate"), [(0, {"best": 1.06}, "decode"), (1, {"best": 1.41}, "write")])
+def test_gates_planted_fault_of_quantized_storage_is_missed_and_no_other(bits, number, fault, gate):
+    rows = good_quantized_rows(bits)
+    rows[number] = replace(rows[number], **fault)
+    assert missed(rows, "avx2", parts=(), kv_bits=(bits,)) == {f"{gate} {bits} bits"}
+
+
+@pytest.mark.parametrize("fault", [{"context": 2047}, {"is_complete": False}, {"dtype": "8/4 bits"}])
+def test_gates_quantized_row_that_must_not_decide_leaves_the_gate_undecided(fault):
+    decode, write = good_quantized_rows()
+    assert missed([replace(decode, **fault), write], parts=(), kv_bits=("8",)) == {"decode 8 bits"}
+
+
+LIMITS = {
+    "avx512": (1.5, 1.65, 1.7),
+    "avx2": (1.5, 1.65, 1.7),
+    "neon": (1.5, 1.65, 1.7),
+    "portable": (2.5, 4.0, 4.0),
+}
+
+
+@pytest.mark.parametrize("isa", LIMITS)
+def test_gates_decode_limit_of_each_instruction_set_and_dtype(isa):
+    for dtype, limit in zip(DTYPES, LIMITS[isa], strict=True):
+        for ratio, expected in ((limit - 0.01, set()), (limit + 0.01, {f"decode {dtype}"})):
+            rows = [make_row(dtype=dtype, best=ratio, dense={"torch": 9})]
+            assert missed(rows, isa, dtypes=(dtype,), parts=("decode",), threads=(1,)) == expected
+
+
+def test_gates_write_limit_of_each_dtype():
+    for dtype, limit in zip(DTYPES, (1.4, 1.3, 1.4), strict=True):
+        for ratio, expected in ((limit - 0.01, set()), (limit + 0.01, {f"write {dtype}"})):
+            row = make_row("write", dtype=dtype, best=ratio, yardstick="memcpy")
+            assert missed([row], dtypes=(dtype,), parts=("write",)) == expected
 
 
 def test_gates_worst_row_decides():
     rows = [make_row(best=1.2), make_row(best=1.7, batch=64), make_row(best=1.3)]
-    gate = gates.decide(rows, Settings(parts=("decode",), dtypes=("float32",)))[0]
+    gate = gates.decide(rows, Settings(parts=("decode",), dtypes=("float32",)), "avx512")[0]
     assert (gate.value, gate.note) == (1.7, "float32 64 x 4k, 1 thread")
 
 
@@ -211,7 +251,7 @@ def test_gates_worst_row_decides():
 )
 def test_gates_row_that_must_not_decide_leaves_the_gate_undecided(fault):
     rows = [make_row(**fault)]
-    decided = gates.decide(rows, Settings(parts=("decode",), dtypes=("float32",)))
+    decided = gates.decide(rows, Settings(parts=("decode",), dtypes=("float32",)), "avx512")
     assert [gate.value for gate in decided] == [None] * 3
     assert not any(gate.holds for gate in decided)
     assert "not decided" in as_text(decided)
@@ -219,7 +259,7 @@ def test_gates_row_that_must_not_decide_leaves_the_gate_undecided(fault):
 
 def test_gates_other_heads_decide_nothing():
     settings = Settings(parts=("decode", "prefill"), dtypes=("float32",), num_q_heads=16)
-    assert all(gate.value is None for gate in gates.decide(good_rows(), settings))
+    assert all(gate.value is None for gate in gates.decide(good_rows(), settings, "avx512"))
 
 
 def test_gates_without_torch_are_not_decided():
@@ -426,7 +466,7 @@ def test_decode_sleeping_kernels_miss_their_gate(kernels, monkeypatch):
     monkeypatch.setattr(measure, "UNDISTURBED", 0.0)  # every round counts, or a busy machine decides nothing
     kernels.attend_seconds = 0.02
     settings = replace(SMALL, threads=(1,), batches=(1,))
-    gate = gates.decide(command.measure(Bench(kernels, settings), quiet=True), settings)[0]
+    gate = gates.decide(command.measure(Bench(kernels, settings), quiet=True), settings, "avx512")[0]
     assert gate.value > 1.5 and not gate.holds
 
 
@@ -461,7 +501,7 @@ def test_moves_sleeping_kernels_miss_their_gate(kernels, monkeypatch, part):
     monkeypatch.setattr(gates, "REPETITIONS", 1)
     monkeypatch.setattr(measure, "UNDISTURBED", 0.0)  # every round counts, or a busy machine decides nothing
     kernels.move_seconds = 0.03  # against microseconds: whatever else the machine does
-    decided = gates.decide(command.measure(Bench(kernels, s := replace(SMALL, parts=(part,))), quiet=True), s)
+    decided = gates.decide(command.measure(Bench(kernels, s := replace(SMALL, parts=(part,))), quiet=True), s, "avx512")
     assert [gate.value > 2 and not gate.holds for gate in decided] == [True]
 
 

@@ -41,7 +41,7 @@ def test_slow_scores_miss_their_gate(monkeypatch):
     kernels = NumpyKernels()
     kernels.attend_seconds, kernels.scores_seconds = 0.05, 0.05
     settings = replace(SETTINGS, batches=(1,), repetitions=5)
-    (gate,) = gates.decide(command.measure(Bench(kernels, settings), quiet=True), settings)
+    (gate,) = gates.decide(command.measure(Bench(kernels, settings), quiet=True), settings, "avx512")
     assert gate.name == "decode with raw scores float32"
     assert not gate.holds
     assert gate.value is None or gate.value > 1.2  # None on a machine too busy to say

@@ -59,7 +59,7 @@ def test_help_lists_exactly_the_commands_that_exist(capsys):
     assert exit_info.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     listed = [line.split()[0] for line in lines if line.startswith("    ") and not line.startswith("     ")]
-    assert listed == ["demo", "generate", "serve", "replay", "plan", "doctor", "bench", "fuzz"]
+    assert listed == ["demo", "generate", "serve", "replay", "plan", "store", "doctor", "bench", "fuzz"]
 
 
 @pytest.mark.parametrize("command", ["demo", "replay", "plan", "doctor", "bench attention", "bench metal"])

@@ -8,6 +8,7 @@ import pytest
 from kvpool.cli import main
 from kvpool.cli.bench import metal
 from kvpool.cli.console import CommandError
+from kvpool_backends.mlx import metal_kernels
 
 TINY = ["--batch", "1,2", "--context", "40", "--group", "2,4", "--heads", "4", "--head-dim", "32", "--repetitions", "2"]
 BLOCKS = ["--block-size", "8,16"]
@@ -45,6 +46,48 @@ def test_the_table_has_a_line_for_each_row_and_names_what_is_left_out(fake, caps
         for dtype in ("float16", "bfloat16")
     ]
     assert len(lines) == 2 + 2 * (8 - 2) + 2
+
+
+def test_the_sweep_prints_the_settings_that_took_least(fake, monkeypatch, capsys, tmp_path):
+    """Times are made up, and so is what is best; its file is one that the kernels read."""
+    wanted = {"SIMDGROUPS": 4, "ROW_DIMS_MAX": 1024, "PART_TOKENS": 128, "PARTS_MAX": 32}
+    before = {name: getattr(metal_kernels, name) for name in wanted}
+
+    def rows(case, block_sizes, repetitions):
+        away = sum(getattr(metal_kernels, name) != value for name, value in wanted.items())
+        yield {"paged": 1e-5 * (1 + away)}
+
+    monkeypatch.setattr(metal, "case_rows", rows)
+    assert main(["bench", "metal", *TINY, "--sweep"]) == 0
+    text = capsys.readouterr().out
+    assert json.loads(text) == {"device": "no GPU", **wanted}
+    assert {name: getattr(metal_kernels, name) for name in wanted} == before
+    file = tmp_path / "settings.json"
+    file.write_text(text)
+    monkeypatch.setenv("KVPOOL_METAL_SETTINGS", str(file))
+    assert {name: metal_kernels.tuned(name, 7) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"SIMDGROUPS": 3}', '{"SIMDGROUPS": "8"}'])
+def test_settings_that_make_no_sense_are_named_and_not_used(monkeypatch, caplog, tmp_path, text):
+    file = tmp_path / "settings.json"
+    file.write_text(text)
+    monkeypatch.setenv("KVPOOL_METAL_SETTINGS", str(file))
+    assert metal_kernels.tuned("SIMDGROUPS", 4) == 4
+    assert str(file) in caplog.text
+    monkeypatch.setenv("KVPOOL_METAL_SETTINGS", str(tmp_path / "none"))
+    assert metal_kernels.tuned("PART_TOKENS", 128) == 128 and "cannot be read" in caplog.text
+
+
+CASE = metal.Case("float16", 4, 2, 700, 4, 32, 2 * 2 * 704 * 32 * 2, 1, 1)
+
+
+def test_every_choice_of_the_sweep_gives_right_results(fake, monkeypatch):
+    for name, choices in metal_kernels.CHOICES.items():
+        for choice in choices:
+            with monkeypatch.context() as patch:
+                patch.setattr(metal_kernels, name, choice)
+                list(metal.case_rows(CASE, (16,), 1))  # refuses wrong results
 
 
 def test_a_wrong_result_has_no_time(fake, monkeypatch, capsys):

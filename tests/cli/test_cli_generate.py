@@ -126,6 +126,7 @@ def test_stats_go_to_stderr(capsys, expected):
         (["--top-p", "1.1"], "--top-p 1.1: out of range, above 0 and at most 1"),
         (["--max-tokens", "-5"], "--max-tokens -5: out of range"),
         (["--max-tokens", "9000"], "prompt 1: 1 prompt tokens and 9000 more, the model takes 8192"),
+        (["--max-tokens", "900", "--memory", "100000"], "1 prompt tokens and 900 more, memory holds "),
         (["--n", "0"], "--n 0: out of range"),
         (["--n", "3", "--beam", "2"], "--n 3: a beam of 2 has only 2 hypotheses"),
         (["--beam", "2", "--stop", "x"], "--stop and --beam exclude each other"),
@@ -180,7 +181,7 @@ def test_prompt_that_cannot_end_is_refused_before_a_pool_is_made(capsys, monkeyp
     del config["max_position_embeddings"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["generate", "--model", str(tmp_path), "--prompt", "x", "--max-tokens", "2000000000"]) == 2
-    assert "1 prompt tokens and 2000000000 more, memory takes " in capsys.readouterr().err
+    assert "1 prompt tokens and 2000000000 more, memory holds " in capsys.readouterr().err
 
 
 def test_several_samples_without_temperature_are_noted(capsys):

@@ -132,8 +132,9 @@ def test_second_interrupt_ends_the_process_at_once():
         (["--model", "tiny", "--port", "65536"], "--port 65536: out of range, 0..65535"),
         (["--model", "tiny", "--num-blocks", "2"], "--num-blocks 2: out of range"),
         (["--model", "tiny", "--num-blocks", "20", "--memory", "1MiB"], "--memory and --num-blocks exclude each other"),
-        (["--model", "tiny", "--host", "0.0.0.0"], "--host 0.0.0.0: others can reach this address"),
-        (["--model", "tiny", "--api-key", ""], "--api-key: must be ASCII, and not empty"),
+        (["--model", "tiny", "--host", "0.0.0.0"], "--api-key, --api-keys or the variable KVPOOL_API_KEY"),
+        (["--model", "tiny", "--api-key", ""], "--api-key: a key must be ASCII, and not empty"),
+        (["--model", "tiny", "--memory", "lots"], "--memory lots: 'lots' is not a size"),
     ],
 )
 def test_nonsense_is_refused_in_one_line(capsys, arguments, message):
@@ -144,7 +145,7 @@ def test_nonsense_is_refused_in_one_line(capsys, arguments, message):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--model", "tiny", "--memory", "lots"], "lots"), (["--model", "BROKEN"], "No safetensors found")],
+    [(["--model", "tiny", "--memory", "1"], "--memory 1: "), (["--model", "BROKEN"], "No safetensors found")],
 )
 def test_a_model_that_cannot_be_made_is_reported_before_the_port_opens(capsys, tmp_path, arguments, message):
     (tmp_path / "config.json").write_text("{}")

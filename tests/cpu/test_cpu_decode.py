@@ -1,6 +1,6 @@
 """Decode and short windows of queries on the CPU kernels, against dense attention in float64, in every instruction set.
 
-A context goes by in parts of 512 tokens and tiles of 32, in steps of 4; the lengths here lie around those borders.
+A context goes by in parts of 512 tokens and tiles of 32, in steps of 2 to 4; the lengths lie around those borders.
 Slots that no query sees hold NaN throughout.
 """
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_quantized import MLX, rows
+from quantized_rows import MLX, rows
 
 from kvpool.config import LAYOUTS, KVSpec
 from kvpool.protocol import AttentionOptions, StepArrays

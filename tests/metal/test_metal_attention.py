@@ -6,6 +6,7 @@ shapes with all features, 0.01 for one in a hundred of them.
 """
 
 import dataclasses
+import functools
 import itertools
 import os
 import random
@@ -65,6 +66,14 @@ def test_every_pair_of_choices_equals_float64(engine, choice):
         batch.check(batch.run(engine.factory(engine.schedules[-1])))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("part_tokens", [32, 512])
+def test_sums_over_16_bits_are_those_of_float32(engine, dtype, part_tokens):
+    """Results of float32 hide no rounding."""
+    batch = Batch(dtype=dtype, q_dtype="float32", head_dim=128, group=2, seq_lens=(512, 77), part_tokens=part_tokens)
+    batch.check(batch.run(engine.factory(0)))
+
+
 @pytest.mark.parametrize("features", [(), ("window",), FEATURES])
 @pytest.mark.parametrize(("group", "head_dim", "layout"), [(1, 64, "NHD"), (3, 80, "HND"), (8, 128, "NHD")])
 def test_windows_and_chunks_equal_float64(engine, group, head_dim, layout, features):
@@ -96,16 +105,6 @@ def test_any_multiple_of_four_is_a_head_dimension(engine, head_dim, layout):
     run_all_schedules(batch, engine)
 
 
-@pytest.mark.parametrize("tail", [1, 2, 7, 31])
-def test_a_last_tile_of_few_tokens_is_counted(engine, tail):
-    """Every simdgroup has several tiles, and its last one `tail` tokens: runs of 48, 80 and 112 tokens."""
-    for block_size, context in ((8, 4 * 40 - 8 + tail), (16, 4 * 48 - 16 + tail), (8, 4 * 72 - 8 + tail)):
-        batch = Batch(group=1, kv_heads=1, block_size=block_size, seq_lens=(context,))
-        batch.check(batch.run(engine.factory(1)))
-        chunk = Batch(group=12, kv_heads=1, block_size=block_size, seq_lens=(64 + tail,))
-        chunk.check(chunk.run(engine.factory(1)))
-
-
 @pytest.mark.parametrize("group", [20, 71])
 def test_groups_of_many_heads_equal_float64(engine, group):
     run_all_schedules(Batch(group=group, kv_heads=1, seq_lens=(40, 3)), engine)
@@ -114,6 +113,53 @@ def test_groups_of_many_heads_equal_float64(engine, group):
 def test_a_context_of_16k_tokens_equals_float64(engine):
     batch = Batch(dtype="float16", kv_heads=1, group=2, seq_lens=(16_384,), block_size=32)
     batch.check(batch.run(engine.factory(1)))
+
+
+def last_tiles(batch):
+    """Where the context of each row ends, as (tiles of its last run before the last one, tokens in the last one)."""
+    work = plan_attention(
+        np.array(batch.seq_lens), batch.cu_q_lens, len(batch.q), block_size=batch.block_size,
+        tiles=batch.tiles, part_tokens=batch.part_tokens,
+    )  # fmt: skip
+    found = {}
+    for row, *_, part, run, _, end in work.items.tolist():
+        found[row] = divmod((end - 1 - part) % run, TILE)
+    return [(tile, tail + 1) for tile, tail in found.values()]
+
+
+@functools.cache
+def contexts_with_every_tail(block_size):
+    """Lengths whose last tile has 1 .. 32 tokens, each behind another tile of the same run."""
+    found = {}
+    for length in range(257, 1025):
+        ((tile, tail),) = last_tiles(Batch(seq_lens=(length,), block_size=block_size, part_tokens=1024, **SMALL))
+        if tile:
+            found.setdefault(tail, length)
+    return tuple(found[tail] for tail in sorted(found))
+
+
+TILE = 32  # tokens
+SMALL = {"kv_heads": 1, "group": 1, "head_dim": 32}
+
+
+@pytest.mark.parametrize("features", [(), ("sinks",)])
+@pytest.mark.parametrize("block_size", [8, 16, 24, 32])
+def test_last_tiles_of_any_length_equal_float64(engine, block_size, features):
+    seq_lens = contexts_with_every_tail(block_size)
+    batch = Batch(seq_lens=seq_lens, block_size=block_size, part_tokens=1024, features=features, **SMALL)
+    assert {tail for tile, tail in last_tiles(batch) if tile} == set(range(1, TILE + 1))  # the census
+    batch.check(batch.run(engine.factory(1)))
+
+
+@pytest.mark.parametrize("part_tokens", [32, 1024])
+@pytest.mark.parametrize("group", [1, 3])
+def test_the_largest_score_may_lie_in_any_part_and_simdgroup(engine, group, part_tokens):
+    """Weights relative to anything smaller than that score are infinite."""
+    batch = Batch(seq_lens=(512,) * 16, kv_heads=1, group=group, head_dim=32, part_tokens=part_tokens)
+    for row, (k, _) in enumerate(batch.content):
+        q = batch.q[row].sum(axis=0)
+        k[32 * row + row] = q * (300 * 32**0.5 / (q @ q))
+    batch.check(batch.run(engine.factory(2)))
 
 
 def test_positions_beyond_32k_are_counted(engine):

@@ -4,6 +4,7 @@ On Linux Metal is what the tests stand in for it; where there is a Mac, the same
 """
 
 import dataclasses
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,7 +15,7 @@ from mlx_models import batch_tokens, on_cpu, random_prompts, solo_tokens
 from test_mlx_native import built, looking_in  # noqa: F401  (a fixture)
 
 import kvpool_backends.mlx
-from kvpool.adapters.mlx_lm import install
+from kvpool.adapters.mlx_lm import attention, install
 from kvpool.config import KVSpec
 from kvpool.errors import BackendUnavailable
 from kvpool.protocol import AttentionOptions, BatchShape, StepArrays
@@ -188,6 +189,70 @@ def test_layers_of_a_step_share_one_work_list(make, monkeypatch):
     assert len(planned) == 1
 
 
+@pytest.mark.parametrize("options", [None, AttentionOptions(window=5, sinks=np.zeros(2))], ids=["plain", "sinks"])
+def test_layers_after_the_first_upload_nothing_and_call_little(monkeypatch, options):
+    """What a layer costs on the host, in calls: Python's own and those of C, the kernel's apart."""
+    result = mx.zeros((8, 2, 8))
+    backend = MLXBackend(SPEC, 4, native=False, metal_kernel=lambda **_: lambda **_: [result])
+    for layer in (0, 1):
+        arrays, x = step(backend, 1, 1.0)
+        backend.attend(arrays, layer, x, options=options)
+    arrays, x = step(backend, 1, 1.0)
+    backend.attend(arrays, 0, x, options=options)
+    calls = []
+
+    def count(frame, event, what):
+        if event in ("call", "c_call"):
+            calls.append(frame.f_code.co_name if event == "call" else what)
+
+    sys.setprofile(count)
+    try:
+        backend.attend(arrays, 1, x, options=options)
+    finally:
+        sys.setprofile(None)
+    assert mx.array not in calls and np.array not in calls
+    assert len(calls) <= 45, calls
+
+
+def test_sinks_of_a_layer_are_read_once(monkeypatch):
+    """To read a parameter is to wait for everything that MLX computes."""
+    reads = []
+    real = np.array
+    monkeypatch.setattr(attention.np, "array", lambda *a, **k: (reads.append(1), real(*a, **k))[1])
+    sinks, others = mx.array([0.5, 1.0]), mx.array([0.5, 1.0])
+    first = [attention._options(window, None, sinks) for window in (None, 8, None, 8)]
+    assert first[0] is first[2] is not first[1] is first[3] and len(reads) == 2
+    assert attention._options(None, None, others) is not first[0]
+    assert first[0].sinks.tolist() == [0.5, 1.0]
+
+
+def test_install_compiles_the_kernels_of_all_lengths(engine, monkeypatch):
+    """A request after `install` builds nothing: not a longer context, not a longer chunk, not one query."""
+    monkeypatch.setattr(metal_route.MetalAttention, "part_tokens", 32)
+    kernels = set()
+
+    def factory(**description):
+        kernel = engine.factory(0)(**description)
+
+        def launch(**call):
+            kernels.add((description["name"], str(call["template"]), str(call["output_dtypes"])))
+            return kernel(**call)
+
+        return launch
+
+    def make(spec, num_blocks, **_):
+        return MLXBackend(spec, num_blocks, native=False, metal_kernel=factory)
+
+    monkeypatch.setattr(kvpool_backends.mlx, "MLXBackend", make)
+    model = FAMILIES["gpt_oss"]()
+    with install(model, 60, block_size=8, fused=True):
+        warm = frozenset(kernels)
+        assert len(warm) >= 4
+        for prompt in random_prompts((3, 70, 33)):
+            solo_tokens(model, prompt, 3)
+    assert not kernels - warm
+
+
 def test_a_result_is_that_of_its_own_step_whatever_is_built_and_evaluated_later(make):
     backend = make(SPEC, 4)
     outs = []
@@ -278,6 +343,40 @@ def test_the_metal_route_is_chosen_and_refused_with_reasons(engine, monkeypatch)
         assert MLXBackend(small, 4, native=False).route == "plain"
         with pytest.raises(BackendUnavailable, match="kernels=True, but block_size 4 is not among"):
             MLXBackend(small, 4, kernels=True, native=False)
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0.32"])
+def test_another_mlx_must_pass_a_self_check_on_every_route(engine, monkeypatch, caplog, version):
+    monkeypatch.setattr(kvpool_backends.mlx, "MLX_VERSION", version)
+    with on_cpu():
+        for options in ({"metal_kernel": engine.factory(0)}, {"kernels": True}, {"kernels": False}):
+            kvpool_backends.mlx.require_right.cache_clear()
+            caplog.clear()
+            backend = MLXBackend(SPEC, 4, native=False, **options)
+            assert f"MLX {version} is untested, the {backend.route} route has passed" in caplog.text
+            caplog.clear()
+            MLXBackend(SPEC, 4, native=False, **options)
+            assert not caplog.text
+    kvpool_backends.mlx.require_right.cache_clear()
+
+
+def test_another_mlx_that_computes_something_else_is_refused(engine, monkeypatch):
+    monkeypatch.setattr(kvpool_backends.mlx, "MLX_VERSION", "0.33.0")
+    kvpool_backends.mlx.require_right.cache_clear()
+
+    def wrong(**description):
+        kernel = engine.factory(0)(**description)
+        return lambda **call: [x * 1.001 for x in kernel(**call)]
+
+    def gone(**description):
+        raise TypeError("metal_kernel has no argument 'name'")
+
+    with pytest.raises(BackendUnavailable, match=r"MLX 0.33.0 .* metal route .*\(attention is wrong by .*mlx 0.32.x"):
+        MLXBackend(SPEC, 4, native=False, metal_kernel=wrong)
+    with pytest.raises(BackendUnavailable, match=r"\(TypeError: metal_kernel has no argument"):
+        MLXBackend(SPEC, 4, native=False, metal_kernel=gone)
+    monkeypatch.undo()
+    assert MLXBackend(SPEC, 4, native=False, metal_kernel=engine.factory(0)).route == "metal"
 
 
 def test_nothing_here_wires_memory_down():

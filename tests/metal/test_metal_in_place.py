@@ -143,6 +143,19 @@ def test_write_two_tokens_of_one_array_with_both_planes():
         np.testing.assert_array_equal(rest, np.delete(base.reshape(-1), at.reshape(-1)))
 
 
+def test_slots_beyond_32_bits_are_written():
+    planes = Planes(KVSpec(1, 1, 64, "float32", 16))
+    planes.strides = planes.strides.copy()
+    planes.strides[[1, 5]] = 0  # all blocks lie in one place
+    expected = [array.copy() for array in planes.arrays]
+    tokens = [np.full((2, 1, 64), n, np.uint32) for n in (7, 9)]
+    for array, x in zip(expected, tokens, strict=True):
+        array.reshape(-1, 64)[[5, 11]] = x[:, 0]
+    write(planes, "float32", tokens, [2**31 + 5, 2**35 + 2**31 + 11], [64, 64, 1] * 2, True)
+    for array, wanted in zip(planes.arrays, expected, strict=True):
+        np.testing.assert_array_equal(array, wanted)
+
+
 def test_write_moves_each_byte_once():
     for dtype in ("float16", "float32"):
         spec = KVSpec(1, 4, 128, dtype, 16)

@@ -30,9 +30,11 @@ def windows(features=(), group=3, head_dim=80, layout="HND"):
 
 DECODE = attention.test_every_pair_of_choices_equals_float64
 WINDOWS = attention.test_windows_and_chunks_equal_float64
+SUMS = attention.test_sums_over_16_bits_are_those_of_float32
+LAST_TILES = attention.test_last_tiles_of_any_length_equal_float64
+LARGEST = attention.test_the_largest_score_may_lie_in_any_part_and_simdgroup
 RACES = counts.test_no_race_in_any_schedule
 INFINITE = attention.test_an_infinite_value_stays_with_the_queries_that_see_it
-LAST_TILE = attention.test_a_last_tile_of_few_tokens_is_counted
 SMALL = (ENGINE, 1, 64, "NHD", ())  # rows of several queries for paged_attention
 STRIDED = attention.test_strided_queries_are_read_where_they_are
 CHUNKS = (ENGINE, 64, "NHD", FEATURES)
@@ -320,6 +322,121 @@ MUTANTS = [
         DECODE,
         decode(features=("alibi_slopes",), seq_lens=(512,)),
     ),
+    # Ends of runs
+    Mutant(
+        "a later tile of one token dropped",
+        ATTENTION,
+        "while (tile.begin < seen_end)",
+        "while (tile.begin + (tile.begin > run_begin) < seen_end)",
+        LAST_TILES,
+        (ENGINE, 16, ()),
+    ),
+    Mutant(
+        "a last tile of 31 tokens loses one",
+        HEADER,
+        "metal::min(32, seen_end - begin);",
+        "metal::min(32, seen_end - begin) - (seen_end - begin == 31 ? 1 : 0);",
+        LAST_TILES,
+        (ENGINE, 8, ()),
+    ),
+    Mutant(
+        "a last tile is read in fours",
+        HEADER,
+        "metal::min(32, seen_end - begin);",
+        "metal::min(32, (seen_end - begin + 3) / 4 * 4);",
+        LAST_TILES,
+        (ENGINE, 32, ("sinks",)),
+    ),
+    Mutant(
+        "first token of a window is not read",
+        HEADER,
+        "metal::max(0, seen_begin - begin)",
+        "(seen_begin > begin ? seen_begin - begin + 1 : 0)",
+        WINDOWS,
+        windows(("window",)),
+    ),
+    Mutant(
+        "one block for a whole tile",
+        HEADER,
+        "tile.block_of_lane, ushort(t % 32)",
+        "tile.block_of_lane, ushort(0)",
+        LAST_TILES,
+        (ENGINE, 8, ()),
+    ),
+    # Sums in 16 bits
+    Mutant(
+        "products in the pool's type",
+        HEADER,
+        "metal::dot(float4(other), float4(chunk[a][j]))",
+        "float(metal::dot(Chunk<T>(float4(other)), chunk[a][j]))",
+        DECODE,
+        decode(dtype="float16"),
+    ),
+    Mutant(
+        "sums of weights in the pool's type",
+        ATTENTION,
+        "sum = sum * correction + total;",
+        "sum = float(T(sum * correction + total));",
+        SUMS,
+        (ENGINE, "bfloat16", 512),
+    ),
+    Mutant(
+        "weights in the pool's type",
+        ATTENTION,
+        "scores[r] = kv::weight(score, top);",
+        "scores[r] = float(T(kv::weight(score, top)));",
+        DECODE,
+        decode(dtype="float16"),
+    ),
+    Mutant(
+        "sums of values in the pool's type",
+        ATTENTION,
+        "values[r][j] += w * rows[h].floats(a, j);",
+        "values[r][j] = float4(kv::Chunk<T>(values[r][j] + w * rows[h].floats(a, j)));",
+        DECODE,
+        decode(dtype="bfloat16"),
+    ),
+    Mutant(
+        "parts are added up in the result's type",
+        REDUCE,
+        "total += w * end[1];",
+        "total = float(Q(total + w * end[1]));",
+        DECODE,
+        decode(dtype="float16", part_tokens=32),
+    ),
+    # Merges
+    Mutant(
+        "largest score without the last simdgroup",
+        ATTENTION,
+        "s < SIMDGROUPS; s++) {\n    top",
+        "s < SIMDGROUPS - 1; s++) {\n    top",
+        LARGEST,
+        (ENGINE, 1, 1024),
+    ),
+    Mutant(
+        "largest score without the first simdgroup",
+        ATTENTION,
+        "int s = 0; s < SIMDGROUPS; s++) {\n    top",
+        "int s = 1; s < SIMDGROUPS; s++) {\n    top",
+        LARGEST,
+        (ENGINE, 3, 1024),
+    ),
+    Mutant(
+        "largest score without the last part",
+        REDUCE,
+        "i < num_items; i += 32",
+        "i < num_items - 1; i += 32",
+        LARGEST,
+        (ENGINE, 1, 32),
+    ),
+    Mutant(
+        "parts of the first token for all",
+        REDUCE,
+        "first_item = parts[3 * token + 1]",
+        "first_item = parts[1]",
+        LARGEST,
+        (ENGINE, 1, 32),
+    ),
     # Bytes
     Mutant(
         "tokens before the window are read",
@@ -364,14 +481,6 @@ MUTANTS = [
     ),
     Mutant("keys of the next step are the same", ATTENTION, "tile, t + K_STEP + h", "tile, t + h", DECODE, decode()),
     Mutant("values of the next step are the same", ATTENTION, "tile, t + V_STEP + h", "tile, t + h", DECODE, decode()),
-    Mutant(
-        "a later tile of one token is dropped",
-        ATTENTION,
-        "while (tile.begin < seen_end)",
-        "while (tile.begin + (tile.begin > run_begin) < seen_end)",
-        LAST_TILE,
-        (ENGINE, 1),
-    ),
     Mutant(
         "full tiles begin a row early",
         HEADER,
@@ -463,6 +572,22 @@ MUTANTS = [
         (FLOATS, "float32", True),
     ),
     Mutant(
+        "slots in 32 bits",
+        "kv_write.metal",
+        "const int64_t slot = slots[token];",
+        "const int slot = slots[token];",
+        in_place.test_slots_beyond_32_bits_are_written,
+        (),
+    ),
+    Mutant(
+        "strides of new keys for values",
+        "kv_write.metal",
+        "token * strides[3] + head * strides[4]",
+        "token * strides[0] + head * strides[1]",
+        in_place.check_write,
+        (KVSpec(1, 2, 64, "float16", 16, 96), "float32", True),
+    ),
+    Mutant(
         "element stride forgotten",
         "kv_write.metal",
         "(4 * c + e) * element_stride",
@@ -496,7 +621,7 @@ def test_planted_faults_are_caught(mutant, monkeypatch):
 
 
 def test_there_are_enough_faults_of_every_kind():
-    assert len(MUTANTS) >= 20
+    assert len(MUTANTS) >= 60
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
 
 

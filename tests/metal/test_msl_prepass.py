@@ -1,9 +1,19 @@
 """From Metal text to C++: comments, includes, threadgroup variables, parameters, function constants, whole files."""
 
+from pathlib import Path
+
+import msl
 import numpy as np
 import pytest
 from msl import Bound, Kernel, MetalError, settings
-from msl.prepass import parse_parameters, rewrite_threadgroup_variables, split_at_commas, strip_comments
+from msl.prepass import (
+    PREDEFINED,
+    parse_parameters,
+    rewrite_threadgroup_variables,
+    split_at_commas,
+    strip_comments,
+    take_branches,
+)
 
 VARIABLES = {
     "threadgroup float a[64];": 'auto& a = ::msl::threadgroup_variable<float [64]>([] { return "a"; });',
@@ -62,6 +72,65 @@ def test_a_threadgroup_variable_may_follow_a_directive():
 def test_comments_go_and_lines_stay():
     text = 'a // b\n/* c\n d */ e "// no /* comment */" f'
     assert strip_comments(text) == 'a     \n    \n      e "// no /* comment */" f'
+
+
+@pytest.mark.parametrize(
+    ("condition", "taken"),
+    [
+        ("defined(__METAL__)", True),
+        ("defined NOWHERE || __METAL_VERSION__ >= 310", True),
+        ("!defined(__METAL__) && 1", False),
+        ("__METAL_VERSION__ > 310 || A == 3", False),
+        ("A != B && C", True),  # C is A
+        ("EMPTY || NOWHERE", False),
+        ("__has_include(<metal_tensor>)", False),
+        ("(A + 2) * 10ul == 40", True),
+    ],
+)
+def test_branches_that_are_not_taken_go(condition, taken):
+    text = f"#define A 2\n#define B 3\n#define C A\n#define EMPTY\n#if {condition}\nyes\n#else\nno\n#endif\nend"
+    assert take_branches(text, "k").split("\n")[4:] == ["", "yes" * taken, "", "no" * (not taken), "", "end"]
+
+
+def test_branches_may_be_nested_and_chained():
+    text = "#ifdef A\n#if 1\n1\n#endif\n#elif 1\n#ifndef A\n2\n#undef B\n#endif\n#elif 1\n3\n#else\n4\n#endif"
+    assert take_branches(text, "k").split() == ["2", "#undef", "B"]
+    assert take_branches("#define A\n" + text, "k").split() == ["#define", "A", "1"]
+    assert take_branches("#define A\n#undef A\n" + text, "k").split()[-3:] == ["2", "#undef", "B"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\n#endif", r"\[k:2\] #endif without #if"),
+        ("#if 1\n#if 0\n#endif", r"\[k\] #if without #endif"),
+        ("#if 1 +", r"\[k:1\] this condition is not understood \(1 \+\)"),
+    ],
+)
+def test_branches_that_make_no_sense_are_refused(text, message):
+    with pytest.raises(MetalError, match=message):
+        take_branches(text, "k")
+
+
+def test_what_metal_says_of_itself_is_the_same_in_both_places():
+    text = (Path(msl.__file__).parent / "include" / "msl" / "all.h").read_text()
+    for macro, value in PREDEFINED.items():
+        assert f"#define {macro} {value}\n" in text
+
+
+def test_a_failed_assertion_ends_the_launch():
+    text = """kernel void f(device int* y, uint i [[thread_position_in_grid]]) {
+      #if 0
+      threadgroup = default;
+      #endif
+      assert(i < 2 && y != nullptr);
+      y[i] = i; }"""
+    y = np.zeros(4, np.int32)
+    kernel = Kernel(text, "f")
+    with pytest.raises(MetalError, match=r"assert\(i < 2 && y != nullptr\) failed at line 5 .*thread \(2, 0, 0\)"):
+        kernel.launch({0: Bound(y, "output", "y")}, (4, 1, 1), (4, 1, 1))
+    kernel.launch({0: Bound(y[:2], "output", "y")}, (2, 1, 1), (2, 1, 1))
+    assert y.tolist() == [0, 1, 0, 0]
 
 
 def test_lists_are_split_outside_of_brackets():

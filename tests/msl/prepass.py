@@ -1,8 +1,9 @@
 """Metal text to C++ text: what the compiler's preprocessor cannot do.
 
-Four things are rewritten, line by line in place, so that the compiler's messages name the lines of the kernel:
-comments go, ``#include "..."`` is put in its place, declarations of threadgroup variables become references into the
-threadgroup's memory, and attributes ``[[...]]`` go once the kernel's parameters have been read from them.
+Five things are rewritten, line by line in place, so that the compiler's messages name the lines of the kernel:
+comments go, ``#include "..."`` is put in its place, branches of ``#if`` that are not taken go, declarations of
+threadgroup variables become references into the threadgroup's memory, and attributes ``[[...]]`` go once the kernel's
+parameters have been read from them.
 """
 
 import re
@@ -53,6 +54,9 @@ BUILTINS = {name: f"msl_thread->{field}" for name, field in SIZE3_BUILTINS.items
     "thread_execution_width": "::msl::simd_width",
 }
 
+# What Metal's compiler says of itself, as in include/msl/all.h.
+PREDEFINED = {"__METAL__": "1", "__METAL_VERSION__": "310", "__HAVE_BFLOAT__": "1"}
+
 _COMMENT_OR_STRING = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[^\n]*$', re.MULTILINE)
 _ATTRIBUTE = re.compile(r"\[\[.*?\]\]", re.DOTALL)
@@ -61,6 +65,8 @@ _FUNCTION_CONSTANT = re.compile(
 )
 _THREADGROUP = re.compile(r"\bthreadgroup\b")
 _DIRECTIVES_AT_END = re.compile(r"(?:^[ \t]*#[^\n]*\n\s*)+\Z", re.MULTILINE)
+_DIRECTIVE = re.compile(r"\s*#\s*(if|ifdef|ifndef|elif|else|endif|define|undef)\b(.*)")
+_OBJECT_MACRO = re.compile(r"\s+(\w+)(?!\()(.*)")
 _LINE_DIRECTIVE = re.compile(r'^#line (\d+) "([^"]*)"\n', re.MULTILINE)
 _DECLARATOR = re.compile(r"\s*(\w+)\s*((?:\[[^\]]*\]\s*)*)", re.DOTALL)
 
@@ -96,6 +102,55 @@ def inline_includes(text: str, folders: Sequence[Path], shim: Path, name: str, s
         raise MetalError(f"[{name}] no such include file ({wanted}) in {[str(folder) for folder in folders]}")
 
     return _INCLUDE.sub(replace, text)
+
+
+def take_branches(text: str, name: str) -> str:
+    """Blank the directives of ``#if`` and the branches that are not taken. Lines stay where they are.
+
+    What a branch has that is not taken need not even be Metal that is understood here.
+    """
+    macros, taken = dict(PREDEFINED), [True]  # taken: 1 or True for lines that count, None where no later branch may
+    lines = text.split("\n")
+    for i, line in enumerate(lines):
+        directive = _DIRECTIVE.match(line)
+        kind, rest = directive.groups() if directive else ("", "")
+        if kind in ("if", "ifdef", "ifndef"):
+            holds = taken[-1] is True and _condition(kind, rest, macros, f"{name}:{i + 1}")
+            taken.append(holds if taken[-1] is True else None)
+        elif kind in ("elif", "else", "endif"):
+            if len(taken) == 1:
+                raise MetalError(f"[{name}:{i + 1}] #{kind} without #if")
+            if kind == "endif":
+                taken.pop()
+            elif taken[-1] is not False:
+                taken[-1] = None
+            else:
+                taken[-1] = kind == "else" or _condition("if", rest, macros, f"{name}:{i + 1}")
+        elif taken[-1] is True:
+            if kind == "define" and (defined := _OBJECT_MACRO.match(rest)):
+                macros[defined.group(1)] = defined.group(2).strip()
+            elif kind == "undef":
+                macros.pop(rest.strip(), None)
+            continue
+        lines[i] = ""
+    if len(taken) > 1:
+        raise MetalError(f"[{name}] #if without #endif")
+    return "\n".join(lines)
+
+
+def _condition(kind: str, rest: str, macros: Mapping[str, str], place: str) -> bool:
+    """Return whether the condition of a directive holds. Names without a value are 0, as they are in C."""
+    if kind != "if":
+        return (rest.split()[0] in macros) is (kind == "ifdef")
+    text = re.sub(r"\bdefined\s*(?:\(\s*(\w+)\s*\)|(\w+))", lambda m: str(int((m[1] or m[2]) in macros)), rest)
+    text = re.sub(r"\b__has_\w+\s*\([^()]*\)", "0", text)
+    for _ in range(20):  # macros of macros
+        text = re.sub(r"\b[A-Za-z_]\w*", lambda m: f"({macros.get(m[0], '0') or '0'})", text)
+    text = re.sub(r"(?<=\d)[uUlL]+\b", "", text).replace("&&", " and ").replace("||", " or ")
+    try:
+        return bool(eval(re.sub(r"!(?!=)", " not ", text), {"__builtins__": {}}))
+    except (SyntaxError, TypeError, NameError, ZeroDivisionError) as error:
+        raise MetalError(f"[{place}] this condition is not understood ({rest.strip()})") from error
 
 
 def split_at_commas(text: str) -> list[str]:
@@ -260,7 +315,7 @@ def translate(
     """
     name = f"{function}.metal"
     text = inline_includes(strip_comments(source), folders, shim, name)
-    text = set_function_constants(text, constants)
+    text = set_function_constants(take_branches(text, name), constants)
     parameters = parse_parameters(text, function)
     text = rewrite_threadgroup_variables(text, name)
     text = strip_attributes(text)

@@ -113,6 +113,18 @@ def test_answer_that_cannot_be_told_does_not_blame_the_client(monkeypatch):
         asyncio.run(app._whole(Ended("a"), MessageAnswer("tiny", 3, Manner())))
 
 
+def wants(schema):
+    return {"extra_body": {"output_config": {"format": {"type": "json_schema", "schema": schema}}}}
+
+
+def called(*inputs):
+    calls = [{"type": "tool_use", "id": f"{i}", "name": "f", "input": one} for i, one in enumerate(inputs)]
+    return {"role": "assistant", "content": calls}
+
+
+FORCED = {"tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "any"}}
+
+
 @pytest.mark.parametrize(
     ("error", "field", "body"),
     [
@@ -123,6 +135,10 @@ def test_answer_that_cannot_be_told_does_not_blame_the_client(monkeypatch):
         (anthropic.BadRequestError, "input_schema", {"tools": [{"name": "f", "input_schema": {"type": "string"}}]}),
         (anthropic.BadRequestError, "tool_choice", {"tool_choice": {"type": "any"}}),
         (anthropic.BadRequestError, "tool_choice", {"tool_choice": {"type": "tool"}}),
+        (anthropic.BadRequestError, r"output_config\.format: ", wants({"type": "no"})),
+        (anthropic.BadRequestError, r"output_config\.format cannot", wants({}) | FORCED),
+        (anthropic.BadRequestError, "at most 128 calls", {"messages": [ASKED[0], called(*[{}] * 129)]}),
+        (anthropic.BadRequestError, "leave no room", {"messages": [ASKED[0], called({"a": "\u00e9" * 700_000})]}),
         (anthropic.BadRequestError, "image", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
         (anthropic.BadRequestError, "messages", {"messages": []}),
         (anthropic.BadRequestError, "prompt tokens", {"max_tokens": 8192}),

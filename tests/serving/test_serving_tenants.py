@@ -163,21 +163,22 @@ def test_keys_of_one_tenant_share_prefixes(server):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("bob key", "line 1 must be"),
-        ("\nbob 1 key 2", "line 2 must be"),
-        ("bob two key", "not a number"),
-        ("bob 0 key", "out of range"),
-        ("bob 1e9 key", "out of range"),
-        ("bob 1 key\nbob 2 other", "two weights"),
-        ("bob 1 key\nalice 1 key", "somebody else"),
-        ("bob 1 clé", "ASCII"),
+        ("bob key", "line 1: must be NAME WEIGHT KEY"),
+        ("\nbob 1 key 2", "line 2: must be NAME WEIGHT KEY"),
+        ("bob two key", "line 1: the weight of bob two: not a number"),
+        ("bob 0 key", "line 1: the weight of bob 0: out of range"),
+        ("bob 1e9 key", "line 1: the weight of bob 1e9: out of range"),
+        ("bob 1 key\n# more\nbob 2 other", "line 3: bob has two weights, 1 and 2"),
+        ("bob 1 key\nalice 1 key", "line 2: alice has the same key as bob"),
+        ("bob 1 clé", "line 1: a key must be ASCII"),
+        ("bob 1 given", "line 1: bob has the same key as api-key 1"),
     ],
 )
 def test_wrong_lines_of_keys_are_refused(tmp_path, text, said, monkeypatch):
-    monkeypatch.delenv("KVPOOL_API_KEY", raising=False)
+    monkeypatch.setenv("KVPOOL_API_KEY", "given")
     path = tmp_path / "keys.txt"
     path.write_text(text)
-    with pytest.raises(CommandError, match=said):
+    with pytest.raises(CommandError, match=f"^--api-keys {path}: {said}"):
         read_keys(argparse.Namespace(api_key=[], api_keys=path))
     with pytest.raises(CommandError, match="nothing"):
         read_keys(argparse.Namespace(api_key=[], api_keys=tmp_path / "nothing"))

@@ -341,3 +341,4 @@ def tool(parameters):
 def test_refusal_names_the_field(server, param, body):
     status, answer = server.post("/v1/chat/completions", {"messages": ASKED, "max_tokens": 9} | body)
     assert status == 400 and answer["error"]["param"] == param, answer
+    assert answer["error"]["message"].startswith(param), answer

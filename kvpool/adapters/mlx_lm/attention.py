@@ -244,8 +244,7 @@ class PagedContext(_Placeholder):
             _require_short(mask, num_columns)
         if not (window is self.window is sinks is soft_cap is None):
             window = smaller_window(self.window, window)
-            heads = None if sinks is None else np.array(sinks.astype(mx.float32))
-            options = AttentionOptions(window=window, soft_cap=soft_cap, sinks=heads)
+            options = _options(window, soft_cap, sinks)
         columns = forward.columns
         q = queries.squeeze(2) if num_columns == 1 else queries.swapaxes(1, 2).flatten(0, 1)
         if columns is not None:
@@ -274,6 +273,13 @@ class PagedContext(_Placeholder):
         step = forward.observed_step()
         _, scores = forward.backend.attend(step, self.layer, chosen, scale, options=options, scores=kind)
         return scores
+
+
+@functools.lru_cache(maxsize=1024)  # by identity of `sinks`: reading a parameter waits for all that MLX computes
+def _options(window: int | None, soft_cap: float | None, sinks: mx.array | None) -> AttentionOptions:
+    """Return the options of a layer: one object for all its passes."""
+    heads = None if sinks is None else np.array(sinks.astype(mx.float32))
+    return AttentionOptions(window=window, soft_cap=soft_cap, sinks=heads)
 
 
 def _require_short(mask: Any, num_columns: int) -> None:

@@ -1,6 +1,6 @@
-"""Who guesses the next tokens of a request, for `Engine(speculate=...)`: its own text, or a smaller model.
+"""Drafts of the next tokens of a request, for `Engine(speculate=...)`: from its own text, or from a small model.
 
-A guess never changes an answer: the engine samples every token itself, and keeps the drafts that are equal.
+A draft never changes an answer: the engine samples every token itself, and keeps the drafts that are equal.
 """
 
 from __future__ import annotations

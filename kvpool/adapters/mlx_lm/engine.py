@@ -24,6 +24,7 @@ chunks end.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -42,12 +43,14 @@ from kvpool.adapters.mlx_lm.host import BackendFactory, install
 from kvpool.adapters.mlx_lm.ragged import RaggedForward
 from kvpool.adapters.mlx_lm.sampling import SEED_MAX, Sampling, best, sample
 from kvpool.adapters.mlx_lm.shapes import max_positions
+from kvpool.adapters.mlx_lm.stored import StoredPrefixes, StoreFactory
 from kvpool.adapters.mlx_lm.transcript import Transcript
-from kvpool.errors import UnknownRequest
+from kvpool.errors import OutOfBlocks, OutOfSequences, UnknownRequest
 from kvpool.eviction import Policy
 from kvpool.scheduler import Decoding, Output, Step
 from kvpool.scheduler.drafts import Propose
 from kvpool.scheduler.request import token_array
+from kvpool.store import BlockStore
 
 Listener = Callable[["TokenEvent"], None]
 Prompt = str | Iterable[int] | Sequence[Mapping[str, Any]]
@@ -144,7 +147,7 @@ class Engine:
     ----------
     model
         As loaded by ``mlx_lm.load``. Between two steps it is unchanged.
-    num_blocks, block_size, pool, prefix_cache, strict, fused, backend, kernels
+    num_blocks, block_size, pool, prefix_cache, strict, fused, backend, kernels, store
         See `install`. With a prefix cache, which is the default, prompts with a common beginning share its blocks.
     tokenizer
         A tokenizer of mlx-lm or transformers. It is used for text prompts, stop strings, the text of answers and the
@@ -201,13 +204,14 @@ class Engine:
         v_bits: int | None = None,
         quant_group_size: int | None = None,
         speculate: Propose | None = None,
+        store: BlockStore | StoreFactory | None = None,
         **scheduling: Any,
     ) -> None:
         if (num_blocks is None) == (pool is None):
             raise TypeError("[Engine] either num_blocks or pool is needed, and not both")
         how: dict[str, Any] = {"prefix_cache": prefix_cache, "fused": fused, "kernels": kernels, "strict": strict}
         how |= {"backend": backend, "block_size": block_size, "max_seqs": 2 * max_running + 16, "eviction": eviction}
-        how |= {"kv_bits": kv_bits, "k_bits": k_bits, "v_bits": v_bits, "quant_group_size": quant_group_size}
+        how |= {"store": store, "kv_bits": kv_bits, "k_bits": k_bits, "v_bits": v_bits, "quant_group_size": quant_group_size}
         self.kv = install(model, num_blocks, pool=pool, **how)
         self.tokenizer = _with_detokenizer(tokenizer)
         self.vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
@@ -332,8 +336,13 @@ class Engine:
             texts, request = self._request(prompt, stop, 256 if max_tokens is None else max_tokens, options)
             request = replace(request, namespace=namespace)
         job = self._job(request, on_token, texts)
-        self.scheduler.add(job.request)
+        job.namespace = request.namespace
+        self.scheduler.add(job.request, held=self.kv.stored is not None)
         self._jobs[job.request.id] = job
+        if self.kv.stored is not None and not self.kv.stored.begin(
+            job.request.id, job.request.prompt, job.namespace, job.request.namespace
+        ):
+            self.scheduler.release(job.request.id)
         return job.request.id
 
     def cancel(self, id: Hashable) -> Completion:
@@ -352,14 +361,19 @@ class Engine:
         """
         if self._is_delivering:
             raise RuntimeError("[step] a listener cannot run the engine that it listens to")
+        began = time.monotonic()
+        if self.kv.stored is not None:
+            self._poll(self.kv.stored)
         flight, self._flight = self._flight, None
         try:
-            flight = flight or self._begun(self.scheduler.schedule())
+            flight = flight or self._begun(self._scheduled())
             found = None if flight is None else self._finished(flight)
         finally:
             self._keep_states(self.scheduler.handles)
         if found is not None:
             rows, outputs = found
+            if self.kv.stored is not None:
+                self._save(self.kv.stored, flight.step, outputs, time.monotonic() - began)
             self._is_delivering = True
             try:
                 self._deliver(rows, outputs)
@@ -368,6 +382,45 @@ class Engine:
             self._rest()
         ended, self._ended = self._ended, []
         return ended
+
+    def _scheduled(self) -> Step | None:
+        """Decide the next step. If blocks are short, loads and saves give theirs back."""
+        stored = self.kv.stored
+        try:
+            return self.scheduler.schedule()
+        except (OutOfBlocks, OutOfSequences):
+            if stored is None or not (stored.num_loads or stored.is_saving):
+                raise
+            for id in stored.let_go():
+                self.scheduler.release(id)
+            return self.scheduler.schedule()
+
+    def _poll(self, stored: StoredPrefixes) -> None:
+        """Move blocks from and to the store. Wait a little if there is nothing else to do."""
+        runs = len(self._jobs) > stored.num_loads
+        if not runs and (self._jobs or stored.is_saving):
+            stored.wait(0.005)
+        for id in stored.poll(runs):
+            self.scheduler.release(id)
+
+    def _save(self, stored: StoredPrefixes, step: Step, outputs: list[Output], seconds: float) -> None:
+        """Save the prompts that a step has completed, and the sequences that have ended."""
+        stored.note(seconds, len(step.tokens) - step.num_decodes)
+        known = [(output.id, output.tokens) for output in outputs]
+        if not step.sample_position.all():
+            first = zip(step.requests, step.sample_position.tolist(), strict=True)
+            ids = {request.id for request, position in first if position == 0} - {output.id for output in outputs}
+            known += [(id, np.zeros(0, np.int32)) for id in ids]
+        for id, tokens in known:
+            job = self._jobs.get(id)
+            if job is not None:
+                prompt, own = job.request.prompt, job.request.namespace
+                job.saved = stored.save(np.concatenate([prompt, tokens]), job.namespace, own, job.saved)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether `step` has blocks to copy for the store, though no request may be left."""
+        return self.kv.stored is not None and self.kv.stored.is_saving
 
     @property
     def num_unfinished(self) -> int:
@@ -379,8 +432,9 @@ class Engine:
         return id in self._jobs
 
     def close(self) -> None:
-        """Cancel all requests and return their blocks. The pool stays usable."""
+        """Cancel all requests and return their blocks. The pool stays usable, the store is closed."""
         self._drop(list(self._jobs))
+        self.kv.close()
 
     def reset(self) -> None:
         """Drop all requests, the prefix cache and everything else in the pool, and begin anew with another `scheduler`.
@@ -388,6 +442,8 @@ class Engine:
         For after an exception that may have come anywhere, such as `MemoryError`. `close` needs an engine in order.
         """
         self.kv.pool.reset()
+        if self.kv.stored is not None:
+            self.kv.stored.forget()
         self._start()
 
     def __enter__(self) -> Self:
@@ -588,6 +644,8 @@ class Engine:
     def _cancelled(self, job: _Job) -> Completion:
         """End a request that runs or waits."""
         del self._jobs[job.request.id]
+        if self.kv.stored is not None:
+            self.kv.stored.drop(job.request.id)
         for output in self.scheduler.cancel(job.request.id):
             job.outputs[output.index] = output
         self._keep_states(self.scheduler.handles)
@@ -643,6 +701,8 @@ class _Job:
 
     def __init__(self, request: Request, on_token: Listener | None, stops: tuple[str, ...], tokenizer: Any) -> None:
         self.request = request
+        self.namespace = b""  # that the client gave
+        self.saved = 0  # tokens that the store was given
         self.outputs: dict[int, Output] = {}
         self.error: Exception | None = None
         self.listens = on_token is not None or bool(stops) or request.user.grammar is not None

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import mlx.core as mx
 import mlx_lm
+import numpy as np
 
 import kvpool
 from kvpool.adapters.mlx_lm.arrays import Converted
@@ -25,6 +26,7 @@ from kvpool.adapters.mlx_lm.layout import Layout, layout_of
 from kvpool.adapters.mlx_lm.passes import NOT_OPENED, Known, Passes
 from kvpool.adapters.mlx_lm.shapes import ModelShape, build, inspect_model, leaves_of, require_bits
 from kvpool.adapters.mlx_lm.states import arrays_in
+from kvpool.adapters.mlx_lm.stored import StoredPrefixes, StoreFactory
 from kvpool.adapters.mlx_lm.trial import NUM_TOKENS, ROWS, reason_to_gather
 from kvpool.errors import StaleHandle
 from kvpool.eviction import Policy
@@ -32,6 +34,7 @@ from kvpool.group_storage import Arena, BlockRows
 from kvpool.protocol import KVBackend
 from kvpool.scheduler.needs import Needs
 from kvpool.spec import KVSpec
+from kvpool.store import BlockStore
 
 BackendFactory = Callable[[KVSpec, int], KVBackend]
 SUPPORTED_VERSIONS = ("0.32.2",)  # releases of mlx-lm whose engines the tests run on kvpool
@@ -54,6 +57,7 @@ def install(
     overlap: bool = False,
     strict: bool = True,
     eviction: Policy | None = None,
+    store: BlockStore | StoreFactory | None = None,
     **quantization: int | None,
 ) -> PagedKV:
     """Give a model of mlx-lm a paged KV cache, for the length of a ``with`` block.
@@ -80,6 +84,9 @@ def install(
         Refuse releases of mlx-lm of another series than those that this adapter was tested with.
     eviction : kvpool.eviction.Policy, optional
         Evict tokens of the full layers, which must have one shape. `PagedKV.make_cache` can override it for one cache.
+    store : BlockStore or callable, optional
+        Where prefixes outlive the pool, or what makes a store from its `Layout`: docs/store.md. It needs
+        `prefix_cache`. `PagedKV.fetch` loads from it, `PagedKV.commit` saves there.
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
         Store both, or one of them, in 8 or 4 bits: `shapes.with_bits`.
 
@@ -93,7 +100,8 @@ def install(
     RuntimeError
         mlx-lm is of another series than `SUPPORTED_VERSIONS` (and `strict`), or `fused` is True and impossible.
     ValueError
-        The bits do not fit, `pool` has other layer groups than the model needs, or the model cannot evict.
+        The bits do not fit, `pool` has other layer groups than the model needs, the model cannot evict, or `store` has
+        another layout, or is given without a prefix cache that works.
     TypeError
         Neither or both of `num_blocks` and `pool`, an `eviction` that is no policy, or options that exclude each other.
     """
@@ -109,7 +117,12 @@ def install(
         pool = layout.make_pool(num_blocks, block_size, max_seqs, prefix_cache, eviction is not None)
     paged = partial(_paged, model, layout, storage)
     sites, why = _choose_route(paged, model, layout, fused)
-    return paged(pool, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=eviction)
+    kv: PagedKV = paged(pool, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=eviction)
+    if store is not None:
+        if not kv.prefix_cache:
+            raise ValueError("[install] store needs prefix_cache=True, and a model whose caches can be restored")
+        kv.stored = StoredPrefixes(kv, store)
+    return kv
 
 
 def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: Any, **kept: Any) -> PagedKV:
@@ -118,12 +131,10 @@ def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: 
         for number in dict.fromkeys(layout.arenas)
     ]
     backends = [arenas[number].backends[spec,][0] for spec, number in zip(layout.specs, layout.arenas, strict=True)]
-    store: Any = None
-    if arenas:
-        store = arenas[0].store
-    elif pool.prefix is not None and layout.checkpoint_blocks:
-        store = _checkpoint_rows(pool.num_blocks, layout.block_nbytes[0])
-    return PagedKV(model, pool, layout, backends, store, **kept)
+    blocks: list[Any] = [arena.store for arena in arenas]
+    if not arenas and pool.prefix is not None and layout.checkpoint_blocks:
+        blocks = [_checkpoint_rows(pool.num_blocks, layout.block_nbytes[0])]
+    return PagedKV(model, pool, layout, backends, blocks, **kept)
 
 
 def _checkpoint_rows(num_blocks: int, nbytes: int) -> BlockRows:
@@ -224,8 +235,12 @@ def _choose_route(
         trial = paged(small, sites=sites)
         if not all(backend.capabilities.paged for backend in trial.backends):
             why = "the backend runs without kernels"
-        elif (why := reason_to_gather(trial)) and not fused:
-            _log.warning("[install] this model gathers: %s", why)
+        elif why := reason_to_gather(trial):
+            if not fused:
+                _log.warning("[install] this model gathers: %s", why)
+        else:
+            for backend in trial.backends:
+                backend.warmup(())  # kernels for all lengths: compiled now, not inside a request
     if fused and why:
         raise RuntimeError(f"[install] fused=True, but {why}")
     return (() if why else sites), why
@@ -309,6 +324,10 @@ class PagedKV:
     backend : kvpool.protocol.KVBackend
         The first of them. None if no layer has keys and values.
     num_layers : int
+    arenas : tuple
+        What exports and imports the blocks of each arena.
+    stored : StoredPrefixes or None
+        What moves blocks from and to the store.
     passes : Passes
         What the batches of the model share.
     prefix_cache : bool
@@ -325,7 +344,7 @@ class PagedKV:
         pool: Any,
         layout: Layout,
         backends: Sequence[KVBackend],
-        store: Any,
+        arenas: Sequence[Any],
         *,
         sites: tuple[Site, ...] = (),
         why_gather: str = "",
@@ -337,6 +356,8 @@ class PagedKV:
         self.backends: tuple[Any, ...] = tuple(backends)
         self.backend: Any = self.backends[0] if self.backends else None
         self.layout = layout
+        self.arenas = tuple(arenas)
+        self.stored: StoredPrefixes | None = None
         self._hooks: list[Hook] = []  # one per entry into the block
         self._why_gather = why_gather
         self.num_layers = len(layout.leaves)
@@ -347,7 +368,8 @@ class PagedKV:
         calls = [site_of(model), TRIM] if layout.is_called else []
         calls += [] if sites else find_sites(model)[1:]  # the masks of Gemma 2 also where it gathers
         namespace = self.namespace if self.prefix_cache else b""
-        self.passes = Passes(model, pool, layout, backends, store, sites, namespace, calls)
+        blocks = self.arenas[0] if self.arenas else None
+        self.passes = Passes(model, pool, layout, backends, blocks, sites, namespace, calls)
         self.lock = self.passes.lock
         self.eviction = check_policy(eviction, self.passes, self.route, "install")
 
@@ -435,6 +457,8 @@ class PagedKV:
         self._require_prefix_cache("fetch")
         own = self.own_namespace(namespace)
         with self.lock:
+            if self.stored is not None:
+                self.stored.load_now(np.asarray(tokens, np.int32), namespace, own)
             handle = self.pool.open(tokens, own, cut, reserve=False)
             num_cached = self.pool.num_tokens(handle)
         self.query_tokens += len(tokens)
@@ -483,13 +507,22 @@ class PagedKV:
             raise ValueError(
                 f"[commit] {len(tokens)} tokens, the cache holds {length}: all are needed, from the first on"
             )
-        return batch.commit(tokens)
+        new: int = batch.commit(tokens)
+        if self.stored is not None:
+            self.stored.save(np.asarray(tokens[:length], np.int32), namespace, self.own_namespace(namespace))
+            self.stored.export()
+        return new
+
+    def close(self) -> None:
+        """Save what is not in the store yet, for some seconds at most, and close the store."""
+        if self.stored is not None:
+            self.stored.close()
 
     def _require_prefix_cache(self, call: str) -> None:
         if not self.prefix_cache:
             raise RuntimeError(
-                f"[{call}] the pool has no prefix cache: install(..., prefix_cache=True), for a model with no caches "
-                "of unknown classes"
+                f"[{call}] the pool has no prefix cache: install(..., prefix_cache=True), for a model without caches "
+                "that are held whole"
             )
 
     def own_namespace(self, namespace: bytes) -> bytes:

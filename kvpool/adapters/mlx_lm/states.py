@@ -1,4 +1,4 @@
-"""What a batch holds beside keys and values: arrays of recurrent layers, and caches of unknown classes.
+"""What a batch holds beside keys and values: arrays of recurrent layers, and caches that are held whole.
 
 `Held` is never changed, only replaced. Its arrays and objects may belong to several batches: arrays of MLX are values,
 and a forward pass works on copies of unknown objects. So a state is never copied when it is shared, and the states

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.cli.bench import options
+from kvpool.cli.bench import options, predict
 from kvpool.cli.bench.measure import Contestant, race
 from kvpool.cli.bench.options import tokens
 from kvpool.cli.console import CommandError, progress, whole
@@ -68,14 +69,23 @@ OPTIONS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options; lists read like those of ``kvpool bench attention``."""
     options.declare(parser, OPTIONS)
+    parser.add_argument("--sweep", action="store_true", help="try the kernels' constants, print the best as JSON")
+    parser.add_argument("--predict", action="store_true", help="measure nothing, print what arithmetic predicts")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and print what was found."""
+    if args.predict:
+        print(predict.page())
+        return 0
     block_sizes = options.numbers("--block-size", args.block_size)
     repetitions, most = whole("--repetitions", args.repetitions), options.memory_nbytes(args.max_memory)
     all_cases = list(cases(args, max(block_sizes)))
     device = metal_device()
+    if args.sweep:
+        fitting = [case for case in all_cases if 2 * case.nbytes * case.layers <= most]
+        print(json.dumps({"device": device, **sweep(fitting)}))
+        return 0
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
     with progress(len(all_cases), args.json) as say:
@@ -170,6 +180,36 @@ def case_rows(case: Case, block_sizes: Sequence[int], repetitions: int) -> Itera
         }  # fmt: skip
 
 
+def sweep(cases: Sequence[Case]) -> dict[str, int]:
+    """The constants of the kernels with which these cases take least, each chosen while the others stay.
+
+    Write them to a file and name it in ``KVPOOL_METAL_SETTINGS``.
+    """
+    from kvpool_backends.mlx import metal_kernels
+
+    def seconds() -> float:
+        rows = [row["paged"] for case in cases for row in case_rows(case, (16,), 3)]
+        return float(np.exp(np.mean(np.log(rows))))
+
+    before = {name: getattr(metal_kernels, name) for name in metal_kernels.CHOICES}
+    best, least = dict(before), seconds()
+    try:
+        for name, choices in metal_kernels.CHOICES.items():
+            for choice in choices:
+                if choice == best[name]:
+                    continue
+                setattr(metal_kernels, name, choice)
+                found = seconds()
+                print(f"{name} {choice}: {found * 1e6:.1f} us, least so far {least * 1e6:.1f}", file=sys.stderr)
+                if found < least:
+                    best[name], least = choice, found
+            setattr(metal_kernels, name, best[name])
+    finally:
+        for name, choice in before.items():
+            setattr(metal_kernels, name, choice)
+    return best
+
+
 def contestant(name: str, build: Callable[[], Any], layers: int) -> Contestant:
     """What evaluates all that `build` makes, at once."""
     import mlx.core as mx
@@ -190,6 +230,7 @@ class Paged:
     def __init__(self, case: Case, block_size: int) -> None:
         import mlx.core as mx
 
+        from kvpool_backends.mlx import metal_kernels
         from kvpool_backends.mlx.metal_kernels import MetalKernels, attention_step, head_tiles, plan_attention
 
         metal_kernel: Any = mx.fast.metal_kernel
@@ -208,6 +249,7 @@ class Paged:
             case.batch,
             block_size=block_size,
             tiles=head_tiles(self.spec, case.group, 1),
+            part_tokens=metal_kernels.PART_TOKENS,
         )
         self.step = attention_step(work, self.tables, case.head_dim**-0.5)
 

@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Iterable
 
-from kvpool.cli.console import CommandError, whole
+from kvpool.cli.console import CommandError, nbytes, whole
 
 DTYPES = ("float32", "bfloat16", "float16")
 LIST, NUMBER = "A,B,...", "N"
@@ -42,14 +42,9 @@ def number(option: str, text: str) -> int:
 
 def memory_nbytes(text: str) -> int:
     """Return the size in bytes."""
-    from kvpool.config import available_memory_nbytes, parse_nbytes
+    from kvpool.config import available_memory_nbytes
 
-    if text == "auto":
-        return available_memory_nbytes() // 2
-    try:
-        return parse_nbytes(f"{text}B" if text.isdecimal() else text)
-    except ValueError as exc:
-        raise CommandError(f"--max-memory: {exc}") from None
+    return available_memory_nbytes() // 2 if text == "auto" else nbytes("--max-memory", text)
 
 
 def tokens(n: int) -> str:

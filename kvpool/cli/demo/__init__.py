@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="PATH_OR_ID",
-        help="run parts (a), (b) and (f) on this checkpoint: a folder, or a Hugging Face id that mlx-lm downloads "
+        help="run parts (a), (b), (f) and (h) on this checkpoint: a folder, or a Hugging Face id that mlx-lm downloads "
         "(default: a small Llama with random weights, nothing is downloaded)",
     )
     parser.add_argument(
@@ -62,11 +62,11 @@ def run(args: argparse.Namespace) -> int:
 
 def all_parts() -> list[Part]:
     """Return the parts in the order they run, which is the order of the table."""
-    from kvpool.cli.demo import layers, models, occupancy, pools
+    from kvpool.cli.demo import layers, models, occupancy, pools, restart
 
     return [
         *(models.ENGINE, models.FORKS, pools.STEP_COST, occupancy.PART, pools.OUT_OF_BLOCKS),
-        *(models.SHARED_PROMPT, models.ATTENTION, models.CONVERSATION, layers.PART),
+        *(models.SHARED_PROMPT, models.ATTENTION, models.CONVERSATION, layers.PART, restart.PART),
     ]
 
 

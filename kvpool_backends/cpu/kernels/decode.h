@@ -139,14 +139,12 @@ KV_INLINE void some_scores(kv_dtype dtype, const int rows, const decoding *run, 
                            int64_t head, int64_t i, int64_t step) {
     const kv_layer *layer = run->call->layer;
     const kv_plane *k = &layer->k, *v = &layer->v;
-    const int64_t lane = head * run->lanes + i, groups = kv_groups(k);
     const int64_t offset = head * k->head_stride * kv_itemsize(dtype);
     const int64_t ahead_offset = head * v->head_stride * kv_itemsize(kv_stored(layer, v));
-    const float *q = run->q + lane * run->k_padded;
+    const float *q = run->q + (head * run->lanes + i) * run->k_padded;
     float *scores = run->scores + i * ROOM + t;
     if (dtype == KV_U8 || dtype == KV_U4)
-        numbers_of_some(dtype, rows, tile->k + t, offset, k, q, run->q_sums + lane * groups,
-                        run->k.scales + head * groups * TILE + t, run->k.biases + head * groups * TILE + t, scores,
+        numbers_of_some(dtype, rows, tile->k + t, offset, k, q, run->k.scales + head * kv_groups(k) * TILE + t, scores,
                         tile->v + t, ahead_offset, step * (run->k_padded / PAIR));
     else
         scores_of_some(dtype, rows, tile->k + t, offset, k->dim, q, scores, tile->v + t, ahead_offset, step);
@@ -164,6 +162,10 @@ KV_INLINE void head_scores_as(kv_dtype dtype, const decoding *run, const kv_tile
         if (run->lanes - i == 2) some_scores(dtype, 2, run, tile, t, head, i, step);
         if (run->lanes - i == 1) some_scores(dtype, 1, run, tile, t, head, i, step);
     }
+    if (dtype != KV_U8 && dtype != KV_U4) return;
+    const int64_t groups = kv_groups(&layer->k);
+    add_biases(run->scores, run->lanes, groups, run->k.biases + head * groups * TILE,
+               run->q_sums + head * run->lanes * groups);
 }
 
 /* A function of its own for each type: in one of all types the compiler finds no registers for any. */

@@ -30,6 +30,25 @@ KV_COPIES void lay_out_head(kv_dtype dtype, const char *from, const int groups, 
     }
 }
 
+/* Lines of `length` floats, a multiple of VL, of four tokens `step` bytes apart, to [length][TILE]. */
+KV_INLINE void lay_out_four(kv_dtype dtype, const char *from, int64_t step, int64_t length, float *to) {
+    for (int64_t i = 0; i < length; i += VL, from += VL * kv_itemsize(dtype)) {
+        float some[4][VL];
+        for (int t = 0; t < 4; t++) v_store(some[t], v_load_as(dtype, from + t * step));
+        for (int j = 0; j < VL; j += 4, to += 4 * TILE) {
+            const v4 a = v4_load(some[0] + j), b = v4_load(some[1] + j);
+            const v4 c = v4_load(some[2] + j), d = v4_load(some[3] + j);
+            const v4 ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
+            const v4 ba = __builtin_shufflevector(a, b, 2, 6, 3, 7), dc = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+            const v4 columns[4] = {
+                __builtin_shufflevector(ab, cd, 0, 1, 4, 5), __builtin_shufflevector(ab, cd, 2, 3, 6, 7),
+                __builtin_shufflevector(ba, dc, 0, 1, 4, 5), __builtin_shufflevector(ba, dc, 2, 3, 6, 7),
+            };
+            for (int k = 0; k < 4; k++) memcpy(to + k * TILE, &columns[k], sizeof columns[k]);
+        }
+    }
+}
+
 /* Of consecutive tokens [slot, slot + count) of a block, to [heads * groups][TILE] from token `at` of the tile on. */
 KV_COPIES void lay_out_as(kv_dtype dtype, const kv_layer *layer, const kv_part *part, int64_t groups, int64_t block,
                           int64_t slot, int64_t count, int64_t at, float *out) {
@@ -46,7 +65,12 @@ KV_COPIES void lay_out_as(kv_dtype dtype, const kv_layer *layer, const kv_part *
         return;
     }
     const int64_t lines = is_token_major ? 1 : heads, length = is_token_major ? heads * groups : groups;
-    for (int64_t token = 0; token < count; token++)
+    int64_t token = 0;
+    for (; length % VL == 0 && token + 4 <= count; token += 4)
+        for (int64_t line = 0; line < lines; line++)
+            lay_out_four(dtype, from + (token * part->slot_stride + line * part->head_stride) * size,
+                         part->slot_stride * size, length, out + line * groups * TILE + at + token);
+    for (; token < count; token++)
         for (int64_t line = 0; line < lines; line++) {
             const char *numbers = from + (token * part->slot_stride + line * part->head_stride) * size;
             float *to = out + line * groups * TILE + at + token;
@@ -106,12 +130,11 @@ KV_INLINE void fetch_factors(const kv_attention *call, int64_t row, const kv_til
 
 /* -------- the inner loops -------- */
 
-/* scores[r * ROOM + t] = q[r] . k[t] for TOKENS tokens t and `rows` <= LANES queries r, as scores_of_some on floats.
- * `scales` and `biases` are those of the head at the first token, `sums` of the queries group by group. */
+/* scores[r * ROOM + t] = q[r] . k[t] for TOKENS tokens t and `rows` <= LANES queries r, as scores_of_some on floats,
+ * without the biases. `scales` are those of the head at the first token. */
 KV_INLINE void numbers_of_some(kv_dtype dtype, const int rows, const char *const *tokens, int64_t offset,
-                               const kv_plane *plane, const float *q, const float *sums, const float *scales,
-                               const float *biases, float *scores, const char *const *ahead, int64_t ahead_offset,
-                               int64_t ahead_nbytes) {
+                               const kv_plane *plane, const float *q, const float *scales, float *scores,
+                               const char *const *ahead, int64_t ahead_offset, int64_t ahead_nbytes) {
     const int64_t stride = padded(plane->dim), size = plane->group_size, groups = kv_groups(plane);
     const char *k[TOKENS];
     v4 total[LANES] = {{0}};
@@ -121,14 +144,13 @@ KV_INLINE void numbers_of_some(kv_dtype dtype, const int rows, const char *const
         fetch(ahead[t] + ahead_offset, ahead_nbytes); /* at once: a group is too little work to ask in it */
     }
     for (int64_t g = 0; g < groups; g++) {
-        const v4 scale = v4_load(scales + g * TILE), bias = v4_load(biases + g * TILE);
         for (int64_t d = g * size; d < (g + 1) * size; d += PAIR)
             add_products(dtype, rows, k, d * kv_bits(dtype) / 8, SCALE_NUMBERS ? scales + g * TILE : NULL, q + d,
                          stride, sum);
+        if (SCALE_NUMBERS) continue;
+        const v4 scale = v4_load(scales + g * TILE);
         KV_UNROLL
         for (int r = 0; r < rows; r++) {
-            total[r] += bias * sums[r * groups + g];
-            if (SCALE_NUMBERS) continue;
             total[r] += v4_load(sums_of_tokens(sum[r]).lane) * scale;
             KV_UNROLL
             for (int t = 0; t < TOKENS; t++) sum[r][t] = v_set(0);
@@ -136,9 +158,20 @@ KV_INLINE void numbers_of_some(kv_dtype dtype, const int rows, const char *const
     }
     KV_UNROLL
     for (int r = 0; r < rows; r++) {
-        if (SCALE_NUMBERS) total[r] += v4_load(sums_of_tokens(sum[r]).lane);
+        if (SCALE_NUMBERS) total[r] = v4_load(sums_of_tokens(sum[r]).lane);
         memcpy(scores + r * ROOM, &total[r], sizeof total[r]);
     }
+}
+
+/* What the biases of a tile's keys add to the scores of all lanes of a head: each times the sum of a query's group. */
+static void add_biases(float *scores, int64_t lanes, int64_t groups, const float *biases, const float *sums) {
+    for (int64_t i = 0; i < lanes; i++, scores += ROOM, sums += groups)
+        for (int64_t t = 0; t < TILE; t += VL) {
+            vf score = v_load(scores + t);
+            for (int64_t g = 0; g < groups; g++)
+                score = v_fma(v_set(sums[g]), v_load(biases + g * TILE + t), score);
+            v_store(scores + t, score);
+        }
 }
 
 /* Weights times scales, and what the biases add: `scaled` [groups][lanes][ROOM], `shifts` [lanes][groups]. A weight of

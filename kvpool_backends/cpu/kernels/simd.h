@@ -314,10 +314,9 @@ KV_INLINE vf v_from_bf16(vh bits) { return (vf)(__builtin_convertvector(bits, vu
 
 /* Round to nearest even; NaN stays a NaN. */
 KV_INLINE vh v_to_bf16(vf x) {
-    vu bits = (vu)x;
-    vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    vi is_nan = x != x;
-    return __builtin_convertvector((rounded & ~(vu)is_nan) | (((bits >> 16) | 0x40) & (vu)is_nan), vh);
+    const vu bits = (vu)x, is_nan = (vu)(x != x);
+    const vu more = (0x7fff + ((bits >> 16) & 1)) & ~is_nan;
+    return __builtin_convertvector((bits + more) >> 16 | (is_nan & 0x40), vh);
 }
 
 /* Float16 in the upper halves of the lanes, below which there is anything. Exponents differ by 112, which a

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from quantized_rows import MLX, mx, rows
 
 from kvpool.config import LAYOUTS, KVSpec, blocks_for, describe_plan
 from kvpool.protocol import StepArrays
@@ -9,22 +10,8 @@ from kvpool_backends.numpy import NumpyBackend
 from kvpool_backends.numpy.bfloat16 import from_bfloat16, to_bfloat16
 from kvpool_backends.numpy.quantized import dequantize, pack, quantize, unpack
 
-mx = pytest.importorskip("mlx.core")
-
-MLX = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 SEED = 8_104
 FORMATS = [(bits, group) for bits in (4, 8) for group in (32, 64, 128)]
-
-
-def rows(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Groups of every kind: noise of many sizes, ties, one sign, one value, zeros of both signs."""
-    x = rng.standard_normal(shape).astype(np.float32) * np.float32(10.0) ** rng.integers(-6, 4, (*shape[:-1], 1))
-    x[0::7] = np.abs(x[0::7])
-    x[1::7] = -np.abs(x[1::7])
-    x[2::7] = rng.integers(-8, 8, x[2::7].shape)
-    x[3::21] = np.float32(0.37)
-    x[5::21] = np.float32(-0.0)
-    return x.astype(np.float32)
 
 
 def of_mlx(x, group: int, bits: int, dtype: str) -> list[np.ndarray]:

@@ -13,6 +13,7 @@ from collections import Counter
 from traces import make_trace
 
 from kvpool.replay import replay
+from kvpool.store import BlockLayout, Layout, MemoryStore
 
 ROUNDS = int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", 1000)) // 5
 
@@ -59,8 +60,9 @@ class NaivePool:
 class NaiveP1:
     """The policy, step by step. A request is [row, prompt, output, generated, blocks]."""
 
-    def __init__(self, trace, num_blocks, block_size, concurrency):
+    def __init__(self, trace, num_blocks, block_size, concurrency, store_blocks=None):
         self.trace, self.block_size, self.concurrency = trace, block_size, concurrency
+        self.tier, self.store_blocks = [], store_blocks  # what a store behind the pool has, oldest first
         self.pool, self.count, self.events = NaivePool(num_blocks), Counter(), ""
         lengths = zip(trace.prompts.tolist(), trace.outputs.tolist(), strict=True)
         self.waiting = [[row, n, m, 0, []] for row, (n, m) in enumerate(lengths)]
@@ -106,9 +108,25 @@ class NaiveP1:
             blocks += hits + [self.pool.take() for _ in range(need)]
             for key, block in zip(keys, blocks, strict=False):
                 self.pool.keys.setdefault(key, block)
-            self.count.update(admissions=1, hit_tokens=len(hits) * size, computed_tokens=total - len(hits) * size)
+            loaded = 0 if self.store_blocks is None else self.load(keys, len(hits), (total - 1) // size)
+            computed = total - (len(hits) + loaded) * size
+            self.count.update(admissions=1, hit_tokens=len(hits) * size, computed_tokens=computed)
+            self.count["loaded_tokens"] += loaded * size
             self.count["peak_running"] = max(self.count["peak_running"], len(self.running))
             self.events += f"{row}:{len(hits) * size};"
+
+    def load(self, keys, first, most):
+        """How many blocks from `first` on the tier has; all blocks of the prompt are its newest afterwards."""
+        loaded = 0
+        while first + loaded < min(most, len(keys)) and keys[first + loaded] in self.tier:
+            loaded += 1
+        for place, key in enumerate(keys):
+            if key in self.tier:
+                self.tier.remove(key)
+            elif place < first:
+                continue  # the pool had it, the tier has lost it, and nobody computed it
+            self.tier = [*self.tier, key][-self.store_blocks :]
+        return loaded
 
     def decode(self, request):
         _, prompt, output, generated, blocks = request
@@ -162,9 +180,12 @@ def test_random_traces_agree_with_the_naive_simulator():
         block_size = rng.choice([size for size in (1, 2, 4, 8) if size <= trace.block_size])
         num_blocks = max(1, rng.choice([4, 12, 20, 40, 400]) // block_size)
         concurrency = rng.randrange(1, 7)
-        naive = NaiveP1(trace, num_blocks, block_size, concurrency)
+        store_blocks = rng.choice([None, 1, 5, 20, 500])
+        naive = NaiveP1(trace, num_blocks, block_size, concurrency, store_blocks)
         naive.run()
-        result = replay(trace, num_blocks=num_blocks, block_size=block_size, concurrency=concurrency)
+        layout = Layout((BlockLayout(block_size, 1, "replay"),), b"")
+        store = None if store_blocks is None else MemoryStore(layout, store_blocks)
+        result = replay(trace, num_blocks=num_blocks, block_size=block_size, concurrency=concurrency, store=store)
         expected = {
             **{name: naive.count[name] for name in result.counters if name in naive.count},
             "evictions": naive.pool.evictions,
@@ -177,4 +198,4 @@ def test_random_traces_agree_with_the_naive_simulator():
         assert result.occupancy.token_steps == naive.count["token_steps"]
         assert result.occupancy.sequence_steps == naive.count["sequence_steps"]
         seen.update(naive.count)
-    assert min(seen[name] for name in ("preemptions", "rejected", "hit_tokens", "finished")) > 0, seen
+    assert min(seen[name] for name in ("preemptions", "rejected", "hit_tokens", "loaded_tokens", "finished")) > 0, seen

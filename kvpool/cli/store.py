@@ -1,0 +1,232 @@
+"""Look into a directory of blocks: list it, check every byte, make room, copy a part."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from kvpool.cli.console import CommandError
+
+
+def _declare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="what `kvpool serve --store DIR` was given")
+
+
+def _command(summary: str, call: Callable[[Any, argparse.Namespace], int], declare: Any = _declare) -> Any:
+    """What `kvpool.cli` takes for a module: `call` gets the open directory."""
+
+    def run(args: argparse.Namespace) -> int:
+        from kvpool.store.folder import Folder
+
+        try:
+            with Folder(args.directory, "kvpool store", create=False) as folder:
+                return call(folder, args)
+        except OSError as error:
+            raise CommandError(str(error).removeprefix("[kvpool store] ")) from None
+
+    return SimpleNamespace(__doc__=summary, add_arguments=declare, run=run)
+
+
+def _segments(folder: Any) -> list[Any]:
+    return sorted(folder.segments(), key=lambda each: (each.used, each.name))
+
+
+def _layout(folder: Any) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = folder.read_json("layout.json")
+        return found
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{folder.path}/layout.json cannot be read: {error}") from None
+
+
+def _examined(folder: Any, each: Any) -> Iterator[tuple[int, Any, str]]:
+    """The records of a segment, and what is wrong; a file that is refused is one thing that is wrong."""
+    from kvpool.store.segments import examine, read_header
+
+    try:
+        fd = folder.open(each.name)
+    except OSError as error:
+        yield 0, None, str(error)
+        return
+    try:
+        digest = _layout(folder).get("layout")
+        if each.nbytes >= 64 and digest != read_header(fd)[1].hex():
+            yield 0, None, "the segment has another layout than the directory"
+        yield from examine(fd, os.fstat(fd).st_size, each.is_sealed)
+    except (OSError, ValueError) as error:
+        yield 0, None, str(error)
+    finally:
+        os.close(fd)
+
+
+def _ls(folder: Any, args: argparse.Namespace) -> int:
+    now = time.time()
+    rows = [
+        {"segment": each.name, "bytes": each.nbytes, "sealed": each.is_sealed, "unused_seconds": round(now - each.used)}
+        for each in _segments(folder)
+    ]
+    if args.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    for row in rows:
+        state = "" if row["sealed"] else "  open"
+        print(f"{row['segment']:32} {row['bytes']:>14,} bytes  last of use {row['unused_seconds']:>9,} s ago{state}")
+    print(f"{len(rows)} segments, {sum(each.nbytes for each in folder.segments()):,} bytes")
+    return 0
+
+
+def _stat(folder: Any, args: argparse.Namespace) -> int:
+    layout = _layout(folder)
+    groups: Counter[int] = Counter()
+    namespaces: Counter[str] = Counter()
+    payload, segments = 0, _segments(folder)
+    for each in segments:
+        for _, head, wrong in _examined(folder, each):
+            if head is not None and not wrong:
+                groups[head.group] += 1
+                namespaces[head.namespace.hex()] += 1
+                payload += head.nbytes
+    facts = {
+        "layout": layout.get("layout"),
+        "text": layout.get("text"),
+        "segments": len(segments),
+        "bytes": sum(each.nbytes for each in segments),
+        "payload_bytes": payload,
+        "blocks": sum(groups.values()),
+        "blocks_of_groups": {str(group): groups[group] for group in sorted(groups)},
+        "blocks_of_namespaces": dict(namespaces.most_common()),
+    }
+    if args.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    print(*(layout.get("text") or ()), sep="\n")
+    print(f"{facts['blocks']:,} blocks, {payload:,} bytes, in {len(segments)} segments of {facts['bytes']:,} bytes")
+    for group in sorted(groups):
+        print(f"  group {group}: {groups[group]:,} blocks")
+    for name, count in namespaces.most_common():
+        print(f"  namespace {name}: {count:,} blocks")
+    return 0
+
+
+def _verify(folder: Any, args: argparse.Namespace) -> int:
+    problems, count = [], 0
+    try:
+        folder.read_json("layout.json")["layout"]
+    except (OSError, ValueError, KeyError) as error:
+        problems.append({"segment": "layout.json", "offset": 0, "problem": f"it cannot be read: {error}"})
+    for each in _segments(folder) if not problems else ():
+        for offset, head, wrong in _examined(folder, each):
+            count += head is not None
+            if wrong:
+                problems.append({"segment": each.name, "offset": offset, "problem": wrong})
+    with os.scandir(folder.fd) as entries:
+        known = {each.name for each in folder.segments()} | {"layout.json", "lock", "written.json"}
+        for name in sorted({entry.name for entry in entries} - known):
+            problems.append({"segment": name, "offset": 0, "problem": "this is no file of a store"})
+    if args.json:
+        print(json.dumps({"records": count, "problems": problems}, indent=2))
+    else:
+        for found in problems:
+            print(f"{found['segment']}, byte {found['offset']}: {found['problem']}")
+        print(f"{count:,} records, {len(problems)} problems")
+    return 1 if problems else 0
+
+
+def _declare_prune(parser: argparse.ArgumentParser) -> None:
+    _declare(parser)
+    parser.add_argument("--max", metavar="SIZE", help="delete what is of use least until so much is left, such as 20GB")
+    parser.add_argument("--damaged", action="store_true", help="delete the segments in which `verify` finds something")
+
+
+def _prune(folder: Any, args: argparse.Namespace) -> int:
+    from kvpool.config import parse_nbytes
+
+    if args.max is None and not args.damaged:
+        raise CommandError("say what shall go: --max SIZE, --damaged")
+    try:
+        most = None if args.max is None else parse_nbytes(f"{args.max}B" if args.max.isdecimal() else args.max)
+    except ValueError as error:
+        raise CommandError(f"--max {args.max}: {error}") from None
+    gone = []
+    with folder.lock():
+        for each in _segments(folder) if args.damaged else ():
+            if each.is_sealed and any(wrong for _, _, wrong in _examined(folder, each)):
+                folder.remove(each.name)
+                gone.append(each)
+        if most is not None:
+            gone += folder.make_room(0, most, set())
+    facts = {"segments": [each.name for each in gone], "bytes": sum(each.nbytes for each in gone)}
+    text = f"{len(gone)} segments deleted, {facts['bytes']:,} bytes"
+    print(json.dumps(facts, indent=2) if args.json else text)
+    return 0
+
+
+def _declare_export(parser: argparse.ArgumentParser) -> None:
+    _declare(parser)
+    parser.add_argument("to", metavar="NEW", help="a directory that is made")
+    parser.add_argument("--namespace", metavar="HEX", help="only the blocks of this namespace, as `stat` names it")
+
+
+def _export(folder: Any, args: argparse.Namespace) -> int:
+    """Copy whole records, segment by segment."""
+    from kvpool.store.folder import Folder
+
+    layout, count, written = _layout(folder), 0, 0
+    if os.path.lexists(args.to):
+        raise CommandError(f"{args.to} is there already, a new directory is needed")
+    with Folder(args.to, "kvpool store") as target:
+        target.write_json("layout.json", layout)
+        for each in _segments(folder):
+            chosen = [
+                (offset, head)
+                for offset, head, wrong in _examined(folder, each)
+                if head is not None and not wrong and args.namespace in (None, head.namespace.hex())
+            ]
+            if chosen:
+                written += _copy(folder, each.name, target, chosen)
+                count += len(chosen)
+    facts = {"blocks": count, "bytes": written}
+    print(json.dumps(facts, indent=2) if args.json else f"{count:,} blocks, {written:,} bytes in {args.to}")
+    return 0
+
+
+def _copy(source: Any, name: str, target: Any, chosen: list[tuple[int, Any]]) -> int:
+    """Write one sealed segment with these records of another; return its bytes."""
+    import numpy as np
+
+    from kvpool.store import segments as form
+
+    fd = source.open(name)
+    try:
+        header = os.pread(fd, form.HEADER.size, 0)
+        kind, layout = form.read_header(fd)
+        stem, out = target.create(header)
+        try:
+            entries, end = np.zeros(len(chosen), form.FOOTER), len(header)
+            for number, (offset, head) in enumerate(chosen):
+                os.pwrite(out, os.pread(fd, head.end, offset), end)
+                entries[number] = (form.name_of(head.key, head.group), end)
+                end += head.end
+            footer = form.packed_footer(layout, entries, end, kind)
+            os.pwrite(out, footer, end)
+            target.seal(stem)
+            return end + len(footer)
+        finally:
+            os.close(out)
+    finally:
+        os.close(fd)
+
+
+COMMANDS = {
+    "ls": _command("List the segments, least recently used first.", _ls),
+    "stat": _command("Show what the blocks are of: layout, groups, namespaces.", _stat),
+    "verify": _command("Read every byte and say what is damaged; the exit status is 1 then.", _verify),
+    "prune": _command("Delete segments.", _prune, _declare_prune),
+    "export": _command("Copy all blocks, or those of a namespace, to a new directory.", _export, _declare_export),
+}

@@ -1,0 +1,516 @@
+"""`DiskStore`: blocks in segment files of a directory. docs/store.md has the format and the promises."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Event, RLock
+
+import numpy as np
+
+from kvpool.spec import checked_int
+from kvpool.store import segments as form
+from kvpool.store.blocks import Blocks, Layout, Rows, TierStats, checked
+from kvpool.store.folder import GROWING, SEALED, Folder, Listed
+from kvpool.store.outbox import Outbox, Waiting
+
+_SEGMENT_NBYTES = 128 << 20
+_AHEAD_NBYTES = 8 << 20  # that the system is told to read before they are asked for
+_PAUSE_SECONDS = 60.0  # without writing, after the disk or the budget refused
+_TOUCH_SECONDS = 60.0
+_CLOSE_SECONDS = 10.0
+
+
+@dataclass(slots=True)
+class _Segment:
+    """A segment file that was read."""
+
+    stem: str
+    kind: int  # of its checksums
+    is_sealed: bool
+    end: int  # of the records that were seen
+    blocks: int = 0  # that were seen
+    used: int = 0  # of these, since the others were told
+
+
+@dataclass(slots=True)
+class _Growing:
+    """The segment that this process appends to."""
+
+    number: int
+    stem: str
+    fd: int
+    end: int
+    granted: int  # bytes that it may have
+    names: list[int]
+    offsets: list[int]
+
+    def fits(self, nbytes: int) -> bool:
+        footer = form.aligned((len(self.names) + 1) * form.FOOTER.itemsize) + form.TRAILER.size
+        return self.end + nbytes + footer <= self.granted
+
+
+class DiskStore:
+    """Blocks on a disk, within a quota, for one process or several.
+
+    Parameters
+    ----------
+    path : str
+        A directory of this user that nobody else may read; made if it is not there. All its stores have one layout.
+    layout : Layout
+    max_nbytes : int
+        Most bytes of all segments in the directory, of all processes.
+    write_nbytes_per_day : int, optional
+        Most bytes that all processes together write in any 24 hours, counted by the hour.
+    queue_nbytes : int
+        Most bytes of blocks that wait to be written. What does not fit is dropped.
+    segment_nbytes : int, optional
+        Size of a segment: 128 MiB, less for a small quota, more for large blocks. Room is made by whole segments.
+    refresh_seconds : float
+        How often the directory is looked at for what other processes wrote.
+
+    Attributes
+    ----------
+    ready : threading.Event
+        Set when everything that was there at the start is known. Before that, lookups find less.
+    refused : dict of str to str
+        Segment files that cannot be used, and why.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A size is no size, or the directory has another format or layout.
+    PermissionError, NotADirectoryError
+        The directory is not this user's own.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        layout: Layout,
+        max_nbytes: int,
+        *,
+        write_nbytes_per_day: int | None = None,
+        queue_nbytes: int = 256 << 20,
+        segment_nbytes: int | None = None,
+        refresh_seconds: float = 1.0,
+    ) -> None:
+        self.layout = layout
+        self.max_nbytes = checked_int("DiskStore", "max_nbytes", max_nbytes)
+        queue_nbytes = checked_int("DiskStore", "queue_nbytes", queue_nbytes)
+        record = form.HEADER.size + form.TRAILER.size + form.ALIGNMENT
+        record += max(form.head_nbytes(g.block_size) + form.aligned(g.nbytes) for g in layout.groups)
+        if segment_nbytes is None:
+            segment_nbytes = max(min(_SEGMENT_NBYTES, self.max_nbytes // 4), record)
+        self.segment_nbytes = checked_int("DiskStore", "segment_nbytes", segment_nbytes)
+        self.write_nbytes_per_day = write_nbytes_per_day
+        if write_nbytes_per_day is not None:
+            checked_int("DiskStore", "write_nbytes_per_day", write_nbytes_per_day)
+        for name, value, least in (
+            ("segment_nbytes", self.segment_nbytes, record),
+            ("max_nbytes", self.max_nbytes, 2 * self.segment_nbytes),
+            ("queue_nbytes", queue_nbytes, max(group.nbytes for group in layout.groups)),
+            ("write_nbytes_per_day", write_nbytes_per_day, record),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"[DiskStore] {name} is {value}, the least for this layout is {least}")
+        self._folder = Folder(path, "DiskStore")
+        try:
+            self._folder.check_layout(layout)
+        except BaseException:
+            self._folder.close()
+            raise
+        self.ready = Event()
+        self.refused: dict[str, str] = {}
+        self._lock = RLock()  # guards what follows, up to the counts
+        self._index = form.Index()
+        self._segments: dict[int, _Segment] = {}
+        self._numbers: dict[str, int] = {}
+        self._next_number = 0
+        self._held_nbytes = 0
+        self._counts = TierStats(limit_nbytes=self.max_nbytes)
+        self._is_closed = False
+        self._growing: _Growing | None = None  # the thread's alone
+        self._paused_until = float("inf") if self._folder.is_read_only else 0.0
+        self._touched = time.monotonic()
+        self._outbox = Outbox(self._write, self._refresh, self._seal, queue_nbytes, refresh_seconds)
+        self._outbox.start()
+
+    def __repr__(self) -> str:
+        return f"<DiskStore in {self._folder.path}, {len(self._index)} blocks, at most {self.max_nbytes} bytes>"
+
+    # ---------------------------------------------------------------------- calls
+
+    def lookup(self, blocks: Blocks) -> np.ndarray:
+        """See `BlockStore.lookup`. Blocks that wait to be written are not found."""
+        checked("lookup", self.layout, blocks)
+        names = form.names_of(blocks.keys, blocks.group)
+        with self._lock:
+            return self._index.find(names) != form.Index.NOWHERE
+
+    def load(self, blocks: Blocks, rows: Rows) -> np.ndarray:
+        """See `BlockStore.load`."""
+        checked("load", self.layout, blocks, rows, writable=True)
+        names = form.names_of(blocks.keys, blocks.group)
+        with self._lock:
+            places = self._index.find(names)
+        loaded = np.zeros(len(blocks), bool)
+        found = np.flatnonzero(places != form.Index.NOWHERE)
+        found = found[np.argsort(places[found])]
+        numbers = places[found] >> np.uint64(32)
+        for number in np.unique(numbers).tolist():
+            self._load_from(number, found[numbers == number], names, places, blocks, rows, loaded)
+        hits = int(loaded.sum())
+        nbytes = hits * self.layout.groups[blocks.group].nbytes
+        self._count(hits=hits, hit_nbytes=nbytes, misses=len(blocks) - len(found))
+        return loaded
+
+    def store(self, blocks: Blocks, rows: Rows) -> int:
+        """See `BlockStore.store`."""
+        checked("store", self.layout, blocks, rows)
+        names = form.names_of(blocks.keys, blocks.group)
+        with self._lock:
+            if self._is_closed:
+                return 0
+            new = np.flatnonzero(self._index.find(names) == form.Index.NOWHERE)
+        took = waiting = 0
+        if new.size and time.monotonic() >= self._paused_until:
+            chosen = [rows[number] for number in new.tolist()]
+            took, waiting = self._outbox.put(self.layout.digest, blocks[new], chosen, names[new])
+        nbytes = took * self.layout.groups[blocks.group].nbytes
+        self._count(stored=took, stored_nbytes=nbytes, dropped=len(new) - took - waiting)
+        return len(blocks) - len(new) + took + waiting
+
+    def touch(self, blocks: Blocks) -> None:
+        """See `BlockStore.touch`: segments with these blocks leave later."""
+        checked("touch", self.layout, blocks)
+        with self._lock:
+            places = self._index.find(form.names_of(blocks.keys, blocks.group))
+            numbers = places[places != form.Index.NOWHERE] >> np.uint64(32)
+            for number, count in zip(*np.unique(numbers, return_counts=True), strict=True):
+                self._segments[int(number)].used += int(count)
+
+    def drain(self, timeout: float = 60.0) -> bool:
+        """See `BlockStore.drain`."""
+        return self._outbox.drain(timeout)
+
+    def stats(self) -> dict[str, TierStats]:
+        """See `BlockStore.stats`."""
+        with self._lock:
+            gauges = {"blocks": len(self._index), "nbytes": self._held_nbytes, "queued_nbytes": self._outbox.nbytes}
+            return {"disk": self._counts._replace(**gauges)}
+
+    def close(self) -> None:
+        """Write what waits and seal the segment; see `BlockStore.close`."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        has_ended = self._outbox.close(_CLOSE_SECONDS)
+        with self._lock:
+            self._index, self._segments, self._numbers = form.Index(), {}, {}
+            if has_ended:
+                self._folder.close()
+
+    # ---------------------------------------------------------------------- reading
+
+    def _load_from(
+        self,
+        number: int,
+        which: np.ndarray,
+        names: np.ndarray,
+        places: np.ndarray,
+        blocks: Blocks,
+        rows: Rows,
+        loaded: np.ndarray,
+    ) -> None:
+        """Load blocks of one segment, in the order of their places."""
+        with self._lock:
+            segment = self._segments.get(number)
+        fd = None if segment is None else self._opened(segment.stem)
+        if segment is None or fd is None:
+            with self._lock:
+                self._forget(number)
+            return self._count(misses=len(which))
+        own = self.layout.groups[blocks.group]
+        head, ahead = bytearray(form.head_nbytes(own.block_size)), 0
+        damaged = errors = 0
+        try:
+            for index in which.tolist():
+                offset = int(places[index] & np.uint64(0xFFFFFFFF)) * form.ALIGNMENT
+                ahead = _read_ahead(fd, offset, ahead)
+                fields, tokens = form.expected_head(self.layout.digest, blocks, index, own.nbytes)
+                try:
+                    count = os.preadv(fd, [head, rows[index].data], offset)
+                except OSError:
+                    count, errors = -1, errors + 1
+                if count == len(head) + own.nbytes and form.is_right(segment.kind, head, fields, tokens, rows[index]):
+                    loaded[index] = True
+                    continue
+                damaged += count >= 0
+                is_named_right = head.startswith(fields) and head.endswith(tokens)
+                if is_named_right or form.read_head(fd, offset, 1 << 62, segment.kind) is None:
+                    with self._lock:  # it is not whole; a whole record of other content stays
+                        self._index.forget(int(names[index]), int(places[index]))
+        finally:
+            os.close(fd)
+        segment.used += int(loaded[which].sum())
+        self._count(damaged=damaged, errors=errors)
+
+    def _opened(self, stem: str) -> int | None:
+        for suffix in (SEALED, GROWING, SEALED):  # it may be sealed between two tries
+            try:
+                return self._folder.open(stem + suffix)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                self._count(errors=1)
+                return None
+        return None
+
+    # ---------------------------------------------------------------------- the thread
+
+    def _write(self, item: Waiting) -> None:
+        with self._lock:
+            if self._index.find(np.array([item.name], np.uint64))[0] != form.Index.NOWHERE:
+                return  # another process was faster
+        head = form.packed_record(item.fields, item.tokens, item.row)
+        padding = bytes(form.aligned(item.row.nbytes) - item.row.nbytes)
+        nbytes = len(head) + item.row.nbytes + len(padding)
+        growing = self._growing_with_room(nbytes)
+        if growing is None:
+            return self._count(dropped=1)
+        try:
+            if os.pwritev(growing.fd, [head, item.row.data, padding], growing.end) != nbytes:
+                raise OSError("the disk is full")
+        except OSError:
+            self._count(dropped=1, errors=1)
+            self._seal()
+            self._paused_until = time.monotonic() + _PAUSE_SECONDS
+            return
+        growing.names.append(item.name)
+        growing.offsets.append(growing.end)
+        with self._lock:
+            self._index.add(item.name, growing.number, growing.end)
+            self._held_nbytes += nbytes
+        growing.end += nbytes
+        self._count(written_nbytes=nbytes)
+
+    def _growing_with_room(self, nbytes: int) -> _Growing | None:
+        """The segment to append to; None, and a pause, if the disk, the quota or the budget refuse."""
+        if self._growing is not None and not self._growing.fits(nbytes):
+            self._seal()
+        if self._growing is None and time.monotonic() >= self._paused_until:
+            try:
+                with self._folder.lock():
+                    self._begin(nbytes)
+            except OSError:
+                self._count(errors=1)
+            if self._growing is None:
+                self._paused_until = time.monotonic() + _PAUSE_SECONDS
+        return self._growing
+
+    def _begin(self, nbytes: int) -> None:
+        """Begin a segment, if budget and quota allow one with a record of `nbytes`. With the lock of the folder."""
+        budget = self.write_nbytes_per_day
+        growing = _Growing(-1, "", -1, form.HEADER.size, 0, [], [])
+        growing.granted = self._folder.granted(self.segment_nbytes, budget)
+        if growing.fits(nbytes):
+            with suppress(OSError):
+                self._make_room()
+                growing.stem, growing.fd = self._folder.create(form.packed_header(self.layout.digest))
+        if growing.fd < 0:
+            self._folder.granted(-growing.granted, budget)
+            return
+        with self._lock:
+            growing.number = self._know(_Segment(growing.stem, form.KIND, False, growing.end))
+            self._held_nbytes += form.HEADER.size
+        self._count(written_nbytes=form.HEADER.size)
+        self._growing = growing
+
+    def _make_room(self) -> None:
+        """Delete segments until a new one fits the quota; OSError if it cannot. With the lock of the folder."""
+        self._touch_used()
+        gone = self._folder.make_room(self.segment_nbytes, self.max_nbytes, set(self.refused))
+        with self._lock:
+            for each in gone:
+                self._held_nbytes -= each.nbytes
+                self._forget(self._numbers.get(each.stem, -1))
+
+    def _seal(self) -> None:
+        """Give the growing segment its footer and its last name. Without a footer it is read record by record."""
+        growing, self._growing = self._growing, None
+        if growing is None:
+            return
+        entries = np.zeros(len(growing.names), form.FOOTER)
+        entries["name"], entries["offset"] = growing.names, growing.offsets
+        try:
+            size = self._close_segment(growing.stem, growing.fd, entries, growing.end)
+            if self.write_nbytes_per_day is not None:
+                with self._folder.lock():
+                    self._folder.granted(size - growing.granted, self.write_nbytes_per_day)
+        except OSError:
+            self._count(errors=1)
+        with self._lock:
+            segment = self._segments[growing.number]
+            segment.is_sealed, segment.blocks = True, len(entries)
+            self._index.merge({growing.number: entries})
+
+    def _close_segment(self, stem: str, fd: int, entries: np.ndarray, end: int) -> int:
+        """Cut off what is behind the last record, write the footer, seal; return the size of the file."""
+        try:
+            if not len(entries):
+                self._folder.remove(stem + GROWING)
+                return 0
+            os.ftruncate(fd, end)
+            footer = form.packed_footer(self.layout.digest, entries, end)
+            try:
+                written = os.pwrite(fd, footer, end)
+            except OSError:
+                written = -1
+            if written != len(footer):
+                os.ftruncate(fd, end)
+                written = 0
+            self._folder.seal(stem)
+        finally:
+            os.close(fd)
+        with self._lock:
+            self._held_nbytes += written
+        self._count(written_nbytes=written)
+        return end + written
+
+    # ---------------------------------------------------------------------- the directory
+
+    def _refresh(self) -> None:
+        """Look at the directory: take what other processes wrote, forget what they deleted."""
+        try:
+            listed = self._folder.segments()
+        except OSError:
+            self.ready.set()
+            return self._count(errors=1)
+        if time.monotonic() - self._touched >= _TOUCH_SECONDS:
+            self._touch_used()
+        own = "" if self._growing is None else self._growing.stem
+        footers: dict[int, np.ndarray] = {}
+        for each in listed:
+            if each.stem != own and each.name not in self.refused:
+                footers.update(self._news(each))
+        present, names = {each.stem for each in listed}, {each.name for each in listed}
+        self.refused = {name: why for name, why in self.refused.items() if name in names}
+        with self._lock:
+            if footers:
+                self._index.merge(footers)
+            self._held_nbytes = sum(each.nbytes for each in listed)
+            gone = [number for stem, number in self._numbers.items() if stem not in present]
+            for number in gone:
+                self._forget(number)
+        self.ready.set()
+
+    def _news(self, each: Listed) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the entries of a segment that is sealed now; note those of one that another process appends to."""
+        known = self._segments.get(self._numbers.get(each.stem, -1))
+        if known is not None and known.is_sealed:
+            return
+        try:
+            if not each.is_sealed and self._adopt(each):
+                each = each._replace(name=each.stem + SEALED, is_sealed=True)
+            fd = self._folder.open(each.name)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self.refused[each.name] = str(error)
+            return
+        try:
+            size = os.fstat(fd).st_size
+            if size == 0 and not each.is_sealed:
+                return  # its writer is about to write the header
+            kind, layout = form.read_header(fd)
+            if layout != self.layout.digest:
+                raise ValueError(f"the layout is {layout.hex()}, not {self.layout.digest.hex()}")
+            found = form.read_footer(fd, size, layout) if each.is_sealed else None
+            if found is None:
+                begin = form.HEADER.size if known is None or each.is_sealed else known.end
+                found = form.scanned(fd, begin, size, kind, self._is_ours)
+        except (OSError, ValueError) as error:
+            self.refused[each.name] = str(error)
+            return
+        finally:
+            os.close(fd)
+        with self._lock:
+            number = self._know(_Segment(each.stem, kind, each.is_sealed, found[1], len(found[0])))
+            if not each.is_sealed:
+                for name, offset in found[0].tolist():
+                    self._index.add(name, number, offset)
+        if each.is_sealed:
+            yield number, found[0]
+
+    def _adopt(self, each: Listed) -> bool:
+        """Seal a segment whose writer has died; whether it is sealed now."""
+        if time.monotonic() < self._paused_until:
+            return False
+        try:
+            with self._folder.lock():
+                fd = self._folder.adopt(each.name)
+                if fd is None:
+                    return False
+                try:
+                    kind, layout = form.read_header(fd)
+                    if layout != self.layout.digest:
+                        raise ValueError("another layout")
+                    found = form.scanned(fd, form.HEADER.size, os.fstat(fd).st_size, kind, self._is_ours)
+                except (OSError, ValueError):
+                    os.close(fd)
+                    self._folder.seal(each.stem)  # as it is: refused then, and the first to leave
+                    return True
+                self._close_segment(each.stem, fd, *found)
+                return True
+        except OSError:
+            return False
+
+    def _is_ours(self, head: form.Head) -> bool:
+        if head.layout != self.layout.digest or head.group >= len(self.layout.groups):
+            return False
+        own = self.layout.groups[head.group]
+        return (head.num_tokens, head.nbytes) == (own.block_size, own.nbytes)
+
+    def _know(self, segment: _Segment) -> int:
+        """Give a segment its number. With the lock."""
+        number = self._numbers.get(segment.stem)
+        if number is None:
+            number = self._numbers[segment.stem] = self._next_number
+            self._next_number += 1
+        self._segments[number] = segment
+        return number
+
+    def _forget(self, number: int) -> None:
+        """Forget a segment that has left, and its blocks. With the lock."""
+        segment = self._segments.pop(number, None)
+        if segment is not None:
+            del self._numbers[segment.stem]
+            self._counts = self._counts._replace(evicted=self._counts.evicted + self._index.drop({number}))
+
+    def _touch_used(self) -> None:
+        """Write down which segments were of use, for whoever makes room: this process, another, a later one."""
+        self._touched = time.monotonic()
+        with self._lock:
+            used = [segment for segment in self._segments.values() if segment.used and segment.is_sealed]
+        for segment in used:
+            self._folder.touch(segment.stem, segment.used / max(segment.blocks, 1))
+            segment.used = 0
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            counts = self._counts
+            self._counts = counts._replace(**{name: getattr(counts, name) + n for name, n in more.items()})
+
+
+def _read_ahead(fd: int, offset: int, told: int) -> int:
+    """Tell the system what will be read next; return up to where it knows."""
+    if offset + _AHEAD_NBYTES // 2 < told or not hasattr(os, "posix_fadvise"):
+        return told
+    begin = max(offset, told)
+    os.posix_fadvise(fd, begin, offset + _AHEAD_NBYTES - begin, os.POSIX_FADV_WILLNEED)
+    return offset + _AHEAD_NBYTES

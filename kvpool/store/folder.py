@@ -1,0 +1,299 @@
+"""The directory of a `DiskStore`: who may use it, which files are segments, how much may be written.
+
+Several processes share a directory. What must not happen twice happens under a lock on the file ``lock``: making room,
+creating a segment, taking over one whose writer has died.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+from kvpool.store.blocks import Layout
+from kvpool.store.segments import VERSION
+
+SEALED, GROWING = ".kvpool", ".kvpool-open"
+_SEGMENT = re.compile(r"([0-9a-f]{16})(\.kvpool|\.kvpool-open)")
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_LOCK_SECONDS = 10.0
+_HOURS = 24
+
+
+class Listed(NamedTuple):
+    """A segment file."""
+
+    stem: str
+    name: str
+    is_sealed: bool
+    nbytes: int
+    used: float  # when it was last of use, on the average of its blocks
+
+
+class Folder:
+    """An open directory.
+
+    Parameters
+    ----------
+    path : str
+        Made, readable by its owner alone, if it is not there.
+    call : str
+        For messages.
+    create : bool
+        False: it has to be there, and nothing is made in it.
+
+    Raises
+    ------
+    NotADirectoryError, PermissionError
+        It is no directory, a link, another user's, or others may read it.
+    """
+
+    def __init__(self, path: str, call: str, create: bool = True) -> None:
+        self.path, self._call = os.fspath(path), call
+        if create:
+            with suppress(FileExistsError):
+                os.makedirs(self.path, mode=0o700)
+        try:
+            self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"[{call}] there is no directory {self.path}") from None
+        except OSError as error:
+            raise NotADirectoryError(f"[{call}] {self.path} is no directory, or a link ({error.strerror})") from None
+        self._lock_fd: int | None = None
+        try:
+            self._check_owner(os.fstat(self.fd), self.path, "chmod 700")
+            with suppress(PermissionError, OSError):
+                made = os.O_CREAT if create else 0
+                self._lock_fd = self.open("lock", os.O_RDWR | made | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether nothing can be written here."""
+        return self._lock_fd is None
+
+    def close(self) -> None:
+        """Let go of the directory."""
+        for fd in (self.fd, self._lock_fd):
+            if fd is not None and fd >= 0:
+                os.close(fd)
+        self.fd, self._lock_fd = -1, None
+
+    # ---------------------------------------------------------------------- files
+
+    def open(self, name: str, flags: int = _READ) -> int:
+        """Open a file of ours; OSError if it is a link, no regular file, another user's, or others may read it."""
+        fd = os.open(name, flags, 0o600, dir_fd=self.fd)
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(f"[{self._call}] {self.path}/{name} is no regular file")
+            self._check_owner(status, f"{self.path}/{name}", "chmod 600")
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _check_owner(self, status: os.stat_result, path: str, remedy: str) -> None:
+        if status.st_uid != os.geteuid():
+            raise PermissionError(
+                f"[{self._call}] {path} belongs to user {status.st_uid}, this process runs as {os.geteuid()}"
+            )
+        if status.st_mode & 0o077:
+            mode = stat.S_IMODE(status.st_mode)
+            raise PermissionError(f"[{self._call}] others may use {path} (mode {mode:o}); type: {remedy} {path}")
+
+    def segments(self) -> list[Listed]:
+        """The segment files, in no order. Links and what is no file are left out."""
+        found = []
+        with os.scandir(self.fd) as entries:
+            for entry in entries:
+                if (match := _SEGMENT.fullmatch(entry.name)) is None:
+                    continue
+                with suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        stem, suffix = match.groups()
+                        found.append(Listed(stem, entry.name, suffix == SEALED, status.st_size, status.st_mtime))
+        return found
+
+    def create(self, header: bytes) -> tuple[str, int]:
+        """Make a segment that this process holds; return its stem and file. Call it with the lock."""
+        stem = secrets.token_hex(8)
+        fd = os.open(stem + GROWING, _CREATE, 0o600, dir_fd=self.fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.pwrite(fd, header, 0) != len(header):
+                raise OSError(f"[{self._call}] the disk is full")
+        except BaseException:
+            os.close(fd)
+            self.remove(stem + GROWING)
+            raise
+        return stem, fd
+
+    def adopt(self, name: str) -> int | None:
+        """Open a growing segment for writing if its writer has died, else None. Call it with the lock."""
+        try:
+            fd = self.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            return None
+        return fd
+
+    def seal(self, stem: str) -> None:
+        """Say that a segment does not grow any more."""
+        os.rename(stem + GROWING, stem + SEALED, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+
+    def remove(self, name: str) -> None:
+        """Delete a file, if it is there."""
+        with suppress(OSError):
+            os.unlink(name, dir_fd=self.fd)
+
+    def touch(self, stem: str, share: float) -> None:
+        """Say that this share of a sealed segment was of use: the time of its last use goes so far towards now."""
+        now = time.time_ns()
+        with suppress(OSError):
+            used = min(os.stat(stem + SEALED, dir_fd=self.fd, follow_symlinks=False).st_mtime_ns, now)
+            used += int((now - used) * min(share, 1.0))
+            os.utime(stem + SEALED, ns=(used, used), dir_fd=self.fd, follow_symlinks=False)
+
+    def make_room(self, nbytes: int, max_nbytes: int, worthless: set[str]) -> list[Listed]:
+        """Delete sealed segments until one of `nbytes` fits; return them. OSError if it cannot fit.
+
+        A growing segment counts as full. First go those in `worthless`, then the ones whose last use is longest ago.
+        Call it with the lock.
+        """
+        now, listed = time.time(), self.segments()
+        held = sum(each.nbytes if each.is_sealed else max(nbytes, each.nbytes) for each in listed)
+        victims = sorted(
+            (each for each in listed if each.is_sealed),
+            key=lambda each: (each.name not in worthless, min(each.used, now)),
+        )
+        chosen = []
+        for victim in victims:
+            if held + nbytes <= max_nbytes:
+                break
+            held -= victim.nbytes
+            chosen.append(victim)
+        if held + nbytes > max_nbytes:
+            raise OSError(f"[{self._call}] {self.path} is full: {held} bytes are in use, the limit is {max_nbytes}")
+        for victim in chosen:
+            self.remove(victim.name)
+        return chosen
+
+    # ---------------------------------------------------------------------- what processes share
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the lock of the directory; TimeoutError if another process does not let it go."""
+        if self._lock_fd is None:
+            raise PermissionError(f"[{self._call}] {self.path} is read-only")
+        end = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise TimeoutError(f"[{self._call}] another process holds {self.path}/lock") from None
+                time.sleep(0.005)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+
+    def read_json(self, name: str) -> dict[str, object]:
+        """The content of a small file; ValueError if it is damaged."""
+        fd = self.open(name)
+        try:
+            found = json.loads(os.read(fd, 1 << 20))
+        finally:
+            os.close(fd)
+        if not isinstance(found, dict):
+            raise ValueError("no object")
+        return found
+
+    def write_json(self, name: str, content: dict[str, object]) -> None:
+        """Replace a small file as a whole."""
+        temporary = f"{name}.{secrets.token_hex(4)}"
+        fd = os.open(temporary, _CREATE, 0o600, dir_fd=self.fd)
+        try:
+            data = json.dumps(content, indent=1).encode()
+            if os.write(fd, data) != len(data):
+                raise OSError(f"[{self._call}] the disk is full")
+            os.replace(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        except BaseException:
+            self.remove(temporary)
+            raise
+        finally:
+            os.close(fd)
+
+    def check_layout(self, layout: Layout) -> None:
+        """Write down what the records here hold; ValueError if they hold something else."""
+        own: dict[str, object] = {"version": VERSION, "layout": layout.digest.hex(), "text": list(layout.lines)}
+        try:
+            there = self.read_json("layout.json")
+        except FileNotFoundError:
+            if self.is_read_only:
+                return
+            with self.lock():
+                try:
+                    os.stat("layout.json", dir_fd=self.fd, follow_symlinks=False)
+                except FileNotFoundError:
+                    return self.write_json("layout.json", own)
+            return self.check_layout(layout)  # another process was faster
+        except ValueError:
+            raise ValueError(
+                f"[{self._call}] {self.path}/layout.json is damaged; delete the directory, or restore the file"
+            ) from None
+        if there.get("version") != VERSION:
+            raise ValueError(
+                f"[{self._call}] {self.path} has format version {there.get('version')!r}, this kvpool knows {VERSION}"
+            )
+        if there.get("layout") != own["layout"]:
+            text = there.get("text")
+            first = text[0] if isinstance(text, list) and text else "?"
+            raise ValueError(
+                f"[{self._call}] {self.path} is a store of another model or layout ({first}), not of this one "
+                f"({layout.lines[0]}); take another directory"
+            )
+
+    def granted(self, nbytes: int, budget: int | None) -> int:
+        """Take up to `nbytes` from what may be written in 24 hours; a negative number gives back. With the lock.
+
+        The file ``written.json`` has the bytes of each hour. Hours that lie ahead, after the clock went back, count as
+        this one.
+        """
+        if budget is None:
+            return nbytes
+        hour = int(time.time() // 3600)
+        hours: dict[int, int] = {}
+        with suppress(OSError, ValueError, TypeError):
+            for key, value in self.read_json("written.json").items():
+                if int(key) > hour - _HOURS:
+                    at = min(int(key), hour)
+                    hours[at] = hours.get(at, 0) + int(value)  # type: ignore[call-overload]
+        took = max(min(nbytes, budget - sum(hours.values())), 0) if nbytes >= 0 else nbytes
+        hours[hour] = hours.get(hour, 0) + took
+        self.write_json("written.json", {str(key): value for key, value in hours.items()})
+        return took

@@ -1,0 +1,123 @@
+"""`Outbox`: copies of blocks that wait to be written, within a limit, and the thread that writes them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from threading import Condition, Thread
+from typing import NamedTuple
+
+import numpy as np
+
+from kvpool.store.blocks import Blocks, Rows
+from kvpool.store.segments import expected_head
+
+
+class Waiting(NamedTuple):
+    """A block that waits to be written."""
+
+    name: int
+    fields: bytes
+    tokens: bytes
+    row: np.ndarray
+    key: bytes
+    group: int
+
+
+class Outbox:
+    """A queue that drops what does not fit, and one thread.
+
+    Parameters
+    ----------
+    write : callable
+        Writes one block. It does not raise.
+    tick : callable
+        Called by the thread at its start, and then about every `tick_seconds`.
+    end : callable
+        The last thing that the thread calls.
+    most_nbytes : int
+        Of blocks that wait.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[Waiting], None],
+        tick: Callable[[], None],
+        end: Callable[[], None],
+        most_nbytes: int,
+        tick_seconds: float,
+    ) -> None:
+        self._write, self._tick, self._end = write, tick, end
+        self._most_nbytes, self._tick_seconds = most_nbytes, tick_seconds
+        self._change = Condition()
+        self._queue: deque[Waiting] = deque()
+        self._names: set[int] = set()
+        self._is_closed = False
+        self.nbytes = 0  # of what waits
+        self._thread = Thread(target=self._run, name="kvpool-store", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def put(self, layout: bytes, blocks: Blocks, rows: Rows, names: np.ndarray) -> tuple[int, int]:
+        """Take copies of blocks; return how many it took, and how many of them wait already."""
+        wanted, known = [], 0
+        nbytes = len(rows[0]) if len(blocks) else 0
+        with self._change:
+            for number, name in enumerate(names.tolist()):
+                if name in self._names:
+                    known += 1
+                elif not self._is_closed and self.nbytes + nbytes <= self._most_nbytes:
+                    wanted.append((number, name))
+                    self._names.add(name)
+                    self.nbytes += nbytes
+        items = [
+            Waiting(
+                name,
+                *expected_head(layout, blocks, number, nbytes),
+                np.array(rows[number]),
+                blocks.keys[number].tobytes(),
+                blocks.group,
+            )
+            for number, name in wanted
+        ]
+        with self._change:
+            self._queue.extend(items)
+            self._change.notify_all()
+        return len(wanted), known
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until nothing waits."""
+        with self._change:
+            return self._change.wait_for(lambda: not self._names or not self._thread.is_alive(), timeout)
+
+    def close(self, timeout: float) -> bool:
+        """Take no more, write what waits, end the thread. False: it has not ended."""
+        with self._change:
+            self._is_closed = True
+            self._change.notify_all()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        ticked = -float("inf")
+        while True:
+            if time.monotonic() - ticked >= self._tick_seconds:
+                self._tick()
+                ticked = time.monotonic()
+            with self._change:
+                if not self._queue:
+                    if self._is_closed:
+                        break
+                    self._change.wait(max(ticked + self._tick_seconds - time.monotonic(), 0.001))
+                item = self._queue.popleft() if self._queue else None
+            if item is None:
+                continue
+            self._write(item)
+            with self._change:
+                self._names.discard(item.name)
+                self.nbytes -= item.row.nbytes
+                self._change.notify_all()
+        self._end()

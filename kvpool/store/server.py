@@ -1,0 +1,232 @@
+"""`ServerStore`: blocks on a Redis or Valkey server, for the machines of one network."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock, Timer
+from typing import Any
+
+import numpy as np
+
+from kvpool.errors import install_command
+from kvpool.spec import checked_int
+from kvpool.store import segments as form
+from kvpool.store.blocks import Blocks, Layout, Rows, TierStats, checked
+from kvpool.store.outbox import Outbox, Waiting
+
+_CHUNK_NBYTES = 16 << 20  # of answers that are asked for at once
+_CLOSE_SECONDS = 10.0
+
+
+class ServerStore:
+    """Blocks on a server that speaks the protocol of Redis. The server has the quota, and decides what leaves.
+
+    Parameters
+    ----------
+    url : str
+        ``redis://``, ``rediss://`` or ``unix://``, as the package `redis` reads it.
+    layout : Layout
+    timeout : float
+        Seconds until an answer must be here: all of it, for 16 MiB or one block. Later it is a miss.
+    pause : float
+        Seconds without another try after the server failed.
+    expire : int, optional
+        Seconds after which the server forgets a block.
+    queue_nbytes : int
+        Most bytes of blocks that wait to be sent. What does not fit is dropped.
+
+    Raises
+    ------
+    ImportError
+        The package `redis` is missing.
+    TypeError, ValueError
+        Of a URL or number that is none.
+
+    Notes
+    -----
+    The value of a block is a record as on disk, head and payload. Its name has the format's version and the kind of
+    the checksums: machines with and without the package `xxhash` share nothing.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        layout: Layout,
+        *,
+        timeout: float = 2.0,
+        pause: float = 10.0,
+        expire: int | None = None,
+        queue_nbytes: int = 256 << 20,
+    ) -> None:
+        for name, seconds in (("timeout", timeout), ("pause", pause)):
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+                raise TypeError(f"[ServerStore] {name} must be a number, got {type(seconds).__name__}")
+            if not 0 < seconds < 3600:
+                raise ValueError(f"[ServerStore] {name} is {seconds}, it must be > 0 and < 3600 seconds")
+        self._expire = None if expire is None else checked_int("ServerStore", "expire", expire)
+        queue_nbytes = checked_int("ServerStore", "queue_nbytes", queue_nbytes)
+        self.layout, self._timeout, self._pause = layout, timeout, pause
+        self._reader, self._sender = _client(url, timeout), _client(url, timeout)
+        self._prefix = b"kvpool:%d:%d:" % (form.VERSION, form.KIND) + layout.digest
+        self._reading = Lock()  # one call at a time on the reader
+        self._counting = Lock()
+        self._counts = TierStats()
+        self._paused_until = 0.0
+        self._is_closed = False
+        self._outbox = Outbox(self._send, lambda: None, lambda: None, queue_nbytes, 3600.0)
+        self._outbox.start()
+
+    def __repr__(self) -> str:
+        return f"<ServerStore on {self._reader!r}>"
+
+    def lookup(self, blocks: Blocks) -> np.ndarray:
+        """See `BlockStore.lookup`. The server is asked once."""
+        checked("lookup", self.layout, blocks)
+        found = np.zeros(len(blocks), bool)
+
+        def ask(client: Any) -> None:
+            pipeline = client.pipeline(transaction=False)
+            for key in blocks.keys:
+                pipeline.exists(self._name(key.tobytes(), blocks.group))
+            answers = pipeline.execute()
+            if len(answers) == len(blocks):
+                found[:] = [answer == 1 for answer in answers]
+
+        if len(blocks):
+            self._ask(ask)
+        return found
+
+    def load(self, blocks: Blocks, rows: Rows) -> np.ndarray:
+        """See `BlockStore.load`."""
+        checked("load", self.layout, blocks, rows, writable=True)
+        nbytes = self.layout.groups[blocks.group].nbytes
+        loaded, step = np.zeros(len(blocks), bool), max(_CHUNK_NBYTES // nbytes, 1)
+        damaged = 0
+        for begin in range(0, len(blocks), step):
+            some = blocks[begin : begin + step]
+            answers: list[Any] = []
+
+            def ask(client: Any, some: Blocks = some, answers: list[Any] = answers) -> None:
+                answers += client.mget([self._name(key.tobytes(), some.group) for key in some.keys])
+
+            if not self._ask(ask) or len(answers) != len(some):
+                break
+            for number, answer in enumerate(answers):
+                if isinstance(answer, bytes):
+                    loaded[begin + number] = self._take(answer, some, number, rows[begin + number])
+                    damaged += not loaded[begin + number]
+        hits = int(loaded.sum())
+        self._count(hits=hits, hit_nbytes=hits * nbytes, misses=len(blocks) - hits - damaged, damaged=damaged)
+        return loaded
+
+    def store(self, blocks: Blocks, rows: Rows) -> int:
+        """See `BlockStore.store`."""
+        checked("store", self.layout, blocks, rows)
+        took = waiting = 0
+        if not self._is_closed and time.monotonic() >= self._paused_until:
+            names = form.names_of(blocks.keys, blocks.group)
+            took, waiting = self._outbox.put(self.layout.digest, blocks, rows, names)
+        nbytes = took * self.layout.groups[blocks.group].nbytes
+        self._count(stored=took, stored_nbytes=nbytes, dropped=len(blocks) - took - waiting)
+        return took + waiting
+
+    def touch(self, blocks: Blocks) -> None:
+        """Do nothing: the server sees what is loaded."""
+        checked("touch", self.layout, blocks)
+
+    def drain(self, timeout: float = 60.0) -> bool:
+        """See `BlockStore.drain`."""
+        return self._outbox.drain(timeout)
+
+    def stats(self) -> dict[str, TierStats]:
+        """See `BlockStore.stats`. What the server holds is not known."""
+        with self._counting:
+            return {"server": self._counts._replace(queued_nbytes=self._outbox.nbytes)}
+
+    def close(self) -> None:
+        """Send what waits, and hang up; see `BlockStore.close`."""
+        self._is_closed = True
+        self._outbox.close(_CLOSE_SECONDS)
+        for client in (self._reader, self._sender):
+            client.close()
+
+    # ---------------------------------------------------------------------- internals
+
+    def _name(self, key: bytes, group: int) -> bytes:
+        return self._prefix + key + group.to_bytes(4, "little")
+
+    def _take(self, answer: bytes, blocks: Blocks, number: int, row: np.ndarray) -> bool:
+        """Copy the payload of a record, if it is the one that was asked for."""
+        fields, tokens = form.expected_head(self.layout.digest, blocks, number, len(row))
+        head, payload = answer[: form.RECORD.size + len(tokens)], memoryview(answer)[form.RECORD.size + len(tokens) :]
+        if len(payload) != len(row) or not form.is_right(form.KIND, head, fields, tokens, payload):
+            return False
+        row[:] = np.frombuffer(payload, np.uint8)
+        return True
+
+    def _send(self, item: Waiting) -> None:
+        """Write one block; the thread does it."""
+        if time.monotonic() < self._paused_until:
+            return self._count(dropped=1)
+        data = form.packed_record(item.fields, item.tokens, item.row) + item.row.tobytes()
+        try:
+            with self._deadline(self._sender) as client:
+                client.set(self._name(item.key, item.group), data, ex=self._expire)
+        except Exception:  # whatever an answer that is garbage leads to
+            self._failed()
+            return self._count(dropped=1)
+        self._count(written_nbytes=len(data))
+
+    def _ask(self, call: Callable[[Any], None]) -> bool:
+        """Make a call on the reader within the timeout; whether it was answered."""
+        if self._is_closed or time.monotonic() < self._paused_until or not self._reading.acquire(timeout=self._timeout):
+            return False
+        try:
+            with self._deadline(self._reader) as client:
+                call(client)
+            return True
+        except Exception:  # whatever an answer that is garbage leads to
+            self._failed()
+            return False
+        finally:
+            self._reading.release()
+
+    @contextmanager
+    def _deadline(self, client: Any) -> Iterator[Any]:
+        """Hang up when the time is over: a timeout of a socket begins anew with each byte."""
+        timer = Timer(self._timeout, client.connection_pool.disconnect)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield client
+        except BaseException:
+            client.connection_pool.disconnect()  # what is left of an answer must not answer the next call
+            raise
+        finally:
+            timer.cancel()
+
+    def _failed(self) -> None:
+        self._paused_until = time.monotonic() + self._pause
+        self._count(errors=1)
+
+    def _count(self, **more: int) -> None:
+        with self._counting:
+            counts = self._counts
+            self._counts = counts._replace(**{name: getattr(counts, name) + n for name, n in more.items()})
+
+
+def _client(url: str, timeout: float) -> Any:
+    try:
+        from redis import Redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+    except ImportError:
+        raise ImportError(f"[ServerStore] the package redis is missing, type: {install_command('redis')}") from None
+    try:
+        return Redis.from_url(
+            url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0), max_connections=1
+        )
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"[ServerStore] url is {url!r}: {error}") from None

@@ -1,0 +1,150 @@
+"""``kvpool store``: what it says about a directory, and that `verify` finds every damaged byte."""
+
+import json
+import os
+
+import pytest
+
+from kvpool.cli import build_parser, main
+from kvpool.store import BlockLayout, DiskStore, Layout
+from kvpool.testing import stores as kit
+
+LAYOUT = Layout((BlockLayout(2, 50, "full"), BlockLayout(4, 70, "state")), "w")
+NAMESPACES = (b"a", b"b")
+PARSER = build_parser()
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """Two sealed segments: ten blocks of two namespaces in one, five in the other."""
+    path = tmp_path / "store"
+    for names in (NAMESPACES, NAMESPACES[:1]):
+        store = DiskStore(str(path), LAYOUT, 1 << 20, segment_nbytes=1 << 14)
+        store.ready.wait()
+        for name in names:
+            for blocks in LAYOUT.blocks(kit.prompt(len(names), 8), name):
+                kit.stores(store, blocks[:3])
+        store.close()
+    return path
+
+
+def said(capsys, *arguments):
+    """Status and the JSON of a command."""
+    args = PARSER.parse_args(["store", *map(str, arguments), "--json"])
+    status = args.run(args)
+    return status, json.loads(capsys.readouterr().out)
+
+
+def found(path, seed, name):
+    store = DiskStore(str(path), LAYOUT, 1 << 20, segment_nbytes=1 << 14)
+    store.ready.wait()
+    try:
+        return [int(kit.loads(store, blocks[:3]).sum()) for blocks in LAYOUT.blocks(kit.prompt(seed, 8), name)]
+    finally:
+        store.close()
+
+
+def test_ls_and_stat_tell_what_is_there(directory, capsys):
+    status, rows = said(capsys, "ls", directory)
+    sizes = {file.name: file.stat().st_size for file in directory.glob("*.kvpool")}
+    assert status == 0 and {row["segment"]: row["bytes"] for row in rows} == sizes and len(sizes) == 2
+    status, facts = said(capsys, "stat", directory)
+    assert (status, facts["blocks"], facts["segments"]) == (0, 15, 2)
+    assert facts["blocks_of_groups"] == {"0": 9, "1": 6} and facts["payload_bytes"] == 9 * 50 + 6 * 70
+    assert sorted(facts["blocks_of_namespaces"].values()) == [5, 10] and facts["layout"] == LAYOUT.digest.hex()
+    assert main(["store", "ls", str(directory)]) == main(["store", "stat", str(directory)]) == 0
+    printed = capsys.readouterr().out
+    assert "2 segments" in printed and "15 blocks" in printed and "weights 77" in printed
+
+
+def test_verify_finds_every_flipped_byte(directory, capsys):
+    assert said(capsys, "verify", directory) == (0, {"records": 15, "problems": []})
+    for file in (min(directory.glob("*.kvpool")), directory / "layout.json"):
+        whole = file.read_bytes()
+        for at in range(len(whole)):
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
+            status, facts = said(capsys, "verify", directory)
+            if file.suffix == ".kvpool":
+                assert status == 1 and facts["problems"], f"byte {at} of {file.name}"
+                assert {problem["segment"] for problem in facts["problems"]} == {file.name}
+        file.write_bytes(whole)
+    assert said(capsys, "verify", directory)[0] == 0
+
+
+def test_commands_close_what_they_open(directory, capsys, tmp_path):
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    for arguments in (["ls"], ["stat"], ["verify"], ["prune", "--damaged"], ["export", tmp_path / "new"]):
+        assert said(capsys, arguments[0], directory, *arguments[1:])[0] == 0
+    assert before == (len(os.listdir("/proc/self/fd")) if before else 0)
+
+
+def test_verify_finds_what_is_cut_added_swapped_or_foreign(directory, capsys, tmp_path):
+    one, two = sorted(directory.glob("*.kvpool"))
+    whole = one.read_bytes()
+    for data in (whole[:-1], whole[:-200], whole[:500], whole[:64], whole[:10], b"", whole + b"\0", whole + whole):
+        one.write_bytes(data)
+        assert said(capsys, "verify", directory)[0] == 1, len(data)
+    one.write_bytes(whole[:64] + whole[320:576] + whole[64:320] + whole[576:])  # two records changed places
+    assert said(capsys, "verify", directory)[0] == 1
+    one.write_bytes(whole)
+    for make in (
+        lambda: one.chmod(0o644),
+        lambda: (directory / "notes.txt").touch(),
+        lambda: os.mkfifo(directory / ("a" * 16 + ".kvpool")),
+        lambda: (directory / ("b" * 16 + ".kvpool")).symlink_to(one),
+    ):
+        make()
+        status, facts = said(capsys, "verify", directory)
+        assert status == 1 and len(facts["problems"]) == 1
+        one.chmod(0o600)
+        for file in directory.iterdir():
+            if file not in (one, two) and file.name not in ("layout.json", "lock", "written.json"):
+                file.unlink()
+    other = DiskStore(str(tmp_path / "other"), Layout(LAYOUT.groups, "v"), 1 << 20)
+    kit.stores(other, LAYOUT.blocks(kit.prompt(1, 8))[0])
+    other.close()
+    (foreign,) = (tmp_path / "other").glob("*.kvpool")
+    foreign.rename(directory / foreign.name)
+    status, facts = said(capsys, "verify", directory)
+    assert status == 1 and "another layout" in facts["problems"][0]["problem"]
+
+
+def test_prune_deletes_the_damaged_and_the_least_used(directory, capsys):
+    one, two = sorted(directory.glob("*.kvpool"))
+    assert said(capsys, "prune", directory, "--damaged") == (0, {"segments": [], "bytes": 0})
+    one.write_bytes(one.read_bytes()[:-1])
+    assert said(capsys, "prune", directory, "--damaged")[1]["segments"] == [one.name]
+    assert said(capsys, "prune", directory, "--max", "1GB")[1]["segments"] == []
+    assert said(capsys, "prune", directory, "--max", "0")[1]["segments"] == [two.name]
+    assert not list(directory.glob("*.kvpool"))
+
+
+def test_export_copies_a_namespace_byte_for_byte(directory, capsys, tmp_path):
+    name = LAYOUT.blocks(kit.prompt(1, 8), b"a")[0].namespace.hex()
+    status, facts = said(capsys, "export", directory, tmp_path / "new", "--namespace", name)
+    assert (status, facts["blocks"]) == (0, 10)
+    assert said(capsys, "verify", tmp_path / "new") == (0, {"records": 10, "problems": []})
+    assert found(tmp_path / "new", 2, b"a") == found(tmp_path / "new", 1, b"a") == [3, 2]
+    assert found(tmp_path / "new", 2, b"b") == [0, 0]
+    assert said(capsys, "export", directory, tmp_path / "all")[1]["blocks"] == 15
+
+
+REFUSED = {
+    "there is no directory": ["ls", "nowhere"],
+    "layout.json cannot be read": ["stat", "empty"],
+    "say what shall go": ["prune", "store"],
+    "is not a size": ["prune", "store", "--max", "much"],
+    "is there already": ["export", "store", "empty"],
+    "others may use": ["verify", "open"],
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_command_that_cannot_be_done_says_why(directory, tmp_path, capsys, words):
+    (tmp_path / "empty").mkdir(mode=0o700)
+    (tmp_path / "open").mkdir(mode=0o755)
+    known = {"nowhere", "store", "empty", "open"}
+    arguments = [str(tmp_path / word) if word in known else word for word in REFUSED[words]]
+    assert main(["store", *arguments]) == 2
+    assert words in capsys.readouterr().err
+    assert not list((tmp_path / "empty").iterdir())

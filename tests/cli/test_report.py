@@ -1,0 +1,91 @@
+"""``kvpool doctor --report``: every part says something, whatever becomes of the others; Metal is the stand-in's."""
+
+import mlx.core as mx
+import pytest
+
+from kvpool.cli import doctor, main
+from kvpool.cli.bench import metal, predict, report
+
+
+@pytest.fixture
+def fake(monkeypatch, engine):
+    """A Mac whose GPU is the stand-in, with parts as small as can be."""
+    monkeypatch.setattr(metal, "metal_device", lambda: "Apple M4 Max")
+    monkeypatch.setattr(doctor, "metal_facts", lambda: {"available": True, "device": "Apple M4 Max", "kernels": None})
+    monkeypatch.setattr(mx.fast, "metal_kernel", engine.factory(0))
+    monkeypatch.setattr(metal, "LAYERS_MAX", 1)
+    monkeypatch.setattr(metal, "LAYERS_MIN", 1)
+    monkeypatch.setattr(report, "LAUNCHES", 6)
+    monkeypatch.setattr(report, "VARIANTS", ((64, 2, "float16", None), (62, 1, "float16", None), (64, 1, "float16", 8)))
+    monkeypatch.setattr(report, "SECONDS", report.SECONDS | {"decode": 0.0, "writes": 0.2, "model": 5.0})
+
+
+def parts_of(text):
+    """The lines of each part, by its title."""
+    parts = (part.partition("\n") for part in text.split("## ")[1:])
+    return {title: body.split("```")[1].split("\n") for title, _, body in parts}
+
+
+@pytest.mark.long
+def test_the_report_has_a_part_for_everything_and_names_what_fails(fake, capsys):
+    assert main(["doctor", "--report"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("# kvpool on Apple M4 Max\n")
+    parts = parts_of(text)
+    assert "GPU(cores=40, bandwidth=546, clock=1.58)" in "".join(parts["Machine"])
+    compiled = parts["Kernels compile"]
+    assert [("FAILED: ValueError" in line, line.endswith(" s")) for line in compiled if line] == [
+        (False, True),
+        (True, False),
+        (False, True),
+    ]
+    assert "6 launches, 0 wrong (seed 7)" in parts["6 launches against float64"]
+    assert any("ms a step" in line for line in parts["Writes: scatter, extension"])
+    assert any("not measured, the time is over" in line for line in parts["Decode, us of a layer"])
+    assert any(line.startswith("on the pool, fused") for line in parts["Tokens per second of a small model"])
+
+
+@pytest.mark.long
+def test_wrong_kernels_are_in_the_report(fake, monkeypatch, engine, capsys):
+    def wrong(**description):
+        kernel = engine.factory(0)(**description)
+        return lambda **call: [x * 1.1 for x in kernel(**call)]
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", wrong)
+    main(["doctor", "--report"])
+    found = parts_of(capsys.readouterr().out)["6 launches against float64"]
+    assert sum(line.startswith("FAILED") for line in found) == 6 and "6 launches, 6 wrong (seed 7)" in found
+
+
+def test_a_machine_without_metal_says_so_in_every_part(capsys):
+    if mx.metal.is_available():
+        pytest.skip("there is Metal here")
+    assert main(["doctor", "--report"]) == 0
+    parts = parts_of(capsys.readouterr().out)
+    assert len(parts) == 6
+    del parts["Machine"]
+    assert all("not run: there is no Metal device here" in lines for lines in parts.values())
+
+
+def test_predictions_agree_with_what_others_published():
+    for name, group, dim, context, rate in predict.PUBLISHED:
+        shape = predict.Shape(1, context, 8, group, dim)
+        found = predict.nbytes(shape) / predict.dense_seconds(predict.GPUS[name], shape) / 1e9
+        assert abs(found / rate - 1) < 0.1
+
+
+def test_predictions_follow_the_chip_and_the_shape():
+    shape = predict.Shape(1, 16_384, 8, 4, 128)
+    times = [predict.paged_seconds(predict.GPUS[name], shape) for name in ("M4", "M4 Pro", "M4 Max")]
+    assert times == sorted(times, reverse=True) and times[0] > 3 * times[2]
+    for gpu in predict.GPUS.values():
+        least = predict.nbytes(shape) / gpu.bandwidth / 1e9
+        assert predict.paged_seconds(gpu, shape) > least < predict.dense_seconds(gpu, shape)
+    assert predict.gpu_of("Apple M4 Max", 32) == predict.GPUS["M4 Max"]._replace(cores=32)
+    assert predict.gpu_of("AMD Radeon") is None
+
+
+def test_the_page_of_predictions_needs_no_mac(capsys):
+    assert main(["bench", "metal", "--predict"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n{name} " in text for name in predict.GPUS) and predict.ASSUMPTIONS in text

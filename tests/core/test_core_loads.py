@@ -1,0 +1,273 @@
+"""A sequence whose bytes come from elsewhere: `Pool.open(..., load=True)` and `Pool.loaded`."""
+
+import numpy as np
+import pytest
+
+from kvpool import Group, Plan, PlanStateError, Pool, StaleHandle
+from kvpool.testing.fuzz_pool import hunt_pool
+
+PROMPT = list(range(100, 121))
+STATES = [Group.full(), Group.window(8, keep=4), Group.state(slots=6, blocks=3)]
+
+
+def flat_pool(**options):
+    return Pool(32, 4, prefix_cache=True, max_seqs=4, **options)
+
+
+def group_pool(**options):
+    return Pool(64, 4, groups=STATES, prefix_cache=True, max_seqs=4, **options)
+
+
+@pytest.fixture(params=[flat_pool, group_pool], ids=["one table", "groups"])
+def pool(request):
+    with request.param() as made:
+        yield made
+        made.check()
+
+
+def test_loaded_tokens_are_hits_for_later_prompts(pool):
+    handle = pool.open(PROMPT[:20], load=True)
+    assert pool.loaded(handle, 20) and pool.num_tokens(handle) == 20
+    pool.prefix.commit(handle, PROMPT[:20])
+    pool.close(handle)
+    again = pool.open(PROMPT)
+    assert pool.num_tokens(again) == 20
+
+
+def test_nothing_of_a_load_is_found_before_it_is_committed(pool):
+    handle = pool.open(PROMPT[:20], load=True)
+    assert pool.prefix.match(PROMPT) == 0
+    pool.loaded(handle, 20)
+    assert pool.prefix.match(PROMPT) == 0
+
+
+def test_load_is_no_query_of_the_prefix_cache(pool):
+    pool.open(PROMPT[:20], load=True)
+    assert pool.prefix.stats().queries == 0
+
+
+CALLS = {
+    "step": lambda pool, plan, h: pool.step(plan, [h], 1),
+    "reserve": lambda pool, plan, h: pool.reserve(plan, [h], 1),
+    "can": lambda pool, plan, h: pool.can([h], 1),
+    "fork": lambda pool, plan, h: pool.fork(h),
+    "truncate": lambda pool, plan, h: pool.truncate(h, 0),
+    "compact": lambda pool, plan, h: pool.compact(h, 0),
+    "evict_blocks": lambda pool, plan, h: pool.evict_blocks(h, []),
+    "commit": lambda pool, plan, h: pool.prefix.commit(h, []),
+    "wanted": lambda pool, plan, h: pool.prefix.wanted([h]),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_call_on_a_loading_sequence_is_refused_and_changes_nothing(pool, call):
+    plan = Plan(pool, 2, 8)
+    handle = pool.open(PROMPT[:20], load=True)
+    before = pool.fingerprint(), pool.digest()
+    with pytest.raises(PlanStateError, match="being loaded"):
+        CALLS[call](pool, plan, handle)
+    assert (pool.fingerprint(), pool.digest()) == before
+
+
+def test_close_of_a_loading_sequence_keeps_its_blocks_until_loaded(pool):
+    before = pool.stats().used
+    handle = pool.open(PROMPT[:20], load=True)
+    held = pool.stats().used
+    pool.close(handle)
+    assert not pool.is_open(handle) and pool.stats().used == held > before
+    for call in (pool.close, pool.num_tokens, pool.table):
+        with pytest.raises(StaleHandle):
+            call(handle)
+    assert pool.loaded(handle, 20) is False
+    assert pool.stats().used == before
+    with pytest.raises(StaleHandle):
+        pool.loaded(handle, 20)
+
+
+def test_blocks_of_a_closed_load_are_given_to_nobody(pool):
+    handle = pool.open(PROMPT[:20], load=True)
+    mine = set(pool.table(handle).ravel().tolist()) - {0}
+    pool.close(handle)
+    taken = set(pool.blocks.alloc(pool.stats().blank).tolist())
+    assert not mine & taken
+    pool.blocks.free(sorted(taken))
+    pool.loaded(handle, 0)
+
+
+def test_deferred_close_of_a_load_waits_for_loaded(pool):
+    handle = pool.open(PROMPT[:20], load=True)
+    pool.defer_close(handle)
+    assert pool.stats().used and not pool.is_open(handle)
+    assert pool.loaded(handle, 20) is False and pool.stats().used == 0
+
+
+def test_failed_load_is_computed_instead(pool):
+    plan = Plan(pool, 2, 32)
+    handle = pool.open(PROMPT[:20], load=True)
+    assert pool.loaded(handle, 0) and pool.num_tokens(handle) == 0
+    pool.step(plan, [handle], 20)
+    pool.done(plan)
+    pool.prefix.commit(handle, PROMPT[:20])
+    assert pool.prefix.committed(handle) == 20
+
+
+@pytest.mark.parametrize("n", [-1, 21, 2**31])
+def test_length_of_a_load_outside_its_blocks_is_refused(pool, n):
+    handle = pool.open(PROMPT[:20], load=True)
+    before = pool.fingerprint()
+    with pytest.raises(ValueError, match="loaded"):
+        pool.loaded(handle, n)
+    assert pool.fingerprint() == before
+    pool.loaded(handle, 0)
+
+
+@pytest.mark.parametrize("n", [True, 1.0, "1", None])
+def test_length_of_a_load_that_is_no_int_is_a_type_error(pool, n):
+    handle = pool.open(PROMPT[:20], load=True)
+    with pytest.raises(TypeError):
+        pool.loaded(handle, n)
+
+
+def test_sequence_that_is_not_loading_cannot_be_loaded(pool):
+    handle = pool.open(PROMPT)
+    with pytest.raises(PlanStateError, match="not being loaded"):
+        pool.loaded(handle, 0)
+
+
+def test_reset_forgets_loads(pool):
+    handle = pool.open(PROMPT[:20], load=True)
+    pool.reset()
+    with pytest.raises(StaleHandle):
+        pool.loaded(handle, 20)
+    assert pool.stats().used == 0
+
+
+@pytest.mark.parametrize("options", [{"load": 1}, {"load": True, "reserve": False}, {"load": True, "cut": 3}])
+def test_load_with_options_that_make_no_sense_is_refused(pool, options):
+    before = pool.fingerprint()
+    with pytest.raises((TypeError, ValueError), match="load"):
+        pool.open(PROMPT[:20], **options)
+    assert pool.fingerprint() == before
+
+
+def test_part_of_a_load_counts_in_a_pool_with_one_table():
+    with flat_pool() as pool:
+        handle = pool.open(PROMPT, load=True)
+        pool.loaded(handle, 10)
+        pool.prefix.commit(handle, PROMPT[:10])
+        assert pool.prefix.match(PROMPT) == 8
+        plan = Plan(pool, 1, 16)
+        pool.step(plan, [handle], 11)
+        assert plan.slot_mapping[0] == pool.table(handle)[2] * 4 + 2
+
+
+def test_load_shares_what_is_cached_in_a_pool_with_one_table():
+    with flat_pool() as pool:
+        handle = pool.open(PROMPT[:8], load=True)
+        pool.loaded(handle, 8)
+        pool.prefix.commit(handle, PROMPT[:8])
+        other = pool.open(PROMPT[:20], load=True)
+        assert pool.num_tokens(other) == 8
+        assert pool.table(other)[:2].tolist() == pool.table(handle).tolist()
+
+
+@pytest.mark.parametrize("n", [4, 16, 19])
+def test_part_of_a_load_is_refused_where_hits_need_checkpoints(n):
+    with group_pool() as pool:
+        handle = pool.open(PROMPT[:20], load=True)
+        with pytest.raises(ValueError, match="0 or 20 .. 20"):
+            pool.loaded(handle, n)
+
+
+def test_load_of_a_length_that_no_hit_has_is_refused():
+    with group_pool() as pool, pytest.raises(ValueError, match="multiple of 4"):
+        pool.open(PROMPT[:18], load=True)
+
+
+def test_load_takes_only_what_a_hit_needs_of_a_window():
+    with group_pool() as pool:
+        handle = pool.open(list(range(40)), load=True)
+        window = pool.table(handle, 1).ravel()
+        assert (window > 0).tolist() == [True, *[False] * 7, True, True]
+        assert len(pool.prefix.bundle(handle, 2)) == 3
+
+
+def test_first_step_after_a_load_reads_the_loaded_states():
+    with group_pool() as pool:
+        plan = Plan(pool, 2, 8)
+        handle = pool.open(PROMPT[:20], load=True)
+        bundle = pool.prefix.bundle(handle, 2)
+        pool.loaded(handle, 20)
+        pool.step(plan, [handle], 1)
+        slot, *blocks = plan.groups[2].state_loads[0].tolist()
+        assert blocks == bundle.tolist() and slot == plan.groups[2].state_src[0]
+
+
+@pytest.mark.parametrize("commits", [False, True])
+def test_load_closed_before_its_states_were_read_leaves_no_block_in_use(commits):
+    with group_pool() as pool:
+        for _ in range(3):  # the second time there is a checkpoint at the same place already
+            handle = pool.open(PROMPT[:20], load=True)
+            pool.loaded(handle, 20)
+            if commits:
+                pool.prefix.commit(handle, PROMPT[:20])
+            child = pool.fork(handle)[0]
+            pool.close(handle)
+            pool.check()
+            pool.close(child)
+            pool.check()
+            assert pool.stats().used == 0
+
+
+def test_flush_during_a_load_with_states_gives_the_load_up():
+    with group_pool() as pool:
+        handle = pool.open(PROMPT[:20], load=True)
+        held = pool.stats().used
+        pool.prefix.flush()
+        assert pool.stats().used == held, "somebody writes there"
+        pool.check()
+        assert pool.loaded(handle, 20) and pool.num_tokens(handle) == 0
+        assert pool.stats().used == 0
+
+
+def test_pool_of_groups_without_a_cache_cannot_load():
+    with Pool(64, 4, groups=STATES) as pool, pytest.raises(ValueError, match="load"):
+        pool.open(8, load=True)
+    no_bundle = [Group.full(), Group.state(slots=4)]
+    with Pool(64, 4, groups=no_bundle, prefix_cache=True) as pool, pytest.raises(ValueError, match="load"):
+        pool.open(PROMPT[:20], load=True)
+
+
+def test_two_loads_of_one_prompt_are_one_hit(pool):
+    handles = [pool.open(PROMPT[:20], load=True) for _ in range(2)]
+    for handle in handles:
+        pool.loaded(handle, 20)
+        pool.prefix.commit(handle, PROMPT[:20])
+    pool.close(np.array(handles, np.int64))
+    pool.check()
+    assert pool.prefix.match(PROMPT) == 20
+
+
+class ForgetsToWait(Pool):
+    """A planted bug: the blocks of a load that was closed are free at once."""
+
+    def close(self, handles):
+        for handle in np.atleast_1d(handles).tolist():
+            if self.is_open(handle):
+                try:
+                    self.loaded(handle, 0)
+                except PlanStateError:
+                    pass
+        super().close(handles)
+
+
+class CountsTheLoad(Pool):
+    """A planted bug: a load that failed counts as one that brought everything."""
+
+    def loaded(self, handle, n):
+        return super().loaded(handle, n or self.capacity(handle))
+
+
+@pytest.mark.parametrize("broken", [ForgetsToWait, CountsTheLoad])
+def test_fuzzer_sees_a_pool_with_a_planted_bug_in_its_loads(broken):
+    assert hunt_pool(broken, seed=3, calls=20_000, seconds=60).finding is not None

@@ -1,0 +1,260 @@
+"""`Engine(store=)` and `install(store=)`: prefixes from a store are loaded, or computed if they do not come."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+
+import mlx.core as mx
+from kvpool.adapters.mlx_lm import Engine, install, tiny
+from kvpool.adapters.mlx_lm import stored as module
+from kvpool.store import DiskStore, MemoryStore
+
+ARCHS = (None, "gemma3_text", "qwen3_5")  # one table; windows; states
+PROMPT = np.random.default_rng(11).integers(0, 200, 400).tolist()
+OTHER = np.random.default_rng(12).integers(0, 200, 300).tolist()
+
+
+class Lasting:
+    """A store that engines do not close. `slow` seconds per load; `broken`: every call fails; `lies`: wrong tokens."""
+
+    def __init__(self, layout):
+        self.inner, self.layout = MemoryStore(layout, 2**28), layout
+        self.slow, self.broken, self.loads, self.open_gate = 0.0, False, 0, threading.Event()
+        self.open_gate.set()
+
+    def __getattr__(self, name):
+        if self.broken and name in ("lookup", "load", "store"):
+            raise OSError("planted")
+        return getattr(self.inner, name)
+
+    def load(self, blocks, rows):
+        self.loads += 1
+        self.open_gate.wait(20)
+        time.sleep(self.slow)
+        if self.broken:
+            raise OSError("planted")
+        return self.inner.load(blocks, rows)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(params=ARCHS, ids=["llama", "gemma3", "qwen3_5"])
+def model(request):
+    return tiny.make(request.param)[0]
+
+
+def answer(engine, prompt=PROMPT, **options):
+    sample = engine.generate(prompt, max_tokens=12, **options).samples[0]
+    return sample.tokens.tolist(), sample.logprobs.tolist(), sample.output.num_cached
+
+
+def engine_of(model, store, num_blocks=256, **options):
+    return Engine(model, num_blocks, store=store, **options)
+
+
+def checked(engine):
+    """Close an engine, in which nothing may be left."""
+    engine.scheduler.check()
+    engine.close()
+    engine.kv.pool.check()
+    assert engine.kv.pool.stats().used == 0
+    return engine.kv.stored.stats()
+
+
+@pytest.fixture
+def filled(model):
+    """A store that has the prompt, and what an engine without a store answers."""
+    with Engine(model, 256) as engine:
+        tokens, logprobs, _ = answer(engine)
+    made = []
+
+    def make(layout):
+        made.append(Lasting(layout))
+        return made[0]
+
+    engine = engine_of(model, make)
+    assert answer(engine)[:2] == (tokens, logprobs)
+    checked(engine)
+    return made[0], (tokens, logprobs)
+
+
+def test_answer_after_a_restart_has_the_same_bits_and_computes_little(model, filled):
+    store, due = filled
+    engine = engine_of(model, store)
+    tokens, logprobs, cached = answer(engine)
+    assert (tokens, logprobs) == due
+    assert cached >= 368, "most of the prompt was computed again"
+    stats = checked(engine)
+    assert stats.loads == 1 and stats.loaded_tokens == cached
+
+
+def test_next_turn_after_a_restart_begins_with_the_last_answer(model, filled):
+    store, (tokens, _) = filled
+    longer = [*PROMPT, *tokens, *OTHER[:40]]
+    with Engine(model, 256) as plain:
+        due = answer(plain, longer)
+    engine = engine_of(model, store)
+    got = answer(engine, longer)
+    assert got[0] == due[0] and got[2] >= 368
+    checked(engine)
+
+
+def test_request_of_another_namespace_finds_nothing(model, filled):
+    store, due = filled
+    engine = engine_of(model, store)
+    got = answer(engine, namespace=b"another tenant")
+    assert got[:2] == due and got[2] == 0
+    assert checked(engine).loads == 0
+
+
+@pytest.mark.parametrize("when", ["from the start", "while it loads"])
+def test_store_that_fails_costs_nothing_but_time(model, filled, when):
+    store, due = filled
+    engine = engine_of(model, store)
+    if when == "from the start":
+        store.broken = True
+    else:
+        store.open_gate.clear()
+        threading.Timer(0.1, lambda: (setattr(store, "broken", True), store.open_gate.set())).start()
+    assert answer(engine)[:2] == due
+    store.broken = False
+    assert checked(engine).loads == 0
+
+
+def test_load_that_is_too_slow_is_given_up_and_computed(model, filled, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 0.2)
+    store, due = filled
+    store.open_gate.clear()
+    engine = engine_of(model, store)
+    assert answer(engine)[:2] == due
+    assert engine.kv.stored.stats().late_loads == 1
+    store.open_gate.set()
+    checked(engine)
+
+
+def test_load_slower_than_computing_is_given_up_once_that_is_known(model, filled):
+    store, due = filled
+    engine = engine_of(model, store)
+    answer(engine, OTHER, namespace=b"x")  # measures how fast the model computes
+    store.open_gate.clear()
+    assert answer(engine)[:2] == due
+    assert engine.kv.stored.stats().late_loads == 1
+    store.open_gate.set()
+    checked(engine)
+
+
+def test_others_run_while_a_prompt_is_loaded(model, filled):
+    store, due = filled
+    store.open_gate.clear()
+    engine = engine_of(model, store)
+    events = []
+    waits = engine.submit(PROMPT, max_tokens=12, on_token=lambda event: events.append("loaded"))
+    engine.submit(OTHER[:20], max_tokens=12, on_token=lambda event: events.append("other"))
+    ended = {}
+    while "other" not in events:
+        ended |= {completion.id: completion for completion in engine.step()}
+    assert "loaded" not in events
+    store.open_gate.set()
+    while engine.num_unfinished:
+        ended |= {completion.id: completion for completion in engine.step()}
+    assert ended[waits].tokens.tolist() == due[0]
+    checked(engine)
+
+
+def test_request_cancelled_while_it_loads_leaves_nothing(model, filled):
+    store, _ = filled
+    store.open_gate.clear()
+    engine = engine_of(model, store)
+    id = engine.submit(PROMPT, max_tokens=12)
+    end = time.monotonic() + 20
+    while not store.loads and time.monotonic() < end:
+        engine.step()
+    engine.cancel(id)
+    assert engine.num_unfinished == 0 and engine.kv.pool.stats().used == 0
+    store.open_gate.set()
+    checked(engine)
+
+
+def test_reset_while_a_prompt_loads_begins_anew(model, filled):
+    store, due = filled
+    store.open_gate.clear()
+    engine = engine_of(model, store)
+    engine.submit(PROMPT, max_tokens=12)
+    end = time.monotonic() + 20
+    while not store.loads and time.monotonic() < end:
+        engine.step()
+    engine.reset()
+    store.open_gate.set()
+    assert answer(engine)[:2] == due
+    checked(engine)
+
+
+def test_pool_that_is_too_small_for_a_load_beside_others_computes(filled, model):
+    store, due = filled
+    engine = engine_of(model, store, num_blocks=40)
+    engine.submit(OTHER, max_tokens=12, namespace=b"x")
+    engine.submit(PROMPT, max_tokens=12)
+    engine.submit(PROMPT, max_tokens=12)
+    ended = []
+    while engine.num_unfinished:
+        ended += engine.step()
+    assert [one.tokens.tolist() for one in ended].count(due[0]) == 2
+    checked(engine)
+
+
+def test_saves_hold_a_part_of_the_pool_only(model):
+    made = []
+    engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0], num_blocks=300)
+    stored = engine.kv.stored
+    stored._writer.put(lambda: made[0].open_gate.wait(20))  # the thread that writes is busy
+    made[0].open_gate.clear()
+    for n in range(16):
+        answer(engine, [n, *OTHER])
+    held = sum(part.ids.size for save in stored._saves for part in save.parts)
+    largest = max(sum(part.ids.size for part in save.parts) for save in stored._saves)
+    most = module.PINNED_SHARE * engine.kv.pool.num_blocks
+    assert held <= max(most, largest) and stored.stats().dropped_saves
+    made[0].open_gate.set()
+    checked(engine)
+
+
+def test_fetch_and_commit_of_mlx_lm_caches_use_the_store(model, tmp_path):
+    def run():
+        with install(model, 256, prefix_cache=True, store=lambda layout: DiskStore(str(tmp_path / "d"), layout, 10**9)) as kv:
+            kv.stored.store.ready.wait(10)
+            caches, cached = kv.fetch(PROMPT)
+            steps = generate_step(mx.array(PROMPT[cached:]), model, prompt_cache=caches, max_tokens=8)
+            tokens = [int(token) for token, _ in steps]
+            kv.commit(caches, [*PROMPT, *tokens])
+            kv.close()
+        return tokens, cached
+
+    tokens, cached = run()
+    assert cached == 0
+    again, cached = run()
+    assert again == tokens and cached >= 368
+
+
+def test_weights_that_differ_in_one_element_share_nothing():
+    one, other = (tiny.make()[0] for _ in range(2))
+    assert module.fingerprint(one) == module.fingerprint(other)
+    weight = other.model.layers[-1].mlp.down_proj.weight
+    weight[0, 0] += 1
+    assert module.fingerprint(one) != module.fingerprint(other)
+
+
+def test_store_without_a_prefix_cache_is_refused(model):
+    with pytest.raises(ValueError, match="prefix_cache"):
+        install(model, 64, store=lambda layout: MemoryStore(layout, 2**24))
+
+
+def test_store_of_another_layout_is_refused(model):
+    made = []
+    with Engine(model, 64, store=lambda layout: made.append(MemoryStore(layout, 2**24)) or made[0]):
+        pass
+    with pytest.raises(ValueError, match="other layout"):
+        Engine(model, 64, block_size=32, store=made[0])

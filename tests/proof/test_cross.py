@@ -1,0 +1,34 @@
+"""`make cross`: what it compiles for other machines, and that it finds what a Mac's compiler would refuse."""
+
+import msl.build
+import pytest
+
+from proof import cross
+
+pytest.importorskip("ziglang", reason="make cross installs it")
+RUNTIME = msl.build.RUNTIME / "scheduler.cpp"
+OPTIONS = ("-std=c++20", "-O0", f"-I{msl.build.INCLUDE}", f"-I{msl.build.RUNTIME}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("target", [cross.MACOS, cross.LINUX])
+@pytest.mark.parametrize(
+    ("fault", "refused"),
+    [("", ()), ("#include <ucontext.h>", (cross.MACOS,)), ("int x = y;", (cross.MACOS, cross.LINUX))],
+)
+def test_what_another_compiler_refuses_is_found(tmp_path, monkeypatch, target, fault, refused):
+    monkeypatch.setattr(cross, "FOLDER", tmp_path)
+    source = tmp_path / "scheduler.cpp"
+    source.write_text(f"{fault}\n{RUNTIME.read_text()}")
+    wrong = cross.compile_piece(target, cross.Piece("piece", (source,), (*OPTIONS, "-Wl,-undefined,dynamic_lookup")))
+    assert bool([text for text in wrong if "scheduler.cpp:" in text and "error" in text]) is (target in refused)
+
+
+def test_every_module_of_the_wheel_is_compiled():
+    names = {piece.name for piece in cross.extension_modules()}
+    assert names == {f"kvpool/{name}" for name in ("_core", "capi")} | {
+        f"kvpool_backends/cpu/{name}" for name in ("_arguments", "_attention", "_kernels")
+    }
+    assert all(source.exists() for piece in cross.extension_modules() for source in piece.sources)
+    (kernels,) = (piece for piece in cross.extension_modules() if piece.name.endswith("_kernels"))
+    assert {"isa_neon.c", "isa_portable.c"} <= {source.name for source in kernels.sources}

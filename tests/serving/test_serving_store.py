@@ -1,0 +1,81 @@
+"""``kvpool serve --store``: what one process computed, the next one finds."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from server_process import Server
+
+QUESTION = "All of this is said again and again, until it fills more than one block. " * 6
+OPTIONS = ("--num-blocks", "200", "--max-tokens", "24")
+CHAT = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 24, "seed": 3, "temperature": 0.7}
+
+
+def ask(server):
+    """The text of the answer, and how many tokens of the prompt were cached."""
+    status, answer = server.post("/v1/chat/completions", CHAT)
+    assert status == 200, answer
+    return answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def saved(server):
+    """Wait until the store has written what the server gave it; returns the metrics."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        found = server.metrics()
+        written = found['kvpool_store_tier_stored_nbytes_total{tier="disk"}']
+        if found["kvpool_store_saves_total"] >= 1 and written and not found['kvpool_store_tier_queued_nbytes{tier="disk"}']:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"nothing was saved: {found}")
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
+def test_conversation_after_a_restart_comes_from_the_store(tmp_path, ending):
+    place = str(tmp_path / "store")
+    first = Server(*OPTIONS, "--store", place)
+    try:
+        text, cached = ask(first)
+        assert cached == 0
+        saved(first)
+    finally:
+        first.process.send_signal(ending)
+        first.process.wait(60)
+    second = Server(*OPTIONS, "--store", place)
+    try:
+        again, cached = ask(second)
+        found = second.metrics()
+        assert again == text
+        assert cached >= 448, "most of the prompt was computed again"
+        assert found["kvpool_store_loaded_tokens_total"] == cached
+        assert found['kvpool_store_tier_hits_total{tier="disk"}'] >= cached // 16
+    finally:
+        second.stop()
+
+
+def test_store_of_another_model_is_refused_at_the_start(tmp_path):
+    place = str(tmp_path / "store")
+    first = Server(*OPTIONS, "--store", place)
+    first.stop()
+    command = [sys.executable, "-m", "kvpool", "serve", "--model", "tiny", "--arch", "qwen3", "--port", "0"]
+    ended = subprocess.run([*command, *OPTIONS, "--store", place], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2 and f"--store {place}: " in ended.stderr, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--store-max", "10GB"), "only with --store"),
+        (("--store", "x", "--store-max", "many"), "not a size"),
+        (("--store", "x", "--store-max", "0B"), "must be more than 0"),
+        (("--store", "x", "--store-writes", "20GB"), "not a size per day"),
+        (("--store", "redis://localhost", "--store-max", "1GB"), "the server has its own limits"),
+        (("--store", "/proc/nowhere/at/all"), "--store /proc/nowhere/at/all: "),
+    ],
+)
+def test_store_options_that_are_wrong_are_refused_at_the_start(options, text):
+    command = [sys.executable, "-m", "kvpool", "serve", "--model", "tiny", "--port", "0", *OPTIONS]
+    ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2 and text in ended.stderr, ended.stderr

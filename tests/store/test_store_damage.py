@@ -1,0 +1,351 @@
+"""A `DiskStore` whose files were damaged, swapped, replaced: 0 wrong hits, and what is whole is found."""
+
+import errno
+import json
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kvpool.store import BlockLayout, Blocks, DiskStore, Layout
+from kvpool.testing import stores as kit
+
+SMALL = Layout((BlockLayout(2, 50, "full"),), "w")
+HEADER, RECORD, FOOTER = 64, 128 + 64 + 64, 64 + 64  # of a segment of SMALL with four records or fewer
+TOKENS = kit.prompt(1, 6)
+
+
+def opened(path, layout=SMALL, **options):
+    """A store on a directory, as it was when it knew everything there."""
+    store = DiskStore(str(path), layout, 1 << 24, **{"segment_nbytes": 1 << 16, "refresh_seconds": 0.02, **options})
+    assert store.ready.wait(60)
+    return store
+
+
+def filled(path, tokens=TOKENS, layout=SMALL):
+    """A directory with one sealed segment, and the path of that segment."""
+    store = opened(path, layout)
+    kit.stores(store, layout.blocks(tokens)[0])
+    store.close()
+    (segment,) = path.glob("*.kvpool")
+    return segment
+
+
+def found(path, tokens=TOKENS, layout=SMALL):
+    """Open a directory and load a prompt: which blocks are there."""
+    store = opened(path, layout)
+    try:
+        return np.flatnonzero(kit.loads(store, layout.blocks(tokens)[0])).tolist()
+    finally:
+        store.close()
+
+
+def test_segment_has_the_documented_bytes(tmp_path):
+    segment = filled(tmp_path / "store")
+    data = segment.read_bytes()
+    assert len(data) == HEADER + 3 * RECORD + FOOTER
+    assert stat.S_IMODE(segment.stat().st_mode) == 0o600
+    assert stat.S_IMODE(segment.parent.stat().st_mode) == 0o700
+    blocks = SMALL.blocks(TOKENS)[0]
+    rows = kit.content(SMALL, blocks)
+    for number in range(3):
+        record = data[HEADER + number * RECORD :][:RECORD]
+        assert record[:16] == b"kvrecord" + (1).to_bytes(4, "little") + (0).to_bytes(4, "little")
+        expected = [SMALL.digest, blocks.namespace, blocks.keys[number].tobytes(), blocks.parents[number].tobytes()]
+        assert record[16:80] == b"".join(expected)
+        assert record[80:88] == (2).to_bytes(4, "little") + bytes(4)
+        assert record[88:96] == (50).to_bytes(8, "little") and record[104:120] == bytes(16)
+        assert record[128:192] == blocks.tokens[number].astype("<i4").tobytes() + bytes(56)
+        assert record[192:] == rows[number].tobytes() + bytes(14)
+
+
+def test_every_byte_flipped_gives_no_wrong_hit_and_loses_one_block_at_most(tmp_path):
+    source = filled(tmp_path / "store")
+    whole = source.read_bytes()
+    header_ends, records_end = HEADER, HEADER + 3 * RECORD
+    for at in range(len(whole)):
+        source.chmod(0o600)
+        source.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
+        there = found(tmp_path / "store")
+        if at >= header_ends:
+            hit = (at - HEADER) // RECORD if at < records_end else -1
+            assert set(there) >= {0, 1, 2} - {hit}, f"byte {at}: {there}"
+
+
+def test_every_byte_of_the_layout_file_flipped_is_refused_or_harmless(tmp_path):
+    filled(tmp_path / "store")
+    file = tmp_path / "store" / "layout.json"
+    whole = file.read_bytes()
+    for at in range(len(whole)):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        try:
+            there = found(tmp_path / "store")
+        except ValueError as refused:
+            assert str(refused).startswith("[DiskStore] ")
+        else:
+            assert there == [0, 1, 2]
+
+
+@pytest.mark.parametrize("suffix", ["kvpool", "kvpool-open"])
+def test_segment_cut_anywhere_keeps_its_whole_records(tmp_path, suffix):
+    sealed = filled(tmp_path / "store")
+    whole = sealed.read_bytes()
+    for length in range(0, len(whole), 7):
+        shutil.rmtree(tmp_path / "store")
+        (tmp_path / "store").mkdir(mode=0o700)
+        file = tmp_path / "store" / f"{'a' * 16}.{suffix}"
+        file.touch(0o600)
+        file.write_bytes(whole[:length])
+        assert found(tmp_path / "store") == list(range(max(min((length - HEADER) // RECORD, 3), 0))), length
+
+
+def test_segment_of_a_dead_writer_is_sealed_and_goes_on(tmp_path):
+    sealed = filled(tmp_path / "store")
+    torn = sealed.with_suffix(".kvpool-open")
+    torn.touch(0o600)
+    torn.write_bytes(sealed.read_bytes()[: HEADER + 2 * RECORD + 40])
+    sealed.unlink()
+    assert found(tmp_path / "store") == [0, 1]
+    assert sealed.stat().st_size == HEADER + 2 * RECORD + FOOTER and not torn.exists()
+    filled_again = opened(tmp_path / "store")
+    kit.stores(filled_again, SMALL.blocks(TOKENS)[0])
+    filled_again.close()
+    assert found(tmp_path / "store") == [0, 1, 2]
+
+
+def test_duplicated_and_reordered_segments_are_read(tmp_path):
+    segment = filled(tmp_path / "store")
+    data = segment.read_bytes()
+    records = [data[HEADER + number * RECORD :][:RECORD] for number in range(3)]
+    for stem, content in (
+        ("b" * 16, data),
+        ("c" * 16, data[:HEADER] + records[2] + records[0] + records[1]),
+        ("d" * 16, data[:HEADER] + records[1] * 3),
+        ("e" * 16, data[:HEADER] + records[2] + records[1] + records[0] + data[-FOOTER:]),  # its footer lies
+        ("f" * 16, data + data),
+    ):
+        file = segment.with_name(f"{stem}.kvpool")
+        file.touch(0o600)
+        file.write_bytes(content)
+        there = found(tmp_path / "store")
+        assert stem == "e" * 16 or there == [0, 1, 2]
+    segment.unlink()
+    found(tmp_path / "store")
+
+
+def test_foreign_segments_are_refused_and_leave_first(tmp_path):
+    segment = filled(tmp_path / "store")
+    other = filled(tmp_path / "other", layout=Layout(SMALL.groups, "other weights"))
+    shutil.copy(other, segment.with_name(other.name))
+    store = opened(tmp_path / "store")
+    try:
+        assert list(store.refused) == [other.name] and "the layout is" in store.refused[other.name]
+        kit.loads(store, SMALL.blocks(TOKENS)[0], range(3))
+    finally:
+        store.close()
+
+
+def test_record_planted_under_another_key_is_a_miss(tmp_path):
+    """Its checksums are right: it was written by a store that was lied to."""
+    one, two = SMALL.blocks(TOKENS)[0], SMALL.blocks(kit.prompt(2, 6))[0]
+    store = opened(tmp_path / "store")
+    lie = Blocks(one.keys, one.parents, two.tokens, one.namespace)
+    assert store.store(lie, kit.content(SMALL, lie)) == 3 and store.drain(60)
+    kit.loads(store, one, [])
+    kit.loads(store, lie, range(3))
+    store.close()
+
+
+def fifo(path):
+    os.mkfifo(path, 0o600)
+
+
+def bound(path):
+    here = os.getcwd()
+    os.chdir(path.parent)  # the path of a socket is short
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path.name)
+    os.chdir(here)
+
+
+IN_THE_WAY = {
+    "a directory": lambda path: path.mkdir(mode=0o700),
+    "a fifo": fifo,
+    "a socket": bound,
+    "a link to a segment": lambda path: path.symlink_to(path.parent.parent / "kept"),
+    "a link to nothing": lambda path: path.symlink_to("nothing"),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "an empty file": lambda path: path.touch(0o600),
+    "a file that others may read": lambda path: shutil.copy(path.parent.parent / "kept", path) and path.chmod(0o644),
+}
+
+
+@pytest.mark.parametrize("name", ["a" * 16 + ".kvpool", "a" * 16 + ".kvpool-open"])
+@pytest.mark.parametrize("what", IN_THE_WAY)
+def test_something_in_the_place_of_a_segment_is_left_alone(tmp_path, what, name):
+    segment = filled(tmp_path / "store")
+    segment.rename(tmp_path / "kept")
+    (tmp_path / "kept").chmod(0o600)
+    IN_THE_WAY[what](tmp_path / "store" / name)
+    store = opened(tmp_path / "store")
+    blocks = SMALL.blocks(TOKENS)[0]
+    try:
+        kit.loads(store, blocks, [])
+        kit.stores(store, blocks)
+        kit.loads(store, blocks, range(3))
+    finally:
+        store.close()
+    assert (tmp_path / "kept").read_bytes()[:8] == b"kvpoolsg"
+
+
+@pytest.mark.parametrize("name", ["layout.json", "lock"])
+@pytest.mark.parametrize("what", IN_THE_WAY)
+def test_something_in_the_place_of_another_file_never_hangs(tmp_path, what, name):
+    segment = filled(tmp_path / "store")
+    shutil.copy(segment, tmp_path / "kept")
+    (tmp_path / "store" / name).unlink()
+    IN_THE_WAY[what](tmp_path / "store" / name)
+    try:
+        there = found(tmp_path / "store")
+    except (OSError, ValueError):
+        return
+    assert there == [0, 1, 2]
+
+
+def test_link_that_was_swapped_in_while_the_store_is_open_is_a_miss(tmp_path):
+    segment = filled(tmp_path / "store")
+    store = opened(tmp_path / "store", refresh_seconds=3600.0)
+    segment.rename(tmp_path / "moved")
+    segment.symlink_to(tmp_path / "moved")
+    try:
+        kit.loads(store, SMALL.blocks(TOKENS)[0], [])
+    finally:
+        store.close()
+
+
+def test_read_error_is_a_miss_and_is_counted(tmp_path, monkeypatch):
+    filled(tmp_path / "store")
+    store, blocks, read = opened(tmp_path / "store"), SMALL.blocks(TOKENS)[0], os.preadv
+
+    def failing(fd, buffers, offset):
+        if offset == HEADER + RECORD:
+            raise OSError(errno.EIO, "planted")
+        return read(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    kit.loads(store, blocks, [0, 2])
+    assert store.stats()["disk"].errors == 1
+    monkeypatch.undo()
+    kit.stores(store, blocks)
+    kit.loads(store, blocks, [0, 2] if not store.lookup(blocks)[1] else range(3))
+    store.close()
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_write_error_drops_and_what_was_written_stays(tmp_path, monkeypatch, short):
+    store, blocks, write = opened(tmp_path / "store"), SMALL.blocks(TOKENS)[0], os.pwritev
+
+    def failing(fd, buffers, offset):
+        if offset == HEADER + 2 * RECORD:
+            if short:
+                return write(fd, [bytes(buffers[0])[:100]], offset)
+            raise OSError(errno.ENOSPC, "planted")
+        return write(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", failing)
+    kit_rows = kit.content(SMALL, blocks)
+    store.store(blocks, kit_rows)
+    assert store.drain(60)
+    kit.loads(store, blocks, [0, 1])
+    stats = store.stats()["disk"]
+    assert (stats.errors, stats.dropped) == (1, 1)
+    assert store.store(blocks, kit_rows) == 2  # it pauses
+    store.close()
+    monkeypatch.undo()
+    assert found(tmp_path / "store") == [0, 1]
+
+
+FULL_DISK = """
+import resource, sys
+from kvpool.store import DiskStore
+from kvpool.testing import stores as kit
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
+store = DiskStore(sys.argv[1], kit.LAYOUT, 1 << 24, segment_nbytes=1 << 16, refresh_seconds=0.02)
+blocks = kit.LAYOUT.blocks(kit.prompt(1))[0]
+store.store(blocks, kit.content(kit.LAYOUT, blocks))
+assert store.drain(60)
+print(int(kit.loads(store, blocks).sum()), store.stats()["disk"].dropped)
+store.close()
+"""
+
+
+@pytest.mark.parametrize("limit", [0, 50, 64, 700, 1000, 5000, 9000])
+def test_full_disk_keeps_what_fits(tmp_path, limit):
+    opened(tmp_path / "store", kit.LAYOUT).close()
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "store"), str(limit)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    kept, dropped = map(int, done.stdout.split())
+    record = 128 + 64 + 704
+    assert (kept, dropped) == (max(limit - 64, 0) // record, 15 - max(limit - 64, 0) // record)
+    store = opened(tmp_path / "store", kit.LAYOUT)
+    kit.loads(store, kit.LAYOUT.blocks(kit.prompt(1))[0], range(kept))
+    store.close()
+
+
+def test_read_only_directory_is_read(tmp_path, monkeypatch):
+    filled(tmp_path / "store")
+    system_open = os.open
+
+    def read_only(path, flags, *rest, **named):
+        if flags & (os.O_CREAT | os.O_RDWR | os.O_WRONLY):
+            raise OSError(errno.EROFS, "planted")
+        return system_open(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", read_only)
+    store, blocks = opened(tmp_path / "store"), SMALL.blocks(TOKENS)[0]
+    kit.loads(store, blocks, range(3))
+    others = SMALL.blocks(kit.prompt(2, 6))[0]
+    assert store.store(others, kit.content(SMALL, others)) == 0
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "words"),
+    [
+        (lambda path: path.chmod(0o755), PermissionError, "others may use"),
+        (lambda path: os.chown(path, 12345, 12345), PermissionError, "belongs to user 12345"),
+        (lambda path: (path.rename(f"{path}2"), path.symlink_to(f"{path}2")), NotADirectoryError, "a link"),
+        (lambda path: (path.rename(f"{path}2"), path.touch(0o600)), NotADirectoryError, "no directory"),
+        (lambda path: (path / "layout.json").chmod(0o640), PermissionError, "others may use"),
+        (lambda path: (path / "layout.json").write_text("{}"), ValueError, "format version None"),
+        (lambda path: (path / "layout.json").write_text("[]"), ValueError, "damaged"),
+        (lambda path: (path / "layout.json").write_text(json.dumps({"version": 2})), ValueError, "format version 2"),
+        (lambda path: (path / "layout.json").write_text(json.dumps({"version": 1})), ValueError, "another model"),
+    ],
+)
+def test_directory_that_is_not_ours_is_refused_at_the_start(tmp_path, damage, error, words):
+    filled(tmp_path / "store")
+    if "chown" in damage.__code__.co_names and os.geteuid() != 0:
+        pytest.skip("only root gives files away")
+    damage(tmp_path / "store")
+    with pytest.raises(error, match=words) as raised:
+        DiskStore(str(tmp_path / "store"), SMALL, 1 << 24)
+    assert str(raised.value).startswith("[DiskStore] ")
+
+
+def test_segment_of_another_version_is_refused(tmp_path):
+    segment = filled(tmp_path / "store")
+    data = bytearray(segment.read_bytes())
+    data[8] = 2
+    segment.write_bytes(data)
+    store = opened(tmp_path / "store")
+    kit.loads(store, SMALL.blocks(TOKENS)[0], [])
+    assert store.refused == {segment.name: "the version is 2, this kvpool reads 1"}
+    store.close()

@@ -1,0 +1,236 @@
+"""`DiskStore`: restarts, the quota, the budget of a day, the queue, clocks."""
+
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from kvpool.store import BlockLayout, DiskStore, Layout
+from kvpool.store import folder as folder_module
+from kvpool.store.segments import Index
+from kvpool.testing import stores as kit
+
+LAYOUT = Layout((BlockLayout(4, 4000, "full"),), "w")
+RECORD = 128 + 64 + 4032
+SEGMENT = 5 * RECORD + 64 + 256  # four records and a footer, or five
+
+
+def opened(path, max_nbytes=1 << 24, **options):
+    store = DiskStore(str(path), LAYOUT, max_nbytes, **{"segment_nbytes": SEGMENT, "refresh_seconds": 0.02, **options})
+    assert store.ready.wait(60)
+    return store
+
+
+def held(path):
+    """Bytes of the segments in a directory."""
+    return sum(file.stat().st_size for file in path.glob("*.kvpool*"))
+
+
+def blocks_of(seed, count=20):
+    return LAYOUT.blocks(kit.prompt(seed, 4 * count))[0]
+
+
+def test_blocks_are_found_after_a_restart_without_close(tmp_path):
+    store = opened(tmp_path / "store")
+    kit.stores(store, blocks_of(1))
+    again = opened(tmp_path / "store")  # the first one has not closed: its open segment is read as it is
+    kit.loads(again, blocks_of(1), range(20))
+    again.close()
+    store.close()
+
+
+def test_quota_is_kept_at_every_moment_and_the_newest_stay(tmp_path):
+    most = 6 * SEGMENT
+    store = opened(tmp_path / "store", most)
+    for seed in range(12):
+        kit.stores(store, blocks_of(seed, 10))
+        assert held(tmp_path / "store") <= most
+    kit.loads(store, blocks_of(11, 10), range(10))
+    stats = store.stats()["disk"]
+    assert stats.evicted > 0 and stats.blocks + stats.evicted == stats.stored == 120
+    assert len(store.refused) == 0
+    store.close()
+    assert held(tmp_path / "store") <= most
+
+
+def test_segment_in_use_stays_longer_than_others(tmp_path):
+    store = opened(tmp_path / "store", 8 * SEGMENT)
+    kit.stores(store, blocks_of(0, 4))
+    for seed in range(1, 25):
+        kit.stores(store, blocks_of(seed, 4))
+        if seed % 2:
+            kit.loads(store, blocks_of(0, 4), range(4))
+        else:
+            store.touch(blocks_of(0, 4))
+    assert store.stats()["disk"].evicted > 50 and not kit.loads(store, blocks_of(3, 4)).any()
+    kit.loads(store, blocks_of(0, 4), range(4))
+    store.close()
+
+
+def test_two_stores_share_the_quota_and_forget_what_the_other_deleted(tmp_path):
+    most = 8 * SEGMENT
+    one, two = opened(tmp_path / "store", most), opened(tmp_path / "store", most)
+    kit.stores(two, blocks_of(100))
+    for seed in range(8):
+        for store in (one, two):
+            kit.stores(store, blocks_of(seed if store is one else seed + 50))
+            assert held(tmp_path / "store") <= most
+    assert not kit.loads(one, blocks_of(100)).any() and not kit.loads(two, blocks_of(100)).any()
+    for store in (one, two):
+        store.close()
+
+
+def test_amplification_of_writes_is_small(tmp_path):
+    large = Layout((BlockLayout(16, 65536, "full"),), "w")
+    store = DiskStore(str(tmp_path / "store"), large, 1 << 28, segment_nbytes=1 << 22)
+    for seed in range(10):
+        kit.stores(store, large.blocks(kit.prompt(seed, 160))[0])
+    store.close()
+    stats = store.stats()["disk"]
+    assert stats.stored_nbytes == 100 * 65536
+    assert stats.stored_nbytes < stats.written_nbytes <= 1.05 * stats.stored_nbytes
+    assert held(tmp_path / "store") == stats.written_nbytes
+
+
+def test_budget_of_a_day_is_kept_across_restarts(tmp_path):
+    budget, written = 4 * SEGMENT, 0
+    for seed in range(6):
+        store = opened(tmp_path / "store", write_nbytes_per_day=budget)
+        store.store(blocks_of(seed, 10), kit.content(LAYOUT, blocks_of(seed, 10)))
+        assert store.drain(60)
+        store.close()
+        written += store.stats()["disk"].written_nbytes
+        assert written <= budget
+    assert written > budget - SEGMENT
+    assert store.stats()["disk"].dropped == 10
+    assert held(tmp_path / "store") == written
+
+
+class Clock:
+    """The module `time` of a folder, with another time of day."""
+
+    def __init__(self):
+        self.now = 1_000_000_000.0
+        self.monotonic, self.sleep, self.time_ns = time.monotonic, time.sleep, time.time_ns
+
+    def time(self):
+        return self.now
+
+
+def test_budget_comes_back_with_the_hours_and_not_with_a_clock_that_went_back(tmp_path, monkeypatch):
+    clock, budget = Clock(), 2 * SEGMENT
+    monkeypatch.setattr(folder_module, "time", clock)
+
+    def written(seed, now):
+        clock.now = now
+        store = opened(tmp_path / "store", write_nbytes_per_day=budget)
+        store.store(blocks_of(seed, 8), kit.content(LAYOUT, blocks_of(seed, 8)))
+        assert store.drain(60)
+        store.close()
+        return store.stats()["disk"].written_nbytes
+
+    start, hour = clock.now, 3600.0
+    first = written(1, start)
+    assert SEGMENT < first <= budget
+    for now in (start + hour, start + 20 * hour, start - 100 * hour, start - 90 * hour, start - 1e5 * hour):
+        assert first + written(2, now) <= budget
+    assert written(3, start) > SEGMENT  # a jump of more than a day forward looks like that day
+    assert found_all(tmp_path / "store", 3)
+
+
+def found_all(path, seed):
+    store = opened(path)
+    try:
+        return kit.loads(store, blocks_of(seed, 8)).any()
+    finally:
+        store.close()
+
+
+def test_queue_that_is_full_drops_and_does_not_wait(tmp_path, monkeypatch):
+    store = opened(tmp_path / "store", queue_nbytes=4 * 4000)
+    write, blocks = os.pwritev, blocks_of(1)
+    go = threading.Event()
+    monkeypatch.setattr(os, "pwritev", lambda *args: go.wait(60) and write(*args))
+    try:
+        took = store.store(blocks, kit.content(LAYOUT, blocks))
+        assert took == 4 and store.stats()["disk"].queued_nbytes == 4 * 4000
+        assert store.stats()["disk"].dropped == 16
+        assert not store.drain(0.05)
+    finally:
+        go.set()
+    assert store.drain(60)
+    kit.loads(store, blocks, range(4))
+    store.close()
+
+
+NO_SIZES = {
+    "max_nbytes is 0": (ValueError, {"max_nbytes": 0}),
+    "max_nbytes must be an int, got str": (TypeError, {"max_nbytes": "100GB"}),
+    "max_nbytes must be an int, got bool": (TypeError, {"max_nbytes": True}),
+    "max_nbytes must be an int, got float": (TypeError, {"max_nbytes": 1e9}),
+    "max_nbytes is 5000, the least for this layout is": (ValueError, {"max_nbytes": 5000}),
+    "write_nbytes_per_day is 0": (ValueError, {"write_nbytes_per_day": 0}),
+    "write_nbytes_per_day is 100, the least": (ValueError, {"write_nbytes_per_day": 100}),
+    "queue_nbytes is 3999, the least for this layout is 4000": (ValueError, {"queue_nbytes": 3999}),
+    "segment_nbytes is 4000, the least": (ValueError, {"segment_nbytes": 4000}),
+    "max_nbytes is 16777216, the least": (ValueError, {"segment_nbytes": 1 << 24}),
+}
+
+
+@pytest.mark.parametrize("words", NO_SIZES)
+def test_size_that_is_none_is_refused_at_the_start(tmp_path, words):
+    error, options = NO_SIZES[words]
+    arguments = {"max_nbytes": 1 << 24, **options}
+    with pytest.raises(error, match=words) as raised:
+        DiskStore(str(tmp_path / "store"), LAYOUT, **arguments)
+    assert str(raised.value).startswith("[DiskStore] ")
+    assert not (tmp_path / "store").exists()
+
+
+def test_closed_and_refused_stores_keep_no_file_open(tmp_path):
+    if not os.path.isdir("/proc/self/fd"):
+        pytest.skip("there is no /proc/self/fd here")
+    before = len(os.listdir("/proc/self/fd"))
+    for seed in range(5):
+        store = opened(tmp_path / "store")
+        kit.stores(store, blocks_of(seed))
+        kit.loads(store, blocks_of(seed), range(20))
+        with pytest.raises(ValueError):
+            DiskStore(str(tmp_path / "store"), kit.LAYOUT, 1 << 24)
+        store.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_index_finds_what_a_dict_finds_in_16_bytes_each():
+    rng, index, known = np.random.default_rng(1), Index(), {}
+    names = rng.permutation(np.arange(1, 6001)).astype(np.uint64)
+    for segment in range(60):
+        entries = np.zeros(50, [("name", "<u8"), ("offset", "<u8")])
+        entries["name"], entries["offset"] = names[segment * 50 : segment * 50 + 50], np.arange(50) * 64
+        for name, offset in entries.tolist() if segment % 3 else ():
+            index.add(name, segment, offset)
+        if segment % 3 != 1:  # sealed; the others go on growing
+            index.merge({segment: entries})
+        known.update({name: segment << 32 | offset // 64 for name, offset in entries.tolist()})
+        if segment % 7 == 6:
+            count = sum(place >> 32 in (segment - 3, segment) for place in known.values())
+            assert index.drop({segment - 3, segment}) == count
+            known = {name: place for name, place in known.items() if place >> 32 not in (segment - 3, segment)}
+        name, place = next(iter(known.items()))
+        index.forget(name, place + 1)  # it is elsewhere: nothing to forget
+        if segment % 5 == 0:
+            index.forget(name, place)
+            del known[name]
+        expected = [known.get(name, Index.NOWHERE) for name in range(6002)]
+        assert index.find(np.arange(6002, dtype=np.uint64)).tolist() == expected
+    assert index.nbytes <= 16 * 6000
+
+
+def test_index_has_one_place_of_a_name_that_is_in_two_segments():
+    index, entries = Index(), np.zeros(3, [("name", "<u8"), ("offset", "<u8")])
+    entries["name"] = [5, 5, 9]
+    entries["offset"] = [0, 64, 128]
+    index.merge({1: entries, 2: entries})
+    assert index.find(np.array([5, 9], np.uint64)).tolist() == [2 << 32 | 1, 2 << 32 | 2] and len(index) == 2

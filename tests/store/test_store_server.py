@@ -1,0 +1,239 @@
+"""`ServerStore` on a real Redis or Valkey server, and on servers that fail in every way."""
+
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from kvpool.store import ServerStore
+from kvpool.testing import stores as kit
+from kvpool.testing.filled import NotApplicable
+
+redis = pytest.importorskip("redis", reason="the package redis is not installed (pip install 'kvpool[redis]')")
+PROGRAM = shutil.which("valkey-server") or shutil.which("redis-server")
+TIMEOUT = 0.3
+
+
+class Server:
+    """A server as a process, on a socket of its own."""
+
+    def __init__(self, folder):
+        self.folder, self.socket = folder, f"{folder}/server.sock"
+        self.start()
+
+    @property
+    def url(self):
+        return f"unix://{self.socket}"
+
+    def start(self):
+        options = ["--port", "0", "--unixsocket", self.socket, "--save", "", "--appendonly", "no", "--dir", self.folder]
+        self.process = subprocess.Popen([PROGRAM, *options], stdout=subprocess.DEVNULL)
+        end = time.monotonic() + 30
+        while True:
+            try:
+                return redis.Redis(unix_socket_path=self.socket).ping()
+            except redis.ConnectionError:
+                assert time.monotonic() < end and self.process.poll() is None, "the server does not start"
+                time.sleep(0.02)
+
+    def stop(self):
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    if PROGRAM is None:
+        pytest.skip("no server is installed (apt install valkey-server, or redis-server)")
+    running = Server(str(tmp_path_factory.mktemp("server")))
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def opened(server):
+    """A factory of stores on an empty server; all are closed at the end."""
+    redis.Redis(unix_socket_path=server.socket).flushall()
+    made = []
+
+    def factory(layout, place):
+        made.append(ServerStore(server.url, layout, timeout=5.0))
+        return made[-1]
+
+    yield factory
+    for store in made:
+        store.close()
+
+
+@pytest.mark.parametrize("case", kit.CASES, ids=lambda case: case.__name__)
+def test_server_passes_every_case_of_the_kit(opened, case):
+    try:
+        case(opened, "", True)
+    except NotApplicable:
+        pytest.fail("a server is shared: every case applies")
+
+
+def test_server_restarted_without_its_data_is_a_miss_and_then_serves(tmp_path):
+    if PROGRAM is None:
+        pytest.skip("no server is installed")
+    running = Server(str(tmp_path))
+    store = ServerStore(running.url, kit.LAYOUT, timeout=TIMEOUT, pause=0.05)
+    blocks = kit.LAYOUT.blocks(kit.prompt(1))[0]
+    try:
+        kit.stores(store, blocks)
+        kit.loads(store, blocks, range(len(blocks)))
+        running.stop()
+        kit.loads(store, blocks, [])
+        assert store.stats()["server"].errors == 1
+        assert store.store(blocks, kit.content(kit.LAYOUT, blocks)) == 0  # it pauses: nothing is queued for nobody
+        running.start()
+        time.sleep(0.06)
+        kit.loads(store, blocks, [])
+        kit.stores(store, blocks)
+        kit.loads(store, blocks, range(len(blocks)))
+    finally:
+        store.close()
+        running.stop()
+
+
+def test_value_with_any_byte_flipped_is_a_miss(server, opened):
+    store = opened(kit.LAYOUT, "")
+    blocks = kit.LAYOUT.blocks(kit.prompt(2))[2]
+    client = redis.Redis(unix_socket_path=server.socket)
+    kit.stores(store, blocks[:1])
+    (name,) = client.keys()
+    value = client.get(name)
+    covered = list(range(96 + 8)) + list(range(128, len(value)))  # the head's own checksum, and zeros, prove nothing
+    for at in covered:
+        client.set(name, value[:at] + bytes([value[at] ^ 0x10]) + value[at + 1 :])
+        kit.loads(store, blocks[:1], [])
+    for wrong in (value[:-1], value + b"\0", value[:64], b"", value[1:]):
+        client.set(name, wrong)
+        kit.loads(store, blocks[:1], [])
+    client.delete(name)
+    client.lpush(name, value)
+    kit.loads(store, blocks[:1], [])
+    assert store.stats()["server"].damaged == len(covered) + 5
+
+
+GARBAGE = {
+    "nothing": [],
+    "hangs up": None,
+    "no protocol": [b"HTTP/1.1 400 Bad Request\r\n\r\n"] * 40,
+    "an error": [b"-LOADING the dataset\r\n"] * 40,
+    "no end": [b"$-1\r\n*99999999\r\n"] * 40,
+    "a huge value": [b"*15\r\n$99999999999\r\n" + bytes(1 << 16)] * 40,
+    "too many": [b"*3\r\n:1\r\n:1\r\n:1\r\n" * 40],
+    "other types": [b"*15\r\n" + b":7\r\n" * 15] * 40,
+    "nested": [b"*1\r\n" * 3000] * 10,
+    "bytes that are none": [bytes(range(256)) * 16] * 10,
+    "one byte now and then": [b"$", *[b"9"] * 200],
+}
+
+
+def answering(listener, answers, done):
+    """A server that answers each call with the next of `answers`, whatever was asked; slowly, byte by byte."""
+    listener.settimeout(0.05)
+    while not done.is_set():
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            continue
+        with connection:
+            if answers is None:
+                continue
+            connection.settimeout(0.05)
+            for answer in answers:
+                try:
+                    if not connection.recv(1 << 20):
+                        break
+                except TimeoutError:
+                    pass
+                except OSError:
+                    break
+                try:
+                    connection.sendall(answer)
+                except OSError:
+                    break
+                if done.is_set():
+                    break
+            while not done.wait(0.02):
+                try:
+                    if not connection.recv(1 << 20):
+                        break
+                except TimeoutError:
+                    continue
+                except OSError:
+                    break
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_server_answering_garbage_is_a_miss_within_the_timeout(kind):
+    listener, done = socket.create_server(("127.0.0.1", 0)), threading.Event()
+    thread = threading.Thread(target=answering, args=(listener, GARBAGE[kind], done))
+    thread.start()
+    store = ServerStore(f"redis://127.0.0.1:{listener.getsockname()[1]}", kit.LAYOUT, timeout=TIMEOUT, pause=0.01)
+    blocks = kit.LAYOUT.blocks(kit.prompt(3))[0]
+    try:
+        for call in (lambda: kit.loads(store, blocks, []), lambda: store.lookup(blocks)):
+            begin = time.monotonic()
+            call()
+            assert time.monotonic() - begin < TIMEOUT + 10  # a hang: the clock of a busy machine is not judged
+            time.sleep(0.02)
+        store.store(blocks[:2], kit.content(kit.LAYOUT, blocks[:2]))
+        assert store.drain(60.0)
+    finally:
+        done.set()
+        store.close()
+        thread.join()
+        listener.close()
+
+
+def test_server_that_is_not_there_costs_one_try_until_the_pause_ends(tmp_path):
+    store = ServerStore(f"unix://{tmp_path}/none.sock", kit.LAYOUT, timeout=TIMEOUT, pause=3000.0)
+    blocks = kit.LAYOUT.blocks(kit.prompt(4))[0]
+    for _ in range(5):
+        kit.loads(store, blocks, [])
+        assert not store.lookup(blocks).any()
+        assert store.store(blocks, kit.content(kit.LAYOUT, blocks)) == 0
+    stats = store.stats()["server"]
+    assert (stats.errors, stats.misses, stats.dropped) == (1, 5 * len(blocks), 5 * len(blocks))
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "error"),
+    [
+        ("http://host", {}, ValueError),
+        ("redis://host:port", {}, ValueError),
+        (7, {}, ValueError),
+        ("redis://host", {"timeout": 0}, ValueError),
+        ("redis://host", {"timeout": "1"}, TypeError),
+        ("redis://host", {"pause": float("nan")}, ValueError),
+        ("redis://host", {"expire": 0}, ValueError),
+        ("redis://host", {"queue_nbytes": True}, TypeError),
+    ],
+)
+def test_server_with_wrong_arguments_is_refused_at_once(url, options, error):
+    with pytest.raises(error, match=r"^\[ServerStore\] "):
+        ServerStore(url, kit.LAYOUT, **options)
+
+
+def test_server_store_is_bounded_by_its_queue(opened, server):
+    process = redis.Redis(unix_socket_path=server.socket).info("server")["process_id"]
+    store = ServerStore(server.url, kit.LAYOUT, timeout=30.0, queue_nbytes=3000)
+    blocks = kit.LAYOUT.blocks(kit.prompt(5))[0]
+    os.kill(process, 19)  # SIGSTOP: it does not answer
+    try:
+        took = store.store(blocks, kit.content(kit.LAYOUT, blocks))
+        assert took == 3000 // 700 and store.stats()["server"].dropped == len(blocks) - took
+    finally:
+        os.kill(process, 18)
+    assert store.drain(60.0)
+    assert np.flatnonzero(kit.loads(store, blocks)).tolist() == list(range(took))
+    store.close()
