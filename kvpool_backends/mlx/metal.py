@@ -90,6 +90,7 @@ class MetalAttention(_Storage):
     def _allocate(self) -> None:
         super()._allocate()
         self._kernels = MetalKernels(self.spec, self.num_blocks, self._metal_kernel)
+        self._fits_mlx = max(dim for _, dim in self.spec.planes) <= MLX_HEAD_DIM_MAX
         self._asked: dict[tuple[int, tuple[str, ...]], AttentionOptions] = {}  # by query heads and features
 
     def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> list[mx.array]:
@@ -241,7 +242,7 @@ class MetalAttention(_Storage):
     ) -> Work:
         """Return the launches for `q`. They are made once for all layers with equal arguments."""
         is_plain = options.window is options.soft_cap is options.alibi_slopes is options.mask is None
-        gathers = is_plain and max(dim for _, dim in self.spec.planes) <= MLX_HEAD_DIM_MAX
+        gathers = is_plain and self._fits_mlx
         key = (*q.shape[:2], scale, options.window, options.soft_cap, gathers, scores is None)
         if key in plan.work:
             return plan.work[key]
@@ -263,8 +264,8 @@ class MetalAttention(_Storage):
                 places.append(tokens)
         chunks = tuple((int(row), int(starts[row]), int(starts[row + 1])) for row in np.flatnonzero(is_chunk))
         places += [np.arange(first, last) for _, first, last in chunks]
-        is_sorted = len(launches) + len(chunks) == 1
-        plan.work[key] = Work(tuple(launches), chunks, None if is_sorted else _int32(np.argsort(np.concatenate(places))))
+        order = None if len(places) == 1 else _int32(np.argsort(np.concatenate(places)))
+        plan.work[key] = Work(tuple(launches), chunks, order)
         return plan.work[key]
 
     def _attention_step(

@@ -131,6 +131,7 @@ class Launcher(NamedTuple):
     reduce: Kernel
     template: list[tuple[str, Any]]  # arguments of `attend`
     shared: list[tuple[str, Any]]  # those of `reduce`
+    simdgroups: int  # of `attend`
 
 
 class ScoreExport(NamedTuple):
@@ -379,7 +380,6 @@ class MetalKernels:
         partials = (num_items, num_groups, tiles.rows, spec.value_head_dim + 4)
         more_inputs, more_shapes, more = self._score_arguments(step, num_q_heads, scores)
         (keys, *k_factors), (values, *v_factors) = map(_arrays, (k_pool, v_pool))
-        simdgroups = tiles.simdgroups(spec)
         out, *exported = launcher.attend(
             inputs=[
                 *(q, keys, values, self._layout(layer), step.tables, step.items),
@@ -389,8 +389,8 @@ class MetalKernels:
             template=launcher.template,
             output_shapes=[result if step.direct else partials, *more_shapes],
             output_dtypes=[q.dtype if step.direct else mx.float32, *[mx.float32] * len(more_shapes)],
-            grid=(num_groups * simdgroups * LANES, num_items, 1),
-            threadgroup=(simdgroups * LANES, 1, 1),
+            grid=(num_groups * launcher.simdgroups * LANES, num_items, 1),
+            threadgroup=(launcher.simdgroups * LANES, 1, 1),
             **more,
         )
         if scores == "raw" and tiles.units:
@@ -482,7 +482,8 @@ class MetalKernels:
             "MASS": scores == "mass",
         }
         kernels = self._kernel(attention_name(spec, scores, tiles.kernel)), self._kernel("paged_reduce")
-        return Launcher(*kernels, [*shared.items(), *own.items()], [*shared.items(), ("SIMDGROUPS", SIMDGROUPS)])
+        template = [*shared.items(), *own.items()]
+        return Launcher(*kernels, template, [*shared.items(), ("SIMDGROUPS", SIMDGROUPS)], own["SIMDGROUPS"])
 
     def _layout(self, layer: int, plane: str = "") -> mx.array:
         """What a kernel takes as `layout`: of both planes, or of one."""
