@@ -4,8 +4,8 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all fuzz test-metal test-embed test-torch test-golden-full test-long native cross mac-report \
-	metal-sweep lint bench bench-gates build debug asan tsan freethreaded coverage mutants convicted proof proof-long clean
+.PHONY: help demo test test-all fuzz test-metal metal-sweep test-embed test-torch test-golden-full test-long native cross \
+	mac-report lint bench bench-gates build debug asan tsan freethreaded coverage mutants convicted proof proof-long clean
 MAKEFLAGS += --no-print-directory
 unexport KVPOOL_CORE  # left set, it would have the plain Python model tested in place of the core
 unexport PYTHONDONTWRITEBYTECODE  # left set, each process of the tests would compile pytest, kvpool and the tests anew
@@ -39,8 +39,9 @@ test-metal: $(VENV)/built $(VENV)/test  ## the tests of the Metal kernels, with 
 	KVPOOL_METAL_LAUNCHES=2000 $(PYTEST) --timeout 3600 tests/metal $(PYTEST_ARGS)
 	@[ "$$(uname)" != Linux ] || $(PY) -m proof threads
 
-metal-sweep: $(VENV)/built $(VENV)/test  ## every shape, element type and feature of the Metal kernels once (hours)
-	KVPOOL_METAL_SWEEP=1 $(PYTEST) --dist load tests/metal/test_metal_sweep.py $(PYTEST_ARGS)
+metal-sweep: $(VENV)/built $(VENV)/test  ## the Metal kernels over all shapes and features, hours: KVPOOL_METAL_SWEEP=0.01 runs one in a hundred
+	KVPOOL_METAL_SWEEP=$${KVPOOL_METAL_SWEEP:-1} KVPOOL_METAL_LAUNCHES=2000 $(PYTEST) --timeout 36000 \
+		tests/metal/test_metal_attention.py tests/metal/test_metal_packed_attention.py -k every_pair $(PYTEST_ARGS)
 
 test-embed: $(VENV)/built $(VENV)/test  ## the tests of the JAX adapter (installs jax)
 	$(PIP) "kvpool[jax]"

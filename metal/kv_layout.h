@@ -59,21 +59,30 @@ METAL_FUNC constexpr int chunks_per_lane() {
   return (chunks_per_row<DIM>() + 31) / 32;
 }
 
-// Rows that are read as one run, 0 where each row is read for itself: `TOUCHING` rows of whole accesses, which end
-// somewhere inside a cache line.
-template <typename T, int DIM, bool TOUCHING>
-METAL_FUNC constexpr int rows_per_run() {
-  return !TOUCHING || DIM * sizeof(T) % 128 == 0 || chunks_per_row<DIM>() <= 16 || chunks_per_row<DIM>() > 32 ||
-                 chunks_per_row<DIM>() % 4 != 0
-             ? 0
-         : chunks_per_row<DIM>() % 8 == 0 ? 4
-                                          : 8;
+// Rows that a lane holds chunks of at a time: as many as 8 registers hold.
+template <typename T, int DIM>
+METAL_FUNC constexpr int rows_per_lane() {
+  return 8 / int(chunks_per_lane<DIM>() * sizeof(T));
 }
 
-// Rows that a lane holds chunks of at a time.
+// Whether rows are read as one run of memory: those that touch and end inside a cache line. So many as a lane holds at a
+// time end at a line.
 template <typename T, int DIM, bool TOUCHING>
-METAL_FUNC constexpr int rows_per_lane() {
-  return rows_per_run<T, DIM, TOUCHING>() == 0 ? 4 : rows_per_run<T, DIM, TOUCHING>();
+METAL_FUNC constexpr bool in_runs() {
+  return TOUCHING && DIM * sizeof(T) % 128 != 0 && chunks_per_row<DIM>() > 16 && chunks_per_row<DIM>() <= 32 &&
+         chunks_per_row<DIM>() % 4 == 0;
+}
+
+// Chunks of a row, four apart; what is outside of it is 0.
+template <int DIM, typename C, int UNITS>
+METAL_FUNC void load_units(thread C (&chunk)[UNITS], const device C* chunks, int first, bool exists) {
+  KV_UNROLL
+  for (int u = 0; u < UNITS; u++) {
+    chunk[u] = C(0);
+    if (exists && first + 4 * u < chunks_per_row<DIM>()) {
+      chunk[u] = chunks[first + 4 * u];
+    }
+  }
 }
 
 // One head of a plane: its array, and where its rows lie in there.
@@ -95,7 +104,7 @@ struct Rows<T, DIM, TOUCHING, 0, SIZE> {
   KV_CONST int LANES = lanes_per_row<DIM>();
   KV_CONST int ROWS = rows_per_access<DIM>();
   KV_CONST int PER_LANE = chunks_per_lane<DIM>();
-  KV_CONST int ACCESSES = rows_per_lane<T, DIM, TOUCHING>();
+  KV_CONST int ACCESSES = rows_per_lane<T, DIM>();
   KV_CONST int STEP = ACCESSES * ROWS;  // rows in all
 
   Chunk<T> chunk[ACCESSES][PER_LANE];
@@ -103,13 +112,16 @@ struct Rows<T, DIM, TOUCHING, 0, SIZE> {
   // Reads rows begin <= row < end, counted from a slot of a block.
   METAL_FUNC void load(Plane<T> plane, int64_t block, int64_t slot, int begin, int end, int lane) {
     const device T* first = plane.pool + plane.head.row(block, slot);
-    if (rows_per_run<T, DIM, TOUCHING>() > 0) {
+    if (in_runs<T, DIM, TOUCHING>()) {
       load_run(first, begin, end, lane);
+    } else if (begin <= 0 && end >= STEP) {
+      load_rows<true>(first, plane.head.slot_stride, begin, end, lane);
     } else {
-      load_rows(first, plane.head.slot_stride, begin, end, lane);
+      load_rows<false>(first, plane.head.slot_stride, begin, end, lane);
     }
   }
 
+  template <bool ALL>
   METAL_FUNC void load_rows(const device T* first, int64_t stride, int begin, int end, int lane) {
     KV_UNROLL
     for (int a = 0; a < ACCESSES; a++) {
@@ -119,7 +131,7 @@ struct Rows<T, DIM, TOUCHING, 0, SIZE> {
       for (int j = 0; j < PER_LANE; j++) {
         const int c = lane % LANES + 32 * j;
         chunk[a][j] = Chunk<T>(T(0));
-        if (c < CHUNKS && row >= begin && row < end) {
+        if (c < CHUNKS && (ALL || (row >= begin && row < end))) {
           chunk[a][j] = chunks[c];
         }
       }
@@ -127,7 +139,7 @@ struct Rows<T, DIM, TOUCHING, 0, SIZE> {
   }
 
   METAL_FUNC void load_run(const device T* first, int begin, int end, int lane) {
-    constexpr int READS = ACCESSES * CHUNKS < 32 ? 1 : ACCESSES * CHUNKS / 32;
+    constexpr int READS = (ACCESSES * CHUNKS + 31) / 32;
     using Words = metal::vec<uint, sizeof(Chunk<T>) / 4>;  // what every simdgroup function takes
     const device Chunk<T>* chunks = reinterpret_cast<const device Chunk<T>*>(first);
     Words read[READS];
@@ -135,7 +147,7 @@ struct Rows<T, DIM, TOUCHING, 0, SIZE> {
     for (int i = 0; i < READS; i++) {
       const int row = (32 * i + lane) / CHUNKS;
       read[i] = Words(0);
-      if (row >= begin && row < end) {
+      if (row >= begin && row < end && row < ACCESSES) {
         read[i] = as_type<Words>(chunks[32 * i + lane]);
       }
     }
@@ -161,22 +173,46 @@ struct Rows<T, DIM, TOUCHING, 0, SIZE> {
   }
 };
 
-// The sum over the `LANES` lanes that share a row, for four values at once; all of them get it.
-template <int LANES>
-METAL_FUNC float4 sum_lanes(float4 x) {
-  if (LANES == 32) {
-    return metal::simd_sum(x);
-  }
-  KV_UNROLL
-  for (int distance = LANES / 2; distance > 0; distance /= 2) {
-    x += metal::simd_shuffle_xor(x, ushort(distance));
-  }
-  return x;
+// 32 tokens of a context, of which a simdgroup reads those from `skipped` to `num_tokens`. Lane i holds the block of
+// token i: an entry of the table is read once, and none that belongs to no token.
+struct Tile {
+  int begin, skipped, num_tokens, block_of_lane;
+};
+
+// table: of the row of the batch. Nothing is read of a tile behind `seen_end`.
+template <int BLOCK_SIZE, typename Table>
+METAL_FUNC Tile tile_at(Table table, int begin, int seen_begin, int seen_end, int lane) {
+  const int skipped = metal::max(0, seen_begin - begin), num_tokens = metal::min(32, seen_end - begin);
+  const bool owned = lane >= skipped / BLOCK_SIZE * BLOCK_SIZE && lane < num_tokens;
+  return Tile{begin, skipped, num_tokens, owned ? table[(begin + lane) / BLOCK_SIZE] : 0};
+}
+
+// Reads rows of a tile from token t on.
+template <int BLOCK_SIZE, typename R, typename P>
+METAL_FUNC void load(thread R& rows, P plane, Tile tile, int t, int lane) {
+  const int64_t block = metal::simd_shuffle(tile.block_of_lane, ushort(t % 32));
+  rows.load(plane, block, (tile.begin + t) % BLOCK_SIZE, tile.skipped - t, tile.num_tokens - t, lane);
+}
+
+// One step of sums over lanes: lanes whose `bit` is clear get those of `x`, the others those of `y`.
+METAL_FUNC float transpose(float x, float y, int bit, int lane) {
+  const bool odd = (lane & bit) != 0;
+  return (odd ? y : x) + metal::simd_shuffle_xor(odd ? x : y, ushort(bit));
 }
 
 // Weights of a softmax in base 2: the largest score may be -INFINITY, where nothing has been seen.
 METAL_FUNC float weight(float score, float largest) {
   return largest == -INFINITY ? 0.0f : metal::fast::exp2(score - largest);
+}
+
+// Whether one of four floats is NaN or infinite; of their bits, because compilers may take floats for finite.
+METAL_FUNC bool any_not_finite(float4 x) {
+  bool found = false;
+  KV_UNROLL
+  for (int e = 0; e < 4; e++) {
+    found = found || (as_type<uint>(x[e]) & 0x7f800000u) == 0x7f800000u;
+  }
+  return found;
 }
 
 // A finished row: the attention sink joins as one more score of value 0. `values` and `sum` are relative to

@@ -1,5 +1,5 @@
 // Planes of 8 or 4 bits: how groups of elements become numbers, scale and bias, and how a simdgroup reads them. Behind
-// kv_layout.h, in front of the kernels that need it.
+// kv_layout.h, behind kv_matrix.h where a kernel has that, in front of the kernels that need it.
 //
 // A plane is three: words of 32 bits, of which the first element has the lowest bits, scales and biases. Chunk c of a
 // row, its elements 4 c .. 4 c + 3, is BITS / 2 bytes; `SIZE` elements, SIZE / 4 chunks, have a scale and a bias.
@@ -26,16 +26,6 @@ METAL_FUNC void pack(float4 x, thread metal::vec<uchar, 4>& bytes) {
 
 METAL_FUNC void pack(float4 x, thread metal::vec<uchar, 2>& bytes) {
   bytes = metal::vec<uchar, 2>(uchar(int(x[0]) | int(x[1]) << 4), uchar(int(x[2]) | int(x[3]) << 4));
-}
-
-// Whether one of four floats is NaN or infinite; of their bits, because compilers may take floats for finite.
-METAL_FUNC bool any_not_finite(float4 x) {
-  bool found = false;
-  KV_UNROLL
-  for (int e = 0; e < 4; e++) {
-    found = found || (as_type<uint>(x[e]) & 0x7f800000u) == 0x7f800000u;
-  }
-  return found;
 }
 
 // What a lane has of a group: four numbers, and the group's scale and bias.
@@ -104,7 +94,7 @@ struct Rows {
   KV_CONST int LANES = lanes_per_row<DIM>();
   KV_CONST int ROWS = rows_per_access<DIM>();
   KV_CONST int PER_LANE = chunks_per_lane<DIM>();
-  KV_CONST int ACCESSES = 4;
+  KV_CONST int ACCESSES = 4 / PER_LANE;
   KV_CONST int STEP = ACCESSES * ROWS;
 
   PackedChunk<BITS> chunk[ACCESSES][PER_LANE];
@@ -112,6 +102,15 @@ struct Rows {
 
   // Reads rows begin <= row < end, counted from a slot of a block.
   METAL_FUNC void load(PackedPlane<T> plane, int64_t block, int64_t slot, int begin, int end, int lane) {
+    if (begin <= 0 && end >= STEP) {
+      load_rows<true>(plane, block, slot, begin, end, lane);
+    } else {
+      load_rows<false>(plane, block, slot, begin, end, lane);
+    }
+  }
+
+  template <bool ALL>
+  METAL_FUNC void load_rows(PackedPlane<T> plane, int64_t block, int64_t slot, int begin, int end, int lane) {
     const device uint* words = plane.words + plane.head.row(block, slot);
     const int64_t factor = plane.factors.row(block, slot);
     KV_UNROLL
@@ -124,7 +123,7 @@ struct Rows {
         const int c = lane % LANES + 32 * j;
         chunk[a][j] = PackedChunk<BITS>(uchar(0));
         scale[a][j] = bias[a][j] = 0.0f;
-        if (c < CHUNKS && row >= begin && row < end) {
+        if (c < CHUNKS && (ALL || (row >= begin && row < end))) {
           chunk[a][j] = chunks[c];
           const int64_t group = factor + row * plane.factors.slot_stride + 4 * c / SIZE;
           scale[a][j] = float(plane.scales[group]);
@@ -142,6 +141,36 @@ struct Rows {
 
   METAL_FUNC float4 floats(int a, int j) const {
     return scale[a][j] * numbers(chunk[a][j]) + bias[a][j];
+  }
+};
+
+// What kv_matrix.h has of a plane, of packed rows: floats, made where they are used. The lane's chunks have a scale and
+// a bias for each `SIZE` elements, and those are read once.
+template <typename T, int DIM, int UNITS, int BITS, int SIZE>
+struct Columns {
+  KV_CONST int GROUPS = 16 * UNITS <= SIZE ? 1 : 16 * UNITS / SIZE;
+
+  PackedChunk<BITS> chunk[UNITS];
+  float scale[GROUPS], bias[GROUPS];
+
+  METAL_FUNC void load(PackedPlane<T> plane, int64_t block, int64_t slot, int first, bool exists) {
+    const device PackedChunk<BITS>* chunks =
+        reinterpret_cast<const device PackedChunk<BITS>*>(plane.words + plane.head.row(block, slot));
+    const int64_t factors = plane.factors.row(block, slot);
+    KV_UNROLL
+    for (int g = 0; g < GROUPS; g++) {
+      const int c = first + g * SIZE / 4;
+      scale[g] = bias[g] = 0.0f;
+      if (exists && c < chunks_per_row<DIM>()) {
+        scale[g] = float(plane.scales[factors + 4 * c / SIZE]);
+        bias[g] = float(plane.biases[factors + 4 * c / SIZE]);
+      }
+    }
+    load_units<DIM>(chunk, chunks, first, exists);
+  }
+
+  METAL_FUNC float4 elements(int u) const {
+    return scale[16 * u / SIZE % GROUPS] * numbers(chunk[u]) + bias[16 * u / SIZE % GROUPS];
   }
 };
 

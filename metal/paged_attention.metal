@@ -1,9 +1,9 @@
-// Attention of a few queries of one sequence over its paged context: decode, speculative windows, chunks of a
-// prefill.
+// Attention of a few queries of one sequence over its paged context: decode, speculative windows. Where a KV head has
+// more rows than registers hold, paged_matrix.metal takes them.
 //
-// Threadgroup (x, y) takes `HEADS` query heads of one KV head and item y of the work list: up to `QUERIES`
-// neighbouring queries of a row of the batch and a part of that row's context. K and V are read once for all `ROWS` =
-// QUERIES * HEADS of them. Each simdgroup has a run of tokens to itself and meets the others after its last token.
+// Threadgroup (x, y) takes KV head x and item y of the work list: up to `QUERIES` neighbouring queries of a row of the
+// batch and a part of that row's context. K and V are read once for all `ROWS` = QUERIES * GROUP of them, a query with
+// a head each. Each simdgroup has a run of tokens to itself and meets the others after its last token.
 // Parts and runs begin where the row's length alone puts them, so that the other rows of a batch change no bit of a
 // result.
 //
@@ -15,7 +15,8 @@
 //            DIM, VALUE_DIM    head dimensions, multiples of 4
 //            BLOCK_SIZE        8, 16, 32: a multiple of 8
 //            GROUP             query heads per KV head
-//            HEADS, QUERIES    see above
+//            HEADS             of them in a threadgroup: here all
+//            QUERIES           see above
 //            SIMDGROUPS        of the threadgroup
 //            TOUCHING          rows of neighbouring slots are neighbours in memory
 //            SOFT_CAP, ALIBI, MASK, SINKS, DIRECT   bools
@@ -41,50 +42,44 @@
 // Output     out               DIRECT: Q [T, Hq, VALUE_DIM], the result
 //                              else float [N, X, ROWS, VALUE_DIM + 4] for X threadgroups of an item: the weighted sum
 //                              of values, the largest score (in base 2), the sum of weights, two zeros
-//            exported          RAW: float [B, Hk, HEAD_GROUPS, C], sums over a threadgroup's heads, over GROUP
+//            exported          RAW: float [B, Hk, C], means over the heads of a group
 //                              MASS: float [B, Hq, C], what goes into exp; -INFINITY where it is hidden
 //
 // An item that holds the newest query of its row says which one it is. Its threadgroups pass every token that the query
 // sees in this part of the context, once, and so store its score once.
 
-constexpr int ROWS = HEADS * QUERIES;
-constexpr int HEAD_GROUPS = (GROUP + HEADS - 1) / HEADS;
+constexpr int ROWS = GROUP * QUERIES;
 // Else a row may not see a token that another one sees, and 0 times infinity must not come in.
 constexpr bool ALL_SEE_THE_SAME = QUERIES == 1 && !MASK;
 using Keys = kv::Rows<T, DIM, TOUCHING, K_BITS, SIZE>;
 using Values = kv::Rows<T, VALUE_DIM, TOUCHING, V_BITS, SIZE>;
+// Two loads are on their way at a time. The products of each become one number of a lane.
+constexpr int K_STEP = 2 * Keys::STEP, V_STEP = 2 * Values::STEP;
 
 const int lane = thread_index_in_simdgroup;
 const int simd = simdgroup_index_in_threadgroup;
-const int kv_head = threadgroup_position_in_grid.x / HEAD_GROUPS;
-const int first_head = threadgroup_position_in_grid.x % HEAD_GROUPS * HEADS;  // of the group
-const int num_q_heads = threads_per_grid.x / (32 * SIMDGROUPS * HEAD_GROUPS) * GROUP;
-const int item = threadgroup_position_in_grid.y;
+const int kv_head = threadgroup_position_in_grid.x;
+const int num_q_heads = threadgroups_per_grid.x * GROUP;
+const kv::Item item = kv::item_of(work, threadgroup_position_in_grid.y);
+const int run_begin = item.begin + simd * item.run;
+const int seen_begin = max(run_begin, item.seen_begin);
+const int seen_end = min(run_begin + item.run, item.seen_end);
+const int observed_query = kv::observed_query(observed, threadgroup_position_in_grid.y);
 
 const auto k_plane = kv::plane_of(k_pool, k_scales, k_biases, layout, kv_head);
 const auto v_plane = kv::plane_of(v_pool, v_scales, v_biases, layout + 4, kv_head);
 const float scale = numbers[0], soft_cap = numbers[1];
 const int window_tokens = window;
 
-const int batch_row = work[8 * item];
-const int first_query = work[8 * item + 1];
-const int num_queries = work[8 * item + 2];
-const int first_position = work[8 * item + 3];
-const int run_begin = work[8 * item + 4] + simd * work[8 * item + 5];
-const int seen_begin = max(run_begin, work[8 * item + 6]);
-const int seen_end = min(run_begin + work[8 * item + 5], work[8 * item + 7]);
-const int observed_query = kv::observed_query(observed, item);
-
 kv::Chunk<Q> query[ROWS][Keys::PER_LANE];
 float sum_of_query[ROWS][Keys::PER_LANE];  // for packed keys; else nothing reads it
 float4 values[ROWS][Values::PER_LANE];
-float largest[ROWS];  // score so far, the same in all lanes
-float sum[ROWS];      // of this lane's weights
+float largest = -INFINITY, sum = 0.0f;  // lane i: score so far and sum of weights of row i
 KV_UNROLL
 for (int r = 0; r < ROWS; r++) {
-  const int token = r / HEADS, head = first_head + r % HEADS;
-  const bool exists = token < num_queries && head < GROUP;
-  const int64_t row = int64_t(first_query + token) * q_strides[0] + int64_t(kv_head * GROUP + head) * q_strides[1];
+  const int token = r / GROUP, head = kv_head * GROUP + r % GROUP;
+  const bool exists = token < item.num_queries;
+  const int64_t row = int64_t(item.first_query + token) * q_strides[0] + int64_t(head) * q_strides[1];
   KV_UNROLL
   for (int j = 0; j < Keys::PER_LANE; j++) {
     const int c = lane % Keys::LANES + 32 * j;
@@ -101,182 +96,187 @@ for (int r = 0; r < ROWS; r++) {
   for (int j = 0; j < Values::PER_LANE; j++) {
     values[r][j] = float4(0.0f);
   }
-  largest[r] = -INFINITY;
-  sum[r] = 0.0f;
 }
 
-for (int tile = run_begin + (seen_begin - run_begin) / 32 * 32; tile < seen_end; tile += 32) {
-  const int skipped = max(0, seen_begin - tile);  // tokens that nobody sees, before and after the others
-  const int num_tokens = min(32, seen_end - tile);
-  // Lane i holds the block of token i: an entry is read once, and none that belongs to no token.
-  const bool owned = lane >= skipped / BLOCK_SIZE * BLOCK_SIZE && lane < num_tokens;
-  const int block_of_lane = owned ? tables[batch_row * tables_strides[0] + (tile + lane) / BLOCK_SIZE] : 0;
-
+const auto table = tables + item.row * tables_strides[0];
+kv::Tile tile =
+    kv::tile_at<BLOCK_SIZE>(table, run_begin + (seen_begin - run_begin) / 32 * 32, seen_begin, seen_end, lane);
+Keys keys[2];
+KV_UNROLL
+for (int h = 0; h < 2; h++) {
+  kv::load<BLOCK_SIZE>(keys[h], k_plane, tile, tile.skipped / K_STEP * K_STEP + h * Keys::STEP, lane);
+}
+while (tile.begin < seen_end) {
   float scores[ROWS];
   KV_UNROLL
   for (int r = 0; r < ROWS; r++) {
     scores[r] = 0.0f;
   }
-  for (int t = skipped / Keys::STEP * Keys::STEP; t < num_tokens; t += Keys::STEP) {
-    const int64_t block = simd_shuffle(block_of_lane, ushort(t));
-    Keys keys;
-    keys.load(k_plane, block, (tile + t) % BLOCK_SIZE, skipped - t, num_tokens - t, lane);
+  for (int t = tile.skipped / K_STEP * K_STEP; t < tile.num_tokens; t += K_STEP) {
+    float first_half[ROWS];
     KV_UNROLL
-    for (int r = 0; r < ROWS; r++) {
+    for (int h = 0; h < 2; h++) {
       KV_UNROLL
-      for (int a = 0; a < Keys::ACCESSES; a += 4) {
-        float4 products = float4(0.0f);
+      for (int r = 0; r < ROWS; r++) {
+        float products[Keys::ACCESSES];
         KV_UNROLL
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < Keys::ACCESSES; i++) {
+          products[i] = 0.0f;
           KV_UNROLL
           for (int j = 0; j < Keys::PER_LANE; j++) {
-            products[i] += keys.dot(a + i, j, query[r][j], sum_of_query[r][j]);
+            products[i] += keys[h].dot(i, j, query[r][j], sum_of_query[r][j]);
           }
         }
-        products = kv::sum_lanes<Keys::LANES>(products);
         KV_UNROLL
-        for (int i = 0; i < 4; i++) {
-          scores[r] = lane % Keys::LANES == t / Keys::ROWS + a + i ? products[i] : scores[r];
+        for (int n = Keys::ACCESSES / 2; n > 0; n /= 2) {
+          KV_UNROLL
+          for (int i = 0; i < n; i++) {
+            products[i] = kv::transpose(products[2 * i], products[2 * i + 1], Keys::ACCESSES / 2 / n, lane);
+          }
         }
+        if (h == 0) {
+          first_half[r] = products[0];
+          continue;
+        }
+        float score = kv::transpose(first_half[r], products[0], Keys::ACCESSES, lane);
+        KV_UNROLL
+        for (int distance = 2 * Keys::ACCESSES; distance < Keys::LANES; distance *= 2) {
+          score += simd_shuffle_xor(score, ushort(distance));
+        }
+        scores[r] = lane % Keys::LANES / (2 * Keys::ACCESSES) == t / K_STEP ? score : scores[r];
+      }
+      // What is read next is on its way while the other half is multiplied.
+      if (t + K_STEP < tile.num_tokens) {
+        kv::load<BLOCK_SIZE>(keys[h], k_plane, tile, t + K_STEP + h * Keys::STEP, lane);
       }
     }
   }
+  Values rows[2];
+  KV_UNROLL
+  for (int h = 0; h < 2; h++) {
+    kv::load<BLOCK_SIZE>(rows[h], v_plane, tile, tile.skipped / V_STEP * V_STEP + h * Values::STEP, lane);
+  }
 
   // The token whose scores this lane holds.
-  const int my_token = tile + lane % Keys::LANES * Keys::ROWS + lane / Keys::LANES;
+  const int my_token = tile.begin + lane % Keys::LANES * Keys::ROWS + lane / Keys::LANES;
   const bool seen = my_token >= seen_begin && my_token < seen_end;
   float sum_of_heads = 0.0f;
   KV_UNROLL
   for (int r = 0; r < ROWS; r++) {
-    const int token = first_query + r / HEADS;
-    const int head = kv_head * GROUP + first_head + r % HEADS;
-    const int position = first_position + r / HEADS;
-    const bool exists = r / HEADS < num_queries && first_head + r % HEADS < GROUP;
+    const int token = item.first_query + r / GROUP, position = item.first_position + r / GROUP;
+    const int head = kv_head * GROUP + r % GROUP;
+    const bool exists = r / GROUP < item.num_queries;
     bool visible = exists && seen && my_token <= position && my_token > position - window_tokens;
     float score = scores[r] * scale;
-    if (SOFT_CAP) {
-      score = soft_cap * precise::tanh(score / soft_cap);
-    }
-    if (ALIBI && visible) {
-      score += slopes[head] * float(my_token - position);
-    }
-    if (MASK && visible) {
-      const int64_t row = token * mask_strides[0] + (mask_shape[1] == 1 ? 0 : head * mask_strides[1]);
-      const float added = mask[row + my_token * mask_strides[2]];
-      visible = added != -INFINITY;
-      score += added;
-    }
-    const bool is_observed = r / HEADS == observed_query;
+    const int64_t masked = MASK ? token * mask_strides[0] + (mask_shape[1] == 1 ? 0 : head * mask_strides[1]) +
+                                      my_token * mask_strides[2]
+                                : 0;
+    visible = kv::see<SOFT_CAP, ALIBI, MASK>(score, visible, soft_cap, slopes + head, my_token - position,
+                                             mask + masked);
+    const bool is_observed = r / GROUP == observed_query;
     if (RAW && is_observed && visible) {
       sum_of_heads += score;
     }
     if (MASS && is_observed && exists && seen) {
-      const int64_t row = int64_t(batch_row) * num_q_heads + head;
+      const int64_t row = int64_t(item.row) * num_q_heads + head;
       kv::store(exported, row * columns + my_token, visible ? score : -INFINITY);
     }
     score = visible ? score * kv::LOG2E : -INFINITY;
 
-    const float top = max(largest[r], simd_max(score));
-    const float correction = kv::weight(largest[r], top);
+    const float before = simd_shuffle(largest, ushort(r));
+    const float top = max(before, simd_max(score));
+    const float correction = kv::weight(before, top);
     scores[r] = kv::weight(score, top);  // from here on the weights
-    sum[r] = sum[r] * correction + scores[r];
-    largest[r] = top;
+    const float total = simd_sum(scores[r]);
+    if (lane == r) {
+      largest = top;
+      sum = sum * correction + total;
+    }
     KV_UNROLL
     for (int j = 0; j < Values::PER_LANE; j++) {
       values[r][j] *= correction;
     }
   }
   if (RAW && observed_query >= 0 && seen) {
-    const int64_t row = int64_t(batch_row) * threadgroups_per_grid.x + threadgroup_position_in_grid.x;
+    const int64_t row = int64_t(item.row) * threadgroups_per_grid.x + kv_head;
     kv::store(exported, row * columns + my_token, sum_of_heads / float(GROUP));
   }
 
-  for (int t = skipped / Values::STEP * Values::STEP; t < num_tokens; t += Values::STEP) {
-    const int64_t block = simd_shuffle(block_of_lane, ushort(t));
-    Values rows;
-    rows.load(v_plane, block, (tile + t) % BLOCK_SIZE, skipped - t, num_tokens - t, lane);
+  // The keys of the next tile are on their way while the values of this one are added.
+  const kv::Tile next = kv::tile_at<BLOCK_SIZE>(table, tile.begin + 32, seen_begin, seen_end, lane);
+  KV_UNROLL
+  for (int h = 0; h < 2 && next.begin < seen_end; h++) {
+    kv::load<BLOCK_SIZE>(keys[h], k_plane, next, h * Keys::STEP, lane);
+  }
+  for (int t = tile.skipped / V_STEP * V_STEP; t < tile.num_tokens; t += V_STEP) {
     KV_UNROLL
-    for (int a = 0; a < Values::ACCESSES; a++) {
-      const int token = t + a * Values::ROWS + lane / Values::LANES;
-      const ushort holder = token % Keys::ROWS * Keys::LANES + token / Keys::ROWS;
+    for (int h = 0; h < 2; h++) {
       KV_UNROLL
-      for (int r = 0; r < ROWS; r++) {
-        const float w = simd_shuffle(scores[r], holder);
-        if (ALL_SEE_THE_SAME || w != 0.0f) {
-          KV_UNROLL
-          for (int j = 0; j < Values::PER_LANE; j++) {
-            values[r][j] += w * rows.floats(a, j);
+      for (int a = 0; a < Values::ACCESSES; a++) {
+        const int token = t + h * Values::STEP + a * Values::ROWS + lane / Values::LANES;
+        const ushort holder = token % Keys::ROWS * Keys::LANES + token / Keys::ROWS;
+        KV_UNROLL
+        for (int r = 0; r < ROWS; r++) {
+          const float w = simd_shuffle(scores[r], holder);
+          if (ALL_SEE_THE_SAME || w != 0.0f) {
+            KV_UNROLL
+            for (int j = 0; j < Values::PER_LANE; j++) {
+              values[r][j] += w * rows[h].floats(a, j);
+            }
           }
         }
       }
+      if (t + V_STEP < tile.num_tokens) {
+        kv::load<BLOCK_SIZE>(rows[h], v_plane, tile, t + V_STEP + h * Values::STEP, lane);
+      }
     }
   }
+  tile = next;
 }
 
-// The simdgroups' results become one, a few rows at a time.
-constexpr int ROWS_THAT_FIT = 4096 / (SIMDGROUPS * VALUE_DIM);  // into 16 KiB
-constexpr int ROWS_AT_ONCE = ROWS < ROWS_THAT_FIT ? ROWS : ROWS_THAT_FIT;
+// The simdgroups' results become one.
 threadgroup float shared_largest[SIMDGROUPS * ROWS];
 threadgroup float shared_sum[SIMDGROUPS * ROWS];
-threadgroup float4 shared_values[SIMDGROUPS * ROWS_AT_ONCE * Values::CHUNKS];
+threadgroup float4 shared_values[SIMDGROUPS * ROWS * Values::CHUNKS];
 
+if (lane < ROWS) {
+  shared_largest[lane * SIMDGROUPS + simd] = largest;
+  shared_sum[lane * SIMDGROUPS + simd] = sum;
+}
 KV_UNROLL
 for (int r = 0; r < ROWS; r++) {
-  const float total = simd_sum(sum[r]);
-  if (lane == 0) {
-    shared_largest[r * SIMDGROUPS + simd] = largest[r];
-    shared_sum[r * SIMDGROUPS + simd] = total;
+  KV_UNROLL
+  for (int j = 0; j < Values::PER_LANE; j++) {
+    float4 mine = values[r][j];
+    if (Values::ROWS == 2) {
+      mine += simd_shuffle_xor(mine, ushort(Values::LANES));
+    }
+    const int c = lane % Values::LANES + 32 * j;
+    if (lane < Values::LANES && c < Values::CHUNKS) {
+      shared_values[(r * SIMDGROUPS + simd) * Values::CHUNKS + c] = mine;
+    }
   }
 }
-
-KV_UNROLL
-for (int first = 0; first < ROWS; first += ROWS_AT_ONCE) {
-  KV_UNROLL
-  for (int i = 0; i < ROWS_AT_ONCE; i++) {
-    const int r = first + i;
-    KV_UNROLL
-    for (int j = 0; j < Values::PER_LANE && r < ROWS; j++) {
-      float4 mine = values[r][j];
-      if (Values::ROWS == 2) {
-        mine += simd_shuffle_xor(mine, ushort(Values::LANES));
-      }
-      const int c = lane % Values::LANES + 32 * j;
-      if (lane < Values::LANES && c < Values::CHUNKS) {
-        shared_values[(i * SIMDGROUPS + simd) * Values::CHUNKS + c] = mine;
-      }
-    }
+threadgroup_barrier(mem_flags::mem_threadgroup);
+for (int i = simd * 32 + lane; i < ROWS * Values::CHUNKS; i += 32 * SIMDGROUPS) {
+  const int r = i / Values::CHUNKS, c = i % Values::CHUNKS;
+  float top = -INFINITY;
+  for (int s = 0; s < SIMDGROUPS; s++) {
+    top = max(top, shared_largest[r * SIMDGROUPS + s]);
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  const int num_chunks = min(ROWS - first, ROWS_AT_ONCE) * Values::CHUNKS;
-  for (int i = simd * 32 + lane; i < num_chunks; i += 32 * SIMDGROUPS) {
-    const int r = first + i / Values::CHUNKS, c = i % Values::CHUNKS;
-    float top = -INFINITY;
-    for (int s = 0; s < SIMDGROUPS; s++) {
-      top = max(top, shared_largest[r * SIMDGROUPS + s]);
-    }
-    float total = 0.0f;
-    float4 all = float4(0.0f);
-    for (int s = 0; s < SIMDGROUPS; s++) {
-      const float w = kv::weight(shared_largest[r * SIMDGROUPS + s], top);
-      total += w * shared_sum[r * SIMDGROUPS + s];
-      all += w * shared_values[((r - first) * SIMDGROUPS + s) * Values::CHUNKS + c];
-    }
-    if (DIRECT) {
-      const int token = r / HEADS, head = kv_head * GROUP + first_head + r % HEADS;
-      if (token < num_queries && first_head + r % HEADS < GROUP) {
-        const float sink = SINKS ? sinks[head] * kv::LOG2E : -INFINITY;
-        const int64_t row = int64_t(first_query + token) * num_q_heads + head;
-        reinterpret_cast<device kv::Chunk<Q>*>(out)[row * Values::CHUNKS + c] =
-            kv::Chunk<Q>(kv::finish(all, top, total, sink));
-      }
-    } else {
-      const int64_t row = (int64_t(item) * threadgroups_per_grid.x + threadgroup_position_in_grid.x) * ROWS + r;
-      device float4* partial = reinterpret_cast<device float4*>(out) + row * (Values::CHUNKS + 1);
-      partial[c] = all;
-      if (c == 0) {
-        partial[Values::CHUNKS] = float4(top, total, 0.0f, 0.0f);
-      }
-    }
+  float total = 0.0f;
+  float4 all = float4(0.0f);
+  for (int s = 0; s < SIMDGROUPS; s++) {
+    const float w = kv::weight(shared_largest[r * SIMDGROUPS + s], top);
+    total += w * shared_sum[r * SIMDGROUPS + s];
+    all += w * shared_values[(r * SIMDGROUPS + s) * Values::CHUNKS + c];
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const int head = kv_head * GROUP + r % GROUP;
+  const bool exists = r / GROUP < item.num_queries;
+  const int64_t part = int64_t(threadgroup_position_in_grid.y) * threadgroups_per_grid.x + kv_head;
+  const int64_t row = DIRECT ? int64_t(item.first_query + r / GROUP) * num_q_heads + head : part * ROWS + r;
+  const float sink = SINKS && exists ? sinks[head] * kv::LOG2E : -INFINITY;
+  if (exists || !DIRECT) {
+    kv::store_chunk<Q, DIRECT, Values::CHUNKS>(out, row, c, all, top, total, sink);
+  }
 }

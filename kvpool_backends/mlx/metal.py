@@ -1,7 +1,8 @@
 """The Metal route: attention by the kernels of `kvpool_backends.metal`, straight over the pool.
 
-Decode, windows and short chunks run `paged_attention`, with any options. A long chunk of plain attention is bound by
-arithmetic, not by reads. So its context is gathered, in the order that MLX takes, for MLX's own attention.
+Decode and small windows run `paged_attention`. Larger groups of query heads and chunks run `paged_matrix`. Both take
+any options. A long chunk of plain attention is bound by arithmetic, not by reads. So its context is gathered, in the
+order that MLX takes, for MLX's own attention, which knows each GPU's matrix units.
 
 `MetalAttention` reads. There are two ways to write. `MetalBackend` scatters as the plain route does, with every MLX.
 `kvpool_backends.mlx.native.metal_backend.NativeMetalBackend` writes in place with the extension.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
@@ -22,12 +24,14 @@ from kvpool_backends.checks import check_layer, checked_queries, checked_results
 from kvpool_backends.mlx.attention import exported_scores, mass_of_scores
 from kvpool_backends.mlx.base import BaseBackend
 from kvpool_backends.mlx.metal_kernels import (
+    HEAD_DIM_MAX,
     PART_TOKENS,
     AttentionStep,
     MetalKernels,
     Plane,
     attention_step,
     head_tiles,
+    part_length,
     plan_attention,
     score_export,
     with_arrays,
@@ -37,7 +41,8 @@ from kvpool_backends.mlx.storage import DTYPES
 
 LONG_CHUNK = 32  # queries of a row above which MLX's own attention is taken; only a Mac can tell what is right
 BLOCK_SIZES = tuple(range(8, 257, 8))
-HEAD_DIMS = tuple(range(4, 257, 4))
+HEAD_DIMS = tuple(range(4, HEAD_DIM_MAX + 1, 4))
+MLX_HEAD_DIM_MAX = 256  # of MLX's own attention where it makes no array of all scores
 # Below this many elements MLX binds an input in another address space, which is another kernel: inputs are padded.
 CONSTANT_SIZE_MAX = 8
 
@@ -68,12 +73,11 @@ class MetalStep(StepArrays):
 
 
 class Work(NamedTuple):
-    """The kernel launch for the queries of a step, shared by its layers."""
+    """The kernel launches for the queries of a step, shared by its layers."""
 
-    step: AttentionStep | None  # of all rows but those with long chunks; None without any
-    tokens: mx.array | None  # [T'] which tokens these are; None for all of them
+    launches: tuple[tuple[AttentionStep, mx.array | None], ...]  # with the tokens of each, None for all of them
     chunks: tuple[tuple[int, int, int], ...]  # (row, first token, token behind the last) of the long chunks
-    order: mx.array | None  # [T] where a token is in the results, one after the other
+    order: mx.array | None  # [T] where a token is in the results, one after the other; None if it is there
 
 
 class MetalAttention(_Storage):
@@ -86,6 +90,7 @@ class MetalAttention(_Storage):
     def _allocate(self) -> None:
         super()._allocate()
         self._kernels = MetalKernels(self.spec, self.num_blocks, self._metal_kernel)
+        self._fits_mlx = max(dim for _, dim in self.spec.planes) <= MLX_HEAD_DIM_MAX
         self._asked: dict[tuple[int, tuple[str, ...]], AttentionOptions] = {}  # by query heads and features
 
     def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> list[mx.array]:
@@ -179,18 +184,21 @@ class MetalAttention(_Storage):
 
         def kernel(k_pool: Plane, v_pool: Plane) -> list[mx.array]:
             results = []
-            if work.step is not None:
-                tokens, step = q if work.tokens is None else q[work.tokens], with_arrays(work.step, options)
+            for step, tokens in work.launches:
+                queries, chosen = q if tokens is None else q[tokens], with_arrays(step, options)
                 if options.mask is None:
-                    self._asked.setdefault((q.shape[1], step.features), options)
-                results += self._kernels.attend(layer, tokens, k_pool, v_pool, step, scores)
+                    self._asked.setdefault((q.shape[1], chosen.features), options)
+                elif tokens is not None:
+                    chosen = chosen._replace(mask=chosen.mask[tokens])
+                results += self._kernels.attend(layer, queries, k_pool, v_pool, chosen, scores)
             for row, _, _ in work.chunks:
                 results += self._contexts(layer, (k_pool, v_pool), plan, slice(row, row + 1))
             return results
 
         results = self._on_pool(layer, kernel)
-        of_step = 0 if work.step is None else 1 if scores is None else 2
-        outs, exported, contexts = results[:of_step][:1], results[:of_step][1:], results[of_step:]
+        each = 1 if scores is None else 2
+        launched, contexts = results[: each * len(work.launches)], results[each * len(work.launches) :]
+        outs, exported = launched[::each], launched[1::2] if each == 2 else []
         sinks = None
         if options.sinks is not None and work.chunks:
             sinks = mx.array(options.sinks).astype(q.dtype)
@@ -215,14 +223,14 @@ class MetalAttention(_Storage):
         options: AttentionOptions,
         kind: str,
     ) -> mx.array:
-        """Return scores ``[B, Hk, C]``: from the kernel; for long chunks from MLX, over their gathered keys."""
+        """Return scores ``[B, Hk, C]``: from the kernels; for long chunks from MLX, over their gathered keys."""
         heads, longest = self.spec.num_kv_heads, int(plan.seq_lens.max())
         if not exported:
             result = mx.zeros((len(plan.seq_lens), heads, longest))
         elif kind == "raw":
-            (result,) = exported
+            result = sum(exported[1:], exported[0])  # a launch says 0 of the rows of another one
         else:
-            result = mass_of_scores(exported[0][:, :, None], heads, options.sinks)
+            result = mass_of_scores(reduce(mx.maximum, exported)[:, :, None], heads, options.sinks)
         for (row, _, last), k in zip(work.chunks, keys, strict=True):
             newest = q[last - 1 : last, :, None]
             position = plan.seq_lens[row : row + 1, None] - 1
@@ -232,26 +240,32 @@ class MetalAttention(_Storage):
     def _work(
         self, plan: MetalStep, q: mx.array, scale: float, options: AttentionOptions, scores: str | None
     ) -> Work:
-        """Return the launch for `q`. It is made once for all layers with equal arguments."""
-        has_long = options.window is options.soft_cap is options.alibi_slopes is options.mask is None
-        key = (*q.shape[:2], scale, options.window, options.soft_cap, has_long, scores is None)
+        """Return the launches for `q`. They are made once for all layers with equal arguments."""
+        is_plain = options.window is options.soft_cap is options.alibi_slopes is options.mask is None
+        gathers = is_plain and self._fits_mlx
+        key = (*q.shape[:2], scale, options.window, options.soft_cap, gathers, scores is None)
         if key in plan.work:
             return plan.work[key]
-        q_lens, num_tokens = np.diff(plan.cu_q_lens), len(q)
-        rows = np.flatnonzero(q_lens > (LONG_CHUNK if has_long else q_lens.max()))
-        chunks = tuple((int(row), int(plan.cu_q_lens[row]), int(plan.cu_q_lens[row + 1])) for row in rows)
-        tokens = np.arange(num_tokens)
-        for _, first, last in chunks:
-            tokens[first:last] = -1
-        tokens, q_lens = tokens[tokens >= 0], np.where(np.isin(np.arange(len(q_lens)), rows), 0, q_lens)
-        step = None
-        if len(tokens):
-            step = self._attention_step(plan, q_lens, len(tokens), q.shape[1], scale, options, scores is not None)
-        if not chunks:
-            plan.work[key] = Work(step, None, (), None)
-        else:
-            order = np.concatenate([tokens, *(np.arange(first, last) for _, first, last in chunks)])
-            plan.work[key] = Work(step, _int32(tokens), chunks, _int32(np.argsort(order)))
+        q_lens, starts, group = np.diff(plan.cu_q_lens), plan.cu_q_lens, q.shape[1] // self.spec.num_kv_heads
+        is_chunk = (q_lens > LONG_CHUNK) & gathers
+        large = [n for n in set(q_lens.tolist()) if n and head_tiles(self.spec, group, n).units]
+        is_matrix = np.isin(q_lens, large) & ~is_chunk
+        owner = np.repeat(np.where(is_chunk, 2, is_matrix), q_lens)  # of a token: a launch, or 2 for none
+        only_matrix = (owner == 1).any() and not (owner == 0).any()
+        owner = np.append(owner, np.full(len(q) - len(owner), only_matrix))  # padding joins a launch
+        launches: list[tuple[AttentionStep, mx.array | None]] = []
+        places = []
+        for kind in (0, 1):
+            tokens = np.flatnonzero(owner == kind)
+            if len(tokens):
+                taken = np.where((is_matrix == kind) & ~is_chunk, q_lens, 0)
+                step = self._attention_step(plan, taken, len(tokens), group, scale, options, scores is not None)
+                launches.append((step, None if len(tokens) == len(q) else _int32(tokens)))
+                places.append(tokens)
+        chunks = tuple((int(row), int(starts[row]), int(starts[row + 1])) for row in np.flatnonzero(is_chunk))
+        places += [np.arange(first, last) for _, first, last in chunks]
+        order = None if len(places) == 1 else _int32(np.argsort(np.concatenate(places)))
+        plan.work[key] = Work(tuple(launches), chunks, order)
         return plan.work[key]
 
     def _attention_step(
@@ -259,21 +273,17 @@ class MetalAttention(_Storage):
         plan: MetalStep,
         q_lens: np.ndarray,
         num_tokens: int,
-        num_heads: int,
+        group: int,
         scale: float,
         options: AttentionOptions,
         with_scores: bool,
     ) -> AttentionStep:
-        spec = self.spec
-        tiles = head_tiles(
-            num_heads // spec.num_kv_heads, max(dim for _, dim in spec.planes), int(q_lens.max(initial=1))
-        )
         work = plan_attention(
             plan.seq_lens,
             np.concatenate([[0], np.cumsum(q_lens)]),
             num_tokens,
-            block_size=spec.block_size,
-            tiles=tiles,
+            block_size=self.spec.block_size,
+            tiles=head_tiles(self.spec, group, int(q_lens.max(initial=1))),
             window=options.window,
             part_tokens=self.part_tokens,
         )
@@ -305,19 +315,18 @@ class MetalAttention(_Storage):
         """Return (queries, context) of rows that together launch every kernel of a shape."""
         capacity = shape.table_width * self.spec.block_size
         longest = min(capacity, shape.num_tokens - shape.num_rows + 1)
-        num_queries = 1
+        group = shape.num_q_heads // self.spec.num_kv_heads
         tried = set()
-        while True:
-            tiles = head_tiles(
-                shape.num_q_heads // self.spec.num_kv_heads, max(dim for _, dim in self.spec.planes), num_queries
-            )
-            if num_queries > longest or tiles in tried:
-                break
+        for exponent in range(longest.bit_length() + 1):
+            num_queries = min(1 << exponent, longest)
+            tiles = head_tiles(self.spec, group, num_queries)
+            if tiles in tried:
+                continue
             tried.add(tiles)
             yield num_queries, num_queries
-            if capacity > self.part_tokens:
-                yield num_queries, self.part_tokens + num_queries
-            num_queries *= 2
+            one_part = int(part_length(num_queries, tiles.heads * tiles.groups, self.part_tokens))
+            if capacity >= one_part + num_queries:
+                yield num_queries, one_part + num_queries
         if longest > LONG_CHUNK:
             yield LONG_CHUNK + 1, LONG_CHUNK + 1
 

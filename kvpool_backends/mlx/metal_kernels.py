@@ -29,8 +29,8 @@ from kvpool_backends.mlx.storage import DTYPES
 _log = logging.getLogger(__name__)
 
 CHOICES = {  # of the constants below, what `kvpool bench metal --sweep` tries
-    "SIMDGROUPS": (2, 4, 8),
-    "ROW_DIMS_MAX": (512, 1024, 2048),
+    "SIMDGROUPS": (2, 4),
+    "ROW_DIMS_MAX": (512, 1024),
     "PART_TOKENS": (64, 128, 256, 512, 1024),
     "PARTS_MAX": (32, 40, 64, 128, 256),
 }
@@ -53,13 +53,12 @@ def tuned(name: str, default: int) -> int:
 
 
 # What is right here only a Mac can tell; results depend on these numbers in their last bits only.
-SIMDGROUPS = tuned("SIMDGROUPS", 8)  # of an attention threadgroup: 256 threads
-ROWS_MAX = 16  # (query, head) pairs that share one read of K and V, for the heads of one group
-# Further queries join as long as 128 registers hold all sums: what LLVM keeps there for gfx1030, a GPU that it knows.
+SIMDGROUPS = tuned("SIMDGROUPS", 4)  # of a threadgroup of `paged_attention` and `paged_reduce`: 128 threads
+# Pairs of query and head in `paged_attention`, times 128 or 256 dimensions; half unless planes have 16 bits.
 ROW_DIMS_MAX = tuned("ROW_DIMS_MAX", 1024)
-PART_TOKENS = tuned("PART_TOKENS", 512)  # a context of up to this length stays in one part
-PARTS_MAX = tuned("PARTS_MAX", 64)  # of one context; beyond, parts double in length
-WINDOW_MAX = 8  # rows with more queries than this have threadgroups enough without parts
+PART_TOKENS = tuned("PART_TOKENS", 64)  # of a context, per threadgroup
+PARTS_MAX = tuned("PARTS_MAX", 40)  # of one context; beyond, parts double in length
+HEAD_DIM_MAX = 512
 LANES = 32
 LINE_NBYTES = 128
 
@@ -78,11 +77,21 @@ class HeadTiles(NamedTuple):
     heads: int  # of a group, in one threadgroup
     groups: int  # threadgroups for all heads of the group
     queries: int  # in one threadgroup
+    units: int = 0  # `paged_matrix`: 16 dimensions each of a simdgroup; 0 for `paged_attention`
 
     @property
     def rows(self) -> int:
         """(query, head) pairs of a threadgroup."""
         return self.heads * self.queries
+
+    @property
+    def kernel(self) -> str:
+        """The kernel that takes such rows."""
+        return "paged_matrix" if self.units else "paged_attention"
+
+    def simdgroups(self, spec: KVSpec) -> int:
+        """Simdgroups of a threadgroup."""
+        return -(-max(dim for _, dim in spec.planes) // (16 * self.units)) if self.units else SIMDGROUPS
 
 
 class AttentionWork(NamedTuple):
@@ -121,7 +130,8 @@ class Launcher(NamedTuple):
     attend: Kernel
     reduce: Kernel
     template: list[tuple[str, Any]]  # arguments of `attend`
-    shared: list[tuple[str, Any]]  # those of them that `reduce` has too
+    shared: list[tuple[str, Any]]  # those of `reduce`
+    simdgroups: int  # of `attend`
 
 
 class ScoreExport(NamedTuple):
@@ -133,15 +143,22 @@ class ScoreExport(NamedTuple):
     covered: bool  # by the kernel, all of [B, C]
 
 
-def head_tiles(group: int, head_dim: int, longest: int) -> HeadTiles:
-    """Rows of a threadgroup for `group` query heads per KV head and at most `longest` queries per row of a batch."""
-    groups = -(-group // ROWS_MAX)
+def head_tiles(spec: KVSpec, group: int, queries: int) -> HeadTiles:
+    """Rows of a threadgroup for `group` query heads per KV head and rows of a batch with `queries` queries.
+
+    Registers decide, and threadgroup memory: `metal/README.md` has a table. `paged_matrix` takes what `paged_attention`
+    cannot; its simdgroups share the dimensions out.
+    """
+    dim, narrow = max(dim for _, dim in spec.planes), spec.itemsize_nbytes == 2
+    together = 1 << (queries - 1).bit_length()
+    room = ROW_DIMS_MAX if narrow and not spec.is_quantized else ROW_DIMS_MAX // 2
+    if dim <= 256 and group * together <= room // 128 // -(-dim // 128):
+        return HeadTiles(group, 1, together)
+    units = 4 if spec.is_quantized or (narrow and dim > 128) else 2
+    rows = 64 // units if narrow else 32 // units if dim <= 256 else 8
+    groups = -(-group // rows)
     heads = -(-group // groups)
-    room = ROW_DIMS_MAX // max(head_dim, 128) // heads
-    queries = 1
-    while queries < longest and 2 * queries <= room:
-        queries *= 2
-    return HeadTiles(heads, groups, queries)
+    return HeadTiles(heads, groups, min(together, 1 << (rows // heads).bit_length() - 1), units)
 
 
 def plan_attention(
@@ -156,7 +173,8 @@ def plan_attention(
 ) -> AttentionWork:
     """Work list of a batch: one item per tile of queries and part of the context.
 
-    Where a context is cut depends on the length and the number of queries of its own row, on nothing else.
+    Where a context is cut depends on the length and the number of queries of its own row, on nothing else. More
+    queries have more threadgroups, and longer parts: sums of parts stay few beside K and V.
 
     Parameters
     ----------
@@ -168,7 +186,7 @@ def plan_attention(
     tiles : HeadTiles
     window : int, optional
     part_tokens : int
-        Length of a part as long as there are at most `PARTS_MAX`; a multiple of `block_size`.
+        Shortest length of a part, a multiple of `block_size`.
 
     Returns
     -------
@@ -187,8 +205,9 @@ def plan_attention(
     begin = np.zeros_like(end) if window is None else np.maximum(0, position - window + 1)
 
     # Parts of their contexts, and runs of tokens inside a part, one per simdgroup.
-    doublings = np.ceil(np.log2(np.maximum(1, contexts / (part_tokens * PARTS_MAX)))).astype(np.int64)
-    size = np.where(q_lens <= WINDOW_MAX, part_tokens << doublings, NO_WINDOW)[row]
+    least = part_length(q_lens, tiles.heads * tiles.groups, part_tokens)
+    doublings = np.ceil(np.log2(np.maximum(1, contexts / (least * PARTS_MAX)))).astype(np.int64)
+    size = (least << doublings)[row]
     run = -(-np.minimum(size, contexts[row]) // (SIMDGROUPS * block_size)) * block_size
     first_part = begin // size
     parts_of_tile = (end - 1) // size - first_part + 1
@@ -206,6 +225,12 @@ def plan_attention(
     idle_items = (idle, padding, idle + 1, *[idle] * 5)
     idle_parts = (idle, len(tile) + np.arange(len(padding)), idle + 1)
     return AttentionWork(tiles, _columns(items, idle_items), _columns(parts, idle_parts))
+
+
+def part_length(q_lens: np.ndarray | int, group: int, part_tokens: int) -> Any:
+    """Tokens of a part of a context that has at most `PARTS_MAX`: longer for more queries, which have more tiles."""
+    doublings = np.ceil(np.log2(np.maximum(1, np.asarray(q_lens) * group / 8))).astype(np.int64)
+    return part_tokens << np.minimum(doublings, 20)
 
 
 def _ranges(counts: np.ndarray) -> np.ndarray:
@@ -300,7 +325,7 @@ class MetalKernels:
     Parameters
     ----------
     spec : KVSpec
-        Any layout; `block_size` a multiple of 8, head dimensions multiples of 4 up to 256.
+        Any layout; `block_size` a multiple of 8, head dimensions multiples of 4 up to `HEAD_DIM_MAX`.
     num_blocks : int
     factory : callable, optional
         ``mx.fast.metal_kernel`` or what stands in for it.
@@ -315,8 +340,9 @@ class MetalKernels:
         if spec.block_size % 8:
             raise ValueError(f"[MetalKernels] block_size is {spec.block_size}, it must be a multiple of 8")
         for name, dim in (("head_dim", spec.head_dim), ("v_head_dim", spec.value_head_dim)):
-            if dim % 4 or dim > 256:
-                raise ValueError(f"[MetalKernels] {name} is {dim}, it must be a multiple of 4, at most 256")
+            if dim % 4 or dim > HEAD_DIM_MAX:
+                limit = f"a multiple of 4, at most {HEAD_DIM_MAX}"
+                raise ValueError(f"[MetalKernels] {name} is {dim}, it must be {limit}")
         self.spec = spec
         self.num_blocks = num_blocks
         self._factory = cast(Factory, mx.fast.metal_kernel) if factory is None else factory
@@ -363,22 +389,22 @@ class MetalKernels:
             template=launcher.template,
             output_shapes=[result if step.direct else partials, *more_shapes],
             output_dtypes=[q.dtype if step.direct else mx.float32, *[mx.float32] * len(more_shapes)],
-            grid=(num_groups * SIMDGROUPS * LANES, num_items, 1),
-            threadgroup=(SIMDGROUPS * LANES, 1, 1),
+            grid=(num_groups * launcher.simdgroups * LANES, num_items, 1),
+            threadgroup=(launcher.simdgroups * LANES, 1, 1),
             **more,
         )
-        if scores == "raw":
-            exported = [exported[0].sum(axis=2) if tiles.groups > 1 else exported[0].squeeze(2)]
+        if scores == "raw" and tiles.units:
+            num_rows, _, columns = more_shapes[0]
+            exported = [exported[0].reshape(num_rows, spec.num_kv_heads, -1, columns).mean(axis=2)]
         if step.direct:
             return [out, *exported]
-        chunks = spec.value_head_dim // 4
         (out,) = launcher.reduce(
             inputs=[out, step.parts, step.sinks],
             template=launcher.shared,
             output_shapes=[result],
             output_dtypes=[q.dtype],
-            grid=(chunks, num_q_heads, num_tokens),
-            threadgroup=(chunks, min(num_q_heads, 256 // chunks), 1),
+            grid=(SIMDGROUPS * LANES, num_q_heads, num_tokens),
+            threadgroup=(SIMDGROUPS * LANES, 1, 1),
         )
         return [out, *exported]
 
@@ -390,9 +416,9 @@ class MetalKernels:
             return [], [], {}
         assert step.export is not None
         observed, num_rows, columns, covered = step.export
-        heads = (self.spec.num_kv_heads, step.tiles.groups) if scores == "raw" else (num_q_heads,)
+        heads = self.spec.num_kv_heads if scores == "raw" and not step.tiles.units else num_q_heads
         hidden = 0.0 if scores == "raw" else -np.inf
-        return [observed, columns], [(num_rows, *heads, columns)], {} if covered else {"init_value": hidden}
+        return [observed, columns], [(num_rows, heads, columns)], {} if covered else {"init_value": hidden}
 
     def gather(
         self, layer: int, plane: str, pool: Plane, tables: mx.array, seq_lens: mx.array, longest: int
@@ -443,8 +469,8 @@ class MetalKernels:
             "T": DTYPES[spec.dtype],
             "DIM": spec.head_dim,
             "BLOCK_SIZE": spec.block_size,
-            "SIMDGROUPS": SIMDGROUPS,
-            "TOUCHING": self._touching,
+            "SIMDGROUPS": tiles.simdgroups(spec),
+            **({"UNITS": tiles.units} if tiles.units else {"TOUCHING": self._touching}),
             "SOFT_CAP": "soft_cap" in step.features,
             "ALIBI": "alibi_slopes" in step.features,
             "MASK": "mask" in step.features,
@@ -455,8 +481,9 @@ class MetalKernels:
             "RAW": scores == "raw",
             "MASS": scores == "mass",
         }
-        kernels = self._kernel(attention_name(spec, scores)), self._kernel("paged_reduce")
-        return Launcher(*kernels, [*shared.items(), *own.items()], list(shared.items()))
+        kernels = self._kernel(attention_name(spec, scores, tiles.kernel)), self._kernel("paged_reduce")
+        template = [*shared.items(), *own.items()]
+        return Launcher(*kernels, template, [*shared.items(), ("SIMDGROUPS", SIMDGROUPS)], own["SIMDGROUPS"])
 
     def _layout(self, layer: int, plane: str = "") -> mx.array:
         """What a kernel takes as `layout`: of both planes, or of one."""
@@ -485,11 +512,12 @@ _ATTENTION_INPUTS = (
     *("numbers", "window", "slopes", "sinks", "mask"),
 )
 INPUTS = {
-    f"paged_attention{packed and '_packed_'}{packed}{scores}": (
+    f"{kernel}{packed and '_packed_'}{packed}{scores}": (
         *_ATTENTION_INPUTS,
         *(f"{plane}_{factors}" for plane in packed for factors in ("scales", "biases")),
         *(("observed", "columns") if scores else ()),
     )
+    for kernel in ("paged_attention", "paged_matrix")
     for packed in ("", "k", "v", "kv")
     for scores in ("", "_raw", "_mass")
 } | {
@@ -501,10 +529,10 @@ INPUTS = {
 OUTPUTS = {"packed_tokens": ("words", "scales", "biases")}
 
 
-def attention_name(spec: KVSpec, scores: str | None = None) -> str:
-    """The kernel of `INPUTS` that attends over a pool of `spec`, and exports `scores`."""
+def attention_name(spec: KVSpec, scores: str | None = None, kernel: str = "paged_attention") -> str:
+    """The variant of a kernel, of `INPUTS`, that attends over a pool of `spec` and exports `scores`."""
     packed = "".join(plane for plane, bits in zip("kv", spec.bits, strict=True) if bits is not None)
-    return f"paged_attention{packed and '_packed_'}{packed}{'' if scores is None else f'_{scores}'}"
+    return f"{kernel}{packed and '_packed_'}{packed}{'' if scores is None else f'_{scores}'}"
 
 
 def _arrays(plane: Plane) -> tuple[mx.array, ...]:
@@ -576,16 +604,19 @@ def source_text(name: str) -> str:
 def header_text(name: str) -> str:
     """What stands in front of a kernel."""
     headers = ["kv_layout.h"]
+    if name.startswith("paged_matrix"):
+        headers.append("kv_matrix.h")
     if "packed" in name:
         headers.append("kv_packed.h")
-    if name.startswith("paged_attention"):
+    if name.startswith(("paged_attention", "paged_matrix")):
         headers.append("paged_attention.h")
     return "".join(map(source_text, headers))
 
 
 def body_text(name: str) -> str:
-    """The body of a kernel of `INPUTS`: those that attend share one, which their inputs and template tell apart."""
-    return source_text("paged_attention.metal" if name.startswith("paged_attention") else f"{name}.metal")
+    """The body of a kernel of `INPUTS`: variants share one, which their inputs and template tell apart."""
+    variant = name.startswith(("paged_attention", "paged_matrix"))
+    return source_text(f"{'_'.join(name.split('_')[:2]) if variant else name}.metal")
 
 
 def _file_text(name: str) -> str:

@@ -15,9 +15,10 @@ import numpy as np
 from kvpool.config import KVSpec
 from kvpool.protocol import AttentionOptions
 from kvpool.testing.dense import dense_attention, dense_scores, round_to
-from kvpool_backends.mlx import metal_kernels
 from kvpool_backends.mlx.metal_kernels import (
     DTYPES,
+    AttentionWork,
+    HeadTiles,
     MetalKernels,
     attention_step,
     head_tiles,
@@ -50,7 +51,7 @@ class Batch:
     features: tuple[str, ...] = ()
     padding: int = 0  # query tokens of nobody, at the end
     extra_columns: int = 2  # of the block table
-    part_tokens: int = metal_kernels.PART_TOKENS
+    part_tokens: int = 512
     seed: int = 0
     q_dtype: str | None = None  # of queries and results: that of the pool
 
@@ -164,22 +165,56 @@ class Batch:
     def run_with_scores(self, factory: Any, scores: str | None, **changed: Any) -> list[np.ndarray]:
         """The same, and what `MetalKernels.attend` exports."""
         batch = dataclasses.replace(self, **changed) if changed else self
-        longest = int(np.diff(batch.cu_q_lens).max())
-        work = plan_attention(
-            np.array(batch.seq_lens),
-            batch.cu_q_lens,
-            len(batch.q),
-            block_size=batch.block_size,
-            tiles=head_tiles(batch.group, batch.head_dim, longest),
-            window=batch.options.window,
-            part_tokens=batch.part_tokens,
-        )
-        step = attention_step(work, mx.array(self.tables), self.head_dim**-0.5, batch.options)
-        if scores is not None:
-            step = step._replace(export=score_export(work, batch.seq_lens, batch.options.window, 8))
         kernels = MetalKernels(batch.spec, batch.num_blocks, factory)
         q = mx.array(batch.q).astype(DTYPES[batch.result_dtype])
-        return [np.array(x.astype(mx.float32)) for x in kernels.attend(batch.layer, q, *self.pools, step, scores)]
+        results, exports = np.zeros((*batch.q.shape[:2], batch.spec.value_head_dim), np.float32), []
+        for tokens, work, _ in batch.planned:
+            options = batch.options
+            if options.mask is not None:
+                options = dataclasses.replace(options, mask=options.mask[tokens])
+            step = attention_step(work, mx.array(self.tables), self.head_dim**-0.5, options)
+            if scores is not None:
+                step = step._replace(export=score_export(work, batch.seq_lens, batch.options.window, 8))
+            out, *exported = kernels.attend(batch.layer, q[mx.array(tokens)], *self.pools, step, scores)
+            results[tokens] = np.array(out.astype(mx.float32))
+            exports += map(np.array, exported)
+        return [results, *([(sum if scores == "raw" else max_of)(exports)] if exports else [])]
+
+    @property
+    def planned(self) -> list[tuple[np.ndarray, AttentionWork, HeadTiles]]:
+        """For each kernel that the rows need: its tokens, and its work list."""
+        found = []
+        for tokens, q_lens in self.launches:
+            tiles = head_tiles(self.spec, self.group, int(q_lens.max()))
+            work = plan_attention(
+                np.array(self.seq_lens),
+                np.concatenate([[0], np.cumsum(q_lens)]),
+                len(tokens),
+                block_size=self.block_size,
+                tiles=tiles,
+                window=self.options.window,
+                part_tokens=self.part_tokens,
+            )
+            found.append((tokens, work, tiles))
+        return found
+
+    @property
+    def tiles(self) -> HeadTiles:
+        """Of rows with one query."""
+        return head_tiles(self.spec, self.group, 1)
+
+    @property
+    def launches(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each kernel that the rows need: its tokens, and how many each row has there; padding is the last's."""
+        q_lens = np.diff(self.cu_q_lens)
+        kernels = np.array([head_tiles(self.spec, self.group, max(int(n), 1)).kernel for n in q_lens])
+        owner = np.repeat(kernels, q_lens)
+        found = [
+            (np.flatnonzero(owner == kernel), np.where(kernels == kernel, q_lens, 0)) for kernel in dict.fromkeys(owner)
+        ]
+        tokens, last = found[-1]
+        found[-1] = np.concatenate([tokens, np.arange(len(owner), len(self.q))]), last
+        return found
 
     def expected_scores(self, kind: str) -> np.ndarray:
         """float64 ``[B, Hk, C]``, of the newest queries."""
@@ -200,6 +235,11 @@ class Batch:
         error = (np.abs(out - self.expected) - ROUNDING[self.result_dtype] * np.abs(self.expected)) / magnitude
         at = np.unravel_index(np.argmax(error), error.shape) if error.size else ()
         assert (error <= TOLERANCE[self.dtype]).all(), f"{self}: element {at} is wrong by {error[at]:.2g}"
+
+
+def max_of(arrays: list[np.ndarray]) -> np.ndarray:
+    """The largest of each element."""
+    return np.maximum.reduce(arrays)
 
 
 def pairwise(factors: dict[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:

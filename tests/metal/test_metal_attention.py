@@ -1,11 +1,13 @@
 """`paged_attention` and `paged_reduce` against float64: shapes, dtypes, layouts, features, parts, schedules.
 
 Every pool is full of NaN wherever no token lies, and every table entry that belongs to nobody names a block that does
-not exist. ``KVPOOL_METAL_LAUNCHES=2000`` asks for at least so many launches.
+not exist. ``KVPOOL_METAL_LAUNCHES=2000`` asks for at least so many launches. ``KVPOOL_METAL_SWEEP=1`` asks for all
+shapes with all features, 0.01 for one in a hundred of them.
 """
 
 import dataclasses
 import functools
+import itertools
 import os
 import random
 
@@ -19,11 +21,14 @@ from metal_cases import FEATURES, Batch, pairwise
 from kvpool_backends.mlx.metal_kernels import MetalKernels, attention_step, head_tiles, plan_attention
 
 LAUNCHES = int(os.environ.get("KVPOOL_METAL_LAUNCHES", "0"))
+SWEEP = float(os.environ.get("KVPOOL_METAL_SWEEP", "0"))
+SEED = int(os.environ.get("KVPOOL_METAL_SEED", "1"))
 LAYOUTS = ("NHD", "HND", "interleaved", "stacked")
 FACTORS = {
     "dtype": ("float32", "float16", "bfloat16"),
-    "head_dim": (64, 80, 96, 112, 128, 192, 256),
-    "group": (1, 2, 4, 6, 8, 16),
+    "head_dim": (64, 80, 96, 112, 128, 192, 256, 512),
+    "group": (1, 4, 5, 8, 12, 16, 32, 64),
+    "queries": (1, 3, 40),  # of each row, as far as it has tokens, and 100 rows of a KV head
     "block_size": (8, 16, 32),
     "seq_lens": ((1,), (8, 7), (33, 32, 31), (100, 1), (257,), (64, 9, 600), (1000,)),
     "layout": LAYOUTS,
@@ -32,15 +37,33 @@ FACTORS = {
 }
 
 
+SWEPT = ("dtype", "head_dim", "group", "queries", "features")
+CHOICES = pairwise(FACTORS)
+if SWEEP:
+    every = list(itertools.product(*(FACTORS[name] for name in SWEPT)))
+    chosen = random.Random(SEED).sample(every, int(SWEEP * len(every)))
+    print(f"sweep: {len(chosen)} of {len(every)} variants, seed {SEED}")
+    rest = random.Random(SEED + 1)
+    CHOICES = [
+        {name: rest.choice(FACTORS[name]) for name in FACTORS} | dict(zip(SWEPT, row, strict=True)) for row in chosen
+    ]
+
+
 def run_all_schedules(batch, engine):
     for schedule in engine.schedules:
         batch.check(batch.run(engine.factory(schedule)))
 
 
-@pytest.mark.parametrize("choice", pairwise(FACTORS), ids=lambda choice: "-".join(str(x) for x in choice.values()))
-def test_decode_every_pair_of_choices_equals_float64(engine, choice):
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(str(x) for x in choice.values()))
+def test_every_pair_of_choices_equals_float64(engine, choice):
+    choice = dict(choice)
+    queries = min(choice.pop("queries", 1), -(-100 // choice["group"]))
     kv_heads = 1 if choice["group"] > 4 else 2
-    run_all_schedules(Batch(kv_heads=kv_heads, **choice), engine)
+    batch = Batch(kv_heads=kv_heads, q_lens=tuple(min(n, queries) for n in choice["seq_lens"]), **choice)
+    if batch.group * max(batch.q_lens) * batch.head_dim < 5000:
+        run_all_schedules(batch, engine)
+    else:  # a long run
+        batch.check(batch.run(engine.factory(engine.schedules[-1])))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -83,7 +106,7 @@ def test_any_multiple_of_four_is_a_head_dimension(engine, head_dim, layout):
 
 
 @pytest.mark.parametrize("group", [20, 71])
-def test_groups_of_more_than_sixteen_heads_equal_float64(engine, group):
+def test_groups_of_many_heads_equal_float64(engine, group):
     run_all_schedules(Batch(group=group, kv_heads=1, seq_lens=(40, 3)), engine)
 
 
@@ -96,7 +119,7 @@ def last_tiles(batch):
     """Where the context of each row ends, as (tiles of its last run before the last one, tokens in the last one)."""
     work = plan_attention(
         np.array(batch.seq_lens), batch.cu_q_lens, len(batch.q), block_size=batch.block_size,
-        tiles=head_tiles(batch.group, batch.head_dim, 1), part_tokens=batch.part_tokens,
+        tiles=batch.tiles, part_tokens=batch.part_tokens,
     )  # fmt: skip
     found = {}
     for row, *_, part, run, _, end in work.items.tolist():
@@ -182,11 +205,12 @@ def test_masked_tokens_may_hold_anything(engine):
 
 
 def test_an_infinite_value_stays_with_the_queries_that_see_it(engine):
-    batch = Batch(seq_lens=(100,), q_lens=(4,))
-    batch.content[0][1][99] = np.inf
-    out = batch.run(engine.factory(0))
-    assert np.isfinite(out[:3]).all()
-    assert (out[3] == np.inf).all()
+    for group in (1, 4):
+        batch = Batch(seq_lens=(100,), q_lens=(4,), group=group)
+        batch.content[0][1][99] = np.inf
+        out = batch.run(engine.factory(0))
+        assert np.isfinite(out[:3]).all()
+        assert (out[3] == np.inf).all()
 
 
 @pytest.mark.parametrize("features", [(), ("sinks",), ("window", "mask")])
@@ -206,14 +230,17 @@ def test_a_row_gets_the_same_bits_in_any_batch(engine):
     out = together.run(engine.factory(0))
     for row, length in enumerate(together.seq_lens):
         tokens = slice(together.cu_q_lens[row], together.cu_q_lens[row + 1])
-        num_queries = tokens.stop - tokens.start
-        for queries in (num_queries, 64):
+        num_queries = int(tokens.stop - tokens.start)
+        own = head_tiles(together.spec, together.group, num_queries)
+        shapes = {head_tiles(together.spec, together.group, queries) for queries in (1, 2, 4, 20, 64)}
+        for tiles in {own} | {tiles for tiles in shapes if tiles.kernel == own.kernel}:
             work = plan_attention(
                 np.array([length]),
                 np.array([0, num_queries]),
                 num_queries,
                 block_size=together.block_size,
-                tiles=head_tiles(together.group, together.head_dim, queries),
+                tiles=tiles,
+                part_tokens=together.part_tokens,
             )
             step = attention_step(work, mx.array(together.tables[row : row + 1]), together.head_dim**-0.5)
             (alone,) = kernels.attend(0, mx.array(together.q[tokens]), *together.pools, step)
@@ -221,15 +248,16 @@ def test_a_row_gets_the_same_bits_in_any_batch(engine):
 
 
 def test_strided_queries_are_read_where_they_are(engine):
-    batch = Batch(seq_lens=(50, 20), q_lens=(2, 2))
-    work = plan_attention(
-        np.array(batch.seq_lens), batch.cu_q_lens, 4, block_size=16, tiles=head_tiles(batch.group, 64, 2)
-    )
-    kernels = MetalKernels(batch.spec, batch.num_blocks, engine.factory(0))
-    heads_first = mx.contiguous(mx.array(batch.q).swapaxes(0, 1)).swapaxes(0, 1)
-    step = attention_step(work, mx.array(batch.tables), 1 / 8)
-    (out,) = kernels.attend(0, heads_first, *batch.pools, step)
-    batch.check(np.array(out))
+    for group in (2, 4):
+        batch = Batch(seq_lens=(50, 20), q_lens=(2, 2), group=group)
+        work = plan_attention(
+            np.array(batch.seq_lens), batch.cu_q_lens, 4, block_size=16, tiles=head_tiles(batch.spec, group, 2)
+        )
+        kernels = MetalKernels(batch.spec, batch.num_blocks, engine.factory(0))
+        heads_first = mx.contiguous(mx.array(batch.q).swapaxes(0, 1)).swapaxes(0, 1)
+        step = attention_step(work, mx.array(batch.tables), 1 / 8)
+        (out,) = kernels.attend(0, heads_first, *batch.pools, step)
+        batch.check(np.array(out))
 
 
 # Few kernels, many batches: compiling costs more than running.

@@ -9,12 +9,13 @@ import test_metal_bytes as counts
 import test_metal_gather as gather
 import test_metal_in_place as in_place
 import test_metal_text as text
-from metal_cases import Batch
+from metal_cases import FEATURES, Batch
 from metal_mutants import ENGINE, Mutant, convict, planted
 
 from kvpool.config import KVSpec
 
-ATTENTION, REDUCE, HEADER = "paged_attention.metal", "paged_reduce.metal", "kv_layout.h"
+ATTENTION, MATRIX, REDUCE = "paged_attention.metal", "paged_matrix.metal", "paged_reduce.metal"
+HEADER, SHARED = "kv_layout.h", "paged_attention.h"
 FLOATS = KVSpec(1, 2, 80, "float32", 8)
 
 
@@ -27,44 +28,46 @@ def windows(features=(), group=3, head_dim=80, layout="HND"):
     return ENGINE, group, head_dim, layout, features
 
 
-DECODE = attention.test_decode_every_pair_of_choices_equals_float64
+DECODE = attention.test_every_pair_of_choices_equals_float64
 WINDOWS = attention.test_windows_and_chunks_equal_float64
 SUMS = attention.test_sums_over_16_bits_are_those_of_float32
 LAST_TILES = attention.test_last_tiles_of_any_length_equal_float64
 LARGEST = attention.test_the_largest_score_may_lie_in_any_part_and_simdgroup
 RACES = counts.test_no_race_in_any_schedule
+INFINITE = attention.test_an_infinite_value_stays_with_the_queries_that_see_it
+SMALL = (ENGINE, 1, 64, "NHD", ())  # rows of several queries for paged_attention
+STRIDED = attention.test_strided_queries_are_read_where_they_are
+CHUNKS = (ENGINE, 64, "NHD", FEATURES)
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
-LAST_BARRIER = f"  {BARRIER}\n}}\n"
 
 MUTANTS = [
     # Barriers
     Mutant(
         "no barrier before the reduction",
         ATTENTION,
-        f"  {BARRIER}\n  const int num_chunks",
-        "  const int num_chunks",
+        f"{BARRIER}\nfor (int i",
+        "for (int i",
         DECODE,
         decode(),
     ),
-    Mutant("no barrier before memory is used again", ATTENTION, LAST_BARRIER, "}\n", RACES, (ENGINE, 256, "NHD", ())),
     Mutant(
         "a barrier of the simdgroup only",
         ATTENTION,
-        f"  {BARRIER}\n  const int num_chunks",
-        "  simdgroup_barrier(mem_flags::mem_threadgroup);\n  const int num_chunks",
+        f"{BARRIER}\nfor (int i",
+        "simdgroup_barrier(mem_flags::mem_threadgroup);\nfor (int i",
         DECODE,
         decode(),
     ),
     Mutant(
         "a barrier that orders other memory",
         ATTENTION,
-        f"  {BARRIER}\n  const int num_chunks",
-        "  threadgroup_barrier(mem_flags::mem_device);\n  const int num_chunks",
+        f"{BARRIER}\nfor (int i",
+        "threadgroup_barrier(mem_flags::mem_device);\nfor (int i",
         RACES,
         (ENGINE, 64, "NHD", ()),
     ),
     # Masks
-    Mutant("later tokens are visible", ATTENTION, " && my_token <= position &&", " &&", WINDOWS, windows()),
+    Mutant("later tokens are visible", ATTENTION, " && my_token <= position &&", " &&", WINDOWS, SMALL),
     Mutant(
         "window one too short",
         ATTENTION,
@@ -79,7 +82,7 @@ MUTANTS = [
         "my_token > position - window_tokens",
         "my_token >= position - window_tokens",
         WINDOWS,
-        windows(("window",)),
+        (*SMALL[:-1], ("window",)),
     ),
     Mutant(
         "mask of another head",
@@ -93,15 +96,15 @@ MUTANTS = [
         "mask of another query",
         ATTENTION,
         "token * mask_strides[0] + ",
-        "first_query * mask_strides[0] + ",
+        "item.first_query * mask_strides[0] + ",
         WINDOWS,
-        windows(("window", "soft_cap", "sinks", "alibi_slopes", "mask")),
+        (*SMALL[:-1], FEATURES),
     ),
     Mutant(
         "-inf is added like any number",
-        ATTENTION,
-        "visible = added != -INFINITY;",
-        "",
+        SHARED,
+        "return added != -INFINITY;",
+        "return true;",
         attention.test_masked_tokens_may_hold_anything,
     ),
     Mutant(
@@ -121,7 +124,7 @@ MUTANTS = [
     ),
     Mutant(
         "unowned table entries are read",
-        ATTENTION,
+        HEADER,
         " && lane < num_tokens;",
         ";",
         counts.test_everything_else_that_decode_reads_is_small,
@@ -150,39 +153,39 @@ MUTANTS = [
         ATTENTION,
         "* q_strides[0] +",
         "* q_shape[1] * DIM +",
-        attention.test_strided_queries_are_read_where_they_are,
+        STRIDED,
     ),
     Mutant("rows taken for neighbours", HEADER, "first + row * stride", "first + row * DIM", DECODE, decode()),
     # Indices
     Mutant(
         "query heads interleaved",
         ATTENTION,
-        "int64_t(kv_head * GROUP + head)",
-        "int64_t(head * 2 + kv_head)",
+        "token = r / GROUP, head = kv_head * GROUP + r % GROUP;\n  const bool",
+        "token = r / GROUP, head = r % GROUP * 2 + kv_head;\n  const bool",
         DECODE,
         decode(),
     ),
     Mutant(
         "first row of the table for all",
         ATTENTION,
-        "tables[batch_row * tables_strides[0] + ",
-        "tables[",
+        "tables + item.row * tables_strides[0];",
+        "tables;",
         DECODE,
         decode(),
     ),
     Mutant(
         "first half of a block only",
-        ATTENTION,
-        "k_plane, block, (tile + t) % BLOCK_SIZE",
-        "k_plane, block, t % 8",
+        HEADER,
+        "plane, block, (tile.begin + t) % BLOCK_SIZE",
+        "plane, block, t % 8",
         DECODE,
         decode(),
     ),
     Mutant(
         "chunks past the end of a row",
         HEADER,
-        "c < CHUNKS && row >= begin",
-        "row >= begin",
+        "c < CHUNKS && (ALL",
+        "(ALL",
         DECODE,
         decode(head_dim=80),
     ),
@@ -238,7 +241,7 @@ MUTANTS = [
     Mutant(
         "every part begins at 0",
         ATTENTION,
-        "work[8 * item + 4] + simd",
+        "item.begin + simd",
         "simd",
         attention.test_any_number_of_parts_agrees,
         (ENGINE, ()),
@@ -259,13 +262,12 @@ MUTANTS = [
         attention.test_any_number_of_parts_agrees,
         (ENGINE, ()),
     ),
-    Mutant("parts of another token", REDUCE, "int row = parts[3 * token] * HEADS +", "int row =", WINDOWS, windows()),
+    Mutant("parts of another token", REDUCE, "int row = parts[3 * token] * HEADS +", "int row =", WINDOWS, SMALL),
     Mutant(
         "sink counted by every part",
-        ATTENTION,
-        "partial[Values::CHUNKS] = float4(top, total,",
-        "const int h = kv_head * GROUP + first_head + r % HEADS;\n"
-        "partial[Values::CHUNKS] = float4(top, total + (SINKS ? kv::weight(sinks[h] * kv::LOG2E, top) : 0.0f),",
+        SHARED,
+        "float4(largest, sum, 0.0f",
+        "float4(largest, sum + (sink == -INFINITY ? 0.0f : weight(sink, largest)), 0.0f",
         attention.test_any_number_of_parts_agrees,
         (ENGINE, ("sinks",)),
     ),
@@ -289,16 +291,16 @@ MUTANTS = [
     Mutant(
         "sums are not rescaled",
         ATTENTION,
-        "sum[r] = sum[r] * correction + scores[r];",
-        "sum[r] = sum[r] + scores[r];",
+        "sum = sum * correction + total;",
+        "sum = sum + total;",
         DECODE,
         decode(seq_lens=(512,)),
     ),
     Mutant(
         "last simdgroup dropped",
         ATTENTION,
-        "for (int s = 0; s < SIMDGROUPS; s++) {\n      const float w",
-        "for (int s = 0; s < SIMDGROUPS - 1; s++) {\n      const float w",
+        "for (int s = 0; s < SIMDGROUPS; s++) {\n    const float w",
+        "for (int s = 0; s < SIMDGROUPS - 1; s++) {\n    const float w",
         DECODE,
         decode(seq_lens=(512,)),
     ),
@@ -306,17 +308,17 @@ MUTANTS = [
     Mutant("weights in the wrong base", ATTENTION, "score * kv::LOG2E", "score", DECODE, decode()),
     Mutant(
         "soft cap after the bias",
-        ATTENTION,
-        "soft_cap * precise::tanh",
-        "precise::tanh",
+        SHARED,
+        "soft_cap * metal::precise::tanh",
+        "metal::precise::tanh",
         DECODE,
         decode(features=("soft_cap",)),
     ),
     Mutant(
         "bias by position, not by distance",
         ATTENTION,
-        "float(my_token - position)",
-        "float(my_token - num_tokens)",
+        "my_token - position,",
+        "my_token - tile.num_tokens,",
         DECODE,
         decode(features=("alibi_slopes",), seq_lens=(512,)),
     ),
@@ -324,40 +326,40 @@ MUTANTS = [
     Mutant(
         "a later tile of one token dropped",
         ATTENTION,
-        "tile < seen_end; tile += 32",
-        "tile + (tile > run_begin) < seen_end; tile += 32",
+        "while (tile.begin < seen_end)",
+        "while (tile.begin + (tile.begin > run_begin) < seen_end)",
         LAST_TILES,
         (ENGINE, 16, ()),
     ),
     Mutant(
         "a last tile of 31 tokens loses one",
-        ATTENTION,
-        "min(32, seen_end - tile);",
-        "seen_end - tile == 31 && tile > run_begin ? 30 : min(32, seen_end - tile);",
+        HEADER,
+        "metal::min(32, seen_end - begin);",
+        "metal::min(32, seen_end - begin) - (seen_end - begin == 31 ? 1 : 0);",
         LAST_TILES,
         (ENGINE, 8, ()),
     ),
     Mutant(
         "a last tile is read in fours",
-        ATTENTION,
-        "min(32, seen_end - tile);",
-        "min(32, (seen_end - tile + 3) / 4 * 4);",
+        HEADER,
+        "metal::min(32, seen_end - begin);",
+        "metal::min(32, (seen_end - begin + 3) / 4 * 4);",
         LAST_TILES,
         (ENGINE, 32, ("sinks",)),
     ),
     Mutant(
         "first token of a window is not read",
-        ATTENTION,
-        "max(0, seen_begin - tile);",
-        "seen_begin > tile ? seen_begin - tile + 1 : 0;",
+        HEADER,
+        "metal::max(0, seen_begin - begin)",
+        "(seen_begin > begin ? seen_begin - begin + 1 : 0)",
         WINDOWS,
         windows(("window",)),
     ),
     Mutant(
         "one block for a whole tile",
-        ATTENTION,
-        "block_of_lane, ushort(t));\n    Values",
-        "block_of_lane, ushort(0));\n    Values",
+        HEADER,
+        "tile.block_of_lane, ushort(t % 32)",
+        "tile.block_of_lane, ushort(0)",
         LAST_TILES,
         (ENGINE, 8, ()),
     ),
@@ -373,8 +375,8 @@ MUTANTS = [
     Mutant(
         "sums of weights in the pool's type",
         ATTENTION,
-        "sum[r] = sum[r] * correction + scores[r];",
-        "sum[r] = float(T(sum[r] * correction + scores[r]));",
+        "sum = sum * correction + total;",
+        "sum = float(T(sum * correction + total));",
         SUMS,
         (ENGINE, "bfloat16", 512),
     ),
@@ -389,8 +391,8 @@ MUTANTS = [
     Mutant(
         "sums of values in the pool's type",
         ATTENTION,
-        "values[r][j] += w * rows.floats(a, j);",
-        "values[r][j] = float4(kv::Chunk<T>(values[r][j] + w * rows.floats(a, j)));",
+        "values[r][j] += w * rows[h].floats(a, j);",
+        "values[r][j] = float4(kv::Chunk<T>(values[r][j] + w * rows[h].floats(a, j)));",
         DECODE,
         decode(dtype="bfloat16"),
     ),
@@ -406,24 +408,24 @@ MUTANTS = [
     Mutant(
         "largest score without the last simdgroup",
         ATTENTION,
-        "s < SIMDGROUPS; s++) {\n      top",
-        "s < SIMDGROUPS - 1; s++) {\n      top",
+        "s < SIMDGROUPS; s++) {\n    top",
+        "s < SIMDGROUPS - 1; s++) {\n    top",
         LARGEST,
         (ENGINE, 1, 1024),
     ),
     Mutant(
         "largest score without the first simdgroup",
         ATTENTION,
-        "int s = 0; s < SIMDGROUPS; s++) {\n      top",
-        "int s = 1; s < SIMDGROUPS; s++) {\n      top",
+        "int s = 0; s < SIMDGROUPS; s++) {\n    top",
+        "int s = 1; s < SIMDGROUPS; s++) {\n    top",
         LARGEST,
         (ENGINE, 3, 1024),
     ),
     Mutant(
         "largest score without the last part",
         REDUCE,
-        "i < num_items; i++) {\n  top",
-        "i < num_items - 1; i++) {\n  top",
+        "i < num_items; i += 32",
+        "i < num_items - 1; i += 32",
         LARGEST,
         (ENGINE, 1, 32),
     ),
@@ -439,15 +441,15 @@ MUTANTS = [
     Mutant(
         "tokens before the window are read",
         HEADER,
-        "c < CHUNKS && row >= begin &&",
-        "c < CHUNKS &&",
+        "ALL || (row >= begin && row < end)",
+        "ALL || row < end",
         counts.test_a_sliding_window_reads_what_it_sees,
     ),
     Mutant(
         "tokens after the last are read",
         HEADER,
-        "c < CHUNKS && row >= begin && row < end",
-        "c < CHUNKS && row >= begin",
+        "ALL || (row >= begin && row < end)",
+        "ALL || row >= begin",
         counts.test_decode_reads_once_per_group_of_query_heads,
         (ENGINE, 1, 128),
     ),
@@ -459,6 +461,99 @@ MUTANTS = [
         DECODE,
         decode(head_dim=80),
     ),
+    # Sums over lanes, and what is read early
+    Mutant("halves swapped", HEADER, "(odd ? y : x) + ", "(odd ? x : y) + ", DECODE, decode()),
+    Mutant(
+        "a lane's own half twice",
+        HEADER,
+        "simd_shuffle_xor(odd ? x : y",
+        "simd_shuffle_xor(odd ? y : x",
+        DECODE,
+        decode(),
+    ),
+    Mutant(
+        "one step of sums too few",
+        ATTENTION,
+        "int distance = 2 * Keys::ACCESSES",
+        "int distance = 4 * Keys::ACCESSES",
+        DECODE,
+        decode(),
+    ),
+    Mutant("keys of the next step are the same", ATTENTION, "tile, t + K_STEP + h", "tile, t + h", DECODE, decode()),
+    Mutant("values of the next step are the same", ATTENTION, "tile, t + V_STEP + h", "tile, t + h", DECODE, decode()),
+    Mutant(
+        "full tiles begin a row early",
+        HEADER,
+        "} else if (begin <= 0 && end >= STEP)",
+        "} else if (begin <= 1 && end >= STEP)",
+        counts.test_a_sliding_window_reads_what_it_sees,
+    ),
+    # Matrix units
+    *(
+        Mutant(f"matrix: {name}", MATRIX, before, after, DECODE, decode(group=16, seq_lens=(257, 17), **choice))
+        for name, before, after, choice in (
+            ("scale dropped", "product * scale", "product", {}),
+            ("a share of the products dropped", "s < SIMDGROUPS; s++", "s < SIMDGROUPS - 1; s++", {"head_dim": 128}),
+            ("values are not rescaled", "thread_elements()[0] *= correction;", "thread_elements()[0] *= 1.0f;", {}),
+            ("sums are not rescaled", "sum = sum * correction + total;", "sum = sum + total;", {}),
+            ("largest of another row", "simd_shuffle(largest, ushort(i))", "simd_shuffle(largest, ushort(0))", {}),
+            ("elements of a query in order", "place.row / 2 * 4 + 2 * f + place.row % 2", "place.row + 8 * f", {}),
+            (
+                "the first simdgroup's elements",
+                "4 * UNITS * simd + place.column / 2",
+                "place.column / 2",
+                {"head_dim": 128},
+            ),
+            ("sink in the wrong base", "sinks[head] * kv::LOG2E", "sinks[head]", {"features": ("sinks",)}),
+            (
+                "last fragment of tokens dropped",
+                "for (int i = 0; i < 4; i++) {\n    bool finite",
+                "for (int i = 0; i < 3; i++) {\n    bool finite",
+                {},
+            ),
+            (
+                "window one too short",
+                "my_token > position - window",
+                "my_token > position + 1 - window",
+                {"features": ("window",)},
+            ),
+            ("mask of another head", ": head * mask_strides[1]", ": 0", {"features": ("mask",)}),
+        )
+    ),
+    *(
+        Mutant(f"matrix: {name}", MATRIX, before, after, test, arguments)
+        for name, before, after, test, arguments in (
+            (
+                "no barrier before weights",
+                f"  {BARRIER}\n\n  const int my_token",
+                "  const int my_token",
+                RACES,
+                CHUNKS,
+            ),
+            ("no barrier before values", f"  {BARRIER}\n\n  KV_UNROLL", "  KV_UNROLL", RACES, CHUNKS),
+            ("no barrier before the end", f"{BARRIER}\nKV_UNROLL", "KV_UNROLL", RACES, CHUNKS),
+            ("later tokens are visible", " && my_token <= position &&", " &&", WINDOWS, windows()),
+            ("0 times infinity", "QUERIES == 1 && !MASK;", "true;", INFINITE, (ENGINE,)),
+            ("infinity in another row", "lane_of_row(t, lane)", "lane_of_row(0, lane)", INFINITE, (ENGINE,)),
+            ("queries taken for contiguous", "* q_strides[0] +", "* q_shape[1] * DIM +", STRIDED, (ENGINE,)),
+            (
+                "heads of the first tile",
+                "% HEAD_GROUPS * HEADS;",
+                "* 0;",
+                attention.test_groups_of_many_heads_equal_float64,
+                (ENGINE, 71),
+            ),
+        )
+    ),
+    Mutant(
+        "matrix: rows of a fragment swapped",
+        "kv_matrix.h",
+        "(lane >> 2 & 4) | (lane >> 1 & 3)",
+        "(lane >> 2 & 4) | (lane >> 1 & 3 ^ 1)",
+        DECODE,
+        decode(group=16),
+    ),
+    Mutant("matrix: tokens past the end", "kv_matrix.h", " && t < tile.num_tokens", "", DECODE, decode(group=16)),
     # Writes and copies
     Mutant(
         "negative slots are written",

@@ -64,6 +64,7 @@ def test_after_warmup_no_kernel_is_new(engine):
     warm = frozenset(kernels)
     assert {name.rsplit("_", 1)[0] for name, *_ in warm} == {
         "kvpool_paged_attention_packed_kv",
+        "kvpool_paged_matrix_packed_kv",
         "kvpool_gather_packed",
         "kvpool_packed_tokens",
     }

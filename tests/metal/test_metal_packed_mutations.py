@@ -3,13 +3,14 @@
 What counts is said in metal_mutants.py.
 """
 
+import metal_cases
 import pytest
 import test_metal_packed as planes
 import test_metal_packed_attention as attention
 from metal_mutants import ENGINE, Mutant, convict, planted
 
 from kvpool.config import KVSpec
-from kvpool_backends.mlx import metal_kernels
+from kvpool_backends.mlx.metal_kernels import HeadTiles
 
 HEADER, ATTENTION = "kv_packed.h", "paged_attention.metal"
 WRITE, GATHER, TOKENS, COPY = "kv_write_packed.metal", "gather_packed.metal", "packed_tokens.metal", "copy_blocks.metal"
@@ -70,7 +71,7 @@ MUTANTS = [
     ),
     Mutant(
         "infinity is finite",
-        HEADER,
+        "kv_layout.h",
         "& 0x7f800000u) == 0x7f800000u",
         "& 0x7fffffffu) > 0x7f800000u",
         planes.test_a_group_that_is_not_finite_is_nan_and_its_neighbours_are_not,
@@ -167,7 +168,7 @@ MUTANTS = [
         decode,
         (),
     ),
-    Mutant("rows nobody has are read", HEADER, " && row >= begin && row < end", "", decode, ()),
+    Mutant("rows nobody has are read", HEADER, "ALL || (row >= begin && row < end)", "true", decode, ()),
     Mutant(
         "the layout of the keys' scales for values",
         ATTENTION,
@@ -213,7 +214,7 @@ def test_planted_faults_are_caught(mutant, monkeypatch):
 
 
 def test_a_query_head_that_reads_for_itself_is_caught(monkeypatch):
-    monkeypatch.setattr(metal_kernels, "ROWS_MAX", 1)
+    monkeypatch.setattr(metal_cases, "head_tiles", lambda spec, group, queries: HeadTiles(1, group, 1))
     convict(attention.test_decode_reads_the_bytes_of_the_format, (ENGINE, (4, 4), 64, 4, 0.5625))
 
 

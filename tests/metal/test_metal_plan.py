@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 from kvpool.config import KVSpec
 from kvpool_backends.mlx.metal_kernels import (
     PARTS_MAX,
-    ROW_DIMS_MAX,
-    ROWS_MAX,
     SIMDGROUPS,
     HeadTiles,
     MetalKernels,
@@ -67,46 +65,79 @@ def test_cuts_of_a_row_do_not_depend_on_the_batch(rows, which, queries):
     alone, *_ = planned([rows[which]], 1)
     # Where runs begin decides in which order a query adds things up. It is the same with other tiles of queries too.
     cuts = [
-        {(int(t) - start, part, run) for _, q, n, _, part, run, *_ in work.items.tolist() for t in range(q, q + n)}
-        for work, start in ((together, cu[which]), (alone, 0))
+        {
+            (t - start, part, run)
+            for _, q, n, position, part, run, *_ in work.items.tolist()
+            for t in range(q, q + n)
+            if part <= position + t - q  # else a part of its neighbours, of which it sees nothing
+        }
+        for work, start in ((together, int(cu[which])), (alone, 0))
     ]
     num_queries = rows[which][1]
     assert {cut for cut in cuts[0] if 0 <= cut[0] < num_queries} == cuts[1]
 
 
 def test_contexts_up_to_one_part_are_direct():
-    assert planned([(512, 1), (1, 1), (300, 8)])[0].direct
-    assert not planned([(513, 1), (1, 1)])[0].direct
+    assert planned([(64, 1), (1, 1), (60, 2)])[0].direct
+    assert not planned([(65, 1), (1, 1)])[0].direct
 
 
 def test_a_long_context_has_a_bounded_number_of_parts():
-    for context in (16_384, 32_768, 32_769, 100_000, 1_000_000):
+    for context in (2560, 2561, 16_384, 32_769, 100_000, 1_000_000):
         work, *_ = planned([(context, 1)])
         assert PARTS_MAX / 2 <= len(work.items) <= PARTS_MAX
 
 
-def test_chunks_are_not_split():
-    assert planned([(5000, 9)], queries=4)[0].direct
+@pytest.mark.parametrize("context", [700, 5000, 131_072])
+@pytest.mark.parametrize("queries", [1, 4, 32, 300])
+def test_sums_of_parts_are_few_beside_keys_and_values(context, queries):
+    """A row of a part is read and written, 132 floats; a token is 512 bytes of K and V: at most 2.2 rows a token."""
+    work, *_ = planned([(max(context, queries), queries)])
+    parts = 0 if work.direct else int(work.parts[:, 2].sum()) * 4
+    tokens = int((work.items[:, 7] - work.items[:, 6]).sum())
+    assert parts * 132 * 8 <= tokens * 512 * 0.3
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17, 32, 71])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("longest", [1, 2, 5, 8, 500])
-def test_head_tiles_share_one_read_up_to_sixteen_heads(group, head_dim, longest):
-    tiles = head_tiles(group, head_dim, longest)
-    assert tiles.rows <= ROWS_MAX
+# Cores of Apple's GPUs: the smallest and the largest of a generation's classes.
+CORES = {"M1": 8, "M5": 10, "M4 Pro": 20, "M1 Max": 32, "M4 Max": 40, "M5 Max": 40, "M2 Ultra": 76, "M3 Ultra": 80}
+
+
+@pytest.mark.parametrize("gpu", CORES)
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_one_sequence_has_threadgroups_for_every_core(gpu, group):
+    """Eight KV heads and one query: 4 threadgroups a core from 2k tokens on, 2 of an Ultra."""
+    spec = KVSpec(1, 8, 128, "float16", 16)
+    tiles = head_tiles(spec, group, 1)
+    for context in (*range(512, 8193, 8), 16_384, 20_481, 131_072):
+        work = plan_attention(np.array([context]), np.array([0, 1]), 1, block_size=16, tiles=tiles)
+        per_core = len(work.items) * tiles.groups * spec.num_kv_heads / CORES[gpu]
+        assert per_core >= (0.8 if context < 2048 else 4 if CORES[gpu] <= 40 else 2)
+
+
+GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17, 32, 71)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256, 512])
+@pytest.mark.parametrize("queries", [1, 2, 5, 8, 500])
+def test_head_tiles_hold_whole_groups_as_far_as_registers_do(group, head_dim, queries):
+    tiles = head_tiles(KVSpec(1, 2, head_dim, "float16", 16), group, queries)
     assert tiles.heads * (tiles.groups - 1) < group <= tiles.heads * tiles.groups
-    assert tiles.groups == -(-group // ROWS_MAX)
-    assert tiles.queries < 2 * longest
-    assert tiles.queries == 1 or tiles.rows * head_dim <= ROW_DIMS_MAX
+    assert tiles.queries < 2 * queries
+    if tiles.kernel == "paged_attention":
+        assert tiles.groups == 1 and tiles.heads <= 1024 // max(head_dim, 128) and tiles.rows * head_dim <= 1024
+    else:
+        most = 32 if head_dim <= 128 else 16
+        assert group * queries > 1024 // max(head_dim, 128) / 2 or head_dim > 256
+        assert tiles.rows <= most and tiles.groups == -(-group // most)
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"block_size": 12}, "block_size is 12, it must be a multiple of 8"),
-        ({"head_dim": 66}, "head_dim is 66, it must be a multiple of 4, at most 256"),
-        ({"v_head_dim": 512}, "v_head_dim is 512, it must be a multiple of 4, at most 256"),
+        ({"head_dim": 66}, "head_dim is 66, it must be a multiple of 4, at most 512"),
+        ({"v_head_dim": 516}, "v_head_dim is 516, it must be a multiple of 4, at most 512"),
     ],
 )
 def test_shapes_without_a_kernel_are_refused(changed, message):

@@ -63,9 +63,9 @@ def test_scores_of_decode_equal_float64(engine, choice, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("features", "group"), [((), 20), (("window",), 3), (FEATURES, 3)])
+@pytest.mark.parametrize(("features", "group"), [((), 20), (("window",), 3), (FEATURES, 3), (FEATURES, 1)])
 def test_scores_of_chunks_are_of_the_newest_query(engine, features, group, kind):
-    """Several tiles of queries, several of heads; rows without any; padding."""
+    """Both kernels; several tiles of queries, several of heads; rows without any; padding."""
     batch = Batch(
         dtype="float16",
         head_dim=80,
@@ -91,19 +91,19 @@ def test_the_result_has_the_same_bits_with_and_without_scores(engine):
 
 
 @pytest.mark.parametrize(
-    ("group", "head_dim", "part_tokens", "tiles"),
-    [(1, 64, 512, 1), (4, 128, 512, 1), (4, 128, 64, 1), (16, 80, 64, 1), (20, 80, 64, 2), (20, 64, 512, 2)],
+    ("group", "head_dim", "part_tokens", "stored"),
+    [(1, 64, 512, 1), (4, 128, 512, 1), (4, 128, 64, 1), (8, 80, 64, 1), (16, 80, 64, 16), (20, 64, 512, 20)],
 )
-def test_raw_scores_cost_one_store_of_four_bytes_per_tile_of_heads_and_position(
-    counting_engine, group, head_dim, part_tokens, tiles
+def test_raw_scores_cost_one_store_of_four_bytes_per_position(
+    counting_engine, group, head_dim, part_tokens, stored
 ):
-    """A KV head has one tile for up to 16 query heads; what several store is added up behind the kernel."""
+    """One for all heads of a group, or one for each where matrix units have them; MLX takes the mean of those."""
     batch = Batch(dtype="float16", head_dim=head_dim, group=group, seq_lens=(256, 256), part_tokens=part_tokens)
     runs, plain = [], []
     batch.run_with_scores(counting_engine.factory(0, runs=runs), "raw")
     batch.run(counting_engine.factory(0, runs=plain))
     stores = runs[0].writes["exported"]
-    positions = batch.kv_heads * tiles * sum(batch.seq_lens)
+    positions = batch.kv_heads * stored * sum(batch.seq_lens)
     # One lane and four bytes each: nothing is stored twice, and nothing is left for another pass.
     assert stores.bytes == stores.lane_bytes == stores.distinct_bytes == 4 * positions
     assert runs[0].reads["exported"].bytes == 0
@@ -116,20 +116,20 @@ def test_raw_scores_cost_one_store_of_four_bytes_per_tile_of_heads_and_position(
         plain[0].threadgroup_memory,
     )
     assert runs[0].simd_operations == plain[0].simd_operations
-    if part_tokens == 512:  # simdgroups have 32 tokens at least: 32 lanes store one whole line
+    if part_tokens == 512:  # a simdgroup has 32 tokens at once: 32 lanes store one whole line
         assert stores.transactions == stores.full_transactions == 4 * positions // 128
 
 
 def test_ragged_rows_store_what_they_have(counting_engine):
     runs = []
-    batch = Batch(dtype="float16", head_dim=128, seq_lens=(200, 33, 1), q_lens=(1, 4, 0))
+    batch = Batch(dtype="float16", head_dim=128, group=2, seq_lens=(200, 33, 1), q_lens=(1, 4, 0))
     batch.run_with_scores(counting_engine.factory(0, runs=runs), "raw")
     assert runs[0].writes["exported"].bytes == 4 * batch.kv_heads * (200 + 33)
 
 
 def test_mass_lays_aside_one_score_per_query_head_and_position(counting_engine):
     runs = []
-    batch = Batch(dtype="float16", head_dim=128, group=4, seq_lens=(150, 150), part_tokens=64)
+    batch = Batch(dtype="float16", head_dim=128, group=2, seq_lens=(150, 150), q_lens=(1, 3), part_tokens=64)
     batch.run_with_scores(counting_engine.factory(0, runs=runs), "mass")
     stores = runs[0].writes["exported"]
     assert stores.bytes == stores.distinct_bytes == 4 * batch.num_q_heads * sum(batch.seq_lens)
@@ -155,31 +155,38 @@ def test_metal_would_take_the_texts_of_scores(kind):
 
 # ------------------------------------------------------------------------------------------------- faults
 
+VECTOR, MATRIX = "paged_attention.metal", "paged_matrix.metal"
 FAULTS = {
     "heads are summed up": ("raw", "sum_of_heads / float(GROUP)", "sum_of_heads"),
     "scores in base 2": ("raw", "sum_of_heads += score;", "sum_of_heads += score * kv::LOG2E;"),
-    "the first query's": ("raw", "RAW && is_observed && visible", "RAW && r / HEADS == 0 && visible"),
+    "the first query's": ("raw", "RAW && is_observed && visible", "RAW && r / GROUP == 0 && visible"),
     "every query's": ("raw", "RAW && is_observed && visible", "RAW && visible"),
     "hidden positions too": ("raw", "RAW && is_observed && visible", "RAW && is_observed"),
-    "the row of the first sequence": ("raw", "int64_t(batch_row) * threadgroups_per_grid.x", "int64_t(0)"),
-    "one tile of heads": ("raw", "threadgroup_position_in_grid.x;", "kv_head;"),
+    "the row of the first sequence": ("raw", "int64_t(item.row) * threadgroups_per_grid.x", "int64_t(0)"),
+    "the first KV head's": ("raw", "(item.row) * threadgroups_per_grid.x + kv_head", "(item.row) * 1"),
     "a token late": ("raw", "my_token, sum_of_heads", "my_token + 1, sum_of_heads"),
-    "the first head's": ("mass", "(batch_row) * num_q_heads + head;", "(batch_row) * num_q_heads + kv_head * GROUP;"),
+    "the first head's": ("mass", "(item.row) * num_q_heads + head;", "(item.row) * num_q_heads + kv_head * GROUP;"),
     "hidden positions aside": ("mass", "visible ? score : -INFINITY", "score"),
     "aside for every query": ("mass", "MASS && is_observed && exists", "MASS && exists"),
     "aside a token late": ("mass", "my_token, visible", "my_token + 1, visible"),
+    "matrix, every query's": ("mass", "r / HEADS == observed_query && exists", "exists"),
+    "matrix, hidden positions too": ("raw", "visible ? score : RAW ? 0.0f : -INFINITY", "score"),
+    "matrix, a token late": ("raw", "my_token, visible", "my_token + 1, visible"),
+    "matrix, the first tile of heads": ("raw", "num_q_heads + head;\n        kv::", "num_q_heads;\n        kv::"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.replace(" ", "-"))
 def test_planted_faults_are_caught(monkeypatch, fault):
     kind, before, after = FAULTS[fault]
+    file = MATRIX if fault.startswith("matrix") else VECTOR
 
     def chunks():
-        for features, group in ((("window",), 3), (FEATURES, 20)):
+        for features, group in ((("window",), 20 if file == MATRIX else 2), (FEATURES, 3 if file == MATRIX else 1)):
             test_scores_of_chunks_are_of_the_newest_query(StandIn(), features, group, kind)
+        test_mass_lays_aside_one_score_per_query_head_and_position(StandIn())
 
-    with planted(Mutant(fault, "paged_attention.metal", before, after, chunks), monkeypatch):
+    with planted(Mutant(fault, file, before, after, chunks), monkeypatch):
         convict(chunks, ())
 
 

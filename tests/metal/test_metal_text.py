@@ -68,8 +68,9 @@ def test_every_input_is_used_and_named():
             assert re.search(rf"\b{name}\b", description["source"])
 
 
-def test_attention_kernels_share_one_text():
-    attention = {name: told for name, told in described().items() if name.startswith("paged_attention")}
+@pytest.mark.parametrize("kernel", ["paged_attention", "paged_matrix"])
+def test_variants_of_an_attention_kernel_share_one_text(kernel):
+    attention = {name: told for name, told in described().items() if name.startswith(kernel)}
     assert len({told["source"] for told in attention.values()}) == 1
     (names,) = re.findall(r"enum Absent \{(.*)\};", source_text("paged_attention.h"))
     lacked = set(names.replace(" ", "").split(","))
@@ -85,10 +86,10 @@ def test_kernel_texts_have_no_comments_and_no_function_constants():
 
 def test_threadgroup_variables_have_fixed_sizes_in_kernel_bodies():
     # No threadgroup memory is sized at launch: there is no length that could fail to be a multiple of 16 bytes.
-    declared = re.findall(r"^threadgroup \w+ \w+\[[^\]]+\];$", source_text("paged_attention.metal"), re.MULTILINE)
-    assert len(declared) == 3
-    for name in {path.name for path in FILES} - {"paged_attention.metal"}:
-        assert not re.search(r"\bthreadgroup ", source_text(name))
+    numbers = {"paged_attention.metal": 3, "paged_matrix.metal": 5, "paged_reduce.metal": 2}
+    for name in {path.name for path in FILES}:
+        declared = re.findall(r"^threadgroup \w+ \w+\[[^\]]+\];$", source_text(name), re.MULTILINE)
+        assert len(declared) == len(re.findall(r"\bthreadgroup ", source_text(name))) == numbers.get(name, 0)
 
 
 def test_line_numbers_of_texts_are_those_of_the_files():

@@ -248,7 +248,7 @@ class Paged:
             np.arange(case.batch + 1),
             case.batch,
             block_size=block_size,
-            tiles=head_tiles(case.group, case.head_dim, 1),
+            tiles=head_tiles(self.spec, case.group, 1),
             part_tokens=metal_kernels.PART_TOKENS,
         )
         self.step = attention_step(work, self.tables, case.head_dim**-0.5)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvpool.spec import KVSpec
+
 SIMDGROUPS = 24  # of a core that hide each other's waits: with fewer, reads take proportionally longer
 READ_SHARE = 0.9  # of the bandwidth that a stream of whole lines gets
 ISSUE_SHARE = 0.7  # of the cycles in which a scheduler issues an instruction
@@ -67,16 +69,20 @@ def gpu_of(device: str, cores: int | None = None) -> GPU | None:
 
 def paged_seconds(gpu: GPU, shape: Shape) -> float:
     """Of a layer by the Metal kernels, as they plan their launches."""
-    from kvpool_backends.mlx.metal_kernels import SIMDGROUPS as PER_GROUP
     from kvpool_backends.mlx.metal_kernels import head_tiles, plan_attention
 
-    tiles = head_tiles(shape.group, shape.head_dim, 1)
+    spec = KVSpec(1, shape.kv_heads, shape.head_dim, "float16", 16)
+    tiles = head_tiles(spec, shape.group, 1)
     lengths = np.full(shape.batch, shape.context)
     work = plan_attention(lengths, np.arange(shape.batch + 1), shape.batch, block_size=16, tiles=tiles)
-    simdgroups = len(work.items) * shape.kv_heads * tiles.groups * PER_GROUP
+    simdgroups = len(work.items) * shape.kv_heads * tiles.groups * tiles.simdgroups(spec)
     passes = tiles.groups  # of the same K and V, the second from a cache
-    per_token = 34 + tiles.heads * (5 + shape.head_dim / 8)
-    chain = int(work.items[:, 5].max()) / 4  # rows are asked for in fours
+    if tiles.units:  # 16 cycles for each 8x8 of products and of sums; four waits for 32 tokens
+        per_token = 8 + -(-tiles.rows // 8) * (2 + shape.head_dim / 2)
+        chain = int((work.items[:, 7] - work.items[:, 6]).max()) / 8
+    else:
+        per_token = 16 + tiles.heads * (4 + shape.head_dim / 8)
+        chain = int(work.items[:, 5].max()) / 8  # two loads of four rows are on their way
     return seconds(gpu, shape, simdgroups, passes * per_token, chain) + (0 if work.direct else LAUNCH_SECONDS)
 
 

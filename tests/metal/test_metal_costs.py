@@ -1,0 +1,76 @@
+"""What the attention kernels cost: the table of ``metal/README.md``, and the limits that every variant keeps.
+
+``metal_costs`` says what is counted and what is an estimate.
+"""
+
+from pathlib import Path
+
+import metal_costs
+import pytest
+from metal_costs import VARIANTS, batch_of, name_of, registers
+from metal_mutants import Mutant, planted
+
+from kvpool_backends.mlx import metal_kernels
+from kvpool_backends.mlx.metal_kernels import HeadTiles
+
+README = Path(__file__).parents[2] / "metal" / "README.md"
+REGISTERS_MAX = 112
+GROUPS = (1, 4, 5, 8, 12, 16, 32, 64)
+PLANES = ({"dtype": "float16"}, {"dtype": "float32"}, {"k_bits": 8, "v_bits": 8}, {"k_bits": 4, "v_bits": 4})
+
+
+def check_registers(head_dims=(64, 80, 96, 128, 192, 256, 512)):
+    for head_dim in head_dims:
+        for group in GROUPS:
+            for planes in PLANES:
+                for queries in (1, 4, 32):
+                    if head_dim % 64 == 0 or "k_bits" not in planes:
+                        variant = {"head_dim": head_dim, "group": group, "queries": queries} | planes
+                        assert registers(variant) <= REGISTERS_MAX, variant
+
+
+def threadgroup_nbytes(tiles, head_dim):
+    """Of `paged_matrix`: the scores of every simdgroup, weights, and three numbers of a row."""
+    rows = -(-tiles.rows // 8) * 8
+    return rows * 4 * (36 * (-(-head_dim // (16 * tiles.units)) + 1) + 3)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
+def test_costs_of_a_variant_stay_below_the_limits_and_are_those_of_the_readme(variant):
+    counted = metal_costs.costs(variant)
+    assert counted.registers <= REGISTERS_MAX
+    assert counted.bytes <= (1.02 if variant.get("queries", 1) == 1 else 1.05)
+    assert not counted.matrix or counted.share >= 0.85
+    assert metal_costs.line(variant, counted) in README.read_text().splitlines()
+
+
+def test_registers_of_every_shape_stay_below_the_limit():
+    check_registers()
+
+
+@pytest.mark.parametrize("head_dim", [4, 64, 80, 128, 192, 256, 260, 512])
+def test_threadgroup_memory_of_every_shape_stays_below_the_limit(head_dim):
+    for group in GROUPS:
+        for planes in PLANES[:2]:
+            tiles = batch_of({"head_dim": head_dim, "group": group, "queries": 32} | planes).planned[0][2]
+            assert threadgroup_nbytes(tiles, head_dim) <= 32 * 1024
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "after"),
+    [
+        ("paged_attention.metal", "  Values rows[2];", "  Values rows[4];"),
+        ("paged_matrix.metal", "  Values rows[4];", "  Keys again[4];\n  Values rows[4];"),
+    ],
+)
+def test_registers_beyond_the_limit_are_seen(monkeypatch, file, before, after):
+    mutant = Mutant("more registers", file, before, after, check_registers)
+    with planted(mutant, monkeypatch), pytest.raises(AssertionError):
+        check_registers((128, 256))
+
+
+def test_a_threadgroup_of_more_heads_is_seen(monkeypatch):
+    monkeypatch.setattr(metal_kernels, "ROW_DIMS_MAX", 2048)
+    with pytest.raises(AssertionError):
+        check_registers((128,))
+    assert isinstance(batch_of({"head_dim": 128, "group": 16}).planned[0][2], HeadTiles)
