@@ -107,6 +107,11 @@ class _Shelf:
     ends: dict[int | bytes, list[_Sequence]] = field(default_factory=dict)
 
     @property
+    def prefix(self) -> Any:
+        """The index of whole blocks."""
+        return self.pool.prefix
+
+    @property
     def is_dense(self) -> bool:
         """Whether every cache is one of keys and values per token: any prefix can be cut from them."""
         return all(leaf.parts for leaf in self.layout.leaves)
@@ -223,6 +228,7 @@ class PromptCache:
         length = min(len(known), max(offsets, default=len(known)))
         layout = _layout(leaves, tree, max(offsets, default=0))
         kept = [cache for cache, leaf in zip(leaves, layout.leaves, strict=True) if not leaf.parts]
+        mx.eval([_arrays(cache) for cache, leaf in zip(leaves, layout.leaves, strict=True) if leaf.parts])
         places = {getattr(cache, "offset", length) for cache in kept if type(cache) in _STATES}
         if kept and (max(offsets, default=length) != length or places - {length}):
             return  # a state of another position says nothing about these tokens
@@ -298,9 +304,9 @@ class PromptCache:
     def _longest(
         self, shelf: _Shelf, known: np.ndarray, namespace: bytes, spans: list[tuple[int, int]], whole: bool
     ) -> _Hit | None:
-        handle = shelf.pool.prefix.pin(known, namespace)  # what it holds becomes the most recent
+        handle = shelf.prefix.pin(known, namespace)  # what it holds becomes the most recent
         blocks = shelf.pool.table(handle).tolist()
-        shelf.pool.prefix.unpin(handle)
+        shelf.prefix.unpin(handle)
         for count in range(len(blocks), -1, -1):
             parent = blocks[count - 1] if count else namespace
             behind = known[count * BLOCK : (count + 1) * BLOCK]
@@ -360,7 +366,7 @@ class PromptCache:
         for one in self._replaced(shelf, known, table, namespace, kept):
             self._drop(one)
         nbytes = sum(_nbytes(cache) for cache in kept)
-        if nbytes > min(self.checkpoint_bytes, self.max_bytes - row_nbytes * len(known)):
+        if kept and nbytes > min(self.checkpoint_bytes, self.max_bytes - row_nbytes * len(known)):
             pool.close(handle)
             return
         while self._kept_nbytes + nbytes > self.checkpoint_bytes:
@@ -371,7 +377,7 @@ class PromptCache:
         full = length - length % BLOCK
         self._make_room(row_nbytes * (length - begin) + nbytes, shelf, -(-(length - begin) // BLOCK))
         pool.step(shelf.plan, [handle], length - begin)
-        pool.prefix.commit(handle, known[begin:full])
+        shelf.prefix.commit(handle, known[begin:full])
         table = pool.table(handle).tolist()
         copies = _rows(shelf.layout, leaves, begin, length)
         for number in range(begin // BLOCK, len(table)):

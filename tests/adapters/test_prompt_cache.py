@@ -248,3 +248,55 @@ def talk(prompts, seed):
                 return f"seed {seed}: other content at {length} of {len(tokens)}"
         prompts.insert(tokens, caches)
     return None
+
+
+class Unknown:
+    """A cache of a class that nobody knows."""
+
+    def __init__(self, name, nbytes=10):
+        self.name, self.nbytes = name, nbytes
+
+    def is_trimmable(self):
+        return False
+
+
+def test_unknown_caches_are_kept_whole_and_found_where_they_end():
+    prompts = PromptCache()
+    tokens = list(range(40))
+    prompts.insert(tokens, [Unknown("all")])
+    assert prompts.fetch(tokens) == (None, 0)
+    (found,), length = prompts.fetch([*tokens, 1])
+    assert (found.name, length) == ("all", 40)
+    found.name = "changed"
+    assert prompts.fetch([*tokens, 1])[0][0].name == "all"
+
+
+def test_the_oldest_sequence_of_the_type_with_most_leaves_first():
+    prompts = PromptCache(max_size=2)
+    for number, cache_type in enumerate(("user", "assistant", "assistant")):
+        prompts.insert_cache("model", [number] * 20, computed("dense", [number] * 20), cache_type=cache_type)
+    assert [prompts.fetch_nearest_cache("model", [n] * 20)[1] for n in range(3)] == [[], [1] * 20, []]
+    assert {kind: each["n_sequences"] for kind, each in prompts.stats_by_type().items()} == {
+        "assistant": 1,
+        "user": 1,
+        "system": 0,
+    }
+    assert sum(each["n_bytes"] for each in prompts.stats_by_type().values()) == prompts.nbytes
+    prompts.trim_to(n_bytes=0)
+    assert (len(prompts), prompts.nbytes) == (0, 0)
+
+
+def test_a_prompt_beyond_the_budget_keeps_its_beginning():
+    row_nbytes = 2 * 2 * HEADS * WIDTH * 4
+    prompts = PromptCache(40 * row_nbytes)
+    tokens = list(range(100))
+    prompts.insert(tokens, computed("dense", tokens))
+    assert (prompts.fetch(tokens)[1], prompts.nbytes) == (32, 32 * row_nbytes)
+
+
+def test_checkpoints_keep_to_their_own_budget():
+    prompts = PromptCache(checkpoint_bytes=3 * 8)
+    for number in range(10):
+        tokens = [number] * 20
+        prompts.insert(tokens, computed("state", tokens))
+    assert [prompts.fetch([n] * 21)[1] for n in range(10)] == [0] * 7 + [20] * 3
