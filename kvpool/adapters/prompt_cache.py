@@ -371,8 +371,9 @@ class PromptCache:
             return
         while self._kept_nbytes + nbytes > self.checkpoint_bytes:
             self._drop(next(one for order in self._order.values() for one in order.values() if one.nbytes))
-        room = self.max_bytes - nbytes - row_nbytes * begin
-        length = len(known) if not row_nbytes else min(len(known), begin + max(room, 0) // row_nbytes // BLOCK * BLOCK)
+        length = len(known)
+        if nbytes + row_nbytes * length > self.max_bytes:
+            length = max(begin, self.max_bytes // row_nbytes // BLOCK * BLOCK)
         length = min(length, pool.num_blocks * BLOCK)
         full = length - length % BLOCK
         self._make_room(row_nbytes * (length - begin) + nbytes, shelf, -(-(length - begin) // BLOCK))

@@ -153,9 +153,10 @@ def test_prompts_without_a_budget_are_found_at_every_known_length(kind):
     assert run(kind, 1, 60) is None
 
 
+@pytest.mark.parametrize("max_bytes", [6_000, 20_000])
 @pytest.mark.parametrize("kind", KINDS)
-def test_prompts_over_the_budget_leave_and_never_lie(kind):
-    assert run(kind, 2, 60, max_bytes=20_000) is None
+def test_prompts_over_the_budget_leave_and_never_lie(kind, max_bytes):
+    assert [run(kind, seed, 60, max_bytes=max_bytes) for seed in (2, 1017, 1027)] == [None] * 3
 
 
 def a_stale_row(monkeypatch):
@@ -175,6 +176,11 @@ def a_namespace_lost(monkeypatch):
     monkeypatch.setattr(subject.PromptCache, "fetch", lambda self, tokens, namespace=b"": fetch(self, tokens))
 
 
+def a_budget_ignored(monkeypatch):
+    room = subject.PromptCache._make_room
+    monkeypatch.setattr(subject.PromptCache, "_make_room", lambda self, nbytes, *more: room(self, 0, *more))
+
+
 def a_row_too_late(monkeypatch):
     rows = subject._rows
     late = lambda layout, leaves, begin, end: rows(layout, leaves, max(begin - 1, 0), end)  # noqa: E731
@@ -189,6 +195,7 @@ def a_row_too_late(monkeypatch):
         (a_tail_of_other_tokens, "dense"),
         (a_namespace_lost, "dense"),
         (a_row_too_late, "dense"),
+        (a_budget_ignored, "dense"),
     ],
 )
 def test_a_planted_fault_is_found(monkeypatch, fault, kind):
