@@ -307,3 +307,21 @@ def test_checkpoints_keep_to_their_own_budget():
         tokens = [number] * 20
         prompts.insert(tokens, computed("state", tokens))
     assert [prompts.fetch([n] * 21)[1] for n in range(10)] == [0] * 7 + [20] * 3
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma4_text", "gpt_oss", "lfm2"])
+def test_the_second_turn_of_a_hybrid_computes_what_is_new_to_the_same_bits(family):
+    from kvpool.adapters.mlx_lm import tiny_families
+
+    model = tiny_families.build(family, tiny_families.config_of(family))
+    tiny_families.randomize(model)
+    rng = random.Random(1)
+    first = [rng.randrange(1, 60) for _ in range(75)]
+    second = [*first, *(rng.randrange(1, 60) for _ in range(21))]
+    caches, prompts = cache_module.make_prompt_cache(model), PromptCache()
+    model(mx.array([first]), cache=caches)
+    prompts.insert(first, caches)
+    found, length = prompts.fetch(second)
+    assert length == len(first)
+    warm = model(mx.array([second[length:]]), cache=found)
+    assert mx.array_equal(warm, model(mx.array([second[length:]]), cache=caches))
