@@ -10,6 +10,7 @@ from mlx_models import VOCAB, tiny_llama
 from mlx_server import arguments, provide
 
 from kvpool.adapters.mlx_lm import PagedPromptCache, install
+from kvpool.adapters.prompt_cache import PromptCache
 
 BLOCK = 4
 SYSTEM = "You are a block table. Answer in slots, never in bytes, and share what you have."
@@ -44,6 +45,15 @@ def converse(model, tokenizer, prompt_cache, seed, kv_bits=None):
     finally:
         generator.stop_and_join()
     return answers, cached
+
+
+@pytest.mark.parametrize("seed", [None, 1], ids=["batched", "one by one"])
+def test_the_server_on_dense_caches_answers_the_same_and_finds_as_much(tokenizer, seed):
+    model = tiny_llama()
+    expected, stock_cached = converse(model, tokenizer, LRUPromptCache(), seed)
+    answers, cached = converse(model, tokenizer, PromptCache(), seed)
+    assert answers == expected
+    assert cached == stock_cached and cached[1] > 0
 
 
 @pytest.mark.parametrize("seed", [None, 1], ids=["batched", "one by one"])

@@ -1,0 +1,698 @@
+"""`PromptCache`: a prompt cache for engines that keep mlx-lm's dense caches. docs/prompt-cache.md is the page.
+
+Keys and values of every token lie in blocks of 16 tokens, one array of MLX each, that all prompts share. A pool with a
+prefix cache is the index: a block's id names its array.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    can_trim_prompt_cache,
+    trim_prompt_cache,
+)
+
+import kvpool
+
+BLOCK = 16
+"""Tokens of a block."""
+
+TYPES = ("assistant", "user", "system")
+"""Types of sequences, as in mlx-lm: what leaves first where `max_size` or `trim_to` counts them."""
+
+_PER_TOKEN = (KVCache, ConcatenateKVCache, QuantizedKVCache)
+_STATES = (ArraysCache, RotatingKVCache, ChunkedKVCache)
+_UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+_MAX_TOKEN = 2**31 - 1
+_MAX_BLOCKS = 1 << 20
+_MAX_SEQUENCES = 4096
+
+
+class _Part(NamedTuple):
+    """One array of a cache: what it holds of a token, and where that lies in a row of a block."""
+
+    heads: int
+    width: int
+    dtype: mx.Dtype
+    offset: int
+
+
+class _Leaf(NamedTuple):
+    """A cache of keys and values per token (its class, the arguments of a new one, its arrays), or one kept whole."""
+
+    kind: type
+    arguments: tuple[int, ...]
+    parts: tuple[_Part, ...]
+
+
+class _Layout(NamedTuple):
+    """What a list of caches is made of. Sequences of one layout share blocks."""
+
+    leaves: tuple[_Leaf, ...]
+    tree: tuple[Any, ...]
+    row_nbytes: int
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """An inserted sequence: an open row of the pool, and the caches that only make sense at its end.
+
+    `parent` is its last full block (or the namespace), `tail` the tokens behind.
+    """
+
+    shelf: _Shelf
+    handle: int
+    parent: int | bytes
+    tail: np.ndarray
+    length: int
+    kind: str
+    kept: list[Any]
+    nbytes: int
+
+
+@dataclass(eq=False)
+class _Shelf:
+    """The sequences of one layout.
+
+    `rows`, `tokens` and `parents` tell of each block in use. `after` lists the blocks behind a block, `ends` the
+    sequences that end behind it, before a whole block is full.
+    """
+
+    layout: _Layout
+    pool: kvpool.Pool
+    plan: kvpool.Plan
+    rows: dict[int, mx.array] = field(default_factory=dict)
+    tokens: dict[int, np.ndarray] = field(default_factory=dict)
+    parents: dict[int, int | bytes] = field(default_factory=dict)
+    after: dict[int | bytes, list[int]] = field(default_factory=dict)
+    ends: dict[int | bytes, list[_Sequence]] = field(default_factory=dict)
+
+    @property
+    def prefix(self) -> Any:
+        """The index of whole blocks."""
+        return self.pool.prefix
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every cache is one of keys and values per token: any prefix can be cut from them."""
+        return all(leaf.parts for leaf in self.layout.leaves)
+
+    def can_cut(self, kept: list[Any]) -> bool:
+        """Whether a shorter prefix can be made of a sequence with these caches kept whole."""
+        if self.is_dense or self.layout.row_nbytes or any(type(cache) is ChunkedKVCache for cache in kept):
+            return self.is_dense
+        return can_trim_prompt_cache(kept)
+
+
+class _Hit(NamedTuple):
+    """`length` tokens that a shelf has: whole blocks, then a part of the last one."""
+
+    length: int
+    shelf: _Shelf
+    blocks: list[int]
+    sequence: _Sequence | None
+
+
+class PromptCache:
+    """Prefixes of prompts for engines that keep mlx-lm's own caches.
+
+        prompts = PromptCache(max_bytes=8 << 30)
+        caches, n = prompts.fetch(tokens)
+        caches = caches or make_prompt_cache(model)
+        ...                                    # the model computes tokens[n:] and the answer
+        prompts.insert(all_tokens, caches)
+
+    It has the methods of mlx-lm's `LRUPromptCache` too, so it can take its place.
+
+    Parameters
+    ----------
+    max_bytes : int
+        Most bytes of MLX arrays that it holds.
+    max_size : int, optional
+        Most sequences. By default as many as fit.
+    checkpoint_bytes : int, optional
+        Most bytes of caches that are kept whole, out of `max_bytes`. By default there is no such limit.
+
+    Notes
+    -----
+    Any thread may call any method. What `fetch` returns belongs to the caller; what `insert` is given stays the
+    caller's.
+    """
+
+    def __init__(
+        self, max_bytes: int = 1 << 63, *, max_size: int | None = None, checkpoint_bytes: int | None = None
+    ) -> None:
+        for name, value in (("max_bytes", max_bytes), ("max_size", max_size), ("checkpoint_bytes", checkpoint_bytes)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+                raise TypeError(f"[PromptCache] {name} must be an int, got {type(value).__name__}")
+            if value is not None and value < 0:
+                raise ValueError(f"[PromptCache] {name} is {value}, it must not be negative")
+        self.max_bytes = max_bytes
+        self.max_size = _MAX_SEQUENCES if max_size is None else min(max_size, _MAX_SEQUENCES)
+        self.checkpoint_bytes = max_bytes if checkpoint_bytes is None else checkpoint_bytes
+        self._lock = threading.RLock()
+        self._shelves: dict[_Layout, _Shelf] = {}
+        self._order: dict[str, OrderedDict[int, _Sequence]] = {kind: OrderedDict() for kind in TYPES}
+        self._nbytes = 0
+        self._kept_nbytes = 0
+        self._names: dict[Hashable, bytes] = {}
+        self._atoms: dict[Hashable, int] = {}
+
+    # -------------------------------------------------------------------------------------- fetch and insert
+
+    def fetch(
+        self, tokens: Sequence[int], namespace: bytes = b"", *, media: Sequence[tuple[int, int, Hashable]] = ()
+    ) -> tuple[list[Any] | None, int]:
+        """Return caches with the longest prefix of a prompt that is known, and its length.
+
+        At least one token is left to compute. Without any prefix the caches are None.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+            The whole prompt. Negative numbers stand for the tokens of an image, as in mlx-lm's server.
+        namespace : bytes
+            Of `kvpool.namespace`. Only prompts of one namespace share anything.
+        media : sequence of (start, stop, digest)
+            Spans of images and other media. A prefix never ends inside one, and has it only with an equal digest.
+        """
+        return self._fetch(tokens, namespace, media, False)
+
+    def insert(
+        self,
+        tokens: Sequence[int],
+        caches: Sequence[Any],
+        namespace: bytes = b"",
+        *,
+        media: Sequence[tuple[int, int, Hashable]] = (),
+        cache_type: str = "assistant",
+    ) -> None:
+        """Copy what is new in the caches of one sequence.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+            All tokens of the sequence. Those behind the caches' own length are ignored.
+        caches : list
+            One sequence, any class. What is no cache of keys and values per token can be used only where the sequence
+            ends.
+        namespace, media
+            As for `fetch`.
+        cache_type : str
+            ``"assistant"``, ``"user"`` or ``"system"``.
+        """
+        if cache_type not in TYPES:
+            raise ValueError(f"[insert] cache_type is {cache_type!r}, it must be one of {', '.join(TYPES)}")
+        known, _ = self._known("insert", tokens, media)
+        leaves, tree = _leaves([_single(cache) for cache in caches])
+        offsets = [cache.offset for cache in leaves if type(cache) in _PER_TOKEN]
+        length = min(len(known), max(offsets, default=len(known)))
+        layout = _layout(leaves, tree, max(offsets, default=0))
+        kept = [cache for cache, leaf in zip(leaves, layout.leaves, strict=True) if not leaf.parts]
+        mx.eval([_arrays(cache) for cache, leaf in zip(leaves, layout.leaves, strict=True) if leaf.parts])
+        places = {getattr(cache, "offset", length) for cache in kept if type(cache) in _STATES}
+        if kept and (max(offsets, default=length) != length or places - {length}):
+            return  # a state of another position says nothing about these tokens
+        with self._lock:
+            self._insert(self._shelf(layout), known[:length], leaves, kept, namespace, cache_type)
+
+    def fetch_nearest_cache(self, model: Hashable, tokens: Sequence[int]) -> tuple[list[Any] | None, Sequence[int]]:
+        """Return caches and the tokens to compute, as mlx-lm's `LRUPromptCache`."""
+        caches, length = self._fetch(tokens, self._namespace(model), (), True)
+        return caches, tokens[length:]
+
+    def insert_cache(
+        self, model: Hashable, tokens: Sequence[int], prompt_cache: Sequence[Any], *, cache_type: str = "assistant"
+    ) -> None:
+        """Insert as mlx-lm's `LRUPromptCache`. The caches are copied, not kept."""
+        self.insert(tokens, prompt_cache, self._namespace(model), cache_type=cache_type)
+
+    # ------------------------------------------------------------------------------------------------- sizes
+
+    def __len__(self) -> int:
+        """Number of sequences. Blocks of others may be known still."""
+        return sum(map(len, self._order.values()))
+
+    def __bool__(self) -> bool:
+        """True, empty or not."""
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays that it holds."""
+        return self._nbytes
+
+    def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
+        """Let sequences go until there are at most so many, with at most so many bytes in all."""
+        with self._lock:
+            if n_sequences is not None:
+                self._trim_sequences(max(0, n_sequences))
+            if n_bytes is not None:
+                self._make_room(self.max_bytes - max(0, n_bytes))
+
+    def stats_by_type(self) -> dict[str, dict[str, int]]:
+        """Return sequences and bytes per type. A shared block counts for the first type that has it."""
+        with self._lock:
+            seen: dict[_Shelf, set[int]] = {shelf: set() for shelf in self._shelves.values()}
+            stats = {}
+            for kind, order in self._order.items():
+                nbytes = 0
+                for one in order.values():
+                    fresh = set(one.shelf.pool.table(one.handle).tolist()) - seen[one.shelf]
+                    seen[one.shelf] |= fresh
+                    nbytes += one.nbytes + sum(one.shelf.rows[block].nbytes for block in fresh)
+                stats[kind] = {"n_sequences": len(order), "n_bytes": nbytes}
+            return stats
+
+    # ------------------------------------------------------------------------------------------------- fetch
+
+    def _fetch(
+        self, tokens: Sequence[int], namespace: bytes, media: Sequence[tuple[int, int, Hashable]], whole: bool
+    ) -> tuple[list[Any] | None, int]:
+        known, spans = self._known("fetch", tokens, media)
+        with self._lock:
+            hits = [self._longest(shelf, known, namespace, spans, whole) for shelf in self._shelves.values()]
+            hit = max((hit for hit in hits if hit is not None), key=lambda hit: hit.length, default=None)
+            if hit is None:
+                return None, 0
+            if hit.sequence is not None:
+                self._order[hit.sequence.kind].move_to_end(id(hit.sequence))
+            rows = [hit.shelf.rows[block] for block in hit.blocks]
+            kept = [] if hit.shelf.is_dense or hit.sequence is None else hit.sequence.kept
+            excess = hit.sequence.length - hit.length if kept and hit.sequence is not None else 0
+        return _caches(hit.shelf.layout, rows, [_copied(cache, _shared) for cache in kept], hit.length, excess)
+
+    def _longest(
+        self, shelf: _Shelf, known: np.ndarray, namespace: bytes, spans: list[tuple[int, int]], whole: bool
+    ) -> _Hit | None:
+        handle = shelf.prefix.pin(known, namespace)  # what it holds becomes the most recent
+        blocks = shelf.pool.table(handle).tolist()
+        shelf.prefix.unpin(handle)
+        for count in range(len(blocks), -1, -1):
+            parent = blocks[count - 1] if count else namespace
+            behind = known[count * BLOCK : (count + 1) * BLOCK]
+            for one in shelf.ends.get(parent, ()) if whole else ():
+                if one.length == len(known) and np.array_equal(one.tail, behind):
+                    return _Hit(len(known), shelf, shelf.pool.table(one.handle).tolist(), one)
+            hit = self._behind(shelf, known, count, parent, spans)
+            if hit is not None:
+                return hit if shelf.is_dense else hit._replace(blocks=blocks[:count] + hit.blocks)
+            if shelf.is_dense:
+                return self._cut(shelf, known, namespace, blocks, spans)
+        return None
+
+    def _behind(
+        self, shelf: _Shelf, known: np.ndarray, count: int, parent: int | bytes, spans: list[tuple[int, int]]
+    ) -> _Hit | None:
+        """Return the longest hit of a sequence that is kept whole and ends behind `parent`."""
+        best = None
+        behind = known[count * BLOCK : (count + 1) * BLOCK]
+        for one in shelf.ends.get(parent, ()) if not shelf.is_dense else ():
+            common = _common(one.tail, behind)
+            length = min(count * BLOCK + common, len(known) - 1)
+            can_cut = shelf.can_cut(one.kept)
+            fits = length == one.length or (can_cut and common > 0)
+            is_longer = best is None or length > best.length
+            if fits and is_longer and (length or can_cut) and _outside(length, spans) == length:
+                best = _Hit(length, shelf, shelf.pool.table(one.handle).tolist()[count:], one)
+        return best
+
+    def _cut(
+        self, shelf: _Shelf, known: np.ndarray, namespace: bytes, blocks: list[int], spans: list[tuple[int, int]]
+    ) -> _Hit | None:
+        """Return the longest hit of keys and values per token: whole blocks, and the beginning of one more."""
+        length = len(blocks) * BLOCK
+        behind = known[length : length + BLOCK]
+        nearest, common = None, 0
+        for block in shelf.after.get(blocks[-1] if blocks else namespace, ()):
+            if (same := _common(shelf.tokens[block], behind)) > common:
+                nearest, common = block, same
+        if nearest is not None:
+            blocks = [*blocks, nearest]
+        length = _outside(min(length + common, len(known) - 1), spans)
+        blocks = blocks[: -(-length // BLOCK)]
+        used = next((one for one in shelf.ends.get(blocks[-1], ()) if blocks), None) if length else None
+        return _Hit(length, shelf, blocks, used) if length else None
+
+    # ------------------------------------------------------------------------------------------------ insert
+
+    def _insert(
+        self, shelf: _Shelf, known: np.ndarray, leaves: list[Any], kept: list[Any], namespace: bytes, kind: str
+    ) -> None:
+        full = len(known) - len(known) % BLOCK
+        pool, row_nbytes = shelf.pool, shelf.layout.row_nbytes
+        handle = pool.open(np.append(known[:full], np.int32(0)), namespace, reserve=False)
+        begin = pool.num_tokens(handle)
+        table = pool.table(handle).tolist()
+        for one in self._replaced(shelf, known, table, namespace, kept):
+            self._drop(one)
+        nbytes = sum(_nbytes(cache) for cache in kept)
+        if kept and nbytes > min(self.checkpoint_bytes, self.max_bytes - row_nbytes * len(known)):
+            pool.close(handle)
+            return
+        while self._kept_nbytes + nbytes > self.checkpoint_bytes:
+            self._drop(next(one for order in self._order.values() for one in order.values() if one.nbytes))
+        length = len(known)
+        if nbytes + row_nbytes * length > self.max_bytes:
+            length = max(begin, self.max_bytes // row_nbytes // BLOCK * BLOCK)
+        length = min(length, pool.num_blocks * BLOCK)
+        full = length - length % BLOCK
+        self._make_room(row_nbytes * (length - begin) + nbytes, shelf, -(-(length - begin) // BLOCK))
+        pool.step(shelf.plan, [handle], length - begin)
+        shelf.prefix.commit(handle, known[begin:full])
+        table = pool.table(handle).tolist()
+        copies = _rows(shelf.layout, leaves, begin, length)
+        for number in range(begin // BLOCK, len(table)):
+            self._put(shelf, table, number, known[:length], namespace, next(copies))
+        parent = table[full // BLOCK - 1] if full else namespace
+        owned = [_copied(cache, _owned) for cache in kept]
+        one = _Sequence(shelf, handle, parent, known[full:length].copy(), length, kind, owned, nbytes)
+        shelf.ends.setdefault(parent, []).append(one)
+        self._order[kind][id(one)] = one
+        self._nbytes += nbytes
+        self._kept_nbytes += nbytes
+        self._trim_sequences(self.max_size)
+
+    def _put(
+        self, shelf: _Shelf, table: list[int], number: int, known: np.ndarray, namespace: bytes, row: mx.array
+    ) -> None:
+        block, parent = table[number], table[number - 1] if number else namespace
+        shelf.rows[block] = row
+        shelf.tokens[block] = known[number * BLOCK : (number + 1) * BLOCK].copy()
+        shelf.parents[block] = parent
+        shelf.after.setdefault(parent, []).append(block)
+        self._nbytes += row.nbytes
+
+    def _replaced(
+        self, shelf: _Shelf, known: np.ndarray, table: list[int], namespace: bytes, kept: list[Any]
+    ) -> list[_Sequence]:
+        """Return the sequences that a new one makes useless: the same tokens, or a prefix of what can be cut."""
+        can_cut = shelf.can_cut(kept)
+        found = []
+        for count in range(len(table) + 1):
+            for one in shelf.ends.get(table[count - 1] if count else namespace, ()):
+                tail = known[count * BLOCK : count * BLOCK + len(one.tail)]
+                same = len(tail) == len(one.tail) and np.array_equal(one.tail, tail)
+                if same and (can_cut or one.length == len(known)):
+                    found.append(one)
+        return found
+
+    # ------------------------------------------------------------------------------------------ what leaves first
+
+    def _make_room(self, nbytes: int, shelf: _Shelf | None = None, blocks: int = 0) -> None:
+        """Let blocks go, then sequences, until there is room for so many bytes and blocks."""
+        while self._nbytes + nbytes > self.max_bytes or (shelf is not None and shelf.pool.blocks.num_blank < blocks):
+            idle = [one for one in self._shelves.values() if self._idle(one)]
+            if idle:
+                self._forget(idle[0] if shelf is None or shelf not in idle else shelf)
+            elif len(self):
+                self._drop(self._oldest())
+            else:
+                return
+
+    @staticmethod
+    def _idle(shelf: _Shelf) -> int:
+        return shelf.pool.blocks.num_free - shelf.pool.blocks.num_blank
+
+    def _forget(self, shelf: _Shelf) -> None:
+        """Evict the least recently used block that no sequence has."""
+        blocks = shelf.pool.blocks
+        blank = blocks.num_blank
+        block = int(blocks.free_order(blank + 1)[blank])
+        blocks.evict(1)
+        self._clear(shelf, block)
+
+    def _clear(self, shelf: _Shelf, block: int) -> None:
+        self._nbytes -= shelf.rows.pop(block).nbytes
+        del shelf.tokens[block]
+        parent = shelf.parents.pop(block)
+        siblings = shelf.after.get(parent, [])
+        if block in siblings:
+            siblings.remove(block)
+            if not siblings:
+                del shelf.after[parent]
+        shelf.after.pop(block, None)
+
+    def _drop(self, one: _Sequence) -> None:
+        """Close a sequence: its whole blocks stay until something else needs their room."""
+        shelf = one.shelf
+        tail = shelf.pool.table(one.handle)[one.length // BLOCK :].tolist()
+        shelf.pool.close(one.handle)
+        for block in tail:
+            self._clear(shelf, block)
+        shelf.ends[one.parent].remove(one)
+        if not shelf.ends[one.parent]:
+            del shelf.ends[one.parent]
+        del self._order[one.kind][id(one)]
+        self._nbytes -= one.nbytes
+        self._kept_nbytes -= one.nbytes
+
+    def _oldest(self) -> _Sequence:
+        """Return the sequence that leaves first, as in mlx-lm: its type must not be rarer than the next one."""
+        orders = list(self._order.values())
+        for order, following in pairwise(orders):
+            if order and len(order) >= len(following):
+                return next(iter(order.values()))
+        return next(one for order in reversed(orders) for one in order.values())
+
+    def _trim_sequences(self, count: int) -> None:
+        while len(self) > count:
+            one = self._oldest()
+            self._drop(one)
+            while self._idle(one.shelf):
+                self._forget(one.shelf)
+
+    # --------------------------------------------------------------------------------------------- internals
+
+    def _shelf(self, layout: _Layout) -> _Shelf:
+        if layout not in self._shelves:
+            block_nbytes = BLOCK * layout.row_nbytes
+            most = min(self.max_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+            blocks = min(_MAX_BLOCKS, most // block_nbytes + _MAX_SEQUENCES if block_nbytes else _MAX_BLOCKS)
+            pool = kvpool.Pool(
+                blocks, BLOCK, max_seqs=_MAX_SEQUENCES + 2, in_order=True, prefix_cache=True, reserved_blocks=0
+            )
+            plan = kvpool.Plan(pool, 1, blocks * BLOCK, formats=())
+            self._shelves[layout] = _Shelf(layout, pool, plan)
+        return self._shelves[layout]
+
+    def _namespace(self, model: Hashable) -> bytes:
+        with self._lock:
+            return self._names.setdefault(model, kvpool.namespace(key=str(len(self._names))))
+
+    def _known(
+        self, call: str, tokens: Sequence[int], media: Sequence[tuple[int, int, Hashable]]
+    ) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """Return tokens for the pool, media as numbers beyond any vocabulary, and the spans of media."""
+        known = np.array(tokens, np.int64).reshape(-1)
+        spans = []
+        for start, stop, digest in media:
+            if not 0 <= start < stop <= len(known):
+                raise ValueError(f"[{call}] a span of media is {start} .. {stop}, the prompt has {len(known)} tokens")
+            known[start:stop] = _MAX_TOKEN - self._atom((digest,))
+            spans.append((start, stop))
+        for token in np.unique(known[known < 0]).tolist():
+            places = np.flatnonzero(known == token)
+            for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
+                spans.append((int(run[0]), int(run[-1]) + 1))
+            known[places] = _MAX_TOKEN - self._atom(token)
+        if len(known) and known.max() > _MAX_TOKEN:
+            raise ValueError(f"[{call}] a token is {known.max()}, the limit is {_MAX_TOKEN}")
+        return known.astype(np.int32), spans
+
+    def _atom(self, name: Hashable) -> int:
+        with self._lock:
+            return self._atoms.setdefault(name, len(self._atoms))
+
+
+def _outside(length: int, spans: list[tuple[int, int]]) -> int:
+    """Return the longest prefix, at most `length`, that ends inside no span."""
+    for start, stop in sorted(spans, reverse=True):
+        if start < length < stop:
+            length = start
+    return length
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    count = min(len(a), len(b))
+    differ = np.flatnonzero(a[:count] != b[:count])
+    return int(differ[0]) if len(differ) else count
+
+
+# ------------------------------------------------------------------------------------------------- caches
+
+
+def _single(cache: Any) -> Any:
+    """Return the one row of a batch as a cache of its own."""
+    if isinstance(cache, CacheList):
+        return CacheList(*map(_single, cache.caches))
+    if type(cache) in (BatchKVCache, BatchRotatingKVCache) and not cache.empty() and cache.keys.shape[0] == 1:
+        return cache.extract(0)
+    return cache
+
+
+def _leaves(caches: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
+    """Return the caches in one list, and the shape of the nested lists."""
+    leaves: list[Any] = []
+    tree: list[Any] = []
+    for cache in caches:
+        if type(cache) is CacheList:
+            below, shape = _leaves(cache.caches)
+            leaves += below
+            tree.append(shape)
+        else:
+            leaves.append(cache)
+            tree.append(None)
+    return leaves, tuple(tree)
+
+
+def _arrays(cache: Any) -> list[mx.array]:
+    """Return the arrays of a cache of keys and values per token."""
+    planes = [cache.keys, cache.values]
+    return [array for plane in planes for array in (plane if isinstance(plane, (list, tuple)) else [plane])]
+
+
+def _layout(leaves: list[Any], tree: tuple[Any, ...], length: int) -> _Layout:
+    """Return the layout. A cache that has not one entry per token and sequence is kept whole."""
+    found, offset = [], 0
+    for cache in leaves:
+        parts: list[_Part] = []
+        is_dense = type(cache) in _PER_TOKEN and cache.keys is not None and cache.offset == length
+        for array in _arrays(cache) if is_dense and _arrays(cache)[0].shape[0] == 1 else ():
+            offset = -(-offset // array.dtype.size) * array.dtype.size
+            parts.append(_Part(array.shape[1], array.shape[3], array.dtype, offset))
+            offset += array.shape[1] * array.shape[3] * array.dtype.size
+        arguments = (cache.group_size, cache.bits) if parts and type(cache) is QuantizedKVCache else ()
+        found.append(_Leaf(type(cache), arguments, tuple(parts)))
+    return _Layout(tuple(found), tree, -(-offset // 8) * 8)
+
+
+def _rows(layout: _Layout, leaves: list[Any], begin: int, end: int) -> Iterator[mx.array]:
+    """Yield the bytes of tokens begin .. end, one block after the other, each in memory of its own."""
+    hosts = []
+    for cache, leaf in zip(leaves, layout.leaves, strict=True):
+        for array, part in zip(_arrays(cache), leaf.parts, strict=True) if leaf.parts else ():
+            plain = array.view(_UNSIGNED[part.dtype.size])
+            hosts.append((part, np.asarray(plain)[0] if part.heads * part.width else None))
+    for start in range(begin, end, BLOCK):
+        stop = min(start + BLOCK, end)
+        row = np.zeros((stop - start, layout.row_nbytes), np.uint8)
+        for part, host in hosts:
+            if host is not None:
+                nbytes = part.heads * part.width * part.dtype.size
+                place = row[:, part.offset : part.offset + nbytes].view(host.dtype)
+                place.reshape(stop - start, part.heads, part.width)[...] = host[:, start:stop].transpose(1, 0, 2)
+        yield mx.array(row.view(np.uint64))  # MLX copies wide numbers faster
+
+
+def _caches(
+    layout: _Layout, rows: list[mx.array], kept: list[Any], length: int, excess: int
+) -> tuple[list[Any], int]:
+    """Return caches of `length` tokens: views of one copy of the rows, and what was kept whole."""
+    data = mx.concatenate(rows)[:length] if rows and layout.row_nbytes else None
+    mx.eval([] if data is None else data)
+    whole = iter(kept)
+    leaves = []
+    for leaf in layout.leaves:
+        if not leaf.parts:
+            leaves.append(next(whole))
+            continue
+        cache = leaf.kind(*leaf.arguments)
+        planes = [_plane(data, part) for part in leaf.parts] if data is not None else []
+        half = len(planes) // 2
+        if half:
+            cache.keys, cache.values = planes if half == 1 else (planes[:half], planes[half:])
+            cache.offset = length
+        leaves.append(cache)
+    each = iter(leaves)
+    if excess:
+        trim_prompt_cache(kept, excess)
+    return _nested(layout.tree, each), length
+
+
+def _plane(data: mx.array, part: _Part) -> mx.array:
+    """Return the view ``[1, heads, tokens, width]`` of one array of a cache."""
+    size, first = part.heads * part.width, part.offset // part.dtype.size
+    plane = data.view(part.dtype)[:, first : first + size]
+    return plane.reshape(data.shape[0], part.heads, part.width).transpose(1, 0, 2)[None]
+
+
+def _nested(tree: tuple[Any, ...], leaves: Iterator[Any]) -> list[Any]:
+    return [next(leaves) if node is None else CacheList(*_nested(node, leaves)) for node in tree]
+
+
+def _nbytes(cache: Any) -> int:
+    """Bytes of a cache that is kept whole, after it is cut to what it needs."""
+    return sum(array.nbytes for array in _state_arrays(_compact(cache))) if type(cache) in _STATES else cache.nbytes
+
+
+def _state_arrays(cache: Any) -> list[mx.array]:
+    found = []
+    for value in vars(cache).values():
+        items = value if isinstance(value, (list, tuple)) else [value]
+        found += [item for item in items if isinstance(item, mx.array)]
+    return found
+
+
+def _compact(cache: Any) -> Any:
+    """Return a cache like this one without the tokens that it will not read again."""
+    if type(cache) not in (RotatingKVCache, ChunkedKVCache) or cache.keys is None:
+        return cache
+    cut = copy.copy(cache)
+    if type(cache) is ChunkedKVCache:
+        cut.keys, cut.values = cache.keys_and_values()
+    elif cache.keys.shape[2] > cache.max_size:
+        keep, first = cache.keep, cache.keys.shape[2] - cache.max_size + cache.keep
+        cut.keys, cut.values = (
+            mx.concatenate([plane[..., :keep, :], plane[..., first:, :]], axis=2)
+            for plane in (cache.keys, cache.values)
+        )
+        cut._idx = cache.max_size
+    else:
+        cut.keys, cut.values = cache.keys_and_values()
+    return cut
+
+
+def _copied(cache: Any, array: Any) -> Any:
+    """Return a copy of a cache that is kept whole, with ``array(x)`` for its arrays."""
+    if type(cache) not in _STATES:
+        return copy.deepcopy(cache)
+    twin = copy.copy(_compact(cache))
+    for name, value in vars(twin).items():
+        if isinstance(value, (list, tuple)):
+            setattr(twin, name, type(value)(array(x) if isinstance(x, mx.array) else x for x in value))
+        elif isinstance(value, mx.array):
+            setattr(twin, name, array(value))
+    return twin
+
+
+def _owned(array: mx.array) -> mx.array:
+    """Return a copy in memory of its own."""
+    if array.size == 0:
+        return array
+    host = np.array(array.view(_UNSIGNED[array.dtype.size]))
+    return mx.array(host).view(array.dtype)
+
+
+def _shared(array: mx.array) -> mx.array:
+    """Return another array on the same memory: MLX copies it before anybody writes."""
+    return copy.deepcopy(array)
