@@ -65,8 +65,8 @@ METAL_FUNC constexpr int rows_per_lane() {
   return 8 / int(chunks_per_lane<DIM>() * sizeof(T));
 }
 
-// Whether rows are read as one run of memory: those that touch and end inside a cache line. So many as a lane holds at a
-// time end at a line.
+// Whether rows are read as one run of memory: those that touch and end inside a cache line. So many as a lane holds at
+// a time end at a line.
 template <typename T, int DIM, bool TOUCHING>
 METAL_FUNC constexpr bool in_runs() {
   return TOUCHING && DIM * sizeof(T) % 128 != 0 && chunks_per_row<DIM>() > 16 && chunks_per_row<DIM>() <= 32 &&

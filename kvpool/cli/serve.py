@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     except CommandError as exc:  # of the store, which is made last: threads of MLX run already
         print(f"kvpool serve: {exc}", file=sys.stderr, flush=True)
         leave(2)
-        raise
+        return 2
     except loading.ModelNotLoaded as exc:
         raise CommandError(f"--model {exc}") from None
     except (ValueError, TypeError, RuntimeError, MemoryError) as exc:

@@ -1086,9 +1086,7 @@ cdef bint check_lengths(const Groups* gs, char* finding) noexcept nogil:
     cdef int32_t slot, num_open = 0, retired = 0
     for slot in range(s.max_seqs):
         q = &s.seq[slot]
-        num_open += seq_has_blocks(s, slot)
-        retired += s.life[slot].life == RETIRED
-        if check_handle(s, slot, finding):
+        if check_handle(s, slot, &num_open, &retired, finding):
             return True
         if not seq_has_blocks(s, slot):
             continue

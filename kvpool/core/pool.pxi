@@ -460,9 +460,9 @@ cdef class Pool:
         pool_enter(&self.state, "loaded")
         status = pool_loaded(&self.state, wanted, length, &is_open, &v)
         pool_leave(&self.state)
-        if status != OK:
-            refuse("loaded", &v)
-        return is_open
+        if status == OK:
+            return is_open
+        refuse("loaded", &v)
 
     def fork(self, handle, n=1):
         """`n` new sequences that share every filled block of an open one. No KV data moves until one of them writes.

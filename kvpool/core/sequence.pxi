@@ -382,9 +382,11 @@ cdef bint check_sequence(const Seqs* s, const Blocks* b, int32_t slot, char* fin
     return False
 
 
-cdef bint check_handle(const Seqs* s, int32_t slot, char* finding) noexcept nogil:
-    """A slot has the handle that its life says."""
+cdef bint check_handle(const Seqs* s, int32_t slot, int32_t* num_open, int32_t* retired, char* finding) noexcept nogil:
+    """A slot has the handle that its life says. It is counted by its life."""
     cdef int64_t handle = s.seq[slot].handle, made = seq_made(s, slot)
+    num_open[0] += seq_has_blocks(s, slot)
+    retired[0] += s.life[slot].life == RETIRED
     if handle == made if s.life[slot].life == OPEN else (
             handle == -1 or (handle == ~made and s.life[slot].life == LOADING)):
         return False
@@ -441,9 +443,7 @@ cdef bint seqs_check(const Seqs* s, const Blocks* b, int32_t* references, char* 
     cdef int32_t slot, k, block, num_open = 0, retired = 0
     cdef int64_t tokens = 0, blocks = 0
     for slot in range(s.max_seqs):
-        num_open += seq_has_blocks(s, slot)
-        retired += s.life[slot].life == RETIRED
-        if check_handle(s, slot, finding):
+        if check_handle(s, slot, &num_open, &retired, finding):
             return True
         if not seq_has_blocks(s, slot):
             continue

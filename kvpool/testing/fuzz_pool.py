@@ -24,7 +24,7 @@ OPERATIONS = (
     *("open", "open", "open_prompt", "open_prompt", "step", "step", "step", "step", "step", "step", "reserve"),
     *("fork", "truncate", "close", "close", "done", "done", "done", "rollback", "commit", "commit", "commit"),
     *("match", "flush", "events", "alloc", "decref", "incref", "evict", "unshare", "compact", "leave", "stale"),
-    *("defer_close", "load", "load", "loaded", "loaded"),
+    *("defer_close", "load", "loaded"),
 )
 ONLY_CACHED = ("open_prompt", "load", "commit", "match", "flush", "events")
 

@@ -15,7 +15,7 @@ from mlx_models import on_cpu, solo_tokens
 from server_process import Server
 
 from kvpool.adapters.mlx_lm import tiny
-from kvpool.cli import main
+from kvpool.cli import main, serve
 
 PROMPT = "The block table maps"
 GREEDY = {"prompt": PROMPT, "temperature": 0}
@@ -147,7 +147,10 @@ def test_nonsense_is_refused_in_one_line(capsys, arguments, message):
     ("arguments", "message"),
     [(["--model", "tiny", "--memory", "1"], "--memory 1: "), (["--model", "BROKEN"], "No safetensors found")],
 )
-def test_a_model_that_cannot_be_made_is_reported_before_the_port_opens(capsys, tmp_path, arguments, message):
+def test_a_model_that_cannot_be_made_is_reported_before_the_port_opens(
+    capsys, monkeypatch, tmp_path, arguments, message
+):
+    monkeypatch.setattr(serve, "leave", lambda status: None)
     (tmp_path / "config.json").write_text("{}")
     arguments = [str(tmp_path) if one == "BROKEN" else one for one in arguments]
     with on_cpu():

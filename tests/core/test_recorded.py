@@ -233,7 +233,7 @@ def test_failing_record_shrinks_to_the_calls_that_matter(tmp_path):
     failure = rerun(record, Corrupting, check_every=1)
     assert failure.kind == "corrupt" and failure.call.startswith("truncate")
     few = minimise(record, failure, Corrupting)
-    assert [call.name for call in few][-1] == "truncate" and len(few) <= 3
+    assert [call.name for call in few][-1] == "truncate" and len(few) <= 4
 
 
 def test_record_of_another_outcome_names_the_call(tmp_path):

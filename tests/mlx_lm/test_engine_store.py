@@ -65,6 +65,12 @@ def checked(engine):
     return engine.kv.stored.stats()
 
 
+def freed(store, engine):
+    """Let waiting loads go on, then close the engine."""
+    store.open_gate.set()
+    checked(engine)
+
+
 @pytest.fixture
 def filled(model):
     """A store that has the prompt, and what an engine without a store answers."""
@@ -132,8 +138,7 @@ def test_load_that_is_too_slow_is_given_up_and_computed(model, filled, monkeypat
     engine = engine_of(model, store)
     assert answer(engine)[:2] == due
     assert engine.kv.stored.stats().late_loads == 1
-    store.open_gate.set()
-    checked(engine)
+    freed(store, engine)
 
 
 def test_load_slower_than_computing_is_given_up_once_that_is_known(model, filled):
@@ -143,8 +148,7 @@ def test_load_slower_than_computing_is_given_up_once_that_is_known(model, filled
     store.open_gate.clear()
     assert answer(engine)[:2] == due
     assert engine.kv.stored.stats().late_loads == 1
-    store.open_gate.set()
-    checked(engine)
+    freed(store, engine)
 
 
 def test_others_run_while_a_prompt_is_loaded(model, filled):
@@ -175,8 +179,7 @@ def test_request_cancelled_while_it_loads_leaves_nothing(model, filled):
         engine.step()
     engine.cancel(id)
     assert engine.num_unfinished == 0 and engine.kv.pool.stats().used == 0
-    store.open_gate.set()
-    checked(engine)
+    freed(store, engine)
 
 
 def test_reset_while_a_prompt_loads_begins_anew(model, filled):

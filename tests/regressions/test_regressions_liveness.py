@@ -42,9 +42,9 @@ class ScansForAVictim(Pool):
 class AssertsInsteadOfRaising(Unchecked):
     """Bad ids from outside reach an assertion."""
 
-    def _one(self, call, handle):
+    def _one(self, call, handle, any_=False):
         assert 0 <= handle < 2**63, "seq_id >= 0"
-        return super()._one(call, handle)
+        return super()._one(call, handle, any_)
 
 
 def seconds_of(call, times):

@@ -68,8 +68,8 @@ class PaddingKeepsTheOldRow(ModelPlan):
 class SlotIsTheHandle(Unchecked):
     """A request that was reset is taken for the one before it."""
 
-    def _sequence(self, call, handle):
-        return super()._sequence(call, getattr(self._sequences.get(handle & 0xFFFFF), "handle", handle))
+    def _sequence(self, call, handle, any_=False):
+        return super()._sequence(call, getattr(self._sequences.get(handle & 0xFFFFF), "handle", handle), any_)
 
 
 _buffers = {}
