@@ -15,7 +15,7 @@ cdef enum:
 
 cdef struct Seq:                # what a step reads and moves: 64 bytes, one cache line
     int64_t handle              # -1: not open; while it is loaded ~handle, or -1 once it was closed
-    int64_t kv_len              # tokens that have a slot; num_tokens is SeqLife.evicted more
+    int64_t kv_len              # tokens that have a slot (layer groups: and evicted ones); num_tokens: see SeqLife
     int64_t next_slot           # slot of the token after kv_len tokens, if next_slot < stop_slot
     int64_t stop_slot           # end of the block that next_slot is in; else look the table up
     int64_t last_step           # newest step that had this sequence as a row, 0: none
@@ -49,7 +49,7 @@ cdef struct SeqPrefix:          # what a pool with a prefix cache knows besides
 #   evicted <= point <= kv_len + evicted; evicted == 0 == point, or the prefix cache has forgotten the sequence
 #   num_open + num_free_slots + retired slots == max_seqs
 #   sum_tokens == sum of kv_len, sum_blocks == sum of num_blocks
-#   refcount[b] == entries equal to b in the tables of open sequences + raw[b]
+#   refcount[b] == entries equal to b in the tables of open sequences + raw[b] + duplicates that hold b
 cdef struct Seqs:
     Seq* seq                    # [max_seqs]
     SeqLife* life               # [max_seqs]

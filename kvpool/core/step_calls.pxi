@@ -40,7 +40,7 @@ cdef void show_rows(State* pool, Plan plan, int64_t pad_rows, int64_t pad_tokens
 cdef void carry_out(State* pool, Plan plan, const int64_t* handles, bint advance, int64_t pad_rows, int64_t
                     pad_tokens) noexcept nogil:
     """Second half of a step: nothing here can fail."""
-    begin_step(pool, &plan.step)            # first, as a block that is taken gets the new step's fence
+    begin_step(pool, &plan.step)            # first, as a replacement gets the new step's fence
     step_commit(&plan.step, &pool.seqs, &pool.blocks, handles, advance, pool.steps_pend)
     show_rows(pool, plan, pad_rows, pad_tokens)
 

@@ -76,7 +76,7 @@ cdef struct Verdict:            # why a call is refused: what the text of the ex
     int reason
     Py_ssize_t row              # of the batch, -1: the argument is no batch
     int64_t value               # what is wrong
-    int64_t low                 # the limits
+    int64_t low                 # the limits, or what else a text of `refuse` names
     int64_t high
     int64_t other
     int32_t arena               # OUT_OF_BLOCKS: of which blocks are missing

@@ -1,4 +1,7 @@
-"""Who runs: admission of those who wait, victims when blocks run out, and tokens that leave for a budget."""
+"""Who runs: admission of those who wait, victims when blocks run out, and tokens that leave for a budget.
+
+The order of those who wait, tenants and their shares are in `queue` and `sequences`.
+"""
 
 from __future__ import annotations
 

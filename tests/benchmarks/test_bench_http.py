@@ -216,7 +216,7 @@ def test_a_request_that_holds_others_up_misses_its_gate(monkeypatch):
         yield from honest(asked)
 
     monkeypatch.setattr(harm, "OTHERS", SMALL)
-    monkeypatch.setattr(harm, "HARM", {"a long answer": Chat(0.0, "", "a", 400)})
+    monkeypatch.setattr(harm, "HARM", {"a long answer": Chat(0.0, "", "a", 1600)})
     with serving(in_turn) as server:
         monkeypatch.setattr(harm, "started", lambda *_: nullcontext(server))
         (gate,) = harm.gates("it", (), "", 1)

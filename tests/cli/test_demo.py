@@ -423,6 +423,7 @@ def test_without_mlx_its_parts_are_not_run_and_not_held(small_demo, monkeypatch,
     monkeypatch.setitem(sys.modules, module, None)
     assert main(["demo", "--json", "--out", str(tmp_path / "p.png")]) == 1
     result = json.loads(capsys.readouterr().out)
+    assert "pip install 'kvpool[serve]'" in result["not_run"].pop("restart")
     assert set(result["not_run"]) == {"engine", "forks", "shared_prompt", "attention", "conversation", "layers"}
     assert all("pip install 'kvpool[mlx]'" in reason for reason in result["not_run"].values())
     assert result["claims"]["tokens_identical"] is False

@@ -76,7 +76,7 @@ def wait_for_the_disk(address: str) -> None:
 
 def run_restart(settings: Settings, say: Callable[[str], None]) -> Outcome:
     """Ask a server, kill it, start it again and ask the same."""
-    if importlib.util.find_spec("mlx_lm") is None or importlib.util.find_spec("uvicorn") is None:
+    if any(importlib.util.find_spec(name) is None for name in ("mlx", "mlx_lm", "uvicorn")):
         raise NotRun(f"needs mlx-lm and a web server: {install_command('serve')}")
     answers: list[tuple[str, float, int]] = []
     with tempfile.TemporaryDirectory() as folder:
