@@ -1,5 +1,6 @@
 """`Engine(store=)` and `install(store=)`: prefixes from a store are loaded, or computed if they do not come."""
 
+import gc
 import threading
 import time
 
@@ -174,11 +175,11 @@ def test_request_cancelled_while_it_loads_leaves_nothing(model, filled):
     store.open_gate.clear()
     engine = engine_of(model, store)
     id = engine.submit(PROMPT, max_tokens=12)
-    end = time.monotonic() + 20
-    while not store.loads and time.monotonic() < end:
-        engine.step()
+    _step_until(engine, lambda: store.loads)
     engine.cancel(id)
     assert engine.num_unfinished == 0 and engine.kv.pool.stats().used == 0
+    stats = engine.kv.stored.stats()
+    assert (stats.dropped_loads, stats.late_loads) == (1, 0)
     freed(store, engine)
 
 
@@ -187,9 +188,7 @@ def test_reset_while_a_prompt_loads_begins_anew(model, filled):
     store.open_gate.clear()
     engine = engine_of(model, store)
     engine.submit(PROMPT, max_tokens=12)
-    end = time.monotonic() + 20
-    while not store.loads and time.monotonic() < end:
-        engine.step()
+    _step_until(engine, lambda: store.loads)
     engine.reset()
     store.open_gate.set()
     assert answer(engine)[:2] == due
@@ -355,7 +354,8 @@ def test_deadline_of_a_request_that_loads_is_kept(model, filled):
     while engine.num_unfinished:
         ended += engine.step()
     assert ended[0].samples[0].finish_reason == "deadline"
-    assert engine.kv.stored.stats().late_loads == 0 and engine.kv.pool.stats().used == 0
+    stats = engine.kv.stored.stats()
+    assert (stats.dropped_loads, stats.late_loads) == (1, 0) and engine.kv.pool.stats().used == 0
     store.open_gate.set()
     engine.submit(PROMPT, max_tokens=12, id="late")
     while engine.num_unfinished:
@@ -408,3 +408,44 @@ def test_running_requests_are_not_preempted_for_saves():
     assert engine.scheduler.stats().preemptions == 0
     made[0].open_gate.set()
     checked(engine)
+
+
+def test_load_that_gives_its_blocks_to_others_is_dropped_not_late(model, filled):
+    store, due = filled
+    store.open_gate.clear()
+    engine = engine_of(model, store)
+    engine.submit(PROMPT, max_tokens=12)
+    _step_until(engine, lambda: store.loads)
+    engine._make_way(engine.kv.stored)
+    stats = engine.kv.stored.stats()
+    assert (stats.dropped_loads, stats.late_loads) == (1, 0)
+    ended = []
+    while engine.num_unfinished:
+        ended += engine.step()
+    assert ended[0].tokens.tolist() == due[0]
+    freed(store, engine)
+
+
+def test_engine_collected_while_it_loads_gives_all_back(model, filled):
+    store, _ = filled
+    store.open_gate.clear()
+    engine = engine_of(model, store)
+    engine.submit(PROMPT, max_tokens=12)
+    _step_until(engine, lambda: store.loads)
+    pool, threads = engine.kv.pool, [engine.kv.stored._reader._thread, engine.kv.stored._writer._thread]
+    assert pool.stats().used
+    del engine
+    gc.collect()
+    store.open_gate.set()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    pool.check()
+    assert pool.stats().used == 0
+
+
+def _step_until(engine, holds):
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        engine.step()

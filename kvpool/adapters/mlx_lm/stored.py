@@ -14,6 +14,7 @@ import hashlib
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,7 @@ import mlx_lm
 import numpy as np
 from mlx.utils import tree_flatten
 
-from kvpool.errors import OutOfBlocks, OutOfSequences
+from kvpool.errors import OutOfBlocks, OutOfSequences, PoolClosed
 from kvpool.groups import Group
 from kvpool.metrics import Metric
 from kvpool.store import BlockLayout, Blocks, BlockStore, Layout, leading
@@ -53,6 +54,7 @@ class StoredStats(NamedTuple):
     loads: int = 0  #: prefixes that were loaded, at least in part
     loaded_tokens: int = 0  #: of these
     late_loads: int = 0  #: given up because computing was faster
+    dropped_loads: int = 0  #: given up because the pool needed their blocks, or because their request ended
     computed_loads: int = 0  #: not begun: computing is faster, or there was no room
     saves: int = 0  #: prefixes of which blocks were given to the store
     saved_blocks: int = 0  #: of these
@@ -63,6 +65,7 @@ _METRICS = {
     "loads": "Prefixes that came from the store, at least in part.",
     "loaded_tokens": "Tokens of these.",
     "late_loads": "Loads given up because computing was faster.",
+    "dropped_loads": "Loads given up because the pool needed their blocks, or because their request ended.",
     "computed_loads": "Loads not begun: computing is faster, or there was no room.",
     "saves": "Prefixes of which blocks were given to the store.",
     "saved_blocks": "Blocks of these.",
@@ -169,7 +172,7 @@ class StoredPrefixes:
     Parameters
     ----------
     kv
-        A `PagedKV` with a prefix cache.
+        A `PagedKV` with a prefix cache. When it is collected without `close`, loads and saves end.
     store : BlockStore or callable
         A store with the layout of the model, or what makes one of a `Layout`.
     """
@@ -199,6 +202,8 @@ class StoredPrefixes:
         self._export = _Rate()  # bytes
         self._credit = 0.0  # seconds that saves may take
         self._is_closed = False
+        # The collector may run inside a call of the pool, so the thread that writes does it.
+        weakref.finalize(kv, self._writer.put, self.abandon).atexit = False
 
     def stats(self) -> StoredStats:
         """Counters."""
@@ -235,6 +240,7 @@ class StoredPrefixes:
     def drop(self, id: Hashable) -> None:
         """Give a load up, if it is one."""
         if id in self._loads:
+            self._count(dropped_loads=1)
             self._end(self._loads[id], 0)
         if id in self._ended:
             self._ended.remove(id)
@@ -455,7 +461,7 @@ class StoredPrefixes:
     def let_go(self) -> None:
         """Give back the blocks that loads and saves hold."""
         for load in list(self._loads.values()):
-            self._count(late_loads=1)
+            self._count(dropped_loads=1)
             self._end(load, self._usable(load))
         while self._saves:
             self._count(dropped_saves=1)
@@ -594,7 +600,10 @@ class StoredPrefixes:
     def abandon(self) -> None:
         """Load and save nothing more, not even what is on its way."""
         self._is_closed = True
-        self.let_go()
+        try:
+            self.let_go()
+        except PoolClosed:
+            self.forget()
         for worker in (self._reader, self._writer):
             worker.put(None)
         self.store.close()
