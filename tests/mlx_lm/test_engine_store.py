@@ -444,6 +444,49 @@ def test_engine_collected_while_it_loads_gives_all_back(model, filled):
     assert pool.stats().used == 0
 
 
+def slowest(monkeypatch, rule, rng):
+    """Time of load and rest, relative to computing, at worst of many loads on a clock that is counted."""
+    prefixes, clock, worst = module.StoredPrefixes.__new__(module.StoredPrefixes), [0.0], 0.0
+    prefixes._prefill = module._Rate()
+    prefixes._prefill.add(1000, 1.0)
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    for _ in range(300):
+        begin, found = sorted(rng.integers(0, 10_000, 2).tolist())
+        tokens = np.zeros(found + int(rng.integers(1, 1000)), np.int32)
+        load = module._Load("id", tokens, b"", b"", 0.0, 0.0, begin, found=found, nbytes=found - begin)
+        due, clock[0] = (len(tokens) - begin) / 1000, 0.0
+        pace, stalls = rng.choice([0.3, 1.0, 3.0, 100.0]) * 1000, rng.random() * load.nbytes
+        while load.num_come < load.nbytes and not rule(prefixes, load) and clock[0] < 3 * due:
+            clock[0] += 0.001
+            load.num_come = int(min(pace * clock[0], stalls, load.nbytes))
+        rest = (len(tokens) - begin - load.num_come) / 1000
+        worst = max(worst, (clock[0] + rest - 0.022) / due)
+    monkeypatch.undo()
+    return worst
+
+
+def test_load_and_rest_take_five_percent_longer_than_computing_at_most(monkeypatch):
+    seed = int(np.random.default_rng().integers(2**32))
+    print(f"seed {seed}")
+    assert slowest(monkeypatch, module.StoredPrefixes._is_late, np.random.default_rng(seed)) <= 1.05
+
+    def estimates(_, load):  # the rest of a load from its mean pace: one that stalls is noticed late
+        share, due = (load.num_come + 1e-9) / load.nbytes, len(load.tokens) / 1000
+        return module.time.monotonic() * (1 / share - 1) > due * (1 - share + module.TOLERANCE)
+
+    assert slowest(monkeypatch, estimates, np.random.default_rng(seed)) > 1.05
+
+
+def test_load_that_stalls_before_anything_was_computed_is_given_up(monkeypatch):
+    prefixes = module.StoredPrefixes.__new__(module.StoredPrefixes)
+    prefixes._prefill = module._Rate()
+    load = module._Load("id", np.zeros(99), b"", b"", 0.0, 8.0, 0, found=96, nbytes=96, num_come=32)
+    monkeypatch.setattr(module.time, "monotonic", lambda: 8.0 + module.PATIENCE)
+    assert not prefixes._is_late(load)
+    monkeypatch.setattr(module.time, "monotonic", lambda: 8.1 + module.PATIENCE)
+    assert prefixes._is_late(load)
+
+
 def _step_until(engine, holds):
     end = time.monotonic() + 20
     while not holds():

@@ -41,8 +41,8 @@ STAGED = 2**28  # bytes between a thread of the store and the pool
 STEP_NBYTES = 2**25  # that a step copies into the pool, while others run
 SAVE_SHARE = 0.02  # of the time of steps, that saves may take
 PINNED_SHARE = 0.125  # of the pool, that saves may hold
-TOLERANCE = 0.05  # of the time that computing takes: how long a load may bring nothing
-PATIENCE = 10.0  # seconds; the same as long as nobody knows how fast the model computes
+TOLERANCE = 0.05  # of the time that computing takes: how far a load may be behind it
+PATIENCE = 10.0  # seconds that a load may bring nothing, as long as nobody knows how fast the model computes
 
 StoreFactory = Callable[[Layout], BlockStore]
 _log = logging.getLogger(__name__)
@@ -117,10 +117,11 @@ class _Load:
     namespace: bytes
     own: bytes  # the namespace of the pool
     since: float
+    latest: float  # when something came
+    begin: int  # tokens that the pool had
     names: tuple[Blocks, ...] = ()
     found: int = -1  # tokens that the store has; -1: not known yet
     handle: int = -1
-    begin: int = 0  # tokens that the pool had
     nbytes: int = 0
     began: float = 0.0
     come: deque[tuple[Part, np.ndarray, int]] = field(default_factory=deque)  # slices, and how many blocks were read
@@ -231,9 +232,10 @@ class StoredPrefixes:
         """
         self.drop(id)
         most = (len(tokens) - 1) // self._grain * self._grain
-        if self._is_closed or not most or self._pool.prefix.match(tokens, own) >= most:
+        if self._is_closed or not most or (cached := self._pool.prefix.match(tokens, own)) >= most:
             return False
-        load = self._loads[id] = _Load(id, tokens[: most + 1], namespace, own, time.monotonic())
+        now = time.monotonic()
+        load = self._loads[id] = _Load(id, tokens[: most + 1], namespace, own, now, now, cached)
         self._reader.put(partial(self._look, load))
         return True
 
@@ -411,6 +413,7 @@ class StoredPrefixes:
                 ids = part.ids[:count]
                 self._arenas[part.arena].import_blocks(ids.ravel(), rows[:count].reshape(ids.size, -1))
             load.num_come += rows[:count].nbytes
+            load.latest = time.monotonic()
             moved += rows.nbytes
             with self._news:
                 self._staged -= rows.nbytes
@@ -429,15 +432,13 @@ class StoredPrefixes:
         return load.begin + load.num_come // self.layout.groups[0].nbytes * self._sizes[0]
 
     def _is_late(self, load: _Load) -> bool:
-        """Whether computing a prefix takes less time than is left of its load."""
+        """Whether a load is behind computing. If it ends now, load and rest take `TOLERANCE` longer than computing."""
         now = time.monotonic()
         if not self._prefill.known:
-            return now - load.since > PATIENCE and not load.num_come
-        due = len(load.tokens) / self._prefill.value
-        if load.handle < 0 or not load.num_come:
-            return now - load.since > max(TOLERANCE * due, 0.02)
-        share = load.num_come / max(1, load.nbytes)
-        return (now - load.began) / share - (now - load.began) > due * (1 - share) + TOLERANCE * due
+            return now - load.latest > PATIENCE
+        come = (load.found - load.begin) * load.num_come / max(1, load.nbytes)
+        spare = max(TOLERANCE * (len(load.tokens) - load.begin) / self._prefill.value, 0.02)
+        return now - load.since > come / self._prefill.value + spare
 
     def _end(self, load: _Load, length: int) -> None:
         """End a load: the first `length` tokens have come."""
