@@ -8,13 +8,19 @@ divides the trace's.
 import hashlib
 import os
 import random
+import time
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from traces import make_trace
 
-from kvpool.replay import replay
-from kvpool.store import BlockLayout, Layout, MemoryStore
+from kvpool.replay import read_trace, replay
+from kvpool.store import BlockLayout, DiskStore, Layout, MemoryStore
+from kvpool.store import folder as module
 
+SEGMENT, SEGMENT_NBYTES = 4, 64 + 4 * (128 + 64 + 64) + 64 + 64  # header, records, footer, trailer
 ROUNDS = int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", 1000)) // 5
 
 
@@ -57,12 +63,75 @@ class NaivePool:
                 (self.lru if block in self.keys.values() else self.blank).append(block)
 
 
+class NaiveMemory:
+    """What a `MemoryStore` has, oldest first."""
+
+    def __init__(self, num_blocks):
+        self.num_blocks, self.held = num_blocks, []
+
+    def __contains__(self, key):
+        return key in self.held
+
+    def use(self, keys):
+        for key in keys:
+            if key in self.held:
+                self.held.remove(key)
+                self.held.append(key)
+
+    def offer(self, keys):
+        for key in keys:
+            self.use([key])
+            if key not in self.held:
+                self.held = [*self.held, key][-self.num_blocks :]
+
+
+def seconds_of(ticks):
+    """The time of a clock that each seal and each touch moves on; not even, so that no two segments have one time."""
+    return ticks**1.37
+
+
+class NaiveDisk:
+    """What a `DiskStore` has: segments of `SEGMENT` blocks, [time, blocks, uses], of which `quota` fit."""
+
+    def __init__(self, quota):
+        self.quota, self.segments, self.ticks, self.written = quota, [], 0, 0
+
+    def __contains__(self, key):
+        return any(key in segment[1] for segment in self.segments)
+
+    def use(self, keys):
+        for segment in self.segments:
+            segment[2] += sum(key in segment[1] for key in keys)
+
+    def offer(self, keys):
+        for key in [key for key in keys if key not in self]:
+            if not self.segments or len(self.segments[-1][1]) == SEGMENT:
+                self.begin()
+            self.segments[-1][1].append(key)
+            self.written += 1
+
+    def begin(self):
+        if self.segments:
+            self.segments[-1][0] = self.tick()
+        for segment in self.segments:
+            if segment[2]:
+                segment[0] += (self.tick() - segment[0]) * min(segment[2] / SEGMENT, 1) ** 0.5
+                segment[2] = 0
+        if len(self.segments) == self.quota:
+            self.segments.remove(min(self.segments))
+        self.segments.append([0, [], 0])
+
+    def tick(self):
+        self.ticks += 1
+        return seconds_of(self.ticks)
+
+
 class NaiveP1:
     """The policy, step by step. A request is [row, prompt, output, generated, blocks]."""
 
-    def __init__(self, trace, num_blocks, block_size, concurrency, store_blocks=None):
+    def __init__(self, trace, num_blocks, block_size, concurrency, tier=None):
         self.trace, self.block_size, self.concurrency = trace, block_size, concurrency
-        self.tier, self.store_blocks = [], store_blocks  # what a store behind the pool has, oldest first
+        self.tier = tier  # a store behind the pool
         self.pool, self.count, self.events = NaivePool(num_blocks), Counter(), ""
         lengths = zip(trace.prompts.tolist(), trace.outputs.tolist(), strict=True)
         self.waiting = [[row, n, m, 0, []] for row, (n, m) in enumerate(lengths)]
@@ -108,7 +177,7 @@ class NaiveP1:
             blocks += hits + [self.pool.take() for _ in range(need)]
             for key, block in zip(keys, blocks, strict=False):
                 self.pool.keys.setdefault(key, block)
-            loaded = 0 if self.store_blocks is None else self.load(keys, len(hits), (total - 1) // size)
+            loaded = 0 if self.tier is None else self.load(keys, len(hits), (total - 1) // size)
             computed = total - (len(hits) + loaded) * size
             self.count.update(admissions=1, hit_tokens=len(hits) * size, computed_tokens=computed)
             self.count["loaded_tokens"] += loaded * size
@@ -116,16 +185,13 @@ class NaiveP1:
             self.events += f"{row}:{len(hits) * size};"
 
     def load(self, keys, first, most):
-        """How many blocks from `first` on the tier has; all blocks of the prompt are its newest afterwards."""
+        """How many blocks from `first` on the tier has. All of the prompt that the pool or the tier has are of use."""
+        self.tier.use(keys[:first])
         loaded = 0
         while first + loaded < min(most, len(keys)) and keys[first + loaded] in self.tier:
             loaded += 1
-        for place, key in enumerate(keys):
-            if key in self.tier:
-                self.tier.remove(key)
-            elif place < first:
-                continue  # the pool had it, the tier has lost it, and nobody computed it
-            self.tier = [*self.tier, key][-self.store_blocks :]
+        self.tier.use(keys[first : first + loaded])
+        self.tier.offer(keys[first + loaded :])
         return loaded
 
     def decode(self, request):
@@ -181,7 +247,8 @@ def test_random_traces_agree_with_the_naive_simulator():
         num_blocks = max(1, rng.choice([4, 12, 20, 40, 400]) // block_size)
         concurrency = rng.randrange(1, 7)
         store_blocks = rng.choice([None, 1, 5, 20, 500])
-        naive = NaiveP1(trace, num_blocks, block_size, concurrency, store_blocks)
+        tier = None if store_blocks is None else NaiveMemory(store_blocks)
+        naive = NaiveP1(trace, num_blocks, block_size, concurrency, tier)
         naive.run()
         layout = Layout((BlockLayout(block_size, 1, "replay"),), b"")
         store = None if store_blocks is None else MemoryStore(layout, store_blocks)
@@ -199,3 +266,77 @@ def test_random_traces_agree_with_the_naive_simulator():
         assert result.occupancy.sequence_steps == naive.count["sequence_steps"]
         seen.update(naive.count)
     assert min(seen[name] for name in ("preemptions", "rejected", "hit_tokens", "loaded_tokens", "finished")) > 0, seen
+
+
+def on_counted_clock(monkeypatch):
+    """Give files the time of `seconds_of`."""
+    clock = SimpleNamespace(ticks=0)
+
+    def tick():
+        clock.ticks += 1
+        return int(seconds_of(clock.ticks) * 10**9)
+
+    def seal(folder, stem, real=module.Folder.seal):
+        os.utime(stem + module.GROWING, ns=(0, tick()), dir_fd=folder.fd)
+        real(folder, stem)
+
+    monkeypatch.setattr(module.Folder, "seal", seal)
+    counted = {"time_ns": tick, "time": lambda: seconds_of(clock.ticks)}
+    monkeypatch.setattr(module, "time", SimpleNamespace(**vars(time) | counted))
+    return clock
+
+
+def replayed_with_a_disk(rng, path):
+    """Tokens computed and loaded, blocks written and kept: of the replay, and of the simulator."""
+    trace, quota, size, concurrency = random_trace(rng), rng.randrange(2, 12), rng.choice([2, 4]), rng.randrange(1, 7)
+    num_blocks = rng.choice([20, 40]) // size
+    naive = NaiveP1(trace, num_blocks, size, concurrency, NaiveDisk(quota))
+    naive.run()
+    layout, nbytes = Layout((BlockLayout(size, 1, "replay"),), b""), quota * SEGMENT_NBYTES
+    store = DiskStore(str(path), layout, nbytes, segment_nbytes=SEGMENT_NBYTES, refresh_seconds=1e6)
+    assert store.ready.wait(60)
+    count = replay(trace, num_blocks=num_blocks, block_size=size, concurrency=concurrency, store=store).counters
+    stats = store.stats()["disk"]
+    store.close()
+    kept = sum(len(segment[1]) for segment in naive.tier.segments)
+    expected = (naive.count["computed_tokens"], naive.count["loaded_tokens"], naive.tier.written, kept)
+    return (count["computed_tokens"], count["loaded_tokens"], stats.stored, stats.blocks), expected
+
+
+def test_random_traces_with_a_disk_agree_with_the_naive_simulator(tmp_path, monkeypatch):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng, clock, loaded, evicted = random.Random(seed), on_counted_clock(monkeypatch), 0, 0
+    for number in range(max(ROUNDS // 5, 20)):
+        clock.ticks = 0
+        found, expected = replayed_with_a_disk(rng, tmp_path / str(number))
+        assert found == expected
+        loaded, evicted = loaded + found[1], evicted + found[2] - found[3]
+    assert loaded and evicted
+
+
+def test_disk_that_keeps_segments_by_their_age_is_told_apart(tmp_path, monkeypatch):
+    rng, clock = random.Random(1), on_counted_clock(monkeypatch)
+    monkeypatch.setattr(module.Folder, "touch", lambda *given: None)
+    for number in range(200):
+        clock.ticks = 0
+        found, expected = replayed_with_a_disk(rng, tmp_path / str(number))
+        if found != expected:
+            return
+    raise AssertionError("nothing differs")
+
+
+@pytest.mark.long
+@pytest.mark.skipif("KVPOOL_TRACES" not in os.environ, reason="KVPOOL_TRACES names the folder with the traces")
+def test_coding_sessions_with_a_tenth_of_the_pool_and_a_disk_compute_what_is_new_only(tmp_path):
+    trace = read_trace(Path(os.environ["KVPOOL_TRACES"]) / "agentic_a.npz")
+    record, whole = 128 + 64 * 4 + 64 + 16, 281_753  # bytes, and blocks that the prompts have
+    layout, budget = Layout((BlockLayout(64, 1, "replay"),), b""), 250_000 * record
+    quota = 180_000 * record
+    store = DiskStore(str(tmp_path / "d"), layout, quota, segment_nbytes=quota // 100, write_nbytes_per_day=budget)
+    assert store.ready.wait(60)
+    found = replay(trace, num_blocks=whole // 10, block_size=64, concurrency=16, store=store).counters
+    store.close()
+    unlimited = replay(trace, num_blocks=2 * whole, block_size=64, concurrency=16).counters
+    assert found["computed_tokens"] <= 1.05 * unlimited["computed_tokens"]
+    assert store.stats()["disk"].written_nbytes <= budget
