@@ -197,7 +197,7 @@ cdef int buffer_judge(const Py_buffer* view, str call, str name, bint narrow) ex
     return 0
 
 
-cdef int from_buffer(Ints* ints, object value, str call, str name, bint scalar, bint narrow) except -1:
+cdef int from_buffer(Ints* ints, object value, str call, str name, bint narrow) except -1:
     """Copy a buffer. No Python code runs between asking for its memory and the copy. Returns 1 for an array of one
     number without a dimension, which is read as an int."""
     cdef Py_buffer view
@@ -227,7 +227,7 @@ cdef int ints_get(Ints* ints, object value, str call, str name, bint scalar, bin
     elif isinstance(value, (list, tuple)):
         return from_list(ints, value, call, name, huge)
     elif PyObject_CheckBuffer(value):
-        if from_buffer(ints, value, call, name, scalar, narrow) == 0:
+        if from_buffer(ints, value, call, name, narrow) == 0:
             return 0
     elif not scalar or not hasattr(value, "__index__"):
         raise TypeError(f"[{call}] {name} must be {'an int or ' if scalar else ''}an array of ints, "

@@ -106,8 +106,7 @@ cdef enum:                      # first word of every digest entry: which call i
     OP_RESET
     OP_COMPACT
     OP_EVICT_BLOCKS
-    OP_UNSHARE
-    OP_FLUSH
+    OP_FLUSH = 21
     OP_PUBLISH
     OP_TAKE
     OP_TAKE_BLOCK

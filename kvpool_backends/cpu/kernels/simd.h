@@ -161,19 +161,6 @@ KV_INLINE vf v_rint(vf x) {
 
 /* -------- across lanes -------- */
 
-/* Whether some lane of a comparison is true. */
-KV_INLINE int v_any(vi which) {
-#if defined(KV_SIMD_AVX512)
-    return _mm512_movepi32_mask((__m512i)which) != 0;
-#elif defined(KV_SIMD_AVX2)
-    return _mm256_movemask_ps((vf)which) != 0;
-#elif defined(KV_SIMD_NEON)
-    return vmaxvq_u32((uint32x4_t)which) != 0;
-#else
-    return (which[0] | which[1] | which[2] | which[3]) != 0;
-#endif
-}
-
 KV_INLINE float v_sum(vf x) {
 #if defined(KV_SIMD_AVX512)
     return _mm512_reduce_add_ps(x);
