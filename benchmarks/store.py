@@ -1,11 +1,13 @@
-"""A store on disk beside ``cat``: reading cold, checksums, bytes written, start-up: ``python -m benchmarks.store``.
+"""A store on disk beside ``cat``, and an engine that has one: ``python -m benchmarks.store``.
 
-The files leave the page cache before each round (``posix_fadvise``), and rounds of both alternate. The median counts.
+Reading cold, checksums, bytes written, start-up; a restart, steps while the writer works, a store that hangs. The files
+leave the page cache before each round (``posix_fadvise``), and rounds of both sides alternate. The median counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -15,16 +17,22 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 from unittest import mock
 
 import numpy as np
 
 from benchmarks.gate import Gate, as_text, held
-from kvpool.store import BlockLayout, Blocks, DiskStore, Layout
+from benchmarks.serving import lm
+from kvpool.adapters.mlx_lm import Engine
+from kvpool.adapters.mlx_lm.engine import Sample
+from kvpool.store import BlockLayout, Blocks, DiskStore, Layout, MemoryStore
 from kvpool.store import segments as form
+from kvpool.store.blocks import Rows
 from kvpool.store.folder import SEALED, Folder
 
 QUOTA = 1 << 40
+SEGMENT_STEPS = 20  # steps in a row with the writer, or without it
 
 
 def evict(files: list[str]) -> None:
@@ -130,16 +138,117 @@ def starting(num_blocks: int) -> list[Gate]:
     ]
 
 
+class Hanging(MemoryStore):
+    """A store whose loads take a minute."""
+
+    def load(self, blocks: Blocks, rows: Rows) -> np.ndarray:
+        """Sleep, then load."""
+        time.sleep(60)
+        return super().load(blocks, rows)
+
+    def close(self) -> None:
+        """Stay: several engines use it."""
+
+
+def on_disk(folder: str) -> Callable[[Layout], DiskStore]:
+    """Return what makes the store of an engine."""
+    return lambda layout: DiskStore(folder, layout, QUOTA)
+
+
+def first_token(engine: Engine, prompt: np.ndarray, **options: Any) -> tuple[float, Sample]:
+    """Seconds until the first token of an answer, and the answer."""
+    came: list[float] = []
+    begin = time.perf_counter()
+    completion = engine.generate(
+        prompt.tolist(), max_tokens=8, on_token=lambda event: came.append(time.perf_counter()), **options
+    )
+    return came[0] - begin, completion.samples[0]
+
+
+def restarting(num_tokens: int) -> list[Gate]:
+    """A long prompt computed, then loaded by a fresh engine whose files are out of the page cache."""
+    (model, vocab), answers = lm.load("medium"), []
+    prompt = np.random.default_rng(3).integers(0, vocab, num_tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(2):
+            evict([str(path) for path in Path(folder).glob(f"*{SEALED}")])
+            with Engine(model, num_tokens // 16 + 64, store=on_disk(folder)) as engine:
+                engine.kv.stored.store.ready.wait()
+                answers.append(first_token(engine, prompt))
+    (computed, one), (loaded, other) = answers
+    same = one.tokens.tolist() == other.tokens.tolist() and one.logprobs.tolist() == other.logprobs.tolist()
+    note = f"{computed:.3g} s, {loaded:.3g} s; {other.output.num_cached:,} tokens loaded"
+    return [
+        Gate(f"first token, {num_tokens:,} tokens, computed / loaded", computed / loaded, 10, note=note),
+        Gate("tokens and log probabilities are the same", float(same), 1),
+    ]
+
+
+def stepping(rounds: int) -> list[Gate]:
+    """Steps of four requests while prefixes are saved, beside steps while nothing is."""
+    model, vocab = lm.load("medium")
+    prompts = np.random.default_rng(4).integers(0, vocab, (4, 500))
+    with tempfile.TemporaryDirectory() as folder, Engine(model, 4096, store=on_disk(folder)) as engine:
+        stored, own, saves = engine.kv.stored, engine.kv.own_namespace(b""), itertools.count()
+
+        def spend(saving: bool) -> float:
+            began = time.perf_counter()
+            for _ in range(SEGMENT_STEPS):
+                if saving and not engine.is_saving:  # in a new namespace, so that the store lacks it
+                    number = next(saves)
+                    stored.save(prompts[number % 4], b"%d" % number, own)
+                engine.step()
+            return time.perf_counter() - began
+
+        def settle() -> None:
+            stored.flush()
+            engine.step()
+
+        for prompt in prompts:
+            engine.submit(prompt.tolist(), max_tokens=10_000, eos=())
+        while stored.stats().saves < len(prompts):
+            engine.step()
+        settle()
+        ratios, saved = [], stored.stats().saved_blocks
+        for _ in range(rounds):
+            before, first, second = spend(False), spend(True), spend(True)
+            settle()
+            ratios.append((first + second) / (before + spend(False)))
+        saved = stored.stats().saved_blocks - saved
+    note = f"{saved} blocks saved meanwhile"
+    return [Gate("step while the writer works / step", median(ratios), 1.03, at_most=True, note=note)]
+
+
+def hanging(rounds: int) -> list[Gate]:
+    """The first token of a prompt that a store has and does not bring, beside an engine without a store."""
+    model, vocab = lm.load("medium")
+    prompt = np.random.default_rng(5).integers(0, vocab, 1500)
+    warm, ratios = np.zeros(500, int), []
+    with Engine(model, 512, store=lambda layout: Hanging(layout, 1 << 30)) as saver:
+        first_token(saver, prompt)
+        saver.kv.stored.flush()
+        held = saver.kv.stored.store
+        for _ in range(rounds):
+            spent = []
+            for store in (None, held):
+                with Engine(model, 512, store=store) as engine:
+                    first_token(engine, warm, namespace=b"warm")  # measures how fast the model computes
+                    spent.append(first_token(engine, prompt)[0])
+            ratios.append(spent[1] / spent[0])
+    return [Gate("first token, a store that hangs / no store", median(ratios), 1.05, at_most=True)]
+
+
 def main() -> int:
     """Print the gates."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.store", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=512, help="read per round (default: 512)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds (default: 5)")
     parser.add_argument("--blocks", type=int, default=1_000_000, help="blocks at the start (default: 1,000,000)")
+    parser.add_argument("--tokens", type=int, default=8192, help="of the prompt after a restart (default: 8,192)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     gates = [gate for kib in (64, 1024) for gate in reading(kib << 10, args.megabytes << 20, args.rounds)]
-    gates += starting(args.blocks)
+    gates += [*starting(args.blocks), *restarting(args.tokens), *stepping(2 * args.rounds), *hanging(args.rounds)]
     print(json.dumps([gate.as_json() for gate in gates], indent=2) if args.json else as_text(gates))
     return 0 if held(gates) else 1
 

@@ -39,9 +39,9 @@ MOST_SAVES = 8  # at a time
 FIRST_SLICE, MOST_SLICE = 2**20, 2**23  # bytes that are read together: the first, and the largest
 STAGED = 2**28  # bytes between a thread of the store and the pool
 STEP_NBYTES = 2**25  # that a step copies into the pool, while others run
-SAVE_SHARE = 0.02  # of the time of steps, that saves may take
+SAVE_SHARE = 0.01  # of the time of steps, that saves may take, the copy and the write together
 PINNED_SHARE = 0.125  # of the pool, that saves may hold
-TOLERANCE = 0.05  # of the time that computing takes: how far a load may be behind it
+TOLERANCE = 0.03  # of the time that computing takes: how far a load may be behind it
 PATIENCE = 10.0  # seconds that a load may bring nothing, as long as nobody knows how fast the model computes
 
 StoreFactory = Callable[[Layout], BlockStore]
@@ -202,6 +202,7 @@ class StoredPrefixes:
         self._read = _Rate()  # bytes
         self._export = _Rate()  # bytes
         self._credit = 0.0  # seconds that saves may take
+        self._written = 0.0  # seconds of CPU that the writer took, not yet taken from the credit
         self._is_closed = False
         # The collector may run inside a call of the pool, so the thread that writes does it.
         weakref.finalize(kv, self._writer.put, self.abandon).atexit = False
@@ -504,7 +505,9 @@ class StoredPrefixes:
 
     def note(self, seconds: float, chunk: int) -> None:
         """Tell how long a step took, and how many tokens of prompts it computed."""
-        self._credit = min(self._credit + SAVE_SHARE * seconds, 1.0)
+        with self._news:
+            written, self._written = self._written, 0.0
+        self._credit = min(self._credit + SAVE_SHARE * seconds - written, 1.0)
         if chunk:
             self._prefill.add(chunk, seconds)
 
@@ -561,11 +564,13 @@ class StoredPrefixes:
 
     def _give(self, names: Blocks, rows: np.ndarray) -> None:
         """Give blocks to the store. In the thread that writes."""
+        began = time.thread_time()  # a server may let this thread wait: that costs nobody anything
         try:
             self.store.store(names, rows)
         finally:
             with self._news:
                 self._queued -= rows.nbytes
+                self._written += time.thread_time() - began
                 self._news.notify()
 
     def export(self, timeout: float = 10.0) -> None:
