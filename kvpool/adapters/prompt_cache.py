@@ -360,7 +360,8 @@ class PromptCache:
     ) -> None:
         full = len(known) - len(known) % BLOCK
         pool, row_nbytes = shelf.pool, shelf.layout.row_nbytes
-        handle = pool.open(np.append(known[:full], np.int32(0)), namespace, reserve=False)
+        more = known[: full + 1] if full < len(known) else np.append(known, np.int32(0))  # one is never a hit
+        handle = pool.open(more, namespace, reserve=False)
         begin = pool.num_tokens(handle)
         table = pool.table(handle).tolist()
         for one in self._replaced(shelf, known, table, namespace, kept):
@@ -379,7 +380,7 @@ class PromptCache:
         self._make_room(row_nbytes * (length - begin) + nbytes, shelf, -(-(length - begin) // BLOCK))
         pool.step(shelf.plan, [handle], length - begin)
         shelf.prefix.commit(handle, known[begin:full])
-        table = pool.table(handle).tolist()
+        table += pool.table(handle)[len(table) :].tolist()
         copies = _rows(shelf.layout, leaves, begin, length)
         for number in range(begin // BLOCK, len(table)):
             self._put(shelf, table, number, known[:length], namespace, next(copies))
@@ -408,10 +409,10 @@ class PromptCache:
         """Return the sequences that a new one makes useless: the same tokens, or a prefix of what can be cut."""
         can_cut = shelf.can_cut(kept)
         found = []
-        for count in range(len(table) + 1):
-            for one in shelf.ends.get(table[count - 1] if count else namespace, ()):
-                tail = known[count * BLOCK : count * BLOCK + len(one.tail)]
-                same = len(tail) == len(one.tail) and np.array_equal(one.tail, tail)
+        for parent in shelf.ends.keys() & {namespace, *table}:
+            for one in shelf.ends[parent]:
+                begin = one.length - len(one.tail)
+                same = np.array_equal(one.tail, known[begin : one.length])
                 if same and (can_cut or one.length == len(known)):
                     found.append(one)
         return found

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from statistics import median
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def test_gate_notices_a_call_of_python(monkeypatch):
         return run, pool
 
     monkeypatch.setattr(capi_loops, "loop", through_python)
-    assert min(capi_loops.time_ratio() for _ in range(3)) > MOST
+    assert median(capi_loops.time_ratio() for _ in range(5)) > MOST
 
 
 @pytest.mark.parametrize("in_order", [True, False])

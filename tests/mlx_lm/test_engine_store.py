@@ -185,10 +185,7 @@ def test_request_cancelled_while_it_loads_leaves_nothing(model, filled):
 
 def test_reset_while_a_prompt_loads_begins_anew(model, filled):
     store, due = filled
-    store.open_gate.clear()
-    engine = engine_of(model, store)
-    engine.submit(PROMPT, max_tokens=12)
-    _step_until(engine, lambda: store.loads)
+    engine = _loading(model, store)
     engine.reset()
     store.open_gate.set()
     assert answer(engine)[:2] == due
@@ -412,10 +409,7 @@ def test_running_requests_are_not_preempted_for_saves():
 
 def test_load_that_gives_its_blocks_to_others_is_dropped_not_late(model, filled):
     store, due = filled
-    store.open_gate.clear()
-    engine = engine_of(model, store)
-    engine.submit(PROMPT, max_tokens=12)
-    _step_until(engine, lambda: store.loads)
+    engine = _loading(model, store)
     engine._make_way(engine.kv.stored)
     stats = engine.kv.stored.stats()
     assert (stats.dropped_loads, stats.late_loads) == (1, 0)
@@ -428,10 +422,7 @@ def test_load_that_gives_its_blocks_to_others_is_dropped_not_late(model, filled)
 
 def test_engine_collected_while_it_loads_gives_all_back(model, filled):
     store, _ = filled
-    store.open_gate.clear()
-    engine = engine_of(model, store)
-    engine.submit(PROMPT, max_tokens=12)
-    _step_until(engine, lambda: store.loads)
+    engine = _loading(model, store)
     pool, threads = engine.kv.pool, [engine.kv.stored._reader._thread, engine.kv.stored._writer._thread]
     assert pool.stats().used
     del engine
@@ -485,6 +476,15 @@ def test_load_that_stalls_before_anything_was_computed_is_given_up(monkeypatch):
     assert not prefixes._is_late(load)
     monkeypatch.setattr(module.time, "monotonic", lambda: 8.1 + module.PATIENCE)
     assert prefixes._is_late(load)
+
+
+def _loading(model, store):
+    """An engine whose request waits for the store."""
+    store.open_gate.clear()
+    engine = engine_of(model, store)
+    engine.submit(PROMPT, max_tokens=12)
+    _step_until(engine, lambda: store.loads)
+    return engine
 
 
 def _step_until(engine, holds):

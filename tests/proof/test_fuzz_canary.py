@@ -248,7 +248,12 @@ CORRUPTING = [
 ]
 
 
-@pytest.mark.parametrize("pool", BROKEN_POOLS)
+SLOW = {RollbackKeepsReplacement, NoHold, EpochNotBumped, RollbackForgetsBlock}
+
+
+@pytest.mark.parametrize(
+    "pool", [pytest.param(pool, marks=pytest.mark.long) if pool in SLOW else pool for pool in BROKEN_POOLS]
+)
 def test_machine_broken_pool_is_detected_by_the_model(pool: type) -> None:
     convict(pool, ModelPlan, SOUND)
 

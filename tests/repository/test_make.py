@@ -87,6 +87,7 @@ def test_adapter_takes_the_mlx_lm_that_is_installed():
     assert install(tiny_llama(), 16).num_layers == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("switch", "passes"), [("1", True), ("", False)])
 def test_next_mlx_lm_is_tried_only_when_asked_for(switch, passes):
     """The test above, with an mlx-lm that calls itself a release nobody has tested."""

@@ -38,7 +38,9 @@ def saved(server):
     raise AssertionError(f"nothing was saved: {found}")
 
 
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "ending", [pytest.param(signal.SIGKILL, marks=pytest.mark.long), signal.SIGTERM], ids=["killed", "stopped"]
+)
 def test_conversation_after_a_restart_comes_from_the_store(tmp_path, ending):
     place = str(tmp_path / "store")
     first = Server(*OPTIONS, "--store", place)
@@ -90,6 +92,7 @@ def test_conversation_after_a_restart_comes_from_a_redis_server(tmp_path):
     assert again == text and cached == 0 and found >= 448
 
 
+@pytest.mark.long
 def test_store_of_another_model_is_refused_at_the_start(tmp_path):
     place = str(tmp_path / "store")
     first = Server(*OPTIONS, "--store", place)
