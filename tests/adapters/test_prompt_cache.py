@@ -242,10 +242,10 @@ def test_threads_on_one_cache_get_their_own_content():
     assert findings == [None] * 4
 
 
-def talk(prompts, seed):
+def talk(prompts, seed, rounds=30):
     rng = random.Random(seed)
     tokens: list[int] = []
-    for _ in range(30):
+    for _ in range(rounds):
         tokens = (tokens if len(tokens) < 300 else [])[:] + [rng.randrange(3) for _ in range(20)]
         caches, length = prompts.fetch(tokens)
         caches = caches or caches_of("dense")
@@ -254,6 +254,8 @@ def talk(prompts, seed):
             if not np.array_equal(ours, cold):
                 return f"seed {seed}: other content at {length} of {len(tokens)}"
         prompts.insert(tokens, caches)
+        if prompts.nbytes > prompts.max_bytes:
+            return f"seed {seed}: {prompts.nbytes} bytes, the limit is {prompts.max_bytes}"
     return None
 
 
