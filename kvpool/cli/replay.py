@@ -105,8 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 def run_calls(args: argparse.Namespace) -> int:
     """Repeat recorded calls on a new pool. Returns 0 if all results are as recorded, else 1."""
-    from kvpool.testing.recorded import RecordError, load
-    from kvpool.testing.rerun import minimise, rerun
+    from kvpool.testing.recorded import RecordError, load, minimise, rerun
 
     if args.trace is not None or args.synthetic:
         raise CommandError("--ops FILE replaces the trace: give only one of them")

@@ -3,7 +3,7 @@
 - `ModelPool`, `ModelPlan` (`kvpool.testing.model`): the core's contract in plain Python.
 - `kvpool.testing.conformance`: what every backend has to pass.
 - `check_store` (`kvpool.testing.stores`): what every store of blocks has to pass.
-- `RecordedPool` (`kvpool.testing.recorded`): a pool that keeps its calls; `kvpool.testing.rerun` makes them again.
+- `RecordedPool` (`kvpool.testing.recorded`): a pool that keeps its calls; `kvpool.testing.recorded` makes them again.
 """
 
 from __future__ import annotations

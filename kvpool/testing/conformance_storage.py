@@ -17,6 +17,7 @@ import numpy as np
 from kvpool.config import DTYPES, LAYOUTS, KVSpec
 from kvpool.protocol import AttentionOptions, StepArrays
 from kvpool.spec import QUANT_BITS
+from kvpool.testing.dense import quantized
 from kvpool.testing.filled import (
     SEED,
     Case,
@@ -40,7 +41,6 @@ from kvpool.testing.filled import (
     values,
     write,
 )
-from kvpool.testing.quantize import quantized
 
 COMPACT_CASES: list[Case] = []
 QUANTIZED_CASES: list[Case] = []

@@ -11,8 +11,7 @@ import numpy as np
 
 from kvpool.config import DTYPES, LAYOUTS, KVSpec
 from kvpool.protocol import AnyPlan, AttentionOptions, Capabilities, KVBackend, StepArrays
-from kvpool.testing.dense import dense_attention_and_size, round_to, stored_bytes
-from kvpool.testing.quantize import quantized
+from kvpool.testing.dense import dense_attention_and_size, quantized, round_to, stored_bytes
 
 Factory = Callable[[KVSpec, int], KVBackend]
 Case = Callable[[Factory], None]

@@ -15,8 +15,7 @@ from kvpool.config import KVSpec
 from kvpool.testing import conformance
 from kvpool.testing.engine import RandomEngine
 from kvpool.testing.filled import Factory, NotApplicable, specs
-from kvpool.testing.fuzz_target import TargetFinding, TargetReport, hunt
-from kvpool.testing.minimal import Word
+from kvpool.testing.fuzz_target import TargetFinding, TargetReport, Word, hunt
 
 TURNS = 20  # of one engine; each is a word of a program
 

@@ -44,7 +44,7 @@ class Sequence:
     epoch: int = 0
     #: (handle forked from, newest step id at that moment), for all its ancestors
     ancestors: list[tuple[int, int]] = field(default_factory=list)
-    #: what `commit` and the prefix cache know, see `kvpool.testing.model_prefix`
+    #: what `commit` and the prefix cache know, see `kvpool.testing.model`
     root: int | None = None
     tokens: list[int] = field(default_factory=list)
     published: int = 0  #: how many of its full blocks the index was offered

@@ -51,7 +51,7 @@ from proof.fuzz._fuzz_base cimport (
 )
 from proof.fuzz._fuzz_calls cimport Others
 
-from kvpool.testing.minimal import FuzzFinding
+from kvpool.testing.fuzz_target import FuzzFinding
 from proof.fuzz.shape import OF_GROUPS, OPERATIONS, STATES
 
 

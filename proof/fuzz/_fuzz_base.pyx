@@ -38,7 +38,7 @@ import re
 import numpy as np
 
 from kvpool import errors
-from kvpool.testing.minimal import FuzzFinding
+from kvpool.testing.fuzz_target import FuzzFinding
 from proof.fuzz.shape import plan_options, space_name
 
 REFUSALS = (errors.KVPoolError, ValueError)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import kvpool
-from kvpool.testing.minimal import FuzzFinding
+from kvpool.testing.fuzz_target import FuzzFinding
 from proof.fuzz._fuzz import Driver
 from proof.fuzz._fuzz_groups import GroupDriver
 from proof.fuzz.shape import Shape, draw_shape

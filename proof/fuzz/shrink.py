@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import kvpool
-from kvpool.testing.minimal import FuzzFinding, Word, minimal, smaller_numbers
+from kvpool.testing.fuzz_target import FuzzFinding, Word, minimal, smaller_numbers
 from proof.fuzz._fuzz import Driver
 from proof.fuzz.hunt import make_driver
 from proof.fuzz.shape import OPERATIONS, Shape, plan_options

@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvpool.groups import Group
 from kvpool.testing import ModelPlan
-from kvpool.testing.beside import Side
+from kvpool.testing.fuzz_pool import Side
 from proof.machine.machine import run_machine
 from proof.plain import plain_pool
 from proof.plain.programs import CACHED, OPERATIONS, PLANS, Program

@@ -31,7 +31,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvpool.testing.beside import ARRAYS, PLANS, RAISED, Pair, Side
+from kvpool.testing.fuzz_pool import ARRAYS, PLANS, RAISED, Pair, Side
 from kvpool.testing.model import ModelPlan, ModelPool
 from proof.machine.content import Content
 from proof.machine.misuse import MISUSE

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from kvpool.testing.beside import Side
+    from kvpool.testing.fuzz_pool import Side
     from proof.machine.machine import PoolMachine
 
 Call = Callable[["Side"], Any]

@@ -15,7 +15,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
-from kvpool.testing.beside import PLANS, RAISED, Side
+from kvpool.testing.fuzz_pool import PLANS, RAISED, Side
 from proof.machine.content import Content
 from proof.machine.machine import PoolMachine, _some, counts, picks, small, which_plan
 

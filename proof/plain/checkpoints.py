@@ -17,8 +17,7 @@ import numpy as np
 from kvpool.errors import CapacityExceeded, CorruptState, OutOfSequences
 from kvpool.stats import PrefixStats
 from kvpool.testing import model_args as args
-from kvpool.testing.model_arena import Part, public_call
-from kvpool.testing.model_blocks import Step, ceil_div
+from kvpool.testing.model_blocks import Part, Step, ceil_div, public_call
 from kvpool.testing.model_plan import Sequence
 from proof.plain.groups import HOLE, Arena, GroupModel, Layers, Table
 

@@ -14,10 +14,9 @@ import numpy as np
 from kvpool.errors import CapacityExceeded, CorruptState, PlanStateError
 from kvpool.groups import Group
 from kvpool.testing import model_args as args
-from kvpool.testing.model_arena import BlockSet, public_call
-from kvpool.testing.model_blocks import Step, ceil_div
+from kvpool.testing.model import StepModel
+from kvpool.testing.model_blocks import BlockSet, Step, ceil_div, public_call
 from kvpool.testing.model_plan import ModelPlan, Sequence, dirty_rows
-from kvpool.testing.model_steps import StepModel
 
 MAX_GROUPS, MAX_ARENAS, MULTIPLES = 8, 8, (1, 2, 4)
 HOLE: list[int] = []  #: what a table has instead of an entry that was let go

@@ -20,9 +20,8 @@ import numpy as np
 
 from kvpool.groups import Group
 from kvpool.testing import ModelPlan
-from kvpool.testing.beside import RAISED, Pair, Side, local
-from kvpool.testing.fuzz_target import TargetFinding, TargetReport, hunt
-from kvpool.testing.minimal import Word
+from kvpool.testing.fuzz_pool import RAISED, Pair, Side, local
+from kvpool.testing.fuzz_target import TargetFinding, TargetReport, Word, hunt
 from proof.plain import plain_pool
 from proof.plain.content import GroupContent
 

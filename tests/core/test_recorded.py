@@ -13,8 +13,7 @@ from kvpool._core import BlockAPI
 from kvpool.cli import main
 from kvpool.errors import KVPoolError
 from kvpool.testing import RecordedPool
-from kvpool.testing.recorded import CALLS, RecordError, load
-from kvpool.testing.rerun import minimise, rerun
+from kvpool.testing.recorded import CALLS, RecordError, load, minimise, rerun
 
 
 class Life:

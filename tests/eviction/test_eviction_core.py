@@ -6,8 +6,7 @@ import pytest
 from kvpool import Plan, Pool
 from kvpool.errors import CapacityExceeded, OutOfBlocks, PlanStateError, StaleHandle
 from kvpool.testing import RecordedPool
-from kvpool.testing.recorded import load
-from kvpool.testing.rerun import rerun
+from kvpool.testing.recorded import load, rerun
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ from metal_engine import launch_in_place
 from metal_packed import BITS, STORED, PackedBatch, bits_of, packed, rows_at
 
 from kvpool.config import KVSpec
-from kvpool.testing.dense import round_to, stored_bytes
-from kvpool.testing.quantize import quantized
+from kvpool.testing.dense import quantized, round_to, stored_bytes
 from kvpool_backends.mlx.metal_kernels import DTYPES, MetalKernels, plane_strides
 
 LAYOUTS = ("NHD", "HND", "interleaved", "stacked")

@@ -3,7 +3,7 @@
 import pytest
 
 import kvpool
-from kvpool.testing.minimal import FuzzFinding
+from kvpool.testing.fuzz_target import FuzzFinding
 from proof.fuzz import shrink
 from proof.fuzz._broken_groups import GROUP_FAULTS, broken_groups
 from proof.fuzz._fuzz_groups import GroupDriver

@@ -6,8 +6,7 @@ import pytest
 
 import kvpool
 from kvpool.cli import fuzz, main
-from kvpool.testing.beside import RAISED, Pair
-from kvpool.testing.fuzz_pool import OPERATIONS, Program, hunt_pool
+from kvpool.testing.fuzz_pool import OPERATIONS, RAISED, Pair, Program, hunt_pool
 from proof.fuzz._broken import broken
 
 #: Planted bugs that a few seconds of these programs find. The compiled fuzzer finds all.

@@ -3,7 +3,7 @@
 import pytest
 
 import kvpool
-from kvpool.testing.minimal import minimal
+from kvpool.testing.fuzz_target import minimal
 from proof.fuzz import shrink
 from proof.fuzz._broken import broken
 from proof.fuzz._fuzz import Driver
