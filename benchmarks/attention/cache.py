@@ -22,7 +22,7 @@ class WrongResult(Exception):
 def narrowed(x: np.ndarray, dtype: str) -> np.ndarray:
     """Return float32 values as elements of `dtype`."""
     if dtype == "bfloat16":
-        from kvpool_backends.numpy.bfloat16 import to_bfloat16
+        from kvpool_backends.numpy.elements import to_bfloat16
 
         return to_bfloat16(x)
     return x.astype(ELEMENTS[dtype])
@@ -37,7 +37,7 @@ def widened(x: np.ndarray, dtype: str) -> np.ndarray:
 
 def random_elements(rng: np.random.Generator, shape: int | tuple[int, ...], dtype: str) -> np.ndarray:
     """Return an array of normal numbers, in memory as a backend's; a large one repeats itself."""
-    from kvpool_backends.cpu.memory import zeroed
+    from kvpool_backends.cpu.backend import zeroed
 
     tile = narrowed(rng.standard_normal(TILE, np.float32), dtype)
     (elements,) = zeroed([(shape,) if isinstance(shape, int) else shape], ELEMENTS[dtype])

@@ -12,7 +12,7 @@ from benchmarks.attention.report import Lines, print_table
 from benchmarks.gate import Gate
 from benchmarks.http.judge import Result
 from benchmarks.serving.report import number
-from kvpool.cli.machine import cpu_model
+from kvpool.cli.console import cpu_model
 
 OURS = "kvpool"
 RATE, TTFT, ITL = 1.2, 0.5, 3.0

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from benchmarks.hybrid import peers
 from kvpool.replay import read_trace
-from kvpool.replay.hybrid import replay_hybrid
-from kvpool.replay.hybrid_shapes import HybridShape, hybrid_shape
-from kvpool.replay.paths import paths_of, shareable_blocks, unique_blocks
+from kvpool.replay.hybrid import HybridShape, hybrid_shape, replay_hybrid
+from kvpool.replay.trace import paths_of, shareable_blocks, unique_blocks
 
 DIVISORS = (1, 2, 4, 8)
 """Of U, the bytes of the full attention of all different tokens of a trace."""

@@ -13,7 +13,7 @@ from benchmarks.gate import Gate, as_text, held
 from benchmarks.quality.answers import Quality
 from benchmarks.quality.settings import Settings
 from benchmarks.quality.tables import Question, Table
-from kvpool.cli.machine import cpu_model
+from kvpool.cli.console import cpu_model
 
 TITLES = {
     "policies": "Policies, at a budget of a quarter of the context",

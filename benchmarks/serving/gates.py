@@ -16,7 +16,7 @@ import kvpool
 from benchmarks.gate import Gate, held
 from benchmarks.serving.runs import Bench, Run, make_bench, run_all, same_tokens, warm_up, workload_of
 from benchmarks.serving.settings import Settings
-from kvpool.cli.machine import cpu_model
+from kvpool.cli.console import cpu_model
 
 RATE, SHARED_RATE, SHARED_BYTES = 1.0, 1.6, 0.4
 TICKS = 3.0

@@ -13,7 +13,7 @@ import kvpool
 from benchmarks.attention.report import Lines, print_table
 from benchmarks.serving.metrics import utilization
 from benchmarks.serving.runs import Bench, Run, finite, median, same_tokens
-from kvpool.cli.machine import cpu_model
+from kvpool.cli.console import cpu_model
 
 NAMES = {"kvpool": "kvpool", "stock": "mlx-lm BatchGenerator"}
 NULL_NAMES = {"kvpool": "kvpool", "stock": "slots of the longest length"}

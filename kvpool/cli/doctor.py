@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import kvpool
-from kvpool.cli.machine import huge_pages
+from kvpool.cli.console import huge_pages
 from kvpool.errors import BackendUnavailable
 
 PACKAGES = ("numpy", "mlx", "mlx-lm", "rich", "matplotlib")

@@ -9,10 +9,20 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from kvpool.cli.cache import add_cache_arguments, bits_of, blocks_in_memory, memory_of, policy_of
 from kvpool.cli.console import CommandError, real, whole
-from kvpool.cli.drafts import add_draft_arguments, load_draft_model, num_drafts_of, proposer
-from kvpool.cli.model import add_model_arguments, tiny_model
+from kvpool.cli.options import (
+    add_cache_arguments,
+    add_draft_arguments,
+    add_model_arguments,
+    bits_of,
+    blocks_in_memory,
+    load_draft_model,
+    memory_of,
+    num_drafts_of,
+    policy_of,
+    proposer,
+    tiny_model,
+)
 from kvpool.errors import install_command
 
 if TYPE_CHECKING:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from kvpool.cli.cache import add_bits_arguments, bits_of
 from kvpool.cli.console import CommandError, nbytes
-from kvpool.cli.model import add_model_arguments, tiny_model
+from kvpool.cli.options import add_bits_arguments, add_model_arguments, bits_of, tiny_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,11 +11,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpool.cli.cache import add_cache_arguments, bits_of, blocks_in_memory, memory_of, policy_of
 from kvpool.cli.console import CommandError, real, whole
-from kvpool.cli.drafts import add_draft_arguments, load_draft_model, num_drafts_of, proposer
-from kvpool.cli.model import add_model_arguments, tiny_model
-from kvpool.cli.stores import add_store_arguments, store_of
+from kvpool.cli.options import (
+    add_cache_arguments,
+    add_draft_arguments,
+    add_model_arguments,
+    add_store_arguments,
+    bits_of,
+    blocks_in_memory,
+    load_draft_model,
+    memory_of,
+    num_drafts_of,
+    policy_of,
+    proposer,
+    store_of,
+    tiny_model,
+)
 from kvpool.errors import install_command
 
 if TYPE_CHECKING:

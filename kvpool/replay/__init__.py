@@ -7,7 +7,6 @@ command is ``kvpool replay``. Not imported with kvpool.
 from kvpool.replay.loop import Occupancy, Result
 from kvpool.replay.policies import replay
 from kvpool.replay.readers import TraceError, read_trace
-from kvpool.replay.synthetic import synthetic_trace
-from kvpool.replay.trace import Trace
+from kvpool.replay.trace import Trace, synthetic_trace
 
 __all__ = ["Occupancy", "Result", "Trace", "TraceError", "read_trace", "replay", "synthetic_trace"]

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from kvpool.replay.paths import Path, paths_of, shareable_blocks
-from kvpool.replay.trace import Trace
+from kvpool.replay.trace import Path, Trace, paths_of, shareable_blocks
 
 
 @dataclass(frozen=True)

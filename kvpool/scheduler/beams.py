@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from kvpool._core import Plan
 from kvpool.errors import OutOfBlocks, OutOfSequences
 from kvpool.scheduler.policy import count_admission, known_tokens, open_with_room
-from kvpool.scheduler.request import Output
+from kvpool.scheduler.request import DECODING, FINISHED, PREFILLING, WAITING, Output, RequestGroup, Sequence
 from kvpool.scheduler.results import why_ended
-from kvpool.scheduler.sequences import DECODING, FINISHED, PREFILLING, WAITING, RequestGroup, Sequence
 from kvpool.scheduler.state import Core
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from kvpool.errors import CorruptState
-from kvpool.scheduler.sequences import DECODING, FINISHED, PREFILLING, SPILLED, WAITING, Sequence
+from kvpool.scheduler.request import DECODING, FINISHED, PREFILLING, SPILLED, WAITING, Sequence
 from kvpool.scheduler.state import Core, Step
 
 NAMES = ("waiting", "prefilling", "decoding", "spilled", "finished")

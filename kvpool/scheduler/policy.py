@@ -1,6 +1,6 @@
 """Who runs: admission of those who wait, victims when blocks run out, and tokens that leave for a budget.
 
-The order of those who wait, tenants and their shares are in `queue` and `sequences`.
+The order of those who wait, tenants and their shares are in `queue` and `request`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from operator import add, sub
 import numpy as np
 
 from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected
-from kvpool.scheduler.request import Request
-from kvpool.scheduler.sequences import DECODING, PREFILLING, SPILLED, Sequence
+from kvpool.scheduler.request import DECODING, PREFILLING, SPILLED, Request, Sequence
 from kvpool.scheduler.state import Core, DecodeBatch
 
 POLICIES = ("last", "longest", "grower", "priority")

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
 from heapq import heappop, heappush, heapreplace
 
-from kvpool.scheduler.sequences import RequestGroup, Sequence, Tenant
+from kvpool.scheduler.request import RequestGroup, Sequence, Tenant
 
 
 class WaitingQueue:

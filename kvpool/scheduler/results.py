@@ -10,8 +10,17 @@ from numpy import float32, int32, int64
 from numpy.typing import NDArray
 
 from kvpool.errors import OutOfSequences
-from kvpool.scheduler.request import MOST, Output, ends_with
-from kvpool.scheduler.sequences import DECODING, FINISHED, PREFILLING, WAITING, RequestGroup, Sequence
+from kvpool.scheduler.request import (
+    DECODING,
+    FINISHED,
+    MOST,
+    PREFILLING,
+    WAITING,
+    Output,
+    RequestGroup,
+    Sequence,
+    ends_with,
+)
 from kvpool.scheduler.state import Core, DecodeBatch, LaneRows, Step
 
 

@@ -19,8 +19,18 @@ from numpy.typing import NDArray
 from kvpool._core import Plan, Pool
 from kvpool.scheduler.needs import Needs
 from kvpool.scheduler.queue import WaitingQueue
-from kvpool.scheduler.request import Output, Request, Times
-from kvpool.scheduler.sequences import DECODING, FINISHED, PREFILLING, SPILLED, WAITING, RequestGroup, Sequence
+from kvpool.scheduler.request import (
+    DECODING,
+    FINISHED,
+    PREFILLING,
+    SPILLED,
+    WAITING,
+    Output,
+    Request,
+    RequestGroup,
+    Sequence,
+    Times,
+)
 
 if TYPE_CHECKING:
     from kvpool.eviction import Evictor

@@ -29,9 +29,7 @@ from kvpool_backends.checks import (
     checked_storage,
     gathered,
 )
-from kvpool_backends.numpy.bfloat16 import from_bfloat16, to_bfloat16
-from kvpool_backends.numpy.float8 import from_float8, to_float8
-from kvpool_backends.numpy.quantized import dequantize, quantize
+from kvpool_backends.numpy.elements import dequantize, from_bfloat16, from_float8, quantize, to_bfloat16, to_float8
 
 _STORED: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),

@@ -7,7 +7,7 @@ from kvpool.config import LAYOUTS, KVSpec
 from kvpool.protocol import StepArrays
 from kvpool.testing.dense import dense_attention, round_to, stored_bytes
 from kvpool_backends.numpy import NumpyBackend
-from kvpool_backends.numpy.bfloat16 import from_bfloat16, to_bfloat16
+from kvpool_backends.numpy.elements import from_bfloat16, to_bfloat16
 
 SEED = 7
 

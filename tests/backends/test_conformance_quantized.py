@@ -10,7 +10,7 @@ from kvpool.protocol import StepArrays
 from kvpool.testing import conformance, conformance_storage
 from kvpool_backends.cpu import CPUBackend
 from kvpool_backends.numpy import NumpyBackend
-from kvpool_backends.numpy.quantized import dequantize, pack, quantize, unpack
+from kvpool_backends.numpy.elements import dequantize, pack, quantize, unpack
 
 CASES = {case.__name__: case for case in conformance_storage.QUANTIZED_CASES}
 

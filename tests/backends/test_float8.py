@@ -9,8 +9,7 @@ from kvpool.testing.conformance import CASES as ALL_CASES
 from kvpool.testing.dense import FLOAT8_E4M3, round_to, stored_bytes
 from kvpool_backends.cpu import CPUBackend, isas
 from kvpool_backends.numpy import NumpyBackend
-from kvpool_backends.numpy.bfloat16 import from_bfloat16, to_bfloat16
-from kvpool_backends.numpy.float8 import from_float8, to_float8
+from kvpool_backends.numpy.elements import from_bfloat16, from_float8, to_bfloat16, to_float8
 
 SEED = 8_108
 CASES = {case.__name__: case for case in ALL_CASES}

@@ -7,8 +7,7 @@ from quantized_rows import MLX, mx, rows
 from kvpool.config import LAYOUTS, KVSpec, blocks_for, describe_plan
 from kvpool.protocol import StepArrays
 from kvpool_backends.numpy import NumpyBackend
-from kvpool_backends.numpy.bfloat16 import from_bfloat16, to_bfloat16
-from kvpool_backends.numpy.quantized import dequantize, pack, quantize, unpack
+from kvpool_backends.numpy.elements import dequantize, from_bfloat16, pack, quantize, to_bfloat16, unpack
 
 SEED = 8_104
 FORMATS = [(bits, group) for bits in (4, 8) for group in (32, 64, 128)]

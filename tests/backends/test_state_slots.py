@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from kvpool.group_storage import StateSlots
 from kvpool.sizing import StateArray
-from kvpool.state_slots import StateSlots
 
 ARRAYS = (
     StateArray((2, 3), "float32"),

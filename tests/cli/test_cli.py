@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kvpool
-from kvpool.cli import machine, main
+from kvpool.cli import console, main
 from kvpool.errors import install_command
 
 LLAMA_8B = {
@@ -75,7 +75,7 @@ def test_help_without_optional_packages_works():
 import sys
 for name in ("mlx", "mlx_lm", "rich", "matplotlib", "kvpool_backends"):
     sys.modules[name] = None
-from kvpool.cli import machine, main
+from kvpool.cli import console, main
 main(["demo", "--help"])
 """
     result = run_python("-c", code)
@@ -308,15 +308,15 @@ def test_doctor_tells_of_metal_kernels_and_the_extension(capsys, monkeypatch):
     [("always [madvise] never", "madvise"), ("[always] madvise never", "always"), ("", None)],
 )
 def test_huge_pages_are_read_as_the_system_tells_them(monkeypatch, text, expected):
-    monkeypatch.setattr(machine, "read_text", lambda path: text)
-    assert machine.huge_pages() == expected
+    monkeypatch.setattr(console, "read_text", lambda path: text)
+    assert console.huge_pages() == expected
 
 
 def test_doctor_without_mlx_says_why_and_still_succeeds():
     code = """
 import sys
 sys.modules["mlx"] = None
-from kvpool.cli import machine, main
+from kvpool.cli import console, main
 sys.exit(main(["doctor", "--json"]))
 """
     result = run_python("-c", code)
@@ -347,7 +347,7 @@ def test_demo_without_rich_says_what_to_install():
     code = """
 import sys
 sys.modules["rich"] = None
-from kvpool.cli import machine, main
+from kvpool.cli import console, main
 sys.exit(main(["demo"]))
 """
     result = run_python("-c", code)

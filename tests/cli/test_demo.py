@@ -17,7 +17,7 @@ import pytest
 import kvpool
 from kvpool._picture import BLOCKS, INK, OTHER, OTHER_LIGHT
 from kvpool.cli import demo, main
-from kvpool.cli.demo import layers, models, occupancy, pools
+from kvpool.cli.demo import models, occupancy, pools
 from kvpool.cli.demo.occupancy import make_requests, serve_from_blocks, serve_from_slots
 from kvpool.cli.demo.report import Claim, Outcome, Part, Report, Settings, print_report
 from kvpool.scheduler.state import Core
@@ -345,10 +345,10 @@ def publish_nothing(monkeypatch):
         (models.SHARED_PROMPT, compute_anew, {"prompt_stored_once"}),
         (models.ATTENTION, attend_to_half, {"fused_tokens_identical"}),
         (models.ATTENTION, attend_slowly, {"fused_faster"}),
-        (layers.PART, swap_states, {"layers_tokens_identical", "layers_batch_is_alone"}),
-        (layers.PART, keep_a_fork, {"layers_no_blocks_leaked"}),
-        (layers.PART, publish_nothing, {"layers_turn_computes_what_is_new"}),
-        (layers.PART, count_bytes_ten_times, {"layers_fewer_bytes"}),
+        (models.PART, swap_states, {"layers_tokens_identical", "layers_batch_is_alone"}),
+        (models.PART, keep_a_fork, {"layers_no_blocks_leaked"}),
+        (models.PART, publish_nothing, {"layers_turn_computes_what_is_new"}),
+        (models.PART, count_bytes_ten_times, {"layers_fewer_bytes"}),
     ],
 )
 def test_fault_in_the_adapter_breaks_its_claim_only(monkeypatch, settings, part, fault, broken):

@@ -8,7 +8,7 @@ from kvpool.config import LAYOUTS, KVSpec
 from kvpool.protocol import AttentionOptions, StepArrays
 from kvpool_backends.cpu import CPUBackend, isas
 from kvpool_backends.numpy import NumpyBackend
-from kvpool_backends.numpy.bfloat16 import to_bfloat16
+from kvpool_backends.numpy.elements import to_bfloat16
 
 SEED = 8_105
 BITS = [(8, 8), (4, 4), (8, 4), (4, 8), (None, 4), (8, None)]

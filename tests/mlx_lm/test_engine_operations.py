@@ -16,9 +16,9 @@ from mlx_models import VOCAB, on_cpu, random_prompts, solo_tokens, tiny_llama
 
 import kvpool
 from kvpool.adapters.mlx_lm import tiny, tiny_families
+from kvpool.adapters.mlx_lm.chat import Transcript
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.adapters.mlx_lm.sampling import Sampling
-from kvpool.adapters.mlx_lm.transcript import Transcript
 from kvpool.errors import RequestRejected, UnknownRequest
 
 BLOCK = 4

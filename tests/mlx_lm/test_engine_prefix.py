@@ -10,8 +10,8 @@ from mlx_lm.generate import generate_step
 from mlx_models import on_cpu
 
 from kvpool.adapters.mlx_lm import tiny
-from kvpool.adapters.mlx_lm.checkpoints import Checkpoints
 from kvpool.adapters.mlx_lm.engine import Engine
+from kvpool.adapters.mlx_lm.states import Checkpoints
 from kvpool.adapters.mlx_lm.tiny_families import OWN
 from kvpool.groups import arenas_of
 

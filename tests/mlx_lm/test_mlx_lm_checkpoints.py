@@ -11,13 +11,13 @@ from mlx_models import on_cpu
 import kvpool
 from kvpool import Group, KVSpec
 from kvpool.adapters.mlx_lm import install, tiny
-from kvpool.adapters.mlx_lm.arrays import Converted
 from kvpool.adapters.mlx_lm.cache import Batch, PagedKVCache
-from kvpool.adapters.mlx_lm.checkpoints import Checkpoints
 from kvpool.adapters.mlx_lm.engine import FORMATS
+from kvpool.adapters.mlx_lm.host import Converted
 from kvpool.adapters.mlx_lm.passes import Known
 from kvpool.adapters.mlx_lm.ragged import RaggedForward
 from kvpool.adapters.mlx_lm.shapes import Leaf, StateShape, build, inspect_model
+from kvpool.adapters.mlx_lm.states import Checkpoints
 from kvpool.adapters.mlx_lm.tiny_families import OWN
 from kvpool.group_storage import BlockRows
 from kvpool_backends import load_backend

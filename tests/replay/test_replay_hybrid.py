@@ -15,9 +15,8 @@ from kvpool.cli import main
 from kvpool.groups import Group
 from kvpool.replay import read_trace, synthetic_trace
 from kvpool.replay.fixed_split import FixedSplit, Split
-from kvpool.replay.hybrid import replay_hybrid
-from kvpool.replay.hybrid_shapes import MODELS, HybridShape, hybrid_shape
-from kvpool.replay.paths import paths_of, shareable_blocks, unique_blocks
+from kvpool.replay.hybrid import MODELS, HybridShape, hybrid_shape, replay_hybrid
+from kvpool.replay.trace import paths_of, shareable_blocks, unique_blocks
 
 MIB = 2**20
 SYNTH = json.loads((Path(__file__).parents[1] / "data" / "golden_hybrid_synth.json").read_text())["entries"]

@@ -16,9 +16,8 @@ from test_replay_oracle import NaiveP1, random_trace
 
 from kvpool.groups import Group
 from kvpool.replay import read_trace, synthetic_trace
-from kvpool.replay.hybrid import CHUNK, replay_hybrid
-from kvpool.replay.hybrid_shapes import HybridShape, hybrid_shape
-from kvpool.replay.paths import paths_of, shareable_blocks, unique_blocks
+from kvpool.replay.hybrid import CHUNK, HybridShape, hybrid_shape, replay_hybrid
+from kvpool.replay.trace import paths_of, shareable_blocks, unique_blocks
 
 ROUNDS = int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", 1000)) // 10
 PRIVATE = None  # a block whose content nobody knows

@@ -12,7 +12,7 @@ import pytest
 from scheduler_workload import Runner, draw
 
 from kvpool import Group, Pool, Request, Scheduler
-from kvpool.scheduler import ahead, policy, results, scheduler
+from kvpool.scheduler import policy, results, scheduler
 from kvpool.scheduler.state import DECODING, Step
 
 LONG = bool(os.environ.get("KVPOOL_LONG"))
@@ -225,11 +225,11 @@ def second_step_follows_another_row(monkeypatch):
 
 
 def sequence_at_its_length_goes_on(monkeypatch):
-    monkeypatch.setattr(ahead, "FINISHED", DECODING)
+    monkeypatch.setattr(scheduler, "FINISHED", DECODING)
 
 
 def what_was_assumed_stays(monkeypatch):
-    executed = ahead.executed
+    executed = scheduler.executed
 
     @contextmanager
     def kept(core, step):

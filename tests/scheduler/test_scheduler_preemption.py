@@ -6,7 +6,7 @@ from scheduler_workload import Runner, Workload
 from schedules import Machine, greedy, next_token
 
 from kvpool import Pool, Request, Scheduler
-from kvpool.scheduler.sequences import DECODING
+from kvpool.scheduler.request import DECODING
 
 
 def until_preempted(policy, priorities=(0, 0, 0), beam=None):

@@ -24,8 +24,7 @@ from transformers.generation.continuous_batching.cache_allocators import (
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
 from kvpool.adapters import transformers as adapter
-from kvpool.adapters.transformers import PoolAllocator, install
-from kvpool.adapters.transformers_places import store
+from kvpool.adapters.transformers import PoolAllocator, install, store
 from kvpool.errors import OutOfBlocks
 
 VOCAB, NEW = 320, 12

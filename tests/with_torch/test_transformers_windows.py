@@ -6,8 +6,7 @@ import torch
 from test_transformers import VOCAB, alone, generate, generation, wandering
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, MistralConfig
 
-from kvpool.adapters.transformers import PoolAllocator, WindowAllocator, install
-from kvpool.adapters.transformers_places import Places, Stored
+from kvpool.adapters.transformers import Places, PoolAllocator, Stored, WindowAllocator, install
 from kvpool.groups import Group
 
 WINDOW, NEW = 12, 12

@@ -1,8 +1,9 @@
-"""Prompts from conversations, and where the next turn may rewrite them."""
+"""Text and tokens: prompts from conversations, where the next turn may rewrite them, and text from new tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 TAIL = 11  # tokens at the end of a prompt among which mlx-lm's server looks for an opened think block
@@ -35,3 +36,72 @@ def rewritten_from(tokenizer: Any, prompt: Sequence[int]) -> int | None:
         return None
     start: int = tokenizer.rfind_think_start(prompt, start=len(prompt) - TAIL)
     return None if start < 0 else start
+
+
+class Transcript:
+    """Text from tokens, one after the other.
+
+    Parameters
+    ----------
+    detokenizer
+        A fresh one of mlx-lm's, None for no text at all.
+    stops : sequence of str
+        The text ends before the first of these; they may begin and end inside of tokens.
+
+    Attributes
+    ----------
+    text : str
+        What was shown so far. Text that may turn out to be the beginning of a stop string is held back.
+    stop : str or None
+        The stop string that came.
+    """
+
+    def __init__(self, detokenizer: Any, stops: Sequence[str] = ()) -> None:
+        self._detokenizer = detokenizer
+        self._stops = tuple(stops)
+        self._seen = ""
+        self.text = ""
+        self.stop: str | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string came."""
+        return self.stop is not None
+
+    def add(self, token: int) -> str:
+        """The text that may be shown when `token` has come. A token that the tokenizer does not have adds none."""
+        if self._detokenizer is None or self.is_stopped:
+            return ""
+        with suppress(IndexError, TypeError):  # models have a few rows more than their tokenizers have tokens
+            self._detokenizer.add_token(token)
+        self._read()
+        return self._show(len(self._seen) - self._held())
+
+    def finish(self) -> str:
+        """The rest, when no token follows."""
+        if self._detokenizer is None or self.is_stopped:
+            return ""
+        self._detokenizer.finalize()
+        self._read()
+        return self._show(len(self._seen))
+
+    def _read(self) -> None:
+        before = len(self._seen)
+        self._seen += self._detokenizer.last_segment
+        found = [(self._seen.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self._stops]
+        at, self.stop = min((one for one in found if one[0] >= 0), default=(len(self._seen), None))
+        self._seen = self._seen[:at]
+
+    def _held(self) -> int:
+        """Characters at the end that a stop string may begin with."""
+        if self.is_stopped or not self._stops:
+            return 0
+        for at in range(len(self.text), len(self._seen)):  # what was shown before begins no stop string
+            if any(stop.startswith(self._seen[at:]) for stop in self._stops):
+                return len(self._seen) - at
+        return 0
+
+    def _show(self, end: int) -> str:
+        new = self._seen[len(self.text) : end]
+        self.text += new
+        return new

@@ -38,14 +38,13 @@ import mlx.core as mx
 import numpy as np
 
 from kvpool import Request, Scheduler
-from kvpool.adapters.mlx_lm.chat import encoded, is_conversation, rewritten_from
+from kvpool.adapters.mlx_lm.chat import Transcript, encoded, is_conversation, rewritten_from
 from kvpool.adapters.mlx_lm.grammar import Follower, GrammarFailed, Grammars
 from kvpool.adapters.mlx_lm.host import BackendFactory, install
 from kvpool.adapters.mlx_lm.ragged import RaggedForward
 from kvpool.adapters.mlx_lm.sampling import SEED_MAX, Sampling, best, sample
 from kvpool.adapters.mlx_lm.shapes import max_positions
 from kvpool.adapters.mlx_lm.stored import StoredPrefixes, StoreFactory
-from kvpool.adapters.mlx_lm.transcript import Transcript
 from kvpool.errors import OutOfBlocks, OutOfSequences, UnknownRequest
 from kvpool.eviction import Policy
 from kvpool.scheduler import Decoding, Output, Step

@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
 from typing import Any, Self
@@ -16,18 +16,15 @@ import mlx_lm
 import numpy as np
 
 import kvpool
-from kvpool.adapters.mlx_lm.arrays import Converted
-from kvpool.adapters.mlx_lm.attention import Site, find_sites
+from kvpool.adapters.mlx_lm.attention import NUM_TOKENS, ROWS, Site, find_sites, reason_to_gather
 from kvpool.adapters.mlx_lm.cache import Batch, PagedKVCache
-from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.calls import TRIM, site_of
 from kvpool.adapters.mlx_lm.eviction import check_policy
 from kvpool.adapters.mlx_lm.layout import Layout, layout_of
 from kvpool.adapters.mlx_lm.passes import NOT_OPENED, Known, Passes
-from kvpool.adapters.mlx_lm.shapes import ModelShape, build, inspect_model, leaves_of, require_bits
+from kvpool.adapters.mlx_lm.shapes import Hook, ModelShape, build, inspect_model, leaves_of, require_bits
 from kvpool.adapters.mlx_lm.states import arrays_in
 from kvpool.adapters.mlx_lm.stored import StoredPrefixes, StoreFactory
-from kvpool.adapters.mlx_lm.trial import NUM_TOKENS, ROWS, reason_to_gather
 from kvpool.errors import StaleHandle
 from kvpool.eviction import Policy
 from kvpool.group_storage import Arena, BlockRows
@@ -35,6 +32,52 @@ from kvpool.protocol import KVBackend
 from kvpool.scheduler.needs import Needs
 from kvpool.spec import KVSpec
 from kvpool.store import BlockStore
+
+
+class Converted:
+    """Wraps a backend for other arrays and converts them from and to MLX arrays. All else is passed through.
+
+    Every call evaluates its arguments and has run when it returns. So no MLX work is queued on the storage.
+
+    Parameters
+    ----------
+    backend : KVBackend
+    """
+
+    def __init__(self, backend: KVBackend) -> None:
+        self._inside = backend
+        self._dtype = getattr(mx, backend.spec.dtype)
+        self.capabilities = replace(backend.capabilities, arrays="mlx", lazy=False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inside, name)
+
+    def write(self, step: Any, layer: int, k: mx.array, v: mx.array) -> None:
+        """See `kvpool.protocol.KVBackend.write`."""
+        self._inside.write(step, layer, self._theirs(k), self._theirs(v))
+
+    def attend(self, step: Any, layer: int, q: mx.array, scale: float | None = None, **more: Any) -> Any:
+        """See `kvpool.protocol.KVBackend.attend`; float32 results are rounded to the dtype of `q`."""
+        results = self._inside.attend(step, layer, self._theirs(q), scale, **more)
+        if isinstance(results, tuple):
+            return tuple(self._ours(x, q.dtype if i == 0 else mx.float32) for i, x in enumerate(results))
+        return self._ours(results, q.dtype)
+
+    def read(self, step: Any, layer: int) -> tuple[mx.array, mx.array]:
+        """See `kvpool.protocol.KVBackend.read`."""
+        k, v = self._inside.read(step, layer)
+        return self._ours(k, self._dtype), self._ours(v, self._dtype)
+
+    def queued(self, layer: int) -> list[mx.array]:
+        """Nothing that MLX could evaluate."""
+        return []
+
+    def _theirs(self, x: mx.array) -> Any:
+        return self._inside.asarray(np.array(x.astype(mx.float32)))
+
+    def _ours(self, x: Any, dtype: mx.Dtype) -> mx.array:
+        return mx.array(self._inside.to_numpy(x)).astype(dtype)
+
 
 BackendFactory = Callable[[KVSpec, int], KVBackend]
 SUPPORTED_VERSIONS = ("0.32.2",)  # releases of mlx-lm whose engines the tests run on kvpool

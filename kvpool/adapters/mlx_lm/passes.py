@@ -13,8 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from kvpool.adapters.mlx_lm.attention import Site
-from kvpool.adapters.mlx_lm.checkpoints import Checkpoints
 from kvpool.adapters.mlx_lm.layout import Layout
+from kvpool.adapters.mlx_lm.states import Checkpoints
 from kvpool.errors import ConcurrentUse, KVPoolError
 from kvpool.protocol import KVBackend
 

@@ -24,8 +24,7 @@ from kvpool.adapters.mlx_lm.calls import LayerCache, Part, Turn, cut, in_parts, 
 from kvpool.adapters.mlx_lm.eviction import Eviction
 from kvpool.adapters.mlx_lm.host import PagedKV
 from kvpool.adapters.mlx_lm.passes import Rows
-from kvpool.adapters.mlx_lm.slots import SlotStates, arrays_of
-from kvpool.adapters.mlx_lm.states import Held
+from kvpool.adapters.mlx_lm.states import Held, SlotStates, arrays_of
 
 
 class RaggedForward:

@@ -3,19 +3,25 @@
 `Held` is never changed, only replaced. Its arrays and objects may belong to several batches: arrays of MLX are values,
 and a forward pass works on copies of unknown objects. So a state is never copied when it is shared, and the states
 before a pass are those that the batch still has.
+
+`SlotStates` has what the state slots of a pool stand for, in an engine whose plans name slots and not batches: a slot
+is a row of what a pass has left behind. The pool decides which slot a row reads and which it writes, shares a slot with
+forks, and frees it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
 from kvpool.adapters.mlx_lm.layout import Layout
+from kvpool.adapters.mlx_lm.shapes import state_shapes
 
 Held = dict[int, list[Any]]
 """For each leaf without a place in a pool: its arrays ``[B, ...]``, None where nothing was computed yet; or, if it is
@@ -93,3 +99,133 @@ def arrays_in(items: Sequence[Any]) -> list[mx.array]:
 
 def _is_opaque(layout: Layout, leaf: int) -> bool:
     return layout.leaves[leaf].kind == "opaque"
+
+
+class _Row(NamedTuple):
+    held: Held
+    row: int
+    num_rows: int  # of `held`
+
+
+class SlotStates:
+    """What each state slot of a pool holds.
+
+    Parameters
+    ----------
+    layout : Layout
+        Of the model.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._rows: dict[int, _Row] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays that slots refer to."""
+        batches = {id(row.held): row.held for row in self._rows.values()}.values()
+        arrays = {id(x): x for held in batches for items in held.values() for x in arrays_in(items)}
+        return sum(x.nbytes for x in arrays.values())
+
+    def read(self, slots: Sequence[int]) -> Held:
+        """Return what rows with these slots hold. The rows of a whole pass, in its order, are not copied."""
+        pieces = []
+        for _, run in groupby((self._rows[slot] for slot in slots), key=lambda row: id(row.held)):
+            places = list(run)
+            held, rows = places[0].held, [place.row for place in places]
+            is_whole = rows == list(range(places[0].num_rows))
+            pieces.append((held if is_whole else chosen(self._layout, held, rows), len(rows)))
+        return joined(self._layout, pieces)
+
+    def write(self, slots: Sequence[int], held: Held) -> None:
+        """Let each slot stand for a row of `held`."""
+        for row, slot in enumerate(slots):
+            self._rows[slot] = _Row(held, row, len(slots))
+
+    def keep(self, slots: Iterable[int]) -> None:
+        """Forget all slots but these."""
+        self._rows = {slot: self._rows[slot] for slot in slots if slot in self._rows}
+
+
+def arrays_of(held: Held) -> list[mx.array]:
+    """Return all arrays of what rows hold."""
+    return [x for items in held.values() for x in arrays_in(items)]
+
+
+class Checkpoints:
+    """Executes the ``state_loads`` and ``state_saves`` of plans, bit by bit.
+
+    A checkpoint is a bundle of blocks of arena 0. Its bytes are those of all arrays of all states of a sequence, one
+    after the other; what is left of the last block is 0. docs/prefix.md says when a pool asks for loads and saves.
+
+    Parameters
+    ----------
+    layout : Layout
+    store
+        Has ``export_blocks`` and ``import_blocks`` for arena 0, as a `KVBackend` has.
+    """
+
+    def __init__(self, layout: Layout, store: Any) -> None:
+        self._layout = layout
+        self._store = store
+
+    def loaded(self, plan: Any) -> tuple[list[int], Held]:
+        """Return the slots that a plan loads, and what they hold, row by row. To be called before the first layer."""
+        bundles = self._bundles(plan, "state_loads")
+        if not len(bundles):
+            return [], {}
+        blocks = bundles[:, 1:]
+        data = self._store.export_blocks(blocks.ravel()).reshape(len(bundles), -1)
+        held: Held = {}
+        begin = 0
+        for leaf in self._layout.held:
+            held[leaf] = []
+            for array in self._layout.leaves[leaf].arrays:
+                if array is None:
+                    held[leaf].append(None)
+                    continue
+                part = mx.array(np.ascontiguousarray(data[:, begin : begin + array.nbytes]))
+                held[leaf].append(part.view(array.dtype).reshape(len(bundles), *array.shape))
+                begin += array.nbytes
+        return bundles[:, 0].tolist(), held
+
+    def save(self, plan: Any, read: Callable[[Sequence[int]], Held]) -> None:
+        """Fill the bundles that a plan saves. To be called after the last layer.
+
+        `read` returns what slots hold after the pass.
+
+        Raises
+        ------
+        TypeError
+            The arrays of a state differ from those of the model when it was traced.
+        """
+        bundles = self._bundles(plan, "state_saves")
+        if not len(bundles):
+            return
+        held = read(bundles[:, 0].tolist())
+        parts: list[mx.array] = []
+        for leaf in self._layout.held:
+            found, due = state_shapes(held[leaf]), self._layout.leaves[leaf].arrays
+            if found != due:
+                raise TypeError(
+                    f"[forward] the state of cache {leaf} has arrays {found}, it had {due} when the model was traced: "
+                    "after a model was cast, call install again, or make a new engine"
+                )
+            parts += [x.reshape(len(bundles), -1).view(mx.uint8) for x in held[leaf] if x is not None]
+        mx.eval(parts)
+        data = np.zeros((len(bundles), (bundles.shape[1] - 1) * self._layout.block_nbytes[0]), np.uint8)
+        begin = 0
+        for part in parts:
+            data[:, begin : begin + part.shape[1]] = np.asarray(part)
+            begin += part.shape[1]
+        self._store.import_blocks(bundles[:, 1:].ravel(), data.reshape(-1, self._layout.block_nbytes[0]))
+
+    def _bundles(self, plan: Any, name: str) -> np.ndarray:
+        """Return (slot, blocks) of each load or save, int32 ``[K, 1 + blocks]``."""
+        if self._layout.checkpoint_blocks == 0:
+            return np.zeros((0, 1), np.int32)
+        bundles: np.ndarray = getattr(plan.groups[self._layout.state_group], name)
+        return bundles

@@ -16,10 +16,20 @@ from typing import Any
 import numpy as np
 
 from kvpool import KVSpec, Plan, Pool
-from kvpool.cli.bench.measure import Contestant, race
-from kvpool.cli.bench.options import DTYPES, LIST, MEMORY, NUMBER, declare, memory_nbytes, numbers, some, tokens
-from kvpool.cli.console import CommandError, progress, whole
-from kvpool.cli.machine import cpu_model
+from kvpool.cli.bench.measure import (
+    DTYPES,
+    LIST,
+    MEMORY,
+    NUMBER,
+    Contestant,
+    declare,
+    memory_nbytes,
+    numbers,
+    race,
+    some,
+    tokens,
+)
+from kvpool.cli.console import CommandError, cpu_model, progress, whole
 
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 CHUNK = 1024  # tokens that are written at once

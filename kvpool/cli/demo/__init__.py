@@ -62,11 +62,11 @@ def run(args: argparse.Namespace) -> int:
 
 def all_parts() -> list[Part]:
     """Return the parts in the order they run, which is the order of the table."""
-    from kvpool.cli.demo import layers, models, occupancy, pools, restart
+    from kvpool.cli.demo import models, occupancy, pools, restart
 
     return [
         *(models.ENGINE, models.FORKS, pools.STEP_COST, occupancy.PART, pools.OUT_OF_BLOCKS),
-        *(models.SHARED_PROMPT, models.ATTENTION, models.CONVERSATION, layers.PART, restart.PART),
+        *(models.SHARED_PROMPT, models.ATTENTION, models.CONVERSATION, models.PART, restart.PART),
     ]
 
 
