@@ -12,7 +12,8 @@ from benchmarks.attention.bench import Bench
 from benchmarks.attention.cache import kv_nbytes, padded, random_elements
 from benchmarks.attention.dense import MAKERS, framework_threads, missing_threads
 from benchmarks.attention.rows import Row, threads_name, timed
-from kvpool.cli.bench.measure import Contestant, tokens
+from kvpool.cli.bench.measure import Contestant
+from kvpool.cli.bench.options import tokens
 
 RIVAL_SECONDS = 1.0
 """A rival sits out after so long."""

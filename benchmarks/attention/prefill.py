@@ -10,7 +10,8 @@ from benchmarks.attention.bench import Bench
 from benchmarks.attention.cache import kv_nbytes, padded, random_elements
 from benchmarks.attention.dense import framework_threads, missing_threads
 from benchmarks.attention.rows import Row, threads_name, timed
-from kvpool.cli.bench.measure import Contestant, tokens
+from kvpool.cli.bench.measure import Contestant
+from kvpool.cli.bench.options import tokens
 
 NUM_QUERIES = 512
 CONTEXT = 4096

@@ -13,7 +13,8 @@ from benchmarks.attention.bench import Bench
 from benchmarks.attention.cache import WrongResult, narrowed, padded
 from benchmarks.attention.moves import CALLS, NUM_TOKENS, memcpy_runs
 from benchmarks.attention.rows import Row, threads_name, timed
-from kvpool.cli.bench.measure import Contestant, tokens
+from kvpool.cli.bench.measure import Contestant
+from kvpool.cli.bench.options import tokens
 from kvpool.cli.console import CommandError
 from kvpool.config import KVSpec
 from kvpool.protocol import StepArrays

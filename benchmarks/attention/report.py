@@ -17,7 +17,7 @@ from benchmarks.attention.gates import BLOCK_SIZE
 from benchmarks.attention.rows import Row
 from benchmarks.attention.settings import RIVALS
 from benchmarks.gate import Gate, as_text, held
-from kvpool.cli.bench.measure import tokens
+from kvpool.cli.bench.options import tokens
 from kvpool.cli.console import cache_nbytes, cpu_model, huge_pages
 from kvpool.config import format_nbytes
 

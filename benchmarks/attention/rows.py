@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvpool.cli.bench.measure import Race, tokens
+from kvpool.cli.bench.measure import Race
+from kvpool.cli.bench.options import tokens
 
 CACHED_NBYTES = 2**27
 """Rows that move fewer bytes (134 MB) may live in a cache: they are shown and carry no gate."""

@@ -11,7 +11,8 @@ import numpy as np
 from benchmarks.attention.bench import Bench
 from benchmarks.attention.cache import PagedCall, WrongResult, kv_nbytes, padded, random_elements
 from benchmarks.attention.rows import Row, threads_name, timed
-from kvpool.cli.bench.measure import Contestant, tokens
+from kvpool.cli.bench.measure import Contestant
+from kvpool.cli.bench.options import tokens
 
 BLOCK_SIZE = 16
 KINDS = ("raw", "mass")

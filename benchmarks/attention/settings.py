@@ -6,7 +6,7 @@ import argparse
 import re
 from dataclasses import dataclass
 
-from kvpool.cli.bench.measure import DTYPES, memory_nbytes, numbers, some
+from kvpool.cli.bench.options import DTYPES, memory_nbytes, numbers, some
 from kvpool.cli.console import CommandError, whole
 
 PARTS = ("decode", "prefill", "write", "copy", "scores")

@@ -41,7 +41,7 @@ def make_room(core: Core, probe: object) -> DecodeBatch:
     request that is left alone and finds no block starts over once, and then finds these blocks in the cache.
     """
     batch = core.batch()
-    while not has_room(core, batch):
+    while not core.has_room(batch):
         running = core.rows.running()
         victim = choose_victim(core, core.policy, running, probe)
         unit = 1 if victim.group.beam is None else len(victim.group.beam.live)
@@ -57,16 +57,6 @@ def make_room(core: Core, probe: object) -> DecodeBatch:
             core.preempt(victim)
         batch = core.batch()
     return batch
-
-
-def has_room(core: Core, batch: DecodeBatch) -> bool:
-    """Return whether each decode finds its blocks, without those that are promised to others."""
-    if not core.needs.promises:
-        return core.pool.blocks.num_blank >= len(batch.handles) or core.pool.can(batch.handles)
-    promised = core.promised()
-    if not any(promised) or not len(batch.lanes):
-        return core.pool.can(batch.handles)
-    return core.needs.short(core.growth(batch.lanes), core.needs.free(), promised) < 0
 
 
 def starved(core: Core, text: str, arena: int) -> OutOfBlocks:

@@ -22,7 +22,6 @@ from kvpool.scheduler.policy import (
     MustWait,
     admit_next,
     blocks_alone,
-    has_room,
     keep_budgets,
     known_tokens,
     make_room,
@@ -418,7 +417,7 @@ class Scheduler:
         if self._propose is not None or not may_plan_ahead(core, before):
             return None
         with suppress(MustWait), executed(core, before):
-            if has_room(core, core.batch()):
+            if core.has_room(core.batch()):
                 plan = self._plans[self._turn]
                 batch, chunks = self._decide(plan)
                 if batch is not None or chunks:
@@ -436,7 +435,7 @@ class Scheduler:
         if not core.count[DECODING]:
             return None, self._chunks(core.max_step_tokens, core.max_running) if core.mixed else []
         batch = core.batch()  # taken before admissions, which are chunks, not decodes
-        if not has_room(core, batch):
+        if not core.has_room(batch):
             batch = make_room(core, plan)
         if not core.count[DECODING]:  # every decode was preempted, so the step must have a chunk
             return None, self._chunks(core.max_step_tokens, core.max_running if core.mixed else 1)

@@ -453,6 +453,15 @@ class Core:
             self.changed = False
         return self._batch
 
+    def has_room(self, batch: DecodeBatch) -> bool:
+        """Return whether each decode finds its blocks, without those that are promised to others."""
+        if not self.needs.promises:
+            return self.pool.blocks.num_blank >= len(batch.handles) or self.pool.can(batch.handles)
+        promised = self.promised()
+        if not any(promised) or not len(batch.lanes):
+            return self.pool.can(batch.handles)
+        return self.needs.short(self.growth(batch.lanes), self.needs.free(), promised) < 0
+
     def available(self) -> list[int]:
         """Return the blocks of each arena that are neither taken nor promised."""
         free = self.needs.free()

@@ -312,10 +312,10 @@ def compute_anew(monkeypatch):
 
 def swap_states(monkeypatch):
     """Give the rows of a batch each other's states. A request alone has only its own."""
-    from kvpool.adapters.mlx_lm import calls
+    from kvpool.adapters.mlx_lm import passes
 
-    chosen = calls.chosen
-    monkeypatch.setattr(calls, "chosen", lambda layout, held, rows: chosen(layout, held, rows[::-1]))
+    chosen = passes.chosen
+    monkeypatch.setattr(passes, "chosen", lambda layout, held, rows: chosen(layout, held, rows[::-1]))
 
 
 def count_bytes_ten_times(monkeypatch):

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from kvpool.cli import doctor, main
-from kvpool.cli.bench import metal, report
+from kvpool.cli.bench import metal, predict, report
 
 
 @pytest.fixture
@@ -91,24 +91,24 @@ def test_kernels_are_named_as_mlx_compiles_them(fake, monkeypatch):
 
 
 def test_predictions_agree_with_what_others_published():
-    for name, group, dim, context, rate in metal.PUBLISHED:
-        shape = metal.Shape(1, context, 8, group, dim)
-        found = metal.nbytes(shape) / metal.dense_seconds(metal.GPUS[name], shape) / 1e9
+    for name, group, dim, context, rate in predict.PUBLISHED:
+        shape = predict.Shape(1, context, 8, group, dim)
+        found = predict.nbytes(shape) / predict.dense_seconds(predict.GPUS[name], shape) / 1e9
         assert abs(found / rate - 1) < 0.1
 
 
 def test_predictions_follow_the_chip_and_the_shape():
-    shape = metal.Shape(1, 16_384, 8, 4, 128)
-    times = [metal.paged_seconds(metal.GPUS[name], shape) for name in ("M4", "M4 Pro", "M4 Max")]
+    shape = predict.Shape(1, 16_384, 8, 4, 128)
+    times = [predict.paged_seconds(predict.GPUS[name], shape) for name in ("M4", "M4 Pro", "M4 Max")]
     assert times == sorted(times, reverse=True) and times[0] > 3 * times[2]
-    for gpu in metal.GPUS.values():
-        least = metal.nbytes(shape) / gpu.bandwidth / 1e9
-        assert metal.paged_seconds(gpu, shape) > least < metal.dense_seconds(gpu, shape)
-    assert metal.gpu_of("Apple M4 Max", 32) == metal.GPUS["M4 Max"]._replace(cores=32)
-    assert metal.gpu_of("AMD Radeon") is None
+    for gpu in predict.GPUS.values():
+        least = predict.nbytes(shape) / gpu.bandwidth / 1e9
+        assert predict.paged_seconds(gpu, shape) > least < predict.dense_seconds(gpu, shape)
+    assert predict.gpu_of("Apple M4 Max", 32) == predict.GPUS["M4 Max"]._replace(cores=32)
+    assert predict.gpu_of("AMD Radeon") is None
 
 
 def test_the_page_of_predictions_needs_no_mac(capsys):
     assert main(["bench", "metal", "--predict"]) == 0
     text = capsys.readouterr().out
-    assert all(f"\n{name} " in text for name in metal.GPUS) and metal.ASSUMPTIONS in text
+    assert all(f"\n{name} " in text for name in predict.GPUS) and predict.ASSUMPTIONS in text

@@ -14,8 +14,7 @@ from mlx_models import on_cpu, random_prompts, solo_tokens, tiny_llama
 import kvpool
 import kvpool_backends.mlx
 from kvpool.adapters.mlx_lm import install
-from kvpool.adapters.mlx_lm.engine import Engine
-from kvpool.adapters.mlx_lm.ragged import RaggedForward
+from kvpool.adapters.mlx_lm.engine import Engine, RaggedForward
 from kvpool.eviction import H2O, BlockEviction, SlidingWindow
 
 CHUNK, TOKENS = 7, 40  # mlx_models.solo_tokens has prompts in chunks of seven

@@ -6,9 +6,8 @@ from mlx_models import on_cpu, solo_tokens
 from sliding_cache import SlidingCache
 
 from kvpool.adapters.mlx_lm import install, tiny
-from kvpool.adapters.mlx_lm.engine import Engine
+from kvpool.adapters.mlx_lm.engine import Engine, RaggedForward
 from kvpool.adapters.mlx_lm.eviction import Eviction
-from kvpool.adapters.mlx_lm.ragged import RaggedForward
 from kvpool.eviction import H2O, BlockEviction, SlidingWindow
 
 LONG = pytest.mark.long

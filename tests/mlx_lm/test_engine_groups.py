@@ -7,8 +7,7 @@ from mlx_lm.generate import generate_step
 from mlx_models import ended, on_cpu
 
 from kvpool.adapters.mlx_lm import tiny
-from kvpool.adapters.mlx_lm.engine import Engine
-from kvpool.adapters.mlx_lm.ragged import RaggedForward
+from kvpool.adapters.mlx_lm.engine import Engine, RaggedForward
 from kvpool.adapters.mlx_lm.states import SlotStates
 from kvpool.adapters.mlx_lm.tiny_families import OWN
 from kvpool.eviction import SlidingWindow

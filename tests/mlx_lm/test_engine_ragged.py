@@ -8,7 +8,7 @@ from mlx_models import ROUTES, on_cpu, random_prompts, tiny_llama
 
 import kvpool
 from kvpool.adapters.mlx_lm import install
-from kvpool.adapters.mlx_lm.ragged import RaggedForward
+from kvpool.adapters.mlx_lm.engine import RaggedForward
 
 LENGTHS = (23, 1, 40, 9, 17)
 BLOCK = 4

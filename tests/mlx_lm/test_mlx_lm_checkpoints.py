@@ -12,10 +12,9 @@ import kvpool
 from kvpool import Group, KVSpec
 from kvpool.adapters.mlx_lm import install, tiny
 from kvpool.adapters.mlx_lm.cache import Batch, PagedKVCache
-from kvpool.adapters.mlx_lm.engine import FORMATS
+from kvpool.adapters.mlx_lm.engine import FORMATS, RaggedForward
 from kvpool.adapters.mlx_lm.host import Converted
 from kvpool.adapters.mlx_lm.passes import Known
-from kvpool.adapters.mlx_lm.ragged import RaggedForward
 from kvpool.adapters.mlx_lm.shapes import Leaf, StateShape, build, inspect_model
 from kvpool.adapters.mlx_lm.states import Checkpoints
 from kvpool.adapters.mlx_lm.tiny_families import OWN

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import ArraysCache, LRUPromptCache, make_prompt_cache
 from mlx_models import assert_all_free, on_cpu
 
 from kvpool import OutOfBlocks, Pool
-from kvpool.adapters.mlx_lm import Engine, calls, install, tiny_families
+from kvpool.adapters.mlx_lm import Engine, install, passes, tiny_families
 from kvpool.adapters.mlx_lm.layout import arrays_of_an_arena
 from kvpool.adapters.mlx_lm.shapes import leaves_of
 from kvpool.eviction import SlidingWindow
@@ -140,7 +140,7 @@ def test_canary_padding_in_a_state_is_detected(monkeypatch):
         model = family("mamba")
         prompts = prompts_of((5, 37))
         own = [alone(model, prompt) for prompt in prompts]
-        monkeypatch.setattr(calls.Turn, "parts", lambda self, _: [calls.Part(self, np.arange(len(self.new)))])
+        monkeypatch.setattr(passes.Turn, "parts", lambda self, _: [passes.Part(self, np.arange(len(self.new)))])
         with install_on_cpu(model):
             assert together(model, prompts) != own
 
@@ -149,8 +149,8 @@ def test_canary_a_context_that_begins_a_block_too_early_is_detected(monkeypatch)
     with on_cpu():
         model, (prompt,) = family("gemma3_text"), prompts_of((90,))
         own = alone(model, prompt)
-        held = calls.Part.held
-        monkeypatch.setattr(calls.Part, "held", lambda self, group: held(self, group) + 8 * (held(self, group) > 0))
+        held = passes.Part.held
+        monkeypatch.setattr(passes.Part, "held", lambda self, group: held(self, group) + 8 * (held(self, group) > 0))
         with install_on_cpu(model, fused=False):
             try:
                 found = alone(model, prompt)

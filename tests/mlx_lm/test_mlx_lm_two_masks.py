@@ -18,7 +18,7 @@ from mlx_models import (
 from kvpool import Pool
 from kvpool.adapters.mlx_lm import PagedKVCache, install, masks
 from kvpool.adapters.mlx_lm import cache as cache_module
-from kvpool.adapters.mlx_lm.calls import LayerCache
+from kvpool.adapters.mlx_lm.passes import LayerCache
 
 TWO_MASKS = [tiny_sliding_llama, tiny_gemma3, tiny_gpt_oss]
 
@@ -95,7 +95,7 @@ def test_canary_an_offset_that_moves_for_all_layers_at_once_is_detected(monkeypa
     assert tokens_or_error(model, prompts[2], pool=Pool(100, 4)) != expected
     assert tokens_or_error(model, prompts[2]) == expected
     late = property(
-        lambda self: self.part.offset_after if self.part._forwards else self.part.offset_before, lambda *_: None
+        lambda self: self.part.offsets[1 if self.part._forwards else 0], lambda *_: None
     )
     monkeypatch.setattr(LayerCache, "offset", late, raising=False)
     assert tokens_or_error(model, prompts[2]) != expected

@@ -21,7 +21,7 @@ from mlx_models import (
     tiny_sliding_llama,
 )
 
-from kvpool.adapters.mlx_lm import Engine, calls, host, install, tiny_families
+from kvpool.adapters.mlx_lm import Engine, host, install, passes, tiny_families
 from kvpool.errors import OutOfBlocks
 from kvpool.scheduler.needs import Needs
 
@@ -85,7 +85,8 @@ def test_speculative_decoding_gives_the_models_own_tokens_beyond_its_window(mode
 def test_trim_that_takes_nothing_from_a_full_window_is_seen_in_tokens(monkeypatch):
     """The planted fault is mlx-lm's own behaviour."""
     model = tiny_gemma3()
-    monkeypatch.setattr(host, "TRIM", calls.TRIM._replace(name="can_trim_prompt_cache", make=lambda original: original))
+    unchanged = passes.TRIM._replace(name="can_trim_prompt_cache", make=lambda original: original)
+    monkeypatch.setattr(host, "TRIM", unchanged)
     prompt, draft = random_prompts((17,))[0], noisy(model)
     expected = solo_tokens(model, prompt, TOKENS)
     with install(model, 200, block_size=4), install(draft, 200, block_size=4):
@@ -99,11 +100,11 @@ def test_more_tokens_than_the_lookahead_are_refused():
         model(mx.array([list(range(40))]), cache=cache)
         before = kv.pool.fingerprint()
         with pytest.raises(ValueError, match="truncate"):
-            calls.TRIM.owner.trim_prompt_cache(cache, 30)
+            passes.TRIM.owner.trim_prompt_cache(cache, 30)
         assert kv.pool.fingerprint() == before
-        assert calls.TRIM.owner.trim_prompt_cache(cache, 3) == 3 and cache[0].offset == 37
+        assert passes.TRIM.owner.trim_prompt_cache(cache, 3) == 3 and cache[0].offset == 37
         assert trim_prompt_cache(cache, 1) == 0, "a prompt cache of mlx-lm takes back any number of tokens, or none"
-    assert calls.TRIM.owner.trim_prompt_cache is trim_prompt_cache
+    assert passes.TRIM.owner.trim_prompt_cache is trim_prompt_cache
 
 
 # ---- quantized storage

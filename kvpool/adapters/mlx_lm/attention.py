@@ -170,7 +170,7 @@ class Forward:
         self.stores = stores
         self.attends = True
         self.is_over = False
-        self._late: tuple[int, mx.array, mx.array] | None = None
+        self.late: tuple[int, mx.array, mx.array] | None = None
         self.step = backend.prepare(plan)
 
     def put(self, layer: int, keys: mx.array, values: mx.array) -> None:
@@ -184,9 +184,9 @@ class Forward:
         if self.columns is not None:
             k, v = k[self.columns], v[self.columns]
         if self.defers and self.attends:
-            if self._late is not None:
+            if self.late is not None:
                 self.flush()
-            self._late = layer, k, v
+            self.late = layer, k, v
         else:
             self.backend.write(self.step, layer, k, v)
 
@@ -199,11 +199,11 @@ class Forward:
 
     def flush(self, *others: mx.array) -> None:
         """Store the keys and values that `put` deferred, if any. Evaluate `others` with them."""
-        if self._late is not None:
-            layer, k, v = self._late
+        if self.late is not None:
+            layer, k, v = self.late
             mx.eval(k, v, *others)
             self.backend.write(self.step, layer, k, v)
-            self._late = None
+            self.late = None
 
 
 class _Placeholder:

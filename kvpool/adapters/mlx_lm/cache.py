@@ -21,10 +21,9 @@ import numpy as np
 
 import kvpool
 from kvpool.adapters.mlx_lm.attention import Forward, PagedContext, PagedMask
-from kvpool.adapters.mlx_lm.calls import Turn
 from kvpool.adapters.mlx_lm.eviction import Eviction
 from kvpool.adapters.mlx_lm.masks import causal_mask
-from kvpool.adapters.mlx_lm.passes import NOT_OPENED, EngineStopped, Known, Passes, Rows
+from kvpool.adapters.mlx_lm.passes import NOT_OPENED, EngineStopped, Known, Passes, Rows, Turn
 from kvpool.adapters.mlx_lm.states import Held, arrays_in, chosen, joined, nothing
 from kvpool.errors import PoolClosed
 from kvpool.eviction import Policy

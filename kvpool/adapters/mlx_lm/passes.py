@@ -1,22 +1,49 @@
-"""`Passes`: the forward passes of one model on one pool, one at a time. `Rows`: the lengths of a batch."""
+"""Forward passes of one model on one pool: one at a time, by mlx-lm's caches or by a plan.
+
+`Passes` begins, ends and undoes a pass. `Rows` are the lengths of a batch.
+
+Recurrent layers, unknown caches and layers that let blocks go must know a pass before their first layer asks for a
+mask. And a right-padded batch is no batch for a recurrent layer: the padding would go into its state. So inside
+``with install(...)`` the class of such a model has another ``__call__``. It passes everything through that is not a
+list of this pool's caches.
+
+`call` steps the pool for all rows, and runs the model in *parts*: rows that the model can take at once, without
+padding. A part sees caches of its own: `LayerCache` for keys and values, mlx-lm's ArraysCache with the arrays of its
+rows, a copy of an unknown cache. What the caches of a batch hold changes when all parts are done. So a pass that fails
+leaves every state as it was before.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from importlib import import_module
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import can_trim_prompt_cache
 
-from kvpool.adapters.mlx_lm.attention import Site
+from kvpool.adapters.mlx_lm.attention import Forward, PagedContext, PagedMask, Site
 from kvpool.adapters.mlx_lm.layout import Layout
-from kvpool.adapters.mlx_lm.states import Checkpoints
+from kvpool.adapters.mlx_lm.masks import causal_mask
+from kvpool.adapters.mlx_lm.shapes import build, leaves_of
+from kvpool.adapters.mlx_lm.states import (
+    Checkpoints,
+    Held,
+    chosen,
+    closed,
+    joined,
+    nothing,
+    opened,
+)
 from kvpool.errors import ConcurrentUse, KVPoolError
-from kvpool.protocol import KVBackend
+from kvpool.protocol import KVBackend, StepArrays
 
 _is_active = attrgetter("is_active")
 NOT_OPENED = -1  # in place of a handle: an empty sequence, opened when it gets its first token
@@ -277,3 +304,530 @@ class Passes:
                     f"[{call}] thread {driver.name!r} is in a forward pass, this is {current.name!r}; one at a time"
                 )
             self._driver = self._last_driver = current
+
+
+class Turn:
+    """One call of a model: a step of the pool, and the parts in which the rows of the input run.
+
+    The constructor executes the copies of the plan.
+
+    Parameters
+    ----------
+    passes : Passes
+    plan : kvpool.Plan
+        Stepped.
+    before, after : Rows
+    new : int64 ``[B]``
+        New tokens of each row.
+    num_columns : int
+        Of the model's input.
+    is_merged : bool
+        Whether offsets are arrays, as in mlx-lm's batch caches.
+    first : int64 ``[B]``, optional
+        Column of the input with the first new token of each row. Default: 0.
+    eviction : kvpool.eviction.Evictor, optional
+        Receives the attention scores of the layers.
+    defers : bool
+        See `Forward`.
+
+    Attributes
+    ----------
+    queries : int32 ``[M]`` or None
+        See `of_queries`.
+
+    Notes
+    -----
+    The rows are those of the plan. Where the layers attend over the pool, they may also be its tokens: each with its
+    own position, in one column. Such a turn has one part.
+    """
+
+    def __init__(
+        self,
+        passes: Passes,
+        plan: Any,
+        before: Rows,
+        after: Rows,
+        new: np.ndarray,
+        num_columns: int,
+        is_merged: bool,
+        *,
+        first: np.ndarray | None = None,
+        eviction: Any = None,
+        defers: bool = False,
+    ) -> None:
+        self.passes = passes
+        self.plan = plan
+        self.before = before
+        self.after = after
+        self.new = new
+        self.num_columns = num_columns
+        self.is_merged = is_merged
+        self.first = np.zeros_like(new) if first is None else first
+        self.eviction = eviction
+        self.defers = defers
+        self.queries: np.ndarray | None = None
+        self._columns: dict[tuple[int, int], Any] = {}
+        layout = passes.layout
+        self.starts: list[np.ndarray] = []
+        if not layout.groups and len(plan.copies):
+            passes.backend.copy_blocks(plan)
+        for number, storage in layout.storage_of.items() if layout.groups else ():
+            arrays = plan.groups[number]
+            self.starts.append(np.asarray(arrays.kv_starts, np.int64))
+            if len(arrays.copies):
+                passes.backends[storage].copy_blocks(arrays.copies)
+
+    def of_queries(self, queries: np.ndarray) -> Turn:
+        """Return a turn of some tokens of this one, whose rows are tokens. It stores and copies nothing.
+
+        A token may occur twice. Each sees its sequence up to itself.
+        """
+        turn = copy.copy(self)
+        turn.queries = queries
+        turn.before = Rows(self.before.lens[queries], gone=self.before.gone[queries])
+        turn.after = Rows(self.after.lens[queries], gone=self.after.gone[queries])
+        turn.new, turn.first = self.new[queries], self.first[queries]
+        turn.eviction, turn.defers = None, False
+        turn._columns = {}
+        return turn
+
+    def arrays(self, group: int, column: int) -> Any:
+        """Return the step arrays of one column of a group, for all rows."""
+        key = group, column
+        if key not in self._columns:
+            whole = StepArrays.of_group(self.plan, group, column) if self.passes.layout.groups else self.plan
+            self._columns[key] = whole if self.queries is None else StepArrays.of_queries(whole, self.queries)
+        return self._columns[key]
+
+    def parts(self, is_apart: bool) -> list[Part]:
+        """Return the parts of the call, in the order of their first rows.
+
+        Rows of one part have equally many new tokens where a layer would take padding for tokens. Empty rows have no
+        state yet, so they are not in a part with others.
+        """
+        kinds = 2 * self.new + (self.before.lens == 0)
+        is_one_kind = len(kinds) == 1 or not self.passes.layout.held or kinds.min() == kinds.max()
+        if is_one_kind and (len(kinds) == 1 or not is_apart):
+            return [Part(self, np.arange(len(kinds)))]
+        live = np.flatnonzero(self.new)
+        if is_apart:
+            return [Part(self, live[i : i + 1]) for i in range(len(live))]
+        return [Part(self, live[kinds[live] == kind]) for kind in dict.fromkeys(kinds[live].tolist())]
+
+
+class Part:
+    """Rows of a turn that the model takes at once.
+
+    Attributes
+    ----------
+    rows : int64 ``[R]``
+        Ascending.
+    is_whole : bool
+        Whether these are all rows of the turn.
+    first : int64 ``[R]``
+        Columns of the input of the whole call at which the rows begin.
+    shape : (R, N)
+        Of the model's input.
+    attends : bool
+        See `Forward`.
+    """
+
+    def __init__(self, turn: Turn, rows: np.ndarray) -> None:
+        self.turn = turn
+        self.rows = rows
+        self.is_whole = len(rows) == len(turn.new)
+        self.new, self.lens = turn.new, turn.before.lens
+        if not self.is_whole:
+            self.new, self.lens = self.new[rows], self.lens[rows]
+        self.shape = len(rows), int(self.new.max())
+        is_even = bool((self.new == self.shape[1]).all())
+        self._real = None if is_even else mx.array(np.flatnonzero(_is_real(self.new, self.shape[1])).astype(np.int32))
+        self._forwards: dict[tuple[int, int], Forward] = {}
+        self.attends = True
+        self.first = turn.first[self.rows]
+        self.takes_input_whole = self.is_whole and self.shape[1] == turn.num_columns  # no cut
+        self.is_fused = turn.passes.is_fused
+
+    def starts(self, group: int) -> np.ndarray:
+        """Return the first position of each row that the group holds without a hole after it."""
+        return self.turn.starts[group][self.rows] if self.turn.starts else np.zeros_like(self.lens)
+
+    @functools.cached_property
+    def offsets(self) -> tuple[int | mx.array, int | mx.array]:
+        """Positions of the first token of each row of this part, and of the first one after it."""
+        before, after = self.turn.before, self.turn.after
+        if len(self.rows) == 1 or not self.turn.is_merged:
+            row = self.rows[0]
+            return int(before.lens[row] + before.gone[row]), int(after.lens[row] + after.gone[row])
+        if self.is_whole:
+            return before.offsets, after.offsets
+        rows = mx.array(self.rows.astype(np.int32))
+        return before.offsets[rows], after.offsets[rows]
+
+    def held(self, group: int) -> np.ndarray:
+        """Return how many tokens of each row the group shows before the pass: without those in front of `starts`."""
+        turn = self.turn
+        if not turn.starts:
+            return self.lens
+        kv_lens = np.asarray(turn.plan.groups[group].kv_lens, np.int64)
+        return (kv_lens - turn.starts[group])[self.rows] - self.new
+
+    def forward(self, storage: int, group: int, column: int) -> Forward:
+        """Return the forward pass of one column of a group."""
+        key = group, column
+        if key not in self._forwards:
+            turn, arrays = self.turn, self.turn.arrays(group, column)
+            backend = turn.passes.backends[storage]
+            evicts = turn.eviction is not None and turn.eviction.group == group
+            self._forwards[key] = Forward(
+                backend,
+                arrays if self.is_whole else StepArrays.rows_of(arrays, self.rows),
+                self.shape,
+                columns=self._real,
+                eviction=turn.eviction if evicts else None,
+                first_layer=column * backend.spec.num_layers,
+                is_fused=self.is_fused,
+                defers=turn.defers,
+                stores=turn.queries is None,
+            )
+        self._forwards[key].attends = self.attends
+        return self._forwards[key]
+
+    def end(self) -> None:
+        """Store what is not stored yet, and refuse attention of this part from now on."""
+        for forward in self._forwards.values():
+            if forward.late is not None:
+                forward.flush()
+            forward.is_over = True
+
+
+class LayerCache:
+    """Keys and values of one layer in one part of a call, as a model sees them.
+
+    ``make_mask`` and ``start_position`` change nothing. Setting an attribute has no effect on the pool.
+
+    Attributes
+    ----------
+    offset : int or int32 ``[R]``
+        Position of the next token; an int for a single row. It advances with this layer's own ``update_and_fetch``.
+    keys, values
+        What ``update_and_fetch`` returned.
+    """
+
+    def __init__(self, part: Part, leaf: int) -> None:
+        layout = part.turn.passes.layout
+        place = layout.places[leaf]
+        assert place is not None
+        self.part = part
+        self.number = leaf
+        self._place = place
+        self._leaf = layout.leaves[leaf]
+        self._window = part.turn.passes.windows[leaf]
+        self._forward: Forward | None = None
+        self.offset = part.offsets[0]
+        self.keys: Any = None
+        self.values: Any = None
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens of a chunk."""
+        return self._leaf.size
+
+    @property
+    def start_position(self) -> int:
+        """Position of the first key that ``update_and_fetch`` returns for the first row."""
+        return int(self.part.starts(self._place.group)[0])
+
+    def maybe_trim_front(self) -> None:
+        """Do nothing: blocks before the chunk have left the table when the last pass was done."""
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | PagedMask | None:
+        """Return the mask of the next `N` columns, for the keys that the pool holds."""
+        part, window = self.part, self._window
+        if part.is_fused:
+            return PagedMask(window_size, window)
+        return causal_mask(part.held(self._place.group), part.new, N, window_size, return_array, held=window)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Store this layer's K ``[R, Hk, N, D]`` and V, return the contexts that the pool holds.
+
+        Raises
+        ------
+        TypeError
+            Keys or values have another dtype than the pool: the model was cast after `install`.
+        ValueError
+            They have another shape than when the model was traced, or the layer stores twice in one call.
+        """
+        part, shape = self.part, self._leaf.shape
+        assert shape is not None
+        dtype = getattr(mx, shape.dtype)
+        if keys.dtype != dtype or values.dtype != dtype:
+            raise TypeError(
+                f"[update_and_fetch] keys are {keys.dtype}, values {values.dtype}, the pool holds {dtype}: install "
+                "again, or make the engine again, after a model was cast"
+            )
+        rows, columns = part.shape
+        outer = rows, shape.num_kv_heads, columns
+        if keys.shape != (*outer, shape.head_dim) or values.shape != (*outer, shape.v_head_dim) or self._forward:
+            raise ValueError(
+                f"[update_and_fetch] keys have shape {keys.shape}, values {values.shape}, this call stores "
+                f"{(*outer, shape.head_dim)} and {(*outer, shape.v_head_dim)}, once"
+            )
+        self._forward = part.forward(self._place.storage, self._place.group, self._place.column)
+        self.offset = part.offsets[1]
+        if not shape.v_head_dim:
+            values = mx.zeros((*values.shape[:3], 1), dtype)
+        self._forward.put(self._place.array, keys, values)
+        if part.is_fused:
+            self.keys = self.values = PagedContext(self._forward, self._place.array, self._window)
+        else:
+            self.keys, self.values = self._gathered(self._forward)
+        return self.keys, self.values
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """Return the contexts of this call, for layers that attend to another layer's cache."""
+        if self._forward is None:
+            raise RuntimeError("[keys_and_values] no update_and_fetch in this call")
+        return self.keys, self.values
+
+    def _gathered(self, forward: Forward) -> tuple[mx.array, mx.array]:
+        forward.flush()
+        k, v = forward.backend.read(forward.step, self._place.array)
+        shape = self._leaf.shape
+        return k, v if shape is None or shape.v_head_dim else v[..., :0]
+
+
+def _is_real(new: np.ndarray, num_columns: int) -> np.ndarray:
+    return np.arange(num_columns) < new[:, None]
+
+
+# -------------------------------------------------------------------------------------------------- the call
+
+
+def call(
+    batch: Any, run: Callable[[list[Any], Part], Any], num_rows: int, num_columns: int, tokens: mx.array | None
+) -> Any:
+    """Run a model over the next `num_columns` columns of a batch's rows.
+
+    A row whose pool takes a checkpoint in the middle of its tokens runs in two turns or more. Each is a step of the
+    pool. So every row is cut where it is cut alone.
+
+    Parameters
+    ----------
+    batch : Batch
+    run : callable
+        ``run(caches, part)`` calls the model with the input of a part.
+    tokens : int ``[B, N]`` or None
+        The input, if it is all that the model is given. Only then are checkpoints found by later prompts.
+
+    Returns
+    -------
+    Any
+        What the model returned. Of several parts the arrays are put together; in padding they are 0.
+    """
+    layout, passes = batch.passes.layout, batch.passes
+    due = batch.begin_call(num_rows, num_columns)
+    first = np.zeros_like(due)
+    pairs: list[tuple[Part, Any]] = []
+    is_split = passes.has_checkpoints and tokens is not None
+    while True:
+        places = passes.places(batch.handles) if is_split else np.full(num_rows, -1)
+        if not pairs and (places >= 0).any() and not batch.has_room(due):
+            is_split, places = False, np.full(num_rows, -1)  # the only step raises, and nothing has changed
+        ends = np.where(places >= 0, places - batch.rows.lens, num_columns)
+        turn = batch.begin_turn(np.minimum(due - first, ends), first, num_columns)
+        found, held_by = in_parts(
+            turn, lambda part: batch.held if part.is_whole else chosen(layout, batch.held, part.rows.tolist()), run
+        )
+        batch.end_turn(turn.after, _held_after(layout, batch.held, held_by, num_rows))
+        pairs += found
+        if (places >= 0).any():
+            batch.commit_inputs(turn, places, np.array(tokens).astype(np.int64))
+        first = first + turn.new
+        if (first == due).all():
+            return together(pairs, num_rows, num_columns)
+
+
+def in_parts(
+    turn: Turn, held_before: Callable[[Part], Held], run: Callable[[list[Any], Part], Any]
+) -> tuple[list[tuple[Part, Any]], list[tuple[Part, Held]]]:
+    """Run a model over the parts of a turn.
+
+    Parameters
+    ----------
+    turn : Turn
+    held_before : callable
+        Returns what the rows of a part hold. It is asked only if they are not empty.
+    run : callable
+        See `call`.
+
+    Returns
+    -------
+    results : list
+        Each part, and what the model returned.
+    held_by : list
+        Each part, and what its rows hold after it.
+    """
+    layout = turn.passes.layout
+    parts = turn.parts(layout.is_apart)
+    results, held_by = [], []
+    for part in parts:
+        held: Held = {}
+        if layout.held:
+            held = held_before(part) if part.lens.any() else nothing(layout, len(part.rows))
+        own = []
+        for leaf, place in enumerate(layout.places):
+            own.append(opened(layout, held, leaf) if place is None else LayerCache(part, leaf))
+        result = run(build(layout.model.tree, own.__getitem__) if layout.nested else own, part)
+        part.end()
+        results.append((part, _with_writes(turn.passes, result) if layout.nested else result))
+        if layout.held:
+            held = {leaf: closed(layout, leaf, own[leaf]) for leaf in layout.held}
+        held_by.append((part, held))
+    return results, held_by
+
+
+def _held_after(layout: Any, before: Held, held_by: list[tuple[Part, Held]], num_rows: int) -> Held:
+    """Return what the rows hold after all parts, in the order of the rows."""
+    if not layout.held or (len(held_by) == 1 and held_by[0][0].is_whole):
+        return held_by[0][1]
+    moved = np.concatenate([part.rows for part, _ in held_by])
+    idle = np.setdiff1d(np.arange(num_rows), moved)
+    pieces = [(held, len(part.rows)) for part, held in held_by] + [(chosen(layout, before, idle.tolist()), len(idle))]
+    return chosen(layout, joined(layout, pieces), np.argsort(np.concatenate([moved, idle])).tolist())
+
+
+def _with_writes(passes: Passes, result: Any) -> Any:
+    """Let a result depend on the writes of caches inside a CacheList.
+
+    Some models fill such a cache long before they read it. Where writes are lazy nobody would evaluate them, and their
+    graph would grow with every token.
+    """
+    if not isinstance(result, mx.array):
+        return result
+    places = [place for i in passes.layout.nested if (place := passes.layout.places[i]) is not None]
+    queued = [x for place in places for x in passes.backends[place.storage].queued(place.array)]
+    return mx.depends(result, queued) if queued else result
+
+
+def together(pairs: list[tuple[Part, Any]], num_rows: int, num_columns: int) -> Any:
+    """Return what a model returned in several parts, in the places of their rows and columns."""
+    if len(pairs) == 1 and pairs[0][0].takes_input_whole:
+        return pairs[0][1]
+    parts, results = [part for part, _ in pairs], [result for _, result in pairs]
+    if not all(isinstance(result, mx.array) for result in results):
+        raise TypeError(
+            f"[forward] the rows of this model run apart, and it returned {type(results[0]).__name__}, not an array"
+        )
+    if len(parts) == num_rows and all(part.shape == (1, num_columns) for part in parts):
+        return mx.concatenate(results)
+    whole = mx.zeros((num_rows, num_columns, *results[0].shape[2:]), results[0].dtype)
+    for part, result in pairs:
+        if not part.first.any():
+            whole[mx.array(part.rows.astype(np.int32)), : part.shape[1]] = result
+            continue
+        ends = part.first + part.new
+        for i, (row, first, end) in enumerate(zip(part.rows.tolist(), part.first.tolist(), ends.tolist(), strict=True)):
+            whole[row, first:end] = result[i, : end - first]
+    return whole
+
+
+# -------------------------------------------------------------------------------------------------- the hook
+
+
+def site_of(model: Any) -> Site:
+    """Return where the call of a model is hooked: ``__call__`` of its class."""
+    owner = next(cls for cls in type(model).__mro__ if "__call__" in vars(cls))
+    return Site(owner, "__call__", _stand_in)
+
+
+def _trim(original: Any) -> Any:
+    """Take tokens back in speculative decoding.
+
+    mlx-lm takes none from a window that is full, and its next tokens are wrong. Here a window holds as many tokens more
+    as the pool's lookahead says. `Pool.truncate` raises if that is not enough.
+    """
+
+    @functools.wraps(original)
+    def trim_prompt_cache(cache: Any, num_tokens: int) -> int:
+        if _batch_of(cache) is None or can_trim_prompt_cache(cache):
+            found: int = original(cache, num_tokens)
+            return found
+        return max(leaf.trim(num_tokens) for leaf in leaves_of(cache))
+
+    return trim_prompt_cache
+
+
+TRIM = Site(import_module("mlx_lm.generate"), "trim_prompt_cache", _trim)
+
+
+def _stand_in(original: Any) -> Any:
+    @functools.wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        caches = kwargs.get("cache")
+        if caches is None:
+            caches = next((given for given in args if isinstance(given, list)), None)
+        batch = _batch_of(caches)
+        if batch is None:
+            return original(self, *args, **kwargs)
+        assert caches is not None
+        _require_own(self, caches, batch)
+        arrays = [x for x in (*args, *kwargs.values()) if isinstance(x, mx.array)]
+        num_rows, num_columns = arrays[0].shape[:2]
+        is_tokens = len(arrays) == 1 and arrays[0].ndim == 2 and mx.issubdtype(arrays[0].dtype, mx.integer)
+
+        def run(own: list[Any], part: Part) -> Any:
+            def given(value: Any) -> Any:
+                if value is caches:
+                    return own
+                if part.takes_input_whole or not isinstance(value, mx.array):
+                    return value
+                return cut(value, part) if value.shape[:2] == (num_rows, num_columns) else value
+
+            return original(self, *map(given, args), **{name: given(value) for name, value in kwargs.items()})
+
+        return call(batch, run, num_rows, num_columns, arrays[0] if is_tokens else None)
+
+    return __call__
+
+
+def cut(x: mx.array, part: Part) -> mx.array:
+    """Return the rows and columns of a part."""
+    if len(part.rows) == 1:
+        row, first = int(part.rows[0]), int(part.first[0])
+        return x[row : row + 1, first : first + part.shape[1]]
+    if part.first.any():  # in padding it is the last column
+        columns = np.minimum(part.first[:, None] + np.arange(part.shape[1]), x.shape[1] - 1)
+        return x[mx.array(part.rows[:, None].astype(np.int32)), mx.array(columns.astype(np.int32))]
+    return x[mx.array(part.rows.astype(np.int32)), : part.shape[1]]
+
+
+def _batch_of(caches: Sequence[Any] | None) -> Any:
+    """Return the batch behind a list of caches if a call with them is hooked, else None."""
+    for cache in leaves_of(caches or ()):
+        batch = getattr(cache, "hooked_batch", None)
+        if batch is not None:
+            return batch
+    return None
+
+
+def _require_own(model: Any, caches: Sequence[Any], batch: Any) -> None:
+    """Raise unless `caches` are those of all layers of `batch`, in order, and of this model."""
+    found = list(leaves_of(caches))
+    if batch.passes.model() is not model:
+        raise ValueError(
+            "[forward] the caches belong to another model or another pool: make them by this model's install"
+        )
+    for number, cache in enumerate(found):
+        if getattr(cache, "hooked_batch", None) is not batch:
+            raise ValueError(
+                f"[forward] cache {number} is a {type(cache).__name__} of "
+                "somebody else: all caches of a call must come from one make_cache, merge or copy"
+            )
+    if [cache.number for cache in found] != list(range(batch.passes.num_layers)):
+        raise ValueError(
+            f"[forward] the caches are those of layers {[cache.number for cache in found]}, "
+            f"the model has layers 0 .. {batch.passes.num_layers - 1}"
+        )

@@ -16,19 +16,8 @@ from typing import Any
 import numpy as np
 
 from kvpool import KVSpec, Plan, Pool
-from kvpool.cli.bench.measure import (
-    DTYPES,
-    LIST,
-    MEMORY,
-    NUMBER,
-    Contestant,
-    declare,
-    memory_nbytes,
-    numbers,
-    race,
-    some,
-    tokens,
-)
+from kvpool.cli.bench.measure import Contestant, race
+from kvpool.cli.bench.options import DTYPES, LIST, MEMORY, NUMBER, declare, memory_nbytes, numbers, some, tokens
 from kvpool.cli.console import CommandError, cpu_model, progress, whole
 
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16

@@ -3,20 +3,14 @@
 On a shared machine, two times measured one after the other cannot be compared. Here all contestants alternate, round
 by round, each round in another order. A round in which the yardstick was slow is dropped. Ratios are made of the least
 times, because neighbours can only make times longer.
-
-The options of measurements are here, too: lists, numbers such as ``4k``, sizes of memory.
 """
 
 from __future__ import annotations
 
-import argparse
-import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from kvpool.cli.console import CommandError, nbytes, whole
 
 UNDISTURBED = 0.8
 """A round counts if its yardstick ran at this share of its best rate, or faster."""
@@ -136,47 +130,3 @@ def summary(name: str, counted: list[dict[str, float]]) -> Timing | None:
     """Return the least and the median of the times of one contestant, None if there are none."""
     seconds = [times[name] for times in counted if name in times]
     return Timing(min(seconds), statistics.median(seconds), len(seconds)) if seconds else None
-
-
-DTYPES = ("float32", "bfloat16", "float16")
-LIST, NUMBER = "A,B,...", "N"
-MEMORY = "leave out what needs more, such as 8GiB; auto: half of what is available"
-Option = tuple[str, str, str, str]  # name, LIST or NUMBER, default, what it is
-
-
-def declare(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
-    """Declare options that take a list or a number."""
-    for name, shown, default, text in options:
-        parser.add_argument(f"--{name}", metavar=shown, default=default, help=f"{text} (default: %(default)s)")
-
-
-def some(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names in `text`, each of which has to be known."""
-    names = tuple(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name not in known:
-            raise CommandError(f"{option} {name}: there are {', '.join(known)}")
-    return names
-
-
-def numbers(option: str, text: str) -> tuple[int, ...]:
-    """Return the numbers in ``"1k,4096"`` in ascending order."""
-    return tuple(sorted({number(option, part) for part in text.split(",")}))
-
-
-def number(option: str, text: str) -> int:
-    """Return ``"4k"`` as 4096."""
-    found = re.fullmatch(r"(\d{1,9})k", text.lower())
-    return whole(option, str(int(found[1]) * 1024) if found else text)
-
-
-def memory_nbytes(text: str) -> int:
-    """Return the size in bytes."""
-    from kvpool.config import available_memory_nbytes
-
-    return available_memory_nbytes() // 2 if text == "auto" else nbytes("--max-memory", text)
-
-
-def tokens(n: int) -> str:
-    """Return a number of tokens as people write it: 4096 as ``4k``."""
-    return f"{n // 1024}k" if n >= 1024 and n % 1024 == 0 else str(n)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.cli.bench import metal
+from kvpool.cli.bench import metal, predict
 from kvpool.config import KVSpec
 from kvpool.errors import BackendUnavailable
 from kvpool.protocol import AttentionOptions, BatchShape, StepArrays
@@ -91,7 +91,7 @@ def until(limit: str) -> Callable[[], bool]:
 def machine(device: str) -> Iterator[str]:
     """System, GPU and its cores, power."""
     yield f"macOS {platform.mac_ver()[0] or 'no'}, {platform.platform()}"
-    yield f"GPU cores: {gpu_cores() or 'unknown'}; known chip: {metal.gpu_of(device) or 'no'}"
+    yield f"GPU cores: {gpu_cores() or 'unknown'}; known chip: {predict.gpu_of(device) or 'no'}"
     for name, command in SYSTEM:
         yield f"{name}: {' | '.join(said(command).split(chr(10)))[:300] or 'unknown'}"
 
@@ -234,7 +234,7 @@ def writes() -> Iterator[str]:
 
 def decode() -> Iterator[str]:
     """The cases of ``kvpool bench metal``, the most telling ones first, with what is predicted for this chip."""
-    gpu, over = metal.gpu_of(metal.metal_device(), gpu_cores()), until("decode")
+    gpu, over = predict.gpu_of(metal.metal_device(), gpu_cores()), until("decode")
     yield f"{'':44}{'measured':>9}{'predicted':>10}{'dense':>8}{'predicted':>10}"
     for dim, dtypes in ((128, "bfloat16,float16"), (64, "bfloat16"), (256, "bfloat16")):
         parser = ArgumentParser()
@@ -245,8 +245,8 @@ def decode() -> Iterator[str]:
                 yield f"D {dim} {case.name}: not measured, the time is over"
                 continue
             for row in metal.case_rows(case, (16,), 3):
-                shape = metal.Shape(case.batch, case.context, case.num_kv_heads, case.group, dim)
-                guessed = [metal.paged_seconds(gpu, shape), metal.dense_seconds(gpu, shape)] if gpu else [0.0, 0.0]
+                shape = predict.Shape(case.batch, case.context, case.num_kv_heads, case.group, dim)
+                guessed = [predict.paged_seconds(gpu, shape), predict.dense_seconds(gpu, shape)] if gpu else [0.0, 0.0]
                 ours, theirs, wanted, expected = (1e6 * t for t in (row["paged"], row["dense"], *guessed))
                 yield f"D {dim:3} {case.name:38}{ours:9.0f}{wanted:10.0f}{theirs:8.0f}{expected:10.0f}"
 
