@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import numpy as np
 
 from kvpool.store.blocks import Blocks, Rows
 from kvpool.store.segments import expected_head
+
+_log = logging.getLogger(__name__)
 
 
 class Waiting(NamedTuple):
@@ -93,19 +96,18 @@ class Outbox:
         with self._change:
             return self._change.wait_for(lambda: not self._names or not self._thread.is_alive(), timeout)
 
-    def close(self, timeout: float) -> bool:
-        """Take no more, write what waits, end the thread. False: it has not ended."""
+    def close(self, timeout: float) -> None:
+        """Take no more, write what waits, end the thread; wait so many seconds for that."""
         with self._change:
             self._is_closed = True
             self._change.notify_all()
         self._thread.join(timeout)
-        return not self._thread.is_alive()
 
     def _run(self) -> None:
         ticked = -float("inf")
         while True:
             if time.monotonic() - ticked >= self._tick_seconds:
-                self._tick()
+                self._guarded(self._tick)
                 ticked = time.monotonic()
             with self._change:
                 if not self._queue:
@@ -115,9 +117,16 @@ class Outbox:
                 item = self._queue.popleft() if self._queue else None
             if item is None:
                 continue
-            self._write(item)
+            self._guarded(self._write, item)
             with self._change:
                 self._names.discard(item.name)
                 self.nbytes -= item.row.nbytes
                 self._change.notify_all()
-        self._end()
+        self._guarded(self._end)
+
+    def _guarded(self, call: Callable[..., None], *given: Waiting) -> None:
+        """Whatever goes wrong with one block, the next one is written."""
+        try:
+            call(*given)
+        except Exception:
+            _log.exception("[store] a block was not written, or the store not looked at")
