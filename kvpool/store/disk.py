@@ -18,7 +18,6 @@ from kvpool.store.folder import GROWING, SEALED, Folder, Listed, this_hour
 from kvpool.store.outbox import Outbox, Waiting
 
 _SEGMENT_NBYTES = 128 << 20
-_AHEAD_NBYTES = 8 << 20  # that the system is told to read before they are asked for
 _PAUSE_SECONDS = 60.0  # without writing, after the disk or the budget refused
 _TOUCH_SECONDS = 60.0
 _CLOSE_SECONDS = 10.0
@@ -236,12 +235,11 @@ class DiskStore:
                 self._forget(number)
             return self._count(misses=len(which))
         own = self.layout.groups[blocks.group]
-        head, ahead = bytearray(form.head_nbytes(own.block_size)), 0
+        head = bytearray(form.head_nbytes(own.block_size))
         damaged = errors = 0
         try:
             for index in which.tolist():
                 offset = int(places[index] & np.uint64(0xFFFFFFFF)) * form.ALIGNMENT
-                ahead = _read_ahead(fd, offset, ahead)
                 fields, tokens = form.expected_head(self.layout.digest, blocks, index, own.nbytes)
                 try:
                     count = os.preadv(fd, [head, rows[index].data], offset)
@@ -530,12 +528,3 @@ def _is_whole(fd: int, offset: int, kind: int) -> bool:
         return form.read_head(fd, offset, 1 << 62, kind) is not None
     except OSError:
         return False
-
-
-def _read_ahead(fd: int, offset: int, told: int) -> int:
-    """Tell the system what will be read next; return up to where it knows."""
-    if offset + _AHEAD_NBYTES // 2 < told or not hasattr(os, "posix_fadvise"):
-        return told
-    begin = max(offset, told)
-    os.posix_fadvise(fd, begin, offset + _AHEAD_NBYTES - begin, os.POSIX_FADV_WILLNEED)
-    return offset + _AHEAD_NBYTES

@@ -230,6 +230,8 @@ class Folder:
         fd = self.open(name)
         try:
             found = json.loads(os.read(fd, 1 << 20))
+        except RecursionError:
+            raise ValueError("brackets without end") from None
         finally:
             os.close(fd)
         if not isinstance(found, dict):

@@ -178,6 +178,17 @@ def test_segment_is_sealed_before_its_bytes_are_a_day_old(tmp_path, monkeypatch)
     store.close()
 
 
+@pytest.mark.parametrize("content", ["", "[]", "x", '{"x": 1}', '{"1": Infinity}', '{"999999999": -9e9}', "[" * 500_000])
+def test_damaged_account_of_the_budget_stops_nobody_and_gives_no_more(tmp_path, content):
+    opened(tmp_path / "store").close()
+    (tmp_path / "store" / "written.json").touch(0o600)
+    (tmp_path / "store" / "written.json").write_text(content)
+    store = opened(tmp_path / "store", write_nbytes_per_day=2 * SEGMENT)
+    store.store(blocks_of(1), kit.content(LAYOUT, blocks_of(1)))
+    store.close()
+    assert SEGMENT < store.stats()["disk"].written_nbytes <= 2 * SEGMENT
+
+
 def test_files_deleted_under_a_store_are_misses_and_it_goes_on(tmp_path):
     store = opened(tmp_path / "store")
     kit.stores(store, blocks_of(1))
