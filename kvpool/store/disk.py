@@ -237,10 +237,10 @@ class DiskStore:
         own = self.layout.groups[blocks.group]
         head = bytearray(form.head_nbytes(own.block_size))
         damaged = errors = 0
+        expected = form.expected_heads(self.layout.digest, blocks[which], own.nbytes)
         try:
-            for index in which.tolist():
+            for index, (fields, tokens) in zip(which.tolist(), expected, strict=True):
                 offset = int(places[index] & np.uint64(0xFFFFFFFF)) * form.ALIGNMENT
-                fields, tokens = form.expected_head(self.layout.digest, blocks, index, own.nbytes)
                 try:
                     count = os.preadv(fd, [head, rows[index].data], offset)
                 except OSError:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.store.blocks import Blocks, Rows
-from kvpool.store.segments import expected_head
+from kvpool.store.segments import expected_heads
 
 _log = logging.getLogger(__name__)
 
@@ -76,15 +76,10 @@ class Outbox:
                     wanted.append((number, name))
                     self._names.add(name)
                     self.nbytes += nbytes
+        heads = expected_heads(layout, blocks[[number for number, _ in wanted]], nbytes) if wanted else []
         items = [
-            Waiting(
-                name,
-                *expected_head(layout, blocks, number, nbytes),
-                np.array(rows[number]),
-                blocks.keys[number].tobytes(),
-                blocks.group,
-            )
-            for number, name in wanted
+            Waiting(name, *head, np.array(rows[number]), blocks.keys[number].tobytes(), blocks.group)
+            for (number, name), head in zip(wanted, heads, strict=True)
         ]
         with self._change:
             self._queue.extend(items)
