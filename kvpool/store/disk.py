@@ -14,14 +14,14 @@ import numpy as np
 from kvpool.spec import checked_int
 from kvpool.store import segments as form
 from kvpool.store.blocks import Blocks, Layout, Rows, TierStats, checked, checked_layout
-from kvpool.store.folder import GROWING, SEALED, Folder, Listed
+from kvpool.store.folder import GROWING, SEALED, Folder, Listed, this_hour
 from kvpool.store.outbox import Outbox, Waiting
 
 _SEGMENT_NBYTES = 128 << 20
-_AHEAD_NBYTES = 8 << 20  # that the system is told to read before they are asked for
 _PAUSE_SECONDS = 60.0  # without writing, after the disk or the budget refused
 _TOUCH_SECONDS = 60.0
 _CLOSE_SECONDS = 10.0
+_SEGMENT_HOURS = 12  # that a segment grows, at most: what it has written counts when it is sealed
 
 
 @dataclass(slots=True)
@@ -45,6 +45,7 @@ class _Growing:
     fd: int
     end: int
     granted: int  # bytes that it may have
+    since: int  # the hour in which they were granted
     names: list[int]
     offsets: list[int]
 
@@ -136,7 +137,7 @@ class DiskStore:
         self._growing: _Growing | None = None  # the thread's alone
         self._paused_until = float("inf") if self._folder.is_read_only else 0.0
         self._touched = time.monotonic()
-        self._outbox = Outbox(self._write, self._refresh, self._seal, queue_nbytes, refresh_seconds)
+        self._outbox = Outbox(self._write, self._refresh, self._end, queue_nbytes, refresh_seconds)
         self._outbox.start()
 
     def __repr__(self) -> str:
@@ -209,11 +210,9 @@ class DiskStore:
             if self._is_closed:
                 return
             self._is_closed = True
-        has_ended = self._outbox.close(_CLOSE_SECONDS)
+        self._outbox.close(_CLOSE_SECONDS)
         with self._lock:
             self._index, self._segments, self._numbers = form.Index(), {}, {}
-            if has_ended:
-                self._folder.close()
 
     # ---------------------------------------------------------------------- reading
 
@@ -236,13 +235,12 @@ class DiskStore:
                 self._forget(number)
             return self._count(misses=len(which))
         own = self.layout.groups[blocks.group]
-        head, ahead = bytearray(form.head_nbytes(own.block_size)), 0
+        head = bytearray(form.head_nbytes(own.block_size))
         damaged = errors = 0
+        expected = form.expected_heads(self.layout.digest, blocks[which], own.nbytes)
         try:
-            for index in which.tolist():
+            for index, (fields, tokens) in zip(which.tolist(), expected, strict=True):
                 offset = int(places[index] & np.uint64(0xFFFFFFFF)) * form.ALIGNMENT
-                ahead = _read_ahead(fd, offset, ahead)
-                fields, tokens = form.expected_head(self.layout.digest, blocks, index, own.nbytes)
                 try:
                     count = os.preadv(fd, [head, rows[index].data], offset)
                 except OSError:
@@ -251,9 +249,9 @@ class DiskStore:
                     loaded[index] = True
                     continue
                 damaged += count >= 0
-                is_named_right = head.startswith(fields) and head.endswith(tokens)
-                if is_named_right or form.read_head(fd, offset, 1 << 62, segment.kind) is None:
-                    with self._lock:  # it is not whole; a whole record of other content stays
+                is_named_right = count < 0 or (head.startswith(fields) and head.endswith(tokens))
+                if is_named_right or not _is_whole(fd, offset, segment.kind):
+                    with self._lock:  # a whole record of other content stays
                         self._index.forget(int(names[index]), int(places[index]))
         finally:
             os.close(fd)
@@ -294,15 +292,19 @@ class DiskStore:
         growing.names.append(item.name)
         growing.offsets.append(growing.end)
         with self._lock:
-            self._index.add(item.name, growing.number, growing.end)
+            if growing.number in self._segments:
+                self._index.add(item.name, growing.number, growing.end)
             self._held_nbytes += nbytes
         growing.end += nbytes
         self._count(written_nbytes=nbytes)
 
     def _growing_with_room(self, nbytes: int) -> _Growing | None:
         """The segment to append to; None, and a pause, if the disk, the quota or the budget refuse."""
-        if self._growing is not None and not self._growing.fits(nbytes):
-            self._seal()
+        growing = self._growing
+        if growing is not None:
+            is_old = self.write_nbytes_per_day is not None and this_hour() - growing.since >= _SEGMENT_HOURS
+            if is_old or not growing.fits(nbytes):
+                self._seal()
         if self._growing is None and time.monotonic() >= self._paused_until:
             try:
                 with self._folder.lock():
@@ -316,14 +318,15 @@ class DiskStore:
     def _begin(self, nbytes: int) -> None:
         """Begin a segment, if budget and quota allow one with a record of `nbytes`. With the lock of the folder."""
         budget = self.write_nbytes_per_day
-        growing = _Growing(-1, "", -1, form.HEADER.size, 0, [], [])
+        growing = _Growing(-1, "", -1, form.HEADER.size, 0, this_hour(), [], [])
         growing.granted = self._folder.granted(self.segment_nbytes, budget)
         if growing.fits(nbytes):
             with suppress(OSError):
                 self._make_room()
                 growing.stem, growing.fd = self._folder.create(form.packed_header(self.layout.digest))
         if growing.fd < 0:
-            self._folder.granted(-growing.granted, budget)
+            if budget is not None:
+                self._folder.settled(growing.granted, growing.since, 0)
             return
         with self._lock:
             growing.number = self._know(_Segment(growing.stem, form.KIND, False, growing.end))
@@ -340,6 +343,11 @@ class DiskStore:
                 self._held_nbytes -= each.nbytes
                 self._forget(self._numbers.get(each.stem, -1))
 
+    def _end(self) -> None:
+        self._seal()
+        with self._lock:
+            self._folder.close()
+
     def _seal(self) -> None:
         """Give the growing segment its footer and its last name. Without a footer it is read record by record."""
         growing, self._growing = self._growing, None
@@ -351,13 +359,14 @@ class DiskStore:
             size = self._close_segment(growing.stem, growing.fd, entries, growing.end, form.KIND)
             if self.write_nbytes_per_day is not None:
                 with self._folder.lock():
-                    self._folder.granted(size - growing.granted, self.write_nbytes_per_day)
+                    self._folder.settled(growing.granted, growing.since, size)
         except OSError:
             self._count(errors=1)
         with self._lock:
-            segment = self._segments[growing.number]
-            segment.is_sealed, segment.blocks = True, len(entries)
-            self._index.merge({growing.number: entries})
+            segment = self._segments.get(growing.number)
+            if segment is not None:  # the store is not closed, and nobody has deleted the file
+                segment.is_sealed, segment.blocks = True, len(entries)
+                self._index.merge({growing.number: entries})
 
     def _close_segment(self, stem: str, fd: int, entries: np.ndarray, end: int, kind: int) -> int:
         """Cut off what is behind the last record, write the footer, seal; return the size of the file."""
@@ -388,7 +397,7 @@ class DiskStore:
         """Look at the directory: take what other processes wrote, forget what they deleted."""
         try:
             if not (self.ready.is_set() or self._folder.is_read_only):
-                with self._folder.lock():
+                with suppress(OSError), self._folder.lock():
                     self._folder.make_room(0, self.max_nbytes, set())  # the quota may be smaller than it was
             listed = self._folder.segments()
         except OSError:
@@ -396,14 +405,18 @@ class DiskStore:
             return self._count(errors=1)
         if time.monotonic() - self._touched >= _TOUCH_SECONDS:
             self._touch_used()
+        present, names = {each.stem for each in listed}, {each.name for each in listed}
+        if self._growing is not None and self._growing.stem not in present:  # somebody has deleted the file
+            os.close(self._growing.fd)
+            self._growing = None
         own = "" if self._growing is None else self._growing.stem
         footers: dict[int, np.ndarray] = {}
         for each in listed:
             if each.stem != own and each.name not in self.refused:
                 footers.update(self._news(each))
-        present, names = {each.stem for each in listed}, {each.name for each in listed}
         self.refused = {name: why for name, why in self.refused.items() if name in names}
         with self._lock:
+            footers = {number: found for number, found in footers.items() if number in self._segments}
             if footers:
                 self._index.merge(footers)
             self._held_nbytes = sum(each.nbytes for each in listed)
@@ -510,10 +523,8 @@ class DiskStore:
             self._counts = counts._replace(**{name: getattr(counts, name) + n for name, n in more.items()})
 
 
-def _read_ahead(fd: int, offset: int, told: int) -> int:
-    """Tell the system what will be read next; return up to where it knows."""
-    if offset + _AHEAD_NBYTES // 2 < told or not hasattr(os, "posix_fadvise"):
-        return told
-    begin = max(offset, told)
-    os.posix_fadvise(fd, begin, offset + _AHEAD_NBYTES - begin, os.POSIX_FADV_WILLNEED)
-    return offset + _AHEAD_NBYTES
+def _is_whole(fd: int, offset: int, kind: int) -> bool:
+    try:
+        return form.read_head(fd, offset, 1 << 62, kind) is not None
+    except OSError:
+        return False

@@ -25,7 +25,7 @@ _SEGMENT = re.compile(r"([0-9a-f]{16})(\.kvpool|\.kvpool-open)")
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_SECONDS = 10.0
-_HOURS = 24
+_HOURS = 25  # that count: all of this one, and of the one a day ago
 
 
 class Listed(NamedTuple):
@@ -230,6 +230,8 @@ class Folder:
         fd = self.open(name)
         try:
             found = json.loads(os.read(fd, 1 << 20))
+        except RecursionError:
+            raise ValueError("brackets without end") from None
         finally:
             os.close(fd)
         if not isinstance(found, dict):
@@ -282,21 +284,40 @@ class Folder:
             )
 
     def granted(self, nbytes: int, budget: int | None) -> int:
-        """Take up to `nbytes` from what may be written in 24 hours; a negative number gives back. With the lock.
+        """Take up to `nbytes` from what may be written in 24 hours, and return how many. With the lock.
 
         The file ``written.json`` has the bytes of each hour. Hours that lie ahead, after the clock went back, count as
         this one.
         """
         if budget is None:
             return nbytes
-        hour = int(time.time() // 3600)
-        hours: dict[int, int] = {}
-        with suppress(OSError, ValueError, TypeError):
+        hours = self._hours()
+        took = max(min(nbytes, budget - sum(hours.values())), 0)
+        self._count_hour(hours, took)
+        return took
+
+    def settled(self, granted: int, since: int, nbytes: int) -> None:
+        """Of what was taken in the hour `since`, `nbytes` were written, the last of them now. With the lock."""
+        hours = self._hours()
+        since = min(since, this_hour())
+        if since in hours:
+            hours[since] = max(hours[since] - granted, 0)
+        self._count_hour(hours, nbytes)
+
+    def _hours(self) -> dict[int, int]:
+        hour, hours = this_hour(), dict[int, int]()
+        with suppress(OSError, ValueError, TypeError, OverflowError):
             for key, value in self.read_json("written.json").items():
                 if int(key) > hour - _HOURS:
                     at = min(int(key), hour)
-                    hours[at] = hours.get(at, 0) + int(value)  # type: ignore[call-overload]
-        took = max(min(nbytes, budget - sum(hours.values())), 0) if nbytes >= 0 else nbytes
-        hours[hour] = hours.get(hour, 0) + took
+                    hours[at] = hours.get(at, 0) + max(int(value), 0)  # type: ignore[call-overload]
+        return hours
+
+    def _count_hour(self, hours: dict[int, int], nbytes: int) -> None:
+        hours[this_hour()] = hours.get(this_hour(), 0) + nbytes
         self.write_json("written.json", {str(key): value for key, value in hours.items()})
-        return took
+
+
+def this_hour() -> int:
+    """The hour that it is."""
+    return int(time.time() // 3600)

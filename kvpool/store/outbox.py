@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -11,7 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.store.blocks import Blocks, Rows
-from kvpool.store.segments import expected_head
+from kvpool.store.segments import expected_heads
+
+_log = logging.getLogger(__name__)
 
 
 class Waiting(NamedTuple):
@@ -73,15 +76,10 @@ class Outbox:
                     wanted.append((number, name))
                     self._names.add(name)
                     self.nbytes += nbytes
+        heads = expected_heads(layout, blocks[[number for number, _ in wanted]], nbytes) if wanted else []
         items = [
-            Waiting(
-                name,
-                *expected_head(layout, blocks, number, nbytes),
-                np.array(rows[number]),
-                blocks.keys[number].tobytes(),
-                blocks.group,
-            )
-            for number, name in wanted
+            Waiting(name, *head, np.array(rows[number]), blocks.keys[number].tobytes(), blocks.group)
+            for (number, name), head in zip(wanted, heads, strict=True)
         ]
         with self._change:
             self._queue.extend(items)
@@ -93,19 +91,18 @@ class Outbox:
         with self._change:
             return self._change.wait_for(lambda: not self._names or not self._thread.is_alive(), timeout)
 
-    def close(self, timeout: float) -> bool:
-        """Take no more, write what waits, end the thread. False: it has not ended."""
+    def close(self, timeout: float) -> None:
+        """Take no more, write what waits, end the thread; wait so many seconds for that."""
         with self._change:
             self._is_closed = True
             self._change.notify_all()
         self._thread.join(timeout)
-        return not self._thread.is_alive()
 
     def _run(self) -> None:
         ticked = -float("inf")
         while True:
             if time.monotonic() - ticked >= self._tick_seconds:
-                self._tick()
+                self._guarded(self._tick)
                 ticked = time.monotonic()
             with self._change:
                 if not self._queue:
@@ -115,9 +112,16 @@ class Outbox:
                 item = self._queue.popleft() if self._queue else None
             if item is None:
                 continue
-            self._write(item)
+            self._guarded(self._write, item)
             with self._change:
                 self._names.discard(item.name)
                 self.nbytes -= item.row.nbytes
                 self._change.notify_all()
-        self._end()
+        self._guarded(self._end)
+
+    def _guarded(self, call: Callable[..., None], *given: Waiting) -> None:
+        """Whatever goes wrong with one block, the next one is written."""
+        try:
+            call(*given)
+        except Exception:
+            _log.exception("[store] a block was not written, or the store not looked at")

@@ -92,14 +92,22 @@ def names_of(keys: np.ndarray, group: int) -> np.ndarray:
     return np.asarray(first ^ np.uint64(group * _GROUP_STEP % 2**64), np.uint64)
 
 
-def expected_head(layout: bytes, blocks: Blocks, number: int, nbytes: int) -> tuple[bytes, bytes]:
-    """The fields of a record up to its checksums, and its tokens: what a load compares."""
-    key, parent, tokens = blocks.keys[number], blocks.parents[number], blocks.tokens[number]
-    fields = (RECORD_MAGIC, VERSION, blocks.group, layout, blocks.namespace, key.tobytes(), parent.tobytes())
-    packed = RECORD.pack(*fields, len(tokens), 0, nbytes, 0, 0)
-    return packed[:_FIELDS_NBYTES], padded(tokens.astype("<i4", copy=False).tobytes())
+def expected_heads(layout: bytes, blocks: Blocks, nbytes: int) -> list[tuple[bytes, bytes]]:
+    """For each block the fields of its record up to the checksums, and its tokens: what a load compares."""
+    count, num_tokens = blocks.tokens.shape
+    fixed = (RECORD_MAGIC, VERSION, blocks.group, layout, blocks.namespace, b"", b"", num_tokens, 0, nbytes, 0, 0)
+    heads, size = np.zeros((count, head_nbytes(num_tokens)), np.uint8), head_nbytes(num_tokens)
+    heads[:, : RECORD.size] = np.frombuffer(RECORD.pack(*fixed), np.uint8)
+    heads[:, _KEY_AT : _KEY_AT + KEY_NBYTES] = blocks.keys
+    heads[:, _KEY_AT + KEY_NBYTES : _KEY_AT + 2 * KEY_NBYTES] = blocks.parents
+    heads[:, RECORD.size : RECORD.size + 4 * num_tokens] = np.ascontiguousarray(blocks.tokens, "<i4").view(np.uint8)
+    data = heads.tobytes()
+    return [
+        (data[at : at + _FIELDS_NBYTES], data[at + RECORD.size : at + size]) for at in range(0, count * size, size)
+    ]
 
 
+_KEY_AT = 48  # in a record
 _FIELDS_NBYTES = RECORD.size - 32  # of a record without its checksums, and the zeros between them
 
 
@@ -115,7 +123,7 @@ def packed_header(layout: bytes) -> bytes:
 
 
 def packed_record(fields: bytes, tokens: bytes, payload: np.ndarray) -> bytes:
-    """The head of a record: `expected_head`, with the checksums of this payload."""
+    """The head of a record: one of `expected_heads`, with the checksums of this payload."""
     fields += checksum(KIND, payload).to_bytes(8, "little") + bytes(16)
     return fields + checksum(KIND, fields, tokens).to_bytes(8, "little") + tokens
 
@@ -129,7 +137,7 @@ def packed_footer(layout: bytes, entries: np.ndarray, end: int, kind: int) -> by
 
 
 def is_right(kind: int, head: bytes | bytearray, fields: bytes, tokens: bytes, payload: Any) -> bool:
-    """Whether a record that was read is the one that `expected_head` describes."""
+    """Whether a record that was read is the one that `expected_heads` describes."""
     if head[: len(fields)] != fields or head[RECORD.size :] != tokens:
         return False
     return checksum(kind, payload) == int.from_bytes(head[len(fields) : len(fields) + 8], "little")

@@ -113,9 +113,10 @@ class ServerStore:
 
             if not self._ask(ask) or len(answers) != len(some):
                 break
+            heads = form.expected_heads(self.layout.digest, some, nbytes)
             for number, answer in enumerate(answers):
                 if isinstance(answer, bytes):
-                    loaded[begin + number] = self._take(answer, some, number, rows[begin + number])
+                    loaded[begin + number] = _took(answer, *heads[number], rows[begin + number])
                     damaged += not loaded[begin + number]
         hits = int(loaded.sum())
         self._count(hits=hits, hit_nbytes=hits * nbytes, misses=len(blocks) - hits - damaged, damaged=damaged)
@@ -156,15 +157,6 @@ class ServerStore:
 
     def _name(self, key: bytes, group: int) -> bytes:
         return self._prefix + key + group.to_bytes(4, "little")
-
-    def _take(self, answer: bytes, blocks: Blocks, number: int, row: np.ndarray) -> bool:
-        """Copy the payload of a record, if it is the one that was asked for."""
-        fields, tokens = form.expected_head(self.layout.digest, blocks, number, len(row))
-        head, payload = answer[: form.RECORD.size + len(tokens)], memoryview(answer)[form.RECORD.size + len(tokens) :]
-        if len(payload) != len(row) or not form.is_right(form.KIND, head, fields, tokens, payload):
-            return False
-        row[:] = np.frombuffer(payload, np.uint8)
-        return True
 
     def _send(self, item: Waiting) -> None:
         """Write one block; the thread does it."""
@@ -215,6 +207,15 @@ class ServerStore:
         with self._counting:
             counts = self._counts
             self._counts = counts._replace(**{name: getattr(counts, name) + n for name, n in more.items()})
+
+
+def _took(answer: bytes, fields: bytes, tokens: bytes, row: np.ndarray) -> bool:
+    """Copy the payload of a record, if it is the one that was asked for."""
+    head, payload = answer[: form.RECORD.size + len(tokens)], memoryview(answer)[form.RECORD.size + len(tokens) :]
+    if len(payload) != len(row) or not form.is_right(form.KIND, head, fields, tokens, payload):
+        return False
+    row[:] = np.frombuffer(payload, np.uint8)
+    return True
 
 
 def _client(url: str, timeout: float) -> Any:

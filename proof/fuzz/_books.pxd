@@ -16,6 +16,12 @@ cdef enum:                      # where a block is
     AT_WORK
     AT_RESERVE
 
+cdef enum:                      # whether somebody else writes a sequence's blocks
+    LOADS_NOT
+    LOADS
+    LOADS_IN_VAIN               # it was closed meanwhile
+
+
 cdef enum:                      # what a call is due to meet
     V_OK = 0
     V_SHORT                     # OutOfBlocks
@@ -74,9 +80,10 @@ cdef struct Line:               # one open sequence; its index is its slot in th
     int64_t inherit             # pending step whose work it got by a fork
     int64_t root                # of its namespace, 0: cut off
     int32_t space               # its namespace
-    int32_t at                  # its place in `live`
+    int32_t at                  # its place in `live`, or in `loading`
     uint32_t epoch              # of its table
     uint8_t waits               # on the list of those with blocks that are not published
+    uint8_t loads
 
 
 cdef struct Entry:              # a table entry that a step replaces
@@ -147,8 +154,10 @@ cdef struct Books:
     int64_t num_spoilt
     # sequences
     Line* line                  # [max_seqs]
-    int32_t* live               # [max_seqs] slots of open sequences
+    int32_t* live               # [max_seqs] slots of open sequences that nobody loads
     int32_t num_live
+    int32_t* loading            # [max_seqs] slots of the others
+    int32_t num_loading
     int32_t* table              # [max_seqs, width]
     int64_t* generation         # [max_seqs]
     int32_t* free_slot          # [max_seqs] ring
@@ -213,6 +222,16 @@ cdef inline int32_t* line_table(const Books* b, int32_t slot) noexcept nogil:
     return b.table + <int64_t>slot * b.width
 
 
+cdef inline int32_t num_open(const Books* b) noexcept nogil:
+    """Slots that are taken."""
+    return b.num_live + b.num_loading
+
+
+cdef inline int32_t open_slot(const Books* b, int32_t k) noexcept nogil:
+    """The k-th of them."""
+    return b.live[k] if k < b.num_live else b.loading[k - b.num_live]
+
+
 cdef inline int64_t oldest_step(const Books* b) noexcept nogil:
     """0: none is pending."""
     return b.plan[b.queue[0]].step if b.num_queue else 0
@@ -253,6 +272,10 @@ cdef void all_blank(Books* b) noexcept nogil
 cdef void spoil(Books* b, int32_t i) noexcept nogil
 cdef void leave_live(Books* b, int32_t slot) noexcept nogil
 cdef void note_waiting(Books* b, int32_t slot) noexcept nogil
+cdef void books_load(Books* b, int32_t slot) noexcept nogil
+cdef void books_loaded(Books* b, int32_t slot, int64_t length) noexcept nogil
+cdef int books_judge_loaded(const Books* b, int32_t slot, int64_t length) noexcept nogil
+cdef void end_load(Books* b, int32_t slot) noexcept nogil
 cdef int32_t books_open(Books* b, int64_t length, int32_t space) noexcept nogil
 cdef void books_close(Books* b, int32_t slot) noexcept nogil
 cdef int32_t books_fork_line(Books* b, int32_t parent) noexcept nogil

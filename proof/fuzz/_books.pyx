@@ -53,6 +53,7 @@ cdef int books_init(Books* b) noexcept nogil:
     b.spoilt = <int32_t*>room(b, 2 * n + 2, sizeof(int32_t))
     b.line = <Line*>room(b, seqs, sizeof(Line))
     b.live = <int32_t*>room(b, seqs, sizeof(int32_t))
+    b.loading = <int32_t*>room(b, seqs, sizeof(int32_t))
     b.table = <int32_t*>room(b, seqs * b.width, sizeof(int32_t))
     b.generation = <int64_t*>room(b, seqs, sizeof(int64_t))
     b.free_slot = <int32_t*>room(b, seqs, sizeof(int32_t))
@@ -318,20 +319,25 @@ cdef void drop_blocks(Books* b, int32_t slot, int32_t keep) noexcept nogil:
 
 
 cdef void books_close(Books* b, int32_t slot) noexcept nogil:
+    if b.line[slot].loads == LOADS:         # somebody writes its blocks
+        b.line[slot].loads = LOADS_IN_VAIN
+        return
     drop_blocks(b, slot, 0)
     books_free_line(b, slot)
 
 
 cdef void books_free_line(Books* b, int32_t slot) noexcept nogil:
     """A sequence without blocks is closed."""
-    b.free_slot[(b.first_free + <int64_t>b.max_seqs - b.num_live) % b.max_seqs] = slot
+    b.free_slot[(b.first_free + <int64_t>b.max_seqs - num_open(b)) % b.max_seqs] = slot
     leave_live(b, slot)
 
 
 cdef int32_t books_find(const Books* b, int64_t handle) noexcept nogil:
     """Slot of an open sequence, -1 if there is none."""
     cdef int64_t slot = handle & 0xFFFFF
-    return <int32_t>slot if slot < b.max_seqs and handle >= 0 and b.line[slot].handle == handle else NOBODY
+    if slot >= b.max_seqs or handle < 0 or b.line[slot].handle != handle or b.line[slot].loads == LOADS_IN_VAIN:
+        return NOBODY
+    return <int32_t>slot
 
 
 cdef void books_defer(Books* b, int64_t handle) noexcept nogil:
@@ -380,6 +386,45 @@ cdef void books_fork(Books* b, int32_t parent, int32_t n, int32_t* children) noe
         for i in range(line.blocks):
             add_ref(b, line_table(b, slot)[i])
         note_waiting(b, slot)
+
+
+# ---- loads -------------------------------------------------------------------------------------------------
+
+cdef void books_load(Books* b, int32_t slot) noexcept nogil:
+    """The newest sequence is loaded: only its close and `loaded` find it."""
+    b.num_live -= 1
+    b.line[slot].loads = LOADS
+    b.line[slot].at = b.num_loading
+    b.loading[b.num_loading] = slot
+    b.num_loading += 1
+
+
+cdef void end_load(Books* b, int32_t slot) noexcept nogil:
+    cdef int32_t at = b.line[slot].at
+    b.num_loading -= 1
+    b.loading[at] = b.loading[b.num_loading]
+    b.line[b.loading[at]].at = at
+    b.line[slot].loads = LOADS_NOT
+    b.line[slot].at = b.num_live
+    b.live[b.num_live] = slot
+    b.num_live += 1
+
+
+cdef int books_judge_loaded(const Books* b, int32_t slot, int64_t length) noexcept nogil:
+    cdef const Line* line = &b.line[slot]
+    return V_OK if length == 0 or line.length <= length <= line.blocks * b.block_size else V_VALUE
+
+
+cdef void books_loaded(Books* b, int32_t slot, int64_t length) noexcept nogil:
+    """Its first `length` tokens have come, 0: no more than it had. One that was closed meanwhile goes now."""
+    cdef Line* line = &b.line[slot]
+    cdef bint in_vain = line.loads == LOADS_IN_VAIN
+    end_load(b, slot)
+    if in_vain:
+        books_close(b, slot)
+    elif length:
+        b.tokens += length - line.length
+        line.length = length
 
 
 cdef int books_judge_truncate(const Books* b, int32_t slot, int64_t length) noexcept nogil:

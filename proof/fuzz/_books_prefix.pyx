@@ -21,9 +21,12 @@ from proof.fuzz._books cimport (
     cut,
     done_length,
     in_flight,
+    end_load,
     leave_live,
     line_table,
     note_waiting,
+    num_open,
+    open_slot,
     spoil,
     take,
     to_blank,
@@ -56,7 +59,7 @@ cdef int books_judge_open(const Books* b, int64_t tokens, int32_t hits, int32_t 
         return V_CAPACITY
     if need and need + b.watermark > available(b) - evictable:
         return V_SHORT
-    return V_FULL if b.num_live >= b.max_seqs else V_OK
+    return V_FULL if num_open(b) >= b.max_seqs else V_OK
 
 
 cdef int32_t books_open_prompt(Books* b, int64_t tokens, int32_t space, const int32_t* ids, int32_t hits, bint takes,
@@ -100,16 +103,17 @@ cdef int64_t root_of(Books* b, int32_t space) noexcept nogil:
 
 cdef void sweep(Books* b) noexcept nogil:
     """Namespaces without a node and without an open sequence are forgotten."""
-    cdef int32_t i
+    cdef int32_t i, slot
     cdef int64_t kept = 0
     for i in range(b.num_spaces):           # a root that somebody needs stands below zero for a moment
         b.root[i] = -b.root[i]
     for i in range(b.num_blocks):
         if b.page[i].own and b.root[b.leaf[i].space] < 0:
             b.root[b.leaf[i].space] = -b.root[b.leaf[i].space]
-    for i in range(b.num_live):
-        if b.line[b.live[i]].root and b.root[b.line[b.live[i]].space] < 0:
-            b.root[b.line[b.live[i]].space] = b.line[b.live[i]].root
+    for i in range(num_open(b)):
+        slot = open_slot(b, i)
+        if b.line[slot].root and b.root[b.line[slot].space] < 0:
+            b.root[b.line[slot].space] = b.line[slot].root
     for i in range(b.num_spaces):
         if b.root[i] < 0:
             b.root[i] = 0
@@ -136,9 +140,9 @@ cdef int64_t books_flush(Books* b, int32_t space) noexcept nogil:
             if b.page[i].own:
                 forget_node(b, i)
             b.leaf[i].node = 0
-    for i in range(b.num_live):
-        if space == NOBODY or b.line[b.live[i]].space == space:
-            b.line[b.live[i]].root = 0
+    for i in range(num_open(b)):
+        if space == NOBODY or b.line[open_slot(b, i)].space == space:
+            b.line[open_slot(b, i)].root = 0
     for i in range(b.num_spaces):
         if b.root[i] and (space == NOBODY or i == space):
             b.root[i] = 0
@@ -304,6 +308,8 @@ cdef void books_reset(Books* b) noexcept nogil:
     b.num_queue = 0
     if b.indexed:
         books_flush(b, NOBODY)
+    while b.num_loading:
+        end_load(b, b.loading[0])
     while b.num_live:
         leave_live(b, b.live[b.num_live - 1])
     b.first_free = 0

@@ -9,7 +9,8 @@ from libc.stdint cimport int32_t, int64_t
 from kvpool._core cimport (
     BLANK, CANONICAL, LIMBO, NO_BLOCK, REMOVED, SLOT_MAPPING, USED, BlockAPI, Blocks, Name, Note, Plan, Pool,
     PrefixCache, Ring, Seq, Seqs,
-    blocks_drain_limbo, blocks_unref, names_find, names_remove, seq_find, seq_refresh, seq_table, slot_of,
+    LOADING, OPEN, blocks_drain_limbo, blocks_unref, names_find, names_remove, seq_find, seq_refresh, seq_table,
+    slot_of,
 )
 
 from functools import wraps
@@ -421,6 +422,56 @@ def _trace_left(pool, kept, *_):
         o.b.blank[n - 1], o.b.blank[n - 2] = o.b.blank[n - 2], o.b.blank[n - 1]
 
 
+def _unload(pool, handle, *_):
+    """The slot of a sequence that is loaded, which looks like any other for now; -1: it is none."""
+    cdef _Opened o = _Opened(pool)
+    cdef int32_t slot
+    if type(handle) is int and 0 <= handle < 1 << 63:
+        slot = slot_of(handle)
+        if slot < o.s.max_seqs and o.s.life[slot].life == LOADING and o.s.seq[slot].handle == ~<int64_t>handle:
+            o.s.life[slot].life, o.s.seq[slot].handle = OPEN, handle
+            return slot
+    return -1
+
+
+def _load_on(pool, kept, *_):
+    cdef _Opened o = _Opened(pool)
+    if kept >= 0:
+        o.s.life[<int32_t>kept].life = LOADING
+        o.s.seq[<int32_t>kept].handle = ~o.s.seq[<int32_t>kept].handle
+
+
+def _whole_load(pool, kept, handle, n):
+    cdef _Opened o = _Opened(pool)
+    cdef int32_t slot = o.find(handle)
+    if slot >= 0 and n == 0:
+        o.s.sum_tokens += o.s.seq[slot].num_blocks * o.b.block_size - o.s.seq[slot].kv_len
+        o.s.seq[slot].kv_len = o.s.seq[slot].num_blocks * o.b.block_size
+        seq_refresh(o.s, o.b, slot)
+
+
+def _loads(pool, *_):
+    cdef _Opened o = _Opened(pool)
+    cdef int32_t slot
+    return {slot for slot in range(o.s.max_seqs) if o.s.life[slot].life == LOADING}
+
+
+def _published_early(pool, kept, tokens=0, *_):
+    """The blocks of a load are hits before anybody has filled them."""
+    cdef _Opened o = _Opened(pool)
+    cdef int64_t length, whole, handle
+    for slot in (_loads(pool) - kept if o.pool.state.indexed and hasattr(tokens, "__len__") else ()):
+        length, whole = o.s.seq[<int32_t>slot].kv_len, len(tokens) // o.b.block_size * o.b.block_size
+        handle = ~o.s.seq[<int32_t>slot].handle
+        _unload(pool, handle)
+        o.s.seq[<int32_t>slot].kv_len = o.s.prefix[<int32_t>slot].done = whole
+        PrefixCache(pool).commit(handle, tokens[length:whole])
+        o.s.seq[<int32_t>slot].kv_len = o.s.prefix[<int32_t>slot].done = length
+        o.s.prefix[<int32_t>slot].committed = o.s.prefix[<int32_t>slot].published = length
+        o.s.prefix[<int32_t>slot].published //= o.b.block_size
+        _load_on(pool, slot)
+
+
 #: name -> (methods, before the call, after it, where the call was refused: true if nobody shall know)
 FAULTS = {
     "copy missing from the plan": (("step",), None, _copy_missing, None),
@@ -462,6 +513,11 @@ FAULTS = {
     "removal of a node untold": (("step", "open", "alloc", "commit"), None, _removal_untold, None),
     "digest blind to tokens": (("commit",), _take_digest, _put_digest, None),
     "digest blind to the flushed namespace": (("flush",), _take_digest, _put_digest, None),
+    "close frees blocks that are loaded": (("close",), _unload, None, None),
+    "row that is loaded forked": (("fork",), _unload, _load_on, _load_on),
+    "row that is loaded shortened": (("truncate", "compact", "evict_blocks"), _unload, _load_on, _load_on),
+    "load that failed counts": (("loaded",), None, _whole_load, None),
+    "load published before it has come": (("open",), _loads, _published_early, None),
 }
 
 

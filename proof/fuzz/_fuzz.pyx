@@ -16,7 +16,7 @@ counts, below the reading of arguments. Opening is in `_fuzz_base`, steps in `_f
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
-from proof.fuzz._books cimport available, books_drain
+from proof.fuzz._books cimport available, books_drain, num_open
 from proof.fuzz._fuzz_base cimport (
     ALLOC,
     CAN,
@@ -32,6 +32,8 @@ from proof.fuzz._fuzz_base cimport (
     FLUSH,
     FORK,
     LEAVE,
+    LOAD,
+    LOADED,
     MATCH,
     MISUSE,
     OPEN,
@@ -180,6 +182,10 @@ cdef class Driver(Others):
             return self.op_compact(w)
         if op == LEAVE:
             return self.op_leave(w)
+        if op == LOAD:
+            return self.op_open(w, True, False)
+        if op == LOADED:
+            return self.op_loaded(w)
         if op == READ:
             return self.op_read(w)
         if op == EVENTS:
@@ -191,10 +197,15 @@ cdef class Driver(Others):
     cdef uint32_t eased(self, const Word* w) noexcept:
         """The word's operation; another where it has nothing to do, mostly one that makes room where all is taken."""
         cdef uint32_t op = w.op
+        cdef bint full = num_open(&self.b) == self.b.max_seqs
         if self.b.num_queue == 0 and (op == DONE or op == DONE_ANY or op == EXECUTE or op == ROLLBACK):
             return STEP
-        if self.b.num_live == self.b.max_seqs and w.c >> 29 and (op <= PROMPT or op == FORK or op == PIN):
-            return CLOSE
+        if op == LOADED and self.b.num_loading == 0:
+            return STEP
+        if op == LOAD and self.b.num_loading and (full or self.b.num_loading > 2 or available(&self.b) == 0):
+            return LOADED
+        if full and w.c >> 29 and (op <= PROMPT or op == FORK or op == PIN):
+            return LOADED if self.b.num_live == 0 else CLOSE
         if (op == STEP or op == PROMPT) and w.c >> 30 and available(&self.b) == 0:
             return DONE if self.b.num_queue and w.c >> 31 else CLOSE
         return op

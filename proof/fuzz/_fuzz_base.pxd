@@ -39,6 +39,8 @@ cdef enum:                      # in the order of OPERATIONS
     READ
     EVENTS
     RANKS
+    LOAD
+    LOADED
     NUM_OPS
 
 cdef enum:                      # in the order of STATES
@@ -60,6 +62,8 @@ cdef enum:                      # in the order of STATES
     S_HELD_BACK
     S_CONTRADICTED
     S_SWEPT
+    S_LOADED
+    S_IN_VAIN
     S_LET_GO
     S_STATES
     S_GONE

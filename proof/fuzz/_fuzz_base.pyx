@@ -20,6 +20,7 @@ from proof.fuzz._books cimport (
     Line,
     books_free,
     books_init,
+    books_load,
     books_next_handle,
     waits_for_step,
 )
@@ -256,6 +257,7 @@ cdef class Base(Calls):
     cdef int op_open(self, const Word* w, bint prompt, bint pin) except -1:
         cdef int64_t n, bs = self.b.block_size, known = self.b.num_roots
         cdef int32_t space = self.space_of(w), hits = 0, evictable = 0, slot, k
+        cdef bint load = self.op == LOAD
         prompt = prompt and self.indexed
         pin = pin and prompt
         if prompt:
@@ -273,20 +275,27 @@ cdef class Base(Calls):
         what = self.prompt[:n] if prompt else n
         if self.trace is not None:
             self.say(f"h{len(self.names)} = pool.{'prefix.pin' if pin else 'open'}"
-                     f"({what.tolist() if prompt else n}, {space_name(space)!r})")
+                     f"({what.tolist() if prompt else n}, {space_name(space)!r}{', load=True' if load else ''})")
         try:
-            handle = self.pool.prefix.pin(what, space_name(space)) if pin else self.do_open(what, space_name(space))
+            if pin:
+                handle = self.pool.prefix.pin(what, space_name(space))
+            elif load:
+                handle = self.do_open(what, space_name(space), load=True)
+            else:
+                handle = self.do_open(what, space_name(space))
         except REFUSALS as error:
             return self.refused(error)
         self.accepted("open")
         self.greet(handle, books_next_handle(&self.b, 0))
-        slot = books_open_prompt(&self.b, n, space, self.id, hits, not pin, prompt and not pin)
+        slot = books_open_prompt(&self.b, n, space, self.id, hits, not pin, prompt and not pin and not load)
         self.states[S_HITS] += hits > 0
         self.states[S_SWEPT] += self.b.num_roots < known
         if self.trace is not None and prompt:
             self.trace.append(f"assert pool.num_tokens({self.names[self.b.line[slot].handle]}) == {hits * bs}")
         if prompt:
             self.adopt_prompt(slot, hits * bs if pin else n)
+        if load:
+            books_load(&self.b, slot)
         return 0
 
     cdef int adopt_prompt(self, int32_t slot, int64_t n) except -1:

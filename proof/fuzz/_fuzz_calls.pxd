@@ -15,6 +15,7 @@ cdef class Others(Prefixes):
     cdef int op_close(self, const Word* w, uint32_t op) except -1
     cdef int op_defer(self, const Word* w) except -1
     cdef int settle_deferred(self) except -1
+    cdef int op_loaded(self, const Word* w) except -1
     cdef int op_evict(self, const Word* w) except -1
     cdef int op_alloc(self, const Word* w) except -1
     cdef int32_t find_block(self, uint32_t start, uint32_t op) noexcept

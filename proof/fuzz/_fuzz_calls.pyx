@@ -3,6 +3,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from proof.fuzz._books cimport (
+    LOADS,
     NOBODY,
     V_FULL,
     V_OK,
@@ -17,18 +18,21 @@ from proof.fuzz._books cimport (
     books_evict,
     books_find,
     books_fork,
+    books_judge_loaded,
     books_judge_truncate,
+    books_loaded,
     books_next_handle,
     books_truncate,
     drop_ref,
     line_table,
+    num_open,
     take,
     touch,
     waits_for_step,
 )
 from proof.fuzz._books_prefix cimport books_reset
-from proof.fuzz._fuzz_base cimport CLOSE_BATCH, DECREF, MARK, TOUCH, S_EVICTED, Word, hash64
-from proof.fuzz._storage cimport line_stamp, line_token
+from proof.fuzz._fuzz_base cimport CLOSE_BATCH, DECREF, MARK, TOUCH, S_EVICTED, S_IN_VAIN, S_LOADED, Word, hash64
+from proof.fuzz._storage cimport line_stamp, line_token, storage_load
 
 from kvpool import errors
 from proof.fuzz.misuse import MISUSES, Facts
@@ -45,7 +49,7 @@ cdef class Others(Prefixes):
         cdef Line* p = &self.b.line[parent]
         cdef int32_t[4] children
         cdef int64_t[4] made
-        self.expect(V_FULL if n > self.b.max_seqs - self.b.num_live else V_OK)
+        self.expect(V_FULL if n > self.b.max_seqs - num_open(&self.b) else V_OK)
         if self.due is not None and not self.full:
             return self.nothing()
         if self.trace is not None:
@@ -155,6 +159,8 @@ cdef class Others(Prefixes):
             handle = self.b.line[slot].handle
             if i == 1 and w.c >> 30 == 0 and self.num_stale:
                 handle = self.stale[w.c % <uint32_t>min(self.num_stale, 64)]
+            elif i == 1 and w.c >> 30 == 1 and self.b.num_loading:
+                handle = self.b.line[self.b.loading[w.c % <uint32_t>self.b.num_loading]].handle
             if self.trace is not None:
                 self.say(f"pool.defer_close({self.names.get(handle, handle | self.tag)})")
             self.pool.defer_close(handle | self.tag)
@@ -181,6 +187,46 @@ cdef class Others(Prefixes):
             self.trace.append("pool.stats()")
         self.direct_drain()
         books_drain(&self.b)
+        return 0
+
+    cdef int op_loaded(self, const Word* w) except -1:
+        """A load comes to its end, or its sequence is closed before that."""
+        cdef int32_t slot
+        cdef Line* line
+        cdef int64_t n, most
+        cdef bint in_time
+        if self.b.num_loading == 0:
+            return self.nothing()
+        slot = self.b.loading[w.b % <uint32_t>self.b.num_loading]
+        line = &self.b.line[slot]
+        in_time = line.loads == LOADS
+        name = self.names.get(line.handle)
+        if in_time and w.c >> 30 == 0:
+            if self.trace is not None:
+                self.say(f"pool.close({name})")
+            self.do_close(line.handle | self.tag)
+            self.mourn(slot)
+            self.close_books(slot)
+            return 0
+        most = line.blocks * self.b.block_size
+        n = w.a % <uint64_t>(most + 2) if self.full and w.c >> 30 == 1 else (
+            line.length + w.a % <uint64_t>(most - line.length + 1) if w.c & 3 else 0)
+        self.expect(books_judge_loaded(&self.b, slot, n))
+        if self.trace is not None:
+            self.say(f"assert pool.loaded({name}, {n}) is {in_time}")
+        if self.due is None:
+            self.extend(slot, n, self.salt)
+            storage_load(&self.s, &self.b, slot, n if in_time else 0)
+        try:
+            found = self.pool.loaded(line.handle | self.tag, n)
+        except REFUSALS as error:
+            return self.refused(error)
+        self.accepted("loaded")
+        if found is not in_time:
+            self.fail(f"loaded({line.handle}, {n}) is {found}, not {in_time}")
+        self.states[S_LOADED] += in_time and n > line.length
+        self.states[S_IN_VAIN] += not in_time
+        books_loaded(&self.b, slot, n)
         return 0
 
     cdef int op_evict(self, const Word* w) except -1:
@@ -327,7 +373,7 @@ cdef class Others(Prefixes):
         """What `stats` has to say."""
         b = self.b
         capacity = b.blocks * b.block_size
-        return (b.num_blocks, b.reserved, b.num_blank, b.lru.size, b.limbo.size, b.used, b.shared, b.num_live,
+        return (b.num_blocks, b.reserved, b.num_blank, b.lru.size, b.limbo.size, b.used, b.shared, num_open(&b),
                 b.num_queue, b.cow_copies, b.cow_tokens, b.allocs, b.evictions, b.peak_used, b.tokens, capacity,
                 1.0 - b.tokens / <double>capacity if capacity else 0.0, b.evicted_tokens)
 
@@ -346,6 +392,8 @@ cdef class Others(Prefixes):
         self.pool.reset()
         for i in range(self.b.num_live):
             self.mourn(self.b.live[i])
+        for i in range(self.b.num_loading):
+            self.mourn(self.b.loading[i])
         self.reset_books()
         return 0
 
@@ -356,7 +404,9 @@ cdef class Others(Prefixes):
         stale = [self.stale[i] | self.tag for i in range(min(self.num_stale, 8))]
         queue = [self.plans[self.b.queue[i]] for i in range(self.b.num_queue)]
         idle = [plan for plan in self.plans if plan not in queue]
-        facts = Facts(self.pool, live, stale, queue, idle, w.b, w.c, self.refs_of, self.table_of)
+        loading = [self.b.line[self.b.loading[i]].handle | self.tag for i in range(self.b.num_loading)
+                   if self.b.line[self.b.loading[i]].loads == LOADS]
+        facts = Facts(self.pool, live, stale, queue, idle, w.b, w.c, self.refs_of, self.table_of, loading)
         error, attempt = MISUSES[w.a % len(MISUSES)](facts)
         if error is None:
             return self.nothing()

@@ -41,6 +41,7 @@ cdef void storage_free(Storage* s) noexcept nogil
 cdef void storage_poison(Storage* s, const Books* b, int32_t block) noexcept nogil
 cdef void storage_execute(Storage* s, const Books* b, const Pending* p, uint64_t* store) noexcept nogil
 cdef void storage_unwrite(Storage* s, const Books* b, const Pending* p, int32_t num_entries) noexcept nogil
+cdef void storage_load(Storage* s, const Books* b, int32_t slot, int64_t length) noexcept nogil
 cdef int storage_read(Storage* s, const Books* b, const Pending* p) noexcept nogil
 cdef int storage_check(Storage* s, const Books* b) noexcept nogil
 cdef int found(Finding* finding, const char* what, int64_t a, int64_t b, int64_t c,

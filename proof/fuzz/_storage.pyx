@@ -7,7 +7,7 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from proof.fuzz._books cimport line_table
+from proof.fuzz._books cimport LOADS, line_table
 
 
 cdef int storage_init(Storage* s, const Books* b) noexcept nogil:
@@ -86,6 +86,18 @@ cdef void storage_unwrite(Storage* s, const Books* b, const Pending* p, int32_t 
             s.raw_stamp[slot] = s.virt[slot]
 
 
+cdef void storage_load(Storage* s, const Books* b, int32_t slot, int64_t length) noexcept nogil:
+    """A loader has written all blocks of a sequence: what they have to hold up to `length`, and whatever behind it."""
+    cdef int64_t position, at, bs = b.block_size
+    cdef uint64_t stamp
+    for position in range(b.line[slot].length, b.line[slot].blocks * bs):
+        at = line_table(b, slot)[position // bs] * bs + position % bs
+        stamp = line_stamp(s, b, slot)[position] if position < length else ~poison(at)
+        s.real[at] = stamp
+        if b.full:
+            s.virt[at] = s.raw_stamp[at] = stamp
+
+
 # ---- what everybody reads ----------------------------------------------------------------------------------
 
 cdef int read_tokens(Storage* s, const Books* b, const uint64_t* store, const int32_t* table, const uint64_t* expect,
@@ -125,6 +137,13 @@ cdef int check_content(Storage* s, const Books* b, const uint64_t* store) noexce
         if read_tokens(s, b, store, line_table(b, slot), line_stamp(s, b, slot), b.line[slot].length,
                        b"a sequence does not read its own tokens: handle %lld, position %lld, block %lld",
                        b.line[slot].handle):
+            return -1
+    for i in range(b.num_loading):
+        slot = b.loading[i]
+        if b.line[slot].loads == LOADS and read_tokens(
+                s, b, store, line_table(b, slot), line_stamp(s, b, slot), b.line[slot].length,
+                b"a sequence that is loaded does not read its hits: handle %lld, position %lld, block %lld",
+                b.line[slot].handle):
             return -1
     if not b.full:
         return 0

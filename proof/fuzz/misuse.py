@@ -31,6 +31,7 @@ class Facts:
     c: int
     refcount: Callable[[int], int]  # of a block, as it has to be
     table: Callable[[int], list[int]]  # of an open handle
+    loading: list[int]  # open handles of sequences that are loaded
 
     @property
     def foreign(self) -> int:
@@ -248,8 +249,38 @@ def bad_padding(facts: Facts) -> Attempt:
     return ValueError, lambda: facts.pool.step(plan, [], 0, pad_to=(plan.limits.max_rows + 1, 0))
 
 
+def loaded_by_somebody(facts: Facts) -> Attempt:
+    """A call on a sequence whose blocks somebody else still writes."""
+    if not facts.loading:
+        return NOTHING
+    pool, handle = facts.pool, facts.loading[facts.b % len(facts.loading)]
+    calls: list[Callable[[], Any]] = [
+        lambda: pool.fork(handle),
+        lambda: pool.truncate(handle, 0),
+        lambda: pool.compact(handle, 0),
+        lambda: pool.evict_blocks(handle, []),
+        lambda: pool.can([handle], 0),
+    ]
+    if pool.prefix is not None:
+        calls.append(lambda: pool.prefix.commit(handle, []))
+    if facts.idle:
+        plan = facts.idle[0]
+        calls += [
+            lambda: pool.step(plan, [*facts.live, handle][-plan.limits.max_rows :], 0),
+            lambda: pool.reserve(plan, [handle], 1),
+            lambda: pool.unshare(plan, [handle], [0]),
+        ]
+    return errors.PlanStateError, calls[facts.c % len(calls)]
+
+
+def loaded_by_nobody(facts: Facts) -> Attempt:
+    """The end of a load that never began."""
+    return (errors.PlanStateError, lambda: facts.pool.loaded(facts.live[0], 0)) if facts.live else NOTHING
+
+
 MISUSES = (
     *(stale, foreign, negative, duplicate, block_out_of_range, block_reserved, block_twice, block_of_a_sequence),
     *(block_unreferenced, negative_count, wrong_type, plan_pending, plan_idle, rollback_of_an_older, too_many_rows),
     *(bad_padding, misaligned, list_that_changes, bound_array_moved),
+    *(loaded_by_somebody, loaded_by_nobody),
 )

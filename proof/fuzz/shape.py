@@ -12,13 +12,13 @@ OPERATIONS = (
     *("open", "open_prompt", "step", "reserve", "fork", "truncate", "close", "close_batch", "defer_close"),
     *("done", "done_any", "execute", "rollback", "commit", "match", "pin", "evict", "flush"),
     *("alloc", "incref", "decref", "mark_cached", "touch", "drain_evicted", "can", "reset", "misuse"),
-    *("unshare", "compact", "evict_blocks", "read", "events", "ranks"),
+    *("unshare", "compact", "evict_blocks", "read", "events", "ranks", "load", "loaded"),
 )
 #: What has to be seen to believe that a run went everywhere.
 STATES = (
     *("copies", "replaced", "rollbacks", "rollbacks_of_executed", "late_plans", "calls_with_limbo", "limbo_hits"),
     *("prefix_hits", "evictions", "out_of_blocks", "partial", "refusals", "closed_while_pending", "done_out_of_order"),
-    *("compactions", "held_back", "contradictions", "sweeps"),
+    *("compactions", "held_back", "contradictions", "sweeps", "loaded", "loaded_in_vain"),
 )
 #: The same of pools with layer groups: what only they meet, and all of it.
 OF_GROUPS = ("entries_let_go", "states_replaced", "truncations_refused")
@@ -33,6 +33,7 @@ WEIGHTS = {
     **{"match": 1, "pin": 2, "evict": 1, "flush": 1.5, "alloc": 3, "incref": 3, "decref": 5, "mark_cached": 4},
     **{"touch": 4, "drain_evicted": 1, "can": 2, "reset": 0.1, "misuse": 2},
     **{"unshare": 3, "compact": 5, "evict_blocks": 2, "read": 2, "events": 1, "ranks": 0.05},
+    **{"load": 3, "loaded": 4},
 }
 ALWAYS = ("open", "step", "close", "done")  # a program without these goes nowhere
 PREFIX_ONLY = ("open_prompt", "commit", "match", "pin", "flush", "events", "ranks")
@@ -194,7 +195,7 @@ def big_shape(seed: int, num_blocks: int = 1 << 20) -> Shape:
         "_hash_bits": 64,
     }
     usual = {**WEIGHTS, "defer_close": 0.5, "misuse": 0, "reset": 0, "flush": 0, "match": 0.5, "can": 0.5}
-    usual |= {"unshare": 0.2, "compact": 0.6, "evict_blocks": 0.6}  # rare: they cost many times what a step does
+    usual |= {"load": 0.5, "loaded": 0.5, "unshare": 0.2, "compact": 0.6, "evict_blocks": 0.6}  # rare: they cost many times what a step does
     possible = {name: w for name, w in usual.items() if w and name not in (BARE_ONLY if prefix else PREFIX_ONLY)}
     return Shape(
         seed=rng.getrandbits(63),

@@ -86,6 +86,7 @@ class Watched:
         self.virtual = [POISON] * slots  # as if every pending plan had run
         self.sequences: dict[int, _Sequence] = {}
         self.dead: list[int] = []
+        self.loads: dict[int, tuple[int, list[int]]] = {}  # sequence -> its hits and blocks, while it is loaded
         self.raw: dict[int, list[int]] = {}  # block -> what it has to hold
         self.references: dict[int, int] = {}  # block -> raw references
         self.plans: list[Any] = []
@@ -190,9 +191,29 @@ class Watched:
         self._check()
         return handle
 
-    def open(self, tokens: Any = 0, namespace: bytes = b"") -> int:
+    def open(self, tokens: Any = 0, namespace: bytes = b"", load: bool = False) -> int:
         """`Pool.open`; what is found in the cache must be what these tokens wrote."""
-        return self._opened(self._attempt(lambda: self.pool.open(tokens, namespace)), tokens, namespace)
+        handle = self._attempt(lambda: self.pool.open(tokens, namespace, load=load))
+        self._opened(handle, tokens, namespace)
+        if load:
+            self.loads[handle] = self.pool.num_tokens(handle), self.pool.table(handle).tolist()
+        return int(handle)
+
+    def loaded(self, handle: int, n: int) -> bool:
+        """`Pool.loaded`; the loader has written all blocks by then, also those of a sequence that was closed."""
+        length, table = self.loads[handle]
+        stamps = [self._stamp() for _ in range(length, len(table) * self.block_size)]
+        for place, stamp in enumerate(stamps, length):
+            block, at = table[place // self.block_size], place % self.block_size
+            self.real[block * self.block_size + at] = self.virtual[block * self.block_size + at] = stamp
+            if block in self.raw:
+                self.raw[block][at] = stamp
+        is_open = self._attempt(lambda: self.pool.loaded(handle, n))
+        del self.loads[handle]
+        if is_open and n:
+            self.sequences[handle].stamps += stamps[: n - length]
+        self._check()
+        return bool(is_open)
 
     def _pin(self, tokens: Any, namespace: bytes = b"") -> int:
         """`Pool.prefix.pin`."""
@@ -398,7 +419,7 @@ class Watched:
         """`Pool.reset`."""
         self.pool.reset()
         self.dead += self.sequences
-        for kept in (self.sequences, self.raw, self.references, self.pending):
+        for kept in (self.sequences, self.raw, self.references, self.pending, self.loads):
             kept.clear()
         self._check()
 
@@ -407,8 +428,10 @@ class Watched:
         queue = [step.plan for step in self.pending]
         idle = [plan for plan in self.plans if plan not in queue]
         stale = [handle for handle in self.dead if not self.pool.is_open(handle)]
-        live = list(self.sequences)[:4]
-        facts = misuse.Facts(self.pool, live, stale[:8], queue, idle, b, c, self.pool.blocks.refcount, self._table)
+        loading = [handle for handle in self.loads if handle in self.sequences]
+        live = [handle for handle in self.sequences if handle not in self.loads][:4]
+        refs = self.pool.blocks.refcount
+        facts = misuse.Facts(self.pool, live, stale[:8], queue, idle, b, c, refs, self._table, loading)
         error, attempt = getattr(misuse, name)(facts)
         if error is None:
             return

@@ -170,6 +170,36 @@ def test_others_run_while_a_prompt_is_loaded(model, filled):
     checked(engine)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("model", (*ARCHS, "baichuan_m1"), indirect=True)  # the last: states, windows, full layers
+@pytest.mark.parametrize("first_ends", ["loaded", "cancelled"])
+def test_two_loads_of_a_common_prefix_at_once_have_the_same_bits(model, filled, first_ends, monkeypatch):
+    for name, value in (("FIRST_SLICE", 2048), ("MOST_SLICE", 2048), ("STEP_NBYTES", 1)):  # one slice per step
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(module.StoredPrefixes, "_is_late", lambda self, load: False)
+    store, due = filled
+    longer = [*PROMPT, *OTHER[:40]]
+    with Engine(model, 256) as plain:
+        due_longer = answer(plain, longer)
+    engine = engine_of(model, store, num_blocks=400)
+    loads = engine.kv.stored._loads
+    engine.submit(OTHER[:100], max_tokens=900, namespace=b"x", eos=(), id="runs")
+    engine.submit(PROMPT, max_tokens=12, id="first")
+    _step_until(engine, lambda: any(load.num_come for load in loads.values()))
+    engine.submit(longer, max_tokens=12, id="second")
+    _step_until(engine, lambda: sum(load.handle >= 0 for load in loads.values()) == 2)
+    if first_ends == "cancelled":
+        engine.cancel("first")
+    expected = {"second": due_longer[0]} | ({"first": due[0]} if first_ends == "loaded" else {})
+    ended = {}
+    while not set(ended) >= set(expected):
+        ended |= {completion.id: completion.samples[0] for completion in engine.step()}
+    engine.cancel("runs")
+    assert {id: sample.tokens.tolist() for id, sample in ended.items()} == expected
+    assert ended["second"].output.num_cached >= 368
+    assert checked(engine).loads == len(expected)
+
+
 def test_request_cancelled_while_it_loads_leaves_nothing(model, filled):
     store, _ = filled
     store.open_gate.clear()

@@ -1,12 +1,12 @@
 """``kvpool serve --store``: what one process computed, the next one finds."""
 
-import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from key_server import KINDS, KeyServer
 from server_process import Server
 
 QUESTION = "All of this is said again and again, until it fills more than one block. " * 6
@@ -63,21 +63,12 @@ def test_conversation_after_a_restart_comes_from_the_store(tmp_path, ending):
         second.stop()
 
 
-def test_conversation_after_a_restart_comes_from_a_redis_server(tmp_path):
-    pytest.importorskip("redis")
-    program = shutil.which("redis-server") or shutil.which("valkey-server")
-    if program is None:
-        pytest.skip("needs redis-server or valkey-server")
-    place = tmp_path / "socket"
-    options = ("--port", "0", "--unixsocket", str(place), "--save", "", "--dir", str(tmp_path))
-    redis = subprocess.Popen([program, *options], stdout=subprocess.DEVNULL)
+@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.long)])
+def test_conversation_after_a_restart_comes_from_a_key_server(tmp_path, kind):
+    keys, answers = KeyServer(kind, str(tmp_path)), []
     try:
-        end = time.monotonic() + 30
-        while not place.exists() and time.monotonic() < end:
-            time.sleep(0.05)
-        answers = []
         for is_first in (True, False):
-            server = Server(*OPTIONS, "--store", f"unix://{place}")
+            server = Server(*OPTIONS, "--store", keys.url)
             try:
                 answers.append(ask(server))
                 if is_first:
@@ -86,8 +77,7 @@ def test_conversation_after_a_restart_comes_from_a_redis_server(tmp_path):
                 server.process.kill()
                 server.process.wait(60)
     finally:
-        redis.kill()
-        redis.wait(60)
+        keys.stop()
     (text, cached), (again, found) = answers
     assert again == text and cached == 0 and found >= 448
 

@@ -146,10 +146,81 @@ def test_budget_comes_back_with_the_hours_and_not_with_a_clock_that_went_back(tm
     start, hour = clock.now, 3600.0
     first = written(1, start)
     assert SEGMENT < first <= budget
-    for now in (start + hour, start + 20 * hour, start - 100 * hour, start - 90 * hour, start - 1e5 * hour):
+    assert int((start + 23.5 * hour) // hour) - int(start // hour) == 24  # in the last half hour of these 24
+    for now in (start + hour, start + 23.5 * hour, start - 100 * hour, start - 90 * hour, start - 1e5 * hour):
         assert first + written(2, now) <= budget
     assert written(3, start) > SEGMENT  # a jump of more than a day forward looks like that day
     assert found_all(tmp_path / "store", 3)
+
+
+def test_segment_that_grew_for_days_gives_no_budget_back(tmp_path, monkeypatch):
+    clock, budget = Clock(), 2 * SEGMENT
+    monkeypatch.setattr(folder_module, "time", clock)
+    slow = opened(tmp_path / "store", write_nbytes_per_day=budget)
+    kit.stores(slow, blocks_of(1, 1))
+    clock.now += 40 * 3600
+    slow.close()
+    store = opened(tmp_path / "store", write_nbytes_per_day=budget)
+    store.store(blocks_of(2), kit.content(LAYOUT, blocks_of(2)))
+    store.close()
+    written = store.stats()["disk"].written_nbytes
+    assert SEGMENT < written <= budget - slow.stats()["disk"].written_nbytes
+
+
+def test_segment_is_sealed_before_its_bytes_are_a_day_old(tmp_path, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(folder_module, "time", clock)
+    store = opened(tmp_path / "store", write_nbytes_per_day=1 << 24)
+    for seed in range(3):
+        kit.stores(store, blocks_of(seed, 1))
+        clock.now += 7 * 3600
+    assert len(list((tmp_path / "store").glob("*.kvpool"))) == 1
+    store.close()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "x", '{"x": 1}', '{"1": Infinity}', '{"999999999": -9e9}', "[" * 500_000])
+def test_damaged_account_of_the_budget_stops_nobody_and_gives_no_more(tmp_path, content):
+    opened(tmp_path / "store").close()
+    (tmp_path / "store" / "written.json").touch(0o600)
+    (tmp_path / "store" / "written.json").write_text(content)
+    store = opened(tmp_path / "store", write_nbytes_per_day=2 * SEGMENT)
+    store.store(blocks_of(1), kit.content(LAYOUT, blocks_of(1)))
+    store.close()
+    assert SEGMENT < store.stats()["disk"].written_nbytes <= 2 * SEGMENT
+
+
+def test_files_deleted_under_a_store_are_misses_and_it_goes_on(tmp_path):
+    store = opened(tmp_path / "store")
+    kit.stores(store, blocks_of(1))
+    for file in (tmp_path / "store").glob("*.kvpool*"):
+        file.unlink()
+    end = time.monotonic() + 60
+    while store.lookup(blocks_of(1)).any() and time.monotonic() < end:
+        time.sleep(0.01)
+    kit.loads(store, blocks_of(1), [])
+    store.touch(blocks_of(1))
+    kit.stores(store, blocks_of(2))
+    kit.loads(store, blocks_of(2), range(20))
+    store.close()
+    store = opened(tmp_path / "store")
+    kit.loads(store, blocks_of(2), range(20))
+    store.close()
+
+
+def test_error_of_the_writer_that_nobody_foresaw_loses_one_block(tmp_path, monkeypatch, caplog):
+    store, blocks, write = opened(tmp_path / "store"), blocks_of(1), os.pwritev
+    failures = iter([RuntimeError("planted")])
+
+    def failing(*given):
+        if len(given[1]) == 3 and (failure := next(failures, None)):
+            raise failure
+        return write(*given)
+
+    monkeypatch.setattr(os, "pwritev", failing)
+    kit.stores(store, blocks)
+    assert "planted" in caplog.text
+    kit.loads(store, blocks, range(1, 20))
+    store.close()
 
 
 def found_all(path, seed):

@@ -1,56 +1,25 @@
-"""`ServerStore` on a real Redis or Valkey server, and on servers that fail in every way."""
+"""`ServerStore` on a real Redis and a real Valkey server, and on servers that fail in every way."""
 
 import os
-import shutil
 import socket
-import subprocess
 import threading
 import time
 
 import numpy as np
 import pytest
+from key_server import KINDS, KeyServer
 
 from kvpool.store import ServerStore
 from kvpool.testing import stores as kit
 from kvpool.testing.filled import NotApplicable
 
-redis = pytest.importorskip("redis", reason="the package redis is not installed (pip install 'kvpool[redis]')")
-PROGRAM = shutil.which("valkey-server") or shutil.which("redis-server")
+pytest.importorskip("redis", reason="needs the package redis (pip install 'kvpool[redis]')")
 TIMEOUT = 0.3
 
 
-class Server:
-    """A server as a process, on a socket of its own."""
-
-    def __init__(self, folder):
-        self.folder, self.socket = folder, f"{folder}/server.sock"
-        self.start()
-
-    @property
-    def url(self):
-        return f"unix://{self.socket}"
-
-    def start(self):
-        options = ["--port", "0", "--unixsocket", self.socket, "--save", "", "--appendonly", "no", "--dir", self.folder]
-        self.process = subprocess.Popen([PROGRAM, *options], stdout=subprocess.DEVNULL)
-        end = time.monotonic() + 30
-        while True:
-            try:
-                return redis.Redis(unix_socket_path=self.socket).ping()
-            except redis.ConnectionError:
-                assert time.monotonic() < end and self.process.poll() is None, "the server does not start"
-                time.sleep(0.02)
-
-    def stop(self):
-        self.process.kill()
-        self.process.wait()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    if PROGRAM is None:
-        pytest.skip("no server is installed (apt install valkey-server, or redis-server)")
-    running = Server(str(tmp_path_factory.mktemp("server")))
+@pytest.fixture(scope="module", params=KINDS)
+def server(request, tmp_path_factory):
+    running = KeyServer(request.param, str(tmp_path_factory.mktemp("server")))
     yield running
     running.stop()
 
@@ -58,7 +27,7 @@ def server(tmp_path_factory):
 @pytest.fixture
 def opened(server):
     """A factory of stores on an empty server; all are closed at the end."""
-    redis.Redis(unix_socket_path=server.socket).flushall()
+    server.client.flushall()
     made = []
 
     def factory(layout, place):
@@ -78,10 +47,9 @@ def test_server_passes_every_case_of_the_kit(opened, case):
         pytest.fail("a server is shared: every case applies")
 
 
-def test_server_restarted_without_its_data_is_a_miss_and_then_serves(tmp_path):
-    if PROGRAM is None:
-        pytest.skip("no server is installed")
-    running = Server(str(tmp_path))
+@pytest.mark.parametrize("kind", KINDS)
+def test_server_restarted_without_its_data_is_a_miss_and_then_serves(tmp_path, kind):
+    running = KeyServer(kind, str(tmp_path))
     store = ServerStore(running.url, kit.LAYOUT, timeout=TIMEOUT, pause=0.05)
     blocks = kit.LAYOUT.blocks(kit.prompt(1))[0]
     try:
@@ -104,7 +72,7 @@ def test_server_restarted_without_its_data_is_a_miss_and_then_serves(tmp_path):
 def test_value_with_any_byte_flipped_is_a_miss(server, opened):
     store = opened(kit.LAYOUT, "")
     blocks = kit.LAYOUT.blocks(kit.prompt(2))[2]
-    client = redis.Redis(unix_socket_path=server.socket)
+    client = server.client
     kit.stores(store, blocks[:1])
     (name,) = client.keys()
     value = client.get(name)
@@ -225,15 +193,14 @@ def test_server_with_wrong_arguments_is_refused_at_once(url, options, error):
 
 
 def test_server_store_is_bounded_by_its_queue(opened, server):
-    process = redis.Redis(unix_socket_path=server.socket).info("server")["process_id"]
     store = ServerStore(server.url, kit.LAYOUT, timeout=30.0, queue_nbytes=3000)
     blocks = kit.LAYOUT.blocks(kit.prompt(5))[0]
-    os.kill(process, 19)  # SIGSTOP: it does not answer
+    os.kill(server.process.pid, 19)  # SIGSTOP: it does not answer
     try:
         took = store.store(blocks, kit.content(kit.LAYOUT, blocks))
         assert took == 3000 // 700 and store.stats()["server"].dropped == len(blocks) - took
     finally:
-        os.kill(process, 18)
+        os.kill(server.process.pid, 18)
     assert store.drain(60.0)
     assert np.flatnonzero(kit.loads(store, blocks)).tolist() == list(range(took))
     store.close()
