@@ -416,17 +416,16 @@ class PromptCache:
         """
         for order in self._order.values():
             for one in islice(reversed(order.values()), _RECENT):
-                is_longer = 0 < one.length < len(known) and known[one.length - 1] == one.tokens[-1]
-                if (
-                    is_longer
-                    and one.shelf is shelf
-                    and one.namespace == namespace
-                    and np.array_equal(known[: one.length], one.tokens)
-                ):
-                    begin = one.length - one.length % BLOCK
-                    following = known[begin : begin + BLOCK]
-                    if any(np.array_equal(shelf.tokens[each], following) for each in shelf.after.get(one.parent, ())):
-                        break  # the index knows more
+                least = min(one.length, len(known))
+                probe = least * 7 // 8
+                if not least or known[probe] != one.tokens[probe] or one.shelf is not shelf or one.namespace != namespace:
+                    continue
+                begin = _common(known, one.tokens) // BLOCK * BLOCK
+                if begin <= probe:
+                    continue
+                table, following = shelf.pool.table(one.handle), known[begin : begin + BLOCK]
+                behind = shelf.after.get(int(table[begin // BLOCK - 1]), ())
+                if not any(np.array_equal(shelf.tokens[block], following) for block in behind):
                     (handle,) = shelf.pool.fork(one.handle).tolist()
                     shelf.pool.truncate(handle, begin)
                     return handle
@@ -589,8 +588,9 @@ def _outside(length: int, spans: list[tuple[int, int]]) -> int:
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:
     count = min(len(a), len(b))
-    differ = np.flatnonzero(a[:count] != b[:count])
-    return int(differ[0]) if len(differ) else count
+    differ = a[:count] != b[:count]
+    first = int(differ.argmax()) if count else 0
+    return first if count and differ[first] else count
 
 
 # ------------------------------------------------------------------------------------------------- caches
