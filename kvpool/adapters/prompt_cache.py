@@ -377,7 +377,7 @@ class PromptCache:
                 nearest, common = block, same
         if nearest is not None:
             blocks = [*blocks, nearest]
-        length = _outside(min(length + common, len(known) - 1), spans)
+        length = _outside(max(0, min(length + common, len(known) - 1)), spans)
         blocks = blocks[: -(-length // BLOCK)]
         used = next((one for one in shelf.ends.get(blocks[-1], ()) if blocks), None) if length else None
         return _Hit(length, shelf, blocks, used) if length else None
