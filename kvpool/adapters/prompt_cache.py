@@ -6,87 +6,75 @@ prefix cache is the index: a block's id names its array.
 
 from __future__ import annotations
 
-import copy
 import os
+import struct
 import threading
+import warnings
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import (
-    ArraysCache,
-    BatchKVCache,
-    BatchRotatingKVCache,
-    CacheList,
-    ChunkedKVCache,
-    ConcatenateKVCache,
-    KVCache,
-    QuantizedKVCache,
-    RotatingKVCache,
-    can_trim_prompt_cache,
-    trim_prompt_cache,
-)
+from mlx_lm.models.cache import ChunkedKVCache, can_trim_prompt_cache
 
 import kvpool
-
-BLOCK = 16
-"""Tokens of a block."""
+from kvpool.adapters.dense_caches import (
+    BLOCK,
+    PER_TOKEN,
+    STATES,
+    CacheLayout,
+    arrays_of,
+    caches_of,
+    copied,
+    layout_of,
+    leaves_of,
+    nbytes_of,
+    owned,
+    rows_of,
+    shared,
+    single,
+)
+from kvpool.adapters.prompt_store import PromptStore
+from kvpool.store import BlockStore
 
 TYPES = ("assistant", "user", "system")
 """Types of sequences, as in mlx-lm: what leaves first where `max_size` or `trim_to` counts them."""
 
-_PER_TOKEN = (KVCache, ConcatenateKVCache, QuantizedKVCache)
-_STATES = (ArraysCache, RotatingKVCache, ChunkedKVCache)
-_UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
-_MAX_TOKEN = 2**31 - 1
+_MAX_TOKEN = 2**30 - 1  # numbers above stand for media
+_MAX_ATOM = 2**31 - 1
 _MAX_BLOCKS = 1 << 20
 _MAX_SEQUENCES = 4096
-
-
-class _Part(NamedTuple):
-    """One array of a cache: what it holds of a token, and where that lies in a row of a block."""
-
-    heads: int
-    width: int
-    dtype: mx.Dtype
-    offset: int
-
-
-class _Leaf(NamedTuple):
-    """A cache of keys and values per token (its class, the arguments of a new one, its arrays), or one kept whole."""
-
-    kind: type
-    arguments: tuple[int, ...]
-    parts: tuple[_Part, ...]
-
-
-class _Layout(NamedTuple):
-    """What a list of caches is made of. Sequences of one layout share blocks."""
-
-    leaves: tuple[_Leaf, ...]
-    tree: tuple[Any, ...]
-    row_nbytes: int
+_RECENT = 32  # sequences that a new one is compared with before the index is asked
 
 
 @dataclass(eq=False)
 class _Sequence:
     """An inserted sequence: an open row of the pool, and the caches that only make sense at its end.
 
-    `parent` is its last full block (or the namespace), `tail` the tokens behind.
+    `parent` is its last full block (or the namespace), `tokens` are all of it.
     """
 
     shelf: _Shelf
     handle: int
+    namespace: bytes
     parent: int | bytes
-    tail: np.ndarray
-    length: int
+    tokens: np.ndarray
     kind: str
     kept: list[Any]
     nbytes: int
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens)
+
+    @property
+    def tail(self) -> np.ndarray:
+        """The tokens behind the last full block."""
+        return self.tokens[self.length - self.length % BLOCK :]
 
 
 @dataclass(eq=False)
@@ -94,12 +82,13 @@ class _Shelf:
     """The sequences of one layout.
 
     `rows`, `tokens` and `parents` tell of each block in use. `after` lists the blocks behind a block, `ends` the
-    sequences that end behind it, before a whole block is full.
+    sequences that end behind it, before a whole block is full; `is_end` says which blocks have any.
     """
 
-    layout: _Layout
+    layout: CacheLayout
     pool: kvpool.Pool
     plan: kvpool.Plan
+    is_end: np.ndarray
     rows: dict[int, mx.array] = field(default_factory=dict)
     tokens: dict[int, np.ndarray] = field(default_factory=dict)
     parents: dict[int, int | bytes] = field(default_factory=dict)
@@ -116,11 +105,11 @@ class _Shelf:
         """Whether every cache is one of keys and values per token: any prefix can be cut from them."""
         return all(leaf.parts for leaf in self.layout.leaves)
 
-    def can_cut(self, kept: list[Any]) -> bool:
+    def can_cut(self, kept: Sequence[Any]) -> bool:
         """Whether a shorter prefix can be made of a sequence with these caches kept whole."""
         if self.is_dense or self.layout.row_nbytes or any(type(cache) is ChunkedKVCache for cache in kept):
             return self.is_dense
-        return can_trim_prompt_cache(kept)
+        return can_trim_prompt_cache(list(kept))
 
 
 class _Hit(NamedTuple):
@@ -147,6 +136,8 @@ class PromptCache:
     ----------
     max_bytes : int
         Most bytes of MLX arrays that it holds.
+    store : BlockStore, optional
+        Where prompts outlive this process, with a layout of `store_layout`. It is the caller's to close.
     max_size : int, optional
         Most sequences. By default as many as fit.
     checkpoint_bytes : int, optional
@@ -159,7 +150,12 @@ class PromptCache:
     """
 
     def __init__(
-        self, max_bytes: int = 1 << 63, *, max_size: int | None = None, checkpoint_bytes: int | None = None
+        self,
+        max_bytes: int = 1 << 63,
+        *,
+        store: BlockStore | None = None,
+        max_size: int | None = None,
+        checkpoint_bytes: int | None = None,
     ) -> None:
         for name, value in (("max_bytes", max_bytes), ("max_size", max_size), ("checkpoint_bytes", checkpoint_bytes)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
@@ -169,12 +165,14 @@ class PromptCache:
         self.max_bytes = max_bytes
         self.max_size = _MAX_SEQUENCES if max_size is None else min(max_size, _MAX_SEQUENCES)
         self.checkpoint_bytes = max_bytes if checkpoint_bytes is None else checkpoint_bytes
+        self._stored = None if store is None else PromptStore(store)
         self._lock = threading.RLock()
-        self._shelves: dict[_Layout, _Shelf] = {}
+        self._shelves: dict[CacheLayout, _Shelf] = {}
         self._order: dict[str, OrderedDict[int, _Sequence]] = {kind: OrderedDict() for kind in TYPES}
         self._nbytes = 0
         self._kept_nbytes = 0
         self._names: dict[Hashable, bytes] = {}
+        self._salt = os.urandom(16)
         self._atoms: dict[Hashable, int] = {}
 
     # -------------------------------------------------------------------------------------- fetch and insert
@@ -222,18 +220,24 @@ class PromptCache:
         """
         if cache_type not in TYPES:
             raise ValueError(f"[insert] cache_type is {cache_type!r}, it must be one of {', '.join(TYPES)}")
-        known, _ = self._known("insert", tokens, media)
-        leaves, tree = _leaves([_single(cache) for cache in caches])
-        offsets = [cache.offset for cache in leaves if type(cache) in _PER_TOKEN]
+        known, spans = self._known("insert", tokens, media)
+        leaves, tree = leaves_of([single(cache) for cache in caches])
+        offsets = [cache.offset for cache in leaves if type(cache) in PER_TOKEN]
         length = min(len(known), max(offsets, default=len(known)))
-        layout = _layout(leaves, tree, max(offsets, default=0))
+        layout = layout_of(leaves, tree, max(offsets, default=0))
         kept = [cache for cache, leaf in zip(leaves, layout.leaves, strict=True) if not leaf.parts]
-        mx.eval([_arrays(cache) for cache, leaf in zip(leaves, layout.leaves, strict=True) if leaf.parts])
-        places = {getattr(cache, "offset", length) for cache in kept if type(cache) in _STATES}
+        mx.eval([arrays_of(cache) for cache, leaf in zip(leaves, layout.leaves, strict=True) if leaf.parts])
+        places = {getattr(cache, "offset", length) for cache in kept if type(cache) in STATES}
         if kept and (max(offsets, default=length) != length or places - {length}):
             return  # a state of another position says nothing about these tokens
+        known = known[:length]
         with self._lock:
-            self._insert(self._shelf(layout), known[:length], leaves, kept, namespace, cache_type)
+            shelf = self._shelf(layout)
+            rows = lambda begin, end: rows_of(layout, leaves, begin, end)  # noqa: E731
+            done = self._insert(shelf, known, rows, kept, namespace, cache_type)
+        if self._stored is not None and layout == self._stored.layout and done is not None and not spans:
+            begin, new = done
+            self._stored.put(known[: begin + BLOCK * len(new)], begin, new, kept, namespace)
 
     def fetch_nearest_cache(self, model: Hashable, tokens: Sequence[int]) -> tuple[list[Any] | None, Sequence[int]]:
         """Return caches and the tokens to compute, as mlx-lm's `LRUPromptCache`."""
@@ -289,6 +293,8 @@ class PromptCache:
         self, tokens: Sequence[int], namespace: bytes, media: Sequence[tuple[int, int, Hashable]], whole: bool
     ) -> tuple[list[Any] | None, int]:
         known, spans = self._known("fetch", tokens, media)
+        if self._stored is not None:
+            self._load(self._stored, known[: min((start for start, _ in spans), default=None)], namespace)
         with self._lock:
             hits = [self._longest(shelf, known, namespace, spans, whole) for shelf in self._shelves.values()]
             hit = max((hit for hit in hits if hit is not None), key=lambda hit: hit.length, default=None)
@@ -299,7 +305,30 @@ class PromptCache:
             rows = [hit.shelf.rows[block] for block in hit.blocks]
             kept = [] if hit.shelf.is_dense or hit.sequence is None else hit.sequence.kept
             excess = hit.sequence.length - hit.length if kept and hit.sequence is not None else 0
-        return _caches(hit.shelf.layout, rows, [_copied(cache, _shared) for cache in kept], hit.length, excess)
+        return caches_of(hit.shelf.layout, rows, [copied(cache, shared) for cache in kept], hit.length, excess)
+
+    def _load(self, stored: PromptStore, known: np.ndarray, namespace: bytes) -> None:
+        """Insert what the store has of a prompt beyond what is known. Nothing waits for the store meanwhile."""
+        with self._lock:
+            shelf = self._shelf(stored.layout)
+            hit = self._longest(shelf, known, namespace, [], False)
+            begin = self._whole(shelf, known, namespace)
+        least = 0 if hit is None else hit.length
+        found = stored.longest(known, begin, least, namespace)
+        if found is None:
+            return
+        with self._lock:
+            if self._whole(shelf, known, namespace) >= begin:
+                rows = lambda first, end: iter(found.rows[(first - begin) // BLOCK :])  # noqa: E731
+                self._insert(shelf, known[: found.length], rows, found.kept, namespace, "assistant")
+
+    @staticmethod
+    def _whole(shelf: _Shelf, known: np.ndarray, namespace: bytes) -> int:
+        """Return how many tokens of a prompt the index has, in whole blocks."""
+        handle = shelf.prefix.pin(known, namespace)
+        length = shelf.pool.num_tokens(handle)
+        shelf.prefix.unpin(handle)
+        return length
 
     def _longest(
         self, shelf: _Shelf, known: np.ndarray, namespace: bytes, spans: list[tuple[int, int]], whole: bool
@@ -348,7 +377,7 @@ class PromptCache:
                 nearest, common = block, same
         if nearest is not None:
             blocks = [*blocks, nearest]
-        length = _outside(min(length + common, len(known) - 1), spans)
+        length = _outside(max(0, min(length + common, len(known) - 1)), spans)
         blocks = blocks[: -(-length // BLOCK)]
         used = next((one for one in shelf.ends.get(blocks[-1], ()) if blocks), None) if length else None
         return _Hit(length, shelf, blocks, used) if length else None
@@ -356,20 +385,28 @@ class PromptCache:
     # ------------------------------------------------------------------------------------------------ insert
 
     def _insert(
-        self, shelf: _Shelf, known: np.ndarray, leaves: list[Any], kept: list[Any], namespace: bytes, kind: str
-    ) -> None:
-        full = len(known) - len(known) % BLOCK
+        self,
+        shelf: _Shelf,
+        known: np.ndarray,
+        rows: Callable[[int, int], Iterator[mx.array]],
+        kept: Sequence[Any],
+        namespace: bytes,
+        kind: str,
+    ) -> tuple[int, list[mx.array]] | None:
+        """Make a sequence of tokens, of which ``rows(begin, end)`` has the new ones.
+
+        Return begin and these rows; None if there is no room for what is kept.
+        """
         pool, row_nbytes = shelf.pool, shelf.layout.row_nbytes
-        more = known[: full + 1] if full < len(known) else np.append(known, np.int32(0))  # one is never a hit
-        handle = pool.open(more, namespace, reserve=False)
+        handle = self._opened(shelf, known, namespace)
         begin = pool.num_tokens(handle)
-        table = pool.table(handle).tolist()
+        table = pool.table(handle)
         for one in self._replaced(shelf, known, table, namespace, kept):
             self._drop(one)
-        nbytes = sum(_nbytes(cache) for cache in kept)
+        nbytes = sum(nbytes_of(cache) for cache in kept)
         if kept and nbytes > min(self.checkpoint_bytes, self.max_bytes - row_nbytes * len(known)):
             pool.close(handle)
-            return
+            return None
         while self._kept_nbytes + nbytes > self.checkpoint_bytes:
             self._drop(next(one for order in self._order.values() for one in order.values() if one.nbytes))
         length = len(known)
@@ -380,39 +417,71 @@ class PromptCache:
         self._make_room(row_nbytes * (length - begin) + nbytes, shelf, -(-(length - begin) // BLOCK))
         pool.step(shelf.plan, [handle], length - begin)
         shelf.prefix.commit(handle, known[begin:full])
-        table += pool.table(handle)[len(table) :].tolist()
-        copies = _rows(shelf.layout, leaves, begin, length)
-        for number in range(begin // BLOCK, len(table)):
-            self._put(shelf, table, number, known[:length], namespace, next(copies))
-        parent = table[full // BLOCK - 1] if full else namespace
-        owned = [_copied(cache, _owned) for cache in kept]
-        one = _Sequence(shelf, handle, parent, known[full:length].copy(), length, kind, owned, nbytes)
+        table = pool.table(handle)
+        copies = rows(begin, length)
+        parent: int | bytes = int(table[begin // BLOCK - 1]) if begin else namespace
+        for start, block in zip(range(begin, length, BLOCK), table[begin // BLOCK :].tolist(), strict=True):
+            self._put(shelf, block, parent, known[start : min(start + BLOCK, length)], next(copies))
+            parent = block
+        last = int(table[full // BLOCK - 1]) if full else -1
+        parent = last if full else namespace
+        ours = [copied(cache, owned) for cache in kept]
+        one = _Sequence(shelf, handle, namespace, parent, known[:length], kind, ours, nbytes)
         shelf.ends.setdefault(parent, []).append(one)
+        if full:
+            shelf.is_end[last] = True
         self._order[kind][id(one)] = one
         self._nbytes += nbytes
         self._kept_nbytes += nbytes
+        new = [shelf.rows[block] for block in table[begin // BLOCK :].tolist()]
         self._trim_sequences(self.max_size)
+        return begin, new
 
-    def _put(
-        self, shelf: _Shelf, table: list[int], number: int, known: np.ndarray, namespace: bytes, row: mx.array
-    ) -> None:
-        block, parent = table[number], table[number - 1] if number else namespace
+    def _opened(self, shelf: _Shelf, known: np.ndarray, namespace: bytes) -> int:
+        """Open a row of the pool with the whole blocks that are known.
+
+        The next turn of a recent sequence is a fork of it: comparing tokens takes a tenth of what the index takes.
+        """
+        for order in self._order.values():
+            for one in islice(reversed(order.values()), _RECENT):
+                least = min(one.length, len(known))
+                probe = least * 7 // 8
+                if (
+                    not least
+                    or known[probe] != one.tokens[probe]
+                    or one.shelf is not shelf
+                    or one.namespace != namespace
+                ):
+                    continue
+                begin = _common(known, one.tokens) // BLOCK * BLOCK
+                if begin <= probe:
+                    continue
+                table, following = shelf.pool.table(one.handle), known[begin : begin + BLOCK]
+                behind = shelf.after.get(int(table[begin // BLOCK - 1]), ())
+                if not any(np.array_equal(shelf.tokens[block], following) for block in behind):
+                    (handle,) = shelf.pool.fork(one.handle).tolist()
+                    shelf.pool.truncate(handle, begin)
+                    return handle
+        full = len(known) - len(known) % BLOCK
+        more = known[: full + 1] if full < len(known) else np.append(known, np.int32(0))  # one is never a hit
+        return shelf.pool.open(more, namespace, reserve=False)
+
+    def _put(self, shelf: _Shelf, block: int, parent: int | bytes, tokens: np.ndarray, row: mx.array) -> None:
         shelf.rows[block] = row
-        shelf.tokens[block] = known[number * BLOCK : (number + 1) * BLOCK].copy()
+        shelf.tokens[block] = tokens.copy()
         shelf.parents[block] = parent
         shelf.after.setdefault(parent, []).append(block)
         self._nbytes += row.nbytes
 
     def _replaced(
-        self, shelf: _Shelf, known: np.ndarray, table: list[int], namespace: bytes, kept: list[Any]
+        self, shelf: _Shelf, known: np.ndarray, table: np.ndarray, namespace: bytes, kept: Sequence[Any]
     ) -> list[_Sequence]:
         """Return the sequences that a new one makes useless: the same tokens, or a prefix of what can be cut."""
         can_cut = shelf.can_cut(kept)
         found = []
-        for parent in shelf.ends.keys() & {namespace, *table}:
-            for one in shelf.ends[parent]:
-                begin = one.length - len(one.tail)
-                same = np.array_equal(one.tail, known[begin : one.length])
+        for parent in (namespace, *table[shelf.is_end[table]].tolist()):
+            for one in shelf.ends.get(parent, ()):
+                same = np.array_equal(one.tail, known[one.length - len(one.tail) : one.length])
                 if same and (can_cut or one.length == len(known)):
                     found.append(one)
         return found
@@ -463,6 +532,8 @@ class PromptCache:
         shelf.ends[one.parent].remove(one)
         if not shelf.ends[one.parent]:
             del shelf.ends[one.parent]
+            if isinstance(one.parent, int):
+                shelf.is_end[one.parent] = False
         del self._order[one.kind][id(one)]
         self._nbytes -= one.nbytes
         self._kept_nbytes -= one.nbytes
@@ -484,8 +555,10 @@ class PromptCache:
 
     # --------------------------------------------------------------------------------------------- internals
 
-    def _shelf(self, layout: _Layout) -> _Shelf:
+    def _shelf(self, layout: CacheLayout) -> _Shelf:
         if layout not in self._shelves:
+            if self._stored is not None and layout != self._stored.layout:
+                warnings.warn("[insert] caches of another layout than the store's are not stored", stacklevel=3)
             block_nbytes = BLOCK * layout.row_nbytes
             most = min(self.max_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
             blocks = min(_MAX_BLOCKS, most // block_nbytes + _MAX_SEQUENCES if block_nbytes else _MAX_BLOCKS)
@@ -493,36 +566,55 @@ class PromptCache:
                 blocks, BLOCK, max_seqs=_MAX_SEQUENCES + 2, in_order=True, prefix_cache=True, reserved_blocks=0
             )
             plan = kvpool.Plan(pool, 1, blocks * BLOCK, formats=())
-            self._shelves[layout] = _Shelf(layout, pool, plan)
+            self._shelves[layout] = _Shelf(layout, pool, plan, np.zeros(blocks, bool))
         return self._shelves[layout]
 
     def _namespace(self, model: Hashable) -> bytes:
+        """Return the same bytes in every process for names of models, and bytes of this process for other objects."""
+        names = model if isinstance(model, tuple) else (model,)
+        if all(name is None or isinstance(name, str | int) for name in names):
+            return kvpool.namespace(model=repr(model))
         with self._lock:
-            return self._names.setdefault(model, kvpool.namespace(key=str(len(self._names))))
+            return self._names.setdefault(model, kvpool.namespace(salt=self._salt, key=str(len(self._names))))
 
     def _known(
         self, call: str, tokens: Sequence[int], media: Sequence[tuple[int, int, Hashable]]
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """Return tokens for the pool, media as numbers beyond any vocabulary, and the spans of media."""
-        known = np.array(tokens, np.int64).reshape(-1)
+        given: Any = _numbers(call, tokens)
+        low, high = (int(given.min()), int(given.max())) if given.size else (0, 0)
+        if high > _MAX_TOKEN:
+            raise ValueError(f"[{call}] a token is {high}, the limit is {_MAX_TOKEN}")
+        known = given.astype(np.int64 if low < 0 else np.int32)
         spans = []
         for start, stop, digest in media:
             if not 0 <= start < stop <= len(known):
                 raise ValueError(f"[{call}] a span of media is {start} .. {stop}, the prompt has {len(known)} tokens")
-            known[start:stop] = _MAX_TOKEN - self._atom((digest,))
+            known[start:stop] = _MAX_ATOM - self._atom((digest,))
             spans.append((start, stop))
-        for token in np.unique(known[known < 0]).tolist():
+        for token in np.unique(known[known < 0]).tolist() if low < 0 else ():
             places = np.flatnonzero(known == token)
             for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
                 spans.append((int(run[0]), int(run[-1]) + 1))
-            known[places] = _MAX_TOKEN - self._atom(token)
-        if len(known) and known.max() > _MAX_TOKEN:
-            raise ValueError(f"[{call}] a token is {known.max()}, the limit is {_MAX_TOKEN}")
-        return known.astype(np.int32), spans
+            known[places] = _MAX_ATOM - self._atom(token)
+        return known.astype(np.int32, copy=False), spans
 
     def _atom(self, name: Hashable) -> int:
         with self._lock:
             return self._atoms.setdefault(name, len(self._atoms))
+
+
+def _numbers(call: str, tokens: Sequence[int]) -> np.ndarray:
+    """Return tokens as integers of some width."""
+    if isinstance(tokens, list):
+        try:
+            return np.frombuffer(struct.pack(f"{len(tokens)}i", *tokens), np.int32)  # a third of the time of np.array
+        except struct.error:
+            pass
+    given = np.asarray(tokens).reshape(-1)
+    if given.size and given.dtype.kind not in "iu":
+        raise TypeError(f"[{call}] tokens must be integers, got {given.dtype}")
+    return given
 
 
 def _outside(length: int, spans: list[tuple[int, int]]) -> int:
@@ -535,165 +627,6 @@ def _outside(length: int, spans: list[tuple[int, int]]) -> int:
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:
     count = min(len(a), len(b))
-    differ = np.flatnonzero(a[:count] != b[:count])
-    return int(differ[0]) if len(differ) else count
-
-
-# ------------------------------------------------------------------------------------------------- caches
-
-
-def _single(cache: Any) -> Any:
-    """Return the one row of a batch as a cache of its own."""
-    if isinstance(cache, CacheList):
-        return CacheList(*map(_single, cache.caches))
-    if type(cache) in (BatchKVCache, BatchRotatingKVCache) and not cache.empty() and cache.keys.shape[0] == 1:
-        return cache.extract(0)
-    return cache
-
-
-def _leaves(caches: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    """Return the caches in one list, and the shape of the nested lists."""
-    leaves: list[Any] = []
-    tree: list[Any] = []
-    for cache in caches:
-        if type(cache) is CacheList:
-            below, shape = _leaves(cache.caches)
-            leaves += below
-            tree.append(shape)
-        else:
-            leaves.append(cache)
-            tree.append(None)
-    return leaves, tuple(tree)
-
-
-def _arrays(cache: Any) -> list[mx.array]:
-    """Return the arrays of a cache of keys and values per token."""
-    planes = [cache.keys, cache.values]
-    return [array for plane in planes for array in (plane if isinstance(plane, (list, tuple)) else [plane])]
-
-
-def _layout(leaves: list[Any], tree: tuple[Any, ...], length: int) -> _Layout:
-    """Return the layout. A cache that has not one entry per token and sequence is kept whole."""
-    found, offset = [], 0
-    for cache in leaves:
-        parts: list[_Part] = []
-        is_dense = type(cache) in _PER_TOKEN and cache.keys is not None and cache.offset == length
-        for array in _arrays(cache) if is_dense and _arrays(cache)[0].shape[0] == 1 else ():
-            offset = -(-offset // array.dtype.size) * array.dtype.size
-            parts.append(_Part(array.shape[1], array.shape[3], array.dtype, offset))
-            offset += array.shape[1] * array.shape[3] * array.dtype.size
-        arguments = (cache.group_size, cache.bits) if parts and type(cache) is QuantizedKVCache else ()
-        found.append(_Leaf(type(cache), arguments, tuple(parts)))
-    return _Layout(tuple(found), tree, -(-offset // 8) * 8)
-
-
-def _rows(layout: _Layout, leaves: list[Any], begin: int, end: int) -> Iterator[mx.array]:
-    """Yield the bytes of tokens begin .. end, one block after the other, each in memory of its own."""
-    hosts = []
-    for cache, leaf in zip(leaves, layout.leaves, strict=True):
-        for array, part in zip(_arrays(cache), leaf.parts, strict=True) if leaf.parts else ():
-            plain = array.view(_UNSIGNED[part.dtype.size])
-            hosts.append((part, np.asarray(plain)[0] if part.heads * part.width else None))
-    for start in range(begin, end, BLOCK):
-        stop = min(start + BLOCK, end)
-        row = np.zeros((stop - start, layout.row_nbytes), np.uint8)
-        for part, host in hosts:
-            if host is not None:
-                nbytes = part.heads * part.width * part.dtype.size
-                place = row[:, part.offset : part.offset + nbytes].view(host.dtype)
-                place.reshape(stop - start, part.heads, part.width)[...] = host[:, start:stop].transpose(1, 0, 2)
-        yield mx.array(row.view(np.uint64))  # MLX copies wide numbers faster
-
-
-def _caches(
-    layout: _Layout, rows: list[mx.array], kept: list[Any], length: int, excess: int
-) -> tuple[list[Any], int]:
-    """Return caches of `length` tokens: views of one copy of the rows, and what was kept whole."""
-    data = mx.concatenate(rows)[:length] if rows and layout.row_nbytes else None
-    mx.eval([] if data is None else data)
-    whole = iter(kept)
-    leaves = []
-    for leaf in layout.leaves:
-        if not leaf.parts:
-            leaves.append(next(whole))
-            continue
-        cache = leaf.kind(*leaf.arguments)
-        planes = [_plane(data, part) for part in leaf.parts] if data is not None else []
-        half = len(planes) // 2
-        if half:
-            cache.keys, cache.values = planes if half == 1 else (planes[:half], planes[half:])
-            cache.offset = length
-        leaves.append(cache)
-    each = iter(leaves)
-    if excess:
-        trim_prompt_cache(kept, excess)
-    return _nested(layout.tree, each), length
-
-
-def _plane(data: mx.array, part: _Part) -> mx.array:
-    """Return the view ``[1, heads, tokens, width]`` of one array of a cache."""
-    size, first = part.heads * part.width, part.offset // part.dtype.size
-    plane = data.view(part.dtype)[:, first : first + size]
-    return plane.reshape(data.shape[0], part.heads, part.width).transpose(1, 0, 2)[None]
-
-
-def _nested(tree: tuple[Any, ...], leaves: Iterator[Any]) -> list[Any]:
-    return [next(leaves) if node is None else CacheList(*_nested(node, leaves)) for node in tree]
-
-
-def _nbytes(cache: Any) -> int:
-    """Bytes of a cache that is kept whole, after it is cut to what it needs."""
-    return sum(array.nbytes for array in _state_arrays(_compact(cache))) if type(cache) in _STATES else cache.nbytes
-
-
-def _state_arrays(cache: Any) -> list[mx.array]:
-    found = []
-    for value in vars(cache).values():
-        items = value if isinstance(value, (list, tuple)) else [value]
-        found += [item for item in items if isinstance(item, mx.array)]
-    return found
-
-
-def _compact(cache: Any) -> Any:
-    """Return a cache like this one without the tokens that it will not read again."""
-    if type(cache) not in (RotatingKVCache, ChunkedKVCache) or cache.keys is None:
-        return cache
-    cut = copy.copy(cache)
-    if type(cache) is ChunkedKVCache:
-        cut.keys, cut.values = cache.keys_and_values()
-    elif cache.keys.shape[2] > cache.max_size:
-        keep, first = cache.keep, cache.keys.shape[2] - cache.max_size + cache.keep
-        cut.keys, cut.values = (
-            mx.concatenate([plane[..., :keep, :], plane[..., first:, :]], axis=2)
-            for plane in (cache.keys, cache.values)
-        )
-        cut._idx = cache.max_size
-    else:
-        cut.keys, cut.values = cache.keys_and_values()
-    return cut
-
-
-def _copied(cache: Any, array: Any) -> Any:
-    """Return a copy of a cache that is kept whole, with ``array(x)`` for its arrays."""
-    if type(cache) not in _STATES:
-        return copy.deepcopy(cache)
-    twin = copy.copy(_compact(cache))
-    for name, value in vars(twin).items():
-        if isinstance(value, (list, tuple)):
-            setattr(twin, name, type(value)(array(x) if isinstance(x, mx.array) else x for x in value))
-        elif isinstance(value, mx.array):
-            setattr(twin, name, array(value))
-    return twin
-
-
-def _owned(array: mx.array) -> mx.array:
-    """Return a copy in memory of its own."""
-    if array.size == 0:
-        return array
-    host = np.array(array.view(_UNSIGNED[array.dtype.size]))
-    return mx.array(host).view(array.dtype)
-
-
-def _shared(array: mx.array) -> mx.array:
-    """Return another array on the same memory: MLX copies it before anybody writes."""
-    return copy.deepcopy(array)
+    differ = a[:count] != b[:count]
+    first = int(differ.argmax()) if count else 0
+    return first if count and differ[first] else count

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 from mlx_lm import server
-from mlx_lm.models.cache import LRUPromptCache
+from mlx_lm.models.cache import LRUPromptCache, QuantizedKVCache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_models import VOCAB, tiny_llama
 from mlx_server import arguments, provide
@@ -54,6 +54,14 @@ def test_the_server_on_dense_caches_answers_the_same_and_finds_as_much(tokenizer
     answers, cached = converse(model, tokenizer, PromptCache(), seed)
     assert answers == expected
     assert cached == stock_cached and cached[1] > 0
+
+
+def test_the_server_on_dense_caches_keeps_quantized_ones(tokenizer):
+    model, prompts = tiny_llama(head_dim=64), PromptCache()
+    _, cached = converse(model, tokenizer, prompts, seed=None, kv_bits=8)
+    assert min(cached[1:]) > len(SYSTEM) // 8
+    caches = next(iter(prompts._shelves)).leaves
+    assert [(leaf.kind, leaf.arguments) for leaf in caches] == [(QuantizedKVCache, (64, 8))] * len(caches)
 
 
 @pytest.mark.parametrize("seed", [None, 1], ids=["batched", "one by one"])

@@ -1,0 +1,257 @@
+"""What `PromptCache` keeps in a store of blocks: rows of 16 tokens, and caches that make sense at one position only.
+
+Group 0 has the rows of whole blocks. The last group has a record for each position where a sequence ended: the rows
+behind the last whole block, and the windows and states. Its name has the tokens of that block, filled up to 16.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from kvpool.adapters.dense_caches import (
+    BLOCK,
+    PER_TOKEN,
+    STATES,
+    UNSIGNED,
+    CacheLayout,
+    Leaf,
+    Part,
+    compact,
+    layout_of,
+    leaves_of,
+    nbytes_of,
+    single,
+)
+from kvpool.store import BlockLayout, Blocks, BlockStore, Layout, leading, prefix_keys
+
+_FILL = 2**31 - 1  # no token
+_HEAD = 1024  # most bytes of the text about one cache
+_SCANNED = 512  # positions that a store is asked about at a time
+_KINDS = {kind.__name__: kind for kind in (*PER_TOKEN, *STATES)}
+
+
+class Found(NamedTuple):
+    """What a store has of a prompt: its first `length` tokens, their rows behind what was known, caches."""
+
+    length: int
+    rows: list[mx.array]
+    kept: list[Any]
+
+
+def store_layout(caches: Sequence[Any], weights: bytes | str) -> Layout:
+    """Return the layout of a store for prompts of one model.
+
+    Parameters
+    ----------
+    caches : list
+        Caches of one sequence that the model has filled, with one token or more.
+    weights : bytes or str
+        What stands for the weights, and for all else that decides the content of a cache besides its tokens.
+
+    Raises
+    ------
+    ValueError
+        A cache is empty, or of a class that a store cannot have.
+    """
+    leaves, tree = leaves_of([single(cache) for cache in caches])
+    length = max((cache.offset for cache in leaves if type(cache) in PER_TOKEN), default=0)
+    layout = layout_of(leaves, tree, length)
+    groups = []
+    content = _text(layout)
+    if layout.row_nbytes:
+        groups.append(BlockLayout(BLOCK, BLOCK * layout.row_nbytes, content))
+    kept = [cache for cache, leaf in zip(leaves, layout.leaves, strict=True) if not leaf.parts]
+    for cache in kept:
+        if type(cache) not in STATES or cache.empty():
+            name = type(cache).__name__
+            raise ValueError(f"[store_layout] {name} is empty or unknown, caches must hold one token at least")
+    if kept:
+        nbytes = BLOCK * layout.row_nbytes + sum(_HEAD + _most_nbytes(cache) for cache in kept)
+        groups.append(BlockLayout(BLOCK, -(-nbytes // 8) * 8, f"ends {content}"))
+    return Layout(tuple(groups), weights, BLOCK)
+
+
+class PromptStore:
+    """A store of blocks as `PromptCache` uses it. Any thread may call any method."""
+
+    def __init__(self, store: BlockStore) -> None:
+        self.store = store
+        try:
+            self.layout = _layout_from(store.layout.groups[0].content.removeprefix("ends "))
+        except (ValueError, KeyError, TypeError) as exc:
+            raise ValueError("[PromptCache] the layout of the store is not one of store_layout") from exc
+        self._has_ends = not all(leaf.parts for leaf in self.layout.leaves)
+        self._ends = len(store.layout.groups) - 1
+
+    def longest(self, known: np.ndarray, begin: int, least: int, namespace: bytes) -> Found | None:
+        """Load the longest prefix of a prompt that leaves a token to compute.
+
+        `begin` tokens, whole blocks, have rows already. None: no prefix here is longer than `least`.
+        """
+        known = known[:-1]
+        reach = begin
+        blocks = self.store.layout.blocks(known, namespace)[0]
+        if self.layout.row_nbytes:
+            self.store.touch(blocks[: begin // BLOCK])  # or the store would let go of what is used most
+        blocks = blocks[begin // BLOCK :]
+        if self.layout.row_nbytes and len(blocks):
+            reach += BLOCK * leading(self.store.lookup(blocks))
+        if not self._has_ends:
+            rows = self._rows(blocks[: (reach - begin) // BLOCK]) if reach > least else []
+            length = begin + BLOCK * len(rows)
+            return Found(length, rows, []) if length > least else None
+        most = min(len(known), reach + BLOCK - 1) if self.layout.row_nbytes else len(known)
+        for length, tail, kept in self._states(known[:most], least, namespace):
+            whole = max(0, length // BLOCK - begin // BLOCK) if self.layout.row_nbytes else 0
+            rows = self._rows(blocks[:whole])
+            if len(rows) == whole:
+                return Found(length, rows + tail, kept)
+        return None
+
+    def put(self, known: np.ndarray, begin: int, rows: list[mx.array], kept: Sequence[Any], namespace: bytes) -> None:
+        """Offer the rows of a sequence behind its first `begin` tokens, and what is kept at its end."""
+        whole = len(known) // BLOCK - begin // BLOCK
+        if whole and self.layout.row_nbytes:
+            blocks = self.store.layout.blocks(known, namespace)[0][begin // BLOCK :]
+            self.store.store(blocks, [_as_bytes(row) for row in rows[:whole]])
+        packed = self._packed(rows[whole:], kept) if self._has_ends and len(known) else None
+        if packed is not None:
+            names = self._names(known, [len(known)], prefix_keys(known, BLOCK, namespace))
+            self.store.store(names, packed[None])
+
+    def _rows(self, blocks: Blocks) -> list[mx.array]:
+        """Load blocks, as many as there are without a gap."""
+        if not len(blocks):
+            return []
+        rows = np.empty((len(blocks), BLOCK * self.layout.row_nbytes), np.uint8)
+        return [_as_row(row, BLOCK) for row in rows[: leading(self.store.load(blocks, rows))]]
+
+    def _states(
+        self, known: np.ndarray, least: int, namespace: bytes
+    ) -> Iterator[tuple[int, list[mx.array], list[Any]]]:
+        """Load states of prefixes longer than `least`, the longest first: length, rows of the tail, caches."""
+        keys = prefix_keys(known, BLOCK, namespace)
+        for stop in range(len(known), least, -_SCANNED):
+            lengths = list(range(stop, max(stop - _SCANNED, least), -1))
+            names = self._names(known, lengths, keys)
+            for number in np.flatnonzero(self.store.lookup(names)).tolist():
+                row = np.empty((1, self.store.layout.groups[self._ends].nbytes), np.uint8)
+                if self.store.load(names[number : number + 1], row)[0]:
+                    yield (lengths[number], *self._unpacked(row[0], lengths[number]))
+
+    def _names(self, known: np.ndarray, lengths: list[int], keys: np.ndarray) -> Blocks:
+        """Name the records of states at these lengths."""
+        tokens = np.full((len(lengths), BLOCK), _FILL, "<i4")
+        parents = np.empty((len(lengths), keys.shape[1]), np.uint8)
+        own = np.empty_like(parents)
+        for number, length in enumerate(lengths):
+            start = (length - 1) // BLOCK * BLOCK
+            tokens[number, : length - start] = known[start:length]
+            parents[number] = keys[start // BLOCK]
+            digest = hashlib.sha256(parents[number].tobytes() + tokens[number].tobytes()).digest()
+            own[number] = np.frombuffer(digest, np.uint8, keys.shape[1])
+        return Blocks(own, parents, tokens, keys[0].tobytes(), self._ends)
+
+    def _packed(self, tail: list[mx.array], kept: Sequence[Any]) -> np.ndarray | None:
+        """Return the bytes of one record: tail, length of the text, text, arrays. None if it does not fit."""
+        nbytes, tail_nbytes = self.store.layout.groups[self._ends].nbytes, BLOCK * self.layout.row_nbytes
+        described, arrays = [], []
+        for cache in map(compact, kept):
+            fields: dict[str, Any] = {}
+            for name, value in vars(cache).items():
+                items = value if isinstance(value, list) else [value]
+                arrays += [item for item in items if isinstance(item, mx.array)]
+                texts = [_array_text(item) if isinstance(item, mx.array) else item for item in items]
+                if not all(item is None or isinstance(item, bool | int | float | str | dict) for item in texts):
+                    return None
+                fields[name] = texts if isinstance(value, list) else texts[0]
+            described.append(fields)
+        text = json.dumps(described).encode()
+        rows = b"".join(_as_bytes(row).tobytes() for row in tail)
+        record = rows.ljust(tail_nbytes, b"\0") + len(text).to_bytes(8, "little") + text
+        record += b"".join(_host(array).tobytes() for array in arrays)
+        if len(record) > nbytes:
+            return None
+        return np.frombuffer(record.ljust(nbytes, b"\0"), np.uint8)
+
+    def _unpacked(self, row: np.ndarray, length: int) -> tuple[list[mx.array], list[Any]]:
+        tail_nbytes = BLOCK * self.layout.row_nbytes
+        count = length % BLOCK
+        tail = [_as_row(row[: count * self.layout.row_nbytes], count)] if count else []
+        begin = tail_nbytes + 8
+        end = begin + int.from_bytes(row[tail_nbytes:begin].tobytes(), "little")
+        place, kept = [end], []
+        kinds = [leaf.kind for leaf in self.layout.leaves if not leaf.parts]
+        for kind, fields in zip(kinds, json.loads(row[begin:end].tobytes()), strict=True):
+            cache: Any = object.__new__(kind)
+            for name, value in fields.items():
+                items = [_array_from(item, row, place) for item in (value if isinstance(value, list) else [value])]
+                setattr(cache, name, items if isinstance(value, list) else items[0])
+            kept.append(cache)
+        return tail, kept
+
+
+def _most_nbytes(cache: Any) -> int:
+    """Bytes of a cache of states, or of a full window."""
+    most = getattr(cache, "max_size", getattr(cache, "chunk_size", None))
+    if most is None:
+        return nbytes_of(cache)
+    return sum(plane.nbytes // plane.shape[2] * most for plane in (cache.keys, cache.values))
+
+
+def _text(layout: CacheLayout) -> str:
+    leaves = [
+        [leaf.kind.__name__, leaf.arguments, [[*part[:2], _dtype_text(part.dtype), part.offset] for part in leaf.parts]]
+        for leaf in layout.leaves
+    ]
+    return json.dumps({"leaves": leaves, "tree": layout.tree, "row_nbytes": layout.row_nbytes})
+
+
+def _layout_from(text: str) -> CacheLayout:
+    read = json.loads(text)
+    leaves = [
+        Leaf(_KINDS[kind], tuple(arguments), tuple(Part(p[0], p[1], getattr(mx, p[2]), p[3]) for p in parts))
+        for kind, arguments, parts in read["leaves"]
+    ]
+    return CacheLayout(tuple(leaves), _tuples(read["tree"]), read["row_nbytes"])
+
+
+def _tuples(tree: Any) -> Any:
+    return tuple(map(_tuples, tree)) if isinstance(tree, list) else tree
+
+
+def _dtype_text(dtype: mx.Dtype) -> str:
+    return str(dtype).rpartition(".")[2]
+
+
+def _array_text(array: mx.array) -> dict[str, Any]:
+    return {"dtype": _dtype_text(array.dtype), "shape": list(array.shape)}
+
+
+def _array_from(item: Any, row: np.ndarray, place: list[int]) -> Any:
+    """Return an array from its bytes at `place`, which moves behind them; anything else as it is."""
+    if not isinstance(item, dict):
+        return item
+    dtype, begin = getattr(mx, item["dtype"]), place[0]
+    if not all(item["shape"]):
+        return mx.zeros(item["shape"], dtype)
+    place[0] += int(np.prod(item["shape"], dtype=np.int64)) * dtype.size
+    return mx.array(row[begin : place[0]]).view(dtype).reshape(item["shape"])
+
+
+def _host(array: mx.array) -> np.ndarray:
+    return np.asarray(array.view(UNSIGNED[array.dtype.size])) if array.size else np.empty(0, np.uint8)
+
+
+def _as_bytes(row: mx.array) -> np.ndarray:
+    return np.asarray(row).reshape(-1).view(np.uint8)
+
+
+def _as_row(row: np.ndarray, tokens: int) -> mx.array:
+    return mx.array(row.view(np.uint64).reshape(tokens, len(row) // tokens // 8))
