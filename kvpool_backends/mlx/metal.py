@@ -90,7 +90,7 @@ class MetalAttention(_Storage):
     def _allocate(self) -> None:
         super()._allocate()
         self._kernels = MetalKernels(self.spec, self.num_blocks, self._metal_kernel)
-        self._fits_mlx = max(dim for _, dim in self.spec.planes) <= MLX_HEAD_DIM_MAX
+        self._fits_mlx = self.spec.query_dim <= MLX_HEAD_DIM_MAX and not self.spec.latent
         self._asked: dict[tuple[int, tuple[str, ...]], AttentionOptions] = {}  # by query heads and features
 
     def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> list[mx.array]:
@@ -152,7 +152,7 @@ class MetalAttention(_Storage):
             A kind that is going to be asked for, besides none.
         """
         given = list(shapes)
-        todo = [(shape, chosen) for shape in given for chosen in (() if self.spec.latent else (None, *options))]
+        todo = [(shape, chosen) for shape in given for chosen in (None, *options)]
         if not given:
             width = -(-(self.part_tokens + LONG_CHUNK) // self.spec.block_size) + 1
             asked = list(self._asked.items())
@@ -178,7 +178,7 @@ class MetalAttention(_Storage):
         """Return the result, and the scores if they are requested."""
         if not len(q) or not plan.cu_q_lens[-1]:
             shape = (len(plan.seq_lens), self.spec.num_kv_heads, int(plan.seq_lens.max(initial=0)))
-            out = mx.zeros((*q.shape[:2], self.spec.value_head_dim), q.dtype)
+            out = mx.zeros((*q.shape[:2], self.spec.result_dim), q.dtype)
             return [out] if scores is None else [out, mx.zeros(shape)]
         work = self._work(plan, q, scale, options, scores)
 
@@ -339,7 +339,7 @@ class MetalAttention(_Storage):
         if options is not None and options.mask is not None:
             mask = np.zeros((num_queries, *options.mask.shape[1:-1], context), np.float32)
             options = AttentionOptions(options.window, options.soft_cap, options.sinks, options.alibi_slopes, mask)
-        q = mx.zeros((num_queries, num_q_heads, spec.head_dim), self.dtype)
+        q = mx.zeros((num_queries, num_q_heads, spec.query_dim), self.dtype)
         mx.eval(self.attend(step, 0, q, options=options, scores=scores))
 
 
@@ -360,6 +360,7 @@ def metal_capabilities(layouts: tuple[str, ...], quant_bits: tuple[int, ...] = (
         batch_invariant=True,
         arrays="mlx",
         lazy=True,
+        latent=True,
     )
 
 

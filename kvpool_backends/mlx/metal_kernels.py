@@ -91,7 +91,10 @@ class HeadTiles(NamedTuple):
 
     def simdgroups(self, spec: KVSpec) -> int:
         """Simdgroups of a threadgroup."""
-        return -(-max(dim for _, dim in spec.planes) // (16 * self.units)) if self.units else SIMDGROUPS
+        if not self.units:
+            return SIMDGROUPS
+        parts = [-(-dim // (16 * self.units)) for _, dim in spec.planes]
+        return sum(parts) if spec.latent else max(parts)
 
 
 class AttentionWork(NamedTuple):
@@ -152,7 +155,7 @@ def head_tiles(spec: KVSpec, group: int, queries: int) -> HeadTiles:
     dim, narrow = max(dim for _, dim in spec.planes), spec.itemsize_nbytes == 2
     together = 1 << (queries - 1).bit_length()
     room = ROW_DIMS_MAX if narrow and not spec.is_quantized else ROW_DIMS_MAX // 2
-    if dim <= 256 and group * together <= room // 128 // -(-dim // 128):
+    if dim <= 256 and not spec.latent and group * together <= room // 128 // -(-dim // 128):
         return HeadTiles(group, 1, together)
     units = 4 if spec.is_quantized or (narrow and dim > 128) else 2
     rows = 64 // units if narrow else 32 // units if dim <= 256 else 8
@@ -325,7 +328,8 @@ class MetalKernels:
     Parameters
     ----------
     spec : KVSpec
-        Any layout; `block_size` a multiple of 8, head dimensions multiples of 4 up to `HEAD_DIM_MAX`.
+        Any layout; `block_size` a multiple of 8, head dimensions multiples of 4 up to `HEAD_DIM_MAX`. Latents and
+        their rotary parts have the same bits.
     num_blocks : int
     factory : callable, optional
         ``mx.fast.metal_kernel`` or what stands in for it.
@@ -343,6 +347,8 @@ class MetalKernels:
             if dim % 4 or dim > HEAD_DIM_MAX:
                 limit = f"a multiple of 4, at most {HEAD_DIM_MAX}"
                 raise ValueError(f"[MetalKernels] {name} is {dim}, it must be {limit}")
+        if spec.latent and spec.k_bits != spec.v_bits:
+            raise ValueError(f"[MetalKernels] bits of latents are {spec.bits}, they must be the same")
         self.spec = spec
         self.num_blocks = num_blocks
         self._factory = cast(Factory, mx.fast.metal_kernel) if factory is None else factory
@@ -366,7 +372,7 @@ class MetalKernels:
         Returns
         -------
         list
-            ``[T, Hq, Dv]`` in the dtype of q. With `scores`, for a step that has an `export`, float32 beside it: for
+            ``[T, Hq, Dv]`` in the dtype of q (D and Dv as in `KVBackend.attend`). With `scores`, for a step that has an `export`, float32 beside it: for
             "raw" the means ``[B, Hk, C]``, for "mass" what goes into exp, ``[B, Hq, C]``.
         """
         spec, tiles = self.spec, step.tiles
@@ -376,8 +382,8 @@ class MetalKernels:
         if launcher is None:
             launcher = self._launchers[chosen] = self._launcher(q.dtype, num_q_heads, step, scores)
         num_items, num_groups = step.items.shape[0], spec.num_kv_heads * tiles.groups
-        result = (num_tokens, num_q_heads, spec.value_head_dim)
-        partials = (num_items, num_groups, tiles.rows, spec.value_head_dim + 4)
+        result = (num_tokens, num_q_heads, spec.result_dim)
+        partials = (num_items, num_groups, tiles.rows, spec.result_dim + 4)
         more_inputs, more_shapes, more = self._score_arguments(step, num_q_heads, scores)
         (keys, *k_factors), (values, *v_factors) = map(_arrays, (k_pool, v_pool))
         out, *exported = launcher.attend(
@@ -459,7 +465,7 @@ class MetalKernels:
         spec, tiles = self.spec, step.tiles
         shared: dict[str, Any] = {
             "Q": dtype,
-            "VALUE_DIM": spec.value_head_dim,
+            "VALUE_DIM": spec.result_dim,
             "GROUP": num_q_heads // spec.num_kv_heads,
             "HEADS": tiles.heads,
             "QUERIES": tiles.queries,
@@ -470,7 +476,11 @@ class MetalKernels:
             "DIM": spec.head_dim,
             "BLOCK_SIZE": spec.block_size,
             "SIMDGROUPS": tiles.simdgroups(spec),
-            **({"UNITS": tiles.units} if tiles.units else {"TOUCHING": self._touching}),
+            **(
+                {"UNITS": tiles.units, "ROTARY": spec.value_head_dim if spec.latent else 0}
+                if tiles.units
+                else {"TOUCHING": self._touching}
+            ),
             "SOFT_CAP": "soft_cap" in step.features,
             "ALIBI": "alibi_slopes" in step.features,
             "MASK": "mask" in step.features,
