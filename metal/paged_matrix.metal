@@ -36,6 +36,7 @@ const kv::Place place = kv::place_of(lane);
 const bool is_rotary = ROTARY && simd >= OWNERS;
 const int first_chunk = 4 * UNITS * simd + place.column / 2;
 const int rotary_chunk = first_chunk - 4 * UNITS * OWNERS;
+const int end = is_rotary ? DIM + ROTARY : DIM;  // of the elements of a query that are this simdgroup's
 const int kv_head = threadgroup_position_in_grid.x / HEAD_GROUPS;
 const int first_head = threadgroup_position_in_grid.x % HEAD_GROUPS * HEADS;  // of the group
 const int num_q_heads = threads_per_grid.x / (32 * SIMDGROUPS * HEAD_GROUPS) * GROUP;
@@ -64,7 +65,7 @@ for (int m = 0; m < TILES; m++) {
       for (int e = 0; e < 2; e++) {
         const int r = 8 * m + place.column + e;
         const int token = r / HEADS, head = first_head + r % HEADS;
-        const bool exists = token < item.num_queries && head < GROUP && r < ROWS && d < (is_rotary ? DIM + ROTARY : DIM);
+        const bool exists = token < item.num_queries && head < GROUP && r < ROWS && d < end;
         const int64_t row = int64_t(item.first_query + token) * q_strides[0] +
                             int64_t(kv_head * GROUP + head) * q_strides[1];
         query[m][u][f].thread_elements()[e] = exists ? q[row + d] : Q(0);
@@ -84,19 +85,21 @@ for (int begin = item.seen_begin / 32 * 32; begin < item.seen_end; begin += 32) 
   const kv::Tile tile = kv::tile_at<BLOCK_SIZE>(table, begin, item.seen_begin, item.seen_end, lane);
   threadgroup float* own_scores = shared_scores + simd * 8 * TILES * WIDTH;
   Values rows[4];
-  if (!ROTARY) {
-    Keys keys[4];
-    kv::load_columns<BLOCK_SIZE>(keys, k_plane, tile, place.row, first_chunk);
-    kv::multiply<TILES, UNITS, WIDTH>(keys, query, own_scores, place);
-    // Values are on their way while the simdgroups meet and make weights.
-    kv::load_columns<BLOCK_SIZE>(rows, v_plane, tile, place.row, first_chunk);
-  } else if (!is_rotary) {
-    kv::load_columns<BLOCK_SIZE>(rows, latents, tile, place.row, first_chunk);
-    kv::multiply<TILES, UNITS, WIDTH>(rows, query, own_scores, place);
-  } else {
+  if (is_rotary) {
     Rotary keys[4];
     kv::load_columns<BLOCK_SIZE>(keys, v_plane, tile, place.row, rotary_chunk);
     kv::multiply<TILES, UNITS, WIDTH>(keys, query, own_scores, place);
+  } else if (!ROTARY) {
+    {
+      Keys keys[4];
+      kv::load_columns<BLOCK_SIZE>(keys, k_plane, tile, place.row, first_chunk);
+      kv::multiply<TILES, UNITS, WIDTH>(keys, query, own_scores, place);
+    }
+    // Values are on their way while the simdgroups meet and make weights.
+    kv::load_columns<BLOCK_SIZE>(rows, v_plane, tile, place.row, first_chunk);
+  } else {
+    kv::load_columns<BLOCK_SIZE>(rows, latents, tile, place.row, first_chunk);
+    kv::multiply<TILES, UNITS, WIDTH>(rows, query, own_scores, place);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -249,6 +251,40 @@ class Batch:
 def max_of(arrays: list[np.ndarray]) -> np.ndarray:
     """The largest of each element."""
     return np.maximum.reduce(arrays)
+
+
+def choices(factors: dict[str, Sequence[Any]], swept: Sequence[str]) -> list[dict[str, Any]]:
+    """Choices of the factors: `pairwise`, or with ``KVPOOL_METAL_SWEEP`` that share of all values of those in `swept`.
+
+    The share and its other factors are drawn by ``KVPOOL_METAL_SEED``.
+    """
+    share, seed = float(os.environ.get("KVPOOL_METAL_SWEEP", "0")), int(os.environ.get("KVPOOL_METAL_SEED", "1"))
+    if not share:
+        return pairwise(factors)
+    every = list(itertools.product(*(factors[name] for name in swept)))
+    rng = random.Random(seed)
+    drawn = rng.sample(every, round(share * len(every)))
+    print(f"sweep: {len(drawn)} of {len(every)} variants, seed {seed}")
+    return [
+        {name: rng.choice(factors[name]) for name in factors} | dict(zip(swept, row, strict=True)) for row in drawn
+    ]
+
+
+def shape_of(choice: dict[str, Any], most_rows: int = 100) -> dict[str, Any]:
+    """Arguments of a `Batch` from a choice in which "queries" is of each row, and "head_dim" may be a pair.
+
+    A pair is the dimensions of latents and of their rotary parts. A KV head has at most `most_rows` queries and heads.
+    """
+    choice = dict(choice)
+    queries, dims = min(choice.pop("queries"), -(-most_rows // choice["group"])), choice.pop("head_dim")
+    if isinstance(dims, tuple):
+        layout = "NHD" if choice["layout"] == "interleaved" else choice["layout"]
+        choice |= {"v_head_dim": dims[1], "latent": True, "layout": layout}
+    return {
+        "head_dim": dims[0] if isinstance(dims, tuple) else dims,
+        "kv_heads": 1 if isinstance(dims, tuple) or choice["group"] > 4 else 2,
+        "q_lens": tuple(min(n, queries) for n in choice["seq_lens"]),
+    } | choice
 
 
 def pairwise(factors: dict[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
