@@ -265,9 +265,7 @@ def choices(factors: dict[str, Sequence[Any]], swept: Sequence[str]) -> list[dic
     rng = random.Random(seed)
     drawn = rng.sample(every, round(share * len(every)))
     print(f"sweep: {len(drawn)} of {len(every)} variants, seed {seed}")
-    return [
-        {name: rng.choice(factors[name]) for name in factors} | dict(zip(swept, row, strict=True)) for row in drawn
-    ]
+    return [{name: rng.choice(factors[name]) for name in factors} | dict(zip(swept, row, strict=True)) for row in drawn]
 
 
 def shape_of(choice: dict[str, Any], most_rows: int = 100) -> dict[str, Any]:

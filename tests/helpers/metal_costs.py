@@ -103,9 +103,7 @@ def costs(variant: dict[str, Any]) -> Costs:
         owners = -(-spec.head_dim // (16 * tiles.units)) if spec.latent else simdgroups
         matrix = steps * tiles.groups * (simdgroups + owners) * (padded // 8) * tiles.units * 2 * 4
         # The rescaling of values, scale and sums of softmax, and packed elements becoming floats.
-        unpacked = sum(
-            dim * FULL for (_, dim), bits in zip(spec.planes, spec.bits, strict=True) if bits is not None
-        )
+        unpacked = sum(dim * FULL for (_, dim), bits in zip(spec.planes, spec.bits, strict=True) if bits is not None)
         madds = steps * tiles.groups * (padded * spec.result_dim + 2 * padded * FULL + unpacked) / FULL
     else:
         simdgroups, matrix = 4, 0

@@ -7,7 +7,6 @@ shapes with all features, 0.01 for one in a hundred of them.
 
 import dataclasses
 import functools
-import itertools
 import os
 import random
 
@@ -37,6 +36,11 @@ FACTORS = {
 CHOICES = choices(FACTORS, ("dtype", "head_dim", "group", "queries", "features"))
 
 
+def batch_of(choice):
+    """A batch of `FACTORS`; decode of NHD with 64 dimensions where the choice says nothing."""
+    return Batch(**shape_of({"queries": 1, "head_dim": 64, "layout": "NHD"} | choice))
+
+
 def run_all_schedules(batch, engine):
     for schedule in engine.schedules:
         batch.check(batch.run(engine.factory(schedule)))
@@ -44,7 +48,7 @@ def run_all_schedules(batch, engine):
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(str(x) for x in choice.values()))
 def test_every_pair_of_choices_equals_float64(engine, choice):
-    batch = Batch(**shape_of({"queries": 1, "head_dim": 64, "layout": "NHD"} | choice))
+    batch = batch_of(choice)
     if os.environ.get("KVPOOL_METAL_SWEEP") or batch.group * max(batch.q_lens) * batch.head_dim < 5000:
         run_all_schedules(batch, engine)
     else:  # a long run
@@ -108,30 +112,38 @@ def last_tiles(batch):
     )  # fmt: skip
     found = {}
     for row, *_, part, run, _, end in work.items.tolist():
-        found[row] = divmod((end - 1 - part) % run, TILE)
+        inside = end - 1 - part
+        found[row] = divmod(inside if batch.tiles.units else inside % run, TILE)
     return [(tile, tail + 1) for tile, tail in found.values()]
 
 
 @functools.cache
-def contexts_with_every_tail(block_size):
+def contexts_with_every_tail(block_size, kernel):
     """Lengths whose last tile has 1 .. 32 tokens, each behind another tile of the same run."""
     found = {}
     for length in range(257, 1025):
-        ((tile, tail),) = last_tiles(Batch(seq_lens=(length,), block_size=block_size, part_tokens=1024, **SMALL))
+        shape = {"seq_lens": (length,), "block_size": block_size, "part_tokens": 1024}
+        ((tile, tail),) = last_tiles(Batch(**shape, **SMALL[kernel]))
         if tile:
             found.setdefault(tail, length)
     return tuple(found[tail] for tail in sorted(found))
 
 
 TILE = 32  # tokens
-SMALL = {"kv_heads": 1, "group": 1, "head_dim": 32}
+SMALL = {
+    "paged_attention": {"kv_heads": 1, "group": 1, "head_dim": 32},
+    "paged_matrix": {"kv_heads": 1, "group": 9, "head_dim": 32},
+    "latent": {"kv_heads": 1, "group": 2, "head_dim": 32, "v_head_dim": 8, "latent": True},
+}
 
 
 @pytest.mark.parametrize("features", [(), ("sinks",)])
 @pytest.mark.parametrize("block_size", [8, 16, 24, 32])
-def test_last_tiles_of_any_length_equal_float64(engine, block_size, features):
-    seq_lens = contexts_with_every_tail(block_size)
-    batch = Batch(seq_lens=seq_lens, block_size=block_size, part_tokens=1024, features=features, **SMALL)
+@pytest.mark.parametrize("kernel", SMALL)
+def test_last_tiles_of_any_length_equal_float64(engine, kernel, block_size, features):
+    seq_lens = contexts_with_every_tail(block_size, kernel)
+    shape = {"seq_lens": seq_lens, "block_size": block_size, "part_tokens": 1024, "features": features}
+    batch = Batch(**shape, **SMALL[kernel])
     assert {tail for tile, tail in last_tiles(batch) if tile} == set(range(1, TILE + 1))  # the census
     batch.check(batch.run(engine.factory(1)))
 
