@@ -27,11 +27,13 @@ from kvpool_backends.mlx.metal_kernels import (
     HEAD_DIM_MAX,
     PART_TOKENS,
     AttentionStep,
+    HeadTiles,
     MetalKernels,
     Plane,
     attention_step,
     head_tiles,
     part_length,
+    parts_of,
     plan_attention,
     score_export,
     with_arrays,
@@ -154,7 +156,8 @@ class MetalAttention(_Storage):
         given = list(shapes)
         todo = [(shape, chosen) for shape in given for chosen in (None, *options)]
         if not given:
-            width = -(-(self.part_tokens + LONG_CHUNK) // self.spec.block_size) + 1
+            one_part = parts_of(self.spec, HeadTiles(1, 1, 1), self.part_tokens)["part_tokens"]
+            width = -(-(one_part + LONG_CHUNK) // self.spec.block_size) + 1
             asked = list(self._asked.items())
             todo = [(BatchShape(1, LONG_CHUNK + 1, width, heads), chosen) for (heads, _), chosen in asked]
         for shape in given:
@@ -278,14 +281,15 @@ class MetalAttention(_Storage):
         options: AttentionOptions,
         with_scores: bool,
     ) -> AttentionStep:
+        tiles = head_tiles(self.spec, group, int(q_lens.max(initial=1)))
         work = plan_attention(
             plan.seq_lens,
             np.concatenate([[0], np.cumsum(q_lens)]),
             num_tokens,
             block_size=self.spec.block_size,
-            tiles=head_tiles(self.spec, group, int(q_lens.max(initial=1))),
+            tiles=tiles,
             window=options.window,
-            part_tokens=self.part_tokens,
+            **parts_of(self.spec, tiles, self.part_tokens),
         )
         padding = max(0, -(-CONSTANT_SIZE_MAX // work.parts.shape[1]) - len(work.parts))
         work = work._replace(parts=np.pad(work.parts, ((0, padding), (0, 0)), constant_values=1))
@@ -324,7 +328,8 @@ class MetalAttention(_Storage):
                 continue
             tried.add(tiles)
             yield num_queries, num_queries
-            one_part = int(part_length(num_queries, tiles.heads * tiles.groups, self.part_tokens))
+            shortest = parts_of(self.spec, tiles, self.part_tokens)["part_tokens"]
+            one_part = int(part_length(num_queries, tiles.heads * tiles.groups, shortest))
             if capacity >= one_part + num_queries:
                 yield num_queries, one_part + num_queries
         if longest > LONG_CHUNK:

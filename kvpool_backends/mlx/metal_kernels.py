@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
@@ -57,7 +58,7 @@ SIMDGROUPS = tuned("SIMDGROUPS", 4)  # of a threadgroup of `paged_attention` and
 # Pairs of query and head in `paged_attention`, times 128 or 256 dimensions; half unless planes have 16 bits.
 ROW_DIMS_MAX = tuned("ROW_DIMS_MAX", 1024)
 PART_TOKENS = tuned("PART_TOKENS", 64)  # of a context, per threadgroup
-PARTS_MAX = tuned("PARTS_MAX", 40)  # of one context; beyond, parts double in length
+PARTS_MAX = tuned("PARTS_MAX", 40)  # of one context of a model with 8 KV heads; beyond, parts double in length
 HEAD_DIM_MAX = 512
 LANES = 32
 LINE_NBYTES = 128
@@ -173,6 +174,7 @@ def plan_attention(
     tiles: HeadTiles,
     window: int | None = None,
     part_tokens: int = PART_TOKENS,
+    parts_max: int = PARTS_MAX,
 ) -> AttentionWork:
     """Work list of a batch: one item per tile of queries and part of the context.
 
@@ -190,6 +192,8 @@ def plan_attention(
     window : int, optional
     part_tokens : int
         Shortest length of a part, a multiple of `block_size`.
+    parts_max : int
+        Of one context. `parts_of` has both numbers for a model.
 
     Returns
     -------
@@ -209,7 +213,7 @@ def plan_attention(
 
     # Parts of their contexts, and runs of tokens inside a part, one per simdgroup.
     least = part_length(q_lens, tiles.heads * tiles.groups, part_tokens)
-    doublings = np.ceil(np.log2(np.maximum(1, contexts / (least * PARTS_MAX)))).astype(np.int64)
+    doublings = np.ceil(np.log2(np.maximum(1, contexts / (least * parts_max)))).astype(np.int64)
     size = (least << doublings)[row]
     run = -(-np.minimum(size, contexts[row]) // (SIMDGROUPS * block_size)) * block_size
     first_part = begin // size
@@ -230,8 +234,20 @@ def plan_attention(
     return AttentionWork(tiles, _columns(items, idle_items), _columns(parts, idle_parts))
 
 
+def parts_of(spec: KVSpec, tiles: HeadTiles, part_tokens: int = PART_TOKENS) -> dict[str, int]:
+    """Arguments of `plan_attention` for a model: `part_tokens` and `parts_max`.
+
+    What a row of a part leaves is written and read: that stays small beside packed planes too. Fewer KV heads have
+    more parts, so that there is work for all cores.
+    """
+    sums, token = 8 * (spec.result_dim + 4), spec.token_nbytes / spec.num_layers / spec.num_kv_heads  # bytes
+    doublings = max(0, math.ceil(math.log2(sums / token / 3.7)))  # it is 2.1 for 16 bits, 3.6 for latents
+    parts_max = PARTS_MAX * 8 // (spec.num_kv_heads * tiles.groups)
+    return {"part_tokens": part_tokens << doublings, "parts_max": max(PARTS_MAX, min(parts_max, 128))}
+
+
 def part_length(q_lens: np.ndarray | int, group: int, part_tokens: int) -> Any:
-    """Tokens of a part of a context that has at most `PARTS_MAX`: longer for more queries, which have more tiles."""
+    """Tokens of a part of a context that has few: longer for more queries, which have more tiles."""
     doublings = np.ceil(np.log2(np.maximum(1, np.asarray(q_lens) * group / 8))).astype(np.int64)
     return part_tokens << np.minimum(doublings, 20)
 
@@ -372,8 +388,9 @@ class MetalKernels:
         Returns
         -------
         list
-            ``[T, Hq, Dv]`` in the dtype of q (D and Dv as in `KVBackend.attend`). With `scores`, for a step that has an `export`, float32 beside it: for
-            "raw" the means ``[B, Hk, C]``, for "mass" what goes into exp, ``[B, Hq, C]``.
+            ``[T, Hq, Dv]`` in the dtype of q (D and Dv as in `KVBackend.attend`). With `scores`, for a step that has an
+            `export`, float32 beside it: for "raw" the means ``[B, Hk, C]``, for "mass" what goes into exp,
+            ``[B, Hq, C]``.
         """
         spec, tiles = self.spec, step.tiles
         num_tokens, num_q_heads, _ = q.shape

@@ -23,7 +23,7 @@ ASSUMPTIONS = f"""\
 A kernel takes the longest of three times, and {LAUNCH_SECONDS * 1e6:.0f} us to be launched:
 - bytes of K and V over {READ_SHARE:.0%} of the bandwidth, more if fewer than {SIMDGROUPS} simdgroups wait in each core.
   What several threadgroups read comes again from the chip's cache, as far as all of K and V fit there;
-- instructions over 4 a cycle and core, at {ISSUE_SHARE:.0%} of the cycles; a product of 8x8 matrices takes {MATRIX_CYCLES}.
+- instructions over 4 a cycle and core, at {ISSUE_SHARE:.0%} of the cycles; products of 8x8 matrices: {MATRIX_CYCLES}.
   Chunks: at {MATRIX_SHARE:.0%} of the cycles, and a quarter more instructions in kvpool's kernel;
 - the reads that one simdgroup makes one after the other, {CHAIN_SECONDS * 1e6:.1f} us each.
 Instructions of a simdgroup for a token: 34, and 5 + D / 8 for each query head, where heads share the read (kvpool, MLX
@@ -90,13 +90,14 @@ def gpu_of(device: str, cores: int | None = None) -> GPU | None:
 
 def paged_seconds(gpu: GPU, shape: Shape) -> float:
     """Of a layer by the Metal kernels, as they plan their launches."""
-    from kvpool_backends.mlx.metal_kernels import head_tiles, plan_attention
+    from kvpool_backends.mlx.metal_kernels import head_tiles, parts_of, plan_attention
 
     is_latent = shape.rotary > 0
     spec = KVSpec(1, shape.kv_heads, shape.head_dim, v_head_dim=shape.rotary or None, latent=is_latent)
     tiles = head_tiles(spec, shape.group, 1)
     lengths = np.full(shape.batch, shape.context)
-    work = plan_attention(lengths, np.arange(shape.batch + 1), shape.batch, block_size=16, tiles=tiles)
+    starts, parts = np.arange(shape.batch + 1), parts_of(spec, tiles)
+    work = plan_attention(lengths, starts, shape.batch, block_size=16, tiles=tiles, **parts)
     simdgroups = len(work.items) * shape.kv_heads * tiles.groups * tiles.simdgroups(spec)
     if tiles.units:  # four waits for 32 tokens
         per_token = 8 + -(-tiles.rows // 8) * (2 + (spec.query_dim + spec.result_dim) / 64 * MATRIX_CYCLES)
