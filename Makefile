@@ -40,7 +40,7 @@ test-metal: $(VENV)/built $(VENV)/test  ## the tests of the Metal kernels, with 
 	@[ "$$(uname)" != Linux ] || $(PY) -m proof threads
 
 metal-sweep: $(VENV)/built $(VENV)/test  ## the Metal kernels over all shapes and features, hours: KVPOOL_METAL_SWEEP=0.01 runs one in a hundred
-	KVPOOL_METAL_SWEEP=$${KVPOOL_METAL_SWEEP:-1} KVPOOL_METAL_LAUNCHES=2000 $(PYTEST) --timeout 36000 \
+	KVPOOL_METAL_SWEEP=$${KVPOOL_METAL_SWEEP:-1} KVPOOL_METAL_LAUNCHES=2000 $(PYTEST) --dist load --timeout 36000 \
 		tests/metal/test_metal_attention.py tests/metal/test_metal_packed_attention.py -k every_pair $(PYTEST_ARGS)
 
 test-embed: $(VENV)/built $(VENV)/test  ## the tests of the JAX adapter (installs jax)

@@ -310,6 +310,7 @@ class Capabilities:
     batch_invariant: bool = False  # a row's result has the same bits alone and in any batch, wherever its blocks are
     arrays: str = "numpy"  # the framework whose arrays write and attend take and return: "numpy" or "mlx"
     lazy: bool = False  # calls are queued, and run when the framework evaluates; else they have run when they return
+    latent: bool = False  # attend takes specs with latent=True
     paged: bool = True  # attend reads the blocks in place; else it gathers contexts first, as read does
 
     def lacks(self, options: AttentionOptions | None) -> tuple[str, ...]:
@@ -414,7 +415,8 @@ class KVBackend(Protocol):
     ) -> Array | tuple[Array, ...]:
         """Causal attention of the query tokens over the paged context: decode and ragged chunks alike.
 
-        `ValueError` if ``spec.latent``: there are no keys and values.
+        With ``spec.latent`` D is the elements of a latent and its rotary part, Dv those of the latent
+        (``spec.query_dim``, ``spec.result_dim``). `ValueError` unless ``capabilities.latent``.
 
         Parameters
         ----------

@@ -71,7 +71,7 @@ class KVSpec:
         Elements that share a scale and a bias; divides the head dimension of what is quantized.
     latent : bool
         Of a model with latent attention: the plane of the keys holds the latent of a token (`head_dim` elements), that
-        of the values its rotary part (`v_head_dim`). Both are written, copied and read; there is nothing to attend to.
+        of the values its rotary part (`v_head_dim`). A key is both, one behind the other; a value is the latent.
 
     Raises
     ------
@@ -167,6 +167,16 @@ class KVSpec:
     def value_head_dim(self) -> int:
         """Head dimension of the values, never None."""
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of a query: those of a key."""
+        return self.head_dim + self.value_head_dim if self.latent else self.head_dim
+
+    @property
+    def result_dim(self) -> int:
+        """Elements of a result of attention: those of a value."""
+        return self.head_dim if self.latent else self.value_head_dim
 
     @property
     def planes(self) -> tuple[tuple[str, int], ...]:

@@ -188,7 +188,7 @@ def check_tokens(backend: KVBackend, layer: int, num_tokens: int, k: Any, v: Any
 
 
 def check_attends(spec: KVSpec) -> None:
-    """Raise unless the planes of `spec` are keys and values."""
+    """Raise unless the planes of `spec` are keys and values: for backends without ``capabilities.latent``."""
     if spec.latent:
         raise ValueError("[attend] the planes hold latents and rotary parts (latent=True), use read")
 
@@ -198,8 +198,9 @@ def checked_queries(
 ) -> tuple[float, AttentionOptions]:
     """Scale and options of an `attend`, if `q` fits the layer and the step, whose arrays were checked."""
     check_layer(backend, "attend", layer)
-    check_attends(backend.spec)
-    heads, dim = backend.spec.num_kv_heads, backend.spec.head_dim
+    if not backend.capabilities.latent:
+        check_attends(backend.spec)
+    heads, dim = backend.spec.num_kv_heads, backend.spec.query_dim
     if q.ndim != 3 or q.shape[2] != dim:
         raise ValueError(f"[attend] q must have shape [T, Hq, {dim}], got {list(q.shape)}")
     num_tokens, num_heads = int(q.shape[0]), int(q.shape[1])

@@ -51,11 +51,59 @@ struct Columns<T, DIM, UNITS, 0, SIZE> {
   }
 };
 
-// Reads the row of token t of a tile, which is another one for each row of a fragment.
+// Reads a tile of 32 tokens. A lane has the row of token 8 i + `row` in columns[i].
 template <int BLOCK_SIZE, typename C, typename P>
-METAL_FUNC void load_columns(thread C& columns, P plane, Tile tile, int t, int first) {
-  const int64_t block = metal::simd_shuffle(tile.block_of_lane, ushort(t));
-  columns.load(plane, block, (tile.begin + t) % BLOCK_SIZE, first, t >= tile.skipped && t < tile.num_tokens);
+METAL_FUNC void load_columns(thread C (&columns)[4], P plane, Tile tile, int row, int first) {
+  KV_UNROLL
+  for (int i = 0; i < 4; i++) {
+    const int t = 8 * i + row;
+    const int64_t block = metal::simd_shuffle(tile.block_of_lane, ushort(t));
+    columns[i].load(plane, block, (tile.begin + t) % BLOCK_SIZE, first, t >= tile.skipped && t < tile.num_tokens);
+  }
+}
+
+// The products of a simdgroup's elements of 32 tokens with those of all queries: `WIDTH` floats of each query's row.
+template <int TILES, int UNITS, int WIDTH, typename C, typename Q>
+METAL_FUNC void multiply(thread C (&keys)[4], thread metal::simdgroup_matrix<Q, 8, 8> (&query)[TILES][UNITS][2],
+                         threadgroup float* products, Place place) {
+  KV_UNROLL
+  for (int i = 0; i < 4; i++) {
+    metal::simdgroup_float8x8 scores[TILES];  // transposed
+    KV_UNROLL
+    for (int m = 0; m < TILES; m++) {
+      scores[m] = metal::make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    }
+    KV_UNROLL
+    for (int u = 0; u < UNITS; u++) {
+      const auto elements = keys[i].elements(u);
+      KV_UNROLL
+      for (int f = 0; f < 2; f++) {
+        const auto key = fragment(elements, f);
+        KV_UNROLL
+        for (int m = 0; m < TILES; m++) {
+          metal::simdgroup_multiply_accumulate(scores[m], key, query[m][u][f], scores[m]);
+        }
+      }
+    }
+    KV_UNROLL
+    for (int m = 0; m < TILES; m++) {
+      KV_UNROLL
+      for (int e = 0; e < 2; e++) {
+        products[(8 * m + place.column + e) * WIDTH + 8 * i + place.row] = scores[m].thread_elements()[e];
+      }
+    }
+  }
+}
+
+// The plane whose rows are keys and values at once: the first where both are alike. Elsewhere nothing asks for it.
+template <typename P>
+METAL_FUNC P latents_of(P latents, P) {
+  return latents;
+}
+
+template <typename K, typename V>
+METAL_FUNC V latents_of(K, V values) {
+  return values;
 }
 
 }  // namespace kv

@@ -10,7 +10,13 @@
 // lane i has token i of a row, brings the shares together, and makes scores and weights of them. At last each simdgroup
 // adds the weighted values of its elements, which it keeps in registers to the end.
 //
-// Template   UNITS             see above; the others as in paged_attention.metal
+// Latent attention: a key is the `DIM` elements of the first plane, the latent, and the `ROTARY` elements of the other
+// plane behind them. The latent is the value too, and stays in registers. The last simdgroups have the rotary parts.
+//
+// Template   UNITS             see above
+//            ROTARY            see above; 0 where the planes are keys and values. Both planes have the same bits
+//            others            as in paged_attention.metal
+// Inputs     q                 [T, Hq, DIM + ROTARY]
 // Output     exported          RAW: float [B, Hq, C]; else as in paged_attention.metal
 
 constexpr int ROWS = HEADS * QUERIES;
@@ -19,13 +25,18 @@ constexpr int HEAD_GROUPS = (GROUP + HEADS - 1) / HEADS;
 constexpr int OWN_ROWS = (8 * TILES + SIMDGROUPS - 1) / SIMDGROUPS;  // of a simdgroup, for softmax
 constexpr int WIDTH = 36;  // of 32 scores in threadgroup memory: the lanes of a fragment use each bank once
 constexpr bool ALL_SEE_THE_SAME = QUERIES == 1 && !MASK;
+constexpr int OWNERS = (DIM + 16 * UNITS - 1) / (16 * UNITS);  // simdgroups that have elements of `DIM`
 using Keys = kv::Columns<T, DIM, UNITS, K_BITS, SIZE>;
 using Values = kv::Columns<T, VALUE_DIM, UNITS, V_BITS, SIZE>;
+using Rotary = kv::Columns<T, ROTARY ? ROTARY : 4, UNITS, V_BITS, SIZE>;
 
 const int lane = thread_index_in_simdgroup;
 const int simd = simdgroup_index_in_threadgroup;
 const kv::Place place = kv::place_of(lane);
+const bool is_rotary = ROTARY && simd >= OWNERS;
 const int first_chunk = 4 * UNITS * simd + place.column / 2;
+const int rotary_chunk = first_chunk - 4 * UNITS * OWNERS;
+const int end = is_rotary ? DIM + ROTARY : DIM;  // of the elements of a query that are this simdgroup's
 const int kv_head = threadgroup_position_in_grid.x / HEAD_GROUPS;
 const int first_head = threadgroup_position_in_grid.x % HEAD_GROUPS * HEADS;  // of the group
 const int num_q_heads = threads_per_grid.x / (32 * SIMDGROUPS * HEAD_GROUPS) * GROUP;
@@ -34,6 +45,7 @@ const int observed_query = kv::observed_query(observed, threadgroup_position_in_
 
 const auto k_plane = kv::plane_of(k_pool, k_scales, k_biases, layout, kv_head);
 const auto v_plane = kv::plane_of(v_pool, v_scales, v_biases, layout + 4, kv_head);
+const auto latents = kv::latents_of(k_plane, v_plane);
 const float scale = numbers[0], soft_cap = numbers[1];
 const int window_tokens = window;
 
@@ -46,13 +58,14 @@ for (int m = 0; m < TILES; m++) {
   for (int u = 0; u < UNITS; u++) {
     KV_UNROLL
     for (int f = 0; f < 2; f++) {
-      const int d = 16 * (UNITS * simd + u) + place.row / 2 * 4 + 2 * f + place.row % 2;
+      const int own = 16 * (UNITS * simd + u) + place.row / 2 * 4 + 2 * f + place.row % 2;
+      const int d = own + (is_rotary ? DIM - 16 * UNITS * OWNERS : 0);
       values[m][u][f] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
       KV_UNROLL
       for (int e = 0; e < 2; e++) {
         const int r = 8 * m + place.column + e;
         const int token = r / HEADS, head = first_head + r % HEADS;
-        const bool exists = token < item.num_queries && head < GROUP && r < ROWS && d < DIM;
+        const bool exists = token < item.num_queries && head < GROUP && r < ROWS && d < end;
         const int64_t row = int64_t(item.first_query + token) * q_strides[0] +
                             int64_t(kv_head * GROUP + head) * q_strides[1];
         query[m][u][f].thread_elements()[e] = exists ? q[row + d] : Q(0);
@@ -70,46 +83,23 @@ threadgroup float shared_sum[8 * TILES];
 const auto table = tables + item.row * tables_strides[0];
 for (int begin = item.seen_begin / 32 * 32; begin < item.seen_end; begin += 32) {
   const kv::Tile tile = kv::tile_at<BLOCK_SIZE>(table, begin, item.seen_begin, item.seen_end, lane);
-  {
-    Keys keys[4];
-    KV_UNROLL
-    for (int i = 0; i < 4; i++) {
-      kv::load_columns<BLOCK_SIZE>(keys[i], k_plane, tile, 8 * i + place.row, first_chunk);
-    }
-    KV_UNROLL
-    for (int i = 0; i < 4; i++) {
-      simdgroup_float8x8 scores[TILES];  // transposed
-      KV_UNROLL
-      for (int m = 0; m < TILES; m++) {
-        scores[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-      }
-      KV_UNROLL
-      for (int u = 0; u < UNITS; u++) {
-        const auto elements = keys[i].elements(u);
-        KV_UNROLL
-        for (int f = 0; f < 2; f++) {
-          const auto key = kv::fragment(elements, f);
-          KV_UNROLL
-          for (int m = 0; m < TILES; m++) {
-            simdgroup_multiply_accumulate(scores[m], key, query[m][u][f], scores[m]);
-          }
-        }
-      }
-      KV_UNROLL
-      for (int m = 0; m < TILES; m++) {
-        KV_UNROLL
-        for (int e = 0; e < 2; e++) {
-          const int r = 8 * m + place.column + e;
-          shared_scores[(simd * 8 * TILES + r) * WIDTH + 8 * i + place.row] = scores[m].thread_elements()[e];
-        }
-      }
-    }
-  }
-  // Values are on their way while the simdgroups meet and make weights.
+  threadgroup float* own_scores = shared_scores + simd * 8 * TILES * WIDTH;
   Values rows[4];
-  KV_UNROLL
-  for (int i = 0; i < 4; i++) {
-    kv::load_columns<BLOCK_SIZE>(rows[i], v_plane, tile, 8 * i + place.row, first_chunk);
+  if (is_rotary) {
+    Rotary keys[4];
+    kv::load_columns<BLOCK_SIZE>(keys, v_plane, tile, place.row, rotary_chunk);
+    kv::multiply<TILES, UNITS, WIDTH>(keys, query, own_scores, place);
+  } else if (!ROTARY) {
+    {
+      Keys keys[4];
+      kv::load_columns<BLOCK_SIZE>(keys, k_plane, tile, place.row, first_chunk);
+      kv::multiply<TILES, UNITS, WIDTH>(keys, query, own_scores, place);
+    }
+    // Values are on their way while the simdgroups meet and make weights.
+    kv::load_columns<BLOCK_SIZE>(rows, v_plane, tile, place.row, first_chunk);
+  } else {
+    kv::load_columns<BLOCK_SIZE>(rows, latents, tile, place.row, first_chunk);
+    kv::multiply<TILES, UNITS, WIDTH>(rows, query, own_scores, place);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -156,55 +146,57 @@ for (int begin = item.seen_begin / 32 * 32; begin < item.seen_end; begin += 32) 
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  KV_UNROLL
-  for (int m = 0; m < TILES; m++) {
-    const float correction = shared_corrections[8 * m + place.row];
+  if (!is_rotary) {
     KV_UNROLL
-    for (int u = 0; u < UNITS; u++) {
-      KV_UNROLL
-      for (int f = 0; f < 2; f++) {
-        values[m][u][f].thread_elements()[0] *= correction;
-        values[m][u][f].thread_elements()[1] *= correction;
-      }
-    }
-  }
-  KV_UNROLL
-  for (int i = 0; i < 4; i++) {
-    bool finite = true;
-    KV_UNROLL
-    for (int u = 0; u < UNITS && !ALL_SEE_THE_SAME; u++) {
-      finite = finite && !kv::any_not_finite(float4(rows[i].elements(u)));
-    }
-    if (ALL_SEE_THE_SAME || simd_all(finite)) {
-      simdgroup_float8x8 weights[TILES];
-      KV_UNROLL
-      for (int m = 0; m < TILES; m++) {
-        simdgroup_load(weights[m], shared_weights + 8 * m * WIDTH + 8 * i, WIDTH);
-      }
+    for (int m = 0; m < TILES; m++) {
+      const float correction = shared_corrections[8 * m + place.row];
       KV_UNROLL
       for (int u = 0; u < UNITS; u++) {
-        const auto elements = rows[i].elements(u);
         KV_UNROLL
         for (int f = 0; f < 2; f++) {
-          const auto value = kv::fragment(elements, f);
-          KV_UNROLL
-          for (int m = 0; m < TILES; m++) {
-            simdgroup_multiply_accumulate(values[m][u][f], weights[m], value, values[m][u][f]);
-          }
+          values[m][u][f].thread_elements()[0] *= correction;
+          values[m][u][f].thread_elements()[1] *= correction;
         }
       }
-    } else {
-      // 0 times infinity must not come in where a row does not see a token: token by token, and only what is seen.
-      for (int t = 0; t < 8; t++) {
+    }
+    KV_UNROLL
+    for (int i = 0; i < 4; i++) {
+      bool finite = true;
+      KV_UNROLL
+      for (int u = 0; u < UNITS && !ALL_SEE_THE_SAME; u++) {
+        finite = finite && !kv::any_not_finite(float4(rows[i].elements(u)));
+      }
+      if (ALL_SEE_THE_SAME || simd_all(finite)) {
+        simdgroup_float8x8 weights[TILES];
+        KV_UNROLL
+        for (int m = 0; m < TILES; m++) {
+          simdgroup_load(weights[m], shared_weights + 8 * m * WIDTH + 8 * i, WIDTH);
+        }
         KV_UNROLL
         for (int u = 0; u < UNITS; u++) {
-          const float4 elements = simd_shuffle(float4(rows[i].elements(u)), kv::lane_of_row(t, lane));
+          const auto elements = rows[i].elements(u);
           KV_UNROLL
-          for (int m = 0; m < TILES; m++) {
-            const float w = shared_weights[(8 * m + place.row) * WIDTH + 8 * i + t];
+          for (int f = 0; f < 2; f++) {
+            const auto value = kv::fragment(elements, f);
             KV_UNROLL
-            for (int e = 0; e < 4 && w != 0.0f; e++) {
-              values[m][u][e / 2].thread_elements()[e % 2] += w * elements[e];
+            for (int m = 0; m < TILES; m++) {
+              simdgroup_multiply_accumulate(values[m][u][f], weights[m], value, values[m][u][f]);
+            }
+          }
+        }
+      } else {
+        // 0 times infinity must not come in where a row does not see a token: token by token, and only what is seen.
+        for (int t = 0; t < 8; t++) {
+          KV_UNROLL
+          for (int u = 0; u < UNITS; u++) {
+            const float4 elements = simd_shuffle(float4(rows[i].elements(u)), kv::lane_of_row(t, lane));
+            KV_UNROLL
+            for (int m = 0; m < TILES; m++) {
+              const float w = shared_weights[(8 * m + place.row) * WIDTH + 8 * i + t];
+              KV_UNROLL
+              for (int e = 0; e < 4 && w != 0.0f; e++) {
+                values[m][u][e / 2].thread_elements()[e % 2] += w * elements[e];
+              }
             }
           }
         }

@@ -384,7 +384,7 @@ def states_travel_in_blocks(factory: Factory) -> None:
 
 @_group
 def latents_are_stored_and_read(factory: Factory) -> None:
-    """Latents and rotary parts of any two widths: written, copied, read and gathered; `attend` is refused."""
+    """Latents and rotary parts of any two widths: written, copied, read and gathered; attended to, or refused."""
     can = capabilities_of(factory)
     dims = (16, 4) if can.head_dims is None and can.mixed_head_dims else (8, 8)
     for plain in specs(factory, kv_heads=1, q_heads=1, head_dims=dims, block_sizes=(8,)):
@@ -400,8 +400,12 @@ def latents_are_stored_and_read(factory: Factory) -> None:
                 for row, tokens in enumerate(right):
                     assert np.array_equal(plane[row, :, : len(tokens)].swapaxes(0, 1), tokens), f"row {row} is another"
                 assert np.array_equal(again, right[2]), "a gathered latent is another"
-        attends = partial(attend, filled.backend, 0, filled.queries([1, 1, 1], 1), filled.plan([1, 1, 1]))
-        refused(attends, ValueError, "attend on latents")
+        if can.latent:
+            for q_lens in ([1, 1, 1], [5, 0, 12]):
+                filled.check(q_lens, 3, f"chunks {q_lens} on latents")
+        else:
+            attends = partial(attend, filled.backend, 0, filled.queries([1, 1, 1], 1), filled.plan([1, 1, 1]))
+            refused(attends, ValueError, "attend on latents")
 
 
 @_group

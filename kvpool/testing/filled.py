@@ -161,7 +161,7 @@ class Filled:
 
     def queries(self, q_lens: Sequence[int], q_heads: int) -> np.ndarray:
         spec = self.backend.spec
-        return values(self.rng, (sum(q_lens), q_heads, spec.head_dim), spec.dtype)
+        return values(self.rng, (sum(q_lens), q_heads, spec.query_dim), spec.dtype)
 
     def expected(
         self,
@@ -172,10 +172,13 @@ class Filled:
         options: AttentionOptions | None = None,
     ) -> Expected:
         """Dense attention of every row, one after the other."""
-        out = np.zeros((sum(q_lens), q.shape[1], self.backend.spec.value_head_dim))
+        spec = self.backend.spec
+        out = np.zeros((sum(q_lens), q.shape[1], spec.result_dim))
         size, begin = np.zeros((*out.shape[:2], 1)), 0
         for row, n in enumerate(q_lens):
             mine, k, v = slice(begin, begin + n), self.k[layer][row], self.v[layer][row]
+            if spec.latent:
+                k, v = np.concatenate([k, v], axis=-1), k
             if n:
                 out[mine], size[mine] = dense_attention_and_size(q[mine], k, v, scale, mask_rows(options, mine))
             begin += n

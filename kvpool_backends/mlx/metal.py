@@ -27,11 +27,13 @@ from kvpool_backends.mlx.metal_kernels import (
     HEAD_DIM_MAX,
     PART_TOKENS,
     AttentionStep,
+    HeadTiles,
     MetalKernels,
     Plane,
     attention_step,
     head_tiles,
     part_length,
+    parts_of,
     plan_attention,
     score_export,
     with_arrays,
@@ -90,7 +92,7 @@ class MetalAttention(_Storage):
     def _allocate(self) -> None:
         super()._allocate()
         self._kernels = MetalKernels(self.spec, self.num_blocks, self._metal_kernel)
-        self._fits_mlx = max(dim for _, dim in self.spec.planes) <= MLX_HEAD_DIM_MAX
+        self._fits_mlx = self.spec.query_dim <= MLX_HEAD_DIM_MAX and not self.spec.latent
         self._asked: dict[tuple[int, tuple[str, ...]], AttentionOptions] = {}  # by query heads and features
 
     def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> list[mx.array]:
@@ -152,9 +154,10 @@ class MetalAttention(_Storage):
             A kind that is going to be asked for, besides none.
         """
         given = list(shapes)
-        todo = [(shape, chosen) for shape in given for chosen in (() if self.spec.latent else (None, *options))]
+        todo = [(shape, chosen) for shape in given for chosen in (None, *options)]
         if not given:
-            width = -(-(self.part_tokens + LONG_CHUNK) // self.spec.block_size) + 1
+            one_part = parts_of(self.spec, HeadTiles(1, 1, 1), self.part_tokens)["part_tokens"]
+            width = -(-(one_part + LONG_CHUNK) // self.spec.block_size) + 1
             asked = list(self._asked.items())
             todo = [(BatchShape(1, LONG_CHUNK + 1, width, heads), chosen) for (heads, _), chosen in asked]
         for shape in given:
@@ -178,7 +181,7 @@ class MetalAttention(_Storage):
         """Return the result, and the scores if they are requested."""
         if not len(q) or not plan.cu_q_lens[-1]:
             shape = (len(plan.seq_lens), self.spec.num_kv_heads, int(plan.seq_lens.max(initial=0)))
-            out = mx.zeros((*q.shape[:2], self.spec.value_head_dim), q.dtype)
+            out = mx.zeros((*q.shape[:2], self.spec.result_dim), q.dtype)
             return [out] if scores is None else [out, mx.zeros(shape)]
         work = self._work(plan, q, scale, options, scores)
 
@@ -278,14 +281,15 @@ class MetalAttention(_Storage):
         options: AttentionOptions,
         with_scores: bool,
     ) -> AttentionStep:
+        tiles = head_tiles(self.spec, group, int(q_lens.max(initial=1)))
         work = plan_attention(
             plan.seq_lens,
             np.concatenate([[0], np.cumsum(q_lens)]),
             num_tokens,
             block_size=self.spec.block_size,
-            tiles=head_tiles(self.spec, group, int(q_lens.max(initial=1))),
+            tiles=tiles,
             window=options.window,
-            part_tokens=self.part_tokens,
+            **parts_of(self.spec, tiles, self.part_tokens),
         )
         padding = max(0, -(-CONSTANT_SIZE_MAX // work.parts.shape[1]) - len(work.parts))
         work = work._replace(parts=np.pad(work.parts, ((0, padding), (0, 0)), constant_values=1))
@@ -324,7 +328,8 @@ class MetalAttention(_Storage):
                 continue
             tried.add(tiles)
             yield num_queries, num_queries
-            one_part = int(part_length(num_queries, tiles.heads * tiles.groups, self.part_tokens))
+            shortest = parts_of(self.spec, tiles, self.part_tokens)["part_tokens"]
+            one_part = int(part_length(num_queries, tiles.heads * tiles.groups, shortest))
             if capacity >= one_part + num_queries:
                 yield num_queries, one_part + num_queries
         if longest > LONG_CHUNK:
@@ -339,7 +344,7 @@ class MetalAttention(_Storage):
         if options is not None and options.mask is not None:
             mask = np.zeros((num_queries, *options.mask.shape[1:-1], context), np.float32)
             options = AttentionOptions(options.window, options.soft_cap, options.sinks, options.alibi_slopes, mask)
-        q = mx.zeros((num_queries, num_q_heads, spec.head_dim), self.dtype)
+        q = mx.zeros((num_queries, num_q_heads, spec.query_dim), self.dtype)
         mx.eval(self.attend(step, 0, q, options=options, scores=scores))
 
 
@@ -360,6 +365,7 @@ def metal_capabilities(layouts: tuple[str, ...], quant_bits: tuple[int, ...] = (
         batch_invariant=True,
         arrays="mlx",
         lazy=True,
+        latent=True,
     )
 
 

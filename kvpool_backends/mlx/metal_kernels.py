@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
@@ -57,7 +58,7 @@ SIMDGROUPS = tuned("SIMDGROUPS", 4)  # of a threadgroup of `paged_attention` and
 # Pairs of query and head in `paged_attention`, times 128 or 256 dimensions; half unless planes have 16 bits.
 ROW_DIMS_MAX = tuned("ROW_DIMS_MAX", 1024)
 PART_TOKENS = tuned("PART_TOKENS", 64)  # of a context, per threadgroup
-PARTS_MAX = tuned("PARTS_MAX", 40)  # of one context; beyond, parts double in length
+PARTS_MAX = tuned("PARTS_MAX", 40)  # of one context of a model with 8 KV heads; beyond, parts double in length
 HEAD_DIM_MAX = 512
 LANES = 32
 LINE_NBYTES = 128
@@ -91,7 +92,10 @@ class HeadTiles(NamedTuple):
 
     def simdgroups(self, spec: KVSpec) -> int:
         """Simdgroups of a threadgroup."""
-        return -(-max(dim for _, dim in spec.planes) // (16 * self.units)) if self.units else SIMDGROUPS
+        if not self.units:
+            return SIMDGROUPS
+        parts = [-(-dim // (16 * self.units)) for _, dim in spec.planes]
+        return sum(parts) if spec.latent else max(parts)
 
 
 class AttentionWork(NamedTuple):
@@ -152,7 +156,7 @@ def head_tiles(spec: KVSpec, group: int, queries: int) -> HeadTiles:
     dim, narrow = max(dim for _, dim in spec.planes), spec.itemsize_nbytes == 2
     together = 1 << (queries - 1).bit_length()
     room = ROW_DIMS_MAX if narrow and not spec.is_quantized else ROW_DIMS_MAX // 2
-    if dim <= 256 and group * together <= room // 128 // -(-dim // 128):
+    if dim <= 256 and not spec.latent and group * together <= room // 128 // -(-dim // 128):
         return HeadTiles(group, 1, together)
     units = 4 if spec.is_quantized or (narrow and dim > 128) else 2
     rows = 64 // units if narrow else 32 // units if dim <= 256 else 8
@@ -170,6 +174,7 @@ def plan_attention(
     tiles: HeadTiles,
     window: int | None = None,
     part_tokens: int = PART_TOKENS,
+    parts_max: int = PARTS_MAX,
 ) -> AttentionWork:
     """Work list of a batch: one item per tile of queries and part of the context.
 
@@ -187,6 +192,8 @@ def plan_attention(
     window : int, optional
     part_tokens : int
         Shortest length of a part, a multiple of `block_size`.
+    parts_max : int
+        Of one context. `parts_of` has both numbers for a model.
 
     Returns
     -------
@@ -206,7 +213,7 @@ def plan_attention(
 
     # Parts of their contexts, and runs of tokens inside a part, one per simdgroup.
     least = part_length(q_lens, tiles.heads * tiles.groups, part_tokens)
-    doublings = np.ceil(np.log2(np.maximum(1, contexts / (least * PARTS_MAX)))).astype(np.int64)
+    doublings = np.ceil(np.log2(np.maximum(1, contexts / (least * parts_max)))).astype(np.int64)
     size = (least << doublings)[row]
     run = -(-np.minimum(size, contexts[row]) // (SIMDGROUPS * block_size)) * block_size
     first_part = begin // size
@@ -227,8 +234,20 @@ def plan_attention(
     return AttentionWork(tiles, _columns(items, idle_items), _columns(parts, idle_parts))
 
 
+def parts_of(spec: KVSpec, tiles: HeadTiles, part_tokens: int = PART_TOKENS) -> dict[str, int]:
+    """Arguments of `plan_attention` for a model: `part_tokens` and `parts_max`.
+
+    What a row of a part leaves is written and read: that stays small beside packed planes too. Fewer KV heads have
+    more parts, so that there is work for all cores.
+    """
+    sums, token = 8 * (spec.result_dim + 4), spec.token_nbytes / spec.num_layers / spec.num_kv_heads  # bytes
+    doublings = max(0, math.ceil(math.log2(sums / token / 3.7)))  # it is 2.1 for 16 bits, 3.6 for latents
+    parts_max = PARTS_MAX * 8 // (spec.num_kv_heads * tiles.groups)
+    return {"part_tokens": part_tokens << doublings, "parts_max": max(PARTS_MAX, min(parts_max, 128))}
+
+
 def part_length(q_lens: np.ndarray | int, group: int, part_tokens: int) -> Any:
-    """Tokens of a part of a context that has at most `PARTS_MAX`: longer for more queries, which have more tiles."""
+    """Tokens of a part of a context that has few: longer for more queries, which have more tiles."""
     doublings = np.ceil(np.log2(np.maximum(1, np.asarray(q_lens) * group / 8))).astype(np.int64)
     return part_tokens << np.minimum(doublings, 20)
 
@@ -325,7 +344,8 @@ class MetalKernels:
     Parameters
     ----------
     spec : KVSpec
-        Any layout; `block_size` a multiple of 8, head dimensions multiples of 4 up to `HEAD_DIM_MAX`.
+        Any layout; `block_size` a multiple of 8, head dimensions multiples of 4 up to `HEAD_DIM_MAX`. Latents and
+        their rotary parts have the same bits.
     num_blocks : int
     factory : callable, optional
         ``mx.fast.metal_kernel`` or what stands in for it.
@@ -343,6 +363,8 @@ class MetalKernels:
             if dim % 4 or dim > HEAD_DIM_MAX:
                 limit = f"a multiple of 4, at most {HEAD_DIM_MAX}"
                 raise ValueError(f"[MetalKernels] {name} is {dim}, it must be {limit}")
+        if spec.latent and spec.k_bits != spec.v_bits:
+            raise ValueError(f"[MetalKernels] bits of latents are {spec.bits}, they must be the same")
         self.spec = spec
         self.num_blocks = num_blocks
         self._factory = cast(Factory, mx.fast.metal_kernel) if factory is None else factory
@@ -366,8 +388,9 @@ class MetalKernels:
         Returns
         -------
         list
-            ``[T, Hq, Dv]`` in the dtype of q. With `scores`, for a step that has an `export`, float32 beside it: for
-            "raw" the means ``[B, Hk, C]``, for "mass" what goes into exp, ``[B, Hq, C]``.
+            ``[T, Hq, Dv]`` in the dtype of q (D and Dv as in `KVBackend.attend`). With `scores`, for a step that has an
+            `export`, float32 beside it: for "raw" the means ``[B, Hk, C]``, for "mass" what goes into exp,
+            ``[B, Hq, C]``.
         """
         spec, tiles = self.spec, step.tiles
         num_tokens, num_q_heads, _ = q.shape
@@ -376,8 +399,8 @@ class MetalKernels:
         if launcher is None:
             launcher = self._launchers[chosen] = self._launcher(q.dtype, num_q_heads, step, scores)
         num_items, num_groups = step.items.shape[0], spec.num_kv_heads * tiles.groups
-        result = (num_tokens, num_q_heads, spec.value_head_dim)
-        partials = (num_items, num_groups, tiles.rows, spec.value_head_dim + 4)
+        result = (num_tokens, num_q_heads, spec.result_dim)
+        partials = (num_items, num_groups, tiles.rows, spec.result_dim + 4)
         more_inputs, more_shapes, more = self._score_arguments(step, num_q_heads, scores)
         (keys, *k_factors), (values, *v_factors) = map(_arrays, (k_pool, v_pool))
         out, *exported = launcher.attend(
@@ -459,7 +482,7 @@ class MetalKernels:
         spec, tiles = self.spec, step.tiles
         shared: dict[str, Any] = {
             "Q": dtype,
-            "VALUE_DIM": spec.value_head_dim,
+            "VALUE_DIM": spec.result_dim,
             "GROUP": num_q_heads // spec.num_kv_heads,
             "HEADS": tiles.heads,
             "QUERIES": tiles.queries,
@@ -470,7 +493,11 @@ class MetalKernels:
             "DIM": spec.head_dim,
             "BLOCK_SIZE": spec.block_size,
             "SIMDGROUPS": tiles.simdgroups(spec),
-            **({"UNITS": tiles.units} if tiles.units else {"TOUCHING": self._touching}),
+            **(
+                {"UNITS": tiles.units, "ROTARY": spec.value_head_dim if spec.latent else 0}
+                if tiles.units
+                else {"TOUCHING": self._touching}
+            ),
             "SOFT_CAP": "soft_cap" in step.features,
             "ALIBI": "alibi_slopes" in step.features,
             "MASK": "mask" in step.features,

@@ -74,6 +74,7 @@ class NumpyBackend:
         batch_invariant=True,
         quant_bits=QUANT_BITS,
         quant_group_sizes=QUANT_GROUP_SIZES,
+        latent=True,
     )
 
     def __init__(self, spec: KVSpec, num_blocks: int, *, storage: np.ndarray | None = None) -> None:
@@ -149,13 +150,15 @@ class NumpyBackend:
         longest = int(step.seq_lens.max(initial=0))
         exported = np.zeros((step.seq_lens.size, self.spec.num_kv_heads, longest), np.float32)
         given = checked_results(self.capabilities, return_attn, scores, scores_out, exported.shape)
-        out = np.zeros((num_tokens, num_q_heads, self.spec.value_head_dim))
+        out = np.zeros((num_tokens, num_q_heads, self.spec.result_dim))
         attn = np.zeros((num_tokens, num_q_heads, longest if return_attn else 0))
         for row, seq_len in enumerate(step.seq_lens.tolist()):
             begin, end = step.cu_q_lens[row : row + 2].tolist()
             if begin == end:
                 continue
             keys, values = (self._context(plane, step.block_tables[row], seq_len) for plane in (k_plane, v_plane))
+            if self.spec.latent:
+                keys, values = np.concatenate([keys, values], axis=-1), keys
             for token in range(begin, end):
                 position = seq_len - (end - token)
                 oldest = 0 if options.window is None else max(0, position + 1 - options.window)

@@ -97,10 +97,19 @@ class SwapsLatentAndRotaryPart(NumpyBackend):
         return (v, k) if self.spec.latent else (k, v)
 
 
-class AttendsToLatents(NumpyBackend):
+class AttendsToLatentsThatItRefuses(NumpyBackend):
+    capabilities = replace(NumpyBackend.capabilities, latent=False)
+
     def attend(self, step, layer, q, *args, **options):
         if self.spec.latent:
-            return np.zeros((*q.shape[:2], self.spec.value_head_dim))
+            return np.zeros((*q.shape[:2], self.spec.result_dim))
+        return super().attend(step, layer, q, *args, **options)
+
+
+class ForgetsRotaryParts(NumpyBackend):
+    def attend(self, step, layer, q, *args, **options):
+        if self.spec.latent:
+            q = np.where(np.arange(q.shape[2]) < self.spec.head_dim, q, 0)
         return super().attend(step, layer, q, *args, **options)
 
 
@@ -132,7 +141,8 @@ BACKEND_FAULTS = {
     ReadsTheGapWithWeightZero: "groups_equal_dense_attention",
     CopiesTheFirstColumn: "groups_equal_dense_attention",
     SwapsLatentAndRotaryPart: "latents_are_stored_and_read",
-    AttendsToLatents: "latents_are_stored_and_read",
+    AttendsToLatentsThatItRefuses: "latents_are_stored_and_read",
+    ForgetsRotaryParts: "latents_are_stored_and_read",
     RoundsWhatItImports: "states_travel_in_blocks",
     SharesStepsBetweenColumns: "groups_equal_dense_attention",
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,6 +56,7 @@ class Batch:
     part_tokens: int = 512
     seed: int = 0
     q_dtype: str | None = None  # of queries and results: that of the pool
+    latent: bool = False  # K is latents, V their rotary parts
 
     @property
     def result_dtype(self) -> str:
@@ -61,7 +64,8 @@ class Batch:
 
     @cached_property
     def spec(self) -> KVSpec:
-        return KVSpec(2, self.kv_heads, self.head_dim, self.dtype, self.block_size, self.v_head_dim, self.layout)
+        shape = 2, self.kv_heads, self.head_dim, self.dtype, self.block_size, self.v_head_dim, self.layout
+        return KVSpec(*shape, latent=self.latent)
 
     @property
     def layer(self) -> int:
@@ -100,10 +104,17 @@ class Batch:
             for n in self.seq_lens
         ]
 
+    @property
+    def keys_and_values(self) -> list[tuple[np.ndarray, ...]]:
+        """Of each row, what queries are multiplied with and what is summed."""
+        if not self.latent:
+            return self.content
+        return [(np.concatenate(planes, axis=-1), planes[0]) for planes in self.content]
+
     @cached_property
     def q(self) -> np.ndarray:
         rng = np.random.default_rng(self.seed + 2)
-        shape = (self.cu_q_lens[-1] + self.padding, self.num_q_heads, self.head_dim)
+        shape = (self.cu_q_lens[-1] + self.padding, self.num_q_heads, self.spec.query_dim)
         return round_to(rng.standard_normal(shape), self.dtype)
 
     @cached_property
@@ -149,8 +160,8 @@ class Batch:
     @cached_property
     def expected(self) -> np.ndarray:
         """float64 ``[T, Hq, Dv]``."""
-        out = np.zeros((*self.q.shape[:2], self.spec.value_head_dim))
-        for row, (k, v) in enumerate(self.content):
+        out = np.zeros((*self.q.shape[:2], self.spec.result_dim))
+        for row, (k, v) in enumerate(self.keys_and_values):
             tokens = slice(self.cu_q_lens[row], self.cu_q_lens[row + 1])
             options = self.options
             if options.mask is not None:
@@ -167,12 +178,12 @@ class Batch:
         batch = dataclasses.replace(self, **changed) if changed else self
         kernels = MetalKernels(batch.spec, batch.num_blocks, factory)
         q = mx.array(batch.q).astype(DTYPES[batch.result_dtype])
-        results, exports = np.zeros((*batch.q.shape[:2], batch.spec.value_head_dim), np.float32), []
+        results, exports = np.zeros((*batch.q.shape[:2], batch.spec.result_dim), np.float32), []
         for tokens, work, _ in batch.planned:
             options = batch.options
             if options.mask is not None:
                 options = dataclasses.replace(options, mask=options.mask[tokens])
-            step = attention_step(work, mx.array(self.tables), self.head_dim**-0.5, options)
+            step = attention_step(work, mx.array(self.tables), self.spec.query_dim**-0.5, options)
             if scores is not None:
                 step = step._replace(export=score_export(work, batch.seq_lens, batch.options.window, 8))
             out, *exported = kernels.attend(batch.layer, q[mx.array(tokens)], *self.pools, step, scores)
@@ -219,7 +230,7 @@ class Batch:
     def expected_scores(self, kind: str) -> np.ndarray:
         """float64 ``[B, Hk, C]``, of the newest queries."""
         scores = np.zeros((len(self.seq_lens), self.kv_heads, max(self.seq_lens)))
-        for row, (k, _) in enumerate(self.content):
+        for row, (k, _) in enumerate(self.keys_and_values):
             if self.cu_q_lens[row] < self.cu_q_lens[row + 1]:
                 newest = slice(self.cu_q_lens[row + 1] - 1, self.cu_q_lens[row + 1])
                 mask = self.options.mask
@@ -240,6 +251,38 @@ class Batch:
 def max_of(arrays: list[np.ndarray]) -> np.ndarray:
     """The largest of each element."""
     return np.maximum.reduce(arrays)
+
+
+def choices(factors: dict[str, Sequence[Any]], swept: Sequence[str]) -> list[dict[str, Any]]:
+    """Choices of the factors: `pairwise`, or with ``KVPOOL_METAL_SWEEP`` that share of all values of those in `swept`.
+
+    The share and its other factors are drawn by ``KVPOOL_METAL_SEED``.
+    """
+    share, seed = float(os.environ.get("KVPOOL_METAL_SWEEP", "0")), int(os.environ.get("KVPOOL_METAL_SEED", "1"))
+    if not share:
+        return pairwise(factors)
+    every = list(itertools.product(*(factors[name] for name in swept)))
+    rng = random.Random(seed)
+    drawn = rng.sample(every, round(share * len(every)))
+    print(f"sweep: {len(drawn)} of {len(every)} variants, seed {seed}")
+    return [{name: rng.choice(factors[name]) for name in factors} | dict(zip(swept, row, strict=True)) for row in drawn]
+
+
+def shape_of(choice: dict[str, Any], most_rows: int = 100) -> dict[str, Any]:
+    """Arguments of a `Batch` from a choice in which "queries" is of each row, and "head_dim" may be a pair.
+
+    A pair is the dimensions of latents and of their rotary parts. A KV head has at most `most_rows` queries and heads.
+    """
+    choice = dict(choice)
+    queries, dims = min(choice.pop("queries"), -(-most_rows // choice["group"])), choice.pop("head_dim")
+    if isinstance(dims, tuple):
+        layout = "NHD" if choice["layout"] == "interleaved" else choice["layout"]
+        choice |= {"v_head_dim": dims[1], "latent": True, "layout": layout}
+    return {
+        "head_dim": dims[0] if isinstance(dims, tuple) else dims,
+        "kv_heads": 1 if isinstance(dims, tuple) or choice["group"] > 4 else 2,
+        "q_lens": tuple(min(n, queries) for n in choice["seq_lens"]),
+    } | choice
 
 
 def pairwise(factors: dict[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:

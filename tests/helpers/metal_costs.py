@@ -39,6 +39,7 @@ class Costs(NamedTuple):
     share: float  # of all multiply-adds, those of matrix instructions
 
 
+LATENT = {"head_dim": 512, "v_head_dim": 64, "latent": True}
 VARIANTS: list[dict[str, Any]] = [
     {"head_dim": 64, "group": 1},
     {"head_dim": 64, "group": 8},
@@ -65,6 +66,11 @@ VARIANTS: list[dict[str, Any]] = [
     {"head_dim": 512, "group": 4, "queries": 32, "dtype": "float32"},
     {"head_dim": 128, "group": 4, "queries": 32, "k_bits": 8, "v_bits": 8},
     {"head_dim": 256, "group": 4, "queries": 32, "k_bits": 4, "v_bits": 4},
+    {**LATENT, "group": 16},
+    {**LATENT, "group": 128},
+    {**LATENT, "group": 16, "dtype": "float32"},
+    {**LATENT, "group": 16, "k_bits": 8, "v_bits": 8},
+    {**LATENT, "group": 16, "queries": 32, "features": ("window", "soft_cap", "sinks", "alibi_slopes", "mask")},
 ]
 
 
@@ -88,21 +94,21 @@ def costs(variant: dict[str, Any]) -> Costs:
     steps = sum(
         int((-(-work.items[:, 7] // 32) - work.items[:, 6] // 32).sum()) for _, work, _ in batch.planned
     )  # tiles of 32 tokens
-    dims = spec.head_dim + spec.value_head_dim
+    dims = spec.query_dim + spec.result_dim
     kib = seen * token_nbytes / 1024
     if tiles.units:
-        simdgroups = -(-max(spec.head_dim, spec.value_head_dim) // (16 * tiles.units))
+        simdgroups = tiles.simdgroups(spec)
         padded = -(-rows // 8) * 8
-        matrix = steps * tiles.groups * simdgroups * 2 * (padded // 8) * tiles.units * 2 * 4
+        # Products of all simdgroups, and sums of values of those that have any.
+        owners = -(-spec.head_dim // (16 * tiles.units)) if spec.latent else simdgroups
+        matrix = steps * tiles.groups * (simdgroups + owners) * (padded // 8) * tiles.units * 2 * 4
         # The rescaling of values, scale and sums of softmax, and packed elements becoming floats.
-        unpacked = sum(
-            dim * FULL for (_, dim), bits in zip(spec.planes, spec.bits, strict=True) if bits is not None
-        )
-        madds = steps * tiles.groups * (padded * spec.value_head_dim + 2 * padded * FULL + unpacked) / FULL
+        unpacked = sum(dim * FULL for (_, dim), bits in zip(spec.planes, spec.bits, strict=True) if bits is not None)
+        madds = steps * tiles.groups * (padded * spec.result_dim + 2 * padded * FULL + unpacked) / FULL
     else:
         simdgroups, matrix = 4, 0
         unpacked = sum(dim for (_, dim), bits in zip(spec.planes, spec.bits, strict=True) if bits is not None)
-        madds = (seen * (rows * dims + unpacked) + steps * FULL * rows * (spec.value_head_dim + 2)) / FULL
+        madds = (seen * (rows * dims + unpacked) + steps * FULL * rows * (spec.result_dim + 2)) / FULL
     share = matrix * MATRIX_MADDS / (matrix * MATRIX_MADDS + madds * FULL)
     return Costs(
         tiles.kernel,
@@ -112,7 +118,7 @@ def costs(variant: dict[str, Any]) -> Costs:
         run.threadgroup_memory,
         sum(plane.bytes for plane in planes) / (seen * token_nbytes),
         sum(plane.accesses for plane in planes) / kib,
-        (run.simd_operations - 2 * matrix) / kib,  # a product of matrices meets twice
+        (run.simd_operations - matrix) / kib,  # a product of matrices is one
         madds / kib,
         matrix / kib,
         share,
@@ -135,31 +141,43 @@ def registers(variant: dict[str, Any]) -> int:
     batch = batch_of(variant)
     ((_, _, tiles),) = batch.planned
     sizes = _sizes(batch, tiles)
-    open_braces, alive, most = [0.0], 0.0, 0.0
-    for line in source_text(f"{tiles.kernel}.metal").splitlines():
-        declared = 0.0
+    open_braces: list[list[str]] = [[]]
+    declared: dict[str, tuple[float, list[str]]] = {}  # not used so far: registers, and the names of its braces
+    alive: dict[str, float] = {}
+    most = 0.0
+    for line in _lines(tiles.kernel):
+        for name in [name for name in declared if re.search(rf"\b{name}\b", line)]:
+            alive[name], scope = declared.pop(name)
+            scope.append(name)
+        most = max(most, sum(alive.values()))
         if not line.startswith(("threadgroup ", "constexpr ")):
-            declared = sum(_declared(line, sizes))
-        alive += declared
-        open_braces[-1] += declared
-        most = max(most, alive)
+            declared |= {name: (size, open_braces[-1]) for name, size in _declared(line, sizes)}
         for brace in re.findall(r"[{}]", re.sub(r"\{[^{}]*\}", "", line)):
             if brace == "{":
-                open_braces.append(0.0)
+                open_braces.append([])
             else:
-                alive -= open_braces.pop()
+                for name in open_braces.pop():
+                    del alive[name]
     return math.ceil(most) + OTHERS
 
 
-def _declared(line: str, sizes: _Sizes) -> list[float]:
-    """Registers of the arrays that a line declares."""
-    found = re.match(r"^\s*((?:[\w:]+)(?:<[^>]*>)?) (\w+)((?:\[[^\]]+\])+);", line)
+def _lines(kernel: str) -> list[str]:
+    """The text of a kernel, in which the function that has arrays of its own stands in place of its calls."""
+    text = source_text("kv_matrix.h")
+    body = text[text.index("METAL_FUNC void multiply(") :]
+    body = body[body.index("{\n") : body.index("\n}\n") + 3]
+    return re.sub(r"\n *kv::multiply<[^;]*;\n", lambda _: "\n" + body, source_text(f"{kernel}.metal")).splitlines()
+
+
+def _declared(line: str, sizes: _Sizes) -> list[tuple[str, float]]:
+    """Names and registers of the arrays that a line declares."""
+    found = re.match(r"^\s*(?:metal::)?((?:[\w:]+)(?:<[^>]*>)?) (\w+)((?:\[[^\]]+\])+);", line)
     if not found or found[1] == "return":
         return []
     if found[2] == "sum_of_query" and not sizes.constants["K_BITS"]:
         return []  # nothing reads it
     number = math.prod(eval(n.replace("::", "_"), {}, sizes.constants) for n in re.findall(r"\[([^\]]+)\]", found[3]))
-    return [number * sizes.types[found[1]]]
+    return [(found[2], number * sizes.types[found[1]])]
 
 
 def _sizes(batch: PackedBatch, tiles: Any) -> _Sizes:
@@ -167,7 +185,9 @@ def _sizes(batch: PackedBatch, tiles: Any) -> _Sizes:
     constants = {"ROWS": tiles.rows, "UNITS": tiles.units, "TILES": -(-tiles.rows // 8), "K_BITS": spec.k_bits or 0}
     types = {"float": 1.0, "float4": 4.0, "simdgroup_float8x8": 2.0}
     types |= {"kv::Chunk<Q>": float(item), "simdgroup_matrix<Q, 8, 8>": 2 * item / 4}
-    for name, (_, dim), bits in zip(("Keys", "Values"), spec.planes, spec.bits, strict=True):
+    types |= {"Keys": 0.0, "Rotary": 0.0}
+    names = ("Values", "Rotary") if spec.latent else ("Keys", "Values")  # latents are the values
+    for name, (_, dim), bits in zip(names, spec.planes, spec.bits, strict=True):
         chunks = dim // 4
         per_lane = -(-chunks // 32)
         accesses = 4 // per_lane if bits else 8 // (per_lane * item)
@@ -185,7 +205,7 @@ def _sizes(batch: PackedBatch, tiles: Any) -> _Sizes:
 def name_of(variant: dict[str, Any]) -> str:
     """A variant in the words of the table."""
     batch = batch_of(variant)
-    dims = f"{batch.head_dim}" + (f"/{batch.v_head_dim}" if batch.v_head_dim else "")
+    dims = f"{batch.head_dim}" + (f"{' + ' if batch.latent else '/'}{batch.v_head_dim}" if batch.v_head_dim else "")
     bits = "/".join(str(n) for n in batch.spec.bits)
     stored = {"float16": "16 bits", "float32": "32 bits"}[batch.dtype] if bits == "None/None" else f"{bits} bits"
     queries = variant.get("queries", 1)

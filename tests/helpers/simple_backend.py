@@ -86,11 +86,13 @@ class Simple(NumpyBackend):
             return whole if return_attn else (self.attend(step, layer, q, scale, options=options), whole[1])
         scale, options = checked_queries(self, step, layer, q, scale, options)
         planes = self._layer(layer)
-        out = np.zeros((*q.shape[:2], self.spec.value_head_dim))
+        out = np.zeros((*q.shape[:2], self.spec.result_dim))
         for row, seq_len in enumerate(step.seq_lens.tolist()):
             begin, end = step.cu_q_lens[row : row + 2].tolist()
             if begin < end:
                 k, v = (self.context(plane, step.block_tables[row], seq_len) for plane in planes)
+                if self.spec.latent:
+                    k, v = np.concatenate([k, v], axis=-1), k
             for token in range(begin, end):
                 visible = self.visible(seq_len, end - begin, token - begin)
                 for head in range(q.shape[1]):

@@ -7,7 +7,6 @@ shapes with all features, 0.01 for one in a hundred of them.
 
 import dataclasses
 import functools
-import itertools
 import os
 import random
 
@@ -16,17 +15,15 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from metal_cases import FEATURES, Batch, pairwise
+from metal_cases import FEATURES, Batch, choices, shape_of
 
 from kvpool_backends.mlx.metal_kernels import MetalKernels, attention_step, head_tiles, plan_attention
 
 LAUNCHES = int(os.environ.get("KVPOOL_METAL_LAUNCHES", "0"))
-SWEEP = float(os.environ.get("KVPOOL_METAL_SWEEP", "0"))
-SEED = int(os.environ.get("KVPOOL_METAL_SEED", "1"))
 LAYOUTS = ("NHD", "HND", "interleaved", "stacked")
 FACTORS = {
     "dtype": ("float32", "float16", "bfloat16"),
-    "head_dim": (64, 80, 96, 112, 128, 192, 256, 512),
+    "head_dim": (64, 80, 96, 112, 128, 192, 256, 512, (512, 64)),
     "group": (1, 4, 5, 8, 12, 16, 32, 64),
     "queries": (1, 3, 40),  # of each row, as far as it has tokens, and 100 rows of a KV head
     "block_size": (8, 16, 32),
@@ -36,17 +33,12 @@ FACTORS = {
     "part_tokens": (32, 512),
 }
 
+CHOICES = choices(FACTORS, ("dtype", "head_dim", "group", "queries", "features"))
 
-SWEPT = ("dtype", "head_dim", "group", "queries", "features")
-CHOICES = pairwise(FACTORS)
-if SWEEP:
-    every = list(itertools.product(*(FACTORS[name] for name in SWEPT)))
-    chosen = random.Random(SEED).sample(every, int(SWEEP * len(every)))
-    print(f"sweep: {len(chosen)} of {len(every)} variants, seed {SEED}")
-    rest = random.Random(SEED + 1)
-    CHOICES = [
-        {name: rest.choice(FACTORS[name]) for name in FACTORS} | dict(zip(SWEPT, row, strict=True)) for row in chosen
-    ]
+
+def batch_of(choice):
+    """A batch of `FACTORS`; decode of NHD with 64 dimensions where the choice says nothing."""
+    return Batch(**shape_of({"queries": 1, "head_dim": 64, "layout": "NHD"} | choice))
 
 
 def run_all_schedules(batch, engine):
@@ -56,11 +48,8 @@ def run_all_schedules(batch, engine):
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(str(x) for x in choice.values()))
 def test_every_pair_of_choices_equals_float64(engine, choice):
-    choice = dict(choice)
-    queries = min(choice.pop("queries", 1), -(-100 // choice["group"]))
-    kv_heads = 1 if choice["group"] > 4 else 2
-    batch = Batch(kv_heads=kv_heads, q_lens=tuple(min(n, queries) for n in choice["seq_lens"]), **choice)
-    if batch.group * max(batch.q_lens) * batch.head_dim < 5000:
+    batch = batch_of(choice)
+    if os.environ.get("KVPOOL_METAL_SWEEP") or batch.group * max(batch.q_lens) * batch.head_dim < 5000:
         run_all_schedules(batch, engine)
     else:  # a long run
         batch.check(batch.run(engine.factory(engine.schedules[-1])))
@@ -123,30 +112,38 @@ def last_tiles(batch):
     )  # fmt: skip
     found = {}
     for row, *_, part, run, _, end in work.items.tolist():
-        found[row] = divmod((end - 1 - part) % run, TILE)
+        inside = end - 1 - part
+        found[row] = divmod(inside if batch.tiles.units else inside % run, TILE)
     return [(tile, tail + 1) for tile, tail in found.values()]
 
 
 @functools.cache
-def contexts_with_every_tail(block_size):
+def contexts_with_every_tail(block_size, kernel):
     """Lengths whose last tile has 1 .. 32 tokens, each behind another tile of the same run."""
     found = {}
     for length in range(257, 1025):
-        ((tile, tail),) = last_tiles(Batch(seq_lens=(length,), block_size=block_size, part_tokens=1024, **SMALL))
+        shape = {"seq_lens": (length,), "block_size": block_size, "part_tokens": 1024}
+        ((tile, tail),) = last_tiles(Batch(**shape, **SMALL[kernel]))
         if tile:
             found.setdefault(tail, length)
     return tuple(found[tail] for tail in sorted(found))
 
 
 TILE = 32  # tokens
-SMALL = {"kv_heads": 1, "group": 1, "head_dim": 32}
+SMALL = {
+    "paged_attention": {"kv_heads": 1, "group": 1, "head_dim": 32},
+    "paged_matrix": {"kv_heads": 1, "group": 9, "head_dim": 32},
+    "latent": {"kv_heads": 1, "group": 2, "head_dim": 32, "v_head_dim": 8, "latent": True},
+}
 
 
 @pytest.mark.parametrize("features", [(), ("sinks",)])
 @pytest.mark.parametrize("block_size", [8, 16, 24, 32])
-def test_last_tiles_of_any_length_equal_float64(engine, block_size, features):
-    seq_lens = contexts_with_every_tail(block_size)
-    batch = Batch(seq_lens=seq_lens, block_size=block_size, part_tokens=1024, features=features, **SMALL)
+@pytest.mark.parametrize("kernel", SMALL)
+def test_last_tiles_of_any_length_equal_float64(engine, kernel, block_size, features):
+    seq_lens = contexts_with_every_tail(block_size, kernel)
+    shape = {"seq_lens": seq_lens, "block_size": block_size, "part_tokens": 1024, "features": features}
+    batch = Batch(**shape, **SMALL[kernel])
     assert {tail for tile, tail in last_tiles(batch) if tile} == set(range(1, TILE + 1))  # the census
     batch.check(batch.run(engine.factory(1)))
 
@@ -292,6 +289,7 @@ def test_many_random_launches_equal_float64(engine, block):
     """Fifty launches: ten batches of one random kernel, each under five schedules."""
     rng = random.Random(f"metal {block}")
     kernel = {name: rng.choice(FACTORS[name]) for name in ("dtype", "head_dim", "group", "block_size", "layout")}
+    kernel["head_dim"] = rng.choice(FACTORS["head_dim"][:-1])
     features = tuple(name for name in FEATURES if rng.random() < 0.3)
     launches = 0
     while launches < 50:

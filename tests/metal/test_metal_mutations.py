@@ -8,8 +8,9 @@ import test_metal_attention as attention
 import test_metal_bytes as counts
 import test_metal_gather as gather
 import test_metal_in_place as in_place
+import test_metal_scores as scores
 import test_metal_text as text
-from metal_cases import FEATURES, Batch
+from metal_cases import FEATURES
 from metal_mutants import ENGINE, Mutant, convict, planted
 
 from kvpool.config import KVSpec
@@ -38,6 +39,7 @@ INFINITE = attention.test_an_infinite_value_stays_with_the_queries_that_see_it
 SMALL = (ENGINE, 1, 64, "NHD", ())  # rows of several queries for paged_attention
 STRIDED = attention.test_strided_queries_are_read_where_they_are
 CHUNKS = (ENGINE, 64, "NHD", FEATURES)
+LATENT = {"head_dim": (80, 24), "group": 8, "seq_lens": (257, 17), "part_tokens": 512}
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 
 MUTANTS = [
@@ -329,7 +331,7 @@ MUTANTS = [
         "while (tile.begin < seen_end)",
         "while (tile.begin + (tile.begin > run_begin) < seen_end)",
         LAST_TILES,
-        (ENGINE, 16, ()),
+        (ENGINE, "paged_attention", 16, ()),
     ),
     Mutant(
         "a last tile of 31 tokens loses one",
@@ -337,7 +339,7 @@ MUTANTS = [
         "metal::min(32, seen_end - begin);",
         "metal::min(32, seen_end - begin) - (seen_end - begin == 31 ? 1 : 0);",
         LAST_TILES,
-        (ENGINE, 8, ()),
+        (ENGINE, "paged_attention", 8, ()),
     ),
     Mutant(
         "a last tile is read in fours",
@@ -345,7 +347,7 @@ MUTANTS = [
         "metal::min(32, seen_end - begin);",
         "metal::min(32, (seen_end - begin + 3) / 4 * 4);",
         LAST_TILES,
-        (ENGINE, 32, ("sinks",)),
+        (ENGINE, "paged_attention", 32, ("sinks",)),
     ),
     Mutant(
         "first token of a window is not read",
@@ -361,7 +363,7 @@ MUTANTS = [
         "tile.block_of_lane, ushort(t % 32)",
         "tile.block_of_lane, ushort(0)",
         LAST_TILES,
-        (ENGINE, 8, ()),
+        (ENGINE, "paged_attention", 8, ()),
     ),
     # Sums in 16 bits
     Mutant(
@@ -507,8 +509,8 @@ MUTANTS = [
             ("sink in the wrong base", "sinks[head] * kv::LOG2E", "sinks[head]", {"features": ("sinks",)}),
             (
                 "last fragment of tokens dropped",
-                "for (int i = 0; i < 4; i++) {\n    bool finite",
-                "for (int i = 0; i < 3; i++) {\n    bool finite",
+                "for (int i = 0; i < 4; i++) {\n      bool finite",
+                "for (int i = 0; i < 3; i++) {\n      bool finite",
                 {},
             ),
             (
@@ -530,7 +532,7 @@ MUTANTS = [
                 RACES,
                 CHUNKS,
             ),
-            ("no barrier before values", f"  {BARRIER}\n\n  KV_UNROLL", "  KV_UNROLL", RACES, CHUNKS),
+            ("no barrier before values", f"  {BARRIER}\n\n  if (!is", "  if (!is", RACES, CHUNKS),
             ("no barrier before the end", f"{BARRIER}\nKV_UNROLL", "KV_UNROLL", RACES, CHUNKS),
             ("later tokens are visible", " && my_token <= position &&", " &&", WINDOWS, windows()),
             ("0 times infinity", "QUERIES == 1 && !MASK;", "true;", INFINITE, (ENGINE,)),
@@ -554,6 +556,133 @@ MUTANTS = [
         decode(group=16),
     ),
     Mutant("matrix: tokens past the end", "kv_matrix.h", " && t < tile.num_tokens", "", DECODE, decode(group=16)),
+    Mutant(
+        "matrix: slots of blocks that do not divide a tile",
+        "kv_matrix.h",
+        "(tile.begin + t) % BLOCK_SIZE",
+        "t % BLOCK_SIZE",
+        LAST_TILES,
+        (ENGINE, "paged_matrix", 24, ()),
+    ),
+    Mutant(
+        "matrix: products in 16 bits",
+        "kv_matrix.h",
+        "= scores[m].thread_elements()[e];",
+        "= float(half(scores[m].thread_elements()[e]));",
+        DECODE,
+        decode(group=16, dtype="float16"),
+    ),
+    *(
+        Mutant(f"matrix: {name}", MATRIX, before, after, test, arguments)
+        for name, before, after, test, arguments in (
+            (
+                "a last tile of one token dropped",
+                "begin < item.seen_end; begin",
+                "begin + 1 < item.seen_end; begin",
+                LAST_TILES,
+                (ENGINE, "paged_matrix", 16, ()),
+            ),
+            (
+                "weights in the pool's type",
+                "shared_weights[r * WIDTH + lane] = w;",
+                "shared_weights[r * WIDTH + lane] = float(T(w));",
+                DECODE,
+                decode(group=16, dtype="float16"),
+            ),
+            (
+                "sums are rescaled twice",
+                "sum = sum * correction + total;",
+                "sum = (sum + total) * correction;",
+                DECODE,
+                decode(group=16),
+            ),
+            (
+                "another row's correction",
+                "shared_corrections[8 * m + place.row]",
+                "shared_corrections[8 * m + place.column]",
+                DECODE,
+                decode(group=16),
+            ),
+            (
+                "slope of the first head",
+                "slopes + head,",
+                "slopes + kv_head * GROUP,",
+                DECODE,
+                decode(group=16, features=("alibi_slopes",)),
+            ),
+            (
+                "all queries stand where the first does",
+                "position = item.first_position + r / HEADS;",
+                "position = item.first_position;",
+                WINDOWS,
+                windows(),
+            ),
+            (
+                "rows of nobody are stored",
+                "c < kv::chunks_per_row<VALUE_DIM>() && (exists || !DIRECT)",
+                "c < kv::chunks_per_row<VALUE_DIM>()",
+                DECODE,
+                (ENGINE, {"group": 9, "queries": 5, "seq_lens": (40,), "dtype": "float16"}),
+            ),
+            (
+                "parts lie as far apart as whole matrices",
+                "threadgroup_position_in_grid.x) * ROWS + r;",
+                "threadgroup_position_in_grid.x) * 8 * TILES + r;",
+                DECODE,
+                decode(group=9, part_tokens=32),
+            ),
+            (
+                "scores of the newest query's neighbour",
+                "r / HEADS == observed_query",
+                "r / HEADS == max(observed_query - 1, 0)",
+                scores.test_scores_of_chunks_are_of_the_newest_query,
+                (ENGINE, FEATURES, 3, "raw"),
+            ),
+        )
+    ),
+    # Latents and rotary parts
+    *(
+        Mutant(f"latent: {name}", file, before, after, DECODE, decode(**LATENT | choice))
+        for name, file, before, after, choice in (
+            (
+                "queries of rotary parts begin with the query",
+                MATRIX,
+                "(is_rotary ? DIM - 16 * UNITS * OWNERS : 0)",
+                "(is_rotary ? -16 * UNITS * OWNERS : 0)",
+                {},
+            ),
+            ("rotary parts of queries are 0", MATRIX, "is_rotary ? DIM + ROTARY : DIM;", "DIM;", {}),
+            (
+                "rotary parts have the latent's chunks",
+                MATRIX,
+                "place.row, rotary_chunk)",
+                "place.row, first_chunk)",
+                {},
+            ),
+            (
+                "rotary parts are latents",
+                MATRIX,
+                "(keys, v_plane, tile, place.row, r",
+                "(keys, latents, tile, place.row, r",
+                {},
+            ),
+            (
+                "latents are read as rotary parts",
+                "kv_matrix.h",
+                "P latents_of(P latents, P)",
+                "P latents_of(P, P latents)",
+                {},
+            ),
+            ("values of one simdgroup dropped", MATRIX, "  if (!is_rotary) {", "  if (simd < OWNERS - 1) {", {}),
+            (
+                "values and sums have rotary simdgroups' rows",
+                MATRIX,
+                "const int mine = simd + SIMDGROUPS * lane;",
+                "const int mine = simd + OWNERS * lane;",
+                {},
+            ),
+        )
+    ),
     # Writes and copies
     Mutant(
         "negative slots are written",
@@ -628,5 +757,5 @@ def test_there_are_enough_faults_of_every_kind():
 def test_without_a_fault_the_same_batches_pass():
     for mutant in MUTANTS:
         if mutant.test is DECODE:
-            batch = Batch(kv_heads=2, **mutant.arguments[1])
+            batch = attention.batch_of(mutant.arguments[1])
             batch.check(batch.run(ENGINE.factory(0)))

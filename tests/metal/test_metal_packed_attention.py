@@ -8,7 +8,7 @@ import os
 
 import numpy as np
 import pytest
-from metal_cases import FEATURES, pairwise
+from metal_cases import FEATURES, choices, shape_of
 from metal_packed import BITS, PackedBatch
 
 from kvpool_backends.mlx.metal_kernels import INPUTS, attention_name
@@ -17,9 +17,9 @@ FACTORS = {
     "bits": BITS,
     "size": (32, 64),
     "dtype": ("float32", "float16", "bfloat16"),
-    "head_dim": (64, 128, 192, 256),
+    "head_dim": (64, 128, 192, 256, (512, 64)),
     "v_head_dim": (None, 64),
-    "group": (1, 4, 6, 20),
+    "group": (1, 4, 5, 8, 12, 16, 32, 64),
     "queries": (1, 12),
     "block_size": (8, 16, 32),
     "seq_lens": ((1,), (33, 32, 31), (100, 1), (257,), (64, 9, 600)),
@@ -27,7 +27,7 @@ FACTORS = {
     "features": ((), *((name,) for name in FEATURES), FEATURES),
     "part_tokens": (32, 512),
 }
-CHOICES = pairwise(FACTORS)
+CHOICES = choices(FACTORS, ("bits", "head_dim", "group", "queries", "features"))
 if not os.environ.get("KVPOOL_METAL_LAUNCHES"):
     CHOICES = CHOICES[::10]
 CONTEXTS = (64, 1000, 4096)
@@ -72,10 +72,11 @@ def test_windows_of_queries_and_every_option(engine):
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_every_pair_of_choices_equals_float64(engine, choice):
-    choice = dict(choice)
-    queries = choice.pop("queries")
-    batch = batch_of(choice.pop("bits"), q_lens=tuple(min(n, queries) for n in choice["seq_lens"]), **choice)
-    for schedule in engine.schedules[:2]:
+    choice = shape_of(choice)
+    if choice.get("latent"):
+        choice["bits"] = (choice["bits"][0] or 8,) * 2
+    batch = batch_of(**choice)
+    for schedule in engine.schedules[: None if os.environ.get("KVPOOL_METAL_SWEEP") else 2]:
         batch.check(batch.run(engine.factory(schedule)))
 
 

@@ -12,6 +12,7 @@ from kvpool_backends.mlx.metal_kernels import (
     HeadTiles,
     MetalKernels,
     head_tiles,
+    parts_of,
     plan_attention,
 )
 
@@ -86,6 +87,38 @@ def test_a_long_context_has_a_bounded_number_of_parts():
     for context in (2560, 2561, 16_384, 32_769, 100_000, 1_000_000):
         work, *_ = planned([(context, 1)])
         assert PARTS_MAX / 2 <= len(work.items) <= PARTS_MAX
+
+
+@pytest.mark.parametrize(
+    ("spec", "group"),
+    [
+        (KVSpec(1, 8, 128), 8),
+        (KVSpec(1, 8, 64, "bfloat16"), 4),
+        (KVSpec(1, 8, 128, k_bits=8, v_bits=8), 4),
+        (KVSpec(1, 8, 128, k_bits=4, v_bits=4), 4),
+        (KVSpec(1, 1, 512, v_head_dim=64, latent=True), 16),
+    ],
+)
+def test_what_parts_leave_stays_small_beside_keys_and_values(spec, group):
+    tiles = head_tiles(spec, group, 1)
+    for context in (1000, 16_384, 131_072):
+        work = plan_attention(
+            np.array([context]), np.array([0, 1]), 1, block_size=16, tiles=tiles, **parts_of(spec, tiles)
+        )
+        sums = len(work.items) * group * (spec.result_dim + 4) * 4 * 2
+        assert sums <= 0.5 * context * spec.token_nbytes / spec.num_kv_heads
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_models_with_few_kv_heads_have_more_parts(kv_heads):
+    """From 16k tokens on at least 3 threadgroups for each of 40 cores, and never more than 128 parts."""
+    spec = KVSpec(1, kv_heads, 128)
+    tiles = head_tiles(spec, 8, 1)
+    for context in (16_384, 20_000, 131_072):
+        work = plan_attention(
+            np.array([context]), np.array([0, 1]), 1, block_size=16, tiles=tiles, **parts_of(spec, tiles)
+        )
+        assert len(work.items) <= 128 and len(work.items) * kv_heads >= min(120, 64 * kv_heads)
 
 
 @pytest.mark.parametrize("context", [700, 5000, 131_072])

@@ -26,7 +26,7 @@ COMMON_FLAGS = (
     "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-fstack-clash-protection", "-U_FORTIFY_SOURCE",
     "-ftrivial-auto-var-init=pattern",
 )  # fmt: skip
-FAST_FLAGS = ("-O2",)
+FAST_FLAGS = ("-O1",)  # compiling costs more than running
 # Every access as the text has it: nothing merged, split, peeled or vectorised. The runtime stands in for libtsan.
 INSTRUMENTED_FLAGS = ("-O1", "-fsanitize=thread", "-DMSL_INSTRUMENTED", "-fno-unroll-loops")
 # With vectors that g++ 12 makes of scalars it forgets that a half between two floats rounds.

@@ -231,7 +231,7 @@ class Paged:
         import mlx.core as mx
 
         from kvpool_backends.mlx import metal_kernels
-        from kvpool_backends.mlx.metal_kernels import MetalKernels, attention_step, head_tiles, plan_attention
+        from kvpool_backends.mlx.metal_kernels import MetalKernels, attention_step, head_tiles, parts_of, plan_attention
 
         metal_kernel: Any = mx.fast.metal_kernel
         self.spec = KVSpec(1, case.num_kv_heads, case.head_dim, case.dtype, block_size)
@@ -243,13 +243,14 @@ class Paged:
         self.tables = mx.array(blocks.astype(np.int32).reshape(case.batch, width))
         lengths = np.full(case.batch, case.context)
         self.seq_lens = mx.array(lengths.astype(np.int32))
+        tiles = head_tiles(self.spec, case.group, 1)
         work = plan_attention(
             lengths,
             np.arange(case.batch + 1),
             case.batch,
             block_size=block_size,
-            tiles=head_tiles(self.spec, case.group, 1),
-            part_tokens=metal_kernels.PART_TOKENS,
+            tiles=tiles,
+            **parts_of(self.spec, tiles, metal_kernels.PART_TOKENS),
         )
         self.step = attention_step(work, self.tables, case.head_dim**-0.5)
 

@@ -50,18 +50,37 @@ inline void meet_whole_simdgroup(const char* what, const Where& where) {
   need_whole_simdgroup(exchange(0, nullptr, what, where).active, what, where);
 }
 
-// The whole matrix, from the pair of every lane.
-template <class T>
-void collect(const metal::simdgroup_matrix<T>& m, float (&whole)[8][8], const char* what, const Where& where) {
-  const Exchange all = exchange(m.elements, nullptr, what, where);
-  need_whole_simdgroup(all.active, what, where);
-  for (uint lane = 0; lane < simd_width; lane++) {
-    const auto at = m.place(lane);
-    const auto pair = load_slot<metal::vec<T, 2>>(all.slots, lane);
-    whole[at.row][at.column] = float(pair.s[0]);
-    whole[at.row][at.column + 1] = float(pair.s[1]);
+// What a lane brings to a product: its pairs of both factors and of what is added. It takes its pair of the result.
+template <class D, class A, class B, class C>
+struct MatrixProduct {
+  metal::vec<A, 2> a;
+  metal::vec<B, 2> b;
+  metal::vec<C, 2> c;
+
+  // Once for the simdgroup, whose lanes are all active: callers see to that.
+  static void combine(uint32_t, unsigned char* slots) {
+    float left[8][8], right[8][8];
+    for (uint lane = 0; lane < simd_width; lane++) {
+      const auto at = metal::simdgroup_matrix<float>::place(lane);
+      const auto brought = load_slot<MatrixProduct>(slots, lane);
+      for (uint j = 0; j < 2; j++) {
+        left[at.row][at.column + j] = float(brought.a.s[j]);
+        right[at.row][at.column + j] = float(brought.b.s[j]);
+      }
+    }
+    for (uint lane = 0; lane < simd_width; lane++) {
+      const auto at = metal::simdgroup_matrix<float>::place(lane);
+      const auto brought = load_slot<MatrixProduct>(slots, lane);
+      metal::vec<D, 2> result;
+      for (uint j = 0; j < 2; j++) {
+        float sum = float(brought.c.s[j]);
+        for (uint k = 0; k < 8; k++) sum += left[at.row][k] * right[k][at.column + j];
+        result.s[j] = D(sum);
+      }
+      store_slot(slots, lane, result);
+    }
   }
-}
+};
 
 }  // namespace msl
 
@@ -71,15 +90,11 @@ template <class D, class A, class B, class C>
 MSL_INLINE void simdgroup_multiply_accumulate(simdgroup_matrix<D>& d, const simdgroup_matrix<A>& a,
                                               const simdgroup_matrix<B>& b, const simdgroup_matrix<C>& c,
                                               msl::Where where = msl::Where::current()) {
-  float left[8][8], right[8][8];
-  msl::collect(a, left, "simdgroup_multiply_accumulate", where);
-  msl::collect(b, right, "simdgroup_multiply_accumulate (b)", where);
-  const auto at = d.place(msl_thread->lane);
-  for (uint j = 0; j < 2; j++) {
-    float sum = float(c.elements.s[j]);
-    for (uint k = 0; k < 8; k++) sum += left[at.row][k] * right[k][at.column + j];
-    d.elements.s[j] = D(sum);
-  }
+  using Product = msl::MatrixProduct<D, A, B, C>;
+  const Product brought{a.elements, b.elements, c.elements};
+  const msl::Exchange all = msl::exchange(brought, &Product::combine, "simdgroup_multiply_accumulate", where);
+  msl::need_whole_simdgroup(all.active, "simdgroup_multiply_accumulate", where);
+  d.elements = msl::load_slot<vec<D, 2>>(all.slots, msl_thread->lane);
 }
 template <class D, class A, class B>
 MSL_INLINE void simdgroup_multiply(simdgroup_matrix<D>& d, const simdgroup_matrix<A>& a, const simdgroup_matrix<B>& b,
