@@ -142,13 +142,10 @@ def _choose(
     from kvpool_backends.mlx.native import load
 
     def with_native() -> bool:
-        fits = not spec.is_quantized and spec.layout != "block"
-        return fits and (bool(native) or (native is None and load() is not None))
+        return spec.layout != "block" and (bool(native) or (native is None and load() is not None))
 
     refusal: str | None = "kernels=False"
-    if kernels is not False and native and spec.is_quantized:
-        refusal = "the extension has no quantized storage"
-    elif kernels is not False and native and spec.layout == "block":
+    if kernels is not False and native and spec.layout == "block":
         refusal = "the extension does not have layout 'block'"
     elif kernels is not False and (metal_kernel is not None or has_metal()):
         route = _metal_route(with_native())

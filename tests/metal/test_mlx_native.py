@@ -100,13 +100,6 @@ def test_native_backend_conforms(case, native):
         assert case.__name__ in left_out | {"given_rows_are_used_and_nothing_between_them"}
 
 
-def test_quantized_storage_is_not_for_the_native_route(native):
-    quantized = replace(KVSpec(2, 2, 32, "float32", 4), k_bits=8, quant_group_size=32)
-    assert type(native(quantized, 8)).__name__ == "KernelBackend"
-    with pytest.raises(BackendUnavailable, match="native=True, but the extension has no quantized storage"):
-        native(quantized, 8, native=True)
-
-
 def test_native_route_is_taken_where_it_is_built(native):
     backend = native(SPEC, 8)
     assert type(backend).__name__ == "NativeBackend" and backend.capabilities.lazy

@@ -31,6 +31,7 @@ import numpy as np
 NAME = "_kvpool_mlx"
 SOURCES = Path(__file__).parent
 KERNEL_HEADERS = SOURCES.parents[1] / "cpu" / "kernels"
+NOWHERE = (0,) * 5  # scales and biases of floats
 COMMAND = "python -m kvpool_backends.mlx.native build"
 
 MLX_VERSION: str = mx.__version__  # type: ignore[attr-defined]
@@ -225,8 +226,8 @@ def self_check(module: Any) -> None:
     handle = mx.array(0)
     module.share(handle, base)
     address = module.address(base)
-    plane = (0, 0, 4, 4, 4, 4)
-    layer = module.layer(isa_address(default_isa()), 0, 2, 1, 1, plane, plane, (address,), None)
+    side = (4, 0, 0, (0, 0, 4, 4, 4), NOWHERE, NOWHERE)
+    layer = module.layer(isa_address(default_isa()), 0, 2, 1, 1, side, side, (address,), None)
     step = module.step(1, 2, 1, np.array([1]), 0, None, None, None)
     row, token = mx.arange(4, dtype=mx.float32).reshape(1, 1, 4), mx.array(0)
     with mx.stream(mx.cpu):
