@@ -54,7 +54,6 @@ class _Maker:
         kernels: bool | None = None,
         native: bool | None = None,
         metal_kernel: Factory | None = None,
-        overlap: bool = False,
     ) -> BaseBackend:
         """KV storage in MLX's memory: a `MetalBackend`, a `KernelBackend` or a `PlainBackend`.
 
@@ -76,9 +75,6 @@ class _Maker:
         metal_kernel : callable, optional
             Take the Metal route with kernels of this factory, which has the interface of ``mx.fast.metal_kernel``. For
             tests without Metal.
-        overlap : bool
-            Where MLX scatters: prepare a step while the previous one runs. MLX then copies arrays of the pool. By
-            default `prepare` waits, and writes are in place. Routes that write in place never wait.
 
         Raises
         ------
@@ -91,7 +87,7 @@ class _Maker:
         route: Any = _choose(spec, kernels, native, metal_kernel)
         if not MLX_VERSION.startswith(TESTED_SERIES):
             require_right(route, metal_kernel)
-        made: BaseBackend = route(spec, num_blocks, storage=storage, metal_kernel=metal_kernel, overlap=overlap)
+        made: BaseBackend = route(spec, num_blocks, storage=storage, metal_kernel=metal_kernel)
         return made
 
     @staticmethod
@@ -178,8 +174,8 @@ def _metal_route(native: bool) -> type[BaseBackend]:
 def _say_what_scatters_cost() -> None:
     if has_metal() and not (found := status())["active"]:
         _log.warning(
-            "[mlx] writes are scatters of MLX: a step is built when the one before has run, while the GPU waits; "
-            "the extension writes in place (%s): %s",
+            "[mlx] writes are scatters of MLX: a step is given to the GPU when the one before has finished; the "
+            "extension writes in place, and steps queue up (%s): %s",
             found["why"],
             found["command"],
         )

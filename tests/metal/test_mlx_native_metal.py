@@ -85,7 +85,7 @@ class OnMetal:
             (kernel, arguments) = re.search(r"decltype\((\w+)<(.*)>\)", text).groups()
             assert function in text and kernel in function
             text = text[: text.rindex("template [[host_name")]  # the stand-in names instances in its own way
-            bound = {}
+            bound, seen = {}, set()
             for index, binding in bindings.items():
                 if isinstance(binding, bytes):
                     array, access = np.frombuffer(binding, np.int64).copy(), "read_only"
@@ -93,7 +93,9 @@ class OnMetal:
                     is_output, address, nbytes = binding
                     memory = (ctypes.c_char * nbytes).from_address(address)
                     array = np.frombuffer(memory, dtypes[index])
-                    access = "in_out" if is_output else "read_only"
+                    # A plane that is bound twice is written through the first: buffers of the stand-in lie apart.
+                    access = "in_out" if is_output and address not in seen else "read_only"
+                    seen.add(address)
                 bound[index] = msl.Bound(array, access, names[index])
             assert group[0] * group[1] * group[2] <= 256
             with msl.settings(seed=1, instrumented=True):
