@@ -47,6 +47,7 @@ class _Outcome(NamedTuple):
     module: ModuleType | None
     why: str  # "" if there is a module
     is_built: bool
+    where: Path
 
 
 def load() -> ModuleType | None:
@@ -61,15 +62,15 @@ def status() -> dict[str, Any]:
     -------
     dict
         ``active``: whether the extension is in use; ``built``: whether there is one for this Python, fitting or
-        not; ``why``: why it is not active, "" if it is; ``folder``; ``mlx``: version of the installed MLX;
-        ``command``: what builds it.
+        not; ``why``: why it is not active, "" if it is; ``folder``: where it is looked for; ``mlx``:
+        version of the installed MLX; ``command``: what builds it.
     """
     outcome = _load()
     return {
         "active": outcome.module is not None,
         "built": outcome.is_built,
         "why": outcome.why,
-        "folder": str(folder()),
+        "folder": str(outcome.where),
         "mlx": MLX_VERSION,
         "command": COMMAND,
     }
@@ -137,14 +138,14 @@ def _load() -> _Outcome:
     if not library(where).exists() and library(shipped()).exists():
         where = shipped()
     if os.environ.get("KVPOOL_MLX_NATIVE") == "0":
-        return _Outcome(None, "KVPOOL_MLX_NATIVE is 0", library(where).exists())
+        return _Outcome(None, "KVPOOL_MLX_NATIVE is 0", library(where).exists(), where)
     if not library(where).exists():
-        return _Outcome(None, f"not built, see `{COMMAND}`", False)
+        return _Outcome(None, f"not built for MLX {MLX_VERSION}", False, where)
     try:
-        return _Outcome(open_module(where), "", True)
+        return _Outcome(open_module(where), "", True, where)
     except Unfit as error:
-        _log.warning("[mlx native] going on without the extension in %s: %s", where, error)
-        return _Outcome(None, str(error), True)
+        _log.warning("[mlx native] going on without the extension in %s: %s (%s)", where, error, COMMAND)
+        return _Outcome(None, str(error), True, where)
 
 
 def open_module(where: Path) -> ModuleType:
