@@ -66,7 +66,7 @@ class PoolMemory:
         if moved and not self.num_copies:
             _log.warning(
                 "[mlx] MLX has copied %d of %d pool arrays to write to them, because reads of an earlier step were "
-                "not over, or somebody keeps a view of them; `settle` between two steps waits for reads (not said again)",
+                "not over, or somebody keeps a view of them (not said again)",
                 moved,
                 len(found),
             )

@@ -11,7 +11,6 @@ import os
 import shutil
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -21,7 +20,6 @@ from mlx_models import batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_g
 
 from kvpool.adapters.mlx_lm import Engine, install
 from kvpool.config import LAYOUTS, KVSpec
-from kvpool.errors import BackendUnavailable
 from kvpool.protocol import StepArrays
 from kvpool.testing import conformance
 from kvpool_backends.mlx import MLXBackend
