@@ -141,6 +141,7 @@ $(VENV)/built: $(VENV)/made pyproject.toml setup.py $(SOURCES)
 $(VENV)/demo: pyproject.toml | $(VENV)/built
 	@echo "==> installing mlx, mlx-lm and what the demo draws with"
 	$(PIP) "kvpool[demo]"
+	@[ "$$(uname)" != Darwin ] || $(PY) -m kvpool_backends.mlx.native build || echo "==> going on without the extension"
 	@touch $@
 
 $(VENV)/test: pyproject.toml | $(VENV)/built $(VENV)/demo

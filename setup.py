@@ -7,17 +7,21 @@ Environment switches::
     KVPOOL_FAULTS=1                     allocations fail on demand (kvpool/core/memory.pxi); KVPOOL_DEBUG has it too
     KVPOOL_COVERAGE=1                   count lines and branches of the C code (gcc)
     KVPOOL_OPTIMIZE=1                   the compiler's -O level, 3 unless one of the above says otherwise
+    KVPOOL_MLX_EXTENSION=1              compile MLX's extension too, for the MLX that is installed (on a Mac: default)
 
 ``python -m proof.builds`` makes and runs such builds beside the one in place.
 """
 
 import json
 import os
+import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from Cython.Build import cythonize
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 DEBUG = os.environ.get("KVPOOL_DEBUG", "0") not in ("", "0")
 SANITIZE = os.environ.get("KVPOOL_SANITIZE", "")
@@ -113,6 +117,38 @@ def extensions() -> list[Extension]:
     return made
 
 
+class BuildAll(build_ext):
+    """Compile the extension modules, and MLX's extension into what is going to be installed."""
+
+    def run(self) -> None:
+        super().run()
+        on_mac = "1" if sys.platform == "darwin" else "0"
+        if os.environ.get("KVPOOL_MLX_EXTENSION", on_mac) == "1" and not (self.inplace or self.editable_mode):
+            print(mlx_extension(Path(self.build_lib).resolve()), flush=True)
+
+
+def mlx_extension(build_lib: Path) -> str:
+    """Compile MLX's extension into `build_lib`; one line about what became of it. An installation never fails by it.
+
+    In an isolated build, packages of the environment can be imported by a process that does not inherit the isolation.
+    """
+    places = {sysconfig.get_path(scheme) for scheme in ("purelib", "platlib")}
+    why = "MLX is not installed here yet"
+    if any(Path(place, "mlx", "include", "mlx", "array.h").exists() for place in places):
+        alone = {key: value for key, value in os.environ.items() if key != "PYTHONNOUSERSITE"}
+        command = [sys.executable, "-m", "kvpool_backends.mlx.native", "ship"]
+        how = {"cwd": build_lib, "env": alone | {"PYTHONPATH": str(build_lib)}, "timeout": 900}
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, **how)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            why = str(error)
+        else:
+            if done.returncode == 0:
+                return f"MLX's extension: {done.stdout.splitlines()[-1]}"
+            why = " ".join(done.stderr.split())[-400:]
+    return f"MLX's extension is not built ({why}); `python -m kvpool_backends.mlx.native build` builds it"
+
+
 if __name__ == "__main__":
     # File times alone would keep objects that other switches made.
     switches = {"debug": DEBUG, "sanitize": SANITIZE, "faults": FAULTS, "coverage": COVERAGE, "optimize": OPTIMIZE}
@@ -128,6 +164,7 @@ if __name__ == "__main__":
             force=changed,
             nthreads=os.cpu_count() if sys.platform == "linux" else 0,  # processes, which elsewhere are no forks
         ),
+        cmdclass={"build_ext": BuildAll},
         options={"build_ext": {"force": changed, "parallel": os.cpu_count()}},
     )
     VARIANT_FILE.parent.mkdir(parents=True, exist_ok=True)

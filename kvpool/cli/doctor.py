@@ -185,7 +185,7 @@ def describe(facts: dict[str, Any]) -> str:
         *mlx_rows(facts["mlx_route"]),
         *cpu_rows(cpu),
         *metal_rows(metal),
-        *native_rows(facts["mlx_native"]),
+        *native_rows(facts["mlx_native"], facts["mlx_route"]),
         (
             "memory",
             f"{format_nbytes(memory['available_nbytes'])} available of {format_nbytes(memory['total_nbytes'])}",
@@ -246,8 +246,13 @@ def metal_rows(metal: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def native_rows(native: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Return the line of the extension that writes in place."""
+def native_rows(native: dict[str, Any] | None, route: dict[str, str | None] | None) -> list[tuple[str, str]]:
+    """Return the line of the extension that writes in place; without it also what that costs, and what builds it."""
     if native is None:
         return []
-    return [("mlx extension", f"in use, {native['folder']}" if native["active"] else f"not in use: {native['why']}")]
+    if native["active"]:
+        return [("mlx extension", f"in use, {native['folder']}")]
+    costs = "a step reaches the GPU when the one before has finished"
+    if route is not None and route["route"] == "kernels":
+        costs = "each layer is an evaluation of its own"
+    return [("mlx extension", f"not in use: {native['why']}; so {costs}; `{native['command']}` builds it")]

@@ -54,7 +54,6 @@ class _Maker:
         kernels: bool | None = None,
         native: bool | None = None,
         metal_kernel: Factory | None = None,
-        overlap: bool = False,
     ) -> BaseBackend:
         """KV storage in MLX's memory: a `MetalBackend`, a `KernelBackend` or a `PlainBackend`.
 
@@ -76,9 +75,6 @@ class _Maker:
         metal_kernel : callable, optional
             Take the Metal route with kernels of this factory, which has the interface of ``mx.fast.metal_kernel``. For
             tests without Metal.
-        overlap : bool
-            Where MLX scatters: prepare a step while the previous one runs. MLX then copies arrays of the pool. By
-            default `prepare` waits, and writes are in place. Routes that write in place never wait.
 
         Raises
         ------
@@ -90,8 +86,8 @@ class _Maker:
         """
         route: Any = _choose(spec, kernels, native, metal_kernel)
         if not MLX_VERSION.startswith(TESTED_SERIES):
-            require_right(route, metal_kernel)
-        made: BaseBackend = route(spec, num_blocks, storage=storage, metal_kernel=metal_kernel, overlap=overlap)
+            require_right(route, metal_kernel, spec.is_quantized)
+        made: BaseBackend = route(spec, num_blocks, storage=storage, metal_kernel=metal_kernel)
         return made
 
     @staticmethod
@@ -106,11 +102,12 @@ MLXBackend = _Maker()
 
 
 @cache
-def require_right(route: Any, metal_kernel: Any = None) -> None:
+def require_right(route: Any, metal_kernel: Any = None, is_quantized: bool = False) -> None:
     """Raise BackendUnavailable unless a route writes and attends with this MLX as the numpy backend does. Once each."""
     from kvpool_backends.numpy import NumpyBackend
 
-    spec = KVSpec(1, 2, 64, "float32", 8, layout="NHD")
+    bits = {"k_bits": 8, "v_bits": 4, "quant_group_size": 32} if is_quantized else {}
+    spec = KVSpec(1, 2, 64, "float32", 8, layout="NHD", **bits)
     slots = np.r_[8:21, 24:40]  # 13 tokens, and 16
     plan = StepArrays(np.array([[1, 2], [3, 4]]), np.array([13, 16]), np.array([0, 1, 4]), slots)
     rng = np.random.default_rng(0)
@@ -125,6 +122,8 @@ def require_right(route: Any, metal_kernel: Any = None) -> None:
             outs.append(backend.to_numpy(backend.attend(step, 0, backend.asarray(q))))
         error = float(np.abs(outs[0] - outs[1]).max())
         found = "" if error < 1e-4 else f"attention is wrong by {error:.2g}"
+    except BackendUnavailable:  # it is not MLX's release that is wrong
+        raise
     except Exception as exc:  # whatever another MLX makes of calls that it does not have
         found = f"{type(exc).__name__}: {exc}"
     if found:
@@ -142,13 +141,10 @@ def _choose(
     from kvpool_backends.mlx.native import load
 
     def with_native() -> bool:
-        fits = not spec.is_quantized and spec.layout != "block"
-        return fits and (bool(native) or (native is None and load() is not None))
+        return spec.layout != "block" and (bool(native) or (native is None and load() is not None))
 
     refusal: str | None = "kernels=False"
-    if kernels is not False and native and spec.is_quantized:
-        refusal = "the extension has no quantized storage"
-    elif kernels is not False and native and spec.layout == "block":
+    if kernels is not False and native and spec.layout == "block":
         refusal = "the extension does not have layout 'block'"
     elif kernels is not False and (metal_kernel is not None or has_metal()):
         route = _metal_route(with_native())
@@ -181,8 +177,8 @@ def _metal_route(native: bool) -> type[BaseBackend]:
 def _say_what_scatters_cost() -> None:
     if has_metal() and not (found := status())["active"]:
         _log.warning(
-            "[mlx] writes are scatters of MLX: a step is built when the one before has run, while the GPU waits; "
-            "the extension writes in place (%s): %s",
+            "[mlx] writes are scatters of MLX: a step is given to the GPU when the one before has finished; the "
+            "extension writes in place, and steps queue up (%s): %s",
             found["why"],
             found["command"],
         )

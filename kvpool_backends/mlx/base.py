@@ -27,12 +27,14 @@ class BaseBackend:
 
     Parameters
     ----------
-    spec, num_blocks, storage, metal_kernel, overlap
+    spec, num_blocks, storage, metal_kernel
         See `kvpool_backends.mlx.MLXBackend`.
 
     Attributes
     ----------
     route : {"metal", "kernels", "plain"}
+    writes : str
+        How tokens come into the pool, and what that costs.
     dtype : mx.Dtype
         Of the stored values.
     pool_copies : int
@@ -47,6 +49,7 @@ class BaseBackend:
     required_formats: tuple[str, ...] = ("block_tables", "seq_lens", "slot_mapping", "cu_q_lens")
     capabilities: Capabilities
     route: str
+    writes = "in place"
     _pool: PoolMemory
 
     def __init__(
@@ -56,12 +59,10 @@ class BaseBackend:
         *,
         storage: np.ndarray | None = None,
         metal_kernel: Any = None,
-        overlap: bool = False,
     ) -> None:
         by = f" by the {self.route} route"
         self.num_blocks = checked_storage("MLXBackend", self.capabilities, spec, num_blocks, by)
         self.spec = spec
-        self.overlap = overlap
         self.dtype = DTYPES[spec.dtype]
         self._metal_kernel = metal_kernel
         self._storage = None if storage is None else checked_rows("MLXBackend", spec, self.num_blocks, storage)

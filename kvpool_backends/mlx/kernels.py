@@ -155,7 +155,7 @@ class KernelBackend(BaseBackend):
         """Overwrite whole blocks with rows from `export_blocks`."""
         self._store.import_blocks(*checked_import(self, blocks, data))
 
-    def warmup(self, shapes: Iterable[BatchShape]) -> None:
+    def warmup(self, shapes: Iterable[BatchShape], *, scores: str | None = None) -> None:
         """Do nothing: there is nothing to compile."""
 
     def queued(self, layer: int) -> list[mx.array]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
@@ -28,15 +28,17 @@ from kvpool_backends.mlx.metal_kernels import (
     PART_TOKENS,
     AttentionStep,
     HeadTiles,
+    Launch,
     MetalKernels,
     Plane,
+    arrays_of,
     attention_step,
     head_tiles,
     part_length,
     parts_of,
+    per_head,
     plan_attention,
     score_export,
-    with_arrays,
 )
 from kvpool_backends.mlx.plain import PlainBackend
 from kvpool_backends.mlx.storage import DTYPES
@@ -72,6 +74,7 @@ class MetalStep(StepArrays):
     tables: Any = None  # mx.array, int32 [B, W]
     written: Any = None  # the step of the storage
     work: dict[tuple[Any, ...], Work] = field(default_factory=dict)  # by what it depends on
+    bound: dict[tuple[Any, ...], Bound] = field(default_factory=dict)  # by the calls that were checked
 
 
 class Work(NamedTuple):
@@ -80,6 +83,14 @@ class Work(NamedTuple):
     launches: tuple[tuple[AttentionStep, mx.array | None], ...]  # with the tokens of each, None for all of them
     chunks: tuple[tuple[int, int, int], ...]  # (row, first token, token behind the last) of the long chunks
     order: mx.array | None  # [T] where a token is in the results, one after the other; None if it is there
+
+
+class Bound(NamedTuple):
+    """A call of `attend` that was checked, for all layers that attend alike."""
+
+    launches: tuple[tuple[Launch, mx.array | None], ...]  # with the tokens of each, None for all of them
+    work: Work
+    scale: float
 
 
 class MetalAttention(_Storage):
@@ -123,10 +134,24 @@ class MetalAttention(_Storage):
         scores: str | None = None, scores_out: np.ndarray | None = None,
     ) -> Any:
         """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
-        checked_results(self.capabilities, return_attn, scores, scores_out)
+        if return_attn or scores is not None or scores_out is not None:
+            checked_results(self.capabilities, return_attn, scores, scores_out)
         q = q if isinstance(q, mx.array) else mx.array(q)
-        out, *exported = self._launch(layer, q, step, *checked_queries(self, step, layer, q, scale, options), scores)
-        return (out, *exported) if exported else out
+        kind: tuple[Any, ...] | None = () if options is None else None
+        if isinstance(options, AttentionOptions) and options.mask is None:
+            kind = _kind(options)
+        call = q.shape, q.dtype, scale if scale is None else float(scale), kind, scores
+        bound = None if kind is None else step.bound.get(call)
+        if bound is None:
+            scale, options = checked_queries(self, step, layer, q, scale, options)
+            if not len(q) or not step.cu_q_lens[-1]:
+                return self._no_queries(step, q, scores)
+            bound = self._bind(step, q, scale, options, scores)
+            if kind is not None:
+                step.bound[call] = bound
+        else:
+            check_layer(self, "attend", layer)
+        return self._launch(layer, q, step, bound, options, scores)
 
     def read(self, step: Any, layer: int) -> tuple[mx.array, mx.array]:
         """Return the contexts of a step, K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``, 0 past a row's end."""
@@ -169,51 +194,66 @@ class MetalAttention(_Storage):
 
     # ----------------------------------------------------------------------------------------- internals
 
+    def _no_queries(self, plan: MetalStep, q: mx.array, scores: str | None) -> Any:
+        shape = (len(plan.seq_lens), self.spec.num_kv_heads, int(plan.seq_lens.max(initial=0)))
+        out = mx.zeros((*q.shape[:2], self.spec.result_dim), q.dtype)
+        return out if scores is None else (out, mx.zeros(shape))
+
+    def _bind(self, plan: MetalStep, q: mx.array, scale: float, options: AttentionOptions, scores: str | None) -> Bound:
+        """Return what the layers share that attend with such queries, and options that differ in values alone."""
+        work, features, num_heads = self._work(plan, q, scale, options, scores), options.features, q.shape[1]
+        if options.mask is None:
+            self._asked.setdefault((num_heads, features), options)
+        launches = []
+        for step, tokens in work.launches:
+            count = len(q) if tokens is None else len(tokens)
+            launch = self._kernels.bind(q.dtype, count, num_heads, step._replace(features=features), scores)
+            launches.append((launch, tokens))
+        return Bound(tuple(launches), work, scale)
+
     def _launch(
         self,
         layer: int,
         q: mx.array,
         plan: MetalStep,
-        scale: float,
-        options: AttentionOptions,
+        bound: Bound,
+        options: AttentionOptions | None,
         scores: str | None,
-    ) -> list[mx.array]:
-        """Return the result, and the scores if they are requested."""
-        if not len(q) or not plan.cu_q_lens[-1]:
-            shape = (len(plan.seq_lens), self.spec.num_kv_heads, int(plan.seq_lens.max(initial=0)))
-            out = mx.zeros((*q.shape[:2], self.spec.result_dim), q.dtype)
-            return [out] if scores is None else [out, mx.zeros(shape)]
-        work = self._work(plan, q, scale, options, scores)
+    ) -> Any:
+        """Return the result; with `scores` also these."""
+        work = bound.work
+        heads = per_head(options) if options is None or options.mask is None else arrays_of(options)
 
         def kernel(k_pool: Plane, v_pool: Plane) -> list[mx.array]:
-            results = []
-            for step, tokens in work.launches:
-                queries, chosen = q if tokens is None else q[tokens], with_arrays(step, options)
-                if options.mask is None:
-                    self._asked.setdefault((q.shape[1], chosen.features), options)
-                elif tokens is not None:
-                    chosen = chosen._replace(mask=chosen.mask[tokens])
-                results += self._kernels.attend(layer, queries, k_pool, v_pool, chosen, scores)
+            layout, results = self._kernels.layout(layer), []
+            for launch, tokens in bound.launches:
+                if tokens is None:
+                    results += launch(layout, q, k_pool, v_pool, heads)
+                    continue
+                slopes, sinks, mask = heads
+                mask = mask if options is None or options.mask is None else mask[tokens]
+                results += launch(layout, q[tokens], k_pool, v_pool, (slopes, sinks, mask))
             for row, _, _ in work.chunks:
                 results += self._contexts(layer, (k_pool, v_pool), plan, slice(row, row + 1))
             return results
 
         results = self._on_pool(layer, kernel)
+        if work.order is None and scores is None and not work.chunks:
+            return results[0]
+        options = options or AttentionOptions()
         each = 1 if scores is None else 2
         launched, contexts = results[: each * len(work.launches)], results[each * len(work.launches) :]
         outs, exported = launched[::each], launched[1::2] if each == 2 else []
-        sinks = None
-        if options.sinks is not None and work.chunks:
-            sinks = mx.array(options.sinks).astype(q.dtype)
+        sinks = heads[1].astype(q.dtype) if options.sinks is not None else None
         for (_, first, last), k, v in zip(work.chunks, contexts[::2], contexts[1::2], strict=True):
             queries = q[first:last].swapaxes(0, 1)[None]
             k, v = k.astype(q.dtype), v.astype(q.dtype)
-            out = mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale, mask="causal", sinks=sinks)
+            out = mx.fast.scaled_dot_product_attention(queries, k, v, scale=bound.scale, mask="causal", sinks=sinks)
             outs.append(out[0].swapaxes(0, 1))
         out = outs[0] if work.order is None else mx.concatenate(outs)[work.order]
         if scores is None:
-            return [out]
-        return [out, self._scores(q, plan, work, exported, contexts[::2], scale, options, scores)]
+            return out
+        return out, self._scores(q, plan, work, exported, contexts[::2], bound.scale, options, scores)
 
     def _scores(
         self,
@@ -380,6 +420,13 @@ class MetalBackend(MetalAttention, PlainBackend):  # type: ignore[misc]  # a ste
 
     def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> list[mx.array]:
         return kernel(*self._pool.sides(layer))
+
+
+@lru_cache(maxsize=512)  # by identity
+def _kind(options: AttentionOptions) -> tuple[Any, ...]:
+    """What checks and launches depend on in options without a mask: all but the values of sinks and slopes."""
+    sizes = (None if x is None else x.size for x in (options.sinks, options.alibi_slopes))
+    return options.window, options.soft_cap, *sizes
 
 
 def _on_device(tables: np.ndarray) -> mx.array:

@@ -15,7 +15,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -136,6 +136,31 @@ class Launcher(NamedTuple):
     template: list[tuple[str, Any]]  # arguments of `attend`
     shared: list[tuple[str, Any]]  # those of `reduce`
     simdgroups: int  # of `attend`
+
+
+class Launch(NamedTuple):
+    """One launch of attention in a step: what its layers share, see `MetalKernels.bind`."""
+
+    attend: Kernel
+    reduce: Kernel | None  # None: nothing is left to reduce
+    inputs: tuple[Any, ...]  # tables to window
+    parts: mx.array
+    more_inputs: list[Any]  # of scores
+    group: int  # query heads per KV head, if the kernel leaves raw scores of each; else 0
+
+    def __call__(
+        self, layout: mx.array, q: mx.array, k_pool: Plane, v_pool: Plane, heads: tuple[mx.array, ...]
+    ) -> list[mx.array]:
+        """Attention of one layer, see `MetalKernels.attend`. `heads`: slopes, sinks and mask."""
+        (keys, *k_factors), (values, *v_factors) = _arrays(k_pool), _arrays(v_pool)
+        factors = (*k_factors, *v_factors, *self.more_inputs)
+        out = self.attend(inputs=[q, keys, values, layout, *self.inputs, *heads, *factors])
+        if self.group:
+            rows, all_heads, columns = out[1].shape
+            out[1] = out[1].reshape(rows, all_heads // self.group, -1, columns).mean(axis=2)
+        if self.reduce is not None:
+            out[:1] = self.reduce(inputs=[out[0], self.parts, heads[1]])
+        return out
 
 
 class ScoreExport(NamedTuple):
@@ -275,9 +300,7 @@ def attention_step(
         tables,
         mx.array([scale, options.soft_cap or 0.0], mx.float32),
         NO_WINDOW if options.window is None else min(options.window, NO_WINDOW),
-        mx.zeros((1,)),
-        mx.zeros((1,)),
-        mx.zeros((1, 1, 1)),
+        *per_head(None),
         options.features,
     )
     return with_arrays(step, options)
@@ -285,25 +308,29 @@ def attention_step(
 
 def with_arrays(step: AttentionStep, options: AttentionOptions) -> AttentionStep:
     """The same step with the slopes, sinks and mask of `options`, in which nothing else may differ."""
-    if options.alibi_slopes is None and options.sinks is None and options.mask is None:
+    if options.alibi_slopes is options.sinks is options.mask is None:
         return step
-    slopes, sinks = _per_head(options) if options.mask is None else _per_head.__wrapped__(options)
-    mask = options.mask
-    if mask is not None:
-        mask = mask if mask.ndim == 3 else mask[:, None]
-        mask = np.where(mask, np.float32(0), np.float32(-np.inf)) if mask.dtype == np.bool_ else mask
-    return step._replace(
-        slopes=step.slopes if slopes is None else slopes,
-        sinks=step.sinks if sinks is None else sinks,
-        mask=step.mask if mask is None else _uploaded(mask),
-        features=options.features,
-    )
+    slopes, sinks, mask = arrays_of(options)
+    return step._replace(slopes=slopes, sinks=sinks, mask=mask, features=options.features)
+
+
+def arrays_of(options: AttentionOptions) -> tuple[mx.array, ...]:
+    """Slopes, sinks and mask on the device; of one 0 each where there are none."""
+    slopes, sinks, mask = per_head(options) if options.mask is None else per_head.__wrapped__(options)
+    if options.mask is None:
+        return slopes, sinks, mask
+    given = options.mask if options.mask.ndim == 3 else options.mask[:, None]
+    given = np.where(given, np.float32(0), np.float32(-np.inf)) if given.dtype == np.bool_ else given
+    return slopes, sinks, _uploaded(given)
 
 
 @lru_cache(maxsize=512)  # by identity: a layer that attends with the same object again finds its arrays on the device
-def _per_head(options: AttentionOptions) -> tuple[mx.array | None, mx.array | None]:
-    slopes, sinks = options.alibi_slopes, options.sinks
-    return None if slopes is None else _uploaded(slopes), None if sinks is None else _uploaded(sinks)
+def per_head(options: AttentionOptions | None) -> tuple[mx.array, ...]:
+    """What `arrays_of` gives for options without a mask. Made once: MLX waits for nothing in the layers of a model."""
+    slopes, sinks = (None, None) if options is None else (options.alibi_slopes, options.sinks)
+    one = mx.array([0.0])
+    slopes, sinks = (one if x is None else _uploaded(x) for x in (slopes, sinks))
+    return slopes, sinks, mx.array([[[0.0]]])
 
 
 def _uploaded(x: np.ndarray) -> mx.array:
@@ -392,44 +419,42 @@ class MetalKernels:
             `export`, float32 beside it: for "raw" the means ``[B, Hk, C]``, for "mass" what goes into exp,
             ``[B, Hq, C]``.
         """
+        launch = self.bind(q.dtype, q.shape[0], q.shape[1], step, scores)
+        return launch(self.layout(layer), q, k_pool, v_pool, (step.slopes, step.sinks, step.mask))
+
+    def bind(
+        self, dtype: mx.Dtype, num_tokens: int, num_q_heads: int, step: AttentionStep, scores: str | None = None
+    ) -> Launch:
+        """What `attend` does for each layer, for queries ``[num_tokens, num_q_heads, D]``."""
         spec, tiles = self.spec, step.tiles
-        num_tokens, num_q_heads, _ = q.shape
-        chosen = q.dtype, num_q_heads, tiles, step.direct, step.features, scores
+        chosen = dtype, num_q_heads, tiles, step.direct, step.features, scores
         launcher = self._launchers.get(chosen)
         if launcher is None:
-            launcher = self._launchers[chosen] = self._launcher(q.dtype, num_q_heads, step, scores)
+            launcher = self._launchers[chosen] = self._launcher(dtype, num_q_heads, step, scores)
         num_items, num_groups = step.items.shape[0], spec.num_kv_heads * tiles.groups
         result = (num_tokens, num_q_heads, spec.result_dim)
         partials = (num_items, num_groups, tiles.rows, spec.result_dim + 4)
         more_inputs, more_shapes, more = self._score_arguments(step, num_q_heads, scores)
-        (keys, *k_factors), (values, *v_factors) = map(_arrays, (k_pool, v_pool))
-        out, *exported = launcher.attend(
-            inputs=[
-                *(q, keys, values, self._layout(layer), step.tables, step.items),
-                *(step.numbers, step.window, step.slopes, step.sinks, step.mask),
-                *(*k_factors, *v_factors, *more_inputs),
-            ],
+        attend = partial(
+            launcher.attend,
             template=launcher.template,
             output_shapes=[result if step.direct else partials, *more_shapes],
-            output_dtypes=[q.dtype if step.direct else mx.float32, *[mx.float32] * len(more_shapes)],
+            output_dtypes=[dtype if step.direct else mx.float32, *[mx.float32] * len(more_shapes)],
             grid=(num_groups * launcher.simdgroups * LANES, num_items, 1),
             threadgroup=(launcher.simdgroups * LANES, 1, 1),
             **more,
         )
-        if scores == "raw" and tiles.units:
-            num_rows, _, columns = more_shapes[0]
-            exported = [exported[0].reshape(num_rows, spec.num_kv_heads, -1, columns).mean(axis=2)]
-        if step.direct:
-            return [out, *exported]
-        (out,) = launcher.reduce(
-            inputs=[out, step.parts, step.sinks],
+        reduce = None if step.direct else partial(
+            launcher.reduce,
             template=launcher.shared,
             output_shapes=[result],
-            output_dtypes=[q.dtype],
+            output_dtypes=[dtype],
             grid=(SIMDGROUPS * LANES, num_q_heads, num_tokens),
             threadgroup=(SIMDGROUPS * LANES, 1, 1),
-        )
-        return [out, *exported]
+        )  # fmt: skip
+        group = num_q_heads // spec.num_kv_heads if scores == "raw" and tiles.units else 0
+        inputs = step.tables, step.items, step.numbers, step.window
+        return Launch(attend, reduce, inputs, step.parts, more_inputs, group)
 
     def _score_arguments(
         self, step: AttentionStep, num_q_heads: int, scores: str | None
@@ -453,7 +478,7 @@ class MetalKernels:
         if bits is not None:
             template |= {"BITS": bits, "SIZE": spec.quant_group_size}
         (out,) = self._kernel("gather_blocks" if bits is None else "gather_packed")(
-            inputs=[*_arrays(pool), self._layout(layer, plane), tables, seq_lens],
+            inputs=[*_arrays(pool), self.layout(layer, plane), tables, seq_lens],
             template=list(template.items()),
             output_shapes=[(tables.shape[0], spec.num_kv_heads, longest, dim)],
             output_dtypes=[DTYPES[spec.dtype]],
@@ -512,7 +537,7 @@ class MetalKernels:
         template = [*shared.items(), *own.items()]
         return Launcher(*kernels, template, [*shared.items(), ("SIMDGROUPS", SIMDGROUPS)], own["SIMDGROUPS"])
 
-    def _layout(self, layer: int, plane: str = "") -> mx.array:
+    def layout(self, layer: int, plane: str = "") -> mx.array:
         """What a kernel takes as `layout`: of both planes, or of one."""
         key = layer, plane
         if key not in self._layouts:

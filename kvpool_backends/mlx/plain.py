@@ -54,13 +54,15 @@ class PlainBackend(BaseBackend):
 
     Writes are scatters, reads are gathers into ``[B, Hk, C, D]`` for ``mx.fast.scaled_dot_product_attention``.
     MLX arrays are values, so any order of evaluation is correct and no fences are needed. The price: a write copies the
-    pool of its layer if a read of the previous step has not finished. `settle` between steps avoids such copies, and
-    counts those that happened.
+    pool of its layer if a read of the previous step has not finished when MLX comes to it. So the `write` of the last
+    layer waits for everything that MLX was given before: a step is built while the previous one runs, and begins when
+    that has finished. `settle` counts the copies that happened nevertheless.
 
     Everything is lazy and runs on the stream that is current when it is called.
     """
 
     route = "plain"
+    writes = "scattered: a step begins when the one before has finished"
     capabilities = Capabilities(
         name="mlx",
         layouts=("NHD",),
@@ -83,10 +85,10 @@ class PlainBackend(BaseBackend):
     # ------------------------------------------------------------------------------------------ one step
 
     def prepare(self, plan: AnyPlan) -> Any:
-        """Check a plan and upload the arrays that its layers share. Without `overlap`, wait for earlier steps."""
+        """Check a plan and upload the arrays that its layers share. Earlier steps may still run."""
         host = checked_step(self, plan)
-        if host.slot_mapping.size and not self.overlap:
-            self.settle()
+        if host.slot_mapping.size:
+            mx.async_eval(self._pool.arrays)  # writes that nobody has asked for: `write` is going to wait for them
         kv_len = int(host.seq_lens.max(initial=0))
         kept = np.flatnonzero(host.slot_mapping >= 0)
         blocks, offsets = np.divmod(host.slot_mapping[kept], self.spec.block_size)
@@ -111,11 +113,16 @@ class PlainBackend(BaseBackend):
             self._pool.copy([src] * self.spec.num_layers, dst)
 
     def write(self, step: Any, layer: int, k: mx.array, v: mx.array) -> None:
-        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` in the token slots of the step. Skip negative slots."""
+        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` in the token slots of the step. Skip negative slots.
+
+        In the last layer this waits for what MLX runs: see `PlainBackend`.
+        """
         k, v = mx.array(k), mx.array(v)
         check_tokens(self, layer, step.slot_mapping.size, k, v)
         if step.written is not None:
             k, v = k[step.written], v[step.written]
+        if layer == self.spec.num_layers - 1:
+            self._pool.wait()
         if len(k):
             self._pool.write(layer, step.blocks, step.offsets, k, v)
 
@@ -273,7 +280,7 @@ class PlainBackend(BaseBackend):
                 at += nbytes
         self._pool.put(_int32(ids), new)
 
-    def warmup(self, shapes: Iterable[BatchShape]) -> None:
+    def warmup(self, shapes: Iterable[BatchShape], *, scores: str | None = None) -> None:
         """Run each shape once on zeros, so that MLX builds its kernels. Changes no block."""
         for shape in shapes:
             longest = -(-shape.num_tokens // max(1, shape.num_rows))

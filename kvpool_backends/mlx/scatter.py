@@ -5,7 +5,7 @@ How MLX writes in place
 An MLX array is a value. ``pool[blocks, offsets] = rows`` makes a new array and rebinds the name. The new array takes
 the old one's buffer (*donation*) if nothing else holds that buffer when the scatter runs. Otherwise MLX copies the
 whole pool. A buffer is held by a view of the pool, a gather that was built but has not run, and a gather that runs. So
-this module keeps no view and returns none. `settle` waits until the gathers have run; then the next write is in place.
+this module keeps no view and returns none, and its owner waits until the gathers have run before MLX gets the write.
 
 The same rule makes reuse of blocks safe. A gather reads the version of the pool that it was built on. A scatter that is
 built later gets a copy while that gather needs the old buffer. So a block may be freed and rewritten as soon as the
@@ -102,13 +102,17 @@ class PoolArrays(PoolMemory):
             for plane, values in zip(planes, new, strict=True):
                 plane[blocks] = values
 
+    def wait(self) -> None:
+        """Wait for what MLX was given, before the last write of a step is built. Count the copies of that layer."""
+        mx.synchronize()
+        self.count_copies(len(self.arrays) - len(self.planes[-1]))
+
     def settle(self) -> int:
         """Wait for all queued work on the pool. Count the arrays that MLX has copied since the last call.
 
         An array that lies in another buffer than at the last call was copied at least once in between. With
         one write of a layer between two calls the count is exact, otherwise it is a lower bound (two copies
-        can end in the first buffer). Looking after each step takes the overlap between steps away and, for
-        the same reason, the copies.
+        can end in the first buffer).
 
         Returns
         -------

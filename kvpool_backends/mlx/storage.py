@@ -51,22 +51,22 @@ class PoolMemory:
         self.num_copies = 0
         self._addresses = self.addresses()
 
-    def addresses(self) -> list[int]:
-        """Return the current address of each array. Evaluates the work that is queued on it."""
-        return [_address(array) for array in self.arrays]
+    def addresses(self, first: int = 0) -> list[int]:
+        """Return the current address of each array from `first` on. Evaluates the work that is queued on it."""
+        return [_address(array) for array in self.arrays[first:]]
 
-    def count_copies(self) -> int:
-        """Return how many arrays have moved to another buffer since the last call, and add it to `num_copies`.
+    def count_copies(self, first: int = 0) -> int:
+        """Return how many arrays from `first` on have moved since they were looked at, and add it to `num_copies`.
 
         The first that are found are a line in the log: a copy takes as long as reading and writing a whole array.
         """
-        found = self.addresses()
-        moved = sum(old != new for old, new in zip(self._addresses, found, strict=True))
-        self._addresses = found
+        found = self.addresses(first)
+        moved = sum(old != new for old, new in zip(self._addresses[first:], found, strict=True))
+        self._addresses[first:] = found
         if moved and not self.num_copies:
             _log.warning(
                 "[mlx] MLX has copied %d of %d pool arrays to write to them, because reads of an earlier step were "
-                "still running; `settle` between two steps avoids it (not said again)",
+                "not over, or somebody keeps a view of them (not said again)",
                 moved,
                 len(found),
             )

@@ -211,7 +211,7 @@ class NumpyBackend:
             part = np.ascontiguousarray(data[:, columns]).view(plane.dtype)
             plane[ids] = part.reshape(ids.size, *plane.shape[1:])
 
-    def warmup(self, shapes: Iterable[BatchShape]) -> None:
+    def warmup(self, shapes: Iterable[BatchShape], *, scores: str | None = None) -> None:
         """Nothing to compile here."""
 
     def queued(self, layer: int) -> tuple[()]:

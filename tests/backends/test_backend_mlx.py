@@ -25,7 +25,7 @@ NOT_APPLICABLE = {
 
 
 def plain(spec, num_blocks):
-    return MLXBackend(spec, num_blocks, kernels=False, overlap=True)
+    return MLXBackend(spec, num_blocks, kernels=False)
 
 
 @pytest.fixture(params=["kernels", "plain"])

@@ -1,6 +1,8 @@
 """`kvpool bench metal`: its code runs here with Metal on a CPU; what it says there about time means nothing."""
 
 import json
+import subprocess
+import sys
 
 import mlx.core as mx
 import pytest
@@ -66,6 +68,10 @@ def test_the_sweep_prints_the_settings_that_took_least(fake, monkeypatch, capsys
     file.write_text(text)
     monkeypatch.setenv("KVPOOL_METAL_SETTINGS", str(file))
     assert {name: metal_kernels.tuned(name, 7) for name in wanted} == wanted
+    code = "from kvpool_backends.mlx import metal, metal_kernels as of; "
+    code += f"print([getattr(of, name) for name in {list(wanted)}], metal.MetalAttention.part_tokens)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout == f"{list(wanted.values())} {wanted['PART_TOKENS']}\n", run.stderr
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"SIMDGROUPS": 3}', '{"SIMDGROUPS": "8"}'])

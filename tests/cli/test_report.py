@@ -56,6 +56,23 @@ def test_the_report_has_a_part_for_everything_and_names_what_fails(fake, capsys)
     assert any(line.startswith("on the pool, fused") for line in parts["Tokens per second of a small model"])
 
 
+def test_the_report_ends_within_ten_minutes(fake, monkeypatch, capsys):
+    """Each part stops when its time is over, and says so; what is under way then has the rest of the ten minutes."""
+    assert sum(report.SECONDS.values()) <= 480
+    monkeypatch.setattr(mx.fast, "metal_kernel", None)  # nothing is launched
+    monkeypatch.setattr(report, "SECONDS", dict.fromkeys(report.SECONDS, 0.0))
+    assert main(["doctor", "--report"]) == 0
+    parts = parts_of(capsys.readouterr().out)
+    over = {title: sum("the time is over" in line for line in lines) for title, lines in parts.items()}
+    assert over["Kernels compile"] == len(report.VARIANTS)
+    assert over["Decode, us of a layer"] == 2 * 2 + 2 + 2
+    assert over["Prefill, ms of a layer"] == 2 * 2
+    assert "0 launches, 0 wrong (seed 7)" in parts["6 launches against float64"]
+    assert any(line.endswith(" 1 steps") for line in parts["Writes: scatter, extension"])
+    assert sum(":" in line for line in parts["Tokens per second of a small model"]) == 2
+    assert "FAILED" not in str(parts)
+
+
 @pytest.mark.long
 def test_wrong_kernels_are_in_the_report(fake, monkeypatch, engine, capsys):
     def wrong(**description):

@@ -190,16 +190,26 @@ def test_layers_of_a_step_share_one_work_list(make, monkeypatch):
     assert len(planned) == 1
 
 
-@pytest.mark.parametrize("options", [None, AttentionOptions(window=5, sinks=np.zeros(2))], ids=["plain", "sinks"])
+ALIKE = {
+    "plain": [None, None],
+    "sinks": [AttentionOptions(window=5, sinks=np.zeros(2)) for _ in range(2)],
+    "slopes": [AttentionOptions(soft_cap=5.0, alibi_slopes=np.ones(2)) for _ in range(2)],
+}
+
+
+@pytest.mark.parametrize("options", ALIKE.values(), ids=ALIKE)
 def test_layers_after_the_first_upload_nothing_and_call_little(monkeypatch, options):
-    """What a layer costs on the host, in calls: Python's own and those of C, the kernel's apart."""
+    """What a layer costs on the host, in calls: Python's own and those of C, the kernel's apart.
+
+    Each layer has sinks and slopes of its own.
+    """
     result = mx.zeros((8, 2, 8))
     backend = MLXBackend(SPEC, 4, native=False, metal_kernel=lambda **_: lambda **_: [result])
     for layer in (0, 1):
         arrays, x = step(backend, 1, 1.0)
-        backend.attend(arrays, layer, x, options=options)
+        backend.attend(arrays, layer, x, options=options[layer])
     arrays, x = step(backend, 1, 1.0)
-    backend.attend(arrays, 0, x, options=options)
+    backend.attend(arrays, 0, x, options=options[0])
     calls = []
 
     def count(frame, event, what):
@@ -208,11 +218,11 @@ def test_layers_after_the_first_upload_nothing_and_call_little(monkeypatch, opti
 
     sys.setprofile(count)
     try:
-        backend.attend(arrays, 1, x, options=options)
+        backend.attend(arrays, 1, x, options=options[1])
     finally:
         sys.setprofile(None)
     assert mx.array not in calls and np.array not in calls
-    assert len(calls) <= 45, calls
+    assert len(calls) <= 20, calls
 
 
 def test_sinks_of_a_layer_are_read_once(monkeypatch):
@@ -328,18 +338,36 @@ def test_the_metal_route_is_chosen_and_refused_with_reasons(engine, monkeypatch)
             MLXBackend(small, 4, kernels=True, native=False)
 
 
+PACKED = KVSpec(1, 2, 64, "float32", 8, k_bits=8, v_bits=4, quant_group_size=32)
+
+
+@pytest.mark.parametrize("spec", [SPEC, PACKED], ids=["dense", "packed"])
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0.32"])
-def test_another_mlx_must_pass_a_self_check_on_every_route(engine, monkeypatch, caplog, version):
+def test_another_mlx_must_pass_a_self_check_on_every_route(engine, built, monkeypatch, caplog, version, spec):  # noqa: F811
     monkeypatch.setattr(kvpool_backends.mlx, "MLX_VERSION", version)
-    with on_cpu():
-        for options in ({"metal_kernel": engine.factory(0)}, {"kernels": True}, {"kernels": False}):
+    factory = engine.factory(0)
+    routes = ({"metal_kernel": factory}, {"kernels": True}, {"kernels": False})
+    with on_cpu(), looking_in(built):
+        for options in (*({"native": False} | route for route in routes), {"native": True}):
             kvpool_backends.mlx.require_right.cache_clear()
             caplog.clear()
-            backend = MLXBackend(SPEC, 4, native=False, **options)
+            backend = MLXBackend(spec, 4, **options)
             assert f"MLX {version} is untested, the {backend.route} route has passed" in caplog.text
             caplog.clear()
-            MLXBackend(SPEC, 4, native=False, **options)
+            MLXBackend(spec, 4, **options)
             assert not caplog.text
+    kvpool_backends.mlx.require_right.cache_clear()
+
+
+def test_another_mlx_that_packs_otherwise_is_refused_for_packed_pools_alone(monkeypatch):
+    quantize = mx.quantize
+    monkeypatch.setattr(kvpool_backends.mlx, "MLX_VERSION", "0.33.0")
+    monkeypatch.setattr(mx, "quantize", lambda *x: [quantize(*x)[0] ^ 1, *quantize(*x)[1:]])
+    kvpool_backends.mlx.require_right.cache_clear()
+    with on_cpu():
+        assert MLXBackend(SPEC, 4, kernels=False).route == "plain"
+        with pytest.raises(BackendUnavailable, match=r"plain route .*\(attention is wrong by"):
+            MLXBackend(PACKED, 4, kernels=False)
     kvpool_backends.mlx.require_right.cache_clear()
 
 

@@ -1,15 +1,16 @@
 """Pools of 8 and 4 bits behind `MetalBackend`: the conformance kit, long chunks, warmup, choice of route, mlx-lm."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from metal_engine import recording
 from mlx_models import batch_tokens, on_cpu, random_prompts, tiny_llama
+from test_mlx_native import built, looking_in  # noqa: F401  (a fixture)
 
 import kvpool_backends.mlx
-import kvpool_backends.mlx.native
 from kvpool.adapters.mlx_lm import install
 from kvpool.config import KVSpec
-from kvpool.errors import BackendUnavailable
 from kvpool.protocol import AttentionOptions, BatchShape
 from kvpool.testing import conformance_storage
 from kvpool.testing.conformance_attention import check as check_scores
@@ -73,16 +74,27 @@ def test_after_warmup_no_kernel_is_new(engine):
     assert kernels == warm
 
 
-def test_a_quantized_pool_takes_the_route_that_has_it(engine, monkeypatch):
+@pytest.mark.parametrize("layout", ["NHD", "HND", "interleaved", "stacked"])
+def test_the_extension_writes_planes_of_every_layout_where_they_are_read(engine, built, layout):  # noqa: F811
+    bits = {"k_bits": 8, "v_bits": 8 if layout == "interleaved" else None}
+    spec = replace(SPEC, layout=layout, **bits)
+    with looking_in(built):
+        filled = fill(lambda *a: MLXBackend(*a, native=True, metal_kernel=engine.factory(1)), spec, [3, 50, 40])
+        assert type(filled.backend).__name__ == "NativeMetalBackend"
+        for q_lens in ((1, 1, 1), (3, 40, 9)):
+            filled.check(q_lens, 4, f"{q_lens}", tolerance=2e-5)
+        assert filled.backend.settle() == filled.backend.memory().pool_copies == 0
+
+
+def test_a_quantized_pool_takes_the_extension_where_there_is_one(engine, built):  # noqa: F811
     factory = engine.factory(0)
-    monkeypatch.setattr(kvpool_backends.mlx.native, "load", object)  # there is an extension
-    with on_cpu():
-        assert type(MLXBackend(SPEC, 4, metal_kernel=factory)).__name__ == "MetalBackend"
-        with pytest.raises(BackendUnavailable, match="native=True, but the extension has no quantized storage"):
-            MLXBackend(SPEC, 4, native=True, metal_kernel=factory)
+    with looking_in(built), on_cpu():
+        assert type(MLXBackend(SPEC, 4, metal_kernel=factory)).__name__ == "NativeMetalBackend"
+        assert type(MLXBackend(SPEC, 4, metal_kernel=factory, native=False)).__name__ == "MetalBackend"
+        assert type(MLXBackend(SPEC, 4)).__name__ == "NativeBackend"
         assert MLXBackend(SPEC, 4, kernels=False).route == "plain"
         with pytest.raises(ValueError, match=r"layout 'HND' is not among .* by the metal route"):
-            MLXBackend(KVSpec(1, 2, 64, layout="HND", k_bits=8), 4, metal_kernel=factory)
+            MLXBackend(KVSpec(1, 2, 64, layout="HND", k_bits=8), 4, native=False, metal_kernel=factory)
 
 
 def test_mlx_lm_generates_what_it_does_with_the_kernels_of_the_cpu(metal, monkeypatch):

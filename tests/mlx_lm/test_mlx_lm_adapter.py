@@ -101,12 +101,6 @@ def test_speculative_decoding_on_two_pools_equals_stock(model, prompts, install)
     assert_all_free(draft_kv)
 
 
-def test_overlapping_steps_equal_stock(model, prompts, stock, install):
-    with install(model, 200, block_size=4, overlap=True) as kv:
-        assert batch_tokens(model, prompts) == stock
-    assert_all_free(kv)
-
-
 def modules_called(step, steps):
     """Return the module of kvpool of each Python function that so many steps call."""
     calls = []

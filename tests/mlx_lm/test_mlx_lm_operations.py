@@ -110,21 +110,18 @@ def test_a_layer_has_its_own_window_even_if_the_model_names_none(kv):
     assert np.array(cache[1].make_mask(1, window_size=9))[0, 0].tolist() == [[0, 1, 1, 1]]
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [({"kernels": False}, 3), ({"kernels": False, "overlap": True}, 0), ({"kernels": True}, 0)],
-)
-def test_a_pass_waits_for_the_one_before_if_writes_are_lazy_unless_overlap_is_asked_for(
-    model, monkeypatch, options, expected
-):
+@pytest.mark.parametrize(("kernels", "waits"), [(False, ["wait"]), (True, [])])
+def test_only_the_last_scatter_of_a_pass_waits_for_the_pass_before(model, monkeypatch, kernels, waits):
+    """So a pass is built while the one before runs. Writes in place wait for nothing."""
     with on_cpu():
-        kv = install(model, 20, block_size=4, **options)
-    waits = []
-    monkeypatch.setattr(kv.backend, "settle", lambda: waits.append(1))
-    cache = kv.make_cache()
+        kv = install(model, 20, block_size=4, kernels=kernels)
+    calls, write, cache = [], kv.backend.write, kv.make_cache()
+    monkeypatch.setattr(kv.backend, "write", lambda step, layer, *kv: calls.append(layer) or write(step, layer, *kv))
+    monkeypatch.setattr(mx, "synchronize", lambda *_: calls.append("wait"))
     for _ in range(3):
         forward(cache, [1])
-    assert len(waits) == expected
+    assert calls == 3 * [0, 1, 2, *waits]
+    assert kv.summary().writes.startswith("in place" if kernels else "scattered: a step begins when the one before")
 
 
 def test_filter_extend_and_extract_keep_rows_and_their_tokens_together(kv):
@@ -317,11 +314,11 @@ def test_empty_caches_take_no_sequence_of_the_pool(model):
 
 
 def test_freed_blocks_may_be_reused_while_the_pass_that_reads_them_is_in_flight(model):
-    """A finished row is dropped and its blocks rewritten before anything of its last pass has run."""
-    kv = install(model, 5, block_size=4, overlap=True)
+    """A finished row is dropped and its blocks rewritten before any read of its last pass has run."""
+    kv = install(model, 5, block_size=4)
     cache = kv.make_cache()
     k = mx.broadcast_to(mx.arange(16, dtype=mx.float32)[None, None, :, None], (1, HEADS, 16, DIM))
-    in_flight = [layer.update_and_fetch(k, k) for layer in cache]  # all 4 blocks, nothing evaluated
+    in_flight = [layer.update_and_fetch(k, k) for layer in cache]  # all 4 blocks, and no read has run
     table = kv.pool.table(cache[0]._batch.handles[0])
     del cache
     successor = kv.make_cache()

@@ -88,13 +88,12 @@ def test_a_hit_equals_a_cold_start_with_sliding_windows(make):
     assert_all_free(kv)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_requests_with_one_system_prompt_share_its_blocks(model, overlap):
+def test_requests_with_one_system_prompt_share_its_blocks(model):
     system, *tails = random_prompts([41, 3, 9, 1, 17, 6, 2, 30, 5])
     prompts = [system + tail for tail in tails]
     expected = [cold(model, prompt) for prompt in prompts]
     shared = whole_blocks(len(system)) // BLOCK
-    with install(model, 200, block_size=BLOCK, prefix_cache=True, overlap=overlap) as kv:
+    with install(model, 200, block_size=BLOCK, prefix_cache=True) as kv:
         store(model, kv, system)
         found = [kv.fetch(prompt) for prompt in prompts]
         assert [num_cached for _, num_cached in found] == [shared * BLOCK] * len(prompts)

@@ -17,6 +17,7 @@ import tomllib
 import zipfile
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.metadata import distribution
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def distributions(source_tree, tmp_path_factory):
     """The folder with one sdist and one wheel, the wheel built from the sdist."""
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source_tree, cwd=source_tree,
-        KVPOOL_OPTIMIZE="0")  # fmt: skip
+        KVPOOL_OPTIMIZE="0", KVPOOL_MLX_EXTENSION="0")  # fmt: skip
     return folder
 
 
@@ -245,6 +246,44 @@ def test_the_wheel_has_what_the_mlx_extension_is_built_from(site):
         place = f"kvpool_backends/{place}"
         expected = {path.name: path.read_text() for path in ROOT.glob(place)}
         assert expected and {path.name: path.read_text() for path in site.glob(place)} == expected
+
+
+@pytest.fixture
+def build_lib(tmp_path):
+    """What setuptools has put together when it comes to MLX's extension."""
+    for folder, place in (("kvpool", "kvpool"), ("kvpool_backends", "kvpool_backends")):
+        shutil.copytree(ROOT / folder, tmp_path / place, ignore=shutil.ignore_patterns("__pycache__", "built"))
+    shutil.copytree(ROOT / "metal", tmp_path / "kvpool_backends" / "metal")
+    return tmp_path
+
+
+@pytest.fixture
+def setup_file():
+    spec = spec_from_file_location("kvpool_setup", ROOT / "setup.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_an_installation_brings_the_extension_for_the_mlx_that_is_there(build_lib, setup_file):
+    said = setup_file.mlx_extension(build_lib)
+    code = "from kvpool_backends.mlx.native import status; found = status(); print(found['active'], found['folder'])"
+    away = {"PYTHONPATH": str(build_lib), "KVPOOL_MLX_NATIVE": "1", "KVPOOL_MLX_NATIVE_DIR": str(build_lib / "none")}
+    active, folder = run(sys.executable, "-c", code, cwd=build_lib, **away).split()
+    assert active == "True" and Path(folder).is_relative_to(build_lib) and folder in said
+
+
+def test_an_installation_goes_on_without_the_extension_and_says_why(build_lib, setup_file, monkeypatch):
+    command = "`python -m kvpool_backends.mlx.native build` builds it"
+    monkeypatch.setenv("CXX", "false")
+    said = setup_file.mlx_extension(build_lib)
+    assert "could not build the extension: false ended with 1" in said and said.endswith(command) and "\n" not in said
+    monkeypatch.setattr(setup_file.sys, "executable", str(build_lib / "no-python"))
+    assert "no-python" in setup_file.mlx_extension(build_lib)
+    monkeypatch.setattr(setup_file.sysconfig, "get_path", lambda scheme: str(build_lib))
+    assert setup_file.mlx_extension(build_lib) == (
+        f"MLX's extension is not built (MLX is not installed here yet); {command}"
+    )
 
 
 @pytest.mark.parametrize("origin", ["wheel", "get_include"])

@@ -96,7 +96,6 @@ def install(
     fused: bool | None = None,
     backend: str | BackendFactory | None = None,
     kernels: bool | None = None,
-    overlap: bool = False,
     strict: bool = True,
     eviction: Policy | None = None,
     store: BlockStore | StoreFactory | None = None,
@@ -118,8 +117,8 @@ def install(
         True: attend over the pool. False: gather for mlx-lm's own attention. Default: what works, see `PagedKV.route`.
     backend : str or callable, optional
         A backend other than MLX's own: a name for `load_backend`, or ``factory(spec, num_blocks)``, for any arrays.
-    kernels, overlap, strict : bool, optional
-        See `kvpool_backends.mlx.MLXBackend`. By default its kernels are used, and no step is built while one runs.
+    kernels, strict : bool, optional
+        `kernels`: see `kvpool_backends.mlx.MLXBackend`. By default they are used.
         `strict` refuses releases of mlx-lm of another series than those that this adapter was tested with.
     eviction : kvpool.eviction.Policy, optional
         Evict tokens of the full layers, which must have one shape. `PagedKV.make_cache` can override it for one cache.
@@ -146,14 +145,14 @@ def install(
         require_tested_version("install")
     if (num_blocks is None) == (pool is None):
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
-    storage = partial(make_storage, backend=backend, kernels=kernels, overlap=overlap)
+    storage = partial(make_storage, backend=backend, kernels=kernels)
     size = block_size if pool is None else pool.block_size
     layout = _layout(inspect_model(model), size, pool, prefix_cache, eviction, storage, quantization)
     if num_blocks is not None:
         options = (prefix_cache and layout.can_restore, eviction is not None)
         pool = layout.make_pool(num_blocks, block_size, max_seqs, *options)
     paged = partial(_paged, model, layout, storage)
-    sites, why = _choose_route(paged, model, layout, fused)
+    sites, why = _choose_route(paged, model, layout, fused, getattr(eviction, "scores", None))
     return paged(pool, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=eviction, kept_in=store)
 
 
@@ -219,7 +218,6 @@ def make_storage(
     *,
     backend: str | BackendFactory | None = None,
     kernels: bool | None = None,
-    overlap: bool = False,
     **memory: Any,
 ) -> KVBackend:
     """Return the backend for `install`. It takes arrays of MLX. `memory`: see `KVBackend`, or nothing."""
@@ -230,11 +228,11 @@ def make_storage(
 
         factory = load_backend("mlx" if backend is None else backend)
     if backend is None:
-        made = factory(spec, num_blocks, kernels=kernels, overlap=overlap, **memory)
-    elif kernels is None and not overlap:
+        made = factory(spec, num_blocks, kernels=kernels, **memory)
+    elif kernels is None:
         made = factory(spec, num_blocks, **memory)
     else:
-        raise TypeError("[install] kernels and overlap belong to the mlx backend, leave them out beside backend")
+        raise TypeError("[install] kernels belongs to the mlx backend, leave it out beside backend")
     return made if made.capabilities.arrays == "mlx" else Converted(made)
 
 
@@ -251,7 +249,7 @@ def require_tested_version(call: str) -> None:
 
 
 def _choose_route(
-    paged: Callable[..., PagedKV], model: Any, layout: Layout, fused: bool | None
+    paged: Callable[..., PagedKV], model: Any, layout: Layout, fused: bool | None, scores: str | None
 ) -> tuple[tuple[Site, ...], str]:
     """Return where to hook attention. If nowhere, also the reason."""
     if fused is False:
@@ -272,7 +270,7 @@ def _choose_route(
                 _log.warning("[install] this model gathers: %s", why)
         else:
             for backend in trial.backends:
-                backend.warmup(())  # kernels for all lengths: compiled now, not inside a request
+                backend.warmup((), scores=scores)  # kernels for all lengths: compiled now, not inside a request
     if fused and why:
         raise RuntimeError(f"[install] fused=True, but {why}")
     return (() if why else sites), why
@@ -299,6 +297,7 @@ class Summary:
     hit_tokens: int  # of these, found in the prefix cache
     mlx_pool_copies: int  # whole pool arrays that MLX copied to write to them, as counted by the last `settle`
     route: str  # "fused", or "gather: " or "lost: " and why, see `PagedKV.route`
+    writes: str  # "in place", or "scattered: " and what that costs
 
     def __str__(self) -> str:
         mib = 1 / 2**20
@@ -310,7 +309,7 @@ class Summary:
             f"MLX peak {self.mlx_peak_nbytes * mib:.2f} MiB\n"
             f"copies: {self.cow_copies} blocks on write ({self.cow_tokens} tokens), "
             f"{self.mlx_pool_copies} pool arrays by MLX\n"
-            f"attention: {self.route}"
+            f"attention: {self.route}; writes: {self.writes}"
         )
 
 
@@ -649,6 +648,7 @@ class PagedKV:
             hit_tokens=self.hit_tokens,
             mlx_pool_copies=sum(getattr(backend, "pool_copies", 0) for backend in self.backends),
             route=self.route,
+            writes=getattr(self.backend, "writes", "in place"),
         )
 
     def _held_blocks(self, handles: Sequence[int], num_arenas: int) -> list[set[int]]:

@@ -31,6 +31,7 @@ import numpy as np
 NAME = "_kvpool_mlx"
 SOURCES = Path(__file__).parent
 KERNEL_HEADERS = SOURCES.parents[1] / "cpu" / "kernels"
+NOWHERE = (0,) * 5  # scales and biases of floats
 COMMAND = "python -m kvpool_backends.mlx.native build"
 
 MLX_VERSION: str = mx.__version__  # type: ignore[attr-defined]
@@ -46,6 +47,7 @@ class _Outcome(NamedTuple):
     module: ModuleType | None
     why: str  # "" if there is a module
     is_built: bool
+    where: Path
 
 
 def load() -> ModuleType | None:
@@ -60,15 +62,15 @@ def status() -> dict[str, Any]:
     -------
     dict
         ``active``: whether the extension is in use; ``built``: whether there is one for this Python, fitting or
-        not; ``why``: why it is not active, "" if it is; ``folder``; ``mlx``: version of the installed MLX;
-        ``command``: what builds it.
+        not; ``why``: why it is not active, "" if it is; ``folder``: where it is looked for; ``mlx``:
+        version of the installed MLX; ``command``: what builds it.
     """
     outcome = _load()
     return {
         "active": outcome.module is not None,
         "built": outcome.is_built,
         "why": outcome.why,
-        "folder": str(folder()),
+        "folder": str(outcome.where),
         "mlx": MLX_VERSION,
         "command": COMMAND,
     }
@@ -136,14 +138,14 @@ def _load() -> _Outcome:
     if not library(where).exists() and library(shipped()).exists():
         where = shipped()
     if os.environ.get("KVPOOL_MLX_NATIVE") == "0":
-        return _Outcome(None, "KVPOOL_MLX_NATIVE is 0", library(where).exists())
+        return _Outcome(None, "KVPOOL_MLX_NATIVE is 0", library(where).exists(), where)
     if not library(where).exists():
-        return _Outcome(None, f"not built, see `{COMMAND}`", False)
+        return _Outcome(None, f"not built for MLX {MLX_VERSION}", False, where)
     try:
-        return _Outcome(open_module(where), "", True)
+        return _Outcome(open_module(where), "", True, where)
     except Unfit as error:
-        _log.warning("[mlx native] going on without the extension in %s: %s", where, error)
-        return _Outcome(None, str(error), True)
+        _log.warning("[mlx native] going on without the extension in %s: %s (%s)", where, error, COMMAND)
+        return _Outcome(None, str(error), True, where)
 
 
 def open_module(where: Path) -> ModuleType:
@@ -225,8 +227,8 @@ def self_check(module: Any) -> None:
     handle = mx.array(0)
     module.share(handle, base)
     address = module.address(base)
-    plane = (0, 0, 4, 4, 4, 4)
-    layer = module.layer(isa_address(default_isa()), 0, 2, 1, 1, plane, plane, (address,), None)
+    side = (4, 0, 0, (0, 0, 4, 4, 4), NOWHERE, NOWHERE)
+    layer = module.layer(isa_address(default_isa()), 0, 2, 1, 1, side, side, (address,), None)
     step = module.step(1, 2, 1, np.array([1]), 0, None, None, None)
     row, token = mx.arange(4, dtype=mx.float32).reshape(1, 1, 4), mx.array(0)
     with mx.stream(mx.cpu):

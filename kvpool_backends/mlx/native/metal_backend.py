@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvpool.protocol import StepArrays
-from kvpool.spec import LAYOUTS
+from kvpool.spec import LAYOUTS, QUANT_BITS
 from kvpool_backends.mlx.base import has_metal
 from kvpool_backends.mlx.metal import MetalAttention, metal_capabilities
 from kvpool_backends.mlx.native.backend import NativeBackend
@@ -23,7 +23,7 @@ class NativeMetalBackend(MetalAttention, NativeBackend):
     CPU elsewhere. What works on whole blocks waits for the device and works on its memory, which is the host's too.
     """
 
-    capabilities = metal_capabilities(LAYOUTS[:-1])  # all but "block"
+    capabilities = metal_capabilities(LAYOUTS[:-1], QUANT_BITS)  # all but "block"
 
     def _allocate(self) -> None:
         super()._allocate()
@@ -39,8 +39,7 @@ class NativeMetalBackend(MetalAttention, NativeBackend):
             )
 
     def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> list[mx.array]:
-        # Planes that share an array come as one.
-        return list(self._lazy.read(layer, lambda *arrays: kernel(arrays[0], arrays[-1])))
+        return list(self._lazy.read(layer, kernel))
 
     def _warm_write(self, num_tokens: int) -> None:
         """Write tokens of nobody."""

@@ -119,22 +119,42 @@ PyObject* bind(PyObject*, PyObject* args) {
   });
 }
 
+// A side of a layer: (dim, bits, group_size) and where its rows lie, (array, offset, block, slot and head stride): of
+// floats or words, of scales, of biases. bits is 0 where there are floats alone.
+void read_side(PyObject* side, kv_plane& plane, std::array<Rows, 3>& rows) {
+  auto &a = rows[0], &b = rows[1], &c = rows[2];
+  if (!PyArg_ParseTuple(side, "LLL(iLLLL)(iLLLL)(iLLLL)", &plane.dim, &plane.bits, &plane.group_size, &a.array,
+                        &a.layout[0], &a.layout[1], &a.layout[2], &a.layout[3], &b.array, &b.layout[0], &b.layout[1],
+                        &b.layout[2], &b.layout[3], &c.array, &c.layout[0], &c.layout[1], &c.layout[2],
+                        &c.layout[3])) {
+    throw Raised();
+  }
+  auto part = [](const Rows& at) { return kv_part{nullptr, at.layout[1], at.layout[2], at.layout[3]}; };
+  plane.block_stride = a.layout[1];
+  plane.slot_stride = a.layout[2];
+  plane.head_stride = a.layout[3];
+  a.length = plane.bits == 0 ? plane.dim : plane.dim * plane.bits / 32;
+  b.length = c.length = kv_groups(&plane);
+  if (plane.bits != 0) plane.scales = part(b), plane.biases = part(c);
+}
+
 PyObject* layer(PyObject*, PyObject* args) {
   return guarded([&]() -> PyObject* {
     auto made = std::make_shared<Layer>();
     unsigned long long isa;
     int dtype;
-    PyObject *addresses, *metal;
+    PyObject *k, *v, *addresses, *metal;
     auto& planes = made->planes;
-    if (!PyArg_ParseTuple(args, "KiLLL(iLLLLL)(iLLLLL)O!O", &isa, &dtype, &planes.num_blocks, &planes.block_size,
-                          &planes.num_kv_heads, &made->array_of[0], &made->offset[0], &planes.k.block_stride,
-                          &planes.k.slot_stride, &planes.k.head_stride, &planes.k.dim, &made->array_of[1],
-                          &made->offset[1], &planes.v.block_stride, &planes.v.slot_stride, &planes.v.head_stride,
-                          &planes.v.dim, &PyTuple_Type, &addresses, &metal)) {
+    planes = {};
+    if (!PyArg_ParseTuple(args, "KiLLLO!O!O!O", &isa, &dtype, &planes.num_blocks, &planes.block_size,
+                          &planes.num_kv_heads, &PyTuple_Type, &k, &PyTuple_Type, &v, &PyTuple_Type, &addresses,
+                          &metal)) {
       return nullptr;
     }
     made->isa = reinterpret_cast<const kv_isa*>(isa);
     planes.dtype = static_cast<kv_dtype>(dtype);
+    read_side(k, planes.k, made->rows[0]);
+    read_side(v, planes.v, made->rows[1]);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(addresses); i++) {
       void* address = PyLong_AsVoidPtr(PyTuple_GET_ITEM(addresses, i));
       if (PyErr_Occurred()) return nullptr;
@@ -145,20 +165,33 @@ PyObject* layer(PyObject*, PyObject* args) {
   });
 }
 
-// metal_texts(write, copy_blocks): (function, text) six times, by dtype and then by vectors (no, yes); and once.
+MetalText text_of(PyObject* pair) {
+  const char *function, *text;
+  if (!PyTuple_Check(pair) || !PyArg_ParseTuple(pair, "ss", &function, &text)) {
+    throw Refusal{PyExc_TypeError, "[metal_texts] a kernel is (function, text)"};
+  }
+  return {function, text};
+}
+
+// metal_texts(writes, floats, words, factors): kernels as (function, text); those that write in tuples of six, by dtype
+// and then by vectors (no, yes).
 PyObject* metal_texts(PyObject*, PyObject* args) {
   return guarded([&]() -> PyObject* {
     auto made = std::make_shared<MetalTexts>();
-    const char* words[14];
-    if (!PyArg_ParseTuple(args, "((ss)(ss)(ss)(ss)(ss)(ss))(ss)", &words[0], &words[1], &words[2], &words[3], &words[4],
-                          &words[5], &words[6], &words[7], &words[8], &words[9], &words[10], &words[11], &words[12],
-                          &words[13])) {
-      return nullptr;
+    PyObject *writes, *floats, *words, *factors;
+    if (!PyArg_ParseTuple(args, "O!OOO", &PyTuple_Type, &writes, &floats, &words, &factors)) return nullptr;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(writes); i++) {
+      PyObject* kernels[6];
+      if (!PyArg_ParseTuple(PyTuple_GET_ITEM(writes, i), "OOOOOO", &kernels[0], &kernels[1], &kernels[2], &kernels[3],
+                            &kernels[4], &kernels[5])) {
+        return nullptr;
+      }
+      auto& texts = made->write.emplace_back();
+      for (int j = 0; j < 6; j++) texts[{static_cast<kv_dtype>(j / 2), j % 2 == 1}] = text_of(kernels[j]);
     }
-    for (int i = 0; i < 6; i++) {
-      made->write[{static_cast<kv_dtype>(i / 2), i % 2 == 1}] = {words[2 * i], words[2 * i + 1]};
-    }
-    made->copy_blocks = {words[12], words[13]};
+    made->copy_floats = text_of(floats);
+    made->copy_words = text_of(words);
+    made->copy_factors = text_of(factors);
     return capsule<MetalTexts>(METAL, made);
   });
 }

@@ -22,7 +22,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvpool.spec import KVSpec
-from kvpool_backends.mlx.native.loading import isa_address
+from kvpool_backends.mlx.native.loading import NOWHERE, isa_address
 from kvpool_backends.mlx.storage import PoolMemory
 
 _KV_DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # kvcpu.h
@@ -89,15 +89,21 @@ class InPlacePool:
         self._chains: dict[tuple[int, ...], _Chain] = {}
         numbers: dict[tuple[str, int], int] = {}  # of base arrays, in the order of `PoolMemory`
         for layer in range(spec.num_layers):
-            planes, used = [], []
-            for name, dim in spec.planes:
-                layout = spec.plane_layout(name, num_blocks)
+            places: dict[str, tuple[int, ...]] = {}
+            used: list[int] = []
+            for plane in spec.stored_planes:
+                layout = spec.plane_layout(plane.name, num_blocks)
                 number = numbers.setdefault((layout.array, layer if layout.per_layer else 0), len(numbers))
                 if number not in used:
                     used.append(number)
                 offset = layout.offset + layer * layout.layer_stride
                 strides = (layout.block_stride, layout.slot_stride, layout.head_stride)
-                planes.append((used.index(number), offset, *strides, dim))
+                places[plane.name] = (used.index(number), offset, *strides)
+            sides = []
+            for (name, dim), bits in zip(spec.planes, spec.bits, strict=True):
+                parts = [places.get(f"{name}{part}", NOWHERE) for part in ("", "_scales", "_biases")]
+                sides.append((dim, bits or 0, spec.quant_group_size if bits else 0, *parts))
+            self._sides = tuple(tuple(part[0] for part in side[3 : 6 if side[1] else 4]) for side in sides)
             chain = self._chain(tuple(used), memory)
             capsule = module.layer(
                 isa_address(isa),
@@ -105,7 +111,7 @@ class InPlacePool:
                 num_blocks,
                 spec.block_size,
                 spec.num_kv_heads,
-                *planes,
+                *sides,
                 chain.addresses,
                 metal,
             )
@@ -136,12 +142,14 @@ class InPlacePool:
             self._build(capsule, chain, copies=copies)
 
     def read(self, layer: int, kernel: Callable[..., Sequence[mx.array]]) -> Sequence[mx.array]:
-        """The results of ``kernel(*arrays)`` on the arrays of a layer, for kernels of MLX.
+        """The results of ``kernel(k, v)`` on the planes of a layer, for kernels of MLX.
 
-        They take their place in the chain. The arrays may not be used in any other way, and not be kept.
+        A plane is an array, or (words, scales, biases). Results take their place in the chain. The arrays may not be
+        used in any other way, and not be kept.
         """
         capsule, chain = self._layers[layer]
-        results = kernel(*chain.handles)
+        k, v = (tuple(chain.handles[number] for number in side) for side in self._sides)
+        results = kernel(*(plane if len(plane) > 1 else plane[0] for plane in (k, v)))
         self._build(capsule, chain, reads=tuple(results))
         return results
 

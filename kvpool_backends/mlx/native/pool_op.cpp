@@ -73,10 +73,16 @@ kv_dtype dtype_of(const mx::array& x) {
 
 kv_layer Layer::in(const std::vector<mx::array>& pools) const {
   kv_layer layer = planes;
-  const int64_t itemsize = kv_itemsize(layer.dtype);
-  kv_plane* both[] = {&layer.k, &layer.v};
+  kv_plane* sides[] = {&layer.k, &layer.v};
   for (int i = 0; i < 2; i++) {
-    both[i]->base = const_cast<char*>(pools[array_of[i]].data<char>()) + offset[i] * itemsize;
+    auto first = [&](int part, kv_dtype stored) {
+      const Rows& at = rows[i][part];
+      return const_cast<char*>(pools[at.array].data<char>()) + at.layout[0] * kv_itemsize(stored);
+    };
+    sides[i]->base = first(0, kv_stored(&layer, sides[i]));
+    if (num_parts(i) == 1) continue;
+    sides[i]->scales.base = first(1, layer.dtype);
+    sides[i]->biases.base = first(2, layer.dtype);
   }
   return layer;
 }

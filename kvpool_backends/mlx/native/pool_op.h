@@ -9,6 +9,7 @@
 // which it was built. `native.pool.InPlacePool` owns the handles and sees to it.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -42,22 +43,33 @@ struct MetalText {
   std::string function, text;
 };
 
-// The kernels of one pool, by dtype of the tokens and whether their rows can be read in vectors.
+// Kernels that write, by dtype of the tokens and whether their rows can be read in vectors.
+using WriteTexts = std::map<std::pair<kv_dtype, bool>, MetalText>;
+
+// The kernels of one pool.
 struct MetalTexts {
-  std::map<std::pair<kv_dtype, bool>, MetalText> write;
-  MetalText copy_blocks;
+  std::vector<WriteTexts> write; // one for K and V together; or one each, where a plane is packed
+  MetalText copy_floats, copy_words, copy_factors; // scales and biases are factors
 };
 
-// Where the planes of a layer lie in the base arrays of the layer (one or two), in elements.
+// Rows of a stored plane: in which base array of a layer they lie, offset, block, slot and head stride there, and their
+// length, all in elements of the array.
+struct Rows {
+  int array;
+  std::array<int64_t, 4> layout;
+  int64_t length;
+};
+
+// Where the planes of a layer lie in its base arrays.
 struct Layer {
   const kv_isa* isa;
   kv_layer planes; // bases are NULL
-  int array_of[2]; // of K and V
-  int64_t offset[2];
+  std::array<std::array<Rows, 3>, 2> rows; // of K and V: floats, or words, scales and biases
   std::vector<const void*> addresses; // of the base arrays: they never change
   std::shared_ptr<const MetalTexts> metal; // null where nothing runs on a GPU
 
   int num_arrays() const { return static_cast<int>(addresses.size()); }
+  int num_parts(int side) const { return (side == 0 ? planes.k : planes.v).bits == 0 ? 1 : 3; }
   kv_layer in(const std::vector<mx::array>& pools) const;
 };
 
@@ -121,6 +133,9 @@ class PoolOp : public mx::Primitive {
   int first_handle() const { return parts_.attends ? 2 : 1; }
   void place(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) const;
   void write_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs);
+  void write_floats(const WriteTexts& texts, int k_side, int v_side, const mx::array* tokens,
+                    std::vector<mx::array>& outputs);
+  void write_packed(const WriteTexts& texts, int side, const mx::array* tokens, std::vector<mx::array>& outputs);
   void copy_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs);
   void seal_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs);
   Parts parts_;

@@ -21,9 +21,13 @@ constexpr const char* PRELUDE =
 constexpr int CHUNK = 4; // elements that a thread moves
 constexpr int GROUP_THREADS = 256;
 
-MTL::ComputePipelineState* pipeline(mx::metal::Device& device, const MetalText& kernel) {
+// The encoder of a stream, with a kernel that is compiled unless it was.
+mx::metal::CommandEncoder& encoder_with(const MetalText& kernel, mx::Stream stream) {
+  auto& device = mx::metal::device(stream.device);
   auto* library = device.get_library(kernel.function, [&kernel] { return PRELUDE + kernel.text; });
-  return device.get_kernel(kernel.function, library);
+  auto& encoder = mx::metal::get_command_encoder(stream);
+  encoder.set_compute_pipeline_state(device.get_kernel(kernel.function, library));
+  return encoder;
 }
 
 // Rows are runs of elements that begin where a chunk may begin.
@@ -64,42 +68,79 @@ void PoolOp::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::arra
 
 void PoolOp::write_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
   const Layer& layer = *parts_.layer;
-  const mx::array* tokens = &inputs[layer.num_arrays()];
-  const mx::array &k = tokens[0], &v = tokens[1], &slots = tokens[2];
-  if (slots.size() == 0) return;
-  const kv_plane *ks = &layer.planes.k, *vs = &layer.planes.v;
-  const std::array<int64_t, 8> layout = {layer.offset[0], ks->block_stride, ks->slot_stride, ks->head_stride,
-                                         layer.offset[1], vs->block_stride, vs->slot_stride, vs->head_stride};
+  const mx::array* tokens = &inputs[layer.num_arrays()]; // k, v, slots
+  if (tokens[2].size() == 0) return;
+  if (layer.metal->write.size() == 1) {
+    write_floats(layer.metal->write[0], 0, 1, tokens, outputs);
+    return;
+  }
+  for (int side = 0; side < 2; side++) {
+    if (layer.num_parts(side) == 1) {
+      write_floats(layer.metal->write[side], side, side, tokens, outputs);
+    } else {
+      write_packed(layer.metal->write[side], side, tokens, outputs);
+    }
+  }
+}
+
+// K and V, or one of them twice: then the kernel has no dimensions of a second one.
+void PoolOp::write_floats(const WriteTexts& texts, int k_side, int v_side, const mx::array* tokens,
+                          std::vector<mx::array>& outputs) {
+  const Layer& layer = *parts_.layer;
+  const mx::array &k = tokens[k_side], &v = tokens[v_side];
+  const Rows &k_rows = layer.rows[k_side][0], &v_rows = layer.rows[v_side][0];
+  std::array<int64_t, 8> layout;
+  std::copy(k_rows.layout.begin(), k_rows.layout.end(), layout.begin());
+  std::copy(v_rows.layout.begin(), v_rows.layout.end(), layout.begin() + 4);
   const std::array<int64_t, 6> strides = {k.strides(0), k.strides(1), k.strides(2),
                                           v.strides(0), v.strides(1), v.strides(2)};
-  const auto& kernel = layer.metal->write.at({dtype_of(k), has_vectors(k) && has_vectors(v)});
-  auto& device = mx::metal::device(stream().device);
-  auto& encoder = mx::metal::get_command_encoder(stream());
-  encoder.set_compute_pipeline_state(pipeline(device, kernel));
-  encoder.set_output_array(outputs[first_handle() + layer.array_of[0]], 0);
-  encoder.set_output_array(outputs[first_handle() + layer.array_of[1]], 1);
+  auto& encoder = encoder_with(texts.at({dtype_of(k), has_vectors(k) && has_vectors(v)}), stream());
+  encoder.set_output_array(outputs[first_handle() + k_rows.array], 0);
+  encoder.set_output_array(outputs[first_handle() + v_rows.array], 1);
   encoder.set_input_array(k, 2);
   encoder.set_input_array(v, 3);
-  encoder.set_input_array(slots, 4);
+  encoder.set_input_array(tokens[2], 4);
   encoder.set_bytes(layout.data(), int(layout.size()), 5);
   encoder.set_bytes(strides.data(), int(strides.size()), 6);
-  dispatch(encoder, std::max(ks->dim, vs->dim) / CHUNK, layer.planes.num_kv_heads, slots.size());
+  dispatch(encoder, std::max(k_rows.length, v_rows.length) / CHUNK, layer.planes.num_kv_heads, tokens[2].size());
+}
+
+void PoolOp::write_packed(const WriteTexts& texts, int side, const mx::array* tokens,
+                          std::vector<mx::array>& outputs) {
+  const Layer& layer = *parts_.layer;
+  const mx::array& x = tokens[side];
+  const auto& rows = layer.rows[side];
+  std::array<int64_t, 8> layout; // of words, and of scales and biases alike
+  std::copy(rows[0].layout.begin(), rows[0].layout.end(), layout.begin());
+  std::copy(rows[1].layout.begin(), rows[1].layout.end(), layout.begin() + 4);
+  const std::array<int64_t, 3> strides = {x.strides(0), x.strides(1), x.strides(2)};
+  auto& encoder = encoder_with(texts.at({dtype_of(x), has_vectors(x)}), stream());
+  for (int part = 0; part < 3; part++) {
+    encoder.set_output_array(outputs[first_handle() + rows[part].array], part);
+  }
+  encoder.set_input_array(x, 3);
+  encoder.set_input_array(tokens[2], 4);
+  encoder.set_bytes(layout.data(), int(layout.size()), 5);
+  encoder.set_bytes(strides.data(), int(strides.size()), 6);
+  dispatch(encoder, x.shape(2) / CHUNK, layer.planes.num_kv_heads, tokens[2].size());
 }
 
 void PoolOp::copy_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
   const Layer& layer = *parts_.layer;
+  const MetalTexts& texts = *layer.metal;
   const mx::array& ids = inputs[layer.num_arrays()];
-  auto& device = mx::metal::device(stream().device);
-  auto& encoder = mx::metal::get_command_encoder(stream());
-  encoder.set_compute_pipeline_state(pipeline(device, layer.metal->copy_blocks));
-  const kv_plane* planes[] = {&layer.planes.k, &layer.planes.v};
-  for (int i = 0; i < 2; i++) {
-    const kv_plane& plane = *planes[i];
-    const std::array<int64_t, 4> layout = {layer.offset[i], plane.block_stride, plane.slot_stride, plane.head_stride};
-    encoder.set_output_array(outputs[first_handle() + layer.array_of[i]], 0);
-    encoder.set_input_array(ids, 1);
-    encoder.set_bytes(layout.data(), int(layout.size()), 2);
-    dispatch(encoder, plane.dim / CHUNK, layer.planes.num_kv_heads * layer.planes.block_size, ids.shape(0));
+  for (int side = 0; side < 2; side++) {
+    const int num_parts = layer.num_parts(side);
+    for (int part = 0; part < num_parts; part++) {
+      const Rows& rows = layer.rows[side][part];
+      const auto& kernel = part > 0 ? texts.copy_factors : num_parts > 1 ? texts.copy_words : texts.copy_floats;
+      auto& encoder = encoder_with(kernel, stream());
+      encoder.set_output_array(outputs[first_handle() + rows.array], 0);
+      encoder.set_input_array(ids, 1);
+      encoder.set_bytes(rows.layout.data(), int(rows.layout.size()), 2);
+      dispatch(encoder, part > 0 ? rows.length : rows.length / CHUNK,
+               layer.planes.num_kv_heads * layer.planes.block_size, ids.shape(0));
+    }
   }
 }
 
