@@ -8,6 +8,11 @@ it fails most of test_guards).
 import contextlib
 import os
 import sys
+import zlib
+from collections import defaultdict
+
+# One thread of BLAS per process of pytest-xdist, which hands it on. NumPy reads it when it is loaded.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
@@ -99,13 +104,19 @@ BEGIN_FIRST = (
 #: servers or whole demos. `fuzz_machine` and `fuzz_machine_groups` run many random programs; their faults are in
 #: `fuzz_canary` and `fuzz_groups`, which stay. The files in `KEPT_IN` stay in `make test`: they plant many faults in
 #: little time. `SLOW` are single tests and planted faults that cost as much as a file.
+#:
+#: `ONE_OF_MANY`: a test that is repeated over models, options or seeds runs once in `make test`, for another one from
+#: test to test. All of them are in `make test-all`. Tests that plant a fault are not thinned out.
 KEPT_IN = ("metal_mutations", "metal_packed_mutations", "metal_scores")
 LEFT_TO_TEST_ALL = (
     *("metal", "benchmarks", "proof_mutants", "proof_coverage", "proof_gates", "proof_failures"),
     *("demo", "demo_conversation", "packaging", "ranks", "server_admission", "server_soak", "server_death"),
     *("backend_mlx", "mlx_native", "mlx_native_metal", "published_notebook_model", "capi_examples"),
-    *("sizing_fields", "fuzz_machine", "fuzz_machine_groups", "stubs"),
+    *("sizing_fields", "fuzz_machine", "fuzz_machine_groups", "fuzz_prefix", "stubs", "cross"),
+    *("cli_bench_metal", "cli_cache", "cli_serve", "capi_speed"),
+    *("serving_hostile", "serving_kills", "serving_tools"),
 )
+ONE_OF_MANY = ("mlx_lm", "tapes")
 SLOW = (
     "test_machine_broken_pool_is_detected_by_the_model[FloorIgnored]",
     "test_planted_fault_shows_in_what_steps_read[KeptTokensDropped]",
@@ -117,17 +128,41 @@ SLOW = (
 )
 
 
+def _name(path):
+    return path.stem.removeprefix("test_")
+
+
+def _is_left_to_test_all(path):
+    return bool({path.parent.name, _name(path)} & set(LEFT_TO_TEST_ALL)) and _name(path) not in KEPT_IN
+
+
+def pytest_ignore_collect(collection_path, config):
+    """`make test` does not import the files that it leaves out."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    if config.option.markexpr == "not long" and is_test and _is_left_to_test_all(collection_path):
+        return True
+    return None
+
+
 def pytest_collection_modifyitems(items):
     """The slowest files first, and the marker `long` for what `make test` leaves out.
 
     ``--no-loadscope-reorder`` keeps the order: xdist would begin with the files that have many tests.
     """
+    from proof.convicted import plants
+
     place = {f"test_{name}": number for number, name in enumerate(BEGIN_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    repeated = defaultdict(list)
     for item in items:
-        name = item.path.stem.removeprefix("test_")
-        left = {item.path.parent.name, name} & set(LEFT_TO_TEST_ALL) and name not in KEPT_IN
-        if left or item.name in SLOW:
+        if _is_left_to_test_all(item.path) or item.name in SLOW:
+            item.add_marker(pytest.mark.long)
+        elif {item.path.parent.name, _name(item.path)} & set(ONE_OF_MANY) and not plants(item):
+            if item.get_closest_marker("long") is None:
+                repeated[item.path, item.originalname].append(item)
+    for (_, name), them in repeated.items():
+        kept = zlib.crc32(name.encode()) % len(them)
+        for item in them[:kept] + them[kept + 1 :]:
             item.add_marker(pytest.mark.long)
 
 

@@ -7,6 +7,7 @@ of its own, rounding by exponent and mantissa instead of by bits.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import numpy as np
 
@@ -201,6 +202,14 @@ def quantized_group(group: np.ndarray, bits: int) -> tuple[list[int], np.float32
     return numbers, scale, bias
 
 
+@lru_cache(maxsize=256)  # layouts and backends are tried with the same tokens
+def _quantized_groups(x: bytes, size: int, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Numbers, scales and biases of the groups of `size` that float32 `x` is made of."""
+    groups = np.frombuffer(x, _ONE).reshape(-1, size)
+    numbers, scales, biases = zip(*(quantized_group(group, bits) for group in groups), strict=True)
+    return np.array(numbers, np.uint8), np.array(scales), np.array(biases)
+
+
 def quantized(x: np.ndarray, spec: KVSpec, bits: int) -> tuple[list[np.ndarray], np.ndarray]:
     """What a plane of `bits` bits holds of tokens ``[T, Hk, D]``, and what comes back.
 
@@ -212,8 +221,7 @@ def quantized(x: np.ndarray, spec: KVSpec, bits: int) -> tuple[list[np.ndarray],
         scale * number + bias, rounded once.
     """
     x = round_to(x, spec.dtype)
-    groups = x.reshape(-1, spec.quant_group_size)
-    numbers, scales, biases = zip(*(quantized_group(group, bits) for group in groups), strict=True)
+    numbers, scales, biases = _quantized_groups(np.float32(x).tobytes(), spec.quant_group_size, bits)
     factors = [round_to(np.array(part, np.float64), spec.dtype)[:, None] for part in (scales, biases)]
     back = (np.array(numbers, np.float64) * factors[0] + factors[1]).astype(np.float32).reshape(x.shape)
     per_word = 32 // bits

@@ -21,6 +21,7 @@ def backend_class():
     return namespace["SmallBackend"]
 
 
+@pytest.mark.long
 def test_the_example_passes_the_kit(backend_class):
     outcome = conformance.check_backend(backend_class)
     assert set(outcome.values()) == {"passed", "not applicable"} and outcome["contexts_are_read"] == "passed"

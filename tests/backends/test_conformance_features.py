@@ -393,7 +393,9 @@ def test_backend_that_cuts_contexts_conforms():
     conformance.check_backend(Split, conformance_attention.FEATURE_CASES)
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(
+    "feature", [FEATURES[0], *(pytest.param(name, marks=pytest.mark.long) for name in FEATURES[1:])]
+)
 def test_backend_with_one_feature_is_asked_for_that_one_alone(feature):
     """It passes what it claims and refuses the rest; cases about the rest do not apply."""
     outcome = conformance.check_backend(with_features(NumpyBackend, feature), conformance_attention.FEATURE_CASES)

@@ -1,4 +1,4 @@
-"""The conformance cases of quantized storage: backends pass, and each case catches the fault that it is meant for."""
+"""Each conformance case of quantized storage catches the fault that it is meant for."""
 
 from dataclasses import replace
 
@@ -7,21 +7,11 @@ import pytest
 
 from kvpool.config import KVSpec
 from kvpool.protocol import StepArrays
-from kvpool.testing import conformance, conformance_storage
-from kvpool_backends.cpu import CPUBackend
+from kvpool.testing import conformance_storage
 from kvpool_backends.numpy import NumpyBackend
 from kvpool_backends.numpy.elements import dequantize, pack, quantize, unpack
 
 CASES = {case.__name__: case for case in conformance_storage.QUANTIZED_CASES}
-
-
-@pytest.mark.parametrize("factory", [NumpyBackend, CPUBackend])
-@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.__name__)
-def test_backend_conforms(case, factory):
-    try:
-        case(factory)
-    except conformance.NotApplicable:
-        assert case.__name__ == "other_bits_and_groups_are_refused"
 
 
 class Changed(NumpyBackend):

@@ -169,6 +169,6 @@ def test_backend_that_does_not_claim_batch_invariance_is_not_asked():
     class Claims(CutsByTheBatch):
         capabilities = replace(NumpyBackend.capabilities, batch_invariant=False)
 
-    outcome = conformance.check_backend(Claims, conformance_attention.SHAPE_CASES)
-    assert outcome.pop("a_row_has_the_same_bits_in_any_batch") == "not applicable"
-    assert set(outcome.values()) == {"passed"}
+    name = "a_row_has_the_same_bits_in_any_batch"
+    cases = [case for case in conformance_attention.SHAPE_CASES if case.__name__ == name]
+    assert conformance.check_backend(Claims, cases) == {name: "not applicable"}

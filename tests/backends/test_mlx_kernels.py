@@ -201,6 +201,7 @@ def test_on_a_gpu_without_metal_the_plain_route_is_taken(monkeypatch):
 # ----------------------------------------------------------------------------------------------- the gate
 
 
+@pytest.mark.long
 def test_attention_over_the_pool_is_20_times_faster_than_gather_and_mlx_attention():
     """16 rows of 1k tokens, 32/8 heads of 128, blocks of 16, bfloat16. Typical: 40 times and more."""
     rows, context, spec = 16, 1024, KVSpec(1, 8, 128, "bfloat16", block_size=16)

@@ -271,6 +271,7 @@ def test_doctor_tells_the_route_of_the_mlx_backend(capsys, monkeypatch, reason, 
     assert said in line
 
 
+@pytest.mark.long
 def test_doctor_runs_the_metal_kernels_and_tells_what_went_wrong(capsys, monkeypatch, engine):
     mx = pytest.importorskip("mlx.core")
     from kvpool.cli import doctor

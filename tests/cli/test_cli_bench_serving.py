@@ -65,6 +65,7 @@ def test_a_trace_is_served(capsys, tmp_path):
     assert found["hit_rate"] > 0
 
 
+@pytest.mark.long
 def test_the_table_and_the_picture(capsys, tmp_path):
     path = tmp_path / "run.png"
     assert main(command, [*NULL, "--plot", str(path)]) == 0

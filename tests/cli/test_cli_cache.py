@@ -11,8 +11,6 @@ from kvpool.adapters.mlx_lm import host, install, tiny
 from kvpool.cli import main
 from kvpool.eviction import H2O, SlidingWindow
 
-pytestmark = pytest.mark.long  # the tests of tests/serving hold most of it in `make test`
-
 PROMPT = "The block table maps positions to slots, and a policy says which of them stay."
 H2O_48 = ["--eviction", "h2o", "--max-kv", "48", "--heavy", "20", "--sink", "2", "--slack", "4"]
 

@@ -51,6 +51,7 @@ def test_text_comes_while_it_is_made_and_stays_after_an_interrupt(start):
     assert "tokens in" in said.decode() and said.decode().endswith("kvpool generate: interrupted\n")
 
 
+@pytest.mark.long
 def test_prompt_that_cannot_end_is_refused_before_a_pool_is_made(start):
     process = start("--max-tokens", "99999999")
     out, said = process.communicate(timeout=PATIENCE)

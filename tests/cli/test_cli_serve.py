@@ -17,8 +17,6 @@ from server_process import Server
 from kvpool.adapters.mlx_lm import tiny
 from kvpool.cli import main, serve
 
-pytestmark = pytest.mark.long  # the tests of tests/serving hold most of it in `make test`
-
 PROMPT = "The block table maps"
 GREEDY = {"prompt": PROMPT, "temperature": 0}
 

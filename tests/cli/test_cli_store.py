@@ -57,6 +57,7 @@ def test_ls_and_stat_tell_what_is_there(directory, capsys):
     assert "2 segments" in printed and "15 blocks" in printed and "weights 77" in printed
 
 
+@pytest.mark.long
 def test_verify_finds_every_flipped_byte(directory, capsys):
     assert said(capsys, "verify", directory) == (0, {"records": 15, "problems": []})
     file = min(directory.glob("*.kvpool"), key=lambda file: file.stat().st_size)

@@ -15,7 +15,7 @@ from kvpool_backends.cpu import CPUBackend, base_arrays, isas
 from kvpool_backends.numpy import NumpyBackend
 
 
-@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("isa", [*(pytest.param(isa, marks=pytest.mark.long) for isa in isas()[:-1]), isas()[-1]])
 @pytest.mark.parametrize("case", conformance.CASES, ids=lambda case: case.__name__)
 def test_backend_conforms(case, isa):
     try:

@@ -55,6 +55,7 @@ def check_scores(batch, kind, factory):
     assert kind == "mass" or not exported[expected == 0].any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(str(x) for x in choice.values()))
 def test_scores_of_decode_equal_float64(engine, choice, kind):
@@ -62,6 +63,7 @@ def test_scores_of_decode_equal_float64(engine, choice, kind):
     check_scores(batch, kind, engine.factory(engine.schedules[-1]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("features", "group"), [((), 20), (("window",), 3), (FEATURES, 3), (FEATURES, 1)])
 def test_scores_of_chunks_are_of_the_newest_query(engine, features, group, kind):
@@ -80,6 +82,7 @@ def test_scores_of_chunks_are_of_the_newest_query(engine, features, group, kind)
     check_scores(batch, kind, engine.factory(0))
 
 
+@pytest.mark.long
 def test_the_result_has_the_same_bits_with_and_without_scores(engine):
     batch = Batch(dtype="float16", seq_lens=(300, 20), q_lens=(2, 5), features=FEATURES, part_tokens=64)
     plain = batch.run(engine.factory(0))
@@ -90,13 +93,12 @@ def test_the_result_has_the_same_bits_with_and_without_scores(engine):
 # ------------------------------------------------------------------------------------------------- counts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("group", "head_dim", "part_tokens", "stored"),
     [(1, 64, 512, 1), (4, 128, 512, 1), (4, 128, 64, 1), (8, 80, 64, 1), (16, 80, 64, 16), (20, 64, 512, 20)],
 )
-def test_raw_scores_cost_one_store_of_four_bytes_per_position(
-    counting_engine, group, head_dim, part_tokens, stored
-):
+def test_raw_scores_cost_one_store_of_four_bytes_per_position(counting_engine, group, head_dim, part_tokens, stored):
     """One for all heads of a group, or one for each where matrix units have them; MLX takes the mean of those."""
     batch = Batch(dtype="float16", head_dim=head_dim, group=group, seq_lens=(256, 256), part_tokens=part_tokens)
     runs, plain = [], []
@@ -190,6 +192,7 @@ def test_planted_faults_are_caught(monkeypatch, fault):
         convict(chunks, ())
 
 
+@pytest.mark.long
 def test_no_race_in_any_schedule(counting_engine):
     batch = Batch(dtype="float16", kv_heads=1, group=20, seq_lens=(40, 90), q_lens=(2, 3), part_tokens=32, padding=1)
     schedules = counting_engine.schedules

@@ -128,6 +128,7 @@ def test_random_workload_gives_the_same_with_drafts(model, seed):
     assert (stats.used, stats.limbo, stats.sequences, stats.pending) == (0, 0, 0, 0)
 
 
+@pytest.mark.long
 def test_workloads_draft_much(model):
     """They would prove nothing otherwise."""
     accepted = rejected = 0

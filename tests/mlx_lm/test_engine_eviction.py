@@ -65,6 +65,7 @@ def test_engine_that_ignores_evictions_gives_other_tokens(model, monkeypatch):
     assert got != due
 
 
+@pytest.mark.long
 def test_gathering_engine_slides_as_the_fused_one_does(model):
     said = [
         [

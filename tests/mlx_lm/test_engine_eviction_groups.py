@@ -111,6 +111,7 @@ def test_crowd_in_a_small_pool_keeps_its_budgets(name, policy):
         assert_nothing_leaked(engine)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5"])
 def test_budget_that_holds_every_context_changes_no_token(name):
     with on_cpu():

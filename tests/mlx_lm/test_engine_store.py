@@ -486,6 +486,7 @@ def slowest(monkeypatch, rule, rng):
     return worst
 
 
+@pytest.mark.long
 def test_load_and_rest_take_five_percent_longer_than_computing_at_most(monkeypatch):
     seed = int(np.random.default_rng().integers(2**32))
     print(f"seed {seed}")

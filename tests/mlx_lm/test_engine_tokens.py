@@ -104,6 +104,7 @@ def test_random_workloads_give_solo_tokens(route, seed):
         print(engine.scheduler.stats())
 
 
+@pytest.mark.long
 def test_tokens_are_the_same_by_the_kernels_of_metal(monkeypatch):
     """On a stand-in for Metal; a chunk is longer than what the kernels take at once."""
     make = kvpool_backends.mlx.MLXBackend

@@ -95,6 +95,7 @@ def test_shapes_in_one_arena_compute_what_they_compute_in_arenas_of_their_own(na
         assert all(np.array_equal(x, y) for x, y in zip(found, due, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [{"backend": "numpy"}, {"backend": "cpu"}])
 def test_other_backends_share_an_arena(how, monkeypatch):
     with on_cpu():

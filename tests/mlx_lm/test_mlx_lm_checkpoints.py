@@ -141,6 +141,7 @@ def test_states_in_blocks_of_any_storage_are_restored_bit_by_bit(how):
         check_restored(Driver("qwen3_5", **how), 14)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["falcon_h1", "gear", "rwkv7"])  # MLX multiplies no experts in 16 bits on a CPU
 def test_states_in_16_bits_are_restored_bit_by_bit(name):
     with on_cpu():

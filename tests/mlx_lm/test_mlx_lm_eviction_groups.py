@@ -57,6 +57,7 @@ def group_of(kv):
     return [group.kind for group in kv.layout.groups].index("full")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fused", [True, False])
 def test_window_model_says_what_stock_says_whose_full_layers_slide(model, fused):
     with on_cpu():

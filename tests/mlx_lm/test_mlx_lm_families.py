@@ -103,6 +103,7 @@ def test_tokens_of_every_family_equal_stock_alone(name):
     assert_family(name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["qwen3_5", "gemma4_text"])
 def test_tokens_where_writes_are_lazy_equal_stock_alone(name):
     with on_cpu():

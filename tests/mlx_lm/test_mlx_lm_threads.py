@@ -71,6 +71,7 @@ def test_blocks_that_a_pass_in_progress_copies_from_are_not_leaked(kv):
     assert (summary.cow_copies, summary.blocks_used, summary.blocks_leaked) == (1, 3, 0), summary
 
 
+@pytest.mark.long
 def test_the_account_may_be_polled_while_an_engine_runs(model, kv):
     prompts = random_prompts(PROMPTS)
     expected = batch_tokens(model, prompts, 40)

@@ -10,7 +10,6 @@ RUNTIME = msl.build.RUNTIME / "scheduler.cpp"
 OPTIONS = ("-std=c++20", "-O0", f"-I{msl.build.INCLUDE}", f"-I{msl.build.RUNTIME}")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("target", [cross.MACOS, cross.LINUX])
 @pytest.mark.parametrize(
     ("fault", "refused"),

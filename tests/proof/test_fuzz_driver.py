@@ -79,6 +79,7 @@ def test_large_pool_is_sound_at_checkpoints():
     driver.audit()
 
 
+@pytest.mark.long
 def test_half_a_million_calls_with_evictions_find_nothing():
     report = hunt(seed=1, calls=500_000)
     assert report.finding is None and report.calls >= 500_000

@@ -32,6 +32,7 @@ def convicted(make, oracle):
     return None, None
 
 
+@pytest.mark.long
 def test_core_agrees_with_the_model_and_reads_the_right_content():
     report = hunt_groups((kvpool.Pool, kvpool.Plan), 1, calls=3_000)
     assert report.finding is None, report.script
@@ -62,6 +63,7 @@ def test_finding_is_printed_as_a_test():
     assert "def test_fuzz_groups" in report.script and "Group(kind='window'" in report.script
 
 
+@pytest.mark.long
 def test_command_fuzzes_and_makes_a_finding_again(capsys, monkeypatch):
     def facts_of(*argv):
         return main([*argv, "--json"]), json.loads(capsys.readouterr().out)

@@ -21,12 +21,10 @@ from proof.machine.machine import run
 EXAMPLES = int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", "1000")) // 4
 
 
-@pytest.mark.long
 def test_prefix_core_random_programs_agree_with_the_model_and_the_content() -> None:
     run(Pool, Plan, examples=EXAMPLES, steps=50, seed=fresh_seed(), prefix_cache=True)
 
 
-@pytest.mark.long
 def test_prefix_model_random_programs_keep_the_content() -> None:
     run(ModelPool, ModelPlan, examples=EXAMPLES // 5, steps=50, seed=fresh_seed(), prefix_cache=True)
 
@@ -217,13 +215,11 @@ def convict(pool: type, oracle: tuple[type, type], seed: int = 1) -> Exception:
     raise AssertionError(f"{pool.__name__} was not convicted, seeds {seed} .. {seed + 500}")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("pool", Unchecked.__subclasses__())
 def test_machine_broken_prefix_cache_is_detected_by_the_model(pool: type) -> None:
     convict(pool, (ModelPool, ModelPlan))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "pool", [ParentIsNotCompared, NamespaceIgnored, EvictedIsFound, HitStaysEvictable, CopyIsPublished]
 )

@@ -337,6 +337,7 @@ def test_backend_that_fails_once_is_a_finding_and_its_script_is_said_to_pass(cap
     assert "fails only sometimes: the script below may pass" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_allocator_that_fails_once_is_a_finding_and_its_script_is_said_to_pass():
     asked = itertools.count()
 

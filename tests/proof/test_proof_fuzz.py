@@ -12,6 +12,7 @@ from proof.fuzz.shape import OPERATIONS
 SHORTEST = Budget(0.0002)  # 2e4 checked operations, 2e5 on large pools, no run of 2,000 for determinism
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", operations.PARTS, ids=lambda part: part.name)
 def test_operations_hold_in_short(part):
     figure = operations.measure_part(part, SHORTEST)

@@ -33,6 +33,7 @@ def test_machine_without_setarch_is_reported(monkeypatch):
     assert not figure.holds and "refused here" in figure.notes
 
 
+@pytest.mark.long
 def test_driver_fits_the_core_of_today(tmp_path):
     """It is compiled only where ThreadSanitizer runs; what it names of the core is looked up here."""
     command = [sys.executable, "-m", "cython", "-3", "proof/threads_driver.pyx", "-o", str(tmp_path / "driver.c")]

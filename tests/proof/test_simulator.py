@@ -20,6 +20,7 @@ def log_of(seed, steps=100):
     return digest, vars(host.tally), len(host.log)
 
 
+@pytest.mark.long
 def test_core_in_ten_thousand_steps_reads_nothing_stale_and_leaks_nothing():
     outcome = simulate(seed=1, steps=10_000)
     assert outcome.failures == [] and outcome.steps >= 10_000

@@ -28,5 +28,6 @@ def test_same_seeds_without_the_fault_pass(name):
     simulate(1, 500, Kit(shape=FAULTS[name].shape))
 
 
+@pytest.mark.long
 def test_model_passes_too():
     simulate(1, 500, Kit(Pool=plain_pool, Plan=ModelPlan))

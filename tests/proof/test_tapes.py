@@ -95,6 +95,7 @@ def test_scenario_gives_what_the_model_gives(program):
     judge(core_tape(program), tape_of(program, Pool=plain_pool, Plan=ModelPlan))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", [life_with_groups, shared_tails], ids=lambda s: s.__name__)
 def test_program_with_groups_gives_what_the_model_gives(program):
     judge(core_tape(program, {"Shown": Shown}), tape_of(program, Pool=plain_pool, Plan=ModelPlan, Shown=ShownOfModel))

@@ -103,6 +103,7 @@ def test_engine_whose_pool_is_broken_ends_the_process_with_a_status_that_tells()
     assert set(found[:6]) <= {200, 500}
 
 
+@pytest.mark.long
 def test_answer_without_text_is_an_error_of_that_request_alone():
     server = Server("--num-blocks", "400", program=("-c", TORN))
     try:
@@ -121,6 +122,7 @@ def test_answer_without_text_is_an_error_of_that_request_alone():
     assert status == 0 and "Traceback" not in errors and "stopped, 0 blocks in use" in errors, errors
 
 
+@pytest.mark.long
 def test_signal_ends_the_process_though_its_engine_cannot_be_stopped():
     status, errors = Server("--num-blocks", "100", program=("-c", STUCK)).stop()
     assert status != 0 and "planted" in errors

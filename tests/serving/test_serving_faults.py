@@ -123,6 +123,7 @@ def test_exception_anywhere_in_the_engine_harms_nobody_who_comes_later():
     assert events > 5000, "the clients hardly used the engine"
 
 
+@pytest.mark.long
 def test_server_that_does_not_recover_is_found():
     runner = Runner(make)
     runner._recover = lambda engine: None

@@ -13,7 +13,6 @@ COUNT = int(os.environ.get("KVPOOL_HOSTILE", 400))
 SEED = int(os.environ.get("KVPOOL_FUZZ_SEED", 7))
 
 
-@pytest.mark.long
 def test_hostile_requests_harm_nobody():
     print(f"seed {SEED}, {COUNT} requests")
     found = attack(COUNT, SEED)
@@ -23,7 +22,6 @@ def test_hostile_requests_harm_nobody():
     assert min(found["statuses"][status] for status in (200, 400, 404)) > COUNT // 50
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("fault", PLANTED)
 def test_server_with_a_fault_is_convicted(fault):
     assert not is_sound(attack(300, SEED, fault))

@@ -233,6 +233,7 @@ def test_whole_answer_with_too_many_logprobs_is_refused(server):
     assert server.post("/v1/completions", body | {"logprobs": 5, "n": 8}, **KEY)[0] in (200, 429)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("connections", [1, 2])
 def test_so_many_connections_are_served_as_the_limit_says(connections):
     one = Server("--num-blocks", "40", "--max-connections", str(connections))
@@ -257,6 +258,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.long
 def test_client_that_does_not_read_its_stream_is_cancelled():
     one = Server("--num-blocks", "3000", program=("-c", DEAF))
     try:
@@ -288,6 +290,7 @@ sys.exit(main(sys.argv[1:-1]))
 """
 
 
+@pytest.mark.long
 def test_requests_at_the_tokenizer_end_with_their_clients_and_are_counted(tmp_path):
     one = Server("--num-blocks", "400", "--max-waiting", "2", str(tmp_path / "go"), program=("-c", HELD))
     path, statuses = "/v1/completions", []

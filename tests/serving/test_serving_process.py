@@ -199,6 +199,7 @@ def test_signal_while_the_model_loads_ends_the_process_at_once(number):
     assert process.returncode == 0 and not out and "Traceback" not in errors, errors
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "grace"), [(signal.SIGTERM, "0"), (signal.SIGINT, "0"), (signal.SIGTERM, "0.5")])
 def test_requests_that_outlive_their_grace_get_an_error(number, grace):
     server = Server("--num-blocks", "400", "--grace", grace, "--max-running", "1")

@@ -8,9 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-import anthropic
 import json_forms
-import openai
 import pytest
 from fuzz_seed import fresh_seed
 from server_process import Server
@@ -61,11 +59,15 @@ def server():
 
 @pytest.fixture(scope="module")
 def client(server):
+    import openai  # takes two seconds
+
     return openai.OpenAI(base_url=f"{server.facts['url']}/v1", api_key="any", max_retries=0)
 
 
 @pytest.fixture(scope="module")
 def messenger(server):
+    import anthropic  # takes five seconds
+
     return anthropic.Anthropic(base_url=server.facts["url"], api_key="any", max_retries=0)
 
 
