@@ -181,6 +181,7 @@ class TierStats(NamedTuple):
     dropped: int = 0  #: blocks that it did not take, or lost before they were written
     evicted: int = 0  #: blocks that left to make room
     errors: int = 0  #: calls of the system or the server that failed
+    write_seconds: float = 0.0  #: CPU time of the thread that writes
 
 
 @runtime_checkable

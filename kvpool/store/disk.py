@@ -202,7 +202,7 @@ class DiskStore:
         """See `BlockStore.stats`."""
         with self._lock:
             gauges = {"blocks": len(self._index), "nbytes": self._held_nbytes, "queued_nbytes": self._outbox.nbytes}
-            return {"disk": self._counts._replace(**gauges)}
+            return {"disk": self._counts._replace(**gauges, write_seconds=self._outbox.seconds)}
 
     def close(self) -> None:
         """Write what waits and seal the segment; see `BlockStore.close`."""

@@ -58,6 +58,7 @@ class Outbox:
         self._names: set[int] = set()
         self._is_closed = False
         self.nbytes = 0  # of what waits
+        self.seconds = 0.0  # of CPU time, for writing
         self._thread = Thread(target=self._run, name="kvpool-store", daemon=True)
 
     def start(self) -> None:
@@ -112,10 +113,12 @@ class Outbox:
                 item = self._queue.popleft() if self._queue else None
             if item is None:
                 continue
+            began = time.thread_time()
             self._guarded(self._write, item)
             with self._change:
                 self._names.discard(item.name)
                 self.nbytes -= item.row.nbytes
+                self.seconds += time.thread_time() - began
                 self._change.notify_all()
         self._guarded(self._end)
 

@@ -102,9 +102,7 @@ def expected_heads(layout: bytes, blocks: Blocks, nbytes: int) -> list[tuple[byt
     heads[:, _KEY_AT + KEY_NBYTES : _KEY_AT + 2 * KEY_NBYTES] = blocks.parents
     heads[:, RECORD.size : RECORD.size + 4 * num_tokens] = np.ascontiguousarray(blocks.tokens, "<i4").view(np.uint8)
     data = heads.tobytes()
-    return [
-        (data[at : at + _FIELDS_NBYTES], data[at + RECORD.size : at + size]) for at in range(0, count * size, size)
-    ]
+    return [(data[at : at + _FIELDS_NBYTES], data[at + RECORD.size : at + size]) for at in range(0, count * size, size)]
 
 
 _KEY_AT = 48  # in a record

@@ -144,7 +144,9 @@ class ServerStore:
     def stats(self) -> dict[str, TierStats]:
         """See `BlockStore.stats`. What the server holds is not known."""
         with self._counting:
-            return {"server": self._counts._replace(queued_nbytes=self._outbox.nbytes)}
+            return {
+                "server": self._counts._replace(queued_nbytes=self._outbox.nbytes, write_seconds=self._outbox.seconds)
+            }
 
     def close(self) -> None:
         """Send what waits, and hang up; see `BlockStore.close`."""

@@ -195,7 +195,8 @@ def big_shape(seed: int, num_blocks: int = 1 << 20) -> Shape:
         "_hash_bits": 64,
     }
     usual = {**WEIGHTS, "defer_close": 0.5, "misuse": 0, "reset": 0, "flush": 0, "match": 0.5, "can": 0.5}
-    usual |= {"load": 0.5, "loaded": 0.5, "unshare": 0.2, "compact": 0.6, "evict_blocks": 0.6}  # rare: they cost many times what a step does
+    usual |= {"load": 0.5, "loaded": 0.5}
+    usual |= {"unshare": 0.2, "compact": 0.6, "evict_blocks": 0.6}  # rare: they cost many times what a step does
     possible = {name: w for name, w in usual.items() if w and name not in (BARE_ONLY if prefix else PREFIX_ONLY)}
     return Shape(
         seed=rng.getrandbits(63),

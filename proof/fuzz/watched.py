@@ -276,9 +276,9 @@ class Watched:
         return int(n)
 
     def defer_close(self, handle: int) -> None:
-        """`Pool.defer_close`; the check behind it is the next call."""
+        """`Pool.defer_close`, also of a handle that is dead; the check behind it is the next call."""
         self.pool.defer_close(handle)
-        self._closed(handle)
+        self._closed([handle] if handle in self.sequences else [])
 
     def _closed(self, handles: Any) -> None:
         for handle in handles if isinstance(handles, list) else [handles]:

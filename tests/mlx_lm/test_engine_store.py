@@ -12,6 +12,7 @@ from mlx_lm.generate import generate_step
 from kvpool.adapters.mlx_lm import Engine, install, tiny
 from kvpool.adapters.mlx_lm import stored as module
 from kvpool.store import DiskStore, MemoryStore
+from kvpool.store.blocks import TierStats
 
 ARCHS = (None, "gemma3_text", "qwen3_5")  # one table; windows; states
 PROMPT = np.random.default_rng(11).integers(0, 200, 400).tolist()
@@ -421,6 +422,21 @@ def test_flush_after_the_weights_changed_loads_and_saves_nothing_more(model, fil
     assert answer(engine)[2] == 0 and not engine.is_saving
     assert store.stats()["memory"].blocks == blocks
     engine.close()
+
+
+def test_cpu_time_of_the_threads_of_a_store_is_taken_from_that_of_saves(monkeypatch):
+    model, made = tiny.make()[0], []
+    engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0])
+    stored, seconds = engine.kv.stored, iter((2.0, 5.0))
+    monkeypatch.setattr(made[0], "stats", lambda: {"disk": TierStats(write_seconds=next(seconds))}, raising=False)
+    names = stored.layout.blocks(PROMPT)[0][:1]
+    for due in (2.0, 3.0):
+        stored._credit = 0.0
+        stored._give(names, np.zeros((1, stored.layout.groups[0].nbytes), np.uint8))
+        stored.note(1.0, 0)
+        assert module.SAVE_SHARE - due - 0.5 < stored._credit <= module.SAVE_SHARE - due
+    monkeypatch.undo()
+    checked(engine)
 
 
 def test_running_requests_are_not_preempted_for_saves():

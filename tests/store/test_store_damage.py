@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -232,14 +233,14 @@ def test_link_that_was_swapped_in_while_the_store_is_open_is_a_miss(tmp_path):
 def test_read_error_is_a_miss_and_is_counted(tmp_path, monkeypatch):
     filled(tmp_path / "store")
     store, blocks = opened(tmp_path / "store"), SMALL.blocks(TOKENS)[0]
+
+    def failing(read, fd, what, offset):
+        if HEADER + RECORD <= offset < HEADER + 2 * RECORD:
+            raise OSError(errno.EIO, "planted")
+        return read(fd, what, offset)
+
     for name in ("pread", "preadv"):
-
-        def failing(fd, what, offset, read=getattr(os, name)):
-            if HEADER + RECORD <= offset < HEADER + 2 * RECORD:
-                raise OSError(errno.EIO, "planted")
-            return read(fd, what, offset)
-
-        monkeypatch.setattr(os, name, failing)
+        monkeypatch.setattr(os, name, partial(failing, getattr(os, name)))
     kit.loads(store, blocks, [0, 2])
     assert store.stats()["disk"].errors == 1
     monkeypatch.undo()

@@ -178,7 +178,9 @@ def test_segment_is_sealed_before_its_bytes_are_a_day_old(tmp_path, monkeypatch)
     store.close()
 
 
-@pytest.mark.parametrize("content", ["", "[]", "x", '{"x": 1}', '{"1": Infinity}', '{"999999999": -9e9}', "[" * 500_000])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "x", '{"x": 1}', '{"1": Infinity}', '{"999999999": -9e9}', "[" * 500_000]
+)
 def test_damaged_account_of_the_budget_stops_nobody_and_gives_no_more(tmp_path, content):
     opened(tmp_path / "store").close()
     (tmp_path / "store" / "written.json").touch(0o600)

@@ -202,7 +202,8 @@ class StoredPrefixes:
         self._read = _Rate()  # bytes
         self._export = _Rate()  # bytes
         self._credit = 0.0  # seconds that saves may take
-        self._written = 0.0  # seconds of CPU that the writer took, not yet taken from the credit
+        self._written = 0.0  # seconds of CPU that writing took, not yet taken from the credit
+        self._write_seconds = 0.0  # of the threads of the store, up to now
         self._is_closed = False
         # The collector may run inside a call of the pool, so the thread that writes does it.
         weakref.finalize(kv, self._writer.put, self.abandon).atexit = False
@@ -568,9 +569,11 @@ class StoredPrefixes:
         try:
             self.store.store(names, rows)
         finally:
+            write_seconds = sum(tier.write_seconds for tier in self.store.stats().values())
             with self._news:
                 self._queued -= rows.nbytes
-                self._written += time.thread_time() - began
+                self._written += time.thread_time() - began + write_seconds - self._write_seconds
+                self._write_seconds = write_seconds
                 self._news.notify()
 
     def export(self, timeout: float = 10.0) -> None:
