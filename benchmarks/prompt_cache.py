@@ -23,18 +23,18 @@ from mlx_lm.models.cache import KVCache, LRUPromptCache
 from benchmarks.gate import Gate, as_text, held
 from kvpool.adapters.prompt_cache import PromptCache
 
-CONVERSATIONS, SYSTEM, SEED = 200, 512, 1
-FEW, MANY = 3, 20  # turns
+CONVERSATIONS, SEED = 200, 1
+FEW, MANY = (3, 512), (12, 256)  # turns, and tokens of the system prompt
 SERVER = 10  # sequences that mlx-lm's server keeps by default
 TOKEN_NBYTES = 64
 LAYERS, HEADS, DIM = 4, 2, 64  # of the caches whose calls are timed: 4 KiB a token
 SHORT, LONG, TURN, ROUNDS = 1024, 32_768, 256, 15
 
 
-def trace(turns: int) -> list[list[int]]:
+def trace(turns: int, system_tokens: int) -> list[list[int]]:
     """Return the prompts, in the order in which they come; each prompt of a conversation begins with the one before."""
     rng = random.Random(SEED)
-    system = [rng.randrange(32_000) for _ in range(SYSTEM)]
+    system = [rng.randrange(32_000) for _ in range(system_tokens)]
     prompts = [list(system) for _ in range(CONVERSATIONS)]
     found = []
     for _ in range(turns):
@@ -110,12 +110,13 @@ def inserting(rng: np.random.Generator) -> Gate:
     return Gate(f"insert of {TURN} tokens behind {LONG:,} / behind {SHORT:,}", value, 1.1, at_most=True, note=note)
 
 
-def beside(turns: int, shares: tuple[int, ...]) -> list[Gate]:
+def beside(turns: int, system_tokens: int, shares: tuple[int, ...]) -> list[Gate]:
     """Print hit tokens of conversations of so many turns, within shares of what stock takes without a budget."""
-    requests = trace(turns)
+    requests = trace(turns, system_tokens)
     stock, most = play(LRUPromptCache(max_size=1 << 30), requests)
     default, _ = play(LRUPromptCache(max_size=SERVER), requests)
-    print(f"{turns} turns: {len(requests):,} requests, {sum(map(len, requests)):,} prompt tokens, seed {SEED}")
+    total = sum(map(len, requests))
+    print(f"{turns} turns behind {system_tokens} tokens: {len(requests):,} requests, {total:,} tokens, seed {SEED}")
     print(f"{'budget, bytes':>14} {f'{SERVER} sequences':>16} {'LRUPromptCache':>16} {'PromptCache':>16}")
     above, best = 0, 0.0
     for share in shares:
@@ -129,16 +130,16 @@ def beside(turns: int, shares: tuple[int, ...]) -> list[Gate]:
         if share == 1:
             first = (hits / default, nbytes / most)
     return [
-        Gate(f"{turns} turns: hits / LRUPromptCache of {SERVER} sequences", first[0], 3 if turns == MANY else None),
+        Gate(f"{turns} turns: hits / LRUPromptCache of {SERVER} sequences", first[0], 3 if turns == MANY[0] else None),
         Gate(f"{turns} turns: hits / LRUPromptCache at its best", best, None, goal=3),
-        Gate(f"{turns} turns: bytes / LRUPromptCache", first[1], 0.4 if turns == FEW else None, at_most=True),
+        Gate(f"{turns} turns: bytes / LRUPromptCache", first[1], 0.4 if turns == FEW[0] else None, at_most=True),
         Gate(f"{turns} turns: bytes above the budget", above, 0, at_most=True),
     ]
 
 
 def main() -> int:
     """Print the tables."""
-    gates = beside(FEW, (1, 4)) + beside(MANY, (1, 2))
+    gates = beside(*FEW, (1, 4)) + beside(*MANY, (1, 2))
     rng = np.random.default_rng(SEED)
     gates += [fetching(rng), inserting(rng)]
     print(as_text(gates))

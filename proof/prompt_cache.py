@@ -190,7 +190,7 @@ class Program:
         self.options = {"max_bytes": rng.choice([ROOMY, ROOMY, 3_000, 12_000])} if options is None else options
         if options is None and rng.random() < 0.2:
             self.options["checkpoint_bytes"] = rng.choice([100, 1000])
-        if options is None and rng.random() < 0.2:
+        if options is None and rng.random() < 0.3:
             self.options["max_size"] = rng.randint(1, 6)
         if options is None and rng.random() < 0.3 and self.kind in STORED:
             layout = store_layout(made(self.kind, [0] * 30, rng), b"weights")
@@ -201,7 +201,7 @@ class Program:
         store = self.options.get("store")
         self.keeps = store is not None and store.max_nbytes == 1 << 30 and self.options["max_bytes"] == ROOMY
         self.keeps = self.keeps and "checkpoint_bytes" not in self.options
-        self.bases: list[list[int]] = [[]]
+        self.bases: list[tuple[list[int], list[tuple[int, int, str]]]] = [([], [])]
         self.operations = 0
 
     def run(self, calls: int = PROGRAM) -> str:
@@ -214,10 +214,20 @@ class Program:
             shelf.pool.check()
         return ""
 
-    def prompt(self) -> list[int]:
-        rng, base = self.rng, self.rng.choice(self.bases[-8:])
+    def prompt(self) -> tuple[list[int], list[tuple[int, int, str]]]:
+        """Tokens and a span of media or none, often those of an earlier prompt, cut anywhere."""
+        rng = self.rng
+        base, spans = rng.choice(self.bases[-8:])
         base = base[: rng.choice([len(base), rng.randint(0, len(base))])][: LONGEST - 40]
-        return base + [rng.randrange(3) for _ in range(rng.randint(1, 40))]
+        tokens = base + [rng.randrange(3) for _ in range(rng.randint(1, 40))]
+        if not spans and rng.random() < 0.1:
+            start = rng.randrange(len(tokens))
+            spans = [(start, start + rng.randint(1, 20), "c")]
+        digest = rng.choice("cccd")
+        spans = [(start, min(stop, len(tokens)), digest) for start, stop, _ in spans if start < len(tokens)]
+        for start, stop, _ in spans:  # what a model makes of media depends on them, not on their tokens
+            tokens[start:stop] = [ord(digest)] * (stop - start)
+        return tokens, spans
 
     def call(self) -> str:
         rng, chance = self.rng, self.rng.random()
@@ -229,13 +239,11 @@ class Program:
         if chance < 0.04 and "store" in self.options:
             self.prompts, self.loses = PromptCache(**self.options), True
             return ""
-        tokens, namespace = self.prompt(), rng.choice([b"", b"other"])
-        start = rng.randrange(len(tokens))
-        spans = [(start, min(start + 5, len(tokens)), rng.choice("cd"))] if rng.random() < 0.1 else []
+        (tokens, spans), namespace = self.prompt(), rng.choice([b"", b"other"])
         if chance < 0.5:
             said = self.fetched(tokens, namespace, spans)
             return said or self.fault_in_account()
-        self.bases.append(tokens)
+        self.bases.append((tokens, spans))
         text = text_of(tokens, spans, namespace)
         self.naive.add(text)
         if not spans:
