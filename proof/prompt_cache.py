@@ -24,7 +24,8 @@ from kvpool.adapters.prompt_store import store_layout
 from kvpool.store import MemoryStore
 
 HEADS, WIDTH, WINDOW, KEEP = 2, 2, 24, 4
-PROGRAM = 100  # calls of a program
+PROGRAM = 200  # calls of a program
+ROOMY = 1 << 24  # a budget that no program fills
 LONGEST = 160  # tokens of a prompt
 KINDS = ("dense", "quantized", "window", "chunk", "state", "list", "batch", "unknown")
 CUT = ("dense", "quantized", "batch")  # kinds that are found at every length
@@ -138,8 +139,10 @@ def fault_in(caches: list[Any], kind: str, tokens: list[int]) -> str:
             same = cache.offset == len(tokens) and all(map(np.array_equal, held, expected))
         else:
             rows = plane(tokens, layer)
-            keys, values = cache.keys_and_values() if type(cache) is not mlx_caches.RotatingKVCache else (
-                cache._temporal_order(cache.keys), cache._temporal_order(cache.values)
+            keys, values = (
+                cache.keys_and_values()
+                if type(cache) is not mlx_caches.RotatingKVCache
+                else (cache._temporal_order(cache.keys), cache._temporal_order(cache.values))
             )
             if type(cache) is mlx_caches.RotatingKVCache and len(tokens) > WINDOW:
                 rows = np.concatenate([rows[:, :, :KEEP], rows[:, :, KEEP - WINDOW :]], axis=2)
@@ -184,21 +187,22 @@ class Program:
     def __init__(self, seed: int, kind: str | None = None, options: dict[str, Any] | None = None) -> None:
         self.rng = rng = random.Random(seed)
         self.kind = kind or rng.choice(KINDS)
-        self.options = {"max_bytes": rng.choice([1 << 40, 1 << 40, 3_000, 12_000])} if options is None else options
+        self.options = {"max_bytes": rng.choice([ROOMY, ROOMY, 3_000, 12_000])} if options is None else options
         if options is None and rng.random() < 0.2:
             self.options["checkpoint_bytes"] = rng.choice([100, 1000])
-        if options is None and rng.random() < 0.2:
+        if options is None and rng.random() < 0.3:
             self.options["max_size"] = rng.randint(1, 6)
         if options is None and rng.random() < 0.3 and self.kind in STORED:
             layout = store_layout(made(self.kind, [0] * 30, rng), b"weights")
             self.options["store"] = MemoryStore(layout, rng.choice([1 << 30, 30_000]))
         self.prompts = PromptCache(**self.options)
         self.naive, self.stored = Naive(self.kind), Naive(self.kind)
-        self.loses = len(self.options) > 1 or self.options["max_bytes"] < 1 << 40
+        self.loses = len(self.options) > 1 or self.options["max_bytes"] < ROOMY
         store = self.options.get("store")
-        self.keeps = store is not None and store.max_nbytes == 1 << 30 and self.options["max_bytes"] == 1 << 40
+        self.keeps = store is not None and store.max_nbytes == 1 << 30 and self.options["max_bytes"] == ROOMY
         self.keeps = self.keeps and "checkpoint_bytes" not in self.options
-        self.bases: list[list[int]] = [[]]
+        self.bases: list[tuple[list[int], list[tuple[int, int, str]]]] = [([], [])]
+        self.operations = 0
 
     def run(self, calls: int = PROGRAM) -> str:
         """What was found, or nothing."""
@@ -210,13 +214,24 @@ class Program:
             shelf.pool.check()
         return ""
 
-    def prompt(self) -> list[int]:
-        rng, base = self.rng, self.rng.choice(self.bases[-8:])
+    def prompt(self) -> tuple[list[int], list[tuple[int, int, str]]]:
+        """Tokens and a span of media or none, often those of an earlier prompt, cut anywhere."""
+        rng = self.rng
+        base, spans = rng.choice(self.bases[-8:])
         base = base[: rng.choice([len(base), rng.randint(0, len(base))])][: LONGEST - 40]
-        return base + [rng.randrange(3) for _ in range(rng.randint(1, 40))]
+        tokens = base + [rng.randrange(3) for _ in range(rng.randint(1, 40))]
+        if not spans and rng.random() < 0.1:
+            start = rng.randrange(len(tokens))
+            spans = [(start, start + rng.randint(1, 20), "c")]
+        digest = rng.choice("cccd")
+        spans = [(start, min(stop, len(tokens)), digest) for start, stop, _ in spans if start < len(tokens)]
+        for start, stop, _ in spans:  # what a model makes of media depends on them, not on their tokens
+            tokens[start:stop] = [ord(digest)] * (stop - start)
+        return tokens, spans
 
     def call(self) -> str:
         rng, chance = self.rng, self.rng.random()
+        self.operations += 1
         if chance < 0.02:
             self.loses = True
             self.prompts.trim_to(**rng.choice([{"n_sequences": rng.randint(0, 4)}, {"n_bytes": rng.randint(0, 9000)}]))
@@ -224,19 +239,18 @@ class Program:
         if chance < 0.04 and "store" in self.options:
             self.prompts, self.loses = PromptCache(**self.options), True
             return ""
-        tokens, namespace = self.prompt(), rng.choice([b"", b"other"])
-        start = rng.randrange(len(tokens))
-        spans = [(start, min(start + 5, len(tokens)), rng.choice("cd"))] if rng.random() < 0.1 else []
+        (tokens, spans), namespace = self.prompt(), rng.choice([b"", b"other"])
         if chance < 0.5:
             said = self.fetched(tokens, namespace, spans)
             return said or self.fault_in_account()
-        self.bases.append(tokens)
+        self.bases.append((tokens, spans))
         text = text_of(tokens, spans, namespace)
         self.naive.add(text)
         if not spans:
             self.stored.add(text)
         self.prompts.insert(tokens, made(self.kind, tokens, rng), namespace, media=spans)
         if not self.loses and not spans:  # what was inserted is found at once
+            self.operations += 1
             said = self.fetched([*tokens, 7], namespace, [])
             return said or self.fault_in_account()
         return self.fault_in_account()
@@ -321,14 +335,20 @@ def threads(seed: int, calls: int, max_bytes: int = 12_000) -> str:
 
 def hunt(seed: int, operations: int, kind: str | None = None) -> str:
     """Run programs one after the other; returns the first finding, or nothing."""
-    for number in range(-(-operations // PROGRAM)):
+    done = number = 0
+    while done < operations:
         each = seed * 1_000_003 + number
         try:
-            said = threads(each, PROGRAM) if number % 10 == 9 and kind is None else Program(each, kind).run()
+            if number % 10 == 9 and kind is None:
+                said, more = threads(each, PROGRAM), PROGRAM
+            else:
+                program = Program(each, kind)
+                said, more = program.run(), program.operations
         except Exception as exc:
-            said = repr(exc)
+            said, more = repr(exc), 0
         if said:
             return f"seed {seed}, program {number}: {said}"
+        done, number = done + more, number + 1
     return ""
 
 

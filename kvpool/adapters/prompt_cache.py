@@ -234,10 +234,12 @@ class PromptCache:
         with self._lock:
             shelf = self._shelf(layout)
             rows = lambda begin, end: rows_of(layout, leaves, begin, end)  # noqa: E731
-            done = self._insert(shelf, known, rows, kept, namespace, cache_type)
-        if self._stored is not None and layout == self._stored.layout and done is not None and not spans:
-            begin, new = done
-            self._stored.put(known[: begin + BLOCK * len(new)], begin, new, kept, namespace)
+            one = self._insert(shelf, known, rows, kept, namespace, cache_type)
+            if self._stored is None or one is None or layout != self._stored.layout:
+                return
+            held = [shelf.rows[block] for block in shelf.pool.table(one.handle).tolist()]
+        text = known[: min((start for start, _ in spans), default=one.length)]
+        self._stored.put(text[: one.length], held, None if spans else kept, namespace)
 
     def fetch_nearest_cache(self, model: Hashable, tokens: Sequence[int]) -> tuple[list[Any] | None, Sequence[int]]:
         """Return caches and the tokens to compute, as mlx-lm's `LRUPromptCache`."""
@@ -392,10 +394,10 @@ class PromptCache:
         kept: Sequence[Any],
         namespace: bytes,
         kind: str,
-    ) -> tuple[int, list[mx.array]] | None:
+    ) -> _Sequence | None:
         """Make a sequence of tokens, of which ``rows(begin, end)`` has the new ones.
 
-        Return begin and these rows; None if there is no room for what is kept.
+        None: it has no room, or has left already.
         """
         pool, row_nbytes = shelf.pool, shelf.layout.row_nbytes
         handle = self._opened(shelf, known, namespace)
@@ -433,9 +435,8 @@ class PromptCache:
         self._order[kind][id(one)] = one
         self._nbytes += nbytes
         self._kept_nbytes += nbytes
-        new = [shelf.rows[block] for block in table[begin // BLOCK :].tolist()]
         self._trim_sequences(self.max_size)
-        return begin, new
+        return one if id(one) in self._order[kind] else None
 
     def _opened(self, shelf: _Shelf, known: np.ndarray, namespace: bytes) -> int:
         """Open a row of the pool with the whole blocks that are known.

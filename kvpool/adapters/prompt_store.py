@@ -114,13 +114,15 @@ class PromptStore:
                 return Found(length, rows + tail, kept)
         return None
 
-    def put(self, known: np.ndarray, begin: int, rows: list[mx.array], kept: Sequence[Any], namespace: bytes) -> None:
-        """Offer the rows of a sequence behind its first `begin` tokens, and what is kept at its end."""
-        whole = len(known) // BLOCK - begin // BLOCK
+    def put(self, known: np.ndarray, rows: list[mx.array], kept: Sequence[Any] | None, namespace: bytes) -> None:
+        """Offer the rows of a prompt that the store does not have, and what is kept at its end."""
+        whole = len(known) // BLOCK
         if whole and self.layout.row_nbytes:
-            blocks = self.store.layout.blocks(known, namespace)[0][begin // BLOCK :]
-            self.store.store(blocks, [_as_bytes(row) for row in rows[:whole]])
-        packed = self._packed(rows[whole:], kept) if self._has_ends and len(known) else None
+            blocks = self.store.layout.blocks(known, namespace)[0]
+            missing = np.flatnonzero(~self.store.lookup(blocks))
+            if missing.size:
+                self.store.store(blocks[missing], [_as_bytes(rows[number]) for number in missing.tolist()])
+        packed = self._packed(rows[whole:], kept) if self._has_ends and kept is not None and len(known) else None
         if packed is not None:
             names = self._names(known, [len(known)], prefix_keys(known, BLOCK, namespace))
             self.store.store(names, packed[None])
