@@ -55,6 +55,7 @@ def check_scores(batch, kind, factory):
     assert kind == "mass" or not exported[expected == 0].any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(str(x) for x in choice.values()))
 def test_scores_of_decode_equal_float64(engine, choice, kind):
@@ -80,6 +81,7 @@ def test_scores_of_chunks_are_of_the_newest_query(engine, features, group, kind)
     check_scores(batch, kind, engine.factory(0))
 
 
+@pytest.mark.long
 def test_the_result_has_the_same_bits_with_and_without_scores(engine):
     batch = Batch(dtype="float16", seq_lens=(300, 20), q_lens=(2, 5), features=FEATURES, part_tokens=64)
     plain = batch.run(engine.factory(0))
@@ -90,6 +92,7 @@ def test_the_result_has_the_same_bits_with_and_without_scores(engine):
 # ------------------------------------------------------------------------------------------------- counts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("group", "head_dim", "part_tokens", "stored"),
     [(1, 64, 512, 1), (4, 128, 512, 1), (4, 128, 64, 1), (8, 80, 64, 1), (16, 80, 64, 16), (20, 64, 512, 20)],
@@ -147,6 +150,7 @@ def test_kinds_are_other_kernels_under_other_names():
     assert [what["output_names"] for what in described] == [["out"], ["out", "exported"], ["out", "exported"]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_metal_would_take_the_texts_of_scores(kind):
     batch = Batch(dtype="bfloat16", seq_lens=(70,), features=FEATURES, part_tokens=32)
