@@ -149,6 +149,7 @@ def test_kinds_are_other_kernels_under_other_names():
     assert [what["output_names"] for what in described] == [["out"], ["out", "exported"], ["out", "exported"]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_metal_would_take_the_texts_of_scores(kind):
     batch = Batch(dtype="bfloat16", seq_lens=(70,), features=FEATURES, part_tokens=32)

@@ -164,12 +164,16 @@ def compile_kernel(text: str, name: str, instrumented: bool) -> Path:
             header = _precompiled_header(instrumented)
             source = temporary.with_suffix(".cpp")
             source.write_text(text)
-            link = [flag for flag in flags if flag != "-fsanitize=thread"]
+            shared = ("-shared", *(("-undefined", "dynamic_lookup") if platform.system() == "Darwin" else ()))
             code = temporary.with_suffix(".o")
+            command = (*compiler(), *flags, *header, "-I", INCLUDE)
             try:
-                _run(*compiler(), *flags, *header, "-I", INCLUDE, "-c", source, "-o", code)
-                undefined = ("-undefined", "dynamic_lookup") if platform.system() == "Darwin" else ()
-                _run(*compiler(), *link, "-shared", *undefined, code, "-o", temporary)
+                if instrumented:  # the runtime stands in for libtsan, which must not be linked
+                    _run(*command, "-c", source, "-o", code)
+                    link = [flag for flag in flags if flag != "-fsanitize=thread"]
+                    _run(*compiler(), *link, *shared, code, "-o", temporary)
+                else:
+                    _run(*command, *shared, source, "-o", temporary)
             finally:
                 source.unlink()
                 code.unlink(missing_ok=True)
