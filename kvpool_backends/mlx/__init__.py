@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -106,8 +107,9 @@ def require_right(route: Any, metal_kernel: Any = None, is_quantized: bool = Fal
     """Raise BackendUnavailable unless a route writes and attends with this MLX as the numpy backend does. Once each."""
     from kvpool_backends.numpy import NumpyBackend
 
-    bits = {"k_bits": 8, "v_bits": 4, "quant_group_size": 32} if is_quantized else {}
-    spec = KVSpec(1, 2, 64, "float32", 8, layout="NHD", **bits)
+    spec = KVSpec(1, 2, 64, "float32", 8, layout="NHD")
+    if is_quantized:
+        spec = replace(spec, k_bits=8, v_bits=4, quant_group_size=32)
     slots = np.r_[8:21, 24:40]  # 13 tokens, and 16
     plan = StepArrays(np.array([[1, 2], [3, 4]]), np.array([13, 16]), np.array([0, 1, 4]), slots)
     rng = np.random.default_rng(0)

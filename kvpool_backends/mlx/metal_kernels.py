@@ -292,6 +292,7 @@ def attention_step(
 ) -> AttentionStep:
     """Bring a work list and options to the device, once for all layers; `work` was planned with their window."""
     options = options or AttentionOptions()
+    slopes, sinks, mask = per_head(None)
     step = AttentionStep(
         work.tiles,
         work.direct,
@@ -300,7 +301,9 @@ def attention_step(
         tables,
         mx.array([scale, options.soft_cap or 0.0], mx.float32),
         NO_WINDOW if options.window is None else min(options.window, NO_WINDOW),
-        *per_head(None),
+        slopes,
+        sinks,
+        mask,
         options.features,
     )
     return with_arrays(step, options)

@@ -343,7 +343,9 @@ PACKED = KVSpec(1, 2, 64, "float32", 8, k_bits=8, v_bits=4, quant_group_size=32)
 
 @pytest.mark.parametrize("spec", [SPEC, PACKED], ids=["dense", "packed"])
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0.32"])
-def test_another_mlx_must_pass_a_self_check_on_every_route(engine, built, monkeypatch, caplog, version, spec):  # noqa: F811
+def test_another_mlx_must_pass_a_self_check_on_every_route(
+    engine, built, monkeypatch, caplog, version, spec  # noqa: F811
+):
     monkeypatch.setattr(kvpool_backends.mlx, "MLX_VERSION", version)
     factory = engine.factory(0)
     routes = ({"metal_kernel": factory}, {"kernels": True}, {"kernels": False})
@@ -379,7 +381,7 @@ def test_a_gpu_without_the_extension_says_once_what_it_costs(engine, monkeypatch
         kvpool_backends.mlx._say_what_scatters_cost.cache_clear()
         for _ in range(2):
             MLXBackend(SPEC, 4, native=False, metal_kernel=engine.factory(0))
-        assert caplog.text.count("the extension writes in place (not built): make it") == said
+        assert caplog.text.count("steps queue up (not built): make it") == said
     kvpool_backends.mlx._say_what_scatters_cost.cache_clear()
 
 

@@ -99,11 +99,11 @@ class InPlacePool:
                 offset = layout.offset + layer * layout.layer_stride
                 strides = (layout.block_stride, layout.slot_stride, layout.head_stride)
                 places[plane.name] = (used.index(number), offset, *strides)
-            sides = []
+            sides, self._sides = [], list[list[int]]()  # of the last layer, as of any: which handles are K, which V
             for (name, dim), bits in zip(spec.planes, spec.bits, strict=True):
                 parts = [places.get(f"{name}{part}", NOWHERE) for part in ("", "_scales", "_biases")]
                 sides.append((dim, bits or 0, spec.quant_group_size if bits else 0, *parts))
-            self._sides = tuple(tuple(part[0] for part in side[3 : 6 if side[1] else 4]) for side in sides)
+                self._sides.append([part[0] for part in parts if part is not NOWHERE])
             chain = self._chain(tuple(used), memory)
             capsule = module.layer(
                 isa_address(isa),
