@@ -49,6 +49,7 @@ def test_random_workload_with_drafts_gives_what_decoding_alone_gives():
     assert ONLY or (drafted > 1000 and 0.2 < accepted / drafted < 0.8 and preempted > 20)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prefixes", [False, True])
 def test_random_workload_with_drafts_and_groups_gives_what_decoding_alone_gives(prefixes):
     accepted = rejected = 0
