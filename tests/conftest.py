@@ -116,7 +116,10 @@ LEFT_TO_TEST_ALL = (
     *("cli_bench_metal", "cli_cache", "cli_serve", "capi_speed"),
     *("serving_hostile", "serving_kills", "serving_tools"),
 )
-ONE_OF_MANY = ("mlx_lm", "tapes", "scheduler_groups", "scheduler_workloads", "scheduler_preemption")
+ONE_OF_MANY = (
+    *("mlx_lm", "tapes", "simulator_faults", "scheduler_groups", "scheduler_workloads", "scheduler_preemption"),
+    *("serving_api", "cpu_chunk", "threads", "backend_raises"),
+)
 SLOW = (
     "test_machine_broken_pool_is_detected_by_the_model[FloorIgnored]",
     "test_planted_fault_shows_in_what_steps_read[KeptTokensDropped]",

@@ -40,6 +40,7 @@ def drafting(workload: Workload) -> Workload:
     return workload
 
 
+@pytest.mark.long
 def test_random_workload_with_drafts_gives_what_decoding_alone_gives():
     drafted = accepted = preempted = 0
     for seed in SEEDS:
