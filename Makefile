@@ -23,7 +23,7 @@ help:  ## list the targets
 demo: $(VENV)/built $(VENV)/demo  ## set everything up, run the main job (a few minutes the first time)
 	$(VENV)/bin/kvpool demo
 
-test: lint  ## set everything up, check style and types, run the tests that catch most faults (ten minutes)
+test: lint  ## set everything up, check style and types, run the tests that catch most faults (five minutes)
 	@echo "==> running the tests that catch most faults; make test-all runs all"
 	$(PYTEST) -m "not long" $(PYTEST_ARGS)
 
@@ -67,8 +67,8 @@ mac-report: $(VENV)/built $(VENV)/demo  ## on a Mac: what it is, what runs there
 lint: $(VENV)/built $(VENV)/test  ## ruff, mypy and pyright
 	@echo "==> checking style and types"
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/mypy
-	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(VENV)/bin/pyright --pythonpath $(PY)
+	@$(VENV)/bin/mypy & mypy=$$!; PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(VENV)/bin/pyright --pythonpath $(PY); pyright=$$?; \
+		wait $$mypy && exit $$pyright
 
 bench: $(VENV)/built $(VENV)/test  ## measure, beside a C floor and a pure-Python allocator
 	$(PY) -m benchmarks

@@ -116,7 +116,10 @@ LEFT_TO_TEST_ALL = (
     *("cli_bench_metal", "cli_cache", "cli_serve", "capi_speed"),
     *("serving_hostile", "serving_kills", "serving_tools"),
 )
-ONE_OF_MANY = ("mlx_lm", "tapes")
+ONE_OF_MANY = (
+    *("mlx_lm", "tapes", "simulator_faults", "scheduler_groups", "scheduler_workloads", "scheduler_preemption"),
+    *("serving_api", "cpu_chunk", "threads", "backend_raises"),
+)
 SLOW = (
     "test_machine_broken_pool_is_detected_by_the_model[FloorIgnored]",
     "test_planted_fault_shows_in_what_steps_read[KeptTokensDropped]",
@@ -157,9 +160,10 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if _is_left_to_test_all(item.path) or item.name in SLOW:
             item.add_marker(pytest.mark.long)
-        elif {item.path.parent.name, _name(item.path)} & set(ONE_OF_MANY) and not plants(item):
-            if item.get_closest_marker("long") is None:
-                repeated[item.path, item.originalname].append(item)
+        elif {item.path.parent.name, _name(item.path)} & set(ONE_OF_MANY) and not (
+            plants(item) or item.get_closest_marker("long")
+        ):
+            repeated[item.path, item.originalname].append(item)
     for (_, name), them in repeated.items():
         kept = zlib.crc32(name.encode()) % len(them)
         for item in them[:kept] + them[kept + 1 :]:

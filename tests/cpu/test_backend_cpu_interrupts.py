@@ -55,7 +55,7 @@ def late(prefill, after):
     return time.process_time() - start - after
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("num_threads", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_attend_is_interrupted_soon_and_can_be_called_again(num_threads):
     def interrupt(signum, frame):
         raise Interrupted
@@ -103,6 +103,7 @@ def is_inside(prefill):
     return False
 
 
+@pytest.mark.long
 def test_attend_goes_on_where_the_handler_does_not_raise(on_alarm):
     prefill, seen = Prefill(2), []
     expected = prefill.attend()
@@ -117,6 +118,7 @@ def test_attend_goes_on_where_the_handler_does_not_raise(on_alarm):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_attend_in_a_child_that_the_handler_has_forked_says_so(on_alarm):
     prefill, parent, children = Prefill(2), os.getpid(), []
@@ -141,6 +143,7 @@ def test_attend_in_a_child_that_the_handler_has_forked_says_so(on_alarm):
     assert os.waitstatus_to_exitcode(status) == 0
 
 
+@pytest.mark.long
 def test_attend_in_another_thread_asks_for_no_signals():
     prefill, found = Prefill(1), []
     expected = prefill.attend()

@@ -43,6 +43,7 @@ def test_program_runs():
     assert served[0] == alone and served[1] != alone
 
 
+@pytest.mark.long  # `make lint` runs both
 @pytest.mark.parametrize("checker", MARK)
 def test_checker_reports_each_mistake_and_nothing_else(checker, sources):
     assert len(planted(checker)) > 12
@@ -56,6 +57,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("file", "right", "fault"), FAULTS, ids=lambda value: value.replace("/", "-"))
 def test_wrong_types_of_the_package_are_seen_in_the_program(file, right, fault, sources):
     text = (sources / file).read_text()

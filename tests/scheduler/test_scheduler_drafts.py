@@ -40,6 +40,7 @@ def drafting(workload: Workload) -> Workload:
     return workload
 
 
+@pytest.mark.long
 def test_random_workload_with_drafts_gives_what_decoding_alone_gives():
     drafted = accepted = preempted = 0
     for seed in SEEDS:
@@ -49,6 +50,7 @@ def test_random_workload_with_drafts_gives_what_decoding_alone_gives():
     assert ONLY or (drafted > 1000 and 0.2 < accepted / drafted < 0.8 and preempted > 20)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prefixes", [False, True])
 def test_random_workload_with_drafts_and_groups_gives_what_decoding_alone_gives(prefixes):
     accepted = rejected = 0

@@ -23,6 +23,7 @@ WINDOW = SlidingWindow(max_kv=16, sink=2, slack=2)
 POLICIES = (WINDOW, H2O(max_kv=16, sink=2, slack=2), BlockEviction(max_kv=16, sink=2, recent_tokens=4))
 
 
+@pytest.mark.long
 def test_random_workload_keeps_the_tokens_that_the_policy_names():
     evictions = shared = preempted = spilled = 0
     for seed in [int(ONLY)] if ONLY else range(COUNT):

@@ -33,6 +33,7 @@ def run_number(seed):
     return EvictingGroupRunner(*draw_evicting_groups(seed), break_rate=0.05 * (seed % 3 == 0)).run()
 
 
+@pytest.mark.long
 def test_random_workload_on_groups_keeps_the_tokens_that_the_policy_names():
     reached = dict.fromkeys(("evictions", "shared", "preempted", "found", "cancelled", "in order"), 0)
     for seed in [int(ONLY)] if ONLY else range(COUNT):

@@ -21,6 +21,7 @@ def test_random_workload_gives_what_decoding_alone_gives(part):
         Runner(draw(seed), check_every=1 if ONLY else 7).run()
 
 
+@pytest.mark.long
 def test_crowd_is_admitted_in_the_order_of_the_plain_rules():
     """`Turns` judges each admission: whose turn it is, who may pass, what each tenant has used."""
     passed = 0

@@ -38,9 +38,8 @@ def saved(server):
     raise AssertionError(f"nothing was saved: {found}")
 
 
-@pytest.mark.parametrize(
-    "ending", [pytest.param(signal.SIGKILL, marks=pytest.mark.long), signal.SIGTERM], ids=["killed", "stopped"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
 def test_conversation_after_a_restart_comes_from_the_store(tmp_path, ending):
     place = str(tmp_path / "store")
     first = Server(*OPTIONS, "--store", place)

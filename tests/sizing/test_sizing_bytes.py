@@ -44,6 +44,7 @@ def test_computed_bytes_are_those_that_mlx_lm_holds(name):
     assert difference(name, (2, 23, 70, 300)) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", COMPUTED)
 def test_bytes_are_the_same_when_values_are_computed(name, monkeypatch):
     monkeypatch.setattr(mx, "gather_mm", gather_mm)

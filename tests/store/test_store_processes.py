@@ -6,6 +6,7 @@ from proof import stores
 from proof.figure import Budget
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [1])
 def test_killed_writers_leave_no_wrong_hit_and_lose_nothing(seed):
     killed, wrong = stores.kill(10, seed)
