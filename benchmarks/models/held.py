@@ -16,8 +16,9 @@ import numpy as np
 
 import kvpool
 from benchmarks.models.subjects import Beside
+from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.layout import Layout, layout_of
-from kvpool.adapters.mlx_lm.shapes import Hook, Leaf, inspect_model, leaves_of
+from kvpool.adapters.mlx_lm.shapes import Leaf, inspect_model, leaves_of
 from kvpool.adapters.mlx_lm.states import arrays_in
 
 BLOCK_SIZE = 16

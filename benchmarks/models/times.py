@@ -18,8 +18,8 @@ import mlx.core as mx
 
 from benchmarks.models.held import BLOCK_SIZE, merged
 from benchmarks.models.subjects import Beside
+from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.host import PagedKV, install
-from kvpool.adapters.mlx_lm.shapes import Hook
 from kvpool.cli.bench.measure import Contestant, seconds_per_call
 
 CHUNK = 512

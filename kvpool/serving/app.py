@@ -28,8 +28,9 @@ from kvpool.errors import RequestRejected
 from kvpool.serving import messages
 from kvpool.serving.answers import Answer, ChatForm, TextForm, refusal
 from kvpool.serving.messages import CountRequest, MessageAnswer, MessagesRequest
+from kvpool.serving.metrics import ServerMetrics
 from kvpool.serving.requests import ChatRequest, CompletionRequest, Form, Generation, Refused, parse
-from kvpool.serving.runner import DeadlinePassed, EngineFailed, Run, Runner, ServerMetrics
+from kvpool.serving.runner import DeadlinePassed, EngineFailed, Run, Runner
 from kvpool.serving.speech import Manner
 
 T = TypeVar("T")

@@ -16,8 +16,9 @@ from benchmarks.models import capacity, command, gates, held, report, subjects, 
 from benchmarks.models.kept import Kept
 from benchmarks.models.subjects import Beside
 from kvpool.adapters.mlx_lm import install
+from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.layout import layout_of
-from kvpool.adapters.mlx_lm.shapes import Hook, leaves_of
+from kvpool.adapters.mlx_lm.shapes import leaves_of
 from kvpool.adapters.mlx_lm.states import arrays_in
 from kvpool.cli import declare, run
 

@@ -28,7 +28,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import gemma2
 
-from kvpool.adapters.mlx_lm.shapes import Hook
+from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.protocol import AttentionOptions, KVBackend, StepArrays
 
 ROWS = ((5, 3, 7, 2), (4, 9))  # tokens; the last one of each row is a decode, the others are a chunk

@@ -7,8 +7,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.passes import NOT_OPENED, Passes
-from kvpool.adapters.mlx_lm.shapes import Hook
 from kvpool.eviction import Evictor, Policy, check_backend
 
 

@@ -18,10 +18,11 @@ import numpy as np
 import kvpool
 from kvpool.adapters.mlx_lm.attention import NUM_TOKENS, ROWS, Site, find_sites, reason_to_gather
 from kvpool.adapters.mlx_lm.cache import Batch, PagedKVCache
+from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.eviction import check_policy
 from kvpool.adapters.mlx_lm.layout import Layout, layout_of
 from kvpool.adapters.mlx_lm.passes import NOT_OPENED, TRIM, Known, Passes, site_of
-from kvpool.adapters.mlx_lm.shapes import Hook, ModelShape, build, inspect_model, leaves_of, require_bits
+from kvpool.adapters.mlx_lm.shapes import ModelShape, build, inspect_model, leaves_of, require_bits
 from kvpool.adapters.mlx_lm.states import arrays_in
 from kvpool.adapters.mlx_lm.stored import StoredPrefixes, StoreFactory
 from kvpool.errors import StaleHandle
