@@ -566,10 +566,11 @@ class StoredPrefixes:
     def _give(self, names: Blocks, rows: np.ndarray) -> None:
         """Give blocks to the store. In the thread that writes."""
         began = time.thread_time()  # a server may let this thread wait: that costs nobody anything
+        write_seconds = self._write_seconds
         try:
             self.store.store(names, rows)
-        finally:
             write_seconds = sum(tier.write_seconds for tier in self.store.stats().values())
+        finally:
             with self._news:
                 self._queued -= rows.nbytes
                 self._written += time.thread_time() - began + write_seconds - self._write_seconds
