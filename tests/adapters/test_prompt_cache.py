@@ -299,16 +299,19 @@ def test_checkpoints_keep_to_their_own_budget():
 
 
 def test_the_account_of_bytes_is_that_of_mlx():
-    prompts, tokens = PromptCache(), list(range(160))
+    prompts = PromptCache()
     gc.collect()
     before = mx.get_active_memory()
-    for start in range(20):
-        each = [start, *tokens]
-        prompts.insert(each, computed("state", each))
-        prompts.fetch([*each, 1])
+    for start in range(8):
+        cache, rows = cache_module.KVCache(), mx.ones((1, 8, 100, 64))
+        cache.update_and_fetch(rows, rows)
+        prompts.insert([start, *range(99)], [cache])
+        prompts.fetch([start, *range(100)])
+    del cache, rows
     gc.collect()
     held = mx.get_active_memory() - before
-    assert prompts.nbytes <= held <= 1.1 * prompts.nbytes
+    assert prompts.nbytes == 8 * 100 * 2 * 8 * 64 * 4
+    assert prompts.nbytes <= held <= 1.02 * prompts.nbytes
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "gemma4_text", "gpt_oss", "lfm2"])
