@@ -60,6 +60,7 @@ ROW_DIMS_MAX = tuned("ROW_DIMS_MAX", 1024)
 PART_TOKENS = tuned("PART_TOKENS", 64)  # of a context, per threadgroup
 PARTS_MAX = tuned("PARTS_MAX", 40)  # of one context of a model with 8 KV heads; beyond, parts double in length
 HEAD_DIM_MAX = 512
+LATENT_DIM_MAX = 640  # with rotary parts: what threadgroup memory holds
 LANES = 32
 LINE_NBYTES = 128
 
@@ -393,6 +394,10 @@ class MetalKernels:
             if dim % 4 or dim > HEAD_DIM_MAX:
                 limit = f"a multiple of 4, at most {HEAD_DIM_MAX}"
                 raise ValueError(f"[MetalKernels] {name} is {dim}, it must be {limit}")
+        if spec.latent and spec.query_dim > LATENT_DIM_MAX:
+            raise ValueError(
+                f"[MetalKernels] latents and rotary parts have {spec.query_dim} elements, at most {LATENT_DIM_MAX}"
+            )
         if spec.latent and spec.k_bits != spec.v_bits:
             raise ValueError(f"[MetalKernels] bits of latents are {spec.bits}, they must be the same")
         self.spec = spec

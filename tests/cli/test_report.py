@@ -39,7 +39,7 @@ def test_the_report_has_a_part_for_everything_and_names_what_fails(fake, capsys)
     text = capsys.readouterr().out
     assert text.startswith("# kvpool on Apple M4 Max\n")
     parts = parts_of(text)
-    assert "GPU(cores=40, bandwidth=546, clock=1.58)" in "".join(parts["Machine"])
+    assert "GPU(cores=40, bandwidth=546, clock=1.58, cache=48)" in "".join(parts["Machine"])
     compiled = parts["Kernels compile"]
     assert [("FAILED: ValueError" in line, " kernels, threads unknown" in line) for line in compiled if line] == [
         (False, True),
