@@ -294,12 +294,14 @@ def test_doctor_tells_of_metal_kernels_and_the_extension(capsys, monkeypatch):
 
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     for active in (False, True):
-        found = {"active": active, "built": active, "why": "" if active else "not built, see", "folder": "/there"}
+        found = {"active": active, "built": active, "why": "" if active else "not built", "folder": "/there"}
+        found["command"] = "make it"
         monkeypatch.setattr(native, "status", lambda found=found: found)
         assert main(["doctor"]) == 0
         lines = capsys.readouterr().out.splitlines()
         (extension,) = [line for line in lines if line.startswith("mlx extension")]
-        assert ("in use, /there" if active else "not in use: not built") in extension
+        costs = "not in use: not built; so each layer is an evaluation of its own; `make it` builds it"
+        assert ("in use, /there" if active else costs) in extension
         (kernels,) = [line for line in lines if line.startswith("Metal kernels")]
         assert kernels.endswith("no: no Metal device; they run in the tests only")
 
