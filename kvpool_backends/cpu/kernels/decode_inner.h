@@ -85,6 +85,14 @@ KV_INLINE four sums_of_tokens(const vf *sum) {
     return v_sum4(sum[0], sum[1], sum[TOKENS > 2 ? 2 : 1], sum[TOKENS - 1]);
 }
 
+/* Whether lines are fetched one by one, at an even pace and row by row: Zen 3 drops prefetches that come faster than
+ * its memory answers. */
+#if defined(KV_SIMD_AVX2)
+enum { FETCHES_EVENLY = 1 };
+#else
+enum { FETCHES_EVENLY = 0 };
+#endif
+
 /* Fetches the `nbytes` from `at` on into L2: L1 has what is worked on to hold. */
 KV_INLINE void fetch(const char *at, int64_t nbytes) {
     for (int64_t byte = 0; byte < nbytes; byte += LINE) __builtin_prefetch(at + byte, 0, 2);
@@ -137,8 +145,18 @@ KV_INLINE void scores_of_some(kv_dtype dtype, const int rows, const char *const 
         k[t] = tokens[t] + offset;
         next[t] = ahead[t] + ahead_offset;
     }
+    int64_t owed = 0, at = 0; /* bytes to be fetched by now, bytes of `row` that are */
+    const char *const *row = next;
     for (int64_t d = 0, line = 0, end = step; d < whole; d += PAIR, end += step) {
-        for (; line < end; line += LINE)
+        if (FETCHES_EVENLY)
+            for (owed += TOKENS * step; owed > 0; owed -= LINE) {
+                __builtin_prefetch(*row + at, 0, 2);
+                if ((at += LINE) >= step * (stride / PAIR)) {
+                    at = 0;
+                    row++;
+                }
+            }
+        for (; !FETCHES_EVENLY && line < end; line += LINE)
             KV_UNROLL
             for (int t = 0; t < TOKENS; t++) __builtin_prefetch(next[t] + line, 0, 2);
         add_products(dtype, rows, k, d * size, NULL, q + d, stride, sum);
@@ -177,9 +195,20 @@ KV_INLINE void weigh(kv_dtype dtype, const int rows, const int pairs, int64_t ta
             for (int i = 0; i < pairs; i++) sum[r][i].a = sum[r][i].b = v_set(starts[r * starts_stride]);
     offset += d * bits / 8;
     const int64_t end = (d / PAIR + pairs) * step, line = (d / PAIR * step + LINE - 1) / LINE * LINE;
+    /* Evenly: `step` bytes for each pair of each token, whose number is that of the pair of the row to be fetched. */
+    const int64_t row_nbytes = stride / PAIR * step, before = d / PAIR * count;
+    const char *const *row = ahead + (FETCHES_EVENLY ? before / (stride / PAIR) : 0);
+    int64_t at = FETCHES_EVENLY ? before % (stride / PAIR) * step : 0;
     for (int64_t t = 0; t < count; t++) {
         const char *v = tokens[t] + offset;
-        fetch(ahead[t] + ahead_offset + line, end - line);
+        if (!FETCHES_EVENLY) fetch(ahead[t] + ahead_offset + line, end - line);
+        else if (step > 0) {
+            if (at % LINE < step) fetch(*row + ahead_offset + at, step);
+            if ((at += step) >= row_nbytes) {
+                at = 0;
+                row++;
+            }
+        }
         vpair value[2];
         KV_UNROLL
         for (int i = 0; i < pairs; i++) value[i] = tail == 0 ? pair_load(dtype, v + i * PAIR * bits / 8)
