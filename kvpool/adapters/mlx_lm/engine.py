@@ -237,6 +237,7 @@ class Engine:
         """Begin without requests, on a pool that is empty or shared."""
         self._forward = RaggedForward(self.kv)
         self._keep_states, self._eviction = self._forward.keep_states, self._forward.eviction
+        self._has_states = self._forward.states_are_held
         self.scheduler = Scheduler(
             self.kv.pool,
             mixed=self._forward.is_ragged,
@@ -380,7 +381,7 @@ class Engine:
             flight = flight or self._begun(self._scheduled())
             found = None if flight is None else self._finished(flight)
         finally:
-            if self._forward.states_are_held:
+            if self._has_states:
                 self._keep_states(self.scheduler.handles)
         if found is not None:
             rows, outputs = found
