@@ -1,6 +1,7 @@
-"""A loop of one's own with a prompt cache: ``python examples/prompt_cache_loop.py [DIRECTORY]``.
+"""A generation loop with a prompt cache: ``python examples/prompt_cache_loop.py [DIRECTORY]``.
 
-A directory keeps the prompts: run it twice. The model is a tiny random one; any model of mlx-lm takes its place.
+Prompts are stored in the directory, if one is given. Run it twice to see the second run find them. The model is tiny
+and random. You can use any model of mlx-lm in its place.
 """
 
 import sys
