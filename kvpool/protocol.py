@@ -530,7 +530,7 @@ class KVBackend(Protocol):
     def warmup(self, shapes: Iterable[BatchShape], *, scores: str | None = None) -> None:
         """Compile what these batch shapes need, so that the first step does not have to. Changes no block.
 
-        Without shapes: what the calls of `attend` so far will need for other lengths. `scores`: a kind that the engine
-        is going to ask for beside plain results.
+        Without shapes: compile the calls of `attend` so far for other lengths. `scores`: a kind of scores that the
+        engine will request beside plain results.
         """
         ...

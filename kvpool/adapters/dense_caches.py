@@ -1,4 +1,4 @@
-"""Dense caches of mlx-lm as bytes: what a list of them is made of, rows of blocks, copies.
+"""Dense caches of mlx-lm as bytes: the layout of a list of caches, rows of blocks, copies.
 
 `prompt_cache` keeps such rows and copies in memory, `prompt_store` in a store.
 """

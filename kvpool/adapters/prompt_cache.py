@@ -52,9 +52,9 @@ _RECENT = 32  # sequences that a new one is compared with before the index is as
 
 @dataclass(eq=False)
 class _Sequence:
-    """An inserted sequence: an open row of the pool, and the caches that only make sense at its end.
+    """An inserted sequence: an open row of the pool, and the caches that are valid at its end only.
 
-    `parent` is its last full block (or the namespace), `tokens` are all of it.
+    `parent` is its last full block (or the namespace), `tokens` are all its tokens.
     """
 
     shelf: _Shelf
@@ -137,7 +137,7 @@ class PromptCache:
     max_bytes : int
         Most bytes of MLX arrays that it holds.
     store : BlockStore, optional
-        Where prompts outlive this process, with a layout of `store_layout`. It is the caller's to close.
+        Keeps prompts when this process ends. Its layout is that of `store_layout`. The caller closes it.
     max_size : int, optional
         Most sequences. By default as many as fit.
     checkpoint_bytes : int, optional
@@ -310,7 +310,7 @@ class PromptCache:
         return caches_of(hit.shelf.layout, rows, [copied(cache, shared) for cache in kept], hit.length, excess)
 
     def _load(self, stored: PromptStore, known: np.ndarray, namespace: bytes) -> None:
-        """Insert what the store has of a prompt beyond what is known. Nothing waits for the store meanwhile."""
+        """Insert the part of a prompt that the store has and the cache lacks. Other calls do not wait for the store."""
         with self._lock:
             shelf = self._shelf(stored.layout)
             hit = self._longest(shelf, known, namespace, [], False)
@@ -397,7 +397,7 @@ class PromptCache:
     ) -> _Sequence | None:
         """Make a sequence of tokens, of which ``rows(begin, end)`` has the new ones.
 
-        None: it has no room, or has left already.
+        None: there is no room for it, or it was dropped again.
         """
         pool, row_nbytes = shelf.pool, shelf.layout.row_nbytes
         handle = self._opened(shelf, known, namespace)
@@ -441,7 +441,7 @@ class PromptCache:
     def _opened(self, shelf: _Shelf, known: np.ndarray, namespace: bytes) -> int:
         """Open a row of the pool with the whole blocks that are known.
 
-        The next turn of a recent sequence is a fork of it: comparing tokens takes a tenth of what the index takes.
+        The next turn of a recent sequence is a fork of it. To compare tokens takes a tenth of the time of the index.
         """
         for order in self._order.values():
             for one in islice(reversed(order.values()), _RECENT):

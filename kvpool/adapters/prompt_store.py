@@ -1,7 +1,8 @@
-"""What `PromptCache` keeps in a store of blocks: rows of 16 tokens, and caches that make sense at one position only.
+"""Records of `PromptCache` in a store of blocks: rows of 16 tokens, and caches that are valid at one position only.
 
-Group 0 has the rows of whole blocks. The last group has a record for each position where a sequence ended: the rows
-behind the last whole block, and the windows and states. Its name has the tokens of that block, filled up to 16.
+Group 0 has the rows of whole blocks. The last group has a record for each position where a sequence ended. The record
+has the rows after the last whole block, the windows and the states. Its name has the tokens of that block, filled up
+to 16.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _KINDS = {kind.__name__: kind for kind in (*PER_TOKEN, *STATES)}
 
 
 class Found(NamedTuple):
-    """What a store has of a prompt: its first `length` tokens, their rows behind what was known, caches."""
+    """The part of a prompt that a store has: its first `length` tokens, the rows that were not known, caches."""
 
     length: int
     rows: list[mx.array]
@@ -52,7 +53,7 @@ def store_layout(caches: Sequence[Any], weights: bytes | str) -> Layout:
     caches : list
         Caches of one sequence that the model has filled, with one token or more.
     weights : bytes or str
-        What stands for the weights, and for all else that decides the content of a cache besides its tokens.
+        A name for the weights, and for everything else but the tokens that decides the content of a cache.
 
     Raises
     ------
@@ -98,7 +99,7 @@ class PromptStore:
         reach = begin
         blocks = self.store.layout.blocks(known, namespace)[0]
         if self.layout.row_nbytes:
-            self.store.touch(blocks[: begin // BLOCK])  # or the store would let go of what is used most
+            self.store.touch(blocks[: begin // BLOCK])  # or the store would drop the blocks that are used most
         blocks = blocks[begin // BLOCK :]
         if self.layout.row_nbytes and len(blocks):
             reach += BLOCK * leading(self.store.lookup(blocks))
@@ -115,7 +116,7 @@ class PromptStore:
         return None
 
     def put(self, known: np.ndarray, rows: list[mx.array], kept: Sequence[Any] | None, namespace: bytes) -> None:
-        """Offer the rows of a prompt that the store does not have, and what is kept at its end."""
+        """Offer the rows of a prompt that the store does not have, and the caches at its end."""
         whole = len(known) // BLOCK
         if whole and self.layout.row_nbytes:
             blocks = self.store.layout.blocks(known, namespace)[0]
@@ -128,7 +129,7 @@ class PromptStore:
             self.store.store(names, packed[None])
 
     def _rows(self, blocks: Blocks) -> list[mx.array]:
-        """Load blocks, as many as there are without a gap."""
+        """Load blocks up to the first one that is missing."""
         if not len(blocks):
             return []
         rows = np.empty((len(blocks), BLOCK * self.layout.row_nbytes), np.uint8)

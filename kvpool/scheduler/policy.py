@@ -1,6 +1,6 @@
 """Who runs: admission of those who wait, victims when blocks run out, and tokens that leave for a budget.
 
-The order of those who wait, tenants and their shares are in `queue` and `request`.
+`queue` has the order of waiting requests, `request` has tenants and their shares.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What goes into the scheduler and what comes out: `Request` and `Output`; its tenants, groups and sequences.
+"""Input and output of the scheduler, `Request` and `Output`, and its tenants, groups and sequences.
 
 `Request` and `Output` check arguments and keep no state.
 """

@@ -21,7 +21,7 @@ _SEGMENT_NBYTES = 128 << 20
 _PAUSE_SECONDS = 60.0  # without writing, after the disk or the budget refused
 _TOUCH_SECONDS = 60.0
 _CLOSE_SECONDS = 10.0
-_SEGMENT_HOURS = 12  # that a segment grows, at most: what it has written counts when it is sealed
+_SEGMENT_HOURS = 12  # that a segment grows, at most. When it is sealed, only the bytes that it has count
 
 
 @dataclass(slots=True)

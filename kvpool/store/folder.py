@@ -25,7 +25,7 @@ _SEGMENT = re.compile(r"([0-9a-f]{16})(\.kvpool|\.kvpool-open)")
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_SECONDS = 10.0
-_HOURS = 25  # that count: all of this one, and of the one a day ago
+_HOURS = 25  # that count: this hour, and the 24 before it
 
 
 class Listed(NamedTuple):
@@ -284,10 +284,9 @@ class Folder:
             )
 
     def granted(self, nbytes: int, budget: int | None) -> int:
-        """Take up to `nbytes` from what may be written in 24 hours, and return how many. With the lock.
+        """Take up to `nbytes` from the budget of 24 hours, and return how many. The caller holds the lock.
 
-        The file ``written.json`` has the bytes of each hour. Hours that lie ahead, after the clock went back, count as
-        this one.
+        The file ``written.json`` has the bytes of each hour. If the clock went back, later hours count as this one.
         """
         if budget is None:
             return nbytes
@@ -297,7 +296,7 @@ class Folder:
         return took
 
     def settled(self, granted: int, since: int, nbytes: int) -> None:
-        """Of what was taken in the hour `since`, `nbytes` were written, the last of them now. With the lock."""
+        """Count the `nbytes` that were written in place of the bytes `granted` in the hour `since`. With the lock."""
         hours = self._hours()
         since = min(since, this_hour())
         if since in hours:
@@ -319,5 +318,5 @@ class Folder:
 
 
 def this_hour() -> int:
-    """The hour that it is."""
+    """Return the current hour, in hours since the epoch."""
     return int(time.time() // 3600)

@@ -123,7 +123,7 @@ class Outbox:
         self._guarded(self._end)
 
     def _guarded(self, call: Callable[..., None], *given: Waiting) -> None:
-        """Whatever goes wrong with one block, the next one is written."""
+        """Call it. If it fails, log that and go on, so that the next block is written."""
         try:
             call(*given)
         except Exception:

@@ -93,7 +93,7 @@ def names_of(keys: np.ndarray, group: int) -> np.ndarray:
 
 
 def expected_heads(layout: bytes, blocks: Blocks, nbytes: int) -> list[tuple[bytes, bytes]]:
-    """For each block the fields of its record up to the checksums, and its tokens: what a load compares."""
+    """Return what a load compares: for each block the fields of its record up to the checksums, and its tokens."""
     count, num_tokens = blocks.tokens.shape
     fixed = (RECORD_MAGIC, VERSION, blocks.group, layout, blocks.namespace, b"", b"", num_tokens, 0, nbytes, 0, 0)
     heads, size = np.zeros((count, head_nbytes(num_tokens)), np.uint8), head_nbytes(num_tokens)
@@ -121,7 +121,7 @@ def packed_header(layout: bytes) -> bytes:
 
 
 def packed_record(fields: bytes, tokens: bytes, payload: np.ndarray) -> bytes:
-    """The head of a record: one of `expected_heads`, with the checksums of this payload."""
+    """Return the head of a record: one of `expected_heads`, with the checksums of this payload."""
     fields += checksum(KIND, payload).to_bytes(8, "little") + bytes(16)
     return fields + checksum(KIND, fields, tokens).to_bytes(8, "little") + tokens
 

@@ -124,7 +124,7 @@ def require_right(route: Any, metal_kernel: Any = None, is_quantized: bool = Fal
             outs.append(backend.to_numpy(backend.attend(step, 0, backend.asarray(q))))
         error = float(np.abs(outs[0] - outs[1]).max())
         found = "" if error < 1e-4 else f"attention is wrong by {error:.2g}"
-    except BackendUnavailable:  # it is not MLX's release that is wrong
+    except BackendUnavailable:  # the release of MLX is not the cause
         raise
     except Exception as exc:  # whatever another MLX makes of calls that it does not have
         found = f"{type(exc).__name__}: {exc}"

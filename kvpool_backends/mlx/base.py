@@ -34,7 +34,7 @@ class BaseBackend:
     ----------
     route : {"metal", "kernels", "plain"}
     writes : str
-        How tokens come into the pool, and what that costs.
+        How tokens are written into the pool, and what that costs.
     dtype : mx.Dtype
         Of the stored values.
     pool_copies : int

@@ -200,7 +200,7 @@ class MetalAttention(_Storage):
         return out if scores is None else (out, mx.zeros(shape))
 
     def _bind(self, plan: MetalStep, q: mx.array, scale: float, options: AttentionOptions, scores: str | None) -> Bound:
-        """Return what the layers share that attend with such queries, and options that differ in values alone."""
+        """Return what layers share whose queries are alike and whose options differ in values only."""
         work, features, num_heads = self._work(plan, q, scale, options, scores), options.features, q.shape[1]
         if options.mask is None:
             self._asked.setdefault((num_heads, features), options)
@@ -220,7 +220,7 @@ class MetalAttention(_Storage):
         options: AttentionOptions | None,
         scores: str | None,
     ) -> Any:
-        """Return the result; with `scores` also these."""
+        """Return the result. With `scores`, return the scores too."""
         work = bound.work
         heads = per_head(options) if options is None or options.mask is None else arrays_of(options)
 
@@ -424,7 +424,7 @@ class MetalBackend(MetalAttention, PlainBackend):  # type: ignore[misc]  # a ste
 
 @lru_cache(maxsize=512)  # by identity
 def _kind(options: AttentionOptions) -> tuple[Any, ...]:
-    """What checks and launches depend on in options without a mask: all but the values of sinks and slopes."""
+    """Return the part of options without a mask that checks and launches depend on: not the values of sinks, slopes."""
     sizes = (None if x is None else x.size for x in (options.sinks, options.alibi_slopes))
     return options.window, options.soft_cap, *sizes
 

@@ -263,8 +263,8 @@ def plan_attention(
 def parts_of(spec: KVSpec, tiles: HeadTiles, part_tokens: int = PART_TOKENS) -> dict[str, int]:
     """Arguments of `plan_attention` for a model: `part_tokens` and `parts_max`.
 
-    What a row of a part leaves is written and read: that stays small beside packed planes too. Fewer KV heads have
-    more parts, so that there is work for all cores.
+    The sums of a row of a part are written and read. Parts are so long that these sums stay small, also beside packed
+    planes. With fewer KV heads there are more parts, so that all cores have work.
     """
     sums, token = 8 * (spec.result_dim + 4), spec.token_nbytes / spec.num_layers / spec.num_kv_heads  # bytes
     doublings = max(0, math.ceil(math.log2(sums / token / 3.7)))  # it is 2.1 for 16 bits, 3.6 for latents
@@ -273,7 +273,7 @@ def parts_of(spec: KVSpec, tiles: HeadTiles, part_tokens: int = PART_TOKENS) -> 
 
 
 def part_length(q_lens: np.ndarray | int, group: int, part_tokens: int) -> Any:
-    """Tokens of a part of a context that has few: longer for more queries, which have more tiles."""
+    """Tokens of a part of a short context. More queries have more tiles, so their parts are longer."""
     doublings = np.ceil(np.log2(np.maximum(1, np.asarray(q_lens) * group / 8))).astype(np.int64)
     return part_tokens << np.minimum(doublings, 20)
 
@@ -319,7 +319,7 @@ def with_arrays(step: AttentionStep, options: AttentionOptions) -> AttentionStep
 
 
 def arrays_of(options: AttentionOptions) -> tuple[mx.array, ...]:
-    """Slopes, sinks and mask on the device; of one 0 each where there are none."""
+    """Return slopes, sinks and mask on the device. An array that is absent is a single 0."""
     slopes, sinks, mask = per_head(options) if options.mask is None else per_head.__wrapped__(options)
     if options.mask is None:
         return slopes, sinks, mask
@@ -330,7 +330,7 @@ def arrays_of(options: AttentionOptions) -> tuple[mx.array, ...]:
 
 @lru_cache(maxsize=512)  # by identity: a layer that attends with the same object again finds its arrays on the device
 def per_head(options: AttentionOptions | None) -> tuple[mx.array, ...]:
-    """What `arrays_of` gives for options without a mask. Made once: MLX waits for nothing in the layers of a model."""
+    """Return `arrays_of` options without a mask. They are made once, so no layer of a model waits for an upload."""
     slopes, sinks = (None, None) if options is None else (options.alibi_slopes, options.sinks)
     one = mx.array([0.0])
     slopes, sinks = (one if x is None else _uploaded(x) for x in (slopes, sinks))
@@ -433,7 +433,7 @@ class MetalKernels:
     def bind(
         self, dtype: mx.Dtype, num_tokens: int, num_q_heads: int, step: AttentionStep, scores: str | None = None
     ) -> Launch:
-        """What `attend` does for each layer, for queries ``[num_tokens, num_q_heads, D]``."""
+        """Return the launch that `attend` makes for each layer, for queries ``[num_tokens, num_q_heads, D]``."""
         spec, tiles = self.spec, step.tiles
         chosen = dtype, num_q_heads, tiles, step.direct, step.features, scores
         launcher = self._launchers.get(chosen)

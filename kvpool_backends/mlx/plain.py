@@ -54,9 +54,9 @@ class PlainBackend(BaseBackend):
 
     Writes are scatters, reads are gathers into ``[B, Hk, C, D]`` for ``mx.fast.scaled_dot_product_attention``.
     MLX arrays are values, so any order of evaluation is correct and no fences are needed. The price: a write copies the
-    pool of its layer if a read of the previous step has not finished when MLX comes to it. So the `write` of the last
-    layer waits for everything that MLX was given before: a step is built while the previous one runs, and begins when
-    that has finished. `settle` counts the copies that happened nevertheless.
+    pool of its layer if a read of the previous step has not finished when MLX runs the write. So the `write` of the
+    last layer waits for all work that was queued before. A step is built while the previous one runs, and begins after
+    that one has finished. `settle` counts the copies that still happened.
 
     Everything is lazy and runs on the stream that is current when it is called.
     """
@@ -88,7 +88,7 @@ class PlainBackend(BaseBackend):
         """Check a plan and upload the arrays that its layers share. Earlier steps may still run."""
         host = checked_step(self, plan)
         if host.slot_mapping.size:
-            mx.async_eval(self._pool.arrays)  # writes that nobody has asked for: `write` is going to wait for them
+            mx.async_eval(self._pool.arrays)  # start writes that are still lazy: `write` will wait for them
         kv_len = int(host.seq_lens.max(initial=0))
         kept = np.flatnonzero(host.slot_mapping >= 0)
         blocks, offsets = np.divmod(host.slot_mapping[kept], self.spec.block_size)
@@ -115,7 +115,7 @@ class PlainBackend(BaseBackend):
     def write(self, step: Any, layer: int, k: mx.array, v: mx.array) -> None:
         """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` in the token slots of the step. Skip negative slots.
 
-        In the last layer this waits for what MLX runs: see `PlainBackend`.
+        In the last layer this waits for the work that MLX runs: see `PlainBackend`.
         """
         k, v = mx.array(k), mx.array(v)
         check_tokens(self, layer, step.slot_mapping.size, k, v)

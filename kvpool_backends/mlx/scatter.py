@@ -103,7 +103,7 @@ class PoolArrays(PoolMemory):
                 plane[blocks] = values
 
     def wait(self) -> None:
-        """Wait for what MLX was given, before the last write of a step is built. Count the copies of that layer."""
+        """Wait for all queued work, before the last write of a step is built. Count the copies of that layer."""
         mx.synchronize()
         self.count_copies(len(self.arrays) - len(self.planes[-1]))
 

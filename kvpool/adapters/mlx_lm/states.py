@@ -4,9 +4,9 @@
 and a forward pass works on copies of unknown objects. So a state is never copied when it is shared, and the states
 before a pass are those that the batch still has.
 
-`SlotStates` has what the state slots of a pool stand for, in an engine whose plans name slots and not batches: a slot
-is a row of what a pass has left behind. The pool decides which slot a row reads and which it writes, shares a slot with
-forks, and frees it.
+`SlotStates` has the contents of the state slots of a pool. It is for an engine whose plans name slots and not batches.
+A slot is one row of the states that a pass returned. The pool decides which slot a row reads and which it writes. It
+shares a slot with forks, and frees it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Times that arithmetic predicts for the Metal kernels, and for those of MLX and vllm-metal.
+"""Predicted times of the Metal kernels, and of those of MLX and vllm-metal, by arithmetic.
 
 It guides: where a measurement is far from it, one of the two is wrong. Nothing here was measured by us.
 """
@@ -48,7 +48,7 @@ PUBLISHED = (  # kernel, GPU, KV heads, group, head_dim, context, GB/s of K and 
     ),
     ("MLX", "M1 Ultra", 4, 8, 256, 100_000, 180),
 )
-# MLX's issues 3837 and 4076 and pull request 4077, vllm-metal's pull request 715
+# From discussions and pull requests of MLX and vllm-metal on GitHub.
 
 
 class GPU(NamedTuple):
@@ -139,7 +139,7 @@ def vllm_seconds(gpu: GPU, shape: Shape, shares: bool) -> float:
 
 
 def seconds(gpu: GPU, shape: Shape, simdgroups: int, per_token: float, chain: float, passes: int = 1) -> float:
-    """The longest of what `ASSUMPTIONS` names.
+    """The longest of the three times in `ASSUMPTIONS`, and the launch.
 
     per_token: instructions for one token of one KV head. passes: how often K and V are read.
     """
@@ -159,7 +159,7 @@ def window_seconds(gpu: GPU, queries: int, window: int, q_heads: int, head_dim: 
 
 
 def published_rate(kernel: str, gpu: GPU, shape: Shape) -> float:
-    """What is predicted of an entry of `PUBLISHED`, in GB/s."""
+    """The predicted rate of an entry of `PUBLISHED`, in GB/s."""
     name, _, shared = kernel.partition(", ")
     took = (vllm_seconds if name == "vllm-metal" else dense_seconds)(gpu, shape, bool(shared))
     return nbytes(shape) / took / 1e9
@@ -172,7 +172,7 @@ def nbytes(shape: Shape) -> int:
 
 
 def page() -> str:
-    """Assumptions, how they fit what others published, and tables of chips."""
+    """Assumptions, predictions beside published rates, and tables of chips."""
     lines = [ASSUMPTIONS, "", "published, predicted (GB/s of K and V) and predicted over published:"]
     for kernel, name, kv_heads, group, dim, context, rate in PUBLISHED:
         found = published_rate(kernel, GPUS[name], Shape(1, context, kv_heads, group, dim))
@@ -200,7 +200,7 @@ def page() -> str:
 
 
 def _table(heads: list[str], both: Callable[[GPU, int], tuple[float, ...]]) -> list[str]:
-    """Lines of chips: us of both, and how often the first goes into the second."""
+    """A line per chip: us of both, and the second over the first."""
     lines = [" " * 9 + "".join(f"{head:>20}" for head in heads)]
     for name, gpu in GPUS.items():
         pairs = [both(gpu, i) for i in range(len(heads))]

@@ -142,10 +142,10 @@ class InPlacePool:
             self._build(capsule, chain, copies=copies)
 
     def read(self, layer: int, kernel: Callable[..., Sequence[mx.array]]) -> Sequence[mx.array]:
-        """The results of ``kernel(k, v)`` on the planes of a layer, for kernels of MLX.
+        """Return the results of ``kernel(k, v)`` on the planes of a layer, for kernels of MLX.
 
-        A plane is an array, or (words, scales, biases). Results take their place in the chain. The arrays may not be
-        used in any other way, and not be kept.
+        A plane is an array, or (words, scales, biases). Results take their place in the chain. The kernel may use
+        the arrays in no other way, and may not keep them.
         """
         capsule, chain = self._layers[layer]
         k, v = (tuple(chain.handles[number] for number in side) for side in self._sides)
