@@ -95,7 +95,8 @@ METAL_FUNC void multiply(thread C (&keys)[4], thread metal::simdgroup_matrix<Q, 
   }
 }
 
-// The plane whose rows are keys and values at once: the first where both are alike. Elsewhere nothing asks for it.
+// Returns the plane whose rows are both keys and values. That is the first one if both have one type. Without latents
+// no code uses the result.
 template <typename P>
 METAL_FUNC P latents_of(P latents, P) {
   return latents;

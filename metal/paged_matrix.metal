@@ -10,8 +10,8 @@
 // lane i has token i of a row, brings the shares together, and makes scores and weights of them. At last each simdgroup
 // adds the weighted values of its elements, which it keeps in registers to the end.
 //
-// Latent attention: a key is the `DIM` elements of the first plane, the latent, and the `ROTARY` elements of the other
-// plane behind them. The latent is the value too, and stays in registers. The last simdgroups have the rotary parts.
+// Latent attention: a key is the latent, which is the `DIM` elements of the first plane, and then the `ROTARY` elements
+// of the other plane. The latent is the value too, and stays in registers. The last simdgroups have the rotary parts.
 //
 // Template   UNITS             see above
 //            ROTARY            see above; 0 where the planes are keys and values. Both planes have the same bits

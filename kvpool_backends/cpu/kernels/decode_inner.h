@@ -85,8 +85,8 @@ KV_INLINE four sums_of_tokens(const vf *sum) {
     return v_sum4(sum[0], sum[1], sum[TOKENS > 2 ? 2 : 1], sum[TOKENS - 1]);
 }
 
-/* Whether lines are fetched one by one, at an even pace and row by row: Zen 3 drops prefetches that come faster than
- * its memory answers. */
+/* Whether lines are prefetched one by one, at an even pace and row by row. Zen 3 drops prefetches that come faster
+ * than its memory answers. */
 #if defined(KV_SIMD_AVX2)
 enum { FETCHES_EVENLY = 1 };
 #else
@@ -145,7 +145,7 @@ KV_INLINE void scores_of_some(kv_dtype dtype, const int rows, const char *const 
         k[t] = tokens[t] + offset;
         next[t] = ahead[t] + ahead_offset;
     }
-    int64_t owed = 0, at = 0; /* bytes to be fetched by now, bytes of `row` that are */
+    int64_t owed = 0, at = 0; /* bytes due by now, and bytes of `row` that were fetched */
     const char *const *row = next;
     for (int64_t d = 0, line = 0, end = step; d < whole; d += PAIR, end += step) {
         if (FETCHES_EVENLY)
@@ -195,7 +195,7 @@ KV_INLINE void weigh(kv_dtype dtype, const int rows, const int pairs, int64_t ta
             for (int i = 0; i < pairs; i++) sum[r][i].a = sum[r][i].b = v_set(starts[r * starts_stride]);
     offset += d * bits / 8;
     const int64_t end = (d / PAIR + pairs) * step, line = (d / PAIR * step + LINE - 1) / LINE * LINE;
-    /* Evenly: `step` bytes for each pair of each token, whose number is that of the pair of the row to be fetched. */
+    /* An even pace: each pair of each token fetches `step` bytes. Its number is that of the pair of the fetched row. */
     const int64_t row_nbytes = stride / PAIR * step, before = d / PAIR * count;
     const char *const *row = ahead + (FETCHES_EVENLY ? before / (stride / PAIR) : 0);
     int64_t at = FETCHES_EVENLY ? before % (stride / PAIR) * step : 0;

@@ -119,8 +119,8 @@ PyObject* bind(PyObject*, PyObject* args) {
   });
 }
 
-// A side of a layer: (dim, bits, group_size) and where its rows lie, (array, offset, block, slot and head stride): of
-// floats or words, of scales, of biases. bits is 0 where there are floats alone.
+// Reads a side of a layer: (dim, bits, group_size), then the places of its rows as (array, offset, block, slot and head
+// stride): one of floats or words, one of scales, one of biases. bits is 0 for plain floats.
 void read_side(PyObject* side, kv_plane& plane, std::array<Rows, 3>& rows) {
   auto &a = rows[0], &b = rows[1], &c = rows[2];
   if (!PyArg_ParseTuple(side, "LLL(iLLLL)(iLLLL)(iLLLL)", &plane.dim, &plane.bits, &plane.group_size, &a.array,
@@ -173,8 +173,8 @@ MetalText text_of(PyObject* pair) {
   return {function, text};
 }
 
-// metal_texts(writes, floats, words, factors): kernels as (function, text); those that write in tuples of six, by dtype
-// and then by vectors (no, yes).
+// metal_texts(writes, floats, words, factors): kernels as (function, text). Those that write come in tuples of six,
+// by dtype and then by vectors (no, yes).
 PyObject* metal_texts(PyObject*, PyObject* args) {
   return guarded([&]() -> PyObject* {
     auto made = std::make_shared<MetalTexts>();

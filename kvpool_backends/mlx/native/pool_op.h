@@ -43,7 +43,7 @@ struct MetalText {
   std::string function, text;
 };
 
-// Kernels that write, by dtype of the tokens and whether their rows can be read in vectors.
+// Kernels that write. The key is the dtype of the tokens, and whether their rows can be read in vectors.
 using WriteTexts = std::map<std::pair<kv_dtype, bool>, MetalText>;
 
 // The kernels of one pool.
@@ -52,8 +52,8 @@ struct MetalTexts {
   MetalText copy_floats, copy_words, copy_factors; // scales and biases are factors
 };
 
-// Rows of a stored plane: in which base array of a layer they lie, offset, block, slot and head stride there, and their
-// length, all in elements of the array.
+// Rows of a stored plane: the base array of the layer that has them; their offset, block, slot and head stride there;
+// their length. All are in elements of the array.
 struct Rows {
   int array;
   std::array<int64_t, 4> layout;

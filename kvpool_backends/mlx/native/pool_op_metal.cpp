@@ -21,7 +21,7 @@ constexpr const char* PRELUDE =
 constexpr int CHUNK = 4; // elements that a thread moves
 constexpr int GROUP_THREADS = 256;
 
-// The encoder of a stream, with a kernel that is compiled unless it was.
+// Returns the encoder of a stream with this kernel set. Compiles the kernel at its first use.
 mx::metal::CommandEncoder& encoder_with(const MetalText& kernel, mx::Stream stream) {
   auto& device = mx::metal::device(stream.device);
   auto* library = device.get_library(kernel.function, [&kernel] { return PRELUDE + kernel.text; });
@@ -83,7 +83,7 @@ void PoolOp::write_metal(const std::vector<mx::array>& inputs, std::vector<mx::a
   }
 }
 
-// K and V, or one of them twice: then the kernel has no dimensions of a second one.
+// Writes K and V, or a single plane that is given twice. Then the kernel has no dimensions of a second plane.
 void PoolOp::write_floats(const WriteTexts& texts, int k_side, int v_side, const mx::array* tokens,
                           std::vector<mx::array>& outputs) {
   const Layer& layer = *parts_.layer;
