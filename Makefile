@@ -138,7 +138,7 @@ $(VENV)/built: $(VENV)/made pyproject.toml setup.py $(SOURCES)
 	@touch $@
 
 # kvpool is installed: these add what its extras need.
-$(VENV)/demo: pyproject.toml | $(VENV)/built
+$(VENV)/demo: pyproject.toml $(wildcard kvpool_backends/mlx/native/*.cpp kvpool_backends/mlx/native/*.h) | $(VENV)/built
 	@echo "==> installing mlx, mlx-lm and what the demo draws with"
 	$(PIP) "kvpool[demo]"
 	@[ "$$(uname)" != Darwin ] || $(PY) -m kvpool_backends.mlx.native build || echo "==> going on without the extension"

@@ -14,6 +14,7 @@ Environment switches::
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -133,13 +134,17 @@ def mlx_extension(build_lib: Path) -> str:
     In an isolated build, packages of the environment can be imported by a process that does not inherit the isolation.
     """
     places = {sysconfig.get_path(scheme) for scheme in ("purelib", "platlib")}
+    native = build_lib / "kvpool_backends" / "mlx" / "native"
+    shutil.rmtree(native / "built", ignore_errors=True)  # of an earlier build
     why = "MLX is not installed here yet"
-    if any(Path(place, "mlx", "include", "mlx", "array.h").exists() for place in places):
+    if not (native / "__main__.py").exists():  # `build_ext` alone: another kvpool would be found, and written to
+        why = "the package is not in the build folder"
+    elif any(Path(place, "mlx", "include", "mlx", "array.h").exists() for place in places):
         alone = {key: value for key, value in os.environ.items() if key != "PYTHONNOUSERSITE"}
         command = [sys.executable, "-m", "kvpool_backends.mlx.native", "ship"]
         how = {"cwd": build_lib, "env": alone | {"PYTHONPATH": str(build_lib)}, "timeout": 900}
         try:
-            done = subprocess.run(command, capture_output=True, text=True, **how)
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", **how)
         except (OSError, subprocess.TimeoutExpired) as error:
             why = str(error)
         else:

@@ -25,7 +25,7 @@ METAL_FUNC ushort lane_of_row(int row, int lane) {
 }
 
 template <typename E>
-METAL_FUNC metal::simdgroup_matrix<E, 8, 8> fragment(Chunk<E> chunk, int f) {
+METAL_FUNC metal::simdgroup_matrix<E, 8, 8> fragment_of(Chunk<E> chunk, int f) {
   metal::simdgroup_matrix<E, 8, 8> made;
   made.thread_elements()[0] = chunk[2 * f];
   made.thread_elements()[1] = chunk[2 * f + 1];
@@ -78,7 +78,7 @@ METAL_FUNC void multiply(thread C (&keys)[4], thread metal::simdgroup_matrix<Q, 
       const auto elements = keys[i].elements(u);
       KV_UNROLL
       for (int f = 0; f < 2; f++) {
-        const auto key = fragment(elements, f);
+        const auto key = fragment_of(elements, f);
         KV_UNROLL
         for (int m = 0; m < TILES; m++) {
           metal::simdgroup_multiply_accumulate(scores[m], key, query[m][u][f], scores[m]);

@@ -177,7 +177,7 @@ for (int begin = item.seen_begin / 32 * 32; begin < item.seen_end; begin += 32) 
           const auto elements = rows[i].elements(u);
           KV_UNROLL
           for (int f = 0; f < 2; f++) {
-            const auto value = kv::fragment(elements, f);
+            const auto value = kv::fragment_of(elements, f);
             KV_UNROLL
             for (int m = 0; m < TILES; m++) {
               simdgroup_multiply_accumulate(values[m][u][f], weights[m], value, values[m][u][f]);

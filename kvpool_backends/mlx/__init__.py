@@ -149,8 +149,10 @@ def _choose(
     if kernels is not False and native and spec.layout == "block":
         refusal = "the extension does not have layout 'block'"
     elif kernels is not False and (metal_kernel is not None or has_metal()):
+        from kvpool_backends.mlx.metal_kernels import latent_refusal
+
         route = _metal_route(with_native())
-        refusal = None if metal_kernel is not None else route.capabilities.refusal(spec)
+        refusal = None if metal_kernel is not None else route.capabilities.refusal(spec) or latent_refusal(spec)
         if refusal is None:
             return route
     elif kernels is not False:

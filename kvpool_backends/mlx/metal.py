@@ -27,7 +27,6 @@ from kvpool_backends.mlx.metal_kernels import (
     HEAD_DIM_MAX,
     PART_TOKENS,
     AttentionStep,
-    HeadTiles,
     Launch,
     MetalKernels,
     Plane,
@@ -181,8 +180,7 @@ class MetalAttention(_Storage):
         given = list(shapes)
         todo = [(shape, chosen) for shape in given for chosen in (None, *options)]
         if not given:
-            one_part = parts_of(self.spec, HeadTiles(1, 1, 1), self.part_tokens)["part_tokens"]
-            width = -(-(one_part + LONG_CHUNK) // self.spec.block_size) + 1
+            width = 1 << 16  # blocks: `_variants` takes no more of them than a row needs that has two parts
             asked = list(self._asked.items())
             todo = [(BatchShape(1, LONG_CHUNK + 1, width, heads), chosen) for (heads, _), chosen in asked]
         for shape in given:

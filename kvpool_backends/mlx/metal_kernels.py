@@ -60,7 +60,8 @@ ROW_DIMS_MAX = tuned("ROW_DIMS_MAX", 1024)
 PART_TOKENS = tuned("PART_TOKENS", 64)  # of a context, per threadgroup
 PARTS_MAX = tuned("PARTS_MAX", 40)  # of one context of a model with 8 KV heads; beyond, parts double in length
 HEAD_DIM_MAX = 512
-LATENT_DIM_MAX = 640  # with rotary parts: what threadgroup memory holds
+LATENT_DIM_MAX = 640  # with rotary parts
+THREADGROUP_NBYTES_MAX = 32 << 10  # of threadgroup memory, on every GPU of Apple's
 LANES = 32
 LINE_NBYTES = 128
 
@@ -186,9 +187,22 @@ def head_tiles(spec: KVSpec, group: int, queries: int) -> HeadTiles:
         return HeadTiles(group, 1, together)
     units = 4 if spec.is_quantized or (narrow and dim > 128) else 2
     rows = 64 // units if narrow else 32 // units if dim <= 256 else 8
+    if spec.latent:
+        simdgroups = HeadTiles(1, 1, 1, units).simdgroups(spec)
+        while rows > 8 and rows * (144 * (simdgroups + 1) + 12) > THREADGROUP_NBYTES_MAX:
+            rows //= 2
     groups = -(-group // rows)
     heads = -(-group // groups)
     return HeadTiles(heads, groups, min(together, 1 << (rows // heads).bit_length() - 1), units)
+
+
+def latent_refusal(spec: KVSpec) -> str | None:
+    """Why the kernels do not have latents of this kind. None if they do, and for other specs."""
+    if spec.latent and spec.query_dim > LATENT_DIM_MAX:
+        return f"latents and rotary parts have {spec.query_dim} elements, at most {LATENT_DIM_MAX}"
+    if spec.latent and spec.k_bits != spec.v_bits:
+        return f"bits of latents are {spec.bits}, they must be the same"
+    return None
 
 
 def plan_attention(
@@ -394,12 +408,8 @@ class MetalKernels:
             if dim % 4 or dim > HEAD_DIM_MAX:
                 limit = f"a multiple of 4, at most {HEAD_DIM_MAX}"
                 raise ValueError(f"[MetalKernels] {name} is {dim}, it must be {limit}")
-        if spec.latent and spec.query_dim > LATENT_DIM_MAX:
-            raise ValueError(
-                f"[MetalKernels] latents and rotary parts have {spec.query_dim} elements, at most {LATENT_DIM_MAX}"
-            )
-        if spec.latent and spec.k_bits != spec.v_bits:
-            raise ValueError(f"[MetalKernels] bits of latents are {spec.bits}, they must be the same")
+        if refusal := latent_refusal(spec):
+            raise ValueError(f"[MetalKernels] {refusal}")
         self.spec = spec
         self.num_blocks = num_blocks
         self._factory = cast(Factory, mx.fast.metal_kernel) if factory is None else factory

@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from metal_engine import recording
+from metal_engine import StandIn, recording
 from mlx_families import FAMILIES
 from mlx_models import batch_tokens, on_cpu, random_prompts, solo_tokens
 from test_mlx_native import built, looking_in  # noqa: F401  (a fixture)
@@ -316,6 +316,28 @@ def test_after_warmup_no_kernel_is_new(engine, monkeypatch, options, scores):
             check_scores(filled, q_lens, 8, scores, options)
     new = kernels - warm
     assert not new, "\n".join(map(str, new))
+
+
+@pytest.mark.parametrize(
+    ("spec", "num_q_heads"),
+    [(KVSpec(1, 2, 64, "float16", 16), 32), (KVSpec(1, 1, 64, "float16", 16, v_head_dim=32, latent=True), 16)],
+)
+def test_after_warmup_for_all_lengths_decode_and_chunks_of_long_contexts_compile_nothing(spec, num_q_heads):
+    kernels, launched = set(), StandIn().factory(0)
+    backend = MLXBackend(spec, 200, native=False, metal_kernel=recording(launched, kernels))
+
+    def attend(num_queries, context):
+        tables = np.arange(-(-context // 16), dtype=np.int32)[None]
+        step = backend.prepare(StepArrays(tables, np.array([context]), np.array([0, num_queries])))
+        mx.eval(backend.attend(step, 0, mx.zeros((num_queries, num_q_heads, spec.query_dim), mx.float16)))
+
+    with on_cpu():
+        attend(1, 1)  # a first call says how many heads there are
+        backend.warmup(())
+        warm = frozenset(kernels)
+        for num_queries, context in ((1, 300), (1, 3000), (4, 3000), (8, 3000)):
+            attend(num_queries, context)
+    assert kernels == warm
 
 
 # --------------------------------------------------------------------------------------- the choice of route

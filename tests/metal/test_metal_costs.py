@@ -55,7 +55,10 @@ def test_registers_of_every_shape_stay_below_the_limit():
     check_registers()
 
 
-@pytest.mark.parametrize("head_dim", [4, 64, 80, 128, 192, 256, 260, 512, (512, 64), (256, 64), (512, 128)])
+LATENTS = [(512, 64), (256, 64), (512, 128), (128, 96), (96, 128), (128, 128), (192, 256), (224, 224), (256, 256)]
+
+
+@pytest.mark.parametrize("head_dim", [4, 64, 80, 128, 192, 256, 260, 512, *LATENTS])
 def test_threadgroup_memory_of_every_shape_stays_below_the_limit(head_dim):
     for group in GROUPS:
         for planes in PLANES[:2]:

@@ -84,6 +84,17 @@ def test_kernel_texts_have_no_comments_and_no_function_constants():
         assert "function_constant" not in text  # not part of MLX's key of a compiled kernel
 
 
+def uses_a_qualifier_as_a_name(text):
+    return re.search(r"\b(kernel|vertex|fragment)\b(?![^\[]*\]\])", text) is not None
+
+
+def test_no_name_is_a_qualifier_of_functions_in_metal():
+    # Metal reserves these words, and the compiler of the stand-in does not.
+    assert uses_a_qualifier_as_a_name("const auto key = fragment(elements, f);")
+    assert not uses_a_qualifier_as_a_name('template [[host_name("f")]] [[kernel]] decltype(f) f;')
+    assert [path.name for path in FILES if uses_a_qualifier_as_a_name(source_text(path.name))] == []
+
+
 def test_threadgroup_variables_have_fixed_sizes_in_kernel_bodies():
     # No threadgroup memory is sized at launch: there is no length that could fail to be a multiple of 16 bytes.
     numbers = {"paged_attention.metal": 3, "paged_matrix.metal": 5, "paged_reduce.metal": 2}

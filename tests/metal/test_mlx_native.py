@@ -497,7 +497,10 @@ def test_an_extension_of_the_wheel_is_used_until_the_user_builds_one(built, tmp_
     shutil.copytree(built, own)
     with looking_in(own):
         assert load() is not None
-    assert opened == [wheel, own]
+    restamp(own, sources="0" * 64)  # an older kvpool's
+    with looking_in(own):
+        assert load() is not None and status()["folder"] == str(wheel)
+    assert opened == [wheel, own, own, wheel]
 
 
 def test_nothing_built_is_no_news(tmp_path, caplog):

@@ -271,7 +271,8 @@ def _choose_route(
                 _log.warning("[install] this model gathers: %s", why)
         else:
             for backend in trial.backends:
-                backend.warmup((), scores=scores)  # kernels for all lengths: compile them now, not in a request
+                # Kernels for all lengths: compile them now, not in a request.
+                backend.warmup((), **({} if scores is None else {"scores": scores}))
     if fused and why:
         raise RuntimeError(f"[install] fused=True, but {why}")
     return (() if why else sites), why

@@ -134,18 +134,20 @@ def checksum(*paths: Path) -> str:
 
 @cache
 def _load() -> _Outcome:
-    where = folder()
-    if not library(where).exists() and library(shipped()).exists():
-        where = shipped()
+    places = [place for place in (folder(), shipped()) if library(place).exists()]
+    where = places[0] if places else folder()
     if os.environ.get("KVPOOL_MLX_NATIVE") == "0":
         return _Outcome(None, "KVPOOL_MLX_NATIVE is 0", library(where).exists(), where)
-    if not library(where).exists():
+    if not places:
         return _Outcome(None, f"not built for MLX {MLX_VERSION}", False, where)
-    try:
-        return _Outcome(open_module(where), "", True, where)
-    except Unfit as error:
-        _log.warning("[mlx native] going on without the extension in %s: %s (%s)", where, error, COMMAND)
-        return _Outcome(None, str(error), True, where)
+    reasons = []
+    for place in places:  # one of an older kvpool does not hide the one that was shipped
+        try:
+            return _Outcome(open_module(place), "", True, place)
+        except Unfit as error:
+            reasons.append(str(error))
+    _log.warning("[mlx native] going on without the extension in %s: %s (%s)", where, reasons[0], COMMAND)
+    return _Outcome(None, reasons[0], True, where)
 
 
 def open_module(where: Path) -> ModuleType:
