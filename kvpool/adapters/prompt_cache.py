@@ -26,9 +26,9 @@ from kvpool.adapters.dense_caches import (
     PER_TOKEN,
     STATES,
     CacheLayout,
-    arrays_of,
     caches_of,
     copied,
+    evaluate,
     layout_of,
     leaves_of,
     nbytes_of,
@@ -226,7 +226,7 @@ class PromptCache:
         length = min(len(known), max(offsets, default=len(known)))
         layout = layout_of(leaves, tree, max(offsets, default=0))
         kept = [cache for cache, leaf in zip(leaves, layout.leaves, strict=True) if not leaf.parts]
-        mx.eval([arrays_of(cache) for cache, leaf in zip(leaves, layout.leaves, strict=True) if leaf.parts])
+        evaluate(leaves)
         places = {getattr(cache, "offset", length) for cache in kept if type(cache) in STATES}
         if kept and (max(offsets, default=length) != length or places - {length}):
             return  # a state of another position says nothing about these tokens

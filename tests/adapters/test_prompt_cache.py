@@ -4,6 +4,7 @@ import gc
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,11 @@ def a_store_without_tails(patch):
     )
 
 
+def copies_that_one_thread_can_use(patch):
+    owned = subject.owned
+    patch.setattr(subject, "owned", lambda array: owned(array) + 0)
+
+
 def a_store_never_asked(patch):
     patch.setattr(PromptCache, "_load", lambda *arguments: None)
 
@@ -129,11 +135,61 @@ def a_store_never_asked(patch):
         (a_store_without_tails, "window"),
         (a_store_never_asked, "dense"),
         (a_window_cut_wrong, "chunk"),
+        (copies_that_one_thread_can_use, "state"),
     ],
 )
 def test_a_planted_fault_is_found(monkeypatch, fault, kind):
     fault(monkeypatch)
     assert proof.hunt(11, 4000, kind)
+
+
+def of_bfloat16(cache, tokens=20, step=20):
+    for _ in range(0, tokens, step):
+        cache.update_and_fetch(*[mx.random.normal((1, 2, step, 32)).astype(mx.bfloat16)] * 2)
+    return cache
+
+
+def arrays_of_bfloat16():
+    cache = cache_module.ArraysCache(2)
+    cache[0], cache[1] = mx.ones((1, 4), mx.bfloat16) + 1, mx.ones((1, 4)) + 1
+    return cache
+
+
+def batch_of_two():
+    return cache_module.BatchKVCache.merge([of_bfloat16(cache_module.KVCache()) for _ in range(2)])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: of_bfloat16(cache_module.KVCache()),
+        lambda: of_bfloat16(cache_module.ConcatenateKVCache()),
+        lambda: of_bfloat16(cache_module.QuantizedKVCache(group_size=32, bits=8)),
+        lambda: of_bfloat16(cache_module.RotatingKVCache(300), step=1),
+        lambda: of_bfloat16(cache_module.RotatingKVCache(8, keep=2), step=1),
+        lambda: of_bfloat16(cache_module.RotatingKVCache(8, keep=2)),
+        lambda: of_bfloat16(cache_module.ChunkedKVCache(8), step=5),
+        lambda: of_bfloat16(cache_module.ChunkedKVCache(64), step=5),
+        arrays_of_bfloat16,
+        lambda: cache_module.CacheList(arrays_of_bfloat16(), of_bfloat16(cache_module.KVCache())),
+        lambda: cache_module.BatchKVCache.merge([of_bfloat16(cache_module.KVCache())]),
+        batch_of_two,
+    ],
+)
+def test_one_thread_inserts_another_fetches_and_a_third_uses_the_caches(make):
+    def in_a_thread(call):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(call).result()
+
+    prompts = PromptCache()
+    in_a_thread(lambda: prompts.insert(range(20), [make()]))
+    (cache,), length = in_a_thread(lambda: prompts.fetch(range(21)))
+    assert length == 20
+    leaves = cache.caches if isinstance(cache, cache_module.CacheList) else [cache]
+    in_a_thread(lambda: mx.eval([leaf.state for leaf in leaves]))
+    for leaf in leaves:
+        if hasattr(leaf, "update_and_fetch") and not isinstance(leaf, cache_module.BatchKVCache):
+            in_a_thread(lambda: mx.eval(of_bfloat16(leaf, 1, 1).state))  # noqa: B023
 
 
 def test_threads_find_a_budget_that_is_ignored(monkeypatch):
@@ -292,7 +348,7 @@ def test_a_prompt_beyond_the_budget_keeps_its_beginning():
 
 
 def test_checkpoints_keep_to_their_own_budget():
-    prompts = PromptCache(checkpoint_bytes=3 * 8)
+    prompts = PromptCache(checkpoint_bytes=3 * 6)
     for number in range(10):
         prompts.insert([number] * 20, computed("state", [number] * 20))
     assert [prompts.fetch([n] * 21)[1] for n in range(10)] == [0] * 7 + [20] * 3
