@@ -128,7 +128,7 @@ class PromptCache:
         caches, n = prompts.fetch(tokens)
         caches = caches or make_prompt_cache(model)
         ...                                    # the model computes tokens[n:] and the answer
-        prompts.insert(all_tokens, caches)
+        prompts.insert([*tokens, *answer[:-1]], caches)   # the last one was not computed into the caches
 
     It has the methods of mlx-lm's `LRUPromptCache` too, so it can take its place.
 
@@ -209,7 +209,8 @@ class PromptCache:
         Parameters
         ----------
         tokens : sequence of int
-            All tokens of the sequence. Those behind the caches' own length are ignored.
+            All tokens of the sequence. Those behind the caches' own length are ignored. Caches without an offset
+            (`ArraysCache` alone) must be at the end of `tokens`.
         caches : list
             One sequence, any class. What is no cache of keys and values per token can be used only where the sequence
             ends.
@@ -223,6 +224,7 @@ class PromptCache:
         known, spans = self._known("insert", tokens, media)
         leaves, tree = leaves_of([single(cache) for cache in caches])
         offsets = [cache.offset for cache in leaves if type(cache) in PER_TOKEN]
+        offsets = offsets or [cache.offset for cache in leaves if type(cache) in STATES and hasattr(cache, "offset")]
         length = min(len(known), max(offsets, default=len(known)))
         layout = layout_of(leaves, tree, max(offsets, default=0))
         kept = [cache for cache, leaf in zip(leaves, layout.leaves, strict=True) if not leaf.parts]

@@ -315,6 +315,21 @@ def test_chunked_caches_keep_no_more_than_a_chunk():
     assert prompts.nbytes == 24 * rows.nbytes // 100 * 2
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: cache_module.RotatingKVCache(64, keep=4), lambda: cache_module.ChunkedKVCache(64)]
+)
+def test_windows_alone_are_inserted_up_to_their_own_length(make):
+    for caches in ([make()], [make(), cache_module.ArraysCache(1)]):
+        rows = mx.array(proof.plane(list(range(39)), 0))
+        caches[0].update_and_fetch(rows, rows)
+        prompts = PromptCache()
+        prompts.insert(range(41), caches)
+        found, length = prompts.fetch(range(50))
+        assert (length, found[0].offset, len(prompts)) == (39, 39, 1)
+        prompts.insert(range(100, 130), caches)  # a state of more tokens says nothing about these
+        assert (prompts.fetch(range(100, 140))[1], len(prompts)) == (0, 1)
+
+
 def test_unknown_caches_are_kept_whole_and_found_where_they_end():
     prompts, tokens = PromptCache(), list(range(40))
     prompts.insert(tokens, [proof.Unknown(1)])
