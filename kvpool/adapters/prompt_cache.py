@@ -402,34 +402,39 @@ class PromptCache:
         None: there is no room for it, or it was dropped again.
         """
         pool, row_nbytes = shelf.pool, shelf.layout.row_nbytes
-        handle = self._opened(shelf, known, namespace)
-        begin = pool.num_tokens(handle)
-        table = pool.table(handle)
-        for one in self._replaced(shelf, known, table, namespace, kept):
-            self._drop(one)
         nbytes = sum(nbytes_of(cache) for cache in kept)
-        if kept and nbytes > min(self.checkpoint_bytes, self.max_bytes - row_nbytes * len(known)):
+        handle = self._opened(shelf, known, namespace)
+        try:
+            begin = pool.num_tokens(handle)
+            for one in self._replaced(shelf, known, pool.table(handle), namespace, kept):
+                self._drop(one)
+            if kept and nbytes > min(self.checkpoint_bytes, self.max_bytes - row_nbytes * len(known)):
+                pool.close(handle)
+                return None
+            while self._kept_nbytes + nbytes > self.checkpoint_bytes:
+                self._drop(next(one for order in self._order.values() for one in order.values() if one.nbytes))
+            length = len(known)
+            if nbytes + row_nbytes * length > self.max_bytes:
+                length = max(begin, self.max_bytes // row_nbytes // BLOCK * BLOCK)
+            length = min(length, pool.num_blocks * BLOCK)
+            count = -(-(length - begin) // BLOCK)
+            self._make_room(row_nbytes * (length - begin) + nbytes, shelf, count)
+            copies = list(islice(rows(begin, length), count))  # what may fail comes before the pool changes
+            ours = [copied(cache, owned) for cache in kept]
+            pool.step(shelf.plan, [handle], length - begin)
+        except BaseException:
             pool.close(handle)
-            return None
-        while self._kept_nbytes + nbytes > self.checkpoint_bytes:
-            self._drop(next(one for order in self._order.values() for one in order.values() if one.nbytes))
-        length = len(known)
-        if nbytes + row_nbytes * length > self.max_bytes:
-            length = max(begin, self.max_bytes // row_nbytes // BLOCK * BLOCK)
-        length = min(length, pool.num_blocks * BLOCK)
+            raise
         full = length - length % BLOCK
-        self._make_room(row_nbytes * (length - begin) + nbytes, shelf, -(-(length - begin) // BLOCK))
-        pool.step(shelf.plan, [handle], length - begin)
         shelf.prefix.commit(handle, known[begin:full])
         table = pool.table(handle)
-        copies = rows(begin, length)
         parent: int | bytes = int(table[begin // BLOCK - 1]) if begin else namespace
-        for start, block in zip(range(begin, length, BLOCK), table[begin // BLOCK :].tolist(), strict=True):
-            self._put(shelf, block, parent, known[start : min(start + BLOCK, length)], next(copies))
+        starts, blocks = range(begin, length, BLOCK), table[begin // BLOCK :].tolist()
+        for start, block, row in zip(starts, blocks, copies, strict=True):
+            self._put(shelf, block, parent, known[start : min(start + BLOCK, length)], row)
             parent = block
         last = int(table[full // BLOCK - 1]) if full else -1
         parent = last if full else namespace
-        ours = [copied(cache, owned) for cache in kept]
         one = _Sequence(shelf, handle, namespace, parent, known[:length], kind, ours, nbytes)
         shelf.ends.setdefault(parent, []).append(one)
         if full:

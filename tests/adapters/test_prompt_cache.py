@@ -330,6 +330,39 @@ def test_windows_alone_are_inserted_up_to_their_own_length(make):
         assert (prompts.fetch(range(100, 140))[1], len(prompts)) == (0, 1)
 
 
+def fails(*arguments):
+    raise MemoryError
+
+
+def one_row(*arguments):
+    yield mx.zeros(16)
+    fails()
+
+
+@pytest.mark.parametrize(("name", "fault"), [("rows_of", one_row), ("nbytes_of", fails), ("copied", fails)])
+def test_an_insertion_that_fails_leaves_everything_as_it_was(monkeypatch, name, fault):
+    prompts, tokens = PromptCache(), list(range(75))
+    prompts.insert(tokens[:40], computed("state", tokens[:40]))
+    (shelf,) = prompts._shelves.values()
+
+    def state():
+        stats = shelf.pool.stats()
+        return len(prompts), prompts.nbytes, stats.sequences, stats.used, stats.blank, sorted(shelf.rows)
+
+    before = state()
+    for more in (tokens, tokens[50:]):
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(subject, name, fault)
+            prompts.insert(more, computed("state", more))
+        assert state() == before
+    shelf.pool.check()
+    assert prompts.fetch([*tokens, 7])[1] == 40
+    prompts.insert(tokens, computed("state", tokens))
+    caches, length = prompts.fetch([*tokens, 7])
+    assert length == 75 and proof.fault_in(caches, "state", tokens) == ""
+    assert proof.held_nbytes(prompts) == prompts.nbytes
+
+
 def test_unknown_caches_are_kept_whole_and_found_where_they_end():
     prompts, tokens = PromptCache(), list(range(40))
     prompts.insert(tokens, [proof.Unknown(1)])
