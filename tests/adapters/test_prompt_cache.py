@@ -270,6 +270,21 @@ def test_a_store_that_lost_blocks_gets_them_with_the_next_turn():
     assert PromptCache(store=store).fetch(tokens)[1] == 96
 
 
+@pytest.mark.parametrize("length", [40, 48])
+@pytest.mark.parametrize("kind", ["state", "window"])
+def test_a_prompt_that_is_used_in_memory_stays_in_the_store(kind, length):
+    layout = store_layout(computed(kind, [0] * 30), "w")
+    store = MemoryStore(layout, 40 * max(group.nbytes for group in layout.groups))
+    prompts, hot = PromptCache(store=store), [1] * length
+    prompts.insert(hot, computed(kind, hot))
+    for number in range(60):
+        assert prompts.fetch([*hot, 2])[1] == length
+        prompts.insert([3 + number] * 40, computed(kind, [3 + number] * 40))
+    assert PromptCache(store=store).fetch([3] * 41)[1] == 0
+    caches, found = PromptCache(store=store).fetch([*hot, 2])
+    assert found == length and proof.fault_in(caches, kind, hot) == ""
+
+
 def test_a_prefix_never_ends_inside_media_and_needs_equal_media():
     prompts = PromptCache()
     tokens = list(range(10)) + [0] * 30 + list(range(10))
