@@ -185,7 +185,7 @@ class Naive:
 def text_of(tokens: list[int], spans: list[tuple[int, int, str]], namespace: bytes) -> str:
     letters = [str(token) for token in tokens]
     for start, stop, digest in spans:
-        letters[start:stop] = [digest] * (stop - start)
+        letters[start:stop] = chr(1000 * ord(digest) + stop - start) * (stop - start)
     return ("x" if namespace else "y") + "".join(letters)
 
 
@@ -236,6 +236,8 @@ class Program:
         spans = [(start, min(stop, len(tokens)), digest) for start, stop, _ in spans if start < len(tokens)]
         for start, stop, _ in spans:  # what a model makes of media depends on them, not on their tokens
             tokens[start:stop] = [ord(digest)] * (stop - start)
+            if rng.random() < 0.2:  # nothing is left to compute but media
+                del tokens[stop:]
         return tokens, spans
 
     def call(self) -> str:

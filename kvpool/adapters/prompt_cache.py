@@ -191,7 +191,8 @@ class PromptCache:
         namespace : bytes
             Of `kvpool.namespace`. Only prompts of one namespace share anything.
         media : sequence of (start, stop, digest)
-            Spans of images and other media. A prefix never ends inside one, and has it only with an equal digest.
+            Spans of images and other media. A prefix never ends inside one, and has it only with an equal digest and
+            length.
         """
         return self._fetch(tokens, namespace, media, False)
 
@@ -588,7 +589,10 @@ class PromptCache:
     def _known(
         self, call: str, tokens: Sequence[int], media: Sequence[tuple[int, int, Hashable]]
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """Return tokens for the pool, media as numbers beyond any vocabulary, and the spans of media."""
+        """Return tokens for the pool, media as numbers beyond any vocabulary, and the spans of media.
+
+        A digest that occurs in spans of two lengths has two numbers: what a model makes of it is not the same.
+        """
         given: Any = _numbers(call, tokens)
         low, high = (int(given.min()), int(given.max())) if given.size else (0, 0)
         if high > _MAX_TOKEN:
@@ -598,7 +602,7 @@ class PromptCache:
         for start, stop, digest in media:
             if not 0 <= start < stop <= len(known):
                 raise ValueError(f"[{call}] a span of media is {start} .. {stop}, the prompt has {len(known)} tokens")
-            known[start:stop] = _MAX_ATOM - self._atom((digest,))
+            known[start:stop] = _MAX_ATOM - self._atom((digest, stop - start))
             spans.append((start, stop))
         for token in np.unique(known[known < 0]).tolist() if low < 0 else ():
             places = np.flatnonzero(known == token)

@@ -80,7 +80,12 @@ def a_prefix_inside_media(patch):
 
 
 def media_all_alike(patch):
-    patch.setattr(PromptCache, "_atom", lambda self, name: 0)
+    patch.setattr(PromptCache, "_atom", lambda *arguments: 0)
+
+
+def media_of_any_length(patch):
+    atom = PromptCache._atom
+    patch.setattr(PromptCache, "_atom", lambda self, name, *more: atom(self, name[:1], *more))
 
 
 def a_window_cut_wrong(patch):
@@ -130,6 +135,7 @@ def a_store_never_asked(patch):
         (a_fork_that_ignores_the_index, "dense"),
         (a_prefix_inside_media, "dense"),
         (media_all_alike, "dense"),
+        (media_of_any_length, "dense"),
         (sequences_without_end, "dense"),
         (a_store_of_other_namespaces, "dense"),
         (a_store_without_tails, "window"),
@@ -289,10 +295,13 @@ def test_a_prefix_never_ends_inside_media_and_needs_equal_media():
     prompts = PromptCache()
     tokens = list(range(10)) + [0] * 30 + list(range(10))
     prompts.insert(tokens, computed("dense", tokens), media=[(10, 40, "cat")])
-    assert prompts.fetch(tokens[:30] + [7] * 20, media=[(10, 30, "cat")])[1] == 30
+    assert prompts.fetch(tokens[:30] + [7] * 20, media=[(10, 30, "cat")])[1] == 10
     assert prompts.fetch(tokens, media=[(10, 40, "dog")])[1] == 10
     assert prompts.fetch(tokens, media=[(10, 40, "cat")])[1] == 49
     assert prompts.fetch(tokens[:36], media=[])[1] == 10
+    prompts.insert([1, *tokens], computed("dense", [1, *tokens]), media=[(11, 26, "cat"), (26, 41, "cat")])
+    assert prompts.fetch([1, *tokens], media=[(11, 41, "cat")])[1] == 11
+    assert prompts.fetch([1, *tokens], media=[(11, 26, "cat"), (26, 41, "dog")])[1] == 26
 
 
 def test_tokens_that_are_none_are_refused_and_nothing_changes():
