@@ -183,7 +183,7 @@ class Naive:
 
 
 def text_of(tokens: list[int], spans: list[tuple[int, int, str]], namespace: bytes) -> str:
-    letters = [str(token) for token in tokens]
+    letters = [chr(48 + token) for token in tokens]
     for start, stop, digest in spans:
         letters[start:stop] = chr(1000 * ord(digest) + stop - start) * (stop - start)
     return ("x" if namespace else "y") + "".join(letters)
@@ -233,6 +233,8 @@ class Program:
             start = rng.randrange(len(tokens))
             spans = [(start, start + rng.randint(1, 20), "c")]
         digest = rng.choice("cccd")
+        if rng.random() < 0.1:
+            spans = [(start, start + rng.randint(1, 20), digest) for start, _, digest in spans]
         spans = [(start, min(stop, len(tokens)), digest) for start, stop, _ in spans if start < len(tokens)]
         for start, stop, _ in spans:  # what a model makes of media depends on them, not on their tokens
             tokens[start:stop] = [ord(digest)] * (stop - start)

@@ -45,6 +45,7 @@ TYPES = ("assistant", "user", "system")
 
 _MAX_TOKEN = 2**30 - 1  # numbers above stand for media
 _MAX_ATOM = 2**31 - 1
+_UNKNOWN = _MAX_TOKEN + 1  # of media that were never inserted; no others get as far
 _MAX_BLOCKS = 1 << 20
 _MAX_SEQUENCES = 4096
 _RECENT = 32  # sequences that a new one is compared with before the index is asked
@@ -299,7 +300,8 @@ class PromptCache:
     ) -> tuple[list[Any] | None, int]:
         known, spans = self._known("fetch", tokens, media)
         if self._stored is not None:
-            self._load(self._stored, known[: min((start for start, _ in spans), default=None)], namespace)
+            text = min((start + 1 for start, _ in spans), default=None)  # a span leaves more than one token to compute
+            self._load(self._stored, known[:text], namespace)
         with self._lock:
             hits = [self._longest(shelf, known, namespace, spans, whole) for shelf in self._shelves.values()]
             hit = max((hit for hit in hits if hit is not None), key=lambda hit: hit.length, default=None)
@@ -594,6 +596,7 @@ class PromptCache:
         A digest that occurs in spans of two lengths has two numbers: what a model makes of it is not the same.
         """
         given: Any = _numbers(call, tokens)
+        adds = call == "insert"
         low, high = (int(given.min()), int(given.max())) if given.size else (0, 0)
         if high > _MAX_TOKEN:
             raise ValueError(f"[{call}] a token is {high}, the limit is {_MAX_TOKEN}")
@@ -602,18 +605,18 @@ class PromptCache:
         for start, stop, digest in media:
             if not 0 <= start < stop <= len(known):
                 raise ValueError(f"[{call}] a span of media is {start} .. {stop}, the prompt has {len(known)} tokens")
-            known[start:stop] = _MAX_ATOM - self._atom((digest, stop - start))
+            known[start:stop] = _MAX_ATOM - self._atom((digest, stop - start), adds)
             spans.append((start, stop))
         for token in np.unique(known[known < 0]).tolist() if low < 0 else ():
             places = np.flatnonzero(known == token)
             for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
                 spans.append((int(run[0]), int(run[-1]) + 1))
-            known[places] = _MAX_ATOM - self._atom(token)
+            known[places] = _MAX_ATOM - self._atom(token, adds)
         return known.astype(np.int32, copy=False), spans
 
-    def _atom(self, name: Hashable) -> int:
+    def _atom(self, name: Hashable, adds: bool) -> int:
         with self._lock:
-            return self._atoms.setdefault(name, len(self._atoms))
+            return self._atoms.setdefault(name, len(self._atoms)) if adds else self._atoms.get(name, _UNKNOWN)
 
 
 def _numbers(call: str, tokens: Sequence[int]) -> np.ndarray:

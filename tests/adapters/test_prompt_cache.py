@@ -267,6 +267,25 @@ def test_prompts_are_stored_up_to_their_first_image():
     assert PromptCache(store=store).fetch(tokens)[1] == 48
 
 
+@pytest.mark.parametrize("start", [1, 16, 47, 48, 49])
+def test_a_restart_finds_all_whole_blocks_in_front_of_an_image(start):
+    store = MemoryStore(store_layout(computed("dense", [1]), "w"), 1 << 20)
+    tokens = list(range(start)) + [0] * 20 + [1] * 5
+    images = [tokens, tokens[:start] + [-5] * 20 + [1] * 5]  # as a span, as negative numbers
+    for given, media in zip(images, ([(start, start + 20, "cat")], ()), strict=True):
+        PromptCache(store=store).insert(given, computed("dense", tokens), media=media)
+        assert PromptCache(store=store).fetch(given, media=media)[1] == start // 16 * 16
+
+
+def test_fetch_keeps_no_names_of_media():
+    prompts = PromptCache()
+    prompts.insert(range(20), computed("dense", list(range(20))))
+    for number in range(100):
+        assert prompts.fetch(range(30), media=[(8, 24, number)])[1] == 8
+        assert prompts.fetch([*range(10), -1 - number, -1 - number, 3])[1] == 10
+    assert not prompts._atoms
+
+
 def test_a_store_that_lost_blocks_gets_them_with_the_next_turn():
     store = MemoryStore(store_layout(computed("dense", [1]), "w"), 1 << 20)
     prompts, tokens = PromptCache(store=store), list(range(100))
