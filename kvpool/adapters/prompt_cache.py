@@ -142,7 +142,8 @@ class PromptCache:
     max_size : int, optional
         Most sequences. By default as many as fit.
     checkpoint_bytes : int, optional
-        Most bytes of caches that are kept whole, out of `max_bytes`. By default there is no such limit.
+        Most bytes of caches that are kept whole, out of `max_bytes`. By default there is no such limit. A prompt with
+        more of them is neither kept nor stored.
 
     Notes
     -----
