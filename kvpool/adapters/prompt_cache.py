@@ -233,8 +233,8 @@ class PromptCache:
         kept = [cache for cache, leaf in zip(leaves, layout.leaves, strict=True) if not leaf.parts]
         evaluate(leaves)
         places = {getattr(cache, "offset", length) for cache in kept if type(cache) in STATES}
-        if kept and (max(offsets, default=length) != length or places - {length}):
-            return  # a state of another position says nothing about these tokens
+        if kept and (max(offsets, default=length) != length or places - {length} or (offsets and not length)):
+            return  # empty, or a state of another position: that says nothing about these tokens
         known = known[:length]
         with self._lock:
             shelf = self._shelf(layout)

@@ -406,6 +406,15 @@ def test_an_insertion_that_fails_leaves_everything_as_it_was(monkeypatch, name, 
     assert proof.held_nbytes(prompts) == prompts.nbytes
 
 
+@pytest.mark.parametrize("kind", ["KVCache", "RotatingKVCache", "ChunkedKVCache"])
+def test_empty_caches_are_not_inserted(kind):
+    prompts = PromptCache()
+    made = getattr(cache_module, kind)
+    prompts.insert(range(20), [made() if kind == "KVCache" else made(64), cache_module.ArraysCache(1)])
+    prompts.insert(range(20), [made() if kind == "KVCache" else made(64)])
+    assert (len(prompts), prompts.fetch(range(21))) == (0, (None, 0))
+
+
 def test_unknown_caches_are_kept_whole_and_found_where_they_end():
     prompts, tokens = PromptCache(), list(range(40))
     prompts.insert(tokens, [proof.Unknown(1)])
