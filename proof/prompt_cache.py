@@ -12,7 +12,7 @@ import random
 import sys
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
@@ -31,6 +31,8 @@ KINDS = ("dense", "quantized", "window", "chunk", "state", "list", "batch", "unk
 CUT = ("dense", "quantized", "batch")  # kinds that are found at every length
 STORED = ("dense", "quantized", "window", "chunk", "state", "list")
 WEIGHTS = np.random.default_rng(5).integers(1, 1 << 40, LONGEST + 1)
+
+_OTHER = ThreadPoolExecutor(1)
 
 
 class Unknown:
@@ -66,7 +68,10 @@ def made(kind: str, tokens: list[int], rng: random.Random) -> list[Any]:
         return [mlx_caches.BatchKVCache.merge([full(tokens, layer, rng)]) for layer in range(2)]
     if kind == "quantized":
         cache = mlx_caches.QuantizedKVCache(group_size=32, bits=8)
-        cache.keys, cache.values = ([mx.array(part) for part in packed(tokens, layer)] for layer in range(2))
+        cache.keys, cache.values = (
+            [mx.array(part) if part.dtype == np.uint32 else mx.array(part, mx.bfloat16) for part in packed(tokens, n)]
+            for n in range(2)
+        )
         cache.offset = len(tokens)
         return [cache]
     second = {"dense": full, "window": window, "chunk": chunk, "state": lambda tokens, layer, rng: state(tokens)}
@@ -88,8 +93,9 @@ def full(tokens: list[int], layer: int, rng: random.Random) -> Any:
 
 
 def packed(tokens: list[int], layer: int) -> list[np.ndarray]:
+    """Rows, scales and biases. A cache has the last two as bfloat16, which has these numbers to the bit."""
     rows = plane(tokens, layer)
-    small = (rows[..., :1] % 2048).astype(np.float16)
+    small = (rows[..., :1] % 128).astype(np.float32)
     return [rows, small, small + 1]
 
 
@@ -119,8 +125,8 @@ def chunk(tokens: list[int], layer: int, rng: random.Random) -> Any:
 
 def state(tokens: list[int]) -> Any:
     cache = mlx_caches.ArraysCache(2)
-    for place in range(2):
-        cache[place] = mx.array(digests(tokens)[-1:] + np.uint32(place)).reshape(1, 1)
+    digest = digests(tokens)[-1:]
+    cache[0], cache[1] = mx.array(digest).reshape(1, 1), mx.array(digest % 128, mx.bfloat16).reshape(1, 1)
     return cache
 
 
@@ -132,9 +138,11 @@ def fault_in(caches: list[Any], kind: str, tokens: list[int]) -> str:
         if type(cache) is Unknown:
             same = cache.digest == digests(tokens)[-1]
         elif type(cache) is mlx_caches.ArraysCache:
-            same = [int(array.item()) for array in cache.cache] == [int(digests(tokens)[-1]) + n for n in range(2)]
+            digest = int(digests(tokens)[-1])
+            same = [int(array.item()) for array in cache.cache] == [digest, digest % 128]
         elif type(cache) is mlx_caches.QuantizedKVCache:
-            held = [np.asarray(array) for arrays in cache.keys_and_values() for array in arrays]
+            planes = [array for arrays in cache.keys_and_values() for array in arrays]
+            held = [np.array(plane.astype(mx.float32) if plane.dtype == mx.bfloat16 else plane) for plane in planes]
             expected = [*packed(tokens, 0), *packed(tokens, 1)]
             same = cache.offset == len(tokens) and all(map(np.array_equal, held, expected))
         else:
@@ -175,9 +183,9 @@ class Naive:
 
 
 def text_of(tokens: list[int], spans: list[tuple[int, int, str]], namespace: bytes) -> str:
-    letters = [str(token) for token in tokens]
+    letters = [chr(48 + token) for token in tokens]
     for start, stop, digest in spans:
-        letters[start:stop] = [digest] * (stop - start)
+        letters[start:stop] = chr(1000 * ord(digest) + stop - start) * (stop - start)
     return ("x" if namespace else "y") + "".join(letters)
 
 
@@ -203,6 +211,7 @@ class Program:
         self.keeps = self.keeps and "checkpoint_bytes" not in self.options
         self.bases: list[tuple[list[int], list[tuple[int, int, str]]]] = [([], [])]
         self.operations = 0
+        self.fetches = _OTHER.submit  # one thread inserts, another one fetches, the first one reads
 
     def run(self, calls: int = PROGRAM) -> str:
         """What was found, or nothing."""
@@ -224,9 +233,13 @@ class Program:
             start = rng.randrange(len(tokens))
             spans = [(start, start + rng.randint(1, 20), "c")]
         digest = rng.choice("cccd")
+        if rng.random() < 0.1:
+            spans = [(start, start + rng.randint(1, 20), digest) for start, _, digest in spans]
         spans = [(start, min(stop, len(tokens)), digest) for start, stop, _ in spans if start < len(tokens)]
         for start, stop, _ in spans:  # what a model makes of media depends on them, not on their tokens
             tokens[start:stop] = [ord(digest)] * (stop - start)
+            if rng.random() < 0.2:  # nothing is left to compute but media
+                del tokens[stop:]
         return tokens, spans
 
     def call(self) -> str:
@@ -256,7 +269,7 @@ class Program:
         return self.fault_in_account()
 
     def fetched(self, tokens: list[int], namespace: bytes, spans: list[tuple[int, int, str]]) -> str:
-        caches, length = self.prompts.fetch(tokens, namespace, media=spans)
+        caches, length = self.fetches(self.prompts.fetch, tokens, namespace, media=spans).result()
         text = text_of(tokens, spans, namespace)
         most = self.naive.longest(text, spans)
         if length > most:
@@ -269,7 +282,7 @@ class Program:
             if length < least:
                 return f"{length} tokens found, the store has {least}"
         if not length:
-            return "" if caches is None or self.kind == "unknown" else "caches without a hit"
+            return "" if caches is None else "caches without a hit"
         said = fault_in(caches or [], self.kind, tokens[:length])
         for cache in caches or []:  # what was handed out is the caller's
             if type(cache) is mlx_caches.KVCache and self.rng.random() < 0.2:
@@ -318,10 +331,12 @@ def threads(seed: int, calls: int, max_bytes: int = 12_000) -> str:
         program = Program(seed + number, kind, {"max_bytes": max_bytes})
         program.prompts, program.naive, program.loses = prompts, naive, True
         program.fault_in_account = lambda: ""  # type: ignore[method-assign]
-        try:
-            findings.append(program.run(calls // 3))
-        except Exception as exc:
-            findings.append(repr(exc))
+        with ThreadPoolExecutor(1) as own:
+            program.fetches = own.submit
+            try:
+                findings.append(program.run(calls // 3))
+            except Exception as exc:
+                findings.append(repr(exc))
 
     begun = [threading.Thread(target=talk, args=(number,)) for number in range(3)]
     for thread in begun:

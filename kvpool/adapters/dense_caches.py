@@ -139,10 +139,10 @@ def caches_of(
             cache.keys, cache.values = planes if half == 1 else (planes[:half], planes[half:])
             cache.offset = length
         leaves.append(cache)
-    each = iter(leaves)
     if excess:
         trim_prompt_cache(kept, excess)
-    return _nested(layout.tree, each), length
+    evaluate(leaves)
+    return _nested(layout.tree, iter(leaves)), length
 
 
 def _plane(data: mx.array, part: Part) -> mx.array:
@@ -158,15 +158,19 @@ def _nested(tree: tuple[Any, ...], leaves: Iterator[Any]) -> list[Any]:
 
 def nbytes_of(cache: Any) -> int:
     """Bytes of a cache that is kept whole, after it is cut to what it needs."""
-    return sum(array.nbytes for array in _arrays_in(compact(cache))) if type(cache) in STATES else cache.nbytes
+    return sum(array.nbytes for array in _arrays_in(vars(compact(cache)))) if type(cache) in STATES else cache.nbytes
 
 
-def _arrays_in(cache: Any) -> list[mx.array]:
-    found = []
-    for value in vars(cache).values():
-        items = value if isinstance(value, (list, tuple)) else [value]
-        found += [item for item in items if isinstance(item, mx.array)]
-    return found
+def evaluate(caches: Sequence[Any]) -> None:
+    """Compute all arrays of these caches. Streams of MLX belong to a thread: another one could not do it later."""
+    mx.eval(_arrays_in([getattr(cache, "__dict__", None) for cache in caches]))
+
+
+def _arrays_in(value: Any) -> list[mx.array]:
+    if isinstance(value, mx.array):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [array for item in items for array in _arrays_in(item)]
 
 
 def compact(cache: Any) -> Any:
@@ -206,8 +210,9 @@ def owned(array: mx.array) -> mx.array:
     """Return a copy in memory of its own."""
     if array.size == 0:
         return array
-    host = np.array(array.view(UNSIGNED[array.dtype.size]))
-    return mx.array(host).view(array.dtype)
+    twin = mx.array(np.array(array.view(UNSIGNED[array.dtype.size]))).view(array.dtype)
+    mx.eval(twin)  # or only this thread could use it
+    return twin
 
 
 def shared(array: mx.array) -> mx.array:

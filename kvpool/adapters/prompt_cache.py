@@ -26,9 +26,9 @@ from kvpool.adapters.dense_caches import (
     PER_TOKEN,
     STATES,
     CacheLayout,
-    arrays_of,
     caches_of,
     copied,
+    evaluate,
     layout_of,
     leaves_of,
     nbytes_of,
@@ -45,6 +45,7 @@ TYPES = ("assistant", "user", "system")
 
 _MAX_TOKEN = 2**30 - 1  # numbers above stand for media
 _MAX_ATOM = 2**31 - 1
+_UNKNOWN = _MAX_TOKEN + 1  # of media that were never inserted; no others get as far
 _MAX_BLOCKS = 1 << 20
 _MAX_SEQUENCES = 4096
 _RECENT = 32  # sequences that a new one is compared with before the index is asked
@@ -128,7 +129,7 @@ class PromptCache:
         caches, n = prompts.fetch(tokens)
         caches = caches or make_prompt_cache(model)
         ...                                    # the model computes tokens[n:] and the answer
-        prompts.insert(all_tokens, caches)
+        prompts.insert([*tokens, *answer[:-1]], caches)   # the last one was not computed into the caches
 
     It has the methods of mlx-lm's `LRUPromptCache` too, so it can take its place.
 
@@ -141,7 +142,8 @@ class PromptCache:
     max_size : int, optional
         Most sequences. By default as many as fit.
     checkpoint_bytes : int, optional
-        Most bytes of caches that are kept whole, out of `max_bytes`. By default there is no such limit.
+        Most bytes of caches that are kept whole, out of `max_bytes`. By default there is no such limit. A prompt with
+        more of them is neither kept nor stored.
 
     Notes
     -----
@@ -191,7 +193,8 @@ class PromptCache:
         namespace : bytes
             Of `kvpool.namespace`. Only prompts of one namespace share anything.
         media : sequence of (start, stop, digest)
-            Spans of images and other media. A prefix never ends inside one, and has it only with an equal digest.
+            Spans of images and other media. A prefix never ends inside one, and has it only with an equal digest and
+            length.
         """
         return self._fetch(tokens, namespace, media, False)
 
@@ -209,7 +212,8 @@ class PromptCache:
         Parameters
         ----------
         tokens : sequence of int
-            All tokens of the sequence. Those behind the caches' own length are ignored.
+            All tokens of the sequence. Those behind the caches' own length are ignored. Caches without an offset
+            (`ArraysCache` alone) must be at the end of `tokens`.
         caches : list
             One sequence, any class. What is no cache of keys and values per token can be used only where the sequence
             ends.
@@ -223,13 +227,14 @@ class PromptCache:
         known, spans = self._known("insert", tokens, media)
         leaves, tree = leaves_of([single(cache) for cache in caches])
         offsets = [cache.offset for cache in leaves if type(cache) in PER_TOKEN]
+        offsets = offsets or [cache.offset for cache in leaves if type(cache) in STATES and hasattr(cache, "offset")]
         length = min(len(known), max(offsets, default=len(known)))
         layout = layout_of(leaves, tree, max(offsets, default=0))
         kept = [cache for cache, leaf in zip(leaves, layout.leaves, strict=True) if not leaf.parts]
-        mx.eval([arrays_of(cache) for cache, leaf in zip(leaves, layout.leaves, strict=True) if leaf.parts])
+        evaluate(leaves)
         places = {getattr(cache, "offset", length) for cache in kept if type(cache) in STATES}
-        if kept and (max(offsets, default=length) != length or places - {length}):
-            return  # a state of another position says nothing about these tokens
+        if kept and (max(offsets, default=length) != length or places - {length} or (offsets and not length)):
+            return  # empty, or a state of another position: that says nothing about these tokens
         known = known[:length]
         with self._lock:
             shelf = self._shelf(layout)
@@ -296,7 +301,8 @@ class PromptCache:
     ) -> tuple[list[Any] | None, int]:
         known, spans = self._known("fetch", tokens, media)
         if self._stored is not None:
-            self._load(self._stored, known[: min((start for start, _ in spans), default=None)], namespace)
+            text = min((start + 1 for start, _ in spans), default=None)  # a span leaves more than one token to compute
+            self._load(self._stored, known[:text], namespace)
         with self._lock:
             hits = [self._longest(shelf, known, namespace, spans, whole) for shelf in self._shelves.values()]
             hit = max((hit for hit in hits if hit is not None), key=lambda hit: hit.length, default=None)
@@ -400,34 +406,39 @@ class PromptCache:
         None: there is no room for it, or it was dropped again.
         """
         pool, row_nbytes = shelf.pool, shelf.layout.row_nbytes
-        handle = self._opened(shelf, known, namespace)
-        begin = pool.num_tokens(handle)
-        table = pool.table(handle)
-        for one in self._replaced(shelf, known, table, namespace, kept):
-            self._drop(one)
         nbytes = sum(nbytes_of(cache) for cache in kept)
-        if kept and nbytes > min(self.checkpoint_bytes, self.max_bytes - row_nbytes * len(known)):
+        handle = self._opened(shelf, known, namespace)
+        try:
+            begin = pool.num_tokens(handle)
+            for one in self._replaced(shelf, known, pool.table(handle), namespace, kept):
+                self._drop(one)
+            if kept and nbytes > min(self.checkpoint_bytes, self.max_bytes - row_nbytes * len(known)):
+                pool.close(handle)
+                return None
+            while self._kept_nbytes + nbytes > self.checkpoint_bytes:
+                self._drop(next(one for order in self._order.values() for one in order.values() if one.nbytes))
+            length = len(known)
+            if nbytes + row_nbytes * length > self.max_bytes:
+                length = max(begin, self.max_bytes // row_nbytes // BLOCK * BLOCK)
+            length = min(length, pool.num_blocks * BLOCK)
+            count = -(-(length - begin) // BLOCK)
+            self._make_room(row_nbytes * (length - begin) + nbytes, shelf, count)
+            copies = list(islice(rows(begin, length), count))  # what may fail comes before the pool changes
+            ours = [copied(cache, owned) for cache in kept]
+            pool.step(shelf.plan, [handle], length - begin)
+        except BaseException:
             pool.close(handle)
-            return None
-        while self._kept_nbytes + nbytes > self.checkpoint_bytes:
-            self._drop(next(one for order in self._order.values() for one in order.values() if one.nbytes))
-        length = len(known)
-        if nbytes + row_nbytes * length > self.max_bytes:
-            length = max(begin, self.max_bytes // row_nbytes // BLOCK * BLOCK)
-        length = min(length, pool.num_blocks * BLOCK)
+            raise
         full = length - length % BLOCK
-        self._make_room(row_nbytes * (length - begin) + nbytes, shelf, -(-(length - begin) // BLOCK))
-        pool.step(shelf.plan, [handle], length - begin)
         shelf.prefix.commit(handle, known[begin:full])
         table = pool.table(handle)
-        copies = rows(begin, length)
         parent: int | bytes = int(table[begin // BLOCK - 1]) if begin else namespace
-        for start, block in zip(range(begin, length, BLOCK), table[begin // BLOCK :].tolist(), strict=True):
-            self._put(shelf, block, parent, known[start : min(start + BLOCK, length)], next(copies))
+        starts, blocks = range(begin, length, BLOCK), table[begin // BLOCK :].tolist()
+        for start, block, row in zip(starts, blocks, copies, strict=True):
+            self._put(shelf, block, parent, known[start : min(start + BLOCK, length)], row)
             parent = block
         last = int(table[full // BLOCK - 1]) if full else -1
         parent = last if full else namespace
-        ours = [copied(cache, owned) for cache in kept]
         one = _Sequence(shelf, handle, namespace, parent, known[:length], kind, ours, nbytes)
         shelf.ends.setdefault(parent, []).append(one)
         if full:
@@ -581,8 +592,12 @@ class PromptCache:
     def _known(
         self, call: str, tokens: Sequence[int], media: Sequence[tuple[int, int, Hashable]]
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """Return tokens for the pool, media as numbers beyond any vocabulary, and the spans of media."""
+        """Return tokens for the pool, media as numbers beyond any vocabulary, and the spans of media.
+
+        A digest that occurs in spans of two lengths has two numbers: what a model makes of it is not the same.
+        """
         given: Any = _numbers(call, tokens)
+        adds = call == "insert"
         low, high = (int(given.min()), int(given.max())) if given.size else (0, 0)
         if high > _MAX_TOKEN:
             raise ValueError(f"[{call}] a token is {high}, the limit is {_MAX_TOKEN}")
@@ -591,18 +606,18 @@ class PromptCache:
         for start, stop, digest in media:
             if not 0 <= start < stop <= len(known):
                 raise ValueError(f"[{call}] a span of media is {start} .. {stop}, the prompt has {len(known)} tokens")
-            known[start:stop] = _MAX_ATOM - self._atom((digest,))
+            known[start:stop] = _MAX_ATOM - self._atom((digest, stop - start), adds)
             spans.append((start, stop))
         for token in np.unique(known[known < 0]).tolist() if low < 0 else ():
             places = np.flatnonzero(known == token)
             for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
                 spans.append((int(run[0]), int(run[-1]) + 1))
-            known[places] = _MAX_ATOM - self._atom(token)
+            known[places] = _MAX_ATOM - self._atom(token, adds)
         return known.astype(np.int32, copy=False), spans
 
-    def _atom(self, name: Hashable) -> int:
+    def _atom(self, name: Hashable, adds: bool) -> int:
         with self._lock:
-            return self._atoms.setdefault(name, len(self._atoms))
+            return self._atoms.setdefault(name, len(self._atoms)) if adds else self._atoms.get(name, _UNKNOWN)
 
 
 def _numbers(call: str, tokens: Sequence[int]) -> np.ndarray:

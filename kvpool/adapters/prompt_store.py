@@ -100,6 +100,8 @@ class PromptStore:
         blocks = self.store.layout.blocks(known, namespace)[0]
         if self.layout.row_nbytes:
             self.store.touch(blocks[: begin // BLOCK])  # or the store would drop the blocks that are used most
+        if self._has_ends and least:
+            self.store.touch(self._names(known, [least], prefix_keys(known[:least], BLOCK, namespace)))
         blocks = blocks[begin // BLOCK :]
         if self.layout.row_nbytes and len(blocks):
             reach += BLOCK * leading(self.store.lookup(blocks))

@@ -4,6 +4,7 @@ import gc
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,12 @@ def a_prefix_inside_media(patch):
 
 
 def media_all_alike(patch):
-    patch.setattr(PromptCache, "_atom", lambda self, name: 0)
+    patch.setattr(PromptCache, "_atom", lambda *arguments: 0)
+
+
+def media_of_any_length(patch):
+    atom = PromptCache._atom
+    patch.setattr(PromptCache, "_atom", lambda self, name, *more: atom(self, name[:1], *more))
 
 
 def a_window_cut_wrong(patch):
@@ -108,6 +114,11 @@ def a_store_without_tails(patch):
     )
 
 
+def copies_that_one_thread_can_use(patch):
+    owned = subject.owned
+    patch.setattr(subject, "owned", lambda array: owned(array) + 0)
+
+
 def a_store_never_asked(patch):
     patch.setattr(PromptCache, "_load", lambda *arguments: None)
 
@@ -124,16 +135,67 @@ def a_store_never_asked(patch):
         (a_fork_that_ignores_the_index, "dense"),
         (a_prefix_inside_media, "dense"),
         (media_all_alike, "dense"),
+        (media_of_any_length, "dense"),
         (sequences_without_end, "dense"),
         (a_store_of_other_namespaces, "dense"),
         (a_store_without_tails, "window"),
         (a_store_never_asked, "dense"),
         (a_window_cut_wrong, "chunk"),
+        (copies_that_one_thread_can_use, "state"),
     ],
 )
 def test_a_planted_fault_is_found(monkeypatch, fault, kind):
     fault(monkeypatch)
     assert proof.hunt(11, 4000, kind)
+
+
+def of_bfloat16(cache, tokens=20, step=20):
+    for _ in range(0, tokens, step):
+        cache.update_and_fetch(*[mx.random.normal((1, 2, step, 32)).astype(mx.bfloat16)] * 2)
+    return cache
+
+
+def arrays_of_bfloat16():
+    cache = cache_module.ArraysCache(2)
+    cache[0], cache[1] = mx.ones((1, 4), mx.bfloat16) + 1, mx.ones((1, 4)) + 1
+    return cache
+
+
+def batch_of_two():
+    return cache_module.BatchKVCache.merge([of_bfloat16(cache_module.KVCache()) for _ in range(2)])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: of_bfloat16(cache_module.KVCache()),
+        lambda: of_bfloat16(cache_module.ConcatenateKVCache()),
+        lambda: of_bfloat16(cache_module.QuantizedKVCache(group_size=32, bits=8)),
+        lambda: of_bfloat16(cache_module.RotatingKVCache(300), step=1),
+        lambda: of_bfloat16(cache_module.RotatingKVCache(8, keep=2), step=1),
+        lambda: of_bfloat16(cache_module.RotatingKVCache(8, keep=2)),
+        lambda: of_bfloat16(cache_module.ChunkedKVCache(8), step=5),
+        lambda: of_bfloat16(cache_module.ChunkedKVCache(64), step=5),
+        arrays_of_bfloat16,
+        lambda: cache_module.CacheList(arrays_of_bfloat16(), of_bfloat16(cache_module.KVCache())),
+        lambda: cache_module.BatchKVCache.merge([of_bfloat16(cache_module.KVCache())]),
+        batch_of_two,
+    ],
+)
+def test_one_thread_inserts_another_fetches_and_a_third_uses_the_caches(make):
+    def in_a_thread(call):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(call).result()
+
+    prompts = PromptCache()
+    in_a_thread(lambda: prompts.insert(range(20), [make()]))
+    (cache,), length = in_a_thread(lambda: prompts.fetch(range(21)))
+    assert length == 20
+    leaves = cache.caches if isinstance(cache, cache_module.CacheList) else [cache]
+    in_a_thread(lambda: mx.eval([leaf.state for leaf in leaves]))
+    for leaf in leaves:
+        if hasattr(leaf, "update_and_fetch") and not isinstance(leaf, cache_module.BatchKVCache):
+            in_a_thread(lambda: mx.eval(of_bfloat16(leaf, 1, 1).state))  # noqa: B023
 
 
 def test_threads_find_a_budget_that_is_ignored(monkeypatch):
@@ -205,6 +267,25 @@ def test_prompts_are_stored_up_to_their_first_image():
     assert PromptCache(store=store).fetch(tokens)[1] == 48
 
 
+@pytest.mark.parametrize("start", [1, 16, 47, 48, 49])
+def test_a_restart_finds_all_whole_blocks_in_front_of_an_image(start):
+    store = MemoryStore(store_layout(computed("dense", [1]), "w"), 1 << 20)
+    tokens = list(range(start)) + [0] * 20 + [1] * 5
+    images = [tokens, tokens[:start] + [-5] * 20 + [1] * 5]  # as a span, as negative numbers
+    for given, media in zip(images, ([(start, start + 20, "cat")], ()), strict=True):
+        PromptCache(store=store).insert(given, computed("dense", tokens), media=media)
+        assert PromptCache(store=store).fetch(given, media=media)[1] == start // 16 * 16
+
+
+def test_fetch_keeps_no_names_of_media():
+    prompts = PromptCache()
+    prompts.insert(range(20), computed("dense", list(range(20))))
+    for number in range(100):
+        assert prompts.fetch(range(30), media=[(8, 24, number)])[1] == 8
+        assert prompts.fetch([*range(10), -1 - number, -1 - number, 3])[1] == 10
+    assert not prompts._atoms
+
+
 def test_a_store_that_lost_blocks_gets_them_with_the_next_turn():
     store = MemoryStore(store_layout(computed("dense", [1]), "w"), 1 << 20)
     prompts, tokens = PromptCache(store=store), list(range(100))
@@ -214,14 +295,32 @@ def test_a_store_that_lost_blocks_gets_them_with_the_next_turn():
     assert PromptCache(store=store).fetch(tokens)[1] == 96
 
 
+@pytest.mark.parametrize("length", [40, 48])
+@pytest.mark.parametrize("kind", ["state", "window"])
+def test_a_prompt_that_is_used_in_memory_stays_in_the_store(kind, length):
+    layout = store_layout(computed(kind, [0] * 30), "w")
+    store = MemoryStore(layout, 40 * max(group.nbytes for group in layout.groups))
+    prompts, hot = PromptCache(store=store), [1] * length
+    prompts.insert(hot, computed(kind, hot))
+    for number in range(60):
+        assert prompts.fetch([*hot, 2])[1] == length
+        prompts.insert([3 + number] * 40, computed(kind, [3 + number] * 40))
+    assert PromptCache(store=store).fetch([3] * 41)[1] == 0
+    caches, found = PromptCache(store=store).fetch([*hot, 2])
+    assert found == length and proof.fault_in(caches, kind, hot) == ""
+
+
 def test_a_prefix_never_ends_inside_media_and_needs_equal_media():
     prompts = PromptCache()
     tokens = list(range(10)) + [0] * 30 + list(range(10))
     prompts.insert(tokens, computed("dense", tokens), media=[(10, 40, "cat")])
-    assert prompts.fetch(tokens[:30] + [7] * 20, media=[(10, 30, "cat")])[1] == 30
+    assert prompts.fetch(tokens[:30] + [7] * 20, media=[(10, 30, "cat")])[1] == 10
     assert prompts.fetch(tokens, media=[(10, 40, "dog")])[1] == 10
     assert prompts.fetch(tokens, media=[(10, 40, "cat")])[1] == 49
     assert prompts.fetch(tokens[:36], media=[])[1] == 10
+    prompts.insert([1, *tokens], computed("dense", [1, *tokens]), media=[(11, 26, "cat"), (26, 41, "cat")])
+    assert prompts.fetch([1, *tokens], media=[(11, 41, "cat")])[1] == 11
+    assert prompts.fetch([1, *tokens], media=[(11, 26, "cat"), (26, 41, "dog")])[1] == 26
 
 
 def test_tokens_that_are_none_are_refused_and_nothing_changes():
@@ -259,6 +358,63 @@ def test_chunked_caches_keep_no_more_than_a_chunk():
     assert prompts.nbytes == 24 * rows.nbytes // 100 * 2
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: cache_module.RotatingKVCache(64, keep=4), lambda: cache_module.ChunkedKVCache(64)]
+)
+def test_windows_alone_are_inserted_up_to_their_own_length(make):
+    for caches in ([make()], [make(), cache_module.ArraysCache(1)]):
+        rows = mx.array(proof.plane(list(range(39)), 0))
+        caches[0].update_and_fetch(rows, rows)
+        prompts = PromptCache()
+        prompts.insert(range(41), caches)
+        found, length = prompts.fetch(range(50))
+        assert (length, found[0].offset, len(prompts)) == (39, 39, 1)
+        prompts.insert(range(100, 130), caches)  # a state of more tokens says nothing about these
+        assert (prompts.fetch(range(100, 140))[1], len(prompts)) == (0, 1)
+
+
+def fails(*arguments):
+    raise MemoryError
+
+
+def one_row(*arguments):
+    yield mx.zeros(16)
+    fails()
+
+
+@pytest.mark.parametrize(("name", "fault"), [("rows_of", one_row), ("nbytes_of", fails), ("copied", fails)])
+def test_an_insertion_that_fails_leaves_everything_as_it_was(monkeypatch, name, fault):
+    prompts, tokens = PromptCache(), list(range(75))
+    prompts.insert(tokens[:40], computed("state", tokens[:40]))
+    (shelf,) = prompts._shelves.values()
+
+    def state():
+        stats = shelf.pool.stats()
+        return len(prompts), prompts.nbytes, stats.sequences, stats.used, stats.blank, sorted(shelf.rows)
+
+    before = state()
+    for more in (tokens, tokens[50:]):
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(subject, name, fault)
+            prompts.insert(more, computed("state", more))
+        assert state() == before
+    shelf.pool.check()
+    assert prompts.fetch([*tokens, 7])[1] == 40
+    prompts.insert(tokens, computed("state", tokens))
+    caches, length = prompts.fetch([*tokens, 7])
+    assert length == 75 and proof.fault_in(caches, "state", tokens) == ""
+    assert proof.held_nbytes(prompts) == prompts.nbytes
+
+
+@pytest.mark.parametrize("kind", ["KVCache", "RotatingKVCache", "ChunkedKVCache"])
+def test_empty_caches_are_not_inserted(kind):
+    prompts = PromptCache()
+    made = getattr(cache_module, kind)
+    prompts.insert(range(20), [made() if kind == "KVCache" else made(64), cache_module.ArraysCache(1)])
+    prompts.insert(range(20), [made() if kind == "KVCache" else made(64)])
+    assert (len(prompts), prompts.fetch(range(21))) == (0, (None, 0))
+
+
 def test_unknown_caches_are_kept_whole_and_found_where_they_end():
     prompts, tokens = PromptCache(), list(range(40))
     prompts.insert(tokens, [proof.Unknown(1)])
@@ -292,7 +448,7 @@ def test_a_prompt_beyond_the_budget_keeps_its_beginning():
 
 
 def test_checkpoints_keep_to_their_own_budget():
-    prompts = PromptCache(checkpoint_bytes=3 * 8)
+    prompts = PromptCache(checkpoint_bytes=3 * 6)
     for number in range(10):
         prompts.insert([number] * 20, computed("state", [number] * 20))
     assert [prompts.fetch([n] * 21)[1] for n in range(10)] == [0] * 7 + [20] * 3
