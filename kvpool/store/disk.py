@@ -45,7 +45,8 @@ class _Growing:
     fd: int
     end: int
     granted: int  # bytes that it may have
-    since: int  # the hour in which they were granted
+    since: int  # the hour in which it began
+    counted: int  # the hour in which these bytes count
     names: list[int]
     offsets: list[int]
 
@@ -301,10 +302,8 @@ class DiskStore:
     def _growing_with_room(self, nbytes: int) -> _Growing | None:
         """The segment to append to; None, and a pause, if the disk, the quota or the budget refuse."""
         growing = self._growing
-        if growing is not None:
-            is_old = self.write_nbytes_per_day is not None and this_hour() - growing.since >= _SEGMENT_HOURS
-            if is_old or not growing.fits(nbytes):
-                self._seal()
+        if growing is not None and (self._is_old(growing) or not growing.fits(nbytes)):
+            self._seal()
         if self._growing is None and time.monotonic() >= self._paused_until:
             try:
                 with self._folder.lock():
@@ -315,10 +314,25 @@ class DiskStore:
                 self._paused_until = time.monotonic() + _PAUSE_SECONDS
         return self._growing
 
+    def _is_old(self, growing: _Growing) -> bool:
+        return self.write_nbytes_per_day is not None and this_hour() - growing.since >= _SEGMENT_HOURS
+
+    def _recount(self) -> None:
+        """Seal a segment that is old. Count the share of one that grows in this hour: it may be written now."""
+        growing = self._growing
+        if growing is None or self.write_nbytes_per_day is None or growing.counted == this_hour():
+            return
+        if self._is_old(growing):
+            return self._seal()
+        with suppress(OSError), self._folder.lock():
+            self._folder.settled(growing.granted, growing.counted, growing.granted)
+            growing.counted = this_hour()
+
     def _begin(self, nbytes: int) -> None:
         """Begin a segment, if budget and quota allow one with a record of `nbytes`. With the lock of the folder."""
         budget = self.write_nbytes_per_day
-        growing = _Growing(-1, "", -1, form.HEADER.size, 0, this_hour(), [], [])
+        hour = this_hour()
+        growing = _Growing(-1, "", -1, form.HEADER.size, 0, hour, hour, [], [])
         growing.granted = self._folder.granted(self.segment_nbytes, budget)
         if growing.fits(nbytes):
             with suppress(OSError):
@@ -326,7 +340,7 @@ class DiskStore:
                 growing.stem, growing.fd = self._folder.create(form.packed_header(self.layout.digest))
         if growing.fd < 0:
             if budget is not None:
-                self._folder.settled(growing.granted, growing.since, 0)
+                self._folder.settled(growing.granted, growing.counted, 0)
             return
         with self._lock:
             growing.number = self._know(_Segment(growing.stem, form.KIND, False, growing.end))
@@ -359,7 +373,7 @@ class DiskStore:
             size = self._close_segment(growing.stem, growing.fd, entries, growing.end, form.KIND)
             if self.write_nbytes_per_day is not None:
                 with self._folder.lock():
-                    self._folder.settled(growing.granted, growing.since, size)
+                    self._folder.settled(growing.granted, growing.counted, size)
         except OSError:
             self._count(errors=1)
         with self._lock:
@@ -395,6 +409,7 @@ class DiskStore:
 
     def _refresh(self) -> None:
         """Look at the directory: take what other processes wrote, forget what they deleted."""
+        self._recount()
         try:
             if not (self.ready.is_set() or self._folder.is_read_only):
                 with suppress(OSError), self._folder.lock():
