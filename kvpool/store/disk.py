@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ _SEGMENT_NBYTES = 128 << 20
 _PAUSE_SECONDS = 60.0  # without writing, after the disk or the budget refused
 _TOUCH_SECONDS = 60.0
 _CLOSE_SECONDS = 10.0
+_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO}  # errors that say nothing about a file: tried again
 _SEGMENT_HOURS = 12  # that a segment grows, at most. When it is sealed, only the bytes that it has count
 
 
@@ -136,6 +138,7 @@ class DiskStore:
         self._counts = TierStats(limit_nbytes=self.max_nbytes)
         self._is_closed = False
         self._growing: _Growing | None = None  # the thread's alone
+        self._worthless: set[str] = set()  # of those refused: damaged, or of another layout. The thread's alone
         self._paused_until = float("inf") if self._folder.is_read_only else 0.0
         self._touched = time.monotonic()
         self._outbox = Outbox(self._write, self._refresh, self._end, queue_nbytes, refresh_seconds)
@@ -351,7 +354,7 @@ class DiskStore:
     def _make_room(self) -> None:
         """Delete segments until a new one fits the quota; OSError if it cannot. With the lock of the folder."""
         self._touch_used()
-        gone = self._folder.make_room(self.segment_nbytes, self.max_nbytes, set(self.refused))
+        gone = self._folder.make_room(self.segment_nbytes, self.max_nbytes, self._worthless)
         with self._lock:
             for each in gone:
                 self._held_nbytes -= each.nbytes
@@ -430,6 +433,7 @@ class DiskStore:
             if each.stem != own and each.name not in self.refused:
                 footers.update(self._news(each))
         self.refused = {name: why for name, why in self.refused.items() if name in names}
+        self._worthless &= names
         with self._lock:
             footers = {number: found for number, found in footers.items() if number in self._segments}
             if footers:
@@ -452,8 +456,7 @@ class DiskStore:
         except FileNotFoundError:
             return
         except OSError as error:
-            self.refused[each.name] = str(error)
-            return
+            return self._refuse(each.name, error)
         try:
             size = os.fstat(fd).st_size
             if size == 0 and not each.is_sealed:
@@ -466,8 +469,7 @@ class DiskStore:
                 begin = form.HEADER.size if known is None or each.is_sealed else known.end
                 found = form.scanned(fd, begin, size, kind, self._is_ours)
         except (OSError, ValueError) as error:
-            self.refused[each.name] = str(error)
-            return
+            return self._refuse(each.name, error)
         finally:
             os.close(fd)
         with self._lock:
@@ -477,6 +479,14 @@ class DiskStore:
                     self._index.add(name, number, offset)
         if each.is_sealed:
             yield number, found[0]
+
+    def _refuse(self, name: str, error: OSError | ValueError) -> None:
+        """Leave a segment out, unless the error may pass."""
+        if isinstance(error, OSError) and error.errno in _PASSING:
+            return self._count(errors=1)
+        self.refused[name] = str(error)
+        if isinstance(error, ValueError) and not isinstance(error, form.UnknownFormat):
+            self._worthless.add(name)
 
     def _adopt(self, each: Listed) -> bool:
         """Seal a segment whose writer has died; whether it is sealed now."""
@@ -492,9 +502,12 @@ class DiskStore:
                     if layout != self.layout.digest:
                         raise ValueError("another layout")
                     found = form.scanned(fd, form.HEADER.size, os.fstat(fd).st_size, kind, self._is_ours)
+                except form.UnknownFormat:
+                    os.close(fd)  # for a process that can read it
+                    return False
                 except (OSError, ValueError):
                     os.close(fd)
-                    self._folder.seal(each.stem)  # as it is: refused then, and the first to leave
+                    self._folder.seal(each.stem)  # as it is: looked at then like any other
                     return True
                 self._close_segment(each.stem, fd, *found, kind)
                 return True
