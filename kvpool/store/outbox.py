@@ -77,11 +77,18 @@ class Outbox:
                     wanted.append((number, name))
                     self._names.add(name)
                     self.nbytes += nbytes
-        heads = expected_heads(layout, blocks[[number for number, _ in wanted]], nbytes) if wanted else []
-        items = [
-            Waiting(name, *head, np.array(rows[number]), blocks.keys[number].tobytes(), blocks.group)
-            for (number, name), head in zip(wanted, heads, strict=True)
-        ]
+        try:
+            heads = expected_heads(layout, blocks[[number for number, _ in wanted]], nbytes) if wanted else []
+            items = [
+                Waiting(name, *head, np.array(rows[number]), blocks.keys[number].tobytes(), blocks.group)
+                for (number, name), head in zip(wanted, heads, strict=True)
+            ]
+        except BaseException:  # there may be no memory for copies
+            with self._change:
+                self._names.difference_update(name for _, name in wanted)
+                self.nbytes -= nbytes * len(wanted)
+                self._change.notify_all()
+            raise
         with self._change:
             self._queue.extend(items)
             self._change.notify_all()
