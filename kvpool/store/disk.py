@@ -214,8 +214,8 @@ class DiskStore:
             if self._is_closed:
                 return
             self._is_closed = True
-        self._outbox.close(_CLOSE_SECONDS)
-        with self._lock:
+        self._count(dropped=self._outbox.close(_CLOSE_SECONDS))
+        with self._lock:  # the thread may still write one block
             self._index, self._segments, self._numbers = form.Index(), {}, {}
 
     # ---------------------------------------------------------------------- reading
@@ -412,6 +412,9 @@ class DiskStore:
 
     def _refresh(self) -> None:
         """Look at the directory: take what other processes wrote, forget what they deleted."""
+        if self._is_closed:
+            self.ready.set()
+            return
         self._recount()
         try:
             if not (self.ready.is_set() or self._folder.is_read_only):
@@ -474,7 +477,7 @@ class DiskStore:
             os.close(fd)
         with self._lock:
             number = self._know(_Segment(each.stem, kind, each.is_sealed, found[1], len(found[0])))
-            if not each.is_sealed:
+            if not each.is_sealed and number in self._segments:
                 for name, offset in found[0].tolist():
                     self._index.add(name, number, offset)
         if each.is_sealed:
@@ -521,7 +524,9 @@ class DiskStore:
         return (head.num_tokens, head.nbytes) == (own.block_size, own.nbytes)
 
     def _know(self, segment: _Segment) -> int:
-        """Give a segment its number. With the lock."""
+        """Give a segment its number; a closed store knows of none. With the lock."""
+        if self._is_closed:
+            return -1
         number = self._numbers.get(segment.stem)
         if number is None:
             number = self._numbers[segment.stem] = self._next_number

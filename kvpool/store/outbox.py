@@ -99,12 +99,22 @@ class Outbox:
         with self._change:
             return self._change.wait_for(lambda: not self._names or not self._thread.is_alive(), timeout)
 
-    def close(self, timeout: float) -> None:
-        """Take no more, write what waits, end the thread; wait so many seconds for that."""
+    def close(self, timeout: float) -> int:
+        """Take no more, write what waits, end the thread; wait so many seconds for that.
+
+        What waits then is dropped; return how many blocks.
+        """
         with self._change:
             self._is_closed = True
             self._change.notify_all()
         self._thread.join(timeout)
+        with self._change:
+            late = list(self._queue)
+            self._queue.clear()
+            self._names.difference_update(item.name for item in late)
+            self.nbytes -= sum(item.row.nbytes for item in late)
+            self._change.notify_all()
+        return len(late)
 
     def _run(self) -> None:
         ticked = -float("inf")

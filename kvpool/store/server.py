@@ -151,7 +151,7 @@ class ServerStore:
     def close(self) -> None:
         """Send what waits, and hang up; see `BlockStore.close`."""
         self._is_closed = True
-        self._outbox.close(_CLOSE_SECONDS)
+        self._count(dropped=self._outbox.close(_CLOSE_SECONDS))
         for client in (self._reader, self._sender):
             client.close()
 

@@ -8,8 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from kvpool.store import BlockLayout, DiskStore, Layout
+from kvpool.store import BlockLayout, DiskStore, Layout, disk, outbox
 from kvpool.store import folder as folder_module
+from kvpool.store import segments as form
 from kvpool.store.segments import Index
 from kvpool.testing import stores as kit
 
@@ -293,6 +294,59 @@ def test_queue_that_is_full_drops_and_does_not_wait(tmp_path, monkeypatch):
         go.set()
     assert store.drain(60)
     kit.loads(store, blocks, range(4))
+    store.close()
+
+
+def test_store_that_was_closed_too_early_has_nothing_and_counts_what_it_dropped(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "_CLOSE_SECONDS", 0.1)
+    other = opened(tmp_path / "store")
+    kit.stores(other, blocks_of(1))
+    store, write, go = opened(tmp_path / "store"), os.pwritev, threading.Event()
+    monkeypatch.setattr(os, "pwritev", lambda *given: go.wait(60) and write(*given))
+    assert store.store(blocks_of(2), kit.content(LAYOUT, blocks_of(2))) == 20
+    try:
+        store.close()
+        stats = store.stats()["disk"]
+        assert stats.dropped == 19 and stats.queued_nbytes == 4000  # one is being written
+    finally:
+        go.set()
+    store._outbox._thread.join(60)
+    for seed in (1, 2):
+        assert not store.lookup(blocks_of(seed)).any()
+        kit.loads(store, blocks_of(seed), [])
+    assert store.drain(1.0) and store.stats()["disk"].queued_nbytes == store.stats()["disk"].blocks == 0
+    other.close()
+
+
+def test_look_that_ends_after_a_close_finds_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "_CLOSE_SECONDS", 0.1)
+    other = opened(tmp_path / "store")
+    kit.stores(other, blocks_of(1))
+    read, begun, go = form.read_header, threading.Event(), threading.Event()
+    monkeypatch.setattr(form, "read_header", lambda fd: begun.set() or (go.wait(60) and read(fd)))
+    store = DiskStore(str(tmp_path / "store"), LAYOUT, 1 << 24, segment_nbytes=SEGMENT)
+    assert begun.wait(60)
+    store.close()
+    go.set()
+    store._outbox._thread.join(60)
+    assert store.ready.is_set() and not store.lookup(blocks_of(1)).any()
+    kit.loads(store, blocks_of(1), [])
+    other.close()
+
+
+def test_block_that_could_not_be_copied_is_taken_later(tmp_path, monkeypatch):
+    store, blocks = opened(tmp_path / "store", queue_nbytes=20 * 4000), blocks_of(1)
+
+    def failing(*given):
+        raise MemoryError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(outbox, "Waiting", failing)
+        with pytest.raises(MemoryError, match="planted"):
+            store.store(blocks, kit.content(LAYOUT, blocks))
+    assert store.drain(1.0) and store.stats()["disk"].queued_nbytes == 0
+    assert store.store(blocks, kit.content(LAYOUT, blocks)) == 20 and store.drain(60)
+    kit.loads(store, blocks, range(20))
     store.close()
 
 
