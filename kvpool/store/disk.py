@@ -147,6 +147,11 @@ class DiskStore:
     def __repr__(self) -> str:
         return f"<DiskStore in {self._folder.path}, {len(self._index)} blocks, at most {self.max_nbytes} bytes>"
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether it takes nothing for now, because the disk, the quota or the budget refused."""
+        return time.monotonic() < self._paused_until
+
     # ---------------------------------------------------------------------- calls
 
     def lookup(self, blocks: Blocks) -> np.ndarray:
