@@ -30,6 +30,7 @@ from kvpool.adapters.dense_caches import (
     single,
 )
 from kvpool.store import BlockLayout, Blocks, BlockStore, Layout, leading, prefix_keys
+from kvpool.store.tiers import lacking
 
 _FILL = 2**31 - 1  # no token
 _HEAD = 1024  # most bytes of the text about one cache
@@ -122,7 +123,7 @@ class PromptStore:
         whole = len(known) // BLOCK
         if whole and self.layout.row_nbytes:
             blocks = self.store.layout.blocks(known, namespace)[0]
-            missing = np.flatnonzero(~self.store.lookup(blocks))
+            missing = np.flatnonzero(lacking(self.store, blocks))
             if missing.size:
                 self.store.store(blocks[missing], [_as_bytes(rows[number]) for number in missing.tolist()])
         packed = self._packed(rows[whole:], kept) if self._has_ends and kept is not None and len(known) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ _SEGMENT_NBYTES = 128 << 20
 _PAUSE_SECONDS = 60.0  # without writing, after the disk or the budget refused
 _TOUCH_SECONDS = 60.0
 _CLOSE_SECONDS = 10.0
+_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO}  # errors that say nothing about a file: tried again
 _SEGMENT_HOURS = 12  # that a segment grows, at most. When it is sealed, only the bytes that it has count
 
 
@@ -45,7 +47,8 @@ class _Growing:
     fd: int
     end: int
     granted: int  # bytes that it may have
-    since: int  # the hour in which they were granted
+    since: int  # the hour in which it began
+    counted: int  # the hour in which these bytes count
     names: list[int]
     offsets: list[int]
 
@@ -135,6 +138,7 @@ class DiskStore:
         self._counts = TierStats(limit_nbytes=self.max_nbytes)
         self._is_closed = False
         self._growing: _Growing | None = None  # the thread's alone
+        self._worthless: set[str] = set()  # of those refused: damaged, or of another layout. The thread's alone
         self._paused_until = float("inf") if self._folder.is_read_only else 0.0
         self._touched = time.monotonic()
         self._outbox = Outbox(self._write, self._refresh, self._end, queue_nbytes, refresh_seconds)
@@ -142,6 +146,11 @@ class DiskStore:
 
     def __repr__(self) -> str:
         return f"<DiskStore in {self._folder.path}, {len(self._index)} blocks, at most {self.max_nbytes} bytes>"
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it takes nothing for now, because the disk, the quota or the budget refused."""
+        return time.monotonic() < self._paused_until
 
     # ---------------------------------------------------------------------- calls
 
@@ -210,8 +219,8 @@ class DiskStore:
             if self._is_closed:
                 return
             self._is_closed = True
-        self._outbox.close(_CLOSE_SECONDS)
-        with self._lock:
+        self._count(dropped=self._outbox.close(_CLOSE_SECONDS))
+        with self._lock:  # the thread may still write one block
             self._index, self._segments, self._numbers = form.Index(), {}, {}
 
     # ---------------------------------------------------------------------- reading
@@ -301,10 +310,8 @@ class DiskStore:
     def _growing_with_room(self, nbytes: int) -> _Growing | None:
         """The segment to append to; None, and a pause, if the disk, the quota or the budget refuse."""
         growing = self._growing
-        if growing is not None:
-            is_old = self.write_nbytes_per_day is not None and this_hour() - growing.since >= _SEGMENT_HOURS
-            if is_old or not growing.fits(nbytes):
-                self._seal()
+        if growing is not None and (self._is_old(growing) or not growing.fits(nbytes)):
+            self._seal()
         if self._growing is None and time.monotonic() >= self._paused_until:
             try:
                 with self._folder.lock():
@@ -315,10 +322,25 @@ class DiskStore:
                 self._paused_until = time.monotonic() + _PAUSE_SECONDS
         return self._growing
 
+    def _is_old(self, growing: _Growing) -> bool:
+        return self.write_nbytes_per_day is not None and this_hour() - growing.since >= _SEGMENT_HOURS
+
+    def _recount(self) -> None:
+        """Seal a segment that is old. Count the share of one that grows in this hour: it may be written now."""
+        growing = self._growing
+        if growing is None or self.write_nbytes_per_day is None or growing.counted == this_hour():
+            return
+        if self._is_old(growing):
+            return self._seal()
+        with suppress(OSError), self._folder.lock():
+            self._folder.settled(growing.granted, growing.counted, growing.granted)
+            growing.counted = this_hour()
+
     def _begin(self, nbytes: int) -> None:
         """Begin a segment, if budget and quota allow one with a record of `nbytes`. With the lock of the folder."""
         budget = self.write_nbytes_per_day
-        growing = _Growing(-1, "", -1, form.HEADER.size, 0, this_hour(), [], [])
+        hour = this_hour()
+        growing = _Growing(-1, "", -1, form.HEADER.size, 0, hour, hour, [], [])
         growing.granted = self._folder.granted(self.segment_nbytes, budget)
         if growing.fits(nbytes):
             with suppress(OSError):
@@ -326,7 +348,7 @@ class DiskStore:
                 growing.stem, growing.fd = self._folder.create(form.packed_header(self.layout.digest))
         if growing.fd < 0:
             if budget is not None:
-                self._folder.settled(growing.granted, growing.since, 0)
+                self._folder.settled(growing.granted, growing.counted, 0)
             return
         with self._lock:
             growing.number = self._know(_Segment(growing.stem, form.KIND, False, growing.end))
@@ -337,7 +359,7 @@ class DiskStore:
     def _make_room(self) -> None:
         """Delete segments until a new one fits the quota; OSError if it cannot. With the lock of the folder."""
         self._touch_used()
-        gone = self._folder.make_room(self.segment_nbytes, self.max_nbytes, set(self.refused))
+        gone = self._folder.make_room(self.segment_nbytes, self.max_nbytes, self._worthless)
         with self._lock:
             for each in gone:
                 self._held_nbytes -= each.nbytes
@@ -359,7 +381,7 @@ class DiskStore:
             size = self._close_segment(growing.stem, growing.fd, entries, growing.end, form.KIND)
             if self.write_nbytes_per_day is not None:
                 with self._folder.lock():
-                    self._folder.settled(growing.granted, growing.since, size)
+                    self._folder.settled(growing.granted, growing.counted, size)
         except OSError:
             self._count(errors=1)
         with self._lock:
@@ -395,6 +417,10 @@ class DiskStore:
 
     def _refresh(self) -> None:
         """Look at the directory: take what other processes wrote, forget what they deleted."""
+        if self._is_closed:
+            self.ready.set()
+            return
+        self._recount()
         try:
             if not (self.ready.is_set() or self._folder.is_read_only):
                 with suppress(OSError), self._folder.lock():
@@ -415,6 +441,7 @@ class DiskStore:
             if each.stem != own and each.name not in self.refused:
                 footers.update(self._news(each))
         self.refused = {name: why for name, why in self.refused.items() if name in names}
+        self._worthless &= names
         with self._lock:
             footers = {number: found for number, found in footers.items() if number in self._segments}
             if footers:
@@ -437,8 +464,7 @@ class DiskStore:
         except FileNotFoundError:
             return
         except OSError as error:
-            self.refused[each.name] = str(error)
-            return
+            return self._refuse(each.name, error)
         try:
             size = os.fstat(fd).st_size
             if size == 0 and not each.is_sealed:
@@ -451,17 +477,24 @@ class DiskStore:
                 begin = form.HEADER.size if known is None or each.is_sealed else known.end
                 found = form.scanned(fd, begin, size, kind, self._is_ours)
         except (OSError, ValueError) as error:
-            self.refused[each.name] = str(error)
-            return
+            return self._refuse(each.name, error)
         finally:
             os.close(fd)
         with self._lock:
             number = self._know(_Segment(each.stem, kind, each.is_sealed, found[1], len(found[0])))
-            if not each.is_sealed:
+            if not each.is_sealed and number in self._segments:
                 for name, offset in found[0].tolist():
                     self._index.add(name, number, offset)
         if each.is_sealed:
             yield number, found[0]
+
+    def _refuse(self, name: str, error: OSError | ValueError) -> None:
+        """Leave a segment out, unless the error may pass."""
+        if isinstance(error, OSError) and error.errno in _PASSING:
+            return self._count(errors=1)
+        self.refused[name] = str(error)
+        if isinstance(error, ValueError) and not isinstance(error, form.UnknownFormat):
+            self._worthless.add(name)
 
     def _adopt(self, each: Listed) -> bool:
         """Seal a segment whose writer has died; whether it is sealed now."""
@@ -477,9 +510,12 @@ class DiskStore:
                     if layout != self.layout.digest:
                         raise ValueError("another layout")
                     found = form.scanned(fd, form.HEADER.size, os.fstat(fd).st_size, kind, self._is_ours)
+                except form.UnknownFormat:
+                    os.close(fd)  # for a process that can read it
+                    return False
                 except (OSError, ValueError):
                     os.close(fd)
-                    self._folder.seal(each.stem)  # as it is: refused then, and the first to leave
+                    self._folder.seal(each.stem)  # as it is: looked at then like any other
                     return True
                 self._close_segment(each.stem, fd, *found, kind)
                 return True
@@ -493,7 +529,9 @@ class DiskStore:
         return (head.num_tokens, head.nbytes) == (own.block_size, own.nbytes)
 
     def _know(self, segment: _Segment) -> int:
-        """Give a segment its number. With the lock."""
+        """Give a segment its number; a closed store knows of none. With the lock."""
+        if self._is_closed:
+            return -1
         number = self._numbers.get(segment.stem)
         if number is None:
             number = self._numbers[segment.stem] = self._next_number

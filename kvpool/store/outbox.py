@@ -77,11 +77,18 @@ class Outbox:
                     wanted.append((number, name))
                     self._names.add(name)
                     self.nbytes += nbytes
-        heads = expected_heads(layout, blocks[[number for number, _ in wanted]], nbytes) if wanted else []
-        items = [
-            Waiting(name, *head, np.array(rows[number]), blocks.keys[number].tobytes(), blocks.group)
-            for (number, name), head in zip(wanted, heads, strict=True)
-        ]
+        try:
+            heads = expected_heads(layout, blocks[[number for number, _ in wanted]], nbytes) if wanted else []
+            items = [
+                Waiting(name, *head, np.array(rows[number]), blocks.keys[number].tobytes(), blocks.group)
+                for (number, name), head in zip(wanted, heads, strict=True)
+            ]
+        except BaseException:  # there may be no memory for copies
+            with self._change:
+                self._names.difference_update(name for _, name in wanted)
+                self.nbytes -= nbytes * len(wanted)
+                self._change.notify_all()
+            raise
         with self._change:
             self._queue.extend(items)
             self._change.notify_all()
@@ -92,12 +99,22 @@ class Outbox:
         with self._change:
             return self._change.wait_for(lambda: not self._names or not self._thread.is_alive(), timeout)
 
-    def close(self, timeout: float) -> None:
-        """Take no more, write what waits, end the thread; wait so many seconds for that."""
+    def close(self, timeout: float) -> int:
+        """Take no more, write what waits, end the thread; wait so many seconds for that.
+
+        What waits then is dropped; return how many blocks.
+        """
         with self._change:
             self._is_closed = True
             self._change.notify_all()
         self._thread.join(timeout)
+        with self._change:
+            late = list(self._queue)
+            self._queue.clear()
+            self._names.difference_update(item.name for item in late)
+            self.nbytes -= sum(item.row.nbytes for item in late)
+            self._change.notify_all()
+        return len(late)
 
     def _run(self) -> None:
         ticked = -float("inf")

@@ -34,6 +34,10 @@ MOST_TOKENS, MOST_NBYTES = 1 << 20, 1 << 40  # of a record: beyond them a head i
 _GROUP_STEP = 0x9E3779B97F4A7C15  # odd: groups of one key have different names
 
 
+class UnknownFormat(ValueError):
+    """A segment has a version, or a kind of checksums, that this process cannot read. Another one may."""
+
+
 class Head(NamedTuple):
     """The fields of a record."""
 
@@ -148,9 +152,10 @@ def read_header(fd: int) -> tuple[int, bytes]:
         raise ValueError("this is no segment")
     _, version, kind, layout, own = HEADER.unpack(data)
     if version != VERSION:
-        raise ValueError(f"the version is {version}, this kvpool reads {VERSION}")
+        raise UnknownFormat(f"the version is {version}, this kvpool reads {VERSION}")
     if not can_check(kind):
-        raise ValueError(f"checksums are of kind {kind}, the package xxhash is needed (pip install 'kvpool[store]')")
+        need = "the package xxhash is needed (pip install 'kvpool[store]')"
+        raise UnknownFormat(f"checksums are of kind {kind}, {need}")
     if checksum(kind, data[:-8]) != own:
         raise ValueError("the header is damaged")
     return kind, layout

@@ -81,6 +81,11 @@ class ServerStore:
     def __repr__(self) -> str:
         return f"<ServerStore on {self._reader!r}>"
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether it takes nothing for now, because the server failed."""
+        return time.monotonic() < self._paused_until
+
     def lookup(self, blocks: Blocks) -> np.ndarray:
         """See `BlockStore.lookup`. The server is asked once."""
         checked("lookup", self.layout, blocks)
@@ -126,7 +131,7 @@ class ServerStore:
         """See `BlockStore.store`."""
         checked("store", self.layout, blocks, rows)
         took = waiting = 0
-        if not self._is_closed and time.monotonic() >= self._paused_until:
+        if not (self._is_closed or self.is_paused):
             names = form.names_of(blocks.keys, blocks.group)
             took, waiting = self._outbox.put(self.layout.digest, blocks, rows, names)
         nbytes = took * self.layout.groups[blocks.group].nbytes
@@ -151,7 +156,7 @@ class ServerStore:
     def close(self) -> None:
         """Send what waits, and hang up; see `BlockStore.close`."""
         self._is_closed = True
-        self._outbox.close(_CLOSE_SECONDS)
+        self._count(dropped=self._outbox.close(_CLOSE_SECONDS))
         for client in (self._reader, self._sender):
             client.close()
 
@@ -162,7 +167,7 @@ class ServerStore:
 
     def _send(self, item: Waiting) -> None:
         """Write one block; the thread does it."""
-        if time.monotonic() < self._paused_until:
+        if self.is_paused:
             return self._count(dropped=1)
         data = form.packed_record(item.fields, item.tokens, item.row) + item.row.tobytes()
         try:
@@ -175,7 +180,7 @@ class ServerStore:
 
     def _ask(self, call: Callable[[Any], None]) -> bool:
         """Make a call on the reader within the timeout; whether it was answered."""
-        if self._is_closed or time.monotonic() < self._paused_until or not self._reading.acquire(timeout=self._timeout):
+        if self._is_closed or self.is_paused or not self._reading.acquire(timeout=self._timeout):
             return False
         try:
             with self._deadline(self._reader) as client:

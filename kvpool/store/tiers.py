@@ -181,6 +181,16 @@ class TieredStore:
             tier.close()
 
 
+def lacking(store: BlockStore, blocks: Blocks) -> np.ndarray:
+    """Which of these blocks to offer to a store, bool ``[n]``: those that it does not have.
+
+    Of tiers the last one decides, because the others forget. While it is paused it takes nothing, and all tiers decide.
+    """
+    last = store.tiers[-1] if isinstance(store, TieredStore) else store
+    found: np.ndarray = (store if getattr(last, "is_paused", False) else last).lookup(blocks)
+    return ~found
+
+
 def _names(blocks: Blocks) -> list[tuple[bytes, int]]:
     return [(key.tobytes(), blocks.group) for key in blocks.keys]
 

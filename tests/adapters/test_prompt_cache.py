@@ -17,7 +17,7 @@ from kvpool.adapters import prompt_cache as subject  # noqa: E402
 from kvpool.adapters import prompt_store  # noqa: E402
 from kvpool.adapters.prompt_cache import PromptCache  # noqa: E402
 from kvpool.adapters.prompt_store import store_layout  # noqa: E402
-from kvpool.store import BlockLayout, DiskStore, Layout, MemoryStore  # noqa: E402
+from kvpool.store import BlockLayout, DiskStore, Layout, MemoryStore, TieredStore  # noqa: E402
 from proof import prompt_cache as proof  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -308,6 +308,20 @@ def test_a_prompt_that_is_used_in_memory_stays_in_the_store(kind, length):
     assert PromptCache(store=store).fetch([3] * 41)[1] == 0
     caches, found = PromptCache(store=store).fetch([*hot, 2])
     assert found == length and proof.fault_in(caches, kind, hot) == ""
+
+
+def test_a_disk_that_refused_blocks_gets_them_with_the_next_turn(tmp_path):
+    layout, tokens = store_layout(computed("dense", [1]), "w"), list(range(100))
+    disk = DiskStore(str(tmp_path / "store"), layout, 1 << 26)
+    store = TieredStore([MemoryStore(layout, 1 << 20), disk])
+    prompts = PromptCache(store=store)
+    assert disk.ready.wait(60)
+    disk._paused_until = float("inf")
+    prompts.insert(tokens[:50], computed("dense", tokens[:50]))
+    disk._paused_until = 0.0
+    prompts.insert(tokens, computed("dense", tokens))
+    assert store.drain(60) and PromptCache(store=disk).fetch(tokens)[1] == 96
+    store.close()
 
 
 def test_a_prefix_never_ends_inside_media_and_needs_equal_media():

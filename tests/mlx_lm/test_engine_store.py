@@ -11,7 +11,7 @@ from mlx_lm.generate import generate_step
 
 from kvpool.adapters.mlx_lm import Engine, install, tiny
 from kvpool.adapters.mlx_lm import stored as module
-from kvpool.store import DiskStore, MemoryStore
+from kvpool.store import DiskStore, MemoryStore, TieredStore
 from kvpool.store.blocks import TierStats
 
 ARCHS = (None, "gemma3_text", "qwen3_5")  # one table; windows; states
@@ -108,6 +108,27 @@ def test_next_turn_after_a_restart_begins_with_the_last_answer(model, filled):
     engine = engine_of(model, store)
     got = answer(engine, longer)
     assert got[0] == due[0] and got[2] >= 368
+    checked(engine)
+
+
+def test_blocks_that_the_disk_refused_are_saved_with_a_later_answer(tmp_path):
+    made = []
+
+    def make(layout):
+        made.extend([MemoryStore(layout, 1 << 26), DiskStore(str(tmp_path / "store"), layout, 1 << 28)])
+        return TieredStore(made)
+
+    engine = engine_of(tiny.make(ARCHS[0])[0], make)
+    memory, disk = made
+    assert disk.ready.wait(60)
+    disk._paused_until = float("inf")
+    answer(engine)
+    engine.kv.stored.flush()
+    assert memory.stats()["memory"].blocks and not disk.stats()["disk"].blocks
+    disk._paused_until = 0.0
+    answer(engine)
+    engine.kv.stored.flush()
+    assert disk.stats()["disk"].blocks == memory.stats()["memory"].blocks
     checked(engine)
 
 

@@ -8,12 +8,14 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from functools import partial
 
 import numpy as np
 import pytest
 
-from kvpool.store import BlockLayout, Blocks, DiskStore, Layout
+from kvpool.store import BlockLayout, Blocks, DiskStore, Layout, segments
+from kvpool.store.folder import Folder
 from kvpool.testing import stores as kit
 
 SMALL = Layout((BlockLayout(2, 50, "full"),), "w")
@@ -149,6 +151,65 @@ def test_foreign_segments_are_refused_and_leave_first(tmp_path):
         kit.loads(store, SMALL.blocks(TOKENS)[0], range(3))
     finally:
         store.close()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO])
+def test_segment_that_could_not_be_opened_once_is_found_later(tmp_path, monkeypatch, number):
+    filled(tmp_path / "store")
+    failures, whole = iter([OSError(number, "planted")]), Folder.open
+
+    def failing(folder, name, *flags):
+        if name.endswith(".kvpool") and (failure := next(failures, None)):
+            raise failure
+        return whole(folder, name, *flags)
+
+    monkeypatch.setattr(Folder, "open", failing)
+    store, blocks = opened(tmp_path / "store"), SMALL.blocks(TOKENS)[0]
+    end = time.monotonic() + 20
+    while not store.lookup(blocks).all() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not store.refused and store.stats()["disk"].errors == 1
+    kit.loads(store, blocks, range(3))
+    store.close()
+
+
+def without_xxhash(monkeypatch):
+    monkeypatch.setattr(segments, "_xxhash", None)
+    monkeypatch.setattr(segments, "KIND", segments.CRC32)
+
+
+@pytest.mark.skipif(segments.KIND == segments.CRC32, reason="needs xxhash")
+def test_segments_that_this_process_cannot_check_do_not_leave_first(tmp_path, monkeypatch):
+    good = filled(tmp_path / "store")
+    damaged = good.with_name("d" * 16 + ".kvpool")
+    damaged.touch(0o600)
+    damaged.write_bytes(b"no segment")
+    with monkeypatch.context() as patch:
+        without_xxhash(patch)
+        size = 1 << 12
+        store = DiskStore(str(tmp_path / "store"), SMALL, 4 * size, segment_nbytes=size, refresh_seconds=0.02)
+        assert store.ready.wait(60) and set(store.refused) == {good.name, damaged.name}
+        kit.stores(store, SMALL.blocks(kit.prompt(0, 24))[0])
+        for seed in range(2, 40):
+            for old in set((tmp_path / "store").glob("*.kvpool")) - {good, damaged}:
+                os.utime(old, (1, 1))
+            kit.stores(store, SMALL.blocks(kit.prompt(seed, 24))[0])
+        assert store.stats()["disk"].evicted > 100 and good.exists() and not damaged.exists()
+        store.close()
+    assert found(tmp_path / "store") == [0, 1, 2]
+
+
+@pytest.mark.skipif(segments.KIND == segments.CRC32, reason="needs xxhash")
+def test_segment_of_a_dead_writer_waits_for_a_process_that_can_read_it(tmp_path, monkeypatch):
+    sealed = filled(tmp_path / "store")
+    torn = sealed.with_suffix(".kvpool-open")
+    torn.touch(0o600)
+    torn.write_bytes(sealed.read_bytes()[: HEADER + 2 * RECORD + 40])
+    sealed.unlink()
+    with monkeypatch.context() as patch:
+        without_xxhash(patch)
+        assert found(tmp_path / "store") == [] and torn.exists() and not sealed.exists()
+    assert found(tmp_path / "store") == [0, 1] and sealed.exists()
 
 
 def test_record_planted_under_another_key_is_a_miss(tmp_path):

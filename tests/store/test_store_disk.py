@@ -1,5 +1,6 @@
 """`DiskStore`: restarts, the quota, the budget of a day, the queue, clocks."""
 
+import json
 import os
 import threading
 import time
@@ -7,8 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from kvpool.store import BlockLayout, DiskStore, Layout
+from kvpool.store import BlockLayout, DiskStore, Layout, disk, outbox
 from kvpool.store import folder as folder_module
+from kvpool.store import segments as form
 from kvpool.store.segments import Index
 from kvpool.testing import stores as kit
 
@@ -178,6 +180,51 @@ def test_segment_is_sealed_before_its_bytes_are_a_day_old(tmp_path, monkeypatch)
     store.close()
 
 
+def recounted(path, hour):
+    """Wait until all bytes count in this hour."""
+    end = time.monotonic() + 20
+    while [at for at, nbytes in json.loads((path / "written.json").read_text()).items() if nbytes] != [str(hour)]:
+        assert time.monotonic() < end, "the share of a segment that grows counts in an hour that is past"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_share_of_a_segment_counts_as_long_as_it_may_be_written(tmp_path, monkeypatch, is_killed):
+    clock, budget = Clock(), 2 * SEGMENT
+    monkeypatch.setattr(folder_module, "time", clock)
+    slow = opened(tmp_path / "store", write_nbytes_per_day=budget)
+    kit.stores(slow, blocks_of(1, 1))
+    before = slow.stats()["disk"].written_nbytes
+    clock.now += 11 * 3600
+    recounted(tmp_path / "store", int(clock.now // 3600))
+    kit.stores(slow, blocks_of(2, 3))
+    late = slow.stats()["disk"].written_nbytes - before
+    assert late == 3 * RECORD
+    if is_killed:
+        slow._outbox._tick = lambda: None  # its thread looks at nothing any more
+        time.sleep(0.1)
+    clock.now += 14 * 3600  # 25 hours after the segment began, 14 after it was written
+    store = opened(tmp_path / "store", write_nbytes_per_day=budget)
+    store.store(blocks_of(3), kit.content(LAYOUT, blocks_of(3)))
+    assert store.drain(60)
+    assert late + store.stats()["disk"].written_nbytes <= budget
+    for each in (slow, store):
+        each.close()
+
+
+def test_old_segment_is_sealed_without_another_block(tmp_path, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(folder_module, "time", clock)
+    store = opened(tmp_path / "store", write_nbytes_per_day=1 << 24)
+    kit.stores(store, blocks_of(1, 1))
+    clock.now += 12 * 3600
+    end = time.monotonic() + 60
+    while not list((tmp_path / "store").glob("*.kvpool")) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert [file.suffix for file in (tmp_path / "store").glob("*.kvpool*")] == [".kvpool"]
+    store.close()
+
+
 @pytest.mark.parametrize(
     "content", ["", "[]", "x", '{"x": 1}', '{"1": Infinity}', '{"999999999": -9e9}', "[" * 500_000]
 )
@@ -247,6 +294,59 @@ def test_queue_that_is_full_drops_and_does_not_wait(tmp_path, monkeypatch):
         go.set()
     assert store.drain(60)
     kit.loads(store, blocks, range(4))
+    store.close()
+
+
+def test_store_that_was_closed_too_early_has_nothing_and_counts_what_it_dropped(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "_CLOSE_SECONDS", 0.1)
+    other = opened(tmp_path / "store")
+    kit.stores(other, blocks_of(1))
+    store, write, go = opened(tmp_path / "store"), os.pwritev, threading.Event()
+    monkeypatch.setattr(os, "pwritev", lambda *given: go.wait(60) and write(*given))
+    assert store.store(blocks_of(2), kit.content(LAYOUT, blocks_of(2))) == 20
+    try:
+        store.close()
+        stats = store.stats()["disk"]
+        assert stats.dropped == 19 and stats.queued_nbytes == 4000  # one is being written
+    finally:
+        go.set()
+    store._outbox._thread.join(60)
+    for seed in (1, 2):
+        assert not store.lookup(blocks_of(seed)).any()
+        kit.loads(store, blocks_of(seed), [])
+    assert store.drain(1.0) and store.stats()["disk"].queued_nbytes == store.stats()["disk"].blocks == 0
+    other.close()
+
+
+def test_look_that_ends_after_a_close_finds_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "_CLOSE_SECONDS", 0.1)
+    other = opened(tmp_path / "store")
+    kit.stores(other, blocks_of(1))
+    read, begun, go = form.read_header, threading.Event(), threading.Event()
+    monkeypatch.setattr(form, "read_header", lambda fd: begun.set() or (go.wait(60) and read(fd)))
+    store = DiskStore(str(tmp_path / "store"), LAYOUT, 1 << 24, segment_nbytes=SEGMENT)
+    assert begun.wait(60)
+    store.close()
+    go.set()
+    store._outbox._thread.join(60)
+    assert store.ready.is_set() and not store.lookup(blocks_of(1)).any()
+    kit.loads(store, blocks_of(1), [])
+    other.close()
+
+
+def test_block_that_could_not_be_copied_is_taken_later(tmp_path, monkeypatch):
+    store, blocks = opened(tmp_path / "store", queue_nbytes=20 * 4000), blocks_of(1)
+
+    def failing(*given):
+        raise MemoryError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(outbox, "Waiting", failing)
+        with pytest.raises(MemoryError, match="planted"):
+            store.store(blocks, kit.content(LAYOUT, blocks))
+    assert store.drain(1.0) and store.stats()["disk"].queued_nbytes == 0
+    assert store.store(blocks, kit.content(LAYOUT, blocks)) == 20 and store.drain(60)
+    kit.loads(store, blocks, range(20))
     store.close()
 
 

@@ -10,6 +10,7 @@ import pytest
 import kvpool
 from kvpool.store import BlockLayout, DiskStore, Layout, MemoryStore, TieredStore, leading, prefix_keys
 from kvpool.store import segments as form
+from kvpool.store.tiers import lacking
 from kvpool.testing import stores as kit
 
 FULL = BlockLayout(4, 100, "full")
@@ -118,6 +119,22 @@ def test_tiers_answer_for_each_other(tmp_path):
     (segment,) = (tmp_path / "store").glob("*.kvpool-open")
     segment.write_bytes(b"")  # the disk has lost everything
     kit.loads(tiers, blocks, range(11, 15))
+    tiers.close()
+
+
+def test_block_that_the_last_tier_refused_is_lacking_until_it_has_it(tmp_path):
+    memory, disk = MemoryStore(kit.LAYOUT, 1 << 20), DiskStore(str(tmp_path / "store"), kit.LAYOUT, 1 << 24)
+    tiers, blocks = TieredStore([memory, disk]), kit.LAYOUT.blocks(kit.prompt(1))[0]
+    assert disk.ready.wait(60)
+    disk._paused_until = float("inf")  # as after a write that failed
+    kit.stores(tiers, blocks[:10])
+    assert disk.is_paused and np.flatnonzero(lacking(tiers, blocks)).tolist() == list(range(10, 15))
+    disk._paused_until = 0.0
+    assert not disk.is_paused and lacking(tiers, blocks).all() and not lacking(memory, blocks[:10]).any()
+    kit.stores(tiers, blocks[lacking(tiers, blocks)])
+    memory.close()  # it has forgotten everything
+    assert not lacking(tiers, blocks).any()
+    kit.loads(tiers, blocks, range(15))
     tiers.close()
 
 

@@ -33,6 +33,7 @@ from kvpool.errors import OutOfBlocks, OutOfSequences, PoolClosed
 from kvpool.groups import Group
 from kvpool.metrics import Metric
 from kvpool.store import BlockLayout, Blocks, BlockStore, Layout, leading
+from kvpool.store.tiers import lacking
 
 MOST_LOADS = 4  # that have blocks at a time
 MOST_SAVES = 8  # at a time
@@ -524,15 +525,15 @@ class StoredPrefixes:
 
     def _compare(self, save: _Save) -> None:
         """Find out what the store lacks. In the thread that writes."""
-        lacking: deque[Part] = deque()
+        slices: deque[Part] = deque()
         try:
             save.names = self.layout.blocks(save.tokens, save.namespace)
             for part in save.parts:
-                new = part.some(~self.store.lookup(save.names[part.group][part.at]))
-                lacking.extend(self._slices(new, FIRST_SLICE) if len(new.at) else ())
+                new = part.some(lacking(self.store, save.names[part.group][part.at]))
+                slices.extend(self._slices(new, FIRST_SLICE) if len(new.at) else ())
         finally:
             with self._news:
-                save.lacking = lacking
+                save.lacking = slices
                 self._news.notify()
 
     def _export_some(self, runs: bool) -> None:
