@@ -27,7 +27,7 @@ test: lint  ## set everything up, check style and types, run the tests that catc
 	@echo "==> running the tests that catch most faults; make test-all runs all"
 	$(PYTEST) -m "not long" $(PYTEST_ARGS)
 
-test-all: lint cross  ## the same with every test (half an hour), and compiled for other machines
+test-all: lint cross  ## the same with every test (about an hour), and compiled for other machines
 	@echo "==> running all tests"
 	$(PYTEST) $(PYTEST_ARGS)
 

@@ -107,7 +107,7 @@ BEGIN_FIRST = (
 #:
 #: `ONE_OF_MANY`: a test that is repeated over models, options or seeds runs once in `make test`, for another one from
 #: test to test. All of them are in `make test-all`. Tests that plant a fault are not thinned out.
-KEPT_IN = ("metal_mutations", "metal_packed_mutations", "metal_scores")
+KEPT_IN = ("metal_mutations", "metal_packed_mutations", "metal_scores", "bench_attention")
 LEFT_TO_TEST_ALL = (
     *("metal", "benchmarks", "proof_mutants", "proof_coverage", "proof_gates", "proof_failures"),
     *("demo", "demo_conversation", "packaging", "ranks", "server_admission", "server_soak", "server_death"),
