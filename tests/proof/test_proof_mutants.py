@@ -1,5 +1,6 @@
 """The short form of the gate `proof.mutants`, and its parts: what is changed, and what the fuzzer finds."""
 
+import os
 import sys
 
 import pytest
@@ -12,6 +13,9 @@ from proof.mutation.schemata import Schemata, mutate
 from proof.mutation.source import core_sources, covered
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="a build beside this one, and forked children")
+hunts = pytest.mark.skipif(
+    not os.environ.get("KVPOOL_LONG"), reason="hunts take 20 minutes: make proof and make test-long have them"
+)
 SOURCE = '''"""Words."""
 from libc.stdint cimport int32_t
 
@@ -150,12 +154,14 @@ def test_run_of_the_fuzzer_detects_a_planted_bug_and_passes_a_sound_pool():
 
 
 @linux
+@hunts
 def test_most_mutants_are_detected():
     figure = mutants.measure(SHORT)
     assert figure.holds, figure
 
 
 @linux
+@hunts
 def test_killers_that_do_not_look_are_found_out():
     figures = mutants.planted(SHORT)
     assert len(figures) == 3 and not any(figure.holds for figure in figures), figures
