@@ -1,6 +1,8 @@
 """mlx-lm's own server, unmodified, on a `PagedPromptCache`: the same answers, and prompts that are found."""
 
 import gc
+import runpy
+from pathlib import Path
 
 import pytest
 from mlx_lm import server
@@ -13,6 +15,7 @@ from kvpool.adapters.mlx_lm import PagedPromptCache, install
 from kvpool.adapters.prompt_cache import PromptCache
 
 BLOCK = 4
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SYSTEM = "You are a block table. Answer in slots, never in bytes, and share what you have."
 QUESTIONS = ("Where is token 7?", "Who holds block 3?", "Where is token 8?")
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
@@ -48,10 +51,14 @@ def converse(model, tokenizer, prompt_cache, seed, kv_bits=None):
 
 
 @pytest.mark.parametrize("seed", [None, 1], ids=["batched", "one by one"])
-def test_the_server_on_dense_caches_answers_the_same_and_finds_as_much(tokenizer, seed):
+def test_the_server_on_dense_caches_answers_the_same_and_finds_as_much(tokenizer, seed, monkeypatch):
     model = tiny_llama()
     expected, stock_cached = converse(model, tokenizer, LRUPromptCache(), seed)
-    answers, cached = converse(model, tokenizer, PromptCache(), seed)
+    monkeypatch.setattr(server, "LRUPromptCache", LRUPromptCache)  # the example replaces it
+    runpy.run_path(str(EXAMPLES / "prompt_cache_server.py"))
+    prompts = server.LRUPromptCache(10)
+    assert isinstance(prompts, PromptCache)
+    answers, cached = converse(model, tokenizer, prompts, seed)
     assert answers == expected
     assert cached == stock_cached and cached[1] > 0
 
