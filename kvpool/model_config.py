@@ -78,6 +78,7 @@ def _group(cache: Kept, layers: list[int], read_by: list[int], dtype: str) -> La
         v_head_dim=cache.v_head_dim,
         read_by=tuple(read_by),
         arrays=tuple(StateArray(shape, own or dtype) for shape, own in cache.arrays),
+        latent=cache.latent,
     )
 
 
@@ -116,7 +117,8 @@ def spec_of_groups(groups: tuple[LayerGroup, ...], **storage: Any) -> KVSpec:
         raise ValueError(f"[config] {why}: one KVSpec holds the same keys and values in every layer; {_INSTEAD}")
     first, count = groups[0], sum(len(group.layers) for group in groups)
     v_head_dim = None if first.v_head_dim == first.head_dim else first.v_head_dim
-    return KVSpec(count, first.num_kv_heads, first.head_dim, first.dtype, v_head_dim=v_head_dim, **storage)
+    dims = first.num_kv_heads, first.head_dim
+    return KVSpec(count, *dims, first.dtype, v_head_dim=v_head_dim, latent=first.latent, **storage)
 
 
 def refusal_of(groups: tuple[LayerGroup, ...]) -> str:

@@ -54,6 +54,8 @@ class LayerGroup:
         Layers that attend to keys and values of this group and own none.
     arrays : tuple of StateArray
         What a layer of kind "state" keeps.
+    latent : bool
+        Whether the keys are latents and the values their rotary parts.
     """
 
     kind: str
@@ -66,6 +68,7 @@ class LayerGroup:
     v_head_dim: int = 0
     read_by: tuple[int, ...] = ()
     arrays: tuple[StateArray, ...] = ()
+    latent: bool = False
 
     @property
     def token_nbytes(self) -> int:

@@ -26,6 +26,7 @@ class Kept(NamedTuple):
     head_dim: int = 0
     v_head_dim: int = 0
     arrays: tuple[tuple[tuple[int, ...], str | None], ...] = ()
+    latent: bool = False
 
 
 Layers = Sequence["tuple[Kept, ...] | int"]
@@ -118,7 +119,7 @@ def state(*arrays: tuple[tuple[int, ...], str | None]) -> tuple[Kept, ...]:
 
 def latent(f: Fields) -> tuple[Kept, ...]:
     """One latent and one rotary part per token."""
-    return full(1, f.size("kv_lora_rank"), f.size("qk_rope_head_dim"))
+    return (full(1, f.size("kv_lora_rank"), f.size("qk_rope_head_dim"))[0]._replace(latent=True),)
 
 
 def expanded(f: Fields) -> tuple[Kept, ...]:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from metal_engine import StandIn, recording
 from mlx_families import FAMILIES
-from mlx_models import batch_tokens, on_cpu, random_prompts, solo_tokens
+from mlx_models import VOCAB, batch_tokens, on_cpu, random_prompts, solo_tokens
 from test_mlx_native import built, looking_in  # noqa: F401  (a fixture)
 
 import kvpool_backends.mlx
-from kvpool.adapters.mlx_lm import attention, install
+from kvpool.adapters.mlx_lm import attention, install, tiny_families
 from kvpool.config import KVSpec
 from kvpool.errors import BackendUnavailable
 from kvpool.protocol import AttentionOptions, BatchShape, StepArrays
@@ -437,9 +437,17 @@ def test_nothing_here_wires_memory_down():
 # ------------------------------------------------------------------------------------------------- mlx-lm
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def tiny_deepseek():
+    """Latent attention of 512 + 64 elements, as in DeepSeek-V3."""
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 2, "vocab_size": VOCAB}
+    model = tiny_families.build("deepseek_v3", tiny_families.config_of("deepseek_v3") | sizes)
+    tiny_families.randomize(model)
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3"])
 def test_fused_tokens_of_mlx_lm_equal_stock(make, monkeypatch, name):
-    model, prompts = FAMILIES[name](), random_prompts((3, 40, 9))
+    model, prompts = (FAMILIES | {"deepseek_v3": tiny_deepseek})[name](), random_prompts((3, 40, 9))
     stock = [solo_tokens(model, prompt, 5) for prompt in prompts]
     monkeypatch.setattr(
         kvpool_backends.mlx, "MLXBackend", lambda spec, num_blocks, **_: make(spec, num_blocks)

@@ -10,13 +10,13 @@ from mlx_models import batch_tokens, on_cpu, solo_tokens
 from kvpool.adapters.mlx_lm import install
 from kvpool.adapters.mlx_lm.tiny_families import NOT_RUN, OWN, build, config_of, randomize
 
-LATENT = r"MLA|MultiLatentAttention|DeepseekV3Attention|Glm4MoeLiteAttention|MultiLinear"
+LATENT = "the backend does not attend to latents"  # MLX's own, on the CPU
 GATHER = {  # why
     **dict.fromkeys(("afm7", "minimax_m3_vl"), "asked for 'shape'"),
     **dict.fromkeys(("bailing_hybrid", "bailing_moe_v3", "kimi_linear", "kimi_k3"), LATENT),
     **dict.fromkeys(("deepseek_v3", "kimi_k25", "kimi_vl", "glm4_moe_lite", "mistral4"), LATENT),
     **dict.fromkeys(("longcat_flash", "longcat_flash_ngram"), LATENT),
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "Indexer"),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), LATENT),
     **dict.fromkeys(("deepseek_v41", "mamba", "mamba2", "rwkv7"), "no layer attends over blocks"),
     "llama4": "chunks",
     "plamo": "tile",
@@ -24,6 +24,7 @@ GATHER = {  # why
 }
 FUSED = sorted(OWN.keys() - GATHER.keys())
 SAMPLE = ("cohere2", "deepseek_v2", "gemma3n", "gpt2", "minimax", "olmo3", "phi", "stablelm")  # the others are long
+LATENTS = sorted(name for name, why in GATHER.items() if why == LATENT)
 PROMPTS, MAX_TOKENS = (3, 40, 17, 1), 8
 
 
@@ -61,6 +62,19 @@ def test_fused_file_generates_the_tokens_of_mlx_lm(name):
     with installed(model, fused=True) as kv:
         assert kv.route == "fused"
         assert [solo_tokens(model, prompt, MAX_TOKENS) for prompt in prompts] == stock
+        assert batch_tokens(model, prompts, MAX_TOKENS) == stock
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LATENTS)
+def test_file_with_latents_decodes_over_them_where_the_backend_can(name):
+    model = model_of(name)
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(1, 96, n).tolist() for n in PROMPTS]
+    stock = [solo_tokens(model, prompt, MAX_TOKENS) for prompt in prompts]
+    with installed(model, backend="numpy") as kv:
+        is_indexed = name in ("deepseek_v32", "glm_moe_dsa")
+        assert kv.route.startswith("gather: mlx_lm.models.deepseek_v32.Indexer" if is_indexed else "fused")
         assert batch_tokens(model, prompts, MAX_TOKENS) == stock
 
 

@@ -270,7 +270,7 @@ def test_spec_from_config_prefers_what_is_given():
 
 
 def test_spec_from_config_of_latents_has_one_head_of_two_widths():
-    assert spec_from_config(SIZED["DeepSeek-V3"][0]) == KVSpec(61, 1, 512, "bfloat16", 16, v_head_dim=64)
+    assert spec_from_config(SIZED["DeepSeek-V3"][0]) == KVSpec(61, 1, 512, "bfloat16", v_head_dim=64, latent=True)
 
 
 def test_spec_from_config_without_kv_heads_is_multi_head_where_the_model_is():

@@ -9,6 +9,10 @@ Inside ``with install(...)`` that attribute is a stand-in. The stand-in knows `P
 stock caches too, to the original. gemma2 computes its capped scores itself; there the stand-in replaces
 ``Attention.__call__``.
 
+Models with latent attention keep one latent and one rotary part per token (512 and 64 elements in DeepSeek-V3). They
+decode over the latents themselves, so a decode attends over the pool (`PagedLatents`). In a chunk they expand each
+latent to the keys and values of all heads, so a chunk gathers.
+
 A hook says nothing about what a model does with a context on the way. So `reason_to_gather` runs two short rows through
 the model, on paged caches with the hook in place and on mlx-lm's own caches. A model that looks into its keys, values
 or masks on the way to attention raises an error there. A model that the stand-ins get wrong gives other logits.
@@ -317,7 +321,7 @@ class PagedContext(_Placeholder):
             raise ValueError(f"[attention] queries are for {num_rows} rows of {num_columns} columns, keys {shape}")
         backend = forward.backend
         if not forward.attends:
-            return mx.zeros((*queries.shape[:-1], backend.spec.value_head_dim), queries.dtype)
+            return mx.zeros((*queries.shape[:-1], backend.spec.result_dim), queries.dtype)
         options = None
         window = None
         if type(mask) is PagedMask:
@@ -357,6 +361,91 @@ class PagedContext(_Placeholder):
         return scores
 
 
+class PagedLatents(PagedContext):
+    """Latents of one layer in a decode, in the pool: keys and values at once. `RotaryKeys` come with them."""
+
+    __slots__ = ()
+
+    def attend(
+        self,
+        queries: mx.array,
+        values: Any,
+        scale: float,
+        mask: Any = None,
+        sinks: mx.array | None = None,
+        soft_cap: float | None = None,
+    ) -> mx.array:
+        """Attention of ``queries [B, Hq, 1, D]``, in the space of the latents: ``[B, Hq, 1, D]``.
+
+        Parameters
+        ----------
+        values : PagedLatents
+            The same object.
+        mask : ``[B, Hq, 1, Dr]``
+            What a model takes for scores of the rotary parts: its rotary queries times `scale`, see `RotaryKeys`.
+
+        Raises
+        ------
+        RuntimeError, TypeError, ValueError
+            As `PagedContext.attend`; or the mask is something else.
+        """
+        rotary = self.forward.backend.spec.value_head_dim
+        if not isinstance(mask, mx.array) or mask.shape != (*queries.shape[:-1], rotary):
+            raise TypeError(f"[attention] the mask is not the product of the rotary queries and {rotary} rotary keys")
+        whole = mx.concatenate([queries * scale, mask], axis=-1)
+        return super().attend(whole, values, 1.0, None, sinks, soft_cap)
+
+
+class RotaryKeys(_Placeholder):
+    """Rotary parts of the keys that belong to `PagedLatents`.
+
+    A model multiplies its rotary queries by them and adds the product to the scores, as a mask. MLX's ``@`` takes
+    nothing but arrays. So the transposed keys are an identity matrix: the product is the rotary queries themselves, and
+    attention gets them as its mask.
+
+    Parameters
+    ----------
+    context : PagedLatents
+    """
+
+    __slots__ = ("_context",)
+
+    def __init__(self, context: PagedLatents) -> None:
+        self._context = context
+
+    def swapaxes(self, axis1: int, axis2: int) -> mx.array:
+        """Return the identity matrix that stands for the transposed keys."""
+        if {axis1, axis2} != {-1, -2}:
+            raise TypeError(self._text(f"asked for swapaxes({axis1}, {axis2})"))
+        return _identity(self._context.forward.backend.spec.value_head_dim, self._context.dtype)
+
+
+@functools.cache
+def _identity(size: int, dtype: mx.Dtype) -> mx.array:
+    identity = mx.eye(size, dtype=dtype)
+    mx.eval(identity)  # arrays that are not evaluated belong to the stream of one thread
+    return identity
+
+
+def attends_over_pool(is_fused: bool, is_latent: bool, num_columns: int) -> bool:
+    """Whether a layer attends over the pool in a pass of so many columns. If not, it gathers."""
+    return is_fused and (num_columns == 1 or not is_latent)
+
+
+def paged_mask(is_latent: bool, asked: int | None, kept: int | None) -> PagedMask | None:
+    """Return the mask of a layer that attends over the pool: None for latents, whose model adds scores to a mask."""
+    return None if is_latent else PagedMask(asked, kept)
+
+
+def paged_context(forward: Forward, layer: int, window: int | None) -> tuple[Any, Any]:
+    """Return what stands for the keys and values of a layer that attends over the pool."""
+    if not forward.backend.spec.latent:
+        context = PagedContext(forward, layer, window)
+        return context, context
+    latents = PagedLatents(forward, layer, window)
+    return latents, RotaryKeys(latents)
+
+
 @functools.lru_cache(maxsize=1024)  # by identity of `sinks`: reading a parameter waits for all that MLX computes
 def _options(window: int | None, soft_cap: float | None, sinks: mx.array | None) -> AttentionOptions:
     """Return the options of a layer: one object for all its passes."""
@@ -385,7 +474,7 @@ def smaller_window(one: int | None, other: int | None) -> int | None:
 def _attention(original: Any) -> Any:
     @functools.wraps(original)
     def scaled_dot_product_attention(q: mx.array, k: Any, v: Any, **options: Any) -> mx.array:
-        if type(k) is PagedContext:
+        if isinstance(k, PagedContext):
             return k.attend(q, v, **options)
         return original(q, k, v, **options)
 

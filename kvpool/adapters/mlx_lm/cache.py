@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 import kvpool
-from kvpool.adapters.mlx_lm.attention import Forward, PagedContext, PagedMask
+from kvpool.adapters.mlx_lm.attention import Forward, PagedMask, attends_over_pool, paged_context, paged_mask
 from kvpool.adapters.mlx_lm.eviction import Eviction
 from kvpool.adapters.mlx_lm.masks import causal_mask
 from kvpool.adapters.mlx_lm.passes import NOT_OPENED, EngineStopped, Known, Passes, Rows, Turn
@@ -586,23 +586,22 @@ class PagedKVCache:
             C is the longest context after the pass. Where all rows are equally long, a short form stands for the
             full mask, as in mlx-lm.
         PagedMask
-            On the fused route, always.
+            On the fused route. Of latents, None for one column; chunks gather.
         """
-        window = self._batch.passes.windows[self._layer]
-        if self._batch.is_fused:
-            return PagedMask(window_size, window)
+        batch, window = self._batch, self._batch.passes.windows[self._layer]
+        is_latent = batch.passes.layout.has_latents
+        if attends_over_pool(batch.is_fused, is_latent, N):
+            return paged_mask(is_latent, window_size, window)
         rows = self._seen()
-        eviction, lens = self._batch.eviction, rows.lens
+        eviction, lens = batch.eviction, rows.lens
         if eviction is not None:
             lens = eviction.lens_after(lens)  # what `update_and_fetch` will find
         return causal_mask(lens, rows.num_new(N), N, window_size, return_array, held=window)
 
-    def update_and_fetch(
-        self, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, mx.array] | tuple[PagedContext, PagedContext]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Store this layer's K ``[B, Hk, N, D]`` and V, return the whole contexts ``[B, Hk, C, D]``.
 
-        On the fused route one `PagedContext` stands for both, and nothing is gathered.
+        On the fused route nothing is gathered: `paged_context` stands for both. Chunks of latents gather.
 
         Raises
         ------
@@ -633,20 +632,18 @@ class PagedKVCache:
         if not batch.missing:
             batch.stored()
         self._forward = forward
-        if forward.is_fused:
-            context = PagedContext(forward, self._layer, passes.windows[self._layer])
-            return context, context
         return self.keys_and_values()
 
-    def keys_and_values(self) -> tuple[mx.array, mx.array] | tuple[PagedContext, PagedContext]:
+    def keys_and_values(self) -> tuple[Any, Any]:
         """Return the contexts of the last ``update_and_fetch``, for layers that attend to another layer's cache."""
         if self._forward is None or self._cursor != self._batch.count:
             raise RuntimeError("[keys_and_values] no update_and_fetch since the cache was made or changed")
-        if self._forward.is_fused and self._batch.is_fused:
-            context = PagedContext(self._forward, self._layer, self._batch.passes.windows[self._layer])
-            return context, context
-        self._forward.flush()
-        contexts: tuple[mx.array, mx.array] = self._batch.passes.backend.read(self._forward.step, self._layer)
+        forward, passes = self._forward, self._batch.passes
+        is_fused = forward.is_fused and self._batch.is_fused
+        if attends_over_pool(is_fused, passes.layout.has_latents, forward.shape[1]):
+            return paged_context(forward, self._layer, passes.windows[self._layer])
+        forward.flush()
+        contexts: tuple[mx.array, mx.array] = passes.backend.read(forward.step, self._layer)
         return contexts
 
     # ------------------------------------------------------------------------------------------- batching

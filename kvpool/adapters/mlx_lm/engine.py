@@ -846,7 +846,7 @@ class RaggedForward:
         self.kv = kv
         self.eviction = Eviction.of(kv.eviction, kv.passes)
         layout = kv.layout
-        self.is_ragged = bool(kv.passes.sites) and not layout.held and not layout.is_apart
+        self.is_ragged = bool(kv.passes.sites) and not (layout.held or layout.is_apart or layout.has_latents)
         self._defers = self.is_ragged and not kv.passes.is_lazy
         self._state_group = layout.state_group
         self.states_are_held = self._state_group >= 0

@@ -57,6 +57,11 @@ def check_policy(policy: Any, passes: Passes, route: str, call: str = "make_cach
             f"[{call}] {type(policy).__name__} needs scores of all rows in one pass, rows of this model run apart: "
             "SlidingWindow needs none"
         )
+    if policy.scores is not None and layout.has_latents:
+        raise ValueError(
+            f"[{call}] {type(policy).__name__} needs scores of all passes, chunks of this model's latent attention "
+            "give none: SlidingWindow needs none"
+        )
     if policy.scores is not None and not passes.sites:
         raise ValueError(f"[{call}] {type(policy).__name__} needs scores, and this model's route is {route}")
     return policy

@@ -266,6 +266,8 @@ def _choose_route(
         trial = paged(small, sites=sites)
         if not all(backend.capabilities.paged for backend in trial.backends):
             why = "the backend runs without kernels"
+        elif layout.has_latents and not all(backend.capabilities.latent for backend in trial.backends):
+            why = "the backend does not attend to latents"
         elif why := reason_to_gather(trial):
             if not fused:
                 _log.warning("[install] this model gathers: %s", why)

@@ -74,6 +74,11 @@ class Layout:
         return tuple(i for i, place in enumerate(self.places) if place is None)
 
     @cached_property
+    def has_latents(self) -> bool:
+        """Whether a layer keeps latents: its decodes may attend over the pool, its chunks gather."""
+        return any(spec.latent for spec in self.specs)
+
+    @cached_property
     def nested(self) -> tuple[int, ...]:
         """The leaves inside of CacheLists."""
         return tuple(i for node in self.model.tree if not isinstance(node, int) for i in _numbers(node))

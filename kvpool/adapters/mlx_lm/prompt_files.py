@@ -108,7 +108,7 @@ def export_prompt_cache(
 
 def _blocks(call: str, tokens: Any, spec: KVSpec, store: BlockStore, namespace: bytes) -> Blocks:
     groups = [(group.block_size, group.nbytes) for group in store.layout.groups]
-    if spec.is_quantized or spec.latent or groups != [(spec.block_size, spec.block_nbytes)]:
+    if spec.is_quantized or groups != [(spec.block_size, spec.block_nbytes)]:
         raise ValueError(
             f"[{call}] the store has blocks of (tokens, bytes) {groups}; one group of {spec.block_size} tokens and "
             f"{spec.block_nbytes} bytes is needed, of keys and values that are not quantized"

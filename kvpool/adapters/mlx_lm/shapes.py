@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from math import prod
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
 from kvpool.adapters.mlx_lm.cache_hook import Hook
@@ -18,21 +19,26 @@ from kvpool.config import KVSpec
 ATTENTION = {KVCache: ("full", ""), RotatingKVCache: ("window", "max_size"), ChunkedKVCache: ("chunk", "chunk_size")}
 """Classes of mlx-lm whose keys and values a pool holds: kind of layer group, and the attribute with its size."""
 
+LATENT_PROJECTIONS = ("MultiLinear", "QuantizedMultiLinear")
+"""Classes of mlx-lm that expand latents. By name: older releases lack the module."""
+
 APART = ("mlx_lm.models.afm7", "mlx_lm.models.gpt_bigcode", "mlx_lm.models.minimax_m3_vl")
 """Models that count columns of the batch where they mean positions of a row: their rows must run one by one."""
 
 
 class Shape(NamedTuple):
-    """Keys and values of one token in one layer."""
+    """Keys and values of one token in one layer. With `latent`: a latent and its rotary part."""
 
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
     dtype: str
+    latent: bool = False
 
     def spec(self, num_layers: int, block_size: int) -> KVSpec:
         """Return the spec of a storage with so many layers."""
-        return KVSpec(num_layers, self.num_kv_heads, self.head_dim, self.dtype, block_size, max(self.v_head_dim, 1))
+        dims = self.num_kv_heads, self.head_dim
+        return KVSpec(num_layers, *dims, self.dtype, block_size, max(self.v_head_dim, 1), latent=self.latent)
 
 
 class StateShape(NamedTuple):
@@ -177,7 +183,8 @@ def inspect_model(model: Any) -> ModelShape:
     _refuse_change(found, list(leaves_of(Hook.stock_caches(model))))
     fresh = copy.deepcopy(found)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
-    leaves = tuple(_leaf(cache) for cache in found)
+    latents = _latent_dims(model)
+    leaves = tuple(_leaf(cache, latents) for cache in found)
     states = [i for i, leaf in enumerate(leaves) if leaf.kind == "state"]
     if states:
         model(mx.zeros((1, 1), mx.int32), cache=caches)
@@ -208,7 +215,13 @@ def _numbered(caches: Sequence[Any], numbers: Iterator[int]) -> tuple[Any, ...]:
     )
 
 
-def _leaf(cache: Any) -> Leaf:
+def _latent_dims(model: Any) -> set[int]:
+    """Return the elements of the latents that a model expands to keys and values of its heads. Empty without any."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return {module.weight.shape[1] for module in modules if type(module).__name__ in LATENT_PROJECTIONS}
+
+
+def _leaf(cache: Any, latents: Collection[int]) -> Leaf:
     """Describe a cache that has seen one token."""
     name = type(cache).__name__
     if type(cache) is ArraysCache:
@@ -217,7 +230,8 @@ def _leaf(cache: Any) -> Leaf:
         k, v = cache.keys, cache.values
         kind, size = ATTENTION[type(cache)]
         if k.dtype == v.dtype and mx.issubdtype(k.dtype, mx.floating) and k.shape[1] == v.shape[1]:
-            shape = Shape(k.shape[1], k.shape[3], v.shape[3], str(k.dtype).removeprefix("mlx.core."))
+            is_latent = k.shape[1] == 1 and k.shape[3] in latents and v.shape[3] > 0
+            shape = Shape(k.shape[1], k.shape[3], v.shape[3], str(k.dtype).removeprefix("mlx.core."), is_latent)
             return Leaf(kind, name, getattr(cache, size) if size else 0, shape)
     return Leaf("opaque", name)
 

@@ -1,0 +1,137 @@
+"""Latent attention: decodes attend over the latents in the pool, chunks gather, models of mlx-lm stay as they are."""
+
+import copy
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_models import batch_tokens, on_cpu, solo_tokens
+
+from kvpool.adapters.mlx_lm import Engine, attention, install
+from kvpool.adapters.mlx_lm.host import Converted
+from kvpool.adapters.mlx_lm.tiny_families import LATENT, build, config_of, randomize
+from kvpool.eviction import H2O
+from kvpool.protocol import StepArrays
+
+WIDE = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # as in DeepSeek-V3
+PROMPTS, MAX_TOKENS = (3, 40, 17, 1), 8
+
+
+@pytest.fixture(autouse=True)
+def cpu():
+    with on_cpu():
+        yield
+
+
+def model_of(name="deepseek_v3", **sizes):
+    model = build(name, copy.deepcopy(config_of(name)) | sizes)
+    randomize(model)
+    model.eval()
+    return model
+
+
+def random_prompts(lengths=PROMPTS):
+    rng = np.random.default_rng(5)
+    return [rng.integers(1, 96, n).tolist() for n in lengths]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the calls by which layers read the pool, in order."""
+    made = []
+    for name in ("attend", "read"):
+        real = getattr(Converted, name)
+        monkeypatch.setattr(
+            Converted, name, lambda *a, real=real, name=name, **k: (made.append(name), real(*a, **k))[1]
+        )
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("deepseek_v3", WIDE), ("kimi_linear", {}), ("mistral4", {}), ("longcat_flash", {})]
+)
+def test_decodes_over_latents_generate_the_tokens_of_mlx_lm(name, sizes):
+    model, prompts = model_of(name, **sizes), random_prompts()
+    stock = [solo_tokens(model, prompt, MAX_TOKENS) for prompt in prompts]
+    with install(model, 100, block_size=8, backend="numpy", fused=True) as kv:
+        assert kv.route == "fused" and kv.layout.has_latents
+        assert [solo_tokens(model, prompt, MAX_TOKENS) for prompt in prompts] == stock
+        assert batch_tokens(model, prompts, MAX_TOKENS) == stock
+
+
+def test_quantized_model_decodes_over_its_latents():
+    model = model_of(**{"qk_nope_head_dim": 64, "kv_lora_rank": 64, "v_head_dim": 64})
+    nn.quantize(
+        model, 32, 8, class_predicate=lambda path, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0
+    )
+    prompts = random_prompts()
+    stock = [solo_tokens(model, prompt, MAX_TOKENS) for prompt in prompts]
+    with install(model, 100, block_size=8, backend="numpy", fused=True) as kv:
+        assert kv.layout.has_latents
+        assert batch_tokens(model, prompts, MAX_TOKENS) == stock
+
+
+def test_decode_gathers_nothing_and_a_chunk_gathers_once_per_layer(calls):
+    model = model_of()
+    with install(model, 40, block_size=8, backend="numpy", fused=True):
+        caches, layers = model.make_cache(), len(model.layers)
+        calls.clear()
+        mx.eval(model(mx.array([[1, 2, 3]]), cache=caches))
+        assert calls == ["read"] * layers
+        calls.clear()
+        mx.eval(model(mx.array([[4]]), cache=caches))
+        assert calls == ["attend"] * layers
+
+
+def test_engine_decodes_over_latents(calls):
+    model, prompts = model_of(), random_prompts()
+    stock = [solo_tokens(model, prompt, MAX_TOKENS) for prompt in prompts]
+    engine = Engine(model, 100, block_size=8, backend="numpy", fused=True, prefill_chunk=9)
+    calls.clear()
+    assert [one.tokens.tolist() for one in engine.batch(prompts, max_tokens=MAX_TOKENS)] == stock
+    assert calls.count("attend") >= (MAX_TOKENS - 1) * len(model.layers)
+    assert calls.count("read") == len(model.layers) * sum(-(-n // 9) for n in PROMPTS if n > 1)
+
+
+def test_backend_without_attention_over_latents_gathers():
+    model, (prompt,) = model_of(), random_prompts((17,))
+    stock = solo_tokens(model, prompt, MAX_TOKENS)
+    with install(model, 40, block_size=8, backend="cpu") as kv:
+        assert kv.route == "gather: the backend does not attend to latents"
+        assert solo_tokens(model, prompt, MAX_TOKENS) == stock
+
+
+def test_policy_that_needs_scores_is_refused():
+    with pytest.raises(ValueError, match=r"H2O needs scores of all passes, chunks of this model's latent attention"):
+        install(model_of(), 40, block_size=8, backend="numpy", eviction=H2O(max_kv=16))
+
+
+def scale_is_forgotten(self, queries, values, scale, mask=None, **others):
+    return attention.PagedContext.attend(self, mx.concatenate([queries, mask], axis=-1), values, 1.0, **others)
+
+
+def rotary_part_is_dropped(self, queries, values, scale, mask=None, **others):
+    whole = mx.concatenate([queries * scale, mask * 0], axis=-1)
+    return attention.PagedContext.attend(self, whole, values, 1.0, **others)
+
+
+@pytest.mark.parametrize("fault", [scale_is_forgotten, rotary_part_is_dropped])
+def test_install_refuses_attention_with_a_planted_fault(monkeypatch, fault):
+    monkeypatch.setattr(attention.PagedLatents, "attend", fault)
+    with pytest.raises(RuntimeError, match=r"fused=True, but its logits over the pool differ by"):
+        install(model_of(), 40, block_size=8, backend="numpy", fused=True)
+
+
+def test_wrong_mask_beside_latents_is_refused():
+    with install(model_of(), 40, block_size=8, backend="numpy", fused=True) as kv:
+        plan = StepArrays(np.array([[1]]), np.array([1]), np.array([0, 1]), np.array([8]))
+        latents, keys = attention.paged_context(attention.Forward(kv.backend, plan, (1, 1), is_fused=True), 0, None)
+        queries = mx.zeros((1, 4, 1, LATENT["kv_lora_rank"]))
+        for mask in (None, mx.zeros((1, 4, 1, 7))):
+            with pytest.raises(TypeError, match=r"the mask is not the product of the rotary queries and 8 rotary keys"):
+                latents.attend(queries, latents, 1.0, mask)
+        with pytest.raises(TypeError, match=r"\[RotaryKeys\] asked for swapaxes\(0, 1\)"):
+            keys.swapaxes(0, 1)
+        with pytest.raises(TypeError, match=r"\[RotaryKeys\] used as an array"):
+            keys * 2
