@@ -393,7 +393,9 @@ def warmup_changes_nothing(factory: Factory) -> None:
     for spec in specs(factory):
         filled = fill(factory, spec, [9])
         before = everything(filled.backend)
-        filled.backend.warmup([BatchShape(1, 1, 4, 4), BatchShape(3, 8, 2, 4)])
+        for scores in (None, *filled.backend.capabilities.scores):
+            filled.backend.warmup([BatchShape(1, 1, 4, 4), BatchShape(3, 8, 2, 4)], scores=scores)
+            filled.backend.warmup((), scores=scores)
         same_bytes(everything(filled.backend), before, "warmup")
 
 

@@ -56,7 +56,8 @@ class PlainBackend(BaseBackend):
     MLX arrays are values, so any order of evaluation is correct and no fences are needed. The price: a write copies the
     pool of its layer if a read of the previous step has not finished when MLX runs the write. So the `write` of the
     last layer waits for all work that was queued before. A step is built while the previous one runs, and begins after
-    that one has finished. `settle` counts the copies that still happened.
+    that one has finished. After a step that did not write the last layer, the next `prepare` waits. `settle` counts the
+    copies that still happened.
 
     Everything is lazy and runs on the stream that is current when it is called.
     """
@@ -81,6 +82,7 @@ class PlainBackend(BaseBackend):
 
     def _allocate(self) -> None:
         self._pool = PoolArrays(self.spec, self.num_blocks)
+        self._is_behind = False  # whether a step has written, and nobody has waited since
 
     # ------------------------------------------------------------------------------------------ one step
 
@@ -89,6 +91,8 @@ class PlainBackend(BaseBackend):
         host = checked_step(self, plan)
         if host.slot_mapping.size:
             mx.async_eval(self._pool.arrays)  # start writes that are still lazy: `write` will wait for them
+            if self._is_behind:
+                self._wait()
         kv_len = int(host.seq_lens.max(initial=0))
         kept = np.flatnonzero(host.slot_mapping >= 0)
         blocks, offsets = np.divmod(host.slot_mapping[kept], self.spec.block_size)
@@ -121,10 +125,15 @@ class PlainBackend(BaseBackend):
         check_tokens(self, layer, step.slot_mapping.size, k, v)
         if step.written is not None:
             k, v = k[step.written], v[step.written]
+        self._is_behind = True
         if layer == self.spec.num_layers - 1:
-            self._pool.wait()
+            self._wait()
         if len(k):
             self._pool.write(layer, step.blocks, step.offsets, k, v)
+
+    def _wait(self) -> None:
+        self._pool.wait()
+        self._is_behind = False
 
     def attend(
         self, step: Any, layer: int, q: mx.array, scale: float | None = None, *,

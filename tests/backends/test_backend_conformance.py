@@ -7,6 +7,7 @@ shapes are in test_conformance_features.py and test_conformance_shapes.py.
 
 import numpy as np
 import pytest
+from conformance_faults import assert_caught
 from simple_backend import Simple
 
 from kvpool.protocol import FEATURES, StepArrays
@@ -263,6 +264,19 @@ def test_check_backend_names_every_failed_case_and_chains_the_first():
         conformance.check_backend(Broken, cases)
     assert caught.value.__cause__ is not None
     assert "import_restores_what_export_took" in str(caught.value)
+
+
+def test_warmup_that_takes_no_scores_or_needs_shapes_is_caught():
+    class TakesNoScores(NumpyBackend):
+        def warmup(self, shapes):
+            pass
+
+    class NeedsShapes(NumpyBackend):
+        def warmup(self, shapes, *, scores=None):
+            shapes[0]
+
+    for fault in (TakesNoScores, NeedsShapes):
+        assert_caught(fault, "warmup_changes_nothing")
 
 
 def test_capabilities_narrow_what_the_kit_tries():

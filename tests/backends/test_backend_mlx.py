@@ -70,6 +70,20 @@ def test_writes_after_settle_stay_in_place(make):
     assert backend.memory().pool_copies == 0
 
 
+def test_step_that_leaves_out_the_last_layer_makes_the_next_one_wait(monkeypatch):
+    """A write that does not wait for the reads of the step before copies the pool."""
+    backend, events = plain(SPEC, 8), []
+    real = backend._pool.wait
+    monkeypatch.setattr(backend._pool, "wait", lambda: (events.append("wait"), real()))
+    for layers in ((0, 1), (0,), (0,), (1, 0), (0, 1)):
+        arrays = one_row(backend, 1)
+        for layer in layers:
+            events.append(layer)
+            backend.write(arrays, layer, *tokens(1))
+    # A step waits where it writes its last layer. One that does not is waited for when the next one begins.
+    assert events == [0, 1, "wait", 0, "wait", 0, "wait", 1, "wait", 0, "wait", 0, 1, "wait"]
+
+
 def test_a_write_while_a_read_is_outstanding_is_counted_as_a_copy():
     backend = plain(SPEC, 8)
     arrays = one_row(backend, 1)

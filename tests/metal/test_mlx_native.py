@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import threading
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ from kvpool.config import LAYOUTS, KVSpec
 from kvpool.protocol import StepArrays
 from kvpool.testing import conformance
 from kvpool_backends.mlx import MLXBackend
+from kvpool_backends.mlx.native import build as native_build
 from kvpool_backends.mlx.native import load, loading, status
 from kvpool_backends.mlx.native.build import BuildError, build, compile_to
 from kvpool_backends.mlx.native.pool import PoolMoved
@@ -501,6 +503,26 @@ def test_an_extension_of_the_wheel_is_used_until_the_user_builds_one(built, tmp_
     with looking_in(own):
         assert load() is not None and status()["folder"] == str(wheel)
     assert opened == [wheel, own, own, wheel]
+
+
+def test_extension_of_a_wheel_looks_for_the_mlx_beside_kvpool_first(tmp_path, monkeypatch):
+    """The folder of its builder may exist on the user's machine, with another MLX in it."""
+    links = []
+
+    def run(command, **_):
+        if "-lmlx" in command:
+            links.append([word.removeprefix("-Wl,-rpath,") for word in command if word.startswith("-Wl,-rpath,")])
+            Path(command[command.index("-o") + 1]).touch()
+
+    monkeypatch.setattr(native_build, "_run", run)
+    monkeypatch.setattr(loading, "shipped", lambda: tmp_path / "kvpool_backends" / "mlx" / "native" / "built" / "1.0")
+    builder = str(loading.mlx_folder() / "lib")
+    for where in (loading.shipped(), tmp_path / "cache"):
+        build(where)
+    (first, *others), own = links
+    variable = "@loader_path" if sys.platform == "darwin" else "$ORIGIN"
+    assert Path(os.path.normpath(first.replace(variable, str(loading.shipped())))) == tmp_path / "mlx" / "lib"
+    assert others == own == [builder]
 
 
 def test_nothing_built_is_no_news(tmp_path, caplog):

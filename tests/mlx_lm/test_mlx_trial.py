@@ -13,6 +13,7 @@ from mlx_models import on_cpu, random_prompts, solo_tokens, tiny_llama, tiny_sli
 import kvpool
 from kvpool.adapters.mlx_lm import attention, install
 from kvpool.adapters.mlx_lm.passes import Rows
+from kvpool_backends.numpy import NumpyBackend
 
 stock_attention = llama.scaled_dot_product_attention
 stock_mask = llama.create_attention_mask
@@ -27,6 +28,20 @@ def cpu():
 @pytest.fixture
 def model():
     return tiny_llama()
+
+
+def test_backend_without_a_call_is_refused_by_name(model):
+    class Partial:
+        def __init__(self, spec, num_blocks):
+            self._inside = NumpyBackend(spec, num_blocks)
+
+        def __getattr__(self, name):
+            if name in ("warmup", "settle"):
+                raise AttributeError(name)
+            return getattr(self._inside, name)
+
+    with pytest.raises(TypeError, match=r"^\[install\] backend Partial has no settle, warmup: kvpool\.protocol"):
+        install(model, 20, block_size=4, backend=Partial)
 
 
 # ----------------------------------------------------------------------------- models that must gather

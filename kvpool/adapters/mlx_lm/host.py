@@ -234,6 +234,12 @@ def make_storage(
         made = factory(spec, num_blocks, **memory)
     else:
         raise TypeError("[install] kernels belongs to the mlx backend, leave it out beside backend")
+    missing = [name for name, verb in vars(KVBackend).items() if callable(verb) and not hasattr(made, name)]
+    if missing:
+        raise TypeError(
+            f"[install] backend {type(made).__name__} has no {', '.join(missing)}: kvpool.protocol.KVBackend says what "
+            "a backend does, kvpool.testing.conformance checks it"
+        )
     return made if made.capabilities.arrays == "mlx" else Converted(made)
 
 
@@ -274,7 +280,7 @@ def _choose_route(
         else:
             for backend in trial.backends:
                 # Kernels for all lengths: compile them now, not in a request.
-                backend.warmup((), **({} if scores is None else {"scores": scores}))
+                backend.warmup((), scores=scores)
     if fused and why:
         raise RuntimeError(f"[install] fused=True, but {why}")
     return (() if why else sites), why

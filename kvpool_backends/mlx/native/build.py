@@ -36,7 +36,7 @@ def build(where: Path | None = None) -> Path:
     where = where or loading.folder()
     where.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=where) as scratch:
-        made = compile_to(Path(scratch))
+        made = compile_to(Path(scratch), rpaths(where))
         check(made)
         stamp = loading.wanted_stamp() | {"checksum": loading.checksum(made)}
         stamp_file = made.with_name("stamp.json")
@@ -59,19 +59,34 @@ def compiler() -> list[str]:
     raise BuildError("there is no C++ compiler (c++, clang++ or g++); on a Mac, `xcode-select --install` brings one")
 
 
-def compile_to(scratch: Path) -> Path:
-    """Compile the extension in `scratch`; with the part for Metal where MLX has one."""
+def rpaths(where: Path) -> list[str]:
+    """Where a module that is going to lie in a folder looks for MLX's library, in this order."""
+    here = str(loading.mlx_folder() / "lib")
+    if where != loading.shipped():
+        return [here]
+    # A module of a wheel finds the MLX that is installed beside kvpool, not one of its builder's.
+    beside = "@loader_path" if sys.platform == "darwin" else "$ORIGIN"
+    return [f"{beside}/../../../../../mlx/lib", here]
+
+
+def compile_to(scratch: Path, paths: Sequence[str] = ()) -> Path:
+    """Compile the extension in `scratch`; with the part for Metal where MLX has one. `paths`: see `compile_module`."""
     made = loading.library(scratch)
     has_metal = sys.platform == "darwin" and (loading.mlx_folder() / "include" / "metal_cpp").exists()
     files = [path for path in loading.sources() if path.suffix == ".cpp"]
     if not has_metal:
         files = [path for path in files if path.stem != "pool_op_metal"]
-    compile_module(files, made, ["-DKVPOOL_METAL"] if has_metal else [])
+    compile_module(files, made, ["-DKVPOOL_METAL"] if has_metal else [], paths)
     return made
 
 
-def compile_module(files: Sequence[Path], made: Path, options: Sequence[str] = ()) -> None:
-    """Compile C++ files against the installed MLX, one process per file, and link them as a Python module."""
+def compile_module(
+    files: Sequence[Path], made: Path, options: Sequence[str] = (), paths: Sequence[str] = ()
+) -> None:
+    """Compile C++ files against the installed MLX, one process per file, and link them as a Python module.
+
+    `paths`: where it looks for MLX's library, by default where that is now.
+    """
     mlx = loading.mlx_folder()
     if not (mlx / "include" / "mlx" / "array.h").exists():
         raise BuildError(f"this MLX came without headers ({mlx / 'include'})")
@@ -90,10 +105,8 @@ def compile_module(files: Sequence[Path], made: Path, options: Sequence[str] = (
         objects = list(pool.map(compiled, files))
     link = ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
     lib = mlx / "lib"
-    # Beside this MLX. A module that a wheel brings (`loading.shipped`) finds the MLX that is installed beside it.
-    up = "@loader_path" if sys.platform == "darwin" else "$ORIGIN"
-    paths = [f"-Wl,-rpath,{path}" for path in (lib, f"{up}/../../../../../mlx/lib")]
-    _run([*compiler(), *link, *objects, f"-L{lib}", "-lmlx", *paths, "-o", str(made)])
+    looked_in = [f"-Wl,-rpath,{path}" for path in paths or (lib,)]
+    _run([*compiler(), *link, *objects, f"-L{lib}", "-lmlx", *looked_in, "-o", str(made)])
 
 
 def check(made: Path) -> None:
