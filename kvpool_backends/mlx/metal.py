@@ -324,7 +324,6 @@ class MetalAttention(_Storage):
             plan.seq_lens,
             np.concatenate([[0], np.cumsum(q_lens)]),
             num_tokens,
-            block_size=self.spec.block_size,
             tiles=tiles,
             window=options.window,
             **parts_of(self.spec, tiles, self.part_tokens),

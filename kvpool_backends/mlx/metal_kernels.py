@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 CHOICES = {  # of the constants below, what `kvpool bench metal --sweep` tries
     "SIMDGROUPS": (2, 4),
     "ROW_DIMS_MAX": (512, 1024),
-    "PART_TOKENS": (64, 128, 256, 512, 1024),
+    "PART_TOKENS": (32, 64, 128, 256, 512, 1024),
     "PARTS_MAX": (32, 40, 64, 128, 256),
 }
 
@@ -59,6 +59,7 @@ SIMDGROUPS = tuned("SIMDGROUPS", 4)  # of a threadgroup of `paged_attention` and
 ROW_DIMS_MAX = tuned("ROW_DIMS_MAX", 1024)
 PART_TOKENS = tuned("PART_TOKENS", 64)  # of a context, per threadgroup
 PARTS_MAX = tuned("PARTS_MAX", 40)  # of one context of a model with 8 KV heads; beyond, parts double in length
+STEP_TOKENS = 8  # parts and runs begin at multiples of it: a step of loads stays in a block
 HEAD_DIM_MAX = 512
 LATENT_DIM_MAX = 640  # with rotary parts
 THREADGROUP_NBYTES_MAX = 32 << 10  # of threadgroup memory, on every GPU of Apple's
@@ -210,7 +211,6 @@ def plan_attention(
     cu_q_lens: np.ndarray,
     num_tokens: int,
     *,
-    block_size: int,
     tiles: HeadTiles,
     window: int | None = None,
     part_tokens: int = PART_TOKENS,
@@ -227,11 +227,10 @@ def plan_attention(
     cu_q_lens : int ``[B + 1]``
     num_tokens : int
         T; tokens from ``cu_q_lens[B]`` on are padding, their result is 0.
-    block_size : int
     tiles : HeadTiles
     window : int, optional
     part_tokens : int
-        Shortest length of a part, a multiple of `block_size`.
+        Shortest length of a part, a multiple of `STEP_TOKENS`.
     parts_max : int
         Of one context. `parts_of` has both numbers for a model.
 
@@ -255,7 +254,7 @@ def plan_attention(
     least = part_length(q_lens, tiles.heads * tiles.groups, part_tokens)
     doublings = np.ceil(np.log2(np.maximum(1, contexts / (least * parts_max)))).astype(np.int64)
     size = (least << doublings)[row]
-    run = -(-np.minimum(size, contexts[row]) // (SIMDGROUPS * block_size)) * block_size
+    run = -(-np.minimum(size, contexts[row]) // (SIMDGROUPS * STEP_TOKENS)) * STEP_TOKENS
     first_part = begin // size
     parts_of_tile = (end - 1) // size - first_part + 1
     tile = np.repeat(np.arange(len(row)), parts_of_tile)

@@ -201,7 +201,6 @@ class Batch:
                 np.array(self.seq_lens),
                 np.concatenate([[0], np.cumsum(q_lens)]),
                 len(tokens),
-                block_size=self.block_size,
                 tiles=tiles,
                 window=self.options.window,
                 part_tokens=self.part_tokens,
@@ -256,14 +255,16 @@ def max_of(arrays: list[np.ndarray]) -> np.ndarray:
 def choices(factors: dict[str, Sequence[Any]], swept: Sequence[str]) -> list[dict[str, Any]]:
     """Choices of the factors: `pairwise`, or with ``KVPOOL_METAL_SWEEP`` that share of all values of those in `swept`.
 
-    The share and its other factors are drawn by ``KVPOOL_METAL_SEED``.
+    Those in which every two values of two factors meet come first. The order of the others, and the other factors, are
+    drawn by ``KVPOOL_METAL_SEED``.
     """
     share, seed = float(os.environ.get("KVPOOL_METAL_SWEEP", "0")), int(os.environ.get("KVPOOL_METAL_SEED", "1"))
     if not share:
         return pairwise(factors)
     every = list(itertools.product(*(factors[name] for name in swept)))
     rng = random.Random(seed)
-    drawn = rng.sample(every, round(share * len(every)))
+    first = [tuple(row[name] for name in swept) for row in pairwise({name: factors[name] for name in swept}, seed)]
+    drawn = list(dict.fromkeys([*first, *rng.sample(every, len(every))]))[: round(share * len(every))]
     print(f"sweep: {len(drawn)} of {len(every)} variants, seed {seed}")
     return [{name: rng.choice(factors[name]) for name in factors} | dict(zip(swept, row, strict=True)) for row in drawn]
 

@@ -107,7 +107,7 @@ def test_a_context_of_16k_tokens_equals_float64(engine):
 def last_tiles(batch):
     """Where the context of each row ends, as (tiles of its last run before the last one, tokens in the last one)."""
     work = plan_attention(
-        np.array(batch.seq_lens), batch.cu_q_lens, len(batch.q), block_size=batch.block_size,
+        np.array(batch.seq_lens), batch.cu_q_lens, len(batch.q),
         tiles=batch.tiles, part_tokens=batch.part_tokens,
     )  # fmt: skip
     found = {}
@@ -235,7 +235,6 @@ def test_a_row_gets_the_same_bits_in_any_batch(engine):
                 np.array([length]),
                 np.array([0, num_queries]),
                 num_queries,
-                block_size=together.block_size,
                 tiles=tiles,
                 part_tokens=together.part_tokens,
             )
@@ -248,7 +247,7 @@ def test_strided_queries_are_read_where_they_are(engine):
     for group in (2, 4):
         batch = Batch(seq_lens=(50, 20), q_lens=(2, 2), group=group)
         work = plan_attention(
-            np.array(batch.seq_lens), batch.cu_q_lens, 4, block_size=16, tiles=head_tiles(batch.spec, group, 2)
+            np.array(batch.seq_lens), batch.cu_q_lens, 4, tiles=head_tiles(batch.spec, group, 2)
         )
         kernels = MetalKernels(batch.spec, batch.num_blocks, engine.factory(0))
         heads_first = mx.contiguous(mx.array(batch.q).swapaxes(0, 1)).swapaxes(0, 1)

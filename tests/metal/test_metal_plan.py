@@ -23,7 +23,7 @@ def planned(rows, queries=1, **options):
     seq_lens, q_lens = (np.array(x) for x in zip(*rows, strict=True))
     cu_q_lens = np.concatenate([[0], np.cumsum(q_lens)])
     tiles = HeadTiles(4, 1, queries)
-    arguments = {"num_tokens": int(cu_q_lens[-1]), "block_size": 16, "tiles": tiles} | options
+    arguments = {"num_tokens": int(cu_q_lens[-1]), "tiles": tiles} | options
     return plan_attention(seq_lens, cu_q_lens, **arguments), seq_lens, cu_q_lens
 
 
@@ -39,12 +39,19 @@ def test_items_of_a_token_cover_what_it_sees_once(rows, queries, window, part_to
             batch_row, first_query, count, first_position, part, run, begin, end = item.tolist()
             assert (batch_row, first_query + inside, first_position + inside) == (row, token, position)
             assert inside < count <= queries
-            assert run % 16 == 0 and part % 16 == 0
+            assert run % 8 == 0 and part % 8 == 0
             # Simdgroups take a run each: together all of begin .. end.
             assert part <= begin < end <= part + SIMDGROUPS * run
             seen += range(begin, min(end, position + 1))
         first_seen = 0 if window is None else max(0, position - window + 1)
         assert [c for c in seen if c >= first_seen] == list(range(first_seen, position + 1))
+
+
+@pytest.mark.parametrize("part_tokens", [32, 64, 512])
+def test_simdgroups_share_a_full_part_evenly(part_tokens):
+    """Whatever the size of a block: a run may begin inside one."""
+    work, *_ = planned([(20 * part_tokens, 1)], part_tokens=part_tokens)
+    assert len(work.items) == 20 and (work.items[:, 5] * SIMDGROUPS == part_tokens).all()
 
 
 @settings(deadline=None)
@@ -103,7 +110,7 @@ def test_what_parts_leave_stays_small_beside_keys_and_values(spec, group):
     tiles = head_tiles(spec, group, 1)
     for context in (1000, 16_384, 131_072):
         work = plan_attention(
-            np.array([context]), np.array([0, 1]), 1, block_size=16, tiles=tiles, **parts_of(spec, tiles)
+            np.array([context]), np.array([0, 1]), 1, tiles=tiles, **parts_of(spec, tiles)
         )
         sums = len(work.items) * group * (spec.result_dim + 4) * 4 * 2
         assert sums <= 0.5 * context * spec.token_nbytes / spec.num_kv_heads
@@ -116,7 +123,7 @@ def test_models_with_few_kv_heads_have_more_parts(kv_heads):
     tiles = head_tiles(spec, 8, 1)
     for context in (16_384, 20_000, 131_072):
         work = plan_attention(
-            np.array([context]), np.array([0, 1]), 1, block_size=16, tiles=tiles, **parts_of(spec, tiles)
+            np.array([context]), np.array([0, 1]), 1, tiles=tiles, **parts_of(spec, tiles)
         )
         assert len(work.items) <= 128 and len(work.items) * kv_heads >= min(120, 64 * kv_heads)
 
@@ -142,7 +149,7 @@ def test_one_sequence_has_threadgroups_for_every_core(gpu, group):
     spec = KVSpec(1, 8, 128, "float16", 16)
     tiles = head_tiles(spec, group, 1)
     for context in (*range(512, 8193, 8), 16_384, 20_481, 131_072):
-        work = plan_attention(np.array([context]), np.array([0, 1]), 1, block_size=16, tiles=tiles)
+        work = plan_attention(np.array([context]), np.array([0, 1]), 1, tiles=tiles)
         per_core = len(work.items) * tiles.groups * spec.num_kv_heads / CORES[gpu]
         assert per_core >= (0.8 if context < 2048 else 4 if CORES[gpu] <= 40 else 2)
 
@@ -189,7 +196,7 @@ def test_shapes_without_a_kernel_are_refused(changed, message):
 
 
 def test_a_batch_of_padding_alone_has_idle_items_only():
-    work = plan_attention(np.zeros(0), np.zeros(1), 3, block_size=16, tiles=HeadTiles(4, 1, 1))
+    work = plan_attention(np.zeros(0), np.zeros(1), 3, tiles=HeadTiles(4, 1, 1))
     assert work.items.tolist() == [[0, token, 1, 0, 0, 0, 0, 0] for token in range(3)]
     assert work.parts.tolist() == [[0, item, 1] for item in range(3)]
     assert work.direct

@@ -248,7 +248,6 @@ class Paged:
             lengths,
             np.arange(case.batch + 1),
             case.batch,
-            block_size=block_size,
             tiles=tiles,
             **parts_of(self.spec, tiles, metal_kernels.PART_TOKENS),
         )

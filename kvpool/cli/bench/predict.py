@@ -97,7 +97,7 @@ def paged_seconds(gpu: GPU, shape: Shape) -> float:
     tiles = head_tiles(spec, shape.group, 1)
     lengths = np.full(shape.batch, shape.context)
     starts, parts = np.arange(shape.batch + 1), parts_of(spec, tiles)
-    work = plan_attention(lengths, starts, shape.batch, block_size=16, tiles=tiles, **parts)
+    work = plan_attention(lengths, starts, shape.batch, tiles=tiles, **parts)
     simdgroups = len(work.items) * shape.kv_heads * tiles.groups * tiles.simdgroups(spec)
     if tiles.units:  # four waits for 32 tokens
         per_token = 8 + -(-tiles.rows // 8) * (2 + (spec.query_dim + spec.result_dim) / 64 * MATRIX_CYCLES)
