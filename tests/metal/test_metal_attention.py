@@ -6,10 +6,10 @@ shapes with all features, 0.01 for one in a hundred of them.
 """
 
 import dataclasses
-import functools
 import os
 import random
 
+import metal_census
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -104,47 +104,12 @@ def test_a_context_of_16k_tokens_equals_float64(engine):
     batch.check(batch.run(engine.factory(1)))
 
 
-def last_tiles(batch):
-    """Where the context of each row ends, as (tiles of its last run before the last one, tokens in the last one)."""
-    work = plan_attention(
-        np.array(batch.seq_lens), batch.cu_q_lens, len(batch.q),
-        tiles=batch.tiles, part_tokens=batch.part_tokens,
-    )  # fmt: skip
-    found = {}
-    for row, *_, part, run, _, end in work.items.tolist():
-        inside = end - 1 - part
-        found[row] = divmod(inside if batch.tiles.units else inside % run, TILE)
-    return [(tile, tail + 1) for tile, tail in found.values()]
-
-
-@functools.cache
-def contexts_with_every_tail(block_size, kernel):
-    """Lengths whose last tile has 1 .. 32 tokens, each behind another tile of the same run."""
-    found = {}
-    for length in range(257, 1025):
-        shape = {"seq_lens": (length,), "block_size": block_size, "part_tokens": 1024}
-        ((tile, tail),) = last_tiles(Batch(**shape, **SMALL[kernel]))
-        if tile:
-            found.setdefault(tail, length)
-    return tuple(found[tail] for tail in sorted(found))
-
-
-TILE = 32  # tokens
-SMALL = {
-    "paged_attention": {"kv_heads": 1, "group": 1, "head_dim": 32},
-    "paged_matrix": {"kv_heads": 1, "group": 9, "head_dim": 32},
-    "latent": {"kv_heads": 1, "group": 2, "head_dim": 32, "v_head_dim": 8, "latent": True},
-}
-
-
 @pytest.mark.parametrize("features", [(), ("sinks",)])
-@pytest.mark.parametrize("block_size", [8, 16, 24, 32])
-@pytest.mark.parametrize("kernel", SMALL)
+@pytest.mark.parametrize("block_size", metal_census.BLOCK_SIZES)
+@pytest.mark.parametrize("kernel", metal_census.SMALL)
 def test_last_tiles_of_any_length_equal_float64(engine, kernel, block_size, features):
-    seq_lens = contexts_with_every_tail(block_size, kernel)
-    shape = {"seq_lens": seq_lens, "block_size": block_size, "part_tokens": 1024, "features": features}
-    batch = Batch(**shape, **SMALL[kernel])
-    assert {tail for tile, tail in last_tiles(batch) if tile} == set(range(1, TILE + 1))  # the census
+    batch = metal_census.batch_of(kernel, block_size, metal_census.contexts(kernel, block_size), features)
+    assert set(metal_census.last_tiles(batch)) == metal_census.PAIRS
     batch.check(batch.run(engine.factory(1)))
 
 
