@@ -1,5 +1,6 @@
 """``kvpool store``: what it says about a directory, and that `verify` finds every damaged byte."""
 
+import errno
 import json
 import os
 
@@ -119,6 +120,18 @@ def test_prune_deletes_the_damaged_and_the_least_used(directory, capsys):
     assert said(capsys, "prune", directory, "--max", "1GB")[1]["segments"] == []
     assert said(capsys, "prune", directory, "--max", "0")[1]["segments"] == [two.name]
     assert not list(directory.glob("*.kvpool"))
+
+
+def test_prune_leaves_segments_that_cannot_be_read_here(directory, capsys, monkeypatch):
+    def failing(fd, size, offset):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for name, missing in (("kvpool.store.segments.can_check", lambda kind: False), ("os.pread", failing)):
+        with monkeypatch.context() as here:
+            here.setattr(name, missing)
+            assert said(capsys, "verify", directory)[0] == 1
+            assert said(capsys, "prune", directory, "--damaged") == (0, {"segments": [], "bytes": 0})
+    assert said(capsys, "verify", directory) == (0, {"records": 15, "problems": []})
 
 
 def test_export_copies_a_namespace_byte_for_byte(directory, capsys, tmp_path):
