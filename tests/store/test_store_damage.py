@@ -173,6 +173,22 @@ def test_segment_that_could_not_be_opened_once_is_found_later(tmp_path, monkeypa
     store.close()
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO])
+def test_load_that_could_not_open_a_segment_forgets_no_block(tmp_path, monkeypatch, number):
+    def failing(folder, name, *flags):
+        raise OSError(number, "planted")
+
+    filled(tmp_path / "store")
+    store, blocks = opened(tmp_path / "store", refresh_seconds=60), SMALL.blocks(TOKENS)[0]
+    with monkeypatch.context() as here:
+        here.setattr(Folder, "open", failing)
+        kit.loads(store, blocks, [])
+    stats = store.stats()["disk"]
+    assert (stats.errors, stats.evicted, stats.misses) == (1, 0, len(blocks))
+    kit.loads(store, blocks, range(3))
+    store.close()
+
+
 def without_xxhash(monkeypatch):
     monkeypatch.setattr(segments, "_xxhash", None)
     monkeypatch.setattr(segments, "KIND", segments.CRC32)
