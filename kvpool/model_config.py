@@ -86,7 +86,7 @@ def spec_from_config(
     *,
     block_size: int = 16,
     dtype: str | None = None,
-    layout: str = "NHD",
+    layout: str | None = None,
     k_bits: int | None = None,
     v_bits: int | None = None,
     quant_group_size: int = 64,

@@ -8,12 +8,15 @@ enum { PAIR = 2 * VL, LANES = 4 }; /* queries at once */
 #if defined(KV_SIMD_AVX512) || defined(KV_SIMD_NEON)
 /* keys at once: of 32 registers 16 are sums, 8 a pair of each key */
 enum { TOKENS = 4, ARE_REGISTERS_MANY = 1, CONVERTS_F16 = 1 };
+#define LAYOUT "NHD"
 #elif defined(KV_SIMD_AVX2)
 /* of 16, 12 are sums, 3 half a pair of each key, 1 of a query */
 enum { TOKENS = 3, ARE_REGISTERS_MANY = 0, CONVERTS_F16 = 1 };
+#define LAYOUT "HND"
 #else
 /* without fused multiplications products take one, too */
 enum { TOKENS = 2, ARE_REGISTERS_MANY = 0, CONVERTS_F16 = 0 };
+#define LAYOUT "HND"
 #endif
 
 typedef struct { vf a, b; } vpair;
