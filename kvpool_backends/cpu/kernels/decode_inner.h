@@ -5,17 +5,20 @@
  * stored in that order, results come out in it; a dot product does not mind.
  */
 enum { PAIR = 2 * VL, LANES = 4 }; /* queries at once */
+/* What suits the machine. FETCHES_EVENLY: lines are prefetched one by one, at an even pace and row by row, because
+ * Zen 3 drops prefetches that come faster than its memory answers. VALUES: tokens of a turn of the loop over values.
+ * LAYOUT: of a pool for which nobody has chosen one. */
 #if defined(KV_SIMD_AVX512) || defined(KV_SIMD_NEON)
 /* keys at once: of 32 registers 16 are sums, 8 a pair of each key */
-enum { TOKENS = 4, ARE_REGISTERS_MANY = 1, CONVERTS_F16 = 1 };
+enum { TOKENS = 4, ARE_REGISTERS_MANY = 1, CONVERTS_F16 = 1, FETCHES_EVENLY = 0, VALUES = 1 };
 #define LAYOUT "NHD"
 #elif defined(KV_SIMD_AVX2)
 /* of 16, 12 are sums, 3 half a pair of each key, 1 of a query */
-enum { TOKENS = 3, ARE_REGISTERS_MANY = 0, CONVERTS_F16 = 1 };
+enum { TOKENS = 3, ARE_REGISTERS_MANY = 0, CONVERTS_F16 = 1, FETCHES_EVENLY = 1, VALUES = 2 };
 #define LAYOUT "HND"
 #else
 /* without fused multiplications products take one, too */
-enum { TOKENS = 2, ARE_REGISTERS_MANY = 0, CONVERTS_F16 = 0 };
+enum { TOKENS = 2, ARE_REGISTERS_MANY = 0, CONVERTS_F16 = 0, FETCHES_EVENLY = 1, VALUES = 2 };
 #define LAYOUT "HND"
 #endif
 
@@ -87,14 +90,6 @@ KV_INLINE void pair_shuffle(kv_dtype dtype, const float *in, float *out, const i
 KV_INLINE four sums_of_tokens(const vf *sum) {
     return v_sum4(sum[0], sum[1], sum[TOKENS > 2 ? 2 : 1], sum[TOKENS - 1]);
 }
-
-/* Whether lines are prefetched one by one, at an even pace and row by row. Zen 3 drops prefetches that come faster
- * than its memory answers. VALUES: tokens of a turn of `weigh`'s loop, which has a look at what is due. */
-#if defined(KV_SIMD_AVX2)
-enum { FETCHES_EVENLY = 1, VALUES = 2 };
-#else
-enum { FETCHES_EVENLY = 0, VALUES = 1 };
-#endif
 
 /* Rows that are fetched for the next phase: the `nbytes` from `offset` on of each, `step` of them with each pair of
  * elements of a token that is worked on (0: no more). Then where an even pace has got to, and the bytes due. */
