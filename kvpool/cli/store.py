@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -45,32 +46,48 @@ def _layout(folder: Any) -> dict[str, Any]:
         raise CommandError(f"{folder.path}/layout.json cannot be read: {error}") from None
 
 
-def _examined(folder: Any, each: Any) -> Iterator[tuple[int, Any, str]]:
-    """The records of a segment, and what is wrong; a file that is refused is one thing that is wrong."""
+def _records(folder: Any, each: Any) -> Iterator[tuple[int, Any, str]]:
+    """The records of a segment, and what is wrong; OSError and ValueError if it cannot be read."""
     from kvpool.store.segments import examine, read_header
 
+    digest = _layout(folder).get("layout")
+    fd = folder.open(each.name)
     try:
-        fd = folder.open(each.name)
-    except OSError as error:
-        yield 0, None, str(error)
-        return
-    try:
-        digest = _layout(folder).get("layout")
         if each.nbytes >= 64 and digest != read_header(fd)[1].hex():
             yield 0, None, "the segment has another layout than the directory"
         yield from examine(fd, os.fstat(fd).st_size, each.is_sealed)
-    except (OSError, ValueError) as error:
-        yield 0, None, str(error)
     finally:
         os.close(fd)
 
 
+def _examined(folder: Any, each: Any) -> Iterator[tuple[int, Any, str]]:
+    """The same; that a segment cannot be read is one thing that is wrong."""
+    try:
+        yield from _records(folder, each)
+    except (OSError, ValueError) as error:
+        yield 0, None, str(error)
+
+
+def _is_damaged(folder: Any, each: Any) -> bool:
+    """Whether bytes are wrong. A segment that this process cannot read is left to one that can, and is named."""
+    from kvpool.store.segments import UnknownFormat
+
+    try:
+        return any(wrong for _, _, wrong in _records(folder, each))
+    except (OSError, UnknownFormat) as error:
+        print(f"{each.name} is left as it is: {error}", file=sys.stderr)
+        return False
+    except ValueError:
+        return True
+
+
 def _ls(folder: Any, args: argparse.Namespace) -> int:
-    now = time.time()
-    rows = [
-        {"segment": each.name, "bytes": each.nbytes, "sealed": each.is_sealed, "unused_seconds": round(now - each.used)}
-        for each in _segments(folder)
-    ]
+    now, rows = time.time_ns(), []
+    for each in _segments(folder):
+        unused = max(now - each.used, 0) // 10**9
+        rows.append(
+            {"segment": each.name, "bytes": each.nbytes, "sealed": each.is_sealed, "unused_seconds": unused}
+        )
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0
@@ -141,7 +158,7 @@ def _verify(folder: Any, args: argparse.Namespace) -> int:
 def _declare_prune(parser: argparse.ArgumentParser) -> None:
     _declare(parser)
     parser.add_argument("--max", metavar="SIZE", help="delete what is of use least until so much is left, such as 20GB")
-    parser.add_argument("--damaged", action="store_true", help="delete the segments in which `verify` finds something")
+    parser.add_argument("--damaged", action="store_true", help="delete the segments that have damaged bytes")
 
 
 def _prune(folder: Any, args: argparse.Namespace) -> int:
@@ -153,12 +170,10 @@ def _prune(folder: Any, args: argparse.Namespace) -> int:
         most = None if args.max is None else parse_nbytes(f"{args.max}B" if args.max.isdecimal() else args.max)
     except ValueError as error:
         raise CommandError(f"--max {args.max}: {error}") from None
-    gone = []
-    with folder.lock():
-        for each in _segments(folder) if args.damaged else ():
-            if each.is_sealed and any(wrong for _, _, wrong in _examined(folder, each)):
-                folder.remove(each.name)
-                gone.append(each)
+    gone = [each for each in _segments(folder) if each.is_sealed and _is_damaged(folder, each)] if args.damaged else []
+    with folder.lock():  # now that everything is read: who writes waits for the lock
+        for each in gone:
+            folder.remove(each.name)
         if most is not None:
             gone += folder.make_room(0, most, set())
     facts = {"segments": [each.name for each in gone], "bytes": sum(each.nbytes for each in gone)}

@@ -1,5 +1,6 @@
 """``kvpool store``: what it says about a directory, and that `verify` finds every damaged byte."""
 
+import errno
 import json
 import os
 
@@ -7,6 +8,7 @@ import pytest
 
 from kvpool.cli import build_parser, main
 from kvpool.store import BlockLayout, DiskStore, Layout
+from kvpool.store.folder import Folder
 from kvpool.testing import stores as kit
 
 LAYOUT = Layout((BlockLayout(2, 50, "full"), BlockLayout(4, 70, "state")), "w")
@@ -119,6 +121,27 @@ def test_prune_deletes_the_damaged_and_the_least_used(directory, capsys):
     assert said(capsys, "prune", directory, "--max", "1GB")[1]["segments"] == []
     assert said(capsys, "prune", directory, "--max", "0")[1]["segments"] == [two.name]
     assert not list(directory.glob("*.kvpool"))
+
+
+def test_prune_leaves_segments_that_cannot_be_read_here(directory, capsys, monkeypatch):
+    def failing(fd, size, offset):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for name, missing in (("kvpool.store.segments.can_check", lambda kind: False), ("os.pread", failing)):
+        with monkeypatch.context() as here:
+            here.setattr(name, missing)
+            assert said(capsys, "verify", directory)[0] == 1
+            assert said(capsys, "prune", directory, "--damaged") == (0, {"segments": [], "bytes": 0})
+    assert said(capsys, "verify", directory) == (0, {"records": 15, "problems": []})
+
+
+def test_prune_reads_without_the_lock_that_writers_need(directory, capsys, monkeypatch):
+    def examine(*args):
+        with Folder(str(directory), "a writer") as other, other.lock():
+            yield 0, None, "planted"
+
+    monkeypatch.setattr("kvpool.store.segments.examine", examine)
+    assert len(said(capsys, "prune", directory, "--damaged")[1]["segments"]) == 2
 
 
 def test_export_copies_a_namespace_byte_for_byte(directory, capsys, tmp_path):
