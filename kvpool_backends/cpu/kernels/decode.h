@@ -316,7 +316,8 @@ KV_INLINE void lanes_values(kv_dtype dtype, const int rows, const decoding *run,
         for (; d + PAIR <= end; d += PAIR)
             weigh(dtype, rows, 1, 0, tokens, count, offset, d, stride, weights, decay, acc, starts, groups, ahead);
         if (!is_quantized && d < end)
-            weigh(dtype, rows, 1, dim - d, tokens, count, offset, d, stride, weights, decay, acc, starts, groups, ahead);
+            weigh(dtype, rows, 1, dim - d, tokens, count, offset, d, stride, weights, decay, acc, starts, groups,
+                  ahead);
     }
 }
 
