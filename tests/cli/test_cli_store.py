@@ -126,7 +126,7 @@ def test_prune_leaves_segments_that_cannot_be_read_here(directory, capsys, monke
     def failing(fd, size, offset):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    for name, missing in (("kvpool.store.segments.can_check", lambda kind: False), ("os.pread", failing)):
+    for name, missing in (("kvpool.store.segment_format.can_check", lambda kind: False), ("os.pread", failing)):
         with monkeypatch.context() as here:
             here.setattr(name, missing)
             assert said(capsys, "verify", directory)[0] == 1
