@@ -427,7 +427,7 @@ cdef inline bint computes(const Step* p, int32_t row, int32_t* at) noexcept nogi
     return p.event[at[0] - 1].q_len != 0
 
 
-cdef void tree_loads(Groups* gs, const Step* p, GroupStep** part, bint advance) noexcept nogil:
+cdef void tree_loads(Groups* gs, const Step* p, StepPart** part, bint advance) noexcept nogil:
     """Before the tables of a step change: states that its rows read and that nobody has copied yet."""
     cdef Tree* t = gs.tree
     cdef int32_t i, k, at = 0, slot, first
@@ -449,7 +449,7 @@ cdef void tree_loads(Groups* gs, const Step* p, GroupStep** part, bint advance) 
                 part[k].num_loads += 1
 
 
-cdef void checkpoint_take(Groups* gs, const Step* p, GroupStep** part, int32_t slot, int64_t length) noexcept nogil:
+cdef void checkpoint_take(Groups* gs, const Step* p, StepPart** part, int32_t slot, int64_t length) noexcept nogil:
     """A row ends where a checkpoint is wanted: its states go to a bundle, if there are blocks for one."""
     cdef Tree* t = gs.tree
     cdef int32_t k, m = NO_CHECKPOINT
@@ -467,7 +467,7 @@ cdef void checkpoint_take(Groups* gs, const Step* p, GroupStep** part, int32_t s
             part[k].num_saves += 1
 
 
-cdef void tree_saves(Groups* gs, const Step* p, GroupStep** part) noexcept nogil:
+cdef void tree_saves(Groups* gs, const Step* p, StepPart** part) noexcept nogil:
     """After the tables of a step have changed: rows that end where a checkpoint is wanted take one."""
     cdef Tree* t = gs.tree
     cdef int32_t i, at = 0, slot

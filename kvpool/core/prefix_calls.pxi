@@ -289,7 +289,7 @@ cdef void publish(State* pool, int32_t slot) noexcept nogil:
 
 
 cdef void publish_waiting(State* pool) noexcept nogil:
-    """A plan has passed: blocks that may have waited for it. O(max_seqs), where blocks are held back."""
+    """A plan has passed: blocks that may have waited for it. O(max_seqs), where blocks wait."""
     cdef Seqs* s = &pool.seqs
     cdef int32_t slot
     for slot in range(s.max_seqs):

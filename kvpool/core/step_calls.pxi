@@ -77,7 +77,7 @@ cdef int step_groups(State* pool, Plan plan, const Ints* rows, const Ints* new, 
 
 
 cdef int can_groups(State* pool, const Ints* rows, const Ints* new, const Limits* limits, Verdict* v) noexcept nogil:
-    cdef GroupStep* part[MAX_GROUPS]
+    cdef StepPart* part[MAX_GROUPS]
     cdef int32_t k
     cdef int status
     for k in range(pool.groups.num_groups):
