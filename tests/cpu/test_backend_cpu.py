@@ -11,7 +11,8 @@ from kvpool.testing import conformance
 from kvpool.testing.dense import dense_attention
 from kvpool.testing.filled import SEED
 from kvpool_backends import load_backend
-from kvpool_backends.cpu import CPUBackend, base_arrays, isas
+from kvpool_backends.cpu import CPUBackend, base_arrays, default_layout, isas
+from kvpool_backends.cpu._kernels import tilings
 from kvpool_backends.numpy import NumpyBackend
 
 
@@ -33,6 +34,19 @@ def test_capabilities_have_every_feature_but_weights():
     can = CPUBackend.capabilities
     assert can.features == FEATURES and can.batch_invariant and not can.return_attn
     assert set(can.layouts) == set(LAYOUTS) and set(can.dtypes) == set(DTYPES)
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_spec_without_a_layout_gets_that_of_the_instruction_set(isa):
+    layout = tilings()[isa]["layout"]
+    backend = CPUBackend(KVSpec(1, 2, 8), 2, isa=isa)
+    assert backend.spec == KVSpec(1, 2, 8, layout=layout) and default_layout(isa) == layout
+    assert base_arrays(backend.spec, 2) == base_arrays(KVSpec(1, 2, 8, layout=layout), 2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_spec_with_a_layout_keeps_it(layout):
+    assert CPUBackend(KVSpec(1, 2, 8, layout=layout), 2).spec.layout == layout
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -10,8 +10,8 @@ import pytest
 
 from kvpool.store import BlockLayout, DiskStore, Layout, disk, outbox
 from kvpool.store import folder as folder_module
-from kvpool.store import segments as form
-from kvpool.store.segments import Index
+from kvpool.store import segment_format as form
+from kvpool.store.segment_format import Index
 from kvpool.testing import stores as kit
 
 LAYOUT = Layout((BlockLayout(4, 4000, "full"),), "w")
