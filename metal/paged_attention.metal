@@ -29,7 +29,7 @@
 //                              [16]: then the same of scales and biases
 //            tables            int32 [B, W]
 //            work              int32 [N, 8]: row of the batch, first query token, number of queries, position of the
-//                              first one; where the part begins, tokens of a run (a multiple of 8), first and last + 1 of
+//                              first one; where the part begins, tokens of a run (8 n), first and last + 1 of
 //                              the tokens that any of the queries sees here
 //            numbers           float [2]: scale, soft cap
 //            window            int32: tokens that a query sees
