@@ -8,14 +8,12 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from functools import partial
 
 import numpy as np
 import pytest
 
 from kvpool.store import BlockLayout, Blocks, DiskStore, Layout, segments
-from kvpool.store.folder import Folder
 from kvpool.testing import stores as kit
 
 SMALL = Layout((BlockLayout(2, 50, "full"),), "w")
@@ -94,19 +92,6 @@ def test_every_byte_of_the_layout_file_flipped_is_refused_or_harmless(tmp_path):
             assert there == [0, 1, 2]
 
 
-@pytest.mark.parametrize("suffix", ["kvpool", "kvpool-open"])
-def test_segment_cut_anywhere_keeps_its_whole_records(tmp_path, suffix):
-    sealed = filled(tmp_path / "store")
-    whole = sealed.read_bytes()
-    for length in range(0, len(whole), 7):
-        shutil.rmtree(tmp_path / "store")
-        (tmp_path / "store").mkdir(mode=0o700)
-        file = tmp_path / "store" / f"{'a' * 16}.{suffix}"
-        file.touch(0o600)
-        file.write_bytes(whole[:length])
-        assert found(tmp_path / "store") == list(range(max(min((length - HEADER) // RECORD, 3), 0))), length
-
-
 def test_segment_of_a_dead_writer_is_sealed_and_goes_on(tmp_path):
     sealed = filled(tmp_path / "store")
     torn = sealed.with_suffix(".kvpool-open")
@@ -153,26 +138,6 @@ def test_foreign_segments_are_refused_and_leave_first(tmp_path):
         store.close()
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO])
-def test_segment_that_could_not_be_opened_once_is_found_later(tmp_path, monkeypatch, number):
-    filled(tmp_path / "store")
-    failures, whole = iter([OSError(number, "planted")]), Folder.open
-
-    def failing(folder, name, *flags):
-        if name.endswith(".kvpool") and (failure := next(failures, None)):
-            raise failure
-        return whole(folder, name, *flags)
-
-    monkeypatch.setattr(Folder, "open", failing)
-    store, blocks = opened(tmp_path / "store"), SMALL.blocks(TOKENS)[0]
-    end = time.monotonic() + 20
-    while not store.lookup(blocks).all() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not store.refused and store.stats()["disk"].errors == 1
-    kit.loads(store, blocks, range(3))
-    store.close()
-
-
 def without_xxhash(monkeypatch):
     monkeypatch.setattr(segments, "_xxhash", None)
     monkeypatch.setattr(segments, "KIND", segments.CRC32)
@@ -197,19 +162,6 @@ def test_segments_that_this_process_cannot_check_do_not_leave_first(tmp_path, mo
         assert store.stats()["disk"].evicted > 100 and good.exists() and not damaged.exists()
         store.close()
     assert found(tmp_path / "store") == [0, 1, 2]
-
-
-@pytest.mark.skipif(segments.KIND == segments.CRC32, reason="needs xxhash")
-def test_segment_of_a_dead_writer_waits_for_a_process_that_can_read_it(tmp_path, monkeypatch):
-    sealed = filled(tmp_path / "store")
-    torn = sealed.with_suffix(".kvpool-open")
-    torn.touch(0o600)
-    torn.write_bytes(sealed.read_bytes()[: HEADER + 2 * RECORD + 40])
-    sealed.unlink()
-    with monkeypatch.context() as patch:
-        without_xxhash(patch)
-        assert found(tmp_path / "store") == [] and torn.exists() and not sealed.exists()
-    assert found(tmp_path / "store") == [0, 1] and sealed.exists()
 
 
 def test_record_planted_under_another_key_is_a_miss(tmp_path):
@@ -278,17 +230,6 @@ def test_something_in_the_place_of_another_file_never_hangs(tmp_path, what, name
     except (OSError, ValueError):
         return
     assert there == [0, 1, 2]
-
-
-def test_link_that_was_swapped_in_while_the_store_is_open_is_a_miss(tmp_path):
-    segment = filled(tmp_path / "store")
-    store = opened(tmp_path / "store", refresh_seconds=3600.0)
-    segment.rename(tmp_path / "moved")
-    segment.symlink_to(tmp_path / "moved")
-    try:
-        kit.loads(store, SMALL.blocks(TOKENS)[0], [])
-    finally:
-        store.close()
 
 
 def test_read_error_is_a_miss_and_is_counted(tmp_path, monkeypatch):
@@ -401,14 +342,3 @@ def test_directory_that_is_not_ours_is_refused_at_the_start(tmp_path, damage, er
     with pytest.raises(error, match=words) as raised:
         DiskStore(str(tmp_path / "store"), SMALL, 1 << 24)
     assert str(raised.value).startswith("[DiskStore] ")
-
-
-def test_segment_of_another_version_is_refused(tmp_path):
-    segment = filled(tmp_path / "store")
-    data = bytearray(segment.read_bytes())
-    data[8] = 2
-    segment.write_bytes(data)
-    store = opened(tmp_path / "store")
-    kit.loads(store, SMALL.blocks(TOKENS)[0], [])
-    assert store.refused == {segment.name: "the version is 2, this kvpool reads 1"}
-    store.close()
