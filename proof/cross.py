@@ -212,7 +212,7 @@ def run_tests(tests: Sequence[str]) -> list[str]:
     if not site.exists():
         pip("install", "--target", site, "--platform", "manylinux_2_28_aarch64", *PACKAGES)
     shutil.rmtree(tree, ignore_errors=True)
-    for part in ("kvpool", "kvpool_backends", "metal", "tests"):
+    for part in ("kvpool", "kvpool_backends", "metal", "proof", "tests"):
         shutil.copytree(ROOT / part, tree / part, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tree)
     suffix = f".cpython-{VERSION.replace('.', '')}-aarch64-linux-gnu.so"
@@ -226,7 +226,7 @@ def run_tests(tests: Sequence[str]) -> list[str]:
     compiler.chmod(0o755)
     paths = {"PYTHONPATH": os.pathsep.join([str(site), str(tree)]), "CXX": str(compiler)}
     paths["KVPOOL_MSL_CACHE"] = str(FOLDER / "msl")
-    command = [*python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", *tests]
+    command = [*python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=tree, env={**os.environ, **paths})
     return [f"the tests under qemu ended with {done.returncode}"] if done.returncode else []
 

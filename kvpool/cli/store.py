@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -45,24 +46,39 @@ def _layout(folder: Any) -> dict[str, Any]:
         raise CommandError(f"{folder.path}/layout.json cannot be read: {error}") from None
 
 
-def _examined(folder: Any, each: Any) -> Iterator[tuple[int, Any, str]]:
-    """The records of a segment, and what is wrong; a file that is refused is one thing that is wrong."""
+def _records(folder: Any, each: Any) -> Iterator[tuple[int, Any, str]]:
+    """The records of a segment, and what is wrong; OSError and ValueError if it cannot be read."""
     from kvpool.store.segments import examine, read_header
 
+    digest = _layout(folder).get("layout")
+    fd = folder.open(each.name)
     try:
-        fd = folder.open(each.name)
-    except OSError as error:
-        yield 0, None, str(error)
-        return
-    try:
-        digest = _layout(folder).get("layout")
         if each.nbytes >= 64 and digest != read_header(fd)[1].hex():
             yield 0, None, "the segment has another layout than the directory"
         yield from examine(fd, os.fstat(fd).st_size, each.is_sealed)
-    except (OSError, ValueError) as error:
-        yield 0, None, str(error)
     finally:
         os.close(fd)
+
+
+def _examined(folder: Any, each: Any) -> Iterator[tuple[int, Any, str]]:
+    """The same; that a segment cannot be read is one thing that is wrong."""
+    try:
+        yield from _records(folder, each)
+    except (OSError, ValueError) as error:
+        yield 0, None, str(error)
+
+
+def _is_damaged(folder: Any, each: Any) -> bool:
+    """Whether bytes are wrong. A segment that this process cannot read is left to one that can, and is named."""
+    from kvpool.store.segments import UnknownFormat
+
+    try:
+        return any(wrong for _, _, wrong in _records(folder, each))
+    except (OSError, UnknownFormat) as error:
+        print(f"{each.name} is left as it is: {error}", file=sys.stderr)
+        return False
+    except ValueError:
+        return True
 
 
 def _ls(folder: Any, args: argparse.Namespace) -> int:
@@ -141,7 +157,7 @@ def _verify(folder: Any, args: argparse.Namespace) -> int:
 def _declare_prune(parser: argparse.ArgumentParser) -> None:
     _declare(parser)
     parser.add_argument("--max", metavar="SIZE", help="delete what is of use least until so much is left, such as 20GB")
-    parser.add_argument("--damaged", action="store_true", help="delete the segments in which `verify` finds something")
+    parser.add_argument("--damaged", action="store_true", help="delete the segments that have damaged bytes")
 
 
 def _prune(folder: Any, args: argparse.Namespace) -> int:
@@ -156,7 +172,7 @@ def _prune(folder: Any, args: argparse.Namespace) -> int:
     gone = []
     with folder.lock():
         for each in _segments(folder) if args.damaged else ():
-            if each.is_sealed and any(wrong for _, _, wrong in _examined(folder, each)):
+            if each.is_sealed and _is_damaged(folder, each):
                 folder.remove(each.name)
                 gone.append(each)
         if most is not None:

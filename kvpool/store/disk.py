@@ -238,11 +238,15 @@ class DiskStore:
         """Load blocks of one segment, in the order of their places."""
         with self._lock:
             segment = self._segments.get(number)
-        fd = None if segment is None else self._opened(segment.stem)
-        if segment is None or fd is None:
-            with self._lock:
-                self._forget(number)
+        if segment is None:
             return self._count(misses=len(which))
+        try:
+            fd = self._opened(segment.stem)
+        except OSError as error:
+            if error.errno not in _PASSING:
+                with self._lock:
+                    self._forget(number)
+            return self._count(misses=len(which), errors=error.errno != errno.ENOENT)
         own = self.layout.groups[blocks.group]
         head = bytearray(form.head_nbytes(own.block_size))
         damaged = errors = 0
@@ -267,16 +271,13 @@ class DiskStore:
         segment.used += int(loaded[which].sum())
         self._count(damaged=damaged, errors=errors)
 
-    def _opened(self, stem: str) -> int | None:
-        for suffix in (SEALED, GROWING, SEALED):  # it may be sealed between two tries
-            try:
-                return self._folder.open(stem + suffix)
-            except FileNotFoundError:
-                continue
-            except OSError:
-                self._count(errors=1)
-                return None
-        return None
+    def _opened(self, stem: str) -> int:
+        try:
+            return self._folder.open(stem + SEALED)
+        except FileNotFoundError:
+            with suppress(FileNotFoundError):
+                return self._folder.open(stem + GROWING)
+            return self._folder.open(stem + SEALED)  # it was sealed between the two
 
     # ---------------------------------------------------------------------- the thread
 

@@ -223,13 +223,10 @@ def examine(fd: int, size: int, is_sealed: bool) -> Iterator[tuple[int, Head | N
     """Read every byte of a segment: offset, fields and what is wrong (an empty text: nothing) of each record.
 
     What is wrong elsewhere comes without fields. Where a head is damaged, the footer says where the next record is. A
-    segment that grows ends with its last whole record: what is behind it is being written, or never was.
+    segment that grows ends with its last whole record: what is behind it is being written, or never was. OSError and
+    ValueError say that it cannot be read at all.
     """
-    try:
-        kind, layout = read_header(fd)
-    except ValueError as error:
-        yield 0, None, str(error)
-        return
+    kind, layout = read_header(fd)
     footer = read_footer(fd, size, layout) if is_sealed else None
     listed = {} if footer is None else {offset: name for name, offset in footer[0].tolist()}
     offset, end = HEADER.size, size if footer is None else footer[1]

@@ -1,5 +1,6 @@
 """``kvpool store``: what it says about a directory, and that `verify` finds every damaged byte."""
 
+import errno
 import json
 import os
 
@@ -33,6 +34,15 @@ def said(capsys, *arguments):
     args = PARSER.parse_args(["store", *map(str, arguments), "--json"])
     status = args.run(args)
     return status, json.loads(capsys.readouterr().out)
+
+
+def found(path, seed, name):
+    store = DiskStore(str(path), LAYOUT, 1 << 20, segment_nbytes=1 << 14)
+    store.ready.wait()
+    try:
+        return [int(kit.loads(store, blocks[:3]).sum()) for blocks in LAYOUT.blocks(kit.prompt(seed, 8), name)]
+    finally:
+        store.close()
 
 
 def test_ls_and_stat_tell_what_is_there(directory, capsys):
@@ -103,6 +113,28 @@ def test_prune_deletes_the_damaged_and_the_least_used(directory, capsys):
     assert said(capsys, "prune", directory, "--max", "1GB")[1]["segments"] == []
     assert said(capsys, "prune", directory, "--max", "0")[1]["segments"] == [two.name]
     assert not list(directory.glob("*.kvpool"))
+
+
+def test_prune_leaves_segments_that_cannot_be_read_here(directory, capsys, monkeypatch):
+    def failing(fd, size, offset):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for name, missing in (("kvpool.store.segments.can_check", lambda kind: False), ("os.pread", failing)):
+        with monkeypatch.context() as here:
+            here.setattr(name, missing)
+            assert said(capsys, "verify", directory)[0] == 1
+            assert said(capsys, "prune", directory, "--damaged") == (0, {"segments": [], "bytes": 0})
+    assert said(capsys, "verify", directory) == (0, {"records": 15, "problems": []})
+
+
+def test_export_copies_a_namespace_byte_for_byte(directory, capsys, tmp_path):
+    name = LAYOUT.blocks(kit.prompt(1, 8), b"a")[0].namespace.hex()
+    status, facts = said(capsys, "export", directory, tmp_path / "new", "--namespace", name)
+    assert (status, facts["blocks"]) == (0, 10)
+    assert said(capsys, "verify", tmp_path / "new") == (0, {"records": 10, "problems": []})
+    assert found(tmp_path / "new", 2, b"a") == found(tmp_path / "new", 1, b"a") == [3, 2]
+    assert found(tmp_path / "new", 2, b"b") == [0, 0]
+    assert said(capsys, "export", directory, tmp_path / "all")[1]["blocks"] == 15
 
 
 REFUSED = {

@@ -8,12 +8,14 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from functools import partial
 
 import numpy as np
 import pytest
 
 from kvpool.store import BlockLayout, Blocks, DiskStore, Layout, segments
+from kvpool.store.folder import Folder
 from kvpool.testing import stores as kit
 
 SMALL = Layout((BlockLayout(2, 50, "full"),), "w")
@@ -136,6 +138,42 @@ def test_foreign_segments_are_refused_and_leave_first(tmp_path):
         kit.loads(store, SMALL.blocks(TOKENS)[0], range(3))
     finally:
         store.close()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO])
+def test_segment_that_could_not_be_opened_once_is_found_later(tmp_path, monkeypatch, number):
+    filled(tmp_path / "store")
+    failures, whole = iter([OSError(number, "planted")]), Folder.open
+
+    def failing(folder, name, *flags):
+        if name.endswith(".kvpool") and (failure := next(failures, None)):
+            raise failure
+        return whole(folder, name, *flags)
+
+    monkeypatch.setattr(Folder, "open", failing)
+    store, blocks = opened(tmp_path / "store"), SMALL.blocks(TOKENS)[0]
+    end = time.monotonic() + 20
+    while not store.lookup(blocks).all() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not store.refused and store.stats()["disk"].errors == 1
+    kit.loads(store, blocks, range(3))
+    store.close()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO])
+def test_load_that_could_not_open_a_segment_forgets_no_block(tmp_path, monkeypatch, number):
+    def failing(folder, name, *flags):
+        raise OSError(number, "planted")
+
+    filled(tmp_path / "store")
+    store, blocks = opened(tmp_path / "store", refresh_seconds=60), SMALL.blocks(TOKENS)[0]
+    with monkeypatch.context() as here:
+        here.setattr(Folder, "open", failing)
+        kit.loads(store, blocks, [])
+    stats = store.stats()["disk"]
+    assert (stats.errors, stats.evicted, stats.misses) == (1, 0, len(blocks))
+    kit.loads(store, blocks, range(3))
+    store.close()
 
 
 def without_xxhash(monkeypatch):
