@@ -117,7 +117,7 @@ LEFT_TO_TEST_ALL = (
     *("serving_hostile", "serving_kills", "serving_tools"),
 )
 ONE_OF_MANY = (
-    *("mlx_lm", "tapes", "simulator_faults", "scheduler_groups", "scheduler_workloads", "scheduler_preemption"),
+    *("mlx_lm", "simulator_faults", "scheduler_groups", "scheduler_workloads", "scheduler_preemption"),
     *("serving_api", "cpu_chunk", "threads", "backend_raises"),
 )
 SLOW = (
