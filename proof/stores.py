@@ -155,7 +155,8 @@ def planted(budget: Budget) -> list[Figure]:
     rows = []
     for kind in (Forgetful, Trusting):
         with mock.patch(f"{__name__}.DiskStore", kind), tempfile.TemporaryDirectory() as folder:
-            wrong = one_round(folder, budget.seed * 1000, LARGE, 1)
+            rounds = range(budget.seed * 1000, budget.seed * 1000 + 20)  # on a busy machine the first may write nothing
+            wrong = next(filter(None, (one_round(f"{folder}/{seed}", seed, LARGE, 1) for seed in rounds)), [])
         rows.append(Figure(NAME, TARGET, f"{kind.__name__}: {wrong[:1]}", not wrong, COMMAND, 0.0))
     return rows
 

@@ -82,11 +82,12 @@ def _is_damaged(folder: Any, each: Any) -> bool:
 
 
 def _ls(folder: Any, args: argparse.Namespace) -> int:
-    now = time.time()
-    rows = [
-        {"segment": each.name, "bytes": each.nbytes, "sealed": each.is_sealed, "unused_seconds": round(now - each.used)}
-        for each in _segments(folder)
-    ]
+    now, rows = time.time_ns(), []
+    for each in _segments(folder):
+        unused = max(now - each.used, 0) // 10**9
+        rows.append(
+            {"segment": each.name, "bytes": each.nbytes, "sealed": each.is_sealed, "unused_seconds": unused}
+        )
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0
@@ -169,12 +170,10 @@ def _prune(folder: Any, args: argparse.Namespace) -> int:
         most = None if args.max is None else parse_nbytes(f"{args.max}B" if args.max.isdecimal() else args.max)
     except ValueError as error:
         raise CommandError(f"--max {args.max}: {error}") from None
-    gone = []
-    with folder.lock():
-        for each in _segments(folder) if args.damaged else ():
-            if each.is_sealed and _is_damaged(folder, each):
-                folder.remove(each.name)
-                gone.append(each)
+    gone = [each for each in _segments(folder) if each.is_sealed and _is_damaged(folder, each)] if args.damaged else []
+    with folder.lock():  # now that everything is read: who writes waits for the lock
+        for each in gone:
+            folder.remove(each.name)
         if most is not None:
             gone += folder.make_room(0, most, set())
     facts = {"segments": [each.name for each in gone], "bytes": sum(each.nbytes for each in gone)}

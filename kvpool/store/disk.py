@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from kvpool.store.blocks import Blocks, Layout, Rows, TierStats, checked, checke
 from kvpool.store.folder import GROWING, SEALED, Folder, Listed, this_hour
 from kvpool.store.outbox import Outbox, Waiting
 
+_log = logging.getLogger(__name__)
 _SEGMENT_NBYTES = 128 << 20
 _PAUSE_SECONDS = 60.0  # without writing, after the disk or the budget refused
 _TOUCH_SECONDS = 60.0
@@ -438,9 +440,12 @@ class DiskStore:
             self._growing = None
         own = "" if self._growing is None else self._growing.stem
         footers: dict[int, np.ndarray] = {}
+        before = len(self.refused)
         for each in listed:
             if each.stem != own and each.name not in self.refused:
                 footers.update(self._news(each))
+        if new := list(self.refused.items())[before:]:
+            _log.warning("[DiskStore] %d segments in %s are left out: %s: %s", len(new), self._folder.path, *new[0])
         self.refused = {name: why for name, why in self.refused.items() if name in names}
         self._worthless &= names
         with self._lock:
@@ -511,9 +516,6 @@ class DiskStore:
                     if layout != self.layout.digest:
                         raise ValueError("another layout")
                     found = form.scanned(fd, form.HEADER.size, os.fstat(fd).st_size, kind, self._is_ours)
-                except form.UnknownFormat:
-                    os.close(fd)  # for a process that can read it
-                    return False
                 except (OSError, ValueError):
                     os.close(fd)
                     self._folder.seal(each.stem)  # as it is: looked at then like any other
@@ -552,8 +554,8 @@ class DiskStore:
         self._touched = time.monotonic()
         with self._lock:
             used = [segment for segment in self._segments.values() if segment.used and segment.is_sealed]
+        self._folder.touch({segment.stem: segment.used / max(segment.blocks, 1) for segment in used})
         for segment in used:
-            self._folder.touch(segment.stem, segment.used / max(segment.blocks, 1))
             segment.used = 0
 
     def _count(self, **more: int) -> None:

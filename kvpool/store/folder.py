@@ -6,6 +6,7 @@ creating a segment, taking over one whose writer has died.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -35,7 +36,7 @@ class Listed(NamedTuple):
     name: str
     is_sealed: bool
     nbytes: int
-    used: float  # when it was last of use, see `Folder.touch`
+    used: int  # when it was last of use, in ns, see `Folder.touch`
 
 
 class Folder:
@@ -54,6 +55,8 @@ class Folder:
     ------
     NotADirectoryError, PermissionError
         It is no directory, a link, another user's, or others may read it.
+    OSError
+        The file ``lock`` cannot be made, for another reason than that nothing may be written here.
     """
 
     def __init__(self, path: str, call: str, create: bool = True) -> None:
@@ -70,9 +73,15 @@ class Folder:
         self._lock_fd: int | None = None
         try:
             self._check_owner(os.fstat(self.fd), self.path, "chmod 700")
-            with suppress(PermissionError, OSError):
-                made = os.O_CREAT if create else 0
+            made = os.O_CREAT if create else 0
+            try:
                 self._lock_fd = self.open("lock", os.O_RDWR | made | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except OSError as error:
+                if create and error.errno is None:  # it was opened, and is no file of ours
+                    raise
+                if create and error.errno not in (errno.EROFS, errno.EACCES):
+                    text = f"[{call}] {self.path}/lock cannot be opened: {error.strerror}"
+                    raise OSError(error.errno, text) from None
         except BaseException:
             self.close()
             raise
@@ -130,7 +139,7 @@ class Folder:
                     status = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode):
                         stem, suffix = match.groups()
-                        found.append(Listed(stem, entry.name, suffix == SEALED, status.st_size, status.st_mtime))
+                        found.append(Listed(stem, entry.name, suffix == SEALED, status.st_size, status.st_mtime_ns))
         return found
 
     def create(self, header: bytes) -> tuple[str, int]:
@@ -161,24 +170,29 @@ class Folder:
         return fd
 
     def seal(self, stem: str) -> None:
-        """Say that a segment does not grow any more."""
+        """Say that a segment does not grow any more, and that it is of use now."""
         os.rename(stem + GROWING, stem + SEALED, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        self.touch({stem: 1.0})
 
     def remove(self, name: str) -> None:
         """Delete a file, if it is there."""
         with suppress(OSError):
             os.unlink(name, dir_fd=self.fd)
 
-    def touch(self, stem: str, share: float) -> None:
-        """Say that this share of a sealed segment was of use: its time goes towards now by the root of the share.
+    def touch(self, shares: dict[str, float]) -> None:
+        """Say which share of each sealed segment was of use: its time goes towards now by the root of the share.
 
-        The whole way would keep a segment for one block, the share itself would forget what is hot and small.
+        The whole way would keep a segment for one block, the share itself would forget what is hot and small. Where the
+        clock is behind the latest time here, because one of the two was wrong, now is the moment after that time: the
+        order of use does not depend on the clock.
         """
-        now = time.time_ns()
         with suppress(OSError):
-            used = min(os.stat(stem + SEALED, dir_fd=self.fd, follow_symlinks=False).st_mtime_ns, now)
-            used += int((now - used) * min(share, 1.0) ** 0.5)
-            os.utime(stem + SEALED, ns=(used, used), dir_fd=self.fd, follow_symlinks=False)
+            now = max([time.time_ns(), *(each.used + 1 for each in self.segments())])
+            for stem, share in shares.items():
+                with suppress(FileNotFoundError):
+                    used = os.stat(stem + SEALED, dir_fd=self.fd, follow_symlinks=False).st_mtime_ns
+                    used = now - int((now - used) * (1 - min(share, 1.0) ** 0.5))
+                    os.utime(stem + SEALED, ns=(used, used), dir_fd=self.fd, follow_symlinks=False)
 
     def make_room(self, nbytes: int, max_nbytes: int, worthless: set[str]) -> list[Listed]:
         """Delete sealed segments until one of `nbytes` fits; return them. OSError if it cannot fit.
@@ -186,11 +200,10 @@ class Folder:
         A growing segment counts as full. First go those in `worthless`, then the ones whose last use is longest ago.
         Call it with the lock.
         """
-        now, listed = time.time(), self.segments()
+        listed = self.segments()
         held = sum(each.nbytes if each.is_sealed else max(nbytes, each.nbytes) for each in listed)
         victims = sorted(
-            (each for each in listed if each.is_sealed),
-            key=lambda each: (each.name not in worthless, min(each.used, now)),
+            (each for each in listed if each.is_sealed), key=lambda each: (each.name not in worthless, each.used)
         )
         chosen = []
         for victim in victims:
@@ -238,14 +251,16 @@ class Folder:
             raise ValueError("no object")
         return found
 
-    def write_json(self, name: str, content: dict[str, object]) -> None:
-        """Replace a small file as a whole."""
+    def write_json(self, name: str, content: dict[str, object], *, sync: bool = False) -> None:
+        """Replace a small file as a whole. With `sync` it is whole after a loss of power too."""
         temporary = f"{name}.{secrets.token_hex(4)}"
         fd = os.open(temporary, _CREATE, 0o600, dir_fd=self.fd)
         try:
             data = json.dumps(content, indent=1).encode()
             if os.write(fd, data) != len(data):
                 raise OSError(f"[{self._call}] the disk is full")
+            if sync:
+                os.fsync(fd)
             os.replace(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         except BaseException:
             self.remove(temporary)
@@ -265,7 +280,7 @@ class Folder:
                 try:
                     os.stat("layout.json", dir_fd=self.fd, follow_symlinks=False)
                 except FileNotFoundError:
-                    return self.write_json("layout.json", own)
+                    return self.write_json("layout.json", own, sync=True)
             return self.check_layout(layout)  # another process was faster
         except ValueError:
             raise ValueError(

@@ -73,7 +73,7 @@ class ServerStore:
         self._reading = Lock()  # one call at a time on the reader
         self._counting = Lock()
         self._counts = TierStats()
-        self._paused_until = 0.0
+        self._paused_until = self._refused_until = 0.0  # for all calls, for those that write
         self._is_closed = False
         self._outbox = Outbox(self._send, lambda: None, lambda: None, queue_nbytes, 3600.0)
         self._outbox.start()
@@ -83,8 +83,8 @@ class ServerStore:
 
     @property
     def is_paused(self) -> bool:
-        """Whether it takes nothing for now, because the server failed."""
-        return time.monotonic() < self._paused_until
+        """Whether it takes nothing for now, because the server failed, or refused to write."""
+        return time.monotonic() < max(self._paused_until, self._refused_until)
 
     def lookup(self, blocks: Blocks) -> np.ndarray:
         """See `BlockStore.lookup`. The server is asked once."""
@@ -166,13 +166,18 @@ class ServerStore:
         return self._prefix + key + group.to_bytes(4, "little")
 
     def _send(self, item: Waiting) -> None:
-        """Write one block; the thread does it."""
+        """Write one block; the thread does it. A server that refuses, because it is full or a replica, is read on."""
+        from redis.exceptions import ResponseError
+
         if self.is_paused:
             return self._count(dropped=1)
         data = form.packed_record(item.fields, item.tokens, item.row) + item.row.tobytes()
         try:
             with self._deadline(self._sender) as client:
                 client.set(self._name(item.key, item.group), data, ex=self._expire)
+        except ResponseError:
+            self._refused_until = time.monotonic() + self._pause
+            return self._count(dropped=1, errors=1)
         except Exception:  # whatever an answer that is garbage leads to
             self._failed()
             return self._count(dropped=1)
@@ -180,7 +185,8 @@ class ServerStore:
 
     def _ask(self, call: Callable[[Any], None]) -> bool:
         """Make a call on the reader within the timeout; whether it was answered."""
-        if self._is_closed or self.is_paused or not self._reading.acquire(timeout=self._timeout):
+        is_paused = time.monotonic() < self._paused_until
+        if self._is_closed or is_paused or not self._reading.acquire(timeout=self._timeout):
             return False
         try:
             with self._deadline(self._reader) as client:

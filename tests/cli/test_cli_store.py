@@ -8,6 +8,7 @@ import pytest
 
 from kvpool.cli import build_parser, main
 from kvpool.store import BlockLayout, DiskStore, Layout
+from kvpool.store.folder import Folder
 from kvpool.testing import stores as kit
 
 LAYOUT = Layout((BlockLayout(2, 50, "full"), BlockLayout(4, 70, "state")), "w")
@@ -125,6 +126,15 @@ def test_prune_leaves_segments_that_cannot_be_read_here(directory, capsys, monke
             assert said(capsys, "verify", directory)[0] == 1
             assert said(capsys, "prune", directory, "--damaged") == (0, {"segments": [], "bytes": 0})
     assert said(capsys, "verify", directory) == (0, {"records": 15, "problems": []})
+
+
+def test_prune_reads_without_the_lock_that_writers_need(directory, capsys, monkeypatch):
+    def examine(*args):
+        with Folder(str(directory), "a writer") as other, other.lock():
+            yield 0, None, "planted"
+
+    monkeypatch.setattr("kvpool.store.segments.examine", examine)
+    assert len(said(capsys, "prune", directory, "--damaged")[1]["segments"]) == 2
 
 
 def test_export_copies_a_namespace_byte_for_byte(directory, capsys, tmp_path):

@@ -202,6 +202,19 @@ def test_segments_that_this_process_cannot_check_do_not_leave_first(tmp_path, mo
     assert found(tmp_path / "store") == [0, 1, 2]
 
 
+@pytest.mark.skipif(segments.KIND == segments.CRC32, reason="needs xxhash")
+def test_segment_of_a_dead_writer_stays_whole_for_a_process_that_can_read_it(tmp_path, monkeypatch):
+    sealed = filled(tmp_path / "store")
+    torn = sealed.with_suffix(".kvpool-open")
+    torn.touch(0o600)
+    torn.write_bytes(sealed.read_bytes()[: HEADER + 2 * RECORD + 40])
+    sealed.unlink()
+    with monkeypatch.context() as patch:
+        without_xxhash(patch)
+        assert found(tmp_path / "store") == [] and sealed.exists() and not torn.exists()  # it leaves by age now
+    assert found(tmp_path / "store") == [0, 1]
+
+
 def test_record_planted_under_another_key_is_a_miss(tmp_path):
     """Its checksums are right: it was written by a store that was lied to."""
     one, two = SMALL.blocks(TOKENS)[0], SMALL.blocks(kit.prompt(2, 6))[0]
@@ -268,6 +281,17 @@ def test_something_in_the_place_of_another_file_never_hangs(tmp_path, what, name
     except (OSError, ValueError):
         return
     assert there == [0, 1, 2]
+
+
+def test_link_that_was_swapped_in_while_the_store_is_open_is_a_miss(tmp_path):
+    segment = filled(tmp_path / "store")
+    store = opened(tmp_path / "store", refresh_seconds=3600.0)
+    segment.rename(tmp_path / "moved")
+    segment.symlink_to(tmp_path / "moved")
+    try:
+        kit.loads(store, SMALL.blocks(TOKENS)[0], [])
+    finally:
+        store.close()
 
 
 def test_read_error_is_a_miss_and_is_counted(tmp_path, monkeypatch):
@@ -366,6 +390,8 @@ def test_read_only_directory_is_read(tmp_path, monkeypatch):
         (lambda path: (path.rename(f"{path}2"), path.symlink_to(f"{path}2")), NotADirectoryError, "a link"),
         (lambda path: (path.rename(f"{path}2"), path.touch(0o600)), NotADirectoryError, "no directory"),
         (lambda path: (path / "layout.json").chmod(0o640), PermissionError, "others may use"),
+        (lambda path: (path / "lock").chmod(0o644), PermissionError, "type: chmod 600 .*/lock"),
+        (lambda path: ((path / "lock").unlink(), (path / "lock").mkdir()), OSError, "lock cannot be opened: Is a dir"),
         (lambda path: (path / "layout.json").write_text("{}"), ValueError, "format version None"),
         (lambda path: (path / "layout.json").write_text("[]"), ValueError, "damaged"),
         (lambda path: (path / "layout.json").write_text(json.dumps({"version": 2})), ValueError, "format version 2"),
@@ -379,4 +405,56 @@ def test_directory_that_is_not_ours_is_refused_at_the_start(tmp_path, damage, er
     damage(tmp_path / "store")
     with pytest.raises(error, match=words) as raised:
         DiskStore(str(tmp_path / "store"), SMALL, 1 << 24)
-    assert str(raised.value).startswith("[DiskStore] ")
+    assert str(raised.value).removeprefix("[Errno 21] ").startswith("[DiskStore] ")
+
+
+def test_new_directory_without_room_for_its_lock_is_refused_at_the_start(tmp_path, monkeypatch):
+    def full(folder, name, *flags):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as here:
+        here.setattr(Folder, "open", full)
+        with pytest.raises(OSError, match="lock cannot be opened: No space left"):
+            DiskStore(str(tmp_path / "store"), SMALL, 1 << 24)
+    assert found(tmp_path / "store") == []
+
+
+def test_layout_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    calls, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("fsync"), fsync(fd)))
+    monkeypatch.setattr(os, "replace", lambda *args, **named: (calls.append("replace"), replace(*args, **named)))
+    opened(tmp_path / "store").close()
+    assert calls[:2] == ["fsync", "replace"]
+
+
+def test_segments_that_are_left_out_are_logged_once(tmp_path, caplog):
+    filled(tmp_path / "store").chmod(0o644)
+    store = opened(tmp_path / "store")
+    kit.loads(store, SMALL.blocks(TOKENS)[0], [])
+    time.sleep(0.2)  # ten looks at the directory
+    store.close()
+    (record,) = [each for each in caplog.records if "left out" in each.getMessage()]
+    assert record.levelname == "WARNING" and "type: chmod 600" in record.getMessage()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_segments_leave_by_order_of_use_whatever_the_clock_says(tmp_path, monkeypatch, seed):
+    rng, day = np.random.default_rng(seed), 86400 * 10**9
+    base, order = time.time_ns(), []
+    with Folder(str(tmp_path / "store"), "test") as folder:
+        for _ in range(60):
+            clock = base + int(rng.integers(-400 * day, 400 * day))
+            monkeypatch.setattr(time, "time_ns", lambda clock=clock: clock)
+            if len(order) < 3 or rng.random() < 0.4:
+                with folder.lock():
+                    stem, fd = folder.create(b"x" * 64)
+                os.close(fd)
+                os.utime(tmp_path / "store" / (stem + ".kvpool-open"), ns=(clock, clock))
+                folder.seal(stem)
+            else:
+                stem = order.pop(int(rng.integers(len(order))))
+                folder.touch({stem: 1.0})
+            order.append(stem)
+        with folder.lock():
+            gone = folder.make_room(0, 64 * (len(order) // 2), set())
+        assert [each.stem for each in gone] == order[: len(gone)] and len(gone) == len(order) - len(order) // 2

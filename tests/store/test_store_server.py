@@ -162,6 +162,23 @@ def test_server_answering_garbage_is_a_miss_within_the_timeout(kind):
         listener.close()
 
 
+def test_server_that_refuses_to_write_is_read_on(opened, server):
+    store = opened(kit.LAYOUT, "")
+    kept, refused = (kit.LAYOUT.blocks(kit.prompt(seed))[0] for seed in (1, 2))
+    kit.stores(store, kept)
+    server.client.config_set("maxmemory", 1)  # and the policy is noeviction
+    try:
+        store.store(refused, kit.content(kit.LAYOUT, refused))
+        assert store.drain(60) and store.is_paused
+        for _ in range(3):
+            kit.loads(store, kept, range(len(kept)))
+            assert store.lookup(kept).all()
+        stats = store.stats()["server"]
+        assert (stats.errors, stats.dropped, stats.hits) == (1, len(refused), 3 * len(kept))
+    finally:
+        server.client.config_set("maxmemory", 0)
+
+
 def test_server_that_is_not_there_costs_one_try_until_the_pause_ends(tmp_path):
     store = ServerStore(f"unix://{tmp_path}/none.sock", kit.LAYOUT, timeout=TIMEOUT, pause=3000.0)
     blocks = kit.LAYOUT.blocks(kit.prompt(4))[0]
