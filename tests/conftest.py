@@ -93,9 +93,10 @@ def pytest_configure(config):
 #: pytest-xdist gives a whole file to one process. The slowest files begin first, so that none runs alone at the end.
 #: The marker `long` is something else, see below.
 BEGIN_FIRST = (
-    *("packaging", "proof_mutants", "demo", "fuzz_machine", "metal_attention", "backend_conformance", "backend_mlx"),
-    *("proof_coverage", "metal_backend", "backend_cpu", "fuzz_canary", "fuzz_prefix", "ranks", "mlx_lm_adapter"),
-    *("mlx_native", "metal_bytes", "published_notebook_model", "metal_mutations", "mlx_fused", "cli_bench"),
+    *("packaging", "demo", "fuzz_machine", "metal_attention", "backend_conformance", "backend_mlx", "metal_backend"),
+    *("metal_mutations", "scheduler_canary", "fuzz_pool", "engine_store", "fuzz_groups", "simulator_faults", "ranks"),
+    *("backend_cpu", "fuzz_canary", "fuzz_prefix", "mlx_lm_turns", "mlx_lm_adapter", "mlx_native", "metal_bytes"),
+    *("published_notebook_model", "mlx_fused", "cli_generate", "cli_bench", "scheduler_groups", "scheduler_ahead"),
 )
 
 
@@ -110,7 +111,7 @@ BEGIN_FIRST = (
 KEPT_IN = ("metal_mutations", "metal_packed_mutations", "metal_scores", "bench_attention")
 LEFT_TO_TEST_ALL = (
     *("metal", "benchmarks", "proof_mutants", "proof_coverage", "proof_gates", "proof_failures"),
-    *("demo", "demo_conversation", "packaging", "ranks", "server_admission", "server_soak", "server_death"),
+    *("demo", "demo_conversation", "packaging", "ranks", "server_soak"),
     *("backend_mlx", "mlx_native", "mlx_native_metal", "published_notebook_model", "capi_examples"),
     *("sizing_fields", "fuzz_machine", "fuzz_machine_groups", "fuzz_prefix", "stubs", "cross"),
     *("cli_bench_metal", "cli_cache", "cli_serve", "capi_speed", "mlx_lm_turns"),
