@@ -115,11 +115,14 @@ LEFT_TO_TEST_ALL = (
     *("backend_mlx", "mlx_native", "mlx_native_metal", "published_notebook_model", "capi_examples"),
     *("sizing_fields", "fuzz_machine", "fuzz_machine_groups", "fuzz_prefix", "stubs", "cross"),
     *("cli_bench_metal", "cli_cache", "cli_serve", "capi_speed", "mlx_lm_turns"),
-    *("serving_hostile", "serving_kills", "serving_tools"),
+    *("serving_hostile", "serving_kills", "serving_tools", "serving_limits", "serving_failures", "serving_faults"),
+    *("engine_store", "engine_eviction_groups", "mlx_lm_eviction_groups", "mlx_lm_raises", "mlx_lm_windows"),
+    *("store_server", "cli_generate_process", "backend_cpu_interrupts"),
 )
 ONE_OF_MANY = (
     *("mlx_lm", "simulator_faults", "scheduler_groups", "scheduler_workloads", "scheduler_preemption"),
-    *("serving_api", "cpu_chunk", "threads", "backend_raises"),
+    *("serving_api", "cpu_chunk", "threads", "backend_raises", "backend_conformance", "conformance_groups"),
+    "cli_generate",
 )
 SLOW = (
     "test_machine_broken_pool_is_detected_by_the_model[FloorIgnored]",
