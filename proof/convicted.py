@@ -51,7 +51,7 @@ PLANTED = re.compile(
 )
 SOUND = "sound"
 MEMORY = 32 << 30  # bytes of address space that a child may have
-MOST = 10  # CPU seconds of tests that a fault is given, as long as they take on the sound core
+MOST = 30  # CPU seconds of tests that a fault is given, as long as they take on the sound core
 SLACK = 10  # so many seconds more than on the sound core may a test take, and so many times as long
 PASSED, FAILED, ENDED = 0, 1, ("survives", "convicted", "fails to run")  # exit codes of a child, and what they say
 
