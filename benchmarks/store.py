@@ -27,7 +27,7 @@ from benchmarks.serving import lm
 from kvpool.adapters.mlx_lm import Engine
 from kvpool.adapters.mlx_lm.engine import Sample
 from kvpool.store import BlockLayout, Blocks, DiskStore, Layout, MemoryStore
-from kvpool.store import segments as form
+from kvpool.store import segment_format as form
 from kvpool.store.blocks import Rows
 from kvpool.store.folder import SEALED, Folder
 

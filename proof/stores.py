@@ -143,7 +143,7 @@ class Trusting(DiskStore):
     """Takes what lies where a record should be, one byte further on."""
 
     def load(self, blocks, rows):  # type: ignore[no-untyped-def]
-        with mock.patch("kvpool.store.segments.is_right", lambda *args: True):
+        with mock.patch("kvpool.store.segment_format.is_right", lambda *args: True):
             loaded = super().load(blocks, rows)
         for row in rows[:1]:
             row[:] = np.roll(row, 1)

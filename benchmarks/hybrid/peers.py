@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from kvpool.replay.fixed_split import Admitted, FixedSplit, Split, States, serve
+from benchmarks.hybrid.fixed_split import Admitted, FixedSplit, Split, States, serve
 from kvpool.replay.trace import Path, Trace
 
 CHUNK = 8192

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,68 +18,35 @@ if TYPE_CHECKING:
     from kvpool.replay import Result, Trace
     from kvpool.replay.hybrid import HybridShape
 
-
-Player = Callable[[int, Callable[[int], None]], dict[str, Any]]
-"""Plays a trace in so many blocks, reports how many requests have ended, and returns the counts."""
-
 BLOCK_SIZE = 16
-FLAGS = ("checkpoints", "place", "first_distance")
-"""Options with a value that only H1 has."""
 
 
-def add_group_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that need --groups."""
-    parser.add_argument(
-        "--groups",
-        metavar="MODEL",
-        help="what the layers of a model keep: qwen3_5, gemma4, gpt_oss, or a config.json. The policy is then P3, a"
-        " prefix cache with layer groups, or H1, a fixed split between KV and checkpoints; --num-blocks and --sweep"
-        " take blocks, or sizes such as 64GiB (P3); --block-size is 16 by default",
-    )
-    parser.add_argument("--checkpoints", metavar="N", help="H1: room for states, or for blocks of windows")
-    parser.add_argument(
-        "--place",
-        metavar="RULES",
-        help="H1: where checkpoints are taken, any of E: at the end of a prompt; J: where a prompt leaves the path of"
-        " an earlier one; D: at doubling distances (default: EJ)",
-    )
-    parser.add_argument(
-        "--first-distance", metavar="TOKENS", help="H1: the first distance of D (default: from the bytes of the model)"
-    )
-    parser.add_argument("--two-class", action="store_true", help="H1: states that a later one replaces leave first")
-
-
-def refuse_group_arguments(args: argparse.Namespace) -> None:
-    """Refuse options that mean something only with --groups, or only with another policy."""
-    is_split = args.groups is not None and args.policy == "H1"
-    given = [name for name in FLAGS if getattr(args, name) is not None] + ["two_class"] * args.two_class
-    if given and not is_split:
-        raise CommandError(f"--{given[0].replace('_', '-')} needs --groups MODEL and --policy H1")
-
-
-def run_groups(args: argparse.Namespace, trace_of: Callable[[], Trace], progress_bar: Callable[..., Any]) -> int:
-    """Replay, and print what happened."""
+def run_groups(args: argparse.Namespace) -> int:
+    """Replay through a pool with the layer groups of a model, and print what happened."""
     from kvpool.errors import CapacityExceeded
     from kvpool.replay import report
+    from kvpool.replay.hybrid import replay_hybrid
 
-    if args.policy not in (None, "P3", "H1"):
-        raise CommandError(f"--policy {args.policy}: with --groups there are P3 and H1")
+    if args.policy not in (None, "P3"):
+        raise CommandError(f"--policy {args.policy}: with --groups there is P3")
     if args.samples != "1":
         raise CommandError(f"--samples {args.samples}: only P2 has samples")
     check_plot(args.plot)
-    if args.plot is not None and (args.sweep is None or args.policy == "H1"):
-        raise CommandError("--plot with --groups draws a sweep of pools: it needs --sweep, and excludes --policy H1")
+    if args.plot is not None and args.sweep is None:
+        raise CommandError("--plot with --groups draws a sweep of pools: it needs --sweep")
     concurrency = whole("--concurrency", args.concurrency)
     size = BLOCK_SIZE if args.block_size is None else whole("--block-size", args.block_size)
     shape = shape_of(args.groups, size, concurrency)
     budgets = [budget(args, text, shape) for text in budget_texts(args)]
-    trace = trace_of()
+    trace = load_trace(args)
     runs = []
     try:
-        play = player(args, trace, shape, concurrency)
         with progress_bar(len(trace) * len(budgets), quiet=args.json) as show:
             for index, num_blocks in enumerate(budgets):
-                runs.append(play(num_blocks, partial(show, index * len(trace))))
+                options: dict[str, Any] = {"num_blocks": num_blocks, "concurrency": concurrency}
+                progress = partial(show, index * len(trace))
+                result = replay_hybrid(trace, shape=shape, **options, progress=progress)
+                runs.append(report.hybrid_facts(result, shape))
     except (ValueError, CapacityExceeded, MemoryError) as exc:
         raise CommandError(str(exc) or "not enough memory for this pool") from None
     if args.plot is not None:
@@ -91,10 +57,7 @@ def run_groups(args: argparse.Namespace, trace_of: Callable[[], Trace], progress
         return 0
     print(report.describe_trace(trace))
     print(report.describe_shape(args.groups, shape))
-    if args.sweep is not None:
-        print(report.describe_hybrid_sweep(runs))
-    else:
-        print((report.describe_split if args.policy == "H1" else report.describe_hybrid)(runs[0]))
+    print(report.describe_hybrid(runs[0]) if args.sweep is None else report.describe_hybrid_sweep(runs))
     if args.plot is not None:
         print(f"Drawn in {args.plot}")
     return 0
@@ -124,48 +87,9 @@ def budget_texts(args: argparse.Namespace) -> list[str]:
 def budget(args: argparse.Namespace, text: str, shape: HybridShape) -> int:
     """Return a budget in blocks."""
     option = "--num-blocks" if args.sweep is None else "--sweep"
-    if args.policy == "H1" or text.strip("0123456789 -+") == "":
+    if text.strip("0123456789 -+") == "":
         return whole(option, text)
     return whole(option, str(nbytes(option, text) // shape.block_nbytes))
-
-
-def player(args: argparse.Namespace, trace: Trace, shape: HybridShape, concurrency: int) -> Player:
-    """Return the function that plays the trace once under the policy of the arguments."""
-    from kvpool.replay.fixed_split import FixedSplit, Split
-    from kvpool.replay.hybrid import replay_hybrid
-    from kvpool.replay.report import hybrid_facts
-
-    if args.policy != "H1":
-        pool = partial(replay_hybrid, trace, shape=shape, concurrency=concurrency)
-        return lambda num_blocks, progress: hybrid_facts(pool(num_blocks=num_blocks, progress=progress), shape)
-    if args.checkpoints is None:
-        raise CommandError("--policy H1 needs --checkpoints N, the room beside the blocks of KV")
-    place = "EJ" if args.place is None else args.place
-    if not place or set(place) - set("EJD"):
-        raise CommandError(f"--place {place}: it must be letters of E, J and D")
-    distance = shape.first_distance if args.first_distance is None else whole("--first-distance", args.first_distance)
-    split = Split(
-        kv_blocks=0,
-        room=whole("--checkpoints", args.checkpoints, 0),
-        block_size=shape.block_size,
-        concurrency=concurrency,
-        window_blocks=shape.window_blocks(),
-        place=place,
-        first_distance=distance,
-        is_two_class=args.two_class,
-    )
-    facts = {
-        "policy": "H1",
-        "block_size": split.block_size,
-        "room": split.room,
-        "room_holds": "blocks of windows" if split.window_blocks else "states",
-        "concurrency": concurrency,
-    }
-    return lambda num_blocks, progress: {
-        **facts,
-        "num_blocks": num_blocks,
-        **FixedSplit(trace, replace(split, kv_blocks=num_blocks)).run(progress),
-    }
 
 
 def draw_groups(args: argparse.Namespace, trace: Trace, shape: HybridShape, runs: list[dict[str, Any]]) -> None:
@@ -215,7 +139,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--minimise", action="store_true", help="with --ops: the fewest calls that still fail, when they do"
     )
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw blocks in use and hit rate over time")
-    add_group_arguments(parser)
+    parser.add_argument(
+        "--groups",
+        metavar="MODEL",
+        help="what the layers of a model keep: qwen3_5, gemma4, gpt_oss, or a config.json. The policy is then P3, a"
+        " prefix cache with layer groups; --num-blocks and --sweep take blocks, or sizes such as 64GiB; --block-size"
+        " is 16 by default",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -224,9 +154,8 @@ def run(args: argparse.Namespace) -> int:
         return run_calls(args)
     if args.minimise:
         raise CommandError("--minimise needs --ops FILE")
-    refuse_group_arguments(args)
     if args.groups is not None:
-        return run_groups(args, lambda: load_trace(args), progress_bar)
+        return run_groups(args)
     args.policy = args.policy or "P1"
     from kvpool.errors import CapacityExceeded
     from kvpool.replay import replay, report
@@ -313,7 +242,7 @@ def store_of(args: argparse.Namespace, block_size: int) -> Any:
 def pool_sizes(args: argparse.Namespace) -> list[int | None]:
     """Return the pools to replay, in blocks; None is the policy's own choice."""
     if args.policy not in ("P1", "P2"):
-        raise CommandError(f"--policy {args.policy}: there are P1 and P2; P3 and H1 need --groups MODEL")
+        raise CommandError(f"--policy {args.policy}: there are P1 and P2; P3 needs --groups MODEL")
     if args.sweep is None:
         if args.num_blocks is None and args.policy == "P1":
             raise CommandError("P1 needs --num-blocks N, or --sweep N1,N2,...")

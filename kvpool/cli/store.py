@@ -48,7 +48,7 @@ def _layout(folder: Any) -> dict[str, Any]:
 
 def _records(folder: Any, each: Any) -> Iterator[tuple[int, Any, str]]:
     """The records of a segment, and what is wrong; OSError and ValueError if it cannot be read."""
-    from kvpool.store.segments import examine, read_header
+    from kvpool.store.segment_format import examine, read_header
 
     digest = _layout(folder).get("layout")
     fd = folder.open(each.name)
@@ -70,7 +70,7 @@ def _examined(folder: Any, each: Any) -> Iterator[tuple[int, Any, str]]:
 
 def _is_damaged(folder: Any, each: Any) -> bool:
     """Whether bytes are wrong. A segment that this process cannot read is left to one that can, and is named."""
-    from kvpool.store.segments import UnknownFormat
+    from kvpool.store.segment_format import UnknownFormat
 
     try:
         return any(wrong for _, _, wrong in _records(folder, each))
@@ -215,7 +215,7 @@ def _copy(source: Any, name: str, target: Any, chosen: list[tuple[int, Any]]) ->
     """Write one sealed segment with these records of another; return its bytes."""
     import numpy as np
 
-    from kvpool.store import segments as form
+    from kvpool.store import segment_format as form
 
     fd = source.open(name)
     try:

@@ -5,7 +5,7 @@ cdef enum:
 
 cdef enum:
     BLANK = 0                   # on the blank stack
-    CACHED = 1                  # on the LRU list: evictable
+    EVICTABLE = 1               # on the LRU list
     LIMBO = 2                   # on the limbo list
     USED = 3                    # referenced or held
     RESERVED = 4
@@ -14,7 +14,7 @@ cdef enum:                      # Block.committed
     PLAIN = 0                   # may be written
     CANONICAL = 1               # cached when released
     UNINDEXED = 2               # immutable like the others, blank when released
-    HELD = 3                    # its tokens are known, the index has not been offered it yet; blank when released
+    WAITING = 3                 # its tokens are known, the index has not been offered it yet; blank when released
 
 
 cdef struct Block:              # all that a hit or a release touches, 32 bytes: two to a cache line
@@ -43,7 +43,7 @@ cdef struct Chain:              # doubly linked list through Block.next and Bloc
 #   refcount == entries in tables of open sequences + raw + duplicates that hold it   (checked where the tables are)
 #   floor == 0 unless hold > 0
 #   USED and fence >= oldest_pending > 0  =>  dst of a copy of the pending plan with that id  (checked with the plans)
-#   num_shared == number of blocks with refcount > 1, num_held of those that are HELD
+#   num_shared == number of blocks with refcount > 1, num_waiting of those that are WAITING
 #   limbo fences never decrease from head to tail, and are >= oldest_pending; limbo is empty when newest_pending == 0
 cdef struct Blocks:
     Block* block                # [num_blocks]
@@ -58,7 +58,7 @@ cdef struct Blocks:
     int32_t num_blank
     int32_t num_used
     int32_t num_shared
-    int32_t num_held            # blocks that are HELD
+    int32_t num_waiting         # blocks that are WAITING
     int32_t num_dropped
     int32_t peak_used
     int64_t block_size          # tokens

@@ -186,11 +186,11 @@ cdef inline void leave_use(Blocks* b, int32_t i) noexcept nogil:
 
 cdef inline void settle(Blocks* b, int32_t i) noexcept nogil:
     if b.block[i].committed == CANONICAL:
-        b.block[i].place = CACHED
+        b.block[i].place = EVICTABLE
         b.block[i].fence = b.allocs
         chain_push(b, &b.lru, i)
     else:
-        b.num_held -= b.block[i].committed == HELD
+        b.num_waiting -= b.block[i].committed == WAITING
         b.block[i].committed = PLAIN
         b.block[i].place = BLANK
         b.blank[b.num_blank] = i
@@ -282,7 +282,7 @@ cdef void blocks_lower_fences(Blocks* b) noexcept nogil:
 cdef inline void touch(Blocks* b, int32_t i) noexcept nogil:
     cdef Block* block = &b.block[i]
     if block.place != USED:
-        chain_unlink(b, &b.lru if block.place == CACHED else &b.limbo, i)
+        chain_unlink(b, &b.lru if block.place == EVICTABLE else &b.limbo, i)
         block.place = USED
         b.block[i].fence = 0          # of a cached block this was no step but the time it was cached
         b.num_used += 1
@@ -381,7 +381,7 @@ cdef void blocks_release(Blocks* b, const int32_t* ids, int32_t n, bint oldest) 
         if oldest or b.block[i].committed != CANONICAL:
             b.block[i].raw -= 1
             unref(b, i)
-            if b.block[i].place == CACHED:
+            if b.block[i].place == EVICTABLE:
                 chain_unlink(b, &b.lru, i)
                 chain_push_front(b, &b.lru, i)
     if oldest:
@@ -403,7 +403,7 @@ cdef void blocks_uncommit(Blocks* b, const int32_t* ids, int32_t n) noexcept nog
     """Clear committed bits: evictable blocks are blank now, the first named on top; others when they are released."""
     cdef int32_t k
     for k in range(n - 1, -1, -1):
-        if b.block[ids[k]].place == CACHED:
+        if b.block[ids[k]].place == EVICTABLE:
             give_up(b, ids[k])
             settle(b, ids[k])
         b.block[ids[k]].committed = PLAIN
@@ -426,7 +426,7 @@ cdef int32_t blocks_free_order(const Blocks* b, int32_t* out, int32_t n) noexcep
 cdef void blocks_reset(Blocks* b) noexcept nogil:
     """Every unreserved block blank, the lowest id on top; committed ones are noted as dropped."""
     cdef int32_t i
-    b.num_blank = b.num_used = b.num_shared = b.num_held = 0
+    b.num_blank = b.num_used = b.num_shared = b.num_waiting = 0
     b.newest_pending = b.oldest_pending = 0
     b.lru.head = b.lru.tail = b.limbo.head = b.limbo.tail = NO_BLOCK
     b.lru.size = b.limbo.size = 0
@@ -511,7 +511,7 @@ cdef bint check_block(const Blocks* b, int32_t i, char* finding) noexcept nogil:
         return snprintf(finding, FINDING, b"block %d is committed, and in the dropped list", i) > 0
     if block.place == BLANK and block.committed:
         return snprintf(finding, FINDING, b"block %d is blank and committed", i) > 0
-    if block.place == CACHED and block.committed != CANONICAL:
+    if block.place == EVICTABLE and block.committed != CANONICAL:
         return snprintf(finding, FINDING, b"block %d is evictable, but not committed", i) > 0
     if b.floor[i] and not block.hold:
         return snprintf(finding, FINDING, b"block %d has floor %d without a hold", i, b.floor[i]) > 0
@@ -543,7 +543,7 @@ cdef bint check_ids(const Blocks* b, int32_t* seen, char* finding) noexcept nogi
 
 cdef bint blocks_check(const Blocks* b, int32_t* seen, char* finding) noexcept nogil:
     """Whether an invariant does not hold; the first one, in words. `seen` is zero for every block. O(num_blocks)."""
-    cdef int32_t i, shared = 0, held = 0
+    cdef int32_t i, shared = 0, waiting = 0
     cdef int32_t[5] places
     if not (0 <= b.num_blank <= b.num_blocks and 0 <= b.num_dropped <= b.num_blocks):
         return snprintf(finding, FINDING, b"the blank stack has %d entries and the dropped list %d", b.num_blank,
@@ -554,9 +554,10 @@ cdef bint blocks_check(const Blocks* b, int32_t* seen, char* finding) noexcept n
             return True
         places[b.block[i].place] += 1
         shared += b.block[i].refcount > 1
-        held += b.block[i].committed == HELD
-    if held != b.num_held:
-        return snprintf(finding, FINDING, b"%d blocks are held back, the counter says %d", held, b.num_held) > 0
+        waiting += b.block[i].committed == WAITING
+    if waiting != b.num_waiting:
+        return snprintf(finding, FINDING, b"%d blocks wait to be published, the counter says %d", waiting,
+                        b.num_waiting) > 0
     if places[USED] != b.num_used or shared != b.num_shared or b.num_used > b.peak_used:
         return snprintf(finding, FINDING, b"counted %d used and %d shared blocks, the counters say %d and %d",
                         places[USED], shared, b.num_used, b.num_shared) > 0
@@ -567,8 +568,8 @@ cdef bint blocks_check(const Blocks* b, int32_t* seen, char* finding) noexcept n
                         places[BLANK]) > 0
     if b.limbo.size and (b.newest_pending == 0 or b.block[b.limbo.head].fence < b.oldest_pending):
         return snprintf(finding, FINDING, b"limbo holds %d blocks that no pending step can use", b.limbo.size) > 0
-    if check_chain(b, &b.lru, CACHED, b"LRU", finding) or check_chain(b, &b.limbo, LIMBO, b"limbo", finding):
+    if check_chain(b, &b.lru, EVICTABLE, b"LRU", finding) or check_chain(b, &b.limbo, LIMBO, b"limbo", finding):
         return True
-    if places[CACHED] != b.lru.size or places[LIMBO] != b.limbo.size:
+    if places[EVICTABLE] != b.lru.size or places[LIMBO] != b.limbo.size:
         return snprintf(finding, FINDING, b"a block is on no list") > 0
     return False

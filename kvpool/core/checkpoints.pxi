@@ -6,13 +6,13 @@
 # ---- bundles -----------------------------------------------------------------------------------------------
 
 cdef void bundle_keep(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
-    """Blocks whose last user is gone, which no pending step touches: they are CACHED at once."""
+    """Blocks whose last user is gone, which no pending step touches: they are EVICTABLE at once."""
     cdef int32_t k, i
     for k in range(n):
         i = ids[k]
         b.block[i].refcount -= 1
         b.num_used -= 1
-        b.block[i].place = CACHED
+        b.block[i].place = EVICTABLE
         chain_push(b, &b.lru, i)
 
 
@@ -106,14 +106,14 @@ cdef void checkpoint_tails(Groups* gs, int32_t m, int32_t slot) noexcept nogil:
                 tell_stored(t, g, k, n)
             elif slot >= 0 and t.checkpoint[m].loads and first != group_row(g, slot)[index * g.columns]:
                 known[0] = group_row(g, slot)[index * g.columns]
-                if g.blocks.block[first].place == CACHED:
+                if g.blocks.block[first].place == EVICTABLE:
                     entry_blank(t, g, first)
             known[1] += 1 if slot >= 0 else -1
             if known[1] == 0:
                 first = known[0]
                 known[0] = NO_BLOCK
                 tell_removed(t, k, n)
-                if g.blocks.block[first].place == CACHED:
+                if g.blocks.block[first].place == EVICTABLE:
                     entry_blank(t, g, first)    # the checkpoint still holds the last node, and so all above it
         n = t.node[n].parent
 
@@ -186,7 +186,7 @@ cdef void checkpoint_drop(Groups* gs, int32_t m) noexcept nogil:
         forget_taken(t, checkpoint.row, m)
     for k in range(t.bundle_size):
         t.role[0][ids[k]] = NO_ROLE
-        if b.block[ids[k]].place == CACHED:
+        if b.block[ids[k]].place == EVICTABLE:
             blocks_drop(b, ids[k])
         else:
             b.block[ids[k]].committed = PLAIN
@@ -239,7 +239,7 @@ cdef void drop_taken(Groups* gs, int32_t slot, int64_t step, int64_t beyond) noe
 
 # ---- where they are taken ----------------------------------------------------------------------------------
 
-cdef int64_t next_place(const Tree* t, int32_t slot, int64_t length) noexcept nogil:
+cdef int64_t next_checkpoint(const Tree* t, int32_t slot, int64_t length) noexcept nogil:
     """The next length above this one at which a row takes a checkpoint, -1: none."""
     cdef const RowPlaces* row = &t.row[slot]
     cdef int64_t least = -1, place, distance = t.spacing, low = max(length, row.hit)
@@ -260,13 +260,13 @@ cdef int64_t next_place(const Tree* t, int32_t slot, int64_t length) noexcept no
     return least
 
 
-cdef void publish_place(Groups* gs, int32_t slot, int32_t n, int64_t position) noexcept nogil:
+cdef void publish_checkpoint(Groups* gs, int32_t slot, int32_t n, int64_t position) noexcept nogil:
     """A row has committed as far as a place where a checkpoint is wanted."""
     cdef Tree* t = gs.tree
     cdef int32_t* taken = t.row[slot].taken
     cdef int32_t j = 0, m = NO_CHECKPOINT
     cdef bint is_new
-    if next_place(t, slot, position - 1) != position:
+    if next_checkpoint(t, slot, position - 1) != position:
         return
     while j < MOST_TAKEN and (taken[j] == NO_CHECKPOINT or t.checkpoint[taken[j]].position != position):
         j += 1
@@ -427,7 +427,7 @@ cdef inline bint computes(const Step* p, int32_t row, int32_t* at) noexcept nogi
     return p.event[at[0] - 1].q_len != 0
 
 
-cdef void tree_loads(Groups* gs, const Step* p, GroupPlan** part, bint advance) noexcept nogil:
+cdef void tree_loads(Groups* gs, const Step* p, StepPart** part, bint advance) noexcept nogil:
     """Before the tables of a step change: states that its rows read and that nobody has copied yet."""
     cdef Tree* t = gs.tree
     cdef int32_t i, k, at = 0, slot, first
@@ -449,7 +449,7 @@ cdef void tree_loads(Groups* gs, const Step* p, GroupPlan** part, bint advance) 
                 part[k].num_loads += 1
 
 
-cdef void checkpoint_take(Groups* gs, const Step* p, GroupPlan** part, int32_t slot, int64_t length) noexcept nogil:
+cdef void checkpoint_take(Groups* gs, const Step* p, StepPart** part, int32_t slot, int64_t length) noexcept nogil:
     """A row ends where a checkpoint is wanted: its states go to a bundle, if there are blocks for one."""
     cdef Tree* t = gs.tree
     cdef int32_t k, m = NO_CHECKPOINT
@@ -467,7 +467,7 @@ cdef void checkpoint_take(Groups* gs, const Step* p, GroupPlan** part, int32_t s
             part[k].num_saves += 1
 
 
-cdef void tree_saves(Groups* gs, const Step* p, GroupPlan** part) noexcept nogil:
+cdef void tree_saves(Groups* gs, const Step* p, StepPart** part) noexcept nogil:
     """After the tables of a step have changed: rows that end where a checkpoint is wanted take one."""
     cdef Tree* t = gs.tree
     cdef int32_t i, at = 0, slot
@@ -479,7 +479,7 @@ cdef void tree_saves(Groups* gs, const Step* p, GroupPlan** part) noexcept nogil
             continue
         slot = slot_of(p.handle[i])
         length = p.length[i]
-        if length <= t.row[slot].cut and next_place(t, slot, length - 1) == length:
+        if length <= t.row[slot].cut and next_checkpoint(t, slot, length - 1) == length:
             checkpoint_take(gs, p, part, slot, length)
 
 

@@ -55,7 +55,7 @@ cdef struct Change:             # what a step did to the table of one row
     int32_t appended            # ids
 
 
-cdef struct GroupPlan:          # what a plan has for one group
+cdef struct StepPart:           # what a plan has for one group
     Log log                     # one entry per id
     Change* change              # [max_rows], num_changes valid, by row; other rows kept their table as it was
     int32_t max_rows
@@ -91,8 +91,8 @@ cdef void row_loses(Groups* gs, int32_t slot) noexcept nogil
 cdef void tree_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nogil
 cdef void tree_close(Groups* gs, int32_t slot) noexcept nogil
 cdef void tree_make_room(Groups* gs, int32_t arena, int64_t n) noexcept nogil
-cdef void tree_loads(Groups* gs, const Step* p, GroupPlan** part, bint advance) noexcept nogil
-cdef void tree_saves(Groups* gs, const Step* p, GroupPlan** part) noexcept nogil
+cdef void tree_loads(Groups* gs, const Step* p, StepPart** part, bint advance) noexcept nogil
+cdef void tree_saves(Groups* gs, const Step* p, StepPart** part) noexcept nogil
 cdef void tree_pass(Groups* gs, const Step* p) noexcept nogil
 cdef void tree_undo(Groups* gs, const Step* p) noexcept nogil
 cdef void tree_undone(Groups* gs, const Step* p) noexcept nogil
@@ -116,7 +116,7 @@ cdef struct Groups:
     int32_t unit                # blocks of the pool in the smallest entry: capacities are multiples of it
     bint has_states
     bint pends                  # not in_order
-    GroupPlan[MAX_GROUPS] scratch   # rows of dry runs
+    StepPart[MAX_GROUPS] scratch    # rows of dry runs
 
 
 cdef inline int32_t* group_row(const LayerGroup* g, int32_t slot) noexcept nogil:

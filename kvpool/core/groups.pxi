@@ -1,7 +1,7 @@
 """Layer groups: C functions on a `Groups` struct. They cannot fail where they change anything: callers judge first.
 
 Handles and lengths are those of `Seqs`, common to all groups; every group has its own table. A `Step` is common to all
-groups too (rows, tokens, lengths); what it did to tables stands in one `GroupPlan` per group: a `Change` for each row
+groups too (rows, tokens, lengths); what it did to tables stands in one `StepPart` per group: a `Change` for each row
 whose table changed, and a `Log`, with which holds, floors and undo work as for one table, in the arena of the group.
 A row that puts one token into tails that only it uses has neither an event nor a change. A state is a table of one
 entry that every step replaces as a whole.
@@ -46,14 +46,14 @@ cdef int group_init(LayerGroup* g, int32_t max_seqs) noexcept nogil:
     return OK
 
 
-cdef int part_init(GroupPlan* part, int32_t max_rows) noexcept nogil:
+cdef int part_init(StepPart* part, int32_t max_rows) noexcept nogil:
     """What a step does to so many rows of a group."""
     part.max_rows = max_rows
     part.change = <Change*>xcalloc(max_rows, sizeof(Change))
     return OK if log_init(&part.log) == OK and part.change != NULL else NO_MEMORY
 
 
-cdef void part_free(GroupPlan* part) noexcept nogil:
+cdef void part_free(StepPart* part) noexcept nogil:
     xfree(part.change)
     xfree(part.log.entry)
     part.change = NULL
@@ -64,8 +64,8 @@ cdef inline void forget_told(LayerGroup* g, int32_t slot) noexcept nogil:
     g.seq[slot].told = g.seq[slot].told_gone = 0
 
 
-cdef inline GroupPlan** parts_of(const Step* p) noexcept nogil:
-    return <GroupPlan**>p.parts
+cdef inline StepPart** parts_of(const Step* p) noexcept nogil:
+    return <StepPart**>p.parts
 
 
 # ---- sequences ---------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ cdef inline bint has_slot(const Groups* gs, const int64_t* needed, const int64_t
     return True
 
 
-cdef int move_states(Groups* gs, GroupPlan** part, int32_t row, int32_t slot, int64_t* needed) noexcept nogil:
+cdef int move_states(Groups* gs, StepPart** part, int32_t row, int32_t slot, int64_t* needed) noexcept nogil:
     """Each state of a row goes to another slot."""
     cdef LayerGroup* g
     cdef Change* change
@@ -300,7 +300,7 @@ cdef int move_states(Groups* gs, GroupPlan** part, int32_t row, int32_t slot, in
     return OK
 
 
-cdef int32_t check_steady(Groups* gs, GroupPlan** part, const int64_t* handle, int32_t first, int32_t end, int64_t
+cdef int32_t check_steady(Groups* gs, StepPart** part, const int64_t* handle, int32_t first, int32_t end, int64_t
                           seq_tokens, int64_t num_blocks, int64_t* needed, const int64_t* available) noexcept nogil:
     """Return the first row from `first` on that does more than put a token into its own tails, and move its states.
 
@@ -335,7 +335,7 @@ cdef int32_t check_steady(Groups* gs, GroupPlan** part, const int64_t* handle, i
     return first
 
 
-cdef int32_t check_in_group(const Groups* gs, LayerGroup* g, GroupPlan* part, const Seq* q, int32_t row, int64_t new,
+cdef int32_t check_in_group(const Groups* gs, LayerGroup* g, StepPart* part, const Seq* q, int32_t row, int64_t new,
                             int64_t blocks, bint advance) noexcept nogil:
     """What `new` > 0 more tokens of one row do in one group stands in a change; returns the ids that are needed.
 
@@ -350,7 +350,7 @@ cdef int32_t check_in_group(const Groups* gs, LayerGroup* g, GroupPlan* part, co
         held = held_of(g, slot, q.kv_len)
         index = entry_at(g, held)
         entries = entries_of(g, slot, q.num_blocks)
-        change.replaced = log_writes(&part.log, g.blocks, row, group_row(g, slot), g.columns, index,
+        change.replaced = note_copies(&part.log, g.blocks, row, group_row(g, slot), g.columns, index,
                                      min(entry_at(g, held + new + g.block_size - 1), entries),
                                      held - index * g.block_size)
         change.appended = <int32_t>(entries_of(g, slot, blocks) - entries) * g.columns
@@ -368,7 +368,7 @@ cdef int32_t check_in_group(const Groups* gs, LayerGroup* g, GroupPlan* part, co
     return change.replaced + change.appended
 
 
-cdef int check_group_row(Groups* gs, Step* p, GroupPlan** part, int32_t row, int32_t slot, int64_t new,
+cdef int check_group_row(Groups* gs, Step* p, StepPart** part, int32_t row, int32_t slot, int64_t new,
                          const Limits* limits, bint advance, int64_t* needed, Verdict* v) noexcept nogil:
     """Judge a row that may do more than a steady one. Its event and its changes record what will happen to it."""
     cdef const Seq* q = &gs.seqs.seq[slot]
@@ -410,7 +410,7 @@ cdef inline int short_arena(const Groups* gs, const int64_t* needed, const int64
     return -1
 
 
-cdef void skip_row(Groups* gs, Step* p, GroupPlan** part, int64_t* needed) noexcept nogil:
+cdef void skip_row(Groups* gs, Step* p, StepPart** part, int64_t* needed) noexcept nogil:
     """The last row that was checked gets nothing, in no group."""
     cdef Event* event = &p.event[p.num_events - 1]
     cdef const Change* change
@@ -427,7 +427,7 @@ cdef void skip_row(Groups* gs, Step* p, GroupPlan** part, int64_t* needed) noexc
             part[k].num_changes -= 1
 
 
-cdef int64_t most_blocks(const Groups* gs, GroupPlan** part) noexcept nogil:
+cdef int64_t most_blocks(const Groups* gs, StepPart** part) noexcept nogil:
     """Blocks of the pool of a sequence that the tables of a plan have room for in all groups."""
     cdef int64_t most = INT64_MAX
     cdef int32_t k
@@ -437,7 +437,7 @@ cdef int64_t most_blocks(const Groups* gs, GroupPlan** part) noexcept nogil:
     return most
 
 
-cdef int groups_check_step(Groups* gs, Step* p, GroupPlan** part, const Ints* handles, const Ints* num_new,
+cdef int groups_check_step(Groups* gs, Step* p, StepPart** part, const Ints* handles, const Ints* num_new,
                            const Limits* limits, bint advance, bint partial, Verdict* v) noexcept nogil:
     """Judge a batch in all groups. Unless it returns OK the caller must `groups_undo_check`."""
     cdef Seqs* s = gs.seqs
@@ -496,7 +496,7 @@ cdef int groups_check_step(Groups* gs, Step* p, GroupPlan** part, const Ints* ha
     return OK
 
 
-cdef void groups_undo_check(Groups* gs, GroupPlan** part) noexcept nogil:
+cdef void groups_undo_check(Groups* gs, StepPart** part) noexcept nogil:
     cdef int32_t k
     for k in range(gs.num_groups):
         log_undo(&part[k].log, gs.group[k].blocks, 0)
@@ -504,7 +504,7 @@ cdef void groups_undo_check(Groups* gs, GroupPlan** part) noexcept nogil:
 
 # ---- a step: commit ----------------------------------------------------------------------------------------
 
-cdef void commit_group(Groups* gs, LayerGroup* g, GroupPlan* part, const Step* p) noexcept nogil:
+cdef void commit_group(Groups* gs, LayerGroup* g, StepPart* part, const Step* p) noexcept nogil:
     """Take the blocks of all rows in one group: in a row replacements by ascending index, then the new entries."""
     cdef Blocks* b = g.blocks
     cdef uint64_t digest = gs.arena[0].digest
@@ -531,7 +531,7 @@ cdef void commit_group(Groups* gs, LayerGroup* g, GroupPlan* part, const Step* p
     gs.arena[0].digest = digest
 
 
-cdef void groups_commit(Groups* gs, Step* p, GroupPlan** part, const int64_t* handles, bint advance) noexcept nogil:
+cdef void groups_commit(Groups* gs, Step* p, StepPart** part, const int64_t* handles, bint advance) noexcept nogil:
     """Carry out a batch that groups_check_step accepted."""
     cdef Seqs* s = gs.seqs
     cdef Blocks* b = gs.arena[0]
@@ -586,7 +586,7 @@ cdef inline int64_t first_read(const LayerGroup* g, int64_t position) noexcept n
     return entry_at(g, position // g.reach * g.reach) if g.kind == CHUNK_LAYERS else 0
 
 
-cdef void let_go(LayerGroup* g, int32_t slot, int64_t length) noexcept nogil:
+cdef void free_behind_window(LayerGroup* g, int32_t slot, int64_t length) noexcept nogil:
     """Release the entries that no query reads after a step that ended at a length, which is due."""
     cdef int64_t end = first_read(g, length - g.lookahead), index
     cdef int32_t* ids = group_row(g, slot)
@@ -601,7 +601,7 @@ cdef void let_go(LayerGroup* g, int32_t slot, int64_t length) noexcept nogil:
 
 cdef void groups_release(Groups* gs, const Step* p) noexcept nogil:
     """The step was executed: let go of what it read last, then of what no later query of its rows reads."""
-    cdef GroupPlan** part = parts_of(p)
+    cdef StepPart** part = parts_of(p)
     cdef int32_t[MAX_GROUPS] letting
     cdef int32_t i, k, slot, n = 0
     if gs.tree != NULL:
@@ -615,12 +615,12 @@ cdef void groups_release(Groups* gs, const Step* p) noexcept nogil:
         slot = slot_of(p.handle[i])
         for k in range(n):
             if p.length[i] >= gs.group[letting[k]].seq[slot].due and seq_find(gs.seqs, p.handle[i]) >= 0:
-                let_go(&gs.group[letting[k]], slot, p.length[i])
+                free_behind_window(&gs.group[letting[k]], slot, p.length[i])
 
 
 cdef void groups_settle(Groups* gs, const Pending* pending, const Step* p) noexcept nogil:
     """A step has ended: recompute the floors that its logs touched, then let blocks out of limbo."""
-    cdef GroupPlan** part = parts_of(p)
+    cdef StepPart** part = parts_of(p)
     cdef const Step* other
     cdef int32_t k
     for k in range(gs.num_groups):
@@ -641,7 +641,7 @@ cdef void groups_pass(Groups* gs, const Pending* pending, const Step* p) noexcep
     groups_settle(gs, pending, p)
 
 
-cdef void rollback_group(LayerGroup* g, const GroupPlan* part, const Step* p, const Seqs* s) noexcept nogil:
+cdef void rollback_group(LayerGroup* g, const StepPart* part, const Step* p, const Seqs* s) noexcept nogil:
     """Undo the newest step in one group; the sequences have their lengths of before already."""
     cdef const Replaced* log = part.log.entry + part.log.size
     cdef const Change* change
@@ -667,7 +667,7 @@ cdef void rollback_group(LayerGroup* g, const GroupPlan* part, const Step* p, co
 
 cdef void groups_rollback(Groups* gs, const Pending* pending, const Step* p) noexcept nogil:
     """Undo the newest step, which is off the list already: the last group first."""
-    cdef GroupPlan** part = parts_of(p)
+    cdef StepPart** part = parts_of(p)
     cdef Seqs* s = gs.seqs
     cdef const Event* event
     cdef Event plain
@@ -732,7 +732,7 @@ cdef int64_t group_rewritten(const LayerGroup* g, int32_t slot, int64_t held, in
     return -1
 
 
-cdef int check_unshare_row(Groups* gs, LayerGroup* g, GroupPlan* part, int32_t row, int32_t slot, int64_t first,
+cdef int check_unshare_row(Groups* gs, LayerGroup* g, StepPart* part, int32_t row, int32_t slot, int64_t first,
                            int64_t length, Verdict* v) noexcept nogil:
     """Note the entries of a row that compaction to `length` tokens rewrites and must not."""
     cdef Change* change = &part.change[part.num_changes]
@@ -755,12 +755,12 @@ cdef int check_unshare_row(Groups* gs, LayerGroup* g, GroupPlan* part, int32_t r
     return OK
 
 
-cdef int groups_check_unshare(Groups* gs, Step* p, GroupPlan** part, int32_t group, const Ints* handles, const Ints*
+cdef int groups_check_unshare(Groups* gs, Step* p, StepPart** part, int32_t group, const Ints* handles, const Ints*
                               lens, int64_t first, const Limits* limits, Verdict* v) noexcept nogil:
     """Judge a batch that gets blocks of its own in a group. Unless it returns OK: `groups_undo_check`."""
     cdef Seqs* s = gs.seqs
     cdef LayerGroup* g = &gs.group[group]
-    cdef GroupPlan* one = part[group]
+    cdef StepPart* one = part[group]
     cdef int64_t[MAX_ARENAS] needed
     cdef int64_t available = blocks_available(g.blocks)
     cdef int32_t i, k, slot, short_row = -1
@@ -842,7 +842,7 @@ cdef void groups_evict(Groups* gs, int32_t group, int32_t slot, const Ints* plac
 
 # ---- arrays ------------------------------------------------------------------------------------------------
 
-cdef void emit_states(const LayerGroup* g, GroupPlan* out, const Step* p, int32_t pad_rows) noexcept nogil:
+cdef void emit_states(const LayerGroup* g, StepPart* out, const Step* p, int32_t pad_rows) noexcept nogil:
     """state_src and state_dst of a step; rows without new tokens have neither."""
     cdef const Replaced* log = out.log.entry
     cdef const Change* change
@@ -860,7 +860,7 @@ cdef void emit_states(const LayerGroup* g, GroupPlan* out, const Step* p, int32_
         out.state_src[i] = out.state_dst[i] = NO_BLOCK
 
 
-cdef void emit_next_slots(const LayerGroup* g, GroupPlan* out, const Step* p) noexcept nogil:
+cdef void emit_next_slots(const LayerGroup* g, StepPart* out, const Step* p) noexcept nogil:
     """slot_mapping of a batch in which every row has one new token: all that the loop reads is in locals."""
     cdef const int32_t* table = g.table
     cdef const int32_t* ids
@@ -876,7 +876,7 @@ cdef void emit_next_slots(const LayerGroup* g, GroupPlan* out, const Step* p) no
             slots[c * shown + i] = <int32_t>(ids[c] * bs + position)
 
 
-cdef void emit_slots(const LayerGroup* g, GroupPlan* out, const Step* p) noexcept nogil:
+cdef void emit_slots(const LayerGroup* g, StepPart* out, const Step* p) noexcept nogil:
     """slot_mapping: where each new token goes, one row of all tokens per column."""
     cdef int32_t* slots = out.slot_mapping
     cdef const int32_t* ids
@@ -900,7 +900,7 @@ cdef void emit_slots(const LayerGroup* g, GroupPlan* out, const Step* p) noexcep
             first = stop
 
 
-cdef void emit_tables(const Groups* gs, const LayerGroup* g, GroupPlan* out, const Step* p, int32_t
+cdef void emit_tables(const Groups* gs, const LayerGroup* g, StepPart* out, const Step* p, int32_t
                       pad_rows) noexcept nogil:
     """kv_lens of all rows; block_tables, dirty_rows and kv_starts of those whose table is not the one shown."""
     cdef const GroupSeq* q
@@ -961,7 +961,7 @@ cdef void groups_tell(Groups* gs, const Step* p, TableUpdates* out) noexcept nog
 cdef void groups_emit(const Groups* gs, const Step* p, int32_t pad_rows, int64_t pad_tokens) noexcept nogil:
     """Write a committed step into the arrays of every group."""
     cdef const LayerGroup* g
-    cdef GroupPlan* out
+    cdef StepPart* out
     cdef int64_t t
     cdef int32_t k, c
     for k in range(gs.num_groups):
@@ -987,7 +987,7 @@ cdef void groups_emit(const Groups* gs, const Step* p, int32_t pad_rows, int64_t
 
 # ---- audit -------------------------------------------------------------------------------------------------
 
-cdef uint64_t part_fingerprint(const GroupPlan* part, uint64_t h) noexcept nogil:
+cdef uint64_t part_fingerprint(const StepPart* part, uint64_t h) noexcept nogil:
     """Hash of what a pending step did in one group."""
     cdef int32_t i
     for i in range(part.num_changes):

@@ -20,7 +20,7 @@ cdef struct Bound:              # an array of the caller's, or one whose memory 
 
 
 cdef class PlanGroup:           # what a plan has for one layer group; it keeps its memory, the plan keeps it
-    cdef GroupPlan data
+    cdef StepPart data
     cdef int32_t columns
     cdef dict arrays            # name -> (whole array, its memory)
     cdef dict views             # name -> (length, view)
@@ -52,7 +52,7 @@ cdef class Plan:
     cdef int64_t changes        # of the arrays: two threads may bind at a time
     cdef tuple names
     cdef tuple group_plans      # a PlanGroup for each layer group, None without groups
-    cdef GroupPlan* part[MAX_GROUPS]    # theirs
+    cdef StepPart* part[MAX_GROUPS]     # theirs
     cdef TableUpdates updates
     cdef object __weakref__
 

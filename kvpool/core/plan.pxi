@@ -91,7 +91,7 @@ cdef class PlanGroup:
 
     cdef int init(self, const LayerGroup* group, int64_t num_blocks, int64_t rows, int64_t tokens,
                   int64_t table_tokens, object formats, int32_t bundle) except -1:
-        cdef GroupPlan* data = &self.data
+        cdef StepPart* data = &self.data
         cdef int64_t width = (table_tokens + group.block_size - 1) // group.block_size
         self.arrays, self.views = {}, {}
         self.columns = group.columns

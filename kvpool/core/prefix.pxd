@@ -1,18 +1,18 @@
 """Index of committed blocks by content: exact, and one overlapped cache line per block."""
 
 
-cdef struct Slot:               # open addressing, linear probing, home position = key & mask
+cdef struct Bucket:             # open addressing, linear probing, home position = key & mask
     uint32_t key                # upper half of the chained hash
     int32_t id                  # canonical block, NO_BLOCK: empty
     uint64_t parent             # uid of the parent node
 
 
 # Invariants, recomputed by index_check:
-#   uid[i] != 0 and committed == CANONICAL   <=>  block i is canonical: exactly one slot has id == i
-#   num_nodes == number of canonical blocks == number of slots that are not empty
-#   no two slots have the same parent and equal tokens
+#   uid[i] != 0 and committed == CANONICAL   <=>  block i is canonical: exactly one bucket has id == i
+#   num_nodes == number of canonical blocks == number of buckets that are not empty
+#   no two buckets have the same parent and equal tokens
 cdef struct Index:
-    Slot* slot                  # [mask + 1]
+    Bucket* bucket              # [mask + 1]
     uint64_t* hash              # [num_blocks] chained hash up to and including the block
     uint64_t* uid               # [num_blocks] node that the block stands for, its own or its canonical's; 0: none
     uint64_t* root              # [num_blocks] uid of its namespace's root

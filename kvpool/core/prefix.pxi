@@ -3,7 +3,7 @@
 A node is (parent node, tokens of one block). Its uid is handed out once and never reused, so "same parent uid, same
 tokens" proves by induction that the whole prefix is the same, whatever the hash says: the chained hash, seeded per
 pool, only finds candidates, and a collision costs a miss. All hashes of a prompt need its tokens alone, so the
-cache lines of the slots and of the tokens are fetched in groups, ahead of their use.
+cache lines of the buckets and of the tokens are fetched in groups, ahead of their use.
 """
 
 cdef extern from *:
@@ -26,19 +26,19 @@ cdef extern from *:
 
 cdef enum:
     GROUP = 32                  # blocks whose lines are in flight together
-    AHEAD = 12                  # evicted blocks whose slots are in flight while one is forgotten
+    AHEAD = 12                  # evicted blocks whose buckets are in flight while one is forgotten
     RAMP = 4                    # first group: most lookups that miss, miss early
 
 
 # ---- memory ------------------------------------------------------------------------------------------------
 
 cdef int index_init(Index* ix, const Blocks* b, uint64_t seed, uint64_t keep, int64_t events) noexcept nogil:
-    cdef uint64_t slots = 8
+    cdef uint64_t buckets = 8
     cdef size_t n = b.num_blocks
-    while slots * 3 < <uint64_t>n * 4:
-        slots *= 2
-    ix.mask = <uint32_t>(slots - 1)
-    ix.slot = <Slot*>xmalloc(slots * sizeof(Slot))
+    while buckets * 3 < <uint64_t>n * 4:
+        buckets *= 2
+    ix.mask = <uint32_t>(buckets - 1)
+    ix.bucket = <Bucket*>xmalloc(buckets * sizeof(Bucket))
     ix.hash = <uint64_t*>xcalloc(n, sizeof(uint64_t))
     ix.uid = <uint64_t*>xcalloc(n, sizeof(uint64_t))
     ix.root = <uint64_t*>xcalloc(n, sizeof(uint64_t))
@@ -49,16 +49,16 @@ cdef int index_init(Index* ix, const Blocks* b, uint64_t seed, uint64_t keep, in
     ix.keep = keep
     ix.next_uid = 1
     ring_init(&ix.ring, events, b.block_size)
-    if (names_init(&ix.names, seed) != OK or ix.slot == NULL or ix.hash == NULL or ix.uid == NULL or ix.root == NULL
+    if (names_init(&ix.names, seed) != OK or ix.bucket == NULL or ix.hash == NULL or ix.uid == NULL or ix.root == NULL
             or ix.tokens == NULL or (events and ix.key == NULL)):
         index_free(ix)
         return NO_MEMORY
-    memset(ix.slot, 0xFF, slots * sizeof(Slot))
+    memset(ix.bucket, 0xFF, buckets * sizeof(Bucket))
     return OK
 
 
 cdef void index_free(Index* ix) noexcept nogil:
-    xfree(ix.slot)
+    xfree(ix.bucket)
     xfree(ix.hash)
     xfree(ix.uid)
     xfree(ix.root)
@@ -71,9 +71,9 @@ cdef void index_free(Index* ix) noexcept nogil:
 
 cdef int64_t index_nbytes(const Index* ix, const Blocks* b) noexcept nogil:
     """Bytes of the index itself, the canonical references in `Blocks` included."""
-    if ix.slot == NULL:
+    if ix.bucket == NULL:
         return 0
-    return ((ix.mask + <int64_t>1) * sizeof(Slot)
+    return ((ix.mask + <int64_t>1) * sizeof(Bucket)
             + b.num_blocks * (28 + ix.block_size * <int64_t>sizeof(int32_t) + (16 if ix.key != NULL else 0)))
 
 
@@ -105,37 +105,37 @@ cdef inline uint32_t key_of(uint64_t h) noexcept nogil:
     return <uint32_t>(h >> 32) ^ <uint32_t>h
 
 
-# ---- slots -------------------------------------------------------------------------------------------------
+# ---- buckets -----------------------------------------------------------------------------------------------
 
 cdef inline uint32_t find(const Index* ix, uint32_t at, uint32_t key, uint64_t parent,
                           const int32_t* tokens) noexcept nogil:
-    """Position of the node (parent, tokens), probing from `at` on; or of the empty slot that ends the search."""
-    cdef const Slot* slot = &ix.slot[at]
-    while slot.id != NO_BLOCK:
-        if (slot.key == key and slot.parent == parent
-                and memcmp(ix.tokens + slot.id * ix.block_size, tokens, ix.block_size * sizeof(int32_t)) == 0):
+    """Position of the node (parent, tokens), probing from `at` on; or of the empty bucket that ends the search."""
+    cdef const Bucket* bucket = &ix.bucket[at]
+    while bucket.id != NO_BLOCK:
+        if (bucket.key == key and bucket.parent == parent
+                and memcmp(ix.tokens + bucket.id * ix.block_size, tokens, ix.block_size * sizeof(int32_t)) == 0):
             return at
         at = (at + 1) & ix.mask
-        slot = &ix.slot[at]
+        bucket = &ix.bucket[at]
     return at
 
 
-cdef void remove_slot(Index* ix, int32_t id) noexcept nogil:
-    """Take out the slot of a canonical block; those behind it move up, so there are no tombstones."""
+cdef void remove_bucket(Index* ix, int32_t id) noexcept nogil:
+    """Take out the bucket of a canonical block; those behind it move up, so there are no tombstones."""
     cdef uint32_t at = key_of(ix.hash[id]) & ix.mask
     cdef uint32_t gap, home
-    while ix.slot[at].id != id:
+    while ix.bucket[at].id != id:
         at = (at + 1) & ix.mask
     gap = at
     while True:
         at = (at + 1) & ix.mask
-        if ix.slot[at].id == NO_BLOCK:
+        if ix.bucket[at].id == NO_BLOCK:
             break
-        home = ix.slot[at].key & ix.mask
+        home = ix.bucket[at].key & ix.mask
         if ((at - home) & ix.mask) >= ((at - gap) & ix.mask):
-            ix.slot[gap] = ix.slot[at]
+            ix.bucket[gap] = ix.bucket[at]
             gap = at
-    ix.slot[gap].id = NO_BLOCK
+    ix.bucket[gap].id = NO_BLOCK
     ix.num_nodes -= 1
 
 
@@ -156,13 +156,13 @@ cdef void make_key(Index* ix, int32_t id, int32_t before) noexcept nogil:
 cdef void insert(Index* ix, Blocks* b, int32_t id, uint64_t parent, int32_t before) noexcept nogil:
     """Make block `id`, whose hash and tokens are set, the canonical block of a new node below block `before`."""
     cdef uint32_t at = key_of(ix.hash[id]) & ix.mask
-    while ix.slot[at].id != NO_BLOCK:
+    while ix.bucket[at].id != NO_BLOCK:
         at = (at + 1) & ix.mask
     ix.uid[id] = ix.next_uid
     ix.next_uid += 1
-    ix.slot[at].key = key_of(ix.hash[id])
-    ix.slot[at].id = id
-    ix.slot[at].parent = parent
+    ix.bucket[at].key = key_of(ix.hash[id])
+    ix.bucket[at].id = id
+    ix.bucket[at].parent = parent
     ix.num_nodes += 1
     ix.inserted += 1
     b.block[id].committed = CANONICAL
@@ -180,7 +180,7 @@ cdef Match index_match(const Index* ix, const Blocks* b, uint64_t root, uint64_t
                        int32_t max_blocks, int32_t* ids) noexcept nogil:
     """Canonical blocks of the longest cached prefix, at most `max_blocks`; `ids` may be NULL.
 
-    Three passes over a group: hash and fetch the slots; find candidates and fetch their tokens; prove.
+    Three passes over a group: hash and fetch the buckets; find candidates and fetch their tokens; prove.
     """
     cdef Match found
     cdef uint64_t[GROUP] hashes
@@ -196,12 +196,12 @@ cdef Match index_match(const Index* ix, const Blocks* b, uint64_t root, uint64_t
             h = chain(ix, h, tokens + (first + k) * bs)
             hashes[k] = h
             at[k] = key_of(h) & ix.mask
-            kv_prefetch(&ix.slot[at[k]])
+            kv_prefetch(&ix.bucket[at[k]])
         found.hash = h
         for k in range(size):
-            while ix.slot[at[k]].id != NO_BLOCK and ix.slot[at[k]].key != key_of(hashes[k]):
+            while ix.bucket[at[k]].id != NO_BLOCK and ix.bucket[at[k]].key != key_of(hashes[k]):
                 at[k] = (at[k] + 1) & ix.mask
-            id = ix.slot[at[k]].id
+            id = ix.bucket[at[k]].id
             if id == NO_BLOCK:
                 size = k + 1                # proved a miss: nothing behind it can hit
                 break
@@ -210,11 +210,11 @@ cdef Match index_match(const Index* ix, const Blocks* b, uint64_t root, uint64_t
             kv_prefetch(&ix.uid[id])
         for k in range(size):
             at[k] = find(ix, at[k], key_of(hashes[k]), parent, tokens + (first + k) * bs)
-            id = ix.slot[at[k]].id
+            id = ix.bucket[at[k]].id
             if id == NO_BLOCK:
                 return found
             parent = ix.uid[id]
-            found.evictable += b.block[id].place == CACHED
+            found.evictable += b.block[id].place == EVICTABLE
             if ids != NULL:
                 ids[found.blocks] = id
             found.blocks += 1
@@ -225,12 +225,12 @@ cdef Match index_match(const Index* ix, const Blocks* b, uint64_t root, uint64_t
 # ---- commit ------------------------------------------------------------------------------------------------
 
 cdef void index_tell(Index* ix, Blocks* b, int32_t id, const int32_t* tokens) noexcept nogil:
-    """A full block's tokens are known: it is immutable from here on, and held back until it is published."""
+    """A full block's tokens are known: it is immutable from here on, and waits to be published."""
     if b.block[id].committed:
         return                              # shared, and committed by another sequence with the same tokens
     memcpy(ix.tokens + id * ix.block_size, tokens, ix.block_size * sizeof(int32_t))
-    b.block[id].committed = HELD
-    b.num_held += 1
+    b.block[id].committed = WAITING
+    b.num_waiting += 1
     b.canonical[id] = NO_BLOCK
     ix.uid[id] = 0
 
@@ -247,7 +247,7 @@ cdef bint adopt(Index* ix, Blocks* b, int32_t id, uint64_t parent) noexcept nogi
     """Make block `id` a duplicate if the node (parent, its tokens) exists."""
     cdef uint32_t at = find(ix, key_of(ix.hash[id]) & ix.mask, key_of(ix.hash[id]), parent,
                             ix.tokens + id * ix.block_size)
-    cdef int32_t known = ix.slot[at].id
+    cdef int32_t known = ix.bucket[at].id
     if known == NO_BLOCK:
         return False
     ix.uid[id] = ix.uid[known]
@@ -291,13 +291,13 @@ cdef void hold_canonicals(Index* ix, Blocks* b, const int32_t* table, int32_t at
 
 cdef void index_publish(Index* ix, Blocks* b, const int32_t* table, int32_t at, uint64_t root,
                         uint64_t root_hash) noexcept nogil:
-    """Offer a held block, whose content exists, to the index. `root` 0: it may not be found, as after a flush."""
+    """Offer a waiting block, whose content exists, to the index. `root` 0: it may not be found, as after a flush."""
     cdef int32_t id = table[at]
     cdef uint64_t parent, now
     ix.hash[id] = chain(ix, ix.hash[table[at - 1]] if at else root_hash, ix.tokens + id * ix.block_size)
     ix.root[id] = root
     b.block[id].committed = UNINDEXED
-    b.num_held -= 1
+    b.num_waiting -= 1
     parent = node_above(ix, b, table, at, root)
     if root == 0 or parent == 0:
         return
@@ -320,7 +320,7 @@ cdef void index_publish(Index* ix, Blocks* b, const int32_t* table, int32_t at, 
 
 cdef void forget(Index* ix, int32_t id) noexcept nogil:
     """The content of a canonical block is gone."""
-    remove_slot(ix, id)
+    remove_bucket(ix, id)
     if ix.key != NULL:
         ring_add(&ix.ring, REMOVED, key_at(ix, id), NULL, NULL, NULL, 0, -1)
     ix.uid[id] = 0
@@ -337,7 +337,7 @@ cdef void index_drain(Index* ix, Blocks* b) noexcept nogil:
             kv_prefetch(&ix.uid[ahead])
             kv_prefetch(&ix.hash[ahead])
         if k + AHEAD >= 0 and k + AHEAD < b.num_dropped:
-            kv_prefetch(&ix.slot[key_of(ix.hash[b.dropped[k + AHEAD]]) & ix.mask])
+            kv_prefetch(&ix.bucket[key_of(ix.hash[b.dropped[k + AHEAD]]) & ix.mask])
         if k < 0:
             continue
         id = b.dropped[k]
@@ -394,25 +394,25 @@ cdef uint64_t index_fingerprint(const Index* ix, const Blocks* b, uint64_t h) no
 
 
 cdef bint index_check(const Index* ix, const Blocks* b, char* finding) noexcept nogil:
-    """Whether an invariant does not hold; the first one, in words. O(num_blocks + slots)."""
+    """Whether an invariant does not hold; the first one, in words. O(num_blocks + buckets)."""
     cdef int32_t i, canonical = 0
-    cdef int64_t at, slots = 0
+    cdef int64_t at, buckets = 0
     for at in range(ix.mask + <int64_t>1):
-        i = ix.slot[at].id
+        i = ix.bucket[at].id
         if i == NO_BLOCK:
             continue
-        slots += 1
+        buckets += 1
         if i < b.reserved or i >= b.num_blocks or ix.uid[i] == 0 or b.block[i].committed != CANONICAL:
-            return snprintf(finding, FINDING, b"slot %lld of the index names block %d, which is not canonical",
+            return snprintf(finding, FINDING, b"bucket %lld of the index names block %d, which is not canonical",
                             <long long>at, i) > 0
-        if find(ix, key_of(ix.hash[i]) & ix.mask, ix.slot[at].key, ix.slot[at].parent,
+        if find(ix, key_of(ix.hash[i]) & ix.mask, ix.bucket[at].key, ix.bucket[at].parent,
                 ix.tokens + i * ix.block_size) != at:          # it finds the first of two that are equal
             return snprintf(finding, FINDING, b"block %d cannot be found in the index", i) > 0
     for i in range(b.num_blocks):
         canonical += b.block[i].committed == CANONICAL
         if b.block[i].canonical_held and (b.block[i].committed != UNINDEXED or b.canonical[i] == NO_BLOCK):
             return snprintf(finding, FINDING, b"block %d holds a canonical block, but is no duplicate", i) > 0
-    if not slots == canonical == ix.num_nodes:
-        return snprintf(finding, FINDING, b"the index has %lld slots for %d canonical blocks, its counter says %d",
-                        <long long>slots, canonical, ix.num_nodes) > 0
+    if not buckets == canonical == ix.num_nodes:
+        return snprintf(finding, FINDING, b"the index has %lld buckets for %d canonical blocks, its counter says %d",
+                        <long long>buckets, canonical, ix.num_nodes) > 0
     return False

@@ -102,7 +102,7 @@ cdef void begin_sequence(State* pool, int32_t slot, const Ints* tokens, const Ma
     cdef int32_t* table = seq_table(s, slot)
     cdef int32_t k
     for k in range(found.blocks):
-        if b.block[table[k]].place == CACHED:
+        if b.block[table[k]].place == EVICTABLE:
             b.revivals += 1
             b.reuse_gap += b.allocs - b.block[table[k]].fence
         blocks_touch(b, table[k])
@@ -279,7 +279,7 @@ cdef void publish(State* pool, int32_t slot) noexcept nogil:
     cdef int32_t id
     while prefix.published < full:
         id = table[prefix.published]
-        if b.block[id].committed == HELD:
+        if b.block[id].committed == WAITING:
             if unwritten(b, id):
                 return
             index_publish(&pool.index, b, table, <int32_t>prefix.published, prefix.root, prefix.root_hash)
@@ -289,7 +289,7 @@ cdef void publish(State* pool, int32_t slot) noexcept nogil:
 
 
 cdef void publish_waiting(State* pool) noexcept nogil:
-    """A plan has passed: blocks that may have waited for it. O(max_seqs), where blocks are held back."""
+    """A plan has passed: blocks that may have waited for it. O(max_seqs), where blocks wait."""
     cdef Seqs* s = &pool.seqs
     cdef int32_t slot
     for slot in range(s.max_seqs):
@@ -670,7 +670,7 @@ cdef class PrefixCache:
             for k in range(rows.size if status == OK else 0):
                 found[k] = -1
                 if self.state.groups != NULL:
-                    found[k] = next_place(self.state.groups.tree, slot_of(ints_at(&rows, k)),
+                    found[k] = next_checkpoint(self.state.groups.tree, slot_of(ints_at(&rows, k)),
                                           self.state.seqs.seq[slot_of(ints_at(&rows, k))].kv_len)
             pool_leave(self.state)
         finally:

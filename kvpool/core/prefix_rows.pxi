@@ -36,9 +36,9 @@ cdef Hit tree_match(const Groups* gs, uint64_t root, uint64_t root_hash, const i
         size = min(most - first, <int64_t>(GROUP if first else RAMP))
         for k in range(size):
             hit.digest = hashes[k] = chain(t.index, hit.digest, tokens + (first + k) * bs)
-            kv_prefetch(&t.slot[key_of(hashes[k]) & t.slot_mask])
+            kv_prefetch(&t.bucket[key_of(hashes[k]) & t.bucket_mask])
         for k in range(size):
-            at = t.slot[key_of(hashes[k]) & t.slot_mask]
+            at = t.bucket[key_of(hashes[k]) & t.bucket_mask]
             if at == NO_NODE:
                 size = k + 1                # proved a miss: nothing behind it can hit
                 break
@@ -77,7 +77,7 @@ cdef void count_own(const Groups* gs, const Hit* hit, int64_t* own) noexcept nog
             if g.kept <= index < low:
                 continue
             first = node_entry(t, t.path[(index + 1) * t.span[k] - 1], k)[0]
-            if g.blocks.block[first].place == CACHED:
+            if g.blocks.block[first].place == EVICTABLE:
                 own[g.arena] += g.columns
     own[0] += cached_of(gs, hit.checkpoint)
 
@@ -396,7 +396,7 @@ cdef void commit_block(Groups* gs, int32_t slot, int64_t depth, const int32_t* b
             ids = group_row(g, slot) + index * g.columns
             if not g.kept <= index < g.seq[slot].gone and t.role[g.arena][ids[0]] == NO_ROLE:
                 entry_commit(t, g, k, ids, n)
-    publish_place(gs, slot, n, depth * t.block_size)
+    publish_checkpoint(gs, slot, n, depth * t.block_size)
 
 
 cdef void tree_commit_row(Groups* gs, int32_t slot, const int32_t* tokens, int64_t count) noexcept nogil:
@@ -428,7 +428,7 @@ cdef void node_flush(Groups* gs, int32_t n) noexcept nogil:
         checkpoint_drop(gs, m)
     unit_remove(t, n)
     t.node[n].idle = 0
-    slot_remove(t, n)
+    bucket_remove(t, n)
     t.node[n].root = 0
     t.num_nodes -= 1
     for k in range(gs.num_groups):
@@ -439,7 +439,7 @@ cdef void node_flush(Groups* gs, int32_t n) noexcept nogil:
             known[0] = NO_BLOCK
             if first != NO_BLOCK:
                 tell_removed(t, k, n)
-            if first != NO_BLOCK and g.blocks.block[first].place == CACHED:
+            if first != NO_BLOCK and g.blocks.block[first].place == EVICTABLE:
                 entry_blank(t, g, first)
     node_release(t, n)
 
@@ -463,7 +463,7 @@ cdef void tree_flush(Groups* gs, uint64_t root) noexcept nogil:
 cdef int32_t cached_of(const Groups* gs, int32_t m) noexcept nogil:
     """Blocks of the bundle of a checkpoint that may leave."""
     cdef const Tree* t = gs.tree
-    if m == NO_CHECKPOINT or t.bundle_size == 0 or gs.arena[0].block[checkpoint_bundle(t, m)[0]].place != CACHED:
+    if m == NO_CHECKPOINT or t.bundle_size == 0 or gs.arena[0].block[checkpoint_bundle(t, m)[0]].place != EVICTABLE:
         return 0
     return t.bundle_size
 
@@ -474,7 +474,7 @@ cdef int32_t tree_evictable(const Groups* gs, uint64_t root) noexcept nogil:
     cdef int32_t k, id, n, m, j, slot, found = 0
     for k in range(gs.num_arenas):
         for id in range(gs.arena[k].num_blocks):
-            if gs.arena[k].block[id].place == CACHED and t.role[k][id] != BUNDLE:
+            if gs.arena[k].block[id].place == EVICTABLE and t.role[k][id] != BUNDLE:
                 n = t.stands_for[k][id]
                 found += root == 0 or t.node[n].root == root
     for m in range(t.fresh_checkpoint):

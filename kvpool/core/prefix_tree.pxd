@@ -7,7 +7,7 @@ cdef enum:
     MOST_TAKEN = 2              # checkpoints that a row has taken and `commit` has not published
     NODES_PER_CHECKPOINT = 4    # there is room for one checkpoint per so many nodes
     SAVED_ELSEWHERE = -1        # Checkpoint.step: no step saves it, a loader does
-    SETTLED = -1                # Block.fence of a CACHED block that tree_settle has looked at
+    SETTLED = -1                # Block.fence of an EVICTABLE block that tree_settle has looked at
 
 cdef enum:                      # Node.place: where its unit is
     NOWHERE                     # no entry of a full group is idle
@@ -71,7 +71,7 @@ cdef struct RowPlaces:          # what the tree knows of a row beside SeqPrefix
 #   place != NOWHERE  <=>  idle > 0; COLD  <=>  besides below == 0
 #   below == number of published checkpoints on whose path the node is
 #   an entry of a window or chunk is canonical  <=>  published checkpoints need it, as many as the node says
-#   a block is CACHED  <=>  nobody refers to it and it is in a canonical entry, a bundle or a tail
+#   a block is EVICTABLE  <=>  nobody refers to it and it is in a canonical entry, a bundle or a tail
 cdef struct Tree:
     Index* index                # namespaces, uids, seed of the hash, events, counters of use
     Node* node                  # [room]
@@ -80,7 +80,7 @@ cdef struct Tree:
     int32_t* entry              # [room, width] first blocks of the canonical entries that end at the node, or
                                 # NO_BLOCK; that of a window or chunk is followed by the checkpoints that need it
     uint8_t* key                # [room, 16] content keys, NULL: nobody wants events
-    int32_t* slot               # [slot_mask + 1] nodes by hash, linear probing, NO_NODE: empty
+    int32_t* bucket             # [bucket_mask + 1] nodes by hash, linear probing, NO_NODE: empty
     int32_t* stands_for[MAX_ARENAS]     # [num_blocks] node of a committed entry, by each of its ids
     int32_t* column_after[MAX_ARENAS]   # [num_blocks] the next id of its entry
     uint8_t* role[MAX_ARENAS]           # [num_blocks]
@@ -117,7 +117,7 @@ cdef struct Tree:
     int32_t num_checkpoints     # published
     int32_t bundle_size
     int32_t state_group         # the first one, -1: none
-    uint32_t slot_mask
+    uint32_t bucket_mask
     bint needs_checkpoints      # some group is not full
     bint can_restore            # every state group has bundles
     bint two_classes            # whether checkpoints are first or second class

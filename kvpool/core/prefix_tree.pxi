@@ -4,8 +4,8 @@ A node is (parent node, tokens of one base block). It holds its parent, so a cha
 a node has of full groups is its *unit*. A checkpoint is a bundle of blocks with the states, and the entries of windows
 and chunks at the nodes before it, which count the checkpoints that need them.
 
-Blocks know nothing of this: a committed block that nobody refers to is CACHED, and `tree_settle` looks at what became
-so. Nobody takes a CACHED block: `tree_make_room` turns enough of them blank before any is taken.
+Blocks know nothing of this: a committed block that nobody refers to is EVICTABLE, and `tree_settle` looks at what
+became so. Nobody takes an EVICTABLE block: `tree_make_room` turns enough of them blank before any is taken.
 """
 
 
@@ -22,7 +22,7 @@ cdef void tree_free(Tree* t) noexcept nogil:
     xfree(t.tokens)
     xfree(t.entry)
     xfree(t.key)
-    xfree(t.slot)
+    xfree(t.bucket)
     xfree(t.checkpoint)
     xfree(t.link)
     xfree(t.bundle)
@@ -97,21 +97,21 @@ cdef int32_t nodes_for(const Tree* t, const Groups* gs) noexcept nogil:
 
 cdef int tree_init(Tree* t, const Groups* gs, Index* index, const int32_t* bundle_of) noexcept nogil:
     """An empty tree. After NO_MEMORY the caller must `tree_free`."""
-    cdef uint64_t slots = 8
+    cdef uint64_t buckets = 8
     cdef int32_t k, n
     t.index = index
     tree_sizes(t, gs, bundle_of)
     ring_init(&index.ring, index.ring.limit, t.grain)
-    while slots * 3 < <uint64_t>t.room * 4:
-        slots *= 2
-    t.slot_mask = <uint32_t>(slots - 1)
+    while buckets * 3 < <uint64_t>t.room * 4:
+        buckets *= 2
+    t.bucket_mask = <uint32_t>(buckets - 1)
     n = <int32_t>min(<int64_t>t.room, gs.seq_tokens // gs.block_size)
     t.node = <Node*>xcalloc(t.room, sizeof(Node))
     t.unit = <Link*>xcalloc(t.room, sizeof(Link))
     t.tokens = <int32_t*>xcalloc(t.room, t.block_size * sizeof(int32_t))
     t.entry = <int32_t*>xcalloc(t.room, max(t.width, 1) * sizeof(int32_t))
     t.key = <uint8_t*>xcalloc(t.room, 16) if index.ring.limit else NULL
-    t.slot = <int32_t*>xmalloc(slots * sizeof(int32_t))
+    t.bucket = <int32_t*>xmalloc(buckets * sizeof(int32_t))
     t.checkpoint = <Checkpoint*>xcalloc(t.checkpoint_room, sizeof(Checkpoint))
     t.link = <Link*>xcalloc(t.checkpoint_room, sizeof(Link))
     t.bundle = <int32_t*>xcalloc(t.checkpoint_room, max(t.bundle_size, 1) * sizeof(int32_t))
@@ -119,7 +119,7 @@ cdef int tree_init(Tree* t, const Groups* gs, Index* index, const int32_t* bundl
     t.path = <int32_t*>xcalloc(n, sizeof(int32_t))
     t.scratch = <int32_t*>xcalloc(t.grain, sizeof(int32_t))
     if (t.node == NULL or t.unit == NULL or t.tokens == NULL or t.entry == NULL
-            or (t.key == NULL and index.ring.limit) or t.slot == NULL or t.checkpoint == NULL or t.link == NULL
+            or (t.key == NULL and index.ring.limit) or t.bucket == NULL or t.checkpoint == NULL or t.link == NULL
             or t.bundle == NULL or t.row == NULL or t.path == NULL or t.scratch == NULL):
         return NO_MEMORY
     for k in range(gs.num_arenas):
@@ -143,7 +143,7 @@ cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil:
     """No node and no checkpoint; all blocks are blank, and nobody asks which were dropped."""
     cdef int32_t k, i
     cdef Blocks* b
-    memset(t.slot, 0xFF, (t.slot_mask + <size_t>1) * sizeof(int32_t))
+    memset(t.bucket, 0xFF, (t.bucket_mask + <size_t>1) * sizeof(int32_t))
     for k in range(gs.num_arenas):
         b = <Blocks*>gs.arena[k]
         memset(t.role[k], NO_ROLE, b.num_blocks)
@@ -164,7 +164,7 @@ cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil:
 cdef int64_t tree_nbytes(const Tree* t, const Groups* gs) noexcept nogil:
     """Bytes of nodes, checkpoints, and what the tree knows of rows and blocks."""
     cdef int64_t per_node = (sizeof(Node) + sizeof(Link) + (t.block_size + t.width) * 4 + (16 if t.key != NULL else 0))
-    cdef int64_t found = t.room * per_node + (t.slot_mask + <int64_t>1) * 4
+    cdef int64_t found = t.room * per_node + (t.bucket_mask + <int64_t>1) * 4
     cdef int32_t k
     for k in range(gs.num_arenas):
         found += 9 * <int64_t>gs.arena[k].num_blocks
@@ -244,35 +244,35 @@ cdef inline uint8_t* node_key(const Tree* t, int32_t n) noexcept nogil:
 cdef inline int32_t node_find(const Tree* t, uint64_t root, int32_t parent, uint64_t hash,
                        const int32_t* tokens) noexcept nogil:
     """The node (parent, tokens), or NO_NODE. Its parent is held by it, so that equal numbers are the same node."""
-    cdef uint32_t at = key_of(hash) & t.slot_mask
+    cdef uint32_t at = key_of(hash) & t.bucket_mask
     cdef const Node* node
-    cdef int32_t n = t.slot[at]
+    cdef int32_t n = t.bucket[at]
     while n != NO_NODE:
         node = &t.node[n]
         if (node.hash == hash and node.parent == parent and node.root == root
                 and memcmp(t.tokens + n * t.block_size, tokens, t.block_size * sizeof(int32_t)) == 0):
             return n
-        at = (at + 1) & t.slot_mask
-        n = t.slot[at]
+        at = (at + 1) & t.bucket_mask
+        n = t.bucket[at]
     return NO_NODE
 
 
-cdef void slot_remove(Tree* t, int32_t n) noexcept nogil:
+cdef void bucket_remove(Tree* t, int32_t n) noexcept nogil:
     """Take a node out of the table; those behind it move up, so there are no tombstones."""
-    cdef uint32_t at = key_of(t.node[n].hash) & t.slot_mask
+    cdef uint32_t at = key_of(t.node[n].hash) & t.bucket_mask
     cdef uint32_t gap, home
-    while t.slot[at] != n:
-        at = (at + 1) & t.slot_mask
+    while t.bucket[at] != n:
+        at = (at + 1) & t.bucket_mask
     gap = at
     while True:
-        at = (at + 1) & t.slot_mask
-        if t.slot[at] == NO_NODE:
+        at = (at + 1) & t.bucket_mask
+        if t.bucket[at] == NO_NODE:
             break
-        home = key_of(t.node[t.slot[at]].hash) & t.slot_mask
-        if ((at - home) & t.slot_mask) >= ((at - gap) & t.slot_mask):
-            t.slot[gap] = t.slot[at]
+        home = key_of(t.node[t.bucket[at]].hash) & t.bucket_mask
+        if ((at - home) & t.bucket_mask) >= ((at - gap) & t.bucket_mask):
+            t.bucket[gap] = t.bucket[at]
             gap = at
-    t.slot[gap] = NO_NODE
+    t.bucket[gap] = NO_NODE
 
 
 cdef void node_release(Tree* t, int32_t n) noexcept nogil:
@@ -284,7 +284,7 @@ cdef void node_release(Tree* t, int32_t n) noexcept nogil:
         if node.users:
             return
         if node.root:
-            slot_remove(t, n)
+            bucket_remove(t, n)
             t.num_nodes -= 1
         node.depth = 0
         t.unit[n].next = t.free_node
@@ -320,10 +320,10 @@ cdef int32_t node_new(Groups* gs, uint64_t root, int32_t parent, uint64_t hash, 
         t.node[parent].users += 1
     memcpy(t.tokens + n * t.block_size, tokens, t.block_size * sizeof(int32_t))
     memset(t.entry + <int64_t>n * t.width, 0xFF, t.width * sizeof(int32_t))
-    at = key_of(hash) & t.slot_mask
-    while t.slot[at] != NO_NODE:
-        at = (at + 1) & t.slot_mask
-    t.slot[at] = n
+    at = key_of(hash) & t.bucket_mask
+    while t.bucket[at] != NO_NODE:
+        at = (at + 1) & t.bucket_mask
+    t.bucket[at] = n
     t.num_nodes += 1
     t.index.inserted += 1
     if t.key != NULL:
@@ -410,7 +410,7 @@ cdef void entry_left(Tree* t, LayerGroup* g, int32_t k, int32_t first) noexcept 
 
 
 cdef void tree_settle(Groups* gs) noexcept nogil:
-    """Look at the blocks that became CACHED since the last time. They are the newest of each list."""
+    """Look at the blocks that became EVICTABLE since the last time. They are the newest of each list."""
     cdef Tree* t = gs.tree
     cdef Blocks* b
     cdef int32_t* left
@@ -442,7 +442,7 @@ cdef void share_entries(Tree* t, LayerGroup* g, int32_t k, int32_t* row, int64_t
     for index in range(first, end):
         n = t.path[(index + 1) * span - 1]
         id = entry[n * width]
-        is_unit = g.kind == FULL_LAYERS and b.block[id].place == CACHED
+        is_unit = g.kind == FULL_LAYERS and b.block[id].place == EVICTABLE
         row[index * columns] = id
         touch(b, id)
         for c in range(1, columns):
@@ -475,7 +475,7 @@ cdef void unit_evict(Groups* gs, int32_t n) noexcept nogil:
             continue
         known = node_entry(t, n, k)
         first = known[0]
-        if first != NO_BLOCK and g.blocks.block[first].place == CACHED:
+        if first != NO_BLOCK and g.blocks.block[first].place == EVICTABLE:
             known[0] = NO_BLOCK
             tell_removed(t, k, n)
             t.index.evicted += 1
@@ -593,7 +593,7 @@ cdef bint check_node(const Groups* gs, int32_t n, char* finding) noexcept nogil:
         if t.stands_for[g.arena][first] != n or t.role[g.arena][first] != 1 + k:
             return snprintf(finding, FINDING, b"block %d of arena %d is canonical at node %d, and stands for %d", first,
                             g.arena, n, t.stands_for[g.arena][first]) > 0
-        idle += g.kind == FULL_LAYERS and g.blocks.block[first].place == CACHED
+        idle += g.kind == FULL_LAYERS and g.blocks.block[first].place == EVICTABLE
     if idle != node.idle or (node.place != NOWHERE) != (idle > 0):
         return snprintf(finding, FINDING, b"node %d has %d idle entries, counted %d, and place %d", n, node.idle, idle,
                         node.place) > 0
@@ -621,7 +621,7 @@ cdef bint tree_check(const Groups* gs, char* finding) noexcept nogil:
             if t.role[k][id] != NO_ROLE and not gs.arena[k].block[id].committed:
                 return snprintf(finding, FINDING, b"block %d of arena %d has role %d, and is not committed", id, k,
                                 <int>t.role[k][id]) > 0
-            if gs.arena[k].block[id].place == CACHED and t.role[k][id] == NO_ROLE:
+            if gs.arena[k].block[id].place == EVICTABLE and t.role[k][id] == NO_ROLE:
                 return snprintf(finding, FINDING, b"block %d of arena %d is kept for nothing", id, k) > 0
     for slot in range(gs.seqs.max_seqs):
         held += seq_has_blocks(gs.seqs, slot) and t.row[slot].node != NO_NODE

@@ -50,7 +50,7 @@ cdef struct Step:
     Step* older
     void* plan                  # the Plan whose step this is
     void* wire                  # its Wire
-    void* parts                 # its GroupPlan*, one per layer group
+    void* parts                 # its StepPart*, one per layer group
 
 
 cdef struct Pending:            # the steps that are neither done nor rolled back

@@ -85,7 +85,7 @@ cdef void log_undo(Log* log, Blocks* b, int32_t keep) noexcept nogil:
         blocks_unhold(b, log.entry[log.size].old, log.entry[log.size].old_floor)
 
 
-cdef inline int32_t log_writes(Log* log, Blocks* b, int32_t row, const int32_t* ids, int32_t columns, int64_t index,
+cdef inline int32_t note_copies(Log* log, Blocks* b, int32_t row, const int32_t* ids, int32_t columns, int64_t index,
                                int64_t end, int64_t offset) noexcept nogil:
     """Note the entries index .. end - 1 that may not be written in place, of `columns` ids each; returns how many ids.
 
@@ -134,7 +134,7 @@ cdef inline int32_t replace_ids(Replaced* entry, int32_t n, Blocks* b, int32_t* 
 cdef inline void give_up_copy(Blocks* b, int32_t new) noexcept nogil:
     """The copy that was to fill a block will never be made."""
     if b.canonical != NULL:                 # NULL: an engine has its own index, says what is committed, and is told
-        b.num_held -= b.block[new].committed == HELD
+        b.num_waiting -= b.block[new].committed == WAITING
         b.block[new].committed = PLAIN
     b.block[new].fence = 0
 
@@ -206,7 +206,7 @@ cdef int check_writes(Step* p, const Seqs* s, Blocks* b, Event* event, int32_t s
     cdef const Seq* q = &s.seq[slot]
     cdef int64_t total = whole_blocks(b, q.kv_len + num_new + b.block_size - 1)
     cdef int64_t index = whole_blocks(b, q.kv_len)
-    event.replaced = log_writes(&p.log, b, event.row, seq_table(s, slot), 1, index, min(total, <int64_t>q.num_blocks),
+    event.replaced = note_copies(&p.log, b, event.row, seq_table(s, slot), 1, index, min(total, <int64_t>q.num_blocks),
                                 q.kv_len - index * b.block_size)
     event.appended = <int32_t>(total - q.num_blocks) if total > q.num_blocks else 0
     return OK if event.replaced >= 0 else NO_MEMORY

@@ -77,7 +77,7 @@ cdef int step_groups(State* pool, Plan plan, const Ints* rows, const Ints* new, 
 
 
 cdef int can_groups(State* pool, const Ints* rows, const Ints* new, const Limits* limits, Verdict* v) noexcept nogil:
-    cdef GroupPlan* part[MAX_GROUPS]
+    cdef StepPart* part[MAX_GROUPS]
     cdef int32_t k
     cdef int status
     for k in range(pool.groups.num_groups):
@@ -164,7 +164,7 @@ cdef void pass_step(State* pool, Step* p) noexcept nogil:
                 pool.seqs.prefix[slot].done = p.length[i]
     log_release(&p.log, &pool.blocks)
     pending_settle(&pool.pending, p, &pool.blocks)
-    if pool.blocks.num_held:
+    if pool.blocks.num_waiting:
         publish_waiting(pool)
         pool.blocks.digest = mix(mix(pool.blocks.digest, OP_PUBLISH), pool.index.next_uid)
 
@@ -204,7 +204,7 @@ cdef void keep_known(State* pool, const Step* p) noexcept nogil:
         return
     for k in range(p.log.size):
         entry = &p.log.entry[k]
-        if (seq_find(&pool.seqs, p.handle[entry.row]) >= 0 and pool.blocks.block[entry.new].committed == HELD
+        if (seq_find(&pool.seqs, p.handle[entry.row]) >= 0 and pool.blocks.block[entry.new].committed == WAITING
                 and not pool.blocks.block[entry.old].committed):
             memcpy(pool.index.tokens + entry.old * bs, pool.index.tokens + entry.new * bs, bs * sizeof(int32_t))
 

@@ -214,7 +214,7 @@ cdef inline int64_t moved(const Seqs* s, int64_t handle) noexcept nogil:
     return s.life[slot_of(handle)].evicted if s.evicted_tokens else 0
 
 
-cdef void emit_tokens(Wire* w, const Step* p, const Seqs* s, const Blocks* b) noexcept nogil:
+cdef void emit_slots_and_positions(Wire* w, const Step* p, const Seqs* s, const Blocks* b) noexcept nogil:
     """slot_mapping, positions, cu_q_lens of a batch in which some row has more or less than one new token."""
     cdef int32_t i, q_len, at = 0
     cdef int64_t t = 0, ahead
@@ -251,7 +251,7 @@ cdef void wire_emit(Wire* w, const Step* p, const Seqs* s, const Blocks* b, int3
                 write_one(&w.field[POSITIONS], i, p.length[i] + moved(s, p.handle[i]) - 1)
         write_range(&w.field[CU_Q_LENS], 1, 1, p.num_rows + 1)
     else:
-        emit_tokens(w, p, s, b)
+        emit_slots_and_positions(w, p, s, b)
     write_all(&w.field[SEQ_LENS], p.length, p.num_rows, 0)
     if w.field[SLOT_IDS].width:
         for i in range(p.num_rows):

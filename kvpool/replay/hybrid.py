@@ -123,29 +123,6 @@ class HybridShape:
         """Tokens that a hit is a multiple of."""
         return max((group.block_size or self.block_size for group in self.groups), default=self.block_size)
 
-    @property
-    def first_distance(self) -> int:
-        """Least power of two that is at least 3 checkpoints, in tokens of full attention."""
-        tokens = 3 * self.checkpoint_nbytes / max(self.token_nbytes, 1)
-        distance = 1
-        while distance < tokens:
-            distance *= 2
-        return distance
-
-    def window_blocks(self) -> int:
-        """Return the base blocks of the longest window; 0 without windows.
-
-        Raises
-        ------
-        ValueError
-            There are chunks, or states beside windows: H1 does not say what happens with them.
-        """
-        kinds = {group.kind for group in self.groups}
-        if "chunk" in kinds or {"window", "state"} <= kinds:
-            names = ", ".join(self.names())
-            raise ValueError(f"[replay] H1 knows full attention with states or with windows, not {names}")
-        return max((-(-group.size // self.block_size) for group in self.groups if group.kind == "window"), default=0)
-
     def names(self) -> tuple[str, ...]:
         """Return a name per group: ``full``, ``window 1024``, ``state``."""
         return tuple(f"{group.kind} {group.size}" if self._is_bounded(group) else group.kind for group in self.groups)

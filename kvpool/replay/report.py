@@ -229,8 +229,11 @@ def describe_hybrid(facts: dict[str, Any]) -> str:
     )
     written = ", ".join(f"{name} {format_nbytes(nbytes)}" for name, nbytes in facts["written_nbytes"].items())
     taken, wanted = facts["checkpoints_taken"], facts["checkpoints_wanted"]
+    hits, shareable = facts["first_hit_tokens"], facts["shareable_tokens"]
+    share = percent(hits / shareable) if shareable else "nothing"
     rows = [
-        *_hit_rows(facts),
+        ("hits", f"{hits:,} tokens, {share} of the {shareable:,} that an earlier request had"),
+        ("computed tokens", f"{facts['computed_tokens']:,}"),
         ("different tokens", f"{format_nbytes(facts['unique_nbytes'])} of full attention in all prompts"),
         ("checkpoints", f"{taken:,} taken of {wanted:,} wanted; {facts['checkpoint_hits']:,} admissions began at one"),
         ("written", written),
@@ -242,46 +245,13 @@ def describe_hybrid(facts: dict[str, Any]) -> str:
     return aligned(title, rows)
 
 
-def describe_split(facts: dict[str, Any]) -> str:
-    """Return one replay of H1 as aligned lines, from its facts."""
-    title = (
-        f"H1, two arenas: {facts['num_blocks']:,} blocks of {facts['block_size']} tokens,"
-        f" {facts['room']:,} {facts['room_holds']}, at most {facts['concurrency']} requests at a time"
-    )
-    used = f", {facts['checkpoints_used']:,} used" if "checkpoints_used" in facts else ""
-    rows = [
-        *_hit_rows(facts),
-        ("checkpoints", f"{facts['checkpoints_taken']:,} taken{used}"),
-        ("evictions", f"{facts['kv_evictions']:,} blocks of KV"),
-        ("requests", f"{facts['admissions']:,} admitted, {facts['rejected']:,} rejected (too long for the arena)"),
-    ]
-    return aligned(title, rows)
-
-
-def _first_hits(facts: dict[str, Any]) -> int:
-    """Hit tokens without what a preempted request finds of itself; H1 preempts nobody."""
-    hits: int = facts.get("first_hit_tokens", facts["hit_tokens"])
-    return hits
-
-
-def _hit_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    hits, shareable = _first_hits(facts), facts["shareable_tokens"]
-    share = percent(hits / shareable) if shareable else "nothing"
-    return [
-        ("hits", f"{hits:,} tokens, {share} of the {shareable:,} that an earlier request had"),
-        ("computed tokens", f"{facts['computed_tokens']:,}"),
-    ]
-
-
 HYBRID_COLUMNS = {
     "blocks": lambda facts: f"{facts['num_blocks']:,}",
-    "hits": lambda facts: f"{_first_hits(facts):,}",
-    "of shareable": lambda facts: percent(_first_hits(facts) / max(facts["shareable_tokens"], 1)),
+    "hits": lambda facts: f"{facts['first_hit_tokens']:,}",
+    "of shareable": lambda facts: percent(facts["first_hit_tokens"] / max(facts["shareable_tokens"], 1)),
     "computed": lambda facts: f"{facts['computed_tokens']:,}",
     "checkpoints": lambda facts: f"{facts['checkpoints_taken']:,}",
     "rejected": lambda facts: f"{facts['rejected']:,}",
-}
-POOL_COLUMNS = {
     "bytes": lambda facts: format_nbytes(facts["nbytes"]),
     "began at one": lambda facts: f"{facts['checkpoint_hits']:,}",
     "evictions": lambda facts: f"{facts['evictions']:,}",
@@ -291,4 +261,4 @@ POOL_COLUMNS = {
 
 def describe_hybrid_sweep(runs: Sequence[dict[str, Any]]) -> str:
     """Return a table with a line per budget."""
-    return table(HYBRID_COLUMNS | (POOL_COLUMNS if runs[0]["policy"] == "P3" else {}), runs)
+    return table(HYBRID_COLUMNS, runs)

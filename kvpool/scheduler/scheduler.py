@@ -429,17 +429,19 @@ class Scheduler:
         core = self._core
         core.newest = core.next_admission
         if not core.mixed and not (core.was_chunk and core.count[DECODING]):
-            chunks = self._chunks(core.max_step_tokens, 1)
+            chunks = self._prefill_chunks(core.max_step_tokens, 1)
             if chunks:
                 return None, chunks
         if not core.count[DECODING]:
-            return None, self._chunks(core.max_step_tokens, core.max_running) if core.mixed else []
+            return None, self._prefill_chunks(core.max_step_tokens, core.max_running) if core.mixed else []
         batch = core.batch()  # taken before admissions, which are chunks, not decodes
         if not core.has_room(batch):
             batch = make_room(core, plan)
         if not core.count[DECODING]:  # every decode was preempted, so the step must have a chunk
-            return None, self._chunks(core.max_step_tokens, core.max_running if core.mixed else 1)
-        return batch, self._chunks(core.max_step_tokens - len(batch.lanes), core.max_running) if core.mixed else []
+            return None, self._prefill_chunks(core.max_step_tokens, core.max_running if core.mixed else 1)
+        if not core.mixed:
+            return batch, []
+        return batch, self._prefill_chunks(core.max_step_tokens - len(batch.lanes), core.max_running)
 
     def _keep_promises(
         self, plan: Plan, batch: DecodeBatch | None, chunks: list[tuple[int, int]]
@@ -457,7 +459,7 @@ class Scheduler:
                 batch, chunks = self._decide(plan)
         return batch, chunks
 
-    def _chunks(self, budget: int, most: int) -> list[tuple[int, int]]:
+    def _prefill_chunks(self, budget: int, most: int) -> list[tuple[int, int]]:
         """Continue running prefills, then spend the rest of the budget on admissions."""
         core, rows = self._core, self._core.rows
         chunks: list[tuple[int, int]] = []

@@ -14,7 +14,7 @@ from threading import Event, RLock
 import numpy as np
 
 from kvpool.spec import checked_int
-from kvpool.store import segments as form
+from kvpool.store import segment_format as form
 from kvpool.store.blocks import Blocks, Layout, Rows, TierStats, checked, checked_layout
 from kvpool.store.folder import GROWING, SEALED, Folder, Listed, this_hour
 from kvpool.store.outbox import Outbox, Waiting

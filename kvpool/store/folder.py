@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from kvpool.store.blocks import Layout
-from kvpool.store.segments import VERSION
+from kvpool.store.segment_format import VERSION
 
 SEALED, GROWING = ".kvpool", ".kvpool-open"
 _SEGMENT = re.compile(r"([0-9a-f]{16})(\.kvpool|\.kvpool-open)")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.store.blocks import Blocks, Rows
-from kvpool.store.segments import expected_heads
+from kvpool.store.segment_format import expected_heads
 
 _log = logging.getLogger(__name__)
 

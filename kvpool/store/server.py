@@ -12,7 +12,7 @@ import numpy as np
 
 from kvpool.errors import install_command
 from kvpool.spec import checked_int
-from kvpool.store import segments as form
+from kvpool.store import segment_format as form
 from kvpool.store.blocks import Blocks, Layout, Rows, TierStats, checked, checked_layout
 from kvpool.store.outbox import Outbox, Waiting
 

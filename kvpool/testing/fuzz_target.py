@@ -304,12 +304,12 @@ class Checked:
 # ---- programs ----------------------------------------------------------------------------------------------
 
 
-def make_words(seed: int, n: int = CALLS_PER_RUN) -> list[Word]:
+def make_words(seed: int) -> list[Word]:
     """A program, as `play` reads it."""
     rng = random.Random(seed)
     return [
         (rng.randrange(len(OPERATIONS)), rng.getrandbits(16), rng.getrandbits(16), rng.getrandbits(16))
-        for _ in range(n)
+        for _ in range(CALLS_PER_RUN)
     ]
 
 

@@ -373,10 +373,7 @@ def _check(pool: Any, number: int, call: Call | None) -> Failure | None:
     return None
 
 
-def minimise(
-    record: Calls, failure: Failure, pool_type: Callable[..., Any] = kvpool.Pool,
-    progress: Callable[[int], None] = lambda left: None,
-) -> list[Call]:  # fmt: skip
+def minimise(record: Calls, failure: Failure, pool_type: Callable[..., Any] = kvpool.Pool) -> list[Call]:
     """The fewest calls that still fail like `failure`: halves, quarters, ... are left out, as long as any can be.
 
     Raises
@@ -401,6 +398,5 @@ def minimise(
                 calls = without
             else:
                 at += size
-            progress(len(calls))
         size //= 2
     return calls

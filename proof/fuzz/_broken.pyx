@@ -244,8 +244,8 @@ def _fake_tokens(pool, tokens=0, namespace=b""):
     if name == NULL:
         return None
     for at in range(<int64_t>p.state.index.mask + 1):
-        id = p.state.index.slot[at].id
-        if id != NO_BLOCK and p.state.index.slot[at].parent == name.uid and p.state.blocks.block[id].place != LIMBO:
+        id = p.state.index.bucket[at].id
+        if id != NO_BLOCK and p.state.index.bucket[at].parent == name.uid and p.state.blocks.block[id].place != LIMBO:
             kept = [p.state.index.tokens[id * bs + k] for k in range(bs)]
             for k in range(bs):
                 p.state.index.tokens[id * bs + k] = tokens[k]
@@ -373,13 +373,13 @@ def _put_fences(pool, kept, *_):
 
 
 def _hide_held(pool, *_):
-    kept = (<Pool>pool).state.blocks.num_held
-    (<Pool>pool).state.blocks.num_held = 0
+    kept = (<Pool>pool).state.blocks.num_waiting
+    (<Pool>pool).state.blocks.num_waiting = 0
     return kept
 
 
 def _show_held(pool, kept, *_):
-    (<Pool>pool).state.blocks.num_held += <int32_t>kept
+    (<Pool>pool).state.blocks.num_waiting += <int32_t>kept
 
 
 def _first_row_committed(pool, kept, handles, tokens, counts=None):

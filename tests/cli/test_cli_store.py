@@ -120,7 +120,7 @@ def test_prune_leaves_segments_that_cannot_be_read_here(directory, capsys, monke
     def failing(fd, size, offset):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    for name, missing in (("kvpool.store.segments.can_check", lambda kind: False), ("os.pread", failing)):
+    for name, missing in (("kvpool.store.segment_format.can_check", lambda kind: False), ("os.pread", failing)):
         with monkeypatch.context() as here:
             here.setattr(name, missing)
             assert said(capsys, "verify", directory)[0] == 1
@@ -133,7 +133,7 @@ def test_prune_reads_without_the_lock_that_writers_need(directory, capsys, monke
         with Folder(str(directory), "a writer") as other, other.lock():
             yield 0, None, "planted"
 
-    monkeypatch.setattr("kvpool.store.segments.examine", examine)
+    monkeypatch.setattr("kvpool.store.segment_format.examine", examine)
     assert len(said(capsys, "prune", directory, "--damaged")[1]["segments"]) == 2
 
 

@@ -95,7 +95,7 @@ def test_hit_rates_over_time_add_up_to_the_whole():
         (["--synthetic", "--num-blocks", "9", "--concurrency", "0"], "--concurrency"),
         (["--synthetic", "--num-blocks", "9", "--samples", "2"], "samples"),
         (["--synthetic", "--num-blocks", "9", "--policy", "P7"], "P7"),
-        (["--synthetic", "--num-blocks", "9", "--policy", "P3"], "P3 and H1 need --groups MODEL"),
+        (["--synthetic", "--num-blocks", "9", "--policy", "P3"], "P3 needs --groups MODEL"),
         (["--synthetic", "--num-blocks", "9", "--sweep", "9,10"], "exclude"),
         (["--synthetic", "--sweep", "9,,10"], "--sweep"),
         (["--synthetic", "--sweep", "9,x"], "--sweep x"),

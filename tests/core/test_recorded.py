@@ -276,7 +276,7 @@ def test_command_prints_the_fewest_calls_that_fail(tmp_path, capsys, monkeypatch
     path = tmp_path / "calls"
     Life(1).run(600).save(path)
     monkeypatch.setattr(rerun, "__defaults__", (Corrupting,))
-    monkeypatch.setattr(minimise, "__defaults__", (Corrupting, lambda left: None))
+    monkeypatch.setattr(minimise, "__defaults__", (Corrupting,))
     assert main(["replay", "--ops", str(path), "--minimise"]) == 1
     out = capsys.readouterr().out
     assert "FAILED at call" in out and "calls are enough" in out and "truncate(" in out

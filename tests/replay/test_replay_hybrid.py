@@ -1,7 +1,7 @@
-"""Replays of hybrid models: H1 gives the golden numbers, P3 what was worked out by hand, and the command says both.
+"""Replays of hybrid models: the fixed split gives the golden numbers, P3 what was worked out by hand.
 
-The numbers of H1 come from two independent simulators. Those of synthetic traces are here; ``KVPOOL_TRACES`` names a
-folder with ``golden_hybrid.json`` and its traces.
+The numbers of the split come from two independent simulators. Those of synthetic traces are here; ``KVPOOL_TRACES``
+names a folder with ``golden_hybrid.json`` and its traces.
 """
 
 import json
@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from traces import make_trace, output
 
+from benchmarks.hybrid.fixed_split import FixedSplit, Split
 from kvpool.cli import main
 from kvpool.groups import Group
 from kvpool.replay import read_trace, synthetic_trace
-from kvpool.replay.fixed_split import FixedSplit, Split
 from kvpool.replay.hybrid import MODELS, HybridShape, hybrid_shape, replay_hybrid
 from kvpool.replay.trace import paths_of, shareable_blocks, unique_blocks
 
@@ -25,7 +25,6 @@ COUNTERS = (
     *("prompt_tokens", "shareable_tokens", "hit_tokens", "computed_tokens", "admissions", "rejected"),
     *("kv_evictions", "checkpoints_taken", "checkpoints_used", "checkpoint_evictions"),
 )
-H1 = ("--groups", "qwen3_5", "--num-blocks", "9", "--policy", "H1")
 COMMAND = ("replay", "--synthetic", "--sessions", "48", "--concurrency", "4", "--groups", "qwen3_5")
 
 
@@ -156,14 +155,10 @@ def test_command_sweeps_budgets_in_bytes_and_draws_them(capsys, tmp_path):
         (("--groups", "qwen3_5", "--num-blocks", "9", "--sweep", "9"), "--num-blocks"),
         (("--groups", "qwen3_5", "--num-blocks", "many"), "--num-blocks many"),
         (("--groups", "qwen3_5", "--num-blocks", "1KiB"), "out of range"),
-        (("--groups", "qwen3_5", "--num-blocks", "9", "--policy", "P1"), "P3 and H1"),
+        (("--groups", "qwen3_5", "--num-blocks", "9", "--policy", "P1"), "there is P3"),
         (("--groups", "qwen3_5", "--num-blocks", "9", "--samples", "2"), "--samples 2"),
-        ((*H1, "--checkpoints", "3", "--place", "X"), "--place X"),
-        ((*H1,), "--checkpoints"),
-        (("--groups", "qwen3_5", "--num-blocks", "9", "--checkpoints", "3"), "--policy H1"),
         (("--groups", "qwen3_5", "--num-blocks", "9", "--plot", "a.png"), "--sweep"),
         (("--groups", "gemma4", "--num-blocks", "9"), "block_size"),
-        (("--num-blocks", "9", "--two-class"), "--groups MODEL"),
     ],
 )
 def test_command_refuses_what_does_not_fit(capsys, argv, said):

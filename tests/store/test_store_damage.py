@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvpool.store import BlockLayout, Blocks, DiskStore, Layout, segments
+from kvpool.store import BlockLayout, Blocks, DiskStore, Layout, segment_format
 from kvpool.store.folder import Folder
 from kvpool.testing import stores as kit
 
@@ -177,11 +177,11 @@ def test_load_that_could_not_open_a_segment_forgets_no_block(tmp_path, monkeypat
 
 
 def without_xxhash(monkeypatch):
-    monkeypatch.setattr(segments, "_xxhash", None)
-    monkeypatch.setattr(segments, "KIND", segments.CRC32)
+    monkeypatch.setattr(segment_format, "_xxhash", None)
+    monkeypatch.setattr(segment_format, "KIND", segment_format.CRC32)
 
 
-@pytest.mark.skipif(segments.KIND == segments.CRC32, reason="needs xxhash")
+@pytest.mark.skipif(segment_format.KIND == segment_format.CRC32, reason="needs xxhash")
 def test_segments_that_this_process_cannot_check_do_not_leave_first(tmp_path, monkeypatch):
     good = filled(tmp_path / "store")
     damaged = good.with_name("d" * 16 + ".kvpool")
@@ -202,7 +202,7 @@ def test_segments_that_this_process_cannot_check_do_not_leave_first(tmp_path, mo
     assert found(tmp_path / "store") == [0, 1, 2]
 
 
-@pytest.mark.skipif(segments.KIND == segments.CRC32, reason="needs xxhash")
+@pytest.mark.skipif(segment_format.KIND == segment_format.CRC32, reason="needs xxhash")
 def test_segment_of_a_dead_writer_stays_whole_for_a_process_that_can_read_it(tmp_path, monkeypatch):
     sealed = filled(tmp_path / "store")
     torn = sealed.with_suffix(".kvpool-open")

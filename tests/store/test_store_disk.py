@@ -10,7 +10,7 @@ import pytest
 
 from kvpool.store import BlockLayout, DiskStore, Layout, disk, outbox
 from kvpool.store import folder as folder_module
-from kvpool.store.segments import Index
+from kvpool.store.segment_format import Index
 from kvpool.testing import stores as kit
 
 LAYOUT = Layout((BlockLayout(4, 4000, "full"),), "w")
@@ -216,6 +216,22 @@ def test_files_deleted_under_a_store_are_misses_and_it_goes_on(tmp_path):
     store.close()
 
 
+def test_error_of_the_writer_that_nobody_foresaw_loses_one_block(tmp_path, monkeypatch, caplog):
+    store, blocks, write = opened(tmp_path / "store"), blocks_of(1), os.pwritev
+    failures = iter([RuntimeError("planted")])
+
+    def failing(*given):
+        if len(given[1]) == 3 and (failure := next(failures, None)):
+            raise failure
+        return write(*given)
+
+    monkeypatch.setattr(os, "pwritev", failing)
+    kit.stores(store, blocks)
+    assert "planted" in caplog.text
+    kit.loads(store, blocks, range(1, 20))
+    store.close()
+
+
 def found_all(path, seed):
     store = opened(path)
     try:
@@ -315,3 +331,11 @@ def test_index_finds_what_a_dict_finds_in_16_bytes_each():
         expected = [known.get(name, Index.NOWHERE) for name in range(6002)]
         assert index.find(np.arange(6002, dtype=np.uint64)).tolist() == expected
     assert index.nbytes <= 16 * 6000
+
+
+def test_index_has_one_place_of_a_name_that_is_in_two_segments():
+    index, entries = Index(), np.zeros(3, [("name", "<u8"), ("offset", "<u8")])
+    entries["name"] = [5, 5, 9]
+    entries["offset"] = [0, 64, 128]
+    index.merge({1: entries, 2: entries})
+    assert index.find(np.array([5, 9], np.uint64)).tolist() == [2 << 32 | 1, 2 << 32 | 2] and len(index) == 2

@@ -9,7 +9,7 @@ import pytest
 
 import kvpool
 from kvpool.store import BlockLayout, DiskStore, Layout, MemoryStore, TieredStore, leading, prefix_keys
-from kvpool.store import segments as form
+from kvpool.store import segment_format as form
 from kvpool.store.tiers import lacking
 from kvpool.testing import stores as kit
 

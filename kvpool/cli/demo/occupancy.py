@@ -178,8 +178,9 @@ def draw(path: Path, settings: Settings, slots: Timeline, blocks: Timeline) -> N
     drawn.save(path)
 
 
-def sketch(num_blocks: int, slots: Timeline, blocks: Timeline, *, width: int = 64, height: int = 5) -> str:
-    """Return both occupancy charts as text, `width` columns by `height` lines each, on one time scale."""
+def sketch(num_blocks: int, slots: Timeline, blocks: Timeline) -> str:
+    """Return both occupancy charts as text, on one time scale."""
+    width, height = 64, 5  # columns, lines
     steps = max(slots.steps, blocks.steps)
     edges = np.linspace(0, steps, width + 1).astype(int).tolist()
     spans = [slice(a, max(b, a + 1)) for a, b in pairwise(edges)]

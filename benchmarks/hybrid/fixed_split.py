@@ -1,4 +1,4 @@
-"""H1: prefix caching of a hybrid model with two arenas of fixed sizes, one for KV and one for checkpoints. No pool.
+"""Prefix caching of a hybrid model with two arenas of fixed sizes, one for KV and one for checkpoints. No pool.
 
 It is the policy that allocators with separate memory for recurrent states have, written down exactly, so that other
 programs can be compared with it. Prefill takes no time, a request runs as many steps as its answer has tokens, and
@@ -18,7 +18,7 @@ from kvpool.replay.trace import Path, Trace, paths_of, shareable_blocks
 
 @dataclass(frozen=True)
 class Split:
-    """The parameters of H1.
+    """The parameters of the policy.
 
     Attributes
     ----------

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvpool.errors import install_command
 from kvpool.store.blocks import KEY_NBYTES, Blocks
 
 _xxhash: Any = import_module("xxhash") if find_spec("xxhash") else None  # the extra `store`
@@ -154,7 +155,7 @@ def read_header(fd: int) -> tuple[int, bytes]:
     if version != VERSION:
         raise UnknownFormat(f"the version is {version}, this kvpool reads {VERSION}")
     if not can_check(kind):
-        need = "the package xxhash is needed (pip install 'kvpool[store]')"
+        need = f"the package xxhash is needed ({install_command('store')})"
         raise UnknownFormat(f"checksums are of kind {kind}, {need}")
     if checksum(kind, data[:-8]) != own:
         raise ValueError("the header is damaged")
