@@ -610,7 +610,7 @@ class Arena:
             self.store = factory(parts[0], num_blocks)
             self.backends[parts] = (self.store,)
             return
-        wrong = sorted({spec.layout for parts in shapes for spec in parts} - {"block"})
+        wrong = sorted({str(spec.layout) for parts in shapes for spec in parts} - {"block"})
         if wrong:
             raise ValueError(
                 f"[GroupStorage] arena {arena} holds {len({spec for parts in shapes for spec in parts})} shapes in "

@@ -86,10 +86,10 @@ def spec_from_config(
     *,
     block_size: int = 16,
     dtype: str | None = None,
-    layout: str = "NHD",
     k_bits: int | None = None,
     v_bits: int | None = None,
     quant_group_size: int = 64,
+    layout: str | None = None,
 ) -> KVSpec:
     """The KV spec of a model from its Hugging Face style config: every token in every layer.
 
@@ -97,7 +97,7 @@ def spec_from_config(
     ----------
     config, dtype
         As in `layer_groups`.
-    k_bits, v_bits, quant_group_size
+    k_bits, v_bits, quant_group_size, layout
         As in `KVSpec`.
 
     Raises

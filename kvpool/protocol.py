@@ -321,7 +321,7 @@ class Capabilities:
         """Why this backend cannot serve `spec` (and, if given, that many query heads); None when it can."""
         per_kv_head = None if num_q_heads is None else -(-num_q_heads // spec.num_kv_heads)
         for what, value, accepted in (
-            ("layout", spec.layout, self.layouts),
+            ("layout", spec.layout, (None, *self.layouts)),
             ("dtype", spec.dtype, self.dtypes),
             ("block_size", spec.block_size, self.block_sizes),
             ("head_dim", spec.head_dim, self.head_dims),

@@ -5,7 +5,7 @@ All sizes are Python integers (no overflow) and carry their unit in the name: ``
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
 
@@ -63,8 +63,9 @@ class KVSpec:
         Tokens per block, any value >= 1.
     v_head_dim : int, optional
         Head dimension of the values, `head_dim` by default.
-    layout : {"NHD", "HND", "interleaved", "stacked", "block"}
-        Order of the axes in memory, see Notes.
+    layout : {None, "NHD", "HND", "interleaved", "stacked", "block"}
+        Order of the axes in memory, see Notes. None: the backend chooses, and its own `spec` says what; without a
+        backend it is that of "NHD".
     k_bits, v_bits : {None, 4, 8}
         Keys or values are stored as they are (None) or quantized to so many bits.
     quant_group_size : {32, 64, 128}
@@ -88,8 +89,8 @@ class KVSpec:
 
     The layouts differ in strides only (`plane_layout`); with S = block_size, H = num_kv_heads:
 
-    - ``NHD``: per layer and plane ``[num_blocks, S, H, D]``. The default: a token is one contiguous store, a
-      block one contiguous copy.
+    - ``NHD``: per layer and plane ``[num_blocks, S, H, D]``. A token is one contiguous store, a block one
+      contiguous copy.
     - ``HND``: per layer and plane ``[num_blocks, H, S, D]``, head-major.
     - ``interleaved``: per layer ``[num_blocks, S, 2 * H, D]``, heads in the order k0, v0, k1, v1, ...
       (Levanter, ragged paged attention on TPU).
@@ -106,7 +107,7 @@ class KVSpec:
     dtype: str = "float16"
     block_size: int = 16
     v_head_dim: int | None = None
-    layout: str = "NHD"
+    layout: str | None = None
     k_bits: int | None = None
     v_bits: int | None = None
     quant_group_size: int = 64
@@ -119,7 +120,8 @@ class KVSpec:
                 continue
             object.__setattr__(self, name, checked_int("KVSpec", name, value))
         _one_of("KVSpec", "dtype", self.dtype, tuple(DTYPES))
-        _one_of("KVSpec", "layout", self.layout, LAYOUTS)
+        if self.layout is not None:
+            _one_of("KVSpec", "layout", self.layout, LAYOUTS)
         if not isinstance(self.latent, bool):
             raise TypeError(f"[KVSpec] latent must be a bool, got {type(self.latent).__name__} ({self.latent!r})")
         if self.latent and self.num_kv_heads != 1:
@@ -222,7 +224,7 @@ class KVSpec:
             heads = f"a latent of {self.head_dim} and {self.value_head_dim}"
         return (
             f"{num_blocks} blocks of {self.block_size} tokens, {self.num_layers} layers of {heads} in {self.storage}, "
-            f"{self.layout}, {self.pool_nbytes(num_blocks)} bytes"
+            f"{self.layout or 'NHD'}, {self.pool_nbytes(num_blocks)} bytes"
         )
 
     @property
@@ -240,6 +242,10 @@ class KVSpec:
     def block_nbytes(self) -> int:
         """Bytes of one block in all layers and planes."""
         return self.block_size * self.token_nbytes
+
+    def in_layout(self, layout: str) -> KVSpec:
+        """This spec, in `layout` if it has none."""
+        return self if self.layout is not None else replace(self, layout=layout)
 
     def pool_nbytes(self, num_blocks: int) -> int:
         """Bytes of the whole storage."""
@@ -269,7 +275,7 @@ class KVSpec:
         dims = {stored.name: stored.dim for stored in self.stored_planes}
         _one_of("plane_layout", "plane", plane, tuple(dims))
         layers, heads, slots, dim = self.num_layers, self.num_kv_heads, self.block_size, dims[plane]
-        if self.layout == "NHD":
+        if self.layout in (None, "NHD"):
             shape: tuple[int, ...] = (num_blocks, slots, heads, dim)
             strides = (0, slots * heads * dim, heads * dim, dim)
         elif self.layout == "HND":

@@ -102,7 +102,6 @@ def cpu_facts() -> dict[str, Any]:
         "isa": kernels.default_isa(),
         "isa_from": "KVPOOL_CPU_ISA" if os.environ.get("KVPOOL_CPU_ISA") else "the best of this machine",
         "tilings": kernels.tilings(),
-        "layout": kvpool.KVSpec(1, 1, 64).layout,
         "num_threads": kernels.num_threads(),
         "num_threads_from": (
             "KVPOOL_NUM_THREADS" if os.environ.get("KVPOOL_NUM_THREADS") else "the CPUs of this process"
@@ -217,9 +216,9 @@ def cpu_rows(cpu: dict[str, Any]) -> list[tuple[str, str]]:
 
 def tilings_text(cpu: dict[str, Any]) -> str:
     """Return what a decode does at once, by instruction set."""
-    each = ", ".join(f"{name} {of['keys']} x {of['queries']}" for name, of in cpu["tilings"].items())
+    each = (f"{name} {of['keys']} x {of['queries']} {of['layout']}" for name, of in cpu["tilings"].items())
     tokens = cpu["tilings"][cpu["isa"]]["tokens"]
-    return f"keys x queries at once: {each}; tiles of {tokens} tokens; layout {cpu['layout']} unless a spec has another"
+    return f"keys x queries at once, layout unless a spec has one: {', '.join(each)}; tiles of {tokens} tokens"
 
 
 def mlx_rows(route: dict[str, str | None] | None) -> list[tuple[str, str]]:

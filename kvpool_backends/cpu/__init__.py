@@ -10,7 +10,7 @@ from kvpool_backends.cpu._kernels import (
     read_sum,
     set_num_threads,
 )
-from kvpool_backends.cpu.backend import CPUBackend
+from kvpool_backends.cpu.backend import CPUBackend, default_layout
 from kvpool_backends.cpu.dense import attention_with_scores, quantized_attention_with_scores
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "base_arrays",
     "base_shapes",
     "default_isa",
+    "default_layout",
     "isas",
     "num_threads",
     "quantized_attention_with_scores",

@@ -55,12 +55,20 @@ def isas():
 
 
 def tilings():
-    """What a decode does at once, for each of `isas()`: ``{"tokens", "keys", "queries", "vectors"}``.
+    """What suits a decode, for each of `isas()`: ``{"tokens", "keys", "queries", "vectors", "layout"}``.
 
     A tile of tokens is looked up in the block table at once. Of these, so many keys meet so many queries in registers.
-    Values are added up for so many vectors of as many queries.
+    Values are added up for so many vectors of as many queries. The layout is that of a pool for which nobody has chosen
+    one.
     """
-    return {kv_isa_name(kv_isa_at(i)).decode(): kv_isa_tiling(kv_isa_at(i)) for i in range(kv_isa_count())}
+    cdef dict found = {}
+    for i in range(kv_isa_count()):
+        tiling = kv_isa_tiling(kv_isa_at(i))
+        found[kv_isa_name(kv_isa_at(i)).decode()] = {
+            "tokens": tiling.tokens, "keys": tiling.keys, "queries": tiling.queries, "vectors": tiling.vectors,
+            "layout": tiling.layout.decode(),
+        }
+    return found
 
 
 def default_isa():

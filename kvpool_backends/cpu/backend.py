@@ -22,7 +22,7 @@ from kvpool_backends.checks import (
     checked_storage,
     gathered,
 )
-from kvpool_backends.cpu._kernels import BlockStore, base_arrays
+from kvpool_backends.cpu._kernels import BlockStore, base_arrays, default_isa, tilings
 
 _HUGE_PAGE_NBYTES = 2 * 2**20
 _PAGE_NBYTES = 4096
@@ -72,6 +72,11 @@ _STORED: dict[str, np.dtype[Any]] = {
 }
 
 
+def default_layout(isa: str | None = None) -> str:
+    """The layout that a decode with this instruction set, by default the one that stores take, reads fastest."""
+    return str(tilings().get(isa or default_isa(), {"layout": "NHD"})["layout"])
+
+
 class MemoryReport(NamedTuple):
     """Memory of a backend, in bytes."""
 
@@ -86,7 +91,8 @@ class CPUBackend:
     Parameters
     ----------
     spec : KVSpec
-        Any layout, dtype, bits, head dimensions and block size.
+        Any layout, dtype, bits, head dimensions and block size. Without a layout it is in that of the instruction set,
+        see `default_layout`.
     num_blocks : int
         Blocks in the pool, reserved ones included. ``spec.pool_nbytes(num_blocks)`` of address space is taken here;
         the system hands out zeroed pages when they are first written.
@@ -129,7 +135,7 @@ class CPUBackend:
         num_threads: int | None = None,
     ) -> None:
         self.num_blocks = checked_storage("CPUBackend", self.capabilities, spec, num_blocks)
-        self.spec = spec
+        self.spec = spec = spec.in_layout(default_layout(isa))
         if storage is None:
             bases = base_arrays(spec, self.num_blocks)
             arrays = zeroed([shape for shape, _, _ in bases], [_STORED[dtype] for _, dtype, _ in bases], "CPUBackend")

@@ -86,4 +86,5 @@ cdef extern from "kvcpu.h" nogil:
     const char* kv_isa_name(const kv_isa* isa)
     ctypedef struct kv_tiling:
         int tokens, keys, queries, vectors
+        const char* layout
     kv_tiling kv_isa_tiling(const kv_isa* isa)

@@ -33,7 +33,7 @@ from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchSh
 from kvpool.spec import LAYOUTS, QUANT_BITS, QUANT_GROUP_SIZES
 from kvpool_backends.checks import block_ids, check_layer, checked_import, checked_keep, checked_results, gathered
 from kvpool_backends.cpu._kernels import BlockStore
-from kvpool_backends.cpu.backend import gather_rows
+from kvpool_backends.cpu.backend import default_layout, gather_rows
 from kvpool_backends.mlx.base import BaseBackend
 from kvpool_backends.mlx.storage import DTYPES, PoolMemory
 
@@ -60,6 +60,7 @@ class KernelBackend(BaseBackend):
     )
 
     def _allocate(self) -> None:
+        self.spec = self.spec.in_layout(default_layout())
         self._value_head_dim = self.spec.value_head_dim
         given = [] if self._storage is None else [self._storage]
         self._pool = PoolMemory(self.spec, 0 if given else self.num_blocks, alignment=_LINE_NBYTES)

@@ -176,7 +176,7 @@ class Kernels:
         return ("portable", "avx2")
 
     def tilings(self):
-        rest = {"tokens": 32, "queries": 4, "vectors": 2}
+        rest = {"tokens": 32, "queries": 4, "vectors": 2, "layout": "HND"}
         return {"portable": {"keys": 2, **rest}, "avx2": {"keys": 3, **rest}}
 
     def default_isa(self):
@@ -202,7 +202,8 @@ def test_doctor_tells_what_the_cpu_kernels_run_with_and_why(capsys, monkeypatch,
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("CPU kernels") and "portable" in line for line in lines)
     assert any(line.startswith("CPU threads") and "  3, " in line for line in lines)
-    assert any(line.startswith("CPU decode") and "portable 2 x 4, avx2 3 x 4; tiles of 32" in line for line in lines)
+    decode = next(line for line in lines if line.startswith("CPU decode"))
+    assert "portable 2 x 4 HND, avx2 3 x 4 HND; tiles of 32" in decode
 
 
 @pytest.mark.parametrize(

@@ -669,7 +669,9 @@ def layout_of(kv: Any) -> Layout:
             states = [layout.leaves[leaf].arrays for leaf in layout.held]
             groups.append(BlockLayout(grain, group.blocks * layout.block_nbytes[0], f"state {states}"))
             continue
-        specs = [spec for spec, arena in zip(layout.specs, layout.arenas, strict=True) if arena == group.arena]
+        # Rows have the order of `export_blocks` whatever the backend chooses, so its choice makes no other store.
+        own = (spec for spec, arena in zip(layout.specs, layout.arenas, strict=True) if arena == group.arena)
+        specs = [spec.in_layout("NHD") for spec in own]
         nbytes = group.columns * layout.block_nbytes[group.arena]
         text = f"{group.kind} {group.size} {group.keep} {specs}"
         groups.append(BlockLayout(group.block_size or pool.block_size, nbytes, text))

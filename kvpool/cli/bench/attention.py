@@ -29,7 +29,7 @@ OPTIONS = (
     ("batch", LIST, "1,16", "sequences per call"),
     ("context", LIST, "4k", "tokens of each sequence"),
     ("isa", LIST, "auto", "instruction sets of the kernels; all: each one that this machine has"),
-    ("layout", LIST, "NHD", "layouts of the blocks: NHD, HND"),
+    ("layout", LIST, "auto", "layouts of the blocks: NHD, HND; auto: that of the instruction set"),
     ("threads", LIST, "auto", "numbers of threads"),
     ("repetitions", NUMBER, "15", "rounds that have to count"),
     ("max-memory", NUMBER, "auto", MEMORY),
@@ -54,10 +54,11 @@ def run(args: argparse.Namespace) -> int:
         numbers("--batch", args.batch),
         numbers("--context", args.context),
         some("--isa", isas, kernels.isas()),
-        some("--layout", args.layout, ("NHD", "HND")),
+        some("--layout", args.layout, ("NHD", "HND")) if args.layout != "auto" else (None,),
         numbers("--threads", args.threads) if args.threads != "auto" else (kernels.num_threads(),),
     )
-    cases = [Case(*size) for size in sizes]
+    tilings = kernels.tilings()
+    cases = [Case(*size[:4], size[4] or tilings[size[3]]["layout"], size[5]) for size in sizes]
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
     with progress(len(cases), args.json) as say:

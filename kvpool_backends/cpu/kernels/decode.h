@@ -128,40 +128,38 @@ static void decoding_load_queries(decoding *run) {
 
 /* -------- scores -------- */
 
-/* Bytes of a vector of `fetched` to ask for with each pair of elements of `plane`. */
-static int64_t fetch_step(const kv_layer *layer, const kv_plane *fetched, const kv_plane *plane) {
-    const int64_t nbytes = fetched->dim * kv_bits(kv_stored(layer, fetched)) / 8, pairs = padded(plane->dim) / PAIR;
-    return (nbytes + pairs - 1) / pairs;
+/* Of a tile's rows of `plane`, while those of `meanwhile` are worked on. */
+KV_INLINE fetching plane_fetching(const kv_layer *layer, const kv_plane *plane, const kv_plane *meanwhile,
+                                  const char *const *rows, int64_t count, int64_t offset) {
+    const int64_t nbytes = plane->dim * kv_bits(kv_stored(layer, plane)) / 8;
+    return fetching_of(rows, count, offset, nbytes, padded(meanwhile->dim) / PAIR);
 }
 
-/* `rows` lanes of a head from the i-th on against TOKENS tokens from t on; `step` of fetch_step. */
-KV_INLINE void some_scores(kv_dtype dtype, const int rows, const decoding *run, const kv_tile *tile, int64_t t,
-                           int64_t head, int64_t i, int64_t step) {
-    const kv_layer *layer = run->call->layer;
-    const kv_plane *k = &layer->k, *v = &layer->v;
-    const int64_t offset = head * k->head_stride * kv_itemsize(dtype);
-    const int64_t ahead_offset = head * v->head_stride * kv_itemsize(kv_stored(layer, v));
+/* `rows` lanes of a head from the i-th on against the tile. */
+KV_INLINE void lanes_scores(kv_dtype dtype, const int rows, const decoding *run, const kv_tile *tile, int64_t head,
+                            int64_t i, fetching *ahead) {
+    const kv_plane *k = &run->call->layer->k;
+    const int64_t offset = head * k->head_stride * kv_itemsize(dtype), dim = k->dim, count = tile->count;
     const float *q = run->q + (head * run->lanes + i) * run->k_padded;
-    float *scores = run->scores + i * ROOM + t;
-    if (dtype == KV_U8 || dtype == KV_U4)
-        numbers_of_some(dtype, rows, tile->k + t, offset, k, q, run->k.scales + head * kv_groups(k) * TILE + t, scores,
-                        tile->v + t, ahead_offset, step * (run->k_padded / PAIR));
-    else
-        scores_of_some(dtype, rows, tile->k + t, offset, k->dim, q, scores, tile->v + t, ahead_offset, step);
+    const float *scales = run->k.scales + head * kv_groups(k) * TILE;
+    float *scores = run->scores + i * ROOM;
+    for (int64_t t = 0; t < count; t += TOKENS)
+        if (dtype == KV_U8 || dtype == KV_U4)
+            numbers_of_some(dtype, rows, tile->k + t, offset, k, q, scales + t, scores + t, ahead, t);
+        else scores_of_some(dtype, rows, tile->k + t, offset, dim, q, scores + t, ahead, t);
 }
 
 /* All of a head's lanes against the tile; meanwhile the same head's values are fetched, if `fetches`. */
 KV_INLINE void head_scores_as(kv_dtype dtype, const decoding *run, const kv_tile *tile, int64_t head, int fetches) {
     const kv_layer *layer = run->call->layer;
-    const int64_t values = fetches ? fetch_step(layer, &layer->v, &layer->k) : 0;
-    for (int64_t t = 0; t < tile->count; t += TOKENS) {
-        int64_t i = 0, step = values;
-        for (; i + LANES <= run->lanes; i += LANES, step = 0)
-            some_scores(dtype, LANES, run, tile, t, head, i, step);
-        if (run->lanes - i == 3) some_scores(dtype, 3, run, tile, t, head, i, step);
-        if (run->lanes - i == 2) some_scores(dtype, 2, run, tile, t, head, i, step);
-        if (run->lanes - i == 1) some_scores(dtype, 1, run, tile, t, head, i, step);
-    }
+    const int64_t v_offset = head * layer->v.head_stride * kv_itemsize(kv_stored(layer, &layer->v));
+    fetching ahead = plane_fetching(layer, &layer->v, &layer->k, tile->v, tile->count, v_offset);
+    int64_t i = 0;
+    if (!fetches) ahead.step = 0;
+    for (; i + LANES <= run->lanes; i += LANES, ahead.step = 0) lanes_scores(dtype, LANES, run, tile, head, i, &ahead);
+    if (run->lanes - i == 3) lanes_scores(dtype, 3, run, tile, head, i, &ahead);
+    if (run->lanes - i == 2) lanes_scores(dtype, 2, run, tile, head, i, &ahead);
+    if (run->lanes - i == 1) lanes_scores(dtype, 1, run, tile, head, i, &ahead);
     if (dtype != KV_U8 && dtype != KV_U4) return;
     const int64_t groups = kv_groups(&layer->k);
     add_biases(run->scores, run->lanes, groups, run->k.biases + head * groups * TILE,
@@ -301,10 +299,9 @@ static void used_values(const decoding *run, const kv_tile *tile, int64_t offset
     }
 }
 
-/* `rows` lanes of a head from the i-th on; `step` of fetch_step. */
+/* `rows` lanes of a head from the i-th on. */
 KV_INLINE void lanes_values(kv_dtype dtype, const int rows, const decoding *run, const char *const *tokens,
-                            int64_t count, int64_t offset, int64_t head, int64_t i, const char *const *ahead,
-                            int64_t ahead_offset, int64_t step) {
+                            int64_t count, int64_t offset, int64_t head, int64_t i, fetching *ahead) {
     const kv_plane *plane = &run->call->layer->v;
     const int is_quantized = dtype == KV_U8 || dtype == KV_U4;
     const int64_t dim = plane->dim, stride = run->v_padded, groups = is_quantized ? kv_groups(plane) : 1;
@@ -315,25 +312,23 @@ KV_INLINE void lanes_values(kv_dtype dtype, const int rows, const decoding *run,
         const int64_t end = is_quantized ? (g + 1) * plane->group_size : dim;
         if (is_quantized) starts = run->shifts + i * groups + g;
         for (; ARE_REGISTERS_MANY && d + 2 * PAIR <= end; d += 2 * PAIR)
-            weigh(dtype, rows, 2, 0, tokens, count, offset, d, stride, weights, decay, acc, starts, groups, ahead,
-                  ahead_offset, step);
+            weigh(dtype, rows, 2, 0, tokens, count, offset, d, stride, weights, decay, acc, starts, groups, ahead);
         for (; d + PAIR <= end; d += PAIR)
-            weigh(dtype, rows, 1, 0, tokens, count, offset, d, stride, weights, decay, acc, starts, groups, ahead,
-                  ahead_offset, step);
+            weigh(dtype, rows, 1, 0, tokens, count, offset, d, stride, weights, decay, acc, starts, groups, ahead);
         if (!is_quantized && d < end)
-            weigh(dtype, rows, 1, dim - d, tokens, count, offset, d, stride, weights, decay, acc, starts, groups, ahead,
-                  ahead_offset, step);
+            weigh(dtype, rows, 1, dim - d, tokens, count, offset, d, stride, weights, decay, acc, starts, groups,
+                  ahead);
     }
 }
 
-/* Sums up the tile's values of a head; meanwhile the keys at `ahead` are fetched, those that are used next. */
+/* Sums up the tile's values of a head; meanwhile the keys at `next` are fetched, those that are used next. */
 KV_INLINE void head_values_as(kv_dtype dtype, const decoding *run, const kv_tile *tile, int64_t head,
-                              const char *const *ahead, int64_t ahead_offset) {
+                              const char *const *next, int64_t next_offset) {
     const kv_layer *layer = run->call->layer;
     const char *used[TILE], *const *tokens = tile->v;
     const int64_t count = tile->count;
     int64_t offset = head * layer->v.head_stride * kv_itemsize(dtype), i = 0;
-    int64_t step = fetch_step(layer, &layer->k, &layer->v);
+    fetching ahead = plane_fetching(layer, &layer->k, &layer->v, next, count, next_offset);
     if (dtype == KV_U8 || dtype == KV_U4) {
         const int64_t groups = kv_groups(&layer->v), at = head * groups * TILE;
         scale_weights(run->scores, run->lanes, groups, count, run->v.scales + at, run->v.biases + at, run->scaled,
@@ -343,19 +338,19 @@ KV_INLINE void head_values_as(kv_dtype dtype, const decoding *run, const kv_tile
         tokens = used;
         offset = 0;
     }
-    for (; i + 4 <= run->lanes; i += 4, step = 0)
-        lanes_values(dtype, 4, run, tokens, count, offset, head, i, ahead, ahead_offset, step);
+    for (; i + 4 <= run->lanes; i += 4, ahead.step = 0)
+        lanes_values(dtype, 4, run, tokens, count, offset, head, i, &ahead);
     switch (run->lanes - i) {
-    case 3: lanes_values(dtype, 3, run, tokens, count, offset, head, i, ahead, ahead_offset, step); break;
-    case 2: lanes_values(dtype, 2, run, tokens, count, offset, head, i, ahead, ahead_offset, step); break;
-    case 1: lanes_values(dtype, 1, run, tokens, count, offset, head, i, ahead, ahead_offset, step); break;
+    case 3: lanes_values(dtype, 3, run, tokens, count, offset, head, i, &ahead); break;
+    case 2: lanes_values(dtype, 2, run, tokens, count, offset, head, i, &ahead); break;
+    case 1: lanes_values(dtype, 1, run, tokens, count, offset, head, i, &ahead); break;
     }
 }
 
 #define HEAD_VALUES(TYPE) \
     static KV_APART void head_values_##TYPE(const decoding *run, const kv_tile *tile, int64_t head, \
-                                            const char *const *ahead, int64_t ahead_offset) { \
-        head_values_as(KV_##TYPE, run, tile, head, ahead, ahead_offset); \
+                                            const char *const *next, int64_t next_offset) { \
+        head_values_as(KV_##TYPE, run, tile, head, next, next_offset); \
     }
 HEAD_VALUES(F32)
 HEAD_VALUES(F16)
@@ -364,15 +359,15 @@ HEAD_VALUES(F8)
 HEAD_VALUES(U8)
 HEAD_VALUES(U4)
 
-static void head_values(const decoding *run, const kv_tile *tile, int64_t head, const char *const *ahead,
-                        int64_t ahead_offset) {
+static void head_values(const decoding *run, const kv_tile *tile, int64_t head, const char *const *next,
+                        int64_t next_offset) {
     switch (kv_stored(run->call->layer, &run->call->layer->v)) {
-    case KV_F32: head_values_F32(run, tile, head, ahead, ahead_offset); break;
-    case KV_F16: head_values_F16(run, tile, head, ahead, ahead_offset); break;
-    case KV_BF16: head_values_BF16(run, tile, head, ahead, ahead_offset); break;
-    case KV_F8: head_values_F8(run, tile, head, ahead, ahead_offset); break;
-    case KV_U8: head_values_U8(run, tile, head, ahead, ahead_offset); break;
-    case KV_U4: head_values_U4(run, tile, head, ahead, ahead_offset); break;
+    case KV_F32: head_values_F32(run, tile, head, next, next_offset); break;
+    case KV_F16: head_values_F16(run, tile, head, next, next_offset); break;
+    case KV_BF16: head_values_BF16(run, tile, head, next, next_offset); break;
+    case KV_F8: head_values_F8(run, tile, head, next, next_offset); break;
+    case KV_U8: head_values_U8(run, tile, head, next, next_offset); break;
+    case KV_U4: head_values_U4(run, tile, head, next, next_offset); break;
     }
 }
 

@@ -5,15 +5,21 @@
  * stored in that order, results come out in it; a dot product does not mind.
  */
 enum { PAIR = 2 * VL, LANES = 4 }; /* queries at once */
+/* What suits the machine. FETCHES_EVENLY: lines are prefetched one by one, at an even pace and row by row, because
+ * Zen 3 drops prefetches that come faster than its memory answers. VALUES: tokens of a turn of the loop over values.
+ * LAYOUT: of a pool for which nobody has chosen one. */
 #if defined(KV_SIMD_AVX512) || defined(KV_SIMD_NEON)
 /* keys at once: of 32 registers 16 are sums, 8 a pair of each key */
-enum { TOKENS = 4, ARE_REGISTERS_MANY = 1, CONVERTS_F16 = 1 };
+enum { TOKENS = 4, ARE_REGISTERS_MANY = 1, CONVERTS_F16 = 1, FETCHES_EVENLY = 0, VALUES = 1 };
+#define LAYOUT "NHD"
 #elif defined(KV_SIMD_AVX2)
 /* of 16, 12 are sums, 3 half a pair of each key, 1 of a query */
-enum { TOKENS = 3, ARE_REGISTERS_MANY = 0, CONVERTS_F16 = 1 };
+enum { TOKENS = 3, ARE_REGISTERS_MANY = 0, CONVERTS_F16 = 1, FETCHES_EVENLY = 1, VALUES = 2 };
+#define LAYOUT "HND"
 #else
 /* without fused multiplications products take one, too */
-enum { TOKENS = 2, ARE_REGISTERS_MANY = 0, CONVERTS_F16 = 0 };
+enum { TOKENS = 2, ARE_REGISTERS_MANY = 0, CONVERTS_F16 = 0, FETCHES_EVENLY = 1, VALUES = 2 };
+#define LAYOUT "HND"
 #endif
 
 typedef struct { vf a, b; } vpair;
@@ -85,13 +91,33 @@ KV_INLINE four sums_of_tokens(const vf *sum) {
     return v_sum4(sum[0], sum[1], sum[TOKENS > 2 ? 2 : 1], sum[TOKENS - 1]);
 }
 
-/* Whether lines are prefetched one by one, at an even pace and row by row. Zen 3 drops prefetches that come faster
- * than its memory answers. */
-#if defined(KV_SIMD_AVX2)
-enum { FETCHES_EVENLY = 1 };
-#else
-enum { FETCHES_EVENLY = 0 };
-#endif
+/* Rows that are fetched for the next phase: the `nbytes` from `offset` on of each, `step` of them with each pair of
+ * elements of a token that is worked on (0: no more). Then where an even pace has got to, and the bytes due. */
+typedef struct {
+    const char *const *rows, *const *last;
+    int64_t offset, nbytes, step;
+    const char *at, *end;
+    int64_t due;
+} fetching;
+
+/* Of `count` rows, one for each token that is worked on in `pairs` pairs of elements. */
+KV_INLINE fetching fetching_of(const char *const *rows, int64_t count, int64_t offset, int64_t nbytes, int64_t pairs) {
+    const char *at = rows[0] + offset;
+    return (fetching){.rows = rows, .last = rows + count - 1, .offset = offset, .nbytes = nbytes,
+                      .step = (nbytes + pairs - 1) / pairs, .at = at, .end = at + nbytes};
+}
+
+/* `nbytes` more are due. */
+KV_INLINE void fetch_evenly(fetching *ahead, int64_t nbytes) {
+    for (ahead->due += nbytes; ahead->due > 0; ahead->due -= LINE) {
+        __asm__("" : "+r"(ahead->due)); /* a compiler that sees through it counts the lines first: that is slower */
+        __builtin_prefetch(ahead->at, 0, 2);
+        if ((ahead->at += LINE) < ahead->end) continue;
+        if (ahead->rows < ahead->last) ahead->rows++;
+        ahead->at = *ahead->rows + ahead->offset;
+        ahead->end = ahead->at + ahead->nbytes;
+    }
+}
 
 /* Fetches the `nbytes` from `at` on into L2: L1 has what is worked on to hold. */
 KV_INLINE void fetch(const char *at, int64_t nbytes) {
@@ -132,30 +158,20 @@ KV_INLINE void add_products(kv_dtype dtype, const int rows, const char *const *k
 }
 
 /* scores[r * ROOM + t] = q[r] . k[t] for TOKENS tokens t and `rows` <= LANES queries r; `offset` is the head's. Up to
- * t = 3 anything may be written behind. Meanwhile as many tokens are fetched from `ahead` on, `step` bytes of each for
- * each pair of elements. */
+ * t = 3 anything may be written behind. Meanwhile as many rows are fetched: without an even pace, those from `first`
+ * on. */
 KV_INLINE void scores_of_some(kv_dtype dtype, const int rows, const char *const *tokens, int64_t offset, int64_t dim,
-                              const float *q, float *scores, const char *const *ahead, int64_t ahead_offset,
-                              int64_t step) {
+                              const float *q, float *scores, fetching *ahead, int64_t first) {
     const int64_t size = kv_itemsize(dtype), stride = padded(dim), whole = dim / PAIR * PAIR;
     const char *k[TOKENS], *next[TOKENS];
     vf sum[LANES][TOKENS] = {{{0}}};
     KV_UNROLL
     for (int t = 0; t < TOKENS; t++) {
         k[t] = tokens[t] + offset;
-        next[t] = ahead[t] + ahead_offset;
+        if (!FETCHES_EVENLY) next[t] = ahead->rows[first + t] + ahead->offset;
     }
-    int64_t owed = 0, at = 0; /* bytes due by now, and bytes of `row` that were fetched */
-    const char *const *row = next;
-    for (int64_t d = 0, line = 0, end = step; d < whole; d += PAIR, end += step) {
-        if (FETCHES_EVENLY)
-            for (owed += TOKENS * step; owed > 0; owed -= LINE) {
-                __builtin_prefetch(*row + at, 0, 2);
-                if ((at += LINE) >= step * (stride / PAIR)) {
-                    at = 0;
-                    row++;
-                }
-            }
+    for (int64_t d = 0, line = 0, end = ahead->step; d < whole; d += PAIR, end += ahead->step) {
+        if (FETCHES_EVENLY) fetch_evenly(ahead, TOKENS * ahead->step);
         for (; !FETCHES_EVENLY && line < end; line += LINE)
             KV_UNROLL
             for (int t = 0; t < TOKENS; t++) __builtin_prefetch(next[t] + line, 0, 2);
@@ -178,14 +194,31 @@ KV_INLINE void scores_of_some(kv_dtype dtype, const int rows, const char *const 
     }
 }
 
+/* sum[r] += weights[r * ROOM] * v for `pairs` pairs of elements, the last one of `tail` elements if that is not 0. */
+KV_INLINE void add_values(kv_dtype dtype, const int rows, const int pairs, int64_t tail, const char *v,
+                          const float *weights, vpair sum[4][2]) {
+    vpair value[2];
+    KV_UNROLL
+    for (int i = 0; i < pairs; i++) value[i] = tail == 0 ? pair_load(dtype, v + i * PAIR * kv_bits(dtype) / 8)
+        : pair_load_n(dtype, v, tail);
+    KV_UNROLL
+    for (int r = 0; r < rows; r++) {
+        const vf weight = v_set(weights[r * ROOM]);
+        KV_UNROLL
+        for (int i = 0; i < pairs; i++) {
+            sum[r][i].a = v_fma(weight, value[i].a, sum[r][i].a);
+            sum[r][i].b = v_fma(weight, value[i].b, sum[r][i].b);
+        }
+    }
+}
+
 /* For `rows` <= 4 queries: acc[r] = decay[r] * acc[r] + sum over the tile's tokens of weights[r * ROOM + t] * v[t], for
  * the `pairs` (1 or 2) pairs of elements from d on; the last one has `tail` elements if that is not 0. The sum
  * begins at 0, or at starts[r * starts_stride]: so the error grows with the number of tiles plus the length of one.
- * Meanwhile as many tokens are fetched from `ahead` on, `step` bytes of each for each pair of elements. */
+ * Meanwhile as many rows are fetched. */
 KV_INLINE void weigh(kv_dtype dtype, const int rows, const int pairs, int64_t tail, const char *const *tokens,
                      int64_t count, int64_t offset, int64_t d, int64_t stride, const float *weights, const float *decay,
-                     float *acc, const float *starts, int64_t starts_stride, const char *const *ahead,
-                     int64_t ahead_offset, int64_t step) {
+                     float *acc, const float *starts, int64_t starts_stride, fetching *ahead) {
     const int64_t bits = kv_bits(dtype);
     vpair sum[4][2] = {{{{0}, {0}}}};
     if (starts != NULL)
@@ -194,35 +227,19 @@ KV_INLINE void weigh(kv_dtype dtype, const int rows, const int pairs, int64_t ta
             KV_UNROLL
             for (int i = 0; i < pairs; i++) sum[r][i].a = sum[r][i].b = v_set(starts[r * starts_stride]);
     offset += d * bits / 8;
+    const int64_t step = ahead->step;
     const int64_t end = (d / PAIR + pairs) * step, line = (d / PAIR * step + LINE - 1) / LINE * LINE;
-    /* An even pace: each pair of each token fetches `step` bytes. Its number is that of the pair of the fetched row. */
-    const int64_t row_nbytes = stride / PAIR * step, before = d / PAIR * count;
-    const char *const *row = ahead + (FETCHES_EVENLY ? before / (stride / PAIR) : 0);
-    int64_t at = FETCHES_EVENLY ? before % (stride / PAIR) * step : 0;
-    for (int64_t t = 0; t < count; t++) {
-        const char *v = tokens[t] + offset;
-        if (!FETCHES_EVENLY) fetch(ahead[t] + ahead_offset + line, end - line);
-        else if (step > 0) {
-            if (at % LINE < step) fetch(*row + ahead_offset + at, step);
-            if ((at += step) >= row_nbytes) {
-                at = 0;
-                row++;
-            }
-        }
-        vpair value[2];
+    const int pace = dtype == KV_F32 ? 1 : VALUES; /* tokens for about a line */
+    int64_t t = 0;
+    for (; t + VALUES <= count; t += VALUES) {
+        if (!FETCHES_EVENLY) fetch(ahead->rows[t] + ahead->offset + line, end - line);
         KV_UNROLL
-        for (int i = 0; i < pairs; i++) value[i] = tail == 0 ? pair_load(dtype, v + i * PAIR * bits / 8)
-            : pair_load_n(dtype, v, tail);
-        KV_UNROLL
-        for (int r = 0; r < rows; r++) {
-            const vf weight = v_set(weights[r * ROOM + t]);
-            KV_UNROLL
-            for (int i = 0; i < pairs; i++) {
-                sum[r][i].a = v_fma(weight, value[i].a, sum[r][i].a);
-                sum[r][i].b = v_fma(weight, value[i].b, sum[r][i].b);
-            }
+        for (int i = 0; i < VALUES; i++) {
+            if (FETCHES_EVENLY && i % pace == 0) fetch_evenly(ahead, pace * pairs * step);
+            add_values(dtype, rows, pairs, tail, tokens[t + i] + offset, weights + t + i, sum);
         }
     }
+    for (; VALUES > 1 && t < count; t++) add_values(dtype, rows, pairs, tail, tokens[t] + offset, weights + t, sum);
     KV_UNROLL
     for (int r = 0; r < rows; r++)
         KV_UNROLL

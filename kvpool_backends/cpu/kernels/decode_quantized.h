@@ -134,14 +134,15 @@ KV_INLINE void fetch_factors(const kv_attention *call, int64_t row, const kv_til
  * without the biases. `scales` are those of the head at the first token. */
 KV_INLINE void numbers_of_some(kv_dtype dtype, const int rows, const char *const *tokens, int64_t offset,
                                const kv_plane *plane, const float *q, const float *scales, float *scores,
-                               const char *const *ahead, int64_t ahead_offset, int64_t ahead_nbytes) {
+                               const fetching *ahead, int64_t first) {
     const int64_t stride = padded(plane->dim), size = plane->group_size, groups = kv_groups(plane);
     const char *k[TOKENS];
     v4 total[LANES] = {{0}};
     vf sum[LANES][TOKENS] = {{{0}}};
     for (int t = 0; t < TOKENS; t++) {
         k[t] = tokens[t] + offset;
-        fetch(ahead[t] + ahead_offset, ahead_nbytes); /* at once: a group is too little work to ask in it */
+        /* at once: a group is too little work to ask in it */
+        fetch(ahead->rows[first + t] + ahead->offset, ahead->step * (stride / PAIR));
     }
     for (int64_t g = 0; g < groups; g++) {
         for (int64_t d = g * size; d < (g + 1) * size; d += PAIR)

@@ -24,7 +24,7 @@
 const kv_isa KV_NAME(kv_isa) = {
     .name = KV_ISA_NAME,
     .is_supported = KV_NAME(is_supported),
-    .tiling = {TILE, TOKENS, LANES, ARE_REGISTERS_MANY ? 4 : 2},
+    .tiling = {TILE, TOKENS, LANES, ARE_REGISTERS_MANY ? 4 : 2, LAYOUT},
     .decode_scratch_floats = decode_scratch_floats,
     .partial_floats = partial_floats,
     .decode_part = decode_part,

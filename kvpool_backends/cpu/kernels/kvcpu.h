@@ -140,9 +140,9 @@ int kv_cpus(void); /* that this process may use */
 int kv_isa_count(void);
 const kv_isa *kv_isa_at(int index); /* those that this machine has, best last */
 const char *kv_isa_name(const kv_isa *isa);
-/* What a decode does at once, whatever the type and the group of heads: tokens of a tile; of these the keys, and the
- * queries, that meet in registers; vectors of values of each query. */
-typedef struct { int tokens, keys, queries, vectors; } kv_tiling;
+/* What suits a decode, whatever the type and the group of heads: tokens of a tile; of these the keys, and the queries,
+ * that meet in registers; vectors of values of each query; the layout of a pool for which nobody has chosen one. */
+typedef struct { int tokens, keys, queries, vectors; const char *layout; } kv_tiling;
 kv_tiling kv_isa_tiling(const kv_isa *isa);
 
 #endif
