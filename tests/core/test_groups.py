@@ -571,8 +571,9 @@ def test_groups_of_a_plan_are_made_by_a_plan(full_and_window):
 def test_group_and_arena_out_of_range_name_the_limits(full_and_window):
     handle = full_and_window.open()
     for wrong in (-1, 2, 2**40):
-        with pytest.raises(ValueError, match=rf"group is out of range \({wrong}\), it must be in 0 \.\. 1$"):
-            full_and_window.table(handle, wrong)
+        for call in (full_and_window.table, full_and_window.kv_len):
+            with pytest.raises(ValueError, match=rf"group is out of range \({wrong}\), it must be in 0 \.\. 1$"):
+                call(handle, wrong)
     for wrong in (-1, 1, 2**40):
         with pytest.raises(ValueError, match=rf"arena is out of range \({wrong}\), it must be in 0 \.\. 0$"):
             full_and_window.stats(wrong)

@@ -90,6 +90,7 @@ def tape_of(program, **kinds):
     return tape
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", [s for s in SCENARIOS if s.__name__ not in CORE_ONLY], ids=lambda s: s.__name__)
 def test_scenario_gives_what_the_model_gives(program):
     judge(core_tape(program), tape_of(program, Pool=plain_pool, Plan=ModelPlan))

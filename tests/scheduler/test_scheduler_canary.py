@@ -24,6 +24,12 @@ WORKLOADS = 100
 fault = Faults()
 CROWDS: set[str] = set()  # faults that crowds show
 WHERE: dict[str, Any] = {}  # which workloads can show it at all; all of them by default
+FIRST = {  # where to begin, to be quick: all workloads are tried
+    **{"copy_is_forgotten": 5, "prefix_hit_is_one_block_too_long": 6, "cancelled_request_keeps_its_blocks": 6},
+    **{"preempted_sequence_loses_a_token": 8, "priority_is_ignored": 3, "waiting_does_not_make_up_for_priority": 4},
+    **{"tenant_gets_far_ahead_by_passing": 9, "preempted_request_is_charged_again": 5},
+    **{"share_of_the_queue_is_ignored": 7, "chunk_is_cut_though_there_is_budget": 17},
+}
 
 
 def only_where(condition):
@@ -559,7 +565,8 @@ def beam_gives_children_the_blocks_of_the_first_parent():
 @pytest.mark.parametrize("name", fault)
 def test_planted_fault_is_detected(name):
     with fault[name]():
-        workloads = ((draw_crowd if name in CROWDS else draw)(seed) for seed in range(WORKLOADS))
+        seeds = ((FIRST.get(name, 0) + number) % WORKLOADS for number in range(WORKLOADS))
+        workloads = ((draw_crowd if name in CROWDS else draw)(seed) for seed in seeds)
         if any(convicted(workload) for workload in workloads if WHERE.get(name, lambda w: True)(workload)):
             return
     raise AssertionError(f"{name} survived {WORKLOADS} workloads")
