@@ -233,22 +233,6 @@ def test_whole_answer_with_too_many_logprobs_is_refused(server):
     assert server.post("/v1/completions", body | {"logprobs": 5, "n": 8}, **KEY)[0] in (200, 429)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("connections", [1, 2])
-def test_so_many_connections_are_served_as_the_limit_says(connections):
-    one = Server("--num-blocks", "40", "--max-connections", str(connections))
-    try:
-        with contextlib.ExitStack() as stack:
-            for _ in range(connections):
-                connection = stack.enter_context(contextlib.closing(one.connect()))
-                connection.request("GET", "/health")
-                answer = connection.getresponse()
-                assert answer.status == 200 and answer.read()
-            assert one.get("/health")[0] == 503
-    finally:
-        assert one.stop()[0] == 0
-
-
 DEAF = """
 import sys
 from kvpool.cli import main
