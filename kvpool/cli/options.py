@@ -247,7 +247,7 @@ def store_of(args: argparse.Namespace) -> Callable[[Layout], BlockStore] | None:
         return None
     is_server = "://" in args.store
     if is_server and (most is not None or writes is not None):
-        raise CommandError(f"--store {args.store}: the server has its own limits, leave out --store-max and -writes")
+        raise CommandError(f"--store {place_of(args)}: the server has its own limits, drop --store-max, -writes")
 
     def make(layout: Layout) -> Any:
         from kvpool.store import DiskStore, MemoryStore, TieredStore
@@ -263,9 +263,16 @@ def store_of(args: argparse.Namespace) -> Callable[[Layout], BlockStore] | None:
             return found if memory is None else TieredStore([MemoryStore(layout, memory), found])
         except (OSError, ValueError, ImportError) as exc:
             text = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc).rpartition("] ")[2]
-            raise CommandError(f"--store {args.store}: {text}") from None
+            raise CommandError(f"--store {place_of(args)}: {text}") from None
 
     return make
+
+
+def place_of(args: argparse.Namespace) -> str | None:
+    """Return --store without a password."""
+    from kvpool.store.server import without_password
+
+    return without_password(args.store) if "://" in (args.store or "") else args.store
 
 
 def _size(option: str, text: str | None) -> int | None:

@@ -7,9 +7,10 @@ import asyncio
 import json
 import os
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from kvpool.cli.console import CommandError, real, whole
 from kvpool.cli.options import (
@@ -22,6 +23,7 @@ from kvpool.cli.options import (
     load_draft_model,
     memory_of,
     num_drafts_of,
+    place_of,
     policy_of,
     proposer,
     store_of,
@@ -41,7 +43,7 @@ NUMBERS: tuple[tuple[str, str, str | None, str], ...] = (
     ("--max-tokens", "N", "512", "tokens to generate if a request does not say how many (default: %(default)s)"),
     ("--max-running", "N", "32", "samples that run at a time, at most (default: %(default)s)"),
     ("--max-waiting", "N", "256", "prompts that wait, at most; more get status 429 (default: %(default)s)"),
-    ("--max-connections", "N", "1024", "connections at a time, at most (default: %(default)s)"),
+    ("--max-connections", "N", "1024", "requests at a time, at most; more get status 503 (default: %(default)s)"),
     ("--max-model-len", "TOKENS", None, "tokens of a prompt and its answer, at most (default: what the model takes)"),
     ("--chunk", "TOKENS", "256", "prompt tokens per step and prompt (default: %(default)s)"),
     ("--kv-block-size", "TOKENS", "16", "tokens per block of the cache (default: %(default)s)"),
@@ -86,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"--host {args.host}: others can reach this address, so a key is needed: {sources}")
     options = engine_options(args, block_size) | {"weights": weights, "store": store_of(args)}
     num_drafts_of(args)
-    grace, connections = real("--grace", args.grace, 0, 86400), whole("--max-connections", args.max_connections)
+    grace, wanted = real("--grace", args.grace, 0, 86400), whole("--max-connections", args.max_connections)
     try:
         from kvpool.adapters.mlx_lm import loading
         from kvpool.serving import process
@@ -96,7 +98,10 @@ def run(args: argparse.Namespace) -> int:
     host = f"[{args.host}]" if ":" in args.host else args.host
     hosts = frozenset(name.lower() for name in (*LOOPBACK, host, *args.allow_host))
     most = whole("--max-tokens", args.max_tokens)
-    settings = Settings(args.name or args.model, hosts, keys, most)
+    connections = process.allowed_connections(wanted)
+    if connections < wanted:
+        say(f"kvpool serve: --max-connections {wanted}: the system allows files for {connections}")
+    settings = Settings(args.name or args.model, hosts, keys, most, connections)
     tiny_model(args)
     if args.model != "tiny":
         try:
@@ -106,22 +111,20 @@ def run(args: argparse.Namespace) -> int:
     try:
         sock = process.listen(args.host, port)
         url = f"http://{host}:{sock.getsockname()[1]}"
-        print(f"kvpool serve: loading {args.model} ...", file=sys.stderr, flush=True)
+        say(f"kvpool serve: loading {args.model} ...")
         make, on_ready = partial(make_engine, args, options), partial(tell, args, url)
-        left = asyncio.run(process.serve(make, settings, sock, on_ready, grace, connections))
+        left = asyncio.run(process.serve(make, settings, sock, on_ready, grace))
     except OSError as exc:  # of the socket: it is bound before the model is loaded, and listens after it
         raise CommandError(f"--host {args.host} --port {port}: {exc.strerror}") from None
     except CommandError as exc:  # of the store, which is made last: threads of MLX run already
-        print(f"kvpool serve: {exc}", file=sys.stderr, flush=True)
+        say(f"kvpool serve: {exc}")
         leave(2)
         return 2
     except loading.ModelNotLoaded as exc:
         raise CommandError(f"--model {exc}") from None
     except (ValueError, TypeError, RuntimeError, MemoryError) as exc:
         raise CommandError(f"--model {args.model}: {str(exc).rpartition('] ')[2] or 'not enough memory'}") from None
-    print("kvpool serve: " + ("the engine was lost" if left < 0 else f"stopped, {left} blocks in use"), file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    say("kvpool serve: " + ("the engine was lost" if left < 0 else f"stopped, {left} blocks in use"))
     leave(1 if left else 0)  # threads of MLX must not run while the interpreter shuts down
     return 1 if left else 0
 
@@ -192,13 +195,17 @@ def tell(args: argparse.Namespace, url: str, engine: Engine) -> None:
     """Print the address of the server and what it runs."""
     pool = engine.kv.pool
     facts = {"url": url, "model": args.name or args.model, "route": engine.kv.route, "num_blocks": pool.num_blocks}
-    facts |= {"block_size": pool.block_size, "eviction": args.eviction, "bits": bits_of(args), "store": args.store}
+    facts |= {"block_size": pool.block_size, "eviction": args.eviction, "bits": bits_of(args), "store": place_of(args)}
     if args.json:
-        print(json.dumps(facts), flush=True)
+        say(json.dumps(facts), sys.stdout)
     else:
-        print(
+        say(
             f"kvpool serve: {url}/v1, {facts['model']} on {pool.num_blocks} blocks of {pool.block_size} tokens, "
-            f"attention: {engine.kv.route}; statistics at {url}/metrics",
-            file=sys.stderr,
-            flush=True,
+            f"attention: {engine.kv.route}; statistics at {url}/metrics"
         )
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print a line, to stderr by default. A server works on if nobody can read it."""
+    with suppress(OSError):
+        print(text, file=file or sys.stderr, flush=True)

@@ -58,6 +58,8 @@ class Settings:
         A client needs one of them. Empty: no key is needed, and all clients are one tenant.
     max_tokens : int
         Tokens to generate for a request that does not say how many.
+    max_connections : int
+        Requests with a body that are answered at a time, at most.
     max_body : int
         Bytes of a body, at most.
     """
@@ -66,6 +68,7 @@ class Settings:
     hosts: frozenset[str]
     keys: Mapping[str, str] = field(default_factory=dict)
     max_tokens: int = 512
+    max_connections: int = 1024
     max_body: int = 4 * 2**20
 
 
@@ -107,11 +110,7 @@ class Service:
         ]
         self._app = Starlette(
             routes=self._routes,
-            exception_handlers={
-                Refused: _refusal,
-                HTTPException: lambda request, error: _error(error.status_code, error.detail),
-                Exception: lambda request, error: _error(500, f"the server failed: {type(error).__name__}"),
-            },
+            exception_handlers={Refused: _refusal, HTTPException: _wrong_path, Exception: _failure},
         )
 
         self._app.router.redirect_slashes = False  # to where the client's Host says
@@ -225,6 +224,8 @@ class Service:
         """Read and check the body."""
         if self.is_draining:
             raise Refused(503, "the server stops")
+        if self.active > (most := self._settings.max_connections):
+            raise Refused(503, f"{most} requests are answered at a time, at most")
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refused(415, "Content-Type: application/json is needed")
         chunks, size = [], 0
@@ -259,6 +260,8 @@ class Service:
             return await _unless_gone(request.receive, text)
         except (ClientDisconnect, Refused):
             raise
+        except (OSError, MemoryError) as error:  # of the process that reads grammars first
+            raise Refused(503, f"the server is short of files, processes or memory: {type(error).__name__}") from error
         except Exception as error:  # of a chat template, or of the tokenizer
             raise Refused(400, f"the prompt cannot be tokenized: {str(error)[:200]}") from error
         finally:
@@ -441,7 +444,16 @@ def _error(status: int, message: str) -> JSONResponse:
     return _told(refusal(status, message), status)
 
 
-def _refusal(request: Request, error: Any) -> JSONResponse:
+async def _wrong_path(request: Request, error: Any) -> JSONResponse:
+    """Answer in the event loop, as the next two do: starlette would start a thread for a plain function."""
+    return _error(error.status_code, error.detail)
+
+
+async def _failure(request: Request, error: Exception) -> JSONResponse:
+    return _error(500, f"the server failed: {type(error).__name__}")
+
+
+async def _refusal(request: Request, error: Any) -> JSONResponse:
     if request.url.path.startswith("/v1/messages"):
         return _told(messages.refusal(error.status, error.message), error.status, error.wait)
     return _told(refusal(error.status, error.message, error.param, error.code), error.status, error.wait)

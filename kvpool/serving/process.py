@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
+import math
 import os
 import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import uvicorn
 from h11 import LocalProtocolError
@@ -24,7 +26,11 @@ INTERRUPTED = 130  # exit status after a second signal
 SAME_SIGNAL = 0.5  # seconds in which signals count as one: a shell and a wrapper may both send theirs
 HEAD_SECONDS = 30  # for a client to send the first line and the headers of its next request
 READ_SECONDS = 60  # in which a client reads something of its answer
-SPARE = 64  # files of the process, and connections beyond the limit that get 503; more are closed without an answer
+SPARE = 64  # connections beyond the limit, which idle or get 503; and files that the process has besides connections
+BACKLOG = 2048  # connections that the system keeps until they are accepted
+RETRY_SECONDS = 0.01  # until the next try to accept one, if the system has no file for it
+SAID_SECONDS = 60  # between two lines in the log that files are short
+_log = logging.getLogger(__name__)
 
 
 class _Connection(H11Protocol):
@@ -38,10 +44,15 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > (self.limit_concurrency or 0) + SPARE:
-            transport.abort()
         transport.set_write_buffer_limits(0)  # what is not read at once starts a timer
         self.timeout_keep_alive_task = self.loop.call_later(HEAD_SECONDS, self.timeout_keep_alive_handler)
+
+    def idles_until(self) -> float:
+        """Return when the loop closes it because no request came. inf: a request is here, or its answer is not read."""
+        timer, transport = self.timeout_keep_alive_task, self.transport
+        if timer is None or transport.is_closing() or transport.get_write_buffer_size():
+            return math.inf
+        return timer.when()
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -74,7 +85,11 @@ class _Connection(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers: `serve` has its own."""
+    """uvicorn's server, but `serve` has the signals, and clients come in by `_accept`.
+
+    If there are too many connections or too few files, the connection that idles longest makes room. It may be the new
+    one: then all others are busy.
+    """
 
     def __init__(self, service: Service, connections: int) -> None:
         config = uvicorn.Config(
@@ -85,16 +100,57 @@ class _Server(uvicorn.Server):
             log_level="warning",
             access_log=False,
             server_header=False,
-            limit_concurrency=connections + 1,  # uvicorn refuses the one that reaches it
             timeout_keep_alive=HEAD_SECONDS,
             timeout_graceful_shutdown=1,
         )
         super().__init__(config)
-        _allow_files(connections + 2 * SPARE)
+        self._most = connections + SPARE
+        self._said = -math.inf
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        self._accepting = [asyncio.create_task(self._accept(one)) for one in sockets or ()]
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for task in self._accepting:
+            task.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
+        await super().shutdown(sockets)
+
+    async def _accept(self, sock: socket.socket) -> None:
+        """Take clients as they come. asyncio's own way logs a lack of files without end, and does nothing else."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                client, _ = await loop.sock_accept(sock)
+            except ConnectionError:  # the client is gone again
+                continue
+            except OSError as error:
+                if loop.time() > self._said + SAID_SECONDS:
+                    self._said = loop.time()
+                    _log.warning("a connection has to wait: %s", error.strerror)
+                self._close_idle()
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            try:
+                await loop.connect_accepted_socket(self._connection, client)
+            except OSError:
+                client.close()
+            if len(self.server_state.connections) > self._most:
+                self._close_idle()
+
+    def _connection(self) -> _Connection:
+        return _Connection(self.config, self.server_state, self.lifespan.state)
+
+    def _close_idle(self) -> None:
+        own = [one for one in self.server_state.connections if isinstance(one, _Connection)]
+        first = min(own, key=_Connection.idles_until, default=None)
+        if first is not None and first.idles_until() < math.inf:
+            first.timeout_keep_alive_handler()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -107,6 +163,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     found = socket.socket(family, kind)
+    found.setblocking(False)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind(address)
@@ -122,12 +179,11 @@ async def serve(
     sock: socket.socket,
     on_ready: Callable[[Engine], None],
     grace: float,
-    connections: int,
 ) -> int:
     """Serve until a signal. Return how many blocks are still in use, -1 if the engine was lost.
 
-    After the first SIGTERM or SIGINT, new requests get 503, and running ones have `grace` seconds to end. The second
-    signal ends the process at once. While the model is loaded, the first signal ends it: `make` may still run then.
+    After the first SIGTERM, SIGINT or SIGHUP, new requests get 503, and running ones have `grace` seconds to end. The
+    second signal ends the process at once. While the model is loaded, the first one does: `make` may still run then.
 
     Raises
     ------
@@ -147,13 +203,13 @@ async def serve(
     await loaded
     gc.freeze()  # no collection walks through what was imported and loaded
     try:
-        sock.listen()
+        sock.listen(BACKLOG)
     except OSError:
         await runner.stop()
         raise
     metrics.watch(runner.engine)
     service = Service(runner, settings, metrics)
-    server = _Server(service, connections)
+    server = _Server(service, settings.max_connections)
 
     async def drain() -> int:
         lost = asyncio.create_task(runner.lost.wait())
@@ -180,7 +236,7 @@ async def serve(
 
 
 def _signals(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
-    """Return what the first SIGTERM or SIGINT sets. The second one ends the process."""
+    """Return what the first SIGTERM, SIGINT or SIGHUP sets. The second one ends the process."""
     asked, first = asyncio.Event(), 0.0
 
     def interrupted() -> None:
@@ -190,14 +246,19 @@ def _signals(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
         first = first or loop.time()
         asked.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, interrupted)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
+            loop.add_signal_handler(number, interrupted)
     return asked
 
 
-def _allow_files(count: int) -> None:
-    """Let the process open so many files, if the system does."""
+def allowed_connections(wanted: int) -> int:
+    """Let the process open as many files as it needs for so many connections. Return for how many the system does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    needed = wanted + 2 * SPARE
+    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        with suppress(OSError, ValueError):  # macOS has a lower limit than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft - 2 * SPARE))

@@ -187,8 +187,9 @@ class Folder:
         order of use does not depend on the clock.
         """
         with suppress(OSError):
-            now = max([time.time_ns(), *(each.used + 1 for each in self.segments())])
+            latest = max((each.used for each in self.segments() if each.is_sealed), default=0)
             for stem, share in shares.items():
+                latest = now = max(time.time_ns(), latest + 1)
                 with suppress(FileNotFoundError):
                     used = os.stat(stem + SEALED, dir_fd=self.fd, follow_symlinks=False).st_mtime_ns
                     used = now - int((now - used) * (1 - min(share, 1.0) ** 0.5))

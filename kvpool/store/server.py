@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ from kvpool.store.outbox import Outbox, Waiting
 
 _CHUNK_NBYTES = 16 << 20  # of answers that are asked for at once
 _CLOSE_SECONDS = 10.0
+_USER = r"(?:[^/?#]*@)?"
+_PLACE = r"(?:(?:[\w.-]+|\[[\w:.]+\])(?::\d+)?)?(?:/[^?#@\s]*)?"
+_URL = re.compile(rf"(\w+://){_USER}({_PLACE})(?:[?#][^@]*)?", re.ASCII)
 
 
 class ServerStore:
@@ -69,6 +73,7 @@ class ServerStore:
         queue_nbytes = checked_int("ServerStore", "queue_nbytes", queue_nbytes)
         self.layout, self._timeout, self._pause = checked_layout("ServerStore", layout), timeout, pause
         self._reader, self._sender = _client(url, timeout), _client(url, timeout)
+        self._place = without_password(url)
         self._prefix = b"kvpool:%d:%d:" % (form.VERSION, form.KIND) + layout.digest
         self._reading = Lock()  # one call at a time on the reader
         self._counting = Lock()
@@ -79,7 +84,7 @@ class ServerStore:
         self._outbox.start()
 
     def __repr__(self) -> str:
-        return f"<ServerStore on {self._reader!r}>"
+        return f"<ServerStore on {self._place}>"
 
     @property
     def is_paused(self) -> bool:
@@ -231,6 +236,12 @@ def _took(answer: bytes, fields: bytes, tokens: bytes, row: np.ndarray) -> bool:
     return True
 
 
+def without_password(url: str) -> str:
+    """Return the URL of a server without its user, password and options. Three dots stand for what is no such URL."""
+    found = _URL.fullmatch(str(url))
+    return found[1] + found[2] if found else "..."
+
+
 def _client(url: str, timeout: float) -> Any:
     try:
         from redis import Redis
@@ -242,5 +253,6 @@ def _client(url: str, timeout: float) -> Any:
         return Redis.from_url(
             url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0), max_connections=1
         )
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"[ServerStore] url is {url!r}: {error}") from None
+    except (AttributeError, TypeError, ValueError):  # its text may have a piece of the password
+        need = "redis://HOST:PORT, rediss://HOST:PORT or unix://PATH, with options of the package redis"
+        raise ValueError(f"[ServerStore] url is {without_password(url)}: it must be {need}") from None

@@ -148,6 +148,18 @@ def test_grammar_that_is_too_complex_ends_its_request_alone(model, monkeypatch):
         assert engine.kv.pool.stats().used == 0
 
 
+@pytest.mark.parametrize("program", ["", "raise MemoryError"])
+def test_trial_that_does_not_start_is_no_fault_of_the_grammar(model, monkeypatch, program):
+    with on_cpu(), engine_of(model) as engine:
+        engine.grammars.trial = trial = grammar.Trial()
+        monkeypatch.setattr(grammar, "TRIAL", program)
+        with pytest.raises(OSError, match="does not start"):
+            engine.grammars.regex("[ab]")
+        monkeypatch.undo()
+        engine.grammars.regex("[ab]")
+        trial.close()
+
+
 def test_grammar_holds_after_the_tokens_that_end_a_think_block(model):
     with engine_of(model) as engine:
         after = model[1].encode("ab")

@@ -178,20 +178,11 @@ def test_errors_of_a_body_do_not_grow_with_it(form, body):
     assert wrong.value.error_count() < 100
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("connections", [1, 2])
-def test_so_many_connections_are_served_as_the_limit_says(connections):
-    one = Server("--num-blocks", "40", "--max-connections", str(connections))
-    try:
-        with contextlib.ExitStack() as stack:
-            for _ in range(connections):
-                connection = stack.enter_context(contextlib.closing(one.connect()))
-                connection.request("GET", "/health")
-                answer = connection.getresponse()
-                assert answer.status == 200 and answer.read()
-            assert one.get("/health")[0] == 503
-    finally:
-        assert one.stop()[0] == 0
+def test_whole_answer_with_too_many_logprobs_is_refused(server):
+    body = {"prompt": "a", "n": 64, "max_tokens": 500, "logprobs": 20}
+    status, answer = server.post("/v1/completions", body, **KEY)
+    assert status == 400 and answer["error"]["param"] == "logprobs" and "672000" in answer["error"]["message"]
+    assert server.post("/v1/completions", body | {"logprobs": 5, "n": 8}, **KEY)[0] in (200, 429)
 
 
 DEAF = """

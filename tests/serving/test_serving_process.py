@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -12,6 +14,8 @@ import time
 
 import pytest
 from server_process import Server
+
+from kvpool.serving import process as serving
 
 ENDLESS = {"max_tokens": 6000, "logit_bias": {"256": -100}, "prompt": "go on", "stream": True}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -90,7 +94,7 @@ def test_request_longer_than_the_time_between_two_keeps_its_connection():
 
 
 @pytest.mark.long
-def test_more_connections_than_have_an_answer_are_closed():
+def test_connection_beyond_all_places_closes_the_one_that_idles_longest():
     server = Server("--num-blocks", "40", "--max-connections", "2", program=told("process.SPARE = 3"))
     try:
         with contextlib.ExitStack() as stack:
@@ -105,14 +109,123 @@ def test_more_connections_than_have_an_answer_are_closed():
                 with contextlib.suppress(ConnectionError):
                     connection.sendall(b"\r\n")
             found = []
-            for connection in reversed(ends):
-                with contextlib.suppress(ConnectionError):
+            for connection in ends:
+                try:
                     found.append(read_to_the_end(connection)[9:12])
-            assert found.count(b"200") + found.count(b"503") == 6, found
-            assert found.count(b"503") >= 3
+                except ConnectionError:
+                    found.append(b"")
+            assert found == [b""] * 7 + [b"200"] * 5
         assert server.get("/health")[0] == 200
     finally:
         assert server.stop()[0] == 0
+
+
+def test_connection_beyond_all_places_is_closed_if_the_others_are_busy():
+    server = Server("--num-blocks", "3000", "--max-connections", "1", program=told("process.SPARE = 1"))
+    try:
+        with streaming(server), opened(server) as sends:
+            sends.sendall(HEAD + b"Content-Length: 2\r\n\r\n")
+            assert sends.recv(12) == b"HTTP/1.1 503"
+            with opened(server) as newest:
+                assert newest.recv(1) == b""
+    finally:
+        assert server.stop()[0] == 0
+
+
+@pytest.fixture(scope="module")
+def full():
+    """A server that answers as many requests as it may, beside connections that idle; and how many it may answer."""
+    server = Server("--num-blocks", "3000", "--max-connections", "2")
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: server.stop())
+        for _ in range(8):
+            stack.enter_context(opened(server))
+        yield server, [stack.enter_context(streaming(server)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
+def test_request_beyond_the_limit_is_told_to_come_again_and_is_counted(full, path):
+    server, name = full[0], f'kvpool_http_answers_total{{path="{path}",status="503"}}'
+    before = server.metrics().get(name, 0)
+    with contextlib.closing(server.connect()) as connection:
+        for _ in range(2):
+            connection.request("POST", path, b"{}", {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            body = json.loads(answer.read())
+            assert (answer.status, answer.getheader("Retry-After")) == (503, "1")
+            kind = "api_error" if path == "/v1/messages" else "server_error"
+            assert body["error"]["type"] == kind and "2 requests" in body["error"]["message"]
+            assert ("type" in body) == (path == "/v1/messages")
+    assert server.metrics()[name] == before + 2
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/v1/models"])
+def test_server_that_answers_as_many_requests_as_it_may_says_how_it_is(full, path):
+    assert full[0].get(path)[0] == 200
+
+
+def test_requests_are_served_again_when_others_have_ended(full):
+    server, streams = full
+    for connection in streams:
+        connection.close()
+    server.idle_metrics()
+    assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="sets the limit of another process")
+def test_server_short_of_files_answers_all_clients_in_few_words():
+    server = Server("--num-blocks", "400")
+    try:
+        files = len(os.listdir(f"/proc/{server.process.pid}/fd"))
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (files + 10, files + 10))
+        with contextlib.ExitStack() as stack:
+            held = [stack.enter_context(streaming(server)) for _ in range(3)]
+            for _ in range(60):
+                stack.enter_context(opened(server))
+            for _ in range(5):
+                assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
+                assert server.get("/health")[0] == 200
+            assert all(connection.recv(100) for connection in held), "streams go on"
+    finally:
+        status, errors = server.stop()
+    assert status == 0 and errors.count("Too many open files") == 1 and len(errors) < 1000, errors[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "wanted", "allowed", "raised"),
+    [
+        (256, 4096, 1024, 1024, 1152),
+        (2048, 4096, 8000, 3968, 4096),
+        (2048, 2048, 1024, 1024, None),
+        (100, 100, 1024, 1, None),
+        (2048, resource.RLIM_INFINITY, 8000, 8000, 8128),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 8000, 8000, None),
+    ],
+)
+def test_connections_are_as_many_as_there_are_files(monkeypatch, soft, hard, wanted, allowed, raised):
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: limits.append(both))
+    assert serving.allowed_connections(wanted) == allowed
+    assert limits[1:] == ([] if raised is None else [(raised, hard)])
+
+
+def test_limit_of_files_that_cannot_be_raised_is_kept(monkeypatch):
+    def refused(kind, both):
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "setrlimit", refused)
+    assert serving.allowed_connections(1024) == 256 - 2 * serving.SPARE
+
+
+@pytest.mark.long
+def test_more_connections_than_files_are_said_at_the_start():
+    server = Server("--num-blocks", "40", "--max-connections", "1000000000")
+    status, errors = server.stop()
+    assert status == 0
+    assert re.search(r"^kvpool serve: --max-connections 1000000000: the system allows files for \d+$", errors, re.M)
 
 
 @pytest.mark.long
@@ -149,9 +262,13 @@ def test_signal_while_the_model_loads_ends_the_process_at_once(number):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("number", "grace"), [(signal.SIGTERM, "0"), (signal.SIGINT, "0"), (signal.SIGTERM, "0.5")])
+@pytest.mark.parametrize(
+    ("number", "grace"),
+    [(signal.SIGTERM, "0"), (signal.SIGINT, "0"), (signal.SIGHUP, "0"), (signal.SIGTERM, "0.5")],
+)
 def test_requests_that_outlive_their_grace_get_an_error(number, grace):
-    server = Server("--num-blocks", "400", "--grace", grace, "--max-running", "1")
+    program = told("import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)")  # tests may run under nohup
+    server = Server("--num-blocks", "400", "--grace", grace, "--max-running", "1", program=program)
     whole = []
     waits = threading.Thread(target=lambda: whole.append(server.post("/v1/completions", ENDLESS | {"stream": False})))
     with streaming(server) as connection:
@@ -166,6 +283,38 @@ def test_requests_that_outlive_their_grace_get_an_error(number, grace):
     server.process.wait(60)
     status, errors = server.stop()
     assert status == 0 and "stopped, 0 blocks in use" in errors and "Traceback" not in errors, errors
+
+
+@pytest.mark.long
+def test_server_under_nohup_serves_when_its_terminal_closes():
+    server = Server("--num-blocks", "40", program=told("import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)"))
+    try:
+        server.process.send_signal(signal.SIGHUP)
+        for _ in range(3):
+            assert server.get("/ready")[0] == 200
+    finally:
+        status, errors = server.stop()
+    assert status == 0 and "Traceback" not in errors, errors
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("when", ["at once", "later"])
+def test_server_whose_words_nobody_reads_serves_and_ends_as_others(when):
+    command = [sys.executable, "-m", "kvpool", "serve", "--model", "tiny", "--port", "0", "--json"]
+    read, write = os.pipe()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=write)
+    os.close(write)
+    if when == "at once":
+        os.close(read)
+    url = json.loads(process.stdout.readline())["url"]
+    if when == "later":
+        os.close(read)
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
+        connection.sendall(b"nonsense\r\n\r\n")  # uvicorn logs it
+        assert connection.recv(12) == b"HTTP/1.1 400"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    process.stdout.close()
 
 
 @pytest.mark.long

@@ -1,5 +1,6 @@
 """``kvpool serve --store``: what one process computed, the next one finds."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -106,3 +107,24 @@ def test_store_options_that_are_wrong_are_refused_at_the_start(options, text):
     command = [sys.executable, "-m", "kvpool", "serve", "--model", "tiny", "--port", "0", *OPTIONS]
     ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2 and text in ended.stderr, ended.stderr
+
+
+@pytest.mark.long
+def test_password_of_the_store_is_told_to_nobody():
+    server = Server(*OPTIONS, "--store", "redis://user:SECRET@127.0.0.1:1/0?protocol=3")
+    try:
+        ask(server)
+        told = json.dumps(server.facts) + str(server.metrics())
+        assert server.facts["store"] == "redis://127.0.0.1:1/0"
+    finally:
+        told += server.stop()[1]
+    assert "SECRET" not in told and "user" not in told
+
+
+@pytest.mark.parametrize("more", [(), ("--json",), ("--store-max", "1GB")])
+def test_password_of_a_store_that_is_refused_is_not_printed(more):
+    command = [sys.executable, "-m", "kvpool", "serve", "--model", "tiny", "--port", "0", *OPTIONS, *more]
+    url = "redis://:SECRET@host:notaport"
+    ended = subprocess.run([*command, "--store", url], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2 and "--store ...: " in ended.stderr, ended.stderr
+    assert "SECRET" not in ended.stdout + ended.stderr

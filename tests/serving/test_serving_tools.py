@@ -1,8 +1,10 @@
 """Tools, forms of answers and reasoning over HTTP: by the official clients, unmodified, against ``kvpool serve``."""
 
+import contextlib
 import json
 import os
 import random
+import resource
 import signal
 import threading
 import time
@@ -253,6 +255,29 @@ def test_process_that_reads_grammars_may_die_and_leaves_with_the_server():
         server.process.kill()
     wait_for_end(child)
     server.stop()
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="sets the limit of another process")
+def test_form_that_no_process_can_be_started_to_read_is_refused_for_now():
+    server, body = Server(), {"prompt": "a", "max_tokens": 3}
+    try:
+        assert server.post("/v1/completions", body | {"response_format": {"type": "regex", "regex": "a|b"}})[0] == 200
+        os.kill(child := child_of(server), signal.SIGKILL)
+        wait_for_end(child)
+        limits = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+        data = json.dumps(body | {"response_format": {"type": "regex", "regex": "c|d"}})
+        with contextlib.closing(server.connect()) as connection:
+            found = []
+            for limit in (limits, (3, limits[1]), limits):
+                resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, limit)
+                path = "/v1/completions" if found else "/health"
+                connection.request("POST" if found else "GET", path, data, {"Content-Type": "application/json"})
+                answer = connection.getresponse()
+                found.append((answer.status, answer.getheader("Retry-After")))
+                assert b"tokenized" not in answer.read()
+        assert found == [(200, None), (503, "1"), (200, None)]
+    finally:
+        server.stop()
 
 
 def schema_form(schema):

@@ -1,6 +1,7 @@
 """`ServerStore` on a real Redis and a real Valkey server, and on servers that fail in every way."""
 
 import os
+import re
 import socket
 import threading
 import time
@@ -10,6 +11,7 @@ import pytest
 from key_server import KINDS, KeyServer
 
 from kvpool.store import ServerStore
+from kvpool.store.server import without_password
 from kvpool.testing import stores as kit
 from kvpool.testing.filled import NotApplicable
 
@@ -207,6 +209,40 @@ def test_server_that_is_not_there_costs_one_try_until_the_pause_ends(tmp_path):
 def test_server_with_wrong_arguments_is_refused_at_once(url, options, error):
     with pytest.raises(error, match=r"^\[ServerStore\] "):
         ServerStore(url, kit.LAYOUT, **options)
+
+
+SECRETS = {
+    "redis://:SECRET@host": "redis://host",
+    "rediss://user:SECRET@host:1/2?protocol=3": "rediss://host:1/2",
+    "redis://SECRET@[::1]:1/0": "redis://[::1]:1/0",
+    "redis://:SE@CRET@host": "redis://host",
+    "redis://host?password=SECRET": "redis://host",
+    "unix://:SECRET@/a/b.sock?password=SECRET": "unix:///a/b.sock",
+    "http://:SECRET@host": "http://host",
+    "redis://:SECRET@host:port": "...",
+    "redis://:SE/CRET@host": "...",
+    "redis://:SE?CRET@host": "...",
+    "redis://:SE#CRET@host": "...",
+    "redis://user:SECRET": "...",
+    "redis://:SECRET": "...",
+    "redis://host?password=SE@CRET": "...",
+    "redis://host/SECRET@host": "...",
+    "redis://host?db=SECRET": "redis://host",
+    "redis://host?socket_timeout=SECRET": "redis://host",
+}
+
+
+@pytest.mark.parametrize("url", SECRETS)
+def test_password_of_a_server_is_not_shown(url):
+    assert without_password(url) == SECRETS[url]
+    try:
+        store = ServerStore(url, kit.LAYOUT, timeout=TIMEOUT)
+    except ValueError as error:
+        shown = f"{error} {error.__cause__}"
+    else:
+        shown = repr(store)
+        store.close()
+    assert SECRETS[url] in shown and not re.search("SE|CRET", shown)
 
 
 def test_server_store_is_bounded_by_its_queue(opened, server):

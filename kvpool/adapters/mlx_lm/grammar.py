@@ -27,6 +27,7 @@ TRIAL = """
 import json, signal, sys
 import llguidance
 tokens, matcher = llguidance.LLTokenizer("byte"), llguidance.LLMatcher
+print(flush=True)
 for line in sys.stdin:
     seconds, source, limits = json.loads(line)
     signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -106,17 +107,16 @@ class Trial:
         self._process: Any = None  # a Popen
 
     def check(self, source: str) -> None:
-        """Raise `ValueError` if a grammar takes too long to read. What else is wrong with it has no effect."""
+        """Raise `ValueError` if a grammar takes too long to read. What else is wrong with it has no effect.
+
+        Raises
+        ------
+        OSError
+            The process does not start.
+        """
         with self._lock:
             if self._process is None or self._process.poll() is not None:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", TRIAL],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    text=True,
-                    start_new_session=True,  # a signal of the terminal is not for it
-                )
+                self._start()
             process, answer = self._process, ""
             with suppress(BrokenPipeError):
                 process.stdin.write(json.dumps([self.SECONDS, source, LIMITS]) + "\n")
@@ -125,6 +125,19 @@ class Trial:
             if not answer:
                 self.close()
                 raise ValueError(f"[grammar] it is too complex: to read it takes more than {self.SECONDS:g} s")
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", TRIAL],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,  # a signal of the terminal is not for it
+        )
+        if not self._process.stdout.readline():
+            self.close()
+            raise ChildProcessError("[grammar] the process that reads grammars does not start")
 
     def close(self) -> None:
         """End the process. A grammar that it reads is refused."""
@@ -170,6 +183,8 @@ class Grammars:
             The grammar is wrong, too long or too complex, or the tokenizer is of a kind that llguidance does not read.
         ImportError
             llguidance is not installed.
+        OSError
+            The process of `trial` does not start.
         """
         return self._compiled("json_schema", json.dumps(schema), after)
 
