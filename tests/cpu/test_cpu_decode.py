@@ -127,3 +127,31 @@ def test_decode_shows_a_nan_of_the_mask_where_it_is_visible(isa: str, context: i
     assert np.isnan(out[1, 0]).all()
     out[1, 0] = reference[1, 0]
     assert largest_error(out, reference) <= TOLERANCE
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [None, 4, 40])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_decode_of_a_query_takes_nothing_from_tokens_it_does_not_see(
+    isa: str, dtype: str, window: int | None, is_masked: bool
+) -> None:
+    """An infinite value or a NaN reaches the queries and heads that see its token, and changes no bit of the others."""
+    rng, context, queries, heads = np.random.default_rng(SEED), 100, 5, 4
+    k, v, q = normal(rng, context, 2, 64, dtype=dtype), normal(rng, context, 2, 64, dtype=dtype), normal(rng, 5, 4, 64)
+    mask = rng.random((queries, heads, context)) < 0.5 if is_masked else None
+    options = AttentionOptions(window=window, mask=mask)
+    positions, tokens = np.arange(context - queries, context)[:, None], np.arange(context)
+    seen = (tokens <= positions) & (tokens > positions - (window or context))
+    sees = np.repeat(seen[:, None], heads, 1) if mask is None else seen[:, None] & mask
+    results = []
+    for bad in (None, (range(60, 64), np.inf), (range(95, 100), np.nan)):
+        stored = v.copy()
+        if bad is not None:
+            stored[bad[0]] = bad[1]
+        pool = Pool(KVSpec(1, 2, 64, dtype, 8), isa)
+        results.append(pool.attend(q, [pool.add(k, stored)], [context], [queries], options=options))
+        if bad is not None:
+            reached = sees[:, :, bad[0]].any(-1)
+            assert np.array_equal(results[-1][~reached], results[0][~reached])
+            assert not np.isfinite(results[-1][reached]).any()

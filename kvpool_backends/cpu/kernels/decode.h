@@ -267,13 +267,18 @@ KV_INLINE void head_export(const decoding *run, const kv_tile *tile, int64_t hea
     else memcpy(out, sum, (size_t)tile->count * sizeof(float));
 }
 
-static void head_weights(decoding *run, const kv_tile *tile, int64_t head) {
+/* Whether every query sees every token of the tile, but for a mask. */
+static int is_all_seen(const decoding *run, const kv_tile *tile) {
     const kv_attention *call = run->call;
     const int64_t first_position = call->seq_lens[run->row] - run->num_queries;
     const int64_t last_position = call->seq_lens[run->row] - 1;
-    const int all_seen = tile->count == TILE && tile->first + TILE - 1 <= first_position &&
-                         (call->window > last_position || tile->first > last_position - call->window);
-    const int plain = all_seen && call->soft_cap == 0 && call->slopes == NULL && call->mask == NULL;
+    return tile->count == TILE && tile->first + TILE - 1 <= first_position &&
+           (call->window > last_position || tile->first > last_position - call->window);
+}
+
+static void head_weights(decoding *run, const kv_tile *tile, int64_t head) {
+    const kv_attention *call = run->call;
+    const int plain = is_all_seen(run, tile) && call->soft_cap == 0 && call->slopes == NULL && call->mask == NULL;
     if (!plain)
         for (int64_t i = 0; i < run->lanes; i++)
             lane_features(run, tile, head * run->lanes + i, run->scores + i * ROOM);
@@ -289,12 +294,20 @@ static void head_weights(decoding *run, const kv_tile *tile, int64_t head) {
 
 /* -------- values -------- */
 
-/* The tile's values, `offset` included; zeros in place of those that all of a head's lanes give no weight: what a mask
- * hides may hold anything. */
-static void used_values(const decoding *run, const kv_tile *tile, int64_t offset, const char **values) {
+/* How many of a head's lanes, one after the other, see the same tokens of the tile. */
+static int64_t lanes_alike(const decoding *run, const kv_tile *tile) {
+    const kv_attention *call = run->call;
+    if (call->mask != NULL && call->mask_head_stride != 0) return 1;
+    return call->mask == NULL && (run->num_queries == 1 || is_all_seen(run, tile)) ? run->lanes : run->group;
+}
+
+/* The tile's values, `offset` included; zeros in place of those that lanes [i, end) give no weight: what a query does
+ * not see may hold anything. */
+static void used_values(const decoding *run, const kv_tile *tile, int64_t offset, int64_t i, int64_t end,
+                        const char **values) {
     for (int64_t t = 0; t < tile->count; t++) {
         int is_used = 0;
-        for (int64_t i = 0; i < run->lanes; i++) is_used |= run->scores[i * ROOM + t] != 0;
+        for (int64_t lane = i; lane < end; lane++) is_used |= run->scores[lane * ROOM + t] != 0;
         values[t] = is_used ? tile->v[t] + offset : run->zeros;
     }
 }
@@ -321,29 +334,38 @@ KV_INLINE void lanes_values(kv_dtype dtype, const int rows, const decoding *run,
     }
 }
 
+/* Lanes [i, end) of a head. */
+KV_INLINE void some_values(kv_dtype dtype, const decoding *run, const char *const *tokens, int64_t count,
+                           int64_t offset, int64_t head, int64_t i, int64_t end, fetching *ahead) {
+    for (; i + 4 <= end; i += 4, ahead->step = 0)
+        lanes_values(dtype, 4, run, tokens, count, offset, head, i, ahead);
+    switch (end - i) {
+    case 3: lanes_values(dtype, 3, run, tokens, count, offset, head, i, ahead); break;
+    case 2: lanes_values(dtype, 2, run, tokens, count, offset, head, i, ahead); break;
+    case 1: lanes_values(dtype, 1, run, tokens, count, offset, head, i, ahead); break;
+    }
+}
+
 /* Sums up the tile's values of a head; meanwhile the keys at `next` are fetched, those that are used next. */
 KV_INLINE void head_values_as(kv_dtype dtype, const decoding *run, const kv_tile *tile, int64_t head,
                               const char *const *next, int64_t next_offset) {
     const kv_layer *layer = run->call->layer;
+    const int is_quantized = dtype == KV_U8 || dtype == KV_U4;
     const char *used[TILE], *const *tokens = tile->v;
-    const int64_t count = tile->count;
-    int64_t offset = head * layer->v.head_stride * kv_itemsize(dtype), i = 0;
+    const int64_t count = tile->count, alike = is_quantized ? run->lanes : lanes_alike(run, tile);
+    const int64_t offset = head * layer->v.head_stride * kv_itemsize(dtype);
     fetching ahead = plane_fetching(layer, &layer->k, &layer->v, next, count, next_offset);
-    if (dtype == KV_U8 || dtype == KV_U4) {
+    if (is_quantized) {
         const int64_t groups = kv_groups(&layer->v), at = head * groups * TILE;
         scale_weights(run->scores, run->lanes, groups, count, run->v.scales + at, run->v.biases + at, run->scaled,
                       run->shifts);
-    } else if (run->call->mask != NULL) {
-        used_values(run, tile, offset, used);
-        tokens = used;
-        offset = 0;
     }
-    for (; i + 4 <= run->lanes; i += 4, ahead.step = 0)
-        lanes_values(dtype, 4, run, tokens, count, offset, head, i, &ahead);
-    switch (run->lanes - i) {
-    case 3: lanes_values(dtype, 3, run, tokens, count, offset, head, i, &ahead); break;
-    case 2: lanes_values(dtype, 2, run, tokens, count, offset, head, i, &ahead); break;
-    case 1: lanes_values(dtype, 1, run, tokens, count, offset, head, i, &ahead); break;
+    for (int64_t i = 0; i < run->lanes; i += alike, ahead.step = 0) {
+        if (!is_quantized && (alike < run->lanes || run->call->mask != NULL)) {
+            used_values(run, tile, offset, i, i + alike, used);
+            tokens = used;
+        }
+        some_values(dtype, run, tokens, count, tokens == used ? 0 : offset, head, i, i + alike, &ahead);
     }
 }
 
