@@ -491,13 +491,16 @@ class MetalKernels:
         """Contexts of plane "k" or "v" as ``[B, Hk, longest, D]``, 0 past the end of a row. Nothing is checked."""
         spec = self.spec
         dim, bits = dict(spec.planes)[plane], spec.k_bits if plane == "k" else spec.v_bits
+        shape = tables.shape[0], spec.num_kv_heads, longest, dim
+        if not longest:  # a GPU has no grid of 0
+            return mx.zeros(shape, DTYPES[spec.dtype])
         template = {"T": DTYPES[spec.dtype], "DIM": dim, "BLOCK_SIZE": spec.block_size}
         if bits is not None:
             template |= {"BITS": bits, "SIZE": spec.quant_group_size}
         (out,) = self._kernel("gather_blocks" if bits is None else "gather_packed")(
             inputs=[*_arrays(pool), self.layout(layer, plane), tables, seq_lens],
             template=list(template.items()),
-            output_shapes=[(tables.shape[0], spec.num_kv_heads, longest, dim)],
+            output_shapes=[shape],
             output_dtypes=[DTYPES[spec.dtype]],
             grid=(dim // 4, tables.shape[0] * longest, spec.num_kv_heads),
             threadgroup=(dim // 4, min(tables.shape[0] * longest, 1024 // dim), 1),
