@@ -126,7 +126,7 @@ def test_install_refuses_attention_with_a_planted_fault(monkeypatch, fault):
 def test_wrong_mask_beside_latents_is_refused():
     with install(model_of(), 40, block_size=8, backend="numpy", fused=True) as kv:
         plan = StepArrays(np.array([[1]]), np.array([1]), np.array([0, 1]), np.array([8]))
-        latents, keys = attention.paged_context(attention.Forward(kv.backend, plan, (1, 1), is_fused=True), 0, None)
+        latents, keys = attention.paged_latents(attention.Forward(kv.backend, plan, (1, 1), is_fused=True), 0, None)
         queries = mx.zeros((1, 4, 1, LATENT["kv_lora_rank"]))
         for mask in (None, mx.zeros((1, 4, 1, 7))):
             with pytest.raises(TypeError, match=r"the mask is not the product of the rotary queries and 8 rotary keys"):

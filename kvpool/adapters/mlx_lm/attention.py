@@ -427,21 +427,8 @@ def _identity(size: int, dtype: mx.Dtype) -> mx.array:
     return identity
 
 
-def attends_over_pool(is_fused: bool, is_latent: bool, num_columns: int) -> bool:
-    """Whether a layer attends over the pool in a pass of so many columns. If not, it gathers."""
-    return is_fused and (num_columns == 1 or not is_latent)
-
-
-def paged_mask(is_latent: bool, asked: int | None, kept: int | None) -> PagedMask | None:
-    """Return the mask of a layer that attends over the pool: None for latents, whose model adds scores to a mask."""
-    return None if is_latent else PagedMask(asked, kept)
-
-
-def paged_context(forward: Forward, layer: int, window: int | None) -> tuple[Any, Any]:
-    """Return what stands for the keys and values of a layer that attends over the pool."""
-    if not forward.backend.spec.latent:
-        context = PagedContext(forward, layer, window)
-        return context, context
+def paged_latents(forward: Forward, layer: int, window: int | None) -> tuple[PagedLatents, RotaryKeys]:
+    """Return what stands for the latents and the rotary keys of a layer in a decode."""
     latents = PagedLatents(forward, layer, window)
     return latents, RotaryKeys(latents)
 

@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 import kvpool
-from kvpool.adapters.mlx_lm.attention import Forward, PagedMask, attends_over_pool, paged_context, paged_mask
+from kvpool.adapters.mlx_lm.attention import Forward, PagedContext, PagedMask, paged_latents
 from kvpool.adapters.mlx_lm.eviction import Eviction
 from kvpool.adapters.mlx_lm.masks import causal_mask
 from kvpool.adapters.mlx_lm.passes import NOT_OPENED, EngineStopped, Known, Passes, Rows, Turn
@@ -589,9 +589,10 @@ class PagedKVCache:
             On the fused route. Of latents, None for one column; chunks gather.
         """
         batch, window = self._batch, self._batch.passes.windows[self._layer]
-        is_latent = batch.passes.layout.has_latents
-        if attends_over_pool(batch.is_fused, is_latent, N):
-            return paged_mask(is_latent, window_size, window)
+        if batch.is_fused and not batch.passes.layout.has_latents:
+            return PagedMask(window_size, window)
+        if batch.is_fused and N == 1:
+            return None  # the model adds the scores of rotary parts
         rows = self._seen()
         eviction, lens = batch.eviction, rows.lens
         if eviction is not None:
@@ -601,7 +602,7 @@ class PagedKVCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Store this layer's K ``[B, Hk, N, D]`` and V, return the whole contexts ``[B, Hk, C, D]``.
 
-        On the fused route nothing is gathered: `paged_context` stands for both. Chunks of latents gather.
+        On the fused route nothing is gathered: one `PagedContext` stands for both. Chunks of latents gather.
 
         Raises
         ------
@@ -632,16 +633,22 @@ class PagedKVCache:
         if not batch.missing:
             batch.stored()
         self._forward = forward
-        return self.keys_and_values()
+        if not forward.is_fused or passes.layout.has_latents:
+            return self.keys_and_values()
+        context = PagedContext(forward, self._layer, passes.windows[self._layer])  # here too: each call costs time
+        return context, context
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """Return the contexts of the last ``update_and_fetch``, for layers that attend to another layer's cache."""
         if self._forward is None or self._cursor != self._batch.count:
             raise RuntimeError("[keys_and_values] no update_and_fetch since the cache was made or changed")
         forward, passes = self._forward, self._batch.passes
-        is_fused = forward.is_fused and self._batch.is_fused
-        if attends_over_pool(is_fused, passes.layout.has_latents, forward.shape[1]):
-            return paged_context(forward, self._layer, passes.windows[self._layer])
+        if forward.is_fused and self._batch.is_fused:
+            if not passes.layout.has_latents:
+                context = PagedContext(forward, self._layer, passes.windows[self._layer])
+                return context, context
+            if forward.shape[1] == 1:
+                return paged_latents(forward, self._layer, passes.windows[self._layer])
         forward.flush()
         contexts: tuple[mx.array, mx.array] = passes.backend.read(forward.step, self._layer)
         return contexts

@@ -29,7 +29,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache
 
-from kvpool.adapters.mlx_lm.attention import Forward, PagedMask, Site, attends_over_pool, paged_context, paged_mask
+from kvpool.adapters.mlx_lm.attention import Forward, PagedContext, PagedMask, Site, paged_latents
 from kvpool.adapters.mlx_lm.layout import Layout
 from kvpool.adapters.mlx_lm.masks import causal_mask
 from kvpool.adapters.mlx_lm.shapes import build, leaves_of
@@ -546,8 +546,10 @@ class LayerCache:
     ) -> mx.array | str | PagedMask | None:
         """Return the mask of the next `N` columns, for the keys that the pool holds."""
         part, window, shape = self.part, self._window, self._leaf.shape
-        if shape is not None and attends_over_pool(part.is_fused, shape.latent, N):
-            return paged_mask(shape.latent, window_size, window)
+        if part.is_fused and shape is not None and not shape.latent:
+            return PagedMask(window_size, window)
+        if part.is_fused and shape is not None and N == 1:
+            return None  # the model adds the scores of rotary parts
         return causal_mask(part.held(self._place.group), part.new, N, window_size, return_array, held=window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
@@ -580,10 +582,12 @@ class LayerCache:
         if not shape.v_head_dim:
             values = mx.zeros((*values.shape[:3], 1), dtype)
         self._forward.put(self._place.array, keys, values)
-        if attends_over_pool(part.is_fused, shape.latent, columns):
-            self.keys, self.values = paged_context(self._forward, self._place.array, self._window)
-        else:
+        if not part.is_fused or (shape.latent and columns > 1):
             self.keys, self.values = self._gathered(self._forward)
+        elif shape.latent:
+            self.keys, self.values = paged_latents(self._forward, self._place.array, self._window)
+        else:
+            self.keys = self.values = PagedContext(self._forward, self._place.array, self._window)
         return self.keys, self.values
 
     def keys_and_values(self) -> tuple[Any, Any]:
