@@ -57,10 +57,24 @@ def test_ranks_one_leaves_the_other_says_so():
     assert f"rank 0 stopped: RankLost [agree] rank 0 of 2 lost another one in step {WHEN}" in launched.output
 
 
+def test_ranks_one_leaves_in_the_middle_of_the_model_the_other_says_so():
+    launched = run("model-leave")
+    assert not launched.held
+    assert f"rank 0 stopped: RankLost [step] rank 0 of 2 lost another one in step {WHEN}: [ring] " in launched.output
+
+
 def test_ranks_other_batch_stops_both_before_the_model_runs():
     launched = run("batch")
     for rank in range(2):
         assert f"rank {rank} stopped: RanksDisagree [agree] batches differ in step {WHEN}: rank 0 " in launched.output
+    assert launched.output.count(f"after {WHEN - 1} passes") == 2 and not launched.held
+
+
+def test_ranks_batch_of_no_integers_stops_both_before_the_model_runs():
+    launched = run("words")
+    assert f"rank 0 stopped: RanksDisagree [agree] batches differ in step {WHEN}: rank 0 " in launched.output
+    message = f"rank 1 stopped: TypeError [agree] batch must be bytes or integers in step {WHEN}: they are <U1"
+    assert message in launched.output
     assert launched.output.count(f"after {WHEN - 1} passes") == 2 and not launched.held
 
 
@@ -70,6 +84,11 @@ def test_ranks_one_hangs_in_the_model_all_end_in_time():
     said = [f"[step] rank {rank} of 2: step {WHEN} is not over after 3 s, the limit" for rank in range(2)]
     assert any(line in launched.output for line in said)  # whoever is first ends, and mlx.launch ends the other
     assert "digest" not in launched.output  # neither came through
+
+
+def test_ranks_one_crashes_the_other_ends():
+    launched = run("crash")  # rank 0 sees it by itself, or is ended by mlx.launch: whichever is first
+    assert not launched.held and "done" not in launched.output
 
 
 def test_ranks_one_hangs_the_other_ends_in_time():

@@ -99,6 +99,19 @@ def test_quantized_attention_equals_dequantize_then_dense(module, context, bits)
             assert np.abs(s - scores).max() < ERROR * (1 if kind == "raw" else scores.max())
 
 
+@pytest.mark.parametrize("module", [of_numpy, of_mlx], ids=["numpy", "mlx"])
+def test_quantized_chunks_under_options(module):
+    q, k, v = made(90, 12, dims=(64, 64))
+    planes = [quantized(x, 8, 32) for x in (k, v)]
+    dense = [dequantized(x, 8, 32) for x in planes]
+    for kind in KINDS:
+        options = options_of(q, 90)
+        out, s = run(module, "quantized_attention_with_scores", q, *planes, group_size=32, scores=kind, options=options)
+        expected, scores = right(q, *dense, kind, options)
+        assert np.abs(out - expected).max() < ERROR
+        assert np.abs(s - scores).max() < ERROR
+
+
 def test_bfloat16_as_bits_and_views_are_taken():
     q, k, v = (round_to(x, "bfloat16") for x in made(50, 2))
     bits = [(x.view(np.uint32) >> 16).astype(np.uint16) for x in (q, k, v)]
@@ -109,6 +122,12 @@ def test_bfloat16_as_bits_and_views_are_taken():
     for given in (bits, strided):
         out, s = of_numpy.attention_with_scores(*given)
         assert np.abs(out - expected).max() < 1e-5 and np.abs(s - scores).max() < 1e-5
+
+
+def test_keys_may_be_the_values():
+    q, k, _ = made(20, 1, dims=(64, 64))
+    out, _ = of_numpy.attention_with_scores(q, k, k)
+    assert np.abs(out - right(q, k, k, "raw")[0]).max() < 1e-5
 
 
 # ---------------------------------------------------------------------- refusals
@@ -139,6 +158,21 @@ def test_wrong_arguments_are_refused(change, error):
     for module in (of_numpy, of_mlx) if "scale" not in change else (of_numpy,):
         with pytest.raises(error, match=r"^\[(attention_with_scores|attend)\] "):
             run(module, "attention_with_scores", q, k, v, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"q": Q.astype(np.float64)}, TypeError),
+        ({"k": K.astype(np.float16)}, TypeError),
+        ({"v": V.tolist()}, TypeError),
+        ({"scores": None}, ValueError),
+        ({"scores": True}, TypeError),
+    ],
+)
+def test_wrong_types_are_refused_by_the_kernels(change, error):
+    with pytest.raises(error, match=r"^\[(attention_with_scores|attend)\] "):
+        of_numpy.attention_with_scores(**({"q": Q, "k": K, "v": V} | change))
 
 
 PLANES = quantized(K, 8, 64)

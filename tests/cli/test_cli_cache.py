@@ -7,7 +7,7 @@ import pytest
 from mlx_models import batch_tokens, on_cpu, solo_tokens
 from server_process import Server
 
-from kvpool.adapters.mlx_lm import install, tiny
+from kvpool.adapters.mlx_lm import host, install, tiny
 from kvpool.cli import main
 from kvpool.eviction import H2O, SlidingWindow
 
@@ -53,6 +53,13 @@ def test_crowd_of_long_answers_is_served_on_the_blocks_of_a_few(server):
     assert [status for status, _ in answers] == [200] * 6, answers
     assert all(answer["choices"][0]["text"] for _, answer in answers)
     assert server.idle_metrics()['kvpool_blocks{state="used"}'] == 0
+
+
+def test_answer_longer_than_the_pool_is_served(server):
+    """Of 59 blocks of 8 tokens; it would be refused without a budget."""
+    body = {"prompt": PROMPT, "max_tokens": 500, "temperature": 0.0, "logit_bias": {"256": -100}}  # it never ends
+    status, answer = server.post("/v1/completions", body)
+    assert status == 200 and answer["usage"]["completion_tokens"] == 500 > 59 * 8
 
 
 def test_quantized_server_says_what_quantized_blocks_say(tmp_path, monkeypatch):
@@ -126,3 +133,18 @@ def test_nonsense_is_refused_in_one_line(capsys, command, options, message):
     captured = capsys.readouterr()
     said = captured.err.replace("kvpool serve: loading tiny ...\n", "")
     assert captured.out == "" and message in said and said.count("\n") == 1, captured.err
+
+
+@pytest.mark.parametrize("command", ["serve", "generate"])
+def test_policy_on_a_route_without_scores_is_refused(capsys, monkeypatch, command):
+    monkeypatch.setattr(host, "reason_to_gather", lambda kv: "nobody knows this model")
+    mine = ["--port", "0"] if command == "serve" else ["--prompt", "x"]
+    with on_cpu():
+        assert main([command, "--model", "tiny", *mine, "--eviction", "h2o", "--max-kv", "64"]) == 2
+    assert "H2O needs scores, and this model's route is gather: nobody knows this model" in capsys.readouterr().err
+
+
+def test_beam_with_a_budget_is_refused(capsys):
+    with on_cpu():
+        assert main(["generate", "--model", "tiny", "--prompt", "x", "--beam", "2", *H2O_48]) == 2
+    assert "--eviction and --beam exclude each other: a beam keeps every token" in capsys.readouterr().err

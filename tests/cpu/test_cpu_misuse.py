@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvpool.config import KVSpec
-from kvpool_backends.cpu import BlockStore, CPUBackend, base_shapes
+from kvpool_backends.cpu import BlockStore, CPUBackend, base_shapes, read_sum, set_num_threads
 
 HEADS, DIM, V_DIM, SIZE, BLOCKS, LAYERS = 2, 8, 4, 4, 6, 2
 SPEC = KVSpec(LAYERS, HEADS, DIM, "float32", SIZE, V_DIM)
@@ -436,6 +436,23 @@ def test_store_that_cannot_be_is_refused(change, error):
         BlockStore(spec, num_blocks, arrays, **wanted)
 
 
+@pytest.mark.parametrize(("n", "error"), [(0, ValueError), (-1, ValueError), (1025, ValueError), (True, TypeError),
+                                          (1.0, TypeError), (None, TypeError)])  # fmt: skip
+def test_number_of_threads_that_cannot_be_is_refused(n, error):
+    with pytest.raises(error, match=r"^\[set_num_threads\] n "):
+        set_num_threads(n)
+    if n is not None:
+        with pytest.raises(error, match=r"^\[read_sum\] num_threads "):
+            read_sum([], n)
+
+
+@pytest.mark.parametrize(("arrays", "error"), [(None, TypeError), ([1], TypeError), (["a"], TypeError),
+                                               ([np.ones((4, 4))[:, ::2]], ValueError)])  # fmt: skip
+def test_read_sum_of_no_arrays_is_refused(arrays, error):
+    with pytest.raises(error, match=r"^\[read_sum\] arrays"):
+        read_sum(arrays)
+
+
 @pytest.mark.parametrize(
     ("call", "error"),
     [
@@ -458,3 +475,10 @@ def test_backend_refuses_what_its_store_never_sees(call, error):
     plan = SimpleNamespace(**{k: given.arguments["attend"][k] for k in ("block_tables", "seq_lens", "cu_q_lens")})
     with pytest.raises(error, match=r"^\[\w+\] "):
         call(backend, given.arguments["attend"]["q"], plan)
+
+
+@pytest.mark.parametrize(("args", "error"), [(({}, 3), TypeError), ((SPEC, 0), ValueError), ((SPEC, True), TypeError),
+                                             ((SPEC, 2**60), MemoryError)])  # fmt: skip
+def test_backend_that_cannot_be_is_refused(args, error):
+    with pytest.raises(error, match=r"^\[(CPUBackend|BlockStore)\] "):
+        CPUBackend(*args)

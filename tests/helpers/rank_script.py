@@ -27,11 +27,13 @@ def go_wrong(here):
     """The fault of this place, or what does not happen on the other ranks."""
     if not (is_last and step == WHEN and fault == here):
         return
-    if fault == "leave":
+    if fault in ("leave", "model-leave"):
         end("left")
+    elif fault == "crash":
+        os.abort()
     elif fault == "diverge":
         handles.append(int(pool.fork(handles[0])[0]))  # one row more, which the sum would be longer by
-    else:
+    elif fault != "words":
         time.sleep(3600)
 
 
@@ -39,17 +41,18 @@ on_timeout = end if fault == "model-hang" else None  # both ranks time out; a ha
 with Ranks(group, timeout=3.0 if "hang" in fault else 60.0, on_timeout=on_timeout) as ranks:
     try:
         for step in range(1, STEPS + 1):
-            for here in ("diverge", "leave", "hang"):
+            for here in ("diverge", "leave", "crash", "hang"):
                 go_wrong(here)
             pool.step(plan, handles, 1)
-            other = 7 if fault == "batch" and is_last and step == WHEN else 3
+            other = {"batch": 7, "words": "7"}.get(fault, 3) if is_last and step == WHEN else 3
             batch = [other] * len(handles)
             with ranks.step(pool, batch=batch) as digest:
+                go_wrong("model-leave")
                 go_wrong("model-hang")
                 mx.eval(mx.distributed.all_sum(mx.ones(1000 * len(handles)), group=group, stream=mx.cpu))
                 passes += 1
             pool.done(plan)
-    except (RanksDisagree, RankLost) as error:
+    except (RanksDisagree, RankLost, TypeError) as error:
         pool.check()
         print(f"rank {group.rank()} stopped: {type(error).__name__} {error}, after {passes} passes", flush=True)
         sys.exit(0)

@@ -281,6 +281,29 @@ def test_store_of_another_layout_is_refused(model):
         Engine(model, 64, block_size=32, store=made[0])
 
 
+def test_sequence_that_fills_its_table_is_answered_and_saved(model, filled):
+    store, _ = filled
+    engine = engine_of(model, store, num_blocks=120)
+    most = engine.kv.pool.options.max_blocks_per_seq * engine.kv.pool.block_size
+    longest = engine.scheduler._max_model_len or most
+    length = min(most, longest, 500)
+    sample = engine.generate(PROMPT, max_tokens=length - len(PROMPT) + 1, eos=()).samples[0]
+    assert len(sample.tokens) == length - len(PROMPT) + 1
+    checked(engine)
+
+
+def test_slices_that_come_too_late_are_counted_back(model, filled, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 0.2)
+    store, _ = filled
+    store.open_gate.clear()
+    engine = engine_of(model, store)
+    answer(engine)
+    store.open_gate.set()
+    engine.kv.stored._reader.put((read := threading.Event()).set)
+    assert read.wait(20) and engine.kv.stored._staged == 0
+    checked(engine)
+
+
 def test_fetch_beside_an_engine_leaves_its_requests_alone(model, filled):
     store, due = filled
     engine = engine_of(model, store)
@@ -335,6 +358,57 @@ def test_deadline_of_a_request_that_loads_is_kept(model, filled):
         ended += engine.step()
     assert ended[1].tokens.tolist() == due[0]
     checked(engine)
+
+
+def test_prompt_that_is_cached_meanwhile_is_not_loaded_again(model, filled, monkeypatch):
+    monkeypatch.setattr(module, "MOST_LOADS", 1)
+    store, due = filled
+    engine = engine_of(model, store)
+    ended = []
+    for _ in range(3):
+        engine.submit(PROMPT, max_tokens=12)
+    while engine.num_unfinished:
+        ended += engine.step()
+    assert [one.tokens.tolist() for one in ended] == [due[0]] * 3
+    assert checked(engine).loads == 1
+
+
+def test_flush_after_the_weights_changed_loads_and_saves_nothing_more(model, filled):
+    store, _ = filled
+    engine = engine_of(model, store)
+    answer(engine)
+    blocks = store.stats()["memory"].blocks
+    engine.kv.flush()
+    assert answer(engine)[2] == 0 and not engine.is_saving
+    assert store.stats()["memory"].blocks == blocks
+    engine.close()
+
+
+def test_running_requests_are_not_preempted_for_saves():
+    model, made = tiny.make()[0], []
+    engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0], num_blocks=32)
+    engine.kv.stored._writer.put(lambda: made[0].open_gate.wait(20))  # the thread that writes is busy
+    made[0].open_gate.clear()
+    answer(engine, OTHER[:60])
+    answer(engine, OTHER[:120])
+    assert engine.is_saving
+    engine.generate(PROMPT, max_tokens=90, eos=())
+    assert engine.scheduler.stats().preemptions == 0
+    made[0].open_gate.set()
+    checked(engine)
+
+
+def test_load_that_gives_its_blocks_to_others_is_dropped_not_late(model, filled):
+    store, due = filled
+    engine = _loading(model, store)
+    engine._make_way(engine.kv.stored)
+    stats = engine.kv.stored.stats()
+    assert (stats.dropped_loads, stats.late_loads) == (1, 0)
+    ended = []
+    while engine.num_unfinished:
+        ended += engine.step()
+    assert ended[0].tokens.tolist() == due[0]
+    freed(store, engine)
 
 
 def test_engine_collected_while_it_loads_gives_all_back(model, filled):

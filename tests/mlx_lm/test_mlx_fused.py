@@ -72,6 +72,30 @@ def test_fused_halves_are_as_near_to_float32_as_stock_is(name, dtype):
     assert 0 < our_error <= 1.25 * stock_error
 
 
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"])
+def test_fused_halves_generate_the_same_in_a_batch_and_alone(dtype):
+    model = FAMILIES["llama, two masks"]()
+    model.set_dtype(dtype)
+    prompts = random_prompts(PROMPTS)
+    with install(model, 200, block_size=4, fused=True):
+        alone = [solo_tokens(model, prompt, MAX_TOKENS) for prompt in prompts]
+        assert batch_tokens(model, prompts, MAX_TOKENS) == alone
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "gemma2"])
+def test_fused_float32_is_as_near_to_float64_as_stock_is(name):
+    """Whatever the difference between the two: here a model shows how much it makes of a rounding."""
+    model = FAMILIES[name]()
+    stock = logits_of(model)
+    with install(model, 50, block_size=4, fused=True):
+        ours = logits_of(model)
+    model.set_dtype(mx.float64)
+    truth = logits_of(model, dtype=mx.float64)
+    stock_error, our_error = (float(np.sqrt(np.mean((logits - truth) ** 2))) for logits in (stock, ours))
+    print(f"error {our_error:.1e}, stock {stock_error:.1e}, between them {np.abs(ours - stock).max():.1e}")
+    assert 0 < our_error <= 2 * stock_error
+
+
 # ----------------------------------------------------- planted faults that these tests must notice
 
 
@@ -200,3 +224,11 @@ def test_the_window_of_the_mask_and_that_of_the_layer_both_hold():
             assert np.array_equal(keys.attend(q, values, 1.0, mask), itself)
         assert np.array_equal(pairs[0][0].attend(q, pairs[0][1], 1.0, "causal"), itself)
         assert not np.array_equal(pairs[1][0].attend(q, pairs[1][1], 1.0, "causal"), itself)
+
+
+def test_a_mask_of_the_fused_route_knows_the_smaller_window():
+    model = FAMILIES["llama, two masks"]()
+    with install(model, 20, fused=True) as kv:
+        sliding, full = kv.make_cache()[:2]
+        assert [sliding.make_mask(3).window, sliding.make_mask(3, window_size=5).window] == [8, 5]
+        assert [full.make_mask(3).window, full.make_mask(3, window_size=5).window] == [None, 5]

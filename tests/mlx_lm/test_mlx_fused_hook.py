@@ -54,6 +54,12 @@ def test_blocks_on_several_models_leave_in_any_order(model, order):
     assert not any(kv.is_fused for kv in entered)
 
 
+def test_an_exception_inside_the_block_takes_the_hook_back(model):
+    with pytest.raises(ZeroDivisionError), install(model, 8, fused=True):
+        raise ZeroDivisionError
+    assert mx.fast.scaled_dot_product_attention is STOCK
+
+
 def test_stock_caches_go_to_the_original():
     ours, theirs = tiny_llama(), tiny_llama()
     prompt = random_prompts([20])[0]
@@ -110,6 +116,29 @@ def test_attention_replaced_inside_the_block_gets_arrays_and_the_route_tells(mod
             assert solo_tokens(model, prompt) == expected and calls
         assert kv.is_fused and kv.route == "fused"
         assert solo_tokens(model, prompt) == expected
+
+
+def test_original_put_back_inside_the_block_is_hooked_again_by_the_next_block(model):
+    prompt = random_prompts([20])[0]
+    expected = solo_tokens(model, prompt)
+    with install(model, 50, block_size=4, fused=True) as kv:
+        mx.fast.scaled_dot_product_attention = STOCK
+        assert not kv.is_fused
+        assert solo_tokens(model, prompt) == expected
+        with install(model, 50, block_size=4, fused=True) as inner:
+            assert inner.is_fused and kv.is_fused
+            assert solo_tokens(model, prompt) == expected
+        mx.fast.scaled_dot_product_attention = STOCK
+
+
+def test_model_of_a_block_that_is_over_gathers_inside_the_block_of_another(model):
+    prompt = random_prompts([20])[0]
+    expected = solo_tokens(model, prompt)
+    with install(model, 50, block_size=4, fused=True) as kv:
+        cache = make_prompt_cache(model)
+    with install(tiny_llama(num_hidden_layers=1), 50, fused=True):
+        assert not kv.is_fused
+        assert solo_tokens(model, prompt, prompt_cache=cache) == expected
 
 
 def test_gather_can_be_asked_for_and_kernels_are_needed_for_fused(model, caplog):

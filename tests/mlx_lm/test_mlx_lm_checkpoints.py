@@ -120,6 +120,12 @@ def restorable():
     return found
 
 
+@pytest.mark.parametrize("name", SHORT)
+def test_state_overwritten_after_its_checkpoint_is_restored_bit_by_bit(name):
+    with on_cpu():
+        check_restored(Driver(name), 11)
+
+
 @pytest.mark.long
 def test_states_of_every_family_are_restored_bit_by_bit():
     with on_cpu():
@@ -133,6 +139,13 @@ def test_states_of_every_family_are_restored_bit_by_bit():
 def test_states_in_blocks_of_any_storage_are_restored_bit_by_bit(how):
     with on_cpu():
         check_restored(Driver("qwen3_5", **how), 14)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["falcon_h1", "gear", "rwkv7"])  # MLX multiplies no experts in 16 bits on a CPU
+def test_states_in_16_bits_are_restored_bit_by_bit(name):
+    with on_cpu():
+        check_restored(Driver(name, mx.bfloat16), 15)
 
 
 class Swapped(Checkpoints):
@@ -157,6 +170,20 @@ def test_planted_fault_of_a_checkpoint_is_seen(fault):
         driver.kv.passes.checkpoints = fault(driver.kv.layout, driver.kv.backend)
         with pytest.raises(AssertionError):
             check_restored(driver, 11)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba"])
+def test_forks_before_the_first_step_share_one_loaded_state(name):
+    with on_cpu():
+        driver, tokens = Driver(name), np.random.default_rng(16).integers(0, 90, 40).tolist()
+        handle = driver.prefilled(tokens)
+        cold = driver.run(handle, tokens, 3)
+        driver.pool.close(handle)
+        driver.forget()
+        handle = driver.pool.open(tokens)
+        (child,) = driver.pool.fork(handle).tolist()
+        for one in (child, handle):
+            assert np.array_equal(driver.run(one, tokens, 3), cold)
 
 
 def caches_of(kv, tokens):

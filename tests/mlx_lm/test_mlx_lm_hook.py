@@ -35,6 +35,15 @@ def test_installs_leave_in_any_order(model, order):
     assert "make_cache" not in vars(model)
 
 
+def test_one_install_may_be_entered_twice(model):
+    first, second = install(model, 8), install(model, 8)
+    with first, second:
+        with first:
+            assert maker(model) is first.passes
+        assert maker(model) is second.passes
+    assert maker(model) is None
+
+
 def test_foreign_hook_is_kept(model):
     kv = install(model, 8)
     with kv:
@@ -55,6 +64,15 @@ def test_exit_without_enter_raises(model):
         assert maker(model) is kv.passes
     with pytest.raises(RuntimeError, match=r"\[install\]"):
         kv.__exit__(None, None, None)
+    assert maker(model) is None
+
+
+def test_a_model_may_be_installed_again_inside_the_block(model):
+    with install(model, 8) as outer:
+        with install(model, 9) as inner:
+            assert maker(model) is inner.passes
+            assert (inner.backend.spec, inner.route) == (outer.backend.spec, outer.route)
+        assert maker(model) is outer.passes
     assert maker(model) is None
 
 
@@ -80,6 +98,14 @@ def test_deleted_hook_shows_in_the_route_and_at_the_end_of_the_block(model):
     assert maker(model) is None
 
 
+def test_replaced_hook_shows_in_the_route(model):
+    with install(model, 8) as kv:
+        paged, model.make_cache = model.make_cache, list
+        assert kv.route == "lost: somebody has set model.make_cache to <class 'list'>"
+        model.make_cache = paged
+        assert kv.route == "fused"
+
+
 def test_every_block_of_a_deleted_hook_can_be_left(model):
     """One hook stands for both; what was installed since has a hook of its own, which goes on."""
     outer, inner, later = (install(model, 8) for _ in range(3))
@@ -93,6 +119,11 @@ def test_every_block_of_a_deleted_hook_can_be_left(model):
         with pytest.raises(RuntimeError, match=r"somebody has deleted model\.make_cache"):
             kv.__exit__(None, None, None)
     assert maker(model) is None and not any(site.is_active for site in outer.passes.sites)
+
+
+def test_paged_kv_says_what_it_is(model):
+    with install(model, 8) as kv:
+        assert repr(kv) == f"<PagedKV of 1 layers on {kv.pool!r}, route fused>"
 
 
 def test_model_whose_caches_change_class_is_refused_and_left_alone():

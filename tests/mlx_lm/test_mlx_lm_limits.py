@@ -5,6 +5,7 @@ import gc
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import llama, qwen2
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache, save_prompt_cache
 from mlx_models import VOCAB, batch_tokens, on_cpu, random_prompts, randomized, solo_tokens, tiny_llama
@@ -119,6 +120,16 @@ def test_stock_and_paged_caches_in_one_batch_are_distinguished(model):
             call()
 
 
+def test_an_engine_given_a_stock_cache_beside_a_paged_one_says_so(model):
+    stock = make_prompt_cache(model)
+    mx.eval(model(mx.array([[1, 2]]), cache=stock))
+    with install(model, 50, block_size=4):
+        generator = BatchGenerator(model)
+        generator.insert([[3, 4], [5, 6]], [4, 4], caches=[make_prompt_cache(model), stock])
+        with pytest.raises(TypeError, match=r"\[merge\] KVCache"):
+            generator.next()
+
+
 # --------------------------------------------------------------------------------------------------- dtypes
 
 
@@ -135,6 +146,17 @@ def test_a_model_that_was_cast_after_install_is_refused():
     again = install(model, 20, block_size=4)
     assert again.backend.dtype == mx.bfloat16
     mx.eval(model(mx.array([[1, 2]]), cache=again.make_cache()))
+
+
+def test_a_layer_whose_values_have_another_dtype_than_its_keys_is_held_whole():
+    class Mixed:
+        layers = (None,)
+
+        def __call__(self, tokens, cache):
+            x = mx.zeros((1, 2, tokens.shape[1], 8))
+            cache[0].update_and_fetch(x, x.astype(mx.float16))
+
+    assert install(Mixed(), 16).route.endswith("; opaque: KVCache")
 
 
 # --------------------------------------------------------------------------------------- models built lazily
@@ -156,3 +178,15 @@ def test_forward_pass_of_a_lazy_model_loads_its_weights_where_kernels_run_at_onc
             assert loaded > weights // 2 if kernels else loaded < weights // 8, (loaded, weights)
             mx.eval(logits)
             assert mx.get_active_memory() - before > weights * 3 // 4
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_install_of_a_lazy_model_loads_its_weights_where_it_tries_to_fuse(fused):
+    with on_cpu():
+        model = llama.Model(llama.ModelArgs(**LAZY))
+        weights = sum(x.nbytes for _, x in tree_flatten(model.parameters()))
+        gc.collect()
+        before = mx.get_active_memory()
+        kv = install(model, 8, fused=fused)
+        loaded = mx.get_active_memory() - before - kv.backend.memory().pool_nbytes
+        assert loaded > weights // 2 if fused else loaded < weights // 8, (loaded, weights)

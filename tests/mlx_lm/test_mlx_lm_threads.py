@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.generate import BatchGenerator
 from mlx_models import PROMPTS, SMALL_STEPS, batch_tokens, random_prompts, tiny_llama
 
-from kvpool.adapters.mlx_lm import install
+from kvpool.adapters.mlx_lm import EngineStopped, PagedKVCache, install
 from kvpool.errors import ConcurrentUse
 
 HEADS, DIM = 2, 8
@@ -113,6 +113,18 @@ def test_a_second_thread_is_refused_before_anything_happens(kv, monkeypatch):
     assert first[0].offset == second[0].offset == 3
 
 
+def test_an_engine_that_was_refused_is_stopped_and_the_other_one_goes_on(kv):
+    """The refused engine has lost the tokens of its step, so it must not carry on as if nothing was."""
+    first = kv.make_cache()
+    merged = [PagedKVCache.merge([cache]) for cache in kv.make_cache()]
+    update(first, [0])
+    assert isinstance(in_thread(lambda: update(merged, [0])), ConcurrentUse)
+    update(first, [1, 2])
+    with pytest.raises(EngineStopped, match=r"\[forward\]"):
+        update(merged, [0])
+    update(first, [0, 1, 2])
+
+
 def test_a_pass_that_a_dead_thread_left_behind_can_be_taken_back(kv):
     cache = kv.make_cache()
     assert in_thread(lambda: update(cache, [0])) is None
@@ -151,3 +163,23 @@ def test_engines_in_two_threads_that_take_turns_equal_stock(model, kv):
         for thread in threads:
             thread.join()
     assert tokens == [[rows] for rows in expected]
+
+
+def test_engines_that_interleave_in_a_pass_raise_or_are_right(model, kv):
+    """The second engine comes while the first one is between two layers, wherever the scheduler is kind or not."""
+    prompts = random_prompts(PROMPTS)
+    expected = batch_tokens(model, prompts)
+    attention, meetings = model.layers[1].self_attn, []
+
+    def meet(*arguments, **options):
+        if threading.current_thread() is threading.main_thread() and len(meetings) < 3:
+            meetings.append(in_thread(lambda: batch_tokens(model, prompts)))
+        return attention(*arguments, **options)
+
+    model.layers[1].self_attn = meet
+    try:
+        with kv:
+            assert batch_tokens(model, prompts) == expected
+    finally:
+        model.layers[1].self_attn = attention
+    assert [type(error) for error in meetings] == [ConcurrentUse] * 3

@@ -5,6 +5,7 @@ import gc
 import pytest
 from mlx_models import (
     PROMPTS,
+    WINDOW,
     batch_tokens,
     random_prompts,
     solo_tokens,
@@ -45,6 +46,14 @@ def test_batch_generator_with_two_masks_equals_stock(model, prompts, fused):
     gc.collect()
     assert kv.summary().blocks_used == kv.summary().blocks_leaked == 0
     kv.pool.check()
+
+
+@pytest.mark.long
+def test_generate_step_with_two_masks_equals_stock(model, prompts, fused):
+    expected = [solo_tokens(model, prompt, 24) for prompt in prompts]
+    with install(model, 100, block_size=4, fused=fused) as kv:
+        assert [solo_tokens(model, prompt, 24) for prompt in prompts] == expected
+    assert set(kv.passes.windows) == {None, WINDOW}
 
 
 # ----------------------------------------------------- canaries: planted faults that these tests must notice

@@ -1,6 +1,5 @@
 """The short form of the gate `proof.coverage`, and how it reads C."""
 
-import os
 import sys
 
 import pytest
@@ -8,9 +7,6 @@ import pytest
 from proof import SHORT, coverage
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="gcc and gcov")
-slow = pytest.mark.skipif(
-    not os.environ.get("KVPOOL_LONG"), reason="six minutes: make proof and make test-long have them"
-)
 FILE = "kvpool/core/blocks.pxi"
 C = """
 static int f(int a) {
@@ -92,14 +88,12 @@ def test_checks_that_cython_adds_are_no_branches(tmp_path, text, counts):
 
 
 @linux
-@slow
 def test_scenarios_reach_most_of_the_core():
     figure = coverage.measure(SHORT)
     assert figure.holds, figure
 
 
 @linux
-@slow
 def test_short_programs_and_uncounted_modules_are_detected():
     figures = coverage.planted(SHORT)
     assert len(figures) == 2 and not any(figure.holds for figure in figures), figures

@@ -71,6 +71,15 @@ def test_fixed_split_of_real_traces_gives_the_golden_numbers(entry):
     check_golden(entry, read_trace(Path(TRACES) / entry["trace"]).head(entry["requests"]))
 
 
+@pytest.mark.parametrize("change", [{"place": "EJ"}, {"room": 19}, {"is_two_class": False}, {"first_distance": 512}])
+def test_fixed_split_with_another_parameter_gives_other_numbers(change):
+    """So the golden numbers tell every parameter from its neighbour."""
+    entry = SYNTH[0]
+    split = Split(**{**vars(split_of(entry)), **change})
+    counters = FixedSplit(synthetic_trace(1, 48, 16), split).run()
+    assert any(counters[name] != entry[name] for name in counters)
+
+
 @pytest.mark.parametrize(
     ("model", "token_kib", "state_mib", "tail_mib", "groups"),
     [
@@ -114,6 +123,25 @@ def test_paths_agree_exactly_where_prompts_do():
     assert unique_blocks([first, second, third, fourth]) == 5 + 2 + 2 + 2
 
 
+def test_second_turn_begins_at_the_checkpoint_of_the_first():
+    trace = make_trace([(14, 2, [0, 1, 2]), (22, 2, [0, 1, 2, 3, 4])])
+    shape = shape_of(Group.full(), Group.state(2, blocks=30))
+    counted = replay_hybrid(trace, shape=shape, num_blocks=100, concurrency=1).counters
+    assert (counted["hit_tokens"], counted["computed_tokens"]) == (12, 14 + 10)
+    assert (counted["shareable_tokens"], counted["avoidable_tokens"]) == (12, 0)
+    assert (counted["checkpoints_wanted"], counted["checkpoints_taken"], counted["checkpoint_hits"]) == (2, 2, 1)
+    assert counted["written_nbytes"] == {"full": (4 + 3) * 10, "state": 60 * 10}
+
+
+def test_checkpoint_that_finds_no_blocks_is_wanted_and_not_taken():
+    trace = make_trace([(14, 2, [0, 1, 2]), (22, 2, [0, 1, 2, 3, 4])])
+    shape = shape_of(Group.full(), Group.state(2, blocks=18))
+    counted = replay_hybrid(trace, shape=shape, num_blocks=20, concurrency=1).counters
+    # wanted: two ends of prompts, and the junction of the second one
+    assert (counted["checkpoints_wanted"], counted["checkpoints_taken"], counted["hit_tokens"]) == (3, 0, 0)
+    assert counted["avoidable_tokens"] == counted["shareable_tokens"] == 12
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [({"num_blocks": 0}, "num_blocks"), ({"concurrency": 0}, "concurrency"), ({"block_size": 3}, "multiples of 3")],
@@ -145,6 +173,15 @@ def test_command_sweeps_budgets_in_bytes_and_draws_them(capsys, tmp_path):
     assert runs[0]["hit_tokens"] < runs[1]["hit_tokens"] < runs[2]["hit_tokens"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert f"{runs[2]['hit_tokens']:,}" in output(capsys, *COMMAND, *sweep)
+
+
+def test_command_plays_the_fixed_split(capsys):
+    entry = SYNTH[0]
+    options = ("--policy", "H1", "--num-blocks", str(entry["kv_blocks"]), "--place", "EJD", "--two-class")
+    room = ("--checkpoints", str(entry["checkpoint_slots_or_window_blocks"]), "--first-distance", str(entry["D0"]))
+    (run,) = json.loads(output(capsys, *COMMAND, *options, *room, "--json"))["runs"]
+    assert {name: run[name] for name in COUNTERS if name in run} == {name: entry[name] for name in COUNTERS}
+    assert f"{entry['hit_tokens']:,}" in output(capsys, *COMMAND, *options, *room)
 
 
 @pytest.mark.parametrize(

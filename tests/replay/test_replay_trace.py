@@ -8,7 +8,7 @@ from itertools import takewhile
 import numpy as np
 import pytest
 
-from kvpool.replay import Trace, TraceError, read_trace
+from kvpool.replay import Trace, TraceError, read_trace, synthetic_trace
 
 ROWS = [
     {"timestamp": 0, "input_length": 1100, "output_length": 20, "hash_ids": [0, 1, 2]},
@@ -68,6 +68,11 @@ def test_all_forms_of_a_trace_are_the_same_trace(tmp_path):
     assert rows_of(read_trace(packed)) == published
 
 
+def test_npz_without_times_and_sessions_is_a_trace(tmp_path):
+    trace = read_trace(save_npz(tmp_path / "t.npz", t_ms=None, session=None))
+    assert rows_of(trace)[1] == (-1, -1, 1000, 1, [0, 9])
+
+
 def test_unknown_members_blank_lines_and_fractional_times_are_no_errors(tmp_path):
     rows = [{"timestamp": 0.5, "input_length": 20, "output_length": 2, "hash_ids": [3], "type": "text"}]
     rows[0]["session"] = "a name"
@@ -75,6 +80,31 @@ def test_unknown_members_blank_lines_and_fractional_times_are_no_errors(tmp_path
     path.write_text("\n" + path.read_text() + "\n\n")
     trace = read_trace(path)
     assert (len(trace), trace.timestamps[0], trace.sessions[0]) == (1, 0.5, -1)
+
+
+def test_block_size_given_by_the_reader_holds_where_the_file_tells_none(tmp_path):
+    rows = [{"timestamp": 0, "input_length": 48, "output_length": 2, "hash_ids": [3, 4, 5]}]
+    path = write_lines(tmp_path / "t.jsonl", rows)
+    assert read_trace(path, block_size=16).block_size == 16
+    with pytest.raises(TraceError, match=r":1: more hash ids .* \(3\), 1"):
+        read_trace(path)
+    with pytest.raises(ValueError, match=r"^\[read_trace\] block_size .*\(0\)"):
+        read_trace(path, block_size=0)
+
+
+@pytest.mark.parametrize("ids", [[-5, 3], [2**40, 2**40 + 1], [2**63, 2**80], [2**31 - 2, 2**31 - 1]])
+def test_ids_of_any_size_become_tokens_of_31_bits(tmp_path, ids):
+    rows = [
+        {"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": ids},
+        {"timestamp": 0, "input_length": 1100, "output_length": 1, "hash_ids": [*ids, ids[0]]},
+    ]
+    trace = read_trace(write_lines(tmp_path / "t.jsonl", rows))
+    first, second = trace.tokens(0, 1024), trace.tokens(1, 1100)
+    assert first.dtype == np.int32
+    assert first.min() >= 0
+    assert second.min() >= 0
+    assert np.array_equal(first, second[:1024])
+    assert first[0] != first[512]
 
 
 def common_prefix(one, other):
@@ -110,6 +140,12 @@ def test_tokens_agree_exactly_as_far_as_the_ids_do():
             hashed = min(prompt, other_prompt, len(ids) * block_size, len(other_ids) * block_size)
             expected = min(hashed, common_prefix(ids, other_ids) * block_size)
             assert common_prefix(tokens.tolist(), trace.tokens(j, other_prompt).tolist()) == expected
+
+
+def test_head_keeps_the_first_requests():
+    trace = synthetic_trace(2, 8)
+    assert rows_of(trace.head(5)) == rows_of(trace)[:5]
+    assert rows_of(trace.head(10_000)) == rows_of(trace)
 
 
 GOOD = json.dumps(ROWS[0])
@@ -224,3 +260,9 @@ def test_damaged_file_is_a_trace_or_refused_in_one_line(tmp_path, form):
             read_trace(path)
         except TraceError as exc:
             assert "\n" not in str(exc)
+
+
+def test_missing_file_is_an_os_error(tmp_path):
+    for name in ("t.jsonl", "t.npz"):
+        with pytest.raises(FileNotFoundError):
+            read_trace(tmp_path / name)

@@ -62,6 +62,40 @@ def test_every_job_ends(workflow):
     assert not [name for name, text in found.items() if not re.search(r"^    timeout-minutes: \d+$", text, re.M)]
 
 
+REPORTS = ("kvpool doctor", "native and not mlx_native", "make native", "make mac-report")  # in this order
+
+
+def wrong_with(steps):
+    """What would keep a Mac's report from us, in the steps of its job."""
+    commands = [step.get("run", "") for step in steps]
+    first = next(number for number, command in enumerate(commands) if command) + 1  # behind the installation
+    wrong = [
+        f"{command!r} does not run after a failure"
+        for step, command in zip(steps[first + 1 :], commands[first + 1 :], strict=True)
+        if step.get("if") != "${{ !cancelled() }}"
+    ]
+    places = [next((i for i, command in enumerate(commands) if part in command), -1) for part in REPORTS]
+    stand_in = [i for i, command in enumerate(commands) if command in ("make test-metal", ".ci/run", "make demo")]
+    if -1 in places or sorted(places) != places or len(stand_in) != 3 or places[-1] > min(stand_in):
+        wrong.append(f"the order is {commands}")
+    report = steps[places[-1]]
+    if "GITHUB_STEP_SUMMARY" not in report.get("run", "") or report.get("shell") != "bash":
+        wrong.append("the report is not kept, or hides its failure")
+    return wrong
+
+
+def test_a_mac_reports_even_if_the_stand_in_fails():
+    steps = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"]["macos"]["steps"]
+    assert wrong_with(steps) == []
+    behind = 4  # what installs, and looks for Metal
+    for number in range(behind, len(steps)):
+        others = steps[:number], steps[number + 1 :]
+        assert wrong_with([*others[0], steps[number] | {"if": "success()"}, *others[1]])
+        if any(part in steps[number]["run"] for part in REPORTS):
+            assert wrong_with([*others[0], *others[1], steps[number]])
+    assert wrong_with([step for step in steps if "mac-report" not in step.get("run", "")])
+
+
 def test_wheels_are_made_for_every_macos_that_mlx_has_wheels_for():
     job = yaml.safe_load((ROOT / ".github" / "workflows" / "wheels.yml").read_text())["jobs"]["wheels"]
     macs = {entry["os"]: entry["macos"] for entry in job["strategy"]["matrix"]["include"] if "macos" in entry}
@@ -70,6 +104,10 @@ def test_wheels_are_made_for_every_macos_that_mlx_has_wheels_for():
     releases = re.findall(r"0\.\d+\.\d+", loop)
     (wanted,) = [line for line in PROJECT["project"]["optional-dependencies"]["mlx"] if "Darwin" in line]
     assert releases[0] in wanted and version("mlx") in releases
+
+
+def test_every_test_ends(pytestconfig):
+    assert float(pytestconfig.getini("timeout")) > 0
 
 
 def test_tools_and_frameworks_whose_releases_break_us_are_bounded():

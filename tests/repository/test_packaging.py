@@ -184,6 +184,17 @@ def test_wheel_is_small(wheel, tmp_path):
     assert (tmp_path / "x").stat().st_size <= WHEEL_BYTES_MAX
 
 
+def test_version_is_the_same_everywhere(wheel):
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert declared == kvpool.__version__ == wheel.name.split("-")[1]
+
+
+def test_licence_is_declared_in_spdx_form(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        assert "License-Expression: MIT\n" in archive.read(name).decode()
+
+
 def test_wheel_works_with_numpy_alone(site):
     """Imported from the wheel with warnings as errors, in an environment without mlx."""
     assert in_environment(site, USE, "-I").startswith(str(site))
@@ -220,6 +231,21 @@ def test_wheel_declares_the_command_and_the_backends(site):
     """
     assert in_environment(site, code, "-I") == "['cpu', 'mlx', 'numpy']"
     assert (site.parent.parent.parent / "bin" / "kvpool").exists()
+
+
+def test_metal_sources_are_found_from_the_wheel(site):
+    code = 'from importlib.resources import files; print(files("kvpool_backends.metal").joinpath("kv_layout.h"))'
+    found = Path(in_environment(site, code, "-I"))
+    assert found.is_relative_to(site)
+    assert found.read_text() == (ROOT / "metal" / "kv_layout.h").read_text()
+
+
+def test_the_wheel_has_what_the_mlx_extension_is_built_from(site):
+    """The sources, and the header of the CPU kernels that they include."""
+    for place in ("mlx/native/*.cpp", "mlx/native/*.h", "cpu/kernels/kvcpu.h"):
+        place = f"kvpool_backends/{place}"
+        expected = {path.name: path.read_text() for path in ROOT.glob(place)}
+        assert expected and {path.name: path.read_text() for path in site.glob(place)} == expected
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
-"""Worked examples that others published about paged KV caches.
+"""Worked examples that others published about paged KV caches, and the faults in them, as tests of kvpool.
 
 Sources: the MLX paged-attention plan (block manager sketch), Levanter's inference notes (page tables and
-PageBatchInfo), and lessons about paged attention. Each section follows one of them.
+PageBatchInfo), a PagedAttention simulation with hashed blocks, an H2O eviction report for MLX, and a
+continuous-batching notebook (pool, page table, scheduler). Each section follows one of them.
 """
 
 from math import ceil

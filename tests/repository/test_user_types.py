@@ -4,14 +4,22 @@ import ast
 import inspect
 import pydoc
 import re
+import rlcompleter
 import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from type_reports import MARK, planted, reported
 from user_program import SPEC, by_hand, by_scheduler
 
 import kvpool
+from kvpool.adapters.block_manager import KVBlockManager
+from kvpool.protocol import StepArrays
+from kvpool_backends import load_backend
 from kvpool_backends.cpu import BlockStore
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +69,13 @@ def test_wrong_types_of_the_package_are_seen_in_the_program(file, right, fault, 
 # ------------------------------------------------------------------------------------------------- names
 
 
+def completions(text):
+    completer, found = rlcompleter.Completer({"kvpool": kvpool}), []
+    while (match := completer.complete(text, len(found))) is not None:
+        found.append(match.rstrip("()"))
+    return found
+
+
 def test_dir_is_what_the_package_offers():
     names = {name for name in dir(kvpool) if not name.startswith("__")}
     assert names == set(kvpool.__all__)
@@ -68,10 +83,45 @@ def test_dir_is_what_the_package_offers():
     assert "__version__" in dir(kvpool)
 
 
+def test_dir_is_the_same_before_and_after_the_late_names_are_loaded():
+    code = """if True:
+        import kvpool
+        before = dir(kvpool)
+        for name in before: getattr(kvpool, name)
+        assert dir(kvpool) == before, set(dir(kvpool)) ^ set(before)
+    """
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+def test_completion_finds_late_names():
+    assert completions("kvpool.S") == ["kvpool.Scheduler", "kvpool.StaleHandle"]
+    assert completions("kvpool.T") == completions("kvpool.e") == completions("kvpool.st") == []
+
+
 def test_help_lists_every_class_and_function():
     text = pydoc.plain(pydoc.render_doc(kvpool))
     missing = [name for name in kvpool.__all__ if f"class {name}(" not in text and f"    {name}(" not in text]
     assert not missing
+
+
+# --------------------------------------------------------------------------------------------------- repr
+
+
+def test_backends_say_what_they_store():
+    text = "of 8 blocks of 4 tokens, 2 layers of 4 x 16 in float32, NHD, 32768 bytes"
+    assert repr(load_backend("numpy")(SPEC, 8)) == f"<NumpyBackend {text}>"
+    assert re.fullmatch(rf"<CPUBackend {text}, \w+>", repr(load_backend("cpu")(SPEC, 8)))
+    bits = replace(SPEC, k_bits=8, quant_group_size=32, head_dim=64)
+    assert "in float32, keys 8 bits, groups of 32, NHD" in repr(load_backend("numpy")(bits, 8))
+
+
+def test_managers_and_plans_say_what_they_hold():
+    manager = KVBlockManager(SPEC, 8, backend="numpy")
+    manager.step([manager.new_sequence().seq_id], 5)
+    assert repr(manager) == f"<kvpool.adapters.block_manager.KVBlockManager: {manager.pool!r} on {manager.backend!r}>"
+    assert "2 used by 1 sequences" in repr(manager)
+    plan = StepArrays(seq_lens=np.array([5, 7]), slot_mapping=np.arange(3))
+    assert repr(plan) == "<StepArrays of 2 rows and 3 tokens, 0 copies>"
 
 
 # ------------------------------------------------------------------------------------------- constructors

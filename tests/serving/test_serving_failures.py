@@ -8,6 +8,7 @@ from mlx_models import on_cpu
 from server_process import Server
 
 from kvpool.adapters.mlx_lm import Engine, tiny
+from kvpool.errors import RequestRejected
 from kvpool.serving.runner import Runner
 
 PROMPT = {"prompt": "How long is a block?", "max_tokens": 40, "temperature": 0, "logit_bias": {"256": -100}}
@@ -125,6 +126,33 @@ def test_answer_without_text_is_an_error_of_that_request_alone():
 def test_signal_ends_the_process_though_its_engine_cannot_be_stopped():
     status, errors = Server("--num-blocks", "100", program=("-c", STUCK)).stop()
     assert status != 0 and "planted" in errors
+
+
+def test_run_that_can_neither_begin_nor_be_taken_back_gets_its_error():
+    def make():
+        with on_cpu():
+            model, tokenizer = tiny.make()
+            return Engine(model, 64, tokenizer=tokenizer, max_waiting=1)
+
+    async def program():
+        runner = Runner(make)
+        await runner.start()
+        cancel = runner.engine.cancel
+
+        def fails_once(id):
+            runner.engine.cancel = cancel
+            raise MemoryError("planted")
+
+        runner.engine.cancel = fails_once
+        with pytest.raises(RequestRejected):
+            async with asyncio.timeout(60), runner.run([[1, 2], [3, 4]], False, {"max_tokens": 3}):
+                pass
+        assert runner.engine.cancel is not fails_once
+        async with runner.run([[1, 2]], False, {"max_tokens": 3}) as run:
+            assert [len(item.samples[0].tokens) async for _, item in run] == [3]
+        return await runner.stop()
+
+    assert asyncio.run(program()) == 0
 
 
 def test_call_that_fails_does_not_lose_those_behind_it():

@@ -83,10 +83,45 @@ def joined(said):
     return whole
 
 
+DEEP = 200_000
+WRONG = [
+    *('{"a": NaN}', '{"a": 1e999}', '"[1]"', '"[1"', '"oh"', "[1]", "5", "null", '"{\\"a\\": NaN}"'),
+    *('{"a": ' + "[" * DEEP + "]" * DEEP + "}", json.dumps('{"a":' * DEEP + "1" + "}" * DEEP)),
+]
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=lambda text: text[:20])
+def test_free_call_without_an_object_of_json_stays_text(arguments):
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    assert read(FREE, [text]) == [("text", text)]
+
+
+@pytest.mark.parametrize("name", ["g", "", "\\ud800"])
+def test_free_call_of_no_tool_stays_text(name):
+    one = f'{{"name": "{name}", "arguments": {{}}}}'
+    for text in (f"<tool_call>{one}</tool_call>", f"<tool_call>[{ONE}, {one}]</tool_call>"):
+        assert read(FREE, [text]) == [("text", text)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "due"), [('{"a": "\\ud800\u00e9"}', {"a": "\ud800\u00e9"}), ('"{\\"a\\": 1}"', {"a": 1}), ('""', {})]
+)
+def test_arguments_of_a_free_call_are_told_in_ascii(arguments, due):
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    (_, call), (_, told) = Reader(FREE).read(text, True)
+    assert call.name == "f" and told.isascii() and json.loads(told) == due
+
+
 def test_text_is_shown_as_soon_as_it_can_be_no_mark():
     reader = Reader(Manner(THINK, call=CALL, names={"f"}))
     shown = [reader.read(letter, False) for letter in "a<tool!<too"]
     assert ["".join(what for _, what in one) for one in shown] == ["a", "", "", "", "", "", "<tool!", "", "", "", ""]
+
+
+def test_arguments_of_a_forced_call_are_told_as_they_come():
+    reader = Reader(Manner(by_grammar=True))
+    told = [kind for letter in FORCED for kind, _ in reader.read(letter, False)]
+    assert told[0] == "call" and told.count("arguments") > 4
 
 
 @pytest.mark.parametrize(
