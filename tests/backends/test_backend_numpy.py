@@ -5,7 +5,7 @@ import pytest
 
 from kvpool.config import LAYOUTS, KVSpec
 from kvpool.protocol import StepArrays
-from kvpool.testing.dense import dense_attention, round_to
+from kvpool.testing.dense import dense_attention, round_to, stored_bytes
 from kvpool_backends.numpy import NumpyBackend
 from kvpool_backends.numpy.elements import from_bfloat16, to_bfloat16
 
@@ -58,6 +58,25 @@ def test_bfloat16_round_trips_all_patterns_and_keeps_nan():
     assert np.array_equal(again[nan] >> 15, every[nan] >> 15)
 
 
+def test_to_bfloat16_keeps_shape_and_accepts_strided_input():
+    x = np.arange(24, dtype=np.float32).reshape(4, 6)[::2, ::3]
+    assert np.array_equal(from_bfloat16(to_bfloat16(x)), x)
+    assert to_bfloat16(np.float32(1.0)).shape == ()
+
+
+def test_oracle_rounds_float16_like_numpy():
+    """The oracle itself, against numpy's conversion."""
+    x = np.random.default_rng(SEED).integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32)
+    x = np.concatenate([x[np.abs(x) < 1e6], np.float32([65519.99, 65520, 6e-8, 2.9e-8, np.nan])])
+    with np.errstate(over="ignore", invalid="ignore"):
+        assert np.array_equal(x.astype(np.float16).astype(np.float32), round_to(x, "float16"), equal_nan=True)
+
+
+def test_oracle_bytes_of_bfloat16_are_the_upper_halves():
+    assert stored_bytes(np.array([1.0, -2.0]), "bfloat16").tolist() == [0x80, 0x3F, 0x00, 0xC0]
+    assert stored_bytes(np.array([1.0]), "float16").tolist() == [0x00, 0x3C]
+
+
 # ---------------------------------------------------------------------- exactness
 
 
@@ -77,6 +96,22 @@ def test_attend_equals_float64_dense_attention_to_the_last_digits():
     assert out.dtype == np.float64
     assert np.abs(out - expected).max() < 1e-14
     assert np.abs(attn - weights).max() < 1e-15
+
+
+def test_attend_with_huge_scores_stays_finite():
+    backend = NumpyBackend(KVSpec(1, 1, 8, "float32", 4), 2)
+    k = np.full((2, 1, 8), 1e4, np.float32)
+    v = np.array([1.0, 3.0], np.float32)[:, None, None] * np.ones((2, 1, 8), np.float32)
+    backend.write(backend.prepare(slots(4, 5)), 0, k, v)
+    plan = StepArrays(np.array([[1]]), np.array([2]), np.array([0, 1]), np.array([-1]))
+    assert np.allclose(backend.attend(backend.prepare(plan), 0, np.full((1, 1, 8), 1e4, np.float32)), 2.0)
+
+
+def test_write_of_bfloat16_patterns_stores_them_as_they_are():
+    backend = NumpyBackend(KVSpec(1, 1, 2, "bfloat16", 2), 2)
+    bits = np.array([0x3F80, 0x7FC1], np.uint16).reshape(1, 1, 2)
+    backend.write(backend.prepare(slots(3)), 0, bits, bits)
+    assert backend.export_blocks([1])[0, 4:8].view(np.uint16).tolist() == [0x3F80, 0x7FC1]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -130,6 +165,20 @@ def test_offsets_beyond_two_to_the_31_elements_reach_the_right_block():
 
 
 # ---------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "error"),
+    [(0, ValueError), (-1, ValueError), (True, TypeError), (2.0, TypeError), ("2", TypeError)],
+)
+def test_backend_with_a_bad_number_of_blocks_is_refused(num_blocks, error):
+    with pytest.raises(error, match=r"\[NumpyBackend\] num_blocks"):
+        NumpyBackend(KVSpec(1, 1, 4), num_blocks)
+
+
+def test_backend_without_a_spec_is_refused():
+    with pytest.raises(TypeError, match="spec must be a KVSpec"):
+        NumpyBackend({"num_layers": 1}, 4)
 
 
 def call(name, *args):

@@ -44,6 +44,14 @@ def test_shapes_of_one_arena_share_one_budget():
         assert smaller.block_nbytes() == 2048
 
 
+def test_arenas_of_one_shape_have_the_bytes_of_their_backends():
+    groups = [Group.full(), Group.window(9, arena=1, num_blocks=12)]
+    with Pool(40, 4, max_seqs=4, groups=groups) as pool:
+        storage = GroupStorage(NumpyBackend, pool, [KVSpec(3, 2, 8, block_size=4), KVSpec(1, 1, 4, block_size=4)])
+        assert [storage.block_nbytes(arena) for arena in (0, 1)] == [3 * 2 * 4 * 2 * 16, 4 * 2 * 8]
+        assert storage.nbytes == 40 * 768 + 12 * 64
+
+
 @pytest.mark.parametrize("factory", [NumpyBackend, CPUBackend])
 def test_blocks_go_from_one_group_to_the_other_and_answers_stay_right(factory):
     run = engine(factory, [Group.full(), Group.window(11)], WIDE, NARROW, shared=True, seed=5)
@@ -229,6 +237,13 @@ def test_planted_fault_of_checkpoints_is_seen(call, monkeypatch):
     assert not found_again(NumpyBackend, 21)
 
 
+def test_checkpoints_of_another_size_are_refused():
+    groups = [Group.full(), Group.state(6, blocks=3)]
+    why = r"stored\[1\] has 845 bytes, a checkpoint of them takes 1 blocks, not 3"
+    with Pool(40, 4, max_seqs=3, groups=groups, prefix_cache=True) as pool, pytest.raises(ValueError, match=why):
+        GroupStorage(NumpyBackend, pool, [WIDE, FIRST])
+
+
 # ---------------------------------------------------------------------- refusals
 
 
@@ -249,6 +264,25 @@ def test_planted_fault_of_checkpoints_is_seen(call, monkeypatch):
 def test_storage_that_does_not_fit_its_pool_is_refused(stored, layers, error, message):
     with two_groups() as pool, pytest.raises(error, match=r"\[GroupStorage\] " + message):
         GroupStorage(NumpyBackend, pool, stored, layers)
+
+
+def test_plan_of_another_pool_is_refused():
+    with two_groups() as pool, two_groups() as other:
+        storage = GroupStorage(NumpyBackend, pool, [WIDE, NARROW, STATE])
+        plan = Plan(other, 1, 8, formats=storage.required_formats)
+        with pytest.raises(ValueError, match=r"\[prepare\] the plan is of another pool"):
+            storage.prepare(plan)
+        with pytest.raises(ValueError, match=r"\[copy_blocks\] the plan is of another pool"):
+            storage.copy_blocks(plan)
+
+
+def test_pools_without_groups_of_blocks_are_refused():
+    with Pool(8, 4) as pool, pytest.raises(ValueError, match=r"\[GroupStorage\] the pool was made without groups"):
+        GroupStorage(NumpyBackend, pool, [WIDE])
+    with Pool(8, 4, groups=[Group.state(3)]) as pool, pytest.raises(ValueError, match="state groups only"):
+        GroupStorage(NumpyBackend, pool, [STATE])
+    with pytest.raises(TypeError, match=r"\[GroupStorage\] pool must be a Pool, got int"):
+        GroupStorage(NumpyBackend, 3, [WIDE])
 
 
 BLOCK = np.zeros((1, 2048), np.uint8)

@@ -8,7 +8,7 @@ import pytest
 
 import kvpool
 from kvpool.config import KVSpec
-from kvpool.protocol import FEATURES, AttentionOptions, Capabilities, KVBackend
+from kvpool.protocol import FEATURES, AttentionOptions, BatchShape, Capabilities, KVBackend, StepArrays
 from kvpool_backends.checks import checked_options
 from kvpool_backends.numpy import NumpyBackend
 
@@ -41,6 +41,17 @@ def test_object_without_a_verb_is_no_backend(verb):
     verbs = {name: getattr(NumpyBackend, name) for name in VERBS if name != verb}
     partial = type("Partial", (), verbs | {"spec": SPEC, "num_blocks": 3, "required_formats": (), "capabilities": None})
     assert not isinstance(partial(), KVBackend)
+
+
+def test_protocol_documents_every_verb():
+    assert {name for name in vars(KVBackend) if not name.startswith("_")} == set(VERBS)
+    assert all(getattr(KVBackend, verb).__doc__ for verb in VERBS)
+
+
+def test_array_plan_is_empty_by_default():
+    plan = StepArrays()
+    assert plan.copies.shape == (0, 3) and plan.slot_mapping.shape == (0,)
+    assert plan.block_tables.shape == (0, 0) and plan.cu_q_lens.tolist() == [0] and plan.seq_lens.shape == (0,)
 
 
 def test_plan_of_a_pool_has_what_a_backend_reads():
@@ -77,7 +88,23 @@ def test_capabilities_say_what_they_refuse(spec, num_q_heads, word):
     assert refusal is None if word is None else word in refusal
 
 
+def test_capabilities_of_none_accept_anything():
+    anything = Capabilities("anything", ("NHD",), ("float16",))
+    assert anything.refusal(KVSpec(1, 1, 7, "float16", 5, v_head_dim=3), 1000) is None
+
+
+def test_batch_shape_names_its_numbers():
+    assert BatchShape(1, 2, 3, 4) == (1, 2, 3, 4)
+    assert BatchShape._fields == ("num_rows", "num_tokens", "table_width", "num_q_heads")
+
+
 # ---------------------------------------------------------------------- options of attention
+
+
+def test_options_are_plain_attention_by_default():
+    options = AttentionOptions()
+    assert options.features == ()
+    assert FEATURES == ("window", "soft_cap", "sinks", "alibi_slopes", "mask")
 
 
 def test_options_convert_arguments_to_float32_or_bool():
@@ -90,6 +117,28 @@ def test_options_convert_arguments_to_float32_or_bool():
     assert options.mask.dtype == np.float32
     sinks[:] = 7
     assert options.sinks.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.bool_])
+def test_options_do_not_copy_a_mask_that_has_the_form(dtype):
+    mask = np.ones((2, 4, 8), dtype)[:, ::2]
+    assert AttentionOptions(mask=mask).mask is mask
+
+
+def test_options_take_objects_with_an_array_method():
+    class Tensor:
+        def __array__(self, dtype=None, copy=None):
+            return np.array([1.0, 2.0], dtype)
+
+    assert AttentionOptions(sinks=Tensor(), alibi_slopes=[0.5, 0.25]).sinks.tolist() == [1, 2]
+
+
+def test_options_are_frozen_and_compare_by_identity():
+    options = AttentionOptions(sinks=np.ones(2))
+    with pytest.raises(AttributeError):
+        options.window = 3
+    assert options == options and options != AttentionOptions(sinks=np.ones(2))
+    assert {options: 1}[options] == 1
 
 
 @pytest.mark.parametrize(
@@ -140,6 +189,19 @@ def test_capabilities_say_which_features_they_lack():
 
 
 CAN = Capabilities("most", ("NHD",), ("float16",), features=("window", "sinks", "mask"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        AttentionOptions(window=1, sinks=np.ones(4), mask=np.ones((3, 9))),
+        AttentionOptions(mask=np.ones((3, 1, 12), bool)),
+        AttentionOptions(mask=np.ones((3, 4, 9), bool)),
+    ],
+)
+def test_checked_options_are_the_ones_given(options):
+    assert checked_options(options, CAN, 3, 4, 9) is options
+    assert checked_options(None, CAN, 3, 4, 9).features == ()
 
 
 @pytest.mark.parametrize(

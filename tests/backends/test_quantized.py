@@ -7,7 +7,7 @@ from quantized_rows import MLX, mx, rows
 from kvpool.config import LAYOUTS, KVSpec, blocks_for, describe_plan
 from kvpool.protocol import StepArrays
 from kvpool_backends.numpy import NumpyBackend
-from kvpool_backends.numpy.elements import dequantize, from_bfloat16, quantize, to_bfloat16
+from kvpool_backends.numpy.elements import dequantize, from_bfloat16, pack, quantize, to_bfloat16, unpack
 
 SEED = 8_104
 FORMATS = [(bits, group) for bits in (4, 8) for group in (32, 64, 128)]
@@ -41,6 +41,20 @@ def test_quantize_of_any_group_equals_mlx_bit_for_bit(bits, group, dtype):
     ours = words, stored(scales, dtype), stored(biases, dtype)
     for name, mine, theirs in zip(("words", "scales", "biases"), ours, of_mlx(x, group, bits, dtype), strict=True):
         assert np.array_equal(mine, theirs), f"{name} differ in {np.argwhere(mine != theirs)[:3].tolist()}"
+
+
+@pytest.mark.parametrize(("bits", "group"), FORMATS)
+def test_dequantize_equals_mlx_in_float32(bits, group):
+    x = rows(np.random.default_rng(SEED + 1), (84, 256))
+    words, scales, biases = quantize(x, group, bits)
+    theirs = np.array(mx.dequantize(*map(mx.array, (words, scales, biases)), group, bits))
+    assert np.array_equal(dequantize(words, scales, biases, bits), theirs)
+
+
+def test_unpack_of_packed_numbers_returns_them():
+    for bits in (4, 8):
+        numbers = np.random.default_rng(bits).integers(0, 2**bits, (3, 64)).astype(np.uint8)
+        assert np.array_equal(unpack(pack(numbers, bits), bits), numbers)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -90,6 +104,15 @@ def test_gather_returns_what_mlx_dequantizes():
         words, scales, biases = mx.quantize(mx.array(x[:8]).astype(mx.bfloat16), 64, bits)
         theirs = mx.dequantize(words, scales.astype(mx.float32), biases.astype(mx.float32), 64, bits)
         assert np.array_equal(mine, np.array(theirs))
+
+
+def test_copy_and_zero_act_on_all_planes():
+    spec = KVSpec(2, 2, 64, "float16", 4, k_bits=8, v_bits=4)
+    backend, _, _ = filled(spec, 4)
+    backend.copy_blocks(np.array([[2, 1, 4]]))
+    assert np.array_equal(backend.export_blocks([1]), backend.export_blocks([2])) and backend.export_blocks([1]).any()
+    backend.zero([2])
+    assert not backend.export_blocks([2]).any()
 
 
 def test_attend_reads_the_dequantized_tokens():

@@ -16,15 +16,15 @@ import pytest
 
 from benchmarks.attention import command, decode, dense, gates, moves, prefill, scores
 from benchmarks.attention.bench import Bench
-from benchmarks.attention.cache import PagedCall, WrongResult, narrowed, random_elements, widened
-from benchmarks.attention.rows import CACHED_NBYTES, Row
+from benchmarks.attention.cache import ELEMENTS, PagedCall, WrongResult, narrowed, random_elements, widened
+from benchmarks.attention.rows import CACHED_NBYTES, Row, timed
 from benchmarks.attention.settings import Settings
 from benchmarks.command import main
-from benchmarks.gate import as_text
+from benchmarks.gate import Gate, as_text
 from kvpool.cli.bench import measure
-from kvpool.cli.bench.measure import Contestant, race
+from kvpool.cli.bench.measure import ROUNDS_PER_REPETITION, RUNS_MIN, Contestant, race
 from kvpool.config import KVSpec
-from kvpool.testing.dense import dense_attention, dense_scores
+from kvpool.testing.dense import dense_attention, dense_scores, round_to, stored_bytes
 
 DTYPES = ("float32", "bfloat16", "float16")
 ALL_PARTS = {"decode", "prefill", "write", "copy", "raw", "mass"}  # of rows
@@ -81,6 +81,38 @@ def test_race_disturbed_read_rejects_the_round_for_everybody():
     assert (result.repetitions, result.rejected) == (2, 1)
     assert result.timings["kernel"].best == pytest.approx(2)
     assert result.yardstick.median == pytest.approx(1.05)
+
+
+def test_race_first_rounds_are_judged_by_the_best_that_comes_later():
+    clock = Clock()
+    read = clock.contestant("read", 2, 2, 1)
+    kernel = clock.contestant("kernel", 0.1, 0.1, 3)
+    result = race(read, [kernel], 3, clock)
+    assert result.rejected == 2
+    assert result.timings["kernel"].best == pytest.approx(3)
+
+
+def test_race_noise_without_end_is_given_up_and_said():
+    clock = Clock()
+    read = clock.contestant("read", 1, *(2,) * 100)
+    result = race(read, [clock.contestant("kernel", 1)], 5, clock)
+    assert (result.repetitions, result.rejected) == (1, 5 * ROUNDS_PER_REPETITION - 1)
+    assert not result.is_complete
+
+
+def test_race_slow_contestant_sits_out_when_its_time_is_up():
+    clock = Clock()
+    slow = clock.contestant("slow", 10, seconds=15)
+    result = race(clock.contestant("read", 1), [slow], 15, clock)
+    assert result.timings["slow"].runs == RUNS_MIN
+    assert result.repetitions == 15
+
+
+def test_timed_scales_the_yardstick_to_the_work():
+    clock = Clock()
+    result = race(clock.contestant("sgemm", 2), [clock.contestant("prefill", 8)], 1, clock)
+    row = make_row(part="prefill", **timed(result, "prefill", work=3.0))
+    assert row.ratio == pytest.approx(8 / 6)
 
 
 # -------------------------------------------------------------------------------------------------- gates
@@ -171,12 +203,33 @@ def test_gates_planted_fault_of_quantized_storage_is_missed_and_no_other(bits, n
     assert missed(rows, "avx2", parts=(), kv_bits=(bits,)) == {f"{gate} {bits} bits"}
 
 
+@pytest.mark.parametrize("fault", [{"context": 2047}, {"is_complete": False}, {"dtype": "8/4 bits"}])
+def test_gates_quantized_row_that_must_not_decide_leaves_the_gate_undecided(fault):
+    decode, write = good_quantized_rows()
+    assert missed([replace(decode, **fault), write], parts=(), kv_bits=("8",)) == {"decode 8 bits"}
+
+
 LIMITS = {
     "avx512": (1.5, 1.65, 1.7),
     "avx2": (1.5, 1.65, 1.7),
     "neon": (1.5, 1.65, 1.7),
     "portable": (2.5, 4.0, 4.0),
 }
+
+
+@pytest.mark.parametrize("isa", LIMITS)
+def test_gates_decode_limit_of_each_instruction_set_and_dtype(isa):
+    for dtype, limit in zip(DTYPES, LIMITS[isa], strict=True):
+        for ratio, expected in ((limit - 0.01, set()), (limit + 0.01, {f"decode {dtype}"})):
+            rows = [make_row(dtype=dtype, best=ratio, dense={"torch": 9})]
+            assert missed(rows, isa, dtypes=(dtype,), parts=("decode",), threads=(1,)) == expected
+
+
+def test_gates_write_limit_of_each_dtype():
+    for dtype, limit in zip(DTYPES, (1.4, 1.3, 1.4), strict=True):
+        for ratio, expected in ((limit - 0.01, set()), (limit + 0.01, {f"write {dtype}"})):
+            row = make_row("write", dtype=dtype, best=ratio, yardstick="memcpy")
+            assert missed([row], dtypes=(dtype,), parts=("write",)) == expected
 
 
 def test_gates_worst_row_decides():
@@ -202,6 +255,28 @@ def test_gates_row_that_must_not_decide_leaves_the_gate_undecided(fault):
     assert [gate.value for gate in decided] == [None] * 3
     assert not any(gate.holds for gate in decided)
     assert "not decided" in as_text(decided)
+
+
+def test_gates_other_heads_decide_nothing():
+    settings = Settings(parts=("decode", "prefill"), dtypes=("float32",), num_q_heads=16)
+    assert all(gate.value is None for gate in gates.decide(good_rows(), settings, "avx512"))
+
+
+def test_gates_without_torch_are_not_decided():
+    rows = [make_row(dense={})]
+    assert "decode float32 against torch" in missed(rows, dtypes=("float32",), parts=("decode",))
+
+
+def test_gate_direction():
+    less, more = (Gate("x", 1.5, 2.0, at_most, goal=1.0) for at_most in (True, False))
+    assert (less.holds, less.reaches_goal) == (True, False)
+    assert (more.holds, more.reaches_goal) == (False, True)
+
+
+def test_row_ratio_is_time_over_time_of_the_yardstick():
+    row = make_row(best=3.0, median=5.0, yardstick_best=2.0, yardstick_median=2.5, nbytes=6 * 10**9)
+    assert (row.ratio, row.median_ratio) == (1.5, 2.0)
+    assert (row.rate, row.yardstick_rate) == (2.0, 3.0)  # GB/s
 
 
 # ------------------------------------------------------------------------------------- kernels to measure
@@ -323,6 +398,21 @@ def test_paged_call_wrong_result_is_refused(dtype, wrong):
         paged_call(kernels, dtype).checked_error(np.random.default_rng(0))
 
 
+def test_paged_call_nan_is_refused():
+    kernels = NumpyKernels()
+    kernels.wrong = np.nan
+    with pytest.raises(WrongResult):
+        paged_call(kernels, "float32").checked_error(np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_elements_narrow_and_widen_exactly(dtype):
+    x = np.random.default_rng(1).standard_normal(1000).astype(np.float32)
+    expected = round_to(x, dtype)
+    assert np.array_equal(widened(narrowed(x, dtype), dtype), expected)
+    assert np.array_equal(narrowed(x, dtype).view(np.uint8), stored_bytes(expected, dtype))
+
+
 @pytest.mark.parametrize("rival", ["numpy", "torch"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rival_computes_attention(rival, dtype):
@@ -338,6 +428,19 @@ def test_rival_computes_attention(rival, dtype):
         expected, _ = dense_attention(widened(q[row], dtype).reshape(1, 8, 8), *tokens)
         error = np.abs(out[row].reshape(8, 8) - expected[0]).max() / np.abs(expected).max()
         assert error < {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
+
+
+def test_framework_threads_are_set_and_put_back():
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    with dense.framework_threads(before + 1, ("torch", "numpy")):
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
+
+
+def test_prefill_flops_count_visible_pairs():
+    pairs = sum(key <= query for query in range(40 - 8, 40) for key in range(40))
+    assert prefill.flops(8, 40, 4, 16) == pairs * 4 * 16 * 4
 
 
 # ------------------------------------------------------------------------------------------ whole measurements
@@ -367,6 +470,25 @@ def test_decode_sleeping_kernels_miss_their_gate(kernels, monkeypatch):
     assert gate.value > 1.5 and not gate.holds
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("kind", [moves.Writes, moves.Copies])
+def test_moves_compare_as_many_bytes(kernels, dtype, layout, kind):
+    work = kind(moves.Store(Bench(kernels, replace(SMALL, layout=layout)), dtype, 1))
+    work.check()
+    work.run()
+    calls = work.memcpy()
+    assert {sum(dst.nbytes for dst, _ in pairs) for pairs in calls} == {work.nbytes}
+    assert all(dst.dtype == src.dtype == ELEMENTS[dtype] for pairs in calls for dst, src in pairs)
+    addresses = [dst.ctypes.data for pairs in calls for dst, _ in pairs]
+    assert len(set(addresses)) == len(addresses)  # every call goes elsewhere
+
+
+def test_moves_huge_blocks_still_have_room():
+    spec = KVSpec(1, 64, 2048, dtype="float32")
+    assert moves.num_blocks(spec) >= 2 * moves.NUM_PAIRS
+
+
 @pytest.mark.parametrize("kind", [moves.Writes, moves.Copies])
 def test_moves_to_the_wrong_place_are_refused(kernels, kind):
     kernels.slot_shift = 1
@@ -392,6 +514,14 @@ def test_too_large_sizes_are_left_out_and_said(kernels):
     assert not any(row.dense for row in rows)
     assert [what for what, _ in bench.left_out] == ["numpy, float32 1 x 40", "decode float32 3 x 40"]
     assert all("--max-memory" in why for _, why in bench.left_out)
+
+
+def test_rival_that_would_take_too_long_is_left_out_and_said(kernels, monkeypatch):
+    monkeypatch.setattr(decode, "RIVAL_RUN_SECONDS", 1e-9)
+    bench = Bench(kernels, replace(SMALL, threads=(dense.num_cpus(),)), {"numpy": ""})
+    rows = list(decode.rows(bench))
+    assert [bool(row.dense) for row in rows] == [True, True, False, False]  # its pace has to be measured once
+    assert [what.split(",")[0] for what, _ in bench.left_out] == ["numpy"]
 
 
 # ------------------------------------------------------------------------------------------------ the command
@@ -444,6 +574,17 @@ def test_command_wrong_result_stops_it(kernels, capsys):
     kernels.wrong = 1.0
     assert run_command("--part", "decode") == 2
     assert "a result is wrong" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_command_measures_the_real_kernels(small, capsys, layout):
+    """Every part, in small; the results are checked by the command itself."""
+    assert run_command("--json", "--layout", layout, "--repetitions", "1") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert {row["part"] for row in facts["rows"]} == ALL_PARTS
+    assert {row["layout"] for row in facts["rows"]} == {layout}
+    assert all(0 < row["best"] <= row["median"] for row in facts["rows"])
+    assert facts["isa"] in ("portable", "avx2", "avx512", "neon")
 
 
 @pytest.mark.parametrize(

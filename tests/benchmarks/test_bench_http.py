@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -46,6 +47,13 @@ def silent(asked):
 
 def told_an_error(asked):
     yield from [piece("a"), b'data: {"error": {"message": "no"}}\n\n', b"data: [DONE]\n\n"]
+
+
+def paused(asked):
+    for number, one in enumerate(honest(asked)):
+        if number == 2:  # the second piece of text
+            time.sleep(0.2)
+        yield one
 
 
 @contextmanager
@@ -117,6 +125,18 @@ def test_a_server_that_does_wrong_is_a_failure_for_every_request(answer, how, sa
     assert found.num_tokens == 0
 
 
+def test_a_pause_in_a_stream_is_between_its_tokens_and_takes_no_cpu_time():
+    told = run(paused).as_json()
+    assert told["itl_ms_p99"] >= 200 > told["itl_cpu_ms_p99"]
+
+
+def test_nobody_at_the_port_is_a_failure():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    found = result(*send(Server(os.getpid(), port), SMALL.chats()))
+    assert found.failures == ["ConnectionRefusedError"] * SMALL.requests
+
+
 # ------------------------------------------------------------------------------------------- by hand
 
 
@@ -137,6 +157,18 @@ def test_latencies_are_counted_from_the_time_when_a_request_was_due():
     assert (told["ttft_ms_p99"], told["ttft_cpu_ms_p50"], told["whole_ms_p50"]) == (2000, 2000, 5000)
     assert (told["itl_ms_p50"], told["itl_cpu_ms_p99"]) == (1500, 500)
     assert told["failures"] == ["wrong"]
+
+
+def test_chats_are_seeded_share_systems_and_have_lengths_in_tokens():
+    shape = Shape(200, 50.0, 8, 64, user="uniform:3:9", output="uniform:1:5", seed=4)
+    chats = shape.chats()
+    assert chats == shape.chats() != replace(shape, seed=5).chats()
+    assert len({chat.system for chat in chats}) == 8 and len({chat.user for chat in chats}) == 200
+    assert {len(chat.system.encode()) for chat in chats} == {64}
+    assert {len(chat.user.encode()) for chat in chats} == set(range(3, 10))
+    assert {chat.max_tokens for chat in chats} == set(range(1, 6))
+    gaps = np.diff([chat.at for chat in chats])
+    assert (gaps > 0).all() and 0.7 < 50 * gaps.mean() < 1.3
 
 
 # ------------------------------------------------------------------------------------------------- gates

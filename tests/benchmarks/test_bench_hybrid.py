@@ -61,6 +61,13 @@ def test_policies_with_enough_bytes_find_their_last_checkpoint(policy, hits):
     assert policy(case_of(trace, state_nbytes=16), 10**6) == 16 * hits
 
 
+def test_window_is_found_only_where_its_whole_tail_is():
+    case = case_of(turns(4, 8, 8), window=32, window_nbytes=1)
+    assert peers.vllm_windows(case, 10**6) == 16 * (4 + 8)
+    assert peers.vllm_windows(case, 16 * 12) == 16 * (4 + 8)  # 8 of KV, 2 tails of 2
+    assert peers.vllm_windows(case, 16 * 9) == 0  # the tail of the first leaves for the second request
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("divisor", [2, 4, 8])
 def test_no_policy_finds_more_than_full_attention_or_the_bound(seed, divisor):
@@ -86,6 +93,12 @@ def test_gates_hold_or_fail_by_what_was_measured():
     for name, shares in wrong.items():
         missed = [gate.name for gate in gates.gates_of(measured(shares)) if not gate.holds]
         assert any(one.startswith(name) for one in missed), name
+
+
+def test_gate_of_vllm_is_judged_where_it_is_promised():
+    names = [gate.name for gate in gates.gates_of(measured([0.5, 0.6, 0.9, 0.3, 0.3, 0.3], divisor=8))]
+    assert any(name.startswith("hits / vLLM") for name in names)
+    assert not any(name.startswith("lost") for name in names)
 
 
 def test_command_plays_a_folder_of_traces(capsys, tmp_path, monkeypatch):

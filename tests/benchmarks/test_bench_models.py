@@ -1,6 +1,7 @@
 """`python -m benchmarks.models`: bytes of all model files beside mlx-lm's own caches, and the table in the docs."""
 
 import gc
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 from mlx_models import on_cpu
 
-from benchmarks.models import gates, held, report, subjects, times
+from benchmarks.models import capacity, command, gates, held, report, subjects, times
 from benchmarks.models.kept import Kept
 from benchmarks.models.subjects import Beside
 from kvpool.adapters.mlx_lm import install
@@ -19,6 +20,7 @@ from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.layout import layout_of
 from kvpool.adapters.mlx_lm.shapes import leaves_of
 from kvpool.adapters.mlx_lm.states import arrays_in
+from kvpool.cli import declare, run
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 SAMPLE = ("gemma3_text", "gpt_oss", "recurrent_gemma", "llama4", "step3p5", "qwen3_5", "baichuan_m1", "mamba", "llama")
@@ -69,6 +71,12 @@ def test_bytes_of_filled_caches_are_those_of_a_run(name, num_rows):
     assert held.held(model, num_rows, 300) == really_held(model, num_rows, 300)
 
 
+@pytest.mark.parametrize("name", ["llama4", "deepseek_v41"])
+def test_bytes_of_a_class_without_batches_are_those_of_a_run(name):
+    model = subjects.tiny(name, windows=False)
+    assert held.held(model, 1, 300) == really_held(model, 1, 300)
+
+
 @pytest.mark.parametrize("name", SAMPLE)
 def test_bytes_of_a_kind_of_cache_are_at_most_those_of_mlx_lm(name):
     gate = gates.bytes_gate([name], Kept(None, 0, print))
@@ -95,6 +103,11 @@ def test_one_budget_holds_seven_times_the_sequences_of_gemma_4_31b():
     gate = gates.capacity_gate()
     print(gate)
     assert gate.holds and gate.value < 8.4, "the limit"
+
+
+def test_windows_that_keep_every_token_miss_the_gate_of_capacity(monkeypatch):
+    monkeypatch.setattr(capacity, "GROUPS", capacity.EVERYTHING)
+    assert gates.capacity_gate().value == 1 and not gates.capacity_gate().holds
 
 
 # ------------------------------------------------------------------------------------------------------- time
@@ -134,13 +147,40 @@ def test_run_that_was_ended_is_continued(monkeypatch, tmp_path):
     assert decided(2)[0] != found and len(made) == 9
 
 
+def test_times_are_those_of_two_caches_of_one_model():
+    with times.installed(subjects.tiny("lfm2"), 2, 3) as kv:
+        measured = times.measure(kv, 2, 3)
+        gc.collect()
+        assert all(0 < one.stock < 60 and 0 < one.pool < 60 for one in measured)
+        assert kv.summary().sequences == 0 and kv.summary().blocks_peak >= 2 * times.CHUNK // 16
+
+
 # ------------------------------------------------------------------------------------------------ the command
+
+
+def printed(capsys, *arguments):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    declare(parser, command)
+    assert run(parser, list(arguments)) == 0
+    return capsys.readouterr().out
 
 
 def rows_of(text):
     """The cells of the first table, by file."""
     lines = [[cell.strip() for cell in line.strip("| \n").split("|")] for line in text.splitlines() if "|" in line]
     return {line[0]: line for line in lines[2:]}
+
+
+def test_command_prints_a_line_for_each_file(capsys):
+    text = printed(capsys, "--files", "mamba,olmo,plamo", "--repetitions", "0")
+    rows = rows_of(text)
+    assert {name: row[1] for name, row in rows.items()} == {
+        **{"mamba": "states", "olmo": "does not run", "plamo": "gathered"}
+    }
+    assert all(float(ratio) <= gates.BYTES_MAX for name in ("mamba", "plamo") for ratio in rows[name][3:5])
+    assert "3 files: " in text and re.search(r"^- plamo: .*tile", text, re.MULTILINE)
 
 
 def test_page_has_every_file_and_the_bytes_that_the_command_prints():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -12,7 +13,7 @@ from quality_simulator import Simulated
 from benchmarks.command import main
 from benchmarks.gate import Gate, as_text, held
 from benchmarks.quality import command, corpus, documents, gates, models, policies, subjects, tables, training
-from benchmarks.quality.answers import Answer, Quality
+from benchmarks.quality.answers import Answer, Quality, more
 from benchmarks.quality.network import Pass, Shape, initial
 from benchmarks.quality.policies import UNLIMITED, Policy, h2o
 from benchmarks.quality.settings import TABLES, Settings
@@ -102,6 +103,11 @@ def test_model_equals_the_simulator(simulated, asked, some, policy, monkeypatch)
         assert found.nbytes == expected.nbytes
 
 
+def test_bytes_of_a_token_are_those_of_the_format():
+    of = [UNLIMITED.stored(*bits).bytes_per_token(2, (64, 64), 3) for bits in ((None, None), (8, 8), (8, 4), (4, 4))]
+    assert of == [1536, 1536 * (8 + 1) / 16, 1536 * (6 + 1) / 16, 1536 * (4 + 1) / 16]
+
+
 # ---------------------------------------------------------------------------------------------------- rows
 
 
@@ -113,6 +119,39 @@ def test_documents_ask_for_definitions_more_than_half_a_document_away(some):
             assert place - first > 48
     assert some.seeds.tolist() == [0, 0, 1, 1]
     assert some.take(1).seeds.tolist() == [0, 1]
+
+
+def test_documents_for_any_tokenizer_ask_at_their_end(text):
+    from kvpool.adapters.mlx_lm import tiny
+
+    tokenizer = tiny.make()[1]
+    found = documents.written(text, tokenizer, 512, 2, 1, keys=4)
+    for tokens, recalled in zip(found.tokens, found.recalled, strict=True):
+        said = tokenizer.decode(tokens.tolist())
+        first, _, rest = said.partition("# key K")
+        assert len(first) < 20
+        head, tail = rest[:200], said[-80:]
+        for line in tail.split("\n"):
+            if line.startswith("# key K"):
+                assert line.removeprefix("# key K") in head
+        assert tokenizer.decode(tokens[recalled].tolist()).split() == [
+            line.split("=")[1].strip() for line in tail.split("\n") if line.startswith("# key K")
+        ]
+    with pytest.raises(ValueError, match=r"\[documents\] 8 keys take \d+ tokens, too many of 256"):
+        documents.written(text, tokenizer, 256, 1, 1)
+
+
+def test_quality_is_counted_seed_by_seed():
+    tokens, recalled = np.zeros((4, 5), np.int32), np.zeros((4, 5), bool)
+    recalled[:, 4] = True
+    asked = documents.Documents(tokens, recalled, np.array([0, 0, 1, 1]))
+    nats = np.array([[1, 1, 1, 5], [1, 1, 1, 5], [2, 2, 2, 2], [2, 2, 2, 2]], np.float32)
+    found = Quality.of(asked, Answer(nats, nats > 2, 10.0))
+    assert found.nats.tolist() == [2, 2] and found.code_nats.tolist() == [1, 2] and found.recall.tolist() == [1, 0]
+    assert found.perplexity == pytest.approx(np.exp(2)) and found.code_perplexity == pytest.approx(np.exp(1.5))
+    difference, error = more(np.array([1.0, 2.0, 3.0]), np.array([0.0, 0.0, 0.0]))
+    assert difference == 2 and error == pytest.approx(3**-0.5)
+    assert more(np.array([1.0]), np.array([0.0])) == (1.0, float("inf"))
 
 
 # --------------------------------------------------------------------------------------------------- gates
@@ -187,6 +226,16 @@ def test_eviction_at_random_misses_the_gate_of_recall():
 # ------------------------------------------------------------------------------------------------- command
 
 
+def test_the_command_prints_every_table_and_draws(small, capsys, tmp_path):
+    picture = tmp_path / "quality.png"
+    args = ["--context", "256", "--samples", "1", "--seeds", "1", "--cache-dir", str(tmp_path)]
+    assert main(command, [*args, "--plot", str(picture), "--tables", "max_kv"]) == 0
+    out = capsys.readouterr().out
+    for said in ("rotating (keep 4)", "H2O heavy", "block eviction", "unlimited"):
+        assert said in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_json_has_every_table_and_gates_decide_the_exit_status(small, capsys, tmp_path, monkeypatch):
     args = ["--context", "256", "--samples", "1", "--cache-dir", str(tmp_path), "--json", "--gates"]
     assert main(command, args) == 1, "this model can recall nothing"
@@ -218,3 +267,12 @@ def test_bad_values_are_named_in_one_line(capsys, options, said):
     assert main(command, [*options]) == 2
     out, err = capsys.readouterr()
     assert out == "" and said in err and len(err.splitlines()) == 1
+
+
+def test_a_policy_says_its_name_and_bits():
+    assert [policy.name for policy in policies.compared(128)] == [
+        *("unlimited", "rotating (keep 4)", "H2O balanced", "H2O heavy", "H2O heavy, raw scores"),
+        *("block eviction", "random"),
+    ]
+    assert h2o(128, 8).name == "H2O h=16" and h2o(128).stored(8, 4).bits == "8/4"
+    assert dataclasses.replace(h2o(128), k_bits=8).bits == "8/16"

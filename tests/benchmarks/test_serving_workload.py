@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
 from benchmarks.serving.workload import Lengths, make_workload, trace_workload
 from kvpool.replay import synthetic_trace
+
+
+def same(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(a.prompts, b.prompts, strict=True)) and np.array_equal(
+        a.max_tokens, b.max_tokens
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,6 +59,25 @@ def test_poisson_arrivals_are_seeded_ascending_and_of_their_rate():
     assert gaps.std() == pytest.approx(1 / 50, rel=0.1)  # exponential: as large as the mean
 
 
+def test_an_infinite_rate_is_everybody_at_once():
+    work = make_workload(Lengths.parse("2"), Lengths.parse("3"), requests=4)
+    assert not work.arrivals.any()
+
+
+def test_the_rate_does_not_change_the_requests():
+    prompt, output = Lengths.parse("lognormal:8:0.7"), Lengths.parse("uniform:1:9")
+    slow, fast = (make_workload(prompt, output, requests=30, rate=rate) for rate in (1, math.inf))
+    assert same(slow, fast)
+
+
+def test_a_target_of_tokens_takes_the_least_number_of_requests():
+    output = Lengths.parse("uniform:1:30")
+    for samples in (1, 3):
+        work = make_workload(Lengths.parse("4"), output, tokens_target=1000, samples=samples)
+        assert work.num_tokens >= 1000 > work.num_tokens - samples * work.max_tokens[-1]
+        assert same(work, make_workload(Lengths.parse("4"), output, requests=len(work), samples=samples))
+
+
 def test_a_shared_prefix_is_shared_and_nothing_else_is():
     work = make_workload(Lengths.parse("9"), Lengths.parse("1"), requests=20, shared_prefix=40, vocab_size=10_000)
     prompts = np.array(work.prompts)
@@ -87,3 +114,10 @@ def test_a_trace_keeps_its_times_lengths_and_shared_prefixes(scale):
             a, b = (work.prompts[k][: -(-shared // scale)] for k in (i, j))
             m = min(len(a), len(b))
             assert np.array_equal(a[:m], b[:m])
+
+
+def test_the_first_requests_of_a_trace():
+    trace = synthetic_trace(seed=3, sessions=5)
+    assert len(trace_workload(trace, requests=4)) == 4
+    with pytest.raises(ValueError, match="scale is 0"):
+        trace_workload(trace, scale=0)

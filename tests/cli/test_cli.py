@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kvpool
-from kvpool.cli import main
+from kvpool.cli import console, main
 from kvpool.errors import install_command
 
 LLAMA_8B = {
@@ -83,6 +83,12 @@ main(["demo", "--help"])
     assert "--out" in result.stdout
 
 
+def test_module_run_is_the_same_command():
+    result = run_python("-m", "kvpool", "--version")
+    assert result.returncode == 0
+    assert result.stdout.startswith("kvpool ")
+
+
 def test_reader_that_goes_away_leaves_no_traceback():
     reader, writer = os.pipe()
     os.close(reader)
@@ -108,6 +114,13 @@ def test_plan_json_gives_the_numbers_of_a_known_model(capsys, config):
     assert facts["breakdown"] == [{"what": "memory for the KV pool", "nbytes": 16 * 2**30}]
 
 
+def test_plan_takes_folder_and_block_size_and_prints_text(capsys, config):
+    assert main(["plan", "--model", str(config.parent), "--memory", str(16 * 2**30), "--block-size", "32"]) == 0
+    out = capsys.readouterr().out
+    assert "4096 blocks" in out
+    assert "one block of 32 tokens: 4.00 MiB" in out
+
+
 def test_plan_of_the_tiny_model_needs_no_config(capsys):
     pytest.importorskip("mlx_lm")
     assert main(["plan", "--model", "tiny", "--memory", "1GiB", "--json"]) == 0
@@ -129,6 +142,21 @@ def test_plan_of_the_tiny_model_needs_no_config(capsys):
 )
 def test_plan_bad_value_is_named(capsys, config, options, said):
     assert said in refusal(capsys, "plan", "--model", str(config), *options)
+
+
+def test_plan_kv_bits_are_those_of_keys_and_values(capsys, config):
+    options = ["plan", "--model", str(config), "--memory", "16GiB", "--json", "--kv-group-size", "32"]
+    found = []
+    for bits in (["--kv-bits", "8"], ["--k-bits", "8", "--v-bits", "8"]):
+        assert main([*options, *bits]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1] and found[0]["k_bits"] == found[0]["v_bits"] == 8
+
+
+def test_plan_tiny_is_the_model_of_generate(capsys):
+    pytest.importorskip("mlx_lm")
+    assert main(["plan", "--model", "tiny", "--memory", "1MiB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["token_nbytes"] == 2 * 3 * 2 * 16 * 4  # k, v; layers; heads; dim; bytes
 
 
 @pytest.mark.parametrize("command", ["generate --model tiny", "bench attention", "replay", "doctor"])
@@ -169,6 +197,14 @@ def test_doctor_json_tells_versions_backends_and_memory(capsys):
     assert 0 < facts["memory"]["available_nbytes"] <= facts["memory"]["total_nbytes"]
 
 
+def test_doctor_text_is_short_and_aligned(capsys):
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 22
+    starts = {line[: line.index("  ")] for line in lines}
+    assert {"Python", "kvpool", "core", "numpy", "mlx", "Metal", "memory", "backend numpy"} <= starts
+
+
 class Kernels:
     """What `kvpool doctor` asks the CPU kernels."""
 
@@ -204,6 +240,17 @@ def test_doctor_tells_what_the_cpu_kernels_run_with_and_why(capsys, monkeypatch,
     assert any(line.startswith("CPU threads") and "  3, " in line for line in lines)
     decode = next(line for line in lines if line.startswith("CPU decode"))
     assert "portable 2 x 4 HND, avx2 3 x 4 HND; tiles of 32" in decode
+
+
+def test_doctor_without_cpu_kernels_says_why_and_still_succeeds(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "kvpool_backends.cpu._kernels", None)
+    assert main(["doctor", "--json"]) == 0
+    cpu = json.loads(capsys.readouterr().out)["cpu"]
+    assert cpu["available"] is False
+    assert "_kernels" in cpu["reason"]
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("CPU kernels ") and "  no: " in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -258,6 +305,15 @@ def test_doctor_tells_of_metal_kernels_and_the_extension(capsys, monkeypatch):
         assert ("in use, /there" if active else costs) in extension
         (kernels,) = [line for line in lines if line.startswith("Metal kernels")]
         assert kernels.endswith("no: no Metal device; they run in the tests only")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("always [madvise] never", "madvise"), ("[always] madvise never", "always"), ("", None)],
+)
+def test_huge_pages_are_read_as_the_system_tells_them(monkeypatch, text, expected):
+    monkeypatch.setattr(console, "read_text", lambda path: text)
+    assert console.huge_pages() == expected
 
 
 def test_doctor_without_mlx_says_why_and_still_succeeds():

@@ -1,6 +1,8 @@
 """`kvpool bench metal`: its code runs here with Metal on a CPU; what it says there about time means nothing."""
 
 import json
+import subprocess
+import sys
 
 import mlx.core as mx
 import pytest
@@ -48,6 +50,30 @@ def test_the_table_has_a_line_for_each_row_and_names_what_is_left_out(fake, caps
     assert len(lines) == 2 + 2 * (8 - 2) + 2
 
 
+def test_the_sweep_prints_the_settings_that_took_least(fake, monkeypatch, capsys, tmp_path):
+    """Times are made up, and so is what is best; its file is one that the kernels read."""
+    wanted = {"SIMDGROUPS": 4, "ROW_DIMS_MAX": 1024, "PART_TOKENS": 128, "PARTS_MAX": 32}
+    before = {name: getattr(metal_kernels, name) for name in wanted}
+
+    def rows(case, block_sizes, repetitions):
+        away = sum(getattr(metal_kernels, name) != value for name, value in wanted.items())
+        yield {"paged": 1e-5 * (1 + away)}
+
+    monkeypatch.setattr(metal, "case_rows", rows)
+    assert main(["bench", "metal", *TINY, "--sweep"]) == 0
+    text = capsys.readouterr().out
+    assert json.loads(text) == {"device": "no GPU", **wanted}
+    assert {name: getattr(metal_kernels, name) for name in wanted} == before
+    file = tmp_path / "settings.json"
+    file.write_text(text)
+    monkeypatch.setenv("KVPOOL_METAL_SETTINGS", str(file))
+    assert {name: metal_kernels.tuned(name, 7) for name in wanted} == wanted
+    code = "from kvpool_backends.mlx import metal, metal_kernels as of; "
+    code += f"print([getattr(of, name) for name in {list(wanted)}], metal.MetalAttention.part_tokens)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout == f"{list(wanted.values())} {wanted['PART_TOKENS']}\n", run.stderr
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"SIMDGROUPS": 3}', '{"SIMDGROUPS": "8"}'])
 def test_settings_that_make_no_sense_are_named_and_not_used(monkeypatch, caplog, tmp_path, text):
     file = tmp_path / "settings.json"
@@ -68,6 +94,12 @@ def test_every_choice_of_the_sweep_gives_right_results(fake, monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr(metal_kernels, name, choice)
                 list(metal.case_rows(CASE, (16,), 1))  # refuses wrong results
+
+
+def test_a_wrong_result_has_no_time(fake, monkeypatch, capsys):
+    monkeypatch.setattr(metal.Paged, "attend", lambda self, q, planes: q)
+    assert main(["bench", "metal", *TINY]) == 2
+    assert "a result is wrong" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

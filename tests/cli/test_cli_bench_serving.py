@@ -11,7 +11,7 @@ import pytest
 from benchmarks.command import main
 from benchmarks.gate import Gate
 from benchmarks.serving import command, gates
-from benchmarks.serving.runs import Bench
+from benchmarks.serving.runs import Bench, make_bench
 from benchmarks.serving.settings import Settings
 
 NULL = ["--model", "null", "--requests", "30", "--shared-prefix", "40"]
@@ -52,6 +52,27 @@ def test_the_seed_the_target_and_the_samples_reach_the_workload(capsys):
     found = json.loads(capsys.readouterr().out)
     assert 500 <= found["workload"]["tokens"] < 700
     assert found["stock_tokens_per_sec"] is None
+
+
+def test_a_trace_is_served(capsys, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": 100 * i, "input_length": 600, "output_length": 30, "hash_ids": [0, i]} for i in range(1, 6)]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    args = ["--model", "null", "--trace", str(path), "--trace-scale", "4", "--json"]
+    assert main(command, args) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["workload"]["prompt_tokens"] == 5 * 150
+    assert found["hit_rate"] > 0
+
+
+@pytest.mark.long
+def test_the_table_and_the_picture(capsys, tmp_path):
+    path = tmp_path / "run.png"
+    assert main(command, [*NULL, "--plot", str(path)]) == 0
+    out = capsys.readouterr().out
+    for text in ("kvpool", "slots of the longest", "ramp", "steady", "tail", "spikes"):
+        assert text in out
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -163,6 +184,16 @@ def test_each_gate_beside_stock_is_missed_by_its_own_fault(monkeypatch, fault, m
     found = gates.compared("a row", Bench(Settings("tiny", shared_prefix=16, repetitions=3, num_blocks=8), None))
     wrong = [gate.name for gate in found if not gate.holds]
     assert len(wrong) == len(missed) and all(one in name for one, name in zip(missed, wrong, strict=True)), wrong
+
+
+def test_stock_has_the_budgets_of_the_engine():
+    lm = pytest.importorskip("benchmarks.serving.lm", reason="it runs models of mlx-lm")
+    bench = make_bench(Settings("tiny", requests=4, prompt="300", output="4", max_batch=4, chunk=64, shared_prefix=0))
+    for name in ("kvpool", "stock"):
+        assert bench.batch(name) == 4
+        record = bench.run(name).record
+        assert 48 <= record.column("prefill_tokens").max() <= 64 + 4  # with the places of rows that do not decode yet
+    assert lm.PROMPTS == 8  # of the server of mlx-lm; here four prompts share 64 tokens
 
 
 def test_gates_decide_the_exit_status(capsys, monkeypatch):

@@ -4,11 +4,14 @@ import io
 import json
 import signal
 
+import numpy as np
 import pytest
 from mlx_models import on_cpu, solo_tokens
 
 from kvpool.adapters.mlx_lm import Engine, tiny
+from kvpool.adapters.mlx_lm.engine import Completion, Sample, TokenEvent
 from kvpool.cli import main
+from kvpool.cli.generate import Printer
 
 PROMPTS = ["Hello", "The block table maps", "abc"]
 
@@ -63,6 +66,17 @@ def test_architecture_that_is_not_there_is_refused(capsys, command, arguments, s
     assert said in capsys.readouterr().err
 
 
+def test_prompt_that_is_no_text_is_refused(capsys):
+    assert generate("--prompt", "caf\udce9") == 2
+    assert capsys.readouterr().err == "kvpool generate: --prompt: it is not valid UTF-8\n"
+
+
+def test_several_prompts_are_printed_in_order(capsys, expected):
+    assert generate(*[word for prompt in PROMPTS for word in ("--prompt", prompt)], "--chunk", "3") == 0
+    blocks = [f"=== prompt {i + 1}\n{text}\n" for i, text in enumerate(expected)]
+    assert capsys.readouterr().out == "".join(blocks)
+
+
 def test_standard_input_is_a_prompt(capsys, monkeypatch, expected):
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPTS[1] + "\n"))
     assert generate("--prompt", "-") == 0
@@ -80,6 +94,18 @@ def test_json_has_texts_tokens_and_statistics(capsys, expected):
     assert generate("--prompt", PROMPTS[1], "--temperature", "0.9", "--seed", "9", "--json", "--num-blocks", "6") == 0
     (alone,) = json.loads(capsys.readouterr().out)["answers"]
     assert alone["samples"][0]["text"] == answer["samples"][2]["text"]
+
+
+def test_a_stop_string_ends_the_text_before_it(capsys, expected):
+    stop = expected[1][7:10]
+    assert generate("--prompt", PROMPTS[1], "--stop", stop, "--stop", "never there") == 0
+    assert capsys.readouterr().out == expected[1][: expected[1].index(stop)] + "\n"
+
+
+def test_a_beam_prints_its_best(capsys):
+    assert generate("--prompt", PROMPTS[0], "--beam", "3", "--n", "2") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("=== sample 1\n") and "\n=== sample 2\n" in out
 
 
 def test_stats_go_to_stderr(capsys, expected):
@@ -158,6 +184,13 @@ def test_prompt_that_cannot_end_is_refused_before_a_pool_is_made(capsys, monkeyp
     assert "1 prompt tokens and 2000000000 more, memory holds " in capsys.readouterr().err
 
 
+def test_several_samples_without_temperature_are_noted(capsys):
+    assert generate("--prompt", "x", "--n", "2") == 0
+    assert "without --temperature all samples" in capsys.readouterr().err
+    assert generate("--prompt", "x", "--n", "2", "--temperature", "1", "--seed", "1") == 0
+    assert capsys.readouterr().err == ""
+
+
 @pytest.fixture
 def interrupted(monkeypatch):
     """Ctrl-C comes after 20 steps."""
@@ -188,6 +221,36 @@ def test_interrupt_prints_what_every_sample_has(capsys, interrupted):
     texts = zip(heads, samples, strict=True)
     assert captured.out == "".join(head + sample["text"] + "\n" for head, sample in texts)
     assert captured.err.endswith("kvpool generate: interrupted\n")
+
+
+def test_interrupt_prints_the_best_of_a_beam_so_far(capsys, interrupted):
+    assert generate("--prompt", PROMPTS[0], "--beam", "3") == 130
+    assert len(capsys.readouterr().out) > 10
+
+
+def test_samples_without_text_are_left_out_after_an_interrupt(capsys, interrupted):
+    interrupted += [1] * 19  # one step, which gives no text to the first prompt
+    assert generate("--prompt", "a" * 300, "--prompt", PROMPTS[0], "--chunk", "64") == 130
+    head, text, end = capsys.readouterr().out.split("\n")
+    assert head == "=== prompt 2" and text and not end
+
+
+def test_interrupt_prints_the_text_that_waited_for_a_sample_without_text(capsys, interrupted):
+    how = ["--prompt", "a" * 3000, "--prompt", PROMPTS[0], "--chunk", "16", "--max-tokens", "6"]
+    assert generate(*how[2:4], *how[6:]) == 0
+    text = capsys.readouterr().out
+    interrupted.clear()
+    assert generate(*how) == 130  # the second prompt has ended, the first one is still read
+    assert len(interrupted) == 20 and capsys.readouterr().out == f"=== prompt 2\n{text}"
+
+
+def test_every_sample_with_text_has_its_head(capsys):
+    printer = Printer(prompts=2, samples=1, quiet=False)
+    printer.on_token(TokenEvent(0, 0, 200, -1.0, "", None))  # the first byte of a character is no text
+    printer.on_token(TokenEvent(1, 0, 65, -1.0, "A", "length"))
+    assert capsys.readouterr().out == ""
+    printer.end(Completion(0, (Sample(np.array([200]), None, "", "cancelled", None),)))
+    assert capsys.readouterr().out == "=== prompt 2\nA\n"
 
 
 def test_second_interrupt_ends_at_once(monkeypatch):

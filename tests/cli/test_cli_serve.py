@@ -57,6 +57,12 @@ def test_server_of_a_model_with_states_answers_as_the_stock_model(arch, tmp_path
     assert status == 0 and "stopped, 0 blocks in use" in errors, errors
 
 
+def test_server_prints_its_address_and_model(server):
+    assert server.facts["model"] == "tiny" and server.facts["route"] == "fused"
+    assert (server.facts["num_blocks"], server.facts["block_size"]) == (40, 8)
+    assert server.get("/health")[0] == server.get("/ready")[0] == 200
+
+
 def test_metrics_are_served_as_prometheus_wants_them(server):
     server.post("/v1/completions", GREEDY)
     status, content_type, text = server.get("/metrics")
@@ -105,6 +111,17 @@ def test_requests_are_cut_when_their_grace_is_over():
     status, errors = one.stop()
     reader.join(60)
     assert not reader.is_whole and status == 0 and "stopped, 0 blocks in use" in errors, errors
+
+
+def test_second_interrupt_ends_the_process_at_once():
+    one = Server("--num-blocks", "2000")
+    reader = slow(one, 5000)
+    one.process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert one.process.poll() is None
+    one.process.send_signal(signal.SIGINT)
+    assert one.stop()[0] == 130
+    reader.join(60)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +198,26 @@ def test_of_two_servers_that_load_for_one_port_one_is_refused_in_one_line():
     assert json.loads(winner.stdout.readline())["url"].endswith(port)
     winner.send_signal(signal.SIGTERM)
     assert "stopped, 0 blocks in use" in winner.communicate()[1] and winner.returncode == 0
+
+
+def test_printed_address_of_ipv6_is_served():
+    one = Server("--num-blocks", "40", "--host", "0:0:0:0:0:0:0:1", "--api-key", "k")
+    try:
+        port = one.facts["url"].rpartition(":")[2]
+        assert one.facts["url"] == f"http://[0:0:0:0:0:0:0:1]:{port}"
+        assert one.get("/health")[0] == 200
+    finally:
+        assert one.stop()[0] == 0
+
+
+def test_request_that_ends_by_a_stop_string_has_times(server):
+    before = server.idle_metrics()
+    body = GREEDY | {"logit_bias": {"70": 100}}
+    (letter,) = set(server.post("/v1/completions", body | {"max_tokens": 4})[1]["choices"][0]["text"])
+    assert server.post("/v1/completions", body | {"stop": letter * 2})[1]["choices"][0]["finish_reason"] == "stop"
+    after = server.idle_metrics()
+    for name in ("request", "queue", "time_to_first_token"):
+        assert after[f"kvpool_{name}_seconds_count"] == before[f"kvpool_{name}_seconds_count"] + 2
 
 
 @pytest.mark.parametrize("command", ["serve", "doctor"])

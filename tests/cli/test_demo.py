@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import resource
+import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +18,7 @@ import kvpool
 from kvpool._picture import BLOCKS, INK, OTHER, OTHER_LIGHT
 from kvpool.cli import demo, main
 from kvpool.cli.demo import models, occupancy, pools
+from kvpool.cli.demo.occupancy import make_requests, serve_from_blocks, serve_from_slots
 from kvpool.cli.demo.report import Claim, Outcome, Part, Report, Settings, print_report
 from kvpool.scheduler.state import Core
 
@@ -76,12 +79,33 @@ def test_demo_json_is_one_object_of_every_promise_that_all_hold(small_demo, tmp_
     assert status == 0
 
 
+def test_demo_with_its_default_sizes_holds_in_time(tmp_path):
+    """CPU time, of all threads: what neighbours take of the machine is not the demo's."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "kvpool", "demo", "--json", "--out", str(tmp_path / "p.png")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 90  # a third of it is usual
+
+
 @pytest.mark.parametrize("block_size", [1, 7, 32])
 def test_demo_holds_with_other_block_sizes(settings, block_size):
     parts = [part for part in demo.all_parts() if part not in CORE_PARTS]
     report = demo.run_parts(replace(settings, block_size=block_size), parts, lambda line: None)
     by_size = {"fewer_kv_bytes", "shared_fewer_kv_bytes", "no_more_bytes_than_rotating"}  # whole blocks hold tokens
     assert broken_claims(report) <= by_size
+
+
+def test_block_size_of_the_command_line_reaches_every_part(monkeypatch, capsys):
+    seen = []
+    part = Part("seen", "", {}, lambda settings, say: seen.append(settings.block_size) or Outcome({}, {}))
+    monkeypatch.setattr(demo, "all_parts", lambda: [part])
+    assert main(["demo", "--json", "--kv-block-size", "8"]) == 0
+    assert seen == [8]
+    for bad in ("0", "-1", "257"):
+        assert main(["demo", "--json", "--kv-block-size", bad]) == 2
+        assert f"--kv-block-size {bad}: out of range, 1..256" in capsys.readouterr().err
 
 
 def test_demo_text_ends_with_the_verdict_and_is_quiet_on_stderr(small_demo, tmp_path, capsys):
@@ -92,6 +116,14 @@ def test_demo_text_ends_with_the_verdict_and_is_quiet_on_stderr(small_demo, tmp_
     assert max(map(len, out.splitlines()[-count:])) <= 80
     assert str(tmp_path / "p.png") in out.replace("\n", "")
     assert err == ""  # no terminal, no progress line
+
+
+def test_demo_exit_status_is_one_when_a_claim_breaks(small_demo, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(kvpool, "Pool", LeakyPool)
+    assert main(["demo", "--json", "--out", str(tmp_path / "p.png")]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["held"] is False
+    assert result["claims"]["serving_leaks_nothing"] is False
 
 
 # --------------------------------------------------------------------- planted faults, without a model
@@ -166,6 +198,20 @@ def test_fault_in_the_pool_breaks_its_claim_only(monkeypatch, settings, pool, pa
     report = run_one(part, settings)
     assert broken_claims(report) == broken
     assert not report.held
+
+
+def test_demo_part_that_raises_does_not_stop_the_others(monkeypatch, settings, capsys):
+    monkeypatch.setattr(occupancy, "draw", lambda *args: 1 / 0)
+    report = demo.run_parts(settings, CORE_PARTS, lambda line: None)
+    assert broken_claims(report) == set(occupancy.PART.promises)
+    assert report.not_run == {"occupancy": "stopped by ZeroDivisionError: division by zero"}
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_part_that_does_not_decide_its_promises_is_an_error():
+    part = Part("p", "title", {"promised": "sentence"}, lambda *args: Outcome({}, {}))
+    with pytest.raises(ValueError, match="promised"):
+        Report().add(part, part.run())
 
 
 # --------------------------------------------------------------- planted faults, under mlx-lm's engine
@@ -312,6 +358,13 @@ def test_fault_in_the_adapter_breaks_its_claim_only(monkeypatch, settings, part,
     assert broken_claims(report) == broken
 
 
+def test_the_engine_part_says_how_the_model_attends(settings):
+    ((_, outcome),) = run_one(models.ENGINE, settings).outcomes
+    route = outcome.numbers["kvpool"]["attention"]
+    assert route == "fused" or route.startswith("gather: ")
+    assert outcome.notes[0].endswith(f"Attention on kvpool: {route}")
+
+
 # ----------------------------------------------------------------------------------------- a checkpoint
 
 
@@ -377,6 +430,15 @@ def test_without_mlx_its_parts_are_not_run_and_not_held(small_demo, monkeypatch,
     assert result["claims"]["step_same_tables"] is True
 
 
+def test_without_matplotlib_the_picture_is_not_held(monkeypatch, settings):
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    report = run_one(occupancy.PART, settings)
+    assert report.not_run == {"occupancy": "needs matplotlib: pip install 'kvpool[demo]'"}
+    assert not report.held
+
+
 # -------------------------------------------------------------------------------------------- the picture
 
 
@@ -393,6 +455,35 @@ def test_picture_is_a_large_png_in_several_colours(settings):
         assert share > 1e-4, f"{color} is hardly in the picture"
     blank = np.mean(np.all(pixels == 1.0, axis=-1))
     assert 0.2 < blank < 0.95
+
+
+def test_sketch_fits_a_terminal_and_shows_both_servers(settings):
+    requests = make_requests(settings.requests, settings.max_len, 0)
+    both = serve_from_slots(requests, 128, 16, settings.max_len), serve_from_blocks(requests, 128, 16)
+    text = occupancy.sketch(128, *both)
+    assert max(map(len, text.splitlines())) < 80
+    static, paged = text.split("kvpool:")
+    for chart in (static, paged):
+        assert "128 blocks" in chart
+        assert "█" in chart
+    assert static.count("░") > paged.count("░")
+
+
+# ------------------------------------------------------------------------------------- the two servers
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_servers_generate_every_token_and_stay_within_memory(seed):
+    requests = make_requests(40, 512, seed)
+    slots = serve_from_slots(requests, 128, 16, 512)
+    blocks = serve_from_blocks(requests, 128, 16)
+    answers = sum(request.answer for request in requests)
+    assert sum(slots.running) == answers
+    assert sum(blocks.running) >= answers  # a preempted sequence is computed again
+    for timeline in (slots, blocks):
+        assert max(timeline.blocks) <= 128
+        assert all(f <= b for f, b in zip(timeline.filled, timeline.blocks, strict=True))
+    assert max(slots.running) <= 128 // (512 // 16)
 
 
 # ----------------------------------------------------------------------------------------------- the table
@@ -424,3 +515,24 @@ def test_table_marks_claims_that_held_and_claims_that_failed():
     assert "✓ the first sentence" in text
     assert "✗ the second" in text
     assert "1 of 2 claims held" in text
+
+
+def test_table_on_an_ascii_terminal_is_ascii():
+    text = printed(report_with(held=False), "ascii")
+    assert "ok the first sentence" in text
+    assert "NO the second" in text
+    assert "# note" in text
+
+
+def test_table_says_that_an_undecided_claim_is_not_held():
+    report = report_with(held=True)
+    report.add_not_run(Part("q", "another part", {"third": "the third"}, never_run), "needs a thing: pip install thing")
+    text = printed(report, "utf-8")
+    assert "needs a thing: pip install thing" in text
+    assert "2 of 3 claims held" in text
+    assert "A claim that was not decided is not held." in text
+    assert report.as_json()["claims"]["third"] is False
+
+
+def test_default_picture_is_written_to_the_current_folder():
+    assert replace(Settings()).out == Path("kvpool-demo.png")

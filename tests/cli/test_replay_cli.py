@@ -11,6 +11,7 @@ from traces import output
 
 from kvpool.cli import main
 from kvpool.replay import plot, replay, synthetic_trace
+from kvpool.replay.report import describe_sweep, smallest_enough
 
 SYNTHETIC = ("replay", "--synthetic", "--concurrency", "8")
 ROW = {"timestamp": 0, "input_length": 1100, "output_length": 20, "hash_ids": [0, 1, 2]}
@@ -48,6 +49,21 @@ def test_published_file_is_replayed(capsys, trace_file):
     assert (run["block_size"], run["finished"], run["hit_tokens"]) == (512, 2, 1024)
 
 
+def test_limit_and_block_size_are_passed_on(capsys, trace_file):
+    options = ("--num-blocks", "200", "--limit", "1", "--block-size", "16", "--json")
+    (run,) = json.loads(output(capsys, "replay", trace_file, *options))["runs"]
+    assert (run["requests"], run["block_size"], run["hit_tokens"]) == (1, 16, 0)
+
+
+def test_samples_share_the_prompt(capsys, trace_file):
+    options = ("--policy", "P2", "--samples", "4", "--block-size", "16", "--limit", "1")
+    (run,) = json.loads(output(capsys, "replay", trace_file, *options, "--json"))["runs"]
+    # 1100 tokens: 69 blocks, the last with 12 tokens, copied by 3 of 4; each of 4 takes one block more
+    assert (run["cow_copies"], run["copied_tokens"], run["peak_ref"]) == (3, 36, 4)
+    assert (run["allocs"], run["peak_used"]) == (69 + 3 + 4, 69 + 3 + 4)
+    assert "4 on one block" in output(capsys, "replay", trace_file, *options)
+
+
 def test_sweep_compares_pools_and_names_the_one_that_is_enough(capsys):
     out = output(capsys, *SYNTHETIC, "--sweep", "63,498,100000")
     lines = out.splitlines()
@@ -58,6 +74,12 @@ def test_sweep_compares_pools_and_names_the_one_that_is_enough(capsys):
     assert [run["evictions"] for run in runs] == [1320, 372, 0]
 
 
+def test_sweep_without_a_pool_that_is_enough_says_so():
+    results = [replay(synthetic_trace(), num_blocks=63, concurrency=8)]
+    assert smallest_enough(results) is None
+    assert "larger ones" in describe_sweep(results)
+
+
 @pytest.mark.parametrize(
     "options", [("--num-blocks", "83"), ("--sweep", "63,166"), ("--policy", "P2", "--samples", "3")]
 )
@@ -66,6 +88,16 @@ def test_plot_is_a_png(capsys, tmp_path, options):
     path = tmp_path / "replay.png"
     assert str(path) in output(capsys, *SYNTHETIC, *options, "--plot", str(path))
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_of_one_step_and_of_nothing_served_is_drawn(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "trace.jsonl"
+    for prompt in (3, 3000):
+        path.write_text(json.dumps({"input_length": prompt, "output_length": 1, "hash_ids": []}))
+        target = tmp_path / f"{prompt}.png"
+        output(capsys, "replay", str(path), "--num-blocks", "2", "--plot", str(target))
+        assert target.read_bytes().startswith(b"\x89PNG")
 
 
 def test_hit_rates_over_time_add_up_to_the_whole():

@@ -46,6 +46,19 @@ def test_chunk_any_shape_matches_float64(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("group, num_queries", [(1, 511), (1, 512), (1, 513), (4, 127), (4, 257), (7, 74), (600, 9)])
+def test_chunk_around_tiles_of_queries_matches_float64(isa: str, group: int, num_queries: int) -> None:
+    rng = np.random.default_rng(SEED)
+    context = num_queries + 140
+    pool = Pool(KVSpec(1, 1, 32, "float32", 16), isa)
+    k, v, q = normal(rng, context, 1, 32), normal(rng, context, 1, 32), normal(rng, num_queries, group, 32)
+
+    result = pool.attend(q, [pool.add(k, v)], [context], [num_queries])
+
+    assert largest_error(result, dense_attention(q, k, v)[0]) <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_chunk_long_context_keeps_its_precision(isa: str) -> None:
     rng = np.random.default_rng(SEED)
     pool = Pool(KVSpec(1, 1, 64, "float32", 128), isa)
@@ -123,3 +136,18 @@ def test_chunk_value_that_only_later_queries_see_stays_theirs(isa: str) -> None:
 
     assert largest_error(result[:30], ref[:30]) <= TOLERANCE["float32"]
     assert np.isnan(result[30:, :, 3]).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("sinks", [None, np.array([1.0, -100.0], np.float32)])
+def test_chunk_query_that_sees_nothing_gets_zero(isa: str, sinks: np.ndarray | None) -> None:
+    rng = np.random.default_rng(SEED)
+    mask = np.zeros((20, 150), np.float32)
+    mask[5] = mask[19] = -np.inf
+    pool = Pool(KVSpec(1, 1, 16, "float32", 16), isa)
+    table = pool.add(normal(rng, 150, 1, 16), normal(rng, 150, 1, 16))
+
+    result = pool.attend(normal(rng, 20, 2, 16), [table], [150], [20], options=AttentionOptions(mask=mask, sinks=sinks))
+
+    np.testing.assert_array_equal(result[[5, 19]], 0)
+    assert (np.delete(result, [5, 19], axis=0) != 0).all()

@@ -87,6 +87,22 @@ def test_write_divides_by_every_scale_whose_quotients_are_hard_to_round(bits, is
     assert np.array_equal(everything(mine), everything(reference))
 
 
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("isa", isas())
+def test_write_of_ranges_beyond_float32_and_of_few_tokens_equals_the_reference(isa, group):
+    """A scale that is infinite; NaN of both signs and with payloads; batches that are not full; heads far apart."""
+    spec = KVSpec(1, 3, 128, "float32", 16, k_bits=8, v_bits=4, quant_group_size=group)
+    mine, reference = pair(spec, 2, isa=isa)
+    x = rows(np.random.default_rng(SEED), (19, 5, 128))[:, 1:4]
+    x[1, 0, :2] = 3e38, -3e38
+    x[2, 1, 3], x[2, 2, 5] = np.array([0x7F800001, 0xFFFFFFFF], np.uint32).view(np.float32)
+    slots = np.arange(19)
+    slots[[0, 7, 18]] = -1
+    for backend in (mine, reference):
+        backend.write(backend.prepare(StepArrays(slot_mapping=slots)), 0, x, x)
+    assert np.array_equal(everything(mine), everything(reference))
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_write_of_a_group_that_is_not_finite_stores_nan(bad):
     spec = KVSpec(1, 1, 64, "float16", 4, k_bits=8, v_bits=4, quant_group_size=32)
@@ -209,6 +225,15 @@ def test_masked_tokens_that_are_nan_never_matter(num_queries):
     mine.write(mine.prepare(StepArrays(slot_mapping=np.array([plan.block_tables[0, 1] * 4 + 3]))), 0, nan, nan)
     assert np.array_equal(mine.attend(mine.prepare(plan), 0, q, options=AttentionOptions(mask=mask)), expected)
     assert np.isnan(mine.attend(mine.prepare(plan), 0, q)).any()
+
+
+def test_a_row_has_the_same_bits_on_any_number_of_threads():
+    spec = KVSpec(1, 2, 64, "float16", 16, k_bits=8, v_bits=4)
+    one, _, plan, _ = context(spec, 3000, 1)
+    q = np.ones((1, 4, 64), np.float32)
+    several = CPUBackend(spec, one.num_blocks, num_threads=3)
+    several.import_blocks(np.arange(one.num_blocks), everything(one))
+    assert np.array_equal(one.attend(one.prepare(plan), 0, q), several.attend(several.prepare(plan), 0, q))
 
 
 # ---------------------------------------------------------------------- compaction

@@ -8,6 +8,7 @@ from growth import grown
 
 from kvpool.config import KVSpec
 from kvpool.protocol import AttentionOptions, BatchShape, StepArrays
+from kvpool.testing.dense import dense_scores
 from kvpool_backends.cpu import CPUBackend, isas
 
 KINDS = ("raw", "mass")
@@ -27,6 +28,10 @@ def scores_of(pool, q, tables, lens, queries, kind, out=None, **more):
     out = np.full((len(lens), 2, max(lens)), 7, np.float32) if out is None else out
     pool.attend(q, tables, lens, queries, scores=kind, scores_out=out, **more)
     return out
+
+
+def newest_of(queries):
+    return np.cumsum(queries) - 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -53,12 +58,34 @@ def test_scores_of_a_row_depend_on_nothing_but_the_row(isa, features, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_scores_over_64k_tokens_keep_their_digits(kind):
+    rng, length = np.random.default_rng(2), 65_536
+    for isa in isas():
+        pool = Pool(KVSpec(1, 2, 16, "float32", 128), isa, num_blocks=513)
+        k = normal(rng, length, 2, 16)
+        table, q = pool.add(k, normal(rng, length, 2, 16)), normal(rng, 1, 4, 16)
+        got = scores_of(pool, q, [table], [length], [1], kind)[0]
+        right = dense_scores(q, k, kind)
+        assert np.abs(got - right).max() <= (2e-6 if kind == "raw" else 4e-6 * right.max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_result_has_the_same_bits_with_and_without_scores(kind):
     for isa in isas():
         pool, _, tables, q = rows_of(isa, "bfloat16")
         plain = pool.attend(q, tables, LENS, QUERIES)
         out = np.zeros((5, 2, max(LENS)), np.float32)
         assert np.array_equal(pool.attend(q, tables, LENS, QUERIES, scores=kind, scores_out=out), plain)
+
+
+def test_a_nan_of_the_mask_is_in_the_score_where_it_is_visible():
+    pool, _, tables, q = rows_of(isas()[-1])
+    mask = np.zeros((len(q), max(LENS)), np.float32)
+    mask[newest_of(QUERIES)[1], 5] = np.nan
+    for kind in KINDS:
+        got = scores_of(pool, q, tables, LENS, QUERIES, kind, options=AttentionOptions(mask=mask))
+        assert np.isnan(got[1, :, 5]).all()
+        assert not np.isnan(np.delete(got, 1, axis=0)).any()
 
 
 def test_calls_with_scores_allocate_nothing_once_the_scratch_has_grown():

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,8 @@ from kvpool.config import LAYOUTS, KVSpec
 from kvpool.errors import ConcurrentUse
 from kvpool.protocol import AttentionOptions
 from kvpool.testing.dense import dense_attention
-from kvpool_backends.cpu import BlockStore, base_arrays, base_shapes, isas
+from kvpool_backends import cpu
+from kvpool_backends.cpu import BlockStore, base_arrays, base_shapes, isas, read_sum
 
 SEED = 20_261
 NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
@@ -126,6 +128,26 @@ def test_memory_may_come_from_anything_with_a_buffer():
 # ---------------------------------------------------------------------- inputs of every kind
 
 
+@pytest.mark.parametrize("width", [np.int32, np.int64])
+@pytest.mark.parametrize("how", ["contiguous", "columns apart", "rows apart", "backwards", "transposed"])
+def test_integers_of_any_width_and_stride_are_read(width, how):
+    case = Case()
+
+    def laid_out(x):
+        x = x.astype(width)
+        if how == "columns apart":
+            return np.repeat(x, 2, axis=-1)[..., ::2]
+        if how == "rows apart":
+            return np.repeat(x, 2, axis=0)[::2]
+        if how == "backwards":
+            return np.ascontiguousarray(np.flip(x))[(slice(None, None, -1),) * x.ndim]
+        return np.asfortranarray(x) if how == "transposed" else x
+
+    changes = {"block_tables": laid_out(case.tables), "seq_lens": laid_out(case.lens), "cu_q_lens": laid_out(case.sums)}
+    assert np.array_equal(case.attend(**changes), case.attend())
+    np.testing.assert_allclose(case.attend(**changes), case.expected(), rtol=0, atol=5e-6)
+
+
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("dtype", list(NUMPY))
 def test_queries_and_results_may_have_any_dtype_and_stride(dtype, isa):
@@ -172,6 +194,16 @@ def test_masks_of_every_shape_and_stride_are_applied(name):
     np.testing.assert_allclose(case.attend(options=options), case.expected(options), rtol=0, atol=5e-6)
 
 
+@pytest.mark.parametrize("wide", [np.float32, np.float64])
+def test_options_may_be_any_object_with_these_attributes(wide):
+    numbers = np.linspace(0.1, 1, 8).astype(wide)
+    given = SimpleNamespace(window=20, soft_cap=3, sinks=numbers[::2], alibi_slopes=numbers[::-2], mask=None)
+    options = AttentionOptions(window=20, soft_cap=3, sinks=numbers[::2], alibi_slopes=numbers[::-2])
+    case = Case()
+    assert np.array_equal(case.attend(options=given), case.attend(options=options))
+    np.testing.assert_allclose(case.attend(options=given), case.expected(options), rtol=0, atol=5e-6)
+
+
 @pytest.mark.parametrize("num_queries", [2, 9])  # decode and a chunk
 def test_tokens_more_than_two_to_the_31_elements_apart_are_found(num_queries):
     """Queries, results, masks, keys and values of tokens that far apart; memory that is never touched costs nothing."""
@@ -194,6 +226,26 @@ def test_tokens_more_than_two_to_the_31_elements_apart_are_found(num_queries):
     ends = np.array([0, num_queries])
     store.attend(0, far(q), out, np.array([[1, 2]]), ends[1:], ends, options=AttentionOptions(mask=far(mask)))
     np.testing.assert_allclose(out, expected, rtol=0, atol=2e-3)
+
+
+def test_padding_of_a_row_without_queries_is_not_looked_at():
+    case = Case()
+    plain = case.attend()
+    tables = np.vstack([case.tables, np.full((3, 9), -7, np.int32)])
+    lens, sums = np.array([37, 70, 0, 500], np.int32), np.array([0, 2, 14, 14, 14], np.int32)
+    assert np.array_equal(case.attend(block_tables=tables, seq_lens=lens, cu_q_lens=sums), plain)
+
+
+def test_empty_batches_are_answered():
+    case = Case()
+    none, nothing = np.zeros(0, np.int32), np.zeros(1, np.int32)
+    out = case.attend(block_tables=np.zeros((0, 0), np.int32), seq_lens=none, cu_q_lens=nothing)
+    assert not out.any()
+    case.attend(np.zeros((0, 4, 16), np.float32), q=case.q[:0], seq_lens=none, cu_q_lens=nothing)
+    case.store.write(0, case.q[:0, :2], case.q[:0, :2], none)
+    case.store.zero(none)
+    case.store.copy_blocks(np.zeros((0, 3), np.int64))
+    case.store.gather(0, none, np.zeros((0, 2, 16), np.float32), np.zeros((0, 2, 16), np.float32))
 
 
 # ---------------------------------------------------------------------- scratch, threads, processes
@@ -221,9 +273,34 @@ def test_calls_allocate_nothing_once_the_scratch_has_grown():
     assert case.store.scratch_nbytes == scratch
 
 
+def test_scratch_of_a_window_does_not_grow_with_the_context_behind_it():
+    """But for the block ids, which are copied."""
+    store = make(KVSpec(1, 1, 16, "float32", 8), 2)
+    q, queries = np.ones((1, 1, 16), np.float32), np.array([0, 1])
+    needed = []
+    for context in (2048, 65_536):  # all tokens in one block: what is read does not matter
+        store.attend(0, q, np.empty_like(q), np.ones((1, context // 8), np.int32), np.array([context]), queries,
+                     options=AttentionOptions(window=1000))  # fmt: skip
+        needed.append(store.scratch_nbytes)
+    assert 0 < needed[1] - needed[0] <= 4 * (65_536 // 8) + 4096
+
+
 def test_results_do_not_depend_on_the_number_of_threads():
     results = [Case(num_threads=n).attend() for n in (1, 2, 3, 7)]
     assert all(np.array_equal(result, results[0]) for result in results)
+
+
+def test_one_call_after_the_other_has_the_workers():
+    array = np.ones(2**22, np.float32)
+
+    def seconds_of_workers():
+        return time.process_time() - time.thread_time()
+
+    assert read_sum([array], 2) == array.size
+    before, most = seconds_of_workers(), time.thread_time() + 10
+    while seconds_of_workers() - before < 0.05:
+        assert time.thread_time() < most, "the caller works alone"
+        read_sum([array], 2)
 
 
 def test_two_stores_in_two_threads_give_right_results_and_both_finish():
@@ -260,6 +337,44 @@ def test_a_second_call_on_a_store_that_is_busy_is_refused():
     meddler = Meddler(soft_cap=None, sinks=None, alibi_slopes=None, mask=None)
     assert np.array_equal(case.attend(options=meddler), case.attend())
     assert caught
+
+
+def test_concurrent_calls_on_one_store_are_refused_or_right():
+    spec = KVSpec(1, 8, 64, "float32", 16)
+    store = make(spec, 400)
+    q, tables = np.ones((8, 32, 64), np.float32), np.tile(np.arange(400, dtype=np.int32), (8, 1))
+    lens, sums = np.full(8, 6400), np.arange(9)
+    refused, answered = [], []
+
+    def work():
+        out = np.full((8, 32, 64), np.nan, np.float32)
+        for _ in range(40):
+            try:
+                store.attend(0, q, out, tables, lens, sums)
+            except ConcurrentUse:
+                refused.append(1)
+            else:
+                answered.append(bool((out == 0).all()))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(refused) + len(answered) == 120 and all(answered) and answered
+    assert refused, "three threads never met: the GIL was not released"
+
+
+def test_set_num_threads_counts_for_stores_without_a_number_of_their_own():
+    before = cpu.num_threads()
+    try:
+        for n in (1, 5):
+            cpu.set_num_threads(n)
+            assert cpu.num_threads() == n
+            case = Case()
+            np.testing.assert_allclose(case.attend(), case.expected(), rtol=0, atol=5e-6)
+    finally:
+        cpu.set_num_threads(before)
 
 
 def run(code, **environment):
@@ -329,3 +444,14 @@ def test_a_forked_child_computes_with_threads_of_its_own():
     """
     result = run(code)
     assert result.stdout.strip() == "done", result.stderr
+
+
+# ---------------------------------------------------------------------- the yardstick
+
+
+@pytest.mark.parametrize("threads", [1, 2, None])
+def test_read_sum_adds_every_element_once(threads):
+    ones = [np.ones(n, np.float32) for n in (0, 1, 63, 4096, 100_003)]
+    assert read_sum(ones, threads) == sum(array.size for array in ones)
+    assert read_sum([np.zeros(7, np.uint16), bytearray(5)], threads) == 0.0
+    assert read_sum([], threads) == 0.0

@@ -13,8 +13,9 @@ def test_there_are_enough_planted_bugs():
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_bug_is_found(fault):
-    report = hunt(seed=1, calls=CALLS_MAX, make_pool=broken(fault))
+@pytest.mark.parametrize("seed", [1, 2])
+def test_planted_bug_is_found(fault, seed):
+    report = hunt(seed=seed, calls=CALLS_MAX, make_pool=broken(fault))
     assert report.finding is not None, f"{report.calls} calls found nothing"
 
 

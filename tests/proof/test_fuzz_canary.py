@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvpool.testing import ModelPlan, ModelPool
-from kvpool.testing.model_blocks import Sequence, Step, public_call
+from kvpool.testing.model_blocks import Row, Sequence, Step, public_call
 from proof.machine.machine import run
 
 
@@ -22,6 +22,15 @@ class Unchecked(ModelPool):
 
     def check(self) -> None:
         """See nothing."""
+
+
+class NoHold(Unchecked):
+    """The source of a pending copy is given up with its last reference."""
+
+    def _release(self, block: int) -> None:
+        holds, self._holds = self._holds, []
+        super()._release(block)
+        self._holds = holds
 
 
 class FloorIgnored(Unchecked):
@@ -70,6 +79,63 @@ class CopyOneTokenShort(Unchecked):
         return step
 
 
+class RollbackForgetsBlock(Unchecked):
+    """Rollback drops an appended block from the table but not from the books."""
+
+    def _undo(self, row: Row) -> None:
+        seq = self._find(row.handle)
+        if seq is not None and row.num_appended:
+            row.num_appended -= 1
+            self._limbo.append((seq.table.pop(), 0))
+        super()._undo(row)
+
+
+class RollbackKeepsReplacement(Unchecked):
+    """Rollback restores lengths, but leaves the row on the uncopied block."""
+
+    def _undo(self, row: Row) -> None:
+        seq = self._find(row.handle)
+        if seq is not None:
+            for i, old, new in row.replaced:
+                self._holds.remove(old)
+                seq.table[i] = new
+                self._release(old)
+            row.replaced = []
+        super()._undo(row)
+
+
+class ReleaseOldestFirst(Unchecked):
+    """Blocks leave a table from its front."""
+
+    def _pop_blocks(self, seq: Sequence, length: int) -> None:
+        dropped = seq.table[length:]
+        del seq.table[length:]
+        for block in dropped:
+            self._release(block)
+
+
+class EpochNotBumped(Unchecked):
+    """A replaced entry goes unnoticed by other plans."""
+
+    def _begin(self, plan: ModelPlan, batch: list[Sequence], needs: list) -> Step:
+        epochs = [seq.epoch for seq in batch]
+        step = super()._begin(plan, batch, needs)
+        for seq, epoch in zip(batch, epochs, strict=True):
+            seq.epoch = epoch
+        return step
+
+
+class DoubleFreeClamped(Unchecked):
+    """A reference count stops at zero instead of telling."""
+
+    @public_call
+    def _blocks_decref(self, ids: Any) -> None:
+        """Drop what is there."""
+        blocks = [block for block in self._ids("decref", ids) if self._raw.get(block)]
+        self._drop_raw(blocks)
+        self._chain("decref", *blocks)
+
+
 class OutOfBlocksLeaks(Unchecked):
     """A step that fails keeps a block."""
 
@@ -80,6 +146,14 @@ class OutOfBlocksLeaks(Unchecked):
             if self._blank:
                 self._raw[self._blank.pop()] = 1
             raise
+
+
+class GenerationNotBumped(Unchecked):
+    """A reused slot gets the handle of the sequence before."""
+
+    def _close(self, seq: Sequence) -> None:
+        super()._close(seq)
+        self._generations[seq.handle & 0xFFFFF] -= 1
 
 
 class ForkSharesReserved(Unchecked):
@@ -94,6 +168,15 @@ class ForkSharesReserved(Unchecked):
         for child in children:
             child.ancestors = [*parent.ancestors, (parent.handle, self._next_step - 1)]
         return np.array([child.handle for child in children], np.int64)
+
+
+class DoneOutOfOrder(Unchecked):
+    """A younger step that is done first does not wait for the older ones."""
+
+    @public_call
+    def done(self, plan: ModelPlan) -> None:
+        """Pass at once."""
+        self._pass(self._pending_step("done", plan))
 
 
 class DrainIgnoresFence(Unchecked):
@@ -112,6 +195,20 @@ class EvictsNewest(Unchecked):
         block = super()._evict_oldest()
         self._lru.reverse()
         return block
+
+
+class WatermarkIgnored(Unchecked):
+    """`open` takes the blocks that growth needs."""
+
+    def __init__(self, *args: Any, watermark: int = 0, **options: Any) -> None:
+        super().__init__(*args, **options)
+
+
+class DeferredForgotten(Unchecked):
+    """A deferred close never happens."""
+
+    def _drain(self) -> None:
+        self._deferred.clear()
 
 
 class DirtyRowMissed(ModelPlan):
@@ -146,11 +243,17 @@ CORRUPTING = [
     CommittedWrittenInPlace,
     SharedWrittenInPlace,
     CopyOneTokenShort,
+    RollbackKeepsReplacement,
     DrainIgnoresFence,
 ]
 
 
-@pytest.mark.parametrize("pool", BROKEN_POOLS)
+SLOW = {RollbackKeepsReplacement, NoHold, EpochNotBumped, RollbackForgetsBlock}
+
+
+@pytest.mark.parametrize(
+    "pool", [pytest.param(pool, marks=pytest.mark.long) if pool in SLOW else pool for pool in BROKEN_POOLS]
+)
 def test_machine_broken_pool_is_detected_by_the_model(pool: type) -> None:
     convict(pool, ModelPlan, SOUND)
 

@@ -28,9 +28,38 @@ def test_json_has_every_operation_and_state(capsys):
     assert sum(facts["operations"].values()) == facts["calls"]
 
 
+def test_same_seed_makes_the_same_calls(capsys):
+    argv = ("--ops", "3000", "--seed", "9", "--jobs", "1")
+    assert facts_of(capsys, *argv)[1]["operations"] == facts_of(capsys, *argv)[1]["operations"]
+
+
 def test_processes_share_the_calls(capsys):
     _, facts = facts_of(capsys, "--ops", "20000", "--seed", "4", "--jobs", "2")
     assert facts["calls"] >= 20000 and facts["runs"] >= 6
+
+
+def test_text_is_a_table(capsys):
+    assert main(["--ops", "3000", "--seed", "4", "--jobs", "1"]) == 0
+    out = capsys.readouterr().out
+    for words in ("calls/s", "rollback", "prefix_hits", "no finding"):
+        assert words in out
+
+
+def test_sizes_are_passed_on(capsys, monkeypatch):
+    seen = []
+    monkeypatch.setattr("proof.fuzz.hunt.Driver", spy(seen))
+    facts_of(capsys, "--ops", "3000", "--seed", "4", "--jobs", "1", "--blocks", "9", "--block-size", "3")
+    assert seen and all((pool["num_blocks"], pool["block_size"]) == (9, 3) for pool in seen)
+
+
+def spy(seen):
+    from proof.fuzz._fuzz import Driver
+
+    def make(shape, *rest):
+        seen.append(shape.pool)
+        return Driver(shape, *rest)
+
+    return make
 
 
 def test_finding_is_printed_as_a_test_and_can_be_made_again(capsys, monkeypatch):

@@ -6,7 +6,7 @@ from kvpool import Pool
 from proof.fuzz._broken import broken
 from proof.fuzz._fuzz import Driver
 from proof.fuzz.hunt import hunt
-from proof.fuzz.shape import EVICTIONS, OPERATIONS, STATES, big_shape, draw_shape
+from proof.fuzz.shape import EVICTIONS, OPERATIONS, STATES, big_shape, draw_shape, faces
 
 RUNS = 150
 CALLS = 1500
@@ -47,6 +47,14 @@ def test_runs_with_more_namespaces_than_are_kept_sweep_them():
     for shape in crowds[:3]:
         _, _, (_, states) = run(shape, 3000)
         assert states["sweeps"], shape
+
+
+def test_same_seed_same_run():
+    assert run(draw_shape(5)) == run(draw_shape(5))
+
+
+def test_other_seed_other_run():
+    assert run(draw_shape(5)) != run(draw_shape(6))
 
 
 def test_recorded_run_replays_the_same_calls():
@@ -103,3 +111,9 @@ PLANTED = ("shared block compacted", "committed block compacted", "copy missing 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_runs_of_large_pools_find_what_is_planted_into_evictions(fault):
     assert hunt_large(broken(fault)).finding is not None
+
+
+def test_dice_give_every_enabled_operation_a_face():
+    dice = faces({"step": 1000.0, "close": 0.001})
+    assert len(dice) == len(OPERATIONS) and sum(dice) == 256
+    assert dice[OPERATIONS.index("close")] == 1 and dice[OPERATIONS.index("fork")] == 0

@@ -63,6 +63,10 @@ def test_contents_convict_a_rule_that_pool_and_books_have_wrong():
     assert all("does not read its token" in finding for finding in found), found
 
 
+def test_same_seed_same_run():
+    assert run(draw_group_shape(5)) == run(draw_group_shape(5)) != run(draw_group_shape(6))
+
+
 def test_any_part_of_a_program_is_a_program():
     driver = GroupDriver(draw_group_shape(12))
     driver.replay(driver.words(0, 1500)[::3])

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import kvpool
 from kvpool.cli import fuzz, main
 from kvpool.testing.fuzz_pool import OPERATIONS, RAISED, Pair, Program, hunt_pool
 from proof.fuzz._broken import broken
@@ -63,6 +64,18 @@ def test_script_of_a_finding_passes_on_a_sound_pool(tmp_path):
     space = {}
     exec(report.script, space)
     space["test_fuzz_pool"]()
+
+
+def test_same_seed_makes_the_same_calls(capsys):
+    made = [facts_of(capsys, "--ops", "1000", "--seed", "9")[1] for _ in range(2)]
+    assert made[0]["calls"] == made[1]["calls"] == 1000 and made[0]["finding"] is None
+
+
+def test_sizes_are_passed_on(capsys, monkeypatch):
+    seen = []
+    monkeypatch.setattr(fuzz.kvpool, "Pool", lambda **options: seen.append(options) or kvpool._core.Pool(**options))
+    facts_of(capsys, "--ops", "400", "--seed", "4", "--blocks", "9", "--block-size", "3")
+    assert seen and all((pool["num_blocks"], pool["block_size"]) == (9, 3) for pool in seen)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,21 @@ class Unchecked(ModelPool):
         """See nothing."""
 
 
+class PendingCommitted(Unchecked):
+    """Tokens can be committed before they are computed."""
+
+    def _done_length(self, seq: Sequence) -> int:
+        return seq.num_tokens
+
+
+class ForkCommitsPending(Unchecked):
+    """A fork of a pending row is believed to be computed."""
+
+    def _done_length(self, seq: Sequence) -> int:
+        seq.forked_in = None
+        return super()._done_length(seq)
+
+
 class ParentIsNotCompared(Unchecked):
     """A block is found by its own tokens, whatever is before it."""
 
@@ -70,11 +85,47 @@ class EvictedIsFound(Unchecked):
         return block
 
 
+class FlushedIsFound(Unchecked):
+    """A flush forgets only what nobody uses."""
+
+    def _forget(self, node: Any) -> None:
+        if not self._refcount(node.block):
+            super()._forget(node)
+
+
+class LastTokenIsFound(Unchecked):
+    """A prompt that is cached as a whole leaves nothing to compute."""
+
+    def _prompt_hits(self, tokens: list[int], namespace: bytes) -> list[int]:
+        return self._hits(tokens, namespace, len(tokens) // self.block_size)
+
+
 class HitStaysEvictable(Unchecked):
     """A hit is found, but not pinned."""
 
     def _touch(self, block: int) -> None:
         self._cached_at.pop(block, None)
+
+
+class HitsAreNotSubtracted(Unchecked):
+    """Evictable hits count as blocks that can be taken."""
+
+    def _out_of_blocks(self, *args: Any, lost: int = 0, **options: Any) -> None:
+        super()._out_of_blocks(*args, **options)
+
+    def _prompt_hits(self, tokens: list[int], namespace: bytes) -> list[int]:
+        return super()._prompt_hits(tokens, namespace)[: len(self._blank)]
+
+
+class DuplicateIsCached(Unchecked):
+    """A duplicate goes to the LRU when it is released, as if it could be found."""
+
+    def _leave(self, block: int) -> None:
+        if block in self._stands_for and self._block_node(block) is None:
+            self._blank.insert(0, block)
+            self._blank_committed(block)
+        else:
+            super()._leave(block)
 
 
 class CanonicalNotHeld(Unchecked):
@@ -86,6 +137,15 @@ class CanonicalNotHeld(Unchecked):
         self._held_canonicals = held
 
 
+class CanonicalLeaks(Unchecked):
+    """A duplicate that is gone still holds its canonical block."""
+
+    def _release(self, block: int) -> None:
+        held, self._held_canonicals = self._held_canonicals, {-i: b for i, b in self._held_canonicals.items()}
+        super()._release(block)
+        self._held_canonicals = held
+
+
 class CopyIsPublished(Unchecked):
     """What a row says is in a block can be found before the copy that brings it has run."""
 
@@ -93,6 +153,42 @@ class CopyIsPublished(Unchecked):
         pending, self._pending = self._pending, []
         super()._publish(seq)
         self._pending = pending
+
+
+class WaitingIsForgotten(Unchecked):
+    """Blocks that were held back are not published when their step has passed."""
+
+    def _publish_waiting(self) -> None:
+        """Publish nothing."""
+
+
+class WaitingIsPassed(Unchecked):
+    """A block behind one that is held back does not wait for it."""
+
+    def _publish(self, seq: Sequence) -> None:
+        super()._publish(seq)
+        published, seq.published = seq.published, seq.published + 1
+        super()._publish(seq)
+        seq.published = max(published, min(seq.published, len(seq.tokens) // self.block_size))
+
+
+class HeldIsKeptByRollback(Unchecked):
+    """A copy that never ran stays committed, and its row goes on as if it had."""
+
+    def rollback(self, plan: Any) -> None:
+        """Restore everything but what was committed."""
+        held, tokens = set(self._held_back), dict(self._block_tokens)
+        super().rollback(plan)
+        for block in held - self._held_back:
+            self._committed.add(block)
+            self._block_tokens[block] = tokens[block]
+
+
+class RowsOfABatchAreJudgedAlone(Unchecked):
+    """Two rows of one commit may tell different tokens of a block that they share."""
+
+    def _refuse_commit(self, seq: Sequence, row: list[int], told: dict[int, tuple[int, ...]]) -> None:
+        super()._refuse_commit(seq, row, dict(self._block_tokens))
 
 
 class StatsCountRefused(Unchecked):

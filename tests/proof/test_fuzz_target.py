@@ -1,5 +1,6 @@
 """`kvpool fuzz --target`: somebody else's allocator or backend, through its adapter."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -246,11 +247,32 @@ class RaisesInCopies(NumpyBackend):
             raise IndexError("copies are out of range")
 
 
+class Asserts(NumpyBackend):
+    """Says nothing about what is wrong."""
+
+    def copy_blocks(self, plan):
+        if plan.copies.size:
+            raise AssertionError
+
+
+def any_allocator(*args, **options):
+    return sound(*args, **options)
+
+
+def any_backend(*args, **options):
+    return NumpyBackend(*args, **options)
+
+
 def no_allocator(num_blocks, block_size):
     return [num_blocks, block_size]
 
 
 HERE = __name__
+
+
+def test_numpy_integers_are_integers():
+    report = hunt_target(InNumpy, calls=2000)
+    assert report.finding is None, report.script
 
 
 @pytest.mark.parametrize(
@@ -270,6 +292,14 @@ def test_exception_of_an_allocator_is_a_finding(capsys, factory, what):
     assert json.loads(capsys.readouterr().out)["script"] == facts["script"]
 
 
+def test_command_that_repeats_has_the_sizes(capsys):
+    argv = ["--blocks", "4", "--block-size", "3"]
+    assert main(["fuzz", "--target", "seed_allocator:Adapter", "--ops", "1e5", "--seed", "2", *argv, "--json"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert " ".join(argv) in facts["again"] and "Adapter(num_blocks=4, block_size=3)" in facts["script"]
+    assert_repeats(capsys, facts)
+
+
 @pytest.mark.parametrize("sizes", [[], ["--blocks", "9", "--block-size", "4"]])
 def test_exception_of_a_backend_is_a_finding(capsys, few_cases, sizes):
     argv = ["fuzz", "--target", f"{HERE}:RaisesInCopies", "--ops", "2000", "--seed", "3", *sizes, "--json"]
@@ -280,6 +310,75 @@ def test_exception_of_a_backend_is_a_finding(capsys, few_cases, sizes):
     turns = re.search(r"play\(\[([\d, ]*)\]\)", facts["script"])[1].split(", ")
     assert len(turns) <= 5, facts["script"]
     assert_repeats(capsys, facts)
+
+
+def test_assert_without_a_message_is_a_finding(capsys, few_cases):
+    assert main(["fuzz", "--target", f"{HERE}:Asserts", "--ops", "2000", "--seed", "3", "--json"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["finding"] == "an assert without a message failed" and facts["script_fails"]
+    assert_repeats(capsys, facts)
+
+
+def test_backend_that_fails_once_is_a_finding_and_its_script_is_said_to_pass(capsys, monkeypatch, few_cases):
+    written = itertools.count()
+
+    class FailsOnce(NumpyBackend):
+        def write(self, *args):
+            if next(written) == 50:
+                raise IndexError("once")
+            super().write(*args)
+
+    report = hunt_backend(FailsOnce, 1, calls=200)
+    assert (report.finding, report.script_fails) == ("exception: IndexError: once", False)
+    assert f".play({list(range(20))})" in report.script, "the whole run"
+    written = itertools.count()
+    monkeypatch.setitem(globals(), "FailsOnce", FailsOnce)
+    assert main(["fuzz", "--target", f"{HERE}:FailsOnce", "--ops", "200", "--seed", "1"]) == 1
+    assert "fails only sometimes: the script below may pass" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_allocator_that_fails_once_is_a_finding_and_its_script_is_said_to_pass():
+    asked = itertools.count()
+
+    class FailsOnce(InNumpy):
+        def table(self, seq):
+            if next(asked) == 50:
+                raise IndexError("once")
+            return super().table(seq)
+
+    report = hunt_target(FailsOnce, 1, calls=2000)
+    assert (report.finding, report.kind) == ("exception: table raised IndexError: once", "exception")
+    assert not report.script_fails and "# exception: table raised IndexError: once\n" in report.script
+    assert report.script.count("checked.") > 10, "the whole run"
+
+
+def test_case_that_fails_once_is_a_finding_and_its_script_is_said_to_pass(few_cases):
+    tried = itertools.count()
+
+    def a_case_that_fails_once(factory):
+        if next(tried) == 0:
+            raise IndexError("once")
+
+    conformance.CASES.append(a_case_that_fails_once)
+    report = hunt_backend(NumpyBackend, 1, calls=20)
+    assert report.finding.endswith("IndexError: once") and not report.script_fails
+
+
+@pytest.mark.parametrize("target", ["any_allocator", "any_backend"])
+def test_factory_that_takes_anything_is_judged_by_what_it_makes(capsys, few_cases, target):
+    assert main(["fuzz", "--target", f"{HERE}:{target}", "--ops", "20", "--json"]) == 0
+    assert ("cases" in json.loads(capsys.readouterr().out)) == (target == "any_backend")
+
+
+def never_made(**sizes):
+    """Can be an allocator only."""
+    raise IndexError(f"no room for {sizes['num_blocks']} blocks")
+
+
+def test_factory_of_nothing_but_names_that_raises_is_a_finding(capsys):
+    assert main(["fuzz", "--target", f"{HERE}:never_made", "--ops", "20"]) == 1
+    assert "the factory raised IndexError: no room for" in capsys.readouterr().out
 
 
 def test_cases_that_a_backend_fails_are_a_finding(capsys, few_cases):

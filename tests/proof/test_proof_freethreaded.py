@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tarfile
 
 import pytest
 
@@ -10,7 +11,7 @@ import proof.__main__ as table
 from kvpool.errors import ConcurrentUse
 from kvpool.testing import RecordedPool
 from proof import SHORT, freethreaded, freethreaded_run, interpreter
-from proof.callers import Caller, Wrong
+from proof.callers import Caller, Rude, Wrong
 
 SEEDS = (1, 2, 3, 4)  # one for each kind of pool
 
@@ -75,6 +76,22 @@ def test_pool_that_does_something_else_is_detected(kind, monkeypatch):
         freethreaded_run.shared(4_000, 1)
 
 
+def test_refusal_because_of_other_threads_is_a_finding_of_rude_callers_too(monkeypatch):
+    pools_of(Refusing, monkeypatch)
+    with pytest.raises(ConcurrentUse):
+        freethreaded_run.rude(4_000, 1)
+
+
+def test_rude_callers_take_the_sequences_of_others():
+    pool, everybody = freethreaded_run.new_pool(0), []
+    callers = [Rude(pool, number, 1, everybody) for number in range(3)]
+    for _ in range(20):
+        for caller in callers:
+            caller.run(20)
+    own = set(callers[0].lengths)
+    assert any(set(callers[0].some()) - own for _ in range(50))
+
+
 # ---------------------------------------------------------------------- the gate, the interpreter
 
 
@@ -90,6 +107,22 @@ def test_gate_without_an_interpreter_says_so_and_is_left_out_of_the_table(empty)
         assert [figure.holds for figure in made] == [False]
         assert "make freethreaded" in made[0].notes
     assert list(table.reasons()) == ["freethreaded"]
+
+
+def test_gate_with_an_interpreter_is_in_the_table(empty, monkeypatch):
+    for kind in interpreter.KINDS:
+        (empty / kind).mkdir()
+        (empty / kind / "made").touch()
+    monkeypatch.setattr(freethreaded, "refused", lambda: None)
+    assert table.reasons() == {}
+    monkeypatch.setattr(freethreaded, "refused", lambda: "setarch is refused")
+    assert table.reasons() == {"freethreaded": "setarch is refused"}
+
+
+def test_table_names_the_gates_that_were_not_run(monkeypatch, capsys):
+    monkeypatch.setattr(table, "reasons", lambda: dict.fromkeys(table.GATES, "no interpreter"))
+    assert table.main([]) == 0
+    assert "not run: freethreaded: no interpreter" in capsys.readouterr().out
 
 
 def test_finding_is_the_last_line_of_the_child(monkeypatch):
@@ -121,6 +154,58 @@ def test_report_that_names_nothing_of_ours_is_the_interpreters(monkeypatch):
         freethreaded, "run", lambda *given, **more: subprocess.CompletedProcess([], 66, '{"calls": 1}', text)
     )
     assert freethreaded.child("free-tsan", "shared", 1, 1) == ({"calls": 1, "reports": 0}, "")
+
+
+def test_source_is_taken_from_the_first_suite_that_has_it(empty, monkeypatch):
+    asked = []
+
+    def apt(suite, *arguments, cwd):
+        asked.append((suite, arguments[0]))
+        if suite == "sid" and arguments[0] == "source":
+            return False
+        if arguments[0] == "source":
+            (empty / "Python-3").mkdir()
+            (empty / "Python-3" / "configure").touch()
+            with tarfile.open(cwd / f"{arguments[-1]}_3.orig.tar.xz", "w:xz") as tar:
+                tar.add(empty / "Python-3", "Python-3")
+        return True
+
+    monkeypatch.setattr(interpreter, "apt", apt)
+    assert interpreter.source() == interpreter.source() == empty / "source" / "Python-3"
+    assert asked == [("sid", "update"), ("sid", "source"), ("trixie", "update"), ("trixie", "source")]
+
+
+def test_missing_python_source_raises(empty, monkeypatch):
+    monkeypatch.setattr(interpreter, "apt", lambda *given, cwd: False)
+    with pytest.raises(RuntimeError, match=r"no source of python3\.14 or python3\.13"):
+        interpreter.source()
+
+
+def test_apt_is_given_a_list_of_its_own(empty, monkeypatch):
+    given = []
+    monkeypatch.setattr(interpreter, "mirror", lambda: "http://mirror.example/debian/")
+    ended = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(interpreter.subprocess, "run", lambda command, **more: given.append(command) or ended)
+    assert interpreter.apt("sid", "update", cwd=empty)
+    listed = empty / "apt" / "sid" / "suite.sources"
+    assert "Types: deb-src\nURIs: http://mirror.example/debian/\nSuites: sid\n" in listed.read_text()
+    (command,) = given
+    assert f"Dir::Etc::sourcelist={listed}" in command and "Dir::Etc::sourceparts=/dev/null" in command
+    assert all(str(empty) in part for part in command if part.startswith(("Dir::State", "Dir::Cache")))
+
+
+def test_machine_without_apt_is_reported(monkeypatch, capsys):
+    monkeypatch.setattr(interpreter.shutil, "which", lambda name: None)
+    assert interpreter.main() == 2
+    assert "Debian" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the interpreter is built on Debian")
+def test_machine_without_headers_names_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(interpreter.shutil, "which", lambda name: name)
+    monkeypatch.setattr(interpreter, "HEADERS", {"no/such.h": "libno-dev"})
+    assert interpreter.main() == 2
+    assert "apt-get install libno-dev" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- this very interpreter

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from kvpool.errors import PoolClosed
+from proof.simulation import simulator
 from proof.simulation.faults import FAULTS, convict
 from proof.simulation.host import Host, Kit
 from proof.simulation.simulator import Failure, simulate
@@ -72,3 +73,11 @@ def test_pool_of_a_failed_simulation_is_released():
         simulate(1, 1, Kit(Pool=Remembered, shape=FAULTS["no fence"].shape))
     with pytest.raises(PoolClosed):
         pools[0].stats()
+
+
+def test_command_says_what_happened_and_fails_when_something_is_wrong(capsys, monkeypatch):
+    assert simulator.main(["--seed", "5", "--steps", "300"]) == 0
+    assert "rollbacks" in capsys.readouterr().out
+    monkeypatch.setattr(simulator, "Kit", lambda: FAULTS["no fence"])
+    assert simulator.main(["--seed", "1", "--steps", "300"]) == 1
+    assert "stale read" in capsys.readouterr().out

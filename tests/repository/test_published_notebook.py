@@ -104,6 +104,15 @@ def test_tight_pool_of_eight_blocks_finishes_all_in_no_more_iterations_than_the_
     assert sum(output.preemptions for output in run.outputs.values()) == run.preemptions
 
 
+def test_smaller_max_batch_costs_iterations_and_delays_the_last():
+    """Exercise 2, throughput against latency: the notebook's iterations for each batch."""
+    found = {batch: serve(four_requests(), ARRIVALS, num_blocks=64, max_batch=batch) for batch in (8, 2, 1)}
+    assert {batch: run.iterations for batch, run in found.items()} == NOTEBOOK_BY_MAX_BATCH
+    mean = {batch: np.mean(list(run.finished_at.values())) for batch, run in found.items()}
+    assert mean[8] < mean[2] < mean[1]
+    assert max(found[1].running) == 1 and max(found[2].running) == 2
+
+
 def test_common_prefix_saves_its_full_blocks():
     """Exercise 3: 20 common tokens are 5 blocks; beside the first, each of three more requests saves them."""
     common = np.random.default_rng(3).integers(VOCABULARY, size=20)
@@ -130,3 +139,30 @@ def test_samples_of_one_prompt_share_its_blocks_and_copy_one_tail():
     assert pool.stats().cow_copies == 1
     assert max(used) == 9  # 5 common ones, and 2 each for positions 20 .. 24; the tail is held while it is copied
     assert pool.stats().used == 0
+
+
+@pytest.mark.parametrize("num_blocks", [64, 14])
+def test_sixteen_random_requests_stay_below_static_reservation(num_blocks):
+    """Exercise 4: random arrivals and lengths; with plenty of blocks, and with a quarter of the peak."""
+    rng = np.random.default_rng(16)
+    requests = [
+        Request(rng.integers(VOCABULARY, size=rng.integers(2, 16)), int(rng.integers(4, 33)), id=i) for i in range(16)
+    ]
+    run = serve(requests, np.sort(rng.integers(0, 40, size=16)).tolist(), num_blocks)
+    static = 8 * max(math.ceil((r.prompt.size + r.max_tokens) / BLOCK_SIZE) for r in requests)
+    assert len(run.outputs) == 16
+    assert max(run.used) < static
+    assert (run.preemptions > 0) == (num_blocks == 14)
+
+
+def test_eos_ends_a_sequence_early():
+    """Exercise 5: the token that a request generates sixth ends it there; the others go on to their length."""
+    plain = serve(four_requests(), ARRIVALS, num_blocks=64)
+    requests = four_requests()
+    sixth = int(plain.outputs[1].tokens[5])
+    requests[1] = Request(PROMPTS[1], MAX_TOKENS[1], id=1, eos=(sixth,))
+    run = serve(requests, ARRIVALS, num_blocks=64)
+    assert run.outputs[1].finish_reason == "eos"
+    assert run.outputs[1].tokens.tolist() == plain.outputs[1].tokens[:6].tolist()
+    assert run.iterations < plain.iterations
+    assert [run.outputs[i].tokens.size for i in (0, 2, 3)] == [10, 8, 18]

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_models import on_cpu, solo_tokens, tiny_llama
-from test_published_notebook import ARRIVALS, BLOCK_SIZE, MAX_TOKENS, NOTEBOOK_PLENTY, PROMPTS
+from test_published_notebook import ARRIVALS, BLOCK_SIZE, MAX_TOKENS, NOTEBOOK_PLENTY, NOTEBOOK_TIGHT, POLICIES, PROMPTS
 
 from kvpool import Pool
 from kvpool.adapters.mlx_lm.engine import Engine
@@ -64,6 +64,14 @@ def test_four_requests_match_solo_greedy_in_the_notebooks_iterations(model):
     assert stats.preemptions == 0
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tight_pool_of_eight_blocks_matches_solo_greedy(model, policy):
+    done, iterations, peak, stats = four(model, 8, preempt=policy)
+    assert len(done) == 4 and peak <= 8
+    assert iterations <= NOTEBOOK_TIGHT.iterations
+    assert stats.preemptions <= NOTEBOOK_TIGHT.preemptions
+
+
 def test_common_prefix_is_computed_once(model):
     rng = np.random.default_rng(3)
     common = rng.integers(320, size=20).tolist()
@@ -73,6 +81,24 @@ def test_common_prefix_is_computed_once(model):
     assert apart - shared == 15
     assert stats.prefill_tokens == 22 + 3 * 2
     assert [done[i].samples[0].output.num_cached for i in range(4)] == [0, 20, 20, 20]
+
+
+def test_sixteen_random_requests_match_solo_greedy_in_few_blocks(model):
+    rng = np.random.default_rng(16)
+    prompts = [rng.integers(320, size=rng.integers(2, 16)).tolist() for _ in range(16)]
+    limits = rng.integers(4, 33, size=16).tolist()
+    done, _, peak, stats = serve(model, prompts, limits, np.sort(rng.integers(0, 40, size=16)).tolist(), 14)
+    static = 8 * max(-(-(len(p) + n) // BLOCK_SIZE) for p, n in zip(prompts, limits, strict=True))
+    assert len(done) == 16 and peak < static
+    assert stats.preemptions > 0
+
+
+def test_real_eos_ends_sequences_early(model):
+    plain, iterations, _, _ = four(model, 64)
+    eos = int(plain[1].tokens[5])
+    done, sooner, _, _ = four(model, 64, eos=eos)
+    assert done[1].samples[0].finish_reason == "eos"
+    assert len(done[1].tokens) <= 6 and sooner < iterations
 
 
 def test_model_has_the_notebooks_shape(model):

@@ -104,12 +104,39 @@ def test_stranger_is_refused(server, path, text):
 
 
 @pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": "bearer two"},
+        {"x-api-key": "one"},
+        {"x-api-key": "three", "Authorization": "Bearer one"},
+        {"x-api-key": "two", "Authorization": "Bearer three"},
+    ],
+)
+def test_either_header_may_have_the_key(server, headers):
+    assert server.get("/v1/models", **headers)[0] == 200
+
+
+def test_path_with_a_slash_is_not_found_and_leads_nowhere(server):
+    assert server.get("/health/", Host="evil.example")[0] == 404
+
+
+def test_health_needs_no_key(server):
+    assert server.get("/health")[0] == server.get("/ready")[0] == 200
+
+
+@pytest.mark.parametrize(
     ("host", "due"),
     [("evil.example", 421), ("", 421), ("localhost.evil.example", 421), ("example.test:80", 200), ("[::1]", 200)],
 )
 def test_page_of_another_name_cannot_reach_the_server(server, host, due):
     assert server.post("/v1/completions", SHORT, Host=host, **KEY)[0] == due
     assert server.get("/health", Host=host)[0] == due
+
+
+def test_only_json_is_read(server):
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
+        assert server.post("/v1/completions", SHORT, **{"Content-Type": kind}, **KEY)[0] == 415
+    assert server.post("/v1/completions", SHORT, **{"Content-Type": "application/json; charset=utf-8"}, **KEY)[0] == 200
 
 
 def test_long_bodies_are_refused_however_they_come(server):
@@ -122,6 +149,13 @@ def test_long_bodies_are_refused_however_they_come(server):
         )
     assert connection.getresponse().status == 413
     connection.close()
+
+
+def test_other_methods_and_paths_are_refused(server):
+    assert server.get("/v1/completions", **KEY)[0] == 405
+    assert server.get("/nothing", **KEY)[0] == 404
+    answers = {name for name in server.metrics(**KEY) if name.startswith("kvpool_http_answers_total")}
+    assert 'kvpool_http_answers_total{path="other",status="404"}' in answers, "clients make no labels"
 
 
 def test_prefixes_are_found_within_a_tenant_and_a_salt_only(server):
@@ -144,6 +178,20 @@ def test_half_open_connections_hold_nobody_up(server):
             one = stack.enter_context(socket.create_connection((host, int(port))))
             one.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Le")
         assert server.post("/v1/completions", SHORT, **KEY)[0] == 200
+
+
+def test_crowd_is_served_one_after_the_other_or_told_to_come_again(server):
+    statuses = []
+
+    def ask():
+        statuses.append(server.post("/v1/completions", SHORT, **KEY)[0])
+
+    threads = [threading.Thread(target=ask) for _ in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(statuses) <= {200, 429} and statuses.count(200) >= 1 and len(statuses) == 24
 
 
 def listed(one, count):

@@ -65,6 +65,14 @@ def test_stream_tells_the_same_piece_by_piece(client, say):
     assert message.stop_reason in ("end_turn", "max_tokens") and message.usage.output_tokens > 3
 
 
+def test_stop_sequence_that_came_is_named(client, say):
+    text = say(ASKED).text
+    stops = ["never", text[6:8], text[9:]]
+    answer = client.messages.create(messages=ASKED, stop_sequences=stops, **BODY)
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", text[6:8])
+    assert answer.content[0].text == text[: text.index(text[6:8])]
+
+
 class Ended:
     """A run that is over, with this text."""
 
@@ -144,3 +152,12 @@ def test_refusal_has_the_form_and_names_the_field(client, error, field, body):
     with pytest.raises(getattr(anthropic, error), match=field) as refusal:
         client.messages.create(**({"messages": ASKED} | BODY | body))
     assert refusal.value.body["type"] == "error"
+
+
+def test_stranger_is_refused(server):
+    import anthropic
+
+    with pytest.raises(anthropic.AuthenticationError):
+        anthropic.Anthropic(base_url=server.facts["url"], api_key="other", max_retries=0).messages.create(
+            messages=ASKED, **BODY
+        )

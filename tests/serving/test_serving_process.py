@@ -76,6 +76,24 @@ def read_to_the_end(connection):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("begun", [b"", b"G", HEAD, HEAD + b"Content-Length: 2\r\n"], ids=len)
+def test_connection_without_a_request_is_closed(begun):
+    server = Server("--num-blocks", "40", program=told("process.HEAD_SECONDS = 0.5"))
+    try:
+        with opened(server) as connection:
+            for byte in begun:
+                connection.sendall(bytes([byte]))
+            assert read_to_the_end(connection) == b""
+        with contextlib.closing(server.connect()) as slow:  # uvicorn's own timer, after an answer
+            slow.request("GET", "/health")
+            assert slow.getresponse().read()
+            assert slow.sock.recv(1) == b""
+    finally:
+        status, errors = server.stop()
+    assert status == 0 and "Traceback" not in errors, errors
+
+
+@pytest.mark.long
 def test_request_longer_than_the_time_between_two_keeps_its_connection():
     server = Server("--num-blocks", "400", program=told("process.HEAD_SECONDS = 0.2"))
     try:
@@ -229,6 +247,20 @@ def test_more_connections_than_files_are_said_at_the_start():
 
 
 @pytest.mark.long
+def test_stream_whose_client_falls_behind_ends():
+    server = Server("--num-blocks", "3000", program=told("runner.UNREAD = 500"))
+    try:
+        with streaming(server, ENDLESS | {"n": 16, "logprobs": 20}) as connection:
+            while not server.metrics()["kvpool_requests_cancelled_total"]:
+                time.sleep(0.02)
+            assert b"reads too slowly" in read_to_the_end(connection)[-400:]
+        assert server.idle_metrics()['kvpool_blocks{state="used"}'] == 0
+    finally:
+        status, errors = server.stop()
+    assert status == 0 and "Traceback" not in errors, errors
+
+
+@pytest.mark.long
 def test_answer_that_is_not_read_does_not_keep_its_connection():
     server = Server("--num-blocks", "3000", program=told("process.READ_SECONDS = 0.3"))
     try:
@@ -248,6 +280,25 @@ def test_answer_that_is_not_read_does_not_keep_its_connection():
             assert length > 100_000 and found < length, "all of it came"
     finally:
         assert server.stop()[0] == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("half", [b"zz\r\n", b"5\r\nhello\r\nzz\r\n"], ids=len)
+def test_garbage_after_an_answer_has_begun_closes_the_connection_quietly(half):
+    server = Server("--num-blocks", "400")
+    try:
+        data = json.dumps(ENDLESS).encode()
+        with opened(server) as connection:
+            chunk = b"%x\r\n%s\r\n" % (len(data), data)
+            connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunk + half)
+            with contextlib.suppress(ConnectionError):
+                assert read_to_the_end(connection)[9:12] in (b"400", b"")
+        with streaming(server) as connection:
+            connection.sendall(b"\0\r\n\r\n" * 100)
+        assert server.idle_metrics()['kvpool_blocks{state="used"}'] == 0
+    finally:
+        status, errors = server.stop()
+    assert status == 0 and "Traceback" not in errors, errors
 
 
 @pytest.mark.long
@@ -329,3 +380,29 @@ def test_body_that_never_comes_ends_with_the_grace():
     server.process.wait(60)
     status, errors = server.stop()
     assert status == 0 and "Traceback" not in errors, errors
+
+
+@pytest.mark.long
+def test_second_signal_ends_the_process_at_once():
+    server = Server("--num-blocks", "400", "--grace", "600")
+    with streaming(server):
+        server.process.send_signal(signal.SIGINT)
+        while server.get("/ready")[0] != 503:
+            time.sleep(0.02)
+        time.sleep(0.7)
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(30) == 130
+    server.stop()
+
+
+@pytest.mark.long
+def test_second_process_finds_nothing_that_the_first_one_computed():
+    body = {"prompt": "Our merger price is 4711 million, do not tell anybody outside the board! " * 2, "max_tokens": 1}
+    found = []
+    for server in (Server("--num-blocks", "400"), Server("--num-blocks", "400")):
+        try:
+            answers = [server.post("/v1/completions", body)[1] for _ in range(2)]
+            found.append([one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in answers])
+        finally:
+            server.stop()
+    assert found[0] == found[1] and found[0][0] == 0 < found[0][1]

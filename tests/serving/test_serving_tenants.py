@@ -99,6 +99,17 @@ def test_request_that_waits_longer_than_its_timeout_is_told_so(server):
     assert server.post("/v1/completions", late | {"timeout": 300}, **KEY)[0] == 200
 
 
+def test_answer_is_cut_by_its_timeout(server):
+    long = TEXT | {"timeout": 3, "max_tokens": 7000}
+    status, answer = server.post("/v1/completions", long, **KEY)
+    assert status == 200 and answer["choices"][0]["finish_reason"] == "length"
+    assert 0 < answer["usage"]["completion_tokens"] < 7000 and answer["choices"][0]["text"]
+    status, text = server.raw("/v1/completions", long | {"stream": True}, **KEY)
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    reasons = [choice["finish_reason"] for event in events for choice in event["choices"]]
+    assert status == 200 and reasons.count("length") == 1 and set(reasons) == {None, "length"} and "[DONE]" in text
+
+
 @pytest.mark.parametrize(
     "wrong", [{"timeout": 0}, {"timeout": -1}, {"timeout": "1"}, {"timeout": 1e9}, {"priority": 1.5}, {"priority": "1"}]
 )
@@ -126,6 +137,27 @@ def test_client_that_hangs_up_while_it_waits_leaves_the_queue(server, path, body
             wait_for(server, decoding=1, waiting=due)
         wait_for(server, decoding=1, waiting=0)
     wait_for(server, decoding=0, waiting=0)
+
+
+def test_statistics_name_tenants_and_no_keys(server):
+    def tokens():
+        found = server.metrics(**KEY)
+        return [found[f'kvpool_tenant_tokens_total{{tenant="{name}"}}'] for name in ("alice", "bob")]
+
+    alice, bob = tokens()
+    assert server.post("/v1/completions", TEXT | {"max_tokens": 8, "cache_salt": "new"}, **as_tenant("two"))[0] == 200
+    assert tokens() == [alice, bob + len(TEXT["prompt"]) + 7]
+    text = server.get("/metrics", **KEY)[2]
+    assert 'kvpool_tenant_waiting{tenant="bob"} 0.0' in text and "three" not in text
+
+
+def test_keys_of_one_tenant_share_prefixes(server):
+    def cached(key):
+        status, answer = server.post("/v1/completions", {"prompt": "x" * 64, "max_tokens": 1}, **as_tenant(key))
+        assert status == 200
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert [cached("one"), cached("two"), cached("three")] == [0, 0, 48]
 
 
 @pytest.mark.parametrize(

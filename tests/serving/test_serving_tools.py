@@ -208,6 +208,52 @@ def test_stream_of_calls_that_is_closed_is_cancelled(server, client, messenger):
     assert after["kvpool_requests_cancelled_total"] == before + 2 and after['kvpool_blocks{state="used"}'] == 0
 
 
+def test_best_samples_are_those_with_the_highest_mean_logprob(client):
+    body = {"model": "tiny", "prompt": "The block", "max_tokens": 12, "seed": 5, "logprobs": 0}
+    body["logit_bias"] = {"256": -100}
+    every = client.completions.create(n=6, **body).choices
+    ranked = sorted(every, key=lambda one: -sum(one.logprobs.token_logprobs) / len(one.logprobs.token_logprobs))[:2]
+    best = client.completions.create(n=2, best_of=6, **body)
+    assert [one.text for one in best.choices] == [one.text for one in ranked] != [one.text for one in every[:2]]
+    for one, due in zip(best.choices, ranked, strict=True):
+        assert one.logprobs.token_logprobs == pytest.approx(due.logprobs.token_logprobs, abs=1e-4)
+    assert best.usage.completion_tokens == 6 * 12 and [one.index for one in best.choices] == [0, 1]
+
+
+@pytest.mark.parametrize("prompt", ["The block", [84, 72], ["a", "bc"]], ids=str)
+def test_echo_says_the_prompt_first_whole_and_in_pieces(client, prompt):
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 5, "temperature": 0, "n": 2}
+    plain, echoed = (client.completions.create(**body, echo=echo).choices for echo in (False, True))
+    texts = [""] * len(plain)
+    for chunk in client.completions.create(**body, echo=True, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert [one.text for one in echoed] == texts
+    begun = [text.removesuffix(one.text) for text, one in zip(texts, plain, strict=True)]
+    if not isinstance(prompt[0], int):
+        assert begun == [one for one in ([prompt] if isinstance(prompt, str) else prompt) for _ in range(2)]
+    assert len(begun[0]) == len(prompt if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt[0])
+
+
+def test_beams_differ_and_one_of_width_one_is_greedy(client):
+    body = {"model": "tiny", "prompt": "The block", "max_tokens": 6}
+    beams = client.completions.create(**body, n=3, extra_body={"use_beam_search": True, "length_penalty": 0.5})
+    assert len({one.text for one in beams.choices}) == 3
+    greedy = client.completions.create(**body, temperature=0).choices[0].text
+    assert client.completions.create(**body, extra_body={"use_beam_search": True}).choices[0].text == greedy
+
+
+def test_form_that_becomes_too_complex_ends_its_request_alone(server, client):
+    form = {"type": "grammar", "grammar": 'start: a{1,100000}\na: b{1,100000}\nb: "x" | "y" | ""'}
+    body = {"messages": ASKED, "max_tokens": 50, "n": 4, "response_format": form, "logit_bias": {"256": -100}}
+    with client.chat.completions.create(model="tiny", messages=ASKED, max_tokens=300, stream=True) as other:
+        status, answer = server.post("/v1/chat/completions", body)
+        assert status == 500 and "GrammarFailed" in answer["error"]["message"]
+        status, text = server.raw("/v1/chat/completions", body | {"stream": True})
+        assert "GrammarFailed" in text and "[DONE]" not in text
+        assert [chunk.choices[0].finish_reason for chunk in other][-1] in ("stop", "length")
+
+
 SLOW = {"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(40)]}
 
 

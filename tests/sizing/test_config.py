@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvpool import config
-from kvpool.config import LAYOUTS, KVSpec, blocks_for, describe_plan, parse_nbytes
+from kvpool.config import LAYOUTS, KVSpec, blocks_for, describe_plan, parse_nbytes, spec_from_config
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -36,6 +36,12 @@ def test_spec_of_llama_8b_takes_128_kib_per_token():
     assert spec.pool_nbytes(8192) == 16 * 2**30
 
 
+def test_spec_with_other_value_heads_counts_both_planes():
+    spec = KVSpec(2, 3, 192, "float32", 4, v_head_dim=128)
+    assert spec.token_nbytes == 2 * 3 * (192 + 128) * 4
+    assert spec.planes == (("k", 192), ("v", 128))
+
+
 def test_spec_sizes_do_not_overflow():
     spec = KVSpec(1000, 1000, 1000, "float32", 1000)
     assert spec.pool_nbytes(2**31) == 2**31 * 1000**4 * 8
@@ -62,6 +68,10 @@ def test_spec_with_bad_field_is_refused(fields, error, message):
     with pytest.raises(error, match=r"^\[KVSpec\] ") as caught:
         KVSpec(**({"num_layers": 2, "num_kv_heads": 2, "head_dim": 64} | fields))
     assert message in str(caught.value)
+
+
+def test_spec_accepts_numpy_integers_and_any_block_size():
+    assert KVSpec(np.int64(2), np.int32(2), 64, block_size=np.uint8(7)) == KVSpec(2, 2, 64, block_size=7)
 
 
 # ---------------------------------------------------------------------- layouts
@@ -113,12 +123,29 @@ def test_layout_block_has_the_planes_of_a_block_one_after_the_other():
     assert address == 5 * block + 2 * 4 * 2 * 13 + 4 * 2 * 8 + 3 * 2 * 5 + 5 + 2
 
 
+def test_layout_block_refuses_planes_that_would_not_be_aligned():
+    aligned = KVSpec(2, 1, 34, "float16", 1, 32, "block", v_bits=4, quant_group_size=32)
+    assert aligned.plane_layout("v", 2).offset * 4 == 68
+    with pytest.raises(ValueError, match=r"\[KVSpec\] layout 'block' cannot align words .*head_dim 33"):
+        KVSpec(2, 1, 33, "float16", 1, 32, "block", v_bits=4, quant_group_size=32)
+
+
 def test_latents_have_one_head():
     assert KVSpec(2, 1, 512, v_head_dim=64, latent=True).token_nbytes == 2 * 576 * 2
     with pytest.raises(ValueError, match=r"\[KVSpec\] latent attention has 1 KV head, not num_kv_heads 2"):
         KVSpec(2, 2, 512, latent=True)
     with pytest.raises(TypeError, match=r"\[KVSpec\] latent must be a bool, got int \(1\)"):
         KVSpec(2, 1, 512, latent=1)
+
+
+def test_layout_addresses_pass_32_bits():
+    at = KVSpec(80, 8, 128, block_size=16, layout="stacked").plane_layout("k", 2**20)
+    assert 79 * at.layer_stride + 7 * at.head_stride + (2**20 - 1) * at.block_stride > 2**40
+
+
+def test_plane_layout_of_an_unknown_plane_is_refused():
+    with pytest.raises(ValueError, match="plane is 'scale'"):
+        KVSpec(1, 1, 8).plane_layout("scale", 2)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +179,18 @@ def test_parse_nbytes_knows_units(text, nbytes):
     assert parse_nbytes(text) == nbytes
 
 
+@pytest.mark.parametrize("text", ["16", "16G", "GiB", "-1GiB", "1e3MB", "", "automatic", "16 GiB free"])
+def test_parse_nbytes_of_no_size_is_refused(text):
+    with pytest.raises(ValueError, match=r"\[memory\]"):
+        parse_nbytes(text)
+
+
+@pytest.mark.parametrize("memory", [True, 1.5, None, [1]])
+def test_parse_nbytes_of_a_wrong_type_is_refused(memory):
+    with pytest.raises(TypeError, match=r"\[memory\]"):
+        parse_nbytes(memory)
+
+
 @pytest.mark.parametrize("memory", [2**63, "99999999999999999999TiB", "9" * 400 + "B"])
 def test_parse_nbytes_beyond_64_bits_is_refused(memory):
     with pytest.raises(ValueError, match=r"^\[memory\] .* is too much, the limit is 2\^63 - 1 bytes$") as caught:
@@ -178,6 +217,18 @@ def test_blocks_for_a_metal_device_follows_the_working_set():
         assert part in size.how
 
 
+def test_blocks_for_takes_what_is_in_use_from_the_device():
+    spec, in_use = KVSpec(2, 2, 64), METAL | {"active_nbytes": 2**30}
+    expected = blocks_for("auto", spec, device_info=METAL, active_nbytes=2**30).budget_nbytes
+    assert blocks_for("auto", spec, device_info=in_use).budget_nbytes == expected
+    assert blocks_for("auto", spec, device_info=in_use, active_nbytes=0).budget_nbytes == expected + 2**30
+
+
+def test_blocks_for_a_small_metal_device_keeps_a_gib_for_overhead():
+    small = {"max_recommended_working_set_size": 4 * 2**30}
+    assert blocks_for("auto", KVSpec(2, 2, 64), device_info=small, fraction=0.5).budget_nbytes == 2**30
+
+
 def test_blocks_for_respects_the_largest_array_of_the_device():
     """A stacked layout puts all layers of k into one array; 9 GiB is the most that Metal allows here."""
     spec = KVSpec(32, 8, 128, layout="stacked")
@@ -188,11 +239,21 @@ def test_blocks_for_respects_the_largest_array_of_the_device():
     assert "max_buffer_length 4.00 GiB" in size.how
 
 
+def test_blocks_for_huge_memory_stays_within_int32_slots():
+    size = blocks_for("1000TiB", KVSpec(1, 1, 1, block_size=16))
+    assert size.num_blocks * 16 <= 2**31 - 1 < (size.num_blocks + 1) * 16
+    assert size.limited_by == "int32 slots"
+
+
 def test_blocks_for_auto_without_a_device_uses_available_ram(monkeypatch):
     monkeypatch.setattr(config, "available_memory_nbytes", lambda: 10 * 2**30)
     size = blocks_for("auto", KVSpec(32, 8, 128), device_info={"device_name": "cpu"})
     assert size.budget_nbytes == 5 * 2**30 - 2**30
     assert "available RAM" in size.how
+
+
+def test_available_memory_is_within_the_machine():
+    assert 2**20 < config.available_memory_nbytes() < 2**50
 
 
 def test_available_memory_is_limited_by_the_cgroup(monkeypatch):
@@ -240,6 +301,17 @@ def test_blocks_for_a_bad_number_is_refused(options, error):
         blocks_for("auto", KVSpec(1, 1, 8), device_info=METAL, **options)
 
 
+def test_blocks_for_something_else_than_a_spec_is_refused():
+    with pytest.raises(TypeError, match="spec must be a KVSpec"):
+        blocks_for("1GiB", {"num_layers": 2})
+
+
+@pytest.mark.parametrize("fraction", [0, -0.1, 1.01, float("nan"), True, "half"])
+def test_blocks_for_a_fraction_out_of_range_is_refused(fraction):
+    with pytest.raises(ValueError, match="fraction"):
+        blocks_for("auto", KVSpec(1, 1, 8), fraction=fraction, device_info=METAL)
+
+
 # ---------------------------------------------------------------------- describe_plan
 
 
@@ -253,6 +325,11 @@ def test_describe_plan_counts_the_sequences_that_fit():
         assert part in text
 
 
+def test_describe_plan_counts_what_mlx_lm_rounds_up():
+    needed = describe_plan(LLAMA_8B, "16GiB", max_len=4100)[0]["sequence_nbytes"]
+    assert needed == {"kvpool": 4112 * 131072, "layer_groups": 4112 * 131072, "mlx_lm": 4352 * 131072}
+
+
 def test_describe_plan_gives_machines_the_whole_calculation():
     facts, text = describe_plan(LLAMA_8B, "auto", device_info=METAL, active_nbytes=5 * 2**30)
     assert [term["what"] for term in facts["breakdown"]] == [
@@ -263,3 +340,18 @@ def test_describe_plan_gives_machines_the_whole_calculation():
     assert sum(term["nbytes"] for term in facts["breakdown"]) == facts["budget_nbytes"]
     assert facts["source"] in text and all(term["what"] in text for term in facts["breakdown"])
     assert json.loads(json.dumps(facts)) == facts
+
+
+def test_describe_plan_takes_max_len_from_the_model():
+    assert describe_plan(LLAMA_8B, "16GiB")[0]["max_len"] == 8192
+    with pytest.raises(ValueError, match="max_len is 0"):
+        describe_plan(LLAMA_8B, "16GiB", max_len=0)
+
+
+def test_describe_plan_for_a_machine_passes_it_on():
+    facts, text = describe_plan(LLAMA_8B, "auto", device_info=METAL, active_nbytes=5 * 2**30)
+    assert (
+        facts["num_blocks"]
+        == blocks_for("auto", spec_from_config(LLAMA_8B), device_info=METAL, active_nbytes=5 * 2**30).num_blocks
+    )
+    assert "Apple M4" in text

@@ -214,6 +214,15 @@ def test_plan_of_windows_counts_what_stays_in_the_window():
     assert "last 1024" in text and "62.00 GiB  in one table" in text
 
 
+def test_plan_of_a_state_counts_it_once_per_sequence():
+    facts, text = describe_plan(QWEN3_NEXT, "1GiB", max_len=4096)
+    state = SIZED["Qwen3-Next-80B"][3]
+    assert facts["sequence_nbytes"]["layer_groups"] == 4096 * 24576 + state
+    assert facts["num_sequences"]["512"]["layer_groups"] == 2**30 // (512 * 24576 + state)
+    assert facts["num_sequences"]["512"]["kvpool"] is None
+    assert "a checkpoint of the state takes 73.69 MiB" in text and "1.00 GiB, the given memory" in text
+
+
 def test_plan_quantizes_what_layer_groups_keep_per_token():
     dense, quantized = (describe_plan(QWEN3_NEXT, "1GiB", k_bits=bits, v_bits=bits)[0]["groups"] for bits in (None, 8))
     assert quantized[1]["token_nbytes"] * 2 == dense[1]["token_nbytes"] * 1.0625
@@ -235,8 +244,49 @@ def test_a_window_holds_the_blocks_that_it_can_touch(size, block_size, num_token
         assert slots == block_size * max((start + size - 1) // block_size + 1 for start in starts)
 
 
+def test_a_chunk_of_whole_blocks_touches_no_other():
+    group = LayerGroup("chunk", (0,), "float16", size=64)
+    assert group.num_held_in_blocks(1000, 16) == 64 and group.num_held_in_blocks(1000, 48) == 144
+
+
+def test_plan_of_a_sparse_config_takes_the_longest_context_of_the_class():
+    assert describe_plan(SIZED["Gemma-3-4B"][0], "64GiB")[0]["max_len"] == 131072
+
+
+def test_plan_takes_the_longest_context_by_whatever_name():
+    assert describe_plan(LLAMA_8B, "64GiB")[0]["max_len"] == 8192
+    assert describe_plan(MAMBA_2, "64GiB")[0]["max_len"] == 4096
+    assert describe_plan(SIZED["GPT-2"][0] | {"n_positions": 1024}, "64GiB")[0]["max_len"] == 1024
+
+
+def test_spec_from_config_derives_head_dim():
+    assert spec_from_config(LLAMA_8B) == KVSpec(32, 8, 128, "bfloat16", 16)
+
+
+def test_spec_from_config_prefers_what_is_given():
+    fields = LLAMA_8B | {"head_dim": 96, "dtype": "torch.float16"}
+    assert spec_from_config(fields, block_size=32) == KVSpec(32, 8, 96, "float16", 32)
+    assert spec_from_config(fields, dtype="float32").dtype == "float32"
+
+
 def test_spec_from_config_of_latents_has_one_head_of_two_widths():
     assert spec_from_config(SIZED["DeepSeek-V3"][0]) == KVSpec(61, 1, 512, "bfloat16", v_head_dim=64, latent=True)
+
+
+def test_spec_from_config_without_kv_heads_is_multi_head_where_the_model_is():
+    assert spec_from_config({k: v for k, v in LLAMA_8B.items() if k != "num_key_value_heads"}).num_kv_heads == 32
+    with pytest.raises(ValueError, match=r"^\[config\] num_key_value_heads is missing"):
+        spec_from_config(LLAMA_8B | {"model_type": "qwen2", "num_key_value_heads": None})
+
+
+def test_spec_from_config_without_a_head_dim_that_the_type_gives_is_refused():
+    with pytest.raises(ValueError, match=r"^\[config\] head_dim is missing"):
+        spec_from_config(LLAMA_8B | {"model_type": "qwen3"})
+
+
+def test_spec_from_config_needs_no_query_heads_when_head_dim_is_given():
+    fields = {"model_type": "llama", "num_hidden_layers": 2, "num_key_value_heads": 4, "head_dim": 64}
+    assert spec_from_config(fields, dtype="float16") == KVSpec(2, 4, 64, "float16")
 
 
 def test_spec_from_config_reads_files_folders_and_text_configs(tmp_path):
@@ -257,6 +307,13 @@ def test_spec_from_config_reads_the_local_cache_of_the_hub(tmp_path, monkeypatch
     for missing in ("some/other", "model", "../model", str(tmp_path / "model")):
         with pytest.raises(FileNotFoundError):
             spec_from_config(missing)
+
+
+def test_spec_from_config_takes_the_dtype_of_the_text_model_before_that_of_all_parts():
+    both = {"dtype": "float32", "text_config": LLAMA_8B}
+    assert spec_from_config(both).dtype == "bfloat16"
+    inner = {name: value for name, value in LLAMA_8B.items() if name != "torch_dtype"}
+    assert spec_from_config(both | {"text_config": inner}).dtype == "float32"
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,19 @@ def test_every_byte_of_the_layout_file_flipped_is_refused_or_harmless(tmp_path):
             assert there == [0, 1, 2]
 
 
+@pytest.mark.parametrize("suffix", ["kvpool", "kvpool-open"])
+def test_segment_cut_anywhere_keeps_its_whole_records(tmp_path, suffix):
+    sealed = filled(tmp_path / "store")
+    whole = sealed.read_bytes()
+    for length in range(0, len(whole), 7):
+        shutil.rmtree(tmp_path / "store")
+        (tmp_path / "store").mkdir(mode=0o700)
+        file = tmp_path / "store" / f"{'a' * 16}.{suffix}"
+        file.touch(0o600)
+        file.write_bytes(whole[:length])
+        assert found(tmp_path / "store") == list(range(max(min((length - HEADER) // RECORD, 3), 0))), length
+
+
 def test_segment_of_a_dead_writer_is_sealed_and_goes_on(tmp_path):
     sealed = filled(tmp_path / "store")
     torn = sealed.with_suffix(".kvpool-open")
@@ -458,3 +471,14 @@ def test_segments_leave_by_order_of_use_whatever_the_clock_says(tmp_path, monkey
         with folder.lock():
             gone = folder.make_room(0, 64 * (len(order) // 2), set())
         assert [each.stem for each in gone] == order[: len(gone)] and len(gone) == len(order) - len(order) // 2
+
+
+def test_segment_of_another_version_is_refused(tmp_path):
+    segment = filled(tmp_path / "store")
+    data = bytearray(segment.read_bytes())
+    data[8] = 2
+    segment.write_bytes(data)
+    store = opened(tmp_path / "store")
+    kit.loads(store, SMALL.blocks(TOKENS)[0], [])
+    assert store.refused == {segment.name: "the version is 2, this kvpool reads 1"}
+    store.close()

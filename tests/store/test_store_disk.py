@@ -10,6 +10,7 @@ import pytest
 
 from kvpool.store import BlockLayout, DiskStore, Layout, disk, outbox
 from kvpool.store import folder as folder_module
+from kvpool.store import segment_format as form
 from kvpool.store.segment_format import Index
 from kvpool.testing import stores as kit
 
@@ -54,6 +55,18 @@ def test_quota_is_kept_at_every_moment_and_the_newest_stay(tmp_path):
     assert len(store.refused) == 0
     store.close()
     assert held(tmp_path / "store") <= most
+
+
+def test_smaller_quota_is_kept_from_the_start(tmp_path):
+    store = opened(tmp_path / "store")
+    for seed in range(6):
+        kit.stores(store, blocks_of(seed, 10))
+    store.close()
+    assert held(tmp_path / "store") > 8 * SEGMENT
+    store = opened(tmp_path / "store", 4 * SEGMENT)
+    assert held(tmp_path / "store") <= 4 * SEGMENT
+    kit.loads(store, blocks_of(5, 10), range(10))
+    store.close()
 
 
 def test_segment_in_use_stays_longer_than_others(tmp_path):
@@ -142,6 +155,20 @@ def test_budget_comes_back_with_the_hours_and_not_with_a_clock_that_went_back(tm
     assert found_all(tmp_path / "store", 3)
 
 
+def test_segment_that_grew_for_days_gives_no_budget_back(tmp_path, monkeypatch):
+    clock, budget = Clock(), 2 * SEGMENT
+    monkeypatch.setattr(folder_module, "time", clock)
+    slow = opened(tmp_path / "store", write_nbytes_per_day=budget)
+    kit.stores(slow, blocks_of(1, 1))
+    clock.now += 40 * 3600
+    slow.close()
+    store = opened(tmp_path / "store", write_nbytes_per_day=budget)
+    store.store(blocks_of(2), kit.content(LAYOUT, blocks_of(2)))
+    store.close()
+    written = store.stats()["disk"].written_nbytes
+    assert SEGMENT < written <= budget - slow.stats()["disk"].written_nbytes
+
+
 def test_segment_is_sealed_before_its_bytes_are_a_day_old(tmp_path, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(folder_module, "time", clock)
@@ -183,6 +210,19 @@ def test_share_of_a_segment_counts_as_long_as_it_may_be_written(tmp_path, monkey
     assert late + store.stats()["disk"].written_nbytes <= budget
     for each in (slow, store):
         each.close()
+
+
+def test_old_segment_is_sealed_without_another_block(tmp_path, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(folder_module, "time", clock)
+    store = opened(tmp_path / "store", write_nbytes_per_day=1 << 24)
+    kit.stores(store, blocks_of(1, 1))
+    clock.now += 12 * 3600
+    end = time.monotonic() + 60
+    while not list((tmp_path / "store").glob("*.kvpool")) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert [file.suffix for file in (tmp_path / "store").glob("*.kvpool*")] == [".kvpool"]
+    store.close()
 
 
 @pytest.mark.parametrize(
@@ -278,6 +318,22 @@ def test_store_that_was_closed_too_early_has_nothing_and_counts_what_it_dropped(
     other.close()
 
 
+def test_look_that_ends_after_a_close_finds_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "_CLOSE_SECONDS", 0.1)
+    other = opened(tmp_path / "store")
+    kit.stores(other, blocks_of(1))
+    read, begun, go = form.read_header, threading.Event(), threading.Event()
+    monkeypatch.setattr(form, "read_header", lambda fd: begun.set() or (go.wait(60) and read(fd)))
+    store = DiskStore(str(tmp_path / "store"), LAYOUT, 1 << 24, segment_nbytes=SEGMENT)
+    assert begun.wait(60)
+    store.close()
+    go.set()
+    store._outbox._thread.join(60)
+    assert store.ready.is_set() and not store.lookup(blocks_of(1)).any()
+    kit.loads(store, blocks_of(1), [])
+    other.close()
+
+
 def test_block_that_could_not_be_copied_is_taken_later(tmp_path, monkeypatch):
     store, blocks = opened(tmp_path / "store", queue_nbytes=20 * 4000), blocks_of(1)
 
@@ -292,6 +348,30 @@ def test_block_that_could_not_be_copied_is_taken_later(tmp_path, monkeypatch):
     assert store.store(blocks, kit.content(LAYOUT, blocks)) == 20 and store.drain(60)
     kit.loads(store, blocks, range(20))
     store.close()
+
+
+NO_SIZES = {
+    "max_nbytes is 0": (ValueError, {"max_nbytes": 0}),
+    "max_nbytes must be an int, got str": (TypeError, {"max_nbytes": "100GB"}),
+    "max_nbytes must be an int, got bool": (TypeError, {"max_nbytes": True}),
+    "max_nbytes must be an int, got float": (TypeError, {"max_nbytes": 1e9}),
+    "max_nbytes is 5000, the least for this layout is": (ValueError, {"max_nbytes": 5000}),
+    "write_nbytes_per_day is 0": (ValueError, {"write_nbytes_per_day": 0}),
+    "write_nbytes_per_day is 100, the least": (ValueError, {"write_nbytes_per_day": 100}),
+    "queue_nbytes is 3999, the least for this layout is 4000": (ValueError, {"queue_nbytes": 3999}),
+    "segment_nbytes is 4000, the least": (ValueError, {"segment_nbytes": 4000}),
+    "max_nbytes is 16777216, the least": (ValueError, {"segment_nbytes": 1 << 24}),
+}
+
+
+@pytest.mark.parametrize("words", NO_SIZES)
+def test_size_that_is_none_is_refused_at_the_start(tmp_path, words):
+    error, options = NO_SIZES[words]
+    arguments = {"max_nbytes": 1 << 24, **options}
+    with pytest.raises(error, match=words) as raised:
+        DiskStore(str(tmp_path / "store"), LAYOUT, **arguments)
+    assert str(raised.value).startswith("[DiskStore] ")
+    assert not (tmp_path / "store").exists()
 
 
 def test_closed_and_refused_stores_keep_no_file_open(tmp_path):
