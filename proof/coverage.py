@@ -41,7 +41,7 @@ LEAST_LINES, LEAST_BRANCHES = 0.99, 0.97
 #: Tests of the core; the state machine and the model play a part of it in each.
 TESTS = (
     *("test_block_pool", "test_blocks_by_name", "test_capi", "test_check", "test_cow", "test_dirty_rows"),
-    *("test_eviction_core", "test_group_blocks", "test_group_updates", "test_groups", "test_groups_eviction"),
+    *("test_eviction_core", "test_group_blocks", "test_groups", "test_groups_eviction", "test_groups_model"),
     *("test_guards", "test_handles", "test_misuse", "test_out_of_blocks", "test_pending", "test_plan_binding"),
     "test_plan_formats",
     *("test_pool_blocks", "test_pool_life", "test_prefix_commit", "test_prefix_duplicates", "test_prefix_events"),

@@ -350,6 +350,72 @@ def test_block_pool_broken_pool_differs_from_vllms(vllm, broken, monkeypatch):
 # ---- by hand -----------------------------------------------------------------------------------------------
 
 
+def test_block_pool_frees_the_first_named_is_taken_first():
+    pool = BlockPool(7)
+    table = pool.get(6)
+    pool.cache(table[:4], ["a", "b", "c", "d"])
+    pool.free(table[::-1])
+    assert pool.lookup("abcd") == table[:4]
+    assert pool.free_order() == [table[5], table[4], table[3], table[2], table[1], table[0]]
+    assert pool.get(3) == [table[5], table[4], table[3]]  # the tail of the request
+    assert pool.lookup("abcd") == table[:3]
+
+
+def test_block_pool_evicted_block_in_use_leaves_before_cached_ones():
+    pool = BlockPool(4)
+    a, b, c = pool.get(3)
+    pool.cache([a, b, c], "abc")
+    pool.free([a])
+    pool.evict([b])
+    pool.free([c, b])
+    assert pool.free_order() == [b, a, c]
+    assert pool.get(1) == [b] and pool.lookup("a") == [a] and pool.lookup("c") == [c]
+
+
+def test_block_pool_evicted_free_block_leaves_before_cached_ones():
+    pool = BlockPool(4)
+    a, b, c = pool.get(3)
+    pool.cache([a, b, c], "abc")
+    pool.free([a, b, c])
+    pool.evict([c, b])
+    assert pool.free_order() == [c, b, a]
+    with pytest.raises(ValueError, match="neither in use nor cached"):
+        pool.touch([b])
+
+
+def test_block_pool_evicted_block_gets_a_new_key():
+    pool = BlockPool(4)
+    a, b = pool.get(2)
+    pool.cache([a], "a")
+    pool.evict([a])
+    pool.cache([a, b], "xy")
+    pool.free([a, b])
+    assert pool.lookup("a") == [] and pool.lookup("xy") == [a, b]
+    pool.check()
+
+
+def test_block_pool_key_known_already_the_new_block_stays_blank():
+    pool = BlockPool(5)
+    first, second, third = pool.get(3)
+    pool.cache([first], ["a"])
+    pool.cache([first], ["a"])  # said again
+    pool.cache([second, third, second], ["a", "b", "a"])
+    pool.check()
+    pool.free([second, first, third])
+    assert pool.lookup("ab") == [first, third]
+    assert pool.get(2) == [second, 4]  # blank blocks before cached ones
+
+
+def test_block_pool_key_twice_in_a_call_the_first_block_has_it():
+    pool = BlockPool(4)
+    ids = pool.get(3)
+    pool.cache(ids, "aba")
+    assert pool.lookup("ab") == ids[:2] and pool.num_cached == 2
+    pool.check()
+    pool.free(ids)
+    assert pool.free_order() == [ids[2], ids[0], ids[1]]
+
+
 class Key:
     """A key that is equal to others of its name once it was told so, and adds to a list whenever it is hashed."""
 
@@ -445,6 +511,19 @@ def test_block_pool_events_that_have_no_room_are_counted():
     pool.evict([1, 2])
     assert pool.drain_events() == [("removed", ["a", "b"])]
     assert BlockPool(4).drain_events() == []
+
+
+def test_block_pool_stats_count_hits_and_evictions():
+    pool = BlockPool(4)
+    ids = pool.get(3)
+    pool.cache(ids, "abc")
+    pool.lookup("abx")
+    pool.lookup("")
+    pool.free(ids)
+    pool.get(2)
+    stats = pool.stats()
+    assert (stats.queries, stats.hits, stats.evictions) == (3, 2, 2)
+    assert (stats.usage, stats.num_free, stats.num_cached) == (2 / 3, 1, 1)
 
 
 def test_block_pool_null_block_is_never_handed_out_or_counted():

@@ -5,7 +5,7 @@ import pytest
 
 from kvpool.adapters.block_manager import BlockTableView, KVBlockManager, TailView
 from kvpool.config import KVSpec, blocks_for
-from kvpool.errors import CapacityExceeded, OutOfBlocks, StaleHandle
+from kvpool.errors import CapacityExceeded, ForeignHandle, OutOfBlocks, StaleHandle
 from kvpool.testing.dense import dense_attention
 from kvpool_backends.numpy import NumpyBackend
 
@@ -78,6 +78,15 @@ def test_new_sequence_reserves_blocks_and_starts_empty(prompt_len, blocks):
     assert view.ctx_len == 0 and view.block_ids.shape == (blocks,) and view.block_ids.dtype == np.int32
 
 
+def test_sequence_id_is_the_handle_of_the_pool():
+    manager = KVBlockManager(SPEC, 8)
+    seq_id = manager.new_sequence(5).seq_id
+    assert manager.pool.is_open(seq_id)
+    assert manager.table(seq_id)[0].tolist() == manager.pool.table(seq_id).tolist()
+    with pytest.raises(ForeignHandle):
+        KVBlockManager(SPEC, 8).table(seq_id)
+
+
 def test_free_is_a_method_and_gives_blocks_back():
     """A free list of the same name must not hide it, and an id is good once."""
     manager = KVBlockManager(SPEC, 8)
@@ -102,6 +111,28 @@ def test_fork_shares_blocks_until_one_of_the_two_writes():
     engine.check([parent, child])
 
 
+def test_tables_are_copies():
+    manager = KVBlockManager(SPEC, 8)
+    seq_id = manager.new_sequence(8).seq_id
+    manager.step([seq_id], 8)
+    tables, lens = manager.batch_tables([seq_id])
+    expected = tables.tolist()
+    manager.table(seq_id)[0][:] = 99
+    tables[:] = 77
+    lens[:] = 66
+    assert manager.batch_tables([seq_id])[0].tolist() == expected
+    assert manager.table(seq_id)[0].tolist() == expected[0]
+
+
+def test_batch_tables_are_as_wide_as_the_longest_context():
+    engine = Engine()
+    a, b = engine.new([1] * 9), engine.new([2] * 4)
+    tables, lens = engine.manager.batch_tables([b, a])
+    assert tables.shape == (2, 3) and lens.tolist() == [4, 9]
+    assert tables[1].tolist() == engine.manager.table(a)[0].tolist()
+    assert engine.manager.batch_tables([])[0].shape == (0, 0)
+
+
 # ---------------------------------------------------------------------- tokens
 
 
@@ -112,6 +143,16 @@ def test_decode_equals_dense_attention_for_every_length():
     for token in range(10, 22):
         engine.check(ids)
         engine.append({seq_id: [token + seq] for seq, seq_id in enumerate(ids)})
+
+
+def test_many_children_of_one_prompt_decode_on_their_own():
+    engine = Engine(num_blocks=64)
+    parent = engine.new([1, 2, 3, 4, 5, 6])
+    ids = [parent] + [engine.fork(parent) for _ in range(5)]
+    for turn in range(4):
+        engine.append({seq_id: [100 * turn + i] for i, seq_id in enumerate(ids)})
+        engine.check(ids, n=2)
+    assert engine.manager.pool.stats().cow_copies == 5  # the last one writes in place
 
 
 def test_ensure_tail_capacity_takes_blocks_and_copies_without_growing():
@@ -131,6 +172,17 @@ def test_ensure_tail_capacity_takes_blocks_and_copies_without_growing():
     engine.check([child, parent])  # the valid tokens were copied
 
 
+def test_step_inside_a_reservation_cannot_run_out_of_blocks():
+    engine = Engine(num_blocks=5)
+    a = engine.new([1, 2, 3])
+    engine.manager.ensure_tail_capacity(a, 9)
+    b = engine.new([4])
+    with pytest.raises(OutOfBlocks):
+        engine.manager.step([b], 4)
+    engine.append({a: list(range(10, 19))})
+    engine.check([a, b])
+
+
 def test_step_without_blocks_changes_nothing():
     engine = Engine(num_blocks=4)
     a, b = engine.new([1, 2, 3, 4]), engine.new([5, 6, 7, 8])
@@ -139,6 +191,25 @@ def test_step_without_blocks_changes_nothing():
         engine.manager.step([a, b], [1, 1])
     assert caught.value.short_by == 1 and caught.value.handle == b
     assert snapshot(engine.manager) == before
+
+
+def test_decode_writes_a_whole_batch_at_once():
+    engine = Engine()
+    ids = [engine.new([1, 2, 3, 4]), engine.new([5])]
+    for turn in range(5):
+        slots = engine.manager.step(ids)
+        new = [10 + turn, 20 + turn]
+        for layer in range(2):
+            engine.manager.write(layer, keys(new, layer), keys(new, layer + 100), slots)
+        for seq_id, token in zip(ids, new, strict=True):
+            engine.history[seq_id].append(token)
+        engine.check(ids)
+
+
+def test_step_returns_the_slots_of_the_new_tokens():
+    manager = KVBlockManager(SPEC, 8)
+    a, b = (manager.new_sequence().seq_id for _ in range(2))
+    assert manager.step([a, b], [5, 1]).tolist() == [4, 5, 6, 7, 8, 12]
 
 
 def test_write_prefill_of_unplanned_positions_is_refused():
@@ -391,6 +462,11 @@ def test_memory_auto_asks_the_backend_for_its_machine(capsys):
     assert manager.pool.num_blocks == 2**20 // SPEC.array_block_nbytes
     printed = capsys.readouterr().out
     assert "Apple M9" in printed and "max_buffer_length" in printed
+
+
+def test_quiet_manager_prints_nothing(capsys):
+    KVBlockManager(SPEC, memory="1MiB", log=None)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("sizes", [{}, {"num_blocks": 4, "memory": "1MiB"}])

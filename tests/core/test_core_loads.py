@@ -52,6 +52,11 @@ def test_nothing_of_a_load_is_found_before_it_is_committed(pool):
     assert pool.prefix.match(PROMPT) == 0
 
 
+def test_load_is_no_query_of_the_prefix_cache(pool):
+    pool.open(PROMPT[:20], load=True)
+    assert pool.prefix.stats().queries == 0
+
+
 CALLS = {
     "step": lambda pool, plan, h: pool.step(plan, [h], 1),
     "reserve": lambda pool, plan, h: pool.reserve(plan, [h], 1),
@@ -90,6 +95,16 @@ def test_close_of_a_loading_sequence_keeps_its_blocks_until_loaded(pool):
         pool.loaded(handle, 20)
 
 
+def test_blocks_of_a_closed_load_are_given_to_nobody(pool):
+    handle = pool.open(PROMPT[:20], load=True)
+    mine = set(pool.table(handle).ravel().tolist()) - {0}
+    pool.close(handle)
+    taken = set(pool.blocks.alloc(pool.stats().blank).tolist())
+    assert not mine & taken
+    pool.blocks.free(sorted(taken))
+    pool.loaded(handle, 0)
+
+
 def test_deferred_close_of_a_load_waits_for_loaded(pool):
     handle = pool.open(PROMPT[:20], load=True)
     pool.defer_close(handle)
@@ -117,10 +132,25 @@ def test_length_of_a_load_outside_its_blocks_is_refused(pool, n):
     pool.loaded(handle, 0)
 
 
+@pytest.mark.parametrize("n", [True, 1.0, "1", None])
+def test_length_of_a_load_that_is_no_int_is_a_type_error(pool, n):
+    handle = pool.open(PROMPT[:20], load=True)
+    with pytest.raises(TypeError):
+        pool.loaded(handle, n)
+
+
 def test_sequence_that_is_not_loading_cannot_be_loaded(pool):
     handle = pool.open(PROMPT)
     with pytest.raises(PlanStateError, match="not being loaded"):
         pool.loaded(handle, 0)
+
+
+def test_reset_forgets_loads(pool):
+    handle = pool.open(PROMPT[:20], load=True)
+    pool.reset()
+    with pytest.raises(StaleHandle):
+        pool.loaded(handle, 20)
+    assert pool.stats().used == 0
 
 
 @pytest.mark.parametrize("options", [{"load": 1}, {"load": True, "reserve": False}, {"load": True, "cut": 3}])
@@ -160,6 +190,19 @@ def test_part_of_a_load_is_refused_where_hits_need_checkpoints(n):
             pool.loaded(handle, n)
 
 
+def test_load_of_a_length_that_no_hit_has_is_refused():
+    with group_pool() as pool, pytest.raises(ValueError, match="multiple of 4"):
+        pool.open(PROMPT[:18], load=True)
+
+
+def test_load_takes_only_what_a_hit_needs_of_a_window():
+    with group_pool() as pool:
+        handle = pool.open(list(range(40)), load=True)
+        window = pool.table(handle, 1).ravel()
+        assert (window > 0).tolist() == [True, *[False] * 7, True, True]
+        assert len(pool.prefix.bundle(handle, 2)) == 3
+
+
 def test_first_step_after_a_load_reads_the_loaded_states():
     with group_pool() as pool:
         plan = Plan(pool, 2, 8)
@@ -196,6 +239,14 @@ def test_flush_during_a_load_with_states_gives_the_load_up():
         pool.check()
         assert pool.loaded(handle, 20) and pool.num_tokens(handle) == 0
         assert pool.stats().used == 0
+
+
+def test_pool_of_groups_without_a_cache_cannot_load():
+    with Pool(64, 4, groups=STATES) as pool, pytest.raises(ValueError, match="load"):
+        pool.open(8, load=True)
+    no_bundle = [Group.full(), Group.state(slots=4)]
+    with Pool(64, 4, groups=no_bundle, prefix_cache=True) as pool, pytest.raises(ValueError, match="load"):
+        pool.open(PROMPT[:20], load=True)
 
 
 def test_two_loads_of_one_prompt_are_one_hit(pool):

@@ -43,6 +43,25 @@ def test_writer_of_a_shared_tail_moves_to_a_copy_of_the_valid_tokens(shared, mak
     assert [pool.blocks.refcount(b) for b in (1, 2, 3)] == [2, 1, 1]
 
 
+def test_plan_counts_its_copies_and_their_tokens(shared, make_plan):
+    pool, holders = shared(7, 3)
+    plan = make_plan(pool)
+    pool.step(plan, holders, 1)
+    assert (len(plan.copies), plan.copies[:, 2].sum()) == (2, 6)
+    pool.done(plan)
+    pool.step(plan, holders, 1)
+    assert (len(plan.copies), plan.copies[:, 2].sum()) == (0, 0)
+
+
+def test_other_holder_then_writes_in_place(shared, make_plan):
+    pool, (parent, child) = shared(6, 2)
+    first, second = make_plan(pool), make_plan(pool)
+    pool.step(first, [child], 1)
+    pool.step(second, [parent], 1)  # offset 2 is not below the two tokens that the pending copy reads
+    assert second.copies.shape == (0, 3)
+    assert second.slot_mapping.tolist() == [2 * 4 + 2]
+
+
 @pytest.mark.parametrize("n", [2, 3, 8])
 def test_all_holders_in_one_plan_are_served_in_order_and_the_last_writes_in_place(shared, make_plan, n):
     pool, holders = shared(6, n)
@@ -53,6 +72,40 @@ def test_all_holders_in_one_plan_are_served_in_order_and_the_last_writes_in_plac
     sources, destinations = set(plan.copies[:, 0].tolist()), set(plan.copies[:, 1].tolist())
     assert not sources & destinations
     assert pool.blocks.refcount(2) == 1
+
+
+def test_full_shared_blocks_are_never_copied(shared, make_plan):
+    pool, holders = shared(8, 3)
+    plan = make_plan(pool)
+    pool.step(plan, holders, 1)
+    assert plan.copies.shape == (0, 3)
+    assert tables(pool, holders) == [[1, 2, 3], [1, 2, 4], [1, 2, 5]]
+    assert [pool.blocks.refcount(b) for b in (1, 2)] == [3, 3]
+
+
+def test_reading_a_shared_tail_copies_nothing(shared, make_plan):
+    pool, holders = shared(6, 3)
+    plan = make_plan(pool)
+    pool.step(plan, holders, 0)
+    assert plan.copies.shape == (0, 3)
+    assert pool.blocks.refcount(2) == 3
+
+
+@pytest.mark.parametrize("valid", [1, 2, 3])
+def test_copy_takes_exactly_the_valid_tokens(shared, make_plan, valid):
+    pool, (_, child) = shared(4 + valid, 2)
+    plan = make_plan(pool)
+    pool.step(plan, [child], 1)
+    assert plan.copies.tolist() == [[2, 3, valid]]
+
+
+def test_long_write_copies_the_tail_and_appends(shared, make_plan):
+    pool, (_, child) = shared(6, 2)
+    plan = make_plan(pool)
+    pool.step(plan, [child], 10)
+    assert plan.copies.tolist() == [[2, 3, 2]]
+    assert pool.table(child).tolist() == [1, 3, 4, 5]
+    assert plan.slot_mapping.tolist() == [*range(14, 16), *range(16, 20), *range(20, 24)]
 
 
 def test_source_is_held_until_the_plan_is_done(shared, make_plan):
@@ -85,10 +138,32 @@ def test_replaced_block_of_the_only_holder_is_held_then_free(make_pool, make_pla
 # --- the floor: no write below what a pending copy still reads --------------------------------------------
 
 
+def test_write_below_a_pending_copy_moves_away(shared, make_plan):
+    pool, (parent, child) = shared(3, 2)
+    first, second = make_plan(pool), make_plan(pool)
+    pool.step(first, [parent], 1)
+    assert first.copies.tolist() == [[1, 2, 3]]
+    pool.truncate(child, 1)
+    pool.step(second, [child], 1)  # offset 1 would overwrite what the first copy reads
+    assert second.copies.tolist() == [[1, 3, 1]]
+    assert tables(pool, [parent, child]) == [[2], [3]]
+
+
 def test_write_at_the_floor_stays_in_place(shared, make_plan):
     pool, (parent, child) = shared(3, 2)
     first, second = make_plan(pool), make_plan(pool)
     pool.step(first, [parent], 1)
+    pool.step(second, [child], 1)
+    assert second.copies.shape == (0, 3)
+    assert pool.table(child).tolist() == [1]
+
+
+def test_floor_ends_with_the_plan_that_reads(shared, make_plan):
+    pool, (parent, child) = shared(3, 2)
+    first, second = make_plan(pool), make_plan(pool)
+    pool.step(first, [parent], 1)
+    pool.truncate(child, 1)
+    pool.done(first)
     pool.step(second, [child], 1)
     assert second.copies.shape == (0, 3)
     assert pool.table(child).tolist() == [1]
@@ -106,6 +181,19 @@ def test_floor_is_the_largest_of_several_copies(shared, make_plan):
     assert plans[2].copies.tolist() == [[1, 4, 2]]
 
 
+def test_floor_of_a_younger_copy_stays_when_the_older_plan_is_done(shared, make_plan):
+    pool, (a, b, c) = shared(3, 3)
+    plans = [make_plan(pool) for _ in range(3)]
+    pool.truncate(b, 2)
+    pool.step(plans[0], [a], 1)
+    pool.step(plans[1], [b], 1)
+    pool.done(plans[0])  # what remains is the copy that reads two tokens
+    pool.truncate(c, 2)
+    pool.step(plans[2], [c], 1)
+    assert plans[2].copies.shape == (0, 3)
+    assert pool.table(c).tolist() == [1]
+
+
 def test_floor_counts_the_copies_of_the_plan_itself(shared, make_plan):
     pool, (parent, child) = shared(3, 2)
     pool.truncate(child, 1)
@@ -117,6 +205,26 @@ def test_floor_counts_the_copies_of_the_plan_itself(shared, make_plan):
     ]  # the child may not overwrite what the parent's copy reads
     pool.done(plan)
     assert pool.blocks.refcount(1) == 0 and pool.stats().used == 2
+
+
+def test_floor_lets_the_longer_holder_write_last(shared, make_plan):
+    pool, (parent, child) = shared(3, 2)
+    pool.truncate(child, 1)
+    plan = make_plan(pool)
+    pool.step(plan, [child, parent], 1)
+    assert plan.copies.tolist() == [[1, 2, 1]]
+    assert tables(pool, [parent, child]) == [[1], [2]]
+
+
+def test_floor_of_a_rolled_back_copy_is_gone(shared, make_plan):
+    pool, (parent, child) = shared(3, 2)
+    first, second = make_plan(pool), make_plan(pool)
+    pool.step(first, [parent], 1)
+    pool.rollback(first)
+    pool.close(parent)
+    pool.truncate(child, 1)
+    pool.step(second, [child], 1)
+    assert second.copies.shape == (0, 3)
 
 
 # --- reserved blocks, raw references, several blocks at once ----------------------------------------------
@@ -131,6 +239,27 @@ def test_shared_reserved_blocks_are_replaced_without_a_copy(make_pool, make_plan
     assert plan.copies.shape == (0, 3)
     assert pool.table(handle).tolist() == [4, 2, 5]  # ascending index: 1 -> 4, then 3 -> 5
     assert [pool.blocks.refcount(b) for b in (1, 3)] == [1, 1]
+
+
+def test_only_the_first_replaced_block_holds_valid_tokens(make_pool, make_plan, grow):
+    pool = make_pool()
+    handle = pool.open(12)
+    grow(pool, handle, 2)
+    pool.blocks.incref([1, 2, 3])
+    plan = make_plan(pool)
+    pool.step(plan, [handle], 7)  # to nine tokens: blocks 0, 1 and 2 of the table
+    assert plan.copies.tolist() == [[1, 4, 2]]
+    assert pool.table(handle).tolist() == [4, 5, 6]
+
+
+def test_blocks_beyond_the_write_stay(make_pool, make_plan, grow):
+    pool = make_pool()
+    handle = pool.open(12)
+    grow(pool, handle, 2)
+    pool.blocks.incref([1, 2, 3])
+    plan = make_plan(pool)
+    pool.step(plan, [handle], 2)
+    assert pool.table(handle).tolist() == [4, 2, 3]
 
 
 def test_raw_reference_makes_the_tail_shared(make_pool, make_plan, grow):
@@ -201,6 +330,31 @@ def test_fork_ends_a_reservation(make_pool, make_plan, grow, refused):
         pool.step(plan, [handle], 1)  # the tail is shared now
     pool.close(child)
     pool.step(plan, [handle], 1)
+
+
+def test_reserve_zero_takes_nothing(shared, make_plan):
+    pool, holders = shared(6, 2)
+    plan = make_plan(pool)
+    pool.reserve(plan, holders, 0)
+    assert plan.copies.shape == (0, 3) and tables(pool, holders) == [[1, 2], [1, 2]]
+
+
+def test_reserve_twice_takes_the_blocks_once(make_pool, make_plan):
+    pool = make_pool()
+    handle = pool.open()
+    plan = make_plan(pool)
+    for _ in range(2):
+        pool.reserve(plan, [handle], 8)
+        pool.done(plan)
+    assert pool.table(handle).tolist() == [1, 2]
+
+
+def test_reserve_in_order_pool_is_done_at_once(shared, make_plan):
+    pool, (_, child) = shared(6, 2, in_order=True)
+    plan = make_plan(pool)
+    pool.reserve(plan, [child], 1)
+    assert not plan.is_pending and plan.copies.tolist() == [[2, 3, 2]]
+    assert pool.stats().pending == 0
 
 
 # --- content: the oracle stamps every slot ----------------------------------------------------------------

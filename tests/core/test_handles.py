@@ -59,6 +59,16 @@ def test_slot_with_its_last_generation_retires(make_pool, refused):
     assert [slot(pool.open())] == [1]
 
 
+def test_retired_slot_stays_retired_after_reset(make_pool):
+    pool = make_pool(max_seqs=2)
+    pool._set_generation(0, LAST_GENERATION)
+    pool.close(pool.open())
+    pool.reset()
+    assert slot(pool.open()) == 1
+    with pytest.raises(OutOfSequences):
+        pool.open()
+
+
 # --- stale, foreign, duplicate ----------------------------------------------------------------------------
 
 
@@ -70,6 +80,18 @@ def test_closed_handle_is_stale_in_every_call(make_pool, make_plan, refused, cal
     pool.close(handle)
     with refused(pool, StaleHandle, call, handle, plans=[plan]):
         ONE_HANDLE_CALLS[call](pool, plan, handle)
+
+
+@pytest.mark.parametrize("call", ONE_HANDLE_CALLS)
+def test_handle_of_the_slots_former_owner_is_stale(make_pool, make_plan, refused, call):
+    pool = make_pool(max_seqs=1)
+    plan = make_plan(pool)
+    former = pool.open(4)
+    pool.close(former)
+    owner = pool.open(4)
+    with refused(pool, StaleHandle, call, former, plans=[plan]):
+        ONE_HANDLE_CALLS[call](pool, plan, former)
+    assert pool.is_open(owner) and not pool.is_open(former)
 
 
 @pytest.mark.parametrize("call", ONE_HANDLE_CALLS)
@@ -89,6 +111,15 @@ def test_handle_with_a_slot_beyond_the_pool_is_stale(make_pool, make_plan, refus
     handle = pool.open(4) + 4  # slot 4
     with refused(pool, StaleHandle, call, handle, plans=[plan]):
         ONE_HANDLE_CALLS[call](pool, plan, handle)
+
+
+@pytest.mark.parametrize("call", ONE_HANDLE_CALLS)
+def test_small_number_is_a_foreign_handle(make_pool, make_plan, refused, call):
+    pool = make_pool()
+    plan = make_plan(pool)
+    pool.open(4)
+    with refused(pool, ForeignHandle, call, 0, plans=[plan]):
+        ONE_HANDLE_CALLS[call](pool, plan, 0)
 
 
 BATCH_CALLS = {
@@ -130,6 +161,15 @@ def test_empty_batch_is_legal(make_pool, make_plan, call):
         BATCH_CALLS[call](pool, plan, handles)
         if plan.is_pending:
             pool.done(plan)
+
+
+def test_batch_after_a_refused_duplicate_is_not_confused(make_pool):
+    pool = make_pool()
+    a, b = pool.open(4), pool.open(4)
+    with pytest.raises(ValueError):
+        pool.close([a, b, b])
+    pool.truncate([a, b], 0)  # marks left by the refused batch would make these duplicates
+    pool.close([b, a])
 
 
 def test_is_open_answers_false_for_stale_and_foreign(make_pool):

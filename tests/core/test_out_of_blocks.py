@@ -125,7 +125,66 @@ def test_out_of_blocks_is_a_memory_error_with_a_readable_message(make_pool):
     assert "9" in str(caught.value) and "3" in str(caught.value)
 
 
+def test_request_larger_than_the_pool_is_refused_not_waited_for(make_pool, make_plan):
+    pool = make_pool(4, 4, max_blocks_per_seq=64)
+    plan = make_plan(pool, 1, 256)
+    handle = pool.open()
+    assert_unchanged_when_short(pool, "step", plan, [handle], 100, need=25, free=3)
+
+
+def test_step_that_needs_no_block_works_in_a_full_pool(make_pool, make_plan):
+    pool = make_pool(2, 4)
+    plan = make_plan(pool)
+    handle = pool.open(4)
+    for _ in range(4):
+        pool.step(plan, [handle], 1)
+        pool.done(plan)
+    assert pool.num_tokens(handle) == 4
+
+
 # --- partial ----------------------------------------------------------------------------------------------
+
+
+def test_partial_skips_the_row_that_does_not_fit_and_tries_the_next(make_pool, make_plan):
+    pool = make_pool(5, 4)  # four blocks
+    a, b, c, d = (pool.open() for _ in range(4))
+    plan = make_plan(
+        pool, formats=("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens"), table_width=3
+    )
+    pool.step(plan, [a, b, c, d], [5, 12, 3, 4], partial=True)  # needs 2, 3, 1, 1
+    assert plan.served.tolist() == [1, 0, 1, 1]
+    assert plan.seq_lens.tolist() == [5, 0, 3, 4]
+    assert plan.cu_q_lens.tolist() == [0, 5, 5, 8, 12]
+    assert (len(plan.handles), plan.num_tokens) == (4, 12)
+    assert plan.block_tables.tolist() == [[1, 2, 0], [0, 0, 0], [3, 0, 0], [4, 0, 0]]
+    assert plan.slot_mapping.tolist() == [4, 5, 6, 7, 8, 12, 13, 14, 16, 17, 18, 19]
+    assert plan.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]
+    assert [pool.num_tokens(h) for h in (a, b, c, d)] == [5, 0, 3, 4]
+
+
+def test_partial_with_nothing_served_is_legal(make_pool, make_plan):
+    pool = make_pool(3, 4)
+    a, b = pool.open(), pool.open()
+    pool.blocks.alloc(2)
+    plan = make_plan(pool)
+    pool.step(plan, [a, b], 1, partial=True)
+    assert plan.served.tolist() == [0, 0] and plan.num_tokens == 0 and plan.is_pending
+    pool.done(plan)
+
+
+def test_partial_with_room_for_all_serves_all(make_pool, make_plan):
+    pool = make_pool()
+    plan = make_plan(pool)
+    pool.step(plan, [pool.open(), pool.open()], 3, partial=True)
+    assert plan.served.tolist() == [1, 1]
+
+
+def test_partial_row_without_tokens_counts_as_served(make_pool, make_plan):
+    pool = make_pool(2, 4)
+    a, b = pool.open(), pool.open(4)
+    plan = make_plan(pool)
+    pool.step(plan, [a, b], [1, 0], partial=True)
+    assert plan.served.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("free", range(8))
@@ -157,6 +216,40 @@ def test_partial_skipped_holder_keeps_sharing_the_tail(make_pool, make_plan, gro
     assert pool.blocks.refcount(2) == 2
 
 
+def test_reserve_takes_blocks_for_each_row(make_pool, make_plan):
+    pool = make_pool(4, 4)
+    handles = [pool.open() for _ in range(3)]
+    plan = make_plan(pool)
+    pool.reserve(plan, handles[:2], [8, 4])
+    assert [pool.capacity(h) for h in handles] == [8, 4, 0]
+    assert plan.served.tolist() == [1, 1]
+
+
+# --- can --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("free", range(7))
+def test_can_answers_what_step_would_do(make_pool, make_plan, grow, free):
+    pool = make_pool(16, 4)
+    parent = pool.open()
+    grow(pool, parent, 6)
+    rows = [parent, int(pool.fork(parent)[0]), pool.open()]
+    leave(pool, free)
+    plan = make_plan(pool)
+    before = pool.fingerprint()
+    for new in (0, 1, 2, 3, [0, 0, 9], [7, 0, 0], [1, 1, 0]):
+        answer = pool.can(rows, new)
+        assert answer in (True, False) and pool.fingerprint() == before
+        try:
+            pool.step(plan, rows, new)
+        except OutOfBlocks:
+            assert not answer
+        else:
+            assert answer
+            pool.rollback(plan)
+            before = pool.fingerprint()
+
+
 # --- watermark --------------------------------------------------------------------------------------------
 
 
@@ -170,6 +263,23 @@ def test_watermark_holds_back_open_but_never_growth(make_pool, make_plan, refuse
     plan = make_plan(pool)
     pool.step(plan, [handle], 32)  # growth takes the last block
     assert pool.stats().blank == 0
+
+
+def test_watermark_counts_cached_blocks_as_available(make_pool):
+    pool = make_pool(9, 4, watermark=3)
+    leave(pool, 2, 4)
+    pool.open(12)
+
+
+def test_watermark_never_holds_back_an_open_without_blocks(make_pool):
+    pool = make_pool(9, 4, watermark=8)
+    pool.open()
+    pool.open(0)
+
+
+def test_watermark_does_not_hold_back_alloc(make_pool):
+    pool = make_pool(9, 4, watermark=8)
+    assert len(pool.blocks.alloc(8)) == 8
 
 
 @pytest.mark.parametrize(

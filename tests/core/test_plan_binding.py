@@ -19,6 +19,19 @@ def test_bound_arrays_receive_what_the_step_writes(make_pool, make_plan):
     assert np.shares_memory(plan.block_tables, tables) and np.shares_memory(plan.seq_lens, lens)
 
 
+def test_bind_makes_every_row_dirty_and_writes_it_again(make_pool, make_plan):
+    pool = make_pool()
+    handles = [pool.open(), pool.open(), pool.open()]
+    plan = make_plan(pool, 4, 16, table_width=4)
+    pool.step(plan, handles, 1)
+    pool.done(plan)
+    fresh = np.full((4, 4), -9, np.int32)
+    plan.bind(block_tables=fresh)
+    pool.step(plan, handles, 1)
+    assert plan.dirty_rows.tolist() == [0, 1, 2]
+    assert fresh[:3].tolist() == [[1, 0, 0, 0], [2, 0, 0, 0], [3, 0, 0, 0]]
+
+
 def test_bound_array_is_kept_alive_by_the_plan(make_pool, make_plan):
     pool = make_pool()
     plan = make_plan(pool, 2, 8, table_width=4)
@@ -180,6 +193,12 @@ def test_plan_refuses_bad_options(core, make_pool, refused, case):
         core.Plan(pool, **({"max_rows": 4} | options))
 
 
+@pytest.mark.parametrize("not_a_pool", [None, 3, "pool", object()])
+def test_plan_needs_a_pool(core, not_a_pool):
+    with pytest.raises(TypeError):
+        core.Plan(not_a_pool, 4)
+
+
 class WritesWhereItWas(ModelPlan):
     """A plan trusts that an array stays where it was bound."""
 
@@ -217,3 +236,20 @@ def test_bound_array_that_was_resized_is_refused_before_anything_is_written(Pool
             call(pool, plan, handle)
             assert again[0, 0] == 1
             pool.check()
+
+
+@planted(WritesWhereItWas)
+def test_array_bound_later_and_resized_is_refused_too(Pool, Plan):
+    """A plan that ran well yesterday looks again today."""
+    pool = Pool(16, 4, max_seqs=4, seed=1)
+    lens, handle = np.zeros(2, np.int32), pool.open(4)
+    plan = Plan(pool, 2, 8)
+    pool.step(plan, [handle], 1)
+    pool.done(plan)
+    plan.bind(seq_lens=lens)
+    pool.step(plan, [handle], 1)
+    pool.done(plan)
+    lens.resize(4096, refcheck=False)
+    with pytest.raises(BufferError, match=r"\[step\] .*seq_lens"):
+        pool.step(plan, [handle], 1)
+    assert pool.num_tokens(handle) == 2

@@ -137,6 +137,15 @@ def test_pads_of_the_callers_choice(core, batch, make_plan):
     assert_shows(plan, expected(pool, handles, new, rows=8, tokens=16, width=6, kv_width=20, pad=pad), "int32")
 
 
+def test_pool_without_a_reserved_block_pads_tables_with_minus_one(core, batch, make_plan):
+    pool, handles = batch(4, [7, 0, 3], reserved_blocks=0)
+    new = [1, 6, 0]
+    pad = PAD | {"block_tables": -1, "kv_slots": -1}
+    plan = make_plan(pool, formats=core.all_formats, table_width=6, kv_width=20)
+    pool.step(plan, handles, new, pad_to=(5, 9))
+    assert_shows(plan, expected(pool, handles, new, rows=5, tokens=9, width=6, kv_width=20, pad=pad), "int32")
+
+
 def test_dtype_per_array(core, batch, make_plan):
     pool, handles = batch(4, [7, 0, 3])
     plan = make_plan(pool, dtype={"block_tables": "int32", "seq_lens": "int64", "slot_mapping": "int64"})
@@ -160,6 +169,43 @@ def test_reserved_blocks_of_a_sequence_are_in_its_table_but_not_in_csr(make_pool
     assert plan.indptr.tolist() == [0, 2] and plan.indices.tolist() == [1, 2]
     assert plan.last_page_len.tolist() == [1]
     assert plan.kv_slots_ragged.tolist() == [4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("pad_to", [None, (3, 16)], ids=["plain", "padded"])
+@pytest.mark.parametrize("grown", [0, 1, 4, 9])
+def test_csr_rows_that_come_back_unchanged_are_right(make_pool, make_plan, grow, pad_to, grown):
+    """indices are moved from the first changed row on; rows that were away may lie under others by now."""
+    pool = make_pool(32)
+    handles = [pool.open() for _ in range(3)]
+    for handle, length in zip(handles, (4, 6, 2), strict=True):
+        grow(pool, handle, length)
+    plan = make_plan(pool, 3, 16, formats=("csr",))
+    pool.step(plan, handles, 0)
+    pool.done(plan)
+    pool.step(plan, handles[:1], grown, pad_to=pad_to)
+    pool.done(plan)
+    pool.step(plan, handles, 0)
+    tables = [pool.table(h).tolist() for h in handles]
+    assert plan.indices.tolist() == [block for table in tables for block in table]
+    assert plan.indptr.tolist() == [0, *np.cumsum([len(t) for t in tables])]
+
+
+def test_rows_that_shrink_are_padded_again(make_pool, make_plan, grow):
+    pool = make_pool()
+    long, short = pool.open(), pool.open()
+    grow(pool, long, 12)
+    grow(pool, short, 2)
+    plan = make_plan(pool, formats=("block_tables", "kv_slots"), table_width=4, kv_width=16)
+    pool.step(plan, [long], 1)
+    pool.done(plan)
+    pool.step(plan, [short], 1)
+    assert plan.block_tables.tolist() == [[4, 0, 0, 0]]
+    assert plan.kv_slots.tolist() == [[16, 17, 18] + [0] * 13]
+    pool.done(plan)
+    pool.truncate(long, 3)
+    pool.step(plan, [long], 0)
+    assert plan.block_tables.tolist() == [[1, 0, 0, 0]]
+    assert plan.kv_slots.tolist() == [[4, 5, 6] + [0] * 13]
 
 
 def test_formats_stay_right_over_many_random_steps(core, batch, make_plan):
@@ -232,6 +278,13 @@ def test_page_batch_info_names_the_fields_of_levanter(make_pool, make_plan, grow
     assert fields["new_token_dests"].tolist() == [7 * 4 + 1, -1, -1, -1]
 
 
+def test_page_batch_info_pads_with_minus_one_beside_a_reserved_block(make_pool, make_plan):
+    pool = make_pool()
+    plan = make_plan(pool, 2, 4, formats=("page_batch_info",), table_width=3)
+    pool.step(plan, [pool.open()], 5 - 1)
+    assert plan.block_tables.tolist() == [[1, -1, -1]]
+
+
 # --- shapes, limits, views --------------------------------------------------------------------------------
 
 
@@ -246,6 +299,17 @@ def test_attributes_are_the_same_objects_while_the_shape_stays(core, make_pool, 
     pool.step(plan, handles, 1)
     assert all(getattr(plan, name) is array for name, array in arrays.items())
     assert arrays["seq_lens"].tolist() == [2, 2]
+
+
+def test_attributes_follow_the_batch_size(make_pool, make_plan):
+    pool = make_pool()
+    handles = [pool.open() for _ in range(4)]
+    plan = make_plan(pool)
+    for rows in (4, 1, 3, 0, 4):
+        pool.step(plan, handles[:rows], 1)
+        assert plan.seq_lens.shape == (rows,) and plan.slot_mapping.shape == (rows,)
+        assert plan.block_tables.shape == (rows, 15)
+        pool.done(plan)
 
 
 def test_plan_defaults(core, make_pool):
@@ -284,6 +348,20 @@ def test_more_tokens_than_the_plan_is_refused(make_pool, make_plan, refused):
     pool.step(plan, handles, [3, 2])
 
 
+def test_more_decode_rows_than_tokens_of_the_plan_is_refused(make_pool, make_plan, refused, grow):
+    pool = make_pool()
+    handles = [pool.open() for _ in range(3)]
+    for handle in handles:
+        grow(pool, handle, 1)
+    plan = make_plan(pool, 3, 2)
+    with refused(pool, CapacityExceeded, "step", 3, plans=[plan]):
+        pool.step(plan, handles, 1)
+    wide = make_plan(pool, 3, 3)
+    with refused(pool, ValueError, "step", 3, plans=[wide]):
+        pool.step(wide, handles, 1, pad_to=(3, 2))
+    pool.step(plan, handles[1:], 1)
+
+
 def test_wider_table_than_the_plan_is_refused(make_pool, make_plan, refused):
     pool = make_pool()
     handle = pool.open(12)
@@ -306,6 +384,38 @@ def test_longer_context_than_kv_width_is_refused(make_pool, make_plan, refused):
         pool.step(plan, [handle], 1)  # the block has room, the row of the plan has not
 
 
+def test_longer_sequence_than_the_pool_allows_is_refused(make_pool, make_plan, refused):
+    pool = make_pool(max_blocks_per_seq=2)
+    handle = pool.open()
+    plan = make_plan(pool, formats=("seq_lens",))
+    for call in ("step", "reserve"):
+        with refused(pool, CapacityExceeded, call, plans=[plan]):
+            getattr(pool, call)(plan, [handle], 9)
+    with refused(pool, CapacityExceeded, "open"):
+        pool.open(9)
+    pool.step(plan, [handle], 8)
+
+
+@pytest.mark.parametrize("pad_to", [(1, 64), (9, 64), (8, 3), (8, 65), (-1, 64), (8, -1), (2**40, 64), (8, 2**40)])
+def test_pad_to_outside_batch_and_plan_is_refused(make_pool, make_plan, refused, pad_to):
+    pool = make_pool()
+    handles = [pool.open(), pool.open()]
+    plan = make_plan(pool, 8, 64)
+    with refused(pool, ValueError, "step", plans=[plan]):
+        pool.step(plan, handles, 2, pad_to=pad_to)
+
+
+def test_step_on_the_plan_of_another_pool_is_refused(make_pool, make_plan, refused):
+    pool, other = make_pool(), make_pool()
+    plan = make_plan(other)
+    for call in ("step", "reserve"):
+        with refused(pool, ValueError, call, plans=[plan]):
+            getattr(pool, call)(plan, [], 1)
+    for call in ("done", "rollback"):
+        with refused(pool, ValueError, call, plans=[plan]):
+            getattr(pool, call)(plan)
+
+
 # --- int32 ------------------------------------------------------------------------------------------------
 
 
@@ -316,6 +426,11 @@ def test_int32_slots_are_refused_when_they_could_overflow(make_pool, make_plan, 
         make_plan(pool, 2, 2, formats=(fmt,), kv_width=4)
     assert str(caught.value).startswith("[Plan] ") and str(2**31) in str(caught.value)
     make_plan(pool, 2, 2, formats=(fmt,), kv_width=4, dtype="int64")
+
+
+def test_int32_slots_up_to_the_limit_are_legal(make_pool, make_plan):
+    pool = make_pool(3, (2**31 - 1) // 3)
+    make_plan(pool, 2, 2, formats=("slot_mapping",))
 
 
 def test_int64_slots_beyond_2_31_are_right(make_pool, make_plan, core):

@@ -5,9 +5,36 @@ import gc
 import pytest
 from conftest import ONE_HANDLE_CALLS
 
-from kvpool.errors import PlanStateError, PoolClosed, StaleHandle
+from kvpool.errors import KVPoolError, PlanStateError, PoolClosed, StaleHandle
 
 # --- deferred close ---------------------------------------------------------------------------------------
+
+
+def test_defer_close_takes_effect_in_the_next_call(make_pool):
+    pool = make_pool()
+    handle = pool.open(8)
+    pool.defer_close(handle)
+    assert pool.is_open(handle) is False  # this call drained the list first
+    assert pool.stats().used == 0
+
+
+SEES_THE_CLOSE = {  # each call answers as if the sequence (all blocks, the only slot) was closed before it
+    "stats": lambda pool, plan, h: pool.stats().used == 0,
+    "refcount": lambda pool, plan, h: pool.blocks.refcount(1) == 0,
+    "refcount_histogram": lambda pool, plan, h: pool.blocks.refcount_histogram().tolist() == [3],
+    "alloc": lambda pool, plan, h: len(pool.blocks.alloc(3)) == 3,
+    "open": lambda pool, plan, h: pool.num_tokens(pool.open(12)) == 0,
+    "is_open": lambda pool, plan, h: not pool.is_open(h),
+    "reset": lambda pool, plan, h: pool.reset() is None,
+}
+
+
+@pytest.mark.parametrize("call", SEES_THE_CLOSE)
+def test_defer_close_is_drained_before_the_next_call(make_pool, make_plan, call):
+    pool = make_pool(4, max_seqs=1)
+    handle = pool.open(12)
+    pool.defer_close(handle)
+    assert SEES_THE_CLOSE[call](pool, make_plan(pool), handle)
 
 
 @pytest.mark.parametrize("call", ["table", "num_tokens", "capacity", "close", "fork"])
@@ -43,6 +70,15 @@ def test_defer_close_of_dead_handles_is_skipped(make_pool):
         pool.defer_close(handle)
     assert (pool.fingerprint(), pool.digest()) == before
     assert pool.is_open(live)
+
+
+def test_defer_close_twice_closes_once(make_pool):
+    pool = make_pool(max_seqs=1)
+    handle = pool.open(4)
+    pool.defer_close(handle)
+    pool.defer_close(handle)
+    assert pool.stats().sequences == 0
+    assert pool.open() == handle + (1 << 20)  # one generation later
 
 
 def test_defer_close_then_close_leaves_the_slots_next_owner_alone(make_pool):
@@ -149,11 +185,27 @@ def test_shutdown_twice_is_legal_and_every_call_afterwards_is_pool_closed(make_p
         assert str(caught.value).startswith(f"[{name}] "), str(caught.value)
 
 
+def test_shutdown_with_open_sequences_and_pending_plans(make_pool, make_plan):
+    pool = make_pool()
+    plan = make_plan(pool)
+    pool.step(plan, [pool.open()], 5)
+    pool.shutdown()
+    with pytest.raises(PoolClosed):
+        pool.done(plan)
+
+
 def test_pool_is_a_context_manager(core):
     with core.Pool(4, 4) as pool:
         pool.open(4)
     with pytest.raises(PoolClosed):
         pool.stats()
+
+
+def test_pool_as_context_manager_lets_exceptions_pass(core):
+    with pytest.raises(KVPoolError, match="row"), core.Pool(4, 4) as pool:
+        raise KVPoolError("row")
+    with pytest.raises(PoolClosed):
+        pool.open()
 
 
 def test_defer_close_after_shutdown_does_not_raise(make_pool):

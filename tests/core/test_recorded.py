@@ -131,6 +131,16 @@ def test_replay_goes_the_same_way(seed, tmp_path):
     assert rerun(record, check_every=50) is None
 
 
+def test_random_seed_may_be_given_again():
+    for _ in range(64):
+        assert Pool(2, 1, seed=(seed := Pool(2, 1).options.seed)).options.seed == seed
+
+
+def test_recording_changes_nothing_else():
+    with_record, without = Life(4).run(300), Life(4, Pool).run(300)
+    assert with_record.digest() == without.digest() and with_record.fingerprint() == without.fingerprint()
+
+
 @pytest.mark.parametrize("seed", [1, 2])  # in the others steps are done in order: no `done`
 def test_every_call_that_changes_something_is_kept(seed, tmp_path):
     """The digest of the last call is the pool's, and a life meets every call of the list."""
@@ -280,3 +290,36 @@ def test_command_prints_the_fewest_calls_that_fail(tmp_path, capsys, monkeypatch
     assert main(["replay", "--ops", str(path), "--minimise"]) == 1
     out = capsys.readouterr().out
     assert "FAILED at call" in out and "calls are enough" in out and "truncate(" in out
+
+
+def test_close_deferred_inside_a_call_is_noted_after_it(tmp_path, monkeypatch):
+    pool = RecordedPool(64, 4)
+    held, note = [pool.open(5)], RecordedPool._note
+
+    def noting(self, *args):
+        if held:  # as a finalizer that runs between a call and its note
+            self.defer_close(held.pop())
+        note(self, *args)
+
+    monkeypatch.setattr(RecordedPool, "_note", noting)
+    pool.open(3)
+    monkeypatch.undo()
+    pool.open(3)
+    assert [call.name for call in pool.calls] == ["open", "open", "defer_close", "open"]
+    pool.save(tmp_path / "calls")
+    assert rerun(load(tmp_path / "calls")) is None
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"kvpool": "0.1.0", "pool": {"num_blocks": 8, "block_size": 4, "record": 5}, "calls": 0, "lost": 0},
+        {"kvpool": "0.1.0", "pool": {"num_blocks": 0, "block_size": 4}, "calls": 0, "lost": 0},
+        {"pool": {"num_blocks": 8, "block_size": 4}, "calls": 0, "lost": 0},
+    ],
+)
+def test_record_with_a_header_of_something_else_is_refused(tmp_path, header):
+    path = tmp_path / "calls"
+    path.write_text(json.dumps(header) + "\n")
+    with pytest.raises(RecordError):
+        rerun(load(path))

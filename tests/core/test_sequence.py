@@ -32,6 +32,14 @@ def test_open_takes_whole_blocks_and_starts_empty(make_pool, num_tokens, blocks)
     assert table.dtype == np.int32 and table.tolist() == list(range(1, blocks + 1))
 
 
+def test_table_returns_a_copy(make_pool):
+    pool = make_pool()
+    handle = pool.open(8)
+    table = pool.table(handle)
+    table[:] = 99
+    assert pool.table(handle).tolist() == [1, 2]
+
+
 def test_open_without_a_free_slot_is_out_of_sequences(make_pool, refused):
     pool = make_pool(max_seqs=2)
     first, _ = pool.open(), pool.open()
@@ -76,12 +84,43 @@ def test_fork_leaves_reserved_blocks_with_the_parent(make_pool, grow):
     assert [pool.blocks.refcount(b) for b in (1, 2, 3, 4)] == [2, 2, 1, 1]
 
 
+@pytest.mark.parametrize("length, shared", [(0, 0), (1, 1), (3, 1), (4, 1), (5, 2), (8, 2)])
+def test_fork_shares_the_blocks_that_hold_tokens(make_pool, grow, length, shared):
+    pool = make_pool(block_size=4)
+    parent = pool.open(12)
+    if length:
+        grow(pool, parent, length)
+    child = int(pool.fork(parent)[0])
+    assert pool.table(child).tolist() == list(range(1, shared + 1))
+    assert pool.num_tokens(child) == length
+
+
+def test_fork_closing_the_parent_keeps_the_childs_blocks(make_pool, grow):
+    pool = make_pool()
+    parent = pool.open()
+    grow(pool, parent, 6)
+    child = int(pool.fork(parent)[0])
+    pool.close(parent)
+    assert pool.table(child).tolist() == [1, 2]
+    assert [pool.blocks.refcount(b) for b in (1, 2)] == [1, 1]
+    pool.close(child)
+    assert pool.stats().used == 0
+
+
 def test_fork_more_children_than_slots_makes_none(make_pool, refused):
     pool = make_pool(max_seqs=4)
     parent = pool.open(4)
     with refused(pool, OutOfSequences, "fork", 4):
         pool.fork(parent, 4)
     assert len(pool.fork(parent, 3)) == 3
+
+
+def test_fork_needs_no_block(make_pool, grow):
+    pool = make_pool(3)
+    parent = pool.open()
+    grow(pool, parent, 8)
+    assert pool.stats().blank == 0
+    assert len(pool.fork(parent, 5)) == 5
 
 
 # --- truncate ---------------------------------------------------------------------------------------------
@@ -107,6 +146,25 @@ def test_truncate_releases_youngest_first(make_pool, grow):
     assert [pool.blocks.alloc(), pool.blocks.alloc(), pool.blocks.alloc()] == [2, 3, 4]  # 2 was released last
 
 
+def test_truncate_to_the_same_length_drops_reserved_blocks(make_pool, grow):
+    pool = make_pool()
+    handle = pool.open(16)
+    grow(pool, handle, 5)
+    pool.truncate(handle, 5)
+    assert pool.table(handle).tolist() == [1, 2]
+    assert pool.stats().used == 2
+
+
+def test_truncate_of_a_shared_prefix_leaves_the_other_holder_alone(make_pool, grow):
+    pool = make_pool()
+    parent = pool.open()
+    grow(pool, parent, 8)
+    child = int(pool.fork(parent)[0])
+    pool.truncate(child, 1)
+    assert pool.table(parent).tolist() == [1, 2] and pool.num_tokens(parent) == 8
+    assert [pool.blocks.refcount(b) for b in (1, 2)] == [2, 1]
+
+
 @pytest.mark.parametrize("kind", [np.int32, np.int64, None], ids=["int32", "int64", "list"])
 def test_truncate_batch_with_a_length_per_row(make_pool, grow, kind):
     pool = make_pool()
@@ -117,6 +175,15 @@ def test_truncate_batch_with_a_length_per_row(make_pool, grow, kind):
     pool.truncate(np.array(handles), lengths if kind is None else np.array(lengths, kind))
     assert [pool.num_tokens(h) for h in handles] == lengths
     assert [len(pool.table(h)) for h in handles] == [1, 2, 0]
+
+
+def test_truncate_batch_with_one_length_for_all(make_pool, grow):
+    pool = make_pool()
+    handles = [pool.open() for _ in range(3)]
+    for handle in handles:
+        grow(pool, handle, 8)
+    pool.truncate(handles, 5)
+    assert [pool.num_tokens(h) for h in handles] == [5, 5, 5]
 
 
 @pytest.mark.parametrize("length", [-1, 9, 2**31, 2**62])
@@ -151,6 +218,14 @@ def test_close_releases_youngest_first(make_pool):
     assert pool.blocks.alloc(4).tolist() == [1, 2, 3, 4]
 
 
+def test_close_batch_goes_in_the_order_given(make_pool):
+    pool = make_pool(max_seqs=2)
+    a, b = pool.open(8), pool.open(8)  # 1 2 and 3 4
+    pool.close([b, a])  # releases 4, 3, then 2, 1
+    assert pool.blocks.alloc(5).tolist() == [1, 2, 3, 4, 5]
+    assert [slot(pool.open()), slot(pool.open())] == [1, 0]
+
+
 def test_close_of_a_pending_row_is_legal(make_pool, make_plan):
     pool = make_pool()
     plan = make_plan(pool)
@@ -160,6 +235,14 @@ def test_close_of_a_pending_row_is_legal(make_pool, make_plan):
     assert pool.stats().limbo == 2
     pool.done(plan)
     assert pool.stats().limbo == 0 and pool.stats().blank == 15
+
+
+def test_close_never_touches_raw_references(make_pool):
+    pool = make_pool()
+    handle = pool.open(8)
+    pool.blocks.incref(2)
+    pool.close(handle)
+    assert [pool.blocks.refcount(b) for b in (1, 2)] == [0, 1]
 
 
 @pytest.mark.parametrize("kind", [bool, np.uint8])
@@ -177,6 +260,14 @@ def test_close_finished_any_non_zero_byte_means_finished(make_pool):
     handles = [pool.open(4) for _ in range(3)]
     assert pool.close_finished(handles, np.array([255, 0, 2], np.uint8)) == 2
     assert [pool.is_open(h) for h in handles] == [False, True, False]
+
+
+def test_close_finished_without_a_finished_row_changes_nothing(make_pool):
+    pool = make_pool()
+    handles = [pool.open(4) for _ in range(3)]
+    before = pool.fingerprint()
+    assert pool.close_finished(handles, np.zeros(3, bool)) == 0
+    assert pool.fingerprint() == before
 
 
 def test_close_finished_with_a_mask_of_another_length_is_refused(make_pool, refused):

@@ -4,6 +4,30 @@ import numpy as np
 import pytest
 
 
+def test_fresh_pool(make_pool):
+    stats = make_pool(16, 4, reserved_blocks=2).stats()
+    assert stats._asdict() == {
+        "num_blocks": 16,
+        "reserved": 2,
+        "blank": 14,
+        "evictable": 0,
+        "limbo": 0,
+        "used": 0,
+        "shared": 0,
+        "sequences": 0,
+        "pending": 0,
+        "cow_copies": 0,
+        "cow_tokens": 0,
+        "allocs": 0,
+        "evictions": 0,
+        "peak_used": 0,
+        "tokens": 0,
+        "capacity": 0,
+        "fragmentation": 0.0,
+        "evicted_tokens": 0,
+    }
+
+
 def test_one_of_everything(make_pool, make_plan, grow):
     """A fork writes, one sequence is closed in flight, two blocks are cached: each block is counted once."""
     pool = make_pool(16, 4)
@@ -56,6 +80,15 @@ def test_fragmentation_counts_reserved_blocks_as_capacity(make_pool, grow):
     assert (pool.stats().fragmentation, pool.stats().tokens, pool.stats().capacity) == (0.0, 0, 0)
 
 
+def test_fragmentation_counts_shared_blocks_per_sequence(make_pool, grow):
+    pool = make_pool(16, 4)
+    parent = pool.open()
+    grow(pool, parent, 6)
+    pool.fork(parent, 3)
+    stats = pool.stats()
+    assert (stats.tokens, stats.capacity, stats.used, stats.shared) == (24, 32, 2, 2)
+
+
 def test_peak_used_is_the_most_ever_used(make_pool):
     pool = make_pool(16, 4)
     pool.blocks.free(pool.blocks.alloc(9))
@@ -64,6 +97,37 @@ def test_peak_used_is_the_most_ever_used(make_pool):
     assert (stats.peak_used, stats.used) == (9, 2)
     pool.blocks.alloc(10)
     assert pool.stats().peak_used == 12
+
+
+def test_peak_used_counts_blocks_that_come_back_to_life(make_pool):
+    pool = make_pool(16, 4)
+    ids = pool.blocks.alloc(4)
+    pool.blocks.mark_cached(ids)
+    pool.blocks.free(ids)
+    pool.blocks.alloc(3)
+    pool.blocks.touch(ids)
+    assert pool.stats().peak_used == 7
+
+
+def test_cow_counts_only_copies_of_tokens(make_pool, make_plan):
+    pool = make_pool(16, 4)
+    handle = pool.open(4)
+    pool.blocks.incref(1)
+    plan = make_plan(pool)
+    pool.step(plan, [handle], 1)  # replaced without a copy: nothing in it yet
+    assert (pool.stats().cow_copies, pool.stats().cow_tokens) == (0, 0)
+
+
+def test_cow_tokens_add_up_over_steps(make_pool, make_plan, grow):
+    pool = make_pool(32, 8)
+    parent = pool.open()
+    grow(pool, parent, 5)
+    plan = make_plan(pool)
+    pool.step(plan, [parent, *map(int, pool.fork(parent, 3))], 1)
+    assert (pool.stats().cow_copies, pool.stats().cow_tokens) == (3, 15)
+    pool.done(plan)
+    pool.step(plan, [int(pool.fork(parent)[0])], 1)
+    assert (pool.stats().cow_copies, pool.stats().cow_tokens) == (4, 21)
 
 
 def test_evictions_count_both_ways_of_eviction(make_pool):
@@ -100,6 +164,29 @@ def test_histogram_counts_unreserved_blocks_by_refcount(make_pool, grow):
     histogram = pool.blocks.refcount_histogram()
     assert histogram.dtype == np.int64
     assert histogram.tolist() == [4, 2, 0, 0, 2]
+
+
+def test_histogram_of_an_idle_pool(make_pool):
+    assert make_pool(10, 4, reserved_blocks=0).blocks.refcount_histogram().tolist() == [10]
+
+
+def test_held_block_is_used_though_its_refcount_is_zero(make_pool, make_plan):
+    pool = make_pool(8, 4)
+    handle = pool.open(4)
+    pool.blocks.incref(1)
+    plan = make_plan(pool)
+    pool.step(plan, [handle], 1)
+    pool.blocks.free(1)
+    assert pool.blocks.refcount_histogram().tolist() == [6, 1]
+    assert (pool.stats().used, pool.stats().blank) == (2, 5)
+
+
+def test_counters_of_use_survive_reset(make_pool):
+    pool = make_pool(8, 4)
+    pool.blocks.alloc(5)
+    pool.reset()
+    stats = pool.stats()
+    assert (stats.allocs, stats.peak_used, stats.used) == (5, 5, 0)
 
 
 def test_stats_agree_with_the_tables_after_a_long_random_run(make_pool, make_plan):

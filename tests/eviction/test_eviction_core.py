@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvpool import Plan, Pool
-from kvpool.errors import CapacityExceeded, PlanStateError, StaleHandle
+from kvpool.errors import CapacityExceeded, OutOfBlocks, PlanStateError, StaleHandle
 from kvpool.testing import RecordedPool
 from kvpool.testing.recorded import load, rerun
 
@@ -58,6 +58,24 @@ def test_step_after_compaction_goes_on_with_positions_and_writes_behind_what_sta
     assert plan.positions.tolist() == [18, 2] and plan.seq_lens.tolist() == [10, 3]
 
 
+def test_compact_to_the_length_there_is_leaves_the_sequence_alone(grown):
+    pool, _plan, h = grown(8, prefix_cache=True)
+    child = int(pool.fork(h)[0])
+    before = pool.fingerprint()
+    pool.compact([h, child], 8)  # shared, but nothing moves
+    assert pool.fingerprint() == before and lengths(pool, h) == (8, 8)
+    pool.prefix.commit(h, list(range(8)))
+    pool.truncate(h, 0)
+
+
+def test_compact_to_nothing_is_an_empty_sequence_that_knows_its_position(grown):
+    pool, plan, h = grown(6)
+    pool.compact(h, 0)
+    assert lengths(pool, h) == (6, 0) and pool.table(h).tolist() == []
+    step(pool, plan, [h], 2)
+    assert plan.positions.tolist() == [6, 7] and plan.seq_lens.tolist() == [2]
+
+
 @pytest.mark.parametrize("why", ["fork", "raw reference", "committed"])
 def test_compact_refuses_to_rewrite_what_others_read(grown, refused, why):
     pool, _plan, h = grown(14, prefix_cache=why == "committed")
@@ -93,6 +111,16 @@ def test_compact_refuses_rows_of_pending_plans(grown, refused):
         pool.evict_blocks(h, [0])
     pool.rollback(plan)
     pool.compact(h, 3)
+
+
+def test_compacted_blocks_wait_for_pending_steps(grown):
+    pool, plan, h = grown(12)
+    other = pool.open()
+    pool.step(plan, [other], 1)
+    pool.compact(h, 4)
+    assert pool.stats().limbo == 2
+    pool.done(plan)
+    assert pool.stats().limbo == 0
 
 
 def test_compact_is_all_or_nothing_over_a_batch(grown, refused):
@@ -159,6 +187,37 @@ def test_unshare_copies_what_compaction_rewrites_and_nothing_else(grown):
     assert pool.table(h).tolist() == [5, 6] and pool.table(child).tolist() == [1, 2, 3, 4]
 
 
+def test_unshare_leaves_leading_blocks_that_stay(grown):
+    pool, plan, h = grown(14)
+    pool.fork(h)
+    pool.unshare(plan, [h], 9, first=7)
+    assert plan.copies.tolist() == [[2, 5, 4], [3, 6, 4]]
+    pool.done(plan)
+    pool.compact(h, 9, first=7)
+    assert pool.blocks.refcount(1) == 2
+
+
+def test_unshare_makes_room_for_more_copies_than_rows(make_pool, make_plan):
+    pool = make_pool(600, 2)
+    plan, large = make_plan(pool, 1), make_plan(pool, 1, 512)
+    h = pool.open()
+    step(pool, large, [h], 400)
+    pool.fork(h)
+    shown = plan.copies
+    pool.unshare(plan, [h], 399)
+    assert len(shown) == 0 and plan.copies.tolist() == [[1 + i, 201 + i, 2] for i in range(200)]
+    pool.rollback(plan)
+    pool.unshare(plan, [h], 5)
+    assert len(plan.copies) == 3 and not plan.copies.flags.writeable
+
+
+def test_unshare_copies_the_filled_part_of_a_tail(grown):
+    pool, plan, h = grown(6)
+    pool.fork(h)
+    pool.unshare(plan, [h], 5)
+    assert plan.copies.tolist() == [[1, 3, 4], [2, 4, 2]]
+
+
 def test_unshare_takes_committed_blocks_along(grown):
     pool, plan, h = grown(8, prefix_cache=True)
     pool.prefix.commit(h, list(range(8)))
@@ -166,6 +225,16 @@ def test_unshare_takes_committed_blocks_along(grown):
     pool.done(plan)
     pool.compact(h, 4)
     assert pool.prefix.match([*range(8), 9]) == 8  # the cache keeps what it had
+
+
+def test_unshare_of_a_batch_copies_for_each_that_shares(grown):
+    pool, plan, h = grown(8)
+    rows = [h, *pool.fork(h, 2).tolist()]
+    pool.unshare(plan, rows, 7)
+    assert len(plan.copies) == 6  # the last one too: its blocks are read by the copies of the others
+    pool.done(plan)
+    pool.compact(rows, 7)
+    assert pool.stats().used == 6
 
 
 def test_unshare_copies_more_blocks_than_the_plan_has_rows(make_pool, make_plan):
@@ -185,6 +254,14 @@ def test_unshare_copies_more_blocks_than_the_plan_has_rows(make_pool, make_plan)
     step(pool, plan, [child], 1)
     assert plan.copies.shape == (0, 3)
     pool.check()
+
+
+def test_unshare_without_blocks_changes_nothing(grown, refused):
+    pool, plan, h = grown(12, num_blocks=6)
+    pool.fork(h)
+    with refused(pool, OutOfBlocks, "unshare", None) as caught:
+        pool.unshare(plan, [h], 11)
+    assert (caught.value.needed, caught.value.short_by, caught.value.row) == (3, 1, 0)
 
 
 def test_unshare_rolls_back_like_a_step(grown):
@@ -224,6 +301,13 @@ def test_evict_blocks_leaves_cached_ones_to_the_prefix_cache(grown):
     pool.prefix.commit(h, list(range(9)))
     pool.evict_blocks(h, [0])
     assert pool.stats().evictable == 1 and pool.prefix.match([*range(9), 9]) == 8
+
+
+def test_evict_no_blocks_changes_nothing(grown):
+    pool, _plan, h = grown(9)
+    before = pool.fingerprint()
+    pool.evict_blocks(h, [])
+    assert pool.fingerprint() == before
 
 
 # --- with everything else ---------------------------------------------------------------------------------
@@ -266,6 +350,16 @@ def test_fork_of_an_evicted_sequence_has_both_lengths(grown, refused):
         pool.truncate(child, 13)
     pool.close(h)
     assert lengths(pool, child) == (15, 7)
+
+
+def test_slot_that_held_an_evicted_sequence_starts_anew(grown):
+    pool, plan, h = grown(14, max_seqs=1)
+    pool.compact(h, 6)
+    pool.close(h)
+    h = pool.open()
+    step(pool, plan, [h], 3)
+    assert lengths(pool, h) == (3, 3) and plan.positions.tolist() == [0, 1, 2]
+    pool.truncate(h, 0)
 
 
 def test_dead_handles_are_refused(grown, refused):

@@ -11,6 +11,7 @@ from kvpool.eviction import (
     BlockEviction,
     Evictor,
     Memory,
+    Policy,
     SlidingWindow,
     advise,
     block_sums,
@@ -74,6 +75,14 @@ def test_scores_are_a_moving_average_that_begins_with_the_first_one(alpha, kind)
         assert known.known[row] == n
 
 
+def test_rows_without_a_query_learn_nothing():
+    known = memory(H2O(max_kv=64), 2)
+    known.observe(np.ones((LAYERS, 2, HEADS, 5), np.float32), np.array([5, 5]))
+    known.observe(np.full((LAYERS, 2, HEADS, 6), 9, np.float32), np.array([6, 5]), np.array([0, -1]))
+    assert (known.scores[:, 1, :, :5] == 1).all() and known.known.tolist() == [6, 5]
+    assert (known.scores[:, 0, :, :5] > 1).all()
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_h2o_keeps_sinks_the_newest_and_the_heaviest(seed):
     policy = H2O(max_kv=32, sink=3, heavy=14, slack=4)
@@ -112,6 +121,13 @@ def test_blocks_with_the_lowest_scores_leave(seed):
     assert known.select(0, n, target).tolist() == due
 
 
+def test_blocks_leave_as_far_as_there_are_any_to_choose_from():
+    policy = BlockEviction(max_kv=16, sink=4, recent_tokens=8)
+    lens = np.array([15, 16, 17, 19, 20, 60])
+    after = policy.lens_after(lens, BLOCK)
+    assert after.tolist() == [15, 12, 13, 15, 12, 12] and ((lens - after) % BLOCK == 0).all()
+
+
 def test_positions_follow_what_moves():
     policy = H2O(max_kv=16, sink=2, heavy=6, slack=3)
     known, held = memory(policy), np.tile(np.arange(20), (LAYERS, HEADS, 1))
@@ -128,6 +144,14 @@ def test_positions_follow_what_moves():
         held = np.concatenate([held, np.broadcast_to(new, (LAYERS, HEADS, len(new)))], axis=-1)
         assert (known.positions(0, held.shape[2], tokens) == held).all()
     assert known.nbytes == known.scores.nbytes + LAYERS * HEADS * 13 * 4
+
+
+def test_positions_follow_blocks_that_leave():
+    policy = BlockEviction(max_kv=16, sink=1, recent_tokens=4)
+    known = memory(policy)
+    known.observe(draw(0, 1, 18), np.array([18]))
+    known.evicted(0, 18, np.array([1, 3]), 18)
+    assert known.positions(0, 11, 19)[0, 0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18]
 
 
 def test_rows_of_a_memory_are_copied_kept_and_cut():
@@ -246,6 +270,14 @@ def test_backends_that_cannot_are_named():
         check_backend(H2O(max_kv=64, kind="raw"), can, 16)
     with pytest.raises(ValueError, match=r"\[BlockEviction\] max_kv is 64, in blocks of 32 the least is 80:"):
         check_backend(BlockEviction(max_kv=64), can, 32)
+
+
+def test_policies_are_values():
+    assert H2O(max_kv=64) == H2O(max_kv=64) != H2O(max_kv=64, heavy=20)
+    assert isinstance(H2O(max_kv=64), Policy) and H2O(max_kv=64).scores == "mass"
+    assert H2O(max_kv=64, kind="raw").scores == "raw" and BlockEviction(max_kv=64).scores == "mass"
+    with pytest.raises(AttributeError):
+        H2O(max_kv=64).max_kv = 3
 
 
 def test_policy_most_is_the_largest_length_at_the_start_of_a_step():

@@ -216,6 +216,17 @@ def test_draft_model_that_raises_once_is_empty_and_goes_on(model, broken):
     assert engine.scheduler.stats().accepted_tokens > 5
 
 
+def test_draft_model_shares_no_prefix_between_namespaces(model):
+    proposer = DraftModel(model, MANY)
+    engine, hits = Engine(model, MANY, speculate=proposer), [0]
+    (prompt,) = random_prompts((100,))
+    for namespace in (b"bob", b"alice", b"bob"):
+        engine.generate(prompt, max_tokens=3, namespace=namespace)
+        hits.append(proposer.engine.scheduler.stats().hit_tokens)
+    bob, alice, again = np.diff(hits).tolist()
+    assert alice == bob and again >= bob + 96
+
+
 def test_draft_model_with_states_and_other_tokens_gives_the_tokens_of_none(model):
     """Its prefix cache has no checkpoint where a draft was wrong; it has no token above 256."""
     prompts = [[*range(250, 270)], [5] * 30]
@@ -258,6 +269,15 @@ def test_windows_are_drafted_within_their_lookahead():
     assert_all_free(engine.kv)
 
 
+@pytest.mark.parametrize("options", [{"fused": False}, {"kernels": False}])
+def test_single_stream_of_a_model_that_gathers_is_drafted(model, options):
+    (prompt,) = random_prompts((9,))
+    plain = Engine(model, MANY, **options).generate(prompt, max_tokens=40)
+    engine = Engine(model, MANY, speculate=Oracle({(0, 0): plain.tokens}, 1, right=1.0), **options)
+    assert facts(engine.generate(prompt, max_tokens=40)) == facts(plain)
+    assert engine.scheduler.stats().steps < 20
+
+
 def test_stop_string_inside_right_drafts_ends_the_text_before_it():
     model, tokenizer = tiny.make()
     plain = Engine(model, MANY, tokenizer=tokenizer).generate("Hello", max_tokens=60)
@@ -268,6 +288,13 @@ def test_stop_string_inside_right_drafts_ends_the_text_before_it():
         assert "".join(event.text for event in events) == plain.text[: plain.text.index(stop)]
         assert [event.finish_reason for event in events if event.finish_reason] == ["stop"]
         assert engine.kv.pool.stats().used == 0
+
+
+def test_draft_that_the_model_does_not_have_is_dropped(model):
+    wrong = lambda rows: [[5, VOCAB, 5]] * len(rows)  # noqa: E731
+    engine = Engine(model, MANY, speculate=wrong)
+    assert facts(engine.generate([5, 6], max_tokens=12)) == facts(Engine(model, MANY).generate([5, 6], max_tokens=12))
+    assert engine.scheduler.stats().drafted_tokens == 9 + 1  # the last token but one has room for none
 
 
 def test_proposer_that_raises_loses_nothing(model):
@@ -349,6 +376,17 @@ def test_trust_drafts_as_far_as_a_draft_is_likely_right():
     assert means == sorted(means)
 
 
+def test_trust_comes_back_when_drafts_are_right_again():
+    trust, answer = Trust(8), np.arange(400, dtype=np.int32)
+    request, at, counts = Request([1], 400, id=0), 1, []
+    while at < 300:
+        propose = lambda rows, at=at: [answer[at : at + row.most] - (at < 100) for row in rows]  # noqa: E731
+        (drafts,) = trust.ask(propose, [Decoding(request, 0, answer[:at], 8)])
+        counts.append(len(drafts))
+        at += 1 + len(drafts) * (at >= 100)
+    assert counts[90] == 0 and counts[-2] == 8
+
+
 @pytest.mark.parametrize("memory", [0.8, 0.4])
 def test_trust_asks_for_a_draft_again_however_many_were_wrong(monkeypatch, memory):
     """With a memory of 0.4, rounding would take the chance to 0."""
@@ -358,6 +396,18 @@ def test_trust_asks_for_a_draft_again_however_many_were_wrong(monkeypatch, memor
         propose = lambda rows: asked.append(1) or [np.full(row.most, -1, np.int32) for row in rows]  # noqa: E731
         trust.ask(propose, [Decoding(request, 0, tokens[:length], 1)])
     assert len(asked) == 399
+
+
+def test_trust_is_kept_for_each_sequence():
+    trust, tokens = Trust(4), np.arange(50, dtype=np.int32)
+    rows = [(Request([1], 60, id=0), 0), (Request([1], 60, id=0), 1), (Request([1], 60, id=1), 0)]
+    for at in range(1, 30):
+        propose = lambda rows, at=at: [  # noqa: E731
+            tokens[at : at + row.most] + (row.request.id + row.index > 0) for row in rows
+        ]
+        drafts = trust.ask(propose, [Decoding(request, index, tokens[:at], 4) for request, index in rows])
+        if at % 16:
+            assert [len(one) > 1 for one in drafts] == [True, at == 1, at == 1]
 
 
 # ---- planted faults

@@ -79,6 +79,45 @@ def test_gathering_engine_slides_as_the_fused_one_does(model):
     assert said[0] == said[1]
 
 
+@pytest.mark.parametrize("policy", [H2O(max_kv=200), SlidingWindow(max_kv=200), BlockEviction(max_kv=200)])
+def test_budget_that_holds_every_context_changes_no_token(model, policy):
+    # 30 blocks: somebody is preempted.
+    how = {"num_blocks": 30, "max_running": 5, "max_step_tokens": 17, "prefix_cache": True}
+    plain, evicting = engine_of(model, **how), engine_of(model, eviction=policy, **how)
+    said = [[one.tokens.tolist() for one in engine.batch(PROMPTS, max_tokens=TOKENS)] for engine in (plain, evicting)]
+    assert said[0] == said[1]
+    assert plain.scheduler.stats() == evicting.scheduler.stats() and plain.scheduler.stats().preemptions
+    assert_nothing_leaked(evicting)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_crowd_in_a_small_pool_keeps_its_budgets(model, name):
+    policy = POLICIES[name]
+    options = {"max_running": 4, "max_step_tokens": 20, "prefix_cache": True}
+    engine = engine_of(model, num_blocks=24, eviction=policy, **options)
+    ids = [engine.submit(prompt, max_tokens=TOKENS) for prompt in PROMPTS]
+    ids.append(engine.submit(PROMPTS[0], max_tokens=TOKENS, n=2, temperature=1.0, seed=3))
+    done, pool = [], engine.kv.pool
+    while engine.num_unfinished:
+        done += engine.step()
+        engine.scheduler.check()
+        if len(done) == 2 and ids[-1] in engine:
+            done.append(engine.cancel(ids[-1]))
+        running = engine.scheduler._core.rows
+        for handle in running.handle[running.handle >= 0].tolist():
+            assert pool.kv_len(handle) <= policy.most + CHUNK
+    assert {one.id for one in done} == set(ids)
+    assert all(len(one.tokens) == TOKENS for one in done if one.id != ids[-1])
+    assert_nothing_leaked(engine)
+
+
+def test_prefix_of_an_evicted_prompt_is_found_again(model):
+    engine = engine_of(model, eviction=POLICIES["window"], prefix_cache=True)
+    first, second = (engine.generate(PROMPTS[3], max_tokens=3) for _ in range(2))
+    assert [one.samples[0].output.num_cached for one in (first, second)] == [0, 16]  # below 20, in whole blocks
+    assert_nothing_leaked(engine)
+
+
 def test_model_that_raises_leaves_no_score(model, monkeypatch):
     engine, other = (engine_of(model, eviction=POLICIES["h2o"]) for _ in range(2))
     due = other.generate(PROMPTS[0], max_tokens=TOKENS).tokens.tolist()
@@ -100,6 +139,15 @@ def test_model_that_raises_leaves_no_score(model, monkeypatch):
         except OSError:
             engine.scheduler.check()
     assert done[0].id == id and done[0].tokens.tolist() == due
+    assert_nothing_leaked(engine)
+
+
+def test_engine_on_quantized_blocks_says_what_one_sequence_says(model):
+    how = {"k_bits": 8, "v_bits": 4, "quant_group_size": 32}
+    with install(model, 100, block_size=4, **how) as kv:
+        due = [solo_tokens(model, prompt, 12, prompt_cache=kv.make_cache()) for prompt in PROMPTS]
+    engine = engine_of(model, max_running=3, max_step_tokens=17, **how)
+    assert [one.tokens.tolist() for one in engine.batch(PROMPTS, max_tokens=12)] == due
     assert_nothing_leaked(engine)
 
 

@@ -6,7 +6,7 @@ from mlx_models import on_cpu, solo_tokens
 from sliding_cache import SlidingCache
 
 from kvpool.adapters.mlx_lm import install, tiny
-from kvpool.adapters.mlx_lm.engine import Engine
+from kvpool.adapters.mlx_lm.engine import Engine, RaggedForward
 from kvpool.adapters.mlx_lm.eviction import Eviction
 from kvpool.eviction import H2O, BlockEviction, SlidingWindow
 
@@ -111,7 +111,38 @@ def test_crowd_in_a_small_pool_keeps_its_budgets(name, policy):
         assert_nothing_leaked(engine)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5"])
+def test_budget_that_holds_every_context_changes_no_token(name):
+    with on_cpu():
+        model, how = made(name), {"max_running": 4, "max_step_tokens": 17, "num_blocks": 30}
+        plain, evicting = (engine_of(model, policy, **how) for policy in (None, SlidingWindow(max_kv=200)))
+        said = [[one.tokens.tolist() for one in each.batch(PROMPTS, max_tokens=TOKENS)] for each in (plain, evicting)]
+        assert said[0] == said[1]
+        assert plain.scheduler.stats() == evicting.scheduler.stats() and plain.scheduler.stats().preemptions
+        assert_nothing_leaked(evicting)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5"])
+def test_prompt_is_found_again_as_far_as_its_budget(name):
+    with on_cpu():
+        engine = engine_of(made(name), WINDOW, prefix_cache=True)
+        first, second = (engine.generate(PROMPTS[3], max_tokens=TOKENS) for _ in range(2))
+        cached = [one.samples[0].output.num_cached for one in (first, second)]
+        assert cached[0] == 0 < cached[1] < WINDOW.max_kv
+        assert first.tokens.tolist() == second.tokens.tolist()
+        assert_nothing_leaked(engine)
+
+
 @pytest.mark.parametrize(("name", "words"), [("mamba2", "no layer that keeps every token"), ("openelm", "2 shapes")])
 def test_model_without_one_full_group_is_refused(name, words):
     with on_cpu(), pytest.raises(ValueError, match=words):
         engine_of(made(name), WINDOW)
+
+
+def test_passes_and_caches_make_their_evictor_in_one_place():
+    with on_cpu():
+        kv = install(made("gemma3_text"), 20, block_size=4, eviction=WINDOW)
+        own, of_a_cache = RaggedForward(kv).eviction, kv.make_cache()[0].batch.eviction
+        assert (own.group, own.backend) == (of_a_cache.group, of_a_cache.backend)
+        assert kv.layout.groups[own.group].kind == "full"

@@ -123,6 +123,16 @@ def sampled(model, prompt, n, **how):
     return [one.tokens.tolist() for one in completion.samples]
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "longcat_flash_ngram", "gemma3_text"])
+def test_samples_that_share_a_prompt_are_those_of_requests_of_their_own(name):
+    with on_cpu():
+        model, _ = tiny.make(name)
+        prompt = prompts_of((21,))[0]
+        together = sampled(model, prompt, 3, seed=5)
+        assert together == [sampled(model, prompt, 1, seed=5 + i)[0] for i in range(3)]
+        assert len({tuple(tokens) for tokens in together}) == 3
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "mamba2", "gemma4"])
 def test_beam_over_forked_states_is_that_of_recomputed_prompts(name):
     """Each hypothesis is scored again by the stock model, from its first token."""
@@ -240,6 +250,18 @@ def test_slots_that_are_not_forgotten_show(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5"])
+def test_prefix_cache_can_be_left_out(name):
+    with on_cpu():
+        model, _ = tiny.make(name)
+        engine = engine_of(model, prefix_cache=False)
+        assert engine.kv.pool.prefix is None and engine.kv.layout.groups
+        prompt = prompts_of((61,))[0]
+        first, second = (engine.generate(prompt, max_tokens=TOKENS) for _ in range(2))
+        assert first.tokens.tolist() == second.tokens.tolist() == alone(model, prompt)
+        assert second.samples[0].output.num_cached == 0
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from kvpool.adapters.mlx_lm import tiny, tiny_families
 from kvpool.adapters.mlx_lm.chat import Transcript
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.adapters.mlx_lm.sampling import Sampling
-from kvpool.errors import RequestRejected
+from kvpool.errors import RequestRejected, UnknownRequest
 
 BLOCK = 4
 PROMPT = "The block table maps"
@@ -61,6 +61,12 @@ def finish(engine):
 # ---------------------------------------------------------------------------------------------- text and streams
 
 
+def test_engine_takes_text_and_returns_text(engine, answer):
+    completion = engine.generate(PROMPT, max_tokens=40)
+    assert completion.text == answer and completion.samples[0].finish_reason == "length"
+    assert engine.batch([PROMPT, PROMPT[:5]], max_tokens=40)[0].text == answer
+
+
 def test_a_stream_gives_each_token_as_it_comes(engine, answer):
     events = list(engine.stream(PROMPT, max_tokens=40))
     assert "".join(event.text for event in events) == answer
@@ -78,6 +84,13 @@ def test_a_stream_that_is_left_cancels_its_request(engine):
     assert len(finish(engine)[other].tokens) == 5
 
 
+def test_an_answer_ends_where_the_tokenizer_says(engine):
+    completion = engine.generate("Hello", max_tokens=200)
+    sample = completion.samples[0]
+    assert sample.finish_reason == "eos" and sample.tokens[-1] == 256 and tiny.END not in sample.text
+    assert len(engine.generate("Hello", max_tokens=60, eos=()).tokens) == 60
+
+
 def test_a_stop_string_ends_one_sample_wherever_tokens_end(engine, answer):
     heard = []
     stop = answer[10:13]
@@ -88,6 +101,15 @@ def test_a_stop_string_ends_one_sample_wherever_tokens_end(engine, answer):
     assert len(sample.tokens) == len(sample.logprobs) == len(heard) == answer.index(stop) + 3
     tokens = engine.generate(PROMPT, max_tokens=40, stop=[engine.tokenizer.encode(stop)])
     assert tokens.text == answer[: answer.index(stop)] + stop and tokens.samples[0].finish_reason == "stop"
+
+
+def test_samples_come_to_their_stop_strings_one_by_one(engine):
+    options = {"temperature": 1.0, "seed": 3, "max_tokens": 60, "stop": ["e", "8"]}
+    together = engine.generate(PROMPT, n=4, **options)
+    alone = [engine.generate(PROMPT, **(options | {"seed": 3 + i})) for i in range(4)]
+    assert [one.text for one in together.samples] == [one.text for one in alone]
+    assert [one.tokens.tolist() for one in together.samples] == [one.tokens.tolist() for one in alone]
+    assert "stop" in {one.finish_reason for one in together.samples}
 
 
 class Letters:
@@ -208,6 +230,22 @@ def test_request_with_the_id_of_a_cancelled_one_hears_its_own_tokens_only(engine
     assert [event.token for event in heard] == done["same"].tokens.tolist() and len(heard) == 4
 
 
+def test_request_that_has_ended_gives_its_id_to_another_at_its_last_token(engine):
+    done = []
+
+    def listener(event):
+        if event.finish_reason is not None:
+            assert "same" not in engine
+            with pytest.raises(UnknownRequest):
+                engine.cancel("same")
+            engine.submit("abc", max_tokens=4, id="same", eos=())
+
+    engine.submit(PROMPT, max_tokens=2, id="same", eos=(), on_token=listener)
+    while engine.num_unfinished:
+        done += engine.step()
+    assert [(one.id, len(one.tokens), one.error) for one in done] == [("same", 2, None), ("same", 4, None)]
+
+
 @pytest.mark.parametrize("kind", [SPMStreamingDetokenizer, BPEStreamingDetokenizer, NaiveStreamingDetokenizer])
 def test_tokens_that_the_tokenizer_does_not_have_add_no_text(kind):
     tokenizer = TokenizerWrapper(tiny.byte_tokenizer(), kind)
@@ -300,6 +338,14 @@ def test_listeners_hear_the_likeliest_tokens(engine):
     assert sum(np.exp([logprob for _, logprob in events[-1].top])) == pytest.approx(1, abs=1e-4)
 
 
+def test_requests_of_others_end_in_a_step_of_theirs(engine, answer):
+    id = engine.submit("abc", max_tokens=3)
+    engine.generate(PROMPT, max_tokens=40)
+    assert engine.num_unfinished == 1
+    (completion,) = engine.step()
+    assert completion.id == id and engine.step() == []
+
+
 # ------------------------------------------------------------------------------------------------------- misuse
 
 
@@ -347,6 +393,14 @@ def test_wrong_requests_are_refused_and_nothing_is_lost(engine, answer, prompt, 
         engine.submit(prompt, **options)
     assert engine.kv.pool.fingerprint() == fingerprint
     assert finish(engine)["taken"].text == answer
+
+
+def test_unknown_requests_cannot_be_cancelled(engine):
+    id = engine.submit("abc", max_tokens=2)
+    finish(engine)
+    for unknown in (id, "never", None):
+        with pytest.raises(UnknownRequest, match=repr(unknown)):
+            engine.cancel(unknown)
 
 
 def test_a_beam_cannot_be_streamed(engine):

@@ -169,6 +169,13 @@ def test_next_turn_computes_few_tokens_again(name, is_told):
     check_next_turn(name, is_told, (64, 69, 79), (0, 5, 11))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gemma4", "qwen3_5"])
+@pytest.mark.parametrize("is_told", [True, False], ids=["told", "default"])
+def test_next_turn_computes_few_tokens_again_whatever_the_tail_of_the_prompt(name, is_told):
+    check_next_turn(name, is_told, range(64, 80), range(12))
+
+
 def test_checkpoint_that_is_loaded_wrongly_shows(monkeypatch):
     """The fault: a load gives the states of another sequence."""
     loaded, seen = Checkpoints.loaded, []
@@ -199,4 +206,16 @@ def test_model_whose_state_cannot_be_restored_finds_nothing_and_says_so_once(cap
             done = engine.generate(prompt, max_tokens=TOKENS, cut=40)
             assert (done.tokens.tolist(), found_by(done)) == (alone(model, prompt), 0)
         assert sum("no prefix of this model is found" in line for line in caplog.messages) == 1
+        assert_nothing_is_left(engine)
+
+
+def test_checkpoint_that_is_larger_than_the_pool_is_never_taken():
+    with on_cpu():
+        model, _ = tiny.make("qwen3_5")
+        prompt = prompt_of(13, 3)
+        blocks = engine_of(model).kv.layout.checkpoint_blocks
+        engine = engine_of(model, blocks)
+        for _ in range(2):
+            done = engine.generate(prompt, max_tokens=TOKENS)
+            assert (done.tokens.tolist(), found_by(done)) == (alone(model, prompt), 0)
         assert_nothing_is_left(engine)

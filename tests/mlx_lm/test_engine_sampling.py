@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvpool.adapters.mlx_lm.sampling import Sampling, altered, sample, uniforms
+from kvpool.adapters.mlx_lm.sampling import Sampling, altered, best, sample, uniforms
 
 RNG = np.random.default_rng(5)
 LOGITS = RNG.normal(size=(64, 40)).astype(np.float32) * 2
@@ -94,6 +94,13 @@ def test_a_row_gets_the_same_token_in_any_batch():
     assert mixed.tolist() == together[order].tolist()
 
 
+def test_sample_i_is_what_seed_plus_i_gives():
+    first = [Sampling(temperature=1.0, seed=100)] * 64
+    later = [Sampling(temperature=1.0, seed=107)] * 64
+    assert run(LOGITS, first, ZEROS + 7)[0].tolist() == run(LOGITS, later, ZEROS)[0].tolist()
+    assert run(LOGITS, first, ZEROS)[0].tolist() != run(LOGITS, later, ZEROS)[0].tolist()
+
+
 def test_uniforms_are_uniform_and_independent_of_each_other():
     u = uniforms([0] * 100_000, np.zeros(100_000, np.int64), np.arange(100_000)).astype(np.float64)
     assert u.min() >= 0 and u.max() < 1
@@ -104,6 +111,18 @@ def test_uniforms_are_uniform_and_independent_of_each_other():
     assert abs(np.corrcoef(by_seed[:-1], by_seed[1:])[0, 1]) < 0.02
     assert abs(by_seed.mean() - 0.5) < 0.01
     assert uniforms([2**63 - 1], np.array([2**20]), np.array([0])).shape == (1,)  # wraps, and does not warn
+
+
+def test_a_certain_token_is_always_taken():
+    logits = np.full((3, 40), -np.inf, np.float32)
+    logits[:, 17] = 3.0
+    for settings in (Sampling(temperature=5.0, seed=0), Sampling(temperature=5.0, top_p=0.001, seed=0)):
+        assert run(logits, [settings] * 3)[0].tolist() == [17] * 3
+
+
+def test_a_tiny_temperature_is_as_greedy():
+    for settings in (Sampling(temperature=1e-300, seed=0), Sampling(temperature=1e-30, top_k=3, seed=0)):
+        assert run(LOGITS, [settings] * 64)[0].tolist() == LOGITS.argmax(-1).tolist()
 
 
 def changed(row, settings, prompt, generated):
@@ -143,6 +162,13 @@ def test_sampled_tokens_follow_their_biases():
     changes = {row: one.changes(np.zeros(0, np.int32), np.zeros(0, np.int32)) for row, one in enumerate(settings)}
     tokens, _ = sample(mx.array(LOGITS), settings, ZEROS, np.arange(64), changes)
     assert set(tokens[0::2].tolist()) == set(tokens[1::2].tolist()) == {7, 8}
+
+
+def test_best_ranks_the_likeliest():
+    tokens, logprobs = best(mx.array(LOGITS), 6)
+    for row, ranked, values in zip(LOGITS, tokens, logprobs, strict=True):
+        assert ranked.tolist() == np.argsort(-row, kind="stable")[:6].tolist()
+        np.testing.assert_allclose(values, np.log(probabilities(row)[ranked]), rtol=1e-4)
 
 
 @pytest.mark.parametrize(

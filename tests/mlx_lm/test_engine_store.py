@@ -12,6 +12,7 @@ from mlx_lm.generate import generate_step
 from kvpool.adapters.mlx_lm import Engine, install, tiny
 from kvpool.adapters.mlx_lm import stored as module
 from kvpool.store import DiskStore, MemoryStore, TieredStore
+from kvpool.store.blocks import TierStats
 
 ARCHS = (None, "gemma3_text", "qwen3_5")  # one table; windows; states
 PROMPT = np.random.default_rng(11).integers(0, 200, 400).tolist()
@@ -131,6 +132,14 @@ def test_blocks_that_the_disk_refused_are_saved_with_a_later_answer(tmp_path):
     checked(engine)
 
 
+def test_request_of_another_namespace_finds_nothing(model, filled):
+    store, due = filled
+    engine = engine_of(model, store)
+    got = answer(engine, namespace=b"another tenant")
+    assert got[:2] == due and got[2] == 0
+    assert checked(engine).loads == 0
+
+
 @pytest.mark.parametrize("when", ["from the start", "while it loads"])
 def test_store_that_fails_costs_nothing_but_time(model, filled, when):
     store, due = filled
@@ -150,6 +159,16 @@ def test_load_that_is_too_slow_is_given_up_and_computed(model, filled, monkeypat
     store, due = filled
     store.open_gate.clear()
     engine = engine_of(model, store)
+    assert answer(engine)[:2] == due
+    assert engine.kv.stored.stats().late_loads == 1
+    freed(store, engine)
+
+
+def test_load_slower_than_computing_is_given_up_once_that_is_known(model, filled):
+    store, due = filled
+    engine = engine_of(model, store)
+    answer(engine, OTHER, namespace=b"x")  # measures how fast the model computes
+    store.open_gate.clear()
     assert answer(engine)[:2] == due
     assert engine.kv.stored.stats().late_loads == 1
     freed(store, engine)
@@ -216,6 +235,15 @@ def test_request_cancelled_while_it_loads_leaves_nothing(model, filled):
     freed(store, engine)
 
 
+def test_reset_while_a_prompt_loads_begins_anew(model, filled):
+    store, due = filled
+    engine = _loading(model, store)
+    engine.reset()
+    store.open_gate.set()
+    assert answer(engine)[:2] == due
+    checked(engine)
+
+
 def test_pool_that_is_too_small_for_a_load_beside_others_computes(filled, model):
     store, due = filled
     engine = engine_of(model, store, num_blocks=40)
@@ -273,6 +301,11 @@ def test_weights_that_differ_in_one_element_share_nothing():
     assert module.fingerprint(one) != module.fingerprint(other)
 
 
+def test_store_without_a_prefix_cache_is_refused(model):
+    with pytest.raises(ValueError, match="prefix_cache"):
+        install(model, 64, store=lambda layout: MemoryStore(layout, 2**24))
+
+
 def test_store_of_another_layout_is_refused(model):
     made = []
     with Engine(model, 64, store=lambda layout: made.append(MemoryStore(layout, 2**24)) or made[0]):
@@ -289,6 +322,26 @@ def test_sequence_that_fills_its_table_is_answered_and_saved(model, filled):
     length = min(most, longest, 500)
     sample = engine.generate(PROMPT, max_tokens=length - len(PROMPT) + 1, eos=()).samples[0]
     assert len(sample.tokens) == length - len(PROMPT) + 1
+    checked(engine)
+
+
+def test_table_that_is_full_is_answered():
+    model, store = tiny.make()[0], []
+    engine = engine_of(model, lambda layout: store.append(Lasting(layout)) or store[0], num_blocks=32)
+    most = engine.kv.pool.options.max_blocks_per_seq * engine.kv.pool.block_size
+    assert most == 31 * 16
+    sample = engine.generate(PROMPT, max_tokens=most - len(PROMPT) + 1, eos=()).samples[0]
+    assert len(sample.tokens) == most - len(PROMPT) + 1
+    assert checked(engine).saves >= 1
+
+
+def test_save_that_fails_loses_no_answer(model, filled, monkeypatch, caplog):
+    store, due = filled
+    engine = engine_of(model, store)
+    monkeypatch.setattr(engine.kv.stored, "save", lambda *given: 1 // 0)
+    assert answer(engine)[:2] == due
+    assert "was not saved" in caplog.text
+    monkeypatch.undo()
     checked(engine)
 
 
@@ -360,6 +413,14 @@ def test_deadline_of_a_request_that_loads_is_kept(model, filled):
     checked(engine)
 
 
+def test_closed_engine_saves_nothing(model, filled):
+    store, _ = filled
+    engine = engine_of(model, store)
+    engine.close()
+    assert answer(engine, [*OTHER, 1])[2] == 0
+    assert not engine.is_saving and engine.kv.pool.stats().used == 0
+
+
 def test_prompt_that_is_cached_meanwhile_is_not_loaded_again(model, filled, monkeypatch):
     monkeypatch.setattr(module, "MOST_LOADS", 1)
     store, due = filled
@@ -382,6 +443,21 @@ def test_flush_after_the_weights_changed_loads_and_saves_nothing_more(model, fil
     assert answer(engine)[2] == 0 and not engine.is_saving
     assert store.stats()["memory"].blocks == blocks
     engine.close()
+
+
+def test_cpu_time_of_the_threads_of_a_store_is_taken_from_that_of_saves(monkeypatch):
+    model, made = tiny.make()[0], []
+    engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0])
+    stored, seconds = engine.kv.stored, iter((2.0, 5.0))
+    monkeypatch.setattr(made[0], "stats", lambda: {"disk": TierStats(write_seconds=next(seconds))}, raising=False)
+    names = stored.layout.blocks(PROMPT)[0][:1]
+    for due in (2.0, 3.0):
+        stored._credit = 0.0
+        stored._give(names, np.zeros((1, stored.layout.groups[0].nbytes), np.uint8))
+        stored.note(1.0, 0)
+        assert module.SAVE_SHARE - due - 0.5 < stored._credit <= module.SAVE_SHARE - due
+    monkeypatch.undo()
+    checked(engine)
 
 
 def test_running_requests_are_not_preempted_for_saves():
@@ -424,6 +500,50 @@ def test_engine_collected_while_it_loads_gives_all_back(model, filled):
         assert not thread.is_alive()
     pool.check()
     assert pool.stats().used == 0
+
+
+def slowest(monkeypatch, rule, rng):
+    """Time of load and rest, relative to computing, at worst of many loads on a clock that is counted."""
+    prefixes, clock, worst = module.StoredPrefixes.__new__(module.StoredPrefixes), [0.0], 0.0
+    prefixes._prefill = module._Rate()
+    prefixes._prefill.add(1000, 1.0)
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    for _ in range(300):
+        begin, found = sorted(rng.integers(0, 10_000, 2).tolist())
+        tokens = np.zeros(found + int(rng.integers(1, 1000)), np.int32)
+        load = module._Load("id", tokens, b"", b"", 0.0, 0.0, begin, found=found, nbytes=found - begin)
+        due, clock[0] = (len(tokens) - begin) / 1000, 0.0
+        pace, stalls = rng.choice([0.3, 1.0, 3.0, 100.0]) * 1000, rng.random() * load.nbytes
+        while load.num_come < load.nbytes and not rule(prefixes, load) and clock[0] < 3 * due:
+            clock[0] += 0.001
+            load.num_come = int(min(pace * clock[0], stalls, load.nbytes))
+        rest = (len(tokens) - begin - load.num_come) / 1000
+        worst = max(worst, (clock[0] + rest - 0.022) / due)
+    monkeypatch.undo()
+    return worst
+
+
+@pytest.mark.long
+def test_load_and_rest_take_five_percent_longer_than_computing_at_most(monkeypatch):
+    seed = int(np.random.default_rng().integers(2**32))
+    print(f"seed {seed}")
+    assert slowest(monkeypatch, module.StoredPrefixes._is_late, np.random.default_rng(seed)) <= 1.05
+
+    def estimates(_, load):  # the rest of a load from its mean pace: one that stalls is noticed late
+        share, due = (load.num_come + 1e-9) / load.nbytes, len(load.tokens) / 1000
+        return module.time.monotonic() * (1 / share - 1) > due * (1 - share + module.TOLERANCE)
+
+    assert slowest(monkeypatch, estimates, np.random.default_rng(seed)) > 1.05
+
+
+def test_load_that_stalls_before_anything_was_computed_is_given_up(monkeypatch):
+    prefixes = module.StoredPrefixes.__new__(module.StoredPrefixes)
+    prefixes._prefill = module._Rate()
+    load = module._Load("id", np.zeros(99), b"", b"", 0.0, 8.0, 0, found=96, nbytes=96, num_come=32)
+    monkeypatch.setattr(module.time, "monotonic", lambda: 8.0 + module.PATIENCE)
+    assert not prefixes._is_late(load)
+    monkeypatch.setattr(module.time, "monotonic", lambda: 8.1 + module.PATIENCE)
+    assert prefixes._is_late(load)
 
 
 def _loading(model, store):

@@ -1,5 +1,7 @@
 """Tokens of the engine are those of the model alone: any family, route and chunk, tight pools, samples, cancels."""
 
+import contextlib
+import os
 
 import mlx.core as mx
 import numpy as np
@@ -8,6 +10,7 @@ from metal_engine import StandIn
 from mlx_families import FAMILIES
 from mlx_models import PROMPTS, ROUTES, VOCAB, ended, on_cpu, random_prompts, solo_tokens, tiny_llama
 
+import kvpool
 import kvpool_backends.mlx
 from kvpool.adapters.mlx_lm.engine import Engine
 
@@ -45,6 +48,63 @@ def test_gathered_tokens_are_those_of_the_stock_model(name, route):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("seed", range(60 if os.environ.get("KVPOOL_LONG") else 3))
+@pytest.mark.parametrize("route", ["fused", "gathered"])
+def test_random_workloads_give_solo_tokens(route, seed):
+    """Arrivals while others run, a pool that preempts, shared prompts, cancels, samples, a backend that fails."""
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    with on_cpu():
+        model = tiny_llama()
+        system = random_prompts([13], seed=50 + seed)[0]
+        prompts = [system[: rng.integers(0, 14)] + one for one in random_prompts(rng.integers(1, 30, 14), seed=seed)]
+        limits = rng.integers(1, 20, len(prompts)).tolist()
+        expected = [solo_tokens(model, prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
+        longest = max(len(p) + n for p, n in zip(prompts, limits, strict=True))
+        engine = Engine(
+            model,
+            num_blocks=-(-longest // BLOCK) + int(rng.integers(2, 12)),
+            block_size=BLOCK,
+            max_running=int(rng.integers(2, 9)),
+            max_step_tokens=int(rng.integers(8, 64)),
+            prefill_chunk=int(rng.integers(1, 40)),
+            **ROUTES[route],
+        )
+        write, failures = engine.kv.backend.write, []
+
+        def write_or_fail(*arguments):
+            if not rng.integers(60):
+                failures.append(arguments[0])
+                raise OSError("the backend is out of order")
+            write(*arguments)
+
+        engine.kv.backend.write = write_or_fail
+        done, cancelled, arrivals = {}, {}, list(enumerate(prompts))
+        while arrivals or engine.num_unfinished:
+            while arrivals and rng.integers(3):
+                number, prompt = arrivals.pop()
+                n = int(rng.choice([1, 1, 1, 3]))
+                engine.submit(prompt, id=number, max_tokens=limits[number], n=n)
+            unfinished = [id for id in range(len(prompts)) if id in engine]
+            if unfinished and not rng.integers(8):
+                victim = int(rng.choice(unfinished))
+                cancelled[victim] = engine.cancel(victim)
+            with contextlib.suppress(OSError):
+                for completion in engine.step():
+                    done[completion.id] = completion
+        assert failures
+        assert done.keys() | cancelled.keys() == set(range(len(prompts)))
+        for number, completion in done.items():
+            for one in completion.samples:
+                assert one.tokens.tolist() == expected[number], (seed, number)
+        for number, completion in cancelled.items():
+            for one in completion.samples:
+                assert one.tokens.tolist() == expected[number][: len(one.tokens)], (seed, number)
+        assert_nothing_leaked(engine)
+        print(engine.scheduler.stats())
+
+
+@pytest.mark.long
 def test_tokens_are_the_same_by_the_kernels_of_metal(monkeypatch):
     """On a stand-in for Metal; a chunk is longer than what the kernels take at once."""
     make = kvpool_backends.mlx.MLXBackend
@@ -58,6 +118,28 @@ def test_tokens_are_the_same_by_the_kernels_of_metal(monkeypatch):
         assert engine.kv.backend.route == "metal" and engine.kv.route == "fused"
         expected = [solo_tokens(model, prompt, 4) for prompt in prompts]
         assert [one.tokens.tolist() for one in engine.batch(prompts, max_tokens=4)] == expected
+        assert_nothing_leaked(engine)
+
+
+def test_a_tight_pool_preempts_and_the_tokens_stay():
+    with on_cpu():
+        model, prompts = tiny_llama(), random_prompts([17, 18, 19, 20])
+        expected = [solo_tokens(model, prompt, 20) for prompt in prompts]
+        engine = Engine(model, 23, block_size=BLOCK, max_running=4, prefix_cache=False)
+        assert [one.tokens.tolist() for one in engine.batch(prompts, max_tokens=20)] == expected
+        assert engine.scheduler.stats().preemptions > 0
+        assert_nothing_leaked(engine)
+
+
+def test_a_prompt_that_was_seen_is_found():
+    with on_cpu():
+        model, (prompt,) = tiny_llama(), random_prompts([41])
+        engine = Engine(model, 60, block_size=BLOCK)
+        first = engine.generate(prompt, max_tokens=9)
+        again = engine.generate(prompt, max_tokens=9)
+        other = engine.generate(prompt, max_tokens=9, namespace=b"other")
+        assert [one.samples[0].output.num_cached for one in (first, again, other)] == [0, 40, 0]
+        assert first.tokens.tolist() == again.tokens.tolist() == other.tokens.tolist() == solo_tokens(model, prompt, 9)
         assert_nothing_leaked(engine)
 
 
@@ -119,6 +201,15 @@ def test_beam_equals_the_textbook_search():
         assert_nothing_leaked(engine)
 
 
+def test_logprobs_are_the_models_own():
+    with on_cpu():
+        model, (prompt,) = tiny_llama(), random_prompts([9])
+        (one,) = Engine(model, 40, block_size=BLOCK).generate(prompt, max_tokens=8, seed=2, **SAMPLED).samples
+        logits = model(mx.array([prompt + one.tokens.tolist()]))[0, len(prompt) - 1 : -1].astype(mx.float32)
+        logprobs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        np.testing.assert_allclose(one.logprobs, logprobs[np.arange(8), one.tokens], atol=1e-4)
+
+
 def test_oracle_detects_wrong_tokens():
     """The oracle above can fail: with keys of one layer spoiled the tokens differ."""
     with on_cpu():
@@ -128,3 +219,14 @@ def test_oracle_detects_wrong_tokens():
         write = engine.kv.backend.write
         engine.kv.backend.write = lambda step, layer, k, v: write(step, layer, k * (layer != 1), v)
         assert [one.tokens.tolist() for one in engine.batch(prompts, max_tokens=TOKENS)] != expected
+
+
+def test_pool_of_others_is_shared():
+    """A pool that somebody else uses too: what he holds stays his."""
+    with on_cpu():
+        model, (prompt,) = tiny_llama(), random_prompts([9])
+        pool = kvpool.Pool(40, BLOCK)
+        mine = pool.open(20)
+        engine = Engine(model, pool=pool, prefix_cache=False)
+        assert engine.generate(prompt, max_tokens=8).tokens.tolist() == solo_tokens(model, prompt, 8)
+        assert pool.is_open(mine) and pool.stats().used == 5

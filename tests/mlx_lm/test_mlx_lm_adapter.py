@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 from mlx_models import PROMPTS, ROUTES, assert_all_free, batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_llama
 
 from kvpool import Pool
-from kvpool.adapters.mlx_lm import Engine
+from kvpool.adapters.mlx_lm import Engine, PagedKVCache
 from kvpool.adapters.mlx_lm import install as install_by
 from kvpool.errors import CapacityExceeded, OutOfBlocks
 
@@ -46,6 +46,29 @@ def test_batch_generator_on_a_pool_equals_stock(model, prompts, stock, block_siz
         assert batch_tokens(model, prompts) == stock
     assert kv.summary().blocks_peak > 0
     assert_all_free(kv)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_batch_generator_equals_stock_for_other_lengths_limits_and_batch_sizes(model, seed, install):
+    lengths = [(1, 2, 3, 4, 5), (20, 1, 1, 30), (9, 9, 9, 9, 9, 9), (50, 2)][seed]
+    options = [
+        {"prefill_batch_size": 1},
+        {"prefill_step_size": 3},
+        {"completion_batch_size": 2, "prefill_batch_size": 2},
+        {"prefill_step_size": 64, "prefill_batch_size": 8},
+    ][seed]
+    prompts = random_prompts(lengths, seed)
+    limits = [1 + (5 * i) % 13 for i in range(len(prompts))]  # rows end at different times
+    expected = batch_tokens(model, prompts, limits, **options)
+    with install(model, 200, block_size=4) as kv:
+        assert batch_tokens(model, prompts, limits, **options) == expected
+    assert_all_free(kv)
+
+
+def test_batch_generator_on_a_pool_equals_generate_step_on_stock_caches(model, prompts, install):
+    alone = [solo_tokens(model, prompt) for prompt in prompts]
+    with install(model, 200, block_size=4):
+        assert batch_tokens(model, prompts) == alone
 
 
 def test_generate_step_on_a_pool_equals_stock(model, prompts, install):
@@ -127,6 +150,13 @@ def test_a_pool_of_the_users_own_may_be_given(model, prompts, stock, in_order, i
     assert_all_free(kv)
 
 
+def test_many_rounds_without_reset_return_every_block(model, prompts, stock, install):
+    with install(model, 120, block_size=4) as kv:
+        for _ in range(3):
+            assert batch_tokens(model, prompts) == stock
+            assert_all_free(kv)
+
+
 def test_synchronous_steps_write_in_place(model, prompts, install):
     with install(model, 200, block_size=4) as kv:
         batch_tokens(model, prompts)
@@ -175,6 +205,15 @@ def test_a_removed_request_can_go_on_from_its_returned_cache(model, prompts, sto
         del cache
         caches.clear()
     assert_all_free(kv)
+
+
+def test_one_unmerged_cache_takes_several_equal_rows_as_stock_does(model, install):
+    rows = mx.array(random_prompts([12, 12, 12]))
+    own, paged = make_prompt_cache(model), install(model, 64, block_size=4).make_cache()
+    for columns in (slice(0, 7), slice(7, 11), slice(11, 12)):
+        expected = model(rows[:, columns], cache=own)
+        assert mx.allclose(model(rows[:, columns], cache=paged), expected, atol=1e-4)
+        assert paged[0].offset == own[0].offset
 
 
 # ---------------------------------------------------------------------------------------- out of blocks
@@ -237,7 +276,45 @@ def test_admission_before_insert_never_runs_out_of_blocks(model, prompts, stock,
     assert_all_free(kv)
 
 
+def test_can_admit_counts_whole_blocks_and_one_for_a_shared_tail(model):
+    kv = install_by(model, 11, block_size=4)  # 10 usable
+    assert kv.can_admit(20, 16)  # 9 blocks, and one
+    assert not kv.can_admit(20, 17)
+    assert kv.can_admit(8, 4, running=[(3, 12), (4, 5)])  # 3 + 1, 2 + 1, 1 + 1
+    assert not kv.can_admit(8, 9, running=[(3, 12), (4, 5)])
+
+
 # --------------------------------------------------------------------------------------------- the hook
+
+
+def test_the_hook_is_there_inside_the_block_and_gone_after_it(model, install):
+    assert type(make_prompt_cache(model)[0]) is KVCache
+    outer, inner = install(model, 16), install(model, 16)
+    with outer as kv:
+        assert kv is outer
+        assert all(type(cache) is PagedKVCache for cache in make_prompt_cache(model))
+        with pytest.raises(ZeroDivisionError), inner:
+            assert make_prompt_cache(model)[0]._batch.passes is inner.passes
+            raise ZeroDivisionError
+        assert make_prompt_cache(model)[0]._batch.passes is kv.passes
+    assert type(make_prompt_cache(model)[0]) is KVCache
+    assert "make_cache" not in vars(model)
+
+
+def test_the_hook_puts_back_what_the_instance_had():
+    model = tiny_llama(num_hidden_layers=1)
+    model.make_cache = mine = lambda: [KVCache()]
+    with install_by(model, 16):
+        assert model.make_cache is not mine
+    assert model.make_cache is mine
+
+
+def test_a_cache_outlives_the_hook(model, prompts, install):
+    with install(model, 64, block_size=4) as kv:
+        cache = make_prompt_cache(model)
+    assert solo_tokens(model, prompts[2], prompt_cache=cache) == solo_tokens(model, prompts[2])
+    del cache
+    assert_all_free(kv)
 
 
 def test_an_unknown_release_of_mlx_lm_is_refused_unless_asked_for(model, monkeypatch):

@@ -6,9 +6,10 @@ import itertools
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_models import on_cpu, random_prompts, solo_tokens, tiny_llama
+from mlx_models import batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_llama
 from sliding_cache import SlidingCache
 
+from kvpool import Pool
 from kvpool.adapters.mlx_lm import install, make_cache
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.errors import OutOfBlocks
@@ -42,6 +43,24 @@ def policy(request):
 
 def tokens(model, caches, prompt=PROMPT, n=40):
     return solo_tokens(model, prompt, n, prompt_cache=caches)
+
+
+def test_budget_that_holds_the_context_changes_nothing(model, kv):
+    due = tokens(model, kv.make_cache())
+    for roomy in (H2O(max_kv=200), SlidingWindow(max_kv=200), BlockEviction(max_kv=200)):
+        caches = kv.make_cache(roomy)
+        assert tokens(model, caches) == due
+        assert kv.pool.kv_len(caches[0].batch.handles[0]) == caches[0].offset
+
+
+def test_budget_holds_while_a_sequence_generates(model, kv, policy):
+    caches = kv.make_cache(policy)
+    tokens(model, caches, n=60)
+    (handle,) = caches[0].batch.handles
+    assert caches[0].offset == kv.pool.num_tokens(handle) == len(PROMPT) + 60
+    assert kv.pool.kv_len(handle) == caches[0].size() <= policy.max_kv
+    assert kv.pool.stats().used <= -(-policy.max_kv // 4)
+    assert not caches[0].is_trimmable()
 
 
 def passes(model, caches, prompt=PROMPT, n=30):
@@ -97,6 +116,32 @@ def test_keys_of_the_first_layer_are_those_of_their_positions(model, kv, policy)
     assert len({tuple(row) for row in places.tolist()}) >= (2 if "h2o" in str(policy).lower() else 1)
 
 
+def test_eviction_does_not_change_others_on_a_shared_prefix(model, kv, policy):
+    due = tokens(model, kv.make_cache())
+    first = kv.make_cache()
+    tokens(model, first, n=2)
+    kv.commit(first, PROMPT + due)
+    kept, cached = kv.fetch(PROMPT)
+    kv.eviction = policy
+    evicting, found = kv.fetch(PROMPT)
+    assert cached == found == 32 and kv.pool.table(evicting[0].batch.handles[0]).tolist() == (
+        kv.pool.table(kept[0].batch.handles[0]).tolist()
+    )
+    tokens(model, evicting, PROMPT[found:])
+    assert kv.pool.kv_len(evicting[0].batch.handles[0]) <= policy.max_kv
+    assert tokens(model, kept, PROMPT[cached:]) == due
+    assert kv.fetch(PROMPT)[1] == cached  # the cache has what it had
+
+
+def test_fork_of_an_evicted_sequence_goes_its_own_way(model, kv, policy):
+    caches = kv.make_cache(policy)
+    tokens(model, caches)
+    other = copy.deepcopy(caches)
+    due = tokens(model, copy.deepcopy(caches), [5], 30)
+    tokens(model, caches, [7], 30)
+    assert tokens(model, other, [5], 30) == due
+
+
 def test_evicted_tokens_have_no_effect(model, kv, policy):
     caches = kv.make_cache(policy)
     tokens(model, caches)
@@ -111,6 +156,27 @@ def test_evicted_tokens_have_no_effect(model, kv, policy):
         rows[:, length % 4 :] = 255
         backend.import_blocks(mine[-1:], tail)
     assert tokens(model, caches, [5], 30) == due
+
+
+def test_rows_of_a_batch_say_what_each_says_alone(model, kv, policy):
+    prompts = random_prompts((33, 5, 21, 12, 40), seed=3)
+    kv.eviction = policy
+    limits = [30, 60, 12, 40, 25]
+    # As the engine does: all but the last token in chunks of seven, in passes of their own.
+    alone = [batch_tokens(model, [prompt], n)[0] for prompt, n in zip(prompts, limits, strict=True)]
+    together = batch_tokens(model, prompts, limits, prefill_batch_size=1)
+    assert together == alone
+    assert kv.summary().blocks_leaked == 0
+
+
+def test_caches_that_were_made_with_a_policy_go_into_the_engine(model, kv, policy):
+    prompts = random_prompts((33, 5, 21), seed=4)
+    kv.eviction = policy
+    due = batch_tokens(model, prompts, 40, prefill_batch_size=1)
+    kv.eviction = None
+    caches = [make_cache(model, policy) for _ in prompts]
+    assert batch_tokens(model, prompts, 40, prefill_batch_size=1, caches=caches) == due
+    assert batch_tokens(model, prompts, 40) != due
 
 
 def test_cut_that_an_eviction_stands_behind_is_refused(model, kv):
@@ -130,6 +196,18 @@ def test_pass_that_is_taken_back_is_as_if_it_had_not_been(model, kv, policy):
     caches[0].update_and_fetch(k, k)  # one layer of three
     assert kv.recover()
     assert tokens(model, caches, [5], 30) == tokens(model, twin, [5], 30)
+
+
+def test_evicted_sequence_is_not_committed(model, kv):
+    caches = kv.make_cache(POLICIES["h2o"])
+    said = tokens(model, caches)
+    assert kv.commit(caches, PROMPT + said) == 0 and kv.fetch(PROMPT)[1] == 0
+
+
+def test_caches_of_different_policies_stay_apart(model, kv):
+    one, two = kv.make_cache(POLICIES["h2o"]), kv.make_cache(POLICIES["window"])
+    with pytest.raises(ValueError, match=r"\[extend\]"):
+        type(one[0]).merge([one[0], two[0]])
 
 
 def test_pool_without_blocks_for_copies_is_out_of_blocks_and_as_before(model):
@@ -164,6 +242,14 @@ def test_policies_that_the_route_cannot_serve_are_refused(model):
         assert got == due
     with pytest.raises(RuntimeError, match=r"\[make_cache\] the model has no paged cache here"):
         make_cache(model, POLICIES["h2o"])
+
+
+def test_pool_that_is_done_at_once_evicts_too(model, policy):
+    with on_cpu(), install(model, pool=Pool(100, 4, in_order=True)) as kv:
+        caches = kv.make_cache(policy)
+        said = tokens(model, caches)
+    with on_cpu(), install(model, 100, block_size=4) as kv:
+        assert tokens(model, kv.make_cache(policy)) == said
 
 
 @pytest.mark.parametrize("kind", ["raw", "mass"])

@@ -1,5 +1,6 @@
 """Eviction in models with windows and states: tokens leave the full layers, the others let go by themselves."""
 
+import copy
 
 import mlx.core as mx
 import pytest
@@ -17,7 +18,7 @@ from mlx_models import (
 )
 from sliding_cache import SlidingCache
 
-from kvpool.adapters.mlx_lm import EngineStopped, install, tiny_families
+from kvpool.adapters.mlx_lm import EngineStopped, install, make_cache, tiny_families
 from kvpool.eviction import H2O, BlockEviction, SlidingWindow
 
 LONG = pytest.mark.long
@@ -72,6 +73,22 @@ def test_window_model_says_what_stock_says_whose_full_layers_slide(model, fused)
             assert_all_free(kv)
 
 
+def test_budget_holds_in_the_full_layers_alone(model, policy):
+    with on_cpu(), install(model, 40, block_size=4, eviction=policy) as kv:
+        full, caches = group_of(kv), kv.make_cache()
+        solo_tokens(model, PROMPT, 160, prompt_cache=caches)  # more than the pool has room for
+        (handle,) = caches[0].batch.handles
+        assert caches[0].offset == kv.pool.num_tokens(handle) == len(PROMPT) + 160 > 40 * 4
+        assert kv.pool.kv_len(handle, full) <= policy.max_kv
+        for g, group in enumerate(kv.layout.groups):
+            held = (kv.pool.table(handle, g) > 0).all(axis=1).sum()
+            assert held <= -(-(policy.max_kv if g == full else group.size + kv.pool.options.lookahead) // 4) + 2
+            assert g == full or kv.pool.kv_len(handle, g) == caches[0].offset
+        assert not caches[0].is_trimmable()
+        with pytest.raises(ValueError, match=r"\[truncate\]"):
+            caches[0].trim(30)
+
+
 def test_rows_of_a_batch_say_what_each_says_alone(model, policy):
     prompts = random_prompts((33, 5, 21), seed=3)
     limits = [20, 40, 8]
@@ -81,6 +98,17 @@ def test_rows_of_a_batch_say_what_each_says_alone(model, policy):
         kv.eviction = None
         assert batch_tokens(model, prompts, limits) != alone
         assert_all_free(kv)
+
+
+def test_fork_of_an_evicted_sequence_goes_its_own_way(model, policy):
+    with on_cpu(), install(model, 400, block_size=4) as kv:
+        caches = make_cache(model, policy)
+        solo_tokens(model, PROMPT, TOKENS, prompt_cache=caches)
+        other = copy.deepcopy(caches)
+        due = solo_tokens(model, [5], 30, prompt_cache=copy.deepcopy(caches))
+        solo_tokens(model, [7], 30, prompt_cache=caches)
+        assert solo_tokens(model, [5], 30, prompt_cache=other) == due
+        kv.pool.check()
 
 
 def test_eviction_that_fails_half_way_stops_the_cache(model, monkeypatch):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import ArraysCache, LRUPromptCache, make_prompt_cache
-from mlx_models import on_cpu
+from mlx_models import assert_all_free, on_cpu
 
 from kvpool import OutOfBlocks, Pool
 from kvpool.adapters.mlx_lm import Engine, install, passes, tiny_families
@@ -186,6 +186,23 @@ def test_blocks_behind_the_window_go_back_to_the_pool():
         assert_all_free_in_all_arenas(kv)
 
 
+def test_summary_counts_all_arenas_and_states():
+    with on_cpu():
+        model = family("gemma4_text")
+        with install_on_cpu(model, kernels=False) as kv:
+            cache = kv.make_cache()
+            model(mx.ones((1, 20), mx.int32), cache=cache)
+            arenas = [kv.pool.stats(arena).used for arena in range(len(kv.layout.block_nbytes))]
+            sizes = kv.layout.block_nbytes
+            assert len(arenas) == 2 and min(arenas) > 0
+            assert kv.summary().kv_nbytes == sum(np.multiply(arenas, sizes)) == sum(layer.nbytes for layer in cache)
+        model = family("mamba")
+        with install_on_cpu(model) as kv:
+            cache = kv.make_cache()
+            model(mx.ones((1, 20), mx.int32), cache=cache)
+            assert kv.summary().state_nbytes == sum(layer.nbytes for layer in cache) > 0 == kv.summary().kv_nbytes
+
+
 @pytest.mark.parametrize(
     ("counts", "arrays"), [((7,), 7), ((10, 52), 2), ((1, 3), 1), ((2, 2), 2), ((10, 50), 10), ((5, 1), 1), ((38,), 38)]
 )
@@ -303,3 +320,12 @@ def test_what_layer_groups_cannot_do_is_said_at_install(caplog):
             assert second.pool is first.pool and second.layout.groups == first.layout.groups
         with pytest.raises(ValueError, match=r"pool has the layer groups full"):
             install(family("gemma4_text"), pool=first.pool)
+
+
+def test_windows_let_blocks_go_with_a_prefix_cache_too():
+    with on_cpu():
+        model, (prompt,) = family("gemma3_text"), prompts_of((90,))
+        own = alone(model, prompt)
+        with install_on_cpu(model, prefix_cache=True) as kv:
+            assert kv.layout.groups and alone(model, prompt) == own
+        assert_all_free(kv)

@@ -1,6 +1,7 @@
 """What the cache objects promise mlx-lm: one log for all layers, pure reads, forks, quiet finalizers."""
 
 import copy
+import gc
 import pickle
 import weakref
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_models import on_cpu, tiny_llama
+from mlx_models import PROMPTS, on_cpu, random_prompts, solo_tokens, tiny_llama
 
 from kvpool import Pool
 from kvpool.adapters.mlx_lm import PagedKVCache, install
@@ -51,6 +52,19 @@ def test_masks_and_offsets_may_be_asked_for_in_any_number_and_order(kv):
             assert cache[layer].make_mask(4, return_array=True).shape == (1, 1, 4, 7)
             assert cache[layer].offset == 3
     assert kv.pool.fingerprint() == before
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_any_layer_may_come_first_and_its_offset_moves_with_its_own_update(kv, order):
+    cache = kv.make_cache()
+    forward(cache, [1, 2, 3], order)
+    for position, layer in enumerate(order):
+        assert [cache[i].offset for i in order] == [4] * position + [3] * (3 - position)
+        forward(cache, [9], [layer])
+    assert [c.offset for c in cache] == [4, 4, 4]
+    got = forward(cache, [7], order)
+    for layer in order:
+        assert got[layer].tolist() == [[100 * layer + x for x in (1, 2, 3, 9, 7)]]
 
 
 def test_right_padding_is_neither_stored_nor_seen(kv):
@@ -139,6 +153,22 @@ def test_trim_then_grow_equals_never_having_had_the_tokens(kv):
     assert [c.trim(100) for c in cache] == [8, 8, 8]
     assert cache[0].empty() and cache[0].size() == cache[0].nbytes == 0
     assert kv.summary().blocks_used == 0
+
+
+def test_keys_and_values_repeat_the_last_update(kv):
+    cache = kv.make_cache()
+    with pytest.raises(RuntimeError, match=r"\[keys_and_values\]"):
+        cache[0].keys_and_values()
+    got = forward(cache, [1, 2, 3])
+    assert np.array_equal(np.array(cache[1].keys_and_values()[0])[:, 0, :, 0], got[1])
+    for c in cache:
+        c.trim(1)
+    with pytest.raises(RuntimeError, match=r"\[keys_and_values\]"):
+        cache[1].keys_and_values()
+
+
+def test_caches_are_truthy_even_when_empty(kv):
+    assert all(kv.make_cache())
 
 
 # ------------------------------------------------------------------------------------------- misuse is told
@@ -232,6 +262,24 @@ def test_an_interrupted_pass_of_a_dropped_cache_is_taken_back_by_itself(kv):
     kv.pool.check()
 
 
+def test_an_error_between_step_and_first_write_rolls_the_step_back(kv, monkeypatch):
+    cache = kv.make_cache()
+    forward(cache, [1, 2, 3])
+    other = copy.deepcopy(cache)
+    used = kv.pool.stats().used
+
+    def fail(_):
+        raise MemoryError("no memory for the copy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kv.backend, "copy_blocks", fail)
+        with pytest.raises(MemoryError):
+            forward(cache, [4])
+    assert kv.pool.stats().used == used and kv.pool.stats().pending == 0
+    assert forward(cache, [4])[0].tolist() == [[1, 2, 3, 4]]
+    assert forward(other, [5])[0].tolist() == [[1, 2, 3, 5]]
+
+
 def test_finalizers_note_the_close_and_do_nothing_else():
     class Recorder:
         def __init__(self):
@@ -246,6 +294,15 @@ def test_finalizers_note_the_close_and_do_nothing_else():
     batch = Batch(passes, [11, -1, 12], [4, 0, 5], False)
     del batch
     assert pool.calls == [("defer_close", 11), ("defer_close", 12)]
+
+
+def test_dropping_a_cache_after_the_pool_was_shut_down_is_silent(kv, recwarn):
+    cache = kv.make_cache()
+    forward(cache, [1])
+    kv.pool.shutdown()
+    del cache
+    gc.collect()
+    assert not recwarn.list
 
 
 def test_empty_caches_take_no_sequence_of_the_pool(model):
@@ -272,3 +329,53 @@ def test_freed_blocks_may_be_reused_while_the_pass_that_reads_them_is_in_flight(
     for old, new in zip(in_flight, later, strict=True):
         assert np.array_equal(np.array(old[0]), np.array(k))
         assert np.array_equal(np.array(new[1]), np.array(k + 100))
+
+
+def test_random_engines_see_their_own_tokens_only(model):
+    """Any mix of forks, filters, trims and growth against plain Python lists of tokens."""
+    for seed in range(3):
+        print(f"seed {seed}")
+        rng = np.random.default_rng(seed)
+        kv = install(model, 200, block_size=3)
+        caches, texts = [kv.make_cache()], [[]]
+        for step in range(60):
+            i = int(rng.integers(len(caches)))
+            match int(rng.integers(6)):
+                case 0 if len(caches) < 8:
+                    caches.append(copy.deepcopy(caches[i]))
+                    texts.append(list(texts[i]))
+                case 1:
+                    n = int(rng.integers(0, 5))
+                    assert len({layer.trim(n) for layer in caches[i]}) == 1
+                    texts[i] = texts[i][: max(0, len(texts[i]) - n)]
+                case 2 if len(caches) > 1:
+                    caches.pop(i), texts.pop(i)
+                case 3 if len(caches) > 1:
+                    merged = [PagedKVCache.merge(list(column)) for column in zip(*caches, strict=True)]
+                    got = forward(merged, [step], rows=len(caches))
+                    for row, text in zip(got[2], texts, strict=True):
+                        assert row[: len(text) + 1].tolist() == [200 + t for t in text] + [200 + step]
+                case _:
+                    new = [1000 + 10 * step + j for j in range(rng.integers(1, 6))]
+                    texts[i] = texts[i] + new
+                    assert forward(caches[i], new)[1].tolist() == [[100 + t for t in texts[i]]]
+            kv.pool.check()
+        caches, merged = [], []
+        gc.collect()
+        assert kv.summary().blocks_used == 0
+
+
+def test_a_recovered_engine_generates_what_it_would_have(model, kv):
+    prompt = random_prompts(PROMPTS)[2]
+    expected = solo_tokens(model, prompt)
+    cache = kv.make_cache()
+    model(mx.array([prompt[:-1]]), cache=cache)
+    attention = model.layers[1].self_attn
+    sound, model.layers[1].self_attn = attention, lambda *_: 1 / 0
+    try:
+        with pytest.raises(ZeroDivisionError):
+            model(mx.array([prompt[-1:]]), cache=cache)
+    finally:
+        model.layers[1].self_attn = sound
+    assert kv.recover()
+    assert solo_tokens(model, prompt[-1:], prompt_cache=cache) == expected

@@ -1,17 +1,20 @@
 """The prefix cache under mlx-lm: a hit changes nothing but the work, and what is stored is stored once."""
 
+import copy
 
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator, speculative_generate_step
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 from mlx_models import (
     SMALL_STEPS,
     assert_all_free,
     batch_tokens,
     random_prompts,
     solo_tokens,
+    tiny_gpt_oss,
     tiny_llama,
+    tiny_sliding_llama,
 )
 
 import kvpool
@@ -69,6 +72,22 @@ def test_generate_step_after_a_hit_equals_a_cold_start(model, kv, prompt_len):
         kv.commit(caches, prompt + expected)
 
 
+@pytest.mark.parametrize("make", [tiny_sliding_llama, tiny_gpt_oss])
+def test_a_hit_equals_a_cold_start_with_sliding_windows(make):
+    model = make()
+    prompts = random_prompts([30, 22])
+    prompts[1][:20] = prompts[0][:20]
+    expected = [solo_tokens(model, prompt, ANSWER) for prompt in prompts]
+    with install(model, 64, block_size=BLOCK, prefix_cache=True) as kv:
+        store(model, kv, prompts[0], cut=21)
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            caches, num_cached = kv.fetch(prompt)
+            assert num_cached == 20
+            assert solo_tokens(model, prompt[num_cached:], ANSWER, prompt_cache=caches) == tokens
+        del caches
+    assert_all_free(kv)
+
+
 def test_requests_with_one_system_prompt_share_its_blocks(model):
     system, *tails = random_prompts([41, 3, 9, 1, 17, 6, 2, 30, 5])
     prompts = [system + tail for tail in tails]
@@ -88,6 +107,28 @@ def test_requests_with_one_system_prompt_share_its_blocks(model):
         assert kv.summary().cow_copies == 0
         del caches
     assert_all_free(kv)
+
+
+def test_answers_are_found_in_the_next_turn(model, kv):
+    """A conversation of three turns: each finds everything before it, the answers included."""
+    prompts = PagedPromptCache(kv)
+    history = []
+    for question in random_prompts([13, 6, 9]):
+        history += question
+        cache, rest = prompts.fetch_nearest_cache("model", history)
+        assert len(history) - len(rest) == whole_blocks(max(0, len(history) - len(question)))
+        generator = BatchGenerator(model, **SMALL_STEPS)
+        generator.insert([rest], [ANSWER], [cache], [history[: len(history) - len(rest)]])
+        del cache
+        answer, last = [], None
+        while last is None or last.finish_reason is None:
+            for last in generator.next()[1]:
+                answer.append(last.token)
+        assert answer == cold(model, history)
+        assert last.all_tokens == history + answer
+        prompts.insert_cache("model", last.all_tokens, last.prompt_cache)
+        history += answer
+        del last
 
 
 def test_a_running_request_can_be_committed_and_found(model, kv):
@@ -115,6 +156,17 @@ def test_a_running_request_can_be_committed_and_found(model, kv):
     del generator, response, responses
 
 
+def test_a_hit_is_held_while_its_request_waits(model, kv):
+    first, *others = random_prompts([33, *[60] * 14])
+    expected = cold(model, first)
+    store(model, kv, first)
+    caches, num_cached = kv.fetch(first)
+    for other in others:  # 210 blocks, of 199
+        store(model, kv, other)
+    assert (cached(kv, others[0]), cached(kv, others[-1]), cached(kv, first)) == (0, 60, 32)
+    assert solo_tokens(model, first[num_cached:], ANSWER, prompt_cache=caches) == expected
+
+
 def test_speculative_decoding_finds_prefixes_in_both_pools(model):
     draft = tiny_llama(num_hidden_layers=1)
     prompt, question = random_prompts([26, 7])
@@ -139,7 +191,144 @@ def test_speculative_decoding_finds_prefixes_in_both_pools(model):
     assert_all_free(draft_kv)
 
 
+# ------------------------------------------------------------------------------- what is stored, and how long
+
+
+def test_only_computed_positions_are_found(model, kv):
+    (prompt,) = random_prompts([22])
+    caches, _ = kv.fetch(prompt)
+    assert kv.commit(caches, prompt) == 0
+    assert cached(kv, prompt) == 0
+    model(mx.array([prompt[:10]]), cache=caches)
+    assert kv.commit(caches, prompt) == 10
+    assert cached(kv, prompt) == 8
+    model(mx.array([prompt[10:]]), cache=caches)
+    assert cached(kv, prompt) == 8  # nobody said so
+    assert kv.commit(caches, prompt) == 12
+    assert cached(kv, prompt) == 20
+    assert kv.commit(caches, prompt) == 0
+
+
+def test_two_that_computed_the_same_store_it_once(model, kv):
+    (prompt,) = random_prompts([16])
+    both = [kv.fetch(prompt)[0] for _ in range(2)]
+    for caches in both:
+        model(mx.array([prompt]), cache=caches)
+        kv.commit(caches, prompt)
+    stats = kv.pool.prefix.stats()
+    assert (stats.nodes, stats.duplicates) == (4, 4)
+    del caches, both
+    assert kv.summary().blocks_cached == 4
+
+
+def test_canonical_block_kept_by_a_duplicate_is_not_a_leak(model, kv):
+    (prompt,) = random_prompts([12])
+    first, second = (kv.fetch(prompt)[0] for _ in range(2))
+    for caches in (first, second):
+        model(mx.array([prompt[:8]]), cache=caches)
+        kv.commit(caches, prompt[:8])
+    model(mx.array([prompt[8:]]), cache=second)
+    kv.commit(second, prompt)
+    del first, caches
+    summary = kv.summary()
+    assert (summary.blocks_used, summary.blocks_leaked) == (5, 0)  # two of the first, three of the second
+    stray = kv.pool.open(BLOCK)
+    assert kv.summary().blocks_leaked > 0
+    kv.pool.close(stray)
+    del second
+    assert kv.summary().blocks_cached == 3
+
+
+def test_forks_of_a_hit_go_on_from_what_is_known(model, kv):
+    """Merging, splitting and deep copies keep in mind what is committed of each row."""
+    system, left, right = random_prompts([9, 8, 11])
+    store(model, kv, system)
+    caches, num_cached = kv.fetch(system)
+    clone = copy.deepcopy(caches)
+    for rows, tail in ((caches, left), (clone, right)):
+        model(mx.array([system[num_cached:] + tail]), cache=rows)
+        assert kv.commit(rows, system + tail) == len(system) - num_cached + len(tail)
+    assert cached(kv, system + left) == 16 and cached(kv, system + right) == 20
+    merged = [type(layer).merge([a, b]) for layer, a, b in zip(caches, caches, clone, strict=True)]
+    for layer in merged:
+        layer.filter([1])
+    model(mx.array([[5, 6, 7, 8]]), cache=merged)
+    assert kv.commit(merged, [*system, *right, 5, 6, 7, 8]) == 4
+    assert cached(kv, [*system, *right, 5, 6, 7, 8]) == 24
+
+
+def test_a_trimmed_cache_takes_other_tokens(model, kv):
+    """Committed blocks are shared from then on: going back and on differently leaves them as they are."""
+    first, other = random_prompts([18, 11])
+    second = first[:7] + other
+    caches, _ = kv.fetch(first)
+    model(mx.array([first]), cache=caches)
+    kv.commit(caches, first)
+    trim_prompt_cache(caches, 11)
+    model(mx.array([other]), cache=caches)
+    assert kv.commit(caches, second) == len(other)
+    del caches
+    for prompt in (first, second):
+        caches, num_cached = kv.fetch(prompt)
+        assert num_cached == 16
+        assert solo_tokens(model, prompt[num_cached:], ANSWER, prompt_cache=caches) == cold(model, prompt)
+
+
+def test_the_least_recently_used_prompt_leaves_first_and_its_end_before_its_beginning(model):
+    a, b, c, d = random_prompts([16, 16, 16, 9])
+    with install(model, 13, block_size=BLOCK, prefix_cache=True) as kv:  # 12 usable: three prompts
+        for prompt in (a, b, c):
+            store(model, kv, prompt)
+        assert cached(kv, a) == 16  # used again: b is the oldest now
+        store(model, kv, d)  # 3 blocks
+        assert cached(kv, b) == 4
+        assert (cached(kv, a), cached(kv, c), cached(kv, d)) == (16, 16, 8)
+    assert_all_free(kv)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_pool_under_pressure_evicts_and_stays_exact(model, seed):
+    """Prompts from a small tree, far more than the pool can keep, batched four at a time."""
+    stem, other_stem, *tails = random_prompts([12, 20, *[11] * 12], seed)
+    every = [(other_stem if k % 2 else stem) + tail for k, tail in enumerate(tails)]
+    expected = [cold(model, prompt, 6) for prompt in every]
+    order = [(5 * i + seed) % 12 for i in range(24)]
+    prompts = [every[k] for k in order]
+    with install(model, 45, block_size=BLOCK, prefix_cache=True) as kv:
+        store_of = PagedPromptCache(kv)
+        for start in range(0, len(prompts), 4):
+            batch = prompts[start : start + 4]
+            found = [store_of.fetch_nearest_cache("model", prompt) for prompt in batch]
+            caches, rest = [cache for cache, _ in found], [tokens for _, tokens in found]
+            answers = []
+
+            def keep(generator, uids, batch=batch, answers=answers):
+                for uid, (cache, tokens) in generator.extract_cache(uids).items():
+                    if len(tokens) > len(batch[uids.index(uid)]):
+                        store_of.insert_cache("model", tokens, cache)
+
+            known = [prompt[: len(prompt) - len(tail)] for prompt, tail in zip(batch, rest, strict=True)]
+            answers = batch_tokens(model, rest, 6, caches=caches, known=known, on_step=keep)
+            assert answers == [expected[k] for k in order[start : start + 4]]
+            del found, caches
+            kv.pool.check()
+        assert kv.pool.prefix.stats().evicted > 0 and kv.hit_tokens > 0
+        del keep
+    assert_all_free(kv)
+
+
 # --------------------------------------------------------------------------------------------- who shares
+
+
+def test_equal_namespaces_hit_and_different_ones_miss(model, kv):
+    (prompt,) = random_prompts([17])
+    mine, other = kvpool.namespace(salt="mine"), kvpool.namespace(salt="other")
+    store(model, kv, prompt, mine)
+    assert cached(kv, prompt, mine) == 16
+    assert cached(kv, prompt, other) == cached(kv, prompt) == 0
+    store(model, kv, prompt, other)
+    assert cached(kv, prompt, other) == 16
+    assert kv.pool.prefix.stats().nodes == 8
 
 
 def test_keys_of_a_prompt_cache_are_distinguished_as_a_dict_does(model, kv):
@@ -155,6 +344,21 @@ def test_keys_of_a_prompt_cache_are_distinguished_as_a_dict_does(model, kv):
     }
     assert rest.pop(key) == 1
     assert set(rest.values()) == {17}
+
+
+def test_two_models_on_one_pool_do_not_share(model):
+    """A block's id says where its KV is in either storage; the tokens are the same, the KV is not."""
+    pool = kvpool.Pool(100, BLOCK, prefix_cache=True)
+    other = tiny_llama(num_hidden_layers=2)
+    (prompt,) = random_prompts([17])
+    kvs = [install(m, pool=pool, prefix_cache=True) for m in (model, other, model)]
+    store(model, kvs[0], prompt)
+    assert [cached(kv, prompt) for kv in kvs] == [16, 0, 0]
+    caches, num_cached = kvs[1].fetch(prompt)
+    assert solo_tokens(other, prompt[num_cached:], ANSWER, prompt_cache=caches) == cold(other, prompt)
+    del caches
+    for kv in kvs:
+        assert_all_free(kv)
 
 
 # ------------------------------------------------------------------------------------------------- refusals
@@ -179,6 +383,15 @@ def test_commits_that_cannot_be_right_are_refused_and_change_nothing(model, kv):
             kv.commit(given, tokens, namespace)
     assert kv.pool.fingerprint() == before
     assert kv.commit(caches, prompt) == 10
+
+
+def test_a_cache_of_another_pool_is_not_committed(model, kv):
+    (prompt,) = random_prompts([10])
+    other = tiny_llama()
+    caches = install(other, 20, block_size=BLOCK, prefix_cache=True).make_cache()
+    other(mx.array([prompt]), cache=caches)
+    with pytest.raises(ValueError, match=r"\[commit\] the caches of all 3 layers"):
+        kv.commit(caches, prompt)
 
 
 def test_a_pass_that_was_interrupted_is_not_committed(model, kv):

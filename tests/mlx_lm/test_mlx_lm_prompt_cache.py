@@ -59,6 +59,23 @@ def test_a_prompt_cache_hit_equals_a_cold_start(model, kv, cached, asked, copied
     assert solo_tokens(model, rest, prompt_cache=again) == cold
 
 
+def test_an_exact_hit_holds_the_whole_prompt(model, kv):
+    (prompt,) = random_prompts([10])
+    prompts = LRUPromptCache()
+    prompts.insert_cache("model", prompt, prefilled(model, prompt))
+    hit, rest = prompts.fetch_nearest_cache("model", prompt)
+    assert rest == [] and hit[0].offset == hit[-1].offset == 10
+
+
+def test_evicted_entries_return_their_blocks(model, kv):
+    prompts = LRUPromptCache(max_size=2)
+    for prompt in random_prompts([9, 10, 11, 12]):
+        prompts.insert_cache("model", prompt, prefilled(model, prompt))
+    assert len(prompts) == 2
+    assert kv.summary().blocks_used == 6  # 11 and 12 tokens
+    assert prompts.nbytes == 6 * kv.backend.spec.block_nbytes
+
+
 def test_finished_requests_go_on_from_their_returned_cache(model, kv):
     """Two turns of a conversation, batched, as mlx-lm's server does it."""
     turns = random_prompts([13, 6, 21])
@@ -75,6 +92,14 @@ def test_finished_requests_go_on_from_their_returned_cache(model, kv):
     assert answers == [
         solo_tokens(model, history + asked, 10) for history, asked in zip(histories, question, strict=True)
     ]
+
+
+def test_caches_given_to_the_engine_stay_as_they_were(model, kv):
+    (prompt,) = random_prompts([10])
+    cache = prefilled(model, prompt[:-1])
+    first, second = (batch_tokens(model, [prompt[-1:]], 8, caches=[cache]) for _ in range(2))
+    assert first == second == [solo_tokens(model, prompt, 8)]
+    assert cache[0].offset == 9
 
 
 @pytest.mark.parametrize("clones", [1, 8])
@@ -106,3 +131,14 @@ def test_clones_of_one_prompt_sample_what_stock_samples(model, clones):
     assert summary.blocks_peak <= 6 + clones * (1 + 12 // BLOCK)
     gc.collect()
     assert kv.summary().blocks_used == 0
+
+
+def test_deepcopy_of_all_layers_is_one_fork(model, kv):
+    (prompt,) = random_prompts([10])
+    cache = prefilled(model, prompt)
+    clone = copy.deepcopy(cache)
+    assert kv.summary().sequences == 2
+    assert len({id(layer._batch) for layer in clone}) == 1
+    assert clone[0]._batch is not cache[0]._batch
+    del clone
+    assert kv.summary().sequences == 1

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator
-from mlx_models import PROMPTS, SMALL_STEPS, batch_tokens, random_prompts, tiny_llama
+from mlx_models import PROMPTS, ROUTES, SMALL_STEPS, batch_tokens, on_cpu, random_prompts, tiny_llama
 
 from kvpool.adapters.mlx_lm import EngineStopped, PagedKVCache, install
 from kvpool.errors import OutOfBlocks
@@ -35,6 +35,60 @@ def fail_once(model, monkeypatch, number):
 
     monkeypatch.setattr(model.layers[1], "self_attn", fail)
     return calls
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_layers_that_the_fault_kept_from_running_see_the_lengths_before_the_pass(model, is_merged):
+    """Each layer of the repeated pass rotates by its own offset; the pass moves it layer by layer."""
+    kv = install(model, 50, block_size=4)
+    cache = kv.make_cache()
+    x = mx.ones((1, 2, 3, 8))
+    for layer in cache:
+        layer.update_and_fetch(x, x)
+    cache[0].update_and_fetch(x, x)
+    assert kv.recover()
+    for position, layer in enumerate(cache):
+        assert [c.offset for c in cache] == [6] * position + [3] * (3 - position)
+        layer.update_and_fetch(x, x)
+    assert [c.offset for c in cache] == [6, 6, 6]
+
+
+def test_a_repeated_pass_has_the_logits_of_an_undisturbed_one(model, monkeypatch):
+    tokens = mx.array(random_prompts([12, 12, 12]))
+    expected = model(tokens[:, 8:], cache=grown(install(model, 50, block_size=4), model, tokens[:, :8]))
+    kv = install(model, 50, block_size=4)
+    cache = grown(kv, model, tokens[:, :8])
+    fail_once(model, monkeypatch, 1)
+    with pytest.raises(Fault):
+        model(tokens[:, 8:], cache=cache)
+    assert kv.recover()
+    assert mx.array_equal(model(tokens[:, 8:], cache=cache), expected)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("layer", range(3))
+def test_a_pass_that_stops_in_a_layers_write_can_be_taken_back(model, monkeypatch, route, layer):
+    """Ctrl-C during the evaluation that a write waits for, the last layer's too: its token is not in the pool."""
+    with on_cpu():
+        kv = install(model, 50, block_size=4, **ROUTES[route])
+    tokens = mx.array(random_prompts([12, 12]))
+    expected = model(tokens[:, 8:], cache=grown(kv, model, tokens[:, :8]))
+    cache = grown(kv, model, tokens[:, :8])
+    write = kv.backend.write
+
+    def stop(step, at, *arguments):
+        if at == layer:
+            raise KeyboardInterrupt
+        write(step, at, *arguments)
+
+    with monkeypatch.context() as patch, kv:
+        patch.setattr(kv.backend, "write", stop)
+        with pytest.raises(KeyboardInterrupt):
+            model(tokens[:, 8:], cache=cache)
+    with pytest.raises(RuntimeError, match=r"kv\.recover\(\) takes it back"):
+        model(tokens[:, 8:], cache=cache)
+    assert kv.recover() and kv.pool.stats().pending == 0
+    assert mx.array_equal(model(tokens[:, 8:], cache=cache), expected)
 
 
 def grown(kv, model, tokens):

@@ -119,6 +119,15 @@ def test_commit_of_a_fork_in_the_middle_of_a_step_is_refused(pool, make_plan, re
     assert pool.prefix.match(A + B + C) == 4
 
 
+def test_commit_of_a_fork_is_legal_when_the_step_of_its_parent_has_passed(pool, make_plan):
+    parent, plan = serve(make_plan, pool, A), make_plan(pool)
+    pool.step(plan, [parent], 4)
+    child = int(pool.fork(parent)[0])
+    pool.done(plan)
+    pool.prefix.commit(child, B)
+    assert pool.prefix.match(A + B + C) == 8
+
+
 def test_commit_of_a_fork_of_a_fork_reaches_what_was_done_at_the_fork(pool, make_plan, refused):
     root, plan = pool.open(), make_plan(pool)
     pool.step(plan, [root], 4)
@@ -131,6 +140,29 @@ def test_commit_of_a_fork_of_a_fork_reaches_what_was_done_at_the_fork(pool, make
         pool.prefix.commit(child, B[:1])
     pool.done(plan)
     pool.prefix.commit(child, B)
+
+
+def test_commit_of_more_than_there_is_is_refused(pool, make_plan, refused):
+    handle = serve(make_plan, pool, A)
+    with refused(pool, ValueError, "commit"):
+        pool.prefix.commit(handle, [1])
+    pool.truncate(handle, 3)
+    with refused(pool, ValueError, "commit"):
+        pool.prefix.commit(handle, [1])
+
+
+def test_commit_in_pieces_is_commit_at_once(make_pool, make_plan):
+    at_once, pieces = make_pool(prefix_cache=True), make_pool(prefix_cache=True)
+    for pool, sizes in ((at_once, [12]), (pieces, [1, 2, 0, 4, 5])):
+        handle = pool.open(12)
+        compute(make_plan, pool, handle, 12)
+        tokens = A + B + C
+        for size in sizes:
+            pool.prefix.commit(handle, tokens[:size])
+            del tokens[:size]
+    for prompt in (A + B + C + A, A + B + A, A + A):
+        assert at_once.prefix.match(prompt) == pieces.prefix.match(prompt) > 0
+    assert at_once.prefix.stats() == pieces.prefix.stats()
 
 
 def test_commit_of_a_batch_by_counts_or_equal_parts(pool, make_plan):
@@ -156,6 +188,15 @@ def test_commit_with_counts_that_do_not_fit_is_refused(pool, make_plan, refused,
         pool.prefix.commit(handles, [1, 2, 3])  # not equally many
     with refused(pool, ValueError, "commit"):
         pool.prefix.commit([], [1])
+
+
+def test_commit_judges_all_rows_before_anything_moves(pool, make_plan, refused):
+    good, bad = pool.open(), pool.open()
+    compute(make_plan, pool, good, 4)
+    compute(make_plan, pool, bad, 3)
+    with refused(pool, ValueError, "commit"):
+        pool.prefix.commit([good, bad], A + B)
+    assert pool.prefix.match(A + C) == 0
 
 
 def test_commit_of_bad_handles_is_refused(pool, core, make_plan, refused):
@@ -208,6 +249,11 @@ def test_namespace_that_is_no_bytes_is_refused(pool, refused, call, namespace):
         getattr(pool if call == "open" else pool.prefix, call)(A, namespace)
 
 
+def test_open_by_count_refuses_a_namespace_that_is_no_bytes(pool, refused):
+    with refused(pool, TypeError, "open"):
+        pool.open(4, "tenant")
+
+
 def test_commit_that_contradicts_a_shared_block_is_refused(pool, make_plan, refused):
     parent = pool.open()
     compute(make_plan, pool, parent, 8)
@@ -234,3 +280,52 @@ def test_truncate_below_the_committed_length_lowers_it(pool, make_plan):
     compute(make_plan, pool, handle, 4)
     pool.prefix.commit(handle, C)
     assert pool.prefix.match(C + A) == 4
+
+
+def test_truncate_of_uncommitted_tokens_keeps_the_committed_ones(pool, make_plan):
+    handle = pool.open()
+    compute(make_plan, pool, handle, 8)
+    pool.prefix.commit(handle, A + B[:1])
+    pool.truncate(handle, 6)
+    compute(make_plan, pool, handle, 2)
+    pool.prefix.commit(handle, B[:3])
+    assert pool.prefix.match(A + B + C) == 8
+
+
+def test_fork_has_the_committed_length_of_its_parent(pool, make_plan):
+    parent = pool.open()
+    compute(make_plan, pool, parent, 6)
+    pool.prefix.commit(parent, A + B[:1])
+    child = int(pool.fork(parent)[0])
+    for handle, tokens in ((parent, B[:3]), (child, C[:3])):
+        compute(make_plan, pool, handle, 2)
+        pool.prefix.commit(handle, tokens)
+    assert pool.prefix.match(A + B + C) == pool.prefix.match(A + B[:1] + C[:3] + A) == 8
+
+
+def test_draft_token_that_was_rejected_is_never_found(pool, make_plan):
+    # Speculative decoding: four drafts are computed, two are accepted, the next step writes over the others.
+    handle = serve(make_plan, pool, A)
+    compute(make_plan, pool, handle, 4)
+    pool.truncate(handle, 6)
+    pool.prefix.commit(handle, B[:2])
+    compute(make_plan, pool, handle, 2)
+    pool.prefix.commit(handle, C[:2])
+    assert pool.prefix.match(A + B + C) == 4
+    assert pool.prefix.match(A + B[:2] + C[:2] + A) == 8
+
+
+def test_block_of_a_pending_step_never_hits(pool, make_plan):
+    handle, plan = pool.open(A + B), make_plan(pool)
+    pool.step(plan, [handle], 8)
+    other = pool.open(A + B)
+    assert pool.num_tokens(other) == pool.prefix.match(A + B) == 0
+    assert not set(pool.table(handle).tolist()) & set(pool.table(other).tolist())
+    pool.done(plan)
+    assert pool.prefix.match(A + B) == 0  # computed, but nobody said what it is
+
+
+def test_commit_in_a_pool_that_runs_in_order_needs_no_done(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True, in_order=True)
+    serve(make_plan, pool, A + B)
+    assert pool.prefix.match(A + B + C) == 8

@@ -25,6 +25,17 @@ def test_duplicate_stays_in_its_table_and_is_never_found(make_pool, make_plan):
     assert pool.table(pool.open(A + B + C)).tolist()[:2] == [1, 2]
 
 
+def test_duplicate_goes_blank_when_released(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True)
+    first, second = twins(pool, make_plan, A + B)
+    pool.prefix.commit(second, A + B)
+    pool.close(second)
+    assert pool.stats().evictable == 0
+    assert pool.blocks.alloc(2).tolist() == [3, 4]
+    pool.close(first)
+    assert pool.stats().evictable == 2
+
+
 def test_duplicate_is_never_written_in_place(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     _, second = twins(pool, make_plan, A)
@@ -32,6 +43,15 @@ def test_duplicate_is_never_written_in_place(make_pool, make_plan):
     pool.truncate(second, 3)
     compute(make_plan, pool, second, 1)
     assert pool.table(second).tolist() == [3]  # its own block 2 was replaced
+
+
+def test_child_of_a_duplicate_is_found_below_the_canonical_block(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True)
+    _, second = twins(pool, make_plan, A)
+    pool.prefix.commit(second, A)
+    compute(make_plan, pool, second, 4)
+    pool.prefix.commit(second, B)
+    assert pool.table(pool.open(A + B + C)).tolist()[:2] == [1, 3]
 
 
 def test_child_of_a_duplicate_keeps_its_canonical_parent_under_pressure(make_pool, make_plan):
@@ -80,6 +100,44 @@ def test_duplicate_whose_canonical_block_was_computed_again_follows_the_new_one(
     pool.close(third)
     assert pool.blocks.evict(16) == 0
     assert pool.prefix.match(A + B + C) == 8
+
+
+def test_fork_that_commits_the_same_shared_block_is_no_duplicate(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True)
+    parent = pool.open(A)
+    compute(make_plan, pool, parent, 4)
+    child = int(pool.fork(parent)[0])
+    pool.prefix.commit(parent, A)
+    pool.prefix.commit(child, A)
+    assert pool.prefix.stats().duplicates == 0 and pool.prefix.stats().nodes == 1
+    compute(make_plan, pool, child, 4)
+    pool.prefix.commit(child, B)
+    assert pool.prefix.match(A + B + C) == 8
+
+
+def test_fork_of_a_duplicate_shares_its_hold(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True)
+    first, second = twins(pool, make_plan, A)
+    pool.prefix.commit(second, A)
+    child = int(pool.fork(second)[0])
+    for handle, tokens in ((second, B), (child, C)):
+        compute(make_plan, pool, handle, 4)
+        pool.prefix.commit(handle, tokens)
+    assert pool.blocks.refcount(1) == 2  # one for the block, not one for each of its holders
+    pool.close([first, second])
+    assert pool.blocks.refcount(1) == 1
+    pool.close(child)
+    assert pool.blocks.refcount(1) == 0 and pool.stats().evictable == 3
+
+
+def test_duplicates_in_one_batch_are_committed_in_order_of_rows(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True)
+    pair = [pool.open(A), pool.open(A)]
+    for handle in pair:
+        compute(make_plan, pool, handle, 4)
+    pool.prefix.commit(pair[::-1], A + A)
+    assert pool.prefix.stats().duplicates == 1
+    assert pool.table(pool.open(A + B)).tolist()[0] == 2  # of the second, whose row came first
 
 
 def unshared(pool, make_plan, handle, tokens):

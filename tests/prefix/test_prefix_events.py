@@ -56,6 +56,14 @@ def test_events_of_a_flush_remove_and_clear(make_pool, make_plan):
     assert drained(pool) == [("removed", key_of([C])), ("cleared", None)]
 
 
+def test_events_of_a_reset_clear(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True, events=8)
+    cache(make_plan, pool, A)
+    drained(pool)
+    pool.reset()
+    assert drained(pool)[-1] == ("cleared", None)
+
+
 def test_events_that_do_not_fit_are_counted(make_pool, make_plan):
     pool = make_pool(prefix_cache=True, events=2)
     cache(make_plan, pool, A + B + C)
@@ -66,6 +74,15 @@ def test_events_that_do_not_fit_are_counted(make_pool, make_plan):
     ]
     pool.blocks.evict(1)
     assert drained(pool) == [("removed", key_of([A, B, C]))]
+
+
+def test_event_keys_are_the_same_in_every_pool(make_pool, make_plan):
+    seen = []
+    for seed in (1, 2):
+        pool = make_pool(prefix_cache=True, events=8, seed=seed)
+        cache(make_plan, pool, A + B)
+        seen.append(drained(pool))
+    assert seen[0] == seen[1]
 
 
 def test_event_keys_differ_by_namespace_and_by_prefix(make_pool, make_plan):
@@ -89,7 +106,19 @@ def test_events_replayed_give_what_is_cached(make_pool, make_plan):
     assert pool.prefix.stats().evicted > 0
 
 
+def test_pool_without_events_has_none(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True)
+    cache(make_plan, pool, A)
+    pool.prefix.flush()
+    assert pool.prefix.events() == []
+
+
 @pytest.mark.parametrize(("events", "error"), [(-1, ValueError), (1.0, TypeError), ("1", TypeError), (True, TypeError)])
 def test_events_of_the_wrong_size_are_refused(make_pool, events, error):
     with pytest.raises(error, match=r"^\[Pool\] "):
         make_pool(prefix_cache=True, events=events)
+
+
+def test_events_without_prefix_cache_are_refused(make_pool):
+    with pytest.raises(ValueError, match=r"^\[Pool\] "):
+        make_pool(events=8)

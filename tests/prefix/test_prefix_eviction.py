@@ -26,6 +26,26 @@ def test_eviction_takes_the_tail_of_a_prefix_before_its_head(make_pool, make_pla
         assert pool.prefix.match(A + B + C + D) == left
 
 
+def test_eviction_takes_the_least_recently_released_prefix_first(make_pool, make_plan):
+    pool = make_pool(8, prefix_cache=True)
+    for tokens in (A, B, C):
+        cache(make_plan, pool, tokens)  # blocks 1, 2, 3
+    pool.close(pool.open(A + D))  # a hit: A is the newest now; its second block goes back to the blanks
+    assert pool.stats().evictable == 3
+    pool.blocks.alloc(pool.blocks.num_blank)
+    assert pool.blocks.alloc(3).tolist() == [2, 3, 1]
+
+
+def test_eviction_does_not_touch_a_hit_taken_from_the_middle(make_pool, make_plan):
+    pool = make_pool(8, prefix_cache=True)
+    for tokens in (A, B, C):
+        cache(make_plan, pool, tokens)
+    held = pool.open(B + D)
+    assert pool.blocks.evict(16) == 2
+    assert pool.num_tokens(held) == pool.prefix.match(B + D) == 4
+    assert pool.prefix.match(A + D) == pool.prefix.match(C + D) == 0
+
+
 def test_evicted_parent_makes_its_children_unreachable_for_good(make_pool, make_plan):
     pool = make_pool(16, prefix_cache=True)
     handle = serve(make_plan, pool, A + B)
@@ -40,6 +60,15 @@ def test_evicted_parent_makes_its_children_unreachable_for_good(make_pool, make_
     assert pool.blocks.evict(16) == 2 and pool.prefix.stats().nodes == 0
 
 
+def test_block_taken_for_other_use_is_not_found_any_more(make_pool, make_plan):
+    pool = make_pool(4, prefix_cache=True)  # blocks 1 .. 3
+    cache(make_plan, pool, A + B)
+    handle = serve(make_plan, pool, C + D + A)
+    assert pool.prefix.match(A + B + C) == 0
+    pool.close(handle)
+    assert pool.prefix.match(C + D + A + B) == 12
+
+
 def test_open_does_not_count_its_own_hits_as_blocks_to_take(make_pool, make_plan, refused):
     pool = make_pool(5, prefix_cache=True)
     cache(make_plan, pool, A + B)
@@ -52,6 +81,14 @@ def test_open_does_not_count_its_own_hits_as_blocks_to_take(make_pool, make_plan
     assert (error.needed, error.short_by, error.blank, error.evictable, error.limbo) == (2, 1, 1, 0, 0)
     assert pool.prefix.stats() == stats
     assert pool.table(pool.open(A + B + C)).tolist() == [1, 2, 3]
+
+
+def test_open_may_evict_what_it_did_not_hit(make_pool, make_plan):
+    pool = make_pool(4, prefix_cache=True)
+    cache(make_plan, pool, A)
+    cache(make_plan, pool, B)
+    cache(make_plan, pool, C)
+    assert pool.table(pool.open(B + C + D)).tolist() == [2, 1, 3]  # B is held before A and C are taken
 
 
 def test_open_leaves_the_watermark(make_pool, make_plan, refused):
@@ -86,3 +123,21 @@ def test_hit_in_limbo_leaves_it_and_needs_no_block(make_pool, make_plan):
     found = pool.open(A + B)
     assert pool.table(found).tolist() == [1, 3] and pool.stats().limbo == 0
     pool.done(plan)
+
+
+def test_lone_sequence_may_use_the_whole_pool(make_pool, make_plan):
+    pool = make_pool(4, prefix_cache=True)
+    for _ in range(3):
+        handle = serve(make_plan, pool, A + B + C)
+        assert pool.stats().used == 3
+        pool.close(handle)
+
+
+def test_release_order_of_two_prompts_is_the_order_of_eviction(make_pool, make_plan):
+    pool = make_pool(16, prefix_cache=True)
+    long = serve(make_plan, pool, A + B + C)
+    short = serve(make_plan, pool, A + D)
+    pool.close(long)  # C, B; A is still in use
+    pool.close(short)  # D, A
+    pool.blocks.alloc(pool.blocks.num_blank)
+    assert pool.blocks.alloc(4).tolist() == [3, 2, 4, 1]

@@ -17,6 +17,30 @@ def test_flush_forgets_one_namespace_and_no_other(make_pool, make_plan):
     assert pool.prefix.stats().nodes == pool.stats().evictable == 2
 
 
+def test_flush_without_namespace_forgets_all(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True)
+    for namespace in (b"", b"a", b"b"):
+        cache(make_plan, pool, A, namespace)
+    assert pool.prefix.flush() == 3
+    assert pool.prefix.stats().nodes == pool.prefix.stats().namespaces == pool.stats().evictable == 0
+
+
+def test_flush_makes_blocks_blank_oldest_first(make_pool, make_plan):
+    pool = make_pool(4, prefix_cache=True)  # blocks 1, 2, 3
+    cache(make_plan, pool, A)
+    cache(make_plan, pool, B + C)  # leaves as 3, 2
+    assert pool.prefix.flush() == 3
+    assert pool.blocks.alloc(3).tolist() == [2, 3, 1]
+    assert pool.prefix.stats().evicted == pool.stats().evictions == 0
+
+
+def test_flush_of_an_unknown_namespace_is_nothing(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True)
+    cache(make_plan, pool, A)
+    assert pool.prefix.flush(b"never seen") == 0
+    assert pool.prefix.match(A + B) == 4
+
+
 def test_flush_leaves_blocks_in_use_to_their_sequence(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     handle = serve(make_plan, pool, A + B)
@@ -55,6 +79,15 @@ def test_flushed_content_does_not_come_back_with_an_older_sequence(make_pool, ma
     assert pool.prefix.match(A + B + C) == 8
 
 
+def test_flushed_block_is_never_written_in_place(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True)
+    handle = serve(make_plan, pool, A)
+    pool.prefix.flush()
+    pool.truncate(handle, 2)
+    compute(make_plan, pool, handle, 1)
+    assert pool.table(handle).tolist() == [2]
+
+
 def test_flush_keeps_the_holds_of_duplicates_balanced(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     first, second = pool.open(A), pool.open(A)
@@ -69,6 +102,14 @@ def test_flush_keeps_the_holds_of_duplicates_balanced(make_pool, make_plan):
     assert pool.blocks.refcount(1) == 1
     pool.close(second)
     assert pool.stats().used == pool.stats().evictable == 0
+
+
+def test_namespace_starts_anew_after_its_flush(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True)
+    for _ in range(3):
+        cache(make_plan, pool, A + B, b"a")
+        assert pool.prefix.match(A + B + C, b"a") == 8
+        assert pool.prefix.flush(b"a") == 2
 
 
 @pytest.mark.parametrize("wrong", ["", 0, bytearray(b"a"), ["a"]])

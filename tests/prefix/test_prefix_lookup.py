@@ -6,9 +6,16 @@ import random
 
 import numpy as np
 import pytest
-from prefixes import as_arrays, cache, serve
+from prefixes import as_arrays, cache, compute, serve
 
 PROMPT = list(range(100, 112))  # three blocks of four
+
+
+def test_lookup_of_an_empty_cache_finds_nothing(make_pool):
+    pool = make_pool(prefix_cache=True)
+    assert pool.prefix.match(PROMPT) == 0
+    handle = pool.open(PROMPT)
+    assert pool.num_tokens(handle) == 0 and pool.table(handle).tolist() == [1, 2, 3]
 
 
 def test_lookup_of_a_known_prompt_shares_its_blocks(make_pool, make_plan):
@@ -30,6 +37,22 @@ def test_lookup_always_leaves_the_last_token_to_compute(make_pool, make_plan, le
     prompt = [*PROMPT, 7][:length]
     assert pool.prefix.match(prompt) == cached
     assert pool.num_tokens(pool.open(prompt)) == cached
+
+
+def test_lookup_of_a_partial_block_misses(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True)
+    cache(make_plan, pool, PROMPT[:7])
+    assert pool.prefix.match(PROMPT) == 4
+    assert pool.prefix.stats().nodes == 1
+
+
+def test_lookup_ends_at_the_first_different_token(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True)
+    cache(make_plan, pool, PROMPT)
+    for position in range(12):
+        prompt = [*PROMPT, 7]
+        prompt[position] += 1
+        assert pool.prefix.match(prompt) == position // 4 * 4
 
 
 def test_lookup_of_the_same_block_behind_another_prefix_misses(make_pool, make_plan):
@@ -56,6 +79,13 @@ def test_lookup_takes_every_form_of_tokens(make_pool, make_plan):
         assert pool.capacity(pool.open(form)) == 0
 
 
+def test_lookup_knows_the_largest_token(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True)
+    cache(make_plan, pool, [2**31 - 1] * 4)
+    assert pool.prefix.match([2**31 - 1] * 5) == 4
+    assert pool.prefix.match([2**31 - 2] + [2**31 - 1] * 4) == 0
+
+
 def test_match_changes_nothing(make_pool, make_plan):
     pool = make_pool(prefix_cache=True, events=8)
     cache(make_plan, pool, PROMPT)
@@ -65,6 +95,25 @@ def test_match_changes_nothing(make_pool, make_plan):
         pool.prefix.match(prompt, namespace)
     assert (pool.fingerprint(), pool.digest(), pool.stats(), pool.prefix.stats()) == before
     assert pool.prefix.events() == []
+
+
+def test_lookup_finds_tokens_generated_later(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True)
+    handle = serve(make_plan, pool, PROMPT[:6])
+    for token in PROMPT[6:]:
+        assert pool.prefix.match([*PROMPT, 7]) == pool.num_tokens(handle) // 4 * 4
+        compute(make_plan, pool, handle, 1)
+        pool.prefix.commit(handle, [token])
+    assert pool.prefix.match([*PROMPT, 7]) == 12
+
+
+def test_lookup_finds_what_a_sequence_opened_by_count_computed(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True)
+    for namespace in (b"", b"tenant"):
+        handle = pool.open(0, namespace)
+        compute(make_plan, pool, handle, 12)
+        pool.prefix.commit(handle, PROMPT)
+        assert pool.prefix.match([*PROMPT, 7], namespace) == 12
 
 
 def test_lookup_finds_blocks_in_use_cached_and_in_limbo(make_pool, make_plan):
@@ -80,6 +129,16 @@ def test_lookup_finds_blocks_in_use_cached_and_in_limbo(make_pool, make_plan):
     pool.close(found)
     pool.done(plan)
     assert pool.stats().evictable == 3 and pool.prefix.match([*PROMPT, 7]) == 12
+
+
+def test_lookup_after_reset_finds_nothing(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True)
+    cache(make_plan, pool, PROMPT)
+    pool.reset()
+    assert pool.prefix.match([*PROMPT, 7]) == 0
+    assert pool.prefix.stats().nodes == 0
+    assert cache(make_plan, pool, PROMPT) == [1, 2, 3]
+    assert pool.prefix.match([*PROMPT, 7]) == 12
 
 
 def test_pool_without_prefix_cache_finds_nothing(make_pool):

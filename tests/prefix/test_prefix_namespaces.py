@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from prefixes import cache
 
@@ -36,6 +38,17 @@ def test_same_namespace_hits_and_every_other_misses(make_pool, make_plan, mine):
     }
 
 
+def test_namespaces_never_share_a_block(make_pool, make_plan):
+    pool = make_pool(32, prefix_cache=True)
+    blocks = {name: cache(make_plan, pool, PROMPT, space) for name, space in SPACES.items()}
+    for one, other in itertools.combinations(blocks.values(), 2):
+        assert not set(one) & set(other)
+    for name, space in SPACES.items():
+        assert pool.table(pool.open(MORE, space)).tolist()[0] == blocks[name][0]
+    assert pool.prefix.stats().namespaces == pool.prefix.stats().nodes == len(SPACES)
+    assert pool.prefix.stats().duplicates == 0
+
+
 def test_one_namespace_depends_on_another_only_through_capacity(make_pool, make_plan):
     # The same requests of one tenant, alone and beside another tenant with the same prompts, where blocks abound.
     def run(noise):
@@ -58,6 +71,15 @@ def test_namespace_is_compared_as_bytes_whatever_it_holds(make_pool, make_plan):
         assert pool.prefix.match(MORE, space) == 0
         cache(make_plan, pool, PROMPT, space)
     assert [pool.prefix.match(MORE, space) for space in spaces] == [4] * len(spaces)
+
+
+def test_fork_stays_in_its_namespace(make_pool, make_plan, grow):
+    pool = make_pool(prefix_cache=True)
+    parent = pool.open(PROMPT, b"a")
+    grow(pool, parent, 4)
+    child = int(pool.fork(parent)[0])
+    pool.prefix.commit(child, PROMPT)
+    assert (pool.prefix.match(MORE, b"a"), pool.prefix.match(MORE)) == (4, 0)
 
 
 def test_many_namespaces_without_blocks_are_forgotten(make_pool):

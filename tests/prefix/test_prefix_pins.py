@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefixes import cache, compute, serve
 
-from kvpool.errors import OutOfSequences
+from kvpool.errors import OutOfSequences, StaleHandle
 
 A, B, C = ([n] * 4 for n in (1, 2, 3))
 
@@ -18,11 +18,47 @@ def test_pin_holds_a_whole_prefix_from_its_root(make_pool, make_plan):
     assert pool.prefix.match(A + B + C) == 8
 
 
+def test_pin_is_not_capped_at_the_last_token(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True)
+    cache(make_plan, pool, A)
+    assert pool.num_tokens(pool.prefix.pin(A)) == 4
+    assert pool.prefix.match(A) == 0
+
+
 def test_pin_of_an_unknown_prefix_is_empty_and_takes_no_blocks(make_pool):
     pool = make_pool(prefix_cache=True)
     pin = pool.prefix.pin(A + B)
     assert pool.num_tokens(pin) == pool.capacity(pin) == 0
     assert pool.stats().used == pool.stats().allocs == 0
+
+
+def test_pin_is_no_query(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True)
+    cache(make_plan, pool, A)
+    before = pool.prefix.stats()
+    pool.prefix.unpin(pool.prefix.pin(A))
+    assert pool.prefix.stats()[:3] == before[:3]
+
+
+def test_pin_of_another_namespace_holds_nothing(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True)
+    cache(make_plan, pool, A, b"a")
+    assert pool.num_tokens(pool.prefix.pin(A, b"b")) == 0
+    assert pool.num_tokens(pool.prefix.pin(A, b"a")) == 4
+
+
+def test_unpin_lets_go(make_pool, make_plan, refused):
+    pool = make_pool(prefix_cache=True)
+    cache(make_plan, pool, A + B)
+    pin = pool.prefix.pin(A + B)
+    pool.prefix.unpin(pin)
+    with refused(pool, StaleHandle, "close" if _is_core(pool) else "unpin", pin):
+        pool.prefix.unpin(pin)
+    assert pool.blocks.evict(16) == 2
+
+
+def _is_core(pool):
+    return type(pool).__module__.startswith("kvpool._")
 
 
 def test_two_pins_of_one_prefix_are_two(make_pool, make_plan):

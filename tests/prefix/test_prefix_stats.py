@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 from prefixes import cache, compute
 
+from kvpool.stats import PrefixStats
+
 A, B, C = ([n] * 4 for n in (1, 2, 3))
+
+
+def test_stats_of_a_new_pool_are_zero(make_pool):
+    assert make_pool(prefix_cache=True).prefix.stats() == PrefixStats(0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0.0)
 
 
 def test_stats_count_queries_and_hits(make_pool, make_plan):
@@ -63,3 +69,11 @@ def test_stats_survive_reset_and_flush(make_pool, make_plan):
     pool.reset()
     stats = pool.prefix.stats()
     assert (stats.queries, stats.inserted, stats.nodes, stats.namespaces) == (2, 4, 0, 0)
+
+
+def test_stats_of_a_refused_open_do_not_move(make_pool):
+    pool = make_pool(4, prefix_cache=True)
+    pool.blocks.alloc(3)
+    with pytest.raises(MemoryError):
+        pool.open(A)
+    assert pool.prefix.stats().queries == 0

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 SCRIPT = r"""
@@ -133,6 +134,51 @@ def test_one_different_call_changes_the_digest(make_pool, make_plan, grow):
         assert other == name, f"{name} and {other} have the same digest"
 
 
+def test_different_states_have_different_fingerprints(make_pool, make_plan, grow):
+    seen = {}
+    for name, call in ONE_MORE_CALL.items():
+        if name == "step and rollback":  # equal to "nothing", see below
+            continue
+        pool = make_pool()
+        handles = [pool.open(), pool.open()]
+        for handle in handles:
+            grow(pool, handle, 6)
+        pool.blocks.alloc(2)
+        call(pool, handles, make_plan(pool))
+        other = seen.setdefault(pool.fingerprint(), name)
+        assert other == name, f"{name} and {other} have the same fingerprint"
+
+
+def test_rollback_that_moved_no_block_restores_the_fingerprint(make_pool, make_plan, grow):
+    pool = make_pool()
+    handle = pool.open()
+    grow(pool, handle, 6)
+    plan, before = make_plan(pool), pool.fingerprint()
+    pool.step(plan, [handle], 2)
+    assert pool.fingerprint() != before
+    pool.rollback(plan)
+    assert pool.fingerprint() == before
+
+
+def test_reading_calls_leave_the_digest_alone(make_pool, make_plan, grow):
+    pool = make_pool()
+    handle = pool.open()
+    grow(pool, handle, 6)
+    before = pool.digest(), pool.fingerprint()
+    pool.table(handle), pool.num_tokens(handle), pool.capacity(handle), pool.is_open(handle)
+    pool.blocks.refcount(1), pool.stats(), pool.blocks.refcount_histogram(), pool.check(), pool.can([handle], 3)
+    make_plan(pool)
+    assert (pool.digest(), pool.fingerprint()) == before
+
+
+def test_digest_is_a_uint64(make_pool):
+    pool = make_pool()
+    for _ in range(20):
+        pool.blocks.free(pool.blocks.alloc())
+        for value in (pool.digest(), pool.fingerprint()):
+            assert type(value) is int and 0 <= value < 2**64
+
+
 @pytest.mark.parametrize("order", [[1, 2, 3], [3, 2, 1], [2, 1, 3]])
 @pytest.mark.parametrize("commit", [False, True], ids=["blank stack", "LRU list"])
 def test_fingerprint_sees_the_order_of_lists(make_pool, order, commit):
@@ -144,3 +190,44 @@ def test_fingerprint_sees_the_order_of_lists(make_pool, order, commit):
         p.blocks.free(ids)
     assert pool.stats() == other.stats()
     assert pool.fingerprint() != other.fingerprint()
+
+
+def test_fingerprint_sees_the_order_of_limbo(make_pool, make_plan):
+    prints = set()
+    for order in ([1, 2], [2, 1]):
+        pool = make_pool()
+        pool.blocks.alloc(2)
+        pool.step(make_plan(pool), [], 0)
+        pool.blocks.free(order)
+        prints.add(pool.fingerprint())
+    assert len(prints) == 2
+
+
+def test_fingerprint_sees_generations(make_pool):
+    pool, other = make_pool(max_seqs=1), make_pool(max_seqs=1)
+    pool.close(pool.open())
+    assert pool.stats() == other.stats()
+    assert pool.fingerprint() != other.fingerprint()
+
+
+def test_ids_follow_the_batch_order_not_the_kind_of_batch(make_pool, make_plan):
+    tables = set()
+    for kind in (list, tuple, np.array):
+        pool = make_pool()
+        handles = [pool.open() for _ in range(4)]
+        pool.step(make_plan(pool), kind(handles[::-1]), kind([5, 1, 2, 9]))
+        tables.add(tuple(tuple(pool.table(h).tolist()) for h in handles))
+    assert tables == {((5, 6, 7), (4,), (3,), (1, 2))}
+
+
+def test_one_count_for_all_rows_and_a_count_per_row_leave_the_same_state(core):
+    states = []
+    for count in (1, [1, 1], np.array([1, 1], np.int32)):
+        pool = core.Pool(16, 4)
+        plan = core.Plan(pool, 2, 8, table_width=4)
+        handles = [pool.open() for _ in range(2)]
+        pool.step(plan, handles, [3, 4])
+        pool.done(plan)
+        pool.step(plan, handles, count)
+        states.append((pool.digest(), pool.fingerprint()))
+    assert states[0] == states[1] == states[2]

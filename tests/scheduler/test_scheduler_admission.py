@@ -2,9 +2,23 @@
 
 import numpy as np
 import pytest
-from schedules import Machine
+from schedules import Machine, greedy
 
 from kvpool import Pool, Request, Scheduler
+
+
+@pytest.mark.parametrize(("watermark", "expected"), [(0, 3), (1, 2), (4, 2), (5, 1), (100, 1), (None, 2)])
+def test_admission_leaves_the_watermark(watermark, expected):
+    """12 blocks, prompts of 4: an admission leaves the watermark, unless nothing runs."""
+    pool = Pool(13, 4)
+    scheduler = Scheduler(pool, max_running=64, watermark=watermark, prefill_chunk=64)
+    machine = Machine(scheduler, pool)
+    for _ in range(5):
+        scheduler.add(Request(range(13), max_tokens=3))
+    step = scheduler.schedule()
+    assert len(step.lanes) == expected
+    scheduler.fail(step)
+    assert len(machine.run()) == 5
 
 
 def test_admission_leaves_the_blocks_that_decodes_of_the_same_step_take():
@@ -90,3 +104,14 @@ def test_admission_head_that_finds_no_room_is_passed_by_so_many(overtake, expect
     while (done := machine.step()) is not None:
         order += [output.id for output in done[1]]
     assert order == expected
+
+
+def test_admission_prefix_hits_do_not_change_tokens():
+    pool = Pool(40, 2, prefix_cache=True, seed=1)
+    scheduler = Scheduler(pool, max_running=3, prefill_chunk=4)
+    requests = [Request([*range(9), i], max_tokens=5) for i in range(8)]
+    for request in requests:
+        scheduler.add(request)
+    outputs = Machine(scheduler, pool).run()
+    assert [outputs[i, 0].tokens.tolist() for i in range(8)] == [greedy(request)[0] for request in requests]
+    assert sum(output.num_cached for output in outputs.values()) >= 8 * 4

@@ -7,14 +7,16 @@ number.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
-from group_workload import GroupRunner, draw_groups, needs_alone, with_prefixes
+from group_workload import GroupRunner, arena_of, draw_groups, needs_alone, peak, with_prefixes
 from planted import Faults
 
-from kvpool import Group, Pool, Request, Scheduler
+from kvpool import Group, Plan, Pool, Request, Scheduler
 from kvpool.errors import OutOfBlocks, RequestRejected
 from kvpool.scheduler.needs import Needs
 
@@ -56,6 +58,13 @@ def test_random_workload_with_prefixes_of_groups_gives_what_decoding_alone_gives
         GroupRunner(with_prefixes(draw_groups(seed)), check_every=1 if ONLY else 5).run()
 
 
+def test_same_workload_with_groups_takes_the_same_steps():
+    for seed in range(3):
+        one, two = (GroupRunner(draw_groups(seed)).run() for _ in range(2))
+        assert one.log == two.log
+        assert one.pool.fingerprint() == two.pool.fingerprint()
+
+
 def test_workloads_with_groups_cover_every_situation():
     """Every arena is tight, exactly and nearly; forks, beams, preemption, cancellation, failing steps."""
     reached: dict[str, int] = {}
@@ -80,6 +89,65 @@ def test_workloads_with_groups_cover_every_situation():
 # ---- faults
 
 
+def _ignore(arena: int):
+    free = Needs.free
+
+    def plenty(self: Needs) -> list[int]:
+        found = free(self)
+        found[arena] = 10**9
+        return found
+
+    with mock.patch.object(Needs, "free", plenty):
+        yield
+
+
+@fault
+def admission_ignores_the_full_group():
+    yield from _ignore(0)
+
+
+@fault
+def admission_ignores_the_window_group():
+    yield from _ignore(1)
+
+
+@fault
+def admission_ignores_the_state_slots():
+    yield from _ignore(2)
+
+
+@fault
+def a_state_takes_one_slot():
+    """The one that is written while the other is read is forgotten."""
+    most = Needs.most
+
+    def one(self: Needs, tokens: Any, shared: Any = 0, forks: Any = False) -> np.ndarray:
+        found = most(self, tokens, shared, forks)
+        return found - self._states
+
+    with mock.patch.object(Needs, "most", one):
+        yield
+
+
+@fault
+def a_window_is_counted_without_the_chunk():
+    init = Needs.__init__
+
+    def without(self: Needs, pool: Pool, chunk: int, eviction: Any = None) -> None:
+        init(self, pool, 1, eviction)
+
+    with mock.patch.object(Needs, "__init__", without):
+        yield
+
+
+@fault
+def promises_are_forgotten():
+    from kvpool.scheduler.state import Core
+
+    with mock.patch.object(Core, "promised", lambda self: self.needs.nothing):
+        yield
+
+
 def convicted(seed: int) -> bool:
     try:
         GroupRunner(draw_groups(seed), check_every=1).run()
@@ -95,6 +163,38 @@ def test_planted_fault_is_convicted(name):
 
 
 # ---- counts
+
+
+def test_needs_are_what_the_pool_takes():
+    """A sequence that is computed in random chunks holds `held` after each of them, and never more than `most`."""
+    for seed in range(60):
+        rng = np.random.default_rng([seed, 5])
+        workload = draw_groups(seed)
+        groups, size = workload.pool["groups"], workload.pool["block_size"]
+        groups = [replace(group, num_blocks=4000) if group.num_blocks else group for group in groups]
+        groups = [Group.state(4) if group.kind == "state" else group for group in groups]
+        pool = Pool(**{**workload.pool, "num_blocks": 4000, "groups": groups, "watermark": 0})
+        chunk = int(rng.integers(1, 30))
+        tokens = min(int(rng.integers(1, 150)), 200 * size)
+        needs = Needs(pool, chunk)
+        plan, handle, done = Plan(pool, 1, chunk), pool.open(), 0
+        while done < tokens:
+            new = min(int(rng.integers(1, chunk + 1)), tokens - done)
+            pool.step(plan, [handle], new)
+            used, most = [pool.stats(arena).used for arena in range(needs.num_arenas)], needs.most(tokens)
+            assert (used <= most).all(), f"seed {seed}: {used} used, {most} are the most"
+            if not pool.options.in_order:
+                pool.done(plan)
+            done += new
+            used, held = [pool.stats(arena).used for arena in range(needs.num_arenas)], needs.held(done).tolist()
+            assert used == held, f"seed {seed}: {used} used at {done}, {held} counted"
+        for group in (replace(group, arena=0, num_blocks=None) for group in groups):  # not much too much either
+            counted = Needs(Pool(4000, size, groups=[Group.full(), group], lookahead=pool.options.lookahead), chunk)
+            arena = arena_of([Group.full(), group], 1)
+            own = counted.most(tokens)[arena] - (0 if arena else -(-tokens // size))
+            exact = peak(group, {**workload.pool, "in_order": False}, tokens, chunk)
+            slack = group.columns * (group.kind in ("window", "chunk"))
+            assert exact <= own <= exact + slack, f"seed {seed}: {group} counts {own}, it holds {exact}"
 
 
 def test_long_prompt_needs_its_window_only():

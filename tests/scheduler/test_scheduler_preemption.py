@@ -60,6 +60,37 @@ def test_preempt_grower_is_the_sequence_that_finds_no_block():
     assert {name: o.preemptions for (name, _), o in machine.run().items()} == {"a": 0, "b": 1, "c": 0}
 
 
+@pytest.mark.parametrize("policy", ["last", "longest", "grower", "priority"])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("chunk", [1, 64])
+def test_preempt_recompute_is_exact(policy, prefix_cache, chunk):
+    """Pools from one request up: whatever is lost comes back, with the tokens it had."""
+    preemptions = 0
+    for blocks in range(9, 20):
+        pool = Pool(blocks, 2, prefix_cache=prefix_cache, seed=1)
+        scheduler = Scheduler(pool, watermark=0, preempt=policy, prefill_chunk=chunk)
+        requests = [Request(range(i, i + 5), max_tokens=11, priority=i % 2) for i in range(4)]
+        for request in requests:
+            scheduler.add(request)
+        machine, outputs, seen = Machine(scheduler, pool), {}, {}
+        while (done := machine.step()) is not None:
+            scheduler.check()
+            outputs.update({output.id: output for output in done[1]})
+            for name in set(range(4)) - set(outputs):
+                now = scheduler.tokens_of(name).tolist()
+                assert now[: len(seen.get(name, []))] == seen.get(name, [])  # nothing generated is lost
+                seen[name] = now
+        assert [outputs[i].tokens.tolist() for i in range(4)] == [greedy(request)[0] for request in requests]
+        stats = scheduler.stats()
+        assert sum(output.preemptions for output in outputs.values()) == stats.preemptions
+        assert bool(stats.recomputed_tokens) <= bool(stats.preemptions)
+        assert stats.admissions == 4 + stats.preemptions
+        if not prefix_cache:
+            assert stats.prefill_tokens + stats.decode_tokens == 4 * 15 + stats.recomputed_tokens
+        preemptions += stats.preemptions
+    assert preemptions > 10
+
+
 def test_preempt_full_blocks_are_committed_first_so_that_coming_back_is_cheap():
     """Prompts of one token fill no block: what is found again was committed when it was lost."""
     recomputed = {}

@@ -158,6 +158,14 @@ def test_deadline_that_has_passed_is_refused_and_nothing_changes():
     assert "t" not in scheduler._core.queue.tenants and machine.step() is None
 
 
+def test_deadlines_of_requests_that_ended_take_no_room():
+    scheduler, machine, _ = made()
+    for _ in range(1000):
+        scheduler.add(Request([1], max_tokens=1, deadline=10**9))
+        machine.step()
+    assert len(scheduler._core.deadlines) < 80
+
+
 def test_place_in_the_queue_is_by_weight_and_strangers_take_what_is_left():
     scheduler, machine, clock = made(max_running=1, max_waiting=8, weights={"a": 3, "b": 1})
     assert [scheduler.places(name) for name in ("a", "b", "c")] == [6, 2, 8]
@@ -175,6 +183,19 @@ def test_place_in_the_queue_is_by_weight_and_strangers_take_what_is_left():
         scheduler.add(Request([1], tenant="c"))
     assert "c" not in scheduler._core.queue.tenants
     assert scheduler.stats().rejected == 3
+
+
+def test_samples_that_wait_take_no_place_in_the_queue():
+    scheduler, machine, _ = made(max_running=2, max_waiting=4, weights={"a": 1, "b": 1})
+    scheduler.add(Request([1, 2, 3], max_tokens=9, n=8, tenant="a"))
+    machine.step()
+    assert scheduler.stats().waiting == 6 and scheduler.tenants()["a"].waiting == 0
+    for tenant in "aabb":
+        scheduler.add(Request([1], tenant=tenant))
+    with pytest.raises(RequestRejected, match="4 requests wait, the limit is 4"):
+        scheduler.add(Request([1], tenant="a"))
+    scheduler.check()
+    assert len(machine.run()) == 8 + 4
 
 
 def test_samples_without_a_lane_wait_for_the_turn_of_their_tenant():

@@ -89,6 +89,41 @@ def test_tier_that_refuses_leaves_preemption():
     assert scheduler.stats().preemptions > 0
 
 
+def test_tier_spilled_comes_back_before_those_who_wait():
+    pool = Pool(12, 2)
+    backend = NumpyBackend(SPEC, 12)
+    scheduler = Scheduler(pool, watermark=0, tier=HostTier(backend))
+    for name in "ab":
+        scheduler.add(Request(range(6), max_tokens=12, id=name))
+    while not scheduler.stats().spilled:
+        step = scheduler.schedule()
+        scheduler.update(step, np.int32([next_token(context) for context in execute(backend, pool, step)]))
+    for name in "xyz":
+        scheduler.add(Request([1], max_tokens=1, id=name, priority=5))
+    while scheduler.stats().spilled:
+        assert scheduler.stats().waiting == 3
+        one(pool, scheduler, backend)
+    run(pool, scheduler, backend)
+    assert pool.stats().used == 0
+
+
+def test_tier_cancelled_while_spilled_is_dropped():
+    pool = Pool(12, 2)
+    backend = NumpyBackend(SPEC, 12)
+    scheduler = Scheduler(pool, watermark=0, tier=HostTier(backend))
+    requests = {name: Request(range(6), max_tokens=12, id=name) for name in "ab"}
+    for request in requests.values():
+        scheduler.add(request)
+    while not scheduler.stats().spilled:
+        step = scheduler.schedule()
+        scheduler.update(step, np.int32([next_token(context) for context in execute(backend, pool, step)]))
+    (output,) = scheduler.cancel("b")
+    assert output.tokens.tolist() == greedy(requests["b"])[0][: len(output.tokens)] and len(output.tokens)
+    scheduler.check()
+    assert scheduler.stats().spilled == 0
+    assert run(pool, scheduler, backend)["a", 0].tokens.tolist() == greedy(requests["a"])[0]
+
+
 class Broken(HostTier):
     """Raises at every second call."""
 
