@@ -175,15 +175,6 @@ def test_command_sweeps_budgets_in_bytes_and_draws_them(capsys, tmp_path):
     assert f"{runs[2]['hit_tokens']:,}" in output(capsys, *COMMAND, *sweep)
 
 
-def test_command_plays_the_fixed_split(capsys):
-    entry = SYNTH[0]
-    options = ("--policy", "H1", "--num-blocks", str(entry["kv_blocks"]), "--place", "EJD", "--two-class")
-    room = ("--checkpoints", str(entry["checkpoint_slots_or_window_blocks"]), "--first-distance", str(entry["D0"]))
-    (run,) = json.loads(output(capsys, *COMMAND, *options, *room, "--json"))["runs"]
-    assert {name: run[name] for name in COUNTERS if name in run} == {name: entry[name] for name in COUNTERS}
-    assert f"{entry['hit_tokens']:,}" in output(capsys, *COMMAND, *options, *room)
-
-
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

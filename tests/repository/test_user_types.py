@@ -108,9 +108,9 @@ def test_help_lists_every_class_and_function():
 
 
 def test_backends_say_what_they_store():
-    text = "of 8 blocks of 4 tokens, 2 layers of 4 x 16 in float32, NHD, 32768 bytes"
-    assert repr(load_backend("numpy")(SPEC, 8)) == f"<NumpyBackend {text}>"
-    assert re.fullmatch(rf"<CPUBackend {text}, \w+>", repr(load_backend("cpu")(SPEC, 8)))
+    text = "of 8 blocks of 4 tokens, 2 layers of 4 x 16 in float32, {}, 32768 bytes"
+    assert repr(load_backend("numpy")(SPEC, 8)) == f"<NumpyBackend {text.format('NHD')}>"
+    assert re.fullmatch(rf"<CPUBackend {text.format('[HN]+D')}, \w+>", repr(load_backend("cpu")(SPEC, 8)))
     bits = replace(SPEC, k_bits=8, quant_group_size=32, head_dim=64)
     assert "in float32, keys 8 bits, groups of 32, NHD" in repr(load_backend("numpy")(bits, 8))
 
