@@ -97,10 +97,11 @@ def test_no_name_is_a_qualifier_of_functions_in_metal():
 
 def test_threadgroup_variables_have_fixed_sizes_in_kernel_bodies():
     # No threadgroup memory is sized at launch: there is no length that could fail to be a multiple of 16 bytes.
+    # A pointer into it is no variable.
     numbers = {"paged_attention.metal": 3, "paged_matrix.metal": 5, "paged_reduce.metal": 2}
     for name in {path.name for path in FILES}:
         declared = re.findall(r"^threadgroup \w+ \w+\[[^\]]+\];$", source_text(name), re.MULTILINE)
-        assert len(declared) == len(re.findall(r"\bthreadgroup ", source_text(name))) == numbers.get(name, 0)
+        assert len(declared) == len(re.findall(r"\bthreadgroup (?!\w+\* )", source_text(name))) == numbers.get(name, 0)
 
 
 def test_line_numbers_of_texts_are_those_of_the_files():
