@@ -55,8 +55,9 @@ class OnMetal:
     """A pool whose nodes are recorded and then run by the stand-in; and the same pool by the CPU kernels."""
 
     def __init__(self, recorder, spec, num_blocks=NUM_BLOCKS):
-        self.recorder, self.spec, self.module = recorder, spec, load()
+        self.recorder, self.module = recorder, load()
         self.backend = MLXBackend(spec, num_blocks, native=False)
+        self.spec = spec = self.backend.spec  # with a layout
         self.expected = MLXBackend(spec, num_blocks, native=False)
         rng = np.random.default_rng(0)
         content = rng.integers(0, 60, (num_blocks, spec.block_nbytes), np.uint8)
