@@ -29,7 +29,7 @@ from kvpool_backends.mlx.native import load, loading, status
 from kvpool_backends.mlx.native.build import BuildError, build, compile_to
 from kvpool_backends.mlx.native.pool import PoolMoved
 
-SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4)
+SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4, layout="NHD")
 LONG = bool(os.environ.get("KVPOOL_LONG"))
 LOGGER = "kvpool_backends.mlx.native.loading"
 
