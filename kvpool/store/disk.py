@@ -151,7 +151,7 @@ class DiskStore:
 
     @property
     def is_paused(self) -> bool:
-        """Whether it takes nothing for now, because the disk, the quota or the budget refused."""
+        """Whether a pause runs, in which it takes nothing: the disk, the quota or the budget refused."""
         return time.monotonic() < self._paused_until
 
     # ---------------------------------------------------------------------- calls

@@ -88,7 +88,7 @@ class ServerStore:
 
     @property
     def is_paused(self) -> bool:
-        """Whether it takes nothing for now, because the server failed, or refused to write."""
+        """Whether a pause runs, in which it takes nothing: the server failed, or refused to write."""
         return time.monotonic() < max(self._paused_until, self._refused_until)
 
     def lookup(self, blocks: Blocks) -> np.ndarray:

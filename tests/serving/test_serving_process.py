@@ -191,7 +191,7 @@ def test_requests_are_served_again_when_others_have_ended(full):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="sets the limit of another process")
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs prlimit, which this system has not")
 def test_server_short_of_files_answers_all_clients_in_few_words():
     server = Server("--num-blocks", "400")
     try:

@@ -303,7 +303,7 @@ def test_process_that_reads_grammars_may_die_and_leaves_with_the_server():
     server.stop()
 
 
-@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="sets the limit of another process")
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs prlimit, which this system has not")
 def test_form_that_no_process_can_be_started_to_read_is_refused_for_now():
     server, body = Server(), {"prompt": "a", "max_tokens": 3}
     try:
