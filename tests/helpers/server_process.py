@@ -14,15 +14,17 @@ JSON = {"Content-Type": "application/json"}
 
 
 class Server:
-    """A process that serves the tiny model; `facts` is what it said when it was ready."""
+    """A process that serves the tiny model; `facts` is what it said when it was ready. `variables`: its environment."""
 
-    def __init__(self, *arguments, model="tiny", program=("-m", "kvpool")):
+    def __init__(self, *arguments, model="tiny", program=("-m", "kvpool"), **variables):
         command = [sys.executable, *program, "serve", "--model", model, "--port", "0", "--json", *arguments]
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.getcwd(), "HF_HUB_OFFLINE": "1", "MLX_DEFAULT_DEVICE": "cpu"},
+            env=os.environ
+            | {"PYTHONPATH": os.getcwd(), "HF_HUB_OFFLINE": "1", "MLX_DEFAULT_DEVICE": "cpu"}
+            | variables,
         )
         self.errors = []
         self._reader = threading.Thread(target=lambda: self.errors.extend(self.process.stderr), daemon=True)

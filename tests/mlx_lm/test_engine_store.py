@@ -273,6 +273,19 @@ def test_saves_hold_a_part_of_the_pool_only(model):
     checked(engine)
 
 
+def test_prompt_larger_than_the_share_of_saves_is_saved_though_its_answer_ends_first(model):
+    made = []
+    engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0], num_blocks=200)
+    made[0].open_gate.clear()
+    engine.kv.stored._writer.put(lambda: made[0].open_gate.wait(20))  # the thread that writes is busy
+    engine.generate(PROMPT, max_tokens=40)
+    made[0].open_gate.set()
+    engine.kv.stored.flush()
+    names = engine.kv.stored.layout.blocks(np.array(PROMPT, np.int32), b"")
+    assert engine.kv.stored._longest([made[0].lookup(blocks) for blocks in names]) >= 368
+    checked(engine)
+
+
 def test_fetch_and_commit_of_mlx_lm_caches_use_the_store(model, tmp_path):
     def store(layout):
         return DiskStore(str(tmp_path / "d"), layout, 10**9)

@@ -59,7 +59,7 @@ class StoredStats(NamedTuple):
     computed_loads: int = 0  #: not begun: computing is faster, or there was no room
     saves: int = 0  #: prefixes of which blocks were given to the store
     saved_blocks: int = 0  #: of these
-    dropped_saves: int = 0  #: given up because the pool needed their blocks
+    dropped_saves: int = 0  #: given up because the pool needed their blocks, or not begun because others held many
 
 
 _METRICS = {
@@ -70,7 +70,7 @@ _METRICS = {
     "computed_loads": "Loads not begun: computing is faster, or there was no room.",
     "saves": "Prefixes of which blocks were given to the store.",
     "saved_blocks": "Blocks of these.",
-    "dropped_saves": "Saves given up because the pool needed their blocks.",
+    "dropped_saves": "Saves given up because the pool needed their blocks, or not begun because others held many.",
 }
 _TIER_METRICS = {
     "blocks": ("gauge", "Blocks that a tier has."),
@@ -490,20 +490,21 @@ class StoredPrefixes:
         except BaseException:
             self._pool.close(handle)
             raise
-        if not any(len(part.at) for part in parts):
+        save = _Save(tokens[:length], namespace, handle, parts)
+        is_empty = not any(len(part.at) for part in parts)
+        if is_empty or not self._has_room(save):  # an older save may be the prefix without which this one is worthless
+            self._count(dropped_saves=int(not is_empty))
             self._pool.close(handle)
             return begin
-        save = _Save(tokens[:length], namespace, handle, parts)
         self._saves.append(save)
         self._writer.put(partial(self._compare, save))
-        while len(self._saves) > 1 and (len(self._saves) > MOST_SAVES or self._pinned() > PINNED_SHARE):
-            self._count(dropped_saves=1)
-            self._pool.close(self._saves.popleft().handle)
         return length
 
-    def _pinned(self) -> float:
-        """Which part of the pool saves hold."""
-        return sum(part.ids.size for save in self._saves for part in save.parts) / self._pool.num_blocks
+    def _has_room(self, save: _Save) -> bool:
+        """Whether a save may hold its blocks beside the others. One alone may hold any number."""
+        held = sum(part.ids.size for one in (*self._saves, save) for part in one.parts)
+        within = len(self._saves) < MOST_SAVES and held <= PINNED_SHARE * self._pool.num_blocks
+        return not self._saves or within
 
     def note(self, seconds: float, chunk: int) -> None:
         """Tell how long a step took, and how many tokens of prompts it computed."""

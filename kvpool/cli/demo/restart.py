@@ -21,6 +21,7 @@ from kvpool.errors import install_command
 
 TURN = "What was computed once need not be computed again, whoever asks. "
 TURNS, ANSWER = 60, 16  # sentences of the prompt, tokens of the answer
+BLOCK_SIZE = 16  # of kvpool serve
 SECONDS = 60.0  # for whatever one waits for
 
 
@@ -59,19 +60,16 @@ def ask(address: str) -> tuple[str, float, int]:
         return text, first, cached
 
 
-def wait_for_the_disk(address: str) -> None:
-    """Wait until everything that was computed is written."""
-    written, waiting = 'kvpool_store_tier_stored_nbytes_total{tier="disk"} ', 'queued_nbytes{tier="disk"} '
-    end, before = time.monotonic() + SECONDS, -1.0
+def wait_for_the_disk(address: str, blocks: int) -> None:
+    """Wait until the disk has so many blocks."""
+    name, end = 'kvpool_store_tier_blocks{tier="disk"} ', time.monotonic() + SECONDS
     while time.monotonic() < end:
         with contextlib.closing(http.client.HTTPConnection(address, timeout=SECONDS)) as connection:
             connection.request("GET", "/metrics")
             lines = connection.getresponse().read().decode().splitlines()
-        now = next(float(line.split()[-1]) for line in lines if line.startswith(written))
-        if now == before > 0 and any(line.endswith(waiting + "0.0") for line in lines):
+        if next(float(line.removeprefix(name)) for line in lines if line.startswith(name)) >= blocks:
             return
-        before = now
-        time.sleep(0.2)
+        time.sleep(0.05)
 
 
 def run_restart(settings: Settings, say: Callable[[str], None]) -> Outcome:
@@ -85,7 +83,7 @@ def run_restart(settings: Settings, say: Callable[[str], None]) -> Outcome:
             with server(os.path.join(folder, "store")) as (_, address):
                 answers.append(ask(address))
                 if number == 0:
-                    wait_for_the_disk(address)
+                    wait_for_the_disk(address, len(TURN * TURNS) // BLOCK_SIZE)
     (text, computed, _), (again, loaded, cached) = answers
     tokens = len(TURN * TURNS)  # the tiny model has one for each byte
     claims = {
