@@ -407,6 +407,33 @@ def test_error_of_an_import_leaves_no_request_behind(model, filled, monkeypatch)
     checked(engine)
 
 
+def test_slice_that_could_not_be_imported_is_computed_with_all_behind_it(model, filled, monkeypatch):
+    for name in ("FIRST_SLICE", "MOST_SLICE"):
+        monkeypatch.setattr(module, name, 2048)
+    store, due = filled
+    engine = engine_of(model, store)
+    arena, calls = engine.kv.stored._arenas[0], []
+
+    def fails_once(ids, rows, real=arena.import_blocks):
+        calls.append(ids)
+        if len(calls) == 3:
+            raise MemoryError("planted")
+        real(ids, rows)
+
+    monkeypatch.setattr(arena, "import_blocks", fails_once)
+    engine.submit(PROMPT, max_tokens=12)
+    ended, errors = [], 0
+    while engine.num_unfinished:
+        try:
+            ended += engine.step()
+        except MemoryError:
+            errors += 1
+    sample = ended[0].samples[0]
+    assert errors == 1 and (sample.tokens.tolist(), sample.logprobs.tolist()) == due
+    assert sample.output.num_cached <= 32 and engine.kv.stored._staged == 0
+    checked(engine)
+
+
 def test_deadline_of_a_request_that_loads_is_kept(model, filled):
     store, due = filled
     store.open_gate.clear()

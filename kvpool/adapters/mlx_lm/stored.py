@@ -384,13 +384,12 @@ class StoredPrefixes:
         """Read the blocks of a load, slice by slice. In the thread that reads."""
         try:
             for part in (one for whole in parts for one in self._slices(whole, FIRST_SLICE)):
+                rows, count = np.empty((len(part.at), self.layout.groups[part.group].nbytes), np.uint8), 0
                 with self._news:
                     self._news.wait_for(lambda: load.is_over or self._staged < STAGED)
                     if load.is_over:
                         return
-                    self._staged += self._nbytes(part)
-                rows = np.empty((len(part.at), self.layout.groups[part.group].nbytes), np.uint8)
-                count = 0
+                    self._staged += rows.nbytes
                 try:
                     count = leading(self.store.load(load.names[part.group][part.at], rows))
                 finally:
@@ -411,10 +410,15 @@ class StoredPrefixes:
         """Copy into the pool what has come. Return how many bytes that was. End a load that is complete."""
         moved = 0
         while load.come and moved < budget:
-            part, rows, count = load.come.popleft()
-            if count:
-                ids = part.ids[:count]
-                self._arenas[part.arena].import_blocks(ids.ravel(), rows[:count].reshape(ids.size, -1))
+            part, rows, count = load.come[0]
+            ids = part.ids[:count]
+            try:
+                if count:
+                    self._arenas[part.arena].import_blocks(ids.ravel(), rows[:count].reshape(ids.size, -1))
+            except BaseException:  # what comes behind it would be counted in its place
+                self._end(load, self._usable(load))
+                raise
+            load.come.popleft()
             load.num_come += rows[:count].nbytes
             load.latest = time.monotonic()
             moved += rows.nbytes
