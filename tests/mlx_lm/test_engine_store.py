@@ -1,6 +1,7 @@
 """`Engine(store=)` and `install(store=)`: prefixes from a store are loaded, or computed if they do not come."""
 
 import gc
+import sys
 import threading
 import time
 
@@ -11,6 +12,7 @@ from mlx_lm.generate import generate_step
 
 from kvpool.adapters.mlx_lm import Engine, install, tiny
 from kvpool.adapters.mlx_lm import stored as module
+from kvpool.groups import Group
 from kvpool.store import DiskStore, MemoryStore, TieredStore
 from kvpool.store.blocks import TierStats
 
@@ -284,6 +286,72 @@ def test_prompt_larger_than_the_share_of_saves_is_saved_though_its_answer_ends_f
     names = engine.kv.stored.layout.blocks(np.array(PROMPT, np.int32), b"")
     assert engine.kv.stored._longest([made[0].lookup(blocks) for blocks in names]) >= 368
     checked(engine)
+
+
+KINDS = (
+    Group.full(), Group.full(block_size=32), Group.window(40), Group.window(50, keep=5), Group.window(1),
+    Group.window(24, block_size=32), Group.chunk(48), Group.chunk(20), Group.state(1, blocks=1),
+)  # fmt: skip
+
+
+def prefixes_of(groups):
+    """A `StoredPrefixes` that can tell what a store has for these layer groups, and nothing else."""
+    prefixes = module.StoredPrefixes.__new__(module.StoredPrefixes)
+    sizes = [group.block_size or 16 for group in groups if group.kind != "state"]
+    prefixes._groups, prefixes._grain = groups, max(sizes, default=16)
+    prefixes._sizes = [prefixes._grain if group.kind == "state" else group.block_size or 16 for group in groups]
+    prefixes._needs_checkpoints = any(group.kind != "full" for group in groups)
+    return prefixes
+
+
+def is_read(group, at, length):
+    """Whether a prompt of `length` tokens goes on with the token `at` of a group of window or chunk, or of all."""
+    if group.kind == "window":
+        return at > length - group.size or at < group.keep
+    return group.kind == "full" or at >= length - length % group.size
+
+
+def test_longest_hit_has_each_block_that_its_next_token_reads(seeds=200):
+    seed = int(np.random.default_rng().integers(2**32))
+    print(f"seed {seed}")
+    rng, found = np.random.default_rng(seed), set()
+    for _ in range(seeds):
+        groups = tuple(KINDS[number] for number in rng.integers(0, len(KINDS), rng.integers(1, 4)))
+        prefixes = prefixes_of(groups)
+        grain, length = prefixes._grain, int(rng.integers(0, 12)) * prefixes._grain
+        masks = [rng.random(length // size) < rng.choice([0.5, 0.9, 1.0]) for size in prefixes._sizes]
+        due = 0
+        for most in range(grain, length + 1, grain):
+            has_all = True
+            for group, size, mask in zip(groups, prefixes._sizes, masks, strict=True):
+                if group.kind == "state":
+                    has_all &= bool(mask[most // size - 1])
+                    continue
+                blocks = {at // size for at in range(most) if is_read(group, at, most)}
+                has_all &= all(mask[block] for block in blocks)
+            due = most if has_all else due
+        assert prefixes._longest(masks) == due, (groups, masks)
+        found.add(due > 0)
+    assert found == {True, False}
+
+
+def test_miss_of_a_long_prompt_makes_as_many_calls_as_one_of_a_short_prompt():
+    prefixes, calls = prefixes_of((Group.full(), Group.window(64), Group.state(1, blocks=1))), []
+    for length in (64, 4096):  # of blocks: all rows are there, no state is
+        masks = [np.ones(length, bool), np.ones(length, bool), np.zeros(length, bool)]
+        count = 0
+
+        def counts(frame, event, what):
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        sys.setprofile(counts)
+        try:
+            assert prefixes._longest(masks) == 0
+        finally:
+            sys.setprofile(None)
+        calls.append(count)
+    assert calls[0] == calls[1]
 
 
 def test_fetch_and_commit_of_mlx_lm_caches_use_the_store(model, tmp_path):

@@ -309,30 +309,23 @@ class StoredPrefixes:
         most = min(most, max(len(mask) * size for _, size, mask in kinds)) // self._grain * self._grain
         if not self._needs_checkpoints:
             return most
-        while most and not all(mask[self._needed(group, size, most)].all() for group, size, mask in kinds):
-            most -= self._grain
-        return most
-
-    def _needed(self, group: Group, size: int, length: int) -> np.ndarray:
-        """Return which blocks of a group a prompt of this length begins with."""
-        last = length // size
-        if group.kind == "state":
-            return np.array([last - 1])
-        if group.kind == "full":
-            return np.arange(last)
-        first = max(length - group.size + 1, 0) if group.kind == "window" else length // group.size * group.size
-        kept = min(-(-group.keep // size), last)
-        return np.unique(np.concatenate([np.arange(kept), np.arange(first // size, last)]))
+        lengths = np.arange(most, 0, -self._grain)
+        has_all = np.ones(len(lengths), bool)
+        for group, size, mask in kinds:
+            missing = np.concatenate([[0], np.cumsum(~mask)])  # among the first n blocks
+            kept, first, last = _needed(group, size, lengths)
+            has_all &= missing[kept] + missing[last] - missing[first] == 0
+        return int(lengths[has_all.argmax()]) if has_all.any() else 0
 
     def _open(self, load: _Load, runs: bool) -> None:
         """Take blocks for a load and begin to read, or give it up."""
         cached = self._pool.prefix.match(load.tokens, load.own)
         new = load.found - cached
         tokens = load.tokens[: load.found]
-        nbytes = sum(
-            layout.nbytes * len(self._needed(group, layout.block_size, load.found))
-            for group, layout in zip(self._groups, self.layout.groups, strict=True)
-        ) if load.found else 0
+        nbytes = 0
+        for group, layout in zip(self._groups, self.layout.groups, strict=True):
+            kept, first, last = _needed(group, layout.block_size, load.found)
+            nbytes += layout.nbytes * (last - first + min(kept, first))
         is_slow = self._prefill.known and self._read.known and nbytes / self._read.value > new / self._prefill.value
         if new <= 0 or is_slow:
             self._count(computed_loads=int(new > 0))
@@ -661,6 +654,20 @@ class _Rate:
     def add(self, amount: float, seconds: float) -> None:
         self._amount = 0.8 * self._amount + amount
         self._seconds = 0.8 * self._seconds + seconds
+
+
+def _needed(group: Group, size: int, length: Any) -> tuple[Any, Any, Any]:
+    """Return which blocks of a group a prompt of this length, or of each of these, begins with.
+
+    They are the first ``kept`` ones, and those from ``first`` up to ``last``.
+    """
+    last = length // size
+    if group.kind == "state":
+        return 0 * last, last - 1, last
+    if group.kind == "full":
+        return 0 * last, 0 * last, last
+    begin = np.maximum(length - group.size + 1, 0) if group.kind == "window" else length // group.size * group.size
+    return np.minimum(-(-group.keep // size), last), begin // size, last
 
 
 def layout_of(kv: Any) -> Layout:
