@@ -283,9 +283,42 @@ def test_prompt_larger_than_the_share_of_saves_is_saved_though_its_answer_ends_f
     engine.generate(PROMPT, max_tokens=40)
     made[0].open_gate.set()
     engine.kv.stored.flush()
-    names = engine.kv.stored.layout.blocks(np.array(PROMPT, np.int32), b"")
-    assert engine.kv.stored._longest([made[0].lookup(blocks) for blocks in names]) >= 368
+    assert known_to(made[0], engine, PROMPT) >= 368
     checked(engine)
+
+
+def test_answer_whose_prompt_gave_its_blocks_to_others_is_saved_whole(model):
+    made = []
+    engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0])
+    made[0].open_gate.clear()
+    engine.kv.stored._writer.put(lambda: made[0].open_gate.wait(20))  # the thread that writes is busy
+    engine.submit(PROMPT, max_tokens=12)
+    _step_until(engine, lambda: engine.is_saving)
+    engine._make_way(engine.kv.stored)
+    assert not engine.is_saving
+    made[0].open_gate.set()
+    while engine.num_unfinished:
+        engine.step()
+    engine.kv.stored.flush()
+    assert known_to(made[0], engine, PROMPT) >= 368
+    checked(engine)
+
+
+def test_all_samples_of_a_request_are_saved():
+    model, made = tiny.make()[0], []
+    engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0])
+    samples = engine.generate(PROMPT, max_tokens=60, n=2, temperature=1.0, seed=1, eos=()).samples
+    engine.kv.stored.flush()
+    first, second = (PROMPT + sample.tokens.tolist() for sample in samples)
+    assert first[:420] != second[:420]
+    assert min(known_to(made[0], engine, tokens) for tokens in (first, second)) >= 432
+    checked(engine)
+
+
+def known_to(store, engine, tokens):
+    """Return how many tokens of a prompt a store has with all that they need."""
+    names = engine.kv.stored.layout.blocks(np.array(tokens, np.int32), b"")
+    return engine.kv.stored._longest([store.lookup(blocks) for blocks in names])
 
 
 KINDS = (
