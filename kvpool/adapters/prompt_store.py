@@ -153,15 +153,14 @@ class PromptStore:
 
     def _names(self, known: np.ndarray, lengths: list[int], keys: np.ndarray) -> Blocks:
         """Name the records of states at these lengths."""
-        tokens = np.full((len(lengths), BLOCK), _FILL, "<i4")
-        parents = np.empty((len(lengths), keys.shape[1]), np.uint8)
-        own = np.empty_like(parents)
-        for number, length in enumerate(lengths):
-            start = (length - 1) // BLOCK * BLOCK
-            tokens[number, : length - start] = known[start:length]
-            parents[number] = keys[start // BLOCK]
-            digest = hashlib.sha256(parents[number].tobytes() + tokens[number].tobytes()).digest()
-            own[number] = np.frombuffer(digest, np.uint8, keys.shape[1])
+        ends = np.array(lengths)[:, None]
+        starts = (ends - 1) // BLOCK * BLOCK
+        at = starts + np.arange(BLOCK)
+        tokens = np.where(at < ends, known[np.minimum(at, len(known) - 1)], _FILL).astype("<i4")
+        parents = keys[starts[:, 0] // BLOCK]
+        named = np.concatenate([parents, tokens.view(np.uint8)], axis=1)
+        digests = b"".join(hashlib.sha256(row).digest()[: keys.shape[1]] for row in named)
+        own = np.frombuffer(digests, np.uint8).reshape(parents.shape)
         return Blocks(own, parents, tokens, keys[0].tobytes(), self._ends)
 
     def _packed(self, tail: list[mx.array], kept: Sequence[Any]) -> np.ndarray | None:
