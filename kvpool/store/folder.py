@@ -29,6 +29,10 @@ _LOCK_SECONDS = 10.0
 _HOURS = 25  # that count: this hour, and the 24 before it
 
 
+class Refused(OSError):
+    """Quota or budget do not allow it. Nothing has failed."""
+
+
 class Listed(NamedTuple):
     """A segment file."""
 
@@ -196,7 +200,7 @@ class Folder:
                     os.utime(stem + SEALED, ns=(used, used), dir_fd=self.fd, follow_symlinks=False)
 
     def make_room(self, nbytes: int, max_nbytes: int, worthless: set[str]) -> list[Listed]:
-        """Delete sealed segments until one of `nbytes` fits; return them. OSError if it cannot fit.
+        """Delete sealed segments until one of `nbytes` fits; return them. `Refused` if it cannot fit.
 
         A growing segment counts as full. First go those in `worthless`, then the ones whose last use is longest ago.
         Call it with the lock.
@@ -213,7 +217,7 @@ class Folder:
             held -= victim.nbytes
             chosen.append(victim)
         if held + nbytes > max_nbytes:
-            raise OSError(f"[{self._call}] {self.path} is full: {held} bytes are in use, the limit is {max_nbytes}")
+            raise Refused(f"[{self._call}] {self.path} is full: {held} bytes are in use, the limit is {max_nbytes}")
         for victim in chosen:
             self.remove(victim.name)
         return chosen
