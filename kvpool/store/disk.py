@@ -392,6 +392,9 @@ class DiskStore:
         entries["name"], entries["offset"] = growing.names, growing.offsets
         try:
             size = self._close_segment(growing.stem, growing.fd, entries, growing.end, form.KIND)
+        except OSError:
+            return self._count(errors=1)  # a later look at the directory adopts it
+        try:
             if self.write_nbytes_per_day is not None:
                 with self._folder.lock():
                     self._folder.settled(growing.granted, growing.counted, size)

@@ -368,6 +368,29 @@ def test_store_that_pauses_says_why_once_until_it_writes_again(tmp_path, monkeyp
     assert len(told) == 2 and all("takes nothing for" in text and "planted" in text for text in told)
 
 
+def test_segment_that_could_not_be_sealed_is_sealed_later(tmp_path, monkeypatch):
+    store, seal, failures = opened(tmp_path / "store", segment_nbytes=HEADER + RECORD + FOOTER), Folder.seal, []
+
+    def fails_once(folder, stem):
+        if not failures:
+            failures.append(stem)
+            raise OSError(errno.EIO, "planted")
+        return seal(folder, stem)
+
+    monkeypatch.setattr(Folder, "seal", fails_once)
+    blocks = SMALL.blocks(TOKENS)[0]
+    store.store(blocks, kit.content(SMALL, blocks))  # each begins a segment
+    assert store.drain(60)
+    end = time.monotonic() + 60  # a hang
+    while not (tmp_path / "store" / f"{failures[0]}.kvpool").exists() and time.monotonic() < end:
+        assert kit.loads(store, blocks).all()
+        time.sleep(0.01)
+    kit.loads(store, blocks, range(len(blocks)))
+    store.close()
+    assert not list((tmp_path / "store").glob("*.kvpool-open"))
+    assert found(tmp_path / "store") == list(range(len(blocks)))
+
+
 FULL_DISK = """
 import resource, sys
 from kvpool.store import DiskStore
