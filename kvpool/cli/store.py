@@ -132,6 +132,8 @@ def _stat(folder: Any, args: argparse.Namespace) -> int:
 
 
 def _verify(folder: Any, args: argparse.Namespace) -> int:
+    from kvpool.store.folder import NEW
+
     problems, count = [], 0
     try:
         folder.read_json("layout.json")["layout"]
@@ -142,8 +144,9 @@ def _verify(folder: Any, args: argparse.Namespace) -> int:
             count += head is not None
             if wrong:
                 problems.append({"segment": each.name, "offset": offset, "problem": wrong})
+    small = {"layout.json", "written.json"}
     with os.scandir(folder.fd) as entries:
-        known = {each.name for each in folder.segments()} | {"layout.json", "lock", "written.json"}
+        known = {each.name for each in folder.segments()} | small | {name + NEW for name in small} | {"lock"}
         for name in sorted({entry.name for entry in entries} - known):
             problems.append({"segment": name, "offset": 0, "problem": "this is no file of a store"})
     if args.json:

@@ -22,6 +22,7 @@ from kvpool.store.blocks import Layout
 from kvpool.store.segment_format import VERSION
 
 SEALED, GROWING = ".kvpool", ".kvpool-open"
+NEW = ".new"  # of a small file, until it has its name
 _SEGMENT = re.compile(r"([0-9a-f]{16})(\.kvpool|\.kvpool-open)")
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -257,8 +258,9 @@ class Folder:
         return found
 
     def write_json(self, name: str, content: dict[str, object], *, sync: bool = False) -> None:
-        """Replace a small file as a whole. With `sync` it is whole after a loss of power too."""
-        temporary = f"{name}.{secrets.token_hex(4)}"
+        """Replace a small file as a whole. With `sync` it is whole after a loss of power too. With the lock."""
+        temporary = name + NEW
+        self.remove(temporary)  # of a process that was killed
         fd = os.open(temporary, _CREATE, 0o600, dir_fd=self.fd)
         try:
             data = json.dumps(content, indent=1).encode()

@@ -113,6 +113,18 @@ def test_verify_finds_what_is_cut_added_swapped_or_foreign(directory, capsys, tm
     assert status == 1 and "another layout" in facts["problems"][0]["problem"]
 
 
+def test_file_that_a_killed_process_left_is_no_problem_and_is_overwritten(tmp_path, capsys):
+    path = tmp_path / "store"
+    for _ in range(2):
+        store = DiskStore(str(path), LAYOUT, 1 << 20, segment_nbytes=1 << 14, write_nbytes_per_day=1 << 20)
+        kit.stores(store, LAYOUT.blocks(kit.prompt(1, 8))[0])
+        store.close()
+        (path / "written.json.new").write_text("{")
+        assert said(capsys, "verify", path) == (0, {"records": 4, "problems": []})
+    Folder(str(path), "test").write_json("written.json", {})
+    assert not (path / "written.json.new").exists()
+
+
 def test_prune_deletes_the_damaged_and_the_least_used(directory, capsys):
     one, two = sorted(directory.glob("*.kvpool"))
     assert said(capsys, "prune", directory, "--damaged") == (0, {"segments": [], "bytes": 0})
