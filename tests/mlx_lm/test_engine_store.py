@@ -304,6 +304,21 @@ def test_answer_whose_prompt_gave_its_blocks_to_others_is_saved_whole(model):
     checked(engine)
 
 
+def test_nothing_is_copied_for_a_store_that_pauses_and_all_of_it_later(model):
+    made = []
+    engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0])
+    made[0].is_paused = True
+    engine.submit(PROMPT, max_tokens=12)
+    _step_until(engine, lambda: engine.kv.stored.stats().dropped_saves)
+    assert not engine.is_saving
+    made[0].is_paused = False
+    while engine.num_unfinished:
+        engine.step()
+    engine.kv.stored.flush()
+    assert known_to(made[0], engine, PROMPT) >= 368
+    checked(engine)
+
+
 def test_all_samples_of_a_request_are_saved():
     model, made = tiny.make()[0], []
     engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0])

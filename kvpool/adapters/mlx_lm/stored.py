@@ -59,7 +59,7 @@ class StoredStats(NamedTuple):
     computed_loads: int = 0  #: not begun: computing is faster, or there was no room
     saves: int = 0  #: prefixes of which blocks were given to the store
     saved_blocks: int = 0  #: of these
-    dropped_saves: int = 0  #: given up because the pool needed their blocks, or not begun because others held many
+    dropped_saves: int = 0  #: given up because the pool needed their blocks, or not begun: others held many, or a pause
 
 
 _METRICS = {
@@ -70,7 +70,7 @@ _METRICS = {
     "computed_loads": "Loads not begun: computing is faster, or there was no room.",
     "saves": "Prefixes of which blocks were given to the store.",
     "saved_blocks": "Blocks of these.",
-    "dropped_saves": "Saves given up because the pool needed their blocks, or not begun because others held many.",
+    "dropped_saves": "Saves given up because the pool needed their blocks, or not begun: others held many, or a pause.",
 }
 _TIER_METRICS = {
     "blocks": ("gauge", "Blocks that a tier has."),
@@ -476,6 +476,9 @@ class StoredPrefixes:
         The first `begin` tokens were saved before.
         """
         if self._is_closed:
+            return begin
+        if getattr(self.store, "is_paused", False):  # it would drop what is copied now
+            self._count(dropped_saves=1)
             return begin
         try:
             handle = self._pool.prefix.pin(tokens[: self._longest_sequence], own)
