@@ -261,6 +261,12 @@ KV_INLINE four v_sum4(vf a, vf b, vf c, vf d) {
     return sums;
 }
 
+/* VL vectors, the i-th with x[i] in all lanes. */
+KV_INLINE void v_spread(vf x, float *to) {
+    KV_UNROLL
+    for (int i = 0; i < VL; i++) v_store(to + i * VL, v_set(x[i]));
+}
+
 /* -------- functions -------- */
 
 /* exp within 2 ulp for x <= 88 (larger: exp(88)); 0 below -87.3, so exp(-inf) = 0; NaN stays.
