@@ -326,7 +326,8 @@ KV_INLINE void lanes_values(kv_dtype dtype, const int rows, const decoding *run,
         float spread[SPREAD == 1 ? 1 : LANES * ROOM * VL];
         if (SPREAD == VL) {
             for (int64_t r = 0; r < rows; r++)
-                for (int64_t w = r * ROOM; w < r * ROOM + count; w += VL) v_spread(v_load(weights + w), spread + w * VL);
+                for (int64_t w = r * ROOM; w < r * ROOM + count; w += VL)
+                    v_spread(v_load(weights + w), spread + w * VL);
             weights = spread;
         }
         if (is_quantized) starts = run->shifts + i * groups + g;
