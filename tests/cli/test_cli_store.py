@@ -59,6 +59,17 @@ def test_ls_and_stat_tell_what_is_there(directory, capsys):
     assert "2 segments" in printed and "15 blocks" in printed and "weights 77" in printed
 
 
+def test_stat_reads_no_payload(tmp_path, capsys, monkeypatch):
+    layout, path, read, counts = Layout((BlockLayout(2, 10_000, "full"),), "w"), tmp_path / "store", os.pread, []
+    store = DiskStore(str(path), layout, 1 << 20)
+    kit.stores(store, layout.blocks(kit.prompt(1, 20))[0])
+    store.close()
+    monkeypatch.setattr(os, "pread", lambda fd, size, at: (counts.append(size), read(fd, size, at))[1])
+    status, facts = said(capsys, "stat", path)
+    assert (status, facts["blocks"], facts["payload_bytes"]) == (0, 10, 100_000)
+    assert sum(counts) < 10_000
+
+
 @pytest.mark.long
 def test_verify_finds_every_flipped_byte(directory, capsys):
     assert said(capsys, "verify", directory) == (0, {"records": 15, "problems": []})
