@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx_lm
 import numpy as np
 
 from kvpool.adapters.dense_caches import (
@@ -33,6 +34,7 @@ from kvpool.store import BlockLayout, Blocks, BlockStore, Layout, leading, prefi
 from kvpool.store.tiers import lacking
 
 _FILL = 2**31 - 1  # no token
+_ENDS = f"ends of mlx-lm {mlx_lm.__version__}, "  # another release may have other fields in its caches
 _HEAD = 1024  # most bytes of the text about one cache
 _SCANNED = 512  # positions that a store is asked about at a time
 _KINDS = {kind.__name__: kind for kind in (*PER_TOKEN, *STATES)}
@@ -75,7 +77,7 @@ def store_layout(caches: Sequence[Any], weights: bytes | str) -> Layout:
             raise ValueError(f"[store_layout] {name} is empty or unknown, caches must hold one token at least")
     if kept:
         nbytes = BLOCK * layout.row_nbytes + sum(_HEAD + _most_nbytes(cache) for cache in kept)
-        groups.append(BlockLayout(BLOCK, -(-nbytes // 8) * 8, f"ends {content}"))
+        groups.append(BlockLayout(BLOCK, -(-nbytes // 8) * 8, f"{_ENDS}{content}"))
     return Layout(tuple(groups), weights, BLOCK)
 
 
@@ -85,7 +87,7 @@ class PromptStore:
     def __init__(self, store: BlockStore) -> None:
         self.store = store
         try:
-            self.layout = _layout_from(store.layout.groups[0].content.removeprefix("ends "))
+            self.layout = _layout_from(store.layout.groups[0].content.removeprefix(_ENDS))
         except (ValueError, KeyError, TypeError) as exc:
             raise ValueError("[PromptCache] the layout of the store is not one of store_layout") from exc
         self._has_ends = not all(leaf.parts for leaf in self.layout.leaves)

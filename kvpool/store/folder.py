@@ -16,6 +16,7 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import zip_longest
 from typing import NamedTuple
 
 from kvpool.store.blocks import Layout
@@ -299,10 +300,11 @@ class Folder:
             )
         if there.get("layout") != own["layout"]:
             text = there.get("text")
-            first = text[0] if isinstance(text, list) and text else "?"
+            lines = zip_longest(text if isinstance(text, list) else [], layout.lines, fillvalue="?")
+            first, own_line = next((pair for pair in lines if pair[0] != pair[1]), ("?", layout.lines[0]))
             raise ValueError(
                 f"[{self._call}] {self.path} is a store of another model or layout ({first}), not of this one "
-                f"({layout.lines[0]}); take another directory"
+                f"({own_line}); take another directory"
             )
 
     def granted(self, nbytes: int, budget: int | None) -> int:

@@ -261,6 +261,14 @@ def test_a_store_of_another_layout_is_refused_or_not_used():
         store_layout(computed("unknown", [1]), "w")
 
 
+def test_a_store_of_states_of_another_release_of_mlx_lm_is_refused(tmp_path, monkeypatch):
+    caches = computed("window", list(range(40)))
+    DiskStore(str(tmp_path / "store"), store_layout(caches, "w"), 1 << 24).close()
+    monkeypatch.setattr(prompt_store, "_ENDS", "ends of mlx-lm 99.0, ")
+    with pytest.raises(ValueError, match=r"another model or layout \(.*ends of mlx-lm [\d.]+, .*\(.*mlx-lm 99.0, "):
+        DiskStore(str(tmp_path / "store"), store_layout(caches, "w"), 1 << 24)
+
+
 def test_records_of_states_have_names_of_their_tokens():
     store = prompt_store.PromptStore(MemoryStore(store_layout(computed("state", list(range(40))), "w"), 1 << 20))
     known = np.random.default_rng(1).integers(0, 9, 70).astype(np.int32)
