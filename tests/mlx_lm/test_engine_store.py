@@ -402,6 +402,25 @@ def test_miss_of_a_long_prompt_makes_as_many_calls_as_one_of_a_short_prompt():
     assert calls[0] == calls[1]
 
 
+def test_flush_waits_for_a_writer_that_is_behind_without_spinning(model, monkeypatch):
+    for name in ("FIRST_SLICE", "MOST_SLICE", "STAGED"):
+        monkeypatch.setattr(module, name, 2048)
+    made, looks = [], []
+    engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0])
+    made[0].open_gate.clear()
+    made[0].store = lambda blocks, rows: made[0].open_gate.wait(20) and made[0].inner.store(blocks, rows)
+    look = module.StoredPrefixes._can_export
+    monkeypatch.setattr(module.StoredPrefixes, "_can_export", lambda self: looks.append(1) or look(self))
+    answer(engine)
+    looks.clear()
+    engine.kv.stored.export(timeout=0.5)
+    assert engine.kv.stored.is_saving and 0 < len(looks) < 400  # four a turn, and a turn is 10 ms
+    made[0].open_gate.set()
+    engine.kv.stored.flush()
+    assert not engine.kv.stored.is_saving
+    checked(engine)
+
+
 def test_fetch_and_commit_of_mlx_lm_caches_use_the_store(model, tmp_path):
     def store(layout):
         return DiskStore(str(tmp_path / "d"), layout, 10**9)

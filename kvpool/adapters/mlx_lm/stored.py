@@ -280,7 +280,7 @@ class StoredPrefixes:
 
     def _has_news(self) -> bool:
         has_come = any(load.come or load.is_read or load.handle < 0 <= load.found for load in self._loads.values())
-        return has_come or any(save.lacking is not None for save in self._saves)
+        return has_come or self._can_export()
 
     def load_now(self, tokens: np.ndarray, namespace: bytes, own: bytes) -> None:
         """Load what the store has of a prompt, and wait for it."""
@@ -540,7 +540,7 @@ class StoredPrefixes:
     def _export_some(self, runs: bool) -> None:
         """Copy blocks for the writer. If others run, as far as the time of steps allows."""
         most = self._queued + STEP_NBYTES
-        while self._saves and self._saves[0].lacking is not None and self._queued < min(most, STAGED):
+        while self._can_export() and self._queued < most:
             save = self._saves[0]
             assert save.lacking is not None
             if save.lacking:
@@ -553,6 +553,10 @@ class StoredPrefixes:
             if not save.lacking:
                 self._count(saves=1)
                 self._pool.close(self._saves.popleft().handle)
+
+    def _can_export(self) -> bool:
+        """Whether the oldest save is known, and the writer is not too far behind."""
+        return bool(self._saves) and self._saves[0].lacking is not None and self._queued < STAGED
 
     def _export_one(self, save: _Save, part: Part, nbytes: int) -> None:
         began = time.monotonic()
