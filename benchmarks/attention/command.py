@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from benchmarks.attention.dense import installed
 
     kernels = load_kernels()
-    wanted = settings(args, kernels.num_threads())
+    wanted = settings(args, kernels.num_threads(), kernels.tilings()[kernels.default_isa()]["layout"])
     bench = Bench(kernels, wanted, installed(wanted.rivals) if "decode" in wanted.parts else {})
     start = time.perf_counter()
     rows = measure(bench, quiet=args.json)

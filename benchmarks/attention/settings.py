@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--heads", metavar="HQ/HK", default="32/8", help="query heads / KV heads (default: %(default)s)"
     )
     parser.add_argument("--head-dim", metavar="D", default="128", help="elements per head (default: %(default)s)")
-    parser.add_argument("--layout", metavar="NAME", default="NHD", help="NHD or HND (default: %(default)s)")
+    parser.add_argument("--layout", metavar="NAME", help="NHD or HND (default: that of the instruction set)")
     parser.add_argument(
         "--repetitions", metavar="N", default="15", help="rounds that have to count (default: %(default)s)"
     )
@@ -80,8 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gates", action="store_true", help="exit status 1 if a gate is missed or not decided")
 
 
-def settings(args: argparse.Namespace, num_threads: int) -> Settings:
-    """Return what the arguments ask for; `num_threads` is what the kernels use by themselves."""
+def settings(args: argparse.Namespace, num_threads: int, layout: str) -> Settings:
+    """Return what the arguments ask for; threads and layout are those that the kernels use by themselves."""
     num_q_heads, num_kv_heads = heads(args.heads)
     against = chosen(args, "against")
     return Settings(
@@ -94,7 +94,7 @@ def settings(args: argparse.Namespace, num_threads: int) -> Settings:
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         head_dim=whole("--head-dim", args.head_dim),
-        layout=some("--layout", args.layout, LAYOUTS)[0],
+        layout=some("--layout", args.layout or layout, LAYOUTS)[0],
         rivals=() if against == "none" else some("--against", against, RIVALS),
         kv_bits=checked_kv_bits(args.kv_bits) if args.kv_bits else (),
         repetitions=whole("--repetitions", args.repetitions),

@@ -336,6 +336,9 @@ class NumpyKernels:
     def num_threads(self):
         return 2
 
+    def tilings(self):
+        return {"numpy": {"layout": "HND"}}
+
 
 SMALL = Settings(
     parts=("decode",),
@@ -574,6 +577,11 @@ def test_command_wrong_result_stops_it(kernels, capsys):
     kernels.wrong = 1.0
     assert run_command("--part", "decode") == 2
     assert "a result is wrong" in capsys.readouterr().err
+
+
+def test_command_without_a_layout_takes_that_of_the_instruction_set(kernels, capsys):
+    assert run_command("--json", "--dtype", "float32", "--part", "decode") == 0
+    assert {row["layout"] for row in json.loads(capsys.readouterr().out)["rows"]} == {"HND"}
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
