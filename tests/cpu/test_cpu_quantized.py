@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from quantized_rows import MLX, rows
+from quantized_rows import FLOATS, rows
 
 from kvpool.config import LAYOUTS, KVSpec
 from kvpool.protocol import AttentionOptions, StepArrays
@@ -30,8 +30,8 @@ def given_as(x, dtype):
 
 
 @pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize("dtype", list(MLX))
-@pytest.mark.parametrize("given", list(MLX))
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("given", FLOATS)
 @pytest.mark.parametrize(("bits", "group"), [(8, 32), (8, 64), (4, 32), (4, 128)])
 def test_write_stores_the_bytes_of_the_reference(bits, group, given, dtype, isa):
     spec = KVSpec(1, 3, 256, dtype, 7, k_bits=bits, v_bits=bits, quant_group_size=group)
