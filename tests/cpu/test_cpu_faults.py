@@ -28,10 +28,13 @@ import test_cpu_move as move
 import test_cpu_quantized as quantized
 import test_cpu_scores as scores
 
+from kvpool.config import KVSpec
 from kvpool.testing import conformance
 from kvpool_backends.cpu import CPUBackend, isas
 
 KERNELS = Path(__file__).resolve().parents[2] / "kvpool_backends" / "cpu" / "kernels"
+QUANTIZED = KVSpec(1, 2, 64, "float16", 16, k_bits=8, v_bits=4, quant_group_size=32)
+FLOAT8 = KVSpec(1, 2, 64, "float8_e4m3", 16)
 SHARED = ("attend", "move", "threads")  # sources that all instruction sets have in common
 Check = Callable[[str], object]  # a test, called with the name of an instruction set
 
@@ -240,6 +243,13 @@ FAULTS = [
         "item->first_token * call->mask_token_stride",
         chunked(features="mask"),
     ),
+    Fault(
+        "a NaN in the mask of a chunk hides its token",
+        "chunk_softmax.h",
+        "entry != hidden",
+        "entry > hidden",
+        chunk.test_chunk_shows_a_nan_of_the_mask_where_it_is_visible,
+    ),
     Fault("the sink is left out", "decode.h", "expf(sink - offset)", "0", decoded(features="sinks")),
     Fault(
         "the sink is that of the group's first head",
@@ -357,6 +367,13 @@ FAULTS = [
         quantized_decode,
     ),
     Fault(
+        "scales of two groups are swapped",
+        "decode_quantized.h",
+        "memcpy(to + k * TILE, &columns[k], sizeof columns[k]);",
+        "memcpy(to + k * TILE, &columns[k ^ 1], sizeof columns[k]);",
+        quantized_decode,
+    ),
+    Fault(
         "the scale in a chunk is that of the first group",
         "dequantize.h",
         "from->scales + g * float_size",
@@ -390,6 +407,20 @@ FAULTS = [
         "v_min(y, most) + magic",
         "v_min(y - 0.5f, most) + magic",
         quantized_bytes("float16"),
+    ),
+    Fault(
+        "the second group of numbers with gaps is read as if it had none",
+        "quantize.h",
+        "size * stride * from_size",
+        "size * from_size",
+        lambda isa: quantized.test_elements_with_gaps_are_stored_and_gathered_like_others(QUANTIZED, isa),
+    ),
+    Fault(
+        "float8 is gathered without gaps",
+        "dequantize.h",
+        "dst + i * step",
+        "dst + i * kv_itemsize(to)",
+        lambda isa: quantized.test_elements_with_gaps_are_stored_and_gathered_like_others(FLOAT8, isa),
     ),
     Fault(
         "numbers of bfloat16 are rounded down",
