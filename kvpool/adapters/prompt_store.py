@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx_lm
 import numpy as np
 
 from kvpool.adapters.dense_caches import (
@@ -33,6 +34,7 @@ from kvpool.store import BlockLayout, Blocks, BlockStore, Layout, leading, prefi
 from kvpool.store.tiers import lacking
 
 _FILL = 2**31 - 1  # no token
+_ENDS = f"ends of mlx-lm {mlx_lm.__version__}, "  # another release may have other fields in its caches
 _HEAD = 1024  # most bytes of the text about one cache
 _SCANNED = 512  # positions that a store is asked about at a time
 _KINDS = {kind.__name__: kind for kind in (*PER_TOKEN, *STATES)}
@@ -75,7 +77,7 @@ def store_layout(caches: Sequence[Any], weights: bytes | str) -> Layout:
             raise ValueError(f"[store_layout] {name} is empty or unknown, caches must hold one token at least")
     if kept:
         nbytes = BLOCK * layout.row_nbytes + sum(_HEAD + _most_nbytes(cache) for cache in kept)
-        groups.append(BlockLayout(BLOCK, -(-nbytes // 8) * 8, f"ends {content}"))
+        groups.append(BlockLayout(BLOCK, -(-nbytes // 8) * 8, f"{_ENDS}{content}"))
     return Layout(tuple(groups), weights, BLOCK)
 
 
@@ -85,7 +87,7 @@ class PromptStore:
     def __init__(self, store: BlockStore) -> None:
         self.store = store
         try:
-            self.layout = _layout_from(store.layout.groups[0].content.removeprefix("ends "))
+            self.layout = _layout_from(store.layout.groups[0].content.removeprefix(_ENDS))
         except (ValueError, KeyError, TypeError) as exc:
             raise ValueError("[PromptCache] the layout of the store is not one of store_layout") from exc
         self._has_ends = not all(leaf.parts for leaf in self.layout.leaves)
@@ -153,15 +155,14 @@ class PromptStore:
 
     def _names(self, known: np.ndarray, lengths: list[int], keys: np.ndarray) -> Blocks:
         """Name the records of states at these lengths."""
-        tokens = np.full((len(lengths), BLOCK), _FILL, "<i4")
-        parents = np.empty((len(lengths), keys.shape[1]), np.uint8)
-        own = np.empty_like(parents)
-        for number, length in enumerate(lengths):
-            start = (length - 1) // BLOCK * BLOCK
-            tokens[number, : length - start] = known[start:length]
-            parents[number] = keys[start // BLOCK]
-            digest = hashlib.sha256(parents[number].tobytes() + tokens[number].tobytes()).digest()
-            own[number] = np.frombuffer(digest, np.uint8, keys.shape[1])
+        ends = np.array(lengths)[:, None]
+        starts = (ends - 1) // BLOCK * BLOCK
+        at = starts + np.arange(BLOCK)
+        tokens = np.where(at < ends, known[np.minimum(at, len(known) - 1)], _FILL).astype("<i4")
+        parents = keys[starts[:, 0] // BLOCK]
+        named = np.concatenate([parents, tokens.view(np.uint8)], axis=1)
+        digests = b"".join(hashlib.sha256(row).digest()[: keys.shape[1]] for row in named)
+        own = np.frombuffer(digests, np.uint8).reshape(parents.shape)
         return Blocks(own, parents, tokens, keys[0].tobytes(), self._ends)
 
     def _packed(self, tail: list[mx.array], kept: Sequence[Any]) -> np.ndarray | None:

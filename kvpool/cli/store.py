@@ -46,7 +46,7 @@ def _layout(folder: Any) -> dict[str, Any]:
         raise CommandError(f"{folder.path}/layout.json cannot be read: {error}") from None
 
 
-def _records(folder: Any, each: Any) -> Iterator[tuple[int, Any, str]]:
+def _records(folder: Any, each: Any, payloads: bool = True) -> Iterator[tuple[int, Any, str]]:
     """The records of a segment, and what is wrong; OSError and ValueError if it cannot be read."""
     from kvpool.store.segment_format import examine, read_header
 
@@ -55,15 +55,15 @@ def _records(folder: Any, each: Any) -> Iterator[tuple[int, Any, str]]:
     try:
         if each.nbytes >= 64 and digest != read_header(fd)[1].hex():
             yield 0, None, "the segment has another layout than the directory"
-        yield from examine(fd, os.fstat(fd).st_size, each.is_sealed)
+        yield from examine(fd, os.fstat(fd).st_size, each.is_sealed, payloads)
     finally:
         os.close(fd)
 
 
-def _examined(folder: Any, each: Any) -> Iterator[tuple[int, Any, str]]:
+def _examined(folder: Any, each: Any, payloads: bool = True) -> Iterator[tuple[int, Any, str]]:
     """The same; that a segment cannot be read is one thing that is wrong."""
     try:
-        yield from _records(folder, each)
+        yield from _records(folder, each, payloads)
     except (OSError, ValueError) as error:
         yield 0, None, str(error)
 
@@ -104,7 +104,7 @@ def _stat(folder: Any, args: argparse.Namespace) -> int:
     namespaces: Counter[str] = Counter()
     payload, segments = 0, _segments(folder)
     for each in segments:
-        for _, head, wrong in _examined(folder, each):
+        for _, head, wrong in _examined(folder, each, payloads=False):
             if head is not None and not wrong:
                 groups[head.group] += 1
                 namespaces[head.namespace.hex()] += 1
@@ -132,6 +132,8 @@ def _stat(folder: Any, args: argparse.Namespace) -> int:
 
 
 def _verify(folder: Any, args: argparse.Namespace) -> int:
+    from kvpool.store.folder import NEW
+
     problems, count = [], 0
     try:
         folder.read_json("layout.json")["layout"]
@@ -142,8 +144,9 @@ def _verify(folder: Any, args: argparse.Namespace) -> int:
             count += head is not None
             if wrong:
                 problems.append({"segment": each.name, "offset": offset, "problem": wrong})
+    small = {"layout.json", "written.json"}
     with os.scandir(folder.fd) as entries:
-        known = {each.name for each in folder.segments()} | {"layout.json", "lock", "written.json"}
+        known = {each.name for each in folder.segments()} | small | {name + NEW for name in small} | {"lock"}
         for name in sorted({entry.name for entry in entries} - known):
             problems.append({"segment": name, "offset": 0, "problem": "this is no file of a store"})
     if args.json:

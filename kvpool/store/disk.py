@@ -16,7 +16,7 @@ import numpy as np
 from kvpool.spec import checked_int
 from kvpool.store import segment_format as form
 from kvpool.store.blocks import Blocks, Layout, Rows, TierStats, checked, checked_layout
-from kvpool.store.folder import GROWING, SEALED, Folder, Listed, this_hour
+from kvpool.store.folder import GROWING, SEALED, Folder, Listed, Refused, this_hour
 from kvpool.store.outbox import Outbox, Waiting
 
 _log = logging.getLogger(__name__)
@@ -142,6 +142,7 @@ class DiskStore:
         self._growing: _Growing | None = None  # the thread's alone
         self._worthless: set[str] = set()  # of those refused: damaged, or of another layout. The thread's alone
         self._paused_until = float("inf") if self._folder.is_read_only else 0.0
+        self._refusal = ""  # why it pauses; empty when a block was written
         self._touched = time.monotonic()
         self._outbox = Outbox(self._write, self._refresh, self._end, queue_nbytes, refresh_seconds)
         self._outbox.start()
@@ -296,11 +297,11 @@ class DiskStore:
         try:
             if os.pwritev(growing.fd, [head, item.row.data, padding], growing.end) != nbytes:
                 raise OSError("the disk is full")
-        except OSError:
-            self._count(dropped=1, errors=1)
+        except OSError as error:
+            self._count(dropped=1)
             self._seal()
-            self._paused_until = time.monotonic() + _PAUSE_SECONDS
-            return
+            return self._pause(error)
+        self._refusal = ""
         growing.names.append(item.name)
         growing.offsets.append(growing.end)
         with self._lock:
@@ -319,11 +320,19 @@ class DiskStore:
             try:
                 with self._folder.lock():
                     self._begin(nbytes)
-            except OSError:
-                self._count(errors=1)
-            if self._growing is None:
-                self._paused_until = time.monotonic() + _PAUSE_SECONDS
+            except Refused as refusal:
+                self._pause(refusal, errors=0)
+            except OSError as error:
+                self._pause(error)
         return self._growing
+
+    def _pause(self, why: OSError, errors: int = 1) -> None:
+        """Write nothing for a while. The log has the reason once, not with each pause that follows."""
+        self._count(errors=errors)
+        self._paused_until = time.monotonic() + _PAUSE_SECONDS
+        if (text := str(why).removeprefix("[DiskStore] ")) != self._refusal:
+            _log.warning("[DiskStore] %s takes nothing for %d s: %s", self._folder.path, _PAUSE_SECONDS, text)
+        self._refusal = text
 
     def _is_old(self, growing: _Growing) -> bool:
         return self.write_nbytes_per_day is not None and this_hour() - growing.since >= _SEGMENT_HOURS
@@ -340,19 +349,20 @@ class DiskStore:
             growing.counted = this_hour()
 
     def _begin(self, nbytes: int) -> None:
-        """Begin a segment, if budget and quota allow one with a record of `nbytes`. With the lock of the folder."""
+        """Begin a segment for a record of `nbytes`; `Refused` if budget or quota do not allow it. With the lock."""
         budget = self.write_nbytes_per_day
         hour = this_hour()
         growing = _Growing(-1, "", -1, form.HEADER.size, 0, hour, hour, [], [])
         growing.granted = self._folder.granted(self.segment_nbytes, budget)
-        if growing.fits(nbytes):
-            with suppress(OSError):
-                self._make_room()
-                growing.stem, growing.fd = self._folder.create(form.packed_header(self.layout.digest))
-        if growing.fd < 0:
+        try:
+            if not growing.fits(nbytes):
+                raise Refused(f"[DiskStore] the budget of {budget} bytes per day is used up")
+            self._make_room()
+            growing.stem, growing.fd = self._folder.create(form.packed_header(self.layout.digest))
+        except OSError:
             if budget is not None:
                 self._folder.settled(growing.granted, growing.counted, 0)
-            return
+            raise
         with self._lock:
             growing.number = self._know(_Segment(growing.stem, form.KIND, False, growing.end))
             self._held_nbytes += form.HEADER.size
@@ -360,7 +370,7 @@ class DiskStore:
         self._growing = growing
 
     def _make_room(self) -> None:
-        """Delete segments until a new one fits the quota; OSError if it cannot. With the lock of the folder."""
+        """Delete segments until a new one fits the quota; `Refused` if it cannot. With the lock of the folder."""
         self._touch_used()
         gone = self._folder.make_room(self.segment_nbytes, self.max_nbytes, self._worthless)
         with self._lock:
@@ -382,6 +392,9 @@ class DiskStore:
         entries["name"], entries["offset"] = growing.names, growing.offsets
         try:
             size = self._close_segment(growing.stem, growing.fd, entries, growing.end, form.KIND)
+        except OSError:
+            return self._count(errors=1)  # a later look at the directory adopts it
+        try:
             if self.write_nbytes_per_day is not None:
                 with self._folder.lock():
                     self._folder.settled(growing.granted, growing.counted, size)

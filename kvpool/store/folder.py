@@ -16,17 +16,23 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import zip_longest
 from typing import NamedTuple
 
 from kvpool.store.blocks import Layout
 from kvpool.store.segment_format import VERSION
 
 SEALED, GROWING = ".kvpool", ".kvpool-open"
+NEW = ".new"  # of a small file, until it has its name
 _SEGMENT = re.compile(r"([0-9a-f]{16})(\.kvpool|\.kvpool-open)")
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_SECONDS = 10.0
 _HOURS = 25  # that count: this hour, and the 24 before it
+
+
+class Refused(OSError):
+    """Quota or budget do not allow it. Nothing has failed."""
 
 
 class Listed(NamedTuple):
@@ -196,7 +202,7 @@ class Folder:
                     os.utime(stem + SEALED, ns=(used, used), dir_fd=self.fd, follow_symlinks=False)
 
     def make_room(self, nbytes: int, max_nbytes: int, worthless: set[str]) -> list[Listed]:
-        """Delete sealed segments until one of `nbytes` fits; return them. OSError if it cannot fit.
+        """Delete sealed segments until one of `nbytes` fits; return them. `Refused` if it cannot fit.
 
         A growing segment counts as full. First go those in `worthless`, then the ones whose last use is longest ago.
         Call it with the lock.
@@ -213,7 +219,7 @@ class Folder:
             held -= victim.nbytes
             chosen.append(victim)
         if held + nbytes > max_nbytes:
-            raise OSError(f"[{self._call}] {self.path} is full: {held} bytes are in use, the limit is {max_nbytes}")
+            raise Refused(f"[{self._call}] {self.path} is full: {held} bytes are in use, the limit is {max_nbytes}")
         for victim in chosen:
             self.remove(victim.name)
         return chosen
@@ -253,8 +259,9 @@ class Folder:
         return found
 
     def write_json(self, name: str, content: dict[str, object], *, sync: bool = False) -> None:
-        """Replace a small file as a whole. With `sync` it is whole after a loss of power too."""
-        temporary = f"{name}.{secrets.token_hex(4)}"
+        """Replace a small file as a whole. With `sync` it is whole after a loss of power too. With the lock."""
+        temporary = name + NEW
+        self.remove(temporary)  # of a process that was killed
         fd = os.open(temporary, _CREATE, 0o600, dir_fd=self.fd)
         try:
             data = json.dumps(content, indent=1).encode()
@@ -293,10 +300,11 @@ class Folder:
             )
         if there.get("layout") != own["layout"]:
             text = there.get("text")
-            first = text[0] if isinstance(text, list) and text else "?"
+            lines = zip_longest(text if isinstance(text, list) else [], layout.lines, fillvalue="?")
+            first, own_line = next((pair for pair in lines if pair[0] != pair[1]), ("?", layout.lines[0]))
             raise ValueError(
                 f"[{self._call}] {self.path} is a store of another model or layout ({first}), not of this one "
-                f"({layout.lines[0]}); take another directory"
+                f"({own_line}); take another directory"
             )
 
     def granted(self, nbytes: int, budget: int | None) -> int:

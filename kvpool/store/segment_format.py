@@ -220,8 +220,10 @@ def scanned(fd: int, begin: int, size: int, kind: int, is_ours: Callable[[Head],
     return entries, end
 
 
-def examine(fd: int, size: int, is_sealed: bool) -> Iterator[tuple[int, Head | None, str]]:
+def examine(fd: int, size: int, is_sealed: bool, payloads: bool = True) -> Iterator[tuple[int, Head | None, str]]:
     """Read every byte of a segment: offset, fields and what is wrong (an empty text: nothing) of each record.
+
+    Without `payloads` only heads and footer are read.
 
     What is wrong elsewhere comes without fields. Where a head is damaged, the footer says where the next record is. A
     segment that grows ends with its last whole record: what is behind it is being written, or never was. OSError and
@@ -240,11 +242,11 @@ def examine(fd: int, size: int, is_sealed: bool) -> Iterator[tuple[int, Head | N
             offset = min((later for later in listed if later > offset), default=end)
             continue
         head, begin = found[0], offset + head_nbytes(found[0].num_tokens)
-        data = os.pread(fd, offset + head.end - begin, begin)
+        data = os.pread(fd, offset + head.end - begin, begin) if payloads else b""
         wrong = ""
         if head.layout != layout:
             wrong = "the layout is not that of the segment"
-        elif checksum(kind, data[: head.nbytes]) != head.payload_checksum:
+        elif payloads and checksum(kind, data[: head.nbytes]) != head.payload_checksum:
             wrong = "the payload is damaged"
         elif any(data[head.nbytes :]):
             wrong = "the zeros behind the payload are damaged"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from kvpool.store import segment_format as form
 from kvpool.store.blocks import Blocks, Layout, Rows, TierStats, checked, checked_layout
 from kvpool.store.outbox import Outbox, Waiting
 
+_log = logging.getLogger(__name__)
 _CHUNK_NBYTES = 16 << 20  # of answers that are asked for at once
 _CLOSE_SECONDS = 10.0
 _USER = r"(?:[^/?#]*@)?"
@@ -79,6 +81,7 @@ class ServerStore:
         self._counting = Lock()
         self._counts = TierStats()
         self._paused_until = self._refused_until = 0.0  # for all calls, for those that write
+        self._told: dict[str, str] = {}  # what fails now, reading or writing, and how
         self._is_closed = False
         self._outbox = Outbox(self._send, lambda: None, lambda: None, queue_nbytes, 3600.0)
         self._outbox.start()
@@ -180,12 +183,15 @@ class ServerStore:
         try:
             with self._deadline(self._sender) as client:
                 client.set(self._name(item.key, item.group), data, ex=self._expire)
-        except ResponseError:
+        except ResponseError as error:
             self._refused_until = time.monotonic() + self._pause
-            return self._count(dropped=1, errors=1)
-        except Exception:  # whatever an answer that is garbage leads to
-            self._failed()
+            self._failed("writing", error)
             return self._count(dropped=1)
+        except Exception as error:  # whatever an answer that is garbage leads to
+            self._paused_until = time.monotonic() + self._pause
+            self._failed("writing", error)
+            return self._count(dropped=1)
+        self._told.pop("writing", None)
         self._count(written_nbytes=len(data))
 
     def _ask(self, call: Callable[[Any], None]) -> bool:
@@ -196,9 +202,11 @@ class ServerStore:
         try:
             with self._deadline(self._reader) as client:
                 call(client)
+            self._told.pop("reading", None)
             return True
-        except Exception:  # whatever an answer that is garbage leads to
-            self._failed()
+        except Exception as error:  # whatever an answer that is garbage leads to
+            self._paused_until = time.monotonic() + self._pause
+            self._failed("reading", error)
             return False
         finally:
             self._reading.release()
@@ -217,9 +225,13 @@ class ServerStore:
         finally:
             timer.cancel()
 
-    def _failed(self) -> None:
-        self._paused_until = time.monotonic() + self._pause
+    def _failed(self, what: str, error: Exception) -> None:
+        """Count an error. The log has it once, not with each pause that follows; without its text, from the server."""
         self._count(errors=1)
+        kind = type(error).__name__
+        if self._told.get(what) != kind:
+            _log.warning("[ServerStore] %s on %s fails: %s; pause of %g s", what, self._place, kind, self._pause)
+        self._told[what] = kind
 
     def _count(self, **more: int) -> None:
         with self._counting:

@@ -1,6 +1,7 @@
 """`PromptCache` beside a naive model that keeps whole prompts, on caches whose content says what it is."""
 
 import gc
+import hashlib
 import random
 import subprocess
 import sys
@@ -258,6 +259,29 @@ def test_a_store_of_another_layout_is_refused_or_not_used():
     assert prompts.fetch(range(41))[1] == 40 and store.stats()["memory"].stored == 0
     with pytest.raises(ValueError, match="Unknown is empty or unknown"):
         store_layout(computed("unknown", [1]), "w")
+
+
+def test_a_store_of_states_of_another_release_of_mlx_lm_is_refused(tmp_path, monkeypatch):
+    caches = computed("window", list(range(40)))
+    DiskStore(str(tmp_path / "store"), store_layout(caches, "w"), 1 << 24).close()
+    monkeypatch.setattr(prompt_store, "_ENDS", "ends of mlx-lm 99.0, ")
+    with pytest.raises(ValueError, match=r"another model or layout \(.*ends of mlx-lm [\d.]+, .*\(.*mlx-lm 99.0, "):
+        DiskStore(str(tmp_path / "store"), store_layout(caches, "w"), 1 << 24)
+
+
+def test_records_of_states_have_names_of_their_tokens():
+    store = prompt_store.PromptStore(MemoryStore(store_layout(computed("state", list(range(40))), "w"), 1 << 20))
+    known = np.random.default_rng(1).integers(0, 9, 70).astype(np.int32)
+    keys, lengths = prompt_store.prefix_keys(known, 16, b"tenant"), list(range(70, 0, -1))
+    names = store._names(known, lengths, keys)
+    for number, length in enumerate(lengths):
+        start = (length - 1) // 16 * 16
+        filled = known[start:length].tolist() + [2**31 - 1] * (start + 16 - length)
+        assert names.tokens[number].tolist() == filled
+        data = keys[start // 16].tobytes() + np.array(filled, "<i4").tobytes()
+        assert names.keys[number].tobytes() == hashlib.sha256(data).digest()[:16]
+        assert names.parents[number].tobytes() == keys[start // 16].tobytes()
+    assert names.group == 1 and names.namespace == keys[0].tobytes()
 
 
 def test_prompts_are_stored_up_to_their_first_image():

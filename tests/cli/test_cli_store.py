@@ -59,6 +59,17 @@ def test_ls_and_stat_tell_what_is_there(directory, capsys):
     assert "2 segments" in printed and "15 blocks" in printed and "weights 77" in printed
 
 
+def test_stat_reads_no_payload(tmp_path, capsys, monkeypatch):
+    layout, path, read, counts = Layout((BlockLayout(2, 10_000, "full"),), "w"), tmp_path / "store", os.pread, []
+    store = DiskStore(str(path), layout, 1 << 20)
+    kit.stores(store, layout.blocks(kit.prompt(1, 20))[0])
+    store.close()
+    monkeypatch.setattr(os, "pread", lambda fd, size, at: (counts.append(size), read(fd, size, at))[1])
+    status, facts = said(capsys, "stat", path)
+    assert (status, facts["blocks"], facts["payload_bytes"]) == (0, 10, 100_000)
+    assert sum(counts) < 10_000
+
+
 @pytest.mark.long
 def test_verify_finds_every_flipped_byte(directory, capsys):
     assert said(capsys, "verify", directory) == (0, {"records": 15, "problems": []})
@@ -111,6 +122,18 @@ def test_verify_finds_what_is_cut_added_swapped_or_foreign(directory, capsys, tm
     foreign.rename(directory / foreign.name)
     status, facts = said(capsys, "verify", directory)
     assert status == 1 and "another layout" in facts["problems"][0]["problem"]
+
+
+def test_file_that_a_killed_process_left_is_no_problem_and_is_overwritten(tmp_path, capsys):
+    path = tmp_path / "store"
+    for _ in range(2):
+        store = DiskStore(str(path), LAYOUT, 1 << 20, segment_nbytes=1 << 14, write_nbytes_per_day=1 << 20)
+        kit.stores(store, LAYOUT.blocks(kit.prompt(1, 8))[0])
+        store.close()
+        (path / "written.json.new").write_text("{")
+        assert said(capsys, "verify", path) == (0, {"records": 4, "problems": []})
+    Folder(str(path), "test").write_json("written.json", {})
+    assert not (path / "written.json.new").exists()
 
 
 def test_prune_deletes_the_damaged_and_the_least_used(directory, capsys):

@@ -1,6 +1,7 @@
 """`Engine(store=)` and `install(store=)`: prefixes from a store are loaded, or computed if they do not come."""
 
 import gc
+import sys
 import threading
 import time
 
@@ -11,6 +12,7 @@ from mlx_lm.generate import generate_step
 
 from kvpool.adapters.mlx_lm import Engine, install, tiny
 from kvpool.adapters.mlx_lm import stored as module
+from kvpool.groups import Group
 from kvpool.store import DiskStore, MemoryStore, TieredStore
 from kvpool.store.blocks import TierStats
 
@@ -281,8 +283,141 @@ def test_prompt_larger_than_the_share_of_saves_is_saved_though_its_answer_ends_f
     engine.generate(PROMPT, max_tokens=40)
     made[0].open_gate.set()
     engine.kv.stored.flush()
-    names = engine.kv.stored.layout.blocks(np.array(PROMPT, np.int32), b"")
-    assert engine.kv.stored._longest([made[0].lookup(blocks) for blocks in names]) >= 368
+    assert known_to(made[0], engine, PROMPT) >= 368
+    checked(engine)
+
+
+def test_answer_whose_prompt_gave_its_blocks_to_others_is_saved_whole(model):
+    made = []
+    engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0])
+    made[0].open_gate.clear()
+    engine.kv.stored._writer.put(lambda: made[0].open_gate.wait(20))  # the thread that writes is busy
+    engine.submit(PROMPT, max_tokens=12)
+    _step_until(engine, lambda: engine.is_saving)
+    engine._make_way(engine.kv.stored)
+    assert not engine.is_saving
+    made[0].open_gate.set()
+    while engine.num_unfinished:
+        engine.step()
+    engine.kv.stored.flush()
+    assert known_to(made[0], engine, PROMPT) >= 368
+    checked(engine)
+
+
+def test_nothing_is_copied_for_a_store_that_pauses_and_all_of_it_later(model):
+    made = []
+    engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0])
+    made[0].is_paused = True
+    engine.submit(PROMPT, max_tokens=12)
+    _step_until(engine, lambda: engine.kv.stored.stats().dropped_saves)
+    assert not engine.is_saving
+    made[0].is_paused = False
+    while engine.num_unfinished:
+        engine.step()
+    engine.kv.stored.flush()
+    assert known_to(made[0], engine, PROMPT) >= 368
+    checked(engine)
+
+
+def test_all_samples_of_a_request_are_saved():
+    model, made = tiny.make()[0], []
+    engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0])
+    samples = engine.generate(PROMPT, max_tokens=60, n=2, temperature=1.0, seed=1, eos=()).samples
+    engine.kv.stored.flush()
+    first, second = (PROMPT + sample.tokens.tolist() for sample in samples)
+    assert first[:420] != second[:420]
+    assert min(known_to(made[0], engine, tokens) for tokens in (first, second)) >= 432
+    checked(engine)
+
+
+def known_to(store, engine, tokens):
+    """Return how many tokens of a prompt a store has with all that they need."""
+    names = engine.kv.stored.layout.blocks(np.array(tokens, np.int32), b"")
+    return engine.kv.stored._longest([store.lookup(blocks) for blocks in names])
+
+
+KINDS = (
+    Group.full(), Group.full(block_size=32), Group.window(40), Group.window(50, keep=5), Group.window(1),
+    Group.window(24, block_size=32), Group.chunk(48), Group.chunk(20), Group.state(1, blocks=1),
+)  # fmt: skip
+
+
+def prefixes_of(groups):
+    """A `StoredPrefixes` that can tell what a store has for these layer groups, and nothing else."""
+    prefixes = module.StoredPrefixes.__new__(module.StoredPrefixes)
+    sizes = [group.block_size or 16 for group in groups if group.kind != "state"]
+    prefixes._groups, prefixes._grain = groups, max(sizes, default=16)
+    prefixes._sizes = [prefixes._grain if group.kind == "state" else group.block_size or 16 for group in groups]
+    prefixes._needs_checkpoints = any(group.kind != "full" for group in groups)
+    return prefixes
+
+
+def is_read(group, at, length):
+    """Whether a prompt of `length` tokens goes on with the token `at` of a group of window or chunk, or of all."""
+    if group.kind == "window":
+        return at > length - group.size or at < group.keep
+    return group.kind == "full" or at >= length - length % group.size
+
+
+def test_longest_hit_has_each_block_that_its_next_token_reads(seeds=200):
+    seed = int(np.random.default_rng().integers(2**32))
+    print(f"seed {seed}")
+    rng, found = np.random.default_rng(seed), set()
+    for _ in range(seeds):
+        groups = tuple(KINDS[number] for number in rng.integers(0, len(KINDS), rng.integers(1, 4)))
+        prefixes = prefixes_of(groups)
+        grain, length = prefixes._grain, int(rng.integers(0, 12)) * prefixes._grain
+        masks = [rng.random(length // size) < rng.choice([0.5, 0.9, 1.0]) for size in prefixes._sizes]
+        due = 0
+        for most in range(grain, length + 1, grain):
+            has_all = True
+            for group, size, mask in zip(groups, prefixes._sizes, masks, strict=True):
+                if group.kind == "state":
+                    has_all &= bool(mask[most // size - 1])
+                    continue
+                blocks = {at // size for at in range(most) if is_read(group, at, most)}
+                has_all &= all(mask[block] for block in blocks)
+            due = most if has_all else due
+        assert prefixes._longest(masks) == due, (groups, masks)
+        found.add(due > 0)
+    assert found == {True, False}
+
+
+def test_miss_of_a_long_prompt_makes_as_many_calls_as_one_of_a_short_prompt():
+    prefixes, calls = prefixes_of((Group.full(), Group.window(64), Group.state(1, blocks=1))), []
+    for length in (64, 4096):  # of blocks: all rows are there, no state is
+        masks = [np.ones(length, bool), np.ones(length, bool), np.zeros(length, bool)]
+        count = 0
+
+        def counts(frame, event, what):
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        sys.setprofile(counts)
+        try:
+            assert prefixes._longest(masks) == 0
+        finally:
+            sys.setprofile(None)
+        calls.append(count)
+    assert calls[0] == calls[1]
+
+
+def test_flush_waits_for_a_writer_that_is_behind_without_spinning(model, monkeypatch):
+    for name in ("FIRST_SLICE", "MOST_SLICE", "STAGED"):
+        monkeypatch.setattr(module, name, 2048)
+    made, looks = [], []
+    engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0])
+    made[0].open_gate.clear()
+    made[0].store = lambda blocks, rows: made[0].open_gate.wait(20) and made[0].inner.store(blocks, rows)
+    look = module.StoredPrefixes._can_export
+    monkeypatch.setattr(module.StoredPrefixes, "_can_export", lambda self: looks.append(1) or look(self))
+    answer(engine)
+    looks.clear()
+    engine.kv.stored.export(timeout=0.5)
+    assert engine.kv.stored.is_saving and 0 < len(looks) < 400  # four a turn, and a turn is 10 ms
+    made[0].open_gate.set()
+    engine.kv.stored.flush()
+    assert not engine.kv.stored.is_saving
     checked(engine)
 
 
@@ -404,6 +539,33 @@ def test_error_of_an_import_leaves_no_request_behind(model, filled, monkeypatch)
         except RuntimeError:
             errors += 1
     assert errors == 1 and ended[0].tokens.tolist() == due[0]
+    checked(engine)
+
+
+def test_slice_that_could_not_be_imported_is_computed_with_all_behind_it(model, filled, monkeypatch):
+    for name in ("FIRST_SLICE", "MOST_SLICE"):
+        monkeypatch.setattr(module, name, 2048)
+    store, due = filled
+    engine = engine_of(model, store)
+    arena, calls = engine.kv.stored._arenas[0], []
+
+    def fails_once(ids, rows, real=arena.import_blocks):
+        calls.append(ids)
+        if len(calls) == 3:
+            raise MemoryError("planted")
+        real(ids, rows)
+
+    monkeypatch.setattr(arena, "import_blocks", fails_once)
+    engine.submit(PROMPT, max_tokens=12)
+    ended, errors = [], 0
+    while engine.num_unfinished:
+        try:
+            ended += engine.step()
+        except MemoryError:
+            errors += 1
+    sample = ended[0].samples[0]
+    assert errors == 1 and (sample.tokens.tolist(), sample.logprobs.tolist()) == due
+    assert sample.output.num_cached <= 32 and engine.kv.stored._staged == 0
     checked(engine)
 
 

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvpool.store import BlockLayout, Blocks, DiskStore, Layout, segment_format
+from kvpool.store import BlockLayout, Blocks, DiskStore, Layout, disk, segment_format
 from kvpool.store.folder import Folder
 from kvpool.testing import stores as kit
 
@@ -350,6 +350,47 @@ def test_write_error_drops_and_what_was_written_stays(tmp_path, monkeypatch, err
     assert found(tmp_path / "store") == [0, 1]
 
 
+def test_store_that_pauses_says_why_once_until_it_writes_again(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(disk, "_PAUSE_SECONDS", 0.0)
+    store, blocks, write = opened(tmp_path / "store"), SMALL.blocks(TOKENS)[0], os.pwritev
+    rows = kit.content(SMALL, blocks)
+
+    def failing(fd, buffers, offset):
+        raise OSError(errno.ENOSPC, "planted")
+
+    for number, works in enumerate([False, True, False]):
+        monkeypatch.setattr(os, "pwritev", write if works else failing)
+        for _ in range(3):
+            store.store(blocks[[number]], rows[[number]])
+            assert store.drain(60)
+    store.close()
+    told = [each.getMessage() for each in caplog.records]
+    assert len(told) == 2 and all("takes nothing for" in text and "planted" in text for text in told)
+
+
+def test_segment_that_could_not_be_sealed_is_sealed_later(tmp_path, monkeypatch):
+    store, seal, failures = opened(tmp_path / "store", segment_nbytes=HEADER + RECORD + FOOTER), Folder.seal, []
+
+    def fails_once(folder, stem):
+        if not failures:
+            failures.append(stem)
+            raise OSError(errno.EIO, "planted")
+        return seal(folder, stem)
+
+    monkeypatch.setattr(Folder, "seal", fails_once)
+    blocks = SMALL.blocks(TOKENS)[0]
+    store.store(blocks, kit.content(SMALL, blocks))  # each begins a segment
+    assert store.drain(60)
+    end = time.monotonic() + 60  # a hang
+    while not (tmp_path / "store" / f"{failures[0]}.kvpool").exists() and time.monotonic() < end:
+        assert kit.loads(store, blocks).all()
+        time.sleep(0.01)
+    kit.loads(store, blocks, range(len(blocks)))
+    store.close()
+    assert not list((tmp_path / "store").glob("*.kvpool-open"))
+    assert found(tmp_path / "store") == list(range(len(blocks)))
+
+
 FULL_DISK = """
 import resource, sys
 from kvpool.store import DiskStore
@@ -369,7 +410,9 @@ def test_full_disk_keeps_what_fits(tmp_path, limit):
     opened(tmp_path / "store", kit.LAYOUT).close()
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "store"), str(limit)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
+    (told,) = done.stderr.splitlines()
+    assert "takes nothing for 60 s" in told
     kept, dropped = map(int, done.stdout.split())
     record = 128 + 64 + 704
     assert (kept, dropped) == (max(limit - 64, 0) // record, 15 - max(limit - 64, 0) // record)

@@ -108,7 +108,7 @@ def test_amplification_of_writes_is_small(tmp_path):
     assert held(tmp_path / "store") == stats.written_nbytes
 
 
-def test_budget_of_a_day_is_kept_across_restarts(tmp_path):
+def test_budget_of_a_day_is_kept_across_restarts(tmp_path, caplog):
     budget, written = 4 * SEGMENT, 0
     for seed in range(6):
         store = opened(tmp_path / "store", write_nbytes_per_day=budget)
@@ -118,7 +118,9 @@ def test_budget_of_a_day_is_kept_across_restarts(tmp_path):
         written += store.stats()["disk"].written_nbytes
         assert written <= budget
     assert written > budget - SEGMENT
-    assert store.stats()["disk"].dropped == 10
+    stats = store.stats()["disk"]
+    assert (stats.dropped, stats.errors) == (10, 0)
+    assert f"the budget of {budget} bytes per day is used up" in caplog.records[-1].getMessage()
     assert held(tmp_path / "store") == written
 
 

@@ -164,7 +164,7 @@ def test_server_answering_garbage_is_a_miss_within_the_timeout(kind):
         listener.close()
 
 
-def test_server_that_refuses_to_write_is_read_on(opened, server):
+def test_server_that_refuses_to_write_is_read_on(opened, server, caplog):
     store = opened(kit.LAYOUT, "")
     kept, refused = (kit.LAYOUT.blocks(kit.prompt(seed))[0] for seed in (1, 2))
     kit.stores(store, kept)
@@ -177,8 +177,23 @@ def test_server_that_refuses_to_write_is_read_on(opened, server):
             assert store.lookup(kept).all()
         stats = store.stats()["server"]
         assert (stats.errors, stats.dropped, stats.hits) == (1, len(refused), 3 * len(kept))
+        (told,) = (each.getMessage() for each in caplog.records)
+        assert "writing" in told and "OutOfMemoryError" in told
     finally:
         server.client.config_set("maxmemory", 0)
+
+
+def test_server_that_fails_is_in_the_log_once_until_it_works(tmp_path, caplog):
+    path, blocks = tmp_path / "server.sock", kit.LAYOUT.blocks(kit.prompt(4))[0]
+    store = ServerStore(f"unix://:SECRET@{path}", kit.LAYOUT, timeout=TIMEOUT, pause=1e-6)
+    for _ in range(3):
+        assert not store.lookup(blocks).any()
+    (told,) = (each.getMessage() for each in caplog.records)
+    assert f"reading on unix://{path} fails: ConnectionError" in told
+    assert store._ask(lambda client: None)  # as when it has answered
+    assert not store.lookup(blocks).any()
+    assert len(caplog.records) == 2
+    store.close()
 
 
 def test_server_that_is_not_there_costs_one_try_until_the_pause_ends(tmp_path):

@@ -415,6 +415,8 @@ class Engine:
 
     def _make_way(self, stored: StoredPrefixes) -> None:
         stored.let_go()
+        for job in self._jobs.values():
+            job.saved = 0  # what comes behind it is found with it alone
         for id in stored.take_ended():
             self.scheduler.release(id)
 
@@ -439,7 +441,8 @@ class Engine:
             if job is not None:
                 whole, own = np.concatenate([job.request.prompt, tokens]), job.request.namespace
                 try:
-                    job.saved = stored.save(whole, job.namespace, own, job.saved)
+                    saved = stored.save(whole, job.namespace, own, job.saved)
+                    job.saved = min(saved, len(job.request.prompt))  # what is behind it is one sample's alone
                 except Exception:  # the tokens of the step are known, their requests have to get them
                     _log.exception("[step] request %r was not saved", id)
 
@@ -730,7 +733,7 @@ class _Job:
     def __init__(self, request: Request, on_token: Listener | None, stops: tuple[str, ...], tokenizer: Any) -> None:
         self.request = request
         self.namespace = b""  # that the client gave
-        self.saved = 0  # tokens that the store was given
+        self.saved = 0  # tokens of the prompt that the store was given
         self.outputs: dict[int, Output] = {}
         self.error: Exception | None = None
         self.listens = on_token is not None or bool(stops) or request.user.grammar is not None

@@ -59,7 +59,7 @@ class StoredStats(NamedTuple):
     computed_loads: int = 0  #: not begun: computing is faster, or there was no room
     saves: int = 0  #: prefixes of which blocks were given to the store
     saved_blocks: int = 0  #: of these
-    dropped_saves: int = 0  #: given up because the pool needed their blocks, or not begun because others held many
+    dropped_saves: int = 0  #: given up because the pool needed their blocks, or not begun: others held many, or a pause
 
 
 _METRICS = {
@@ -70,7 +70,7 @@ _METRICS = {
     "computed_loads": "Loads not begun: computing is faster, or there was no room.",
     "saves": "Prefixes of which blocks were given to the store.",
     "saved_blocks": "Blocks of these.",
-    "dropped_saves": "Saves given up because the pool needed their blocks, or not begun because others held many.",
+    "dropped_saves": "Saves given up because the pool needed their blocks, or not begun: others held many, or a pause.",
 }
 _TIER_METRICS = {
     "blocks": ("gauge", "Blocks that a tier has."),
@@ -280,7 +280,7 @@ class StoredPrefixes:
 
     def _has_news(self) -> bool:
         has_come = any(load.come or load.is_read or load.handle < 0 <= load.found for load in self._loads.values())
-        return has_come or any(save.lacking is not None for save in self._saves)
+        return has_come or self._can_export()
 
     def load_now(self, tokens: np.ndarray, namespace: bytes, own: bytes) -> None:
         """Load what the store has of a prompt, and wait for it."""
@@ -309,30 +309,23 @@ class StoredPrefixes:
         most = min(most, max(len(mask) * size for _, size, mask in kinds)) // self._grain * self._grain
         if not self._needs_checkpoints:
             return most
-        while most and not all(mask[self._needed(group, size, most)].all() for group, size, mask in kinds):
-            most -= self._grain
-        return most
-
-    def _needed(self, group: Group, size: int, length: int) -> np.ndarray:
-        """Return which blocks of a group a prompt of this length begins with."""
-        last = length // size
-        if group.kind == "state":
-            return np.array([last - 1])
-        if group.kind == "full":
-            return np.arange(last)
-        first = max(length - group.size + 1, 0) if group.kind == "window" else length // group.size * group.size
-        kept = min(-(-group.keep // size), last)
-        return np.unique(np.concatenate([np.arange(kept), np.arange(first // size, last)]))
+        lengths = np.arange(most, 0, -self._grain)
+        has_all = np.ones(len(lengths), bool)
+        for group, size, mask in kinds:
+            missing = np.concatenate([[0], np.cumsum(~mask)])  # among the first n blocks
+            kept, first, last = _needed(group, size, lengths)
+            has_all &= missing[kept] + missing[last] - missing[first] == 0
+        return int(lengths[has_all.argmax()]) if has_all.any() else 0
 
     def _open(self, load: _Load, runs: bool) -> None:
         """Take blocks for a load and begin to read, or give it up."""
         cached = self._pool.prefix.match(load.tokens, load.own)
         new = load.found - cached
         tokens = load.tokens[: load.found]
-        nbytes = sum(
-            layout.nbytes * len(self._needed(group, layout.block_size, load.found))
-            for group, layout in zip(self._groups, self.layout.groups, strict=True)
-        ) if load.found else 0
+        nbytes = 0
+        for group, layout in zip(self._groups, self.layout.groups, strict=True):
+            kept, first, last = _needed(group, layout.block_size, load.found)
+            nbytes += layout.nbytes * (last - first + min(kept, first))
         is_slow = self._prefill.known and self._read.known and nbytes / self._read.value > new / self._prefill.value
         if new <= 0 or is_slow:
             self._count(computed_loads=int(new > 0))
@@ -384,13 +377,12 @@ class StoredPrefixes:
         """Read the blocks of a load, slice by slice. In the thread that reads."""
         try:
             for part in (one for whole in parts for one in self._slices(whole, FIRST_SLICE)):
+                rows, count = np.empty((len(part.at), self.layout.groups[part.group].nbytes), np.uint8), 0
                 with self._news:
                     self._news.wait_for(lambda: load.is_over or self._staged < STAGED)
                     if load.is_over:
                         return
-                    self._staged += self._nbytes(part)
-                rows = np.empty((len(part.at), self.layout.groups[part.group].nbytes), np.uint8)
-                count = 0
+                    self._staged += rows.nbytes
                 try:
                     count = leading(self.store.load(load.names[part.group][part.at], rows))
                 finally:
@@ -411,10 +403,15 @@ class StoredPrefixes:
         """Copy into the pool what has come. Return how many bytes that was. End a load that is complete."""
         moved = 0
         while load.come and moved < budget:
-            part, rows, count = load.come.popleft()
-            if count:
-                ids = part.ids[:count]
-                self._arenas[part.arena].import_blocks(ids.ravel(), rows[:count].reshape(ids.size, -1))
+            part, rows, count = load.come[0]
+            ids = part.ids[:count]
+            try:
+                if count:
+                    self._arenas[part.arena].import_blocks(ids.ravel(), rows[:count].reshape(ids.size, -1))
+            except BaseException:  # what comes behind it would be counted in its place
+                self._end(load, self._usable(load))
+                raise
+            load.come.popleft()
             load.num_come += rows[:count].nbytes
             load.latest = time.monotonic()
             moved += rows.nbytes
@@ -480,6 +477,9 @@ class StoredPrefixes:
         """
         if self._is_closed:
             return begin
+        if getattr(self.store, "is_paused", False):  # it would drop what is copied now
+            self._count(dropped_saves=1)
+            return begin
         try:
             handle = self._pool.prefix.pin(tokens[: self._longest_sequence], own)
         except (OutOfBlocks, OutOfSequences):  # a pin takes a sequence, and a slot of each state group
@@ -540,7 +540,7 @@ class StoredPrefixes:
     def _export_some(self, runs: bool) -> None:
         """Copy blocks for the writer. If others run, as far as the time of steps allows."""
         most = self._queued + STEP_NBYTES
-        while self._saves and self._saves[0].lacking is not None and self._queued < min(most, STAGED):
+        while self._can_export() and self._queued < most:
             save = self._saves[0]
             assert save.lacking is not None
             if save.lacking:
@@ -553,6 +553,10 @@ class StoredPrefixes:
             if not save.lacking:
                 self._count(saves=1)
                 self._pool.close(self._saves.popleft().handle)
+
+    def _can_export(self) -> bool:
+        """Whether the oldest save is known, and the writer is not too far behind."""
+        return bool(self._saves) and self._saves[0].lacking is not None and self._queued < STAGED
 
     def _export_one(self, save: _Save, part: Part, nbytes: int) -> None:
         began = time.monotonic()
@@ -657,6 +661,20 @@ class _Rate:
     def add(self, amount: float, seconds: float) -> None:
         self._amount = 0.8 * self._amount + amount
         self._seconds = 0.8 * self._seconds + seconds
+
+
+def _needed(group: Group, size: int, length: Any) -> tuple[Any, Any, Any]:
+    """Return which blocks of a group a prompt of this length, or of each of these, begins with.
+
+    They are the first ``kept`` ones, and those from ``first`` up to ``last``.
+    """
+    last = length // size
+    if group.kind == "state":
+        return 0 * last, last - 1, last
+    if group.kind == "full":
+        return 0 * last, 0 * last, last
+    begin = np.maximum(length - group.size + 1, 0) if group.kind == "window" else length // group.size * group.size
+    return np.minimum(-(-group.keep // size), last), begin // size, last
 
 
 def layout_of(kv: Any) -> Layout:

@@ -7,18 +7,19 @@
 enum { PAIR = 2 * VL, LANES = 4 }; /* queries at once */
 /* What suits the machine. FETCHES_EVENLY: lines are prefetched one by one, at an even pace and row by row, because
  * Zen 3 drops prefetches that come faster than its memory answers. VALUES: tokens of a turn of the loop over values.
+ * SPREAD: floats of a weight; VL where no instruction loads one number into all lanes: a tile's are laid out once.
  * LAYOUT: of a pool for which nobody has chosen one. */
 #if defined(KV_SIMD_AVX512) || defined(KV_SIMD_NEON)
 /* keys at once: of 32 registers 16 are sums, 8 a pair of each key */
-enum { TOKENS = 4, ARE_REGISTERS_MANY = 1, CONVERTS_F16 = 1, FETCHES_EVENLY = 0, VALUES = 1 };
+enum { TOKENS = 4, ARE_REGISTERS_MANY = 1, CONVERTS_F16 = 1, FETCHES_EVENLY = 0, VALUES = 1, SPREAD = 1 };
 #define LAYOUT "NHD"
 #elif defined(KV_SIMD_AVX2)
 /* of 16, 12 are sums, 3 half a pair of each key, 1 of a query */
-enum { TOKENS = 3, ARE_REGISTERS_MANY = 0, CONVERTS_F16 = 1, FETCHES_EVENLY = 1, VALUES = 2 };
+enum { TOKENS = 3, ARE_REGISTERS_MANY = 0, CONVERTS_F16 = 1, FETCHES_EVENLY = 1, VALUES = 2, SPREAD = 1 };
 #define LAYOUT "HND"
 #else
 /* without fused multiplications products take one, too */
-enum { TOKENS = 2, ARE_REGISTERS_MANY = 0, CONVERTS_F16 = 0, FETCHES_EVENLY = 1, VALUES = 2 };
+enum { TOKENS = 2, ARE_REGISTERS_MANY = 0, CONVERTS_F16 = 0, FETCHES_EVENLY = 1, VALUES = 2, SPREAD = VL };
 #define LAYOUT "HND"
 #endif
 
@@ -88,7 +89,7 @@ KV_INLINE void pair_shuffle(kv_dtype dtype, const float *in, float *out, const i
 
 /* The sums across lanes of TOKENS vectors, then anything. */
 KV_INLINE four sums_of_tokens(const vf *sum) {
-    return v_sum4(sum[0], sum[1], sum[TOKENS > 2 ? 2 : 1], sum[TOKENS - 1]);
+    return v_sum4(sum[0], sum[1], sum[TOKENS > 2 ? 2 : 0], sum[TOKENS - 1]); /* of 2, each is computed once */
 }
 
 /* Rows that are fetched for the next phase: the `nbytes` from `offset` on of each, `step` of them with each pair of
@@ -194,7 +195,8 @@ KV_INLINE void scores_of_some(kv_dtype dtype, const int rows, const char *const 
     }
 }
 
-/* sum[r] += weights[r * ROOM] * v for `pairs` pairs of elements, the last one of `tail` elements if that is not 0. */
+/* sum[r] += weights[r * ROOM * SPREAD] * v for `pairs` pairs of elements, the last one of `tail` elements if that is
+ * not 0. */
 KV_INLINE void add_values(kv_dtype dtype, const int rows, const int pairs, int64_t tail, const char *v,
                           const float *weights, vpair sum[4][2]) {
     vpair value[2];
@@ -203,7 +205,7 @@ KV_INLINE void add_values(kv_dtype dtype, const int rows, const int pairs, int64
         : pair_load_n(dtype, v, tail);
     KV_UNROLL
     for (int r = 0; r < rows; r++) {
-        const vf weight = v_set(weights[r * ROOM]);
+        const vf weight = SPREAD == 1 ? v_set(weights[r * ROOM]) : v_load(weights + r * ROOM * SPREAD);
         KV_UNROLL
         for (int i = 0; i < pairs; i++) {
             sum[r][i].a = v_fma(weight, value[i].a, sum[r][i].a);
@@ -213,9 +215,9 @@ KV_INLINE void add_values(kv_dtype dtype, const int rows, const int pairs, int64
 }
 
 /* For `rows` <= 4 queries: acc[r] = decay[r] * acc[r] + sum over the tile's tokens of weights[r * ROOM + t] * v[t], for
- * the `pairs` (1 or 2) pairs of elements from d on; the last one has `tail` elements if that is not 0. The sum
- * begins at 0, or at starts[r * starts_stride]: so the error grows with the number of tiles plus the length of one.
- * Meanwhile as many rows are fetched. */
+ * the `pairs` (1 or 2) pairs of elements from d on; the last one has `tail` elements if that is not 0. Each weight is
+ * there SPREAD times. The sum begins at 0, or at starts[r * starts_stride]: so the error grows with the number of tiles
+ * plus the length of one. Meanwhile as many rows are fetched. */
 KV_INLINE void weigh(kv_dtype dtype, const int rows, const int pairs, int64_t tail, const char *const *tokens,
                      int64_t count, int64_t offset, int64_t d, int64_t stride, const float *weights, const float *decay,
                      float *acc, const float *starts, int64_t starts_stride, fetching *ahead) {
@@ -236,10 +238,11 @@ KV_INLINE void weigh(kv_dtype dtype, const int rows, const int pairs, int64_t ta
         KV_UNROLL
         for (int i = 0; i < VALUES; i++) {
             if (FETCHES_EVENLY && i % pace == 0) fetch_evenly(ahead, pace * pairs * step);
-            add_values(dtype, rows, pairs, tail, tokens[t + i] + offset, weights + t + i, sum);
+            add_values(dtype, rows, pairs, tail, tokens[t + i] + offset, weights + (t + i) * SPREAD, sum);
         }
     }
-    for (; VALUES > 1 && t < count; t++) add_values(dtype, rows, pairs, tail, tokens[t] + offset, weights + t, sum);
+    for (; VALUES > 1 && t < count; t++)
+        add_values(dtype, rows, pairs, tail, tokens[t] + offset, weights + t * SPREAD, sum);
     KV_UNROLL
     for (int r = 0; r < rows; r++)
         KV_UNROLL

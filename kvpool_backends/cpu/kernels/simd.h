@@ -13,8 +13,10 @@
 
 #if defined(__clang__)
 #define KV_UNROLL _Pragma("unroll")
+#define KV_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 #define KV_UNROLL _Pragma("GCC unroll 16")
+#define KV_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
 #endif
 #define KV_APART __attribute__((noinline)) /* inlined, its loops would lose registers to the caller */
 #define KV_INLINE static inline __attribute__((always_inline, unused))
@@ -252,9 +254,17 @@ KV_INLINE four v_sum4(vf a, vf b, vf c, vf d) {
 #elif defined(KV_SIMD_NEON)
     vst1q_f32(sums.lane, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
 #else
-    sums = (four){{v_sum(a), v_sum(b), v_sum(c), v_sum(d)}};
+    const vf ab = KV_SHUFFLE(a, b, 0, 4, 1, 5) + KV_SHUFFLE(a, b, 2, 6, 3, 7);
+    const vf cd = KV_SHUFFLE(c, d, 0, 4, 1, 5) + KV_SHUFFLE(c, d, 2, 6, 3, 7);
+    v_store(sums.lane, KV_SHUFFLE(ab, cd, 0, 1, 4, 5) + KV_SHUFFLE(ab, cd, 2, 3, 6, 7));
 #endif
     return sums;
+}
+
+/* VL vectors, the i-th with x[i] in all lanes. */
+KV_INLINE void v_spread(vf x, float *to) {
+    KV_UNROLL
+    for (int i = 0; i < VL; i++) v_store(to + i * VL, v_set(x[i]));
 }
 
 /* -------- functions -------- */
