@@ -139,6 +139,21 @@ def test_chunk_value_that_only_later_queries_see_stays_theirs(isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+def test_chunk_shows_a_nan_of_the_mask_where_it_is_visible(isa: str) -> None:
+    rng = np.random.default_rng(SEED)
+    k, v, q = normal(rng, 150, 1, 16), normal(rng, 150, 1, 16), normal(rng, 20, 2, 16)
+    mask = np.zeros((20, 2, 150), np.float32)
+    mask[5, 1, 3] = np.nan
+    pool = Pool(KVSpec(1, 1, 16, "float32", 16), isa)
+
+    result = pool.attend(q, [pool.add(k, v)], [150], [20], options=AttentionOptions(mask=mask))
+
+    assert np.isnan(result[5, 1]).all()
+    result[5, 1] = dense_attention(q, k, v)[0][5, 1]
+    assert largest_error(result, dense_attention(q, k, v)[0]) <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("sinks", [None, np.array([1.0, -100.0], np.float32)])
 def test_chunk_query_that_sees_nothing_gets_zero(isa: str, sinks: np.ndarray | None) -> None:
     rng = np.random.default_rng(SEED)

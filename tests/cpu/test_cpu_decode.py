@@ -145,7 +145,7 @@ def test_decode_of_a_query_takes_nothing_from_tokens_it_does_not_see(
     seen = (tokens <= positions) & (tokens > positions - (window or context))
     sees = np.repeat(seen[:, None], heads, 1) if mask is None else seen[:, None] & mask
     results = []
-    for bad in (None, (range(60, 64), np.inf), (range(95, 100), np.nan)):
+    for bad in (None, (range(60, 64), np.inf), (range(95, 100), np.nan), (range(98, 100), np.inf)):
         stored = v.copy()
         if bad is not None:
             stored[bad[0]] = bad[1]

@@ -58,6 +58,17 @@ def test_scores_of_a_row_depend_on_nothing_but_the_row(isa, features, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_scores_of_rows_in_many_parts_equal_dense_scores(isa, kind):
+    pool, keys, tables, q = rows_of(isa)
+    got = scores_of(pool, q, tables, LENS, QUERIES, kind)
+    for row, newest in enumerate(newest_of(QUERIES)):
+        right = dense_scores(q[newest : newest + 1], keys[row], kind)
+        error = np.abs(got[row, :, : LENS[row]] - right).max()
+        assert error <= (4e-6 if kind == "raw" else 4e-6 * right.max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_scores_over_64k_tokens_keep_their_digits(kind):
     rng, length = np.random.default_rng(2), 65_536
     for isa in isas():

@@ -1,11 +1,8 @@
-"""Rows of numbers that are hard to quantize, and MLX's names of dtypes."""
+"""Rows of numbers that are hard to quantize, and the types that they may have."""
 
 import numpy as np
-import pytest
 
-mx = pytest.importorskip("mlx.core")
-
-MLX = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+FLOATS = ("float32", "float16", "bfloat16")
 
 
 def rows(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:

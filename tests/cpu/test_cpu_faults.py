@@ -1,0 +1,593 @@
+"""Faults planted into the C kernels, each caught by the test that is named with it, in every instruction set.
+
+The faults of an instruction set are compiled together, in copies of the sources. Each is an expression or a statement
+beside the right one, and ``kv_fault`` says which of them is computed. A process that loads this library before kvpool's
+own runs each test twice: without a fault, where it must pass, and with its own, where it must fail. So the tests of the
+kernels are tested.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import test_cpu_chunk as chunk
+import test_cpu_decode as decode
+import test_cpu_move as move
+import test_cpu_quantized as quantized
+import test_cpu_scores as scores
+
+from kvpool.config import KVSpec
+from kvpool.testing import conformance
+from kvpool_backends.cpu import CPUBackend, isas
+
+KERNELS = Path(__file__).resolve().parents[2] / "kvpool_backends" / "cpu" / "kernels"
+QUANTIZED = KVSpec(1, 2, 64, "float16", 16, k_bits=8, v_bits=4, quant_group_size=32)
+FLOAT8 = KVSpec(1, 2, 64, "float8_e4m3", 16)
+SHARED = ("attend", "move", "threads")  # sources that all instruction sets have in common
+Check = Callable[[str], object]  # a test, called with the name of an instruction set
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not know LD_PRELOAD")
+
+
+class Fault(NamedTuple):
+    """`before` is an expression, or a statement where it ends with a semicolon; so is `after`."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    check: Check
+
+
+def decoded(**choice: Any) -> Check:
+    """The test of one decode, or of a short window of queries."""
+    case = {"dtype": "float16", "block_size": 16, "dims": (80, 96), "group": 3, "features": "none", "queries": 5}
+    case |= {"prior": 130, "layout": "NHD", "tokens": "float32"} | choice
+    return lambda isa: decode.test_decode_equals_dense_attention(case | {"isa": isa})
+
+
+def chunked(**choice: Any) -> Check:
+    """The test of one chunk."""
+    case = {"dtype": "bfloat16", "block_size": 16, "dims": (80, 96), "group": 3, "features": "none", "queries": 43}
+    case |= {"prior": 127, "layout": "NHD", "tokens": "float32"} | choice
+    return lambda isa: chunk.test_chunk_any_shape_matches_float64(case | {"isa": isa})
+
+
+def conforms(name: str) -> Check:
+    """A case of the conformance kit."""
+    (case,) = [case for case in conformance.CASES if case.__name__ == name]
+    return lambda isa: case(partial(CPUBackend, isa=isa))
+
+
+def quantized_decode(isa: str) -> None:
+    quantized.test_decode_of_any_layout_and_bits_is_right(8, 4, "NHD", isa)
+
+
+def quantized_chunk(isa: str) -> None:
+    quantized.test_chunks_are_right(4, 8, isa)
+
+
+def quantized_bytes(dtype: str) -> Check:
+    return lambda isa: quantized.test_write_stores_the_bytes_of_the_reference(8, 32, dtype, dtype, isa)
+
+
+def unseen_values(isa: str) -> None:
+    decode.test_decode_of_a_query_takes_nothing_from_tokens_it_does_not_see(isa, "float32", None, False)
+
+
+def midpoints(dtype: str) -> Check:
+    return lambda isa: move.test_midpoints_of_all_16_bit_numbers_round_to_nearest_even(dtype, "at", isa)
+
+
+def converted(given: str, dtype: str) -> Check:
+    return lambda isa: move.test_every_16_bit_number_is_converted_between_dtypes(given, dtype, isa)
+
+
+def moves(layout: str) -> Check:
+    return lambda isa: move.test_large_moves_on_several_threads_leave_the_same_bytes_as_the_model(layout)
+
+
+def compacted(isa: str) -> None:
+    quantized.test_compact_moves_what_the_reference_moves(None, None, "NHD")
+
+
+def scored(kind: str) -> Check:
+    return lambda isa: scores.test_scores_of_rows_in_many_parts_equal_dense_scores(isa, kind)
+
+
+FAULTS = [
+    # Tiles, blocks and parts of a context
+    Fault(
+        "the last value of a block is the one before",
+        "tile.h",
+        "v + i * v_step",
+        "v + (i - (i > 0 && i + 1 == count)) * v_step",
+        decoded(),
+    ),
+    Fault(
+        "values are those of the block before",
+        "tile.h",
+        "table[index] * layer->v.block_stride",
+        "table[index > 0 ? index - 1 : 0] * layer->v.block_stride",
+        decoded(),
+    ),
+    Fault(
+        "strides of HND for keys in NHD",
+        "tile.h",
+        "layer->k.slot_stride * k_size",
+        "layer->k.head_stride * k_size",
+        decoded(),
+    ),
+    Fault(
+        "the newest token is not seen",
+        "decode.h",
+        "(int32_t)(position - tile->first + 1)",
+        "(int32_t)(position - tile->first)",
+        decoded(),
+    ),
+    Fault(
+        "parts begin a token late",
+        "attend.c",
+        "cut < first ? first : cut",
+        "cut < first ? first : cut + (cut > 0)",
+        decoded(prior=700),
+    ),
+    Fault(
+        "the last part is a token short",
+        "attend.c",
+        "next_cut < last ? next_cut : last",
+        "next_cut < last ? next_cut : last - 1",
+        decoded(),
+    ),
+    Fault(
+        "a part is computed twice, the next one never",
+        "attend.c",
+        "(first / PART + index) * PART",
+        "(first / PART + index / 2 * 2) * PART",
+        decoded(prior=700),
+    ),
+    Fault(
+        "a tile of queries is computed twice, the next one never",
+        "attend.c",
+        "tiles - 1 - index % tiles",
+        "(tiles - 1 - index % tiles) / 2 * 2",
+        lambda isa: chunk.test_chunk_around_tiles_of_queries_matches_float64(isa, 1, 513),
+    ),
+    Fault(
+        "the last item of a call is left out",
+        "threads.c",
+        "if (num_threads > num_items) num_threads = (int)num_items;",
+        "num_items -= num_items > 1;",
+        decoded(prior=700),
+    ),
+    Fault(
+        "the newest key of a chunk is not loaded",
+        "chunk.h",
+        "item.first_position + num_queries",
+        "item.first_position + num_queries - 1",
+        chunked(),
+    ),
+    Fault(
+        "strides of HND for a chunk in NHD",
+        "chunk_pack.h",
+        "slot * plane->slot_stride",
+        "slot * plane->head_stride",
+        chunked(),
+    ),
+    # What changes a score, and what hides it
+    Fault(
+        "the window of a decode is one too long",
+        "decode.h",
+        "position - call->window + 1",
+        "position - call->window",
+        decoded(features="window"),
+    ),
+    Fault(
+        "the window of a chunk is one too long",
+        "chunk_softmax.h",
+        "query + oldest < key",
+        "query + oldest <= key",
+        chunked(features="window"),
+    ),
+    Fault(
+        "the soft cap is left out",
+        "decode.h",
+        "v_tanh(s / call->soft_cap) * call->soft_cap",
+        "s",
+        decoded(features="soft_cap"),
+    ),
+    Fault(
+        "the soft cap of a chunk is left out",
+        "chunk_softmax.h",
+        "cap * v_tanh(x / cap)",
+        "x",
+        chunked(features="soft_cap"),
+    ),
+    Fault(
+        "the slope is that of the next head",
+        "decode.h",
+        "v_set(call->slopes[head])",
+        "v_set(call->slopes[(head + 1) % call->num_q_heads])",
+        decoded(features="alibi_slopes"),
+    ),
+    Fault(
+        "the slope of a chunk is that of the next head",
+        "chunk_pack.h",
+        "call->slopes[head]",
+        "call->slopes[(head + 1) % call->num_q_heads]",
+        chunked(features="alibi_slopes"),
+    ),
+    Fault(
+        "the mask is that of the first query",
+        "decode.h",
+        "token * call->mask_token_stride",
+        "run->first_query * call->mask_token_stride",
+        decoded(features="mask"),
+    ),
+    Fault(
+        "the mask of a chunk is that of its first query",
+        "chunk_softmax.h",
+        "token * call->mask_token_stride",
+        "item->first_token * call->mask_token_stride",
+        chunked(features="mask"),
+    ),
+    Fault(
+        "a NaN in the mask of a chunk hides its token",
+        "chunk_softmax.h",
+        "entry != hidden",
+        "entry > hidden",
+        chunk.test_chunk_shows_a_nan_of_the_mask_where_it_is_visible,
+    ),
+    Fault("the sink is left out", "decode.h", "expf(sink - offset)", "0", decoded(features="sinks")),
+    Fault(
+        "the sink is that of the group's first head",
+        "chunk_pack.h",
+        "all[chunk_head(item, panel->first_row + i)]",
+        "all[item->kv_head * item->group]",
+        chunked(features="sinks"),
+    ),
+    Fault(
+        "query heads go to KV heads in turns",
+        "decode.h",
+        "lane / run->lanes * run->group + lane % run->group",
+        "lane % run->group * run->call->layer->num_kv_heads + lane / run->lanes",
+        decoded(),
+    ),
+    Fault(
+        "query heads of a chunk go to KV heads in turns",
+        "chunk.h",
+        "item->kv_head * item->group + row % item->group",
+        "row % item->group * item->call->layer->num_kv_heads + item->kv_head",
+        chunked(),
+    ),
+    # Sums
+    Fault(
+        "the sum is not rescaled for a larger maximum",
+        "decode.h",
+        "run->sum[lane] * decay + v_sum(total)",
+        "run->sum[lane] + v_sum(total)",
+        decoded(),
+    ),
+    Fault(
+        "parts are added up as if they had one maximum",
+        "decode.h",
+        "expf(part[lane] - largest)",
+        "1",
+        decoded(prior=700),
+    ),
+    Fault(
+        "the sum of a chunk is not rescaled for a larger maximum",
+        "chunk_softmax.h",
+        "v_fma(v_load(sum + v * VL), old, a + b)",
+        "v_load(sum + v * VL) + a + b",
+        chunked(),
+    ),
+    Fault(
+        "results of a chunk are not rescaled for a larger maximum",
+        "gemm.h",
+        "v_fma(v_load(o), v_load(decay + v * VL), sums[r][v])",
+        "v_load(o) + sums[r][v]",
+        chunked(),
+    ),
+    Fault(
+        "products of a chunk take the first keys of a tile",
+        "gemm.h",
+        "keys + c * dim",
+        "keys",
+        chunked(),
+    ),
+    Fault(
+        "a value that a query does not see is multiplied by 0",
+        "decode.h",
+        "is_used ? tile->v[t] + offset : run->zeros",
+        "tile->v[t] + offset",
+        unseen_values,
+    ),
+    Fault(
+        "a value that a query of a chunk does not see is multiplied by 0",
+        "chunk_pack.h",
+        "v_sum(bad) == 0",
+        "1",
+        chunk.test_chunk_value_that_only_later_queries_see_stays_theirs,
+    ),
+    # Scores
+    Fault(
+        "the share of the first head for all heads of a group",
+        "scores.h",
+        "v_set(share[i])",
+        "v_set(share[0])",
+        scored("mass"),
+    ),
+    Fault(
+        "scores of parts are added up as if they had one maximum",
+        "scores.h",
+        "expf(partials[i * step + lane] - largest)",
+        "1",
+        scored("mass"),
+    ),
+    Fault(
+        "raw scores are sums of a group",
+        "decode.h",
+        "sum[t] *= part",
+        "sum[t] *= 1",
+        scored("raw"),
+    ),
+    Fault(
+        "a hidden token has the score -inf",
+        "decode.h",
+        "v_select(s == -INFINITY, (vf){0}, s)",
+        "s",
+        conforms("scores_are_what_goes_into_exp"),
+    ),
+    Fault(
+        "scores before a window are left alone",
+        "attend.c",
+        "memset(out, 0, (size_t)begin * sizeof(float));",
+        ";",
+        conforms("scores_are_what_goes_into_exp"),
+    ),
+    # Quantized storage
+    Fault(
+        "the scale is that of the next group",
+        "decode_quantized.h",
+        "v_load(scales + g * TILE + t)",
+        "v_load(scales + (g + 1) % groups * TILE + t)",
+        quantized_decode,
+    ),
+    Fault(
+        "scales of two groups are swapped",
+        "decode_quantized.h",
+        "memcpy(to + k * TILE, &columns[k], sizeof columns[k]);",
+        "memcpy(to + k * TILE, &columns[k ^ 1], sizeof columns[k]);",
+        quantized_decode,
+    ),
+    Fault(
+        "the scale in a chunk is that of the first group",
+        "dequantize.h",
+        "from->scales + g * float_size",
+        "from->scales",
+        quantized_chunk,
+    ),
+    Fault(
+        "the zero point of keys is left out",
+        "decode_quantized.h",
+        "v_fma(v_set(sums[g]), v_load(biases + g * TILE + t), score)",
+        "score",
+        quantized_decode,
+    ),
+    Fault(
+        "the zero point in a chunk is left out",
+        "dequantize.h",
+        "numbers * scale + bias",
+        "numbers * scale",
+        quantized_chunk,
+    ),
+    Fault(
+        "a token without weight adds its zero point",
+        "decode_quantized.h",
+        "v_select(unused, none, weight * v_load(biases + g * TILE + t))",
+        "weight * v_load(biases + g * TILE + t)",
+        lambda isa: quantized.test_masked_tokens_that_are_nan_never_matter(1),
+    ),
+    Fault(
+        "numbers are rounded down",
+        "quantize.h",
+        "v_min(y, most) + magic",
+        "v_min(y - 0.5f, most) + magic",
+        quantized_bytes("float16"),
+    ),
+    Fault(
+        "the second group of numbers with gaps is read as if it had none",
+        "quantize.h",
+        "size * stride * from_size",
+        "size * from_size",
+        lambda isa: quantized.test_elements_with_gaps_are_stored_and_gathered_like_others(QUANTIZED, isa),
+    ),
+    Fault(
+        "float8 is gathered without gaps",
+        "dequantize.h",
+        "dst + i * step",
+        "dst + i * kv_itemsize(to)",
+        lambda isa: quantized.test_elements_with_gaps_are_stored_and_gathered_like_others(FLOAT8, isa),
+    ),
+    Fault(
+        "numbers of bfloat16 are rounded down",
+        "quantize.h",
+        "v_quotient(odd, by, times) + magic",
+        "v_quotient(odd, by, times) - 0.5f + magic",
+        quantized_bytes("bfloat16"),
+    ),
+    Fault(
+        "zero points are rounded down",
+        "quantize.h",
+        "v_rint(edge / scale)",
+        "v_rint(edge / scale - 0.25f)",
+        quantized_bytes("float32"),
+    ),
+    # Conversions
+    Fault(
+        "bfloat16 is cut off",
+        "simd.h",
+        "(bits + more) >> 16",
+        "bits >> 16",
+        midpoints("bfloat16"),
+    ),
+    Fault(
+        "ties of bfloat16 are rounded up",
+        "simd.h",
+        "0x7fff + ((bits >> 16) & 1)",
+        "(bits & 0) + 0x8000",
+        midpoints("bfloat16"),
+    ),
+    Fault(
+        "subnormal float16 are read as 0",
+        "simd.h",
+        "v_from_f16(v_load_half(p))",
+        "v_select(v_abs(v_from_f16(v_load_half(p))) < 0x1p-14f, v_set(0), v_from_f16(v_load_half(p)))",
+        converted("float16", "float32"),
+    ),
+    Fault(
+        "subnormal float16 are stored as 0",
+        "simd.h",
+        "v_to_f16(x)",
+        "v_to_f16(v_select(v_abs(x) < 0x1p-14f, v_set(0), x))",
+        midpoints("float16"),
+    ),
+    Fault(
+        "float8 beyond 448 is not 448",
+        "simd.h",
+        "v_min(v_abs(x), v_set(448))",
+        "v_abs(x)",
+        conforms("written_values_are_rounded_to_nearest_even"),
+    ),
+    # Moves
+    Fault(
+        "strides of HND for a write in NHD",
+        "move.c",
+        "offset * plane->slot_stride",
+        "offset * plane->head_stride",
+        moves("NHD"),
+    ),
+    Fault(
+        "a copy lacks its last token",
+        "move.c",
+        "copy[2]",
+        "copy[2] - 1",
+        moves("NHD"),
+    ),
+    Fault(
+        "copied bytes lack the last one",
+        "move.c",
+        "memcpy(to + e * elements.dst, from + e * elements.src, (size_t)run);",
+        "memcpy(to + e * elements.dst, from + e * elements.src, (size_t)run - 1);",
+        moves("NHD"),
+    ),
+    Fault("a copy of interleaved planes lacks values", "move.c", "p->run *= 2;", ";", moves("interleaved")),
+    Fault(
+        "values are exported over keys",
+        "move.c",
+        "job->at[index]",
+        "0",
+        moves("NHD"),
+    ),
+    Fault(
+        "kept tokens come from their new place",
+        "move.c",
+        "keep[j] % block_size * p->slot",
+        "j % block_size * p->slot",
+        compacted,
+    ),
+]
+
+
+def planted(text: str, number: int, fault: Fault) -> str:
+    """`text` with the fault in it, where ``kv_fault`` is its number."""
+    assert text.count(fault.before) == 1, f"the kernels have changed: say again where {fault.name!r} goes"
+    if fault.before.endswith(";"):
+        both = f"if (kv_fault == {number}) {{ {fault.after} }} else {fault.before}"
+    else:
+        both = f"(kv_fault == {number} ? (__typeof__({fault.before}))({fault.after}) : ({fault.before}))"
+    return text.replace(fault.before, both)
+
+
+def library(isa: str, folder: Path, compiler: Sequence[str]) -> Path:
+    """The kernels of one instruction set with all faults, compiled."""
+    texts = {path.name: path.read_text() for path in KERNELS.glob("*.[ch]")}
+    for number, fault in enumerate(FAULTS, 1):
+        texts[fault.file] = planted(texts[fault.file], number, fault)
+    texts["kvcpu.h"] = f"extern int kv_fault;\n{texts['kvcpu.h']}"
+    texts["threads.c"] += "int kv_fault;\n"
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    made = folder / f"{isa}.so"
+    sources = [str(folder / f"{name}.c") for name in (f"isa_{isa}", *SHARED)]
+    options = ["-O1", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", "-w", "-o", str(made), "-lm"]
+    subprocess.run([*compiler, *sources, *options], check=True)
+    return made
+
+
+def how_it_ends(check: Check, isa: str) -> str:
+    """Of a test: "passes", or what it raises."""
+    try:
+        check(isa)
+    except Exception as error:
+        return "".join(traceback.format_exception_only(error))
+    return "passes"
+
+
+def judge(isa: str, made: str) -> None:
+    """Print how each test ends, without its fault and with it. The process has loaded the library before kvpool's."""
+    switch = ctypes.c_int.in_dll(ctypes.CDLL(made), "kv_fault")
+    for number, fault in enumerate(FAULTS, 1):
+        ends = []
+        for switch.value in (0, number):
+            ends.append(how_it_ends(fault.check, isa))
+        print(json.dumps([fault.name, *ends]), flush=True)
+
+
+def read(said: str) -> dict[str, tuple[str, str]]:
+    """What `judge` has printed: name of a fault -> how its test ends without it, and with it."""
+    return {name: (sound, faulty) for name, sound, faulty in map(json.loads, said.splitlines())}
+
+
+def is_caught(sound: str, faulty: str) -> bool:
+    """Whether a test passes without a fault and finds a wrong result with it."""
+    return sound == "passes" and faulty.startswith("AssertionError")
+
+
+@pytest.fixture(scope="module")
+def ends(isa: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+    """How the test of each fault ends in an instruction set: without the fault, and with it."""
+    compiler = shlex.split(sysconfig.get_config_var("CC") or "cc")
+    made = library(isa, tmp_path_factory.mktemp(isa), compiler)
+    env = {"LD_PRELOAD": str(made), "KVPOOL_CPU_ISA": isa, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, __file__, isa, made], env=os.environ | env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read(done.stdout)
+
+
+every_isa = pytest.mark.parametrize(
+    "isa", [*(pytest.param(isa, marks=pytest.mark.long) for isa in isas()[:-1]), isas()[-1]], scope="module"
+)
+
+
+@every_isa
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
+def test_planted_fault_in_a_kernel_is_caught(fault: Fault, ends: dict[str, tuple[str, str]]) -> None:
+    assert is_caught(*ends[fault.name]), ends[fault.name]
+
+
+if __name__ == "__main__":
+    judge(*sys.argv[1:])
