@@ -516,7 +516,7 @@ class DiskStore:
             self._worthless.add(name)
 
     def _adopt(self, each: Listed) -> bool:
-        """Seal a segment whose writer has died; whether it is sealed now."""
+        """Seal a segment whose writer has died; whether it is sealed now. One without a whole header has nothing."""
         if time.monotonic() < self._paused_until:
             return False
         try:
@@ -524,11 +524,15 @@ class DiskStore:
                 fd = self._folder.adopt(each.name)
                 if fd is None:
                     return False
+                if (size := os.fstat(fd).st_size) < form.HEADER.size:
+                    os.close(fd)
+                    self._folder.remove(each.name)
+                    return False
                 try:
                     kind, layout = form.read_header(fd)
                     if layout != self.layout.digest:
                         raise ValueError("another layout")
-                    found = form.scanned(fd, form.HEADER.size, os.fstat(fd).st_size, kind, self._is_ours)
+                    found = form.scanned(fd, form.HEADER.size, size, kind, self._is_ours)
                 except (OSError, ValueError):
                     os.close(fd)
                     self._folder.seal(each.stem)  # as it is: looked at then like any other

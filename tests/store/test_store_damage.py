@@ -121,6 +121,18 @@ def test_segment_of_a_dead_writer_is_sealed_and_goes_on(tmp_path):
     assert found(tmp_path / "store") == [0, 1, 2]
 
 
+@pytest.mark.parametrize("length", [0, 1, HEADER - 1])
+def test_segment_of_a_writer_that_died_before_its_header_leaves(tmp_path, length):
+    sealed = filled(tmp_path / "store")
+    torn = sealed.with_name(f"{'a' * 16}.kvpool-open")
+    torn.touch(0o600)
+    torn.write_bytes(sealed.read_bytes()[:length])
+    store = opened(tmp_path / "store")
+    assert not store.refused and list((tmp_path / "store").glob("*.kvpool*")) == [sealed]
+    store.close()
+    assert found(tmp_path / "store") == [0, 1, 2]
+
+
 def test_duplicated_and_reordered_segments_are_read(tmp_path):
     segment = filled(tmp_path / "store")
     data = segment.read_bytes()
