@@ -87,7 +87,9 @@ def run_restart(settings: Settings, say: Callable[[str], None]) -> Outcome:
     (text, computed, _), (again, loaded, cached) = answers
     tokens = len(TURN * TURNS)  # the tiny model has one for each byte
     claims = {
-        "same_answer": Claim(again == text and bool(text), f"{len(text)} characters, {again == text}"),
+        "same_answer": Claim(
+            again == text and bool(text), f"{len(text)} characters, {'equal' if again == text else 'different'}"
+        ),
         "found_on_disk": Claim(cached >= 0.9 * tokens, f"{cached} of {tokens} tokens of the prompt"),
         "sooner": Claim(
             loaded < computed,
