@@ -9,7 +9,7 @@ from kvpool.protocol import StepArrays
 from kvpool_backends.numpy import NumpyBackend
 from kvpool_backends.numpy.elements import dequantize, from_bfloat16, pack, quantize, to_bfloat16, unpack
 
-mx = pytest.importorskip("mlx.core")
+mx = pytest.importorskip("mlx.core", reason="MLX is what the reference is compared with")
 SEED = 8_104
 FORMATS = [(bits, group) for bits in (4, 8) for group in (32, 64, 128)]
 

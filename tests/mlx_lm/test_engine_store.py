@@ -275,32 +275,35 @@ def test_saves_hold_a_part_of_the_pool_only(model):
     checked(engine)
 
 
-def test_prompt_larger_than_the_share_of_saves_is_saved_though_its_answer_ends_first(model):
+def _with_busy_writer(model, num_blocks=256):
+    """An engine whose thread that writes waits for the gate of its store, and the store."""
     made = []
-    engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0], num_blocks=200)
+    engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0], num_blocks)
     made[0].open_gate.clear()
-    engine.kv.stored._writer.put(lambda: made[0].open_gate.wait(20))  # the thread that writes is busy
+    engine.kv.stored._writer.put(lambda: made[0].open_gate.wait(20))
+    return engine, made[0]
+
+
+def test_prompt_larger_than_the_share_of_saves_is_saved_though_its_answer_ends_first(model):
+    engine, store = _with_busy_writer(model, 200)
     engine.generate(PROMPT, max_tokens=40)
-    made[0].open_gate.set()
+    store.open_gate.set()
     engine.kv.stored.flush()
-    assert known_to(made[0], engine, PROMPT) >= 368
+    assert known_to(store, engine, PROMPT) >= 368
     checked(engine)
 
 
 def test_answer_whose_prompt_gave_its_blocks_to_others_is_saved_whole(model):
-    made = []
-    engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0])
-    made[0].open_gate.clear()
-    engine.kv.stored._writer.put(lambda: made[0].open_gate.wait(20))  # the thread that writes is busy
+    engine, store = _with_busy_writer(model)
     engine.submit(PROMPT, max_tokens=12)
     _step_until(engine, lambda: engine.is_saving)
     engine._make_way(engine.kv.stored)
     assert not engine.is_saving
-    made[0].open_gate.set()
+    store.open_gate.set()
     while engine.num_unfinished:
         engine.step()
     engine.kv.stored.flush()
-    assert known_to(made[0], engine, PROMPT) >= 368
+    assert known_to(store, engine, PROMPT) >= 368
     checked(engine)
 
 
