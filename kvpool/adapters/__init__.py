@@ -1,1 +1,1 @@
-"""Glue between kvpool and serving frameworks, one module per framework. Nothing in kvpool imports them."""
+"""Glue between kvpool and serving frameworks, one module per framework. The core and backends import none."""

@@ -24,7 +24,10 @@ cdef void begin_step(State* pool, Step* p) noexcept nogil:
     pool.next_step = p.id + 1
     if pool.steps_pend:
         pending_add(&pool.pending, p)
-        set_fences(&pool.pending, &pool.blocks)
+        if pool.groups != NULL:
+            groups_set_fences(pool.groups, &pool.pending)
+        else:
+            set_fences(&pool.pending, &pool.blocks)
 
 
 cdef void show_rows(State* pool, Plan plan, int64_t pad_rows, int64_t pad_tokens) noexcept nogil:
@@ -49,12 +52,7 @@ cdef void carry_out_groups(State* pool, Plan plan, const int64_t* handles, bint 
                            pad_tokens) noexcept nogil:
     """The same in a pool with layer groups."""
     cdef Step* p = &plan.step
-    p.id = pool.next_step
-    p.noted_done = False
-    pool.next_step = p.id + 1
-    if pool.steps_pend:
-        pending_add(&pool.pending, p)
-        groups_set_fences(pool.groups, &pool.pending)
+    begin_step(pool, p)
     groups_commit(pool.groups, p, plan.part, handles, advance)
     wire_emit(&plan.wire, p, &pool.seqs, &pool.blocks, <int32_t>pad_rows, pad_tokens)
     groups_emit(pool.groups, p, <int32_t>pad_rows, pad_tokens)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvpool.eviction.policies import BlockEviction, Policy
+from kvpool.eviction.policies import Policy
 
 __all__ = ["Memory", "block_sums"]
 
@@ -160,8 +160,8 @@ class Memory:
         For a policy of whole blocks: table indices that leave, int64 ``[n]``, ascending.
         """
         policy = self.policy
-        if isinstance(policy, BlockEviction):
-            return self._blocks(row, kv_len, target, policy)
+        if policy.whole_blocks:
+            return self._blocks(row, kv_len, target)
         num_layers, _, heads, _ = self.scores.shape
         recent = min(policy.recent, target - policy.sink)
         keep = np.zeros((num_layers, heads, kv_len), bool)
@@ -182,8 +182,8 @@ class Memory:
         found[..., :known] = self.scores[:, row, :, :known]
         return found
 
-    def _blocks(self, row: int, kv_len: int, target: int, policy: BlockEviction) -> np.ndarray:
-        first, end = policy.candidates(kv_len, self.block_size)
+    def _blocks(self, row: int, kv_len: int, target: int) -> np.ndarray:
+        first, end = self.policy.candidates(kv_len, self.block_size)
         count = (kv_len - target) // self.block_size
         scores = self._row_scores(row, kv_len).sum(axis=(0, 1), dtype=np.float64)
         blocks = scores[first * self.block_size : end * self.block_size].reshape(-1, self.block_size).sum(axis=1)

@@ -80,6 +80,10 @@ class Policy:
         """Tokens that always stay."""
         return self.sink + self.recent
 
+    def candidates(self, lens: Any, block_size: int) -> tuple[int, Any]:
+        """First table index that may leave, and the end of them: full blocks without a protected token."""
+        return -(-self.sink // block_size), (lens - self.recent) // block_size
+
     def lens_after(self, lens: np.ndarray, block_size: int) -> np.ndarray:
         """Tokens that sequences of `lens` tokens have after eviction; one that has less than `max_kv` keeps all."""
         assert self.slack is not None
@@ -264,11 +268,6 @@ class BlockEviction(_Scored):
                 f"[BlockEviction] max_kv is {self.max_kv}, in blocks of {block_size} the least is {least}: those of "
                 f"sink {self.sink}, recent {self.recent} and one more block"
             )
-
-    def candidates(self, lens: Any, block_size: int) -> tuple[int, Any]:
-        """First table index that may leave, and the end of them: full blocks without a protected token."""
-        return -(-self.sink // block_size), (lens - self.recent) // block_size
-
 
 def check_backend(policy: Policy, can: Capabilities, block_size: int) -> None:
     """Raise ValueError where a backend cannot serve a policy: export its scores, move tokens, have such blocks."""

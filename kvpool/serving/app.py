@@ -59,7 +59,7 @@ class Settings:
     max_tokens : int
         Tokens to generate for a request that does not say how many.
     max_connections : int
-        Requests with a body that are answered at a time, at most.
+        Requests that are answered at a time. One more that has a body gets status 503.
     max_body : int
         Bytes of a body, at most.
     """

@@ -2,7 +2,7 @@
 
 - *metal* (`kvpool_backends.mlx.metal`): where MLX computes on a GPU with Metal. Attention by kernels of Metal,
   straight over the pool, all of it lazy. Layout "NHD", every layout with the native extension.
-- *kernels* (`kvpool_backends.mlx.kernels`): where MLX computes on the CPU. The CPU kernels work on the pool in
+- *kernels* (`kvpool_backends.mlx.cpu_kernels`): where MLX computes on the CPU. The CPU kernels work on the pool in
   place, at once, and MLX itself never computes with it. All layouts, all options of attention. Where the extension
   was built (`kvpool_backends.mlx.native`), the same kernels run as lazy nodes of MLX's graph.
 - *plain* (`kvpool_backends.mlx.plain`): on every device that MLX has. Writes are scatters, reads are gathers for
@@ -193,6 +193,6 @@ def _cpu_route(native: bool) -> type[BaseBackend]:
         from kvpool_backends.mlx.native.backend import NativeBackend
 
         return NativeBackend
-    from kvpool_backends.mlx.kernels import KernelBackend
+    from kvpool_backends.mlx.cpu_kernels import KernelBackend
 
     return KernelBackend

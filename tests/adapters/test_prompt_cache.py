@@ -223,6 +223,7 @@ for kind in proof.STORED:
 """
 
 
+@pytest.mark.long
 def test_prompts_outlive_the_process_in_a_directory_to_the_same_bits(tmp_path):
     subprocess.run([sys.executable, "-c", WRITES, str(tmp_path)], cwd=ROOT, check=True)
     for kind in proof.STORED:
@@ -237,6 +238,7 @@ def test_prompts_outlive_the_process_in_a_directory_to_the_same_bits(tmp_path):
         store.close()
 
 
+@pytest.mark.long
 def test_the_example_of_a_loop_finds_its_prompts_after_a_restart(tmp_path):
     command = [sys.executable, str(ROOT / "examples" / "prompt_cache_loop.py"), str(tmp_path / "store")]
     cold, warm = (subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2))

@@ -187,6 +187,7 @@ def run_engine(fail_at, is_late=False, seed=5, turns=14):
     return engine.seen, engine.rollbacks, Failing.made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_late", [False, True])
 def test_engine_rolls_back_whatever_call_fails_and_steps_again(is_late):
     peace, rollbacks, total = run_engine(0)

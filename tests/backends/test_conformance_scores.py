@@ -296,6 +296,7 @@ def test_planted_fault_is_caught_by_its_case(fault):
     assert_caught(fault, FAULTS[fault])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("base", [Scored, OtherScores])
 def test_backend_of_parts_without_a_fault_conforms(base):
     assert set(conformance.check_backend(base, conformance_attention.SCORE_CASES).values()) == {"passed"}

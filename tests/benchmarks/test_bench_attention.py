@@ -536,6 +536,7 @@ def run_command(*options):
     return main(command, [*ARGUMENTS, "--repetitions", "2", "--against", "numpy,torch", *options])
 
 
+@pytest.mark.long
 def test_command_json_has_everything(kernels, capsys):
     assert run_command("--json") == 0
     out, err = capsys.readouterr()
@@ -584,6 +585,7 @@ def test_command_without_a_layout_takes_that_of_the_instruction_set(kernels, cap
     assert {row["layout"] for row in json.loads(capsys.readouterr().out)["rows"]} == {"HND"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_command_measures_the_real_kernels(small, capsys, layout):
     """Every part, in small; the results are checked by the command itself."""

@@ -121,6 +121,22 @@ def test_blocks_with_the_lowest_scores_leave(seed):
     assert known.select(0, n, target).tolist() == due
 
 
+class HeavyBlocks(H2O):
+    """A policy of whole blocks that is not `BlockEviction`."""
+
+    whole_blocks = True
+    lens_after = BlockEviction.lens_after
+
+
+def test_blocks_leave_under_any_policy_of_whole_blocks():
+    scores, chosen = draw(3, 1, 39), []
+    for policy in (HeavyBlocks(max_kv=24, sink=5, heavy=13), BlockEviction(max_kv=24, sink=5, recent_tokens=6)):
+        known = memory(policy)
+        known.observe(scores.copy(), np.array([39]))
+        chosen.append(known.select(0, 39, int(policy.lens_after(np.array([39]), BLOCK)[0])).tolist())
+    assert chosen[0] == chosen[1] and len(chosen[0]) == 4
+
+
 def test_blocks_leave_as_far_as_there_are_any_to_choose_from():
     policy = BlockEviction(max_kv=16, sink=4, recent_tokens=8)
     lens = np.array([15, 16, 17, 19, 20, 60])

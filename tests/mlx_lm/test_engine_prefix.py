@@ -1,7 +1,10 @@
 """Prefixes in the engine, of models whose layers differ: cold and warm give the tokens of stock alone.
 
 Where the chunks of a prompt end at the same places, a warm run gives the logprobs of the cold one, bit by bit.
+Each family runs here or in test_engine_groups, with ``KVPOOL_LONG=1`` in both.
 """
+
+import os
 
 import mlx.core as mx
 import numpy as np
@@ -88,6 +91,7 @@ def crowd():
     return [[*begin[:cut], *prompt_of(23 + 3 * number, 11 + number)] for number, cut in enumerate((40, 33, 40, 7))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SHORT)
 def test_warm_engine_gives_the_tokens_of_stock_alone(name):
     with on_cpu():
@@ -99,7 +103,7 @@ def test_warm_engine_gives_the_tokens_of_stock_alone(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(OWN))
+@pytest.mark.parametrize("name", sorted(OWN) if os.environ.get("KVPOOL_LONG") else sorted(OWN)[1::2])
 def test_warm_engine_gives_the_tokens_of_stock_alone_in_every_family(name):
     with on_cpu():
         model, _ = tiny.make(name)

@@ -1,5 +1,9 @@
-"""Faults of the prefix cache with layer groups are convicted by random programs."""
+"""Faults of the prefix cache with layer groups are convicted by random programs.
 
+``KVPOOL_LONG=1`` counts the calls of the slowest fault, too.
+"""
+
+import os
 from functools import cache, partial
 
 import pytest
@@ -13,6 +17,7 @@ from proof.plain.programs import GroupRun, options_of
 
 MOST = 300_000
 FAULTS = [*WRONG_CONTENT, *WRONG_CHOICE, OutlivesItsKeys, WholePathRefreshed]
+COUNTED = FAULTS if os.environ.get("KVPOOL_LONG") else FAULTS[:-1]
 #: The first seed for faults that few programs show.
 FIRST = {"StaleStates": 22, "OutlivesItsKeys": 21, "WholePathRefreshed": 845}
 FIRST_READ = {"HitWithoutState": 11, "ShortWindow": 15, "KeptTokensDropped": 21, "OtherNamespaces": 6}
@@ -39,7 +44,7 @@ def test_planted_fault_differs_from_the_core(fault):
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", COUNTED, ids=lambda fault: fault.__name__)
 def test_planted_fault_differs_in_fewer_calls_than_it_may_take(fault):
     convict(fault, (Pool, Plan), 1)
 

@@ -7,7 +7,7 @@ from proof import cross
 
 pytest.importorskip("ziglang", reason="make cross installs it")
 RUNTIME = msl.build.RUNTIME / "scheduler.cpp"
-OPTIONS = ("-std=c++20", "-O0", f"-I{msl.build.INCLUDE}", f"-I{msl.build.RUNTIME}")
+OPTIONS = ("-std=c++20", "-O2", f"-I{msl.build.INCLUDE}", f"-I{msl.build.RUNTIME}")
 
 
 @pytest.mark.parametrize("target", [cross.MACOS, cross.LINUX])

@@ -31,6 +31,7 @@ def test_planted_bug_is_found(fault):
     assert report.finding is not None
 
 
+@pytest.mark.long
 def test_sound_pool_has_no_finding_and_every_call_is_accepted_and_refused(monkeypatch):
     met, both = set(), Pair.both
 

@@ -41,6 +41,7 @@ def test_sixty_seeds_cover_both_values_of_every_switch():
     assert {shape.depth for shape in shapes} == {1, 2, 3, 4}
 
 
+@pytest.mark.long
 def test_requests_are_aborted_and_preempted_in_every_state():
     states = Counter()
     for seed in range(1, 9):

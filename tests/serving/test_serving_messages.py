@@ -44,6 +44,7 @@ def say():
             yield lambda turns, **options: engine.generate([system, *turns], max_tokens=24, **options)
 
 
+@pytest.mark.long
 def test_conversation_goes_on_and_finds_what_was_said(client, say):
     turns, cached = list(ASKED), []
     for _ in range(3):

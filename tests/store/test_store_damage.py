@@ -67,6 +67,7 @@ def test_segment_has_the_documented_bytes(tmp_path):
         assert record[192:] == rows[number].tobytes() + bytes(14)
 
 
+@pytest.mark.long
 def test_every_byte_flipped_gives_no_wrong_hit_and_loses_one_block_at_most(tmp_path):
     source = filled(tmp_path / "store")
     whole = source.read_bytes()

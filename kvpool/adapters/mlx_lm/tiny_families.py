@@ -73,10 +73,6 @@ GEMMA3N = {
     **{"vocab_size_per_layer_input": 96, "altup_num_inputs": 2, "altup_coef_clip": 120.0},
     **{"altup_correct_scale": True, "altup_active_idx": 0, "laurel_rank": 8},
 }
-MUSE = WINDOWED | {
-    **{"post_norm_eps": 1e-5, "rope_parameters": ROPE, "layer_rope_theta": [1e4, 0.0, 1e4, 1e4]},
-    **{"final_logit_softcapping": 20.0, "output_multiplier": 1.0, "moe_hidden_size": 32, "num_shared_experts": 0},
-}
 GPT2 = {"n_embd": 48, "n_head": 4, "n_layer": 4, "n_positions": 1024, "n_ctx": 1024, "num_key_value_heads": None}
 
 OWN: dict[str, dict[str, Any]] = {  # what a file's config has besides, or instead

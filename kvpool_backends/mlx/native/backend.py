@@ -14,7 +14,7 @@ from kvpool.protocol import AnyPlan, AttentionOptions, StepArrays
 from kvpool.spec import LAYOUTS
 from kvpool_backends.checks import check_attends, check_layer, checked_copies, checked_options, checked_results
 from kvpool_backends.cpu._kernels import num_threads
-from kvpool_backends.mlx.kernels import KernelBackend
+from kvpool_backends.mlx.cpu_kernels import KernelBackend
 from kvpool_backends.mlx.native import loading
 from kvpool_backends.mlx.native.pool import InPlacePool
 
