@@ -19,14 +19,18 @@ cdef extern from *:
     /* Items from .. to - 1 of a list or tuple, as far as they are ints of 64 bits; returns where it stopped. No Python
        code runs. */
     static inline Py_ssize_t kv_plain_ints(PyObject *batch, Py_ssize_t from, Py_ssize_t to, int64_t *out) {
+    #ifdef Py_GIL_DISABLED
         int is_list = PyList_Check(batch);
+    #else
+        PyObject **items = PySequence_Fast_ITEMS(batch);  /* stays where it is, as no Python code runs */
+    #endif
         for (Py_ssize_t i = from; i < to; i++) {
             int fits, overflow = 0;
     #ifdef Py_GIL_DISABLED
             PyObject *item = is_list ? PyList_GetItemRef(batch, i) : Py_NewRef(PyTuple_GET_ITEM(batch, i));
             if (item == NULL) { PyErr_Clear(); return i; }
     #else
-            PyObject *item = is_list ? PyList_GET_ITEM(batch, i) : PyTuple_GET_ITEM(batch, i);
+            PyObject *item = items[i];
     #endif
             fits = PyLong_CheckExact(item);
             if (fits) {
