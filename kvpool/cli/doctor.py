@@ -127,9 +127,10 @@ def metal_facts() -> dict[str, Any]:
     except ImportError as exc:
         return {"available": False, "reason": f"mlx does not import ({exc})", "kernels": None}
     if not mx.metal.is_available():
+        where = "the CPU" if mx.default_device() == mx.cpu else "a GPU of another kind"
         return {
             "available": False,
-            "reason": "this build of MLX has no Metal device, it computes on the CPU",
+            "reason": f"this build of MLX has no Metal device, it computes on {where}",
             "kernels": "no Metal device; they run in the tests only",
         }
     device = str(mx.device_info().get("device_name", "unknown"))
@@ -249,6 +250,8 @@ def native_rows(native: dict[str, Any] | None, route: dict[str, str | None] | No
     """Return the line of the extension that writes in place; without it also what that costs, and what builds it."""
     if native is None:
         return []
+    if route is not None and route["route"] == "plain":
+        return [("mlx extension", "not in use: plain MLX does not take it")]
     if native["active"]:
         return [("mlx extension", f"in use, {native['folder']}")]
     costs = "a step reaches the GPU when the one before has finished"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -305,6 +306,19 @@ def test_doctor_tells_of_metal_kernels_and_the_extension(capsys, monkeypatch):
         assert ("in use, /there" if active else costs) in extension
         (kernels,) = [line for line in lines if line.startswith("Metal kernels")]
         assert kernels.endswith("no: no Metal device; they run in the tests only")
+
+
+def test_doctor_on_a_gpu_without_metal_says_so_and_asks_for_no_extension(monkeypatch):
+    mx = pytest.importorskip("mlx.core")
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    from kvpool.cli import doctor
+
+    facts = doctor.collect()
+    assert facts["metal"]["reason"].endswith("no Metal device, it computes on a GPU of another kind")
+    text = doctor.describe(facts)
+    assert "mlx computes by  plain MLX: MLX computes on" in text
+    assert re.search("mlx extension +not in use: plain MLX does not take it$", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

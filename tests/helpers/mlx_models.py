@@ -2,6 +2,8 @@
 
 import contextlib
 import gc
+import sys
+from unittest import mock
 
 import mlx.core as mx
 import numpy as np
@@ -9,6 +11,7 @@ from mlx.utils import tree_map
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import gemma3_text, gpt_oss, llama
 
+generate = sys.modules[generate_step.__module__]  # mlx_lm.generate is a function too
 VOCAB = 320
 WINDOW = 8  # of sliding layers: shorter than most prompts
 SEED = 7
@@ -19,13 +22,30 @@ ROUTES = {"fused": {"fused": True}, "gathered": {"fused": False}, "plain": {"ker
 
 @contextlib.contextmanager
 def on_cpu():
-    """Where MLX takes a GPU by default, let it compute on the CPU: the kernels are for that."""
+    """Where MLX takes a GPU by default, let it and mlx-lm compute on the CPU: the kernels are for that."""
     device = mx.default_device()
     mx.set_default_device(mx.cpu)
     try:
-        yield
+        with _mlx_lm_on(mx.cpu):
+            yield
     finally:
         mx.set_default_device(device)
+
+
+@contextlib.contextmanager
+def _mlx_lm_on(device):
+    """mlx-lm makes its stream when it is imported, for the default device of that moment."""
+    found = generate.generation_stream
+    if found.device == device:
+        yield
+        return
+    stream = mx.new_thread_local_stream(device)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(generate, "generation_stream", stream))
+        for call in (generate.generate_step, generate.speculative_generate_step):
+            defaults = tuple(stream if value is found else value for value in call.__defaults__)
+            stack.enter_context(mock.patch.object(call, "__defaults__", defaults))
+        yield
 
 
 def randomized(model):

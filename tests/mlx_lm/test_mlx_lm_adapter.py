@@ -2,9 +2,11 @@
 
 import functools
 import sys
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx_lm
+import mlx_models
 import pytest
 from mlx_lm.generate import BatchGenerator, speculative_generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
@@ -35,7 +37,8 @@ def prompts():
 @pytest.fixture(scope="module")
 def stock(model, prompts):
     """What mlx-lm generates on its own caches; varied enough to notice a difference."""
-    tokens = batch_tokens(model, prompts)
+    with on_cpu():
+        tokens = batch_tokens(model, prompts)
     assert all(len(set(row)) > len(row) // 2 for row in tokens)
     return tokens
 
@@ -116,6 +119,17 @@ def modules_called(step, steps):
     finally:
         sys.setprofile(None)
     return calls
+
+
+def test_mlx_lm_computes_on_the_cpu_where_a_test_asks_for_it(monkeypatch):
+    """Its stream is as old as its import: where MLX has a GPU, it is of the GPU, and no other device changes that."""
+    of_a_gpu, generate = SimpleNamespace(device=mx.gpu), mlx_models.generate
+    monkeypatch.setattr(generate, "generation_stream", of_a_gpu)
+    monkeypatch.setattr(generate.generate_step, "__defaults__", (of_a_gpu,))
+    with on_cpu():
+        assert solo_tokens(tiny_llama(), [1, 2, 3], 2) == batch_tokens(tiny_llama(), [[1, 2, 3]], 2)[0]
+    assert generate.generate_step.__defaults__ == (of_a_gpu,) and generate.generation_stream is of_a_gpu
+
 
 
 def test_a_decode_step_of_mlx_lm_takes_one_short_way_through_the_adapter(model, prompts):
