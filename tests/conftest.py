@@ -95,7 +95,7 @@ def pytest_configure(config):
 BEGIN_FIRST = (
     *("packaging", "demo", "fuzz_machine", "metal_attention", "backend_conformance", "backend_mlx", "metal_backend"),
     *("metal_mutations", "scheduler_canary", "fuzz_pool", "engine_store", "fuzz_groups", "simulator_faults", "ranks"),
-    *("backend_cpu", "fuzz_canary", "fuzz_prefix", "mlx_lm_turns", "mlx_lm_adapter", "mlx_native", "metal_bytes"),
+    *("backend_cpu", "machine_canaries", "fuzz_prefix", "mlx_lm_turns", "mlx_lm_adapter", "mlx_native", "metal_bytes"),
     *("published_notebook_model", "mlx_fused", "cli_generate", "cli_bench", "scheduler_groups", "scheduler_ahead"),
 )
 
@@ -103,8 +103,8 @@ BEGIN_FIRST = (
 #: What `make test` leaves to `make test-all`: folders and files, by the names of `tests/`. Their tests get the marker
 #: `long`. Metal kernels run in an interpreter, the gates of the proof compile copies of the tree, and the rest start
 #: servers or whole demos. `fuzz_machine` and `fuzz_machine_groups` run many random programs; their faults are in
-#: `fuzz_canary` and `fuzz_groups`, which stay. The files in `KEPT_IN` stay in `make test`: they plant many faults in
-#: little time. `SLOW` are single tests and planted faults that cost as much as a file.
+#: `machine_canaries` and `fuzz_groups`, which stay. The files in `KEPT_IN` stay in `make test`: they plant many faults
+#: in little time. `SLOW` are single tests and planted faults that cost as much as a file.
 #:
 #: `ONE_OF_MANY`: a test that is repeated over models, options or seeds runs once in `make test`, for another one from
 #: test to test. All of them are in `make test-all`. Tests that plant a fault are not thinned out.

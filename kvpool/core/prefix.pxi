@@ -25,7 +25,7 @@ cdef extern from *:
     void kv_prefetch(const void* address) noexcept nogil
 
 cdef enum:
-    GROUP = 32                  # blocks whose lines are in flight together
+    IN_FLIGHT = 32                  # blocks whose lines are in flight together
     AHEAD = 12                  # evicted blocks whose buckets are in flight while one is forgotten
     RAMP = 4                    # first group: most lookups that miss, miss early
 
@@ -180,18 +180,18 @@ cdef Match index_match(const Index* ix, const Blocks* b, uint64_t root, uint64_t
                        int32_t max_blocks, int32_t* ids) noexcept nogil:
     """Canonical blocks of the longest cached prefix, at most `max_blocks`; `ids` may be NULL.
 
-    Three passes over a group: hash and fetch the buckets; find candidates and fetch their tokens; prove.
+    Three passes over a few blocks at a time: hash and fetch the buckets; find candidates and fetch their tokens; prove.
     """
     cdef Match found
-    cdef uint64_t[GROUP] hashes
-    cdef uint32_t[GROUP] at
+    cdef uint64_t[IN_FLIGHT] hashes
+    cdef uint32_t[IN_FLIGHT] at
     cdef int32_t first = 0, size, k, id
     cdef int64_t bs = ix.block_size
     cdef uint64_t parent = root, h = root_hash
     found.blocks = found.evictable = 0
     found.hash = root_hash
     while first < max_blocks:
-        size = min(max_blocks - first, GROUP if first else RAMP)
+        size = min(max_blocks - first, IN_FLIGHT if first else RAMP)
         for k in range(size):
             h = chain(ix, h, tokens + (first + k) * bs)
             hashes[k] = h

@@ -26,14 +26,14 @@ cdef Hit tree_match(const Groups* gs, uint64_t root, uint64_t root_hash, const i
     """
     cdef const Tree* t = gs.tree
     cdef Hit hit
-    cdef uint64_t[GROUP] hashes
+    cdef uint64_t[IN_FLIGHT] hashes
     cdef int64_t bs = t.block_size, first = 0, size
     cdef int32_t n = NO_NODE, at, k, depth
     hit.known = hit.nodes = 0
     hit.checkpoint = NO_CHECKPOINT
     hit.digest = root_hash
     while hit.known == first < most:
-        size = min(most - first, <int64_t>(GROUP if first else RAMP))
+        size = min(most - first, <int64_t>(IN_FLIGHT if first else RAMP))
         for k in range(size):
             hit.digest = hashes[k] = chain(t.index, hit.digest, tokens + (first + k) * bs)
             kv_prefetch(&t.bucket[key_of(hashes[k]) & t.bucket_mask])

@@ -10,11 +10,11 @@ cdef enum:
     FREE_SLOT = 0
     OPEN = 1
     RETIRED = 2                 # all generations used up
-    LOADING = 3                 # open, and its bytes are loaded: only its close, `loaded` and readers find it
+    LOADING = 3                 # open, and its bytes are being loaded: only its close, `loaded` and readers find it
 
 
 cdef struct Seq:                # what a step reads and moves: 64 bytes, one cache line
-    int64_t handle              # -1: not open; while it is loaded ~handle, or -1 once it was closed
+    int64_t handle              # -1: not open; while it is being loaded ~handle, or -1 once it was closed
     int64_t kv_len              # tokens that have a slot (layer groups: and evicted ones); num_tokens: see SeqLife
     int64_t next_slot           # slot of the token after kv_len tokens, if next_slot < stop_slot
     int64_t stop_slot           # end of the block that next_slot is in; else look the table up
@@ -88,7 +88,7 @@ cdef inline int32_t seq_find(const Seqs* s, int64_t handle) noexcept nogil:
 
 
 cdef inline bint seq_has_blocks(const Seqs* s, int32_t slot) noexcept nogil:
-    """Whether a slot is that of a sequence, one that is loaded included."""
+    """Whether a slot is that of a sequence, one that is being loaded included."""
     return s.life[slot].life == OPEN or s.life[slot].life == LOADING
 
 

@@ -48,7 +48,7 @@ cdef int32_t seq_judge(const Seqs* s, int64_t handle, Py_ssize_t row, Verdict* v
 
 
 cdef int32_t seq_judge_any(const Seqs* s, int64_t handle, Py_ssize_t row, Verdict* v) noexcept nogil:
-    """`seq_judge` for calls that take a sequence also while it is loaded."""
+    """`seq_judge` for calls that take a sequence also while it is being loaded."""
     cdef int32_t slot = seq_judge(s, handle, row, v)
     return slot_of(handle) if slot < 0 and v.reason == LOADING_ROW else slot
 
@@ -63,7 +63,7 @@ cdef void seqs_new_stamp(Seqs* s) noexcept nogil:
 
 
 cdef int seqs_judge(Seqs* s, Ints* batch, bint any_, Verdict* v) noexcept nogil:
-    """Handles of a call: live, no duplicates. A scalar becomes a batch of one. `any_`: also those that are loaded."""
+    """Handles of a call: live, no duplicates. A scalar becomes a batch of one. `any_`: those being loaded too."""
     cdef Py_ssize_t k, row
     cdef int64_t handle
     cdef int32_t slot
@@ -147,13 +147,13 @@ cdef void seq_close(Seqs* s, Blocks* b, int32_t slot) noexcept nogil:
 # ---- loads -------------------------------------------------------------------------------------------------
 
 cdef void seq_begin_load(Seqs* s, int32_t slot) noexcept nogil:
-    """The bytes of a sequence are loaded: nobody but `loaded` ends that."""
+    """The bytes of a sequence are being loaded: nobody but `loaded` ends that."""
     s.life[slot].life = LOADING
     s.seq[slot].handle = ~s.seq[slot].handle
 
 
 cdef int32_t seq_loading(const Seqs* s, int64_t handle) noexcept nogil:
-    """Slot of a sequence that is loaded, also if it was closed meanwhile. -1: there is none of this handle."""
+    """Slot of a sequence that is being loaded, also if it was closed meanwhile. -1: there is none of this handle."""
     cdef int32_t slot = slot_of(handle)
     if handle < 0 or slot >= s.max_seqs or s.life[slot].life != LOADING:
         return -1

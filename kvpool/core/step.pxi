@@ -233,7 +233,7 @@ cdef int check_row(Step* p, const Seqs* s, Blocks* b, Event* event, Py_ssize_t i
 
 cdef Py_ssize_t check_simple(const Seqs* s, const Blocks* b, const int64_t* handle, Py_ssize_t first, Py_ssize_t end,
                              const Limits* limits) noexcept nogil:
-    """Return the first row from `first` on that needs more than one token in its own tail. Mark the rows before it.
+    """Return the first row from `first` on that is not one token into a tail of its own. Mark the rows before it.
 
     In a mixed batch most rows are of this kind: everything that this loop and commit_simple read is in locals.
     """

@@ -28,7 +28,7 @@ cdef enum:                      # what a C function reports: OK, NO_MEMORY, RETR
     BAD_SHAPE
     BAD_LENGTH
     PENDING_ROW
-    LOADING_ROW                 # a sequence that is loaded
+    LOADING_ROW                 # a sequence that is being loaded
     NOT_LOADING
     BAD_LOAD
     CANNOT_LOAD                 # no hit is possible in this pool

@@ -15,7 +15,7 @@ from kvpool.scheduler.state import Core, DecodeBatch
 
 POLICIES = ("last", "longest", "grower", "priority")
 LOOK = 4  # requests that are tried, while the first in line finds no room
-REWRITTEN = 16  # tokens at the end of a prompt: `Pool.open` takes no checkpoint behind them
+REWRITTEN = 16  # tokens at the end of a prompt: `Pool.open` takes no checkpoint behind them (TAIL_TOKENS of the core)
 
 
 class MustWait(Exception):
@@ -303,18 +303,18 @@ def blocks_kept(core: Core) -> list[int]:
     return core.needs.kept(core.growing, running, core.watermark)
 
 
-def fits(core: Core, needs: list[int], tokens: np.ndarray, namespace: bytes) -> bool:
+def fits(core: Core, needed: list[int], tokens: np.ndarray, namespace: bytes) -> bool:
     """Return whether enough blocks are left after an admission that needs so many, without the cached part of `tokens`.
 
-    It is for pools of one table. Evicts nothing, touches hits.
+    It is for pools of one table. It evicts nothing. The blocks that it finds become the most recently used ones.
     """
     kept = blocks_kept(core)
     room = core.available()
-    if core.needs.short(needs, room, kept) < 0:
+    if core.needs.short(needed, room, kept) < 0:
         return True
     if core.prefix is None:
         return False
-    need, keep, available = needs[0], kept[0], room[0]
+    need, keep, available = needed[0], kept[0], room[0]
     if available <= keep:  # at least the last token needs a block
         return False
     tokens = tokens[: core.findable + 1]

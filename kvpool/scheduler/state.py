@@ -638,9 +638,10 @@ class Core:
         self.queue.enroll(group)
         if request.deadline is not None:
             self.remind(group, request.deadline)
-        self.held[name] = group
-        if not held:
-            self.release_held(name)
+        if held:
+            self.held[name] = group
+        else:
+            self.wait(group.sequences[0])
         return group
 
     def release_held(self, name: Hashable) -> None:

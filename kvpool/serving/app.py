@@ -252,7 +252,7 @@ class Service:
         tenant = request.state.tenant
         most = self._runner.engine.scheduler.places(tenant)
         if most is not None and self._texts[tenant] > most:
-            raise Refused(429, f"{self._texts[tenant]} requests wait for the tokenizer", code="queue_full")
+            raise Refused(429, f"{self._texts[tenant]} requests wait to be read", code="queue_full")
         self._texts[tenant] += 1
         executor = self._threads[request.state.is_long if thread is None else thread]
         try:
@@ -262,8 +262,8 @@ class Service:
             raise
         except (OSError, MemoryError) as error:  # of the process that reads grammars first
             raise Refused(503, f"the server is short of files, processes or memory: {type(error).__name__}") from error
-        except Exception as error:  # of a chat template, or of the tokenizer
-            raise Refused(400, f"the prompt cannot be tokenized: {str(error)[:200]}") from error
+        except Exception as error:  # mostly of a chat template, or of the tokenizer
+            raise Refused(400, f"the request cannot be read: {str(error)[:200]}") from error
         finally:
             self._texts[tenant] -= 1
 

@@ -131,7 +131,7 @@ class DiskStore:
             raise
         self.ready = Event()
         self.refused: dict[str, str] = {}
-        self._lock = RLock()  # guards what follows, up to the counts
+        self._lock = RLock()  # guards what follows, up to `_is_closed`
         self._index = form.Index()
         self._segments: dict[int, _Segment] = {}
         self._numbers: dict[str, int] = {}
@@ -271,7 +271,8 @@ class DiskStore:
                         self._index.forget(int(names[index]), int(places[index]))
         finally:
             os.close(fd)
-        segment.used += int(loaded[which].sum())
+        with self._lock:
+            segment.used += int(loaded[which].sum())
         self._count(damaged=damaged, errors=errors)
 
     def _opened(self, stem: str) -> int:
@@ -571,9 +572,10 @@ class DiskStore:
         self._touched = time.monotonic()
         with self._lock:
             used = [segment for segment in self._segments.values() if segment.used and segment.is_sealed]
-        self._folder.touch({segment.stem: segment.used / max(segment.blocks, 1) for segment in used})
-        for segment in used:
-            segment.used = 0
+            shares = {segment.stem: segment.used / max(segment.blocks, 1) for segment in used}
+            for segment in used:
+                segment.used = 0
+        self._folder.touch(shares)
 
     def _count(self, **more: int) -> None:
         with self._lock:

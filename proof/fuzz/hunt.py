@@ -1,6 +1,6 @@
 """Fuzzing a pool: run after run until the time, the calls or the patience is over.
 
-One process; `kvpool.cli.fuzz` starts several. A finding is replayed from its seed, and the version of kvpool.
+One process; `proof.fuzz.jobs` starts several. A finding is replayed from its seed, and the version of kvpool.
 """
 
 from __future__ import annotations
