@@ -117,13 +117,15 @@ LEFT_TO_TEST_ALL = (
     *("cli_bench_metal", "cli_cache", "cli_serve", "capi_speed", "mlx_lm_turns"),
     *("serving_hostile", "serving_kills", "serving_tools", "serving_limits", "serving_failures", "serving_faults"),
     *("serving_store", "serving_tenants", "serving_neighbours"),
-    *("engine_store", "engine_eviction_groups", "mlx_lm_eviction_groups", "mlx_lm_raises", "mlx_lm_windows"),
+    *("engine_store", "engine_eviction", "engine_eviction_groups", "mlx_lm_eviction", "mlx_lm_eviction_groups"),
+    *("mlx_lm_raises", "mlx_lm_windows", "mlx_lm_arenas"),
     *("store_server", "cli_generate_process", "backend_cpu_interrupts"),
 )
 ONE_OF_MANY = (
     *("mlx_lm", "simulator_faults", "scheduler_groups", "scheduler_workloads", "scheduler_preemption"),
     *("serving_api", "backend_cpu", "cpu_chunk", "threads", "backend_raises", "backend_conformance"),
-    *("conformance_groups", "cli_generate"),
+    *("conformance_groups", "cli_generate", "prompt_cache", "sizing_bytes", "store_conformance"),
+    *("scheduler_ahead", "scheduler_cancel", "scheduler_eviction"),
 )
 SLOW = (
     "test_machine_broken_pool_is_detected_by_the_model[FloorIgnored]",

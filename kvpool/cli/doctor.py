@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the facts; 0 if the core and at least one backend work, else 1."""
     facts = collect()
     if args.report:
-        from kvpool.cli.bench.report import markdown
+        from kvpool.cli.report import markdown
 
         for text in markdown(facts, describe(facts)):
             print(text, flush=True)

@@ -6,7 +6,8 @@ import mlx.core as mx
 import pytest
 
 from kvpool.cli import doctor, main
-from kvpool.cli.bench import metal, predict, report
+from kvpool.cli import report
+from kvpool.cli.bench import metal, predict
 
 
 @pytest.fixture

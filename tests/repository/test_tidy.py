@@ -35,7 +35,7 @@ CORE_NAME = re.compile(
 # Folders whose code drives a framework; elsewhere kvpool knows none.
 FRAMEWORK_USERS = (
     *("kvpool/adapters/", "kvpool/serving/", "kvpool_backends/mlx/"),
-    *("kvpool/cli/bench/report.py", "kvpool/cli/bench/metal.py", "benchmarks/serving/lm.py"),
+    *("kvpool/cli/report.py", "kvpool/cli/bench/metal.py", "benchmarks/serving/lm.py"),
     *("benchmarks/quality/models.py", "benchmarks/quality/control.py"),
     *("kvpool/cli/demo/", "kvpool/cli/doctor.py"),
 )
