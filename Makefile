@@ -110,7 +110,7 @@ convicted: $(VENV)/built $(VENV)/test  ## which share of planted faults and muta
 proof: $(VENV)/built $(VENV)/test  ## the table of figures that stand for trust, half an hour; exit 1 if one does not hold
 	$(PY) -m proof
 
-proof-long: $(VENV)/built $(VENV)/test  ## the same and an hour of random calls under sanitizers
+proof-long: $(VENV)/built $(VENV)/test  ## the same, and four hours of random calls, mutants and killed servers
 	$(PY) -m proof --long
 
 clean:  ## remove everything that make has made

@@ -24,6 +24,7 @@ GATES = (
 )
 LONG = {  # left out unless asked for
     "operations": "an hour of random calls; `make proof-long` runs it",
+    "mutants": "two hours of small changes to the core; `make proof-long` runs it",
     "kills": "an hour of servers that start; `make proof-long` runs it",
 }
 COLUMNS = ("figure", "target", "measured", "holds", "planted fault", "command")

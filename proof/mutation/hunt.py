@@ -41,6 +41,7 @@ from proof.mutation.embedded import (
     statuses_of_every_call,
     what_c_can_get_wrong,
 )
+from proof.mutation.equivalents import EQUIVALENTS
 from proof.mutation.fuzzed import FuzzRun, fuzz_runs
 from proof.mutation.grouped import (
     ArenaPlan,
@@ -319,9 +320,12 @@ class Hunt:
 
 def chosen(mutants: list[dict], share: float, seed: int) -> list[dict]:
     """Those whose names the seed draws, in its order: a change of the core draws the same ones among what it left
-    alone, and a run that is stopped has some of all parts."""
+    alone, and a run that is stopped has some of all parts. Of the equivalents, a tenth of the share: nothing stops
+    them, so each plays every program to its end.
+    """
     drawn = {mutant["number"]: zlib.crc32(f"{seed} {mutant['key']}".encode()) for mutant in mutants}
-    picked = [mutant for mutant in mutants if drawn[mutant["number"]] < share * 2**32]
+    shares = {mutant["number"]: share / 10 if mutant["key"] in EQUIVALENTS else share for mutant in mutants}
+    picked = [mutant for mutant in mutants if drawn[mutant["number"]] < shares[mutant["number"]] * 2**32]
     return sorted(picked, key=lambda mutant: drawn[mutant["number"]])
 
 

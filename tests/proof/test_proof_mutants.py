@@ -14,7 +14,7 @@ from proof.mutation.source import core_sources, covered
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="a build beside this one, and forked children")
 hunts = pytest.mark.skipif(
-    not os.environ.get("KVPOOL_LONG"), reason="hunts take 20 minutes: make proof and make test-long have them"
+    not os.environ.get("KVPOOL_LONG"), reason="hunts take 20 minutes: make test-long has them"
 )
 SOURCE = '''"""Words."""
 from libc.stdint cimport int32_t
