@@ -25,9 +25,9 @@ cdef extern from *:
     void kv_prefetch(const void* address) noexcept nogil
 
 cdef enum:
-    IN_FLIGHT = 32                  # blocks whose lines are in flight together
+    IN_FLIGHT = 32              # blocks whose lines are in flight together
     AHEAD = 12                  # evicted blocks whose buckets are in flight while one is forgotten
-    RAMP = 4                    # first group: most lookups that miss, miss early
+    RAMP = 4                    # the same, at first: most lookups that miss, miss early
 
 
 # ---- memory ------------------------------------------------------------------------------------------------

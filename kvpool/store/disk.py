@@ -571,11 +571,11 @@ class DiskStore:
         """Write down which segments were of use, for whoever makes room: this process, another, a later one."""
         self._touched = time.monotonic()
         with self._lock:
-            used = [segment for segment in self._segments.values() if segment.used and segment.is_sealed]
-            shares = {segment.stem: segment.used / max(segment.blocks, 1) for segment in used}
-            for segment in used:
-                segment.used = 0
-        self._folder.touch(shares)
+            used = [(each, each.used) for each in self._segments.values() if each.used and each.is_sealed]
+        self._folder.touch({segment.stem: count / max(segment.blocks, 1) for segment, count in used})
+        with self._lock:
+            for segment, count in used:
+                segment.used -= count
 
     def _count(self, **more: int) -> None:
         with self._lock:
