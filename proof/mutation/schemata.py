@@ -313,7 +313,9 @@ class Statement:
         if literal and (self.function.nogil or not isinstance(getattr(node, "value", 0), bool)):
             return f"({right}{''.join(f' {now[len(was) + 1]} kv_is({n})' for n, now in numbered)})"
         if isinstance(node, ast.BoolOp) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)):
-            asked = "".join(f"(kv_is({n}) and ({now})) or " for n, now in numbered)
+            # Cython 3.3 takes `x == A and x == B` for one switch, as if it said `or`: what stands between prevents it.
+            apart = [(n, re.sub(r"\band\b", "and not kv_is(0) and", now)) for n, now in numbered]
+            asked = "".join(f"(kv_is({n}) and ({now})) or " for n, now in apart)
             others = " and ".join(f"not kv_is({n})" for n, _ in numbered)
             return f"({asked}({others} and ({right})))"
         return f"({''.join(f'({now}) if kv_is({n}) else ' for n, now in numbered)}({right}))"

@@ -5,8 +5,7 @@ import re
 import mlx.core as mx
 import pytest
 
-from kvpool.cli import doctor, main
-from kvpool.cli import report
+from kvpool.cli import doctor, main, report
 from kvpool.cli.bench import metal, predict
 
 

@@ -119,16 +119,10 @@ def test_pad_to_equals_the_reference_with_padding(core, batch, make_plan, case, 
     assert_shows(plan, expected(pool, handles, new, rows=8, tokens=64, width=20, kv_width=50), dtype)
 
 
-def test_pads_of_the_callers_choice(core, batch, make_plan):
-    pad = {
-        "block_tables": 11,
-        "seq_lens": 0,
-        "slot_mapping": 12,
-        "positions": 13,
-        "kv_slots": 14,
-        "last_page_len": 15,
-        "slot_ids": 16,
-    }
+@pytest.mark.parametrize("least", [1, 11])
+def test_pads_of_the_callers_choice(core, batch, make_plan, least):
+    names = ("block_tables", "slot_mapping", "positions", "kv_slots", "last_page_len", "slot_ids")
+    pad = dict(zip(names, range(least, least + len(names)), strict=True)) | {"seq_lens": 0}
     pool, handles = batch(4, [7, 0, 12, 3])
     new = [1, 6, 0, 2]
     chosen = {name: value for name, value in pad.items() if value}
