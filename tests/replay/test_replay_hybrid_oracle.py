@@ -200,6 +200,7 @@ class NaiveP3(NaiveP1):
                 pool.uses[path[hit - 1]] += 1
                 pool.mark(path[hit - 1])
                 pool.loaded = path[hit - 1]
+                pool.peak_used = max(pool.peak_used, pool.used)  # with the checkpoint's blocks, admitted or not
             if is_short:
                 pool.loaded = None
                 pool.release(blocks)
