@@ -27,9 +27,10 @@ test: lint  ## set everything up, check style and types, run the tests that catc
 	@echo "==> running the tests that catch most faults; make test-all runs all"
 	$(PYTEST) -m "not long" $(PYTEST_ARGS)
 
-test-all: lint cross  ## the same with every test (about an hour), and compiled for other machines
-	@echo "==> running all tests"
-	$(PYTEST) $(PYTEST_ARGS)
+# A share is drawn by the day, or by SEED. It compiles nothing for other machines.
+test-all: lint $(if $(SHARE),,cross)  ## every test (an hour), and compiled for other machines; SHARE=1/3 draws a third
+	@echo "==> running the tests of make test and $(or $(SHARE),all) of the long ones"
+	$(PYTEST) $(if $(SHARE),--share $(SHARE) $(if $(SEED),--share-seed $(SEED))) $(PYTEST_ARGS)
 
 fuzz: $(VENV)/built $(VENV)/test  ## random programs on the compiled core for a minute (FUZZ_ARGS="--large --ops 1e9")
 	$(PY) -m proof.fuzz $(or $(FUZZ_ARGS),--seconds 60)

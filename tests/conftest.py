@@ -5,11 +5,14 @@ implementations of docs/core.md are held to the same numbers, worked out by hand
 it fails most of test_guards).
 """
 
+import argparse
 import contextlib
+import datetime
 import os
 import sys
 import zlib
 from collections import defaultdict
+from fractions import Fraction
 
 # One thread of BLAS per process of pytest-xdist, which hands it on. NumPy reads it when it is loaded.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -78,6 +81,28 @@ ONE_HANDLE_CALLS = {
     "step": lambda pool, plan, h: pool.step(plan, [h], 1),
     "reserve": lambda pool, plan, h: pool.reserve(plan, [h], 1),
 }
+
+
+def _share(text):
+    """Read ``1/3``."""
+    try:
+        share = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        share = None
+    if share is None or not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share from 0 to 1, such as 1/3")
+    return share
+
+
+def pytest_addoption(parser):
+    parser.addoption("--share", type=_share, default="1", help="which share of the long tests runs, such as 1/3")
+    parser.addoption("--share-seed", default=f"{datetime.date.today()}", help="what draws it, the date by default")
+
+
+def pytest_report_header(config):
+    """What repeats the draw."""
+    share, seed = config.option.share, config.option.share_seed
+    return [] if share == 1 else [f"{share} of the long tests: make test-all SHARE={share} SEED={seed} draws them again"]
 
 
 def pytest_configure(config):
@@ -164,8 +189,14 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
-def pytest_collection_modifyitems(items):
-    """The slowest files first, and the marker `long` for what `make test` leaves out.
+def _is_drawn(item):
+    """Whether a long test is in today's share, by its name alone: other tests come and go, its draw stays."""
+    share, seed = item.config.option.share, item.config.option.share_seed
+    return zlib.crc32(f"{seed} {item.nodeid}".encode()) < share * 2**32
+
+
+def pytest_collection_modifyitems(config, items):
+    """The slowest files first, the marker `long` for what `make test` leaves out, and the share of these that runs.
 
     ``--no-loadscope-reorder`` keeps the order: xdist would begin with the files that have many tests.
     """
@@ -185,6 +216,10 @@ def pytest_collection_modifyitems(items):
         kept = zlib.crc32(name.encode()) % len(them)
         for item in them[:kept] + them[kept + 1 :]:
             item.add_marker(pytest.mark.long)
+    left = [item for item in items if item.get_closest_marker("long") and not _is_drawn(item)]
+    config.hook.pytest_deselected(items=left)
+    dropped = set(left)
+    items[:] = [item for item in items if item not in dropped]
 
 
 @pytest.fixture(scope="session")

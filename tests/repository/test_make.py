@@ -48,6 +48,23 @@ def test_asan_leaves_mlx_and_the_demo_out():
     assert {"test_fuzz_machine.py", "test_misuse.py", "test_pending.py"} <= left
 
 
+def collected(*arguments):
+    """Names of the tests that pytest would run, of a folder that is long and a file that is not."""
+    places = ("tests/sizing/test_sizing_fields.py", "tests/core/test_cow.py")
+    command = [sys.executable, "-m", "pytest", "--co", "-q", "-p", "no:xdist", *arguments, *places]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return {line for line in result.stdout.splitlines() if "::" in line}
+
+
+def test_share_draws_of_the_long_tests_alone_and_repeats_a_draw():
+    every, none = collected(), collected("--share", "0")
+    short = {name for name in every if "test_cow" in name}
+    assert none == short < every
+    drawn = collected("--share", "1/2", "--share-seed", "a")
+    assert drawn == collected("--share", "1/2", "--share-seed", "a") != collected("--share", "1/2", "--share-seed", "b")
+    assert short < drawn < every and 0.2 < len(drawn - short) / len(every - short) < 0.8
+
+
 def jobs(workflow):
     """Return name -> text of every job of a workflow."""
     text = workflow.read_text().partition("\njobs:\n")[2]
