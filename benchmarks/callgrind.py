@@ -17,6 +17,7 @@ from pathlib import Path
 
 from benchmarks.baselines import load_c
 
+ROOT = Path(__file__).resolve().parent.parent
 
 def marks() -> ctypes.CDLL:
     """The functions that a counted program calls."""
@@ -28,8 +29,8 @@ def is_here() -> bool:
     return shutil.which("valgrind") is not None
 
 
-def counted(*arguments: str, **environment: str) -> dict[str, list[int]]:
-    """Run ``python *arguments`` in the checkout; return instructions by mark, one number for each dump.
+def counted(*arguments: str, cwd: Path = ROOT, **environment: str) -> dict[str, list[int]]:
+    """Run ``python *arguments`` in `cwd`, a checkout; return instructions by mark, one number for each dump.
 
     Raises
     ------
@@ -41,7 +42,7 @@ def counted(*arguments: str, **environment: str) -> dict[str, list[int]]:
         command = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no"]
         done = subprocess.run(
             [*command, f"--callgrind-out-file={folder}/counts", sys.executable, *arguments],
-            cwd=Path(__file__).resolve().parent.parent,
+            cwd=cwd,
             env={**os.environ, **environment},
             capture_output=True,
             text=True,

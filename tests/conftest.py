@@ -102,7 +102,7 @@ def pytest_addoption(parser):
 def pytest_report_header(config):
     """What repeats the draw."""
     share, seed = config.option.share, config.option.share_seed
-    return [] if share == 1 else [f"{share} of the long tests: make test-all SHARE={share} SEED={seed} draws them again"]
+    return [f"{share} of the long tests, as make test-all SHARE={share} SEED={seed} draws them"] if share < 1 else []
 
 
 def pytest_configure(config):
