@@ -2,8 +2,9 @@
 
 ``kvpool fuzz`` runs them on the installed core and on a plain Python model of it, which predicts every id, count and
 array. ``--target module:factory`` drives an allocator (``factory(num_blocks=..., block_size=...)``, see
-`kvpool.testing.fuzz_target.Allocator`) or a backend (``factory(spec, num_blocks)``). A finding is shrunk and printed
-as a test, with the command that repeats it.
+`kvpool.testing.fuzz_target.Allocator`) or a backend (``factory(spec, num_blocks)``). The names of the parameters tell
+which; if they do not, what the factory makes does. A finding is shrunk and printed as a test, with the command that
+repeats it.
 """
 
 from __future__ import annotations
@@ -167,6 +168,8 @@ def _makes_allocators(target: str, factory: Callable[..., Any], sizes: dict[str,
 
     small = {"num_blocks": sizes["num_blocks"] or 8, "block_size": sizes["block_size"] or 2}
     as_allocator, as_backend = _takes(factory, **small), _takes(factory, None, 8)
+    if as_backend and not _takes(factory, spec=None, num_blocks=8):
+        as_backend = None  # two arguments of other names can be anything
     if as_allocator is False and as_backend is False:
         raise CommandError(f"--target {target}: it takes neither (num_blocks=, block_size=) nor (spec, num_blocks)")
     reasons = []
@@ -189,6 +192,8 @@ def _makes_allocators(target: str, factory: Callable[..., Any], sizes: dict[str,
             return False
         except Exception as error:
             reasons.append(f"(spec, num_blocks) made no backend: {type(error).__name__}: {error}")
+            if as_allocator is False:
+                reasons.append("the factory of an allocator has parameters named num_blocks and block_size")
     raise CommandError(f"--target {target}: {'; '.join(reasons)}")
 
 

@@ -381,6 +381,43 @@ def test_factory_of_nothing_but_names_that_raises_is_a_finding(capsys):
     assert "the factory raised IndexError: no room for" in capsys.readouterr().out
 
 
+def sound_by_other_names(n, b):
+    """A sound allocator."""
+    return sound(n, b)
+
+
+def unsized_by_other_names(n, b):
+    """Makes something of any two arguments: no backend."""
+    return object()
+
+
+def backend_by_other_names(s, n):
+    """What it makes tells that it is a backend."""
+    return NumpyBackend(s, n)
+
+
+@pytest.mark.parametrize("factory", ["sound_by_other_names", "unsized_by_other_names"])
+def test_allocator_of_other_argument_names_is_refused_with_a_hint(capsys, factory):
+    assert main(["fuzz", "--target", f"{HERE}:{factory}", "--ops", "20"]) == 2
+    out, err = capsys.readouterr()
+    assert "parameters named num_blocks and block_size" in err and not out
+
+
+def test_backend_of_other_argument_names_is_driven(capsys, few_cases):
+    assert main(["fuzz", "--target", f"{HERE}:backend_by_other_names", "--ops", "20", "--json"]) == 0
+    assert "cases" in json.loads(capsys.readouterr().out)
+
+
+def backend_never_made(spec, num_blocks):
+    """Is a backend by its names."""
+    raise IndexError("no backend today")
+
+
+def test_backend_by_its_names_that_raises_is_a_finding(capsys):
+    assert main(["fuzz", "--target", f"{HERE}:backend_never_made", "--ops", "20"]) == 1
+    assert "IndexError: no backend today" in capsys.readouterr().out
+
+
 def test_cases_that_a_backend_fails_are_a_finding(capsys, few_cases):
     report = hunt_backend(NumpyBackend, 1, calls=20)
     assert report.finding is None and report.cases == {"protocol_is_implemented": "passed"}
