@@ -180,7 +180,7 @@ def _known(fields: Mapping[str, Any]) -> Family:
 def _dtype(fields: Mapping[str, Any], dtype: str | None) -> str:
     found = dtype or fields.get("dtype") or fields.get("torch_dtype")
     if found is None:
-        raise ValueError("[config] neither dtype nor torch_dtype is given; pass dtype, such as 'float16'")
+        raise ValueError("[config] neither dtype nor torch_dtype is in the config, give one, such as dtype='bfloat16'")
     name = str(found).removeprefix("torch.")
     if name not in DTYPES:
         raise ValueError(f"[config] dtype is {shortened(name)}, known are {', '.join(DTYPES)}")

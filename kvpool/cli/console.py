@@ -26,14 +26,14 @@ class NotRun(Exception):
     """A part cannot run here. The message says what is missing and how to install it."""
 
 
-def whole(option: str, text: str, least: int = 1) -> int:
-    """Return `text` as an integer from `least` to 2^31 - 1."""
+def whole(option: str, text: str, least: int = 1, most: int = INT_MAX) -> int:
+    """Return `text` as an integer from `least` to `most`."""
     try:
         value = int(text)
     except ValueError:
         raise CommandError(f"{option} {text}: not a whole number") from None
-    if not least <= value <= INT_MAX:
-        raise CommandError(f"{option} {text}: out of range, {least}..{INT_MAX}")
+    if not least <= value <= most:
+        raise CommandError(f"{option} {text}: out of range, {least}..{most}")
     return value
 
 

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool.cli.console import CommandError, real, whole
 from kvpool.cli.options import (
+    MOST_CHUNK,
+    MOST_RUNNING,
     add_cache_arguments,
     add_draft_arguments,
     add_model_arguments,
     bits_of,
     blocks_in_memory,
+    by_flags,
     load_draft_model,
     memory_of,
     num_drafts_of,
@@ -165,8 +168,8 @@ def read_prompts(texts: list[str]) -> list[str]:
 
 def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str, Any]) -> tuple[Any, Engine]:
     """The loaded tokenizer, and an engine with a pool that fits."""
-    block_size, chunk = whole("--kv-block-size", args.kv_block_size), whole("--chunk", args.chunk)
-    max_running, num_drafts = whole("--max-running", args.max_running), num_drafts_of(args)
+    block_size, chunk = whole("--kv-block-size", args.kv_block_size), whole("--chunk", args.chunk, most=MOST_CHUNK)
+    max_running, num_drafts = whole("--max-running", args.max_running, most=MOST_RUNNING), num_drafts_of(args)
     policy, bits = policy_of(args, block_size), bits_of(args)
     if policy is not None and options["beam_width"]:
         raise CommandError("--eviction and --beam exclude each other: a beam keeps every token")
@@ -207,7 +210,7 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
             **bits,
         )
     except (ValueError, TypeError, RuntimeError, MemoryError) as exc:
-        raise CommandError(f"--model {args.model}: {str(exc).rpartition('] ')[2] or 'not enough memory'}") from None
+        raise CommandError(f"--model {args.model}: {by_flags(exc) or 'not enough memory'}") from None
     return tokenizer, engine
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 
 TINY = "tiny"
+MOST_RUNNING = 2**18  # a pool has 2^20 sequences, and an engine takes two and some more for each that runs
+MOST_CHUNK = 2**30 - 1  # a step has two
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, metavar: str, help: str) -> None:
@@ -107,7 +110,7 @@ def blocks_in_memory(args: argparse.Namespace, model: Any, block_size: int, num_
     except (ValueError, MemoryError) as exc:
         if memory is None:
             raise
-        what = str(exc).rpartition("] ")[2].partition("\n")[0]  # without the calculation
+        what = by_flags(exc).partition("\n")[0]  # without the calculation
         raise CommandError(f"--memory {args.memory}: {what or 'not enough memory'}") from None
 
 
@@ -159,6 +162,12 @@ def bits_of(args: argparse.Namespace) -> dict[str, Any]:
         if bits["quant_group_size"] not in (32, 64, 128):
             raise CommandError(f"--kv-group-size {bits['quant_group_size']}: not 32, 64 or 128")
     return bits
+
+
+def by_flags(error: Exception) -> str:
+    """The text of an error of the library, with flags where it names arguments. Empty if it says nothing."""
+    flags = {field: name for name, field, _ in BITS} | {"dtype=": "--dtype="}
+    return re.sub(r"\w+=?", lambda word: flags.get(word[0], word[0]), str(error).rpartition("] ")[2])
 
 
 def add_draft_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from kvpool.cli.console import CommandError, nbytes
-from kvpool.cli.options import add_bits_arguments, add_model_arguments, bits_of, tiny_model
+from kvpool.cli.console import CommandError, nbytes, whole
+from kvpool.cli.options import add_bits_arguments, add_model_arguments, bits_of, by_flags, tiny_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,13 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="bytes for the KV cache, such as 16GiB or 512MB; auto looks at this machine",
     )
-    parser.add_argument(
-        "--block-size", type=int, default=16, metavar="TOKENS", help="tokens per block (default: %(default)s)"
-    )
+    parser.add_argument("--block-size", default="16", metavar="TOKENS", help="tokens per block (default: %(default)s)")
     parser.add_argument("--dtype", help="element type of the cache (default: the model's)")
     parser.add_argument(
         "--max-len",
-        type=int,
         metavar="TOKENS",
         help="the longest sequence to count (default: the model's limit)",
     )
@@ -35,19 +32,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the calculation."""
-    from kvpool.config import describe_plan
+    from kvpool.config import DTYPES, describe_plan
 
+    block_size = whole("--block-size", args.block_size)
+    max_len = None if args.max_len is None else whole("--max-len", args.max_len)
+    if args.dtype not in (None, *DTYPES):
+        raise CommandError(f"--dtype {args.dtype}: not one of {', '.join(DTYPES)}")
     memory = "auto" if args.memory == "auto" else nbytes("--memory", args.memory)
     bits = bits_of(args)
     if "kv_bits" in bits:
         bits["k_bits"] = bits["v_bits"] = bits.pop("kv_bits")
     tiny = tiny_model(args)
-    model = args.model if tiny is None else {**tiny.config(args.arch), "dtype": "float32"}
+    model, dtype = (args.model, args.dtype) if tiny is None else (tiny.config(args.arch), args.dtype or "float32")
     try:
-        facts, text = describe_plan(model, memory, args.block_size, args.dtype, args.max_len, **bits)
+        facts, text = describe_plan(model, memory, block_size, dtype, max_len, **bits)
     except OSError as exc:
         raise CommandError(f"--model {args.model}: {exc.strerror or exc}") from None
     except (TypeError, ValueError) as exc:
-        raise CommandError(str(exc)) from None
+        raise CommandError(by_flags(exc)) from None
     print(json.dumps(facts, indent=2) if args.json else text)
     return 0

@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from kvpool.cli.console import CommandError, real, whole
 from kvpool.cli.options import (
+    MOST_CHUNK,
+    MOST_RUNNING,
     add_cache_arguments,
     add_draft_arguments,
     add_model_arguments,
     add_store_arguments,
     bits_of,
     blocks_in_memory,
+    by_flags,
     load_draft_model,
     memory_of,
     num_drafts_of,
@@ -123,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     except loading.ModelNotLoaded as exc:
         raise CommandError(f"--model {exc}") from None
     except (ValueError, TypeError, RuntimeError, MemoryError) as exc:
-        raise CommandError(f"--model {args.model}: {str(exc).rpartition('] ')[2] or 'not enough memory'}") from None
+        raise CommandError(f"--model {args.model}: {by_flags(exc) or 'not enough memory'}") from None
     say("kvpool serve: " + ("the engine was lost" if left < 0 else f"stopped, {left} blocks in use"))
     leave(1 if left else 0)  # threads of MLX must not run while the interpreter shuts down
     return 1 if left else 0
@@ -160,7 +163,8 @@ def read_keys(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, float
 
 def engine_options(args: argparse.Namespace, block_size: int) -> dict[str, Any]:
     """Return the options of `Engine`, checked as far as possible without a model."""
-    running, chunk = whole("--max-running", args.max_running), whole("--chunk", args.chunk)
+    running = whole("--max-running", args.max_running, most=MOST_RUNNING)
+    chunk = whole("--chunk", args.chunk, most=MOST_CHUNK)
     longest = {} if args.max_model_len is None else {"max_model_len": whole("--max-model-len", args.max_model_len)}
     return {
         "num_blocks": None if args.num_blocks is None else whole("--num-blocks", args.num_blocks, 4),

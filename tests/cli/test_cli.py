@@ -125,17 +125,18 @@ def test_plan_takes_folder_and_block_size_and_prints_text(capsys, config):
 def test_plan_of_the_tiny_model_needs_no_config(capsys):
     pytest.importorskip("mlx_lm")
     assert main(["plan", "--model", "tiny", "--memory", "1GiB", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["token_nbytes"] == 2 * 3 * 2 * 16 * 4
+    assert json.loads(capsys.readouterr().out)["token_nbytes"] == 2 * 3 * 2 * 32 * 4
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--memory", "much"], "'much'"),
-        (["--memory", "16GiB", "--block-size", "0"], "block_size"),
-        (["--memory", "16GiB", "--block-size", "many"], "--block-size"),
-        (["--memory", "16GiB", "--dtype", "int3"], "int3"),
-        (["--memory", "16GiB", "--max-len", "-1"], "max_len"),
+        (["--memory", "16GiB", "--block-size", "0"], "--block-size 0: out of range, 1..2147483647"),
+        (["--memory", "16GiB", "--block-size", "many"], "--block-size many: not a whole number"),
+        (["--memory", "16GiB", "--dtype", "int3"], "--dtype int3: not one of float32, "),
+        (["--memory", "16GiB", "--max-len", "-1"], "--max-len -1: out of range"),
+        (["--memory", "16GiB", "--kv-bits", "8", "--dtype", "float8_e4m3"], "(--k-bits 8, --v-bits 8), choose another"),
         (["--memory", "1MiB"], "no usable block"),
         (["--memory", "99999999999999999999TiB"], "the limit is 2^63 - 1 bytes"),
         (["--memory", "9" * 5000], "the limit is 2^63 - 1 bytes"),
@@ -143,6 +144,13 @@ def test_plan_of_the_tiny_model_needs_no_config(capsys):
 )
 def test_plan_bad_value_is_named(capsys, config, options, said):
     assert said in refusal(capsys, "plan", "--model", str(config), *options)
+
+
+def test_plan_of_a_config_without_a_dtype_names_the_flag(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in LLAMA_8B.items() if k != "torch_dtype"}))
+    options = ["plan", "--model", str(tmp_path), "--memory", "16GiB"]
+    assert "--dtype='bfloat16'" in refusal(capsys, *options)
+    assert main([*options, "--dtype=bfloat16"]) == 0
 
 
 def test_plan_kv_bits_are_those_of_keys_and_values(capsys, config):
@@ -154,10 +162,16 @@ def test_plan_kv_bits_are_those_of_keys_and_values(capsys, config):
     assert found[0] == found[1] and found[0]["k_bits"] == found[0]["v_bits"] == 8
 
 
+def test_plan_tiny_of_an_architecture_has_the_dtype_of_its_weights(capsys):
+    pytest.importorskip("mlx_lm")
+    assert main(["plan", "--model", "tiny", "--arch", "qwen3_5", "--memory", "1GiB", "--json"]) == 0
+    assert {group["dtype"] for group in json.loads(capsys.readouterr().out)["groups"]} == {"float32"}
+
+
 def test_plan_tiny_is_the_model_of_generate(capsys):
     pytest.importorskip("mlx_lm")
     assert main(["plan", "--model", "tiny", "--memory", "1MiB", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["token_nbytes"] == 2 * 3 * 2 * 16 * 4  # k, v; layers; heads; dim; bytes
+    assert json.loads(capsys.readouterr().out)["token_nbytes"] == 2 * 3 * 2 * 32 * 4  # k, v; layers; heads; dim; bytes
 
 
 @pytest.mark.parametrize("command", ["generate --model tiny", "bench attention", "replay", "doctor"])

@@ -62,14 +62,12 @@ def test_answer_longer_than_the_pool_is_served(server):
     assert status == 200 and answer["usage"]["completion_tokens"] == 500 > 59 * 8
 
 
-def test_quantized_server_says_what_quantized_blocks_say(tmp_path, monkeypatch):
-    monkeypatch.setattr(tiny, "CONFIG", tiny.CONFIG | {"head_dim": 32})
-    tiny.save(tmp_path)
+def test_quantized_server_says_what_quantized_blocks_say():
     bits = {"k_bits": 8, "v_bits": 4, "quant_group_size": 32}
     expected = said(SlidingWindow(max_kv=40), **bits)
     options = ["--k-bits", "8", "--v-bits", "4", "--kv-group-size", "32", "--eviction", "window", "--max-kv", "40"]
     options += ["--num-blocks", "60", "--kv-block-size", "8", "--chunk", "7"]
-    server = Server(*options, model=str(tmp_path))
+    server = Server(*options)
     try:
         assert server.facts["bits"] == bits
         status, answer = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 60, "temperature": 0})
@@ -77,6 +75,18 @@ def test_quantized_server_says_what_quantized_blocks_say(tmp_path, monkeypatch):
         assert server.stop()[0] == 0
     assert status == 200 and answer["choices"][0]["text"] == expected
     assert expected != said(SlidingWindow(max_kv=40))
+
+
+@pytest.mark.parametrize("bits", [["--kv-bits", "8"], ["--kv-bits", "4"], ["--k-bits", "8"], ["--v-bits", "4"]])
+def test_tiny_model_takes_quantized_storage(capsys, bits):
+    options = ["--model", "tiny", *bits, "--kv-group-size", "32", "--json"]
+    with on_cpu():
+        assert main(["generate", "--prompt", PROMPT, "--max-tokens", "40", *options]) == 0
+    (answer,) = json.loads(capsys.readouterr().out)["answers"]
+    assert main(["plan", "--memory", "1GiB", *options]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    given = {k: planned[k] for k in ("k_bits", "v_bits") if planned[k]}
+    assert answer["samples"][0]["text"] == said(None, n=40, **given, quant_group_size=32) and given
 
 
 def test_generate_keeps_a_budget(capsys):
@@ -120,7 +130,10 @@ NONSENSE = [
     (["--kv-bits", "8", "--v-bits", "4"], "--kv-bits is for both: not with --k-bits or --v-bits"),
     (["--kv-group-size", "64"], "--kv-group-size: only with --kv-bits"),
     (["--kv-bits", "8", "--kv-group-size", "48"], "--kv-group-size 48: not 32, 64 or 128"),
-    (["--kv-bits", "8"], "head_dim is 16"),
+    (["--kv-bits", "8"], "head_dim is 32, not a multiple of --kv-group-size 64"),
+    (["--v-bits", "8", "--arch", "qwen3_5"], "v_head_dim is 16, not a multiple of --kv-group-size 64"),
+    (["--max-running", "262145"], "--max-running 262145: out of range, 1..262144"),
+    (["--chunk", "1073741824"], "--chunk 1073741824: out of range, 1..1073741823"),
 ]
 
 

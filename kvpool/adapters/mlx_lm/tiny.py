@@ -27,7 +27,7 @@ CONFIG: dict[str, Any] = {
     "intermediate_size": 128,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,  # one group of quantized storage
     "rms_norm_eps": 1e-5,
     "vocab_size": 257,
     "max_position_embeddings": 8192,
