@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.model_config import layer_groups, model_fields, refusal_of, shortened, spec_from_config, spec_of_groups
-from kvpool.sizing import LayerGroup
+from kvpool.sizing import ArenaSize, Held, LayerGroup, arena_sizes, arranged
 from kvpool.spec import DTYPES, LAYOUTS, KVSpec, PlaneLayout, checked_int
 
 __all__ = [
@@ -70,15 +70,20 @@ class PoolSize:
     def how(self) -> str:
         """The calculation as text."""
         spec = self.spec
-        terms = (*self.breakdown, ("= budget for blocks", self.budget_nbytes))
         lines = [
-            f"KV pool sized from {self.source}:",
-            *(f"  {what:<46} {'-' if n < 0 else ' '}{format_nbytes(abs(n)):>11}" for what, n in terms),
+            *_budget_lines(self.source, self.breakdown),
             f"  one block of {spec.block_size} tokens: {format_nbytes(spec.block_nbytes)}",
             f"  {self.num_blocks} blocks = {format_nbytes(self.pool_nbytes)} (limited by {self.limited_by})",
             f"  {self.reserved_blocks} reserved, room for {self.num_tokens} tokens",
         ]
         return "\n".join(lines)
+
+
+def _budget_lines(source: str, terms: Sequence[tuple[str, int]]) -> list[str]:
+    """The terms that sum up to the budget of a pool, and the budget, as text."""
+    shown = (*terms, ("= budget for blocks", sum(nbytes for _, nbytes in terms)))
+    lines = [f"  {what:<46} {'-' if n < 0 else ' '}{format_nbytes(abs(n)):>11}" for what, n in shown]
+    return [f"KV pool sized from {source}:", *lines]
 
 
 def blocks_for(
@@ -140,6 +145,23 @@ def blocks_for(
     if num_blocks <= reserved_blocks:
         raise ValueError(f"[blocks_for] no usable block: {num_blocks} fit, {reserved_blocks} are reserved\n{size.how}")
     return size
+
+
+def blocks_of_arenas(
+    budget_nbytes: int, arenas: Sequence[ArenaSize], device_info: Mapping[str, Any] | None = None
+) -> int:
+    """Return the `num_blocks` of `install` whose arenas fit the budget: blocks of tokens in all layers, and 1.
+
+    Below 2, the budget does not hold a block of tokens beside the block that each arena reserves. `device_info` is as
+    for `blocks_for`.
+    """
+    reserved = sum(arena.block_nbytes for arena in arenas)
+    nbytes = sum(arena.columns * arena.block_nbytes for arena in arenas)
+    most = [1 + (budget_nbytes - reserved) // nbytes]
+    for arena in arenas:
+        found = [_most_blocks(budget_nbytes, spec, device_info or {})[0] for spec in arena.specs]
+        most += [1 + (blocks - 1) // arena.columns for blocks in found]
+    return min(most)
 
 
 def memory_for(memory: int | str, **machine: Any) -> int:
@@ -265,6 +287,8 @@ def format_nbytes(nbytes: int) -> str:
 
 _TYPICAL_LENGTHS = (512, 2048, 8192, 32768, 131072)
 _LONGEST = ("max_position_embeddings", "model_max_length", "n_positions", "max_seq_len", "seq_length")
+MAX_TOKENS = 2**17  # of a sequence, in models that hold a bounded number of blocks for any length
+_ROWS = 32  # sequences that run at a time: kvpool serve's --max-running
 _KEPT = {"full": "every token", "window": "last {}", "chunk": "chunk of {}", "state": "state"}
 
 
@@ -279,6 +303,9 @@ class _Plan:
     terms: Sequence[tuple[str, int]]
     size: PoolSize | None  # of a pool that keeps every token; None: `refusal` says why there is none
     refusal: str
+    held: tuple[tuple[LayerGroup, Held], ...]  # where the groups of keys and values have their blocks
+    arenas: tuple[ArenaSize, ...]
+    num_blocks: int  # as `install` takes it; below 2: the model keeps states only, or the memory is too small
 
     @property
     def budget_nbytes(self) -> int:
@@ -295,12 +322,25 @@ class _Plan:
         """Whether keys or values are to be."""
         return (self.storage["k_bits"], self.storage["v_bits"]) != (None, None)
 
+    @property
+    def is_one_table(self) -> bool:
+        """Whether the pool of this model has one table: no layer could do with less."""
+        return self.size is not None and all(group.kind == "full" for group in self.groups)
+
     def token_nbytes(self, group: LayerGroup) -> int:
         """Bytes of a token in a group, quantized if asked for; keys without values stay as they are."""
         if not self.is_quantized or 0 in (group.head_dim, group.v_head_dim):
             return group.token_nbytes
-        heads = (len(group.layers), group.num_kv_heads, group.head_dim, group.dtype)
-        return KVSpec(*heads, v_head_dim=group.v_head_dim, **self.storage).token_nbytes
+        return len(group.layers) * _layer_spec(group, self.storage).token_nbytes
+
+    def arena_blocks(self) -> list[int]:
+        """Blocks of each arena, the reserved one included; none if there is no pool."""
+        return [1 + (self.num_blocks - 1) * arena.columns for arena in self.arenas] if self.num_blocks > 1 else []
+
+    def longest(self) -> int:
+        """Tokens of a sequence, at most, in the pool that `install` makes."""
+        tokens = (self.num_blocks - 1) * self.storage["block_size"]
+        return tokens if any(group.kind == "full" for group in self.groups) else max(tokens, MAX_TOKENS)
 
     def group_nbytes(self, group: LayerGroup, num_tokens: int) -> int:
         """Bytes of a sequence in a group, in whole blocks."""
@@ -353,7 +393,10 @@ def describe_plan(
     Notes
     -----
     Three ways to keep a sequence stand side by side: a pool with one table, which keeps every token of every layer;
-    what the layer groups alone need, in blocks; and mlx-lm's own caches, one per sequence and never quantized.
+    what the layer groups alone need, in blocks; and mlx-lm's own caches, one per sequence and never quantized. The
+    pool is the one that `install`, ``kvpool generate`` and ``kvpool serve`` make: with layer groups if the layers
+    differ. Shapes share an arena where their bytes agree. The states of 32 sequences are taken off, twice: a step holds
+    those before and after it.
     """
     fields = model_fields(config)
     if max_len is None:
@@ -368,8 +411,31 @@ def describe_plan(
         source, terms = _budget(memory, **machine)
     else:
         source, terms = size.source, size.breakdown
-    plan = _Plan(groups, storage, checked_int("plan", "max_len", max_len), source, terms, size, refusal)
+    kept = [group for group in groups if group.kind != "state"]
+    needs = [(_layer_spec(group, storage), len(group.layers)) for group in kept]
+    held = arranged(needs, is_shared=True)
+    arenas = arena_sizes(needs, held)
+    num_blocks = 0
+    if kept:
+        budget = sum(nbytes for _, nbytes in (*terms, *_states_of(groups)))
+        num_blocks = blocks_of_arenas(budget, arenas, machine.get("device_info"))
+    max_len, places = checked_int("plan", "max_len", max_len), tuple(zip(kept, held, strict=True))
+    plan = _Plan(groups, storage, max_len, source, terms, size, refusal, places, arenas, num_blocks)
     return _facts(plan), "\n".join(_lines(plan, str(fields.get("model_type"))))
+
+
+def _states_of(groups: Sequence[LayerGroup]) -> list[tuple[str, int]]:
+    """What the states of running sequences take off the memory for blocks."""
+    nbytes = 2 * _ROWS * sum(group.state_nbytes for group in groups)
+    return [(f"states of {_ROWS} sequences, before and after a step", -nbytes)] if nbytes else []
+
+
+def _layer_spec(group: LayerGroup, storage: Mapping[str, Any]) -> KVSpec:
+    """What one layer of a group stores."""
+    if 0 in (group.head_dim, group.v_head_dim):  # keys without values are not quantized
+        storage = {"block_size": storage["block_size"]}
+    dims = group.num_kv_heads, max(group.head_dim, 1)
+    return KVSpec(1, *dims, group.dtype, v_head_dim=max(group.v_head_dim, 1), latent=group.latent, **storage)
 
 
 def _lines(plan: _Plan, model_type: str) -> list[str]:
@@ -389,7 +455,7 @@ def _lines(plan: _Plan, model_type: str) -> list[str]:
         f"  {needed['kvpool']:>11}  in one table: {one_table}",
         f"  {needed['layer_groups']:>11}  in layer groups: what the layers need",
         f"  {needed['mlx_lm']:>11}  in mlx-lm's own caches, in {plan.groups[0].dtype}",
-        f"memory     {format_nbytes(plan.budget_nbytes)}, {plan.source}" if plan.size is None else plan.size.how,
+        *_pool_lines(plan),
     ]
     lines.append("Sequences that fit:")
     lines.append(f"  {'tokens each':>12} {'one table':>10} {'layer groups':>14} {'mlx-lm':>10}")
@@ -397,6 +463,29 @@ def _lines(plan: _Plan, model_type: str) -> list[str]:
         shown = ["-" if count is None else str(count) for count in plan.num_sequences(length).values()]
         lines.append(f"  {length:>12} {shown[0]:>10} {shown[1]:>14} {shown[2]:>10}")
     return lines
+
+
+def _pool_lines(plan: _Plan) -> list[str]:
+    """The pool that `install` makes."""
+    if plan.is_one_table:
+        assert plan.size is not None
+        return [plan.size.how]
+    states = _states_of(plan.groups)
+    lines = _budget_lines(plan.source, [*plan.terms, *states])
+    if not plan.arenas:
+        return [*lines, "  the model keeps states only: a block of its pool holds a checkpoint of one sequence"]
+    block_size = plan.storage["block_size"]
+    nbytes = format_nbytes(sum(arena.columns * arena.block_nbytes for arena in plan.arenas))
+    lines.append(f"  one block of {block_size} tokens in all layers: {nbytes}")
+    if plan.num_blocks < 2:
+        return [*lines, "  no pool: the budget does not hold it beside a reserved block"]
+    for number, (arena, blocks) in enumerate(zip(plan.arenas, plan.arena_blocks(), strict=True)):
+        each, total = format_nbytes(arena.block_nbytes), format_nbytes(blocks * arena.block_nbytes)
+        lines.append(f"  arena {number}: {arena.columns} x {each} for it; {blocks} blocks = {total}, 1 reserved")
+    room = (plan.num_blocks - 1) * block_size
+    lines.append(f"  room for {room} tokens, more where layers let go; one sequence has at most {plan.longest()}")
+    running = f" --max-running {_ROWS}" if states else ""
+    return [*lines, f"  for kvpool generate and serve: --num-blocks {plan.num_blocks}{running}"]
 
 
 def _group_line(plan: _Plan, group: LayerGroup) -> str:
@@ -450,9 +539,27 @@ def _facts(plan: _Plan) -> dict[str, Any]:
         "breakdown": [{"what": what, "nbytes": nbytes} for what, nbytes in plan.terms],
         "budget_nbytes": plan.budget_nbytes,
     }
-    for name in ("num_layers", "num_kv_heads", "head_dim", "dtype", "token_nbytes", "block_nbytes"):
+    for name in ("num_layers", "num_kv_heads", "head_dim", "dtype", "token_nbytes"):
         facts[name] = None if spec is None else getattr(spec, name)
     facts["v_head_dim"] = None if spec is None else spec.value_head_dim
-    for name in ("num_blocks", "reserved_blocks", "num_tokens", "pool_nbytes", "limited_by"):
-        facts[name] = None if plan.size is None else getattr(plan.size, name)
-    return facts
+    return facts | _pool_facts(plan)
+
+
+def _pool_facts(plan: _Plan) -> dict[str, Any]:
+    """The pool that `install` makes. A block is one of tokens in all layers; the arenas have several for it, or one."""
+    names = ("num_blocks", "reserved_blocks", "num_tokens", "pool_nbytes", "limited_by", "block_nbytes")
+    facts: dict[str, Any] = dict.fromkeys((*names, "longest"))
+    if plan.is_one_table:
+        assert plan.size is not None
+        facts |= {name: getattr(plan.size, name) for name in names[:-1]} | {"longest": plan.size.num_tokens}
+    elif plan.num_blocks >= 2:
+        nbytes = sum(n * arena.block_nbytes for n, arena in zip(plan.arena_blocks(), plan.arenas, strict=True))
+        tokens = (plan.num_blocks - 1) * plan.storage["block_size"]
+        facts |= {"num_blocks": plan.num_blocks, "reserved_blocks": 1, "num_tokens": tokens, "pool_nbytes": nbytes}
+        facts["longest"] = plan.longest()
+    nbytes = sum(arena.columns * arena.block_nbytes for arena in plan.arenas)
+    arenas = [
+        {"num_blocks": blocks, "columns": arena.columns, "block_nbytes": arena.block_nbytes}
+        for blocks, arena in zip(plan.arena_blocks(), plan.arenas, strict=False)
+    ]
+    return facts | {"block_nbytes": nbytes or None, "arenas": arenas}

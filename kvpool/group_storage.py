@@ -8,7 +8,7 @@ docs/backends.md says what is a copy and what is a view.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import numpy as np
 from kvpool._core import Plan, Pool
 from kvpool.groups import Group
 from kvpool.protocol import AttentionOptions, KVBackend, StepArrays
-from kvpool.sizing import StateArray
+from kvpool.sizing import Parts, StateArray, aligned_nbytes, block_nbytes_of
 from kvpool.spec import KVSpec, checked_int
 
 Slots = Sequence[int] | np.ndarray
@@ -147,10 +147,7 @@ class StateSlots:
             raise ValueError(f"[{call}] a slot is named twice in {ids.tolist()}")
 
 
-_ALIGNMENT = 16  # bytes: where the rows of an arena and the parts of a row begin
 _PAGE_NBYTES = 4096
-
-Parts = tuple[KVSpec, ...]
 
 
 class Place(NamedTuple):
@@ -622,22 +619,11 @@ class Arena:
             for spec in parts:
                 rows = self.store.bytes[:, begin : begin + spec.block_nbytes]
                 made.append(factory(spec, num_blocks, storage=rows))
-                begin += _aligned_nbytes(spec)
+                begin += aligned_nbytes(spec)
             self.backends[parts] = tuple(made)
 
     def every(self) -> list[KVBackend]:
         return [backend for backends in self.backends.values() for backend in backends]
-
-
-def block_nbytes_of(shapes: Collection[Parts]) -> int:
-    """Return the bytes of a block of an arena, given what a column of each of its groups holds."""
-    if len(shapes) == 1 and all(len(parts) == 1 for parts in shapes):
-        return next(iter(shapes))[0].block_nbytes
-    return max(sum(map(_aligned_nbytes, parts)) for parts in shapes)
-
-
-def _aligned_nbytes(spec: KVSpec) -> int:
-    return -(-spec.block_nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _of(step: GroupStep, place: Place) -> Any:

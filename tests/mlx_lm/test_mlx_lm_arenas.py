@@ -10,7 +10,8 @@ from mlx_models import on_cpu
 
 from benchmarks.models import capacity
 from kvpool.adapters.mlx_lm import host, install, tiny, tiny_families
-from kvpool.adapters.mlx_lm.layout import IDLE, arrays_of_one_size, layout_of
+from kvpool.adapters.mlx_lm.layout import layout_of
+from kvpool.sizing import IDLE, arrays_of_one_size
 
 SHARED = ("gemma4_text", "baichuan_m1", "openelm", "deepseek_v32")  # tiny models whose bytes agree
 

@@ -13,9 +13,9 @@ from mlx_models import assert_all_free, on_cpu
 
 from kvpool import OutOfBlocks, Pool
 from kvpool.adapters.mlx_lm import Engine, install, passes, tiny_families
-from kvpool.adapters.mlx_lm.layout import arrays_of_an_arena
 from kvpool.adapters.mlx_lm.shapes import leaves_of
 from kvpool.eviction import SlidingWindow
+from kvpool.sizing import arrays_of_an_arena
 
 VOCAB = 96
 WINDOW = 24  # of the tiny models

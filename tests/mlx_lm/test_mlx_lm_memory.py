@@ -8,6 +8,7 @@ from mlx_models import on_cpu
 
 from kvpool.adapters.mlx_lm import host, install, tiny
 from kvpool.adapters.mlx_lm.loading import blocks_in
+from kvpool.config import describe_plan
 
 MEMORY, ROWS = 2**20, 5
 
@@ -46,6 +47,22 @@ def test_memory_that_the_states_fill_is_refused_with_their_bytes():
         blocks_in(MEMORY, model, 16, 500)
 
 
+def test_memory_that_holds_no_block_beside_the_reserved_one_is_refused():
+    model, _ = tiny.make("gemma4_text")
+    least = next(nbytes for nbytes in range(0, MEMORY, 1024) if not raises(blocks_in, nbytes, model, 16, ROWS))
+    assert sum(bytes_of(model, 2)[:1]) <= least < sum(bytes_of(model, 2)[:1]) + 1024
+    with pytest.raises(ValueError, match=r"^\[memory\] no usable block: blocks need .* KiB at least; there are 1 B$"):
+        blocks_in(1, model, 16, ROWS)
+
+
+def raises(call, *args):
+    try:
+        call(*args)
+    except ValueError:
+        return True
+    return False
+
+
 def test_checkpoints_that_no_memory_holds_are_refused_with_their_bytes(monkeypatch):
     """Of a model with states only: a block holds one."""
 
@@ -57,3 +74,20 @@ def test_checkpoints_that_no_memory_holds_are_refused_with_their_bytes(monkeypat
     with pytest.raises(MemoryError, match=r"no memory for 50 checkpoints of states, 16128 bytes each: give fewer blo"):
         install(model, 50, prefix_cache=True)
     install(model, 50)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "gemma4_text", "qwen3_5", "baichuan_m1", "llama"])
+def test_plan_says_the_pool_that_install_makes(name):
+    rows, memory = 32, 2**22
+    facts, text = describe_plan(tiny.config(name), memory, dtype="float32")
+    model, _ = tiny.make(name)
+    assert facts["num_blocks"] == blocks_in(memory, model, 16, rows)
+    kv = install(model, facts["num_blocks"], max_seqs=rows)
+    pool = kv.pool
+    made = [(pool.stats(arena).num_blocks, nbytes) for arena, nbytes in enumerate(kv.layout.block_nbytes)]
+    assert made == [(arena["num_blocks"], arena["block_nbytes"]) for arena in facts["arenas"]]
+    assert facts["longest"] == pool.options.max_blocks_per_seq * pool.block_size
+    assert facts["pool_nbytes"] == sum(blocks * nbytes for blocks, nbytes in made) <= memory
+    if kv.layout.groups:
+        assert f"--num-blocks {facts['num_blocks']}" in text and len(made) == text.count("  arena ")
+        assert all(f"{blocks} blocks = " in text for blocks, _ in made)

@@ -179,7 +179,7 @@ def test_plan_says_what_a_pool_of_today_holds_of_a_published_config(name):
         assert facts["refusal"] is None and facts["token_nbytes"] == everywhere + limited
         assert "in one table: every token of every layer" in text
     else:
-        assert facts["refusal"].startswith(why) and facts["token_nbytes"] is facts["num_blocks"] is None
+        assert facts["refusal"].startswith(why) and facts["token_nbytes"] is None
         assert f"in one table: not possible, {why}" in text
         with pytest.raises(ValueError, match=rf"^\[config\] {why}.*kvpool\.config\.blocks_for$"):
             spec_from_config(config)
@@ -214,13 +214,52 @@ def test_plan_of_windows_counts_what_stays_in_the_window():
     assert "last 1024" in text and "62.00 GiB  in one table" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "columns", "block_nbytes"),
+    [  # 2 arrays of 10 + 52 layers, 12 of 12 + 12: tokens x heads x (K + V) x bytes
+        ("Gemma-3-27B", 5 + 26, 2 * 16 * 16 * (128 + 128) * 2),
+        ("gpt-oss-20b", 1 + 1, 12 * 16 * 8 * (64 + 64) * 2),
+    ],
+)
+def test_plan_of_windows_shows_the_pool_with_layer_groups(name, columns, block_nbytes):
+    memory = 2**34
+    facts, text = describe_plan(SIZED[name][0], memory)
+    usable = (memory // block_nbytes - 1) // columns
+    arena = {"num_blocks": 1 + usable * columns, "columns": columns, "block_nbytes": block_nbytes}
+    assert facts["arenas"] == [arena] and facts["num_blocks"] == 1 + usable
+    assert facts["block_nbytes"] == columns * block_nbytes
+    assert facts["num_tokens"] == facts["longest"] == 16 * usable
+    assert facts["pool_nbytes"] == arena["num_blocks"] * block_nbytes <= memory
+    assert memory < facts["pool_nbytes"] + columns * block_nbytes
+    shown = f"{columns} x {block_nbytes / 1024:.2f} KiB for it; {1 + usable * columns} blocks = 16.00 GiB, 1 reserved"
+    assert shown in text and f"room for {16 * usable} tokens" in text
+    assert text.count("blocks = ") == 1 and f"serve: --num-blocks {1 + usable}\n" in text
+
+
+def test_plan_of_states_takes_off_those_of_32_sequences_twice():
+    facts, text = describe_plan(QWEN3_NEXT, "16GiB")
+    state, block_nbytes = SIZED["Qwen3-Next-80B"][3], 16 * 24576
+    usable = (2**34 - 64 * state) // block_nbytes - 1
+    assert facts["num_blocks"] == 1 + usable and facts["arenas"][0]["block_nbytes"] == block_nbytes
+    assert f"--num-blocks {1 + usable} --max-running 32\n" in text
+    assert facts["budget_nbytes"] == 2**34
+
+
+def test_plan_without_memory_for_a_pool_shows_none():
+    facts, text = describe_plan(QWEN3_NEXT, "1GiB")
+    assert facts["num_blocks"] is facts["longest"] is None and facts["arenas"] == []
+    assert "no pool" in text and "--num-blocks" not in text
+    only_states, text = describe_plan(MAMBA_2, "64GiB")
+    assert only_states["num_blocks"] is only_states["block_nbytes"] is None and "keeps states only" in text
+
+
 def test_plan_of_a_state_counts_it_once_per_sequence():
     facts, text = describe_plan(QWEN3_NEXT, "1GiB", max_len=4096)
     state = SIZED["Qwen3-Next-80B"][3]
     assert facts["sequence_nbytes"]["layer_groups"] == 4096 * 24576 + state
     assert facts["num_sequences"]["512"]["layer_groups"] == 2**30 // (512 * 24576 + state)
     assert facts["num_sequences"]["512"]["kvpool"] is None
-    assert "a checkpoint of the state takes 73.69 MiB" in text and "1.00 GiB, the given memory" in text
+    assert "a checkpoint of the state takes 73.69 MiB" in text and "sized from the given memory" in text
 
 
 def test_plan_quantizes_what_layer_groups_keep_per_token():

@@ -9,15 +9,14 @@ from typing import Any, NamedTuple
 
 import kvpool
 from kvpool.adapters.mlx_lm.shapes import Leaf, ModelShape, Shape, with_bits
-from kvpool.group_storage import block_nbytes_of
+from kvpool.config import MAX_TOKENS
 from kvpool.groups import Group
+from kvpool.sizing import arranged, block_nbytes_of
 from kvpool.spec import KVSpec
 
 MAX_GROUPS = 8
-IDLE = 0.05  # of the bytes of a block of tokens may belong to no layer
 LOOKAHEAD = 16  # tokens that speculative decoding may take back, where windows allow it
 MOST_CHECKPOINTS = 256  # of a model with states only, which has one block for each
-MAX_TOKENS = 2**17  # of a sequence, in models that hold a bounded number of blocks for any length
 
 
 class Place(NamedTuple):
@@ -229,74 +228,26 @@ def _grouped(model: ModelShape, is_shared: bool, spec_of: Callable[[Shape], KVSp
         leaves = tuple(Leaf("opaque", leaf.name) if i in rest else leaf for i, leaf in enumerate(model.leaves))
         model = replace(model, leaves=leaves)
         members = _members(leaves)
-    widths = _widths_in_one_arena(members, spec_of) if is_shared else None
-    kinds: dict[tuple[Shape, int], None] = {}  # shape and arrays of a storage
+    needs = [(spec_of(shape), len(layers)) for (shape, _, _), layers in members.items()]
+    kinds: dict[tuple[Shape, int], int] = {}  # shape and arrays of a storage, and its arena
     groups: list[Group] = []
     places: list[Place | None] = [None] * len(model.leaves)
-    for number, ((shape, kind, size), layers) in enumerate(members.items()):
-        same = [len(other) for (its, _, _), other in members.items() if its == shape]
-        width = arrays_of_an_arena(same) if widths is None else widths[number]
-        kinds.setdefault((shape, width))
-        storage = list(kinds).index((shape, width))
+    for number, (((shape, kind, size), layers), held) in enumerate(
+        zip(members.items(), arranged(needs, is_shared), strict=True)
+    ):
+        kinds.setdefault((shape, held.width), held.arena)
+        storage = list(kinds).index((shape, held.width))
         for i, leaf in enumerate(layers):
-            column, array = divmod(i, width)
+            column, array = divmod(i, held.width)
             places[leaf] = Place(number, column, storage, array)
-        groups.append(Group(kind, size, columns=-(-len(layers) // width), arena=0 if widths else storage))
+        groups.append(Group(kind, size, columns=held.columns, arena=held.arena))
     if any(leaf.shape is None for leaf in model.leaves):
         groups.append(Group.state(1))
     specs = tuple(replace(spec_of(shape), num_layers=width) for shape, width in kinds)
-    arenas = tuple(range(len(specs)))
-    if widths:
-        specs, arenas = tuple(replace(spec, layout="block") for spec in specs), (0,) * len(specs)
+    arenas = tuple(kinds.values())
+    if len(set(arenas)) < len(arenas):
+        specs = tuple(replace(spec, layout="block") for spec in specs)
     return Layout(model, specs, arenas, tuple(groups), tuple(places))
-
-
-def _widths_in_one_arena(
-    members: dict[tuple[Shape, str, int], list[int]], spec_of: Callable[[Shape], KVSpec]
-) -> list[int] | None:
-    """Return the arrays of each group's storage, if layers of several shapes can share an arena, else None."""
-    specs = [spec_of(shape) for shape, _, _ in members]
-    if len({shape for shape, _, _ in members}) < 2 or not all(map(_fits_a_block, specs)):
-        return None
-    counts = [len(layers) for layers in members.values()]
-    return arrays_of_one_size(list(zip(counts, [spec.block_nbytes for spec in specs], strict=True)))
-
-
-def _fits_a_block(spec: KVSpec) -> bool:
-    try:
-        replace(spec, layout="block")
-    except ValueError:  # its planes cannot be aligned
-        return False
-    return True
-
-
-def arrays_of_one_size(needs: Sequence[tuple[int, int]]) -> list[int] | None:
-    """Return how many layer arrays a block has for each group, whose blocks have equal bytes.
-
-    `needs` has for each group its layers, and the bytes of a block of one of them. The bytes of a block are the most
-    for which at most 5 % of them idle in every group. None: there is no such number.
-    """
-    for nbytes in sorted({arrays * one for count, one in needs for arrays in range(1, count + 1)}, reverse=True):
-        widths = [min(count, nbytes // one) for count, one in needs]
-        if all(
-            width and -(-count // width) * nbytes * (1 - IDLE) <= count * one
-            for width, (count, one) in zip(widths, needs, strict=True)
-        ):
-            return widths
-    return None
-
-
-def arrays_of_an_arena(counts: Sequence[int]) -> int:
-    """Return how many layer arrays an arena has whose groups have `counts` layers.
-
-    The most for which at most 5 % of the arrays of every group belong to no layer: more arrays mean fewer blocks to
-    count.
-    """
-    return next(
-        arrays
-        for arrays in range(max(counts), 0, -1)
-        if all(-(-count // arrays) * arrays * (1 - IDLE) <= count for count in counts)
-    )
 
 
 def _numbers(node: Any) -> list[int]:

@@ -11,7 +11,8 @@ from kvpool.adapters.mlx_lm import tiny
 from kvpool.adapters.mlx_lm.host import layout_on, make_storage
 from kvpool.adapters.mlx_lm.layout import MOST_CHECKPOINTS
 from kvpool.adapters.mlx_lm.shapes import inspect_model
-from kvpool.config import blocks_for, format_nbytes, memory_for
+from kvpool.config import blocks_of_arenas, format_nbytes, memory_for
+from kvpool.sizing import ArenaSize
 
 
 class ModelNotLoaded(Exception):
@@ -69,7 +70,7 @@ def blocks_in(
     Raises
     ------
     ValueError
-        The states leave no memory for blocks.
+        There is no memory for two blocks, or the states leave none.
     """
     import mlx.core as mx
 
@@ -77,22 +78,22 @@ def blocks_in(
     layout = layout_on(make_storage, shape, block_size, False, **quantization)
     info = dict(mx.device_info()) if mx.metal.is_available() else None
     machine: dict[str, Any] = {"device_info": info, "active_nbytes": mx.get_active_memory()}
-    counts = [layout.columns(arena) for arena in range(len(layout.block_nbytes))]
-    within = [
-        1 + (blocks_for(memory, spec, **machine).num_blocks - 1) // counts[arena]
-        for spec, arena in zip(layout.specs, layout.arenas, strict=True)
-    ] or [1 + MOST_CHECKPOINTS]
-    reserved = sum(layout.block_nbytes)
-    nbytes = max(1, sum(count * one for count, one in zip(counts, layout.block_nbytes, strict=True)))
+    arenas = [
+        ArenaSize(tuple(spec for (spec,) in layout.columns_of(arena)), layout.columns(arena), max(1, nbytes))
+        for arena, nbytes in enumerate(layout.block_nbytes)
+    ]
     states, budget = 2 * num_rows * shape.state_nbytes, memory_for(memory, **machine)
-    if states and states + reserved + nbytes > budget:
-        raise ValueError(
-            f"[memory] the states of {num_rows} sequences take {format_nbytes(states)} in a pass, and blocks need "
-            f"{format_nbytes(reserved + nbytes)} at least; there are {format_nbytes(budget)}: run fewer at a time"
-        )
-    most = min(1 + (budget - states - reserved) // nbytes, *within)
+    most = blocks_of_arenas(budget - states, arenas, info)
+    if most < 2:
+        least = format_nbytes(sum((1 + arena.columns) * arena.block_nbytes for arena in arenas))
+        need = f"blocks need {least} at least; there are {format_nbytes(budget)}"
+        if not states:
+            raise ValueError(f"[memory] no usable block: {need}")
+        taken = f"the states of {num_rows} sequences take {format_nbytes(states)} in a pass"
+        raise ValueError(f"[memory] {taken}, and {need}: run fewer at a time")
+    if not layout.specs:
+        most = min(most, 1 + MOST_CHECKPOINTS)
     if beside is not None:
         other = blocks_in(memory, beside, block_size, num_rows)
         most = most * other // (most + other)
     return max(2, most)
-
