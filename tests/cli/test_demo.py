@@ -19,7 +19,7 @@ from kvpool._picture import BLOCKS, INK, OTHER, OTHER_LIGHT
 from kvpool.cli import demo, main
 from kvpool.cli.demo import models, occupancy, pools
 from kvpool.cli.demo.occupancy import make_requests, serve_from_blocks, serve_from_slots
-from kvpool.cli.demo.report import Claim, Outcome, Part, Report, Settings, print_report
+from kvpool.cli.demo.report import Claim, Outcome, Part, Printer, Report, Settings
 from kvpool.scheduler.state import Core
 
 CORE_PARTS = [pools.STEP_COST, occupancy.PART, pools.OUT_OF_BLOCKS]
@@ -113,7 +113,8 @@ def test_demo_text_ends_with_the_verdict_and_is_quiet_on_stderr(small_demo, tmp_
     out, err = capsys.readouterr()
     count = sum(len(part.promises) for part in demo.all_parts())
     assert out.splitlines()[-1].startswith(f"{count} of {count} claims held")
-    assert max(map(len, out.splitlines()[-count:])) <= 80
+    claims = [line for line in out.splitlines() if "✓" in line]
+    assert len(claims) == count and max(map(len, claims)) <= 80
     assert str(tmp_path / "p.png") in out.replace("\n", "")
     assert err == ""  # no terminal, no progress line
 
@@ -505,7 +506,11 @@ def printed(report: Report, encoding: str) -> str:
 
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding=encoding)
-    print_report(report, Console(file=stream, width=80))
+    printer = Printer(Console(file=stream, width=80), [part for part, _ in report.outcomes])
+    for number, (part, _) in enumerate(report.outcomes):
+        printer.begin(number, part)
+        printer.end(replace(report, outcomes=report.outcomes[: number + 1]))
+    printer.close(report)
     stream.flush()
     return raw.getvalue().decode(encoding)
 
@@ -522,6 +527,23 @@ def test_table_on_an_ascii_terminal_is_ascii():
     assert "ok the first sentence" in text
     assert "NO the second" in text
     assert "# note" in text
+
+
+def test_demo_into_a_pipe_prints_each_part_as_it_goes(settings):
+    from rich.console import Console
+
+    raw, seen = io.BytesIO(), []
+    console = Console(file=io.TextIOWrapper(raw, encoding="utf-8"), width=80)  # buffers, as a pipe does
+
+    def run_part(settings, say):
+        seen.append(raw.getvalue().decode())  # what has left the process
+        return Outcome({"claim": Claim(True, "1 of 1")}, {}, (f"note {len(seen)}",))
+
+    parts = [Part(name, f"part {name}", {"claim": f"claim of {name}"}, run_part) for name in "pq"]
+    with demo.progress_line(console) as say:
+        demo.run_parts(settings, parts, say, Printer(console, parts))
+    assert seen[0] == "(a) part p\n"
+    assert "claim of p" in seen[1] and "note 1" in seen[1] and seen[1].endswith("(b) part q\n")
 
 
 def test_table_says_that_an_undecided_claim_is_not_held():

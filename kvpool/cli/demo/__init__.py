@@ -15,9 +15,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from kvpool.cli.console import CommandError, NotRun
-from kvpool.cli.demo.report import Part, Report, Settings, print_report
+from kvpool.cli.demo.report import Part, Printer, Report, Settings
 from kvpool.errors import install_command
 
 
@@ -54,9 +55,10 @@ def run(args: argparse.Namespace) -> int:
             from rich.console import Console
         except ImportError:
             raise CommandError(f"the summary needs rich: {install_command('demo')} (or use --json)") from None
-        with progress_line() as say:
-            report = run_parts(settings, parts, say)
-        print_report(report, Console())
+        printer = Printer(Console(), parts)
+        with progress_line(printer.console) as say:
+            report = run_parts(settings, parts, say, printer)
+        printer.close(report)
     return 0 if report.held else 1
 
 
@@ -70,10 +72,14 @@ def all_parts() -> list[Part]:
     ]
 
 
-def run_parts(settings: Settings, parts: list[Part], say: Callable[[str], None]) -> Report:
+def run_parts(
+    settings: Settings, parts: list[Part], say: Callable[[str], None], printer: Printer | None = None
+) -> Report:
     """Run `parts` one after another. One that raises does not stop the others; its claims are not held."""
     report, start = Report(), time.perf_counter()
-    for part in parts:
+    for number, part in enumerate(parts):
+        if printer:
+            printer.begin(number, part)
         try:
             report.add(part, part.run(settings, say))
         except NotRun as exc:
@@ -83,6 +89,8 @@ def run_parts(settings: Settings, parts: list[Part], say: Callable[[str], None])
         except Exception as exc:  # a demo that dies halfway tells less than one that says what failed
             traceback.print_exc(file=sys.stderr)
             report.add_not_run(part, f"stopped by {type(exc).__name__}: {exc}")
+        if printer:
+            printer.end(report)
     report.seconds = time.perf_counter() - start
     return report
 
@@ -103,11 +111,14 @@ def check(settings: Settings) -> None:
 
 
 @contextlib.contextmanager
-def progress_line() -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows one line of progress on stderr; quiet if that is not a terminal."""
+def progress_line(printed: Any) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows one line of progress: below what a console prints, or on stderr, or nowhere.
+
+    `printed` is that console. Only a terminal shows progress.
+    """
     from rich.console import Console
 
-    console = Console(stderr=True)
+    console = printed if printed.is_terminal else Console(stderr=True)
     if not console.is_terminal:
         yield lambda line: None
         return

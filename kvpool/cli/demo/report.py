@@ -120,39 +120,52 @@ class Report:
         }
 
 
-def print_report(report: Report, console: Any) -> None:
-    """Print notes, the table of claims and a closing line to a `rich.console.Console`."""
-    from rich.text import Text
+class Printer:
+    """Prints a report part by part, as parts begin and end, to a `rich.console.Console`."""
 
-    ascii_only = console.options.ascii_only
-    for _, outcome in report.outcomes:
-        for note in outcome.notes:
-            text = note.translate(ASCII) if ascii_only else note
-            console.print(text, markup=False, highlight=False, no_wrap=True, overflow="ignore", crop=False)
-            console.print()
-    for number, (part, _) in enumerate(report.outcomes):
-        console.print(Text(f"({chr(ord('a') + number)}) {part.title}", "bold"))
-        console.print(_claims_table(report, number, ascii_only))
-    verdicts = report.claims.values()
-    closing = f"{sum(verdicts)} of {len(verdicts)} claims held, {report.seconds:.1f} s, kvpool {kvpool.__version__}"
-    if report.not_run:
-        closing += "\nA claim that was not decided is not held."
-    console.print()
-    console.print(Text(closing, "bold green" if report.held else "bold red"))
+    def __init__(self, console: Any, parts: list[Part]) -> None:
+        self.console, self.width = console, max(len(text) for part in parts for text in part.promises.values())
+        self.ascii_only = console.options.ascii_only
+
+    def begin(self, number: int, part: Part) -> None:
+        """Print the heading of a part."""
+        from rich.text import Text
+
+        self.console.print(Text(f"({chr(ord('a') + number)}) {part.title}", "bold"))
+
+    def end(self, report: Report) -> None:
+        """Print the claims and the notes of the part that was added last."""
+        self.console.print(_claims_table(report, self.width, self.ascii_only))
+        for note in report.outcomes[-1][1].notes:
+            text = note.translate(ASCII) if self.ascii_only else note
+            self.console.print()
+            self.console.print(text, markup=False, highlight=False, no_wrap=True, overflow="ignore", crop=False)
+            self.console.print()
+
+    def close(self, report: Report) -> None:
+        """Print how many claims held."""
+        from rich.text import Text
+
+        verdicts, seconds = report.claims.values(), f"{report.seconds:.1f} s"
+        closing = f"{sum(verdicts)} of {len(verdicts)} claims held, {seconds}, kvpool {kvpool.__version__}"
+        if report.not_run:
+            closing += "\nA claim that was not decided is not held."
+        self.console.print()
+        self.console.print(Text(closing, "bold green" if report.held else "bold red"))
 
 
-def _claims_table(report: Report, number: int, ascii_only: bool) -> Any:
+def _claims_table(report: Report, width: int, ascii_only: bool) -> Any:
     from rich.console import Group
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
-    part, outcome = report.outcomes[number]
+    part, outcome = report.outcomes[-1]
     reason = report.not_run.get(part.name)
     held, broken = ("ok", "NO") if ascii_only else ("✓", "✗")
     table = Table.grid(padding=(0, 1))
     table.add_column(width=3, justify="right")
-    table.add_column(width=max(len(text) for part, _ in report.outcomes for text in part.promises.values()))
+    table.add_column(width=width)
     table.add_column()
     for name, claim in outcome.claims.items():
         mark = Text(held, "green") if claim.held else Text("-" if reason else broken, "bold red")
