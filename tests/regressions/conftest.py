@@ -10,6 +10,7 @@ from kvpool.config import KVSpec
 from kvpool.errors import PoolClosed
 from kvpool.eviction import SlidingWindow
 from kvpool.namespaces import namespace
+from kvpool.store import DiskStore
 from kvpool_backends.cpu import BlockStore
 from kvpool_backends.numpy import NumpyBackend
 from proof.simulation.simulator import Kit
@@ -39,7 +40,7 @@ def parts(subject, core):
     """The parts under test by name: kvpool's own, unless the subject replaces them."""
     pool = {"Pool": core.Pool, "Plan": core.Plan, "namespace": namespace, "kit": Kit(), "prelude": ""}
     storage = {"Backend": NumpyBackend, "Manager": KVBlockManager, "Spec": KVSpec, "Store": BlockStore}
-    return parts_of(subject, pool | storage | {"Window": SlidingWindow})
+    return parts_of(subject, pool | storage | {"Window": SlidingWindow, "Disk": DiskStore})
 
 
 @pytest.fixture

@@ -1,0 +1,142 @@
+"""Family J: tiers and persistence. See docs/regressions.md."""
+
+import errno
+import os
+
+import numpy as np
+import pytest
+from catalogue import broken, row
+
+from kvpool.store import BlockLayout, Blocks, DiskStore, Layout
+from kvpool.testing import stores as kit
+
+LAYOUT = Layout((BlockLayout(2, 50, "full"),), "w")
+QUOTA, SEGMENT = 1 << 14, 1 << 12  # bytes: about 14 blocks in a segment
+TOKENS = kit.prompt(1, 12)
+
+
+@pytest.fixture
+def make_store(parts, tmp_path):
+    """Open the directory of the test, as it is when everything there is known."""
+    made = []
+
+    def make():
+        made.append(parts.Disk(str(tmp_path / "store"), LAYOUT, QUOTA, segment_nbytes=SEGMENT))
+        assert made[-1].ready.wait(60)
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.close()
+
+
+class OfferedIsStored(DiskStore):
+    """What was offered is said to be there, whether or not it was written."""
+
+    offered = frozenset()
+
+    def store(self, blocks, rows):
+        self.offered |= {key.tobytes() for key in blocks.keys}
+        return super().store(blocks, rows)
+
+    def _promised(self, blocks):
+        return np.array([key.tobytes() in self.offered for key in blocks.keys])
+
+    def lookup(self, blocks):
+        return super().lookup(blocks) | self._promised(blocks)
+
+    def load(self, blocks, rows):
+        return super().load(blocks, rows) | self._promised(blocks)
+
+
+class OfferedIsFound(OfferedIsStored):
+    """The same, in lookups only."""
+
+    def load(self, blocks, rows):
+        return DiskStore.load(self, blocks, rows)
+
+
+class KeyIsEnough(DiskStore):
+    """A key alone proves what a block holds."""
+
+    def _named(self, blocks):
+        namespace = bytes(len(blocks.namespace))
+        return Blocks(blocks.keys, np.zeros_like(blocks.parents), np.zeros_like(blocks.tokens), namespace, blocks.group)
+
+    def lookup(self, blocks):
+        return super().lookup(self._named(blocks))
+
+    def load(self, blocks, rows):
+        return super().load(self._named(blocks), rows)
+
+    def store(self, blocks, rows):
+        return super().store(self._named(blocks), rows)
+
+
+class AnswersOneLate(DiskStore):
+    """Each load gets the bytes of the one before it, if that had as many blocks."""
+
+    last = None
+
+    def load(self, blocks, rows):
+        loaded = super().load(blocks, rows)
+        own = rows.copy()
+        if self.last is not None and len(self.last) == len(rows):
+            rows[:] = self.last
+        self.last = own
+        return loaded
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, None], ids=["EIO", "ENOSPC", "short"])
+@row(broken(Disk=OfferedIsStored), broken(Disk=OfferedIsFound), model=False)
+def test_j1_block_whose_write_failed_stays_a_miss(make_store, monkeypatch, error):
+    write = os.pwritev
+
+    def fails(fd, buffers, offset):
+        if error is None:
+            return write(fd, [bytes(buffers[0])[:20]], offset)
+        raise OSError(error, os.strerror(error))
+
+    blocks, rows = LAYOUT.blocks(TOKENS)[0], kit.content(LAYOUT, LAYOUT.blocks(TOKENS)[0])
+    store = make_store()
+    monkeypatch.setattr(os, "pwritev", fails)
+    store.store(blocks, rows)
+    assert store.drain(60)
+    assert not store.lookup(blocks).any()
+    kit.loads(store, blocks, [])
+    monkeypatch.undo()
+    kit.loads(store, blocks, [])
+    again = make_store()
+    kit.loads(again, blocks, [])
+    kit.stores(again, blocks)
+    kit.loads(again, blocks, range(6))
+
+
+@row(broken(Disk=KeyIsEnough), model=False)
+def test_j2_key_of_another_prompt_brings_nothing_from_the_disk(make_store):
+    """Keys that collide: other tokens, another prefix, another tenant."""
+    own, other = LAYOUT.blocks(TOKENS)[0], LAYOUT.blocks(kit.prompt(2, 12), b"tenant")[0]
+    store = make_store()
+    kit.stores(store, own)
+    for changed in ("tokens", "parents", "namespace"):
+        names = {name: getattr(own, name) for name in ("keys", "parents", "tokens", "namespace")}
+        asked = Blocks(**names | {changed: getattr(other, changed)})
+        assert not kit.loads(store, asked).any(), changed
+    kit.loads(store, own, range(6))
+
+
+@row(broken(Disk=AnswersOneLate), model=False)
+def test_j2_each_prompt_reads_its_own_bytes_while_segments_leave(make_store):
+    """Tenants with the same prompts and prompts with the same beginnings, in a quota that holds a few of them."""
+    rng = np.random.default_rng(3)
+    print("seed 3")
+    prompts = [np.append(TOKENS[:4], kit.prompt(seed, 8)) for seed in range(12)]
+    requests = [LAYOUT.blocks(tokens, tenant)[0] for tokens in prompts for tenant in (b"", b"a")]
+    store = make_store()
+    for number in rng.permutation(len(requests)):
+        kit.stores(store, requests[number])
+        assert kit.loads(store, requests[number]).any(), "a segment leaves for the newest blocks, not with them"
+        held = sum(int(kit.loads(store, request).sum()) for request in requests)
+    assert 0 < held < 6 * len(requests)
+    again = make_store()
+    assert any(kit.loads(again, request).any() for request in requests)
