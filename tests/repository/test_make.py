@@ -79,6 +79,41 @@ def test_every_job_ends(workflow):
     assert not [name for name, text in found.items() if not re.search(r"^    timeout-minutes: \d+$", text, re.M)]
 
 
+INSTALLATION = 10
+MINUTES = {  # of two slow cores, with the installation apart; the first that a command contains counts
+    "make test-all SHARE=": 35,
+    "make test-all": 60,
+    '-m "not long"': 8,
+    "make demo": 2,
+    "make": 10,  # a guess, for targets that nobody timed on such cores
+}
+
+
+def minutes_of(step):
+    """What a step of a job takes, at most."""
+    command = step.get("run", "")
+    command = (ROOT / ".ci/run").read_text() if command == ".ci/run" else command
+    usual = next((minutes for part, minutes in MINUTES.items() if part in command), 0)
+    return step.get("timeout-minutes", usual)
+
+
+@pytest.mark.parametrize(
+    ("name", "job"), yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"].items()
+)
+def test_job_has_time_for_its_commands(name, job):
+    needed = INSTALLATION + sum(map(minutes_of, job["steps"]))
+    assert 1.25 * needed <= job["timeout-minutes"], f"{name} needs {needed} minutes"
+
+
+def test_every_test_runs_each_night():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
+    (event,) = workflow[True]["schedule"]  # YAML reads `on` as true
+    assert re.fullmatch(r"\d+ \d+ \* \* \*", event["cron"])
+    nightly = [job for job in workflow["jobs"].values() if {"run": "make test-all"} in job["steps"]]
+    assert len(nightly) == 1 and "'schedule'" in nightly[0]["if"]
+    assert "event_name" in workflow["concurrency"]["group"], "a push would cancel it"
+
+
 REPORTS = ("kvpool doctor", "native and not mlx_native", "make native", "make mac-report")  # in this order
 
 
