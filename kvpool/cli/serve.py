@@ -113,23 +113,23 @@ def run(args: argparse.Namespace) -> int:
             raise CommandError(f"--model {exc}") from None
     try:
         sock = process.listen(args.host, port)
+    except OSError as exc:  # it is bound before the model is loaded, and listens after it
+        raise CommandError(f"--host {args.host} --port {port}: {exc.strerror}") from None
+    try:
         url = f"http://{host}:{sock.getsockname()[1]}"
         say(f"kvpool serve: loading {args.model} ...")
         make, on_ready = partial(make_engine, args, options), partial(tell, args, url)
         left = asyncio.run(process.serve(make, settings, sock, on_ready, grace))
-    except OSError as exc:  # of the socket: it is bound before the model is loaded, and listens after it
-        raise CommandError(f"--host {args.host} --port {port}: {exc.strerror}") from None
-    except CommandError as exc:  # of the store, which is made last: threads of MLX run already
-        say(f"kvpool serve: {exc}")
-        leave(2)
-        return 2
-    except loading.ModelNotLoaded as exc:
-        raise CommandError(f"--model {exc}") from None
+        said, status = "the engine was lost" if left < 0 else f"stopped, {left} blocks in use", 1 if left else 0
+    except OSError as exc:
+        said, status = f"--host {args.host} --port {port}: {exc.strerror}", 2
+    except (CommandError, loading.ModelNotLoaded) as exc:
+        said, status = f"{'' if isinstance(exc, CommandError) else '--model '}{exc}", 2
     except (ValueError, TypeError, RuntimeError, MemoryError) as exc:
-        raise CommandError(f"--model {args.model}: {by_flags(exc) or 'not enough memory'}") from None
-    say("kvpool serve: " + ("the engine was lost" if left < 0 else f"stopped, {left} blocks in use"))
-    leave(1 if left else 0)  # threads of MLX must not run while the interpreter shuts down
-    return 1 if left else 0
+        said, status = f"--model {args.model}: {by_flags(exc) or 'not enough memory'}", 2
+    say(f"kvpool serve: {said}")
+    leave(status)  # threads of MLX must not run while the interpreter shuts down
+    return status
 
 
 def read_keys(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, float]]:

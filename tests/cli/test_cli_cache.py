@@ -8,7 +8,7 @@ from mlx_models import batch_tokens, on_cpu, solo_tokens
 from server_process import Server
 
 from kvpool.adapters.mlx_lm import host, install, tiny
-from kvpool.cli import main
+from kvpool.cli import main, serve
 from kvpool.eviction import H2O, SlidingWindow
 
 PROMPT = "The block table maps positions to slots, and a policy says which of them stay."
@@ -139,7 +139,8 @@ NONSENSE = [
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
 @pytest.mark.parametrize(("options", "message"), NONSENSE)
-def test_nonsense_is_refused_in_one_line(capsys, command, options, message):
+def test_nonsense_is_refused_in_one_line(capsys, monkeypatch, command, options, message):
+    monkeypatch.setattr(serve, "leave", lambda status: None)
     mine = ["--port", "0"] if command == "serve" else ["--prompt", "x"]
     with on_cpu():
         assert main([command, "--model", "tiny", *mine, *options]) == 2
@@ -150,6 +151,7 @@ def test_nonsense_is_refused_in_one_line(capsys, command, options, message):
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
 def test_policy_on_a_route_without_scores_is_refused(capsys, monkeypatch, command):
+    monkeypatch.setattr(serve, "leave", lambda status: None)
     monkeypatch.setattr(host, "reason_to_gather", lambda kv: "nobody knows this model")
     mine = ["--port", "0"] if command == "serve" else ["--prompt", "x"]
     with on_cpu():

@@ -145,16 +145,22 @@ def test_nonsense_is_refused_in_one_line(capsys, arguments, message):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--model", "tiny", "--memory", "1"], "--memory 1: "), (["--model", "BROKEN"], "No safetensors found")],
+    [
+        (["--model", "tiny", "--memory", "1"], "no usable block: blocks need 48.00 KiB at least; there are 1 B"),
+        (["--model", "tiny", "--kv-bits", "8"], "--kv-group-size 64"),
+        (["--model", "BROKEN"], "No safetensors found"),
+    ],
 )
 def test_a_model_that_cannot_be_made_is_reported_before_the_port_opens(
     capsys, monkeypatch, tmp_path, arguments, message
 ):
-    monkeypatch.setattr(serve, "leave", lambda status: None)
+    left = []
+    monkeypatch.setattr(serve, "leave", left.append)
     (tmp_path / "config.json").write_text("{}")
     arguments = [str(tmp_path) if one == "BROKEN" else one for one in arguments]
     with on_cpu():
         assert main(["serve", *arguments, "--port", "0"]) == 2
+    assert left == [2], "the process must end before the interpreter shuts down: threads of MLX run"
     captured = capsys.readouterr()
     assert captured.out == "" and message in captured.err
     assert captured.err.count("\n") == 2 and "loading" in captured.err, captured.err
