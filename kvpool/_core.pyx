@@ -22,7 +22,7 @@ from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from cpython.tuple cimport PyTuple_GET_SIZE
 from cython cimport critical_section
-from libc.stdint cimport INT64_MAX, INT64_MIN
+from libc.stdint cimport INT32_MAX, INT64_MAX, INT64_MIN
 from libc.stdio cimport snprintf
 from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcmp, memcpy, memmove, memset

@@ -14,7 +14,7 @@ cdef enum:                      # LayerGroup.kind
 
 # Invariants, recomputed by groups_check:
 #   a row has ceil(num_blocks / 2^scale) - evicted // block_size entries, num_blocks being the Seq's; the Seq's kv_len,
-#   which counts evicted tokens, fits in num_blocks * block_size of the pool
+#   which counts evicted tokens, fits in num_blocks * block_size of the pool, and in the int32 arrays of plans
 #   0 <= evicted <= the point of the sequence <= kv_len; evicted == 0 unless the group is full
 #   entry i is a hole  <=>  kept <= i < gone; gone == 0 or gone > kept
 #   no query at kv_len or later reads what is in a hole
@@ -24,11 +24,11 @@ cdef enum:                      # LayerGroup.kind
 cdef struct GroupSeq:           # what a sequence has in a group beside its table
     uint64_t version            # of the table, as in Seq
     int64_t due                 # a step that ends at this length or beyond lets go of more
+    int64_t evicted             # tokens that left by eviction: place in the table == position - evicted
     uint32_t epoch              # changes when an entry changes or leaves
     int32_t gone                # entries kept .. gone - 1 are holes
     int32_t told                # leading entries that table_updates have told as they are, but for holes
     int32_t told_gone           # gone as they have told it
-    int32_t evicted             # tokens that left by eviction: place in the table == position - evicted
 
 
 cdef struct LayerGroup:

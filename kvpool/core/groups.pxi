@@ -799,7 +799,7 @@ cdef void group_loses(Groups* gs, LayerGroup* g, int32_t slot, int64_t n, int64_
     s.evicted_tokens += n
     if gs.tree != NULL:
         row_loses(gs, slot)
-    g.seq[slot].evicted += <int32_t>n
+    g.seq[slot].evicted += n
     g.seq[slot].told = <int32_t>min(<int64_t>g.seq[slot].told, told)
     g.seq[slot].epoch += 1
     new_version(g, slot)
@@ -1027,11 +1027,11 @@ cdef uint64_t groups_fingerprint(const Groups* gs, const Pending* pending, uint6
 
 cdef bint check_holes(const LayerGroup* g, int32_t slot, const Seq* q, int64_t point, char* finding) noexcept nogil:
     """A row has no more holes than its length allows, and a state iff it has tokens; only full groups lose tokens."""
-    cdef int64_t least = 0
-    cdef int32_t gone = g.seq[slot].gone, evicted = g.seq[slot].evicted
+    cdef int64_t least = 0, evicted = g.seq[slot].evicted
+    cdef int32_t gone = g.seq[slot].gone
     if evicted and not (g.kind == FULL_LAYERS and 0 < evicted <= point <= q.kv_len):
-        return snprintf(finding, FINDING, b"sequence in slot %d lost %d tokens, the last one at %lld of %lld", slot,
-                        evicted, <long long>point, <long long>q.kv_len) > 0
+        return snprintf(finding, FINDING, b"sequence in slot %d lost %lld tokens, the last one at %lld of %lld", slot,
+                        <long long>evicted, <long long>point, <long long>q.kv_len) > 0
     if g.kind == STATE_LAYERS:
         if (g.table[slot] != NO_BLOCK) != (q.kv_len > 0):
             return snprintf(finding, FINDING, b"sequence in slot %d has %lld tokens and state slot %d", slot,
@@ -1090,7 +1090,7 @@ cdef bint check_lengths(const Groups* gs, char* finding) noexcept nogil:
             return True
         if not seq_has_blocks(s, slot):
             continue
-        if not 0 <= q.kv_len <= q.num_blocks * gs.block_size or q.num_blocks % gs.unit or (
+        if not 0 <= q.kv_len <= min(q.num_blocks * gs.block_size, INT32_MAX) or q.num_blocks % gs.unit or (
                 q.num_blocks > blocks_for(gs, gs.seq_tokens)):
             return snprintf(finding, FINDING, b"sequence in slot %d has %lld tokens in %d blocks", slot,
                             <long long>q.kv_len, q.num_blocks) > 0

@@ -1,7 +1,5 @@
 """`Plan`: what one step hands to a backend, its arrays, and what it takes to undo the step."""
 
-cdef int64_t INT32_MAX = (<int64_t>1 << 31) - 1
-
 FIELDS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "indptr", "indices", "last_page_len",
           "kv_slots", "kv_slots_ragged", "kv_indptr", "slot_ids")      # in the order of the enum in wire.pxd
 FORMATS = {

@@ -431,7 +431,8 @@ cdef class Pool:
         ----------
         handle : int
         n : int
-            The new length, from that after `open` to `capacity`. 0: the load failed, the length stays.
+            The new length, from that after `open` to `capacity`, with layer groups at most 2^31 - 1. 0: the load
+            failed, the length stays.
 
         Returns
         -------

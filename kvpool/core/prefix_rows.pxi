@@ -89,6 +89,8 @@ cdef int judge_load(const Groups* gs, int64_t length, Verdict* v) noexcept nogil
         return OK
     if not t.can_restore:
         return refused(v, CANNOT_LOAD, -1, 0, 0, 0, 0)
+    if length > INT32_MAX:                      # it ends with this length, which no plan steps
+        return refused(v, PROMPT_TOO_LONG, -1, length, 0, INT32_MAX, 0)
     if length == 0 or length % t.grain:
         return refused(v, UNEVEN_LOAD, -1, length, 0, t.grain, 0)
     if (t.bundle_size and t.free_checkpoint == NO_CHECKPOINT and t.fresh_checkpoint == t.checkpoint_room

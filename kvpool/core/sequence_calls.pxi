@@ -139,6 +139,8 @@ cdef int pool_loaded(State* pool, int64_t handle, int64_t length, bint* is_open,
     least, most = q.kv_len, q.num_blocks * b.block_size
     if pool.groups != NULL and pool.groups.tree.needs_checkpoints:
         least = most = pool.groups.tree.row[slot].cut
+    elif pool.groups != NULL:
+        most = min(most, INT32_MAX)         # plans of layer groups step nothing longer
     if length and not least <= length <= most:
         return refused(v, BAD_LOAD, -1, length, least, most, 0)
     is_open[0] = q.handle != -1

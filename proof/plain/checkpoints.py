@@ -528,7 +528,8 @@ class CheckpointModel(GroupModel):
         return {i for i in every if i < layer.num_kept or (i + 1) * size > layer.last_unread(length)}
 
     def _loadable(self, seq: Sequence) -> tuple[int, int]:
-        return (seq.known.load, seq.known.load) if self._is_cut else super()._loadable(seq)
+        least, most = (seq.known.load, seq.known.load) if self._is_cut else super()._loadable(seq)
+        return least, min(most, 2**31 - 1)
 
     def _take_over(self, seq: Sequence, n: int) -> None:
         mine = [mark for mark in self._taken if mark.owner == seq.handle]

@@ -5,7 +5,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from kvpool import Group, Plan, PlanStateError, Pool, StaleHandle
+from kvpool import CapacityExceeded, Group, Plan, PlanStateError, Pool, StaleHandle
 from kvpool.testing.fuzz_pool import hunt_pool
 
 PROMPT = list(range(100, 121))
@@ -193,6 +193,45 @@ def test_part_of_a_load_is_refused_where_hits_need_checkpoints(n):
 def test_load_of_a_length_that_no_hit_has_is_refused():
     with group_pool() as pool, pytest.raises(ValueError, match="multiple of 4"):
         pool.open(PROMPT[:18], load=True)
+
+
+def long_pool(*groups):
+    """Nine blocks of 2^28 tokens. Tokens of nodes have places, 11 GB that nobody touches."""
+    try:
+        return Pool(10, 2**28, groups=groups, prefix_cache=True, max_seqs=1)
+    except MemoryError:
+        pytest.skip("this machine does not promise 11 GB")
+
+
+def test_load_with_groups_ends_where_a_plan_can_still_step():
+    block = 2**28
+    with long_pool(Group.full()) as pool:
+        plan = Plan(pool, 1, 1, formats=("seq_lens",), table_width=9)
+        handle = pool.open(9 * block, load=True)
+        before = pool.fingerprint(), pool.digest()
+        for n in (2**31, 9 * block):
+            with pytest.raises(ValueError, match=r"\[loaded\] n is \d+, it must be 0 or 0 \.\. 2147483647"):
+                pool.loaded(handle, n)
+        assert (pool.fingerprint(), pool.digest()) == before
+        assert pool.loaded(handle, 2**31 - 1)
+        with pytest.raises(CapacityExceeded):
+            pool.step(plan, [handle], 1)
+        pool.step(plan, [handle], 0)
+        assert plan.seq_lens.tolist() == [2**31 - 1]
+        pool.done(plan)
+        pool.compact(handle, block)  # nearly all of them leave
+        assert (pool.num_tokens(handle), pool.kv_len(handle)) == (2**31 - 1, block)
+        assert len(pool.table(handle)) == 3  # of nine, as six blocks of tokens have left
+        pool.check()
+
+
+def test_load_that_no_plan_can_step_is_refused_where_it_ends_as_a_whole():
+    with long_pool(Group.full(), Group.window(8)) as pool:
+        before = pool.fingerprint(), pool.digest()
+        with pytest.raises(CapacityExceeded, match=r"\[open\] 2415919104 tokens, .* 2147483647"):
+            pool.open(9 * 2**28, load=True)
+        assert (pool.fingerprint(), pool.digest()) == before
+        assert pool.is_open(pool.open(7 * 2**28, load=True))
 
 
 def test_load_takes_only_what_a_hit_needs_of_a_window():
