@@ -22,6 +22,7 @@ cdef struct Index:
     uint64_t next_uid           # 64 bits: at 10^9 nodes a second they last for 500 years
     uint64_t keep               # bits of the hash that count: all, fewer in tests
     uint64_t seed
+    uint64_t[2] secret          # of the hash, from the seed: one for each factor of a product
     int64_t block_size
     int32_t num_nodes
     int64_t inserted            # counters of use

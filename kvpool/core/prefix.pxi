@@ -46,6 +46,8 @@ cdef int index_init(Index* ix, const Blocks* b, uint64_t seed, uint64_t keep, in
     ix.key = <uint8_t*>xcalloc(n, 16) if events else NULL
     ix.block_size = b.block_size
     ix.seed = seed
+    ix.secret[0] = mix(seed, 0x2D358DCCAA6C78A5ULL)
+    ix.secret[1] = mix(ix.secret[0], 0x8BB84B93962EACC9ULL)
     ix.keep = keep
     ix.next_uid = 1
     ring_init(&ix.ring, events, b.block_size)
@@ -80,15 +82,18 @@ cdef int64_t index_nbytes(const Index* ix, const Blocks* b) noexcept nogil:
 # ---- hash --------------------------------------------------------------------------------------------------
 
 cdef inline uint64_t chain(const Index* ix, uint64_t before, const int32_t* tokens) noexcept nogil:
-    """Hash of a prefix that is one block longer. The block's part does not wait for `before`."""
+    """Hash of a prefix that is one block longer. The block's part does not wait for `before`.
+
+    Both factors of a product are secret: tokens that choose one of them choose which bits of the other are lost.
+    """
     cdef uint64_t part = ix.seed
-    cdef uint64_t salt = 0x2D358DCCAA6C78A5ULL ^ ix.seed
+    cdef uint64_t salt = ix.secret[0], other = ix.secret[1]
     cdef int64_t i, n = ix.block_size
     for i in range(0, n - 3, 4):
-        part += kv_fold(kv_word(tokens + i) ^ salt, kv_word(tokens + i + 2) ^ 0x8BB84B93962EACC9ULL)
+        part += kv_fold(kv_word(tokens + i) ^ salt, kv_word(tokens + i + 2) ^ other)
         salt += 0x9E3779B97F4A7C15ULL
     for i in range(n & ~<int64_t>3, n):
-        part += kv_fold(<uint32_t>tokens[i] ^ salt, 0x4B33A62ED433D4A3ULL + i)
+        part += kv_fold(<uint32_t>tokens[i] ^ salt, other)
         salt += 0x9E3779B97F4A7C15ULL
     return kv_fold(before ^ 0xA0761D6478BD642FULL, part ^ 0xE7037ED1A0B428DBULL) & ix.keep
 
