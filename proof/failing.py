@@ -41,10 +41,10 @@ class Stage:
         """All that a refused call must leave alone."""
         if self.pool is None:
             return ()
-        untagged = (1 << 52) - 1  # the tag is another one in every pool
+        slots = (1 << 20) - 1  # tag and first generation are others in every pool
         copies = [[group.copies for group in p.groups[:1]] if p.groups else [p.copies] for p in self.plans]
         shown = [
-            (p.is_pending, p.step_id, (p.handles & untagged).tolist(), [array.tolist() for array in arrays])
+            (p.is_pending, p.step_id, (p.handles & slots).tolist(), [array.tolist() for array in arrays])
             for p, arrays in zip(self.plans, copies, strict=True)
         ]
         return (self.pool.fingerprint(), self.pool.digest(), self.pool.stats(), shown, len(self.handles), self.told)

@@ -127,7 +127,7 @@ cdef int groups_open(Groups* gs, const Ints* tokens, Verdict* v) noexcept nogil:
         new_version(g, slot)
     s.seq[slot].num_blocks = <int32_t>blocks
     s.sum_blocks += blocks
-    gs.arena[0].digest = mix(mix(mix(gs.arena[0].digest, OP_OPEN), taken), untagged(s.seq[slot].handle))
+    gs.arena[0].digest = mix(mix(mix(gs.arena[0].digest, OP_OPEN), taken), untagged(s, s.seq[slot].handle))
     return OK
 
 
@@ -139,7 +139,7 @@ cdef void groups_fork(Groups* gs, int32_t parent, int32_t n, int64_t* children) 
     cdef LayerGroup* g
     cdef int64_t blocks = blocks_for(gs, p.kv_len), inherited = max(p.last_step, s.life[parent].fork_step)
     cdef int32_t i, k, child, entries
-    b.digest = mix(mix(mix(b.digest, OP_FORK), untagged(p.handle)), n)
+    b.digest = mix(mix(mix(b.digest, OP_FORK), untagged(s, p.handle)), n)
     for k in range(gs.num_groups if n else 0):
         g = &gs.group[k]
         group_ref(g, parent, entries_of(g, parent, blocks), n)
@@ -162,7 +162,7 @@ cdef void groups_fork(Groups* gs, int32_t parent, int32_t n, int64_t* children) 
         if gs.tree != NULL:
             tree_fork(gs, parent, child)
         children[i] = s.seq[child].handle
-        b.digest = mix(b.digest, untagged(children[i]))
+        b.digest = mix(b.digest, untagged(s, children[i]))
     s.sum_tokens += n * p.kv_len
     s.sum_blocks += n * blocks
 
@@ -201,7 +201,7 @@ cdef void groups_close(Groups* gs, int32_t slot) noexcept nogil:
             gs.group[k].table[slot] = NO_BLOCK
     s.sum_tokens -= q.kv_len
     s.sum_blocks -= q.num_blocks
-    gs.arena[0].digest = mix(mix(gs.arena[0].digest, OP_CLOSE), untagged(q.handle))
+    gs.arena[0].digest = mix(mix(gs.arena[0].digest, OP_CLOSE), untagged(s, q.handle))
     seq_retire_handle(s, slot)
 
 
@@ -255,7 +255,7 @@ cdef void groups_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nog
     s.sum_tokens -= q.kv_len - length
     q.num_blocks = <int32_t>blocks
     q.kv_len = length
-    gs.arena[0].digest = mix(mix(mix(gs.arena[0].digest, OP_TRUNCATE), untagged(q.handle)), length)
+    gs.arena[0].digest = mix(mix(mix(gs.arena[0].digest, OP_TRUNCATE), untagged(s, q.handle)), length)
 
 
 # ---- a step: check -----------------------------------------------------------------------------------------
@@ -564,7 +564,7 @@ cdef void groups_commit(Groups* gs, Step* p, StepPart** part, const int64_t* han
         q.last_step = step_id
         if event.q_len != 1:
             b.digest = mix(b.digest, (<uint64_t>event.q_len << 1) | event.served)
-        b.digest = mix(b.digest, <uint64_t>untagged(p.handle[i]) ^ (<uint64_t>q.kv_len << 20))
+        b.digest = mix(b.digest, <uint64_t>untagged(s, p.handle[i]) ^ (<uint64_t>q.kv_len << 20))
     commit_simple(p, s, b, p.handle, done, p.num_rows, step_id)
     s.sum_tokens += p.num_tokens
     if gs.tree != NULL and advance:
@@ -811,7 +811,7 @@ cdef void groups_compact(Groups* gs, int32_t group, int32_t slot, int64_t length
     cdef const Seq* q = &gs.seqs.seq[slot]
     cdef int64_t leaving = held_of(g, slot, q.kv_len) - length
     cdef int32_t entries = entries_of(g, slot, q.num_blocks), stay
-    gs.arena[0].digest = mix(mix(mix(mix(gs.arena[0].digest, OP_COMPACT), group), untagged(q.handle)), length)
+    gs.arena[0].digest = mix(mix(mix(mix(gs.arena[0].digest, OP_COMPACT), group), untagged(gs.seqs, q.handle)), length)
     if leaving == 0:
         return
     stay = entries - <int32_t>(entry_at(g, g.seq[slot].evicted + leaving) - entry_at(g, g.seq[slot].evicted))
@@ -825,7 +825,8 @@ cdef void groups_evict(Groups* gs, int32_t group, int32_t slot, const Ints* plac
     cdef const Seq* q = &gs.seqs.seq[slot]
     cdef int32_t* ids = group_row(g, slot)
     cdef int64_t index, k, at = 0, n = places.size
-    cdef uint64_t digest = mix(mix(mix(mix(gs.arena[0].digest, OP_EVICT_BLOCKS), group), untagged(q.handle)), n)
+    cdef uint64_t digest = mix(mix(mix(gs.arena[0].digest, OP_EVICT_BLOCKS), group), untagged(gs.seqs, q.handle))
+    digest = mix(digest, n)
     for k in range(n - 1, -1, -1):
         index = ints_at(places, k)
         digest = mix(digest, index)

@@ -6,7 +6,9 @@ cdef extern from *:
     static kv_lock *kv_first = NULL;
     static unsigned kv_process = 1;                             /* another number in every forked child */
     enum { KV_TAGS = 2047 };
+    #define KV_LAST_START (1LL << 31)                           /* half of the generations are left for a new pool */
     static unsigned char kv_tag_used[KV_TAGS + 1];
+    static long long kv_tag_fresh[KV_TAGS + 1];     /* the first generation that no pool with the tag has given out */
     static int kv_last_tag = 0;
 
     static void kv_before_fork(void) {
@@ -50,26 +52,31 @@ cdef extern from *:
         pthread_mutex_lock(&lock->mutex);
         pthread_mutex_unlock(&lock->mutex);
     }
-    static int kv_tag_take(void) {     /* round robin: the handles of a dead pool stay foreign for long */
+    static int kv_tag_take(long long *generation) {     /* round robin: handles of a dead pool stay foreign for long */
         int found = 0;
         pthread_mutex_lock(&kv_all);
         for (int k = 0; k < KV_TAGS && !found; k++) {
             int tag = (kv_last_tag + k) % KV_TAGS + 1;
-            if (!kv_tag_used[tag]) found = tag;
+            if (!kv_tag_used[tag] && kv_tag_fresh[tag] <= KV_LAST_START) found = tag;
         }
         if (found) {
+            *generation = kv_tag_fresh[found];
             kv_tag_used[found] = 1;
             kv_last_tag = found;
         }
         pthread_mutex_unlock(&kv_all);
         return found;
     }
-    static void kv_tag_give_back(int tag) {
+    static void kv_tag_give_back(int tag, long long fresh) {
         pthread_mutex_lock(&kv_all);
         kv_tag_used[tag] = 0;
+        if (fresh > kv_tag_fresh[tag]) kv_tag_fresh[tag] = fresh;
         pthread_mutex_unlock(&kv_all);
     }
-    static void kv_set_last_tag(int tag) { kv_last_tag = tag; }
+    static void kv_set_last_tag(int tag) {
+        kv_last_tag = tag;
+        memset(kv_tag_fresh, 0, sizeof kv_tag_fresh);
+    }
     static unsigned kv_current_process(void) { return kv_process; }
     """
     int watch_forks "kv_watch_forks"()
@@ -77,8 +84,8 @@ cdef extern from *:
     void c_lock_destroy "kv_lock_destroy"(Lock* lock) noexcept
     bint c_lock_is_mine "kv_lock_is_mine"(Lock* lock) noexcept
     void c_lock_until_free "kv_lock_until_free"(Lock* lock) noexcept nogil
-    int c_tag_take "kv_tag_take"() noexcept nogil
-    void c_tag_give_back "kv_tag_give_back"(int tag) noexcept nogil
+    int c_tag_take "kv_tag_take"(long long* generation) noexcept nogil
+    void c_tag_give_back "kv_tag_give_back"(int tag, long long fresh) noexcept nogil
     void c_set_last_tag "kv_set_last_tag"(int tag) noexcept
     unsigned c_current_process "kv_current_process"() noexcept nogil
 
@@ -115,15 +122,22 @@ cdef unsigned current_process() noexcept nogil:
     return c_current_process()
 
 
-cdef int64_t tag_take() noexcept nogil:
-    """A tag that no live pool has, 0 if all are taken."""
-    return c_tag_take()
+cdef int64_t tag_take(int64_t* generation) noexcept nogil:
+    """A tag that no live pool has, and where its generations begin: what dead pools gave out is not given out again.
+
+    0: all are taken.
+    """
+    cdef long long first = 0
+    cdef int tag = c_tag_take(&first)
+    generation[0] = first
+    return tag
 
 
-cdef void tag_give_back(int64_t tag) noexcept nogil:
-    c_tag_give_back(<int>tag)
+cdef void tag_give_back(int64_t tag, int64_t fresh) noexcept nogil:
+    """`fresh`: the first generation that was not given out."""
+    c_tag_give_back(<int>tag, fresh)
 
 
 def set_last_tag(tag):
-    """For tests: the next pool gets the tag after this one, if no living pool has it."""
+    """For tests: the next pool gets the tag after this one, if no living pool has it. Dead pools gave out nothing."""
     c_set_last_tag(tag)

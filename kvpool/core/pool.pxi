@@ -287,7 +287,8 @@ cdef class Pool:
             s.free_slot[slot] = slot
             s.seq[slot].handle = -1
         s.num_free_slots = s.max_seqs
-        s.tag = take_tag()
+        s.tag = take_tag(&s.first_generation)
+        s.base = (s.tag << TAG_SHIFT) | (s.first_generation << SLOT_BITS)
         return 0
 
     cdef tuple init_index(self, object seed, object prefix_cache, object events, object hash_bits, bint has_groups):
@@ -325,7 +326,7 @@ cdef class Pool:
 
     def __dealloc__(self):
         if self.state.seqs.tag:
-            tag_give_back(self.state.seqs.tag)
+            tag_give_back(self.state.seqs.tag, seqs_fresh_generation(&self.state.seqs))
         pool_free(&self.state)
         step_free(&self.state.scratch)
         spare_free(&self.state.spare)
@@ -1078,9 +1079,11 @@ cdef class Pool:
     def shutdown(self):
         """Give back all memory; every later call raises `PoolClosed`. Idempotent."""
         cdef Step* p
-        cdef int64_t tag
+        cdef int64_t tag, fresh = 0
         pool_enter_any(&self.state, "shutdown")
         tag = self.state.seqs.tag
+        if tag:                     # else it was shut down before, or never made
+            fresh = seqs_fresh_generation(&self.state.seqs)
         p = self.state.pending.oldest
         while p != NULL:
             set_flag(&p.pending, False)
@@ -1089,7 +1092,7 @@ cdef class Pool:
         pool_free(&self.state)
         pool_leave(&self.state)
         if tag:
-            tag_give_back(tag)      # takes the lock that a fork takes before those of pools
+            tag_give_back(tag, fresh)   # takes the lock that a fork takes before those of pools
         self.plans.clear()
 
     def stats(self, arena=0):
@@ -1140,7 +1143,7 @@ cdef class Pool:
         h = mix(mix(h, self.state.steps_pend), self.state.pending.size)
         p = self.state.pending.oldest
         while p != NULL:
-            h = step_fingerprint(p, h, self.state.next_step)
+            h = step_fingerprint(p, &self.state.seqs, h, self.state.next_step)
             p = p.newer
         if self.state.groups != NULL:
             h = groups_fingerprint(self.state.groups, &self.state.pending, h, self.state.next_step)
@@ -1178,11 +1181,12 @@ cdef class Pool:
 
     def _set_generation(self, slot, generation):
         """For tests: the generation that the next sequence in a free slot gets."""
+        cdef int64_t first = self.state.seqs.first_generation
         cdef int64_t i = to_int(slot, "_set_generation", "slot", 0, self.state.seqs.max_seqs - 1)
-        cdef int64_t value = to_int(generation, "_set_generation", "generation", 0, (<int64_t>1 << 32) - 1)
+        cdef int64_t value = to_int(generation, "_set_generation", "generation", first, (<int64_t>1 << 32) - 1)
         if self.state.seqs.life[i].life != FREE_SLOT:
             raise ValueError(f"[_set_generation] slot {i} is not free")
-        self.state.seqs.life[i].generation = <uint32_t>value
+        self.state.seqs.life[i].generation = <uint32_t>(value - first)
 
     def _corrupt(self, what, index):
         """For tests of `check`: break one piece of state. `index` is a block, or a slot of sequences."""

@@ -123,7 +123,7 @@ cdef void begin_sequence(State* pool, int32_t slot, const Ints* tokens, const Ma
             ix.query_tokens += tokens.size
             ix.hit_tokens += s.seq[slot].kv_len
     b.digest = mix(mix(mix(b.digest, OP_OPEN), need), found.hash)
-    b.digest = mix(mix(b.digest, found.blocks), untagged(s.seq[slot].handle))
+    b.digest = mix(mix(b.digest, found.blocks), untagged(s, s.seq[slot].handle))
 
 
 cdef int64_t pool_match(State* pool, const Ints* prompt, const char* space, int64_t space_size) noexcept nogil:
@@ -178,7 +178,7 @@ cdef int pool_commit(State* pool, Ints* rows, Ints* counts, const Ints* tokens, 
             tree_commit_row(pool.groups, slot_of(ints_at(rows, k)), data + at, count)
         else:
             commit_row(pool, slot_of(ints_at(rows, k)), data + at, count)
-        pool.blocks.digest = mix(mix(pool.blocks.digest, OP_COMMIT), untagged(ints_at(rows, k)))
+        pool.blocks.digest = mix(mix(pool.blocks.digest, OP_COMMIT), untagged(&pool.seqs, ints_at(rows, k)))
         pool.blocks.digest = mix_tokens(pool.blocks.digest, data + at, count)
         at += count
     pool.blocks.digest = mix(pool.blocks.digest, pool.index.next_uid)
@@ -411,7 +411,7 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
         ix.query_tokens += tokens.size
         ix.hit_tokens += s.seq[slot].kv_len
     gs.arena[0].digest = mix(mix(mix(gs.arena[0].digest, OP_OPEN), s.seq[slot].num_blocks), hit.digest)
-    gs.arena[0].digest = mix(mix(gs.arena[0].digest, hit.nodes), untagged(s.seq[slot].handle))
+    gs.arena[0].digest = mix(mix(gs.arena[0].digest, hit.nodes), untagged(s, s.seq[slot].handle))
     if load:
         seq_begin_load(s, slot)
         gs.arena[0].digest = mix(gs.arena[0].digest, OP_LOADED)

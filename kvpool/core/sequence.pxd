@@ -30,7 +30,7 @@ cdef struct SeqLife:            # the rest
     int64_t fork_step           # pending step whose work this sequence inherited by a fork, 0: none
     int64_t evicted             # tokens that left by eviction: position = place in the table + evicted
     int64_t point               # num_tokens at the last eviction; truncate cannot go below it
-    uint32_t generation
+    uint32_t generation         # counted from the pool's first
     uint8_t life
 
 
@@ -66,6 +66,8 @@ cdef struct Seqs:
     uint32_t stamp
     uint64_t versions           # handed out so far
     int64_t tag
+    int64_t first_generation    # those before it were given out by dead pools with this tag
+    int64_t base                # tag and first generation of a handle: what digests leave out
     int64_t watermark
     int64_t evicted_tokens      # ever, of all sequences
     int64_t newest_fork_step    # largest fork_step that was ever given

@@ -4,13 +4,13 @@ A fork is metadata: it copies the block table and adds a reference per block. Wh
 means is decided in `step`, when the write is planned.
 """
 
-cdef uint64_t GENERATIONS = 1ULL << 32
+cdef int64_t GENERATIONS = <int64_t>1 << 32
 
 # ---- handles -----------------------------------------------------------------------------------------------
 
 cdef inline int64_t seq_made(const Seqs* s, int32_t slot) noexcept nogil:
     """The handle of the current generation of a slot."""
-    return (s.tag << TAG_SHIFT) | (<int64_t>s.life[slot].generation << SLOT_BITS) | slot
+    return s.base + ((<int64_t>s.life[slot].generation << SLOT_BITS) | slot)
 
 
 cdef inline int64_t seq_next_handle(const Seqs* s) noexcept nogil:
@@ -18,9 +18,18 @@ cdef inline int64_t seq_next_handle(const Seqs* s) noexcept nogil:
     return seq_made(s, s.free_slot[s.first_free])
 
 
-cdef inline int64_t untagged(int64_t handle) noexcept nogil:
-    """The handle as digests see it: equal pools in one process differ in their tags alone."""
-    return handle & ((<int64_t>1 << TAG_SHIFT) - 1)
+cdef inline int64_t untagged(const Seqs* s, int64_t handle) noexcept nogil:
+    """The handle as digests see it: equal pools in one process differ in their tags, and in where generations begin."""
+    return handle - s.base
+
+
+cdef int64_t seqs_fresh_generation(const Seqs* s) noexcept nogil:
+    """A generation that no slot has given out, nor any later one. O(max_seqs)."""
+    cdef int64_t fresh = 0
+    cdef int32_t slot
+    for slot in range(s.max_seqs):
+        fresh = max(fresh, s.life[slot].generation + <int64_t>(s.life[slot].life != FREE_SLOT))
+    return s.first_generation + fresh
 
 
 cdef inline void seq_new_version(Seqs* s, Seq* q) noexcept nogil:
@@ -43,7 +52,8 @@ cdef int32_t seq_judge(const Seqs* s, int64_t handle, Py_ssize_t row, Verdict* v
     elif s.seq[slot].handle == ~handle:
         refused(v, LOADING_ROW, row, handle, 0, 0, 0)
     else:
-        refused(v, STALE_HANDLE, row, handle, 0, 0, s.life[slot].generation + (s.life[slot].life == LOADING))
+        refused(v, STALE_HANDLE, row, handle, 0, 0,
+                s.first_generation + s.life[slot].generation + (s.life[slot].life == LOADING))
     return -1
 
 
@@ -124,7 +134,7 @@ cdef void seq_retire_handle(Seqs* s, int32_t slot) noexcept nogil:
     s.num_open -= 1
     s.seq[slot].handle = -1
     s.seq[slot].next_slot = s.seq[slot].stop_slot = 0      # no token goes into a closed sequence
-    if <uint64_t>life.generation + 1 == GENERATIONS:
+    if s.first_generation + life.generation + 1 == GENERATIONS:
         life.life = RETIRED
         return
     life.generation += 1
@@ -140,7 +150,7 @@ cdef void seq_close(Seqs* s, Blocks* b, int32_t slot) noexcept nogil:
     blocks_unref_many(b, seq_table(s, slot), q.num_blocks)
     s.sum_tokens -= q.kv_len
     s.sum_blocks -= q.num_blocks
-    b.digest = mix(mix(b.digest, OP_CLOSE), untagged(s.seq[slot].handle))
+    b.digest = mix(mix(b.digest, OP_CLOSE), untagged(s, s.seq[slot].handle))
     seq_retire_handle(s, slot)
 
 
@@ -177,7 +187,7 @@ cdef void seq_truncate(Seqs* s, Blocks* b, int32_t slot, int64_t length) noexcep
     s.sum_tokens -= q.kv_len - length
     q.kv_len = length
     seq_refresh(s, b, slot)
-    b.digest = mix(mix(mix(b.digest, OP_TRUNCATE), untagged(s.seq[slot].handle)), length)
+    b.digest = mix(mix(mix(b.digest, OP_TRUNCATE), untagged(s, s.seq[slot].handle)), length)
 
 
 # ---- eviction ----------------------------------------------------------------------------------------------
@@ -222,7 +232,7 @@ cdef void seq_compact(Seqs* s, Blocks* b, int32_t slot, int64_t length) noexcept
     """The sequence keeps `length` of its tokens, at the front of its table. O(blocks that leave)."""
     cdef Seq* q = &s.seq[slot]
     cdef int32_t keep = <int32_t>whole_blocks(b, length + b.block_size - 1)
-    b.digest = mix(mix(mix(b.digest, OP_COMPACT), untagged(q.handle)), length)
+    b.digest = mix(mix(mix(b.digest, OP_COMPACT), untagged(s, q.handle)), length)
     if length == q.kv_len:
         return
     if keep < q.num_blocks:
@@ -238,7 +248,7 @@ cdef void seq_evict(Seqs* s, Blocks* b, int32_t slot, const Ints* places) noexce
     cdef Seq* q = &s.seq[slot]
     cdef int32_t* table = seq_table(s, slot)
     cdef int32_t k, n = <int32_t>places.size, at = 0
-    b.digest = mix(mix(mix(b.digest, OP_EVICT_BLOCKS), untagged(q.handle)), n)
+    b.digest = mix(mix(mix(b.digest, OP_EVICT_BLOCKS), untagged(s, q.handle)), n)
     if n == 0:
         return
     for k in range(n - 1, -1, -1):
@@ -271,7 +281,7 @@ cdef void seq_fork(Seqs* s, Blocks* b, int32_t parent, int32_t n, int64_t* child
     cdef int64_t inherited = max(p.last_step, s.life[parent].fork_step)
     cdef int32_t k, child
     cdef Seq* q
-    b.digest = mix(mix(mix(b.digest, OP_FORK), untagged(p.handle)), n)
+    b.digest = mix(mix(mix(b.digest, OP_FORK), untagged(s, p.handle)), n)
     if n:
         blocks_ref_many(b, seq_table(s, parent), shared, n)
     for k in range(n):
@@ -293,7 +303,7 @@ cdef void seq_fork(Seqs* s, Blocks* b, int32_t parent, int32_t n, int64_t* child
                    (s.prefix[parent].committed % b.block_size) * sizeof(int32_t))
         seq_refresh(s, b, child)
         children[k] = q.handle
-        b.digest = mix(b.digest, untagged(q.handle))
+        b.digest = mix(b.digest, untagged(s, q.handle))
     s.sum_tokens += n * p.kv_len
     s.sum_blocks += <int64_t>n * shared
 

@@ -1,14 +1,15 @@
 """Sequences of a pool: fork, truncate, close, and tags so that handles of two pools cannot be confused."""
 
 
-cdef int64_t take_tag() except -1:
-    """A tag that no live pool of this process has."""
-    cdef int64_t tag = tag_take()
+cdef int64_t take_tag(int64_t* generation) except -1:
+    """A tag that no live pool of this process has, and where its generations begin."""
+    cdef int64_t tag = tag_take(generation)
     if tag == 0:
         gc.collect()            # pools that only a cycle keeps, with their pending plans
-        tag = tag_take()
+        tag = tag_take(generation)
     if tag == 0:
-        raise ValueError(f"[Pool] {MAX_TAG} pools are alive in this process, the limit")
+        raise ValueError(f"[Pool] {MAX_TAG} pools are alive in this process, the limit (one that gave out more than "
+                         "2^31 generations of a handle counts for ever)")
     return tag
 
 
@@ -145,7 +146,7 @@ cdef int pool_loaded(State* pool, int64_t handle, int64_t length, bint* is_open,
         return refused(v, BAD_LOAD, -1, length, least, most, 0)
     is_open[0] = q.handle != -1
     seq_end_load(s, slot)
-    b.digest = mix(mix(mix(b.digest, OP_LOADED), untagged(handle)), length)
+    b.digest = mix(mix(mix(b.digest, OP_LOADED), untagged(s, handle)), length)
     if not is_open[0]:
         close_slot(pool, slot)
     elif pool.groups != NULL:

@@ -42,7 +42,7 @@ cdef void pool_leave(State* pool) noexcept nogil:
 
 cdef inline void close_slot(State* pool, int32_t slot) noexcept nogil:
     if pool.seqs.life[slot].life == LOADING:    # somebody writes its blocks: they stay until `loaded`
-        pool.blocks.digest = mix(mix(pool.blocks.digest, OP_CLOSE), untagged(seq_made(&pool.seqs, slot)))
+        pool.blocks.digest = mix(mix(pool.blocks.digest, OP_CLOSE), untagged(&pool.seqs, seq_made(&pool.seqs, slot)))
         pool.seqs.seq[slot].handle = -1
     elif pool.groups != NULL:
         groups_close(pool.groups, slot)

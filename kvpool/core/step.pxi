@@ -436,7 +436,7 @@ cdef void commit_simple(Step* p, Seqs* s, Blocks* b, const int64_t* handles, int
         if step_id:
             p.prev_step[i] = q.last_step
             q.last_step = step_id
-        digest = mix(digest, <uint64_t>untagged(handles[i]) ^ (<uint64_t>length[i] << 20))
+        digest = mix(digest, <uint64_t>untagged(s, handles[i]) ^ (<uint64_t>length[i] << 20))
     b.digest = digest
 
 
@@ -469,7 +469,7 @@ cdef void step_commit(Step* p, Seqs* s, Blocks* b, const int64_t* handles, bint 
         q.last_step = step_id
         if event.q_len != 1:
             b.digest = mix(b.digest, (<uint64_t>event.q_len << 1) | event.served)
-        b.digest = mix(b.digest, <uint64_t>untagged(handles[i]) ^ (<uint64_t>q.kv_len << 20))
+        b.digest = mix(b.digest, <uint64_t>untagged(s, handles[i]) ^ (<uint64_t>q.kv_len << 20))
     commit_simple(p, s, b, handles, done, p.num_rows, step_id)
     s.sum_tokens += p.num_tokens
 
@@ -568,7 +568,7 @@ cdef inline Py_ssize_t steady_rows(Step* p, const Seqs* s, const Blocks* b, cons
             q.last_step = step_id
         else:
             q.mark = stamp
-        h = mix(h, <uint64_t>untagged(row) ^ (<uint64_t>length << 20))
+        h = mix(h, <uint64_t>untagged(s, row) ^ (<uint64_t>length << 20))
     else:
         i = n
     digest[0] = h
@@ -717,7 +717,7 @@ cdef void step_rollback(Step* p, Seqs* s, Blocks* b) noexcept nogil:
             drop_replaced(p.log.entry + log_at, event.replaced, b)
 
 
-cdef uint64_t step_fingerprint(const Step* p, uint64_t h, int64_t next_step) noexcept nogil:
+cdef uint64_t step_fingerprint(const Step* p, const Seqs* s, uint64_t h, int64_t next_step) noexcept nogil:
     """Hash of a pending step: what its end will do."""
     cdef int32_t i, at = 0
     cdef Event plain
@@ -730,7 +730,7 @@ cdef uint64_t step_fingerprint(const Step* p, uint64_t h, int64_t next_step) noe
         if at < p.num_events and p.event[at].row == i:
             event = &p.event[at]
             at += 1
-        h = mix(h, untagged(p.handle[i]))
+        h = mix(h, untagged(s, p.handle[i]))
         h = mix(h, next_step - p.prev_step[i] if p.prev_step[i] else 0)
         h = mix(mix(h, event.q_len), (<uint64_t>event.appended << 32) | <uint32_t>event.replaced)
     return log_fingerprint(&p.log, h)

@@ -15,7 +15,6 @@ from proof.fuzz._books cimport LOADS_IN_VAIN, LOADS_NOT, Line, ceil_blocks, line
 from proof.fuzz._storage cimport found
 
 
-cdef int64_t LOCAL = (<int64_t>1 << 52) - 1     # of a handle, all but the pool's tag
 
 
 def blank_blocks(Pool pool):
@@ -48,7 +47,7 @@ cdef int compare_sequences(const Seqs* q, const Books* b, Finding* f) noexcept n
         if line.loads == LOADS_IN_VAIN:
             if seq.handle != -1:
                 return found(f, b"pool.is_open(%lld) is %lld%lld, not %lld", line.handle, 1, 0, 0)
-        elif (handle & LOCAL) != line.handle or handle < 0:
+        elif handle - q.base != line.handle or handle < 0:
             return found(f, b"pool.is_open(%lld) is %lld%lld, not %lld", line.handle, 0, 0, 1)
         if differs(f, b"pool.num_tokens(%lld)%lld is %lld, not %lld", line.handle, -1,
                    seq.kv_len + q.life[slot].evicted, line.length + line.evicted):

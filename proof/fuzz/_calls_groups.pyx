@@ -10,7 +10,6 @@ from proof.fuzz._books cimport Books, Line, Page, Pending, line_table
 from proof.fuzz._books_groups cimport GONE, STATE_KIND, Layers, Moves, ceil_entries, row_of
 from proof.fuzz._storage cimport found
 
-cdef int64_t LOCAL = (<int64_t>1 << 52) - 1     # of a handle, all but the pool's tag
 
 
 cdef inline int differs(Finding* f, const char* what, int64_t a, int64_t b, int64_t is_, int64_t due) noexcept nogil:
@@ -57,7 +56,7 @@ cdef int compare_row(const LayerGroup* mine, const Seq* seq, const GroupBooks* g
     cdef const int32_t* ids = group_row(mine, slot)
     cdef const int32_t* row = row_of(due, slot)
     cdef int32_t hole = hole_of(gb), i
-    if differs(f, b"group %lld: sequence %lld has %lld entries, not %lld", g, seq.handle & LOCAL,
+    if differs(f, b"group %lld: the sequence in slot %lld has %lld entries, not %lld", g, slot,
                entries_of(mine, slot, seq.num_blocks), due.entries[slot]):
         return -1
     for i in range(due.entries[slot] * due.columns):
@@ -75,8 +74,8 @@ cdef int compare_groups(Pool pool, const GroupBooks* gb, Finding* f) noexcept:
     for i in range(b.num_live):
         slot = b.live[i]
         line, seq = &b.line[slot], &pool.state.seqs.seq[slot]
-        if (differs(f, b"sequence %lld%lld: the handle is %lld, not %lld", line.handle, -1, seq.handle & LOCAL,
-                    line.handle)
+        if (differs(f, b"sequence %lld%lld: the handle is %lld, not %lld", line.handle, -1,
+                    seq.handle - pool.state.seqs.base, line.handle)
                 or differs(f, b"sequence %lld%lld: num_tokens is %lld, not %lld", line.handle, -1, seq.kv_len,
                            line.length)):
             return -1

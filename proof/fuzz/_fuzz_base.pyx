@@ -206,11 +206,11 @@ cdef class Base(Calls):
         self.num_stale += 1
 
     cdef int greet(self, int64_t handle, int64_t due) except -1:
-        """A new sequence has the handle that was due, with the tag of all handles of the pool."""
+        """A new sequence has the handle that was due, beside the tag and the first generation of all of the pool."""
         if self.tag == 0:
-            self.tag = handle >> 52 << 52
-        if handle != (due | self.tag) or not 1 <= handle >> 52 <= 2047:
-            self.fail(f"handle {handle} was given to a new sequence, {due | self.tag} was due")
+            self.tag = handle - due
+        if handle != (due + self.tag) or not 1 <= handle >> 52 <= 2047:
+            self.fail(f"handle {handle} was given to a new sequence, {due + self.tag} was due")
         if self.trace is not None:
             self.names[due] = f"h{len(self.names)}"
         return 0

@@ -57,11 +57,11 @@ cdef class Others(Prefixes):
             self.say(f"[{', '.join(names)}] = pool.fork({self.names[p.handle]}, {n}).tolist()")
         try:
             if self.full:
-                handles = self.do_fork(p.handle | self.tag, n)
+                handles = self.do_fork(p.handle + self.tag, n)
                 for i in range(n):
                     made[i] = handles[i]
             else:
-                self.direct_fork(p.handle | self.tag, n, made)
+                self.direct_fork(p.handle + self.tag, n, made)
         except REFUSALS as error:
             return self.refused(error)
         self.accepted("fork")
@@ -118,7 +118,7 @@ cdef class Others(Prefixes):
         if self.trace is not None:
             self.say(f"pool.truncate({self.names[line.handle]}, {n + line.evicted})")
         try:
-            self.do_truncate(line.handle | self.tag, n + line.evicted)
+            self.do_truncate(line.handle + self.tag, n + line.evicted)
         except REFUSALS as error:
             return self.refused(error)
         self.accepted("truncate")
@@ -132,7 +132,7 @@ cdef class Others(Prefixes):
             n = min(1 + w.a % 3, self.b.num_live, self.shape.max_rows)
         for i in range(n):
             self.rows[i] = self.b.live[(first + i) % self.b.num_live]
-            self.handle[i] = self.b.line[self.rows[i]].handle | self.tag
+            self.handle[i] = self.b.line[self.rows[i]].handle + self.tag
         if self.trace is not None:
             if op == CLOSE_BATCH and w.c & 1:
                 self.say(f"pool.close_finished({self.names_of(n)}, {[True] * n})")
@@ -162,8 +162,8 @@ cdef class Others(Prefixes):
             elif i == 1 and w.c >> 30 == 1 and self.b.num_loading:
                 handle = self.b.line[self.b.loading[w.c % <uint32_t>self.b.num_loading]].handle
             if self.trace is not None:
-                self.say(f"pool.defer_close({self.names.get(handle, handle | self.tag)})")
-            self.pool.defer_close(handle | self.tag)
+                self.say(f"pool.defer_close({self.names.get(handle, handle + self.tag)})")
+            self.pool.defer_close(handle + self.tag)
             books_defer(&self.b, handle)
         for i in range(self.b.num_deferred):
             slot = books_find(&self.b, self.b.deferred[i])
@@ -204,7 +204,7 @@ cdef class Others(Prefixes):
         if in_time and w.c >> 30 == 0:
             if self.trace is not None:
                 self.say(f"pool.close({name})")
-            self.do_close(line.handle | self.tag)
+            self.do_close(line.handle + self.tag)
             self.mourn(slot)
             self.close_books(slot)
             return 0
@@ -218,7 +218,7 @@ cdef class Others(Prefixes):
             self.extend(slot, n, self.salt)
             storage_load(&self.s, &self.b, slot, n if in_time else 0)
         try:
-            found = self.pool.loaded(line.handle | self.tag, n)
+            found = self.pool.loaded(line.handle + self.tag, n)
         except REFUSALS as error:
             return self.refused(error)
         self.accepted("loaded")
@@ -345,19 +345,19 @@ cdef class Others(Prefixes):
         kind = w.a % 8
         if kind < 3 and self.b.num_live:
             line = &self.b.line[self.b.live[self.pick(w.b)]]
-            name = self.names.get(line.handle) or line.handle | self.tag
+            name = self.names.get(line.handle) or line.handle + self.tag
             i = <int32_t>(line.handle & 0xFFFFF)
             table = [line_table(&self.b, i)[k] for k in range(line.blocks)]
             call, due = (("table", table), ("num_tokens", line.length + line.evicted),
                          ("capacity", line.blocks * self.b.block_size))[kind]
-            found = getattr(self.pool, call)(line.handle | self.tag)
+            found = getattr(self.pool, call)(line.handle + self.tag)
             found = found.tolist() if kind == 0 else found
             shown = f"pool.{call}({name}){'.tolist()' if kind == 0 else ''}"
         elif kind == 5:
             i = self.b.reserved + <int32_t>(w.b % <uint32_t>(self.b.num_blocks - self.b.reserved))
             shown, due, found = f"pool.blocks.refcount({i})", self.b.page[i].refs, self.pool.blocks.refcount(i)
         elif kind == 6 and self.num_stale:
-            handle = self.stale[w.b % <uint32_t>min(self.num_stale, 64)] | self.tag
+            handle = self.stale[w.b % <uint32_t>min(self.num_stale, 64)] + self.tag
             shown, due, found = f"pool.is_open({handle})", False, self.pool.is_open(handle)
         elif kind > 5 and self.indexed:
             shown, due, found = "pool.prefix.stats()", self.prefix_stats_due(), self.pool.prefix.stats()
@@ -400,11 +400,11 @@ cdef class Others(Prefixes):
     cdef int op_misuse(self, const Word* w) except -1:
         """A call that must be refused whatever the state, by the exception that is documented for it."""
         cdef int32_t i, k
-        live = [self.b.line[self.b.live[i]].handle | self.tag for i in range(min(self.b.num_live, 4))]
-        stale = [self.stale[i] | self.tag for i in range(min(self.num_stale, 8))]
+        live = [self.b.line[self.b.live[i]].handle + self.tag for i in range(min(self.b.num_live, 4))]
+        stale = [self.stale[i] + self.tag for i in range(min(self.num_stale, 8))]
         queue = [self.plans[self.b.queue[i]] for i in range(self.b.num_queue)]
         idle = [plan for plan in self.plans if plan not in queue]
-        loading = [self.b.line[self.b.loading[i]].handle | self.tag for i in range(self.b.num_loading)
+        loading = [self.b.line[self.b.loading[i]].handle + self.tag for i in range(self.b.num_loading)
                    if self.b.line[self.b.loading[i]].loads == LOADS]
         facts = Facts(self.pool, live, stale, queue, idle, w.b, w.c, self.refs_of, self.table_of, loading)
         error, attempt = MISUSES[w.a % len(MISUSES)](facts)

@@ -74,7 +74,7 @@ cdef class Evictions(Steps):
         if w.c >> 29 and k >= 0 and length <= self.b.line[slot].length and (
                 books_judge_compact(&self.b, slot, length, self.first) == V_VALUE):
             self.rows[0] = slot
-            self.handle[0] = self.b.line[slot].handle | self.tag
+            self.handle[0] = self.b.line[slot].handle + self.tag
             self.lens[0] = length
             self.unshare(k, 1)
             if w.c >> 30:
@@ -85,7 +85,7 @@ cdef class Evictions(Steps):
         if self.trace is not None:
             self.say(f"pool.compact({self.names[self.b.line[slot].handle]}, {length}, {self.first})")
         try:
-            self.pool.compact(self.b.line[slot].handle | self.tag, length, self.first)
+            self.pool.compact(self.b.line[slot].handle + self.tag, length, self.first)
         except REFUSALS as error:
             return self.refused(error)
         self.accepted("compact")
@@ -144,7 +144,7 @@ cdef class Evictions(Steps):
         if self.trace is not None:
             self.say(f"pool.evict_blocks({self.names[line.handle]}, {leaving})")
         try:
-            self.pool.evict_blocks(line.handle | self.tag, leaving)
+            self.pool.evict_blocks(line.handle + self.tag, leaving)
         except REFUSALS as error:
             return self.refused(error)
         self.accepted("evict_blocks")

@@ -132,7 +132,7 @@ cdef class GroupDriver(Driver):
             length = max(line.length - w.a % (self.gb.lookahead + 3), <int64_t>0)
         self.expect(groups_judge_truncate(&self.gb, slot, length))
         try:
-            self.do_truncate(line.handle | self.tag, length)
+            self.do_truncate(line.handle + self.tag, length)
         except REFUSALS as error:
             self.states[S_GONE] += self.due is ValueError and length < line.length
             return self.refused(error)

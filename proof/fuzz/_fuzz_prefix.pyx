@@ -58,7 +58,7 @@ cdef class Prefixes(Evictions):
         for i in range(n):
             most = done_length(&self.b, &self.b.line[self.rows[i]]) - self.b.line[self.rows[i]].committed
             self.count[i] = most if w.a >> 29 or not self.full else (w.a >> (8 * i)) % <uint64_t>(most + 2)
-            self.handle[i] = self.b.line[self.rows[i]].handle | self.tag
+            self.handle[i] = self.b.line[self.rows[i]].handle + self.tag
         return n
 
     cdef int judge_commit(self, int32_t n, bint lying) noexcept:
@@ -135,7 +135,7 @@ cdef class Prefixes(Evictions):
             i = line_table(&self.b, slot)[line.committed // self.b.block_size]
             if self.b.page[i].refs > 1 and not self.b.page[i].final:
                 self.rows[0] = slot
-                self.handle[0] = line.handle | self.tag
+                self.handle[0] = line.handle + self.tag
                 self.lens[0] = line.length - 1
                 return True
         return False

@@ -46,7 +46,7 @@ cdef class Steps(Base):
         cdef int64_t left = self.b.max_tokens
         for i in range(n):
             self.rows[i] = self.b.live[(first + i) % self.b.num_live]
-            self.handle[i] = self.b.line[self.rows[i]].handle | self.tag
+            self.handle[i] = self.b.line[self.rows[i]].handle + self.tag
             self.count[i] = (w.c if w.c < 16 else hash64(w.c + <uint64_t>i) >> 8) % <uint64_t>(self.appetite + 1)
             if w.a >> 28 or not self.full:          # else too many for the table or the plan, as may be
                 self.count[i] = min(self.count[i], self.b.capacity - self.b.line[self.rows[i]].length, left)

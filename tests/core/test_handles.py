@@ -1,5 +1,7 @@
 """Handles: slots and generations, and what is refused: stale, foreign, duplicate."""
 
+import gc
+
 import numpy as np
 import pytest
 from conftest import ONE_HANDLE_CALLS
@@ -67,6 +69,83 @@ def test_retired_slot_stays_retired_after_reset(make_pool):
     assert slot(pool.open()) == 1
     with pytest.raises(OutOfSequences):
         pool.open()
+
+
+# --- tags that come round ---------------------------------------------------------------------------------
+
+
+def pool_with_tag(core, tag):
+    """A new pool with a tag that no living pool has: tags go round. None if nobody gets it."""
+    for _ in range(2 * 2047):
+        pool = core.Pool(4, 2, max_seqs=2, seed=1)
+        if pool.open() >> 52 == tag:
+            pool.reset()
+            return pool
+        pool.shutdown()
+    return None
+
+
+def history(core, pool):
+    """Do this and that with a pool of two sequences, and say what is left."""
+    plan = core.Plan(pool, 2, 4)
+    first, second = pool.open(), pool.open()
+    pool.close(second)
+    (child,) = pool.fork(first).tolist()
+    pool.step(plan, [first, child], 2)
+    pool.close(first)
+    told = pool.digest(), pool.fingerprint(), plan.slot_mapping.tolist()
+    pool.done(plan)
+    pool.close(child)
+    return told
+
+
+@pytest.mark.parametrize("end", ["shutdown", "dropped"])
+def test_handles_of_a_dead_pool_stay_dead_when_another_has_its_tag(core, end):
+    if not core.Pool.__module__.startswith("kvpool._"):
+        pytest.skip("tags of the model do not go round")
+    old = core.Pool(4, 2, max_seqs=2)
+    handles = [old.open(), old.open()]
+    for _ in range(3):
+        old.close(handles[-1])
+        handles.append(old.open())
+    if end == "shutdown":
+        old.shutdown()
+    del old
+    gc.collect()
+    new = pool_with_tag(core, handles[0] >> 52)
+    strangers = [new.open(), new.open()]
+    assert not set(strangers) & set(handles) and not any(new.is_open(handle) for handle in handles)
+    for handle in handles:
+        with pytest.raises(StaleHandle):
+            new.close(handle)
+    assert all(new.is_open(handle) for handle in strangers)
+    new.check()
+    new.shutdown()
+
+
+def test_generations_that_dead_pools_gave_out_are_not_in_digest_and_fingerprint(core):
+    if not core.Pool.__module__.startswith("kvpool._"):
+        pytest.skip("tags of the model do not go round")
+    first = core.Pool(4, 2, max_seqs=2, seed=1)
+    tag = first.open() >> 52
+    first.reset()
+    told = [history(core, first)]
+    first.shutdown()
+    second = pool_with_tag(core, tag)
+    told.append(history(core, second))
+    assert told[0] == told[1]
+    assert second.open() >> 20 & LAST_GENERATION > 3  # they did begin elsewhere
+    second.shutdown()
+
+
+def test_tag_is_given_to_nobody_after_half_of_its_generations(core):
+    if not core.Pool.__module__.startswith("kvpool._"):
+        pytest.skip("tags of the model do not go round")
+    pool = core.Pool(4, 2, max_seqs=1)
+    pool._set_generation(0, 2**31)
+    tag = pool.open() >> 52
+    pool.shutdown()
+    assert pool_with_tag(core, tag) is None
 
 
 # --- stale, foreign, duplicate ----------------------------------------------------------------------------

@@ -465,7 +465,7 @@ class Runner:
         self.steps += 1
         flight, self.following = self.following or Flight(self.scheduler, step), None
         self.watch.step(step, flight.requests)
-        self.log.append(((step.handles & (1 << 52) - 1).tolist(), step.num_new.tolist(), flight.tokens.tolist()))
+        self.log.append(((step.handles & 0xFFFFF).tolist(), step.num_new.tolist(), flight.tokens.tolist()))
         self._cancel(tick, "out")
         if self.rng.random() < self.workload.fail_rate:
             self._fail(step)
