@@ -764,6 +764,7 @@ cdef int groups_check_unshare(Groups* gs, Step* p, StepPart** part, int32_t grou
     cdef int64_t[MAX_ARENAS] needed
     cdef int64_t available = blocks_available(g.blocks)
     cdef int32_t i, k, slot, short_row = -1
+    memset(needed, 0, sizeof(needed))
     for k in range(gs.num_groups):
         part[k].num_changes = part[k].log.size = 0
     p.num_rows = <int32_t>handles.size

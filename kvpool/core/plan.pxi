@@ -154,17 +154,20 @@ cdef class PlanGroup:
 
     cdef object view(self, str name, int64_t length):
         """What the last step filled; the same object as long as its length stays."""
-        cached = self.views.get(name)
+        cdef dict arrays, views
+        with critical_section(self):            # another thread may exchange them
+            arrays, views = self.arrays, self.views
+        cached = views.get(name)
         if cached is not None and <int64_t>cached[0] == length:
             return cached[1]
-        if name not in self.arrays:
-            raise AttributeError(f"[Plan] this group of the plan has no {name}, it has {', '.join(self.arrays)}")
-        shown = self.arrays[name][0]
+        if name not in arrays:
+            raise AttributeError(f"[Plan] this group of the plan has no {name}, it has {', '.join(arrays)}")
+        shown = arrays[name][0]
         if name == "slot_mapping":
             shown = shown[:self.columns * length].reshape(self.columns, length)
         else:
             shown = shown[:length]
-        self.views[name] = (length, shown)
+        views[name] = (length, shown)
         return shown
 
     @property

@@ -704,7 +704,7 @@ cdef class Pool:
         cdef Seq q
         cdef SeqLife life
         self.read(handle, "capacity", &q, &life)
-        return q.num_blocks * self.state.blocks.block_size
+        return q.num_blocks * <object>self.options.block_size
 
     def is_open(self, handle):
         """Whether a handle names an open sequence of this pool. O(1)."""

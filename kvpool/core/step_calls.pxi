@@ -233,11 +233,13 @@ cdef int pool_rollback(State* pool, Plan plan, Verdict* v) noexcept nogil:
 cdef int32_t pool_reset(State* pool, void** plans) noexcept nogil:
     """Make the pool as it was when it was new; `plans` were pending, with a reference each for the caller."""
     cdef Step* p = pool.pending.oldest
-    cdef int32_t count = 0
+    cdef int32_t count = 0, k
     while p != NULL:
         set_flag(&p.pending, False)
         p.log.size = 0
         wire_forget(<Wire*>p.wire, p.num_rows, False, False)
+        for k in range(pool.groups.num_groups if pool.groups != NULL else 0):
+            wire_forget(&parts_of(p)[k].wire, p.num_rows, False, False)
         plans[count] = p.plan
         add_reference(p.plan)
         count += 1

@@ -530,3 +530,30 @@ def test_plan_read_while_another_thread_binds_shows_an_array_of_its_own_or_of_th
             plan.bind(block_tables=np.zeros((4, 2), np.int32), positions=np.zeros(4, np.int32))
         over.set()
     assert [reader.result() for reader in reading] == [None, None]
+
+
+def test_group_of_a_plan_read_while_another_thread_makes_room_for_copies_shows_whole_arrays():
+    """The same of `unshare`, which exchanges the array of copies."""
+    pool = Pool(64, 4, groups=[Group.full()], max_seqs=4)
+    parent = pool.open(32)
+    plan = Plan(pool, 1, 32)
+    pool.step(plan, [parent], 32)
+    pool.done(plan)
+    (child,) = pool.fork(parent).tolist()
+    shown, over = [plan], threading.Event()
+
+    def read() -> None:
+        while not over.is_set():
+            copies = shown[-1].groups[0].copies
+            assert copies.shape[1] == 3 and len(copies.tolist()) == len(copies)
+
+    with futures.ThreadPoolExecutor(2) as readers:
+        reading = [readers.submit(read) for _ in range(2)]
+        for _ in range(300 * LONG):
+            shown.append(Plan(pool, 1, 4))  # it has room for one
+            pool.unshare(shown[-1], [child], 31)
+            assert len(shown[-1].groups[0].copies) == 8
+            pool.rollback(shown[-1])
+            del shown[:-1]
+        over.set()
+    assert [reader.result() for reader in reading] == [None, None]
