@@ -10,7 +10,7 @@ cdef enum:
 cdef struct Note:               # one event; the tokens of a STORED one stand behind it
     uint8_t[16] key
     uint8_t[16] parent
-    Name* name                  # STORED, CLEARED: it has this user
+    Name* name                  # STORED, CLEARED: it has this reference
     int32_t kind
     int32_t num_tokens
     int32_t group               # of a pool with layer groups, else -1

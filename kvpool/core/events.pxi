@@ -64,7 +64,7 @@ cdef void ring_add(Ring* ring, int kind, const uint8_t* key, const uint8_t* pare
     note.has_parent = parent != NULL
     note.name = name
     if name != NULL:
-        name.users += 1
+        name.references += 1
     if key != NULL:
         memcpy(note.key, key, 16)
     if parent != NULL:

@@ -5,21 +5,23 @@ cdef struct Name:               # a namespace, whose bytes stand behind it
     uint64_t uid                # of its root
     uint64_t hash               # of its bytes
     int64_t size
-    int64_t users               # the table of names, and events that tell of it
+    int64_t users               # open sequences and nodes; without any it is forgotten
+    int64_t references          # the tables of names, and events that tell of it; without any its memory is freed
+    int64_t counted             # users that `check` found
     uint8_t[16] key             # SHA-256 of its bytes, cut: what the content key of a first block begins with
-    bint live                   # seen in the running sweep
 
 
-# Invariant: list is in ascending order of uid, and table has the place of each name once.
+# Invariant: a namespace that is known has users, and stands once in each table, where linear probing finds it.
 cdef struct Names:
-    Name** list                 # [room], size valid
-    int32_t* table              # [mask + 1] places in list, -1: empty; linear probing
+    Name** by_bytes             # [mask + 1], NULL: empty
+    Name** by_uid               # [mask + 1]
     int32_t size
-    int32_t room
     uint32_t mask
-    int64_t sweep_at            # names at which dead ones are looked for
     uint64_t seed               # of their hash, so that nobody can choose names that collide
+    bint has_keys               # events tell of names
 
 
-cdef Name* names_find(const Names* names, const void* data, int64_t size) noexcept nogil
-cdef void names_remove(Names* names, Name* name) noexcept nogil
+cdef uint64_t names_hash(const Names* names, const void* data, int64_t size) noexcept nogil
+cdef Name* names_find(const Names* names, uint64_t hash, const void* data, int64_t size) noexcept nogil
+cdef Name* names_by_uid(const Names* names, uint64_t uid) noexcept nogil
+cdef void name_leave(Names* names, Name* name) noexcept nogil

@@ -1,159 +1,199 @@
-"""Namespaces of the prefix cache: bytes that stand for a root. C functions on a `Names` struct."""
+"""Namespaces of the prefix cache: bytes that stand for a root. C functions on a `Names` struct.
 
-ctypedef Name* Entry            # of the list
+A namespace is known as long as it has users: the open sequences in it, and the nodes below its root.
+"""
+
+ctypedef Name* Entry            # of a table
 
 cdef enum:
     LEAST_NAMES = 16            # names that there is room for at first; a power of two
-    SWEEP = 1024                # fewest names that are looked through for dead ones
 
 
 cdef inline const char* name_bytes(const Name* name) noexcept nogil:
     return <const char*>(name + 1)
 
 
-cdef int names_init(Names* names, uint64_t seed) noexcept nogil:
-    names.list = <Name**>xmalloc(LEAST_NAMES * sizeof(Entry))
-    names.table = <int32_t*>xmalloc(2 * LEAST_NAMES * sizeof(int32_t))
-    if names.list == NULL or names.table == NULL:
-        names_free(names)
-        return NO_MEMORY
-    names.room = LEAST_NAMES
-    names.mask = 2 * LEAST_NAMES - 1
-    names.size = 0
-    names.sweep_at = SWEEP
+cdef int names_init(Names* names, uint64_t seed, bint has_keys) noexcept nogil:
+    memset(names, 0, sizeof(Names))
     names.seed = seed
-    rebuild(names)
-    return OK
+    names.has_keys = has_keys
+    return names_grow(names, LEAST_NAMES)
 
 
 cdef void names_free(Names* names) noexcept nogil:
-    names_clear(names)
-    xfree(names.list)
-    xfree(names.table)
+    cdef int64_t at
+    for at in range(names.mask + <int64_t>1 if names.by_bytes != NULL else 0):
+        name_let_go(names.by_bytes[at])
+    xfree(names.by_bytes)
+    xfree(names.by_uid)
     memset(names, 0, sizeof(Names))
 
 
-cdef void rebuild(Names* names) noexcept nogil:
-    """Make the table anew from the list."""
-    cdef int32_t k
-    memset(names.table, 0xFF, (names.mask + <size_t>1) * sizeof(int32_t))
-    for k in range(names.size):
-        enter(names, k)
+# ---- tables ------------------------------------------------------------------------------------------------
+
+cdef inline uint32_t home_of_uid(const Names* names, uint64_t uid) noexcept nogil:
+    return <uint32_t>(mix(names.seed, uid) >> 32) & names.mask
 
 
-cdef void enter(Names* names, int32_t k) noexcept nogil:
-    cdef uint32_t at = <uint32_t>names.list[k].hash & names.mask
-    while names.table[at] >= 0:
+cdef inline uint32_t home_of(const Names* names, Name** table, const Name* name) noexcept nogil:
+    """Where the search for a name begins in one of the tables."""
+    return <uint32_t>name.hash & names.mask if table == names.by_bytes else home_of_uid(names, name.uid)
+
+
+cdef void put_name(const Names* names, Name** table, Name* name) noexcept nogil:
+    cdef uint32_t at = home_of(names, table, name)
+    while table[at] != NULL:
         at = (at + 1) & names.mask
-    names.table[at] = k
+    table[at] = name
 
 
-cdef Name* names_find(const Names* names, const void* data, int64_t size) noexcept nogil:
-    """A namespace by its bytes; NULL: it has no root."""
-    cdef uint64_t h = mix_bytes(names.seed, <const unsigned char*>data, size)
-    cdef uint32_t at = <uint32_t>h & names.mask
-    cdef Name* name
-    while names.table[at] >= 0:
-        name = names.list[names.table[at]]
-        if name.hash == h and name.size == size and memcmp(name_bytes(name), data, size) == 0:
+cdef void take_out(const Names* names, Name** table, const Name* name) noexcept nogil:
+    """Those behind it move up, so there are no tombstones."""
+    cdef uint32_t at = home_of(names, table, name), gap
+    while table[at] != name:
+        at = (at + 1) & names.mask
+    gap = at
+    while True:
+        at = (at + 1) & names.mask
+        if table[at] == NULL:
+            break
+        if ((at - home_of(names, table, table[at])) & names.mask) >= ((at - gap) & names.mask):
+            table[gap] = table[at]
+            gap = at
+    table[gap] = NULL
+
+
+cdef int names_grow(Names* names, uint32_t room) noexcept nogil:
+    """Tables for so many names, a power of two; they are half empty at least."""
+    cdef Names old = names[0]
+    cdef int64_t at
+    names.by_bytes = <Name**>xcalloc(2 * <size_t>room, sizeof(Entry))
+    names.by_uid = <Name**>xcalloc(2 * <size_t>room, sizeof(Entry))
+    if names.by_bytes == NULL or names.by_uid == NULL:
+        xfree(names.by_bytes)
+        xfree(names.by_uid)
+        names.by_bytes, names.by_uid = old.by_bytes, old.by_uid
+        return NO_MEMORY
+    names.mask = 2 * room - 1
+    for at in range(old.mask + <int64_t>1 if old.by_bytes != NULL else 0):
+        if old.by_bytes[at] != NULL:
+            put_name(names, names.by_bytes, old.by_bytes[at])
+            put_name(names, names.by_uid, old.by_bytes[at])
+    xfree(old.by_bytes)
+    xfree(old.by_uid)
+    return OK
+
+
+cdef Name* names_find(const Names* names, uint64_t hash, const void* data, int64_t size) noexcept nogil:
+    """A namespace by its bytes and their hash; NULL: it has no root."""
+    cdef uint32_t at = <uint32_t>hash & names.mask
+    cdef Name* name = names.by_bytes[at]
+    while name != NULL:
+        if name.hash == hash and name.size == size and memcmp(name_bytes(name), data, size) == 0:
             return name
         at = (at + 1) & names.mask
+        name = names.by_bytes[at]
     return NULL
 
 
 cdef Name* names_by_uid(const Names* names, uint64_t uid) noexcept nogil:
-    """A namespace by the uid of its root; NULL: it was forgotten. O(log names)."""
-    cdef int32_t low = 0, high = names.size, middle
-    while low < high:
-        middle = low + (high - low) // 2
-        if names.list[middle].uid < uid:
-            low = middle + 1
-        else:
-            high = middle
-    return names.list[low] if low < names.size and names.list[low].uid == uid else NULL
+    """A namespace that is known, by the uid of its root."""
+    cdef uint32_t at = home_of_uid(names, uid)
+    while names.by_uid[at].uid != uid:
+        at = (at + 1) & names.mask
+    return names.by_uid[at]
 
 
-cdef int names_grow(Names* names) noexcept nogil:
-    cdef Name** list_ = <Name**>xrealloc(names.list, 2 * <size_t>names.room * sizeof(Entry))
-    cdef int32_t* table
-    if list_ == NULL:
-        return NO_MEMORY
-    names.list = list_
-    table = <int32_t*>xrealloc(names.table, 4 * <size_t>names.room * sizeof(int32_t))
-    if table == NULL:
-        return NO_MEMORY
-    names.table = table
-    names.room *= 2
-    names.mask = 2 * <uint32_t>names.room - 1
-    rebuild(names)
-    return OK
+# ---- names -------------------------------------------------------------------------------------------------
+
+cdef uint64_t names_hash(const Names* names, const void* data, int64_t size) noexcept nogil:
+    return mix_bytes(names.seed, <const unsigned char*>data, size)
 
 
-cdef Name* name_new(const Names* names, const void* data, int64_t size) noexcept nogil:
-    """A name with one user, in no table; NULL: no memory."""
+cdef Name* name_new(const Names* names, uint64_t hash, const void* data, int64_t size) noexcept nogil:
+    """A name with one reference, in no table; NULL: no memory."""
     cdef Name* name = <Name*>xmalloc(sizeof(Name) + <size_t>size)
     if name == NULL:
         return NULL
     name.uid = 0
-    name.hash = mix_bytes(names.seed, <const unsigned char*>data, size)
+    name.hash = hash
     name.size = size
-    name.users = 1
-    name.live = False
+    name.users = name.counted = 0
+    name.references = 1
     memcpy(<char*>name_bytes(name), data, size)
-    sha256(NULL, data, size, name.key)
+    if names.has_keys:
+        sha256(NULL, data, size, name.key)
     return name
 
 
 cdef void name_let_go(Name* name) noexcept nogil:
     if name != NULL:
-        name.users -= 1
-        if name.users == 0:
+        name.references -= 1
+        if name.references == 0:
             xfree(name)
 
 
 cdef int names_reserve(Names* names) noexcept nogil:
     """See to it that there is room for one more."""
-    return names_grow(names) if names.size == names.room else OK
+    return names_grow(names, names.mask + 1) if 2 * <int64_t>names.size > names.mask else OK
 
 
 cdef void names_add(Names* names, Name* name, uint64_t uid) noexcept nogil:
-    """Give a namespace that has none a root, `uid`, the largest so far. The caller has reserved the room."""
+    """Give a namespace that has none a root, `uid`. The caller has reserved the room, and uses it at once."""
     name.uid = uid
-    names.list[names.size] = name
-    enter(names, names.size)
+    put_name(names, names.by_bytes, name)
+    put_name(names, names.by_uid, name)
     names.size += 1
 
 
-cdef void names_remove(Names* names, Name* name) noexcept nogil:
-    cdef int32_t k
-    for k in range(names.size):
-        names.list[k].live = names.list[k] != name
-    drop_dead(names)
+cdef void name_leave(Names* names, Name* name) noexcept nogil:
+    """A sequence or a node less is in a namespace: without any it is forgotten."""
+    name.users -= 1
+    if name.users == 0:
+        take_out(names, names.by_bytes, name)
+        take_out(names, names.by_uid, name)
+        names.size -= 1
+        name_let_go(name)
 
 
-cdef void names_keep_live(Names* names) noexcept nogil:
-    """Forget the names that were not marked; look for such again when there are twice as many."""
-    drop_dead(names)
-    names.sweep_at = max(<int64_t>SWEEP, 2 * <int64_t>names.size)
+# ---- audit -------------------------------------------------------------------------------------------------
+
+cdef uint64_t names_fingerprint(const Names* names, uint64_t h) noexcept nogil:
+    """Whatever the order in the tables."""
+    cdef uint64_t all_names = 0
+    cdef int64_t at
+    for at in range(names.mask + <int64_t>1):
+        if names.by_bytes[at] != NULL:
+            all_names += mix(mix(0, names.by_bytes[at].uid), names.by_bytes[at].hash)
+    return mix(mix(h, names.size), all_names)
 
 
-cdef void drop_dead(Names* names) noexcept nogil:
-    cdef int32_t k, kept = 0
-    for k in range(names.size):
-        if names.list[k].live:
-            names.list[k].live = False
-            names.list[kept] = names.list[k]
-            kept += 1
-        else:
-            name_let_go(names.list[k])
-    names.size = kept
-    rebuild(names)
+cdef bint names_count(const Names* names, uint64_t uid, char* finding) noexcept nogil:
+    """`names_check` is told of a sequence or a node; whether its namespace is not known."""
+    cdef uint32_t at = home_of_uid(names, uid)
+    while names.by_uid[at] != NULL:
+        if names.by_uid[at].uid == uid:
+            names.by_uid[at].counted += 1
+            return False
+        at = (at + 1) & names.mask
+    return snprintf(finding, FINDING, b"the namespace of root %llu is in use, and forgotten",
+                    <unsigned long long>uid) > 0
 
 
-cdef void names_clear(Names* names) noexcept nogil:
-    cdef int32_t k
-    for k in range(names.size):
-        name_let_go(names.list[k])
-    names.size = 0
-    if names.table != NULL:
-        rebuild(names)
+cdef bint names_check(const Names* names, char* finding) noexcept nogil:
+    """Whether the names are not as they should be. `names_count` was told of each user, which is forgotten."""
+    cdef int64_t at, size = 0
+    cdef Name* name
+    for at in range(names.mask + <int64_t>1):
+        name = names.by_bytes[at]
+        if name == NULL:
+            continue
+        size += 1
+        if names_find(names, name.hash, name_bytes(name), name.size) != name or name.users != name.counted:
+            return snprintf(finding, FINDING, b"the namespace of root %llu has %lld users, counted %lld",
+                            <unsigned long long>name.uid, <long long>name.users, <long long>name.counted) > 0
+        name.counted = 0
+    if size != names.size:
+        return snprintf(finding, FINDING, b"%lld namespaces are known, the counter says %d", <long long>size,
+                        names.size) > 0
+    return False

@@ -321,6 +321,7 @@ cdef class Pool:
             raise MemoryError(f"[Pool] no memory for an index of {b.num_blocks} blocks of {b.block_size} tokens")
         for i in range(0 if has_groups else b.num_blocks):
             b.canonical[i] = NO_BLOCK
+        s.names = &self.state.index.names
         self.state.indexed = not has_groups
         return number, room
 

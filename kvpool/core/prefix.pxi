@@ -51,8 +51,8 @@ cdef int index_init(Index* ix, const Blocks* b, uint64_t seed, uint64_t keep, in
     ix.keep = keep
     ix.next_uid = 1
     ring_init(&ix.ring, events, b.block_size)
-    if (names_init(&ix.names, seed) != OK or ix.bucket == NULL or ix.hash == NULL or ix.uid == NULL or ix.root == NULL
-            or ix.tokens == NULL or (events and ix.key == NULL)):
+    if (names_init(&ix.names, seed, events > 0) != OK or ix.bucket == NULL or ix.hash == NULL or ix.uid == NULL
+            or ix.root == NULL or ix.tokens == NULL or (events and ix.key == NULL)):
         index_free(ix)
         return NO_MEMORY
     memset(ix.bucket, 0xFF, buckets * sizeof(Bucket))
@@ -98,14 +98,6 @@ cdef inline uint64_t chain(const Index* ix, uint64_t before, const int32_t* toke
     return kv_fold(before ^ 0xA0761D6478BD642FULL, part ^ 0xE7037ED1A0B428DBULL) & ix.keep
 
 
-cdef uint64_t index_root_hash(const Index* ix, const unsigned char* name, Py_ssize_t size) noexcept nogil:
-    cdef uint64_t h = mix(ix.seed, <uint64_t>size)
-    cdef Py_ssize_t i
-    for i in range(size):
-        h = mix(h, name[i])
-    return h & ix.keep
-
-
 cdef inline uint32_t key_of(uint64_t h) noexcept nogil:
     return <uint32_t>(h >> 32) ^ <uint32_t>h
 
@@ -148,17 +140,17 @@ cdef inline uint8_t* key_at(const Index* ix, int32_t id) noexcept nogil:
     return ix.key + 16 * <int64_t>id
 
 
-cdef void make_key(Index* ix, int32_t id, int32_t before) noexcept nogil:
+cdef void make_key(Index* ix, int32_t id, int32_t before, Name* name) noexcept nogil:
     """The content key of a block, from that of the block before it; NO_BLOCK: it is the first of its namespace."""
     cdef const uint8_t* start
     if before == NO_BLOCK:
-        start = names_by_uid(&ix.names, ix.root[id]).key
+        start = name.key
     else:
         start = key_at(ix, before)
     sha256(start, ix.tokens + id * ix.block_size, ix.block_size * sizeof(int32_t), key_at(ix, id))
 
 
-cdef void insert(Index* ix, Blocks* b, int32_t id, uint64_t parent, int32_t before) noexcept nogil:
+cdef void insert(Index* ix, Blocks* b, int32_t id, uint64_t parent, int32_t before, Name* name) noexcept nogil:
     """Make block `id`, whose hash and tokens are set, the canonical block of a new node below block `before`."""
     cdef uint32_t at = key_of(ix.hash[id]) & ix.mask
     while ix.bucket[at].id != NO_BLOCK:
@@ -170,13 +162,14 @@ cdef void insert(Index* ix, Blocks* b, int32_t id, uint64_t parent, int32_t befo
     ix.bucket[at].parent = parent
     ix.num_nodes += 1
     ix.inserted += 1
+    name.users += 1
     b.block[id].committed = CANONICAL
     b.canonical[id] = NO_BLOCK
     if ix.key != NULL:
-        make_key(ix, id, before)
+        make_key(ix, id, before, name)
         ring_add(&ix.ring, STORED, key_at(ix, id),
                  key_at(ix, before) if before != NO_BLOCK else NULL,
-                 names_by_uid(&ix.names, ix.root[id]), ix.tokens + id * ix.block_size, ix.block_size, -1)
+                 name, ix.tokens + id * ix.block_size, ix.block_size, -1)
 
 
 # ---- lookup ------------------------------------------------------------------------------------------------
@@ -263,7 +256,7 @@ cdef bint adopt(Index* ix, Blocks* b, int32_t id, uint64_t parent) noexcept nogi
     return True
 
 
-cdef void hold_canonicals(Index* ix, Blocks* b, const int32_t* table, int32_t at, uint64_t root) noexcept nogil:
+cdef void hold_canonicals(Index* ix, Blocks* b, const int32_t* table, int32_t at, Name* name) noexcept nogil:
     """Prepare to insert a node below table[at - 1].
 
     Duplicates right above it take a reference on their canonical blocks, so that no parent is evicted under a live
@@ -282,24 +275,23 @@ cdef void hold_canonicals(Index* ix, Blocks* b, const int32_t* table, int32_t at
         if not broken and ix.uid[b.canonical[id]] != ix.uid[id]:
             broken = True
         if broken:
-            parent = node_above(ix, b, table, first, root)
+            parent = node_above(ix, b, table, first, name.uid)
             if parent == 0:
                 ix.uid[id] = 0
                 b.canonical[id] = NO_BLOCK
                 continue
             if not adopt(ix, b, id, parent):
-                insert(ix, b, id, parent, table[first - 1] if first else NO_BLOCK)
+                insert(ix, b, id, parent, table[first - 1] if first else NO_BLOCK, name)
                 continue
         blocks_touch(b, b.canonical[id])
         b.block[id].canonical_held = 1
 
 
-cdef void index_publish(Index* ix, Blocks* b, const int32_t* table, int32_t at, uint64_t root,
-                        uint64_t root_hash) noexcept nogil:
-    """Offer a waiting block, whose content exists, to the index. `root` 0: it may not be found, as after a flush."""
+cdef void index_publish(Index* ix, Blocks* b, const int32_t* table, int32_t at, const SeqPrefix* of) noexcept nogil:
+    """Offer a waiting block of a sequence, whose content exists, to the index; after a flush it may not be found."""
     cdef int32_t id = table[at]
-    cdef uint64_t parent, now
-    ix.hash[id] = chain(ix, ix.hash[table[at - 1]] if at else root_hash, ix.tokens + id * ix.block_size)
+    cdef uint64_t parent, now, root = of.root
+    ix.hash[id] = chain(ix, ix.hash[table[at - 1]] if at else of.root_hash, ix.tokens + id * ix.block_size)
     ix.root[id] = root
     b.block[id].committed = UNINDEXED
     b.num_waiting -= 1
@@ -309,7 +301,7 @@ cdef void index_publish(Index* ix, Blocks* b, const int32_t* table, int32_t at, 
     if adopt(ix, b, id, parent):
         ix.duplicates += 1
         return
-    hold_canonicals(ix, b, table, at, root)
+    hold_canonicals(ix, b, table, at, of.name)
     now = node_above(ix, b, table, at, root)
     if now == 0:
         return
@@ -318,7 +310,7 @@ cdef void index_publish(Index* ix, Blocks* b, const int32_t* table, int32_t at, 
         if adopt(ix, b, id, parent):
             ix.duplicates += 1
             return
-    insert(ix, b, id, parent, table[at - 1] if at else NO_BLOCK)
+    insert(ix, b, id, parent, table[at - 1] if at else NO_BLOCK, of.name)
 
 
 # ---- forgetting --------------------------------------------------------------------------------------------
@@ -329,6 +321,7 @@ cdef void forget(Index* ix, int32_t id) noexcept nogil:
     if ix.key != NULL:
         ring_add(&ix.ring, REMOVED, key_at(ix, id), NULL, NULL, NULL, 0, -1)
     ix.uid[id] = 0
+    name_leave(&ix.names, names_by_uid(&ix.names, ix.root[id]))
 
 
 cdef void index_drain(Index* ix, Blocks* b) noexcept nogil:
@@ -392,10 +385,7 @@ cdef uint64_t index_fingerprint(const Index* ix, const Blocks* b, uint64_t h) no
         h = mix(mix(mix(h, ix.uid[i]), ix.root[i]), <uint32_t>b.canonical[i])
         for k in range(ix.block_size):
             h = mix(h, ix.tokens[i * ix.block_size + k])
-    h = mix(h, ix.names.size)
-    for i in range(ix.names.size):
-        h = mix(mix(h, ix.names.list[i].uid), ix.names.list[i].hash)
-    return h
+    return names_fingerprint(&ix.names, h)
 
 
 cdef bint index_check(const Index* ix, const Blocks* b, char* finding) noexcept nogil:

@@ -2,41 +2,39 @@
 
 # ---- in C, under the lock ----------------------------------------------------------------------------------
 
-cdef int make_root(State* pool, const char* space, int64_t size, uint64_t* root, Verdict* v) noexcept nogil:
-    """Give a namespace that is not known a root. Last of what can fail in a call."""
+cdef Name* enter_root(State* pool, Name* known, uint64_t hash, const char* space, int64_t size, Verdict*
+                      v) noexcept nogil:
+    """A sequence more in a namespace, which gets a root if it is not known. Last of what can fail in a call."""
     cdef Index* ix = &pool.index
-    cdef Name* name = name_new(&pool.index.names, space, size)
-    if name == NULL or names_reserve(&ix.names) != OK:
-        name_let_go(name)
-        return refused(v, NO_MEMORY, -1, ix.names.size + <int64_t>1, 0, 0, 0)
-    if ix.names.size >= ix.names.sweep_at:
-        sweep_namespaces(pool)
-    root[0] = ix.next_uid
-    ix.next_uid += 1
-    names_add(&ix.names, name, root[0])
-    return OK
+    cdef Name* name = known
+    if known == NULL:
+        name = name_new(&ix.names, hash, space, size)
+        if name == NULL or names_reserve(&ix.names) != OK:
+            name_let_go(name)
+            refused(v, NO_MEMORY, -1, ix.names.size + <int64_t>1, 0, 0, 0)
+            return NULL
+        names_add(&ix.names, name, ix.next_uid)
+        ix.next_uid += 1
+    name.users += 1
+    return name
 
 
-cdef void sweep_namespaces(State* pool) noexcept nogil:
-    """Forget namespaces without a node and without an open sequence, so that tenants do not pile up."""
+cdef bint check_names(State* pool, char* finding) noexcept nogil:
+    """Whether the users of a namespace are others than those that there are. O(nodes + sequences + names)."""
     cdef Index* ix = &pool.index
-    cdef Name* name
+    cdef Tree* t = pool.groups.tree if pool.groups != NULL else NULL
     cdef int32_t i
-    for i in range(0 if pool.groups != NULL else pool.blocks.num_blocks):
-        if ix.uid[i] and pool.blocks.block[i].committed:
-            name = names_by_uid(&ix.names, ix.root[i])
-            if name != NULL:
-                name.live = True
-    for i in range(pool.groups.tree.fresh_node if pool.groups != NULL else 0):
-        name = names_by_uid(&ix.names, pool.groups.tree.node[i].root) if pool.groups.tree.node[i].depth else NULL
-        if name != NULL:
-            name.live = True
+    for i in range(pool.blocks.num_blocks if t == NULL else 0):
+        if pool.blocks.block[i].committed == CANONICAL and names_count(&ix.names, ix.root[i], finding):
+            return True
+    for i in range(t.fresh_node if t != NULL else 0):
+        if t.node[i].depth and t.node[i].root and names_count(&ix.names, t.node[i].root, finding):
+            return True
     for i in range(pool.seqs.max_seqs):
-        if seq_has_blocks(&pool.seqs, i):
-            name = names_by_uid(&ix.names, pool.seqs.prefix[i].root)
-            if name != NULL:
-                name.live = True
-    names_keep_live(&ix.names)
+        if (seq_has_blocks(&pool.seqs, i) and pool.seqs.prefix[i].root
+                and names_count(&ix.names, pool.seqs.prefix[i].root, finding)):
+            return True
+    return names_check(&ix.names, finding)
 
 
 cdef int64_t pool_next_handle(State* pool) noexcept nogil:
@@ -55,8 +53,8 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
     cdef Seqs* s = &pool.seqs
     cdef Blocks* b = &pool.blocks
     cdef Match found
-    cdef Name* name
-    cdef uint64_t root_hash = 0, root = 0
+    cdef Name* name = NULL
+    cdef uint64_t hash = 0
     cdef int64_t need, available
     cdef int32_t slot = s.free_slot[s.first_free] if s.num_free_slots else -1
     if has_tree(pool):
@@ -68,11 +66,10 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
     if tokens.size > s.max_blocks * b.block_size:
         return refused(v, PROMPT_TOO_LONG, -1, tokens.size, 0, s.max_blocks * b.block_size, 0)
     if pool.indexed:
-        root_hash = index_root_hash(&pool.index, <const unsigned char*>space, space_size)
-        name = names_find(&pool.index.names, space, space_size)
-        root = name.uid if name != NULL else 0
-        if root and tokens.data != NULL:
-            found = index_match(&pool.index, b, root, root_hash, <const int32_t*>tokens.data,
+        hash = names_hash(&pool.index.names, space, space_size)
+        name = names_find(&pool.index.names, hash, space, space_size)
+        if name != NULL and tokens.data != NULL:
+            found = index_match(&pool.index, b, name.uid, hash & pool.index.keep, <const int32_t*>tokens.data,
                                 <int32_t>whole_blocks(b, max(tokens.size - take, <int64_t>0)),
                                 seq_table(s, slot) if slot >= 0 else NULL)
     need = whole_blocks(b, tokens.size + b.block_size - 1) - found.blocks if reserve else 0
@@ -84,17 +81,19 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
         return v.reason
     if slot < 0:
         return refused(v, OUT_OF_SEQUENCES, -1, 1, 0, s.max_seqs, s.num_open)
-    if pool.indexed and root == 0 and make_root(pool, space, space_size, &root, v) != OK:
-        return v.reason
-    begin_sequence(pool, slot, tokens, &found, <int32_t>need, root, root_hash, take and not load)
+    if pool.indexed:
+        name = enter_root(pool, name, hash, space, space_size, v)
+        if name == NULL:
+            return v.reason
+    begin_sequence(pool, slot, tokens, &found, <int32_t>need, name, take and not load)
     if load:
         seq_begin_load(s, slot)
         b.digest = mix(b.digest, OP_LOADED)
     return OK
 
 
-cdef void begin_sequence(State* pool, int32_t slot, const Ints* tokens, const Match* found, int32_t need, uint64_t
-                         root, uint64_t root_hash, bint take) noexcept nogil:
+cdef void begin_sequence(State* pool, int32_t slot, const Ints* tokens, const Match* found, int32_t need, Name* name,
+                         bint take) noexcept nogil:
     """Open the sequence in `slot`, whose table begins with the blocks that were found."""
     cdef Seqs* s = &pool.seqs
     cdef Blocks* b = &pool.blocks
@@ -116,8 +115,9 @@ cdef void begin_sequence(State* pool, int32_t slot, const Ints* tokens, const Ma
     if pool.indexed:
         s.prefix[slot].committed = s.prefix[slot].done = s.prefix[slot].forked_at = s.seq[slot].kv_len
         s.prefix[slot].published = found.blocks
-        s.prefix[slot].root = root
-        s.prefix[slot].root_hash = root_hash
+        s.prefix[slot].name = name
+        s.prefix[slot].root = name.uid
+        s.prefix[slot].root_hash = name.hash & ix.keep
         if take and tokens.data != NULL:
             ix.queries += 1
             ix.query_tokens += tokens.size
@@ -128,17 +128,16 @@ cdef void begin_sequence(State* pool, int32_t slot, const Ints* tokens, const Ma
 
 cdef int64_t pool_match(State* pool, const Ints* prompt, const char* space, int64_t space_size) noexcept nogil:
     cdef Blocks* b = &pool.blocks
-    cdef Name* name = names_find(&pool.index.names, space, space_size)
+    cdef uint64_t hash = names_hash(&pool.index.names, space, space_size)
+    cdef Name* name = names_find(&pool.index.names, hash, space, space_size)
     cdef int64_t most = min(whole_blocks(b, max(prompt.size - 1, <Py_ssize_t>0)), <int64_t>pool.seqs.max_blocks)
     if name == NULL:
         return 0
     if pool.groups != NULL:
-        return tree_match(
-            pool.groups, name.uid, index_root_hash(&pool.index, <const unsigned char*>space, space_size),
-            <const int32_t*>prompt.data, most).nodes * b.block_size
-    return index_match(
-        &pool.index, b, name.uid, index_root_hash(&pool.index, <const unsigned char*>space, space_size),
-        <const int32_t*>prompt.data, <int32_t>most, NULL).blocks * b.block_size
+        return tree_match(pool.groups, name.uid, hash & pool.index.keep, <const int32_t*>prompt.data,
+                          most).nodes * b.block_size
+    return index_match(&pool.index, b, name.uid, hash & pool.index.keep, <const int32_t*>prompt.data, <int32_t>most,
+                       NULL).blocks * b.block_size
 
 
 cdef int pool_commit(State* pool, Ints* rows, Ints* counts, const Ints* tokens, bint even, Verdict* v) noexcept nogil:
@@ -282,7 +281,7 @@ cdef void publish(State* pool, int32_t slot) noexcept nogil:
         if b.block[id].committed == WAITING:
             if unwritten(b, id):
                 return
-            index_publish(&pool.index, b, table, <int32_t>prefix.published, prefix.root, prefix.root_hash)
+            index_publish(&pool.index, b, table, <int32_t>prefix.published, prefix)
         elif not b.block[id].committed:
             return
         prefix.published += 1
@@ -301,9 +300,9 @@ cdef void publish_waiting(State* pool) noexcept nogil:
 cdef int pool_flush(State* pool, const char* space, int64_t size, int32_t* count, Verdict* v) noexcept nogil:
     """Forget a namespace, `size` -1: all. RETRY: `count` was not, and now is, what will become blank."""
     cdef Index* ix = &pool.index
-    cdef Name* name
+    cdef uint64_t hash = names_hash(&ix.names, space, size) if size >= 0 else 0
+    cdef Name* name = names_find(&ix.names, hash, space, size) if size >= 0 else NULL
     cdef int32_t blank = 0
-    name = names_find(&ix.names, space, size) if size >= 0 else NULL
     if size < 0 or name != NULL:
         blank = evictable_below(pool, name.uid if name != NULL else 0)
     if count[0] != blank:
@@ -311,7 +310,7 @@ cdef int pool_flush(State* pool, const char* space, int64_t size, int32_t* count
         return RETRY
     if size < 0:
         flush_root(pool, 0)
-    elif flush_name(pool, name, space, size, v) != OK:
+    elif flush_name(pool, name, hash, space, size, v) != OK:
         return v.reason
     pool.blocks.digest = mix(mix(pool.blocks.digest, OP_FLUSH), <uint64_t>blank)
     pool.blocks.digest = mix_bytes(pool.blocks.digest, <const unsigned char*>space, size)
@@ -325,19 +324,20 @@ cdef int32_t evictable_below(State* pool, uint64_t root) noexcept nogil:
     return index_evictable(&pool.index, &pool.blocks, root)
 
 
-cdef int flush_name(State* pool, Name* name, const char* space, int64_t size, Verdict* v) noexcept nogil:
+cdef int flush_name(State* pool, Name* name, uint64_t hash, const char* space, int64_t size, Verdict* v) noexcept nogil:
     """`name` NULL: the namespace is not known; that is an event all the same."""
     cdef Index* ix = &pool.index
-    cdef Name* told = name if name != NULL or ix.key == NULL else name_new(&pool.index.names, space, size)
-    if told == NULL:
-        return OK if ix.key == NULL else refused(v, NO_MEMORY, -1, 1, 0, 0, 0)
-    if name != NULL:
-        flush_root(pool, name.uid)
-    ring_add(&ix.ring, CLEARED, NULL, NULL, told, NULL, 0, -1)
-    if name != NULL:
-        names_remove(&ix.names, name)
+    if name == NULL and ix.key == NULL:
+        return OK
+    if name == NULL:
+        name = name_new(&ix.names, hash, space, size)
+        if name == NULL:
+            return refused(v, NO_MEMORY, -1, 1, 0, 0, 0)
     else:
-        name_let_go(told)
+        name.references += 1                # it is forgotten when its last user is gone
+        flush_root(pool, name.uid)
+    ring_add(&ix.ring, CLEARED, NULL, NULL, name, NULL, 0, -1)
+    name_let_go(name)
     return OK
 
 
@@ -350,9 +350,8 @@ cdef void flush_root(State* pool, uint64_t root) noexcept nogil:
         index_flush(&pool.index, &pool.blocks, root)
     for slot in range(pool.seqs.max_seqs):
         if seq_has_blocks(&pool.seqs, slot) and (root == 0 or pool.seqs.prefix[slot].root == root):
-            pool.seqs.prefix[slot].root = 0
+            seq_leave_root(&pool.seqs, slot)
     if root == 0:
-        names_clear(&pool.index.names)
         pool.index.next_uid = 1             # no node and no root is left that could be mistaken
         ring_add(&pool.index.ring, CLEARED_ALL, NULL, NULL, NULL, NULL, 0, -1)
 
@@ -369,9 +368,8 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
     cdef Index* ix = &pool.index
     cdef Hit hit
     cdef int64_t[MAX_ARENAS] need
-    cdef Name* name = names_find(&ix.names, space, size)
-    cdef uint64_t root_hash = index_root_hash(ix, <const unsigned char*>space, size)
-    cdef uint64_t root = name.uid if name != NULL else 0
+    cdef uint64_t hash = names_hash(&ix.names, space, size), root_hash = hash & ix.keep
+    cdef Name* name = names_find(&ix.names, hash, space, size)
     cdef int32_t slot = s.free_slot[s.first_free] if s.num_free_slots else -1, j
     hit.known = hit.nodes = 0
     hit.checkpoint = NO_CHECKPOINT
@@ -380,19 +378,21 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
         return refused(v, PROMPT_TOO_LONG, -1, tokens.size, 0, gs.seq_tokens, 0)
     if load and judge_load(gs, tokens.size, v) != OK:
         return v.reason
-    if root and tokens.data != NULL and not (load and t.needs_checkpoints):
-        hit = tree_match(gs, root, root_hash, <const int32_t*>tokens.data,
+    if name != NULL and tokens.data != NULL and not (load and t.needs_checkpoints):
+        hit = tree_match(gs, name.uid, root_hash, <const int32_t*>tokens.data,
                          max(tokens.size - take, <int64_t>0) // gs.block_size)
     if judge_open(gs, tokens, &hit, reserve, load, need, v) != OK:
         return v.reason
     if slot < 0:
         return refused(v, OUT_OF_SEQUENCES, -1, 1, 0, s.max_seqs, s.num_open)
-    if root == 0 and make_root(pool, space, size, &root, v) != OK:
+    name = enter_root(pool, name, hash, space, size, v)
+    if name == NULL:
         return v.reason
     tree_begin(gs, slot, tokens, &hit, need, reserve, take, load)
     s.prefix[slot].committed = s.prefix[slot].done = s.prefix[slot].forked_at = s.seq[slot].kv_len
     s.prefix[slot].published = 0
-    s.prefix[slot].root = root
+    s.prefix[slot].name = name
+    s.prefix[slot].root = name.uid
     s.prefix[slot].root_hash = root_hash
     t.row[slot].hit = s.seq[slot].kv_len
     t.row[slot].cut = t.row[slot].junction = 0

@@ -241,7 +241,7 @@ cdef void tree_close(Groups* gs, int32_t slot) noexcept nogil:
 cdef void row_ends(Groups* gs, int32_t slot) noexcept nogil:
     """A row goes on without the tree."""
     row_leaves(gs, slot)
-    gs.seqs.prefix[slot].root = 0
+    seq_leave_root(gs.seqs, slot)
     gs.tree.row[slot].cut = 0
 
 
@@ -257,6 +257,8 @@ cdef void tree_fork(Groups* gs, int32_t parent, int32_t child) noexcept nogil:
     cdef Seqs* s = gs.seqs
     cdef int32_t j
     s.prefix[child] = s.prefix[parent]
+    if s.prefix[child].root:
+        s.prefix[child].name.users += 1
     s.prefix[child].done = seq_done(s, gs.arena[0], parent)
     s.prefix[child].forked_at = s.seq[parent].kv_len
     memcpy(s.partial + child * gs.block_size, s.partial + parent * gs.block_size,
@@ -431,6 +433,7 @@ cdef void node_flush(Groups* gs, int32_t n) noexcept nogil:
     unit_remove(t, n)
     t.node[n].idle = 0
     bucket_remove(t, n)
+    name_leave(&t.index.names, names_by_uid(&t.index.names, t.node[n].root))
     t.node[n].root = 0
     t.num_nodes -= 1
     for k in range(gs.num_groups):

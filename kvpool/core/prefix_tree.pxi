@@ -286,6 +286,7 @@ cdef void node_release(Tree* t, int32_t n) noexcept nogil:
         if node.root:
             bucket_remove(t, n)
             t.num_nodes -= 1
+            name_leave(&t.index.names, names_by_uid(&t.index.names, node.root))
         node.depth = 0
         t.unit[n].next = t.free_node
         t.free_node = n
@@ -326,6 +327,7 @@ cdef int32_t node_new(Groups* gs, uint64_t root, int32_t parent, uint64_t hash, 
     t.bucket[at] = n
     t.num_nodes += 1
     t.index.inserted += 1
+    names_by_uid(&t.index.names, root).users += 1
     if t.key != NULL:
         sha256(node_key(t, parent) if parent != NO_NODE else names_by_uid(&t.index.names, root).key, tokens,
                t.block_size * sizeof(int32_t), node_key(t, n))

@@ -41,6 +41,7 @@ cdef struct SeqPrefix:          # what a pool with a prefix cache knows besides
     int64_t forked_at           # length when it was forked
     uint64_t root_hash          # of its namespace
     uint64_t root               # uid of its namespace's root, 0: flushed since
+    Name* name                  # its namespace, NULL: flushed since
 
 
 # Invariants, recomputed by seqs_check:
@@ -54,6 +55,7 @@ cdef struct Seqs:
     Seq* seq                    # [max_seqs]
     SeqLife* life               # [max_seqs]
     SeqPrefix* prefix           # [max_seqs], NULL without a prefix cache
+    Names* names                # that roots belong to
     int32_t* partial            # [max_seqs, block_size] committed tokens of a block that is not full yet
     int32_t* table              # [max_seqs, max_blocks] block ids, first num_blocks of a row are valid
     int32_t* free_slot          # [max_seqs] ring of free slots, oldest first
@@ -96,6 +98,7 @@ cdef inline bint seq_has_blocks(const Seqs* s, int32_t slot) noexcept nogil:
 
 cdef int32_t seq_judge(const Seqs* s, int64_t handle, Py_ssize_t row, Verdict* v) noexcept nogil
 cdef int32_t seq_judge_any(const Seqs* s, int64_t handle, Py_ssize_t row, Verdict* v) noexcept nogil
+cdef void seq_leave_root(const Seqs* s, int32_t slot) noexcept nogil
 cdef void seq_refresh(const Seqs* s, const Blocks* b, int32_t slot) noexcept nogil
 cdef int32_t seq_new(Seqs* s) noexcept nogil
 cdef void seq_fork(Seqs* s, Blocks* b, int32_t parent, int32_t n, int64_t* children) noexcept nogil

@@ -127,10 +127,21 @@ cdef int32_t seq_new(Seqs* s) noexcept nogil:
     return slot
 
 
+cdef void seq_leave_root(const Seqs* s, int32_t slot) noexcept nogil:
+    """A sequence is in no namespace any more: nothing of it is indexed from here on."""
+    cdef SeqPrefix* prefix = &s.prefix[slot]
+    if prefix.root:
+        name_leave(s.names, prefix.name)
+        prefix.name = NULL
+        prefix.root = 0
+
+
 cdef void seq_retire_handle(Seqs* s, int32_t slot) noexcept nogil:
     """Make the slot's handle stale and the slot free, or retired after its last generation."""
     cdef SeqLife* life = &s.life[slot]
     cdef int32_t end
+    if s.prefix != NULL:
+        seq_leave_root(s, slot)
     s.num_open -= 1
     s.seq[slot].handle = -1
     s.seq[slot].next_slot = s.seq[slot].stop_slot = 0      # no token goes into a closed sequence
@@ -225,7 +236,7 @@ cdef void lose_tokens(Seqs* s, int32_t slot, int64_t n) noexcept nogil:
     seq_new_version(s, q)
     if s.prefix != NULL:
         s.prefix[slot].committed = s.prefix[slot].published = s.prefix[slot].done = s.prefix[slot].forked_at = 0
-        s.prefix[slot].root = 0
+        seq_leave_root(s, slot)
 
 
 cdef void seq_compact(Seqs* s, Blocks* b, int32_t slot, int64_t length) noexcept nogil:
@@ -297,6 +308,8 @@ cdef void seq_fork(Seqs* s, Blocks* b, int32_t parent, int32_t n, int64_t* child
             s.newest_fork_step = max(s.newest_fork_step, inherited)
         if s.prefix != NULL:
             s.prefix[child] = s.prefix[parent]
+            if s.prefix[child].root:
+                s.prefix[child].name.users += 1
             s.prefix[child].done = seq_done(s, b, parent)
             s.prefix[child].forked_at = p.kv_len
             memcpy(s.partial + child * b.block_size, s.partial + parent * b.block_size,

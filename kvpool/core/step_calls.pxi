@@ -278,6 +278,8 @@ cdef int32_t largest_arena(State* pool) noexcept nogil:
 
 cdef bint find_fault(State* pool, int32_t* seen, int32_t room, char* finding) noexcept nogil:
     """`seen` has two numbers for each of `room` blocks, all zero."""
+    if has_cache(pool) and check_names(pool, finding):
+        return True
     if pool.groups != NULL:
         return groups_check(pool.groups, &pool.pending, seen, room, finding)
     if blocks_check(&pool.blocks, seen, finding) or seqs_check(&pool.seqs, &pool.blocks, seen, finding):

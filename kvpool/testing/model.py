@@ -64,7 +64,6 @@ class PrefixModel(SequenceModel):
         if events and not prefix_cache:
             raise ValueError(f"[Pool] events is {events}, but there are none without prefix_cache=True")
         self._next_uid = 1
-        self._sweep_at = 1024  # namespaces
         self._use = dict.fromkeys(("queries", "query_tokens", "hit_tokens", "inserted", "duplicates", "evicted"), 0)
         self._gaps: list[int] = []  # blocks taken between a release and a revival, one entry per revival
         self._events: deque[tuple] = deque(maxlen=events)
@@ -74,7 +73,7 @@ class PrefixModel(SequenceModel):
 
     def _empty(self) -> None:
         super()._empty()
-        self._roots: dict[bytes, int] = {}  # namespace -> uid of its root
+        self._last_root: dict[bytes, int] = {}  # namespace -> uid of the last root it was given
         self._nodes: dict[tuple[int, tuple[int, ...]], Node] = {}  # (uid of the parent, tokens) -> node
         self._stands_for: dict[int, int] = {}  # committed block -> uid of its node, its own or its canonical block's
         self._block_tokens: dict[int, tuple[int, ...]] = {}  # committed block -> what it was committed with
@@ -91,18 +90,16 @@ class PrefixModel(SequenceModel):
         return next((node for node in self._nodes.values() if node.block == block), None)
 
     def _root(self, namespace: bytes) -> int:
-        """Return the uid of a namespace's root; a namespace that is used again after a flush gets a new one."""
+        """Return the uid of a namespace's root; a namespace that was forgotten gets a new one."""
         if namespace not in self._roots:
-            if len(self._roots) >= self._sweep_at:
-                self._sweep_namespaces()
-            self._roots[namespace] = self._new_uid()
-        return self._roots[namespace]
+            self._last_root[namespace] = self._new_uid()
+        return self._last_root[namespace]
 
-    def _sweep_namespaces(self) -> None:
-        """Forget the namespaces without a node and without an open sequence."""
-        live = {node.root for node in self._nodes.values()} | {seq.root for seq in self._sequences.values()}
-        self._roots = {name: root for name, root in self._roots.items() if root in live}
-        self._sweep_at = max(1024, 2 * len(self._roots))
+    @property
+    def _roots(self) -> dict[bytes, int]:
+        """Uid of the root of each namespace that has a node or an open sequence; the others are forgotten."""
+        used = {node.root for node in self._nodes.values()} | {seq.root for seq in self._sequences.values()}
+        return {name: root for name, root in self._last_root.items() if root in used}
 
     def _new_uid(self) -> int:
         self._next_uid += 1
@@ -386,7 +383,6 @@ class PrefixModel(SequenceModel):
             self._blank.append(block)
         uids = [node.uid for node in gone]
         self._stands_for = {block: uid for block, uid in self._stands_for.items() if uid not in uids}
-        self._roots = {name: root for name, root in self._roots.items() if root not in roots}
         self._note("cleared", namespace)
         self._chain("flush", namespace, *blank)
         return len(blank)

@@ -3,7 +3,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memmove, memset
 
-from proof.fuzz._books_index cimport forget_node
+from proof.fuzz._books_index cimport enter_space, forget_node, leave_space
 
 # ---- memory ------------------------------------------------------------------------------------------------
 
@@ -63,6 +63,7 @@ cdef int books_init(Books* b) noexcept nogil:
     b.claimed = <int32_t*>room(b, leaves * b.block_size if b.full else 1, sizeof(int32_t))
     b.claim = <int32_t*>room(b, leaves if b.full else 1, sizeof(int32_t))
     b.root = <int64_t*>room(b, b.num_spaces, sizeof(int64_t))
+    b.users = <int64_t*>room(b, b.num_spaces, sizeof(int64_t))
     b.waiting = <int32_t*>room(b, seqs, sizeof(int32_t))
     b.event = <Told*>room(b, b.event_room, sizeof(Told))
     b.event_tokens = <int32_t*>room(b, b.event_room * b.block_size, sizeof(int32_t))
@@ -78,7 +79,6 @@ cdef int books_init(Books* b) noexcept nogil:
     memset(b.bucket, 0xFF, (b.mask + <int64_t>1) * sizeof(int32_t))
     b.lru.first = b.lru.last = b.limbo.first = b.limbo.last = NOBODY
     b.next_step = 1
-    b.sweep_at = 1024
     for i in range(b.num_blocks):
         b.page[i].place = AT_BLANK if i >= b.reserved else AT_RESERVE
     all_blank(b)
@@ -277,6 +277,13 @@ cdef int32_t books_open(Books* b, int64_t length, int32_t space) noexcept nogil:
     return slot
 
 
+cdef void leave_root(Books* b, int32_t slot) noexcept nogil:
+    """A sequence is in no namespace any more."""
+    if b.line[slot].root:
+        b.line[slot].root = 0
+        leave_space(b, b.line[slot].space)
+
+
 cdef void leave_live(Books* b, int32_t slot) noexcept nogil:
     cdef int32_t at = b.line[slot].at, last = b.live[b.num_live - 1]
     b.live[at] = last
@@ -286,6 +293,7 @@ cdef void leave_live(Books* b, int32_t slot) noexcept nogil:
     b.blocks -= b.line[slot].blocks
     b.generation[slot] += 1
     b.line[slot].handle = -1
+    leave_root(b, slot)
     b.line[slot].committed = b.line[slot].published = 0
     note_waiting(b, slot)
 
@@ -366,6 +374,8 @@ cdef int32_t books_fork_line(Books* b, int32_t parent) noexcept nogil:
     line.evicted = p.evicted
     line.point = p.point
     line.root = p.root
+    if line.root:
+        enter_space(b, line.space)
     line.done = done_length(b, p)
     line.inherit = max(p.row_step, p.inherit)
     if not in_flight(b, line.inherit):
@@ -476,7 +486,7 @@ cdef void books_lose(Books* b, int32_t slot, int64_t tokens) noexcept nogil:
     line.length -= tokens
     line.known = <int32_t>line.length
     line.committed = line.published = 0
-    line.root = 0
+    leave_root(b, slot)
     line.epoch += 1
     b.evicted_tokens += tokens
     b.tokens -= tokens

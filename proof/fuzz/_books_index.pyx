@@ -43,7 +43,22 @@ cdef void insert_node(Books* b, int32_t i, int64_t parent) noexcept nogil:
     b.page[i].own = 1
     b.nodes += 1
     b.inserted += 1
+    enter_space(b, leaf.space)
     tell(b, E_STORED, leaf.space, leaf.node, 0 if parent == b.root[leaf.space] else parent, told(b, i))
+
+
+cdef void enter_space(Books* b, int32_t space) noexcept nogil:
+    """A namespace has a user more."""
+    b.users[space] += 1
+
+
+cdef void leave_space(Books* b, int32_t space) noexcept nogil:
+    """It has a user less, and is forgotten without any."""
+    b.users[space] -= 1
+    if b.users[space] == 0:
+        b.root[space] = 0
+        b.num_roots -= 1
+        b.forgotten += 1
 
 
 cdef void forget_node(Books* b, int32_t i) noexcept nogil:
@@ -56,6 +71,7 @@ cdef void forget_node(Books* b, int32_t i) noexcept nogil:
     b.leaf[i].node = 0
     b.page[i].own = 0
     b.nodes -= 1
+    leave_space(b, b.leaf[i].space)
 
 
 cdef void tell(Books* b, int32_t kind, int32_t space, int64_t node, int64_t parent,

@@ -23,6 +23,7 @@ from proof.fuzz._books cimport (
     in_flight,
     end_load,
     leave_live,
+    leave_root,
     line_table,
     note_waiting,
     num_open,
@@ -32,7 +33,7 @@ from proof.fuzz._books cimport (
     to_blank,
     touch,
 )
-from proof.fuzz._books_index cimport find_node, forget_node, insert_node, tell
+from proof.fuzz._books_index cimport enter_space, find_node, forget_node, insert_node, tell
 
 # ---- open --------------------------------------------------------------------------------------------------
 
@@ -70,6 +71,7 @@ cdef int32_t books_open_prompt(Books* b, int64_t tokens, int32_t space, const in
     cdef int32_t* table = line_table(b, slot)
     if b.indexed:
         line.root = root_of(b, space)
+        enter_space(b, space)
         line.committed = line.done = line.length
         line.published = hits
     for k in range(hits):
@@ -93,33 +95,10 @@ cdef int32_t books_open_prompt(Books* b, int64_t tokens, int32_t space, const in
 
 cdef int64_t root_of(Books* b, int32_t space) noexcept nogil:
     if b.root[space] == 0:
-        if b.num_roots >= b.sweep_at:
-            sweep(b)
         b.next_node += 1
         b.root[space] = b.next_node
         b.num_roots += 1
     return b.root[space]
-
-
-cdef void sweep(Books* b) noexcept nogil:
-    """Namespaces without a node and without an open sequence are forgotten."""
-    cdef int32_t i, slot
-    cdef int64_t kept = 0
-    for i in range(b.num_spaces):           # a root that somebody needs stands below zero for a moment
-        b.root[i] = -b.root[i]
-    for i in range(b.num_blocks):
-        if b.page[i].own and b.root[b.leaf[i].space] < 0:
-            b.root[b.leaf[i].space] = -b.root[b.leaf[i].space]
-    for i in range(num_open(b)):
-        slot = open_slot(b, i)
-        if b.line[slot].root and b.root[b.line[slot].space] < 0:
-            b.root[b.line[slot].space] = b.line[slot].root
-    for i in range(b.num_spaces):
-        if b.root[i] < 0:
-            b.root[i] = 0
-        kept += b.root[i] > 0
-    b.num_roots = kept
-    b.sweep_at = max(<int64_t>1024, 2 * kept)
 
 
 cdef int64_t books_flush(Books* b, int32_t space) noexcept nogil:
@@ -142,11 +121,7 @@ cdef int64_t books_flush(Books* b, int32_t space) noexcept nogil:
             b.leaf[i].node = 0
     for i in range(num_open(b)):
         if space == NOBODY or b.line[open_slot(b, i)].space == space:
-            b.line[open_slot(b, i)].root = 0
-    for i in range(b.num_spaces):
-        if b.root[i] and (space == NOBODY or i == space):
-            b.root[i] = 0
-            b.num_roots -= 1
+            leave_root(b, open_slot(b, i))
     tell(b, E_CLEARED, space, 0, 0, NULL)
     return blank
 

@@ -7,10 +7,10 @@ content, references, lists, refusals, arrays.
 from libc.stdint cimport int32_t, int64_t
 
 from kvpool._core cimport (
-    BLANK, CANONICAL, LIMBO, NO_BLOCK, REMOVED, SLOT_MAPPING, USED, BlockAPI, Blocks, Name, Note, Plan, Pool,
-    PrefixCache, Ring, Seq, Seqs,
-    LOADING, OPEN, blocks_drain_limbo, blocks_unref, names_find, names_remove, seq_find, seq_refresh, seq_table,
-    slot_of,
+    BLANK, LIMBO, NO_BLOCK, REMOVED, SLOT_MAPPING, USED, BlockAPI, Blocks, Name, Names, Note, Plan, Pool,
+    PrefixCache, Ring, Seq, SeqPrefix, Seqs,
+    LOADING, OPEN, blocks_drain_limbo, blocks_unref, name_leave, names_by_uid, names_find, names_hash, seq_find,
+    seq_refresh, seq_table, slot_of,
 )
 
 from functools import wraps
@@ -238,9 +238,12 @@ def _fake_tokens(pool, tokens=0, namespace=b""):
     cdef int64_t k, bs = p.state.blocks.block_size
     cdef int32_t id
     cdef Name* name
+    cdef Names* names
     if not p.state.indexed or not hasattr(tokens, "__len__") or len(tokens) <= bs:
         return None
-    name = names_find(&p.state.index.names, <const char*><bytes>namespace, len(namespace))
+    names = &p.state.index.names
+    name = names_find(names, names_hash(names, <const char*><bytes>namespace, len(namespace)),
+                      <const char*><bytes>namespace, len(namespace))
     if name == NULL:
         return None
     for at in range(<int64_t>p.state.index.mask + 1):
@@ -296,20 +299,13 @@ def _pending_shown(pool, kept, *_):
     (<Pool>pool).state.blocks.oldest_pending = kept
 
 
-def _count_names(pool, *_):
-    return (<Pool>pool).state.index.names.size
-
-
-def _live_swept(pool, kept, *_):
-    """Namespaces were swept: those that only open sequences need go too."""
+def _spaces_kept(pool, *_):
+    """Nobody will forget the namespaces that there are."""
     cdef Pool p = pool
-    cdef int32_t i
-    if p.state.indexed and p.state.index.names.size < kept and p.state.index.ring.limit == 0:
-        needed = {p.state.index.root[i] for i in range(p.state.blocks.num_blocks)
-                  if p.state.blocks.block[i].committed == CANONICAL}
-        for i in range(p.state.index.names.size - 2, -1, -1):     # the last is new
-            if p.state.index.names.list[i].uid not in needed:
-                names_remove(&p.state.index.names, p.state.index.names.list[i])
+    cdef int64_t at
+    for at in range(p.state.index.names.mask + <int64_t>1 if p.state.indexed else 0):
+        if p.state.index.names.by_bytes[at] != NULL:
+            p.state.index.names.by_bytes[at].users += 1
 
 
 def _take_roots(pool, *_):
@@ -317,13 +313,24 @@ def _take_roots(pool, *_):
     cdef int32_t slot
     if not p.state.indexed or p.state.index.ring.limit:
         return {}
-    return {slot: p.state.seqs.prefix[slot].root for slot in range(p.state.seqs.max_seqs)
-            if p.state.seqs.seq[slot].handle >= 0 and p.state.seqs.seq[slot].kv_len == 0}
+    found = {slot: p.state.seqs.prefix[slot].root for slot in range(p.state.seqs.max_seqs)
+             if p.state.seqs.seq[slot].handle >= 0 and p.state.seqs.seq[slot].kv_len == 0
+             and p.state.seqs.prefix[slot].root}
+    for root in found.values():
+        names_by_uid(&p.state.index.names, root).users += 1
+    return found
 
 
 def _put_roots(pool, kept, *_):
+    cdef Pool p = pool
+    cdef SeqPrefix* prefix
     for slot, root in kept.items():
-        (<Pool>pool).state.seqs.prefix[<int32_t>slot].root = root
+        prefix = &p.state.seqs.prefix[<int32_t>slot]
+        if prefix.root:                     # another namespace was flushed
+            name_leave(&p.state.index.names, prefix.name)
+        else:
+            prefix.name = names_by_uid(&p.state.index.names, root)
+            prefix.root = root
 
 
 def _deferred_reversed(pool, kept, *_):
@@ -503,7 +510,7 @@ FAULTS = {
     "copy missing from an unshare": (("unshare",), None, _copy_missing, None),
     "positions begin again after eviction": (("compact", "evict_blocks"), None, _positions_anew, None),
     "refused step leaves a trace": (("step",), None, None, _trace_left),
-    "live namespaces swept": (("open",), _count_names, _live_swept, None),
+    "namespace never forgotten": (("open",), None, _spaces_kept, None),
     "empty sequence keeps its root over a flush": (("flush",), _take_roots, _put_roots, None),
     "deferred closes in reverse order": (("defer_close",), None, _deferred_reversed, None),
     "fork copies one partial token too few": (("fork",), _take_partials, _put_partials, None),

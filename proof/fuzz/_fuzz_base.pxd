@@ -61,7 +61,7 @@ cdef enum:                      # in the order of STATES
     S_COMPACTED
     S_HELD_BACK
     S_CONTRADICTED
-    S_SWEPT
+    S_FORGOTTEN
     S_LOADED
     S_IN_VAIN
     S_LET_GO

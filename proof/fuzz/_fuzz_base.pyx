@@ -255,7 +255,7 @@ cdef class Base(Calls):
         return <int32_t>n
 
     cdef int op_open(self, const Word* w, bint prompt, bint pin) except -1:
-        cdef int64_t n, bs = self.b.block_size, known = self.b.num_roots
+        cdef int64_t n, bs = self.b.block_size
         cdef int32_t space = self.space_of(w), hits = 0, evictable = 0, slot, k
         cdef bint load = self.op == LOAD
         prompt = prompt and self.indexed
@@ -289,7 +289,7 @@ cdef class Base(Calls):
         self.greet(handle, books_next_handle(&self.b, 0))
         slot = books_open_prompt(&self.b, n, space, self.id, hits, not pin, prompt and not pin and not load)
         self.states[S_HITS] += hits > 0
-        self.states[S_SWEPT] += self.b.num_roots < known
+        self.states[S_FORGOTTEN] = self.b.forgotten
         if self.trace is not None and prompt:
             self.trace.append(f"assert pool.num_tokens({self.names[self.b.line[slot].handle]}) == {hits * bs}")
         if prompt:

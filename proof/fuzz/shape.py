@@ -18,7 +18,7 @@ OPERATIONS = (
 STATES = (
     *("copies", "replaced", "rollbacks", "rollbacks_of_executed", "late_plans", "calls_with_limbo", "limbo_hits"),
     *("prefix_hits", "evictions", "out_of_blocks", "partial", "refusals", "closed_while_pending", "done_out_of_order"),
-    *("compactions", "held_back", "contradictions", "sweeps", "loaded", "loaded_in_vain"),
+    *("compactions", "held_back", "contradictions", "namespaces_forgotten", "loaded", "loaded_in_vain"),
 )
 #: The same of pools with layer groups: what only they meet, and all of it.
 OF_GROUPS = ("entries_let_go", "states_replaced", "truncations_refused")
@@ -109,7 +109,7 @@ def draw_shape(seed: int, num_blocks: int | None = None, block_size: int | None 
 
 
 def crowded(rng: random.Random, pool: dict[str, Any]) -> Shape:
-    """More namespaces under open sequences than a pool keeps without looking which of them are in use."""
+    """More than a thousand namespaces, under open sequences: tables of names that grow."""
     weights = {**WEIGHTS, "open": 400, "open_prompt": 10, "commit": 20, "fork": 1, "close": 2}
     weights |= {"reset": 0, "ranks": 0, "flush": 0, "evict": 0}  # what would make it smaller again
     weights |= {"truncate": 1, "compact": 0.2, "evict_blocks": 0.2, "alloc": 0.2}

@@ -930,7 +930,6 @@ class CheckpointModel(GroupModel):
                 entry.node = None
                 if is_canonical and all(entry.layer.arena.is_idle(block) for block in entry.blocks):
                     self._blank_entry(entry)
-        self._roots = {name: root for name, root in self._roots.items() if root not in roots}
         self._chain("flush", namespace)
         self._chain("flush", namespace)
         self._note("cleared", namespace)

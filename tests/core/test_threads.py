@@ -501,7 +501,7 @@ def test_finalizer_calls_the_pool_whenever_the_collector_runs():
     threshold = gc.get_threshold()
     gc.set_threshold(1)
     try:
-        for i in range(1200):  # from 1,024 on, namespaces are swept
+        for i in range(1200):
             Owner()
             pool.step(plan, handles, 1)
             pool.done(plan)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import time
 
+import numpy as np
 import pytest
-from prefixes import cache
+from prefixes import cache, compute
 
 from kvpool.namespaces import namespace
 
@@ -82,9 +84,74 @@ def test_fork_stays_in_its_namespace(make_pool, make_plan, grow):
     assert (pool.prefix.match(MORE, b"a"), pool.prefix.match(MORE)) == (4, 0)
 
 
-def test_many_namespaces_without_blocks_are_forgotten(make_pool):
-    # A salt per request must not fill the memory.
+def test_namespace_is_known_as_long_as_it_has_a_sequence_or_a_node(make_pool, make_plan):
+    pool = make_pool(24, 4, prefix_cache=True, max_seqs=4)
+    known = lambda: pool.prefix.stats().namespaces  # noqa: E731
+    parent = pool.open(PROMPT, b"a")
+    other = pool.open(1, b"b")
+    assert known() == 2
+    child = int(pool.fork(parent)[0])
+    pool.close(parent)
+    assert known() == 2
+    pool.close(child)
+    assert known() == 1
+    pool.prefix.flush(b"b")
+    assert known() == 0  # though its sequence goes on
+    pool.close(other)
+    cache(make_plan, pool, PROMPT, b"a")
+    assert known() == 1
+    pool.blocks.evict(24)
+    assert known() == 0
+    cache(make_plan, pool, PROMPT, b"a")
+    taken = pool.open(4 * 23, b"c")  # every block there is
+    assert known() == 1
+    pool.close(taken)
+    assert known() == 0
+
+
+def test_sequence_that_lost_tokens_keeps_no_namespace(make_pool, make_plan):
+    pool = make_pool(24, 4, prefix_cache=True, max_seqs=4)
+    row = pool.open(PROMPT, b"a")
+    compute(make_plan, pool, row, len(PROMPT))
+    pool.compact(row, 2)
+    assert pool.prefix.stats().namespaces == 0
+    pool.close(row)
+
+
+def test_namespace_that_was_forgotten_hits_nothing_and_is_known_again(make_pool, make_plan):
+    pool = make_pool(24, 4, prefix_cache=True)
+    for _ in range(3):
+        cache(make_plan, pool, PROMPT, b"a")
+        assert pool.prefix.match(MORE, b"a") == 4
+        pool.blocks.evict(24)
+        assert pool.prefix.match(MORE, b"a") == pool.prefix.stats().namespaces == 0
+
+
+def test_a_salt_per_request_leaves_nothing_behind(make_pool):
     pool = make_pool(prefix_cache=True)
     for i in range(5000):
         pool.close(pool.open([1], b"%d" % i))
-    assert pool.prefix.stats().namespaces <= 2100
+    assert pool.prefix.stats().namespaces == 0
+
+
+def test_open_with_a_salt_of_its_own_costs_the_same_whatever_is_cached(core):
+    if not core.Pool.__module__.startswith("kvpool._"):
+        pytest.skip("the model looks at everything all the time")
+    pools = []
+    for blocks in (100, 400_000):
+        pool = core.Pool(blocks + 8, 4, prefix_cache=True, max_seqs=4, max_blocks_per_seq=blocks, in_order=True, seed=1)
+        plan = core.Plan(pool, 1, 4 * blocks, formats=("seq_lens",))
+        row = pool.open(4 * blocks)
+        pool.step(plan, [row], 4 * blocks)
+        pool.prefix.commit(row, np.arange(4 * blocks, dtype=np.int32))
+        pool.close(row)
+        pools.append(pool)
+    spent = [0.0, 0.0]
+    for turn in range(60):
+        for k, pool in enumerate(pools):
+            began = time.thread_time()
+            for i in range(100):
+                pool.close(pool.open([1, 2, 3], b"%d, %d" % (turn, i)))
+            spent[k] += time.thread_time() - began
+    print(f"{spent[0]:.4f} s of CPU with 100 cached blocks, {spent[1]:.4f} s with 400,000")
+    assert spent[1] <= 1.5 * spent[0]
