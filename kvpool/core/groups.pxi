@@ -639,6 +639,8 @@ cdef void groups_pass(Groups* gs, const Pending* pending, const Step* p) noexcep
     groups_set_fences(gs, pending)
     groups_release(gs, p)
     groups_settle(gs, pending, p)
+    if gs.tree != NULL:
+        tree_publish(gs)
 
 
 cdef void rollback_group(LayerGroup* g, const StepPart* part, const Step* p, const Seqs* s) noexcept nogil:
@@ -700,6 +702,7 @@ cdef void groups_rollback(Groups* gs, const Pending* pending, const Step* p) noe
     groups_settle(gs, pending, p)
     if gs.tree != NULL:
         tree_undone(gs, p)
+        tree_publish(gs)
 
 
 cdef void groups_reset(Groups* gs) noexcept nogil:

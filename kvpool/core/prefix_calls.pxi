@@ -390,7 +390,7 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
         return v.reason
     tree_begin(gs, slot, tokens, &hit, need, reserve, take, load)
     s.prefix[slot].committed = s.prefix[slot].done = s.prefix[slot].forked_at = s.seq[slot].kv_len
-    s.prefix[slot].published = 0
+    s.prefix[slot].published = hit.nodes
     s.prefix[slot].name = name
     s.prefix[slot].root = name.uid
     s.prefix[slot].root_hash = root_hash

@@ -288,6 +288,7 @@ cdef void tree_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nogil
             node_release(t, t.row[slot].node)
             t.row[slot].node = n
         prefix.committed = length
+    prefix.published = min(prefix.published, length // bs)
     prefix.done = min(prefix.done, length)
     prefix.forked_at = min(prefix.forked_at, length)
 
@@ -400,7 +401,56 @@ cdef void commit_block(Groups* gs, int32_t slot, int64_t depth, const int32_t* b
             ids = group_row(g, slot) + index * g.columns
             if not g.kept <= index < g.seq[slot].gone and t.role[g.arena][ids[0]] == NO_ROLE:
                 entry_commit(t, g, k, ids, n)
-    publish_checkpoint(gs, slot, n, depth * t.block_size)
+    if prefix.published == depth - 1:
+        publish_block(gs, slot, depth, n)
+
+
+cdef void publish_block(Groups* gs, int32_t slot, int64_t depth, int32_t n) noexcept nogil:
+    """Hits may find what a row has at the node of its base block `depth` - 1, but for what a pending plan has to copy.
+
+    If there is such an entry, it waits, and with it all blocks of the row behind it. An entry that has no role is a
+    copy that was made after its tokens were committed, or what a rollback put back: nobody said what it holds.
+    """
+    cdef Tree* t = gs.tree
+    cdef LayerGroup* g
+    cdef int32_t k, first
+    cdef bint waits = False
+    for k in range(gs.num_groups):
+        g = &gs.group[k]
+        if g.kind == FULL_LAYERS and ends_at(t, g, k, depth):
+            first = group_row(g, slot)[(depth // t.span[k] - 1) * g.columns]
+            if unwritten(g.blocks, first):
+                waits = True
+            elif is_waiting(t.role[g.arena][first]):
+                entry_publish(t, g, k, first)
+    if not waits:
+        gs.seqs.prefix[slot].published = depth
+        publish_checkpoint(gs, slot, n, depth * t.block_size)
+
+
+cdef void publish_row(Groups* gs, int32_t slot) noexcept nogil:
+    """Publish what waits in a row, in order, as far as its content exists."""
+    cdef Tree* t = gs.tree
+    cdef const SeqPrefix* prefix = &gs.seqs.prefix[slot]
+    cdef int64_t depth = prefix.committed // t.block_size, full = depth
+    cdef int32_t n = t.row[slot].node
+    while depth > prefix.published:
+        t.path[depth - 1] = n
+        n = t.node[n].parent
+        depth -= 1
+    while depth < full and depth == prefix.published:
+        depth += 1
+        publish_block(gs, slot, depth, t.path[depth - 1])
+
+
+cdef void tree_publish(Groups* gs) noexcept nogil:
+    """A plan has ended: rows that waited for it go on. O(max_seqs), where entries wait."""
+    cdef Seqs* s = gs.seqs
+    cdef int32_t slot
+    for slot in range(s.max_seqs if gs.tree.num_waiting else 0):
+        if (s.life[slot].life == OPEN and s.prefix[slot].root
+                and s.prefix[slot].published < s.prefix[slot].committed // gs.block_size):
+            publish_row(gs, slot)
 
 
 cdef void tree_commit_row(Groups* gs, int32_t slot, const int32_t* tokens, int64_t count) noexcept nogil:
@@ -408,6 +458,8 @@ cdef void tree_commit_row(Groups* gs, int32_t slot, const int32_t* tokens, int64
     cdef Seqs* s = gs.seqs
     cdef SeqPrefix* prefix = &s.prefix[slot]
     cdef int64_t bs = t.block_size, told = prefix.committed, depth, tail
+    if prefix.root and prefix.published < told // bs:
+        publish_row(gs, slot)
     for depth in range(told // bs + 1, (told + count) // bs + 1):
         if prefix.root:
             commit_block(gs, slot, depth, block_tokens(t, s, slot, depth, tokens))

@@ -14,8 +14,9 @@ cdef enum:                      # Node.place: where its unit is
     COLD                        # no checkpoint at the node or below
     WARM
 
-cdef enum:                      # Tree.role of a block; of the first block of an entry it is 1 + its group
+cdef enum:                      # Tree.role of a block; of the first block of an entry it is 1 + its group,
     NO_ROLE = 0
+    WAITS = MAX_GROUPS          # and so much more while the entry of a full group waits to be published
     LATER_COLUMN = 254
     BUNDLE = 255
 
@@ -72,6 +73,7 @@ cdef struct RowPlaces:          # what the tree knows of a row beside SeqPrefix
 #   below == number of published checkpoints on whose path the node is
 #   an entry of a window or chunk is canonical  <=>  published checkpoints need it, as many as the node says
 #   a block is EVICTABLE  <=>  nobody refers to it and it is in a canonical entry, a bundle or a tail
+#   no pending plan has still to fill a canonical entry; one that waits is not canonical
 cdef struct Tree:
     Index* index                # namespaces, uids, seed of the hash, events, counters of use
     Node* node                  # [room]
@@ -103,6 +105,7 @@ cdef struct Tree:
     int64_t clock
     int32_t num_loads           # that are not done
     int32_t num_saves           # checkpoints whose step is pending
+    int32_t num_waiting         # entries that wait to be published
     int64_t spacing             # of checkpoints inside a long prompt, 0: none there
     int64_t grain               # hits are multiples of it
     int64_t block_size

@@ -158,7 +158,7 @@ cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil:
     line_init(&t.listed[1])
     t.free_node = t.free_checkpoint = NO_NODE
     t.fresh_node = t.fresh_checkpoint = 0
-    t.num_nodes = t.num_checkpoints = t.num_loads = t.num_saves = 0
+    t.num_nodes = t.num_checkpoints = t.num_loads = t.num_saves = t.num_waiting = 0
 
 
 cdef int64_t tree_nbytes(const Tree* t, const Groups* gs) noexcept nogil:
@@ -361,9 +361,12 @@ cdef inline bint ends_at(const Tree* t, const LayerGroup* g, int32_t k, int64_t 
     return g.kind != STATE_LAYERS and depth & (t.span[k] - 1) == 0
 
 
+cdef inline bint is_waiting(uint8_t role) noexcept nogil:
+    return WAITS < role <= 2 * MAX_GROUPS
+
+
 cdef void entry_commit(Tree* t, LayerGroup* g, int32_t k, const int32_t* ids, int32_t n) noexcept nogil:
-    """An entry in use stands for a node from now on, and is its canonical one if it has none."""
-    cdef int32_t* known = node_entry(t, n, k)
+    """An entry in use stands for a node from now on. One of a full group waits to be published."""
     cdef int32_t c
     for c in range(g.columns):
         g.blocks.block[ids[c]].committed = CANONICAL
@@ -371,10 +374,21 @@ cdef void entry_commit(Tree* t, LayerGroup* g, int32_t k, const int32_t* ids, in
         t.role[g.arena][ids[c]] = LATER_COLUMN if c else 1 + k
         t.column_after[g.arena][ids[c]] = ids[c + 1] if c + 1 < g.columns else NO_BLOCK
     t.node[n].users += 1
-    if g.kind == FULL_LAYERS and known[0] == NO_BLOCK:
-        known[0] = ids[0]
+    if g.kind == FULL_LAYERS:
+        t.role[g.arena][ids[0]] += WAITS
+        t.num_waiting += 1
+
+
+cdef void entry_publish(Tree* t, LayerGroup* g, int32_t k, int32_t first) noexcept nogil:
+    """An entry waits no more: it is the canonical one of its node if that has none."""
+    cdef int32_t n = t.stands_for[g.arena][first]
+    cdef int32_t* known = node_entry(t, n, k)
+    t.role[g.arena][first] -= WAITS
+    t.num_waiting -= 1
+    if known[0] == NO_BLOCK:
+        known[0] = first
         tell_stored(t, g, k, n)
-    elif g.kind == FULL_LAYERS:
+    else:
         t.index.duplicates += 1
 
 
@@ -382,6 +396,7 @@ cdef void entry_blank(Tree* t, LayerGroup* g, int32_t first) noexcept nogil:
     """An entry that nobody refers to leaves the tree: its blocks become blank, the last column first."""
     cdef int32_t n = t.stands_for[g.arena][first], id = first, count = 0
     cdef int32_t[MOST_COLUMNS] ids
+    t.num_waiting -= is_waiting(t.role[g.arena][first])
     while id != NO_BLOCK:
         ids[count] = id
         count += 1
@@ -394,13 +409,14 @@ cdef void entry_blank(Tree* t, LayerGroup* g, int32_t first) noexcept nogil:
 
 
 cdef void entry_left(Tree* t, LayerGroup* g, int32_t k, int32_t first) noexcept nogil:
-    """Nobody refers to a committed entry any more."""
+    """Nobody refers to a committed entry any more. One that waits may have no content: it is kept for nobody."""
     cdef int32_t n = t.stands_for[g.arena][first]
     cdef Node* node = &t.node[n]
     cdef int32_t* known = node_entry(t, n, k)
-    if node.root == 0 or (g.kind != FULL_LAYERS and known[0] != first):
+    cdef bint is_lost = node.root == 0 or is_waiting(t.role[g.arena][first])
+    if is_lost or (g.kind != FULL_LAYERS and known[0] != first):
         entry_blank(t, g, first)
-    if node.root == 0 or g.kind != FULL_LAYERS:
+    if is_lost or g.kind != FULL_LAYERS:
         return
     if known[0] == NO_BLOCK:                    # the canonical one is gone: this one takes its place
         known[0] = first
@@ -431,7 +447,8 @@ cdef void tree_settle(Groups* gs) noexcept nogil:
                 count += 1
             id = b.block[id].prev
         for i in range(count - 1, -1, -1):
-            entry_left(t, &gs.group[t.role[k][left[i]] - 1], t.role[k][left[i]] - 1, left[i])
+            role = (t.role[k][left[i]] - 1) % MAX_GROUPS
+            entry_left(t, &gs.group[role], role, left[i])
 
 
 cdef void share_entries(Tree* t, LayerGroup* g, int32_t k, int32_t* row, int64_t first, int64_t end) noexcept nogil:

@@ -34,6 +34,7 @@ class Entry:
     layer: Layers
     blocks: list[int]
     node: Node | None = None  #: what it holds; None: not known yet, or flushed
+    waits: bool = False  #: told, and not published
     left: set[int] = field(default_factory=set)  #: its blocks that nobody names any more
 
 
@@ -372,7 +373,7 @@ class CheckpointModel(GroupModel):
         node = entry.node
         if self._covering(entry):
             return
-        if node is None or entry.layer.kind != "full":
+        if node is None or entry.waits or entry.layer.kind != "full":
             self._blank_entry(entry)
         else:
             if node.kv.setdefault(entry.layer.index, entry) is not entry:
@@ -577,7 +578,7 @@ class CheckpointModel(GroupModel):
         nodes = path[: hit // self.block_size]
         if not nodes:
             return seq
-        seq.known.node = nodes[-1]
+        seq.known.node, seq.published = nodes[-1], len(nodes)
         mark = nodes[-1].checkpoint if self._is_cut else None
         for layer in self._full:
             for node in nodes:
@@ -623,7 +624,7 @@ class CheckpointModel(GroupModel):
         children: np.ndarray = super().fork(handle, n)
         for child in map(self._find, children.tolist()):
             assert child is not None
-            child.root, child.tokens = parent.root, list(parent.tokens)
+            child.root, child.tokens, child.published = parent.root, list(parent.tokens), parent.published
             child.forked_in = self._fork_in(parent)
             known = parent.known
             child.known = Known(known.node, list(known.wanted), known.hit, known.junction)
@@ -633,7 +634,7 @@ class CheckpointModel(GroupModel):
         super()._lose_in(layer, seq, n, left)
         for mark in [mark for mark in self._taken if mark.owner == seq.handle]:
             self._give_up(mark)
-        seq.root, seq.tokens, seq.known = None, [], Known()
+        seq.root, seq.tokens, seq.published, seq.known = None, [], 0, Known()
         self._sweep()
 
     # ---- commit -------------------------------------------------------------------------------------------
@@ -664,12 +665,14 @@ class CheckpointModel(GroupModel):
                     raise ValueError(f"[commit] block {entry[0]} was committed with other tokens ({seq.handle})")
 
     def _commit_from(self, seq: Sequence, first: int) -> None:
+        self._publish(seq, first)
         for depth in range(first + 1, len(seq.tokens) // self.block_size + 1):
-            self._publish_at(seq, depth)
+            if seq.root is not None:
+                self._tell_at(seq, depth)
+                self._publish(seq, depth)
 
-    def _publish_at(self, seq: Sequence, depth: int) -> None:
-        if seq.root is None:
-            return
+    def _tell_at(self, seq: Sequence, depth: int) -> None:
+        """Base block `depth` - 1 of a row is known: it is a node, and its entries stand for it."""
         prefix = tuple(seq.tokens[: depth * self.block_size])
         node = self._nodes.get((seq.root, prefix))
         if node is None:
@@ -678,20 +681,40 @@ class CheckpointModel(GroupModel):
         seq.known.node = node
         for layer, blocks in self._ending(seq, depth):
             first = layer.arena._number, blocks[0]
-            entry = self._entries.get(first)
-            if entry is None:
-                entry = Entry(layer, list(blocks))
+            if first not in self._entries:
+                entry = Entry(layer, list(blocks), node, layer.kind == "full")
                 self._entries.update({(layer.arena._number, block): entry for block in blocks})
-            if entry.node is not None:
-                continue
-            entry.node = node
-            if layer.kind == "full" and layer.index not in node.kv:
-                node.kv[layer.index] = entry
-            elif layer.kind == "full":
-                self._use["duplicates"] += 1
-        if len(prefix) in seq.known.wanted:
-            self._publish_mark(seq, len(prefix), node)
+
+    def _publish(self, seq: Sequence, most: int | None = None) -> None:
+        """Hits may find the blocks of a row, the first `most` or all, as far as their content is there."""
+        full = len(seq.tokens) // self.block_size if most is None else most
+        while seq.root is not None and seq.published < full and self._publish_at(seq, seq.published + 1):
+            seq.published += 1
         self._sweep()
+
+    def _publish_at(self, seq: Sequence, depth: int) -> bool:
+        """Publish what ends with the first `depth` base blocks of a row, but for what a pending plan has to copy."""
+        length, is_whole = depth * self.block_size, True
+        for layer, blocks in self._ending(seq, depth):
+            entry = self._entries.get((layer.arena._number, blocks[0]))
+            if self._is_unwritten(layer, blocks[0]):
+                is_whole = False
+            elif entry is not None and entry.waits:
+                assert entry.node is not None
+                entry.waits = False
+                self._use["duplicates"] += layer.index in entry.node.kv
+                entry.node.kv.setdefault(layer.index, entry)
+        if is_whole and length in seq.known.wanted:
+            self._publish_mark(seq, length, self._nodes[seq.root, tuple(seq.tokens[:length])])
+        return is_whole
+
+    def _is_unwritten(self, layer: Layers, block: int) -> bool:
+        """Whether a pending plan has still to fill a block by a copy."""
+        return any(
+            dst == block and self.layers[index].arena is layer.arena
+            for step in self._pending
+            for index, _, dst, _ in step.copies
+        )
 
     def _publish_mark(self, seq: Sequence, position: int, node: Node) -> None:
         """The checkpoint of a row can be found, unless its node has one, or a window has passed on."""
@@ -813,6 +836,7 @@ class CheckpointModel(GroupModel):
         super()._pass(step)
         for load in [load for load in self._loads if load.step == step.id]:
             self._end_load(load)
+        self._publish_waiting()
         self._tell()
 
     def _reads(self, row: Any, seq: Sequence, load: Load) -> bool:
@@ -845,6 +869,7 @@ class CheckpointModel(GroupModel):
                 load.step = None
         super()._undo_all(step)
         self._end_idle_loads()
+        self._publish_waiting()
 
     def _pop_all(self, seq: Sequence) -> None:
         for mark in [mark for mark in self._taken if mark.owner == seq.handle]:
@@ -866,6 +891,7 @@ class CheckpointModel(GroupModel):
             while node is not None and len(node.prefix) > len(seq.tokens):
                 node = node.parent
             seq.known.node = node
+            seq.published = min(seq.published, seq.num_tokens // self.block_size)
         self._sweep()
 
     # ---- calls of the cache -------------------------------------------------------------------------------

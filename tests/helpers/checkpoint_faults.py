@@ -142,6 +142,13 @@ class WrittenInPlace(CheckpointModel):
     arena_class = UncommittedArena
 
 
+class PublishedUnwritten(CheckpointModel):
+    """A block is published though the copy that fills it is pending."""
+
+    def _is_unwritten(self, layer, block):
+        return False
+
+
 #: Steps read what their rows have not computed.
 WRONG_CONTENT = [HitWithoutState, ShortWindow, KeptTokensDropped, OtherNamespaces]
 #: Steps may read what is right; the pool finds, keeps or evicts something else than it should.
