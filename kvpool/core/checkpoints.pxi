@@ -390,18 +390,24 @@ cdef void checkpoint_load(Groups* gs, int32_t slot, int64_t length) noexcept nog
 
 
 cdef void groups_loaded(Groups* gs, int32_t slot, int64_t length) noexcept nogil:
-    """The bytes of a row are there, 0: they will not come, and the row begins empty if its hits need checkpoints."""
+    """The bytes of a row are there, 0: they will not come.
+
+    It begins empty if nothing has come and its hits need checkpoints, or if it was flushed: what it has is of other
+    weights.
+    """
     cdef Tree* t = gs.tree
     cdef Seqs* s = gs.seqs
+    cdef SeqPrefix* prefix = &s.prefix[slot]
     cdef int32_t k, m = t.row[slot].taken[0]
-    if t.needs_checkpoints and (length == 0 or s.prefix[slot].root == 0):     # or flushed: the weights may be others
+    if prefix.root == 0 or (t.needs_checkpoints and length == 0):
         drop_taken(gs, slot, 0, -1)
         groups_empty(gs, slot)
-        t.row[slot].cut = t.row[slot].cut if s.prefix[slot].root else 0
+        t.row[slot].cut = t.row[slot].cut if prefix.root else 0
+        prefix.committed = prefix.published = prefix.done = prefix.forked_at = 0
         return
     if length:
         s.sum_tokens += length - s.seq[slot].kv_len
-        s.seq[slot].kv_len = s.prefix[slot].done = length
+        s.seq[slot].kv_len = prefix.done = length
     if not gs.has_entries:                      # its states alone have room for them
         s.seq[slot].num_blocks = <int32_t>blocks_for(gs, length)
         s.sum_blocks += s.seq[slot].num_blocks

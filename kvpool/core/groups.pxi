@@ -182,7 +182,9 @@ cdef void groups_empty(Groups* gs, int32_t slot) noexcept nogil:
         set_gone(g, slot, 0)
         new_version(g, slot)
     gs.seqs.sum_blocks -= q.num_blocks
+    gs.seqs.sum_tokens -= q.kv_len
     q.num_blocks = 0
+    q.kv_len = 0
 
 
 cdef void groups_close(Groups* gs, int32_t slot) noexcept nogil:

@@ -434,7 +434,8 @@ cdef class Pool:
         handle : int
         n : int
             The new length, from that after `open` to `capacity`, with layer groups at most 2^31 - 1. 0: the load
-            failed, the length stays.
+            failed, the length stays. After a flush the sequence is empty, whatever `n` is: the bytes may be of other
+            weights.
 
         Returns
         -------
@@ -452,8 +453,8 @@ cdef class Pool:
 
         Notes
         -----
-        O(1), and the blocks of a sequence that was closed. From then on the sequence is one like any other. `commit`
-        makes its tokens known.
+        O(1), and the blocks of a sequence that was closed or flushed. From then on the sequence is one like any other.
+        `commit` makes its tokens known, from ``pool.prefix.committed(handle)`` on.
         """
         cdef int64_t wanted = get_handle(handle, "loaded")
         cdef int64_t length = to_int(n, "loaded", "n", 0, INT64_MAX)

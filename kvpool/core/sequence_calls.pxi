@@ -151,6 +151,9 @@ cdef int pool_loaded(State* pool, int64_t handle, int64_t length, bint* is_open,
         close_slot(pool, slot)
     elif pool.groups != NULL:
         groups_loaded(pool.groups, slot, length)
+    elif pool.indexed and s.prefix[slot].root == 0:     # flushed meanwhile: what it has is of other weights
+        seq_uncommit(pool, slot, 0)
+        seq_truncate(s, b, slot, 0)
     elif length:
         s.sum_tokens += length - q.kv_len
         q.kv_len = length

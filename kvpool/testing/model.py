@@ -365,6 +365,12 @@ class PrefixModel(SequenceModel):
             self._note("removed", node.key)
         return block
 
+    def _take_over(self, seq: Sequence, n: int) -> None:
+        if self.options.prefix_cache and seq.root is None:  # flushed meanwhile: what it has is of other weights
+            self._shorten(seq, 0)
+        else:
+            super()._take_over(seq, n)
+
     def _flush(self, namespace: bytes | None) -> int:
         roots = [root for name, root in self._roots.items() if namespace in (None, name)]
         gone = [node for node in self._nodes.values() if node.root in roots]

@@ -432,6 +432,8 @@ cdef void books_loaded(Books* b, int32_t slot, int64_t length) noexcept nogil:
     end_load(b, slot)
     if in_vain:
         books_close(b, slot)
+    elif b.indexed and line.root == 0:      # flushed meanwhile
+        books_truncate(b, slot, 0)
     elif length:
         b.tokens += length - line.length
         line.length = length

@@ -534,11 +534,12 @@ class CheckpointModel(GroupModel):
 
     def _take_over(self, seq: Sequence, n: int) -> None:
         mine = [mark for mark in self._taken if mark.owner == seq.handle]
-        if self._is_cut and (n == 0 or seq.root is None):
+        if seq.root is None or (self._is_cut and n == 0):
             self._pop_all(seq)
             for table in seq.tables:
                 table.epoch += 1
                 self._cut_told(table, 0)
+            seq.num_tokens, seq.tokens, seq.published = 0, [], 0
             return
         super()._take_over(seq, n)
         for mark in mine:

@@ -262,7 +262,9 @@ class Program:
             if self.pair.both(lambda side, n=n: side.pool.loaded(side.handle(name), n)) is not RAISED:
                 break
         if pool.is_open(handle):
-            self.content.loaded(name, text[begin : pool.num_tokens(handle)], self._table, bundles)
+            length = pool.num_tokens(handle)
+            self.content.truncated(name, min(begin, length))  # after a flush, nothing of it is computed
+            self.content.loaded(name, self._text(name, length)[begin:], self._table, bundles)
         self.compare()
         if name in self.live and a & 1:
             self._commit(name, len(self.content.stamps[name]))

@@ -269,6 +269,67 @@ def test_load_closed_before_its_states_were_read_leaves_no_block_in_use(commits)
             assert pool.stats().used == 0
 
 
+KINDS = {
+    "one table": None,
+    "full": [Group.full()],
+    "two full": [Group.full(), Group.full(block_size=8, columns=2)],
+    "window": [Group.full(), Group.window(8)],
+    "states": STATES,
+}
+
+
+@pytest.mark.parametrize("namespace", [None, b""], ids=["all", "its own"])
+@pytest.mark.parametrize("n", [0, 24])
+@pytest.mark.parametrize("hit", [0, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_flushed_during_a_load_is_not_computed(kind, hit, n, namespace):
+    """Neither what was loaded nor what was found: the bytes may be of other weights."""
+    prompt = list(range(100, 124))
+    with Pool(64, 4, groups=KINDS[kind], prefix_cache=True, max_seqs=4) as pool:
+        plan = Plan(pool, 1, 64)
+        first = pool.open([*prompt[:hit], 1], b"", hit)
+        pool.step(plan, [first], hit + 1)
+        pool.done(plan)
+        pool.prefix.commit(first, [*prompt[:hit], 1])
+        handle = pool.open(prompt, load=True)
+        pool.prefix.flush(namespace)
+        assert pool.loaded(handle, n)
+        pool.check()
+        lengths = pool.num_tokens(handle), pool.capacity(handle), pool.prefix.committed(handle)
+        assert lengths == (0, 0, 0) and pool.stats().tokens == hit + 1
+        pool.step(plan, [handle], 24)
+        pool.done(plan)
+        pool.prefix.commit(handle, prompt)
+        assert pool.prefix.match([*prompt, 1]) == 0, "its blocks are of the old namespace"
+        pool.close([first, handle])
+        pool.check()
+        assert pool.stats().used == pool.stats().evictable == 0
+
+
+def test_flush_of_another_namespace_leaves_a_load_alone(pool):
+    pool.close(pool.open(PROMPT, b"other"))
+    handle = pool.open(PROMPT[:20], load=True)
+    pool.prefix.flush(b"other")
+    assert pool.loaded(handle, 20) and pool.num_tokens(handle) == 20
+
+
+@pytest.mark.parametrize("groups", [None, [Group.full()]], ids=["one table", "groups"])
+def test_commit_after_a_load_with_a_hit_takes_the_tokens_behind_it(groups):
+    with Pool(32, 4, groups=groups, prefix_cache=True) as pool:
+        plan = Plan(pool, 1, 32)
+        first = pool.open(PROMPT[:9])
+        pool.step(plan, [first], 9)
+        pool.done(plan)
+        pool.prefix.commit(first, PROMPT[:9])
+        handle = pool.open(PROMPT, load=True)
+        assert pool.num_tokens(handle) == pool.prefix.committed(handle) == 8
+        assert pool.loaded(handle, 16)
+        with pytest.raises(ValueError, match="16 tokens from position 8 on .* which has 8 committed"):
+            pool.prefix.commit(handle, PROMPT[:16])
+        pool.prefix.commit(handle, PROMPT[pool.prefix.committed(handle) : 16])
+        assert pool.prefix.match(PROMPT) == 16
+
+
 def test_flush_during_a_load_with_states_gives_the_load_up():
     with group_pool() as pool:
         handle = pool.open(PROMPT[:20], load=True)

@@ -453,7 +453,8 @@ class StoredPrefixes:
             return
         length = length if length > load.begin else 0
         self._pool.loaded(load.handle, length)
-        if length:
+        length = self._pool.num_tokens(load.handle)  # 0 after a flush
+        if length > load.begin:
             begin = self._pool.prefix.committed(load.handle)
             self._pool.prefix.commit(load.handle, load.tokens[begin:length])
             self._count(loads=1, loaded_tokens=length - load.begin)
