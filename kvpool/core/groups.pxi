@@ -90,8 +90,8 @@ cdef void group_ref(LayerGroup* g, int32_t slot, int32_t end, int32_t times) noe
         blocks_ref_many(g.blocks, row, kept * columns, times)
 
 
-cdef int groups_open(Groups* gs, const Ints* tokens, Verdict* v) noexcept nogil:
-    """A new sequence with entries for a number of tokens."""
+cdef int groups_open(Groups* gs, const Ints* tokens, bint asked, Verdict* v) noexcept nogil:
+    """A new sequence with entries for a number of tokens. `asked`: see `pool_open`."""
     cdef Seqs* s = gs.seqs
     cdef LayerGroup* g
     cdef int64_t[MAX_ARENAS] need
@@ -115,6 +115,8 @@ cdef int groups_open(Groups* gs, const Ints* tokens, Verdict* v) noexcept nogil:
         taken += need[k]
     if s.num_free_slots == 0:
         return refused(v, OUT_OF_SEQUENCES, -1, 1, 0, s.max_seqs, s.num_open)
+    if asked:
+        return OK
     slot = seq_new(s)
     for k in range(gs.num_groups):
         g = &gs.group[k]

@@ -418,12 +418,7 @@ cdef class Pool:
         -----
         Match, references and blocks are one transaction: what was found cannot be evicted in between. O(n).
         """
-        if not isinstance(reserve, bool):
-            raise TypeError(f"[open] reserve must be a bool, not {type(reserve).__name__} ({reserve!r})")
-        if not isinstance(load, bool):
-            raise TypeError(f"[open] load must be a bool, not {type(load).__name__} ({load!r})")
-        if load and not reserve:
-            raise ValueError("[open] load is True and reserve is False: there are no blocks to be loaded")
+        judge_flags(reserve, load, "open")
         return open_tokens(&self.state, tokens, namespace, cut, reserve, "open", True, load)
 
     def loaded(self, handle, n):
@@ -828,14 +823,47 @@ cdef class Pool:
                 pass
         return 0
 
-    def can(self, handles, num_new=1):
-        """Whether a `step` with these arguments would find its blocks and its table room. Nothing changes.
+    def can(self, handles=None, num_new=1, *, tokens=None, namespace=b"", reserve=True, load=False):
+        """Whether a `step`, or with `tokens` an `open`, would find what it needs. Nothing changes, nothing is counted.
 
-        Raises what `step` raises for bad handles and counts. O(S).
+        Parameters
+        ----------
+        handles, num_new
+            As `step` takes them: would it find its blocks and its table room? O(S).
+        tokens, namespace, reserve, load
+            As `open` takes them: would it find its blocks, beside its hit and the watermark, and room for a sequence?
+            O(tokens).
+
+        Returns
+        -------
+        bool
+            False where the call would raise `OutOfBlocks`, `OutOfSequences`, or `CapacityExceeded` for a sequence that
+            is too long.
+
+        Raises
+        ------
+        StaleHandle, ForeignHandle, PlanStateError, TypeError, ValueError
+            What `step` or `open` raises for bad arguments; handles and tokens in one call, or neither.
+
+        Examples
+        --------
+        >>> from kvpool import Pool
+        >>> pool = Pool(num_blocks=8, block_size=4)
+        >>> pool.can(tokens=28), pool.can(tokens=[5] * 29)
+        (True, False)
         """
         cdef Ints rows, new
         cdef Verdict v
         cdef int status
+        if tokens is not None:
+            if handles is not None or type(num_new) is not int or num_new != 1:
+                raise TypeError("[can] tokens ask for `open`, handles and num_new for `step`: give one of them")
+            judge_flags(reserve, load, "can")
+            return can_open(&self.state, tokens, namespace, reserve, load)
+        if handles is None:
+            raise TypeError("[can] handles and tokens are None: give one of them")
+        if type(namespace) is not bytes or namespace or reserve is not True or load is not False:
+            raise TypeError("[can] namespace, reserve and load belong to tokens, which are None")
         ints_init(&rows, &self.state.spare)
         ints_init(&new, &self.state.spare)
         try:

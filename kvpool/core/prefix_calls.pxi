@@ -43,12 +43,12 @@ cdef int64_t pool_next_handle(State* pool) noexcept nogil:
 
 
 cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t space_size, int64_t cut, bint take,
-                   bint reserve, bint load, Verdict* v) noexcept nogil:
+                   bint reserve, bint load, bint asked, Verdict* v) noexcept nogil:
     """Match, judge, then commit. `take`: the last token is computed. `reserve`: blocks for the rest of the prompt.
 
     `load`: somebody fills these, `pool_loaded` ends that. `tokens.data` NULL: a count. `cut`: see docs/prefix.md, -1:
-    not told. The sequence gets the handle that
-    `pool_next_handle` told.
+    not told. `asked`: whether it could be opened is all that is wanted, nothing is committed. Else the sequence gets
+    the handle that `pool_next_handle` told.
     """
     cdef Seqs* s = &pool.seqs
     cdef Blocks* b = &pool.blocks
@@ -58,9 +58,9 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
     cdef int64_t need, available
     cdef int32_t slot = s.free_slot[s.first_free] if s.num_free_slots else -1
     if has_tree(pool):
-        return tree_open(pool, tokens, space, space_size, cut, take, reserve, load, v)
+        return tree_open(pool, tokens, space, space_size, cut, take, reserve, load, asked, v)
     if pool.groups != NULL:
-        return refused(v, CANNOT_LOAD, -1, 0, 0, 0, 0) if load else groups_open(pool.groups, tokens, v)
+        return refused(v, CANNOT_LOAD, -1, 0, 0, 0, 0) if load else groups_open(pool.groups, tokens, asked, v)
     found.blocks = found.evictable = 0
     found.hash = 0
     if tokens.size > s.max_blocks * b.block_size:
@@ -71,7 +71,7 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
         if name != NULL and tokens.data != NULL:
             found = index_match(&pool.index, b, name.uid, hash & pool.index.keep, <const int32_t*>tokens.data,
                                 <int32_t>whole_blocks(b, max(tokens.size - take, <int64_t>0)),
-                                seq_table(s, slot) if slot >= 0 else NULL)
+                                NULL if asked or slot < 0 else seq_table(s, slot))
     need = whole_blocks(b, tokens.size + b.block_size - 1) - found.blocks if reserve else 0
     available = blocks_available(b) - found.evictable
     if need and need + s.watermark > available:
@@ -81,6 +81,8 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
         return v.reason
     if slot < 0:
         return refused(v, OUT_OF_SEQUENCES, -1, 1, 0, s.max_seqs, s.num_open)
+    if asked:
+        return OK
     if pool.indexed:
         name = enter_root(pool, name, hash, space, space_size, v)
         if name == NULL:
@@ -357,7 +359,7 @@ cdef void flush_root(State* pool, uint64_t root) noexcept nogil:
 
 
 cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t size, int64_t cut, bint take,
-                   bint reserve, bint load, Verdict* v) noexcept nogil:
+                   bint reserve, bint load, bint asked, Verdict* v) noexcept nogil:
     """`pool_open` in a pool with layer groups.
 
     A load shares no entry if hits need checkpoints, because its window begins elsewhere.
@@ -385,6 +387,8 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
         return v.reason
     if slot < 0:
         return refused(v, OUT_OF_SEQUENCES, -1, 1, 0, s.max_seqs, s.num_open)
+    if asked:
+        return OK
     name = enter_root(pool, name, hash, space, size, v)
     if name == NULL:
         return v.reason
@@ -440,6 +444,50 @@ cdef int pool_bundle(State* pool, int64_t handle, int64_t group, const int32_t**
 
 # ---- for Python --------------------------------------------------------------------------------------------
 
+cdef int read_prompt(Ints* prompt, object tokens, object namespace, bint reserve, bint take, str call) except -1:
+    """What is to be opened. `take`: a count, `prompt.data` NULL, is accepted too: there is nothing to match."""
+    if type(namespace) is not bytes:
+        raise TypeError(f"[{call}] namespace must be bytes, not {type(namespace).__name__}")
+    if take and (not hasattr(tokens, "__len__") or getattr(tokens, "ndim", 1) == 0):
+        prompt.size = to_int(tokens, call, "tokens", 0, INT64_MAX)
+        if not reserve:
+            raise ValueError(f"[{call}] reserve is False for a count of {prompt.size} tokens, only a prompt can be "
+                             "opened without blocks")
+        return 0
+    ints_get(prompt, tokens, call, "tokens", False, True)
+    return ints_tokens(prompt, call)
+
+
+cdef int judge_flags(object reserve, object load, str call) except -1:
+    """How a prompt is to be opened."""
+    if not isinstance(reserve, bool):
+        raise TypeError(f"[{call}] reserve must be a bool, not {type(reserve).__name__} ({reserve!r})")
+    if not isinstance(load, bool):
+        raise TypeError(f"[{call}] load must be a bool, not {type(load).__name__} ({load!r})")
+    if load and not reserve:
+        raise ValueError(f"[{call}] load is True and reserve is False: there are no blocks to be loaded")
+    return 0
+
+
+cdef bint can_open(State* pool, object tokens, object namespace, bint reserve, bint load) except -1:
+    """Whether `open_tokens` would find its blocks and a row, of a prompt that is not too long."""
+    cdef Ints prompt
+    cdef Verdict v
+    cdef int status
+    ints_init(&prompt, &pool.spare)
+    try:
+        read_prompt(&prompt, tokens, namespace, reserve, True, "can")
+        pool_enter(pool, "can")
+        status = pool_open(pool, &prompt, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace), -1, True, reserve,
+                           load, True, &v)
+        pool_leave(pool)
+    finally:
+        ints_free(&prompt)
+    if status not in (OK, OUT_OF_BLOCKS, OUT_OF_SEQUENCES, NO_CHECKPOINTS, PROMPT_TOO_LONG):
+        refuse("can", &v)
+    return status == OK
+
+
 cdef object open_tokens(State* pool, object tokens, object namespace, object cut, bint reserve, str call, bint take,
                         bint load):
     """A new sequence over what is cached of a prompt, or with blocks for a count; see `pool_open`."""
@@ -450,16 +498,7 @@ cdef object open_tokens(State* pool, object tokens, object namespace, object cut
     cdef int status = RETRY
     ints_init(&prompt, &pool.spare)
     try:
-        if type(namespace) is not bytes:
-            raise TypeError(f"[{call}] namespace must be bytes, not {type(namespace).__name__}")
-        if take and (not hasattr(tokens, "__len__") or getattr(tokens, "ndim", 1) == 0):
-            prompt.size = to_int(tokens, call, "tokens", 0, INT64_MAX)      # a count: there is nothing to match
-            if not reserve:
-                raise ValueError(f"[{call}] reserve is False for a count of {prompt.size} tokens, only a prompt can be "
-                                 "opened without blocks")
-        else:
-            ints_get(&prompt, tokens, call, "tokens", False, True)
-            ints_tokens(&prompt, call)
+        read_prompt(&prompt, tokens, namespace, reserve, take, call)
         if cut is not None:
             place = to_int(cut, call, "cut", 0, prompt.size)
             if not has_cache(pool):
@@ -476,7 +515,7 @@ cdef object open_tokens(State* pool, object tokens, object namespace, object cut
             pool_enter(pool, call)
             status = RETRY if pool_next_handle(pool) != next_handle else pool_open(
                 pool, &prompt, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace), place, take,
-                reserve, load, &v)
+                reserve, load, False, &v)
             pool_leave(pool)
     finally:
         ints_free(&prompt)

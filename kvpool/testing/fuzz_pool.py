@@ -157,6 +157,13 @@ class Pair:
         assert _plain(got) == _plain(want), f"returned {got!r}, {want!r} was due"
         return got
 
+    def could_open(self, *prompt: Any, **how: Any) -> Any:
+        """Ask both sides whether a prompt could be opened: that changes nothing."""
+        before = self.test.pool.fingerprint(), self.test.pool.digest()
+        could = self.both(lambda side: side.pool.can(tokens=prompt[0], namespace=prompt[1], **how))
+        assert before == (self.test.pool.fingerprint(), self.test.pool.digest()), "can(tokens=) changed the pool"
+        return could
+
     def compare_state(self) -> dict[int, list[int]]:
         """Compare everything that can be read; returns the tables of the open sequences."""
         test, oracle = self.test.pool, self.oracle.pool
@@ -297,7 +304,10 @@ class Program:
         other = self._one(c)
         known = self.said[other][: a % (len(self.said[other]) + 1)]
         text, space = known + [b >> k & 1 for k in range(1 + a % (2 * self.size))], NAMESPACES[c >> 8 & 1]
-        self._opened(self.pair.both(lambda side: side.pool.open(text, space), handles=True), text, space)
+        could = self.pair.could_open(text, space)
+        got = self.pair.both(lambda side: side.pool.open(text, space), handles=True)
+        assert could is not (got is RAISED), f"can(tokens=) said {could}"
+        self._opened(got, text, space)
 
     def load(self, a: int, b: int, c: int) -> None:
         """Open a prompt whose blocks come from elsewhere."""

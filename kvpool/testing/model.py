@@ -27,7 +27,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from kvpool.errors import CapacityExceeded, CorruptState, PlanStateError
+from kvpool.errors import CapacityExceeded, CorruptState, OutOfBlocks, OutOfSequences, PlanStateError
 from kvpool.stats import PoolStats, PrefixStats
 from kvpool.testing import model_args as args
 from kvpool.testing.model_blocks import Part, Row, SequenceModel, Step, _live_tags, ceil_div, public_call
@@ -152,23 +152,42 @@ class PrefixModel(SequenceModel):
             )
         return num_blocks
 
+    def _refuse_prompt(self, call: str, prompt: list[int], namespace: bytes, reserve: bool) -> tuple[list[int], int]:
+        """Return the hits of a prompt and how many blocks it takes beside them, if there are so many."""
+        num_blocks = self._refuse_too_long(call, prompt)
+        hits = self._prompt_hits(prompt, namespace)
+        need = num_blocks - len(hits) if reserve else 0
+        lost = len(set(hits) & set(self._lru))
+        if need and need + self.options.watermark > self._available() - lost:
+            self._out_of_blocks(call, need, self.options.watermark, lost=lost)
+        self._refuse_slots(call, 1)
+        return hits, need
+
+    def _refuse_open(self, call: str, tokens: Any, namespace: bytes, load: bool, reserve: bool) -> None:
+        """Refuse what `open` would refuse."""
+        if args.is_count(tokens):
+            self._refuse_blank(call, tokens)
+        else:
+            self._refuse_prompt(call, args.tokens(call, tokens), namespace, reserve)
+
+    def _can_open(self, tokens: Any, namespace: Any, reserve: Any, load: Any) -> bool:
+        args.how_to_open("can", tokens, namespace, reserve, load)
+        try:
+            self._refuse_open("can", tokens, namespace, load, reserve)
+        except (OutOfBlocks, OutOfSequences, CapacityExceeded):
+            return False
+        return True
+
     @public_call
-    def open(self, tokens: Any = 0, namespace: bytes = b"", *, load: bool = False) -> int:
+    def open(self, tokens: Any = 0, namespace: bytes = b"", *, reserve: bool = True, load: bool = False) -> int:
         """Open a sequence for a prompt, or with blocks for a number of tokens; returns its handle."""
-        args.boolean("open", "load", load)
-        args.namespace("open", namespace)
-        if not isinstance(tokens, list | tuple | np.ndarray | str | bytes):
+        args.how_to_open("open", tokens, namespace, reserve, load)
+        if args.is_count(tokens):
             seq = self._open_blank(tokens)
             seq.root, seq.is_loading = self._root(namespace), load
             return seq.handle
         prompt = args.tokens("open", tokens)
-        num_blocks = self._refuse_too_long("open", prompt)
-        hits = self._prompt_hits(prompt, namespace)
-        need = num_blocks - len(hits)
-        lost = len(set(hits) & set(self._lru))
-        if need and need + self.options.watermark > self._available() - lost:
-            self._out_of_blocks("open", need, self.options.watermark, lost=lost)
-        self._refuse_slots("open", 1)
+        hits, need = self._refuse_prompt("open", prompt, namespace, reserve)
         seq = self._open_hits(hits, prompt, namespace, need)
         seq.is_loading = load
         if self.options.prefix_cache and not load:
@@ -466,7 +485,7 @@ class PrefixModel(SequenceModel):
     @public_call
     def _prefix_commit(self, handles: Any, tokens: Any, counts: Any = None) -> None:
         """Make the tokens of computed positions known; the blocks that become full can be found."""
-        names = args.handles("commit", handles, alone=True)
+        names = args.handles("commit", handles)
         given = args.tokens("commit", tokens)
         lengths = self._row_counts(counts, len(names), len(given))
         batch = [self._sequence("commit", name) for name in names]
@@ -779,8 +798,17 @@ class StepModel(PrefixModel):
                 self._release(old)
 
     @public_call
-    def can(self, handles: Any, num_new: Any = 1) -> bool:
-        """Return whether a step of this batch would find its blocks and its table room."""
+    def can(
+        self, handles: Any = None, num_new: Any = 1, *, tokens: Any = None, namespace: Any = b"",
+        reserve: Any = True, load: Any = False,
+    ) -> bool:  # fmt: skip
+        """Return whether a step of this batch, or an `open`, would find its blocks and its room."""
+        if (handles is None) == (tokens is None):
+            raise TypeError("[can] handles or tokens are needed, one of them")
+        if num_new != 1 if handles is None else (namespace, reserve, load) != (b"", True, False):
+            raise TypeError("[can] num_new belongs to handles; namespace, reserve and load belong to tokens")
+        if tokens is not None:
+            return self._can_open(tokens, namespace, reserve, load)
         names = args.handles("can", handles, False)
         new = args.per_row("can", "num_new", num_new, len(names), args.MIN_INT64)
         batch = [seq for _, seq in self._rows("can", names, [0] * len(names))]  # all handles before any count
@@ -877,7 +905,7 @@ class StepModel(PrefixModel):
     @public_call
     def compact(self, handles: Any, lens: Any, first: int = 0, group: int = 0) -> None:
         """Keep `lens` tokens at the front of each table, the first `first` where they are."""
-        names = args.handles("compact", handles, alone=True)
+        names = args.handles("compact", handles)
         lengths = args.per_row("compact", "lens", lens, len(names), args.MIN_INT64)
         first = args.count("compact", "first", first)
         args.integer("compact", "group", group, 0, 0)
@@ -897,7 +925,7 @@ class StepModel(PrefixModel):
     @public_call
     def evict_blocks(self, handle: int, indices: Any, group: int = 0) -> None:
         """Full blocks leave the table, by ascending index."""
-        places = args.integers("evict_blocks", "indices", indices, ("int32", "int64"))
+        places = args.one_or_many("evict_blocks", "indices", indices, ("int32", "int64"))
         args.integer("evict_blocks", "group", group, 0, 0)
         seq = self._one("evict_blocks", handle)
         for place in places:

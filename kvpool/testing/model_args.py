@@ -100,13 +100,12 @@ def one_or_many(call: str, name: str, values: Any, dtypes: tuple[str, ...]) -> l
     return [integer(call, name, values)]
 
 
-def handles(call: str, values: Any, is_unique: bool = True, alone: bool = False) -> list[int]:
-    """Return a batch of handles, not decoded yet; `alone`: an int is one too.
+def handles(call: str, values: Any, is_unique: bool = True) -> list[int]:
+    """Return a batch of handles, not decoded yet; an int is a batch of one.
 
     Negative ones are refused where they must be unique; else whoever judges row by row meets them in their turn.
     """
-    read = one_or_many if alone else integers
-    batch = read(call, "handles", values, ("int64",))
+    batch = one_or_many(call, "handles", values, ("int64",))
     for handle in batch:
         if not (0 if is_unique else MIN_INT64) <= handle <= MAX_INT64:
             raise ValueError(f"[{call}] handle is out of range ({handle}), 0 .. 2^63 - 1")
@@ -140,6 +139,21 @@ def namespace(call: str, value: Any) -> bytes:
     if not isinstance(value, bytes):
         raise TypeError(f"[{call}] namespace is a {type(value).__name__} ({value!r}), bytes are needed")
     return value
+
+
+def is_count(tokens: Any) -> bool:
+    """Whether what is to be opened is a number of tokens, no prompt."""
+    return not isinstance(tokens, list | tuple | np.ndarray | str | bytes)
+
+
+def how_to_open(call: str, tokens: Any, namespace_: Any, reserve: Any, load: Any) -> None:
+    """Judge the flags of a call that opens a sequence, and the namespace."""
+    boolean(call, "reserve", reserve)
+    if boolean(call, "load", load) and not reserve:
+        raise ValueError(f"[{call}] load is True and reserve is False")
+    namespace(call, namespace_)
+    if is_count(tokens) and not reserve:
+        raise ValueError(f"[{call}] reserve is False for a count of {tokens} tokens, a prompt is needed")
 
 
 def block_ids(call: str, values: Any, num_blocks: int, reserved: int) -> list[int]:

@@ -148,9 +148,10 @@ class BlockSet:
 
     def _evict_oldest(self) -> int:
         block = self._lru.pop(0)
-        self._committed.remove(block)
-        self._dropped.append(block)
-        self._counters["evictions"] += 1
+        if block in self._committed:  # else `uncache` left it in its place
+            self._committed.remove(block)
+            self._dropped.append(block)
+            self._counters["evictions"] += 1
         return block
 
     def _take(self) -> int:
@@ -290,7 +291,7 @@ class BlockSet:
         count = args.count("take", "n", n)
         if count > self._available():
             self._out_of_blocks("take", count)
-        evicted = max(count - len(self._blank), 0)
+        evicted = len(self._committed & set(self._lru[: max(count - len(self._blank), 0)]))
         blocks = [self._take() for _ in range(count)]
         del self._dropped[len(self._dropped) - evicted :]
         self._raw.update(dict.fromkeys(blocks, 1))
@@ -313,13 +314,15 @@ class BlockSet:
         self._chain("take_block", block)
 
     @public_call
-    def _blocks_touch(self, ids: Any) -> None:
-        """One raw reference more on blocks in use and on committed ones."""
+    def _blocks_touch(self, ids: Any, *, blank: bool = False) -> None:
+        """One raw reference more on blocks in use and on committed ones, with `blank` on all free ones."""
+        args.boolean("touch", "blank", blank)
         self._refuse_own_cache("touch")
         blocks = self._named("touch", ids)
+        empty = [block for block in self._blank + self._lru if blank and block not in self._committed]
 
         def refusal(block: int) -> Exception | None:
-            if not self._refcount(block) and block not in self._committed:
+            if not self._refcount(block) and block not in self._committed and block not in empty:
                 return ValueError(f"[touch] block is neither in use nor cached ({block})")
             if self._refcount(block) >= MAX_REFCOUNT:
                 return OverflowError(f"[touch] block has too many references ({block}), the most is 2^30")
@@ -328,10 +331,12 @@ class BlockSet:
         _judge(blocks, "touch", refusal)
         for block in blocks:
             self._raw[block] = self._raw.get(block, 0) + 1
+            self._blank = [b for b in self._blank if b != block]
             self._lru = [b for b in self._lru if b != block]
             self._limbo = [(b, fence) for b, fence in self._limbo if b != block]
+            self._counters["allocs"] += block in empty
         self._note_peak()
-        self._chain("touch", *blocks)
+        self._chain("touch", blank, *blocks)
 
     @public_call
     def _blocks_release(self, ids: Any, *, oldest: bool = False) -> None:
@@ -372,18 +377,31 @@ class BlockSet:
         self._chain("mark_cached", *blocks)
 
     @public_call
-    def _blocks_uncache(self, ids: Any) -> None:
-        """Blocks lose their content; evictable ones are blank, the first named on top."""
+    def _blocks_uncache(self, ids: Any, *, keep_place: bool = False) -> None:
+        """Blocks lose their content; evictable ones stay where they are, or are blank, the first named on top."""
+        args.boolean("uncache", "keep_place", keep_place)
         self._refuse_own_cache("uncache")
         blocks = self._named("uncache", ids)
         _judge(blocks, "uncache", lambda block: None)
         for block in blocks[::-1]:
-            self._committed.discard(block)
-            if block in self._lru:
-                self._lru.remove(block)
-                self._blank.append(block)
+            if block in self._lru and block in self._committed:
                 self._counters["evictions"] += 1
-        self._chain("uncache", *blocks)
+                if not keep_place:
+                    self._lru.remove(block)
+                    self._blank.append(block)
+            self._committed.discard(block)
+        self._chain("uncache", keep_place, *blocks)
+
+    @public_call
+    def _blocks_is_cached(self, ids: Any) -> np.ndarray:
+        """Whether blocks are cached, or will be when they are released."""
+        self._refuse_own_cache("is_cached")
+        return np.array([block in self._committed for block in self._all_named("is_cached", ids)], bool)
+
+    @public_call
+    def _blocks_reference(self, block: int) -> int:
+        """References of a block."""
+        return self._refcount(self._all_named("references", args.integer("references", "block", block))[0])
 
     @public_call
     def _blocks_refcounts(self, ids: Any) -> np.ndarray:
@@ -426,8 +444,22 @@ class Part:
         return getattr(self._pool, f"_{self._name}_{call}")
 
 
+class ModelReferences(Part):
+    """See `kvpool._core.References`."""
+
+    def __getitem__(self, block: int) -> int:
+        """References of a block."""
+        count: int = self._pool._blocks_reference(block)
+        return count
+
+
 class ModelBlocks(Part):
     """See `kvpool._core.BlockAPI`."""
+
+    @property
+    def references(self) -> ModelReferences:
+        """References of each block, by its id."""
+        return ModelReferences(self._pool, "blocks")
 
     @property
     def num_free(self) -> int:
@@ -616,8 +648,8 @@ class SequenceModel(BlockModel):
             raise StaleHandle(f"[{call}] handle of a closed sequence ({handle})")
         return seq
 
-    def _batch(self, call: str, handles: Any, alone: bool = False, any_: bool = False) -> list[Sequence]:
-        return [self._sequence(call, handle, any_) for handle in args.handles(call, handles, alone=alone)]
+    def _batch(self, call: str, handles: Any, any_: bool = False) -> list[Sequence]:
+        return [self._sequence(call, handle, any_) for handle in args.handles(call, handles)]
 
     def _one(self, call: str, handle: Any, any_: bool = False) -> Sequence:
         return self._sequence(call, args.integer(call, "handle", handle, 0, args.MAX_INT64), any_)
@@ -636,13 +668,18 @@ class SequenceModel(BlockModel):
                 f"max_seqs is {self.options.max_seqs}"
             )
 
-    def _open_blank(self, num_tokens: int) -> Sequence:
-        need = ceil_div(args.count("open", "num_tokens", num_tokens), self.block_size)
+    def _refuse_blank(self, call: str, num_tokens: int) -> int:
+        """Return how many blocks a sequence for so many tokens takes, if there are so many."""
+        need = ceil_div(args.count(call, "num_tokens", num_tokens), self.block_size)
         if need > self.options.max_blocks_per_seq:
-            raise CapacityExceeded(f"[open] {need} blocks, max_blocks_per_seq is {self.options.max_blocks_per_seq}")
+            raise CapacityExceeded(f"[{call}] {need} blocks, max_blocks_per_seq is {self.options.max_blocks_per_seq}")
         if need and need + self.options.watermark > self._available():
-            self._out_of_blocks("open", need, self.options.watermark)
-        self._refuse_slots("open", 1)
+            self._out_of_blocks(call, need, self.options.watermark)
+        self._refuse_slots(call, 1)
+        return need
+
+    def _open_blank(self, num_tokens: int) -> Sequence:
+        need = self._refuse_blank("open", num_tokens)
         seq = self._create(0, [self._take() for _ in range(need)])
         self._chain("open", num_tokens, self._local(seq.handle), *seq.table)
         return seq
@@ -683,7 +720,7 @@ class SequenceModel(BlockModel):
     @public_call
     def truncate(self, handles: Any, lens: Any) -> None:
         """Shorten sequences to `lens` tokens; the blocks past them are released, youngest first."""
-        batch = self._batch("truncate", handles, alone=True)
+        batch = self._batch("truncate", handles)
         lengths = args.per_row("truncate", "lens", lens, len(batch))
         for seq, length in zip(batch, lengths, strict=True):
             if not seq.point <= length <= seq.num_tokens + seq.evicted:
@@ -756,7 +793,7 @@ class SequenceModel(BlockModel):
     @public_call
     def close(self, handles: Any) -> None:
         """Close sequences in the order given; each one's blocks are released youngest first."""
-        for seq in self._batch("close", handles, alone=True, any_=True):
+        for seq in self._batch("close", handles, any_=True):
             self._close(seq)
 
     @public_call

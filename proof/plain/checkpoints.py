@@ -445,12 +445,10 @@ class CheckpointModel(GroupModel):
         load: bool = False,
     ) -> int:  # fmt: skip
         """Open a sequence for a prompt, or with entries for a number of tokens; returns its handle."""
-        args.namespace("open", namespace)
-        if args.boolean("open", "load", load):
+        args.how_to_open("open", tokens, namespace, reserve, load)
+        if load:
             return self._open_load(args.tokens("open", tokens), namespace)
-        if not isinstance(tokens, list | tuple | np.ndarray | str | bytes):
-            if not reserve:
-                raise ValueError(f"[open] reserve is False for a count of {tokens} tokens, a prompt is needed")
+        if args.is_count(tokens):
             if cut is not None:
                 raise ValueError(f"[open] cut is {cut}, there is no prompt")
             handle: int = super().open(tokens, namespace)
@@ -459,7 +457,7 @@ class CheckpointModel(GroupModel):
         prompt = args.tokens("open", tokens)
         place = max(0, len(prompt) - TAIL) if cut is None else args.integer("open", "cut", cut, 0, len(prompt))
         path, hit = self._found(prompt, namespace)
-        self._refuse_prompt("open", prompt, path, hit, reserve)
+        self._refuse_found("open", prompt, path, hit, reserve)
         seq = self._open_found("open", prompt, namespace, path, hit)
         rest = [
             (layer, ceil_div(len(prompt), layer.block_size) - len(seq.tables[layer.index].entries))
@@ -476,17 +474,19 @@ class CheckpointModel(GroupModel):
         self._chain("open", prompt, namespace, self._local(seq.handle), shown, seq.known.wanted)
         return seq.handle
 
-    def _open_load(self, prompt: list[int], namespace: bytes) -> int:
-        """Open a sequence whose blocks are filled from elsewhere. It shares none if hits need checkpoints."""
+    def _refuse_load(
+        self, call: str, prompt: list[int], namespace: bytes
+    ) -> tuple[list[Node], int, int, dict[int, Any], list[tuple[Layers, int]]]:
+        """Return what a load finds and takes, if it is there: path, hit, blocks of the bundle, entries by group."""
         length, path, hit, bundle = len(prompt), [], 0, 0
-        self._refuse_too_long("open", prompt)
+        self._refuse_too_long(call, prompt)
         if self._is_cut:
             if not all(layer.group.blocks for layer in self._states):
-                raise ValueError("[open] a state group has no blocks")
+                raise ValueError(f"[{call}] a state group has no blocks")
             if not length or length % self._grain:
-                raise ValueError(f"[open] {length} tokens are loaded, {self._grain} is the grain")
+                raise ValueError(f"[{call}] {length} tokens are loaded, {self._grain} is the grain")
             if self._states and len(self._taken) == self._most_marks and not any(map(self._is_free, self._taken)):
-                raise OutOfSequences("[open] all checkpoints are in use")
+                raise OutOfSequences(f"[{call}] all checkpoints are in use")
             bundle = self._bundle_size
         else:
             path, hit = self._found(prompt, namespace)
@@ -500,8 +500,14 @@ class CheckpointModel(GroupModel):
             watermark = 0 if arena._number else self.options.watermark
             lost = len(arena._lru) - len(self.evictable_in(arena, own))
             if need and need + watermark > arena._available() - lost:
-                arena._out_of_blocks("open", need, watermark, lost=lost)
-        self._refuse_slots("open", 1)
+                arena._out_of_blocks(call, need, watermark, lost=lost)
+        self._refuse_slots(call, 1)
+        return path, hit, bundle, wanted, rest
+
+    def _open_load(self, prompt: list[int], namespace: bytes) -> int:
+        """Open a sequence whose blocks are filled from elsewhere. It shares none if hits need checkpoints."""
+        length = len(prompt)
+        path, hit, bundle, wanted, rest = self._refuse_load("open", prompt, namespace)
         seq = self._open_found("load", prompt, namespace, path, hit)
         self._make_room(rest, bundle)
         for layer in self.layers:
@@ -554,7 +560,16 @@ class CheckpointModel(GroupModel):
             while need + (0 if arena._number else bundle) > len(arena._blank):
                 self.evict_for(arena)
 
-    def _refuse_prompt(self, call: str, prompt: list[int], path: list[Node], hit: int, reserve: bool) -> None:
+    def _refuse_open(self, call: str, tokens: Any, namespace: bytes, load: bool, reserve: bool) -> None:
+        if load:
+            self._refuse_load(call, args.tokens(call, tokens), namespace)
+        elif args.is_count(tokens):
+            self._refuse_count(call, tokens)
+        else:
+            prompt = args.tokens(call, tokens)
+            self._refuse_found(call, prompt, *self._found(prompt, namespace), reserve)
+
+    def _refuse_found(self, call: str, prompt: list[int], path: list[Node], hit: int, reserve: bool) -> None:
         if len(prompt) > self.options.max_blocks_per_seq * self.block_size:
             raise CapacityExceeded(f"[{call}] {len(prompt)} tokens, max_blocks_per_seq is too small")
         nodes = path[: hit // self.block_size]
@@ -884,7 +899,7 @@ class CheckpointModel(GroupModel):
     def truncate(self, handles: Any, lens: Any) -> None:
         """Shorten sequences to `lens` tokens."""
         super().truncate(handles, lens)
-        for seq in self._batch("truncate", handles, alone=True):
+        for seq in self._batch("truncate", handles):
             for mark in [m for m in self._taken if m.owner == seq.handle and m.position > seq.num_tokens]:
                 self._give_up(mark)
             del seq.tokens[seq.num_tokens :]
@@ -930,7 +945,7 @@ class CheckpointModel(GroupModel):
         prompt = args.tokens("pin", tokens)
         self._refuse_too_long("pin", prompt)
         path, hit = self._found(prompt, args.namespace("pin", namespace), all_of_it=True)
-        self._refuse_prompt("pin", prompt[:hit], path, hit, False)
+        self._refuse_found("pin", prompt[:hit], path, hit, False)
         seq = self._open_found("pin", prompt, namespace, path, hit)
         self._chain("pin", prompt, namespace, self._local(seq.handle))
         return seq.handle

@@ -265,22 +265,32 @@ class GroupModel(StepModel):
 
     # ---- sequences ----------------------------------------------------------------------------------------
 
-    @public_call
-    def open(self, tokens: Any = 0, namespace: bytes = b"") -> int:
-        """Open an empty sequence with entries for a number of tokens; returns its handle."""
-        args.namespace("open", namespace)
+    def _refuse_count(self, call: str, tokens: Any) -> int:
+        """Return a count of tokens, if there are blocks for them."""
         if isinstance(tokens, list | tuple | np.ndarray):
-            raise ValueError("[open] a prompt is not for pools with groups, a count of tokens is needed")
-        count = args.count("open", "tokens", tokens)
+            raise ValueError(f"[{call}] a prompt is not for pools with groups, a count of tokens is needed")
+        count = args.count(call, "tokens", tokens)
         if count > self.options.max_blocks_per_seq * self.block_size:
-            raise CapacityExceeded(f"[open] {count} tokens, max_blocks_per_seq is {self.options.max_blocks_per_seq}")
+            raise CapacityExceeded(f"[{call}] {count} tokens, max_blocks_per_seq is {self.options.max_blocks_per_seq}")
         kv = self._with_entries
         for arena in self.arenas:
             need = sum(ceil_div(count, layer.block_size) * layer.columns for layer in kv if layer.arena is arena)
             watermark = 0 if arena._number else self.options.watermark
             if need and need + watermark > arena._available():
-                arena._out_of_blocks("open", need, watermark)
-        self._refuse_slots("open", 1)
+                arena._out_of_blocks(call, need, watermark)
+        self._refuse_slots(call, 1)
+        return count
+
+    def _refuse_open(self, call: str, tokens: Any, namespace: bytes, load: bool, reserve: bool) -> None:
+        if load:
+            raise ValueError(f"[{call}] load is not for pools with groups and no prefix cache")
+        self._refuse_count(call, tokens)
+
+    @public_call
+    def open(self, tokens: Any = 0, namespace: bytes = b"") -> int:
+        """Open an empty sequence with entries for a number of tokens; returns its handle."""
+        args.namespace("open", namespace)
+        count, kv = self._refuse_count("open", tokens), self._with_entries
         seq = self._create(0, [])
         self._make_room([(layer, ceil_div(count, layer.block_size)) for layer in kv])
         for layer in kv:
@@ -613,7 +623,7 @@ class GroupModel(StepModel):
     @public_call
     def compact(self, handles: Any, lens: Any, first: int = 0, group: int = 0) -> None:
         """Keep `lens` tokens at the front of each table of a group, the first `first` where they are."""
-        names = args.handles("compact", handles, alone=True)
+        names = args.handles("compact", handles)
         lengths = args.per_row("compact", "lens", lens, len(names), args.MIN_INT64)
         first = args.count("compact", "first", first)
         layer = self._full_layers("compact", group)
@@ -635,7 +645,7 @@ class GroupModel(StepModel):
     @public_call
     def evict_blocks(self, handle: int, indices: Any, group: int = 0) -> None:
         """Full entries leave the table of a group, by ascending index."""
-        places = args.integers("evict_blocks", "indices", indices, ("int32", "int64"))
+        places = args.one_or_many("evict_blocks", "indices", indices, ("int32", "int64"))
         layer = self._full_layers("evict_blocks", group)
         seq = self._one("evict_blocks", handle)
         for place in places:

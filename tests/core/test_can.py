@@ -4,9 +4,10 @@ import time
 from typing import Any
 
 import numpy as np
+import pytest
 from catalogue import Unchecked, broken, planted
 
-from kvpool import Pool
+from kvpool import Group, Pool
 from kvpool.errors import CapacityExceeded, OutOfBlocks
 
 ROWS = 2048
@@ -30,6 +31,31 @@ class LooksAtEachRowAlone(Pool):
         if np.ndim(num_new) and num_new[0] == 0:
             return all([super(LooksAtEachRowAlone, self).can([int(h)], 1) for h in handles])
         return super().can(handles, num_new)
+
+
+class CountsHitsTwice(Unchecked):
+    """Cached blocks of the prompt itself count as room for the rest of it."""
+
+    def can(self, handles: Any = None, num_new: Any = 1, *, tokens: Any = None, **how: Any) -> bool:
+        """Look at what is free now."""
+        if tokens is None:
+            return super().can(handles, num_new)
+        needed = -(-len(tokens) // self.block_size) - self.prefix.match(tokens) // self.block_size
+        return needed + self.options.watermark <= self.stats().free + self.stats().evictable
+
+
+class OpensAndCloses(Unchecked):
+    """The question is asked by opening the prompt."""
+
+    def can(self, handles: Any = None, num_new: Any = 1, *, tokens: Any = None, **how: Any) -> bool:
+        """Try it."""
+        if tokens is None:
+            return super().can(handles, num_new)
+        try:
+            self.close(self.open(tokens, **how))
+        except (CapacityExceeded, OutOfBlocks):
+            return False
+        return True
 
 
 def batch(Pool: Any, rows: int) -> tuple[Any, np.ndarray]:
@@ -62,6 +88,74 @@ def test_can_says_what_step_would_whatever_the_rows_ask_for(Pool, Plan):
             expected = False
         assert got == [expected] * 3, new
         pool.check()
+
+
+def read(pool: Any) -> list[Any]:
+    """What a question must not change."""
+    return [pool.fingerprint(), pool.digest(), pool.stats(), pool.prefix.stats(), pool.blocks.free_order().tolist()]
+
+
+@planted(CountsHitsTwice, OpensAndCloses)
+def test_can_tokens_counts_what_is_free_once_the_hits_are_revived(Pool, Plan):
+    """Of 8 blocks 4 hold a prompt that nobody uses, and 4 are blank."""
+    pool = Pool(9, 4, prefix_cache=True, watermark=1, seed=1, max_seqs=2)
+    plan, prompt = Plan(pool, 1, 16), [7] * 16
+    handle = pool.open(prompt)
+    pool.step(plan, [handle], 16)
+    pool.done(plan)
+    pool.prefix.commit(handle, prompt)
+    pool.close(handle)
+    before = read(pool)
+    assert pool.can(tokens=[*prompt, *[1] * 12]) is True  # 3 blocks beside the hit, of 4, and the watermark
+    assert pool.can(tokens=np.array([*prompt, *[1] * 13], np.int32)) is False
+    assert pool.can(tokens=[2] * 28) and not pool.can(tokens=[2] * 29)  # without a hit all 8 may be taken
+    assert pool.can(tokens=28) and not pool.can(tokens=29)
+    assert not pool.can(tokens=[*prompt, *[1] * 13], namespace=b"other") and pool.can(tokens=prompt, namespace=b"other")
+    assert pool.can(tokens=[*prompt, *[1] * 16], reserve=False) and not pool.can(tokens=[1] * 33, reserve=False)
+    assert pool.can(tokens=[*prompt, *[1] * 12], load=True) and not pool.can(tokens=[*prompt, *[1] * 13], load=True)
+    assert read(pool) == before
+    pool.open(0), pool.open(0)
+    assert not pool.can(tokens=0)  # there is no room for a third sequence
+    pool.check()
+
+
+def test_can_tokens_asks_every_arena_of_a_pool_with_layer_groups():
+    groups = [Group.full(), Group.window(8, arena=1, num_blocks=12), Group.state(3, blocks=1)]
+    pool = Pool(20, 4, groups=groups, prefix_cache=True, seed=1)
+    assert pool.can(tokens=[1] * 44) and not pool.can(tokens=[1] * 45)  # 11 blocks of the window
+    held = pool.blocks.alloc(10)
+    assert pool.can(tokens=[1] * 36) and not pool.can(tokens=[1] * 37)
+    assert pool.can(tokens=[1] * 32, load=True) and not pool.can(tokens=[1] * 36, load=True)  # and the checkpoint
+    pool.blocks.free(held)
+    without = Pool(20, 4, groups=groups[:2], seed=1)
+    assert without.can(tokens=44) and not without.can(tokens=45)
+    with pytest.raises(ValueError, match=r"^\[can\] a prompt"):
+        without.can(tokens=[1] * 4)
+
+
+def test_can_needs_handles_or_tokens_and_what_belongs_to_them(make_pool, refused):
+    pool = make_pool(prefix_cache=True)
+    handle = pool.open()
+    for wrong in (
+        {},
+        {"handles": [handle], "tokens": [1]},
+        {"tokens": [1], "num_new": 2},
+        {"handles": [handle], "namespace": b"a"},
+        {"handles": [handle], "reserve": False},
+        {"handles": [handle], "load": True},
+        {"tokens": [1], "namespace": "a"},
+        {"tokens": [1], "reserve": 1},
+        {"tokens": [1], "load": None},
+        {"tokens": "text"},
+        {"tokens": [1.5]},
+    ):
+        with refused(pool, TypeError, "can"):
+            pool.can(**wrong)
+    for wrong in ({"tokens": [-1]}, {"tokens": -1}, {"tokens": 1, "reserve": False}):
+        with refused(pool, ValueError, "can"):
+            pool.can(**wrong)
+    with refused(pool, ValueError, "can"):
+        pool.can(tokens=[1], reserve=False, load=True)
 
 
 def cpu_seconds(*calls: Any) -> list[float]:
