@@ -47,7 +47,7 @@ class Block:
 
     @property
     def ref_cnt(self):
-        return 0 if self.is_null else self.pool.blocks_of_keys.refcount(self.block_id)
+        return self.pool.references[self.block_id]
 
 
 class KVPoolBlocks:
@@ -62,7 +62,7 @@ class KVPoolBlocks:
         self.enable_kv_cache_events, self.medium = enable_kv_cache_events, medium
         self.blocks_of_keys = pool = BlockPool(num_gpu_blocks, events=1 << 20 if enable_kv_cache_events else 0)
         self.blocks = [Block(self, block) for block in range(num_gpu_blocks)]
-        self.null_block = self.blocks[pool.null_block]
+        self.references, self.null_block = pool.references, self.blocks[pool.null_block]
         self.get_num_free_blocks = lambda: pool.num_free
         self.get_usage = lambda: pool.usage
         self.reset_prefix_cache = pool.reset
@@ -88,13 +88,13 @@ class KVPoolBlocks:
         return [blocks[block] for block in self.blocks_of_keys.get(num_blocks)]
 
     def touch(self, blocks):
-        self.blocks_of_keys.touch([block.block_id for block in blocks])
+        self.blocks_of_keys.touch([block.block_id for block in blocks], blank=True)
 
     def free_blocks(self, ordered_blocks):
         self.blocks_of_keys.free([block.block_id for block in ordered_blocks])
 
     def evict_blocks(self, block_ids):
-        self.blocks_of_keys.evict(sorted(block_ids))
+        self.blocks_of_keys.evict(sorted(block_ids), keep_place=True)
 
     def is_block_writable(self, block):
         return not block.is_null and block.ref_cnt == 1 and block.block_hash is None

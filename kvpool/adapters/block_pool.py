@@ -8,6 +8,7 @@ freeing a block twice raises and changes nothing.
 A scheduler that has ``kv_cache_manager.block_pool`` calls:
 
     ids = pool.lookup(keys)                     # longest cached prefix, nothing changes
+    pool.room(ids) >= n                         # would n new blocks be there, with these held? nothing changes
     pool.touch(ids)                             # now it cannot be evicted
     table = ids + pool.get(n)                   # OutOfBlocks, and nothing was taken: undo with free(ids)
     pool.cache(table[a:b], keys[a:b])           # blocks that are full and computed
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool import Pool
-from kvpool._core import Keys
+from kvpool._core import Keys, References
 from kvpool.errors import CorruptState
 
 BlockIds = Sequence[int] | NDArray[np.int32]
@@ -73,6 +74,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, *, events: int = 0) -> None:
         self._pool = Pool(num_blocks, 1, max_seqs=1, max_blocks_per_seq=1, reserved_blocks=1, in_order=True)
         self._blocks = self._pool.blocks
+        self._references = self._blocks.references
         self._keys = Keys(num_blocks, reserved=1)
         self._events: deque[Event] | None = deque(maxlen=events) if events else None
         self._lost = self._queries = self._hits = self._evictions = 0
@@ -99,9 +101,25 @@ class BlockPool:
         counted = self._queries, self._hits, self._evictions
         return BlockPoolStats(self.usage, self.num_free, self.num_cached, *counted)
 
+    @property
+    def references(self) -> References:
+        """References of each block, by its id: ``references[block]``, for the price of an attribute. Keep the object."""
+        return self._references
+
     def refcount(self, block: int) -> int:
         """References of a block: one for `get`, one more for every `touch`."""
         return self._blocks.refcount(block)
+
+    def room(self, hits: BlockIds = ()) -> int:
+        """Blocks that `get` can hand out once these are touched. Nothing changes, and nothing is counted.
+
+        Raises
+        ------
+        IndexError
+            There is no such block.
+        """
+        free = {int(block) for block in hits if not self._references[block]} - {NULL_BLOCK}
+        return self._blocks.num_free - len(free)
 
     def key(self, block: int) -> Hashable | None:
         """The key of a block, or None."""
@@ -125,15 +143,16 @@ class BlockPool:
             self._forget(ids)  # blank ones have no key
         return ids
 
-    def touch(self, ids: BlockIds) -> None:
-        """One reference more for each block that is in use or cached; null blocks are passed over.
+    def touch(self, ids: BlockIds, *, blank: bool = False) -> None:
+        """One reference more for each block that is in use or cached, or with `blank` for any; null blocks are skipped.
 
         Raises
         ------
         ValueError, IndexError
-            A block is neither, or stands twice; there is no such block. State unchanged.
+            A block is neither in use nor cached, without `blank`, or stands twice; there is no such block. State
+            unchanged.
         """
-        self._blocks.touch(ids)
+        self._blocks.touch(ids, blank=blank)
 
     def free(self, ids: BlockIds) -> None:
         """Give back one reference of each block; of those that end, the first named is taken first.
@@ -186,15 +205,17 @@ class BlockPool:
         self._hits += len(found)
         return found
 
-    def evict(self, ids: BlockIds) -> None:
+    def evict(self, ids: BlockIds, *, keep_place: bool = False) -> None:
         """Forget the keys of these blocks, in use or not. No later `lookup` finds them.
+
+        With `keep_place` free ones are taken when their turn comes in `free_order`, as if they had their key still.
 
         Raises
         ------
         ValueError, IndexError
             A block is named twice; an id is out of range. State unchanged.
         """
-        self._blocks.uncache(ids)
+        self._blocks.uncache(ids, keep_place=keep_place)
         self._forget(ids)
 
     def reset(self) -> bool:
@@ -229,9 +250,9 @@ class BlockPool:
             keyed = self._keys.check()
         except AssertionError as error:
             raise CorruptState(f"[check] keys and blocks are not one to one: {error}") from None
-        free = int((self._blocks.refcounts(keyed) == 0).sum())
-        if free != self._blocks.num_free - self._blocks.num_blank:
-            raise CorruptState(f"[check] {free} free blocks have a key, the core caches another number of them")
+        cached = np.flatnonzero(self._blocks.is_cached(np.arange(self._pool.num_blocks)))
+        if cached.tolist() != keyed:
+            raise CorruptState(f"[check] {len(keyed)} blocks have a key, the core caches {len(cached)}, not the same")
 
     def _tell(self, what: str, *about: list[Hashable]) -> None:
         assert self._events is not None

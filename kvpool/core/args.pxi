@@ -16,6 +16,19 @@ cdef extern from *:
         return __atomic_compare_exchange_n(place, &empty, value, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
     }
 
+    /* Whether an object is an int, no bool, that needs no call to be read. */
+    static inline int kv_short_int(PyObject *value, int64_t *number) {
+        if (!PyLong_CheckExact(value)) return 0;
+    #if PY_VERSION_HEX >= 0x030C0000
+        if (!PyUnstable_Long_IsCompact((PyLongObject *)value)) return 0;
+        *number = PyUnstable_Long_CompactValue((PyLongObject *)value);
+    #else
+        Py_ssize_t digits = Py_SIZE(value);
+        if (digits < -1 || digits > 1) return 0;
+        *number = digits * (int64_t)((PyLongObject *)value)->ob_digit[0];
+    #endif
+        return 1;
+    }
     /* Items from .. to - 1 of a list or tuple, as far as they are ints of 64 bits; returns where it stopped. No Python
        code runs. */
     static inline Py_ssize_t kv_plain_ints(PyObject *batch, Py_ssize_t from, Py_ssize_t to, int64_t *out) {
@@ -32,17 +45,10 @@ cdef extern from *:
     #else
             PyObject *item = items[i];
     #endif
-            fits = PyLong_CheckExact(item);
-            if (fits) {
-    #if PY_VERSION_HEX >= 0x030C0000
-                if (PyUnstable_Long_IsCompact((PyLongObject *)item))
-                    out[i] = PyUnstable_Long_CompactValue((PyLongObject *)item);
-    #else
-                Py_ssize_t digits = Py_SIZE(item);
-                if (digits >= -1 && digits <= 1)
-                    out[i] = digits * (int64_t)((PyLongObject *)item)->ob_digit[0];
-    #endif
-                else { out[i] = PyLong_AsLongLongAndOverflow(item, &overflow); fits = !overflow; }
+            fits = kv_short_int(item, &out[i]);
+            if (!fits && PyLong_CheckExact(item)) {
+                out[i] = PyLong_AsLongLongAndOverflow(item, &overflow);
+                fits = !overflow;
             }
     #ifdef Py_GIL_DISABLED
             Py_DECREF(item);
@@ -52,6 +58,7 @@ cdef extern from *:
         return to;
     }
     """
+    bint short_int "kv_short_int"(object value, int64_t* number) noexcept
     Py_ssize_t plain_ints "kv_plain_ints"(object batch, Py_ssize_t start, Py_ssize_t stop, int64_t* out) noexcept
     void* exchange "kv_exchange"(void** place, void* value) noexcept nogil
     bint put_if_empty "kv_put"(void** place, void* value) noexcept nogil
@@ -240,6 +247,20 @@ cdef int ints_get(Ints* ints, object value, str call, str name, bint scalar, bin
         raise TypeError(f"[{call}] {name} must be an array of ints, not {type(value).__name__} ({show(value)})")
     ints.scalar = to_int(value, call, name, INT64_MIN, INT64_MAX, huge)
     return 0
+
+
+cdef int ints_batch(Ints* ints, object value, str call, str name, bint narrow, type huge=ValueError) except -1:
+    """Copy the batch that a call is made for, as `ints_get`; one int is a batch of one."""
+    ints_get(ints, value, call, name, True, narrow, huge)
+    if ints.size < 0:
+        ints.data = &ints.scalar
+        ints.size = 1
+    return 0
+
+
+cdef inline bint ints_alone(const Ints* ints) noexcept nogil:
+    """Whether a batch came as one int."""
+    return ints.data == &ints.scalar
 
 
 cdef int ints_copy(Ints* ints, const void* data, Py_ssize_t size, int width, str call, str name) except -1:

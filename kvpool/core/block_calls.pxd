@@ -9,5 +9,6 @@ cdef class BlockAPI:
 
     cdef Blocks* at(self) noexcept nogil
     cdef int64_t room(self) noexcept nogil
-    cdef int run(self, object ids, str call, int op, bint oldest) except -1
+    cdef int run(self, object ids, str call, int op, bint option) except -1
+    cdef object each(self, object ids, str call, bint content)
     cdef object alloc_into(self, object out, int64_t count)

@@ -1,5 +1,16 @@
 """Blocks by id: what engines with block tables of their own call, and whoever holds blocks beside sequences."""
 
+cdef extern from *:
+    """
+    #ifdef Py_GIL_DISABLED
+    enum { KV_HAS_GIL = 0 };
+    #else
+    enum { KV_HAS_GIL = 1 };
+    #endif
+    """
+    bint HAS_GIL "KV_HAS_GIL"
+
+
 # ---- in C, under the lock ----------------------------------------------------------------------------------
 
 cdef inline Blocks* blocks_of(State* pool, int32_t arena) noexcept nogil:
@@ -13,11 +24,9 @@ cdef inline uint64_t begin_mix(const State* pool, int32_t arena, int64_t op) noe
 
 
 cdef int judge_ids(Blocks* b, Ints* ids, Verdict* v) noexcept nogil:
-    """Block ids of a call: in range, not reserved, no duplicates. A scalar becomes a batch of one."""
+    """Block ids of a call: in range, not reserved, no duplicates."""
     cdef Py_ssize_t k
     cdef int64_t i
-    if ids.size < 0:
-        ids.size = 1
     blocks_new_stamp(b)
     for k in range(ids.size):
         i = ints_at(ids, k)
@@ -156,8 +165,8 @@ cdef int judge_range(const Blocks* b, const Ints* given, Py_ssize_t start, Verdi
 
 cdef inline int judge_block(const Block* block, int op) noexcept nogil:
     """Why a call refuses a block, or OK."""
-    if op == OP_TOUCH:
-        if block.refcount == 0 and not block.committed:
+    if op == OP_TOUCH or op == OP_TOUCH | OPTION:
+        if block.refcount == 0 and not block.committed and (op == OP_TOUCH or not is_empty(block)):
             return NOT_KEPT
         return REFERENCE_LIMIT if block.refcount >= MAX_REFCOUNT else OK
     if op == OP_RELEASE:
@@ -206,8 +215,8 @@ cdef inline int judge_blocks(Blocks* b, const Ints* given, int op, int32_t* ids,
     return OK
 
 
-cdef int name_blocks(State* pool, int32_t arena, Ints* given, int op, bint oldest, Verdict* v) noexcept nogil:
-    """Judge a call of an engine with content keys of its own, then make it. A scalar becomes a batch of one."""
+cdef int name_blocks(State* pool, int32_t arena, Ints* given, int op, bint option, Verdict* v) noexcept nogil:
+    """Judge a call of an engine with content keys of its own, then make it."""
     cdef Blocks* b = blocks_of(pool, arena)
     cdef int32_t[SMALL] few
     cdef int32_t* ids = few
@@ -215,22 +224,24 @@ cdef int name_blocks(State* pool, int32_t arena, Ints* given, int op, bint oldes
     cdef int status
     if has_cache(pool):
         return refused(v, INDEXED, -1, 0, 0, 0, 0)
-    if given.size < 0:
-        given.data = &given.scalar
-        given.size = 1
     if given.owned != NULL:
         ids = <int32_t*>given.owned
-    if oldest and b.newest_pending:
+    if op == OP_RELEASE and option and b.newest_pending:
         status = judge_range(b, given, 0, v)
         return status if status != OK else refused(v, STEP_PENDING, -1, b.newest_pending, 0, 0, 0)
-    if op == OP_TOUCH:          # each with a loop of its own, in which nothing asks for the op
+    if op == OP_TOUCH and not option:       # each with a loop of its own, in which nothing asks for the op
         status = judge_blocks(b, given, OP_TOUCH, ids, &n, v)
         if status == OK:
+            blocks_revive_many(b, ids, n)
+    elif op == OP_TOUCH:
+        status = judge_blocks(b, given, OP_TOUCH | OPTION, ids, &n, v)
+        if status == OK:
+            blocks_take_empty(b, ids, n)
             blocks_revive_many(b, ids, n)
     elif op == OP_RELEASE:
         status = judge_blocks(b, given, OP_RELEASE, ids, &n, v)
         if status == OK:
-            blocks_release(b, ids, n, oldest)
+            blocks_release(b, ids, n, option)
     elif op == OP_MARK_CACHED:
         status = judge_blocks(b, given, OP_MARK_CACHED, ids, &n, v)
         if status == OK:
@@ -238,20 +249,20 @@ cdef int name_blocks(State* pool, int32_t arena, Ints* given, int op, bint oldes
     else:
         status = judge_blocks(b, given, OP_UNCACHE, ids, &n, v)
         if status == OK:
-            blocks_uncommit(b, ids, n)
+            blocks_uncommit(b, ids, n, option)
     if status != OK:
         return status
-    pool.blocks.digest = mix_tokens(begin_mix(pool, arena, op | (OLDEST if oldest else 0)), ids, n)
+    pool.blocks.digest = mix_tokens(begin_mix(pool, arena, op | (OPTION if option else 0)), ids, n)
     return OK
 
 
-cdef int call_blocks(State* pool, int32_t arena, Ints* ids, int op, bint oldest, Verdict* v) noexcept nogil:
-    """A call with a batch of blocks."""
+cdef int call_blocks(State* pool, int32_t arena, Ints* ids, int op, bint option, Verdict* v) noexcept nogil:
+    """A call with a batch of blocks. `option`: what else the call was asked for."""
     if op == OP_INCREF:
         return pool_incref(pool, arena, ids, v)
     if op == OP_DECREF or op == OP_FREE:
         return pool_drop(pool, arena, ids, op == OP_FREE, v)
-    return name_blocks(pool, arena, ids, op, oldest, v)
+    return name_blocks(pool, arena, ids, op, option, v)
 
 
 # ---- for Python --------------------------------------------------------------------------------------------
@@ -264,6 +275,70 @@ cdef list as_list(const int32_t* ids, int32_t n):
         Py_INCREF(item)             # the list takes this reference
         PyList_SET_ITEM(result, k, item)
     return result
+
+
+cdef int32_t count_of(State* pool, int32_t arena, int64_t i, str call, int32_t* reserved) except -1:
+    """References of a block, and how many blocks are reserved."""
+    cdef const Blocks* b
+    cdef int32_t count = 0, num_blocks
+    pool_enter(pool, call)
+    b = blocks_of(pool, arena)
+    num_blocks, reserved[0] = b.num_blocks, b.reserved
+    if 0 <= i < num_blocks:
+        count = b.block[i].refcount
+    pool_leave(pool)
+    if not 0 <= i < num_blocks:
+        raise IndexError(f"[{call}] no such block ({i}), ids are 0 .. {num_blocks - 1}")
+    return count
+
+
+@cython.no_gc_clear      # `state` lies in the pool, which has to live as long
+cdef class References:
+    """``references[block]``: how often a block is referred to, for the price of an attribute; reserved ones have 0.
+
+    Parameters
+    ----------
+    blocks : BlockAPI
+        ``blocks.references`` is ``References(blocks)``.
+
+    Notes
+    -----
+    With a GIL no other thread is inside a call of the pool while this one looks, so that it takes no lock.
+
+    Examples
+    --------
+    >>> from kvpool import Pool
+    >>> blocks = Pool(num_blocks=6, block_size=16).blocks
+    >>> table, _ = blocks.take(2)
+    >>> blocks.touch(table[:1])
+    >>> references = blocks.references
+    >>> references[table[0]], references[table[1]]
+    (2, 1)
+    """
+
+    cdef readonly BlockAPI blocks
+    cdef State* state
+    cdef int32_t number
+
+    def __cinit__(self, BlockAPI blocks not None):
+        self.blocks = blocks
+        self.state = blocks.state
+        self.number = blocks.number
+
+    def __reduce__(self):
+        raise TypeError("[references] the blocks of a pool cannot be pickled or copied")
+
+    def __getitem__(self, block):
+        cdef State* pool = self.state
+        cdef const Blocks* b
+        cdef int64_t i = 0
+        cdef int32_t reserved
+        if HAS_GIL and not pool.num_deferred and pool.blocks.block != NULL and short_int(block, &i):
+            b = blocks_of(pool, self.number)
+            if 0 <= i < b.num_blocks:
+                return b.block[i].refcount
+        i = to_int(block, "references", "block", INT64_MIN, INT64_MAX, IndexError)
+        return count_of(pool, self.number, i, "references", &reserved)
 
 
 @cython.no_gc_clear      # `state` lies in the pool, which has to live as long
@@ -280,7 +355,8 @@ cdef class BlockAPI:
     A block is *in use* while it has a reference, else *free*. A free block is *blank*, or *cached*: its content is
     final, and `touch` brings it back. Blank blocks are always taken before cached ones, these in the order in which
     they were released. Of the blocks of one `release` or `uncache` the first named is taken first, among blank ones
-    and among cached ones.
+    and among cached ones. ``uncache(ids, keep_place=True)`` leaves free blocks where they stand in that order,
+    although they hold nothing any more.
 
     Parameters
     ----------
@@ -349,16 +425,16 @@ cdef class BlockAPI:
         """No call gives more blocks."""
         return self.size if self.number else self.state.blocks.num_blocks
 
-    cdef int run(self, object ids, str call, int op, bint oldest) except -1:
-        """A call with a batch of blocks."""
+    cdef int run(self, object ids, str call, int op, bint option) except -1:
+        """A call with a batch of blocks. `option`: what else it was asked for."""
         cdef Ints given
         cdef Verdict v
         cdef int status
         ints_init(&given, &self.state.spare)
         try:
-            ints_get(&given, ids, call, "ids", True, True, IndexError)
+            ints_batch(&given, ids, call, "ids", True, IndexError)
             pool_enter(self.state, call)
-            status = call_blocks(self.state, self.number, &given, op, oldest, &v)
+            status = call_blocks(self.state, self.number, &given, op, option, &v)
             pool_leave(self.state)
         finally:
             ints_free(&given)
@@ -530,7 +606,8 @@ cdef class BlockAPI:
         ids : list of int
             The first `n` of `free_order`.
         evicted : int
-            So many of them, the last ones, were cached: what they held is gone.
+            So many of them were cached: what they held is gone. They are the last ones, but for those that `uncache`
+            left in their place.
 
         Raises
         ------
@@ -544,7 +621,7 @@ cdef class BlockAPI:
         cdef int32_t* ids
         cdef int status = RETRY
         cdef uint64_t seen
-        cdef int32_t evicted
+        cdef int32_t evicted = 0, k
         ints_init(&room, &self.state.spare)
         try:
             ids = <int32_t*>ints_room(&room, min(count, self.room()), 4, "take", "ids")
@@ -558,7 +635,9 @@ cdef class BlockAPI:
                     status = blocks_short(b, &v, self.number, -1, -1, count, count - available)
                 else:
                     blocks_free_order(b, ids, <int32_t>count)
-                evicted = max(<int32_t>count - b.num_blank, 0)
+                    evicted = 0
+                    for k in range(b.num_blank, <int32_t>count):
+                        evicted += b.block[ids[k]].committed != PLAIN
                 seen = self.state.blocks.digest
                 pool_leave(self.state)
                 if status != RETRY:
@@ -600,23 +679,33 @@ cdef class BlockAPI:
             status = refused(&v, NOT_BLANK, 0, i, 0, 0, 0)
         else:
             id = <int32_t>i
-            blocks_take_blank(b, id)
+            blocks_take_empty(b, &id, 1)
+            own(b, id)
             self.state.blocks.digest = mix_tokens(begin_mix(self.state, self.number, OP_TAKE_BLOCK), &id, 1)
         pool_leave(self.state)
         if status != OK:
             refuse("take_block", &v)
 
-    def touch(self, ids):
+    def touch(self, ids, *, blank=False):
         """One reference more on each block, in use or cached: a hit. Free ones are in use from now on.
+
+        Parameters
+        ----------
+        ids : int or ints
+        blank : bool, default False
+            Take blank blocks, too, wherever they stand among the blank ones: O(those before them).
 
         Raises
         ------
         ValueError, IndexError
-            A block is blank, or stands twice; there is no such block. State unchanged.
+            A block is blank, without `blank`; or it waits in limbo without content, or stands twice; there is no such
+            block. State unchanged.
         OverflowError
             A block has 2^30 references. State unchanged.
         """
-        self.run(ids, "touch", OP_TOUCH, False)
+        if not isinstance(blank, bool):
+            raise TypeError(f"[touch] blank must be a bool, not {type(blank).__name__} ({blank!r})")
+        self.run(ids, "touch", OP_TOUCH, blank)
 
     def release(self, ids, *, oldest=False):
         """Give back one reference of each block; of those that end, the first named is taken first.
@@ -653,17 +742,26 @@ cdef class BlockAPI:
         """
         self.run(ids, "mark_cached", OP_MARK_CACHED, False)
 
-    def uncache(self, ids):
+    def uncache(self, ids, *, keep_place=False):
         """The content of these blocks is gone: free ones are blank at once, the others when they are released.
 
         Blocks that are not marked stay as they are.
+
+        Parameters
+        ----------
+        ids : int or ints
+        keep_place : bool, default False
+            Free blocks keep their place in `free_order`, where `take` finds them in their turn, and `touch` with
+            ``blank=True``.
 
         Raises
         ------
         ValueError, IndexError
             A block stands twice; there is no such block. State unchanged.
         """
-        self.run(ids, "uncache", OP_UNCACHE, False)
+        if not isinstance(keep_place, bool):
+            raise TypeError(f"[uncache] keep_place must be a bool, not {type(keep_place).__name__} ({keep_place!r})")
+        self.run(ids, "uncache", OP_UNCACHE, keep_place)
 
     def drain_evicted(self):
         """Ids of cached blocks whose content was given up since the last call, oldest first; int32 ``(n,)``.
@@ -688,21 +786,47 @@ cdef class BlockAPI:
     # -- reading
 
     def refcount(self, block):
-        """References on one block: table entries of sequences plus raw ones. O(1)."""
+        """References on one block: table entries of sequences plus raw ones. O(1). `references` reads it faster."""
         cdef int64_t i = to_int(block, "refcount", "block", INT64_MIN, INT64_MAX, IndexError)
-        cdef const Blocks* b
-        cdef int32_t count = 0, num_blocks, reserved
-        pool_enter(self.state, "refcount")
-        b = self.at()
-        num_blocks, reserved = b.num_blocks, b.reserved
-        if 0 <= i < num_blocks:
-            count = b.block[i].refcount
-        pool_leave(self.state)
-        if i < 0 or i >= num_blocks:
-            raise IndexError(f"[refcount] no such block ({i}), ids are 0 .. {num_blocks - 1}")
+        cdef int32_t reserved = 0
+        cdef int32_t count = count_of(self.state, self.number, i, "refcount", &reserved)
         if i < reserved:
             raise ValueError(f"[refcount] block {i} is reserved, reserved are 0 .. {reserved - 1}")
         return count
+
+    @property
+    def references(self):
+        """References on each block, by its id: ``references[block]``. Keep the object, it shows what is now."""
+        return References(self)
+
+    cdef object each(self, object ids, str call, bint content):
+        """Of each block its references, or with `content` whether it is cached; int32 ``(ids,)``."""
+        cdef Ints given
+        cdef Verdict v
+        cdef const Blocks* b
+        cdef const Block* block
+        cdef int32_t* found
+        cdef Py_ssize_t k
+        cdef int status
+        ints_init(&given, &self.state.spare)
+        try:
+            ints_batch(&given, ids, call, "ids", True, IndexError)
+            result = new_int32(given.size)
+            found = <int32_t*>array_data(result)
+            pool_enter(self.state, call)
+            b = self.at()
+            status = judge_range(b, &given, 0, &v)
+            if content and has_cache(self.state):
+                status = refused(&v, INDEXED, -1, 0, 0, 0, 0)
+            for k in range(given.size if status == OK else 0):
+                block = &b.block[ints_at(&given, k)]
+                found[k] = block.committed == CANONICAL if content else block.refcount
+            pool_leave(self.state)
+        finally:
+            ints_free(&given)
+        if status != OK:
+            refuse(call, &v)
+        return result
 
     def refcounts(self, ids):
         """References of each block, in the order named, also if named twice; int32 ``(ids,)``. Reserved ones have 0.
@@ -712,32 +836,17 @@ cdef class BlockAPI:
         IndexError
             There is no such block.
         """
-        cdef Ints given
-        cdef Verdict v
-        cdef const Blocks* b
-        cdef int32_t* counts
-        cdef Py_ssize_t k
-        cdef int64_t i
-        cdef int status = OK
-        ints_init(&given, &self.state.spare)
-        try:
-            ints_get(&given, ids, "refcounts", "ids", True, True, IndexError)
-            result = new_int32(given.size if given.size >= 0 else 1)
-            counts = <int32_t*>array_data(result)
-            pool_enter(self.state, "refcounts")
-            b = self.at()
-            for k in range(given.size if given.size >= 0 else 1):
-                i = ints_at(&given, k)
-                if i < 0 or i >= b.num_blocks:
-                    status = refused(&v, NO_SUCH_BLOCK, k, i, 0, b.num_blocks - 1, 0)
-                    break
-                counts[k] = b.block[i].refcount
-            pool_leave(self.state)
-        finally:
-            ints_free(&given)
-        if status != OK:
-            refuse("refcounts", &v)
-        return result
+        return self.each(ids, "refcounts", False)
+
+    def is_cached(self, ids):
+        """Whether `mark_cached` named each block, and its content was not given up since; bool ``(ids,)``.
+
+        Raises
+        ------
+        IndexError
+            There is no such block.
+        """
+        return self.each(ids, "is_cached", True).astype(bool)
 
     def refcount_histogram(self):
         """How many unreserved blocks have 0, 1, 2, ... references; int64 ``(max refcount + 1,)``. O(num_blocks)."""

@@ -113,20 +113,22 @@ cdef int blocks_short(const Blocks* b, Verdict* v, int32_t arena, Py_ssize_t row
     return refused(v, OUT_OF_BLOCKS, row, -1, 0, handle, 0)
 
 
-cdef inline void give_up(Blocks* b, int32_t i) noexcept nogil:
-    """Take an evictable block off the LRU list: its content is gone."""
+cdef inline bint give_up(Blocks* b, int32_t i) noexcept nogil:
+    """Take an evictable block off the LRU list: its content is gone. False: that was gone before (`uncache`)."""
+    cdef bint had_content = b.block[i].committed != PLAIN
     chain_unlink(b, &b.lru, i)
     b.block[i].committed = PLAIN
     b.block[i].fence = 0
-    b.evictions += 1
+    b.evictions += had_content
+    return had_content
 
 
 cdef void drop_oldest(Blocks* b, int32_t i) noexcept nogil:
     """Take block i, the oldest evictable one, off the LRU list and note that its content is gone."""
-    give_up(b, i)
-    b.block[i].noted = 1        # it was 0: a committed block is never noted
-    b.dropped[b.num_dropped] = i
-    b.num_dropped += 1
+    if give_up(b, i):
+        b.block[i].noted = 1    # it was 0: a committed block is never noted
+        b.dropped[b.num_dropped] = i
+        b.num_dropped += 1
 
 
 cdef int32_t blocks_take(Blocks* b) noexcept nogil:
@@ -329,7 +331,7 @@ cdef int32_t blocks_evict(Blocks* b) noexcept nogil:
 
 # ---- blocks by name, for tables that are not ours ----------------------------------------------------------
 
-cdef inline void now_raw(Blocks* b, int32_t n) noexcept nogil:
+cdef inline void now_used(Blocks* b, int32_t n) noexcept nogil:
     """n blocks were taken."""
     b.allocs += n
     b.num_used += n
@@ -342,8 +344,8 @@ cdef inline void own(Blocks* b, int32_t i) noexcept nogil:
     b.block[i].place = USED
 
 
-cdef int32_t blocks_take_raw(Blocks* b, int32_t* out, int32_t n) noexcept nogil:
-    """n blocks with one raw reference each; returns how many of them, the last ones, were evicted. None is noted."""
+cdef void blocks_take_raw(Blocks* b, int32_t* out, int32_t n) noexcept nogil:
+    """n blocks with one raw reference each. None is noted."""
     cdef int32_t k, i, blank = n if n < b.num_blank else b.num_blank
     for k in range(blank):
         i = b.blank[b.num_blank - 1 - k]
@@ -355,19 +357,41 @@ cdef int32_t blocks_take_raw(Blocks* b, int32_t* out, int32_t n) noexcept nogil:
         give_up(b, i)
         own(b, i)
         out[k] = i
-    now_raw(b, n)
-    return n - blank
+    now_used(b, n)
 
 
-cdef void blocks_take_blank(Blocks* b, int32_t i) noexcept nogil:
-    """Blank block i with one raw reference. O(blank blocks that would have been taken before it)."""
-    cdef int32_t k = b.num_blank - 1
-    while b.blank[k] != i:
-        k -= 1
-    memmove(&b.blank[k], &b.blank[k + 1], (b.num_blank - 1 - k) * sizeof(int32_t))
-    b.num_blank -= 1
-    own(b, i)
-    now_raw(b, 1)
+cdef inline bint is_empty(const Block* block) noexcept nogil:
+    """Whether a block is free and holds nothing: it is blank, or `uncache` left it in its place."""
+    return block.place == BLANK or (block.place == EVICTABLE and block.committed == PLAIN)
+
+
+cdef void blocks_take_empty(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
+    """Those of n blocks that are free and hold nothing are in use from now on; the caller refers to them at once.
+
+    O(n, and the blank blocks that would have been taken before the last of them).
+    """
+    cdef int32_t k, i, at, to, found = 0, blank = 0
+    for k in range(n):
+        i = ids[k]
+        if is_empty(&b.block[i]):
+            found += 1
+            if b.block[i].place == BLANK:
+                blank += 1
+            else:
+                chain_unlink(b, &b.lru, i)
+                b.block[i].fence = 0
+            b.block[i].place = USED
+    now_used(b, found)
+    at = b.num_blank
+    while blank:
+        at -= 1
+        blank -= b.block[b.blank[at]].place == USED
+    to = at
+    for k in range(at, b.num_blank):
+        if b.block[b.blank[k]].place == BLANK:
+            b.blank[to] = b.blank[k]
+            to += 1
+    b.num_blank = to
 
 
 cdef void blocks_release(Blocks* b, const int32_t* ids, int32_t n, bint oldest) noexcept nogil:
@@ -399,14 +423,21 @@ cdef void blocks_commit(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil
         b.block[ids[k]].committed = CANONICAL
 
 
-cdef void blocks_uncommit(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
-    """Clear committed bits: evictable blocks are blank now, the first named on top; others when they are released."""
+cdef void blocks_uncommit(Blocks* b, const int32_t* ids, int32_t n, bint keep_place) noexcept nogil:
+    """Clear committed bits: evictable blocks are blank now, the first named on top; others when they are released.
+
+    keep_place: evictable ones stay on the LRU list.
+    """
     cdef int32_t k
+    cdef Block* block
     for k in range(n - 1, -1, -1):
-        if b.block[ids[k]].place == EVICTABLE:
+        block = &b.block[ids[k]]
+        if block.place == EVICTABLE and block.committed and keep_place:
+            b.evictions += 1
+        elif block.place == EVICTABLE and block.committed:
             give_up(b, ids[k])
             settle(b, ids[k])
-        b.block[ids[k]].committed = PLAIN
+        block.committed = PLAIN
 
 
 cdef int32_t blocks_free_order(const Blocks* b, int32_t* out, int32_t n) noexcept nogil:
@@ -511,7 +542,7 @@ cdef bint check_block(const Blocks* b, int32_t i, char* finding) noexcept nogil:
         return snprintf(finding, FINDING, b"block %d is committed, and in the dropped list", i) > 0
     if block.place == BLANK and block.committed:
         return snprintf(finding, FINDING, b"block %d is blank and committed", i) > 0
-    if block.place == EVICTABLE and block.committed != CANONICAL:
+    if block.place == EVICTABLE and block.committed != CANONICAL and (block.committed or b.canonical != NULL):
         return snprintf(finding, FINDING, b"block %d is evictable, but not committed", i) > 0
     if b.floor[i] and not block.hold:
         return snprintf(finding, FINDING, b"block %d has floor %d without a hold", i, b.floor[i]) > 0

@@ -534,7 +534,7 @@ cdef class Pool:
         ints_init(&batch, &self.state.spare)
         ints_init(&lengths, &self.state.spare)
         try:
-            ints_get(&batch, handles, call, "handles", True, False)
+            ints_batch(&batch, handles, call, "handles", False)
             ints_get(&lengths, lens, call, "lens", True, True)
             if compacts:
                 kept = to_int(first, call, "first", 0, INT64_MAX)
@@ -567,7 +567,7 @@ cdef class Pool:
         cdef int status
         ints_init(&batch, &self.state.spare)
         try:
-            ints_get(&batch, handles, "close", "handles", True, False)
+            ints_batch(&batch, handles, "close", "handles", False)
             pool_enter(&self.state, "close")
             status = pool_close(&self.state, &batch, &v)
             pool_leave(&self.state)
@@ -599,7 +599,7 @@ cdef class Pool:
         cdef const unsigned char* finished
         ints_init(&batch, &self.state.spare)
         try:
-            ints_get(&batch, handles, "close_finished", "handles", False, False)
+            ints_batch(&batch, handles, "close_finished", "handles", False)
             done = get_mask(mask, batch.size)
             finished = done
             closed = batch.size - done.count(b"\0")     # made before anything moves
@@ -772,7 +772,7 @@ cdef class Pool:
         if not isinstance(partial, bool):
             raise TypeError(f"[{call}] partial must be a bool, not {type(partial).__name__} ({partial!r})")
         try:
-            ints_get(&rows, handles, call, "handles", False, False)
+            ints_batch(&rows, handles, call, "handles", False)
             ints_get(&new, num_new, call, "num_new", True, True)
             if new.size >= 0 and new.size != rows.size:
                 raise ValueError(f"[{call}] {new.size} num_new for {rows.size} handles")
@@ -867,7 +867,7 @@ cdef class Pool:
         ints_init(&rows, &self.state.spare)
         ints_init(&new, &self.state.spare)
         try:
-            ints_get(&rows, handles, "can", "handles", False, False)
+            ints_batch(&rows, handles, "can", "handles", False)
             ints_get(&new, num_new, "can", "num_new", True, True)
             pool_enter(&self.state, "can")
             status = pool_can(&self.state, &rows, &new, &v)
@@ -979,7 +979,7 @@ cdef class Pool:
         ints_init(&lengths, &self.state.spare)
         p.refuse_pending("unshare")
         try:
-            ints_get(&rows, handles, "unshare", "handles", False, False)
+            ints_batch(&rows, handles, "unshare", "handles", False)
             ints_get(&lengths, lens, "unshare", "lens", True, True)
             keep = to_int(first, "unshare", "first", 0, INT64_MAX)
             number = to_int(group, "unshare", "group", INT64_MIN, INT64_MAX)
@@ -1071,7 +1071,7 @@ cdef class Pool:
         cdef int status
         ints_init(&places, &self.state.spare)
         try:
-            ints_get(&places, indices, "evict_blocks", "indices", False, True)
+            ints_batch(&places, indices, "evict_blocks", "indices", True)
             pool_enter(&self.state, "evict_blocks")
             status = pool_evict_blocks(&self.state, wanted, number, &places, &v)
             pool_leave(&self.state)

@@ -616,7 +616,7 @@ cdef class PrefixCache:
         ints_init(&new, &self.state.spare)
         ints_init(&all_tokens, &self.state.spare)
         try:
-            ints_get(&rows, handles, "commit", "handles", True, False)
+            ints_batch(&rows, handles, "commit", "handles", False)
             if counts is not None:
                 ints_get(&new, counts, "commit", "counts", True, True)
             ints_get(&all_tokens, tokens, "commit", "tokens", False, True)
@@ -701,7 +701,7 @@ cdef class PrefixCache:
         cdef int64_t* found
         ints_init(&rows, &self.state.spare)
         try:
-            ints_get(&rows, handles, "wanted", "handles", True, False)
+            ints_batch(&rows, handles, "wanted", "handles", False)
             result = new_int64(rows.size)
             found = <int64_t*>array_data(result)
             pool_enter(self.state, "wanted")

@@ -73,13 +73,11 @@ cdef void seqs_new_stamp(Seqs* s) noexcept nogil:
 
 
 cdef int seqs_judge(Seqs* s, Ints* batch, bint any_, Verdict* v) noexcept nogil:
-    """Handles of a call: live, no duplicates. A scalar becomes a batch of one. `any_`: those being loaded too."""
+    """Handles of a call: live, no duplicates. `any_`: those being loaded too."""
     cdef Py_ssize_t k, row
     cdef int64_t handle
     cdef int32_t slot
-    cdef bint alone = batch.size < 0
-    if alone:
-        batch.size = 1
+    cdef bint alone = ints_alone(batch)
     seqs_new_stamp(s)
     for k in range(batch.size):
         row = -1 if alone else k

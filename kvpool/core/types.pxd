@@ -115,7 +115,7 @@ cdef enum:                      # first word of every digest entry: which call i
     OP_MARK_CACHED
     OP_UNCACHE
     OP_LOADED
-    OLDEST = 1 << 8             # beside OP_RELEASE: committed blocks are evicted before all others
+    OPTION = 1 << 8             # beside OP_RELEASE: `oldest`, OP_TOUCH: `blank`, OP_UNCACHE: `keep_place`
 
 
 cdef inline int refused(Verdict* v, int reason, Py_ssize_t row, int64_t value, int64_t low, int64_t high,

@@ -34,8 +34,8 @@ CALLS = {  # every call that may change a pool -> its arguments in order; what i
     "compact": "handles lens first", "evict_blocks": "handle indices", "reset": "",
     "prefix.commit": "handles tokens counts", "prefix.pin": "tokens namespace", "prefix.flush": "namespace",
     "blocks.alloc": "n", "blocks.incref": "ids", "blocks.decref": "ids", "blocks.free": "ids", "blocks.evict": "n",
-    "blocks.take": "n", "blocks.take_block": "block", "blocks.touch": "ids", "blocks.release": "ids oldest",
-    "blocks.mark_cached": "ids", "blocks.uncache": "ids", "blocks.drain_evicted": "",
+    "blocks.take": "n", "blocks.take_block": "block", "blocks.touch": "ids blank", "blocks.release": "ids oldest",
+    "blocks.mark_cached": "ids", "blocks.uncache": "ids keep_place", "blocks.drain_evicted": "",
 }  # fmt: skip
 MAKERS = ("open", "fork", "prefix.pin", "blocks.alloc", "blocks.take")  # they return handles or blocks
 TAG_SHIFT = 52  # of a handle

@@ -49,6 +49,7 @@ BLOCK_CALLS = (
 #: Calls of `Pool.blocks`.
 NAMED_CALLS = (
     *("take", "release", "release", "release oldest", "uncache", "uncache", "take_block", "free_order"),
+    *("uncache in place", "uncache in place", "touch blank", "is_cached"),
 )
 #: Where the blocks of a call are mostly taken from, see `ModelPool.state`.
 WHICH_BLOCKS = {
@@ -60,7 +61,9 @@ WHICH_BLOCKS = {
     "release": "raw",
     "release oldest": "raw",
     "uncache": "committed",
+    "uncache in place": "committed",
     "take_block": "blank",
+    "touch blank": "blank lru",
 }
 #: Ways to let tokens go; "settled": every pending step is done before.
 HOW_TO_EVICT = ("unshare settled", "unshare", "compact settled", "compact", "blocks", "blocks settled")
@@ -479,14 +482,23 @@ class PoolMachine(RuleBasedStateMachine):
             self.both(lambda side: side.pool.blocks.free_order(n or None))
         elif kind == "release oldest":
             self.both(lambda side: side.pool.blocks.release(ids, oldest=True))
-        elif self.both(lambda side: getattr(side.pool.blocks, kind)(ids)) is not RAISED:
-            for block in blocks if kind == "uncache" else ():
-                self.content.frozen.pop(block, None)
+        elif kind == "touch blank":
+            state = self.pair.oracle.pool.state()
+            empty = {*state["blank"], *state["lru"]} - {*state["committed"]}
+            if self.both(lambda side: side.pool.blocks.touch(ids, blank=True)) is not RAISED:
+                self._took([block for block in blocks if block in empty])
+        else:
+            name, *in_place = kind.split(" ")
+            how = {"keep_place": True} if in_place else {}
+            if self.both(lambda side: getattr(side.pool.blocks, name)(ids, **how)) is not RAISED and name == "uncache":
+                for block in blocks:
+                    self.content.frozen.pop(block, None)
 
     def _blocks(self, chosen: list[int], which: str) -> list[int]:
         """Blocks by what they are to the oracle (see `ModelPool.state`), or any when there are none."""
         state = self.pair.oracle.pool.state()
-        ids = list(state[which]) or list(range(self.reserved_blocks, self.num_blocks))
+        ids = [block for part in which.split() for block in state[part]]
+        ids = ids or list(range(self.reserved_blocks, self.num_blocks))
         return _some(sorted(ids), chosen)
 
     def _ids(self, blocks: list[int]) -> Any:

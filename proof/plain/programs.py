@@ -44,7 +44,7 @@ WITHOUT_ROWS = ("load", "reset", "done", "foreign", "named", "prompt", "match", 
 BLOCK_CALLS = (
     *("alloc", "alloc", "take", "incref", "incref", "decref", "decref", "free", "release", "release"),
     *("mark_cached", "mark_cached", "mark_cached", "touch", "touch", "uncache", "evict", "take_block"),
-    *("drain_evicted", "refcounts", "free_order"),
+    *("drain_evicted", "refcounts", "free_order", "is_cached", "touch blank", "uncache keep_place"),
 )
 COMMON = ("seq_lens", "positions", "cu_q_lens", "slot_ids")
 PLANS: tuple[dict[str, Any], ...] = (
@@ -236,7 +236,10 @@ class Program:
         def call(side: Side) -> Any:
             return side.pool.open(text, space, cut, reserve=bool(a & 8))
 
-        self._opened(self.pair.both(call, handles=True), text, space)
+        could = self.pair.could_open(text, space, reserve=bool(a & 8))
+        got = self.pair.both(call, handles=True)
+        assert could is not (got is RAISED), f"can(tokens=) said {could}"
+        self._opened(got, text, space)
         self.compare()
 
     def load(self, a: int, b: int, c: int) -> None:
@@ -245,7 +248,9 @@ class Program:
         grain = max((self.content.sizes[g] for g in self.content.kv), default=self.size)
         if a & 15:
             text = text[: len(text) // grain * grain]
+        could = self.pair.could_open(text, space, load=True)
         got = self.pair.both(lambda side: side.pool.open(text, space, load=True), handles=True)
+        assert could is not (got is RAISED), f"can(tokens=, load=True) said {could}"
         if got is RAISED:
             self.compare()
             return
@@ -587,17 +592,20 @@ class Program:
         """Blocks of an arena to which a call mostly does something."""
         if name in ("decref", "free", "release"):
             return sorted(self.raw[arena])
+        if name == "touch blank":
+            return self.pair.oracle.pool.blocks.arena(arena).free_order().tolist()
         known = {block for at, block in self.content.named if at == arena and block >= 0} | self.raw[arena].keys()
-        return sorted(known | set(self.cached[arena] if name in ("touch", "uncache") else ()))
+        return sorted(known | set(self.cached[arena] if name.startswith(("touch", "uncache")) else ()))
 
     def _named(self, arena: int, name: str, ids: list[int], count: int | None = None) -> None:
-        """Make the call on both sides, and note who holds what now."""
+        """Make the call on both sides, with what its name says it is asked for, and note who holds what now."""
+        name, *option = name.split()
 
         def call(side: Side) -> Any:
             method = getattr(side.pool.blocks.arena(arena), name)
             if name == "take_block":
                 return method(ids[0])
-            return method(*([ids] if ids else []) if count is None else [count])
+            return method(*([ids] if ids else []) if count is None else [count], **dict.fromkeys(option, True))
 
         got = self.pair.both(call)
         if got is RAISED:

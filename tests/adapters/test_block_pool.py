@@ -9,7 +9,7 @@ from kvpool.adapters.block_pool import BlockPool
 from kvpool.errors import DoubleFree, OutOfBlocks
 
 NUM_BLOCKS = 9
-SEEDS, CALLS = range(20), 300
+SEEDS, CALLS = range(20), 600
 
 
 class Model:
@@ -19,7 +19,7 @@ class Model:
         self.size = num_blocks - 1
         self.references = dict.fromkeys(range(1, num_blocks), 0)
         self.blank = list(range(1, num_blocks))  # free without a key, the next to be taken first
-        self.cached = []  # free with a key, likewise
+        self.cached = []  # free with a key, or evicted in its place, likewise
         self.key_of = {}
 
     @property
@@ -40,7 +40,11 @@ class Model:
     def touch(self, ids):
         for block in ids:
             self.references[block] += 1
+        self.blank = [block for block in self.blank if block not in ids]
         self.cached = [block for block in self.cached if block not in ids]
+
+    def room(self, hits):
+        return len(set(self.free_order) - set(hits))
 
     def free(self, ids):
         for block in ids:
@@ -54,11 +58,12 @@ class Model:
             if key not in self.key_of.values():
                 self.key_of[block] = key
 
-    def evict(self, ids):
+    def evict(self, ids, keep_place=False):
+        moved = [block for block in ids if block in self.cached and block in self.key_of and not keep_place]
         for block in ids:
             self.key_of.pop(block, None)
-        self.blank = [block for block in ids if block in self.cached] + self.blank
-        self.cached = [block for block in self.cached if block not in ids]
+        self.blank = moved + self.blank
+        self.cached = [block for block in self.cached if block not in moved]
 
     def lookup(self, keys):
         block_of = {key: block for block, key in self.key_of.items()}
@@ -78,7 +83,7 @@ class Program:
         self.random = random.Random(seed)
         self.pool, self.model = BlockPool(NUM_BLOCKS, events=1000), Model(NUM_BLOCKS)
         self.findable = set()  # keys, as the events tell it
-        self.refused = self.hits = self.evicted_in_use = 0
+        self.refused = self.hits = self.evicted_in_use = self.evicted_in_place = self.blank_touched = 0
 
     def some(self, blocks):
         blocks = list(blocks)
@@ -103,9 +108,15 @@ class Program:
     def touch(self):
         ids = list(dict.fromkeys(self.pool.lookup([self.key(), self.key()])))
         self.hits += len(ids)
-        ids += [block for block in self.some(self.model.in_use()) if block not in ids]
-        self.pool.touch(self.with_null(ids))
+        blank = self.random.random() < 0.3
+        more = self.some(self.model.free_order)[:1] if blank else self.some(self.model.in_use())
+        ids += [block for block in more if block not in ids]
+        self.blank_touched += any(block in self.model.free_order and block not in self.model.key_of for block in ids)
+        room = self.pool.room(self.with_null(ids))
+        assert room == self.model.room(ids)
+        self.pool.touch(self.with_null(ids), blank=blank)
         self.model.touch(ids)
+        assert self.pool.num_free == room
 
     def free(self):
         ids = self.some(self.model.in_use())
@@ -119,10 +130,12 @@ class Program:
         self.model.cache(ids, keys)
 
     def evict(self):
-        ids = self.some(range(1, NUM_BLOCKS))[:3]
+        keep = {"keep_place": True} if self.random.random() < 0.5 else {}
+        ids = self.some(self.model.cached if keep and self.model.cached else range(1, NUM_BLOCKS))[:3]
         self.evicted_in_use += any(block in self.model.key_of and self.model.references[block] for block in ids)
-        self.pool.evict(self.with_null(ids))
-        self.model.evict(ids)
+        self.evicted_in_place += any(block in self.model.key_of and block in self.model.cached for block in ids if keep)
+        self.pool.evict(self.with_null(ids), **keep)
+        self.model.evict(ids, **keep)
 
     def misuse(self):
         held, free = self.model.in_use(), self.model.blank
@@ -158,6 +171,9 @@ class Program:
         assert pool.usage == len(model.in_use()) / model.size
         assert pool.num_cached == len(model.key_of)
         assert {block: pool.refcount(block) for block in range(1, NUM_BLOCKS)} == model.references
+        assert {block: pool.references[block] for block in range(1, NUM_BLOCKS)} == model.references
+        hits = self.some(range(NUM_BLOCKS))
+        assert pool.room(hits) == model.room(hits)
         for key in range(12):
             assert pool.lookup([f"key {key}"]) == model.lookup([f"key {key}"])
         keys = [self.key() for _ in range(3)]
@@ -173,11 +189,13 @@ class Program:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_block_pool_random_calls_equal_the_model(seed):
     program = Program(seed)
-    calls = [program.get, program.get, program.touch, program.free, program.cache, program.evict, program.misuse]
+    calls = [program.get, program.touch, program.free, program.free, program.cache, program.cache, program.evict]
+    calls += [program.get, program.misuse]
     for _ in range(CALLS):
         program.random.choice(calls)()
         program.compare()
     assert program.refused and program.hits and program.evicted_in_use
+    assert program.evicted_in_place and program.blank_touched
 
 
 # ---- planted faults ----------------------------------------------------------------------------------------
@@ -196,21 +214,33 @@ class ForgetsToForget(BlockPool):
 class KeepsCommitted(BlockPool):
     """The old fault: a block that lost its key goes on being evicted last."""
 
-    def evict(self, ids):
+    def evict(self, ids, keep_place=False):
         self._forget(ids)
 
 
 class KeepsHeldCommitted(BlockPool):
     """The same of blocks in use alone."""
 
-    def evict(self, ids):
-        self._blocks.uncache([block for block in ids if block and not self.refcount(block)])
+    def evict(self, ids, keep_place=False):
+        self._blocks.uncache([block for block in ids if block and not self.refcount(block)], keep_place=keep_place)
         self._forget(ids)
 
 
+class MovesWhatIsEvicted(BlockPool):
+    def evict(self, ids, keep_place=False):
+        super().evict(ids)
+
+
+class RoomWithHits(BlockPool):
+    """Hits that nobody holds yet are counted as free, though a touch takes them."""
+
+    def room(self, hits=()):
+        return self.num_free
+
+
 class EvictsBackwards(BlockPool):
-    def evict(self, ids):
-        super().evict(ids[::-1])
+    def evict(self, ids, keep_place=False):
+        super().evict(ids[::-1], keep_place=keep_place)
 
 
 class TakesTheNewKey(BlockPool):
@@ -239,7 +269,7 @@ class TellsNothing(BlockPool):
 
 
 FAULTS = [FreesBackwards, ForgetsToForget, KeepsCommitted, KeepsHeldCommitted, EvictsBackwards, TakesTheNewKey]
-FAULTS += [CommitsWithoutKey, EvictsTheNewest, TellsNothing]
+FAULTS += [CommitsWithoutKey, EvictsTheNewest, TellsNothing, MovesWhatIsEvicted, RoomWithHits]
 
 
 @pytest.mark.parametrize("broken", FAULTS)
@@ -256,8 +286,7 @@ def test_block_pool_broken_pool_is_detected(broken, monkeypatch):
 class Peer:
     """vLLM's pool beside ours: the same calls, the same ids, the same order of the free blocks.
 
-    One rule differs: a free block that loses its key is blank at once here, and stays where it was in the queue
-    there; `evict` moves it. Keys are new, since two blocks with one key are both findable there.
+    Keys are new, since two blocks with one key are both findable there.
     """
 
     def __init__(self, modules, seed):
@@ -289,8 +318,9 @@ class Peer:
                 self.held.remove(block)
         elif what == "touch":
             cached = [block.block_id for block in peer.blocks if block.block_hash is not None]
-            ids = self.some(cached + self.held)
-            pool.touch(ids)
+            blank = self.random.random() < 0.3
+            ids = self.some(range(1, NUM_BLOCKS) if blank else cached + self.held)
+            pool.touch(ids, blank=blank)
             peer.touch(self.blocks(ids))
             self.held += ids
         elif what == "cache":
@@ -301,19 +331,14 @@ class Peer:
             peer.cache_full_blocks(vllm_source.request(keys), self.blocks(ids), 0, len(ids), 16, 0)
         else:
             ids = self.some(range(1, NUM_BLOCKS))[:3]
-            queue = peer.free_block_queue
-            cached = [b for b in self.blocks(ids) if b.block_hash is not None and not b.ref_cnt]
             self.evicted_in_use += any(b.block_hash is not None and b.ref_cnt for b in self.blocks(ids))
-            pool.evict(ids)
+            pool.evict(ids, keep_place=True)
             peer.evict_blocks(set(ids))
-            for block in cached:
-                queue.remove(block)
-            queue.prepend_n(cached)
 
     def compare(self):
         found = [block.block_id for block in self.peer.free_block_queue.get_all_free_blocks()]
         assert self.pool.free_order() == found
-        assert [self.pool.refcount(i) for i in range(1, NUM_BLOCKS)] == [b.ref_cnt for b in self.peer.blocks[1:]]
+        assert [self.pool.references[i] for i in range(1, NUM_BLOCKS)] == [b.ref_cnt for b in self.peer.blocks[1:]]
         assert self.pool.usage == pytest.approx(self.peer.get_usage())
         for key in range(max(0, self.keys - 20), self.keys):
             theirs = self.peer.get_cached_block(key.to_bytes(32, "big"), [0]) or []

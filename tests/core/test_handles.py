@@ -242,6 +242,46 @@ def test_empty_batch_is_legal(make_pool, make_plan, call):
             pool.done(plan)
 
 
+EVERY_BATCH = BATCH_CALLS | {
+    "close_finished": lambda pool, plan, hs: pool.close_finished(hs, np.array([True])),
+    "unshare": lambda pool, plan, hs: pool.unshare(plan, hs, 3),
+    "compact": lambda pool, plan, hs: pool.compact(hs, 5),
+    "commit": lambda pool, plan, hs: pool.prefix.commit(hs, [1, 2, 3, 4]),
+    "wanted": lambda pool, plan, hs: pool.prefix.wanted(hs).tolist(),
+}
+
+
+def after(call, pool, plan, handle_of):
+    """What a call does to a sequence of six tokens beside another one."""
+    pool.open(4)
+    handle = pool.open(4)
+    pool.step(plan, [handle], 6)
+    pool.done(plan)
+    result = EVERY_BATCH[call](pool, plan, handle_of(handle))
+    shown = [plan.block_tables.tolist(), plan.seq_lens.tolist(), plan.slot_mapping.tolist(), plan.served.tolist()]
+    return result, shown, plan.is_pending, len(plan.handles), pool.stats(), pool.fingerprint(), pool.digest()
+
+
+@pytest.mark.parametrize("call", EVERY_BATCH)
+def test_one_handle_is_a_batch_of_one(make_pool, make_plan, call):
+    found = []
+    for handle_of in (lambda h: [h], int, np.int64, lambda h: np.array(h), lambda h: np.array([h])):
+        pool = make_pool(prefix_cache=True)
+        found.append(after(call, pool, make_plan(pool), handle_of))
+    assert found[1:] == found[:1] * 4
+
+
+def test_one_table_index_is_a_batch_of_one(make_pool, grow):
+    tables = []
+    for places in ([1], 1):
+        pool = make_pool()
+        handle = pool.open()
+        grow(pool, handle, 9)
+        pool.evict_blocks(handle, places)
+        tables.append(pool.table(handle).tolist())
+    assert tables == [[1, 3]] * 2
+
+
 def test_batch_after_a_refused_duplicate_is_not_confused(make_pool):
     pool = make_pool()
     a, b = pool.open(4), pool.open(4)

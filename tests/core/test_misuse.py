@@ -181,12 +181,6 @@ def test_batch_of_handles_that_is_no_batch_is_a_type_error(scene, refused, call)
             HANDLE_BATCH[call](scene, NOT_AN_INT[value])
 
 
-@pytest.mark.parametrize("call", ["step", "reserve", "can", "close_finished", "unshare"])
-def test_one_handle_where_a_batch_is_needed_is_a_type_error(scene, refused, call):
-    with refused(scene.pool, TypeError, call, plans=[scene.plan]):
-        HANDLE_BATCH[call](scene, scene.a)
-
-
 @pytest.mark.parametrize("call", ["step", "reserve", "unshare", "done", "rollback"])
 def test_plan_of_a_wrong_type_is_a_type_error(scene, refused, call):
     for value in [None, 3, "plan", object(), np.zeros(3, np.int64)]:
@@ -429,14 +423,6 @@ def test_array_of_ids_in_a_wrong_form_is_refused(scene, refused, call):
     for exception, array in arrays_of(np.int32, [5, 6], narrow=True).values():
         with refused(scene.pool, exception, call):
             ID_BATCH[call](scene, array)
-
-
-@pytest.mark.parametrize("call", HANDLE_BATCH)
-def test_array_of_handles_without_a_dimension(scene, refused, call):
-    if call in ("close", "truncate", "compact"):
-        return  # one handle is legal there
-    with refused(scene.pool, (TypeError, ValueError), call, plans=[scene.plan]):
-        HANDLE_BATCH[call](scene, np.array(scene.a))
 
 
 def mask_forms():
