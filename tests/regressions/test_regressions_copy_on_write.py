@@ -67,7 +67,7 @@ class CutMovesTheLengthOnly(Unchecked):
     @public_call
     def truncate(self, handles, lens):
         """Move the length."""
-        for seq in self._batch("truncate", handles, alone=True):
+        for seq in self._batch("truncate", handles):
             seq.num_tokens = lens
 
 

@@ -113,7 +113,7 @@ class BatchIsFreedPerTable(Unchecked):
     @public_call
     def close(self, handles):
         """One table after the other."""
-        for seq in self._batch("close", handles, alone=True):
+        for seq in self._batch("close", handles):
             table = list(seq.table)
             self._close(seq)
             self._blank += [block for block in table if block not in self._blank or self._refcount(block)]

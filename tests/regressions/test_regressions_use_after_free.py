@@ -53,7 +53,7 @@ class TruncatesInFlight(Unchecked):
     @public_call
     def truncate(self, handles, lens):
         """Cut."""
-        for seq in self._batch("truncate", handles, alone=True):
+        for seq in self._batch("truncate", handles):
             self._pop_blocks(seq, -(-lens // self.block_size))
             seq.num_tokens = lens
 
