@@ -93,7 +93,7 @@ class _Shelf:
     rows: dict[int, mx.array] = field(default_factory=dict)
     tokens: dict[int, np.ndarray] = field(default_factory=dict)
     parents: dict[int, int | bytes] = field(default_factory=dict)
-    after: dict[int | bytes, list[int]] = field(default_factory=dict)
+    after: dict[int | bytes, dict[int, None]] = field(default_factory=dict)
     ends: dict[int | bytes, list[_Sequence]] = field(default_factory=dict)
 
     @property
@@ -482,7 +482,7 @@ class PromptCache:
         shelf.rows[block] = row
         shelf.tokens[block] = tokens.copy()
         shelf.parents[block] = parent
-        shelf.after.setdefault(parent, []).append(block)
+        shelf.after.setdefault(parent, {})[block] = None
         self._nbytes += row.nbytes
 
     def _replaced(
@@ -517,21 +517,17 @@ class PromptCache:
 
     def _forget(self, shelf: _Shelf) -> None:
         """Evict the least recently used block that no sequence has."""
-        blocks = shelf.pool.blocks
-        blank = blocks.num_blank
-        block = int(blocks.free_order(blank + 1)[blank])
-        blocks.evict(1)
-        self._clear(shelf, block)
+        shelf.pool.blocks.evict(1)
+        self._clear(shelf, int(shelf.pool.blocks.free_order(1)[0]))  # what was evicted is taken next
 
     def _clear(self, shelf: _Shelf, block: int) -> None:
         self._nbytes -= shelf.rows.pop(block).nbytes
         del shelf.tokens[block]
         parent = shelf.parents.pop(block)
-        siblings = shelf.after.get(parent, [])
-        if block in siblings:
-            siblings.remove(block)
-            if not siblings:
-                del shelf.after[parent]
+        siblings = shelf.after.get(parent, {})
+        siblings.pop(block, None)
+        if not siblings:
+            shelf.after.pop(parent, None)
         shelf.after.pop(block, None)
 
     def _drop(self, one: _Sequence) -> None:
