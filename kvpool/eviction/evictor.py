@@ -6,7 +6,7 @@ back leaves no trace.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,15 +233,13 @@ class Evictor:
                 "blocks of one: call Pool.reserve, and copy blocks with GroupStorage"
             )
         plan = self._fitting_plan(1, -(-(self.pool.kv_len(handle) + tokens) // self.pool.block_size))
-        self.pool.reserve(plan, [handle], tokens)
-        self._copy(plan)
+        self._copied(self.pool.reserve, plan, [handle], tokens)
 
     def _unshare(self, handles: Sequence[int], lens: list[int], sink: int) -> None:
         """Blocks of their own for rows that share what will be rewritten."""
         width = max(-(-self.pool.capacity(handle) // self.pool.block_size) for handle in handles)
         plan = self._fitting_plan(len(handles), width)
-        self.pool.unshare(plan, handles, lens, sink, self.group)
-        self._copy(plan)
+        self._copied(self.pool.unshare, plan, handles, lens, sink, self.group)
 
     def _fitting_plan(self, rows: int, width: int) -> Plan:
         """The plan for copies, or a larger one."""
@@ -251,17 +249,19 @@ class Evictor:
             self._plan = plan = Plan(self.pool, 2 * rows, 2**31 - 1, formats=(), table_width=width)
         return plan
 
-    def _copy(self, plan: Plan) -> None:
+    def _copied(self, take: Callable[..., None], plan: Plan, *arguments: Any) -> None:
+        """Let a call of the pool take blocks, and copy what it says."""
         try:
+            take(plan, *arguments)
             copies = (plan if plan.groups is None else plan.groups[self.group]).copies
             if len(copies):
                 self.backend.copy_blocks(copies)
+            if plan.is_pending:
+                self.pool.done(plan)
         except BaseException:
             if plan.is_pending:
                 self.pool.rollback(plan)
             raise
-        if plan.is_pending:
-            self.pool.done(plan)
 
 
 def _full_group(pool: Pool, number: Any) -> Group:

@@ -71,13 +71,13 @@ class Memory:
 
     def start(self, row: int) -> None:
         """A new sequence without tokens is in this row; there are more rows if it takes more."""
-        now = len(self.known)
+        now = len(self._positions)
         if row >= now:
             more = max(row + 1, 2 * now) - now
             layers, _, heads, room = self.scores.shape
             self.scores = np.concatenate([self.scores, np.zeros((layers, more, heads, room), np.float32)], axis=1)
             self.known = np.concatenate([self.known, np.zeros(more, np.int64)])
-            self._positions += [None] * more
+            self._positions += [None] * more  # last: it says how many rows there are
         self.known[row] = 0
         self._positions[row] = None
 

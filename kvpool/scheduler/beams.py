@@ -16,7 +16,7 @@ from kvpool.errors import OutOfBlocks, OutOfSequences
 from kvpool.scheduler.policy import count_admission, known_tokens, open_with_room
 from kvpool.scheduler.request import DECODING, FINISHED, PREFILLING, WAITING, Output, RequestGroup, Sequence
 from kvpool.scheduler.results import why_ended
-from kvpool.scheduler.state import Core
+from kvpool.scheduler.state import Attempt, Core
 
 
 class Hypothesis(NamedTuple):
@@ -55,6 +55,8 @@ class Beam:
     common : int
         Tokens (whole blocks) that hypotheses 1, 2, ... will share with the first.
     """
+
+    __slots__ = ("admitted", "common", "done", "group", "held", "live", "spare", "totals", "width")
 
     def __init__(self, group: RequestGroup) -> None:
         self.group = group
@@ -95,35 +97,29 @@ class Beam:
     def _fork_held(self, core: Core) -> bool:
         """Replace the `held` handles by forks of the first hypothesis. Nothing is copied."""
         pool, rows = core.pool, core.rows
-        first = self.live[0]
-        others = self.live[1:]
-        pool.close(self.held)
+        first, others, forked = self.live[0], self.live[1:], list[int]()
         try:
-            handles = [int(h) for h in pool.fork(int(rows.handle[first.lane]), len(others))]
-        except OutOfSequences:  # another user of the pool was faster
+            pool.close(self.held)
+            forked += pool.fork(int(rows.handle[first.lane]), len(others)).tolist()
+            pool.truncate(forked, self.common)
+            for sequence, handle in zip(others, forked, strict=True):
+                rows.handle[sequence.lane] = handle
+                rows.computed[sequence.lane] = self.common
+                rows.committed[sequence.lane] = min(self.common, int(rows.committed[first.lane]))
+            if not core.needs.promises:
+                left = [rows.remaining(sequence.lane) for sequence in others]
+                core.at_once(pool.reserve, Plan(pool, len(forked), formats=("seq_lens",)), forked, left)
+            self.held = []
+        except BaseException as error:
             core.setbacks += 1
+            core.close([*self.held, *forked])
             for sequence in others:
                 rows.handle[sequence.lane] = -1
             self.preempt(core)
-            return False
-        self.held = []
-        pool.truncate(handles, self.common)
-        for sequence, handle in zip(others, handles, strict=True):
-            rows.handle[sequence.lane] = handle
-            rows.computed[sequence.lane] = self.common
-            rows.committed[sequence.lane] = min(self.common, int(rows.committed[first.lane]))
+            if isinstance(error, OutOfBlocks | OutOfSequences):  # another user of the pool was faster
+                return False
+            raise
         core.changed = True
-        if core.needs.promises:
-            return True
-        plan = Plan(pool, len(handles), formats=("seq_lens",))
-        try:
-            pool.reserve(plan, handles, [rows.remaining(sequence.lane) for sequence in others])
-        except OutOfBlocks:  # another user of the pool was faster
-            core.setbacks += 1
-            self.preempt(core)
-            return False
-        if not pool.options.in_order:
-            pool.done(plan)
         return True
 
     def admit(self, core: Core) -> bool:
@@ -137,13 +133,14 @@ class Beam:
         blocks = needs.most(list(map(len, tokens)), shared, self.width > 1).sum(axis=0)
         # With layer groups nobody takes tokens back, so what the first finds must be common to all.
         looked_up = tokens[0][: common + 1] if needs.promises and len(tokens) > 1 else tokens[0]
-        handle = open_with_room(core, blocks.tolist(), looked_up, self.group.request)
+        attempt = core.attempt = Attempt(core, first)
+        handle = open_with_room(core, attempt, blocks.tolist(), looked_up, self.group.request)
         if handle is None:
             return False
         handles = [handle]
         try:
             for known in tokens[1:]:
-                handles.append(pool.open(0 if needs.promises else len(known) - common))
+                handles.append(attempt.open(pool.open, 0 if needs.promises else len(known) - common))
         except (OutOfBlocks, OutOfSequences):
             pool.close(handles)
             return False

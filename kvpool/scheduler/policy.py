@@ -11,7 +11,7 @@ import numpy as np
 
 from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected
 from kvpool.scheduler.request import DECODING, PREFILLING, SPILLED, Request, Sequence
-from kvpool.scheduler.state import Core, DecodeBatch
+from kvpool.scheduler.state import Attempt, Core, DecodeBatch
 
 POLICIES = ("last", "longest", "grower", "priority")
 LOOK = 4  # requests that are tried, while the first in line finds no room
@@ -146,20 +146,22 @@ def judge(core: Core, request: Request) -> None:
         )
 
 
-def open_with_room(core: Core, need: list[int], tokens: np.ndarray, request: Request) -> int | None:
+def open_with_room(core: Core, attempt: Attempt, need: list[int], tokens: np.ndarray, request: Request) -> int | None:
     """Open a sequence with the cached part of `tokens`. Return None if there is no room for it.
 
     It needs so many blocks beside the cached part. They are reserved, or promised in a pool with layer groups.
     """
     try:
         if core.needs.promises:
-            return open_layers(core, need, tokens, request)
-        return open_within(core, tokens, request.namespace) if fits(core, need, tokens, request.namespace) else None
+            return open_layers(core, attempt, need, tokens, request)
+        if fits(core, attempt, need, tokens, request.namespace):
+            return open_within(core, attempt, tokens, request.namespace)
+        return None
     except (OutOfBlocks, OutOfSequences):
         return None
 
 
-def open_layers(core: Core, need: list[int], tokens: np.ndarray, request: Request) -> int | None:
+def open_layers(core: Core, attempt: Attempt, need: list[int], tokens: np.ndarray, request: Request) -> int | None:
     """Do what `open_with_room` does in a pool with layer groups.
 
     A checkpoint stays in the pool until the first step has loaded it. If it leaves no room for that step, the sequence
@@ -171,17 +173,19 @@ def open_layers(core: Core, need: list[int], tokens: np.ndarray, request: Reques
     tokens = tokens[: core.findable + 1]
     is_short = needs.short(need, core.available(), kept) >= 0
     if core.prefix is None:
-        return None if is_short else int(core.pool.open(0, request.namespace))
+        return None if is_short else attempt.open(core.pool.open, 0, request.namespace)
     most = list(map(add, need, needs.checkpoint))
-    if needs.short(most, core.available(), kept) >= 0 and not fits_found(core, need, tokens, request.namespace):
-        return None if is_short else int(core.pool.open(0, request.namespace))
-    return int(core.pool.open(tokens, request.namespace, cut and min(cut, len(tokens)), reserve=False))
+    if needs.short(most, core.available(), kept) >= 0 and not fits_found(
+        core, attempt, need, tokens, request.namespace
+    ):
+        return None if is_short else attempt.open(core.pool.open, 0, request.namespace)
+    return attempt.open(core.pool.open, tokens, request.namespace, cut and min(cut, len(tokens)), reserve=False)
 
 
-def fits_found(core: Core, need: list[int], tokens: np.ndarray, namespace: bytes) -> bool:
+def fits_found(core: Core, attempt: Attempt, need: list[int], tokens: np.ndarray, namespace: bytes) -> bool:
     """Return whether enough blocks are left once the cached part of `tokens` is held, in a pool with layer groups."""
     assert core.prefix is not None
-    pinned = core.prefix.pin(tokens[:-1], namespace)
+    pinned = attempt.open(core.prefix.pin, tokens[:-1], namespace)
     try:
         found = core.pool.num_tokens(pinned)
         due = list(map(sub, need, core.needs.held(found, found=found).tolist()))
@@ -190,10 +194,10 @@ def fits_found(core: Core, need: list[int], tokens: np.ndarray, namespace: bytes
         core.pool.close(pinned)
 
 
-def open_within(core: Core, tokens: np.ndarray, namespace: bytes) -> int:
+def open_within(core: Core, attempt: Attempt, tokens: np.ndarray, namespace: bytes) -> int:
     """Open a sequence with the cached part of `tokens`, and reserve blocks for the rest."""
     looked_up = tokens[: core.findable + 1]  # the last token is always computed
-    handle = int(core.pool.open(looked_up, namespace))
+    handle = attempt.open(core.pool.open, looked_up, namespace)
     if len(looked_up) < len(tokens):
         try:
             assert core.eviction is not None
@@ -303,7 +307,7 @@ def blocks_kept(core: Core) -> list[int]:
     return core.needs.kept(core.growing, running, core.watermark)
 
 
-def fits(core: Core, needed: list[int], tokens: np.ndarray, namespace: bytes) -> bool:
+def fits(core: Core, attempt: Attempt, needed: list[int], tokens: np.ndarray, namespace: bytes) -> bool:
     """Return whether enough blocks are left after an admission that needs so many, without the cached part of `tokens`.
 
     It is for pools of one table. It evicts nothing. The blocks that it finds become the most recently used ones.
@@ -326,7 +330,7 @@ def fits(core: Core, needed: list[int], tokens: np.ndarray, namespace: bytes) ->
     if core.is_ahead:  # what is unpinned while a step is out cannot be taken before that step is done
         raise MustWait
     try:
-        pinned = core.prefix.pin(whole, namespace)  # evictable hits are not available for the rest
+        pinned = attempt.open(core.prefix.pin, whole, namespace)  # evictable hits are not available for the rest
     except OutOfSequences:
         return False
     try:
@@ -345,7 +349,8 @@ def admit(core: Core, sequence: Sequence) -> bool:
         return False
     tokens = known_tokens(sequence)
     need = core.needs.alone(len(tokens))
-    handle = open_with_room(core, need, tokens, sequence.group.request)
+    attempt = core.attempt = Attempt(core, sequence)
+    handle = open_with_room(core, attempt, need, tokens, sequence.group.request)
     if handle is None:
         return False
     computed = core.pool.num_tokens(handle)
@@ -378,32 +383,41 @@ def restore(core: Core, sequence: Sequence) -> bool:
     known = len(prompt) + len(sequence.tokens)
     if core.needs.short(core.needs.alone(known), core.available(), blocks_kept(core)) >= 0:
         return False
+    attempt = core.attempt = Attempt(core, sequence)
     try:
-        handle = core.pool.open(core.needs.places(known), sequence.group.request.namespace)
+        handle = attempt.open(core.pool.open, core.needs.places(known), sequence.group.request.namespace)
     except (OutOfBlocks, OutOfSequences):
         return False
-    computed = sequence.computed
-    try:
-        core.set_length(handle, computed)
-        core.tier.prefetch(sequence.kept, handle, core.pool.table(handle)[: core.blocks(computed)])
-    except BaseException:
-        core.pool.close(handle)
-        raise
+    computed, kept = sequence.computed, sequence.kept
+    core.set_length(handle, computed)
     del core.spilled[sequence]
     sequence.kept = None
     core.start(sequence, core.rows.take(), handle, computed, core.admission_number())
     core.rows.committed[sequence.lane] = 0
+    core.tier.prefetch(kept, handle, core.pool.table(handle)[: core.blocks(computed)])  # last: nothing undoes it
     return True
 
 
 def admit_next(core: Core) -> Sequence | None:
-    """Admit the next sequence and return it. None if nobody waits, or nobody who may come finds room."""
+    """Admit the next sequence and return it. None if nobody waits, or nobody who may come finds room.
+
+    Whatever raises in it, also a signal between two lines, the sequence waits as before.
+    """
     if not core.rows.free:
         return None
-    for sequence in core.spilled:
-        return sequence if restore(core, sequence) else None
-    head = core.queue.head()
-    return head if head is None or admit(core, head) else admit_other(core, head)
+    core.attempt = None
+    try:
+        for sequence in core.spilled:
+            return sequence if restore(core, sequence) else None
+        head = core.queue.head()
+        return head if head is None or admit(core, head) else admit_other(core, head)
+    except MustWait:
+        raise  # before anything has changed
+    except BaseException:
+        if core.attempt is not None:
+            core.attempt.undo()
+        core.queue.mend()
+        raise
 
 
 def admit_other(core: Core, head: Sequence) -> Sequence | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
-from heapq import heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 
 from kvpool.scheduler.request import RequestGroup, Sequence, Tenant
 
@@ -62,9 +62,7 @@ class WaitingQueue:
         """Forget idle tenants that would be lifted if they came back."""
         least = self._least()
         self.tenants = {
-            name: one
-            for name, one in self.tenants.items()
-            if one.requests or one.used > least or name in self.weights
+            name: one for name, one in self.tenants.items() if one.requests or one.used > least or name in self.weights
         }
         self._sweep_at = max(64, 2 * len(self.tenants))
 
@@ -156,12 +154,31 @@ class WaitingQueue:
 
     def discard(self, sequence: Sequence) -> None:
         """Remove a sequence if it is queued. Of a beam only the first sequence is."""
-        line, at = sequence.group.tenant.line, 0
-        if sequence not in self._back:
-            at = bisect_left(line, _rank(sequence), key=_rank)
-            if line[at : at + 1] != [sequence]:
-                return
-        self.remove(sequence)
+        if sequence in self._back or self._is_in_line(sequence):
+            self.remove(sequence)
+
+    def _is_in_line(self, sequence: Sequence) -> bool:
+        line = sequence.group.tenant.line
+        at = bisect_left(line, _rank(sequence), key=_rank)
+        return line[at : at + 1] == [sequence]
+
+    def put_back(self, sequence: Sequence, *, front: bool) -> None:
+        """Let a sequence wait where it did before an admission that raised. `mend` comes next."""
+        if front:
+            self.push(sequence, front=True)
+            return
+        self._back.pop(sequence, None)
+        if not self._is_in_line(sequence):
+            insort(sequence.group.tenant.line, sequence, key=_rank)
+
+    def mend(self) -> None:
+        """Recompute all that follows from the lines, after an exception."""
+        for tenant in self.tenants.values():
+            tenant.new = sum(sequence.group.admitted is None for sequence in tenant.line)
+            tenant.is_listed = bool(tenant.line)
+        self._new = sum(tenant.new for tenant in self.tenants.values())
+        self._turns = [(tenant.used, tenant.since, tenant) for tenant in self.tenants.values() if tenant.line]
+        heapify(self._turns)
 
 
 def _rank(sequence: Sequence) -> tuple[int, int, int]:

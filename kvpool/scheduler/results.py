@@ -96,7 +96,7 @@ def fan_out(
     return np.repeat(at, times), np.repeat(lane, times), (np.repeat(index, times) + which).astype(np.int32)
 
 
-def take(core: Core, step: Step, given: Given) -> list[Output]:
+def take(core: Core, step: Step, given: Given, now: float) -> list[Output]:
     """Advance the sequences of an executed step. Rows that ended or were cancelled meanwhile get nothing."""
     core.steps += 1
     if core.eviction is not None:
@@ -106,14 +106,14 @@ def take(core: Core, step: Step, given: Given) -> list[Output]:
     if not is_whole:
         step.taken = np.isin(step.sample_lane, step.lanes[alive])
     if step.batch is None or not is_whole:
-        return take_rows(core, step, given, alive, 0)
-    outputs = take_decodes(core, step.batch, step.sample_position, given)
+        return take_rows(core, step, given, alive, 0, now)
+    outputs = take_decodes(core, step.batch, step.sample_position, given, now)
     if len(step.lanes) > step.num_decodes:
-        outputs += take_rows(core, step, given, alive, step.num_decodes)
+        outputs += take_rows(core, step, given, alive, step.num_decodes, now)
     return outputs
 
 
-def take_rows(core: Core, step: Step, given: Given, alive: NDArray[np.bool_], begin: int) -> list[Output]:
+def take_rows(core: Core, step: Step, given: Given, alive: NDArray[np.bool_], begin: int, now: float) -> list[Output]:
     """Advance the rows from `begin` on that are `alive`. Earlier samples belong to earlier rows."""
     rows, alive = core.rows, alive[begin:]
     lanes, samples, position = step.lanes[begin:], step.sample_lane[begin:], step.sample_position[begin:]
@@ -124,7 +124,6 @@ def take_rows(core: Core, step: Step, given: Given, alive: NDArray[np.bool_], be
     core.sampled_tokens += int(plain.sum())
     fans = take_fans(core, samples, plain) if core.unforked else {}
     ended = append(core, samples, given, plain, begin)
-    now = core.clock()
     end_prompts(core, samples[live & (position == 0)], now)
     for lane in step.lanes[step.num_decodes :][alive[step.num_decodes - begin :]].tolist():
         if core.has_checkpoints:
@@ -138,7 +137,7 @@ def take_rows(core: Core, step: Step, given: Given, alive: NDArray[np.bool_], be
     return outputs
 
 
-def take_decodes(core: Core, batch: DecodeBatch, at: NDArray[int32], given: Given) -> list[Output]:
+def take_decodes(core: Core, batch: DecodeBatch, at: NDArray[int32], given: Given, now: float) -> list[Output]:
     """Advance the decodes, which are the first rows of a step. Makes no Python object per row unless one ends.
 
     `at` begins with the number of tokens that each row has generated before.
@@ -154,15 +153,12 @@ def take_decodes(core: Core, batch: DecodeBatch, at: NDArray[int32], given: Give
         rows.shared[lanes] = batch.shared = False
     generated = store(rows, lanes, at, tokens, None if given.logprobs is None else given.logprobs[:n])
     if not at.min():  # prompts of which one token was left to compute
-        end_prompts(core, lanes[at == 0], core.clock())
+        end_prompts(core, lanes[at == 0], now)
     watched = batch.watch == tokens[:, None]
     full = generated >= batch.limit
     if not (watched.any() or full.any()):
         return []
     ended = why(rows, lanes, generated, watched.any(axis=1) | full)
-    if not ended:
-        return []
-    now = core.clock()
     return [core.finish(rows.sequence(lane), reason, now) for lane, reason in ended]
 
 
@@ -331,21 +327,20 @@ def fork(core: Core, handle: int) -> int | None:
         return None
 
 
-def expire(core: Core) -> list[Output]:
+def expire(core: Core, now: float) -> list[Output]:
     """End the requests whose deadline has passed."""
-    now, outputs = core.clock(), []
+    outputs = []
     while core.deadlines and core.deadlines[0][0] <= now:
         group = core.group_of(heappop(core.deadlines))
         if group is not None:
-            outputs += cancel(core, group, "deadline")
+            outputs += cancel(core, group, now, "deadline")
     core.cancelled -= len(outputs)
     core.expired += len(outputs)
     return outputs
 
 
-def cancel(core: Core, group: RequestGroup, reason: str = "cancelled") -> list[Output]:
+def cancel(core: Core, group: RequestGroup, now: float, reason: str = "cancelled") -> list[Output]:
     """End a request in any state."""
-    now = core.clock()
     if group.beam is not None:
         return group.beam.cancel(core, now, reason)
     outputs = []

@@ -353,11 +353,11 @@ class Scheduler:
         UnknownRequest
             The request has finished, or was never added. State unchanged.
         """
-        return results.cancel(self._core, self._find("cancel", id))
+        return results.cancel(self._core, self._find("cancel", id), self._core.clock())
 
     def expire(self) -> list[Output]:
         """End the requests whose deadline has passed. `update` does so, too. It is for times when no step is out."""
-        return results.expire(self._core) if self._core.deadlines else []
+        return results.expire(self._core, self._core.clock()) if self._core.deadlines else []
 
     # -- steps
 
@@ -627,13 +627,14 @@ class Scheduler:
         if step is not self._out[0]:
             raise RuntimeError("[update] the step before this one is out: update or fail it first")
         given = results.read(step, tokens, logprobs, beams)
+        now = self._core.clock()  # it may raise, so it comes before any change
         if not self._core.pool.options.in_order:
             self._core.pool.done(step.plan)
         del self._out[0]
         if step.num_drafts:
             step, given = drafts.settle(self._core, step, given)
-        outputs = results.take(self._core, step, given)
-        return outputs + results.expire(self._core) if self._core.deadlines else outputs
+        outputs = results.take(self._core, step, given, now)
+        return outputs + results.expire(self._core, now) if self._core.deadlines else outputs
 
     def fail(self, step: Step) -> None:
         """Take back a step that the backend did not execute. Every sequence is as before `schedule`.

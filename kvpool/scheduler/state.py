@@ -7,9 +7,10 @@ decided.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
-from heapq import heapify, heappop, heappush
-from operator import attrgetter, sub
+from collections.abc import Callable, Hashable, Iterable
+from functools import cache, partial
+from heapq import heapify, heappop, heappush, nsmallest
+from operator import attrgetter, call, sub
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,7 +35,6 @@ from kvpool.scheduler.request import (
 
 if TYPE_CHECKING:
     from kvpool.eviction import Evictor
-
 
 
 class LaneRows:
@@ -383,6 +383,59 @@ class DecodeBatch:
         )
 
 
+@cache
+def fields_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
+    """Return a function that reads all fields of an object of this class."""
+    return attrgetter(*kind.__slots__)
+
+
+class Attempt:
+    """An admission that has begun: what it may change, as it was, so that an exception in it changes nothing.
+
+    Parameters
+    ----------
+    core : Core
+    sequence : Sequence
+        It waits, or is spilled. The first of a beam stands for all.
+    """
+
+    def __init__(self, core: Core, sequence: Sequence) -> None:
+        group = sequence.group
+        self._core, self._sequence = core, sequence
+        self._front = core.queue.is_back(sequence)
+        self._count, self._numbers = core.count.copy(), vars(core).copy()
+        changed = [sequence] if group.beam is None else [*group.beam.live, group.beam]
+        self._fields = [(one, fields_of(type(one))(one)) for one in (group, group.tenant, *changed)]
+        width = group.request.beam_width
+        self._lanes = nsmallest(width, core.rows.free) if width > 1 else core.rows.free[:1]
+        self._opened: list[int] = []
+
+    def open(self, how: Callable[..., int], *arguments: Any, **options: Any) -> int:
+        """Return the handle that a call of the pool opens. It is closed if the admission raises."""
+        self._opened.extend(map(call, [partial(how, *arguments, **options)]))  # all in C: no signal comes in between
+        return self._opened[-1]
+
+    def undo(self) -> None:
+        """Let the sequence wait where it was, without lane and blocks."""
+        core, rows, sequence = self._core, self._core.rows, self._sequence
+        core.close([*self._opened, *rows.handle[self._lanes].tolist()])
+        for lane in self._lanes:
+            rows.vacate(lane)
+            if lane not in rows.free:
+                rows.give(lane)
+        core.count[:] = self._count
+        vars(core).update((name, value) for name, value in self._numbers.items() if isinstance(value, int))
+        for one, values in self._fields:
+            for name, value in zip(one.__slots__, values, strict=True):
+                setattr(one, name, value)
+        core.beams = [beam for beam in core.beams if beam is not sequence.group.beam]
+        if sequence.state == SPILLED:
+            core.spilled = {sequence: None, **core.spilled}
+        else:
+            core.queue.put_back(sequence, front=self._front)
+        core.changed = True
+
+
 class Core:
     """The state of a scheduler. Parameters: see `Scheduler`."""
 
@@ -424,6 +477,7 @@ class Core:
         self.deadlines: list[tuple[float, int, Hashable]] = []  # heap: time, number of the arrival, id
         self.ended: dict[Hashable, None] = {}  # ids of the latest, for messages
         self.beams: list[Any] = []  # running ones
+        self.attempt: Attempt | None = None  # the latest admission
         self.next_id = 0
         self.next_admission = 0
         self.newest = NOBODY  # number of the first admission of the step that is being decided
@@ -624,14 +678,14 @@ class Core:
 
     def new_group(self, request: Request, held: bool) -> RequestGroup:
         """Register a new request, and queue it unless it is held."""
-        name = request.id
+        now, name = self.clock(), request.id
         if name is None:
             while self.next_id in self.groups:
                 self.next_id += 1
             name = self.next_id
             self.next_id += 1
         self.ended.pop(name, None)
-        group = RequestGroup(request, name, self.clock())
+        group = RequestGroup(request, name, now)
         self.groups[name] = group
         self.unforked += not group.forked
         self.count[WAITING] += 1
@@ -662,6 +716,11 @@ class Core:
         group = self.groups.get(reminder[2])
         return group if group is not None and group.rank[1] == reminder[1] else None
 
+    def close(self, handles: Iterable[int]) -> None:
+        """Close those of the handles that are open. None is after ``Pool.reset``."""
+        there = [handle for handle in dict.fromkeys(handles) if handle >= 0 and self.pool.is_open(handle)]
+        self.pool.close(there)
+
     def release(self, sequence: Sequence) -> None:
         """Cancel a sequence in any state."""
         state, lane = sequence.state, sequence.lane
@@ -671,7 +730,7 @@ class Core:
             del self.spilled[sequence]
             sequence.kept = None
         if lane >= 0:
-            self.pool.close(int(self.rows.handle[lane]))
+            self.close([int(self.rows.handle[lane])])
             self.leave(sequence, FINISHED)
         else:
             self.move(sequence, FINISHED)
@@ -682,6 +741,15 @@ class Core:
         """Set the length of a sequence that has its blocks. Their content comes from a tier."""
         if self._length_plan is None:
             self._length_plan = Plan(self.pool, 1, 2**31 - 1, formats=("seq_lens",))
-        self.pool.step(self._length_plan, [handle], tokens)
-        if not self.pool.options.in_order:
-            self.pool.done(self._length_plan)
+        self.at_once(self.pool.step, self._length_plan, [handle], tokens)
+
+    def at_once(self, how: Callable[..., None], plan: Plan, *arguments: Any) -> None:
+        """Make a step of the pool in which nothing is computed."""
+        try:
+            how(plan, *arguments)
+            if plan.is_pending:
+                self.pool.done(plan)
+        except BaseException:
+            if plan.is_pending:
+                self.pool.rollback(plan)
+            raise
