@@ -96,36 +96,42 @@ def fan_out(
     return np.repeat(at, times), np.repeat(lane, times), (np.repeat(index, times) + which).astype(np.int32)
 
 
+def alive(core: Core, step: Step) -> NDArray[np.bool_]:
+    """Return which rows of a step still run: they have not ended, and nobody has cancelled them."""
+    still: NDArray[np.bool_] = core.rows.handle[step.lanes] == step.handles
+    return still
+
+
 def take(core: Core, step: Step, given: Given, now: float) -> list[Output]:
     """Advance the sequences of an executed step. Rows that ended or were cancelled meanwhile get nothing."""
     core.steps += 1
     if core.eviction is not None:
         core.eviction.settle()
-    alive = core.rows.handle[step.lanes] == step.handles
-    is_whole = alive.all()
+    still = alive(core, step)
+    is_whole = still.all()
     if not is_whole:
-        step.taken = np.isin(step.sample_lane, step.lanes[alive])
+        step.taken = np.isin(step.sample_lane, step.lanes[still])
     if step.batch is None or not is_whole:
-        return take_rows(core, step, given, alive, 0, now)
+        return take_rows(core, step, given, still, 0, now)
     outputs = take_decodes(core, step.batch, step.sample_position, given, now)
     if len(step.lanes) > step.num_decodes:
-        outputs += take_rows(core, step, given, alive, step.num_decodes, now)
+        outputs += take_rows(core, step, given, still, step.num_decodes, now)
     return outputs
 
 
-def take_rows(core: Core, step: Step, given: Given, alive: NDArray[np.bool_], begin: int, now: float) -> list[Output]:
-    """Advance the rows from `begin` on that are `alive`. Earlier samples belong to earlier rows."""
-    rows, alive = core.rows, alive[begin:]
+def take_rows(core: Core, step: Step, given: Given, still: NDArray[np.bool_], begin: int, now: float) -> list[Output]:
+    """Advance the rows from `begin` on that `still` run. Earlier samples belong to earlier rows."""
+    rows, still = core.rows, still[begin:]
     lanes, samples, position = step.lanes[begin:], step.sample_lane[begin:], step.sample_position[begin:]
-    core.idle_steps += not alive.all()
-    advance(core, lanes[alive], step.num_new[begin:][alive], int(alive[: step.num_decodes - begin].sum()))
-    live = np.isin(samples, lanes[alive])
+    core.idle_steps += not still.all()
+    advance(core, lanes[still], step.num_new[begin:][still], int(still[: step.num_decodes - begin].sum()))
+    live = np.isin(samples, lanes[still])
     plain = live & (step.beam_width[begin:] == 0)
     core.sampled_tokens += int(plain.sum())
     fans = take_fans(core, samples, plain) if core.unforked else {}
     ended = append(core, samples, given, plain, begin)
     end_prompts(core, samples[live & (position == 0)], now)
-    for lane in step.lanes[step.num_decodes :][alive[step.num_decodes - begin :]].tolist():
+    for lane in step.lanes[step.num_decodes :][still[step.num_decodes - begin :]].tolist():
         if core.has_checkpoints:
             core.commit(lane)  # before the next step lets go of what the checkpoint needs
         core.set_phase(lane)
@@ -362,8 +368,9 @@ def cancel(core: Core, group: RequestGroup, now: float, reason: str = "cancelled
 def give_up(core: Core, steps: list[Step]) -> None:
     """Preempt the sequences of failed steps that cannot be rolled back: what they wrote is unknown."""
     rows = core.rows
-    lanes = np.unique(np.concatenate([step.lanes[rows.handle[step.lanes] == step.handles] for step in steps]))
+    lanes = np.unique(np.concatenate([step.lanes[alive(core, step)] for step in steps]))
     for lane in lanes[rows.admitted[lanes].argsort()[::-1]].tolist():
         sequence = rows.sequences[lane]
-        if sequence is not None:  # or it was preempted with its beam
+        # Else it was preempted with its beam, or somebody has reset the pool: then it is for `cancel`.
+        if sequence is not None and core.pool.is_open(int(rows.handle[lane])):
             core.preempt(sequence)

@@ -67,7 +67,7 @@ def executed(core: Core, step: Step) -> Iterator[None]:
     A sequence that gets its last token has FINISHED there. All others go on: nobody knows yet whether they end.
     """
     rows = core.rows
-    alive = rows.handle[step.lanes] == step.handles
+    alive = results.alive(core, step)
     lanes, new, sampled = step.lanes, step.num_new.astype(np.int32), step.sample_lane
     if not alive.all():
         lanes, new = lanes[alive], new[alive]
@@ -622,13 +622,17 @@ class Scheduler:
             Wrong shapes or dtypes, tokens out of range, NaN. State unchanged, the step is still out.
         RuntimeError
             This step is not out, or not the first of two. State unchanged.
+        PlanStateError, StaleHandle
+            Somebody has reset the pool. State unchanged, the step is still out: call `fail`, and `cancel` what ran.
         """
         self._check_out("update", step)
         if step is not self._out[0]:
             raise RuntimeError("[update] the step before this one is out: update or fail it first")
         given = results.read(step, tokens, logprobs, beams)
         now = self._core.clock()  # it may raise, so it comes before any change
-        if not self._core.pool.options.in_order:
+        if self._core.pool.options.in_order:
+            self._core.pool.can(step.handles[results.alive(self._core, step)], 0)  # raises if the pool was reset
+        else:
             self._core.pool.done(step.plan)
         del self._out[0]
         if step.num_drafts:
@@ -659,8 +663,9 @@ class Scheduler:
             core.eviction.forget()
         if core.pool.options.in_order:
             results.give_up(core, failed)
-        for one in () if core.pool.options.in_order else reversed(failed):
-            core.pool.rollback(one.plan)
+        for one in reversed(failed):
+            if one.plan.is_pending:  # not in order, and nobody has reset the pool
+                core.pool.rollback(one.plan)
 
     def _check_out(self, call: str, step: Step) -> None:
         if not isinstance(step, Step):

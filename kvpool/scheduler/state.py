@@ -383,10 +383,8 @@ class DecodeBatch:
         )
 
 
-@cache
-def fields_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
-    """Return a function that reads all fields of an object of this class."""
-    return attrgetter(*kind.__slots__)
+# Reads all fields of an object of a class.
+fields_of: Callable[[Any], Callable[[Any], tuple[Any, ...]]] = cache(lambda kind: attrgetter(*kind.__slots__))
 
 
 class Attempt:
