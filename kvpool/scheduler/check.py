@@ -106,6 +106,9 @@ def check_lanes(core: Core, sequences: list[Sequence]) -> None:
         if runs:
             require(rows.sequences[sequence.lane] is sequence, f"lane {sequence.lane} is not of {name(sequence)}")
             require(rows.state[sequence.lane] == sequence.state, f"lane {sequence.lane} has another state")
+    width, most = rows.watch.shape[1], max(1, int(rows.watched.max()))
+    require(most <= width < 2 * most, f"{width} tokens are watched for, {most} are the most of a lane")
+    require(not rows.watched[rows.free].any(), "tokens are watched for in a free lane")
     handles = rows.handle[used].tolist()
     require(all(core.pool.is_open(handle) for handle in handles), "the handle of a running sequence is closed")
     require(len(set(handles)) == len(handles), "two sequences have one handle")

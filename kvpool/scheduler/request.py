@@ -16,6 +16,9 @@ from numpy import int32
 from numpy.typing import NDArray
 
 MOST = 2**31 - 1
+SAMPLES = 64  # of a request, or as many as there are lanes
+ENDS = 1024  # tokens and sequences that end a request
+END_TOKENS = 256  # of such a sequence
 
 
 def integer(call: str, name: str, value: Any, low: int, high: int = MOST) -> int:
@@ -85,11 +88,11 @@ class Request:
     id : hashable, optional
         Name of the request. The scheduler numbers requests without one.
     eos : int or ints
-        Tokens that end a sequence. The token is part of the output.
+        Tokens that end a sequence, at most 1,024. The token is part of the output.
     stop : sequence of sequences of ints
-        The output ends when it ends with one of these. They are part of the output.
+        The output ends when it ends with one of these, at most 1,024 of 256 tokens. They are part of the output.
     n : int, default 1
-        Samples of the prompt. With a beam: the number of best hypotheses to return.
+        Samples of the prompt, at most 64 or ``max_running``. With a beam: the number of best hypotheses to return.
     beam_width : int, default 0
         0: sampling. Otherwise the number of hypotheses of a beam search, ``n <= beam_width``.
     length_penalty : float, default 1.0
@@ -218,7 +221,8 @@ class Output:
 
 def ends_with(tokens: NDArray[int32], stops: Iterable[tuple[int, ...]]) -> bool:
     """Return whether `tokens` end with one of these sequences."""
-    return any(len(stop) <= len(tokens) and tokens[-len(stop) :].tolist() == list(stop) for stop in stops)
+    end = tuple(tokens[-END_TOKENS:].tolist())
+    return any(end[-len(stop) :] == stop for stop in stops)
 
 
 class TenantStats(NamedTuple):

@@ -31,8 +31,11 @@ from kvpool.scheduler.policy import judge as judge_eviction
 from kvpool.scheduler.queue import WaitingQueue
 from kvpool.scheduler.request import (
     DECODING,
+    END_TOKENS,
+    ENDS,
     FINISHED,
     PREFILLING,
+    SAMPLES,
     SPILLED,
     WAITING,
     Output,
@@ -278,6 +281,9 @@ class Scheduler:
         prompt = len(request.prompt)
         tokens = prompt + request.max_tokens - 1  # the KV of the last token is never read, so never written
         judge_eviction(core, request)
+        _judge_ends(request)
+        if request.n > (most := max(SAMPLES, core.max_running)):
+            raise RequestRejected(f"[add] n is {request.n}, a request has at most {most} samples", "too_large")
         need = blocks_alone(core, tokens)
         width = request.beam_width
         if self._max_model_len is not None and tokens > self._max_model_len:
@@ -733,6 +739,16 @@ class Scheduler:
         """
         self._core.pool.check()
         check(self._core, self._out)
+
+
+def _judge_ends(request: Request) -> None:
+    """Raise RequestRejected for more ends than a step should look for."""
+    for name, number in (("eos", len(request.eos)), ("stop", len(request.stop))):
+        if number > ENDS:
+            raise RequestRejected(f"[add] {name} has {number} entries, the limit is {ENDS}", "too_large")
+    longest = max(map(len, request.stop), default=0)
+    if longest > END_TOKENS:
+        raise RequestRejected(f"[add] a stop sequence has {longest} tokens, the limit is {END_TOKENS}", "too_large")
 
 
 def _queue(call: str, weights: Mapping[Hashable, float], ageing: int, overtake: int) -> WaitingQueue:

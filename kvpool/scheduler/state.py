@@ -65,7 +65,10 @@ class LaneRows:
     shared : bool
         The tail may be shared with a fork. Then the next token may need a block for its copy.
     watch : int32 ``[lanes, E]``
-        Tokens that may end the sequence, padded with -1: eos, and the last tokens of stop sequences.
+        Tokens that may end the sequence, padded with -1: eos, and the last tokens of stop sequences. E is less than
+        twice what a running sequence needs.
+    watched : int32
+        How many of them the lane has. 0 in a free lane.
     width : int32
         Width of the beam. 0: no beam.
     index : int32
@@ -93,6 +96,7 @@ class LaneRows:
         self.last = np.zeros(size, np.int32)
         self.shared = np.zeros(size, np.bool_)
         self.watch = np.full((size, 1), -1, np.int32)
+        self.watched = np.zeros(size, np.int32)
         self.width = np.zeros(size, np.int32)
         self.index = np.zeros(size, np.int32)
         self.tokens = np.zeros((size, 64), np.int32)
@@ -135,6 +139,7 @@ class LaneRows:
             self.watch = wider
         self.watch[lane] = -1
         self.watch[lane, : len(tokens)] = sorted(tokens)
+        self.watched[lane] = len(tokens)
 
     def set_tokens(
         self, lane: int, sequence: Sequence, tokens: NDArray[int32], logprobs: NDArray[float32] | None
@@ -199,6 +204,11 @@ class LaneRows:
     def give(self, lane: int) -> None:
         """Free a lane without a sequence."""
         heappush(self.free, lane)
+        had, self.watched[lane] = int(self.watched[lane]), 0
+        if 1 < self.watch.shape[1] < 2 * had:
+            most = max(1, int(self.watched.max()))
+            if 2 * most <= self.watch.shape[1]:
+                self.watch = self.watch[:, :most].copy()
 
     def vacate(self, lane: int) -> None:
         """Remove the sequence from a lane, which stays taken."""

@@ -128,6 +128,71 @@ def test_add_beam_fits_as_a_whole_or_is_rejected():
         assert caught.value.reason == "too_large"
 
 
+@pytest.mark.parametrize("lanes", [1, 100])
+def test_add_number_of_samples_is_bounded_by_the_lanes(lanes):
+    most = max(64, lanes)
+    scheduler = Scheduler(Pool(400, 4), max_running=lanes)
+    before = scheduler.stats()
+    for n in (most + 1, 2**31 - 1):
+        with pytest.raises(RequestRejected, match=rf"^\[add\] n is {n}, .* {most} ") as caught:
+            scheduler.add(Request([1], max_tokens=2, n=n))
+        assert caught.value.reason == "too_large"
+    assert scheduler.stats() == before._replace(rejected=2) and scheduler.schedule() is None
+    scheduler.add(Request([1], max_tokens=1, n=most))
+    assert len(Machine(scheduler, scheduler._core.pool).run()) == most
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ({"eos": range(1025)}, "eos has 1025 .* 1024"),
+        ({"stop": [[token] for token in range(1025)]}, "stop has 1025 .* 1024"),
+        ({"stop": [[3], [1] * 257]}, "257 tokens.* 256"),
+    ],
+)
+def test_add_more_ends_than_a_step_looks_for_are_rejected(ends, words):
+    scheduler = Scheduler(Pool(64, 4))
+    with pytest.raises(RequestRejected, match=rf"^\[add\] .*{words}") as caught:
+        scheduler.add(Request([1], **ends))
+    assert caught.value.reason == "too_large" and scheduler.schedule() is None
+
+
+def test_longest_stop_sequence_ends_a_request():
+    stop = [*range(10), *[7] * 246]
+    pool = Pool(200, 4)
+    scheduler = Scheduler(pool)
+    scheduler.add(Request([1], max_tokens=300, stop=[stop, [7] * 256], eos=range(100, 1124)))
+    outputs, given = [], iter([3, *stop])
+    while (step := scheduler.schedule()) is not None:
+        outputs += scheduler.update(step, np.int32([next(given)]))
+    assert (outputs[0].tokens.tolist(), outputs[0].finish_reason) == ([3, *stop], "stop")
+
+
+def test_table_of_ends_is_as_wide_as_running_requests_need():
+    """Each lane has a column for each token that may end any request: it goes when the request has gone."""
+    rng = np.random.default_rng(1)
+    pool = Pool(400, 4)
+    scheduler = Scheduler(pool, max_running=6)
+    widths = set()
+    for number in range(60):
+        ends = int(2 ** rng.uniform(0, 10))
+        stop = [[1, 100 + token] for token in range(rng.integers(0, 5))]
+        beam = {"beam_width": 2} if number % 7 == 0 else {}
+        scheduler.add(
+            Request([number], max_tokens=int(rng.integers(1, 9)), eos=range(1000, 1000 + ends), stop=stop, **beam)
+        )
+    while (step := scheduler.schedule()) is not None:
+        continuations = np.tile(np.int32(range(4)), (np.count_nonzero(step.beam_width), 1))
+        beams = continuations, np.zeros(continuations.shape, np.float32) - 1
+        scheduler.update(step, np.zeros(len(step.sample_at), np.int32), beams=beams)
+        scheduler.check()
+        running = [scheduler.request_of(lane) for lane in np.flatnonzero(scheduler._core.rows.handle >= 0).tolist()]
+        need = max((len(one.eos) + len(one.stop) for one in running), default=1)
+        widths.add(width := scheduler._core.rows.watch.shape[1])
+        assert need <= width < 2 * need
+    assert len(widths) > 5 and scheduler._core.rows.watch.shape == (6, 1)
+
+
 def test_add_full_queue_is_rejected():
     scheduler = Scheduler(Pool(64, 4), max_waiting=2)
     for _ in range(2):
