@@ -26,7 +26,7 @@ from kvpool.cli.options import (
     proposer,
     tiny_model,
 )
-from kvpool.errors import install_command
+from kvpool.errors import KVPoolError, install_command
 
 if TYPE_CHECKING:
     from kvpool.adapters.mlx_lm.engine import Completion, Engine, TokenEvent
@@ -86,6 +86,9 @@ def run(args: argparse.Namespace) -> int:
         done: dict[Any, Completion] = {}
         while engine.num_unfinished and not interrupts.count:
             for completion in engine.step():
+                if isinstance(completion.error, KVPoolError):
+                    number: Any = completion.id
+                    raise CommandError(f"prompt {number + 1}: {str(completion.error).rpartition('] ')[2]}") from None
                 if completion.error is not None:
                     raise completion.error
                 done[completion.id] = completion

@@ -242,8 +242,8 @@ def _best(samples: Sequence[Sample], count: int) -> Sequence[Sample]:
 
 
 def _finite(logprob: float) -> float:
-    """Return a logprob that JSON can hold."""
-    return logprob if math.isfinite(logprob) else LEAST
+    """Return a logprob that JSON can hold. NaN is none: the engine gives no such token."""
+    return LEAST if logprob == -math.inf else logprob
 
 
 DONE = b"data: [DONE]\n\n"

@@ -37,9 +37,8 @@ class ServerMetrics:
 
     def collect(self) -> Iterator[Any]:
         """What the registry calls."""
-        kv = self._engine.kv
-        extra = tuple if kv.stored is None else kv.stored.metrics
-        return Collector(kv.pool, self._engine.scheduler, extra).collect()
+        engine = self._engine
+        return Collector(engine.kv.pool, engine.scheduler, engine.metrics).collect()
 
     def ended(self, completion: Completion) -> None:
         """Count a completion."""

@@ -44,6 +44,14 @@ def test_one_prompt_prints_its_text_alone(capsys, expected):
     assert capsys.readouterr().out == expected[0] + "\n"
 
 
+def test_model_that_gives_no_number_is_an_error_of_one_line(capsys, monkeypatch):
+    model, tokenizer = tiny.make()
+    model.model.embed_tokens.weight[tokenizer.encode("}")[0]] = np.inf
+    monkeypatch.setattr(tiny, "make", lambda arch=None: (model, tokenizer))
+    assert generate("--prompt", "a", "--prompt", "a } b") == 2
+    assert "prompt 2: the logits for token 0 of sample 0 are not finite" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arch", ["qwen3", "gemma3"])
 def test_architecture_of_the_tiny_model_answers_with_stock_tokens(capsys, arch):
     assert generate("--arch", arch, "--prompt", PROMPTS[0], "--json") == 0

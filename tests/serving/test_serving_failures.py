@@ -45,6 +45,23 @@ tiny.make = lambda arch=None: (make(arch)[0], TokenizerWrapper(tiny.byte_tokeniz
 sys.exit(main(sys.argv[1:]))
 """
 
+NOT_FINITE = """
+import sys
+import mlx.core as mx
+from kvpool.adapters.mlx_lm import tiny
+from kvpool.cli import main
+
+make = tiny.make
+
+def damaged(arch=None):
+    model, tokenizer = make(arch)
+    model.model.embed_tokens.weight[tokenizer.encode("}")[-1]] = mx.inf
+    return model, tokenizer
+
+tiny.make = damaged
+sys.exit(main(sys.argv[1:]))
+"""
+
 STUCK = """
 import sys
 from kvpool.cli import main
@@ -101,6 +118,39 @@ def test_engine_whose_pool_is_broken_ends_the_process_with_a_status_that_tells()
     status, errors = server.stop()
     assert status == 1 and "the engine was lost" in errors, errors
     assert set(found[:6]) <= {200, 500}
+
+
+def test_logits_that_are_not_finite_are_an_error_of_that_request_alone_and_counted():
+    server = Server("--num-blocks", "400", program=("-c", NOT_FINITE))
+    try:
+        due = server.post("/v1/completions", PROMPT)
+        assert due[0] == 200
+        bad = PROMPT | {"prompt": "a } b"}
+        asked = {"messages": [{"role": "user", "content": "a } b"}], "max_tokens": 4}
+        formed = asked | {"response_format": {"type": "json_object"}}
+        cases = [("/v1/completions", bad | more) for more in ({}, {"logprobs": 2}, {"n": 2, "temperature": 1})]
+        cases += [("/v1/completions", {"prompt": ["a", "}"], "max_tokens": 4, "use_beam_search": True})]
+        cases += [("/v1/chat/completions", formed), ("/v1/messages", asked)]
+        for path, body in cases:
+            status, answer = server.post(path, body)
+            assert status == 500 and "LogitsNotFinite" in answer["error"]["message"], (path, body, answer)
+        streams = [(path, body | {"stream": True}) for path, body in cases if "use_beam_search" not in body]
+        for path, body in streams:
+            text = server.raw(path, body)[1]
+            assert "LogitsNotFinite" in text and '"error"' in text, (path, body, text)
+            assert "[DONE]" not in text and "message_stop" not in text, (path, body, text)
+        found = []
+        others = threading.Thread(target=lambda: found.append(server.post("/v1/completions", PROMPT)))
+        others.start()
+        assert crowd(server, 4, bad) == [500] * 4
+        others.join()
+        assert found[0][1]["choices"] == due[1]["choices"]
+        metrics = server.idle_metrics()
+        assert metrics["kvpool_requests_not_finite_total"] == len(cases) + len(streams) + 4
+        assert metrics['kvpool_blocks{state="used"}'] == 0
+    finally:
+        status, errors = server.stop()
+    assert status == 0 and "the engine failed" not in errors
 
 
 @pytest.mark.long

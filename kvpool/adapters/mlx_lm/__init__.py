@@ -50,7 +50,7 @@ from kvpool.adapters.mlx_lm.eviction import make_cache
 from kvpool.adapters.mlx_lm.host import SUPPORTED_VERSIONS, PagedKV, Summary, install
 from kvpool.adapters.mlx_lm.passes import EngineStopped
 from kvpool.adapters.mlx_lm.prefix import PagedPromptCache
-from kvpool.adapters.mlx_lm.sampling import Sampling
+from kvpool.adapters.mlx_lm.sampling import LogitsNotFinite, Sampling
 
 __all__ = [
     "SUPPORTED_VERSIONS",
@@ -58,6 +58,7 @@ __all__ = [
     "DraftModel",
     "Engine",
     "EngineStopped",
+    "LogitsNotFinite",
     "PagedKV",
     "PagedKVCache",
     "PagedPromptCache",

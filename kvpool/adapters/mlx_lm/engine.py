@@ -45,12 +45,13 @@ from kvpool.adapters.mlx_lm.eviction import Eviction
 from kvpool.adapters.mlx_lm.grammar import Follower, GrammarFailed, Grammars
 from kvpool.adapters.mlx_lm.host import BackendFactory, PagedKV, install
 from kvpool.adapters.mlx_lm.passes import LayerCache, Part, Rows, Turn, cut, in_parts, together
-from kvpool.adapters.mlx_lm.sampling import SEED_MAX, Sampling, best, sample
+from kvpool.adapters.mlx_lm.sampling import SEED_MAX, LogitsNotFinite, Sampling, best, sample
 from kvpool.adapters.mlx_lm.shapes import max_positions
 from kvpool.adapters.mlx_lm.states import Held, SlotStates, arrays_of
 from kvpool.adapters.mlx_lm.stored import StoredPrefixes, StoreFactory
 from kvpool.errors import OutOfBlocks, OutOfSequences, UnknownRequest
 from kvpool.eviction import Policy
+from kvpool.metrics import Metric, counter
 from kvpool.scheduler import Decoding, Output, Step
 from kvpool.scheduler.drafts import Propose
 from kvpool.scheduler.request import token_array
@@ -61,8 +62,8 @@ Listener = Callable[["TokenEvent"], None]
 Prompt = str | Iterable[int] | Sequence[Mapping[str, Any]]
 FORMATS = ("block_tables", "seq_lens", "slot_mapping", "cu_q_lens")  # of plans for layer groups
 Top = tuple[tuple[int, float], ...]
-Row = tuple[Request, int, int, bool, int, float, Top]
-"""Request, sample, number of the token, is no beam, token, logprob, likeliest tokens."""
+Row = tuple[Request, int, int, int, float, Top]
+"""Request, sample, number of the token, token, logprob, likeliest tokens."""
 _user = attrgetter("user")
 _looks_back = attrgetter("user.looks_back")
 _SAMPLING = tuple(field.name for field in fields(Sampling))
@@ -127,8 +128,8 @@ class Completion:
     Attributes
     ----------
     error : Exception or None
-        The exception that ended the request: of its listener or its grammar. Or that of its tokenizer: then there is
-        no text.
+        The exception that ended the request: of its listener or its grammar, or `LogitsNotFinite`. The samples have
+        what came before. Or that of its tokenizer: then there is no text.
     """
 
     id: Hashable
@@ -185,6 +186,8 @@ class Engine:
         Most tokens of a prompt and its answer together. None: the model has no limit that is known.
     grammars : Grammars
         Compiles what `submit` takes as ``grammar``.
+    num_not_finite : int
+        Requests that ended with `LogitsNotFinite`.
     """
 
     def __init__(
@@ -231,6 +234,7 @@ class Engine:
         self._runs_ahead = self.kv.passes.is_lazy and speculate is None and may_wait
         self._numbers = itertools.count()
         self._seeds = np.random.default_rng(seed)
+        self.num_not_finite = 0
         self._start()
 
     def _start(self) -> None:
@@ -438,7 +442,7 @@ class Engine:
             known += [(id, np.zeros(0, np.int32)) for id in ids]
         for id, tokens in known:
             job = self._jobs.get(id)
-            if job is not None:
+            if job is not None and job.error is None:
                 whole, own = np.concatenate([job.request.prompt, tokens]), job.request.namespace
                 try:
                     saved = stored.save(whole, job.namespace, own, job.saved)
@@ -455,6 +459,12 @@ class Engine:
     def num_unfinished(self) -> int:
         """Requests whose completion was not returned yet."""
         return len(self._jobs) + len(self._ended)
+
+    def metrics(self) -> list[Metric]:
+        """What this engine and its store count, for `kvpool.metrics`. Any thread may ask."""
+        text = "Requests that ended because the logits of the model were not finite."
+        own = [counter("kvpool_requests_not_finite_total", text, self.num_not_finite)]
+        return own if self.kv.stored is None else own + self.kv.stored.metrics()
 
     def __contains__(self, id: Hashable) -> bool:
         """Whether this request was submitted and has not ended."""
@@ -572,15 +582,24 @@ class Engine:
         except BaseException:
             self._fail(step)
             raise
-        try:
-            outputs = self.scheduler.update(step, tokens, logprobs, beams)
-        except ValueError:  # the model has given NaN to a beam; nothing has changed, the step is still out
-            self._fail(step)
-            raise
-        indices, is_sample = step.sample_index.tolist(), (step.beam_width == 0).tolist()
-        found = (step.requests, indices, step.sample_position.tolist(), is_sample, tokens.tolist(), logprobs.tolist())
+        is_spoiled = ~np.isfinite(logprobs)
+        if beams is not None:  # of a beam that ends anyway the scheduler takes any number
+            beams[1][is_spoiled[step.beam_width > 0]] = 0
+        outputs = self.scheduler.update(step, tokens, logprobs, beams)
+        if is_spoiled.any():
+            self._note_spoiled(step, is_spoiled)
+        indices = step.sample_index.tolist()
+        found = (step.requests, indices, step.sample_position.tolist(), tokens.tolist(), logprobs.tolist())
         rows: Iterable[Row] = zip(*found, tops, strict=True)
         return rows if step.taken is None else itertools.compress(rows, step.taken.tolist()), outputs
+
+    def _note_spoiled(self, step: Step, is_spoiled: np.ndarray) -> None:
+        """Give the requests an error whose samples cannot go on. Drafts that were wrong are no part of a sample."""
+        for at in np.flatnonzero(is_spoiled if step.taken is None else is_spoiled & step.taken).tolist():
+            job = self._jobs.get(step.requests[at].id)
+            if job is not None and job.request is step.requests[at]:
+                self.num_not_finite += not job.ends
+                job.spoil(int(step.sample_index[at]), int(step.sample_position[at]))
 
     def _fail(self, step: Step) -> None:
         """Take a step back, with the one that began after it."""
@@ -654,11 +673,11 @@ class Engine:
                 if self.kv.stored is not None:
                     self.kv.stored.drop(output.id)
         stopped: list[_Job] = []
-        for request, index, position, counts, token, logprob, top in rows:
+        for request, index, position, token, logprob, top in rows:
             current = ended.get(request.id) or self._jobs.get(request.id)
             if current is None or current.request is not request:  # a listener has cancelled it, and may use its id
                 continue
-            if not counts or not current.listens:
+            if not current.listens:
                 continue
             try:
                 if current.error is None:
@@ -738,6 +757,7 @@ class _Job:
         self.error: Exception | None = None
         self.listens = on_token is not None or bool(stops) or request.user.grammar is not None
         self.followers: dict[int, Follower] = {}
+        self.ends: dict[int, int] = {}  # of each output: tokens before the logits were not finite
         self._on_token = on_token
         self._stops = stops
         self._tokenizer = tokenizer
@@ -749,6 +769,13 @@ class _Job:
         """Whether all samples have ended with a stop string."""
         stopped = sum(one.is_stopped for one in self._transcripts.values())
         return stopped == self.request.n
+
+    def spoil(self, index: int, position: int) -> None:
+        """Note that the logits for a token of a sample were not finite. `Engine._deliver` ends the request."""
+        self.ends = dict.fromkeys(range(self.request.n) if self.request.beam_width else (index,), position) | self.ends
+        what = f"[step] the logits for token {position} of sample {index} are not finite"
+        self.error = self.error or LogitsNotFinite(f"{what}: the weights are damaged, or a sum overflows its dtype")
+        self.listens = True
 
     def on_token(self, index: int, token: int, logprob: float, reason: str | None, top: Top) -> None:
         """Take one token of a sample and call the listener."""
@@ -773,6 +800,9 @@ class _Job:
 
     def _sample(self, output: Output) -> Sample:
         tokens, logprobs, reason = output.tokens, output.logprobs, output.finish_reason
+        if (end := self.ends.get(output.index, len(tokens))) < len(tokens):
+            tokens, reason = tokens[:end], "cancelled"
+            logprobs = None if logprobs is None else logprobs[:end]
         transcript = self._transcripts.get(output.index) if not self.request.beam_width else None
         try:
             if transcript is None:

@@ -18,9 +18,14 @@ import mlx.core as mx
 import numpy as np
 
 from kvpool.adapters.mlx_lm.grammar import Grammar
+from kvpool.errors import KVPoolError
 
 SEED_MAX = 2**63 - 1
 NO_CHANGES: Mapping[int, Any] = MappingProxyType({})
+
+
+class LogitsNotFinite(KVPoolError, ArithmeticError):
+    """The model gave NaN or infinity where a token was to be sampled, or no token that may come was possible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +195,8 @@ def sample(
     -------
     tokens : int32 ``[M]``
     logprobs : float32 ``[M]``
-        Of these tokens, by the model's own probabilities. Both are nodes of MLX's graph.
+        Of these tokens, by the model's own probabilities. Both are nodes of MLX's graph. It is not finite where the
+        logits of the row have NaN or plus infinity, and where the token cannot come: the token means nothing then.
     """
     if not len(samplings):
         return mx.zeros(0, mx.int32), mx.zeros(0, mx.float32)
@@ -212,7 +218,11 @@ def sample(
             choose = _filtered if is_filtered else _plain
             heard = heard - mx.logsumexp(heard, axis=-1, keepdims=True)
             tokens[picks] = choose(heard, some, mx.array(chances)[..., None])
-    return tokens, (mx.take_along_axis(logits, tokens[:, None], axis=-1) - total)[:, 0]
+    logprobs = mx.take_along_axis(logits, tokens[:, None], axis=-1) - total
+    if chosen_from is not logits:  # nothing that is left may be possible, the token is none of it then
+        is_possible = mx.isfinite(mx.take_along_axis(chosen_from, tokens[:, None], axis=-1))
+        logprobs = mx.where(is_possible, logprobs, mx.nan)
+    return tokens, logprobs[:, 0]
 
 
 def best(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
