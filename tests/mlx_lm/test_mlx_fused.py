@@ -6,7 +6,9 @@ import gc
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_map
 from mlx_families import FAMILIES
+from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_models import VOCAB, batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_llama
 
@@ -54,6 +56,56 @@ def test_fused_tokens_equal_stock_in_a_batch_and_alone(model):
     summary = kv.summary()
     assert summary.blocks_used == summary.blocks_leaked == summary.mlx_pool_copies == kv.settle() == 0
     kv.pool.check()
+
+
+def logprobs_of_first_tokens(model, prompts, batched=True, step=2048):
+    """Log probabilities after each prompt, by mlx-lm's batch engine or one by one, prompts in chunks of `step`."""
+    if not batched:
+        steps = [generate_step(mx.array(prompt), model, max_tokens=1, prefill_step_size=step) for prompt in prompts]
+        return np.stack([np.array(next(one)[1]) for one in steps])
+    sizes = {"prefill_batch_size": 2, "completion_batch_size": 3, "prefill_step_size": step}
+    generator, found = BatchGenerator(model, max_tokens=1, **sizes), {}
+    uids = generator.insert(prompts)
+    while responses := generator.next_generated():
+        found |= {response.uid: np.array(response.logprobs) for response in responses}
+    generator.close()
+    return np.stack([found[uid] for uid in uids])
+
+
+def exact_logprobs(model, prompts):
+    """The same in float64, without a cache."""
+    weights = model.parameters()
+    model.update(tree_map(lambda w: w.astype(mx.float64), weights))
+    try:
+        logits = [np.array(model(mx.array([prompt]))[0, -1]) for prompt in prompts]
+    finally:
+        model.update(weights)
+    return np.stack([row - row.max() - np.log(np.exp(row - row.max()).sum()) for row in logits])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_batch_differs_from_single_prompts_by_rounding_alone(seed):
+    """What `test_many_batches` of mlx-lm compares with a tolerance of 1e-5, which rounding can pass."""
+    model, prompts = tiny_llama(), random_prompts([24, 20, 24, 26], seed)
+    model.update(tree_map(lambda w: w * 1.5 if w.ndim > 1 else w, model.parameters()))  # nearly sure of its tokens
+    exact = exact_logprobs(model, prompts)
+    stock = logprobs_of_first_tokens(model, prompts, batched=False)
+    error = np.abs(stock - exact).max()
+    assert 1e-6 < error < 1e-2
+    with install(model, 200, fused=True):
+        alone, batch = (logprobs_of_first_tokens(model, prompts, batched, 8) for batched in (False, True))
+        whole = logprobs_of_first_tokens(model, prompts, batched=False)
+    for found in (alone, batch, whole):
+        assert np.abs(found - exact).max() < 3 * error
+    assert not np.array_equal(batch, whole), "chunks of 8 and of 24 tokens round alike: the bound holds nothing"
+
+
+@pytest.mark.parametrize("step", [8, 2048])
+def test_batch_has_the_bits_of_single_prompts_whose_chunks_end_at_the_same_places(step):
+    model, prompts = tiny_llama(), random_prompts([24] * 4)
+    with install(model, 200, fused=True):
+        alone, batch = (logprobs_of_first_tokens(model, prompts, batched, step) for batched in (False, True))
+    assert np.array_equal(alone, batch)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"])
