@@ -16,6 +16,13 @@ def provide(model, tokenizer, kv_bits=None):
         kv_bits=kv_bits,
         kv_group_size=64,
         quantized_kv_start=0,
+        num_draft_tokens=0,
+        max_tokens=10,
+        temp=0.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        allowed_origins=["*"],
     )
     return SimpleNamespace(
         cli_args=cli_args,

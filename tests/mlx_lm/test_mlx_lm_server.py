@@ -1,7 +1,12 @@
 """mlx-lm's own server, unmodified, on a `PagedPromptCache`: the same answers, and prompts that are found."""
 
+import contextlib
 import gc
+import http.client
+import json
 import runpy
+import threading
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -88,8 +93,55 @@ def test_the_server_answers_the_same_and_finds_what_prompts_share(tokenizer, see
     kv.pool.check()
 
 
+@contextlib.contextmanager
+def listening(model, tokenizer, prompt_cache, kv_bits=None):
+    """mlx-lm's server on a port of its own. Yields a function that asks it: status and text."""
+    generator = server.ResponseGenerator(provide(model, tokenizer, kv_bits), prompt_cache)
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), lambda *args: server.APIHandler(generator, *args))
+    thread = threading.Thread(target=httpd.serve_forever, daemon=True)
+    thread.start()
+
+    def ask(**fields):
+        with contextlib.closing(http.client.HTTPConnection(*httpd.server_address, timeout=60)) as connection:
+            body = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "max_tokens": 4} | fields
+            connection.request("POST", "/v1/chat/completions", json.dumps(body))
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+
+    try:
+        yield ask
+    finally:
+        httpd.shutdown()
+        thread.join()
+        httpd.server_close()
+        generator.stop_and_join()
+
+
+def test_the_server_answers_other_bits_than_the_pools_with_an_error(tokenizer):
+    model, before = tiny_llama(head_dim=64), vars(server.APIHandler)["handle_completion"]
+    with install(model, 300, block_size=BLOCK, prefix_cache=True) as kv:
+        with listening(model, tokenizer, PagedPromptCache(kv), kv_bits=8) as ask:
+            for _ in range(2):
+                status, text = ask()
+                assert status == 500 and "install(..., kv_bits=8" in json.loads(text)["error"]
+                status, text = ask(stream=True)
+                (event,) = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+                assert status == 200 and "install(..., kv_bits=8" in event["error"]
+        with listening(model, tokenizer, PagedPromptCache(kv)) as ask:
+            status, text = ask()
+            assert status == 200 and json.loads(text)["usage"]["completion_tokens"]
+    assert vars(server.APIHandler)["handle_completion"] is before
+
+
+def test_the_server_answers_a_pool_that_is_too_small_with_an_error(tokenizer):
+    model = tiny_llama()
+    with install(model, 6, block_size=BLOCK) as kv, listening(model, tokenizer, PagedPromptCache(kv)) as ask:
+        long = [{"role": "user", "content": SYSTEM[::-1]}]
+        status, text = ask(messages=long, seed=1)  # with a seed the server does not batch
+        assert status == 500 and "CapacityExceeded" in json.loads(text)["error"]
+
+
 def test_the_server_takes_the_bits_of_the_pool_for_its_own(tokenizer):
-    """An error in the middle of a request would close its connection without an answer."""
     model = tiny_llama(head_dim=64)
     with install(model, 300, block_size=BLOCK, prefix_cache=True, kv_bits=8) as kv:
         expected, _ = converse(model, tokenizer, PagedPromptCache(kv), seed=1)

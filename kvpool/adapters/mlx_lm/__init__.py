@@ -31,8 +31,8 @@ Paged caches do not support two options of mlx-lm's engines:
 - ``max_kv_size`` raises ValueError when the caches are made, on a model without a ``make_cache`` of its own. Other
   models ignore it, as in mlx-lm.
 - ``kv_bits`` raises ValueError when mlx-lm starts to quantize, unless `install` has set the same bits and groups.
-  mlx-lm starts when a cache has ``quantized_kv_start`` tokens, 5000 by default. Its server closes the connection of
-  such a request. Give the bits to `install`, and the same bits or none to the server.
+  mlx-lm starts when a cache has ``quantized_kv_start`` tokens, 5000 by default. Its server answers such a request with
+  status 500, or an error event in a stream. Give the bits to `install`, and the same bits or none to the server.
 
 `install` runs 14 tokens through a model to see whether it can attend over the blocks: four short forward passes, which
 load the weights of a model that was loaded with ``lazy=True``. With ``fused=False`` or without kernels it computes

@@ -22,6 +22,7 @@ from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.eviction import check_policy
 from kvpool.adapters.mlx_lm.layout import Layout, layout_of
 from kvpool.adapters.mlx_lm.passes import NOT_OPENED, TRIM, Known, Passes, site_of
+from kvpool.adapters.mlx_lm.server_hook import SERVER
 from kvpool.adapters.mlx_lm.shapes import ModelShape, build, inspect_model, leaves_of, require_bits
 from kvpool.adapters.mlx_lm.states import arrays_in
 from kvpool.adapters.mlx_lm.stored import StoredPrefixes, StoreFactory
@@ -425,15 +426,17 @@ class PagedKV:
     def __enter__(self) -> Self:
         self._hooks.append(Hook.enter(self))
         self.passes.hook()
+        SERVER.enter()
         return self
 
     def __exit__(self, *exc: object) -> None:
         if not self._hooks:
             raise RuntimeError("[install] this block was never entered, or has ended already")
-        for site in (*self.passes.calls, *self.passes.sites):
+        for site in (SERVER, *self.passes.calls, *self.passes.sites):
             site.require_ours()  # before any change: a block that cannot be left stays entered
         self._hooks[-1].require_ours(self.model)
         self.passes.unhook()
+        SERVER.leave()
         self._hooks.pop().leave(self)
 
     @property
