@@ -187,8 +187,8 @@ class AttentionOptions:
         Per head a bias linear in the distance ("Train Short, Test Long"). c - p <= 0, so slopes are usually > 0.
     mask : array ``[T, C']`` or ``[T, 1, C']`` or ``[T, Hq, C']``, optional
         T as in the queries, C' at least the longest context of the batch; column c is position c of the token's own
-        row. Floats (finite or -inf) are added; in a bool mask False hides the key. Entries that causality or the
-        window hides have no effect.
+        row. Floats are added, -inf or finite, up to the largest; in a bool mask False hides the key. Entries that
+        causality or the window hides have no effect.
 
     Raises
     ------

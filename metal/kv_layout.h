@@ -200,9 +200,10 @@ METAL_FUNC float transpose(float x, float y, int bit, int lane) {
   return (odd ? y : x) + metal::simd_shuffle_xor(odd ? x : y, ushort(bit));
 }
 
-// Weights of a softmax in base 2: the largest score may be -INFINITY, where nothing has been seen.
+// Weights of a softmax: the largest score may be -INFINITY, where nothing has been seen. Only the difference is taken
+// to base 2: a score may be the largest float, and times log2(e) it would be infinite.
 METAL_FUNC float weight(float score, float largest) {
-  return largest == -INFINITY ? 0.0f : metal::fast::exp2(score - largest);
+  return largest == -INFINITY ? 0.0f : metal::fast::exp2((score - largest) * LOG2E);
 }
 
 // Whether one of four floats is NaN or infinite; of their bits, because compilers may take floats for finite.

@@ -41,7 +41,7 @@
 //            columns           int32: C
 // Output     out               DIRECT: Q [T, Hq, VALUE_DIM], the result
 //                              else float [N, X, ROWS, VALUE_DIM + 4] for X threadgroups of an item: the weighted sum
-//                              of values, the largest score (in base 2), the sum of weights, two zeros
+//                              of values, the largest score, the sum of weights, two zeros
 //            exported          RAW: float [B, Hk, C], means over the heads of a group
 //                              MASS: float [B, Hq, C], what goes into exp; -INFINITY where it is hidden
 //
@@ -175,13 +175,13 @@ while (tile.begin < seen_end) {
                                              mask + masked);
     const bool is_observed = r / GROUP == observed_query;
     if (RAW && is_observed && visible) {
-      sum_of_heads += score;
+      sum_of_heads += score / float(GROUP);
     }
     if (MASS && is_observed && exists && seen) {
       const int64_t row = int64_t(item.row) * num_q_heads + head;
       kv::store(exported, row * columns + my_token, visible ? score : -INFINITY);
     }
-    score = visible ? score * kv::LOG2E : -INFINITY;
+    score = visible ? score : -INFINITY;
 
     const float before = simd_shuffle(largest, ushort(r));
     const float top = max(before, simd_max(score));
@@ -199,7 +199,7 @@ while (tile.begin < seen_end) {
   }
   if (RAW && observed_query >= 0 && seen) {
     const int64_t row = int64_t(item.row) * threadgroups_per_grid.x + kv_head;
-    kv::store(exported, row * columns + my_token, sum_of_heads / float(GROUP));
+    kv::store(exported, row * columns + my_token, sum_of_heads);
   }
 
   // The keys of the next tile are on their way while the values of this one are added.
@@ -275,7 +275,7 @@ for (int i = simd * 32 + lane; i < ROWS * Values::CHUNKS; i += 32 * SIMDGROUPS) 
   const bool exists = r / GROUP < item.num_queries;
   const int64_t part = int64_t(threadgroup_position_in_grid.y) * threadgroups_per_grid.x + kv_head;
   const int64_t row = DIRECT ? int64_t(item.first_query + r / GROUP) * num_q_heads + head : part * ROWS + r;
-  const float sink = SINKS && exists ? sinks[head] * kv::LOG2E : -INFINITY;
+  const float sink = SINKS && exists ? sinks[head] : -INFINITY;
   if (exists || !DIRECT) {
     kv::store_chunk<Q, DIRECT, Values::CHUNKS>(out, row, c, all, top, total, sink);
   }

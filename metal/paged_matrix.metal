@@ -128,7 +128,7 @@ for (int begin = item.seen_begin / 32 * 32; begin < item.seen_end; begin += 32) 
         const int64_t row = int64_t(item.row) * num_q_heads + head;
         kv::store(exported, row * columns + my_token, visible ? score : RAW ? 0.0f : -INFINITY);
       }
-      score = visible ? score * kv::LOG2E : -INFINITY;
+      score = visible ? score : -INFINITY;
       const float before = simd_shuffle(largest, ushort(i));
       const float top = max(before, simd_max(score));
       const float correction = kv::weight(before, top);
@@ -219,7 +219,7 @@ for (int m = 0; m < TILES; m++) {
   const int64_t row = DIRECT ? int64_t(item.first_query + r / HEADS) * num_q_heads + head
                              : (int64_t(threadgroup_position_in_grid.y) * threadgroups_per_grid.x +
                                 threadgroup_position_in_grid.x) * ROWS + r;
-  const float sink = SINKS && exists ? sinks[head] * kv::LOG2E : -INFINITY;
+  const float sink = SINKS && exists ? sinks[head] : -INFINITY;
   KV_UNROLL
   for (int u = 0; u < UNITS; u++) {
     const int c = first_chunk + 4 * u;

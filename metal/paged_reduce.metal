@@ -65,7 +65,7 @@ if (lane == 0) {
   shared_sum[simd] = total;
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
-const float sink = SINKS ? sinks[head] * kv::LOG2E : -INFINITY;
+const float sink = SINKS ? sinks[head] : -INFINITY;
 for (int c = simd * 32 + lane; c < CHUNKS; c += 32 * SIMDGROUPS) {
   float4 values = float4(0.0f);
   float sum = 0.0f;

@@ -340,18 +340,37 @@ def masks_of_bools_and_floats_are_applied(factory: Factory) -> None:
 
 
 @_feature
-def masks_with_the_lowest_number_hide_like_infinity(factory: Factory) -> None:
-    """Many models write the lowest float32 for "hidden"."""
+def ends_of_the_float_range_are_numbers_like_others(factory: Factory) -> None:
+    """Masks and sinks up to the largest float32 of both signs. Many models write the lowest for "hidden"."""
     _need_features(factory, "mask")
-    for spec in specs(factory):
-        filled = fill(factory, spec, _LONG)
-        mask = random_mask(filled, _LONG_CHUNKS, bool)
-        mask[:, 0] = True  # every query sees something
-        lowest = np.where(mask, 0, np.finfo(np.float32).min).astype(np.float32)
-        q, plan = filled.queries(_LONG_CHUNKS, 4), filled.plan(_LONG_CHUNKS)
-        out = attend(filled.backend, 0, q, plan, None, AttentionOptions(mask=lowest))
-        expected = filled.expected(0, q, _LONG_CHUNKS, None, AttentionOptions(mask=mask))
-        close(out, expected, spec, "mask of the lowest float32")
+    some_sinks = [None, np.array([_FLOATS.max, _FLOATS.min, -3e38, 1.0])]
+    for spec in specs(factory, dtypes=tuple(DTYPES), block_sizes=(16,), layers=1):
+        filled = fill(factory, spec, _FAR)
+        for q_lens in ([1] * len(_FAR), _FAR_CHUNKS):
+            masks = {"zeros": None} | _far_masks(filled, q_lens)
+            for (name, mask), sinks in product(masks.items(), some_sinks):
+                if sinks is None or "sinks" in capabilities_of(factory).features:
+                    what = f"mask of {name}, sinks {sinks}, {q_lens} queries"
+                    filled.check(q_lens, 4, what, options=AttentionOptions(mask=mask, sinks=sinks))
+
+
+_FLOATS = np.finfo(np.float32)
+_FAR = [7, 40, 600]
+_FAR_CHUNKS = [2, 33, 9]
+
+
+def _far_masks(filled: Filled, q_lens: Sequence[int]) -> dict[str, np.ndarray]:
+    """Masks float32 ``[T, 4, C']`` with numbers from the ends of the range, by name."""
+    shape = sum(q_lens), 4, max(filled.contexts)
+    ends = np.array([_FLOATS.min, _FLOATS.max, -3e38, 3e38, 0.0, -0.0, -np.inf], np.float32)
+    draw = filled.rng.random(shape)
+    of_each_query = ends[np.arange(shape[0]) % len(ends)]
+    return {
+        "the lowest float32 or 0": np.where(draw < 0.5, _FLOATS.min, 0).astype(np.float32),
+        "one number for each query": np.broadcast_to(of_each_query[:, None, None], shape),
+        "any number, the lowest more often": ends[np.minimum(draw**4 * len(ends), len(ends) - 1).astype(int)],
+        "low numbers": ends[np.where(draw < 0.9, 0, 2)],
+    }
 
 
 @_feature
@@ -613,6 +632,19 @@ def scores_are_what_goes_into_exp(factory: Factory) -> None:
                 for some in (*each, features):
                     options = some_options(filled, q_lens, 4, some)
                     check(filled, q_lens, 4, kind, options)
+
+
+@_score
+def scores_beside_masks_of_the_float_range_are_finite(factory: Factory) -> None:
+    """A mean over heads whose sum is no float32 is one still."""
+    if "mask" not in capabilities_of(factory).features:
+        raise NotApplicable
+    for kind in _kinds(factory):
+        for spec in specs(factory, dtypes=tuple(DTYPES), block_sizes=(16,), layers=1):
+            filled = fill(factory, spec, _FAR)
+            for q_lens in ([1] * len(_FAR), _FAR_CHUNKS):
+                for mask in _far_masks(filled, q_lens).values():
+                    check(filled, q_lens, 4, kind, AttentionOptions(mask=mask))
 
 
 @_score

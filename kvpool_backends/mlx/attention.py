@@ -37,10 +37,16 @@ def attention(
     if options.window is not None:
         v = mx.where(seen.any(axis=2)[..., None], v, mx.array(0, v.dtype))  # a weight of 0 does not hide a NaN
     if options.soft_cap is options.alibi_slopes is mask is None:
-        sinks = None if options.sinks is None else mx.array(options.sinks).astype(q.dtype)
+        sinks = None if options.sinks is None else sinks_like(q, mx.array(options.sinks))
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=seen, sinks=sinks)
     weights = softmax_with_sinks(_scores(q, k, scale, distance, seen, options, mask), options.sinks)
     return _by_kv_head(weights, v.astype(mx.float32)).astype(q.dtype)
+
+
+def sinks_like(q: mx.array, sinks: mx.array) -> mx.array:
+    """Return float32 sinks in the dtype of the queries, for MLX's attention, which knows no infinite ones."""
+    most = mx.finfo(q.dtype).max
+    return mx.clip(sinks, -most, most).astype(q.dtype)
 
 
 def exported_scores(
@@ -80,7 +86,8 @@ def mass_of_scores(scores: mx.array, num_kv_heads: int, sinks: np.ndarray | None
 
 def _of_kv_heads(x: mx.array, num_kv_heads: int) -> mx.array:
     """Return the means over the query heads of each KV head: ``[B, Hk, C]`` of ``[B, Hq, 1, C]``."""
-    return x.reshape(x.shape[0], num_kv_heads, x.shape[1] // num_kv_heads, x.shape[3]).mean(axis=2)
+    group = x.shape[1] // num_kv_heads
+    return (x / group).reshape(x.shape[0], num_kv_heads, group, x.shape[3]).sum(axis=2)  # a sum may be no float32
 
 
 def _scores(

@@ -21,7 +21,7 @@ import numpy as np
 from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities, KVBackend, StepArrays
 from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES
 from kvpool_backends.checks import check_layer, checked_queries, checked_results, checked_step
-from kvpool_backends.mlx.attention import exported_scores, mass_of_scores
+from kvpool_backends.mlx.attention import exported_scores, mass_of_scores, sinks_like
 from kvpool_backends.mlx.base import BaseBackend
 from kvpool_backends.mlx.metal_kernels import (
     HEAD_DIM_MAX,
@@ -242,7 +242,7 @@ class MetalAttention(_Storage):
         each = 1 if scores is None else 2
         launched, contexts = results[: each * len(work.launches)], results[each * len(work.launches) :]
         outs, exported = launched[::each], launched[1::2] if each == 2 else []
-        sinks = heads[1].astype(q.dtype) if options.sinks is not None else None
+        sinks = sinks_like(q, heads[1]) if options.sinks is not None else None
         for (_, first, last), k, v in zip(work.chunks, contexts[::2], contexts[1::2], strict=True):
             queries = q[first:last].swapaxes(0, 1)[None]
             k, v = k.astype(q.dtype), v.astype(q.dtype)

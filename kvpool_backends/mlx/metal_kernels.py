@@ -160,7 +160,7 @@ class Launch(NamedTuple):
         out = self.attend(inputs=[q, keys, values, layout, *self.inputs, *heads, *factors])
         if self.group:
             rows, all_heads, columns = out[1].shape
-            out[1] = out[1].reshape(rows, all_heads // self.group, -1, columns).mean(axis=2)
+            out[1] = (out[1] / self.group).reshape(rows, all_heads // self.group, -1, columns).sum(axis=2)
         if self.reduce is not None:
             out[:1] = self.reduce(inputs=[out[0], self.parts, heads[1]])
         return out

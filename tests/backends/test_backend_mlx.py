@@ -1,5 +1,6 @@
 """The MLX backend: the conformance kit by both routes, and what is particular to plain MLX: donation and copies."""
 
+from dataclasses import replace
 from functools import partial
 
 import mlx.core as mx
@@ -8,11 +9,12 @@ import pytest
 from mlx_models import on_cpu
 
 from kvpool.config import KVSpec
-from kvpool.protocol import StepArrays
+from kvpool.protocol import AttentionOptions, StepArrays
 from kvpool.testing import conformance
 from kvpool_backends.mlx import MLXBackend
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4)
+SLOTS = np.arange(4, 10, dtype=np.int32)  # of six tokens in blocks 1 and 2
 # It returns no attention weights, takes every dtype, and with kernels every layout that the kit tries.
 OF_NO_ROUTE = {"attention_weights_are_returned", "scores_come_after_weights", "scores_out_is_filled_in_place"}
 NOT_APPLICABLE = {
@@ -214,3 +216,19 @@ def test_bad_construction_is_refused():
     refuse(ValueError, "MLXBackend", plain, KVSpec(1, 1, 8, layout="HND"), 4)
     refuse(ValueError, "MLXBackend", MLXBackend, SPEC, 0)
     refuse(TypeError, "MLXBackend", MLXBackend, SPEC, True)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sinks_larger_than_the_type_of_the_queries_stay_finite(make, dtype):
+    """MLX's own attention takes sinks in the type of the queries, and infinite ones give NaN."""
+    largest = np.finfo(np.float32).max
+    backend = make(replace(SPEC, dtype=dtype), 4)
+    plan = StepArrays(np.array([[1, 2]], np.int32), np.array([6], np.int32), np.array([0, 6], np.int32), SLOTS)
+    given = [mx.random.normal((6, heads, 8), key=mx.random.key(heads)) for heads in (4, 2, 2)]
+    q, k, v = (x.astype(getattr(mx, dtype)) for x in given)
+    backend.write(backend.prepare(plan), 0, k, v)
+    without = np.array(backend.attend(backend.prepare(plan), 0, q).astype(mx.float32))
+    options = AttentionOptions(sinks=np.array([largest, -largest, 70_000.0, -70_000.0]))
+    out = np.array(backend.attend(backend.prepare(plan), 0, q, options=options).astype(mx.float32))
+    assert not out[:, 0::2].any()
+    np.testing.assert_allclose(out[:, 1::2], without[:, 1::2], atol=0.02)

@@ -254,6 +254,20 @@ class LowestIsNotLowEnough(Simple):
         return np.where(np.isneginf(bias), bias, np.maximum(bias, -10.0))
 
 
+class BaseChangesTheRange(Split):
+    """Scores to base 2, where the largest floats are infinite; in chunks only they differ from none."""
+
+    def mix(self, scores, sink, v):
+        with np.errstate(over="ignore"):
+            return super().mix(np.float32(np.float32(scores) * np.log2(np.e)) / np.log2(np.e), sink, v)
+
+
+class SinkOfSixteenBits(Simple):
+    def sink(self, x):
+        with np.errstate(over="ignore"):
+            return float(np.float16(x.options.sinks[x.head]))
+
+
 class NothingSeenIsNaN(Simple):
     def mix(self, scores, sink, v):
         weights = np.exp(scores - scores.max())
@@ -365,7 +379,9 @@ FAULTS = {
     TrueHidesTheKey: "masks_of_bools_and_floats_are_applied",
     BoolsAreAdded: "masks_of_bools_and_floats_are_applied",
     FloatsAreReadAsBools: "masks_of_bools_and_floats_are_applied",
-    LowestIsNotLowEnough: "masks_with_the_lowest_number_hide_like_infinity",
+    BaseChangesTheRange: "ends_of_the_float_range_are_numbers_like_others",
+    SinkOfSixteenBits: "ends_of_the_float_range_are_numbers_like_others",
+    LowestIsNotLowEnough: "ends_of_the_float_range_are_numbers_like_others",
     NothingSeenIsNaN: "queries_that_see_nothing_get_zero",
     NothingSeenIsTheMean: "queries_that_see_nothing_get_zero",
     HiddenPartIsNaN: "queries_that_see_nothing_get_zero",
@@ -407,7 +423,7 @@ def test_backend_with_one_feature_is_asked_for_that_one_alone(feature):
         "alibi_slopes": {"alibi_biases_by_distance"},
         "mask": {
             "masks_of_bools_and_floats_are_applied",
-            "masks_with_the_lowest_number_hide_like_infinity",
+            "ends_of_the_float_range_are_numbers_like_others",
             "queries_that_see_nothing_get_zero",
         },
     }

@@ -109,6 +109,15 @@ class InBaseTwo(Scored):
         return s * np.float32(np.log2(np.e)) if kind == "raw" else s
 
 
+class AddsBeforeItDivides(OtherScores):
+    """The sum over the heads of a group in float32, then the mean."""
+
+    def of(self, q, keys, token, kind, options):
+        group = q.shape[1] // keys.shape[1]
+        with np.errstate(over="ignore"):
+            return np.float32(super().of(q, keys, token, kind, options) * group) / np.float32(group)
+
+
 class BeforeTheCap(OtherScores):
     def of(self, q, keys, token, kind, options):
         return super().of(q, keys, token, kind, replace(options, soft_cap=None) if kind == "raw" else options)
@@ -271,6 +280,7 @@ FAULTS = {
     ChangesTheResult: "scores_of_decode_equal_dense_scores",
     ScoresOfTheOldestQuery: "scores_of_chunks_are_of_the_newest_query",
     SumsTheQueriesOfAChunk: "scores_of_chunks_are_of_the_newest_query",
+    AddsBeforeItDivides: "scores_beside_masks_of_the_float_range_are_finite",
     BeforeTheCap: "scores_are_what_goes_into_exp",
     WithoutTheBias: "scores_are_what_goes_into_exp",
     WithoutTheMask: "scores_are_what_goes_into_exp",

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from metal_cases import FEATURES, Batch, choices, shape_of
 
+from kvpool.protocol import AttentionOptions
 from kvpool_backends.mlx.metal_kernels import MetalKernels, attention_step, head_tiles, plan_attention
 
 LAUNCHES = int(os.environ.get("KVPOOL_METAL_LAUNCHES", "0"))
@@ -154,6 +155,20 @@ def test_a_query_that_sees_nothing_gets_zero(engine, part_tokens):
         out = batch.run(engine.factory(0))
         batch.check(out)
         assert (out[0] == 0).all()
+
+
+@pytest.mark.parametrize("part_tokens", [64, 512])
+@pytest.mark.parametrize(("group", "q_lens"), [(1, (1, 1)), (2, (3, 1)), (16, (4, 4))])
+def test_masks_and_sinks_at_the_ends_of_the_float_range_equal_float64(engine, group, q_lens, part_tokens):
+    """Numbers that are infinite in base 2; queries whose tokens all have one of them, and with others beside it."""
+    batch = Batch(group=group, seq_lens=(200, 40), q_lens=q_lens, features=("mask", "sinks"), part_tokens=part_tokens)
+    ends = np.array([np.finfo(np.float32).min, np.finfo(np.float32).max, -3e38, 0.0, -0.0], np.float32)
+    for shift in range(len(ends)):
+        mask = np.resize(np.roll(ends, shift), (len(batch.q), 1, 1)).repeat(200, axis=2)
+        mask[:, :, 100:150] = ends[0]
+        batch.__dict__["options"] = AttentionOptions(mask=mask, sinks=np.resize(ends[:3], batch.num_q_heads))
+        batch.__dict__.pop("expected", None)
+        batch.check(batch.run(engine.factory(0)))
 
 
 def test_masked_tokens_may_hold_anything(engine):

@@ -46,6 +46,8 @@ CASES = (
     "slots_behind_the_window_never_matter",
     "sinks_are_counted_once",
     "masks_of_bools_and_floats_are_applied",
+    "ends_of_the_float_range_are_numbers_like_others",
+    pytest.param("scores_beside_masks_of_the_float_range_are_finite", marks=pytest.mark.long),
     "options_that_cannot_be_served_are_refused",
     "scores_of_padding_are_zero",
     "scores_that_cannot_be_served_are_refused",

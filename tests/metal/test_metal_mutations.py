@@ -33,6 +33,7 @@ DECODE = attention.test_every_pair_of_choices_equals_float64
 WINDOWS = attention.test_windows_and_chunks_equal_float64
 SUMS = attention.test_sums_over_16_bits_are_those_of_float32
 LAST_TILES = attention.test_last_tiles_of_any_length_equal_float64
+ENDS = attention.test_masks_and_sinks_at_the_ends_of_the_float_range_equal_float64
 LARGEST = attention.test_the_largest_score_may_lie_in_any_part_and_simdgroup
 RACES = counts.test_no_race_in_any_schedule
 INFINITE = attention.test_an_infinite_value_stays_with_the_queries_that_see_it
@@ -284,8 +285,8 @@ MUTANTS = [
     Mutant(
         "sink in the wrong base",
         ATTENTION,
-        "sinks[head] * kv::LOG2E",
-        "sinks[head]",
+        "exists ? sinks[head]",
+        "exists ? sinks[head] * kv::LOG2E",
         DECODE,
         decode(features=("sinks",)),
     ),
@@ -307,7 +308,18 @@ MUTANTS = [
         decode(seq_lens=(512,)),
     ),
     Mutant("scale dropped", ATTENTION, "scores[r] * scale", "scores[r]", DECODE, decode()),
-    Mutant("weights in the wrong base", ATTENTION, "score * kv::LOG2E", "score", DECODE, decode()),
+    Mutant("weights in the wrong base", HEADER, "(score - largest) * LOG2E", "score - largest", DECODE, decode()),
+    *(
+        Mutant(
+            f"{kernel}: the base changed before the difference",
+            HEADER,
+            "(score - largest) * LOG2E",
+            "score * LOG2E - largest * LOG2E",
+            ENDS,
+            (ENGINE, group, q_lens, 64),
+        )
+        for kernel, group, q_lens in (("vectors", 1, (1, 1)), ("matrices", 16, (4, 4)))
+    ),
     Mutant(
         "soft cap after the bias",
         SHARED,
@@ -506,7 +518,7 @@ MUTANTS = [
                 "place.column / 2",
                 {"head_dim": 128},
             ),
-            ("sink in the wrong base", "sinks[head] * kv::LOG2E", "sinks[head]", {"features": ("sinks",)}),
+            ("sink in the wrong base", "? sinks[head]", "? sinks[head] * kv::LOG2E", {"features": ("sinks",)}),
             (
                 "last fragment of tokens dropped",
                 "for (int i = 0; i < 4; i++) {\n      bool finite",

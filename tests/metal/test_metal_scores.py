@@ -160,8 +160,8 @@ def test_metal_would_take_the_texts_of_scores(kind):
 
 VECTOR, MATRIX = "paged_attention.metal", "paged_matrix.metal"
 FAULTS = {
-    "heads are summed up": ("raw", "sum_of_heads / float(GROUP)", "sum_of_heads"),
-    "scores in base 2": ("raw", "sum_of_heads += score;", "sum_of_heads += score * kv::LOG2E;"),
+    "heads are summed up": ("raw", "score / float(GROUP)", "score"),
+    "scores in base 2": ("raw", "sum_of_heads += score", "sum_of_heads += kv::LOG2E * score"),
     "the first query's": ("raw", "RAW && is_observed && visible", "RAW && r / GROUP == 0 && visible"),
     "every query's": ("raw", "RAW && is_observed && visible", "RAW && visible"),
     "hidden positions too": ("raw", "RAW && is_observed && visible", "RAW && is_observed"),
@@ -169,7 +169,7 @@ FAULTS = {
     "the first KV head's": ("raw", "(item.row) * threadgroups_per_grid.x + kv_head", "(item.row) * 1"),
     "a token late": ("raw", "my_token, sum_of_heads", "my_token + 1, sum_of_heads"),
     "the first head's": ("mass", "(item.row) * num_q_heads + head;", "(item.row) * num_q_heads + kv_head * GROUP;"),
-    "hidden positions aside": ("mass", "visible ? score : -INFINITY", "score"),
+    "hidden positions aside": ("mass", "my_token, visible ? score : -INFINITY", "my_token, score"),
     "aside for every query": ("mass", "MASS && is_observed && exists", "MASS && exists"),
     "aside a token late": ("mass", "my_token, visible", "my_token + 1, visible"),
     "matrix, every query's": ("mass", "r / HEADS == observed_query && exists", "exists"),

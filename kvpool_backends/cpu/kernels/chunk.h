@@ -20,8 +20,9 @@
 #define CHUNK_KEYS 128 /* a multiple of CHUNK_MR; the scores of a panel are to stay in L1 */
 #define CHUNK_ROWS 512 /* about; enough rows to pay for packing K and V, few enough to give every core an item */
 #define CHUNK_LOG2E 1.44269504088896340736f
+#define CHUNK_FAR 0x1p127f /* times log2(e) it is a float still, the largest floats are not */
 
-/* An item while it is worked on. Scores are natural logarithms until the weights; `top` is in units of log 2. */
+/* An item while it is worked on. Scores and `top` are natural logarithms. */
 typedef struct {
     const kv_attention *call;
     const int32_t *table;

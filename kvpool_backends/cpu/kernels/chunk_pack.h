@@ -109,9 +109,10 @@ static void chunk_factors(const chunk_item *item, const chunk_panel *panel, floa
     for (int64_t i = 0; i < panel->nv * VL; i++)
         sinks[i] = all && i < panel->num_rows ? all[chunk_head(item, panel->first_row + i)] : -INFINITY;
     for (int v = 0; v < panel->nv; v++) {
-        const vf top = v_load(item->top + panel->first_row + v * VL), sink = v_load(sinks + v * VL) * CHUNK_LOG2E;
-        const vf offset = chunk_offset(v_max(top, sink)), factor = chunk_exp2(top - offset);
-        const vf sum = v_fma(v_load(item->sum + panel->first_row + v * VL), factor, chunk_exp2(sink - offset));
+        const vf top = v_load(item->top + panel->first_row + v * VL), sink = v_load(sinks + v * VL);
+        const vf offset = chunk_offset(v_max(top, sink)), factor = chunk_exp2((top - offset) * CHUNK_LOG2E);
+        const vf share = chunk_exp2((sink - offset) * CHUNK_LOG2E);
+        const vf sum = v_fma(v_load(item->sum + panel->first_row + v * VL), factor, share);
         v_store(factors + v * VL, v_select(sum == 0, v_set(0), factor / sum));
     }
 }

@@ -73,8 +73,17 @@ KV_INLINE vf chunk_exp2(vf x) {
 /* What to subtract from scores whose maximum is `top`: 0 while nothing is seen, because -inf - -inf is NaN. */
 KV_INLINE vf chunk_offset(vf top) { return v_select(top == -INFINITY, v_set(0), top); }
 
+/* Scores relative to their maximum, of rows whose maximum is at an end of the float range: a mask has put it there.
+ * What is not equal to such a number is so far from it that the difference may be rounded or infinite. */
+static KV_APART void chunk_come_near(float *scores, int64_t n, int64_t step, vi which, vf offset) {
+    for (int64_t c = 0; c < n; c++, scores += step) {
+        const vf s = v_load(scores);
+        v_store(scores, v_select(which, s - offset, s));
+    }
+}
+
 /* scores -> exp(score - maximum), in place, where the maximum is that of all keys so far; `decay` is what becomes of
- * everything before. The maximum is kept times log2(e), rounded: any common offset will do, and this one makes the
+ * everything before. The maximum is taken times log2(e), rounded: any common offset will do, and this one makes the
  * exponent of every weight a single FMA. */
 static KV_APART void chunk_weights(const chunk_item *item, const chunk_panel *panel, int64_t n, const float *tops,
                                       float *decay) {
@@ -82,9 +91,15 @@ static KV_APART void chunk_weights(const chunk_item *item, const chunk_panel *pa
     const vf log2e = v_set(CHUNK_LOG2E);
     float *sum = item->sum + panel->first_row, *top = item->top + panel->first_row;
     for (int v = 0; v < nv; v++) {
-        const vf before = v_load(top + v * VL), most = v_max(before, v_load(tops + v * VL) * log2e);
+        const vf before = v_load(top + v * VL), most = v_max(before, v_load(tops + v * VL));
         const vf offset = chunk_offset(most);
-        const vf minus = -offset, old = chunk_exp2(before - offset);
+        const vi far = v_abs(offset) > CHUNK_FAR;
+        vf minus = -(offset * log2e), old = chunk_exp2(before * log2e + minus);
+        if (v_largest(v_select(far, v_set(1), v_set(0))) > 0) {
+            chunk_come_near(item->scores + v * VL, n, nv * VL, far, offset);
+            minus = v_select(far, v_set(0), minus);
+            old = v_select(far, chunk_exp2((before - offset) * log2e), old);
+        }
         float *s = item->scores + v * VL;
         vf a = v_set(0), b = v_set(0);
         for (int64_t c = 0; c < n; c += 2, s += 2 * nv * VL) {

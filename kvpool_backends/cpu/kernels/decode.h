@@ -259,10 +259,8 @@ KV_INLINE void head_export(const decoding *run, const kv_tile *tile, int64_t hea
         KV_UNROLL
         for (int t = 0; t < TILE / VL; t++) {
             const vf s = v_load(scores + i * ROOM + t * VL);
-            sum[t] += all_seen ? s : v_select(s == -INFINITY, (vf){0}, s);
+            sum[t] = v_fma(all_seen ? s : v_select(s == -INFINITY, (vf){0}, s), v_set(part), sum[t]);
         }
-    KV_UNROLL
-    for (int t = 0; t < TILE / VL; t++) sum[t] *= part;
     if (all_seen) memcpy(out, sum, sizeof sum);
     else memcpy(out, sum, (size_t)tile->count * sizeof(float));
 }
