@@ -93,7 +93,7 @@ class Service:
         self._runner, self._settings, self._metrics = runner, settings, metrics
         self._threads = [ThreadPoolExecutor(1, f"kvpool-{name}") for name in ("tokenizer", "long-bodies", "grammars")]
         self._decode: Callable[[int], str] = lru_cache(2**18)(lambda token: runner.engine.tokenizer.decode([token]))
-        runner.engine.grammars.trial = Trial()
+        runner.engine.grammars.trial = Trial(runner.engine.tokenizer, runner.engine.vocab_size)
         self._newline = runner.engine.tokenizer.encode("\n")
         self._texts: Counter[str | None] = Counter()  # of each tenant at the tokenizer
         self.is_draining = False
@@ -286,7 +286,7 @@ class Service:
     ) -> Grammar:
         """Return the grammar that the answer follows, compiled."""
         engine, last = self._runner.engine, forms[-1][2]
-        after = engine.tokenizer.think_end_tokens if manner.thinks_first else ()
+        after = manner.think[1] if manner.think and manner.thinks_first else ""
         if body.min_tokens or body.ignore_eos:
             name = "min_tokens" if body.min_tokens else "ignore_eos"
             raise Refused(400, f"{name} cannot be combined with {last}, which says where the answer ends", name)
@@ -296,7 +296,8 @@ class Service:
 
         def compiled(kind: str, text: Any, field: str) -> Grammar:
             try:
-                made: Grammar = getattr(engine.grammars, kind)(text, after)
+                read = text(engine.grammars.mark) if callable(text) else text
+                made: Grammar = getattr(engine.grammars, kind)(read, after)
                 return made
             except (ImportError, ValueError) as error:
                 raise Refused(400, f"{field}: {_plain(error)}", field) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -205,7 +206,10 @@ class Generation(Addressed):
 
     @property
     def forms(self) -> list[tuple[str, Any, str]]:
-        """Grammars: a method of `Grammars`, its argument, and the field that asks for it. The answer has the last."""
+        """Grammars: a method of `Grammars`, its argument, and the field that asks for it. The answer has the last.
+
+        The argument may be a function of `Grammars.mark`, which returns it.
+        """
         wanted, field = self.response_format, self.format_field
         if isinstance(wanted, SchemaForm):
             return [("schema", wanted.json_schema.given, field)]
@@ -436,8 +440,8 @@ class ChatRequest(Generation):
             raise Refused(400, f"{field}: beside tools, it must be json_schema or json_object", field)
         schemas = {tool.function.name: tool.function.parameters for tool in self.callable_tools}
         is_one = isinstance(self.tool_choice, Choice) or not self.parallel_tool_calls
-        calls = grammar_of_calls(schemas, 1 if is_one else MOST_CALLS, forms[0][1] if forms else None)
-        return [*forms, ("lark", calls, "tools")]
+        most, other = 1 if is_one else MOST_CALLS, forms[0][1] if forms else None
+        return [*forms, ("lark", partial(grammar_of_calls, tools=schemas, most=most, other=other), "tools")]
 
     @property
     def template_options(self) -> dict[str, Any]:

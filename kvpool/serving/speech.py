@@ -171,11 +171,13 @@ class Reader:
         return [(self._kind, text)] if text else []
 
 
-def grammar_of_calls(tools: Mapping[str, Any], most: int, other: Any = None) -> str:
+def grammar_of_calls(mark: Callable[[str], str], tools: Mapping[str, Any], most: int, other: Any = None) -> str:
     """Return a grammar, in llguidance's form of Lark, of 1 to `most` calls.
 
     Parameters
     ----------
+    mark : callable
+        `Grammars.mark`.
     tools : mapping
         Of names to the JSON schemas of their arguments. Empty: there are none.
     other : mapping, optional
@@ -183,7 +185,7 @@ def grammar_of_calls(tools: Mapping[str, Any], most: int, other: Any = None) -> 
     """
     nothing, compact = {"additionalProperties": False}, {"x-guidance": {"whitespace_flexible": False}}
     schemas = [{"type": "object"} | (schema or nothing) | compact for schema in tools.values()]
-    opens, named, closes = map(json.dumps, (OPENS, NAMED, CLOSES))
+    opens, named, closes = map(mark, (OPENS, NAMED, CLOSES))
     lines = [
         "start: calls" + ("" if other is None else f" | %json {json.dumps(other | {'x-guidance': SPACES})}"),
         "calls: call" + (f' ("\\n" call){{0,{most - 1}}}' if most > 1 else ""),

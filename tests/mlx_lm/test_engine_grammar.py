@@ -1,25 +1,34 @@
-"""Answers in the form of a grammar: each one fits, also in a batch, after a preemption, and among other samples."""
+"""Answers in the form of a grammar: each one fits, also in a batch, after a preemption, and among other samples.
+
+All of it holds with tokenizers of three kinds.
+"""
 
 import json
 import random
+import re
 
 import json_forms
 import numpy as np
 import pytest
+import tokenizer_kinds
 from fuzz_seed import fresh_seed
 from mlx_models import on_cpu
 
-from kvpool.adapters.mlx_lm import Engine, grammar, tiny
+from kvpool.adapters.mlx_lm import Engine, grammar
 from kvpool.adapters.mlx_lm.grammar import Follower, GrammarFailed
 from kvpool.adapters.mlx_lm.sampling import Sampling
+from kvpool.serving.speech import grammar_of_calls
 
 FREE = {"max_tokens": 30, "temperature": 1.0}
 
 
-@pytest.fixture(scope="module")
-def model():
+@pytest.fixture(scope="module", params=tokenizer_kinds.KINDS)
+def model(request):
     with on_cpu():
-        yield tiny.make()
+        yield tokenizer_kinds.make(request.param)
+
+
+only_merges = pytest.mark.parametrize("model", ["merges"], indirect=True)
 
 
 def engine_of(model, num_blocks=400, **options):
@@ -53,10 +62,111 @@ def is_right(sample, fits):
         return False
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(2))
 def test_answers_in_a_crowded_batch_fit_their_schemas(model, number):
     wrong, preemptions = program(model, random.Random(fresh_seed() + number))
     assert not wrong and preemptions, (wrong, preemptions)
+
+
+def walk(follower, tokenizer, draw, most, goal=""):
+    """Draw tokens from those that may come, mostly such that spell `goal`. Yield the tokens, and what may come next."""
+    tokens, names = [], [tokenizer.decode([token]) for token in range(len(tokenizer))] if goal else ()
+    while len(tokens) < most:
+        offered = np.flatnonzero(np.unpackbits(follower.allowed(np.array(tokens, np.int32)), bitorder="little"))
+        yield tokens, offered.tolist()
+        if set(offered) & tokenizer.eos_token_ids and draw.random() < 0.5:
+            return
+        ready = [token for token in offered.tolist() if token not in tokenizer.eos_token_ids]
+        if goal and draw.random() < 0.9:
+            text = tokenizer.decode(tokens)
+            rest = goal[max(size for size in range(len(goal)) if text.endswith(goal[:size])) :]
+            ready = [one for one in ready if names[one].startswith(rest) or rest.startswith(names[one] or "?")] or ready
+        if not ready:
+            return
+        tokens.append(draw.choice(ready))
+
+
+def test_token_that_may_come_is_taken_and_the_end_comes_where_the_form_fits(model):
+    draw, ends = random.Random(fresh_seed()), model[1].eos_token_ids
+    with engine_of(model) as engine:
+        any_text = {"type": "string"}, lambda value: isinstance(value, str)
+        for schema, fits in [any_text, *(json_forms.form(draw) for _ in range(12))]:
+            follower, ended = engine.grammars.schema(schema).follow(), 0
+            for tokens, offered in walk(follower, model[1], draw, 60):
+                refused = [one for one in offered if one not in ends and not follower._matcher.validate_tokens([one])]
+                assert not refused, (schema, tokens, refused)
+                if ends & set(offered):
+                    ended += 1
+                    assert ends <= set(offered) and fits(json.loads(model[1].decode(tokens))), (schema, tokens)
+            assert ended or len(tokens) > 50
+
+
+def texts_of_tokens(tokenizer):
+    """The texts of all tokens that were added, alone and in between."""
+    names = sorted(tokenizer.get_added_vocab())
+    return [*names, f"a {names[0]}{names[-1]} b"]
+
+
+def test_text_of_a_token_is_text(model):
+    ends, options = model[1].eos_token_ids, {"temperature": 1.0, "max_tokens": 80}
+    with engine_of(model) as engine:
+        for seed, text in enumerate(texts_of_tokens(model[1])):
+            forms = [
+                (engine.grammars.schema({"enum": [text]}), json.dumps(text)),
+                (engine.grammars.regex(re.escape(text)), text),
+                (engine.grammars.lark(f"start: {json.dumps(text)}"), text),
+            ]
+            for form, due in forms:
+                answer = engine.generate("x", grammar=form, seed=seed, **options)
+                assert answer.text == due and answer.samples[0].finish_reason == "eos"
+                assert len(ends & set(answer.tokens.tolist())) == 1
+
+
+def test_token_that_a_grammar_names_comes_as_that_token(model):
+    added = {name: token for name, token in model[1].get_added_vocab().items() if token not in model[1].eos_token_ids}
+    with engine_of(model) as engine:
+        for name, token in added.items():
+            form = engine.grammars.lark(f'start: "a" <[{token}]> "b"')
+            tokens = engine.generate("x", grammar=form, temperature=1.0).tokens.tolist()
+            assert tokens[1] == token and model[1].decode(tokens[:-1]) == f"a{name}b", name
+
+
+def test_marks_of_forced_calls_are_tokens_where_the_tokenizer_has_them(model):
+    mark, schema = model[1].get_added_vocab().get("<tool_call>"), {"properties": {"a": {"enum": [1, "<tool_call>"]}}}
+    with engine_of(model) as engine:
+        closed = schema | {"additionalProperties": False}
+        form = engine.grammars.lark(grammar_of_calls(engine.grammars.mark, {"f": closed}, 1))
+        for seed in range(4):
+            answer = engine.generate("x", grammar=form, seed=seed, temperature=1.0, max_tokens=200)
+            call = answer.text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+            assert re.fullmatch('{"name": "f", "arguments": {("a":(1|"<tool_call>"))?}}', call)
+            assert answer.tokens.tolist().count(mark) == (mark is not None) and (answer.tokens[0] == mark) == bool(mark)
+
+
+def test_answer_begins_where_the_thought_is_seen_to_end(model):
+    mark, draw, ended = "</think>", random.Random(fresh_seed()), 0
+    with engine_of(model) as engine:
+        form = engine.grammars.regex("[xy]{2}", after=mark)
+        for _ in range(40):
+            for tokens, offered in walk(form.follow(), model[1], draw, 30, goal=mark):
+                thought, _, said = model[1].decode(tokens).partition(mark)
+                is_whole = re.fullmatch("[xy]{2}", said) is not None
+                assert is_whole or re.fullmatch("[xy]?", said), (thought, said)
+                assert is_whole == bool(model[1].eos_token_ids & set(offered)), (thought, said)
+                ended += is_whole
+    assert ended > 10
+
+
+@only_merges
+def test_grammar_that_names_a_token_is_tried_first(model):
+    slow = {"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(40)]}
+    tokenizer, size = model[1], model[0].args.vocab_size
+    trial = grammar.Trial(tokenizer, size)
+    for one in (f"<[{size - 1}]>", "<tool_call>", "<|im_start|>"):
+        trial.check(f'start: {one} "a"')
+        with pytest.raises(ValueError, match="too complex"):
+            trial.check(f"start: {one} %json {json.dumps(slow)}")
+    trial.close()
 
 
 ALLOWED, TAKE = Engine._allowed, Follower.allowed
@@ -92,6 +202,7 @@ def lost_at_preemption(self, step, requests):
     ],
     ids=lambda one: getattr(one, "__name__", str(one)),
 )
+@only_merges
 def test_planted_fault_shows_in_answers(model, monkeypatch, owner, name, fault):
     monkeypatch.setattr(owner, name, fault)
     assert program(model, random.Random(7))[0]
@@ -138,7 +249,8 @@ def test_grammar_that_is_too_complex_ends_its_request_alone(model, monkeypatch):
     with engine_of(model) as engine:
         due = engine.generate("free", max_tokens=30).text
         heavy = engine.grammars.regex("(a|b)*a(a|b){12}")
-        ids = [engine.submit("x", max_tokens=200, grammar=heavy, temperature=1.0, n=2)]
+        bias = dict.fromkeys(model[1].eos_token_ids, -100)
+        ids = [engine.submit("x", max_tokens=200, grammar=heavy, temperature=1.0, n=2, logit_bias=bias)]
         ids.append(engine.submit("free", max_tokens=30))
         found = {}
         while engine.num_unfinished:
@@ -151,28 +263,13 @@ def test_grammar_that_is_too_complex_ends_its_request_alone(model, monkeypatch):
 @pytest.mark.parametrize("program", ["", "raise MemoryError"])
 def test_trial_that_does_not_start_is_no_fault_of_the_grammar(model, monkeypatch, program):
     with on_cpu(), engine_of(model) as engine:
-        engine.grammars.trial = trial = grammar.Trial()
+        engine.grammars.trial = trial = grammar.Trial(engine.tokenizer, engine.vocab_size)
         monkeypatch.setattr(grammar, "TRIAL", program)
         with pytest.raises(OSError, match="does not start"):
             engine.grammars.regex("[ab]")
         monkeypatch.undo()
         engine.grammars.regex("[ab]")
         trial.close()
-
-
-def test_grammar_holds_after_the_tokens_that_end_a_think_block(model):
-    with engine_of(model) as engine:
-        after = model[1].encode("ab")
-        follower = engine.grammars.regex("[xy]{2}", after).follow()
-        tokens = np.array(model[1].encode("zaabxy"), np.int32)
-
-        def names(count):
-            bits = follower.allowed(tokens[:count])
-            tokens_of = np.flatnonzero(np.unpackbits(bits, bitorder="little")) if bits is not None else []
-            return None if bits is None else {model[1].decode([token]) for token in tokens_of}
-
-        found = [names(count) for count in (0, 1, 3, 4, 5, 6)]
-    assert found == [None, None, None, {"x", "y"}, {"x", "y"}, {tiny.END}]
 
 
 @pytest.mark.parametrize(
@@ -206,6 +303,7 @@ def test_request_without_an_end_or_in_a_beam_has_no_grammar(model):
 
 def test_end_comes_only_after_the_fewest_tokens(model):
     with engine_of(model) as engine:
-        options = {"max_tokens": 60, "temperature": 1.0, "logit_bias": {256: 12}, "seed": 3}
+        bias = dict.fromkeys(model[1].eos_token_ids, 12)
+        options = {"max_tokens": 60, "temperature": 1.0, "logit_bias": bias, "seed": 3}
         assert len(engine.generate("a", **options).tokens) < 4
         assert len(engine.generate("a", min_tokens=17, **options).tokens) == 18

@@ -6,9 +6,11 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
+from copy import copy
 from functools import cached_property, lru_cache
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,20 @@ take 5 to 7 ms for a token on average."""
 TRIAL = """
 import json, signal, sys
 import llguidance
-tokens, matcher = llguidance.LLTokenizer("byte"), llguidance.LLMatcher
+
+class Vocabulary:
+    is_tokenizer_wrapper, bos_token_id, special_token_ids = True, None, ()
+
+    def __init__(self, size, added):
+        self.tokens = [b""] * size + [bytes([byte]) for byte in range(256)] + [b"\\xffend"]
+        self.eos_token_id = len(self.tokens) - 1
+        for name, token in added.items():
+            self.tokens[token] = b"\\xff" + name.encode()
+
+    def __call__(self, text):
+        return list(text)
+
+tokens, matcher = llguidance.LLTokenizer(Vocabulary(*json.loads(sys.stdin.readline()))), llguidance.LLMatcher
 print(flush=True)
 for line in sys.stdin:
     seconds, source, limits = json.loads(line)
@@ -35,7 +50,11 @@ for line in sys.stdin:
     signal.setitimer(signal.ITIMER_PROF, 0)
     print(flush=True)
 """
+"""Its tokens are bytes, and those that a grammar may name."""
 SPACES = {"whitespace_pattern": r"[ \n]{1,16}"}  # a model that may write spaces without end does so
+UNFORCED = '%llguidance {"no_forcing": true}'
+"""Without it, llguidance reads text that a grammar forces with the tokenizer, which finds tokens in it: ``<end>`` in a
+string. It offers them, and they end the answer or are refused."""
 
 
 class GrammarFailed(Exception):
@@ -49,28 +68,24 @@ class Grammar:
     ----------
     eos : frozenset of int
         The tokens that may come where the grammar ends. A request needs them among its ``eos``.
-    after : tuple of int
-        The grammar holds from where these tokens have come. Empty: from the first token.
     """
 
-    def __init__(self, matcher: Any, eos: frozenset[int], after: tuple[int, ...] = ()) -> None:
-        self._matcher, self.eos, self.after = matcher, eos, after
+    def __init__(self, matcher: Any, eos: frozenset[int]) -> None:
+        self._matcher, self.eos = matcher, eos
 
     def follow(self) -> Follower:
         """Return what follows one sample."""
-        return Follower(self._matcher.deep_copy(), self.after)
+        return Follower(self._matcher.deep_copy())
 
 
 class Follower:
     """Where one sample is in its grammar. This depends on the tokens of the sample only."""
 
-    def __init__(self, matcher: Any, after: tuple[int, ...]) -> None:
-        self._matcher, self._after = matcher, list(after)
-        self._taken = 0
-        self._holds = not after
+    def __init__(self, matcher: Any) -> None:
+        self._matcher, self._taken = matcher, 0
 
-    def allowed(self, generated: np.ndarray) -> np.ndarray | None:
-        """Return which tokens may come next, one bit each, the lowest first. None: all.
+    def allowed(self, generated: np.ndarray) -> np.ndarray:
+        """Return which tokens may come next, one bit each, the lowest first.
 
         `generated` has the tokens of the last call and those that came since.
 
@@ -79,13 +94,6 @@ class Follower:
         GrammarFailed
             The sample cannot go on.
         """
-        if not self._holds:
-            count = len(self._after)
-            while not self._holds and self._taken < len(generated):
-                self._taken += 1
-                self._holds = generated[max(0, self._taken - count) : self._taken].tolist() == self._after
-            if not self._holds:
-                return None
         self._matcher.consume_tokens(generated[self._taken :].tolist())
         self._taken = len(generated)
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -98,11 +106,17 @@ class Trial:
     """Reads grammars in another process, which dies of one that takes it more than `SECONDS` of CPU time.
 
     The process starts with the first grammar. It ends with `close`, or with this process.
+
+    Parameters
+    ----------
+    tokenizer, vocab_size
+        As for `Grammars`.
     """
 
     SECONDS = 1.0
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._lock = threading.Lock()
         self._process: Any = None  # a Popen
 
@@ -135,6 +149,9 @@ class Trial:
             text=True,
             start_new_session=True,  # a signal of the terminal is not for it
         )
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps([self._vocab_size, self._tokenizer.get_added_vocab()]) + "\n")
+            self._process.stdin.flush()
         if not self._process.stdout.readline():
             self.close()
             raise ChildProcessError("[grammar] the process that reads grammars does not start")
@@ -168,14 +185,14 @@ class Grammars:
         self._matcher = lru_cache(64)(self._read)
         self.trial: Trial | None = None
 
-    def schema(self, schema: Mapping[str, Any] | bool, after: Sequence[int] = ()) -> Grammar:
+    def schema(self, schema: Mapping[str, Any] | bool, after: str = "") -> Grammar:
         """Compile a JSON schema.
 
         Parameters
         ----------
         schema : mapping
-        after : ints
-            The grammar holds from where these tokens have come: the end of a think block.
+        after : str
+            What ends the think block that the prompt has opened. The grammar holds from there.
 
         Raises
         ------
@@ -188,44 +205,82 @@ class Grammars:
         """
         return self._compiled("json_schema", json.dumps(schema), after)
 
-    def regex(self, pattern: str, after: Sequence[int] = ()) -> Grammar:
+    def regex(self, pattern: str, after: str = "") -> Grammar:
         """Compile a regular expression without look-around. See `schema`."""
         return self._compiled("regex", pattern, after)
 
-    def lark(self, grammar: str, after: Sequence[int] = ()) -> Grammar:
+    def lark(self, grammar: str, after: str = "") -> Grammar:
         """Compile a context-free grammar in llguidance's form of Lark. See `schema`."""
         return self._compiled("lark", grammar, after)
 
-    def _compiled(self, kind: str, text: str, after: Iterable[int]) -> Grammar:
-        return Grammar(self._matcher(kind, text), frozenset(self._tokenizer.eos_token_ids), tuple(after))
+    def mark(self, text: str) -> str:
+        """Return `text` for a grammar of Lark, with the tokens that the tokenizer finds in it.
 
-    def _read(self, kind: str, text: str) -> Any:
-        llguidance, tokens = self._vocabulary
+        Text in a grammar is never such a token: with ``"<tool_call>"``, a model has to spell what it knows as one.
+
+        Raises
+        ------
+        ValueError, ImportError
+            See `schema`.
+        """
+        _, vocabulary = self._vocabulary
+        tokens = vocabulary.tokenize_str(text)
+        if vocabulary.decode_str(tokens) != text:  # a normalizer has changed it
+            return json.dumps(text)
+        parts: list[str] = []
+        for is_mark, run in groupby(tokens, vocabulary.is_special_token):
+            some = list(run)
+            parts += [f"<[{token}]>" for token in some] if is_mark else [json.dumps(vocabulary.decode_str(some))]
+        return " ".join(parts)
+
+    def _compiled(self, kind: str, text: str, after: str) -> Grammar:
+        return Grammar(self._matcher(kind, text, after), frozenset(self._tokenizer.eos_token_ids))
+
+    def _read(self, kind: str, text: str, after: str) -> Any:
+        llguidance, vocabulary = self._vocabulary
         if len(text) > LONGEST:
             raise ValueError(f"[grammar] {len(text)} characters, the limit is {LONGEST}")
         matcher = llguidance.LLMatcher
-        options = {"overrides": SPACES} if kind == "json_schema" else {}
-        source = getattr(matcher, f"grammar_from_{kind}")(text, **options)
+        answer = {"lark_grammar": text}
+        if kind != "lark":
+            options = {"overrides": SPACES} if kind == "json_schema" else {}
+            [answer] = json.loads(getattr(matcher, f"grammar_from_{kind}")(text, **options))["grammars"]
+        source = json.dumps({"grammars": [{"lark_grammar": self._head(after)}, answer | {"name": "answer"}]})
         if self.trial is not None:
             self.trial.check(source)
         limits = llguidance.LLParserLimits(verbose_errors=False, **LIMITS)
-        made = matcher(tokens, source, log_level=0, limits=limits)
+        made = matcher(vocabulary, source, log_level=0, limits=limits)
         if not made.is_error():
             made.compute_bitmask()  # what the first token needs is made here, and not in a step
         if made.is_error():
             raise ValueError(f"[grammar] {' '.join(made.get_error().split())[:300]}")
         return made
 
+    def _head(self, after: str) -> str:
+        """Return a grammar of what is before the answer: a thought up to the first `after`, or nothing."""
+        mark, text, lines = self.mark(after), json.dumps(after), [UNFORCED]
+        if not after:
+            lines += ["start: @answer"]
+        elif mark == text:
+            lines += ["start: thought @answer", f"thought[suffix={text}]: /(?s:.*)/"]
+        else:  # spelled, it would look like the end of the thought
+            lines += [f"start: THOUGHT {mark} @answer", f"THOUGHT: /(?s:.*)/ & ~(/(?s:.*)/ {text} /(?s:.*)/)"]
+        return "\n".join(lines)
+
     @cached_property
     def _vocabulary(self) -> tuple[Any, Any]:
-        """llguidance, and the tokens of the model in its form."""
+        """llguidance, and the tokens of the model in its form. Tokens that end an answer are no text there."""
         try:
             import llguidance
-            from llguidance.hf import from_tokenizer
+            from tokenizers import AddedToken
         except ImportError as error:
             raise ImportError(f"[grammar] llguidance is not installed: {install_command('serve')}") from error
         try:
-            plain, eos = self._tokenizer._tokenizer, sorted(self._tokenizer.eos_token_ids)
-            return llguidance, from_tokenizer(plain, n_vocab=self._vocab_size, eos_token=eos)
+            eos = sorted(self._tokenizer.eos_token_ids)
+            plain = copy(self._tokenizer._tokenizer.backend_tokenizer)
+            plain.no_padding()
+            plain.no_truncation()
+            plain.add_special_tokens([AddedToken(plain.id_to_token(token), special=True) for token in eos])
+            return llguidance, llguidance.LLTokenizer(plain.to_str(), n_vocab=self._vocab_size, eos_token=eos)
         except Exception as error:
             raise ValueError(f"[grammar] llguidance cannot read this tokenizer: {str(error)[:200]}") from error
