@@ -7,6 +7,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -15,9 +16,53 @@ from kvpool.serving.requests import Generation
 from kvpool.serving.speech import Manner, Reader
 
 Tokens = Sequence[TokenEvent] | None
-REASONS = {"eos": "stop", "stop": "stop", "length": "length", "deadline": "length", "cancelled": "stop", None: None}
+GOES_ON = {"finish_reason": None}
 FIELDS = {"thinking": "reasoning_content", "text": "content"}
 LEAST = -9999.0  # in place of a logprob of minus infinity, which JSON does not have
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How an answer ended.
+
+    Attributes
+    ----------
+    reason : str
+        "eos": by itself. "stop": the client's stop string or stop token came. "length": anything else ended it.
+    by : str, int or None
+        That stop string or token.
+    """
+
+    reason: str
+    by: str | int | None = None
+
+    @classmethod
+    def of_token(cls, body: Generation, one: TokenEvent) -> End | None:
+        """Return how the answer to a request ended with a token. None: it goes on."""
+        return None if one.finish_reason is None else cls._of(body, one.finish_reason, one.token, one.stop)
+
+    @classmethod
+    def of_sample(cls, body: Generation, sample: Sample) -> End:
+        """Return how the answer to a request ended."""
+        token = int(sample.tokens[-1]) if len(sample.tokens) else None
+        return cls._of(body, sample.finish_reason, token, sample.stop)
+
+    @classmethod
+    def _of(cls, body: Generation, reason: str, token: int | None, stop: str | None) -> End:
+        by = stop if stop in body.stops else token if reason == "eos" and token in body.stop_token_ids else None
+        if by is not None:
+            return cls("stop", by)
+        return cls("eos" if reason in ("eos", "stop") else "length")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the model has said all that it wanted to say."""
+        return self.reason == "eos"
+
+    def told(self, calls: bool = False) -> dict[str, Any]:
+        """Return the fields of a choice. `calls`: the answer ends with calls that are whole."""
+        why = "length" if self.reason == "length" else "tool_calls" if calls else "stop"
+        return {"finish_reason": why} | ({} if self.by is None else {"stop_reason": self.by})
 
 
 class TextForm:
@@ -41,14 +86,14 @@ class TextForm:
         """Return what a stream begins with."""
         return [self.delta(index, self._echo[index], None, None)] if self._echo else []
 
-    def choice(self, index: int, text: str, reason: str | None, tokens: Tokens) -> dict[str, Any]:
+    def choice(self, index: int, text: str, end: End, tokens: Tokens) -> dict[str, Any]:
         """Return a choice. `tokens` have the logprobs; None: it has none."""
-        return self.delta(index, self._echo[index] + text if self._echo else text, reason, tokens)
+        return self.delta(index, self._echo[index] + text if self._echo else text, end, tokens)
 
-    def delta(self, index: int, text: str, reason: str | None, tokens: Tokens) -> dict[str, Any]:
+    def delta(self, index: int, text: str, end: End | None, tokens: Tokens) -> dict[str, Any]:
         """Return a piece of a choice."""
         logprobs = None if tokens is None else self._logprobs(index, tokens)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": REASONS[reason]}
+        return {"index": index, "text": text, "logprobs": logprobs} | (GOES_ON if end is None else end.told())
 
     def _logprobs(self, index: int, tokens: Sequence[TokenEvent]) -> dict[str, Any]:
         texts, begin = [self._decode(one.token) for one in tokens], self._offsets.get(index, 0)
@@ -83,25 +128,24 @@ class ChatForm:
         self._readers[index] = Reader(self._manner)
         return [{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
 
-    def delta(self, index: int, text: str, reason: str | None, tokens: Tokens) -> dict[str, Any]:
+    def delta(self, index: int, text: str, end: End | None, tokens: Tokens) -> dict[str, Any]:
         """Return a piece of a choice."""
         reader = self._readers[index]
-        said = self._said(reader, text, reason is not None)
-        return self._choice(index, "delta", said, reason, tokens, reader)
+        return self._choice(index, "delta", self._said(reader, text, end), end, tokens, reader)
 
-    def choice(self, index: int, text: str, reason: str | None, tokens: Tokens) -> dict[str, Any]:
+    def choice(self, index: int, text: str, end: End, tokens: Tokens) -> dict[str, Any]:
         """Return a choice. `tokens` have the logprobs; None: it has none."""
         reader = Reader(self._manner)
-        said = self._said(reader, text, True)
+        said = self._said(reader, text, end)
         for call in said.get("tool_calls", ()):
             del call["index"]
         told = {"role": "assistant", "content": None if reader.num_calls else "", **said}
-        return self._choice(index, "message", told, reason, tokens, reader)
+        return self._choice(index, "message", told, end, tokens, reader)
 
-    def _said(self, reader: Reader, text: str, is_last: bool) -> dict[str, Any]:
+    def _said(self, reader: Reader, text: str, end: End | None) -> dict[str, Any]:
         said: dict[str, Any] = {}
         last = reader.num_calls - 1
-        for kind, piece in reader.read(text, is_last):
+        for kind, piece in reader.read(text, end is not None, end is not None and end.is_whole):
             if kind in FIELDS:
                 said[FIELDS[kind]] = said.get(FIELDS[kind], "") + piece
                 continue
@@ -116,11 +160,11 @@ class ChatForm:
         return said
 
     def _choice(
-        self, index: int, name: str, said: dict[str, Any], reason: str | None, tokens: Tokens, reader: Reader
+        self, index: int, name: str, said: dict[str, Any], end: End | None, tokens: Tokens, reader: Reader
     ) -> dict[str, Any]:
         logprobs = None if tokens is None else {"content": [self._logprob(one) for one in tokens], "refusal": None}
-        why = "tool_calls" if reader.num_calls and reason in ("eos", "stop") else REASONS[reason]
-        return {"index": index, name: said, "logprobs": logprobs, "finish_reason": why}
+        told = GOES_ON if end is None else end.told(calls=reader.num_calls > 0 and not reader.is_cut)
+        return {"index": index, name: said, "logprobs": logprobs} | told
 
     def _logprob(self, one: TokenEvent) -> dict[str, Any]:
         return self._named(one.token, one.logprob) | {"top_logprobs": [self._named(*pair) for pair in one.top]}
@@ -148,6 +192,7 @@ class Answer:
         self, form: TextForm | ChatForm, model: str, body: Generation, prompt_tokens: int
     ) -> None:
         self.form, self.n, self.wants_usage, self.wants_logprobs = form, body.n, body.wants_usage, body.tops is not None
+        self._body = body
         self._tokens: dict[tuple[int, int], list[TokenEvent]] = {}  # of each sample, if the request wants logprobs
         self._sent: dict[int, int | None] = {}  # characters of each choice of a stream, None: it has ended
         self._prompt_tokens = prompt_tokens
@@ -165,7 +210,7 @@ class Answer:
         self._sent[index] = None if token.finish_reason else (self._sent.get(index) or 0) + len(token.text)
         if self.wants_logprobs:
             tokens = [token] if token.finish_reason != "eos" else []
-        delta = self.form.delta(index, token.text, token.finish_reason, tokens)
+        delta = self.form.delta(index, token.text, End.of_token(self._body, token), tokens)
         is_silent = tokens is None and token.finish_reason is None and delta.get("delta") == {}
         return b"" if is_silent else self._event([delta])
 
@@ -176,7 +221,8 @@ class Answer:
         for sample in completion.samples:
             index = self.n * number + sample.output.index
             if (sent := self._sent.get(index, 0)) is not None:
-                events += self._event([self.form.delta(index, sample.text[sent:], sample.finish_reason, nothing)])
+                end = End.of_sample(self._body, sample)
+                events += self._event([self.form.delta(index, sample.text[sent:], end, nothing)])
         return events
 
     def hear(self, number: int, token: TokenEvent) -> None:
@@ -197,7 +243,10 @@ class Answer:
         ]
         choices = [
             self.form.choice(
-                index, sample.text, sample.finish_reason, self._tokens.get((number, sample.output.index), nothing)
+                index,
+                sample.text,
+                End.of_sample(self._body, sample),
+                self._tokens.get((number, sample.output.index), nothing),
             )
             for index, (number, sample) in enumerate(best)
         ]

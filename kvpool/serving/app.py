@@ -163,7 +163,7 @@ class Service:
         """``POST /v1/messages``."""
         body = (await self._read(MessagesRequest, request)).chat
         prompt, manner = await self._templated(request, body)
-        answer = MessageAnswer(self._settings.model, len(prompt), manner)
+        answer = MessageAnswer(self._settings.model, body, len(prompt), manner)
         return await self._answer(request, body, answer, [prompt], manner)
 
     async def count_tokens(self, request: Request) -> Response:

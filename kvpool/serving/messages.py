@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PrivateAttr, model_validator
 
 from kvpool.adapters.mlx_lm.engine import Completion, TokenEvent
+from kvpool.serving.answers import End
 from kvpool.serving.requests import MOST, TOOLS, Addressed, ChatRequest, Inputs, Label, Name, Part, Stops, Strict, Text
 from kvpool.serving.speech import Manner, Reader
 
-REASONS = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens", "cancelled": "end_turn"}
+REASONS = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
 DELTAS = {  # of a piece: how its event is called, and the field
     "thinking": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),
@@ -225,11 +226,12 @@ class MessagesRequest(CountRequest):
 class MessageAnswer:
     """The answer to one request. It is to messages what `Answer` is to OpenAI's forms."""
 
-    def __init__(self, model: str, prompt_tokens: int, manner: Manner) -> None:
-        self._prompt_tokens, self._reader = prompt_tokens, Reader(manner)
+    def __init__(self, model: str, body: ChatRequest, prompt_tokens: int, manner: Manner) -> None:
+        self._body, self._prompt_tokens, self._reader = body, prompt_tokens, Reader(manner)
         self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
         self._blocks: list[dict[str, Any]] = []  # as a stream begins them
         self._said: list[str] = []  # in each block
+        self._sent, self._has_ended = 0, False  # characters of a stream
 
     def opening(self, prompts: int) -> bytes:
         """Return what a stream begins with."""
@@ -239,12 +241,18 @@ class MessageAnswer:
 
     def piece(self, number: int, token: TokenEvent) -> bytes:
         """Return the events of a token, nothing if it shows nothing."""
-        pieces = self._reader.read(token.text, token.finish_reason is not None)
-        return b"".join([self._told(kind, said) for kind, said in pieces])
+        return self._read(token.text, End.of_token(self._body, token))
 
     def closing(self, number: int, completion: Completion) -> bytes:
-        """Return nothing: messages have no deadline."""
-        return b""
+        """Return the last events of an answer whose last token came before it ended."""
+        sample = completion.samples[0]
+        return b"" if self._has_ended else self._read(sample.text[self._sent :], End.of_sample(self._body, sample))
+
+    def _read(self, text: str, end: End | None) -> bytes:
+        """Keep what a text says. Return the events that say it."""
+        self._sent, self._has_ended = self._sent + len(text), end is not None
+        pieces = self._reader.read(text, end is not None, end is not None and end.is_whole)
+        return b"".join([self._told(kind, said) for kind, said in pieces])
 
     def ending(self, completions: Sequence[Completion]) -> bytes:
         """Return what a stream ends with."""
@@ -261,11 +269,12 @@ class MessageAnswer:
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the answer as one object."""
-        for kind, said in self._reader.read(completions[0].text, True) or [("text", "")]:
-            self._told(kind, said)
+        self._read(completions[0].text, End.of_sample(self._body, completions[0].samples[0]))
+        if not self._blocks:
+            self._told("text", "")
         for block, said in zip(self._blocks, self._said, strict=True):
             if block["type"] == "tool_use":
-                block["input"] = _read(said)
+                block["input"] = _object(said)
             else:
                 block[block["type"]] = said
         end, usage = self._end(completions[0]), self._usage(completions[0])
@@ -289,10 +298,10 @@ class MessageAnswer:
         return _event("content_block_stop", index=len(self._blocks) - 1)
 
     def _end(self, completion: Completion) -> dict[str, Any]:
-        sample = completion.samples[0]
-        if self._reader.num_calls and sample.finish_reason in ("eos", "stop"):
+        end = End.of_sample(self._body, completion.samples[0])
+        if self._reader.num_calls and end.reason != "length" and not self._reader.is_cut:
             return {"stop_reason": "tool_use", "stop_sequence": None}
-        return {"stop_reason": REASONS[sample.finish_reason], "stop_sequence": sample.stop}
+        return {"stop_reason": REASONS[end.reason], "stop_sequence": end.by}
 
     def _usage(self, completion: Completion) -> dict[str, int]:
         sample = completion.samples[0]
@@ -311,7 +320,7 @@ def _begun(kind: str, said: Any) -> dict[str, Any]:
     return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
 
 
-def _read(arguments: str) -> Any:
+def _object(arguments: str) -> Any:
     """Return the arguments of a call as an object. It is empty if the answer was cut off there, or has none."""
     try:
         read = json.loads(arguments)

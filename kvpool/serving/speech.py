@@ -108,10 +108,15 @@ class Manner:
 class Reader:
     """Reads one answer. Text that may turn out to be the beginning of a mark is held back.
 
+    A call without its end is one only if the model itself has ended the answer there. Of what a grammar forces, the
+    arguments are told as they come. What is left of a mark, or of a name, is not told.
+
     Attributes
     ----------
     num_calls : int
         Calls that came.
+    is_cut : bool
+        Whether the answer was cut off in a call.
     """
 
     def __init__(self, manner: Manner) -> None:
@@ -122,9 +127,10 @@ class Reader:
         self._is_fresh = manner.thinks_first  # no text since the last mark: spaces there are not said
         self._may_think = True  # reasoning opens before any text
         self.num_calls = 0
+        self.is_cut = False
 
-    def read(self, text: str, is_last: bool) -> list[Piece]:
-        """Return what is said now, in order."""
+    def read(self, text: str, is_last: bool, is_whole: bool = True) -> list[Piece]:
+        """Return what is said now, in order. The last text is not whole if something else than the model ended it."""
         self._held += text
         pieces: list[Piece] = []
         while (found := self._next_mark()) is not None:
@@ -132,11 +138,25 @@ class Reader:
             pieces += self._said(self._held[:at], mark)
             self._held = self._held[at + len(mark) :]
             self._kind, self._opened, self._is_fresh = self._marks[self._kind][mark], mark, True
+        if is_last and not is_whole:
+            return pieces + self._rest()
         if self._kind in ("call", "name") and not is_last:
             return pieces
         end = len(self._held) - (0 if is_last else self._beginning())
         ready, self._held = self._held[:end], self._held[end:]
         return pieces + self._said(ready, "")
+
+    def _rest(self) -> list[Piece]:
+        """Return what is left of an answer that was cut off."""
+        held = self._held
+        if self._manner.by_grammar and self._kind in ("text", "arguments"):
+            held = held[: len(held) - self._beginning()]
+            if self._kind == "text" and (held.strip() or not self._may_think):
+                held = self._held  # no call begins behind text
+        self.is_cut = self._kind in ("call", "name", "arguments") or len(held) < len(self._held)
+        if self._kind == "call":
+            return [("text", self._opened + held)]
+        return [] if self._kind == "name" else self._said(held, "")
 
     def _next_mark(self) -> tuple[int, str] | None:
         found = ((self._held.find(mark), mark) for mark in self._marks[self._kind])

@@ -12,6 +12,7 @@ from kvpool.adapters.mlx_lm import Engine, tiny
 from kvpool.adapters.mlx_lm.engine import Completion
 from kvpool.serving import app
 from kvpool.serving.messages import MessageAnswer
+from kvpool.serving.requests import ChatRequest
 from kvpool.serving.speech import CLOSES, NAMED, OPENS, Manner
 
 SYSTEM = [{"type": "text", "text": "Answer in slots.", "cache_control": {"type": "ephemeral"}}]
@@ -74,6 +75,9 @@ def test_stop_sequence_that_came_is_named(client, say):
     assert answer.content[0].text == text[: text.index(text[6:8])]
 
 
+CHAT = ChatRequest(messages=ASKED)
+
+
 class Ended:
     """A run that is over, with this text."""
 
@@ -104,7 +108,7 @@ class Ended:
 )
 def test_call_is_an_object_of_json_whatever_the_model_has_written(arguments, due):
     run = Ended(OPENS + "f" + NAMED + arguments + CLOSES)
-    response = asyncio.run(app._whole(run, MessageAnswer("tiny", 3, Manner(by_grammar=True))))
+    response = asyncio.run(app._whole(run, MessageAnswer("tiny", CHAT, 3, Manner(by_grammar=True))))
     (block,) = json.loads(response.body)["content"]
     assert response.status_code == 200 and block["name"] == "f" and block["input"] == due
 
@@ -112,7 +116,7 @@ def test_call_is_an_object_of_json_whatever_the_model_has_written(arguments, due
 def test_answer_that_cannot_be_told_does_not_blame_the_client(monkeypatch):
     monkeypatch.setattr(MessageAnswer, "whole", lambda self, completions: json.loads("{"))
     with pytest.raises(json.JSONDecodeError):  # not `Refused`
-        asyncio.run(app._whole(Ended("a"), MessageAnswer("tiny", 3, Manner())))
+        asyncio.run(app._whole(Ended("a"), MessageAnswer("tiny", CHAT, 3, Manner())))
 
 
 def wants(schema):

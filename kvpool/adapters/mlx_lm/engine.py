@@ -85,6 +85,8 @@ class TokenEvent:
         "eos", "stop", "length" or "deadline" with the last token of the sample.
     top : tuple of (token, logprob)
         The `Sampling.top_logprobs` likeliest tokens at its place, the likeliest first.
+    stop : str or None
+        The stop string that ended the sample.
     """
 
     id: Hashable
@@ -94,6 +96,7 @@ class TokenEvent:
     text: str
     finish_reason: str | None
     top: Top = ()
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -791,7 +794,7 @@ class _Job:
         if transcript.is_stopped:
             reason = "stop"
         if self._on_token is not None:
-            self._on_token(TokenEvent(self.request.id, index, token, logprob, text, reason, top))
+            self._on_token(TokenEvent(self.request.id, index, token, logprob, text, reason, top, transcript.stop))
 
     def completion(self) -> Completion:
         """Return the result of the request, whose outputs are complete."""
