@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from kvpool.adapters.mlx_lm.engine import Completion, Sample, TokenEvent
+from kvpool.adapters.mlx_lm.engine import Completion, Sample, TokenEvent, Top
 from kvpool.serving.requests import Generation
 from kvpool.serving.speech import Manner, Reader
 
@@ -101,9 +101,17 @@ class TextForm:
         return {
             "tokens": texts,
             "token_logprobs": [_finite(one.logprob) for one in tokens],
-            "top_logprobs": [{self._decode(token): _finite(x) for token, x in one.top} for one in tokens],
+            "top_logprobs": [self._likeliest(one.top) for one in tokens],
             "text_offset": offsets,
         }
+
+    def _likeliest(self, top: Top) -> dict[str, float]:
+        """Return likely tokens by their text. Another token with a text that is there already goes by its number."""
+        named: dict[str, float] = {}
+        for token, logprob in top:
+            text = self._decode(token)
+            named[f"token_id:{token}" if text in named else text] = _finite(logprob)
+        return named
 
 
 class ChatForm:
@@ -113,14 +121,16 @@ class ChatForm:
     ----------
     decode : callable
         Makes text of a token.
+    spell : callable
+        Gives the bytes of a token.
     manner : Manner
         How the model marks what it says.
     """
 
     prefix, whole, piece = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, decode: Callable[[int], str], manner: Manner) -> None:
-        self._decode, self._manner = decode, manner
+    def __init__(self, decode: Callable[[int], str], spell: Callable[[int], bytes], manner: Manner) -> None:
+        self._decode, self._spell, self._manner = decode, spell, manner
         self._readers: dict[int, Reader] = {}
 
     def opening(self, index: int) -> list[dict[str, Any]]:
@@ -170,8 +180,7 @@ class ChatForm:
         return self._named(one.token, one.logprob) | {"top_logprobs": [self._named(*pair) for pair in one.top]}
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._decode(token)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+        return {"token": self._decode(token), "logprob": _finite(logprob), "bytes": list(self._spell(token))}
 
 
 class Answer:

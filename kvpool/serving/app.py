@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from kvpool.adapters.mlx_lm.chat import speller
 from kvpool.adapters.mlx_lm.engine import Completion
 from kvpool.adapters.mlx_lm.grammar import Grammar, Trial
 from kvpool.errors import RequestRejected
@@ -93,6 +94,7 @@ class Service:
         self._runner, self._settings, self._metrics = runner, settings, metrics
         self._threads = [ThreadPoolExecutor(1, f"kvpool-{name}") for name in ("tokenizer", "long-bodies", "grammars")]
         self._decode: Callable[[int], str] = lru_cache(2**18)(lambda token: runner.engine.tokenizer.decode([token]))
+        self._spell: Callable[[int], bytes] = lru_cache(2**18)(speller(runner.engine.tokenizer))
         runner.engine.grammars.trial = Trial(runner.engine.tokenizer, runner.engine.vocab_size)
         self._newline = runner.engine.tokenizer.encode("\n")
         self._texts: Counter[str | None] = Counter()  # of each tenant at the tokenizer
@@ -156,7 +158,7 @@ class Service:
         """``POST /v1/chat/completions``."""
         body = await self._read(ChatRequest, request)
         prompt, manner = await self._templated(request, body)
-        answer = Answer(ChatForm(self._decode, manner), self._settings.model, body, len(prompt))
+        answer = Answer(ChatForm(self._decode, self._spell, manner), self._settings.model, body, len(prompt))
         return await self._answer(request, body, answer, [prompt], manner)
 
     async def messages(self, request: Request) -> Response:

@@ -5,6 +5,7 @@ import random
 
 import numpy as np
 import pytest
+import tokenizer_kinds
 from fuzz_seed import fresh_seed
 from mlx_lm.tokenizer_utils import (
     BPEStreamingDetokenizer,
@@ -16,7 +17,7 @@ from mlx_models import VOCAB, on_cpu, random_prompts, solo_tokens, tiny_llama
 
 import kvpool
 from kvpool.adapters.mlx_lm import tiny, tiny_families
-from kvpool.adapters.mlx_lm.chat import Transcript
+from kvpool.adapters.mlx_lm.chat import Transcript, speller
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.adapters.mlx_lm.sampling import Sampling
 from kvpool.errors import RequestRejected, UnknownRequest
@@ -174,6 +175,56 @@ def test_stop_strings_are_compared_with_new_text_only():
         for letter in text:
             transcript.add(letter)
         assert compared <= 8 * 2 * len(text)
+
+
+@pytest.mark.parametrize("kind", tokenizer_kinds.KINDS)
+def test_bytes_of_tokens_are_joined_to_their_text(kind):
+    with on_cpu():
+        model, tokenizer = tokenizer_kinds.make(kind)
+    spell, draw = speller(tokenizer), random.Random(fresh_seed())
+    parts = [*tokenizer.get_added_vocab(), *"a \u00e9\u6f22\U0001f642\n\x00<[\u2192", "weather", '"name": "']
+    for _ in range(200):
+        text = "".join(draw.choices(parts, k=draw.randint(1, 9)))
+        assert b"".join(map(spell, tokenizer.encode(text))) == text.encode()
+    spelled = [spell(token) for token in range(len(tokenizer))]
+    assert {bytes([byte]) for byte in range(256)} <= set(spelled) and all(spelled)
+    assert spell(model.args.vocab_size - 1) == b"" or kind == "bytes"
+
+
+def test_bytes_of_tokens_of_a_tokenizer_without_a_decoder_are_those_of_their_text():
+    class Slow:
+        names = ("\u00e9t", "<0xC3>", "<0xA9>", None)
+
+        def get_added_vocab(self):
+            return {"<s>": 4}
+
+        def convert_ids_to_tokens(self, token):
+            return self.names[token]
+
+        def decode(self, tokens):
+            return self.names[tokens[0]]
+
+    assert [*map(speller(Slow()), range(5))] == ["\u00e9t".encode(), b"\xc3", b"\xa9", b"", b"<s>"]
+
+
+@pytest.mark.parametrize("kind", tokenizer_kinds.KINDS)
+def test_character_that_is_cut_off_is_not_made_whole(kind):
+    with on_cpu():
+        model, tokenizer = tokenizer_kinds.make(kind)
+        spell, word = speller(tokenizer), "\u00e9\u6f22\U0001f642\u00e9"
+        with Engine(model, 64, block_size=BLOCK, tokenizer=tokenizer, seed=1) as engine:
+            options = {"grammar": engine.grammars.regex(word), "temperature": 1.0, "seed": 5}
+            many = len(engine.generate("a", max_tokens=40, **options).tokens)
+            for most in range(1, many):
+                shown, came = [], []
+                cut = engine.generate("a", max_tokens=most, on_token=shown.append, **options)
+                engine.submit("a", id="gone", max_tokens=40, on_token=came.append, **options)
+                while len(came) < most:
+                    engine.step()
+                for one in (cut, engine.cancel("gone")):
+                    whole = b"".join(map(spell, one.tokens.tolist()[:most])).decode(errors="ignore")
+                    assert one.text.rstrip("\ufffd") == whole and word.startswith(whole)
+                assert "".join(event.text for event in shown) == cut.text
 
 
 # ----------------------------------------------------------------------------------------------------- failures

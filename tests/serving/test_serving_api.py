@@ -7,6 +7,8 @@ from mlx_models import on_cpu
 from server_process import Server
 
 from kvpool.adapters.mlx_lm import Engine, tiny
+from kvpool.adapters.mlx_lm.engine import TokenEvent
+from kvpool.serving.answers import TextForm
 
 PROMPT = "The block table maps"
 MESSAGES = [
@@ -138,9 +140,17 @@ def test_logprobs_name_the_tokens_of_the_text(client, stream):
     content = [one for logprobs in found for one in logprobs.content]
     assert len(content) == 8
     for one in content:
-        assert bytes(one.bytes).decode() == one.token and len(one.top_logprobs) == 2
+        assert bytes(one.bytes).decode(errors="replace") == one.token and len(one.top_logprobs) == 2
         assert one.top_logprobs[0].logprob == pytest.approx(one.logprob, abs=1e-5) and one.logprob <= 0
         assert math.exp(one.top_logprobs[0].logprob) + math.exp(one.top_logprobs[1].logprob) <= 1 + 1e-6
+
+
+def test_likely_tokens_with_one_text_are_all_told():
+    top = ((127, -0.1), (102, -9.0), (65, -9.2), (3, -9.5))
+    event = TokenEvent("a", 0, 127, -0.1, "", None, top)
+    form = TextForm(lambda token: "A" if token == 65 else "\ufffd")
+    (told,) = form.delta(0, "", None, [event])["logprobs"]["top_logprobs"]
+    assert told == {"\ufffd": -0.1, "token_id:102": -9.0, "A": -9.2, "token_id:3": -9.5}
 
 
 def test_models_are_listed(client):

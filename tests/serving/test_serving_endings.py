@@ -81,7 +81,7 @@ def events_of(answer, text, end, draw):
 
 
 def chat(manner):
-    return Answer(ChatForm(str, manner), "m", BODY, 1)
+    return Answer(ChatForm(str, str.encode, manner), "m", BODY, 1)
 
 
 def whole_chat(manner, text, end, draw):

@@ -248,6 +248,22 @@ def test_reasoning_is_told_apart_in_both_apis(client, messenger):
     assert messenger.messages.create(messages=turns, **options).type == "message"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_bytes_of_logprobs_are_joined_to_the_text(client, stream):
+    form = {"type": "regex", "regex": "(\u00e9|\u6f22|\U0001f642)a[bc]{2}(\u00e9|\u6f22|\U0001f642)"}
+    body = {"model": "tiny", "messages": ASKED, "logprobs": True, "top_logprobs": 2, "stream": stream}
+    for seed in range(4):
+        for stop in (None, "a"):
+            how = {"seed": seed, "stop": stop, "extra_body": {"response_format": form}}
+            answer = client.chat.completions.create(**body, **how)
+            choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
+            text = "".join([(one.delta if stream else one.message).content or "" for one in choices])
+            tokens = [token for one in choices if one.logprobs for token in one.logprobs.content]
+            joined = b"".join([bytes(token.bytes) for token in tokens]).decode()
+            assert text == (joined if stop is None else joined[:1]) and len(joined) == (5 if stop is None else 2)
+            assert all(token.top_logprobs[0].bytes for token in tokens)
+
+
 def test_stream_of_calls_that_is_closed_is_cancelled(server, client, messenger):
     before = server.idle_metrics()["kvpool_requests_cancelled_total"]
     long = {"type": "object", "properties": {"x": {"type": "string", "minLength": 2000}}, "required": ["x"]}
