@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     connections = process.allowed_connections(wanted)
     if connections < wanted:
         say(f"kvpool serve: --max-connections {wanted}: the system allows files for {connections}")
-    settings = Settings(args.name or args.model, hosts, keys, most, connections)
+    settings = Settings(args.name or args.model, hosts, keys, weights, most, connections)
     tiny_model(args)
     if args.model != "tiny":
         try:

@@ -2,6 +2,7 @@
 
 - `runner`: one thread owns the engine. It takes requests, and sends events to the event loop.
 - `requests`: what clients may send. It is checked before the engine sees it.
+- `texts`: where texts become tokens, in the fair order of tenants.
 - `answers`: what clients get, whole or in pieces. `messages`: requests and answers of Anthropic's API.
 - `app`: the ASGI application: routes, checks, errors.
 - `process`: socket, signals, orderly end.

@@ -8,8 +8,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -33,14 +32,15 @@ from kvpool.serving.metrics import ServerMetrics
 from kvpool.serving.requests import ChatRequest, CompletionRequest, Form, Generation, Refused, parse
 from kvpool.serving.runner import DeadlinePassed, EngineFailed, Run, Runner
 from kvpool.serving.speech import Manner
+from kvpool.serving.texts import Processes, Threads, most_bytes, shared
 
 T = TypeVar("T")
 LONGEST_WAIT = 60  # seconds until a client that was refused may come again, at most
 REJECTED = {"queue_full": 429, "deadline": 504}
 BODY_SECONDS = 30  # for a client to send its body
-LONG = 2**16  # bytes of a body that is read in a thread
+LONG = 2**16  # bytes of a body that is read in a thread, and of a text that becomes tokens apart from shorter ones
 LOGPROBS = 2**18  # of an answer that is sent as a whole
-GRAMMARS = 2  # the thread of grammars
+AT_A_TIME = 2  # calls of one kind, such as to tokenize long texts; if there are several tenants, one less of each
 FORMED = 8  # samples of a request with a grammar: a token of each may take milliseconds, and others wait
 
 
@@ -57,6 +57,8 @@ class Settings:
         a web page that has another name for this address.
     keys : mapping of keys to tenants
         A client needs one of them. Empty: no key is needed, and all clients are one tenant.
+    weights : mapping of tenants to numbers
+        Their shares of what tokenizes.
     max_tokens : int
         Tokens to generate for a request that does not say how many.
     max_connections : int
@@ -68,6 +70,7 @@ class Settings:
     model: str
     hosts: frozenset[str]
     keys: Mapping[str, str] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)
     max_tokens: int = 512
     max_connections: int = 1024
     max_body: int = 4 * 2**20
@@ -92,11 +95,20 @@ class Service:
 
     def __init__(self, runner: Runner, settings: Settings, metrics: ServerMetrics) -> None:
         self._runner, self._settings, self._metrics = runner, settings, metrics
-        self._threads = [ThreadPoolExecutor(1, f"kvpool-{name}") for name in ("tokenizer", "long-bodies", "grammars")]
-        self._decode: Callable[[int], str] = lru_cache(2**18)(lambda token: runner.engine.tokenizer.decode([token]))
-        self._spell: Callable[[int], bytes] = lru_cache(2**18)(speller(runner.engine.tokenizer))
-        runner.engine.grammars.trial = Trial(runner.engine.tokenizer, runner.engine.vocab_size)
-        self._newline = runner.engine.tokenizer.encode("\n")
+        tokenizer, weights = runner.engine.tokenizer, settings.weights
+        self._decode: Callable[[int], str] = lru_cache(2**18)(lambda token: tokenizer.decode([token]))
+        self._spell: Callable[[int], bytes] = lru_cache(2**18)(speller(tokenizer))
+        runner.engine.grammars.trial = Trial(tokenizer, runner.engine.vocab_size)
+        self._newline = tokenizer.encode("\n")
+        apart = AT_A_TIME - (len(weights) > 1)  # a long text of one tenant does not hold another one up
+        self._short = Threads("tokenizer", AT_A_TIME, AT_A_TIME, weights)
+        self._long = Threads("long-texts", AT_A_TIME, apart, weights)  # of a tokenizer with code of its own
+        self._grammars = Threads("grammars", 1, 1, weights)
+        made = shared(tokenizer)
+        self._most_bytes = None if made is None else most_bytes(made)
+        self._processes = None
+        if made is not None:
+            self._processes = Processes(made, tokenizer.split_special_tokens, AT_A_TIME, apart, weights)
         self._texts: Counter[str | None] = Counter()  # of each tenant at the tokenizer
         self.is_draining = False
         self.active = 0
@@ -138,18 +150,25 @@ class Service:
         finally:
             self.active -= 1
 
+    async def close(self) -> None:
+        """End the processes that tokenize."""
+        if self._processes is not None:
+            await self._processes.close()
+
     # ------------------------------------------------------------------------------------------- endpoints
 
     async def completions(self, request: Request) -> Response:
         """``POST /v1/completions``."""
         body = await self._read(CompletionRequest, request)
-        tokenizer = self._runner.engine.tokenizer
-        encode = tokenizer.encode
-        prompts, echo = [], []
+        decode = self._runner.engine.tokenizer.decode
         for one in body.prompt:
-            prompts.append(list(one) if isinstance(one, list) else await self._aside(request, encode, one))
+            self._check_room(self._fewest(one), "or more ")
+        prompts: list[Sequence[int]] = []
+        echo = []
+        for one in body.prompt:
+            prompts.append(await self._tokens(request, one) if isinstance(one, str) else one)
             if body.echo:
-                text = one if isinstance(one, str) else await self._aside(request, tokenizer.decode, one)
+                text = one if isinstance(one, str) else await self._aside(request, self._short, len(one), decode, one)
                 echo += [text] * body.n
         answer = Answer(TextForm(self._decode, echo), self._settings.model, body, sum(map(len, prompts)))
         return await self._answer(request, body, answer, prompts, Manner())
@@ -157,20 +176,22 @@ class Service:
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
         body = await self._read(ChatRequest, request)
-        prompt, manner = await self._templated(request, body)
+        prompt = await self._templated(request, body)
+        manner = self._manner(body, prompt)
         answer = Answer(ChatForm(self._decode, self._spell, manner), self._settings.model, body, len(prompt))
         return await self._answer(request, body, answer, [prompt], manner)
 
     async def messages(self, request: Request) -> Response:
         """``POST /v1/messages``."""
         body = (await self._read(MessagesRequest, request)).chat
-        prompt, manner = await self._templated(request, body)
+        prompt = await self._templated(request, body)
+        manner = self._manner(body, prompt)
         answer = MessageAnswer(self._settings.model, body, len(prompt), manner)
         return await self._answer(request, body, answer, [prompt], manner)
 
     async def count_tokens(self, request: Request) -> Response:
         """``POST /v1/messages/count_tokens``."""
-        prompt, _ = await self._templated(request, (await self._read(CountRequest, request)).chat)
+        prompt = await self._templated(request, (await self._read(CountRequest, request)).chat, counts=True)
         return JSONResponse({"input_tokens": len(prompt)})
 
     async def models(self, request: Request) -> Response:
@@ -240,48 +261,73 @@ class Service:
                         raise Refused(413, f"the body is longer than {self._settings.max_body} bytes")
         except TimeoutError:
             raise Refused(408, f"the body took longer than {BODY_SECONDS} seconds") from None
-        request.state.is_long = size > LONG
-        read = partial(parse, form, b"".join(chunks))
-        body = await self._aside(request, read) if request.state.is_long else read()
+        data, request.state.size = b"".join(chunks), size
+        body = await self._aside(request, self._short, size, parse, form, data) if size > LONG else parse(form, data)
         if body.model not in (None, self._settings.model):
             raise Refused(404, f"model: this server has {self._settings.model}", "model", "model_not_found")
         return body
 
-    async def _aside(
-        self, request: Request, call: Callable[..., T], *args: Any, thread: int | None = None
-    ) -> T:
-        """Run what may take long in a thread, because it would stop the event loop. Long bodies have their own."""
+    async def _aside(self, request: Request, place: Threads | Processes, cost: float, *call: Any) -> Any:
+        """Run what may take long outside of the event loop. It costs its tenant so much of its turn."""
         tenant = request.state.tenant
         most = self._runner.engine.scheduler.places(tenant)
         if most is not None and self._texts[tenant] > most:
             raise Refused(429, f"{self._texts[tenant]} requests wait to be read", code="queue_full")
         self._texts[tenant] += 1
-        executor = self._threads[request.state.is_long if thread is None else thread]
         try:
-            text = asyncio.get_running_loop().run_in_executor(executor, call, *args)
-            return await _unless_gone(request.receive, text)
+            return await _unless_gone(request.receive, place.run(tenant, cost, *call))
         except (ClientDisconnect, Refused):
             raise
-        except (OSError, MemoryError) as error:  # of the process that reads grammars first
+        except (OSError, MemoryError) as error:  # of processes that read grammars or texts
             raise Refused(503, f"the server is short of files, processes or memory: {type(error).__name__}") from error
         except Exception as error:  # mostly of a chat template, or of the tokenizer
             raise Refused(400, f"the request cannot be read: {str(error)[:200]}") from error
         finally:
             self._texts[tenant] -= 1
 
-    async def _templated(self, request: Request, body: ChatRequest) -> tuple[list[int], Manner]:
-        """Return the tokens of a conversation, and how the model will mark what it says."""
+    async def _tokens(self, request: Request, text: str, *, special: bool = True) -> Sequence[int]:
+        """Return the tokens of a text, with or without those that begin and end a prompt."""
+        if len(text) > LONG and self._processes is not None:
+            tokens: Sequence[int] = await self._aside(request, self._processes, len(text), text, special)
+            return tokens  # an array: they may be too many for a list
+        place = self._long if len(text) > LONG else self._short
+        encode = self._runner.engine.tokenizer.encode
+        call = encode if special else partial(encode, add_special_tokens=False)
+        return list(await self._aside(request, place, len(text), call, text))
+
+    def _fewest(self, prompt: str | list[int]) -> int:
+        """Return how many tokens a prompt has at least, without tokenizing it."""
+        if isinstance(prompt, list):
+            return len(prompt)
+        return 1 if self._most_bytes is None else -(-len(prompt.encode()) // self._most_bytes)
+
+    def _check_room(self, tokens: int, more: str = "") -> None:
+        room = self._runner.engine.max_model_len
+        if room is not None and tokens >= room:
+            text = f"{tokens} {more}prompt tokens leave no room for an answer: the model takes {room} of both together"
+            raise Refused(400, text, code="context_length_exceeded")
+
+    async def _templated(self, request: Request, body: ChatRequest, *, counts: bool = False) -> Sequence[int]:
+        """Return the tokens of a conversation. With `counts` it may be longer than the model takes."""
         tokenizer, options = self._runner.engine.tokenizer, body.template_options
-        tools = options.get("tools", [])
         if not tokenizer.has_chat_template:
             raise Refused(400, "messages: this model has no chat template", "messages")
-        by_grammar = body.must_call or bool(body.forms)
-        if tools and not by_grammar and not tokenizer.has_tool_calling:
+        if options.get("tools") and not body.by_grammar and not tokenizer.has_tool_calling:
             text = "tools: this model does not mark its calls; tool_choice must force one, or the output be structured"
             raise Refused(400, text, "tools")
-        template = partial(tokenizer.apply_chat_template, body.conversation, add_generation_prompt=True)
-        prompt = list(await self._aside(request, partial(template, **options)))
-        return prompt, Manner.of(tokenizer, prompt, tools, by_grammar, not body.parallel_tool_calls)
+        template = partial(tokenizer.apply_chat_template, body.conversation, add_generation_prompt=True, **options)
+        size, is_long = request.state.size, request.state.size > LONG
+        if not is_long or self._processes is None:
+            return list(await self._aside(request, self._long if is_long else self._short, size, template))
+        text = await self._aside(request, self._short, size, partial(template, tokenize=False))
+        if not counts:
+            self._check_room(self._fewest(text), "or more ")
+        return await self._tokens(request, text, special=False)
+
+    def _manner(self, body: ChatRequest, prompt: Sequence[int]) -> Manner:
+        """Return how the model will mark what it says."""
+        tools = body.template_options.get("tools", [])
+        return Manner.of(self._runner.engine.tokenizer, prompt, tools, body.by_grammar, not body.parallel_tool_calls)
 
     async def _grammar(
         self, request: Request, body: Generation, forms: list[tuple[str, Any, str]], samples: int, manner: Manner
@@ -304,7 +350,10 @@ class Service:
             except (ImportError, ValueError) as error:
                 raise Refused(400, f"{field}: {_plain(error)}", field) from error
 
-        return [await self._aside(request, compiled, *form, thread=GRAMMARS) for form in forms][-1]
+        made: Grammar
+        for form in forms:
+            made = await self._aside(request, self._grammars, 1.0, compiled, *form)
+        return made
 
     # ------------------------------------------------------------------------------------------- an answer goes out
 
@@ -313,7 +362,7 @@ class Service:
         request: Request,
         body: Generation,
         answer: Answer | MessageAnswer,
-        prompts: list[list[int]],
+        prompts: list[Sequence[int]],
         manner: Manner,
     ) -> Response:
         engine = self._runner.engine
@@ -322,9 +371,7 @@ class Service:
         if places is not None and len(prompts) > places:
             text = f"prompt: {len(prompts)} prompts in one request; at most {places} requests of this tenant may wait"
             raise Refused(400, text, "prompt")
-        if room is not None and longest >= room:
-            text = f"{longest} prompt tokens leave no room for an answer: the model takes {room} of both together"
-            raise Refused(400, text, code="context_length_exceeded")
+        self._check_room(longest)
         most = body.most
         if most is None:
             most = self._settings.max_tokens if room is None else min(self._settings.max_tokens, room - longest)

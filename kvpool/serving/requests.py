@@ -429,6 +429,11 @@ class ChatRequest(Generation):
         return self.tool_choice not in (None, "none", "auto")
 
     @property
+    def by_grammar(self) -> bool:
+        """Whether calls in the answer are those of a grammar."""
+        return self.must_call or bool(self.forms)
+
+    @property
     def forms(self) -> list[tuple[str, Any, str]]:
         """See `Generation`. Where the answer may be calls instead of text in a form, its grammar is both."""
         forms, field = super().forms, self.format_field

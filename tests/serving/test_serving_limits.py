@@ -276,15 +276,16 @@ sys.exit(main(sys.argv[1:-1]))
 
 @pytest.mark.long
 def test_requests_at_the_tokenizer_end_with_their_clients_and_are_counted(tmp_path):
-    one = Server("--num-blocks", "400", "--max-waiting", "2", str(tmp_path / "go"), program=("-c", HELD))
+    one = Server("--num-blocks", "400", "--max-waiting", "3", str(tmp_path / "go"), program=("-c", HELD))
     path, statuses = "/v1/completions", []
     threads = [
         threading.Thread(target=lambda text=text: statuses.append(one.post(path, SHORT | {"prompt": text})[0]))
-        for text in ("slow", "quick")
+        for text in ("slow", "slow", "quick")
     ]
     try:
-        threads[0].start()
-        while b"reads slow\n" not in one.errors:
+        for thread in threads[:2]:  # as many as are read at a time
+            thread.start()
+        while one.errors.count(b"reads slow\n") < 2:
             time.sleep(0.01)
         gone = SHORT | {"prompt": "gone"}
         with asking(one, gone, path), asking(one, gone, path):
@@ -292,12 +293,12 @@ def test_requests_at_the_tokenizer_end_with_their_clients_and_are_counted(tmp_pa
             status, answer = one.post(path, SHORT)
             assert (status, answer["error"]["code"]) == (429, "queue_full")
         settled(one)
-        threads[1].start()
+        threads[2].start()
         settled(one)
         (tmp_path / "go").touch()
         for thread in threads:
             thread.join()
-        assert statuses == [200, 200]
+        assert statuses == [200, 200, 200]
     finally:
         (tmp_path / "go").touch()
         status, errors = one.stop()

@@ -1,0 +1,313 @@
+"""Where texts become tokens: whose turn it is, what a hang-up ends, and which texts are refused unread."""
+
+import asyncio
+import contextlib
+import random
+import sys
+import threading
+import time
+import unicodedata
+
+import pytest
+from server_process import Server
+from test_serving_limits import asking
+from tokenizers_of_kinds import KINDS, TEXT, tokenizer_of
+
+from kvpool.adapters.mlx_lm import tiny
+from kvpool.serving.texts import NFC, Lane, Processes, Threads, most_bytes, shared
+
+COUNT = "/v1/messages/count_tokens"
+WEIGHTS = {"alice": 1.0, "bob": 3.0, "carol": 0.5}
+
+
+async def worked(lane, tenant, cost, running, log):
+    """Take a place for some turns of the loop."""
+    await lane.enter(tenant, cost)
+    running.append(tenant)
+    log.append((tenant, cost, list(running)))
+    try:
+        for _ in range(3):
+            await asyncio.sleep(0)
+    finally:
+        running.remove(tenant)
+        lane.leave(tenant)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tenants_that_wait_get_their_shares_and_no_more_places_than_there_are(seed):
+    """While all of them wait, tenants have got the same for their weights, up to a call of one on each place."""
+    rng = random.Random(seed)
+    places = rng.randint(1, 3)
+    most = rng.randint(1, places)
+    jobs = [(rng.choice(list(WEIGHTS)), rng.randint(1, 50)) for _ in range(200)]
+    log = []
+
+    async def run():
+        lane, running = Lane(places, most, WEIGHTS), []
+        await asyncio.gather(*(worked(lane, *job, running, log) for job in jobs))
+
+    asyncio.run(run())
+    assert sorted(entry[:2] for entry in log) == sorted(jobs)
+    assert max(len(running) for *_, running in log) == places
+    assert max(running.count(tenant) for *_, running in log for tenant in WEIGHTS) == most
+    left, got = {tenant: sum(name == tenant for name, _ in jobs) for tenant in WEIGHTS}, dict.fromkeys(WEIGHTS, 0.0)
+    for tenant, cost, _ in log:
+        got[tenant] += cost / WEIGHTS[tenant]
+        left[tenant] -= 1
+        if most == places and min(left.values()) > 0:
+            assert max(got.values()) - min(got.values()) <= places * 50 / min(WEIGHTS.values()), (got, left)
+
+
+def test_tenant_that_comes_late_goes_before_a_flood_and_saves_nothing_up():
+    order = []
+
+    async def one(lane, tenant, cost=1.0):
+        await lane.enter(tenant, cost)
+        order.append(tenant)
+        await asyncio.sleep(0)
+        lane.leave(tenant)
+
+    async def run():
+        lane = Lane(1, 1, {})
+        await asyncio.gather(*(one(lane, "alice", 1000.0) for _ in range(5)))
+        flood = [asyncio.create_task(one(lane, "alice", 1000.0)) for _ in range(5)]
+        await asyncio.sleep(0)
+        late = [asyncio.create_task(one(lane, "bob", 900.0)) for _ in range(5)]
+        await asyncio.gather(*flood, *late)
+
+    asyncio.run(run())
+    assert "bob" in order[5:8], "he does not wait for the flood"
+    assert order[5:12].count("bob") <= 4, "what he did not use before is not his now"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_places_come_back_whenever_a_request_is_cancelled(seed):
+    rng = random.Random(seed)
+
+    async def run():
+        lane, running, log = Lane(2, 1, {}), [], []
+        tasks = [
+            asyncio.create_task(worked(lane, rng.choice("ab"), rng.randint(1, 9), running, log)) for _ in range(60)
+        ]
+        while not all(task.done() for task in tasks):
+            if rng.random() < 0.7:
+                rng.choice(tasks).cancel()
+            await asyncio.sleep(0)
+        assert not running
+        async with asyncio.timeout(60):
+            await asyncio.gather(lane.enter("a", 1), lane.enter("b", 1))
+
+    asyncio.run(run())
+
+
+def test_thread_keeps_its_place_until_the_call_ends():
+    go, begun = threading.Event(), threading.Event()
+
+    def slow():
+        begun.set()
+        go.wait()
+
+    async def run():
+        place = Threads("test", 1, 1, {})
+        first = asyncio.create_task(place.run(None, 1, slow))
+        await asyncio.to_thread(begun.wait)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        second = asyncio.create_task(place.run(None, 1, str.upper, "a"))
+        await asyncio.sleep(0.05)
+        assert not second.done()
+        go.set()
+        assert await second == "A"
+        with pytest.raises(ZeroDivisionError):
+            await place.run(None, 1, divmod, 1, 0)
+        assert await place.run(None, 1, str.upper, "b") == "B"
+
+    asyncio.run(run())
+
+
+def texts(seed, count=40):
+    """Texts that are hard to tokenize in parts: spaces, marks, added tokens, characters of several bytes."""
+    rng = random.Random(seed)
+    parts = [
+        *TEXT,
+        "<end>",
+        "<tool_call>",
+        "[INST]",
+        "call",
+        "<mask>",
+        " " * 40,
+        "\n",
+        "e\u0301",
+        "\u212a",
+        "K",
+        "the ",
+    ]
+    parts += ["\u0390", "\u03b9\u0308\u0301", "\U0001f600", "\x00", "<0x41>", "▁", "THE", "aaaa"]
+    return ["".join(rng.choices(parts, k=rng.randint(1, 30))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "bytes"])
+def test_process_makes_the_tokens_that_the_tokenizer_makes(kind):
+    tokenizer = tiny.make()[1] if kind == "bytes" else tokenizer_of(kind)
+
+    async def run():
+        processes = Processes(shared(tokenizer), tokenizer.split_special_tokens, 2, 2, {})
+        try:
+            for text in [*texts(kind), " ".join(texts(kind)) * 50, "a"]:
+                for special in (True, False):
+                    found = await processes.run(None, 1, text, special)
+                    assert found.tolist() == tokenizer.encode(text, add_special_tokens=special)
+        finally:
+            await processes.close()
+
+    asyncio.run(run())
+
+
+def test_process_whose_text_nobody_wants_is_killed_and_others_go_on():
+    tokenizer = tiny.make()[1]
+
+    async def run():
+        processes = Processes(shared(tokenizer), False, 2, 1, {})
+        try:
+            assert (await processes.run("a", 1, "one", True)).tolist() == tokenizer.encode("one")
+            before = [(await asyncio.shield(reader._started)) for reader in processes._all]
+            job = asyncio.create_task(processes.run("a", 1, "a " * 2_000_000, True))
+            waits = asyncio.create_task(processes.run("a", 1, "two", True))
+            await asyncio.sleep(0.1)
+            assert (await processes.run("b", 1, "three", True)).tolist() == tokenizer.encode("three")
+            assert not job.done() and not waits.done(), "b has a process of its own"
+            job.cancel()
+            assert (await waits).tolist() == tokenizer.encode("two")
+            for _ in range(3000):
+                if sum(process.returncode is not None for process in before) == 1:
+                    break
+                await asyncio.sleep(0.01)
+            assert sorted(process.returncode is None for process in before) == [False, True]
+            for process in before:  # the system may kill the other one, too
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+            for number in range(4):
+                with contextlib.suppress(ChildProcessError):
+                    assert (await processes.run("a", 1, str(number), True)).tolist() == tokenizer.encode(str(number))
+            assert (await processes.run("a", 1, "four", True)).tolist() == tokenizer.encode("four")
+        finally:
+            await processes.close()
+
+    asyncio.run(run())
+
+
+def test_tokenizer_with_code_of_its_own_is_not_copied():
+    from transformers import PreTrainedTokenizerFast
+
+    wrapper = tokenizer_of("pieces")
+
+    class Own(PreTrainedTokenizerFast):
+        def encode(self, text, **options):
+            return super().encode(text.lower(), **options)
+
+    wrapper._tokenizer.__class__ = Own
+    assert shared(wrapper) is None and shared(object()) is None
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "bytes"])
+def test_bytes_of_a_token_are_a_bound_where_they_are_known(kind):
+    tokenizer = tiny.make()[1] if kind == "bytes" else tokenizer_of(kind)
+    most = most_bytes(shared(tokenizer))
+    assert (most is not None) == (kind in ("bytes", "byte pairs", "pieces"))
+    for text in [*texts(kind, 500), *TEXT]:
+        assert most is None or len(text.encode()) <= most * len(tokenizer.encode(text)), text
+    if kind == "bytes":
+        assert most == len("<end>")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [("spaced", " " * 999 + "<mask>"), ("words", "x" * 999), ("holed", "x" * 999)]
+)
+def test_bytes_of_a_token_have_no_bound_where_none_is_given(kind, text):
+    assert len(tokenizer_of(kind).encode(text)) <= 1
+
+
+def test_text_has_at_most_so_many_bytes_for_a_byte_of_its_nfc():
+    """Of each character: the longest text that NFC makes it of, which is its parts, each as long as one can be."""
+    longest, worst = {}, 0.0
+    known = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
+    for one in known:
+        parts = unicodedata.normalize("NFD", one)
+        if len(parts) == 1:
+            longest[parts] = max(longest.get(parts, 0), len(one.encode()))
+    for one in known:
+        size = sum(longest.get(part, len(part.encode())) for part in unicodedata.normalize("NFD", one))
+        worst = max(worst, size / len(unicodedata.normalize("NFC", one).encode()))
+    assert 1 < worst <= NFC
+
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+
+
+def children(server):
+    """Ids of the processes of a server, and the seconds of CPU time that they used."""
+    pid, found = server.process.pid, {}
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        for child in file.read().split():
+            with contextlib.suppress(OSError), open(f"/proc/{child}/stat") as stat:
+                fields = stat.read().rsplit(")", 1)[1].split()
+                found[child] = (int(fields[11]) + int(fields[12])) / 100
+    return found
+
+
+def said(text):
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+@pytest.fixture(scope="module")
+def server():
+    one = Server("--api-key", "one", "--api-key", "two", "--max-waiting", "64")
+    yield one
+    status, errors = one.stop()
+    assert status == 0 and "Traceback" not in errors, errors
+
+
+@on_linux
+def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(server):
+    key = {"x-api-key": "one"}
+    for path, body in (
+        ("/v1/completions", {"prompt": "a" * 3_900_000}),
+        ("/v1/completions", {"prompt": ["a", "\u00e9" * 100_000]}),
+        ("/v1/chat/completions", said("a" * 3_900_000)),
+        ("/v1/messages", said("a" * 3_900_000) | {"max_tokens": 1}),
+    ):
+        status, answer = server.post(path, body, **key)
+        assert status == 400 and "or more prompt tokens leave no room" in answer["error"]["message"], answer
+    assert not children(server), "no process was needed to say so"
+    room = 8191 * len("<end>")
+    status, answer = server.post("/v1/completions", {"prompt": "a" * room}, **key)
+    assert status == 400 and f"{room} prompt tokens leave no room" in answer["error"]["message"], "it was counted"
+    status, answer = server.post("/v1/completions", {"prompt": "<end>" * 8191, "max_tokens": 1}, **key)
+    assert status == 200 and answer["usage"]["prompt_tokens"] == 8191
+
+
+@on_linux
+def test_long_texts_of_a_tenant_hold_no_other_one_up_and_end_with_their_clients(server):
+    huge, long, sent = said("a " * 1_950_000), said("a b c " * 15_000), []
+    around = server.post(COUNT, said("a"), **{"x-api-key": "two"})[1]["input_tokens"] - 1
+    due = 200, {"input_tokens": 90_000 + around}
+    assert server.post(COUNT, long, **{"x-api-key": "two"}) == due
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            connection = stack.enter_context(asking(server, huge, COUNT, key="one"))
+            connection.setblocking(False)
+            sent.append(connection)
+        before = children(server)
+        for _ in range(3):
+            assert server.post(COUNT, long, **{"x-api-key": "two"}) == due
+        for connection in sent:
+            with pytest.raises(BlockingIOError):
+                connection.recv(1)
+    for _ in range(3000):  # a process is killed in the middle of a text
+        if len(gone := before.keys() - children(server).keys()) == 1:
+            break
+        time.sleep(0.01)
+    assert len(gone) == 1 and len(children(server)) == 2
+    assert server.post(COUNT, long, **{"x-api-key": "one"}) == due
+    assert sum(children(server).values()) < 60, "nobody reads on what was sent"
