@@ -175,8 +175,7 @@ def _prune(folder: Any, args: argparse.Namespace) -> int:
         raise CommandError(f"--max {args.max}: {error}") from None
     gone = [each for each in _segments(folder) if each.is_sealed and _is_damaged(folder, each)] if args.damaged else []
     with folder.lock():  # now that everything is read: who writes waits for the lock
-        for each in gone:
-            folder.remove(each.name)
+        gone = [each for each in gone if folder.remove(each.name)]
         if most is not None:
             gone += folder.make_room(0, most, set())
     facts = {"segments": [each.name for each in gone], "bytes": sum(each.nbytes for each in gone)}

@@ -169,7 +169,7 @@ class TierStats(NamedTuple):
 
     blocks: int = 0  #: gauge: blocks that it has
     nbytes: int = 0  #: gauge: bytes that it takes
-    limit_nbytes: int = 0  #: gauge: most bytes that it may take; 0 where the limit is another's
+    limit_nbytes: int = 0  #: gauge: most bytes that it may take now; 0 where the limit is another's
     queued_nbytes: int = 0  #: gauge: bytes that wait to be written
     hits: int = 0  #: blocks loaded
     hit_nbytes: int = 0  #: bytes of these
@@ -182,6 +182,7 @@ class TierStats(NamedTuple):
     evicted: int = 0  #: blocks that left to make room
     errors: int = 0  #: calls of the system or the server that failed
     write_seconds: float = 0.0  #: CPU time of the thread that writes
+    reserve_nbytes: int = 0  #: gauge: free bytes of the disk that it leaves to others
 
 
 @runtime_checkable
@@ -277,7 +278,7 @@ def checked(call: str, layout: Layout, blocks: Blocks, rows: Rows | None = None,
         return
     if len(rows) != count:
         raise ValueError(f"[{call}] there are {len(rows)} rows, one for each of {count} blocks is needed")
-    for row in (rows[:1] if isinstance(rows, np.ndarray) else rows):
+    for row in rows[:1] if isinstance(rows, np.ndarray) else rows:
         if not isinstance(row, np.ndarray) or row.dtype != np.uint8:
             raise TypeError(f"[{call}] rows must be arrays of uint8")
         if row.shape != (own.nbytes,) or not row.flags.c_contiguous:

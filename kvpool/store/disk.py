@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Event, RLock
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from kvpool.store.outbox import Outbox, Waiting
 
 _log = logging.getLogger(__name__)
 _SEGMENT_NBYTES = 128 << 20
+_RESERVE_NBYTES = 1 << 30
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_SETTLED_SECONDS = 2.0  # after a change of a directory until its time of modification tells the next change from it
 _PAUSE_SECONDS = 60.0  # without writing, after the disk or the budget refused
 _TOUCH_SECONDS = 60.0
 _CLOSE_SECONDS = 10.0
@@ -71,6 +75,9 @@ class DiskStore:
         Most bytes of all segments in the directory, of all processes.
     write_nbytes_per_day : int, optional
         Most bytes that all processes together write in any 24 hours, counted by the hour.
+    reserve_nbytes : int, optional
+        Free bytes of the disk that it leaves to others: no segment begins that would take them. By default 1 GiB, or a
+        twentieth of the disk if that is less.
     queue_nbytes : int
         Most bytes of blocks that wait to be written. What does not fit is dropped.
     segment_nbytes : int, optional
@@ -100,6 +107,7 @@ class DiskStore:
         max_nbytes: int,
         *,
         write_nbytes_per_day: int | None = None,
+        reserve_nbytes: int | None = None,
         queue_nbytes: int = 256 << 20,
         segment_nbytes: int | None = None,
         refresh_seconds: float = 1.0,
@@ -115,17 +123,24 @@ class DiskStore:
         self.write_nbytes_per_day = write_nbytes_per_day
         if write_nbytes_per_day is not None:
             checked_int("DiskStore", "write_nbytes_per_day", write_nbytes_per_day)
-        for name, value, least in (
-            ("segment_nbytes", self.segment_nbytes, record),
-            ("max_nbytes", self.max_nbytes, 2 * self.segment_nbytes),
-            ("queue_nbytes", queue_nbytes, max(group.nbytes for group in layout.groups)),
-            ("write_nbytes_per_day", write_nbytes_per_day, record),
+        if reserve_nbytes is not None:
+            checked_int("DiskStore", "reserve_nbytes", reserve_nbytes, 0)
+        form.check_sizes("DiskStore", layout, form.MOST_RECORD)
+        for name, value, least, most in (
+            ("segment_nbytes", self.segment_nbytes, record, form.MOST_SEGMENT),
+            ("max_nbytes", self.max_nbytes, 2 * self.segment_nbytes, None),
+            ("queue_nbytes", queue_nbytes, max(group.nbytes for group in layout.groups), None),
+            ("write_nbytes_per_day", write_nbytes_per_day, record, None),
         ):
             if value is not None and value < least:
                 raise ValueError(f"[DiskStore] {name} is {value}, the least for this layout is {least}")
+            if value is not None and most is not None and value > most:
+                raise ValueError(f"[DiskStore] {name} is {value}, the limit is {most}")
         self._folder = Folder(path, "DiskStore")
         try:
             self._folder.check_layout(layout)
+            self._reserve = min(_RESERVE_NBYTES, self._folder.disk()[0] // 20)
+            self._reserve = self._reserve if reserve_nbytes is None else reserve_nbytes
         except BaseException:
             self._folder.close()
             raise
@@ -137,10 +152,12 @@ class DiskStore:
         self._numbers: dict[str, int] = {}
         self._next_number = 0
         self._held_nbytes = 0
-        self._counts = TierStats(limit_nbytes=self.max_nbytes)
+        self._counts = TierStats(limit_nbytes=self.max_nbytes, reserve_nbytes=self._reserve)
         self._is_closed = False
-        self._growing: _Growing | None = None  # the thread's alone
-        self._worthless: set[str] = set()  # of those refused: damaged, or of another layout. The thread's alone
+        self._listed: list[Listed] = []  # what was in the directory. The thread's alone, as what follows
+        self._listed_at = -1  # the directory's time of modification then, -1: it may change within the same moment
+        self._growing: _Growing | None = None
+        self._worthless: set[str] = set()  # of those refused: damaged, or of another layout
         self._paused_until = float("inf") if self._folder.is_read_only else 0.0
         self._refusal = ""  # why it pauses; empty when a block was written
         self._touched = time.monotonic()
@@ -292,16 +309,14 @@ class DiskStore:
         head = form.packed_record(item.fields, item.tokens, item.row)
         padding = bytes(form.aligned(item.row.nbytes) - item.row.nbytes)
         nbytes = len(head) + item.row.nbytes + len(padding)
-        growing = self._growing_with_room(nbytes)
-        if growing is None:
-            return self._count(dropped=1)
         try:
-            if os.pwritev(growing.fd, [head, item.row.data, padding], growing.end) != nbytes:
-                raise OSError("the disk is full")
+            growing = self._appended(nbytes, [head, item.row.data, padding])
         except OSError as error:
             self._count(dropped=1)
             self._seal()
-            return self._pause(error)
+            return self._pause(error, errors=not isinstance(error, Refused))
+        if growing is None:
+            return self._count(dropped=1)
         self._refusal = ""
         growing.names.append(item.name)
         growing.offsets.append(growing.end)
@@ -312,20 +327,48 @@ class DiskStore:
         growing.end += nbytes
         self._count(written_nbytes=nbytes)
 
+    def _appended(self, nbytes: int, parts: list[Any]) -> _Growing | None:
+        """Write a record behind the last one, and return its segment; None in a pause. `OSError` if it cannot.
+
+        If the disk is full, the oldest own segments make room, once.
+        """
+        for is_first in (True, False):
+            try:
+                growing = self._growing_with_room(nbytes)
+                if growing is not None and os.pwritev(growing.fd, parts, growing.end) != nbytes:
+                    raise OSError(errno.ENOSPC, "the disk is full")
+                return growing
+            except OSError as error:
+                if error.errno not in _FULL or not is_first:
+                    raise
+                self._seal()
+                try:
+                    with self._folder.lock():
+                        self._make_room(is_full=True)
+                except Refused:
+                    raise error from None
+                self._count(errors=1)
+        return None
+
     def _growing_with_room(self, nbytes: int) -> _Growing | None:
-        """The segment to append to; None, and a pause, if the disk, the quota or the budget refuse."""
+        """The segment to append to; None in a pause. `OSError` if the disk, the quota or the budget refuse."""
         growing = self._growing
         if growing is not None and (self._is_old(growing) or not growing.fits(nbytes)):
             self._seal()
         if self._growing is None and time.monotonic() >= self._paused_until:
-            try:
-                with self._folder.lock():
-                    self._begin(nbytes)
-            except Refused as refusal:
-                self._pause(refusal, errors=0)
-            except OSError as error:
-                self._pause(error)
+            self._come_back()
+            with self._folder.lock():
+                self._begin(nbytes)
         return self._growing
+
+    def _come_back(self) -> None:
+        """Make the directory anew if somebody has deleted it."""
+        if self._folder.is_gone and not self._folder.is_read_only:
+            try:
+                self._folder.make_anew(self.layout)
+                self._listed_at = -1
+            except ValueError as error:  # there is one of another layout
+                raise Refused(str(error)) from None
 
     def _pause(self, why: OSError, errors: int = 1) -> None:
         """Write nothing for a while. The log has the reason once, not with each pause that follows."""
@@ -370,10 +413,15 @@ class DiskStore:
         self._count(written_nbytes=form.HEADER.size)
         self._growing = growing
 
-    def _make_room(self) -> None:
-        """Delete segments until a new one fits the quota; `Refused` if it cannot. With the lock of the folder."""
+    def _make_room(self, is_full: bool = False) -> None:
+        """Delete segments until a new one fits quota and disk; `Refused` if it cannot. With the lock of the folder.
+
+        With `is_full` a write has failed: the system has no byte for us, whatever it says of the disk.
+        """
         self._touch_used()
-        gone = self._folder.make_room(self.segment_nbytes, self.max_nbytes, self._worthless)
+        spare = self._folder.disk()[1] - self._reserve
+        spare = min(spare, 0) if is_full else spare
+        gone = self._folder.make_room(self.segment_nbytes, self.max_nbytes, self._worthless, spare)
         with self._lock:
             for each in gone:
                 self._held_nbytes -= each.nbytes
@@ -439,38 +487,58 @@ class DiskStore:
             return
         self._recount()
         try:
+            self._come_back()
             if not (self.ready.is_set() or self._folder.is_read_only):
                 with suppress(OSError), self._folder.lock():
                     self._folder.make_room(0, self.max_nbytes, set())  # the quota may be smaller than it was
-            listed = self._folder.segments()
+            is_same = self._look()
+            spare = self._folder.disk()[1] - self._reserve
         except OSError:
             self.ready.set()
             return self._count(errors=1)
         if time.monotonic() - self._touched >= _TOUCH_SECONDS:
             self._touch_used()
-        present, names = {each.stem for each in listed}, {each.name for each in listed}
-        if self._growing is not None and self._growing.stem not in present:  # somebody has deleted the file
-            os.close(self._growing.fd)
-            self._growing = None
-        own = "" if self._growing is None else self._growing.stem
+        if not is_same:
+            self._drop_absent()
         footers: dict[int, np.ndarray] = {}
-        before = len(self.refused)
-        for each in listed:
-            if each.stem != own and each.name not in self.refused:
+        before, own = len(self.refused), "" if self._growing is None else self._growing.stem
+        for each in self._listed:
+            if (not is_same or not each.is_sealed) and each.stem != own and each.name not in self.refused:
                 footers.update(self._news(each))
         if new := list(self.refused.items())[before:]:
             _log.warning("[DiskStore] %d segments in %s are left out: %s: %s", len(new), self._folder.path, *new[0])
-        self.refused = {name: why for name, why in self.refused.items() if name in names}
-        self._worthless &= names
         with self._lock:
             footers = {number: found for number, found in footers.items() if number in self._segments}
             if footers:
                 self._index.merge(footers)
-            self._held_nbytes = sum(each.nbytes for each in listed)
-            gone = [number for stem, number in self._numbers.items() if stem not in present]
-            for number in gone:
-                self._forget(number)
+            self._held_nbytes = sum(each.nbytes for each in self._listed)
+            limit = min(self.max_nbytes, max(self._held_nbytes + spare, 0))
+            self._counts = self._counts._replace(limit_nbytes=limit)
         self.ready.set()
+
+    def _drop_absent(self) -> None:
+        """Forget the segments that are not in the directory any more."""
+        present, names = {each.stem for each in self._listed}, {each.name for each in self._listed}
+        if self._growing is not None and self._growing.stem not in present:  # somebody has deleted the file
+            os.close(self._growing.fd)
+            self._growing = None
+        self.refused = {name: why for name, why in self.refused.items() if name in names}
+        self._worthless &= names
+        with self._lock:
+            for number in [number for stem, number in self._numbers.items() if stem not in present]:
+                self._forget(number)
+
+    def _look(self) -> bool:
+        """Look at the directory; whether it has the same files as when it was last looked at.
+
+        Thousands of sealed files are not looked at one by one as long as the directory's time stays.
+        """
+        now, changed = time.time_ns(), self._folder.changed_ns()
+        is_same = changed == self._listed_at
+        self._listed = self._folder.grown(self._listed) if is_same else self._folder.segments(self._listed)
+        is_settled = now - changed > _SETTLED_SECONDS * 1e9
+        self._listed_at = changed if is_settled else -1
+        return is_same
 
     def _news(self, each: Listed) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the entries of a segment that is sealed now; note those of one that another process appends to."""
@@ -511,6 +579,7 @@ class DiskStore:
     def _refuse(self, name: str, error: OSError | ValueError) -> None:
         """Leave a segment out, unless the error may pass."""
         if isinstance(error, OSError) and error.errno in _PASSING:
+            self._listed_at = -1  # it is tried again
             return self._count(errors=1)
         self.refused[name] = str(error)
         if isinstance(error, ValueError) and not isinstance(error, form.UnknownFormat):
@@ -572,6 +641,8 @@ class DiskStore:
         self._touched = time.monotonic()
         with self._lock:
             used = [(each, each.used) for each in self._segments.values() if each.used and each.is_sealed]
+        if not used:
+            return
         self._folder.touch({segment.stem: count / max(segment.blocks, 1) for segment, count in used})
         with self._lock:
             for segment, count in used:

@@ -14,7 +14,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from typing import NamedTuple
@@ -67,6 +67,7 @@ class Folder:
 
     def __init__(self, path: str, call: str, create: bool = True) -> None:
         self.path, self._call = os.fspath(path), call
+        self._place = os.path.abspath(self.path)  # the process may change its directory
         if create:
             with suppress(FileExistsError):
                 os.makedirs(self.path, mode=0o700)
@@ -103,6 +104,28 @@ class Folder:
         """Whether nothing can be written here."""
         return self._lock_fd is None
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the directory was deleted or moved: another one, or none, is at its path."""
+        try:
+            return not os.path.samestat(os.stat(self._place, follow_symlinks=False), os.fstat(self.fd))
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False  # what cannot be seen is not known to be gone
+
+    def make_anew(self, layout: Layout) -> None:
+        """Take the directory that is at the path now; made if it is not there. It raises what a new `Folder` raises.
+
+        Other threads may be about to open files in the old one, so the new one gets its descriptors.
+        """
+        with Folder(self._place, self._call) as new:
+            if new._lock_fd is None or self._lock_fd is None:
+                raise PermissionError(f"[{self._call}] {self.path} is read-only")
+            new.check_layout(layout)
+            os.dup2(new.fd, self.fd, inheritable=False)
+            os.dup2(new._lock_fd, self._lock_fd, inheritable=False)
+
     def close(self) -> None:
         """Let go of the directory."""
         for fd in (self.fd, self._lock_fd):
@@ -134,11 +157,30 @@ class Folder:
             mode = stat.S_IMODE(status.st_mode)
             raise PermissionError(f"[{self._call}] others may use {path} (mode {mode:o}); type: {remedy} {path}")
 
-    def segments(self) -> list[Listed]:
-        """The segment files, in no order. Links and what is no file are left out."""
-        found = []
+    def changed_ns(self) -> int:
+        """When a file came or went, in ns."""
+        return os.fstat(self.fd).st_mtime_ns
+
+    def grown(self, listed: list[Listed]) -> list[Listed]:
+        """Return the same segment files, with the sizes that growing ones have now."""
+        sealed, found = [each for each in listed if each.is_sealed], []
+        for each in [each for each in listed if not each.is_sealed]:
+            with suppress(FileNotFoundError):
+                status = os.stat(each.name, dir_fd=self.fd, follow_symlinks=False)
+                found.append(each._replace(nbytes=status.st_size))
+        return sealed + found
+
+    def segments(self, known: Sequence[Listed] = ()) -> list[Listed]:
+        """The segment files, in no order. Links and what is no file are left out.
+
+        Sealed ones among those `known` are not looked at again.
+        """
+        found, sealed = [], {each.name: each for each in known if each.is_sealed}
         with os.scandir(self.fd) as entries:
             for entry in entries:
+                if (each := sealed.get(entry.name)) is not None:
+                    found.append(each)
+                    continue
                 if (match := _SEGMENT.fullmatch(entry.name)) is None:
                     continue
                 with suppress(FileNotFoundError):
@@ -155,7 +197,7 @@ class Folder:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.pwrite(fd, header, 0) != len(header):
-                raise OSError(f"[{self._call}] the disk is full")
+                raise OSError(errno.ENOSPC, f"[{self._call}] the disk is full")
         except BaseException:
             os.close(fd)
             self.remove(stem + GROWING)
@@ -180,10 +222,20 @@ class Folder:
         os.rename(stem + GROWING, stem + SEALED, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         self.touch({stem: 1.0})
 
-    def remove(self, name: str) -> None:
-        """Delete a file, if it is there."""
-        with suppress(OSError):
+    def remove(self, name: str) -> bool:
+        """Delete a file, if it is there. Return whether it is gone."""
+        try:
             os.unlink(name, dir_fd=self.fd)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def disk(self) -> tuple[int, int]:
+        """Return the bytes of the file system, and those of them that this user may still write."""
+        found = os.fstatvfs(self.fd)
+        return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
     def touch(self, shares: dict[str, float]) -> None:
         """Say which share of each sealed segment was of use: its time goes towards now by the root of the share.
@@ -201,28 +253,35 @@ class Folder:
                     used = now - int((now - used) * (1 - min(share, 1.0) ** 0.5))
                     os.utime(stem + SEALED, ns=(used, used), dir_fd=self.fd, follow_symlinks=False)
 
-    def make_room(self, nbytes: int, max_nbytes: int, worthless: set[str]) -> list[Listed]:
+    def make_room(self, nbytes: int, max_nbytes: int, worthless: set[str], spare: int | None = None) -> list[Listed]:
         """Delete sealed segments until one of `nbytes` fits; return them. `Refused` if it cannot fit.
 
-        A growing segment counts as full. First go those in `worthless`, then the ones whose last use is longest ago.
-        Call it with the lock.
+        A growing segment counts as full. The limit is `max_nbytes`, or what they have now and `spare` bytes, if that is
+        less. First go those in `worthless`, then the ones whose last use is longest ago. Those that cannot be deleted
+        stay and count. Call it with the lock.
         """
         listed = self.segments()
+        limit = max_nbytes if spare is None else min(max_nbytes, spare + sum(each.nbytes for each in listed))
         held = sum(each.nbytes if each.is_sealed else max(nbytes, each.nbytes) for each in listed)
         victims = sorted(
             (each for each in listed if each.is_sealed), key=lambda each: (each.name not in worthless, each.used)
         )
-        chosen = []
+        excess, gone, undeleted = held + nbytes - limit, [], 0
+        if excess > sum(victim.nbytes for victim in victims):
+            why = f"{held} bytes are in use, the limit is {max_nbytes}"
+            why = why if limit == max_nbytes else "the disk has little more than its reserve"
+            raise Refused(f"[{self._call}] {self.path} is full: {why}")
         for victim in victims:
-            if held + nbytes <= max_nbytes:
+            if excess <= 0:
                 break
-            held -= victim.nbytes
-            chosen.append(victim)
-        if held + nbytes > max_nbytes:
-            raise Refused(f"[{self._call}] {self.path} is full: {held} bytes are in use, the limit is {max_nbytes}")
-        for victim in chosen:
-            self.remove(victim.name)
-        return chosen
+            if self.remove(victim.name):
+                excess -= victim.nbytes
+                gone.append(victim)
+            else:
+                undeleted += 1
+        if excess > 0:
+            raise OSError(f"[{self._call}] {self.path} is full: {undeleted} segments cannot be deleted")
+        return gone
 
     # ---------------------------------------------------------------------- what processes share
 
@@ -266,7 +325,7 @@ class Folder:
         try:
             data = json.dumps(content, indent=1).encode()
             if os.write(fd, data) != len(data):
-                raise OSError(f"[{self._call}] the disk is full")
+                raise OSError(errno.ENOSPC, f"[{self._call}] the disk is full")
             if sync:
                 os.fsync(fd)
             os.replace(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from threading import Condition, Thread
+from traceback import walk_tb
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,21 @@ from kvpool.store.blocks import Blocks, Rows
 from kvpool.store.segment_format import expected_heads
 
 _log = logging.getLogger(__name__)
+
+
+class Failures:
+    """Puts failures into a log, each kind once: a store that always raises would fill it."""
+
+    def __init__(self) -> None:
+        self._told: set[tuple[type, str, int]] = set()
+
+    def tell(self, log: logging.Logger, text: str, error: BaseException) -> None:
+        """Log an error with its traceback, unless one of its type came from the same line before."""
+        *_, (frame, line) = walk_tb(error.__traceback__)
+        kind = (type(error), frame.f_code.co_filename, line)
+        if kind not in self._told:
+            self._told.add(kind)
+            log.error("%s; the log has each such failure once", text, exc_info=error)
 
 
 class Waiting(NamedTuple):
@@ -57,6 +73,7 @@ class Outbox:
         self._queue: deque[Waiting] = deque()
         self._names: set[int] = set()
         self._is_closed = False
+        self._failures = Failures()
         self.nbytes = 0  # of what waits
         self.seconds = 0.0  # of CPU time, for writing
         self._thread = Thread(target=self._run, name="kvpool-store", daemon=True)
@@ -140,8 +157,8 @@ class Outbox:
         self._guarded(self._end)
 
     def _guarded(self, call: Callable[..., None], *given: Waiting) -> None:
-        """Call it. If it fails, log that and go on, so that the next block is written."""
+        """Call it. If it fails, log that and go on, so that the next blocks are written."""
         try:
             call(*given)
-        except Exception:
-            _log.exception("[store] a block was not written, or the store not looked at")
+        except Exception as error:
+            self._failures.tell(_log, "[store] a block was not written, or the store not looked at", error)

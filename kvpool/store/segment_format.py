@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.errors import install_command
-from kvpool.store.blocks import KEY_NBYTES, Blocks
+from kvpool.store.blocks import KEY_NBYTES, Blocks, Layout
 
 _xxhash: Any = import_module("xxhash") if find_spec("xxhash") else None  # the extra `store`
 VERSION = 1
@@ -32,6 +32,8 @@ TRAILER = struct.Struct("<8sII16sQQQQ")  # magic, version, kind, layout, records
 FOOTER = np.dtype([("name", "<u8"), ("offset", "<u8")])
 HEADER_MAGIC, RECORD_MAGIC, TRAILER_MAGIC = b"kvpoolsg", b"kvrecord", b"kvpoolfo"
 MOST_TOKENS, MOST_NBYTES = 1 << 20, 1 << 40  # of a record: beyond them a head is damaged
+MOST_SEGMENT = ALIGNMENT << 32  # bytes: a place has 32 bits for an offset
+MOST_RECORD = 0x7FFFF000  # bytes that Linux reads or writes in one call
 _GROUP_STEP = 0x9E3779B97F4A7C15  # odd: groups of one key have different names
 
 
@@ -89,6 +91,18 @@ def aligned(nbytes: int) -> int:
 def head_nbytes(num_tokens: int) -> int:
     """Bytes of the head of a record."""
     return RECORD.size + aligned(4 * num_tokens)
+
+
+def check_sizes(call: str, layout: Layout, most_nbytes: int) -> None:
+    """Raise `ValueError` if a record of this layout has more than `most_nbytes`, or more tokens than a head may say."""
+    for number, group in enumerate(layout.groups):
+        if group.block_size > MOST_TOKENS:
+            raise ValueError(
+                f"[{call}] group {number} has blocks of {group.block_size} tokens, the limit is {MOST_TOKENS}"
+            )
+        nbytes = head_nbytes(group.block_size) + aligned(group.nbytes)
+        if nbytes > most_nbytes:
+            raise ValueError(f"[{call}] a record of group {number} has {nbytes} bytes, the limit is {most_nbytes}")
 
 
 def names_of(keys: np.ndarray, group: int) -> np.ndarray:

@@ -572,6 +572,21 @@ def test_slice_that_could_not_be_imported_is_computed_with_all_behind_it(model, 
     checked(engine)
 
 
+def test_store_that_always_raises_is_in_the_log_once(filled, model, caplog):
+    store, _ = filled
+    store.broken, counts = True, []
+    engine = engine_of(model, store)
+    for seed in range(6):
+        prompt = np.random.default_rng(seed).integers(0, 200, 100).tolist()
+        answer(engine, prompt)
+        while engine.is_saving:
+            engine.step()
+        counts.append(len(caplog.records))
+    assert 1 <= counts[0] == counts[-1] <= 2, "one line for each thread that calls it"
+    assert all(record.exc_info and "planted" in str(record.exc_info[1]) for record in caplog.records)
+    checked(engine)
+
+
 def test_deadline_of_a_request_that_loads_is_kept(model, filled):
     store, due = filled
     store.open_gate.clear()

@@ -1,9 +1,12 @@
 """`DiskStore`: restarts, the quota, the budget of a day, the queue, clocks."""
 
+import errno
 import json
 import os
+import shutil
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -421,3 +424,166 @@ def test_index_has_one_place_of_a_name_that_is_in_two_segments():
     entries["offset"] = [0, 64, 128]
     index.merge({1: entries, 2: entries})
     assert index.find(np.array([5, 9], np.uint64)).tolist() == [2 << 32 | 1, 2 << 32 | 2] and len(index) == 2
+
+
+class SmallDisk:
+    """A file system of so many bytes below one directory, by what the files there have; and one with a quota."""
+
+    def __init__(self, path, size, monkeypatch, tells=True):
+        self.path, self.size, self.tells, write = path, size, tells, os.pwritev
+        self.others = 0  # bytes of files that are not the store's
+        real = os.fstatvfs
+
+        def pwritev(fd, buffers, offset):
+            if self.left() < sum(len(memoryview(one).cast("B")) for one in buffers):
+                raise OSError(errno.ENOSPC if self.tells else errno.EDQUOT, "planted")
+            return write(fd, buffers, offset)
+
+        def fstatvfs(fd):
+            left = self.left() if self.tells else 1 << 40
+            return SimpleNamespace(f_blocks=self.size, f_bavail=max(left, 0), f_frsize=1, f_bsize=real(fd).f_bsize)
+
+        monkeypatch.setattr(os, "pwritev", pwritev)
+        monkeypatch.setattr(os, "fstatvfs", fstatvfs)
+
+    def left(self):
+        return self.size - self.others - held(self.path)
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["full", "quota of the user"])
+def test_store_on_a_full_disk_drops_its_oldest_blocks_and_goes_on(tmp_path, monkeypatch, caplog, tells):
+    disk_of = SmallDisk(tmp_path / "store", 10 * SEGMENT, monkeypatch, tells)
+    store = opened(tmp_path / "store", reserve_nbytes=SEGMENT)
+    for seed in range(20):
+        kit.stores(store, blocks_of(seed, 8))
+        kit.loads(store, blocks_of(seed, 8), range(8))
+        assert disk_of.left() >= (SEGMENT if tells else 0), "the reserve is the others'"
+        if seed == 10 and tells:
+            disk_of.others = 4 * SEGMENT  # also where they take what the store would have
+    stats = store.stats()["disk"]
+    assert stats.dropped == 0 and stats.evicted > 0 and not store.is_paused and not caplog.records
+    assert stats.reserve_nbytes == SEGMENT
+    kit.loads(store, blocks_of(0, 8), [])
+    store.close()
+
+
+def test_limit_of_a_store_is_what_the_disk_has_beside_the_reserve(tmp_path, monkeypatch):
+    disk_of = SmallDisk(tmp_path / "store", 100 * SEGMENT, monkeypatch)
+    store = opened(tmp_path / "store", 50 * SEGMENT)
+    assert store.stats()["disk"].reserve_nbytes == 5 * SEGMENT, "a twentieth"
+    kit.stores(store, blocks_of(1, 8))
+    for others, due in ((0, 50), (90, 5), (96, 0), (40, 50)):
+        disk_of.others, end = others * SEGMENT, time.monotonic() + 60
+        while abs(store.stats()["disk"].limit_nbytes - due * SEGMENT) >= SEGMENT and time.monotonic() < end:
+            time.sleep(0.01)
+        assert abs(store.stats()["disk"].limit_nbytes - due * SEGMENT) < SEGMENT, (others, due)
+    store.close()
+
+
+def test_store_that_finds_no_room_on_the_disk_takes_nothing_and_keeps_what_it_has(tmp_path, monkeypatch, caplog):
+    disk_of = SmallDisk(tmp_path / "store", 10 * SEGMENT, monkeypatch)
+    store = opened(tmp_path / "store", reserve_nbytes=SEGMENT)
+    kit.stores(store, blocks_of(1, 4))
+    disk_of.others = 9 * SEGMENT
+    for seed in range(2, 8):
+        assert store.store(blocks_of(seed), kit.content(LAYOUT, blocks_of(seed))) in (0, 20)
+        assert store.drain(60)
+    assert store.is_paused and len(caplog.records) == 1
+    kit.loads(store, blocks_of(1, 4), range(4))
+    store.close()
+
+
+def test_segments_that_cannot_be_deleted_count_and_are_not_counted_as_gone(tmp_path, monkeypatch, caplog):
+    store, unlink = opened(tmp_path / "store", 4 * SEGMENT), os.unlink
+    kit.stores(store, blocks_of(0, 8))
+    pinned = {path.name for path in (tmp_path / "store").glob("*.kvpool")}
+
+    def refusing(path, **options):
+        if path in pinned or len(pinned) > 99:
+            raise OSError(errno.EPERM, "planted")
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", refusing)
+    for seed in range(1, 6):
+        kit.stores(store, blocks_of(seed, 4))
+        assert held(tmp_path / "store") <= 4 * SEGMENT
+    kit.loads(store, blocks_of(0, 4), range(4))
+    assert not store.is_paused and store.stats()["disk"].evicted > 0, "others make room"
+    pinned |= set(map(str, range(100)))  # none can be deleted from now on
+    before = store.stats()["disk"]
+    for seed in range(6, 12):
+        store.store(blocks_of(seed, 4), kit.content(LAYOUT, blocks_of(seed, 4)))
+        assert store.drain(60) and held(tmp_path / "store") <= 4 * SEGMENT
+    after = store.stats()["disk"]
+    assert store.is_paused and (after.evicted, after.errors) == (before.evicted, before.errors + 1)
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert "segments cannot be deleted" in told
+    store.close()
+
+
+@pytest.mark.parametrize("how", ["deleted", "moved", "of another model"])
+def test_directory_that_is_gone_comes_back(tmp_path, monkeypatch, how, caplog):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    store = opened("store")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    kit.stores(store, blocks_of(1))
+    if how == "deleted":
+        shutil.rmtree(tmp_path / "store")
+    else:
+        (tmp_path / "store").rename(tmp_path / "moved")
+    if how == "of another model":
+        DiskStore(str(tmp_path / "store"), Layout(LAYOUT.groups, "other"), 1 << 24, segment_nbytes=SEGMENT).close()
+        end = time.monotonic() + 60
+        while not store.is_paused and time.monotonic() < end:
+            store.store(blocks_of(2), kit.content(LAYOUT, blocks_of(2)))
+            assert store.drain(60)
+        assert store.is_paused and "another model" in caplog.records[-1].getMessage()
+        assert not list((tmp_path / "store").glob("*.kvpool*"))
+    else:
+        end = time.monotonic() + 60
+        while not (tmp_path / "store" / "layout.json").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        kit.stores(store, blocks_of(2))
+        kit.loads(store, blocks_of(2), range(20))
+        kit.loads(store, blocks_of(1), [])
+        assert not store.is_paused and (tmp_path / "store").stat().st_mode & 0o777 == 0o700
+        again = opened(tmp_path / "store")
+        kit.loads(again, blocks_of(2), range(20))
+        again.close()
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("group", "words", "name"),
+    [
+        (BlockLayout(4, 4000, "full"), {"max_nbytes": 1 << 40, "segment_nbytes": (1 << 38) + 1}, "segment_nbytes"),
+        (BlockLayout(4, (1 << 31) - 4096, "full"), {"max_nbytes": 1 << 40}, "record of group 0"),
+        (BlockLayout((1 << 20) + 1, 4000, "full"), {"max_nbytes": 1 << 40}, "tokens"),
+    ],
+)
+def test_size_that_the_format_cannot_hold_is_refused_at_the_start(tmp_path, group, words, name):
+    with pytest.raises(ValueError, match=rf"^\[DiskStore\] .*{name}.*, the limit is \d+$"):
+        DiskStore(str(tmp_path / "store"), Layout((group,), "w"), **words)
+    assert not (tmp_path / "store").exists()
+
+
+def test_look_at_a_directory_that_stays_reads_no_sealed_file(tmp_path, monkeypatch):
+    """What 8,192 segments cost a store that does nothing. Others' growing segments are looked at all the same."""
+    writer = opened(tmp_path / "store")
+    for seed in range(3):
+        kit.stores(writer, blocks_of(seed))
+    monkeypatch.setattr(disk, "_SETTLED_SECONDS", 0.05)
+    store, looks = opened(tmp_path / "store"), []
+    time.sleep(0.2)
+    monkeypatch.setattr(os, "scandir", lambda fd, scan=os.scandir: looks.append(fd) or scan(fd))
+    time.sleep(0.2)
+    assert not looks
+    kit.stores(writer, blocks_of(7, 1))
+    kit._seen(store, blocks_of(7, 1))
+    for seed in range(8, 11):  # segments come and are sealed
+        kit.stores(writer, blocks_of(seed))
+        kit._seen(store, blocks_of(seed))
+    assert looks
+    writer.close()
+    store.close()

@@ -33,6 +33,7 @@ from kvpool.errors import OutOfBlocks, OutOfSequences, PoolClosed
 from kvpool.groups import Group
 from kvpool.metrics import Metric
 from kvpool.store import BlockLayout, Blocks, BlockStore, Layout, leading
+from kvpool.store.outbox import Failures
 from kvpool.store.tiers import lacking
 
 MOST_LOADS = 4  # that have blocks at a time
@@ -75,6 +76,8 @@ _METRICS = {
 _TIER_METRICS = {
     "blocks": ("gauge", "Blocks that a tier has."),
     "nbytes": ("gauge", "Bytes that a tier takes."),
+    "limit_nbytes": ("gauge", "Bytes that a tier may take now, 0 if the limit is another's."),
+    "reserve_nbytes": ("gauge", "Free bytes of the disk that a tier leaves to others."),
     "queued_nbytes": ("gauge", "Bytes that wait to be written."),
     "hits": ("counter", "Blocks loaded from a tier."),
     "hit_nbytes": ("counter", "Bytes of these."),
@@ -148,6 +151,7 @@ class _Worker:
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._failures = Failures()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -164,8 +168,8 @@ class _Worker:
         while (call := self._calls.get()) is not None:
             try:
                 call()
-            except Exception:
-                _log.exception("[store] a call of the store failed")
+            except Exception as error:
+                self._failures.tell(_log, "[store] a call of the store failed", error)
 
 
 class StoredPrefixes:
