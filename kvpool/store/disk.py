@@ -302,7 +302,11 @@ class DiskStore:
 
     # ---------------------------------------------------------------------- the thread
 
-    def _write(self, item: Waiting) -> None:
+    def _write(self, items: list[Waiting]) -> None:
+        for item in items:
+            self._write_one(item)
+
+    def _write_one(self, item: Waiting) -> None:
         with self._lock:
             if self._index.find(np.array([item.name], np.uint64))[0] != form.Index.NOWHERE:
                 return  # another process was faster

@@ -50,24 +50,27 @@ class Outbox:
     Parameters
     ----------
     write : callable
-        Writes one block. It does not raise.
+        Writes blocks, first in first out. It does not raise.
     tick : callable
         Called by the thread at its start, and then about every `tick_seconds`.
     end : callable
         The last thing that the thread calls.
     most_nbytes : int
         Of blocks that wait.
+    batch_nbytes : int
+        Of blocks that are written in one call, at most; one block at least.
     """
 
     def __init__(
         self,
-        write: Callable[[Waiting], None],
+        write: Callable[[list[Waiting]], None],
         tick: Callable[[], None],
         end: Callable[[], None],
         most_nbytes: int,
         tick_seconds: float,
+        batch_nbytes: int = 0,
     ) -> None:
-        self._write, self._tick, self._end = write, tick, end
+        self._write, self._tick, self._end, self._batch_nbytes = write, tick, end, batch_nbytes
         self._most_nbytes, self._tick_seconds = most_nbytes, tick_seconds
         self._change = Condition()
         self._queue: deque[Waiting] = deque()
@@ -144,19 +147,28 @@ class Outbox:
                     if self._is_closed:
                         break
                     self._change.wait(max(ticked + self._tick_seconds - time.monotonic(), 0.001))
-                item = self._queue.popleft() if self._queue else None
-            if item is None:
+                items = self._batch()
+            if not items:
                 continue
             began = time.thread_time()
-            self._guarded(self._write, item)
+            self._guarded(self._write, items)
             with self._change:
-                self._names.discard(item.name)
-                self.nbytes -= item.row.nbytes
+                self._names.difference_update(item.name for item in items)
+                self.nbytes -= sum(item.row.nbytes for item in items)
                 self.seconds += time.thread_time() - began
                 self._change.notify_all()
         self._guarded(self._end)
 
-    def _guarded(self, call: Callable[..., None], *given: Waiting) -> None:
+    def _batch(self) -> list[Waiting]:
+        """Take what is written next from the queue. With the lock."""
+        items: list[Waiting] = []
+        left = self._batch_nbytes
+        while self._queue and (not items or left >= self._queue[0].row.nbytes):
+            items.append(self._queue.popleft())
+            left -= items[-1].row.nbytes
+        return items
+
+    def _guarded(self, call: Callable[..., None], *given: list[Waiting]) -> None:
         """Call it. If it fails, log that and go on, so that the next blocks are written."""
         try:
             call(*given)

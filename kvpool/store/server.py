@@ -20,6 +20,8 @@ from kvpool.store.outbox import Outbox, Waiting
 
 _log = logging.getLogger(__name__)
 _CHUNK_NBYTES = 16 << 20  # of answers that are asked for at once
+_BATCH_NBYTES = 1 << 20  # of blocks that are sent at once
+_MOST_RECORD = 512 << 20  # bytes of a value of Redis and Valkey, as they come
 _CLOSE_SECONDS = 10.0
 _USER = r"(?:[^/?#]*@)?"
 _PLACE = r"(?:(?:[\w.-]+|\[[\w:.]+\])(?::\d+)?)?(?:/[^?#@\s]*)?"
@@ -35,7 +37,8 @@ class ServerStore:
         ``redis://``, ``rediss://`` or ``unix://``, as the package `redis` reads it.
     layout : Layout
     timeout : float
-        Seconds until an answer must be here: all of it, for 16 MiB or one block. Later it is a miss.
+        Seconds until an answer must be here: all of it, for up to 16 MiB that are loaded, or 1 MiB that is sent, or one
+        block. Later it is a miss.
     pause : float
         Seconds without another try after the server failed.
     expire : int, optional
@@ -74,6 +77,7 @@ class ServerStore:
         self._expire = None if expire is None else checked_int("ServerStore", "expire", expire)
         queue_nbytes = checked_int("ServerStore", "queue_nbytes", queue_nbytes)
         self.layout, self._timeout, self._pause = checked_layout("ServerStore", layout), timeout, pause
+        form.check_sizes("ServerStore", self.layout, _MOST_RECORD)
         self._reader, self._sender = _client(url, timeout), _client(url, timeout)
         self._place = without_password(url)
         self._prefix = b"kvpool:%d:%d:" % (form.VERSION, form.KIND) + layout.digest
@@ -83,7 +87,7 @@ class ServerStore:
         self._paused_until = self._refused_until = 0.0  # for all calls, for those that write
         self._told: dict[str, str] = {}  # what fails now, reading or writing, and how
         self._is_closed = False
-        self._outbox = Outbox(self._send, lambda: None, lambda: None, queue_nbytes, 3600.0)
+        self._outbox = Outbox(self._send, lambda: None, lambda: None, queue_nbytes, 3600.0, _BATCH_NBYTES)
         self._outbox.start()
 
     def __repr__(self) -> str:
@@ -173,26 +177,34 @@ class ServerStore:
     def _name(self, key: bytes, group: int) -> bytes:
         return self._prefix + key + group.to_bytes(4, "little")
 
-    def _send(self, item: Waiting) -> None:
-        """Write one block; the thread does it. A server that refuses, because it is full or a replica, is read on."""
+    def _send(self, items: list[Waiting]) -> None:
+        """Write blocks in one pipeline; the thread does it. A server that refuses, full or a replica, is read on."""
         from redis.exceptions import ResponseError
 
         if self.is_paused:
-            return self._count(dropped=1)
-        data = form.packed_record(item.fields, item.tokens, item.row) + item.row.tobytes()
+            return self._count(dropped=len(items))
         try:
             with self._deadline(self._sender) as client:
-                client.set(self._name(item.key, item.group), data, ex=self._expire)
-        except ResponseError as error:
-            self._refused_until = time.monotonic() + self._pause
-            self._failed("writing", error)
-            return self._count(dropped=1)
+                pipeline, sizes = client.pipeline(transaction=False), []
+                for item in items:
+                    data = b"".join((form.packed_record(item.fields, item.tokens, item.row), item.row.data))
+                    sizes.append(len(data))
+                    pipeline.set(self._name(item.key, item.group), data, ex=self._expire)
+                answers = pipeline.execute(raise_on_error=False)
+                if len(answers) != len(items):
+                    raise ValueError("another number of answers")
         except Exception as error:  # whatever an answer that is garbage leads to
             self._paused_until = time.monotonic() + self._pause
             self._failed("writing", error)
-            return self._count(dropped=1)
-        self._told.pop("writing", None)
-        self._count(written_nbytes=len(data))
+            return self._count(dropped=len(items))
+        refused = [answer for answer in answers if isinstance(answer, ResponseError)]
+        if refused:
+            self._refused_until = time.monotonic() + self._pause
+            self._failed("writing", refused[0])
+        else:
+            self._told.pop("writing", None)
+        written = [size for size, answer in zip(sizes, answers, strict=True) if not isinstance(answer, ResponseError)]
+        self._count(written_nbytes=sum(written), dropped=len(refused))
 
     def _ask(self, call: Callable[[Any], None]) -> bool:
         """Make a call on the reader within the timeout; whether it was answered."""

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from key_server import KINDS, KeyServer
 
-from kvpool.store import ServerStore
+from kvpool.store import BlockLayout, Layout, ServerStore
+from kvpool.store import server as module
 from kvpool.store.server import without_password
 from kvpool.testing import stores as kit
 from kvpool.testing.filled import NotApplicable
@@ -258,6 +259,52 @@ def test_password_of_a_server_is_not_shown(url):
         shown = repr(store)
         store.close()
     assert SECRETS[url] in shown and not re.search("SE|CRET", shown)
+
+
+def test_blocks_are_sent_and_loaded_many_at_a_time(opened, monkeypatch):
+    layout = Layout((BlockLayout(4, 4096, "full"),), "w")
+    store, deadlines = opened(layout, ""), []
+    blocks = layout.blocks(kit.prompt(6, 8000))[0]
+    monkeypatch.setattr(module, "Timer", lambda *given: deadlines.append(given) or threading.Timer(*given))
+    rows = kit.stores(store, blocks)
+    assert len(deadlines) <= 1 + rows.nbytes / 2**20, "a pipeline has a deadline, and takes up to 1 MiB"
+    deadlines.clear()
+    kit.loads(store, blocks, range(2000))
+    assert store.lookup(blocks).all() and len(deadlines) == 2
+    stats = store.stats()["server"]
+    assert (stats.stored, stats.dropped, stats.errors) == (2000, 0, 0)
+    assert stats.written_nbytes == 2000 * (128 + 64 + 4096)
+
+
+def test_blocks_that_a_server_refuses_of_a_pipeline_are_the_dropped_ones(opened, server, monkeypatch):
+    store, taken = opened(kit.LAYOUT, ""), []
+    blocks = kit.LAYOUT.blocks(kit.prompt(7))[0]
+    pipeline = store._sender.pipeline
+
+    def odd_ones_fail(**options):
+        made = pipeline(**options)
+        run = made.execute
+
+        def execute(**how):
+            bad = (("SET", "name"), {})  # an error of the server
+            made.command_stack[1::2] = [bad] * (len(made.command_stack) // 2)
+            return taken.append(1) or run(**how)
+
+        made.execute = execute
+        return made
+
+    monkeypatch.setattr(store._sender, "pipeline", odd_ones_fail)
+    store.store(blocks, kit.content(kit.LAYOUT, blocks))
+    assert store.drain(60) and len(taken) == 1 and store.is_paused
+    kit.loads(store, blocks, range(0, len(blocks), 2))
+    stats = store.stats()["server"]
+    assert (stats.dropped, stats.errors) == (len(blocks) // 2, 1)
+
+
+@pytest.mark.parametrize(("tokens", "nbytes"), [(4, 512 << 20), (2**20 + 1, 64)])
+def test_block_that_is_too_large_for_a_server_is_refused_at_once(tokens, nbytes):
+    with pytest.raises(ValueError, match=r"^\[ServerStore\] .*group 0 .*, the limit is \d+$"):
+        ServerStore("redis://host", Layout((BlockLayout(tokens, nbytes, "full"),), "w"))
 
 
 def test_server_store_is_bounded_by_its_queue(opened, server):
