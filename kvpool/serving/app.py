@@ -37,6 +37,7 @@ from kvpool.serving.texts import Processes, Threads, most_bytes, shared
 T = TypeVar("T")
 LONGEST_WAIT = 60  # seconds until a client that was refused may come again, at most
 REJECTED = {"queue_full": 429, "deadline": 504}
+TWO_LENGTHS = {b"content-length", b"transfer-encoding"}  # RFC 9112, 6.3: after both, the connection is closed
 BODY_SECONDS = 30  # for a client to send its body
 LONG = 2**16  # bytes of a body that is read in a thread, and of a text that becomes tokens apart from shorter ones
 LOGPROBS = 2**18  # of an answer that is sent as a whole
@@ -139,6 +140,8 @@ class Service:
                 is_begun = True
                 known = any(scope["path"] == route.path for route in self._routes)
                 self._metrics.answered(scope["path"] if known else "other", message["status"])
+                if {name for name, _ in scope["headers"]} >= TWO_LENGTHS:  # a proxy may see another request behind it
+                    message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
             await send(message)
 
         self.active += 1

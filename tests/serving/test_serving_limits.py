@@ -233,6 +233,26 @@ def test_whole_answer_with_too_many_logprobs_is_refused(server):
     assert server.post("/v1/completions", body | {"logprobs": 5, "n": 8}, **KEY)[0] in (200, 429)
 
 
+@pytest.mark.parametrize("body", [SHORT, SHORT | {"stream": True}, {"no": "prompt"}])
+def test_connection_is_closed_after_a_body_with_two_lengths(server, body):
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {server.address}\r\nx-api-key: one\r\n"
+    head += "Content-Type: application/json"
+    host, _, port = server.address.partition(":")
+    chunk = b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data)
+    hidden = f"GET /v1/models HTTP/1.1\r\nHost: {server.address}\r\nx-api-key: one\r\n\r\n".encode()
+    for lengths, answers in ((f"Content-Length: {len(chunk)}\r\nTransfer-Encoding: chunked", 1), (TE, 2)):
+        with socket.create_connection((host, int(port))) as connection:
+            connection.settimeout(300)
+            connection.sendall(f"{head}\r\n{lengths}\r\n\r\n".encode() + chunk + hidden)
+            text = b""
+            while text.count(b"HTTP/1.1 ") < 2 and (more := connection.recv(2**16)):
+                text += more
+            assert text.count(b"HTTP/1.1 ") == answers, text
+            assert (b"connection: close" in text.lower()) == (answers == 1)
+
+
+TE = "Transfer-Encoding: chunked"
 DEAF = """
 import sys
 from kvpool.cli import main
