@@ -324,7 +324,7 @@ def test_commit_after_a_load_with_a_hit_takes_the_tokens_behind_it(groups):
         handle = pool.open(PROMPT, load=True)
         assert pool.num_tokens(handle) == pool.prefix.committed(handle) == 8
         assert pool.loaded(handle, 16)
-        with pytest.raises(ValueError, match="16 tokens from position 8 on .* which has 8 committed"):
+        with pytest.raises(ValueError, match=r"16 tokens from position 8 on .* which has 8 committed"):
             pool.prefix.commit(handle, PROMPT[:16])
         pool.prefix.commit(handle, PROMPT[pool.prefix.committed(handle) : 16])
         assert pool.prefix.match(PROMPT) == 16
