@@ -22,7 +22,7 @@ UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
 # A part of the core may use those before it, never those after it; a class may be declared before its methods.
 CORE_ORDER = (
     *("types", "memory", "lock", "sha256", "args"),  # C functions on structs
-    *("blocks", "sequence", "names", "events", "prefix", "step", "wire", "groups"),
+    *("blocks", "names", "sequence", "events", "prefix", "step", "wire", "groups"),
     *("prefix_tree", "checkpoints", "prefix_rows"),
     *("refuse", "state", "block_calls", "sequence_calls", "plan"),  # calls of a pool, in C, and classes for Python
     *("prefix_calls", "step_calls", "evict_calls", "keys", "pool"),
