@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         answers = [describe(prompt, done[number]) for number, prompt in enumerate(prompts)]
         print(json.dumps({"model": args.model, "answers": answers, "stats": facts}, indent=2))
     elif args.stats:
-        print(f"\n{show(facts)}", file=sys.stderr)
+        print(f"\n{show(facts, drafts=num_drafts_of(args) > 0)}", file=sys.stderr)
     if interrupts.count:
         raise KeyboardInterrupt
     return 0
@@ -352,6 +352,8 @@ def statistics(engine: Engine, done: list[Completion], seconds: float) -> dict[s
         "prefill_tokens": scheduler.prefill_tokens,
         "hit_tokens": scheduler.hit_tokens,
         "preemptions": scheduler.preemptions,
+        "drafted_tokens": scheduler.drafted_tokens,
+        "accepted_tokens": scheduler.accepted_tokens,
         "blocks": sum(arena.num_blocks for arena in arenas),
         "blocks_peak": sum(arena.peak_used for arena in arenas),
         "blocks_left": sum(arena.used for arena in arenas),
@@ -359,13 +361,14 @@ def statistics(engine: Engine, done: list[Completion], seconds: float) -> dict[s
     }
 
 
-def show(facts: dict[str, Any]) -> str:
-    """The statistics as aligned lines."""
+def show(facts: dict[str, Any], *, drafts: bool) -> str:
+    """The statistics as aligned lines, with one about drafts if there were to be some."""
     rows = [
         ("speed", f"{facts['tokens']} tokens in {facts['seconds']:.2f} s, {facts['tokens_per_second']} a second"),
         ("first token", f"after {facts['first_token_seconds']} s (median)"),
         ("prompts", f"{facts['prefill_tokens']} tokens computed, {facts['hit_tokens']} found in the prefix cache"),
         ("steps", f"{facts['steps']}, with {facts['preemptions']} preemptions"),
+        *[("drafts", f"{facts['drafted_tokens']} tokens drafted, {facts['accepted_tokens']} accepted")] * drafts,
         ("blocks", f"{facts['blocks_peak']} of {facts['blocks']} used at most, {facts['cow_copies']} copied on write"),
         ("attention", facts["route"]),
     ]

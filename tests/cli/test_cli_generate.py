@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import signal
 
 import numpy as np
@@ -116,6 +117,17 @@ def test_a_beam_prints_its_best(capsys):
     assert out.startswith("=== sample 1\n") and "\n=== sample 2\n" in out
 
 
+@pytest.mark.parametrize("drafts", [[], ["--speculate", "3", "--draft-model", "tiny"]])
+def test_stats_say_how_many_drafts_were_accepted(capsys, drafts):
+    assert generate("--prompt", PROMPTS[0], "--stats", "--max-tokens", "12", *drafts) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("drafts ")]
+    assert len(lines) == bool(drafts)
+    for line in lines:
+        drafted, accepted = map(int, re.findall(r"\d+", line))
+        assert re.search(r" \d+ tokens drafted, \d+ accepted$", line)
+        assert drafted >= accepted > 0  # the model drafts for itself
+
+
 def test_stats_go_to_stderr(capsys, expected):
     assert generate("--prompt", PROMPTS[0], "--stats", "--memory", "1MiB", "--chat", "--no-prefix-cache") == 0
     captured = capsys.readouterr()
@@ -173,7 +185,12 @@ def test_speculation_prints_the_same_in_fewer_steps(capsys, how, sampled):
     plain, drafted = results
     assert drafted["answers"] == plain["answers"]
     assert drafted["stats"]["blocks_left"] == 0
+    counts = [one["stats"][name] for one in results for name in ("drafted_tokens", "accepted_tokens")]
+    assert counts[:2] == [0, 0] and counts[2] >= counts[3] >= 0
+    saved = plain["stats"]["steps"] - drafted["stats"]["steps"]
+    assert saved <= counts[3]
     if how and not sampled:
+        assert counts[3] > 0
         assert drafted["stats"]["steps"] < plain["stats"]["steps"] / 2
 
 
