@@ -10,6 +10,7 @@ from numpy import float32, int32, int64
 from numpy.typing import NDArray
 
 from kvpool.errors import OutOfSequences
+from kvpool.scheduler.policy import publish
 from kvpool.scheduler.request import (
     DECODING,
     FINISHED,
@@ -173,7 +174,10 @@ def end_prompts(core: Core, lanes: np.ndarray, now: float) -> None:
     for lane in lanes.tolist():
         group = core.rows.sequence(lane).group
         group.first_token = now if group.first_token is None else group.first_token
-        core.commit(lane)
+        if core.rows.committed[lane] < core.rows.found[lane]:  # it came from a tier
+            publish(core, lane)
+        else:
+            core.commit(lane)
 
 
 def take_fans(core: Core, samples: NDArray[int32], plain: np.ndarray) -> dict[int, list[int]]:

@@ -77,6 +77,34 @@ def test_tier_spilled_sequences_come_back_without_recomputing(preempt, prefix_ca
     assert pool.stats().used == 0 and tier.room == 10**6
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_restored_sequence_holds_no_second_copy_of_what_is_cached(n):
+    """It is spilled in the middle of its prompt, while another user of the pool has the other blocks."""
+    pool = Pool(90, 2, prefix_cache=True, seed=1)
+    backend = NumpyBackend(SPEC, 90)
+    scheduler = Scheduler(pool, watermark=0, tier=HostTier(backend), prefill_chunk=4, max_step_tokens=6)
+    requests = {"decodes": Request(range(4), 60, id="decodes")}
+    scheduler.add(requests["decodes"])
+    one(pool, scheduler, backend)
+    requests["spilled"] = Request(range(100, 140), 14, id="spilled", n=n)
+    scheduler.add(requests["spilled"])
+    for _ in range(4):
+        one(pool, scheduler, backend)
+    guest = pool.open(2 * pool.stats().blank)
+    while not scheduler.stats().spilled:
+        one(pool, scheduler, backend)
+    pool.close(guest)
+    cached = pool.stats().evictable
+    assert cached > 0
+    outputs = {}
+    while scheduler.stats().decoding + scheduler.stats().spilled:
+        outputs |= one(pool, scheduler, backend)
+        tables = {block for handle in scheduler.handles.tolist() for block in pool.table(handle).tolist()}
+        assert pool.stats().used == len(tables)
+    assert outputs == {name: greedy(request)[0] for name, request in requests.items()}
+    assert pool.prefix.match([*range(100, 140), 1]) == 40
+
+
 def test_tier_that_refuses_leaves_preemption():
     pool = Pool(12, 2)
     backend = NumpyBackend(SPEC, 12)
