@@ -243,7 +243,7 @@ cdef int do_open(State* pool, Given* given, Verdict* v) noexcept nogil:
     cdef Argument* space = &given.argument[1]
     cdef int64_t made = pool_next_handle(pool)
     cdef int status = pool_open(pool, &given.argument[2].ints, <const char*>space.data if space.size else UNNAMED,
-                                space.size, -1, True, True, False, False, v)
+                                space.size, -1, True, True, False, False, False, v)
     if status == OK:
         (<int64_t*>given.argument[0].data)[0] = made
         if given.more != NULL:

@@ -57,7 +57,7 @@ class PoolStats(NamedTuple):
 class PrefixStats(NamedTuple):
     """Counters of a prefix cache; reading them is O(1)."""
 
-    queries: int  #: calls of `open` with tokens
+    queries: int  #: calls of `open` with tokens, without those that are told to be ``again``
     query_tokens: int  #: their tokens
     hit_tokens: int  #: of these, found cached
     hit_rate: float  #: hit_tokens / query_tokens; 0.0 when none
@@ -67,12 +67,15 @@ class PrefixStats(NamedTuple):
     evicted: int  #: nodes lost because their block was taken
     namespaces: int  #: namespaces known
     reuse_gap: float  #: mean number of blocks taken between the release of a block and its next hit; 0.0 with groups
-    checkpoints: int = 0  #: that hits can use now; this and what follows is of pools with layer groups
+    checkpoints: int = 0  #: that hits can use now; the checkpoints are of pools with layer groups
     checkpoints_taken: int = 0  #: whose states a step saved
     checkpoints_published: int = 0  #: that a commit made known
     checkpoints_used: int = 0  #: by one hit or more
     checkpoints_skipped: int = 0  #: wanted, but blocks or a window were gone
     checkpoints_evicted: int = 0  #: that left to make room
+    again_queries: int = 0  #: calls of `open` with tokens and ``again=True``: of sequences that were preempted
+    again_query_tokens: int = 0  #: their tokens
+    again_hit_tokens: int = 0  #: of these, found cached
 
 
 class PlanLimits(NamedTuple):

@@ -375,7 +375,7 @@ cdef class Pool:
 
     # -- sequences
 
-    def open(self, tokens=0, namespace=b"", cut=None, *, reserve=True, load=False):
+    def open(self, tokens=0, namespace=b"", cut=None, *, reserve=True, load=False, again=False):
         """A new sequence: with the cached prefix of a prompt, or empty with blocks for a number of tokens.
 
         Parameters
@@ -393,6 +393,9 @@ cdef class Pool:
         load : bool, default False
             True: the bytes of these blocks come from elsewhere, outside the order of steps. Until `loaded` says so,
             the sequence can be read and closed, and nothing else.
+        again : bool, default False
+            True: the sequence was open before, and was closed before it ended (preempted). What it finds now, it may
+            have computed itself, so its prompt counts apart in the statistics. Nothing else differs.
 
         Returns
         -------
@@ -409,7 +412,7 @@ cdef class Pool:
         OutOfSequences
             `max_seqs` sequences are open. State unchanged.
         TypeError
-            `reserve` or `load` is no bool. State unchanged.
+            `reserve`, `load` or `again` is no bool. State unchanged.
         ValueError
             A prompt, in a pool with layer groups and without a prefix cache; a `cut` without a prompt or a prefix
             cache, or behind the prompt; `reserve=False` with a count or with `load`. State unchanged.
@@ -419,7 +422,9 @@ cdef class Pool:
         Match, references and blocks are one transaction: what was found cannot be evicted in between. O(n).
         """
         judge_flags(reserve, load, "open")
-        return open_tokens(&self.state, tokens, namespace, cut, reserve, "open", True, load)
+        if not isinstance(again, bool):
+            raise TypeError(f"[open] again must be a bool, not {type(again).__name__} ({again!r})")
+        return open_tokens(&self.state, tokens, namespace, cut, reserve, "open", True, load, again)
 
     def loaded(self, handle, n):
         """End what ``open(..., load=True)`` began: the bytes of the first `n` tokens are in the blocks.

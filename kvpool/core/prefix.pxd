@@ -31,6 +31,9 @@ cdef struct Index:
     int64_t queries
     int64_t query_tokens
     int64_t hit_tokens
+    int64_t again_queries       # the same of sequences that were open before
+    int64_t again_query_tokens
+    int64_t again_hit_tokens
     Names names
     Ring ring
 

@@ -42,13 +42,25 @@ cdef int64_t pool_next_handle(State* pool) noexcept nogil:
     return seq_next_handle(&pool.seqs) if pool.seqs.num_free_slots else -1
 
 
+cdef void count_lookup(Index* ix, int64_t tokens, int64_t hit, bint again) noexcept nogil:
+    """Count a prompt that was looked up. What a sequence that was open before finds, it may have computed itself."""
+    if again:
+        ix.again_queries += 1
+        ix.again_query_tokens += tokens
+        ix.again_hit_tokens += hit
+    else:
+        ix.queries += 1
+        ix.query_tokens += tokens
+        ix.hit_tokens += hit
+
+
 cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t space_size, int64_t cut, bint take,
-                   bint reserve, bint load, bint asked, Verdict* v) noexcept nogil:
+                   bint reserve, bint load, bint again, bint asked, Verdict* v) noexcept nogil:
     """Match, judge, then commit. `take`: the last token is computed. `reserve`: blocks for the rest of the prompt.
 
-    `load`: somebody fills these, `pool_loaded` ends that. `tokens.data` NULL: a count. `cut`: see docs/prefix.md, -1:
-    not told. `asked`: whether it could be opened is all that is wanted, nothing is committed. Else the sequence gets
-    the handle that `pool_next_handle` told.
+    `load`: somebody fills these, `pool_loaded` ends that. `again`: the prompt counts apart. `tokens.data` NULL: a
+    count. `cut`: see docs/prefix.md, -1: not told. `asked`: whether it could be opened is all that is wanted, nothing
+    is committed. Else the sequence gets the handle that `pool_next_handle` told.
     """
     cdef Seqs* s = &pool.seqs
     cdef Blocks* b = &pool.blocks
@@ -58,7 +70,7 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
     cdef int64_t need, available
     cdef int32_t slot = s.free_slot[s.first_free] if s.num_free_slots else -1
     if has_tree(pool):
-        return tree_open(pool, tokens, space, space_size, cut, take, reserve, load, asked, v)
+        return tree_open(pool, tokens, space, space_size, cut, take, reserve, load, again, asked, v)
     if pool.groups != NULL:
         return refused(v, CANNOT_LOAD, -1, 0, 0, 0, 0) if load else groups_open(pool.groups, tokens, asked, v)
     found.blocks = found.evictable = 0
@@ -87,19 +99,20 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
         name = enter_root(pool, name, hash, space, space_size, v)
         if name == NULL:
             return v.reason
-    begin_sequence(pool, slot, tokens, &found, <int32_t>need, name, take and not load)
+    begin_sequence(pool, slot, tokens, &found, <int32_t>need, name)
+    if pool.indexed and take and not load and tokens.data != NULL:
+        count_lookup(&pool.index, tokens.size, s.seq[slot].kv_len, again)
     if load:
         seq_begin_load(s, slot)
         b.digest = mix(b.digest, OP_LOADED)
     return OK
 
 
-cdef void begin_sequence(State* pool, int32_t slot, const Ints* tokens, const Match* found, int32_t need, Name* name,
-                         bint take) noexcept nogil:
+cdef void begin_sequence(State* pool, int32_t slot, const Ints* tokens, const Match* found, int32_t need, Name* name
+                         ) noexcept nogil:
     """Open the sequence in `slot`, whose table begins with the blocks that were found."""
     cdef Seqs* s = &pool.seqs
     cdef Blocks* b = &pool.blocks
-    cdef Index* ix = &pool.index
     cdef int32_t* table = seq_table(s, slot)
     cdef int32_t k
     for k in range(found.blocks):
@@ -120,10 +133,6 @@ cdef void begin_sequence(State* pool, int32_t slot, const Ints* tokens, const Ma
         s.prefix[slot].name = name
         s.prefix[slot].root = name.uid
         s.prefix[slot].root_hash = name.hash & ix.keep
-        if take and tokens.data != NULL:
-            ix.queries += 1
-            ix.query_tokens += tokens.size
-            ix.hit_tokens += s.seq[slot].kv_len
     b.digest = mix(mix(mix(b.digest, OP_OPEN), need), found.hash)
     b.digest = mix(mix(b.digest, found.blocks), untagged(s, s.seq[slot].handle))
 
@@ -359,7 +368,7 @@ cdef void flush_root(State* pool, uint64_t root) noexcept nogil:
 
 
 cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t size, int64_t cut, bint take,
-                   bint reserve, bint load, bint asked, Verdict* v) noexcept nogil:
+                   bint reserve, bint load, bint again, bint asked, Verdict* v) noexcept nogil:
     """`pool_open` in a pool with layer groups.
 
     A load shares no entry if hits need checkpoints, because its window begins elsewhere.
@@ -411,9 +420,7 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
     elif take and tokens.data != NULL:
         t.row[slot].cut = max(tokens.size - TAIL_TOKENS, <int64_t>0) if cut < 0 else cut
         t.row[slot].junction = min(hit.known * gs.block_size, t.row[slot].cut)
-        ix.queries += 1
-        ix.query_tokens += tokens.size
-        ix.hit_tokens += s.seq[slot].kv_len
+        count_lookup(ix, tokens.size, s.seq[slot].kv_len, again)
     gs.arena[0].digest = mix(mix(mix(gs.arena[0].digest, OP_OPEN), s.seq[slot].num_blocks), hit.digest)
     gs.arena[0].digest = mix(mix(gs.arena[0].digest, hit.nodes), untagged(s, s.seq[slot].handle))
     if load:
@@ -479,7 +486,7 @@ cdef bint can_open(State* pool, object tokens, object namespace, bint reserve, b
         read_prompt(&prompt, tokens, namespace, reserve, True, "can")
         pool_enter(pool, "can")
         status = pool_open(pool, &prompt, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace), -1, True, reserve,
-                           load, True, &v)
+                           load, False, True, &v)
         pool_leave(pool)
     finally:
         ints_free(&prompt)
@@ -489,7 +496,7 @@ cdef bint can_open(State* pool, object tokens, object namespace, bint reserve, b
 
 
 cdef object open_tokens(State* pool, object tokens, object namespace, object cut, bint reserve, str call, bint take,
-                        bint load):
+                        bint load, bint again):
     """A new sequence over what is cached of a prompt, or with blocks for a count; see `pool_open`."""
     cdef Ints prompt
     cdef object handle
@@ -515,7 +522,7 @@ cdef object open_tokens(State* pool, object tokens, object namespace, object cut
             pool_enter(pool, call)
             status = RETRY if pool_next_handle(pool) != next_handle else pool_open(
                 pool, &prompt, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace), place, take,
-                reserve, load, False, &v)
+                reserve, load, again, False, &v)
             pool_leave(pool)
     finally:
         ints_free(&prompt)
@@ -726,7 +733,7 @@ cdef class PrefixCache:
         int
             The handle of a sequence over all full blocks that are cached; its `num_tokens` says how much that is.
         """
-        return open_tokens(self.state, tokens, namespace, None, False, "pin", False, False)
+        return open_tokens(self.state, tokens, namespace, None, False, "pin", False, False, False)
 
     def unpin(self, handle):
         """Let go of a pinned prefix: `close`."""
@@ -791,7 +798,8 @@ cdef class PrefixCache:
             ix.queries, ix.query_tokens, ix.hit_tokens, ix.hit_tokens / <double>ix.query_tokens if ix.query_tokens
             else 0.0, ix.num_nodes, ix.inserted, ix.duplicates, ix.evicted, ix.names.size,
             reuse_gap / <double>revivals if revivals else 0.0,
-            t.num_checkpoints, t.taken, t.published, t.used, t.skipped, t.evicted)
+            t.num_checkpoints, t.taken, t.published, t.used, t.skipped, t.evicted,
+            ix.again_queries, ix.again_query_tokens, ix.again_hit_tokens)
 
     def events(self):
         """Events since the last call, oldest first: tuples as docs/prefix.md lists them.

@@ -179,7 +179,8 @@ def open_layers(core: Core, attempt: Attempt, need: list[int], tokens: np.ndarra
         core, attempt, need, tokens, request.namespace
     ):
         return None if is_short else attempt.open(core.pool.open, 0, request.namespace)
-    return attempt.open(core.pool.open, tokens, request.namespace, cut and min(cut, len(tokens)), reserve=False)
+    place, how = cut and min(cut, len(tokens)), {"reserve": False, "again": attempt.again}
+    return attempt.open(core.pool.open, tokens, request.namespace, place, **how)
 
 
 def fits_found(core: Core, attempt: Attempt, need: list[int], tokens: np.ndarray, namespace: bytes) -> bool:
@@ -197,7 +198,7 @@ def fits_found(core: Core, attempt: Attempt, need: list[int], tokens: np.ndarray
 def open_within(core: Core, attempt: Attempt, tokens: np.ndarray, namespace: bytes) -> int:
     """Open a sequence with the cached part of `tokens`, and reserve blocks for the rest."""
     looked_up = tokens[: core.findable + 1]  # the last token is always computed
-    handle = attempt.open(core.pool.open, looked_up, namespace)
+    handle = attempt.open(core.pool.open, looked_up, namespace, again=attempt.again)
     if len(looked_up) < len(tokens):
         try:
             assert core.eviction is not None
@@ -209,9 +210,10 @@ def open_within(core: Core, attempt: Attempt, tokens: np.ndarray, namespace: byt
 
 
 def publish(core: Core, lane: int) -> None:
-    """Commit a sequence to the prefix cache before it loses tokens. Afterwards it cannot be committed.
+    """Commit a sequence that goes on to the prefix cache, unless the same blocks are there: it would hold both copies.
 
-    Skipped if another sequence has committed the same blocks meanwhile: the cache would keep both copies.
+    It is for a sequence that is about to lose tokens, and cannot be committed afterwards, and for one that was spilled
+    and restored into new blocks. The latter is committed again when it ends.
     """
     rows, request = core.rows, core.rows.sequence(lane).group.request
     end = min(int(rows.computed[lane]), core.findable)
@@ -370,8 +372,10 @@ def count_admission(core: Core, sequence: Sequence, computed: int, known: int) -
         group.tenant.admitted += 1
         group.tenant.waited = group.admitted - group.arrived
         group.num_cached = min(computed, len(group.request.prompt))
+        core.hit_tokens += computed
+    else:
+        core.again_hit_tokens += computed
     core.admissions += 1
-    core.hit_tokens += computed
     core.chunks_allowed += -(-(known - computed) // core.chunk)
 
 

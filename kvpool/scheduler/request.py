@@ -255,7 +255,8 @@ class SchedulerStats(NamedTuple):
     decode_tokens: int  #: computed, one per decoding row and step, and the accepted drafts
     prefill_tokens: int  #: computed in chunks
     recomputed_tokens: int  #: of these, computed before a preemption already
-    hit_tokens: int  #: found in the prefix cache at admissions
+    hit_tokens: int  #: found in the prefix cache when requests were admitted first
+    again_hit_tokens: int  #: found at all other admissions: a preempted sequence finds what it computed itself
     sampled_tokens: int  #: tokens that became known by `update`
     evicted_tokens: int  #: that left sequences for their budgets
     drafted_tokens: int  #: computed as drafts

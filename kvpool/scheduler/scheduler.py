@@ -718,8 +718,8 @@ class Scheduler:
         counters = (
             *(core.cancelled, core.expired, core.rejected),
             *(core.admissions, core.preemptions, core.spills, core.steps),
-            *(core.decode_tokens, core.prefill_tokens, core.recomputed_tokens, core.hit_tokens, core.sampled_tokens),
-            *(core.evicted_tokens, core.drafted_tokens, core.accepted_tokens),
+            *(core.decode_tokens, core.prefill_tokens, core.recomputed_tokens, core.hit_tokens, core.again_hit_tokens),
+            *(core.sampled_tokens, core.evicted_tokens, core.drafted_tokens, core.accepted_tokens),
         )
         return SchedulerStats._make((*core.count, *counters))
 

@@ -411,6 +411,7 @@ class Attempt:
         group = sequence.group
         self._core, self._sequence = core, sequence
         self._front = core.queue.is_back(sequence)
+        self.again = group.admitted is not None  # it may find what it has computed itself
         self._count, self._numbers = core.count.copy(), vars(core).copy()
         changed = [sequence] if group.beam is None else [*group.beam.live, group.beam]
         self._fields = [(one, fields_of(type(one))(one)) for one in (group, group.tenant, *changed)]
@@ -494,7 +495,7 @@ class Core:
         self.cancelled = self.expired = self.rejected = 0
         self.admissions = self.preemptions = self.spills = self.steps = 0
         self.decode_tokens = self.prefill_tokens = self.recomputed_tokens = self.hit_tokens = self.sampled_tokens = 0
-        self.evicted_tokens = self.drafted_tokens = self.accepted_tokens = 0
+        self.again_hit_tokens = self.evicted_tokens = self.drafted_tokens = self.accepted_tokens = 0
         self.idle_steps = 0  # steps that lost rows to a cancellation: they may have sampled nothing
         self.setbacks = 0  # preemptions without progress: failed steps, blocks that other users of the pool took
         self.chunks_allowed = 0  # sum over admissions of ceil(tokens to compute / chunk)

@@ -64,7 +64,9 @@ class PrefixModel(SequenceModel):
         if events and not prefix_cache:
             raise ValueError(f"[Pool] events is {events}, but there are none without prefix_cache=True")
         self._next_uid = 1
-        self._use = dict.fromkeys(("queries", "query_tokens", "hit_tokens", "inserted", "duplicates", "evicted"), 0)
+        lookups = ("queries", "query_tokens", "hit_tokens")
+        self._use = dict.fromkeys((*lookups, *(f"again_{name}" for name in lookups)), 0)
+        self._use |= dict.fromkeys(("inserted", "duplicates", "evicted"), 0)
         self._gaps: list[int] = []  # blocks taken between a release and a revival, one entry per revival
         self._events: deque[tuple] = deque(maxlen=events)
         self._lost_events = 0
@@ -179,9 +181,12 @@ class PrefixModel(SequenceModel):
         return True
 
     @public_call
-    def open(self, tokens: Any = 0, namespace: bytes = b"", *, reserve: bool = True, load: bool = False) -> int:
+    def open(
+        self, tokens: Any = 0, namespace: bytes = b"", *, reserve: bool = True, load: bool = False, again: bool = False
+    ) -> int:
         """Open a sequence for a prompt, or with blocks for a number of tokens; returns its handle."""
         args.how_to_open("open", tokens, namespace, reserve, load)
+        args.boolean("open", "again", again)
         if args.is_count(tokens):
             seq = self._open_blank(tokens)
             seq.root, seq.is_loading = self._root(namespace), load
@@ -191,11 +196,14 @@ class PrefixModel(SequenceModel):
         seq = self._open_hits(hits, prompt, namespace, need)
         seq.is_loading = load
         if self.options.prefix_cache and not load:
-            self._use["queries"] += 1
-            self._use["query_tokens"] += len(prompt)
-            self._use["hit_tokens"] += seq.num_tokens
+            self._count_lookup(len(prompt), seq.num_tokens, again)
         self._chain("open", prompt, namespace, self._local(seq.handle), *seq.table)
         return seq.handle
+
+    def _count_lookup(self, tokens: int, hit: int, again: bool) -> None:
+        """Count a prompt that was looked up; those of sequences that were open before count apart."""
+        for name, count in (("queries", 1), ("query_tokens", tokens), ("hit_tokens", hit)):
+            self._use[f"again_{name}" if again else name] += count
 
     # ---- committing ---------------------------------------------------------------------------------------
 

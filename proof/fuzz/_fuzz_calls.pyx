@@ -383,7 +383,7 @@ cdef class Others(Prefixes):
         return (b.queries, b.query_tokens, b.hit_tokens,
                 b.hit_tokens / <double>b.query_tokens if b.query_tokens else 0.0,
                 b.nodes, b.inserted, b.duplicates, b.evicted_nodes, b.num_roots,
-                b.reuse_gap / <double>b.revivals if b.revivals else 0.0, 0, 0, 0, 0, 0, 0)  # no checkpoints
+                b.reuse_gap / <double>b.revivals if b.revivals else 0.0, *[0] * 9)  # no checkpoints, and nothing again
 
     cdef int op_reset(self) except -1:
         cdef int32_t i

@@ -442,10 +442,11 @@ class CheckpointModel(GroupModel):
     @public_call
     def open(
         self, tokens: Any = 0, namespace: bytes = b"", cut: int | None = None, *, reserve: bool = True,
-        load: bool = False,
+        load: bool = False, again: bool = False,
     ) -> int:  # fmt: skip
         """Open a sequence for a prompt, or with entries for a number of tokens; returns its handle."""
         args.how_to_open("open", tokens, namespace, reserve, load)
+        args.boolean("open", "again", again)
         if load:
             return self._open_load(args.tokens("open", tokens), namespace)
         if args.is_count(tokens):
@@ -468,8 +469,7 @@ class CheckpointModel(GroupModel):
             seq.tables[layer.index].entries.extend(self._take_entry(layer) for _ in range(count))
         seq.known.wanted, seq.known.hit = self._positions(hit, path, place), hit
         seq.known.junction = min(len(path) * self.block_size, place) // self._grain * self._grain
-        for name, count in (("queries", 1), ("query_tokens", len(prompt)), ("hit_tokens", hit)):
-            self._use[name] += count
+        self._count_lookup(len(prompt), hit, again)
         shown = [table.entries for table in seq.tables]
         self._chain("open", prompt, namespace, self._local(seq.handle), shown, seq.known.wanted)
         return seq.handle

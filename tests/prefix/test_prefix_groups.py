@@ -436,6 +436,16 @@ def test_prompt_without_tokens_finds_nothing_in_a_namespace_that_is_known(kinds)
     assert pool.prefix.stats().queries == 2
 
 
+@EITHER
+def test_lookup_of_a_row_that_comes_back_counts_apart(kinds):
+    pool, plan = make(Group.full(), kinds=kinds)
+    pool.close(prefill(pool, plan, [1] * 12)[0])
+    before = pool.prefix.stats()
+    found = pool.num_tokens(pool.open([1] * 12 + [2], again=True))
+    stats = pool.prefix.stats()
+    assert found > 0 and stats == before._replace(again_queries=1, again_query_tokens=13, again_hit_tokens=found)
+
+
 def test_single_block_is_not_taken_out_of_the_cache():
     pool, plan = make(Group.full(), num_blocks=6, reserved_blocks=1)
     pool.close(prefill(pool, plan, [1] * 20)[0])

@@ -26,6 +26,28 @@ def test_stats_count_queries_and_hits(make_pool, make_plan):
     assert (stats.nodes, stats.inserted, stats.duplicates, stats.evicted, stats.namespaces) == (3, 3, 0, 0, 1)
 
 
+def test_stats_count_lookups_of_sequences_that_come_back_apart(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True)
+    cache(make_plan, pool, A + B)  # 8 asked
+    pool.close(pool.open(A + B + C, again=True))  # 12 asked, 8 found
+    pool.open(A + C, again=True)  # 8 asked, 4 found
+    pool.open(A + A)  # 8 asked, 4 found
+    stats = pool.prefix.stats()
+    assert (stats.queries, stats.query_tokens, stats.hit_tokens) == (2, 16, 4)
+    assert stats.hit_rate == pytest.approx(1 / 4)
+    assert (stats.again_queries, stats.again_query_tokens, stats.again_hit_tokens) == (2, 20, 12)
+
+
+def test_open_again_finds_and_takes_what_any_open_does(make_pool, make_plan):
+    pools = [make_pool(prefix_cache=True, seed=1) for _ in range(2)]
+    for pool, options in zip(pools, ({}, {"again": True}), strict=True):
+        cache(make_plan, pool, A + B)
+        pool.open(A + B + C, **options)
+        pool.open(7, **options)  # a count is looked up by nobody
+    assert pools[0].digest() == pools[1].digest()
+    assert pools[1].prefix.stats().again_queries == 1
+
+
 def test_stats_count_evicted_nodes(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     cache(make_plan, pool, A + B + C)

@@ -92,8 +92,8 @@ def fork_has_blocks_of_its_own():
 @fault
 def prefix_of_another_namespace():
     class Pool_(Pool):
-        def open(self, tokens=0, namespace=b""):
-            return super().open(tokens, b"")
+        def open(self, tokens=0, namespace=b"", **options):
+            return super().open(tokens, b"", **options)
 
     with mock.patch("scheduler_workload.Pool", Pool_):
         yield

@@ -5,7 +5,7 @@ import pytest
 from scheduler_workload import Runner, Workload
 from schedules import Machine, greedy, next_token
 
-from kvpool import Pool, Request, Scheduler
+from kvpool import Group, Pool, Request, Scheduler
 from kvpool.scheduler.request import DECODING
 
 
@@ -101,9 +101,51 @@ def test_preempt_full_blocks_are_committed_first_so_that_coming_back_is_cheap():
             scheduler.add(Request([start], max_tokens=18))
         Machine(scheduler, pool).run()
         assert scheduler.stats().preemptions >= 1
-        assert bool(scheduler.stats().hit_tokens) == prefix_cache
+        assert bool(scheduler.stats().again_hit_tokens) == prefix_cache
         recomputed[prefix_cache] = scheduler.stats().recomputed_tokens
     assert recomputed[True] < recomputed[False]
+
+
+GROUPS = [Group.full(), Group.full(block_size=4)]
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "groups", "how"),
+    [(16, None, {}), (22, GROUPS, {}), (26, None, {"n": 4}), (22, None, {"beam_width": 3})],
+    ids=["one table", "groups", "samples", "beams"],
+)
+def test_what_a_request_finds_of_itself_is_no_hit(num_blocks, groups, how):
+    """No two prompts have a token in common. What is found was computed before a preemption, or by another sample."""
+    pool = Pool(num_blocks, 2, prefix_cache=True, groups=groups, seed=1)
+    scheduler = Scheduler(pool, watermark=0, max_running=6)
+    requests = 4
+    for number in range(requests):
+        scheduler.add(Request(range(100 * number, 100 * number + 5), max_tokens=10, **how))
+    outputs = []
+    while (step := scheduler.schedule()) is not None:
+        beams = np.count_nonzero(step.beam_width)
+        scores = np.random.default_rng(1).normal(size=(beams, 8)).astype(np.float32) - 3
+        continuations = np.tile(np.int32(range(8)), (beams, 1)), scores
+        outputs += scheduler.update(step, step.sample_position * 10 + step.sample_index, beams=continuations)
+    mine, stats = scheduler.stats(), pool.prefix.stats()
+    assert (mine.hit_tokens, stats.hit_tokens, stats.hit_rate) == (0, 0, 0.0)
+    assert sum(output.num_cached for output in outputs) == 0
+    assert stats.queries == requests
+    assert stats.again_hit_tokens == mine.again_hit_tokens > 0
+    assert 0 < stats.again_queries <= mine.admissions - requests
+
+
+def test_what_a_request_finds_of_others_is_a_hit_once():
+    pool = Pool(14, 2, prefix_cache=True, seed=1)
+    scheduler = Scheduler(pool, watermark=0)
+    for end in (50, 60):
+        scheduler.add(Request([*range(8), end], max_tokens=10))
+        step = scheduler.schedule()  # the prompt of the first is known when the second comes
+        scheduler.update(step, np.full(len(step.sample_at), 7, np.int32))
+    while (step := scheduler.schedule()) is not None:
+        scheduler.update(step, np.full(len(step.sample_at), 7, np.int32))
+    assert scheduler.stats().preemptions > 0
+    assert scheduler.stats().hit_tokens == pool.prefix.stats().hit_tokens == 8
 
 
 def test_preempt_victim_goes_to_the_front_of_its_priority():
