@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvpool.errors import (
     CapacityExceeded,
+    DoubleFree,
     KVPoolError,
     OutOfBlocks,
     OutOfSequences,
@@ -30,23 +31,26 @@ if TYPE_CHECKING:
     from kvpool.config import KVSpec
     from kvpool.groups import Group
     from kvpool.namespaces import namespace
-    from kvpool.scheduler import Request, Scheduler
+    from kvpool.scheduler import Output, Request, Scheduler, Step
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CapacityExceeded",
+    "DoubleFree",
     "Group",
     "KVPoolError",
     "KVSpec",
     "OutOfBlocks",
     "OutOfSequences",
+    "Output",
     "Plan",
     "PlanStateError",
     "Pool",
     "Request",
     "Scheduler",
     "StaleHandle",
+    "Step",
     "get_include",
     "namespace",
 ]
@@ -55,8 +59,10 @@ _LATE = {  # imported on first use, because they take time
     "_C_API": "kvpool.capi",
     "Group": "kvpool.groups",
     "KVSpec": "kvpool.config",
+    "Output": "kvpool.scheduler",
     "Request": "kvpool.scheduler",
     "Scheduler": "kvpool.scheduler",
+    "Step": "kvpool.scheduler",
     "namespace": "kvpool.namespaces",
 }
 

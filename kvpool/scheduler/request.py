@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Iterable
 from dataclasses import KW_ONLY, dataclass
 from numbers import Real
@@ -86,7 +87,7 @@ class Request:
     max_tokens : int, default 16
         Most tokens to generate, per sequence.
     id : hashable, optional
-        Name of the request. The scheduler numbers requests without one.
+        Name of the request. The scheduler numbers requests without one: those that it shows have their number here.
     eos : int or ints
         Tokens that end a sequence, at most 1,024. The token is part of the output.
     stop : sequence of sequences of ints
@@ -172,6 +173,13 @@ class Request:
         if () in stops:
             raise ValueError(f"[Request] stop[{stops.index(())}] is empty, it needs at least one token")
         return stops
+
+
+def with_id(request: Request, name: Hashable) -> Request:
+    """Return a request like this one, with another id."""
+    other = copy.copy(request)
+    object.__setattr__(other, "id", name)
+    return other
 
 
 class Times(NamedTuple):
@@ -331,9 +339,9 @@ class RequestGroup:
     tenant: Tenant
     rank: tuple[int, int]
 
-    def __init__(self, request: Request, name: Hashable, arrived: float) -> None:
+    def __init__(self, request: Request, arrived: float) -> None:
         self.request = request
-        self.id = name
+        self.id = request.id
         self.sequences = [Sequence(self, 0)]
         self.unfinished = 1  # sequences
         self.forked = request.n == 1 or request.beam_width > 0  # or: there are no samples to fork

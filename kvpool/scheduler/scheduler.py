@@ -705,7 +705,7 @@ class Scheduler:
         return self._core.rows.generated_of(sequence.lane) if sequence.lane >= 0 else sequence.tokens.copy()
 
     def request_of(self, lane: int) -> Request:
-        """Return the request that runs in a lane. ValueError if none does."""
+        """Return the request that runs in a lane, with its id. ValueError if none does."""
         lane = integer("request_of", "lane", lane, 0, self._core.max_running - 1)
         sequence: Sequence | None = self._core.rows.sequences[lane]
         if sequence is None:

@@ -31,6 +31,7 @@ from kvpool.scheduler.request import (
     RequestGroup,
     Sequence,
     Times,
+    with_id,
 )
 
 if TYPE_CHECKING:
@@ -270,7 +271,7 @@ class Step:
         Of a step that was planned while another one is out: which sample of that step each input is. -1: `tokens` has
         it. None: the step waits for no other.
     requests : list of Request
-        The request of each sample, length M.
+        The request of each sample, length M. Its `id` is what `Scheduler.add` has returned.
     sample_at : int32 ``[M]``
         Which of the T positions are sampled, ascending. A position occurs once per sample.
     sample_lane, sample_index, sample_position : int32 ``[M]``
@@ -693,8 +694,9 @@ class Core:
                 self.next_id += 1
             name = self.next_id
             self.next_id += 1
+            request = with_id(request, name)
         self.ended.pop(name, None)
-        group = RequestGroup(request, name, now)
+        group = RequestGroup(request, now)
         self.groups[name] = group
         self.unforked += not group.forked
         self.count[WAITING] += 1

@@ -8,7 +8,7 @@ import kvpool
 from benchmarks import house
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES_MAX = {"kvpool": 14, "Pool": 32, "Plan": 24}
+NAMES_MAX = {"kvpool": 17, "Pool": 32, "Plan": 24}
 
 
 @pytest.fixture(scope="module")

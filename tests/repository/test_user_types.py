@@ -94,7 +94,7 @@ def test_dir_is_the_same_before_and_after_the_late_names_are_loaded():
 
 
 def test_completion_finds_late_names():
-    assert completions("kvpool.S") == ["kvpool.Scheduler", "kvpool.StaleHandle"]
+    assert completions("kvpool.S") == ["kvpool.Scheduler", "kvpool.StaleHandle", "kvpool.Step"]
     assert completions("kvpool.T") == completions("kvpool.e") == completions("kvpool.st") == []
 
 

@@ -1,5 +1,7 @@
 """What a request may be, and which ones `add` takes."""
 
+from operator import attrgetter
+
 import numpy as np
 import pytest
 from schedules import Machine
@@ -75,6 +77,29 @@ def test_add_numbers_requests_around_ids_in_use():
     with pytest.raises(TypeError, match=r"^\[add\] "):
         scheduler.add([1, 2])
     assert scheduler.stats().waiting == 4
+
+
+def test_step_says_whose_sample_each_row_is():
+    """A runner draws by id, number of the sample and position: no two rows of a step may have the same."""
+    seen = []
+    scheduler = Scheduler(
+        Pool(64, 4), speculate=lambda rows: seen.extend(one.request.id for one in rows) or [[]] * len(rows)
+    )
+    mine = Request([1, 2, 3], user="mine")
+    names = [scheduler.add(request) for request in (mine, Request([4], id="x"), mine, Request([5], n=2))]
+    assert names == [0, "x", 1, 2] and mine.id is None
+    step = scheduler.schedule()
+    assert [request.id for request in step.requests] == [0, "x", 1, 2, 2]
+    keys = set(
+        zip(
+            map(attrgetter("id"), step.requests), step.sample_index.tolist(), step.sample_position.tolist(), strict=True
+        )
+    )
+    assert len(keys) == len(step.sample_at)
+    assert [scheduler.request_of(lane).id for lane in step.sample_lane.tolist()] == [0, "x", 1, 2, 2]
+    assert step.requests[0].user == "mine" and step.requests[0].prompt is mine.prompt
+    scheduler.update(step, np.ones(5, np.int32))
+    assert scheduler.schedule() is not None and set(seen) == {0, "x", 1, 2}
 
 
 def test_add_finished_id_may_be_used_again():

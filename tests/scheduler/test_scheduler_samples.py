@@ -67,7 +67,7 @@ def test_samples_prompt_row_stands_n_times_in_sample_at():
     assert step.sample_index.tolist() == [0, 0, 1, 2]
     assert step.sample_lane.tolist() == [0, 1, 1, 1]
     assert step.sample_position.tolist() == [1, 0, 0, 0]
-    assert [request.id for request in step.requests] == [None, "n", "n", "n"]
+    assert [request.id for request in step.requests] == [0, "n", "n", "n"]
     scheduler.update(step, np.int32([1, 11, 12, 13]))
     assert [scheduler.tokens_of("n", i).tolist() for i in range(3)] == [[11], [12], [13]]
     step = scheduler.schedule()
