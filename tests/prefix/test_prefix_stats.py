@@ -46,6 +46,9 @@ def test_open_again_finds_and_takes_what_any_open_does(make_pool, make_plan):
         pool.open(7, **options)  # a count is looked up by nobody
     assert pools[0].digest() == pools[1].digest()
     assert pools[1].prefix.stats().again_queries == 1
+    for wrong in (1, None, "yes"):
+        with pytest.raises(TypeError, match=r"^\[open\] again .* bool"):
+            pools[1].open(A, again=wrong)
 
 
 def test_stats_count_evicted_nodes(make_pool, make_plan):
