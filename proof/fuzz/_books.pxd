@@ -180,9 +180,8 @@ cdef struct Books:
     int32_t* bucket             # [mask + 1]
     uint32_t mask
     int64_t* root               # [num_spaces] 0: not known
-    int64_t num_roots
     int64_t* users              # [num_spaces] open sequences in it, and nodes
-    int64_t forgotten           # namespaces that lost their last user
+    int64_t num_roots
     int64_t next_node
     int32_t* waiting            # [max_seqs] slots
     int32_t num_waiting
@@ -209,6 +208,7 @@ cdef struct Books:
     int64_t nodes
     int64_t inserted
     int64_t duplicates
+    int64_t forgotten           # namespaces that lost their last user
     int64_t evicted_nodes
     void* memory[512]           # all of the above
     int32_t num_memory
@@ -269,9 +269,9 @@ cdef void touch(Books* b, int32_t i) noexcept nogil
 cdef void drain_limbo(Books* b) noexcept nogil
 cdef int64_t books_next_handle(const Books* b, int32_t k) noexcept nogil
 cdef void to_blank(Books* b, int32_t i) noexcept nogil
+cdef void leave_root(Books* b, int32_t slot) noexcept nogil
 cdef void all_blank(Books* b) noexcept nogil
 cdef void spoil(Books* b, int32_t i) noexcept nogil
-cdef void leave_root(Books* b, int32_t slot) noexcept nogil
 cdef void leave_live(Books* b, int32_t slot) noexcept nogil
 cdef void note_waiting(Books* b, int32_t slot) noexcept nogil
 cdef void books_load(Books* b, int32_t slot) noexcept nogil
