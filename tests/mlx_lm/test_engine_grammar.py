@@ -223,7 +223,7 @@ def test_answer_is_that_of_the_request_alone(model):
 
 def test_step_that_failed_leaves_the_grammar_where_it_was(model, monkeypatch):
     with engine_of(model) as engine:
-        options = {"grammar": engine.grammars.regex("(abc|xyz){5}"), "max_tokens": 40, "temperature": 1.0, "seed": 5}
+        options = {"grammar": engine.grammars.regex("(abc|xyz){8}"), "max_tokens": 60, "temperature": 1.0, "seed": 5}
         due = engine.generate("a", **options).text
         run, count = engine._run, iter(range(1000))
 
@@ -303,7 +303,7 @@ def test_request_without_an_end_or_in_a_beam_has_no_grammar(model):
 
 def test_end_comes_only_after_the_fewest_tokens(model):
     with engine_of(model) as engine:
-        bias = dict.fromkeys(model[1].eos_token_ids, 12)
+        bias = dict.fromkeys(model[1].eos_token_ids, 40)
         options = {"max_tokens": 60, "temperature": 1.0, "logit_bias": bias, "seed": 3}
         assert len(engine.generate("a", **options).tokens) < 4
         assert len(engine.generate("a", min_tokens=17, **options).tokens) == 18
