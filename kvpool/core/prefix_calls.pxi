@@ -132,7 +132,7 @@ cdef void begin_sequence(State* pool, int32_t slot, const Ints* tokens, const Ma
         s.prefix[slot].published = found.blocks
         s.prefix[slot].name = name
         s.prefix[slot].root = name.uid
-        s.prefix[slot].root_hash = name.hash & ix.keep
+        s.prefix[slot].root_hash = name.hash & pool.index.keep
     b.digest = mix(mix(mix(b.digest, OP_OPEN), need), found.hash)
     b.digest = mix(mix(b.digest, found.blocks), untagged(s, s.seq[slot].handle))
 
