@@ -149,6 +149,7 @@ def outcome(side, handles, name, arguments):
         made = [result] if name == "open" else result[:1] if name == "open_prompt" else result or []
         handles.extend(made)
         return [h & 0xFFFFF for h in made], result[1] if name == "open_prompt" else None
+    words = re.sub(r"(generation|current) \d+", r"\1", words)  # they begin elsewhere in every pool
     return kind, re.sub(r"\d{9,}", "handle", re.sub(r"^\[\w+\] ", "", words))
 
 
