@@ -19,7 +19,7 @@ from kvpool.adapters.mlx_lm.grammar import Follower, GrammarFailed
 from kvpool.adapters.mlx_lm.sampling import Sampling
 from kvpool.serving.speech import grammar_of_calls
 
-FREE = {"max_tokens": 30, "temperature": 1.0}
+FREE = {"max_tokens": 80, "temperature": 1.0}
 
 
 @pytest.fixture(scope="module", params=tokenizer_kinds.KINDS)
