@@ -527,3 +527,85 @@ cdef void tree_undone(Groups* gs, const Step* p) noexcept nogil:
         if t.load[i] != NO_CHECKPOINT and t.load_step[i] == p.id:
             t.load_step[i] = 0
             end_idle_load(gs, i)
+
+
+# ---- audit -------------------------------------------------------------------------------------------------
+
+cdef bint check_checkpoint(const Groups* gs, int32_t m, int32_t loads, char* finding) noexcept nogil:
+    """One checkpoint in use, which so many slots have to load."""
+    cdef const Tree* t = gs.tree
+    cdef const Checkpoint* one = &t.checkpoint[m]
+    cdef bint may_leave = one.loads == 0 and one.step == 0, is_taken = False
+    cdef int32_t k, id
+    if one.loads != loads or one.listed != may_leave:
+        return snprintf(finding, FINDING, b"checkpoint %d has %d loads, counted %d, step %lld, and listed is %d", m,
+                        one.loads, loads, <long long>one.step, <int>one.listed) > 0
+    if one.node != NO_NODE and (t.node[one.node].checkpoint != m
+                                or t.node[one.node].depth * t.block_size != one.position):
+        return snprintf(finding, FINDING, b"checkpoint %d of %lld tokens is at node %d, which has checkpoint %d", m,
+                        <long long>one.position, one.node, t.node[one.node].checkpoint) > 0
+    for k in range(MOST_TAKEN if one.row >= 0 else 0):
+        is_taken |= t.row[one.row].taken[k] == m
+    if (is_taken + one.orphan + (one.node != NO_NODE) != 1 or is_taken != (one.row >= 0)
+            or (one.orphan and may_leave)):
+        return snprintf(finding, FINDING, b"checkpoint %d is at node %d, of row %d, orphan is %d: that is not one", m,
+                        one.node, one.row, <int>one.orphan) > 0
+    for k in range(t.bundle_size):
+        id = checkpoint_bundle(t, m)[k]
+        if t.role[0][id] != BUNDLE or gs.arena[0].block[id].place != (EVICTABLE if may_leave else USED):
+            return snprintf(finding, FINDING, b"block %d has role %d and place %d, it is of checkpoint %d", id,
+                            <int>t.role[0][id], <int>gs.arena[0].block[id].place, m) > 0
+    return False
+
+
+cdef bint check_bundles(const Groups* gs, int32_t* named, char* finding) noexcept nogil:
+    """Each block of a bundle is of one checkpoint. `named` is zero for each block, and is again."""
+    cdef const Tree* t = gs.tree
+    cdef int32_t m, k, id, times
+    for m in range(t.fresh_checkpoint):
+        for k in range(t.bundle_size if t.checkpoint[m].position else 0):
+            named[checkpoint_bundle(t, m)[k]] += 1
+    for id in range(gs.arena[0].num_blocks):
+        times = named[id]
+        named[id] = 0
+        if times != (t.role[0][id] == BUNDLE):
+            return snprintf(finding, FINDING, b"block %d has role %d, %d checkpoints name it", id,
+                            <int>t.role[0][id], times) > 0
+    return False
+
+
+cdef bint check_checkpoints(const Groups* gs, int32_t* loads, char* finding) noexcept nogil:
+    """All checkpoints, their lines and their counters. `loads` is zero for each and for each block, and is again."""
+    cdef const Tree* t = gs.tree
+    cdef const LayerGroup* states = &gs.group[t.state_group]
+    cdef int32_t m, k, count, saves = 0, listed = 0, num_loads = 0
+    cdef int64_t last
+    for k in range(states.blocks.num_blocks if t.state_group >= 0 else 0):
+        if t.load[k] != NO_CHECKPOINT:
+            loads[t.load[k]] += 1
+            num_loads += 1
+    for m in range(t.fresh_checkpoint):
+        count = loads[m]
+        loads[m] = 0
+        saves += (t.checkpoint[m].position > 0) & (t.checkpoint[m].step != 0)
+        listed += (t.checkpoint[m].position > 0) & t.checkpoint[m].listed
+        if t.checkpoint[m].position and check_checkpoint(gs, m, count, finding):
+            return True
+    if num_loads != t.num_loads or saves != t.num_saves or listed != t.listed[0].size + t.listed[1].size:
+        return snprintf(finding, FINDING, b"counted %d loads, %d saves and %d checkpoints that may leave, the counters "
+                        b"say %d, %d and %d", num_loads, saves, listed, t.num_loads, t.num_saves,
+                        t.listed[0].size + t.listed[1].size) > 0
+    if check_bundles(gs, loads, finding):
+        return True
+    for k in range(2):
+        if check_line(&t.listed[k], t.link, t.fresh_checkpoint, b"checkpoints", finding):
+            return True
+        m = t.listed[k].head
+        last = 0
+        while m != NO_CHECKPOINT:
+            if line_of(<Tree*>t, m) != &t.listed[k] or not t.checkpoint[m].listed or t.checkpoint[m].stamp <= last:
+                return snprintf(finding, FINDING, b"checkpoint %d is in a line that is not its own, or too early",
+                                m) > 0
+            last = t.checkpoint[m].stamp
+            m = t.link[m].next
+    return False

@@ -99,7 +99,7 @@ cdef void tree_undone(Groups* gs, const Step* p) noexcept nogil
 cdef void tree_publish(Groups* gs) noexcept nogil
 cdef uint64_t tree_fingerprint(const Tree* t, uint64_t h) noexcept nogil
 cdef void count_bundles(const Tree* t, int32_t* references) noexcept nogil
-cdef bint tree_check(const Groups* gs, char* finding) noexcept nogil
+cdef bint tree_check(const Groups* gs, int32_t* seen, char* finding) noexcept nogil
 
 
 cdef struct Groups:

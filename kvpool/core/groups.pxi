@@ -1112,7 +1112,7 @@ cdef bint check_lengths(const Groups* gs, char* finding) noexcept nogil:
 
 
 cdef bint check_arena(const Groups* gs, int32_t arena, const Pending* pending, int32_t* seen, int32_t* floors,
-                      int32_t room, char* finding) noexcept nogil:
+                      char* finding) noexcept nogil:
     """The blocks of one arena: what refers to them, and what pending steps hold."""
     cdef const Blocks* b = gs.arena[arena]
     cdef const Step* p = pending.oldest
@@ -1126,7 +1126,7 @@ cdef bint check_arena(const Groups* gs, int32_t arena, const Pending* pending, i
         count_bundles(gs.tree, seen)
     if check_references(b, seen, finding):
         return True
-    memset(seen, 0, room * sizeof(int32_t))
+    memset(seen, 0, b.num_blocks * sizeof(int32_t))
     while p != NULL:
         for k in range(gs.num_groups):
             if gs.group[k].arena == arena:
@@ -1139,13 +1139,14 @@ cdef bint groups_check(const Groups* gs, const Pending* pending, int32_t* seen, 
                        finding) noexcept nogil:
     """Whether an invariant of the groups does not hold; the first one, in words.
 
-    `seen` has two numbers for each of `room` blocks, as many as the largest arena has, all zero.
+    `seen` has twice `room` numbers, for the blocks of the largest arena and for the nodes of a tree, all zero.
     """
     cdef int32_t k
     if check_lengths(gs, finding):
         return True
     for k in range(gs.num_arenas):
-        if check_arena(gs, k, pending, seen, seen + room, room, finding):
+        if check_arena(gs, k, pending, seen, seen + room, finding):
             return True
-        memset(seen, 0, 2 * <size_t>room * sizeof(int32_t))
-    return gs.tree != NULL and tree_check(gs, finding)
+        memset(seen, 0, gs.arena[k].num_blocks * sizeof(int32_t))
+        memset(seen + room, 0, gs.arena[k].num_blocks * sizeof(int32_t))
+    return gs.tree != NULL and tree_check(gs, seen, finding)

@@ -64,6 +64,29 @@ cdef bint has_entries(tuple groups):
     return any([group.kind != "state" for group in groups])
 
 
+cdef dict tree_fields(const Groups* gs, int32_t i):
+    """For `_corrupt`: where the words of a tree are; of the first window, if there is one."""
+    cdef const Tree* t = gs.tree
+    cdef int32_t k
+    cdef dict fields = {
+        "users": <size_t>&t.node[i].users, "below": <size_t>&t.node[i].below, "parent": <size_t>&t.node[i].parent,
+        "node_stamp": <size_t>&t.node[i].stamp, "hash": <size_t>&t.node[i].hash, "unit": <size_t>&t.unit[i].next,
+        "at_node": <size_t>&t.node[i].checkpoint, "tokens": <size_t>(t.tokens + i * t.block_size),
+        "bucket": <size_t>&t.num_nodes, "cold": <size_t>&t.cold.size, "warm": <size_t>&t.warm.size,
+        "role": <size_t>&t.role[0][i], "stands_for": <size_t>&t.stands_for[0][i],
+        "waiting": <size_t>&t.num_waiting, "checkpoints": <size_t>&t.num_checkpoints,
+        "loads": <size_t>&t.num_loads, "saves": <size_t>&t.num_saves, "line": <size_t>&t.link[i].next,
+        "listed": <size_t>&t.listed[0].size, "stamp": <size_t>&t.checkpoint[i].stamp,
+        "position": <size_t>&t.checkpoint[i].position, "step": <size_t>&t.checkpoint[i].step,
+        "slot_loads": <size_t>&t.checkpoint[i].loads, "row": <size_t>&t.checkpoint[i].row,
+        "bundle": <size_t>checkpoint_bundle(t, i),
+    }
+    for k in range(gs.num_groups):
+        if gs.group[k].kind == WINDOW_LAYERS:
+            fields["needed"] = <size_t>(node_entry(t, i, k) + 1)
+    return fields
+
+
 cdef enum:
     FEW_PLANS = 16              # that pass at once without memory for their list
 
@@ -1198,11 +1221,11 @@ cdef class Pool:
         cdef int32_t room
         cdef int32_t* seen
         pool_enter(&self.state, "check")
-        room = largest_arena(&self.state)
+        room = audit_room(&self.state)
         pool_leave(&self.state)
         seen = <int32_t*>xcalloc(2 * <size_t>room + 1, sizeof(int32_t))
         if seen == NULL:
-            raise MemoryError(f"[check] no memory for {room} blocks")
+            raise MemoryError(f"[check] no memory for {room} blocks or nodes")
         try:
             pool_enter(&self.state, "check")
             wrong = find_fault(&self.state, seen, room, finding)
@@ -1224,7 +1247,7 @@ cdef class Pool:
         self.state.seqs.life[i].generation = <uint32_t>(value - first)
 
     def _corrupt(self, what, index):
-        """For tests of `check`: break one piece of state. `index` is a block, or a slot of sequences."""
+        """For tests of `check`: break one piece of state. `index` is a block, a slot, a node, or a checkpoint."""
         cdef Blocks* b = &self.state.blocks
         cdef Seqs* s = &self.state.seqs
         cdef LayerGroup* last
@@ -1245,6 +1268,9 @@ cdef class Pool:
             last = &self.state.groups.group[self.state.groups.num_groups - 1]
             fields |= {"table": <size_t>group_row(last, <int32_t>i), "gone": <size_t>&last.seq[i].gone,
                        "due": <size_t>&last.seq[i].due}
-        if what in ("table", "blocks", "length", "next_slot", "tail", "stop_slot", "free_slot", "gone", "due"):
+        if has_tree(&self.state):
+            fields |= tree_fields(self.state.groups, <int32_t>i)
+            fields["published"] = <size_t>&s.prefix[i].published
+        if what in ("published", "table", "blocks", "length", "next_slot", "tail", "stop_slot", "free_slot", "gone", "due"):
             to_int(index, "_corrupt", "index", 0, s.max_seqs - 1)
         (<int32_t*><size_t>fields[what])[0] += 1

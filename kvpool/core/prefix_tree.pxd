@@ -69,10 +69,14 @@ cdef struct RowPlaces:          # what the tree knows of a row beside SeqPrefix
 
 # Invariants, recomputed by tree_check:
 #   users == what the comment says; a node in use has users > 0, and so has its parent
+#   node_find finds a node that is not flushed by its tokens, and nothing else
 #   place != NOWHERE  <=>  idle > 0; COLD  <=>  besides below == 0
 #   below == number of published checkpoints on whose path the node is
 #   an entry of a window or chunk is canonical  <=>  published checkpoints need it, as many as the node says
 #   a block is EVICTABLE  <=>  nobody refers to it and it is in a canonical entry, a bundle or a tail
+#   a checkpoint may leave  <=>  loads == 0 == step  <=>  its bundle is EVICTABLE; then its tails may leave, too
+#   cold, warm and listed have just those units and checkpoints that may leave; all but cold are in order of use
+#   num_nodes, num_checkpoints, num_loads, num_saves and num_waiting are counted
 #   no pending plan has still to fill a canonical entry; one that waits is not canonical
 cdef struct Tree:
     Index* index                # namespaces, uids, seed of the hash, events, counters of use
@@ -143,3 +147,4 @@ cdef inline int32_t* checkpoint_bundle(const Tree* t, int32_t m) noexcept nogil:
 
 
 cdef void checkpoint_drop(Groups* gs, int32_t m) noexcept nogil
+cdef bint check_checkpoints(const Groups* gs, int32_t* loads, char* finding) noexcept nogil

@@ -542,11 +542,24 @@ cdef bint evict_next(Groups* gs, bint has_units, bint has_checkpoints) noexcept 
     return True
 
 
+cdef extern from *:
+    """
+    #ifdef KVPOOL_DEBUG
+    #include <assert.h>
+    #define kv_assert(holds) assert(holds)
+    #else
+    #define kv_assert(holds) ((void)0)
+    #endif
+    """
+    void debug_assert "kv_assert"(bint holds) noexcept nogil
+
+
 cdef void tree_make_room(Groups* gs, int32_t arena, int64_t n) noexcept nogil:
     """At least n blocks of an arena are blank then. The caller has checked blocks_available."""
     cdef bint may_leave = True
     while may_leave and gs.arena[arena].num_blank < n:
         may_leave = evict_next(gs, gs.tree.has_units[arena], gs.tree.has_checkpoints[arena])
+    debug_assert(gs.arena[arena].num_blank >= n)        # else a block is taken behind the back of the tree
 
 
 # ---- audit -------------------------------------------------------------------------------------------------
@@ -576,7 +589,7 @@ cdef uint64_t tree_fingerprint(const Tree* t, uint64_t h) noexcept nogil:
     h = line_fingerprint(&t.listed[1], t.link, h)
     for n in range(t.fresh_checkpoint):
         h = mix(mix(h, t.checkpoint[n].position), <uint64_t>t.checkpoint[n].node)
-    return h
+    return mix(h, t.num_waiting)
 
 
 cdef void count_bundles(const Tree* t, int32_t* references) noexcept nogil:
@@ -594,8 +607,6 @@ cdef bint check_node(const Groups* gs, int32_t n, char* finding) noexcept nogil:
     cdef const Node* node = &t.node[n]
     cdef const LayerGroup* g
     cdef int32_t k, first, idle = 0
-    if node.users <= 0:
-        return snprintf(finding, FINDING, b"node %d has %d users", n, node.users) > 0
     if node.parent != NO_NODE and (t.node[node.parent].depth != node.depth - 1):
         return snprintf(finding, FINDING, b"node %d has depth %d, the one above %d", n, node.depth,
                         t.node[node.parent].depth) > 0
@@ -604,14 +615,14 @@ cdef bint check_node(const Groups* gs, int32_t n, char* finding) noexcept nogil:
         if not ends_at(t, g, k, node.depth):
             continue
         first = node_entry(t, n, k)[0]
-        if g.kind != FULL_LAYERS and (first != NO_BLOCK) != (node_entry(t, n, k)[1] > 0):
-            return snprintf(finding, FINDING, b"node %d has entry %d of group %d, which %d checkpoints need", n, first,
-                            k, node_entry(t, n, k)[1]) > 0
         if first == NO_BLOCK:
             continue
         if t.stands_for[g.arena][first] != n or t.role[g.arena][first] != 1 + k:
             return snprintf(finding, FINDING, b"block %d of arena %d is canonical at node %d, and stands for %d", first,
                             g.arena, n, t.stands_for[g.arena][first]) > 0
+        if unwritten(g.blocks, first):
+            return snprintf(finding, FINDING, b"hits find block %d of arena %d, which a pending plan has to fill", first,
+                            g.arena) > 0
         idle += g.kind == FULL_LAYERS and g.blocks.block[first].place == EVICTABLE
     if idle != node.idle or (node.place != NOWHERE) != (idle > 0):
         return snprintf(finding, FINDING, b"node %d has %d idle entries, counted %d, and place %d", n, node.idle, idle,
@@ -622,29 +633,197 @@ cdef bint check_node(const Groups* gs, int32_t n, char* finding) noexcept nogil:
     return False
 
 
-cdef bint tree_check(const Groups* gs, char* finding) noexcept nogil:
-    """Whether an invariant of the tree does not hold; the first one, in words. O(nodes + blocks)."""
+cdef bint check_users(const Groups* gs, int32_t* users, char* finding) noexcept nogil:
+    """Who needs each node, and which entries wait; `users` is zero for each node, and is again."""
     cdef const Tree* t = gs.tree
-    cdef int32_t n, count = 0, k, id, users = 0, held = 0, slot
+    cdef int32_t n, k, id, slot, due, waiting = 0
     for n in range(t.fresh_node):
         if t.node[n].depth == 0:
             continue
-        count += t.node[n].root != 0
-        users += t.node[n].users
-        held += (t.node[n].parent != NO_NODE) + (t.node[n].checkpoint != NO_CHECKPOINT)
-        if check_node(gs, n, finding):
-            return True
+        users[n] += t.node[n].checkpoint != NO_CHECKPOINT
+        if t.node[n].parent != NO_NODE:
+            users[t.node[n].parent] += 1
     for k in range(gs.num_arenas):
         for id in range(gs.arena[k].num_blocks):
-            held += 0 < t.role[k][id] <= MAX_GROUPS
-            if t.role[k][id] != NO_ROLE and not gs.arena[k].block[id].committed:
-                return snprintf(finding, FINDING, b"block %d of arena %d has role %d, and is not committed", id, k,
-                                <int>t.role[k][id]) > 0
-            if gs.arena[k].block[id].place == EVICTABLE and t.role[k][id] == NO_ROLE:
-                return snprintf(finding, FINDING, b"block %d of arena %d is kept for nothing", id, k) > 0
+            if 0 < t.role[k][id] <= 2 * MAX_GROUPS:
+                users[t.stands_for[k][id]] += 1
+                waiting += is_waiting(t.role[k][id])
     for slot in range(gs.seqs.max_seqs):
-        held += seq_has_blocks(gs.seqs, slot) and t.row[slot].node != NO_NODE
-    if count != t.num_nodes or users != held:
-        return snprintf(finding, FINDING, b"counted %d nodes with %d users, they should be %d with %d", count, users,
-                        t.num_nodes, held) > 0
+        if seq_has_blocks(gs.seqs, slot) and t.row[slot].node != NO_NODE:
+            users[t.row[slot].node] += 1
+    for n in range(t.fresh_node):
+        due = users[n]
+        users[n] = 0
+        if due != (t.node[n].users if t.node[n].depth else 0):
+            return snprintf(finding, FINDING, b"node %d has %d users, it should have %d", n, t.node[n].users, due) > 0
+    if waiting != t.num_waiting:
+        return snprintf(finding, FINDING, b"%d entries wait to be published, the counter says %d", waiting,
+                        t.num_waiting) > 0
     return False
+
+
+cdef bint check_below(const Tree* t, int32_t* sums, char* finding) noexcept nogil:
+    """Checkpoints at each node and below it: its own and what its children say. `sums` is zero, and is again."""
+    cdef int32_t n, due, checkpoints = 0
+    for n in range(t.fresh_node):
+        if t.node[n].depth and t.node[n].parent != NO_NODE:
+            sums[t.node[n].parent] += t.node[n].below
+    for n in range(t.fresh_node):
+        due = sums[n]
+        sums[n] = 0
+        if t.node[n].depth == 0:
+            continue
+        due += t.node[n].checkpoint != NO_CHECKPOINT
+        checkpoints += t.node[n].checkpoint != NO_CHECKPOINT
+        if t.node[n].below != due:
+            return snprintf(finding, FINDING, b"node %d has %d checkpoints at it or below, counted %d", n,
+                            t.node[n].below, due) > 0
+    if checkpoints != t.num_checkpoints:
+        return snprintf(finding, FINDING, b"counted %d published checkpoints, the counter says %d", checkpoints,
+                        t.num_checkpoints) > 0
+    return False
+
+
+cdef bint check_tails(const Groups* gs, int32_t k, int32_t* needed, char* finding) noexcept nogil:
+    """How many checkpoints need each entry of a window or chunk. `needed` is zero for each node, and is again."""
+    cdef const Tree* t = gs.tree
+    cdef const LayerGroup* g = &gs.group[k]
+    cdef int32_t m, n, first, due
+    cdef int64_t index, low
+    for m in range(t.fresh_checkpoint):
+        n = t.checkpoint[m].node if t.checkpoint[m].position else NO_NODE
+        low = first_read(g, t.checkpoint[m].position)
+        while n != NO_NODE and (g.kept or t.node[n].depth // t.span[k] > low):
+            index = t.node[n].depth // t.span[k] - 1
+            if ends_at(t, g, k, t.node[n].depth) and not g.kept <= index < low:
+                needed[n] += 1
+                first = node_entry(t, n, k)[0]
+                if first != NO_BLOCK and not t.checkpoint[m].listed and g.blocks.block[first].place == EVICTABLE:
+                    return snprintf(finding, FINDING, b"block %d of arena %d is evictable, checkpoint %d is not", first,
+                                    g.arena, m) > 0
+            n = t.node[n].parent
+    for n in range(t.fresh_node):
+        due = needed[n]
+        needed[n] = 0
+        if t.node[n].depth == 0 or not ends_at(t, g, k, t.node[n].depth):
+            continue
+        first = node_entry(t, n, k)[0]
+        if (first != NO_BLOCK) != (due > 0) or (due and node_entry(t, n, k)[1] != due):
+            return snprintf(finding, FINDING, b"node %d has entry %d of group %d, which %d checkpoints need, counted %d",
+                            n, first, k, node_entry(t, n, k)[1], due) > 0
+    return False
+
+
+cdef bint check_line(const Line* line, const Link* link, int32_t room, const char* name, char* finding) noexcept nogil:
+    """A line is the same chain from both ends."""
+    cdef int32_t i = line.head, before = NO_NODE, count = 0
+    while 0 <= i < room and count < line.size and link[i].prev == before:
+        before = i
+        i = link[i].next
+        count += 1
+    if i != NO_NODE or before != line.tail or count != line.size:
+        return snprintf(finding, FINDING, b"the line of %s is broken at %d, behind %d of %d", name, i, count,
+                        line.size) > 0
+    return False
+
+
+cdef bint check_units(const Tree* t, char* finding) noexcept nogil:
+    """A node is in the line that its place says; those with a checkpoint are in the order of their use."""
+    cdef int32_t n, cold = 0, warm = 0
+    cdef int64_t last = 0
+    if (check_line(&t.cold, t.unit, t.fresh_node, b"cold units", finding)
+            or check_line(&t.warm, t.unit, t.fresh_node, b"warm units", finding)):
+        return True
+    for n in range(t.fresh_node):
+        cold += (t.node[n].depth > 0) & (t.node[n].place == COLD)
+        warm += (t.node[n].depth > 0) & (t.node[n].place == WARM)
+    if cold != t.cold.size or warm != t.warm.size:
+        return snprintf(finding, FINDING, b"counted %d cold and %d warm units, their lines have %d and %d", cold, warm,
+                        t.cold.size, t.warm.size) > 0
+    n = t.cold.head
+    while n != NO_NODE and t.node[n].depth and t.node[n].place == COLD:
+        n = t.unit[n].next
+    if n == NO_NODE:
+        n = t.warm.head
+        while n != NO_NODE and t.node[n].depth and t.node[n].place == WARM and t.node[n].stamp > last:
+            last = t.node[n].stamp
+            n = t.unit[n].next
+    if n != NO_NODE:
+        return snprintf(finding, FINDING, b"node %d with place %d is in a line that is not its own, or too early", n,
+                        <int>t.node[n].place) > 0
+    return False
+
+
+cdef bint check_found(const Tree* t, char* finding) noexcept nogil:
+    """Every node that is not flushed is found by its tokens, and nothing else is."""
+    cdef const Node* node
+    cdef const int32_t* tokens
+    cdef int64_t at, buckets = 0
+    cdef int32_t n, count = 0
+    for n in range(t.fresh_node):
+        node = &t.node[n]
+        if node.depth == 0 or node.root == 0:
+            continue
+        count += 1
+        tokens = t.tokens + n * t.block_size
+        if node_find(t, node.root, node.parent, node.hash, tokens) != n or (
+                node.parent != NO_NODE and node.hash != chain(t.index, t.node[node.parent].hash, tokens)):
+            return snprintf(finding, FINDING, b"node %d cannot be found by its tokens", n) > 0
+    for at in range(t.bucket_mask + <int64_t>1):
+        buckets += t.bucket[at] != NO_NODE
+    if not buckets == count == t.num_nodes:
+        return snprintf(finding, FINDING, b"counted %d nodes in %lld buckets, the counter says %d", count,
+                        <long long>buckets, t.num_nodes) > 0
+    return False
+
+
+cdef bint check_kept(const Groups* gs, int32_t arena, char* finding) noexcept nogil:
+    """What a committed block is for; each one that is EVICTABLE leaves when a unit or a checkpoint does."""
+    cdef const Tree* t = gs.tree
+    cdef const Blocks* b = gs.arena[arena]
+    cdef int32_t id, k, left = b.lru.size
+    cdef uint8_t role
+    for id in range(b.num_blocks):
+        role = t.role[arena][id]
+        if role != NO_ROLE and not b.block[id].committed:
+            return snprintf(finding, FINDING, b"block %d of arena %d has role %d, and is not committed", id, arena,
+                            <int>role) > 0
+        if b.block[id].place != EVICTABLE or role == LATER_COLUMN or role == BUNDLE:
+            continue
+        k = (role - 1) % MAX_GROUPS
+        if role == NO_ROLE or is_waiting(role) or node_entry(t, t.stands_for[arena][id], k)[0] != id:
+            return snprintf(finding, FINDING, b"block %d of arena %d is kept for nothing", id, arena) > 0
+        left -= gs.group[k].columns
+    if arena == 0:
+        left -= (t.listed[0].size + t.listed[1].size) * t.bundle_size
+    if left:
+        return snprintf(finding, FINDING, b"arena %d has %d evictable blocks more than entries and checkpoints", arena,
+                        left) > 0
+    return False
+
+
+cdef bint tree_check(const Groups* gs, int32_t* seen, char* finding) noexcept nogil:
+    """Whether an invariant of the tree does not hold; the first one, in words. O(nodes + blocks + windows).
+
+    `seen` has a number for each node, each checkpoint and each block, all zero.
+    """
+    cdef const Tree* t = gs.tree
+    cdef int32_t n, k, slot
+    if check_found(t, finding) or check_users(gs, seen, finding) or check_below(t, seen, finding):
+        return True
+    for n in range(t.fresh_node):
+        if t.node[n].depth and check_node(gs, n, finding):
+            return True
+    for k in range(gs.num_groups):
+        if gs.group[k].kind == WINDOW_LAYERS or gs.group[k].kind == CHUNK_LAYERS:
+            if check_tails(gs, k, seen, finding):
+                return True
+    for k in range(gs.num_arenas):
+        if check_kept(gs, k, finding):
+            return True
+    for slot in range(gs.seqs.max_seqs):
+        if gs.seqs.life[slot].life == OPEN and gs.seqs.prefix[slot].root and not (
+                0 <= gs.seqs.prefix[slot].published <= gs.seqs.prefix[slot].committed // t.block_size):
+            return snprintf(finding, FINDING, b"sequence in slot %d has published %lld blocks of %lld tokens", slot,
+                            <long long>gs.seqs.prefix[slot].published, <long long>gs.seqs.prefix[slot].committed) > 0
+    return check_units(t, finding) or check_checkpoints(gs, seen, finding)

@@ -268,16 +268,16 @@ cdef bint check_pending(State* pool, int32_t* holds, int32_t* floors, char* find
     return compare_holds(&pool.blocks, holds, floors, made, finding)
 
 
-cdef int32_t largest_arena(State* pool) noexcept nogil:
-    """Blocks of the largest arena."""
+cdef int32_t audit_room(State* pool) noexcept nogil:
+    """Blocks of the largest arena, or nodes of a tree."""
     cdef int32_t k, most = pool.blocks.num_blocks
     for k in range(pool.groups.num_arenas if pool.groups != NULL else 0):
         most = max(most, pool.groups.arena[k].num_blocks)
-    return most
+    return max(most, pool.groups.tree.room) if has_tree(pool) else most
 
 
 cdef bint find_fault(State* pool, int32_t* seen, int32_t room, char* finding) noexcept nogil:
-    """`seen` has two numbers for each of `room` blocks, all zero."""
+    """`seen` has twice `room` numbers, all zero."""
     if has_cache(pool) and check_names(pool, finding):
         return True
     if pool.groups != NULL:

@@ -14,7 +14,8 @@ FUNCTIONS = {
     "fingerprint": re.compile(r"(?:\w*fingerprint\w*|chain|names_hash)$"),  # it alone shows hashes of tokens
     "check": re.compile(
         r"(?:check|find_fault|(?:blocks|seqs|index|groups|tree|names)_check|names_count"
-        r"|check_(?:names|node|chain|block|ids|sequence)"
+        r"|check_(?:names|node|chain|block|ids|sequence|users|below)"
+        r"|check_(?:tails|line|units|found|kept|bundles|checkpoints?)|tree_fields"
         r"|check_(?:references|free_slots|pending|holes|group|lengths|arena)|compare_holds|count_bundles|_corrupt)$"
     ),
     "statistics": re.compile(r"(?:\w*stats|refcount_histogram|count_references|(?:index|tree)_nbytes|num_free)$"),

@@ -6,7 +6,7 @@ of it is changed, and `check` must name the damage. The same state unbroken pass
 
 import pytest
 
-from kvpool import Plan, Pool
+from kvpool import Group, Plan, Pool
 from kvpool.errors import CorruptState
 
 SHARED, RAW, CACHED, IN_LIMBO = 1, 4, 5, 6  # ids in the state below
@@ -79,6 +79,62 @@ def test_check_accepts_the_state_that_the_others_break():
 )
 def test_check_finds_a_broken_word(what, index):
     pool, _ = rich_pool()
+    pool._corrupt(what, index)
+    with pytest.raises(CorruptState, match=r"\[check\] "):
+        pool.check()
+
+
+A, B = list(range(24)), [*range(8), *range(50, 66)]
+WAITING = list(range(200, 216))
+OLD_NODE, WARM_NODE, TAKEN = 1, 7, 3  # nodes and a checkpoint of the state below
+
+
+def compute(pool, plan, prompt, commits):
+    """Open a prompt and compute it in steps that end where a checkpoint is taken."""
+    handle = pool.open([*prompt, 99], b"", len(prompt))
+    while (length := pool.num_tokens(handle)) < len(prompt):
+        place = int(pool.prefix.wanted([handle])[0])
+        pool.step(plan, [handle], (place if place > 0 else len(prompt)) - length)
+        pool.done(plan)
+        if commits:
+            pool.prefix.commit(handle, prompt[length : pool.num_tokens(handle)])
+    return handle
+
+
+def rich_tree():
+    """Units with and without checkpoints, a hit that is not loaded, a save that is not done, entries that wait."""
+    layers = [Group.full(), Group.window(8), Group.state(12, blocks=2)]
+    pool = Pool(96, 4, groups=layers, prefix_cache=True, max_seqs=8, seed=1)
+    plan, saving = Plan(pool, 4, 64), Plan(pool, 4, 64)
+    for prompt in (A, B):
+        pool.close(compute(pool, plan, prompt, True))
+    pool.open([*A, 1])
+    row = compute(pool, plan, WAITING, False)
+    pool.fork(row)
+    pool.unshare(plan, [row], 14)
+    pool.prefix.commit(row, WAITING)
+    pool.step(saving, [pool.open([*range(300, 309)], b"", 8)], 8)
+    return pool
+
+
+def test_check_accepts_the_tree_that_the_others_break():
+    rich_tree().check()
+
+
+@pytest.mark.parametrize(
+    ("what", "index"),
+    [
+        *((what, 0) for what in ("bucket", "cold", "warm", "waiting", "checkpoints", "loads", "saves", "listed")),
+        *((what, n) for what in ("users", "below", "parent", "hash", "tokens", "at_node") for n in (OLD_NODE, 9)),
+        *((what, WARM_NODE) for what in ("node_stamp", "unit")),
+        *((what, block) for what in ("role", "stands_for") for block in (1, 2)),
+        *((what, 0) for what in ("slot_loads", "position", "step", "needed", "bundle")),
+        *((what, TAKEN) for what in ("slot_loads", "step", "row", "bundle")),
+        *(("line", 1), ("row", 0), ("needed", 5), ("published", 2)),
+    ],
+)
+def test_check_finds_a_broken_word_of_a_tree(what, index):
+    pool = rich_tree()
     pool._corrupt(what, index)
     with pytest.raises(CorruptState, match=r"\[check\] "):
         pool.check()

@@ -417,6 +417,12 @@ def test_reserve_that_is_none_is_refused(tokens, reserve, error):
     assert (pool.fingerprint(), pool.digest()) == before
 
 
+def test_wanted_of_one_handle_is_a_batch_of_one():
+    pool, _ = make(Group.full(), Group.state(4, blocks=1))
+    handle = pool.open(list(range(40)))
+    assert pool.prefix.wanted(handle).tolist() == pool.prefix.wanted([handle]).tolist() == [16]
+
+
 @EITHER
 def test_wanted_of_a_closed_row_is_refused(kinds):
     pool, _ = make(Group.full(), Group.state(8, blocks=1), kinds=kinds)
