@@ -638,6 +638,19 @@ def test_flush_after_the_weights_changed_loads_and_saves_nothing_more(model, fil
     engine.close()
 
 
+def test_prompt_whose_prefixes_were_flushed_during_its_load_is_computed(model, filled):
+    """The pool was flushed by itself: what the store still brings is dropped, and nothing is raised."""
+    store, due = filled
+    engine = _loading(model, store)
+    engine.kv.pool.prefix.flush()
+    store.open_gate.set()
+    ended = []
+    while engine.num_unfinished:
+        ended += engine.step()
+    assert [one.tokens.tolist() for one in ended] == [due[0]]
+    assert checked(engine).loads == 0
+
+
 def test_cpu_time_of_the_threads_of_a_store_is_taken_from_that_of_saves(monkeypatch):
     model, made = tiny.make()[0], []
     engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0])
