@@ -27,7 +27,7 @@ test: lint  ## set everything up, check style and types, run the tests that catc
 	@echo "==> running the tests that catch most faults; make test-all runs all"
 	$(PYTEST) -m "not long" $(PYTEST_ARGS)
 
-# A share is drawn by the day, or by SEED. It compiles nothing for other machines.
+# SHARE draws tests by the day, or by SEED. With it, nothing is compiled for other machines.
 test-all: lint $(if $(SHARE),,cross)  ## every test (an hour), and compiled for other machines; SHARE=1/3 draws a third
 	@echo "==> running the tests of make test and $(or $(SHARE),all) of the long ones"
 	$(PYTEST) $(if $(SHARE),--share $(SHARE) $(if $(SEED),--share-seed $(SEED))) $(PYTEST_ARGS)
