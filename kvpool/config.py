@@ -395,8 +395,8 @@ def describe_plan(
     Three ways to keep a sequence stand side by side: a pool with one table, which keeps every token of every layer;
     what the layer groups alone need, in blocks; and mlx-lm's own caches, one per sequence and never quantized. The
     pool is the one that `install`, ``kvpool generate`` and ``kvpool serve`` make: with layer groups if the layers
-    differ. Shapes share an arena where their bytes agree. The states of 32 sequences are taken off, twice: a step holds
-    those before and after it.
+    differ. Shapes share an arena where their bytes agree. Twice the states of 32 sequences are subtracted, because a
+    step holds those before and after it.
     """
     fields = model_fields(config)
     if max_len is None:
@@ -425,7 +425,7 @@ def describe_plan(
 
 
 def _states_of(groups: Sequence[LayerGroup]) -> list[tuple[str, int]]:
-    """What the states of running sequences take off the memory for blocks."""
+    """What the states of running sequences take from the memory for blocks."""
     nbytes = 2 * _ROWS * sum(group.state_nbytes for group in groups)
     return [(f"states of {_ROWS} sequences, before and after a step", -nbytes)] if nbytes else []
 

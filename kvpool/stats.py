@@ -57,7 +57,7 @@ class PoolStats(NamedTuple):
 class PrefixStats(NamedTuple):
     """Counters of a prefix cache; reading them is O(1)."""
 
-    queries: int  #: calls of `open` with tokens, without those that are told to be ``again``
+    queries: int  #: calls of `open` with tokens, without those with ``again=True``
     query_tokens: int  #: their tokens
     hit_tokens: int  #: of these, found cached
     hit_rate: float  #: hit_tokens / query_tokens; 0.0 when none
@@ -73,7 +73,7 @@ class PrefixStats(NamedTuple):
     checkpoints_used: int = 0  #: by one hit or more
     checkpoints_skipped: int = 0  #: wanted, but blocks or a window were gone
     checkpoints_evicted: int = 0  #: that left to make room
-    again_queries: int = 0  #: calls of `open` with tokens and ``again=True``: of sequences that were preempted
+    again_queries: int = 0  #: calls of `open` with tokens and ``again=True``: of requests that were admitted before
     again_query_tokens: int = 0  #: their tokens
     again_hit_tokens: int = 0  #: of these, found cached
 

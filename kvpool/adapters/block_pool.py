@@ -103,7 +103,7 @@ class BlockPool:
 
     @property
     def references(self) -> References:
-        """``references[block]``: references of a block, for the price of an attribute. Keep the object."""
+        """``references[block]``: the references of a block, read as fast as an attribute. Keep the object."""
         return self._references
 
     def refcount(self, block: int) -> int:

@@ -294,7 +294,7 @@ cdef int32_t count_of(State* pool, int32_t arena, int64_t i, str call, int32_t* 
 
 @cython.no_gc_clear      # `state` lies in the pool, which has to live as long
 cdef class References:
-    """``references[block]``: how often a block is referred to, for the price of an attribute; reserved ones have 0.
+    """``references[block]``: the references of a block, read as fast as an attribute; reserved blocks have 0.
 
     Parameters
     ----------
@@ -303,7 +303,7 @@ cdef class References:
 
     Notes
     -----
-    With a GIL no other thread is inside a call of the pool while this one looks, so that it takes no lock.
+    With a GIL no other thread is inside a call of the pool while this one reads, so it takes no lock.
 
     Examples
     --------
@@ -606,8 +606,8 @@ cdef class BlockAPI:
         ids : list of int
             The first `n` of `free_order`.
         evicted : int
-            So many of them were cached: what they held is gone. They are the last ones, but for those that `uncache`
-            left in their place.
+            How many of them were cached: what these held is gone. They are the last ones, among which may be blocks
+            that `uncache` emptied in their place.
 
         Raises
         ------
@@ -693,13 +693,13 @@ cdef class BlockAPI:
         ----------
         ids : int or ints
         blank : bool, default False
-            Take blank blocks, too, wherever they stand among the blank ones: O(those before them).
+            Take free blocks without content, too, from where they stand: O(blank blocks that are taken before them).
 
         Raises
         ------
         ValueError, IndexError
-            A block is blank, without `blank`; or it waits in limbo without content, or stands twice; there is no such
-            block. State unchanged.
+            A block is free and without content, and `blank` is False; or it waits in limbo without content, or stands
+            twice; there is no such block. State unchanged.
         OverflowError
             A block has 2^30 references. State unchanged.
         """
@@ -796,7 +796,7 @@ cdef class BlockAPI:
 
     @property
     def references(self):
-        """References on each block, by its id: ``references[block]``. Keep the object, it shows what is now."""
+        """References on each block, by its id: ``references[block]``. Keep the object: it reads the present state."""
         return References(self)
 
     cdef object each(self, object ids, str call, bint content):

@@ -169,7 +169,7 @@ cdef uint64_t names_fingerprint(const Names* names, uint64_t h) noexcept nogil:
 
 
 cdef bint names_count(const Names* names, uint64_t uid, char* finding) noexcept nogil:
-    """`names_check` is told of a sequence or a node; whether its namespace is not known."""
+    """Count a user, a sequence or a node, for `names_check`; whether its namespace is not known."""
     cdef uint32_t at = home_of_uid(names, uid)
     while names.by_uid[at] != NULL:
         if names.by_uid[at].uid == uid:
@@ -181,7 +181,7 @@ cdef bint names_count(const Names* names, uint64_t uid, char* finding) noexcept 
 
 
 cdef bint names_check(const Names* names, char* finding) noexcept nogil:
-    """Whether the names are not as they should be. `names_count` was told of each user, which is forgotten."""
+    """Whether the names are not as they should be, after `names_count` for each user. The counts begin anew."""
     cdef int64_t at, size = 0
     cdef Name* name
     for at in range(names.mask + <int64_t>1):

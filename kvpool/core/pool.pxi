@@ -417,8 +417,8 @@ cdef class Pool:
             True: the bytes of these blocks come from elsewhere, outside the order of steps. Until `loaded` says so,
             the sequence can be read and closed, and nothing else.
         again : bool, default False
-            True: the sequence was open before, and was closed before it ended (preempted). What it finds now, it may
-            have computed itself, so its prompt counts apart in the statistics. Nothing else differs.
+            True: the request was admitted before, and its sequence was preempted, say. What the prompt finds now, the
+            request may have computed itself, so it counts apart in the statistics. Nothing else differs.
 
         Returns
         -------
@@ -852,7 +852,7 @@ cdef class Pool:
         return 0
 
     def can(self, handles=None, num_new=1, *, tokens=None, namespace=b"", reserve=True, load=False):
-        """Whether a `step`, or with `tokens` an `open`, would find what it needs. Nothing changes, nothing is counted.
+        """Whether a `step`, or with `tokens` an `open`, would find what it needs. No state and no counter changes.
 
         Parameters
         ----------

@@ -31,7 +31,7 @@ cdef struct Index:
     int64_t queries
     int64_t query_tokens
     int64_t hit_tokens
-    int64_t again_queries       # the same of sequences that were open before
+    int64_t again_queries       # the same of requests that were admitted before
     int64_t again_query_tokens
     int64_t again_hit_tokens
     Names names

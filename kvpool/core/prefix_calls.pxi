@@ -20,7 +20,7 @@ cdef Name* enter_root(State* pool, Name* known, uint64_t hash, const char* space
 
 
 cdef bint check_names(State* pool, char* finding) noexcept nogil:
-    """Whether the users of a namespace are others than those that there are. O(nodes + sequences + names)."""
+    """Whether a namespace counts another number of users than it has. O(nodes + sequences + names)."""
     cdef Index* ix = &pool.index
     cdef Tree* t = pool.groups.tree if pool.groups != NULL else NULL
     cdef int32_t i
@@ -43,7 +43,7 @@ cdef int64_t pool_next_handle(State* pool) noexcept nogil:
 
 
 cdef void count_lookup(Index* ix, int64_t tokens, int64_t hit, bint again) noexcept nogil:
-    """Count a prompt that was looked up. What a sequence that was open before finds, it may have computed itself."""
+    """Count a prompt that was looked up; `again`: its request was admitted before, and may find what it computed."""
     if again:
         ix.again_queries += 1
         ix.again_query_tokens += tokens

@@ -406,10 +406,10 @@ cdef void commit_block(Groups* gs, int32_t slot, int64_t depth, const int32_t* b
 
 
 cdef void publish_block(Groups* gs, int32_t slot, int64_t depth, int32_t n) noexcept nogil:
-    """Hits may find what a row has at the node of its base block `depth` - 1, but for what a pending plan has to copy.
+    """Publish what a row has at the node of its base block `depth` - 1, unless a pending plan has to copy it.
 
-    If there is such an entry, it waits, and with it all blocks of the row behind it. An entry that has no role is a
-    copy that was made after its tokens were committed, or what a rollback put back: nobody said what it holds.
+    An entry that a plan has to copy waits, and all blocks of the row behind it wait with it. An entry without a role is
+    a copy that was made after its tokens were committed, or what a rollback put back: nobody said what it holds.
     """
     cdef Tree* t = gs.tree
     cdef LayerGroup* g

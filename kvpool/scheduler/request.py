@@ -87,13 +87,14 @@ class Request:
     max_tokens : int, default 16
         Most tokens to generate, per sequence.
     id : hashable, optional
-        Name of the request. The scheduler numbers requests without one: those that it shows have their number here.
+        Name of the request. The scheduler numbers a request without one, and shows a copy that has the number here.
     eos : int or ints
         Tokens that end a sequence, at most 1,024. The token is part of the output.
     stop : sequence of sequences of ints
-        The output ends when it ends with one of these, at most 1,024 of 256 tokens. They are part of the output.
+        The output ends when it ends with one of these, which are part of it: at most 1,024, of at most 256 tokens each.
     n : int, default 1
-        Samples of the prompt, at most 64 or ``max_running``. With a beam: the number of best hypotheses to return.
+        Samples of the prompt, at most 64, or ``max_running`` if that is more. With a beam: how many of the best
+        hypotheses to return.
     beam_width : int, default 0
         0: sampling. Otherwise the number of hypotheses of a beam search, ``n <= beam_width``.
     length_penalty : float, default 1.0
@@ -263,8 +264,8 @@ class SchedulerStats(NamedTuple):
     decode_tokens: int  #: computed, one per decoding row and step, and the accepted drafts
     prefill_tokens: int  #: computed in chunks
     recomputed_tokens: int  #: of these, computed before a preemption already
-    hit_tokens: int  #: found in the prefix cache when requests were admitted first
-    again_hit_tokens: int  #: found at all other admissions: a preempted sequence finds what it computed itself
+    hit_tokens: int  #: found in the prefix cache at first admissions of requests
+    again_hit_tokens: int  #: found at later admissions: a preempted sequence finds what it computed itself
     sampled_tokens: int  #: tokens that became known by `update`
     evicted_tokens: int  #: that left sequences for their budgets
     drafted_tokens: int  #: computed as drafts

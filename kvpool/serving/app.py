@@ -59,7 +59,7 @@ class Settings:
     keys : mapping of keys to tenants
         A client needs one of them. Empty: no key is needed, and all clients are one tenant.
     weights : mapping of tenants to numbers
-        Their shares of what tokenizes.
+        Their shares of the threads and processes that tokenize.
     max_tokens : int
         Tokens to generate for a request that does not say how many.
     max_connections : int
@@ -271,7 +271,7 @@ class Service:
         return body
 
     async def _aside(self, request: Request, place: Threads | Processes, cost: float, *call: Any) -> Any:
-        """Run what may take long outside of the event loop. It costs its tenant so much of its turn."""
+        """Run what may take long outside the event loop. `cost` counts as what its tenant got, see `Lane`."""
         tenant = request.state.tenant
         most = self._runner.engine.scheduler.places(tenant)
         if most is not None and self._texts[tenant] > most:

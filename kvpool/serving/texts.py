@@ -1,4 +1,4 @@
-"""Where texts become tokens: in the fair order of their tenants, and long ones in processes that can be killed."""
+"""Tokenizes texts: in the fair order of their tenants, and long ones in processes that can be killed."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Threads:
 
 
 class Processes:
-    """Tokenizes in processes. One whose text nobody wants any more is killed, and another one takes its place.
+    """Tokenizes in processes. If nobody waits for a text any more, its process is killed and replaced.
 
     They start with the first text, and end with `close` or with this process.
 
@@ -202,7 +202,7 @@ class Processes:
 
     def _start(self) -> None:
         reader = _Reader(self._first)
-        self._idle.insert(0, reader)  # the one that waits longest is read up
+        self._idle.insert(0, reader)  # the one that was started first has started up
         self._all.add(reader)
 
 

@@ -12,7 +12,7 @@ PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 LETTERS = {chr(byte): byte for byte in PRINTED} | {
     chr(256 + at): byte for at, byte in enumerate(sorted(set(range(256)) - set(PRINTED)))
 }
-"""How vocabularies of bytes write them, since GPT-2."""
+"""The letters for bytes in vocabularies of bytes, since GPT-2."""
 SPACE = "\u2581"  # how SentencePiece writes it
 TAIL = 11  # tokens at the end of a prompt among which mlx-lm's server looks for an opened think block
 
@@ -47,7 +47,7 @@ def rewritten_from(tokenizer: Any, prompt: Sequence[int]) -> int | None:
 
 
 def speller(tokenizer: Any) -> Callable[[int], bytes]:
-    """Return a function that gives the bytes of a token, from the vocabulary: those of many are joined to their text.
+    """Return a function that gives the bytes of a token, from the vocabulary. Those of a text, joined, are the text.
 
     A token may be a part of a character, whose text is U+FFFD alone.
     """

@@ -53,8 +53,8 @@ for line in sys.stdin:
 """Its tokens are bytes, and those that a grammar may name."""
 SPACES = {"whitespace_pattern": r"[ \n]{1,16}"}  # a model that may write spaces without end does so
 UNFORCED = '%llguidance {"no_forcing": true}'
-"""Without it, llguidance reads text that a grammar forces with the tokenizer, which finds tokens in it: ``<end>`` in a
-string. It offers them, and they end the answer or are refused."""
+"""Without it, llguidance tokenizes text that a grammar forces, and the tokenizer finds added tokens in it: ``<end>`` in
+a string. llguidance then offers these tokens, and they end the answer or are refused."""
 
 
 class GrammarFailed(Exception):
