@@ -116,7 +116,7 @@ def test_copy_that_was_rolled_back_is_never_found(family):
     assert family.ask() == len(PROMPT) and family.stored() == 4
 
 
-def test_model_that_publishes_at_once_is_convicted(groups):
+def test_planted_fault_of_publishing_at_once_is_found(groups):
     with pytest.raises(AssertionError):
         never_found(Family((PublishedUnwritten, ModelPlan), groups))
 

@@ -249,7 +249,7 @@ def test_every_bit_of_a_token_matters_whatever_the_others_are(core, base):
 
 
 def learned_bits(core, seed):
-    """What an attacker finds out by measuring: the bits that leave the hash as it is, flipped in two tokens."""
+    """What somebody finds out by measuring: the bits that leave the hash as it is, flipped in two tokens."""
     return [j for j in range(31) if distinct_hashes(core, [[0, 0, *SPARSE], [1 << j, 1 << j, *SPARSE]], seed) == 1]
 
 
@@ -267,7 +267,7 @@ def insert_prompts(pool, plan, prompts):
 @pytest.mark.parametrize("groups", [None, [Group.full()]], ids=["one table", "groups"])
 @pytest.mark.parametrize("knows", ["nothing", "bits"])
 def test_chosen_prompts_cost_what_random_ones_cost(core, groups, knows):
-    """The attacker knows this code, and in one case which bits do not matter under the seed of this pool."""
+    """Who chooses the prompts knows this code, and in one case which bits do not matter under the seed of this pool."""
     if not core.Pool.__module__.startswith("kvpool._"):
         pytest.skip("the model has no hash")
     seed, count, part = 12345, 1 << 16, 1 << 10
