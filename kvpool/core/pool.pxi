@@ -1271,6 +1271,7 @@ cdef class Pool:
         if has_tree(&self.state):
             fields |= tree_fields(self.state.groups, <int32_t>i)
             fields["published"] = <size_t>&s.prefix[i].published
-        if what in ("published", "table", "blocks", "length", "next_slot", "tail", "stop_slot", "free_slot", "gone", "due"):
+        if what in ("published", "table", "blocks", "length", "next_slot", "tail", "stop_slot", "free_slot", "gone",
+                    "due"):
             to_int(index, "_corrupt", "index", 0, s.max_seqs - 1)
         (<int32_t*><size_t>fields[what])[0] += 1

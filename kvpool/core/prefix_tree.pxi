@@ -620,9 +620,9 @@ cdef bint check_node(const Groups* gs, int32_t n, char* finding) noexcept nogil:
         if t.stands_for[g.arena][first] != n or t.role[g.arena][first] != 1 + k:
             return snprintf(finding, FINDING, b"block %d of arena %d is canonical at node %d, and stands for %d", first,
                             g.arena, n, t.stands_for[g.arena][first]) > 0
-        if unwritten(g.blocks, first):
-            return snprintf(finding, FINDING, b"hits find block %d of arena %d, which a pending plan has to fill", first,
-                            g.arena) > 0
+        if g.blocks.block[first].place == USED and unwritten(g.blocks, first):
+            return snprintf(finding, FINDING, b"hits find block %d of arena %d, which a pending plan has to fill",
+                            first, g.arena) > 0
         idle += g.kind == FULL_LAYERS and g.blocks.block[first].place == EVICTABLE
     if idle != node.idle or (node.place != NOWHERE) != (idle > 0):
         return snprintf(finding, FINDING, b"node %d has %d idle entries, counted %d, and place %d", n, node.idle, idle,
@@ -709,7 +709,7 @@ cdef bint check_tails(const Groups* gs, int32_t k, int32_t* needed, char* findin
             continue
         first = node_entry(t, n, k)[0]
         if (first != NO_BLOCK) != (due > 0) or (due and node_entry(t, n, k)[1] != due):
-            return snprintf(finding, FINDING, b"node %d has entry %d of group %d, which %d checkpoints need, counted %d",
+            return snprintf(finding, FINDING, b"node %d has entry %d of group %d for %d checkpoints, counted %d",
                             n, first, k, node_entry(t, n, k)[1], due) > 0
     return False
 

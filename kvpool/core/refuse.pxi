@@ -59,10 +59,12 @@ cdef dict TEXTS = {             # what `refuse` raises: the values are named lik
                                  "call unshare first"),
     BAD_INDEX: (ValueError, "indices[{row}] is {value}, the sequence has {high} full blocks"),
     INDEX_ORDER: (ValueError, "indices[{row}] is {value} after {other}, they must ascend"),
-    NOT_KEPT: (ValueError, "block {value} is neither in use nor cached: its content is gone, take another"),
+    NOT_KEPT: (ValueError, "block {value} is neither in use nor cached: its content is gone, take another "
+                        "(touch with blank=True takes a free one)"),
     NAMED_TWICE: (DoubleFree, "block {value} stands twice, ids[{row}] is its second place"),
     HAS_CONTENT: (ValueError, "block {value} is cached already, uncache it first"),
-    NOT_BLANK: (ValueError, "block {value} is not blank: it is reserved, in use, cached or in limbo"),
+    NOT_BLANK: (ValueError, "block {value} is not blank: it is reserved, in use, cached, in limbo, or emptied in its "
+                            "place (touch with blank=True takes that one)"),
     IN_GROUPS: (ValueError, "a pool with layer groups has no such call"),
     PROMPT_IN_GROUPS: (ValueError, "a prompt ({value} tokens) in a pool with layer groups needs prefix_cache=True"),
     NOT_ALLOCATED: (ValueError, "block {value} was not taken with alloc: in a pool with layer groups and a prefix "

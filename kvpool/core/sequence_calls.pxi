@@ -8,8 +8,8 @@ cdef int64_t take_tag(int64_t* generation) except -1:
         gc.collect()            # pools that only a cycle keeps, with their pending plans
         tag = tag_take(generation)
     if tag == 0:
-        raise ValueError(f"[Pool] {MAX_TAG} pools are alive in this process, the limit (one that gave out more than "
-                         "2^31 generations of a handle counts for ever)")
+        raise ValueError(f"[Pool] {MAX_TAG} pools are alive in this process, the limit: shut down those that are not "
+                         "used (one that gave out more than 2^31 generations of a handle counts for ever)")
     return tag
 
 

@@ -210,7 +210,9 @@ class Watched:
                 self.raw[block][at] = stamp
         is_open = self._attempt(lambda: self.pool.loaded(handle, n))
         del self.loads[handle]
-        if is_open and n:
+        if is_open and self.pool.num_tokens(handle) == 0:  # flushed meanwhile: the bytes may be of other weights
+            self.sequences[handle].stamps.clear()
+        elif is_open and n:
             self.sequences[handle].stamps += stamps[: n - length]
         self._check()
         return bool(is_open)
