@@ -271,7 +271,7 @@ class Service:
         return body
 
     async def _aside(self, request: Request, place: Threads | Processes, cost: float, *call: Any) -> Any:
-        """Run what may take long outside the event loop. `cost` counts as what its tenant got, see `Lane`."""
+        """Run what may take long outside the event loop. `cost` counts as what its tenant got, see `Turns`."""
         tenant = request.state.tenant
         most = self._runner.engine.scheduler.places(tenant)
         if most is not None and self._texts[tenant] > most:

@@ -58,7 +58,7 @@ while True:
 """
 
 
-class Lane:
+class Turns:
     """Work of tenants, some of it at a time. The next is that of the tenant which got least for its weight.
 
     Parameters
@@ -119,7 +119,7 @@ class Threads:
     """Runs calls in threads. A call that has begun runs to its end."""
 
     def __init__(self, name: str, places: int, most: int, weights: Mapping[str, float]) -> None:
-        self._lane = Lane(places, most, weights)
+        self._turns = Turns(places, most, weights)
         self._pool = ThreadPoolExecutor(places, f"kvpool-{name}")
 
     async def run(self, tenant: str | None, cost: float, call: Callable[..., T], *args: Any) -> T:
@@ -128,13 +128,13 @@ class Threads:
 
         def ended(job: Any) -> None:
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._lane.leave, tenant)
+                loop.call_soon_threadsafe(self._turns.leave, tenant)
 
-        await self._lane.enter(tenant, cost)
+        await self._turns.enter(tenant, cost)
         try:
             job = self._pool.submit(call, *args)
         except BaseException:  # there may be no more threads
-            self._lane.leave(tenant)
+            self._turns.leave(tenant)
             raise
         job.add_done_callback(ended)
         return await asyncio.wrap_future(job)
@@ -152,11 +152,11 @@ class Processes:
     splits : bool
         Whether the names of special tokens are text.
     places, most, weights
-        See `Lane`.
+        See `Turns`.
     """
 
     def __init__(self, tokenizer: str, splits: bool, places: int, most: int, weights: Mapping[str, float]) -> None:
-        self._lane, self._places = Lane(places, most, weights), places
+        self._turns, self._places = Turns(places, most, weights), places
         data = tokenizer.encode()
         self._first = _HEAD.pack(len(data), splits) + data
         self._idle: list[_Reader] = []
@@ -172,7 +172,7 @@ class Processes:
         OSError
             The process does not start, or it died.
         """
-        await self._lane.enter(tenant, cost)
+        await self._turns.enter(tenant, cost)
         while len(self._all) < self._places:
             self._start()
         reader = self._idle.pop()
@@ -190,7 +190,7 @@ class Processes:
             self._idle.append(reader)
             return found
         finally:
-            self._lane.leave(tenant)
+            self._turns.leave(tenant)
             if len(text) > HUGE:  # malloc keeps what was free between other things, 20 MB of a few such texts
                 asyncio.get_running_loop().run_in_executor(None, trim, 0)
 

@@ -10,7 +10,7 @@ import re
 import json_forms
 import numpy as np
 import pytest
-import tokenizer_kinds
+import tokenized_models
 from fuzz_seed import fresh_seed
 from mlx_models import on_cpu
 
@@ -22,10 +22,10 @@ from kvpool.serving.speech import grammar_of_calls
 FREE = {"max_tokens": 80, "temperature": 1.0}
 
 
-@pytest.fixture(scope="module", params=tokenizer_kinds.KINDS)
+@pytest.fixture(scope="module", params=tokenized_models.KINDS)
 def model(request):
     with on_cpu():
-        yield tokenizer_kinds.make(request.param)
+        yield tokenized_models.make(request.param)
 
 
 only_merges = pytest.mark.parametrize("model", ["merges"], indirect=True)

@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-import tokenizer_kinds
+import tokenized_models
 from fuzz_seed import fresh_seed
 from mlx_lm.tokenizer_utils import (
     BPEStreamingDetokenizer,
@@ -177,10 +177,10 @@ def test_stop_strings_are_compared_with_new_text_only():
         assert compared <= 8 * 2 * len(text)
 
 
-@pytest.mark.parametrize("kind", tokenizer_kinds.KINDS)
+@pytest.mark.parametrize("kind", tokenized_models.KINDS)
 def test_bytes_of_tokens_are_joined_to_their_text(kind):
     with on_cpu():
-        model, tokenizer = tokenizer_kinds.make(kind)
+        model, tokenizer = tokenized_models.make(kind)
     spell, draw = speller(tokenizer), random.Random(fresh_seed())
     parts = [*tokenizer.get_added_vocab(), *"a \u00e9\u6f22\U0001f642\n\x00<[\u2192", "weather", '"name": "']
     for _ in range(200):
@@ -207,10 +207,10 @@ def test_bytes_of_tokens_of_a_tokenizer_without_a_decoder_are_those_of_their_tex
     assert [*map(speller(Slow()), range(5))] == ["\u00e9t".encode(), b"\xc3", b"\xa9", b"", b"<s>"]
 
 
-@pytest.mark.parametrize("kind", tokenizer_kinds.KINDS)
+@pytest.mark.parametrize("kind", tokenized_models.KINDS)
 def test_character_that_is_cut_off_is_not_made_whole(kind):
     with on_cpu():
-        model, tokenizer = tokenizer_kinds.make(kind)
+        model, tokenizer = tokenized_models.make(kind)
         spell, word = speller(tokenizer), "\u00e9\u6f22\U0001f642\u00e9"
         with Engine(model, 64, block_size=BLOCK, tokenizer=tokenizer, seed=1) as engine:
             options = {"grammar": engine.grammars.regex(word), "temperature": 1.0, "seed": 5}

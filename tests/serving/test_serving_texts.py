@@ -10,19 +10,19 @@ import unicodedata
 
 import pytest
 from server_process import Server
+from small_tokenizers import KINDS, TEXT, tokenizer_of
 from test_serving_limits import asking
-from tokenizers_of_kinds import KINDS, TEXT, tokenizer_of
 
 from kvpool.adapters.mlx_lm import tiny
-from kvpool.serving.texts import NFC, Lane, Processes, Threads, most_bytes, shared
+from kvpool.serving.texts import NFC, Processes, Threads, Turns, most_bytes, shared
 
 COUNT = "/v1/messages/count_tokens"
 WEIGHTS = {"alice": 1.0, "bob": 3.0, "carol": 0.5}
 
 
-async def worked(lane, tenant, cost, running, log):
+async def worked(turns, tenant, cost, running, log):
     """Take a place for some turns of the loop."""
-    await lane.enter(tenant, cost)
+    await turns.enter(tenant, cost)
     running.append(tenant)
     log.append((tenant, cost, list(running)))
     try:
@@ -30,7 +30,7 @@ async def worked(lane, tenant, cost, running, log):
             await asyncio.sleep(0)
     finally:
         running.remove(tenant)
-        lane.leave(tenant)
+        turns.leave(tenant)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -43,8 +43,8 @@ def test_tenants_that_wait_get_their_shares_and_no_more_places_than_there_are(se
     log = []
 
     async def run():
-        lane, running = Lane(places, most, WEIGHTS), []
-        await asyncio.gather(*(worked(lane, *job, running, log) for job in jobs))
+        turns, running = Turns(places, most, WEIGHTS), []
+        await asyncio.gather(*(worked(turns, *job, running, log) for job in jobs))
 
     asyncio.run(run())
     assert sorted(entry[:2] for entry in log) == sorted(jobs)
@@ -61,18 +61,18 @@ def test_tenants_that_wait_get_their_shares_and_no_more_places_than_there_are(se
 def test_tenant_that_comes_late_goes_before_a_flood_and_saves_nothing_up():
     order = []
 
-    async def one(lane, tenant, cost=1.0):
-        await lane.enter(tenant, cost)
+    async def one(turns, tenant, cost=1.0):
+        await turns.enter(tenant, cost)
         order.append(tenant)
         await asyncio.sleep(0)
-        lane.leave(tenant)
+        turns.leave(tenant)
 
     async def run():
-        lane = Lane(1, 1, {})
-        await asyncio.gather(*(one(lane, "alice", 1000.0) for _ in range(5)))
-        flood = [asyncio.create_task(one(lane, "alice", 1000.0)) for _ in range(5)]
+        turns = Turns(1, 1, {})
+        await asyncio.gather(*(one(turns, "alice", 1000.0) for _ in range(5)))
+        flood = [asyncio.create_task(one(turns, "alice", 1000.0)) for _ in range(5)]
         await asyncio.sleep(0)
-        late = [asyncio.create_task(one(lane, "bob", 900.0)) for _ in range(5)]
+        late = [asyncio.create_task(one(turns, "bob", 900.0)) for _ in range(5)]
         await asyncio.gather(*flood, *late)
 
     asyncio.run(run())
@@ -85,9 +85,9 @@ def test_places_come_back_whenever_a_request_is_cancelled(seed):
     rng = random.Random(seed)
 
     async def run():
-        lane, running, log = Lane(2, 1, {}), [], []
+        turns, running, log = Turns(2, 1, {}), [], []
         tasks = [
-            asyncio.create_task(worked(lane, rng.choice("ab"), rng.randint(1, 9), running, log)) for _ in range(60)
+            asyncio.create_task(worked(turns, rng.choice("ab"), rng.randint(1, 9), running, log)) for _ in range(60)
         ]
         while not all(task.done() for task in tasks):
             if rng.random() < 0.7:
@@ -95,7 +95,7 @@ def test_places_come_back_whenever_a_request_is_cancelled(seed):
             await asyncio.sleep(0)
         assert not running
         async with asyncio.timeout(60):
-            await asyncio.gather(lane.enter("a", 1), lane.enter("b", 1))
+            await asyncio.gather(turns.enter("a", 1), turns.enter("b", 1))
 
     asyncio.run(run())
 

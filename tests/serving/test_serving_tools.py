@@ -15,7 +15,7 @@ from pathlib import Path
 
 import json_forms
 import pytest
-import tokenizer_kinds
+import tokenized_models
 from fuzz_seed import fresh_seed
 from mlx_models import on_cpu
 from server_process import Server
@@ -53,9 +53,9 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.fixture(scope="module", params=tokenizer_kinds.KINDS)
+@pytest.fixture(scope="module", params=tokenized_models.KINDS)
 def server(request):
-    how = {"program": ("-c", THINKS)} if request.param == "bytes" else {"model": tokenizer_kinds.folder(request.param)}
+    how = {"program": ("-c", THINKS)} if request.param == "bytes" else {"model": tokenized_models.folder(request.param)}
     one = Server("--num-blocks", "600", "--kv-block-size", "8", "--name", "tiny", **how)
     one.kind = request.param
     yield one
@@ -81,7 +81,7 @@ def messenger(server):
 @pytest.fixture
 def tokenizer(server):
     with on_cpu():
-        return tokenizer_kinds.make(server.kind)[1]
+        return tokenized_models.make(server.kind)[1]
 
 
 def on(*kinds):
