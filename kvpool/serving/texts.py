@@ -9,6 +9,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,7 @@ tokenizer = Tokenizer.from_str(text)
 tokenizer.no_truncation()
 tokenizer.no_padding()
 tokenizer.encode_special_tokens = splits
+told(0, b"")
 while True:
     text, special = taken()
     try:
@@ -141,9 +143,10 @@ class Threads:
 
 
 class Processes:
-    """Tokenizes in processes. If nobody waits for a text any more, its process is killed and replaced.
+    """Tokenizes in processes.
 
-    They start with the first text, and end with `close` or with this process.
+    They start with the first text, and end with `close` or with this process. A text that nobody waits for any more is
+    read on for as long as its process took to load. After that, the process is killed: another one loads as fast.
 
     Parameters
     ----------
@@ -161,60 +164,95 @@ class Processes:
         self._first = _HEAD.pack(len(data), splits) + data
         self._idle: list[_Reader] = []
         self._all: set[_Reader] = set()
+        self._is_closed = False
 
     async def run(self, tenant: str | None, cost: float, text: str, special: bool) -> np.ndarray:
         """Return the tokens of a text, int32 ``[n]``, with or without those that begin and end a prompt.
+
+        The place is taken until the text is read, or its process killed.
 
         Raises
         ------
         ValueError
             The tokenizer says why.
         OSError
-            The process does not start, or it died.
+            The process does not start, or it died, or `close` was called.
         """
         await self._turns.enter(tenant, cost)
-        while len(self._all) < self._places:
-            self._start()
-        reader = self._idle.pop()
-        try:
-            found = await reader.encode(text.encode(), special)
-        except ValueError:
-            self._idle.append(reader)
-            raise
-        except BaseException:
-            reader.kill()
-            self._all.discard(reader)
-            self._start()
-            raise
-        else:
-            self._idle.append(reader)
-            return found
-        finally:
+        loop = asyncio.get_running_loop()
+
+        def ended(job: Any) -> None:
             self._turns.leave(tenant)
             if len(text) > HUGE:  # malloc keeps what was free between other things, 20 MB of a few such texts
-                asyncio.get_running_loop().run_in_executor(None, trim, 0)
+                loop.run_in_executor(None, trim, 0)
+
+        try:
+            reader = self._take()
+        except OSError:
+            self._turns.leave(tenant)
+            raise
+        job = asyncio.create_task(self._read(reader, text, special))
+        job.add_done_callback(ended)
+        try:
+            return await asyncio.shield(job)
+        except asyncio.CancelledError:
+            loop.call_later(reader.seconds, job.cancel)
+            raise
 
     async def close(self) -> None:
-        """Kill all processes, and wait for their end."""
+        """Kill all processes, and wait for their end. No other one starts."""
+        self._is_closed = True
         for reader in self._all:
             reader.kill()
-        await asyncio.gather(*(reader.ended() for reader in self._all), return_exceptions=True)
+        await asyncio.gather(*(reader.ended() for reader in self._all))
 
-    def _start(self) -> None:
-        reader = _Reader(self._first)
-        self._idle.insert(0, reader)  # the one that was started first has started up
-        self._all.add(reader)
+    def _take(self) -> _Reader:
+        """Take a process that lives."""
+        if self._is_closed:
+            raise ChildProcessError("[serving] the processes that tokenize were ended")
+        self._replace()
+        return self._idle.pop()
+
+    async def _read(self, reader: _Reader, text: str, special: bool) -> np.ndarray:
+        try:
+            return await reader.encode(text.encode(), special)
+        finally:
+            if reader.is_reading:
+                reader.kill()
+            self._idle.append(reader)
+            self._replace()
+
+    def _replace(self) -> None:
+        """Start a process for each place that has none, or a dead one."""
+        dead = [reader for reader in self._idle if reader.is_dead]
+        self._idle = [reader for reader in self._idle if reader not in dead]
+        self._all.difference_update(dead)
+        while len(self._all) < self._places and not self._is_closed:
+            reader = _Reader(self._first)
+            self._idle.insert(0, reader)  # the one that was started first has loaded
+            self._all.add(reader)
 
 
 class _Reader:
-    """A process that tokenizes."""
+    """A process that tokenizes.
+
+    Attributes
+    ----------
+    seconds : float
+        That it took to load the tokenizer.
+    is_reading : bool
+        Whether it has a text of which it has not given the tokens.
+    """
 
     def __init__(self, first: bytes) -> None:
-        self._started = asyncio.create_task(self._start(first))
+        self.seconds, self.is_reading = 0.0, False
+        self._is_killed = False
+        self._process: asyncio.subprocess.Process | None = None
+        self._loaded = asyncio.create_task(self._load(first))
 
-    @staticmethod
-    async def _start(first: bytes) -> asyncio.subprocess.Process:
-        process = await asyncio.create_subprocess_exec(
+    async def _load(self, first: bytes) -> None:
+        began = time.monotonic()
+        self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-c", READER),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -222,39 +260,50 @@ class _Reader:
             start_new_session=True,  # a signal of the terminal is not for it
             env=os.environ | _FRUGAL,
         )
-        assert process.stdin is not None
-        process.stdin.write(first)
-        return process
+        if self._is_killed:
+            self.kill()
+        await self._ask(first)
+        self.seconds = time.monotonic() - began
 
-    async def encode(self, text: bytes, special: bool) -> np.ndarray:
-        process = await asyncio.shield(self._started)
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.writelines([_HEAD.pack(len(text), special), text])
+    async def _ask(self, *sent: bytes) -> tuple[int, bytes]:
+        """Send something; return the answer."""
+        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.writelines(sent)
         try:
-            (count,) = _COUNT.unpack(await process.stdout.readexactly(_COUNT.size))
-            data = await process.stdout.readexactly(4 * count if count >= 0 else -1 - count)
+            (count,) = _COUNT.unpack(await self._process.stdout.readexactly(_COUNT.size))
+            return count, await self._process.stdout.readexactly(4 * count if count >= 0 else -1 - count)
         except EOFError:
             raise ChildProcessError("[serving] the process that tokenizes died") from None
+
+    async def encode(self, text: bytes, special: bool) -> np.ndarray:
+        """Return the tokens of a text. The process is of no use if it is left in the middle of one."""
+        await asyncio.shield(self._loaded)
+        self.is_reading = True
+        count, data = await self._ask(_HEAD.pack(len(text), special), text)
+        self.is_reading = False
         if count < 0:
             raise ValueError(data.decode())
         return np.frombuffer(data, np.int32)
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether it did not start, was killed, or has ended."""
+        if self._loaded.done() and self._loaded.exception() is not None:
+            return True
+        return self._is_killed or (self._process is not None and self._process.returncode is not None)
+
     def kill(self) -> None:
         """End the process, also one that is about to start."""
-        if self._started.done():
-            self._kill(self._started)
-        else:
-            self._started.add_done_callback(self._kill)
+        self._is_killed = True
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
 
     async def ended(self) -> None:
         """Wait for the end of the process."""
-        await (await self._started).wait()
-
-    @staticmethod
-    def _kill(started: asyncio.Task[asyncio.subprocess.Process]) -> None:
-        if not started.cancelled() and started.exception() is None:
-            with suppress(ProcessLookupError):
-                started.result().kill()
+        await asyncio.gather(self._loaded, return_exceptions=True)
+        if self._process is not None:
+            await self._process.wait()
 
 
 def shared(tokenizer: Any) -> str | None:

@@ -164,6 +164,13 @@ def test_process_makes_the_tokens_that_the_tokenizer_makes(kind):
     asyncio.run(run())
 
 
+async def until(is_so):
+    """Wait for something that other processes do."""
+    async with asyncio.timeout(60):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
 def test_process_whose_text_nobody_wants_is_killed_and_others_go_on():
     tokenizer = tiny.make()[1]
 
@@ -171,28 +178,123 @@ def test_process_whose_text_nobody_wants_is_killed_and_others_go_on():
         processes = Processes(shared(tokenizer), False, 2, 1, {})
         try:
             assert (await processes.run("a", 1, "one", True)).tolist() == tokenizer.encode("one")
-            before = [(await asyncio.shield(reader._started)) for reader in processes._all]
+            await until(lambda: all(reader.seconds for reader in processes._all))
+            before = list(processes._all)
+            for reader in before:
+                reader.seconds = 0.01
             job = asyncio.create_task(processes.run("a", 1, "a " * 2_000_000, True))
             waits = asyncio.create_task(processes.run("a", 1, "two", True))
-            await asyncio.sleep(0.1)
+            await until(lambda: any(reader.is_reading for reader in before))
             assert (await processes.run("b", 1, "three", True)).tolist() == tokenizer.encode("three")
             assert not job.done() and not waits.done(), "b has a process of its own"
             job.cancel()
             assert (await waits).tolist() == tokenizer.encode("two")
-            for _ in range(3000):
-                if sum(process.returncode is not None for process in before) == 1:
-                    break
-                await asyncio.sleep(0.01)
-            assert sorted(process.returncode is None for process in before) == [False, True]
-            for process in before:  # the system may kill the other one, too
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-            for number in range(4):
-                with contextlib.suppress(ChildProcessError):
-                    assert (await processes.run("a", 1, str(number), True)).tolist() == tokenizer.encode(str(number))
-            assert (await processes.run("a", 1, "four", True)).tolist() == tokenizer.encode("four")
+            await until(lambda: sum(reader._process.returncode is not None for reader in before) == 1)
+            assert len(processes._all - set(before)) == 1
         finally:
             await processes.close()
+
+    asyncio.run(run())
+
+
+def test_process_that_can_end_its_text_before_another_one_loads_is_kept():
+    tokenizer = tiny.make()[1]
+
+    async def run():
+        processes = Processes(shared(tokenizer), False, 1, 1, {})
+        try:
+            await processes.run("a", 1, "one", True)
+            (reader,) = processes._all
+            assert reader.seconds > 0
+            reader.seconds = 3600.0
+            for tenant in "aaab":
+                job = asyncio.create_task(processes.run(tenant, 1, "a " * 100_000, True))
+                await until(lambda: reader.is_reading)
+                job.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await job
+                assert (await processes.run("b", 1, "two", True)).tolist() == tokenizer.encode("two")
+            assert processes._all == {reader} and reader._process.returncode is None
+        finally:
+            await processes.close()
+
+    asyncio.run(run())
+
+
+def test_text_that_nobody_wants_before_its_process_has_loaded_is_not_read():
+    """Its process is none that must be killed."""
+    tokenizer = tiny.make()[1]
+
+    async def run():
+        processes = Processes(shared(tokenizer), False, 1, 1, {})
+        try:
+            job = asyncio.create_task(processes.run("a", 1, "a " * 2_000_000, True))
+            await until(lambda: processes._all)
+            (reader,) = processes._all
+            job.cancel()
+            assert (await processes.run("b", 1, "two", True)).tolist() == tokenizer.encode("two")
+            assert processes._all == {reader}
+        finally:
+            await processes.close()
+
+    asyncio.run(run())
+
+
+def test_process_that_dies_idle_or_does_not_start_fails_no_later_text(monkeypatch):
+    tokenizer, start = tiny.make()[1], asyncio.create_subprocess_exec
+
+    async def fails(*arguments, **options):
+        raise OSError(24, "Too many open files")
+
+    async def run():
+        processes = Processes(shared(tokenizer), False, 2, 2, {})
+        try:
+            monkeypatch.setattr(asyncio, "create_subprocess_exec", fails)
+            with pytest.raises(OSError, match="Too many open files"):
+                await processes.run("a", 1, "one", True)
+            monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+            for number in range(4):
+                text = str(number)
+                assert (await processes.run("a", 1, text, True)).tolist() == tokenizer.encode(text)
+                await until(lambda: all(reader.seconds for reader in processes._all))
+                for reader in (killed := list(processes._all)):
+                    reader._process.kill()  # as the system does
+                await until(lambda: all(reader._process.returncode is not None for reader in killed))
+        finally:
+            await processes.close()
+
+    asyncio.run(run())
+
+
+def test_closed_processes_start_no_other_one(monkeypatch):
+    tokenizer, start, made = tiny.make()[1], asyncio.create_subprocess_exec, []
+
+    async def noted(*arguments, **options):
+        made.append(await start(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+
+    async def run():
+        processes = Processes(shared(tokenizer), False, 2, 1, {})
+        await processes.run("a", 1, "one", True)
+        reads = asyncio.create_task(processes.run("a", 1, "a " * 2_000_000, True))
+        waits = asyncio.create_task(processes.run("a", 1, "two", True))
+        await until(lambda: any(reader.is_reading for reader in processes._all))
+        await processes.close()
+        for job in (reads, waits, processes.run("b", 1, "three", True)):
+            with pytest.raises(ChildProcessError):
+                await job
+        await asyncio.sleep(0.1)
+        assert len(made) == 2 and all(process.returncode is not None for process in made)
+        begins = Processes(shared(tokenizer), False, 1, 1, {})
+        job = asyncio.create_task(begins.run("a", 1, "one", True))
+        await until(lambda: begins._all)
+        async with asyncio.timeout(60):
+            await begins.close()
+        with pytest.raises(ChildProcessError):
+            await job
+        assert all(process.returncode is not None for process in made)
 
     asyncio.run(run())
 
