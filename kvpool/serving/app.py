@@ -101,8 +101,8 @@ class Service:
         self._spell: Callable[[int], bytes] = lru_cache(2**18)(speller(tokenizer))
         runner.engine.grammars.trial = Trial(tokenizer, runner.engine.vocab_size)
         self._newline = tokenizer.encode("\n")
-        apart = AT_A_TIME - (len(weights) > 1)  # a long text of one tenant does not hold another one up
-        self._short = Threads("tokenizer", AT_A_TIME, AT_A_TIME, weights)
+        apart = AT_A_TIME - (len(weights) > 1)  # one tenant does not hold another one up
+        self._short = Threads("tokenizer", AT_A_TIME, apart, weights)
         self._long = Threads("long-texts", AT_A_TIME, apart, weights)  # of a tokenizer with code of its own
         self._grammars = Threads("grammars", 1, 1, weights)
         made = shared(tokenizer)
@@ -386,6 +386,7 @@ class Service:
                 text = f"logprobs: up to {told} in one answer, the limit is {LOGPROBS}; stream the answer to get more"
                 raise Refused(400, text, "logprobs")
         eos, state = tuple(engine.tokenizer.eos_token_ids), request.state
+        body.keep_ends(eos)
         options = body.options(eos, state.tenant, state.began) | {"max_tokens": most}
         options["stop"] = [*body.stops, *manner.stops]
         if forms := body.forms:

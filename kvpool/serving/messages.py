@@ -12,7 +12,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from kvpool.adapters.mlx_lm.engine import Completion, TokenEvent
 from kvpool.serving.answers import End
 from kvpool.serving.requests import MOST, TOOLS, Addressed, ChatRequest, Inputs, Label, Name, Part, Stops, Strict, Text
-from kvpool.serving.speech import Manner, Reader
+from kvpool.serving.speech import NAMED, OPENS, Manner, Reader
 
 REASONS = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
 DELTAS = {  # of a piece: how its event is called, and the field
@@ -272,11 +272,14 @@ class MessageAnswer:
         self._read(completions[0].text, End.of_sample(self._body, completions[0].samples[0]))
         if not self._blocks:
             self._told("text", "")
-        for block, said in zip(self._blocks, self._said, strict=True):
-            if block["type"] == "tool_use":
-                block["input"] = _object(said)
-            else:
+        for number, said in enumerate(self._said):
+            block, is_cut = self._blocks[number], self._reader.is_cut and number == len(self._said) - 1
+            if block["type"] != "tool_use":
                 block[block["type"]] = said
+            elif (read := _object(said)) is not None or not is_cut:
+                block["input"] = read or {}
+            else:  # with any input it would look whole
+                self._blocks[number] = {"type": "text", "text": OPENS + block["name"] + NAMED + said}
         end, usage = self._end(completions[0]), self._usage(completions[0])
         return {**self._head, "content": self._blocks, **end, "usage": usage}
 
@@ -320,14 +323,14 @@ def _begun(kind: str, said: Any) -> dict[str, Any]:
     return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
 
 
-def _object(arguments: str) -> Any:
-    """Return the arguments of a call as an object. It is empty if the answer was cut off there, or has none."""
+def _object(arguments: str) -> dict[str, Any] | None:
+    """Return the arguments of a call as an object. None: they are no such JSON."""
     try:
         read = json.loads(arguments)
         json.dumps(read, allow_nan=False)  # 1e999 is none
     except (ValueError, RecursionError):
-        return {}
-    return read if isinstance(read, dict) else {}
+        return None
+    return read if isinstance(read, dict) else None
 
 
 def _text(content: str | Sequence[Block]) -> str:

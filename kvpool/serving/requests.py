@@ -166,6 +166,14 @@ class Generation(Addressed):
     priority: int = Field(0, ge=-MOST, le=MOST)
     timeout: float | None = Field(None, gt=0, le=86400)
 
+    def keep_ends(self, eos: tuple[int, ...]) -> None:
+        """Take the model's own end tokens out of the stop tokens: with one of them, the model ends its answer itself.
+
+        With `ignore_eos` they stay, and stop the answer as other tokens do.
+        """
+        if not self.ignore_eos:
+            self.stop_token_ids = [token for token in self.stop_token_ids if token not in eos]
+
     def options(self, eos: tuple[int, ...], tenant: str | None, began: float) -> dict[str, Any]:
         """Return the options of `Engine.submit` except `max_tokens`. Tenant and salt decide who shares prefixes."""
         how = {name: getattr(self, name) for name in SAMPLED}

@@ -109,7 +109,8 @@ class Reader:
     """Reads one answer. Text that may turn out to be the beginning of a mark is held back.
 
     A call without its end is one only if the model itself has ended the answer there. Of what a grammar forces, the
-    arguments are told as they come. What is left of a mark, or of a name, is not told.
+    arguments are told as they come, and the call with the first of them: a call that has none looks whole. What is left
+    of a mark, or of a name, is not told.
 
     Attributes
     ----------
@@ -126,6 +127,7 @@ class Reader:
         self._held = ""
         self._is_fresh = manner.thinks_first  # no text since the last mark: spaces there are not said
         self._may_think = True  # reasoning opens before any text
+        self._name = ""  # of a forced call that is not told yet
         self.num_calls = 0
         self.is_cut = False
 
@@ -177,18 +179,24 @@ class Reader:
 
     def _said(self, text: str, mark: str) -> list[Piece]:
         """Return what a part says that goes on, or that this mark ends."""
+        if self._kind == "name" and mark:
+            self._name = text
+            return []
         if self._kind in ("call", "name"):
-            calls = self._manner.calls(text) if self._kind == "call" else [(text, "")] if mark else []
-            pieces: list[Piece] = []
-            for name, arguments in calls:
-                pieces += [("call", Call(name, self.num_calls)), ("arguments", arguments)]
-                self.num_calls += 1
-            return pieces or [("text", self._opened + text + mark)]
+            calls = self._manner.calls(text) if self._kind == "call" else []
+            return [piece for call in calls for piece in self._called(*call)] or [("text", self._opened + text + mark)]
         text = text.lstrip() if self._is_fresh else text
         self._is_fresh = self._is_fresh and not text
         if self._kind == "text" and text.strip():
             self._may_think = False
+        if self._name and text:
+            name, self._name = self._name, ""
+            return self._called(name, text)
         return [(self._kind, text)] if text else []
+
+    def _called(self, name: str, arguments: str) -> list[Piece]:
+        self.num_calls += 1
+        return [("call", Call(name, self.num_calls - 1)), ("arguments", arguments)]
 
 
 def grammar_of_calls(mark: Callable[[str], str], tools: Mapping[str, Any], most: int, other: Any = None) -> str:

@@ -118,7 +118,17 @@ def test_stop_token_ends_the_text_before_it(client):
     (letter,) = set(client.completions.create(**body).choices[0].text)
     assert client.completions.create(**body, stop=letter * 3).choices[0].text == ""
     ended = client.completions.create(**body, extra_body={"stop_token_ids": [70]}).choices[0]
-    assert (ended.text, ended.finish_reason) == ("", "stop")
+    assert (ended.text, ended.finish_reason, ended.stop_reason) == ("", "stop", 70)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_model_that_ends_its_answer_is_not_stopped_by_a_stop_token(client, stream):
+    """Which is the same token, unless the client wants to hear no end of the model."""
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 9, "logit_bias": {"256": 100}, "stream": stream}
+    for ignore_eos in (False, True):
+        answer = client.completions.create(**body, extra_body={"stop_token_ids": [256], "ignore_eos": ignore_eos})
+        (ended,) = [one.choices[0] for one in answer][-1:] if stream else answer.choices
+        assert ended.finish_reason == "stop" and getattr(ended, "stop_reason", None) == (256 if ignore_eos else None)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -164,7 +164,8 @@ def test_free_call_is_one_only_if_all_of_it_came(parser, form):
             assert (content, len(calls), reason) == ("b", 1, "length" if REASONS[cut] == "length" else "tool_calls")
 
 
-FORCED = '<tool_call>\n{"name": "write", "arguments": {"path":"}","content":3}}\n</tool_call>'
+UNSPOKEN = '<tool_call>\n{"name": "write", "arguments": '
+FORCED = UNSPOKEN + '{"path":"}","content":3}}\n</tool_call>'
 CLOSED = {"path": "}", "content": 3}
 
 
@@ -177,11 +178,14 @@ def test_forced_call_that_is_cut_off_is_told_as_far_as_it_came(form, cut, before
     assert (name, json.loads(arguments), reason, len(first)) == ("write", CLOSED, "tool_calls", len(before) > 0)
     for size in range(len(FORCED)):
         content, _, calls, reason = form(manner, before + FORCED[:size], CUTS[cut], draw)
-        assert content == "" and calls[: len(first)] == first
+        assert calls[: len(first)] == first and len(calls) - len(first) + bool(content) == (size > len(UNSPOKEN))
         assert reason == ("tool_calls" if first and not size and REASONS[cut] == "stop" else REASONS[cut]), size
+        assert not content or (form is whole_message and FORCED.startswith(content))
         for name, arguments in calls[len(first) :]:
-            assert name == "write"
-            assert spoken.startswith(arguments) or arguments == "{}" or json.loads(arguments) == CLOSED, arguments
+            is_whole = size > len(UNSPOKEN + spoken)
+            assert name == "write" and arguments
+            assert json.loads(arguments) == CLOSED if is_whole else spoken.startswith(arguments), arguments
+            assert is_whole or form is not whole_message
 
 
 @each_cut

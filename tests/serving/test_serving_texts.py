@@ -11,7 +11,7 @@ import unicodedata
 import pytest
 from server_process import Server
 from small_tokenizers import KINDS, TEXT, tokenizer_of
-from test_serving_limits import asking
+from test_serving_limits import HELD, asking, settled
 
 from kvpool.adapters.mlx_lm import tiny
 from kvpool.serving.texts import NFC, Processes, Threads, Turns, most_bytes, shared
@@ -342,6 +342,23 @@ def test_text_has_at_most_so_many_bytes_for_a_byte_of_its_nfc():
         size = sum(longest.get(part, len(part.encode())) for part in unicodedata.normalize("NFD", one))
         worst = max(worst, size / len(unicodedata.normalize("NFC", one).encode()))
     assert 1 < worst <= NFC
+
+
+@pytest.mark.long
+def test_short_texts_of_a_tenant_hold_no_other_one_up(tmp_path):
+    keys = ("--api-key", "one", "--api-key", "two")
+    one, body = Server(*keys, str(tmp_path / "go"), program=("-c", HELD)), {"prompt": "slow", "max_tokens": 1}
+    try:
+        with asking(one, body, "/v1/completions", key="one"), asking(one, body, "/v1/completions", key="one"):
+            while one.errors.count(b"reads slow\n") < 1:
+                time.sleep(0.01)
+            settled(one)
+            assert one.post("/v1/completions", body | {"prompt": "quick"}, **{"x-api-key": "two"})[0] == 200
+            (tmp_path / "go").touch()
+    finally:
+        (tmp_path / "go").touch()
+        status, errors = one.stop()
+    assert status == 0 and "Traceback" not in errors, errors
 
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
