@@ -33,6 +33,7 @@ class Vocabulary:
     is_tokenizer_wrapper, bos_token_id, special_token_ids = True, None, ()
 
     def __init__(self, size, added):
+        size = max([size, *(token + 1 for token in added.values())])  # a model may have fewer than its tokenizer
         self.tokens = [b""] * size + [bytes([byte]) for byte in range(256)] + [b"\\xffend"]
         self.eos_token_id = len(self.tokens) - 1
         for name, token in added.items():
