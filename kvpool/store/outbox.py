@@ -58,7 +58,7 @@ class Outbox:
     most_nbytes : int
         Of blocks that wait.
     batch_nbytes : int
-        Of blocks that are written in one call, at most; one block at least.
+        Of blocks that are written in one call, at most; one block at least. `write` may change the attribute.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Outbox:
         tick_seconds: float,
         batch_nbytes: int = 0,
     ) -> None:
-        self._write, self._tick, self._end, self._batch_nbytes = write, tick, end, batch_nbytes
+        self._write, self._tick, self._end, self.batch_nbytes = write, tick, end, batch_nbytes
         self._most_nbytes, self._tick_seconds = most_nbytes, tick_seconds
         self._change = Condition()
         self._queue: deque[Waiting] = deque()
@@ -162,7 +162,7 @@ class Outbox:
     def _batch(self) -> list[Waiting]:
         """Take what is written next from the queue. With the lock."""
         items: list[Waiting] = []
-        left = self._batch_nbytes
+        left = self.batch_nbytes
         while self._queue and (not items or left >= self._queue[0].row.nbytes):
             items.append(self._queue.popleft())
             left -= items[-1].row.nbytes

@@ -22,6 +22,7 @@ _log = logging.getLogger(__name__)
 _CHUNK_NBYTES = 16 << 20  # of answers that are asked for at once
 _BATCH_NBYTES = 1 << 20  # of blocks that are sent at once
 _MOST_RECORD = 512 << 20  # bytes of a value of Redis and Valkey, as they come
+_GROWTH_NBYTES = 16 << 10  # that a batch grows by after each that was sent
 _CLOSE_SECONDS = 10.0
 _USER = r"(?:[^/?#]*@)?"
 _PLACE = r"(?:(?:[\w.-]+|\[[\w:.]+\])(?::\d+)?)?(?:/[^?#@\s]*)?"
@@ -38,7 +39,7 @@ class ServerStore:
     layout : Layout
     timeout : float
         Seconds until an answer must be here: all of it, for up to 16 MiB that are loaded, or 1 MiB that is sent, or one
-        block. Later it is a miss.
+        block. Later it is a miss, and what is sent next is half as much.
     pause : float
         Seconds without another try after the server failed.
     expire : int, optional
@@ -183,6 +184,7 @@ class ServerStore:
 
         if self.is_paused:
             return self._count(dropped=len(items))
+        began = time.monotonic()
         try:
             with self._deadline(self._sender) as client:
                 pipeline, sizes = client.pipeline(transaction=False), []
@@ -192,11 +194,14 @@ class ServerStore:
                     pipeline.set(self._name(item.key, item.group), data, ex=self._expire)
                 answers = pipeline.execute(raise_on_error=False)
                 if len(answers) != len(items):
-                    raise ValueError("another number of answers")
+                    raise ValueError(f"{len(answers)} answers to {len(items)} writes")
         except Exception as error:  # whatever an answer that is garbage leads to
-            self._paused_until = time.monotonic() + self._pause
+            self._paused_until = (now := time.monotonic()) + self._pause
+            if now - began >= self._timeout:  # the link may be too slow for so much
+                self._outbox.batch_nbytes = sum(item.row.nbytes for item in items) // 2
             self._failed("writing", error)
             return self._count(dropped=len(items))
+        self._outbox.batch_nbytes = min(self._outbox.batch_nbytes + _GROWTH_NBYTES, _BATCH_NBYTES)
         refused = [answer for answer in answers if isinstance(answer, ResponseError)]
         if refused:
             self._refused_until = time.monotonic() + self._pause

@@ -18,6 +18,7 @@ from kvpool.testing.filled import NotApplicable
 
 pytest.importorskip("redis", reason="needs the package redis (pip install 'kvpool[redis]')")
 TIMEOUT = 0.3
+LARGE = Layout((BlockLayout(4, 1 << 16, "full"),), "w")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -299,6 +300,43 @@ def test_blocks_that_a_server_refuses_of_a_pipeline_are_the_dropped_ones(opened,
     kit.loads(store, blocks, range(0, len(blocks), 2))
     stats = store.stats()["server"]
     assert (stats.dropped, stats.errors) == (len(blocks) // 2, 1)
+
+
+def test_batch_that_a_slow_link_does_not_carry_is_followed_by_smaller_ones(opened, server, monkeypatch):
+    """A link that carries 8 blocks within the timeout; and later any number."""
+    store = ServerStore(server.url, LARGE, timeout=1.0, pause=1e-6)
+    blocks, sent, most = LARGE.blocks(kit.prompt(8, 400))[0], [], [8]
+    pipeline = store._sender.pipeline
+
+    def slow(**options):
+        made = pipeline(**options)
+        run = made.execute
+
+        def execute(**how):
+            sent.append(len(made.command_stack))
+            if sent[-1] > most[0]:
+                time.sleep(1.0)
+                raise TimeoutError
+            return run(**how)
+
+        made.execute = execute
+        return made
+
+    monkeypatch.setattr(store._sender, "pipeline", slow)
+    try:
+        for _ in range(20):
+            store.store(blocks, kit.content(LARGE, blocks))
+            assert store.drain(60)
+            if store.lookup(blocks).all():
+                break
+        assert store.lookup(blocks).all() and max(sent) > 8 and store.stats()["server"].errors <= 10
+        most[0], largest = 1000, max(sent)
+        for _ in range(20):
+            store.store(blocks, kit.content(LARGE, blocks))
+            assert store.drain(60)
+        assert max(sent[-3:]) == largest == 16, "a MiB again"
+    finally:
+        store.close()
 
 
 @pytest.mark.parametrize(("tokens", "nbytes"), [(4, 512 << 20), (2**20 + 1, 64)])
