@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,6 +26,7 @@ _SEGMENT_NBYTES = 128 << 20
 _RESERVE_NBYTES = 1 << 30
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _SETTLED_SECONDS = 2.0  # after a change of a directory until its time of modification tells the next change from it
+_NUMBER = re.compile(r"-?\d+")
 _PAUSE_SECONDS = 60.0  # without writing, after the disk or the budget refused
 _TOUCH_SECONDS = 60.0
 _CLOSE_SECONDS = 10.0
@@ -378,9 +380,10 @@ class DiskStore:
         """Write nothing for a while. The log has the reason once, not with each pause that follows."""
         self._count(errors=errors)
         self._paused_until = time.monotonic() + _PAUSE_SECONDS
-        if (text := str(why).removeprefix("[DiskStore] ")) != self._refusal:
+        text = str(why).removeprefix("[DiskStore] ")
+        if (kind := _NUMBER.sub("", text)) != self._refusal:
             _log.warning("[DiskStore] %s takes nothing for %d s: %s", self._folder.path, _PAUSE_SECONDS, text)
-        self._refusal = text
+        self._refusal = kind
 
     def _is_old(self, growing: _Growing) -> bool:
         return self.write_nbytes_per_day is not None and this_hour() - growing.since >= _SEGMENT_HOURS

@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import stat
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -233,8 +234,13 @@ class Folder:
         return True
 
     def disk(self) -> tuple[int, int]:
-        """Return the bytes of the file system, and those of them that this user may still write."""
+        """Return the bytes of the file system, and those of them that this user may still write.
+
+        Both are without end where the file system does not say, as some that are not on a disk.
+        """
         found = os.fstatvfs(self.fd)
+        if not found.f_blocks:
+            return sys.maxsize, sys.maxsize
         return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
     def touch(self, shares: dict[str, float]) -> None:
@@ -269,7 +275,7 @@ class Folder:
         excess, gone, undeleted = held + nbytes - limit, [], 0
         if excess > sum(victim.nbytes for victim in victims):
             why = f"{held} bytes are in use, the limit is {max_nbytes}"
-            why = why if limit == max_nbytes else "the disk has little more than its reserve"
+            why = why if limit == max_nbytes else f"the disk has {max(spare or 0, 0)} bytes beside its reserve"
             raise Refused(f"[{self._call}] {self.path} is full: {why}")
         for victim in victims:
             if excess <= 0:
@@ -280,7 +286,8 @@ class Folder:
             else:
                 undeleted += 1
         if excess > 0:
-            raise OSError(f"[{self._call}] {self.path} is full: {undeleted} segments cannot be deleted")
+            why = f"{undeleted} segments cannot be deleted; check who owns them"
+            raise OSError(f"[{self._call}] {self.path} is full: {why}")
         return gone
 
     # ---------------------------------------------------------------------- what processes share

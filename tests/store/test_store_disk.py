@@ -467,6 +467,19 @@ def test_store_on_a_full_disk_drops_its_oldest_blocks_and_goes_on(tmp_path, monk
     store.close()
 
 
+def test_store_on_a_file_system_that_does_not_say_its_size_has_its_quota(tmp_path, monkeypatch):
+    silent = SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096, f_bsize=4096)
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: silent)
+    for how in ({}, {"reserve_nbytes": SEGMENT}):
+        store = opened(tmp_path / f"store {len(how)}", **how)
+        for seed in range(3):
+            kit.stores(store, blocks_of(seed, 4))
+            kit.loads(store, blocks_of(seed, 4), range(4))
+        stats = store.stats()["disk"]
+        assert not store.is_paused and stats.errors == stats.dropped == 0 and stats.limit_nbytes == store.max_nbytes
+        store.close()
+
+
 def test_limit_of_a_store_is_what_the_disk_has_beside_the_reserve(tmp_path, monkeypatch):
     disk_of = SmallDisk(tmp_path / "store", 100 * SEGMENT, monkeypatch)
     store = opened(tmp_path / "store", 50 * SEGMENT)
@@ -517,7 +530,7 @@ def test_segments_that_cannot_be_deleted_count_and_are_not_counted_as_gone(tmp_p
     after = store.stats()["disk"]
     assert store.is_paused and (after.evicted, after.errors) == (before.evicted, before.errors + 1)
     (told,) = (record.getMessage() for record in caplog.records)
-    assert "segments cannot be deleted" in told
+    assert "segments cannot be deleted; check who owns them" in told
     store.close()
 
 
