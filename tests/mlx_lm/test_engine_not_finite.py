@@ -9,6 +9,8 @@ import pytest
 from mlx_models import ROUTES, ended, on_cpu
 
 from kvpool.adapters.mlx_lm import DraftModel, Engine, LogitsNotFinite, PromptLookup, tiny
+from kvpool.adapters.mlx_lm import engine as engine_module
+from kvpool.adapters.mlx_lm.grammar import Follower, GrammarFailed
 from kvpool.adapters.mlx_lm.sampling import Sampling, sample
 from kvpool.store import MemoryStore
 
@@ -54,6 +56,11 @@ def tokens_of(completion):
     return [one.tokens.tolist() for one in completion.samples]
 
 
+def end(engine, prompt=GOOD, **options):
+    id = engine.submit(prompt, **options)
+    return ended(engine)[id]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_request_that_the_model_gives_no_number_ends_with_an_error_alone(engine, kind):
     options = OPTIONS | KINDS[kind]
@@ -76,6 +83,15 @@ def test_request_with_a_grammar_ends_with_the_same_error(engine):
     done = ended(engine)
     assert isinstance(done[bad].error, LogitsNotFinite)
     assert done[good].text.islower() and len(done[good].text) == 4
+
+
+def test_request_that_ends_with_another_error_is_not_counted(engine, monkeypatch):
+    def fails(self, generated):
+        raise GrammarFailed("no token may come next")
+
+    monkeypatch.setattr(Follower, "allowed", fails)
+    done = end(engine, HARMED, grammar=engine.grammars.regex("[a-z]{4}"), max_tokens=6)
+    assert isinstance(done.error, GrammarFailed) and engine.num_not_finite == 0
 
 
 def test_listener_hears_what_came_before_and_nothing_behind(engine):
@@ -129,6 +145,26 @@ def test_confirmed_draft_with_no_number_behind_it_ends_the_request(loaded):
         assert isinstance(done.error, LogitsNotFinite) and done.tokens.tolist() == [BAD]
 
 
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("is_drafted", [False, True])
+def test_logits_behind_a_stop_string_do_not_matter(loaded, n, is_drafted, monkeypatch):
+    """With drafts in the same step, with another sample that goes on in later ones."""
+    (stop,) = loaded[1].encode("e")
+    script = [65, stop, BAD, 66, 66, 66], [65, 66, 67, 65, 66, 67]
+
+    def as_written(logits, settings, indices, positions, *more):
+        places = zip(indices.tolist(), positions.tolist(), strict=True)
+        logprobs = sample(logits, settings, indices, positions, *more)[1]
+        return mx.array([script[index][at] for index, at in places]), logprobs
+
+    monkeypatch.setattr(engine_module, "sample", as_written)
+    speculate = (lambda rows: [np.array(script[0][1:4], np.int32) for _ in rows]) if is_drafted else None
+    with on_cpu(), Engine(loaded[0], 400, tokenizer=loaded[1], speculate=speculate) as one:
+        done = end(one, n=n, stop="e", **OPTIONS)
+    assert tokens_of(done) == [script[0][:2], script[1]][:n] and one.num_not_finite == 0
+    assert [sample.finish_reason for sample in done.samples] == ["stop", "length"][:n]
+
+
 def test_prompt_of_such_a_request_is_not_saved(loaded):
     with on_cpu(), Engine(loaded[0], 400, block_size=4, store=lambda layout: MemoryStore(layout, 2**24)) as engine:
         saved = []
@@ -142,7 +178,7 @@ def test_prompt_of_such_a_request_is_not_saved(loaded):
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 @pytest.mark.parametrize("more", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3}])
-def test_one_logit_that_is_no_number_spoils_its_row_alone(number, more):
+def test_one_logit_that_is_no_number_harms_its_row_alone(number, more):
     settings = Sampling(seed=1, **more)
     rng = np.random.default_rng(4)
     for size in (3, 40, 1000, 32_000):
@@ -159,7 +195,7 @@ def test_one_logit_that_is_no_number_spoils_its_row_alone(number, more):
             assert tokens[others].tolist() == due[0][others].tolist()
 
 
-def test_row_of_which_nothing_may_come_is_spoiled():
+def test_row_of_which_nothing_may_come_is_not_finite():
     logits = np.zeros((3, 16), np.float32)
     logits[1, 8:] = -np.inf
     upper = np.array([0, 0xFF], np.uint8)  # tokens 8 to 15

@@ -32,6 +32,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from math import isfinite
 from operator import attrgetter
 from typing import Any, Self
 
@@ -445,7 +446,7 @@ class Engine:
             known += [(id, np.zeros(0, np.int32)) for id in ids]
         for id, tokens in known:
             job = self._jobs.get(id)
-            if job is not None and job.error is None:
+            if job is not None and job.error is None and not job.ends:
                 whole, own = np.concatenate([job.request.prompt, tokens]), job.request.namespace
                 try:
                     saved = stored.save(whole, job.namespace, own, job.saved)
@@ -585,24 +586,23 @@ class Engine:
         except BaseException:
             self._fail(step)
             raise
-        is_spoiled = ~np.isfinite(logprobs)
+        not_finite = ~np.isfinite(logprobs)
         if beams is not None:  # of a beam that ends anyway the scheduler takes any number
-            beams[1][is_spoiled[step.beam_width > 0]] = 0
+            beams[1][not_finite[step.beam_width > 0]] = 0
         outputs = self.scheduler.update(step, tokens, logprobs, beams)
-        if is_spoiled.any():
-            self._note_spoiled(step, is_spoiled)
+        if not_finite.any():
+            self._note_not_finite(step, not_finite)
         indices = step.sample_index.tolist()
         found = (step.requests, indices, step.sample_position.tolist(), tokens.tolist(), logprobs.tolist())
         rows: Iterable[Row] = zip(*found, tops, strict=True)
         return rows if step.taken is None else itertools.compress(rows, step.taken.tolist()), outputs
 
-    def _note_spoiled(self, step: Step, is_spoiled: np.ndarray) -> None:
-        """Give the requests an error whose samples cannot go on. Drafts that were wrong are no part of a sample."""
-        for at in np.flatnonzero(is_spoiled if step.taken is None else is_spoiled & step.taken).tolist():
+    def _note_not_finite(self, step: Step, not_finite: np.ndarray) -> None:
+        """Note which samples cannot go on. Drafts that were wrong are no part of a sample."""
+        for at in np.flatnonzero(not_finite if step.taken is None else not_finite & step.taken).tolist():
             job = self._jobs.get(step.requests[at].id)
             if job is not None and job.request is step.requests[at]:
-                self.num_not_finite += not job.ends
-                job.spoil(int(step.sample_index[at]), int(step.sample_position[at]))
+                job.note_not_finite(int(step.sample_index[at]), int(step.sample_position[at]))
 
     def _fail(self, step: Step) -> None:
         """Take a step back, with the one that began after it."""
@@ -680,13 +680,15 @@ class Engine:
             current = ended.get(request.id) or self._jobs.get(request.id)
             if current is None or current.request is not request:  # a listener has cancelled it, and may use its id
                 continue
-            if not current.listens:
+            if not isfinite(logprob):
+                self.num_not_finite += current.fail_not_finite(index, position)
+            elif not current.listens:
                 continue
-            try:
-                if current.error is None:
+            elif current.error is None:
+                try:
                     current.on_token(index, token, logprob, reasons.get((request.id, index, position)), top)
-            except Exception as error:
-                current.error = error
+                except Exception as error:
+                    current.error = error
             if (current.error is not None or current.is_stopped) and request.id not in ended:
                 stopped.append(current)
         self._ended.extend(map(_Job.completion, ended.values()))
@@ -773,12 +775,20 @@ class _Job:
         stopped = sum(one.is_stopped for one in self._transcripts.values())
         return stopped == self.request.n
 
-    def spoil(self, index: int, position: int) -> None:
-        """Note that the logits for a token of a sample were not finite. `Engine._deliver` ends the request."""
+    def note_not_finite(self, index: int, position: int) -> None:
+        """Note that the logits for a token of a sample are not finite."""
         self.ends = dict.fromkeys(range(self.request.n) if self.request.beam_width else (index,), position) | self.ends
-        what = f"[step] the logits for token {position} of sample {index} are not finite"
-        self.error = self.error or LogitsNotFinite(f"{what}: the weights are damaged, or a sum overflows its dtype")
-        self.listens = True
+
+    def fail_not_finite(self, index: int, position: int) -> bool:
+        """End the request with such a token, unless its sample has stopped before. Return whether it is the cause."""
+        transcript = self._transcripts.get(index)
+        if self.error is not None or (transcript is not None and transcript.is_stopped):
+            return False
+        self.error = LogitsNotFinite(
+            f"[step] the logits for token {position} of sample {index} are not finite: the weights are damaged, a sum "
+            "overflows its dtype, or no token that may come is possible"
+        )
+        return True
 
     def on_token(self, index: int, token: int, logprob: float, reason: str | None, top: Top) -> None:
         """Take one token of a sample and call the listener."""
