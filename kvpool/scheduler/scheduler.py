@@ -631,8 +631,8 @@ class Scheduler:
         PlanStateError, StaleHandle
             Somebody has reset the pool. State unchanged, the step is still out: call `fail`, and `cancel` what ran.
         """
-        self._check_out("update", step)
-        if step is not self._out[0]:
+        if not self._out or step is not self._out[0]:
+            self._check_out("update", step)
             raise RuntimeError("[update] the step before this one is out: update or fail it first")
         given = results.read(step, tokens, logprobs, beams)
         now = self._core.clock()  # it may raise, so it comes before any change

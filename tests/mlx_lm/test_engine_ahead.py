@@ -190,8 +190,8 @@ def penalties_are_not_waited_for(monkeypatch):
 def tokens_of_dead_rows_are_told(monkeypatch):
     take = results.take
 
-    def tells(core, step, given):
-        outputs, step.taken = take(core, step, given), None
+    def tells(core, step, *more):
+        outputs, step.taken = take(core, step, *more), None
         return outputs
 
     monkeypatch.setattr(results, "take", tells)
