@@ -340,8 +340,8 @@ FAULTS = [
     Fault(
         "raw scores are sums of a group",
         "decode.h",
-        "sum[t] *= part",
-        "sum[t] *= 1",
+        "v_set(part)",
+        "v_set(1)",
         scored("raw"),
     ),
     Fault(

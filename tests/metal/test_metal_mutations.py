@@ -332,9 +332,9 @@ MUTANTS = [
         "bias by position, not by distance",
         ATTENTION,
         "my_token - position,",
-        "my_token - tile.num_tokens,",
+        "my_token,",
         DECODE,
-        decode(features=("alibi_slopes",), seq_lens=(512,)),
+        decode(features=("alibi_slopes", "sinks")),  # without a sink, what is added to all scores changes nothing
     ),
     # Ends of runs
     Mutant(

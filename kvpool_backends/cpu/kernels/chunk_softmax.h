@@ -84,7 +84,8 @@ static KV_APART void chunk_come_near(float *scores, int64_t n, int64_t step, vi 
 
 /* scores -> exp(score - maximum), in place, where the maximum is that of all keys so far; `decay` is what becomes of
  * everything before. The maximum is taken times log2(e), rounded: any common offset will do, and this one makes the
- * exponent of every weight a single FMA. */
+ * exponent of every weight a single FMA. In `before * log2e + minus` the product must be rounded as it was for the
+ * weights so far, or a maximum that stays does not leave them as they are: hence -ffp-contract=off in setup.py. */
 static KV_APART void chunk_weights(const chunk_item *item, const chunk_panel *panel, int64_t n, const float *tops,
                                       float *decay) {
     const int nv = panel->nv;
