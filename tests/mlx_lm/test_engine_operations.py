@@ -14,6 +14,8 @@ from mlx_lm.tokenizer_utils import (
     TokenizerWrapper,
 )
 from mlx_models import VOCAB, on_cpu, random_prompts, solo_tokens, tiny_llama
+from tokenizers import AddedToken
+from tokenizers_of_kinds import tokenizer_of
 
 import kvpool
 from kvpool.adapters.mlx_lm import tiny, tiny_families
@@ -190,6 +192,19 @@ def test_bytes_of_tokens_are_joined_to_their_text(kind):
     spelled = [spell(token) for token in range(len(tokenizer))]
     assert {bytes([byte]) for byte in range(256)} <= set(spelled) and all(spelled)
     assert spell(model.args.vocab_size - 1) == b"" or kind == "bytes"
+
+
+@pytest.mark.parametrize("kind", ["byte pairs", "pieces"])
+def test_bytes_of_added_tokens_are_what_the_decoder_makes_of_them(kind):
+    """Gemma has runs of spaces as added tokens, whose names have the sign for a space."""
+    tokenizer = tokenizer_of(kind)
+    tokenizer._tokenizer.add_tokens(
+        [AddedToken(name, normalized=False) for name in ("\u2581\u2581", "a\u2581b", "\u00e9", "<a>")]
+    )
+    spell, some = speller(tokenizer), tokenizer.encode("the", add_special_tokens=False)
+    for name, token in tokenizer.get_added_vocab().items():
+        joined = b"".join(map(spell, [*some, token, *some]))
+        assert joined.decode(errors="replace") == tokenizer.decode([*some, token, *some]), name
 
 
 def test_bytes_of_tokens_of_a_tokenizer_without_a_decoder_are_those_of_their_text():

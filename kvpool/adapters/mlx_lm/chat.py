@@ -8,11 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
-LETTERS = {chr(byte): byte for byte in PRINTED} | {
-    chr(256 + at): byte for at, byte in enumerate(sorted(set(range(256)) - set(PRINTED)))
-}
-"""The letters for bytes in vocabularies of bytes, since GPT-2."""
 SPACE = "\u2581"  # how SentencePiece writes it
 TAIL = 11  # tokens at the end of a prompt among which mlx-lm's server looks for an opened think block
 
@@ -51,7 +46,10 @@ def speller(tokenizer: Any) -> Callable[[int], bytes]:
 
     A token may be a part of a character, whose text is U+FFFD alone.
     """
-    added = {token: name.encode() for name, token in tokenizer.get_added_vocab().items()}
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    added = {token: name for name, token in tokenizer.get_added_vocab().items()}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = None if backend is None else backend.decoder
     how = "" if decoder is None else json.dumps(json.loads(decoder.__getstate__()), ensure_ascii=False)
@@ -60,8 +58,10 @@ def speller(tokenizer: Any) -> Callable[[int], bytes]:
         name = added.get(token) or tokenizer.convert_ids_to_tokens(token)
         if not isinstance(name, str):
             return name or b""  # models have a few rows more than their tokenizers have tokens
-        if '"ByteLevel"' in how and all(letter in LETTERS for letter in name):
-            return bytes([LETTERS[letter] for letter in name])
+        if token in added and (decoder is None or decoder.decode([name]) == name):
+            return name.encode()
+        if '"ByteLevel"' in how and all(letter in letters for letter in name):
+            return bytes([letters[letter] for letter in name])
         if re.fullmatch("<0x[0-9A-F]{2}>", name):
             return bytes([int(name[3:5], 16)])
         text: str = name.replace(SPACE, " ") if SPACE in how else tokenizer.decode([token])
