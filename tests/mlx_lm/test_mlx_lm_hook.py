@@ -2,12 +2,16 @@
 
 import copy
 import itertools
+import math
+import sys
 
 import pytest
+from mlx_lm import server
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_models import tiny_llama
 
 from kvpool.adapters.mlx_lm import install
+from kvpool.adapters.mlx_lm.attention import Site
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +123,43 @@ def test_every_block_of_a_deleted_hook_can_be_left(model):
         with pytest.raises(RuntimeError, match=r"somebody has deleted model\.make_cache"):
             kv.__exit__(None, None, None)
     assert maker(model) is None and not any(site.is_active for site in outer.passes.sites)
+
+
+@pytest.mark.parametrize("failing", range(3))
+def test_block_that_cannot_be_entered_leaves_nothing_behind(model, failing, monkeypatch):
+    """Whichever of the stand-ins cannot be put: two of attention, and that of mlx-lm's server."""
+    kv, handler, put, left = install(model, 8), vars(server.APIHandler)["handle_completion"], Site.enter, []
+    kv.passes.sites = (*kv.passes.sites, Site(math, "sqrt", lambda original: abs))
+
+    def enter(site):
+        if len(left) == failing:
+            raise ZeroDivisionError
+        left.append(site)
+        put(site)
+
+    for _ in range(2):
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(Site, "enter", enter)
+            kv.__enter__()
+        assert maker(model) is None and "make_cache" not in vars(model) and math.sqrt(4.0) == 2
+        assert not any(site.is_active for site in kv.passes.sites)
+        assert vars(server.APIHandler)["handle_completion"] is handler
+        left.clear()
+    with kv:
+        assert maker(model) is kv.passes and math.sqrt(4.0) == 4 and kv.route == "fused"
+        assert vars(server.APIHandler)["handle_completion"] is not handler
+    assert math.sqrt(4.0) == 2 and vars(server.APIHandler)["handle_completion"] is handler
+
+
+@pytest.mark.parametrize("missing", ["module", "attribute"])
+def test_release_that_has_its_server_elsewhere_can_be_installed_on(model, missing, monkeypatch):
+    if missing == "module":
+        monkeypatch.setitem(sys.modules, "mlx_lm.server", None)
+    else:
+        monkeypatch.delattr(server.APIHandler, "handle_completion")
+    with install(model, 8) as kv:
+        assert maker(model) is kv.passes
+    assert maker(model) is None
 
 
 def test_paged_kv_says_what_it_is(model):

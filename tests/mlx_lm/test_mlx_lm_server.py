@@ -141,6 +141,23 @@ def test_the_server_answers_a_pool_that_is_too_small_with_an_error(tokenizer):
         assert status == 500 and "CapacityExceeded" in json.loads(text)["error"]
 
 
+@pytest.mark.parametrize("place", ["GenerationArguments", "ToolCallFormatter"])  # before the head, behind it
+@pytest.mark.parametrize("error", [ValueError, OSError, TimeoutError, BrokenPipeError])
+def test_the_server_answers_each_error_but_that_of_a_client_which_is_gone(tokenizer, place, error, monkeypatch):
+    def fails(*arguments, **fields):
+        raise error("no more")
+
+    model = tiny_llama()
+    with install(model, 64, block_size=BLOCK) as kv, listening(model, tokenizer, PagedPromptCache(kv)) as ask:
+        monkeypatch.setattr(server, place, fails)
+        if error is BrokenPipeError:
+            with pytest.raises(http.client.RemoteDisconnected):
+                ask()
+        else:
+            status, text = ask()
+            assert status == 500 and json.loads(text) == {"error": f"{error.__name__}: no more"}
+
+
 def test_the_server_takes_the_bits_of_the_pool_for_its_own(tokenizer):
     model = tiny_llama(head_dim=64)
     with install(model, 300, block_size=BLOCK, prefix_cache=True, kv_bits=8) as kv:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
@@ -22,7 +22,7 @@ from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.eviction import check_policy
 from kvpool.adapters.mlx_lm.layout import Layout, layout_of
 from kvpool.adapters.mlx_lm.passes import NOT_OPENED, TRIM, Known, Passes, site_of
-from kvpool.adapters.mlx_lm.server_hook import SERVER
+from kvpool.adapters.mlx_lm.server_hook import server_sites
 from kvpool.adapters.mlx_lm.shapes import ModelShape, build, inspect_model, leaves_of, require_bits
 from kvpool.adapters.mlx_lm.states import arrays_in
 from kvpool.adapters.mlx_lm.stored import StoredPrefixes, StoreFactory
@@ -400,7 +400,7 @@ class PagedKV:
         self.backend: Any = self.backends[0] if self.backends else None
         self.layout = layout
         self.arenas = tuple(arenas)
-        self._hooks: list[Hook] = []  # one per entry into the block
+        self._blocks: list[tuple[Hook, tuple[Site, ...], ExitStack]] = []  # that are entered, and what undoes each
         self._why_gather = why_gather
         self.num_layers = len(layout.leaves)
         self.prefix_cache = prefix_cache and pool.prefix is not None and layout.can_restore
@@ -424,20 +424,27 @@ class PagedKV:
     # ------------------------------------------------------------------------------------------- the hook
 
     def __enter__(self) -> Self:
-        self._hooks.append(Hook.enter(self))
-        self.passes.hook()
-        SERVER.enter()
+        server = server_sites()
+        with ExitStack() as undo:
+            hook = Hook.enter(self)
+            undo.callback(hook.leave, self)
+            self.passes.hook()
+            undo.callback(self.passes.unhook)
+            for site in server:
+                site.enter()
+                undo.callback(site.leave)
+            self._blocks.append((hook, server, undo.pop_all()))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if not self._hooks:
+        if not self._blocks:
             raise RuntimeError("[install] this block was never entered, or has ended already")
-        for site in (SERVER, *self.passes.calls, *self.passes.sites):
+        hook, server, undo = self._blocks[-1]
+        for site in (*server, *self.passes.calls, *self.passes.sites):
             site.require_ours()  # before any change: a block that cannot be left stays entered
-        self._hooks[-1].require_ours(self.model)
-        self.passes.unhook()
-        SERVER.leave()
-        self._hooks.pop().leave(self)
+        hook.require_ours(self.model)
+        self._blocks.pop()
+        undo.close()
 
     @property
     def is_fused(self) -> bool:
@@ -450,7 +457,7 @@ class PagedKV:
 
         It is "lost: " and the reason when mlx-lm does not find the hook and makes its own caches, outside the pool.
         """
-        if lost := self._hooks and self._hooks[-1].lost(self.model):
+        if lost := self._blocks and self._blocks[-1][0].lost(self.model):
             return f"lost: {lost}"
         sites = (*self.passes.calls, *self.passes.sites)
         covered = ", ".join(f"somebody has set {site}" for site in sites if site.is_covered)

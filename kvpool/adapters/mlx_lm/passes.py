@@ -20,6 +20,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from importlib import import_module
 from operator import attrgetter
@@ -189,9 +190,12 @@ class Passes:
         return self.is_fused and not self.is_lazy
 
     def hook(self) -> None:
-        """Put the stand-ins in place, until as many calls of `unhook`."""
-        for site in (*self.calls, *self.sites):
-            site.enter()
+        """Put the stand-ins in place, all or none, until as many calls of `unhook`."""
+        with ExitStack() as undo:
+            for site in (*self.calls, *self.sites):
+                site.enter()
+                undo.callback(site.leave)
+            undo.pop_all()
         self._hooked += 1
 
     def unhook(self) -> None:

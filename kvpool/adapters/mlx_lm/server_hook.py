@@ -11,8 +11,6 @@ import json
 import logging
 from typing import Any
 
-from mlx_lm.server import APIHandler
-
 from kvpool.adapters.mlx_lm.attention import Site
 
 _log = logging.getLogger(__name__)
@@ -23,7 +21,7 @@ def _answering(original: Any) -> Any:
     def handle_completion(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(self, *args, **kwargs)
-        except OSError:  # the client is gone
+        except ConnectionError:  # the client is gone
             raise
         except Exception as error:
             _log.exception("a request to mlx-lm's server failed")
@@ -33,9 +31,9 @@ def _answering(original: Any) -> Any:
 
 
 def _answer(handler: Any, body: bytes) -> None:
-    """Send an error: status 500 if the head of the answer still waits, else an event of the stream."""
-    if handler._headers_buffer:
-        handler._headers_buffer.clear()
+    """Send an error: status 500 if no head of an answer was sent, else an event of the stream."""
+    if getattr(handler, "_headers_buffer", True):  # there is none before the first line of a head
+        handler._headers_buffer = []
         handler._set_completion_headers(500)
         handler.send_header("Content-Length", str(len(body)))
         handler.end_headers()
@@ -45,4 +43,11 @@ def _answer(handler: Any, body: bytes) -> None:
     handler.wfile.flush()
 
 
-SERVER = Site(APIHandler, "handle_completion", _answering)
+def server_sites() -> tuple[Site, ...]:
+    """Return what `install` replaces in mlx-lm's server: nothing where a release has that elsewhere."""
+    try:
+        from mlx_lm.server import APIHandler
+    except ImportError:
+        return ()
+    site = Site(APIHandler, "handle_completion", _answering)
+    return (site,) if site.name in vars(APIHandler) else ()
