@@ -5,6 +5,7 @@ The search itself needs no pool: `rank` orders continuations, `decided` returns 
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from kvpool.errors import OutOfBlocks, OutOfSequences
 from kvpool.scheduler.policy import count_admission, known_tokens, open_with_room
 from kvpool.scheduler.request import DECODING, FINISHED, PREFILLING, WAITING, Output, RequestGroup, Sequence
 from kvpool.scheduler.results import why_ended
-from kvpool.scheduler.state import Attempt, Core
+from kvpool.scheduler.state import Attempt, Core, once
 
 
 class Hypothesis(NamedTuple):
@@ -100,7 +101,7 @@ class Beam:
         first, others, forked = self.live[0], self.live[1:], list[int]()
         try:
             pool.close(self.held)
-            forked += pool.fork(int(rows.handle[first.lane]), len(others)).tolist()
+            forked.extend(chain.from_iterable(once(pool.fork, int(rows.handle[first.lane]), len(others))))
             pool.truncate(forked, self.common)
             for sequence, handle in zip(others, forked, strict=True):
                 rows.handle[sequence.lane] = handle

@@ -422,6 +422,8 @@ def admit_next(core: Core) -> Sequence | None:
             core.attempt.undo()
         core.queue.mend()
         raise
+    finally:
+        core.attempt = None  # it holds the request
 
 
 def admit_other(core: Core, head: Sequence) -> Sequence | None:

@@ -7,7 +7,7 @@ decided.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import cache, partial
 from heapq import heapify, heappop, heappush, nsmallest
 from operator import attrgetter, call, sub
@@ -398,6 +398,20 @@ class DecodeBatch:
 fields_of: Callable[[Any], Callable[[Any], tuple[Any, ...]]] = cache(lambda kind: attrgetter(*kind.__slots__))
 
 
+COUNTED = (  # at an admission, also at one that a beam takes back
+    *("admissions", "next_admission", "alone_until", "hit_tokens", "again_hit_tokens", "chunks_allowed"),
+    *("preemptions", "setbacks"),
+)
+
+
+def once(how: Callable[..., Any], *arguments: Any, **options: Any) -> Iterator[Any]:
+    """Return an iterator that makes one call.
+
+    `list.extend` takes what it gives, all in C: no signal comes between the call and keeping its result.
+    """
+    return map(call, [partial(how, *arguments, **options)])
+
+
 class Attempt:
     """An admission that has begun: what it may change, as it was, so that an exception in it changes nothing.
 
@@ -413,7 +427,7 @@ class Attempt:
         self._core, self._sequence = core, sequence
         self._front = core.queue.is_back(sequence)
         self.again = group.admitted is not None  # it may find what it has computed itself
-        self._count, self._numbers = core.count.copy(), vars(core).copy()
+        self._count, self._numbers = core.count.copy(), {name: getattr(core, name) for name in COUNTED}
         changed = [sequence] if group.beam is None else [*group.beam.live, group.beam]
         self._fields = [(one, fields_of(type(one))(one)) for one in (group, group.tenant, *changed)]
         width = group.request.beam_width
@@ -422,7 +436,7 @@ class Attempt:
 
     def open(self, how: Callable[..., int], *arguments: Any, **options: Any) -> int:
         """Return the handle that a call of the pool opens. It is closed if the admission raises."""
-        self._opened.extend(map(call, [partial(how, *arguments, **options)]))  # all in C: no signal comes in between
+        self._opened.extend(once(how, *arguments, **options))
         return self._opened[-1]
 
     def undo(self) -> None:
@@ -434,7 +448,7 @@ class Attempt:
             if lane not in rows.free:
                 rows.give(lane)
         core.count[:] = self._count
-        vars(core).update((name, value) for name, value in self._numbers.items() if isinstance(value, int))
+        vars(core).update(self._numbers)
         for one, values in self._fields:
             for name, value in zip(one.__slots__, values, strict=True):
                 setattr(one, name, value)
@@ -487,7 +501,7 @@ class Core:
         self.deadlines: list[tuple[float, int, Hashable]] = []  # heap: time, number of the arrival, id
         self.ended: dict[Hashable, None] = {}  # ids of the latest, for messages
         self.beams: list[Any] = []  # running ones
-        self.attempt: Attempt | None = None  # the latest admission
+        self.attempt: Attempt | None = None  # the admission that has begun
         self.next_id = 0
         self.next_admission = 0
         self.newest = NOBODY  # number of the first admission of the step that is being decided

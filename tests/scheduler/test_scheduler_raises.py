@@ -5,9 +5,12 @@ of its calls. What a run gives without either is what is right.
 """
 
 import contextlib
+import gc
 import sys
+import weakref
 from collections import defaultdict
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from kvpool import Group, KVSpec, Pool, Request, Scheduler
 from kvpool.errors import UnknownRequest
 from kvpool.eviction import Evictor, SlidingWindow
 from kvpool.scheduler import policy
+from kvpool.scheduler.beams import Beam
 from kvpool_backends.numpy import NumpyBackend
 
 TRACED = ("/kvpool/scheduler/", "/kvpool/eviction/")
@@ -117,6 +121,27 @@ class Lines:
         return self._line
 
 
+class Instructions(Lines):
+    """A trace function that notes the instructions of a function, between any two of which a signal may come."""
+
+    def __init__(self, function, at=-1, error=Injected):
+        super().__init__(at, error)
+        self.code = function.__code__
+
+    def __call__(self, frame, event, arg):
+        if frame.f_code is not self.code:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._instruction
+
+    def _instruction(self, frame, event, arg):
+        if event == "opcode":
+            self.lines.append(frame.f_lasti)
+            if len(self.lines) == self.at + 1:
+                raise self.error(frame.f_lasti)
+        return self._instruction
+
+
 class Run:
     """A scene that is run to its end. What raises in a call is kept, and the call is made again."""
 
@@ -179,6 +204,9 @@ def sample(step):
     return tokens, (np.tile(np.arange(8, dtype=np.int32), (len(seeds), 1)), scores)
 
 
+counted = attrgetter(
+    *("admissions", "preemptions", "setbacks", "hit_tokens", "again_hit_tokens", "next_admission", "chunks_allowed")
+)
 LONG = ("in order", "two steps out")  # the lines are those of "crowd"
 
 
@@ -200,6 +228,35 @@ def test_exception_at_any_line_of_an_admission_loses_nothing(name):
             hurt.to_the_end(ahead=name == "two steps out")
         assert [type(one) for one in hurt.raised] == [error]
         assert hurt.outputs == whole.outputs, hurt.raised
+        assert counted(hurt.scheduler._core) == counted(whole.scheduler._core)
+
+
+def test_signal_at_any_instruction_of_the_forks_of_a_beam_loses_nothing():
+    whole = Run(beams).add()
+    with Instructions(Beam._fork_held) as seen:
+        whole.to_the_end()
+    assert len(set(seen.lines)) > 100, "no beam came back with several hypotheses"
+    for at in map(seen.lines.index, set(seen.lines)):
+        hurt = Run(beams).add()
+        with Instructions(Beam._fork_held, at, KeyboardInterrupt):
+            hurt.to_the_end()
+        assert len(hurt.raised) == 1 and hurt.outputs == whole.outputs
+
+
+def test_request_that_has_ended_is_not_kept_alive():
+    class User:
+        pass
+
+    scheduler = Scheduler(Pool(64, 4))
+    user = User()
+    scheduler.add(Request(range(20), max_tokens=1, user=user))
+    kept, user = weakref.ref(user), None
+    step = scheduler.schedule()
+    scheduler.update(step, np.zeros(1, np.int32))
+    assert scheduler.schedule() is None
+    del step
+    gc.collect()
+    assert kept() is None
 
 
 @pytest.mark.parametrize("name", ["crowd", "beams", "tier"])
