@@ -60,6 +60,7 @@ def count_rows(checkout: Path) -> dict[str, float]:
         cwd=checkout,
         PYTHONPATH=str(checkout),  # before what an editable installation names
         PYTHONHASHSEED="0",
+        OPENBLAS_NUM_THREADS="1",
     )
     rows = {}
     for mark, counts in found.items():
