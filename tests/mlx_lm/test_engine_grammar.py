@@ -215,9 +215,11 @@ def test_answer_is_that_of_the_request_alone(model):
     with engine_of(model) as engine:
         form = {"type": "array", "items": {"enum": ["a", "bc", 1]}, "minItems": 3, "maxItems": 6}
         options = {"grammar": engine.grammars.schema(form), "max_tokens": 90, "temperature": 1.0}
-        alone = [engine.generate(f"prompt {seed}", seed=seed, **options).text for seed in range(6)]
-    with engine_of(model, 30) as engine:
-        ids = [engine.submit(f"prompt {seed}", seed=seed, **options) for seed in range(6)]
+        done = [engine.generate(f"prompt {seed}", seed=seed, **options) for seed in range(6)]
+        alone, longest = [one.text for one in done], max(len(one.tokens) for one in done)
+        most = len(engine.tokenizer.encode("prompt 0")) + longest
+    with engine_of(model, 3 + most // 4, watermark=0) as engine:  # room for the longest answer, and for no two
+        ids = [engine.submit(f"prompt {seed}", seed=seed, **options | {"max_tokens": longest}) for seed in range(6)]
         found = {}
         while engine.num_unfinished:
             found |= {one.id: one.text for one in engine.step()}
