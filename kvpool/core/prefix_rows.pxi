@@ -405,27 +405,40 @@ cdef void commit_block(Groups* gs, int32_t slot, int64_t depth, const int32_t* b
         publish_block(gs, slot, depth, n)
 
 
-cdef void publish_block(Groups* gs, int32_t slot, int64_t depth, int32_t n) noexcept nogil:
-    """Publish what a row has at the node of its base block `depth` - 1, unless a pending plan has to copy it.
+cdef bint may_publish(const Groups* gs, int32_t slot, int64_t depth) noexcept nogil:
+    """Whether hits may find the entries of full groups that end with base block `depth` - 1 of a row.
 
-    An entry that a plan has to copy waits, and all blocks of the row behind it wait with it. An entry without a role is
-    a copy that was made after its tokens were committed, or what a rollback put back: nobody said what it holds.
+    They may not if a pending plan has to copy one, or if one has no role. That is a copy that was made after its tokens
+    were committed, or what a rollback put back: nobody said what it holds.
     """
-    cdef Tree* t = gs.tree
-    cdef LayerGroup* g
+    cdef const Tree* t = gs.tree
+    cdef const LayerGroup* g
     cdef int32_t k, first
-    cdef bint waits = False
     for k in range(gs.num_groups):
         g = &gs.group[k]
         if g.kind == FULL_LAYERS and ends_at(t, g, k, depth):
             first = group_row(g, slot)[(depth // t.span[k] - 1) * g.columns]
-            if unwritten(g.blocks, first):
-                waits = True
-            elif is_waiting(t.role[g.arena][first]):
+            if unwritten(g.blocks, first) or t.role[g.arena][first] == NO_ROLE:
+                return False
+    return True
+
+
+cdef void publish_block(Groups* gs, int32_t slot, int64_t depth, int32_t n) noexcept nogil:
+    """Publish what a row has at the node of its base block `depth` - 1: all of it, or it waits with what is behind."""
+    cdef Tree* t = gs.tree
+    cdef LayerGroup* g
+    cdef int32_t k, first
+    if not may_publish(gs, slot, depth):
+        t.has_waiting = True
+        return
+    for k in range(gs.num_groups):
+        g = &gs.group[k]
+        if g.kind == FULL_LAYERS and ends_at(t, g, k, depth):
+            first = group_row(g, slot)[(depth // t.span[k] - 1) * g.columns]
+            if is_waiting(t.role[g.arena][first]):
                 entry_publish(t, g, k, first)
-    if not waits:
-        gs.seqs.prefix[slot].published = depth
-        publish_checkpoint(gs, slot, n, depth * t.block_size)
+    gs.seqs.prefix[slot].published = depth
+    publish_checkpoint(gs, slot, n, depth * t.block_size)
 
 
 cdef void publish_row(Groups* gs, int32_t slot) noexcept nogil:
@@ -443,13 +456,21 @@ cdef void publish_row(Groups* gs, int32_t slot) noexcept nogil:
         publish_block(gs, slot, depth, t.path[depth - 1])
 
 
+cdef inline bint row_waits(const Groups* gs, int32_t slot) noexcept nogil:
+    """Whether a row has committed blocks that it has not published."""
+    cdef const Seqs* s = gs.seqs
+    return (s.life[slot].life == OPEN and s.prefix[slot].root != 0
+            and s.prefix[slot].published < s.prefix[slot].committed // gs.block_size)
+
+
 cdef void tree_publish(Groups* gs) noexcept nogil:
-    """A plan has ended: rows that waited for it go on. O(max_seqs), where entries wait."""
-    cdef Seqs* s = gs.seqs
+    """A plan has ended: rows that waited for it go on. O(max_seqs), where a row waits."""
     cdef int32_t slot
-    for slot in range(s.max_seqs if gs.tree.num_waiting else 0):
-        if (s.life[slot].life == OPEN and s.prefix[slot].root
-                and s.prefix[slot].published < s.prefix[slot].committed // gs.block_size):
+    if not gs.tree.has_waiting:
+        return
+    gs.tree.has_waiting = False                 # `publish_block` finds those that still do
+    for slot in range(gs.seqs.max_seqs):
+        if row_waits(gs, slot):
             publish_row(gs, slot)
 
 
@@ -458,7 +479,7 @@ cdef void tree_commit_row(Groups* gs, int32_t slot, const int32_t* tokens, int64
     cdef Seqs* s = gs.seqs
     cdef SeqPrefix* prefix = &s.prefix[slot]
     cdef int64_t bs = t.block_size, told = prefix.committed, depth, tail
-    if prefix.root and prefix.published < told // bs:
+    if row_waits(gs, slot):
         publish_row(gs, slot)
     for depth in range(told // bs + 1, (told + count) // bs + 1):
         if prefix.root:

@@ -76,7 +76,8 @@ cdef struct RowPlaces:          # what the tree knows of a row beside SeqPrefix
 #   a block is EVICTABLE  <=>  nobody refers to it and it is in a canonical entry, a bundle or a tail
 #   a checkpoint may leave  <=>  loads == 0 == step  <=>  its bundle is EVICTABLE; then its tails may leave, too
 #   cold, warm and listed have just those units and checkpoints that may leave; all but cold are in order of use
-#   num_nodes, num_checkpoints, num_loads, num_saves and num_waiting are counted
+#   num_nodes, num_checkpoints, num_loads and num_saves are counted
+#   an open row has not published all that it committed  =>  has_waiting
 #   no pending plan has still to fill a canonical entry; one that waits is not canonical
 cdef struct Tree:
     Index* index                # namespaces, uids, seed of the hash, events, counters of use
@@ -109,7 +110,7 @@ cdef struct Tree:
     int64_t clock
     int32_t num_loads           # that are not done
     int32_t num_saves           # checkpoints whose step is pending
-    int32_t num_waiting         # entries that wait to be published
+    bint has_waiting            # a row may have committed blocks that are not published
     int64_t spacing             # of checkpoints inside a long prompt, 0: none there
     int64_t grain               # hits are multiples of it
     int64_t block_size

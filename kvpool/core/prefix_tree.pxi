@@ -158,7 +158,8 @@ cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil:
     line_init(&t.listed[1])
     t.free_node = t.free_checkpoint = NO_NODE
     t.fresh_node = t.fresh_checkpoint = 0
-    t.num_nodes = t.num_checkpoints = t.num_loads = t.num_saves = t.num_waiting = 0
+    t.num_nodes = t.num_checkpoints = t.num_loads = t.num_saves = 0
+    t.has_waiting = False
 
 
 cdef int64_t tree_nbytes(const Tree* t, const Groups* gs) noexcept nogil:
@@ -376,7 +377,6 @@ cdef void entry_commit(Tree* t, LayerGroup* g, int32_t k, const int32_t* ids, in
     t.node[n].users += 1
     if g.kind == FULL_LAYERS:
         t.role[g.arena][ids[0]] += WAITS
-        t.num_waiting += 1
 
 
 cdef void entry_publish(Tree* t, LayerGroup* g, int32_t k, int32_t first) noexcept nogil:
@@ -384,7 +384,6 @@ cdef void entry_publish(Tree* t, LayerGroup* g, int32_t k, int32_t first) noexce
     cdef int32_t n = t.stands_for[g.arena][first]
     cdef int32_t* known = node_entry(t, n, k)
     t.role[g.arena][first] -= WAITS
-    t.num_waiting -= 1
     if known[0] == NO_BLOCK:
         known[0] = first
         tell_stored(t, g, k, n)
@@ -396,7 +395,6 @@ cdef void entry_blank(Tree* t, LayerGroup* g, int32_t first) noexcept nogil:
     """An entry that nobody refers to leaves the tree: its blocks become blank, the last column first."""
     cdef int32_t n = t.stands_for[g.arena][first], id = first, count = 0
     cdef int32_t[MOST_COLUMNS] ids
-    t.num_waiting -= is_waiting(t.role[g.arena][first])
     while id != NO_BLOCK:
         ids[count] = id
         count += 1
@@ -589,7 +587,7 @@ cdef uint64_t tree_fingerprint(const Tree* t, uint64_t h) noexcept nogil:
     h = line_fingerprint(&t.listed[1], t.link, h)
     for n in range(t.fresh_checkpoint):
         h = mix(mix(h, t.checkpoint[n].position), <uint64_t>t.checkpoint[n].node)
-    return mix(h, t.num_waiting)
+    return mix(h, t.has_waiting)
 
 
 cdef void count_bundles(const Tree* t, int32_t* references) noexcept nogil:
@@ -634,9 +632,9 @@ cdef bint check_node(const Groups* gs, int32_t n, char* finding) noexcept nogil:
 
 
 cdef bint check_users(const Groups* gs, int32_t* users, char* finding) noexcept nogil:
-    """Who needs each node, and which entries wait; `users` is zero for each node, and is again."""
+    """Who needs each node; `users` is zero for each node, and is again."""
     cdef const Tree* t = gs.tree
-    cdef int32_t n, k, id, slot, due, waiting = 0
+    cdef int32_t n, k, id, slot, due
     for n in range(t.fresh_node):
         if t.node[n].depth == 0:
             continue
@@ -647,7 +645,6 @@ cdef bint check_users(const Groups* gs, int32_t* users, char* finding) noexcept 
         for id in range(gs.arena[k].num_blocks):
             if 0 < t.role[k][id] <= 2 * MAX_GROUPS:
                 users[t.stands_for[k][id]] += 1
-                waiting += is_waiting(t.role[k][id])
     for slot in range(gs.seqs.max_seqs):
         if seq_has_blocks(gs.seqs, slot) and t.row[slot].node != NO_NODE:
             users[t.row[slot].node] += 1
@@ -656,9 +653,6 @@ cdef bint check_users(const Groups* gs, int32_t* users, char* finding) noexcept 
         users[n] = 0
         if due != (t.node[n].users if t.node[n].depth else 0):
             return snprintf(finding, FINDING, b"node %d has %d users, it should have %d", n, t.node[n].users, due) > 0
-    if waiting != t.num_waiting:
-        return snprintf(finding, FINDING, b"%d entries wait to be published, the counter says %d", waiting,
-                        t.num_waiting) > 0
     return False
 
 
@@ -805,6 +799,8 @@ cdef bint check_kept(const Groups* gs, int32_t arena, char* finding) noexcept no
 cdef bint tree_check(const Groups* gs, int32_t* seen, char* finding) noexcept nogil:
     """Whether an invariant of the tree does not hold; the first one, in words. O(nodes + blocks + windows).
 
+    A window that keeps its first tokens needs them for every checkpoint: then it is O(checkpoints * depth).
+
     `seen` has a number for each node, each checkpoint and each block, all zero.
     """
     cdef const Tree* t = gs.tree
@@ -826,4 +822,7 @@ cdef bint tree_check(const Groups* gs, int32_t* seen, char* finding) noexcept no
                 0 <= gs.seqs.prefix[slot].published <= gs.seqs.prefix[slot].committed // t.block_size):
             return snprintf(finding, FINDING, b"sequence in slot %d has published %lld blocks of %lld tokens", slot,
                             <long long>gs.seqs.prefix[slot].published, <long long>gs.seqs.prefix[slot].committed) > 0
+        if row_waits(gs, slot) and not t.has_waiting:
+            return snprintf(finding, FINDING, b"sequence in slot %d waits to publish, and no plan will see it",
+                            slot) > 0
     return check_units(t, finding) or check_checkpoints(gs, seen, finding)

@@ -709,20 +709,21 @@ class CheckpointModel(GroupModel):
         self._sweep()
 
     def _publish_at(self, seq: Sequence, depth: int) -> bool:
-        """Publish what ends with the first `depth` base blocks of a row, but for what a pending plan has to copy."""
-        length, is_whole = depth * self.block_size, True
-        for layer, blocks in self._ending(seq, depth):
-            entry = self._entries.get((layer.arena._number, blocks[0]))
-            if self._is_unwritten(layer, blocks[0]):
-                is_whole = False
-            elif entry is not None and entry.waits:
+        """Publish what ends with the first `depth` base blocks of a row, if all of it may be found."""
+        length = depth * self.block_size
+        ending = [(layer, blocks[0]) for layer, blocks in self._ending(seq, depth) if layer.kind == "full"]
+        entries = [self._entries.get((layer.arena._number, block)) for layer, block in ending]
+        if None in entries or any(self._is_unwritten(layer, block) for layer, block in ending):
+            return False
+        for entry in entries:
+            if entry is not None and entry.waits:
                 assert entry.node is not None
                 entry.waits = False
-                self._use["duplicates"] += layer.index in entry.node.kv
-                entry.node.kv.setdefault(layer.index, entry)
-        if is_whole and length in seq.known.wanted:
+                self._use["duplicates"] += entry.layer.index in entry.node.kv
+                entry.node.kv.setdefault(entry.layer.index, entry)
+        if length in seq.known.wanted:
             self._publish_mark(seq, length, self._nodes[seq.root, tuple(seq.tokens[:length])])
-        return is_whole
+        return True
 
     def _is_unwritten(self, layer: Layers, block: int) -> bool:
         """Whether a pending plan has still to fill a block by a copy."""

@@ -124,7 +124,7 @@ def test_check_accepts_the_tree_that_the_others_break():
 @pytest.mark.parametrize(
     ("what", "index"),
     [
-        *((what, 0) for what in ("bucket", "cold", "warm", "waiting", "checkpoints", "loads", "saves", "listed")),
+        *((what, 0) for what in ("bucket", "cold", "warm", "checkpoints", "loads", "saves", "listed")),
         *((what, n) for what in ("users", "below", "parent", "hash", "tokens", "at_node") for n in (OLD_NODE, 9)),
         *((what, WARM_NODE) for what in ("node_stamp", "unit")),
         *((what, block) for what in ("role", "stands_for") for block in (1, 2)),
