@@ -27,7 +27,7 @@ from kvpool.errors import CorruptState, KVPoolError
 from kvpool.stats import PoolOptions
 
 CALLS = {  # every call that may change a pool -> its arguments in order; what is made again has no padding and no `out`
-    "open": "tokens namespace cut reserve load", "loaded": "handle n", "fork": "handle n",
+    "open": "tokens namespace cut reserve load again", "loaded": "handle n", "fork": "handle n",
     "truncate": "handles lens", "close": "handles",
     "close_finished": "handles mask", "defer_close": "handle", "step": "plan handles num_new partial",
     "reserve": "plan handles num_new", "done": "plan", "rollback": "plan", "unshare": "plan handles lens first",

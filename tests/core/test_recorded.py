@@ -13,7 +13,7 @@ from kvpool._core import BlockAPI
 from kvpool.cli import main
 from kvpool.errors import KVPoolError
 from kvpool.testing import RecordedPool
-from kvpool.testing.recorded import CALLS, RecordError, load, minimise, rerun
+from kvpool.testing.recorded import CALLS, Player, RecordError, load, minimise, rerun
 
 
 class Life:
@@ -178,6 +178,17 @@ def test_arguments_of_every_kind_are_kept(tmp_path):
     pool.defer_close(Pool(2, 1).open())
     pool.fork(b, n=2)
     assert pool.save(tmp_path / "calls") == 12 and rerun(load(tmp_path / "calls"), check_every=1) is None
+
+
+def test_prompt_that_is_opened_again_is_counted_apart_in_a_replay_too(tmp_path):
+    pool = RecordedPool(16, 4, prefix_cache=True)
+    pool.open([1, 2, 3], again=True)
+    pool.save(tmp_path / "calls")
+    record = load(tmp_path / "calls")
+    player = Player(record.header["pool"], Pool, 0)
+    for call in record.calls:
+        player.play(call)
+    assert player.pool.prefix.stats() == pool.prefix.stats() and pool.prefix.stats().again_queries == 1
 
 
 def test_calls_of_threads_are_kept_in_their_order(tmp_path):
