@@ -137,19 +137,24 @@ cdef class PlanGroup:
 
     cdef int room_for_copies(self, State* pool, int64_t copies) except -1:
         """A step copies one entry per row at most; `unshare` may copy them all."""
-        made = new_array((copies, 3), np.int32, False)
-        cdef int32_t* data = <int32_t*>array_data(made[0])
-        cdef dict held = {**self.arrays, "copies": made}
-        cdef dict shown = {name: view for name, view in self.views.copy().items() if name != "copies"}
-        with critical_section(self):
-            pool_enter(pool, "unshare")
-            if copies > self.data.copies_room:          # else another thread was faster
-                memcpy(data, self.data.copies, 12 * <size_t>self.data.num_copies)
-                self.data.copies = data
-                self.data.copies_room = copies
-                held, self.arrays = self.arrays, held   # what was there is let go of outside of the lock
-                shown, self.views = self.views, shown
-            pool_leave(pool)
+        cdef int32_t* data
+        cdef int64_t seen
+        cdef dict held, shown
+        while copies > self.data.copies_room:
+            with critical_section(self):
+                seen, held, shown = self.data.copies_room, self.arrays, self.views
+            held = {**held, "copies": new_array((copies, 3), np.int32, False)}
+            data = <int32_t*>array_data(held["copies"][0])
+            shown = {name: view for name, view in shown.copy().items() if name != "copies"}
+            with critical_section(self):
+                pool_enter(pool, "unshare")
+                if self.data.copies_room == seen:           # else another thread was faster
+                    memcpy(data, self.data.copies, 12 * <size_t>self.data.num_copies)
+                    self.data.copies = data
+                    self.data.copies_room = copies
+                    held, self.arrays = self.arrays, held   # what was there is let go of outside of the lock
+                    shown, self.views = self.views, shown
+                pool_leave(pool)
         return 0
 
     cdef object view(self, str name, int64_t length):
