@@ -5,6 +5,7 @@ cdef struct Name:               # a namespace, whose bytes stand behind it
     uint64_t uid                # of its root
     uint64_t hash               # of its bytes
     int64_t size
+    int64_t room                # bytes that there is room for
     int64_t users               # open sequences and nodes; without any it is forgotten
     int64_t references          # the tables of names, and events that tell of it; without any its memory is freed
     int64_t counted             # users that `check` found
@@ -18,6 +19,7 @@ cdef struct Names:
     int32_t size
     uint32_t mask
     uint64_t seed               # of their hash, so that nobody can choose names that collide
+    Name* spare                 # the last one that was forgotten, in no table; NULL: none
     bint has_keys               # events tell of names
 
 

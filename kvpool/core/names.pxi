@@ -24,6 +24,7 @@ cdef void names_free(Names* names) noexcept nogil:
     cdef int64_t at
     for at in range(names.mask + <int64_t>1 if names.by_bytes != NULL else 0):
         name_let_go(names.by_bytes[at])
+    name_let_go(names.spare)
     xfree(names.by_bytes)
     xfree(names.by_uid)
     memset(names, 0, sizeof(Names))
@@ -110,11 +111,18 @@ cdef uint64_t names_hash(const Names* names, const void* data, int64_t size) noe
     return mix_bytes(names.seed, <const unsigned char*>data, size)
 
 
-cdef Name* name_new(const Names* names, uint64_t hash, const void* data, int64_t size) noexcept nogil:
+cdef Name* name_new(Names* names, uint64_t hash, const void* data, int64_t size) noexcept nogil:
     """A name with one reference, in no table; NULL: no memory."""
-    cdef Name* name = <Name*>xmalloc(sizeof(Name) + <size_t>size)
-    if name == NULL:
-        return NULL
+    cdef Name* name = names.spare
+    if name != NULL and name.room >= size:
+        names.spare = NULL
+        if name.hash == hash and name.size == size and memcmp(name_bytes(name), data, size) == 0:
+            return name
+    else:
+        name = <Name*>xmalloc(sizeof(Name) + <size_t>size)
+        if name == NULL:
+            return NULL
+        name.room = size
     name.uid = 0
     name.hash = hash
     name.size = size
@@ -153,7 +161,11 @@ cdef void name_leave(Names* names, Name* name) noexcept nogil:
         take_out(names, names.by_bytes, name)
         take_out(names, names.by_uid, name)
         names.size -= 1
-        name_let_go(name)
+        if name.references == 1 and (names.spare == NULL or names.spare.room < name.room):
+            name_let_go(names.spare)
+            names.spare = name              # so who comes and goes alone does not allocate each time
+        else:
+            name_let_go(name)
 
 
 # ---- audit -------------------------------------------------------------------------------------------------
@@ -166,6 +178,14 @@ cdef uint64_t names_fingerprint(const Names* names, uint64_t h) noexcept nogil:
         if names.by_bytes[at] != NULL:
             all_names += mix(mix(0, names.by_bytes[at].uid), names.by_bytes[at].hash)
     return mix(mix(h, names.size), all_names)
+
+
+cdef void names_count_anew(const Names* names) noexcept nogil:
+    """Begin to count users for `names_check`, whatever an earlier count has left."""
+    cdef int64_t at
+    for at in range(names.mask + <int64_t>1):
+        if names.by_bytes[at] != NULL:
+            names.by_bytes[at].counted = 0
 
 
 cdef bint names_count(const Names* names, uint64_t uid, char* finding) noexcept nogil:
@@ -181,7 +201,7 @@ cdef bint names_count(const Names* names, uint64_t uid, char* finding) noexcept 
 
 
 cdef bint names_check(const Names* names, char* finding) noexcept nogil:
-    """Whether the names are not as they should be, after `names_count` for each user. The counts begin anew."""
+    """Whether the names are not as they should be, after `names_count` for each user."""
     cdef int64_t at, size = 0
     cdef Name* name
     for at in range(names.mask + <int64_t>1):
@@ -192,7 +212,6 @@ cdef bint names_check(const Names* names, char* finding) noexcept nogil:
         if names_find(names, name.hash, name_bytes(name), name.size) != name or name.users != name.counted:
             return snprintf(finding, FINDING, b"the namespace of root %llu has %lld users, counted %lld",
                             <unsigned long long>name.uid, <long long>name.users, <long long>name.counted) > 0
-        name.counted = 0
     if size != names.size:
         return snprintf(finding, FINDING, b"%lld namespaces are known, the counter says %d", <long long>size,
                         names.size) > 0

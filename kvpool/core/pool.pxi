@@ -1246,8 +1246,8 @@ cdef class Pool:
             raise ValueError(f"[_set_generation] slot {i} is not free")
         self.state.seqs.life[i].generation = <uint32_t>(value - first)
 
-    def _corrupt(self, what, index):
-        """For tests of `check`: break one piece of state. `index` is a block, a slot, a node, or a checkpoint."""
+    def _corrupt(self, what, index, by=1):
+        """For tests of `check`: add `by` to one word. `index` is a block, a slot, a node, or a checkpoint."""
         cdef Blocks* b = &self.state.blocks
         cdef Seqs* s = &self.state.seqs
         cdef LayerGroup* last
@@ -1268,10 +1268,12 @@ cdef class Pool:
             last = &self.state.groups.group[self.state.groups.num_groups - 1]
             fields |= {"table": <size_t>group_row(last, <int32_t>i), "gone": <size_t>&last.seq[i].gone,
                        "due": <size_t>&last.seq[i].due}
+        if what == "namespace":                 # users of the one that a row is in
+            fields[what] = <size_t>&s.prefix[i].name.users
         if has_tree(&self.state):
             fields |= tree_fields(self.state.groups, <int32_t>i)
             fields["published"] = <size_t>&s.prefix[i].published
         if what in ("published", "table", "blocks", "length", "next_slot", "tail", "stop_slot", "free_slot", "gone",
                     "due"):
             to_int(index, "_corrupt", "index", 0, s.max_seqs - 1)
-        (<int32_t*><size_t>fields[what])[0] += 1
+        (<int32_t*><size_t>fields[what])[0] += <int32_t>by

@@ -24,6 +24,7 @@ cdef bint check_names(State* pool, char* finding) noexcept nogil:
     cdef Index* ix = &pool.index
     cdef Tree* t = pool.groups.tree if pool.groups != NULL else NULL
     cdef int32_t i
+    names_count_anew(&ix.names)
     for i in range(pool.blocks.num_blocks if t == NULL else 0):
         if pool.blocks.block[i].committed == CANONICAL and names_count(&ix.names, ix.root[i], finding):
             return True

@@ -138,3 +138,14 @@ def test_check_finds_a_broken_word_of_a_tree(what, index):
     pool._corrupt(what, index)
     with pytest.raises(CorruptState, match=r"\[check\] "):
         pool.check()
+
+
+def test_check_that_found_something_about_a_namespace_counts_anew():
+    pool = Pool(16, 4, prefix_cache=True)
+    pool.open([1, 2, 3])
+    for _ in range(2):
+        pool._corrupt("namespace", 0)
+        with pytest.raises(CorruptState, match="namespace"):
+            pool.check()
+        pool._corrupt("namespace", 0, -1)
+        pool.check()
