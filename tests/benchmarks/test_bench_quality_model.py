@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -68,7 +69,7 @@ def test_command_measures_a_checkpoint_in_its_own_tokens(short, text, checkpoint
     model = models.Model(str(checkpoint))
     asked = documents.written(text, model.tokenizer, CONTEXT, 1, 1)
     assert rows[0]["nats_of_seeds"] == pytest.approx([whole_pass(model, asked.tokens).mean()], abs=0.02)
-    each = UNLIMITED.bytes_per_token(2, (16, 16), 3)
+    each = UNLIMITED.bytes_per_token(2, (32, 32), 3)
     half = CONTEXT // 2
     assert [row["kv_bytes"] for row in rows[:2]] == [CONTEXT * each, half * each]
     assert all((half - 16) * each <= row["kv_bytes"] <= half * each for row in rows[2:])
@@ -82,7 +83,7 @@ def test_unlimited_policy_equals_the_models_own_caches(windowed, text):
     tokens = documents.written(text, model.tokenizer, CONTEXT, 1, 1, keys=KEYS).tokens
     found = model.answer(tokens, UNLIMITED)
     np.testing.assert_allclose(found.nats.mean(), whole_pass(model, tokens).mean(), atol=0.02)
-    assert found.nbytes < CONTEXT * UNLIMITED.bytes_per_token(2, (16, 16), 3)
+    assert found.nbytes < CONTEXT * UNLIMITED.bytes_per_token(2, (32, 32), 3)
 
 
 @pytest.mark.parametrize("table", ["policies", "heavy", "max_kv", "length"])
@@ -102,8 +103,8 @@ def test_policies_are_refused_where_their_caches_do_not_go(checkpoint, windowed,
 
     plain = models.Model(str(checkpoint))
     plain.check(policies.compared(64))
-    with pytest.raises(ValueError, match=r"^\[KVSpec\] head_dim is 16, not a multiple of quant_group_size 32"):
-        plain.check([UNLIMITED.stored(8, 8)])
+    with pytest.raises(ValueError, match=r"^\[KVSpec\] head_dim is 32, not a multiple of quant_group_size 64"):
+        plain.check([replace(UNLIMITED.stored(8, 8), group_size=64)])
     monkeypatch.setattr(plain.model, "make_cache", lambda: [KVCache(), ArraysCache(2), KVCache()])
     plain.check([UNLIMITED])
     with pytest.raises(ValueError, match=r"^\[quality\] layer 1 uses ArraysCache, rotating"):
