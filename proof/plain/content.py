@@ -166,6 +166,11 @@ class GroupContent:
         least = len(self.stamps[name]) if has_state else self.passed[name] - self.lookahead
         return name not in self.pending_rows() and max(least, self.point[name]) <= length <= len(self.stamps[name])
 
+    def done_length(self, name: int) -> int:
+        """Tokens of a sequence that no step has still to write, so far as its own steps say."""
+        waiting = (row for work in self.queue if work.garbage is None for row in work.rows)
+        return next((old for one, old, _, _ in waiting if one == name), len(self.stamps[name]))
+
     def pending_rows(self) -> set[int]:
         """Sequences that are rows of a step which has not passed."""
         return {row[0] for work in self.queue if work.garbage is None for row in work.rows}
@@ -230,8 +235,8 @@ class GroupContent:
                 self.memory.update(dict.fromkeys(work.garbage, GARBAGE))
         return passed
 
-    def rolled_back(self, plan: Any) -> None:
-        """The newest step failed half way."""
+    def rolled_back(self, plan: Any) -> list[int]:
+        """The newest step failed half way; returns its rows."""
         work = next(work for work in reversed(self.queue) if work.plan is plan and work.garbage is None)
         work.garbage, work.noted = [], True
         for arena, group, size, arrays in zip(self.arenas, self.groups, self.sizes, plan.groups, strict=True):
@@ -248,6 +253,7 @@ class GroupContent:
                 del self.stamps[name][old:]
         work.plan = None
         self._execute()
+        return [name for name, _, _, _ in work.rows]
 
     def reset(self) -> None:
         """Everything is forgotten."""

@@ -26,20 +26,24 @@ from proof.plain import plain_pool
 from proof.plain.content import GroupContent
 
 CALLS_PER_RUN = 150
-OPERATIONS = (
-    *("open", "open", "prefill", "step", "step", "step", "step", "step", "step", "step", "prefill", "prefill"),
-    *("reserve", "fork", "fork", "truncate", "truncate", "prefill", "done", "done", "done", "done", "step", "step"),
-    *("rollback", "rollback", "can", "close", "close_finished", "defer_close", "reset", "foreign", "forget"),
-    *("step", "done", "named", "named", "truncate", "unshare", "compact", "compact", "leave"),
-)
+#: Calls, and how often they are made beside each other where a program makes them as often as usual.
+OPERATIONS = {
+    **{"open": 2, "prefill": 4, "step": 10, "reserve": 1, "fork": 2, "truncate": 3, "done": 5, "rollback": 2, "can": 1},
+    **{"close": 1, "close_finished": 1, "defer_close": 1, "reset": 1, "foreign": 1, "forget": 1, "named": 2},
+    **{"unshare": 1, "compact": 2, "leave": 1},
+}
 #: Calls on pools with a prefix cache.
-CACHED = (
-    *("prompt", "prompt", "prompt", "prompt", "compute", "compute", "compute", "compute", "chunk", "chunk", "commit"),
-    *("load", "load", "load"),
-    *("lie", "match", "pin", "flush", "evict", "evict", "hold", "close", "close", "step", "step", "step", "done"),
-    *("done", *sorted(set(OPERATIONS) - {"named"})),
-)
+CACHED = {
+    **{"prompt": 4, "compute": 3, "advance": 3, "chunk": 2, "commit": 3, "load": 2, "lie": 1, "ask": 2},
+    **{"flush": 1, "evict": 2, "hold": 1, "close": 1, "step": 4, "done": 3, "can": 1, "close_finished": 1},
+    **{"defer_close": 1, "foreign": 1, "forget": 1, "open": 1, "prefill": 1, "fork": 3, "reserve": 1, "reset": 1},
+    **{"rollback": 6, "truncate": 1, "unshare": 6, "compact": 1, "leave": 1, "match": 1, "pin": 1},
+}
+#: How often a program makes a call, beside what is usual. Some calls it leaves out: they would undo what others need.
+SWARM = (0, 0, 1, 2, 2, 8)
 WITHOUT_ROWS = ("load", "reset", "done", "foreign", "named", "prompt", "match", "pin", "evict", "hold")
+EVICTING = ("unshare", "compact", "leave")  #: refused without a full group
+OPENING = ("open", "prompt", "load", "fork", "pin")
 #: Calls on blocks by id, on some arena; the ones that lead somewhere more often.
 BLOCK_CALLS = (
     *("alloc", "alloc", "take", "incref", "incref", "decref", "decref", "free", "release", "release"),
@@ -69,7 +73,7 @@ PROMPTS = tuple([random.Random(n).randrange(3) for _ in range(100)] for n in ran
 
 def operations_of(options: dict[str, Any]) -> tuple[str, ...]:
     """The calls that programs make on a pool with these options."""
-    return CACHED if options["prefix_cache"] else OPERATIONS
+    return tuple(CACHED if options["prefix_cache"] else OPERATIONS)
 
 
 Entries = dict[tuple[int, int, int, int], int]  #: (row id, group, index, column) -> block
@@ -128,6 +132,7 @@ class Program:
         self.counters = counters  # whether what the pool says of itself is compared: `stats`, `check`
         self.groups: list[Group] = options["groups"]
         self.size: int = options["block_size"]
+        self.max_seqs: int = options["max_seqs"]
         self.in_order: bool = options["in_order"]
         self.num_arenas = _num_arenas(self.groups)
         self.content = GroupContent(self.groups, self.size, options["reserved_blocks"], options["lookahead"])
@@ -137,6 +142,7 @@ class Program:
         self.hole = 0 if options["reserved_blocks"] else -1
         self.live: list[int] = []
         self.texts: dict[int, list[int]] = {}  # tokens of each sequence, some of them not computed yet
+        self.spaces: dict[int, bytes] = {}  # namespace of each sequence
         self.new_token = itertools.count(1 << 20)
         self.flushes = Counter[bytes]()
         self.told: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}  # what is cached by the events of both sides
@@ -150,9 +156,13 @@ class Program:
         self.call(self.operations[word[0] % len(self.operations)], *word[1:])
 
     def call(self, name: str, a: int, b: int, c: int) -> None:
-        """Make one call by its name; without a sequence that is an `open`."""
+        """Make one call by its name, or mostly one that leads somewhere if this one cannot."""
         if not self.live and name not in WITHOUT_ROWS:
             name = "prompt" if self.cache else "open"
+        elif self.live and b & 7 and name in ("done", "rollback") and not self._pending():
+            name = "step"
+        elif b & 7 and name in OPENING and len(self.live) == self.max_seqs:
+            name = "close"
         self.took = False
         getattr(self, name)(a, b, c)
 
@@ -210,7 +220,7 @@ class Program:
             return
         self.took = True
         self.live += got
-        self.texts[got[0]] = text
+        self.texts[got[0]], self.spaces[got[0]] = text, space
         hit = self.pair.test.pool.num_tokens(self.pair.test.handle(got[0]))
         tables = [(g, np.atleast_2d(self._table(got[0], g))[: hit // self.content.sizes[g]]) for g in self.content.kv]
         found = {(self.groups[g].arena, block) for g, table in tables for block in table.ravel().tolist()}
@@ -220,16 +230,17 @@ class Program:
         """A prompt and its namespace: one of three prompts, perhaps with changes, or a sequence's tokens and more."""
         rng = random.Random(b)
         if self.live and c & 3 == 0:
-            known = self.texts[self._one(c >> 4)]
+            name = self._one(c >> 4)
+            known = self.texts[name]
             text = known[: rng.randrange(len(known) + 1)] + [rng.randrange(3) for _ in range(1 + rng.randrange(8))]
-        else:
-            text = list(PROMPTS[a % 3][: 1 + rng.randrange(12 * self.size)])
-            for _ in range(rng.choice((0, 0, 1, 2))):
-                text[rng.randrange(len(text))] = rng.randrange(3)
+            return text, self.spaces[name]
+        text = list(PROMPTS[a % 3][: 1 + rng.randrange(12 * self.size)])
+        for _ in range(rng.choice((0, 0, 1, 2))):
+            text[rng.randrange(len(text))] = rng.randrange(3)
         return text, SPACES[a // 3 % 3]
 
     def prompt(self, a: int, b: int, c: int) -> None:
-        """Open a prompt, with a cut or without one."""
+        """Open a prompt, with a cut or without one; perhaps a step computes the rest of it."""
         text, space = self._prompt(a, b, c)
         cut = (None, len(text), (a >> 4) % (len(text) + 1))[c % 3]
 
@@ -241,6 +252,26 @@ class Program:
         assert could is not (got is RAISED), f"can(tokens=) said {could}"
         self._opened(got, text, space)
         self.compare()
+        if got is not RAISED and b & 1:  # and compute it
+            length = len(self.content.stamps[got[0]])
+            self._step(got, [len(text) - length], self._idle(a), {"partial": False}, a)
+
+    def ask(self, a: int, b: int, c: int) -> None:
+        """Read what the cache has of the tokens of a sequence."""
+        self._ask(self._one(c))
+
+    def _ask(self, name: int) -> None:
+        """Compute the tokens of a sequence once more, over what a hit has of them."""
+        text = [*self.texts[name], 0]
+        got = self.pair.both(lambda side: side.pool.open(text, self.spaces[name]), handles=True)
+        self._opened(got, text, self.spaces[name])
+        self.compare()
+        if got is not RAISED:
+            self.settle()
+            self._step(got, [len(text) - len(self.content.stamps[got[0]])], 0, {"partial": False})
+            self.settle()
+            self.pair.both(lambda side: side.pool.close(side.batch(got, False)))
+            self.compare()
 
     def load(self, a: int, b: int, c: int) -> None:
         """Load a prompt. Before it has come, others step, it is closed, or everything is flushed."""
@@ -323,13 +354,20 @@ class Program:
         name = self._one(c)
         for _ in range(1 + a % 5):
             self.chunk(b & 0xFFF0, 0, 4 * self.live.index(name))
-            self.settle()
+            while name in self.content.pending_rows():
+                self.done(0, 0, 0)
             self._commit(name, len(self.content.stamps[name]))
 
-    def commit(self, a: int, b: int, c: int) -> None:
-        """Commit some of the tokens of a sequence, or one too many."""
+    def advance(self, a: int, b: int, c: int) -> None:
+        """Issue steps for some chunks of a sequence, and leave them to a later commit."""
         name = self._one(c)
-        self._commit(name, len(self.content.stamps[name]) + (1 if b % 8 == 0 else -(a % 9) if b & 1 else 0))
+        for _ in range(1 + a % 3):
+            self.chunk(b & 0xFFF0, 0, 4 * self.live.index(name))
+
+    def commit(self, a: int, b: int, c: int) -> None:
+        """Commit the tokens of a sequence that are done, sometimes fewer, or one too many."""
+        name = self._one(c)
+        self._commit(name, self.content.done_length(name) + (1 if b % 8 == 0 else -(a % 9) if b % 8 == 1 else 0))
         self.compare()
 
     def _commit(self, name: int, end: int) -> None:
@@ -466,23 +504,30 @@ class Program:
         self.compare()
 
     def rollback(self, a: int, b: int, c: int) -> None:
-        """Roll the newest plan back; an older one is refused."""
+        """Roll the newest plan back; an older one is refused. Mostly ask what the cache has of its rows then."""
         pending = self._pending() or [a % len(PLANS)]
         plan = pending[c % len(pending) if b % 8 == 0 else -1]
+        rows: list[int] = []
         if self.pair.both(lambda side: side.pool.rollback(side.plans[plan])) is not RAISED:
-            self.content.rolled_back(self.pair.test.plans[plan])
+            rows = self.content.rolled_back(self.pair.test.plans[plan])
             self.mirrors.rolled_back()
         self.compare()
+        rows = [name for name in rows if name in self.live]
+        if self.cache and rows and a & 3:
+            self._ask(rows[c % len(rows)])
 
     def fork(self, a: int, b: int, c: int) -> None:
         """Fork a sequence."""
-        parent = self._one(c)
+        self._fork(self._one(c), a, b)
+
+    def _fork(self, parent: int, a: int, b: int) -> None:
         got = self.pair.both(lambda side: side.pool.fork(side.handle(parent), 1 + a % 2), handles=True)
         if got is not RAISED:
             self.live += got
             self.content.forked(parent, got)
             length = len(self.content.stamps[parent])
             self.texts.update({child: self.texts[parent][: length if b & 1 else None] for child in got})
+            self.spaces.update(dict.fromkeys(got, self.spaces[parent]))
         self.compare()
 
     def truncate(self, a: int, b: int, c: int) -> None:
@@ -509,18 +554,36 @@ class Program:
         return free[c % len(free)] if free and c & 28 else self._one(c), group
 
     def unshare(self, a: int, b: int, c: int) -> None:
-        """Copy what sequences share in a group, so that they can be compacted."""
+        """Copy what sequences share in a group, so that they can be compacted. If none do, mostly fork one."""
+        if b & 7 and len(self._pending()) == len(PLANS):
+            self.done(0, 0, 0)
+        if not self.live:
+            return
         (name, group), plan = self._evicting(a, c), self._idle(b)
-        rows = list(dict.fromkeys([name, *self._rows(c)]))[: 1 + b % 3]
+        if b & 3 and not self._sharing():
+            self._fork(max(self.live, key=self.content.done_length), a, b)
+        sharing = self._sharing() if b & 3 else []
+        name = sharing[c % len(sharing)] if sharing else name
+        rows = list(dict.fromkeys([name, *self._rows(c)]))[: (1, 1, 1, 2, 3)[b % 5]]
         held = [len(self.content.held(row, group)) for row in rows]
-        lens = [max(0, n - 1 - (b >> 2 * k) % 8) for k, n in enumerate(held)]
+        lens = [max(0, n - 1 - (b >> 2 * k) % (1 + n // 2)) for k, n in enumerate(held)]
 
         def call(side: Side) -> None:
             side.pool.unshare(side.plans[plan], side.batch(rows, bool(a & 32)), lens, b % 2 * self.size, group)
 
         if self.pair.both(call) is not RAISED:
             self._issued(plan, rows, [0] * len(rows))
+            if self.cache and a & 3:
+                self._commit(name, self.content.done_length(name))
+            if a >> 8 & 3 == 3:  # the backend fails
+                self.rollback(a, 1, c)
         self.compare()
+
+    def _sharing(self) -> list[int]:
+        """Sequences that share blocks of full groups with others."""
+        full = [g for g, group in enumerate(self.groups) if group.kind == "full"]
+        held = [{(g, block) for g in full for block in self._table(name, g).ravel().tolist()} for name in self.live]
+        return [name for k, name in enumerate(self.live) if any(held[k] & other for other in held[:k] + held[k + 1 :])]
 
     def compact(self, a: int, b: int, c: int) -> None:
         """Tokens leave a sequence; any of those behind the first may stay."""
@@ -736,10 +799,11 @@ def groups_of(rng: random.Random, size: int, reserved: int) -> list[Group]:
     num_arenas = rng.choice([1, 1, 1, 2, 2, 3, 6])
     if rng.random() < 0.08:
         return [Group.state(rng.randint(2, 8)) for _ in range(rng.choice([1, 1, 2, 3]))]
+    kinds = ["full"] if rng.random() < 0.4 else ["full", "full", "window", "window", "chunk", "state"]
     groups: list[Group] = []
     told = 0  # the last arena that has blocks
     for place in range(rng.choice([1, 2, 2, 2, 3, 3, 3, 4, 5, 8])):
-        kind = rng.choice(["full", "window", "window", "chunk", "state"]) if place else rng.choice(KINDS[:3])
+        kind = rng.choice([kind for kind in kinds if place or kind != "state"])
         if kind == "state":
             groups.append(Group.state(rng.randint(2, 8)))
             continue
@@ -844,7 +908,7 @@ def options_of(seed: int, prefix_cache: bool = False) -> dict[str, Any]:
     return {
         "num_blocks": reserved + rng.randint(8, 64),
         "block_size": size,
-        "max_seqs": rng.choice([3, 5, 8]),
+        "max_seqs": rng.choice([3, 5, 8, 8]),
         "max_blocks_per_seq": rng.choice([None, None, 6, 30]),
         "reserved_blocks": reserved,
         "watermark": rng.choice([0, 0, 2]),
@@ -872,12 +936,13 @@ class GroupRun:
         self.counters = counters
 
     def words(self) -> list[Word]:
-        """The program of the seed."""
-        rng, operations = random.Random(f"words {self.seed}"), operations_of(self.sizes)
-        return [
-            (rng.randrange(len(operations)), rng.getrandbits(16), rng.getrandbits(16), rng.getrandbits(16))
-            for _ in range(CALLS_PER_RUN)
-        ]
+        """The program of the seed, which draws how often it makes each call."""
+        rng, usual = random.Random(f"words {self.seed}"), CACHED if self.sizes["prefix_cache"] else OPERATIONS
+        weights = [weight * rng.choice(SWARM) for weight in usual.values()]
+        if all(group.kind != "full" for group in self.sizes["groups"]):
+            weights = [weight / (16 if name in EVICTING else 1) for name, weight in zip(usual, weights, strict=True)]
+        operations = rng.choices(range(len(usual)), weights if any(weights) else None, k=CALLS_PER_RUN)
+        return [(op, rng.getrandbits(16), rng.getrandbits(16), rng.getrandbits(16)) for op in operations]
 
     def play(self, words: list[Word]) -> int:
         """Play a program on new pools; returns the calls made."""
@@ -932,6 +997,6 @@ def hunt_groups(
     """
 
     def make_run(run_seed: int) -> GroupRun:
-        return GroupRun(options_of(run_seed, run_seed % 2 == 0), run_seed, make, oracle)
+        return GroupRun(options_of(run_seed, run_seed % 5 > 0), run_seed, make, oracle)
 
     return hunt(make_run, seed, **until)

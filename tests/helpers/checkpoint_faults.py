@@ -150,7 +150,7 @@ class PublishedUnwritten(CheckpointModel):
 
 
 #: Steps read what their rows have not computed.
-WRONG_CONTENT = [HitWithoutState, ShortWindow, KeptTokensDropped, OtherNamespaces]
+WRONG_CONTENT = [HitWithoutState, ShortWindow, KeptTokensDropped, OtherNamespaces, PublishedUnwritten]
 #: Steps may read what is right; the pool finds, keeps or evicts something else than it should.
 WRONG_CHOICE = [StaleStates, BehindTheCut, StaleAfterFlush, WrittenInPlace]
 #: The order in which things leave differs; seen when they do, one by one.
