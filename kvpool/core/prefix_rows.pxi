@@ -405,11 +405,11 @@ cdef void commit_block(Groups* gs, int32_t slot, int64_t depth, const int32_t* b
         publish_block(gs, slot, depth, n)
 
 
-cdef int waits_for(const Groups* gs, int32_t slot, int64_t depth) noexcept nogil:
-    """What keeps hits from the entries of full groups that end with base block `depth` - 1 of a row.
+cdef bint may_publish(const Groups* gs, int32_t slot, int64_t depth) noexcept nogil:
+    """Whether hits may find the entries of full groups that end with base block `depth` - 1 of a row.
 
-    A PLAN that has to copy one, or a COMMIT: an entry without a role is a copy that was made after its tokens were
-    committed, or what a rollback put back, and nobody said what it holds.
+    They may not if a pending plan has to copy one, or if one has no role. That is a copy that was made after its tokens
+    were committed, or what a rollback put back: nobody said what it holds.
     """
     cdef const Tree* t = gs.tree
     cdef const LayerGroup* g
@@ -418,11 +418,9 @@ cdef int waits_for(const Groups* gs, int32_t slot, int64_t depth) noexcept nogil
         g = &gs.group[k]
         if g.kind == FULL_LAYERS and ends_at(t, g, k, depth):
             first = group_row(g, slot)[(depth // t.span[k] - 1) * g.columns]
-            if unwritten(g.blocks, first):
-                return FOR_A_PLAN
-            if t.role[g.arena][first] == NO_ROLE:
-                return FOR_A_COMMIT
-    return FOR_NOTHING
+            if unwritten(g.blocks, first) or t.role[g.arena][first] == NO_ROLE:
+                return False
+    return True
 
 
 cdef void publish_block(Groups* gs, int32_t slot, int64_t depth, int32_t n) noexcept nogil:
@@ -430,9 +428,8 @@ cdef void publish_block(Groups* gs, int32_t slot, int64_t depth, int32_t n) noex
     cdef Tree* t = gs.tree
     cdef LayerGroup* g
     cdef int32_t k, first
-    cdef int reason = waits_for(gs, slot, depth)
-    if reason != FOR_NOTHING:
-        t.has_waiting |= reason == FOR_A_PLAN
+    if not may_publish(gs, slot, depth):
+        t.has_waiting = True
         return
     for k in range(gs.num_groups):
         g = &gs.group[k]
@@ -467,7 +464,7 @@ cdef inline bint row_waits(const Groups* gs, int32_t slot) noexcept nogil:
 
 
 cdef void tree_publish(Groups* gs) noexcept nogil:
-    """A plan has ended: rows that waited for it go on. O(max_seqs), where a row waits for a plan."""
+    """A plan has ended: rows that waited for it go on. O(max_seqs), where a row waits."""
     cdef int32_t slot
     if not gs.tree.has_waiting:
         return

@@ -9,11 +9,6 @@ cdef enum:
     SAVED_ELSEWHERE = -1        # Checkpoint.step: no step saves it, a loader does
     SETTLED = -1                # Block.fence of an EVICTABLE block that tree_settle has looked at
 
-cdef enum:                      # why committed blocks are not published
-    FOR_NOTHING
-    FOR_A_PLAN
-    FOR_A_COMMIT
-
 cdef enum:                      # Node.place: where its unit is
     NOWHERE                     # no entry of a full group is idle
     COLD                        # no checkpoint at the node or below
@@ -82,7 +77,7 @@ cdef struct RowPlaces:          # what the tree knows of a row beside SeqPrefix
 #   a checkpoint may leave  <=>  loads == 0 == step  <=>  its bundle is EVICTABLE; then its tails may leave, too
 #   cold, warm and listed have just those units and checkpoints that may leave; all but cold are in order of use
 #   num_nodes, num_checkpoints, num_loads and num_saves are counted
-#   a pending plan has to fill the first block that an open row has not published  =>  has_waiting
+#   an open row has not published all that it committed  =>  has_waiting
 #   no pending plan has still to fill a canonical entry; one that waits is not canonical
 cdef struct Tree:
     Index* index                # namespaces, uids, seed of the hash, events, counters of use
@@ -115,7 +110,7 @@ cdef struct Tree:
     int64_t clock
     int32_t num_loads           # that are not done
     int32_t num_saves           # checkpoints whose step is pending
-    bint has_waiting            # a row may have committed blocks that are not published before a plan ends
+    bint has_waiting            # a row may have committed blocks that are not published
     int64_t spacing             # of checkpoints inside a long prompt, 0: none there
     int64_t grain               # hits are multiples of it
     int64_t block_size

@@ -822,8 +822,7 @@ cdef bint tree_check(const Groups* gs, int32_t* seen, char* finding) noexcept no
                 0 <= gs.seqs.prefix[slot].published <= gs.seqs.prefix[slot].committed // t.block_size):
             return snprintf(finding, FINDING, b"sequence in slot %d has published %lld blocks of %lld tokens", slot,
                             <long long>gs.seqs.prefix[slot].published, <long long>gs.seqs.prefix[slot].committed) > 0
-        if row_waits(gs, slot) and not t.has_waiting and (
-                waits_for(gs, slot, gs.seqs.prefix[slot].published + 1) == FOR_A_PLAN):
+        if row_waits(gs, slot) and not t.has_waiting:
             return snprintf(finding, FINDING, b"sequence in slot %d waits to publish, and no plan will see it",
                             slot) > 0
     return check_units(t, finding) or check_checkpoints(gs, seen, finding)
