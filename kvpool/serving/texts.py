@@ -145,8 +145,8 @@ class Threads:
 class Processes:
     """Tokenizes in processes.
 
-    They start with the first text, and end with `close` or with this process. A text that nobody waits for any more is
-    read on for as long as its process took to load. After that, the process is killed: another one loads as fast.
+    They start with the first text, and end with `close` or with this process. If nobody waits for a text any more, its
+    process is killed once it has read for longer than it took to load: another one loads as fast.
 
     Parameters
     ----------
@@ -196,7 +196,7 @@ class Processes:
         try:
             return await asyncio.shield(job)
         except asyncio.CancelledError:
-            loop.call_later(reader.seconds, job.cancel)
+            loop.call_at(reader.due, job.cancel)
             raise
 
     async def close(self) -> None:
@@ -240,12 +240,14 @@ class _Reader:
     ----------
     seconds : float
         That it took to load the tokenizer.
+    due : float
+        When it has read its text for so long, by the clock of the loop.
     is_reading : bool
         Whether it has a text of which it has not given the tokens.
     """
 
     def __init__(self, first: bytes) -> None:
-        self.seconds, self.is_reading = 0.0, False
+        self.seconds, self.due, self.is_reading = 0.0, 0.0, False
         self._is_killed = False
         self._process: asyncio.subprocess.Process | None = None
         self._loaded = asyncio.create_task(self._load(first))
@@ -278,7 +280,7 @@ class _Reader:
     async def encode(self, text: bytes, special: bool) -> np.ndarray:
         """Return the tokens of a text. The process is of no use if it is left in the middle of one."""
         await asyncio.shield(self._loaded)
-        self.is_reading = True
+        self.is_reading, self.due = True, asyncio.get_running_loop().time() + self.seconds
         count, data = await self._ask(_HEAD.pack(len(text), special), text)
         self.is_reading = False
         if count < 0:
