@@ -456,13 +456,6 @@ cdef void publish_row(Groups* gs, int32_t slot) noexcept nogil:
         publish_block(gs, slot, depth, t.path[depth - 1])
 
 
-cdef inline bint row_waits(const Groups* gs, int32_t slot) noexcept nogil:
-    """Whether a row has committed blocks that it has not published."""
-    cdef const Seqs* s = gs.seqs
-    return (s.life[slot].life == OPEN and s.prefix[slot].root != 0
-            and s.prefix[slot].published < s.prefix[slot].committed // gs.block_size)
-
-
 cdef void tree_publish(Groups* gs) noexcept nogil:
     """A plan has ended: rows that waited for it go on. O(max_seqs), where a row waits."""
     cdef int32_t slot

@@ -362,6 +362,13 @@ cdef inline bint ends_at(const Tree* t, const LayerGroup* g, int32_t k, int64_t 
     return g.kind != STATE_LAYERS and depth & (t.span[k] - 1) == 0
 
 
+cdef inline bint row_waits(const Groups* gs, int32_t slot) noexcept nogil:
+    """Whether a row has committed blocks that it has not published."""
+    cdef const Seqs* s = gs.seqs
+    return (s.life[slot].life == OPEN and s.prefix[slot].root != 0
+            and s.prefix[slot].published < s.prefix[slot].committed // gs.block_size)
+
+
 cdef inline bint is_waiting(uint8_t role) noexcept nogil:
     return WAITS < role <= 2 * MAX_GROUPS
 
