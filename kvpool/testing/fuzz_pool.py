@@ -69,13 +69,17 @@ class Side:
         self._make_plan = make_plan
         first = self.pool.open()  # the only way to learn the tag
         self.pool.close(first)
-        self.tag = first >> LOCAL_BITS
+        self._first = int(first)  # of row 0, with the tag and the first generation of this pool
         self.plans = [make_plan(self.pool, **plan) for plan in plans]
         self._foreign: list[Any] = []
 
     def handle(self, name: int) -> int:
         """The full handle of a local one."""
-        return self.tag << LOCAL_BITS | name
+        return self._first + name
+
+    def name(self, handle: int) -> int:
+        """The local part of a handle: its row, and how many generations behind the first."""
+        return int(handle) - self._first
 
     def batch(self, names: list[int], as_array: bool) -> Any:
         """Full handles, as a list or as an array."""
@@ -111,14 +115,14 @@ def _outcome(call: Callable, side: Side) -> tuple[Any, Exception | None]:
 _NUMBERS = ("needed", "short_by", "row", "blank", "evictable", "limbo", "arena")
 
 
-def _same_error(got: Exception, want: Exception) -> bool:
+def _same_error(got: Exception, want: Exception, test: Side, oracle: Side) -> bool:
     if type(got) is not type(want):
         return False
     for name in _NUMBERS:
         if getattr(got, name, None) != getattr(want, name, None):
             return False
     one, other = getattr(got, "handle", -1), getattr(want, "handle", -1)
-    return one == other or local(one) == local(other)
+    return one == other or test.name(one) == oracle.name(other)
 
 
 class Pair:
@@ -141,7 +145,7 @@ class Pair:
             got, raised = _outcome(call, self.test)
             if raised is None:
                 raise AssertionError(f"returned {got!r}, {type(error).__name__} was due: {error}")
-            if not _same_error(raised, error):
+            if not _same_error(raised, error, self.test, self.oracle):
                 raise AssertionError(
                     f"raised {type(raised).__name__}: {raised} {vars(raised)}, "
                     f"due was {type(error).__name__}: {error} {vars(error)}"
@@ -153,7 +157,8 @@ class Pair:
         got = call(self.test)
         if handles:
             assert np.asarray(got).dtype == np.asarray(want).dtype
-            want, got = [list(map(local, np.atleast_1d(value))) for value in (want, got)]
+            want = list(map(self.oracle.name, np.atleast_1d(want)))
+            got = list(map(self.test.name, np.atleast_1d(got)))
         assert _plain(got) == _plain(want), f"returned {got!r}, {want!r} was due"
         return got
 
@@ -200,7 +205,7 @@ class Pair:
         for name in TOKEN_FIELDS:
             got, want = getattr(mine, name), getattr(due, name)
             assert got == want, f"plan {index} {name}: {got}, due {want}"
-        got, want = [[local(h) for h in plan.handles] for plan in (mine, due)]
+        got, want = list(map(self.test.name, mine.handles)), list(map(self.oracle.name, due.handles))
         assert got == want, f"plan {index} handles: {got}, due {want}"
         for name in ALWAYS + ARRAYS[index]:
             got, want = getattr(mine, name), getattr(due, name)

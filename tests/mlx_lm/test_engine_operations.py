@@ -14,8 +14,8 @@ from mlx_lm.tokenizer_utils import (
     TokenizerWrapper,
 )
 from mlx_models import VOCAB, on_cpu, random_prompts, solo_tokens, tiny_llama
+from small_tokenizers import tokenizer_of
 from tokenizers import AddedToken
-from tokenizers_of_kinds import tokenizer_of
 
 import kvpool
 from kvpool.adapters.mlx_lm import tiny, tiny_families
