@@ -20,7 +20,7 @@ import numpy as np
 
 from kvpool.groups import Group
 from kvpool.testing import ModelPlan
-from kvpool.testing.fuzz_pool import RAISED, Pair, Side, local
+from kvpool.testing.fuzz_pool import RAISED, Pair, Side
 from kvpool.testing.fuzz_target import TargetFinding, TargetReport, Word, hunt
 from proof.plain import plain_pool
 from proof.plain.content import GroupContent
@@ -764,7 +764,7 @@ class Program:
         for name in FIELDS:
             got, want = getattr(mine, name), getattr(due, name)
             assert got == want, f"plan {index} {name}: {got}, due {want}"
-        got, want = [[local(h) for h in plan.handles] for plan in (mine, due)]
+        got, want = [list(map(one.name, p.handles)) for one, p in ((self.pair.test, mine), (self.pair.oracle, due))]
         assert got == want, f"plan {index} handles: {got}, due {want}"
         formats = PLANS[index].get("formats", ("seq_lens",))
         for name in ("served", *(name for name in (*COMMON, "table_updates") if name in formats)):
