@@ -76,7 +76,7 @@ def test_any_part_of_a_program_is_a_program():
 
 def test_finding_shrinks_to_a_test_that_fails_on_the_bug_alone():
     fault = "lookahead forgotten"
-    report = hunt(1, calls=CALLS_MAX, make_shape=draw_group_shape, make_pool=broken_groups(fault))
+    report = hunt(2, calls=CALLS_MAX, make_shape=draw_group_shape, make_pool=broken_groups(fault))
     source = f"from proof.fuzz._broken_groups import broken_groups\nbroken_groups({fault!r})"
     failure = shrink.shrink(report.shape, report.words, broken_groups(fault), source)
     print(failure.script)
