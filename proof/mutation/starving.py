@@ -70,8 +70,8 @@ class Starving:
             self._core.fail_at(0)
 
     def names(self, pool: Any, before: int = 0) -> int:
-        """Namespaces that came since this object was made: each is one block of memory, and nothing else is."""
-        return self._living() - self._first
+        """Namespaces that came since this object was made: each is one block of memory, and so is the one forgotten last."""
+        return self._living() - self._first - 1
 
     def left(self) -> int:
         """Memory that was taken since this object was made, and not given back."""

@@ -55,7 +55,7 @@ make = tiny.make
 
 def damaged(arch=None):
     model, tokenizer = make(arch)
-    model.model.embed_tokens.weight[tokenizer.encode("}")[-1]] = mx.inf
+    model.model.embed_tokens.weight[tokenizer.encode(chr(1))[-1]] = mx.inf  # never drawn: it does not print
     return model, tokenizer
 
 tiny.make = damaged
@@ -125,11 +125,11 @@ def test_logits_that_are_not_finite_are_an_error_of_that_request_alone_and_count
     try:
         due = server.post("/v1/completions", PROMPT)
         assert due[0] == 200
-        bad = PROMPT | {"prompt": "a } b"}
-        asked = {"messages": [{"role": "user", "content": "a } b"}], "max_tokens": 4}
+        bad = PROMPT | {"prompt": "a \x01 b"}
+        asked = {"messages": [{"role": "user", "content": "a \x01 b"}], "max_tokens": 4}
         formed = asked | {"response_format": {"type": "json_object"}}
         cases = [("/v1/completions", bad | more) for more in ({}, {"logprobs": 2}, {"n": 2, "temperature": 1})]
-        cases += [("/v1/completions", {"prompt": ["a", "}"], "max_tokens": 4, "use_beam_search": True})]
+        cases += [("/v1/completions", {"prompt": ["a", "\x01"], "max_tokens": 4, "use_beam_search": True})]
         cases += [("/v1/chat/completions", formed), ("/v1/messages", asked)]
         for path, body in cases:
             status, answer = server.post(path, body)
