@@ -12,6 +12,7 @@ import random
 import numpy as np
 import pytest
 from checkpoint_faults import PublishedUnwritten
+from prefixes import ask
 
 from kvpool import Group, KVPoolError, Plan, PlanStateError, Pool
 from kvpool.testing import ModelPlan
@@ -75,12 +76,7 @@ class Family:
 
     def ask(self, prompt=PROMPT):
         """Open a sequence for the prompt: what is found must be there. Returns how many tokens were."""
-        handle = self.pool.open([*prompt, 1])
-        length = self.pool.num_tokens(handle)
-        assert self.read(handle) == prompt[:length]
-        self.pool.check()
-        self.pool.close(handle)
-        return length
+        return ask(self.pool, self.read, prompt)
 
     def stored(self):
         """How many entries of group 0 were told of since the last time."""
@@ -333,11 +329,11 @@ def test_duplicate_that_waits_takes_no_place_before_its_plan_is_done(family):
 def test_pool_that_runs_in_order_publishes_at_once(kinds):
     make_pool, make_plan = kinds
     pool = make_pool(32, 4, groups=[Group.full()], prefix_cache=True, in_order=True)
-    plan, handle = make_plan(pool, 2, 16), pool.open()
-    pool.step(plan, [handle], 16)
-    child = int(pool.fork(handle)[0])
-    pool.unshare(plan, [child], 14)
-    pool.prefix.commit(child, PROMPT)
+    handle = pool.open()
+    pool.step(make_plan(pool, 2, 16), [handle], 16)
+    pool.fork(handle)
+    pool.unshare(make_plan(pool, 2, 16), [handle], 14)
+    pool.prefix.commit(handle, PROMPT)
     assert pool.prefix.match([*PROMPT, 1]) == 16
 
 

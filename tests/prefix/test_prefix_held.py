@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from catalogue import Unchecked, planted
+from prefixes import ask
 
 from kvpool.errors import PlanStateError, StaleHandle
 from kvpool.testing import ModelPool
@@ -39,12 +40,7 @@ class Backend:
 
     def ask(self, prompt: list[int] = PROMPT) -> int:
         """Open a sequence for the prompt: what is found must be there. Returns how many tokens were."""
-        handle = self.pool.open([*prompt, 1])
-        found = self.pool.num_tokens(handle)
-        assert self.read(handle) == prompt[:found]
-        self.pool.check()
-        self.pool.close(handle)
-        return found
+        return ask(self.pool, self.read, prompt)
 
 
 def family(Pool: Any, Plan: Any, length: int = len(PROMPT), **options: Any) -> tuple[Any, Any, Backend, int, int]:
