@@ -70,7 +70,7 @@ class Starving:
             self._core.fail_at(0)
 
     def names(self, pool: Any, before: int = 0) -> int:
-        """Namespaces that came since this object was made: each is one block of memory, and so is the one forgotten last."""
+        """Namespaces that came since this object was made: a block of memory each, as is the last one forgotten."""
         return self._living() - self._first - 1
 
     def left(self) -> int:
