@@ -1,8 +1,9 @@
 """How much of what can be wrong `make test` alone convicts: ``python -m proof.convicted``.
 
-Three shares. Of mutants of the core, drawn by a seed (`proof.mutation`; equivalents are no mutants here). Of the pools
-of `proof.fuzz._broken`, each in turn the installed one. Of the faults that tests plant themselves: those whose tests
-`make test` runs. The first two are given to the folders of tests that are about the core.
+Three shares. Of mutants of the core, drawn by a seed and by their keys, so that a change elsewhere leaves the draw
+(`proof.mutation`; equivalents are no mutants here). Of the pools of `proof.fuzz._broken`, each in turn the installed
+one. Of the faults that tests plant themselves: those whose tests `make test` runs. The first two are given to the
+folders of tests that are about the core.
 
 These tests run once on the sound core: one that fails there is left out, and it is noted which mutants each reaches.
 A mutant is then given to the tests that reach it, the fastest first, in a forked child. It is convicted where a test
@@ -29,6 +30,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +226,7 @@ def try_mutants(args: argparse.Namespace, session: pytest.Session) -> None:
     """A child for each mutant, and one for the sound core, which is number 0."""
     every = json.loads((ROOT / "proof/mutants.json").read_text())
     real = [mutant for mutant in every if mutant["key"] not in EQUIVALENTS]
-    drawn = random.Random(args.seed).sample(real, args.mutants)
+    drawn = sorted(real, key=lambda mutant: sha256(f"{args.seed} {mutant['key']}".encode()).digest())[: args.mutants]
     numbers = [mutant["number"] for mutant in drawn]
     passed = sound_run(lambda folder: observed(session, numbers, folder), args, "mutant")
 
