@@ -577,10 +577,10 @@ cdef bint check_bundles(const Groups* gs, int32_t* named, char* finding) noexcep
 cdef bint check_checkpoints(const Groups* gs, int32_t* loads, char* finding) noexcept nogil:
     """All checkpoints, their lines and their counters. `loads` is zero for each and for each block, and is again."""
     cdef const Tree* t = gs.tree
-    cdef const LayerGroup* states = &gs.group[t.state_group]
+    cdef int32_t slots = gs.group[t.state_group].blocks.num_blocks if t.state_group >= 0 else 0
     cdef int32_t m, k, count, saves = 0, listed = 0, num_loads = 0
     cdef int64_t last
-    for k in range(states.blocks.num_blocks if t.state_group >= 0 else 0):
+    for k in range(slots):
         if t.load[k] != NO_CHECKPOINT:
             loads[t.load[k]] += 1
             num_loads += 1

@@ -320,9 +320,23 @@ cdef int32_t token_at(const Tree* t, const Seqs* s, int32_t slot, const int32_t*
     return t.tokens[n * bs + position % bs] if n != NO_NODE else -1
 
 
-cdef bint same_entry(const Tree* t, const Seqs* s, const Ints* rows, const Ints* counts, const int32_t* all_tokens,
-                     int32_t earlier, int32_t slot, const int32_t* tokens, int64_t first, int64_t end) noexcept nogil:
-    """Whether an earlier row of the call says the same of the positions of an entry that both fill, where both know."""
+cdef int64_t same_nodes(const Tree* t, const Seqs* s, int32_t other, int32_t slot) noexcept nogil:
+    """How many positions two rows have both committed, -1: they say different things of these.
+
+    One that was flushed has no nodes: nobody knows what it says.
+    """
+    cdef int32_t one = t.row[other].node, two = t.row[slot].node
+    cdef int64_t depth = min(s.prefix[other].committed, s.prefix[slot].committed) // t.block_size
+    while one != NO_NODE and t.node[one].depth > depth:
+        one = t.node[one].parent
+    while two != NO_NODE and t.node[two].depth > depth:
+        two = t.node[two].parent
+    return -1 if one != two and one != NO_NODE and two != NO_NODE else depth * t.block_size
+
+
+cdef bint same_tokens(const Tree* t, const Seqs* s, const Ints* rows, const Ints* counts, const int32_t* all_tokens,
+                      int32_t earlier, int32_t slot, const int32_t* tokens, int64_t first, int64_t end) noexcept nogil:
+    """Whether an earlier row of the call says the same of the positions `first` .. `end` - 1, where both know."""
     cdef int32_t other = slot_of(ints_at(rows, earlier)), row, one, two
     cdef int64_t position
     for row in range(earlier):
@@ -337,13 +351,16 @@ cdef bint same_entry(const Tree* t, const Seqs* s, const Ints* rows, const Ints*
 
 cdef int judge_tokens(Groups* gs, const Ints* rows, const Ints* counts, const int32_t* all_tokens, int32_t row,
                       int64_t at, Verdict* v) noexcept nogil:
-    """Row `row` of a commit, whose tokens are those from `at` on, must not contradict what entries stand for."""
+    """Row `row` of a commit, whose tokens are those from `at` on, must not contradict what entries stand for.
+
+    Nor what an earlier row says of the tokens up to the end of an entry that both fill.
+    """
     cdef Tree* t = gs.tree
     cdef Seqs* s = gs.seqs
-    cdef int32_t slot = slot_of(ints_at(rows, row)), n = t.row[slot].node, k, id
+    cdef int32_t slot = slot_of(ints_at(rows, row)), n = t.row[slot].node, k, id, earlier = -1
     cdef const int32_t* tokens = all_tokens + at
     cdef const int32_t* block
-    cdef int64_t bs = t.block_size, told = s.prefix[slot].committed, depth, index
+    cdef int64_t bs = t.block_size, told = s.prefix[slot].committed, depth, index, end, same = 0
     cdef uint64_t root = s.prefix[slot].root, h = t.node[n].hash if n != NO_NODE else s.prefix[slot].root_hash
     cdef bint is_known = True
     cdef LayerGroup* g
@@ -365,9 +382,13 @@ cdef int judge_tokens(Groups* gs, const Ints* rows, const Ints* counts, const in
                 if root and t.stands_for[g.arena][id] != n:
                     return refused(v, OTHER_TOKENS, row, id, 0, 0, 0)
             elif g.blocks.mark[id] == g.blocks.stamp:
-                if not same_entry(t, s, rows, counts, all_tokens, t.stands_for[g.arena][id], slot, tokens,
-                                  index * g.block_size, (index + 1) * g.block_size):
+                if t.stands_for[g.arena][id] != earlier:
+                    earlier = t.stands_for[g.arena][id]
+                    same = same_nodes(t, s, slot_of(ints_at(rows, earlier)), slot)
+                end = (index + 1) * g.block_size
+                if same < 0 or not same_tokens(t, s, rows, counts, all_tokens, earlier, slot, tokens, same, end):
                     return refused(v, OTHER_TOKENS, row, id, 0, 0, 0)
+                same = max(same, end)
             elif g.blocks.block[id].refcount > 1:
                 g.blocks.mark[id] = g.blocks.stamp
                 t.stands_for[g.arena][id] = row         # of no meaning before the entry is committed

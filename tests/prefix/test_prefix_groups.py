@@ -481,6 +481,21 @@ def test_commit_judges_tokens_that_two_rows_of_the_call_tell_of_one_entry(kinds)
     pool.check()
 
 
+@EITHER
+def test_commit_judges_what_two_rows_of_the_call_tell_of_tokens_before_an_entry_that_they_share(kinds):
+    pool, plan = make(Group.window(5), kinds=kinds)
+    handle = pool.open()
+    pool.step(plan, [handle], 12)
+    pool.done(plan)
+    rows = [handle, *pool.fork(handle).tolist()]
+    assert pool.table(handle).ravel().tolist()[0] == 0  # the first entry has been let go
+    tokens = list(range(12))
+    with pytest.raises(ValueError, match="other tokens"):
+        pool.prefix.commit(rows, [*tokens, 9, *tokens[1:]])
+    pool.prefix.commit(rows, [*tokens, *tokens])
+    pool.check()
+
+
 def test_namespaces_with_a_node_or_a_row_outlive_those_that_are_forgotten():
     pool, plan = make(Group.full(), Group.state(8, blocks=1))
     prompt = list(range(40))
