@@ -113,22 +113,22 @@ cdef int blocks_short(const Blocks* b, Verdict* v, int32_t arena, Py_ssize_t row
     return refused(v, OUT_OF_BLOCKS, row, -1, 0, handle, 0)
 
 
-cdef inline bint give_up(Blocks* b, int32_t i) noexcept nogil:
-    """Take an evictable block off the LRU list: its content is gone. False: that was gone before (`uncache`)."""
-    cdef bint had_content = b.block[i].committed != PLAIN
+cdef inline int32_t give_up(Blocks* b, int32_t i) noexcept nogil:
+    """Take an evictable block off the LRU list: its content is gone. 0: that was gone before (`uncache`), else 1."""
+    cdef int32_t lost = b.block[i].committed        # CANONICAL, which is 1, or PLAIN
     chain_unlink(b, &b.lru, i)
     b.block[i].committed = PLAIN
     b.block[i].fence = 0
-    b.evictions += had_content
-    return had_content
+    b.evictions += lost
+    return lost
 
 
 cdef void drop_oldest(Blocks* b, int32_t i) noexcept nogil:
-    """Take block i, the oldest evictable one, off the LRU list and note that its content is gone."""
-    if give_up(b, i):
-        b.block[i].noted = 1    # it was 0: a committed block is never noted
-        b.dropped[b.num_dropped] = i
-        b.num_dropped += 1
+    """Take block i, the oldest evictable one, off the LRU list and note that its content is gone, if it is by that."""
+    cdef int32_t lost = give_up(b, i)
+    b.block[i].noted = lost     # it was 0: no block is noted while it is evictable
+    b.dropped[b.num_dropped] = i
+    b.num_dropped += lost
 
 
 cdef int32_t blocks_take(Blocks* b) noexcept nogil:

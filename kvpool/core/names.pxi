@@ -97,12 +97,19 @@ cdef Name* names_find(const Names* names, uint64_t hash, const void* data, int64
     return NULL
 
 
-cdef Name* names_by_uid(const Names* names, uint64_t uid) noexcept nogil:
-    """A namespace that is known, by the uid of its root."""
+cdef void names_look_up(Names* names, uint64_t uid) noexcept nogil:
     cdef uint32_t at = home_of_uid(names, uid)
     while names.by_uid[at].uid != uid:
         at = (at + 1) & names.mask
-    return names.by_uid[at]
+    names.last_uid = uid
+    names.last = names.by_uid[at]
+
+
+cdef inline Name* names_by_uid(Names* names, uint64_t uid) noexcept nogil:
+    """A namespace that is known, by the uid of its root. Nodes that leave one after the other mostly share it."""
+    if names.last_uid != uid:
+        names_look_up(names, uid)
+    return names.last
 
 
 # ---- names -------------------------------------------------------------------------------------------------
@@ -160,6 +167,7 @@ cdef void name_leave(Names* names, Name* name) noexcept nogil:
     if name.users == 0:
         take_out(names, names.by_bytes, name)
         take_out(names, names.by_uid, name)
+        names.last_uid = 0
         names.size -= 1
         if name.references == 1 and (names.spare == NULL or names.spare.room < name.room):
             name_let_go(names.spare)
@@ -204,15 +212,20 @@ cdef bint names_check(const Names* names, char* finding) noexcept nogil:
     """Whether the names are not as they should be, after `names_count` for each user."""
     cdef int64_t at, size = 0
     cdef Name* name
+    cdef bint last_known = names.last_uid == 0
     for at in range(names.mask + <int64_t>1):
         name = names.by_bytes[at]
         if name == NULL:
             continue
         size += 1
+        last_known |= name == names.last and name.uid == names.last_uid
         if names_find(names, name.hash, name_bytes(name), name.size) != name or name.users != name.counted:
             return snprintf(finding, FINDING, b"the namespace of root %llu has %lld users, counted %lld",
                             <unsigned long long>name.uid, <long long>name.users, <long long>name.counted) > 0
     if size != names.size:
         return snprintf(finding, FINDING, b"%lld namespaces are known, the counter says %d", <long long>size,
                         names.size) > 0
+    if not last_known:
+        return snprintf(finding, FINDING, b"the namespace of root %llu was used last, and forgotten",
+                        <unsigned long long>names.last_uid) > 0
     return False

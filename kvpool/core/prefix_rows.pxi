@@ -401,6 +401,7 @@ cdef void commit_block(Groups* gs, int32_t slot, int64_t depth, const int32_t* b
     cdef SeqPrefix* prefix = &gs.seqs.prefix[slot]
     cdef int32_t above = t.row[slot].node, n, k
     cdef uint64_t h = chain(t.index, t.node[above].hash if above != NO_NODE else prefix.root_hash, block)
+    cdef bint waits = prefix.published < depth - 1 or gs.arena[0].oldest_pending and to_be_copied(gs, slot, depth)
     cdef LayerGroup* g
     cdef const int32_t* ids
     cdef int64_t index
@@ -408,7 +409,7 @@ cdef void commit_block(Groups* gs, int32_t slot, int64_t depth, const int32_t* b
     if n != NO_NODE:
         t.node[n].users += 1
     else:
-        n = node_new(gs, prefix.root, above, h, block)
+        n = node_new(gs, prefix.name, above, h, block)
     if n == NO_NODE:                        # no room: the row goes on without the tree
         row_ends(gs, slot)
         return
@@ -417,49 +418,67 @@ cdef void commit_block(Groups* gs, int32_t slot, int64_t depth, const int32_t* b
     t.row[slot].node = n
     for k in range(gs.num_groups):
         g = &gs.group[k]
-        if ends_at(t, g, k, depth):
-            index = depth // t.span[k] - 1
-            ids = group_row(g, slot) + index * g.columns
-            if not g.kept <= index < g.seq[slot].gone and t.role[g.arena][ids[0]] == NO_ROLE:
-                entry_commit(t, g, k, ids, n)
-    if prefix.published == depth - 1:
-        publish_block(gs, slot, depth, n)
+        if not ends_at(t, g, k, depth):
+            continue
+        index = depth // t.span[k] - 1
+        ids = group_row(g, slot) + index * g.columns
+        if g.kept <= index < g.seq[slot].gone:
+            continue
+        if t.role[g.arena][ids[0]] == NO_ROLE:
+            entry_commit(t, g, k, ids, n, waits)
+        elif not waits:
+            entry_admit(t, g, k, ids[0])
+    if waits:
+        t.has_waiting = True
+    else:
+        published(gs, slot, depth, n)
 
 
-cdef bint may_publish(const Groups* gs, int32_t slot, int64_t depth) noexcept nogil:
-    """Whether hits may find the entries of full groups that end with base block `depth` - 1 of a row.
+cdef int32_t full_entry(const Groups* gs, int32_t slot, int32_t k, int64_t depth) noexcept nogil:
+    """The first block of what a row has of a full group that ends with base block `depth` - 1, NO_BLOCK: no entry."""
+    cdef const LayerGroup* g = &gs.group[k]
+    if g.kind != FULL_LAYERS or not ends_at(gs.tree, g, k, depth):
+        return NO_BLOCK
+    return group_row(g, slot)[(depth // gs.tree.span[k] - 1) * g.columns]
 
-    They may not if a pending plan has to copy one, or if one has no role. That is a copy that was made after its tokens
-    were committed, or what a rollback put back: nobody said what it holds.
-    """
-    cdef const Tree* t = gs.tree
-    cdef const LayerGroup* g
+
+cdef bint to_be_copied(const Groups* gs, int32_t slot, int64_t depth) noexcept nogil:
+    """Whether a pending plan has to copy an entry of a full group that ends with base block `depth` - 1 of a row."""
     cdef int32_t k, first
     for k in range(gs.num_groups):
-        g = &gs.group[k]
-        if g.kind == FULL_LAYERS and ends_at(t, g, k, depth):
-            first = group_row(g, slot)[(depth // t.span[k] - 1) * g.columns]
-            if unwritten(g.blocks, first) or t.role[g.arena][first] == NO_ROLE:
-                return False
-    return True
+        first = full_entry(gs, slot, k, depth)
+        if first != NO_BLOCK and unwritten(gs.group[k].blocks, first):
+            return True
+    return False
+
+
+cdef void published(Groups* gs, int32_t slot, int64_t depth, int32_t n) noexcept nogil:
+    """Hits may find what a row has at the node of its base block `depth` - 1, and all before it."""
+    gs.seqs.prefix[slot].published = depth
+    if gs.tree.needs_checkpoints:
+        publish_checkpoint(gs, slot, n, depth * gs.block_size)
 
 
 cdef void publish_block(Groups* gs, int32_t slot, int64_t depth, int32_t n) noexcept nogil:
-    """Publish what a row has at the node of its base block `depth` - 1: all of it, or it waits with what is behind."""
+    """Publish what waits of a row at the node of its base block `depth` - 1: all of it, or none.
+
+    It goes on to wait if a pending plan has to copy an entry, or if one has no role. That is a copy that was made after
+    its tokens were committed, or what a rollback put back: nobody said what it holds.
+    """
     cdef Tree* t = gs.tree
-    cdef LayerGroup* g
     cdef int32_t k, first
-    if not may_publish(gs, slot, depth):
+    cdef bint waits = to_be_copied(gs, slot, depth)
+    for k in range(gs.num_groups):
+        first = full_entry(gs, slot, k, depth)
+        waits |= first != NO_BLOCK and t.role[gs.group[k].arena][first] == NO_ROLE
+    if waits:
         t.has_waiting = True
         return
     for k in range(gs.num_groups):
-        g = &gs.group[k]
-        if g.kind == FULL_LAYERS and ends_at(t, g, k, depth):
-            first = group_row(g, slot)[(depth // t.span[k] - 1) * g.columns]
-            if is_waiting(t.role[g.arena][first]):
-                entry_publish(t, g, k, first)
-    gs.seqs.prefix[slot].published = depth
-    publish_checkpoint(gs, slot, n, depth * t.block_size)
+        first = full_entry(gs, slot, k, depth)
+        if first != NO_BLOCK:
+            entry_admit(t, &gs.group[k], k, first)
+    published(gs, slot, depth, n)
 
 
 cdef void publish_row(Groups* gs, int32_t slot) noexcept nogil:

@@ -276,14 +276,11 @@ cdef void bucket_remove(Tree* t, int32_t n) noexcept nogil:
     t.bucket[gap] = NO_NODE
 
 
-cdef void node_release(Tree* t, int32_t n) noexcept nogil:
-    """A node has a user less. Without any it is forgotten, and its parent has a user less."""
+cdef void node_forget(Tree* t, int32_t n) noexcept nogil:
+    """A node without users is forgotten, and its parent has a user less."""
     cdef Node* node
     while n != NO_NODE:
         node = &t.node[n]
-        node.users -= 1
-        if node.users:
-            return
         if node.root:
             bucket_remove(t, n)
             t.num_nodes -= 1
@@ -292,10 +289,21 @@ cdef void node_release(Tree* t, int32_t n) noexcept nogil:
         t.unit[n].next = t.free_node
         t.free_node = n
         n = node.parent
+        if n != NO_NODE:
+            t.node[n].users -= 1
+            if t.node[n].users:
+                return
 
 
-cdef int32_t node_new(Groups* gs, uint64_t root, int32_t parent, uint64_t hash, const int32_t* tokens) noexcept nogil:
-    """A node below another, with one user. NO_NODE: there is no room, though all that may leave has left."""
+cdef inline void node_release(Tree* t, int32_t n) noexcept nogil:
+    """A node has a user less."""
+    t.node[n].users -= 1
+    if t.node[n].users == 0:
+        node_forget(t, n)
+
+
+cdef int32_t node_new(Groups* gs, Name* name, int32_t parent, uint64_t hash, const int32_t* tokens) noexcept nogil:
+    """A node of a namespace below another, with one user. NO_NODE: no room, though all that may leave has left."""
     cdef Tree* t = gs.tree
     cdef uint32_t at
     cdef Node* node
@@ -312,7 +320,7 @@ cdef int32_t node_new(Groups* gs, uint64_t root, int32_t parent, uint64_t hash, 
     node = &t.node[n]
     memset(node, 0, sizeof(Node))
     node.hash = hash
-    node.root = root
+    node.root = name.uid
     node.parent = parent
     node.depth = 1
     node.users = 1
@@ -328,25 +336,28 @@ cdef int32_t node_new(Groups* gs, uint64_t root, int32_t parent, uint64_t hash, 
     t.bucket[at] = n
     t.num_nodes += 1
     t.index.inserted += 1
-    names_by_uid(&t.index.names, root).users += 1
+    name.users += 1
     if t.key != NULL:
-        sha256(node_key(t, parent) if parent != NO_NODE else names_by_uid(&t.index.names, root).key, tokens,
+        sha256(node_key(t, parent) if parent != NO_NODE else name.key, tokens,
                t.block_size * sizeof(int32_t), node_key(t, n))
     return n
 
 
 # ---- events ------------------------------------------------------------------------------------------------
 
-cdef void tell_stored(Tree* t, const LayerGroup* g, int32_t k, int32_t n) noexcept nogil:
-    """A group has an entry, or a state, at a node: its tokens are those of the entry, or of the node."""
+cdef void add_stored(Tree* t, const LayerGroup* g, int32_t k, int32_t n) noexcept nogil:
     cdef int32_t size = 1 if g.kind == STATE_LAYERS else t.span[k], above = n, i
-    if t.key == NULL:
-        return
     for i in range(size - 1, -1, -1):
         memcpy(t.scratch + i * t.block_size, t.tokens + above * t.block_size, t.block_size * sizeof(int32_t))
         above = t.node[above].parent
     ring_add(&t.index.ring, STORED, node_key(t, n), node_key(t, above) if above != NO_NODE else NULL,
              names_by_uid(&t.index.names, t.node[n].root), t.scratch, size * t.block_size, k)
+
+
+cdef inline void tell_stored(Tree* t, const LayerGroup* g, int32_t k, int32_t n) noexcept nogil:
+    """A group has an entry, or a state, at a node: its tokens are those of the entry, or of the node."""
+    if t.key != NULL:
+        add_stored(t, g, k, n)
 
 
 cdef void tell_removed(Tree* t, int32_t k, int32_t n) noexcept nogil:
@@ -373,8 +384,19 @@ cdef inline bint is_waiting(uint8_t role) noexcept nogil:
     return WAITS < role <= 2 * MAX_GROUPS
 
 
-cdef void entry_commit(Tree* t, LayerGroup* g, int32_t k, const int32_t* ids, int32_t n) noexcept nogil:
-    """An entry in use stands for a node from now on. One of a full group waits to be published."""
+cdef void entry_publish(Tree* t, const LayerGroup* g, int32_t k, int32_t first, int32_t n) noexcept nogil:
+    """An entry of a full group is the canonical one of its node if that has none."""
+    cdef int32_t* known = node_entry(t, n, k)
+    if known[0] == NO_BLOCK:
+        known[0] = first
+        tell_stored(t, g, k, n)
+    else:
+        t.index.duplicates += 1
+
+
+cdef inline void entry_commit(Tree* t, LayerGroup* g, int32_t k, const int32_t* ids, int32_t n,
+                              bint waits) noexcept nogil:
+    """An entry in use stands for a node from now on. One of a full group is published, or it waits."""
     cdef int32_t c
     for c in range(g.columns):
         g.blocks.block[ids[c]].committed = CANONICAL
@@ -382,20 +404,17 @@ cdef void entry_commit(Tree* t, LayerGroup* g, int32_t k, const int32_t* ids, in
         t.role[g.arena][ids[c]] = LATER_COLUMN if c else 1 + k
         t.column_after[g.arena][ids[c]] = ids[c + 1] if c + 1 < g.columns else NO_BLOCK
     t.node[n].users += 1
-    if g.kind == FULL_LAYERS:
+    if g.kind == FULL_LAYERS and waits:
         t.role[g.arena][ids[0]] += WAITS
+    elif g.kind == FULL_LAYERS:
+        entry_publish(t, g, k, ids[0], n)
 
 
-cdef void entry_publish(Tree* t, LayerGroup* g, int32_t k, int32_t first) noexcept nogil:
-    """An entry waits no more: it is the canonical one of its node if that has none."""
-    cdef int32_t n = t.stands_for[g.arena][first]
-    cdef int32_t* known = node_entry(t, n, k)
-    t.role[g.arena][first] -= WAITS
-    if known[0] == NO_BLOCK:
-        known[0] = first
-        tell_stored(t, g, k, n)
-    else:
-        t.index.duplicates += 1
+cdef void entry_admit(Tree* t, const LayerGroup* g, int32_t k, int32_t first) noexcept nogil:
+    """An entry waits no more, if it did."""
+    if is_waiting(t.role[g.arena][first]):
+        t.role[g.arena][first] -= WAITS
+        entry_publish(t, g, k, first, t.stands_for[g.arena][first])
 
 
 cdef void entry_blank(Tree* t, LayerGroup* g, int32_t first) noexcept nogil:
