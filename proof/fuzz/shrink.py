@@ -70,16 +70,21 @@ def plainer(shape: Shape, name: str, value: Any) -> Shape:
 
 
 def fewer_groups(shape: Shape, words: list[Word], make_pool: Callable[..., Any]) -> Shape:
-    """The same run without the layer groups that the failure does not need."""
-    groups = shape.pool.get("groups", [])
-    for group in reversed(groups):
-        left = [other for other in shape.pool["groups"] if other is not group]
-        simpler = replace(shape, pool={**shape.pool, "groups": left})
-        try:
-            if failure_of(simpler, words, make_pool) is not None:
+    """The same run without the layer groups that the failure does not need, the others in arena 0 where they can be.
+
+    A group that sizes an arena cannot leave while others use the arena: the last group is tried first.
+    """
+    for at in reversed(range(len(shape.pool.get("groups", [])))):
+        groups = shape.pool["groups"]
+        for instead in ([], [replace(groups[at], arena=0, num_blocks=None)]):
+            simpler = replace(shape, pool={**shape.pool, "groups": [*groups[:at], *instead, *groups[at + 1 :]]})
+            try:
+                fails = failure_of(simpler, words, make_pool) is not None
+            except ValueError:  # no pool can be made of these
+                continue
+            if fails:
                 shape = simpler
-        except ValueError:  # no pool can be made without it
-            continue
+                break
     return shape
 
 
@@ -104,13 +109,13 @@ def shrink(shape: Shape, words: list[Word], make_pool: Callable[..., Any] = kvpo
 
     words = minimal(words, fails)
     for _ in range(2):  # a plainer pool may need fewer calls, and fewer calls a plainer pool
+        shape = fewer_groups(shape, words, make_pool)  # while arena 0 is large enough for more groups
         for name, value in PLAINER:
             if name != "plans" and name not in shape.pool:
                 continue
             simpler = plainer(shape, name, value)
             if simpler != shape and failure_of(simpler, words, make_pool) is not None:
                 shape = simpler
-        shape = fewer_groups(shape, words, make_pool)
         words = minimal(smaller_numbers(minimal(words, fails), fails), fails)
     finding = failure_of(shape, words, make_pool)
     what = str(finding) if finding else "the failure did not come again"
