@@ -66,7 +66,7 @@ PARTS = (
         "random operations on prefix caches of layer groups, sanitized",
         "ASan+UBSan, beside the plain model, all compared after every one: >= 1e6, 0 findings",
         *("asan", 1_000_000),
-        notes="one process; half of the pools have a prefix cache",
+        notes="one process; four of five pools have a prefix cache",
         program=("proof.plain",),
     ),
 )

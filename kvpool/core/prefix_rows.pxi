@@ -197,7 +197,7 @@ cdef void tree_begin(Groups* gs, int32_t slot, const Ints* tokens, const Hit* hi
             begin_load(gs, slot, hit.checkpoint)
         checkpoint_refresh(t, hit.checkpoint)
     for k in range(gs.num_arenas):
-        if need[k]:
+        if need[k] and (t.has_units[k] or t.has_checkpoints[k]):    # the row may have its slot of an arena of states
             tree_make_room(gs, k, need[k])
     for k in range(gs.num_groups):
         g = &gs.group[k]

@@ -319,6 +319,19 @@ def test_flush_while_a_load_is_pending_lets_the_row_go_on():
     assert pool.stats().used == 0
 
 
+@EITHER
+def test_hits_take_every_slot_of_a_state(kinds):
+    pool, plan = make(Group.full(), Group.state(4, blocks=1), kinds=kinds)
+    prompt = list(range(40))
+    pool.close(prefill(pool, plan, prompt, cut=40)[0])
+    rows = [pool.open([*prompt, 1]) for _ in range(4)]
+    assert pool.stats(1).used == 4 and {pool.num_tokens(row) for row in rows} == {40}
+    with pytest.raises(OutOfBlocks):
+        pool.open([*prompt, 1])
+    pool.close(rows)
+    pool.check()
+
+
 def test_events_name_group_kind_and_window():
     pool, plan = make(Group.full(block_size=8), Group.window(5), Group.state(8, blocks=2), events=1000)
     pool.close(prefill(pool, plan, [*range(16)], cut=8, namespace=b"a")[0])
