@@ -33,17 +33,18 @@ def test_step_costs_at_most_a_fifth_more_than_in_the_core():
 
 
 def test_gate_notices_a_call_of_python(monkeypatch):
-    """The same steps, each by a call of Python's method."""
+    """The same steps, each by a call of Python's method, with a list of handles."""
     real = capi_loops.loop
 
     def through_python(who, **options):
         if who == "core":
             return real(who, **options)
         pool, plan, handles = capi_loops.decoding()
+        rows = handles.tolist()
 
         def run():
             for _ in range(capi_loops.STEPS):
-                pool.step(plan, handles)
+                pool.step(plan, rows)
 
         return run, pool
 
