@@ -432,14 +432,41 @@ cdef void entry_blank(Tree* t, LayerGroup* g, int32_t first) noexcept nogil:
     node_release(t, n)
 
 
-cdef void entry_left(Tree* t, LayerGroup* g, int32_t k, int32_t first) noexcept nogil:
-    """Nobody refers to a committed entry any more. One that waits may have no content: it is kept for nobody."""
-    cdef int32_t n = t.stands_for[g.arena][first]
+cdef int32_t entry_of_a_loading_row(const Groups* gs, int32_t k, int32_t n) noexcept nogil:
+    """The entry of a window or chunk that the first row with a load pending has at a node, NO_BLOCK: none has one."""
+    cdef const Tree* t = gs.tree
+    cdef const LayerGroup* g = &gs.group[k]
+    cdef int64_t depth = t.node[n].depth, index = depth // t.span[k] - 1
+    cdef int32_t slot, state, first
+    for slot in range(gs.seqs.max_seqs if t.num_loads else 0):
+        state = gs.group[t.state_group].table[slot]
+        if (state == NO_BLOCK or t.load[state] == NO_CHECKPOINT or t.row[slot].node == NO_NODE
+                or t.node[t.row[slot].node].depth < depth or g.kept <= index < g.seq[slot].gone):
+            continue
+        first = group_row(g, slot)[index * g.columns]
+        if t.role[g.arena][first] == 1 + k and t.stands_for[g.arena][first] == n and g.blocks.block[first].refcount:
+            return first
+    return NO_BLOCK
+
+
+cdef void entry_left(Groups* gs, int32_t k, int32_t first) noexcept nogil:
+    """Nobody refers to a committed entry any more. One that waits may have no content: it is kept for nobody.
+
+    Nothing of a checkpoint that is to be loaded may leave, so a row that loads has its own entry in place of this one.
+    """
+    cdef Tree* t = gs.tree
+    cdef LayerGroup* g = &gs.group[k]
+    cdef int32_t n = t.stands_for[g.arena][first], own
     cdef Node* node = &t.node[n]
     cdef int32_t* known = node_entry(t, n, k)
     cdef bint is_lost = node.root == 0 or is_waiting(t.role[g.arena][first])
     if is_lost or (g.kind != FULL_LAYERS and known[0] != first):
         entry_blank(t, g, first)
+    elif g.kind != FULL_LAYERS:
+        own = entry_of_a_loading_row(gs, k, n)
+        if own != NO_BLOCK:
+            known[0] = own
+            entry_blank(t, g, first)
     if is_lost or g.kind != FULL_LAYERS:
         return
     if known[0] == NO_BLOCK:                    # the canonical one is gone: this one takes its place
@@ -472,7 +499,7 @@ cdef void tree_settle(Groups* gs) noexcept nogil:
             id = b.block[id].prev
         for i in range(count - 1, -1, -1):
             role = (t.role[k][left[i]] - 1) % MAX_GROUPS
-            entry_left(t, &gs.group[role], role, left[i])
+            entry_left(gs, role, left[i])
 
 
 cdef void share_entries(Tree* t, LayerGroup* g, int32_t k, int32_t* row, int64_t first, int64_t end) noexcept nogil:

@@ -372,6 +372,7 @@ class CheckpointModel(GroupModel):
         entry.left.clear()
         node = entry.node
         if self._covering(entry):
+            self._hand_over(entry)
             return
         if node is None or entry.waits or entry.layer.kind != "full":
             self._blank_entry(entry)
@@ -381,6 +382,24 @@ class CheckpointModel(GroupModel):
             if self._is_unit_idle(node):
                 node.stamp = self._tick()
         self._sweep()
+
+    def _hand_over(self, entry: Entry) -> None:
+        """Nobody names an entry of checkpoints: the first row that has still to load one has its own in its place."""
+        assert entry.node is not None
+        depth = len(entry.node.prefix) // self.block_size
+        for _, seq in sorted(self._sequences.items()):
+            if seq.known.node is None or len(seq.tokens) < len(entry.node.prefix) or not self._has_load(seq):
+                continue
+            for layer, blocks in self._ending(seq, depth):
+                own = self._entries.get((layer.arena._number, blocks[0]))
+                if layer is entry.layer and own is not None and own is not entry and own.node is entry.node:
+                    self._replace_tails([own])  # which blanks the other one
+                    return
+
+    def _has_load(self, seq: Sequence) -> bool:
+        """Whether a checkpoint has still to be copied to the states of a row."""
+        states = {(layer.index, slot) for layer in self._states for (slot,) in seq.tables[layer.index].entries}
+        return any(place in states for load in self._loads for place in load.slots.items())
 
     # ---- hits ---------------------------------------------------------------------------------------------
 

@@ -332,6 +332,27 @@ def test_hits_take_every_slot_of_a_state(kinds):
     pool.check()
 
 
+@EITHER
+def test_window_of_a_checkpoint_to_be_loaded_stays_when_another_row_with_it_closes(kinds):
+    """Both rows were loaded, and neither has run: the second one's entries took the place of the first one's."""
+    pool, plan = make(Group.window(24, keep=8), Group.state(6, blocks=3), kinds=kinds)
+    first = pool.open([7] * 4, load=True)
+    pool.loaded(first, 4)
+    pool.prefix.commit(first, [7] * 4)
+    second = pool.open([7] * 16, load=True)
+    pool.step(plan, [first], [0])
+    pool.loaded(second, 16)
+    pool.prefix.commit(second, [7] * 16)
+    pool.close(second)
+    pool.done(plan)
+    pool.check()
+    hit = pool.open([7, 7, 7, 7, 8])
+    assert pool.num_tokens(hit) == 4 and pool.table(hit, 0)[0] == pool.table(first, 0)[0]
+    pool.close([first, hit])
+    pool.check()
+    assert pool.stats().used == 0
+
+
 def test_events_name_group_kind_and_window():
     pool, plan = make(Group.full(block_size=8), Group.window(5), Group.state(8, blocks=2), events=1000)
     pool.close(prefill(pool, plan, [*range(16)], cut=8, namespace=b"a")[0])
