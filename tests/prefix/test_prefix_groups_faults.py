@@ -19,7 +19,7 @@ MOST = 300_000
 FAULTS = [*WRONG_CONTENT, *WRONG_CHOICE, OutlivesItsKeys, WholePathRefreshed]
 COUNTED = FAULTS if os.environ.get("KVPOOL_LONG") else FAULTS[:-1]
 #: The first seed for faults that few programs show.
-FIRST = {"StaleStates": 22, "KeptTokensDropped": 20, "OutlivesItsKeys": 8, "WholePathRefreshed": 599}
+FIRST = {"StaleStates": 22, "KeptTokensDropped": 20, "OutlivesItsKeys": 8, "WholePathRefreshed": 2062}
 FIRST_READ = {"ShortWindow": 8, "KeptTokensDropped": 20, "OtherNamespaces": 5, "PublishedUnwritten": 1002}
 
 
