@@ -121,7 +121,7 @@ BEGIN_FIRST = (
     *("packaging", "demo", "fuzz_machine", "metal_attention", "backend_conformance", "backend_mlx", "metal_backend"),
     *("metal_mutations", "scheduler_canary", "fuzz_pool", "engine_store", "fuzz_groups", "simulator_faults", "ranks"),
     *("backend_cpu", "machine_canaries", "fuzz_prefix", "mlx_lm_turns", "mlx_lm_adapter", "mlx_native", "metal_bytes"),
-    *("published_notebook_model", "mlx_fused", "cli_generate", "cli_bench", "scheduler_groups", "scheduler_ahead"),
+    *("mlx_fused", "cli_generate", "cli_bench", "scheduler_groups", "scheduler_ahead"),
 )
 
 
@@ -137,7 +137,7 @@ KEPT_IN = ("metal_mutations", "metal_packed_mutations", "metal_scores", "bench_a
 LEFT_TO_TEST_ALL = (
     *("metal", "benchmarks", "proof_mutants", "proof_coverage", "proof_gates", "proof_failures"),
     *("demo", "demo_conversation", "packaging", "ranks", "server_soak"),
-    *("backend_mlx", "mlx_native", "mlx_native_metal", "published_notebook_model", "capi_examples"),
+    *("backend_mlx", "mlx_native", "mlx_native_metal", "capi_examples"),
     *("sizing_fields", "fuzz_machine", "fuzz_machine_groups", "fuzz_prefix", "stubs", "cross"),
     *("cli_bench_metal", "cli_cache", "cli_serve", "capi_speed", "mlx_lm_turns"),
     *("serving_hostile", "serving_kills", "serving_tools", "serving_limits", "serving_failures", "serving_faults"),
