@@ -35,19 +35,9 @@ class Moves(NumpyBackend):
                 plane[ids[j // size], j % size, head] = plane[ids[old // size], old % size, head]
 
 
-class OneLayerForAll(Moves):
-    def places(self, places, layer, plane):
-        return places[0]
-
-
 class OneHeadForAll(Moves):
     def places(self, places, layer, plane):
         return np.repeat(places[layer, :1], self.spec.num_kv_heads, 0)
-
-
-class KeysAlone(Moves):
-    def places(self, places, layer, plane):
-        return places[layer] if plane == 0 else np.arange(places.shape[2])[None].repeat(self.spec.num_kv_heads, 0)
 
 
 class FromTheEnd(Moves):
@@ -55,13 +45,6 @@ class FromTheEnd(Moves):
 
     def order(self, n):
         return reversed(range(n))
-
-
-class ClearsWhatLeft(Moves):
-    def move(self, plane, ids, places):
-        super().move(plane, ids, places)
-        n, size = places.shape[1], self.spec.block_size
-        plane[ids[-(-n // size) :]] = 0
 
 
 class MovesBeforeItLooks(Moves):
@@ -75,22 +58,10 @@ class MovesBeforeItLooks(Moves):
             raise
 
 
-class Believes(Moves):
-    def compact(self, blocks, keep):
-        keep = np.asarray(keep)
-        if keep.ndim == 1 and keep.size and keep.dtype.kind == "i":
-            keep = np.unique(keep)
-        super().compact(blocks, keep)
-
-
 FAULTS = {
-    OneLayerForAll: "compaction_moves_what_stays_and_nothing_else",
     OneHeadForAll: "compacted_rows_answer_from_what_stays",
-    KeysAlone: "compacted_rows_answer_from_what_stays",
     FromTheEnd: "compaction_moves_what_stays_and_nothing_else",
-    ClearsWhatLeft: "compaction_moves_what_stays_and_nothing_else",
     MovesBeforeItLooks: "misplaced_tokens_are_refused_before_a_byte_changes",
-    Believes: "misplaced_tokens_are_refused_before_a_byte_changes",
 }
 
 

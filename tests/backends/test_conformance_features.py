@@ -26,40 +26,11 @@ def with_features(backend, *features):
 # ---------------------------------------------------------------------- window
 
 
-class IgnoresTheWindow(Simple):
-    def oldest(self, x):
-        return 0
-
-
-class WindowIsOneTooWide(Simple):
-    def oldest(self, x):
-        return max(0, super().oldest(x) - 1)
-
-
-class WindowIsOneTooNarrow(Simple):
-    def oldest(self, x):
-        return min(x.visible - 1, super().oldest(x) + (x.options.window is not None))
-
-
 class WindowEndsAtTheNewestToken(Simple):
     """One window for all queries of a chunk."""
 
     def oldest(self, x):
         return 0 if x.options.window is None else min(x.visible - 1, max(0, x.seq_len - x.options.window))
-
-
-class WindowStartsAtABlock(Simple):
-    def oldest(self, x):
-        return super().oldest(x) // self.spec.block_size * self.spec.block_size
-
-
-class WindowOverflows(Simple):
-    """32-bit arithmetic."""
-
-    def oldest(self, x):
-        if x.options.window is None:
-            return 0
-        return min(x.visible - 1, max(0, x.visible - int(np.int64(x.options.window).astype(np.int32))))
 
 
 class WeighsSlotsBehindTheWindowWithZero(Simple):
@@ -71,21 +42,10 @@ class WeighsSlotsBehindTheWindowWithZero(Simple):
 # ---------------------------------------------------------------------- soft cap
 
 
-class CapsBeforeItScales(Simple):
-    def scores(self, x, k):
-        cap = x.options.soft_cap
-        return super().scores(x, k) if cap is None else cap * np.tanh(k @ x.q / cap) * x.scale
-
-
 class CutsInsteadOfCapping(Simple):
     def scores(self, x, k):
         cap = np.inf if x.options.soft_cap is None else x.options.soft_cap
         return np.clip(k @ x.q * x.scale, -cap, cap)
-
-
-class ForgetsToMultiplyByTheCap(Simple):
-    def scores(self, x, k):
-        return super().scores(x, k) / (x.options.soft_cap or 1)
 
 
 class CapsAfterTheBias(Simple):
@@ -99,38 +59,7 @@ class CapsAfterTheBias(Simple):
         return k @ x.q * x.scale
 
 
-class CapsTheSink(Simple):
-    def sink(self, x):
-        cap = x.options.soft_cap
-        return super().sink(x) if cap is None else cap * np.tanh(super().sink(x) / cap)
-
-
 # ---------------------------------------------------------------------- sinks
-
-
-class IgnoresSinks(Simple):
-    def sink(self, x):
-        return -np.inf
-
-
-class IgnoresSinksOfZero(Simple):
-    def sink(self, x):
-        return super().sink(x) or -np.inf
-
-
-class SinkIsScaled(Simple):
-    def sink(self, x):
-        return super().sink(x) * x.scale
-
-
-class SinkOfTheKVHead(Simple):
-    def sink(self, x):
-        return float(x.options.sinks[x.kv_head])
-
-
-class SinkIsCountedTwice(Simple):
-    def sink(self, x):
-        return super().sink(x) + np.log(2)
 
 
 class SinkIsCountedInEveryPart(Split):
@@ -138,34 +67,7 @@ class SinkIsCountedInEveryPart(Split):
         return super().merge(partials, sink + np.log(len(partials)))
 
 
-class SinkHasTheFirstValue(Simple):
-    """As a key of its own whose value is not 0."""
-
-    def mix(self, scores, sink, v):
-        return super().mix(np.append(scores, sink), -np.inf, np.concatenate([v, v[:1]]))
-
-
 # ---------------------------------------------------------------------- ALiBi
-
-
-class IgnoresSlopes(Simple):
-    def alibi(self, x, key):
-        return 0.0
-
-
-class SlopeHasTheWrongSign(Simple):
-    def alibi(self, x, key):
-        return -super().alibi(x, key)
-
-
-class SlopeIsScaled(Simple):
-    def alibi(self, x, key):
-        return super().alibi(x, key) * x.scale
-
-
-class SlopeOfTheKVHead(Simple):
-    def alibi(self, x, key):
-        return float(x.options.alibi_slopes[x.kv_head]) * (key - (x.visible - 1))
 
 
 class SlopeInFloat32FromTheStart(Simple):
@@ -179,11 +81,6 @@ class SlopeInFloat32FromTheStart(Simple):
         return super().mix(scores.astype(np.float32).astype(float), sink, v)
 
 
-class DistanceFromTheStart(Simple):
-    def alibi(self, x, key):
-        return float(x.options.alibi_slopes[x.head]) * key
-
-
 class DistanceToTheNewestToken(Simple):
     def alibi(self, x, key):
         return float(x.options.alibi_slopes[x.head]) * (key - (x.seq_len - 1))
@@ -192,36 +89,12 @@ class DistanceToTheNewestToken(Simple):
 # ---------------------------------------------------------------------- masks
 
 
-class MaskOfTheFirstHead(Simple):
-    def mask(self, x):
-        mask = x.options.mask[x.token]
-        return mask if mask.ndim == 1 else mask[0]
-
-
-class MaskOfTheKVHead(Simple):
-    def mask(self, x):
-        mask = x.options.mask[x.token]
-        return mask if mask.ndim == 1 else mask[min(len(mask) - 1, x.kv_head)]
-
-
-class MaskOfTheFirstQuery(Simple):
-    def mask(self, x):
-        x.token = x.first
-        return super().mask(x)
-
-
 class MaskOfTheQueryInItsRow(Simple):
     """Row j of the mask for query j of every sequence."""
 
     def mask(self, x):
         x.token -= x.first
         return super().mask(x)
-
-
-class MaskIsAlignedToTheEnd(Simple):
-    def mask(self, x):
-        mask = super().mask(x)
-        return mask[len(mask) - x.seq_len :]
 
 
 class MaskIsReadAsIfContiguous(Simple):
@@ -233,58 +106,12 @@ class MaskIsReadAsIfContiguous(Simple):
         return mask if mask.ndim == 1 else mask[0 if len(mask) == 1 else x.head]
 
 
-class TrueHidesTheKey(Simple):
-    def bias(self, mask):
-        return super().bias(~mask if mask.dtype == np.bool_ else mask)
-
-
-class BoolsAreAdded(Simple):
-    def bias(self, mask):
-        return mask.astype(float)
-
-
-class FloatsAreReadAsBools(Simple):
-    def bias(self, mask):
-        return np.where(mask > -1e3, 0.0, -np.inf)
-
-
-class LowestIsNotLowEnough(Simple):
-    def bias(self, mask):
-        bias = super().bias(mask)
-        return np.where(np.isneginf(bias), bias, np.maximum(bias, -10.0))
-
-
 class BaseChangesTheRange(Split):
     """Scores to base 2, where the largest floats are infinite; in chunks only they differ from none."""
 
     def mix(self, scores, sink, v):
         with np.errstate(over="ignore"):
             return super().mix(np.float32(np.float32(scores) * np.log2(np.e)) / np.log2(np.e), sink, v)
-
-
-class SinkOfSixteenBits(Simple):
-    def sink(self, x):
-        with np.errstate(over="ignore"):
-            return float(np.float16(x.options.sinks[x.head]))
-
-
-class NothingSeenIsNaN(Simple):
-    def mix(self, scores, sink, v):
-        weights = np.exp(scores - scores.max())
-        return weights @ v / (weights.sum() + np.exp(sink - scores.max()))
-
-
-class NothingSeenIsTheMean(Simple):
-    """-inf as a large finite number."""
-
-    def mix(self, scores, sink, v):
-        return super().mix(np.maximum(scores, -1e30), sink, v)
-
-
-class HiddenPartIsNaN(Split):
-    def partial(self, scores, v):
-        weights = np.exp(scores - scores.max())
-        return scores.max(), weights.sum(), weights @ v
 
 
 class HiddenPartIsTheMean(Split):
@@ -304,14 +131,6 @@ class PaddingMeetsTheMask(NumpyBackend):
         return out
 
 
-class PaddingIsTheSink(NumpyBackend):
-    def attend(self, step, layer, q, scale=None, *, options=None, return_attn=False):
-        out = super().attend(step, layer, q, scale, options=options, return_attn=return_attn)
-        if options is not None and options.sinks is not None and not return_attn:
-            out[step.cu_q_lens[-1] :] = 1 / np.exp(options.sinks)[:, None]
-        return out
-
-
 class WeightsLoseTheSink(NumpyBackend):
     def attend(self, step, layer, q, scale=None, *, options=None, return_attn=False):
         result = super().attend(step, layer, q, scale, options=options, return_attn=return_attn)
@@ -321,17 +140,6 @@ class WeightsLoseTheSink(NumpyBackend):
         return out, attn / attn.sum(axis=-1, keepdims=True)
 
 
-class IgnoresWhatItLacks(with_features(NumpyBackend, "window")):
-    def attend(self, step, layer, q, scale=None, *, options=None, return_attn=False):
-        return super().attend(step, layer, q, scale, return_attn=return_attn)
-
-
-class ReadsAnythingAsOptions(NumpyBackend):
-    def attend(self, step, layer, q, scale=None, *, options=None, return_attn=False):
-        options = None if isinstance(options, dict) else options
-        return super().attend(step, layer, q, scale, options=options, return_attn=return_attn)
-
-
 class WidensNarrowMasks(NumpyBackend):
     def attend(self, step, layer, q, scale=None, *, options=None, return_attn=False):
         if options is not None and options.mask is not None and options.mask.shape[-1] < max(step.seq_lens):
@@ -339,60 +147,21 @@ class WidensNarrowMasks(NumpyBackend):
         return super().attend(step, layer, q, scale, options=options, return_attn=return_attn)
 
 
-class NamesAFeatureThatDoesNotExist(with_features(NumpyBackend, "window", "sink")):
-    pass
-
-
 FAULTS = {
-    IgnoresTheWindow: "window_hides_older_tokens",
-    WindowIsOneTooWide: "window_hides_older_tokens",
-    WindowIsOneTooNarrow: "window_hides_older_tokens",
     WindowEndsAtTheNewestToken: "window_hides_older_tokens",
-    WindowStartsAtABlock: "window_hides_older_tokens",
-    WindowOverflows: "window_hides_older_tokens",
     WeighsSlotsBehindTheWindowWithZero: "slots_behind_the_window_never_matter",
-    CapsBeforeItScales: "soft_cap_bounds_scaled_scores",
     CutsInsteadOfCapping: "soft_cap_bounds_scaled_scores",
-    ForgetsToMultiplyByTheCap: "soft_cap_bounds_scaled_scores",
     CapsAfterTheBias: "features_work_together",
-    CapsTheSink: "features_work_together",
-    IgnoresSinks: "sinks_are_counted_once",
-    IgnoresSinksOfZero: "sinks_are_counted_once",
-    SinkIsScaled: "sinks_are_counted_once",
-    SinkOfTheKVHead: "sinks_are_counted_once",
-    SinkIsCountedTwice: "sinks_are_counted_once",
     SinkIsCountedInEveryPart: "sinks_are_counted_once",
-    SinkHasTheFirstValue: "sinks_are_counted_once",
-    IgnoresSlopes: "alibi_biases_by_distance",
-    SlopeHasTheWrongSign: "alibi_biases_by_distance",
-    SlopeIsScaled: "alibi_biases_by_distance",
-    SlopeOfTheKVHead: "alibi_biases_by_distance",
     SlopeInFloat32FromTheStart: "alibi_biases_by_distance",
-    DistanceFromTheStart: "alibi_distance_starts_at_the_query",
     DistanceToTheNewestToken: "alibi_distance_starts_at_the_query",
-    MaskOfTheFirstHead: "masks_of_bools_and_floats_are_applied",
-    MaskOfTheKVHead: "masks_of_bools_and_floats_are_applied",
-    MaskOfTheFirstQuery: "masks_of_bools_and_floats_are_applied",
     MaskOfTheQueryInItsRow: "masks_of_bools_and_floats_are_applied",
-    MaskIsAlignedToTheEnd: "masks_of_bools_and_floats_are_applied",
     MaskIsReadAsIfContiguous: "masks_of_bools_and_floats_are_applied",
-    TrueHidesTheKey: "masks_of_bools_and_floats_are_applied",
-    BoolsAreAdded: "masks_of_bools_and_floats_are_applied",
-    FloatsAreReadAsBools: "masks_of_bools_and_floats_are_applied",
     BaseChangesTheRange: "ends_of_the_float_range_are_numbers_like_others",
-    SinkOfSixteenBits: "ends_of_the_float_range_are_numbers_like_others",
-    LowestIsNotLowEnough: "ends_of_the_float_range_are_numbers_like_others",
-    NothingSeenIsNaN: "queries_that_see_nothing_get_zero",
-    NothingSeenIsTheMean: "queries_that_see_nothing_get_zero",
-    HiddenPartIsNaN: "queries_that_see_nothing_get_zero",
     HiddenPartIsTheMean: "queries_that_see_nothing_get_zero",
     PaddingMeetsTheMask: "padding_is_inert_under_options",
-    PaddingIsTheSink: "padding_is_inert_under_options",
     WeightsLoseTheSink: "attention_weights_are_returned",
-    IgnoresWhatItLacks: "options_that_cannot_be_served_are_refused",
-    ReadsAnythingAsOptions: "options_that_cannot_be_served_are_refused",
     WidensNarrowMasks: "options_that_cannot_be_served_are_refused",
-    NamesAFeatureThatDoesNotExist: "options_that_cannot_be_served_are_refused",
 }
 
 

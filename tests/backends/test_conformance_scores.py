@@ -67,17 +67,6 @@ class ScoresOfTheOldestQuery(OtherScores):
         return scores
 
 
-class SumsTheQueriesOfAChunk(OtherScores):
-    def one(self, q, keys, begin, end, kind, options):
-        scores = super().one(q, keys, begin, end, kind, options)
-        return scores * (end - begin)
-
-
-class ScoresOfTheFirstHead(OtherScores):
-    def of(self, q, keys, token, kind, options):
-        return super().of(q[:, :: q.shape[1] // keys.shape[1]], keys, token, kind, _first_heads(options, q, keys))
-
-
 def _first_heads(options, q, keys):
     step = q.shape[1] // keys.shape[1]
     per_head = [name for name in ("sinks", "alibi_slopes") if getattr(options, name) is not None]
@@ -85,28 +74,6 @@ def _first_heads(options, q, keys):
     if options.mask is not None and options.mask.ndim == 3 and options.mask.shape[1] > 1:
         changes["mask"] = options.mask[:, ::step]
     return replace(options, **changes)
-
-
-class AddsHeadsUp(Scored):
-    def changed(self, s, layer, q, plan, options, kind):
-        return s * (q.shape[1] // self.spec.num_kv_heads)
-
-
-class MapsHeadsRoundRobin(OtherScores):
-    def of(self, q, keys, token, kind, options):
-        group = q.shape[1] // keys.shape[1]
-        order = [h // group + h % group * keys.shape[1] for h in range(q.shape[1])]
-        return super().of(q[:, order], keys, token, kind, options)
-
-
-class ForgetsTheScale(Scored):
-    def changed(self, s, layer, q, plan, options, kind):
-        return s * self.spec.head_dim**0.5 if kind == "raw" else s
-
-
-class InBaseTwo(Scored):
-    def changed(self, s, layer, q, plan, options, kind):
-        return s * np.float32(np.log2(np.e)) if kind == "raw" else s
 
 
 class AddsBeforeItDivides(OtherScores):
@@ -118,29 +85,9 @@ class AddsBeforeItDivides(OtherScores):
             return np.float32(super().of(q, keys, token, kind, options) * group) / np.float32(group)
 
 
-class BeforeTheCap(OtherScores):
-    def of(self, q, keys, token, kind, options):
-        return super().of(q, keys, token, kind, replace(options, soft_cap=None) if kind == "raw" else options)
-
-
-class WithoutTheBias(OtherScores):
-    def of(self, q, keys, token, kind, options):
-        return super().of(q, keys, token, kind, replace(options, alibi_slopes=None))
-
-
-class WithoutTheMask(OtherScores):
-    def of(self, q, keys, token, kind, options):
-        return super().of(q, keys, token, kind, replace(options, mask=None))
-
-
 class WithoutTheSink(OtherScores):
     def of(self, q, keys, token, kind, options):
         return super().of(q, keys, token, kind, replace(options, sinks=None))
-
-
-class BehindTheWindow(OtherScores):
-    def of(self, q, keys, token, kind, options):
-        return super().of(q, keys, token, kind, replace(options, window=None))
 
 
 class HiddenIsInfinite(Scored):
@@ -160,49 +107,9 @@ class MassOfAPart(OtherScores):
         return whole
 
 
-class StopsAtAFullBlock(Scored):
-    def changed(self, s, layer, q, plan, options, kind):
-        s = s.copy()
-        for row, seq_len in enumerate(plan.seq_lens.tolist()):
-            s[row, :, seq_len // self.spec.block_size * self.spec.block_size :] = 0
-        return s
-
-
-class InOrderOfBlocks(Scored):
-    """By block id instead of logical order."""
-
-    def changed(self, s, layer, q, plan, options, kind):
-        size, s = self.spec.block_size, s.copy()
-        for row, seq_len in enumerate(plan.seq_lens.tolist()):
-            full = seq_len // size
-            order = np.argsort(plan.block_tables[row, :full])
-            blocks = s[row, :, : full * size].reshape(len(s[row]), full, size)
-            s[row, :, : full * size] = blocks[:, order].reshape(len(s[row]), -1)
-        return s
-
-
-class UsedSlotsLeak(Scored):
-    """The slot behind the newest token has a say, weighed with 0."""
-
-    def changed(self, s, layer, q, plan, options, kind):
-        s = s.copy()
-        for row, seq_len in enumerate(plan.seq_lens.tolist()):
-            if seq_len % self.spec.block_size and plan.cu_q_lens[row] < plan.cu_q_lens[row + 1]:
-                block = plan.block_tables[row, seq_len // self.spec.block_size]
-                s[row] += 0 * self._planes[layer][0][block, seq_len % self.spec.block_size, 0, 0]
-        return s
-
-
 class ScoresPaddingRows(Scored):
     def changed(self, s, layer, q, plan, options, kind):
         return np.where((np.diff(plan.cu_q_lens) == 0)[:, None, None], 1.0, s)
-
-
-class ScoresOfTheWords(OtherScores):
-    """Quantized keys without their biases."""
-
-    def one(self, q, keys, begin, end, kind, options):
-        return super().one(q, keys - (keys.min() if self.spec.k_bits else 0), begin, end, kind, options)
 
 
 class RoundsToTheLongestRow(Scored):
@@ -210,11 +117,6 @@ class RoundsToTheLongestRow(Scored):
 
     def changed(self, s, layer, q, plan, options, kind):
         return s * np.float32(1 + 2**-23 * (plan.seq_lens.max() % 7))
-
-
-class ChangesTheResult(Scored):
-    def result(self, out):
-        return out * np.float32(1 + 2**-22)
 
 
 class MassIsNormalizedOverTheSum(Scored):
@@ -225,32 +127,11 @@ class MassIsNormalizedOverTheSum(Scored):
         return (*results[:-1], results[-1] * 2) if return_attn and scores is not None else results
 
 
-class IgnoresScoresOut(Scored):
-    def attend(self, step, layer, q, scale=None, *, scores_out=None, **more):
-        return super().attend(step, layer, q, scale, **more)
-
-
 class ZeroesAllOfScoresOut(Scored):
     def attend(self, step, layer, q, scale=None, *, scores_out=None, **more):
         if scores_out is not None:
             scores_out[:] = 0
         return super().attend(step, layer, q, scale, scores_out=scores_out, **more)
-
-
-class RefusesNoKind(Scored):
-    def attend(self, step, layer, q, scale=None, *, scores=None, **more):
-        scores = "raw" if scores == "entropy" else scores
-        return super().attend(step, layer, q, scale, scores=scores, **more)
-
-
-class CastsScoresOut(Scored):
-    def attend(self, step, layer, q, scale=None, *, scores_out=None, **more):
-        scores_out = None if isinstance(scores_out, list) else scores_out
-        return super().attend(step, layer, q, scale, scores_out=scores_out, **more)
-
-
-class NamesAKindThatDoesNotExist(Scored):
-    capabilities = replace(Scored.capabilities, scores=("raw", "entropy"))
 
 
 class ClaimsOneKindAndServesTwo(Scored):
@@ -269,34 +150,15 @@ def numpy_twin(backend):
 
 
 FAULTS = {
-    ScoresOfTheFirstHead: "scores_of_decode_equal_dense_scores",
-    AddsHeadsUp: "scores_of_decode_equal_dense_scores",
-    MapsHeadsRoundRobin: "scores_of_decode_equal_dense_scores",
-    ForgetsTheScale: "scores_of_decode_equal_dense_scores",
-    InBaseTwo: "scores_of_decode_equal_dense_scores",
     MassOfAPart: "scores_of_decode_equal_dense_scores",
-    StopsAtAFullBlock: "scores_of_decode_equal_dense_scores",
-    InOrderOfBlocks: "scores_of_decode_equal_dense_scores",
-    ChangesTheResult: "scores_of_decode_equal_dense_scores",
     ScoresOfTheOldestQuery: "scores_of_chunks_are_of_the_newest_query",
-    SumsTheQueriesOfAChunk: "scores_of_chunks_are_of_the_newest_query",
     AddsBeforeItDivides: "scores_beside_masks_of_the_float_range_are_finite",
-    BeforeTheCap: "scores_are_what_goes_into_exp",
-    WithoutTheBias: "scores_are_what_goes_into_exp",
-    WithoutTheMask: "scores_are_what_goes_into_exp",
     WithoutTheSink: "scores_are_what_goes_into_exp",
-    BehindTheWindow: "scores_are_what_goes_into_exp",
     HiddenIsInfinite: "scores_are_what_goes_into_exp",
-    UsedSlotsLeak: "scores_of_a_row_follow_from_what_it_sees",
-    ScoresOfTheWords: "scores_of_decode_equal_dense_scores",
     RoundsToTheLongestRow: "scores_of_a_row_follow_from_what_it_sees",
     ScoresPaddingRows: "scores_of_padding_are_zero",
     MassIsNormalizedOverTheSum: "scores_come_after_weights",
-    IgnoresScoresOut: "scores_out_is_filled_in_place",
     ZeroesAllOfScoresOut: "scores_out_is_filled_in_place",
-    RefusesNoKind: "scores_that_cannot_be_served_are_refused",
-    CastsScoresOut: "scores_that_cannot_be_served_are_refused",
-    NamesAKindThatDoesNotExist: "scores_that_cannot_be_served_are_refused",
     ClaimsOneKindAndServesTwo: "scores_that_cannot_be_served_are_refused",
 }
 

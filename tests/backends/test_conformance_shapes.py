@@ -16,38 +16,11 @@ pytestmark = [
 ]
 
 
-class LosesTheLastPart(Split):
-    """Rounds the number of parts down."""
-
-    def mix(self, scores, sink, v):
-        whole = max(1, len(scores) // self.part) * self.part
-        return super().mix(scores[:whole], sink, v[:whole])
-
-
-class MergesWithoutRescaling(Split):
-    def factor(self, part_peak, peak):
-        return 1.0
-
-
 class MeansOfParts(Split):
     """Parts of different length weigh the same."""
 
     def merge(self, partials, sink):
         return np.mean([values / total for _, total, values in partials], axis=0)
-
-
-class SumsInFloat16(Simple):
-    def mix(self, scores, sink, v):
-        weights = np.exp(scores - scores.max()).astype(np.float16)
-        return weights @ v / np.cumsum(weights, dtype=np.float16)[-1]
-
-
-class TakesNoOffset(Simple):
-    """exp of the scores themselves, in float32."""
-
-    def mix(self, scores, sink, v):
-        weights = np.exp(scores.astype(np.float32)).astype(float)
-        return weights @ v / weights.sum()
 
 
 class RoundsScores(Simple):
@@ -57,20 +30,6 @@ class RoundsScores(Simple):
         return super().scores(x, k).astype(np.float16).astype(float)
 
 
-class ForgetsTheTailOfAHead(Simple):
-    """Whole vectors of 8 only."""
-
-    def scores(self, x, k):
-        whole = max(8, len(x.q) // 8 * 8)
-        return k[:, :whole] @ x.q[:whole] * x.scale
-
-
-class ScalesByThePaddedDim(Simple):
-    def scores(self, x, k):
-        padded = -(-len(x.q) // 16) * 16
-        return super().scores(x, k) * (len(x.q) / padded) ** 0.5
-
-
 class SizesValuesLikeKeys(Simple):
     """The rest of a value wider than the key stays 0."""
 
@@ -78,13 +37,6 @@ class SizesValuesLikeKeys(Simple):
         result = super().one(x)
         result[self.spec.head_dim :] = 0
         return result
-
-
-class MasksTilesOfEight(Simple):
-    """Eight queries at a time see what the last of them may see."""
-
-    def visible(self, seq_len, q_len, j):
-        return super().visible(seq_len, q_len, min(q_len - 1, j // 8 * 8 + 7) if q_len > 8 else j)
 
 
 class ServesAtMost32Queries(Simple):
@@ -104,16 +56,6 @@ class CutsByTheBatch(Split):
         return peak, np.float32(total), values.astype(np.float32)
 
 
-class AddsInOrderOfBlocks(Simple):
-    def mix(self, scores, sink, v):
-        order = np.argsort(self.table[: len(scores)])
-        return super().mix(scores, sink, v) + 1e-6 * (order[0] if len(order) else 0)
-
-    def context(self, plane, table, seq_len):
-        self.table = np.repeat(table, self.spec.block_size)
-        return super().context(plane, table, seq_len)
-
-
 class ReadsInputsAsIfContiguous(NumpyBackend):
     @staticmethod
     def flat(x):
@@ -125,30 +67,13 @@ class ReadsInputsAsIfContiguous(NumpyBackend):
         return super().attend(step, layer, self.flat(q), scale, options=options, return_attn=return_attn)
 
 
-class WritesInputsAsIfContiguous(ReadsInputsAsIfContiguous):
-    def write(self, step, layer, k, v):
-        super().write(step, layer, self.flat(k), self.flat(v))
-
-    def attend(self, step, layer, q, scale=None, *, options=None, return_attn=False):
-        return NumpyBackend.attend(self, layer, q, step, scale, options=options, return_attn=return_attn)
-
-
 FAULTS = {
-    LosesTheLastPart: "long_contexts_equal_dense_attention",
-    MergesWithoutRescaling: "long_contexts_equal_dense_attention",
     MeansOfParts: "long_contexts_equal_dense_attention",
-    SumsInFloat16: "long_contexts_equal_dense_attention",
-    TakesNoOffset: "huge_scores_stay_finite",
     RoundsScores: "huge_scores_stay_finite",
-    ForgetsTheTailOfAHead: "head_dims_of_models_equal_dense_attention",
-    ScalesByThePaddedDim: "head_dims_of_models_equal_dense_attention",
     SizesValuesLikeKeys: "head_dims_of_models_equal_dense_attention",
-    MasksTilesOfEight: "chunks_of_any_length_share_a_batch",
     ServesAtMost32Queries: "chunks_of_any_length_share_a_batch",
     CutsByTheBatch: "a_row_has_the_same_bits_in_any_batch",
-    AddsInOrderOfBlocks: "a_row_has_the_same_bits_in_any_batch",
     ReadsInputsAsIfContiguous: "strided_inputs_are_read_by_their_strides",
-    WritesInputsAsIfContiguous: "strided_inputs_are_read_by_their_strides",
 }
 
 

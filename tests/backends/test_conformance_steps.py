@@ -70,12 +70,6 @@ class LeavesTheEndsOfRows(NumpyBackend):
         return k, v
 
 
-class ReadsRowsThatHaveQueries(NumpyBackend):
-    def read(self, step, layer):
-        k, v = super().read(step, layer)
-        return k * (np.diff(step.cu_q_lens) > 0)[:, None, None, None], v
-
-
 class KnowsRowsOfOneLengthOnly(NumpyBackend):
     def attend(self, step, layer, q, scale=None, **more):
         lens = np.full_like(step.seq_lens, step.seq_lens.max(initial=0)) if len(step.seq_lens) == len(q) else None
@@ -88,7 +82,6 @@ FAULTS = {
     ClearsWhatItPrepares: "prepare_changes_nothing",
     MakesCapabilitiesAnew: "capabilities_are_a_constant",
     LeavesTheEndsOfRows: "contexts_are_read",
-    ReadsRowsThatHaveQueries: "contexts_are_read",
     KnowsRowsOfOneLengthOnly: "some_queries_are_attended_alone",
 }
 
