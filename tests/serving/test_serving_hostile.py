@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from proof.hostile import GROWTH, PLANTED, STALL, attack, is_sound
+from proof.hostile import GROWTH, STALL, attack, is_sound
 
 COUNT = int(os.environ.get("KVPOOL_HOSTILE", 400))
 SEED = int(os.environ.get("KVPOOL_FUZZ_SEED", 7))
@@ -22,6 +22,6 @@ def test_hostile_requests_harm_nobody():
     assert min(found["statuses"][status] for status in (200, 400, 404)) > COUNT // 50
 
 
-@pytest.mark.parametrize("fault", PLANTED)
+@pytest.mark.parametrize("fault", ["any field", "a slow check", "a kept body", "a kept request"])  # one per judge
 def test_server_with_a_fault_is_convicted(fault):
     assert not is_sound(attack(300, SEED, fault))
