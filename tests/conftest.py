@@ -128,12 +128,12 @@ BEGIN_FIRST = (
 #: What `make test` leaves to `make test-all`: folders and files, by the names of `tests/`. Their tests get the marker
 #: `long`. Metal kernels run in an interpreter, the gates of the proof compile copies of the tree, and the rest start
 #: servers or whole demos. `fuzz_machine` and `fuzz_machine_groups` run many random programs; their faults are in
-#: `machine_canaries` and `fuzz_groups`, which stay. The files in `KEPT_IN` stay in `make test`: they plant many faults
-#: in little time. `SLOW` are single tests and planted faults that cost as much as a file.
+#: `machine_canaries` and `fuzz_groups`, which stay. The files in `KEPT_IN` stay in `make test`: they launch each Metal
+#: kernel. `SLOW` are single tests and planted faults that cost as much as a file.
 #:
 #: `ONE_OF_MANY`: a test that is repeated over models, options or seeds runs once in `make test`, for another one from
 #: test to test. All of them are in `make test-all`. Tests that plant a fault are not thinned out.
-KEPT_IN = ("metal_mutations", "metal_packed_mutations", "metal_scores", "bench_attention")
+KEPT_IN = ("metal_mutations", "metal_packed_mutations", "metal_scores")
 LEFT_TO_TEST_ALL = (
     *("metal", "benchmarks", "proof_mutants", "proof_coverage", "proof_gates", "proof_failures"),
     *("demo", "demo_conversation", "packaging", "ranks", "server_soak"),

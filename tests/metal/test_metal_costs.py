@@ -10,9 +10,6 @@ import pytest
 from metal_costs import VARIANTS, batch_of, name_of, registers
 from metal_mutants import Mutant, planted
 
-from kvpool_backends.mlx import metal_kernels
-from kvpool_backends.mlx.metal_kernels import HeadTiles
-
 README = Path(__file__).parents[2] / "metal" / "README.md"
 REGISTERS_MAX = 112
 GROUPS = (1, 4, 5, 8, 12, 16, 32, 64)
@@ -67,21 +64,7 @@ def test_threadgroup_memory_of_every_shape_stays_below_the_limit(head_dim):
             assert threadgroup_nbytes(tiles, batch.spec) <= 32 * 1024 and tiles.simdgroups(batch.spec) <= 32
 
 
-@pytest.mark.parametrize(
-    ("file", "before", "after"),
-    [
-        ("paged_attention.metal", "  Values rows[2];", "  Values rows[4];"),
-        ("paged_matrix.metal", "  Values rows[4];", "  Keys again[4];\n  again;\n  Values rows[4];"),
-    ],
-)
-def test_registers_beyond_the_limit_are_seen(monkeypatch, file, before, after):
-    mutant = Mutant("more registers", file, before, after, check_registers)
+def test_registers_beyond_the_limit_are_seen(monkeypatch):
+    mutant = Mutant("more", "paged_attention.metal", "  Values rows[2];", "  Values rows[4];", check_registers)
     with planted(mutant, monkeypatch), pytest.raises(AssertionError):
         check_registers((128, 256))
-
-
-def test_a_threadgroup_of_more_heads_is_seen(monkeypatch):
-    monkeypatch.setattr(metal_kernels, "ROW_DIMS_MAX", 2048)
-    with pytest.raises(AssertionError):
-        check_registers((128,))
-    assert isinstance(batch_of({"head_dim": 128, "group": 16}).planned[0][2], HeadTiles)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from metal_cases import FEATURES, Batch, pairwise
 from metal_engine import StandIn
-from metal_mutants import Mutant, convict, planted
 
 from kvpool_backends.mlx import metal_kernels
 
@@ -154,43 +153,6 @@ def test_kinds_are_other_kernels_under_other_names():
 def test_metal_would_take_the_texts_of_scores(kind):
     batch = Batch(dtype="bfloat16", seq_lens=(70,), features=FEATURES, part_tokens=32)
     check_scores(batch, kind, StandIn().factory(0, lint=True))
-
-
-# ------------------------------------------------------------------------------------------------- faults
-
-VECTOR, MATRIX = "paged_attention.metal", "paged_matrix.metal"
-FAULTS = {
-    "heads are summed up": ("raw", "score / float(GROUP)", "score"),
-    "scores in base 2": ("raw", "sum_of_heads += score", "sum_of_heads += kv::LOG2E * score"),
-    "the first query's": ("raw", "RAW && is_observed && visible", "RAW && r / GROUP == 0 && visible"),
-    "every query's": ("raw", "RAW && is_observed && visible", "RAW && visible"),
-    "hidden positions too": ("raw", "RAW && is_observed && visible", "RAW && is_observed"),
-    "the row of the first sequence": ("raw", "int64_t(item.row) * threadgroups_per_grid.x", "int64_t(0)"),
-    "the first KV head's": ("raw", "(item.row) * threadgroups_per_grid.x + kv_head", "(item.row) * 1"),
-    "a token late": ("raw", "my_token, sum_of_heads", "my_token + 1, sum_of_heads"),
-    "the first head's": ("mass", "(item.row) * num_q_heads + head;", "(item.row) * num_q_heads + kv_head * GROUP;"),
-    "hidden positions aside": ("mass", "my_token, visible ? score : -INFINITY", "my_token, score"),
-    "aside for every query": ("mass", "MASS && is_observed && exists", "MASS && exists"),
-    "aside a token late": ("mass", "my_token, visible", "my_token + 1, visible"),
-    "matrix, every query's": ("mass", "r / HEADS == observed_query && exists", "exists"),
-    "matrix, hidden positions too": ("raw", "visible ? score : RAW ? 0.0f : -INFINITY", "score"),
-    "matrix, a token late": ("raw", "my_token, visible", "my_token + 1, visible"),
-    "matrix, the first tile of heads": ("raw", "num_q_heads + head;\n        kv::", "num_q_heads;\n        kv::"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.replace(" ", "-"))
-def test_planted_faults_are_caught(monkeypatch, fault):
-    kind, before, after = FAULTS[fault]
-    file = MATRIX if fault.startswith("matrix") else VECTOR
-
-    def chunks():
-        for features, group in ((("window",), 20 if file == MATRIX else 2), (FEATURES, 3 if file == MATRIX else 1)):
-            test_scores_of_chunks_are_of_the_newest_query(StandIn(), features, group, kind)
-        test_mass_lays_aside_one_score_per_query_head_and_position(StandIn())
-
-    with planted(Mutant(fault, file, before, after, chunks), monkeypatch):
-        convict(chunks, ())
 
 
 @pytest.mark.long
