@@ -95,12 +95,6 @@ def test_gates_hold_or_fail_by_what_was_measured():
         assert any(one.startswith(name) for one in missed), name
 
 
-def test_gate_of_vllm_is_judged_where_it_is_promised():
-    names = [gate.name for gate in gates.gates_of(measured([0.5, 0.6, 0.9, 0.3, 0.3, 0.3], divisor=8))]
-    assert any(name.startswith("hits / vLLM") for name in names)
-    assert not any(name.startswith("lost") for name in names)
-
-
 def test_command_plays_a_folder_of_traces(capsys, tmp_path, monkeypatch):
     trace = synthetic_trace(1, sessions=48)
     lengths = np.diff(trace.id_offsets)

@@ -12,12 +12,11 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 from mlx_models import on_cpu
 
-from benchmarks.models import capacity, command, gates, held, report, subjects, times
+from benchmarks.models import command, gates, held, report, subjects, times
 from benchmarks.models.kept import Kept
 from benchmarks.models.subjects import Beside
 from kvpool.adapters.mlx_lm import install
 from kvpool.adapters.mlx_lm.cache_hook import Hook
-from kvpool.adapters.mlx_lm.layout import layout_of
 from kvpool.adapters.mlx_lm.shapes import leaves_of
 from kvpool.adapters.mlx_lm.states import arrays_in
 from kvpool.cli import declare, run
@@ -77,23 +76,10 @@ def test_bytes_of_a_class_without_batches_are_those_of_a_run(name):
     assert held.held(model, 1, 300) == really_held(model, 1, 300)
 
 
-@pytest.mark.parametrize("name", SAMPLE)
-def test_bytes_of_a_kind_of_cache_are_at_most_those_of_mlx_lm(name):
-    gate = gates.bytes_gate([name], Kept(None, 0, print))
-    print(gate)
-    assert gate.holds and gate.value > 0.9
-
-
 def test_bytes_of_every_file_are_at_most_those_of_mlx_lm():
     gate = gates.bytes_gate(subjects.FILES, Kept(None, 0, print))
     print(gate)
     assert gate.holds
-
-
-@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
-def test_windows_that_keep_every_token_miss_the_gate_of_bytes(name, monkeypatch):
-    monkeypatch.setattr(held, "layout_of", lambda shape, size, keeps_all: layout_of(shape, size, keeps_all=True))
-    assert not gates.bytes_gate([name], Kept(None, 0, print)).holds
 
 
 # --------------------------------------------------------------------------------------------------- capacity
@@ -105,20 +91,7 @@ def test_one_budget_holds_seven_times_the_sequences_of_gemma_4_31b():
     assert gate.holds and gate.value < 8.4, "the limit"
 
 
-def test_windows_that_keep_every_token_miss_the_gate_of_capacity(monkeypatch):
-    monkeypatch.setattr(capacity, "GROUPS", capacity.EVERYTHING)
-    assert gates.capacity_gate().value == 1 and not gates.capacity_gate().holds
-
-
 # ------------------------------------------------------------------------------------------------------- time
-
-
-@pytest.mark.parametrize(("seconds", "holds"), [(1.19, True), (1.21, False)])
-def test_gate_of_time_judges_a_step_and_a_chunk_by_their_ratio_to_stock(monkeypatch, seconds, holds):
-    monkeypatch.setattr(subjects, "medium", subjects.tiny)
-    monkeypatch.setattr(times, "measure", lambda kv, num_rows, repetitions: (Beside(1.0, seconds),) * 2)
-    found = list(gates.time_gates("lfm2", [1, 2], 1, Kept(None, 1, print)))
-    assert len(found) == 8 and all(gate.holds == holds for gate in found)
 
 
 def test_run_that_was_ended_is_continued(monkeypatch, tmp_path):

@@ -86,15 +86,6 @@ def test_unlimited_policy_equals_the_models_own_caches(windowed, text):
     assert found.nbytes < CONTEXT * UNLIMITED.bytes_per_token(2, (32, 32), 3)
 
 
-@pytest.mark.parametrize("table", ["policies", "heavy", "max_kv", "length"])
-def test_command_refuses_stand_ins_for_windows_before_anything_is_measured(short, windowed, capsys, monkeypatch, table):
-    monkeypatch.setattr(models.Model, "answer", lambda *_: pytest.fail("measured"))
-    assert main(command, [*ASKED, "--model", str(windowed), "--tables", table]) == 2
-    out, err = capsys.readouterr()
-    said = "[quality] layer 0 uses RotatingKVCache, rotating (keep 4) stands in for KVCache only"
-    assert out == "" and err.splitlines()[-1].endswith(said)
-
-
 def test_policies_are_refused_where_their_caches_do_not_go(checkpoint, windowed, monkeypatch):
     model = models.Model(str(windowed))
     with pytest.raises(ValueError, match=r"^\[quality\] layer 0 uses RotatingKVCache, random stands in for KVCache"):

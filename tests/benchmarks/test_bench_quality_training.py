@@ -71,13 +71,6 @@ def test_every_key_is_defined_once_early_and_recalled_later(text, uses):
         assert corpus.BYTES + corpus.KEYS - 1 in document and document.max() < corpus.VOCAB_SIZE
 
 
-def test_a_document_too_short_for_its_keys_is_refused(text):
-    with pytest.raises(ValueError, match=r"\[corpus\] 2 uses of 8 keys, 30 bytes behind, do not fit in 78 tokens"):
-        corpus.planted(np.random.default_rng(0), text.train, 78, uses=2, after=30)
-    with pytest.raises(ValueError, match=r"\[corpus\] 99999999 bytes wanted"):
-        corpus.excerpt(np.random.default_rng(0), text.train, 99999999)
-
-
 def test_training_learns_is_repeatable_and_is_kept(text, tmp_path):
     recipe = Recipe(shape=SMALL, stages=(Stage(25, 4, 48), Stage(5, 2, 96, 2)), warm_up=5)
     seen = []
@@ -89,15 +82,6 @@ def test_training_learns_is_repeatable_and_is_kept(text, tmp_path):
     other = training.trained(tmp_path / "other", recipe, text, lambda *told: None)
     assert other.name == folder.name and (other / "model.safetensors").read_bytes() == kept
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [folder.name]
-
-
-def test_another_recipe_or_text_is_another_folder(text, tmp_path):
-    folders = {
-        training.folder_of(tmp_path, recipe, words)
-        for recipe in (Recipe(), Recipe(seed=2))
-        for words in (text, corpus.Corpus(text.train, text.held_out, "other"))
-    }
-    assert len(folders) == 4
 
 
 def test_the_checkpoint_is_one_of_mlx_lm(text, tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.serving.harness import SimulatedClock, Tick, WallClock, serve, serve_side_by_side
-from benchmarks.serving.metrics import latencies, percentiles, summarize, tick_times, usage
+from benchmarks.serving.metrics import latencies, percentiles, summarize, usage
 from benchmarks.serving.phases import find_phases
 from benchmarks.serving.slots import SlotServer
 from benchmarks.serving.workload import Workload
@@ -141,26 +141,11 @@ def test_phases_by_hand():
     assert phases.steady.tokens_per_sec == pytest.approx(4 / 22)
 
 
-def test_the_target_ends_the_ramp_earlier():
-    phases = find_phases(scripted(RAMPED, [1] * 10), target=3)
-    assert (phases.level, phases.ramp.last) == (3, 2)
-    assert find_phases(scripted(RAMPED, [1] * 10), target=64).ramp.last == 3, "never reached: the plateau counts"
-
-
 def test_spikes_are_counted_by_factor_and_by_seconds():
     seconds = [1, 1, 1, 1, 1, 1, 1, 6, 5, 1]
     record = scripted(RAMPED, seconds)
     phases = find_phases(record)
     assert (phases.spikes.tolist(), phases.spike_seconds, phases.spike_threshold) == ([7], 6, 5)
-
-
-def test_a_run_without_ticks_has_empty_phases():
-    from benchmarks.serving.record import Record
-
-    empty = Record(np.zeros(0))
-    phases = find_phases(empty)
-    assert (phases.ramp.ticks, phases.steady.ticks, phases.tail.ticks, len(phases.spikes)) == (0, 0, 0, 0)
-    assert tick_times(empty, phases) == usage(empty) == {}
 
 
 # --------------------------------------------------------------------------------------------- properties
