@@ -80,7 +80,7 @@ def test_sdpa_vector(name, dim, tokens):
 
 
 @pytest.mark.parametrize("name", TOLERANCE)
-@pytest.mark.parametrize("size", [7, 128, 1000])
+@pytest.mark.parametrize("size", [7, 1000])
 def test_softmax(name, size):
     rows = 3
     x = narrow(np.random.default_rng(size).standard_normal((rows, size)) * 5, name)

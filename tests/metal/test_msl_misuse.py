@@ -26,34 +26,9 @@ FOUND_ALWAYS = {
         f"if (i < 32) {{ {BARRIER} }}\ny[i] = x[i];",
         "divergent threadgroup_barrier: this thread waits in .* at .*:2, but thread 32 .* has returned",
     ),
-    "two barriers at once": (
-        f"if (i < 32) {{ {BARRIER} }}\nelse {{ {BARRIER} }}\ny[i] = x[i];",
-        "divergent threadgroup_barrier: .*:2, but thread 32 .* waits in threadgroup_barrier at .*:3",
-    ),
-    "a thread that returns before a barrier": (
-        f"y[i] = x[i];\nif (i == 63) return;\n{BARRIER}",
-        "divergent threadgroup_barrier: .*:4, but thread 63 of the same threadgroup has returned",
-    ),
-    "two simd operations at once": (
-        "float v = x[i];\nif (i % 2) v = simd_sum(v);\nelse v = simd_max(v);\ny[i] = v;",
-        "divergent simd_max: .*:4, but thread 1 of the same simdgroup waits in simd_sum at .*:3",
-    ),
-    "a simd operation of half a simdgroup": (
-        "float v = x[i];\nif (i % 32 < 16) v = simd_sum(v);\nv += simd_sum(1.0f);\ny[i] = v;",
-        "divergent simd_sum: .*:3, but thread 16 of the same simdgroup waits in simd_sum at .*:4",
-    ),
-    "a simd operation beside a barrier": (
-        f"float v = x[i];\nif (i % 32 < 16) v = simd_sum(v);\nelse {{ {BARRIER} }}\ny[i] = v;",
-        "divergent simd_sum: .*:3, but thread 16 of the same simdgroup waits in threadgroup_barrier at .*:4",
-    ),
     "a shuffle from a lane that has returned": (
         "if (i % 32 > 15) { y[i] = 0; return; }\ny[i] = simd_shuffle(x[i], 20);",
         "simd_shuffle at line 3 reads inactive lane 20 .*lane 0",
-    ),
-    "a shuffle from lane 40": ("y[i] = simd_shuffle(x[i], 40);", "simd_shuffle at line 2 reads lane 40 of 32"),
-    "a read past the end": (
-        "y[i] = x[i + 64];",
-        r"out-of-bounds .*'x' \(256 bytes\) at byte offset 256 .*thread \(0, 0, 0\)",
     ),
     "a read by one element past the end": (
         "y[i] = x[i + 1];",
@@ -62,10 +37,6 @@ FOUND_ALWAYS = {
     "a read far below the start": (
         "y[i] = x[int(i) - 2000000];",
         r"out-of-bounds .*'x' \(256 bytes\) at byte offset -8000000 .*thread \(0, 0, 0\)",
-    ),
-    "a write past the end": (
-        "y[i + 1] = x[i];",
-        r"out-of-bounds .*'y' \(256 bytes\) at byte offset 256 .*thread \(63, 0, 0\)",
     ),
     "a write to an input": (
         "const_cast<device float*>(x)[i] = 0;\ny[i] = 1;",
@@ -79,10 +50,6 @@ FOUND_ALWAYS = {
         "float big[40000];\nfor (int k = 0; k < 40000; k++) big[k] = x[(k * 7 + i) % 64];\ny[i] = big[int(x[i]) * 33];",
         "the thread's stack of 64 KiB is full",
     ),
-    "too much threadgroup memory": (
-        "threadgroup float s[8000];\nthreadgroup float t[196];\ns[i] = t[i] = x[i];\ny[i] = s[i];",
-        "threadgroup memory of 32784 bytes, the limit is 32768",
-    ),
     "too much threadgroup memory, in a branch not taken": (
         "if (x[i] < 0) { threadgroup float s[9000]; s[i] = x[i]; y[i] = s[i]; }\nelse y[i] = 0;",
         "threadgroup memory of 36000 bytes, the limit is 32768",
@@ -90,10 +57,6 @@ FOUND_ALWAYS = {
     "an element that nothing writes": (
         "if (i != 60) y[i] = x[i];",
         "output 'y': 1 of 64 elements were never written, the first is element 60",
-    ),
-    "a write past the end of threadgroup memory": (
-        f"threadgroup float s[64];\ns[i + 1] = x[i];\n{BARRIER}\ny[i] = s[i];",
-        r"write .*threadgroup variable 's' \(256 bytes\) at byte offset 256",
     ),
     "a write before the start of threadgroup memory": (
         f"threadgroup float s[64];\ns[int(i) - 1] = x[i];\n{BARRIER}\ny[i] = s[i];",
@@ -116,39 +79,18 @@ def test_misuse_is_refused_with_its_place(case, instrumented):
 
 
 FOUND_INSTRUMENTED = {
-    "a race between simdgroups over threadgroup memory": (
-        "threadgroup float s[64];\ns[i] = x[i];\ny[i] = s[63 - i];",
-        "(data race on|read of) threadgroup variable 's' at byte offset .* at misuse:4",
-    ),
-    "a barrier of the simdgroup where all must wait": (
-        "threadgroup float s[64];\ns[i] = x[i];\nsimdgroup_barrier(mem_flags::mem_threadgroup);\ny[i] = s[63 - i];",
-        "(data race on|read of) threadgroup variable 's'",
-    ),
-    "a barrier that orders no memory": (
-        "threadgroup float s[64];\ns[i] = x[i];\nthreadgroup_barrier(mem_flags::mem_none);\ny[i] = s[63 - i];",
-        "data race on threadgroup variable 's' .* reads what thread",
-    ),
     "a barrier that orders the other memory": (
         "y[i] = x[i];\nthreadgroup_barrier(mem_flags::mem_threadgroup);\nif (i == 0) y[1] = y[2];",
         "data race on buffer 'y' at byte offset 8: this thread reads what thread 2",
-    ),
-    "a simd operation where a barrier is needed": (
-        "threadgroup float s[64];\ns[i] = x[i];\nfloat one = simd_max(1.0f);\ny[i] = s[i ^ 1] * one;",
-        "data race on threadgroup variable 's'",
     ),
     "a write after others have read": (
         f"threadgroup float s[64];\ns[i] = x[i];\n{BARRIER}\nif (i < 32) y[i] = s[i + 32];\nelse y[i] = s[i] = 0;",
         "data race on threadgroup variable 's' at byte offset 128: this thread writes what thread 0 .* read",
     ),
-    "two lanes that write one element": (
-        "y[i / 2] = x[i];\ny[i / 2 + 32] = 0;",
-        "data race on buffer 'y' at byte offset 0: this thread writes what thread 0 .* wrote",
-    ),
     "threadgroup memory that nothing wrote": (
         "threadgroup float s[64];\ny[i] = s[i];",
         "read of threadgroup variable 's' at byte offset 0, which nothing has written",
     ),
-    "an output that nothing wrote": ("y[i] = y[i] + 1;", "read of output 'y' at byte offset 0, which nothing"),
     "an unaligned vector": (
         "y[i] = 0;\nfloat4 v = *(const device float4*)(x + 1);\ny[i] = v.x;",
         "misaligned access to 'x' at byte offset 4: a type with an alignment of 16 bytes",

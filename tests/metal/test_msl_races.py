@@ -104,17 +104,3 @@ def test_races_are_found_if_and_only_if_there_are_any(seed):
         assert detector_finds_a_race(accesses, barriers, seed) == expected, (seed, number)
         outcomes.append(expected)
     assert 0.2 < np.mean(outcomes) < 0.8, "both kinds of programs are drawn"
-
-
-@pytest.mark.parametrize("kind", range(len(BARRIERS)))
-def test_barrier_orders_the_memory_of_its_scope(kind):
-    """A write by thread 1, then a read by one of the same simdgroup, threadgroup, and another threadgroup."""
-    scope, flags = BARRIERS[kind]
-    for cell, memory in ((0, 1), (CELLS, 2)):
-        for reader, same in ((5, "simdgroup"), (40, "threadgroup"), (70, "grid")):
-            accesses = np.zeros((PHASES, THREADS * GROUPS), np.int32)
-            accesses[1, 1], accesses[3, reader] = -(cell + 1), cell + 1
-            barriers = [3, kind, 3, 3, 3]
-            is_ordered = bool(flags & memory) and (same == "simdgroup" or (same, scope) == ("threadgroup",) * 2)
-            is_apart = memory == 2 and same == "grid"
-            assert detector_finds_a_race(accesses, barriers, 0) != (is_ordered or is_apart), (cell, reader)

@@ -15,20 +15,16 @@ BODY = "uint i = thread_position_in_grid.x;\ny[i] = T(x[i]);"
 CASES = {
     "seven elements are constant": {"source": BODY, "inputs": [mx.zeros(7)]},
     "eight elements are device memory": {"source": BODY, "inputs": [mx.zeros(8)]},
-    "eight elements in two dimensions": {"source": BODY, "inputs": [mx.zeros((2, 4))]},
     "no element": {"source": BODY, "inputs": [mx.zeros(0)]},
     "a scalar is a reference": {"source": "y[0] = T(x);", "inputs": [mx.array(2.0)]},
     "Python scalars": {"names": "abc", "source": "y[0] = a + b + c;", "inputs": [2.5, 3, True]},
     "shape, strides and ndim": {"source": f"{BODY} x_shape[0]; x_strides[0]; x_ndim;", "inputs": [mx.zeros((3, 5))]},
-    "shape in a comment": {"source": f"{BODY} // x_shape", "inputs": [mx.zeros((3, 5))]},
     "shape of a scalar": {"source": "y[0] = T(x); // x_shape x_ndim", "inputs": [mx.array(1)]},
-    "shape in the header only": {"source": BODY, "header": "// x_shape simdgroup_index\n", "inputs": [mx.zeros(9)]},
     "a name that ends another": {
         "names": ["x", "ax"],
         "source": "y[0] = ax_shape[0] + ax[0];",
         "inputs": [mx.zeros(9), mx.zeros(9)],
     },
-    "two outputs": {"outputs": ["y", "z"], "source": "y[thread_position_in_grid.x] = z[0] = x[0];"},
     "two outputs and no built-in": {"outputs": ["y", "z"], "source": "y[0] = z[0] = x[0];"},
     "the list that MLX cuts short": {"outputs": ["y", "z"], "source": "y[0] = z[0] = x[0] + x_shape[0];"},
     "atomic outputs": {"source": BODY, "options": {"atomic_outputs": True}},
@@ -36,7 +32,6 @@ CASES = {
         "source": BODY,
         "template": [("T", mx.bfloat16), ("N", -3), ("flag", True), ("off", False), ("U", mx.uint8)],
     },
-    "a template of one": {"source": BODY, "template": [("T", mx.float16)]},
     "a header": {"source": BODY, "header": "// a header\nconstant int two = 2;\n"},
     "every built-in": {
         "source": " ".join(
@@ -51,11 +46,8 @@ CASES = {
     },
 } | {
     f"input and output of {dtype}": {"source": BODY, "inputs": [mx.zeros(9, dtype)], "dtype": dtype}
-    for dtype in (
-        mx.bool_, mx.uint8, mx.uint16, mx.uint32, mx.uint64, mx.int8, mx.int16, mx.int32, mx.int64, mx.float16,
-        mx.bfloat16, mx.float32,
-    )
-}  # fmt: skip
+    for dtype in (mx.bool_, mx.uint8, mx.int64, mx.bfloat16)
+}
 
 
 def arguments_of(case):
@@ -170,7 +162,7 @@ def copied(x, dtype, count, **options):
     )[0]
 
 
-@pytest.mark.parametrize("dtype", ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"])
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int64"])
 def test_integers_go_through_unchanged(dtype):
     low, high = (0, 1) if dtype == "bool" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
     x = np.array([low, 0, 1, high] * 3, dtype)
@@ -178,7 +170,7 @@ def test_integers_go_through_unchanged(dtype):
     assert y.dtype == x.dtype and (y == x).all()
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16, mx.int32])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_mlx_arrays_come_back_as_mlx_arrays(dtype):
     x = mx.arange(12).astype(dtype)
     y = copied(x, dtype, 12)

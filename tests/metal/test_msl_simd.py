@@ -6,8 +6,8 @@ from msl import BFLOAT16, from_bfloat16, metal_kernel, settings, to_bfloat16
 
 LANES = np.arange(32)
 TYPES = {
-    "float": np.float32, "half": np.float16, "bfloat": BFLOAT16, "int": np.int32, "uint": np.uint32, "short": np.int16,
-    "ushort": np.uint16, "char": np.int8, "uchar": np.uint8,
+    "float": np.float32, "half": np.float16, "bfloat": BFLOAT16, "int": np.int32, "uint": np.uint32, "char": np.int8,
+    "ushort": np.uint16,
 }  # fmt: skip
 INTEGERS = [name for name, dtype in TYPES.items() if np.dtype(dtype).kind in "iu"]
 
