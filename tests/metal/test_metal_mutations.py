@@ -253,7 +253,7 @@ MUTANTS = [
         "my_token, visible ? score : -INFINITY",
         "my_token, score",
         scores.test_scores_of_chunks_are_of_the_newest_query,
-        (ENGINE, FEATURES, 1, "mass"),
+        (ENGINE, ("window",), 2, "mass"),
     ),
     Mutant(
         "mass: laid aside for every query",
