@@ -45,10 +45,6 @@ def test_threads_on_one_cache_hold_no_byte_above_the_budget(calls):
     assert proof.threads(1, calls) == ""
 
 
-def a_stale_row(patch):
-    patch.setattr(PromptCache, "_clear", lambda self, shelf, block: None)
-
-
 def a_shared_object(patch):
     patch.setattr(subject, "copied", lambda cache, array: cache)
 
@@ -57,45 +53,17 @@ def a_tail_of_other_tokens(patch):
     patch.setattr(subject, "_common", lambda a, b: min(len(a), len(b)))
 
 
-def a_namespace_lost(patch):
-    fetch = PromptCache._fetch
-    patch.setattr(PromptCache, "_fetch", lambda self, tokens, namespace, *more: fetch(self, tokens, b"", *more))
-
-
 def a_budget_ignored(patch):
     room = PromptCache._make_room
     patch.setattr(PromptCache, "_make_room", lambda self, nbytes, *more: room(self, 0, *more))
-
-
-def a_row_too_late(patch):
-    rows = subject.rows_of
-    patch.setattr(subject, "rows_of", lambda layout, leaves, begin, end: rows(layout, leaves, max(begin - 1, 0), end))
-
-
-def a_fork_that_ignores_the_index(patch):
-    equal = np.array_equal
-    patch.setattr(subject.np, "array_equal", lambda a, b: len(a) != 16 and equal(a, b))
 
 
 def a_prefix_inside_media(patch):
     patch.setattr(subject, "_outside", lambda length, spans: length)
 
 
-def media_all_alike(patch):
-    patch.setattr(PromptCache, "_atom", lambda *arguments: 0)
-
-
-def media_of_any_length(patch):
-    atom = PromptCache._atom
-    patch.setattr(PromptCache, "_atom", lambda self, name, *more: atom(self, name[:1], *more))
-
-
 def a_window_cut_wrong(patch):
     patch.setattr("kvpool.adapters.dense_caches.compact", lambda cache: cache)
-
-
-def sequences_without_end(patch):
-    patch.setattr(PromptCache, "_trim_sequences", lambda self, count: None)
 
 
 def a_store_of_other_namespaces(patch):
@@ -107,41 +75,19 @@ def a_store_of_other_namespaces(patch):
     )
 
 
-def a_store_without_tails(patch):
-    unpacked = prompt_store.PromptStore._unpacked
-    patch.setattr(
-        prompt_store.PromptStore,
-        "_unpacked",
-        lambda self, row, length: ([row * 0 for row in unpacked(self, row, length)[0]], unpacked(self, row, length)[1]),
-    )
-
-
 def copies_that_one_thread_can_use(patch):
     owned = subject.owned
     patch.setattr(subject, "owned", lambda array: owned(array) + 0)
 
 
-def a_store_never_asked(patch):
-    patch.setattr(PromptCache, "_load", lambda *arguments: None)
-
-
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [
-        (a_stale_row, "dense"),
         (a_shared_object, "state"),
         (a_tail_of_other_tokens, "dense"),
-        (a_namespace_lost, "dense"),
-        (a_row_too_late, "dense"),
         (a_budget_ignored, "dense"),
-        (a_fork_that_ignores_the_index, "dense"),
         (a_prefix_inside_media, "dense"),
-        (media_all_alike, "dense"),
-        (media_of_any_length, "dense"),
-        (sequences_without_end, "dense"),
         (a_store_of_other_namespaces, "dense"),
-        (a_store_without_tails, "window"),
-        (a_store_never_asked, "dense"),
         (a_window_cut_wrong, "chunk"),
         (copies_that_one_thread_can_use, "state"),
     ],

@@ -124,12 +124,8 @@ def with_wrong_dtype(groups):
 
 
 FAULTS = {
-    "a window that is one token too long": ("llama", changed("window", size=25)),
     "a state in the dtype of the model": ("mamba2", with_wrong_dtype),
-    "values as wide as keys": ("deepseek_v3", changed("full", v_head_dim=40)),
-    "layers that share keys and values own some": ("gemma3n", lambda groups: (*groups, *groups[:1])),
     "a chunk that is a window": ("llama4", changed("chunk", kind="window")),
-    "float32 keys": ("qwen3", changed("full", dtype="float32")),
 }
 
 
