@@ -22,16 +22,10 @@ class Scored(NumpyBackend):
         if scores is None or return_attn:
             more = {"return_attn": return_attn, "scores": scores, "scores_out": scores_out}
             return super().attend(step, layer, q, scale, options=options, **more)
-        options = self.options(AttentionOptions() if options is None else options)
+        options = AttentionOptions() if options is None else options
         out, s = super().attend(step, layer, q, scale, options=options, scores=scores, scores_out=scores_out)
         s[:] = self.changed(s, layer, q, step, options, scores)
-        return self.result(out), s
-
-    def options(self, options):
-        return options
-
-    def result(self, out):
-        return out
+        return out, s
 
     def changed(self, s, layer, q, plan, options, kind):
         return s
@@ -67,15 +61,6 @@ class ScoresOfTheOldestQuery(OtherScores):
         return scores
 
 
-def _first_heads(options, q, keys):
-    step = q.shape[1] // keys.shape[1]
-    per_head = [name for name in ("sinks", "alibi_slopes") if getattr(options, name) is not None]
-    changes = {name: getattr(options, name)[::step] for name in per_head}
-    if options.mask is not None and options.mask.ndim == 3 and options.mask.shape[1] > 1:
-        changes["mask"] = options.mask[:, ::step]
-    return replace(options, **changes)
-
-
 class AddsBeforeItDivides(OtherScores):
     """The sum over the heads of a group in float32, then the mean."""
 
@@ -88,11 +73,6 @@ class AddsBeforeItDivides(OtherScores):
 class WithoutTheSink(OtherScores):
     def of(self, q, keys, token, kind, options):
         return super().of(q, keys, token, kind, replace(options, sinks=None))
-
-
-class HiddenIsInfinite(Scored):
-    def changed(self, s, layer, q, plan, options, kind):
-        return np.where(s == 0, -np.inf, s) if options.mask is not None and kind == "raw" else s
 
 
 class MassOfAPart(OtherScores):
@@ -139,14 +119,10 @@ class ClaimsOneKindAndServesTwo(Scored):
 
     def attend(self, step, layer, q, scale=None, *, scores=None, **more):
         if scores == "mass":
-            return NumpyBackend.attend(numpy_twin(self), layer, q, step, scale, scores=scores, **more)
+            twin = NumpyBackend(self.spec, self.num_blocks)
+            twin._planes = self._planes
+            return twin.attend(step, layer, q, scale, scores=scores, **more)
         return super().attend(step, layer, q, scale, scores=scores, **more)
-
-
-def numpy_twin(backend):
-    twin = NumpyBackend(backend.spec, backend.num_blocks)
-    twin._planes = backend._planes
-    return twin
 
 
 FAULTS = {
@@ -154,7 +130,6 @@ FAULTS = {
     ScoresOfTheOldestQuery: "scores_of_chunks_are_of_the_newest_query",
     AddsBeforeItDivides: "scores_beside_masks_of_the_float_range_are_finite",
     WithoutTheSink: "scores_are_what_goes_into_exp",
-    HiddenIsInfinite: "scores_are_what_goes_into_exp",
     RoundsToTheLongestRow: "scores_of_a_row_follow_from_what_it_sees",
     ScoresPaddingRows: "scores_of_padding_are_zero",
     MassIsNormalizedOverTheSum: "scores_come_after_weights",

@@ -125,9 +125,6 @@ class Split(Simple):
         peak = max([sink, *(part[0] for part in partials)])
         if peak == -np.inf:
             return partials[0][2]
-        factors = [self.factor(part[0], peak) for part in partials]
+        factors = [np.exp(part[0] - peak) for part in partials]
         total = sum(f * part[1] for f, part in zip(factors, partials, strict=True)) + np.exp(sink - peak)
         return sum(f * part[2] for f, part in zip(factors, partials, strict=True)) / total
-
-    def factor(self, part_peak, peak):
-        return np.exp(part_peak - peak)
