@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent.parent / "docs" / "regressions.md"
 FAMILIES = {"A": 14, "B": 13, "C": 19, "D": 7, "E": 13, "F": 5, "G": 6, "H": 8, "I": 13, "J": 13, "K": 4}
@@ -55,16 +53,7 @@ def test_every_test_has_a_planted_bug():
     assert [name for name, decorators in tests().items() if "@row(" not in decorators] == []
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("| A1 |", "| A99 |"),
-        ("`test_a1_", "`test_a1_never_written_"),
-        ("<br>`test_c17_", "<br>`"),
-        ("| -: a lesson in layering; the core does not know schedulers or frameworks. |", "|  |"),
-    ],
-)
-def test_page_with_a_missing_part_is_detected(old, new):
+def test_page_with_a_missing_name_is_detected():
     text = PAGE.read_text()
-    assert old in text
-    assert disagreements(text.replace(old, new, 1), tests())
+    assert "<br>`test_c17_" in text
+    assert disagreements(text.replace("<br>`test_c17_", "<br>`", 1), tests())
