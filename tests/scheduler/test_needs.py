@@ -151,24 +151,6 @@ def growth_without_the_chunk():
 
 
 @fault
-def growth_without_shared_blocks():
-    class Alone:
-        shared = 0
-
-    growth = Needs.growth
-
-    def alone(self, lens, limits):
-        pool, self._pool = self._pool, mock.Mock(stats=lambda arena: Alone)
-        try:
-            return growth(self, lens, limits)
-        finally:
-            self._pool = pool
-
-    with mock.patch.object(Needs, "growth", alone):
-        yield
-
-
-@fault
 def growth_without_the_copy_of_a_tail():
     growth = Needs.growth
 

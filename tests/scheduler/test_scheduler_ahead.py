@@ -13,7 +13,6 @@ from scheduler_workload import Runner, draw
 
 from kvpool import Group, Pool, Request, Scheduler
 from kvpool.scheduler import policy, results, scheduler
-from kvpool.scheduler.state import DECODING, Step
 
 LONG = bool(os.environ.get("KVPOOL_LONG"))
 COUNT = 1000 if LONG else max(1, 20 * int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", "1000")) // 1000)
@@ -213,21 +212,6 @@ def ended_row_gets_the_token_of_its_second_step(monkeypatch):
     monkeypatch.setattr(results, "take_rows", blind)
 
 
-def second_step_follows_another_row(monkeypatch):
-    follow = Step.follow
-
-    def turned(self, before):
-        follow(self, before)
-        late = self.follows >= 0
-        self.follows[late] = np.roll(self.follows[late], 1)
-
-    monkeypatch.setattr(Step, "follow", turned)
-
-
-def sequence_at_its_length_goes_on(monkeypatch):
-    monkeypatch.setattr(scheduler, "FINISHED", DECODING)
-
-
 def what_was_assumed_stays(monkeypatch):
     executed = scheduler.executed
 
@@ -251,10 +235,6 @@ def second_step_stays_when_the_first_fails(monkeypatch):
     monkeypatch.setattr(Scheduler, "fail", alone)
 
 
-def prompts_with_samples_are_planned_ahead(monkeypatch):
-    monkeypatch.setattr(scheduler, "may_plan_ahead", lambda core, step: not (core.beams or core.spilled))
-
-
 def blocks_of_a_pinned_prefix_are_counted_twice(monkeypatch):
     fits = policy.fits
 
@@ -270,11 +250,8 @@ def blocks_of_a_pinned_prefix_are_counted_twice(monkeypatch):
 
 FAULTS = [
     ended_row_gets_the_token_of_its_second_step,
-    second_step_follows_another_row,
-    sequence_at_its_length_goes_on,
     what_was_assumed_stays,
     second_step_stays_when_the_first_fails,
-    prompts_with_samples_are_planned_ahead,
     blocks_of_a_pinned_prefix_are_counted_twice,
 ]
 

@@ -23,7 +23,6 @@ from scheduler_workload import Flight, Runner, Workload, expected_of
 
 from kvpool import Request, Scheduler
 from kvpool.errors import OutOfBlocks, RequestRejected, UnknownRequest
-from kvpool.scheduler import results
 
 EXAMPLES = max(1, int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", "1000")) // 20)
 POOLS = st.fixed_dictionaries(
@@ -291,30 +290,8 @@ def test_calls_in_any_order_keep_every_promise():
     run(fresh_seed(), EXAMPLES)
 
 
-def step_is_in_before_its_tokens_are_judged(monkeypatch):
-    read = results.read
-
-    def early(step, *arguments):
-        step._rows.generated[:] += 1  # what `update` would have done
-        return read(step, *arguments)
-
-    monkeypatch.setattr(results, "read", early)
-
-
 def old_step_is_taken(monkeypatch):
     monkeypatch.setattr(Scheduler, "_check_out", lambda self, call, step: None)
-
-
-def finished_request_may_be_cancelled(monkeypatch):
-    cancel = Scheduler.cancel
-
-    def forgiving(self, id):
-        try:
-            return cancel(self, id)
-        except UnknownRequest:
-            return []
-
-    monkeypatch.setattr(Scheduler, "cancel", forgiving)
 
 
 def refused_request_stays_in_the_queue(monkeypatch):
@@ -330,21 +307,11 @@ def refused_request_stays_in_the_queue(monkeypatch):
     monkeypatch.setattr(Scheduler, "_judge", keep)
 
 
-def cancelled_sequence_gets_the_token_of_its_step(monkeypatch):
-    take_rows = results.take_rows
-    monkeypatch.setattr(
-        results, "take_rows", lambda core, step, given, alive, begin: take_rows(core, step, given, alive | True, begin)
-    )
-
-
 @pytest.mark.parametrize(
     "plant",
     [
-        step_is_in_before_its_tokens_are_judged,
         old_step_is_taken,
-        finished_request_may_be_cancelled,
         refused_request_stays_in_the_queue,
-        cancelled_sequence_gets_the_token_of_its_step,
     ],
 )
 def test_planted_fault_of_a_call_is_detected(plant, monkeypatch):

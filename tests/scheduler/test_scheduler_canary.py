@@ -1,4 +1,4 @@
-"""The random workloads convict: each fault planted here makes one of them fail.
+"""The random workloads convict: each fault planted here, one of a kind, makes one of them fail.
 
 A fault is a context manager that breaks the scheduler or the pool in one place. Workloads are drawn by seed until one
 convicts; a fault that survives all of them is a hole in the workloads.
@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 from planted import Faults
 from scheduler_workload import Runner, Workload, draw, draw_crowd
@@ -18,7 +17,7 @@ from scheduler_workload import Runner, Workload, draw, draw_crowd
 from kvpool import Plan, Pool, Scheduler
 from kvpool.scheduler import beams, policy, results
 from kvpool.scheduler.queue import WaitingQueue
-from kvpool.scheduler.state import Core, DecodeBatch
+from kvpool.scheduler.state import Core
 
 WORKLOADS = 100
 fault = Faults()
@@ -75,19 +74,6 @@ def copy_is_forgotten():
         yield
 
 
-@fault
-def fork_has_blocks_of_its_own():
-    """A child gets the right length, and blocks that nobody has written."""
-
-    def fork(core: Core, handle: int) -> int | None:
-        own = core.pool.open(core.pool.num_tokens(handle))
-        core.set_length(own, core.pool.num_tokens(handle))
-        return own
-
-    with mock.patch.object(results, "fork", fork):
-        yield
-
-
 @only_where(lambda workload: workload.pool["prefix_cache"])
 @fault
 def prefix_of_another_namespace():
@@ -115,25 +101,6 @@ def prefix_hit_is_one_block_too_long():
 
 
 @fault
-def block_is_committed_before_it_is_written():
-    """With the tokens of the prompt ahead of what is computed."""
-    commit = Core.commit
-
-    def early(self, lane):
-        if self.caches and self.rows.remaining(lane) > 0:
-            self.rows.computed[lane] += self.pool.block_size
-            try:
-                commit(self, lane)
-            finally:
-                self.rows.computed[lane] -= self.pool.block_size
-        else:
-            commit(self, lane)
-
-    with mock.patch.object(Core, "commit", early):
-        yield
-
-
-@fault
 def cancelled_request_keeps_its_blocks():
     release = Core.release
 
@@ -143,19 +110,6 @@ def cancelled_request_keeps_its_blocks():
         return release(self, sequence)
 
     with mock.patch.object(Core, "release", leak):
-        yield
-
-
-@fault
-def finished_request_keeps_a_block():
-    finish = Core.finish
-
-    def leak(self, sequence, reason, now, *rest):
-        if sequence.lane >= 0 and self.available():
-            self.pool.blocks.alloc()
-        return finish(self, sequence, reason, now, *rest)
-
-    with mock.patch.object(Core, "finish", leak):
         yield
 
 
@@ -176,36 +130,6 @@ def preempted_sequence_loses_a_token():
 
 
 @fault
-def preempted_sequence_counts_a_token_twice():
-    preempt = Core.preempt
-
-    def twice(self, sequence):
-        preempt(self, sequence)
-        if sequence.lane < 0 and sequence.group.beam is None and sequence.tokens.size:
-            sequence.tokens = np.append(sequence.tokens, sequence.tokens[-1])
-
-    with mock.patch.object(Core, "preempt", twice):
-        yield
-
-
-@fault
-def stop_sequence_is_off_by_one():
-    with mock.patch.object(
-        results, "ends_with", lambda tokens, stops: any(tokens[-len(s) + 1 :].tolist() == list(s[1:]) for s in stops)
-    ):
-        yield
-
-
-@fault
-def ends_are_not_looked_for():
-    """Neither eos nor stop sequences: everything goes on to its length."""
-    from kvpool.scheduler.state import LaneRows
-
-    with mock.patch.object(LaneRows, "_put_watch", lambda self, lane, tokens: None):
-        yield
-
-
-@fault
 def eos_at_the_last_token_counts_as_length():
     why = results.why_ended
 
@@ -213,32 +137,6 @@ def eos_at_the_last_token_counts_as_length():
         return "length" if len(tokens) >= group.request.max_tokens else why(group, tokens)
 
     with mock.patch.object(results, "why_ended", short):
-        yield
-
-
-@fault
-def one_token_more_than_asked_for():
-    from kvpool.scheduler.state import LaneRows
-
-    put = LaneRows.put
-
-    def longer(self, lane, sequence, *rest):
-        put(self, lane, sequence, *rest)
-        self.limit[lane] += 1
-
-    with mock.patch.object(LaneRows, "put", longer):
-        yield
-
-
-@fault
-def samples_all_have_the_index_of_the_first():
-    fan_out = results.fan_out
-
-    def same(core, at, lane, index):
-        at, lane, index = fan_out(core, at, lane, index)
-        return at, lane, np.zeros_like(index)
-
-    with mock.patch.object(results, "fan_out", same):
         yield
 
 
@@ -279,37 +177,12 @@ def budget_is_ignored():
         yield
 
 
-@fault
-def chunk_is_one_token_too_long():
-    init = Core.__init__
-
-    def long(self, *arguments):
-        init(self, *arguments)
-        self.chunk += 1
-
-    with mock.patch.object(Core, "__init__", long):
-        yield
-
-
 @contextmanager
 def _wider_plans():
     def wider(pool, rows, tokens, **how):
         return Plan(pool, rows + 8, tokens + 8, **how)
 
     with mock.patch("kvpool.scheduler.scheduler.Plan", wider):
-        yield
-
-
-@fault
-def head_of_the_queue_is_overtaken():
-    head = WaitingQueue.head
-
-    def second(self):
-        first = head(self)
-        line = [] if first is None or self.is_back(first) else first.group.tenant.line
-        return line[1] if len(line) > 1 else first
-
-    with mock.patch.object(WaitingQueue, "head", second):
         yield
 
 
@@ -325,32 +198,12 @@ def priority_is_ignored():
         yield
 
 
-@contextmanager
-def _order_made_with(**other):
-    """Queues that are told something else than their schedulers."""
-
-    def make(weights, ageing, overtake):
-        return WaitingQueue(*({"weights": weights, "ageing": ageing, "overtake": overtake} | other).values())
-
-    with mock.patch("kvpool.scheduler.scheduler.WaitingQueue", make):
-        yield
-
-
 @in_crowds
 def waiting_does_not_make_up_for_priority():
-    with _order_made_with(ageing=2**30):
-        yield
+    def make(weights, ageing, overtake):
+        return WaitingQueue(weights, 2**30, overtake)
 
-
-@in_crowds
-def weight_is_ignored():
-    with _order_made_with(weights={}):
-        yield
-
-
-@in_crowds
-def request_that_finds_no_room_is_passed_by_all():
-    with mock.patch("kvpool.scheduler.check.check_tenants", lambda core: None), _order_made_with(overtake=2**30):
+    with mock.patch("kvpool.scheduler.scheduler.WaitingQueue", make):
         yield
 
 
@@ -370,24 +223,6 @@ def tenant_gets_far_ahead_by_passing():
 
 
 @in_crowds
-def tenant_that_returns_has_saved_its_share():
-    with mock.patch.object(WaitingQueue, "_least", lambda self: 0.0):
-        yield
-
-
-@in_crowds
-def decodes_are_not_charged():
-    make = DecodeBatch.__init__
-
-    def free(self, *arguments):
-        make(self, *arguments)
-        self.tenants = []
-
-    with mock.patch.object(DecodeBatch, "__init__", free):
-        yield
-
-
-@in_crowds
 def preempted_request_is_charged_again():
     preempt = Core.preempt
 
@@ -396,13 +231,6 @@ def preempted_request_is_charged_again():
         sequence.paid = 0
 
     with mock.patch.object(Core, "preempt", again):
-        yield
-
-
-@in_crowds
-def hits_are_charged():
-    count = policy.count_admission
-    with mock.patch.object(policy, "count_admission", lambda core, one, computed, known: count(core, one, 0, known)):
         yield
 
 
@@ -440,30 +268,6 @@ def decode_is_stalled_by_two_chunks():
         yield
 
 
-@fault
-def decode_is_left_out_for_a_chunk():
-    decide = Scheduler._decide
-
-    def without_the_last(self, plan):
-        decodes, chunks = decide(self, plan)
-        return (decodes[:-1], chunks) if chunks and len(decodes) > 1 else (decodes, chunks)
-
-    with mock.patch.object(Scheduler, "_decide", without_the_last):
-        yield
-
-
-@fault
-def victim_is_never_admitted_again():
-    wait = Core.wait
-
-    def lose(self, sequence, *, front=False):
-        if not front:
-            wait(self, sequence)
-
-    with mock.patch.object(Core, "wait", lose):
-        yield
-
-
 @only_where(one_sequence_each)
 @fault
 def victim_goes_to_the_end_of_the_queue():
@@ -486,22 +290,6 @@ def everybody_is_preempted_in_every_step():
         return decide(self, plan)
 
     with mock.patch.object(Scheduler, "_decide", churn):
-        yield
-
-
-@fault
-def make_room_spares_nobody():
-    """All that run are preempted where one would do, so that nobody gets a token."""
-    preempt = Core.preempt
-
-    def all_of_them(self, sequence):
-        preempt(self, sequence)
-        for lane in self.rows.running().tolist():
-            other = self.rows.sequences[lane]
-            if other is not None and other.group.beam is None:
-                preempt(self, other)
-
-    with mock.patch.object(Core, "preempt", all_of_them):
         yield
 
 
@@ -533,18 +321,6 @@ def chunk_is_cut_though_there_is_budget():
 @fault
 def beam_ends_with_the_first_finished_hypotheses():
     with mock.patch.object(beams, "decided", lambda beam, best, length: bool(beam.done)):
-        yield
-
-
-@only_where(has_a_beam)
-@fault
-def beam_score_is_not_divided_by_length():
-    made = beams.Hypothesis
-
-    def total(score, tokens, *rest):
-        return made(score * len(tokens), tokens, *rest)
-
-    with mock.patch.object(beams, "Hypothesis", total):
         yield
 
 

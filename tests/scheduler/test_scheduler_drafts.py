@@ -232,39 +232,12 @@ def fault(plant):
 
 
 @fault
-def wrong_draft_is_kept():
-    confirmed = drafts._confirmed
-
-    def one_more(core, lane, sampled):
-        return min(confirmed(core, lane, sampled) + 1, len(sampled))
-
-    with mock.patch.object(drafts, "_confirmed", one_more):
-        yield
-
-
-@fault
 def right_drafts_are_kept_behind_a_wrong_one():
     def every(core, lane, sampled):
         begin = int(core.rows.generated[lane])
         return int((core.rows.tokens[lane, begin : begin + len(sampled)] == sampled).sum())
 
     with mock.patch.object(drafts, "_confirmed", every):
-        yield
-
-
-@fault
-def ends_inside_drafts_are_not_looked_for():
-    with mock.patch.object(drafts, "why_ended", lambda group, tokens: None):
-        yield
-
-
-@fault
-def wrong_drafts_stay_in_the_pool():
-    class Pool_(Pool):
-        def truncate(self, handles, lens):
-            """Keep everything."""
-
-    with mock.patch("scheduler_workload.Pool", Pool_):
         yield
 
 
@@ -286,35 +259,6 @@ def logprobs_of_drafts_are_lost():
 @fault
 def drafts_are_computed_without_blocks():
     with mock.patch.object(drafts, "_fits", lambda *arguments: True):
-        yield
-
-
-@fault
-def drafts_pass_the_end_of_the_answer():
-    ask = drafts.ask
-
-    def longer(core, propose, batch, chunks):
-        batch.limit = batch.limit + 2
-        try:
-            return ask(core, propose, batch, chunks)
-        finally:
-            batch.limit = batch.limit - 2
-
-    with mock.patch.object(drafts, "ask", longer):
-        yield
-
-
-@fault
-def accepted_tokens_are_not_counted_as_computed():
-    settle = drafts.settle
-
-    def forget(core, step, given):
-        before = core.rows.computed.copy()
-        found = settle(core, step, given)
-        core.rows.computed[:] = before
-        return found
-
-    with mock.patch.object(drafts, "settle", forget):
         yield
 
 

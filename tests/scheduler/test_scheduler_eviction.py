@@ -333,26 +333,9 @@ def test_evictor_that_could_not_work_is_not_made():
 
 
 @contextmanager
-def scores_go_to_the_next_row():
-    observe = Memory.observe
-
-    def wrong(self, scores, lens, rows=None):
-        observe(self, np.roll(scores, 1, axis=1), lens, rows)
-
-    with mock.patch.object(Memory, "observe", wrong):
-        yield
-
-
-@contextmanager
 def slot_keeps_what_was_seen_before():
     start = Memory.start
     with mock.patch.object(Memory, "start", lambda self, row: start(self, row) if row >= len(self.known) else None):
-        yield
-
-
-@contextmanager
-def fork_has_seen_nothing():
-    with mock.patch.object(Memory, "put", lambda self, row, saved: None):
         yield
 
 
@@ -378,30 +361,12 @@ def evicted_sequence_keeps_no_blocks_for_its_chunks():
         yield
 
 
-@contextmanager
-def compaction_is_off_by_one():
-    compact = EvictedMemory.compact
-
-    def wrong(self, blocks, keep):
-        keep = keep.copy()
-        keep[..., -1] -= keep[..., -1] > keep[..., -2] + 1
-        if keep.shape[-1] > 3:
-            keep[..., 2] += keep[..., 2] + 1 < keep[..., 3]
-        compact(self, blocks, keep)
-
-    with mock.patch.object(EvictedMemory, "compact", wrong):
-        yield
-
-
 @pytest.mark.parametrize(
     ("fault", "seed"),  # of the first workload that shows it, so that the test is short; others do too
     [
-        (scores_go_to_the_next_row, 5),
         (slot_keeps_what_was_seen_before, 6),
-        (fork_has_seen_nothing, 3),
         (shared_blocks_are_compacted_as_they_are, 6),
         (evicted_sequence_keeps_no_blocks_for_its_chunks, 15),
-        (compaction_is_off_by_one, 0),
     ],
 )
 def test_planted_fault_is_detected(fault, seed):

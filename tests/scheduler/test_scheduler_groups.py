@@ -89,31 +89,17 @@ def test_workloads_with_groups_cover_every_situation():
 # ---- faults
 
 
-def _ignore(arena: int):
+@fault
+def admission_ignores_the_window_group():
     free = Needs.free
 
     def plenty(self: Needs) -> list[int]:
         found = free(self)
-        found[arena] = 10**9
+        found[1] = 10**9
         return found
 
     with mock.patch.object(Needs, "free", plenty):
         yield
-
-
-@fault
-def admission_ignores_the_full_group():
-    yield from _ignore(0)
-
-
-@fault
-def admission_ignores_the_window_group():
-    yield from _ignore(1)
-
-
-@fault
-def admission_ignores_the_state_slots():
-    yield from _ignore(2)
 
 
 @fault
@@ -126,17 +112,6 @@ def a_state_takes_one_slot():
         return found - self._states
 
     with mock.patch.object(Needs, "most", one):
-        yield
-
-
-@fault
-def a_window_is_counted_without_the_chunk():
-    init = Needs.__init__
-
-    def without(self: Needs, pool: Pool, chunk: int, eviction: Any = None) -> None:
-        init(self, pool, 1, eviction)
-
-    with mock.patch.object(Needs, "__init__", without):
         yield
 
 
