@@ -152,7 +152,7 @@ def batch_tokens(model, prompts, max_tokens=16, *, caches=None, known=None, on_s
 
 def solo_tokens(model, prompt, max_tokens=16, **options):
     """Tokens of one prompt from mlx-lm's generate_step."""
-    steps = generate_step(mx.array(prompt), model, max_tokens=max_tokens, prefill_step_size=7, **options)
+    steps = generate_step(mx.array(prompt), model, max_tokens=max_tokens, **{"prefill_step_size": 7, **options})
     return [int(token) for token, _ in steps]
 
 
