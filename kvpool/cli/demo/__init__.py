@@ -96,7 +96,7 @@ def run_parts(
 
 
 def check(settings: Settings) -> None:
-    """Refuse, before any work, a block that no sequence fills, a picture that cannot be written, a missing folder."""
+    """Refuse, before any work, a block that no sequence fills, a picture that cannot be written, a wrong folder."""
     out, model, longest = settings.out, settings.model, 256
     if not 1 <= settings.block_size <= longest:
         raise CommandError(f"--kv-block-size {settings.block_size}: out of range, 1..{longest}")
@@ -108,6 +108,8 @@ def check(settings: Settings) -> None:
         raise CommandError(f"--out {out}: no permission to write it")
     if model is not None and not Path(model).exists() and model.count("/") != 1:
         raise CommandError(f"--model {model}: there is no such folder, and a Hugging Face id reads owner/name")
+    if model is not None and Path(model).is_dir() and not (Path(model) / "config.json").is_file():
+        raise CommandError(f"--model {model}: a folder without config.json")
 
 
 @contextlib.contextmanager
