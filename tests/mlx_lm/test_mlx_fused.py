@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import itertools
 
 import mlx.core as mx
 import numpy as np
@@ -108,8 +109,7 @@ def test_batch_has_the_bits_of_single_prompts_whose_chunks_end_at_the_same_place
     assert np.array_equal(alone, batch)
 
 
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"])
-@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize(("name", "dtype"), [*zip(HALVES, itertools.cycle([mx.float16, mx.bfloat16]))])
 def test_fused_halves_are_as_near_to_float32_as_stock_is(name, dtype):
     """Two roundings may choose different tokens where two are nearly as likely, so what is compared is the logits."""
     model = HALVES[name]()
