@@ -24,8 +24,9 @@ OTHER = np.random.default_rng(12).integers(0, 200, 300).tolist()
 class Lasting:
     """A store that engines do not close. `slow` seconds per load; `broken`: every call fails; `lies`: wrong tokens."""
 
-    def __init__(self, layout):
+    def __init__(self, layout, held=()):
         self.inner, self.layout = MemoryStore(layout, 2**28), layout
+        self.inner._held.update(held)
         self.slow, self.broken, self.loads, self.open_gate = 0.0, False, 0, threading.Event()
         self.open_gate.set()
 
@@ -46,7 +47,7 @@ class Lasting:
         pass
 
 
-@pytest.fixture(params=ARCHS, ids=["llama", "gemma3", "qwen3_5"])
+@pytest.fixture(scope="module", params=ARCHS, ids=["llama", "gemma3", "qwen3_5"])
 def model(request):
     return tiny.make(request.param)[0]
 
@@ -75,9 +76,9 @@ def freed(store, engine):
     checked(engine)
 
 
-@pytest.fixture
-def filled(model):
-    """A store that has the prompt, and what an engine without a store answers."""
+@pytest.fixture(scope="module")
+def saved(model):
+    """What an engine saves of the prompt, and what one without a store answers."""
     with Engine(model, 256) as engine:
         tokens, logprobs, _ = answer(engine)
     made = []
@@ -90,6 +91,12 @@ def filled(model):
     assert answer(engine)[:2] == (tokens, logprobs)
     checked(engine)
     return made[0], (tokens, logprobs)
+
+
+@pytest.fixture
+def filled(saved):
+    """A store of the test's own that has the prompt, and what an engine without a store answers."""
+    return Lasting(saved[0].layout, saved[0].inner._held), saved[1]
 
 
 def test_answer_after_a_restart_has_the_same_bits_and_computes_little(model, filled):
