@@ -19,9 +19,10 @@ from kvpool.sizing import arrays_of_an_arena
 
 VOCAB = 96
 WINDOW = 24  # of the tiny models
-LENGTHS = (7, 23, 41, 64, 90)
-NEW = 12
+LENGTHS = (1, 23, 90)
+NEW = 8
 SHORT = ("gemma3_text", "gemma4_text", "qwen3_5", "nemotron_h", "falcon_h1", "llama4", "mamba", "deepseek_v41", "afm7")
+BY_CHUNK = {"plamo3"}  # files whose tokens depend on the chunks of a prompt in mlx-lm, too
 STATEFUL = ("qwen3_5", "mamba", "baichuan_m1", "deepseek_v41")
 
 
@@ -72,12 +73,10 @@ def assert_family(name, lengths=LENGTHS):
         model = family(name)
         prompts = prompts_of(lengths)
         own = [alone(model, prompt) for prompt in prompts]
-        in_chunks = [alone(model, prompt, prefill_step_size=16) for prompt in prompts]
-        late = [(0, [0, len(prompts) - 1]), (5, range(1, len(prompts) - 1))]
+        in_chunks = [alone(model, prompt, prefill_step_size=16) for prompt in prompts] if name in BY_CHUNK else own
         with install_on_cpu(model) as kv:
             assert [alone(model, prompt) for prompt in prompts] == own
-            assert together(model, prompts) == own
-            assert together(model, prompts, late) == own
+            assert together(model, prompts, [(0, [0, 2]), (5, [1])]) == own
             assert together(model, prompts, prefill_step_size=16) == in_chunks
         assert_all_free_in_all_arenas(kv)
 
@@ -98,7 +97,7 @@ def test_tokens_of_one_family_of_a_kind_equal_stock_alone(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(tiny_families.OWN))
+@pytest.mark.parametrize("name", sorted(tiny_families.OWN.keys() - SHORT))
 def test_tokens_of_every_family_equal_stock_alone(name):
     assert_family(name)
 
