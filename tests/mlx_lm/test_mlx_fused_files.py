@@ -48,23 +48,6 @@ def installed(model, **options):
         pytest.skip(f"refused: {error}")
 
 
-def sampled(names):
-    return [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.long) for name in names]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", sampled(FUSED))
-def test_fused_file_generates_the_tokens_of_mlx_lm(name):
-    model = model_of(name)
-    rng = np.random.default_rng(5)
-    prompts = [rng.integers(1, 96, n).tolist() for n in PROMPTS]
-    stock = [solo_tokens(model, prompt, MAX_TOKENS) for prompt in prompts]
-    with installed(model, fused=True) as kv:
-        assert kv.route == "fused"
-        assert [solo_tokens(model, prompt, MAX_TOKENS) for prompt in prompts] == stock
-        assert batch_tokens(model, prompts, MAX_TOKENS) == stock
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name", LATENTS)
 def test_file_with_latents_decodes_over_them_where_the_backend_can(name):
@@ -78,11 +61,14 @@ def test_file_with_latents_decodes_over_them_where_the_backend_can(name):
         assert batch_tokens(model, prompts, MAX_TOKENS) == stock
 
 
-@pytest.mark.parametrize("name", sampled(sorted(GATHER)))
-def test_file_that_computes_with_its_context_gathers(name):
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.long) for name in sorted(OWN)]
+)
+def test_file_attends_over_the_pool_or_gathers_if_it_computes_with_its_context(name):
+    """Its tokens: see test_mlx_lm_families."""
     route = installed(model_of(name)).route
     print(f"{name:24} {route}")
-    assert route.startswith("gather: ") and re.search(GATHER[name], route)
+    assert route.startswith("gather: ") and re.search(GATHER[name], route) if name in GATHER else route == "fused"
 
 
 def test_at_least_90_files_are_fused():
