@@ -31,8 +31,8 @@ COVERAGE = os.environ.get("KVPOOL_COVERAGE", "0") not in ("", "0")
 OPTIMIZE = os.environ.get("KVPOOL_OPTIMIZE", "")
 VARIANT_FILE = Path("build/cython/variant")
 CORE, CPU = Path("kvpool"), Path("kvpool_backends/cpu")
-#: The fuzzer of the core. It is compiled where the tree is compiled in place; no wheel has it.
-FUZZER = [Path("proof/fuzz")] if "--inplace" in sys.argv else []
+#: The fuzzers of the core. They are compiled where the tree is compiled in place; no wheel has them.
+FUZZER = [Path("proof/fuzz"), Path("tests/verify")] if "--inplace" in sys.argv else []
 #: Compiled for size: nobody waits for them, a kernel or the core does more for each call than they do, or (the drivers
 #: of the fuzzer) they take the same time. `_kernels` says so in its text, because the C kernels have its arguments.
 FOR_SIZE = (
@@ -49,7 +49,7 @@ CORE_ARGS = (
     *(f"-fno-align-{what}" for what in ("functions", "jumps", "labels")),
 )
 #: Plain and fast under the address sanitizer: the judge of the fuzzer walks all of the state, within bounds of its own.
-JUDGE = ("_books", "_books_index", "_books_steps", "_books_prefix", "_storage", "_books_groups", "_content_groups")
+JUDGE = ("_books", "_books_index", "_books_steps", "_books_prefix", "_storage", "_books_groups", "_content_groups", "_verify")
 PLAIN = JUDGE if "address" in SANITIZE else ()
 
 DIRECTIVES = {

@@ -1,0 +1,108 @@
+"""Random programs on the compiled core: the content of every slot is judged.
+
+::
+
+    python -m tests.verify --seconds 60
+    python -m tests.verify --ops 1e8 --seed 7 --without rollback
+    python -m tests.verify --program FILE       # plays one program, as a finding saves it
+    python -m tests.verify --canaries           # planted faults, each of which has to be found
+
+A finding is shrunk and printed as a test, with the command that repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from pathlib import Path
+
+from kvpool.cli.console import CommandError
+from kvpool.cli.fuzz import SECONDS, Progress, limits, seed_of
+from tests.verify import run
+from tests.verify.words import ALWAYS, WORDS, shape_of
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The options."""
+    summary, _, rest = str(__doc__).partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.verify",
+        description=summary,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seconds", help=f"how long to run (default {SECONDS:g})")
+    parser.add_argument("--ops", help="calls to make instead")
+    parser.add_argument("--seed", help="of the first run; with --ops 1 that run alone (default: random)")
+    parser.add_argument("--without", action="append", default=[], metavar="WORD", help="leave a word out of all runs")
+    parser.add_argument("--program", metavar="FILE", help="play the program of a file")
+    parser.add_argument("--save", metavar="FILE", help="write the program of a finding to a file")
+    parser.add_argument("--canaries", nargs="*", metavar="NAME", help="find planted faults, all or those named")
+    return parser
+
+
+def left_out(words: list[str]) -> tuple[str, ...]:
+    """The words that were named, which may be left out."""
+    for word in words:
+        if word not in WORDS:
+            raise CommandError(f"--without {word}: there is no such word, they are {', '.join(WORDS)}")
+        if word in ALWAYS:
+            raise CommandError(f"--without {word}: a program without it goes nowhere")
+    return tuple(words)
+
+
+def fuzz(args: argparse.Namespace) -> int:
+    """Hunt; 0 without a finding."""
+    without = left_out(args.without)
+    seed = random.SystemRandom().getrandbits(31) if args.seed is None else seed_of(args.seed)
+    limit = limits(args, {"seconds": SECONDS, "calls": None})
+    print(f"seed {seed}", flush=True)
+    report = run.hunt(seed, **limit, without=without, told=Progress(limit))
+    print(f"{report.calls:,} calls in {report.runs:,} runs, {report.seconds:.1f} s, {report.calls / report.seconds:,.0f}/s")
+    print("  words: " + ", ".join(f"{name} {n:,}" for name, n in report.words.items()))
+    print("  met: " + ", ".join(f"{name} {n:,}" for name, n in report.met.items()))
+    if report.finding is None or report.seed is None:
+        print("no finding")
+        return 0
+    options = "".join(f" --without {word}" for word in without)
+    print(f"FINDING at word {report.place}: {report.finding}")
+    print(f"again: python -m tests.verify --seed {report.seed} --ops 1{options}", flush=True)
+    shrunk = run.shrink(shape_of(report.seed, without), report.place)
+    if shrunk is None:
+        print("The run fails, but not by the methods of Python with a check after every word.")
+        return 1
+    print(run.as_test(report.seed, without, shrunk))
+    if args.save:
+        Path(args.save).write_text(run.save(report.seed, without, shrunk.words))
+    return 1
+
+
+def play(name: str) -> int:
+    """Play the program of a file."""
+    try:
+        seed, without, words = run.load(Path(name).read_text())
+    except (OSError, ValueError) as error:
+        raise CommandError(f"--program {name}: {error}") from None
+    finding, calls = run.play(shape_of(seed, without), words)
+    print("\n".join(calls))
+    print(f"FINDING: {finding}" if finding else "no finding")
+    return 1 if finding else 0
+
+
+def main() -> int:
+    """Run the command."""
+    args = arguments().parse_args()
+    try:
+        if args.canaries is not None:
+            from tests.verify.canaries import show
+
+            return show(args.canaries)
+        return fuzz(args) if args.program is None else play(args.program)
+    except CommandError as error:
+        print(f"python -m tests.verify: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

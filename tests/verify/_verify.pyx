@@ -1,0 +1,1429 @@
+"""The generator: random programs of words on one pool, whose content is judged.
+
+A word is ``(op, a, b, c)``, a pure function of the run's seed and its place in the program. What it means depends on
+the state it meets: "c" may pick a row by its place among the open ones. So any part of a program is a program, which
+is what shrinking needs.
+
+`content.pxi` is the judge. This file knows what each row was given (its tokens, what was done, committed and flushed),
+makes the calls, and tells the judge. It holds a call to few other promises, each where it is made: `wrong` marks them.
+A sound `kvpool.Pool` is called below the reading of arguments where calls are frequent; a subclass, which may have a
+planted fault, and a run that is traced, by the methods of Python.
+"""
+from cpython.exc cimport PyErr_CheckSignals
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy, memmove, memset
+
+from kvpool._core cimport (
+    BLOCK_TABLES, CU_Q_LENS, INDICES, INDPTR, OK, OUT_OF_BLOCKS, POSITIONS, SEQ_LENS, SLOT_IDS, SLOT_MAPPING, Field,
+    Ints, LayerGroup, Plan, Pool, StepPart, Verdict, entries_of, group_row, ints_init, pool_close, pool_commit,
+    pool_enter, pool_fork, pool_leave, pool_next_handle, pool_open, pool_step, pool_truncate, seq_table,
+)
+
+import hashlib
+
+from kvpool import errors
+from kvpool.testing.fuzz_target import FuzzFinding as Finding
+from tests.verify.words import CAP as CAP_OF_WORDS
+from tests.verify.words import KINDS, SPACES, WORDS
+
+REFUSALS = (errors.OutOfBlocks, errors.OutOfSequences, errors.CapacityExceeded, errors.PlanStateError,
+            errors.StaleHandle, errors.ForeignHandle, errors.DoubleFree, ValueError)
+
+cdef enum:                      # in the order of WORDS
+    OPEN, PROMPT, STEP, PREFILL, CHUNKED, RESERVE, EXECUTE, DONE
+    DONE_ANY, ROLLBACK, COMMIT, LIE, FORK, TRUNCATE, CLOSE
+    CLOSE_FINISHED, DEFER_CLOSE, UNSHARE, COMPACT, EVICT_BLOCKS, PIN, MATCH
+    EVICT, FLUSH, LOAD, LOADED, ALLOC, INCREF, DECREF, MARK_CACHED
+    TOUCH, CAN, EVENTS, STALE, READ, BIND, RESET
+
+cdef enum:
+    MOST_RAW = 48
+    FACES = 1024
+
+
+cdef const int32_t* pool_ids(Pool pool, int32_t slot, int32_t g, int32_t* n) noexcept nogil:
+    """The table of a row in a group, as `Pool.table` returns it."""
+    cdef const LayerGroup* group
+    if pool.state.groups == NULL:
+        n[0] = pool.state.seqs.seq[slot].num_blocks
+        return seq_table(&pool.state.seqs, slot)
+    group = &pool.state.groups.group[g]
+    n[0] = entries_of(group, slot, pool.state.seqs.seq[slot].num_blocks) * group.columns
+    return group_row(group, slot)
+
+
+include "content.pxi"
+
+
+cdef struct Word:
+    uint32_t op
+    uint32_t a
+    uint32_t b
+    uint32_t c
+
+
+cdef struct Raw:                # a reference of the caller on a block
+    int32_t arena
+    int32_t block
+    uint64_t stamp              # what the caller has written there; 0: the block is a row's
+    bint cached                 # and nobody writes it again; the reference is gone if `dropped`
+    bint dropped
+
+
+cdef struct Load:
+    int64_t handle
+    int32_t begin
+    int32_t n
+    bint closed
+
+
+cdef inline uint64_t hash64(uint64_t x) noexcept nogil:
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL
+    return x ^ (x >> 31)
+
+
+cdef inline int64_t get(const Field* f, int64_t i) noexcept nogil:
+    return (<int32_t*>f.data)[i] if f.width == 4 else (<int64_t*>f.data)[i]
+
+
+cdef class Run(Content):
+    """One run: a pool, its plans, and what the words have done so far.
+
+    Parameters
+    ----------
+    shape : tests.verify.words.Shape
+        Pool, plans, weights and appetite.
+    make_pool : callable, optional
+        Called with the arguments of `kvpool.Pool`; returns one, or one of a subclass.
+    trace : list, optional
+        Gets the calls as lines of Python.
+    """
+
+    cdef readonly object shape
+    cdef list trace
+    cdef bint direct, in_order, has_cache, has_states
+    cdef object prefix, blocks
+    cdef dict known             # content keys by the events; None: events were lost, or there are none
+    cdef uint8_t[FACES] dice
+    cdef uint64_t seed
+    cdef int32_t alphabet, texts, eager, hot
+    cdef int32_t[3][CAP] text
+    cdef int32_t[CAP] prompt
+    cdef uint64_t[3] epoch      # flushes of each namespace
+    cdef int32_t[MOST_SEQS] live
+    cdef int32_t num_live, last
+    cdef int32_t[MOST_SEQS] slots_free      # row ids in the order in which they are to be used
+    cdef int32_t num_slots_free
+    cdef int64_t[MOST_SEQS] newest          # handle of each row id
+    cdef int64_t[MOST_SEQS] deferred
+    cdef int32_t num_deferred
+    cdef Load[MOST_SEQS] load
+    cdef int32_t num_loads
+    cdef Raw[MOST_RAW] raw
+    cdef int32_t num_raw
+    cdef int32_t[MOST_ROWS] rows
+    cdef int64_t[MOST_ROWS] handles
+    cdef int64_t[MOST_ROWS] counts
+    cdef int32_t[MOST_PLANS] max_rows, max_tokens
+    cdef int32_t num_rows
+    cdef int64_t made, refused, calls_now, refused_now, next_token
+    cdef int reason             # of the last refusal
+    cdef readonly int64_t place # of the word at hand
+    cdef int64_t[64] by_word
+
+    def __cinit__(self, shape, make_pool=Pool, trace=None):
+        cdef int32_t k, p
+        if CAP != CAP_OF_WORDS or len(WORDS) != RESET + 1:
+            raise ImportError("_verify was compiled for other words")
+        self.shape, self.trace = shape, trace
+        self.pool = make_pool(**shape.pool)
+        self.direct = type(self.pool) is Pool and trace is None
+        self.plans = [Plan(self.pool, **options) for options in shape.plans]
+        self.prefix, self.blocks = self.pool.prefix, self.pool.blocks
+        self.has_cache, self.in_order = shape.pool["prefix_cache"], shape.pool["in_order"]
+        self.known = {} if shape.pool["events"] else None
+        self.seed, self.alphabet, self.texts = shape.seed, shape.alphabet, shape.texts
+        self.eager, self.hot, self.next_work, self.next_token = shape.eager, shape.hot, 1, 1000
+        for k in range(FACES):
+            self.dice[k] = shape.dice[k]
+        for k in range(3):
+            for p in range(CAP):
+                self.text[k][p] = <int32_t>(hash64(self.seed + <uint64_t>(1000 * k + p)) % <uint64_t>self.alphabet)
+        self.read_options(shape.pool)
+        self.init_content()
+        self.num_slots_free = self.max_seqs
+        for k in range(self.max_seqs):
+            self.slots_free[k], self.newest[k] = k, -1
+        for k in range(self.num_plans):
+            self.max_rows[k] = min(shape.plans[k]["max_rows"], MOST_ROWS)
+            self.max_tokens[k] = shape.plans[k]["max_tokens"]
+
+    cdef int read_options(self, dict options) except -1:
+        """Groups, arenas and sizes as they were asked for."""
+        cdef Layer* g
+        cdef int32_t k = 0, states, longest = options["max_blocks_per_seq"]
+        groups = options["groups"]
+        sizes = {0: options["num_blocks"]} | {
+            group.arena: group.num_blocks for group in groups or () if group.num_blocks is not None}
+        states = len(sizes)
+        self.max_seqs, self.reserved = options["max_seqs"], options["reserved_blocks"]
+        self.lookahead = options["lookahead"] if groups else 0
+        self.block_size, self.num_plans = options["block_size"], len(self.plans)
+        self.num_groups = len(groups) if groups else 1
+        self.group[0].columns, self.group[0].size, self.group[0].width = 1, self.block_size, longest
+        for group in groups or ():
+            g = &self.group[k]
+            g.kind, g.reach, g.keep, g.bundle = KINDS.index(group.kind), group.size, group.keep, group.blocks
+            g.columns, g.arena, g.size = group.columns, group.arena, group.block_size or self.block_size
+            g.width = ((longest + 4) * self.block_size // g.size + 1) * g.columns
+            if group.kind == "state":
+                g.arena, g.size, g.width, self.has_states = states, 1, 1, True
+                sizes[states] = group.size
+                states += 1
+            k += 1
+        self.num_arenas = states
+        for k in range(states):
+            self.num_blocks[k] = sizes[k]
+        return 0
+
+    # -- running
+
+    cdef void draw(self, int64_t at, Word* w) noexcept nogil:
+        cdef uint64_t h = hash64(self.seed + <uint64_t>at * ODD)
+        cdef uint64_t more = hash64(h ^ 0xD1B54A32D192ED03ULL)
+        w.op = self.dice[h & (FACES - 1)]
+        w.a = <uint32_t>(h >> 32)
+        w.b = <uint32_t>more
+        w.c = <uint32_t>(more >> 32)
+
+    def words(self, int64_t n):
+        """The first `n` words of the program: a list of ``(op, a, b, c)``."""
+        cdef Word w
+        cdef int64_t at
+        found = []
+        for at in range(n):
+            self.draw(at, &w)
+            found.append((w.op, w.a, w.b, w.c))
+        return found
+
+    def run(self, int64_t n, int64_t check_every=64):
+        """The first `n` words, and the end; `Pool.check` after every `check_every`-th."""
+        cdef Word w
+        for self.place in range(n):
+            if self.place & 0xFFF == 0:
+                PyErr_CheckSignals()
+            self.draw(self.place, &w)
+            self.apply(&w)
+            if (self.place + 1) % check_every == 0:
+                self.look_around()
+        self.finish()
+
+    def replay(self, words, int64_t check_every=1):
+        """A program that is given, and the end."""
+        cdef Word w
+        for self.place, (w.op, w.a, w.b, w.c) in enumerate(words):
+            if w.op >= <uint32_t>len(WORDS):
+                raise ValueError(f"word {self.place} of the program has number {w.op}, words are 0 .. {len(WORDS) - 1}")
+            self.apply(&w)
+            if (self.place + 1) % check_every == 0:
+                self.look_around()
+        self.finish()
+
+    def shutdown(self):
+        """Give the pool's memory and tag back."""
+        self.pool.shutdown()
+
+    def digest(self):
+        """The pool's digest."""
+        return self.pool.digest()
+
+    def facts(self):
+        """What was met: name -> how often."""
+        met = {name: self.by_word[k] for k, name in enumerate(WORDS)}
+        return met, {"calls": self.made, "refused": self.refused, "reads": self.reads, "copies": self.copies,
+                     "executed late": self.late, "garbage": self.garbage, "hits": self.hits}
+
+    cdef int apply(self, const Word* w) except -1:
+        """One word, and what is due after every call."""
+        cdef uint32_t op = self.eased(w)
+        cdef bint watched = w.a >> 27 == 0
+        if self.num_deferred and op != DEFER_CLOSE:
+            self.drain()
+            op = self.eased(w)
+        self.by_word[op] += 1
+        before = self.pool.fingerprint() if watched else None
+        self.calls_now = self.refused_now = 0
+        self.dispatch(w, op)
+        self.made += max(self.calls_now, <int64_t>1)
+        self.refused += self.refused_now
+        if watched and self.calls_now == 1 == self.refused_now and self.pool.fingerprint() != before:
+            self.wrong("a call that was refused changed the pool")
+        return 0
+
+    cdef uint32_t eased(self, const Word* w) noexcept nogil:
+        """The word; mostly another where it has nothing to do."""
+        cdef uint32_t op = w.op
+        if (op == DONE or op == DONE_ANY or op == ROLLBACK or op == EXECUTE) and self.num_queue == 0 and w.b & 7:
+            op = STEP
+        if op == LOADED and self.num_loads == 0:
+            op = STEP
+        if (op == OPEN or op == PROMPT or op == PIN or op == LOAD or op == FORK) and self.num_slots_free == 0 and w.b & 7:
+            op = CLOSE if self.num_live or self.num_loads == 0 else LOADED
+        if self.num_live == 0 and (STEP <= op <= RESERVE or COMMIT <= op <= EVICT_BLOCKS or op == CAN or op == READ):
+            op = PROMPT if self.has_cache else OPEN
+        return op
+
+    cdef int dispatch(self, const Word* w, uint32_t op) except -1:
+        if op == STEP or op == PREFILL or op == CAN:
+            return self.op_step(w, op)
+        if op == PROMPT or op == PIN or op == LOAD:
+            return self.op_prompt(w, op)
+        if op == DONE or op == DONE_ANY:
+            return self.op_done(w, op == DONE_ANY)
+        if op == COMMIT:
+            return self.op_commit(w)
+        if op == OPEN:
+            return self.op_open(w)
+        if op == CHUNKED:
+            return self.op_chunk(w)
+        if op == RESERVE:
+            return self.op_reserve(w)
+        if op == EXECUTE:
+            return self.execute_next() if self.num_executed < self.num_queue else 0
+        if op == ROLLBACK:
+            return self.op_rollback(w)
+        if op == LIE:
+            return self.op_lie(w)
+        if op == FORK:
+            return self.op_fork(w)
+        if op == TRUNCATE:
+            return self.op_truncate(w)
+        if op == CLOSE or op == CLOSE_FINISHED:
+            return self.op_close(w, op == CLOSE_FINISHED)
+        if op == DEFER_CLOSE:
+            return self.op_defer(w)
+        if op == UNSHARE:
+            return self.op_unshare(w)
+        if op == COMPACT:
+            return self.op_compact(w)
+        if op == EVICT_BLOCKS:
+            return self.op_evict_blocks(w)
+        if op == READ:
+            return self.read_idle(self.pick(w.c))
+        return self.dispatch_rare(w, op)
+
+    cdef int dispatch_rare(self, const Word* w, uint32_t op) except -1:
+        if op == MATCH:
+            return self.op_match(w)
+        if op == EVICT:
+            self.call("evict", self.blocks.arena(w.a % <uint32_t>self.num_arenas).evict, (w.b % 4,))
+            return 0
+        if op == FLUSH:
+            return self.op_flush(w)
+        if op == LOADED:
+            return self.op_loaded(w)
+        if op == ALLOC:
+            return self.op_alloc(w)
+        if op == INCREF:
+            return self.op_incref(w)
+        if op == DECREF:
+            return self.op_decref(w)
+        if op == MARK_CACHED or op == TOUCH:
+            return self.op_cached(w, op)
+        if op == EVENTS:
+            return self.op_events(w)
+        if op == STALE:
+            return self.op_stale(w)
+        if op == BIND:
+            self.call("bind", self.plans[w.a % <uint32_t>self.num_plans].bind, ())
+            return 0
+        return self.op_reset()
+
+    # -- how calls are made
+
+    cdef object call(self, str name, object method, tuple given, dict options={}):
+        """Call a method; None if it is refused."""
+        self.calls_now += 1
+        if self.trace is not None:
+            shown = [f"plans[{self.plans.index(one)}]" if isinstance(one, Plan) else repr(one) for one in given]
+            said = f"{name}({', '.join([*shown, *(f'{k}={v!r}' for k, v in options.items())])})"
+        try:
+            self.reason = OK
+            found = method(*given, **options)
+        except REFUSALS as error:
+            self.reason = OUT_OF_BLOCKS if isinstance(error, errors.OutOfBlocks) else -1
+            self.refused_now += 1
+            if self.trace is not None:
+                self.trace.append(f"{said}  # {type(error).__name__}: {error}")
+            return None
+        if self.trace is not None:
+            shown = found.tolist() if hasattr(found, "tolist") else found
+            self.trace.append(f"{said}  # {shown}" if found is not None else said)
+        return True if found is None else found
+
+    cdef bint judged(self, int status) noexcept:
+        """Whether a call that was made without Python was accepted."""
+        self.calls_now += 1
+        self.reason = status
+        self.refused_now += status != OK
+        return status == OK
+
+    cdef bint call_step(self, int32_t k, int32_t n, bint advance, bint partial, bint padded) except -1:
+        """`rows` step by `counts` in plan k."""
+        cdef Ints rows, new
+        cdef Verdict v
+        cdef Plan plan = self.plans[k]
+        cdef int32_t i
+        cdef int status
+        if self.direct and n <= self.max_rows[k]:
+            rows.data, rows.size, rows.width = self.handles, n, 8
+            new.data, new.size, new.width = self.counts, n, 8
+            self.pool.keep_plan(plan)
+            pool_enter(&self.pool.state, "step")
+            status = pool_step(&self.pool.state, plan, &rows, &new, advance, partial,
+                               plan.wire.max_rows if padded else 0, self.max_tokens[k] if padded else -1, &v)
+            pool_leave(&self.pool.state)
+            if status != OK:
+                self.pool.let_go_of_plan(plan)
+            return self.judged(status)
+        given = (plan, [self.handles[i] for i in range(n)], [self.counts[i] for i in range(n)])
+        if not advance:
+            return self.call("pool.reserve", self.pool.reserve, given) is not None
+        options = {"partial": True} if partial else {}
+        if padded:
+            options["pad_to"] = (plan.wire.max_rows, self.max_tokens[k])
+        return self.call("pool.step", self.pool.step, given, options) is not None
+
+    cdef int64_t call_open(self, int64_t n, bint counted, int32_t space, int64_t cut, bint reserve) except -2:
+        """A new sequence for `n` tokens, those of the prompt or a count. Returns its handle, or -1."""
+        cdef Ints tokens
+        cdef Verdict v
+        cdef int status
+        cdef int64_t handle
+        cdef bytes name = SPACES[space]
+        if not self.direct:
+            options = {"namespace": name} if name else {}
+            options |= {"cut": cut} if cut >= 0 else {}
+            options |= {} if reserve else {"reserve": False}
+            given = self.call("pool.open", self.pool.open, (n if counted else self.said(n),), options)
+            return -1 if given is None else given
+        ints_init(&tokens, NULL)
+        tokens.data, tokens.size, tokens.width = NULL if counted else self.prompt, n, 4
+        pool_enter(&self.pool.state, "open")
+        handle = pool_next_handle(&self.pool.state)
+        status = pool_open(&self.pool.state, &tokens, name, len(name), cut, True, reserve, False, False, False, &v)
+        pool_leave(&self.pool.state)
+        return handle if self.judged(status) else -1
+
+    cdef list said(self, int64_t n):
+        return [self.prompt[k] for k in range(n)]
+
+    cdef bint call_rows(self, int32_t n, uint32_t op) except -1:
+        """Close `handles`, or truncate them to `counts`."""
+        cdef Ints rows, lens
+        cdef Verdict v
+        cdef int status
+        cdef int32_t i
+        if not self.direct:
+            given = [self.handles[i] for i in range(n)]
+            if op == CLOSE:
+                return self.call("pool.close", self.pool.close, (given if n > 1 else given[0],)) is not None
+            return self.call("pool.truncate", self.pool.truncate, (given[0], self.counts[0])) is not None
+        rows.data, rows.size, rows.width = self.handles, n, 8
+        lens.data, lens.size, lens.width = self.counts, n, 8
+        pool_enter(&self.pool.state, "close")
+        if op == CLOSE:
+            status = pool_close(&self.pool.state, &rows, &v)
+        else:
+            status = pool_truncate(&self.pool.state, &rows, &lens, &v)
+        pool_leave(&self.pool.state)
+        return self.judged(status)
+
+    cdef bint call_commit(self, int64_t handle, const int32_t* tokens, int64_t n) except -1:
+        cdef Ints rows, counts, all_tokens
+        cdef Verdict v
+        cdef int status
+        cdef int64_t k
+        if not self.direct:
+            given = (handle, [tokens[k] for k in range(n)])
+            return self.call("pool.prefix.commit", self.prefix.commit, given) is not None
+        rows.data, rows.size, rows.width = &handle, 1, 8
+        counts.data, counts.size = NULL, -1
+        all_tokens.data, all_tokens.size, all_tokens.width = tokens, n, 4
+        pool_enter(&self.pool.state, "commit")
+        status = pool_commit(&self.pool.state, &rows, &counts, &all_tokens, True, &v)
+        pool_leave(&self.pool.state)
+        return self.judged(status)
+
+    # -- what words name
+
+    cdef int32_t pick(self, uint32_t x) noexcept nogil:
+        """An open row, often the one of the call before."""
+        if self.hot and <int32_t>(x >> 29) < self.hot and self.row[self.last].handle >= 0 and (
+                not self.row[self.last].loading):
+            return self.last
+        self.last = self.live[x % <uint32_t>self.num_live]
+        return self.last
+
+    cdef int32_t pick_rows(self, const Word* w, int32_t most) noexcept nogil:
+        """Some open rows, each once."""
+        cdef int32_t n = 1 + w.c % 4 if w.c & 12 else MOST_ROWS, i, j, slot
+        n = min(min(n, most), self.num_live)
+        self.num_rows = 0
+        for i in range(n):
+            slot = self.pick(w.c) if i == 0 else self.live[(w.c >> 3 * i) % <uint32_t>self.num_live]
+            for j in range(self.num_rows):
+                if self.rows[j] == slot:
+                    break
+            else:
+                self.rows[self.num_rows], self.handles[self.num_rows] = slot, self.row[slot].handle
+                self.num_rows += 1
+        return self.num_rows
+
+    cdef int32_t idle_plan(self, uint32_t a) except -1:
+        """A plan that is not pending; where none is, the oldest passes first."""
+        cdef int32_t k, i
+        for i in range(self.num_plans):
+            k = <int32_t>((a + <uint32_t>i) % <uint32_t>self.num_plans)
+            if not self.is_pending(k):
+                return k
+        k = self.oldest()
+        self.finish_plan(k)
+        return k
+
+    cdef bint is_pending(self, int32_t k) noexcept nogil:
+        cdef int32_t i
+        for i in range(self.num_queue):
+            if self.queue[i].plan == k:
+                return True
+        return False
+
+    cdef int32_t oldest(self) noexcept nogil:
+        """The plan that is pending for longest, -1: none."""
+        cdef int32_t i
+        for i in range(self.num_queue):
+            if self.queue[i].plan != GARBAGE and not self.work[self.queue[i].plan].noted:
+                return self.queue[i].plan
+        return -1
+
+    cdef int32_t token_for(self, int32_t slot, int32_t p, uint64_t salt) noexcept nogil:
+        """The next token of a row: mostly that of the text it repeats."""
+        cdef Row* r = &self.row[slot]
+        if p < r.text:
+            return r.token[p]
+        if r.family < 0:
+            self.next_token += 1
+            return <int32_t>self.next_token
+        salt = hash64(salt + <uint64_t>p)
+        return self.text[r.family][p] if salt & 7 else <int32_t>((salt >> 8) % <uint64_t>self.alphabet)
+
+    # -- opening and closing
+
+    cdef int greet(self, int64_t handle, int32_t n, int32_t space, bint loading) except -1:
+        """A sequence was opened with the first of the `n` tokens in `prompt`; those of a hit are there."""
+        cdef int32_t slot = <int32_t>(handle & 0xFFFFF), g, hit, k
+        cdef Row* r = &self.row[slot]
+        if slot >= self.max_seqs or r.handle >= 0 or self.num_slots_free == 0 or slot != self.slots_free[0]:
+            self.wrong("open gave row {0}, the one that is free for longest is {1}", slot, self.slots_free[0])
+        if handle <= self.newest[slot]:
+            self.wrong("open gave handle {0} again", handle)
+        self.num_slots_free -= 1
+        memmove(self.slots_free, self.slots_free + 1, self.num_slots_free * sizeof(int32_t))
+        self.newest[slot] = handle
+        hit = <int32_t>self.pool.state.seqs.seq[slot].kv_len
+        if hit < 0 or hit > n:
+            self.wrong("open found {0} of {1} tokens", hit, n)
+        memset(r, 0, sizeof(Row))
+        r.handle, r.space, r.text, r.loading = handle, space, n, loading
+        r.committed = r.passed = r.point = hit
+        r.root = mixed(mixed(0xC0FFEE, space), self.epoch[space])
+        r.family = <int32_t>(hash64(<uint64_t>handle + self.seed) % 3)
+        if <int32_t>(hash64(self.seed ^ <uint64_t>self.made) & 7) >= self.texts:
+            r.family = -1
+        memcpy(r.token, self.prompt, n * sizeof(int32_t))
+        memset(self.num_seen + slot * self.num_groups, 0, self.num_groups * sizeof(int32_t))
+        self.look(slot, hit, True)
+        self.extend(slot, hit)
+        self.hits += hit > 0
+        if hit:
+            for g in range(self.num_groups):
+                if self.group[g].kind != STATE:
+                    self.read_for(g, pool_ids(self.pool, slot, g, &k), self.line_of(slot, g), hit, hit, "hit of",
+                                  handle)
+        if not loading:
+            self.live[self.num_live] = self.last = slot
+            self.num_live += 1
+        return 0
+
+    cdef void forget(self, int64_t handle) noexcept nogil:
+        """A sequence was closed; a row that is being loaded stays in use."""
+        cdef int32_t slot = <int32_t>(handle & 0xFFFFF), k
+        if self.row[slot].handle != handle:
+            return
+        self.row[slot].handle = -1
+        if self.row[slot].loading:
+            for k in range(self.num_loads):
+                if self.load[k].handle == handle:
+                    self.load[k].closed = True
+            return
+        self.leave(slot)
+        self.free_slot(slot)
+
+    cdef void leave(self, int32_t slot) noexcept nogil:
+        cdef int32_t k
+        for k in range(self.num_live):
+            if self.live[k] == slot:
+                self.num_live -= 1
+                self.live[k] = self.live[self.num_live]
+                return
+
+    cdef void free_slot(self, int32_t slot) noexcept nogil:
+        self.slots_free[self.num_slots_free] = slot
+        self.num_slots_free += 1
+
+    cdef int drain(self) except -1:
+        """The next call closes what was deferred; here it is the least call that there is."""
+        cdef int32_t k
+        pool_enter(&self.pool.state, "num_free")
+        pool_leave(&self.pool.state)
+        for k in range(self.num_deferred):
+            self.forget(self.deferred[k])
+        self.num_deferred = 0
+        return 0
+
+    cdef int op_open(self, const Word* w) except -1:
+        """An empty sequence, sometimes with blocks."""
+        cdef int64_t n = w.a % (4 * self.block_size + 1) if w.b & 1 else 0
+        cdef int32_t space = <int32_t>(w.c % 3) if self.has_cache else 0
+        cdef int64_t handle = self.call_open(n, True, space, -1, True)
+        if handle >= 0:
+            self.greet(handle, 0, space, False)
+            self.row[self.last].reserved = <int32_t>n
+        return 0
+
+    cdef int32_t make_prompt(self, const Word* w, int32_t* space) noexcept nogil:
+        """A text, perhaps with a change; or the tokens of a row and a few more. Returns its length."""
+        cdef int32_t n = 1 + <int32_t>((w.b >> 4) % <uint32_t>min(12 * self.block_size, CAP - 8)), k
+        cdef Row* r
+        cdef const int32_t* text = self.text[w.a % 3]
+        space[0] = <int32_t>(w.a >> 4) % 3 if (w.a >> 8) & 3 == 0 else 0
+        if self.num_live and w.c & 3:
+            r = &self.row[self.live[(w.c >> 4) % <uint32_t>self.num_live]]
+            n = min(1 + (<int32_t>((w.b >> 4) % <uint32_t>(r.n + 2)) if w.c & 4 else r.n), CAP - 8)
+            text, space[0] = r.token, r.space
+            memcpy(self.prompt, text, n * sizeof(int32_t))
+            if n > r.n:
+                self.prompt[n - 1] = <int32_t>(w.a >> 12) % self.alphabet
+            return n
+        memcpy(self.prompt, text, n * sizeof(int32_t))
+        if w.b & 3 == 0:
+            k = <int32_t>(w.a >> 12) % n
+            self.prompt[k] = (self.prompt[k] + 1) % max(self.alphabet, 2)
+        return n
+
+    cdef int op_prompt(self, const Word* w, uint32_t op) except -1:
+        """Open a prompt; pin or load one."""
+        cdef int32_t space, n = self.make_prompt(w, &space)
+        cdef int64_t handle, cut = -1
+        cdef bint reserve = w.c >> 30 != 0
+        if not self.has_cache:
+            if self.shape.pool["groups"] is not None:
+                return self.op_open(w)
+            handle = self.call_open(n, False, 0, -1, True)
+            if handle >= 0:
+                self.greet(handle, n, 0, False)
+            return 0
+        if op == PIN:
+            found = self.call("pool.prefix.pin", self.prefix.pin, (self.said(n), SPACES[space]))
+            return 0 if found is None else self.greet(found, n, space, False)
+        if op == LOAD:
+            return self.op_load(w, n, space)
+        if w.b & 4:
+            cut = (w.b >> 8) % (n + 1)
+        handle = self.call_open(n, False, space, cut, reserve)
+        if handle < 0:
+            return 0
+        self.greet(handle, n, space, False)
+        self.row[self.last].reserved = n if reserve else 0
+        return self.compute(w) if w.b & 32 else 0
+
+    cdef int compute(self, const Word* w) except -1:
+        """The row that was opened computes its prompt in one step; perhaps that is done, and committed."""
+        cdef int32_t slot = self.last, k = self.idle_plan(w.a)
+        cdef Row* r = &self.row[slot]
+        self.rows[0], self.handles[0], self.num_rows = slot, r.handle, 1
+        self.counts[0] = min(r.text - r.n, self.max_tokens[k])
+        if self.take_step(k, True, False, False, w.a) and w.b & 64:
+            while self.done_length(slot) < r.n:
+                self.finish_plan(self.oldest())
+            self.commit_to(slot, r.n)
+        return 0
+
+    cdef int op_load(self, const Word* w, int32_t n, int32_t space) except -1:
+        """Blocks for a prompt whose bytes come later."""
+        cdef int32_t grain = self.block_size, g
+        for g in range(self.num_groups):
+            grain = max(grain, self.group[g].size)
+        if w.a & 15:
+            n = max(n // grain, 1) * grain
+        if n > CAP - 8 or self.num_loads == MOST_SEQS:
+            return 0
+        for g in range(n):
+            self.prompt[g] = self.text[w.a % 3][g]
+        handle = self.call("pool.open", self.pool.open, (self.said(n), SPACES[space]), {"load": True})
+        if handle is None:
+            return 0
+        self.greet(handle, n, space, True)
+        self.load[self.num_loads].handle = handle
+        self.load[self.num_loads].n = n
+        self.load[self.num_loads].begin = self.row[<int32_t>(handle & 0xFFFFF)].n
+        self.load[self.num_loads].closed = False
+        self.num_loads += 1
+        for g in range(self.num_groups):
+            if self.group[g].kind == STATE:
+                for block in self.prefix.bundle(handle, g):
+                    self.poison(0, block)
+        return 0
+
+    cdef int op_loaded(self, const Word* w) except -1:
+        """The bytes have come, into the blocks that the row had all the time; or the load has failed."""
+        cdef int32_t at = <int32_t>(w.a % <uint32_t>self.num_loads), n, slot, was, g
+        cdef Load l = self.load[at]
+        cdef Row* r
+        slot = <int32_t>(l.handle & 0xFFFFF)
+        r = &self.row[slot]
+        n = 0 if w.b & 7 == 0 else l.n
+        if n:
+            self.write_load(slot, &l)
+        found = self.call("pool.loaded", self.pool.loaded, (l.handle, n))
+        if found is None:
+            return self.wrong("loaded refused {0} tokens of {1}", n, l.n)
+        self.num_loads -= 1
+        self.load[at] = self.load[self.num_loads]
+        r.loading = False
+        if l.closed:
+            self.free_slot(slot)
+            return 0
+        was, r.n = r.n, l.begin
+        self.extend(slot, n if n and not r.mute else l.begin)
+        g = <int32_t>self.pool.state.seqs.seq[slot].kv_len
+        if g != (0 if r.mute else r.n) and not (n == 0 and g == 0):
+            self.wrong("loaded({0}) left {1} tokens, flushed: {2}", n, g, r.mute)
+        r.n = g
+        r.committed = min(r.committed, g)
+        r.passed = r.point = g
+        self.look(slot, 0, False)
+        self.live[self.num_live] = self.last = slot
+        self.num_live += 1
+        return 0
+
+    cdef int write_load(self, int32_t slot, const Load* l) except -1:
+        """A loader writes beside the order of steps; of a row that is closed, too: whoever got its blocks is robbed."""
+        cdef Row* r = &self.row[slot]
+        cdef uint64_t* stamp = self.stamp + slot * CAP
+        cdef int32_t g, p, c, n, block
+        cdef const int32_t* ids
+        cdef const Layer* layer
+        self.extend(slot, l.n)
+        r.n = l.begin
+        for g in range(self.num_groups):
+            layer = &self.group[g]
+            if layer.kind == STATE:
+                if not l.closed:
+                    ids_of = self.prefix.bundle(l.handle, g)
+                    for c in range(<int32_t>len(ids_of)):
+                        self.cell[0][<int32_t>ids_of[c] * self.room[0]] = mark(stamp[l.n - 1], g, 0) + c * ODD
+                continue
+            ids = self.seen_of(slot, g)
+            n = self.num_seen[slot * self.num_groups + g]
+            for p in range(l.begin, min(l.n, n // layer.columns * layer.size)):
+                for c in range(layer.columns):
+                    block = ids[p // layer.size * layer.columns + c]
+                    if block >= self.reserved and block >= 0:
+                        self.cell[layer.arena][block * self.room[layer.arena] + p % layer.size] = (
+                            POISON if l.closed else mark(stamp[p], g, c))
+        return 0
+
+    cdef int op_close(self, const Word* w, bint masked) except -1:
+        """Close rows, or one that is being loaded."""
+        cdef int32_t i, n
+        if self.num_loads and (w.b & 7 == 0 or self.num_live == 0):
+            i = <int32_t>(w.a % <uint32_t>self.num_loads)
+            if self.load[i].closed:
+                return 0
+            self.handles[0], n = self.load[i].handle, 1
+        else:
+            n = min(self.pick_rows(w, MOST_ROWS), 1 + <int32_t>(w.a & 1))
+        if masked:
+            mask = [bool(w.b >> i & 1) for i in range(n)]
+            given = [self.handles[i] for i in range(n)]
+            if self.call("pool.close_finished", self.pool.close_finished, (given, mask)) is not None:
+                for i in range(n):
+                    if mask[i]:
+                        self.forget(self.handles[i])
+        elif self.call_rows(n, CLOSE):
+            for i in range(n):
+                self.forget(self.handles[i])
+        return 0
+
+    cdef int op_defer(self, const Word* w) except -1:
+        if self.num_deferred < MOST_SEQS:
+            self.deferred[self.num_deferred] = self.row[self.pick(w.c)].handle
+            self.call("pool.defer_close", self.pool.defer_close, (self.deferred[self.num_deferred],))
+            self.num_deferred += 1
+        return 0
+
+    cdef int op_fork(self, const Word* w) except -1:
+        cdef int32_t parent = self.pick(w.c), n = 1 + (w.a & 1), k
+        cdef int64_t handle = self.row[parent].handle
+        cdef Verdict v
+        cdef int status
+        if self.direct:
+            if n > self.num_slots_free:
+                n = 1
+            pool_enter(&self.pool.state, "fork")
+            status = pool_fork(&self.pool.state, handle, n, self.counts, &v)
+            pool_leave(&self.pool.state)
+            if not self.judged(status):
+                return 0
+        else:
+            n = 1 if n > self.num_slots_free else n
+            found = self.call("pool.fork", self.pool.fork, (handle, n))
+            if found is None:
+                return 0
+            for k in range(n):
+                self.counts[k] = found[k]
+        for k in range(n):
+            self.born(parent, self.counts[k])
+        self.row[parent].reserved = 0
+        return 0
+
+    cdef int born(self, int32_t parent, int64_t handle) except -1:
+        """A child has what its parent has."""
+        cdef int32_t slot = <int32_t>(handle & 0xFFFFF), text = self.row[parent].text, g
+        cdef uint64_t root = self.row[parent].root
+        cdef Row* r = &self.row[slot]
+        cdef Row p = self.row[parent]
+        memcpy(self.prompt, p.token, CAP * sizeof(int32_t))
+        if slot >= self.max_seqs or slot != self.slots_free[0] or handle <= self.newest[slot]:
+            self.wrong("fork gave row {0}, the one that is free for longest is {1}", slot, self.slots_free[0])
+        self.num_slots_free -= 1
+        memmove(self.slots_free, self.slots_free + 1, self.num_slots_free * sizeof(int32_t))
+        self.newest[slot] = handle
+        r[0] = p
+        r.handle, r.reserved = handle, 0
+        if self.last_work(parent) > r.born:
+            r.born_done, r.born = self.done_length(parent), self.last_work(parent)
+        memcpy(self.stamp + slot * CAP, self.stamp + parent * CAP, CAP * sizeof(uint64_t))
+        for g in range(self.num_groups):
+            if p.lost[g]:
+                memcpy(self.line_of(slot, g), self.line_of(parent, g), CAP * sizeof(uint64_t))
+        memset(self.num_seen + slot * self.num_groups, 0, self.num_groups * sizeof(int32_t))
+        self.look(slot, 0, False)
+        self.live[self.num_live] = slot
+        self.num_live += 1
+        return 0
+
+    # -- steps
+
+    cdef int op_step(self, const Word* w, uint32_t op) except -1:
+        """Some rows by few tokens; or one or two by many, and others beside them."""
+        cdef int32_t k = self.idle_plan(w.a), n = self.pick_rows(w, self.max_rows[k]), i, most
+        for i in range(n):
+            most = 4
+            if op == PREFILL and i < 2:
+                most = 7 * self.block_size + 2
+            self.counts[i] = min((w.b >> 4 * i) % <uint32_t>most, <uint32_t>(CAP - self.row[self.rows[i]].n))
+        if op == CAN:
+            return self.op_can(k, n)
+        self.take_step(k, True, w.a & 64 != 0, w.a >> 29 == 3, w.b)
+        return 0
+
+    cdef int op_chunk(self, const Word* w) except -1:
+        """A row computes its prompt up to the next checkpoint that the pool wants."""
+        cdef int32_t slot = self.pick(w.c), k = self.idle_plan(w.a)
+        cdef Row* r = &self.row[slot]
+        wanted = self.call("pool.prefix.wanted", self.prefix.wanted, (r.handle,))
+        end = r.text if wanted is None or wanted[0] < 0 else wanted[0]
+        self.rows[0], self.handles[0], self.num_rows = slot, r.handle, 1
+        self.counts[0] = min(max(end - r.n, 1), CAP - r.n, self.max_tokens[k])
+        return self.take_step(k, True, False, False, w.b)
+
+    cdef int op_reserve(self, const Word* w) except -1:
+        cdef int32_t k = self.idle_plan(w.a), n = self.pick_rows(w, self.max_rows[k]), i
+        for i in range(n):
+            self.counts[i] = min(w.b % <uint32_t>(2 * self.block_size + 1), <uint32_t>(CAP - self.row[self.rows[i]].n))
+        return self.take_step(k, False, False, False, w.b)
+
+    cdef int op_can(self, int32_t k, int32_t n) except -1:
+        """What `can` says of a step is so."""
+        cdef int32_t i
+        given = [self.handles[i] for i in range(n)], [self.counts[i] for i in range(n)]
+        can = self.call("pool.can", self.pool.can, given)
+        took = self.take_step(k, True, False, False, 0)
+        if (can is True and self.reason == OUT_OF_BLOCKS) or (can is False and took):
+            self.wrong("can said {0}, the step was accepted: {1}", can is True, took)
+        return 0
+
+    cdef int take_step(self, int32_t k, bint advance, bint partial, bint padded, uint64_t salt) except -1:
+        """`rows` step by `counts`, or reserve them; 1 if they did."""
+        cdef int32_t n = self.num_rows, i
+        cdef Row* r
+        if not self.call_step(k, n, advance, partial, padded):
+            r = &self.row[self.rows[0]]
+            if n == 1 and self.reason == OUT_OF_BLOCKS and advance and r.n + self.counts[0] <= r.reserved and (
+                    not self.has_states):
+                self.wrong("a step inside a reservation found no blocks: row {0} of {1} + {2} tokens", self.rows[0],
+                           r.n, self.counts[0])
+            return 0
+        self.stepped(k, advance, salt)
+        if not advance:
+            for i in range(n):
+                r = &self.row[self.rows[i]]
+                r.reserved = max(r.reserved, r.n + <int32_t>self.counts[i])
+        return 1
+
+    cdef int stepped(self, int32_t k, bint advance, uint64_t salt) except -1:
+        """Plan k was filled for `rows`: what it says, what its rows have now, and the blocks it took."""
+        cdef Plan plan = self.plans[k]
+        cdef Work* w = &self.work[k]
+        cdef int32_t i, p, served, first = 0
+        cdef Row* r
+        self.show(k)
+        for i in range(self.num_rows):
+            r = &self.row[self.rows[i]]
+            served = <int32_t>(get(&plan.wire.field[CU_Q_LENS], i + 1) - get(&plan.wire.field[CU_Q_LENS], i))
+            if served != (self.counts[i] if advance and plan.wire.served[i] else 0):
+                self.wrong("row {0} of a plan has {1} of {2} new tokens, served {3}", i, served, self.counts[i],
+                           plan.wire.served[i])
+            w.old[i], w.new[i] = r.n, r.n + served
+            for p in range(r.n, r.n + served):
+                r.token[p] = self.token_for(self.rows[i], p, salt)
+            self.extend(self.rows[i], r.n + served)
+            r.text = max(r.text, r.n)
+            self.look(self.rows[i], 0, True)
+        self.check_formats(plan, w)
+        self.issued(k, self.rows, self.num_rows)
+        if self.in_order:
+            self.execute_next()
+            w.noted = True
+            self.settle_queue()
+        elif self.eager and self.num_executed + 1 == self.num_queue and <int32_t>(hash64(w.id) & 7) < self.eager:
+            self.execute_next()
+        return 0
+
+    cdef int check_formats(self, Plan plan, const Work* w) except -1:
+        """The arrays that say the same in another way."""
+        cdef const Field* field = plan.wire.field
+        cdef int32_t i, p, t = 0, j, lost
+        for i in range(self.num_rows):
+            lost = 0 if self.pool.state.groups != NULL else self.row[self.rows[i]].lost[0]
+            if get(&field[SEQ_LENS], i) != w.new[i] - lost:
+                self.wrong("seq_lens[{0}] is {1}, not {2}", i, get(&field[SEQ_LENS], i), w.new[i] - lost)
+            for p in range(w.old[i], w.new[i]):
+                if get(&field[POSITIONS], t) != p:
+                    self.wrong("positions[{0}] is {1}, not {2}", t, get(&field[POSITIONS], t), p)
+                t += 1
+            if field[SLOT_IDS].width and get(&field[SLOT_IDS], i) != self.rows[i]:
+                self.wrong("slot_ids[{0}] is {1}, not {2}", i, get(&field[SLOT_IDS], i), self.rows[i])
+            if field[INDPTR].width:
+                p = <int32_t>get(&field[INDPTR], i)
+                if get(&field[INDPTR], i + 1) - p != (w.new[i] - lost + self.block_size - 1) // self.block_size:
+                    self.wrong("indptr[{0}] is {1}", i + 1, get(&field[INDPTR], i + 1))
+                for j in range(<int32_t>get(&field[INDPTR], i + 1) - p):
+                    if get(&field[INDICES], p + j) != self.seen_of(self.rows[i], 0)[j]:
+                        self.wrong("indices[{0}] is {1}", p + j, get(&field[INDICES], p + j))
+        if get(&field[CU_Q_LENS], self.num_rows) != t or plan.step.num_tokens != t:
+            self.wrong("a plan has {0} tokens, not {1}", plan.step.num_tokens, t)
+        for i in range(self.num_rows, plan.shown_rows):
+            if get(&field[SEQ_LENS], i) or get(&field[CU_Q_LENS], i + 1) != t:
+                self.wrong("padded row {0} is not empty", i)
+        for i in range(t, <int32_t>plan.shown_tokens):
+            if (self.shown_slot(plan, i)) != -1:
+                self.wrong("padded token {0} has slot {1}", i, self.shown_slot(plan, i))
+        return 0
+
+    cdef int64_t shown_slot(self, Plan plan, int64_t t) noexcept:
+        cdef int32_t g
+        if self.pool.state.groups == NULL:
+            return get(&plan.wire.field[SLOT_MAPPING], t)
+        for g in range(self.num_groups):
+            if self.group[g].kind != STATE:
+                return plan.part[g].slot_mapping[t]
+        return -1
+
+    cdef void show(self, int32_t k) noexcept:
+        """Where the arrays of a plan are."""
+        cdef Plan plan = self.plans[k]
+        cdef const StepPart* part
+        cdef Shown* s
+        cdef int32_t g
+        for g in range(self.num_groups):
+            s = &self.shown[k][g]
+            memset(s, 0, sizeof(Shown))
+            if self.pool.state.groups == NULL:
+                s.tables, s.width = <const int32_t*>plan.wire.field[BLOCK_TABLES].data, plan.wire.table_width
+                s.slots, s.stride = <const int32_t*>plan.wire.field[SLOT_MAPPING].data, plan.shown_tokens
+                s.copies, s.num_copies = plan.step.copies, plan.copies_made
+                s.dirty, s.num_dirty = plan.wire.dirty, plan.wire.num_dirty
+                s.lens = <const int32_t*>plan.wire.field[SEQ_LENS].data
+                return
+            part = plan.part[g]
+            s.tables, s.width = <const int32_t*>part.wire.field[BLOCK_TABLES].data, part.wire.table_width
+            s.slots, s.stride = part.slot_mapping, part.shown_tokens
+            s.copies, s.num_copies = part.copies, part.num_copies
+            s.dirty, s.num_dirty = part.wire.dirty, part.wire.num_dirty
+            s.lens, s.starts = part.kv_lens, part.kv_starts
+            s.src, s.dst = part.state_src, part.state_dst
+            s.loads, s.num_loads, s.saves, s.num_saves = part.loads, part.num_loads, part.saves, part.num_saves
+
+    cdef int op_done(self, const Word* w, bint any) except -1:
+        """The oldest plan is done, or another one, which waits for its turn."""
+        cdef int32_t k = self.oldest(), i
+        if any and self.num_queue > 1:
+            i = self.queue[w.a % <uint32_t>self.num_queue].plan
+            k = i if i != GARBAGE and not self.work[i].noted else k
+        if k < 0:
+            if not self.is_pending(0):
+                self.call("pool.done", self.pool.done, (self.plans[0],))
+            return 0
+        return self.finish_plan(k)
+
+    cdef int finish_plan(self, int32_t k) except -1:
+        if self.call("pool.done", self.pool.done, (self.plans[k],)) is None:
+            return self.wrong("done of plan {0}, which is pending, was refused", k)
+        self.work[k].noted = True
+        return self.settle_queue()
+
+    cdef int op_rollback(self, const Word* w) except -1:
+        """The newest plan failed; the device may have begun it. An older one cannot."""
+        cdef int32_t k = -1, i, last = self.num_queue - 1
+        cdef Row* r
+        while last >= 0 and self.queue[last].plan == GARBAGE:
+            last -= 1
+        if last >= 0:
+            k = self.queue[last if w.b & 15 else w.a % <uint32_t>self.num_queue].plan
+        if k < 0:
+            return 0
+        if self.call("pool.rollback", self.pool.rollback, (self.plans[k],)) is None:
+            return 0
+        if self.queue[last].plan != k or self.work[k].noted:
+            self.wrong("plan {0} was rolled back, which is not the newest", k)
+        for i in range(self.work[k].rows):
+            r = &self.row[self.work[k].handle[i] & 0xFFFFF]
+            if r.handle == self.work[k].handle[i]:
+                r.reserved = 0
+                r.text = max(self.work[k].old[i], r.text if w.a & 1 else 0)
+        return self.undone(last, w.a & 2 != 0)
+
+    # -- the prefix cache
+
+    cdef int op_commit(self, const Word* w) except -1:
+        """Tokens of a row that are done; sometimes fewer, or some that are not."""
+        cdef int32_t slot = self.pick(w.c), end = self.done_length(slot)
+        cdef Row* r = &self.row[slot]
+        if w.b & 7 == 0:
+            end -= w.a % 9
+        elif w.b & 31 == 1:
+            end = min(r.n, end + 1)
+        return self.commit_to(slot, end)
+
+    cdef int commit_to(self, int32_t slot, int32_t end) except -1:
+        cdef Row* r = &self.row[slot]
+        if r.n and end > r.committed and self.call_commit(r.handle, r.token + r.committed, end - r.committed):
+            r.committed = end
+        return 0
+
+    cdef int op_lie(self, const Word* w) except -1:
+        """Two rows of one call say different things of a block that both have: refused."""
+        cdef int32_t first = self.pick(w.c), second = self.live[w.a % <uint32_t>self.num_live], at, k
+        cdef Row* r = &self.row[first]
+        cdef Row* q = &self.row[second]
+        cdef int32_t ends = self.done_length(first), end = self.done_length(second)
+        if first == second or r.mute or q.mute or r.committed >= ends or q.committed >= end:
+            return 0
+        tokens = [r.token[k] for k in range(r.committed, ends)]
+        others = [q.token[k] for k in range(q.committed, end)]
+        at = max(r.committed, q.committed)
+        if at >= min(ends, end) or self.seen_of(first, 0)[at // self.block_size] != (
+                self.seen_of(second, 0)[at // self.block_size]) or self.group[0].kind != FULL or (
+                self.group[0].size != self.block_size or self.group[0].columns != 1) or (
+                (at // self.block_size + 1) * self.block_size > min(ends, end)):
+            return 0
+        others[at - q.committed] += 1
+        if self.call("pool.prefix.commit", self.prefix.commit, ([r.handle, q.handle], tokens + others,
+                                                               [len(tokens), len(others)])) is not None:
+            self.wrong("commit accepted two contents of a block of rows {0} and {1}", first, second)
+        return 0
+
+    cdef int op_match(self, const Word* w) except -1:
+        """`match` tells the hit of the `open` that follows."""
+        cdef int32_t space, n = self.make_prompt(w, &space), slot
+        cdef int64_t handle
+        hit = self.call("pool.prefix.match", self.prefix.match, (self.said(n), SPACES[space]))
+        handle = self.call_open(n, False, space, -1, True)
+        if handle >= 0:
+            self.greet(handle, n, space, False)
+            if hit is None or self.row[self.last].n != hit:
+                self.wrong("match said {0}, open found {1}", -1 if hit is None else hit, self.row[self.last].n)
+        return 0
+
+    cdef int op_flush(self, const Word* w) except -1:
+        """Nothing of a namespace, or of all, is found any more."""
+        cdef int32_t space = <int32_t>(w.a % 4), k
+        self.call("pool.prefix.flush", self.prefix.flush, (None if space == 3 else SPACES[space],))
+        for k in range(3):
+            self.epoch[k] += space == 3 or space == k
+        for k in range(self.max_seqs):
+            if self.row[k].handle >= 0 and (space == 3 or self.row[k].space == space):
+                self.row[k].mute = True
+        return 0
+
+    cdef int op_events(self, const Word* w) except -1:
+        """By the events, whatever a prompt finds is stored, and nothing is stored twice or removed untold."""
+        cdef int32_t space, n = self.make_prompt(w, &space)
+        grouped = self.shape.pool["groups"] is not None
+        hit = self.call("pool.prefix.match", self.prefix.match, (self.said(n), SPACES[space]))
+        told = self.call("pool.prefix.events", self.prefix.events, ())
+        for name, *rest in told if self.known is not None else ():
+            if name == "lost":
+                self.known = None
+                return 0
+            key = (rest[0], rest[5] if name == "stored" else rest[1]) if grouped and name != "cleared" else rest[0]
+            if name == "stored":
+                if grouped and key in self.known:
+                    self.wrong("an event says that what is stored is stored")
+                self.known[key] = self.known.get(key, 0) + 1
+            elif name == "removed":
+                if not self.known.get(key):
+                    self.wrong("an event says that what is not stored is removed")
+                self.known[key] -= 1
+                if not self.known[key]:
+                    del self.known[key]
+        if self.known is None or not hit:
+            return 0
+        if self.num_groups == 1 and self.group[0].kind == FULL and self.group[0].size == self.block_size:
+            key = hashlib.sha256(SPACES[space]).digest()[:16]
+            for at in range(0, hit, self.block_size):
+                block = b"".join(token.to_bytes(4, "little") for token in self.said(n)[at:at + self.block_size])
+                key = hashlib.sha256(key + block).digest()[:16]
+                if ((key, 0) if grouped else key) not in self.known:
+                    self.wrong("the events do not tell of the hit at {0}", at)
+        return 0
+
+    # -- shortening
+
+    cdef int op_truncate(self, const Word* w) except -1:
+        """To any length, mostly by little."""
+        cdef int32_t slot = self.pick(w.c), least
+        cdef Row* r = &self.row[slot]
+        cdef int64_t length = w.a % <uint32_t>(r.n + 1)
+        if w.b & 3:
+            length = max(r.n - <int32_t>(w.a % <uint32_t>(4 + self.lookahead)), 0)
+        self.handles[0], self.counts[0] = r.handle, length + (w.b >> 28 == 0)
+        if not self.call_rows(1, TRUNCATE):
+            least = max(r.n if self.has_states else r.passed - self.lookahead, r.point)
+            if self.last_work(slot) == 0 and least <= self.counts[0] <= r.n:
+                self.wrong("truncate refused {0} of {1} tokens, {2} are promised", self.counts[0], r.n, least)
+            return 0
+        r.n = <int32_t>self.counts[0]
+        r.text = r.n if w.b & 4 else r.text
+        r.committed = min(r.committed, r.n)
+        r.passed = min(r.passed, r.n + self.lookahead)
+        r.point, r.reserved = min(r.point, r.n), 0
+        self.look(slot, 0, False)
+        return 0
+
+    cdef int op_unshare(self, const Word* w) except -1:
+        """Blocks of their own for rows, to be compacted."""
+        cdef int32_t k = self.idle_plan(w.a), n = min(self.pick_rows(w, self.max_rows[k]), 1 + <int32_t>(w.b % 3)), i
+        cdef int32_t g = self.full_group(w.a), held
+        for i in range(n):
+            held = self.row[self.rows[i]].n - self.row[self.rows[i]].lost[g]
+            self.counts[i] = max(held - 1 - <int32_t>((w.b >> 4 * i) % <uint32_t>(1 + held // 2 + (w.b >> 28))), 0)
+        self.num_rows = n
+        given = (self.plans[k], [self.handles[i] for i in range(n)], [self.counts[i] for i in range(n)],
+                 self.block_size if w.b & 8 else 0)
+        if self.call("pool.unshare", self.pool.unshare, given, {"group": g} if g else {}) is not None:
+            self.stepped(k, False, 0)
+        return 0
+
+    cdef int32_t full_group(self, uint32_t x) noexcept nogil:
+        cdef int32_t g, i
+        for i in range(self.num_groups):
+            g = <int32_t>((x + <uint32_t>i) % <uint32_t>self.num_groups)
+            if self.group[g].kind == FULL:
+                return g
+        return 0
+
+    cdef int op_compact(self, const Word* w) except -1:
+        """Tokens leave a row; the backend moves those that stay to the front."""
+        cdef int32_t slot = self.pick(w.c), g = self.full_group(w.a), held, length, first, k
+        cdef Row* r = &self.row[slot]
+        cdef const int32_t* ids = pool_ids(self.pool, slot, g, &k)
+        held = r.n - r.lost[g]
+        length = held - min(<int32_t>(w.b % 9), held)
+        first = min(self.block_size if w.b & 16 else 0, length)
+        given = (r.handle, length, first)
+        before = [ids[k] for k in range(k)]
+        if self.call("pool.compact", self.pool.compact, given, {"group": g} if g else {}) is None or length == held:
+            return 0
+        while self.num_executed < self.num_queue:
+            self.execute_next()
+        self.lose(slot, g, first, held, length, w.b, before)
+        return 0
+
+    cdef int lose(self, int32_t slot, int32_t g, int32_t first, int32_t held, int32_t length, uint64_t salt,
+                  list table) except -1:
+        """`length` of `held` places of a row stay, the first ones among them. A table: their cells move."""
+        cdef const Layer* layer = &self.group[g]
+        cdef uint64_t* cell = self.cell[layer.arena]
+        cdef uint64_t* line
+        cdef int32_t room = self.room[layer.arena], place, to = 0, c
+        cdef Row* r = &self.row[slot]
+        self.own_line(slot, g)
+        line = self.line + (slot * self.num_groups + g) * CAP
+        for place in range(held):
+            if place >= first and <int32_t>(hash64(salt + <uint64_t>place) % <uint64_t>(held - place)) >= length - to:
+                continue
+            line[to] = line[place]
+            for c in range(layer.columns):
+                cell[<int32_t>table[to // layer.size * layer.columns + c] * room + to % layer.size] = (
+                    cell[<int32_t>table[place // layer.size * layer.columns + c] * room + place % layer.size])
+            to += 1
+        self.tokens_left(slot, g, held - length)
+        return 0
+
+    cdef void own_line(self, int32_t slot, int32_t g) noexcept nogil:
+        if self.row[slot].lost[g] == 0:
+            memcpy(self.line + (slot * self.num_groups + g) * CAP, self.stamp + slot * CAP, CAP * sizeof(uint64_t))
+
+    cdef void tokens_left(self, int32_t slot, int32_t g, int32_t n) noexcept nogil:
+        cdef Row* r = &self.row[slot]
+        r.lost[g] += n
+        r.point, r.mute, r.reserved, r.committed = r.n, True, 0, r.n
+        self.look(slot, 0, False)
+
+    cdef int op_evict_blocks(self, const Word* w) except -1:
+        """Full blocks leave the table of a row."""
+        cdef int32_t slot = self.pick(w.c), g = self.full_group(w.a), size = self.group[g].size, i, full, to = 0
+        cdef uint64_t* line
+        cdef Row* r = &self.row[slot]
+        full = (r.n - r.lost[g]) // size
+        places = [i for i in range(full) if w.b >> i % 16 & 1]
+        if not places or self.call("pool.evict_blocks", self.pool.evict_blocks, (r.handle, places),
+                                   {"group": g} if g else {}) is None:
+            return 0
+        self.own_line(slot, g)
+        line = self.line + (slot * self.num_groups + g) * CAP
+        for i in range(r.n - r.lost[g]):
+            if i // size >= full or not w.b >> i // size % 16 & 1:
+                line[to] = line[i]
+                to += 1
+        self.tokens_left(slot, g, len(places) * size)
+        return 0
+
+    # -- blocks by id
+
+    cdef int op_alloc(self, const Word* w) except -1:
+        """Blocks of the caller, who writes something into each."""
+        cdef int32_t a = <int32_t>(w.a % <uint32_t>self.num_arenas), k, n = <int32_t>(w.b % 4)
+        if self.num_raw + n > MOST_RAW // 2:
+            return self.op_decref(w)
+        found = self.call(f"pool.blocks.arena({a}).alloc", self.blocks.arena(a).alloc, (n,))
+        if found is None:
+            return 0
+        self.drain_evicted()
+        for block in found:
+            self.next_token += 1
+            self.raw[self.num_raw].arena, self.raw[self.num_raw].block = a, block
+            self.raw[self.num_raw].stamp = hash64(<uint64_t>self.next_token)
+            self.raw[self.num_raw].cached = self.raw[self.num_raw].dropped = False
+            for k in range(self.room[a]):
+                self.cell[a][<int32_t>block * self.room[a] + k] = self.raw[self.num_raw].stamp
+            self.num_raw += 1
+        return 0
+
+    cdef int check_raw(self, const Raw* raw) except -1:
+        """A block of the caller holds what he has written."""
+        cdef int32_t k
+        for k in range(self.room[raw.arena] if raw.stamp else 0):
+            if self.cell[raw.arena][raw.block * self.room[raw.arena] + k] != raw.stamp:
+                self.wrong("content: block {0} of arena {1}, which its caller has, was written", raw.block, raw.arena)
+        return 0
+
+    cdef void drop_raw(self, int32_t at) noexcept nogil:
+        self.num_raw -= 1
+        self.raw[at] = self.raw[self.num_raw]
+
+    cdef int op_incref(self, const Word* w) except -1:
+        """A reference on a block of a row, which is nobody's to write from now on."""
+        cdef int32_t g = <int32_t>(w.a % <uint32_t>self.num_groups), slot, n, block, k
+        cdef const int32_t* ids
+        if self.num_live == 0 or self.num_raw >= MOST_RAW // 2:
+            return 0
+        slot = self.pick(w.c)
+        ids = pool_ids(self.pool, slot, g, &n)
+        block = ids[w.b % <uint32_t>n] if n else -1
+        if block < self.reserved or block < 0:
+            return 0
+        if self.call(f"pool.blocks.arena({self.group[g].arena}).incref", self.blocks.arena(self.group[g].arena).incref,
+                     (block,)) is not None:
+            self.raw[self.num_raw].arena, self.raw[self.num_raw].block = self.group[g].arena, block
+            self.raw[self.num_raw].stamp = 0
+            self.raw[self.num_raw].cached = self.raw[self.num_raw].dropped = False
+            self.num_raw += 1
+            for k in range(self.max_seqs):
+                self.row[k].reserved = 0
+        return 0
+
+    cdef int op_decref(self, const Word* w) except -1:
+        cdef int32_t at
+        cdef Raw* raw
+        if self.num_raw == 0:
+            return 0
+        at = <int32_t>(w.b % <uint32_t>self.num_raw)
+        raw = &self.raw[at]
+        if raw.dropped:
+            return 0
+        self.check_raw(raw)
+        if self.call(f"pool.blocks.arena({raw.arena}).decref", self.blocks.arena(raw.arena).decref,
+                     (raw.block,)) is None:
+            self.wrong("decref refused block {0} of arena {1}, which its caller has", raw.block, raw.arena)
+        if raw.cached:
+            raw.dropped = True
+            return 0
+        self.drop_raw(at)
+        return 0
+
+    cdef int op_cached(self, const Word* w, uint32_t op) except -1:
+        """Mark a block of the caller as cached; take one back that he let go of, if it is still there."""
+        cdef int32_t at, k
+        cdef Raw* raw
+        if self.num_raw == 0:
+            return 0
+        self.drain_evicted()
+        if self.num_raw == 0:
+            return 0
+        at = <int32_t>(w.b % <uint32_t>self.num_raw)
+        raw = &self.raw[at]
+        blocks = self.blocks.arena(raw.arena)
+        if op == MARK_CACHED and raw.stamp and not raw.cached:
+            raw.cached = self.call(f"pool.blocks.arena({raw.arena}).mark_cached", blocks.mark_cached,
+                                   (raw.block,)) is not None
+        elif op == TOUCH and raw.dropped:
+            if self.call(f"pool.blocks.arena({raw.arena}).touch", blocks.touch, (raw.block,)) is None:
+                self.wrong("touch refused block {0}, which is cached", raw.block)
+            raw.dropped = False
+            self.check_raw(raw)
+        return 0
+
+    cdef int drain_evicted(self) except -1:
+        """Cached blocks that were let go of and evicted are the caller's no more."""
+        cdef int32_t a, k
+        for a in range(self.num_arenas if not self.has_cache else 0):
+            gone = self.blocks.arena(a).drain_evicted().tolist()
+            for k in range(self.num_raw - 1, -1, -1):
+                if self.raw[k].cached and self.raw[k].arena == a and self.raw[k].block in gone:
+                    if not self.raw[k].dropped:
+                        self.wrong("block {0} of arena {1} was evicted while its caller had it", self.raw[k].block, a)
+                    self.drop_raw(k)
+        return 0
+
+    # -- the rest
+
+    cdef int op_stale(self, const Word* w) except -1:
+        """Handles that are dead, a row twice, a negative number: refused."""
+        cdef int32_t slot = <int32_t>(w.a % <uint32_t>self.max_seqs)
+        cdef int64_t handle = self.newest[slot]
+        if handle < 0 or self.row[slot].handle == handle or self.row[slot].loading:
+            handle = self.row[self.live[0]].handle if self.num_live else -1
+            found = self.call("pool.close", self.pool.close, ([handle, handle],))
+        elif w.b & 1:
+            found = self.call("pool.fork", self.pool.fork, (handle,))
+        else:
+            found = self.call("pool.truncate", self.pool.truncate, (handle, 0))
+        if found is not None:
+            self.wrong("handle {0}, which is closed or named twice, was accepted", handle)
+        return 0
+
+    cdef int op_reset(self) except -1:
+        cdef int32_t k
+        if self.num_loads:
+            return 0
+        self.call("pool.reset", self.pool.reset, ())
+        for k in range(self.num_queue):
+            free(self.queue[k].cells)
+        self.num_queue = self.num_executed = self.num_raw = self.num_live = self.num_deferred = 0
+        self.num_slots_free = self.max_seqs
+        for k in range(self.max_seqs):
+            self.row[k].handle, self.slots_free[k] = -1, k
+        for k in range(3):
+            self.epoch[k] += 1
+        self.known = {} if self.shape.pool["events"] else None
+        if self.has_cache:
+            self.prefix.events()
+        return 0
+
+    cdef int read_idle(self, int32_t slot) except -1:
+        """A row that waits for nothing reads what the shortest legal truncation leaves it."""
+        cdef Row* r = &self.row[slot]
+        if self.done_length(slot) == r.n and self.last_work(slot) == 0 and r.born < self.oldest_id():
+            self.read_row(slot, max(max(r.passed - self.lookahead, r.point), 0))
+        return 0
+
+    cdef int64_t oldest_id(self) noexcept nogil:
+        cdef int32_t k = 0
+        while k < self.num_queue and self.queue[k].plan == GARBAGE:
+            k += 1
+        return self.work[self.queue[k].plan].id if k < self.num_queue else self.next_work
+
+    cdef int look_around(self) except -1:
+        cdef int32_t k
+        if self.num_deferred:
+            self.drain()
+        self.pool.check()
+        for k in range(self.num_live):
+            self.read_idle(self.live[k])
+        for k in range(self.num_raw):
+            if not self.raw[k].dropped:
+                self.check_raw(&self.raw[k])
+        return 0
+
+    cdef int finish(self) except -1:
+        """All that is pending is done, every row grows by a token, and everything is given back."""
+        cdef int32_t k, a
+        cdef Word w
+        memset(&w, 0, sizeof(Word))
+        w.b = 1
+        if self.num_deferred:
+            self.drain()
+        while self.oldest() >= 0:
+            self.finish_plan(self.oldest())
+        self.look_around()
+        while self.num_loads:
+            self.op_loaded(&w)
+        for k in range(self.num_live):
+            if self.row[self.live[k]].n < CAP:
+                self.rows[0], self.num_rows, self.counts[0] = self.live[k], 1, 1
+                self.handles[0] = self.row[self.live[k]].handle
+                self.take_step(0, True, False, False, 0)
+            while self.oldest() >= 0:
+                self.finish_plan(self.oldest())
+        self.look_around()
+        while self.num_live:
+            self.handles[0] = self.row[self.live[0]].handle
+            self.call_rows(1, CLOSE)
+            self.forget(self.handles[0])
+        self.drain_evicted()
+        for k in range(self.num_raw):
+            if not self.raw[k].dropped:
+                self.blocks.arena(self.raw[k].arena).decref(self.raw[k].block)
+        self.pool.check()
+        for a in range(self.num_arenas):
+            stats = self.pool.stats(a)
+            if stats.used or stats.limbo:
+                self.wrong("arena {0} keeps {1} blocks, {2} in limbo", a, stats.used, stats.limbo)
+        return 0

@@ -1,0 +1,163 @@
+"""Runs of random programs until one finds something, and the shortest program that still does."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import kvpool
+from kvpool.testing.fuzz_target import Word, minimal, smaller_numbers
+from tests.verify._verify import Run
+from tests.verify.words import WORDS, Shape, shape_of
+
+WORDS_PER_RUN = 3_000
+CHECK_EVERY = 64  # calls, after which `Pool.check` and all rows are looked at
+
+
+@dataclass
+class Report:
+    """What a hunt has seen. `finding` is None, or says what is wrong in the run of `seed`."""
+
+    seed: int | None = None
+    runs: int = 0
+    calls: int = 0
+    seconds: float = 0.0
+    finding: str | None = None
+    place: int = -1  # of the word at which it was found; the number of words: at the end
+    words: Counter[str] = field(default_factory=Counter)
+    met: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """The shortest program found that fails in the same way, and the calls it makes."""
+
+    finding: str
+    words: list[Word]
+    calls: list[str]
+
+
+def kind_of(finding: str) -> str:
+    """What is wrong, without its numbers."""
+    return re.sub(r"-?\d+", "#", finding)[:60]
+
+
+def finding_of(run: Callable[[], None]) -> str | None:
+    """What is wrong, if something is."""
+    try:
+        run()
+    except Exception as error:  # a pool that is wrong may fail with anything
+        return str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+    return None
+
+
+def hunt(
+    seed: int,
+    *,
+    calls: int | None = None,
+    seconds: float | None = None,
+    without: Iterable[str] = (),
+    make_pool: Callable[..., Any] = kvpool.Pool,
+    told: Callable[[Report], None] | None = None,
+) -> Report:
+    """Run after run until one finds something, or so many calls or seconds are through.
+
+    The first run is that of `seed`, so the report's `seed` and ``calls=1`` repeat the run that failed. A run is made
+    whole. `without` names words that no program has.
+    """
+    report, rng, began = Report(), random.Random(seed), time.monotonic()
+    left_out = tuple(without)
+    while report.finding is None:
+        report.seed = rng.getrandbits(32) if report.runs else seed
+        run = Run(shape_of(report.seed, left_out), make_pool)
+        report.finding = finding_of(lambda run=run: run.run(WORDS_PER_RUN, CHECK_EVERY))  # type: ignore[misc]
+        report.place = run.place
+        words, met = run.facts()
+        report.words.update(words)
+        report.met.update(met)
+        report.calls += met["calls"]
+        report.runs += 1
+        report.seconds = time.monotonic() - began
+        run.shutdown()
+        if told:
+            told(report)
+        if report.finding is None and (
+            (calls is not None and report.calls >= calls) or (seconds is not None and report.seconds >= seconds)
+        ):
+            report.seed = None
+            break
+    return report
+
+
+def play(shape: Shape, words: list[Word], make_pool: Callable[..., Any] = kvpool.Pool) -> tuple[str | None, list[str]]:
+    """Play a program, and check after every word. Returns what is wrong, and the calls that were made."""
+    trace: list[str] = []
+    run = Run(shape, make_pool, trace)
+    finding = finding_of(lambda: run.replay(words))
+    run.shutdown()
+    return finding, trace
+
+
+def shrink(shape: Shape, place: int, make_pool: Callable[..., Any] = kvpool.Pool) -> Shrunk | None:
+    """Cut the program of a run that failed; None: it does not fail by the methods of Python."""
+    run = Run(shape, make_pool)
+    words = run.words(min(place + 1, WORDS_PER_RUN))
+    run.shutdown()
+    first, _ = play(shape, words, make_pool)
+    if first is None:
+        return None
+
+    def fails(tried: list[Word]) -> bool:
+        finding, _ = play(shape, tried, make_pool)
+        return finding is not None and kind_of(finding) == kind_of(first)
+
+    words = smaller_numbers(minimal(words, fails), fails)
+    finding, calls = play(shape, words, make_pool)
+    return Shrunk(finding or first, words, calls)
+
+
+def as_test(seed: int, without: tuple[str, ...], shrunk: Shrunk) -> str:
+    """A test that plays a program."""
+    calls = "".join(f"    # {line}\n" for line in shrunk.calls)
+    words = "".join(f"        {word},  # {WORDS[word[0]]}\n" for word in shrunk.words)
+    left_out = f", {without!r}" if without else ""
+    return (
+        "from tests.verify.run import play\nfrom tests.verify.words import shape_of\n\n\n"
+        f"def test_verify_{seed}():\n    # {shrunk.finding}\n{calls}    words = [\n{words}    ]\n"
+        f"    assert play(shape_of({seed}{left_out}), words)[0] is None\n"
+    )
+
+
+def save(seed: int, without: tuple[str, ...], words: list[Word]) -> str:
+    """A program as text, for a file."""
+    return json.dumps({"seed": seed, "without": without, "words": words})
+
+
+def load(text: str) -> tuple[int, tuple[str, ...], list[Word]]:
+    """A program of a file; ValueError says what is wrong with it."""
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"is no JSON: {error}") from None
+    if not isinstance(given, dict) or set(given) != {"seed", "without", "words"}:
+        raise ValueError("must be an object with seed, without and words")
+    seed, without, words = given["seed"], given["without"], given["words"]
+    if type(seed) is not int or seed < 0:
+        raise ValueError(f"has the seed {seed!r}, which must be a whole number from 0 on")
+    if not isinstance(without, list) or not set(map(str, without)) <= set(WORDS):
+        raise ValueError(f"leaves out {without!r}, which are no words")
+    if not isinstance(words, list):
+        raise ValueError("has words that are no list")
+    for place, word in enumerate(words):
+        numbers = isinstance(word, list) and len(word) == 4 and all(type(n) is int and 0 <= n < 1 << 32 for n in word)
+        if not numbers or word[0] >= len(WORDS):
+            raise ValueError(
+                f"has the word {word!r} at {place}, which must be four numbers of 32 bits, the first below {len(WORDS)}"
+            )
+    return seed, tuple(without), [tuple(word) for word in words]
