@@ -66,9 +66,10 @@ cdef struct Word:
 cdef struct Raw:                # a reference of the caller on a block
     int32_t arena
     int32_t block
-    uint64_t stamp              # what the caller has written there; 0: the block is a row's
-    bint cached                 # and nobody writes it again; the reference is gone if `dropped`
-    bint dropped
+    uint64_t sum                # of its cells, which nobody writes any more; 0: unknown
+    int64_t dropped             # when the reference was given back, 0: it was not; the block is still cached
+    bint cached
+    bint own                    # of `alloc`: no row has the block
 
 
 cdef struct Load:
@@ -318,7 +319,7 @@ cdef class Run(Content):
         if op == MATCH:
             return self.op_match(w)
         if op == EVICT:
-            self.call("evict", self.blocks.arena(w.a % <uint32_t>self.num_arenas).evict, (w.b % 4,))
+            self.call("evict", self.arena(w.a % <uint32_t>self.num_arenas).evict, (w.b % 4,))
             return 0
         if op == FLUSH:
             return self.op_flush(w)
@@ -340,6 +341,9 @@ cdef class Run(Content):
             self.call("bind", self.plans[w.a % <uint32_t>self.num_plans].bind, ())
             return 0
         return self.op_reset()
+
+    cdef object arena(self, int32_t a):
+        return self.blocks.arena(a) if a else self.blocks
 
     # -- how calls are made
 
@@ -544,7 +548,9 @@ cdef class Run(Content):
             r.family = -1
         memcpy(r.token, self.prompt, n * sizeof(int32_t))
         memset(self.num_seen + slot * self.num_groups, 0, self.num_groups * sizeof(int32_t))
-        self.look(slot, hit, True)
+        if self.look(slot, hit, True) and (
+                self.pool.state.blocks.num_blank + self.pool.state.blocks.lru.size < self.pool.state.seqs.watermark):
+            self.wrong("open took blocks of the watermark")
         self.extend(slot, hit)
         self.hits += hit > 0
         if hit:
@@ -999,7 +1005,8 @@ cdef class Run(Content):
 
     cdef int op_rollback(self, const Word* w) except -1:
         """The newest plan failed; the device may have begun it. An older one cannot."""
-        cdef int32_t k = -1, i, last = self.num_queue - 1
+        cdef int32_t k = -1, i, last = self.num_queue - 1, slot
+        cdef bint alive
         cdef Row* r
         while last >= 0 and self.queue[last].plan == GARBAGE:
             last -= 1
@@ -1016,7 +1023,10 @@ cdef class Run(Content):
             if r.handle == self.work[k].handle[i]:
                 r.reserved = 0
                 r.text = max(self.work[k].old[i], r.text if w.a & 1 else 0)
-        return self.undone(last, w.a & 2 != 0)
+        slot = <int32_t>(self.work[k].handle[0] & 0xFFFFF)
+        alive = self.work[k].rows and self.row[slot].handle == self.work[k].handle[0]
+        self.undone(last, w.a & 2 != 0)
+        return self.ask(slot) if alive and w.a & 12 else 0
 
     # -- the prefix cache
 
@@ -1024,16 +1034,53 @@ cdef class Run(Content):
         """Tokens of a row that are done; sometimes fewer, or some that are not."""
         cdef int32_t slot = self.pick(w.c), end = self.done_length(slot)
         cdef Row* r = &self.row[slot]
-        if w.b & 7 == 0:
+        if w.b & 3 == 0:
             end -= w.a % 9
         elif w.b & 31 == 1:
-            end = min(r.n, end + 1)
-        return self.commit_to(slot, end)
+            end = min(r.n, end + 1 + <int32_t>(w.a % 9))
+        self.commit_to(slot, end)
+        if self.num_queue == 0 and w.b >> 30 == 0:
+            self.check_found(slot)
+        return 0
 
     cdef int commit_to(self, int32_t slot, int32_t end) except -1:
         cdef Row* r = &self.row[slot]
+        cdef int32_t done = self.done_length(slot)
         if r.n and end > r.committed and self.call_commit(r.handle, r.token + r.committed, end - r.committed):
+            if end > done:
+                self.wrong("commit accepted {0} tokens of a row, of which {1} are done", end, done)
+            r.fresh = r.committed // self.block_size < end // self.block_size
             r.committed = end
+        return 0
+
+    cdef int check_found(self, int32_t slot) except -1:
+        """Nothing is pending: what a row has just published is found. (Later, a part of it may have been evicted.)"""
+        cdef Row* r = &self.row[slot]
+        cdef int32_t whole = r.committed // self.block_size * self.block_size
+        if not r.fresh or r.mute or r.copied or self.shape.pool["groups"] is not None:
+            return 0
+        memcpy(self.prompt, r.token, whole * sizeof(int32_t))
+        self.prompt[whole] = 0
+        found = self.prefix.match(self.said(whole + 1), SPACES[r.space])
+        if found != whole:
+            self.wrong("a row has just published {0} tokens, of which {1} are found", whole, found)
+        return 0
+
+    cdef int ask(self, int32_t slot) except -1:
+        """Open what a row has, and a token more: what is found holds what it should. Then close it."""
+        cdef Row* r = &self.row[slot]
+        cdef int32_t n = r.n, space = r.space, last = self.last
+        cdef int64_t handle
+        if not self.has_cache or self.num_slots_free == 0 or n + 1 >= CAP - 8:
+            return 0
+        memcpy(self.prompt, r.token, n * sizeof(int32_t))
+        self.prompt[n] = 0
+        handle = self.call_open(n + 1, False, space, -1, False)
+        if handle >= 0:
+            self.greet(handle, n + 1, space, False)
+            self.handles[0], self.last = handle, last
+            if self.call_rows(1, CLOSE):
+                self.forget(handle)
         return 0
 
     cdef int op_lie(self, const Word* w) except -1:
@@ -1102,6 +1149,9 @@ cdef class Run(Content):
                 self.known[key] -= 1
                 if not self.known[key]:
                     del self.known[key]
+        if self.known is not None and not grouped and sum(self.known.values()) != self.prefix.stats().nodes:
+            self.wrong("the events tell of {0} nodes, there are {1}", sum(self.known.values()),
+                       self.prefix.stats().nodes)
         if self.known is None or not hit:
             return 0
         if self.num_groups == 1 and self.group[0].kind == FULL and self.group[0].size == self.block_size:
@@ -1146,8 +1196,21 @@ cdef class Run(Content):
         self.num_rows = n
         given = (self.plans[k], [self.handles[i] for i in range(n)], [self.counts[i] for i in range(n)],
                  self.block_size if w.b & 8 else 0)
-        if self.call("pool.unshare", self.pool.unshare, given, {"group": g} if g else {}) is not None:
-            self.stepped(k, False, 0)
+        if self.call("pool.unshare", self.pool.unshare, given, {"group": g} if g else {}) is None:
+            return 0
+        whole = self.row[self.rows[0]].committed == 0
+        self.stepped(k, False, 0)
+        if self.has_cache and w.b & 256:            # these copies are no content yet
+            i = self.rows[0]
+            self.commit_to(i, self.done_length(i))
+            if w.b & 512:
+                self.ask(i)
+            if whole and w.b & 3072 == 0:           # and now they are
+                while self.oldest() >= 0:
+                    self.finish_plan(self.oldest())
+                self.check_found(i)
+        for i in range(n):
+            self.row[self.rows[i]].copied = True
         return 0
 
     cdef int32_t full_group(self, uint32_t x) noexcept nogil:
@@ -1232,26 +1295,36 @@ cdef class Run(Content):
         cdef int32_t a = <int32_t>(w.a % <uint32_t>self.num_arenas), k, n = <int32_t>(w.b % 4)
         if self.num_raw + n > MOST_RAW // 2:
             return self.op_decref(w)
-        found = self.call(f"pool.blocks.arena({a}).alloc", self.blocks.arena(a).alloc, (n,))
+        found = self.call(f"pool.blocks.arena({a}).alloc", self.arena(a).alloc, (n,))
         if found is None:
             return 0
         self.drain_evicted()
         for block in found:
             self.next_token += 1
-            self.raw[self.num_raw].arena, self.raw[self.num_raw].block = a, block
-            self.raw[self.num_raw].stamp = hash64(<uint64_t>self.next_token)
-            self.raw[self.num_raw].cached = self.raw[self.num_raw].dropped = False
             for k in range(self.room[a]):
-                self.cell[a][<int32_t>block * self.room[a] + k] = self.raw[self.num_raw].stamp
-            self.num_raw += 1
+                self.cell[a][<int32_t>block * self.room[a] + k] = hash64(<uint64_t>self.next_token)
+            self.add_raw(a, block, True)
         return 0
 
-    cdef int check_raw(self, const Raw* raw) except -1:
-        """A block of the caller holds what he has written."""
+    cdef void add_raw(self, int32_t a, int32_t block, bint own) noexcept nogil:
+        """The caller has a reference more: nobody writes the block in place, once what is pending is through."""
+        cdef Raw* raw = &self.raw[self.num_raw]
+        memset(raw, 0, sizeof(Raw))
+        raw.arena, raw.block, raw.own = a, block, own
+        raw.sum = self.sum_of(raw) if own or self.num_queue == 0 else 0
+        self.num_raw += 1
+
+    cdef uint64_t sum_of(self, const Raw* raw) noexcept nogil:
+        cdef uint64_t h = 1
         cdef int32_t k
-        for k in range(self.room[raw.arena] if raw.stamp else 0):
-            if self.cell[raw.arena][raw.block * self.room[raw.arena] + k] != raw.stamp:
-                self.wrong("content: block {0} of arena {1}, which its caller has, was written", raw.block, raw.arena)
+        for k in range(self.room[raw.arena]):
+            h = mixed(h, self.cell[raw.arena][raw.block * self.room[raw.arena] + k])
+        return h
+
+    cdef int check_raw(self, const Raw* raw) except -1:
+        """A block of the caller holds what it held."""
+        if raw.sum and raw.sum != self.sum_of(raw):
+            self.wrong("content: block {0} of arena {1}, which its caller has, was written", raw.block, raw.arena)
         return 0
 
     cdef void drop_raw(self, int32_t at) noexcept nogil:
@@ -1259,22 +1332,18 @@ cdef class Run(Content):
         self.raw[at] = self.raw[self.num_raw]
 
     cdef int op_incref(self, const Word* w) except -1:
-        """A reference on a block of a row, which is nobody's to write from now on."""
-        cdef int32_t g = <int32_t>(w.a % <uint32_t>self.num_groups), slot, n, block, k
+        """A reference on a block of a row."""
+        cdef int32_t g = <int32_t>(w.a % <uint32_t>self.num_groups), slot, n, block, k, a = self.group[g].arena
         cdef const int32_t* ids
         if self.num_live == 0 or self.num_raw >= MOST_RAW // 2:
             return 0
         slot = self.pick(w.c)
         ids = pool_ids(self.pool, slot, g, &n)
-        block = ids[w.b % <uint32_t>n] if n else -1
-        if block < self.reserved or block < 0:
+        block = ids[n - 1 - w.b % <uint32_t>n] if n else -1
+        if block < 0 or (self.group[g].kind != STATE and block < self.reserved):
             return 0
-        if self.call(f"pool.blocks.arena({self.group[g].arena}).incref", self.blocks.arena(self.group[g].arena).incref,
-                     (block,)) is not None:
-            self.raw[self.num_raw].arena, self.raw[self.num_raw].block = self.group[g].arena, block
-            self.raw[self.num_raw].stamp = 0
-            self.raw[self.num_raw].cached = self.raw[self.num_raw].dropped = False
-            self.num_raw += 1
+        if self.call(f"pool.blocks.arena({a}).incref", self.arena(a).incref, (block,)) is not None:
+            self.add_raw(a, block, False)
             for k in range(self.max_seqs):
                 self.row[k].reserved = 0
         return 0
@@ -1289,55 +1358,64 @@ cdef class Run(Content):
         if raw.dropped:
             return 0
         self.check_raw(raw)
-        if self.call(f"pool.blocks.arena({raw.arena}).decref", self.blocks.arena(raw.arena).decref,
-                     (raw.block,)) is None:
+        if self.call(f"pool.blocks.arena({raw.arena}).decref", self.arena(raw.arena).decref, (raw.block,)) is None:
             self.wrong("decref refused block {0} of arena {1}, which its caller has", raw.block, raw.arena)
         if raw.cached:
-            raw.dropped = True
-            return 0
-        self.drop_raw(at)
+            raw.dropped = self.made + 1
+        else:
+            self.drop_raw(at)
         return 0
 
     cdef int op_cached(self, const Word* w, uint32_t op) except -1:
-        """Mark a block of the caller as cached; take one back that he let go of, if it is still there."""
-        cdef int32_t at, k
+        """Mark a block that the caller has as cached; take one back that he let go of, if it is still there."""
         cdef Raw* raw
-        if self.num_raw == 0:
-            return 0
         self.drain_evicted()
         if self.num_raw == 0:
             return 0
-        at = <int32_t>(w.b % <uint32_t>self.num_raw)
-        raw = &self.raw[at]
-        blocks = self.blocks.arena(raw.arena)
-        if op == MARK_CACHED and raw.stamp and not raw.cached:
+        raw = &self.raw[w.b % <uint32_t>self.num_raw]
+        blocks = self.arena(raw.arena)
+        if op == MARK_CACHED and raw.sum and not raw.cached:
             raw.cached = self.call(f"pool.blocks.arena({raw.arena}).mark_cached", blocks.mark_cached,
                                    (raw.block,)) is not None
         elif op == TOUCH and raw.dropped:
             if self.call(f"pool.blocks.arena({raw.arena}).touch", blocks.touch, (raw.block,)) is None:
                 self.wrong("touch refused block {0}, which is cached", raw.block)
-            raw.dropped = False
+            raw.dropped = 0
             self.check_raw(raw)
         return 0
 
     cdef int drain_evicted(self) except -1:
-        """Cached blocks that were let go of and evicted are the caller's no more."""
+        """Cached blocks that were let go of and evicted are the caller's no more: those first that he dropped first."""
         cdef int32_t a, k
+        cdef int64_t newest
         for a in range(self.num_arenas if not self.has_cache else 0):
-            gone = self.blocks.arena(a).drain_evicted().tolist()
+            gone = self.arena(a).drain_evicted().tolist()
+            newest = 0
             for k in range(self.num_raw - 1, -1, -1):
                 if self.raw[k].cached and self.raw[k].arena == a and self.raw[k].block in gone:
                     if not self.raw[k].dropped:
                         self.wrong("block {0} of arena {1} was evicted while its caller had it", self.raw[k].block, a)
+                    newest = max(newest, self.raw[k].dropped if self.raw[k].own else 0)
                     self.drop_raw(k)
+            for k in range(self.num_raw if newest else 0):
+                if self.raw[k].own and self.raw[k].arena == a and 0 < self.raw[k].dropped < newest:
+                    self.wrong("block {0} of arena {1} stays, one that was let go of later is gone", self.raw[k].block,
+                               a)
         return 0
 
     # -- the rest
 
     cdef int op_stale(self, const Word* w) except -1:
-        """Handles that are dead, a row twice, a negative number: refused."""
+        """Handles that are dead, a row twice, a row that is being loaded: refused."""
         cdef int32_t slot = <int32_t>(w.a % <uint32_t>self.max_seqs)
         cdef int64_t handle = self.newest[slot]
+        if self.num_loads and w.b & 2 and not self.load[0].closed:
+            handle = self.load[0].handle
+            call = (self.pool.fork, self.pool.truncate, self.pool.compact)[w.a % 3]
+            given = [handle] if w.a % 3 == 0 else [handle, 0]
+            if self.call(("fork", "truncate", "compact")[w.a % 3], call, tuple(given)) is not None:
+                self.wrong("a call on row {0}, which is being loaded, was accepted", self.load[0].handle)
+            return 0
         if handle < 0 or self.row[slot].handle == handle or self.row[slot].loading:
             handle = self.row[self.live[0]].handle if self.num_live else -1
             found = self.call("pool.close", self.pool.close, ([handle, handle],))
@@ -1419,8 +1497,8 @@ cdef class Run(Content):
             self.forget(self.handles[0])
         self.drain_evicted()
         for k in range(self.num_raw):
-            if not self.raw[k].dropped:
-                self.blocks.arena(self.raw[k].arena).decref(self.raw[k].block)
+            if self.raw[k].dropped == 0:
+                self.arena(self.raw[k].arena).decref(self.raw[k].block)
         self.pool.check()
         for a in range(self.num_arenas):
             stats = self.pool.stats(a)

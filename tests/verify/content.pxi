@@ -51,6 +51,8 @@ cdef struct Row:                # an open sequence, as its owner knows it
     int32_t space
     int32_t reserved            # a step up to this length finds its blocks
     bint loading
+    bint fresh                  # the last commit has published blocks
+    bint copied                 # tables have copies of what was committed: publishing stops there
     bint mute                   # flushed, or tokens left: what it commits is no hit
     int64_t born                # work of the parent that was pending when it was forked
     int32_t born_done
@@ -201,9 +203,12 @@ cdef class Content:
                     self.line_of(slot, g)[p - r.lost[g]] = stamp[p]
         r.n = length
 
-    cdef void look(self, int32_t slot, int32_t first, bint new) noexcept nogil:
-        """Look at the tables of a row. `new`: blocks from position `first` on that were not there are handed out."""
-        cdef int32_t g, i, n, known, begin
+    cdef int32_t look(self, int32_t slot, int32_t first, bint new) noexcept nogil:
+        """Look at the tables of a row. `new`: blocks from position `first` on that were not there are handed out.
+
+        Returns how many of arena 0 are.
+        """
+        cdef int32_t g, i, n, known, begin, taken = 0
         cdef int32_t* seen
         cdef const int32_t* ids
         for g in range(self.num_groups):
@@ -216,8 +221,10 @@ cdef class Content:
                 if i >= known or ids[i] != seen[i]:
                     if new and i >= begin and ids[i] >= self.reserved:
                         self.poison(self.group[g].arena, ids[i])
+                        taken += self.group[g].arena == 0
                     seen[i] = ids[i]
             self.num_seen[slot * self.num_groups + g] = n
+        return taken
 
     cdef inline void poison(self, int32_t a, int32_t block) noexcept nogil:
         cdef int32_t k
@@ -290,11 +297,33 @@ cdef class Content:
                            (r.n - r.lost[g]) * sizeof(uint64_t))
             memcpy(w.line + (i * (self.num_groups + 1) + self.num_groups) * CAP, self.stamp + slots[i] * CAP,
                    r.n * sizeof(uint64_t))
+        self.check_sources(k)
         if self.num_queue == MOST_QUEUED:
             self.wrong("the queue of the device is full")
         self.queue[self.num_queue].plan = k
         self.queue[self.num_queue].cells = NULL
         self.num_queue += 1
+        return 0
+
+    cdef int check_sources(self, int32_t k) except -1:
+        """Plan k writes nothing that a copy of a pending plan reads: a device may make copies when it likes."""
+        cdef const Shown* shown
+        cdef const int32_t* copy
+        cdef int32_t i, g, c, n, size
+        cdef int64_t slot, t, tokens = 0
+        for i in range(self.work[k].rows):
+            tokens += self.work[k].new[i] - self.work[k].old[i]
+        for i in range(self.num_queue):
+            for g in range(self.num_groups if self.queue[i].plan != GARBAGE and tokens else 0):
+                shown, size = &self.shown[self.queue[i].plan][g], self.group[g].size
+                for n in range(shown.num_copies):
+                    copy = shown.copies + 3 * n
+                    for t in range(tokens * self.group[g].columns):
+                        c = <int32_t>(t // tokens)
+                        slot = self.shown[k][g].slots[c * self.shown[k][g].stride + t % tokens]
+                        if slot // size == copy[0] and slot % size < copy[2]:
+                            self.wrong("content: group {0}: slot {1} is written, which a pending copy of {2} tokens of "
+                                       "block {3} reads", g, slot, copy[2], copy[0])
         return 0
 
     cdef void poison_bundle(self, const int32_t* ids, int32_t n) noexcept nogil:
