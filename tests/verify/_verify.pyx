@@ -1377,6 +1377,7 @@ cdef class Run(Content):
         if op == MARK_CACHED and raw.sum and not raw.cached:
             raw.cached = self.call(f"pool.blocks.arena({raw.arena}).mark_cached", blocks.mark_cached,
                                    (raw.block,)) is not None
+            return self.op_decref(w) if w.a & 1 else 0
         elif op == TOUCH and raw.dropped:
             if self.call(f"pool.blocks.arena({raw.arena}).touch", blocks.touch, (raw.block,)) is None:
                 self.wrong("touch refused block {0}, which is cached", raw.block)
@@ -1465,9 +1466,9 @@ cdef class Run(Content):
         self.pool.check()
         for k in range(self.num_live):
             self.read_idle(self.live[k])
+        self.drain_evicted()
         for k in range(self.num_raw):
-            if not self.raw[k].dropped:
-                self.check_raw(&self.raw[k])
+            self.check_raw(&self.raw[k])
         return 0
 
     cdef int finish(self) except -1:
