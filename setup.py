@@ -49,7 +49,10 @@ CORE_ARGS = (
     *(f"-fno-align-{what}" for what in ("functions", "jumps", "labels")),
 )
 #: Plain and fast under the address sanitizer: the judge of the fuzzer walks all of the state, within bounds of its own.
-JUDGE = ("_books", "_books_index", "_books_steps", "_books_prefix", "_storage", "_books_groups", "_content_groups", "_verify")
+JUDGE = (
+    *("_books", "_books_index", "_books_steps", "_books_prefix", "_storage", "_books_groups", "_content_groups"),
+    "_verify",
+)
 PLAIN = JUDGE if "address" in SANITIZE else ()
 
 DIRECTIVES = {

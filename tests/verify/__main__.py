@@ -59,7 +59,8 @@ def fuzz(args: argparse.Namespace) -> int:
     limit = limits(args, {"seconds": SECONDS, "calls": None})
     print(f"seed {seed}", flush=True)
     report = run.hunt(seed, **limit, without=without, told=Progress(limit))
-    print(f"{report.calls:,} calls in {report.runs:,} runs, {report.seconds:.1f} s, {report.calls / report.seconds:,.0f}/s")
+    rate = report.calls / report.seconds
+    print(f"{report.calls:,} calls in {report.runs:,} runs, {report.seconds:.1f} s, {rate:,.0f}/s")
     print("  words: " + ", ".join(f"{name} {n:,}" for name, n in report.words.items()))
     print("  met: " + ", ".join(f"{name} {n:,}" for name, n in report.met.items()))
     if report.finding is None or report.seed is None:

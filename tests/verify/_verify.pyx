@@ -12,7 +12,7 @@ planted fault, and a run that is traced, by the methods of Python.
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy, memmove, memset
+from libc.string cimport memcmp, memcpy, memmove, memset
 
 from kvpool._core cimport (
     BLOCK_TABLES, CU_Q_LENS, INDICES, INDPTR, OK, OUT_OF_BLOCKS, POSITIONS, SEQ_LENS, SLOT_IDS, SLOT_MAPPING, Field,
@@ -42,18 +42,8 @@ cdef enum:
     FACES = 1024
 
 
-cdef const int32_t* pool_ids(Pool pool, int32_t slot, int32_t g, int32_t* n) noexcept nogil:
-    """The table of a row in a group, as `Pool.table` returns it."""
-    cdef const LayerGroup* group
-    if pool.state.groups == NULL:
-        n[0] = pool.state.seqs.seq[slot].num_blocks
-        return seq_table(&pool.state.seqs, slot)
-    group = &pool.state.groups.group[g]
-    n[0] = entries_of(group, slot, pool.state.seqs.seq[slot].num_blocks) * group.columns
-    return group_row(group, slot)
-
-
 include "content.pxi"
+include "calls.pxi"
 
 
 cdef struct Word:
@@ -85,11 +75,7 @@ cdef inline uint64_t hash64(uint64_t x) noexcept nogil:
     return x ^ (x >> 31)
 
 
-cdef inline int64_t get(const Field* f, int64_t i) noexcept nogil:
-    return (<int32_t*>f.data)[i] if f.width == 4 else (<int64_t*>f.data)[i]
-
-
-cdef class Run(Content):
+cdef class Run(Calls):
     """One run: a pool, its plans, and what the words have done so far.
 
     Parameters
@@ -102,16 +88,12 @@ cdef class Run(Content):
         Gets the calls as lines of Python.
     """
 
-    cdef readonly object shape
-    cdef list trace
-    cdef bint direct, in_order, has_cache, has_states
-    cdef object prefix, blocks
+    cdef bint in_order, has_cache, has_states
     cdef dict known             # content keys by the events; None: events were lost, or there are none
     cdef uint8_t[FACES] dice
     cdef uint64_t seed
     cdef int32_t alphabet, texts, eager, hot
     cdef int32_t[3][CAP] text
-    cdef int32_t[CAP] prompt
     cdef uint64_t[3] epoch      # flushes of each namespace
     cdef int32_t[MOST_SEQS] live
     cdef int32_t num_live, last
@@ -124,13 +106,9 @@ cdef class Run(Content):
     cdef int32_t num_loads
     cdef Raw[MOST_RAW] raw
     cdef int32_t num_raw
-    cdef int32_t[MOST_ROWS] rows
-    cdef int64_t[MOST_ROWS] handles
-    cdef int64_t[MOST_ROWS] counts
-    cdef int32_t[MOST_PLANS] max_rows, max_tokens
-    cdef int32_t num_rows
-    cdef int64_t made, refused, calls_now, refused_now, next_token
-    cdef int reason             # of the last refusal
+    cdef int64_t made, refused, next_token
+    cdef uint64_t opened
+    cdef bint starved           # the last word found no blocks
     cdef readonly int64_t place # of the word at hand
     cdef int64_t[64] by_word
 
@@ -256,7 +234,9 @@ cdef class Run(Content):
         self.by_word[op] += 1
         before = self.pool.fingerprint() if watched else None
         self.calls_now = self.refused_now = 0
+        self.reason = OK
         self.dispatch(w, op)
+        self.starved = self.reason == OUT_OF_BLOCKS
         self.made += max(self.calls_now, <int64_t>1)
         self.refused += self.refused_now
         if watched and self.calls_now == 1 == self.refused_now and self.pool.fingerprint() != before:
@@ -272,6 +252,8 @@ cdef class Run(Content):
             op = STEP
         if (op == OPEN or op == PROMPT or op == PIN or op == LOAD or op == FORK) and self.num_slots_free == 0 and w.b & 7:
             op = CLOSE if self.num_live or self.num_loads == 0 else LOADED
+        if self.starved and w.b >> 30 and (op == OPEN or op == PROMPT or op == STEP or op == PREFILL):
+            op = DONE if self.num_queue and w.b >> 31 else CLOSE
         if self.num_live == 0 and (STEP <= op <= RESERVE or COMMIT <= op <= EVICT_BLOCKS or op == CAN or op == READ):
             op = PROMPT if self.has_cache else OPEN
         return op
@@ -341,125 +323,6 @@ cdef class Run(Content):
             self.call("bind", self.plans[w.a % <uint32_t>self.num_plans].bind, ())
             return 0
         return self.op_reset()
-
-    cdef object arena(self, int32_t a):
-        return self.blocks.arena(a) if a else self.blocks
-
-    # -- how calls are made
-
-    cdef object call(self, str name, object method, tuple given, dict options={}):
-        """Call a method; None if it is refused."""
-        self.calls_now += 1
-        if self.trace is not None:
-            shown = [f"plans[{self.plans.index(one)}]" if isinstance(one, Plan) else repr(one) for one in given]
-            said = f"{name}({', '.join([*shown, *(f'{k}={v!r}' for k, v in options.items())])})"
-        try:
-            self.reason = OK
-            found = method(*given, **options)
-        except REFUSALS as error:
-            self.reason = OUT_OF_BLOCKS if isinstance(error, errors.OutOfBlocks) else -1
-            self.refused_now += 1
-            if self.trace is not None:
-                self.trace.append(f"{said}  # {type(error).__name__}: {error}")
-            return None
-        if self.trace is not None:
-            shown = found.tolist() if hasattr(found, "tolist") else found
-            self.trace.append(f"{said}  # {shown}" if found is not None else said)
-        return True if found is None else found
-
-    cdef bint judged(self, int status) noexcept:
-        """Whether a call that was made without Python was accepted."""
-        self.calls_now += 1
-        self.reason = status
-        self.refused_now += status != OK
-        return status == OK
-
-    cdef bint call_step(self, int32_t k, int32_t n, bint advance, bint partial, bint padded) except -1:
-        """`rows` step by `counts` in plan k."""
-        cdef Ints rows, new
-        cdef Verdict v
-        cdef Plan plan = self.plans[k]
-        cdef int32_t i
-        cdef int status
-        if self.direct and n <= self.max_rows[k]:
-            rows.data, rows.size, rows.width = self.handles, n, 8
-            new.data, new.size, new.width = self.counts, n, 8
-            self.pool.keep_plan(plan)
-            pool_enter(&self.pool.state, "step")
-            status = pool_step(&self.pool.state, plan, &rows, &new, advance, partial,
-                               plan.wire.max_rows if padded else 0, self.max_tokens[k] if padded else -1, &v)
-            pool_leave(&self.pool.state)
-            if status != OK:
-                self.pool.let_go_of_plan(plan)
-            return self.judged(status)
-        given = (plan, [self.handles[i] for i in range(n)], [self.counts[i] for i in range(n)])
-        if not advance:
-            return self.call("pool.reserve", self.pool.reserve, given) is not None
-        options = {"partial": True} if partial else {}
-        if padded:
-            options["pad_to"] = (plan.wire.max_rows, self.max_tokens[k])
-        return self.call("pool.step", self.pool.step, given, options) is not None
-
-    cdef int64_t call_open(self, int64_t n, bint counted, int32_t space, int64_t cut, bint reserve) except -2:
-        """A new sequence for `n` tokens, those of the prompt or a count. Returns its handle, or -1."""
-        cdef Ints tokens
-        cdef Verdict v
-        cdef int status
-        cdef int64_t handle
-        cdef bytes name = SPACES[space]
-        if not self.direct:
-            options = {"namespace": name} if name else {}
-            options |= {"cut": cut} if cut >= 0 else {}
-            options |= {} if reserve else {"reserve": False}
-            given = self.call("pool.open", self.pool.open, (n if counted else self.said(n),), options)
-            return -1 if given is None else given
-        ints_init(&tokens, NULL)
-        tokens.data, tokens.size, tokens.width = NULL if counted else self.prompt, n, 4
-        pool_enter(&self.pool.state, "open")
-        handle = pool_next_handle(&self.pool.state)
-        status = pool_open(&self.pool.state, &tokens, name, len(name), cut, True, reserve, False, False, False, &v)
-        pool_leave(&self.pool.state)
-        return handle if self.judged(status) else -1
-
-    cdef list said(self, int64_t n):
-        return [self.prompt[k] for k in range(n)]
-
-    cdef bint call_rows(self, int32_t n, uint32_t op) except -1:
-        """Close `handles`, or truncate them to `counts`."""
-        cdef Ints rows, lens
-        cdef Verdict v
-        cdef int status
-        cdef int32_t i
-        if not self.direct:
-            given = [self.handles[i] for i in range(n)]
-            if op == CLOSE:
-                return self.call("pool.close", self.pool.close, (given if n > 1 else given[0],)) is not None
-            return self.call("pool.truncate", self.pool.truncate, (given[0], self.counts[0])) is not None
-        rows.data, rows.size, rows.width = self.handles, n, 8
-        lens.data, lens.size, lens.width = self.counts, n, 8
-        pool_enter(&self.pool.state, "close")
-        if op == CLOSE:
-            status = pool_close(&self.pool.state, &rows, &v)
-        else:
-            status = pool_truncate(&self.pool.state, &rows, &lens, &v)
-        pool_leave(&self.pool.state)
-        return self.judged(status)
-
-    cdef bint call_commit(self, int64_t handle, const int32_t* tokens, int64_t n) except -1:
-        cdef Ints rows, counts, all_tokens
-        cdef Verdict v
-        cdef int status
-        cdef int64_t k
-        if not self.direct:
-            given = (handle, [tokens[k] for k in range(n)])
-            return self.call("pool.prefix.commit", self.prefix.commit, given) is not None
-        rows.data, rows.size, rows.width = &handle, 1, 8
-        counts.data, counts.size = NULL, -1
-        all_tokens.data, all_tokens.size, all_tokens.width = tokens, n, 4
-        pool_enter(&self.pool.state, "commit")
-        status = pool_commit(&self.pool.state, &rows, &counts, &all_tokens, True, &v)
-        pool_leave(&self.pool.state)
-        return self.judged(status)
 
     # -- what words name
 
@@ -543,8 +406,9 @@ cdef class Run(Content):
         r.handle, r.space, r.text, r.loading = handle, space, n, loading
         r.committed = r.passed = r.point = hit
         r.root = mixed(mixed(0xC0FFEE, space), self.epoch[space])
-        r.family = <int32_t>(hash64(<uint64_t>handle + self.seed) % 3)
-        if <int32_t>(hash64(self.seed ^ <uint64_t>self.made) & 7) >= self.texts:
+        self.opened += 1
+        r.family = <int32_t>(hash64(self.seed + self.opened) % 3)
+        if <int32_t>(hash64(self.seed ^ self.opened) & 7) >= self.texts:
             r.family = -1
         memcpy(r.token, self.prompt, n * sizeof(int32_t))
         memset(self.num_seen + slot * self.num_groups, 0, self.num_groups * sizeof(int32_t))
@@ -611,7 +475,7 @@ cdef class Run(Content):
 
     cdef int32_t make_prompt(self, const Word* w, int32_t* space) noexcept nogil:
         """A text, perhaps with a change; or the tokens of a row and a few more. Returns its length."""
-        cdef int32_t n = 1 + <int32_t>((w.b >> 4) % <uint32_t>min(12 * self.block_size, CAP - 8)), k
+        cdef int32_t n = 1 + <int32_t>((w.b >> 4) % <uint32_t>min(20 * self.block_size, CAP - 8)), k
         cdef Row* r
         cdef const int32_t* text = self.text[w.a % 3]
         space[0] = <int32_t>(w.a >> 4) % 3 if (w.a >> 8) & 3 == 0 else 0
@@ -647,24 +511,42 @@ cdef class Run(Content):
         if op == LOAD:
             return self.op_load(w, n, space)
         if w.b & 4:
-            cut = (w.b >> 8) % (n + 1)
+            cut = n if w.b & 256 else <int32_t>((w.b >> 9) % <uint32_t>(n + 1))
         handle = self.call_open(n, False, space, cut, reserve)
         if handle < 0:
             return 0
         self.greet(handle, n, space, False)
+        self.row[self.last].cut = max(n - 16, 0) if cut < 0 else <int32_t>cut
         self.row[self.last].reserved = n if reserve else 0
         return self.compute(w) if w.b & 32 else 0
 
     cdef int compute(self, const Word* w) except -1:
-        """The row that was opened computes its prompt in one step; perhaps that is done, and committed."""
-        cdef int32_t slot = self.last, k = self.idle_plan(w.a)
+        """The row that was opened computes its prompt, in one step or up to each checkpoint that the pool wants."""
+        cdef int32_t slot = self.last, k, i
         cdef Row* r = &self.row[slot]
+        for i in range(4 if w.b & 64 else 1):
+            k = self.idle_plan(w.a)
+            self.aim(slot, k, w.b & 64 != 0)
+            if self.counts[0] <= 0 or not self.take_step(k, True, False, False, w.a):
+                return 0
+            if w.b & 128:                           # and each chunk is done and committed
+                while self.done_length(slot) < r.n:
+                    self.finish_plan(self.oldest())
+                self.commit_to(slot, r.n)
+        return 0
+
+    cdef int aim(self, int32_t slot, int32_t k, bint chunked) except -1:
+        """The row is to step to the end of its text in plan k; at most to where a checkpoint is wanted."""
+        cdef Row* r = &self.row[slot]
+        cdef int32_t end = r.text
+        if chunked:
+            wanted = self.call("pool.prefix.wanted", self.prefix.wanted, (r.handle,))
+            if wanted is not None and wanted[0] >= 0:
+                end = wanted[0]
+                if end <= r.n or end > r.cut:
+                    self.wrong("a checkpoint is wanted at {0}, of a row of {1} tokens, cut at {2}", end, r.n, r.cut)
         self.rows[0], self.handles[0], self.num_rows = slot, r.handle, 1
-        self.counts[0] = min(r.text - r.n, self.max_tokens[k])
-        if self.take_step(k, True, False, False, w.a) and w.b & 64:
-            while self.done_length(slot) < r.n:
-                self.finish_plan(self.oldest())
-            self.commit_to(slot, r.n)
+        self.counts[0] = min(end - r.n, self.max_tokens[k])
         return 0
 
     cdef int op_load(self, const Word* w, int32_t n, int32_t space) except -1:
@@ -682,6 +564,7 @@ cdef class Run(Content):
         if handle is None:
             return 0
         self.greet(handle, n, space, True)
+        self.row[<int32_t>(handle & 0xFFFFF)].cut = n
         self.load[self.num_loads].handle = handle
         self.load[self.num_loads].n = n
         self.load[self.num_loads].begin = self.row[<int32_t>(handle & 0xFFFFF)].n
@@ -782,20 +665,25 @@ cdef class Run(Content):
         return 0
 
     cdef int op_fork(self, const Word* w) except -1:
-        cdef int32_t parent = self.pick(w.c), n = 1 + (w.a & 1), k
+        """Fork a row; perhaps it or the child goes on at once."""
+        cdef int32_t parent = self.pick(w.c)
+        if self.fork_row(parent, min(1 + (w.a & 1), max(self.num_slots_free, 1))) and w.a & 8:
+            return self.step_one(parent if w.a & 4 else <int32_t>(self.counts[0] & 0xFFFFF), w)
+        return 0
+
+    cdef int fork_row(self, int32_t parent, int32_t n) except -1:
+        """`n` children; their handles are in `counts`. Returns how many there are."""
         cdef int64_t handle = self.row[parent].handle
         cdef Verdict v
         cdef int status
+        cdef int32_t k
         if self.direct:
-            if n > self.num_slots_free:
-                n = 1
             pool_enter(&self.pool.state, "fork")
             status = pool_fork(&self.pool.state, handle, n, self.counts, &v)
             pool_leave(&self.pool.state)
             if not self.judged(status):
                 return 0
         else:
-            n = 1 if n > self.num_slots_free else n
             found = self.call("pool.fork", self.pool.fork, (handle, n))
             if found is None:
                 return 0
@@ -804,7 +692,7 @@ cdef class Run(Content):
         for k in range(n):
             self.born(parent, self.counts[k])
         self.row[parent].reserved = 0
-        return 0
+        return n
 
     cdef int born(self, int32_t parent, int64_t handle) except -1:
         """A child has what its parent has."""
@@ -820,6 +708,7 @@ cdef class Run(Content):
         self.newest[slot] = handle
         r[0] = p
         r.handle, r.reserved = handle, 0
+        r.shared = self.row[parent].shared = r.n
         if self.last_work(parent) > r.born:
             r.born_done, r.born = self.done_length(parent), self.last_work(parent)
         memcpy(self.stamp + slot * CAP, self.stamp + parent * CAP, CAP * sizeof(uint64_t))
@@ -848,13 +737,10 @@ cdef class Run(Content):
         return 0
 
     cdef int op_chunk(self, const Word* w) except -1:
-        """A row computes its prompt up to the next checkpoint that the pool wants."""
+        """A row computes its prompt up to the next checkpoint that the pool wants, or a token more than it."""
         cdef int32_t slot = self.pick(w.c), k = self.idle_plan(w.a)
-        cdef Row* r = &self.row[slot]
-        wanted = self.call("pool.prefix.wanted", self.prefix.wanted, (r.handle,))
-        end = r.text if wanted is None or wanted[0] < 0 else wanted[0]
-        self.rows[0], self.handles[0], self.num_rows = slot, r.handle, 1
-        self.counts[0] = min(max(end - r.n, 1), CAP - r.n, self.max_tokens[k])
+        self.aim(slot, k, True)
+        self.counts[0] = min(max(self.counts[0], <int64_t>1), <int64_t>(CAP - self.row[slot].n))
         return self.take_step(k, True, False, False, w.b)
 
     cdef int op_reserve(self, const Word* w) except -1:
@@ -920,71 +806,6 @@ cdef class Run(Content):
             self.execute_next()
         return 0
 
-    cdef int check_formats(self, Plan plan, const Work* w) except -1:
-        """The arrays that say the same in another way."""
-        cdef const Field* field = plan.wire.field
-        cdef int32_t i, p, t = 0, j, lost
-        for i in range(self.num_rows):
-            lost = 0 if self.pool.state.groups != NULL else self.row[self.rows[i]].lost[0]
-            if get(&field[SEQ_LENS], i) != w.new[i] - lost:
-                self.wrong("seq_lens[{0}] is {1}, not {2}", i, get(&field[SEQ_LENS], i), w.new[i] - lost)
-            for p in range(w.old[i], w.new[i]):
-                if get(&field[POSITIONS], t) != p:
-                    self.wrong("positions[{0}] is {1}, not {2}", t, get(&field[POSITIONS], t), p)
-                t += 1
-            if field[SLOT_IDS].width and get(&field[SLOT_IDS], i) != self.rows[i]:
-                self.wrong("slot_ids[{0}] is {1}, not {2}", i, get(&field[SLOT_IDS], i), self.rows[i])
-            if field[INDPTR].width:
-                p = <int32_t>get(&field[INDPTR], i)
-                if get(&field[INDPTR], i + 1) - p != (w.new[i] - lost + self.block_size - 1) // self.block_size:
-                    self.wrong("indptr[{0}] is {1}", i + 1, get(&field[INDPTR], i + 1))
-                for j in range(<int32_t>get(&field[INDPTR], i + 1) - p):
-                    if get(&field[INDICES], p + j) != self.seen_of(self.rows[i], 0)[j]:
-                        self.wrong("indices[{0}] is {1}", p + j, get(&field[INDICES], p + j))
-        if get(&field[CU_Q_LENS], self.num_rows) != t or plan.step.num_tokens != t:
-            self.wrong("a plan has {0} tokens, not {1}", plan.step.num_tokens, t)
-        for i in range(self.num_rows, plan.shown_rows):
-            if get(&field[SEQ_LENS], i) or get(&field[CU_Q_LENS], i + 1) != t:
-                self.wrong("padded row {0} is not empty", i)
-        for i in range(t, <int32_t>plan.shown_tokens):
-            if (self.shown_slot(plan, i)) != -1:
-                self.wrong("padded token {0} has slot {1}", i, self.shown_slot(plan, i))
-        return 0
-
-    cdef int64_t shown_slot(self, Plan plan, int64_t t) noexcept:
-        cdef int32_t g
-        if self.pool.state.groups == NULL:
-            return get(&plan.wire.field[SLOT_MAPPING], t)
-        for g in range(self.num_groups):
-            if self.group[g].kind != STATE:
-                return plan.part[g].slot_mapping[t]
-        return -1
-
-    cdef void show(self, int32_t k) noexcept:
-        """Where the arrays of a plan are."""
-        cdef Plan plan = self.plans[k]
-        cdef const StepPart* part
-        cdef Shown* s
-        cdef int32_t g
-        for g in range(self.num_groups):
-            s = &self.shown[k][g]
-            memset(s, 0, sizeof(Shown))
-            if self.pool.state.groups == NULL:
-                s.tables, s.width = <const int32_t*>plan.wire.field[BLOCK_TABLES].data, plan.wire.table_width
-                s.slots, s.stride = <const int32_t*>plan.wire.field[SLOT_MAPPING].data, plan.shown_tokens
-                s.copies, s.num_copies = plan.step.copies, plan.copies_made
-                s.dirty, s.num_dirty = plan.wire.dirty, plan.wire.num_dirty
-                s.lens = <const int32_t*>plan.wire.field[SEQ_LENS].data
-                return
-            part = plan.part[g]
-            s.tables, s.width = <const int32_t*>part.wire.field[BLOCK_TABLES].data, part.wire.table_width
-            s.slots, s.stride = part.slot_mapping, part.shown_tokens
-            s.copies, s.num_copies = part.copies, part.num_copies
-            s.dirty, s.num_dirty = part.wire.dirty, part.wire.num_dirty
-            s.lens, s.starts = part.kv_lens, part.kv_starts
-            s.src, s.dst = part.state_src, part.state_dst
-            s.loads, s.num_loads, s.saves, s.num_saves = part.loads, part.num_loads, part.saves, part.num_saves
-
     cdef int op_done(self, const Word* w, bint any) except -1:
         """The oldest plan is done, or another one, which waits for its turn."""
         cdef int32_t k = self.oldest(), i
@@ -1039,25 +860,29 @@ cdef class Run(Content):
         elif w.b & 31 == 1:
             end = min(r.n, end + 1 + <int32_t>(w.a % 9))
         self.commit_to(slot, end)
-        if self.num_queue == 0 and w.b >> 30 == 0:
+        if self.num_queue == 0 and w.b >> 30 == 0 and self.row[slot].fresh and not self.row[slot].copied:
             self.check_found(slot)
         return 0
 
     cdef int commit_to(self, int32_t slot, int32_t end) except -1:
         cdef Row* r = &self.row[slot]
         cdef int32_t done = self.done_length(slot)
+        r.fresh = False
         if r.n and end > r.committed and self.call_commit(r.handle, r.token + r.committed, end - r.committed):
             if end > done:
                 self.wrong("commit accepted {0} tokens of a row, of which {1} are done", end, done)
-            r.fresh = r.committed // self.block_size < end // self.block_size
+            r.fresh = max(r.committed, r.shared) // self.block_size < end // self.block_size
             r.committed = end
         return 0
 
     cdef int check_found(self, int32_t slot) except -1:
-        """Nothing is pending: what a row has just published is found. (Later, a part of it may have been evicted.)"""
+        """Nothing is pending: what a row has just published is found. (Later, a part of it may have been evicted.)
+
+        With groups a part may be gone already: where another row had the same, and its blocks were evicted.
+        """
         cdef Row* r = &self.row[slot]
         cdef int32_t whole = r.committed // self.block_size * self.block_size
-        if not r.fresh or r.mute or r.copied or self.shape.pool["groups"] is not None:
+        if whole == 0 or r.mute or self.shape.pool["groups"] is not None:
             return 0
         memcpy(self.prompt, r.token, whole * sizeof(int32_t))
         self.prompt[whole] = 0
@@ -1113,6 +938,7 @@ cdef class Run(Content):
         handle = self.call_open(n, False, space, -1, True)
         if handle >= 0:
             self.greet(handle, n, space, False)
+            self.row[self.last].cut = max(n - 16, 0)
             if hit is None or self.row[self.last].n != hit:
                 self.wrong("match said {0}, open found {1}", -1 if hit is None else hit, self.row[self.last].n)
         return 0
@@ -1184,12 +1010,28 @@ cdef class Run(Content):
         r.passed = min(r.passed, r.n + self.lookahead)
         r.point, r.reserved = min(r.point, r.n), 0
         self.look(slot, 0, False)
+        return self.step_one(slot, w) if w.b & 8 else 0
+
+    cdef int step_one(self, int32_t slot, const Word* w) except -1:
+        """A row steps alone by a few tokens, beside plans that are pending."""
+        cdef int32_t k
+        for k in range(self.num_plans):
+            if not self.is_pending(k) and self.row[slot].n + 4 <= CAP:
+                self.rows[0], self.handles[0], self.num_rows = slot, self.row[slot].handle, 1
+                self.counts[0] = 1 + (w.a >> 9) % 3
+                return self.take_step(k, True, False, False, w.a)
         return 0
 
     cdef int op_unshare(self, const Word* w) except -1:
-        """Blocks of their own for rows, to be compacted."""
+        """Blocks of their own for rows, to be compacted. One that was forked for it may commit what is copied."""
         cdef int32_t k = self.idle_plan(w.a), n = min(self.pick_rows(w, self.max_rows[k]), 1 + <int32_t>(w.b % 3)), i
-        cdef int32_t g = self.full_group(w.a), held
+        cdef int32_t g = self.full_group(w.a), held, first = self.rows[0]
+        cdef bint alone = self.row[first].shared == 0 and not self.row[first].copied
+        if w.b & 48 == 0 and self.num_slots_free:
+            self.fork_row(first, 1)
+            self.rows[0], self.handles[0], n = first, self.row[first].handle, 1
+        else:
+            alone = False
         for i in range(n):
             held = self.row[self.rows[i]].n - self.row[self.rows[i]].lost[g]
             self.counts[i] = max(held - 1 - <int32_t>((w.b >> 4 * i) % <uint32_t>(1 + held // 2 + (w.b >> 28))), 0)
@@ -1198,19 +1040,20 @@ cdef class Run(Content):
                  self.block_size if w.b & 8 else 0)
         if self.call("pool.unshare", self.pool.unshare, given, {"group": g} if g else {}) is None:
             return 0
-        whole = self.row[self.rows[0]].committed == 0
+        alone = alone and self.row[first].committed == 0
         self.stepped(k, False, 0)
-        if self.has_cache and w.b & 256:            # these copies are no content yet
-            i = self.rows[0]
-            self.commit_to(i, self.done_length(i))
-            if w.b & 512:
-                self.ask(i)
-            if whole and w.b & 3072 == 0:           # and now they are
-                while self.oldest() >= 0:
-                    self.finish_plan(self.oldest())
-                self.check_found(i)
+        for i in range(self.num_live):              # what they share with a copy, or behind one, may stay unknown
+            self.row[self.live[i]].copied |= self.row[self.live[i]].shared > 0
         for i in range(n):
             self.row[self.rows[i]].copied = True
+        if self.has_cache and w.b & 64:             # these copies are no content yet
+            self.commit_to(first, self.done_length(first))
+            if w.b & 128:
+                self.ask(first)
+            if alone and w.b & 256:                 # and now they are
+                while self.oldest() >= 0:
+                    self.finish_plan(self.oldest())
+                self.check_found(first)
         return 0
 
     cdef int32_t full_group(self, uint32_t x) noexcept nogil:

@@ -49,6 +49,8 @@ cdef struct Row:                # an open sequence, as its owner knows it
     int32_t point               # no query is made before this position: tokens left, or a hit ended here
     int32_t family              # which text it repeats, mostly; -1: one of its own
     int32_t space
+    int32_t cut                 # no checkpoint is wanted behind it
+    int32_t shared              # others may have committed blocks up to here
     int32_t reserved            # a step up to this length finds its blocks
     bint loading
     bint fresh                  # the last commit has published blocks
@@ -402,6 +404,9 @@ cdef class Content:
                    min(shown.width, self.group[g].width) * sizeof(int32_t))
         for i in range(w.rows):
             end = w.new[i] - w.lost[i][g]
+            if memcmp(mine + i * self.most_width, shown.tables + <int64_t>i * shown.width,
+                      min(shown.width, self.group[g].width) * sizeof(int32_t)):
+                self.wrong("group {0}: row {1} of block_tables has changed, and is not dirty", g, i)
             if shown.lens[i] != end:
                 self.wrong("content: group {0}: row {1} of a plan has kv_len {2}, not {3}", g, i, shown.lens[i], end)
             self.read_for(g, mine + i * self.most_width, self.work_line(w, i, g), w.old[i] - w.lost[i][g], end,

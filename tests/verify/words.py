@@ -58,12 +58,13 @@ def groups_of(rng: random.Random, size: int, reserved: int) -> list[Group]:
         if kind == "state":
             made.append(Group.state(rng.randint(3, 10), blocks=rng.choice((0, 1, 1, 2, 3))))
             continue
-        options: dict[str, Any] = {"columns": rng.choice((1, 1, 1, 2, 3)), "block_size": size * rng.choice((1, 1, 2, 4))}
+        columns, times = rng.choice((1, 1, 1, 2, 3)), rng.choice((1, 1, 2, 4))
+        options: dict[str, Any] = {"columns": columns, "block_size": size * times}
         arena = min(rng.randrange(num_arenas), told + 1) if place else 0
         if arena:
             options["arena"] = arena
             if arena > told:
-                told, options["num_blocks"] = arena, reserved + rng.randint(8, 48)
+                told, options["num_blocks"] = arena, reserved + rng.choice((rng.randint(8, 48), 120))
         if kind == "window":
             width = rng.randint(1, rng.choice((4, 12)))
             made.append(Group.window(width, keep=rng.choice((0, rng.randrange(width))), **options))
@@ -80,10 +81,12 @@ def shape_of(seed: int, without: tuple[str, ...] = ()) -> Shape:
     size, reserved = rng.choice((1, 2, 2, 3, 4, 4, 5, 8)), rng.choice((0, 1, 1, 2))
     groups = groups_of(rng, size, reserved) if rng.random() < 0.75 else None
     cache = rng.random() < 0.75
+    cost = sum(group.columns * size / (group.block_size or size) for group in groups or () if group.kind != "state")
+    cost += sum(group.blocks / 4 for group in groups or ())
     widths = [group.size for group in groups or () if group.kind in ("window", "chunk")]
     longest = CAP // (4 * size) * 4
     pool = {
-        "num_blocks": reserved + rng.choice((rng.randint(8, 16), rng.randint(12, 40), rng.randint(24, 96))),
+        "num_blocks": reserved + int(max(cost, 1) * rng.choice((rng.randint(8, 16), rng.randint(12, 40), 64))),
         "block_size": size,
         "max_seqs": rng.choice((3, 5, 8, 12)),
         "max_blocks_per_seq": min(longest, rng.choice((longest, longest, 24, 8))),
@@ -93,7 +96,7 @@ def shape_of(seed: int, without: tuple[str, ...] = ()) -> Shape:
         "seed": rng.getrandbits(32),
         "prefix_cache": cache,
         "events": rng.choice((0, 0, 4, 10_000)) if cache else 0,
-        "lookahead": rng.choice((0, 0, rng.randrange(min(widths, default=4)))),
+        "lookahead": rng.choice((0, 0, rng.randrange(min(widths, default=4)), min(widths, default=4) - 1)),
         "groups": groups,
         "two_classes": cache and groups is not None and rng.random() < 0.3,
         "_hash_bits": rng.choice((64, 64, 3, 0)) if cache else 64,

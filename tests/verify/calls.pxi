@@ -1,0 +1,218 @@
+"""How calls are made and their results read: all that touches the pool or a plan, but for rare methods.
+
+A sound `kvpool.Pool` is called below the reading of arguments where calls are frequent; a subclass, which may have a
+planted fault, and a run that is traced, by the methods of Python.
+"""
+
+cdef const int32_t* pool_ids(Pool pool, int32_t slot, int32_t g, int32_t* n) noexcept nogil:
+    """The table of a row in a group, as `Pool.table` returns it."""
+    cdef const LayerGroup* group
+    if pool.state.groups == NULL:
+        n[0] = pool.state.seqs.seq[slot].num_blocks
+        return seq_table(&pool.state.seqs, slot)
+    group = &pool.state.groups.group[g]
+    n[0] = entries_of(group, slot, pool.state.seqs.seq[slot].num_blocks) * group.columns
+    return group_row(group, slot)
+
+
+cdef inline int64_t get(const Field* f, int64_t i) noexcept nogil:
+    return (<int32_t*>f.data)[i] if f.width == 4 else (<int64_t*>f.data)[i]
+
+
+cdef class Calls(Content):
+    cdef readonly object shape
+    cdef list trace
+    cdef bint direct
+    cdef object prefix, blocks
+    cdef int32_t[CAP] prompt
+    cdef int32_t[MOST_ROWS] rows
+    cdef int64_t[MOST_ROWS] handles
+    cdef int64_t[MOST_ROWS] counts
+    cdef int32_t num_rows
+    cdef int32_t[MOST_PLANS] max_rows, max_tokens
+    cdef int64_t calls_now, refused_now
+    cdef int reason             # of the last refusal, OK: there was none
+
+    cdef object arena(self, int32_t a):
+        return self.blocks.arena(a) if a else self.blocks
+
+    cdef object call(self, str name, object method, tuple given, dict options={}):
+        """Call a method; None if it is refused."""
+        self.calls_now += 1
+        if self.trace is not None:
+            shown = [f"plans[{self.plans.index(one)}]" if isinstance(one, Plan) else repr(one) for one in given]
+            said = f"{name}({', '.join([*shown, *(f'{k}={v!r}' for k, v in options.items())])})"
+        try:
+            self.reason = OK
+            found = method(*given, **options)
+        except REFUSALS as error:
+            self.reason = OUT_OF_BLOCKS if isinstance(error, errors.OutOfBlocks) else -1
+            self.refused_now += 1
+            if self.trace is not None:
+                self.trace.append(f"{said}  # {type(error).__name__}: {error}")
+            return None
+        if self.trace is not None:
+            shown = found.tolist() if hasattr(found, "tolist") else found
+            self.trace.append(f"{said}  # {shown}" if found is not None else said)
+        return True if found is None else found
+
+    cdef bint judged(self, int status) noexcept:
+        """Whether a call that was made without Python was accepted."""
+        self.calls_now += 1
+        self.reason = status
+        self.refused_now += status != OK
+        return status == OK
+
+    cdef bint call_step(self, int32_t k, int32_t n, bint advance, bint partial, bint padded) except -1:
+        """`rows` step by `counts` in plan k."""
+        cdef Ints rows, new
+        cdef Verdict v
+        cdef Plan plan = self.plans[k]
+        cdef int32_t i
+        cdef int status
+        if self.direct and n <= self.max_rows[k]:
+            rows.data, rows.size, rows.width = self.handles, n, 8
+            new.data, new.size, new.width = self.counts, n, 8
+            self.pool.keep_plan(plan)
+            pool_enter(&self.pool.state, "step")
+            status = pool_step(&self.pool.state, plan, &rows, &new, advance, partial,
+                               plan.wire.max_rows if padded else 0, self.max_tokens[k] if padded else -1, &v)
+            pool_leave(&self.pool.state)
+            if status != OK:
+                self.pool.let_go_of_plan(plan)
+            return self.judged(status)
+        given = (plan, [self.handles[i] for i in range(n)], [self.counts[i] for i in range(n)])
+        if not advance:
+            return self.call("pool.reserve", self.pool.reserve, given) is not None
+        options = {"partial": True} if partial else {}
+        if padded:
+            options["pad_to"] = (plan.wire.max_rows, self.max_tokens[k])
+        return self.call("pool.step", self.pool.step, given, options) is not None
+
+    cdef int64_t call_open(self, int64_t n, bint counted, int32_t space, int64_t cut, bint reserve) except -2:
+        """A new sequence for `n` tokens, those of the prompt or a count. Returns its handle, or -1."""
+        cdef Ints tokens
+        cdef Verdict v
+        cdef int status
+        cdef int64_t handle
+        cdef bytes name = SPACES[space]
+        if not self.direct:
+            options = {"namespace": name} if name else {}
+            options |= {"cut": cut} if cut >= 0 else {}
+            options |= {} if reserve else {"reserve": False}
+            given = self.call("pool.open", self.pool.open, (n if counted else self.said(n),), options)
+            return -1 if given is None else given
+        ints_init(&tokens, NULL)
+        tokens.data, tokens.size, tokens.width = NULL if counted else self.prompt, n, 4
+        pool_enter(&self.pool.state, "open")
+        handle = pool_next_handle(&self.pool.state)
+        status = pool_open(&self.pool.state, &tokens, name, len(name), cut, True, reserve, False, False, False, &v)
+        pool_leave(&self.pool.state)
+        return handle if self.judged(status) else -1
+
+    cdef list said(self, int64_t n):
+        return [self.prompt[k] for k in range(n)]
+
+    cdef bint call_rows(self, int32_t n, uint32_t op) except -1:
+        """Close `handles`, or truncate them to `counts`."""
+        cdef Ints rows, lens
+        cdef Verdict v
+        cdef int status
+        cdef int32_t i
+        if not self.direct:
+            given = [self.handles[i] for i in range(n)]
+            if op == CLOSE:
+                return self.call("pool.close", self.pool.close, (given if n > 1 else given[0],)) is not None
+            return self.call("pool.truncate", self.pool.truncate, (given[0], self.counts[0])) is not None
+        rows.data, rows.size, rows.width = self.handles, n, 8
+        lens.data, lens.size, lens.width = self.counts, n, 8
+        pool_enter(&self.pool.state, "close")
+        if op == CLOSE:
+            status = pool_close(&self.pool.state, &rows, &v)
+        else:
+            status = pool_truncate(&self.pool.state, &rows, &lens, &v)
+        pool_leave(&self.pool.state)
+        return self.judged(status)
+
+    cdef bint call_commit(self, int64_t handle, const int32_t* tokens, int64_t n) except -1:
+        cdef Ints rows, counts, all_tokens
+        cdef Verdict v
+        cdef int status
+        cdef int64_t k
+        if not self.direct:
+            given = (handle, [tokens[k] for k in range(n)])
+            return self.call("pool.prefix.commit", self.prefix.commit, given) is not None
+        rows.data, rows.size, rows.width = &handle, 1, 8
+        counts.data, counts.size = NULL, -1
+        all_tokens.data, all_tokens.size, all_tokens.width = tokens, n, 4
+        pool_enter(&self.pool.state, "commit")
+        status = pool_commit(&self.pool.state, &rows, &counts, &all_tokens, True, &v)
+        pool_leave(&self.pool.state)
+        return self.judged(status)
+
+    # -- plans
+
+    cdef void show(self, int32_t k) noexcept:
+        """Where the arrays of a plan are."""
+        cdef Plan plan = self.plans[k]
+        cdef const StepPart* part
+        cdef Shown* s
+        cdef int32_t g
+        for g in range(self.num_groups):
+            s = &self.shown[k][g]
+            memset(s, 0, sizeof(Shown))
+            if self.pool.state.groups == NULL:
+                s.tables, s.width = <const int32_t*>plan.wire.field[BLOCK_TABLES].data, plan.wire.table_width
+                s.slots, s.stride = <const int32_t*>plan.wire.field[SLOT_MAPPING].data, plan.shown_tokens
+                s.copies, s.num_copies = plan.step.copies, plan.copies_made
+                s.dirty, s.num_dirty = plan.wire.dirty, plan.wire.num_dirty
+                s.lens = <const int32_t*>plan.wire.field[SEQ_LENS].data
+                return
+            part = plan.part[g]
+            s.tables, s.width = <const int32_t*>part.wire.field[BLOCK_TABLES].data, part.wire.table_width
+            s.slots, s.stride = part.slot_mapping, part.shown_tokens
+            s.copies, s.num_copies = part.copies, part.num_copies
+            s.dirty, s.num_dirty = part.wire.dirty, part.wire.num_dirty
+            s.lens, s.starts = part.kv_lens, part.kv_starts
+            s.src, s.dst = part.state_src, part.state_dst
+            s.loads, s.num_loads, s.saves, s.num_saves = part.loads, part.num_loads, part.saves, part.num_saves
+
+    cdef int check_formats(self, Plan plan, const Work* w) except -1:
+        """The arrays that say the same in another way."""
+        cdef const Field* field = plan.wire.field
+        cdef int32_t i, p, t = 0, j, lost
+        for i in range(self.num_rows):
+            lost = 0 if self.pool.state.groups != NULL else self.row[self.rows[i]].lost[0]
+            if get(&field[SEQ_LENS], i) != w.new[i] - lost:
+                self.wrong("seq_lens[{0}] is {1}, not {2}", i, get(&field[SEQ_LENS], i), w.new[i] - lost)
+            for p in range(w.old[i], w.new[i]):
+                if get(&field[POSITIONS], t) != p:
+                    self.wrong("positions[{0}] is {1}, not {2}", t, get(&field[POSITIONS], t), p)
+                t += 1
+            if field[SLOT_IDS].width and get(&field[SLOT_IDS], i) != self.rows[i]:
+                self.wrong("slot_ids[{0}] is {1}, not {2}", i, get(&field[SLOT_IDS], i), self.rows[i])
+            if field[INDPTR].width:
+                p = <int32_t>get(&field[INDPTR], i)
+                if get(&field[INDPTR], i + 1) - p != (w.new[i] - lost + self.block_size - 1) // self.block_size:
+                    self.wrong("indptr[{0}] is {1}", i + 1, get(&field[INDPTR], i + 1))
+                for j in range(<int32_t>get(&field[INDPTR], i + 1) - p):
+                    if get(&field[INDICES], p + j) != self.seen_of(self.rows[i], 0)[j]:
+                        self.wrong("indices[{0}] is {1}", p + j, get(&field[INDICES], p + j))
+        if get(&field[CU_Q_LENS], self.num_rows) != t or plan.step.num_tokens != t:
+            self.wrong("a plan has {0} tokens, not {1}", plan.step.num_tokens, t)
+        for i in range(self.num_rows, plan.shown_rows):
+            if get(&field[SEQ_LENS], i) or get(&field[CU_Q_LENS], i + 1) != t:
+                self.wrong("padded row {0} is not empty", i)
+        for i in range(t, <int32_t>plan.shown_tokens):
+            if (self.shown_slot(plan, i)) != -1:
+                self.wrong("padded token {0} has slot {1}", i, self.shown_slot(plan, i))
+        return 0
+
+    cdef int64_t shown_slot(self, Plan plan, int64_t t) noexcept:
+        cdef int32_t g
+        if self.pool.state.groups == NULL:
+            return get(&plan.wire.field[SLOT_MAPPING], t)
+        for g in range(self.num_groups):
+            if self.group[g].kind != STATE:
+                return plan.part[g].slot_mapping[t]
+        return -1

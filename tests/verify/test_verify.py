@@ -1,0 +1,107 @@
+"""The fuzzer finds nothing in the core, repeats itself, finds a planted fault, and refuses what is wrong."""
+
+import subprocess
+import sys
+
+import pytest
+
+import kvpool
+from tests.verify import run
+from tests.verify.__main__ import left_out
+from tests.verify._verify import Run
+from tests.verify.canaries import CANARIES, planted_sources
+from tests.verify.words import WORDS, shape_of
+
+CALLS = 400_000
+
+
+class CopiesLost(kvpool.Pool):
+    """Plans say nothing of copies."""
+
+    def step(self, plan, *args, **options):
+        super().step(plan, *args, **options)
+        for part in plan.groups if self.options.groups else [plan]:
+            if getattr(part, "state_src", None) is None and len(part.copies):
+                part.slot_mapping[:] = 1 << 30
+
+
+def test_core_random_programs_have_no_finding():
+    report = run.hunt(20_261_127, calls=CALLS)
+    again = f"python -m tests.verify --seed {report.seed} --ops 1"
+    assert report.finding is None, f"{report.finding}\nagain: {again}"
+    assert set(WORDS) == {word for word, times in report.words.items() if times}, "a word was never said"
+    assert all(report.met.values()), report.met
+
+
+@pytest.mark.parametrize("seed", range(3, 9))
+def test_run_by_methods_does_what_it_does_below_them(seed):
+    digests = []
+    for trace in (None, []):
+        one = Run(shape_of(seed), trace=trace)
+        one.run(1_000)
+        digests.append((one.digest(), one.facts()))
+        one.shutdown()
+    assert digests[0] == digests[1]
+
+
+def test_planted_fault_is_found_shrunk_and_repeated():
+    report = run.hunt(1, calls=20_000, make_pool=CopiesLost)
+    assert report.finding is not None and report.finding.startswith("content"), report.finding
+    again = run.hunt(report.seed, calls=1, make_pool=CopiesLost)
+    assert (again.finding, again.place) == (report.finding, report.place)
+    shrunk = run.shrink(shape_of(report.seed), report.place, CopiesLost)
+    assert shrunk is not None and shrunk.finding.startswith("content")
+    assert len(shrunk.words) <= 10, shrunk.words
+    seed, without, words = run.load(run.save(report.seed, (), shrunk.words))
+    assert run.play(shape_of(seed, without), words, CopiesLost)[0] == shrunk.finding
+    names: dict[str, object] = {}
+    exec(run.as_test(seed, without, shrunk), names)
+    names[f"test_verify_{seed}"]()  # the core does not have the fault
+
+
+def test_canaries_are_in_the_text_of_the_core():
+    text = "".join(planted_sources().values())
+    assert all(f"(kv_planted == {number})" in text for number in range(1, len(CANARIES) + 1))
+
+
+def test_words_left_out_are_not_said():
+    report = run.hunt(3, calls=20_000, without=left_out(["rollback", "fork"]))
+    assert report.words["rollback"] == report.words["fork"] == 0 and report.finding is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--without", "dance"],
+        ["--without", "step"],
+        ["--seed", "-1"],
+        ["--seed", "1.5"],
+        ["--ops", "none"],
+        ["--seconds", "0"],
+        ["--program", "no such file"],
+        ["--canaries", "no such fault"],
+    ],
+)
+def test_option_wrong_is_refused_with_its_name(options):
+    command = [sys.executable, "-m", "tests.verify", *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and options[0] in done.stderr and options[1] in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("{", "JSON"),
+        ("[]", "object"),
+        ('{"seed": -1, "without": [], "words": []}', "seed"),
+        ('{"seed": true, "without": [], "words": []}', "seed"),
+        ('{"seed": 1, "without": ["dance"], "words": []}', "dance"),
+        ('{"seed": 1, "without": [], "words": 3}', "list"),
+        ('{"seed": 1, "without": [], "words": [[99, 0, 0, 0]]}', "99"),
+        ('{"seed": 1, "without": [], "words": [[0, 0, 0]]}', "four"),
+        ('{"seed": 1, "without": [], "words": [[0, 0, 0, 4294967296]]}', "32 bits"),
+    ],
+)
+def test_program_wrong_is_refused_with_what_is_wrong(text, wrong):
+    with pytest.raises(ValueError, match=wrong):
+        run.load(text)
