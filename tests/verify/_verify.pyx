@@ -250,7 +250,8 @@ cdef class Run(Calls):
             op = STEP
         if op == LOADED and self.num_loads == 0:
             op = STEP
-        if (op == OPEN or op == PROMPT or op == PIN or op == LOAD or op == FORK) and self.num_slots_free == 0 and w.b & 7:
+        if self.num_slots_free == 0 and w.b & 7 and (
+                op == OPEN or op == PROMPT or op == PIN or op == LOAD or op == FORK):
             op = CLOSE if self.num_live or self.num_loads == 0 else LOADED
         if self.starved and w.b >> 30 and (op == OPEN or op == PROMPT or op == STEP or op == PREFILL):
             op = DONE if self.num_queue and w.b >> 31 else CLOSE
@@ -919,10 +920,9 @@ cdef class Run(Calls):
         tokens = [r.token[k] for k in range(r.committed, ends)]
         others = [q.token[k] for k in range(q.committed, end)]
         at = max(r.committed, q.committed)
-        if at >= min(ends, end) or self.seen_of(first, 0)[at // self.block_size] != (
-                self.seen_of(second, 0)[at // self.block_size]) or self.group[0].kind != FULL or (
-                self.group[0].size != self.block_size or self.group[0].columns != 1) or (
-                (at // self.block_size + 1) * self.block_size > min(ends, end)):
+        if self.group[0].kind != FULL or self.group[0].columns != 1 or self.group[0].size != self.block_size or (
+                (at // self.block_size + 1) * self.block_size > min(ends, end)
+                or self.seen_of(first, 0)[at // self.block_size] != self.seen_of(second, 0)[at // self.block_size]):
             return 0
         others[at - q.committed] += 1
         if self.call("pool.prefix.commit", self.prefix.commit, ([r.handle, q.handle], tokens + others,

@@ -123,10 +123,10 @@ class Result:
 
 
 def find(name: str, seed: int = SEED, calls: int = CALLS_MAX) -> Result:
-    """Hunt for one canary in a process of its own."""
+    """Hunt for one canary of the copy in a process of its own."""
     number = [canary.name for canary in CANARIES].index(name) + 1
     command = [sys.executable, "-m", "tests.verify.canaries", str(number), str(seed), str(calls)]
-    done = subprocess.run(command, cwd=build(), env=environment(), capture_output=True, text=True)
+    done = subprocess.run(command, cwd=FOLDER, env=environment(), capture_output=True, text=True)
     if done.returncode < 0:
         return Result(name, 0, 0.0, f"the process died of signal {-done.returncode}")
     if done.returncode:
@@ -141,6 +141,7 @@ def show(names: list[str]) -> int:
     for name in names:
         if name not in known:
             raise CommandError(f"--canaries {name!r}: there is none of this name, they are {', '.join(known)}")
+    build()
     print("| fault | calls | seconds | found |\n|---|---|---|---|")
     missed = 0
     for name in names or known:

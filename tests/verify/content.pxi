@@ -80,6 +80,8 @@ cdef struct Shown:              # the arrays of a plan for one group, as a kerne
     int32_t num_loads
     const int32_t* saves
     int32_t num_saves
+    const int32_t* updates      # of all groups; NULL: the plan does not tell them
+    int64_t num_updates
 
 
 cdef struct Work:               # a plan that is pending
@@ -91,7 +93,7 @@ cdef struct Work:               # a plan that is pending
     int32_t[MOST_ROWS] old
     int32_t[MOST_ROWS] new
     int32_t[MOST_ROWS][MOST_GROUPS] lost
-    uint64_t* line              # [rows, groups + 1, CAP] stamps by place, of rows that lost tokens in the group; all stamps
+    uint64_t* line              # [rows, groups + 1, CAP] stamps by place, in groups that lost tokens; all stamps
 
 
 cdef struct Queued:
@@ -131,6 +133,7 @@ cdef class Content:
     cdef int32_t* seen                  # [max_seqs, groups, most_width] tables as they were when they were seen last
     cdef int32_t* num_seen              # [max_seqs, groups] ids of them
     cdef int32_t* mirror                # [plans, groups, MOST_ROWS, most_width] the device's tables
+    cdef int32_t* updated               # [max_seqs, groups, most_width] tables by `table_updates` alone
     cdef int32_t most_width
     cdef Work[MOST_PLANS] work
     cdef Queued[MOST_QUEUED] queue
@@ -153,6 +156,7 @@ cdef class Content:
         free(self.seen)
         free(self.num_seen)
         free(self.mirror)
+        free(self.updated)
 
     cdef int init_content(self) except -1:
         """Groups and sizes are set."""
@@ -173,6 +177,7 @@ cdef class Content:
         self.seen = <int32_t*>calloc(self.max_seqs * self.num_groups * self.most_width, sizeof(int32_t))
         self.num_seen = <int32_t*>calloc(self.max_seqs * self.num_groups, sizeof(int32_t))
         self.mirror = <int32_t*>calloc(self.num_plans * self.num_groups * MOST_ROWS * self.most_width, sizeof(int32_t))
+        self.updated = <int32_t*>calloc(self.max_seqs * self.num_groups * self.most_width, sizeof(int32_t))
         for k in range(self.num_plans):
             self.work[k].line = <uint64_t*>calloc(MOST_ROWS * (self.num_groups + 1) * CAP, sizeof(uint64_t))
         for k in range(self.max_seqs):
@@ -347,6 +352,8 @@ cdef class Content:
         cdef int32_t g
         w.executed = True
         self.late += w.id + 1 < self.next_work
+        if self.shown[k][0].updates != NULL:
+            self.update_tables(k, w)
         for g in range(self.num_groups):
             if self.group[g].kind == STATE:
                 self.load_states(g, &self.shown[k][g])
@@ -362,6 +369,29 @@ cdef class Content:
                 self.read_tokens(k, g, w, &self.shown[k][g])
         for g in range(self.num_groups):
             self.save_states(g, &self.shown[k][g])
+        return 0
+
+    cdef int update_tables(self, int32_t k, const Work* w) except -1:
+        """A device that sees nothing but `table_updates`, and only of plans that it executes, has the plan's tables."""
+        cdef const Shown* shown = &self.shown[k][0]
+        cdef const int32_t* told = shown.updates
+        cdef const int32_t* mine
+        cdef int32_t i, g, at, columns
+        for i in range(shown.num_updates):
+            columns, at = self.group[told[1]].columns, told[2] * self.group[told[1]].columns + told[3]
+            if not (0 <= told[0] < self.max_seqs and 0 <= told[3] < columns and 0 <= at < self.group[told[1]].width):
+                self.wrong("table_updates tell of row {0}, group {1}, entry {2}, column {3}", told[0], told[1], told[2],
+                           told[3])
+            self.updated[(told[0] * self.num_groups + told[1]) * self.most_width + at] = told[4]
+            told += 5
+        for i in range(w.rows):
+            for g in range(self.num_groups):
+                columns, shown = self.group[g].columns, &self.shown[k][g]
+                mine = self.updated + ((w.handle[i] & 0xFFFFF) * self.num_groups + g) * self.most_width
+                at = (w.new[i] - w.lost[i][g] + self.group[g].size - 1) // self.group[g].size * columns
+                if self.group[g].kind != STATE and memcmp(mine, shown.tables + <int64_t>i * shown.width,
+                                                          at * sizeof(int32_t)):
+                    self.wrong("group {0}: row {1} by table_updates is not that of block_tables", g, i)
         return 0
 
     cdef int copy_blocks(self, int32_t g, const Shown* shown) except -1:
@@ -398,7 +428,7 @@ cdef class Content:
     cdef int read_tokens(self, int32_t k, int32_t g, const Work* w, const Shown* shown) except -1:
         """By the device's own tables, in which it has replaced the dirty rows."""
         cdef int32_t* mine = self.mirror + (k * self.num_groups + g) * MOST_ROWS * self.most_width
-        cdef int32_t i, end, columns = self.group[g].columns, start
+        cdef int32_t i, end, columns = self.group[g].columns, start, at
         for i in range(shown.num_dirty):
             memcpy(mine + shown.dirty[i] * self.most_width, shown.tables + <int64_t>shown.dirty[i] * shown.width,
                    min(shown.width, self.group[g].width) * sizeof(int32_t))
@@ -413,6 +443,11 @@ cdef class Content:
                           "row", i)
             if shown.starts != NULL:
                 start = shown.starts[i]
+                for at in range((self.group[g].keep + self.group[g].size - 1) // self.group[g].size * columns,
+                                start // self.group[g].size * columns):
+                    if mine[i * self.most_width + at] != (0 if self.reserved else -1):
+                        self.wrong("group {0}: row {1} of block_tables shows block {2}, which it has let go of", g, i,
+                                   mine[i * self.most_width + at])
                 if first_read(&self.group[g], w.old[i] - w.lost[i][g]) < start and end > start:
                     self.wrong("content: group {0}: kv_starts[{1}] is {2}, behind what its query reads", g, i, start)
                 if start < end:
