@@ -91,9 +91,9 @@ def play(name: str) -> int:
     return 1 if finding else 0
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run the command."""
-    args = arguments().parse_args()
+    args = arguments().parse_args(argv)
     try:
         if args.canaries is not None:
             from tests.verify.canaries import show

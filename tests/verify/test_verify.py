@@ -1,13 +1,10 @@
 """The fuzzer finds nothing in the core, repeats itself, finds a planted fault, and refuses what is wrong."""
 
-import subprocess
-import sys
-
 import pytest
 
 import kvpool
 from tests.verify import run
-from tests.verify.__main__ import left_out
+from tests.verify.__main__ import left_out, main
 from tests.verify._verify import Run
 from tests.verify.canaries import CANARIES, planted_sources
 from tests.verify.words import WORDS, shape_of
@@ -15,8 +12,8 @@ from tests.verify.words import WORDS, shape_of
 CALLS = 400_000
 
 
-class CopiesLost(kvpool.Pool):
-    """Plans say nothing of copies."""
+class SlotsLost(kvpool.Pool):
+    """Plans that copy name no slot to write to."""
 
     def step(self, plan, *args, **options):
         super().step(plan, *args, **options)
@@ -45,15 +42,15 @@ def test_run_by_methods_does_what_it_does_below_them(seed):
 
 
 def test_planted_fault_is_found_shrunk_and_repeated():
-    report = run.hunt(1, calls=20_000, make_pool=CopiesLost)
+    report = run.hunt(1, calls=20_000, make_pool=SlotsLost)
     assert report.finding is not None and report.finding.startswith("content"), report.finding
-    again = run.hunt(report.seed, calls=1, make_pool=CopiesLost)
+    again = run.hunt(report.seed, calls=1, make_pool=SlotsLost)
     assert (again.finding, again.place) == (report.finding, report.place)
-    shrunk = run.shrink(shape_of(report.seed), report.place, CopiesLost)
+    shrunk = run.shrink(shape_of(report.seed), report.place, SlotsLost)
     assert shrunk is not None and shrunk.finding.startswith("content")
     assert len(shrunk.words) <= 10, shrunk.words
     seed, without, words = run.load(run.save(report.seed, (), shrunk.words))
-    assert run.play(shape_of(seed, without), words, CopiesLost)[0] == shrunk.finding
+    assert run.play(shape_of(seed, without), words, SlotsLost)[0] == shrunk.finding
     names: dict[str, object] = {}
     exec(run.as_test(seed, without, shrunk), names)
     names[f"test_verify_{seed}"]()  # the core does not have the fault
@@ -82,10 +79,9 @@ def test_words_left_out_are_not_said():
         ["--canaries", "no such fault"],
     ],
 )
-def test_option_wrong_is_refused_with_its_name(options):
-    command = [sys.executable, "-m", "tests.verify", *options]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and options[0] in done.stderr and options[1] in done.stderr, done.stderr
+def test_option_wrong_is_refused_with_its_name(options, capsys):
+    status, said = main(options), capsys.readouterr().err
+    assert status == 2 and options[0] in said and options[1] in said, said
 
 
 @pytest.mark.parametrize(
