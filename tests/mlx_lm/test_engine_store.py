@@ -270,8 +270,8 @@ def test_saves_hold_a_part_of_the_pool_only(model):
     made = []
     engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0], num_blocks=300)
     stored = engine.kv.stored
-    stored._writer.put(lambda: made[0].open_gate.wait(20))  # the thread that writes is busy
     made[0].open_gate.clear()
+    stored._writer.put(lambda: made[0].open_gate.wait(20))  # the thread that writes is busy
     for n in range(16):
         answer(engine, [n, *OTHER])
     held = sum(part.ids.size for save in stored._saves for part in save.parts)
@@ -676,8 +676,8 @@ def test_cpu_time_of_the_threads_of_a_store_is_taken_from_that_of_saves(monkeypa
 def test_running_requests_are_not_preempted_for_saves():
     model, made = tiny.make()[0], []
     engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0], num_blocks=32)
-    engine.kv.stored._writer.put(lambda: made[0].open_gate.wait(20))  # the thread that writes is busy
     made[0].open_gate.clear()
+    engine.kv.stored._writer.put(lambda: made[0].open_gate.wait(20))  # the thread that writes is busy
     answer(engine, OTHER[:60])
     answer(engine, OTHER[:120])
     assert engine.is_saving
