@@ -9,7 +9,7 @@ Environment switches::
     KVPOOL_OPTIMIZE=1                   the compiler's -O level, 3 unless one of the above says otherwise
     KVPOOL_MLX_EXTENSION=1              compile MLX's extension too, for the MLX that is installed (on a Mac: default)
 
-``python -m proof.builds`` makes and runs such builds beside the one in place.
+``python -m tests.verify.builds`` makes and runs such builds beside the one in place.
 """
 
 import json
@@ -31,10 +31,8 @@ COVERAGE = os.environ.get("KVPOOL_COVERAGE", "0") not in ("", "0")
 OPTIMIZE = os.environ.get("KVPOOL_OPTIMIZE", "")
 VARIANT_FILE = Path("build/cython/variant")
 CORE, CPU = Path("kvpool"), Path("kvpool_backends/cpu")
-IS_PLAIN = not (DEBUG or FAULTS or SANITIZE or COVERAGE or OPTIMIZE)
-#: The fuzzers of the core. They are compiled where the tree is compiled in place, the second one for speed only; no
-#: wheel has them.
-FUZZER = [Path("proof/fuzz"), *([Path("tests/verify")] if IS_PLAIN else [])] if "--inplace" in sys.argv else []
+#: The fuzzers of the core. They are compiled where the tree is compiled in place; no wheel has them.
+FUZZER = [Path("proof/fuzz"), Path("tests/verify")] if "--inplace" in sys.argv else []
 #: Compiled for size: nobody waits for them, a kernel or the core does more for each call than they do, or (the drivers
 #: of the fuzzer) they take the same time. `_kernels` says so in its text, because the C kernels have its arguments.
 FOR_SIZE = (
@@ -51,7 +49,10 @@ CORE_ARGS = (
     *(f"-fno-align-{what}" for what in ("functions", "jumps", "labels")),
 )
 #: Plain and fast under the address sanitizer: the judge of the fuzzer walks all of the state, within bounds of its own.
-JUDGE = ("_books", "_books_index", "_books_steps", "_books_prefix", "_storage", "_books_groups", "_content_groups")
+JUDGE = (
+    *("_books", "_books_index", "_books_steps", "_books_prefix", "_storage", "_books_groups", "_content_groups"),
+    "_verify",
+)
 PLAIN = JUDGE if "address" in SANITIZE else ()
 
 DIRECTIVES = {
@@ -88,7 +89,7 @@ def compile_flags() -> tuple[list[str], list[str]]:
 
 
 def core_sources() -> list[Path]:
-    """What the proof says something about, line by line: the core without `memory`, which makes failures for tests."""
+    """What is mutated and counted, line by line: the core without `memory`, which makes failures for tests."""
     top = Path(__file__).resolve().parent / CORE
     found = [path for place in ("_core.p*", "core/*.p*", "capi.p*") for path in sorted(top.glob(place))]
     return [path for path in found if path.suffix in (".pyx", ".pxd", ".pxi") and path.stem != "memory"]

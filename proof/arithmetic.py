@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 import kvpool
-from proof import builds
 from proof.figure import Budget, Figure
+from tests.verify import builds
 
 NAME = "arithmetic"
 TARGET = "index arithmetic around 2^31, 2^32, 2^40: 0 wraps"

@@ -20,7 +20,6 @@ import io
 import json
 import os
 import random
-import re
 import resource
 import shutil
 import signal
@@ -36,20 +35,17 @@ from typing import Any
 
 import pytest
 
-from proof.builds import ROOT, run
 from proof.mutation.equivalents import EQUIVALENTS
 from proof.mutation.source import core_sources
+from tests.conftest import plants
+from tests.verify.builds import ROOT, run
 
 VARIANT, DRAWN, LEAST = "mutants-plain", 300, 0.90
 FOLDERS = ("core", "prefix", "capi", "regressions", "eviction", "adapters", "scheduler", "proof")
 #: Files that compile copies of the tree, judge by the clock, or take minutes.
 LEFT_OUT = (
-    *("test_builds", "test_proof_freethreaded", "test_proof_threads", "test_capi_speed", "test_scheduler_speed"),
+    *("test_builds", "test_capi_speed", "test_scheduler_speed"),
     *("test_fuzz_machine", "test_fuzz_prefix", "test_fuzz_target"),
-)
-#: Names of tests that plant a fault and pass when it is found; those of the catalogue say so by their subject.
-PLANTED = re.compile(
-    r"planted_(fault|bug|copy)|_canary_|_fault_(in|is)_|each_fault_of|broken_\w*is_convicted|corrupting_pool"
 )
 SOUND = "sound"
 MEMORY = 32 << 30  # bytes of address space that a child may have
@@ -97,12 +93,6 @@ def fails(session: pytest.Session, item: pytest.Item) -> bool:
     before = session.testsfailed
     item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
     return session.testsfailed > before
-
-
-def plants(item: pytest.Item) -> bool:
-    """Whether a test brings a fault of its own: then it says little of another one."""
-    subject = item.callspec.params.get("subject") if hasattr(item, "callspec") else None
-    return getattr(subject, "is_faulty", False) or PLANTED.search(item.originalname) is not None
 
 
 def mutated() -> list[Any]:
@@ -172,7 +162,7 @@ def with_tests(args: argparse.Namespace, body: Callable[[pytest.Session], Any]) 
     chosen = args.tests or [f"tests/{name}" for name in FOLDERS]
     left_out = [f"--ignore-glob=*/{name}.py" for name in LEFT_OUT]
     loop = Loop(body)
-    pytest.main(["-q", "-m", "not long", "-o", "timeout=0", *plain, *left_out, *chosen], plugins=[loop])
+    pytest.main(["-q", "-m", "not long and not slow", "-o", "timeout=0", *plain, *left_out, *chosen], plugins=[loop])
     return loop.made
 
 

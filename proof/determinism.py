@@ -12,8 +12,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from proof.builds import ROOT, build, copied, environment, is_release
 from proof.figure import Budget, Figure
+from tests.verify.builds import ROOT, build, copied, environment, is_release
 
 NAME = "determinism"
 TARGET = "same seed, same digest trace on every build and Python: 100 %"

@@ -12,8 +12,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from proof import builds
 from proof.figure import Budget, Figure
+from tests.verify import builds
 
 NAME = "failures"
 TARGET = "state unchanged, no leak, no abort at 100 % of >= 2,000 points"

@@ -14,10 +14,10 @@ import time
 from collections.abc import Sequence
 
 from proof import coverage
-from proof.builds import run, test_file
 from proof.figure import Budget, Figure
-from proof.interpreter import missing as missing_interpreter
 from proof.threads import refused
+from tests.verify.builds import run, test_file
+from tests.verify.builds.interpreter import missing as missing_interpreter
 
 NAME = "without a GIL"
 TARGET = "GIL off, tests pass, 0 findings in 1e7 calls of 4 threads, 0 reports of ThreadSanitizer, CPU <= 1.05x"

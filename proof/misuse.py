@@ -18,8 +18,8 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from proof import builds
 from proof.figure import Budget, Figure
+from tests.verify import builds
 
 NAME = "misuse"
 TARGET = "documented exception, fingerprint unchanged: 100 % of >= 150 cases"

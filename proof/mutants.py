@@ -14,10 +14,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
-from proof.builds import run
 from proof.figure import Budget, Figure
 from proof.mutation.equivalents import EQUIVALENTS
 from proof.mutation.source import core_sources, functions
+from tests.verify.builds import run
 
 NAME = "mutants"
 TARGET = ">= 97 % of the core's mutants seen, >= 90 % convicted by a judge that asks the pool nothing"

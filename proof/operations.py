@@ -12,10 +12,10 @@ import sys
 import time
 from dataclasses import dataclass
 
-from proof.builds import RELEASE, ROOT, is_release, run
 from proof.figure import Budget, Figure
 from proof.fuzz._broken import broken
 from proof.fuzz.hunt import hunt
+from tests.verify.builds import RELEASE, ROOT, is_release, run
 
 NAME = "random operations"
 TARGET = "0 findings in 1e8 operations under ASan+UBSan, and in 1e9 in release"
@@ -80,7 +80,7 @@ def is_this_build(variant: str | None) -> bool:
 def start_of(variant: str | None) -> str:
     """How the command begins that runs Python in a build as `fuzz` does."""
     if not is_this_build(variant):
-        return f"python -m proof.builds {variant}"
+        return f"python -m tests.verify.builds {variant}"
     return " ".join([*(f"{name}={value}" for name, value in RELEASE.runtime.items()), "python"])
 
 

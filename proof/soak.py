@@ -11,8 +11,8 @@ from itertools import repeat
 from typing import Any
 
 import kvpool
-from proof import builds
 from proof.figure import Budget, Figure
+from tests.verify import builds
 
 NAME = "soak"
 TARGET = "1e7 fork/append/free: 0 blocks lost, 0 bytes leaked (LSan), RSS growth <= 64 KiB"

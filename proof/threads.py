@@ -13,8 +13,8 @@ import subprocess
 import sys
 import time
 
-from proof.builds import VARIANTS, build, environment, run
 from proof.figure import Budget, Figure
+from tests.verify.builds import VARIANTS, build, environment, run
 
 NAME = "threads"
 TARGET = "0 reports of ThreadSanitizer in our code; the control without a lock is reported"

@@ -1,4 +1,4 @@
-"""Hunt mutants: ``python -m proof.builds mutants -m proof.mutation.hunt``. Runs in the build that has them.
+"""Hunt mutants: ``python -m tests.verify.builds mutants -m proof.mutation.hunt``. Runs in the build that has them.
 
 Tapes are recorded from the core as it is, judged by the plain Python model. Then each mutant plays, in a forked child,
 the tapes that reach it and runs of the fuzzer, until a judge convicts it, the child dies, or a tape takes far longer

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from kvpool import _core
-from proof import SHORT, builds
+from proof import SHORT
 from proof.failures import SHORT_POINTS
+from tests.verify import builds
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -5,13 +5,14 @@ import sys
 import tarfile
 
 import pytest
+from proof.callers import Caller, Rude, Wrong
 
 import kvpool
 import proof.__main__ as table
 from kvpool.errors import ConcurrentUse
 from kvpool.testing import RecordedPool
-from proof import SHORT, freethreaded, freethreaded_run, interpreter
-from proof.callers import Caller, Rude, Wrong
+from proof import SHORT, freethreaded, freethreaded_run
+from tests.verify.builds import interpreter
 
 SEEDS = (1, 2, 3, 4)  # one for each kind of pool
 

@@ -4,11 +4,11 @@ import subprocess
 import sys
 
 import pytest
+from proof.callers import Wrong
 
 from kvpool import Pool
 from proof import SHORT, freethreaded_run, threads, threads_run
-from proof.builds import ROOT
-from proof.callers import Wrong
+from tests.verify.builds import ROOT
 
 
 def test_calls_of_many_threads_on_one_pool_are_all_made():

@@ -1,3 +1,4 @@
+# cython: nonecheck=False
 """The generator: random programs of words on one pool, whose content is judged.
 
 A word is ``(op, a, b, c)``, a pure function of the run's seed and its place in the program. What it means depends on

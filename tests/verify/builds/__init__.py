@@ -2,10 +2,10 @@
 
 ::
 
-    python -m proof.builds asan -m pytest tests/core/test_pending.py     # compiles what changed, then runs Python in it
+    python -m tests.verify.builds asan -m pytest tests/core/test_pending.py   # compiles what changed, then runs Python
 
 A folder is compiled again only where its sources changed. What runs in it has the folder as its working directory and
-imports the copy, tests and proof included.
+imports the copy, tests included.
 """
 
 from __future__ import annotations
@@ -21,12 +21,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from proof.interpreter import packages, python_of
-from proof.mutation.poke import poke_source
-from proof.mutation.schemata import mutate
-from proof.mutation.source import core_sources, declarations
+from tests.verify.builds.interpreter import ROOT, packages, python_of
 
-ROOT = Path(__file__).resolve().parent.parent
 #: What a copy consists of; `kvpool_backends/cpu` only where the variant has it.
 PARTS = (
     *("kvpool", "kvpool_backends", "proof", "tests", "benchmarks", "metal", "docs", "examples"),
@@ -34,6 +30,7 @@ PARTS = (
 )
 CPU = Path("kvpool_backends/cpu")
 FUZZ = Path("proof/fuzz")
+VERIFY = Path("tests/verify")
 #: Functions below which the interpreter and numpy allocate what they never free: their modules' code and constants.
 KEPT = ("_multiarray_umath_exec", "r_object", "fill_time")
 MADE = (".so", ".o", ".pyc", ".gcda", ".gcno", ".html")  # never copied, never removed
@@ -47,10 +44,11 @@ class Variant:
     runtime: dict[str, str] = field(default_factory=dict)
     preload: tuple[str, ...] = ()  # libraries of gcc
     cpu: bool = False  # with the CPU backend
-    fuzz: bool = True  # with the fuzzer, a third of all there is to compile
+    fuzz: bool = True  # with the fuzzer of `proof.fuzz`, a third of all there is to compile
+    verify: bool = False  # with the fuzzer of `tests.verify`
     mutants: bool = False  # with all mutants
     pokes: bool = False  # with a module that breaks pools
-    interpreter: str = ""  # that runs it, of `proof.interpreter`; this one by default
+    interpreter: str = ""  # that runs it, of `tests.verify.builds.interpreter`; this one by default
 
     @property
     def prefix(self) -> tuple[str, ...]:
@@ -76,9 +74,10 @@ ASAN = Variant(
         "PYTHONMALLOC": "malloc",
     },
     ("libasan.so", "libubsan.so"),
+    verify=True,
 )
 #: A fuzzer's pool of a million blocks lies in arrays of many megabytes: glibc asks for large pages for them.
-RELEASE = Variant(runtime={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})
+RELEASE = Variant(runtime={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}, verify=True)
 TSAN = Variant({"KVPOOL_SANITIZE": "thread"}, {"TSAN_OPTIONS": "exitcode=66:history_size=2"}, ("libtsan.so",))
 #: Without a GIL: as users have it; under ThreadSanitizer; and with a lock that locks nothing.
 FREE = Variant(interpreter="release", cpu=True)
@@ -91,16 +90,16 @@ MUTANTS = Variant(
 #: The CPU kernels take several times as long to compile as the core: only "-cpu" variants have them.
 VARIANTS = {
     "release": RELEASE,
-    "debug": Variant({"KVPOOL_DEBUG": "1"}),
+    "debug": Variant({"KVPOOL_DEBUG": "1"}, verify=True),
     "asan": ASAN,
-    "asan-cpu": replace(ASAN, cpu=True),
+    "asan-cpu": replace(ASAN, cpu=True, verify=False),
     "tsan": TSAN,
     "tsan-cpu": replace(TSAN, cpu=True),
     "free": FREE,
     "free-tsan": FREE_TSAN,
     "free-unlocked": replace(FREE, switches={"CFLAGS": "-DKVPOOL_NO_LOCK=1"}, fuzz=False),
     "free-tsan-unlocked": replace(FREE_TSAN, switches=FREE_TSAN.switches | {"CFLAGS": "-DKVPOOL_NO_LOCK=1"}),
-    "coverage": Variant({"KVPOOL_COVERAGE": "1", "KVPOOL_FAULTS": "1"}, pokes=True),
+    "coverage": Variant({"KVPOOL_COVERAGE": "1", "KVPOOL_FAULTS": "1"}, fuzz=False, verify=True),
     "mutants": MUTANTS,
     "mutants-quick": replace(MUTANTS, switches=MUTANTS.switches | {"KVPOOL_OPTIMIZE": "0"}),  # to compile, not to run
     "mutants-plain": Variant({"KVPOOL_OPTIMIZE": "1", "CFLAGS": "-Dkv_live=0"}, cpu=True, mutants=True),  # no guards
@@ -117,7 +116,8 @@ def _is_left_out(kind: Variant, inside: Path) -> bool:
     """Whether a variant does without a file of the tree."""
     if CPU in inside.parents:
         return not kind.cpu
-    return not kind.fuzz and inside.parent == FUZZ and inside.suffix in (".pyx", ".pxd")
+    with_fuzzer = {FUZZ: kind.fuzz, VERIFY: kind.verify}.get(inside.parent, True)
+    return not with_fuzzer and inside.suffix in (".pyx", ".pxd")
 
 
 def _sources(variant: str) -> dict[Path, bytes]:
@@ -130,6 +130,10 @@ def _sources(variant: str) -> dict[Path, bytes]:
             skipped = path.suffix in MADE or "__pycache__" in path.parts
             if path.is_file() and not skipped and not _is_left_out(kind, inside):
                 found[inside] = path.read_bytes()
+    if kind.pokes or kind.mutants:
+        from proof.mutation.poke import poke_source
+        from proof.mutation.schemata import mutate
+        from proof.mutation.source import core_sources, declarations
     if kind.pokes:
         known = declarations({path.name: path.read_text() for path in core_sources()})
         found[FUZZ / "_poke.pyx"] = poke_source(known).encode()
@@ -260,18 +264,3 @@ def run(variant: str, argv: Sequence[str], *, leaks: bool = False, **options) ->
     options = {"cwd": folder, "text": True} | ({} if "stdout" in options else {"capture_output": True}) | options
     command = [*VARIANTS[variant].prefix, VARIANTS[variant].runs, *argv]
     return subprocess.run(command, env=environment(variant, **more), **options)
-
-
-def main(argv: Sequence[str] = ()) -> int:
-    """Build a variant; run Python in it when more arguments follow."""
-    arguments = list(argv or sys.argv[1:])
-    if not arguments or arguments[0] not in VARIANTS:
-        print(f"usage: python -m proof.builds {{{','.join(VARIANTS)}}} [arguments of python]", file=sys.stderr)
-        return 2
-    variant, *rest = arguments
-    print(f"==> {build(variant)}", flush=True)
-    return run(variant, rest, stdout=None).returncode if rest else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

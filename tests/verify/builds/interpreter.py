@@ -1,4 +1,4 @@
-"""A CPython without a GIL, built from Debian's source package: ``python -m proof.interpreter``.
+"""A CPython without a GIL, built from Debian's source package: ``python -m tests.verify.builds.interpreter``.
 
 Two are built: one as users have it, and one under ThreadSanitizer. They stand in ``build/freethreaded/`` and stay
 there. The system's package sources are not changed: apt is given a list of its own.
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "build" / "freethreaded"
 #: (package, suite), the best first: a mirror may lack the newest.
 SOURCES = (("python3.14", "sid"), ("python3.13", "trixie"))

@@ -3,7 +3,7 @@
 import msl.build
 import pytest
 
-from proof import cross
+from tests.verify.builds import cross
 
 pytest.importorskip("ziglang", reason="make cross installs it")
 RUNTIME = msl.build.RUNTIME / "scheduler.cpp"

@@ -1,4 +1,4 @@
-"""Operations on pools by the C functions of the core, without the GIL: what threads do at once in `proof.threads`."""
+"""Operations on pools by the C functions of the core, without the GIL: what threads do at once in `threads`."""
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from kvpool._core cimport (

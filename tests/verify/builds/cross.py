@@ -1,4 +1,4 @@
-"""This tree compiled for AArch64 on any Linux, for macOS and for Linux: ``python -m proof.cross``, `make cross`.
+"""This tree compiled for AArch64 on any Linux, for macOS and for Linux: `make cross`.
 
 zig is the compiler, from PyPI. It has the C headers and libraries of both systems; what MLX's extension needs of
 Apple's frameworks is three headers of a line, and MLX itself comes as its wheel for macOS. What was compiled for
@@ -20,9 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from proof.interpreter import apt
+from tests.verify.builds.interpreter import ROOT, apt
 
-ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "cross"
 MACOS, LINUX = "aarch64-macos", "aarch64-linux-gnu.2.36"
 KERNELS = ROOT / "kvpool_backends" / "cpu" / "kernels"

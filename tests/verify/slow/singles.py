@@ -1,11 +1,14 @@
-"""Single operations of a pool, each with what takes it back: what the gate `proof.complexity` counts.
+"""Single operations of a pool, each with what takes it back: what `test_complexity` counts under callgrind.
 
 Before each run everything is as it was before the one that came first, and so is the number of blocks of each
-sequence, whatever the size of the pool.
+sequence, whatever the size of the pool. ``python -m tests.verify.slow.singles "[SIZES, CARELESS]"`` runs them.
 """
 
 from __future__ import annotations
 
+import gc
+import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import repeat
@@ -14,8 +17,10 @@ from typing import Any
 import numpy as np
 
 import kvpool
+from benchmarks import callgrind
 
 BATCH = 16  # single operations of one run
+RUNS, WARM_UPS = 7, 4  # Python rewrites the code of a function in its first runs
 SMALL_INTS = 257  # Python keeps the ints below: ids behind them all cost the same
 BLOCK_SIZE = 16
 PROMPT = 8 * BLOCK_SIZE
@@ -298,3 +303,30 @@ class GroupSingles:
     def close(self) -> None:
         for n in range(len(self.made)):
             self.late.pool.close(self.made[n])
+
+
+def count(sizes: tuple[int, ...], careless: bool) -> None:
+    """Under callgrind: dump the instructions of each operation at each size, and of nothing at size 0."""
+    marks = callgrind.marks()
+    marks.count_prepare()
+    gc.disable()
+    for size in (0, *sizes):
+        found = operations(size, careless) if size else {"nothing": Operation(nothing)}
+        for name, it in found.items():
+            it.enter()
+            for _ in repeat(None, WARM_UPS):
+                it.run()
+                it.undo()
+            mark = f"{name}|{size}".encode()
+            for _ in repeat(None, RUNS):
+                marks.count_toggle()
+                it.run()
+                marks.count_toggle()
+                marks.count_dump(mark)
+                it.undo()
+            it.leave()
+
+
+if __name__ == "__main__":
+    sizes_, careless_ = json.loads(sys.argv[1])
+    count(tuple(sizes_), careless_)

@@ -1,4 +1,4 @@
-"""Lines and branches of the core's functions that its tests and the proof's programs reach, counted by gcov.
+"""Lines and branches of the core's functions that programs reach, counted by gcov.
 
 gcov counts C. Cython writes in front of each piece of C which line of which source it is made of. This is what counts:
 
@@ -23,32 +23,15 @@ import json
 import re
 import subprocess
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from proof.builds import ROOT, build, run, test_file
-from proof.figure import Budget, Figure
 from proof.mutation.source import core_sources, functions, uncommented
+from tests.verify.builds import ROOT, build, run
 
-NAME = "coverage"
-TARGET = ">= 99 % of the lines, >= 97 % of the branches of all functions of the core"
-COMMAND = "python -m proof coverage"
-LEAST_LINES, LEAST_BRANCHES = 0.99, 0.97
-#: Tests of the core; the state machine and the model play a part of it in each.
-TESTS = (
-    *("test_block_pool", "test_blocks_by_name", "test_capi", "test_check", "test_cow", "test_dirty_rows"),
-    *("test_eviction_core", "test_group_blocks", "test_groups", "test_groups_eviction", "test_groups_model"),
-    *("test_guards", "test_handles", "test_misuse", "test_out_of_blocks", "test_pending", "test_plan_binding"),
-    "test_plan_formats",
-    *("test_pool_blocks", "test_pool_life", "test_prefix_commit", "test_prefix_duplicates", "test_prefix_events"),
-    *("test_prefix_eviction", "test_prefix_flush", "test_prefix_groups", "test_prefix_held", "test_prefix_hostile"),
-    *("test_prefix_lookup", "test_prefix_namespaces", "test_prefix_pins", "test_prefix_stats", "test_recorded"),
-    *("test_sequence", "test_stats"),
-)
 #: In front of a piece of C: where it comes from, or that it comes from nowhere.
 MARK = re.compile(r'^ */\* (?:"([\w/]+\.p(?:yx|xd|xi))":(\d+)$|function exit code \*/)|^(?:static|\}|#define)')
 #: C that asks what the source asks.
@@ -94,15 +77,6 @@ def statement_at(place: Place) -> Statement | None:
     return statements[at] if at >= 0 and place[1] <= statements[at].last else None
 
 
-def programs(short: bool) -> list[list[str]]:
-    """What runs in the build that counts: tests, the programs that hunt mutants, calls whose memory runs out."""
-    tests = [test_file(name) for name in TESTS]
-    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "not costs"]  # nothing is fast
-    scenarios = ["-m", "proof.mutation.hunt", "--record-only", "--tapes"]
-    failing = "from proof.failing import sweep; found = sweep((2, 3), 10_000)['findings']; assert not found, found"
-    return [[*scenarios, "0"]] if short else [[*scenarios, "10"], ["-c", failing], [*pytest, *tests]]
-
-
 def counted(arguments: Iterable[list[str]], left_out: str = "") -> tuple[Lines, Branches]:
     """Run programs in a build that starts from zero, and read what it counted; `left_out`: a module nobody asks."""
     folder = build("coverage")
@@ -111,7 +85,7 @@ def counted(arguments: Iterable[list[str]], left_out: str = "") -> tuple[Lines, 
     for argv in arguments:
         done = run("coverage", argv)
         if done.returncode:
-            raise RuntimeError(f"[coverage] {argv} failed:\n{done.stdout[-3000:]}{done.stderr[-2000:]}")
+            raise RuntimeError(f"[gcov] {argv} failed:\n{done.stdout[-3000:]}{done.stderr[-2000:]}")
     lines: Lines = {}
     branches: Branches = {}
     with tempfile.TemporaryDirectory() as place:
@@ -176,42 +150,31 @@ def add_branches(
                 branches[way] = branches.get(way, 0) + branch["count"]
 
 
-def measured(short: bool, seconds: Callable[[], float], arguments: list[list[str]], left_out: str = "") -> Figure:
-    """The figure of what some programs reach."""
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """Shares of lines and branches that were reached, and what was not: ``file:line (function)``."""
+
+    lines: float
+    branches: float
+    uncounted: list[str]  # files of which nothing was counted
+    missed: list[str]
+    one_way: list[str]
+
+
+def coverage(arguments: Iterable[list[str]], left_out: str = "") -> Coverage:
+    """What some programs reach."""
     lines, branches = counted(arguments, left_out)
     named = {(file, one.line): one.function for file, ones in wanted().items() for one in ones}
-    silent = sorted(file for file in wanted() if not any(place[0] == file for place in lines))
-    missed = [f"{file}:{line} ({named[file, line]})" for (file, line), count in sorted(lines.items()) if not count]
     ways: Counter[Place] = Counter((file, line) for (file, line, *_), count in branches.items() if not count)
-    half = [
-        f"{file}:{line} ({named[file, line]}), {count} ways"
-        for (file, line), count in sorted(ways.items())
-        if lines[file, line]
-    ]
-    by_line, by_branch = 1 - len(missed) / len(lines), 1 - ways.total() / len(branches)
-    least = (0.8, 0.7) if short else (LEAST_LINES, LEAST_BRANCHES)
-    notes = [f"nothing was counted in {file}" for file in silent]
-    notes += [f"never reached: {'; '.join(missed)}"] * bool(missed) + [f"one way only: {'; '.join(half)}"] * bool(half)
-    return Figure(
-        name=NAME,
-        target=TARGET,
-        measured=f"{by_line:.2%} of {len(lines)} lines, {by_branch:.1%} of {len(branches)} branches",
-        holds=not silent and by_line >= least[0] and by_branch >= least[1],
-        command=COMMAND,
-        seconds=seconds(),
-        notes="\n".join(notes),
+
+    def told(place: Place) -> str:
+        return f"{place[0]}:{place[1]} ({named[place]})"
+
+    missed = [place for place, count in sorted(lines.items()) if not count]
+    return Coverage(
+        lines=1 - len(missed) / len(lines),
+        branches=1 - ways.total() / len(branches),
+        uncounted=sorted(file for file in wanted() if not any(place[0] == file for place in lines)),
+        missed=[told(place) for place in missed],
+        one_way=[f"{told(place)}, {count} ways" for place, count in sorted(ways.items()) if lines[place]],
     )
-
-
-def measure(budget: Budget) -> Figure:
-    """The core's tests."""
-    start = time.perf_counter()
-    return measured(budget.share < 1, lambda: time.perf_counter() - start, programs(budget.share < 1))
-
-
-def planted(budget: Budget) -> list[Figure]:
-    """Tests that open and close sequences, and no more; then all programs, but a module that nobody counts."""
-    start = time.perf_counter()
-    code = "import kvpool; pool = kvpool.Pool(16, 4); pool.close(pool.open(7)); pool.shutdown()"
-    little = measured(budget.share < 1, lambda: time.perf_counter() - start, [["-c", code]])
-    return [little, measured(budget.share < 1, lambda: time.perf_counter() - start, programs(True), left_out="capi")]

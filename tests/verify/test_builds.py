@@ -1,11 +1,11 @@
-"""`proof.builds`: copies of the tree, compiled otherwise and only when something changed."""
+"""Copies of the tree, compiled otherwise and only when something changed."""
 
 import os
 import sys
 
 import pytest
 
-from proof import builds
+from tests.verify import builds
 
 # Compiles nothing: writes down how it was called.
 FAKE_SETUP = """
@@ -72,13 +72,12 @@ def test_only_variants_that_want_it_have_the_cpu_backend(tree):
     assert not (builds.build("asan") / "kvpool_backends/cpu").exists()
 
 
-def test_variants_that_do_not_fuzz_compile_no_fuzzer(tree, monkeypatch):
-    monkeypatch.setitem(builds.VARIANTS, "small", builds.Variant(fuzz=False))
-    (tree / "proof" / "fuzz").mkdir(parents=True)
-    for name in ("_fuzz.pyx", "_fuzz.pxd", "hunt.py"):
-        (tree / "proof" / "fuzz" / name).write_text("")
-    for variant, names in (("asan", {"_fuzz.pyx", "_fuzz.pxd", "hunt.py"}), ("small", {"hunt.py"})):
-        assert {path.name for path in (builds.build(variant) / "proof" / "fuzz").iterdir()} == names
+def test_variants_that_do_not_fuzz_compile_no_fuzzer(tree):
+    (tree / "tests" / "verify").mkdir(parents=True)
+    for name in ("_verify.pyx", "run.py"):
+        (tree / "tests" / "verify" / name).write_text("")
+    for variant, names in (("asan", {"_verify.pyx", "run.py"}), ("asan-cpu", {"run.py"})):
+        assert {path.name for path in (builds.build(variant) / "tests" / "verify").iterdir()} == names
 
 
 def test_build_in_place_is_release_only_while_it_is_plain_and_new(tree):
