@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import datetime
 import os
+import re
 import sys
 import zlib
 from collections import defaultdict
@@ -126,8 +127,8 @@ BEGIN_FIRST = (
 
 
 #: What `make test` leaves to `make test-all`: folders and files, by the names of `tests/`. Their tests get the marker
-#: `long`. Metal kernels run in an interpreter, the gates of the proof compile copies of the tree, and the rest start
-#: servers or whole demos. `fuzz_machine` and `fuzz_machine_groups` run many random programs; their faults are in
+#: `long`. Metal kernels run in an interpreter, the mutants compile a copy of the tree, and the rest start servers or
+#: whole demos. `fuzz_machine` and `fuzz_machine_groups` run many random programs; their faults are in
 #: `machine_canaries` and `fuzz_groups`, which stay. The files in `KEPT_IN` stay in `make test`: they launch each Metal
 #: kernel. `SLOW` are single tests and planted faults that cost as much as a file.
 #:
@@ -135,7 +136,7 @@ BEGIN_FIRST = (
 #: test to test. All of them are in `make test-all`. Tests that plant a fault are not thinned out.
 KEPT_IN = ("metal_mutations", "metal_packed_mutations", "metal_scores")
 LEFT_TO_TEST_ALL = (
-    *("metal", "benchmarks", "proof_mutants", "proof_coverage", "proof_gates", "proof_failures"),
+    *("metal", "benchmarks", "proof_mutants"),
     *("demo", "demo_conversation", "packaging", "ranks", "server_soak"),
     *("backend_mlx", "mlx_native", "mlx_native_metal", "capi_examples"),
     *("sizing_fields", "fuzz_machine", "fuzz_machine_groups", "fuzz_prefix", "stubs", "cross"),
@@ -173,6 +174,20 @@ SLOW = (
 )
 
 
+#: What `make test` gives to ``-m``.
+MAKE_TEST = "not long and not slow"
+#: Names of tests that plant a fault and pass when it is found; those of the catalogue say so by their subject.
+PLANTED = re.compile(
+    r"planted_(fault|bug|copy)|_canary_|_fault_(in|is)_|each_fault_of|broken_\w*is_convicted|corrupting_pool"
+)
+
+
+def plants(item):
+    """Whether a test brings a fault of its own: then it says little of another one."""
+    subject = item.callspec.params.get("subject") if hasattr(item, "callspec") else None
+    return getattr(subject, "is_faulty", False) or PLANTED.search(item.originalname) is not None
+
+
 def _name(path):
     return path.stem.removeprefix("test_")
 
@@ -184,7 +199,7 @@ def _is_left_to_test_all(path):
 def pytest_ignore_collect(collection_path, config):
     """`make test` does not import the files that it leaves out."""
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
-    if config.option.markexpr == "not long" and is_test and _is_left_to_test_all(collection_path):
+    if config.option.markexpr == MAKE_TEST and is_test and _is_left_to_test_all(collection_path):
         return True
     return None
 
@@ -200,8 +215,6 @@ def pytest_collection_modifyitems(config, items):
 
     ``--no-loadscope-reorder`` keeps the order: xdist would begin with the files that have many tests.
     """
-    from proof.convicted import plants
-
     place = {f"test_{name}": number for number, name in enumerate(BEGIN_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
     repeated = defaultdict(list)
@@ -209,7 +222,7 @@ def pytest_collection_modifyitems(config, items):
         if _is_left_to_test_all(item.path) or item.name in SLOW:
             item.add_marker(pytest.mark.long)
         elif {item.path.parent.name, _name(item.path)} & set(ONE_OF_MANY) and not (
-            plants(item) or item.get_closest_marker("long")
+            plants(item) or item.get_closest_marker("long") or item.get_closest_marker("slow")
         ):
             repeated[item.path, item.originalname].append(item)
     for (_, name), them in repeated.items():
@@ -286,15 +299,6 @@ def contents(plan):
     return shown
 
 
-REFUSED: list[str] = []  # calls that were refused as documented, with everything else as it was
-
-
-def pytest_terminal_summary(terminalreporter):
-    """How many wrong calls there were: the gate `proof.misuse` counts them, not the tests."""
-    if os.environ.get("KVPOOL_COUNT_REFUSED"):
-        terminalreporter.write_line(f"{len(REFUSED)} wrong calls refused as documented")
-
-
 @contextlib.contextmanager
 def _refused(pool, exception, call, value=None, *, plans=()):
     fingerprint, digest = pool.fingerprint(), pool.digest()
@@ -309,7 +313,6 @@ def _refused(pool, exception, call, value=None, *, plans=()):
     assert pool.fingerprint() == fingerprint, "the refused call changed the pool"
     assert pool.digest() == digest, "the refused call changed the digest"
     assert [contents(plan) for plan in plans] == shown, "the refused call changed a plan"
-    REFUSED.append(call)
 
 
 @pytest.fixture

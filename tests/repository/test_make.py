@@ -65,6 +65,12 @@ def test_share_draws_of_the_long_tests_alone_and_repeats_a_draw():
     assert short < drawn < every and 0.2 < len(drawn - short) / len(every - short) < 0.8
 
 
+def test_marks_leave_tests_out_of_make_test_and_of_every_run_but_verify():
+    makefile = make("--dry-run", "test", "verify")
+    assert '-m "not long and not slow"' in makefile and "-m slow" in makefile
+    assert "-m 'not slow'" in PROJECT["tool"]["pytest"]["ini_options"]["addopts"]
+
+
 def jobs(workflow):
     """Return name -> text of every job of a workflow."""
     text = workflow.read_text().partition("\njobs:\n")[2]
@@ -83,7 +89,7 @@ INSTALLATION = 10
 MINUTES = {  # of two slow cores, with the installation apart; the first that a command contains counts
     "make test-all SHARE=": 35,
     "make test-all": 60,
-    '-m "not long"': 8,
+    '-m "not long and not slow"': 8,
     "make demo": 2,
     "make": 10,  # a guess, for targets that nobody timed on such cores
 }

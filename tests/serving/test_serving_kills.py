@@ -1,19 +1,149 @@
-"""``kvpool serve`` ended under load by signals: `python -m proof kills` does it 1,000 times, here it is ten."""
+"""``kvpool serve`` ended under load, by SIGKILL and by SIGTERM: the next start serves, and nothing is left behind."""
 
+import contextlib
+import http.client
+import json
 import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
-from proof.kills import PLANTED, kill
-
+ROOT = Path(__file__).resolve().parents[2]
+FEW, MANY = 10, 200  # servers that are ended, half of them by each signal
 SEED = int(os.environ.get("KVPOOL_FUZZ_SEED", 7))
+CLIENTS = 4
+HARD = -signal.SIGKILL
+BODY = {"prompt": "The block table maps", "max_tokens": 60, "temperature": 0, "logit_bias": {"256": -100}}
+PROGRAM = "import os, subprocess, sys, tempfile, kvpool.cli.serve\n{planted}\nsys.exit(kvpool.cli.main(sys.argv[1:]))"
+PLANTED = {
+    "a folder stays": "tempfile.mkdtemp()",
+    "a child stays": "subprocess.Popen(['sleep', '20'])",
+    "another status": "kvpool.cli.serve.leave = lambda status: os._exit(3)",
+}
 
 
-def test_server_that_was_killed_leaves_nothing_and_serves_again():
+class Killed:
+    """A server whose home, temporary folder and working folder is `folder`. MLX keeps compiled kernels there."""
+
+    def __init__(self, port, folder, planted, grace):
+        names = ("TMPDIR", "HOME", "XDG_CACHE_HOME")
+        environment = os.environ | dict.fromkeys(names, folder) | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        arguments = ["--model", "tiny", "--port", str(port), "--json", "--num-blocks", "300", "--grace", str(grace)]
+        self.port, self._folder = port, folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM.format(planted=planted), "serve", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def is_ready(self):
+        """Wait until it serves. False: it ended before."""
+        return bool(self.process.stdout.readline())
+
+    def ask(self, stream):
+        """The text of an answer. None: there is none, because the server ends."""
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
+            try:
+                body = json.dumps(BODY | {"stream": stream})
+                connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+                response = connection.getresponse()
+                text = response.read().decode()
+            except (OSError, http.client.HTTPException):
+                return None
+        if response.status != 200:
+            return None if response.status == 503 else f"status {response.status}: {text}"
+        if not stream:
+            return json.loads(text)["choices"][0]["text"]
+        pieces = text.split("\n\n")
+        if pieces[-2:] != ["data: [DONE]", ""]:
+            return None
+        return "".join(json.loads(piece[6:])["choices"][0]["text"] for piece in pieces[:-2])
+
+    def end(self):
+        """Exit status and stderr, once it has ended."""
+        try:
+            return self.process.wait(120), self.process.communicate(timeout=10)[1]
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            return 99, "it does not end, or a child of it holds its stderr"
+
+    def left(self):
+        """What it left behind: processes and files."""
+        found = [path.name for path in Path(self._folder).iterdir() if path.name != "mlx"]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+            found.append("a process")
+        return found
+
+
+def one_round(port, folder, number, due, planted=""):
+    """Start a server, put it under load, end it. Return the right text, and what is wrong."""
+    draw, wrong = random.Random(f"{SEED} {number}"), []
+    ended_by = (signal.SIGKILL, signal.SIGTERM)[number % 2]
+    grace, early = draw.choice((0, 5)), draw.random() < 0.2 and due is not None
+    server = Killed(port, folder, planted, grace)
+    if early:
+        time.sleep(draw.random() * 2)
+    elif not server.is_ready():
+        return due or "", [f"round {number}: the server does not start: {server.end()}"]
+    else:
+        due, wrong = under_load(server, draw, due)
+    server.process.send_signal(ended_by)
+    status, errors = server.end()
+    right = {HARD} if ended_by == signal.SIGKILL else {0, -signal.SIGTERM} if early else {0}
+    if status not in right or "Traceback" in errors:
+        wrong.append(f"exit status {status}: {errors[-500:]}")
+    if 0 in right and not early and "stopped, 0 blocks in use" not in errors:
+        wrong.append(f"the last words are {errors[-200:]}")
+    wrong += [f"left behind: {one}" for one in server.left()]
+    return due or "", [f"round {number}, {ended_by.name}: {one}" for one in wrong]
+
+
+def under_load(server, draw, due):
+    """Let clients ask until some time is over. They go on when this returns."""
+    due, wrong = due or server.ask(False) or "", []
+
+    def client(stream):
+        while (text := server.ask(stream)) is not None:
+            if text != due:
+                wrong.append(f"{text!r} is not {due!r}")
+                return
+
+    for number in range(CLIENTS):
+        threading.Thread(target=client, args=(number % 2 == 0,), daemon=True).start()
+    time.sleep(draw.random() * 0.5)
+    return due, wrong
+
+
+def kill(rounds, folder, planted=""):
+    """End so many servers, which have one port and one folder, one after the other. Return what is wrong."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = int(found.getsockname()[1])
+    due, wrong = None, []
+    for number in range(rounds):
+        due, found = one_round(port, folder, number, due, PLANTED.get(planted, ""))
+        wrong += found
+    return wrong
+
+
+@pytest.mark.parametrize("rounds", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+def test_server_that_was_killed_leaves_nothing_and_serves_again(rounds, tmp_path):
     print(f"seed {SEED}")
-    assert kill(5, SEED) == {"rounds": 10, "wrong": []}
+    assert kill(rounds, str(tmp_path)) == []
 
 
 @pytest.mark.parametrize("fault", PLANTED)
-def test_server_that_leaves_something_is_convicted(fault):
-    assert kill(1, SEED, fault)["wrong"]
+def test_server_that_leaves_something_is_convicted(fault, tmp_path):
+    assert kill(2, str(tmp_path), fault)

@@ -1,0 +1,233 @@
+"""Same calls, same blocks, same digest: in one process, across processes, and not otherwise."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+SCRIPT = r"""
+import json, os, random, sys
+import numpy as np
+if os.environ.get("KVPOOL_CORE") == "model":
+    from kvpool.testing.model import ModelPlan as Plan, ModelPool as Pool
+else:
+    from kvpool import Plan, Pool
+
+
+def run(pool, calls):
+    # The digest after every call, and everything that calls returned.
+    random_ = random.Random(20261121)
+    plans = [Plan(pool, 8, 64) for _ in range(3)]
+    pending, handles, results, digests = [], [pool.open(9)], [], []
+    for _ in range(calls):
+        choice = random_.random()
+        if choice < 0.15 and len(handles) < 8:
+            handles.append(pool.open(random_.randrange(9)))
+        elif choice < 0.3 and len(handles) < 7:
+            handles += pool.fork(random_.choice(handles), 2).tolist()
+        elif choice < 0.4 and len(handles) > 2:
+            pool.close(handles.pop(random_.randrange(len(handles))))
+        elif choice < 0.5:
+            ids = pool.blocks.alloc(3)
+            results += [ids.tolist(), pool.blocks.drain_evicted().tolist()]
+            pool.blocks.mark_cached(ids)
+            pool.blocks.free(ids)
+        elif choice < 0.6:
+            results += [pool.blocks.evict(1), pool.blocks.drain_evicted().tolist()]
+        elif choice < 0.9 and len(pending) < 3:
+            plan = next(p for p in plans if p not in pending)
+            rows = [h for h in handles if pool.num_tokens(h) < 40][:8]
+            pool.step(plan, rows, [random_.randrange(4) for _ in rows], partial=True)
+            results += [plan.slot_mapping.tolist(), plan.copies.tolist(), plan.dirty_rows.tolist()]
+            pending.append(plan)
+        elif pending and random_.random() < 0.8:
+            pool.done(pending.pop(0))
+        digests.append(pool.digest())
+    return digests, results + [pool.fingerprint()]
+"""
+
+
+@pytest.fixture(scope="module")
+def scenario():
+    names = {}
+    exec(compile(SCRIPT, "scenario", "exec"), names)
+    return names["run"]
+
+
+def test_equal_calls_on_two_pools_give_equal_ids_digests_and_fingerprints(make_pool, scenario):
+    first = scenario(make_pool(48, 4, seed=5), 300)
+    make_pool()  # another tag in between
+    second = scenario(make_pool(48, 4, seed=5), 300)
+    assert first == second
+    assert len(set(first[0])) > 200  # the digest moves on
+
+
+def test_digest_and_fingerprint_do_not_depend_on_the_tag(make_pool):
+    pools = [make_pool(seed=1) for _ in range(3)]
+    handles = {pool.open(4) for pool in pools}
+    assert len(handles) == 3  # three tags
+    assert len({pool.digest() for pool in pools}) == 1
+    assert len({pool.fingerprint() for pool in pools}) == 1
+
+
+def test_equal_calls_in_processes_with_different_hash_seeds_give_equal_digests(tmp_path):
+    show = "print(json.dumps(run(Pool(48, 4, max_seqs=64, seed=5), 300)))"
+    seen = set()
+    for hash_seed in ("0", "1", "4242"):
+        environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", SCRIPT + show]
+        result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        seen.add(result.stdout)
+    assert len(seen) == 1
+
+
+ONE_MORE_CALL = {
+    "nothing": lambda pool, h, plan: None,
+    "alloc": lambda pool, h, plan: pool.blocks.alloc(),
+    "alloc 2": lambda pool, h, plan: pool.blocks.alloc(2),
+    "incref": lambda pool, h, plan: pool.blocks.incref(5),
+    "incref of another": lambda pool, h, plan: pool.blocks.incref(6),
+    "decref": lambda pool, h, plan: pool.blocks.decref(5),
+    "decref of another": lambda pool, h, plan: pool.blocks.decref(6),
+    "decref of both": lambda pool, h, plan: pool.blocks.decref([5, 6]),
+    "decref of both, other order": lambda pool, h, plan: pool.blocks.decref([6, 5]),
+    "mark_cached": lambda pool, h, plan: pool.blocks.mark_cached(5),
+    "open": lambda pool, h, plan: pool.open(),
+    "open 4": lambda pool, h, plan: pool.open(4),
+    "open 8": lambda pool, h, plan: pool.open(8),
+    "fork": lambda pool, h, plan: pool.fork(h[0]),
+    "fork of another": lambda pool, h, plan: pool.fork(h[1]),
+    "fork 2": lambda pool, h, plan: pool.fork(h[0], 2),
+    "truncate": lambda pool, h, plan: pool.truncate(h[0], 5),
+    "truncate more": lambda pool, h, plan: pool.truncate(h[0], 4),
+    "truncate of another": lambda pool, h, plan: pool.truncate(h[1], 5),
+    "close": lambda pool, h, plan: pool.close(h[0]),
+    "close both": lambda pool, h, plan: pool.close(h),
+    "close both, other order": lambda pool, h, plan: pool.close(h[::-1]),
+    "step": lambda pool, h, plan: pool.step(plan, h, 1),
+    "step, other order": lambda pool, h, plan: pool.step(plan, h[::-1], 1),
+    "step of one": lambda pool, h, plan: pool.step(plan, h[:1], 1),
+    "step 2": lambda pool, h, plan: pool.step(plan, h, 2),
+    "step 1 and 2": lambda pool, h, plan: pool.step(plan, h, [1, 2]),
+    "step of nobody": lambda pool, h, plan: pool.step(plan, [], 1),
+    "reserve": lambda pool, h, plan: pool.reserve(plan, h, 1),
+    "reserve 8": lambda pool, h, plan: pool.reserve(plan, h, 8),
+    "step and done": lambda pool, h, plan: (pool.step(plan, h, 1), pool.done(plan)),
+    "step and rollback": lambda pool, h, plan: (pool.step(plan, h, 1), pool.rollback(plan)),
+    "reset": lambda pool, h, plan: pool.reset(),
+}
+
+
+def test_one_different_call_changes_the_digest(make_pool, make_plan, grow):
+    seen = {}
+    for name, call in ONE_MORE_CALL.items():
+        pool = make_pool()
+        handles = [pool.open(), pool.open()]
+        for handle in handles:
+            grow(pool, handle, 6)
+        assert pool.blocks.alloc(2).tolist() == [5, 6]
+        call(pool, handles, make_plan(pool))
+        other = seen.setdefault(pool.digest(), name)
+        assert other == name, f"{name} and {other} have the same digest"
+
+
+def test_different_states_have_different_fingerprints(make_pool, make_plan, grow):
+    seen = {}
+    for name, call in ONE_MORE_CALL.items():
+        if name == "step and rollback":  # equal to "nothing", see below
+            continue
+        pool = make_pool()
+        handles = [pool.open(), pool.open()]
+        for handle in handles:
+            grow(pool, handle, 6)
+        pool.blocks.alloc(2)
+        call(pool, handles, make_plan(pool))
+        other = seen.setdefault(pool.fingerprint(), name)
+        assert other == name, f"{name} and {other} have the same fingerprint"
+
+
+def test_rollback_that_moved_no_block_restores_the_fingerprint(make_pool, make_plan, grow):
+    pool = make_pool()
+    handle = pool.open()
+    grow(pool, handle, 6)
+    plan, before = make_plan(pool), pool.fingerprint()
+    pool.step(plan, [handle], 2)
+    assert pool.fingerprint() != before
+    pool.rollback(plan)
+    assert pool.fingerprint() == before
+
+
+def test_reading_calls_leave_the_digest_alone(make_pool, make_plan, grow):
+    pool = make_pool()
+    handle = pool.open()
+    grow(pool, handle, 6)
+    before = pool.digest(), pool.fingerprint()
+    pool.table(handle), pool.num_tokens(handle), pool.capacity(handle), pool.is_open(handle)
+    pool.blocks.refcount(1), pool.stats(), pool.blocks.refcount_histogram(), pool.check(), pool.can([handle], 3)
+    make_plan(pool)
+    assert (pool.digest(), pool.fingerprint()) == before
+
+
+def test_digest_is_a_uint64(make_pool):
+    pool = make_pool()
+    for _ in range(20):
+        pool.blocks.free(pool.blocks.alloc())
+        for value in (pool.digest(), pool.fingerprint()):
+            assert type(value) is int and 0 <= value < 2**64
+
+
+@pytest.mark.parametrize("order", [[1, 2, 3], [3, 2, 1], [2, 1, 3]])
+@pytest.mark.parametrize("commit", [False, True], ids=["blank stack", "LRU list"])
+def test_fingerprint_sees_the_order_of_lists(make_pool, order, commit):
+    pool, other = make_pool(), make_pool()
+    for p, ids in ((pool, order), (other, [1, 3, 2])):
+        p.blocks.alloc(3)
+        if commit:
+            p.blocks.mark_cached([1, 2, 3])
+        p.blocks.free(ids)
+    assert pool.stats() == other.stats()
+    assert pool.fingerprint() != other.fingerprint()
+
+
+def test_fingerprint_sees_the_order_of_limbo(make_pool, make_plan):
+    prints = set()
+    for order in ([1, 2], [2, 1]):
+        pool = make_pool()
+        pool.blocks.alloc(2)
+        pool.step(make_plan(pool), [], 0)
+        pool.blocks.free(order)
+        prints.add(pool.fingerprint())
+    assert len(prints) == 2
+
+
+def test_fingerprint_sees_generations(make_pool):
+    pool, other = make_pool(max_seqs=1), make_pool(max_seqs=1)
+    pool.close(pool.open())
+    assert pool.stats() == other.stats()
+    assert pool.fingerprint() != other.fingerprint()
+
+
+def test_ids_follow_the_batch_order_not_the_kind_of_batch(make_pool, make_plan):
+    tables = set()
+    for kind in (list, tuple, np.array):
+        pool = make_pool()
+        handles = [pool.open() for _ in range(4)]
+        pool.step(make_plan(pool), kind(handles[::-1]), kind([5, 1, 2, 9]))
+        tables.add(tuple(tuple(pool.table(h).tolist()) for h in handles))
+    assert tables == {((5, 6, 7), (4,), (3,), (1, 2))}
+
+
+def test_one_count_for_all_rows_and_a_count_per_row_leave_the_same_state(core):
+    states = []
+    for count in (1, [1, 1], np.array([1, 1], np.int32)):
+        pool = core.Pool(16, 4)
+        plan = core.Plan(pool, 2, 8, table_width=4)
+        handles = [pool.open() for _ in range(2)]
+        pool.step(plan, handles, [3, 4])
+        pool.done(plan)
+        pool.step(plan, handles, count)
+        states.append((pool.digest(), pool.fingerprint()))
+    assert states[0] == states[1] == states[2]
