@@ -1,11 +1,11 @@
 # make demo   sets everything up in .venv and runs the main job
-# make test   sets everything up in .venv and passes the tests that catch most faults; make test-all runs all of them
+# make test   sets everything up in .venv and passes the tests that catch most faults
 # `make help` lists the rest. PYTHON=python3.12 names the interpreter, PYTEST_ARGS adds to pytest's arguments.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all fuzz test-metal metal-sweep test-embed test-torch test-golden-full test-long native cross \
-	mac-report lint bench bench-gates build debug asan tsan freethreaded coverage mutants convicted proof proof-long clean
+.PHONY: help demo test test-all verify fuzz test-metal metal-sweep test-embed test-torch test-golden-full test-long \
+	native cross mac-report lint bench bench-gates build debug asan tsan freethreaded coverage clean
 MAKEFLAGS += --no-print-directory
 unexport KVPOOL_CORE  # left set, it would have the plain Python model tested in place of the core
 unexport PYTHONDONTWRITEBYTECODE  # left set, each process of the tests would compile pytest, kvpool and the tests anew
@@ -14,6 +14,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check
 PYTEST := $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+THREADS := tests/verify/slow/test_threads_at_once.py
 SOURCES := $(wildcard kvpool/*.pyx kvpool/*.pxd kvpool/core/*.p* kvpool/include/*.h) \
 	$(wildcard $(addprefix kvpool_backends/cpu/,*.pyx *.pxd kernels/*.c kernels/*.h)) $(wildcard proof/fuzz/*.p* tests/verify/*.p*)
 
@@ -24,21 +25,26 @@ demo: $(VENV)/built $(VENV)/demo  ## set everything up, run the main job (a few 
 	$(VENV)/bin/kvpool demo
 
 test: lint  ## set everything up, check style and types, run the tests that catch most faults (eight minutes)
-	@echo "==> running the tests that catch most faults; make test-all runs all"
-	$(PYTEST) -m "not long" $(PYTEST_ARGS)
+	@echo "==> running the tests that catch most faults; make test-all runs all but the slow ones, make verify these"
+	$(PYTEST) -m "not long and not slow" $(PYTEST_ARGS)
 
 # SHARE draws tests by the day, or by SEED. With it, nothing is compiled for other machines.
-test-all: lint $(if $(SHARE),,cross)  ## every test (an hour), and compiled for other machines; SHARE=1/3 draws a third
+test-all: lint $(if $(SHARE),,cross)  ## all but the slow tests (an hour); SHARE=1/4 draws a quarter of the long ones
 	@echo "==> running the tests of make test and $(or $(SHARE),all) of the long ones"
 	$(PYTEST) $(if $(SHARE),--share $(SHARE) $(if $(SEED),--share-seed $(SEED))) $(PYTEST_ARGS)
 
-fuzz: $(VENV)/built $(VENV)/test  ## random programs on the compiled core for a minute (FUZZ_ARGS="--large --ops 1e9")
-	$(PY) -m proof.fuzz $(or $(FUZZ_ARGS),--seconds 60)
-	$(if $(FUZZ_ARGS),,$(PY) -m proof.fuzz --groups --seconds 30)
+verify: MINUTES := 20
+verify: $(VENV)/built $(VENV)/test  ## MINUTES of random programs (20), half of them sanitized; asan; the slow tests
+	$(PY) -m tests.verify --seconds $$(($(MINUTES) * 30))
+	$(PY) -m tests.verify.builds asan -m tests.verify --seconds $$(($(MINUTES) * 30))
+	$(MAKE) asan
+	$(PYTEST) -m slow $(PYTEST_ARGS)
 
-test-metal: $(VENV)/built $(VENV)/test  ## the tests of the Metal kernels, with 2,000 launches more; threads under ThreadSanitizer
+fuzz: $(VENV)/built $(VENV)/test  ## random programs on the compiled core for a minute (FUZZ_ARGS="--ops 1e9")
+	$(PY) -m tests.verify $(or $(FUZZ_ARGS),--seconds 60)
+
+test-metal: $(VENV)/built $(VENV)/test  ## the tests of the Metal kernels, with 2,000 launches more
 	KVPOOL_METAL_LAUNCHES=2000 $(PYTEST) --timeout 3600 tests/metal $(PYTEST_ARGS)
-	@[ "$$(uname)" != Linux ] || $(PY) -m proof threads
 
 metal-sweep: $(VENV)/built $(VENV)/test  ## the Metal kernels over all shapes and features, hours: KVPOOL_METAL_SWEEP=0.01 runs one in a hundred
 	KVPOOL_METAL_SWEEP=$${KVPOOL_METAL_SWEEP:-1} KVPOOL_METAL_LAUNCHES=2000 $(PYTEST) --dist load --timeout 36000 \
@@ -60,7 +66,7 @@ test-long: $(VENV)/built $(VENV)/test  ## the tests with ten times the random ex
 
 cross: $(VENV)/built $(VENV)/test  ## compile for macOS and for Linux on AArch64, where the tests of the core then run in qemu
 	$(PIP) -q ziglang
-	$(PY) -m proof.cross
+	$(PY) -m tests.verify.builds.cross
 
 mac-report: $(VENV)/built $(VENV)/demo  ## on a Mac: what it is, what runs there and how fast, as one block to paste
 	@$(VENV)/bin/kvpool doctor --report
@@ -87,32 +93,20 @@ debug: $(VENV)/made  ## compile the core in place with every check on; make buil
 	KVPOOL_DEBUG=1 $(PY) setup.py -q build_ext --inplace
 
 asan: $(VENV)/built $(VENV)/test  ## the core's and the CPU backend's tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	$(PY) -m proof.builds asan-cpu -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS) \
+	$(PY) -m tests.verify.builds asan-cpu -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS) \
 		$(addprefix --ignore=tests/,repository verify mlx_lm metal sizing capi/test_capi_speed.py cpu/test_cpu_faults.py) \
 		--ignore=tests/benchmarks/test_baselines.py \
 		--ignore-glob '*test_demo*' --ignore-glob '*test_proof*' --ignore-glob '*mlx*'
 
 tsan: $(VENV)/built $(VENV)/test  ## threads on pools, under ThreadSanitizer (Linux, gcc, setarch -R)
-	$(PY) -m proof threads
+	$(PY) -m pytest -m slow -k test_tsan $(THREADS) $(PYTEST_ARGS)
 
 freethreaded: $(VENV)/built $(VENV)/test  ## build a CPython without a GIL, run the core in it (Debian; 20 minutes once)
-	$(PY) -m proof.interpreter
-	$(PY) -m proof freethreaded
+	$(PY) -m tests.verify.builds.interpreter
+	$(PY) -m pytest -m slow -k test_free $(THREADS) $(PYTEST_ARGS)
 
-coverage: $(VENV)/built $(VENV)/test  ## lines and branches of the core that its tests reach (gcov)
-	$(PY) -m proof coverage
-
-mutants: $(VENV)/built $(VENV)/test  ## the core made wrong in thousands of ways: how many are seen, how many convicted
-	$(PY) -m proof mutants
-
-convicted: $(VENV)/built $(VENV)/test  ## which share of planted faults and mutants `make test` alone convicts
-	$(PY) -m proof.convicted --jobs 2
-
-proof: $(VENV)/built $(VENV)/test  ## the table of figures that stand for trust, half an hour; exit 1 if one does not hold
-	$(PY) -m proof
-
-proof-long: $(VENV)/built $(VENV)/test  ## the same, and four hours of random calls, mutants and killed servers
-	$(PY) -m proof --long
+coverage: $(VENV)/built $(VENV)/test  ## lines and branches of the core that the fuzzer and its tests reach (gcov)
+	$(PY) -m pytest -s -m slow -k reach_nearly tests/verify/slow/test_coverage.py $(PYTEST_ARGS)
 
 clean:  ## remove everything that make has made
 	rm -rf $(VENV) build dist *.egg-info kvpool-demo.png .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
@@ -122,7 +116,7 @@ clean:  ## remove everything that make has made
 # Stamp files say what .venv holds already. Build isolation is off: it would download the build tools again.
 $(VENV)/made:
 	@echo "==> looking for Python, its headers and compilers"
-	@python=$$(scripts/check_machine.sh) && echo "==> making $(VENV) with $$python" && \
+	@python=$$(.ci/check_machine.sh) && echo "==> making $(VENV) with $$python" && \
 		rm -rf $(VENV) && "$$python" -m venv $(VENV)
 	@echo "==> installing the build tools"
 	$(PIP) -q --upgrade cython setuptools

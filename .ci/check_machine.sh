@@ -1,7 +1,7 @@
 #!/bin/sh
 # Look for what the build needs: Python >= 3.11 with venv and headers, a C compiler, a C++20 compiler.
 # Prints the path of the Python to use on stdout; on stderr what is missing and the one command that installs it.
-# The Python may be named: PYTHON=python3.12 scripts/check_machine.sh
+# The Python may be named: PYTHON=python3.12 .ci/check_machine.sh
 set -u
 
 packages=""     # Debian's names of what is missing
