@@ -20,7 +20,7 @@ from proof.figure import FULL, SHORT, Budget, Figure
 #: The gates in the order of the table, each a module of this package.
 GATES = (
     *("operations", "determinism", "failures", "exhaustion", "misuse", "soak", "arithmetic", "complexity"),
-    *("mutants", "coverage", "threads", "simulator", "groups", "freethreaded", "hostile", "kills", "stores"),
+    *("mutants", "coverage", "threads", "groups", "freethreaded", "hostile", "kills", "stores"),
 )
 LONG = {  # left out unless asked for
     "operations": "an hour of random calls; `make proof-long` runs it",
