@@ -120,7 +120,7 @@ def pytest_configure(config):
 #: The marker `long` is something else, see below.
 BEGIN_FIRST = (
     *("packaging", "demo", "fuzz_machine", "metal_attention", "backend_conformance", "backend_mlx", "metal_backend"),
-    *("metal_mutations", "scheduler_canary", "fuzz_pool", "engine_store", "fuzz_groups", "simulator_faults", "ranks"),
+    *("metal_mutations", "scheduler_canary", "fuzz_pool", "engine_store", "fuzz_groups", "ranks"),
     *("backend_cpu", "machine_canaries", "fuzz_prefix", "mlx_lm_turns", "mlx_lm_adapter", "mlx_native", "metal_bytes"),
     *("mlx_fused", "cli_generate", "cli_bench", "scheduler_groups", "scheduler_ahead"),
 )
@@ -148,7 +148,7 @@ LEFT_TO_TEST_ALL = (
     *("store_server", "cli_generate_process", "backend_cpu_interrupts"),
 )
 ONE_OF_MANY = (
-    *("mlx_lm", "simulator_faults", "scheduler_groups", "scheduler_workloads", "scheduler_preemption"),
+    *("mlx_lm", "scheduler_groups", "scheduler_workloads", "scheduler_preemption"),
     *("serving_api", "backend_cpu", "cpu_chunk", "threads", "backend_raises", "backend_conformance"),
     *("conformance_groups", "cli_generate", "prompt_cache", "sizing_bytes", "store_conformance"),
     *("scheduler_ahead", "scheduler_cancel", "scheduler_eviction"),
@@ -162,8 +162,6 @@ SLOW = (
     "test_planted_fault_differs_from_the_model[FloorForgotten]",
     "test_planted_fault_differs_from_the_core[OutlivesItsKeys]",
     "test_planted_fault_shows_in_the_order_of_leaving[OutlivesItsKeys]",
-    "test_planted_fault_is_found[found before it is copied]",
-    "test_planted_fault_is_found[groups: a later copy-on-write seen by an earlier plan]",
     "test_store_passes_every_case_of_the_kit[disk-True-threads_get_their_own_blocks]",
     "test_store_passes_every_case_of_the_kit[tiered-True-threads_get_their_own_blocks]",
     "test_planted_bug_is_found[evicted node stays in the index]",

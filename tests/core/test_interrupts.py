@@ -5,7 +5,6 @@ docs/core.md has the times for which calls hold the lock.
 """
 
 import ctypes
-import dataclasses
 import functools
 import gc
 import itertools
@@ -16,8 +15,6 @@ import numpy as np
 import pytest
 
 from kvpool import Plan, Pool
-from proof.fuzz._fuzz import Driver
-from proof.fuzz.shape import big_shape, faces
 
 NUM_BLOCKS = 300_000
 LATENCY = 0.1  # seconds of CPU time
@@ -81,29 +78,6 @@ def test_signal_handler_uses_the_pool_when_the_call_that_it_interrupts_is_over(l
         signal.signal(signal.SIGPROF, former)
     assert used == [NUM_BLOCKS - 1] and large_pool.stats().used == 0
     large_pool.check()
-
-
-@pytest.mark.parametrize("check_every", [1 << 40, 1], ids=["calls", "checkpoints"])
-def test_run_of_the_fuzzer_on_a_large_pool_is_interrupted_soon(check_every):
-    """Steps alone: a program in which no Python code runs that would look for signals."""
-    dice = faces({"step": 1.0, "done": 1.0})
-    driver = Driver(dataclasses.replace(big_shape(1, NUM_BLOCKS), dice=dice))
-    driver.run(1000)  # the sequence is open, and full
-
-    def interrupt(signum, frame):
-        raise KeyboardInterrupt
-
-    former = signal.signal(signal.SIGPROF, interrupt)
-    start = time.process_time()
-    try:
-        signal.setitimer(signal.ITIMER_PROF, 0.05)
-        with pytest.raises(KeyboardInterrupt):
-            driver.run(30_000_000 if check_every > 1 else 1000, check_every)
-        assert time.process_time() - start - 0.05 < LATENCY
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, former)
-        driver.shutdown()
 
 
 class Rings:

@@ -13,7 +13,6 @@ from kvpool.namespaces import namespace
 from kvpool.store import DiskStore
 from kvpool_backends.cpu import BlockStore
 from kvpool_backends.numpy import NumpyBackend
-from proof.simulation.simulator import Kit
 
 
 @pytest.hookimpl(wrapper=True)
@@ -38,7 +37,7 @@ def subject(request):
 @pytest.fixture
 def parts(subject, core):
     """The parts under test by name: kvpool's own, unless the subject replaces them."""
-    pool = {"Pool": core.Pool, "Plan": core.Plan, "namespace": namespace, "kit": Kit(), "prelude": ""}
+    pool = {"Pool": core.Pool, "Plan": core.Plan, "namespace": namespace, "prelude": ""}
     storage = {"Backend": NumpyBackend, "Manager": KVBlockManager, "Spec": KVSpec, "Store": BlockStore}
     return parts_of(subject, pool | storage | {"Window": SlidingWindow, "Disk": DiskStore})
 

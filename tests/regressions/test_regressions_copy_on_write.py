@@ -6,8 +6,6 @@ from simple_backend import Simple
 
 from kvpool.testing import ModelPool, conformance
 from kvpool.testing.model_blocks import public_call
-from proof.simulation.faults import FAULTS
-from proof.simulation.simulator import simulate
 
 
 class SharedTailIsWritten(Unchecked):
@@ -97,13 +95,6 @@ def test_d1_fork_of_forks_keeps_each_history(make_pool, make_plan, grow):
     assert plan.copies.tolist() == [[source, tail, 2] for tail in tails[:3]] and tails[3] == source
 
 
-@row(broken(kit=FAULTS["shared tail written in place"]), model=False)
-def test_d1_beams_read_their_own_history(parts):
-    """The same, by content, with beams that come and go."""
-    for seed in range(1, 5):
-        simulate(seed, 1, parts.kit)
-
-
 @row(ResetKeepsPending)
 def test_d2_reset_leaves_no_source_behind(make_pool, make_plan, grow):
     """Reset kept stale source blocks of beams."""
@@ -160,10 +151,3 @@ def test_d6_tokens_behind_a_truncation_belong_to_nobody(make_pool, make_plan, gr
     pool.step(plan, [a], 1)
     assert plan.kv_slots.tolist() == [[4, 5, 6] + [0] * 9]
     assert plan.positions.tolist() == [2] and plan.slot_mapping.tolist() == [6]
-
-
-@row(broken(kit=FAULTS["truncate one late"]), model=False)
-def test_d6_what_is_cut_off_is_never_read_again(parts):
-    """The same, by content: 22 of 204 answers held another request's tokens."""
-    for seed in range(1, 5):
-        simulate(seed, 1, parts.kit)

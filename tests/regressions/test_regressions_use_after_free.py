@@ -4,15 +4,12 @@ import itertools
 import random
 
 import pytest
-from catalogue import Unchecked, broken, idle, row
+from catalogue import Unchecked, idle, row
 from prefixes import cache, compute, serve
 
 from kvpool.errors import OutOfBlocks, PlanStateError, StaleHandle
 from kvpool.testing import ModelPlan
 from kvpool.testing.model_blocks import public_call
-from proof.simulation.faults import FAULTS
-from proof.simulation.host import Kit
-from proof.simulation.simulator import simulate
 
 A, B, C = ([n] * 4 for n in (1, 2, 3))
 
@@ -263,11 +260,21 @@ def test_c3_preempted_sequence_frees_nothing_in_flight(make_pool, make_plan, ref
     assert pool.stats().blank == 15
 
 
-@row(broken(kit=FAULTS["zombie rows"]), model=False)
-def test_c4_rows_of_the_dead_write_nothing(parts):
+@row(FreedUnderTheStep)
+def test_c4_slots_of_a_dead_row_have_no_new_owner_until_its_step_is_done(make_pool, make_plan):
     """Rows of finished requests went on writing blocks that had new owners: more than half of the answers were cut."""
-    for seed in (1, 2, 3):
-        simulate(seed, 1, parts.kit)
+    pool = make_pool(4)  # three blocks
+    late, plan, newest = (make_plan(pool) for _ in range(3))
+    dead, alive = pool.open(), pool.open()
+    pool.step(late, [dead, alive], [8, 1])
+    written = set(late.slot_mapping.tolist()[:8])
+    pool.close(dead)
+    pool.step(plan, [alive], 3)
+    with pytest.raises(OutOfBlocks):
+        pool.step(newest, [alive], 1)
+    pool.done(late)
+    pool.step(newest, [alive], 1)
+    assert not written & set(plan.slot_mapping.tolist()[:3]) and set(newest.slot_mapping.tolist()[:1]) <= written
 
 
 @row(PaddingKeepsTheOldRow)
@@ -457,14 +464,6 @@ def test_c13_open_fits_exactly_when_its_blocks_are_there(make_pool, make_plan):
                 assert pool.prefix.match([*prompt, 0]) == 4 * cached
             pool.check()
             pool.shutdown()
-
-
-@row(broken(kit=FAULTS["newest first"]), model=False)
-def test_c14_device_that_keeps_the_order_reads_what_was_written(parts):
-    """Stores ran beside the steps they depended on: what was restored was corrupt under load."""
-    shape = FAULTS["newest first"].shape
-    for seed in range(1, 4):
-        simulate(seed, 1, Kit(Device=parts.kit.Device, shape=shape))
 
 
 @row(RevivesAnything)

@@ -1,1 +1,0 @@
-"""State machines of Hypothesis that drive a pool beside the plain Python model."""
