@@ -69,7 +69,7 @@ class Variant:
 ASAN = Variant(
     {"KVPOOL_DEBUG": "1", "KVPOOL_SANITIZE": "address,undefined"},
     {
-        "ASAN_OPTIONS": "detect_leaks=0:malloc_context_size=2",
+        "ASAN_OPTIONS": "detect_leaks=0:malloc_context_size=2:allocator_may_return_null=1",  # as without it: NULL
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
         "PYTHONMALLOC": "malloc",
     },
