@@ -78,12 +78,8 @@ engine.Engine.step, process.serve = step, serve
 {planted}
 sys.exit(main(sys.argv[1:]))
 """
-#: Servers with one check less, or one fault more.
+#: Servers with one check less, or one fault more: one for each judge.
 PLANTED = {
-    "any Host": "S = app.Settings\napp.Settings = lambda m, hosts, *a: S(m, type('A', (frozenset,), "
-    "{'__contains__': lambda s, o: True})(hosts), *a)",
-    "any model": "P = app.parse\ndef parse(form, body):\n    read = P(form, body)\n    read.model = None\n"
-    "    return read\napp.parse = parse",
     "any field": "requests.few = lambda data: data\nfor form in (requests.CompletionRequest, requests.ChatRequest):\n"
     "    form.model_config['extra'] = 'ignore'\n    form.model_rebuild(force=True)",
     "a slow check": "P = app.parse\n"
@@ -240,6 +236,6 @@ def test_hostile_requests_harm_nobody(count):
     assert min(found["statuses"][status] for status in (200, 400, 404)) > count // 50
 
 
-@pytest.mark.parametrize("fault", ["any field", "a slow check", "a kept body", "a kept request"])  # one per judge
+@pytest.mark.parametrize("fault", PLANTED)
 def test_server_with_a_fault_is_convicted(fault):
     assert not is_sound(attack(300, fault))

@@ -69,7 +69,7 @@ class Variant:
 ASAN = Variant(
     {"KVPOOL_DEBUG": "1", "KVPOOL_SANITIZE": "address,undefined"},
     {
-        "ASAN_OPTIONS": "detect_leaks=0:malloc_context_size=2",
+        "ASAN_OPTIONS": "detect_leaks=0:malloc_context_size=2:allocator_may_return_null=1",  # as without it: NULL
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
         "PYTHONMALLOC": "malloc",
     },
@@ -78,10 +78,12 @@ ASAN = Variant(
 )
 #: A fuzzer's pool of a million blocks lies in arrays of many megabytes: glibc asks for large pages for them.
 RELEASE = Variant(runtime={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}, verify=True)
-TSAN = Variant({"KVPOOL_SANITIZE": "thread"}, {"TSAN_OPTIONS": "exitcode=66:history_size=2"}, ("libtsan.so",))
+TSAN = Variant(
+    {"KVPOOL_SANITIZE": "thread"}, {"TSAN_OPTIONS": "exitcode=66:history_size=2"}, ("libtsan.so",), fuzz=False
+)
 #: Without a GIL: as users have it; under ThreadSanitizer; and with a lock that locks nothing.
 FREE = Variant(interpreter="release", cpu=True)
-FREE_TSAN = replace(TSAN, preload=(), interpreter="tsan", cpu=True, fuzz=False)
+FREE_TSAN = replace(TSAN, preload=(), interpreter="tsan", cpu=True)
 MUTANTS = Variant(
     {"KVPOOL_OPTIMIZE": "1", "KVPOOL_FAULTS": "1", "CFLAGS": "-include proof/mutation/guarded.h"},
     mutants=True,
@@ -99,7 +101,7 @@ VARIANTS = {
     "free-tsan": FREE_TSAN,
     "free-unlocked": replace(FREE, switches={"CFLAGS": "-DKVPOOL_NO_LOCK=1"}, fuzz=False),
     "free-tsan-unlocked": replace(FREE_TSAN, switches=FREE_TSAN.switches | {"CFLAGS": "-DKVPOOL_NO_LOCK=1"}),
-    "coverage": Variant({"KVPOOL_COVERAGE": "1", "KVPOOL_FAULTS": "1"}, fuzz=False, verify=True),
+    "coverage": Variant({"KVPOOL_COVERAGE": "1", "KVPOOL_FAULTS": "1"}, verify=True),
     "mutants": MUTANTS,
     "mutants-quick": replace(MUTANTS, switches=MUTANTS.switches | {"KVPOOL_OPTIMIZE": "0"}),  # to compile, not to run
     "mutants-plain": Variant({"KVPOOL_OPTIMIZE": "1", "CFLAGS": "-Dkv_live=0"}, cpu=True, mutants=True),  # no guards

@@ -20,7 +20,7 @@ from tests.verify.builds import interpreter
 from tests.verify.slow import threads
 from tests.verify.slow.callers import Caller, Rude, Wrong
 
-HAMMERED = 2_000_000  # operations under ThreadSanitizer
+HAMMERED = 5_000_000  # operations under ThreadSanitizer
 LEAST = 40_000  # fewer are over before the second thread has begun
 CALLS = {"free": 3_000_000, "free-tsan": 200_000}  # of each case of pools
 STORES = {"free": 4_000, "free-tsan": 400}
