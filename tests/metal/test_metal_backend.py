@@ -148,11 +148,6 @@ def test_padding_tokens_beside_long_chunks_are_zero(make):
     assert (out[90:] == 0).all()
 
 
-def test_long_contexts_are_split_and_equal_float64(metal, monkeypatch):
-    monkeypatch.setattr(metal_route.MetalAttention, "part_tokens", 32)
-    fill(metal, SPEC, [100, 3, 33]).check((1, 3, 8), 4, "parts")
-
-
 def test_a_row_gets_the_same_bits_in_any_batch(metal, monkeypatch):
     monkeypatch.setattr(metal_route.MetalAttention, "part_tokens", 32)
     contexts, q_lens = [90, 50, 7], [1, 40, 5]
@@ -287,17 +282,6 @@ def test_contexts_of_empty_rows_are_empty(make):
     assert [x.shape for x in backend.read(empty, 0)] == [(2, 2, 0, 8), (2, 2, 0, 8)]
 
 
-def test_steps_that_settle_copy_nothing(make):
-    backend = make(SPEC, 40)
-    for value in range(5):
-        arrays, x = step(backend, 1 + value, value)
-        for layer in range(2):
-            backend.write(arrays, layer, x, x)
-            mx.eval(backend.attend(arrays, layer, x))
-        assert backend.settle() == 0
-    assert backend.memory().pool_copies == 0
-
-
 # ------------------------------------------------------------------------------------------------- warmup
 
 
@@ -372,7 +356,7 @@ PACKED = KVSpec(1, 2, 64, "float32", 8, k_bits=8, v_bits=4, quant_group_size=32)
 
 
 @pytest.mark.parametrize("spec", [SPEC, PACKED], ids=["dense", "packed"])
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0.32"])
+@pytest.mark.parametrize("version", ["0.31.2", "1.0.32"])
 def test_another_mlx_must_pass_a_self_check_on_every_route(
     engine, built, monkeypatch, caplog, version, spec  # noqa: F811
 ):
@@ -457,9 +441,7 @@ def tiny_deepseek():
 def test_fused_tokens_of_mlx_lm_equal_stock(make, monkeypatch, name):
     model, prompts = (FAMILIES | {"deepseek_v3": tiny_deepseek})[name](), random_prompts((3, 40, 9))
     stock = [solo_tokens(model, prompt, 5) for prompt in prompts]
-    monkeypatch.setattr(
-        kvpool_backends.mlx, "MLXBackend", lambda spec, num_blocks, **_: make(spec, num_blocks)
-    )
+    monkeypatch.setattr(kvpool_backends.mlx, "MLXBackend", lambda spec, num_blocks, **_: make(spec, num_blocks))
     with install(model, 60, block_size=8, fused=True) as kv:
         assert kv.is_fused and kv.backend.route == "metal"
         assert batch_tokens(model, prompts, 5) == stock

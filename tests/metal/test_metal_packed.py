@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from metal_engine import launch_in_place
-from metal_packed import BITS, STORED, PackedBatch, bits_of, packed, rows_at
+from metal_packed import STORED, PackedBatch, bits_of, packed, rows_at
 
 from kvpool.config import KVSpec
 from kvpool.testing.dense import quantized, round_to, stored_bytes
@@ -221,7 +221,3 @@ def test_copy_blocks_copies_every_plane(layout, plane, width):
             instrumented=schedule == 4,
         )
         np.testing.assert_array_equal(array, expected)
-
-
-def test_bits_of_every_kind_are_in_the_tests():
-    assert {bits for pair in BITS for bits in pair} == {None, 4, 8}

@@ -36,8 +36,6 @@ def near_ties(bits=8):
     planes.test_write_near_ties_rounds_as_a_division_does(bits)
 
 
-GATHERED = planes.test_gather_equals_what_mx_dequantize_gives
-COPIED = planes.test_copy_blocks_copies_every_plane
 MUTANTS = [
     # Quantization
     Mutant("the bias of a group at 0", HEADER, "whole == 0.0f ? 0.0f : edge", "edge", planes.check_write, write()),
@@ -57,14 +55,6 @@ MUTANTS = [
         planes.test_a_group_that_is_not_finite_is_nan_and_its_neighbours_are_not,
         (float("nan"),),
     ),
-    Mutant(
-        "not rounded to the dtype",
-        WRITE,
-        "float4(kv::Chunk<T>(float4(chunk)))",
-        "float4(chunk)",
-        planes.check_write,
-        write(x_dtype="float32"),
-    ),
     # Where it goes
     Mutant(
         "every lane stores the scale",
@@ -73,17 +63,6 @@ MUTANTS = [
         "if (true)",
         planes.test_a_write_moves_each_byte_once,
         (4,),
-    ),
-    Mutant(
-        "strides of tokens forgotten",
-        TOKENS,
-        "token * x_strides[0] + head * x_strides[1]",
-        "(token * threads_per_grid.y + head) * DIM",
-        planes.test_packed_tokens_are_those_of_mx_quantize,
-        (ENGINE, 8, 64, "float16"),
-    ),
-    Mutant(
-        "four elements of a plane that has one", COPY, "if (WIDTH == 1)", "if (false)", COPIED, ("NHD", "k_scales", 1)
     ),
     # Reads
     Mutant(
@@ -96,14 +75,6 @@ MUTANTS = [
         (),
     ),
     Mutant("the sum of another query", ATTENTION, "sum_of_query[r][j]);", "sum_of_query[0][j]);", decode, ()),
-    Mutant(
-        "gathered past the end",
-        GATHER,
-        "token < seq_lens[batch_row]",
-        "true",
-        GATHERED,
-        (ENGINE, "NHD", 8, 8, 64, "float16"),
-    ),
 ]
 
 

@@ -9,17 +9,15 @@ import inspect
 import mlx.core as mx
 import numpy as np
 import pytest
-from msl import BFLOAT16, MetalError, from_bfloat16, metal_kernel, settings, to_bfloat16
+from msl import BFLOAT16, MetalError, metal_kernel, settings, to_bfloat16
 
 BODY = "uint i = thread_position_in_grid.x;\ny[i] = T(x[i]);"
 CASES = {
     "seven elements are constant": {"source": BODY, "inputs": [mx.zeros(7)]},
     "eight elements are device memory": {"source": BODY, "inputs": [mx.zeros(8)]},
-    "no element": {"source": BODY, "inputs": [mx.zeros(0)]},
     "a scalar is a reference": {"source": "y[0] = T(x);", "inputs": [mx.array(2.0)]},
     "Python scalars": {"names": "abc", "source": "y[0] = a + b + c;", "inputs": [2.5, 3, True]},
     "shape, strides and ndim": {"source": f"{BODY} x_shape[0]; x_strides[0]; x_ndim;", "inputs": [mx.zeros((3, 5))]},
-    "shape of a scalar": {"source": "y[0] = T(x); // x_shape x_ndim", "inputs": [mx.array(1)]},
     "a name that ends another": {
         "names": ["x", "ax"],
         "source": "y[0] = ax_shape[0] + ax[0];",
@@ -27,7 +25,6 @@ CASES = {
     },
     "two outputs and no built-in": {"outputs": ["y", "z"], "source": "y[0] = z[0] = x[0];"},
     "the list that MLX cuts short": {"outputs": ["y", "z"], "source": "y[0] = z[0] = x[0] + x_shape[0];"},
-    "atomic outputs": {"source": BODY, "options": {"atomic_outputs": True}},
     "a template": {
         "source": BODY,
         "template": [("T", mx.bfloat16), ("N", -3), ("flag", True), ("off", False), ("U", mx.uint8)],
@@ -125,14 +122,10 @@ def test_a_wrong_number_of_arguments_is_refused_as_mlx_does(what):
         mx.fast.metal_kernel(**KERNEL)(**as_mlx)
 
 
-def test_no_output_is_refused_as_mlx_does():
-    for factory in (metal_kernel, mx.fast.metal_kernel):
+def test_no_output_and_positional_arguments_are_refused_as_mlx_does():
+    for factory, inputs in ((metal_kernel, np.zeros(9)), (mx.fast.metal_kernel, mx.zeros(9))):
         with pytest.raises(ValueError, match=r"\[metal_kernel\] Must specify at least one output\."):
             factory(**{**KERNEL, "output_names": []})
-
-
-def test_positional_arguments_are_refused_as_mlx_does():
-    for factory, inputs in ((metal_kernel, np.zeros(9)), (mx.fast.metal_kernel, mx.zeros(9))):
         with pytest.raises(TypeError):
             factory(**KERNEL)([inputs])
 
@@ -162,26 +155,19 @@ def copied(x, dtype, count, **options):
     )[0]
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int64"])
-def test_integers_go_through_unchanged(dtype):
-    low, high = (0, 1) if dtype == "bool" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-    x = np.array([low, 0, 1, high] * 3, dtype)
-    y = copied(x, dtype, 12)
-    assert y.dtype == x.dtype and (y == x).all()
-
-
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_mlx_arrays_come_back_as_mlx_arrays(dtype):
-    x = mx.arange(12).astype(dtype)
-    y = copied(x, dtype, 12)
-    assert isinstance(y, mx.array) and y.dtype == dtype and mx.array_equal(x, y)
-
-
-def test_bfloat16_of_numpy_is_a_dtype_of_its_own():
+def test_elements_of_every_type_go_through_unchanged():
+    for dtype in ("bool", "int8", "uint16", "int64"):
+        low, high = (0, 1) if dtype == "bool" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+        x = np.array([low, 0, 1, high] * 3, dtype)
+        y = copied(x, dtype, 12)
+        assert y.dtype == x.dtype and (y == x).all()
+    for dtype in (mx.float32, mx.bfloat16):
+        x = mx.arange(12).astype(dtype)
+        y = copied(x, dtype, 12)
+        assert isinstance(y, mx.array) and y.dtype == dtype and mx.array_equal(x, y)
     x = to_bfloat16(np.linspace(-3, 3, 12))
     y = copied(x, BFLOAT16, 12)
     assert y.dtype == BFLOAT16 and (y == x).all()
-    assert np.abs(from_bfloat16(y) - np.linspace(-3, 3, 12)).max() < 3 / 2**8
 
 
 def test_inputs_are_made_row_contiguous_by_default():
@@ -206,17 +192,6 @@ def test_outputs_start_with_init_value():
             grid=(4, 1, 1), threadgroup=(4, 1, 1),
         )[0]  # fmt: skip
         assert y.tolist() == [3, 3, 7, 3]
-
-
-def test_outputs_start_with_the_values_of_the_settings():
-    kernel = metal_kernel("update", ["x"], ["pool"], "pool[thread_position_in_grid.x + 1] += x[0];")
-    pool = np.arange(4, dtype=np.float32)
-    with settings(in_out={"pool": pool}, instrumented=True):
-        out = kernel(
-            inputs=[np.float32(10)[None]], output_shapes=[(4,)], output_dtypes=[np.float32], grid=(2, 1, 1),
-            threadgroup=(2, 1, 1),
-        )[0]  # fmt: skip
-    assert out.tolist() == [0, 11, 12, 3] and pool.tolist() == [0, 1, 2, 3]
 
 
 BUILTINS = """

@@ -22,7 +22,7 @@ from .arrays import (
     to_mlx,
     to_numpy,
 )
-from .launch import Bound, Kernel, current_settings
+from .launch import Bound, Kernel
 
 CONSTANT_SIZE_MAX = 8  # inputs with fewer elements live in the constant address space
 PRELUDE = '#include "msl/mlx_prelude.h"'
@@ -88,7 +88,6 @@ def generate(
     inputs: dict[str, np.ndarray],
     outputs: dict[str, str],
     template: Sequence[tuple[str, Any]],
-    atomic_outputs: bool,
 ) -> tuple[str, dict[str, int]]:
     """Return the text that MLX compiles, and the buffer index of every input, shape argument and output."""
     parameters: list[str] = []
@@ -106,7 +105,7 @@ def generate(
                 add(f"const constant {kind}", name + suffix)
     num_inputs = len(indices)
     for name, kind in outputs.items():
-        add(f"device {f'atomic<{METAL_TYPES[kind]}>' if atomic_outputs else METAL_TYPES[kind]}*", name)
+        add(f"device {METAL_TYPES[kind]}*", name)
     builtins = [f"  {kind} {name} [[{name}]]" for name, kind in BUILTIN_TYPES.items() if name in source]
 
     text = header
@@ -138,8 +137,10 @@ def metal_kernel(
     """Stand in for ``mx.fast.metal_kernel``, whose documentation holds; `settings` chooses how launches run.
 
     The returned function takes and returns numpy arrays, or MLX arrays if an input (without inputs: an output dtype) is
-    MLX's. Elements of outputs start poisoned (NaN, -1), not as whatever the memory held.
+    MLX's. Elements of outputs start poisoned (NaN, -1), not as whatever the memory held. There are no atomics.
     """
+    if atomic_outputs:
+        raise NotImplementedError("[metal_kernel] atomic outputs are not supported")
     if not output_names:
         raise ValueError("[metal_kernel] Must specify at least one output.")
     math_mode = (compile_options or {}).get("math_mode", "safe")
@@ -175,7 +176,7 @@ def metal_kernel(
         function = kernel_name(name, arrays, types, arguments)
         named = dict(zip(input_names, arrays, strict=True))
         kinds = dict(zip(output_names, types, strict=True))
-        text, indices = generate(function, header, source, named, kinds, arguments, atomic_outputs)
+        text, indices = generate(function, header, source, named, kinds, arguments)
         if verbose:
             print(f"Generated source code for `{name}`:\n```\n{text}\n```")
         outputs = [
@@ -219,15 +220,7 @@ def _input_arrays(inputs: dict[str, np.ndarray], indices: dict[str, int]) -> lis
 
 
 def _new_output(name: str, shape: Sequence[int], kind: str, init_value: float | None) -> Bound:
-    """Return an output: poisoned, filled with `init_value`, or with the contents that `settings(in_out=)` gives."""
-    given = current_settings().in_out.get(name)
-    if given is not None:
-        array = np.array(to_numpy(given), order="C")  # a copy: as fresh as MLX's outputs are
-        if array.shape != tuple(shape) or array.dtype != numpy_dtype(kind):
-            raise ValueError(
-                f"[metal_kernel] in_out of '{name}' is {array.dtype}{array.shape}, the output {kind}{tuple(shape)}"
-            )
-        return Bound(array, "in_out", name)
+    """Return an output, poisoned or filled with `init_value`."""
     array = np.empty(tuple(shape), numpy_dtype(kind))
     if init_value is None:
         return Bound(array, "output", name)

@@ -34,8 +34,7 @@ struct Launch {  // mirrored by launch.py
   ThreadgroupVariable* variables;
   uint32_t num_buffers;
   uint32_t grid[3], group[3];
-  uint32_t dynamic_bytes[8];  // [[threadgroup(n)]] arguments
-  uint32_t threadgroup_limit, seed;
+  uint32_t seed;
   uint32_t instrumented, simd_ops_order_memory;
   uint32_t threadgroup_bytes;
   uint64_t threadgroups, threadgroup_barriers, simdgroup_barriers, simd_operations;
@@ -116,7 +115,7 @@ bool describe_address(uintptr_t address, char* text, size_t text_bytes);
 
 // checker.cpp: races, and reads of what nothing wrote
 void reset_checker();
-void check_access(const Region& region, uint64_t offset, uint64_t bytes, bool writes, bool atomic, void* code);
+void check_access(const Region& region, uint64_t offset, uint64_t bytes, bool writes, void* code);
 void finish_checker();
 
 // traffic.cpp

@@ -18,6 +18,8 @@ State state;
 
 namespace {
 
+constexpr uint32_t threadgroup_bytes_max = 32768;  // of every Apple GPU
+
 sigjmp_buf after_fault;
 pthread_t launching_thread;
 alignas(16) unsigned char signal_stack[64 << 10];
@@ -282,8 +284,8 @@ int msl_launch(Launch* launch) {
   state.running = nullptr;
   state.random.seed(launch->seed);
   map_memory();
-  if (launch->threadgroup_bytes > launch->threadgroup_limit)
-    report("threadgroup memory of %u bytes, the limit is %u", launch->threadgroup_bytes, launch->threadgroup_limit);
+  if (launch->threadgroup_bytes > threadgroup_bytes_max)
+    report("threadgroup memory of %u bytes, the limit is %u", launch->threadgroup_bytes, threadgroup_bytes_max);
   prepare_stacks(launch->group[0] * launch->group[1] * launch->group[2]);
   if (launch->instrumented) reset_checker(), reset_traffic();
 

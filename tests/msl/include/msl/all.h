@@ -1,6 +1,5 @@
 // The Metal standard library and, last, Metal's own keywords. Precompiled; every kernel starts with it.
 #pragma once
-#include "atomic.h"
 #include "entry.h"
 #include "math.h"
 #include "scalar.h"

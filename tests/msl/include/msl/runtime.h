@@ -61,10 +61,8 @@ extern "C" {
 extern const msl::ThreadInfo* msl_thread;       // of the running thread
 extern unsigned char* msl_threadgroup_memory;   // of its threadgroup
 void* msl_buffer(int index);                    // device memory bound to [[buffer(index)]]
-void* msl_dynamic_threadgroup_memory(int index);
 void msl_barrier(msl::BarrierScope scope, int mem_flags, const msl::Site* site);
 msl::Exchange msl_exchange(const void* value, size_t bytes, msl::Combine combine, const msl::Site* site);
 void msl_copy(void* to, const void* from, size_t bytes, size_t align);  // one access that the checks can see
-void msl_note_atomic(const void* address, size_t bytes, int writes);
 [[noreturn]] void msl_fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 }
