@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cpu_attention import FACTORS, ISAS, SEED, Pool, largest_error, name_of, normal, pairwise, some_options, to_bits
+from cpu_attention import FACTORS, ISAS, SEED, Pool, largest_error, name_of, normal, some_options, to_bits
+from pairwise import pairwise
 
 from kvpool.config import KVSpec
 from kvpool.protocol import AttentionOptions
