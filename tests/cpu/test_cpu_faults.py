@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import test_cpu_chunk as chunk
 import test_cpu_decode as decode
 import test_cpu_move as move
 import test_cpu_quantized as quantized
@@ -57,14 +56,14 @@ def decoded(**choice: Any) -> Check:
     """The test of one decode, or of a short window of queries."""
     case = {"dtype": "float16", "block_size": 16, "dims": (80, 96), "group": 3, "features": "none", "queries": 5}
     case |= {"prior": 130, "layout": "NHD", "tokens": "float32"} | choice
-    return lambda isa: decode.test_decode_equals_dense_attention(case | {"isa": isa})
+    return lambda isa: decode.test_attention_of_any_shape_equals_float64(case | {"isa": isa})
 
 
 def chunked(**choice: Any) -> Check:
     """The test of one chunk."""
     case = {"dtype": "bfloat16", "block_size": 16, "dims": (80, 96), "group": 3, "features": "none", "queries": 43}
     case |= {"prior": 127, "layout": "NHD", "tokens": "float32"} | choice
-    return lambda isa: chunk.test_chunk_any_shape_matches_float64(case | {"isa": isa})
+    return lambda isa: decode.test_attention_of_any_shape_equals_float64(case | {"isa": isa})
 
 
 def conforms(name: str) -> Check:
@@ -122,7 +121,7 @@ FAULTS = [
         "chunk_softmax.h",
         "entry != hidden",
         "entry > hidden",
-        chunk.test_chunk_shows_a_nan_of_the_mask_where_it_is_visible,
+        lambda isa: decode.test_nan_of_the_mask_shows_where_it_is_visible(50, 512, isa),
     ),
     # Sums
     Fault(
@@ -137,7 +136,7 @@ FAULTS = [
         "chunk_pack.h",
         "v_sum(bad) == 0",
         "1",
-        chunk.test_chunk_value_that_only_later_queries_see_stays_theirs,
+        lambda isa: decode.test_query_takes_nothing_from_tokens_that_it_does_not_see(isa, "float32", None, False, 40),
     ),
     # Scores
     Fault(

@@ -410,13 +410,6 @@ def test_number_of_threads_that_cannot_be_is_refused(n, error):
             read_sum([], n)
 
 
-@pytest.mark.parametrize(("arrays", "error"), [(None, TypeError), ([1], TypeError), (["a"], TypeError),
-                                               ([np.ones((4, 4))[:, ::2]], ValueError)])  # fmt: skip
-def test_read_sum_of_no_arrays_is_refused(arrays, error):
-    with pytest.raises(error, match=r"^\[read_sum\] arrays"):
-        read_sum(arrays)
-
-
 @pytest.mark.parametrize(
     ("call", "error"),
     [

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from quantized_rows import FLOATS, rows
+from quantized_rows import FLOATS, near_ties, rows
 
 from kvpool.config import LAYOUTS, KVSpec
 from kvpool.protocol import AttentionOptions, StepArrays
@@ -48,18 +48,9 @@ def test_write_stores_the_bytes_of_the_reference(bits, group, given, dtype, isa)
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("bits", [4, 8])
 def test_write_near_ties_rounds_as_a_division_does(bits, isa):
-    """Elements a unit or two of the last place around (n + 1/2) * scale: 1 / scale times them would often be wrong."""
     spec = KVSpec(1, 1, 64, "float32", 16, k_bits=bits, v_bits=bits)
     mine, reference = pair(spec, 65, isa=isa)
-    rng = np.random.default_rng(SEED)
-    steps = 2**bits - 1
-    x = np.empty((1024, 1, 64), np.float32)
-    for row in x[:, 0]:
-        low, high = np.float32(-rng.random() - 0.5), np.float32(rng.random() + 0.2)
-        scale = low / np.rint(low / ((high - low) / np.float32(steps)))
-        ties = low + (rng.integers(0, steps, 64) + 0.5) * np.abs(scale)
-        row[:] = np.clip(ties.astype(np.float32) * (1 + rng.integers(-2, 3, 64) * 2.0**-24), low, high)
-        row[:2] = low, high
+    x = near_ties(np.random.default_rng(SEED), 1024, bits)
     plan = StepArrays(slot_mapping=np.arange(1024) + 16)
     mine.write(mine.prepare(plan), 0, x, x)
     reference.write(reference.prepare(plan), 0, x, x)
@@ -202,18 +193,6 @@ def test_decode_of_any_layout_and_bits_is_right(k_bits, v_bits, layout, isa):
 def test_chunks_are_right(k_bits, v_bits, isa):
     spec = KVSpec(1, 2, 64, "float16", 16, None, "NHD", k_bits, v_bits, 32)
     check(spec, 300, 70, 2, isa=isa)
-
-
-@pytest.mark.parametrize("num_queries", [1, 20])
-def test_options_work_on_quantized_tokens(num_queries):
-    spec = KVSpec(1, 2, 64, "float32", 16, k_bits=8, v_bits=4)
-    check(
-        spec, 150, num_queries, 2,
-        lambda rng, heads: AttentionOptions(
-            window=100, soft_cap=3.0, sinks=rng.standard_normal(heads), alibi_slopes=rng.random(heads),
-            mask=np.where(rng.random((num_queries, 150)) < 0.3, -np.inf, 0.5),
-        ),
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("num_queries", [1, 20])

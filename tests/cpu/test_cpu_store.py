@@ -16,7 +16,6 @@ from kvpool.config import KVSpec
 from kvpool.errors import ConcurrentUse
 from kvpool.protocol import AttentionOptions
 from kvpool.testing.dense import dense_attention
-from kvpool_backends import cpu
 from kvpool_backends.cpu import BlockStore, base_shapes, isas, read_sum
 
 SEED = 20_261
@@ -181,16 +180,6 @@ def test_masks_of_every_shape_and_stride_are_applied(name):
     np.testing.assert_allclose(case.attend(options=options), case.expected(options), rtol=0, atol=5e-6)
 
 
-@pytest.mark.parametrize("wide", [np.float32, np.float64])
-def test_options_may_be_any_object_with_these_attributes(wide):
-    numbers = np.linspace(0.1, 1, 8).astype(wide)
-    given = SimpleNamespace(window=20, soft_cap=3, sinks=numbers[::2], alibi_slopes=numbers[::-2], mask=None)
-    options = AttentionOptions(window=20, soft_cap=3, sinks=numbers[::2], alibi_slopes=numbers[::-2])
-    case = Case()
-    assert np.array_equal(case.attend(options=given), case.attend(options=options))
-    np.testing.assert_allclose(case.attend(options=given), case.expected(options), rtol=0, atol=5e-6)
-
-
 @pytest.mark.parametrize("num_queries", [2, 9])  # decode and a chunk
 def test_tokens_more_than_two_to_the_31_elements_apart_are_found(num_queries):
     """Queries, results, masks, keys and values of tokens that far apart; memory that is never touched costs nothing."""
@@ -250,18 +239,6 @@ def test_calls_allocate_nothing_once_the_scratch_has_grown():
     left = grown(step, 200)
     assert left < 200 * 32, f"{left} bytes in 200 steps: an object is left behind by each"
     assert case.store.scratch_nbytes == scratch
-
-
-def test_scratch_of_a_window_does_not_grow_with_the_context_behind_it():
-    """But for the block ids, which are copied."""
-    store = make(KVSpec(1, 1, 16, "float32", 8), 2)
-    q, queries = np.ones((1, 1, 16), np.float32), np.array([0, 1])
-    needed = []
-    for context in (2048, 65_536):  # all tokens in one block: what is read does not matter
-        store.attend(0, q, np.empty_like(q), np.ones((1, context // 8), np.int32), np.array([context]), queries,
-                     options=AttentionOptions(window=1000))  # fmt: skip
-        needed.append(store.scratch_nbytes)
-    assert 0 < needed[1] - needed[0] <= 4 * (65_536 // 8) + 4096
 
 
 def test_one_call_after_the_other_has_the_workers():
@@ -337,18 +314,6 @@ def test_concurrent_calls_on_one_store_are_refused_or_right():
         thread.join(60)
     assert len(refused) + len(answered) == 120 and all(answered) and answered
     assert refused, "three threads never met: the GIL was not released"
-
-
-def test_set_num_threads_counts_for_stores_without_a_number_of_their_own():
-    before = cpu.num_threads()
-    try:
-        for n in (1, 5):
-            cpu.set_num_threads(n)
-            assert cpu.num_threads() == n
-            case = Case()
-            np.testing.assert_allclose(case.attend(), case.expected(), rtol=0, atol=5e-6)
-    finally:
-        cpu.set_num_threads(before)
 
 
 def run(code, **environment):
