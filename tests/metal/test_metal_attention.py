@@ -107,17 +107,6 @@ def test_last_tiles_of_any_length_equal_float64(engine, kernel, block_size, feat
     batch.check(batch.run(engine.factory(1)))
 
 
-@pytest.mark.parametrize("part_tokens", [32, 1024])
-@pytest.mark.parametrize("group", [1, 3])
-def test_the_largest_score_may_lie_in_any_part_and_simdgroup(engine, group, part_tokens):
-    """Weights relative to anything smaller than that score are infinite."""
-    batch = Batch(seq_lens=(512,) * 16, kv_heads=1, group=group, head_dim=32, part_tokens=part_tokens)
-    for row, (k, _) in enumerate(batch.content):
-        q = batch.q[row].sum(axis=0)
-        k[32 * row + row] = q * (300 * 32**0.5 / (q @ q))
-    batch.check(batch.run(engine.factory(2)))
-
-
 def test_a_batch_with_padding_tokens_gives_them_zero(engine):
     for part_tokens in (32, 512):
         batch = Batch(seq_lens=(100, 7), padding=3, part_tokens=part_tokens)

@@ -4,23 +4,41 @@ A fault that its test does not notice fails here: the tests of the kernels are t
 of the kernels that `make test` has.
 """
 
+import metal_cases
 import pytest
 import test_metal_attention as attention
 import test_metal_bytes as counts
 import test_metal_gather as gather
 import test_metal_in_place as in_place
+import test_metal_packed as packed
+import test_metal_packed_attention as packed_attention
 import test_metal_scores as scores
 import test_metal_text as text
 from metal_cases import FEATURES
 from metal_mutants import ENGINE, Mutant, convict, planted
 
+from kvpool.config import KVSpec
+from kvpool_backends.mlx.metal_kernels import HeadTiles
+
 VECTORS, MATRIX, REDUCE = "paged_attention.metal", "paged_matrix.metal", "paged_reduce.metal"
-HEADER, SHARED = "kv_layout.h", "paged_attention.h"
+HEADER, SHARED, PACKED = "kv_layout.h", "paged_attention.h", "kv_packed.h"
+PACKED_SPEC = KVSpec(1, 3, 128, "float16", 8, k_bits=8, quant_group_size=32)
 
 
 def decode(**choice):
     """Arguments of the test of one decode batch."""
     return ENGINE, {"seq_lens": (100, 17), "group": 2} | choice
+
+
+def packed_decode(**choice):
+    """One batch over planes of 8 and 4 bits."""
+    choice = {"head_dim": 64, "size": 32, "seq_lens": (42,), "group": 2} | choice
+    batch = packed_attention.batch_of((8, 4), **choice)
+    batch.check(batch.run(ENGINE.factory(0)))
+
+
+def packed_decode_of_other_values():
+    packed_decode(v_head_dim=128)
 
 
 DECODE = attention.test_every_pair_of_choices_equals_float64
@@ -153,6 +171,43 @@ MUTANTS = [
         gather.test_gather_equals_what_was_stored,
         (ENGINE, "NHD", "float32", 80, 8),
     ),
+    # Planes of 8 and 4 bits
+    Mutant(
+        "packed: times the inverse",
+        PACKED,
+        "(x[e] - result.bias) / result.scale)",
+        "(x[e] - result.bias) * (1.0f / result.scale))",
+        packed.test_write_near_ties_rounds_as_a_division_does,
+        (8,),
+    ),
+    Mutant(
+        "packed: NaN in one lane alone",
+        PACKED,
+        "    bad |= metal::simd_shuffle_xor(bad, ushort(distance));\n",
+        "",
+        packed.test_a_group_that_is_not_finite_is_nan_and_its_neighbours_are_not,
+        (float("nan"),),
+    ),
+    Mutant(
+        "packed: every lane stores the scale",
+        "kv_write_packed.metal",
+        "if (4 * c % SIZE == 0)",
+        "if (true)",
+        packed.test_a_write_moves_each_byte_once,
+        (4,),
+    ),
+    Mutant(
+        "packed: the layout of the keys' scales for values",
+        VECTORS,
+        "const auto v_plane = kv::plane_of(v_pool, v_scales, v_biases, layout + 4, kv_head);",
+        "auto v_plane = kv::plane_of(v_pool, v_scales, v_biases, layout + 4, kv_head);"
+        "v_plane.factors = k_plane.factors;",
+        packed_decode_of_other_values,
+        (),
+    ),
+    Mutant(
+        "packed: the sum of another query", VECTORS, "sum_of_query[r][j]);", "sum_of_query[0][j]);", packed_decode, ()
+    ),
 ]
 
 
@@ -161,6 +216,12 @@ MUTANTS = [
 def test_planted_faults_are_caught(mutant, monkeypatch):
     with planted(mutant, monkeypatch):
         convict(mutant.test, mutant.arguments)
+
+
+@pytest.mark.long
+def test_a_query_head_that_reads_for_itself_is_caught(monkeypatch):
+    monkeypatch.setattr(metal_cases, "head_tiles", lambda spec, group, queries: HeadTiles(1, group, 1))
+    convict(packed_attention.test_decode_reads_the_bytes_of_the_format, (ENGINE, (4, 4), 64, 4, 0.5625))
 
 
 #: One launch of each kernel and feature, for `make test`; pairs of them are in test_metal_attention.py.
@@ -176,3 +237,8 @@ LAUNCHES = [
 def test_launch_of_each_kernel_and_feature_equals_float64(choice):
     batch = attention.batch_of({"seq_lens": (40, 17), "group": 2} | choice)
     batch.check(batch.run(ENGINE.factory(0)))
+
+
+def test_launch_of_each_packed_kernel_is_right():
+    packed_decode_of_other_values()
+    packed.check_write(PACKED_SPEC, "float16", schedules=(0,))

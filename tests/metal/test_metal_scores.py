@@ -11,8 +11,6 @@ from metal_cases import FEATURES, Batch
 from metal_engine import StandIn
 from pairwise import pairwise
 
-from kvpool_backends.mlx import metal_kernels
-
 KINDS = ("raw", "mass")
 TOLERANCE = 1e-5  # of scores: queries and keys are exact in every dtype
 FACTORS = {
@@ -131,15 +129,6 @@ def test_mass_lays_aside_one_score_per_query_head_and_position(counting_engine):
 
 
 # --------------------------------------------------------------------------------------------------- text
-
-
-def test_kinds_are_other_kernels_under_other_names():
-    described = []
-    kernels = metal_kernels.MetalKernels(Batch().spec, 4, lambda **what: described.append(what))
-    for name in ("paged_attention", *(f"paged_attention_{kind}" for kind in KINDS)):
-        kernels._kernel(name)
-    assert len({what["name"] for what in described}) == 3
-    assert [what["output_names"] for what in described] == [["out"], ["out", "exported"], ["out", "exported"]]
 
 
 @pytest.mark.long

@@ -168,3 +168,15 @@ def test_offsets_are_64_bit(engine, size):
         )
         expected = offset + block * block_stride + slot * slot_stride + head * head_stride
         assert out.item() == expected
+
+
+def test_the_pool_is_one_array_per_layer_and_plane_whatever_its_number_of_blocks(engine):
+    # Devices limit the number of arrays: none may belong to a block.
+    batch, seen = Batch(seq_lens=(300, 300), block_size=8), []
+
+    def counting(**description):
+        kernel = engine.factory(0)(**description)
+        return lambda **call: (seen.append(len(call["inputs"])), kernel(**call))[1]
+
+    batch.check(batch.run(counting))
+    assert seen == [len(INPUTS["paged_attention"])]

@@ -10,7 +10,6 @@ import logging
 import os
 import shutil
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -98,13 +97,6 @@ def test_native_backend_conforms(case, native):
         left_out |= {"scores_come_after_weights", "scores_out_is_filled_in_place"}
         left_out |= {"shapes_in_one_arena_equal_dense_attention", "layers_of_one_group_may_differ"}
         assert case.__name__ in left_out | {"given_rows_are_used_and_nothing_between_them"}
-
-
-def test_native_route_is_taken_where_it_is_built(native):
-    backend = native(SPEC, 8)
-    assert type(backend).__name__ == "NativeBackend" and backend.capabilities.lazy
-    assert type(native(SPEC, 8, native=False)).__name__ == "KernelBackend"
-    assert status()["active"] and status()["why"] == ""
 
 
 # ------------------------------------------------------------------------------------- lazy and in order
@@ -265,20 +257,9 @@ def test_planted_copy_is_found_by_the_next_node(native):
 def test_planted_copy_after_a_write_is_found_in_debug_mode(native, monkeypatch):
     monkeypatch.setenv("KVPOOL_MLX_DEBUG", "1")
     backend = native(SPEC, 8)
+    module = backend._module
     backend.write(row(backend, 1, 1), 0, tokens(1), tokens(1))  # evaluated, and looked at
-    run = backend._module.run
-
-    class Copies:
-        """The node's output is a copy of its input."""
-
-        def __getattr__(self, name):
-            return getattr(backend._module, name)
-
-        def run(self, *args):
-            run(*args)
-            plant_copy(backend)
-
-    backend._lazy._module = Copies()
+    backend._lazy._module = Faulty(module, run=lambda *args: (module.run(*args), plant_copy(backend)))
     with pytest.raises(PoolMoved, match="it was at"):
         backend.write(row(backend, 1, 1), 0, tokens(1), tokens(1))
 
@@ -307,30 +288,6 @@ def test_refused_calls_leave_no_node(native):
         with pytest.raises(error, match=text):
             call()
     assert (np.array(backend.attend(step, 0, q)) == 3).all()
-
-
-def test_threads_take_turns_under_a_lock(native):
-    """The promise: one thread at a time, and who leaves has settled."""
-    backend, lock, failures = native(SPEC, 16), threading.Lock(), []
-
-    def work(block):
-        try:
-            for turn in range(25):
-                with lock:
-                    step = row(backend, block, 1)
-                    backend.write(step, 0, tokens(turn), tokens(turn + block))
-                    out = np.array(backend.attend(step, 0, tokens(0)))
-                    backend.settle()
-                assert (out == turn + block).all()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(block,)) for block in (1, 9)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures and backend.settle() == 0
 
 
 # --------------------------------------------------------------------------------------- mlx-lm's engines
@@ -439,14 +396,9 @@ def test_self_check_catches_planted_faults(native):
         (handle,) = args[1]
         module.share(handle, handle + 0)
 
-    def writes_nothing(*args):
-        module.share(args[10], mx.zeros((0,)))
-
     for fault, text in (
         ({"mlx_version": lambda: "0.0.0"}, "0.0.0"),
-        ({"shape": lambda x: (3,)}, "looks like"),
         ({"run": copies}, "not the memory of its input"),
-        ({"run": writes_nothing}, "not where it should be"),
     ):
         with pytest.raises(loading.Unfit, match=text):
             loading.self_check(Faulty(module, **fault))

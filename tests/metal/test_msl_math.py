@@ -1,7 +1,5 @@
 """Vectors and the functions of Metal's standard library, against numpy in float64."""
 
-import math
-
 import numpy as np
 import pytest
 from msl import BFLOAT16, from_bfloat16, to_bfloat16
@@ -54,34 +52,6 @@ def test_numbers_win_over_nan():
     np.testing.assert_array_equal(elementwise("max(a, b)", np.float32, a, b), np.float32([1, 1, np.nan, np.inf]))
     np.testing.assert_array_equal(elementwise("min(a, b)", np.float32, a, b), np.float32([1, 1, np.nan, -np.inf]))
     assert (elementwise("exp(-INFINITY * a) + fast::exp(-INFINITY)", np.float32, np.float32([2])) == 0).all()
-
-
-def test_integers_divide_towards_zero_and_have_a_magnitude():
-    x = np.random.default_rng(8).integers(-(2**31), 2**31, 300, dtype=np.int32)
-    assert elementwise("abs(a)", np.int32, x).tolist() == np.abs(x).tolist()
-    assert elementwise("a / 3 + a % 3", np.int32, x).tolist() == [int(v / 3) + int(math.fmod(v, 3)) for v in x.tolist()]
-
-
-VECTORS = {  # of float4 v(a, b, a + b, a - b), as sums that tell the elements apart
-    "v.x + 10 * v.y + 100 * v.z + 1000 * v.w": lambda v: v @ [1, 10, 100, 1000],
-    "dot(float2(v.x, v.y), float2(v[2], v[3]))": lambda v: v[:, 0] * v[:, 2] + v[:, 1] * v[:, 3],
-    "dot(float3(v.y, v.z, v.w), float3(v.x))": lambda v: (v[:, 1:] * v[:, [0, 0, 0]]).sum(1),
-    "w = v; w -= 1.0f; w *= v; dot(w / 2 + w, float4(1))": lambda v: 1.5 * ((v - 1) * v).sum(1),
-    "dot(max(v, float4(0.5f)) - min(v, w), float4(1))": lambda v: (np.maximum(v, 0.5) - np.minimum(v, 0)).sum(1),
-    "dot(float4(int4(v)), float4(1))": lambda v: np.trunc(v).sum(1),
-    "dot(exp(v * v * -1.0f), v)": lambda v: (np.exp(-v * v) * v).sum(1),
-    "v[int(b * b) % 4]": lambda v: v[np.arange(len(v)), (v[:, 1].astype(np.float32) ** 2).astype(int) % 4],
-}
-
-
-def test_vectors_are_computed_element_by_element():
-    a, b = (draw(np.float32, -4, 4, seed=seed) for seed in (1, 2))
-    v = np.stack([a, b, a + b, a - b], 1).astype(np.float64)
-    for expression, oracle in VECTORS.items():
-        *statements, last = expression.split("; ")
-        body = f"0; float4 v(a, b, a + b, a - b), w(0.0f); {''.join(f'{s}; ' for s in statements)} y[i] = {last}"
-        got = elementwise(body, np.float32, a, b)
-        np.testing.assert_allclose(got, oracle(v), rtol=2e-5, atol=2e-5, err_msg=expression)
 
 
 def test_sizes_and_alignments_are_those_of_metal():

@@ -112,40 +112,6 @@ def test_threadgroups_that_write_one_element_race():
     assert run(body, grid=128)[5] == 5, "a plain run cannot see it: both write the same"
 
 
-def test_right_barrier_passes_under_every_schedule():
-    """The counterpart of the races: the same accesses with the right barrier pass under every schedule."""
-    both = "mem_flags::mem_threadgroup | mem_flags::mem_device"
-    body = f"""
-        threadgroup float s[64];
-        s[i] = x[i];
-        simdgroup_barrier(mem_flags::mem_threadgroup);
-        y[i] = s[i ^ 1];
-        threadgroup_barrier({both});
-        float v = y[63 - i] + s[63 - i];
-        threadgroup_barrier({both});
-        s[i] = v;
-        y[i] = v;
-    """
-    for seed in range(5):
-        i = np.arange(64)
-        assert (run(body, instrumented=True, seed=seed) == ((63 - i) ^ 1) + (63 - i)).all()
-
-
 def test_odd_seeds_guard_the_start_of_buffers():
     with pytest.raises(MetalError, match=r"out-of-bounds .*'x' .* at byte offset -4 "):
         run("y[i] = x[int(i) - 1];", seed=1)
-
-
-def test_threadgroup_memory_starts_as_nan():
-    assert np.isnan(run("threadgroup float s[64];\ny[i] = s[i] * 1.0f;", allow_unwritten=True)).all()
-
-
-def test_a_thread_group_of_more_than_1024_threads_is_refused():
-    with pytest.raises(ValueError, match=r"Thread group size \(2048\) is greater than"):
-        run("y[i] = x[i];", threads=2048)
-
-
-def test_a_launch_after_a_failed_one_is_as_new():
-    with pytest.raises(MetalError):
-        run("y[i] = x[i + 64];")
-    assert (run("y[i] = x[i];") == np.arange(64)).all()

@@ -6,8 +6,6 @@ from msl import Bound, Kernel, MetalError, settings
 from msl.prepass import (
     parse_parameters,
     rewrite_threadgroup_variables,
-    split_at_commas,
-    strip_comments,
 )
 
 VARIABLES = {
@@ -50,35 +48,6 @@ def test_an_initialised_threadgroup_variable_is_refused():
         rewrite_threadgroup_variables("{\nthreadgroup int a = 1; }", "k")
     with pytest.raises(MetalError, match=r"\[body:3\] not a threadgroup variable"):
         rewrite_threadgroup_variables('void f() {\n#line 1 "body"\n\n;\nthreadgroup int a = 1; }', "k")
-
-
-def test_comments_go_and_lines_stay():
-    text = 'a // b\n/* c\n d */ e "// no /* comment */" f'
-    assert strip_comments(text) == 'a     \n    \n      e "// no /* comment */" f'
-
-
-def test_a_failed_assertion_ends_the_launch():
-    text = """kernel void f(device int* y, uint i [[thread_position_in_grid]]) {
-      assert(i < 2 && y != nullptr);
-      y[i] = i; }"""
-    y = np.zeros(4, np.int32)
-    kernel = Kernel(text, "f")
-    with pytest.raises(MetalError, match=r"assert\(i < 2 && y != nullptr\) failed at line 2 .*thread \(2, 0, 0\)"):
-        kernel.launch({0: Bound(y, "output", "y")}, (4, 1, 1), (4, 1, 1))
-    kernel.launch({0: Bound(y[:2], "output", "y")}, (2, 1, 1), (2, 1, 1))
-    assert y.tolist() == [0, 1, 0, 0]
-
-
-def test_lists_are_split_outside_of_brackets():
-    assert split_at_commas("a<b, c>, d(e, f), g[h, i]") == ["a<b, c>", " d(e, f)", " g[h, i]"]
-
-
-def test_parameters_without_attributes_are_numbered_in_order():
-    text = """kernel void f(device float* a, constant int& b [[buffer(4)]], device int* c,
-                  uint i [[thread_position_in_grid]]) {}"""
-    assert [(p.name, p.kind, p.index) for p in parse_parameters(text, "f")] == [
-        ("a", "buffer", 0), ("b", "buffer", 4), ("c", "buffer", 5), ("i", "thread_position_in_grid", 0),
-    ]  # fmt: skip
 
 
 def test_unknown_kernels_and_attributes_are_refused():
@@ -140,11 +109,3 @@ def test_a_buffer_that_is_not_bound_is_a_null_pointer():
     kernel = Kernel("kernel void f(device int* x, device int* y) { y[0] = x[0]; }", "f")
     with pytest.raises(MetalError, match="a buffer that is not bound"):
         kernel.launch({1: Bound(np.zeros(1, np.int32), "output", "y")}, (1, 1, 1), (1, 1, 1))
-
-
-def test_arrays_are_bound_whole():
-    kernel = Kernel("kernel void f(device int* y) { y[0] = 1; }", "f")
-    with pytest.raises(MetalError, match="buffer 'y' is not C-contiguous"):
-        kernel.launch({0: Bound(np.zeros(4, np.int32)[::2], "output", "y")}, (1, 1, 1), (1, 1, 1))
-    with pytest.raises(MetalError, match="three positive numbers"):
-        kernel.launch({0: Bound(np.zeros(4, np.int32), "output", "y")}, (0, 1, 1), (1, 1, 1))

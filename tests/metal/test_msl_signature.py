@@ -30,16 +30,10 @@ CASES = {
         "template": [("T", mx.bfloat16), ("N", -3), ("flag", True), ("off", False), ("U", mx.uint8)],
     },
     "a header": {"source": BODY, "header": "// a header\nconstant int two = 2;\n"},
-    "every built-in": {
-        "source": " ".join(
-            f"{what}_per_{whole}"
-            for whole in ("threadgroup", "grid", "simdgroup")
-            for what in ("dispatch_quadgroups", "dispatch_simdgroups", "dispatch_threads", "simdgroups", "quadgroups")
-        )
-        + " ".join(f"{part}_index_in_threadgroup" for part in ("thread", "simdgroup", "quadgroup"))
-        + " grid_origin grid_size thread_execution_width thread_index_in_quadgroup thread_index_in_simdgroup"
+    "every built-in that kernels here name": {
+        "source": "simdgroup_index_in_threadgroup thread_index_in_simdgroup thread_index_in_threadgroup"
         " thread_position_in_grid thread_position_in_threadgroup threadgroup_position_in_grid threadgroups_per_grid"
-        " threads_per_grid threads_per_simdgroup threads_per_threadgroup"
+        " threads_per_grid threads_per_threadgroup"
     },
 } | {
     f"input and output of {dtype}": {"source": BODY, "inputs": [mx.zeros(9, dtype)], "dtype": dtype}
@@ -130,19 +124,6 @@ def test_no_output_and_positional_arguments_are_refused_as_mlx_does():
             factory(**KERNEL)([inputs])
 
 
-def test_compile_options_name_a_math_mode():
-    for mode in ("safe", "relaxed", "fast"):
-        metal_kernel(**KERNEL, compile_options={"math_mode": mode})
-    for factory in (metal_kernel, mx.fast.metal_kernel):
-        with pytest.raises(ValueError, match="math_mode"):
-            factory(**KERNEL, compile_options={"math_mode": "sloppy"})
-
-
-def test_float64_has_no_metal_type():
-    with pytest.raises(TypeError, match="no Metal type for dtype float64"):
-        metal_kernel(**KERNEL)(**{**CALL, "inputs": [np.zeros(9)]})
-
-
 def copy_kernel(**options):
     return metal_kernel(
         "copy", ["x"], ["y"], "uint i = thread_position_in_grid.x; y[i] = x[i * x_strides[x_ndim - 1]];", **options
@@ -184,30 +165,15 @@ def test_inputs_are_made_row_contiguous_by_default():
         short(inputs=[x], output_shapes=[(1,)], output_dtypes=[np.float32], grid=(1, 1, 1), threadgroup=(1, 1, 1))
 
 
-def test_outputs_start_with_init_value():
-    kernel = metal_kernel("init", [], ["y"], "if (thread_position_in_grid.x == 2) y[2] = T(7);")
-    for dtype in (np.float32, np.float16, np.int32, mx.bfloat16):
-        y = kernel(
-            inputs=[], output_shapes=[(4,)], output_dtypes=[dtype], template=[("T", dtype)], init_value=3,
-            grid=(4, 1, 1), threadgroup=(4, 1, 1),
-        )[0]  # fmt: skip
-        assert y.tolist() == [3, 3, 7, 3]
-
-
 BUILTINS = """
-    uint at = 12 * (thread_position_in_grid.x + threads_per_grid.x * thread_position_in_grid.y);
+    uint at = 7 * (thread_position_in_grid.x + threads_per_grid.x * thread_position_in_grid.y);
     y[at] = thread_position_in_threadgroup.x + 100 * thread_position_in_threadgroup.y;
     y[at + 1] = threadgroup_position_in_grid.x + 100 * threadgroup_position_in_grid.y;
     y[at + 2] = threads_per_threadgroup.x + 100 * threads_per_threadgroup.y;
-    y[at + 3] = dispatch_threads_per_threadgroup.x + 100 * dispatch_threads_per_threadgroup.y;
-    y[at + 4] = threadgroups_per_grid.x + 100 * threadgroups_per_grid.y;
-    y[at + 5] = grid_size.x + 100 * grid_size.y;
-    y[at + 6] = thread_index_in_threadgroup;
-    y[at + 7] = thread_index_in_simdgroup;
-    y[at + 8] = simdgroup_index_in_threadgroup;
-    y[at + 9] = simdgroups_per_threadgroup;
-    y[at + 10] = threads_per_simdgroup + thread_execution_width + grid_origin.x;
-    y[at + 11] = dispatch_simdgroups_per_threadgroup;
+    y[at + 3] = threadgroups_per_grid.x + 100 * threadgroups_per_grid.y;
+    y[at + 4] = thread_index_in_threadgroup;
+    y[at + 5] = thread_index_in_simdgroup;
+    y[at + 6] = simdgroup_index_in_threadgroup;
 """
 
 
@@ -217,7 +183,7 @@ def test_built_in_values_at_the_edges_of_the_grid(seed):
     kernel = metal_kernel("builtins", [], ["y"], BUILTINS)
     with settings(seed=seed) as runs:
         y = kernel(
-            inputs=[], output_shapes=[(7, 20, 12)], output_dtypes=[np.int32], grid=(20, 7, 1), threadgroup=(8, 5, 1)
+            inputs=[], output_shapes=[(7, 20, 7)], output_dtypes=[np.int32], grid=(20, 7, 1), threadgroup=(8, 5, 1)
         )[0]
     assert runs[0].threadgroups == 6
     for row in range(7):
@@ -225,12 +191,5 @@ def test_built_in_values_at_the_edges_of_the_grid(seed):
             (gx, gy), (tx, ty) = (column // 8, row // 5), (column % 8, row % 5)
             width, height = min(8, 20 - 8 * gx), min(5, 7 - 5 * gy)
             index = tx + width * ty
-            expected = [tx + 100 * ty, gx + 100 * gy, width + 100 * height, 508, 203, 720]
-            expected += [index, index % 32, index // 32, -(-width * height // 32), 64, 2]
+            expected = [tx + 100 * ty, gx + 100 * gy, width + 100 * height, 203, index, index % 32, index // 32]
             assert y[row, column].tolist() == expected
-
-
-def test_a_threadgroup_larger_than_the_grid_shrinks():
-    kernel = metal_kernel("shrinks", [], ["y"], "y[thread_position_in_grid.x] = dispatch_threads_per_threadgroup.x;")
-    arguments = {"inputs": [], "output_shapes": [(5,)], "output_dtypes": [np.int32]}
-    assert kernel(**arguments, grid=(5, 1, 1), threadgroup=(256, 1, 1))[0].tolist() == [5] * 5

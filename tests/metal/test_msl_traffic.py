@@ -24,40 +24,36 @@ def floats(count):
 READS = {  # of one simdgroup: the body, elements of x, and what is counted of them
     "32 neighbours: one full line": (
         "y[i] = x[i];", 32, Traffic(bytes=128, lane_bytes=128, accesses=1, transactions=1, full_transactions=1,
-                                    distinct_bytes=128, distinct_lines=1),
+                                    distinct_bytes=128),
     ),
     "an element of every line": (
         "y[i] = x[32 * i];", 1024, Traffic(bytes=128, lane_bytes=128, accesses=1, transactions=32, full_transactions=0,
-                                           distinct_bytes=128, distinct_lines=32),
+                                           distinct_bytes=128),
     ),
     "one element for all": (
         "y[i] = x[7];", 32, Traffic(bytes=4, lane_bytes=128, accesses=1, transactions=1, full_transactions=0,
-                                    distinct_bytes=4, distinct_lines=1),
+                                    distinct_bytes=4),
     ),
     "a float4 for every lane: four full lines in one access": (
         "float4 v = *(const device float4*)(x + 4 * i); y[i] = v.x + v.w;", 128,
-        Traffic(bytes=512, lane_bytes=512, accesses=1, transactions=4, full_transactions=4, distinct_bytes=512,
-                distinct_lines=4),
+        Traffic(bytes=512, lane_bytes=512, accesses=1, transactions=4, full_transactions=4, distinct_bytes=512),
     ),
     "four floats for every lane: each access uses a quarter of its lines": (
         "float s = 0; for (int k = 0; k < 4; k++) s += x[4 * i + k]; y[i] = s;", 128,
-        Traffic(bytes=512, lane_bytes=512, accesses=4, transactions=16, full_transactions=0, distinct_bytes=512,
-                distinct_lines=4),
+        Traffic(bytes=512, lane_bytes=512, accesses=4, transactions=16, full_transactions=0, distinct_bytes=512),
     ),
     "a loop that lanes leave at different times": (
         "float s = 0; for (uint k = 0; k <= lane / 8; k++) s += x[32 * k + lane]; y[i] = s;", 128,
         Traffic(bytes=128 + 96 + 64 + 32, lane_bytes=320, accesses=4, transactions=4, full_transactions=1,
-                distinct_bytes=320, distinct_lines=4),
+                distinct_bytes=320),
     ),
     "the same line twice": (
         "y[i] = x[i] + simd_max(1.0f) * x[i ^ 1];", 32,
-        Traffic(bytes=256, lane_bytes=256, accesses=2, transactions=2, full_transactions=2, distinct_bytes=128,
-                distinct_lines=1),
+        Traffic(bytes=256, lane_bytes=256, accesses=2, transactions=2, full_transactions=2, distinct_bytes=128),
     ),
     "a matrix": (
         "simdgroup_float8x8 m; simdgroup_load(m, x, 32); simdgroup_store(m, y);", 256,
-        Traffic(bytes=256, lane_bytes=256, accesses=1, transactions=8, full_transactions=0, distinct_bytes=256,
-                distinct_lines=8),
+        Traffic(bytes=256, lane_bytes=256, accesses=1, transactions=8, full_transactions=0, distinct_bytes=256),
     ),
 }  # fmt: skip
 
@@ -88,14 +84,8 @@ def test_simdgroups_and_threadgroups_add_up():
     assert run.threadgroups == 8
     assert run.reads["x"] == Traffic(
         bytes=4096, lane_bytes=4096, accesses=32, transactions=32, full_transactions=32, distinct_bytes=256,
-        distinct_lines=2,
     )  # fmt: skip
     assert run.writes["y"].full_transactions == 32
-
-
-def test_accesses_in_different_branches_are_apart():
-    run = run_of("if (lane < 16) y[i] = x[i];\nelse y[i] = exp(x[i + 32]);", floats(64), (32,))
-    assert (run.reads["x"].accesses, run.reads["x"].transactions, run.reads["x"].full_transactions) == (2, 2, 0)
 
 
 def test_a_skipped_iteration_does_not_shift_the_others_past_a_meeting():
@@ -128,4 +118,3 @@ def test_threadgroup_memory_and_barriers_are_counted():
     run = run_of(body, floats(64), (64,), grid=64)
     assert (run.threadgroup_barriers, run.simdgroup_barriers, run.simd_operations) == (6, 6, 0)
     assert run.threadgroup_memory == 128 + 64
-    assert (run.threadgroup_bytes_written, run.threadgroup_bytes_read) == (2 * (3 * 128 + 64), 2 * 3 * 128)

@@ -26,20 +26,9 @@ from .launch import Bound, Kernel
 
 CONSTANT_SIZE_MAX = 8  # inputs with fewer elements live in the constant address space
 PRELUDE = '#include "msl/mlx_prelude.h"'
-MATH_MODES = ("safe", "relaxed", "fast")
-# Built-in values that a body gets by naming them, in MLX's order.
+# Built-in values that a body gets by naming them, in MLX's order: those that kernels here name.
 BUILTIN_TYPES = {
-    "dispatch_quadgroups_per_threadgroup": "uint",
-    "dispatch_simdgroups_per_threadgroup": "uint",
-    "dispatch_threads_per_threadgroup": "uint3",
-    "grid_origin": "uint3",
-    "grid_size": "uint3",
-    "quadgroup_index_in_threadgroup": "uint",
-    "quadgroups_per_threadgroup": "uint",
     "simdgroup_index_in_threadgroup": "uint",
-    "simdgroups_per_threadgroup": "uint",
-    "thread_execution_width": "uint",
-    "thread_index_in_quadgroup": "uint",
     "thread_index_in_simdgroup": "uint",
     "thread_index_in_threadgroup": "uint",
     "thread_position_in_grid": "uint3",
@@ -47,7 +36,6 @@ BUILTIN_TYPES = {
     "threadgroup_position_in_grid": "uint3",
     "threadgroups_per_grid": "uint3",
     "threads_per_grid": "uint3",
-    "threads_per_simdgroup": "uint",
     "threads_per_threadgroup": "uint3",
 }
 # What a body gets of an input by naming <input><suffix>: type, and how it is computed.
@@ -137,16 +125,12 @@ def metal_kernel(
     """Stand in for ``mx.fast.metal_kernel``, whose documentation holds; `settings` chooses how launches run.
 
     The returned function takes and returns numpy arrays, or MLX arrays if an input (without inputs: an output dtype) is
-    MLX's. Elements of outputs start poisoned (NaN, -1), not as whatever the memory held. There are no atomics.
+    MLX's. Elements of outputs start poisoned (NaN, -1), not as whatever the memory held.
     """
-    if atomic_outputs:
-        raise NotImplementedError("[metal_kernel] atomic outputs are not supported")
+    if atomic_outputs or compile_options:
+        raise NotImplementedError("[metal_kernel] there are no atomic outputs and no compile_options")
     if not output_names:
         raise ValueError("[metal_kernel] Must specify at least one output.")
-    math_mode = (compile_options or {}).get("math_mode", "safe")
-    if math_mode not in MATH_MODES:
-        raise ValueError(f"[metal_kernel] unknown math_mode ({math_mode}), the modes are {MATH_MODES}")
-
     def call(
         *,
         inputs: Sequence[Any],

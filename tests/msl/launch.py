@@ -26,7 +26,7 @@ class _Traffic(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_uint64)
         for name in (
-            "bytes", "lane_bytes", "accesses", "transactions", "full_transactions", "distinct_bytes", "distinct_lines",
+            "bytes", "lane_bytes", "accesses", "transactions", "full_transactions", "distinct_bytes",
         )
     ]  # fmt: skip
 
@@ -61,8 +61,6 @@ class _Launch(ctypes.Structure):
         ("threadgroup_barriers", ctypes.c_uint64),
         ("simdgroup_barriers", ctypes.c_uint64),
         ("simd_operations", ctypes.c_uint64),
-        ("threadgroup_bytes_read", ctypes.c_uint64),
-        ("threadgroup_bytes_written", ctypes.c_uint64),
         ("error_address", ctypes.c_uint64),
         ("error", ctypes.c_char * 1024),
     ]
@@ -79,7 +77,7 @@ class Traffic:
     accesses : one is an instruction, executed by up to 32 lanes of a simdgroup
     transactions : lines of 128 bytes touched, summed over accesses
     full_transactions : those of which an access used every byte
-    distinct_bytes, distinct_lines : bytes and lines touched at all: the least that must move
+    distinct_bytes : bytes touched at all: the least that must move
     """
 
     bytes: int = 0
@@ -88,10 +86,6 @@ class Traffic:
     transactions: int = 0
     full_transactions: int = 0
     distinct_bytes: int = 0
-    distinct_lines: int = 0
-
-    def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(**{name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__})
 
 
 @dataclass(frozen=True)
@@ -104,8 +98,6 @@ class Run:
     simdgroup_barriers: int
     simd_operations: int
     threadgroup_memory: int
-    threadgroup_bytes_read: int
-    threadgroup_bytes_written: int
     reads: Mapping[str, Traffic]
     writes: Mapping[str, Traffic]
 
@@ -302,8 +294,6 @@ def _run_of(function: str, launch: _Launch, num_buffers: int) -> Run:
         simdgroup_barriers=launch.simdgroup_barriers,
         simd_operations=launch.simd_operations,
         threadgroup_memory=launch.threadgroup_bytes,
-        threadgroup_bytes_read=launch.threadgroup_bytes_read,
-        threadgroup_bytes_written=launch.threadgroup_bytes_written,
         reads=traffic("read"),
         writes=traffic("written"),
     )

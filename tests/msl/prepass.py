@@ -33,24 +33,13 @@ SIZE3_BUILTINS = {
     "threadgroup_position_in_grid": "threadgroup_position",
     "threadgroups_per_grid": "threadgroups_per_grid",
     "threads_per_grid": "threads_per_grid",
-    "grid_size": "threads_per_grid",
     "threads_per_threadgroup": "threads_per_threadgroup",
-    "dispatch_threads_per_threadgroup": "dispatch_threads_per_threadgroup",
 }
 # Built-in values as C++ expressions of the running thread.
 BUILTINS = {name: f"msl_thread->{field}" for name, field in SIZE3_BUILTINS.items()} | {
-    "grid_origin": "::msl::Size3{0, 0, 0}",
     "thread_index_in_threadgroup": "msl_thread->index_in_threadgroup",
     "thread_index_in_simdgroup": "msl_thread->lane",
-    "thread_index_in_quadgroup": "msl_thread->lane % 4",
     "simdgroup_index_in_threadgroup": "msl_thread->simdgroup",
-    "quadgroup_index_in_threadgroup": "msl_thread->index_in_threadgroup / 4",
-    "simdgroups_per_threadgroup": "msl_thread->simdgroups",
-    "quadgroups_per_threadgroup": "msl_thread->simdgroups * 8",
-    "dispatch_simdgroups_per_threadgroup": "msl_thread->dispatch_simdgroups",
-    "dispatch_quadgroups_per_threadgroup": "msl_thread->dispatch_simdgroups * 8",
-    "threads_per_simdgroup": "::msl::simd_width",
-    "thread_execution_width": "::msl::simd_width",
 }
 
 _COMMENT_OR_STRING = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)

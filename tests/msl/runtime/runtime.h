@@ -13,7 +13,7 @@ namespace msl {
 // What the simdgroups of a launch moved to or from one buffer. Lanes that touch the same byte in the same access count
 // once in `bytes`; a transaction is a line of 128 bytes that an access touches; it is full when all its bytes are used.
 struct Traffic {
-  uint64_t bytes, lane_bytes, accesses, transactions, full_transactions, distinct_bytes, distinct_lines;
+  uint64_t bytes, lane_bytes, accesses, transactions, full_transactions, distinct_bytes;
 };
 
 enum class Access : uint32_t { read_only, output, in_out };
@@ -38,7 +38,6 @@ struct Launch {  // mirrored by launch.py
   uint32_t instrumented, simd_ops_order_memory;
   uint32_t threadgroup_bytes;
   uint64_t threadgroups, threadgroup_barriers, simdgroup_barriers, simd_operations;
-  uint64_t threadgroup_bytes_read, threadgroup_bytes_written;
   uint64_t error_address;  // in the kernel's code
   char error[1024];
 };

@@ -20,8 +20,8 @@ struct Size3 {
 // The built-in values of one GPU thread.
 struct ThreadInfo {
   Size3 position_in_grid, position_in_threadgroup, threadgroup_position;
-  Size3 threadgroups_per_grid, threads_per_grid, threads_per_threadgroup, dispatch_threads_per_threadgroup;
-  uint32_t index_in_threadgroup, lane, simdgroup, simdgroups, dispatch_simdgroups;
+  Size3 threadgroups_per_grid, threads_per_grid, threads_per_threadgroup;
+  uint32_t index_in_threadgroup, lane, simdgroup;
 };
 
 // Where in the kernel's text threads wait for each other.
