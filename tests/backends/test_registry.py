@@ -99,6 +99,18 @@ def test_known_names_every_backend_and_imports_none(declare, monkeypatch):
     assert factory == "kvpool_backends.numpy:NumpyBackend" and "pip install" in remedy
 
 
+def test_available_leaves_out_what_cannot_be_imported(declare, monkeypatch):
+    monkeypatch.setitem(sys.modules, "kvpool_backends.mlx", None)
+    declare(broken="no_such_module_at_all:Backend")
+    assert available() == ("cpu", "numpy")
+
+
+@pytest.mark.parametrize("name", [1, b"numpy", ["numpy"]])
+def test_load_backend_by_something_else_is_a_type_error(name):
+    with pytest.raises(TypeError, match=r"\[load_backend\] name must be a str"):
+        load_backend(name)
+
+
 def test_import_of_the_registry_loads_no_backend():
     loaded = "[m for m in sys.modules if m.startswith(('mlx', 'kvpool_backends.'))]"
     code = f"import sys, kvpool_backends; print({loaded})"

@@ -104,6 +104,13 @@ def test_plan_json_gives_the_numbers_of_a_known_model(capsys, config):
     assert facts["breakdown"] == [{"what": "memory for the KV pool", "nbytes": 16 * 2**30}]
 
 
+def test_plan_takes_folder_and_block_size_and_prints_text(capsys, config):
+    assert main(["plan", "--model", str(config.parent), "--memory", str(16 * 2**30), "--block-size", "32"]) == 0
+    out = capsys.readouterr().out
+    assert "4096 blocks" in out
+    assert "one block of 32 tokens: 4.00 MiB" in out
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

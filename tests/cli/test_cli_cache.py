@@ -78,6 +78,17 @@ def test_tiny_model_takes_quantized_storage(capsys, bits):
     assert answer["samples"][0]["text"] == said(None, n=40, **given, quant_group_size=32) and given
 
 
+def test_generate_keeps_a_budget(capsys):
+    options = ["--prompt", PROMPT, "--max-tokens", "60", "--chunk", "7", "--kv-block-size", "8"]
+    with on_cpu():
+        assert main(["generate", "--model", "tiny", *options, *H2O_48, "--json"]) == 0
+    (answer,) = json.loads(capsys.readouterr().out)["answers"]
+    with on_cpu():
+        assert main(["generate", "--model", "tiny", *options, "--json"]) == 0
+    (free,) = json.loads(capsys.readouterr().out)["answers"]
+    assert answer["samples"][0]["text"] != free["samples"][0]["text"] == said(None)
+
+
 NONSENSE = [
     (["--eviction", "lru", "--max-kv", "64"], "--eviction lru: not one of h2o, window, blocks"),
     (["--eviction", "h2o"], "--eviction h2o: needs --max-kv"),

@@ -1,5 +1,6 @@
 """``kvpool generate``: what is printed, in which order, and how nonsense is refused."""
 
+import io
 import json
 import re
 import signal
@@ -83,6 +84,12 @@ def test_several_prompts_are_printed_in_order(capsys, expected):
     assert generate(*[word for prompt in PROMPTS for word in ("--prompt", prompt)], "--chunk", "3") == 0
     blocks = [f"=== prompt {i + 1}\n{text}\n" for i, text in enumerate(expected)]
     assert capsys.readouterr().out == "".join(blocks)
+
+
+def test_standard_input_is_a_prompt(capsys, monkeypatch, expected):
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPTS[1] + "\n"))
+    assert generate("--prompt", "-") == 0
+    assert capsys.readouterr().out == expected[1] + "\n"
 
 
 def test_json_has_texts_tokens_and_statistics(capsys, expected):
@@ -236,6 +243,11 @@ def test_interrupt_prints_what_every_sample_has(capsys, interrupted):
     texts = zip(heads, samples, strict=True)
     assert captured.out == "".join(head + sample["text"] + "\n" for head, sample in texts)
     assert captured.err.endswith("kvpool generate: interrupted\n")
+
+
+def test_interrupt_prints_the_best_of_a_beam_so_far(capsys, interrupted):
+    assert generate("--prompt", PROMPTS[0], "--beam", "3") == 130
+    assert len(capsys.readouterr().out) > 10
 
 
 def test_interrupt_prints_the_text_that_waited_for_a_sample_without_text(capsys, interrupted):

@@ -91,6 +91,17 @@ def test_demo_holds_with_other_block_sizes(settings, block_size):
     assert broken_claims(report) <= by_size
 
 
+def test_block_size_of_the_command_line_reaches_every_part(monkeypatch, capsys):
+    seen = []
+    part = Part("seen", "", {}, lambda settings, say: seen.append(settings.block_size) or Outcome({}, {}))
+    monkeypatch.setattr(demo, "all_parts", lambda: [part])
+    assert main(["demo", "--json", "--kv-block-size", "8"]) == 0
+    assert seen == [8]
+    for bad in ("0", "-1", "257"):
+        assert main(["demo", "--json", "--kv-block-size", bad]) == 2
+        assert f"--kv-block-size {bad}: out of range, 1..256" in capsys.readouterr().err
+
+
 def test_demo_text_ends_with_the_verdict_and_is_quiet_on_stderr(small_demo, tmp_path, capsys):
     assert main(["demo", "--out", str(tmp_path / "p.png")]) == 0
     out, err = capsys.readouterr()
@@ -145,6 +156,14 @@ def test_fault_in_the_pool_breaks_its_claim_only(monkeypatch, settings, pool, pa
     report = run_one(part, settings)
     assert broken_claims(report) == broken
     assert not report.held
+
+
+def test_demo_part_that_raises_does_not_stop_the_others(monkeypatch, settings, capsys):
+    monkeypatch.setattr(occupancy, "draw", lambda *args: 1 / 0)
+    report = demo.run_parts(settings, CORE_PARTS, lambda line: None)
+    assert broken_claims(report) == set(occupancy.PART.promises)
+    assert report.not_run == {"occupancy": "stopped by ZeroDivisionError: division by zero"}
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_part_that_does_not_decide_its_promises_is_an_error():

@@ -103,6 +103,15 @@ def test_bad_option_is_refused_in_one_line(capsys, argv, said):
     assert err.count("\n") == 1
 
 
+def test_malformed_trace_is_refused_with_its_line(capsys, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(ROW) + "\n{}\n")
+    assert main(["replay", str(path), "--num-blocks", "9"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == f"kvpool replay: [read_trace] {path}:2: input_length is missing\n"
+
+
 def test_progress_shows_on_a_terminal_and_leaves_stdout_alone():
     pytest.importorskip("rich")
     pty = pytest.importorskip("pty")

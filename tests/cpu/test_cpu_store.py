@@ -16,6 +16,7 @@ from kvpool.config import KVSpec
 from kvpool.errors import ConcurrentUse
 from kvpool.protocol import AttentionOptions
 from kvpool.testing.dense import dense_attention
+from kvpool_backends import cpu
 from kvpool_backends.cpu import BlockStore, base_shapes, isas, read_sum
 
 SEED = 20_261
@@ -204,6 +205,14 @@ def test_tokens_more_than_two_to_the_31_elements_apart_are_found(num_queries):
     np.testing.assert_allclose(out, expected, rtol=0, atol=2e-3)
 
 
+def test_padding_of_a_row_without_queries_is_not_looked_at():
+    case = Case()
+    plain = case.attend()
+    tables = np.vstack([case.tables, np.full((3, 9), -7, np.int32)])
+    lens, sums = np.array([37, 70, 0, 500], np.int32), np.array([0, 2, 14, 14, 14], np.int32)
+    assert np.array_equal(case.attend(block_tables=tables, seq_lens=lens, cu_q_lens=sums), plain)
+
+
 def test_empty_batches_are_answered():
     case = Case()
     none, nothing = np.zeros(0, np.int32), np.zeros(1, np.int32)
@@ -239,6 +248,18 @@ def test_calls_allocate_nothing_once_the_scratch_has_grown():
     left = grown(step, 200)
     assert left < 200 * 32, f"{left} bytes in 200 steps: an object is left behind by each"
     assert case.store.scratch_nbytes == scratch
+
+
+def test_scratch_of_a_window_does_not_grow_with_the_context_behind_it():
+    """But for the block ids, which are copied."""
+    store = make(KVSpec(1, 1, 16, "float32", 8), 2)
+    q, queries = np.ones((1, 1, 16), np.float32), np.array([0, 1])
+    needed = []
+    for context in (2048, 65_536):  # all tokens in one block: what is read does not matter
+        store.attend(0, q, np.empty_like(q), np.ones((1, context // 8), np.int32), np.array([context]), queries,
+                     options=AttentionOptions(window=1000))  # fmt: skip
+        needed.append(store.scratch_nbytes)
+    assert 0 < needed[1] - needed[0] <= 4 * (65_536 // 8) + 4096
 
 
 def test_one_call_after_the_other_has_the_workers():
@@ -314,6 +335,18 @@ def test_concurrent_calls_on_one_store_are_refused_or_right():
         thread.join(60)
     assert len(refused) + len(answered) == 120 and all(answered) and answered
     assert refused, "three threads never met: the GIL was not released"
+
+
+def test_set_num_threads_counts_for_stores_without_a_number_of_their_own():
+    before = cpu.num_threads()
+    try:
+        for n in (1, 5):
+            cpu.set_num_threads(n)
+            assert cpu.num_threads() == n
+            case = Case()
+            np.testing.assert_allclose(case.attend(), case.expected(), rtol=0, atol=5e-6)
+    finally:
+        cpu.set_num_threads(before)
 
 
 def run(code, **environment):

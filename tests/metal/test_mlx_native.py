@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -288,6 +289,30 @@ def test_refused_calls_leave_no_node(native):
         with pytest.raises(error, match=text):
             call()
     assert (np.array(backend.attend(step, 0, q)) == 3).all()
+
+
+def test_threads_take_turns_under_a_lock(native):
+    """The promise: one thread at a time, and who leaves has settled."""
+    backend, lock, failures = native(SPEC, 16), threading.Lock(), []
+
+    def work(block):
+        try:
+            for turn in range(25):
+                with lock:
+                    step = row(backend, block, 1)
+                    backend.write(step, 0, tokens(turn), tokens(turn + block))
+                    out = np.array(backend.attend(step, 0, tokens(0)))
+                    backend.settle()
+                assert (out == turn + block).all()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(block,)) for block in (1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and backend.settle() == 0
 
 
 # --------------------------------------------------------------------------------------- mlx-lm's engines

@@ -116,6 +116,11 @@ def test_preempted_request_keeps_its_tokens_and_hits_its_own_prompt():
     assert (counted["hit_tokens"], counted["computed_tokens"], counted["first_hit_tokens"]) == (4, 3 + 6 + 3, 0)
 
 
+def test_request_without_answer_gives_one_token():
+    result = replay(make_trace([(5, 0, [0, 1])]), num_blocks=4, concurrency=1)
+    assert (result.counters["finished"], result.counters["decode_tokens"]) == (1, 1)
+
+
 def test_utilization_counts_tokens_against_positions_held():
     """Prompt 5, two tokens, blocks of 4: the end of step 1 sees 6 of 8 positions filled, that of step 2 nothing."""
     occupancy = replay(make_trace([(5, 2, [0, 1])]), num_blocks=4, concurrency=1).occupancy
@@ -152,6 +157,11 @@ def test_options_that_do_not_fit_are_refused(options, said):
     trace = make_trace([(8, 8, [0, 1])])
     with pytest.raises(ValueError, match=rf"^\[replay\] .*{said}"):
         replay(trace, **options)
+
+
+def test_pool_without_blocks_is_refused():
+    with pytest.raises(ValueError, match=r"^\[Pool\] "):
+        replay(make_trace([(8, 8, [0, 1])]), num_blocks=0)
 
 
 def test_empty_trace_is_refused():

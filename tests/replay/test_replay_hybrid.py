@@ -64,6 +64,12 @@ def test_shapes_of_named_models_have_the_bytes_worked_out_by_hand(model, token_k
     assert shape.groups == groups
 
 
+def test_replay_with_few_slots_for_states_waits_for_one():
+    trace, groups = synthetic_trace(1, 6, 16), [Group.full(), Group.state(2, blocks=3)]
+    found = replay_hybrid(trace, shape=shape_of(*groups, block_size=16), num_blocks=400, concurrency=8).counters
+    assert found["finished"] == len(trace) and found["peak_running"] <= 2
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("block_size", [8, 16, 64])
 def test_entries_of_a_shape_idle_at_most_one_byte_in_twenty(model, block_size):

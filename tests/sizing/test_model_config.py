@@ -217,6 +217,14 @@ def test_plan_of_states_takes_off_those_of_32_sequences_twice():
     assert facts["budget_nbytes"] == 2**34
 
 
+def test_plan_without_memory_for_a_pool_shows_none():
+    facts, text = describe_plan(QWEN3_NEXT, "1GiB")
+    assert facts["num_blocks"] is facts["longest"] is None and facts["arenas"] == []
+    assert "no pool" in text and "--num-blocks" not in text
+    only_states, text = describe_plan(MAMBA_2, "64GiB")
+    assert only_states["num_blocks"] is only_states["block_nbytes"] is None and "keeps states only" in text
+
+
 def test_plan_of_a_state_counts_it_once_per_sequence():
     facts, text = describe_plan(QWEN3_NEXT, "1GiB", max_len=4096)
     state = SIZED["Qwen3-Next-80B"][3]
@@ -224,6 +232,12 @@ def test_plan_of_a_state_counts_it_once_per_sequence():
     assert facts["num_sequences"]["512"]["layer_groups"] == 2**30 // (512 * 24576 + state)
     assert facts["num_sequences"]["512"]["kvpool"] is None
     assert "a checkpoint of the state takes 73.69 MiB" in text and "sized from the given memory" in text
+
+
+def test_plan_quantizes_what_layer_groups_keep_per_token():
+    dense, quantized = (describe_plan(QWEN3_NEXT, "1GiB", k_bits=bits, v_bits=bits)[0]["groups"] for bits in (None, 8))
+    assert quantized[1]["token_nbytes"] * 2 == dense[1]["token_nbytes"] * 1.0625
+    assert quantized[0] == dense[0]
 
 
 @pytest.mark.parametrize(
