@@ -1,6 +1,6 @@
 """`GroupStorage`: bytes and places of layers, masks over tables with holes, and what it refuses.
 
-The random engine of the conformance kit (test_conformance_groups.py) compares its results with dense attention.
+The random engine of the conformance kit (test_conformance_faults.py) compares its results with dense attention.
 """
 
 import re
