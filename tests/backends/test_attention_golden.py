@@ -75,7 +75,7 @@ def test_attention_of_known_scores_has_the_known_weights(attention, scores, opti
     np.testing.assert_allclose(weights, expected, rtol=2e-7, atol=1e-12)  # options and keys are float32
 
 
-@pytest.mark.parametrize("features", [["window", "soft_cap", "sinks", "alibi_slopes", "mask"], ["sinks", "mask"]])
+@pytest.mark.parametrize("features", [[], ["window", "soft_cap", "sinks", "alibi_slopes", "mask"], ["sinks", "mask"]])
 def test_reference_backend_equals_the_oracle_to_the_last_digits(features):
     rng = np.random.default_rng(11)
     k, v = rng.standard_normal((2, 300, 2, 16)).astype(np.float32)

@@ -158,28 +158,6 @@ def test_blocks_may_be_rewritten_while_the_reads_of_their_last_owner_are_in_flig
         assert np.array_equal(np.array(v), np.full((1, 2, 4, 8), -value))
 
 
-def test_rows_of_unequal_length_read_zero_values_past_their_end():
-    backend = plain(SPEC, 8)
-    for block in range(8):  # what is not written below is NaN
-        backend.write(one_row(backend, block), 0, *tokens(np.nan))
-    backend.write(one_row(backend, 1), 0, *tokens(1))
-    backend.write(one_row(backend, 2, length=1), 0, *(x[:1] for x in tokens(2)))
-    plan = StepArrays(np.int32([[1], [2]]), np.array([4, 1]), np.zeros(3, np.int32))
-    k, v = backend.read(backend.prepare(plan), 0)
-    assert k.shape == v.shape == (2, 2, 4, 8)
-    assert np.array_equal(np.array(v[1, 0, :, 0]), [-2, 0, 0, 0])
-    assert np.isnan(np.array(k[1, 0, 1:, 0])).all()  # keys are left to the mask
-
-
-def test_storage_is_allocated_once_and_reported_in_bytes(make):
-    mx.reset_peak_memory()
-    backend = make(SPEC, 64)
-    report = backend.memory()
-    assert report.pool_nbytes == 64 * SPEC.block_nbytes
-    assert report.pool_nbytes == sum(array.nbytes for array in backend._pool.arrays)
-    assert report.mlx_peak_nbytes >= report.pool_nbytes
-
-
 def refuse(exception, call, function, *arguments, **options):
     with pytest.raises(exception) as caught:
         function(*arguments, **options)

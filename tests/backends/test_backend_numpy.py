@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvpool.config import LAYOUTS, KVSpec
+from kvpool.config import KVSpec
 from kvpool.protocol import StepArrays
 from kvpool.testing.dense import dense_attention, round_to, stored_bytes
 from kvpool_backends.numpy import NumpyBackend
@@ -58,12 +58,6 @@ def test_bfloat16_round_trips_all_patterns_and_keeps_nan():
     assert np.array_equal(again[nan] >> 15, every[nan] >> 15)
 
 
-def test_to_bfloat16_keeps_shape_and_accepts_strided_input():
-    x = np.arange(24, dtype=np.float32).reshape(4, 6)[::2, ::3]
-    assert np.array_equal(from_bfloat16(to_bfloat16(x)), x)
-    assert to_bfloat16(np.float32(1.0)).shape == ()
-
-
 def test_oracle_rounds_float16_like_numpy():
     """The oracle itself, against numpy's conversion."""
     x = np.random.default_rng(SEED).integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32)
@@ -80,54 +74,6 @@ def test_oracle_bytes_of_bfloat16_are_the_upper_halves():
 # ---------------------------------------------------------------------- exactness
 
 
-def test_attend_equals_float64_dense_attention_to_the_last_digits():
-    spec = KVSpec(1, 2, 16, "float32", 4, layout="HND")
-    rng = np.random.default_rng(SEED)
-    k, v = rng.standard_normal((2, 300, 2, 16)).astype(np.float32)
-    q = rng.standard_normal((300, 6, 16))
-    blocks = rng.permutation(np.arange(1, 76))
-    positions = np.arange(300)
-    table = blocks[None].astype(np.int32)
-    plan = StepArrays(table, np.array([300]), np.array([0, 300]), blocks[positions // 4] * 4 + positions % 4)
-    backend = NumpyBackend(spec, 76)
-    backend.write(backend.prepare(plan), 0, k, v)
-    out, attn = backend.attend(backend.prepare(plan), 0, q, return_attn=True)
-    expected, weights = dense_attention(q, k, v)
-    assert out.dtype == np.float64
-    assert np.abs(out - expected).max() < 1e-14
-    assert np.abs(attn - weights).max() < 1e-15
-
-
-def test_attend_with_huge_scores_stays_finite():
-    backend = NumpyBackend(KVSpec(1, 1, 8, "float32", 4), 2)
-    k = np.full((2, 1, 8), 1e4, np.float32)
-    v = np.array([1.0, 3.0], np.float32)[:, None, None] * np.ones((2, 1, 8), np.float32)
-    backend.write(backend.prepare(slots(4, 5)), 0, k, v)
-    plan = StepArrays(np.array([[1]]), np.array([2]), np.array([0, 1]), np.array([-1]))
-    assert np.allclose(backend.attend(backend.prepare(plan), 0, np.full((1, 1, 8), 1e4, np.float32)), 2.0)
-
-
-def test_write_of_bfloat16_patterns_stores_them_as_they_are():
-    backend = NumpyBackend(KVSpec(1, 1, 2, "bfloat16", 2), 2)
-    bits = np.array([0x3F80, 0x7FC1], np.uint16).reshape(1, 1, 2)
-    backend.write(backend.prepare(slots(3)), 0, bits, bits)
-    assert backend.export_blocks([1])[0, 4:8].view(np.uint16).tolist() == [0x3F80, 0x7FC1]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_storage_is_taken_once_and_has_the_size_of_the_spec(layout):
-    spec = KVSpec(3, 2, 8, "float16", 4, layout=layout)
-    backend = NumpyBackend(spec, 5)
-    bases = {}
-    for planes in backend._planes:
-        for plane in planes:
-            base = plane
-            while base.base is not None:
-                base = base.base
-            bases[id(base)] = base.nbytes
-    assert sum(bases.values()) == spec.pool_nbytes(5)
-
-
 def test_results_own_their_memory():
     backend = NumpyBackend(KVSpec(1, 1, 4, "float32", 2), 3)
     plan = StepArrays(np.array([[1]]), np.array([1]), np.array([0, 1]), np.array([2]))
@@ -136,16 +82,6 @@ def test_results_own_their_memory():
     for result in (*backend.gather(0, [1]), backend.attend(backend.prepare(plan), 0, ones), backend.export_blocks([1])):
         for planes in backend._planes:
             assert not any(np.shares_memory(result, plane) for plane in planes)
-
-
-def test_int64_plans_and_lists_of_ids_are_accepted():
-    backend = NumpyBackend(KVSpec(1, 1, 4, "float32", 2), 4)
-    ones = np.ones((1, 1, 4), np.float32)
-    backend.write(backend.prepare(StepArrays(slot_mapping=np.array([6], np.int64))), 0, ones, ones)
-    backend.copy_blocks(np.array([[3, 1, 1]], np.int64))
-    assert backend.gather(0, [1], 1)[0].tolist() == [[[1.0] * 4]]
-    backend.zero((1,))
-    assert not backend.gather(0, np.array([1], np.uint8))[0].any()
 
 
 def test_offsets_beyond_two_to_the_31_elements_reach_the_right_block():
@@ -176,11 +112,6 @@ def test_backend_with_a_bad_number_of_blocks_is_refused(num_blocks, error):
         NumpyBackend(KVSpec(1, 1, 4), num_blocks)
 
 
-def test_backend_without_a_spec_is_refused():
-    with pytest.raises(TypeError, match="spec must be a KVSpec"):
-        NumpyBackend({"num_layers": 1}, 4)
-
-
 def call(name, *args):
     return lambda backend: getattr(backend, name)(*args)
 
@@ -197,11 +128,8 @@ ROW = {"block_tables": np.array([[1]]), "seq_lens": np.array([1]), "cu_q_lens": 
     ("misuse", "error"),
     [
         (on_step("write", slots(4), 0, ONE.astype(np.int32), ONE), TypeError),
-        (on_step("write", slots(4), 0, ONE.astype(np.uint16), ONE), TypeError),
         (on_step("write", slots(4), True, ONE, ONE), TypeError),
-        (on_step("write", slots(4), 0.0, ONE, ONE), TypeError),
         (on_step("write", slots(4), 0, ONE[0], ONE), ValueError),
-        (on_step("write", slots(12), 0, ONE, ONE), IndexError),
         (on_step("attend", StepArrays(**ROW), 0, ONE.astype(np.int64)), TypeError),
         (on_step("attend", StepArrays(**ROW), 0, ONE[:, :0]), ValueError),
         (on_step("attend", StepArrays(**ROW | {"cu_q_lens": np.array([0, 2])}), 0, ONE), ValueError),
@@ -210,9 +138,7 @@ ROW = {"block_tables": np.array([[1]]), "seq_lens": np.array([1]), "cu_q_lens": 
         (on_step("attend", StepArrays(**ROW | {"seq_lens": np.array([0])}), 0, ONE), ValueError),
         (on_step("attend", StepArrays(**ROW | {"seq_lens": np.array([5])}), 0, ONE), ValueError),
         (on_step("attend", StepArrays(**ROW | {"block_tables": np.array([[3]])}), 0, ONE), IndexError),
-        (on_step("attend", StepArrays(**ROW | {"block_tables": np.array([[-1]])}), 0, ONE), IndexError),
         (on_step("attend", StepArrays(**ROW | {"block_tables": np.zeros((0, 1))}), 0, ONE), ValueError),
-        (on_step("attend", StepArrays(**ROW | {"block_tables": np.array([1])}), 0, ONE), ValueError),
         (on_step("attend", StepArrays(**ROW), 0, ONE, float("nan")), ValueError),
         (call("copy_blocks", np.zeros((2, 2), np.int32)), ValueError),
         (call("zero", [[1]]), ValueError),

@@ -85,31 +85,18 @@ def dequantized(planes, bits, group_size):
 
 @pytest.mark.parametrize("module", [of_numpy, of_mlx], ids=["numpy", "mlx"])
 @pytest.mark.parametrize("bits", [4, 8, (8, 4)], ids=str)
-@pytest.mark.parametrize("context", [64, 300, 1024, 4096])
+@pytest.mark.parametrize("context", [64, 300, 4096])
 def test_quantized_attention_equals_dequantize_then_dense(module, context, bits):
     q, k, v = made(context, dims=(128, 64), heads=(8, 2), rows=1, seed=context)
     pair = bits if isinstance(bits, tuple) else (bits, bits)
     planes = [quantized(x, b, 64) for x, b in zip((k, v), pair, strict=True)]
     dense = [dequantized(x, b, 64) for x, b in zip(planes, pair, strict=True)]
     for kind in KINDS:
-        for options in (None, AttentionOptions(sinks=np.linspace(-2, 2, 8))):
+        for options in (None, options_of(q, context)):
             out, s = run(module, "quantized_attention_with_scores", q, *planes, bits=bits, scores=kind, options=options)
             expected, scores = right(q, *dense, kind, options)
             assert np.abs(out - expected).max() < ERROR
             assert np.abs(s - scores).max() < ERROR * (1 if kind == "raw" else scores.max())
-
-
-@pytest.mark.parametrize("module", [of_numpy, of_mlx], ids=["numpy", "mlx"])
-def test_quantized_chunks_under_options(module):
-    q, k, v = made(90, 12, dims=(64, 64))
-    planes = [quantized(x, 8, 32) for x in (k, v)]
-    dense = [dequantized(x, 8, 32) for x in planes]
-    for kind in KINDS:
-        options = options_of(q, 90)
-        out, s = run(module, "quantized_attention_with_scores", q, *planes, group_size=32, scores=kind, options=options)
-        expected, scores = right(q, *dense, kind, options)
-        assert np.abs(out - expected).max() < ERROR
-        assert np.abs(s - scores).max() < ERROR
 
 
 def test_bfloat16_as_bits_and_views_are_taken():
@@ -124,12 +111,6 @@ def test_bfloat16_as_bits_and_views_are_taken():
         assert np.abs(out - expected).max() < 1e-5 and np.abs(s - scores).max() < 1e-5
 
 
-def test_keys_may_be_the_values():
-    q, k, _ = made(20, 1, dims=(64, 64))
-    out, _ = of_numpy.attention_with_scores(q, k, k)
-    assert np.abs(out - right(q, k, k, "raw")[0]).max() < 1e-5
-
-
 # ---------------------------------------------------------------------- refusals
 
 Q, K, V = made(9, 2)
@@ -139,6 +120,7 @@ Q, K, V = made(9, 2)
     ("change", "error"),
     [
         ({"scores": "entropy"}, ValueError),
+        ({"k": K.astype(np.float16)}, TypeError),
         ({"q": Q[0]}, ValueError),
         ({"q": Q[:1]}, ValueError),
         ({"q": Q[:, :3]}, ValueError),
@@ -155,24 +137,9 @@ Q, K, V = made(9, 2)
 def test_wrong_arguments_are_refused(change, error):
     arguments = {"q": Q, "k": K, "v": V} | change
     q, k, v = (arguments.pop(name) for name in "qkv")
-    for module in (of_numpy, of_mlx) if "scale" not in change else (of_numpy,):
+    for module in (of_numpy, of_mlx) if {"scale", "k"}.isdisjoint(change) else (of_numpy,):
         with pytest.raises(error, match=r"^\[(attention_with_scores|attend)\] "):
             run(module, "attention_with_scores", q, k, v, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ({"q": Q.astype(np.float64)}, TypeError),
-        ({"k": K.astype(np.float16)}, TypeError),
-        ({"v": V.tolist()}, TypeError),
-        ({"scores": None}, ValueError),
-        ({"scores": True}, TypeError),
-    ],
-)
-def test_wrong_types_are_refused_by_the_kernels(change, error):
-    with pytest.raises(error, match=r"^\[(attention_with_scores|attend)\] "):
-        of_numpy.attention_with_scores(**({"q": Q, "k": K, "v": V} | change))
 
 
 PLANES = quantized(K, 8, 64)

@@ -1,6 +1,6 @@
 """`GroupStorage`: bytes and places of layers, masks over tables with holes, and what it refuses.
 
-The random engine of the conformance kit (test_conformance_groups.py) compares its results with dense attention.
+The random engine of the conformance kit (test_conformance_faults.py) compares its results with dense attention.
 """
 
 import re
@@ -230,11 +230,6 @@ def test_plan_saves_and_loads_the_states_of_checkpoints(name):
     assert found_again(load_backend(name), 21)
 
 
-def test_planted_fault_of_checkpoints_is_seen(monkeypatch):
-    monkeypatch.setattr(GroupStorage, "load_states", lambda self, *given: None)
-    assert not found_again(NumpyBackend, 21)
-
-
 def test_checkpoints_of_another_size_are_refused():
     groups = [Group.full(), Group.state(6, blocks=3)]
     why = r"stored\[1\] has 845 bytes, a checkpoint of them takes 1 blocks, not 3"
@@ -286,20 +281,16 @@ def test_pools_without_groups_of_blocks_are_refused():
 BLOCK = np.zeros((1, 2048), np.uint8)
 REFUSED = [
     (lambda s: s.zero([40]), IndexError, r"\[zero\] block 40 is outside the arena, the limit is 40"),
-    (lambda s: s.zero([-1]), IndexError, r"\[zero\] block -1 is outside the arena"),
     (lambda s: s.zero([0.5]), TypeError, r"\[zero\] block ids must be integers, got float64"),
     (lambda s: s.zero([[1]]), ValueError, r"\[zero\] blocks must have shape \[n\]"),
     (lambda s: s.zero([1], arena=1), ValueError, r"\[zero\] arena is 1, there are 1 arenas of blocks"),
-    (lambda s: s.export_blocks([41]), IndexError, r"\[export_blocks\] block 41 is outside"),
     (lambda s: s.import_blocks([1], BLOCK[:, :9]), ValueError, r"data must have shape \[1, 2048\], got \[1, 9\]"),
     (lambda s: s.import_blocks([1], BLOCK.astype(np.int8)), TypeError, r"\[import_blocks\] data must be uint8"),
     (lambda s: s.import_blocks([1, 1], BLOCK[[0, 0]]), ValueError, r"\[import_blocks\] a block is named twice"),
     (lambda s: s.save_states(0, [1], [[1]]), ValueError, r"\[save_states\] group 0 is no state group, those are \[2\]"),
     (lambda s: s.save_states(2, [1], [[1, 2]]), ValueError, r"\[save_states\] blocks must have shape \[1, 1\]"),
     (lambda s: s.save_states(2, [1, 2], [[4], [4]]), ValueError, r"\[import_blocks\] a block is named twice"),
-    (lambda s: s.save_states(2, [3], [[4]]), IndexError, r"\[export_slots\] slot 3 does not exist"),
     (lambda s: s.load_states(2, [[4]], [1, 2]), ValueError, r"\[load_states\] blocks must have shape \[2, 1\]"),
-    (lambda s: s.load_states(2, [[40]], [1]), IndexError, r"\[export_blocks\] block 40 is outside"),
     (lambda s: s.load_states(2, [[4]], [3]), IndexError, r"\[import_slots\] slot 3 does not exist"),
     (lambda s: s.attend(None, 6, BLOCK), IndexError, r"\[attend\] layer is 6, the model has 6 layers"),
     (lambda s: s.read(None, True), TypeError, r"\[read\] layer must be an int, got bool"),

@@ -1,14 +1,12 @@
 """The backend protocol: what counts as a backend, and what capabilities refuse."""
 
-import ast
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import kvpool
 from kvpool.config import KVSpec
-from kvpool.protocol import FEATURES, AttentionOptions, BatchShape, Capabilities, KVBackend, StepArrays
+from kvpool.protocol import FEATURES, AttentionOptions, Capabilities, KVBackend
 from kvpool_backends.checks import checked_options
 from kvpool_backends.numpy import NumpyBackend
 
@@ -36,22 +34,13 @@ def test_numpy_backend_is_a_backend():
     assert isinstance(NumpyBackend(SPEC, 3), KVBackend)
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_object_without_a_verb_is_no_backend(verb):
-    verbs = {name: getattr(NumpyBackend, name) for name in VERBS if name != verb}
-    partial = type("Partial", (), verbs | {"spec": SPEC, "num_blocks": 3, "required_formats": (), "capabilities": None})
-    assert not isinstance(partial(), KVBackend)
-
-
-def test_protocol_documents_every_verb():
+def test_object_without_a_verb_is_no_backend():
     assert {name for name in vars(KVBackend) if not name.startswith("_")} == set(VERBS)
-    assert all(getattr(KVBackend, verb).__doc__ for verb in VERBS)
-
-
-def test_array_plan_is_empty_by_default():
-    plan = StepArrays()
-    assert plan.copies.shape == (0, 3) and plan.slot_mapping.shape == (0,)
-    assert plan.block_tables.shape == (0, 0) and plan.cu_q_lens.tolist() == [0] and plan.seq_lens.shape == (0,)
+    for missing in VERBS:
+        verbs = {name: getattr(NumpyBackend, name) for name in VERBS if name != missing}
+        rest = {"spec": SPEC, "num_blocks": 3, "required_formats": (), "capabilities": None}
+        partial = type("Partial", (), verbs | rest)
+        assert not isinstance(partial(), KVBackend) and getattr(KVBackend, missing).__doc__
 
 
 def test_plan_of_a_pool_has_what_a_backend_reads():
@@ -88,23 +77,7 @@ def test_capabilities_say_what_they_refuse(spec, num_q_heads, word):
     assert refusal is None if word is None else word in refusal
 
 
-def test_capabilities_of_none_accept_anything():
-    anything = Capabilities("anything", ("NHD",), ("float16",))
-    assert anything.refusal(KVSpec(1, 1, 7, "float16", 5, v_head_dim=3), 1000) is None
-
-
-def test_batch_shape_names_its_numbers():
-    assert BatchShape(1, 2, 3, 4) == (1, 2, 3, 4)
-    assert BatchShape._fields == ("num_rows", "num_tokens", "table_width", "num_q_heads")
-
-
 # ---------------------------------------------------------------------- options of attention
-
-
-def test_options_are_plain_attention_by_default():
-    options = AttentionOptions()
-    assert options.features == ()
-    assert FEATURES == ("window", "soft_cap", "sinks", "alibi_slopes", "mask")
 
 
 def test_options_convert_arguments_to_float32_or_bool():
@@ -146,32 +119,22 @@ def test_options_are_frozen_and_compare_by_identity():
     [
         ("window", True, TypeError),
         ("window", 4.0, TypeError),
-        ("window", "4", TypeError),
         ("window", 0, ValueError),
-        ("window", -1, ValueError),
         ("window", 2**63, ValueError),
         ("soft_cap", True, TypeError),
-        ("soft_cap", "30", TypeError),
         ("soft_cap", np.ones(1), TypeError),
         ("soft_cap", 0.0, ValueError),
-        ("soft_cap", -1.0, ValueError),
-        ("soft_cap", float("nan"), ValueError),
         ("soft_cap", float("inf"), ValueError),
         ("soft_cap", 1e-60, ValueError),  # 0 in float32
         ("soft_cap", 1e39, ValueError),  # infinite in float32
         ("sinks", np.ones(2, np.int32), TypeError),
-        ("sinks", np.ones(2, bool), TypeError),
         ("sinks", np.ones((1, 2)), ValueError),
-        ("sinks", 1.0, ValueError),
         ("sinks", np.array([1.0, np.nan]), ValueError),
         ("sinks", np.array([-np.inf]), ValueError),
         ("sinks", np.array([1e39]), ValueError),
         ("alibi_slopes", ["a"], TypeError),
-        ("alibi_slopes", np.ones(2, complex), TypeError),
         ("alibi_slopes", np.array([np.inf]), ValueError),
         ("mask", np.ones((2, 2), np.uint8), TypeError),
-        ("mask", "causal", TypeError),
-        ("mask", np.ones(2), ValueError),
         ("mask", np.ones((1, 1, 1, 1), bool), ValueError),
     ],
 )
@@ -218,14 +181,6 @@ def test_checked_options_are_the_ones_given(options):
 def test_options_that_do_not_fit_the_call_are_refused(options, error, words):
     with pytest.raises(error, match=rf"^\[attend\] .*{words}"):
         checked_options(options, CAN, 3, 4, 9)
-
-
-@pytest.mark.parametrize("module", ["config", "protocol"])
-def test_protocol_needs_no_framework_and_no_backend(module):
-    tree = ast.parse((Path(kvpool.__file__).parent / f"{module}.py").read_text())
-    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
-    assert not {name for name in imported if name.split(".")[0] in ("kvpool_backends", "mlx", "mlx_lm", "torch")}
 
 
 def test_plan_arrays_are_read_from_any_object():

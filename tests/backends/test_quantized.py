@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from quantized_rows import FLOATS, rows
 
-from kvpool.config import LAYOUTS, KVSpec, blocks_for, describe_plan
+from kvpool.config import LAYOUTS, KVSpec
 from kvpool.protocol import StepArrays
 from kvpool_backends.numpy import NumpyBackend
-from kvpool_backends.numpy.elements import dequantize, from_bfloat16, pack, quantize, to_bfloat16, unpack
+from kvpool_backends.numpy.elements import dequantize, from_bfloat16, quantize, to_bfloat16
 
 mx = pytest.importorskip("mlx.core", reason="MLX is what the reference is compared with")
 SEED = 8_104
@@ -50,12 +50,6 @@ def test_dequantize_equals_mlx_in_float32(bits, group):
     words, scales, biases = quantize(x, group, bits)
     theirs = np.array(mx.dequantize(*map(mx.array, (words, scales, biases)), group, bits))
     assert np.array_equal(dequantize(words, scales, biases, bits), theirs)
-
-
-def test_unpack_of_packed_numbers_returns_them():
-    for bits in (4, 8):
-        numbers = np.random.default_rng(bits).integers(0, 2**bits, (3, 64)).astype(np.uint8)
-        assert np.array_equal(unpack(pack(numbers, bits), bits), numbers)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -107,26 +101,6 @@ def test_gather_returns_what_mlx_dequantizes():
         assert np.array_equal(mine, np.array(theirs))
 
 
-def test_copy_and_zero_act_on_all_planes():
-    spec = KVSpec(2, 2, 64, "float16", 4, k_bits=8, v_bits=4)
-    backend, _, _ = filled(spec, 4)
-    backend.copy_blocks(np.array([[2, 1, 4]]))
-    assert np.array_equal(backend.export_blocks([1]), backend.export_blocks([2])) and backend.export_blocks([1]).any()
-    backend.zero([2])
-    assert not backend.export_blocks([2]).any()
-
-
-def test_attend_reads_the_dequantized_tokens():
-    spec = KVSpec(1, 2, 64, "float32", 4, k_bits=4, v_bits=8)
-    backend, _, _ = filled(spec)
-    dense = NumpyBackend(KVSpec(1, 2, 64, "float32", 4), 4)
-    k, v = backend.gather(0, [2, 3], 8)
-    dense.write(dense.prepare(StepArrays(slot_mapping=8 + np.arange(8))), 0, k, v)
-    q = np.random.default_rng(3).standard_normal((1, 4, 64))
-    plan = StepArrays(np.array([[2, 3]]), np.array([8]), np.array([0, 1]))
-    assert np.array_equal(backend.attend(backend.prepare(plan), 0, q), dense.attend(dense.prepare(plan), 0, q))
-
-
 # ---------------------------------------------------------------------- specs
 
 
@@ -138,22 +112,6 @@ def test_bytes_of_a_quantized_token_are_those_of_its_format():
     assert sizes == (2 * elements, 1.0625 * elements, 0.5625 * elements)
     assert [plane.name for plane in int8.stored_planes] == ["k", "k_scales", "k_biases", "v", "v_scales", "v_biases"]
     assert int8.storage == "float16, keys 8 bits, values 8 bits, groups of 64"
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_planes_of_a_quantized_spec_cover_every_element_once(layout):
-    spec = KVSpec(2, 3, 64, "float16", 4, layout=layout, k_bits=8, v_bits=8, quant_group_size=32)
-    seen: dict[tuple[str, int], np.ndarray] = {}
-    for layer in range(2):
-        for plane in spec.stored_planes:
-            at = spec.plane_layout(plane.name, 5)
-            base = seen.setdefault((at.array, layer if at.per_layer else 0), np.zeros(int(np.prod(at.shape)), int))
-            width = plane.itemsize_nbytes if layout == "block" else 1  # its base array has bytes
-            block, slot, head, d = np.ogrid[:5, :4, :3, : plane.dim]
-            where = at.offset + layer * at.layer_stride + block * at.block_stride + slot * at.slot_stride
-            elements = (where + head * at.head_stride + d).ravel()
-            np.add.at(base, (width * elements[:, None] + np.arange(width)).ravel(), 1)
-    assert all((base == 1).all() for base in seen.values())
 
 
 @pytest.mark.parametrize(
@@ -174,11 +132,10 @@ def test_specs_that_cannot_be_quantized_are_refused(wrong, error, message):
         KVSpec(1, 2, 64, **wrong)
 
 
-def test_a_plan_for_a_model_counts_quantized_bytes():
-    config = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128}
-    config |= {"model_type": "llama", "dtype": "float16"}
-    dense, _ = describe_plan(config, "1GiB")
-    int8, text = describe_plan(config, "1GiB", k_bits=8, v_bits=8)
-    assert int8["token_nbytes"] * 2 == dense["token_nbytes"] * 1.0625 and "keys 8 bits, values 8 bits" in text
-    assert int8["num_blocks"] == int(1.0 * 2**30) // int8["block_nbytes"]
-    assert blocks_for("1MiB", KVSpec(1, 1, 64, k_bits=4, v_bits=4)).num_blocks == 2**20 // (16 * 2 * 36)
+def test_half_a_step_is_the_most_that_quantization_takes():
+    x = np.random.default_rng(1).standard_normal((50, 2, 64)).astype(np.float32)
+    for bits in (4, 8):
+        words, scales, biases = quantize(x, 64, bits)
+        off = np.abs(dequantize(words, scales, biases, bits) - x)
+        step = np.abs(scales)
+        assert (off <= 0.5001 * step + 1e-6).mean() > 0.99  # the far end may be clipped where 0 was made a step

@@ -51,18 +51,6 @@ def test_state_slots_hold_what_a_dict_of_bytes_holds(xp, seed):
         assert [row.tobytes() for row in found] == [held[slot] for slot in range(NUM_SLOTS)], what
 
 
-def test_arrays_that_were_read_are_copies(xp):
-    slots = StateSlots(ARRAYS, 2, xp)
-    for array in slots.read([0, 1]):
-        array[0] = 1
-    assert not slots.export_slots([0, 1]).any()
-
-
-def test_numpy_arrays_have_the_dtypes_of_the_state():
-    found = [array.dtype.name for array in StateSlots(ARRAYS, 2).read([0])]
-    assert found == ["float32", "int64", "uint16", "float16", "uint8", "int32"]
-
-
 REFUSED = [
     (lambda s, x: s.read([NUM_SLOTS]), IndexError, r"\[read\] slot 7 does not exist, the limit is 7"),
     (lambda s, x: s.read([-2]), IndexError, r"\[read\] slot -2 does not exist"),

@@ -32,13 +32,3 @@ def test_baselines_and_kvpool_give_the_same_slots():
         assert plan.slot_mapping.tolist() == slots.tolist() == slot_mapping.tolist()
         assert plan.seq_lens.tolist() == seq_lens.tolist()
     assert [pool.table(handle).tolist() for handle in handles] == [python.tables[seq_id] for seq_id in ids]
-
-
-def test_floor_gives_every_block_back():
-    floor, ids = Floor(8, rows=3, width=4), np.empty(4, np.int32)
-    floor.set_lengths([64])  # four blocks
-    floor.alloc(ids)
-    assert sorted(ids.tolist()) == [4, 5, 6, 7]
-    floor.free(ids)
-    floor.alloc(ids)
-    assert sorted(ids.tolist()) == [4, 5, 6, 7]

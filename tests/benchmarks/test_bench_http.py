@@ -1,13 +1,8 @@
-"""``python -m benchmarks.http``: clients against servers that do wrong on purpose, the judge by hand, and the gates."""
+"""``python -m benchmarks.http``: the judge by hand, the gates, and both servers."""
 
 from __future__ import annotations
 
 import json
-import os
-import socket
-import threading
-import time
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,9 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks.command import main
-from benchmarks.http import command, harm, report
-from benchmarks.http.judge import Answer, Result, read, result
-from benchmarks.http.servers import Server, send
+from benchmarks.http import command, report
+from benchmarks.http.judge import Answer, Result, read
 from benchmarks.http.workload import Chat, Shape
 
 SMALL = Shape(requests=3, rate=200.0, systems=2, system_tokens=8, user="5", output="uniform:3:6")
@@ -25,109 +19,6 @@ SMALL = Shape(requests=3, rate=200.0, systems=2, system_tokens=8, user="5", outp
 
 def piece(text):
     return b"data: " + json.dumps({"choices": [{"delta": {"content": text}}]}).encode() + b"\n\n"
-
-
-def honest(asked):
-    """The pieces of an answer: as many characters as were asked for, here and there two at a time."""
-    yield from [b": waiting\n\n", piece("ab"), *([piece("c")] * (asked["max_tokens"] - 2)), b"data: [DONE]\n\n"]
-
-
-def one_lost(asked):
-    yield from honest(asked | {"max_tokens": asked["max_tokens"] - 1})
-
-
-def cut(asked):
-    yield from list(honest(asked))[:-1]
-
-
-def silent(asked):
-    yield piece("a")
-    time.sleep(2)
-
-
-def told_an_error(asked):
-    yield from [piece("a"), b'data: {"error": {"message": "no"}}\n\n', b"data: [DONE]\n\n"]
-
-
-def paused(asked):
-    for number, one in enumerate(honest(asked)):
-        if number == 2:  # the second piece of text
-            time.sleep(0.2)
-        yield one
-
-
-@contextmanager
-def serving(answer, status=b"200 OK", chunked=False):
-    """A server of this process, which answers with the pieces that `answer` makes of a body."""
-
-    def talk(line):
-        with line, line.makefile("rb") as read:
-            length = 0
-            while (head := read.readline().strip()) != b"":
-                if head.lower().startswith(b"content-length:"):
-                    length = int(head.split()[1])
-            asked = json.loads(read.read(length))
-            framing = b"Transfer-Encoding: chunked\r\n" if chunked else b""
-            line.sendall(b"HTTP/1.1 " + status + b"\r\n" + framing + b"Connection: close\r\n\r\n")
-            for one in answer(asked):
-                line.sendall(b"%x\r\n%b\r\n" % (len(one), one) if chunked else one)
-            if chunked:
-                line.sendall(b"0\r\n\r\n")
-
-    def accept():
-        while True:
-            try:
-                line, _ = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=talk, args=(line,), daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=accept, daemon=True).start()
-        yield Server(os.getpid(), listener.getsockname()[1])
-        listener.shutdown(socket.SHUT_RDWR)
-
-
-def run(answer, limit=20.0, **how):
-    with serving(answer, **how) as server:
-        return result(*send(server, SMALL.chats(), limit))
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-def test_an_honest_server_has_no_failures_and_every_character_has_times(chunked):
-    found = run(honest, chunked=chunked)
-    assert found.failures == []
-    assert [len(answer.text) for answer in found.answers] == [chat.max_tokens for chat in SMALL.chats()]
-    for chat, answer in zip(SMALL.chats(), found.answers, strict=True):
-        assert answer.due == chat.at
-        assert len(answer.times) == len(answer.cpu_times) == len(answer.text)
-        assert chat.at <= answer.times[0] and answer.times == sorted(answer.times)
-        assert answer.due_cpu <= answer.cpu_times[0] and answer.cpu_times == sorted(answer.cpu_times)
-    assert found.as_json()["tokens"] == sum(chat.max_tokens for chat in SMALL.chats())
-    assert found.cpu > 0 and found.clients_cpu > 0
-
-
-@pytest.mark.parametrize(
-    ("answer", "how", "said"),
-    [
-        (one_lost, {}, "tokens of"),
-        (cut, {}, "no end"),
-        (cut, {"chunked": True}, "no end"),
-        (silent, {"limit": 0.5}, "TimeoutError"),
-        (told_an_error, {}, "an error in the stream"),
-        (honest, {"status": b"503 Busy"}, "status 503"),
-    ],
-)
-def test_a_server_that_does_wrong_is_a_failure_for_every_request(answer, how, said):
-    found = run(answer, **how)
-    assert len(found.failures) == SMALL.requests
-    assert all(said in failure for failure in found.failures)
-    assert found.num_tokens == 0
-
-
-def test_a_pause_in_a_stream_is_between_its_tokens_and_takes_no_cpu_time():
-    told = run(paused).as_json()
-    assert told["itl_ms_p99"] >= 200 > told["itl_cpu_ms_p99"]
 
 
 # ------------------------------------------------------------------------------------------- by hand
@@ -139,8 +30,17 @@ def test_an_answer_is_read_from_its_bytes_whatever_pieces_they_come_in():
     cuts = (0, 1, len(head) + 20, len(head) + len(piece("x")), len(head) + len(body) - 3, len(head + body))
     pieces = [(float(i), 10.0 + i, (head + body)[a:b]) for i, (a, b) in enumerate(pairwise(cuts))]
     asked = Chat(0.5, "s", "u", 3).as_json()
-    found = read(asked, {"sent": 0.6, "sent_cpu": 9.0, "pieces": pieces, "error": None})
-    assert found == Answer(0.5, 9.0, "xyz", [2.0, 3.0, 3.0], [12.0, 13.0, 13.0], None)
+    given = {"sent": 0.6, "sent_cpu": 9.0, "error": None}
+    assert read(asked, given | {"pieces": pieces}) == Answer(
+        0.5, 9.0, "xyz", [2.0, 3.0, 3.0], [12.0, 13.0, 13.0], None
+    )
+    for wrong, said in (
+        ((head + body).replace("yz", "y"), "tokens of"),
+        (head + body.replace("data: [DONE]\n\n", ""), "no end"),
+        ((head + body).replace("200 OK", "503 Busy"), "status 503"),
+        (head + 'data: {"error": {"message": "no"}}\n\n' + body, "an error in the stream"),
+    ):
+        assert said in read(asked, given | {"pieces": [(1.0, 11.0, wrong)]}).failure
 
 
 def test_latencies_are_counted_from_the_time_when_a_request_was_due():
@@ -193,29 +93,6 @@ def test_each_gate_is_missed_by_its_own_fault(change, missed):
     assert all(any(name.startswith(one) for name in wrong) for one in missed)
     if "failures" not in missed:  # a wrong answer has no figures
         assert len(wrong) == len(missed)
-
-
-def test_a_request_that_holds_others_up_misses_its_gate(monkeypatch):
-    """Time of the process passes in a server that computes a long answer before all others."""
-    turn = threading.Lock()
-
-    def in_turn(asked):
-        with turn:
-            end = time.process_time() + asked["max_tokens"] / 4e3
-            while time.process_time() < end:
-                pass
-        yield from honest(asked)
-
-    monkeypatch.setattr(harm, "OTHERS", SMALL)
-    monkeypatch.setattr(harm, "HARM", {"a long answer": Chat(0.0, "", "a", 1600)})
-    with serving(in_turn) as server:
-        monkeypatch.setattr(harm, "started", lambda *_: nullcontext(server))
-        (gate,) = harm.gates("it", (), "", 1)
-    assert not gate.holds and gate.value > 1.2, gate
-    with serving(one_lost) as server:
-        monkeypatch.setattr(harm, "started", lambda *_: nullcontext(server))
-        (gate,) = harm.gates("it", (), "", 1)
-    assert not gate.holds and "tokens of" in gate.note
 
 
 @pytest.mark.parametrize(

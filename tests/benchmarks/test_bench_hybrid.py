@@ -61,15 +61,7 @@ def test_policies_with_enough_bytes_find_their_last_checkpoint(policy, hits):
     assert policy(case_of(trace, state_nbytes=16), 10**6) == 16 * hits
 
 
-def test_window_is_found_only_where_its_whole_tail_is():
-    case = case_of(turns(4, 8, 8), window=32, window_nbytes=1)
-    assert peers.vllm_windows(case, 10**6) == 16 * (4 + 8)
-    assert peers.vllm_windows(case, 16 * 12) == 16 * (4 + 8)  # 8 of KV, 2 tails of 2
-    assert peers.vllm_windows(case, 16 * 9) == 0  # the tail of the first leaves for the second request
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("divisor", [2, 4, 8])
+@pytest.mark.parametrize(("seed", "divisor"), [(0, 2), (1, 8)])
 def test_no_policy_finds_more_than_full_attention_or_the_bound(seed, divisor):
     trace = synthetic_trace(seed, sessions=24)
     case = case_of(trace, state_nbytes=64)

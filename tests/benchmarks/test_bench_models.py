@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 from mlx_models import on_cpu
 
-from benchmarks.models import command, gates, held, report, subjects, times
+from benchmarks.models import command, gates, held, report, subjects
 from benchmarks.models.kept import Kept
 from benchmarks.models.subjects import Beside
 from kvpool.adapters.mlx_lm import install
@@ -70,12 +70,6 @@ def test_bytes_of_filled_caches_are_those_of_a_run(name, num_rows):
     assert held.held(model, num_rows, 300) == really_held(model, num_rows, 300)
 
 
-@pytest.mark.parametrize("name", ["llama4", "deepseek_v41"])
-def test_bytes_of_a_class_without_batches_are_those_of_a_run(name):
-    model = subjects.tiny(name, windows=False)
-    assert held.held(model, 1, 300) == really_held(model, 1, 300)
-
-
 def test_bytes_of_every_file_are_at_most_those_of_mlx_lm():
     gate = gates.bytes_gate(subjects.FILES, Kept(None, 0, print))
     print(gate)
@@ -92,40 +86,6 @@ def test_one_budget_holds_seven_times_the_sequences_of_gemma_4_31b():
 
 
 # ------------------------------------------------------------------------------------------------------- time
-
-
-def test_run_that_was_ended_is_continued(monkeypatch, tmp_path):
-    made, file = [], tmp_path / "gates.jsonl"
-
-    def measure(kv, num_rows, repetitions):
-        made.append(num_rows)
-        if len(made) == 3:
-            raise KeyboardInterrupt
-        return Beside(1.0, len(made)), Beside(1.0, len(made))
-
-    def decided(repetitions):
-        said = []
-        kept = Kept(file, repetitions, said.append)
-        return list(gates.time_gates("lfm2", [1, 2], repetitions, kept)), said
-
-    monkeypatch.setattr(subjects, "medium", subjects.tiny)
-    monkeypatch.setattr(times, "measure", measure)
-    with pytest.raises(KeyboardInterrupt):
-        decided(1)
-    file.write_text(file.read_text() + '{"name": "deco')  # and in the middle of a line
-    found, said = decided(1)
-    assert made == [1, 2, 1, 1, 2] and [gate.value for gate in found] == [1, 1, 2, 2, 4, 4, 5, 5]
-    assert [line.partition(":")[0] for line in said] == [gate.name for gate in found]
-    assert decided(1)[0] == found and len(made) == 5
-    assert decided(2)[0] != found and len(made) == 9
-
-
-def test_times_are_those_of_two_caches_of_one_model():
-    with times.installed(subjects.tiny("lfm2"), 2, 3) as kv:
-        measured = times.measure(kv, 2, 3)
-        gc.collect()
-        assert all(0 < one.stock < 60 and 0 < one.pool < 60 for one in measured)
-        assert kv.summary().sequences == 0 and kv.summary().blocks_peak >= 2 * times.CHUNK // 16
 
 
 # ------------------------------------------------------------------------------------------------ the command

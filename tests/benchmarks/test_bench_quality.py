@@ -1,4 +1,4 @@
-"""`python -m benchmarks.quality`: its tables, its simulator, its gates and the faults that they catch."""
+"""`python -m benchmarks.quality`: its tables, its training, its gates and the faults that they catch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import json
 import numpy as np
 import pytest
 import quality_library
-from quality_simulator import Simulated
 
 from benchmarks.command import main
 from benchmarks.gate import Gate, as_text, held
 from benchmarks.quality import command, corpus, documents, gates, models, policies, subjects, tables, training
 from benchmarks.quality.answers import Answer, Quality, more
 from benchmarks.quality.network import Pass, Shape, initial
-from benchmarks.quality.policies import UNLIMITED, Policy, h2o
+from benchmarks.quality.policies import UNLIMITED
 from benchmarks.quality.settings import TABLES, Settings
 from benchmarks.quality.training import Recipe, Stage
 
@@ -43,55 +42,9 @@ def small(monkeypatch, text):
 
 
 @pytest.fixture(scope="module")
-def simulated():
-    """A model with random weights."""
-    return Simulated(SMALL, initial(SMALL, np.random.default_rng(2)))
-
-
-@pytest.fixture(scope="module")
-def asked(simulated, tmp_path_factory):
-    """The same model as mlx-lm runs it."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    training.save(folder, SMALL.config(), simulated.weights)
-    model = models.Model(str(folder), has_tokenizer=False)
-    model.model.load_weights([(name, mx.array(w)) for name, w in simulated.weights.items()])  # not in float16
-    return model
-
-
-@pytest.fixture(scope="module")
 def some(text):
     """Documents of 96 tokens."""
     return documents.planted(text, 96, 2, 2)
-
-
-# ------------------------------------------------------------------------------------------------ simulator
-
-
-def test_unlimited_policy_equals_one_pass_over_all_tokens(simulated, some):
-    found = simulated.answer(some.tokens, UNLIMITED)
-    run = Pass(SMALL, simulated.weights, some.tokens[:, :-1])
-    _, expected = run.loss(some.tokens[:, 1:], np.ones((4, 95), np.float32))
-    np.testing.assert_allclose(found.nats, expected, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["rotating", "h2o", "block", "random"])
-def test_a_budget_that_is_never_reached_changes_nothing(simulated, some, kind):
-    whole = simulated.answer(some.tokens, UNLIMITED)
-    found = simulated.answer(some.tokens, Policy(kind, 96, 48))
-    np.testing.assert_array_equal(found.nats, whole.nats)
-    assert found.nbytes == whole.nbytes
-
-
-CHECKED = [UNLIMITED, *policies.compared(64)[1:6], h2o(40, 4), h2o(40).stored(8, 4), UNLIMITED.stored(4, 8)]
-
-
-@pytest.mark.parametrize("policy", CHECKED, ids=lambda policy: f"{policy.name} {policy.bits}")
-def test_model_equals_the_simulator(simulated, asked, some, policy, monkeypatch):
-    monkeypatch.setattr(models, "PREFILL", 1)  # a chunk is one look at the scores
-    found, expected = asked.answer(some.tokens, policy), simulated.answer(some.tokens, policy)
-    np.testing.assert_allclose(found.nats, expected.nats, atol=1e-4)
-    if policy.kind in ("h2o", "block") or policy.k_bits:  # mlx-lm's own are allocated in steps
-        assert found.nbytes == expected.nbytes
 
 
 def test_bytes_of_a_token_are_those_of_the_format():
@@ -100,36 +53,6 @@ def test_bytes_of_a_token_are_those_of_the_format():
 
 
 # ---------------------------------------------------------------------------------------------------- rows
-
-
-def test_documents_ask_for_definitions_more_than_half_a_document_away(some):
-    for tokens, recalled in zip(some.tokens, some.recalled, strict=True):
-        defined = np.flatnonzero((tokens >= corpus.BYTES + corpus.KEYS) & ~recalled)
-        for place in np.flatnonzero(recalled):
-            first = defined[tokens[defined] == tokens[place]][0]
-            assert place - first > 48
-    assert some.seeds.tolist() == [0, 0, 1, 1]
-    assert some.take(1).seeds.tolist() == [0, 1]
-
-
-def test_documents_for_any_tokenizer_ask_at_their_end(text):
-    from kvpool.adapters.mlx_lm import tiny
-
-    tokenizer = tiny.make()[1]
-    found = documents.written(text, tokenizer, 512, 2, 1, keys=4)
-    for tokens, recalled in zip(found.tokens, found.recalled, strict=True):
-        said = tokenizer.decode(tokens.tolist())
-        first, _, rest = said.partition("# key K")
-        assert len(first) < 20
-        head, tail = rest[:200], said[-80:]
-        for line in tail.split("\n"):
-            if line.startswith("# key K"):
-                assert line.removeprefix("# key K") in head
-        assert tokenizer.decode(tokens[recalled].tolist()).split() == [
-            line.split("=")[1].strip() for line in tail.split("\n") if line.startswith("# key K")
-        ]
-    with pytest.raises(ValueError, match=r"\[documents\] 8 keys take \d+ tokens, too many of 256"):
-        documents.written(text, tokenizer, 256, 1, 1)
 
 
 def test_quality_is_counted_seed_by_seed():
@@ -143,6 +66,29 @@ def test_quality_is_counted_seed_by_seed():
     difference, error = more(np.array([1.0, 2.0, 3.0]), np.array([0.0, 0.0, 0.0]))
     assert difference == 2 and error == pytest.approx(3**-0.5)
     assert more(np.array([1.0]), np.array([0.0])) == (1.0, float("inf"))
+
+
+# ----------------------------------------------------------------------------------------------- training
+
+
+def test_training_learns_is_repeatable_and_is_kept(text, tmp_path):
+    recipe = Recipe(shape=SMALL, stages=(Stage(25, 4, 48), Stage(5, 2, 96, 2)), warm_up=5)
+    seen = []
+    folder = training.trained(tmp_path / "cache", recipe, text, lambda step, recall, other: seen.append((step, other)))
+    assert [step for step, _ in seen] == list(range(1, 31))
+    assert seen[-1][1] < 0.9 * seen[0][1]
+    assert training.trained(tmp_path / "cache", recipe, text, lambda *told: pytest.fail("trained again")) == folder
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [folder.name]
+
+
+def test_the_checkpoint_is_one_of_mlx_lm(tmp_path):
+    from mlx_lm.utils import load_model
+
+    weights = initial(SMALL, np.random.default_rng(3))
+    training.save(tmp_path, SMALL.config(), weights)
+    model, _ = load_model(tmp_path)
+    tokens = np.arange(20, dtype=np.int32)[None]
+    np.testing.assert_allclose(np.array(model(mx.array(tokens))), Pass(SMALL, weights, tokens).logits(), atol=2e-5)
 
 
 # --------------------------------------------------------------------------------------------------- gates
@@ -190,16 +136,6 @@ def test_a_gate_that_is_missed_says_so(changed, missed):
 
 
 # ------------------------------------------------------------------------------------------------- command
-
-
-def test_the_command_prints_every_table_and_draws(small, capsys, tmp_path):
-    picture = tmp_path / "quality.png"
-    args = ["--context", "256", "--samples", "1", "--seeds", "1", "--cache-dir", str(tmp_path)]
-    assert main(command, [*args, "--plot", str(picture), "--tables", "max_kv"]) == 0
-    out = capsys.readouterr().out
-    for said in ("rotating (keep 4)", "H2O heavy", "block eviction", "unlimited"):
-        assert said in out
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_json_has_every_table_and_gates_decide_the_exit_status(small, capsys, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.quality --model`: a checkpoint from end to end, and models with caches of their own."""
+"""`python -m benchmarks.quality --model`: a checkpoint from end to end."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import quality_library
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, KVCache
 
 from benchmarks.command import main
 from benchmarks.quality import command, corpus, documents, models, policies
-from benchmarks.quality.policies import UNLIMITED, Policy, h2o, rotating
+from benchmarks.quality.policies import UNLIMITED, rotating
 from kvpool.adapters.mlx_lm import tiny
 
-CONTEXT, KEYS, WINDOW = 256, 3, 64  # a byte is a token: more keys do not fit
+CONTEXT, KEYS = 256, 3  # a byte is a token: more keys do not fit
 ASKED = ["--context", str(CONTEXT), "--seeds", "1", "--samples", "1"]
 
 
@@ -31,16 +31,6 @@ def checkpoint(tmp_path_factory):
     """A llama with random weights and a tokenizer of bytes."""
     folder = tmp_path_factory.mktemp("checkpoint")
     tiny.save(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def windowed(tmp_path_factory):
-    """The same, but for its first layer, which sees a window."""
-    folder = tmp_path_factory.mktemp("windowed")
-    tiny.save(folder)
-    types = ["sliding_attention", "full_attention", "full_attention"]
-    (folder / "config.json").write_text(json.dumps(tiny.CONFIG | {"layer_types": types, "sliding_window": WINDOW}))
     return folder
 
 
@@ -75,23 +65,7 @@ def test_command_measures_a_checkpoint_in_its_own_tokens(short, text, checkpoint
     assert all((half - 16) * each <= row["kv_bytes"] <= half * each for row in rows[2:])
 
 
-def test_unlimited_policy_equals_the_models_own_caches(windowed, text):
-    model = models.Model(str(windowed))
-    with model.caches(UNLIMITED, 1, CONTEXT) as (caches, _):
-        assert [type(cache) for cache in caches] == [RotatingKVCache, KVCache, KVCache]
-        assert caches[0].max_size == WINDOW
-    tokens = documents.written(text, model.tokenizer, CONTEXT, 1, 1, keys=KEYS).tokens
-    found = model.answer(tokens, UNLIMITED)
-    np.testing.assert_allclose(found.nats.mean(), whole_pass(model, tokens).mean(), atol=0.02)
-    assert found.nbytes < CONTEXT * UNLIMITED.bytes_per_token(2, (32, 32), 3)
-
-
-def test_policies_are_refused_where_their_caches_do_not_go(checkpoint, windowed, monkeypatch):
-    model = models.Model(str(windowed))
-    with pytest.raises(ValueError, match=r"^\[quality\] layer 0 uses RotatingKVCache, random stands in for KVCache"):
-        model.check([UNLIMITED, h2o(64), Policy("random", 64, 32)])
-    model.check([UNLIMITED, *(p for p in policies.compared(64) if p.kind in ("h2o", "block"))])
-
+def test_policies_are_refused_where_their_caches_do_not_go(checkpoint, monkeypatch):
     plain = models.Model(str(checkpoint))
     plain.check(policies.compared(64))
     with pytest.raises(ValueError, match=r"^\[KVSpec\] head_dim is 32, not a multiple of quant_group_size 64"):

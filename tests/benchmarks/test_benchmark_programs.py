@@ -42,10 +42,6 @@ def test_gates_of_a_program_decide_the_exit_status_of_all(monkeypatch, capsys):
     assert statuses(monkeypatch, [], eviction=1) == (programs, 0)
 
 
-def test_arguments_for_pytest_leave_the_programs_out(monkeypatch):
-    assert statuses(monkeypatch, ["--gates", "-k", "fork"], eviction=1) == ([], 0)
-
-
 def test_every_row_of_the_table_runs():
     records = whole.run_benchmarks([])
     rows = {record["row"] for record in records if "row" in record}

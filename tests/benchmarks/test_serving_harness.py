@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.serving.harness import SimulatedClock, Tick, WallClock, serve, serve_side_by_side
-from benchmarks.serving.metrics import latencies, percentiles, summarize, usage
+from benchmarks.serving.harness import SimulatedClock, Tick, serve
+from benchmarks.serving.metrics import latencies
 from benchmarks.serving.phases import find_phases
 from benchmarks.serving.slots import SlotServer
 from benchmarks.serving.workload import Workload
@@ -49,18 +47,6 @@ def test_continuous_batching_fills_a_place_as_soon_as_it_is_free():
     assert record.wall == 4
 
 
-def test_idle_time_is_skipped():
-    work = workload((2, 1, 1), (10, 1, 2))
-    record = run(SlotServer(4), work)
-    assert times_of(record) == {0: [3], 1: [11, 12]}
-    assert record.wall == 10
-    clock = WallClock()
-    clock.skip_to(1000.0)
-    assert 1000 <= clock.now() < 1100
-    clock.skip_to(5.0)  # it does not go back
-    assert clock.now() >= 1000
-
-
 def test_latencies_by_hand():
     """A arrives at 0.5 and is seen at tick 1 (until 2); ticks take 1 s."""
     work = workload((0, 1, 2), (0.5, 1, 3))
@@ -70,24 +56,6 @@ def test_latencies_by_hand():
     assert found["ttft"].tolist() == [1, 1.5]
     assert found["tpot"].tolist() == [1, 1]
     assert found["itl"].tolist() == [1, 1, 1]
-
-
-def test_a_prompt_longer_than_a_chunk_takes_several_ticks_and_no_decode_waits_for_it():
-    work = workload((0, 1, 5), (1, 10, 1))
-    record = run(SlotServer(2, prefill_chunk=4), work)
-    assert record.column("prefill_tokens").tolist() == [1, 4, 4, 2, 0]
-    assert times_of(record) == {0: [1, 2, 3, 4, 5], 1: [4]}
-
-
-def test_work_after_the_last_tick_of_a_turn_is_cpu_time_of_its_server():
-    class Late(SlotServer):
-        def settle(self):
-            end = time.process_time() + 0.02
-            while time.process_time() < end:
-                pass
-
-    late, prompt = serve_side_by_side([(Late(2), FOUR), (SlotServer(2), FOUR)])
-    assert summarize(late, find_phases(late))["cpu_seconds"] >= 0.02 > prompt.settled
 
 
 def test_a_server_that_loses_tokens_is_detected():
@@ -141,13 +109,6 @@ def test_phases_by_hand():
     assert phases.steady.tokens_per_sec == pytest.approx(4 / 22)
 
 
-def test_spikes_are_counted_by_factor_and_by_seconds():
-    seconds = [1, 1, 1, 1, 1, 1, 1, 6, 5, 1]
-    record = scripted(RAMPED, seconds)
-    phases = find_phases(record)
-    assert (phases.spikes.tolist(), phases.spike_seconds, phases.spike_threshold) == ([7], 6, 5)
-
-
 # --------------------------------------------------------------------------------------------- properties
 
 
@@ -183,44 +144,3 @@ def test_every_run_adds_up(work, slots, chunk, target):
     assert sum(part.seconds for part in parts) == pytest.approx(total)
     assert not record.column("prefill_tokens")[phases.tail.first :].any()
     assert (record.column("decodes")[: phases.ramp.last] < max(phases.level, 1)).all()
-
-
-@settings(max_examples=60, deadline=None)
-@given(values=st.lists(st.floats(0, 1e6), min_size=1, max_size=50))
-def test_percentiles_are_those_of_sorted_values(values):
-    """By the definition: linear between the two values around rank (n - 1) * p."""
-    found = percentiles("x", np.array(values))
-    ordered = sorted(values)
-    for p in (50, 95, 99):
-        rank = (len(values) - 1) * p / 100
-        low = int(rank)
-        high = min(low + 1, len(values) - 1)
-        expected = ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
-        assert found[f"x_p{p}"] == pytest.approx(expected, rel=1e-9, abs=1e-9)
-    assert percentiles("x", np.zeros(0)) == {"x_p50": None, "x_p95": None, "x_p99": None}
-
-
-def test_the_summary_has_numbers_of_its_record():
-    record = run(SlotServer(2, slot_blocks=3), FOUR)
-    found = summarize(record, find_phases(record)) | usage(record, token_nbytes=10)
-    assert found["tokens"] == 8
-    assert found["tokens_per_sec"] == 2
-    assert found["ttft_ms_p50"] == 1500  # of 1, 1, 2, 4 s
-    assert found["decode_tick_ms_p50"] == 1000
-    assert found["blocks_in_use_peak"] == 6
-    assert found["blocks_in_use_mean"] == 6  # both slots are taken in every tick
-    assert found["paged_kv_bytes_read"] == 10 * (2 + 2 + 3 + 4 + 4 + 5 + 5 + 4)
-
-
-def test_samples_are_sequences_of_their_request():
-    class Twice(SlotServer):
-        def describe(self):
-            tick = super().describe()
-            tick.emitted = np.concatenate([2 * tick.emitted, 2 * tick.emitted + 1])
-            return tick
-
-    work = workload((0, 1, 2), (1, 1, 1))
-    work = Workload("twice", work.arrivals, work.prompts, work.max_tokens, samples=2)
-    record = run(Twice(2), work)
-    assert times_of(record) == {0: [1, 2], 1: [1, 2], 2: [2], 3: [2]}
-    assert latencies(record)["ttft"].tolist() == [1, 1, 1, 1]

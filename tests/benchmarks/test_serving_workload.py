@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
@@ -37,41 +35,12 @@ def test_lengths_are_read_and_drawn_within_their_limits(text, kind, first, last,
     assert np.median(drawn) == pytest.approx((first + last) / 2 if kind == "uniform" else first, abs=1)
 
 
-def test_poisson_arrivals_are_seeded_ascending_and_of_their_rate():
-    lengths = Lengths.parse("2")
-    one, again, other = (
-        make_workload(lengths, lengths, requests=5000, rate=50, seed=seed).arrivals for seed in (7, 7, 8)
-    )
-    assert np.array_equal(one, again)
-    assert not np.array_equal(one, other)
-    gaps = np.diff(one, prepend=0)
-    assert gaps.min() >= 0
-    assert gaps.mean() == pytest.approx(1 / 50, rel=0.05)
-    assert gaps.std() == pytest.approx(1 / 50, rel=0.1)  # exponential: as large as the mean
-
-
-def test_the_rate_does_not_change_the_requests():
-    prompt, output = Lengths.parse("lognormal:8:0.7"), Lengths.parse("uniform:1:9")
-    slow, fast = (make_workload(prompt, output, requests=30, rate=rate) for rate in (1, math.inf))
-    assert same(slow, fast)
-
-
 def test_a_target_of_tokens_takes_the_least_number_of_requests():
     output = Lengths.parse("uniform:1:30")
     for samples in (1, 3):
         work = make_workload(Lengths.parse("4"), output, tokens_target=1000, samples=samples)
         assert work.num_tokens >= 1000 > work.num_tokens - samples * work.max_tokens[-1]
         assert same(work, make_workload(Lengths.parse("4"), output, requests=len(work), samples=samples))
-
-
-def test_a_shared_prefix_is_shared_and_nothing_else_is():
-    work = make_workload(Lengths.parse("9"), Lengths.parse("1"), requests=20, shared_prefix=40, vocab_size=10_000)
-    prompts = np.array(work.prompts)
-    assert prompts.shape == (20, 49)
-    assert prompts.dtype == np.int32
-    assert (prompts[:, :40] == prompts[0, :40]).all()
-    assert len(np.unique(prompts[:, 40])) > 10
-    assert work.longest == 50
 
 
 @pytest.mark.parametrize("scale", [1, 7])

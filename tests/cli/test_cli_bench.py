@@ -18,28 +18,6 @@ def facts_of(capsys, *argv):
     return json.loads(capsys.readouterr().out)
 
 
-def test_plain_allocator_shares_and_frees_what_the_core_does():
-    plain = allocator.PlainAllocator()
-    name = plain.open()
-    assert plain.step([name], 20)[2].size == 20 and len(plain.tables[name]) == 2
-    child = plain.fork(name)
-    plain.close(name)
-    assert plain.references[plain.tables[child][0]] == 1
-    plain.close(child)
-    assert sorted(plain.free_ids) == list(range(allocator.NUM_BLOCKS)) and not any(plain.references)
-
-
-def test_plain_allocator_gives_the_slots_of_its_tables():
-    plain = allocator.PlainAllocator(64, 4, reserved=1)
-    names = [plain.open() for _ in range(3)]
-    for name, num_tokens in zip(names, (3, 4, 9), strict=True):
-        plain.step([name], num_tokens)
-    tables, lens, slots = plain.step(names)
-    assert lens.tolist() == [4, 5, 10]
-    assert tables.tolist() == [[1, 0, 0], [2, 6, 0], [3, 4, 5]]
-    assert slots.tolist() == [1 * 4 + 3, 6 * 4 + 0, 5 * 4 + 1]
-
-
 def test_allocator_rows_stand_beside_plain_python(capsys, monkeypatch):
     monkeypatch.setattr(allocator, "PROMPT", 64)
     rows = facts_of(capsys, "allocator", "--repetitions", "1")["rows"]

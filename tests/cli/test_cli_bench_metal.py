@@ -36,20 +36,6 @@ def test_every_case_and_block_size_has_a_row(fake, capsys):
     assert found["left_out"] == []
 
 
-def test_the_table_has_a_line_for_each_row_and_names_what_is_left_out(fake, capsys):
-    assert main(["bench", "metal", *TINY, *BLOCKS, "--dtype", "float16,bfloat16", "--max-memory", "90000"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "no GPU" in lines[0] and lines[1].split() == [
-        *("dtype", "group", "batch", "context", "block", "paged", "dense", "gathered", "GB/s", "copy")
-    ]
-    out = [line for line in lines if line.startswith("left out")]
-    assert out == [
-        f"left out: {dtype} 2 x 40, 2 query heads per KV head: more than --max-memory"
-        for dtype in ("float16", "bfloat16")
-    ]
-    assert len(lines) == 2 + 2 * (8 - 2) + 2
-
-
 def test_the_sweep_prints_the_settings_that_took_least(fake, monkeypatch, capsys, tmp_path):
     """Times are made up, and so is what is best; its file is one that the kernels read."""
     wanted = {"SIMDGROUPS": 4, "ROW_DIMS_MAX": 1024, "PART_TOKENS": 128, "PARTS_MAX": 32}

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from benchmarks.command import main
 from benchmarks.gate import Gate
 from benchmarks.serving import command, gates
-from benchmarks.serving.runs import Bench, make_bench
+from benchmarks.serving.runs import Bench
 from benchmarks.serving.settings import Settings
 
 NULL = ["--model", "null", "--requests", "30", "--shared-prefix", "40"]
@@ -40,39 +39,6 @@ def test_json_has_every_number_by_name_and_simulated_time_is_the_same_every_time
     assert one["blocks_leaked"] == 0
     for run in one["runs"].values():
         assert sum(run["phases"][name]["tokens"] for name in ("ramp", "steady", "tail")) == one["workload"]["tokens"]
-
-
-def test_the_seed_the_target_and_the_samples_reach_the_workload(capsys):
-    base = served(capsys)
-    assert served(capsys, "--seed", "2")["workload"]["tokens"] != base["workload"]["tokens"]
-    assert served(capsys, "--samples", "3")["workload"]["tokens"] == 3 * base["workload"]["tokens"]
-    assert served(capsys, "--samples", "3")["COW_clones_per_token"] > 0
-    args = ["--model", "null", "--tokens-target", "500", "--json", "--against", "none"]
-    assert main(command, args) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert 500 <= found["workload"]["tokens"] < 700
-    assert found["stock_tokens_per_sec"] is None
-
-
-def test_a_trace_is_served(capsys, tmp_path):
-    path = tmp_path / "trace.jsonl"
-    rows = [{"timestamp": 100 * i, "input_length": 600, "output_length": 30, "hash_ids": [0, i]} for i in range(1, 6)]
-    path.write_text("\n".join(json.dumps(row) for row in rows))
-    args = ["--model", "null", "--trace", str(path), "--trace-scale", "4", "--json"]
-    assert main(command, args) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["workload"]["prompt_tokens"] == 5 * 150
-    assert found["hit_rate"] > 0
-
-
-@pytest.mark.long
-def test_the_table_and_the_picture(capsys, tmp_path):
-    path = tmp_path / "run.png"
-    assert main(command, [*NULL, "--plot", str(path)]) == 0
-    out = capsys.readouterr().out
-    for text in ("kvpool", "slots of the longest", "ramp", "steady", "tail", "spikes"):
-        assert text in out
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -107,53 +73,7 @@ def test_a_model_is_served_beside_stock_with_the_same_tokens(capsys):
     assert found["paged_kv_bytes_read"] > 0
 
 
-@pytest.mark.parametrize("shared_prefix", [32, 0])
-def test_stock_computes_a_shared_prefix_once_with_the_prompt_cache_of_its_server(shared_prefix):
-    lm = pytest.importorskip("benchmarks.serving.lm", reason="it runs models of mlx-lm")
-    model, vocab_size = lm.load("tiny")
-    nbytes = lm.block_nbytes(model, 16)
-    rng = np.random.default_rng(3)
-    shared = rng.integers(0, vocab_size, 32)
-    prompts = [np.append(shared, rng.integers(0, vocab_size, 8)).astype(np.int32) for _ in range(6)]
-    tokens, computed = [], []
-    for prefix in (shared_prefix, 0):
-        server = lm.StockServer(model, 2, chunk=32, block_nbytes=nbytes, shared_prefix=prefix)
-        for number, prompt in enumerate(prompts):
-            server.add(number, prompt, 5)
-        computed.append(0)
-        while server.is_busy:
-            server.tick()
-            computed[-1] += server.describe().prefill_tokens
-        tokens.append(server.tokens)
-        server.close()
-    assert tokens[0] == tokens[1]
-    assert computed[1] >= 6 * 39 and (computed[0] <= computed[1] - 4 * 32) == (shared_prefix > 0)
-
-
 # ------------------------------------------------------------------------------------------------- gates
-
-
-def test_scheduler_and_pool_keep_up_with_a_million_tokens_a_second():
-    gate = gates.null_gate(rounds=3, steps=60)
-    assert gate.holds, gate
-
-
-def test_a_slow_scheduler_misses_the_gate(monkeypatch):
-    """A third of a millisecond more for each step is too much."""
-    from time import process_time
-
-    from kvpool import Scheduler
-
-    schedule = Scheduler.schedule
-
-    def slow(self):
-        end = process_time() + 4e-4
-        while process_time() < end:
-            pass
-        return schedule(self)
-
-    monkeypatch.setattr(Scheduler, "schedule", slow)
-    assert not gates.null_gate(rounds=2, steps=40).holds
 
 
 def fake_run(rate=2.0, cpu_rate=2.0, tokens="same", blocks=1, ratio=1.0, spikes=()):
@@ -184,16 +104,6 @@ def test_each_gate_beside_stock_is_missed_by_its_own_fault(monkeypatch, fault, m
     found = gates.compared("a row", Bench(Settings("tiny", shared_prefix=16, repetitions=3, num_blocks=8), None))
     wrong = [gate.name for gate in found if not gate.holds]
     assert len(wrong) == len(missed) and all(one in name for one, name in zip(missed, wrong, strict=True)), wrong
-
-
-def test_stock_has_the_budgets_of_the_engine():
-    lm = pytest.importorskip("benchmarks.serving.lm", reason="it runs models of mlx-lm")
-    bench = make_bench(Settings("tiny", requests=4, prompt="300", output="4", max_batch=4, chunk=64, shared_prefix=0))
-    for name in ("kvpool", "stock"):
-        assert bench.batch(name) == 4
-        record = bench.run(name).record
-        assert 48 <= record.column("prefill_tokens").max() <= 64 + 4  # with the places of rows that do not decode yet
-    assert lm.PROMPTS == 8  # of the server of mlx-lm; here four prompts share 64 tokens
 
 
 def test_gates_decide_the_exit_status(capsys, monkeypatch):

@@ -140,10 +140,8 @@ def test_stats_go_to_stderr(capsys, expected):
         (["--prompt", ""], "--prompt: it is empty"),
         (["--prompt", "-", "--prompt", "-"], "--prompt -: standard input can be read only once"),
         (["--temperature", "nan"], "--temperature nan: out of range, at least 0"),
-        (["--temperature", "-1"], "--temperature -1: out of range, at least 0"),
         (["--temperature", "warm"], "--temperature warm: not a number"),
         (["--top-p", "0"], "--top-p 0: out of range, above 0 and at most 1"),
-        (["--top-p", "1.1"], "--top-p 1.1: out of range, above 0 and at most 1"),
         (["--max-tokens", "-5"], "--max-tokens -5: out of range"),
         (["--max-tokens", "9000"], "prompt 1: 1 prompt tokens and 9000 more, the model takes 8192"),
         (["--max-tokens", "900", "--memory", "100000"], "1 prompt tokens and 900 more, memory holds "),
@@ -162,7 +160,6 @@ def test_stats_go_to_stderr(capsys, expected):
         (["--speculate", "4", "--arch", "mamba2"], "--model tiny: speculate: the pool has a state group"),
         (["--num-blocks", "9", "--memory", "1MiB"], "--memory and --num-blocks exclude each other"),
         (["--memory", "lots"], "generate: --memory lots: 'lots' is not a size"),
-        (["--memory", "1"], "generate: --memory 1: "),
         (["--model", "/no/such/folder"], "--model /no/such/folder: no such folder"),
         (["--model", "nothing"], "--model nothing: no such folder, and no repository of the form owner/name"),
     ],
@@ -251,13 +248,6 @@ def test_interrupt_prints_what_every_sample_has(capsys, interrupted):
 def test_interrupt_prints_the_best_of_a_beam_so_far(capsys, interrupted):
     assert generate("--prompt", PROMPTS[0], "--beam", "3") == 130
     assert len(capsys.readouterr().out) > 10
-
-
-def test_samples_without_text_are_left_out_after_an_interrupt(capsys, interrupted):
-    interrupted += [1] * 19  # one step, which gives no text to the first prompt
-    assert generate("--prompt", "a" * 300, "--prompt", PROMPTS[0], "--chunk", "64") == 130
-    head, text, end = capsys.readouterr().out.split("\n")
-    assert head == "=== prompt 2" and text and not end
 
 
 def test_interrupt_prints_the_text_that_waited_for_a_sample_without_text(capsys, interrupted):

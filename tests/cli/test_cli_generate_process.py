@@ -49,12 +49,3 @@ def test_text_comes_while_it_is_made_and_stays_after_an_interrupt(start):
     text = (begun + rest).decode()
     assert text.endswith("\n") and 50 <= len(text) < 8000
     assert "tokens in" in said.decode() and said.decode().endswith("kvpool generate: interrupted\n")
-
-
-@pytest.mark.long
-def test_prompt_that_cannot_end_is_refused_before_a_pool_is_made(start):
-    process = start("--max-tokens", "99999999")
-    out, said = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, out) == (2, b"")
-    text = "kvpool generate: prompt 1: 5 prompt tokens and 99999999 more, the model takes 8192\n"
-    assert said.decode() == text

@@ -57,12 +57,6 @@ def test_server_of_a_model_with_states_answers_as_the_stock_model(arch, tmp_path
     assert status == 0 and "stopped, 0 blocks in use" in errors, errors
 
 
-def test_server_prints_its_address_and_model(server):
-    assert server.facts["model"] == "tiny" and server.facts["route"] == "fused"
-    assert (server.facts["num_blocks"], server.facts["block_size"]) == (40, 8)
-    assert server.get("/health")[0] == server.get("/ready")[0] == 200
-
-
 def test_metrics_are_served_as_prometheus_wants_them(server):
     server.post("/v1/completions", GREEDY)
     status, content_type, text = server.get("/metrics")
@@ -224,14 +218,6 @@ def test_request_that_ends_by_a_stop_string_has_times(server):
     after = server.idle_metrics()
     for name in ("request", "queue", "time_to_first_token"):
         assert after[f"kvpool_{name}_seconds_count"] == before[f"kvpool_{name}_seconds_count"] + 2
-
-
-@pytest.mark.parametrize("command", ["serve", "doctor"])
-def test_commands_refuse_arguments_that_they_do_not_know(capsys, command):
-    with pytest.raises(SystemExit) as status:
-        main([command, *(["--model", "tiny"] if command == "serve" else []), "--no-such-option"])
-    assert status.value.code == 2
-    assert "unrecognized arguments: --no-such-option" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("drafts", [["--speculate", "4"], ["--speculate", "3", "--draft-model", "tiny"]])

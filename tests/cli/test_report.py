@@ -95,18 +95,6 @@ def test_a_machine_without_metal_says_so_in_every_part(capsys):
     assert all("not run: there is no Metal device here" in lines for lines in parts.values())
 
 
-def test_kernels_are_named_as_mlx_compiles_them(fake, monkeypatch):
-    kernels = set()
-    kernel = report.naming(kernels)(name="one", input_names=["x"], output_names=["y"], source="y[0] = x[0];")
-    x = mx.array([3.0])
-    call = {"inputs": [x], "output_shapes": [(1,)], "output_dtypes": [mx.float32]}
-    (y,) = kernel(**call, template=[("N", 2)], grid=(1, 1, 1), threadgroup=(1, 1, 1))
-    assert y.tolist() == [3.0] and kernels == {"custom_kernel_one__2_floatc_float"}
-    module = type("Module", (), {"max_threads": staticmethod({"custom_kernel_one__2_floatc_float": 640}.__getitem__)})
-    monkeypatch.setattr("kvpool_backends.mlx.native.load", lambda: module)
-    assert report.threads(kernels) == "at least 640 threads (custom_kernel_one__2_flo)"
-
-
 def test_predictions_agree_with_what_others_published():
     """Within a fifth, and all of them within 5 % on average; not short calls, which cost more, and not an Ultra."""
     ratios = []
@@ -127,9 +115,3 @@ def test_predictions_follow_the_chip_and_the_shape():
         assert predict.paged_seconds(gpu, shape) > least < predict.dense_seconds(gpu, shape)
     assert predict.gpu_of("Apple M4 Max", 32) == predict.GPUS["M4 Max"]._replace(cores=32)
     assert predict.gpu_of("AMD Radeon") is None
-
-
-def test_the_page_of_predictions_needs_no_mac(capsys):
-    assert main(["bench", "metal", "--predict"]) == 0
-    text = capsys.readouterr().out
-    assert all(f"\n{name} " in text for name in predict.GPUS) and predict.ASSUMPTIONS in text

@@ -5,7 +5,6 @@ Without its look for signals the call would go on for the four fifths of it that
 
 import os
 import signal
-import threading
 import time
 
 import numpy as np
@@ -141,19 +140,3 @@ def test_attend_in_a_child_that_the_handler_has_forked_says_so(on_alarm):
     np.testing.assert_array_equal(found, expected)
     _, status = os.waitpid(children[0], 0)
     assert os.waitstatus_to_exitcode(status) == 0
-
-
-@pytest.mark.long
-def test_attend_in_another_thread_asks_for_no_signals():
-    prefill, found = Prefill(1), []
-    expected = prefill.attend()
-    thread = threading.Thread(target=lambda: found.append(prefill.attend()))
-    former = signal.signal(signal.SIGALRM, lambda signum, frame: None)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
-        thread.start()
-        thread.join()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, former)
-    np.testing.assert_array_equal(found[0], expected)

@@ -215,13 +215,6 @@ ALL_BITS = np.arange(65536, dtype=np.uint16)
 
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_every_16_bit_number_survives_a_write_as_float32(dtype, isa):
-    values = as_float32(ALL_BITS.view(NUMPY[dtype]), dtype)
-    np.testing.assert_array_equal(write_and_read(isa, dtype, values), values)
-
-
-@pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("side", ["below", "at", "above"])
 def test_midpoints_of_all_16_bit_numbers_round_to_nearest_even(dtype, side, isa):
     """Halfway to the next number of the dtype, and the float32 numbers beside that: 65,536 of each."""
@@ -244,10 +237,3 @@ def test_every_16_bit_number_is_converted_between_dtypes(given_dtype, dtype, isa
     given = ALL_BITS.view(NUMPY[given_dtype])
     values = as_float32(given, given_dtype)
     np.testing.assert_array_equal(write_and_read(isa, dtype, values, given), round_to(values, dtype))
-
-
-@pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_random_bits_of_float32_round_like_the_oracle(dtype, isa):
-    x = np.random.default_rng(5).integers(0, 2**32, 2**18, dtype=np.uint32).view(np.float32)
-    np.testing.assert_array_equal(write_and_read(isa, dtype, x), round_to(x, dtype))

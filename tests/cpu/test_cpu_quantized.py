@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from quantized_rows import FLOATS, rows
+from quantized_rows import FLOATS, near_ties, rows
 
 from kvpool.config import LAYOUTS, KVSpec
 from kvpool.protocol import AttentionOptions, StepArrays
@@ -48,18 +48,9 @@ def test_write_stores_the_bytes_of_the_reference(bits, group, given, dtype, isa)
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("bits", [4, 8])
 def test_write_near_ties_rounds_as_a_division_does(bits, isa):
-    """Elements a unit or two of the last place around (n + 1/2) * scale: 1 / scale times them would often be wrong."""
     spec = KVSpec(1, 1, 64, "float32", 16, k_bits=bits, v_bits=bits)
     mine, reference = pair(spec, 65, isa=isa)
-    rng = np.random.default_rng(SEED)
-    steps = 2**bits - 1
-    x = np.empty((1024, 1, 64), np.float32)
-    for row in x[:, 0]:
-        low, high = np.float32(-rng.random() - 0.5), np.float32(rng.random() + 0.2)
-        scale = low / np.rint(low / ((high - low) / np.float32(steps)))
-        ties = low + (rng.integers(0, steps, 64) + 0.5) * np.abs(scale)
-        row[:] = np.clip(ties.astype(np.float32) * (1 + rng.integers(-2, 3, 64) * 2.0**-24), low, high)
-        row[:2] = low, high
+    x = near_ties(np.random.default_rng(SEED), 1024, bits)
     plan = StepArrays(slot_mapping=np.arange(1024) + 16)
     mine.write(mine.prepare(plan), 0, x, x)
     reference.write(reference.prepare(plan), 0, x, x)
@@ -116,19 +107,6 @@ def test_elements_with_gaps_are_stored_and_gathered_like_others(spec, isa):
     outs = [np.zeros((32, 2, 64, 2), np.float32)[..., 0] for _ in "kv"]
     mine.store.gather(0, np.arange(2), *outs)
     assert all(map(np.array_equal, outs, mine.gather(0, [0, 1])))
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_write_of_a_group_that_is_not_finite_stores_nan(bad):
-    spec = KVSpec(1, 1, 64, "float16", 4, k_bits=8, v_bits=4, quant_group_size=32)
-    for isa in isas():
-        mine, reference = pair(spec, 2, isa=isa)
-        k = np.ones((1, 1, 64), np.float32)
-        k[0, 0, 40] = bad
-        for backend in (mine, reference):
-            backend.write(backend.prepare(StepArrays(slot_mapping=np.array([5]))), 0, k, k)
-            for x in backend.gather(0, [1]):
-                assert np.isnan(x[1, 0, 32:]).all() and (x[1, 0, :32] == 1).all()
 
 
 # ---------------------------------------------------------------------- whole blocks
@@ -188,7 +166,7 @@ def check(spec, length, num_queries, group, make_options=lambda rng, heads: None
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("length", [64, 65, 333, 1024, 4096])
+@pytest.mark.parametrize("length", [65, 333, 4096])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_fused_decode_equals_dequantize_then_dense(bits, length, sinks):
     spec = KVSpec(1, 2, 128, "bfloat16", 16, k_bits=bits, v_bits=bits)
@@ -218,18 +196,6 @@ def test_chunks_are_right(k_bits, v_bits, isa):
 
 
 @pytest.mark.parametrize("num_queries", [1, 20])
-def test_options_work_on_quantized_tokens(num_queries):
-    spec = KVSpec(1, 2, 64, "float32", 16, k_bits=8, v_bits=4)
-    check(
-        spec, 150, num_queries, 2,
-        lambda rng, heads: AttentionOptions(
-            window=100, soft_cap=3.0, sinks=rng.standard_normal(heads), alibi_slopes=rng.random(heads),
-            mask=np.where(rng.random((num_queries, 150)) < 0.3, -np.inf, 0.5),
-        ),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("num_queries", [1, 20])
 def test_masked_tokens_that_are_nan_never_matter(num_queries):
     spec = KVSpec(1, 1, 64, "float16", 4, k_bits=8, v_bits=8)
     mine, _, plan, rng = context(spec, 40, num_queries)
@@ -241,15 +207,6 @@ def test_masked_tokens_that_are_nan_never_matter(num_queries):
     mine.write(mine.prepare(StepArrays(slot_mapping=np.array([plan.block_tables[0, 1] * 4 + 3]))), 0, nan, nan)
     assert np.array_equal(mine.attend(mine.prepare(plan), 0, q, options=AttentionOptions(mask=mask)), expected)
     assert np.isnan(mine.attend(mine.prepare(plan), 0, q)).any()
-
-
-def test_a_row_has_the_same_bits_on_any_number_of_threads():
-    spec = KVSpec(1, 2, 64, "float16", 16, k_bits=8, v_bits=4)
-    one, _, plan, _ = context(spec, 3000, 1)
-    q = np.ones((1, 4, 64), np.float32)
-    several = CPUBackend(spec, one.num_blocks, num_threads=3)
-    several.import_blocks(np.arange(one.num_blocks), everything(one))
-    assert np.array_equal(one.attend(one.prepare(plan), 0, q), several.attend(several.prepare(plan), 0, q))
 
 
 # ---------------------------------------------------------------------- compaction

@@ -1,8 +1,7 @@
-"""What the tests of decode and of chunks share: cases in which factors meet pairwise, and a store full of NaN."""
+"""What the tests of decode and of chunks share: factors of cases, and a store full of NaN."""
 
 from __future__ import annotations
 
-from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -27,29 +26,6 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "layout": ("NHD", "HND", "stacked"),
     "tokens": ("float32", "float16", "bfloat16"),
 }
-
-
-def pairwise(factors: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
-    """Cases in which any two values of any two factors meet: each time the best of 40 random candidates."""
-    rng = np.random.default_rng(SEED)
-    names = list(factors)
-    missing = {
-        ((a, i), (b, j))
-        for a, b in combinations(names, 2)
-        for i, j in product(range(len(factors[a])), range(len(factors[b])))
-    }
-    cases = []
-    while missing:
-        (a, i), (b, j) = min(missing)
-        best: tuple[set[Any], dict[str, int]] = (set(), {})
-        for _ in range(40):
-            pick = {name: int(rng.integers(len(values))) for name, values in factors.items()} | {a: i, b: j}
-            met = missing & set(combinations(((name, pick[name]) for name in names), 2))
-            if len(met) > len(best[0]):
-                best = met, pick
-        missing -= best[0]
-        cases.append({name: factors[name][index] for name, index in best[1].items()})
-    return cases
 
 
 class Pool:

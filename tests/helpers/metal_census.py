@@ -1,12 +1,8 @@
-"""Which last tiles the tests of attention see, by kernel and block size: tiles before it in its run, tokens in it.
-
-``PYTHONPATH=tests python tests/helpers/metal_census.py`` prints the census, and fails if a pair is missing.
-"""
+"""Which last tiles the tests of attention see, by kernel and block size: tiles before it in its run, tokens in it."""
 
 from __future__ import annotations
 
 import functools
-import sys
 
 import numpy as np
 from metal_cases import Batch
@@ -51,19 +47,3 @@ def contexts(kernel: str, block_size: int) -> tuple[int, ...]:
     for length, pair in zip(lengths, last_tiles(batch_of(kernel, block_size, lengths)), strict=True):
         found.setdefault(pair, length)
     return tuple(sorted(found.values()))
-
-
-def main() -> int:
-    """Print a line for each kernel and block size."""
-    missing = 0
-    for kernel in SMALL:
-        for block_size in BLOCK_SIZES:
-            rows = contexts(kernel, block_size)
-            found = set(last_tiles(batch_of(kernel, block_size, rows)))
-            missing += len(PAIRS - found)
-            print(f"{kernel:16} blocks of {block_size:2}: {len(found)} of {len(PAIRS)} pairs in {len(rows)} contexts")
-    return missing > 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

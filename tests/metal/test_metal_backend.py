@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from metal_engine import StandIn, recording
+from metal_engine import recording
 from mlx_families import FAMILIES
 from mlx_models import VOCAB, batch_tokens, on_cpu, random_prompts, solo_tokens
 from test_mlx_native import built, looking_in  # noqa: F401  (a fixture)
@@ -148,24 +148,6 @@ def test_padding_tokens_beside_long_chunks_are_zero(make):
     assert (out[90:] == 0).all()
 
 
-def test_long_contexts_are_split_and_equal_float64(metal, monkeypatch):
-    monkeypatch.setattr(metal_route.MetalAttention, "part_tokens", 32)
-    fill(metal, SPEC, [100, 3, 33]).check((1, 3, 8), 4, "parts")
-
-
-def test_a_row_gets_the_same_bits_in_any_batch(metal, monkeypatch):
-    monkeypatch.setattr(metal_route.MetalAttention, "part_tokens", 32)
-    contexts, q_lens = [90, 50, 7], [1, 40, 5]
-    filled = fill(metal, SPEC, contexts)
-    plan, q = filled.plan(q_lens), mx.array(filled.queries(q_lens, 4).astype(np.float32))
-    together = np.array(filled.backend.attend(filled.backend.prepare(plan), 0, q))
-    for row in range(3):
-        tokens = slice(plan.cu_q_lens[row], plan.cu_q_lens[row + 1])
-        one = StepArrays(plan.block_tables[row : row + 1], plan.seq_lens[row : row + 1], np.array([0, q_lens[row]]))
-        alone = filled.backend.attend(filled.backend.prepare(one), 0, q[tokens])
-        np.testing.assert_array_equal(alone, together[tokens])
-
-
 # ---------------------------------------------------------------------------------- steps, and their order
 
 
@@ -239,7 +221,8 @@ def test_sinks_of_a_layer_are_read_once(monkeypatch):
     assert first[0].sinks.tolist() == [0.5, 1.0]
 
 
-def test_install_compiles_the_kernels_of_all_lengths(engine, monkeypatch):
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
+def test_install_compiles_the_kernels_of_all_lengths(engine, monkeypatch, name):
     """A request after `install` builds nothing: not a longer context, not a longer chunk, not one query."""
     monkeypatch.setattr(metal_route.MetalAttention, "part_tokens", 32)
     kernels = set()
@@ -250,7 +233,7 @@ def test_install_compiles_the_kernels_of_all_lengths(engine, monkeypatch):
         return MLXBackend(spec, num_blocks, native=False, metal_kernel=factory)
 
     monkeypatch.setattr(kvpool_backends.mlx, "MLXBackend", make)
-    model = FAMILIES["gpt_oss"]()
+    model = (FAMILIES | {"deepseek_v3": tiny_deepseek})[name]()
     with install(model, 60, block_size=8, fused=True):
         warm = frozenset(kernels)
         assert len(warm) >= 4
@@ -287,17 +270,6 @@ def test_contexts_of_empty_rows_are_empty(make):
     assert [x.shape for x in backend.read(empty, 0)] == [(2, 2, 0, 8), (2, 2, 0, 8)]
 
 
-def test_steps_that_settle_copy_nothing(make):
-    backend = make(SPEC, 40)
-    for value in range(5):
-        arrays, x = step(backend, 1 + value, value)
-        for layer in range(2):
-            backend.write(arrays, layer, x, x)
-            mx.eval(backend.attend(arrays, layer, x))
-        assert backend.settle() == 0
-    assert backend.memory().pool_copies == 0
-
-
 # ------------------------------------------------------------------------------------------------- warmup
 
 
@@ -326,28 +298,6 @@ def test_after_warmup_no_kernel_is_new(engine, monkeypatch, options, scores):
     assert not new, "\n".join(map(str, new))
 
 
-@pytest.mark.parametrize(
-    ("spec", "num_q_heads"),
-    [(KVSpec(1, 2, 64, "float16", 16), 32), (KVSpec(1, 1, 64, "float16", 16, v_head_dim=32, latent=True), 16)],
-)
-def test_after_warmup_for_all_lengths_decode_and_chunks_of_long_contexts_compile_nothing(spec, num_q_heads):
-    kernels, launched = set(), StandIn().factory(0)
-    backend = MLXBackend(spec, 200, native=False, metal_kernel=recording(launched, kernels))
-
-    def attend(num_queries, context):
-        tables = np.arange(-(-context // 16), dtype=np.int32)[None]
-        step = backend.prepare(StepArrays(tables, np.array([context]), np.array([0, num_queries])))
-        mx.eval(backend.attend(step, 0, mx.zeros((num_queries, num_q_heads, spec.query_dim), mx.float16)))
-
-    with on_cpu():
-        attend(1, 1)  # a first call says how many heads there are
-        backend.warmup(())
-        warm = frozenset(kernels)
-        for num_queries, context in ((1, 300), (1, 3000), (4, 3000), (8, 3000)):
-            attend(num_queries, context)
-    assert kernels == warm
-
-
 # --------------------------------------------------------------------------------------- the choice of route
 
 
@@ -372,7 +322,7 @@ PACKED = KVSpec(1, 2, 64, "float32", 8, k_bits=8, v_bits=4, quant_group_size=32)
 
 
 @pytest.mark.parametrize("spec", [SPEC, PACKED], ids=["dense", "packed"])
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0.32"])
+@pytest.mark.parametrize("version", ["0.31.2", "1.0.32"])
 def test_another_mlx_must_pass_a_self_check_on_every_route(
     engine, built, monkeypatch, caplog, version, spec  # noqa: F811
 ):
@@ -457,9 +407,7 @@ def tiny_deepseek():
 def test_fused_tokens_of_mlx_lm_equal_stock(make, monkeypatch, name):
     model, prompts = (FAMILIES | {"deepseek_v3": tiny_deepseek})[name](), random_prompts((3, 40, 9))
     stock = [solo_tokens(model, prompt, 5) for prompt in prompts]
-    monkeypatch.setattr(
-        kvpool_backends.mlx, "MLXBackend", lambda spec, num_blocks, **_: make(spec, num_blocks)
-    )
+    monkeypatch.setattr(kvpool_backends.mlx, "MLXBackend", lambda spec, num_blocks, **_: make(spec, num_blocks))
     with install(model, 60, block_size=8, fused=True) as kv:
         assert kv.is_fused and kv.backend.route == "metal"
         assert batch_tokens(model, prompts, 5) == stock

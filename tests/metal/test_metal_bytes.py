@@ -65,15 +65,6 @@ def test_the_preferred_layout_wastes_no_line(counting_engine, head_dim, kv_heads
     assert transactions <= 1.1 * needed_bytes(batch) / LINE
 
 
-@pytest.mark.parametrize(("group", "head_dim"), [(1, 128), (2, 64), (6, 128), (8, 256), (16, 128), (16, 256)])
-def test_decode_reads_once_per_group_of_query_heads(counting_engine, group, head_dim):
-    batch = Batch(dtype="float16", head_dim=head_dim, group=group, kv_heads=2, seq_lens=(100, 33), part_tokens=64)
-    run = counted(batch, counting_engine)[0]
-    assert run.kernel.startswith(f"custom_kernel_kvpool_{batch.tiles.kernel}")
-    assert batch.tiles.kernel == ("paged_attention" if group * max(head_dim, 128) <= 1024 else "paged_matrix")
-    assert run.reads["k_pool"].bytes + run.reads["v_pool"].bytes == needed_bytes(batch)
-
-
 @pytest.mark.parametrize(("group", "queries"), [(4, 2), (2, 4), (1, 8)])
 def test_a_small_window_reads_once_for_as_many_queries_as_fit(counting_engine, group, queries):
     batch = Batch(dtype="float16", head_dim=128, group=group, seq_lens=(150,), q_lens=(queries,))
@@ -104,13 +95,6 @@ def test_barriers_do_not_depend_on_the_context(counting_engine):
         counts.add((run.threadgroup_barriers, run.simdgroup_barriers))
     assert len(counts) == 1
     assert counts.pop()[1] == 0
-
-
-@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (16, 64), (1, 256), (16, 256), (8, 192)])
-def test_threadgroup_memory_stays_below_the_limit(counting_engine, group, head_dim):
-    batch = Batch(dtype="float16", head_dim=head_dim, group=group, kv_heads=1, seq_lens=(40,))
-    (run,) = counted(batch, counting_engine)
-    assert run.threadgroup_memory <= 20 * 1024  # of 32 KiB
 
 
 @pytest.mark.parametrize("features", [(), FEATURES])

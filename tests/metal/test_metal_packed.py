@@ -4,7 +4,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from metal_engine import launch_in_place
-from metal_packed import BITS, STORED, PackedBatch, bits_of, packed, rows_at
+from metal_packed import STORED, PackedBatch, bits_of, packed, rows_at
+from quantized_rows import near_ties
 
 from kvpool.config import KVSpec
 from kvpool.testing.dense import quantized, round_to, stored_bytes
@@ -23,18 +24,6 @@ def tokens(rng, shape):
     ):
         x[i::8] = change(x[i::8])
     x[6::8] *= 1e3
-    return x
-
-
-def near_ties(rng, num_tokens, bits, size):
-    """Float32 elements a unit or two of the last place around (n + 1/2) * scale."""
-    x = np.empty((num_tokens, 1, size), np.float32)
-    for row in x[:, 0]:
-        low, high = np.float32(-rng.random() - 0.5), np.float32(rng.random() + 0.2)
-        scale = low / np.rint(low / ((high - low) / np.float32(2**bits - 1)))
-        ties = low + (rng.integers(0, 2**bits - 1, size) + 0.5) * np.abs(scale)
-        row[:] = np.clip(ties.astype(np.float32) * (1 + rng.integers(-2, 3, size) * 2.0**-24), low, high)
-        row[:2] = low, high
     return x
 
 
@@ -124,7 +113,7 @@ def test_write_serves_layouts_by_strides(layout, vectors):
 def test_write_near_ties_rounds_as_a_division_does(bits):
     spec = KVSpec(1, 1, 64, "float32", 8, k_bits=bits)
     for seed in range(4):
-        x = near_ties(np.random.default_rng(seed), 16, bits, 64)
+        x = near_ties(np.random.default_rng(seed), 16, bits)
         check_write(spec, x=x, schedules=(0,))
 
 
@@ -221,7 +210,3 @@ def test_copy_blocks_copies_every_plane(layout, plane, width):
             instrumented=schedule == 4,
         )
         np.testing.assert_array_equal(array, expected)
-
-
-def test_bits_of_every_kind_are_in_the_tests():
-    assert {bits for pair in BITS for bits in pair} == {None, 4, 8}

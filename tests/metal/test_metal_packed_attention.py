@@ -61,15 +61,6 @@ def test_decode_is_within_1e_3_from_64_to_4096_tokens(engine, bits, features):
     check_decode(engine.factory(1), bits, features=features, dtype="float16")
 
 
-def test_decode_in_float32_has_the_digits_of_float32(engine):
-    check_decode(engine.factory(2), contexts=(64, 700), size=32, head_dim=128)
-
-
-def test_windows_of_queries_and_every_option(engine):
-    batch = batch_of((4, 8), dtype="float16", seq_lens=(100, 17), q_lens=(3, 2), features=FEATURES, part_tokens=64)
-    batch.check(batch.run(engine.factory(3)))
-
-
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_every_pair_of_choices_equals_float64(engine, choice):
     choice = shape_of(choice)

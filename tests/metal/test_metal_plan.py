@@ -85,11 +85,6 @@ def test_cuts_of_a_row_do_not_depend_on_the_batch(rows, which, queries):
     assert {cut for cut in cuts[0] if 0 <= cut[0] < num_queries} == cuts[1]
 
 
-def test_contexts_up_to_one_part_are_direct():
-    assert planned([(64, 1), (1, 1), (60, 2)])[0].direct
-    assert not planned([(65, 1), (1, 1)])[0].direct
-
-
 def test_a_long_context_has_a_bounded_number_of_parts():
     for context in (2560, 2561, 16_384, 32_769, 100_000, 1_000_000):
         work, *_ = planned([(context, 1)])
@@ -109,49 +104,21 @@ def test_a_long_context_has_a_bounded_number_of_parts():
 def test_what_parts_leave_stays_small_beside_keys_and_values(spec, group):
     tiles = head_tiles(spec, group, 1)
     for context in (1000, 16_384, 131_072):
-        work = plan_attention(
-            np.array([context]), np.array([0, 1]), 1, tiles=tiles, **parts_of(spec, tiles)
-        )
+        work = plan_attention(np.array([context]), np.array([0, 1]), 1, tiles=tiles, **parts_of(spec, tiles))
         sums = len(work.items) * group * (spec.result_dim + 4) * 4 * 2
         assert sums <= 0.5 * context * spec.token_nbytes / spec.num_kv_heads
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_models_with_few_kv_heads_have_more_parts(kv_heads):
-    """From 16k tokens on at least 3 threadgroups for each of 40 cores, and never more than 128 parts."""
-    spec = KVSpec(1, kv_heads, 128)
-    tiles = head_tiles(spec, 8, 1)
-    for context in (16_384, 20_000, 131_072):
-        work = plan_attention(
-            np.array([context]), np.array([0, 1]), 1, tiles=tiles, **parts_of(spec, tiles)
-        )
-        assert len(work.items) <= 128 and len(work.items) * kv_heads >= min(120, 64 * kv_heads)
-
-
-@pytest.mark.parametrize("context", [700, 5000, 131_072])
-@pytest.mark.parametrize("queries", [1, 4, 32, 300])
-def test_sums_of_parts_are_few_beside_keys_and_values(context, queries):
-    """A row of a part is read and written, 132 floats; a token is 512 bytes of K and V: at most 2.2 rows a token."""
-    work, *_ = planned([(max(context, queries), queries)])
-    parts = 0 if work.direct else int(work.parts[:, 2].sum()) * 4
-    tokens = int((work.items[:, 7] - work.items[:, 6]).sum())
-    assert parts * 132 * 8 <= tokens * 512 * 0.3
-
-
-# Cores of Apple's GPUs: the smallest and the largest of a generation's classes.
-CORES = {"M1": 8, "M5": 10, "M4 Pro": 20, "M1 Max": 32, "M4 Max": 40, "M5 Max": 40, "M2 Ultra": 76, "M3 Ultra": 80}
-
-
-@pytest.mark.parametrize("gpu", CORES)
+@pytest.mark.parametrize("cores", [8, 40, 80])  # of Apple's GPUs: the smallest, the largest, an Ultra
 @pytest.mark.parametrize("group", [1, 4, 8])
-def test_one_sequence_has_threadgroups_for_every_core(gpu, group):
+def test_one_sequence_has_threadgroups_for_every_core(cores, group):
     """Eight KV heads and one query: 4 threadgroups a core from 2k tokens on, 2 of an Ultra."""
     spec = KVSpec(1, 8, 128, "float16", 16)
     tiles = head_tiles(spec, group, 1)
     for context in (*range(512, 8193, 8), 16_384, 20_481, 131_072):
         work = plan_attention(np.array([context]), np.array([0, 1]), 1, tiles=tiles)
-        per_core = len(work.items) * tiles.groups * spec.num_kv_heads / CORES[gpu]
-        assert per_core >= (0.8 if context < 2048 else 4 if CORES[gpu] <= 40 else 2)
+        per_core = len(work.items) * tiles.groups * spec.num_kv_heads / cores
+        assert per_core >= (0.8 if context < 2048 else 4 if cores <= 40 else 2)
 
 
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17, 32, 71)

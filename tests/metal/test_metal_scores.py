@@ -7,10 +7,9 @@ import os
 
 import numpy as np
 import pytest
-from metal_cases import FEATURES, Batch, pairwise
+from metal_cases import FEATURES, Batch
 from metal_engine import StandIn
-
-from kvpool_backends.mlx import metal_kernels
+from pairwise import pairwise
 
 KINDS = ("raw", "mass")
 TOLERANCE = 1e-5  # of scores: queries and keys are exact in every dtype
@@ -121,13 +120,6 @@ def test_raw_scores_cost_one_store_of_four_bytes_per_position(counting_engine, g
         assert stores.transactions == stores.full_transactions == 4 * positions // 128
 
 
-def test_ragged_rows_store_what_they_have(counting_engine):
-    runs = []
-    batch = Batch(dtype="float16", head_dim=128, group=2, seq_lens=(200, 33, 1), q_lens=(1, 4, 0))
-    batch.run_with_scores(counting_engine.factory(0, runs=runs), "raw")
-    assert runs[0].writes["exported"].bytes == 4 * batch.kv_heads * (200 + 33)
-
-
 def test_mass_lays_aside_one_score_per_query_head_and_position(counting_engine):
     runs = []
     batch = Batch(dtype="float16", head_dim=128, group=2, seq_lens=(150, 150), q_lens=(1, 3), part_tokens=64)
@@ -137,15 +129,6 @@ def test_mass_lays_aside_one_score_per_query_head_and_position(counting_engine):
 
 
 # --------------------------------------------------------------------------------------------------- text
-
-
-def test_kinds_are_other_kernels_under_other_names():
-    described = []
-    kernels = metal_kernels.MetalKernels(Batch().spec, 4, lambda **what: described.append(what))
-    for name in ("paged_attention", *(f"paged_attention_{kind}" for kind in KINDS)):
-        kernels._kernel(name)
-    assert len({what["name"] for what in described}) == 3
-    assert [what["output_names"] for what in described] == [["out"], ["out", "exported"], ["out", "exported"]]
 
 
 @pytest.mark.long

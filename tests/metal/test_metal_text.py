@@ -130,22 +130,14 @@ def test_metal_would_take_the_texts_of_attention(choice, features):
         batch.check(batch.run(StandIn().factory(0, lint=True)))
 
 
-@pytest.mark.parametrize("rows", [1, 9])
-def test_metal_would_take_the_text_of_gather(rows):
-    batch = Batch(seq_lens=(9,) * rows)
-    kernels = MetalKernels(batch.spec, batch.num_blocks, StandIn().factory(0, lint=True))
-    kernels.gather(0, "v", batch.pools[1], mx.array(batch.tables), mx.array(batch.seq_lens, mx.int32), 9)
-
-
-@pytest.mark.parametrize("vectors", [False, True])
-def test_metal_would_take_the_text_of_write(vectors):
+def test_metal_would_take_the_texts_of_what_moves():
+    for rows in (1, 9):
+        batch = Batch(seq_lens=(9,) * rows)
+        kernels = MetalKernels(batch.spec, batch.num_blocks, StandIn().factory(0, lint=True))
+        kernels.gather(0, "v", batch.pools[1], mx.array(batch.tables), mx.array(batch.seq_lens, mx.int32), 9)
     planes = Planes(KVSpec(1, 2, 64, "float16", 8))
-    tokens = [np.zeros((1, 2, 64), np.uint16) for _ in "kv"]
-    write(planes, "bfloat16", tokens, [3], [128, 64, 1] * 2, vectors, lint=True)
-
-
-def test_metal_would_take_the_text_of_copy():
-    planes = Planes(KVSpec(1, 2, 64, "bfloat16", 8))
+    for vectors in (False, True):
+        write(planes, "bfloat16", [np.zeros((1, 2, 64), np.uint16)] * 2, [3], [128, 64, 1] * 2, vectors, lint=True)
     copy_blocks(planes, np.array([[0, 1, 3]], np.int32), lint=True)
 
 
@@ -180,17 +172,11 @@ def test_offsets_are_64_bit(engine, size):
 
 def test_the_pool_is_one_array_per_layer_and_plane_whatever_its_number_of_blocks(engine):
     # Devices limit the number of arrays: none may belong to a block.
-    batch = Batch(seq_lens=(300, 300), block_size=8)
-    seen = []
+    batch, seen = Batch(seq_lens=(300, 300), block_size=8), []
 
     def counting(**description):
         kernel = engine.factory(0)(**description)
-
-        def launch(**call):
-            seen.append(len(call["inputs"]))
-            return kernel(**call)
-
-        return launch
+        return lambda **call: (seen.append(len(call["inputs"])), kernel(**call))[1]
 
     batch.check(batch.run(counting))
     assert seen == [len(INPUTS["paged_attention"])]

@@ -198,15 +198,6 @@ def test_recorded_copy_copies_what_the_cpu_kernels_copy(on_metal, spec):
     pool.check()
 
 
-def test_interleaved_planes_are_bound_from_one_array(on_metal):
-    spec = KVSpec(1, 2, 32, "float16", 8, layout="interleaved")
-    pool = on_metal(spec)
-    k = values((2, 2, 32), "float16", 0)
-    ((_, _, bindings, _, _),) = pool.write(0, k, k, [3, 9])
-    assert bindings[0] == bindings[1] and bindings[0][1] == pool.pool._layers[0][1].addresses[0]
-    assert np.frombuffer(bindings[5], np.int64)[4] == 32  # V begins one head later
-
-
 def test_nothing_is_launched_for_no_tokens(on_metal):
     pool = on_metal(KVSpec(1, 2, 32, "float16", 8))
     empty = mx.zeros((0, 2, 32))

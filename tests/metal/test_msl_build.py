@@ -55,18 +55,6 @@ def test_processes_share_what_one_has_compiled(cache):
     assert left <= {".so", ".gch", ".pch", ".h"}, "no locks, no half-made files"
 
 
-def test_a_cache_that_cannot_be_written_is_replaced(tmp_path):
-    occupied = tmp_path / "file"
-    occupied.write_text("")
-    assert output_of(start(occupied / "folder", 9)) == "[9, 9, 9, 9]"
-
-
-def test_a_missing_compiler_is_named(tmp_path):
-    process = start(tmp_path, 1, PATH=str(tmp_path), CXX="")
-    _, err = process.communicate()
-    assert "[msl] no C++ compiler (g++ >= 12 or clang++ >= 16) found" in err
-
-
 def test_kernels_of_the_same_name_keep_their_own_threadgroup_memory():
     """Two shared objects with the same variables in them: the sizes must not be confused."""
     text = """

@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx
 import numpy as np
 import pytest
-from msl import BFLOAT16, Bound, Kernel, from_bfloat16, settings, to_bfloat16, under_schedules
+from msl import BFLOAT16, Bound, Kernel, from_bfloat16, settings, to_bfloat16
 
 INCLUDE = next((Path(folder) / "include" for folder in mlx.__path__ if (Path(folder) / "include").is_dir()), None)
 KERNELS = "mlx/backend/metal/kernels"
@@ -59,15 +59,19 @@ def test_sdpa_vector(name, dim, tokens):
 
     def launch():
         kernel.launch(buffers, (batch * q_heads * 1024, 1, 1), (1024, 1, 1))
-        return [out.copy()]
+        return out.tobytes()
 
-    (got,), _ = under_schedules(launch, seeds=(0, 1, 2))
+    results = set()
+    for seed in range(3):
+        with settings(seed=seed):
+            results.add(launch())
+    assert len(results) == 1
     groups = q_heads // kv_heads
     scores = np.einsum("bhd,bhnd->bhn", wide(q), np.repeat(wide(k), groups, 1)) * dim**-0.5
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     expected = np.einsum("bhn,bhnd->bhd", weights, np.repeat(wide(v), groups, 1))
-    np.testing.assert_allclose(wide(got), expected, atol=TOLERANCE[name])
+    np.testing.assert_allclose(wide(out), expected, atol=TOLERANCE[name])
 
     if name == "float":
         with settings(instrumented=True) as runs:

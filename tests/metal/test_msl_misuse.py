@@ -42,10 +42,6 @@ FOUND_ALWAYS = {
         "const_cast<device float*>(x)[i] = 0;\ny[i] = 1;",
         r"write to read-only buffer 'x' \(256 bytes\) at byte offset 0 .*thread \(0, 0, 0\)",
     ),
-    "a null pointer": (
-        "device float* p = (device float*)(ulong)(x[0] * 16);\np[i] = 1;\ny[i] = p[i];",
-        "access to address .*, which is no memory of this launch",
-    ),
     "a full stack": (
         "float big[40000];\nfor (int k = 0; k < 40000; k++) big[k] = x[(k * 7 + i) % 64];\ny[i] = big[int(x[i]) * 33];",
         "the thread's stack of 64 KiB is full",
@@ -63,7 +59,7 @@ FOUND_ALWAYS = {
         r"write .*threadgroup variable 's'.* at byte offset -",
     ),
     "a matrix operation of half a simdgroup": (
-        "if (i >= 16) return;\nsimdgroup_float8x8 m(1.0f);\nsimdgroup_store(m, y);",
+        "if (i >= 16) return;\nsimdgroup_float8x8 m;\nsimdgroup_store(m, y);",
         "simdgroup_store at line 4 needs 32 active lanes, has 0x0000ffff",
     ),
 }
@@ -91,10 +87,6 @@ FOUND_INSTRUMENTED = {
         "threadgroup float s[64];\ny[i] = s[i];",
         "read of threadgroup variable 's' at byte offset 0, which nothing has written",
     ),
-    "an unaligned vector": (
-        "y[i] = 0;\nfloat4 v = *(const device float4*)(x + 1);\ny[i] = v.x;",
-        "misaligned access to 'x' at byte offset 4: a type with an alignment of 16 bytes",
-    ),
     "a read between the end of a buffer and its guard": (
         "y[i] = ((const device uchar*)x)[i == 63 ? 256 : i];",
         r"out-of-bounds read of 1 bytes: buffer 'x' \(256 bytes\) at byte offset 256",
@@ -120,66 +112,6 @@ def test_threadgroups_that_write_one_element_race():
     assert run(body, grid=128)[5] == 5, "a plain run cannot see it: both write the same"
 
 
-def test_atomics_do_not_race_with_each_other_but_with_others():
-    kernel = metal_kernel(
-        "count", [], ["y"], "atomic_fetch_add_explicit(y, thread_position_in_grid.x % 2, memory_order_relaxed);",
-        atomic_outputs=True,
-    )  # fmt: skip
-    arguments = {"inputs": [], "output_shapes": [(1,)], "output_dtypes": [np.int32], "init_value": 0}
-    with settings(instrumented=True):
-        assert kernel(**arguments, grid=(200, 1, 1), threadgroup=(64, 1, 1))[0] == 100
-    mixed = metal_kernel(
-        "mixed", [], ["y"], "if (thread_position_in_grid.x) *(device int*)y = 1;\n"
-        "else atomic_store_explicit(y, 1, memory_order_relaxed);", atomic_outputs=True,
-    )  # fmt: skip
-    with settings(instrumented=True), pytest.raises(MetalError, match="data race on buffer 'y'"):
-        mixed(**arguments, grid=(2, 1, 1), threadgroup=(2, 1, 1))
-
-
-def test_right_barrier_passes_under_every_schedule():
-    """The counterpart of the races: the same accesses with the right barrier pass under every schedule."""
-    both = "mem_flags::mem_threadgroup | mem_flags::mem_device"
-    body = f"""
-        threadgroup float s[64];
-        s[i] = x[i];
-        simdgroup_barrier(mem_flags::mem_threadgroup);
-        y[i] = s[i ^ 1];
-        threadgroup_barrier({both});
-        float v = y[63 - i] + s[63 - i];
-        threadgroup_barrier({both});
-        s[i] = v;
-        y[i] = v;
-    """
-    for seed in range(5):
-        i = np.arange(64)
-        assert (run(body, instrumented=True, seed=seed) == ((63 - i) ^ 1) + (63 - i)).all()
-
-
-def test_simd_operations_order_memory_where_asked():
-    body = "threadgroup float s[64];\ns[i] = x[i];\nfloat one = simd_max(1.0f);\ny[i] = s[i ^ 1] * one;"
-    assert (run(body, instrumented=True, simd_ops_order_memory=True) == (np.arange(64) ^ 1)).all()
-
-
 def test_odd_seeds_guard_the_start_of_buffers():
     with pytest.raises(MetalError, match=r"out-of-bounds .*'x' .* at byte offset -4 "):
         run("y[i] = x[int(i) - 1];", seed=1)
-
-
-def test_threadgroup_memory_starts_as_nan():
-    assert np.isnan(run("threadgroup float s[64];\ny[i] = s[i] * 1.0f;", unwritten="allow")).all()
-
-
-def test_a_kernel_that_does_not_compile_names_the_line():
-    with pytest.raises(MetalError, match=r"(?s)misuse:3:.*no_such_function"):
-        run("float v = x[i];\ny[i] = no_such_function(v);")
-
-
-def test_a_thread_group_of_more_than_1024_threads_is_refused():
-    with pytest.raises(ValueError, match=r"Thread group size \(2048\) is greater than"):
-        run("y[i] = x[i];", threads=2048)
-
-
-def test_a_launch_after_a_failed_one_is_as_new():
-    with pytest.raises(MetalError):
-        run("y[i] = x[i + 64];")
-    assert (run("y[i] = x[i];") == np.arange(64)).all()

@@ -41,11 +41,12 @@ KERNEL = metal_kernel("interpreter", ["accesses", "barriers"], ["memory", "sums"
 
 
 def detector_finds_a_race(accesses, barriers, seed):
-    with settings(instrumented=True, seed=seed, in_out={"memory": np.zeros(CELLS, np.int32)}):
+    with settings(instrumented=True, seed=seed):
         try:
             KERNEL(
                 inputs=[accesses, np.array(barriers, np.int32)], output_shapes=[(CELLS,), (THREADS * GROUPS,)],
-                output_dtypes=[np.int32, np.int32], grid=(THREADS * GROUPS, 1, 1), threadgroup=(THREADS, 1, 1),
+                output_dtypes=[np.int32, np.int32], init_value=0, grid=(THREADS * GROUPS, 1, 1),
+                threadgroup=(THREADS, 1, 1),
             )  # fmt: skip
         except MetalError as error:
             assert "data race" in str(error), error

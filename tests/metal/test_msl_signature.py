@@ -9,17 +9,15 @@ import inspect
 import mlx.core as mx
 import numpy as np
 import pytest
-from msl import BFLOAT16, MetalError, from_bfloat16, metal_kernel, settings, to_bfloat16
+from msl import BFLOAT16, MetalError, metal_kernel, settings, to_bfloat16
 
 BODY = "uint i = thread_position_in_grid.x;\ny[i] = T(x[i]);"
 CASES = {
     "seven elements are constant": {"source": BODY, "inputs": [mx.zeros(7)]},
     "eight elements are device memory": {"source": BODY, "inputs": [mx.zeros(8)]},
-    "no element": {"source": BODY, "inputs": [mx.zeros(0)]},
     "a scalar is a reference": {"source": "y[0] = T(x);", "inputs": [mx.array(2.0)]},
     "Python scalars": {"names": "abc", "source": "y[0] = a + b + c;", "inputs": [2.5, 3, True]},
     "shape, strides and ndim": {"source": f"{BODY} x_shape[0]; x_strides[0]; x_ndim;", "inputs": [mx.zeros((3, 5))]},
-    "shape of a scalar": {"source": "y[0] = T(x); // x_shape x_ndim", "inputs": [mx.array(1)]},
     "a name that ends another": {
         "names": ["x", "ax"],
         "source": "y[0] = ax_shape[0] + ax[0];",
@@ -27,22 +25,15 @@ CASES = {
     },
     "two outputs and no built-in": {"outputs": ["y", "z"], "source": "y[0] = z[0] = x[0];"},
     "the list that MLX cuts short": {"outputs": ["y", "z"], "source": "y[0] = z[0] = x[0] + x_shape[0];"},
-    "atomic outputs": {"source": BODY, "options": {"atomic_outputs": True}},
     "a template": {
         "source": BODY,
         "template": [("T", mx.bfloat16), ("N", -3), ("flag", True), ("off", False), ("U", mx.uint8)],
     },
     "a header": {"source": BODY, "header": "// a header\nconstant int two = 2;\n"},
-    "every built-in": {
-        "source": " ".join(
-            f"{what}_per_{whole}"
-            for whole in ("threadgroup", "grid", "simdgroup")
-            for what in ("dispatch_quadgroups", "dispatch_simdgroups", "dispatch_threads", "simdgroups", "quadgroups")
-        )
-        + " ".join(f"{part}_index_in_threadgroup" for part in ("thread", "simdgroup", "quadgroup"))
-        + " grid_origin grid_size thread_execution_width thread_index_in_quadgroup thread_index_in_simdgroup"
+    "every built-in that kernels here name": {
+        "source": "simdgroup_index_in_threadgroup thread_index_in_simdgroup thread_index_in_threadgroup"
         " thread_position_in_grid thread_position_in_threadgroup threadgroup_position_in_grid threadgroups_per_grid"
-        " threads_per_grid threads_per_simdgroup threads_per_threadgroup"
+        " threads_per_grid threads_per_threadgroup"
     },
 } | {
     f"input and output of {dtype}": {"source": BODY, "inputs": [mx.zeros(9, dtype)], "dtype": dtype}
@@ -125,29 +116,12 @@ def test_a_wrong_number_of_arguments_is_refused_as_mlx_does(what):
         mx.fast.metal_kernel(**KERNEL)(**as_mlx)
 
 
-def test_no_output_is_refused_as_mlx_does():
-    for factory in (metal_kernel, mx.fast.metal_kernel):
+def test_no_output_and_positional_arguments_are_refused_as_mlx_does():
+    for factory, inputs in ((metal_kernel, np.zeros(9)), (mx.fast.metal_kernel, mx.zeros(9))):
         with pytest.raises(ValueError, match=r"\[metal_kernel\] Must specify at least one output\."):
             factory(**{**KERNEL, "output_names": []})
-
-
-def test_positional_arguments_are_refused_as_mlx_does():
-    for factory, inputs in ((metal_kernel, np.zeros(9)), (mx.fast.metal_kernel, mx.zeros(9))):
         with pytest.raises(TypeError):
             factory(**KERNEL)([inputs])
-
-
-def test_compile_options_name_a_math_mode():
-    for mode in ("safe", "relaxed", "fast"):
-        metal_kernel(**KERNEL, compile_options={"math_mode": mode})
-    for factory in (metal_kernel, mx.fast.metal_kernel):
-        with pytest.raises(ValueError, match="math_mode"):
-            factory(**KERNEL, compile_options={"math_mode": "sloppy"})
-
-
-def test_float64_has_no_metal_type():
-    with pytest.raises(TypeError, match="no Metal type for dtype float64"):
-        metal_kernel(**KERNEL)(**{**CALL, "inputs": [np.zeros(9)]})
 
 
 def copy_kernel(**options):
@@ -162,26 +136,19 @@ def copied(x, dtype, count, **options):
     )[0]
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int64"])
-def test_integers_go_through_unchanged(dtype):
-    low, high = (0, 1) if dtype == "bool" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-    x = np.array([low, 0, 1, high] * 3, dtype)
-    y = copied(x, dtype, 12)
-    assert y.dtype == x.dtype and (y == x).all()
-
-
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_mlx_arrays_come_back_as_mlx_arrays(dtype):
-    x = mx.arange(12).astype(dtype)
-    y = copied(x, dtype, 12)
-    assert isinstance(y, mx.array) and y.dtype == dtype and mx.array_equal(x, y)
-
-
-def test_bfloat16_of_numpy_is_a_dtype_of_its_own():
+def test_elements_of_every_type_go_through_unchanged():
+    for dtype in ("bool", "int8", "uint16", "int64"):
+        low, high = (0, 1) if dtype == "bool" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+        x = np.array([low, 0, 1, high] * 3, dtype)
+        y = copied(x, dtype, 12)
+        assert y.dtype == x.dtype and (y == x).all()
+    for dtype in (mx.float32, mx.bfloat16):
+        x = mx.arange(12).astype(dtype)
+        y = copied(x, dtype, 12)
+        assert isinstance(y, mx.array) and y.dtype == dtype and mx.array_equal(x, y)
     x = to_bfloat16(np.linspace(-3, 3, 12))
     y = copied(x, BFLOAT16, 12)
     assert y.dtype == BFLOAT16 and (y == x).all()
-    assert np.abs(from_bfloat16(y) - np.linspace(-3, 3, 12)).max() < 3 / 2**8
 
 
 def test_inputs_are_made_row_contiguous_by_default():
@@ -198,41 +165,15 @@ def test_inputs_are_made_row_contiguous_by_default():
         short(inputs=[x], output_shapes=[(1,)], output_dtypes=[np.float32], grid=(1, 1, 1), threadgroup=(1, 1, 1))
 
 
-def test_outputs_start_with_init_value():
-    kernel = metal_kernel("init", [], ["y"], "if (thread_position_in_grid.x == 2) y[2] = T(7);")
-    for dtype in (np.float32, np.float16, np.int32, mx.bfloat16):
-        y = kernel(
-            inputs=[], output_shapes=[(4,)], output_dtypes=[dtype], template=[("T", dtype)], init_value=3,
-            grid=(4, 1, 1), threadgroup=(4, 1, 1),
-        )[0]  # fmt: skip
-        assert y.tolist() == [3, 3, 7, 3]
-
-
-def test_outputs_start_with_the_values_of_the_settings():
-    kernel = metal_kernel("update", ["x"], ["pool"], "pool[thread_position_in_grid.x + 1] += x[0];")
-    pool = np.arange(4, dtype=np.float32)
-    with settings(in_out={"pool": pool}, instrumented=True):
-        out = kernel(
-            inputs=[np.float32(10)[None]], output_shapes=[(4,)], output_dtypes=[np.float32], grid=(2, 1, 1),
-            threadgroup=(2, 1, 1),
-        )[0]  # fmt: skip
-    assert out.tolist() == [0, 11, 12, 3] and pool.tolist() == [0, 1, 2, 3]
-
-
 BUILTINS = """
-    uint at = 12 * (thread_position_in_grid.x + threads_per_grid.x * thread_position_in_grid.y);
+    uint at = 7 * (thread_position_in_grid.x + threads_per_grid.x * thread_position_in_grid.y);
     y[at] = thread_position_in_threadgroup.x + 100 * thread_position_in_threadgroup.y;
     y[at + 1] = threadgroup_position_in_grid.x + 100 * threadgroup_position_in_grid.y;
     y[at + 2] = threads_per_threadgroup.x + 100 * threads_per_threadgroup.y;
-    y[at + 3] = dispatch_threads_per_threadgroup.x + 100 * dispatch_threads_per_threadgroup.y;
-    y[at + 4] = threadgroups_per_grid.x + 100 * threadgroups_per_grid.y;
-    y[at + 5] = grid_size.x + 100 * grid_size.y;
-    y[at + 6] = thread_index_in_threadgroup;
-    y[at + 7] = thread_index_in_simdgroup;
-    y[at + 8] = simdgroup_index_in_threadgroup;
-    y[at + 9] = simdgroups_per_threadgroup;
-    y[at + 10] = threads_per_simdgroup + thread_execution_width + grid_origin.x;
-    y[at + 11] = dispatch_simdgroups_per_threadgroup;
+    y[at + 3] = threadgroups_per_grid.x + 100 * threadgroups_per_grid.y;
+    y[at + 4] = thread_index_in_threadgroup;
+    y[at + 5] = thread_index_in_simdgroup;
+    y[at + 6] = simdgroup_index_in_threadgroup;
 """
 
 
@@ -242,7 +183,7 @@ def test_built_in_values_at_the_edges_of_the_grid(seed):
     kernel = metal_kernel("builtins", [], ["y"], BUILTINS)
     with settings(seed=seed) as runs:
         y = kernel(
-            inputs=[], output_shapes=[(7, 20, 12)], output_dtypes=[np.int32], grid=(20, 7, 1), threadgroup=(8, 5, 1)
+            inputs=[], output_shapes=[(7, 20, 7)], output_dtypes=[np.int32], grid=(20, 7, 1), threadgroup=(8, 5, 1)
         )[0]
     assert runs[0].threadgroups == 6
     for row in range(7):
@@ -250,12 +191,5 @@ def test_built_in_values_at_the_edges_of_the_grid(seed):
             (gx, gy), (tx, ty) = (column // 8, row // 5), (column % 8, row % 5)
             width, height = min(8, 20 - 8 * gx), min(5, 7 - 5 * gy)
             index = tx + width * ty
-            expected = [tx + 100 * ty, gx + 100 * gy, width + 100 * height, 508, 203, 720]
-            expected += [index, index % 32, index // 32, -(-width * height // 32), 64, 2]
+            expected = [tx + 100 * ty, gx + 100 * gy, width + 100 * height, 203, index, index % 32, index // 32]
             assert y[row, column].tolist() == expected
-
-
-def test_a_threadgroup_larger_than_the_grid_shrinks():
-    kernel = metal_kernel("shrinks", [], ["y"], "y[thread_position_in_grid.x] = dispatch_threads_per_threadgroup.x;")
-    arguments = {"inputs": [], "output_shapes": [(5,)], "output_dtypes": [np.int32]}
-    assert kernel(**arguments, grid=(5, 1, 1), threadgroup=(256, 1, 1))[0].tolist() == [5] * 5

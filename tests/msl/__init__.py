@@ -4,7 +4,6 @@ from .arrays import BFLOAT16, from_bfloat16, to_bfloat16
 from .fast import metal_kernel
 from .launch import Bound, Kernel, Run, Traffic, settings
 from .prepass import MetalError
-from .schedules import under_schedules
 
 __all__ = [
     "BFLOAT16",
@@ -17,5 +16,4 @@ __all__ = [
     "metal_kernel",
     "settings",
     "to_bfloat16",
-    "under_schedules",
 ]

@@ -22,24 +22,13 @@ from .arrays import (
     to_mlx,
     to_numpy,
 )
-from .launch import Bound, Kernel, current_settings
+from .launch import Bound, Kernel
 
 CONSTANT_SIZE_MAX = 8  # inputs with fewer elements live in the constant address space
 PRELUDE = '#include "msl/mlx_prelude.h"'
-MATH_MODES = ("safe", "relaxed", "fast")
-# Built-in values that a body gets by naming them, in MLX's order.
+# Built-in values that a body gets by naming them, in MLX's order: those that kernels here name.
 BUILTIN_TYPES = {
-    "dispatch_quadgroups_per_threadgroup": "uint",
-    "dispatch_simdgroups_per_threadgroup": "uint",
-    "dispatch_threads_per_threadgroup": "uint3",
-    "grid_origin": "uint3",
-    "grid_size": "uint3",
-    "quadgroup_index_in_threadgroup": "uint",
-    "quadgroups_per_threadgroup": "uint",
     "simdgroup_index_in_threadgroup": "uint",
-    "simdgroups_per_threadgroup": "uint",
-    "thread_execution_width": "uint",
-    "thread_index_in_quadgroup": "uint",
     "thread_index_in_simdgroup": "uint",
     "thread_index_in_threadgroup": "uint",
     "thread_position_in_grid": "uint3",
@@ -47,7 +36,6 @@ BUILTIN_TYPES = {
     "threadgroup_position_in_grid": "uint3",
     "threadgroups_per_grid": "uint3",
     "threads_per_grid": "uint3",
-    "threads_per_simdgroup": "uint",
     "threads_per_threadgroup": "uint3",
 }
 # What a body gets of an input by naming <input><suffix>: type, and how it is computed.
@@ -88,7 +76,6 @@ def generate(
     inputs: dict[str, np.ndarray],
     outputs: dict[str, str],
     template: Sequence[tuple[str, Any]],
-    atomic_outputs: bool,
 ) -> tuple[str, dict[str, int]]:
     """Return the text that MLX compiles, and the buffer index of every input, shape argument and output."""
     parameters: list[str] = []
@@ -106,7 +93,7 @@ def generate(
                 add(f"const constant {kind}", name + suffix)
     num_inputs = len(indices)
     for name, kind in outputs.items():
-        add(f"device {f'atomic<{METAL_TYPES[kind]}>' if atomic_outputs else METAL_TYPES[kind]}*", name)
+        add(f"device {METAL_TYPES[kind]}*", name)
     builtins = [f"  {kind} {name} [[{name}]]" for name, kind in BUILTIN_TYPES.items() if name in source]
 
     text = header
@@ -140,12 +127,10 @@ def metal_kernel(
     The returned function takes and returns numpy arrays, or MLX arrays if an input (without inputs: an output dtype) is
     MLX's. Elements of outputs start poisoned (NaN, -1), not as whatever the memory held.
     """
+    if atomic_outputs or compile_options:
+        raise NotImplementedError("[metal_kernel] there are no atomic outputs and no compile_options")
     if not output_names:
         raise ValueError("[metal_kernel] Must specify at least one output.")
-    math_mode = (compile_options or {}).get("math_mode", "safe")
-    if math_mode not in MATH_MODES:
-        raise ValueError(f"[metal_kernel] unknown math_mode ({math_mode}), the modes are {MATH_MODES}")
-
     def call(
         *,
         inputs: Sequence[Any],
@@ -175,7 +160,7 @@ def metal_kernel(
         function = kernel_name(name, arrays, types, arguments)
         named = dict(zip(input_names, arrays, strict=True))
         kinds = dict(zip(output_names, types, strict=True))
-        text, indices = generate(function, header, source, named, kinds, arguments, atomic_outputs)
+        text, indices = generate(function, header, source, named, kinds, arguments)
         if verbose:
             print(f"Generated source code for `{name}`:\n```\n{text}\n```")
         outputs = [
@@ -219,15 +204,7 @@ def _input_arrays(inputs: dict[str, np.ndarray], indices: dict[str, int]) -> lis
 
 
 def _new_output(name: str, shape: Sequence[int], kind: str, init_value: float | None) -> Bound:
-    """Return an output: poisoned, filled with `init_value`, or with the contents that `settings(in_out=)` gives."""
-    given = current_settings().in_out.get(name)
-    if given is not None:
-        array = np.array(to_numpy(given), order="C")  # a copy: as fresh as MLX's outputs are
-        if array.shape != tuple(shape) or array.dtype != numpy_dtype(kind):
-            raise ValueError(
-                f"[metal_kernel] in_out of '{name}' is {array.dtype}{array.shape}, the output {kind}{tuple(shape)}"
-            )
-        return Bound(array, "in_out", name)
+    """Return an output, poisoned or filled with `init_value`."""
     array = np.empty(tuple(shape), numpy_dtype(kind))
     if init_value is None:
         return Bound(array, "output", name)

@@ -17,7 +17,6 @@ from . import build
 from .lint import lint as lint_text
 from .prepass import MetalError, translate
 
-THREADGROUP_BYTES_MAX = 32768
 THREADS_PER_THREADGROUP_MAX = 1024
 ACCESSES = ("read_only", "output", "in_out")
 AccessName = Literal["read_only", "output", "in_out"]
@@ -27,7 +26,7 @@ class _Traffic(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_uint64)
         for name in (
-            "bytes", "lane_bytes", "accesses", "transactions", "full_transactions", "distinct_bytes", "distinct_lines",
+            "bytes", "lane_bytes", "accesses", "transactions", "full_transactions", "distinct_bytes",
         )
     ]  # fmt: skip
 
@@ -54,8 +53,6 @@ class _Launch(ctypes.Structure):
         ("num_buffers", ctypes.c_uint32),
         ("grid", ctypes.c_uint32 * 3),
         ("group", ctypes.c_uint32 * 3),
-        ("dynamic_bytes", ctypes.c_uint32 * 8),
-        ("threadgroup_limit", ctypes.c_uint32),
         ("seed", ctypes.c_uint32),
         ("instrumented", ctypes.c_uint32),
         ("simd_ops_order_memory", ctypes.c_uint32),
@@ -64,8 +61,6 @@ class _Launch(ctypes.Structure):
         ("threadgroup_barriers", ctypes.c_uint64),
         ("simdgroup_barriers", ctypes.c_uint64),
         ("simd_operations", ctypes.c_uint64),
-        ("threadgroup_bytes_read", ctypes.c_uint64),
-        ("threadgroup_bytes_written", ctypes.c_uint64),
         ("error_address", ctypes.c_uint64),
         ("error", ctypes.c_char * 1024),
     ]
@@ -82,7 +77,7 @@ class Traffic:
     accesses : one is an instruction, executed by up to 32 lanes of a simdgroup
     transactions : lines of 128 bytes touched, summed over accesses
     full_transactions : those of which an access used every byte
-    distinct_bytes, distinct_lines : bytes and lines touched at all: the least that must move
+    distinct_bytes : bytes touched at all: the least that must move
     """
 
     bytes: int = 0
@@ -91,10 +86,6 @@ class Traffic:
     transactions: int = 0
     full_transactions: int = 0
     distinct_bytes: int = 0
-    distinct_lines: int = 0
-
-    def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(**{name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__})
 
 
 @dataclass(frozen=True)
@@ -107,8 +98,6 @@ class Run:
     simdgroup_barriers: int
     simd_operations: int
     threadgroup_memory: int
-    threadgroup_bytes_read: int
-    threadgroup_bytes_written: int
     reads: Mapping[str, Traffic]
     writes: Mapping[str, Traffic]
 
@@ -121,9 +110,7 @@ class Settings:
     instrumented: bool = False
     simd_ops_order_memory: bool = False
     lint: bool = False
-    threadgroup_limit: int = THREADGROUP_BYTES_MAX
-    unwritten: tuple[str, ...] | Literal["allow"] = ()
-    in_out: Mapping[str, object] = field(default_factory=dict)
+    allow_unwritten: bool = False
     runs: list[Run] = field(default_factory=list)
 
 
@@ -142,9 +129,7 @@ def settings(
     instrumented: bool = False,
     simd_ops_order_memory: bool = False,
     lint: bool = False,
-    threadgroup_limit: int = THREADGROUP_BYTES_MAX,
-    unwritten: Sequence[str] | Literal["allow"] = (),
-    in_out: Mapping[str, object] | None = None,
+    allow_unwritten: bool = False,
 ) -> Iterator[list[Run]]:
     """Choose how the launches inside of the ``with`` run; yields the list to which each adds its `Run`.
 
@@ -160,15 +145,10 @@ def settings(
         Take simd operations for memory barriers of their simdgroup, as kernels do that rely on lockstep.
     lint : bool
         Refuse kernels that mix address spaces or use what Metal has not; see lint.py. Without clang, less is seen.
-    threadgroup_limit : int
-        Bytes of threadgroup memory, 32,768 on every Apple GPU.
-    unwritten : sequence of str, or "allow"
-        Outputs that a kernel need not fill. Any other output with an unwritten element is an error.
-    in_out : mapping of str to array
-        Contents that outputs start with, by name, for kernels that update memory in place.
+    allow_unwritten : bool
+        Take an output with an unwritten element, which is an error otherwise.
     """
-    allowed: tuple[str, ...] | Literal["allow"] = "allow" if unwritten == "allow" else tuple(unwritten)
-    chosen = Settings(seed, instrumented, simd_ops_order_memory, lint, threadgroup_limit, allowed, in_out or {})
+    chosen = Settings(seed, instrumented, simd_ops_order_memory, lint, allow_unwritten)
     token = _settings.set(chosen)
     try:
         yield chosen.runs
@@ -197,7 +177,6 @@ class Kernel:
     template : str
         Its template arguments as text, as ``"float, 64"``; empty for a kernel that is no template.
     include_folders : where ``#include "..."`` looks
-    function_constants : values by number or name, for text that uses function constants
     prelude : text that goes in front of the source and counts no lines
     """
 
@@ -207,23 +186,20 @@ class Kernel:
         function: str,
         template: str = "",
         include_folders: Sequence[Path] = (),
-        function_constants: Mapping[int | str, int | bool | float] | None = None,
         prelude: str = "",
     ):
         self.function = function
-        self._described = source, template, tuple(include_folders), dict(function_constants or {})
-        self.text, self.parameters = translate(
-            source, function, template, include_folders, build.INCLUDE, function_constants or {}, prelude
-        )
+        self._described = source, template, tuple(include_folders)
+        self.text, self.parameters = translate(source, function, template, include_folders, build.INCLUDE, prelude)
         self._libraries: dict[bool, tuple[Path, ctypes.CDLL]] = {}
 
     @cached_property
     def faults(self) -> list[str]:
         """What lint.py finds in the text."""
-        source, template, folders, constants = self._described
+        source, template, folders = self._described
         if template and not re.search(r"\btemplate\b[^;{]*\bdecltype\b", source):
             source += f"\ntemplate decltype({self.function}<{template}>) {self.function}<{template}>;"
-        return lint_text(source, f"{self.function}.metal", folders, constants)
+        return lint_text(source, f"{self.function}.metal", folders)
 
     def _library(self, instrumented: bool) -> tuple[Path, ctypes.CDLL]:
         if instrumented not in self._libraries:
@@ -234,13 +210,7 @@ class Kernel:
             self._libraries[instrumented] = path, library
         return self._libraries[instrumented]
 
-    def launch(
-        self,
-        buffers: Mapping[int, Bound],
-        grid: Sequence[int],
-        threadgroup: Sequence[int],
-        threadgroup_memory: Sequence[int] = (),
-    ) -> Run:
+    def launch(self, buffers: Mapping[int, Bound], grid: Sequence[int], threadgroup: Sequence[int]) -> Run:
         """Run grid[0] * grid[1] * grid[2] threads, in threadgroups that shrink at the grid's edges.
 
         Raises
@@ -253,7 +223,7 @@ class Kernel:
         if chosen.lint and self.faults:
             raise MetalError(f"[{self.function}] Metal would refuse this:\n" + "\n".join(self.faults))
         path, library = self._library(chosen.instrumented)
-        launch = _describe(chosen, buffers, grid, threadgroup, threadgroup_memory)
+        launch = _describe(chosen, buffers, grid, threadgroup)
         launch.kernel = ctypes.cast(library.msl_kernel, ctypes.c_void_p)
         launch.variables = library.msl_variables()[0]
         with _one_launch:
@@ -267,11 +237,7 @@ class Kernel:
 
 
 def _describe(
-    chosen: Settings,
-    buffers: Mapping[int, Bound],
-    grid: Sequence[int],
-    threadgroup: Sequence[int],
-    threadgroup_memory: Sequence[int],
+    chosen: Settings, buffers: Mapping[int, Bound], grid: Sequence[int], threadgroup: Sequence[int]
 ) -> _Launch:
     group = [min(size, whole) for size, whole in zip(threadgroup, grid, strict=True)]
     if len(grid) != 3 or min(*grid, *threadgroup) < 1:
@@ -294,14 +260,11 @@ def _describe(
     launch = _Launch(
         buffers=described,
         num_buffers=len(described),
-        threadgroup_limit=chosen.threadgroup_limit,
         seed=chosen.seed,
         instrumented=chosen.instrumented,
         simd_ops_order_memory=chosen.simd_ops_order_memory,
     )
     launch.grid[:], launch.group[:] = grid, group
-    for i, size in enumerate(threadgroup_memory):
-        launch.dynamic_bytes[i] = size
     return launch
 
 
@@ -331,8 +294,6 @@ def _run_of(function: str, launch: _Launch, num_buffers: int) -> Run:
         simdgroup_barriers=launch.simdgroup_barriers,
         simd_operations=launch.simd_operations,
         threadgroup_memory=launch.threadgroup_bytes,
-        threadgroup_bytes_read=launch.threadgroup_bytes_read,
-        threadgroup_bytes_written=launch.threadgroup_bytes_written,
         reads=traffic("read"),
         writes=traffic("written"),
     )
@@ -340,10 +301,10 @@ def _run_of(function: str, launch: _Launch, num_buffers: int) -> Run:
 
 def _check_written(function: str, chosen: Settings, launch: _Launch, buffers: Mapping[int, Bound]) -> None:
     """Refuse outputs with unwritten elements: exact if instrumented, else floats that still hold the poison."""
-    if chosen.unwritten == "allow":
+    if chosen.allow_unwritten:
         return
     for index, bound in buffers.items():
-        if bound.access != "output" or bound.name in chosen.unwritten:
+        if bound.access != "output":
             continue
         if chosen.instrumented:
             count, first = launch.buffers[index].unwritten, launch.buffers[index].first_unwritten

@@ -10,7 +10,7 @@ may still mix address spaces.
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -31,7 +31,7 @@ FLAGS = (
     "-Wno-unused-variable", "-Wno-unused-function", "-Wno-sign-compare",
 )  # fmt: skip
 _VECTOR_NAME = re.compile(
-    r"(?<![\w:])((?:packed_)?(?:bool|u?char|u?short|u?int|u?long|b?half|bfloat|float)[234])\s*(?=\()"
+    r"(?<![\w:])((?:uchar|u?int|u?long|ushort|half|bfloat|float)[234])\s*(?=\()"
     r"|\b(?:metal::)?vec\s*<"
 )
 _SYSTEM_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<[^\n]*", re.MULTILINE)
@@ -78,18 +78,13 @@ def _constructors(text: str) -> str:
     return "".join([*done, text[at:]])
 
 
-def lint(
-    source: str,
-    name: str,
-    include_folders: Sequence[Path] = (),
-    function_constants: Mapping[int | str, int | bool | float] | None = None,
-) -> list[str]:
+def lint(source: str, name: str, include_folders: Sequence[Path] = ()) -> list[str]:
     """Return what clang, and a list of what Metal has not, say against a text; nothing if all is well.
 
     `source` is Metal text that names what it needs instantiated, as MLX's generated text does in its last line.
     """
     text = inline_includes(strip_comments(source), include_folders, HEADER.parent, name)
-    text = set_function_constants(text, function_constants or {})
+    text = set_function_constants(text)
     text = rewrite_threadgroup_variables(text, name, lambda *parts: "static threadgroup {} {}{}".format(*parts))
     text = _constructors(_SYSTEM_INCLUDE.sub("", strip_attributes(text)))
     found = [

@@ -1,13 +1,12 @@
 """Metal text to C++ text: what the compiler's preprocessor cannot do.
 
-Five things are rewritten, line by line in place, so that the compiler's messages name the lines of the kernel:
-comments go, ``#include "..."`` is put in its place, branches of ``#if`` that are not taken go, declarations of
-threadgroup variables become references into the threadgroup's memory, and attributes ``[[...]]`` go once the kernel's
-parameters have been read from them.
+Four things are rewritten, line by line in place, so that the compiler's messages name the lines of the kernel:
+comments go, ``#include "..."`` is put in its place, declarations of threadgroup variables become references into the
+threadgroup's memory, and attributes ``[[...]]`` go once the kernel's parameters have been read from them.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +19,7 @@ class MetalError(RuntimeError):
 class Parameter:
     """One parameter of a kernel.
 
-    kind is "buffer", "threadgroup" or the name of a built-in value; index counts buffers and threadgroup memory.
+    kind is "buffer" or the name of a built-in value; index counts buffers.
     """
 
     name: str
@@ -34,39 +33,21 @@ SIZE3_BUILTINS = {
     "threadgroup_position_in_grid": "threadgroup_position",
     "threadgroups_per_grid": "threadgroups_per_grid",
     "threads_per_grid": "threads_per_grid",
-    "grid_size": "threads_per_grid",
     "threads_per_threadgroup": "threads_per_threadgroup",
-    "dispatch_threads_per_threadgroup": "dispatch_threads_per_threadgroup",
 }
 # Built-in values as C++ expressions of the running thread.
 BUILTINS = {name: f"msl_thread->{field}" for name, field in SIZE3_BUILTINS.items()} | {
-    "grid_origin": "::msl::Size3{0, 0, 0}",
     "thread_index_in_threadgroup": "msl_thread->index_in_threadgroup",
     "thread_index_in_simdgroup": "msl_thread->lane",
-    "thread_index_in_quadgroup": "msl_thread->lane % 4",
     "simdgroup_index_in_threadgroup": "msl_thread->simdgroup",
-    "quadgroup_index_in_threadgroup": "msl_thread->index_in_threadgroup / 4",
-    "simdgroups_per_threadgroup": "msl_thread->simdgroups",
-    "quadgroups_per_threadgroup": "msl_thread->simdgroups * 8",
-    "dispatch_simdgroups_per_threadgroup": "msl_thread->dispatch_simdgroups",
-    "dispatch_quadgroups_per_threadgroup": "msl_thread->dispatch_simdgroups * 8",
-    "threads_per_simdgroup": "::msl::simd_width",
-    "thread_execution_width": "::msl::simd_width",
 }
-
-# What Metal's compiler says of itself, as in include/msl/all.h.
-PREDEFINED = {"__METAL__": "1", "__METAL_VERSION__": "310", "__HAVE_BFLOAT__": "1"}
 
 _COMMENT_OR_STRING = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[^\n]*$', re.MULTILINE)
 _ATTRIBUTE = re.compile(r"\[\[.*?\]\]", re.DOTALL)
-_FUNCTION_CONSTANT = re.compile(
-    r"\bconstant\s+([\w:]+)\s+(\w+)\s*\[\[\s*function_constant\s*\(\s*(\d+)\s*\)\s*\]\]\s*;"
-)
+_FUNCTION_CONSTANT = re.compile(r"\bconstant\s+([\w:]+)\s+(\w+)\s*\[\[\s*function_constant\s*\(\s*\d+\s*\)\s*\]\]\s*;")
 _THREADGROUP = re.compile(r"\bthreadgroup\b")
 _DIRECTIVES_AT_END = re.compile(r"(?:^[ \t]*#[^\n]*\n\s*)+\Z", re.MULTILINE)
-_DIRECTIVE = re.compile(r"\s*#\s*(if|ifdef|ifndef|elif|else|endif|define|undef)\b(.*)")
-_OBJECT_MACRO = re.compile(r"\s+(\w+)(?!\()(.*)")
 _LINE_DIRECTIVE = re.compile(r'^#line (\d+) "([^"]*)"\n', re.MULTILINE)
 _DECLARATOR = re.compile(r"\s*(\w+)\s*((?:\[[^\]]*\]\s*)*)", re.DOTALL)
 
@@ -102,55 +83,6 @@ def inline_includes(text: str, folders: Sequence[Path], shim: Path, name: str, s
         raise MetalError(f"[{name}] no such include file ({wanted}) in {[str(folder) for folder in folders]}")
 
     return _INCLUDE.sub(replace, text)
-
-
-def take_branches(text: str, name: str) -> str:
-    """Blank the directives of ``#if`` and the branches that are not taken. Lines stay where they are.
-
-    What a branch has that is not taken need not even be Metal that is understood here.
-    """
-    macros, taken = dict(PREDEFINED), [True]  # taken: 1 or True for lines that count, None where no later branch may
-    lines = text.split("\n")
-    for i, line in enumerate(lines):
-        directive = _DIRECTIVE.match(line)
-        kind, rest = directive.groups() if directive else ("", "")
-        if kind in ("if", "ifdef", "ifndef"):
-            holds = taken[-1] is True and _condition(kind, rest, macros, f"{name}:{i + 1}")
-            taken.append(holds if taken[-1] is True else None)
-        elif kind in ("elif", "else", "endif"):
-            if len(taken) == 1:
-                raise MetalError(f"[{name}:{i + 1}] #{kind} without #if")
-            if kind == "endif":
-                taken.pop()
-            elif taken[-1] is not False:
-                taken[-1] = None
-            else:
-                taken[-1] = kind == "else" or _condition("if", rest, macros, f"{name}:{i + 1}")
-        elif taken[-1] is True:
-            if kind == "define" and (defined := _OBJECT_MACRO.match(rest)):
-                macros[defined.group(1)] = defined.group(2).strip()
-            elif kind == "undef":
-                macros.pop(rest.strip(), None)
-            continue
-        lines[i] = ""
-    if len(taken) > 1:
-        raise MetalError(f"[{name}] #if without #endif")
-    return "\n".join(lines)
-
-
-def _condition(kind: str, rest: str, macros: Mapping[str, str], place: str) -> bool:
-    """Return whether the condition of a directive holds. Names without a value are 0, as they are in C."""
-    if kind != "if":
-        return (rest.split()[0] in macros) is (kind == "ifdef")
-    text = re.sub(r"\bdefined\s*(?:\(\s*(\w+)\s*\)|(\w+))", lambda m: str(int((m[1] or m[2]) in macros)), rest)
-    text = re.sub(r"\b__has_\w+\s*\([^()]*\)", "0", text)
-    for _ in range(20):  # macros of macros
-        text = re.sub(r"\b[A-Za-z_]\w*", lambda m: f"({macros.get(m[0], '0') or '0'})", text)
-    text = re.sub(r"(?<=\d)[uUlL]+\b", "", text).replace("&&", " and ").replace("||", " or ")
-    try:
-        return bool(eval(re.sub(r"!(?!=)", " not ", text), {"__builtins__": {}}))
-    except (SyntaxError, TypeError, NameError, ZeroDivisionError) as error:
-        raise MetalError(f"[{place}] this condition is not understood ({rest.strip()})") from error
 
 
 def split_at_commas(text: str) -> list[str]:
@@ -236,15 +168,9 @@ def rewrite_threadgroup_variables(text: str, name: str, declare: Callable[[str, 
     return "".join([*done, text[last:]])
 
 
-def set_function_constants(text: str, values: Mapping[int | str, int | bool | float]) -> str:
-    """Give ``constant T x [[function_constant(n)]];`` a value by number or name; 0 by default."""
-
-    def define(match: re.Match[str]) -> str:
-        kind, name, number = match.groups()
-        value = values.get(int(number), values.get(name, 0))
-        return f"static constexpr {kind} {name} = {kind}({str(value).lower() if isinstance(value, bool) else value});"
-
-    return _FUNCTION_CONSTANT.sub(define, text)
+def set_function_constants(text: str) -> str:
+    """Give ``constant T x [[function_constant(n)]];`` the value 0."""
+    return _FUNCTION_CONSTANT.sub(r"static constexpr \1 \2 = \1(0);", text)
 
 
 def parse_parameters(text: str, function: str) -> list[Parameter]:
@@ -264,8 +190,8 @@ def parse_parameters(text: str, function: str) -> list[Parameter]:
         names = re.findall(r"\w+", _ATTRIBUTE.sub("", part))
         if not names:
             continue
-        if bound := re.search(r"\b(buffer|threadgroup)\s*\(\s*(\d+)\s*\)", attribute):
-            parameter = Parameter(names[-1], bound.group(1), int(bound.group(2)))
+        if bound := re.search(r"\bbuffer\s*\(\s*(\d+)\s*\)", attribute):
+            parameter = Parameter(names[-1], "buffer", int(bound.group(1)))
         elif not attribute:
             parameter = Parameter(names[-1], "buffer", next_buffer)
         else:
@@ -286,8 +212,6 @@ def entry_point(function: str, template: str, parameters: Sequence[Parameter]) -
         kind = f"Parameters_::at<{i}>"
         if parameter.kind == "buffer":
             bound.append(f"::msl::bind_buffer<{kind}>({parameter.index})")
-        elif parameter.kind == "threadgroup":
-            bound.append(f"::msl::bind_threadgroup<{kind}>({parameter.index})")
         else:
             bound.append(f"::msl::bind_builtin<{kind}>({BUILTINS[parameter.kind]})")
     instance = f"{function}<{template}>" if template else function
@@ -306,7 +230,6 @@ def translate(
     template: str,
     folders: Sequence[Path],
     shim: Path,
-    constants: Mapping[int | str, int | bool | float],
     prelude: str = "",
 ) -> tuple[str, list[Parameter]]:
     """Return C++ text with an entry point for one instance of a kernel, and the kernel's parameters.
@@ -315,7 +238,7 @@ def translate(
     """
     name = f"{function}.metal"
     text = inline_includes(strip_comments(source), folders, shim, name)
-    text = set_function_constants(take_branches(text, name), constants)
+    text = set_function_constants(text)
     parameters = parse_parameters(text, function)
     text = rewrite_threadgroup_variables(text, name)
     text = strip_attributes(text)

@@ -315,17 +315,6 @@ def test_random_traces_with_a_disk_agree_with_the_naive_simulator(tmp_path, monk
     assert loaded and evicted
 
 
-def test_disk_that_keeps_segments_by_their_age_is_told_apart(tmp_path, monkeypatch):
-    rng, clock = random.Random(1), on_counted_clock(monkeypatch)
-    monkeypatch.setattr(module.Folder, "touch", lambda *given: None)
-    for number in range(200):
-        clock.ticks = 0
-        found, expected = replayed_with_a_disk(rng, tmp_path / str(number))
-        if found != expected:
-            return
-    raise AssertionError("nothing differs")
-
-
 @pytest.mark.long
 @pytest.mark.skipif("KVPOOL_TRACES" not in os.environ, reason="KVPOOL_TRACES names the folder with the traces")
 def test_coding_sessions_with_a_tenth_of_the_pool_and_a_disk_compute_what_is_new_only(tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvpool import config
-from kvpool.config import LAYOUTS, KVSpec, blocks_for, describe_plan, parse_nbytes, spec_from_config
+from kvpool.config import LAYOUTS, KVSpec, blocks_for, describe_plan, parse_nbytes
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -40,11 +40,6 @@ def test_spec_with_other_value_heads_counts_both_planes():
     spec = KVSpec(2, 3, 192, "float32", 4, v_head_dim=128)
     assert spec.token_nbytes == 2 * 3 * (192 + 128) * 4
     assert spec.planes == (("k", 192), ("v", 128))
-
-
-def test_spec_sizes_do_not_overflow():
-    spec = KVSpec(1000, 1000, 1000, "float32", 1000)
-    assert spec.pool_nbytes(2**31) == 2**31 * 1000**4 * 8
 
 
 @pytest.mark.parametrize(
@@ -138,27 +133,15 @@ def test_latents_have_one_head():
         KVSpec(2, 1, 512, latent=1)
 
 
-def test_layout_addresses_pass_32_bits():
-    at = KVSpec(80, 8, 128, block_size=16, layout="stacked").plane_layout("k", 2**20)
-    assert 79 * at.layer_stride + 7 * at.head_stride + (2**20 - 1) * at.block_stride > 2**40
-
-
 def test_plane_layout_of_an_unknown_plane_is_refused():
     with pytest.raises(ValueError, match="plane is 'scale'"):
         KVSpec(1, 1, 8).plane_layout("scale", 2)
 
 
-@pytest.mark.parametrize(
-    ("layout", "nbytes"),
-    [
-        ("NHD", 4 * 2 * 64 * 2),
-        ("HND", 4 * 2 * 64 * 2),
-        ("interleaved", 2 * 4 * 2 * 64 * 2),
-        ("stacked", 3 * 4 * 2 * 64 * 2),
-    ],
-)
-def test_array_block_nbytes_is_a_blocks_share_of_the_largest_array(layout, nbytes):
-    assert KVSpec(3, 2, 64, "float16", 4, layout=layout).array_block_nbytes == nbytes
+def test_array_block_nbytes_is_a_blocks_share_of_the_largest_array():
+    share = 4 * 2 * 64 * 2
+    for layout, nbytes in (("NHD", share), ("HND", share), ("interleaved", 2 * share), ("stacked", 3 * share)):
+        assert KVSpec(3, 2, 64, "float16", 4, layout=layout).array_block_nbytes == nbytes
 
 
 # ---------------------------------------------------------------------- blocks_for
@@ -179,15 +162,9 @@ def test_parse_nbytes_knows_units(text, nbytes):
     assert parse_nbytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["16", "16G", "GiB", "-1GiB", "1e3MB", "", "automatic", "16 GiB free"])
-def test_parse_nbytes_of_no_size_is_refused(text):
-    with pytest.raises(ValueError, match=r"\[memory\]"):
-        parse_nbytes(text)
-
-
-@pytest.mark.parametrize("memory", [True, 1.5, None, [1]])
-def test_parse_nbytes_of_a_wrong_type_is_refused(memory):
-    with pytest.raises(TypeError, match=r"\[memory\]"):
+@pytest.mark.parametrize("memory", ["16", "16G", "GiB", "-1GiB", "1e3MB", "", "16 GiB free", True, 1.5, None, [1]])
+def test_parse_nbytes_of_no_size_is_refused(memory):
+    with pytest.raises(ValueError if isinstance(memory, str) else TypeError, match=r"\[memory\]"):
         parse_nbytes(memory)
 
 
@@ -252,10 +229,6 @@ def test_blocks_for_auto_without_a_device_uses_available_ram(monkeypatch):
     assert "available RAM" in size.how
 
 
-def test_available_memory_is_within_the_machine():
-    assert 2**20 < config.available_memory_nbytes() < 2**50
-
-
 def test_available_memory_is_limited_by_the_cgroup(monkeypatch):
     files = {
         "/proc/meminfo": "MemTotal: 99 kB\nMemAvailable:    8388608 kB\n",
@@ -285,23 +258,11 @@ def test_blocks_for_no_usable_block_raises_with_the_calculation(memory, options)
     assert "= budget for blocks" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"active_nbytes": -1}, ValueError),
-        ({"active_nbytes": 1.5}, TypeError),
-        ({"overhead_nbytes": -1}, ValueError),
-        ({"overhead_nbytes": True}, TypeError),
-        ({"reserved_blocks": -1}, ValueError),
-        ({"reserved_blocks": "1"}, TypeError),
-    ],
-)
-def test_blocks_for_a_bad_number_is_refused(options, error):
-    with pytest.raises(error, match=rf"^\[blocks_for\] {next(iter(options))}"):
-        blocks_for("auto", KVSpec(1, 1, 8), device_info=METAL, **options)
-
-
-def test_blocks_for_something_else_than_a_spec_is_refused():
+@pytest.mark.parametrize("name", ["active_nbytes", "overhead_nbytes", "reserved_blocks"])
+def test_blocks_for_a_bad_number_is_refused(name):
+    for value, error in ((-1, ValueError), (1.5, TypeError), (True, TypeError), ("1", TypeError)):
+        with pytest.raises(error, match=rf"^\[blocks_for\] {name}"):
+            blocks_for("auto", KVSpec(1, 1, 8), device_info=METAL, **{name: value})
     with pytest.raises(TypeError, match="spec must be a KVSpec"):
         blocks_for("1GiB", {"num_layers": 2})
 
@@ -346,12 +307,3 @@ def test_describe_plan_takes_max_len_from_the_model():
     assert describe_plan(LLAMA_8B, "16GiB")[0]["max_len"] == 8192
     with pytest.raises(ValueError, match="max_len is 0"):
         describe_plan(LLAMA_8B, "16GiB", max_len=0)
-
-
-def test_describe_plan_for_a_machine_passes_it_on():
-    facts, text = describe_plan(LLAMA_8B, "auto", device_info=METAL, active_nbytes=5 * 2**30)
-    assert (
-        facts["num_blocks"]
-        == blocks_for("auto", spec_from_config(LLAMA_8B), device_info=METAL, active_nbytes=5 * 2**30).num_blocks
-    )
-    assert "Apple M4" in text

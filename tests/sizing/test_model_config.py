@@ -48,7 +48,6 @@ DELTA = {
     **{"linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128},
     **{"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4},
 }
-MAMBA2 = {"mamba_d_state": 256, "mamba_d_conv": 4, "mamba_n_groups": 1, "mamba_n_heads": 24, "mamba_d_head": 128}
 KDA = {
     "linear_attn_config": {
         "kda_layers": [layer for layer in range(1, 28) if layer % 4 and layer != 27],
@@ -71,16 +70,11 @@ NEMOTRON_H = sizes(
     **{"head_dim": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "conv_kernel": 4},
     **{"n_groups": 8, "hybrid_override_pattern": "M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-"},
 )
-JAMBA = sizes(
-    *("jamba", 32, 32, 8, 4096),
-    **{"attn_layer_period": 8, "attn_layer_offset": 4, "mamba_d_conv": 4, "mamba_d_state": 16, "mamba_expand": 2},
-)
 MAMBA_2 = {
     **{"model_type": "mamba2", "torch_dtype": "bfloat16", "hidden_size": 4096, "num_hidden_layers": 64},
     **{"num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8, "conv_kernel": 4},
 }
 LLAMA4 = sizes("llama4_text", 48, 40, 8, 5120, head_dim=128, attention_chunk_size=8192)
-LFM2 = sizes("lfm2", 16, 32, 8, 2048, full_attn_idxs=[2, 5, 8, 10, 12, 14], conv_L_cache=3)
 GRANITE_H = sizes(
     *("granitemoehybrid", 40, 12, 4, 1536),
     **{"layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4, "mamba_n_heads": 48, "mamba_d_head": 64},
@@ -90,15 +84,9 @@ DEEPSEEK_V32 = sizes("deepseek_v32", 61, 128, 128, 7168, index_topk=2048, index_
 
 SIZED = {  # as published: bytes of a token in layers without a window, of one in layers with, of the state; by hand
     "Llama-3.1-8B": (LLAMA_8B, 32 * 2 * 8 * 128 * 2, 0, 0),
-    "Mistral-7B": (sizes("mistral", 32, 32, 8, 4096, sliding_window=None), 32 * 2 * 8 * 128 * 2, 0, 0),
     "Qwen2-7B": (
         sizes("qwen2", 28, 28, 4, 3584, sliding_window=131072, use_sliding_window=False),
         *(28 * 2 * 4 * 128 * 2, 0, 0),
-    ),
-    "Qwen3-30B-A3B": (sizes("qwen3_moe", 48, 32, 4, 2048, head_dim=128), 48 * 2 * 4 * 128 * 2, 0, 0),
-    "MiniMax-M2": (
-        sizes("minimax_m2", 62, 48, 8, 3072, head_dim=128, attn_type_list=[1] * 62),
-        *(62 * 2 * 8 * 128 * 2, 0, 0),
     ),
     "GPT-2": (
         {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_ctx": 1024, "dtype": "float32"},
@@ -108,14 +96,6 @@ SIZED = {  # as published: bytes of a token in layers without a window, of one i
         sizes("gpt_oss", 24, 64, 8, 2880, head_dim=64, sliding_window=128, layer_types=[SLIDING, FULL] * 12),
         *(12 * 2 * 8 * 64 * 2, 12 * 2 * 8 * 64 * 2, 0),
     ),
-    "Gemma-3-4B": (
-        gemma3(hidden_size=2560, num_hidden_layers=34),
-        *(5 * 2 * 4 * 256 * 2, 29 * 2 * 4 * 256 * 2, 0),
-    ),
-    "Gemma-3-12B": (  # 3840 / 16 is 240, which is not its head_dim
-        gemma3(hidden_size=3840, num_hidden_layers=48, num_attention_heads=16, num_key_value_heads=8),
-        *(8 * 2 * 8 * 256 * 2, 40 * 2 * 8 * 256 * 2, 0),
-    ),
     "Gemma-3-27B": (
         gemma3(hidden_size=5376, num_hidden_layers=62, num_attention_heads=32, num_key_value_heads=16, head_dim=128),
         *(10 * 2 * 16 * 128 * 2, 52 * 2 * 16 * 128 * 2, 0),
@@ -124,7 +104,6 @@ SIZED = {  # as published: bytes of a token in layers without a window, of one i
     "Gemma-4-31B": (wrapped("gemma4", GEMMA4), 10 * 2 * 4 * 512 * 2, 50 * 2 * 16 * 256 * 2, 0),
     "Llama-4-Scout": (wrapped("llama4", LLAMA4), 12 * 2 * 8 * 128 * 2, 36 * 2 * 8 * 128 * 2, 0),
     "DeepSeek-V3": (sizes("deepseek_v3", 61, 128, 128, 7168, **LATENT), 61 * (512 + 64) * 2, 0, 0),
-    "DeepSeek-V2": (sizes("deepseek_v2", 60, 128, 128, 5120, **LATENT), 60 * 128 * (128 + 64 + 128) * 2, 0, 0),
     "DeepSeek-V3.2": (DEEPSEEK_V32, 61 * (512 + 64 + 2 * 128) * 2, 0, 0),
     "Qwen3-Next-80B": (
         QWEN3_NEXT,
@@ -134,17 +113,11 @@ SIZED = {  # as published: bytes of a token in layers without a window, of one i
         NEMOTRON_H,
         *(4 * 2 * 8 * 128 * 2, 0, 24 * (3 * (128 * 64 + 2 * 8 * 128) * 2 + 128 * 64 * 128 * 4)),
     ),
-    "Jamba": (JAMBA, 4 * 2 * 8 * 128 * 2, 0, 28 * (3 * 8192 + 8192 * 16) * 2),
-    "Falcon-H1-7B": (
-        sizes("falcon_h1", 44, 12, 2, 3072, head_dim=128, mamba_d_ssm=3072, **MAMBA2),
-        *(44 * 2 * 2 * 128 * 2, 0, 44 * (3 * (3072 + 2 * 256) * 2 + 24 * 128 * 256 * 4)),
-    ),
     "Mamba-2": (MAMBA_2, 0, 0, 64 * (3 * (8192 + 2 * 8 * 128) * 2 + 8192 * 128 * 4)),
     "Kimi-Linear": (
         sizes("kimi_linear", 27, 32, 32, 2304, **LATENT, **KDA),
         *(7 * (512 + 64) * 2, 0, 20 * (3 * 3 * 4096 * 2 + 32 * 128 * 128 * 4)),
     ),
-    "LFM2-1.2B": (LFM2, 6 * 2 * 8 * 64 * 2, 0, 10 * 2 * 2048 * 2),
     "Granite-4-H": (
         GRANITE_H,
         *(4 * 2 * 4 * 128 * 2, 0, 36 * (3 * (48 * 64 + 2 * 128) * 2 + 48 * 64 * 128 * 4)),
@@ -156,8 +129,7 @@ REFUSED_BY_A_POOL = {  # what one pool of today cannot hold, and why
     "Llama-4-Scout": "36 layers attend in chunks",
     "DeepSeek-V3.2": "layers keep more than one cache each",
     **dict.fromkeys(("Qwen3-Next-80B", "Granite-4-H"), "36 layers keep a recurrent state"),
-    **{"Nemotron-H-8B": "24 layers keep", "Jamba": "28 layers keep", "Falcon-H1-7B": "44 layers keep"},
-    **{"Mamba-2": "64 layers keep", "Kimi-Linear": "20 layers keep", "LFM2-1.2B": "10 layers keep"},
+    **{"Nemotron-H-8B": "24 layers keep", "Mamba-2": "64 layers keep", "Kimi-Linear": "20 layers keep"},
 }
 
 
@@ -283,33 +255,16 @@ def test_a_window_holds_the_blocks_that_it_can_touch(size, block_size, num_token
         assert slots == block_size * max((start + size - 1) // block_size + 1 for start in starts)
 
 
-def test_a_chunk_of_whole_blocks_touches_no_other():
-    group = LayerGroup("chunk", (0,), "float16", size=64)
-    assert group.num_held_in_blocks(1000, 16) == 64 and group.num_held_in_blocks(1000, 48) == 144
-
-
-def test_plan_of_a_sparse_config_takes_the_longest_context_of_the_class():
-    assert describe_plan(SIZED["Gemma-3-4B"][0], "64GiB")[0]["max_len"] == 131072
-
-
 def test_plan_takes_the_longest_context_by_whatever_name():
     assert describe_plan(LLAMA_8B, "64GiB")[0]["max_len"] == 8192
     assert describe_plan(MAMBA_2, "64GiB")[0]["max_len"] == 4096
     assert describe_plan(SIZED["GPT-2"][0] | {"n_positions": 1024}, "64GiB")[0]["max_len"] == 1024
 
 
-def test_spec_from_config_derives_head_dim():
-    assert spec_from_config(LLAMA_8B) == KVSpec(32, 8, 128, "bfloat16", 16)
-
-
 def test_spec_from_config_prefers_what_is_given():
     fields = LLAMA_8B | {"head_dim": 96, "dtype": "torch.float16"}
     assert spec_from_config(fields, block_size=32) == KVSpec(32, 8, 96, "float16", 32)
     assert spec_from_config(fields, dtype="float32").dtype == "float32"
-
-
-def test_spec_from_config_of_latents_has_one_head_of_two_widths():
-    assert spec_from_config(SIZED["DeepSeek-V3"][0]) == KVSpec(61, 1, 512, "bfloat16", v_head_dim=64, latent=True)
 
 
 def test_spec_from_config_without_kv_heads_is_multi_head_where_the_model_is():
@@ -375,19 +330,12 @@ NAS = {"model_type": "nemotron-nas", "block_configs": [{"attention": {"n_heads_i
         (LLAMA_8B | {"layer_types": ["linear_attention", FULL]}, "layer_types names .*linear_attention"),
         (LLAMA_8B | {"model_type": "qwen2", "layer_types": ["mamba", FULL]}, "layer_types names .*mamba"),
         (LLAMA_8B | {"layer_types": 5}, r"^\[config\] layer_types must be a list of strings, got 5$"),
-        (LLAMA_8B | {"layer_types": FULL}, r"^\[config\] layer_types must be a list of strings, got 'full"),
-        (LLAMA_8B | {"layer_types": [[FULL]]}, r"^\[config\] layer_types must be a list of strings, got \[\["),
         (LLAMA_8B | {"layer_types": [0] * 10_000}, r"^\[config\] layer_types must be .{0,110}\.\.\.$"),
         (LLAMA_8B | {"layer_types": [FULL] * 3}, r"^\[config\] layer_types has 3 items, the model 32 layers$"),
-        (LLAMA_8B | {"model_type": 5}, r"^\[config\] model_type 5 is not known"),
         (LLAMA_8B | {"model_type": "llama9"}, r"^\[config\] model_type 'llama9' is not known; .*kvpool\.KVSpec"),
         (LLAMA_8B | {"model_type": "x" * 10_000}, r"^\[config\] model_type .{0,260}$"),
-        (LLAMA_8B | {"model_type": "minimax", "attn_type_list": 5}, "attn_type_list must be a list of integers, got 5"),
         (LLAMA_8B | {"model_type": "minimax", "attn_type_list": [0, 1]}, r"attn_type_list names \[0\], known are 1"),
-        (LLAMA_8B | {"torch_dtype": "float8"}, "dtype is 'float8'"),
         (LLAMA_8B | {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
-        (LLAMA_8B | {"num_hidden_layers": "many"}, "num_hidden_layers must be an int"),
-        (OLMO3 | {"sliding_window": "wide"}, "sliding_window must be an int"),
         (OLMO3 | {"sliding_window": None}, "sliding_window is missing"),
         (gemma3() | {"text_config": None}, "text_config must be an object, got None"),
         (wrapped("gemma3n", GEMMA3N | {"num_kv_shared_layers": 34}), "layer 4 has no layer of its kind before"),
@@ -398,8 +346,6 @@ NAS = {"model_type": "nemotron-nas", "block_configs": [{"attention": {"n_heads_i
         (QWEN3_NEXT | {"linear_conv_kernel_dim": None}, "linear_conv_kernel_dim is missing"),
         (NEMOTRON_H | {"hybrid_override_pattern": "MX*"}, "hybrid_override_pattern must be letters of M"),
         (NEMOTRON_H | {"hybrid_override_pattern": "--E"}, "no layer keeps anything"),
-        (JAMBA | {"attn_layer_period": None}, "attn_layer_period is missing"),
-        (GRANITE_H | {"layer_types": ["mamba", "rwkv"] * 20}, r"layer_types names \['rwkv'\]"),
         (sizes("kimi_linear", 27, 32, 32, 2304, **LATENT), "linear_attn_config must be an object, got None"),
         (LLAMA_8B | NAS, "n_heads_in_group 5 does not divide num_attention_heads 32"),
         (LLAMA_8B | {"model_type": "afm7", "num_layers": 2, "num_kv_reuse_layers": 2}, "num_kv_reuse_layers is 2"),

@@ -19,7 +19,6 @@ struct Stamp {
   uint32_t group_epoch = 0, simd_epoch = 0;
   uint16_t thread = 0;
   bool several_threads = false, several_simdgroups = false, several_threadgroups = false;
-  bool atomic = false;
 
   uint32_t simdgroup() const { return thread / simd_width; }
 };
@@ -41,10 +40,6 @@ bool concurrent(const Stamp& before, const Stamp& now) {
   return before.several_threads || before.thread != now.thread;
 }
 
-bool races(const Stamp& before, const Stamp& now) {
-  return !(before.atomic && now.atomic) && concurrent(before, now);
-}
-
 // Adds a read to the summary of reads.
 void add_read(Stamp& reads, const Stamp& now) {
   if (!concurrent(reads, now)) {
@@ -54,17 +49,15 @@ void add_read(Stamp& reads, const Stamp& now) {
   reads.several_threadgroups |= reads.threadgroup != now.threadgroup;
   reads.several_simdgroups |= reads.simdgroup() != now.simdgroup();
   reads.several_threads |= reads.thread != now.thread;
-  reads.atomic &= now.atomic;
 }
 
-Stamp stamp_now(Memory memory, bool atomic) {
+Stamp stamp_now(Memory memory) {
   const ThreadInfo& thread = state.running->info;
   Stamp stamp;
   stamp.threadgroup = state.threadgroup_number;
   stamp.group_epoch = state.epochs.of[memory];
   stamp.simd_epoch = state.simdgroups[thread.simdgroup].epochs.of[memory];
   stamp.thread = uint16_t(thread.index_in_threadgroup);
-  stamp.atomic = atomic;
   return stamp;
 }
 
@@ -90,17 +83,17 @@ void reset_checker() {
   }
 }
 
-void check_access(const Region& region, uint64_t offset, uint64_t bytes, bool writes, bool atomic, void* code) {
+void check_access(const Region& region, uint64_t offset, uint64_t bytes, bool writes, void* code) {
   Cell* of_region = cells[size_t(&region - regions.data())].get();
   if (!of_region) return;
-  const Stamp now = stamp_now(region.memory, atomic);
+  const Stamp now = stamp_now(region.memory);
   for (uint64_t i = offset; i < offset + bytes; i++) {
     Cell& cell = of_region[i];
     if (region.memory == local_memory && cell.write.threadgroup != now.threadgroup) cell.write = {};
     if (region.memory == local_memory && cell.reads.threadgroup != now.threadgroup) cell.reads = {};
-    if (races(cell.write, now)) stop_race(region, i, cell.write, true, writes, code);
+    if (concurrent(cell.write, now)) stop_race(region, i, cell.write, true, writes, code);
     if (writes) {
-      if (races(cell.reads, now)) stop_race(region, i, cell.reads, false, true, code);
+      if (concurrent(cell.reads, now)) stop_race(region, i, cell.reads, false, true, code);
       cell.write = now;
     } else {
       if (cell.write.threadgroup == 0 && region.access == Access::output)

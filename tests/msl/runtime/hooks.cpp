@@ -10,7 +10,7 @@ namespace msl {
 
 namespace {
 
-inline void access(const void* address, uint64_t bytes, uint64_t align, bool writes, bool atomic, void* code) {
+inline void access(const void* address, uint64_t bytes, uint64_t align, bool writes, void* code) {
   const uintptr_t at = reinterpret_cast<uintptr_t>(address);
   if (at - arena_begin >= arena_bytes) return;  // a thread's own memory, or the runtime's
   if (!state.launch->instrumented) return;      // a plain kernel announces few of its accesses
@@ -27,7 +27,7 @@ inline void access(const void* address, uint64_t bytes, uint64_t align, bool wri
   if (offset % align)
     stop(code, "misaligned access to '%s' at byte offset %lu: a type with an alignment of %lu bytes", region->name,
          (unsigned long)offset, (unsigned long)align);
-  check_access(*region, offset, bytes, writes, atomic, code);
+  check_access(*region, offset, bytes, writes, code);
   count_access(uint32_t(region - regions.data()), offset, bytes, writes, code);
 }
 
@@ -37,15 +37,15 @@ inline void access(const void* address, uint64_t bytes, uint64_t align, bool wri
 
 #define MSL_CODE __builtin_return_address(0)
 #define MSL_HOOKS(bytes)                                                                                            \
-  void __tsan_read##bytes(void* p) { msl::access(p, bytes, bytes, false, false, MSL_CODE); }                        \
-  void __tsan_write##bytes(void* p) { msl::access(p, bytes, bytes, true, false, MSL_CODE); }                        \
-  void __tsan_volatile_read##bytes(void* p) { msl::access(p, bytes, bytes, false, false, MSL_CODE); }               \
-  void __tsan_volatile_write##bytes(void* p) { msl::access(p, bytes, bytes, true, false, MSL_CODE); }
+  void __tsan_read##bytes(void* p) { msl::access(p, bytes, bytes, false, MSL_CODE); }                        \
+  void __tsan_write##bytes(void* p) { msl::access(p, bytes, bytes, true, MSL_CODE); }                        \
+  void __tsan_volatile_read##bytes(void* p) { msl::access(p, bytes, bytes, false, MSL_CODE); }               \
+  void __tsan_volatile_write##bytes(void* p) { msl::access(p, bytes, bytes, true, MSL_CODE); }
 #define MSL_UNALIGNED_HOOKS(bytes)                                                                                  \
-  void __tsan_unaligned_read##bytes(void* p) { msl::access(p, bytes, 1, false, false, MSL_CODE); }                  \
-  void __tsan_unaligned_write##bytes(void* p) { msl::access(p, bytes, 1, true, false, MSL_CODE); }                  \
-  void __tsan_unaligned_volatile_read##bytes(void* p) { msl::access(p, bytes, 1, false, false, MSL_CODE); }         \
-  void __tsan_unaligned_volatile_write##bytes(void* p) { msl::access(p, bytes, 1, true, false, MSL_CODE); }
+  void __tsan_unaligned_read##bytes(void* p) { msl::access(p, bytes, 1, false, MSL_CODE); }                  \
+  void __tsan_unaligned_write##bytes(void* p) { msl::access(p, bytes, 1, true, MSL_CODE); }                  \
+  void __tsan_unaligned_volatile_read##bytes(void* p) { msl::access(p, bytes, 1, false, MSL_CODE); }         \
+  void __tsan_unaligned_volatile_write##bytes(void* p) { msl::access(p, bytes, 1, true, MSL_CODE); }
 
 extern "C" {
 
@@ -58,20 +58,20 @@ MSL_UNALIGNED_HOOKS(2)
 MSL_UNALIGNED_HOOKS(4)
 MSL_UNALIGNED_HOOKS(8)
 MSL_UNALIGNED_HOOKS(16)
-void __tsan_read_range(void* p, unsigned long bytes) { msl::access(p, bytes, 1, false, false, MSL_CODE); }
-void __tsan_write_range(void* p, unsigned long bytes) { msl::access(p, bytes, 1, true, false, MSL_CODE); }
+void __tsan_read_range(void* p, unsigned long bytes) { msl::access(p, bytes, 1, false, MSL_CODE); }
+void __tsan_write_range(void* p, unsigned long bytes) { msl::access(p, bytes, 1, true, MSL_CODE); }
 void* __tsan_memcpy(void* to, const void* from, unsigned long bytes) {
-  msl::access(from, bytes, 1, false, false, MSL_CODE);
-  msl::access(to, bytes, 1, true, false, MSL_CODE);
+  msl::access(from, bytes, 1, false, MSL_CODE);
+  msl::access(to, bytes, 1, true, MSL_CODE);
   return std::memcpy(to, from, bytes);
 }
 void* __tsan_memmove(void* to, const void* from, unsigned long bytes) {
-  msl::access(from, bytes, 1, false, false, MSL_CODE);
-  msl::access(to, bytes, 1, true, false, MSL_CODE);
+  msl::access(from, bytes, 1, false, MSL_CODE);
+  msl::access(to, bytes, 1, true, MSL_CODE);
   return std::memmove(to, from, bytes);
 }
 void* __tsan_memset(void* to, int value, unsigned long bytes) {
-  msl::access(to, bytes, 1, true, false, MSL_CODE);
+  msl::access(to, bytes, 1, true, MSL_CODE);
   return std::memset(to, value, bytes);
 }
 void __tsan_init() {}
@@ -81,13 +81,8 @@ void __tsan_vptr_read(void**) {}
 void __tsan_vptr_update(void**, void*) {}
 
 void msl_copy(void* to, const void* from, size_t bytes, size_t align) {
-  msl::access(from, bytes, align, false, false, MSL_CODE);
-  msl::access(to, bytes, align, true, false, MSL_CODE);
+  msl::access(from, bytes, align, false, MSL_CODE);
+  msl::access(to, bytes, align, true, MSL_CODE);
   std::memmove(to, from, bytes);
-}
-
-void msl_note_atomic(const void* address, size_t bytes, int writes) {
-  msl::access(address, bytes, bytes, false, true, MSL_CODE);
-  if (writes) msl::access(address, bytes, bytes, true, true, MSL_CODE);
 }
 }

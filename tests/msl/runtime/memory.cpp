@@ -37,7 +37,6 @@ struct Pages {
 };
 std::vector<Pages> buffer_pages;
 Pages threadgroup_pages;
-uint32_t dynamic_offsets[8];  // 0: none
 
 uint64_t round_up(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
 
@@ -45,30 +44,18 @@ uint64_t round_up(uint64_t value, uint64_t to) { return (value + to - 1) / to * 
 uint64_t place_threadgroup_variables() {
   Launch& launch = *state.launch;
   uint64_t used = red_zone_bytes, named = 0;
-  const auto place = [&](uint64_t bytes, uint64_t align) {
-    const uint64_t offset = round_up(used, align);
-    used = offset + round_up(bytes, 16) + red_zone_bytes;
-    named = round_up(named, align) + bytes;
-    return uint32_t(offset);
-  };
-  for (ThreadgroupVariable* v = launch.variables; v; v = v->next) v->offset = place(v->bytes, v->align);
-  for (int i = 0; i < 8; i++) {
-    dynamic_offsets[i] = launch.dynamic_bytes[i] ? place(launch.dynamic_bytes[i], 16) : 0;
+  for (ThreadgroupVariable* v = launch.variables; v; v = v->next) {
+    v->offset = uint32_t(round_up(used, v->align));
+    used = v->offset + round_up(v->bytes, 16) + red_zone_bytes;
+    named = round_up(named, v->align) + v->bytes;
   }
   launch.threadgroup_bytes = uint32_t(named);
   return used;
 }
 
 void add_threadgroup_regions() {
-  Launch& launch = *state.launch;
-  const auto add = [&](unsigned char* begin, uint64_t bytes, const char* name) {
-    regions.push_back({begin, bytes, name, Access::output, local_memory, UINT32_MAX});
-  };
-  for (ThreadgroupVariable* v = launch.variables; v; v = v->next)
-    add(msl_threadgroup_memory + v->offset, v->bytes, v->name);
-  for (int i = 0; i < 8; i++)
-    if (dynamic_offsets[i])
-      add(msl_threadgroup_memory + dynamic_offsets[i], launch.dynamic_bytes[i], "[[threadgroup]] argument");
+  for (ThreadgroupVariable* v = state.launch->variables; v; v = v->next)
+    regions.push_back({msl_threadgroup_memory + v->offset, v->bytes, v->name, Access::output, local_memory, UINT32_MAX});
 }
 
 void fill_buffer(const Region& region, const Pages& pages, const Buffer& buffer) {
@@ -202,10 +189,5 @@ void* msl_buffer(int index) {
   return uint32_t(index) < msl::state.launch->num_buffers && msl::state.launch->buffers[index].name
              ? msl::regions[size_t(index)].begin
              : nullptr;
-}
-
-void* msl_dynamic_threadgroup_memory(int index) {
-  if (index > 7 || !msl::dynamic_offsets[index]) msl_fail("no memory was given for [[threadgroup(%d)]]", index);
-  return msl_threadgroup_memory + msl::dynamic_offsets[index];
 }
 }

@@ -13,7 +13,7 @@ namespace msl {
 // What the simdgroups of a launch moved to or from one buffer. Lanes that touch the same byte in the same access count
 // once in `bytes`; a transaction is a line of 128 bytes that an access touches; it is full when all its bytes are used.
 struct Traffic {
-  uint64_t bytes, lane_bytes, accesses, transactions, full_transactions, distinct_bytes, distinct_lines;
+  uint64_t bytes, lane_bytes, accesses, transactions, full_transactions, distinct_bytes;
 };
 
 enum class Access : uint32_t { read_only, output, in_out };
@@ -34,12 +34,10 @@ struct Launch {  // mirrored by launch.py
   ThreadgroupVariable* variables;
   uint32_t num_buffers;
   uint32_t grid[3], group[3];
-  uint32_t dynamic_bytes[8];  // [[threadgroup(n)]] arguments
-  uint32_t threadgroup_limit, seed;
+  uint32_t seed;
   uint32_t instrumented, simd_ops_order_memory;
   uint32_t threadgroup_bytes;
   uint64_t threadgroups, threadgroup_barriers, simdgroup_barriers, simd_operations;
-  uint64_t threadgroup_bytes_read, threadgroup_bytes_written;
   uint64_t error_address;  // in the kernel's code
   char error[1024];
 };
@@ -116,7 +114,7 @@ bool describe_address(uintptr_t address, char* text, size_t text_bytes);
 
 // checker.cpp: races, and reads of what nothing wrote
 void reset_checker();
-void check_access(const Region& region, uint64_t offset, uint64_t bytes, bool writes, bool atomic, void* code);
+void check_access(const Region& region, uint64_t offset, uint64_t bytes, bool writes, void* code);
 void finish_checker();
 
 // traffic.cpp

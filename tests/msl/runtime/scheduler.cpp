@@ -18,6 +18,8 @@ State state;
 
 namespace {
 
+constexpr uint32_t threadgroup_bytes_max = 32768;  // of every Apple GPU
+
 sigjmp_buf after_fault;
 pthread_t launching_thread;
 alignas(16) unsigned char signal_stack[64 << 10];
@@ -161,7 +163,6 @@ void start_threadgroup(const Size3& position, const Size3& groups) {
                    std::min(launch.group[1], launch.grid[1] - first.y),
                    std::min(launch.group[2], launch.grid[2] - first.z)};
   const uint32_t threads = size.x * size.y * size.z;
-  const uint32_t dispatched = launch.group[0] * launch.group[1] * launch.group[2];
   state.threadgroup = position;
   state.running = nullptr;
   state.epochs = {};
@@ -183,12 +184,9 @@ void start_threadgroup(const Size3& position, const Size3& groups) {
     info.threadgroups_per_grid = groups;
     info.threads_per_grid = {launch.grid[0], launch.grid[1], launch.grid[2]};
     info.threads_per_threadgroup = size;
-    info.dispatch_threads_per_threadgroup = {launch.group[0], launch.group[1], launch.group[2]};
     info.index_in_threadgroup = i;
     info.lane = i % simd_width;
     info.simdgroup = i / simd_width;
-    info.simdgroups = uint32_t(state.simdgroups.size());
-    info.dispatch_simdgroups = (dispatched + simd_width - 1) / simd_width;
     start_fiber(fiber, i);
   }
 }
@@ -282,8 +280,8 @@ int msl_launch(Launch* launch) {
   state.running = nullptr;
   state.random.seed(launch->seed);
   map_memory();
-  if (launch->threadgroup_bytes > launch->threadgroup_limit)
-    report("threadgroup memory of %u bytes, the limit is %u", launch->threadgroup_bytes, launch->threadgroup_limit);
+  if (launch->threadgroup_bytes > threadgroup_bytes_max)
+    report("threadgroup memory of %u bytes, the limit is %u", launch->threadgroup_bytes, threadgroup_bytes_max);
   prepare_stacks(launch->group[0] * launch->group[1] * launch->group[2]);
   if (launch->instrumented) reset_checker(), reset_traffic();
 

@@ -72,16 +72,6 @@ void count_simdgroup_access(const LaneAccess* first, const LaneAccess* last) {
   close_line();
 }
 
-void count_distinct(const std::vector<unsigned char>& bytes, unsigned char flag, Traffic& traffic) {
-  uint64_t last_line = UINT64_MAX;
-  for (uint64_t i = 0; i < bytes.size(); i++) {
-    if (!(bytes[i] & flag)) continue;
-    traffic.distinct_bytes++;
-    traffic.distinct_lines += i / line_bytes != last_line;
-    last_line = i / line_bytes;
-  }
-}
-
 }  // namespace
 
 void reset_traffic() {
@@ -95,10 +85,7 @@ void reset_traffic() {
 
 void count_access(uint32_t index, uint64_t offset, uint64_t bytes, bool writes, void* code) {
   const Region& region = regions[index];
-  if (region.memory == local_memory) {
-    (writes ? state.launch->threadgroup_bytes_written : state.launch->threadgroup_bytes_read) += bytes;
-    return;
-  }
+  if (region.memory == local_memory) return;
   const uint32_t site = site_of(code);
   Occurrences& of_site = occurrences[site];
   if (of_site.meeting != meeting) of_site = {meeting, {}};
@@ -126,8 +113,10 @@ void flush_traffic() {
 
 void finish_traffic() {
   for (uint32_t i = 0; i < state.launch->num_buffers; i++) {
-    count_distinct(touched[i], was_read, state.launch->buffers[i].read);
-    count_distinct(touched[i], was_written, state.launch->buffers[i].written);
+    for (const unsigned char byte : touched[i]) {
+      state.launch->buffers[i].read.distinct_bytes += (byte & was_read) != 0;
+      state.launch->buffers[i].written.distinct_bytes += (byte & was_written) != 0;
+    }
   }
 }
 

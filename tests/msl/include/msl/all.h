@@ -1,6 +1,5 @@
 // The Metal standard library and, last, Metal's own keywords. Precompiled; every kernel starts with it.
 #pragma once
-#include "atomic.h"
 #include "entry.h"
 #include "math.h"
 #include "scalar.h"
@@ -13,8 +12,6 @@
 #define __HAVE_BFLOAT__ 1
 #define METAL_FUNC inline
 #define METAL_CONST const
-#undef assert
-#define assert(...) ((__VA_ARGS__) ? void() : msl_fail("assert(%s) failed at line %d", #__VA_ARGS__, __LINE__))
 
 // Address spaces are one here; lint.py asks clang, where there is one, whether a kernel mixes them up.
 #define device

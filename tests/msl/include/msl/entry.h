@@ -41,10 +41,6 @@ P bind_buffer(int index) {
     return static_cast<P>(memory);
   }
 }
-template <class P>
-P bind_threadgroup(int index) {
-  return static_cast<P>(msl_dynamic_threadgroup_memory(index));
-}
 // A built-in of three components, given to a parameter of one, two or three.
 template <class P>
 P bind_builtin(const Size3& value) {

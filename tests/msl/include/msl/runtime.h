@@ -20,8 +20,8 @@ struct Size3 {
 // The built-in values of one GPU thread.
 struct ThreadInfo {
   Size3 position_in_grid, position_in_threadgroup, threadgroup_position;
-  Size3 threadgroups_per_grid, threads_per_grid, threads_per_threadgroup, dispatch_threads_per_threadgroup;
-  uint32_t index_in_threadgroup, lane, simdgroup, simdgroups, dispatch_simdgroups;
+  Size3 threadgroups_per_grid, threads_per_grid, threads_per_threadgroup;
+  uint32_t index_in_threadgroup, lane, simdgroup;
 };
 
 // Where in the kernel's text threads wait for each other.
@@ -61,10 +61,8 @@ extern "C" {
 extern const msl::ThreadInfo* msl_thread;       // of the running thread
 extern unsigned char* msl_threadgroup_memory;   // of its threadgroup
 void* msl_buffer(int index);                    // device memory bound to [[buffer(index)]]
-void* msl_dynamic_threadgroup_memory(int index);
 void msl_barrier(msl::BarrierScope scope, int mem_flags, const msl::Site* site);
 msl::Exchange msl_exchange(const void* value, size_t bytes, msl::Combine combine, const msl::Site* site);
 void msl_copy(void* to, const void* from, size_t bytes, size_t align);  // one access that the checks can see
-void msl_note_atomic(const void* address, size_t bytes, int writes);
 [[noreturn]] void msl_fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 }

@@ -13,11 +13,6 @@ struct simdgroup_matrix {
   vec<T, 2> elements;
 
   simdgroup_matrix() = default;
-  // The diagonal matrix of `value`.
-  explicit simdgroup_matrix(T value) {
-    const Place at = place(msl_thread->lane);
-    elements = vec<T, 2>(T(at.row == at.column ? value : T(0)), T(at.row == at.column + 1 ? value : T(0)));
-  }
   vec<T, 2>& thread_elements() { return elements; }
   const vec<T, 2>& thread_elements() const { return elements; }
 
@@ -29,8 +24,6 @@ struct simdgroup_matrix {
   }
 };
 typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
-typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
-typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
 
 template <class T, int Cols, int Rows>
 MSL_INLINE simdgroup_matrix<T, Cols, Rows> make_filled_simdgroup_matrix(T value) {
@@ -96,40 +89,20 @@ MSL_INLINE void simdgroup_multiply_accumulate(simdgroup_matrix<D>& d, const simd
   msl::need_whole_simdgroup(all.active, "simdgroup_multiply_accumulate", where);
   d.elements = msl::load_slot<vec<D, 2>>(all.slots, msl_thread->lane);
 }
-template <class D, class A, class B>
-MSL_INLINE void simdgroup_multiply(simdgroup_matrix<D>& d, const simdgroup_matrix<A>& a, const simdgroup_matrix<B>& b,
-                                   msl::Where where = msl::Where::current()) {
-  simdgroup_multiply_accumulate(d, a, b, make_filled_simdgroup_matrix<D, 8, 8>(D(0)), where);
-}
-
-// A lane's pair is one access when it is contiguous, and two when the matrix is read transposed.
+// A lane's pair is one access.
 template <class T>
 MSL_INLINE void simdgroup_load(simdgroup_matrix<T>& m, const T* source, ulong elements_per_row = 8,
-                               vec<ulong, 2> origin = vec<ulong, 2>(0), bool transpose = false,
                                msl::Where where = msl::Where::current()) {
   msl::meet_whole_simdgroup("simdgroup_load", where);
   const auto at = m.place(msl_thread->lane);
-  const T* base = source + origin.s[1] * elements_per_row + origin.s[0];
-  if (transpose) {
-    m.elements.s[0] = base[at.column * elements_per_row + at.row];
-    m.elements.s[1] = base[(at.column + 1) * elements_per_row + at.row];
-  } else {
-    msl_copy(&m.elements, base + at.row * elements_per_row + at.column, sizeof m.elements, alignof(T));
-  }
+  msl_copy(&m.elements, source + at.row * elements_per_row + at.column, sizeof m.elements, alignof(T));
 }
 template <class T>
 MSL_INLINE void simdgroup_store(const simdgroup_matrix<T>& m, T* target, ulong elements_per_row = 8,
-                                vec<ulong, 2> origin = vec<ulong, 2>(0), bool transpose = false,
                                 msl::Where where = msl::Where::current()) {
   msl::meet_whole_simdgroup("simdgroup_store", where);
   const auto at = m.place(msl_thread->lane);
-  T* base = target + origin.s[1] * elements_per_row + origin.s[0];
-  if (transpose) {
-    base[at.column * elements_per_row + at.row] = m.elements.s[0];
-    base[(at.column + 1) * elements_per_row + at.row] = m.elements.s[1];
-  } else {
-    msl_copy(base + at.row * elements_per_row + at.column, &m.elements, sizeof m.elements, alignof(T));
-  }
+  msl_copy(target + at.row * elements_per_row + at.column, &m.elements, sizeof m.elements, alignof(T));
 }
 
 }  // namespace metal
