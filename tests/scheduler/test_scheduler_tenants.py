@@ -75,24 +75,6 @@ def test_waiting_makes_up_for_priority(ageing, expected):
     assert "".join(order[1:]) == expected
 
 
-def test_request_of_another_tenant_does_not_get_far_ahead_by_passing():
-    """The large request waits for blocks. The other tenant may use a step more than its tenant, not any number."""
-    scheduler, machine, _ = made(blocks=21, overtake=10**6, max_step_tokens=8, weights={"a": 1, "b": 1})
-    scheduler.add(Request([1] * 20, max_tokens=60, id="runs", tenant="a"))
-    for _ in range(6):
-        machine.step()
-    scheduler.add(Request([2] * 70, max_tokens=1, id="large", tenant="a"))
-    passed, before = 0, scheduler.tenants()["a"].served_tokens
-    for _ in range(40):
-        while scheduler.tenants()["b"].waiting < 2:
-            scheduler.add(Request([3], max_tokens=2, tenant="b"))
-        machine.step()
-        assert scheduler.tenants()["a"].waiting == 1
-        passed, mine = scheduler.tenants()["b"].served_tokens, scheduler.tenants()["a"].served_tokens - before
-        assert passed <= mine + 8 + 8, "a step, and what the last ones used that were admitted"
-    assert passed > 30
-
-
 @pytest.mark.parametrize("state", ["waiting", "prefilling", "decoding"])
 @pytest.mark.parametrize("how", [{}, {"n": 3}, {"n": 2, "beam_width": 2}], ids=["one", "samples", "beam"])
 def test_deadline_ends_a_request_in_every_state(state, how):
@@ -236,7 +218,7 @@ def test_tenants_that_are_gone_are_forgotten_and_nobody_notices():
         scheduler, machine, _ = made(max_running=2)
         queue, order, most = scheduler._core.queue, [], 0
         queue._sweep_at = sweep_at
-        for number in range(1500):
+        for number in range(800):
             tenant = int(rng.integers(max(1, number - 30), number + 2))
             scheduler.add(Request([1] * int(rng.integers(1, 9)), max_tokens=int(rng.integers(1, 4)), tenant=tenant))
             while scheduler.stats().waiting > 6:
