@@ -51,55 +51,6 @@ def test_step_planned_ahead_names_the_samples_that_it_follows():
     assert [two.tokens_of(id).tolist() for id in (1, 3, 20)] == [[5, 8], [6, 9], [7, 10]]
 
 
-def test_sequence_that_ends_first_leaves_its_second_row_and_its_blocks():
-    pool, two = make(max_running=2)
-    two.add(Request([1, 2, 3], 9, id="short", eos=5))
-    two.add(Request([1, 2, 3, 4], 9, id="long"))
-    two.add(Request([4] * 9, 9, id="next"))
-    first = two.schedule()
-    second = two.schedule()
-    (output,) = two.update(first, np.array([5, 6], np.int32))
-    assert (output.id, output.tokens.tolist(), output.finish_reason) == ("short", [5], "eos")
-    third = two.schedule()
-    assert third.requests[0].id == "long", "it is planned while the row of the ended one is out"
-    assert two.request_of(int(third.lanes[-1])).id == "next", "its lane has been given away"
-    assert not two.update(second, np.array([99, 7], np.int32))
-    assert first.taken is None and second.taken.tolist() == [False, True]
-    assert two.tokens_of("long").tolist() == [6, 7] and two.tokens_of("next").tolist() == []
-    two.check()
-    two.update(third, tokens(third))
-    assert pool.stats().limbo == 0
-
-
-def test_failure_of_the_first_step_takes_the_second_back():
-    pool, two = make(max_running=2)
-    two.add(Request([1, 2, 3], 9, id=0))
-    two.add(Request([4], 9, id=1))
-    two.update(step := two.schedule(), tokens(step))
-    before = pool.stats().used, [pool.num_tokens(handle) for handle in two.handles]
-    first, second = two.schedule(), two.schedule()
-    two.fail(first)
-    with pytest.raises(RuntimeError, match="not out"):
-        two.update(second, tokens(second))
-    assert (pool.stats().used, [pool.num_tokens(handle) for handle in two.handles]) == before
-    assert pool.stats().pending == pool.stats().limbo == 0
-    two.check()
-    again = two.schedule()
-    assert again.follows is None and again.tokens.tolist() == [7, 7]
-
-
-def test_failure_of_the_second_step_gives_its_plan_back():
-    _, two = make()
-    two.add(Request([1, 2, 3], 9))
-    first, second = two.schedule(), two.schedule()
-    two.fail(second)
-    again = two.schedule()
-    assert again.plan is second.plan and again.follows.tolist() == [0]
-    two.update(first, tokens(first, 5))
-    two.update(again, tokens(again, 6))
-    assert two.tokens_of(0).tolist() == [5, 6]
-
-
 def test_sequence_in_the_lane_of_a_cancelled_one_does_not_follow_it():
     _, two = make(prefix_cache=True, max_running=1, plans=3)
     two.add(Request([1, 2, 3, 4, 5], 1))
@@ -111,26 +62,6 @@ def test_sequence_in_the_lane_of_a_cancelled_one_does_not_follow_it():
     two.fail(two.schedule())  # it was admitted with a hit, so now it decodes
     step = two.schedule()
     assert (step.num_decodes, step.tokens.tolist(), step.follows.tolist()) == (1, [5], [-1])
-
-
-def test_third_step_and_the_second_before_the_first_are_refused():
-    _, two = make()
-    two.add(Request([1, 2, 3], 9))
-    first, second = two.schedule(), two.schedule()
-    with pytest.raises(RuntimeError, match=r"^\[schedule\] two steps are out"):
-        two.schedule()
-    with pytest.raises(RuntimeError, match=r"^\[update\] the step before this one is out"):
-        two.update(second, tokens(second))
-    two.update(first, tokens(first))
-    two.update(second, tokens(second))
-
-
-def test_sequence_at_its_length_has_no_second_row():
-    _, two = make()
-    two.add(Request([1], 1, id=0))
-    two.add(Request([2], 2, id=1))
-    two.schedule()
-    assert [request.id for request in two.schedule().requests] == [1]
 
 
 @pytest.mark.parametrize(

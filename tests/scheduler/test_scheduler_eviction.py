@@ -139,19 +139,6 @@ def test_failed_step_leaves_no_score_and_no_token():
     assert run(scheduler, memory)[0].tokens.size == 30
 
 
-@pytest.mark.parametrize("call", ["copy_blocks", "compact"])
-def test_backend_that_breaks_between_steps_costs_a_preemption(call):
-    pool, memory, scheduler = build(WINDOW, prefix_cache=True)
-    scheduler.add(Request(range(40), max_tokens=30))
-    memory.fail_next = call
-    with pytest.raises(OSError, match="broken"):
-        run(scheduler, memory)
-    scheduler.check()
-    assert scheduler.stats().preemptions == 1 and pool.stats().used == 0
-    (output,) = run(scheduler, memory)
-    assert output.tokens.size == 30 and output.preemptions == 1
-
-
 def test_compacted_sequence_is_not_spilled():
     class Tier:
         calls = 0

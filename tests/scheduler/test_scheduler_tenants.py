@@ -5,7 +5,7 @@ import pytest
 from schedules import Machine, greedy
 
 from kvpool import Pool, Request, Scheduler
-from kvpool.errors import RequestRejected, UnknownRequest
+from kvpool.errors import RequestRejected
 
 
 class Clock:
@@ -75,47 +75,11 @@ def test_waiting_makes_up_for_priority(ageing, expected):
     assert "".join(order[1:]) == expected
 
 
-@pytest.mark.parametrize("state", ["waiting", "prefilling", "decoding"])
-@pytest.mark.parametrize("how", [{}, {"n": 3}, {"n": 2, "beam_width": 2}], ids=["one", "samples", "beam"])
-def test_deadline_ends_a_request_in_every_state(state, how):
-    pool, clock = Pool(40, 4), Clock()
-    scheduler = Scheduler(pool, max_running=4, prefill_chunk=4, clock=clock)
-    machine, samples = Machine(scheduler, pool), how.get("n", 1)
-    for number in range(4 if state == "waiting" else 0):  # they take all lanes
-        scheduler.add(Request(range(9), max_tokens=30, id=number))
-    update(scheduler, machine)
-    scheduler.add(Request(range(12), max_tokens=9, id="x", deadline=6.0, **how))
-    for _ in range(5 if state == "decoding" else 1):
-        assert not [output for output in update(scheduler, machine) if output.id == "x"]
-    clock.now = 6.0
-    ended = [output for output in update(scheduler, machine) if output.id == "x"]
-    assert [output.finish_reason for output in ended] == ["deadline"] * samples
-    assert all(output.times.finished == 6.0 for output in ended)
-    assert all((output.tokens.size > 0) == (state == "decoding") for output in ended)
-    scheduler.check()
-    assert (scheduler.stats().expired, scheduler.stats().cancelled) == (samples, 0)
-    with pytest.raises(UnknownRequest, match="has finished"):
-        scheduler.cancel("x")
-    for number in list(scheduler._core.groups):
-        scheduler.cancel(number)
-    assert pool.stats().used == 0
-
-
 def stepped(scheduler, machine):
     """Return a step and tokens for it."""
     step = scheduler.schedule()
     machine.execute(step)
     return step, np.full(len(step.sample_at), 7, np.int32)
-
-
-def update(scheduler, machine):
-    """Make a step, if there is one; return who ended."""
-    if not scheduler.stats().waiting + scheduler.stats().decoding + scheduler.stats().prefilling:
-        return []
-    step, tokens = stepped(scheduler, machine)
-    rows = int((step.beam_width > 0).sum())
-    beams = (np.tile(np.arange(4, dtype=np.int32), (rows, 1)), np.full((rows, 4), -1, np.float32)) if rows else None
-    return scheduler.update(step, tokens, beams=beams)
 
 
 def test_deadline_of_an_id_that_is_used_again_is_that_of_the_new_request():
