@@ -91,14 +91,5 @@ def leaking(num_blocks):
     return lambda: kept.append(bytes(64))
 
 
-def copying(num_blocks):
-    return lambda: bytes(num_blocks)
-
-
-def listing(num_blocks):
-    return lambda: [0] * (num_blocks // 200)
-
-
-@pytest.mark.parametrize("make", [leaking, copying, listing])
-def test_measure_detects_a_step_that_leaks_or_copies(make):
-    assert verdict(make)
+def test_measure_detects_a_step_that_leaks():
+    assert verdict(leaking)

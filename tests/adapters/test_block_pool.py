@@ -206,29 +206,12 @@ class FreesBackwards(BlockPool):
         super().free(ids[::-1])
 
 
-class ForgetsToForget(BlockPool):
-    def _forget(self, ids):
-        pass
-
-
-class KeepsCommitted(BlockPool):
-    """The old fault: a block that lost its key goes on being evicted last."""
-
-    def evict(self, ids, keep_place=False):
-        self._forget(ids)
-
-
 class KeepsHeldCommitted(BlockPool):
-    """The same of blocks in use alone."""
+    """A block in use that lost its key goes on being evicted last."""
 
     def evict(self, ids, keep_place=False):
         self._blocks.uncache([block for block in ids if block and not self.refcount(block)], keep_place=keep_place)
         self._forget(ids)
-
-
-class MovesWhatIsEvicted(BlockPool):
-    def evict(self, ids, keep_place=False):
-        super().evict(ids)
 
 
 class RoomWithHits(BlockPool):
@@ -236,17 +219,6 @@ class RoomWithHits(BlockPool):
 
     def room(self, hits=()):
         return self.num_free
-
-
-class EvictsBackwards(BlockPool):
-    def evict(self, ids, keep_place=False):
-        super().evict(ids[::-1], keep_place=keep_place)
-
-
-class TakesTheNewKey(BlockPool):
-    def cache(self, ids, keys):
-        self.evict([self._keys.block_of[key] for key in dict.fromkeys(keys) if key in self._keys.block_of])
-        super().cache(ids, keys)
 
 
 class CommitsWithoutKey(BlockPool):
@@ -258,21 +230,12 @@ class CommitsWithoutKey(BlockPool):
         self._blocks.mark_cached(others)
 
 
-class EvictsTheNewest(BlockPool):
-    def free(self, ids):
-        self._blocks.release(ids, oldest=True)
-
-
 class TellsNothing(BlockPool):
     def _tell(self, *event):
         pass
 
 
-FAULTS = [FreesBackwards, ForgetsToForget, KeepsCommitted, KeepsHeldCommitted, EvictsBackwards, TakesTheNewKey]
-FAULTS += [CommitsWithoutKey, EvictsTheNewest, TellsNothing, MovesWhatIsEvicted, RoomWithHits]
-
-
-@pytest.mark.parametrize("broken", FAULTS)
+@pytest.mark.parametrize("broken", [FreesBackwards, KeepsHeldCommitted, RoomWithHits, CommitsWithoutKey, TellsNothing])
 def test_block_pool_broken_pool_is_detected(broken, monkeypatch):
     monkeypatch.setitem(globals(), "BlockPool", broken)
     with pytest.raises((AssertionError, KeyError, ValueError, pytest.fail.Exception)):
@@ -365,80 +328,13 @@ def test_block_pool_random_calls_equal_vllms_pool(vllm):
     assert evicted_in_use > 100 and cached > 200
 
 
-@pytest.mark.parametrize("broken", [FreesBackwards, KeepsCommitted, KeepsHeldCommitted, EvictsTheNewest])
-def test_block_pool_broken_pool_differs_from_vllms(vllm, broken, monkeypatch):
-    monkeypatch.setitem(globals(), "BlockPool", broken)
+def test_block_pool_broken_pool_differs_from_vllms(vllm, monkeypatch):
+    monkeypatch.setitem(globals(), "BlockPool", KeepsHeldCommitted)
     with pytest.raises((AssertionError, ValueError)):
         test_block_pool_random_calls_equal_vllms_pool(vllm)
 
 
 # ---- by hand -----------------------------------------------------------------------------------------------
-
-
-def test_block_pool_frees_the_first_named_is_taken_first():
-    pool = BlockPool(7)
-    table = pool.get(6)
-    pool.cache(table[:4], ["a", "b", "c", "d"])
-    pool.free(table[::-1])
-    assert pool.lookup("abcd") == table[:4]
-    assert pool.free_order() == [table[5], table[4], table[3], table[2], table[1], table[0]]
-    assert pool.get(3) == [table[5], table[4], table[3]]  # the tail of the request
-    assert pool.lookup("abcd") == table[:3]
-
-
-def test_block_pool_evicted_block_in_use_leaves_before_cached_ones():
-    pool = BlockPool(4)
-    a, b, c = pool.get(3)
-    pool.cache([a, b, c], "abc")
-    pool.free([a])
-    pool.evict([b])
-    pool.free([c, b])
-    assert pool.free_order() == [b, a, c]
-    assert pool.get(1) == [b] and pool.lookup("a") == [a] and pool.lookup("c") == [c]
-
-
-def test_block_pool_evicted_free_block_leaves_before_cached_ones():
-    pool = BlockPool(4)
-    a, b, c = pool.get(3)
-    pool.cache([a, b, c], "abc")
-    pool.free([a, b, c])
-    pool.evict([c, b])
-    assert pool.free_order() == [c, b, a]
-    with pytest.raises(ValueError, match="neither in use nor cached"):
-        pool.touch([b])
-
-
-def test_block_pool_evicted_block_gets_a_new_key():
-    pool = BlockPool(4)
-    a, b = pool.get(2)
-    pool.cache([a], "a")
-    pool.evict([a])
-    pool.cache([a, b], "xy")
-    pool.free([a, b])
-    assert pool.lookup("a") == [] and pool.lookup("xy") == [a, b]
-    pool.check()
-
-
-def test_block_pool_key_known_already_the_new_block_stays_blank():
-    pool = BlockPool(5)
-    first, second, third = pool.get(3)
-    pool.cache([first], ["a"])
-    pool.cache([first], ["a"])  # said again
-    pool.cache([second, third, second], ["a", "b", "a"])
-    pool.check()
-    pool.free([second, first, third])
-    assert pool.lookup("ab") == [first, third]
-    assert pool.get(2) == [second, 4]  # blank blocks before cached ones
-
-
-def test_block_pool_key_twice_in_a_call_the_first_block_has_it():
-    pool = BlockPool(4)
-    ids = pool.get(3)
-    pool.cache(ids, "aba")
-    assert pool.lookup("ab") == ids[:2] and pool.num_cached == 2
-    pool.check()
-    pool.free(ids)
-    assert pool.free_order() == [ids[2], ids[0], ids[1]]
 
 
 class Key:
@@ -549,18 +445,6 @@ def test_block_pool_stats_count_hits_and_evictions():
     stats = pool.stats()
     assert (stats.queries, stats.hits, stats.evictions) == (3, 2, 2)
     assert (stats.usage, stats.num_free, stats.num_cached) == (2 / 3, 1, 1)
-
-
-def test_block_pool_null_block_is_never_handed_out_or_counted():
-    pool = BlockPool(3)
-    assert pool.get(2) == [1, 2]
-    assert pool.usage == 1.0
-    pool.touch([0])
-    pool.cache([0], ["nothing"])
-    pool.cache([0, 1, 0], ["x", "y", "z"])
-    pool.free([0])
-    assert pool.lookup(["nothing"]) == pool.lookup("x") == [] and pool.lookup("y") == [1] and pool.usage == 1.0
-    pool.check()
 
 
 def test_block_pool_scheduler_page_runs_as_written():

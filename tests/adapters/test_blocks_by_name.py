@@ -55,24 +55,6 @@ def test_take_more_than_there_are_changes_nothing(make_pool, refused):
     assert (caught.value.needed, caught.value.short_by) == (4, 1)
 
 
-def test_release_of_blank_blocks_the_first_named_is_taken_first(make_pool):
-    pool = make_pool(7)
-    pool.blocks.take(5)
-    pool.blocks.release([4, 2, 5])
-    assert order(pool) == [4, 2, 5, 6]
-    pool.blocks.release(np.array([3, 1], np.int32))
-    assert order(pool) == [3, 1, 4, 2, 5, 6]
-
-
-def test_release_sends_cached_blocks_to_the_new_end_and_others_to_the_front(make_pool):
-    pool = make_pool(8)
-    pool.blocks.take(6)
-    pool.blocks.mark_cached([1, 2, 5])
-    pool.blocks.release([5])
-    pool.blocks.release([2, 3, 1, 4])
-    assert order(pool) == [3, 4, 7, 5, 2, 1]
-
-
 def test_release_oldest_sends_cached_blocks_to_the_old_end(make_pool):
     pool = make_pool(8)
     pool.blocks.take(6)
@@ -80,33 +62,6 @@ def test_release_oldest_sends_cached_blocks_to_the_old_end(make_pool):
     pool.blocks.release([5, 4])
     pool.blocks.release([2, 6, 1], oldest=True)
     assert order(pool) == [6, 7, 2, 1, 5, 4]
-
-
-def test_release_of_a_shared_block_only_counts(make_pool):
-    pool = make_pool(4)
-    pool.blocks.take(2)
-    pool.blocks.touch([1])
-    assert pool.blocks.refcounts([1, 2, 0, 3, 1]).tolist() == [2, 1, 0, 0, 2]
-    pool.blocks.release([1, 2])
-    assert order(pool) == [2, 3] and pool.blocks.refcount(1) == 1
-
-
-def test_touch_holds_what_is_in_use_and_revives_what_is_cached(make_pool):
-    pool = make_pool(7)
-    cached(pool, [1, 2, 3])
-    assert pool.blocks.take(1) == ([4], 0)
-    pool.blocks.touch([2, 4])
-    assert order(pool) == [5, 6, 1, 3] and pool.blocks.refcounts([2, 4]).tolist() == [1, 2]
-    pool.blocks.release([2])
-    assert order(pool) == [5, 6, 1, 3, 2]
-
-
-def test_uncache_of_free_blocks_makes_them_blank_the_first_named_on_top(make_pool):
-    pool = make_pool(7)
-    cached(pool, [1, 2, 3, 4])
-    pool.blocks.uncache([3, 1])
-    assert order(pool) == [3, 1, 5, 6, 2, 4]
-    assert pool.blocks.drain_evicted().tolist() == []
 
 
 def test_uncache_of_held_blocks_makes_them_blank_when_released(make_pool):
@@ -146,14 +101,6 @@ def test_block_uncached_in_place_is_given_to_a_sequence_and_not_told_again(make_
     assert pool.blocks.drain_evicted().tolist() == [1]  # the others were named by the caller
     pool.reset()
     assert pool.blocks.drain_evicted().tolist() == []
-
-
-def test_evict_clears_a_block_uncached_in_place_without_a_note(make_pool):
-    pool = make_pool(5)
-    cached(pool, [1, 2])
-    pool.blocks.uncache(1, keep_place=True)
-    assert pool.blocks.evict(2) == 2 and order(pool) == [2, 1, 3, 4]
-    assert pool.blocks.drain_evicted().tolist() == [2]
 
 
 def test_uncache_in_place_of_held_blocks_and_of_those_in_limbo_makes_them_blank(make_pool, make_plan):
@@ -312,17 +259,6 @@ def test_take_block_takes_it_out_of_the_middle(make_pool, refused):
     for block in (-1, 7):
         with refused(pool, IndexError, "take_block"):
             pool.blocks.take_block(block)
-
-
-def test_free_order_gives_as_many_as_asked_for(make_pool):
-    pool = make_pool(6)
-    cached(pool, [2, 1])
-    found = pool.blocks.free_order(4)
-    assert found.dtype == np.int32 and found.tolist() == [3, 4, 5, 2]
-    assert pool.blocks.free_order(99).tolist() == [3, 4, 5, 2, 1]
-    assert (pool.blocks.num_free, pool.blocks.num_blank, pool.blocks.usage) == (5, 3, 0.0)
-    pool.blocks.take(1)
-    assert pool.blocks.usage == 0.2
 
 
 def test_reserved_ids_are_passed_over(make_pool):

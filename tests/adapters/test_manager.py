@@ -111,19 +111,6 @@ def test_fork_shares_blocks_until_one_of_the_two_writes():
     engine.check([parent, child])
 
 
-def test_tables_are_copies():
-    manager = KVBlockManager(SPEC, 8)
-    seq_id = manager.new_sequence(8).seq_id
-    manager.step([seq_id], 8)
-    tables, lens = manager.batch_tables([seq_id])
-    expected = tables.tolist()
-    manager.table(seq_id)[0][:] = 99
-    tables[:] = 77
-    lens[:] = 66
-    assert manager.batch_tables([seq_id])[0].tolist() == expected
-    assert manager.table(seq_id)[0].tolist() == expected[0]
-
-
 def test_batch_tables_are_as_wide_as_the_longest_context():
     engine = Engine()
     a, b = engine.new([1] * 9), engine.new([2] * 4)
@@ -145,16 +132,6 @@ def test_decode_equals_dense_attention_for_every_length():
         engine.append({seq_id: [token + seq] for seq, seq_id in enumerate(ids)})
 
 
-def test_many_children_of_one_prompt_decode_on_their_own():
-    engine = Engine(num_blocks=64)
-    parent = engine.new([1, 2, 3, 4, 5, 6])
-    ids = [parent] + [engine.fork(parent) for _ in range(5)]
-    for turn in range(4):
-        engine.append({seq_id: [100 * turn + i] for i, seq_id in enumerate(ids)})
-        engine.check(ids, n=2)
-    assert engine.manager.pool.stats().cow_copies == 5  # the last one writes in place
-
-
 def test_ensure_tail_capacity_takes_blocks_and_copies_without_growing():
     engine = Engine()
     parent = engine.new([1, 2, 3, 4, 5, 6])
@@ -172,17 +149,6 @@ def test_ensure_tail_capacity_takes_blocks_and_copies_without_growing():
     engine.check([child, parent])  # the valid tokens were copied
 
 
-def test_step_inside_a_reservation_cannot_run_out_of_blocks():
-    engine = Engine(num_blocks=5)
-    a = engine.new([1, 2, 3])
-    engine.manager.ensure_tail_capacity(a, 9)
-    b = engine.new([4])
-    with pytest.raises(OutOfBlocks):
-        engine.manager.step([b], 4)
-    engine.append({a: list(range(10, 19))})
-    engine.check([a, b])
-
-
 def test_step_without_blocks_changes_nothing():
     engine = Engine(num_blocks=4)
     a, b = engine.new([1, 2, 3, 4]), engine.new([5, 6, 7, 8])
@@ -191,25 +157,6 @@ def test_step_without_blocks_changes_nothing():
         engine.manager.step([a, b], [1, 1])
     assert caught.value.short_by == 1 and caught.value.handle == b
     assert snapshot(engine.manager) == before
-
-
-def test_decode_writes_a_whole_batch_at_once():
-    engine = Engine()
-    ids = [engine.new([1, 2, 3, 4]), engine.new([5])]
-    for turn in range(5):
-        slots = engine.manager.step(ids)
-        new = [10 + turn, 20 + turn]
-        for layer in range(2):
-            engine.manager.write(layer, keys(new, layer), keys(new, layer + 100), slots)
-        for seq_id, token in zip(ids, new, strict=True):
-            engine.history[seq_id].append(token)
-        engine.check(ids)
-
-
-def test_step_returns_the_slots_of_the_new_tokens():
-    manager = KVBlockManager(SPEC, 8)
-    a, b = (manager.new_sequence().seq_id for _ in range(2))
-    assert manager.step([a, b], [5, 1]).tolist() == [4, 5, 6, 7, 8, 12]
 
 
 def test_write_prefill_of_unplanned_positions_is_refused():
@@ -286,24 +233,6 @@ def test_prefill_in_chunks_equals_dense_attention(max_chunk_tokens):
         engine.append({other: [done]})
         engine.check([other, seq_id])
     assert written == [*range(max_chunk_tokens, 17, max_chunk_tokens), 17]
-
-
-def test_prefill_that_fails_keeps_the_earlier_chunks():
-    engine = Engine()
-    seq_id = engine.manager.new_sequence(8).seq_id
-
-    def fails_later(chunk, start_pos):
-        if start_pos == 6:
-            raise RuntimeError("model failed")
-        return forward(chunk, start_pos)
-
-    with pytest.raises(RuntimeError, match="model failed"):
-        list(engine.manager.prefill_into_kv(seq_id, list(range(8)), fails_later, 3))
-    engine.history[seq_id] = list(range(6))
-    engine.check([seq_id])
-    list(engine.manager.prefill_into_kv(seq_id, [6, 7], forward, 3))
-    engine.history[seq_id] = list(range(8))
-    engine.check([seq_id])
 
 
 @pytest.mark.parametrize("failing_chunk", [0, 1, 2])

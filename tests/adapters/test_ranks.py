@@ -2,8 +2,6 @@
 
 import json
 import re
-import socket
-import sys
 import time
 from pathlib import Path
 
@@ -12,7 +10,6 @@ import pytest
 
 mx = pytest.importorskip("mlx.core", reason="the ranks talk through mlx")
 
-import launch as launch_module  # noqa: E402
 from launch import launch  # noqa: E402
 
 from kvpool import Group, Plan, Pool  # noqa: E402
@@ -43,83 +40,36 @@ def test_ranks_equal_calls_agree_in_every_step():
     assert len(digests) == 2 and len(set(digests)) == 1
 
 
-def test_ranks_diverging_pool_stops_both_in_that_step():
-    launched = run("diverge")
-    assert not launched.held
-    for rank in range(2):
-        assert f"rank {rank} stopped: RanksDisagree [agree] pools differ in step {WHEN}: rank 0 " in launched.output
-    assert launched.output.count(f"after {WHEN - 1} passes") == 2  # the row too many has reached no sum
+SAID = {  # what a rank that goes wrong makes each rank say, or one of them; and after how many passes both stop
+    "diverge": ({f"rank {rank} stopped: RanksDisagree [agree] pools differ in step {WHEN}: " for rank in range(2)}, 2),
+    "batch": ({f"rank {rank} stopped: RanksDisagree [agree] batches differ in step {WHEN}: " for rank in range(2)}, 2),
+    "words": (
+        {
+            f"rank 0 stopped: RanksDisagree [agree] batches differ in step {WHEN}: ",
+            f"rank 1 stopped: TypeError [agree] batch must be bytes or integers in step {WHEN}: they are <U1",
+        },
+        2,
+    ),
+    "leave": ({f"rank 0 stopped: RankLost [agree] rank 0 of 2 lost another one in step {WHEN}"}, 0),
+    "model-leave": ({f"rank 0 stopped: RankLost [step] rank 0 of 2 lost another one in step {WHEN}: [ring] "}, 0),
+    "hang": ({f"[agree] rank 0 of 2: step {WHEN} is not over after 3 s, the limit"}, 0),
+    "crash": (set(), 0),  # rank 0 sees it by itself, or is ended by mlx.launch: whichever is first
+}
 
 
-def test_ranks_one_leaves_the_other_says_so():
-    launched = run("leave")
-    assert not launched.held
-    assert f"rank 0 stopped: RankLost [agree] rank 0 of 2 lost another one in step {WHEN}" in launched.output
-
-
-def test_ranks_one_leaves_in_the_middle_of_the_model_the_other_says_so():
-    launched = run("model-leave")
-    assert not launched.held
-    assert f"rank 0 stopped: RankLost [step] rank 0 of 2 lost another one in step {WHEN}: [ring] " in launched.output
-
-
-def test_ranks_other_batch_stops_both_before_the_model_runs():
-    launched = run("batch")
-    for rank in range(2):
-        assert f"rank {rank} stopped: RanksDisagree [agree] batches differ in step {WHEN}: rank 0 " in launched.output
-    assert launched.output.count(f"after {WHEN - 1} passes") == 2 and not launched.held
-
-
-def test_ranks_batch_of_no_integers_stops_both_before_the_model_runs():
-    launched = run("words")
-    assert f"rank 0 stopped: RanksDisagree [agree] batches differ in step {WHEN}: rank 0 " in launched.output
-    message = f"rank 1 stopped: TypeError [agree] batch must be bytes or integers in step {WHEN}: they are <U1"
-    assert message in launched.output
-    assert launched.output.count(f"after {WHEN - 1} passes") == 2 and not launched.held
+@pytest.mark.parametrize("fault", SAID)
+def test_ranks_of_which_one_goes_wrong_stop_and_say_so(fault):
+    launched, (words, stopped) = run(fault), SAID[fault]
+    assert not launched.held and "done" not in launched.output
+    assert all(each in launched.output for each in words)
+    assert launched.output.count(f"after {WHEN - 1} passes") >= stopped  # the wrong step has reached no sum
 
 
 def test_ranks_one_hangs_in_the_model_all_end_in_time():
     launched = run("model-hang")
-    assert not launched.held
     said = [f"[step] rank {rank} of 2: step {WHEN} is not over after 3 s, the limit" for rank in range(2)]
     assert any(line in launched.output for line in said)  # whoever is first ends, and mlx.launch ends the other
-    assert "digest" not in launched.output  # neither came through
-
-
-def test_ranks_one_crashes_the_other_ends():
-    launched = run("crash")  # rank 0 sees it by itself, or is ended by mlx.launch: whichever is first
-    assert not launched.held and "done" not in launched.output
-
-
-def test_ranks_one_hangs_the_other_ends_in_time():
-    launched = run("hang")
-    assert not launched.held
-    assert f"[agree] rank 0 of 2: step {WHEN} is not over after 3 s, the limit" in launched.output
-
-
-def test_launch_workers_that_never_end_are_ended():
-    launched = launch(["-c", "import time; time.sleep(3600)"], 2, timeout=3)
-    assert not launched.held
-    assert "the ranks were ended after 3 s" in launched.output
-
-
-def test_launch_workers_that_fail_are_no_success_whatever_mlx_launch_returns():
-    assert not launch(["-c", "raise SystemExit(1)"], 2, timeout=1200).held
-
-
-def test_launch_without_mlx_launch_beside_the_interpreter_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(FileNotFoundError, match=r"^\[launch\] .*mlx\.launch does not exist; mlx installs it beside"):
-        launch(["-c", "pass"], 2)
-
-
-def test_ports_in_use_are_passed_over():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        assert not launch_module._is_free(taken.getsockname()[1])
-    first = launch_module._free_ports(3)
-    assert all(launch_module._is_free(first + k) for k in range(3))
+    assert not launched.held and "digest" not in launched.output  # neither came through
 
 
 def test_ranks_of_one_agree_with_themselves_and_call_back_when_late():
@@ -210,8 +160,3 @@ def test_engine_on_two_ranks_gives_the_tokens_of_one_process_and_both_stop_where
     assert seen[0]["same"] == seen[0]["of"] > 0 and seen[0]["leaked"] == 0
     assert 2 * seen[0]["kv_heads"] == seen[0]["whole_kv_heads"]
     assert seen[0]["stopped"].startswith("[agree] pools differ in step 5:")
-
-
-def test_interpreter_is_named_because_mlx_launch_would_not_find_ours():
-    launched = launch(["-c", "import sys; print('python', sys.executable)"], 2, timeout=1200, last_line="-")
-    assert launched.output.count(f"python {sys.executable}") == 2

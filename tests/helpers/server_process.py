@@ -14,7 +14,11 @@ JSON = {"Content-Type": "application/json"}
 
 
 class Server:
-    """A process that serves the tiny model; `facts` is what it said when it was ready. `variables`: its environment."""
+    """A process that serves the tiny model; `facts` is what it said when it was ready. `variables`: its environment.
+
+    At the end of its ``with`` block it must end well, with all blocks free and no traceback, unless the test has
+    stopped it.
+    """
 
     def __init__(self, *arguments, model="tiny", program=("-m", "kvpool"), **variables):
         command = [sys.executable, *program, "serve", "--model", model, "--port", "0", "--json", *arguments]
@@ -33,6 +37,16 @@ class Server:
         assert line, self.stop()
         self.facts = json.loads(line)
         self.address = urlsplit(self.facts["url"]).netloc
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, error, *_):
+        if self.process.stdout.closed:
+            return
+        status, errors = self.stop()
+        is_good = status == 0 and "stopped, 0 blocks in use" in errors and "Traceback" not in errors
+        assert error or is_good, (status, errors)
 
     def connect(self):
         return http.client.HTTPConnection(self.address, timeout=300)

@@ -1,9 +1,9 @@
-"""The engine on every kind of cache: tokens are those of stock alone, and no state is lost or left.
+"""Models whose layers differ, in the engine: cold and warm it gives the tokens of stock alone, and no state is lost.
 
-Each family runs here or in test_engine_prefix, with ``KVPOOL_LONG=1`` in both.
+Where the chunks of a prompt end at the same places, a warm run gives the logprobs of the cold one, bit by bit.
 """
 
-import os
+import itertools
 
 import mlx.core as mx
 import numpy as np
@@ -13,115 +13,237 @@ from mlx_models import ended, on_cpu
 
 from kvpool.adapters.mlx_lm import tiny
 from kvpool.adapters.mlx_lm.engine import Engine, RaggedForward
-from kvpool.adapters.mlx_lm.states import SlotStates
+from kvpool.adapters.mlx_lm.states import Checkpoints
 from kvpool.adapters.mlx_lm.tiny_families import OWN
 from kvpool.eviction import SlidingWindow
+from kvpool.groups import arenas_of
 
 BLOCK = 4
-TOKENS = 10
-LENGTHS = (37, 5, 61, 1, 20)
-SHORT = {  # family: what it stands for
-    **{"qwen3_5": "states", "nemotron_h": "states and layers without a cache", "mamba2": "states only"},
-    **{"gemma3_text": "windows", "gemma4": "shapes", "llama4": "chunks", "falcon_h1": "CacheList"},
-    **{"deepseek_v32": "an indexer", "longcat_flash_ngram": "a state that grows"},
-}
-
-
+TOKENS = 8
+SHORT = {"gemma4": "windows and shapes", "gpt_oss": "windows", "qwen3_5": "states", "falcon_h1": "CacheList"}
 BY_CHUNK = {"plamo3"}  # files whose tokens depend on the chunks of a prompt in mlx-lm, too
 
 
-def prompts_of(lengths=LENGTHS, seed=3):
-    rng = np.random.default_rng(seed)
+@pytest.fixture(autouse=True)
+def cpu():
+    with on_cpu():
+        yield
+
+
+def prompt_of(length, seed):
     print(f"prompt seed {seed}")
-    return [rng.integers(0, 90, n).tolist() for n in lengths]
+    return np.random.default_rng(seed).integers(0, 90, length).tolist()
 
 
 def alone(model, prompt, max_tokens=TOKENS):
     return [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=max_tokens)]
 
 
-def engine_of(model, num_blocks=200, **options):
-    how = {"block_size": BLOCK, "max_running": 8, "max_step_tokens": 64, "prefix_cache": False}
-    return Engine(model, num_blocks, **(how | options))
+def engine_of(model, num_blocks=300, **options):
+    return Engine(model, num_blocks, **({"block_size": BLOCK, "max_running": 8, "max_step_tokens": 128} | options))
 
 
 def assert_nothing_is_left(engine):
-    kv = engine.kv
     engine.scheduler.check()
-    kv.pool.check()
-    num_states = sum(group.kind == "state" for group in kv.layout.groups)
-    for arena in range(len(kv.layout.block_nbytes) + num_states):
-        assert kv.pool.stats(arena).used == 0
-    assert len(engine._forward.states) == 0
-    assert kv.pool.stats().sequences == 0
+    engine.kv.pool.check()
+    arenas = 1 + max(arenas_of(engine.kv.pool.options.groups))
+    assert [engine.kv.pool.stats(arena).used for arena in range(arenas)] == [0] * arenas
+    assert len(engine._forward.states) == 0 and engine.kv.pool.stats().sequences == 0
 
 
-def tokens_of(completions):
-    return [completion.tokens.tolist() for completion in completions]
+def found_by(completion):
+    return completion.samples[0].output.num_cached
 
 
-def check_tight(model, prompts, due):
-    """Chunks, and a pool that most models outgrow."""
-    engine = engine_of(model, 24, prefill_chunk=16)
-    assert tokens_of(engine.batch(prompts, max_tokens=TOKENS)) == due
+def computed(engine, run):
+    before = engine.scheduler.stats()
+    result = run()
+    after = engine.scheduler.stats()
+    return result, after.prefill_tokens + after.decode_tokens - before.prefill_tokens - before.decode_tokens
+
+
+def check_warm(model, prompt):
+    """The same prompt twice, a longer one, and the first one in a conversation of which it is the beginning."""
+    engine = engine_of(model)
+    due = alone(model, prompt)
+    cold, warm = (engine.generate(prompt, max_tokens=TOKENS) for _ in range(2))
+    assert cold.tokens.tolist() == warm.tokens.tolist() == due
+    if not engine.kv.prefix_cache:
+        return
+    is_plain = all(group.kind == "full" for group in engine.kv.layout.groups)  # they need no checkpoint
+    assert found_by(cold) == 0
+    assert found_by(warm) == (len(prompt) - (1 if is_plain else 16)) // BLOCK * BLOCK
+    if not is_plain:  # a cold run ended a chunk where the warm one begins
+        assert np.array_equal(cold.samples[0].logprobs, warm.samples[0].logprobs)
+    longer = [*prompt, *due, *prompt_of(19, 5)]
+    later, count = computed(engine, lambda: engine.generate(longer, max_tokens=TOKENS))
+    assert later.tokens.tolist() == alone(model, longer)
+    assert found_by(later) >= found_by(warm) and count == len(longer) - found_by(later) + TOKENS - 1
     assert_nothing_is_left(engine)
 
 
-def check_wide(model, prompts, due):
-    """Forks, then half of the requests cancelled."""
-    engine = engine_of(model)
+def check_crowd(model, prompts, *sizes):
+    """Prompts with a common beginning at the same time, twice, in pools of these sizes. Return the last engine."""
+    due = [alone(model, prompt) for prompt in prompts]
+    for num_blocks in sizes:
+        engine = engine_of(model, num_blocks, prefill_chunk=16)
+        for _ in range(2):
+            done = engine.batch(prompts, max_tokens=TOKENS)
+            assert [one.tokens.tolist() for one in done] == due
+            assert_nothing_is_left(engine)
+    return engine
+
+
+def check_forked_and_cancelled(model, prompts):
+    """Two samples of each prompt without a prefix cache, then half of the requests cancelled."""
+    due, engine = [alone(model, prompt) for prompt in prompts], engine_of(model, prefix_cache=False)
     forked = engine.batch(prompts, max_tokens=TOKENS, n=2)
     assert [[one.tokens.tolist() for one in each.samples] for each in forked] == [[one, one] for one in due]
     assert_nothing_is_left(engine)
     ids = [engine.submit(prompt, max_tokens=TOKENS) for prompt in prompts]
     for _ in range(len(ids) + 2):
         engine.step()
-    gone = [id for id in ids[::2] if id in engine]
-    for id in gone:
-        engine.cancel(id)
+    gone = [id for id in ids[::2] if id in engine and engine.cancel(id)]
     done = ended(engine)
     assert gone and len(done) + len(gone) == len(ids)
     assert all(done[id].tokens.tolist() == tokens for id, tokens in zip(ids, due, strict=True) if id in done)
     assert_nothing_is_left(engine)
 
 
+def crowd():
+    begin = prompt_of(40, 7)
+    return [[*begin[:cut], *prompt_of(23 + 3 * number, 11 + number)] for number, cut in enumerate((40, 33, 40, 7))]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", SHORT)
-def test_tokens_of_every_kind_of_cache_are_those_of_stock_alone(name):
-    with on_cpu():
-        model, _ = tiny.make(name)
-        prompts = prompts_of()
-        due = [alone(model, prompt) for prompt in prompts]
-        check_tight(model, prompts, due)
-        check_wide(model, prompts[1::2], due[1::2])
+def test_crowd_finds_what_it_computed_before(name):
+    model, _ = tiny.make(name)
+    engine = check_crowd(model, crowd(), 300)
+    assert engine.scheduler.stats().hit_tokens >= sum((len(prompt) - 16) // BLOCK * BLOCK for prompt in crowd())
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(OWN) if os.environ.get("KVPOOL_LONG") else sorted(OWN.keys() - SHORT)[::2])
-def test_tokens_of_every_family_are_those_of_stock_alone(name):
-    with on_cpu():
-        model, _ = tiny.make(name)
-        prompts = prompts_of()
-        due = [alone(model, prompt) for prompt in prompts]
-        engine = engine_of(model, max_running=3)
-        assert tokens_of(engine.batch(prompts, max_tokens=TOKENS)) == due
-        assert_nothing_is_left(engine)
-        if name not in BY_CHUNK:
-            check_tight(model, prompts, due)
-        check_wide(model, prompts, due)
+@pytest.mark.parametrize("name", sorted(OWN))
+def test_engine_gives_the_tokens_of_stock_alone_in_every_family(name):
+    model, _ = tiny.make(name)
+    check_warm(model, prompt_of(61, 3))
+    check_forked_and_cancelled(model, [prompt_of(length, 3) for length in (37, 5, 61, 1, 20)])
+    if name not in BY_CHUNK:
+        check_crowd(model, crowd(), 34)  # they outgrow this pool
 
 
-def test_tight_pool_preempts():
-    with on_cpu():
-        model, _ = tiny.make("qwen3_5")
-        engine = engine_of(model, 24, prefill_chunk=16)
-        engine.batch(prompts_of(), max_tokens=TOKENS)
-        assert engine.scheduler.stats().preemptions > 0
+@pytest.mark.parametrize("name", ["gemma4", "qwen3_5"])
+def test_samples_of_a_prompt_that_was_found_share_it_and_differ(name):
+    """Each sample begins with the state of the prompt and steps on its own."""
+    model, _ = tiny.make(name)
+    prompt, how = prompt_of(45, 4), {"max_tokens": TOKENS, "n": 4, "temperature": 1.0, "seed": 5}
+    cold = engine_of(model, prefix_cache=False).generate(prompt, **how)
+    engine = engine_of(model)
+    engine.generate(prompt, max_tokens=1)
+    warm, count = computed(engine, lambda: engine.generate(prompt, **how))
+    assert [one.tokens.tolist() for one in warm.samples] == [one.tokens.tolist() for one in cold.samples]
+    assert len({tuple(one.tokens.tolist()) for one in warm.samples}) == 4
+    assert found_by(warm) > 0 and count == len(prompt) - found_by(warm) + 4 * (TOKENS - 1)
+    assert_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "qwen3_5"])
+def test_preempted_sequence_goes_on_from_its_newest_checkpoint(name):
+    model, _ = tiny.make(name)
+    engine, prompt = engine_of(model), prompt_of(62, 21)
+    id = engine.submit(prompt, max_tokens=40)
+    core, done, known = engine.scheduler._core, [], []
+    while not done:
+        done = engine.step()
+        generated = len(engine.scheduler.tokens_of(id)) if id in engine else 0
+        if generated in (6, 25) and generated not in known:
+            known.append(generated)
+            core.preempt(core.rows.sequence(core.rows.running()[0]))
+    assert done[0].tokens.tolist() == alone(model, prompt, 40)
+    stats = engine.scheduler.stats()
+    first, second = ((len(prompt) + n - 16) // BLOCK * BLOCK for n in (0, 6))  # the other one was taken on return
+    assert (stats.preemptions, stats.hit_tokens, stats.again_hit_tokens) == (2, 0, first + second)
+    assert_nothing_is_left(engine)
+
+
+def check_next_turn(name, is_told, turns):
+    """Turns that begin with a prompt of so many tokens, of which they rewrite so many at the end."""
+    model, _ = tiny.make(name)
+    engine = engine_of(model, 600, block_size=16)
+    for length, rewritten in turns:
+        prompt = [length, rewritten, *prompt_of(length - 2, length)]
+        kept = length - rewritten
+        engine.generate(prompt, max_tokens=1, cut=kept if is_told else None)
+        turn = [*prompt[:kept], 91, 92, 93, *prompt_of(20, rewritten)]
+        done, count = computed(engine, lambda turn=turn: engine.generate(turn, max_tokens=1))
+        again = count - (len(turn) - kept)
+        assert found_by(done) == (kept if is_told else length - 16) // 16 * 16
+        assert 0 <= again == kept - found_by(done) <= 31
+    assert_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "qwen3_5"])
+@pytest.mark.parametrize("is_told", [True, False], ids=["told", "default"])
+def test_next_turn_computes_few_tokens_again(name, is_told):
+    check_next_turn(name, is_told, itertools.product((64, 69, 79), (0, 5, 11)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gemma4", "qwen3_5"])
+@pytest.mark.parametrize("is_told", [True, False], ids=["told", "default"])
+def test_next_turn_computes_few_tokens_again_whatever_the_tail_of_the_prompt(name, is_told):
+    check_next_turn(name, is_told, [(n, (5 * n + k) % 12) for n in range(64, 80) for k in (0, 3, 7)])
+
+
+def test_checkpoint_that_is_loaded_wrongly_shows(monkeypatch):
+    """The fault: a load gives the states of another sequence."""
+    loaded, seen = Checkpoints.loaded, []
+
+    def others(self, plan):
+        slots, held = loaded(self, plan)
+        if slots:
+            seen.append(held)
+        return slots, seen[0] if slots else held
+
+    model, _ = tiny.make("qwen3_5")
+    monkeypatch.setattr(Checkpoints, "loaded", others)
+    engine = engine_of(model)
+    first, second = prompt_of(61, 31), prompt_of(61, 32)
+    for prompt in (first, second):
+        engine.generate(prompt, max_tokens=TOKENS)
+    assert engine.generate(first, max_tokens=TOKENS).tokens.tolist() == alone(model, first)
+    assert engine.generate(second, max_tokens=TOKENS).tokens.tolist() != alone(model, second)
+
+
+def test_model_whose_state_cannot_be_restored_finds_nothing_and_says_so_once(caplog):
+    model, _ = tiny.make("longcat_flash_ngram")
+    engine = engine_of(model)
+    prompt = prompt_of(61, 3)
+    for _ in range(2):
+        done = engine.generate(prompt, max_tokens=TOKENS, cut=40)
+        assert (done.tokens.tolist(), found_by(done)) == (alone(model, prompt), 0)
+    assert sum("no prefix of this model is found" in line for line in caplog.messages) == 1
+    assert_nothing_is_left(engine)
+
+
+def test_checkpoint_that_is_larger_than_the_pool_is_never_taken():
+    model, _ = tiny.make("qwen3_5")
+    prompt = prompt_of(13, 3)
+    blocks = engine_of(model).kv.layout.checkpoint_blocks
+    engine = engine_of(model, blocks)
+    for _ in range(2):
+        done = engine.generate(prompt, max_tokens=TOKENS)
+        assert (done.tokens.tolist(), found_by(done)) == (alone(model, prompt), 0)
+    assert_nothing_is_left(engine)
+
+
+# ---- states of slots
 
 
 def sampled(model, prompt, n, **how):
     """The samples of one request, with their own seeds."""
-    engine = engine_of(model)
+    engine = engine_of(model, prefix_cache=False)
     (completion,) = engine.batch([prompt], max_tokens=TOKENS, n=n, temperature=1.0, **how)
     assert_nothing_is_left(engine)
     return [one.tokens.tolist() for one in completion.samples]
@@ -129,31 +251,29 @@ def sampled(model, prompt, n, **how):
 
 @pytest.mark.parametrize("name", ["qwen3_5", "longcat_flash_ngram", "gemma3_text"])
 def test_samples_that_share_a_prompt_are_those_of_requests_of_their_own(name):
-    with on_cpu():
-        model, _ = tiny.make(name)
-        prompt = prompts_of((21,))[0]
-        together = sampled(model, prompt, 3, seed=5)
-        assert together == [sampled(model, prompt, 1, seed=5 + i)[0] for i in range(3)]
-        assert len({tuple(tokens) for tokens in together}) == 3
+    model, _ = tiny.make(name)
+    prompt = prompt_of(21, 3)
+    together = sampled(model, prompt, 3, seed=5)
+    assert together == [sampled(model, prompt, 1, seed=5 + i)[0] for i in range(3)]
+    assert len({tuple(tokens) for tokens in together}) == 3
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "mamba2", "gemma4"])
 def test_beam_over_forked_states_is_that_of_recomputed_prompts(name):
     """Each hypothesis is scored again by the stock model, from its first token."""
-    with on_cpu():
-        model, _ = tiny.make(name)
-        prompt = prompts_of((19,))[0]
-        engine = engine_of(model)
-        (completion,) = engine.batch([prompt], max_tokens=8, n=3, beam_width=3, eos=())
-        assert_nothing_is_left(engine)
-        scores = []
-        for one in completion.samples:
-            tokens = one.tokens.tolist()
-            logits = model(mx.array([prompt + tokens]), cache=model.make_cache())[0, len(prompt) - 1 : -1]
-            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            scores.append(float(logprobs[mx.arange(len(tokens)), mx.array(tokens)].sum()))
-            np.testing.assert_allclose(one.output.score * len(tokens), scores[-1], atol=2e-3)
-        assert scores == sorted(scores, reverse=True)
+    model, _ = tiny.make(name)
+    prompt = prompt_of(19, 3)
+    engine = engine_of(model, prefix_cache=False)
+    (completion,) = engine.batch([prompt], max_tokens=8, n=3, beam_width=3, eos=())
+    assert_nothing_is_left(engine)
+    scores = []
+    for one in completion.samples:
+        tokens = one.tokens.tolist()
+        logits = model(mx.array([prompt + tokens]), cache=model.make_cache())[0, len(prompt) - 1 : -1]
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        scores.append(float(logprobs[mx.arange(len(tokens)), mx.array(tokens)].sum()))
+        np.testing.assert_allclose(one.output.score * len(tokens), scores[-1], atol=2e-3)
+    assert scores == sorted(scores, reverse=True)
 
 
 # ------------------------------------------------------------------------------------------- states of slots
@@ -161,32 +281,31 @@ def test_beam_over_forked_states_is_that_of_recomputed_prompts(name):
 
 @pytest.mark.parametrize("name", ["qwen3_5", "longcat_flash_ngram"])
 def test_failed_step_leaves_states_as_they_were(name, monkeypatch):
-    with on_cpu():
-        model, _ = tiny.make(name)
-        prompts = prompts_of((9, 21, 4))
-        due = [alone(model, prompt) for prompt in prompts]
-        engine = engine_of(model)
-        ids = [engine.submit(prompt, max_tokens=TOKENS) for prompt in prompts]
-        run, calls = engine._run, [0]
+    model, _ = tiny.make(name)
+    prompts = [prompt_of(length, 3) for length in (9, 21, 4)]
+    due = [alone(model, prompt) for prompt in prompts]
+    engine = engine_of(model, prefix_cache=False)
+    ids = [engine.submit(prompt, max_tokens=TOKENS) for prompt in prompts]
+    run, calls = engine._run, [0]
 
-        def sometimes(*args):
-            result = run(*args)
-            calls[0] += 1
-            if calls[0] % 3 == 0:
-                raise OSError("the model is gone")
-            return result
+    def sometimes(*args):
+        result = run(*args)
+        calls[0] += 1
+        if calls[0] % 3 == 0:
+            raise OSError("the model is gone")
+        return result
 
-        monkeypatch.setattr(engine, "_run", sometimes)
-        done, failed = {}, 0
-        while engine.num_unfinished:
-            try:
-                done |= {completion.id: completion for completion in engine.step()}
-            except OSError:
-                failed += 1
-            assert_only_live_states(engine)
-        assert failed > 3
-        assert [done[id].tokens.tolist() for id in ids] == due
-        assert_nothing_is_left(engine)
+    monkeypatch.setattr(engine, "_run", sometimes)
+    done, failed = {}, 0
+    while engine.num_unfinished:
+        try:
+            done |= {completion.id: completion for completion in engine.step()}
+        except OSError:
+            failed += 1
+        assert_only_live_states(engine)
+    assert failed > 3
+    assert [done[id].tokens.tolist() for id in ids] == due
+    assert_nothing_is_left(engine)
 
 
 def assert_only_live_states(engine):
@@ -197,53 +316,22 @@ def assert_only_live_states(engine):
 
 
 def test_arrays_of_states_are_bounded_by_the_sequences_that_run():
-    with on_cpu():
-        model, _ = tiny.make("qwen3_5")
-        engine = engine_of(model, max_running=4)
-        rng = np.random.default_rng(11)
-        (one,) = prompts_of((9,))
-        engine.submit(one, max_tokens=TOKENS)
+    model, _ = tiny.make("qwen3_5")
+    engine = engine_of(model, max_running=4, prefix_cache=False)
+    rng = np.random.default_rng(11)
+    one = prompt_of(9, 3)
+    engine.submit(one, max_tokens=TOKENS)
+    engine.step()
+    each = engine._forward.states.nbytes
+    assert each > 0
+    ended(engine)
+    for prompt in [prompt_of(length, 3) for length in rng.integers(1, 40, 12)]:
+        engine.submit(prompt, max_tokens=int(rng.integers(1, 20)))
+    while engine.num_unfinished:
         engine.step()
-        each = engine._forward.states.nbytes
-        assert each > 0
-        ended(engine)
-        for prompt in prompts_of(rng.integers(1, 40, 12).tolist()):
-            engine.submit(prompt, max_tokens=int(rng.integers(1, 20)))
-        while engine.num_unfinished:
-            engine.step()
-            assert_only_live_states(engine)
-            assert engine._forward.states.nbytes <= 2 * 4 * each  # a row that left stays in the batch for one step
-        assert engine._forward.states.nbytes == 0
-
-
-def test_state_that_a_fork_shares_and_one_of_them_writes_in_place_shows(monkeypatch):
-    """The fault: every row writes the slot that it read, as if nobody else had it."""
-    with on_cpu():
-        model, _ = tiny.make("qwen3_5")
-        prompt = prompts_of((21,))[0]
-        due = sampled(model, prompt, 3, seed=5)
-        slots = RaggedForward._slots
-
-        def in_place(self, plan, name, part):
-            found = slots(self, plan, name, part)
-            if name == "state_src":
-                return found
-            read = slots(self, plan, "state_src", part)
-            for one, other in zip(found, read, strict=True):
-                self.alias[one] = self.alias.get(other, other) if other >= 0 else one
-            return [self.alias[one] for one in found]
-
-        def aliased(self, slots):
-            return read(self, [RaggedForward.alias.get(slot, slot) for slot in slots])
-
-        read = SlotStates.read
-        monkeypatch.setattr(RaggedForward, "alias", {}, raising=False)
-        monkeypatch.setattr(RaggedForward, "_slots", in_place)
-        monkeypatch.setattr(RaggedForward, "keep_states", lambda self, handles: None)
-        monkeypatch.setattr(SlotStates, "read", aliased)
-        engine = engine_of(model)
-        (completion,) = engine.batch([prompt], max_tokens=TOKENS, n=3, temperature=1.0, seed=5)
-        assert [one.tokens.tolist() for one in completion.samples] != due
+        assert_only_live_states(engine)
+        assert engine._forward.states.nbytes <= 2 * 4 * each  # a row that left stays in the batch for one step
+    assert engine._forward.states.nbytes == 0
 
 
 def test_slots_that_are_not_forgotten_show(monkeypatch):
@@ -256,24 +344,11 @@ def test_slots_that_are_not_forgotten_show(monkeypatch):
 # ------------------------------------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5"])
-def test_prefix_cache_can_be_left_out(name):
-    with on_cpu():
-        model, _ = tiny.make(name)
-        engine = engine_of(model, prefix_cache=False)
-        assert engine.kv.pool.prefix is None and engine.kv.layout.groups
-        prompt = prompts_of((61,))[0]
-        first, second = (engine.generate(prompt, max_tokens=TOKENS) for _ in range(2))
-        assert first.tokens.tolist() == second.tokens.tolist() == alone(model, prompt)
-        assert second.samples[0].output.num_cached == 0
-
-
 @pytest.mark.parametrize(
     ("name", "eviction"),
     [("qwen3", None), ("gemma3_text", None), ("qwen3_5", None), ("gemma3_text", SlidingWindow(max_kv=32))],
 )
 def test_prefix_cache_is_there_by_default(name, eviction):
-    with on_cpu():
-        model, _ = tiny.make(name)
-        engine = Engine(model, 200, block_size=BLOCK, eviction=eviction)
-        assert engine.kv.prefix_cache and bool(engine.kv.layout.groups) == (name != "qwen3")
+    model, _ = tiny.make(name)
+    engine = Engine(model, 200, block_size=BLOCK, eviction=eviction)
+    assert engine.kv.prefix_cache and bool(engine.kv.layout.groups) == (name != "qwen3")

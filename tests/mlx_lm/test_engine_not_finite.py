@@ -32,6 +32,12 @@ KINDS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def cpu():
+    with on_cpu():
+        yield
+
+
 @pytest.fixture(scope="module")
 def loaded():
     with on_cpu():
@@ -124,22 +130,21 @@ def test_drafts_that_give_no_number_are_only_wrong_drafts(loaded, kind):
     def of_the_bad_letter(rows):
         return [np.array([BAD, 66, 67], np.int32) for _ in rows]
 
-    with on_cpu():
-        damaged = DraftModel(loaded[0], 200, num_drafts=3)
-        speculate = {"samples of all": of_the_bad_letter, "draft model": damaged, "lookup": PromptLookup(3)}[kind]
-        options = {"block_size": 4, "tokenizer": loaded[1]}
-        with Engine(loaded[0], 400, **options) as plain, Engine(loaded[0], 400, speculate=speculate, **options) as fast:
-            for prompt in (GOOD, [65, 66, 67] * 5):
-                due = tokens_of(plain.generate(prompt, **OPTIONS))
-                assert tokens_of(fast.generate(prompt, **OPTIONS)) == due
-            with pytest.raises(LogitsNotFinite):
-                fast.generate([*HARMED, 65, 66, 65, 66], **OPTIONS)
-            assert fast.num_not_finite == 1
-            assert kind != "samples of all" or fast.scheduler.stats().drafted_tokens
+    damaged = DraftModel(loaded[0], 200, num_drafts=3)
+    speculate = {"samples of all": of_the_bad_letter, "draft model": damaged, "lookup": PromptLookup(3)}[kind]
+    options = {"block_size": 4, "tokenizer": loaded[1]}
+    with Engine(loaded[0], 400, **options) as plain, Engine(loaded[0], 400, speculate=speculate, **options) as fast:
+        for prompt in (GOOD, [65, 66, 67] * 5):
+            due = tokens_of(plain.generate(prompt, **OPTIONS))
+            assert tokens_of(fast.generate(prompt, **OPTIONS)) == due
+        with pytest.raises(LogitsNotFinite):
+            fast.generate([*HARMED, 65, 66, 65, 66], **OPTIONS)
+        assert fast.num_not_finite == 1
+        assert kind != "samples of all" or fast.scheduler.stats().drafted_tokens
 
 
 def test_confirmed_draft_with_no_number_behind_it_ends_the_request(loaded):
-    with on_cpu(), Engine(loaded[0], 400, speculate=lambda rows: [np.array([BAD] * 3, np.int32) for _ in rows]) as one:
+    with Engine(loaded[0], 400, speculate=lambda rows: [np.array([BAD] * 3, np.int32) for _ in rows]) as one:
         id = one.submit(GOOD, logit_bias={BAD: 1000.0}, **OPTIONS)
         done = ended(one)[id]
         assert isinstance(done.error, LogitsNotFinite) and done.tokens.tolist() == [BAD]
@@ -159,14 +164,14 @@ def test_logits_behind_a_stop_string_do_not_matter(loaded, n, is_drafted, monkey
 
     monkeypatch.setattr(engine_module, "sample", as_written)
     speculate = (lambda rows: [np.array(script[0][1:4], np.int32) for _ in rows]) if is_drafted else None
-    with on_cpu(), Engine(loaded[0], 400, tokenizer=loaded[1], speculate=speculate) as one:
+    with Engine(loaded[0], 400, tokenizer=loaded[1], speculate=speculate) as one:
         done = end(one, n=n, stop="e", **OPTIONS)
     assert tokens_of(done) == [script[0][:2], script[1]][:n] and one.num_not_finite == 0
     assert [sample.finish_reason for sample in done.samples] == ["stop", "length"][:n]
 
 
 def test_prompt_of_such_a_request_is_not_saved(loaded):
-    with on_cpu(), Engine(loaded[0], 400, block_size=4, store=lambda layout: MemoryStore(layout, 2**24)) as engine:
+    with Engine(loaded[0], 400, block_size=4, store=lambda layout: MemoryStore(layout, 2**24)) as engine:
         saved = []
         for prompt in ([65, BAD] * 12, [65, 66] * 12):
             engine.submit(prompt, **OPTIONS)

@@ -14,6 +14,12 @@ LENGTHS = (23, 1, 40, 9, 17)
 BLOCK = 4
 
 
+@pytest.fixture(autouse=True)
+def cpu():
+    with on_cpu():
+        yield
+
+
 def stock_logits(model, tokens):
     """``[n, V]``, the model's own forward pass without any cache."""
     return np.array(model(mx.array([tokens]))[0].astype(mx.float32))
@@ -59,15 +65,13 @@ def worst_error(model, prompts, seed, *, make=RaggedForward, **route):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_ragged_pass_has_the_logits_of_the_stock_model(name):
-    with on_cpu():
-        assert worst_error(FAMILIES[name](), random_prompts(LENGTHS), 1, fused=True) < 2e-5
+    assert worst_error(FAMILIES[name](), random_prompts(LENGTHS), 1, fused=True) < 2e-5
 
 
 @pytest.mark.parametrize("route", ["gathered", "plain"])
 @pytest.mark.parametrize("name", ["llama", "llama, two masks", "gemma3_text"])
 def test_a_gathering_pass_has_the_logits_of_the_stock_model(name, route):
-    with on_cpu():
-        assert worst_error(FAMILIES[name](), random_prompts(LENGTHS), 2, **ROUTES[route]) < 2e-5
+    assert worst_error(FAMILIES[name](), random_prompts(LENGTHS), 2, **ROUTES[route]) < 2e-5
 
 
 class EveryTokenFirst(RaggedForward):
@@ -80,21 +84,19 @@ class EveryTokenFirst(RaggedForward):
 
 
 def test_tokens_at_wrong_positions_show():
-    with on_cpu():
-        assert worst_error(tiny_llama(), random_prompts(LENGTHS), 1, fused=True, make=EveryTokenFirst) > 1e-3
+    assert worst_error(tiny_llama(), random_prompts(LENGTHS), 1, fused=True, make=EveryTokenFirst) > 1e-3
 
 
 def test_the_model_is_untouched_after_a_pass_that_raised():
-    with on_cpu():
-        model = tiny_llama()
-        before = dict(vars(model)), dict(model)
-        kv = install(model, 20, block_size=BLOCK)
-        plan = kvpool.Plan(kv.pool, 2, 8, formats=kv.backend.required_formats)
-        handle = kv.pool.open()
-        kv.pool.step(plan, [handle], 3)
-        with pytest.raises(Exception, match=r"ragged|shape|reshape"):
-            RaggedForward(kv)(np.zeros(5, np.int32), plan, np.array([3]), np.array([0], np.int32))
-        assert not any(site.is_active for site in kv.passes.sites)
-        kv.pool.rollback(plan)
-        assert kv.pool.num_tokens(handle) == 0
-        assert (dict(vars(model)), dict(model)) == before
+    model = tiny_llama()
+    before = dict(vars(model)), dict(model)
+    kv = install(model, 20, block_size=BLOCK)
+    plan = kvpool.Plan(kv.pool, 2, 8, formats=kv.backend.required_formats)
+    handle = kv.pool.open()
+    kv.pool.step(plan, [handle], 3)
+    with pytest.raises(Exception, match=r"ragged|shape|reshape"):
+        RaggedForward(kv)(np.zeros(5, np.int32), plan, np.array([3]), np.array([0], np.int32))
+    assert not any(site.is_active for site in kv.passes.sites)
+    kv.pool.rollback(plan)
+    assert kv.pool.num_tokens(handle) == 0
+    assert (dict(vars(model)), dict(model)) == before

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
+from mlx_models import ended
 
 from kvpool.adapters.mlx_lm import Engine, install, tiny
 from kvpool.adapters.mlx_lm import stored as module
@@ -61,6 +62,20 @@ def engine_of(model, store, num_blocks=256, **options):
     return Engine(model, num_blocks, store=store, **options)
 
 
+def with_new_store(model, num_blocks=256):
+    """An engine and its empty store."""
+    made = []
+    return engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0], num_blocks), made[0]
+
+
+def with_busy_writer(model, num_blocks=256):
+    """An engine whose thread that writes waits for the gate of its store, and the store."""
+    engine, store = with_new_store(model, num_blocks)
+    store.open_gate.clear()
+    engine.kv.stored._writer.put(lambda: store.open_gate.wait(20))
+    return engine, store
+
+
 def checked(engine):
     """Close an engine, in which nothing may be left."""
     engine.scheduler.check()
@@ -81,16 +96,10 @@ def saved(model):
     """What an engine saves of the prompt, and what one without a store answers."""
     with Engine(model, 256) as engine:
         tokens, logprobs, _ = answer(engine)
-    made = []
-
-    def make(layout):
-        made.append(Lasting(layout))
-        return made[0]
-
-    engine = engine_of(model, make)
+    engine, store = with_new_store(model)
     assert answer(engine)[:2] == (tokens, logprobs)
     checked(engine)
-    return made[0], (tokens, logprobs)
+    return store, (tokens, logprobs)
 
 
 @pytest.fixture
@@ -231,26 +240,31 @@ def test_two_loads_of_a_common_prefix_at_once_have_the_same_bits(model, filled, 
     assert checked(engine).loads == len(expected)
 
 
-def test_request_cancelled_while_it_loads_leaves_nothing(model, filled):
-    store, _ = filled
-    store.open_gate.clear()
-    engine = engine_of(model, store)
-    id = engine.submit(PROMPT, max_tokens=12)
-    _step_until(engine, lambda: store.loads)
-    engine.cancel(id)
-    assert engine.num_unfinished == 0 and engine.kv.pool.stats().used == 0
+ENDS = {  # what ends a load, and whether it is counted as dropped
+    "cancelled": (lambda engine: engine.cancel("loads"), True),
+    "reset": (lambda engine: engine.reset(), False),
+    "flushed": (lambda engine: engine.kv.pool.prefix.flush(), False),  # the pool, by itself
+    "its blocks are for others": (lambda engine: engine._make_way(engine.kv.stored), True),
+    "its deadline": (lambda engine: setattr(engine.scheduler._core, "clock", lambda: 1e18) or engine.step(), True),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_load_that_ends_early_leaves_nothing_and_the_prompt_is_computed(model, filled, how):
+    (end, is_dropped), (store, due) = ENDS[how], filled
+    engine = _loading(model, store, deadline=1e9 if how == "its deadline" else None)
+    found = end(engine)
+    if how in ("cancelled", "reset", "its deadline"):
+        assert engine.num_unfinished == engine.kv.pool.stats().used == 0
+        assert how != "its deadline" or found[0].samples[0].finish_reason == "deadline"
     stats = engine.kv.stored.stats()
-    assert (stats.dropped_loads, stats.late_loads) == (1, 0)
+    assert (stats.dropped_loads, stats.late_loads) == (int(is_dropped), 0)
+    if how != "its blocks are for others":
+        store.open_gate.set()
+    if not engine.num_unfinished:
+        engine.submit(PROMPT, max_tokens=12)
+    assert [one.tokens.tolist() for one in ended(engine).values()] == [due[0]]
     freed(store, engine)
-
-
-def test_reset_while_a_prompt_loads_begins_anew(model, filled):
-    store, due = filled
-    engine = _loading(model, store)
-    engine.reset()
-    store.open_gate.set()
-    assert answer(engine)[:2] == due
-    checked(engine)
 
 
 def test_pool_that_is_too_small_for_a_load_beside_others_computes(filled, model):
@@ -259,40 +273,25 @@ def test_pool_that_is_too_small_for_a_load_beside_others_computes(filled, model)
     engine.submit(OTHER, max_tokens=12, namespace=b"x")
     engine.submit(PROMPT, max_tokens=12)
     engine.submit(PROMPT, max_tokens=12)
-    ended = []
-    while engine.num_unfinished:
-        ended += engine.step()
-    assert [one.tokens.tolist() for one in ended].count(due[0]) == 2
+    done = [*ended(engine).values()]
+    assert [one.tokens.tolist() for one in done].count(due[0]) == 2
     checked(engine)
 
 
 def test_saves_hold_a_part_of_the_pool_only(model):
-    made = []
-    engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0], num_blocks=300)
+    engine, store = with_busy_writer(model, 300)
     stored = engine.kv.stored
-    made[0].open_gate.clear()
-    stored._writer.put(lambda: made[0].open_gate.wait(20))  # the thread that writes is busy
     for n in range(16):
         answer(engine, [n, *OTHER])
     held = sum(part.ids.size for save in stored._saves for part in save.parts)
     largest = max(sum(part.ids.size for part in save.parts) for save in stored._saves)
     most = module.PINNED_SHARE * engine.kv.pool.num_blocks
     assert held <= max(most, largest) and stored.stats().dropped_saves
-    made[0].open_gate.set()
-    checked(engine)
-
-
-def _with_busy_writer(model, num_blocks=256):
-    """An engine whose thread that writes waits for the gate of its store, and the store."""
-    made = []
-    engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0], num_blocks)
-    made[0].open_gate.clear()
-    engine.kv.stored._writer.put(lambda: made[0].open_gate.wait(20))
-    return engine, made[0]
+    freed(store, engine)
 
 
 def test_prompt_larger_than_the_share_of_saves_is_saved_though_its_answer_ends_first(model):
-    engine, store = _with_busy_writer(model, 200)
+    engine, store = with_busy_writer(model, 200)
     engine.generate(PROMPT, max_tokens=40)
     store.open_gate.set()
     engine.kv.stored.flush()
@@ -301,7 +300,7 @@ def test_prompt_larger_than_the_share_of_saves_is_saved_though_its_answer_ends_f
 
 
 def test_answer_whose_prompt_gave_its_blocks_to_others_is_saved_whole(model):
-    engine, store = _with_busy_writer(model)
+    engine, store = with_busy_writer(model)
     engine.submit(PROMPT, max_tokens=12)
     _step_until(engine, lambda: engine.is_saving)
     engine._make_way(engine.kv.stored)
@@ -315,28 +314,26 @@ def test_answer_whose_prompt_gave_its_blocks_to_others_is_saved_whole(model):
 
 
 def test_nothing_is_copied_for_a_store_that_pauses_and_all_of_it_later(model):
-    made = []
-    engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0])
-    made[0].is_paused = True
+    engine, store = with_new_store(model)
+    store.is_paused = True
     engine.submit(PROMPT, max_tokens=12)
     _step_until(engine, lambda: engine.kv.stored.stats().dropped_saves)
     assert not engine.is_saving
-    made[0].is_paused = False
+    store.is_paused = False
     while engine.num_unfinished:
         engine.step()
     engine.kv.stored.flush()
-    assert known_to(made[0], engine, PROMPT) >= 368
+    assert known_to(store, engine, PROMPT) >= 368
     checked(engine)
 
 
 def test_all_samples_of_a_request_are_saved():
-    model, made = tiny.make()[0], []
-    engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0])
+    engine, store = with_new_store(tiny.make()[0])
     samples = engine.generate(PROMPT, max_tokens=60, n=2, temperature=1.0, seed=1, eos=()).samples
     engine.kv.stored.flush()
     first, second = (PROMPT + sample.tokens.tolist() for sample in samples)
     assert first[:420] != second[:420]
-    assert min(known_to(made[0], engine, tokens) for tokens in (first, second)) >= 432
+    assert min(known_to(store, engine, tokens) for tokens in (first, second)) >= 432
     checked(engine)
 
 
@@ -415,17 +412,16 @@ def test_miss_of_a_long_prompt_makes_as_many_calls_as_one_of_a_short_prompt():
 def test_flush_waits_for_a_writer_that_is_behind_without_spinning(model, monkeypatch):
     for name in ("FIRST_SLICE", "MOST_SLICE", "STAGED"):
         monkeypatch.setattr(module, name, 2048)
-    made, looks = [], []
-    engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0])
-    made[0].open_gate.clear()
-    made[0].store = lambda blocks, rows: made[0].open_gate.wait(20) and made[0].inner.store(blocks, rows)
+    (engine, store), looks = with_new_store(model), []
+    store.open_gate.clear()
+    store.store = lambda blocks, rows: store.open_gate.wait(20) and store.inner.store(blocks, rows)
     look = module.StoredPrefixes._can_export
     monkeypatch.setattr(module.StoredPrefixes, "_can_export", lambda self: looks.append(1) or look(self))
     answer(engine)
     looks.clear()
     engine.kv.stored.export(timeout=0.5)
     assert engine.kv.stored.is_saving and 0 < len(looks) < 400  # four a turn, and a turn is 10 ms
-    made[0].open_gate.set()
+    store.open_gate.set()
     engine.kv.stored.flush()
     assert not engine.kv.stored.is_saving
     checked(engine)
@@ -484,8 +480,7 @@ def test_sequence_that_fills_its_table_is_answered_and_saved(model, filled):
 
 
 def test_table_that_is_full_is_answered():
-    model, store = tiny.make()[0], []
-    engine = engine_of(model, lambda layout: store.append(Lasting(layout)) or store[0], num_blocks=32)
+    engine, _ = with_new_store(tiny.make()[0], 32)
     most = engine.kv.pool.options.max_blocks_per_seq * engine.kv.pool.block_size
     assert most == 31 * 16
     sample = engine.generate(PROMPT, max_tokens=most - len(PROMPT) + 1, eos=()).samples[0]
@@ -523,10 +518,8 @@ def test_fetch_beside_an_engine_leaves_its_requests_alone(model, filled):
         caches, cached = kv.fetch([*PROMPT, *OTHER])
         assert cached >= 368
         del caches
-    ended = []
-    while engine.num_unfinished:
-        ended += engine.step()
-    assert [(one.id, one.tokens.tolist()) for one in ended] == [(id, due[0])]
+    done = [*ended(engine).values()]
+    assert [(one.id, one.tokens.tolist()) for one in done] == [(id, due[0])]
     checked(engine)
 
 
@@ -594,25 +587,6 @@ def test_store_that_always_raises_is_in_the_log_once(filled, model, caplog):
     checked(engine)
 
 
-def test_deadline_of_a_request_that_loads_is_kept(model, filled):
-    store, due = filled
-    store.open_gate.clear()
-    engine = engine_of(model, store)
-    engine.submit(PROMPT, max_tokens=12, id="late", deadline=time.monotonic() + 0.3)
-    ended = []
-    while engine.num_unfinished:
-        ended += engine.step()
-    assert ended[0].samples[0].finish_reason == "deadline"
-    stats = engine.kv.stored.stats()
-    assert (stats.dropped_loads, stats.late_loads) == (1, 0) and engine.kv.pool.stats().used == 0
-    store.open_gate.set()
-    engine.submit(PROMPT, max_tokens=12, id="late")
-    while engine.num_unfinished:
-        ended += engine.step()
-    assert ended[1].tokens.tolist() == due[0]
-    checked(engine)
-
-
 def test_closed_engine_saves_nothing(model, filled):
     store, _ = filled
     engine = engine_of(model, store)
@@ -625,12 +599,10 @@ def test_prompt_that_is_cached_meanwhile_is_not_loaded_again(model, filled, monk
     monkeypatch.setattr(module, "MOST_LOADS", 1)
     store, due = filled
     engine = engine_of(model, store)
-    ended = []
     for _ in range(3):
         engine.submit(PROMPT, max_tokens=12)
-    while engine.num_unfinished:
-        ended += engine.step()
-    assert [one.tokens.tolist() for one in ended] == [due[0]] * 3
+    done = [*ended(engine).values()]
+    assert [one.tokens.tolist() for one in done] == [due[0]] * 3
     assert checked(engine).loads == 1
 
 
@@ -645,24 +617,10 @@ def test_flush_after_the_weights_changed_loads_and_saves_nothing_more(model, fil
     engine.close()
 
 
-def test_prompt_whose_prefixes_were_flushed_during_its_load_is_computed(model, filled):
-    """The pool was flushed by itself: what the store still brings is dropped, and nothing is raised."""
-    store, due = filled
-    engine = _loading(model, store)
-    engine.kv.pool.prefix.flush()
-    store.open_gate.set()
-    ended = []
-    while engine.num_unfinished:
-        ended += engine.step()
-    assert [one.tokens.tolist() for one in ended] == [due[0]]
-    assert checked(engine).loads == 0
-
-
 def test_cpu_time_of_the_threads_of_a_store_is_taken_from_that_of_saves(monkeypatch):
-    model, made = tiny.make()[0], []
-    engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0])
+    engine, store = with_new_store(tiny.make()[0])
     stored, seconds = engine.kv.stored, iter((2.0, 5.0))
-    monkeypatch.setattr(made[0], "stats", lambda: {"disk": TierStats(write_seconds=next(seconds))}, raising=False)
+    monkeypatch.setattr(store, "stats", lambda: {"disk": TierStats(write_seconds=next(seconds))}, raising=False)
     names = stored.layout.blocks(PROMPT)[0][:1]
     for due in (2.0, 3.0):
         stored._credit = 0.0
@@ -674,29 +632,12 @@ def test_cpu_time_of_the_threads_of_a_store_is_taken_from_that_of_saves(monkeypa
 
 
 def test_running_requests_are_not_preempted_for_saves():
-    model, made = tiny.make()[0], []
-    engine = engine_of(model, lambda layout: made.append(Lasting(layout)) or made[0], num_blocks=32)
-    made[0].open_gate.clear()
-    engine.kv.stored._writer.put(lambda: made[0].open_gate.wait(20))  # the thread that writes is busy
+    engine, store = with_busy_writer(tiny.make()[0], 32)
     answer(engine, OTHER[:60])
     answer(engine, OTHER[:120])
     assert engine.is_saving
     engine.generate(PROMPT, max_tokens=90, eos=())
     assert engine.scheduler.stats().preemptions == 0
-    made[0].open_gate.set()
-    checked(engine)
-
-
-def test_load_that_gives_its_blocks_to_others_is_dropped_not_late(model, filled):
-    store, due = filled
-    engine = _loading(model, store)
-    engine._make_way(engine.kv.stored)
-    stats = engine.kv.stored.stats()
-    assert (stats.dropped_loads, stats.late_loads) == (1, 0)
-    ended = []
-    while engine.num_unfinished:
-        ended += engine.step()
-    assert ended[0].tokens.tolist() == due[0]
     freed(store, engine)
 
 
@@ -759,11 +700,11 @@ def test_load_that_stalls_before_anything_was_computed_is_given_up(monkeypatch):
     assert prefixes._is_late(load)
 
 
-def _loading(model, store):
+def _loading(model, store, deadline=None):
     """An engine whose request waits for the store."""
     store.open_gate.clear()
     engine = engine_of(model, store)
-    engine.submit(PROMPT, max_tokens=12)
+    engine.submit(PROMPT, max_tokens=12, id="loads", deadline=deadline)
     _step_until(engine, lambda: store.loads)
     return engine
 

@@ -1,14 +1,11 @@
 """Tokens of the engine are those of the model alone: any family, route and chunk, tight pools, samples, cancels."""
 
-import contextlib
-import os
-
 import mlx.core as mx
 import numpy as np
 import pytest
 from metal_engine import StandIn
 from mlx_families import FAMILIES
-from mlx_models import PROMPTS, ROUTES, VOCAB, ended, on_cpu, random_prompts, solo_tokens, tiny_llama
+from mlx_models import PROMPTS, VOCAB, ended, on_cpu, random_prompts, solo_tokens, tiny_llama
 
 import kvpool
 import kvpool_backends.mlx
@@ -16,6 +13,12 @@ from kvpool.adapters.mlx_lm.engine import Engine
 
 BLOCK = 4
 TOKENS = 12
+
+
+@pytest.fixture(autouse=True)
+def cpu():
+    with on_cpu():
+        yield
 
 
 def assert_nothing_leaked(engine):
@@ -27,81 +30,12 @@ def assert_nothing_leaked(engine):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fused_tokens_are_those_of_the_stock_model(name):
-    with on_cpu():
-        model, prompts = FAMILIES[name](), random_prompts(PROMPTS)
-        expected = [solo_tokens(model, prompt, TOKENS) for prompt in prompts]
-        engine = Engine(model, 80, block_size=BLOCK, max_running=5, max_step_tokens=17, prefill_chunk=9, fused=True)
-        assert [one.tokens.tolist() for one in engine.batch(prompts, max_tokens=TOKENS)] == expected
-        assert len({token for tokens in expected for token in tokens}) > 10
-        assert_nothing_leaked(engine)
-
-
-@pytest.mark.parametrize("route", ["gathered", "plain"])
-@pytest.mark.parametrize("name", ["llama, two masks", "gemma3_text", "gpt_oss"])
-def test_gathered_tokens_are_those_of_the_stock_model(name, route):
-    with on_cpu():
-        model, prompts = FAMILIES[name](), random_prompts(PROMPTS)
-        expected = [solo_tokens(model, prompt, TOKENS) for prompt in prompts]
-        engine = Engine(model, 80, block_size=BLOCK, max_running=5, prefill_chunk=9, **ROUTES[route])
-        assert [one.tokens.tolist() for one in engine.batch(prompts, max_tokens=TOKENS)] == expected
-        assert_nothing_leaked(engine)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(60 if os.environ.get("KVPOOL_LONG") else 3))
-@pytest.mark.parametrize("route", ["fused", "gathered"])
-def test_random_workloads_give_solo_tokens(route, seed):
-    """Arrivals while others run, a pool that preempts, shared prompts, cancels, samples, a backend that fails."""
-    print(f"seed {seed}")
-    rng = np.random.default_rng(seed)
-    with on_cpu():
-        model = tiny_llama()
-        system = random_prompts([13], seed=50 + seed)[0]
-        prompts = [system[: rng.integers(0, 14)] + one for one in random_prompts(rng.integers(1, 30, 14), seed=seed)]
-        limits = rng.integers(1, 20, len(prompts)).tolist()
-        expected = [solo_tokens(model, prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
-        longest = max(len(p) + n for p, n in zip(prompts, limits, strict=True))
-        engine = Engine(
-            model,
-            num_blocks=-(-longest // BLOCK) + int(rng.integers(2, 12)),
-            block_size=BLOCK,
-            max_running=int(rng.integers(2, 9)),
-            max_step_tokens=int(rng.integers(8, 64)),
-            prefill_chunk=int(rng.integers(1, 40)),
-            **ROUTES[route],
-        )
-        write, failures = engine.kv.backend.write, []
-
-        def write_or_fail(*arguments):
-            if not rng.integers(60):
-                failures.append(arguments[0])
-                raise OSError("the backend is out of order")
-            write(*arguments)
-
-        engine.kv.backend.write = write_or_fail
-        done, cancelled, arrivals = {}, {}, list(enumerate(prompts))
-        while arrivals or engine.num_unfinished:
-            while arrivals and rng.integers(3):
-                number, prompt = arrivals.pop()
-                n = int(rng.choice([1, 1, 1, 3]))
-                engine.submit(prompt, id=number, max_tokens=limits[number], n=n)
-            unfinished = [id for id in range(len(prompts)) if id in engine]
-            if unfinished and not rng.integers(8):
-                victim = int(rng.choice(unfinished))
-                cancelled[victim] = engine.cancel(victim)
-            with contextlib.suppress(OSError):
-                for completion in engine.step():
-                    done[completion.id] = completion
-        assert failures
-        assert done.keys() | cancelled.keys() == set(range(len(prompts)))
-        for number, completion in done.items():
-            for one in completion.samples:
-                assert one.tokens.tolist() == expected[number], (seed, number)
-        for number, completion in cancelled.items():
-            for one in completion.samples:
-                assert one.tokens.tolist() == expected[number][: len(one.tokens)], (seed, number)
-        assert_nothing_leaked(engine)
-        print(engine.scheduler.stats())
+    model, prompts = FAMILIES[name](), random_prompts(PROMPTS)
+    expected = [solo_tokens(model, prompt, TOKENS) for prompt in prompts]
+    engine = Engine(model, 80, block_size=BLOCK, max_running=5, max_step_tokens=17, prefill_chunk=9, fused=True)
+    assert [one.tokens.tolist() for one in engine.batch(prompts, max_tokens=TOKENS)] == expected
+    assert len({token for tokens in expected for token in tokens}) > 10
+    assert_nothing_leaked(engine)
 
 
 @pytest.mark.long
@@ -112,68 +46,54 @@ def test_tokens_are_the_same_by_the_kernels_of_metal(monkeypatch):
     monkeypatch.setattr(
         kvpool_backends.mlx, "MLXBackend", lambda spec, blocks, **_: make(spec, blocks, metal_kernel=factory)
     )
-    with on_cpu():
-        model, prompts = tiny_llama(), random_prompts((40, 3, 6))
-        engine = Engine(model, 40, block_size=8, max_step_tokens=60, prefill_chunk=36)
-        assert engine.kv.backend.route == "metal" and engine.kv.route == "fused"
-        expected = [solo_tokens(model, prompt, 4) for prompt in prompts]
-        assert [one.tokens.tolist() for one in engine.batch(prompts, max_tokens=4)] == expected
-        assert_nothing_leaked(engine)
-
-
-def test_a_tight_pool_preempts_and_the_tokens_stay():
-    with on_cpu():
-        model, prompts = tiny_llama(), random_prompts([17, 18, 19, 20])
-        expected = [solo_tokens(model, prompt, 20) for prompt in prompts]
-        engine = Engine(model, 23, block_size=BLOCK, max_running=4, prefix_cache=False)
-        assert [one.tokens.tolist() for one in engine.batch(prompts, max_tokens=20)] == expected
-        assert engine.scheduler.stats().preemptions > 0
-        assert_nothing_leaked(engine)
+    model, prompts = tiny_llama(), random_prompts((40, 3, 6))
+    engine = Engine(model, 40, block_size=8, max_step_tokens=60, prefill_chunk=36)
+    assert engine.kv.backend.route == "metal" and engine.kv.route == "fused"
+    expected = [solo_tokens(model, prompt, 4) for prompt in prompts]
+    assert [one.tokens.tolist() for one in engine.batch(prompts, max_tokens=4)] == expected
+    assert_nothing_leaked(engine)
 
 
 def test_a_prompt_that_was_seen_is_found():
-    with on_cpu():
-        model, (prompt,) = tiny_llama(), random_prompts([41])
-        engine = Engine(model, 60, block_size=BLOCK)
-        first = engine.generate(prompt, max_tokens=9)
-        again = engine.generate(prompt, max_tokens=9)
-        other = engine.generate(prompt, max_tokens=9, namespace=b"other")
-        assert [one.samples[0].output.num_cached for one in (first, again, other)] == [0, 40, 0]
-        assert first.tokens.tolist() == again.tokens.tolist() == other.tokens.tolist() == solo_tokens(model, prompt, 9)
-        assert_nothing_leaked(engine)
+    model, (prompt,) = tiny_llama(), random_prompts([41])
+    engine = Engine(model, 60, block_size=BLOCK)
+    first = engine.generate(prompt, max_tokens=9)
+    again = engine.generate(prompt, max_tokens=9)
+    other = engine.generate(prompt, max_tokens=9, namespace=b"other")
+    assert [one.samples[0].output.num_cached for one in (first, again, other)] == [0, 40, 0]
+    assert first.tokens.tolist() == again.tokens.tolist() == other.tokens.tolist() == solo_tokens(model, prompt, 9)
+    assert_nothing_leaked(engine)
 
 
 SAMPLED = {"temperature": 1.1, "top_p": 0.95}
 
 
 def test_sample_i_is_the_request_alone_with_seed_plus_i():
-    with on_cpu():
-        model, (prompt,) = tiny_llama(), random_prompts([11])
-        alone = [
-            Engine(model, 40, block_size=BLOCK).generate(prompt, max_tokens=15, seed=30 + i, **SAMPLED).tokens.tolist()
-            for i in range(5)
-        ]
-        assert len(set(map(tuple, alone))) == 5
-        engine = Engine(model, 21, block_size=BLOCK, max_running=3)  # not all of them at a time, and preempted
-        others = [engine.submit(p, max_tokens=30, seed=1, **SAMPLED) for p in random_prompts([20, 21, 5], seed=9)]
-        together = engine.generate(prompt, max_tokens=15, seed=30, n=5, **SAMPLED)
-        assert [one.tokens.tolist() for one in together.samples] == alone
-        assert len(ended(engine)) == len(others)
-        assert engine.scheduler.stats().preemptions > 0
-        assert_nothing_leaked(engine)
+    model, (prompt,) = tiny_llama(), random_prompts([11])
+    alone = [
+        Engine(model, 40, block_size=BLOCK).generate(prompt, max_tokens=15, seed=30 + i, **SAMPLED).tokens.tolist()
+        for i in range(5)
+    ]
+    assert len(set(map(tuple, alone))) == 5
+    engine = Engine(model, 21, block_size=BLOCK, max_running=3)  # not all of them at a time, and preempted
+    others = [engine.submit(p, max_tokens=30, seed=1, **SAMPLED) for p in random_prompts([20, 21, 5], seed=9)]
+    together = engine.generate(prompt, max_tokens=15, seed=30, n=5, **SAMPLED)
+    assert [one.tokens.tolist() for one in together.samples] == alone
+    assert len(ended(engine)) == len(others)
+    assert engine.scheduler.stats().preemptions > 0
+    assert_nothing_leaked(engine)
 
 
 def test_requests_without_a_seed_differ_unless_the_engine_has_one():
-    with on_cpu():
-        model, (prompt,) = tiny_llama(), random_prompts([11])
+    model, (prompt,) = tiny_llama(), random_prompts([11])
 
-        def pair(seed):
-            engine = Engine(model, 40, block_size=BLOCK, seed=seed)
-            return [engine.generate(prompt, temperature=1.5, max_tokens=12).tokens.tolist() for _ in range(2)]
+    def pair(seed):
+        engine = Engine(model, 40, block_size=BLOCK, seed=seed)
+        return [engine.generate(prompt, temperature=1.5, max_tokens=12).tokens.tolist() for _ in range(2)]
 
-        first, second = pair(5)
-        assert first != second
-        assert pair(5) == [first, second]
+    first, second = pair(5)
+    assert first != second
+    assert pair(5) == [first, second]
 
 
 def stock_beam(model, prompt, width, max_tokens):
@@ -190,43 +110,29 @@ def stock_beam(model, prompt, width, max_tokens):
 
 
 def test_beam_equals_the_textbook_search():
-    with on_cpu():
-        model, (prompt,) = tiny_llama(), random_prompts([9])
-        expected = stock_beam(model, prompt, 3, 6)
-        engine = Engine(model, 60, block_size=BLOCK)
-        found = engine.generate(prompt, max_tokens=6, beam_width=3, n=3)
-        assert [tuple(one.tokens.tolist()) for one in found.samples] == [tokens for tokens, _ in expected]
-        scores = [one.output.score * 6 for one in found.samples]
-        np.testing.assert_allclose(scores, [score for _, score in expected], rtol=1e-4)
-        assert_nothing_leaked(engine)
+    model, (prompt,) = tiny_llama(), random_prompts([9])
+    expected = stock_beam(model, prompt, 3, 6)
+    engine = Engine(model, 60, block_size=BLOCK)
+    found = engine.generate(prompt, max_tokens=6, beam_width=3, n=3)
+    assert [tuple(one.tokens.tolist()) for one in found.samples] == [tokens for tokens, _ in expected]
+    scores = [one.output.score * 6 for one in found.samples]
+    np.testing.assert_allclose(scores, [score for _, score in expected], rtol=1e-4)
+    assert_nothing_leaked(engine)
 
 
 def test_logprobs_are_the_models_own():
-    with on_cpu():
-        model, (prompt,) = tiny_llama(), random_prompts([9])
-        (one,) = Engine(model, 40, block_size=BLOCK).generate(prompt, max_tokens=8, seed=2, **SAMPLED).samples
-        logits = model(mx.array([prompt + one.tokens.tolist()]))[0, len(prompt) - 1 : -1].astype(mx.float32)
-        logprobs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
-        np.testing.assert_allclose(one.logprobs, logprobs[np.arange(8), one.tokens], atol=1e-4)
-
-
-def test_oracle_detects_wrong_tokens():
-    """The oracle above can fail: with keys of one layer spoiled the tokens differ."""
-    with on_cpu():
-        model, prompts = tiny_llama(), random_prompts(PROMPTS)
-        expected = [solo_tokens(model, prompt, TOKENS) for prompt in prompts]
-        engine = Engine(model, 80, block_size=BLOCK, prefill_chunk=4)
-        write = engine.kv.backend.write
-        engine.kv.backend.write = lambda step, layer, k, v: write(step, layer, k * (layer != 1), v)
-        assert [one.tokens.tolist() for one in engine.batch(prompts, max_tokens=TOKENS)] != expected
+    model, (prompt,) = tiny_llama(), random_prompts([9])
+    (one,) = Engine(model, 40, block_size=BLOCK).generate(prompt, max_tokens=8, seed=2, **SAMPLED).samples
+    logits = model(mx.array([prompt + one.tokens.tolist()]))[0, len(prompt) - 1 : -1].astype(mx.float32)
+    logprobs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+    np.testing.assert_allclose(one.logprobs, logprobs[np.arange(8), one.tokens], atol=1e-4)
 
 
 def test_pool_of_others_is_shared():
     """A pool that somebody else uses too: what he holds stays his."""
-    with on_cpu():
-        model, (prompt,) = tiny_llama(), random_prompts([9])
-        pool = kvpool.Pool(40, BLOCK)
-        mine = pool.open(20)
-        engine = Engine(model, pool=pool, prefix_cache=False)
-        assert engine.generate(prompt, max_tokens=8).tokens.tolist() == solo_tokens(model, prompt, 8)
-        assert pool.is_open(mine) and pool.stats().used == 5
+    model, (prompt,) = tiny_llama(), random_prompts([9])
+    pool = kvpool.Pool(40, BLOCK)
+    mine = pool.open(20)
+    engine = Engine(model, pool=pool, prefix_cache=False)
+    assert engine.generate(prompt, max_tokens=8).tokens.tolist() == solo_tokens(model, prompt, 8)
+    assert pool.is_open(mine) and pool.stats().used == 5

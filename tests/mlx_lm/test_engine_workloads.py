@@ -25,6 +25,12 @@ ONLY = os.environ.get("KVPOOL_WORKLOAD")
 SEEDS = [int(ONLY)] if ONLY else range(COUNT)
 
 
+@pytest.fixture(autouse=True)
+def cpu():
+    with on_cpu():
+        yield
+
+
 class Broken(Exception):
     """The planted failure of a forward pass."""
 
@@ -87,52 +93,51 @@ def test_random_workload_on_a_model_gives_what_it_gives_alone(seed):
     workload = draw(seed)
     print(workload)
     rng = np.random.default_rng([seed, 9])
-    with on_cpu():
-        model = tiny_llama()
-        alone = Alone(model)
-        requests = {r.id: on_model(alone, r, rng) for _, r in workload.arrivals}
-        pool = Pool(seed=1, **(workload.pool | {"reserved_blocks": 1, "num_blocks": workload.pool["num_blocks"] + 1}))
-        names = ("max_running", "max_step_tokens", "prefill_chunk", "watermark", "preempt", "max_model_len", "plans")
-        options = {name: workload.scheduler[name] for name in names if name in workload.scheduler}
-        route = ROUTES[str(rng.choice(list(ROUTES), p=[0.6, 0.2, 0.2]))]
-        engine = Engine(model, pool=pool, prefix_cache=workload.pool["prefix_cache"], **options, **route)
-        logits_of, guest = engine._forward._logits, Guest(pool, rng)
+    model = tiny_llama()
+    alone = Alone(model)
+    requests = {r.id: on_model(alone, r, rng) for _, r in workload.arrivals}
+    pool = Pool(seed=1, **(workload.pool | {"reserved_blocks": 1, "num_blocks": workload.pool["num_blocks"] + 1}))
+    names = ("max_running", "max_step_tokens", "prefill_chunk", "watermark", "preempt", "max_model_len", "plans")
+    options = {name: workload.scheduler[name] for name in names if name in workload.scheduler}
+    route = ROUTES[str(rng.choice(list(ROUTES), p=[0.6, 0.2, 0.2]))]
+    engine = Engine(model, pool=pool, prefix_cache=workload.pool["prefix_cache"], **options, **route)
+    logits_of, guest = engine._forward._logits, Guest(pool, rng)
 
-        def sometimes(*arguments):
-            logits, held = logits_of(*arguments)
-            if rng.random() < workload.fail_rate:
-                mx.eval(logits)
-                raise Broken
-            return logits, held
+    def sometimes(*arguments):
+        logits, held = logits_of(*arguments)
+        if rng.random() < workload.fail_rate:
+            mx.eval(logits)
+            raise Broken
+        return logits, held
 
-        engine._forward._logits = sometimes
-        done, cancelled, refused, tick = {}, set(), set(), 0
-        arrivals = [(when, requests[request.id]) for when, request in workload.arrivals]
-        while arrivals or engine.num_unfinished:
-            while arrivals and arrivals[0][0] <= tick:
-                submit(engine, arrivals.pop(0)[1], refused)
-            for name, (when, _) in workload.cancels.items():
-                if when <= tick and name in engine:
-                    cancelled.add(name)
-                    done[name] = engine.cancel(name)
-            if workload.guests:
-                guest.visit()
-            try:
-                done |= {completion.id: completion for completion in engine.step()}
-            except Broken:
-                pass
-            except OutOfBlocks:
-                assert guest.leave(), "out of blocks without guests"
-            tick += 1
-            assert tick < 20_000
-        assert set(done) | refused == set(requests)
-        for name, completion in done.items():
-            judge(alone, requests[name], completion, name in cancelled)
-        guest.leave()
-        engine.scheduler.check()
-        pool.check()
-        stats = pool.stats()
-        assert (stats.used, stats.limbo, stats.sequences, stats.pending) == (0, 0, 0, 0)
+    engine._forward._logits = sometimes
+    done, cancelled, refused, tick = {}, set(), set(), 0
+    arrivals = [(when, requests[request.id]) for when, request in workload.arrivals]
+    while arrivals or engine.num_unfinished:
+        while arrivals and arrivals[0][0] <= tick:
+            submit(engine, arrivals.pop(0)[1], refused)
+        for name, (when, _) in workload.cancels.items():
+            if when <= tick and name in engine:
+                cancelled.add(name)
+                done[name] = engine.cancel(name)
+        if workload.guests:
+            guest.visit()
+        try:
+            done |= {completion.id: completion for completion in engine.step()}
+        except Broken:
+            pass
+        except OutOfBlocks:
+            assert guest.leave(), "out of blocks without guests"
+        tick += 1
+        assert tick < 20_000
+    assert set(done) | refused == set(requests)
+    for name, completion in done.items():
+        judge(alone, requests[name], completion, name in cancelled)
+    guest.leave()
+    engine.scheduler.check()
+    pool.check()
+    stats = pool.stats()
+    assert (stats.used, stats.limbo, stats.sequences, stats.pending) == (0, 0, 0, 0)
 
 
 def submit(engine: Engine, request: Request, refused: set[int]) -> None:
@@ -145,14 +150,13 @@ def submit(engine: Engine, request: Request, refused: set[int]) -> None:
 def test_oracle_of_workloads_can_fail():
     """With the keys of one layer lost, a workload is convicted."""
     workload = draw(2)
-    with on_cpu():
-        model = tiny_llama()
-        alone = Alone(model)
-        request = next(replace(r, user=Sampling(), max_tokens=12) for _, r in workload.arrivals if not r.beam_width)
-        engine = Engine(model, 80, block_size=4, prefill_chunk=3)
-        write = engine.kv.backend.write
-        engine.kv.backend.write = lambda step, layer, k, v: write(step, layer, k * (layer != 1), v)
-        engine.submit(request)
-        (completion,) = [one for _ in range(100) for one in engine.step()]
-        with pytest.raises(AssertionError):
-            judge(alone, request, completion, False)
+    model = tiny_llama()
+    alone = Alone(model)
+    request = next(replace(r, user=Sampling(), max_tokens=12) for _, r in workload.arrivals if not r.beam_width)
+    engine = Engine(model, 80, block_size=4, prefill_chunk=3)
+    write = engine.kv.backend.write
+    engine.kv.backend.write = lambda step, layer, k, v: write(step, layer, k * (layer != 1), v)
+    engine.submit(request)
+    (completion,) = [one for _ in range(100) for one in engine.step()]
+    with pytest.raises(AssertionError):
+        judge(alone, request, completion, False)

@@ -16,6 +16,12 @@ from kvpool.sizing import IDLE, arrays_of_one_size
 SHARED = ("gemma4_text", "baichuan_m1", "openelm", "deepseek_v32")  # tiny models whose bytes agree
 
 
+@pytest.fixture(autouse=True)
+def cpu():
+    with on_cpu():
+        yield
+
+
 def test_one_arena_holds_seven_times_the_long_sequences_of_a_pool_that_keeps_everything():
     """Gemma 4 31B: in the bytes of 16 sequences of 32,768 tokens in 10 layers of 4 x 512 and 50 of 16 x 256."""
     length, kept = 2**15, 16
@@ -88,44 +94,39 @@ def logits_of(name, change=lambda layout: None, **how):
 
 @pytest.mark.parametrize("name", SHARED)
 def test_shapes_in_one_arena_compute_what_they_compute_in_arenas_of_their_own(name, monkeypatch):
-    with on_cpu():
-        shared, found = logits_of(name)
-        separate(monkeypatch)
-        apart, due = logits_of(name)
-        assert (shared, apart) == (1, 2)
-        assert all(np.array_equal(x, y) for x, y in zip(found, due, strict=True))
+    shared, found = logits_of(name)
+    separate(monkeypatch)
+    apart, due = logits_of(name)
+    assert (shared, apart) == (1, 2)
+    assert all(np.array_equal(x, y) for x, y in zip(found, due, strict=True))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", [{"backend": "numpy"}, {"backend": "cpu"}])
 def test_other_backends_share_an_arena(how, monkeypatch):
-    with on_cpu():
-        shared, found = logits_of("gemma4_text", **how)
-        separate(monkeypatch)
-        apart, due = logits_of("gemma4_text", **how)
-        assert (shared, apart) == (1, 2)
-        assert all(np.array_equal(x, y) for x, y in zip(found, due, strict=True))
+    shared, found = logits_of("gemma4_text", **how)
+    separate(monkeypatch)
+    apart, due = logits_of("gemma4_text", **how)
+    assert (shared, apart) == (1, 2)
+    assert all(np.array_equal(x, y) for x, y in zip(found, due, strict=True))
 
 
 def test_storage_without_kernels_keeps_an_arena_for_each_shape():
-    with on_cpu():
-        assert logits_of("gemma4_text", kernels=False)[0] == 2
+    assert logits_of("gemma4_text", kernels=False)[0] == 2
 
 
 def test_copies_in_the_storage_of_another_shape_are_seen():
     """The planted fault: all groups copy on write in the first storage."""
-    with on_cpu():
-        _, due = logits_of("openelm")
-        _, found = logits_of("openelm", lambda layout: layout.__dict__.update(storage_of={0: 0, 1: 0}))
-        assert not all(np.array_equal(x, y) for x, y in zip(found, due, strict=True))
+    _, due = logits_of("openelm")
+    _, found = logits_of("openelm", lambda layout: layout.__dict__.update(storage_of={0: 0, 1: 0}))
+    assert not all(np.array_equal(x, y) for x, y in zip(found, due, strict=True))
 
 
 @pytest.mark.parametrize("bits", [{"kv_bits": 8}, {"k_bits": 8, "v_bits": 4}])
 def test_quantized_shapes_share_an_arena(bits, monkeypatch):
     how = partial(logits_of, "wide", quant_group_size=32, **bits)
-    with on_cpu():
-        shared, found = how()
-        separate(monkeypatch)
-        apart, due = how()
-        assert (shared, apart) == (1, 2)
-        assert all(np.array_equal(x, y) for x, y in zip(found, due, strict=True))
+    shared, found = how()
+    separate(monkeypatch)
+    apart, due = how()
+    assert (shared, apart) == (1, 2)
+    assert all(np.array_equal(x, y) for x, y in zip(found, due, strict=True))

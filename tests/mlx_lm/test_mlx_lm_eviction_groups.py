@@ -1,7 +1,5 @@
 """Eviction in models with windows and states: tokens leave the full layers, the others let go by themselves."""
 
-import copy
-
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
@@ -18,7 +16,7 @@ from mlx_models import (
 )
 from sliding_cache import SlidingCache
 
-from kvpool.adapters.mlx_lm import EngineStopped, install, make_cache, tiny_families
+from kvpool.adapters.mlx_lm import EngineStopped, install, tiny_families
 from kvpool.eviction import H2O, BlockEviction, SlidingWindow
 
 LONG = pytest.mark.long
@@ -33,10 +31,15 @@ PROMPT = random_prompts([37])[0]
 TOKENS = 50
 
 
+@pytest.fixture(autouse=True)
+def cpu():
+    with on_cpu():
+        yield
+
+
 @pytest.fixture(scope="module", params=["gemma3", *(pytest.param(name, marks=LONG) for name in list(MAKERS)[1:])])
 def model(request):
-    with on_cpu():
-        return MAKERS[request.param]()
+    return MAKERS[request.param]()
 
 
 @pytest.fixture(params=["window", "h2o", *(pytest.param(name, marks=LONG) for name in list(POLICIES)[2:])])
@@ -60,21 +63,20 @@ def group_of(kv):
 @pytest.mark.long
 @pytest.mark.parametrize("fused", [True, False])
 def test_window_model_says_what_stock_says_whose_full_layers_slide(model, fused):
-    with on_cpu():
-        stock = [SlidingCache(POLICIES["window"]) if type(cache) is KVCache else cache for cache in model.make_cache()]
-        assert {type(cache) for cache in stock} == {SlidingCache, RotatingKVCache}
-        due = solo_tokens(model, PROMPT, TOKENS, prompt_cache=stock)
-        whole = solo_tokens(model, PROMPT, TOKENS)
-        with install(model, 200, block_size=4, fused=fused, eviction=POLICIES["window"]) as kv:
-            caches = kv.make_cache()
-            assert solo_tokens(model, PROMPT, TOKENS, prompt_cache=caches) == due != whole
-            assert solo_tokens(model, PROMPT, TOKENS, prompt_cache=kv.make_cache(SlidingWindow(max_kv=999))) == whole
-            del caches
-            assert_all_free(kv)
+    stock = [SlidingCache(POLICIES["window"]) if type(cache) is KVCache else cache for cache in model.make_cache()]
+    assert {type(cache) for cache in stock} == {SlidingCache, RotatingKVCache}
+    due = solo_tokens(model, PROMPT, TOKENS, prompt_cache=stock)
+    whole = solo_tokens(model, PROMPT, TOKENS)
+    with install(model, 200, block_size=4, fused=fused, eviction=POLICIES["window"]) as kv:
+        caches = kv.make_cache()
+        assert solo_tokens(model, PROMPT, TOKENS, prompt_cache=caches) == due != whole
+        assert solo_tokens(model, PROMPT, TOKENS, prompt_cache=kv.make_cache(SlidingWindow(max_kv=999))) == whole
+        del caches
+        assert_all_free(kv)
 
 
 def test_budget_holds_in_the_full_layers_alone(model, policy):
-    with on_cpu(), install(model, 40, block_size=4, eviction=policy) as kv:
+    with install(model, 40, block_size=4, eviction=policy) as kv:
         full, caches = group_of(kv), kv.make_cache()
         solo_tokens(model, PROMPT, 160, prompt_cache=caches)  # more than the pool has room for
         (handle,) = caches[0].batch.handles
@@ -92,7 +94,7 @@ def test_budget_holds_in_the_full_layers_alone(model, policy):
 def test_rows_of_a_batch_say_what_each_says_alone(model, policy):
     prompts = random_prompts((33, 5, 21), seed=3)
     limits = [20, 40, 8]
-    with on_cpu(), install(model, 400, block_size=4, eviction=policy) as kv:
+    with install(model, 400, block_size=4, eviction=policy) as kv:
         alone = [batch_tokens(model, [prompt], n)[0] for prompt, n in zip(prompts, limits, strict=True)]
         assert batch_tokens(model, prompts, limits, prefill_batch_size=1) == alone
         kv.eviction = None
@@ -100,19 +102,8 @@ def test_rows_of_a_batch_say_what_each_says_alone(model, policy):
         assert_all_free(kv)
 
 
-def test_fork_of_an_evicted_sequence_goes_its_own_way(model, policy):
-    with on_cpu(), install(model, 400, block_size=4) as kv:
-        caches = make_cache(model, policy)
-        solo_tokens(model, PROMPT, TOKENS, prompt_cache=caches)
-        other = copy.deepcopy(caches)
-        due = solo_tokens(model, [5], 30, prompt_cache=copy.deepcopy(caches))
-        solo_tokens(model, [7], 30, prompt_cache=caches)
-        assert solo_tokens(model, [5], 30, prompt_cache=other) == due
-        kv.pool.check()
-
-
 def test_eviction_that_fails_half_way_stops_the_cache(model, monkeypatch):
-    with on_cpu(), install(model, 400, block_size=4, eviction=POLICIES["window"]) as kv:
+    with install(model, 400, block_size=4, eviction=POLICIES["window"]) as kv:
         caches = kv.make_cache()
         solo_tokens(model, PROMPT, 1, prompt_cache=caches)
         backend = kv.backends[kv.layout.groups[group_of(kv)].arena]
@@ -130,44 +121,42 @@ def test_eviction_that_fails_half_way_stops_the_cache(model, monkeypatch):
 
 @pytest.mark.parametrize("name", ["qwen3_5", pytest.param("llama4", marks=LONG)])
 def test_models_with_states_and_chunks_evict_without_scores(name):
-    with on_cpu():
-        model = tiny(name)
-        prompts = random_prompts((37, 9), seed=6)
-        policy = POLICIES["window"]
-        with install(model, 400, block_size=4, eviction=policy) as kv:
-            alone = [batch_tokens(model, [prompt], 40)[0] for prompt in prompts]
-            assert batch_tokens(model, prompts, 40, prefill_batch_size=1) == alone
-            kv.eviction = None
-            assert batch_tokens(model, prompts, 40) != alone
-            assert_all_free(kv)
-        with pytest.raises(ValueError, match="needs scores of all rows in one pass"):
-            install(model, 400, block_size=4, eviction=POLICIES["h2o"])
+    model = tiny(name)
+    prompts = random_prompts((37, 9), seed=6)
+    policy = POLICIES["window"]
+    with install(model, 400, block_size=4, eviction=policy) as kv:
+        alone = [batch_tokens(model, [prompt], 40)[0] for prompt in prompts]
+        assert batch_tokens(model, prompts, 40, prefill_batch_size=1) == alone
+        kv.eviction = None
+        assert batch_tokens(model, prompts, 40) != alone
+        assert_all_free(kv)
+    with pytest.raises(ValueError, match="needs scores of all rows in one pass"):
+        install(model, 400, block_size=4, eviction=POLICIES["h2o"])
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5", pytest.param("llama4", marks=LONG)])
 def test_prefix_above_the_budget_is_found_and_then_slides(name):
     policy, prompt = POLICIES["window"], [token % VOCAB for token in random_prompts([61], seed=4)[0]]
-    with on_cpu():
-        model = tiny(name)
-        stock = [SlidingCache(policy) if type(cache) is KVCache else cache for cache in model.make_cache()]
-        with install(model, 400, block_size=4, prefix_cache=True, eviction=policy) as kv:
-            kv.eviction = None  # the first sequence keeps all
-            caches, _ = kv.fetch(prompt)
-            solo_tokens(model, prompt, 1, prompt_cache=caches)
-            kv.eviction = policy
-            caches, found = kv.fetch(prompt)
-            assert policy.max_kv < found < len(prompt)
-            model(mx.array([prompt[:found]]), cache=stock)
-            due = solo_tokens(model, prompt[found:], TOKENS, prompt_cache=stock)
-            assert solo_tokens(model, prompt[found:], TOKENS, prompt_cache=caches) == due
-            (handle,) = caches[0].batch.handles
-            assert kv.pool.kv_len(handle, group_of(kv)) <= policy.max_kv < kv.pool.num_tokens(handle)
-            assert kv.commit(caches, [*prompt, *due]) == 0  # a sequence that lost tokens is indexed no more
-            assert kv.fetch(prompt)[1] == found  # what others have committed stays
-            kv.pool.check()
+    model = tiny(name)
+    stock = [SlidingCache(policy) if type(cache) is KVCache else cache for cache in model.make_cache()]
+    with install(model, 400, block_size=4, prefix_cache=True, eviction=policy) as kv:
+        kv.eviction = None  # the first sequence keeps all
+        caches, _ = kv.fetch(prompt)
+        solo_tokens(model, prompt, 1, prompt_cache=caches)
+        kv.eviction = policy
+        caches, found = kv.fetch(prompt)
+        assert policy.max_kv < found < len(prompt)
+        model(mx.array([prompt[:found]]), cache=stock)
+        due = solo_tokens(model, prompt[found:], TOKENS, prompt_cache=stock)
+        assert solo_tokens(model, prompt[found:], TOKENS, prompt_cache=caches) == due
+        (handle,) = caches[0].batch.handles
+        assert kv.pool.kv_len(handle, group_of(kv)) <= policy.max_kv < kv.pool.num_tokens(handle)
+        assert kv.commit(caches, [*prompt, *due]) == 0  # a sequence that lost tokens is indexed no more
+        assert kv.fetch(prompt)[1] == found  # what others have committed stays
+        kv.pool.check()
 
 
 @pytest.mark.parametrize(("name", "words"), [("mamba2", "no layer that keeps every token"), ("openelm", "2 shapes")])
 def test_models_without_one_full_group_are_refused(name, words):
-    with on_cpu(), pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=words):
         install(tiny(name), 40, block_size=4, eviction=POLICIES["window"])

@@ -26,6 +26,12 @@ BY_CHUNK = {"plamo3"}  # files whose tokens depend on the chunks of a prompt in 
 STATEFUL = ("qwen3_5", "mamba", "baichuan_m1", "deepseek_v41")
 
 
+@pytest.fixture(autouse=True)
+def cpu():
+    with on_cpu():
+        yield
+
+
 def family(name):
     mx.random.seed(7)
     model = tiny_families.build(name, tiny_families.config_of(name, VOCAB))
@@ -69,16 +75,15 @@ def install_on_cpu(model, num_blocks=200, **options):
 
 
 def assert_family(name, lengths=LENGTHS):
-    with on_cpu():
-        model = family(name)
-        prompts = prompts_of(lengths)
-        own = [alone(model, prompt) for prompt in prompts]
-        in_chunks = [alone(model, prompt, prefill_step_size=16) for prompt in prompts] if name in BY_CHUNK else own
-        with install_on_cpu(model) as kv:
-            assert [alone(model, prompt) for prompt in prompts] == own
-            assert together(model, prompts, [(0, [0, 2]), (5, [1])]) == own
-            assert together(model, prompts, prefill_step_size=16) == in_chunks
-        assert_all_free_in_all_arenas(kv)
+    model = family(name)
+    prompts = prompts_of(lengths)
+    own = [alone(model, prompt) for prompt in prompts]
+    in_chunks = [alone(model, prompt, prefill_step_size=16) for prompt in prompts] if name in BY_CHUNK else own
+    with install_on_cpu(model) as kv:
+        assert [alone(model, prompt) for prompt in prompts] == own
+        assert together(model, prompts, [(0, [0, 2]), (5, [1])]) == own
+        assert together(model, prompts, prefill_step_size=16) == in_chunks
+    assert_all_free_in_all_arenas(kv)
 
 
 def assert_all_free_in_all_arenas(kv):
@@ -105,101 +110,95 @@ def test_tokens_of_every_family_equal_stock_alone(name):
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["qwen3_5", "gemma4_text"])
 def test_tokens_where_writes_are_lazy_equal_stock_alone(name):
-    with on_cpu():
-        model = family(name)
-        prompts = prompts_of((5, 37, 23))
-        own = [alone(model, prompt) for prompt in prompts]
-        with install_on_cpu(model, kernels=False) as kv:
-            assert together(model, prompts, prefill_step_size=16) == own
-        assert_all_free_in_all_arenas(kv)
+    model = family(name)
+    prompts = prompts_of((5, 37, 23))
+    own = [alone(model, prompt) for prompt in prompts]
+    with install_on_cpu(model, kernels=False) as kv:
+        assert together(model, prompts, prefill_step_size=16) == own
+    assert_all_free_in_all_arenas(kv)
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5", "mamba", "llama4", "deepseek_v41"])
 def test_prompts_from_a_cache_of_mlx_lm_give_the_tokens_of_stock(name):
     """LRUPromptCache keeps a cache and hands out deep copies: forks that share blocks and states."""
-    with on_cpu():
-        model = family(name)
-        head, *tails = prompts_of((40, 3, 9))
-        own = [alone(model, head + tail) for tail in tails]
-        with install_on_cpu(model) as kv:
-            prompts = LRUPromptCache()
-            cache = make_prompt_cache(model)
-            model(mx.array(head)[None], cache=cache)
-            prompts.insert_cache("m", list(head), cache)
-            assert prompts.nbytes > 0
-            found = [prompts.fetch_nearest_cache("m", head + tail) for tail in tails]
-            assert [rest for _, rest in found] == tails
-            assert together(model, tails, caches=[cache for cache, _ in found]) == own
-            assert alone(model, tails[1], prompts.fetch_nearest_cache("m", head + tails[1])[0]) == own[1]
-            del prompts, cache, found
-        assert_all_free_in_all_arenas(kv)
+    model = family(name)
+    head, *tails = prompts_of((40, 3, 9))
+    own = [alone(model, head + tail) for tail in tails]
+    with install_on_cpu(model) as kv:
+        prompts = LRUPromptCache()
+        cache = make_prompt_cache(model)
+        model(mx.array(head)[None], cache=cache)
+        prompts.insert_cache("m", list(head), cache)
+        assert prompts.nbytes > 0
+        found = [prompts.fetch_nearest_cache("m", head + tail) for tail in tails]
+        assert [rest for _, rest in found] == tails
+        assert together(model, tails, caches=[cache for cache, _ in found]) == own
+        assert alone(model, tails[1], prompts.fetch_nearest_cache("m", head + tails[1])[0]) == own[1]
+        del prompts, cache, found
+    assert_all_free_in_all_arenas(kv)
 
 
 def test_canary_padding_in_a_state_is_detected(monkeypatch):
-    with on_cpu():
-        model = family("mamba")
-        prompts = prompts_of((5, 37))
-        own = [alone(model, prompt) for prompt in prompts]
-        monkeypatch.setattr(passes.Turn, "parts", lambda self, _: [passes.Part(self, np.arange(len(self.new)))])
-        with install_on_cpu(model):
-            assert together(model, prompts) != own
+    model = family("mamba")
+    prompts = prompts_of((5, 37))
+    own = [alone(model, prompt) for prompt in prompts]
+    monkeypatch.setattr(passes.Turn, "parts", lambda self, _: [passes.Part(self, np.arange(len(self.new)))])
+    with install_on_cpu(model):
+        assert together(model, prompts) != own
 
 
 def test_canary_a_context_that_begins_a_block_too_early_is_detected(monkeypatch):
-    with on_cpu():
-        model, (prompt,) = family("gemma3_text"), prompts_of((90,))
-        own = alone(model, prompt)
-        held = passes.Part.held
-        monkeypatch.setattr(passes.Part, "held", lambda self, group: held(self, group) + 8 * (held(self, group) > 0))
-        with install_on_cpu(model, fused=False):
-            try:
-                found = alone(model, prompt)
-            except ValueError as error:
-                found = error
-        assert found != own
+    model, (prompt,) = family("gemma3_text"), prompts_of((90,))
+    own = alone(model, prompt)
+    held = passes.Part.held
+    monkeypatch.setattr(passes.Part, "held", lambda self, group: held(self, group) + 8 * (held(self, group) > 0))
+    with install_on_cpu(model, fused=False):
+        try:
+            found = alone(model, prompt)
+        except ValueError as error:
+            found = error
+    assert found != own
 
 
 # -------------------------------------------------------------------------------------------------- bytes
 
 
 def test_blocks_behind_the_window_go_back_to_the_pool():
-    with on_cpu():
-        model = family("gemma3_text")
-        with install_on_cpu(model) as kv:
-            cache = kv.make_cache()
-            for start in range(0, 600, 40):
-                model(mx.full((1, 40), 1 + start % 7), cache=cache)
-            options, held = kv.pool.options, []
-            for group, kind in enumerate(options.groups):
-                table = kv.pool.table(cache[0].batch.handles[0], group)
-                held.append((kind.kind, int((table[:, 0] > 0).sum())))
-            behind = WINDOW + options.lookahead - 1  # what a query at 600 - lookahead reads, in whole blocks
-            assert dict(held)["full"] == 75 and dict(held)["window"] <= 600 // 8 - (600 - behind) // 8
-            nbytes = {leaf.kind: layer.nbytes for leaf, layer in zip(kv.layout.leaves, cache, strict=True)}
-            assert nbytes["window"] * 10 < nbytes["full"]
-            assert not cache[0].is_trimmable()
-            with pytest.raises(ValueError, match="truncate"):
-                for layer in cache:
-                    layer.trim(300)
-            del cache, layer
-        assert_all_free_in_all_arenas(kv)
+    model = family("gemma3_text")
+    with install_on_cpu(model) as kv:
+        cache = kv.make_cache()
+        for start in range(0, 600, 40):
+            model(mx.full((1, 40), 1 + start % 7), cache=cache)
+        options, held = kv.pool.options, []
+        for group, kind in enumerate(options.groups):
+            table = kv.pool.table(cache[0].batch.handles[0], group)
+            held.append((kind.kind, int((table[:, 0] > 0).sum())))
+        behind = WINDOW + options.lookahead - 1  # what a query at 600 - lookahead reads, in whole blocks
+        assert dict(held)["full"] == 75 and dict(held)["window"] <= 600 // 8 - (600 - behind) // 8
+        nbytes = {leaf.kind: layer.nbytes for leaf, layer in zip(kv.layout.leaves, cache, strict=True)}
+        assert nbytes["window"] * 10 < nbytes["full"]
+        assert not cache[0].is_trimmable()
+        with pytest.raises(ValueError, match="truncate"):
+            for layer in cache:
+                layer.trim(300)
+        del cache, layer
+    assert_all_free_in_all_arenas(kv)
 
 
 def test_summary_counts_all_arenas_and_states():
-    with on_cpu():
-        model = family("gemma4_text")
-        with install_on_cpu(model, kernels=False) as kv:
-            cache = kv.make_cache()
-            model(mx.ones((1, 20), mx.int32), cache=cache)
-            arenas = [kv.pool.stats(arena).used for arena in range(len(kv.layout.block_nbytes))]
-            sizes = kv.layout.block_nbytes
-            assert len(arenas) == 2 and min(arenas) > 0
-            assert kv.summary().kv_nbytes == sum(np.multiply(arenas, sizes)) == sum(layer.nbytes for layer in cache)
-        model = family("mamba")
-        with install_on_cpu(model) as kv:
-            cache = kv.make_cache()
-            model(mx.ones((1, 20), mx.int32), cache=cache)
-            assert kv.summary().state_nbytes == sum(layer.nbytes for layer in cache) > 0 == kv.summary().kv_nbytes
+    model = family("gemma4_text")
+    with install_on_cpu(model, kernels=False) as kv:
+        cache = kv.make_cache()
+        model(mx.ones((1, 20), mx.int32), cache=cache)
+        arenas = [kv.pool.stats(arena).used for arena in range(len(kv.layout.block_nbytes))]
+        sizes = kv.layout.block_nbytes
+        assert len(arenas) == 2 and min(arenas) > 0
+        assert kv.summary().kv_nbytes == sum(np.multiply(arenas, sizes)) == sum(layer.nbytes for layer in cache)
+    model = family("mamba")
+    with install_on_cpu(model) as kv:
+        cache = kv.make_cache()
+        model(mx.ones((1, 20), mx.int32), cache=cache)
+        assert kv.summary().state_nbytes == sum(layer.nbytes for layer in cache) > 0 == kv.summary().kv_nbytes
 
 
 @pytest.mark.parametrize(
@@ -231,100 +230,95 @@ def fail_once(monkeypatch, layer, call):
 @pytest.mark.parametrize("fails_in", [1, 2])
 def test_a_pass_that_fails_in_its_last_layer_is_taken_back_in_all_layers(name, fails_in, monkeypatch):
     """The second call of a layer in one pass is that of another part."""
-    with on_cpu():
-        model = family(name)
-        first, second = prompts_of((9, 30))
-        with install_on_cpu(model) as kv:
-            caches = [kv.make_cache() for _ in range(2)]
-            for cache, prompt in zip(caches, (first, second), strict=True):
-                model(mx.array([prompt]), cache=cache)
-            merged = [one.merge([one, other]) for one, other in zip(*caches, strict=True)]
-            clean, next_tokens = copy.deepcopy(merged), mx.array([[1, 2, 3], [4, 5, 6]])
-            for batch in (merged, clean):
-                for cache in batch:
-                    cache.prepare(lengths=[1, 3], right_padding=[2, 0])
-            expected = np.array(model(next_tokens, cache=clean))
-            fail_once(monkeypatch, model.layers[-1], fails_in)
-            with pytest.raises(RuntimeError, match="planted"):
-                model(next_tokens, cache=merged)
-            with pytest.raises(RuntimeError, match=r"kv\.recover"):
-                model(next_tokens, cache=merged)
-            failed = next(leaves_of(merged)).batch
-            assert kv.recover() and not kv.recover()
-            assert [kv.pool.num_tokens(handle) for handle in failed.handles] == [9, 30]
-            failed.is_stopped = False  # an engine's batch stays stopped; here its content is compared
-            assert np.array_equal(np.array(model(next_tokens, cache=merged)), expected)
-            del merged, clean, caches, failed, batch, cache
-        assert_all_free_in_all_arenas(kv)
+    model = family(name)
+    first, second = prompts_of((9, 30))
+    with install_on_cpu(model) as kv:
+        caches = [kv.make_cache() for _ in range(2)]
+        for cache, prompt in zip(caches, (first, second), strict=True):
+            model(mx.array([prompt]), cache=cache)
+        merged = [one.merge([one, other]) for one, other in zip(*caches, strict=True)]
+        clean, next_tokens = copy.deepcopy(merged), mx.array([[1, 2, 3], [4, 5, 6]])
+        for batch in (merged, clean):
+            for cache in batch:
+                cache.prepare(lengths=[1, 3], right_padding=[2, 0])
+        expected = np.array(model(next_tokens, cache=clean))
+        fail_once(monkeypatch, model.layers[-1], fails_in)
+        with pytest.raises(RuntimeError, match="planted"):
+            model(next_tokens, cache=merged)
+        with pytest.raises(RuntimeError, match=r"kv\.recover"):
+            model(next_tokens, cache=merged)
+        failed = next(leaves_of(merged)).batch
+        assert kv.recover() and not kv.recover()
+        assert [kv.pool.num_tokens(handle) for handle in failed.handles] == [9, 30]
+        failed.is_stopped = False  # an engine's batch stays stopped; here its content is compared
+        assert np.array_equal(np.array(model(next_tokens, cache=merged)), expected)
+        del merged, clean, caches, failed, batch, cache
+    assert_all_free_in_all_arenas(kv)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "gemma4_text"])
 def test_a_pass_without_blocks_changes_nothing(name):
-    with on_cpu():
-        model = family(name)
-        (prompt,) = prompts_of((24,))
-        own = alone(model, prompt)
-        with install_on_cpu(model, 9) as kv:
-            cache, other = kv.make_cache(), kv.make_cache()
-            model(mx.array([prompt[:-1]]), cache=cache)
-            model(mx.ones((1, 32), mx.int32), cache=other)
-            held = kv.summary()
-            with pytest.raises(OutOfBlocks):
-                model(mx.ones((1, 16), mx.int32), cache=cache)
-            assert kv.summary().blocks_used == held.blocks_used
-            del other
-            assert alone(model, prompt[-1:], cache) == own
+    model = family(name)
+    (prompt,) = prompts_of((24,))
+    own = alone(model, prompt)
+    with install_on_cpu(model, 9) as kv:
+        cache, other = kv.make_cache(), kv.make_cache()
+        model(mx.array([prompt[:-1]]), cache=cache)
+        model(mx.ones((1, 32), mx.int32), cache=other)
+        held = kv.summary()
+        with pytest.raises(OutOfBlocks):
+            model(mx.ones((1, 16), mx.int32), cache=cache)
+        assert kv.summary().blocks_used == held.blocks_used
+        del other
+        assert alone(model, prompt[-1:], cache) == own
 
 
 # ----------------------------------------------------------------------------------------------- bad input
 
 
 def test_caches_that_are_not_those_of_the_model_are_refused():
-    with on_cpu():
-        model, other = family("qwen3_5"), family("qwen3_5")
-        token = mx.array([[1]])
-        with install_on_cpu(model) as kv, install_on_cpu(other) as kv2:
-            cache, strange = kv.make_cache(), kv2.make_cache()
-            with pytest.raises(ValueError, match="belong to another model or another pool"):
-                model(token, cache=strange)
-            with pytest.raises(ValueError, match="cache 0 is a ArraysCache"):
-                model(token, cache=[ArraysCache(2), *cache[1:]])
-            with pytest.raises(ValueError, match="cache 1 is a PagedKVCache of somebody else"):
-                model(token, cache=[cache[0], *kv.make_cache()[1:]])
-            with pytest.raises(ValueError, match=r"layers \[1, 0"):
-                model(token, cache=[cache[1], cache[0], *cache[2:]])
-            with pytest.raises(RuntimeError, match="only in a call of the model itself"):
-                model.language_model.model(token, cache=cache)
-            assert kv.summary().sequences == kv2.summary().sequences == 0
-            model(token, cache=cache)
-            assert kv.summary().sequences == 1
-        with pytest.raises(RuntimeError, match="only inside the install block"):
-            model(token, cache=cache)
+    model, other = family("qwen3_5"), family("qwen3_5")
+    token = mx.array([[1]])
+    with install_on_cpu(model) as kv, install_on_cpu(other) as kv2:
+        cache, strange = kv.make_cache(), kv2.make_cache()
+        with pytest.raises(ValueError, match="belong to another model or another pool"):
+            model(token, cache=strange)
+        with pytest.raises(ValueError, match="cache 0 is a ArraysCache"):
+            model(token, cache=[ArraysCache(2), *cache[1:]])
+        with pytest.raises(ValueError, match="cache 1 is a PagedKVCache of somebody else"):
+            model(token, cache=[cache[0], *kv.make_cache()[1:]])
+        with pytest.raises(ValueError, match=r"layers \[1, 0"):
+            model(token, cache=[cache[1], cache[0], *cache[2:]])
+        with pytest.raises(RuntimeError, match="only in a call of the model itself"):
+            model.language_model.model(token, cache=cache)
+        assert kv.summary().sequences == kv2.summary().sequences == 0
+        model(token, cache=cache)
+        assert kv.summary().sequences == 1
+    with pytest.raises(RuntimeError, match="only inside the install block"):
+        model(token, cache=cache)
 
 
 def test_what_layer_groups_cannot_do_is_said_at_install(caplog):
-    with on_cpu():
-        model = family("qwen3_5")
-        with pytest.raises(ValueError, match=r"pool has the layer groups none, this model needs full"):
-            install(model, pool=Pool(50, 8))
-        with pytest.raises(ValueError, match="this model has no layer that keeps every token"):
-            Engine(family("mamba"), 50, eviction=SlidingWindow(max_kv=64))
-        with caplog.at_level(logging.WARNING):
-            assert install_on_cpu(model, prefix_cache=True).prefix_cache and not caplog.text
-            kv = install_on_cpu(family("deepseek_v41"), prefix_cache=True)
-            assert not kv.prefix_cache and kv.route.endswith("; opaque: LayerCache")
-            said = "LayerCache is held whole for each sequence, outside the blocks; no prefix of this model is found"
-            assert [said in line for line in caplog.messages] == [True]
-        with install_on_cpu(model) as first, install(model, pool=first.pool) as second:
-            assert second.pool is first.pool and second.layout.groups == first.layout.groups
-        with pytest.raises(ValueError, match=r"pool has the layer groups full"):
-            install(family("gemma4_text"), pool=first.pool)
+    model = family("qwen3_5")
+    with pytest.raises(ValueError, match=r"pool has the layer groups none, this model needs full"):
+        install(model, pool=Pool(50, 8))
+    with pytest.raises(ValueError, match="this model has no layer that keeps every token"):
+        Engine(family("mamba"), 50, eviction=SlidingWindow(max_kv=64))
+    with caplog.at_level(logging.WARNING):
+        assert install_on_cpu(model, prefix_cache=True).prefix_cache and not caplog.text
+        kv = install_on_cpu(family("deepseek_v41"), prefix_cache=True)
+        assert not kv.prefix_cache and kv.route.endswith("; opaque: LayerCache")
+        said = "LayerCache is held whole for each sequence, outside the blocks; no prefix of this model is found"
+        assert [said in line for line in caplog.messages] == [True]
+    with install_on_cpu(model) as first, install(model, pool=first.pool) as second:
+        assert second.pool is first.pool and second.layout.groups == first.layout.groups
+    with pytest.raises(ValueError, match=r"pool has the layer groups full"):
+        install(family("gemma4_text"), pool=first.pool)
 
 
 def test_windows_let_blocks_go_with_a_prefix_cache_too():
-    with on_cpu():
-        model, (prompt,) = family("gemma3_text"), prompts_of((90,))
-        own = alone(model, prompt)
-        with install_on_cpu(model, prefix_cache=True) as kv:
-            assert kv.layout.groups and alone(model, prompt) == own
-        assert_all_free(kv)
+    model, (prompt,) = family("gemma3_text"), prompts_of((90,))
+    own = alone(model, prompt)
+    with install_on_cpu(model, prefix_cache=True) as kv:
+        assert kv.layout.groups and alone(model, prompt) == own
+    assert_all_free(kv)

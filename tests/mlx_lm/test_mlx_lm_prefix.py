@@ -1,20 +1,16 @@
 """The prefix cache under mlx-lm: a hit changes nothing but the work, and what is stored is stored once."""
 
-import copy
-
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator, speculative_generate_step
-from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_models import (
     SMALL_STEPS,
     assert_all_free,
     batch_tokens,
     random_prompts,
     solo_tokens,
-    tiny_gpt_oss,
     tiny_llama,
-    tiny_sliding_llama,
 )
 
 import kvpool
@@ -61,7 +57,7 @@ def cached(kv, tokens, namespace=b""):
 # ------------------------------------------------------------------------------------------ hits equal cold
 
 
-@pytest.mark.parametrize("prompt_len", [1, 3, 4, 5, 8, 9, 30])
+@pytest.mark.parametrize("prompt_len", [1, 4, 5, 30])
 def test_generate_step_after_a_hit_equals_a_cold_start(model, kv, prompt_len):
     (prompt,) = random_prompts([prompt_len])
     expected = cold(model, prompt)
@@ -70,22 +66,6 @@ def test_generate_step_after_a_hit_equals_a_cold_start(model, kv, prompt_len):
         assert num_cached == asked == caches[0].offset
         assert solo_tokens(model, prompt[num_cached:], ANSWER, prompt_cache=caches) == expected
         kv.commit(caches, prompt + expected)
-
-
-@pytest.mark.parametrize("make", [tiny_sliding_llama, tiny_gpt_oss])
-def test_a_hit_equals_a_cold_start_with_sliding_windows(make):
-    model = make()
-    prompts = random_prompts([30, 22])
-    prompts[1][:20] = prompts[0][:20]
-    expected = [solo_tokens(model, prompt, ANSWER) for prompt in prompts]
-    with install(model, 64, block_size=BLOCK, prefix_cache=True) as kv:
-        store(model, kv, prompts[0], cut=21)
-        for prompt, tokens in zip(prompts, expected, strict=True):
-            caches, num_cached = kv.fetch(prompt)
-            assert num_cached == 20
-            assert solo_tokens(model, prompt[num_cached:], ANSWER, prompt_cache=caches) == tokens
-        del caches
-    assert_all_free(kv)
 
 
 def test_requests_with_one_system_prompt_share_its_blocks(model):
@@ -107,28 +87,6 @@ def test_requests_with_one_system_prompt_share_its_blocks(model):
         assert kv.summary().cow_copies == 0
         del caches
     assert_all_free(kv)
-
-
-def test_answers_are_found_in_the_next_turn(model, kv):
-    """A conversation of three turns: each finds everything before it, the answers included."""
-    prompts = PagedPromptCache(kv)
-    history = []
-    for question in random_prompts([13, 6, 9]):
-        history += question
-        cache, rest = prompts.fetch_nearest_cache("model", history)
-        assert len(history) - len(rest) == whole_blocks(max(0, len(history) - len(question)))
-        generator = BatchGenerator(model, **SMALL_STEPS)
-        generator.insert([rest], [ANSWER], [cache], [history[: len(history) - len(rest)]])
-        del cache
-        answer, last = [], None
-        while last is None or last.finish_reason is None:
-            for last in generator.next()[1]:
-                answer.append(last.token)
-        assert answer == cold(model, history)
-        assert last.all_tokens == history + answer
-        prompts.insert_cache("model", last.all_tokens, last.prompt_cache)
-        history += answer
-        del last
 
 
 def test_a_running_request_can_be_committed_and_found(model, kv):
@@ -154,17 +112,6 @@ def test_a_running_request_can_be_committed_and_found(model, kv):
     assert list(tokens.values()) == [cold(model, first), cold(model, second)]
     assert cached(kv, first + tokens[uid][:3]) == whole_blocks(len(first) + 3)
     del generator, response, responses
-
-
-def test_a_hit_is_held_while_its_request_waits(model, kv):
-    first, *others = random_prompts([33, *[60] * 14])
-    expected = cold(model, first)
-    store(model, kv, first)
-    caches, num_cached = kv.fetch(first)
-    for other in others:  # 210 blocks, of 199
-        store(model, kv, other)
-    assert (cached(kv, others[0]), cached(kv, others[-1]), cached(kv, first)) == (0, 60, 32)
-    assert solo_tokens(model, first[num_cached:], ANSWER, prompt_cache=caches) == expected
 
 
 def test_speculative_decoding_finds_prefixes_in_both_pools(model):
@@ -194,33 +141,6 @@ def test_speculative_decoding_finds_prefixes_in_both_pools(model):
 # ------------------------------------------------------------------------------- what is stored, and how long
 
 
-def test_only_computed_positions_are_found(model, kv):
-    (prompt,) = random_prompts([22])
-    caches, _ = kv.fetch(prompt)
-    assert kv.commit(caches, prompt) == 0
-    assert cached(kv, prompt) == 0
-    model(mx.array([prompt[:10]]), cache=caches)
-    assert kv.commit(caches, prompt) == 10
-    assert cached(kv, prompt) == 8
-    model(mx.array([prompt[10:]]), cache=caches)
-    assert cached(kv, prompt) == 8  # nobody said so
-    assert kv.commit(caches, prompt) == 12
-    assert cached(kv, prompt) == 20
-    assert kv.commit(caches, prompt) == 0
-
-
-def test_two_that_computed_the_same_store_it_once(model, kv):
-    (prompt,) = random_prompts([16])
-    both = [kv.fetch(prompt)[0] for _ in range(2)]
-    for caches in both:
-        model(mx.array([prompt]), cache=caches)
-        kv.commit(caches, prompt)
-    stats = kv.pool.prefix.stats()
-    assert (stats.nodes, stats.duplicates) == (4, 4)
-    del caches, both
-    assert kv.summary().blocks_cached == 4
-
-
 def test_canonical_block_kept_by_a_duplicate_is_not_a_leak(model, kv):
     (prompt,) = random_prompts([12])
     first, second = (kv.fetch(prompt)[0] for _ in range(2))
@@ -239,96 +159,7 @@ def test_canonical_block_kept_by_a_duplicate_is_not_a_leak(model, kv):
     assert kv.summary().blocks_cached == 3
 
 
-def test_forks_of_a_hit_go_on_from_what_is_known(model, kv):
-    """Merging, splitting and deep copies keep in mind what is committed of each row."""
-    system, left, right = random_prompts([9, 8, 11])
-    store(model, kv, system)
-    caches, num_cached = kv.fetch(system)
-    clone = copy.deepcopy(caches)
-    for rows, tail in ((caches, left), (clone, right)):
-        model(mx.array([system[num_cached:] + tail]), cache=rows)
-        assert kv.commit(rows, system + tail) == len(system) - num_cached + len(tail)
-    assert cached(kv, system + left) == 16 and cached(kv, system + right) == 20
-    merged = [type(layer).merge([a, b]) for layer, a, b in zip(caches, caches, clone, strict=True)]
-    for layer in merged:
-        layer.filter([1])
-    model(mx.array([[5, 6, 7, 8]]), cache=merged)
-    assert kv.commit(merged, [*system, *right, 5, 6, 7, 8]) == 4
-    assert cached(kv, [*system, *right, 5, 6, 7, 8]) == 24
-
-
-def test_a_trimmed_cache_takes_other_tokens(model, kv):
-    """Committed blocks are shared from then on: going back and on differently leaves them as they are."""
-    first, other = random_prompts([18, 11])
-    second = first[:7] + other
-    caches, _ = kv.fetch(first)
-    model(mx.array([first]), cache=caches)
-    kv.commit(caches, first)
-    trim_prompt_cache(caches, 11)
-    model(mx.array([other]), cache=caches)
-    assert kv.commit(caches, second) == len(other)
-    del caches
-    for prompt in (first, second):
-        caches, num_cached = kv.fetch(prompt)
-        assert num_cached == 16
-        assert solo_tokens(model, prompt[num_cached:], ANSWER, prompt_cache=caches) == cold(model, prompt)
-
-
-def test_the_least_recently_used_prompt_leaves_first_and_its_end_before_its_beginning(model):
-    a, b, c, d = random_prompts([16, 16, 16, 9])
-    with install(model, 13, block_size=BLOCK, prefix_cache=True) as kv:  # 12 usable: three prompts
-        for prompt in (a, b, c):
-            store(model, kv, prompt)
-        assert cached(kv, a) == 16  # used again: b is the oldest now
-        store(model, kv, d)  # 3 blocks
-        assert cached(kv, b) == 4
-        assert (cached(kv, a), cached(kv, c), cached(kv, d)) == (16, 16, 8)
-    assert_all_free(kv)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_pool_under_pressure_evicts_and_stays_exact(model, seed):
-    """Prompts from a small tree, far more than the pool can keep, batched four at a time."""
-    stem, other_stem, *tails = random_prompts([12, 20, *[11] * 12], seed)
-    every = [(other_stem if k % 2 else stem) + tail for k, tail in enumerate(tails)]
-    expected = [cold(model, prompt, 6) for prompt in every]
-    order = [(5 * i + seed) % 12 for i in range(24)]
-    prompts = [every[k] for k in order]
-    with install(model, 45, block_size=BLOCK, prefix_cache=True) as kv:
-        store_of = PagedPromptCache(kv)
-        for start in range(0, len(prompts), 4):
-            batch = prompts[start : start + 4]
-            found = [store_of.fetch_nearest_cache("model", prompt) for prompt in batch]
-            caches, rest = [cache for cache, _ in found], [tokens for _, tokens in found]
-            answers = []
-
-            def keep(generator, uids, batch=batch, answers=answers):
-                for uid, (cache, tokens) in generator.extract_cache(uids).items():
-                    if len(tokens) > len(batch[uids.index(uid)]):
-                        store_of.insert_cache("model", tokens, cache)
-
-            known = [prompt[: len(prompt) - len(tail)] for prompt, tail in zip(batch, rest, strict=True)]
-            answers = batch_tokens(model, rest, 6, caches=caches, known=known, on_step=keep)
-            assert answers == [expected[k] for k in order[start : start + 4]]
-            del found, caches
-            kv.pool.check()
-        assert kv.pool.prefix.stats().evicted > 0 and kv.hit_tokens > 0
-        del keep
-    assert_all_free(kv)
-
-
 # --------------------------------------------------------------------------------------------- who shares
-
-
-def test_equal_namespaces_hit_and_different_ones_miss(model, kv):
-    (prompt,) = random_prompts([17])
-    mine, other = kvpool.namespace(salt="mine"), kvpool.namespace(salt="other")
-    store(model, kv, prompt, mine)
-    assert cached(kv, prompt, mine) == 16
-    assert cached(kv, prompt, other) == cached(kv, prompt) == 0
-    store(model, kv, prompt, other)
-    assert cached(kv, prompt, other) == 16
-    assert kv.pool.prefix.stats().nodes == 8
 
 
 def test_keys_of_a_prompt_cache_are_distinguished_as_a_dict_does(model, kv):
@@ -424,39 +255,6 @@ def test_a_cache_that_was_not_fetched_belongs_to_no_key(model, kv):
 
 
 # ------------------------------------------------------------------------------- mlx-lm's server, and its sizes
-
-
-def test_segments_are_stored_as_mlx_lms_server_does_it(model, kv):
-    """Prompts of two segments; after the first one and at the end the server stores the cache."""
-    system, *questions = random_prompts([18, 9, 6, 11])
-    prompts, answers, hits = PagedPromptCache(kv), [], []
-    key = ("model", None, None)
-    for question in questions:
-        prompt = system + question
-        cache, rest = prompts.fetch_nearest_cache(key, prompt)
-        hits.append(len(prompt) - len(rest))
-        segments = [system[hits[-1] :], question]
-        generator = BatchGenerator(model, **SMALL_STEPS)
-        generator.insert_segments([segments], [ANSWER], [cache], [prompt[: hits[-1]]])
-        del cache
-        answer, busy = [], True
-        while busy:
-            prompt_responses, responses = generator.next()
-            busy = bool(prompt_responses or responses)
-            ends = [r.uid for r in prompt_responses if r.end_of_segment and not r.end_of_prompt]
-            for cache, tokens in generator.extract_cache(ends).values():
-                prompts.insert_cache(key, tokens[:], cache, cache_type="system")
-                del cache
-            for r in responses:
-                answer.append(r.token)
-                if r.finish_reason is not None:
-                    assert r.all_tokens == prompt + answer
-                    prompts.insert_cache(key, r.all_tokens[:], r.prompt_cache, cache_type="assistant")
-                del r
-            prompts.trim_to(n_bytes=2**40 - generator.prompt_cache_nbytes)
-        answers.append(answer)
-    assert hits == [0, 16, 16]
-    assert answers == [cold(model, system + question) for question in questions]
 
 
 def test_sizes_are_those_of_the_blocks_that_no_request_uses(model, kv):

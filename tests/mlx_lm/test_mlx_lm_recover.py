@@ -37,34 +37,6 @@ def fail_once(model, monkeypatch, number):
     return calls
 
 
-@pytest.mark.parametrize("is_merged", [False, True])
-def test_layers_that_the_fault_kept_from_running_see_the_lengths_before_the_pass(model, is_merged):
-    """Each layer of the repeated pass rotates by its own offset; the pass moves it layer by layer."""
-    kv = install(model, 50, block_size=4)
-    cache = kv.make_cache()
-    x = mx.ones((1, 2, 3, 8))
-    for layer in cache:
-        layer.update_and_fetch(x, x)
-    cache[0].update_and_fetch(x, x)
-    assert kv.recover()
-    for position, layer in enumerate(cache):
-        assert [c.offset for c in cache] == [6] * position + [3] * (3 - position)
-        layer.update_and_fetch(x, x)
-    assert [c.offset for c in cache] == [6, 6, 6]
-
-
-def test_a_repeated_pass_has_the_logits_of_an_undisturbed_one(model, monkeypatch):
-    tokens = mx.array(random_prompts([12, 12, 12]))
-    expected = model(tokens[:, 8:], cache=grown(install(model, 50, block_size=4), model, tokens[:, :8]))
-    kv = install(model, 50, block_size=4)
-    cache = grown(kv, model, tokens[:, :8])
-    fail_once(model, monkeypatch, 1)
-    with pytest.raises(Fault):
-        model(tokens[:, 8:], cache=cache)
-    assert kv.recover()
-    assert mx.array_equal(model(tokens[:, 8:], cache=cache), expected)
-
-
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("layer", range(3))
 def test_a_pass_that_stops_in_a_layers_write_can_be_taken_back(model, monkeypatch, route, layer):

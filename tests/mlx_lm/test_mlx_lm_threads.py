@@ -125,14 +125,6 @@ def test_an_engine_that_was_refused_is_stopped_and_the_other_one_goes_on(kv):
     update(first, [0, 1, 2])
 
 
-def test_a_pass_that_a_dead_thread_left_behind_can_be_taken_back(kv):
-    cache = kv.make_cache()
-    assert in_thread(lambda: update(cache, [0])) is None
-    assert kv.recover()
-    update(cache, [0, 1, 2])
-    assert cache[0].offset == 3 and kv.settle() == 0
-
-
 def serve(model, prompts, turn, tokens, max_tokens):
     """Run `prompts` to the end in this thread, each step of the engine inside ``with turn()``."""
     with turn():

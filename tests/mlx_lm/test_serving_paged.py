@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.serving.harness import SimulatedClock, serve
-from benchmarks.serving.metrics import summarize, usage
 from benchmarks.serving.paged import NullModel, PagedServer
-from benchmarks.serving.phases import find_phases
-from benchmarks.serving.slots import SlotServer
 from benchmarks.serving.workload import Lengths, Workload, make_workload
 from kvpool import Pool, Scheduler
 
@@ -71,28 +68,3 @@ def test_requests_keep_their_names_through_preemption():
     assert scheduler.stats().preemptions > 3
     sequences, times = record.token_times
     assert (np.diff(times)[np.diff(sequences) == 0] >= 1).all()
-
-
-def test_blocks_beat_slots_in_the_same_memory():
-    """The order that continuous batching over blocks exists for, in simulated time."""
-    work = mixed(requests=120, rate=100.0)
-    cost = SimulatedClock(lambda tick: 0.02 + 0.0005 * tick.decodes + 0.0002 * tick.prefill_tokens)._cost
-    num_blocks = 120
-    batch = num_blocks * 4 // work.longest
-    server, _, _ = paged(num_blocks, max_running=32, prefill_chunk=32, max_step_tokens=128)
-    rates = []
-    for one in (server, SlotServer(batch)):
-        record = serve(one, work, SimulatedClock(cost))
-        rates.append(summarize(record, find_phases(record))["tokens_per_sec"])
-    assert rates[0] > 1.5 * rates[1]
-
-
-def test_a_run_is_the_same_every_time():
-    def once():
-        server, _, _ = paged(40, prefill_chunk=5)
-        return serve(server, mixed(), SimulatedClock())
-
-    one, two = once(), once()
-    assert one.rows == two.rows
-    assert usage(one, 7) == usage(two, 7)
-    assert all(np.array_equal(a, b) for a, b in zip(one.emitted, two.emitted, strict=True))

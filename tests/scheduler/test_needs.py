@@ -144,13 +144,6 @@ def test_row_that_holds_its_window_needs_only_what_is_missing(length):
 
 
 @fault
-def growth_without_the_chunk():
-    init = Needs.__init__
-    with mock.patch.object(Needs, "__init__", lambda self, pool, chunk: init(self, pool, 1)):
-        yield
-
-
-@fault
 def growth_without_the_copy_of_a_tail():
     growth = Needs.growth
 
@@ -159,12 +152,6 @@ def growth_without_the_copy_of_a_tail():
         return [count - columns * len(lens) for count, columns in zip(found, self._columns, strict=True)]
 
     with mock.patch.object(Needs, "growth", less):
-        yield
-
-
-@fault
-def growth_with_the_kept_entries_of_a_window_alone():
-    with mock.patch.object(Needs, "_most", lambda self, layers, entries: np.minimum(entries, layers.kept)):
         yield
 
 

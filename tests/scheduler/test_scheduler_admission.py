@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from schedules import Machine, greedy
+from schedules import Machine
 
 from kvpool import Pool, Request, Scheduler
 
@@ -73,45 +73,3 @@ def test_admission_evictable_hits_are_not_counted_twice():
     scheduler.fail(step)
     scheduler.cancel("a")
     assert machine.run()["b", 0].num_cached == 12
-
-
-def test_admission_higher_priority_goes_first_and_first_come_within():
-    pool = Pool(64, 4)
-    scheduler = Scheduler(pool, max_running=1)
-    machine = Machine(scheduler, pool)
-    for name, priority in [("a", 0), ("b", -5), ("c", 7), ("d", 0), ("e", 7)]:
-        scheduler.add(Request([1], max_tokens=2, id=name, priority=priority))
-    order = []
-    while (done := machine.step()) is not None:
-        order += [output.id for output in done[1]]
-    assert order == ["c", "e", "a", "d", "b"]
-
-
-@pytest.mark.parametrize(
-    ("overtake", "expected"), [(0, ["first", *"Bxyz"]), (2, ["x", "y", "first", *"Bz"]), (9, [*"xyz", "first", "B"])]
-)
-def test_admission_head_that_finds_no_room_is_passed_by_so_many(overtake, expected):
-    pool = Pool(13, 4)
-    scheduler = Scheduler(pool, watermark=0, overtake=overtake)
-    machine = Machine(scheduler, pool)
-    big = Request(range(30), max_tokens=1, id="B")
-    scheduler.add(Request(range(20), max_tokens=6, id="first"))
-    machine.step()
-    scheduler.add(big)
-    for name in "xyz":
-        scheduler.add(Request([1], max_tokens=1, id=name))
-    order = []
-    while (done := machine.step()) is not None:
-        order += [output.id for output in done[1]]
-    assert order == expected
-
-
-def test_admission_prefix_hits_do_not_change_tokens():
-    pool = Pool(40, 2, prefix_cache=True, seed=1)
-    scheduler = Scheduler(pool, max_running=3, prefill_chunk=4)
-    requests = [Request([*range(9), i], max_tokens=5) for i in range(8)]
-    for request in requests:
-        scheduler.add(request)
-    outputs = Machine(scheduler, pool).run()
-    assert [outputs[i, 0].tokens.tolist() for i in range(8)] == [greedy(request)[0] for request in requests]
-    assert sum(output.num_cached for output in outputs.values()) >= 8 * 4

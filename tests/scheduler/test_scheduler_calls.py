@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 from scheduler_workload import Flight, Runner, Workload, expected_of
 
 from kvpool import Request, Scheduler
-from kvpool.errors import OutOfBlocks, RequestRejected, UnknownRequest
+from kvpool.errors import RequestRejected, UnknownRequest
 
 EXAMPLES = max(1, int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", "1000")) // 20)
 POOLS = st.fixed_dictionaries(
@@ -209,28 +209,18 @@ class Calls(RuleBasedStateMachine):
         self.refused(TypeError, self.scheduler.fail, 7)
 
     @precondition(lambda self: self.out)
-    @rule(which=st.integers(0, 8))
+    @rule(which=st.integers(0, 3))
     def wrong_arguments_of_update(self, which):
+        """Each with many values: test_scheduler_misuse."""
         step, (tokens, logprobs, beams) = self.out[0].step, self.computed()
         update = self.scheduler.update
         if which == 0:
             self.refused(ValueError, update, step, np.append(tokens, np.int32(1)), logprobs, beams)
-        elif which == 1:
-            self.refused(TypeError, update, step, tokens.astype(np.float32), logprobs, beams)
-        elif which == 2:
-            self.refused(ValueError, update, step, tokens[None, :], logprobs, beams)
-        elif which == 3 and tokens.size:
+        elif which == 1 and tokens.size:
             self.refused(ValueError, update, step, np.where(np.arange(tokens.size) == 0, -1, tokens), logprobs, beams)
-        elif which == 4:
-            self.refused(ValueError, update, step, tokens, np.append(logprobs, np.float32(0)), beams)
-        elif which == 5:
+        elif which == 2:
             self.refused(TypeError, update, step, tokens, logprobs.astype(np.int32), beams)
-        elif which == 6 and tokens.size:
-            self.refused(TypeError, update, step, "tokens", logprobs, beams)
-        elif beams is not None and which == 7:
-            self.refused(ValueError, update, step, tokens, logprobs, None)
-            self.refused(ValueError, update, step, tokens, logprobs, (beams[0][:, :3], beams[1][:, :3]))
-        elif beams is not None and which == 8:
+        elif beams is not None:
             self.refused(ValueError, update, step, tokens, logprobs, (beams[0], np.full_like(beams[1], np.nan)))
 
     @rule()
@@ -307,29 +297,9 @@ def refused_request_stays_in_the_queue(monkeypatch):
     monkeypatch.setattr(Scheduler, "_judge", keep)
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [
-        old_step_is_taken,
-        refused_request_stays_in_the_queue,
-    ],
-)
+@pytest.mark.parametrize("plant", [old_step_is_taken, refused_request_stays_in_the_queue])
 def test_planted_fault_of_a_call_is_detected(plant, monkeypatch):
     plant(monkeypatch)
     with pytest.raises(BaseException) as caught:  # AssertionError, the Failed of pytest.raises, or a group
         run(1, 240)
     assert not isinstance(caught.value, KeyboardInterrupt)
-
-
-def test_out_of_blocks_by_others_changes_nothing_and_passes():
-    """Somebody else holds the pool: `schedule` says so, loses nothing, and goes on when there is room."""
-    runner = Runner(Workload(0, {"num_blocks": 8, "block_size": 2}, {"max_running": 2}, []))
-    held = runner.pool.blocks.alloc(7)
-    runner.scheduler.add(Request([1, 2, 3], 2, id=0))
-    before = runner.pool.fingerprint(), runner.scheduler.stats()
-    with pytest.raises(OutOfBlocks, match=r"\[schedule\]"):
-        runner.scheduler.schedule()
-    assert (runner.pool.fingerprint(), runner.scheduler.stats()) == before
-    runner.pool.blocks.free(held)
-    step = runner.scheduler.schedule()
-    assert step.tokens.tolist() == [1, 2, 3]

@@ -14,7 +14,7 @@ import pytest
 from planted import Faults
 from scheduler_workload import Runner, Workload, draw, draw_crowd
 
-from kvpool import Plan, Pool, Scheduler
+from kvpool import Plan, Scheduler
 from kvpool.scheduler import beams, policy, results
 from kvpool.scheduler.queue import WaitingQueue
 from kvpool.scheduler.state import Core
@@ -74,32 +74,6 @@ def copy_is_forgotten():
         yield
 
 
-@only_where(lambda workload: workload.pool["prefix_cache"])
-@fault
-def prefix_of_another_namespace():
-    class Pool_(Pool):
-        def open(self, tokens=0, namespace=b"", **options):
-            return super().open(tokens, b"", **options)
-
-    with mock.patch("scheduler_workload.Pool", Pool_):
-        yield
-
-
-@fault
-def prefix_hit_is_one_block_too_long():
-    start = Core.start
-
-    def wrong(self, sequence, lane, handle, computed, admitted):
-        size = self.pool.block_size
-        if computed and computed + size < len(sequence.group.request.prompt):
-            self.set_length(handle, size)
-            computed += size
-        return start(self, sequence, lane, handle, computed, admitted)
-
-    with mock.patch.object(Core, "start", wrong):
-        yield
-
-
 @fault
 def cancelled_request_keeps_its_blocks():
     release = Core.release
@@ -117,19 +91,6 @@ def cancelled_request_keeps_its_blocks():
 
 
 @fault
-def preempted_sequence_loses_a_token():
-    preempt = Core.preempt
-
-    def lose(self, sequence):
-        preempt(self, sequence)
-        if sequence.lane < 0 and sequence.group.beam is None:
-            sequence.tokens = sequence.tokens[:-1]
-
-    with mock.patch.object(Core, "preempt", lose):
-        yield
-
-
-@fault
 def eos_at_the_last_token_counts_as_length():
     why = results.why_ended
 
@@ -137,29 +98,6 @@ def eos_at_the_last_token_counts_as_length():
         return "length" if len(tokens) >= group.request.max_tokens else why(group, tokens)
 
     with mock.patch.object(results, "why_ended", short):
-        yield
-
-
-@fault
-def failed_step_counts_as_computed():
-    fail = Scheduler.fail
-
-    def wrong(self, step):
-        fail(self, step)
-        lanes = step.lanes[step.num_decodes :]
-        for lane in lanes.tolist():
-            if self._core.rows.sequences[lane] is not None and self._core.rows.remaining(lane) > 1:
-                self._core.rows.computed[lane] += 1
-                break
-
-    with mock.patch.object(Scheduler, "fail", wrong):
-        yield
-
-
-@only_where(lambda workload: workload.tier)
-@fault
-def spilled_sequence_comes_back_without_its_content():
-    with mock.patch("scheduler_workload.Tier.prefetch", lambda self, kept, handle, blocks: None):
         yield
 
 
@@ -199,15 +137,6 @@ def priority_is_ignored():
 
 
 @in_crowds
-def waiting_does_not_make_up_for_priority():
-    def make(weights, ageing, overtake):
-        return WaitingQueue(weights, 2**30, overtake)
-
-    with mock.patch("kvpool.scheduler.scheduler.WaitingQueue", make):
-        yield
-
-
-@in_crowds
 def tenant_gets_far_ahead_by_passing():
     other = policy.admit_other
 
@@ -219,18 +148,6 @@ def tenant_gets_far_ahead_by_passing():
             core.max_step_tokens = own
 
     with mock.patch.object(policy, "admit_other", boundless):
-        yield
-
-
-@in_crowds
-def preempted_request_is_charged_again():
-    preempt = Core.preempt
-
-    def again(self, sequence):
-        preempt(self, sequence)
-        sequence.paid = 0
-
-    with mock.patch.object(Core, "preempt", again):
         yield
 
 
@@ -321,20 +238,6 @@ def chunk_is_cut_though_there_is_budget():
 @fault
 def beam_ends_with_the_first_finished_hypotheses():
     with mock.patch.object(beams, "decided", lambda beam, best, length: bool(beam.done)):
-        yield
-
-
-@only_where(has_a_beam)
-@fault
-def beam_gives_children_the_blocks_of_the_first_parent():
-    """The tokens are those of the right parent, the KV is not."""
-    reorder = beams.reorder
-
-    def wrong(core, beam, chosen):
-        first = chosen[0][0].parent
-        return reorder(core, beam, [(one._replace(parent=first), *rest) for one, *rest in chosen])
-
-    with mock.patch.object(beams, "reorder", wrong):
         yield
 
 

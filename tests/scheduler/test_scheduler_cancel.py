@@ -1,29 +1,11 @@
 """Cancelling: in every state, also while a step is out; nothing is lost for the others."""
 
-import random
-
 import numpy as np
 import pytest
-from schedules import VOCABULARY, Machine, greedy, next_token
+from schedules import Machine, greedy, next_token
 
 from kvpool import Group, Pool, Request, Scheduler
-from kvpool.errors import PlanStateError, StaleHandle, UnknownRequest
-
-
-class Tier:
-    """Keeps the content of a `Machine`'s blocks."""
-
-    def __init__(self):
-        self.machine = None
-
-    def spill_to_host(self, handle, blocks):
-        size, content = self.machine.pool.block_size, self.machine.content
-        return [[content.get(block * size + i) for i in range(size)] for block in blocks.tolist()]
-
-    def prefetch(self, kept, handle, blocks):
-        size = self.machine.pool.block_size
-        for block, tokens in zip(blocks.tolist(), kept, strict=True):
-            self.machine.content.update({block * size + i: token for i, token in enumerate(tokens)})
+from kvpool.errors import PlanStateError, StaleHandle
 
 
 def test_cancel_waiting_request_leaves_nothing():
@@ -51,36 +33,6 @@ def test_cancel_running_request_releases_its_blocks_at_once(steps):
     assert pool.stats().used == 0
     assert scheduler.schedule() is None
     scheduler.check()
-
-
-@pytest.mark.parametrize("ending", ["update", "fail"])
-@pytest.mark.parametrize("steps", [0, 2, 4])
-def test_cancel_while_a_step_is_out_ignores_its_tokens(steps, ending):
-    pool = Pool(64, 4)
-    scheduler = Scheduler(pool, prefill_chunk=4)
-    requests = {name: Request(range(10), max_tokens=6, id=name) for name in "ab"}
-    for request in requests.values():
-        scheduler.add(request)
-    machine = Machine(scheduler, pool)
-    for _ in range(steps):
-        machine.step()
-    step = scheduler.schedule()
-    before = scheduler.tokens_of("a").tolist()
-    (output,) = scheduler.cancel("a")
-    assert output.tokens.tolist() == before
-    assert {request.id for request in step.requests} <= {"a", "b"}
-    with pytest.raises(UnknownRequest):
-        scheduler.cancel("a")
-    scheduler.check()
-    if ending == "fail":
-        scheduler.fail(step)
-    else:
-        contexts = machine.execute(step)
-        assert scheduler.update(step, np.array([next_token(c) for c in contexts], np.int32)) == []
-    scheduler.check()
-    outputs = machine.run()
-    assert outputs["b", 0].tokens.tolist() == greedy(requests["b"])[0]
-    assert pool.stats().used == 0
 
 
 def test_cancel_slot_is_not_reused_before_the_step_is_in():
@@ -116,59 +68,6 @@ def test_cancel_samples_gives_one_output_for_each(after):
     assert pool.stats().used == 0
     assert scheduler.schedule() is None
     scheduler.check()
-
-
-@pytest.mark.parametrize("tier", [False, True])
-@pytest.mark.parametrize("first_seed", [0, 20])
-def test_cancel_at_random_loses_nothing_for_the_others(first_seed, tier):
-    states = set()
-    for seed in range(first_seed, first_seed + 12):
-        rng = random.Random(seed)
-        pool = Pool(24, rng.choice([1, 2, 4]), prefix_cache=rng.random() < 0.5, seed=1)
-        hook = Tier() if tier else None
-        scheduler = Scheduler(
-            pool, max_running=rng.choice([2, 6]), max_step_tokens=9, prefill_chunk=rng.choice([2, 9]), tier=hook
-        )
-        machine = Machine(scheduler, pool)
-        if hook:
-            hook.machine = machine
-        requests, ended = {}, {}
-        for _ in range(60):
-            for _ in range(rng.choice([0, 0, 2])):
-                prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 8))]
-                request = Request(prompt, max_tokens=rng.randint(1, 9), n=rng.choice([1, 1, 2]))
-                requests[scheduler.add(request)] = request
-            if (step := scheduler.schedule()) is None:
-                continue
-            stats = scheduler.stats()
-            states |= {name for name in ("waiting", "prefilling", "decoding", "spilled") if getattr(stats, name)}
-            cancelled = []
-            for name in list(requests):
-                if rng.random() < 0.03 and (name, 0) not in ended:
-                    try:
-                        cancelled += scheduler.cancel(name)
-                    except UnknownRequest:
-                        continue
-            scheduler.check()
-            if rng.random() < 0.1:
-                scheduler.fail(step)
-                outputs = []
-            else:
-                outputs = scheduler.update(step, np.array([next_token(c) for c in machine.execute(step)], np.int32))
-            for output in cancelled + outputs:
-                assert (output.id, output.index) not in ended, f"{seed=}"
-                ended[output.id, output.index] = output
-            scheduler.check()
-        ended.update(machine.run())
-        assert set(ended) == {(name, i) for name, request in requests.items() for i in range(request.n)}, f"{seed=}"
-        for (name, _), output in ended.items():
-            expected, reason = greedy(requests[name])
-            if output.finish_reason == "cancelled":
-                assert output.tokens.tolist() == expected[: len(output.tokens)], f"{seed=}"
-            else:
-                assert (output.tokens.tolist(), output.finish_reason) == (expected, reason), f"{seed=}"
-        assert pool.stats().used == 0, f"{seed=}"
-    assert states == {"waiting", "prefilling", "decoding", *(["spilled"] if tier else [])}
 
 
 RESET = {

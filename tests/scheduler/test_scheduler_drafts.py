@@ -21,7 +21,6 @@ from token_model import TokenMemory, TokenModel
 from kvpool import Group, Pool, Request, Scheduler
 from kvpool.eviction import Evictor, SlidingWindow
 from kvpool.scheduler import drafts
-from kvpool.scheduler.state import Core
 
 COUNT = 600 if os.environ.get("KVPOOL_LONG") else 40
 ONLY = os.environ.get("KVPOOL_WORKLOAD")
@@ -112,16 +111,6 @@ def test_wrong_drafts_give_one_token_a_step():
     assert solo.steps == [9, 4, 4, 3, 2, 1]
 
 
-@pytest.mark.parametrize("kind", ["eos", "stop"])
-@pytest.mark.parametrize("at", [1, 4, 7])
-def test_end_inside_right_drafts_ends_the_sequence_there(kind, at):
-    alone = TokenModel().solo(PROMPT, 20).tokens.tolist()
-    end = {"eos": {"eos": (alone[at],)}, "stop": {"stop": [alone[at - 1 : at + 1]]}}[kind]
-    expected = TokenModel().solo(PROMPT, 20, eos=end.get("eos", ()), stop=end.get("stop", ()))
-    output = Solo(Request(PROMPT, 20, **end), right(PROMPT)).run()
-    assert (output.tokens.tolist(), output.finish_reason) == (expected.tokens.tolist(), kind)
-
-
 def test_step_says_which_tokens_were_taken():
     alone = TokenModel().solo(PROMPT, 20).tokens
     solo = Solo(Request(PROMPT, 20), lambda rows: [[*alone[1:3], 99, 98]])
@@ -135,12 +124,6 @@ def test_step_says_which_tokens_were_taken():
     solo.scheduler.update(step, solo.model.greedy(states))
     assert step.taken.tolist() == [True, True, True, False, False]
     assert solo.scheduler.tokens_of(0).tolist() == alone[:4].tolist()
-
-
-def test_drafts_behind_the_last_token_are_not_computed():
-    solo = Solo(Request(PROMPT, 4), right(PROMPT))
-    solo.run()
-    assert solo.steps == [9, 3]  # the fourth token is never an input
 
 
 # ---- beside others
@@ -176,19 +159,6 @@ def test_row_without_blocks_for_its_drafts_has_none():
     while (step := scheduler.schedule()) is not None:
         scheduler.update(step, model.greedy(memory.forward(step.tokens, step.plan)[step.sample_at]))
     assert scheduler.stats().preemptions == 0 < scheduler.stats().drafted_tokens
-
-
-def test_failed_step_with_drafts_leaves_every_sequence_as_before():
-    solo = Solo(Request(PROMPT, 12), right(PROMPT))
-    solo.step()
-    for _ in range(3):
-        before = solo.pool.fingerprint()
-        step = solo.scheduler.schedule()
-        assert step.num_drafts
-        solo.scheduler.fail(step)
-        solo.scheduler.check()
-        assert solo.pool.fingerprint() == before or not solo.pool.options.in_order
-    assert solo.run().tokens.tolist() == TokenModel().solo(PROMPT, 12).tokens.tolist()
 
 
 @pytest.mark.parametrize("wrong", [[-1], [2**31], ["x"], [[1, 2]], 5])
@@ -242,42 +212,8 @@ def right_drafts_are_kept_behind_a_wrong_one():
 
 
 @fault
-def logprobs_of_drafts_are_lost():
-    settle = drafts.settle
-
-    def forget(core, step, given):
-        before = core.rows.generated.copy()
-        found = settle(core, step, given)
-        for lane in step.lanes.tolist():
-            core.rows.need_logprobs()[lane, before[lane] : core.rows.generated[lane]] = 0
-        return found
-
-    with mock.patch.object(drafts, "settle", forget):
-        yield
-
-
-@fault
 def drafts_are_computed_without_blocks():
     with mock.patch.object(drafts, "_fits", lambda *arguments: True):
-        yield
-
-
-@fault
-def drafts_are_asked_of_samples_that_are_not_forked():
-    """A prompt of which one token is left: its samples have no token yet."""
-    ask = drafts.ask
-
-    def early(core: Core, propose, batch, chunks):
-        rows = core.rows
-        fresh = [int(lane) for lane in batch.lanes if rows.generated[lane] == 0]
-        new = ask(core, propose, batch, chunks)
-        if not fresh or core.max_step_tokens < 2 + len(batch.lanes) + sum(count for _, count in chunks):
-            return new
-        new = np.ones(len(batch.lanes), np.int64) if new is None else new
-        new[np.isin(batch.lanes, fresh)] = 2
-        return new if core.pool.can(batch.handles, new) else None
-
-    with mock.patch.object(drafts, "ask", early):
         yield
 
 

@@ -123,31 +123,6 @@ def test_prompt_is_found_again_as_far_as_it_came_before_it_lost_tokens(policy):
     assert pool.stats().used == 0
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("state", ["waiting", "prefilling", "out", "decoding"])
-def test_cancel_gives_everything_back_in_every_state(policy, state):
-    pool, memory, scheduler = build(policy)
-    kept = scheduler.add(Request(range(50), max_tokens=30, id="kept"))
-    if state == "waiting":
-        dropped = scheduler.add(Request(range(50), max_tokens=30, id="dropped"))
-    else:
-        dropped = scheduler.add(Request(range(7, 57), max_tokens=30, id="dropped"))
-        run(scheduler, memory, {"prefilling": 4, "out": 12, "decoding": 12}[state])
-        assert scheduler.stats().evicted_tokens
-    if state == "out":
-        step = scheduler.schedule()
-        scheduler.cancel(dropped)
-        states = memory.forward(step.tokens, step.plan)
-        scheduler.update(step, TokenModel().greedy(states[step.sample_at]))
-    else:
-        scheduler.cancel(dropped)
-    scheduler.check()
-    (output,) = run(scheduler, memory)
-    assert output.id == kept and output.tokens.size == 30
-    stats = pool.stats()
-    assert (stats.used, stats.limbo, stats.sequences) == (0, 0, 0)
-
-
 def test_failed_step_leaves_no_score_and_no_token():
     memory, scheduler = build(POLICIES[1])[1:]
     scheduler.add(Request(range(40), max_tokens=30))
@@ -162,19 +137,6 @@ def test_failed_step_leaves_no_score_and_no_token():
     scheduler.check()
     assert np.array_equal(evictor.memory.scores, before[0]) and np.array_equal(evictor.memory.known, before[1])
     assert run(scheduler, memory)[0].tokens.size == 30
-
-
-@pytest.mark.parametrize("call", ["copy_blocks", "compact"])
-def test_backend_that_breaks_between_steps_costs_a_preemption(call):
-    pool, memory, scheduler = build(WINDOW, prefix_cache=True)
-    scheduler.add(Request(range(40), max_tokens=30))
-    memory.fail_next = call
-    with pytest.raises(OSError, match="broken"):
-        run(scheduler, memory)
-    scheduler.check()
-    assert scheduler.stats().preemptions == 1 and pool.stats().used == 0
-    (output,) = run(scheduler, memory)
-    assert output.tokens.size == 30 and output.preemptions == 1
 
 
 def test_compacted_sequence_is_not_spilled():
@@ -199,39 +161,6 @@ def test_compacted_sequence_is_not_spilled():
     assert not tier.calls
     pool.blocks.decref(guest)
     assert all(output.tokens.size == 40 for output in run(scheduler, memory))
-
-
-def test_samples_of_a_prompt_that_lost_tokens_go_their_own_ways():
-    pool, memory, scheduler = build(POLICIES[1], max_running=3)
-    scheduler.add(Request(range(50), max_tokens=20, n=3))
-    step = 0
-    found = []
-    while (now := scheduler.schedule()) is not None:
-        states = memory.forward(now.tokens, now.plan)
-        tokens = TokenModel().sample(states[now.sample_at], 3, now.sample_index, now.sample_position)
-        found += scheduler.update(now, tokens)
-        scheduler.check()
-        step += 1
-    assert len(found) == 3 and len({tuple(output.tokens.tolist()) for output in found}) == 3
-    assert pool.stats().used == 0 and scheduler.stats().preemptions == 0
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_row_of_a_step_that_is_out_is_not_touched(policy):
-    pool, memory, scheduler = build(policy)
-    scheduler.add(Request(range(40), max_tokens=30))
-    run(scheduler, memory, 6)
-    step = scheduler.schedule()
-    (handle,), evictor, before = step.handles.tolist(), scheduler._core.eviction, pool.fingerprint()
-    length, written = pool.kv_len(handle), memory.position.copy()
-    with pytest.raises(PlanStateError, match="is a row of a pending plan"):
-        evictor.evict([handle], step.lanes, [length], [length - 4], [pool.num_tokens(handle)])
-    assert pool.fingerprint() == before and np.array_equal(memory.position, written)
-    with pytest.raises(RuntimeError, match="a step is out"):
-        scheduler.schedule()
-    states = memory.forward(step.tokens, step.plan)
-    scheduler.update(step, TokenModel().greedy(states[step.sample_at]))
-    assert run(scheduler, memory)[0].tokens.size == 30
 
 
 def two_rows(policy, pool):
@@ -355,19 +284,9 @@ def shared_blocks_are_compacted_as_they_are():
         yield
 
 
-@contextmanager
-def evicted_sequence_keeps_no_blocks_for_its_chunks():
-    with mock.patch.object(Evictor, "reserve", lambda self, handle, n: None):
-        yield
-
-
 @pytest.mark.parametrize(
     ("fault", "seed"),  # of the first workload that shows it, so that the test is short; others do too
-    [
-        (slot_keeps_what_was_seen_before, 6),
-        (shared_blocks_are_compacted_as_they_are, 6),
-        (evicted_sequence_keeps_no_blocks_for_its_chunks, 15),
-    ],
+    [(slot_keeps_what_was_seen_before, 6), (shared_blocks_are_compacted_as_they_are, 6)],
 )
 def test_planted_fault_is_detected(fault, seed):
     with fault():

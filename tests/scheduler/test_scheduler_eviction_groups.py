@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
 from unittest import mock
 
 import numpy as np
@@ -19,8 +18,6 @@ from token_model import TokenModel
 from kvpool import Group, Pool, Request, Scheduler
 from kvpool.errors import OutOfBlocks, RequestRejected
 from kvpool.eviction import BlockEviction, Evictor, SlidingWindow
-from kvpool.scheduler import policy
-from kvpool.scheduler.needs import Needs
 from kvpool.scheduler.state import Core
 
 COUNT = 500 if os.environ.get("KVPOOL_LONG") else 24
@@ -172,21 +169,6 @@ def prefix_is_found_beyond_the_budget():
         yield
 
 
-@fault
-def tokens_leave_another_length_than_the_scheduler_counts():
-    evict = policy.evict
-
-    def forgets(core, sequence):
-        lane, evictor = sequence.lane, core.eviction
-        now = core.rows.kv_lens(np.array([lane]))
-        evict(core, sequence)
-        if evictor.lens_after(now)[0] < now[0]:
-            core.rows.gone[lane] -= 1
-
-    with mock.patch.object(policy, "evict", forgets):
-        yield
-
-
 @pytest.mark.parametrize("name", fault)
 def test_planted_fault_is_convicted(name):
     with fault[name]():
@@ -196,20 +178,3 @@ def test_planted_fault_is_convicted(name):
             except AssertionError:
                 return
     raise AssertionError(f"{name} survives 80 workloads")
-
-
-@contextmanager
-def budget_is_counted_from_the_beginning_of_a_block():
-    most = Needs._most
-
-    def aligned(self, layers, entries):
-        whole = -(-layers.budget // layers.block_size)
-        return np.minimum(entries, whole) if layers is self.evicting else most(self, layers, entries)
-
-    with mock.patch.object(Needs, "_most", aligned):
-        yield
-
-
-def test_request_that_is_judged_wrong_is_seen():
-    with budget_is_counted_from_the_beginning_of_a_block(), pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
-        test_long_request_needs_its_budget_in_one_arena_and_its_window_in_another()

@@ -1,6 +1,6 @@
 """The scheduler on pools with layer groups: every arena is the bottleneck in turn, and no request is lost to it.
 
-``KVPOOL_LONG=1`` runs 600 workloads instead of 30; ``KVPOOL_WORKLOAD=17`` runs number 17 alone. A failure names its
+``KVPOOL_LONG=1`` runs 600 workloads instead of 18; ``KVPOOL_WORKLOAD=17`` runs number 17 alone. A failure names its
 number.
 """
 
@@ -13,7 +13,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from group_workload import GroupRunner, arena_of, draw_groups, needs_alone, peak, with_prefixes
+from group_workload import GroupRunner, arena_of, draw_groups, peak, with_prefixes
 from planted import Faults
 
 from kvpool import Group, Plan, Pool, Request, Scheduler
@@ -21,7 +21,7 @@ from kvpool.errors import OutOfBlocks, RequestRejected
 from kvpool.scheduler.needs import Needs
 
 LONG = bool(os.environ.get("KVPOOL_LONG"))
-COUNT = 600 if LONG else 30
+COUNT = 600 if LONG else 18
 ONLY = os.environ.get("KVPOOL_WORKLOAD")
 PARTS = 3
 GROUPS = [Group.full(), Group.window(8, arena=1, num_blocks=200), Group.state(100)]
@@ -58,61 +58,7 @@ def test_random_workload_with_prefixes_of_groups_gives_what_decoding_alone_gives
         GroupRunner(with_prefixes(draw_groups(seed)), check_every=1 if ONLY else 5).run()
 
 
-def test_same_workload_with_groups_takes_the_same_steps():
-    for seed in range(3):
-        one, two = (GroupRunner(draw_groups(seed)).run() for _ in range(2))
-        assert one.log == two.log
-        assert one.pool.fingerprint() == two.pool.fingerprint()
-
-
-def test_workloads_with_groups_cover_every_situation():
-    """Every arena is tight, exactly and nearly; forks, beams, preemption, cancellation, failing steps."""
-    reached: dict[str, int] = {}
-    for seed in range(30):
-        workload = draw_groups(seed)
-        requests = [request for _, request in workload.arrivals]
-        for name, happens in {
-            **{f"arena {arena} is tight": seed % 3 == arena for arena in range(3)},
-            "one request fits exactly": workload.exact,
-            "samples": any(r.n > 1 and not r.beam_width for r in requests),
-            "beams": any(r.beam_width > 1 for r in requests),
-            "cancels": bool(workload.cancels),
-            "failing steps": workload.fail_rate > 0,
-            "guests": workload.guests,
-            "in order": workload.pool["in_order"],
-            "a chunk group": any(group.kind == "chunk" for group in workload.pool["groups"]),
-        }.items():
-            reached[name] = reached.get(name, 0) + bool(happens)
-    assert min(reached.values()) >= 2, reached
-
-
 # ---- faults
-
-
-@fault
-def admission_ignores_the_window_group():
-    free = Needs.free
-
-    def plenty(self: Needs) -> list[int]:
-        found = free(self)
-        found[1] = 10**9
-        return found
-
-    with mock.patch.object(Needs, "free", plenty):
-        yield
-
-
-@fault
-def a_state_takes_one_slot():
-    """The one that is written while the other is read is forgotten."""
-    most = Needs.most
-
-    def one(self: Needs, tokens: Any, shared: Any = 0, forks: Any = False) -> np.ndarray:
-        found = most(self, tokens, shared, forks)
-        return found - self._states
-
-    with mock.patch.object(Needs, "most", one):
-        yield
 
 
 @fault
@@ -142,7 +88,7 @@ def test_planted_fault_is_convicted(name):
 
 def test_needs_are_what_the_pool_takes():
     """A sequence that is computed in random chunks holds `held` after each of them, and never more than `most`."""
-    for seed in range(60):
+    for seed in range(30):
         rng = np.random.default_rng([seed, 5])
         workload = draw_groups(seed)
         groups, size = workload.pool["groups"], workload.pool["block_size"]
@@ -253,14 +199,3 @@ def test_tier_on_a_pool_with_groups_is_refused():
 
     with pytest.raises(ValueError, match="tier is for pools of one table, this one has 3 groups"):
         Scheduler(small(), tier=Tier())
-
-
-def test_need_of_the_helpers_is_what_add_asks_for():
-    """The workloads count by sets of entries; `add` refuses what they say cannot run, and nothing that must."""
-    pool = {"groups": GROUPS, "block_size": 4, "lookahead": 0, "in_order": False}
-    for tokens in range(2, 60):
-        request = Request(range(tokens - 1), max_tokens=2)
-        least, most = needs_alone(request, pool, 8)
-        counted = Needs(small(), 8).most(tokens)
-        assert (least <= counted).all(), (tokens, least, counted)
-        assert (counted <= most).all(), (tokens, counted, most)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from schedules import Machine, greedy, next_token
+from schedules import Machine, greedy
 
 from kvpool import OutOfBlocks, Pool, Request, Scheduler
 
@@ -93,14 +93,6 @@ def test_update_wrong_beams_are_refused(beams, error):
     scheduler.check()
 
 
-def test_schedule_while_a_step_is_out_is_refused():
-    _, scheduler, step = running()
-    with pytest.raises(RuntimeError, match=r"^\[schedule\] a step is out"):
-        scheduler.schedule()
-    scheduler.update(step, ONE)
-    assert scheduler.schedule() is not None
-
-
 @pytest.mark.parametrize("call", ["update", "fail"])
 def test_step_that_is_not_out_is_refused(call):
     _, scheduler, old = running()
@@ -116,36 +108,6 @@ def test_step_that_is_not_out_is_refused(call):
             getattr(scheduler, call)(wrong, *arguments)
     scheduler.check()
     scheduler.update(step, ONE)
-
-
-@pytest.mark.parametrize("in_order", [False, True])
-def test_fail_brings_every_sequence_back(in_order):
-    """Steps fail after half of their writes: outputs are the same. What cannot be rolled back starts over."""
-    pool = Pool(24, 2, in_order=in_order)
-    scheduler = Scheduler(pool, max_running=4, prefill_chunk=3)
-    requests = [Request(range(i + 1), max_tokens=6, n=1 + i % 2) for i in range(5)]
-    for request in requests:
-        scheduler.add(request)
-    machine, outputs = Machine(scheduler, pool), {}
-    for turn in range(1000):
-        if (step := scheduler.schedule()) is None:
-            break
-        if in_order and turn % 9:  # recomputing takes steps of its own
-            for output in scheduler.update(step, np.int32([next_token(c) for c in machine.execute(step)])):
-                outputs[output.id, output.index] = output.tokens.tolist()
-            continue
-        known = {name: scheduler.tokens_of(name).tolist() for name in set(range(5)) - {i for i, _ in outputs}}
-        for slot in step.plan.slot_mapping.tolist()[::2]:
-            machine.content[slot] = 999
-        scheduler.fail(step)
-        scheduler.check()
-        assert {name: scheduler.tokens_of(name).tolist() for name in known} == known
-        step = scheduler.schedule()
-        for output in scheduler.update(step, np.int32([next_token(c) for c in machine.execute(step)])):
-            outputs[output.id, output.index] = output.tokens.tolist()
-    else:
-        raise AssertionError(f"not done: {scheduler}")
-    assert outputs == {(i, j): greedy(r)[0] for i, r in enumerate(requests) for j in range(r.n)}
 
 
 @pytest.mark.parametrize("running_before", [False, True])
@@ -165,15 +127,6 @@ def test_schedule_blocks_held_by_others_is_out_of_blocks_and_can_be_repeated(run
         scheduler.check()
     pool.close(held)
     assert machine.run()[0, 0].tokens.tolist() == greedy(request)[0]
-
-
-def test_questions_wrong_arguments_are_refused():
-    _, scheduler, _ = running()
-    for call in (lambda: scheduler.request_of(1), lambda: scheduler.request_of(-1), lambda: scheduler.tokens_of(0, 1)):
-        with pytest.raises(ValueError):
-            call()
-    with pytest.raises(TypeError):
-        scheduler.request_of("0")
 
 
 def test_update_tokens_of_other_integer_types_are_taken():

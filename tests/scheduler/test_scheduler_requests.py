@@ -133,16 +133,6 @@ def test_add_takes_what_fits_alone_and_nothing_longer(pool, options, most):
         assert scheduler.stats().rejected == 1 and scheduler.stats().preemptions == 0
 
 
-def test_add_prompt_longer_than_the_pool_is_rejected_and_others_run_on():
-    pool = Pool(9, 4)
-    scheduler = Scheduler(pool)
-    scheduler.add(Request([1, 2], max_tokens=2))
-    with pytest.raises(RequestRejected, match=r"101 tokens need 26 blocks, .* 8$") as caught:
-        scheduler.add(Request([1] * 101, max_tokens=1))
-    assert isinstance(caught.value, KVPoolError) and isinstance(caught.value, ValueError)
-    assert len(Machine(scheduler, pool).run()) == 1
-
-
 def test_add_beam_fits_as_a_whole_or_is_rejected():
     # 2 blocks of prompt shared, and for each hypothesis 1 more block and 1 for a copy: 2 + 3 * 2 = 8
     scheduler = Scheduler(Pool(9, 4), max_running=3)
@@ -216,17 +206,6 @@ def test_table_of_ends_is_as_wide_as_running_requests_need():
         widths.add(width := scheduler._core.rows.watch.shape[1])
         assert need <= width < 2 * need
     assert len(widths) > 5 and scheduler._core.rows.watch.shape == (6, 1)
-
-
-def test_add_full_queue_is_rejected():
-    scheduler = Scheduler(Pool(64, 4), max_waiting=2)
-    for _ in range(2):
-        scheduler.add(Request([1]))
-    with pytest.raises(RequestRejected, match="the limit is 2") as caught:
-        scheduler.add(Request([1]))
-    assert caught.value.reason == "queue_full"
-    scheduler.schedule()
-    scheduler.add(Request([1]))
 
 
 def test_cancel_unknown_or_finished_request_says_which():

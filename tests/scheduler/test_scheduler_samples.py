@@ -2,45 +2,9 @@
 
 import numpy as np
 import pytest
-from schedules import VOCABULARY, Machine, digest
+from schedules import Machine, greedy
 
 from kvpool import Pool, Request, Scheduler
-
-
-def sampled(context, index, position):
-    """A seeded sampler: depends on what the model saw, on the sample and on its position, not on the batch."""
-    return digest([*context, index, position]) % VOCABULARY
-
-
-def alone(request, index):
-    known, tokens = request.prompt.tolist(), []
-    for position in range(request.max_tokens):
-        tokens.append(sampled(known, index, position))
-        known.append(tokens[-1])
-        if tokens[-1] in request.eos:
-            break
-    return tokens
-
-
-def run(scheduler, pool, fail_every=0):
-    machine, outputs, turn = Machine(scheduler, pool), {}, 0
-    while (step := scheduler.schedule()) is not None:
-        turn += 1
-        scheduler.check()
-        if fail_every and turn % fail_every == 0:
-            scheduler.fail(step)
-            continue
-        contexts = machine.execute(step)
-        choices = zip(contexts, step.sample_index.tolist(), step.sample_position.tolist(), strict=True)
-        given = np.int32([sampled(*choice) for choice in choices])
-        logprobs = (-given / 8).astype(np.float32)
-        for output in scheduler.update(step, given, logprobs):
-            assert (output.id, output.index) not in outputs
-            assert output.logprobs.tolist() == (-output.tokens / 8).tolist()
-            outputs[output.id, output.index] = output.tokens.tolist()
-        scheduler.check()
-    assert pool.stats().used == 0
-    return outputs
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
@@ -49,7 +13,10 @@ def test_samples_share_one_prefill(block_size):
     scheduler = Scheduler(pool)
     request = Request(range(9), max_tokens=6, n=5)
     scheduler.add(request)
-    assert run(scheduler, pool) == {(0, i): alone(request, i) for i in range(5)}
+    outputs = Machine(scheduler, pool).run()
+    assert {key: output.tokens.tolist() for key, output in outputs.items()} == {
+        (0, i): greedy(request)[0] for i in range(5)
+    }
     stats = scheduler.stats()
     assert (stats.prefill_tokens, stats.decode_tokens, stats.finished) == (9, 5 * 5, 5)
     copies = pool.stats().cow_copies
@@ -72,20 +39,6 @@ def test_samples_prompt_row_stands_n_times_in_sample_at():
     assert [scheduler.tokens_of("n", i).tolist() for i in range(3)] == [[11], [12], [13]]
     step = scheduler.schedule()
     assert step.sample_index.tolist() == [0, 0, 1, 2] and len(set(step.sample_lane.tolist())) == 4
-
-
-@pytest.mark.parametrize("lanes", [1, 2, 3, 8])
-@pytest.mark.parametrize("prefix_cache", [False, True])
-@pytest.mark.parametrize("blocks", [9, 12, 40])
-@pytest.mark.parametrize("mixed", [False, True])
-def test_samples_wait_for_slots_and_blocks_with_their_first_token(lanes, prefix_cache, blocks, mixed):
-    pool = Pool(blocks, 2, prefix_cache=prefix_cache, seed=1)
-    scheduler = Scheduler(pool, max_running=lanes, prefill_chunk=3, mixed=mixed, max_step_tokens=7)
-    requests = [Request(range(i, i + 5), max_tokens=6, n=4, eos=(i,)) for i in range(3)]
-    for request in requests:
-        scheduler.add(request)
-    expected = {(k, i): alone(request, i) for k, request in enumerate(requests) for i in range(4)}
-    assert run(scheduler, pool, fail_every=5) == expected
 
 
 def test_samples_that_end_with_their_first_token_need_no_fork():

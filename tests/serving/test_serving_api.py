@@ -19,11 +19,9 @@ MESSAGES = [
 
 @pytest.fixture(scope="module")
 def server():
-    one = Server("--num-blocks", "400", "--kv-block-size", "8")
-    yield one
-    assert one.idle_metrics()['kvpool_blocks{state="used"}'] == 0
-    status, errors = one.stop()
-    assert status == 0 and "stopped, 0 blocks in use" in errors, errors
+    with Server("--num-blocks", "400", "--kv-block-size", "8") as one:
+        yield one
+        assert one.idle_metrics()['kvpool_blocks{state="used"}'] == 0
 
 
 @pytest.fixture(scope="module")

@@ -22,10 +22,9 @@ BODY = {"model": "tiny", "max_tokens": 24, "system": SYSTEM, "extra_body": {"tem
 
 @pytest.fixture(scope="module")
 def server():
-    one = Server("--num-blocks", "400", "--kv-block-size", "8", "--api-key", "mine")
-    yield one
-    assert one.idle_metrics(Authorization="Bearer mine")['kvpool_blocks{state="used"}'] == 0
-    assert one.stop()[0] == 0
+    with Server("--num-blocks", "400", "--kv-block-size", "8", "--api-key", "mine") as one:
+        yield one
+        assert one.idle_metrics(Authorization="Bearer mine")['kvpool_blocks{state="used"}'] == 0
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """What a request does to others, by counters: how many run at a time, and how many steps they need."""
 
 import pytest
-from server_process import Server
 
 from kvpool.adapters.mlx_lm import Engine, tiny
 
@@ -62,37 +61,3 @@ LONG = {"max_tokens": 1500, "seed": 3, "temperature": 1.0}
 
 def test_others_need_as_many_steps_beside_a_long_request_with_a_seed(model):
     assert steps_of_others(model, [LONG]) <= 1.2 * steps_of_others(model, [])
-
-
-def test_a_request_that_is_served_alone_shows_in_the_steps_of_others(model, monkeypatch):
-    """The fault that the test above looks for: an engine that runs one request at a time."""
-    alone = steps_of_others(model, [])
-    init = Engine.__init__
-    monkeypatch.setattr(Engine, "__init__", lambda self, *args, **how: init(self, *args, **how | {"max_running": 1}))
-    assert steps_of_others(model, [LONG | {"max_tokens": 100}]) > 1.2 * alone
-
-
-def test_a_request_that_is_refused_leaves_the_engine_as_it_is():
-    server = Server("--max-model-len", "512")
-    body = {"prompt": "The block table maps positions to slots", "max_tokens": 4}
-    try:
-        assert server.post("/v1/completions", body)[0] == 200
-
-        def state():
-            found = server.idle_metrics()
-            return {name: value for name, value in found.items() if "http" not in name and "rejected" not in name}
-
-        before = state()
-        assert before["kvpool_steps_total"] > 0 and before["kvpool_prefix_nodes"] > 0
-        for harm, status in (
-            ({"model": "gpt-4o-mini"}, 404),
-            ({"adapters": "/etc"}, 400),
-            ({"prompt": "x" * 600}, 400),
-            ({"max_tokens": 600}, 400),
-        ):
-            assert server.post("/v1/completions", body | harm)[0] == status, harm
-            assert state() == before, harm
-        assert server.post("/v1/completions", body | {"seed": 1})[0] == 200
-        assert state() != before
-    finally:
-        server.stop()

@@ -78,8 +78,7 @@ def read_to_the_end(connection):
 @pytest.mark.long
 @pytest.mark.parametrize("begun", [b"", b"G", HEAD, HEAD + b"Content-Length: 2\r\n"], ids=len)
 def test_connection_without_a_request_is_closed(begun):
-    server = Server("--num-blocks", "40", program=told("process.HEAD_SECONDS = 0.5"))
-    try:
+    with Server("--num-blocks", "40", program=told("process.HEAD_SECONDS = 0.5")) as server:
         with opened(server) as connection:
             for byte in begun:
                 connection.sendall(bytes([byte]))
@@ -88,15 +87,11 @@ def test_connection_without_a_request_is_closed(begun):
             slow.request("GET", "/health")
             assert slow.getresponse().read()
             assert slow.sock.recv(1) == b""
-    finally:
-        status, errors = server.stop()
-    assert status == 0 and "Traceback" not in errors, errors
 
 
 @pytest.mark.long
 def test_request_longer_than_the_time_between_two_keeps_its_connection():
-    server = Server("--num-blocks", "400", program=told("process.HEAD_SECONDS = 0.2"))
-    try:
+    with Server("--num-blocks", "400", program=told("process.HEAD_SECONDS = 0.2")) as server:
         body = json.dumps(ENDLESS | {"max_tokens": 200, "stream": False}).encode()
         one = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
         with opened(server) as connection:
@@ -107,14 +102,11 @@ def test_request_longer_than_the_time_between_two_keeps_its_connection():
                 assert piece, f"closed after {found.count(b'usage')} answers, {time.monotonic() - begin:.1f} s"
                 found += piece
             assert time.monotonic() - begin > 0.4, "too short to say anything"
-    finally:
-        assert server.stop()[0] == 0
 
 
 @pytest.mark.long
 def test_connection_beyond_all_places_closes_the_one_that_idles_longest():
-    server = Server("--num-blocks", "40", "--max-connections", "2", program=told("process.SPARE = 3"))
-    try:
+    with Server("--num-blocks", "40", "--max-connections", "2", program=told("process.SPARE = 3")) as server:
         with contextlib.ExitStack() as stack:
             ends = []
             for _ in range(12):
@@ -134,26 +126,24 @@ def test_connection_beyond_all_places_closes_the_one_that_idles_longest():
                     found.append(b"")
             assert found == [b""] * 7 + [b"200"] * 5
         assert server.get("/health")[0] == 200
-    finally:
-        assert server.stop()[0] == 0
 
 
 def test_connection_beyond_all_places_is_closed_if_the_others_are_busy():
     patient = told("process.SPARE, process.HEAD_SECONDS = 0, 600")  # it is not closed because it sends nothing
-    server = Server("--num-blocks", "3000", "--max-connections", "2", program=patient)
-    try:
-        with streaming(server), streaming(server), opened(server) as newest:
-            assert newest.recv(1) == b""
-    finally:
-        assert server.stop()[0] == 0
+    with (
+        Server("--num-blocks", "3000", "--max-connections", "2", program=patient) as server,
+        streaming(server),
+        streaming(server),
+        opened(server) as newest,
+    ):
+        assert newest.recv(1) == b""
 
 
 @pytest.fixture(scope="module")
 def full():
     """A server that answers as many requests as it may, beside connections that idle; and how many it may answer."""
-    server = Server("--num-blocks", "3000", "--max-connections", "2")
     with contextlib.ExitStack() as stack:
-        stack.callback(lambda: server.stop())
+        server = stack.enter_context(Server("--num-blocks", "3000", "--max-connections", "2"))
         for _ in range(8):
             stack.enter_context(opened(server))
         yield server, [stack.enter_context(streaming(server)) for _ in range(2)]
@@ -191,21 +181,18 @@ def test_requests_are_served_again_when_others_have_ended(full):
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs prlimit, which this system has not")
 def test_server_short_of_files_answers_all_clients_in_few_words():
-    server = Server("--num-blocks", "400")
-    try:
+    with Server("--num-blocks", "400") as server, contextlib.ExitStack() as stack:
         files = len(os.listdir(f"/proc/{server.process.pid}/fd"))
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (files + 10, files + 10))
-        with contextlib.ExitStack() as stack:
-            held = [stack.enter_context(streaming(server)) for _ in range(3)]
-            for _ in range(60):
-                stack.enter_context(opened(server))
-            for _ in range(5):
-                assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
-                assert server.get("/health")[0] == 200
-            assert all(connection.recv(100) for connection in held), "streams go on"
-    finally:
-        status, errors = server.stop()
-    assert status == 0 and errors.count("Too many open files") == 1 and len(errors) < 1000, errors[-2000:]
+        held = [stack.enter_context(streaming(server)) for _ in range(3)]
+        for _ in range(60):
+            stack.enter_context(opened(server))
+        for _ in range(5):
+            assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
+            assert server.get("/health")[0] == 200
+        assert all(connection.recv(100) for connection in held), "streams go on"
+    errors = b"".join(server.errors)
+    assert errors.count(b"Too many open files") == 1 and len(errors) < 1000, errors[-2000:]
 
 
 @pytest.mark.parametrize(
@@ -238,30 +225,23 @@ def test_limit_of_files_that_cannot_be_raised_is_kept(monkeypatch):
 
 @pytest.mark.long
 def test_more_connections_than_files_are_said_at_the_start():
-    server = Server("--num-blocks", "40", "--max-connections", "1000000000")
-    status, errors = server.stop()
-    assert status == 0
+    _, errors = Server("--num-blocks", "40", "--max-connections", "1000000000").stop()
     assert re.search(r"^kvpool serve: --max-connections 1000000000: the system allows files for \d+$", errors, re.M)
 
 
 @pytest.mark.long
 def test_stream_whose_client_falls_behind_ends():
-    server = Server("--num-blocks", "3000", program=told("runner.UNREAD = 500"))
-    try:
+    with Server("--num-blocks", "3000", program=told("runner.UNREAD = 500")) as server:
         with streaming(server, ENDLESS | {"n": 16, "logprobs": 20}) as connection:
             while not server.metrics()["kvpool_requests_cancelled_total"]:
                 time.sleep(0.02)
             assert b"reads too slowly" in read_to_the_end(connection)[-400:]
         assert server.idle_metrics()['kvpool_blocks{state="used"}'] == 0
-    finally:
-        status, errors = server.stop()
-    assert status == 0 and "Traceback" not in errors, errors
 
 
 @pytest.mark.long
 def test_answer_that_is_not_read_does_not_keep_its_connection():
-    server = Server("--num-blocks", "3000", program=told("process.READ_SECONDS = 0.3"))
-    try:
+    with Server("--num-blocks", "3000", program=told("process.READ_SECONDS = 0.3")) as server:
         body = ENDLESS | {"max_tokens": 400, "logprobs": 20, "stream": False}
         data = json.dumps(body).encode()
         with opened(server) as connection:
@@ -276,15 +256,12 @@ def test_answer_that_is_not_read_does_not_keep_its_connection():
                 while piece := connection.recv(65536):
                     found += len(piece)
             assert length > 100_000 and found < length, "all of it came"
-    finally:
-        assert server.stop()[0] == 0
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("half", [b"zz\r\n", b"5\r\nhello\r\nzz\r\n"], ids=len)
 def test_garbage_after_an_answer_has_begun_closes_the_connection_quietly(half):
-    server = Server("--num-blocks", "400")
-    try:
+    with Server("--num-blocks", "400") as server:
         data = json.dumps(ENDLESS).encode()
         with opened(server) as connection:
             chunk = b"%x\r\n%s\r\n" % (len(data), data)
@@ -294,9 +271,6 @@ def test_garbage_after_an_answer_has_begun_closes_the_connection_quietly(half):
         with streaming(server) as connection:
             connection.sendall(b"\0\r\n\r\n" * 100)
         assert server.idle_metrics()['kvpool_blocks{state="used"}'] == 0
-    finally:
-        status, errors = server.stop()
-    assert status == 0 and "Traceback" not in errors, errors
 
 
 @pytest.mark.long
@@ -317,33 +291,29 @@ def test_signal_while_the_model_loads_ends_the_process_at_once(number):
 )
 def test_requests_that_outlive_their_grace_get_an_error(number, grace):
     program = told("import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)")  # tests may run under nohup
-    server = Server("--num-blocks", "400", "--grace", grace, "--max-running", "1", program=program)
-    whole = []
-    waits = threading.Thread(target=lambda: whole.append(server.post("/v1/completions", ENDLESS | {"stream": False})))
-    with streaming(server) as connection:
-        waits.start()
-        while not server.metrics()['kvpool_requests{state="waiting"}']:
-            time.sleep(0.02)
-        server.process.send_signal(number)
-        last = json.loads(re.findall(rb"data: (.*)\n\n", read_to_the_end(connection))[-1])
-    waits.join()
-    assert last["error"] == {"message": "the server stops", "type": "server_error", "param": None, "code": None}
-    assert whole[0][0] == 503 and whole[0][1]["error"]["message"] == "the server stops"
-    server.process.wait(60)
-    status, errors = server.stop()
-    assert status == 0 and "stopped, 0 blocks in use" in errors and "Traceback" not in errors, errors
+    with Server("--num-blocks", "400", "--grace", grace, "--max-running", "1", program=program) as server:
+        whole, body = [], ENDLESS | {"stream": False}
+        waits = threading.Thread(target=lambda: whole.append(server.post("/v1/completions", body)))
+        with streaming(server) as connection:
+            waits.start()
+            while not server.metrics()['kvpool_requests{state="waiting"}']:
+                time.sleep(0.02)
+            server.process.send_signal(number)
+            last = json.loads(re.findall(rb"data: (.*)\n\n", read_to_the_end(connection))[-1])
+        waits.join()
+        assert last["error"] == {"message": "the server stops", "type": "server_error", "param": None, "code": None}
+        assert whole[0][0] == 503 and whole[0][1]["error"]["message"] == "the server stops"
+        server.process.wait(60)
 
 
 @pytest.mark.long
 def test_server_under_nohup_serves_when_its_terminal_closes():
-    server = Server("--num-blocks", "40", program=told("import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)"))
-    try:
+    with Server(
+        "--num-blocks", "40", program=told("import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)")
+    ) as server:
         server.process.send_signal(signal.SIGHUP)
         for _ in range(3):
             assert server.get("/ready")[0] == 200
-    finally:
-        status, errors = server.stop()
-    assert status == 0 and "Traceback" not in errors, errors
 
 
 @pytest.mark.long
@@ -368,16 +338,14 @@ def test_server_whose_words_nobody_reads_serves_and_ends_as_others(when):
 
 @pytest.mark.long
 def test_body_that_never_comes_ends_with_the_grace():
-    server = Server("--num-blocks", "40", "--grace", "0")
-    with opened(server) as connection:
-        connection.sendall(HEAD + b"Content-Length: 2\r\n\r\n")
-        for _ in range(3):
-            server.get("/health")
-        server.process.send_signal(signal.SIGTERM)
-        assert connection.recv(12) == b"HTTP/1.1 503"
-    server.process.wait(60)
-    status, errors = server.stop()
-    assert status == 0 and "Traceback" not in errors, errors
+    with Server("--num-blocks", "40", "--grace", "0") as server:
+        with opened(server) as connection:
+            connection.sendall(HEAD + b"Content-Length: 2\r\n\r\n")
+            for _ in range(3):
+                server.get("/health")
+            server.process.send_signal(signal.SIGTERM)
+            assert connection.recv(12) == b"HTTP/1.1 503"
+        server.process.wait(60)
 
 
 @pytest.mark.long
@@ -397,10 +365,8 @@ def test_second_signal_ends_the_process_at_once():
 def test_second_process_finds_nothing_that_the_first_one_computed():
     body = {"prompt": "Our merger price is 4711 million, do not tell anybody outside the board! " * 2, "max_tokens": 1}
     found = []
-    for server in (Server("--num-blocks", "400"), Server("--num-blocks", "400")):
-        try:
+    for _ in range(2):
+        with Server("--num-blocks", "400") as server:
             answers = [server.post("/v1/completions", body)[1] for _ in range(2)]
-            found.append([one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in answers])
-        finally:
-            server.stop()
+        found.append([one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in answers])
     assert found[0] == found[1] and found[0][0] == 0 < found[0][1]

@@ -1,6 +1,5 @@
 """What an answer says, read from its text in pieces of any size: reasoning, text and calls."""
 
-import importlib
 import json
 import random
 
@@ -122,25 +121,6 @@ def test_arguments_of_a_forced_call_are_told_as_they_come():
     reader = Reader(Manner(by_grammar=True))
     told = [kind for letter in FORCED for kind, _ in reader.read(letter, False)]
     assert told[0] == "call" and told.count("arguments") > 4
-
-
-@pytest.mark.parametrize(
-    ("parser", "text"),
-    [
-        ("json_tools", f"<tool_call>\n{ONE}\n</tool_call>"),
-        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"),
-        ("pythonic", "<|tool_call_start|>[f(a=1)]<|tool_call_end|>"),
-        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}'),
-        ("mistral", f"[TOOL_CALLS][{ONE}]"),
-    ],
-)
-def test_parsers_of_mlx_lm_read_the_calls_of_their_models(parser, text):
-    module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
-    tools = [{"function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
-    marks = module.tool_call_start, module.tool_call_end
-    manner = Manner(call=marks, names={"f"}, parse=lambda text: module.parse_tool_call(text, tools))
-    assert read(manner, [f"Hm. {text}"]) == [("text", "Hm. "), CALLED]
-    assert read(manner, [*text, ""]) == [CALLED]
 
 
 @pytest.fixture(scope="module")

@@ -39,54 +39,48 @@ def saved(server):
     raise AssertionError(f"nothing was saved: {found}")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
-def test_conversation_after_a_restart_comes_from_the_store(tmp_path, ending):
-    place = str(tmp_path / "store")
-    first = Server(*OPTIONS, "--store", place)
-    try:
+@pytest.fixture
+def place(request, tmp_path):
+    """Where a store is: a directory, or the address of a key server."""
+    if request.param == "a directory":
+        yield str(tmp_path / "store")
+        return
+    keys = KeyServer(request.param, str(tmp_path))
+    yield keys.url
+    keys.stop()
+
+
+@pytest.mark.parametrize(
+    ("place", "ending"),
+    [
+        (KINDS[0], signal.SIGKILL),
+        pytest.param(KINDS[1], signal.SIGKILL, marks=pytest.mark.long),
+        *(pytest.param("a directory", how, marks=pytest.mark.long) for how in (signal.SIGKILL, signal.SIGTERM)),
+    ],
+    indirect=["place"],
+)
+def test_conversation_after_a_restart_comes_from_the_store(place, ending):
+    with Server(*OPTIONS, "--store", place) as first:
         text, cached = ask(first)
         assert cached == 0
         saved(first)
-    finally:
         first.process.send_signal(ending)
         first.process.wait(60)
-    second = Server(*OPTIONS, "--store", place)
-    try:
+        first.stop()
+    with Server(*OPTIONS, "--store", place) as second:
         again, cached = ask(second)
         found = second.metrics()
-        assert again == text
-        assert cached >= 448, "most of the prompt was computed again"
-        assert found["kvpool_store_loaded_tokens_total"] == cached
-        assert of_tier(found, "hits_total") >= cached // 16
-    finally:
-        second.stop()
-
-
-@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.long)])
-def test_conversation_after_a_restart_comes_from_a_key_server(tmp_path, kind):
-    keys, answers = KeyServer(kind, str(tmp_path)), []
-    try:
-        for is_first in (True, False):
-            server = Server(*OPTIONS, "--store", keys.url)
-            try:
-                answers.append(ask(server))
-                if is_first:
-                    saved(server)
-            finally:
-                server.process.kill()
-                server.process.wait(60)
-    finally:
-        keys.stop()
-    (text, cached), (again, found) = answers
-    assert again == text and cached == 0 and found >= 448
+    assert again == text
+    assert cached >= 448, "most of the prompt was computed again"
+    assert found["kvpool_store_loaded_tokens_total"] == cached
+    assert of_tier(found, "hits_total") >= cached // 16
 
 
 @pytest.mark.long
 def test_store_of_another_model_is_refused_at_the_start(tmp_path):
     place = str(tmp_path / "store")
-    first = Server(*OPTIONS, "--store", place)
-    first.stop()
+    with Server(*OPTIONS, "--store", place):
+        pass
     command = [sys.executable, "-m", "kvpool", "serve", "--model", "tiny", "--arch", "qwen3", "--port", "0"]
     ended = subprocess.run([*command, *OPTIONS, "--store", place], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2 and f"--store {place}: " in ended.stderr, ended.stderr
@@ -111,12 +105,10 @@ def test_store_options_that_are_wrong_are_refused_at_the_start(options, text):
 
 @pytest.mark.long
 def test_password_of_the_store_is_told_to_nobody():
-    server = Server(*OPTIONS, "--store", "redis://user:SECRET@127.0.0.1:1/0?protocol=3")
-    try:
+    with Server(*OPTIONS, "--store", "redis://user:SECRET@127.0.0.1:1/0?protocol=3") as server:
         ask(server)
         told = json.dumps(server.facts) + str(server.metrics())
         assert server.facts["store"] == "redis://127.0.0.1:1/0"
-    finally:
         told += server.stop()[1]
     assert "SECRET" not in told and "user" not in told
 

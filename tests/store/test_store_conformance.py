@@ -41,7 +41,7 @@ class Faulty(MemoryStore):
             return blocks
         parts = {name: getattr(blocks, name) for name in ("keys", "parents", "tokens", "namespace", "group")}
         for name in self.forget:
-            parts[name] = bytes(16) if name == "namespace" else np.zeros_like(parts[name])
+            parts[name] = np.zeros_like(parts[name])
         return Blocks(**parts)
 
     def lookup(self, blocks):
@@ -49,21 +49,12 @@ class Faulty(MemoryStore):
 
     def load(self, blocks, rows):
         loaded = super().load(self.seen(blocks), rows)
-        if self.faults.get("empty"):
-            loaded[:] = True
         if self.faults.get("byte") and loaded.any():
             rows[int(np.argmax(loaded))][-1] ^= 1
         return loaded
 
     def store(self, blocks, rows):
-        if self.faults.get("view"):
-            with self._lock:
-                super_names = [(key.tobytes(), blocks.group) for key in blocks.keys]
-            kept = super().store(blocks, rows)
-            for number, name in enumerate(super_names):
-                if name in self._held:
-                    self._held[name] = self._held[name]._replace(row=rows[number])
-            return kept
+
         if self.faults.get("unchecked"):
             return len(blocks)
         return super().store(self.seen(blocks), rows)
@@ -75,10 +66,7 @@ class Faulty(MemoryStore):
 
 FAULTS = {
     "parents": (("parents",), {}, "a_key_alone_proves_nothing"),
-    "namespace": (("namespace",), {}, "namespaces_share_nothing"),
-    "empty": ((), {"empty": True}, "what_was_not_stored_is_a_miss"),
     "byte": ((), {"byte": True}, "a_random_program_has_no_wrong_hit"),
-    "view": ((), {"view": True}, "blocks_come_back"),
     "unchecked": ((), {"unchecked": True}, "a_wrong_argument_raises_and_changes_nothing"),
     "open": ((), {"open": True}, "a_closed_store_has_nothing"),
 }

@@ -60,18 +60,6 @@ def test_quota_is_kept_at_every_moment_and_the_newest_stay(tmp_path):
     assert held(tmp_path / "store") <= most
 
 
-def test_smaller_quota_is_kept_from_the_start(tmp_path):
-    store = opened(tmp_path / "store")
-    for seed in range(6):
-        kit.stores(store, blocks_of(seed, 10))
-    store.close()
-    assert held(tmp_path / "store") > 8 * SEGMENT
-    store = opened(tmp_path / "store", 4 * SEGMENT)
-    assert held(tmp_path / "store") <= 4 * SEGMENT
-    kit.loads(store, blocks_of(5, 10), range(10))
-    store.close()
-
-
 def test_segment_in_use_stays_longer_than_others(tmp_path):
     store = opened(tmp_path / "store", 8 * SEGMENT)
     kit.stores(store, blocks_of(0, 4))
@@ -172,17 +160,6 @@ def test_segment_that_grew_for_days_gives_no_budget_back(tmp_path, monkeypatch):
     store.close()
     written = store.stats()["disk"].written_nbytes
     assert SEGMENT < written <= budget - slow.stats()["disk"].written_nbytes
-
-
-def test_segment_is_sealed_before_its_bytes_are_a_day_old(tmp_path, monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(folder_module, "time", clock)
-    store = opened(tmp_path / "store", write_nbytes_per_day=1 << 24)
-    for seed in range(3):
-        kit.stores(store, blocks_of(seed, 1))
-        clock.now += 7 * 3600
-    assert len(list((tmp_path / "store").glob("*.kvpool"))) == 1
-    store.close()
 
 
 def recounted(path, hour):
@@ -416,14 +393,6 @@ def test_index_finds_what_a_dict_finds_in_16_bytes_each():
         expected = [known.get(name, Index.NOWHERE) for name in range(6002)]
         assert index.find(np.arange(6002, dtype=np.uint64)).tolist() == expected
     assert index.nbytes <= 16 * 6000
-
-
-def test_index_has_one_place_of_a_name_that_is_in_two_segments():
-    index, entries = Index(), np.zeros(3, [("name", "<u8"), ("offset", "<u8")])
-    entries["name"] = [5, 5, 9]
-    entries["offset"] = [0, 64, 128]
-    index.merge({1: entries, 2: entries})
-    assert index.find(np.array([5, 9], np.uint64)).tolist() == [2 << 32 | 1, 2 << 32 | 2] and len(index) == 2
 
 
 class SmallDisk:
