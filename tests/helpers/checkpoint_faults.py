@@ -1,6 +1,6 @@
 """Faults of the prefix cache with layer groups, planted in the plain model."""
 
-from proof.plain.checkpoints import CachedArena, CheckpointModel
+from kvpool.testing.model_prefix_groups import CachedArena, CheckpointModel
 
 
 class HitWithoutState(CheckpointModel):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proof.plain.groups import HOLE, Arena, GroupModel
+from kvpool.testing.model_groups import HOLE, Arena, GroupModel
 
 
 class Faulty(GroupModel):

@@ -10,9 +10,8 @@ import pytest
 from checkpoint_faults import WRONG_CHOICE, WRONG_CONTENT, WRONG_ORDER, OutlivesItsKeys, WholePathRefreshed
 
 from kvpool import Group, Plan, Pool
-from kvpool.testing import ModelPlan
+from kvpool.testing import ModelPlan, ModelPool
 from kvpool.testing.fuzz_target import TargetFinding
-from proof.plain import plain_pool
 from proof.plain.programs import GroupRun, options_of
 
 MOST = 300_000
@@ -129,8 +128,8 @@ what_is_due = cache(partial(what_leaves, Pool))
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
-def test_plain_pool_agrees_in_the_order_of_leaving(case):
-    assert what_is_due(*case) == what_leaves(plain_pool, *case) and len(what_is_due(*case)) > 20
+def test_model_agrees_in_the_order_of_leaving(case):
+    assert what_is_due(*case) == what_leaves(ModelPool, *case) and len(what_is_due(*case)) > 20
 
 
 @pytest.mark.parametrize(

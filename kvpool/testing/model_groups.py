@@ -14,9 +14,9 @@ import numpy as np
 from kvpool.errors import CapacityExceeded, CorruptState, PlanStateError
 from kvpool.groups import Group
 from kvpool.testing import model_args as args
-from kvpool.testing.model import StepModel
 from kvpool.testing.model_blocks import BlockSet, Step, ceil_div, public_call
 from kvpool.testing.model_plan import ModelPlan, Sequence, dirty_rows
+from kvpool.testing.model_steps import StepModel
 
 MAX_GROUPS, MAX_ARENAS, MULTIPLES = 8, 8, (1, 2, 4)
 HOLE: list[int] = []  #: what a table has instead of an entry that was let go
@@ -183,7 +183,7 @@ def make_layers(
 
 
 class GroupModel(StepModel):
-    """A pool of several layer groups: ``plain_pool(..., groups=[...])`` makes one.
+    """A pool of several layer groups: ``ModelPool(..., groups=[...])`` makes one.
 
     Parameters
     ----------
@@ -595,9 +595,7 @@ class GroupModel(StepModel):
             self._refuse_row("unshare", plan, row, seq, 0)
             batch.append(seq)
             held, size = self._held(seq, layer), layer.block_size
-            replaced = [
-                (i, min(size, held - i * size)) for i in self._not_own(seq, layer, lengths[row], first, before)
-            ]
+            replaced = [(i, min(size, held - i * size)) for i in self._not_own(seq, layer, lengths[row], first, before)]
             entries = seq.tables[layer.index].entries
             before += [(block, tokens) for i, tokens in replaced for block in entries[i]]
             needs.append([(replaced, 0) if other is layer else ([], 0) for other in self.layers])
