@@ -34,8 +34,7 @@ class Arena(BlockSet):
     def _pending(self) -> list[Any]:  # type: ignore[override]
         return self._pool._pending
 
-    def names(self) -> list[int]:
-        """A block for every table entry that names it."""
+    def _names(self) -> list[int]:
         return [
             block
             for seq in self._pool._sequences.values()
@@ -45,16 +44,10 @@ class Arena(BlockSet):
             for block in entry
         ]
 
-    def _named_in_tables(self, block: int) -> int:
-        return self.names().count(block)
-
     def is_idle(self, block: int) -> bool:
         """Nobody names the block, and no pending step may use it."""
         in_limbo = any(block == one for one, _ in self._limbo)
         return not self._refcount(block) and block not in self._holds and not in_limbo
-
-    def _referenced(self) -> set[int]:
-        return set(self.names()) | {block for block, count in self._raw.items() if count}
 
     def _arena(self, call: str, arena: Any) -> BlockSet:
         return self._pool._arena(call, arena)
@@ -348,7 +341,7 @@ class GroupModel(StepModel):
         """What `n` tokens need in a group; `lost` and `reads` are what rows before gave up and copy, in its arena."""
         table, arena, size = seq.tables[layer.index], layer.arena, layer.block_size
         entries, length = table.entries, seq.num_tokens - table.evicted
-        named = arena.names()
+        named = arena._names()
 
         def is_own(block: int) -> bool:
             count = named.count(block) + arena._raw.get(block, 0) - lost.count(block)
@@ -566,7 +559,7 @@ class GroupModel(StepModel):
     ) -> list[int]:
         """Entries that compaction to `length` tokens rewrites and must not; `before` is what rows before replaced."""
         arena, entries = layer.arena, seq.tables[layer.index].entries
-        named, given = arena.names(), [block for block, _ in before]
+        named, given = arena._names(), [block for block, _ in before]
         if length == self._held(seq, layer):
             return []
 
@@ -739,7 +732,7 @@ class GroupModel(StepModel):
     def check(self) -> None:
         """Recompute what the bookkeeping implies; raises `CorruptState`."""
         for arena in self.arenas:
-            used = set(arena.names()) | set(arena._holds) | {block for block, count in arena._raw.items() if count}
+            used = arena._references().keys() | set(arena._holds)
             places = arena._blank + arena._lru + [block for block, _ in arena._limbo] + list(used)
             if sorted(places) != list(range(arena._reserved, arena.num_blocks)):
                 raise CorruptState(f"[check] arena {arena._number}: a block is in no place or in two: {sorted(places)}")

@@ -1055,7 +1055,7 @@ class CheckpointModel(GroupModel):
     def check(self) -> None:
         """Recompute what the bookkeeping implies; raises `CorruptState`."""
         for arena in self.arenas:
-            named = {*arena.names(), *arena._holds, *(block for block, n in arena._raw.items() if n)}
+            named = arena._references().keys() | set(arena._holds)
             cached = {b for (index, b) in self._entries if index == arena._number}
             if arena._number == 0:
                 cached |= {b for mark in self._taken for bundle in mark.bundles.values() for b in bundle}

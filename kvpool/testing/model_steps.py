@@ -168,16 +168,21 @@ class PrefixModel(SequenceModel):
 
     @public_call
     def open(
-        self, tokens: Any = 0, namespace: bytes = b"", *, reserve: bool = True, load: bool = False, again: bool = False
-    ) -> int:
+        self, tokens: Any = 0, namespace: bytes = b"", cut: int | None = None, *, reserve: bool = True,
+        load: bool = False, again: bool = False,
+    ) -> int:  # fmt: skip
         """Open a sequence for a prompt, or with blocks for a number of tokens; returns its handle."""
         args.how_to_open("open", tokens, namespace, reserve, load)
         args.boolean("open", "again", again)
+        if cut is not None and (args.is_count(tokens) or not self.options.prefix_cache):
+            raise ValueError(f"[open] cut is {cut}: it needs a prompt and a prefix cache")
         if args.is_count(tokens):
             seq = self._open_blank(tokens)
             seq.root, seq.is_loading = self._root(namespace), load
             return seq.handle
         prompt = args.tokens("open", tokens)
+        if cut is not None:  # and nothing else: every block is a place to begin at
+            args.integer("open", "cut", cut, 0, len(prompt))
         hits, need = self._refuse_prompt("open", prompt, namespace, reserve)
         seq = self._open_hits(hits, prompt, namespace, need)
         seq.is_loading = load
@@ -339,8 +344,8 @@ class PrefixModel(SequenceModel):
 
     # ---- releasing and forgetting -------------------------------------------------------------------------
 
-    def _refcount(self, block: int) -> int:
-        return super()._refcount(block) + list(self._held_canonicals.values()).count(block)
+    def _names(self) -> list[int]:
+        return super()._names() + list(self._held_canonicals.values())
 
     def _release(self, block: int) -> None:
         super()._release(block)
@@ -499,6 +504,11 @@ class PrefixModel(SequenceModel):
     def _prefix_committed(self, handle: int) -> int:
         """Return the committed length of a sequence: where the next `commit` goes on."""
         return len(self._one("committed", handle, True).tokens)
+
+    @public_call
+    def _prefix_wanted(self, handles: Any) -> np.ndarray:
+        """Return the next position of each row at which a step should end, -1: none; int64 ``[S]``."""
+        return np.full(len(self._batch("wanted", handles)), -1, np.int64)
 
     @public_call
     def _prefix_flush(self, namespace: bytes | None = None) -> int:
@@ -950,7 +960,7 @@ class StepModel(PrefixModel):
         tokens = sum(seq.num_tokens for seq in seqs)
         capacity = sum(self._capacity(seq) for seq in seqs)
         return PoolStats(
-            shared=sum(one._refcount(b) > 1 for b in one._referenced()),
+            shared=sum(count > 1 for count in one._references().values()),
             sequences=len(seqs),
             pending=len(self._pending),
             tokens=tokens,
@@ -958,10 +968,6 @@ class StepModel(PrefixModel):
             fragmentation=1.0 - tokens / capacity if capacity else 0.0,
             **one._figures() | {"evicted_tokens": self._counters["evicted_tokens"]},
         )
-
-    def _referenced(self) -> set[int]:
-        tables = {block for seq in self._sequences.values() for block in seq.table}
-        return tables | {block for block, count in self._raw.items() if count} | set(self._held_canonicals.values())
 
     @public_call
     def digest(self) -> int:
@@ -984,7 +990,7 @@ class StepModel(PrefixModel):
             "blank": list(self._blank),
             "lru": list(self._lru),
             "limbo": [(block, fence - now) for block, fence in self._limbo],
-            "refcounts": {b: self._refcount(b) for b in sorted(self._referenced())},
+            "refcounts": dict(sorted(self._references().items())),
             "raw": {b: n for b, n in sorted(self._raw.items()) if n},
             "holds": list(self._holds),
             "committed": sorted(self._committed),
@@ -1019,7 +1025,7 @@ class StepModel(PrefixModel):
     @public_call
     def check(self) -> None:
         """Recompute what the bookkeeping implies; raises `CorruptState`."""
-        used = self._referenced() | set(self._holds)
+        used = self._references().keys() | set(self._holds)
         places = self._blank + self._lru + [block for block, _ in self._limbo] + list(used)
         if sorted(places) != list(range(self.options.reserved_blocks, self.num_blocks)):
             raise CorruptState(f"[check] a block is in no place or in two: {sorted(places)}")
