@@ -119,7 +119,7 @@ def pytest_configure(config):
 #: The marker `long` is something else, see below.
 BEGIN_FIRST = (
     *("packaging", "demo", "fuzz_machine", "metal_attention", "backend_conformance", "backend_mlx", "metal_backend"),
-    *("metal_mutations", "scheduler_canary", "fuzz_pool", "engine_store", "fuzz_groups", "simulator_faults", "ranks"),
+    *("metal_mutations", "scheduler_canary", "engine_store", "fuzz_groups", "simulator_faults", "ranks"),
     *("backend_cpu", "machine_canaries", "fuzz_prefix", "mlx_lm_turns", "mlx_lm_adapter", "mlx_native", "metal_bytes"),
     *("mlx_fused", "cli_generate", "cli_bench", "scheduler_groups", "scheduler_ahead"),
 )

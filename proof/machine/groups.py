@@ -22,8 +22,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvpool.groups import Group
 from kvpool.testing import ModelPlan
-from kvpool.testing.fuzz_pool import Side
 from proof.machine.machine import run_machine
+from proof.machine.pair import Side
 from proof.plain import plain_pool
 from proof.plain.programs import CACHED, OPERATIONS, PLANS, Program
 

@@ -32,10 +32,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvpool.testing.fuzz_pool import ARRAYS, PLANS, RAISED, Pair, Side
 from kvpool.testing.model import ModelPlan, ModelPool
 from proof.machine.content import Content
 from proof.machine.misuse import MISUSE
+from proof.machine.pair import ARRAYS, PLANS, RAISED, Pair, Side
 
 BATCH = 25  # programs that Hypothesis draws from one seed
 small = st.integers(0, 15)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from kvpool.testing.fuzz_pool import Side
     from proof.machine.machine import PoolMachine
+    from proof.machine.pair import Side
 
 Call = Callable[["Side"], Any]
 WRONG_TYPES: tuple[Any, ...] = (True, 1.0, "1", None, np.float64(2), np.bool_(False), b"1", 1j)

@@ -15,9 +15,9 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
-from kvpool.testing.fuzz_pool import PLANS, RAISED, Side
 from proof.machine.content import Content
 from proof.machine.machine import PoolMachine, _some, counts, picks, small, which_plan
+from proof.machine.pair import PLANS, RAISED, Side
 
 NOBODYS = 2**31 - 1  # a token that no prompt has
 NAMESPACES = (b"", b"", b"", b"a", b"b")

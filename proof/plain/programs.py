@@ -1,6 +1,6 @@
 """Random programs on pools with layer groups, beside the plain Python model and a memory of what blocks hold.
 
-As in `kvpool.testing.fuzz_pool` a program is a list of words ``(op, a, b, c)``. Compared after every call: what it
+A program is a list of words ``(op, a, b, c)``. Compared after every call: what it
 returned or raised, the statistics of all arenas, all tables, every array of the plan that was filled, and `check`.
 With a prefix cache, its statistics and events are compared, too. The model then hands out other ids than the core, so
 only the holes are compared in arrays of ids. `proof.plain.content.GroupContent` judges what the queries of
@@ -20,8 +20,8 @@ import numpy as np
 
 from kvpool.groups import Group
 from kvpool.testing import ModelPlan
-from kvpool.testing.fuzz_pool import RAISED, Pair, Side
 from kvpool.testing.fuzz_target import TargetFinding, TargetReport, Word, hunt
+from proof.machine.pair import RAISED, Pair, Side
 from proof.plain import plain_pool
 from proof.plain.content import GroupContent
 
