@@ -203,7 +203,11 @@ class Twin(Pool):
                 self.same(f"histogram of arena {arena}", *[side.refcount_histogram() for side in blocks])
         if self.has_cache:
             self.same("prefix.stats", tuple(super().prefix.stats()), tuple(model.prefix.stats()))
-        self.names = [dict(taken) for taken in self.taken]
+        if self.are_renamed:
+            for taken, home in zip(self.taken, model.arenas, strict=True):
+                for block in [block for block, due in taken.items() if not home._raw.get(due)]:
+                    del taken[block]
+            self.names = [dict(taken) for taken in self.taken]
         for seq in list(model._sequences.values()):
             if model._find(seq.handle, True) is not None:
                 self.compare_row(seq.handle)
