@@ -1,8 +1,7 @@
 """Random operations: on small pools under the sanitizers, each one checked; on large ones as fast as they go.
 
 They run ``python -m proof.fuzz``; an operation is one call of a pool (a step of eight rows is one operation). It has no
-prefix caches of pools with groups: these are the programs of ``python -m proof.plain``. In short, this tree's own build
-takes the place of the copies.
+prefix caches of pools with groups. In short, this tree's own build takes the place of the copies.
 """
 
 import json
@@ -61,13 +60,6 @@ PARTS = (
             ("sanitized", "ASan+UBSan", "asan", 100_000_000),
             ("release", "release", "release", 1_000_000_000),
         )
-    ),
-    Part(
-        "random operations on prefix caches of layer groups, sanitized",
-        "ASan+UBSan, beside the plain model, all compared after every one: >= 1e6, 0 findings",
-        *("asan", 1_000_000),
-        notes="one process; four of five pools have a prefix cache",
-        program=("proof.plain",),
     ),
 )
 

@@ -37,7 +37,8 @@ class PoolAllocator:
         handle = self.pool.open(tokens)
         self.hits[handle] = hit = self.pool.num_tokens(handle)
         self._step(handle, len(tokens) - hit)
-        self.pool.prefix.commit(handle, tokens[hit : (len(tokens) - 1) // self.block_size * self.block_size])  # type: ignore[union-attr]
+        end = (len(tokens) - 1) // self.block_size * self.block_size
+        self.pool.prefix.commit(handle, tokens[hit:end])  # type: ignore[union-attr]
         return handle
 
     def append(self, seq: int, tokens: Sequence[int]) -> list[Copy]:

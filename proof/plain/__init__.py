@@ -1,9 +1,4 @@
-"""Random programs on the core beside the plain model, on pools with layer groups.
-
-::
-
-    python -m proof.plain --seconds 60
-"""
+"""The plain model by the name that recorded programs have for it."""
 
 from kvpool.testing import ModelPool as plain_pool
 

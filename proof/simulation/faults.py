@@ -18,7 +18,6 @@ from kvpool._core import BlockAPI, PrefixCache
 from kvpool.errors import OutOfBlocks, StaleHandle
 from kvpool.testing.model import ModelPlan, ModelPool
 from proof.fuzz._broken_groups import GROUP_FAULTS, broken_groups
-from proof.plain import plain_pool
 from proof.simulation.device import Device, Move, Work
 from proof.simulation.layers import Layers
 from proof.simulation.simulator import Failure, Kit, simulate
@@ -455,7 +454,7 @@ def model(pool: Any, **shape: Any) -> Kit:
     """A fault in the logic: planted in the plain Python model, which is slow. Pools with layer groups have no fault."""
 
     def make(*sizes: Any, **options: Any) -> Any:
-        return (pool if options.get("groups") is None else plain_pool)(*sizes, **options)
+        return (pool if options.get("groups") is None else ModelPool)(*sizes, **options)
 
     return Kit(Pool=make, Plan=ModelPlan, shape=shape)
 

@@ -5,7 +5,6 @@ import pytest
 
 from kvpool import Group, OutOfBlocks, Plan, Pool, StaleHandle
 from kvpool.testing import ModelPlan, ModelPool
-from proof.plain.programs import GroupRun, options_of
 
 #: Groups for which a hit needs a checkpoint, or an entry of several base blocks.
 KINDS = (
@@ -41,13 +40,6 @@ def make(*groups, num_blocks=200, kinds=(Pool, Plan), **options):
 
 #: Every number of a test holds for the core and for the model.
 EITHER = pytest.mark.parametrize("kinds", [(Pool, Plan), (ModelPool, ModelPlan)], ids=["core", "model"])
-
-
-@pytest.mark.parametrize("seed", [*range(30), *(pytest.param(n, marks=pytest.mark.long) for n in range(30, 300))])
-def test_random_programs_agree_with_the_model_and_read_their_own_content(seed):
-    print("seed", seed)
-    run = GroupRun(options_of(seed, prefix_cache=True), seed, (Pool, Plan))
-    run.play(run.words())
 
 
 @pytest.mark.parametrize("groups", KINDS)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from kvpool.testing import ModelPlan
-from proof.plain import plain_pool
+from kvpool.testing import ModelPlan, ModelPool
 from proof.simulation.faults import FAULTS, convict
 from proof.simulation.host import Kit
 from proof.simulation.simulator import simulate
@@ -30,4 +29,4 @@ def test_same_seeds_without_the_fault_pass(name):
 
 @pytest.mark.long
 def test_model_passes_too():
-    simulate(1, 500, Kit(Pool=plain_pool, Plan=ModelPlan))
+    simulate(1, 500, Kit(Pool=ModelPool, Plan=ModelPlan))

@@ -1,13 +1,22 @@
 """The twin finds nothing in the core, finds a planted fault, and tells how to see it again."""
 
 import pytest
-from group_faults import LookaheadForgotten
 
+import kvpool
 from kvpool.testing import ModelPool
+from kvpool.testing.model_groups import GroupModel
 from tests.verify import run
 from tests.verify.__main__ import main
+from tests.verify.constructors import compare_constructors
 from tests.verify.twin import WORDS_PER_RUN, Twin
 from tests.verify.words import WORDS, shape_of
+
+
+class LookaheadForgotten(GroupModel):
+    """A planted bug: windows and chunks let tokens go that a truncation may bring back."""
+
+    def _let_go(self, seq, layer, p):
+        super()._let_go(seq, layer, p + self.lookahead)
 
 
 def planted(**options):
@@ -47,3 +56,8 @@ def test_command_compares_with_the_model_and_tells_how_to_make_a_finding_again(c
     assert main(["--model", "--ops", "20000", "--seed", "1"]) == 1
     said = capsys.readouterr().out
     assert "--ops 1 --model" in said and "words, Twin)" in said
+
+
+def test_core_makes_the_pools_that_the_model_makes():
+    met = compare_constructors(kvpool.Pool, 1, 1_000)
+    assert set(met) == {"made", "ValueError", "TypeError"}, met
