@@ -13,7 +13,7 @@ _BlockIds: TypeAlias = int | Sequence[int] | NDArray[int32]
 _Ids: TypeAlias = int | Sequence[int] | NDArray[int32] | NDArray[int64]
 _Handles: TypeAlias = int | Sequence[int] | NDArray[int64]
 _Counts: TypeAlias = int | Sequence[int] | NDArray[int32] | NDArray[int64]
-_Mask: TypeAlias = NDArray[bool_] | NDArray[uint8] | bytes | bytearray | memoryview
+_Mask: TypeAlias = NDArray[bool_] | NDArray[uint8] | list[bool] | tuple[bool, ...] | bytes | bytearray | memoryview
 _Tokens: TypeAlias = Sequence[int] | NDArray[int32] | NDArray[int64]
 _Integers: TypeAlias = NDArray[Any]  # int32 or int64, as declared when the plan was built
 

@@ -120,17 +120,15 @@ def pytest_configure(config):
 #: The marker `long` is something else, see below.
 BEGIN_FIRST = (
     *("packaging", "demo", "fuzz_machine", "metal_attention", "backend_conformance", "backend_mlx", "metal_backend"),
-    *("metal_mutations", "scheduler_canary", "fuzz_pool", "engine_store", "fuzz_groups", "ranks"),
+    *("metal_mutations", "scheduler_canary", "engine_store", "ranks"),
     *("backend_cpu", "machine_canaries", "fuzz_prefix", "mlx_lm_turns", "mlx_lm_adapter", "mlx_native", "metal_bytes"),
     *("mlx_fused", "cli_generate", "cli_bench", "scheduler_groups", "scheduler_ahead"),
 )
 
 
 #: What `make test` leaves to `make test-all`: folders and files, by the names of `tests/`. Their tests get the marker
-#: `long`. Metal kernels run in an interpreter, the mutants compile a copy of the tree, and the rest start servers or
-#: whole demos. `fuzz_machine` and `fuzz_machine_groups` run many random programs; their faults are in
-#: `machine_canaries` and `fuzz_groups`, which stay. The files in `KEPT_IN` stay in `make test`: they launch each Metal
-#: kernel. `SLOW` are single tests and planted faults that cost as much as a file.
+#: `long`. Metal kernels run in an interpreter, and the rest start servers or whole demos. The files in `KEPT_IN` stay
+#: in `make test`: they launch each Metal kernel. `SLOW` are single tests and planted faults that cost as much as a file.
 #:
 #: `ONE_OF_MANY`: a test that is repeated over models, options or seeds runs once in `make test`, for another one from
 #: test to test. All of them are in `make test-all`. Tests that plant a fault are not thinned out.
@@ -139,7 +137,7 @@ LEFT_TO_TEST_ALL = (
     *("metal", "benchmarks", "proof_mutants"),
     *("demo", "demo_conversation", "packaging", "ranks", "server_soak"),
     *("backend_mlx", "mlx_native", "mlx_native_metal", "capi_examples"),
-    *("sizing_fields", "fuzz_machine", "fuzz_machine_groups", "fuzz_prefix", "stubs", "cross"),
+    *("sizing_fields", "fuzz_machine", "fuzz_prefix", "stubs", "cross"),
     *("cli_bench_metal", "cli_cache", "cli_serve", "capi_speed", "mlx_lm_turns"),
     *("serving_hostile", "serving_kills", "serving_tools", "serving_limits", "serving_failures", "serving_faults"),
     *("serving_store", "serving_tenants", "serving_neighbours"),
@@ -155,12 +153,6 @@ ONE_OF_MANY = (
 )
 SLOW = (
     "test_machine_broken_pool_is_detected_by_the_model[FloorIgnored]",
-    "test_planted_fault_shows_in_what_steps_read[KeptTokensDropped]",
-    "test_planted_fault_differs_from_the_model[ResetKeepsNotes]",
-    "test_planted_fault_is_seen_in_the_content_alone[SharedCompacted]",
-    "test_planted_fault_is_seen_in_the_content_alone[FloorForgotten]",
-    "test_planted_fault_differs_from_the_model[FloorForgotten]",
-    "test_planted_fault_differs_from_the_core[OutlivesItsKeys]",
     "test_planted_fault_shows_in_the_order_of_leaving[OutlivesItsKeys]",
     "test_store_passes_every_case_of_the_kit[disk-True-threads_get_their_own_blocks]",
     "test_store_passes_every_case_of_the_kit[tiered-True-threads_get_their_own_blocks]",

@@ -1,10 +1,9 @@
 """Run random programs on a block allocator, kvpool's or another one, and check every result.
 
-``kvpool fuzz`` runs them on the installed core and on a plain Python model of it, which predicts every id, count and
-array. ``--target module:factory`` drives an allocator (``factory(num_blocks=..., block_size=...)``, see
-`kvpool.testing.fuzz_target.Allocator`) or a backend (``factory(spec, num_blocks)``). The names of the parameters tell
-which; if they do not, what the factory makes does. A finding is shrunk and printed as a test, with the command that
-repeats it.
+``kvpool fuzz`` runs them on the installed core. ``--target module:factory`` drives another allocator
+(``factory(num_blocks=..., block_size=...)``, see `kvpool.testing.fuzz_target.Allocator`) or a backend
+(``factory(spec, num_blocks)``). The names of the parameters tell which; if they do not, what the factory makes does.
+A finding is shrunk and printed as a test, with the command that repeats it.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import kvpool
 from kvpool.cli.console import CommandError, whole
 
 SECONDS = 10.0
+OWN = "kvpool.testing.fuzz_pool:PoolAllocator"  # the installed core
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
     }
     limit = limits(args, {"seconds": SECONDS, "calls": None})
     told = None if args.json else Progress(limit)
-    fuzz = _fuzz_target if args.target else _fuzz_pool
-    facts = {"kvpool": kvpool.__version__, "seed": seed, **sizes, **fuzz(args, seed, sizes, {**limit, "told": told})}
+    facts = {"kvpool": kvpool.__version__, "seed": seed, **sizes}
+    facts |= _fuzz(args.target or OWN, seed, sizes, {**limit, "told": told})
     print(json.dumps(facts, indent=2) if args.json else describe(facts))
     return 0 if facts["finding"] is None else 1
 
@@ -104,13 +104,6 @@ class Progress:
         print(f"\r{spent:6.0f} s of {end}: {calls:,} calls, {calls / spent:,.0f}/s ", end="", file=sys.stderr)
 
 
-def _fuzz_pool(args: argparse.Namespace, seed: int, sizes: dict[str, Any], limit: dict[str, Any]) -> dict[str, Any]:
-    from kvpool.testing.fuzz_pool import hunt_pool
-
-    report = hunt_pool(kvpool.Pool, seed, **sizes, **limit)
-    return facts_of(report, f"kvpool fuzz --seed {report.seed} --ops 1{given(sizes)}")
-
-
 def facts_of(report: Any, again: str) -> dict[str, Any]:
     """What a report says, and the command that repeats its finding."""
     return {
@@ -124,7 +117,7 @@ def facts_of(report: Any, again: str) -> dict[str, Any]:
     }
 
 
-# ---- other targets -----------------------------------------------------------------------------------------
+# ---- targets -----------------------------------------------------------------------------------------------
 
 
 def load_target(text: str) -> Callable[..., Any]:
@@ -197,18 +190,18 @@ def _makes_allocators(target: str, factory: Callable[..., Any], sizes: dict[str,
     raise CommandError(f"--target {target}: {'; '.join(reasons)}")
 
 
-def _fuzz_target(args: argparse.Namespace, seed: int, sizes: dict[str, Any], limit: dict[str, Any]) -> dict[str, Any]:
-    factory = load_target(args.target)
+def _fuzz(target: str, seed: int, sizes: dict[str, Any], limit: dict[str, Any]) -> dict[str, Any]:
+    factory = load_target(target)
     if not callable(factory):
-        raise CommandError(f"--target {args.target}: {factory!r} cannot be called")
-    module, _, name = args.target.partition(":")
+        raise CommandError(f"--target {target}: {factory!r} cannot be called")
+    module, _, name = target.partition(":")
     options: dict[str, Any] = {
         "source": f"from {module} import {name.partition('.')[0]}\n{name}",
         **sizes,
         **limit,
     }
     report: Any
-    if _makes_allocators(args.target, factory, sizes):
+    if _makes_allocators(target, factory, sizes):
         from kvpool.testing.fuzz_target import hunt_target
 
         report = hunt_target(factory, seed, **options)
@@ -219,10 +212,11 @@ def _fuzz_target(args: argparse.Namespace, seed: int, sizes: dict[str, Any], lim
         try:
             report = hunt_backend(factory, seed, **options)
         except ValueError as error:
-            raise CommandError(f"--target {args.target}: {error}") from None
+            raise CommandError(f"--target {target}: {error}") from None
         more = {"cases": report.cases}
-    again = f"kvpool fuzz --target {args.target} --seed {report.seed} --ops 1{given(sizes)}"
-    return {"target": args.target, **more, **facts_of(report, again)}
+    named = "" if target == OWN else f" --target {target}"
+    again = f"kvpool fuzz{named} --seed {report.seed} --ops 1{given(sizes)}"
+    return {"target": target, **more, **facts_of(report, again)}
 
 
 # ---- words -------------------------------------------------------------------------------------------------

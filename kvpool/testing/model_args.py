@@ -169,7 +169,9 @@ def block_ids(call: str, values: Any, num_blocks: int, reserved: int) -> list[in
 
 
 def mask(call: str, values: Any, num_rows: int) -> list[int]:
-    """Return the bytes of a row mask: a bool or uint8 array of `num_rows` entries."""
+    """Return the bytes of a row mask: a bool or uint8 array of `num_rows` entries, or so many bools."""
+    if isinstance(values, list | tuple) and all(isinstance(value, bool) for value in values):
+        values = np.array(values, bool)
     if not isinstance(values, np.ndarray):
         raise TypeError(f"[{call}] mask is a {type(values).__name__}, a bool or uint8 array is needed")
     batch = _array(call, "mask", values, ("bool", "uint8"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,7 +66,7 @@ def _judge(blocks: list[int], call: str, refusal: Callable[[int], Exception | No
 class BlockSet:
     """Blocks with ids ``_reserved .. num_blocks - 1``: references, the blank ones, the evictable ones, limbo.
 
-    Who has one says what names a block besides (`_named_in_tables`), which steps are pending, and what a public call
+    Who has one says what names a block (`_names`), which steps are pending, and what a public call
     does before it reads anything (`public_call`).
     """
 
@@ -122,12 +122,8 @@ class BlockSet:
 
     # ---- who has which block ------------------------------------------------------------------------------
 
-    def _named_in_tables(self, block: int) -> int:
-        """How many table entries name a block."""
-        raise NotImplementedError
-
-    def _referenced(self) -> set[int]:
-        """Blocks with a reference."""
+    def _names(self) -> list[int]:
+        """A block for every table entry that names it, and whatever else of the pool does."""
         raise NotImplementedError
 
     def _has_own_cache(self) -> bool:
@@ -135,7 +131,11 @@ class BlockSet:
         raise NotImplementedError
 
     def _refcount(self, block: int) -> int:
-        return self._raw.get(block, 0) + self._named_in_tables(block)
+        return self._raw.get(block, 0) + self._names().count(block)
+
+    def _references(self) -> Counter[int]:
+        """Blocks that have a reference, and how many."""
+        return Counter(self._names()) + Counter(self._raw)
 
     def _available(self) -> int:
         return len(self._blank) + len(self._lru)
@@ -431,7 +431,8 @@ class BlockSet:
     @public_call
     def _blocks_refcount_histogram(self) -> np.ndarray:
         """Return how many unreserved blocks have each refcount, int64 ``[max refcount + 1]``."""
-        return np.bincount([self._refcount(b) for b in range(self._reserved, self.num_blocks)])
+        references = self._references()
+        return np.bincount([references[block] for block in range(self._reserved, self.num_blocks)])
 
 
 class Part:
@@ -605,8 +606,8 @@ class BlockModel(BlockSet):
         """Blocks by id, of arena 0."""
         return self._blocks_arena(0)
 
-    def _named_in_tables(self, block: int) -> int:
-        return sum(s.table.count(block) for s in self._sequences.values())
+    def _names(self) -> list[int]:
+        return [block for seq in self._sequences.values() for block in seq.table]
 
     def _arena(self, call: str, arena: Any) -> BlockSet:
         args.integer(call, "arena", arena, 0, 0)
@@ -831,9 +832,11 @@ class SequenceModel(BlockModel):
         self._chain("reset")
 
     @public_call
-    def table(self, handle: int) -> np.ndarray:
+    def table(self, handle: int, group: int = 0) -> np.ndarray:
         """Return the blocks of a sequence, int32 ``[blocks]``, a copy."""
-        return np.array(self._one("table", handle, True).table, np.int32)
+        seq = self._one("table", handle, True)
+        args.integer("table", "group", group, 0, 0)
+        return np.array(seq.table, np.int32)
 
     @public_call
     def num_tokens(self, handle: int) -> int:

@@ -25,6 +25,7 @@ import kvpool
 from kvpool._core import BlockAPI, Plan, Pool, PrefixCache
 from kvpool.errors import CorruptState, KVPoolError
 from kvpool.stats import PoolOptions
+from kvpool.testing.fuzz_target import minimal
 
 CALLS = {  # every call that may change a pool -> its arguments in order; what is made again has no padding and no `out`
     "open": "tokens namespace cut reserve load again", "loaded": "handle n", "fork": "handle n",
@@ -374,7 +375,7 @@ def _check(pool: Any, number: int, call: Call | None) -> Failure | None:
 
 
 def minimise(record: Calls, failure: Failure, pool_type: Callable[..., Any] = kvpool.Pool) -> list[Call]:
-    """The fewest calls that still fail like `failure`: halves, quarters, ... are left out, as long as any can be.
+    """The fewest calls that still fail like `failure`, by `kvpool.testing.fuzz_target.minimal`.
 
     Raises
     ------
@@ -389,14 +390,4 @@ def minimise(record: Calls, failure: Failure, pool_type: Callable[..., Any] = kv
 
     if failure.kind in ("digest", "refused") or not fails(calls):
         raise RecordError(f"this cannot be made smaller: {failure}")
-    size = len(calls) // 2
-    while size:
-        at = 0
-        while at < len(calls):
-            without = calls[:at] + calls[at + size :]
-            if fails(without):
-                calls = without
-            else:
-                at += size
-        size //= 2
-    return calls
+    return minimal(calls, fails)

@@ -11,7 +11,7 @@ cdef enum:
     MOST_ARENAS = 16
     GONE = -2                   # stands for the ids of an entry that was let go
 
-cdef enum:                      # in the order of `proof.plain.programs.KINDS`
+cdef enum:                      # in the order of `proof.fuzz.shape.KINDS`
     FULL_KIND
     WINDOW_KIND
     CHUNK_KIND

@@ -27,8 +27,7 @@ from proof.fuzz._fuzz_base cimport (
 from proof.fuzz._storage cimport line_stamp
 
 from kvpool import errors
-from proof.plain.programs import KINDS
-from proof.fuzz.shape import OPERATIONS
+from proof.fuzz.shape import KINDS, OPERATIONS
 
 REFUSALS = (errors.KVPoolError, ValueError)
 

@@ -6,8 +6,9 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from proof.plain.programs import options_of
+from kvpool.groups import Group
 
+KINDS = ("full", "window", "chunk", "state")
 OPERATIONS = (
     *("open", "open_prompt", "step", "reserve", "fork", "truncate", "close", "close_batch", "defer_close"),
     *("done", "done_any", "execute", "rollback", "commit", "match", "pin", "evict", "flush"),
@@ -151,6 +152,60 @@ GROUP_WEIGHTS = {
     **{"done": 20, "done_any": 6, "execute": 5, "rollback": 6, "can": 2, "reset": 0.05},
     **{"alloc": 1, "incref": 2, "decref": 5, "mark_cached": 2, "touch": 2, "evict": 0.5, "drain_evicted": 0.5},
 }
+
+
+def groups_of(rng: random.Random, size: int, reserved: int) -> list[Group]:
+    """One to eight groups; only states, or one at least has blocks in arena 0."""
+    num_arenas = rng.choice([1, 1, 1, 2, 2, 3, 6])
+    if rng.random() < 0.08:
+        return [Group.state(rng.randint(2, 8)) for _ in range(rng.choice([1, 1, 2, 3]))]
+    kinds = ["full"] if rng.random() < 0.4 else ["full", "full", "window", "window", "chunk", "state"]
+    groups: list[Group] = []
+    told = 0  # the last arena that has blocks
+    for place in range(rng.choice([1, 2, 2, 2, 3, 3, 3, 4, 5, 8])):
+        kind = rng.choice([kind for kind in kinds if place or kind != "state"])
+        if kind == "state":
+            groups.append(Group.state(rng.randint(2, 8)))
+            continue
+        options: dict[str, Any] = {"columns": rng.choice([1, 1, 2, 3])}
+        if rng.random() < 0.6:
+            options["block_size"] = size * rng.choice([1, 2, 2, 4])
+        arena = rng.randrange(num_arenas) if place else 0
+        if arena:
+            options["arena"] = min(arena, told + 1)
+            if arena > told:
+                told, options["num_blocks"] = told + 1, reserved + rng.randint(6, 40)
+        if kind == "window":
+            width = rng.choice([rng.randint(1, 5), rng.randint(1, 12)])
+            options["keep"] = rng.choice([0, rng.randrange(width)])
+            groups.append(Group.window(width, **options))
+        elif kind == "chunk":
+            groups.append(Group.chunk(rng.choice([rng.randint(1, 5), rng.randint(1, 12)]), **options))
+        else:
+            groups.append(Group.full(**options))
+    return groups
+
+
+def options_of(seed: int) -> dict[str, Any]:
+    """The pool of a run."""
+    rng = random.Random(seed)
+    size, reserved = rng.choice([1, 2, 2, 3, 4]), rng.choice([0, 1, 1, 2])
+    groups = groups_of(rng, size, reserved)
+    widths = [group.size for group in groups if group.kind in ("window", "chunk")]
+    return {
+        "num_blocks": reserved + rng.randint(8, 64),
+        "block_size": size,
+        "max_seqs": rng.choice([3, 5, 8, 8]),
+        "max_blocks_per_seq": rng.choice([None, None, 6, 30]),
+        "reserved_blocks": reserved,
+        "watermark": rng.choice([0, 0, 2]),
+        "in_order": rng.random() < 0.25,
+        "lookahead": rng.choice([0, 0, rng.randrange(min(widths, default=5))]),
+        "groups": groups,
+        "prefix_cache": False,
+        "events": 0,
+        "two_classes": False,
+    }
 
 
 def draw_group_shape(seed: int) -> Shape:

@@ -11,12 +11,10 @@ from typing import Any, ClassVar
 
 import kvpool
 from kvpool.groups import Group
-from kvpool.testing.fuzz_target import TargetFinding
 from proof.mutation.scenarios import tried
 from proof.mutation.tape import Difference, first_tag
-from proof.plain.programs import WRONG, GroupRun, compare_constructors, make_group, options_of
+from tests.verify.constructors import WRONG, compare_constructors, make_group
 
-RUNS = 90
 CONSTRUCTORS = 150
 FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "slot_ids", "table_updates")
 NAMES = ("block_tables", "slot_mapping", "kv_starts", "copies", "dirty_rows", "state_src", "state_dst")
@@ -59,7 +57,7 @@ class GroupTape:
         Traced.trace.clear()
         try:
             self.program()
-        except (TargetFinding, AssertionError) as finding:
+        except AssertionError as finding:
             if not blind:
                 yield Difference(self.judged, None, finding)
         else:
@@ -69,16 +67,8 @@ class GroupTape:
                 yield Difference(False, None, "the pool says something else of itself")
 
 
-def group_tapes(seed: int, cached_runs: int) -> Iterator[GroupTape]:
-    """Random programs, judged without the pool's counters and seen with them; then random constructors."""
-    for number in range(RUNS):
-        name, judged = f"groups {number}, seed {seed}", number % 3 > 0
-        run = GroupRun(options_of(1000 * seed + number), number, (Traced, kvpool.Plan), counters=not judged)
-        yield GroupTape(name, lambda run=run: run.play(run.words()), judged)
-    for number in range(cached_runs):
-        run = GroupRun(options_of(1000 * seed + number, prefix_cache=True), number, (Traced, kvpool.Plan))
-        name = f"groups with a prefix cache {number}, seed {seed}"
-        yield GroupTape(name, lambda run=run: run.play(run.words()), True)
+def group_tapes(seed: int) -> Iterator[GroupTape]:
+    """Random constructors."""
     make = kvpool.Pool
     yield GroupTape("constructors", lambda: compare_constructors(make, seed, CONSTRUCTORS), True)
 

@@ -335,7 +335,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--share", type=float, default=1.0, help="of the mutants")
     parser.add_argument("--tapes", type=int, default=40, help="of the state machine")
     parser.add_argument("--quick", action="store_true", help="without the tapes on which memory runs out")
-    parser.add_argument("--cached", type=int, default=60, help="programs on prefix caches of pools with groups")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--files", nargs="*", help="names of sources: mutants of these alone")
@@ -354,7 +353,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.only:
         picked = [mutant for mutant in mutants if mutant["number"] in options.only]
     start = time.perf_counter()
-    tapes = [*tapes, *fuzz_runs(options.seed), *group_tapes(options.seed, options.cached)]
+    tapes = [*tapes, *fuzz_runs(options.seed), *group_tapes(options.seed)]
     for tape in tapes:
         tape.judged &= not options.unjudged
     recorded = time.perf_counter() - start

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvpool import CapacityExceeded, Group, Plan, PlanStateError, Pool, StaleHandle
-from kvpool.testing.fuzz_pool import hunt_pool
+from tests.verify import run
 
 PROMPT = list(range(100, 121))
 STATES = [Group.full(), Group.window(8, keep=4), Group.state(slots=6, blocks=3)]
@@ -379,4 +379,4 @@ class CountsTheLoad(Pool):
 
 @pytest.mark.parametrize("broken", [ForgetsToWait, CountsTheLoad])
 def test_fuzzer_sees_a_pool_with_a_planted_bug_in_its_loads(broken):
-    assert hunt_pool(broken, seed=3, calls=20_000, seconds=60).finding is not None
+    assert run.hunt(3, calls=100_000, make_pool=broken).finding is not None

@@ -7,8 +7,7 @@ from both_pools import pools_of
 import kvpool
 from kvpool.errors import CapacityExceeded, OutOfBlocks, PlanStateError
 from kvpool.groups import Group
-from kvpool.testing import ModelPlan
-from proof.plain import plain_pool
+from kvpool.testing import ModelPlan, ModelPool
 
 
 @pytest.fixture(params=["model", "core"])
@@ -428,7 +427,7 @@ def test_updates_are_for_pools_with_groups(make):
     plan, told = updates_of(pool, type(other))
     grow(pool, plan, [pool.open()], 3)
     assert told() == []
-    make_pool, make_plan = (kvpool.Pool, kvpool.Plan) if isinstance(pool, kvpool.Pool) else (plain_pool, ModelPlan)
+    make_pool, make_plan = (kvpool.Pool, kvpool.Plan) if isinstance(pool, kvpool.Pool) else (ModelPool, ModelPlan)
     with pytest.raises(ValueError):
         make_plan(make_pool(8, 4), 4, 32, formats=("table_updates",))
 

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from kvpool import Group, Plan, Pool
-from kvpool.testing import ModelPlan
-from proof.plain import plain_pool
+from kvpool.testing import ModelPlan, ModelPool
 
 BLOCKS, SEQS, PLANS, ROWS = 24, 5, 3, 8
 GROUPS: dict[str, list[Group] | None] = {
@@ -79,7 +78,7 @@ class Machine(RuleBasedStateMachine):
     def create(self, block_size: int, in_order: bool) -> None:
         """Make both pools."""
         options = {"block_size": block_size, "in_order": in_order, "groups": self.groups}
-        self.sides = [Side(*make, options) for make in (self.make, (plain_pool, ModelPlan))]
+        self.sides = [Side(*make, options) for make in (self.make, (ModelPool, ModelPlan))]
         self.texts: list[list[int]] = []  # the tokens of each sequence: of what it holds, and more
 
     def teardown(self) -> None:

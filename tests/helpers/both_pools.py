@@ -1,13 +1,12 @@
 """The core and its plain model, for tests whose every number holds for both."""
 
 import kvpool
-from kvpool.testing import ModelPlan
-from proof.plain import plain_pool
+from kvpool.testing import ModelPlan, ModelPool
 
 
 def pools_of(kind, formats):
     """Yield ``make(num_blocks, block_size, *groups, **options)``, which makes a pool and two plans; check all pools."""
-    make_pool, make_plan = (plain_pool, ModelPlan) if kind == "model" else (kvpool.Pool, kvpool.Plan)
+    make_pool, make_plan = (ModelPool, ModelPlan) if kind == "model" else (kvpool.Pool, kvpool.Plan)
     pools = []
 
     def build(num_blocks, block_size, *groups, **options):

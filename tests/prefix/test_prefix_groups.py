@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 
 from kvpool import Group, OutOfBlocks, Plan, Pool, StaleHandle
-from kvpool.testing import ModelPlan
-from proof.plain import plain_pool
-from proof.plain.programs import GroupRun, options_of
+from kvpool.testing import ModelPlan, ModelPool
 
 #: Groups for which a hit needs a checkpoint, or an entry of several base blocks.
 KINDS = (
@@ -41,14 +39,7 @@ def make(*groups, num_blocks=200, kinds=(Pool, Plan), **options):
 
 
 #: Every number of a test holds for the core and for the model.
-EITHER = pytest.mark.parametrize("kinds", [(Pool, Plan), (plain_pool, ModelPlan)], ids=["core", "model"])
-
-
-@pytest.mark.parametrize("seed", [*range(30), *(pytest.param(n, marks=pytest.mark.long) for n in range(30, 300))])
-def test_random_programs_agree_with_the_model_and_read_their_own_content(seed):
-    print("seed", seed)
-    run = GroupRun(options_of(seed, prefix_cache=True), seed, (Pool, Plan))
-    run.play(run.words())
+EITHER = pytest.mark.parametrize("kinds", [(Pool, Plan), (ModelPool, ModelPlan)], ids=["core", "model"])
 
 
 @pytest.mark.parametrize("groups", KINDS)
@@ -209,7 +200,7 @@ def test_checkpoint_larger_than_arena_0_is_refused():
     ({"two_classes": True, "prefix_cache": True}, ValueError),
 ])  # fmt: skip
 def test_two_classes_without_checkpoints_are_refused(options, error):
-    for make_pool in (Pool, plain_pool):
+    for make_pool in (Pool, ModelPool):
         with pytest.raises(error, match=r"\[Pool\] two_classes"):
             make_pool(20, 4, **options)
     assert Pool(20, 4, groups=[Group.full()], prefix_cache=True, two_classes=True).options.two_classes
@@ -422,7 +413,7 @@ def test_rollback_drops_what_open_rows_saved_beside_a_row_that_was_closed(kinds)
 
 def test_rows_that_compute_one_prompt_at_a_time_make_its_checkpoints_once():
     left = []
-    for kinds in ((Pool, Plan), (plain_pool, ModelPlan)):
+    for kinds in ((Pool, Plan), (ModelPool, ModelPlan)):
         pool, plan = make(Group.full(), Group.state(8, blocks=1), kinds=kinds, two_classes=True)
         for text in ([1] * 80, [1] * 20 + [4] * 60):
             pool.close(prefill(pool, plan, text)[0])

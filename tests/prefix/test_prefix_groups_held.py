@@ -15,8 +15,7 @@ from checkpoint_faults import PublishedUnwritten
 from prefixes import ask
 
 from kvpool import Group, KVPoolError, Plan, PlanStateError, Pool
-from kvpool.testing import ModelPlan
-from proof.plain import plain_pool
+from kvpool.testing import ModelPlan, ModelPool
 
 PROMPT = list(range(100, 116))  # four blocks
 GROUPS = {
@@ -26,7 +25,7 @@ GROUPS = {
     "window": [Group.full(), Group.window(8)],
     "state": [Group.full(), Group.state(16, blocks=2)],
 }
-POOLS = {"core": (Pool, Plan), "model": (plain_pool, ModelPlan)}
+POOLS = {"core": (Pool, Plan), "model": (ModelPool, ModelPlan)}
 
 
 class Family:

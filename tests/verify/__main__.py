@@ -5,6 +5,7 @@
     python -m tests.verify --seconds 60
     python -m tests.verify --ops 1e8 --seed 7 --without rollback
     python -m tests.verify --program FILE       # plays one program, as a finding saves it
+    python -m tests.verify --model              # beside the plain model: ids, order, counts, refusals, too
     python -m tests.verify --canaries           # planted faults, each of which has to be found
 
 A finding is shrunk and printed as a test, with the command that repeats it.
@@ -17,9 +18,12 @@ import random
 import sys
 from pathlib import Path
 
+import kvpool
 from kvpool.cli.console import CommandError
 from kvpool.cli.fuzz import SECONDS, Progress, limits, seed_of
 from tests.verify import run
+from tests.verify.twin import WORDS_PER_RUN as WORDS_BESIDE_MODEL
+from tests.verify.twin import Twin
 from tests.verify.words import ALWAYS, WORDS, shape_of
 
 
@@ -36,6 +40,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--ops", help="calls to make instead")
     parser.add_argument("--seed", help="of the first run; with --ops 1 that run alone (default: random)")
     parser.add_argument("--without", action="append", default=[], metavar="WORD", help="leave a word out of all runs")
+    parser.add_argument("--model", action="store_true", help="make each call on the plain model, too, and compare all")
     parser.add_argument("--program", metavar="FILE", help="play the program of a file")
     parser.add_argument("--save", metavar="FILE", help="write the program of a finding to a file")
     parser.add_argument("--canaries", nargs="*", metavar="NAME", help="find planted faults, all or those named")
@@ -58,7 +63,8 @@ def fuzz(args: argparse.Namespace) -> int:
     seed = random.SystemRandom().getrandbits(31) if args.seed is None else seed_of(args.seed)
     limit = limits(args, {"seconds": SECONDS, "calls": None})
     print(f"seed {seed}", flush=True)
-    report = run.hunt(seed, **limit, without=without, told=Progress(limit))
+    make_pool, length = (Twin, WORDS_BESIDE_MODEL) if args.model else (kvpool.Pool, run.WORDS_PER_RUN)
+    report = run.hunt(seed, **limit, without=without, words=length, make_pool=make_pool, told=Progress(limit))
     rate = report.calls / report.seconds
     print(f"{report.calls:,} calls in {report.runs:,} runs, {report.seconds:.1f} s, {rate:,.0f}/s")
     print("  words: " + ", ".join(f"{name} {n:,}" for name, n in report.words.items()))
@@ -66,26 +72,26 @@ def fuzz(args: argparse.Namespace) -> int:
     if report.finding is None or report.seed is None:
         print("no finding")
         return 0
-    options = "".join(f" --without {word}" for word in without)
+    options = "".join(f" --without {word}" for word in without) + " --model" * args.model
     print(f"FINDING at word {report.place}: {report.finding}")
     print(f"again: python -m tests.verify --seed {report.seed} --ops 1{options}", flush=True)
-    shrunk = run.shrink(shape_of(report.seed, without), report.place)
+    shrunk = run.shrink(shape_of(report.seed, without), report.place, make_pool)
     if shrunk is None:
         print("The run fails, but not by the methods of Python with a check after every word.")
         return 1
-    print(run.as_test(report.seed, without, shrunk))
+    print(run.as_test(report.seed, without, shrunk, args.model))
     if args.save:
         Path(args.save).write_text(run.save(report.seed, without, shrunk.words))
     return 1
 
 
-def play(name: str) -> int:
+def play(name: str, by_model: bool) -> int:
     """Play the program of a file."""
     try:
         seed, without, words = run.load(Path(name).read_text())
     except (OSError, ValueError) as error:
         raise CommandError(f"--program {name}: {error}") from None
-    finding, calls = run.play(shape_of(seed, without), words)
+    finding, calls = run.play(shape_of(seed, without), words, Twin if by_model else kvpool.Pool)
     print("\n".join(calls))
     print(f"FINDING: {finding}" if finding else "no finding")
     return 1 if finding else 0
@@ -99,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
             from tests.verify.canaries import show
 
             return show(args.canaries)
-        return fuzz(args) if args.program is None else play(args.program)
+        return fuzz(args) if args.program is None else play(args.program, args.model)
     except CommandError as error:
         print(f"python -m tests.verify: {error}", file=sys.stderr)
         return 2

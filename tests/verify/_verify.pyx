@@ -84,12 +84,14 @@ cdef class Run(Calls):
     shape : tests.verify.words.Shape
         Pool, plans, weights and appetite.
     make_pool : callable, optional
-        Called with the arguments of `kvpool.Pool`; returns one, or one of a subclass.
+        Called with the arguments of `kvpool.Pool`; returns one, or one of a subclass. What that has of `make_plan` and
+        `bind` takes the place of `Plan` and its `bind`.
     trace : list, optional
         Gets the calls as lines of Python.
     """
 
     cdef bint in_order, has_cache, has_states
+    cdef object bind
     cdef dict known             # content keys by the events; None: events were lost, or there are none
     cdef uint8_t[FACES] dice
     cdef uint64_t seed
@@ -120,7 +122,8 @@ cdef class Run(Calls):
         self.shape, self.trace = shape, trace
         self.pool = make_pool(**shape.pool)
         self.direct = type(self.pool) is Pool and trace is None
-        self.plans = [Plan(self.pool, **options) for options in shape.plans]
+        make_plan, self.bind = getattr(self.pool, "make_plan", Plan), getattr(self.pool, "bind", Plan.bind)
+        self.plans = [make_plan(self.pool, **options) for options in shape.plans]
         self.prefix, self.blocks = self.pool.prefix, self.pool.blocks
         self.has_cache, self.in_order = shape.pool["prefix_cache"], shape.pool["in_order"]
         self.known = {} if shape.pool["events"] else None
@@ -322,7 +325,7 @@ cdef class Run(Calls):
         if op == STALE:
             return self.op_stale(w)
         if op == BIND:
-            self.call("bind", self.plans[w.a % <uint32_t>self.num_plans].bind, ())
+            self.call("bind", self.bind, (self.plans[w.a % <uint32_t>self.num_plans],))
             return 0
         return self.op_reset()
 
@@ -1058,7 +1061,10 @@ cdef class Run(Calls):
         return 0
 
     cdef int32_t full_group(self, uint32_t x) noexcept nogil:
+        """A full group, from which tokens leave; rarely one that refuses that."""
         cdef int32_t g, i
+        if 0 < x < 1 << 27:
+            return <int32_t>(x % <uint32_t>self.num_groups)
         for i in range(self.num_groups):
             g = <int32_t>((x + <uint32_t>i) % <uint32_t>self.num_groups)
             if self.group[g].kind == FULL:

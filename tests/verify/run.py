@@ -63,23 +63,24 @@ def hunt(
     calls: int | None = None,
     seconds: float | None = None,
     without: Iterable[str] = (),
+    words: int = WORDS_PER_RUN,
     make_pool: Callable[..., Any] = kvpool.Pool,
     told: Callable[[Report], None] | None = None,
 ) -> Report:
     """Run after run until one finds something, or so many calls or seconds are through.
 
     The first run is that of `seed`, so the report's `seed` and ``calls=1`` repeat the run that failed. A run is made
-    whole. `without` names words that no program has.
+    whole, of so many `words`. `without` names words that no program has.
     """
     report, rng, began = Report(), random.Random(seed), time.monotonic()
     left_out = tuple(without)
     while report.finding is None:
         report.seed = rng.getrandbits(32) if report.runs else seed
         run = Run(shape_of(report.seed, left_out), make_pool)
-        report.finding = finding_of(lambda run=run: run.run(WORDS_PER_RUN, CHECK_EVERY))  # type: ignore[misc]
+        report.finding = finding_of(lambda run=run: run.run(words, CHECK_EVERY))  # type: ignore[misc]
         report.place = run.place
-        words, met = run.facts()
-        report.words.update(words)
+        said, met = run.facts()
+        report.words.update(said)
         report.met.update(met)
         report.calls += met["calls"]
         report.runs += 1
@@ -122,15 +123,17 @@ def shrink(shape: Shape, place: int, make_pool: Callable[..., Any] = kvpool.Pool
     return Shrunk(finding or first, words, calls)
 
 
-def as_test(seed: int, without: tuple[str, ...], shrunk: Shrunk) -> str:
-    """A test that plays a program."""
+def as_test(seed: int, without: tuple[str, ...], shrunk: Shrunk, by_model: bool = False) -> str:
+    """A test that plays a program. `by_model`: beside the model."""
     calls = "".join(f"    # {line}\n" for line in shrunk.calls)
     words = "".join(f"        {word},  # {WORDS[word[0]]}\n" for word in shrunk.words)
     left_out = f", {without!r}" if without else ""
     return (
-        "from tests.verify.run import play\nfrom tests.verify.words import shape_of\n\n\n"
+        "from tests.verify.run import play\n"
+        + ("from tests.verify.twin import Twin\n" if by_model else "")
+        + "from tests.verify.words import shape_of\n\n\n"
         f"def test_verify_{seed}():\n    # {shrunk.finding}\n{calls}    words = [\n{words}    ]\n"
-        f"    assert play(shape_of({seed}{left_out}), words)[0] is None\n"
+        f"    assert play(shape_of({seed}{left_out}), words{', Twin' if by_model else ''})[0] is None\n"
     )
 
 

@@ -14,9 +14,9 @@ import numpy as np
 from kvpool.errors import CapacityExceeded, CorruptState, PlanStateError
 from kvpool.groups import Group
 from kvpool.testing import model_args as args
-from kvpool.testing.model import StepModel
 from kvpool.testing.model_blocks import BlockSet, Step, ceil_div, public_call
 from kvpool.testing.model_plan import ModelPlan, Sequence, dirty_rows
+from kvpool.testing.model_steps import StepModel
 
 MAX_GROUPS, MAX_ARENAS, MULTIPLES = 8, 8, (1, 2, 4)
 HOLE: list[int] = []  #: what a table has instead of an entry that was let go
@@ -34,8 +34,7 @@ class Arena(BlockSet):
     def _pending(self) -> list[Any]:  # type: ignore[override]
         return self._pool._pending
 
-    def names(self) -> list[int]:
-        """A block for every table entry that names it."""
+    def _names(self) -> list[int]:
         return [
             block
             for seq in self._pool._sequences.values()
@@ -45,16 +44,10 @@ class Arena(BlockSet):
             for block in entry
         ]
 
-    def _named_in_tables(self, block: int) -> int:
-        return self.names().count(block)
-
     def is_idle(self, block: int) -> bool:
         """Nobody names the block, and no pending step may use it."""
         in_limbo = any(block == one for one, _ in self._limbo)
         return not self._refcount(block) and block not in self._holds and not in_limbo
-
-    def _referenced(self) -> set[int]:
-        return set(self.names()) | {block for block, count in self._raw.items() if count}
 
     def _arena(self, call: str, arena: Any) -> BlockSet:
         return self._pool._arena(call, arena)
@@ -183,7 +176,7 @@ def make_layers(
 
 
 class GroupModel(StepModel):
-    """A pool of several layer groups: ``plain_pool(..., groups=[...])`` makes one.
+    """A pool of several layer groups: ``ModelPool(..., groups=[...])`` makes one.
 
     Parameters
     ----------
@@ -348,7 +341,7 @@ class GroupModel(StepModel):
         """What `n` tokens need in a group; `lost` and `reads` are what rows before gave up and copy, in its arena."""
         table, arena, size = seq.tables[layer.index], layer.arena, layer.block_size
         entries, length = table.entries, seq.num_tokens - table.evicted
-        named = arena.names()
+        named = arena._names()
 
         def is_own(block: int) -> bool:
             count = named.count(block) + arena._raw.get(block, 0) - lost.count(block)
@@ -566,7 +559,7 @@ class GroupModel(StepModel):
     ) -> list[int]:
         """Entries that compaction to `length` tokens rewrites and must not; `before` is what rows before replaced."""
         arena, entries = layer.arena, seq.tables[layer.index].entries
-        named, given = arena.names(), [block for block, _ in before]
+        named, given = arena._names(), [block for block, _ in before]
         if length == self._held(seq, layer):
             return []
 
@@ -595,9 +588,7 @@ class GroupModel(StepModel):
             self._refuse_row("unshare", plan, row, seq, 0)
             batch.append(seq)
             held, size = self._held(seq, layer), layer.block_size
-            replaced = [
-                (i, min(size, held - i * size)) for i in self._not_own(seq, layer, lengths[row], first, before)
-            ]
+            replaced = [(i, min(size, held - i * size)) for i in self._not_own(seq, layer, lengths[row], first, before)]
             entries = seq.tables[layer.index].entries
             before += [(block, tokens) for i, tokens in replaced for block in entries[i]]
             needs.append([(replaced, 0) if other is layer else ([], 0) for other in self.layers])
@@ -741,7 +732,7 @@ class GroupModel(StepModel):
     def check(self) -> None:
         """Recompute what the bookkeeping implies; raises `CorruptState`."""
         for arena in self.arenas:
-            used = set(arena.names()) | set(arena._holds) | {block for block, count in arena._raw.items() if count}
+            used = arena._references().keys() | set(arena._holds)
             places = arena._blank + arena._lru + [block for block, _ in arena._limbo] + list(used)
             if sorted(places) != list(range(arena._reserved, arena.num_blocks)):
                 raise CorruptState(f"[check] arena {arena._number}: a block is in no place or in two: {sorted(places)}")

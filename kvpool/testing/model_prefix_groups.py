@@ -18,8 +18,8 @@ from kvpool.errors import CapacityExceeded, CorruptState, OutOfSequences
 from kvpool.stats import PrefixStats
 from kvpool.testing import model_args as args
 from kvpool.testing.model_blocks import Part, Step, ceil_div, public_call
+from kvpool.testing.model_groups import HOLE, Arena, GroupModel, Layers, Table
 from kvpool.testing.model_plan import Sequence
-from proof.plain.groups import HOLE, Arena, GroupModel, Layers, Table
 
 MOST_TAKEN = 2  #: checkpoints that a row has taken and not published
 NODES_PER_CHECKPOINT = 4  #: there is room for one checkpoint per so many nodes
@@ -149,7 +149,7 @@ class CachedArena(Arena):
 
 
 class CheckpointModel(GroupModel):
-    """`GroupModel` with a prefix cache: ``plain_pool(..., groups=[...], prefix_cache=True)`` makes one."""
+    """`GroupModel` with a prefix cache: ``ModelPool(..., groups=[...], prefix_cache=True)`` makes one."""
 
     arena_class, may_cache = CachedArena, True
 
@@ -497,7 +497,8 @@ class CheckpointModel(GroupModel):
         self, call: str, prompt: list[int], namespace: bytes
     ) -> tuple[list[Node], int, int, dict[int, Any], list[tuple[Layers, int]]]:
         """Return what a load finds and takes, if it is there: path, hit, blocks of the bundle, entries by group."""
-        length, path, hit, bundle = len(prompt), [], 0, 0
+        path: list[Node] = []
+        length, hit, bundle = len(prompt), 0, 0
         self._refuse_too_long(call, prompt)
         if self._is_cut:
             if not all(layer.group.blocks for layer in self._states):
@@ -703,15 +704,15 @@ class CheckpointModel(GroupModel):
         self._publish(seq, first)
         for depth in range(first + 1, len(seq.tokens) // self.block_size + 1):
             if seq.root is not None:
-                self._tell_at(seq, depth)
+                self._tell_at(seq.root, seq, depth)
                 self._publish(seq, depth)
 
-    def _tell_at(self, seq: Sequence, depth: int) -> None:
+    def _tell_at(self, root: int, seq: Sequence, depth: int) -> None:
         """Base block `depth` - 1 of a row is known: it is a node, and its entries stand for it."""
         prefix = tuple(seq.tokens[: depth * self.block_size])
-        node = self._nodes.get((seq.root, prefix))
+        node = self._nodes.get((root, prefix))
         if node is None:
-            node = self._nodes[seq.root, prefix] = Node(self._new_uid(), seq.root, seq.known.node, prefix)
+            node = self._nodes[root, prefix] = Node(self._new_uid(), root, seq.known.node, prefix)
             self._use["inserted"] += 1
         seq.known.node = node
         for layer, blocks in self._ending(seq, depth):
@@ -740,7 +741,7 @@ class CheckpointModel(GroupModel):
                 entry.waits = False
                 self._use["duplicates"] += entry.layer.index in entry.node.kv
                 entry.node.kv.setdefault(entry.layer.index, entry)
-        if length in seq.known.wanted:
+        if length in seq.known.wanted and seq.root is not None:
             self._publish_mark(seq, length, self._nodes[seq.root, tuple(seq.tokens[:length])])
         return True
 
@@ -1054,7 +1055,7 @@ class CheckpointModel(GroupModel):
     def check(self) -> None:
         """Recompute what the bookkeeping implies; raises `CorruptState`."""
         for arena in self.arenas:
-            named = {*arena.names(), *arena._holds, *(block for block, n in arena._raw.items() if n)}
+            named = arena._references().keys() | set(arena._holds)
             cached = {b for (index, b) in self._entries if index == arena._number}
             if arena._number == 0:
                 cached |= {b for mark in self._taken for bundle in mark.bundles.values() for b in bundle}

@@ -1,57 +1,12 @@
-"""Faults of the prefix cache with layer groups are convicted by random programs.
+"""The order in which checkpoints and entries of layer groups leave: the core's, and the plain model's."""
 
-``KVPOOL_LONG=1`` counts the calls of the slowest fault, too.
-"""
-
-import os
 from functools import cache, partial
 
 import pytest
-from checkpoint_faults import WRONG_CHOICE, WRONG_CONTENT, WRONG_ORDER, OutlivesItsKeys, WholePathRefreshed
+from checkpoint_faults import WRONG_ORDER
 
 from kvpool import Group, Plan, Pool
-from kvpool.testing import ModelPlan
-from kvpool.testing.fuzz_target import TargetFinding
-from proof.plain import plain_pool
-from proof.plain.programs import GroupRun, options_of
-
-MOST = 300_000
-FAULTS = [*WRONG_CONTENT, *WRONG_CHOICE, OutlivesItsKeys, WholePathRefreshed]
-COUNTED = FAULTS if os.environ.get("KVPOOL_LONG") else FAULTS[:-1]
-#: The first seed for faults that few programs show.
-FIRST = {"StaleStates": 22, "KeptTokensDropped": 20, "OutlivesItsKeys": 8, "WholePathRefreshed": 2062}
-FIRST_READ = {"ShortWindow": 8, "KeptTokensDropped": 20, "OtherNamespaces": 5, "PublishedUnwritten": 1002}
-
-
-def convict(fault, oracle, first, counters=True):
-    """Play programs from a seed on until one fails; returns what is wrong."""
-    calls, seed = 0, first
-    while calls < MOST:
-        run = GroupRun(options_of(seed, prefix_cache=True), seed, (fault, ModelPlan), oracle, counters)
-        try:
-            calls += run.play(run.words())
-        except TargetFinding as finding:
-            print(f"{fault.__name__}: seed {seed}, {calls} calls before: {finding}")
-            return finding
-        seed += 1
-    raise AssertionError(f"{MOST} calls from seed {first} on do not show {fault.__name__}")
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_planted_fault_differs_from_the_core(fault):
-    convict(fault, (Pool, Plan), FIRST.get(fault.__name__, 1))
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("fault", COUNTED, ids=lambda fault: fault.__name__)
-def test_planted_fault_differs_in_fewer_calls_than_it_may_take(fault):
-    convict(fault, (Pool, Plan), 1)
-
-
-@pytest.mark.parametrize("fault", WRONG_CONTENT, ids=lambda fault: fault.__name__)
-def test_planted_fault_is_seen_in_what_steps_read(fault):
-    assert convict(fault, (fault, ModelPlan), FIRST_READ.get(fault.__name__, 1), counters=False).kind == "content"
+from kvpool.testing import ModelPlan, ModelPool
 
 
 def _plan(pool, rows, tokens):
@@ -129,8 +84,8 @@ what_is_due = cache(partial(what_leaves, Pool))
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
-def test_plain_pool_agrees_in_the_order_of_leaving(case):
-    assert what_is_due(*case) == what_leaves(plain_pool, *case) and len(what_is_due(*case)) > 20
+def test_model_agrees_in_the_order_of_leaving(case):
+    assert what_is_due(*case) == what_leaves(ModelPool, *case) and len(what_is_due(*case)) > 20
 
 
 @pytest.mark.parametrize(

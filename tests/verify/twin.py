@@ -1,0 +1,287 @@
+"""The core beside its plain model: every call of a run is made on both, and all that can be read is compared.
+
+`Twin` is a pool for `tests.verify._verify.Run`. The model makes a call first. Then the core returns the same, or raises
+the same and is left as it was; afterwards statistics of all arenas, lengths and tables of all rows, the prefix cache's
+statistics and events, and the arrays of the plan that was filled are equal.
+
+A prefix cache of layer groups may hand out other blocks than the model: there the tables are equal up to the names of
+blocks, and other arrays of ids have the same holes. A call on blocks by id then names the model's blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvpool import Plan, Pool
+from kvpool.errors import KVPoolError
+from kvpool.testing import ModelPlan, ModelPool
+from kvpool.testing.fuzz_target import FuzzFinding as Finding
+
+WORDS_PER_RUN = 200  # few: the model is slow
+LOCAL_BITS = 52  # of a handle; the tag above them differs from pool to pool
+NUMBERS = ("needed", "short_by", "row", "blank", "evictable", "limbo", "arena")  # of an error
+FILL = ("step", "reserve", "unshare")  # calls that fill a plan
+CALLS = (
+    *("open", "loaded", "fork", "truncate", "close", "close_finished", "defer_close", "can", "done", "rollback"),
+    *("compact", "evict_blocks", "reset", *FILL),
+)
+OF_GROUPS = ("block_tables", "slot_mapping", "kv_starts", "kv_lens", "copies", "dirty_rows")
+OF_STATES = ("state_src", "state_dst", "state_loads", "state_saves")
+BY_ID = ("block_tables", "slot_mapping", "copies", "table_updates", "state_loads", "state_saves")
+
+
+def local(value: Any) -> Any:
+    """A result, with handles as all pools have them."""
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.shape, local(value.tolist())
+    if isinstance(value, list | tuple):
+        return [local(one) for one in value]
+    return value & ((1 << LOCAL_BITS) - 1) if type(value) is int and value > 0 else value
+
+
+def outcome(call: Callable[..., Any], given: Any, options: dict[str, Any]) -> tuple[Any, Exception | None]:
+    """What a call returned, or raised."""
+    try:
+        return call(*given, **options), None
+    except Exception as error:  # the other side must raise it, too
+        return None, error
+
+
+def is_same(got: Exception, want: Exception) -> bool:
+    """Whether two errors are of one kind, and name the same numbers and row."""
+    numbers = [[getattr(error, name, None) for name in NUMBERS] for error in (got, want)]
+    handles = [local(getattr(error, "handle", -1)) for error in (got, want)]
+    return type(got) is type(want) and numbers[0] == numbers[1] and handles[0] == handles[1]
+
+
+class Both:
+    """`pool.prefix`, or the blocks of an arena: the methods of both."""
+
+    def __init__(self, twin: Twin, arena: int, mine: Any, model: Any) -> None:
+        self.twin, self.number, self.mine, self.model = twin, arena, mine, model
+
+    def arena(self, number: int) -> Both:
+        """The blocks of another arena."""
+        return Both(self.twin, number, self.mine.arena(number), self.model.arena(number))
+
+    def events(self) -> list[Any]:
+        """What `Twin.compare` has not yet handed on."""
+        self.twin.compare()
+        told, self.twin.untold = self.twin.untold, []
+        return told
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Such a method."""
+
+        def call(*given: Any, **options: Any) -> Any:
+            mine, model = getattr(self.mine, name), getattr(self.model, name)
+            return self.twin.both(name, mine, model, given, options, self.number)
+
+        return call
+
+
+class Twin(Pool):
+    """A pool beside its model, which `make_model` makes."""
+
+    make_model: Callable[..., Any] = ModelPool
+
+    def __init__(self, **options: Any) -> None:
+        self.model = type(self).make_model(**options)
+        self.plans: dict[Plan, Any] = {}  # those of the model
+        groups = options["groups"]
+        self.kinds = [group.kind for group in groups] if groups else ["full"]
+        arenas = {group.arena for group in groups or () if group.kind != "state"} | {0}
+        self.num_arenas = len(arenas) + self.kinds.count("state")
+        self.has_cache, self.has_groups = options["prefix_cache"], groups is not None
+        self.hole = 0 if options["reserved_blocks"] else -1
+        self.are_renamed = self.has_cache and self.has_groups
+        self.names: list[dict[int, int]] = [{} for _ in range(self.num_arenas)]  # the core's block -> the model's
+        self.taken: list[dict[int, int]] = [{} for _ in range(self.num_arenas)]  # those that `alloc` gave
+        self.has_events = options["events"] > 0
+        self.cached: tuple[Counter[Any], ...] | None = Counter(), Counter()  # what events told; None: some were lost
+        self.untold: list[Any] = []
+        self.tag = 0  # of the core's handles
+
+    @property
+    def prefix(self) -> Any:
+        """The prefix cache of both."""
+        return Both(self, 0, super().prefix, self.model.prefix) if self.has_cache else None
+
+    @property
+    def blocks(self) -> Any:
+        """The blocks of both."""
+        return Both(self, 0, super().blocks, self.model.blocks)
+
+    def check(self) -> None:
+        """Check both."""
+        super().check()
+        self.model.check()
+
+    def shutdown(self) -> None:
+        """Give both tags back."""
+        super().shutdown()
+        self.model.shutdown()
+
+    @staticmethod
+    def make_plan(pool: Twin, **options: Any) -> Plan:
+        """A plan, and the model's."""
+        plan = Plan(pool, **options)
+        pool.plans[plan] = ModelPlan(pool.model, **options)
+        return plan
+
+    def bind(self, plan: Plan) -> None:
+        """Bind no array to a plan, so that all rows are dirty."""
+        self.both("bind", plan.bind, self.plans[plan].bind, (), {})
+
+    # ---- calls --------------------------------------------------------------------------------------------
+
+    def theirs(self, given: Any, arena: int | None) -> Any:
+        """An argument as the model takes it; `arena`: of blocks that it names."""
+        if isinstance(given, Plan):
+            return self.plans[given]
+        if isinstance(given, list | tuple):
+            return type(given)(self.theirs(one, arena) for one in given)
+        if type(given) is int and given >> LOCAL_BITS > 0:
+            return local(given) | self.model._tag << LOCAL_BITS
+        return given if arena is None or not self.are_renamed else self.names[arena].get(given, given)
+
+    def both(
+        self, name: str, mine: Any, model: Any, given: Any, options: dict[str, Any], arena: int | None = None
+    ) -> Any:
+        """Make a call on the model and on the core, and compare everything."""
+        if name in ("done", "rollback") and given[0].is_pending:
+            self.compare_plan(given[0])  # which nobody has written to
+        by_id = arena if name in ("incref", "decref", "mark_cached", "touch") else None
+        want, error = outcome(model, self.theirs(given, by_id), options)
+        before = None if error is None else (self.fingerprint(), self.digest())
+        got, raised = outcome(mine, given, options)
+        if error is not None or raised is not None:
+            if error is None or raised is None or not is_same(raised, error):
+                raise Finding(f"model: {name} gave {raised or got!r}, due was {error or want!r}") from raised
+            if isinstance(raised, KVPoolError) and not str(raised).startswith("["):
+                raise Finding(f"model: {name} raised a message without its call: {raised}")
+            if (self.fingerprint(), self.digest()) != before:
+                raise Finding(f"model: {name} changed the pool, and raised: {raised}")
+            raise raised
+        self.same(name, got, want, self.are_renamed and name in ("alloc", "bundle"))
+        if name in ("open", "pin"):
+            self.tag = got >> LOCAL_BITS
+        elif name == "alloc":
+            self.taken[arena or 0].update(zip(got.tolist(), want.tolist(), strict=True))
+        elif name == "reset":
+            self.taken = [{} for _ in range(self.num_arenas)]
+        if name in FILL:
+            self.compare_plan(given[0])
+        if name != "defer_close":  # the next call has to close it
+            self.compare()
+        return got
+
+    # ---- comparison ---------------------------------------------------------------------------------------
+
+    def same(self, what: str, got: Any, want: Any, only_shape: bool = False) -> None:
+        """Two results are equal, but for tags; of those with other ids the holes are."""
+        if only_shape:
+            got, want = got > self.hole, want > self.hole
+        if isinstance(got, np.ndarray) and isinstance(want, np.ndarray):
+            are_same = got.dtype == want.dtype and got.shape == want.shape and bool((got == want).all())
+        else:
+            are_same = got == want and type(got) is type(want)
+        if not are_same and local(got) != local(want):
+            raise Finding(f"model: {what} is {local(got)}, due {local(want)}")
+
+    def compare(self) -> None:
+        """Compare everything that can be read."""
+        model = self.model
+        for arena in range(self.num_arenas):
+            self.same(f"stats of arena {arena}", tuple(self.stats(arena)), tuple(model.stats(arena)))
+            if not self.are_renamed:  # the model counts no references of bundles
+                blocks = super().blocks.arena(arena), model.blocks.arena(arena)
+                self.same(f"histogram of arena {arena}", *[side.refcount_histogram() for side in blocks])
+        if self.has_cache:
+            self.same("prefix.stats", tuple(super().prefix.stats()), tuple(model.prefix.stats()))
+        if self.are_renamed:
+            for taken, home in zip(self.taken, model.arenas, strict=True):
+                for block in [block for block, due in taken.items() if not home._raw.get(due)]:
+                    del taken[block]
+            self.names = [dict(taken) for taken in self.taken]
+        for seq in list(model._sequences.values()):
+            if model._find(seq.handle, True) is not None:
+                self.compare_row(seq.handle)
+        if self.are_renamed:
+            for arena, names in enumerate(self.names):
+                if len(set(names.values())) < len(names):
+                    raise Finding(f"model: arena {arena} has blocks that are one in the model: {names}")
+        if self.has_events:
+            self.compare_events()
+
+    def compare_row(self, theirs: int) -> None:
+        """Compare what is said of a row."""
+        handle = local(theirs) | self.tag << LOCAL_BITS
+        who = f"row {theirs & 0xFFFFF}"
+        for call in ("is_open", "num_tokens", "capacity"):
+            self.same(f"{call} of {who}", getattr(self, call)(handle), getattr(self.model, call)(theirs))
+        for g in range(len(self.kinds)):
+            self.same(f"kv_len of {who} in group {g}", self.kv_len(handle, g), self.model.kv_len(theirs, g))
+            got, want = self.table(handle, g), self.model.table(theirs, g)
+            self.same(f"table of {who} in group {g}", got, want, self.are_renamed and self.kinds[g] != "state")
+            if self.are_renamed and self.kinds[g] != "state":
+                names = self.names[self.model.layers[g].arena._number]
+                for block, due in zip(got.ravel().tolist(), want.ravel().tolist(), strict=True):
+                    if block > self.hole and names.setdefault(block, due) != due:
+                        raise Finding(f"model: {who} shares block {block} in group {g}, in the model it does not")
+
+    def compare_events(self) -> None:
+        """Compare what the cache told; with groups, in any order within a call."""
+        mine, due = super().prefix.events(), self.model.prefix.events()
+        self.untold += mine
+        if not self.has_groups:
+            self.same("events", mine, due)
+            return
+        lost = ["lost" in [name for name, *_ in told] for told in (mine, due)]
+        if lost[0] != lost[1]:
+            raise Finding(f"model: events are {mine}, due {due}")
+        if lost[0]:
+            self.cached = None
+        if self.cached is not None:
+            for cached, told in zip(self.cached, (mine, due), strict=True):
+                for name, *rest in told:
+                    if name != "cleared":
+                        cached[rest[0], rest[5] if name == "stored" else rest[1]] += 1 if name == "stored" else -1
+            if +self.cached[0] != +self.cached[1] or any(set(cached.values()) - {0, 1} for cached in self.cached):
+                raise Finding(f"model: events are {mine}, due {due}")
+
+    def compare_plan(self, plan: Plan) -> None:
+        """Compare every array of a plan, as long as it is pending."""
+        due = self.plans[plan]
+        for name in ("num_tokens", "is_pending", "step_id", "handles", "served"):
+            self.same(f"plan.{name}", getattr(plan, name), getattr(due, name))
+        more = [] if self.has_groups else ["copies", "dirty_rows"]
+        if "table_updates" in due.formats:
+            more.append("table_updates")
+        for name in (*due._views, *more):
+            self.same_ids(f"plan.{name}", getattr(plan, name), getattr(due, name))
+        for g, kind in enumerate(self.kinds if self.has_groups else ()):
+            for name in OF_STATES if kind == "state" else OF_GROUPS:
+                got, want = getattr(plan.groups[g], name), getattr(due.groups[g], name)
+                self.same_ids(f"plan.groups[{g}].{name}", got, want)
+
+    def same_ids(self, what: str, got: Any, want: Any) -> None:
+        """Two arrays of plans are equal."""
+        self.same(what, got, want, self.are_renamed and what.endswith(BY_ID))
+
+
+def beside(name: str) -> Callable[..., Any]:
+    """A method of `Pool` that is made on both."""
+
+    def call(self: Twin, *given: Any, **options: Any) -> Any:
+        return self.both(name, getattr(super(Twin, self), name), getattr(self.model, name), given, options)
+
+    return call
+
+
+for one in CALLS:
+    setattr(Twin, one, beside(one))
