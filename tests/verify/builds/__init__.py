@@ -46,6 +46,7 @@ class Variant:
     cpu: bool = False  # with the CPU backend
     fuzz: bool = True  # with the fuzzer of `proof.fuzz`, a third of all there is to compile
     verify: bool = False  # with the fuzzer of `tests.verify`
+    mutated: bool = False  # with all mutants of `tests.verify.mutants`
     mutants: bool = False  # with all mutants
     pokes: bool = False  # with a module that breaks pools
     interpreter: str = ""  # that runs it, of `tests.verify.builds.interpreter`; this one by default
@@ -100,6 +101,7 @@ VARIANTS = {
     "free-unlocked": replace(FREE, switches={"CFLAGS": "-DKVPOOL_NO_LOCK=1"}, fuzz=False),
     "free-tsan-unlocked": replace(FREE_TSAN, switches=FREE_TSAN.switches | {"CFLAGS": "-DKVPOOL_NO_LOCK=1"}),
     "coverage": Variant({"KVPOOL_COVERAGE": "1", "KVPOOL_FAULTS": "1"}, fuzz=False, verify=True),
+    "mutated": Variant({"KVPOOL_OPTIMIZE": "1"}, cpu=True, verify=True, mutated=True),
     "mutants": MUTANTS,
     "mutants-quick": replace(MUTANTS, switches=MUTANTS.switches | {"KVPOOL_OPTIMIZE": "0"}),  # to compile, not to run
     "mutants-plain": Variant({"KVPOOL_OPTIMIZE": "1", "CFLAGS": "-Dkv_live=0"}, cpu=True, mutants=True),  # no guards
@@ -130,6 +132,8 @@ def _sources(variant: str) -> dict[Path, bytes]:
             skipped = path.suffix in MADE or "__pycache__" in path.parts
             if path.is_file() and not skipped and not _is_left_out(kind, inside):
                 found[inside] = path.read_bytes()
+    if kind.mutated:
+        found |= _mutated()
     if kind.pokes or kind.mutants:
         from proof.mutation.poke import poke_source
         from proof.mutation.schemata import mutate
@@ -142,6 +146,17 @@ def _sources(variant: str) -> dict[Path, bytes]:
         found |= {path.relative_to(ROOT): text.encode() for path, text in rewritten.items()}
         found[Path("proof/mutants.json")] = json.dumps([asdict(mutant) for mutant in mutants], indent=0).encode()
     return found
+
+
+def _mutated() -> dict[Path, bytes]:
+    """The core with all mutants, and the list of them."""
+    from tests.verify.mutants.schemata import mutate
+    from tests.verify.mutants.source import core_sources
+
+    rewritten, mutants = mutate(core_sources())
+    listed = json.dumps([asdict(mutant) for mutant in mutants], indent=0)
+    texts = rewritten | {ROOT / VERIFY / "mutants" / "mutants.json": listed}
+    return {path.relative_to(ROOT): text.encode() for path, text in texts.items()}
 
 
 def _copy(variant: str, folder: Path) -> bool:
