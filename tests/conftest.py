@@ -127,16 +127,16 @@ BEGIN_FIRST = (
 
 
 #: What `make test` leaves to `make test-all`: folders and files, by the names of `tests/`. Their tests get the marker
-#: `long`. Metal kernels run in an interpreter, the mutants compile a copy of the tree, and the rest start servers or
-#: whole demos. `fuzz_machine` and `fuzz_machine_groups` run many random programs; their faults are in
-#: `machine_canaries` and `fuzz_groups`, which stay. The files in `KEPT_IN` stay in `make test`: they launch each Metal
-#: kernel. `SLOW` are single tests and planted faults that cost as much as a file.
+#: `long`. Metal kernels run in an interpreter, and the rest start servers or whole demos. `fuzz_machine` and
+#: `fuzz_machine_groups` run many random programs; their faults are in `machine_canaries` and `fuzz_groups`, which stay.
+#: The files in `KEPT_IN` stay in `make test`: they launch each Metal kernel. `SLOW` are single tests and planted faults
+#: that cost as much as a file.
 #:
 #: `ONE_OF_MANY`: a test that is repeated over models, options or seeds runs once in `make test`, for another one from
 #: test to test. All of them are in `make test-all`. Tests that plant a fault are not thinned out.
 KEPT_IN = ("metal_mutations", "metal_packed_mutations", "metal_scores")
 LEFT_TO_TEST_ALL = (
-    *("metal", "benchmarks", "proof_mutants"),
+    *("metal", "benchmarks"),
     *("demo", "demo_conversation", "packaging", "ranks", "server_soak"),
     *("backend_mlx", "mlx_native", "mlx_native_metal", "capi_examples"),
     *("sizing_fields", "fuzz_machine", "fuzz_machine_groups", "fuzz_prefix", "stubs", "cross"),
