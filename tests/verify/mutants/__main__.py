@@ -47,7 +47,11 @@ VARIANT, DRAWN, LEAST, CALLS = "mutated", 300, 0.90, 3_000_000
 HERE = Path(__file__).parent
 #: The list of mutants, in the copy of the tree that has them: there this program judges.
 MUTANTS = HERE / "mutants.json"
-FOLDERS = ("core", "prefix", "capi", "regressions", "eviction", "adapters", "scheduler")
+#: Tests of the core, below ``tests/``.
+TESTS = (
+    *("core", "prefix", "capi", "regressions", "eviction", "adapters", "scheduler"),
+    "verify/test_recorded_runs.py",
+)
 BY_CLOCK = ("test_capi_speed", "test_scheduler_speed")
 SOUND, FUZZER = "sound", "the fuzzer"
 MEMORY = 32 << 30  # bytes of address space that a child may have
@@ -176,7 +180,7 @@ def with_tests(args: argparse.Namespace, body: Callable[[pytest.Session], None])
     settings.load_profile("mutants")
     plain = [f"-p no:{name}" for name in ("cacheprovider", "xdist", "faulthandler")]
     left_out = [f"--ignore-glob=*/{name}.py" for name in BY_CLOCK]
-    chosen = args.tests or [f"tests/{name}" for name in FOLDERS]
+    chosen = args.tests or [f"tests/{name}" for name in TESTS]
     pytest.main(["-q", "-m", MAKE_TEST, "-o", "timeout=0", *plain, *left_out, *chosen], plugins=[Loop(body)])
 
 
