@@ -34,11 +34,12 @@ test-all: lint $(if $(SHARE),,cross)  ## all but the slow tests (an hour); SHARE
 	$(PYTEST) $(if $(SHARE),--share $(SHARE) $(if $(SEED),--share-seed $(SEED))) $(PYTEST_ARGS)
 
 verify: MINUTES := 20
-verify: $(VENV)/built $(VENV)/test  ## MINUTES of random programs (20), half of them sanitized; asan; the slow tests
+verify: $(VENV)/built $(VENV)/test  ## MINUTES of random programs (20), half of them sanitized; asan; the slow tests; mutants
 	$(PY) -m tests.verify --seconds $$(($(MINUTES) * 30))
 	$(PY) -m tests.verify.builds asan -m tests.verify --seconds $$(($(MINUTES) * 30))
 	$(MAKE) asan
 	$(PYTEST) -m slow $(PYTEST_ARGS)
+	$(PY) -m tests.verify.mutants --jobs 2 --mutants $$(($(MINUTES) * 5))
 
 fuzz: $(VENV)/built $(VENV)/test  ## random programs on the compiled core for a minute (FUZZ_ARGS="--ops 1e9")
 	$(PY) -m tests.verify $(or $(FUZZ_ARGS),--seconds 60)

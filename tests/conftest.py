@@ -119,9 +119,9 @@ def pytest_configure(config):
 #: pytest-xdist gives a whole file to one process. The slowest files begin first, so that none runs alone at the end.
 #: The marker `long` is something else, see below.
 BEGIN_FIRST = (
-    *("packaging", "demo", "fuzz_machine", "metal_attention", "backend_conformance", "backend_mlx", "metal_backend"),
+    *("packaging", "demo", "metal_attention", "backend_conformance", "backend_mlx", "metal_backend"),
     *("metal_mutations", "scheduler_canary", "engine_store", "ranks"),
-    *("backend_cpu", "machine_canaries", "fuzz_prefix", "mlx_lm_turns", "mlx_lm_adapter", "mlx_native", "metal_bytes"),
+    *("backend_cpu", "mlx_lm_turns", "mlx_lm_adapter", "mlx_native", "metal_bytes"),
     *("mlx_fused", "cli_generate", "cli_bench", "scheduler_groups", "scheduler_ahead"),
 )
 
@@ -134,10 +134,10 @@ BEGIN_FIRST = (
 #: test to test. All of them are in `make test-all`. Tests that plant a fault are not thinned out.
 KEPT_IN = ("metal_mutations", "metal_packed_mutations", "metal_scores")
 LEFT_TO_TEST_ALL = (
-    *("metal", "benchmarks", "proof_mutants"),
+    *("metal", "benchmarks"),
     *("demo", "demo_conversation", "packaging", "ranks", "server_soak"),
     *("backend_mlx", "mlx_native", "mlx_native_metal", "capi_examples"),
-    *("sizing_fields", "fuzz_machine", "fuzz_prefix", "stubs", "cross"),
+    *("sizing_fields", "stubs", "cross"),
     *("cli_bench_metal", "cli_cache", "cli_serve", "capi_speed", "mlx_lm_turns"),
     *("serving_hostile", "serving_kills", "serving_tools", "serving_limits", "serving_failures", "serving_faults"),
     *("serving_store", "serving_tenants", "serving_neighbours"),
@@ -152,7 +152,6 @@ ONE_OF_MANY = (
     *("scheduler_ahead", "scheduler_cancel", "scheduler_eviction"),
 )
 SLOW = (
-    "test_machine_broken_pool_is_detected_by_the_model[FloorIgnored]",
     "test_planted_fault_shows_in_the_order_of_leaving[OutlivesItsKeys]",
     "test_store_passes_every_case_of_the_kit[disk-True-threads_get_their_own_blocks]",
     "test_store_passes_every_case_of_the_kit[tiered-True-threads_get_their_own_blocks]",

@@ -132,13 +132,19 @@ def test_c_calls_do_what_python_calls_do():
 
 def test_stats_table_and_num_free_are_those_of_the_pool():
     pool, plan = new()
-    handle = pool.open(PROMPT)
-    pool.step(plan, [handle], 50)
+    cached, handle = pool.open(PROMPT), pool.open()
+    pool.step(plan, [cached, handle], [50, 30])
+    pool.done(plan)
+    pool.prefix.commit(cached, PROMPT[:48])
+    pool.close(cached)
+    pool.step(plan, [handle], 1)
     stats, expected = Stats(), pool.stats()
+    assert expected.evictable == 12
     assert call("stats", pool, stats, ctypes.sizeof(Stats)) == 0
+    assert stats.free == pool.blocks.num_blank == expected.free - expected.evictable
     names = {"pending_plans": "pending"}
-    assert {n: getattr(stats, n) for n, _ in Stats._fields_} == {
-        n: getattr(expected, names.get(n, n)) for n, _ in Stats._fields_
+    assert {n: getattr(stats, n) for n, _ in Stats._fields_ if n != "free"} == {
+        n: getattr(expected, names.get(n, n)) for n, _ in Stats._fields_ if n != "free"
     }
     blocks, n, free = ctypes.c_void_p(), ctypes.c_int64(), ctypes.c_int64()
     assert call("table", pool, handle, blocks, n) == 0

@@ -10,7 +10,7 @@ import mmap
 import numpy as np
 import pytest
 
-from kvpool import CapacityExceeded, OutOfBlocks, OutOfSequences, Plan, Pool
+from kvpool import CapacityExceeded, Group, OutOfBlocks, OutOfSequences, Plan, Pool
 from kvpool.config import KVSpec
 
 EDGES = (2**31, 2**32, 2**40)
@@ -110,6 +110,12 @@ def test_count_beyond_what_there_is_is_refused_as_it_is(count):
     with pytest.raises(OutOfSequences):
         pool.fork(handle, count)
     with pytest.raises(CapacityExceeded):
+        pool.step(plan, [handle], [count])
+    pool = Pool(4, 4, groups=[Group.full()])
+    handle, plan = pool.open(), Plan(pool, 1, 4)
+    pool.step(plan, [handle], 4)
+    pool.done(plan)
+    with pytest.raises(CapacityExceeded, match=f" would hold {min(count + 4, 2**63 - 1)} tokens"):
         pool.step(plan, [handle], [count])
 
 

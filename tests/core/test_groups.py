@@ -742,6 +742,12 @@ def test_plan_refuses_more_updates_than_an_index_counts():
         Plan(pool, 4, 4, table_width=2**28, formats=("table_updates",))
 
 
+def test_plan_refuses_more_blocks_in_a_row_than_an_index_counts():
+    pool = Pool(16, 4, max_seqs=4, groups=[Group.full(columns=4)])
+    with pytest.raises(ValueError, match=f"a row has {2**32} block ids, the limit is {2**31 - 1}"):
+        Plan(pool, 4, 4, table_width=2**30)
+
+
 def test_groups_are_groups():
     for groups in ("full", [None], [(4, 1)], 7, (group for group in [Group.full()])):
         with pytest.raises(TypeError):

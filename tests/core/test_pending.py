@@ -221,6 +221,8 @@ def test_in_order_pool_never_has_limbo_or_pending_plans(flight, refused):
     for call in ("done", "rollback"):
         with refused(pool, PlanStateError, call, plans=[plan]):
             getattr(pool, call)(plan)
+        with pytest.raises(PlanStateError, match="is not pending: in an in_order pool a step is done when it returns"):
+            getattr(pool, call)(plan)
 
 
 def test_in_order_pool_releases_holds_at_once(flight):

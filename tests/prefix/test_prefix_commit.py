@@ -177,6 +177,12 @@ def test_commit_of_a_batch_by_counts_or_equal_parts(pool, make_plan):
     pool.prefix.commit([], [], [])
 
 
+def test_commit_with_a_negative_count_names_it(pool, make_plan):
+    handles = [pool.open() for _ in range(2)]
+    with pytest.raises(ValueError, match=r"^\[commit\] counts\[1\] is negative \(-1\)$"):
+        pool.prefix.commit(handles, [1, 2, 3], [0, -1])
+
+
 @pytest.mark.parametrize("counts", [[1, 1], [2, 2], [3], [1, 1, 1], [4, -1], [2**40, 0], []])
 def test_commit_with_counts_that_do_not_fit_is_refused(pool, make_plan, refused, counts):
     handles = [pool.open() for _ in range(2)]

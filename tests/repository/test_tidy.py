@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import BEGIN_FIRST
 
-from proof.mutation.source import uncommented
+from tests.verify.mutants.source import uncommented
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE_LINES_MAX = 1500

@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from tests.verify.builds.interpreter import ROOT, packages, python_of
+from tests.verify.mutants.schemata import mutate
+from tests.verify.mutants.source import core_sources
 
 #: What a copy consists of; `kvpool_backends/cpu` only where the variant has it.
 PARTS = (
@@ -46,8 +48,7 @@ class Variant:
     cpu: bool = False  # with the CPU backend
     fuzz: bool = True  # with the fuzzer of `proof.fuzz`, a third of all there is to compile
     verify: bool = False  # with the fuzzer of `tests.verify`
-    mutants: bool = False  # with all mutants
-    pokes: bool = False  # with a module that breaks pools
+    mutated: bool = False  # with all mutants of `tests.verify.mutants`
     interpreter: str = ""  # that runs it, of `tests.verify.builds.interpreter`; this one by default
 
     @property
@@ -84,11 +85,6 @@ TSAN = Variant(
 #: Without a GIL: as users have it; under ThreadSanitizer; and with a lock that locks nothing.
 FREE = Variant(interpreter="release", cpu=True)
 FREE_TSAN = replace(TSAN, preload=(), interpreter="tsan", cpu=True)
-MUTANTS = Variant(
-    {"KVPOOL_OPTIMIZE": "1", "KVPOOL_FAULTS": "1", "CFLAGS": "-include proof/mutation/guarded.h"},
-    mutants=True,
-    pokes=True,
-)
 #: The CPU kernels take several times as long to compile as the core: only "-cpu" variants have them.
 VARIANTS = {
     "release": RELEASE,
@@ -101,10 +97,8 @@ VARIANTS = {
     "free-tsan": FREE_TSAN,
     "free-unlocked": replace(FREE, switches={"CFLAGS": "-DKVPOOL_NO_LOCK=1"}, fuzz=False),
     "free-tsan-unlocked": replace(FREE_TSAN, switches=FREE_TSAN.switches | {"CFLAGS": "-DKVPOOL_NO_LOCK=1"}),
-    "coverage": Variant({"KVPOOL_COVERAGE": "1", "KVPOOL_FAULTS": "1"}, verify=True),
-    "mutants": MUTANTS,
-    "mutants-quick": replace(MUTANTS, switches=MUTANTS.switches | {"KVPOOL_OPTIMIZE": "0"}),  # to compile, not to run
-    "mutants-plain": Variant({"KVPOOL_OPTIMIZE": "1", "CFLAGS": "-Dkv_live=0"}, cpu=True, mutants=True),  # no guards
+    "coverage": Variant({"KVPOOL_COVERAGE": "1", "KVPOOL_FAULTS": "1"}, fuzz=False, verify=True),
+    "mutated": Variant({"KVPOOL_OPTIMIZE": "1"}, cpu=True, verify=True, mutated=True),
 }
 
 
@@ -132,17 +126,10 @@ def _sources(variant: str) -> dict[Path, bytes]:
             skipped = path.suffix in MADE or "__pycache__" in path.parts
             if path.is_file() and not skipped and not _is_left_out(kind, inside):
                 found[inside] = path.read_bytes()
-    if kind.pokes or kind.mutants:
-        from proof.mutation.poke import poke_source
-        from proof.mutation.schemata import mutate
-        from proof.mutation.source import core_sources, declarations
-    if kind.pokes:
-        known = declarations({path.name: path.read_text() for path in core_sources()})
-        found[FUZZ / "_poke.pyx"] = poke_source(known).encode()
-    if kind.mutants:
+    if kind.mutated:
         rewritten, mutants = mutate(core_sources())
         found |= {path.relative_to(ROOT): text.encode() for path, text in rewritten.items()}
-        found[Path("proof/mutants.json")] = json.dumps([asdict(mutant) for mutant in mutants], indent=0).encode()
+        found[VERIFY / "mutants" / "mutants.json"] = json.dumps([asdict(one) for one in mutants], indent=0).encode()
     return found
 
 

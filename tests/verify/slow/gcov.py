@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from proof.mutation.source import core_sources, functions, uncommented
 from tests.verify.builds import ROOT, build, run
+from tests.verify.mutants.source import core_sources, functions, uncommented
 
 #: In front of a piece of C: where it comes from, or that it comes from nowhere.
 MARK = re.compile(r'^ */\* (?:"([\w/]+\.p(?:yx|xd|xi))":(\d+)$|function exit code \*/)|^(?:static|\}|#define)')

@@ -1,12 +1,11 @@
-"""What there is in Cython source: statements, functions, and what the declarations say of types.
+"""Cython source, read with `ast`: its statements, its functions, and what its declarations say of types.
 
-A statement is Python once casts, addresses, integer suffixes and what stands in strings are covered by characters of
-the same length and binding; so `ast` says where its parts are, and the rest is text.
+Casts, addresses, suffixes of integers and what stands in strings are covered by characters of the same length and
+binding. So `ast` says where the parts of a statement are, and the rest is text.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import re
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 CAST = re.compile(r"<(?:(?:const|unsigned|long) )*[A-Za-z_]\w*\s?\**\??>")
 SIZE = re.compile(r"\b(sizeof\()([^()]*)\)")
 SUFFIX = re.compile(r"\b(0[xX][0-9A-Fa-f]+|\d+)(ULL|LL|U|L)\b")
@@ -24,12 +23,17 @@ HEAD = re.compile(r"(?:async )?(?:def|cdef|cpdef)\b.*?\b(\w+)\((.*)\)[^()]*:$", 
 CLASS = re.compile(r"(?:cdef )?class (\w+)(?:\((\w+)\))?")
 NO_FUNCTION = re.compile(r"(?:cdef|ctypedef) (?:public |packed )*(?:class|struct|enum|extern|union)\b")
 WORDS = re.compile(r"\b(?:const|inline|readonly|public|api|volatile|unsigned|signed|struct)\b")
+INTEGERS = r"(?:u?int\d+_t|int|long|size_t|Py_ssize_t|bint)"
+FUNCTION = re.compile(r"^\s*cp?def (?!class |struct |enum |extern )([^\n(=]*?)(\w+)\(", re.MULTILINE)
+EXTERN = re.compile(r"^cdef extern from [^\n]*:\n((?:(?: +[^\n]*)?\n)*)", re.MULTILINE)
+BLOCK = re.compile(r"(?:cdef|ctypedef) (?:packed )?(struct|enum|class)\b ?(\w+)?(?:\((\w+)\))?.*:$", re.DOTALL)
 
 
 @cache
 def core_sources() -> tuple[Path, ...]:
     """The sources of the core, as ``setup.py`` lists them; `memory` makes failures, and is none of it."""
     spec = importlib.util.spec_from_file_location("setup", ROOT / "setup.py")
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return tuple(ROOT / path for path in module.core_sources())
@@ -48,8 +52,7 @@ def uncommented(text: str) -> str:
 
 def covered(text: str) -> str:
     """`text` as Python of the same length: a cast is a minus, an address a tilde, a comment spaces, a type a name."""
-    text = uncommented(text)
-    text = SIZE.sub(lambda found: found[1] + "_" * len(found[2]) + ")", text)
+    text = SIZE.sub(lambda found: found[1] + "_" * len(found[2]) + ")", uncommented(text))
     text = CAST.sub(lambda found: "-" + " " * (len(found[0]) - 1), text)
     text = SUFFIX.sub(lambda found: found[1] + " " * len(found[2]), text)
     return ADDRESS.sub(lambda found: found[1] + "~", text)
@@ -67,17 +70,16 @@ class Line:
 
 def logical_lines(text: str) -> Iterator[Line]:
     """All of them; docstrings, comments and empty lines left out."""
-    plain, depth, first = uncommented(text), 0, None
-    at = number = 0
+    plain, depth, first, at, begun = uncommented(text), 0, None, 0, 0
     for number, line in enumerate(plain.splitlines(keepends=True), 1):
         if line.strip() and first is None:
             first, begun = at + len(line) - len(line.lstrip()), number
         depth += sum(map(line.count, "([{")) - sum(map(line.count, ")]}"))
         at += len(line)
         if first is not None and depth == 0 and plain[first:at].count('"""') % 2 == 0:
-            last = first + len(plain[first:at].rstrip())
             if not plain.startswith('"""', first):
-                yield Line(first, last, begun, first - (plain.rfind("\n", 0, first) + 1))
+                indent = first - (plain.rfind("\n", 0, first) + 1)
+                yield Line(first, first + len(plain[first:at].rstrip()), begun, indent)
             first = None
 
 
@@ -89,14 +91,8 @@ class Function:
     name: str
     owner: str  # its class, or ""
     nogil: bool
-    line: int
     parameters: list[tuple[str, str]]  # (type or "", name)
     body: list[Line] = field(default_factory=list)
-
-    @property
-    def end(self) -> int:
-        """Number of the last line on which a statement of it begins."""
-        return self.body[-1].number if self.body else self.line
 
 
 def split_top(text: str, mark: str) -> list[tuple[int, int]]:
@@ -141,10 +137,8 @@ def functions(file: str, text: str) -> list[Function]:
             inside.append((line.indent, made[1]))
         elif not NO_FUNCTION.match(words) and (head := HEAD.match(uncommented(words))):
             owner, edge = inside[-1][1] if inside else "", line.indent
-            open_ = Function(
-                *(file, head[1], owner, "noexcept nogil" in words, line.number),
-                parameters_of(words[head.start(2) : head.end(2)]),
-            )
+            parameters = parameters_of(words[head.start(2) : head.end(2)])
+            open_ = Function(file, head[1], owner, "noexcept nogil" in words, parameters)
             found.append(open_)
     return found
 
@@ -159,32 +153,23 @@ class Declarations:
     takes: dict[str, list[list[str]]] = field(default_factory=dict)  # function -> types, of each that has the name
     constants: set[str] = field(default_factory=set)  # integers that have a name
     nullable: set[str] = field(default_factory=set)  # functions of which some return NULL
-    words: dict[str, set[int]] = field(default_factory=dict)  # function -> parameters for the words of a refusal
     classes: set[str] = field(default_factory=set)
 
-    def field_of(self, owner: str, name: str) -> str:
+    def owner_of(self, kind: str, name: str) -> str:
+        """The structure or the class that declares a field, or a class below it; "" if none does."""
+        while kind and name not in self.fields.get(kind, ()):
+            kind = self.bases.get(kind, "")
+        return kind
+
+    def type_of(self, kind: str, name: str) -> str:
         """Type of a field, "" if it is not known."""
-        while owner:
-            if name in self.fields.get(owner, ()):
-                return self.fields[owner][name]
-            owner = self.bases.get(owner, "")
-        return ""
+        return self.fields.get(self.owner_of(kind, name), {}).get(name, "")
 
-    def another(self, owner: str, name: str) -> str:
-        """The next field of the same type, "" if it is the only one."""
-        while owner and name not in self.fields.get(owner, ()):
-            owner = self.bases.get(owner, "")
-        kinds = self.fields.get(owner, {})
-        if "[" in kinds.get(name, ""):
-            return ""  # C takes no array for a value
-        same = [other for other, kind in kinds.items() if kind == kinds[name]]
+    def another(self, kind: str, name: str) -> str:
+        """The next field of the same type, "" if it is the only one; C takes no array for a value."""
+        kinds = self.fields.get(self.owner_of(kind, name), {})
+        same = [other for other in kinds if kinds[other] == kinds.get(name) and "[" not in kinds[other]]
         return same[(same.index(name) + 1) % len(same)] if len(same) > 1 else ""
-
-
-INTEGERS = r"(?:u?int\d+_t|int|long|size_t|Py_ssize_t|bint)"
-FUNCTION = re.compile(r"^\s*cp?def (?!class |struct |enum |extern )([^\n(=]*?)(\w+)\(", re.MULTILINE)
-EXTERN = re.compile(r"^cdef extern from [^\n]*:\n((?:(?: +[^\n]*)?\n)*)", re.MULTILINE)
-BLOCK = re.compile(r"(?:cdef|ctypedef) (?:packed )?(struct|enum|class)\b ?(\w+)?(?:\((\w+)\))?.*:$", re.DOTALL)
 
 
 def declarations(texts: dict[str, str]) -> Declarations:
@@ -199,15 +184,10 @@ def declarations(texts: dict[str, str]) -> Declarations:
         for found in FUNCTION.finditer(text):
             parameters = parameters_of(text[found.end() : _closing(text, found.end())])
             made.returns.setdefault(found[2], {})[module] = typed(found[1] + " x")[0]
-            names = [name for _, name in parameters if name != "self"]
-            takes = [kind for kind, name in parameters if name != "self"]
-            if "row" in names and "Verdict*" in takes:
-                made.words.setdefault(found[2], set()).add(names.index("row"))
-            if takes not in made.takes.setdefault(found[2], []):
-                made.takes[found[2]].append(takes)
+            made.takes.setdefault(found[2], []).append([kind for kind, name in parameters if name != "self"])
         made.constants.update(re.findall(rf"^cdef (?:const )?{INTEGERS} ([A-Z][A-Z0-9_]*)\b", text, re.MULTILINE))
         made.constants.update(re.findall(r"\bU?INT\d+_M(?:AX|IN)\b", text))
-        for function in functions("", text):
+        for function in functions(file, text):
             if any(text[line.first : line.last] == "return NULL" for line in function.body):
                 made.nullable.add(function.name)
     return made
@@ -242,19 +222,7 @@ def _read_blocks(text: str, made: Declarations) -> None:
         elif inside == "enum":
             made.constants.update(re.findall(r"(?:^|, *)([A-Z]\w*)", words))
         elif inside and line.indent == inner and re.match(r"(?:cdef )?[\w \[\]]+[ *]+\w+(?:, ?\**\w+)*$", words):
-            kind, names = _field_types(words.removeprefix("cdef "))
-            made.fields[inside].update(dict.fromkeys([name for name in names if not name.startswith("__")], kind))
-
-
-def _field_types(words: str) -> tuple[str, list[str]]:
-    first, *others = [words[a:b].strip() for a, b in split_top(words, ",")]
-    kind, name = typed(first)
-    return "const " * first.startswith("const ") + kind, [name, *others]
-
-
-def as_python(text: str, first: int, last: int) -> ast.expr | None:
-    """The tree of an expression in covered text, None where it is none."""
-    try:
-        return ast.parse(f"({text[first:last]})", mode="eval").body
-    except SyntaxError:
-        return None
+            first, *others = [words[a:b].strip() for a, b in split_top(words, ",")]
+            kind, name = typed(first.removeprefix("cdef "))
+            kind = "const " * first.removeprefix("cdef ").startswith("const ") + kind
+            made.fields[inside].update({one: kind for one in (name, *others) if not one.startswith("__")})
