@@ -31,10 +31,8 @@ COVERAGE = os.environ.get("KVPOOL_COVERAGE", "0") not in ("", "0")
 OPTIMIZE = os.environ.get("KVPOOL_OPTIMIZE", "")
 VARIANT_FILE = Path("build/cython/variant")
 CORE, CPU = Path("kvpool"), Path("kvpool_backends/cpu")
-IS_PLAIN = not (DEBUG or FAULTS or SANITIZE or COVERAGE or OPTIMIZE)
-#: The fuzzers of the core. They are compiled where the tree is compiled in place, the second one for speed only; no
-#: wheel has them.
-FUZZER = [Path("proof/fuzz"), *([Path("tests/verify")] if IS_PLAIN else [])] if "--inplace" in sys.argv else []
+#: The fuzzers of the core. They are compiled where the tree is compiled in place; no wheel has them.
+FUZZER = [Path("proof/fuzz"), Path("tests/verify")] if "--inplace" in sys.argv else []
 #: Compiled for size: nobody waits for them, a kernel or the core does more for each call than they do, or (the drivers
 #: of the fuzzer) they take the same time. `_kernels` says so in its text, because the C kernels have its arguments.
 FOR_SIZE = (
