@@ -1,4 +1,4 @@
-# cython: nonecheck=False
+# cython: boundscheck=False, nonecheck=False, initializedcheck=False
 """The generator: random programs of words on one pool, whose content is judged.
 
 A word is ``(op, a, b, c)``, a pure function of the run's seed and its place in the program. What it means depends on
@@ -191,9 +191,14 @@ cdef class Run(Calls):
             found.append((w.op, w.a, w.b, w.c))
         return found
 
-    def run(self, int64_t n, int64_t check_every=64):
-        """The first `n` words, and the end; `Pool.check` after every `check_every`-th."""
+    def run(self, int64_t n):
+        """The first `n` words, and the end. Every 64 words, all that is there is looked at.
+
+        A prefix cache without a full group has room for a million nodes, all of which `Pool.check` visits: then every
+        1,024 words.
+        """
         cdef Word w
+        cdef int64_t check_every = 1024 if self.has_cache and self.group[self.full_group(0)].kind != FULL else 64
         for self.place in range(n):
             if self.place & 0xFFF == 0:
                 PyErr_CheckSignals()
@@ -476,6 +481,7 @@ cdef class Run(Calls):
         if handle >= 0:
             self.greet(handle, 0, space, False)
             self.row[self.last].reserved = <int32_t>n
+            self.row[self.last].alone = self.row[self.last].family < 0
         return 0
 
     cdef int32_t make_prompt(self, const Word* w, int32_t* space) noexcept nogil:
@@ -534,6 +540,11 @@ cdef class Run(Calls):
             self.aim(slot, k, w.b & 64 != 0)
             if self.counts[0] <= 0 or not self.take_step(k, True, False, False, w.a):
                 return 0
+            if i == 0 and w.a & 48 == 0:            # fails, and is made again
+                self.roll_back(k, w)
+                self.aim(slot, k, w.b & 64 != 0)
+                if self.counts[0] <= 0 or not self.take_step(k, True, False, False, w.a):
+                    return 0
             if w.b & 128:                           # and each chunk is done and committed
                 while self.done_length(slot) < r.n:
                     self.finish_plan(self.oldest())
@@ -555,40 +566,64 @@ cdef class Run(Calls):
         return 0
 
     cdef int op_load(self, const Word* w, int32_t n, int32_t space) except -1:
-        """Blocks for a prompt whose bytes come later."""
+        """Blocks for a prompt whose bytes come later, or at once. Or two with one prefix: one is closed before they run.
+        """
         cdef int32_t grain = self.block_size, g
+        cdef int64_t first
         for g in range(self.num_groups):
             grain = max(grain, self.group[g].size)
         if w.a & 15:
             n = max(n // grain, 1) * grain
         if n > CAP - 8 or self.num_loads == MOST_SEQS:
             return 0
-        for g in range(n):
-            self.prompt[g] = self.text[w.a % 3][g]
+        memcpy(self.prompt, self.text[w.a % 3], CAP * sizeof(int32_t))
+        if w.c & 8:
+            self.next_token += 1
+            self.prompt[0] = <int32_t>self.next_token
+        first = self.load_prompt(n, space)
+        if first < 0 or w.c & 3:
+            return 0
+        self.end_load(self.num_loads - 1, n)
+        self.commit_to(<int32_t>(first & 0xFFFFF), n)
+        if w.c & 4 and n + grain <= CAP - 8:
+            n += grain
+            self.handles[0] = self.load_prompt(n, space)
+            if self.handles[0] >= 0:
+                self.end_load(self.num_loads - 1, n)
+                self.commit_to(<int32_t>(self.handles[0] & 0xFFFFF), n)
+                if self.call_rows(1, CLOSE):
+                    self.forget(self.handles[0])
+                self.last = <int32_t>(first & 0xFFFFF)
+                return self.look_around()
+        return 0
+
+    cdef int64_t load_prompt(self, int32_t n, int32_t space) except -2:
+        """Open `prompt` to be loaded; -1 if it is refused."""
+        cdef int32_t g
+        cdef Load* l = &self.load[self.num_loads]
         handle = self.call("pool.open", self.pool.open, (self.said(n), SPACES[space]), {"load": True})
         if handle is None:
-            return 0
+            return -1
         self.greet(handle, n, space, True)
-        self.row[<int32_t>(handle & 0xFFFFF)].cut = n
-        self.load[self.num_loads].handle = handle
-        self.load[self.num_loads].n = n
-        self.load[self.num_loads].begin = self.row[<int32_t>(handle & 0xFFFFF)].n
-        self.load[self.num_loads].closed = False
+        l.handle, l.n, l.closed, l.begin = handle, n, False, self.row[<int32_t>(<int64_t>handle & 0xFFFFF)].n
+        self.row[<int32_t>(l.handle & 0xFFFFF)].cut = n
         self.num_loads += 1
         for g in range(self.num_groups):
             if self.group[g].kind == STATE:
                 for block in self.prefix.bundle(handle, g):
                     self.poison(0, block)
-        return 0
+        return l.handle
 
     cdef int op_loaded(self, const Word* w) except -1:
         """The bytes have come, into the blocks that the row had all the time; or the load has failed."""
-        cdef int32_t at = <int32_t>(w.a % <uint32_t>self.num_loads), n, slot, was, g
+        cdef int32_t at = <int32_t>(w.a % <uint32_t>self.num_loads)
+        return self.end_load(at, 0 if w.b & 7 == 0 else self.load[at].n)
+
+    cdef int end_load(self, int32_t at, int32_t n) except -1:
+        """The bytes of `n` tokens are there; 0: they will not come."""
         cdef Load l = self.load[at]
-        cdef Row* r
-        slot = <int32_t>(l.handle & 0xFFFFF)
-        r = &self.row[slot]
-        n = 0 if w.b & 7 == 0 else l.n
+        cdef int32_t slot = <int32_t>(l.handle & 0xFFFFF), g
+        cdef Row* r = &self.row[slot]
         if n:
             self.write_load(slot, &l)
         found = self.call("pool.loaded", self.pool.loaded, (l.handle, n))
@@ -600,7 +635,7 @@ cdef class Run(Calls):
         if l.closed:
             self.free_slot(slot)
             return 0
-        was, r.n = r.n, l.begin
+        r.n = l.begin
         self.extend(slot, n if n and not r.mute else l.begin)
         g = <int32_t>self.pool.state.seqs.seq[slot].kv_len
         if g != (0 if r.mute else r.n) and not (n == 0 and g == 0):
@@ -672,8 +707,14 @@ cdef class Run(Calls):
     cdef int op_fork(self, const Word* w) except -1:
         """Fork a row; perhaps it or the child goes on at once."""
         cdef int32_t parent = self.pick(w.c)
-        if self.fork_row(parent, min(1 + (w.a & 1), max(self.num_slots_free, 1))) and w.a & 8:
-            return self.step_one(parent if w.a & 4 else <int32_t>(self.counts[0] & 0xFFFFF), w)
+        cdef int32_t child, other
+        if self.fork_row(parent, min(1 + (w.a & 1), max(self.num_slots_free, 1))) == 0 or not w.a & 8:
+            return 0
+        child = <int32_t>(self.counts[0] & 0xFFFFF)
+        other = child if w.a & 4 else parent
+        self.step_one(parent if w.a & 4 else child, w)
+        if w.a & 16 and self.shorten(other, max(self.row[other].n - 1 - <int32_t>(w.b & 3), 0), w):
+            self.step_one(other, w)
         return 0
 
     cdef int fork_row(self, int32_t parent, int32_t n) except -1:
@@ -824,35 +865,44 @@ cdef class Run(Calls):
         return self.finish_plan(k)
 
     cdef int finish_plan(self, int32_t k) except -1:
-        if self.call("pool.done", self.pool.done, (self.plans[k],)) is None:
+        if not self.call_done(k):
             return self.wrong("done of plan {0}, which is pending, was refused", k)
         self.work[k].noted = True
         return self.settle_queue()
 
     cdef int op_rollback(self, const Word* w) except -1:
         """The newest plan failed; the device may have begun it. An older one cannot."""
-        cdef int32_t k = -1, i, last = self.num_queue - 1, slot
-        cdef bint alive
-        cdef Row* r
-        while last >= 0 and self.queue[last].plan == GARBAGE:
-            last -= 1
-        if last >= 0:
-            k = self.queue[last if w.b & 15 else w.a % <uint32_t>self.num_queue].plan
+        cdef int32_t k = self.newest_plan(), slot
         if k < 0:
             return 0
+        if not w.b & 15:
+            k = self.queue[w.a % <uint32_t>self.num_queue].plan
+        return self.roll_back(k, w) if k != GARBAGE else 0
+
+    cdef int32_t newest_plan(self) noexcept nogil:
+        cdef int32_t last = self.num_queue - 1
+        while last >= 0 and self.queue[last].plan == GARBAGE:
+            last -= 1
+        return self.queue[last].plan if last >= 0 else -1
+
+    cdef int roll_back(self, int32_t k, const Word* w) except -1:
+        """Plan k was not executed, or only begun."""
+        cdef int32_t i, slot = <int32_t>(self.work[k].handle[0] & 0xFFFFF), last = self.num_queue - 1
+        cdef bint alive = self.work[k].rows and self.row[slot].handle == self.work[k].handle[0]
+        cdef Row* r
         if self.call("pool.rollback", self.pool.rollback, (self.plans[k],)) is None:
             return 0
-        if self.queue[last].plan != k or self.work[k].noted:
+        while last >= 0 and self.queue[last].plan == GARBAGE:
+            last -= 1
+        if last < 0 or self.queue[last].plan != k or self.work[k].noted:
             self.wrong("plan {0} was rolled back, which is not the newest", k)
         for i in range(self.work[k].rows):
             r = &self.row[self.work[k].handle[i] & 0xFFFFF]
             if r.handle == self.work[k].handle[i]:
                 r.reserved = 0
                 r.text = max(self.work[k].old[i], r.text if w.a & 1 else 0)
-        slot = <int32_t>(self.work[k].handle[0] & 0xFFFFF)
-        alive = self.work[k].rows and self.row[slot].handle == self.work[k].handle[0]
         self.undone(last, w.a & 2 != 0)
-        return self.ask(slot) if alive and w.a & 12 else 0
+        return self.ask(slot, self.row[slot].token, self.row[slot].n) if alive and w.a & 12 else 0
 
     # -- the prefix cache
 
@@ -865,7 +915,7 @@ cdef class Run(Calls):
         elif w.b & 31 == 1:
             end = min(r.n, end + 1 + <int32_t>(w.a % 9))
         self.commit_to(slot, end)
-        if self.num_queue == 0 and w.b >> 30 == 0 and self.row[slot].fresh and not self.row[slot].copied:
+        if w.b >> 31 and r.fresh and not r.copied and self.last_work(slot) == 0 and r.born < self.oldest_id():
             self.check_found(slot)
         return 0
 
@@ -873,21 +923,29 @@ cdef class Run(Calls):
         cdef Row* r = &self.row[slot]
         cdef int32_t done = self.done_length(slot)
         r.fresh = False
-        if r.n and end > r.committed and self.call_commit(r.handle, r.token + r.committed, end - r.committed):
+        if r.n and end > r.committed:
+            if not self.call_commit(r.handle, r.token + r.committed, end - r.committed):
+                if end <= done and not r.mute:
+                    self.wrong("commit refused {0} tokens of a row, of which {1} are done", end, done)
+                return 0
             if end > done:
                 self.wrong("commit accepted {0} tokens of a row, of which {1} are done", end, done)
-            r.fresh = max(r.committed, r.shared) // self.block_size < end // self.block_size
-            r.committed = end
+            r.fresh = (r.alone or not r.told) and (
+                max(r.committed, r.shared) // self.block_size < end // self.block_size)
+            r.committed, r.told = end, True
         return 0
 
     cdef int check_found(self, int32_t slot) except -1:
-        """Nothing is pending: what a row has just published is found. (Later, a part of it may have been evicted.)
+        """Nothing of a row is pending: what it has just published is found.
 
-        With groups a part may be gone already: where another row had the same, and its blocks were evicted.
+        Of what it published before, a part may be gone: where another row had the same, and its blocks were evicted.
         """
         cdef Row* r = &self.row[slot]
-        cdef int32_t whole = r.committed // self.block_size * self.block_size
-        if whole == 0 or r.mute or self.shape.pool["groups"] is not None:
+        cdef int32_t grain = self.block_size, g, whole
+        for g in range(self.num_groups):
+            grain = max(grain, self.group[g].size if self.group[g].kind == FULL else CAP)
+        whole = r.committed // grain * grain
+        if not 0 < whole < CAP or r.mute:
             return 0
         memcpy(self.prompt, r.token, whole * sizeof(int32_t))
         self.prompt[whole] = 0
@@ -896,14 +954,13 @@ cdef class Run(Calls):
             self.wrong("a row has just published {0} tokens, of which {1} are found", whole, found)
         return 0
 
-    cdef int ask(self, int32_t slot) except -1:
-        """Open what a row has, and a token more: what is found holds what it should. Then close it."""
-        cdef Row* r = &self.row[slot]
-        cdef int32_t n = r.n, space = r.space, last = self.last
+    cdef int ask(self, int32_t slot, const int32_t* tokens, int32_t n) except -1:
+        """Open what a row has or had, and a token more: what is found holds what it should. Then close it."""
+        cdef int32_t space = self.row[slot].space, last = self.last
         cdef int64_t handle
         if not self.has_cache or self.num_slots_free == 0 or n + 1 >= CAP - 8:
             return 0
-        memcpy(self.prompt, r.token, n * sizeof(int32_t))
+        memcpy(self.prompt, tokens, n * sizeof(int32_t))
         self.prompt[n] = 0
         handle = self.call_open(n + 1, False, space, -1, False)
         if handle >= 0:
@@ -915,23 +972,25 @@ cdef class Run(Calls):
 
     cdef int op_lie(self, const Word* w) except -1:
         """Two rows of one call say different things of a block that both have: refused."""
-        cdef int32_t first = self.pick(w.c), second = self.live[w.a % <uint32_t>self.num_live], at, k
+        cdef int32_t first = self.pick(w.c), second, at, k, i, ends = self.done_length(first), end
         cdef Row* r = &self.row[first]
-        cdef Row* q = &self.row[second]
-        cdef int32_t ends = self.done_length(first), end = self.done_length(second)
-        if first == second or r.mute or q.mute or r.committed >= ends or q.committed >= end:
+        cdef Row* q
+        if self.group[0].kind != FULL or self.group[0].columns != 1 or self.group[0].size != self.block_size:
             return 0
-        tokens = [r.token[k] for k in range(r.committed, ends)]
-        others = [q.token[k] for k in range(q.committed, end)]
-        at = max(r.committed, q.committed)
-        if self.group[0].kind != FULL or self.group[0].columns != 1 or self.group[0].size != self.block_size or (
-                (at // self.block_size + 1) * self.block_size > min(ends, end)
-                or self.seen_of(first, 0)[at // self.block_size] != self.seen_of(second, 0)[at // self.block_size]):
+        for i in range(self.num_live if not r.mute and r.committed < ends else 0):
+            second = self.live[(w.a + <uint32_t>i) % <uint32_t>self.num_live]
+            q, end = &self.row[second], self.done_length(second)
+            at = max(r.committed, q.committed) // self.block_size
+            if first == second or q.mute or q.committed >= end or (at + 1) * self.block_size > min(ends, end) or (
+                    self.seen_of(first, 0)[at] != self.seen_of(second, 0)[at]):
+                continue
+            tokens = [r.token[k] for k in range(r.committed, ends)]
+            others = [q.token[k] for k in range(q.committed, end)]
+            others[max(r.committed, q.committed) - q.committed] += 1
+            if self.call("pool.prefix.commit", self.prefix.commit, ([r.handle, q.handle], tokens + others,
+                                                                   [len(tokens), len(others)])) is not None:
+                self.wrong("commit accepted two contents of a block of rows {0} and {1}", first, second)
             return 0
-        others[at - q.committed] += 1
-        if self.call("pool.prefix.commit", self.prefix.commit, ([r.handle, q.handle], tokens + others,
-                                                               [len(tokens), len(others)])) is not None:
-            self.wrong("commit accepted two contents of a block of rows {0} and {1}", first, second)
         return 0
 
     cdef int op_match(self, const Word* w) except -1:
@@ -950,6 +1009,8 @@ cdef class Run(Calls):
     cdef int op_flush(self, const Word* w) except -1:
         """Nothing of a namespace, or of all, is found any more."""
         cdef int32_t space = <int32_t>(w.a % 4), k
+        if self.num_loads and w.b & 3:
+            space = self.row[<int32_t>(self.load[0].handle & 0xFFFFF)].space
         self.call("pool.prefix.flush", self.prefix.flush, (None if space == 3 else SPACES[space],))
         for k in range(3):
             self.epoch[k] += space == 3 or space == k
@@ -996,25 +1057,39 @@ cdef class Run(Calls):
     # -- shortening
 
     cdef int op_truncate(self, const Word* w) except -1:
-        """To any length, mostly by little."""
-        cdef int32_t slot = self.pick(w.c), least
-        cdef Row* r = &self.row[slot]
-        cdef int64_t length = w.a % <uint32_t>(r.n + 1)
+        """To any length, mostly by little. Then, sometimes, it goes on, and what it had is opened again."""
+        cdef int32_t slot = self.pick(w.c), n = self.row[slot].n
+        cdef int32_t[CAP] before
+        cdef int64_t length = w.a % <uint32_t>(n + 1)
         if w.b & 3:
-            length = max(r.n - <int32_t>(w.a % <uint32_t>(4 + self.lookahead)), 0)
-        self.handles[0], self.counts[0] = r.handle, length + (w.b >> 28 == 0)
+            length = max(n - <int32_t>(w.a % <uint32_t>(4 + self.lookahead)), 0)
+        memcpy(before, self.row[slot].token, n * sizeof(int32_t))
+        if not self.shorten(slot, length + (w.b >> 28 == 0), w) or not w.b & 8:
+            return 0
+        self.step_one(slot, w)
+        if w.b & 16 and self.has_cache:
+            while self.num_executed < self.num_queue:
+                self.execute_next()
+            return self.ask(slot, before, n)
+        return 0
+
+    cdef bint shorten(self, int32_t slot, int64_t length, const Word* w) except -1:
+        """Whether a row has its first tokens only now."""
+        cdef Row* r = &self.row[slot]
+        cdef int32_t least
+        self.handles[0], self.counts[0] = r.handle, length
         if not self.call_rows(1, TRUNCATE):
             least = max(r.n if self.has_states else r.passed - self.lookahead, r.point)
-            if self.last_work(slot) == 0 and least <= self.counts[0] <= r.n:
-                self.wrong("truncate refused {0} of {1} tokens, {2} are promised", self.counts[0], r.n, least)
-            return 0
-        r.n = <int32_t>self.counts[0]
+            if self.last_work(slot) == 0 and least <= length <= r.n:
+                self.wrong("truncate refused {0} of {1} tokens, {2} are promised", length, r.n, least)
+            return False
+        r.n = <int32_t>length
         r.text = r.n if w.b & 4 else r.text
         r.committed = min(r.committed, r.n)
         r.passed = min(r.passed, r.n + self.lookahead)
         r.point, r.reserved = min(r.point, r.n), 0
         self.look(slot, 0, False)
-        return self.step_one(slot, w) if w.b & 8 else 0
+        return True
 
     cdef int step_one(self, int32_t slot, const Word* w) except -1:
         """A row steps alone by a few tokens, beside plans that are pending."""
@@ -1031,7 +1106,7 @@ cdef class Run(Calls):
         cdef int32_t k = self.idle_plan(w.a), n = min(self.pick_rows(w, self.max_rows[k]), 1 + <int32_t>(w.b % 3)), i
         cdef int32_t g = self.full_group(w.a), held, first = self.rows[0]
         cdef bint alone = self.row[first].shared == 0 and not self.row[first].copied
-        if w.b & 48 == 0 and self.num_slots_free:
+        if w.b & (16 if alone and self.has_cache else 48) == 0 and self.num_slots_free:
             self.fork_row(first, 1)
             self.rows[0], self.handles[0], n = first, self.row[first].handle, 1
         else:
@@ -1044,17 +1119,16 @@ cdef class Run(Calls):
                  self.block_size if w.b & 8 else 0)
         if self.call("pool.unshare", self.pool.unshare, given, {"group": g} if g else {}) is None:
             return 0
-        alone = alone and self.row[first].committed == 0
+        alone &= self.row[first].committed == 0
         self.stepped(k, False, 0)
         for i in range(self.num_live):              # what they share with a copy, or behind one, may stay unknown
             self.row[self.live[i]].copied |= self.row[self.live[i]].shared > 0
         for i in range(n):
             self.row[self.rows[i]].copied = True
-        if self.has_cache and w.b & 64:             # these copies are no content yet
+        if self.has_cache and (alone or w.b & 64):  # these copies are no content yet
             self.commit_to(first, self.done_length(first))
-            if w.b & 128:
-                self.ask(first)
-            if alone and w.b & 256:                 # and now they are
+            self.ask(first, self.row[first].token, self.row[first].n)
+            if alone:                               # and now they are
                 while self.oldest() >= 0:
                     self.finish_plan(self.oldest())
                 self.check_found(first)

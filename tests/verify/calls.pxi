@@ -89,6 +89,15 @@ cdef class Calls(Content):
             options["pad_to"] = (plan.wire.max_rows, self.max_tokens[k])
         return self.call("pool.step", self.pool.step, given, options) is not None
 
+    cdef bint call_done(self, int32_t k) except -1:
+        if not self.direct:
+            return self.call("pool.done", self.pool.done, (self.plans[k],)) is not None
+        try:
+            self.pool.end_done(self.plans[k], "done")
+        except REFUSALS:
+            return self.judged(-1)
+        return self.judged(OK)
+
     cdef int64_t call_open(self, int64_t n, bint counted, int32_t space, int64_t cut, bint reserve) except -2:
         """A new sequence for `n` tokens, those of the prompt or a count. Returns its handle, or -1."""
         cdef Ints tokens

@@ -18,7 +18,7 @@ CAP = 160  # tokens that a row may have
 #: Every feature of the core is a word. Usual weights; a run draws its own around them.
 WEIGHTS: dict[str, float] = {
     **{"open": 3, "prompt": 8, "step": 24, "prefill": 8, "chunk": 4, "reserve": 2, "execute": 4, "done": 18},
-    **{"done_any": 3, "rollback": 5, "commit": 12, "lie": 1, "fork": 5, "truncate": 4, "close": 6},
+    **{"done_any": 3, "rollback": 5, "commit": 12, "lie": 2, "fork": 5, "truncate": 4, "close": 6},
     **{"close_finished": 1, "defer_close": 1, "unshare": 4, "compact": 3, "evict_blocks": 2, "pin": 1, "match": 1},
     **{"evict": 1, "flush": 0.5, "load": 2, "loaded": 3, "alloc": 2, "incref": 1, "decref": 3, "mark_cached": 4},
     **{"touch": 2, "can": 2, "events": 1, "stale": 1, "read": 2, "bind": 0.5, "reset": 0.05},
@@ -66,8 +66,8 @@ def groups_of(rng: random.Random, size: int, reserved: int) -> list[Group]:
             if arena > told:
                 told, options["num_blocks"] = arena, reserved + rng.choice((rng.randint(8, 48), 120))
         if kind == "window":
-            width = rng.randint(1, rng.choice((4, 12)))
-            made.append(Group.window(width, keep=rng.choice((0, rng.randrange(width))), **options))
+            width = rng.randint(1, rng.choice((4, 12, 30)))
+            made.append(Group.window(width, keep=rng.choice((0, rng.randrange(width), width - 1)), **options))
         elif kind == "chunk":
             made.append(Group.chunk(rng.randint(1, rng.choice((4, 12))), **options))
         else:
@@ -79,8 +79,10 @@ def shape_of(seed: int, without: tuple[str, ...] = ()) -> Shape:
     """The run of a seed, without some words."""
     rng = random.Random(f"verify {seed}")
     size, reserved = rng.choice((1, 2, 2, 3, 4, 4, 5, 8)), rng.choice((0, 1, 1, 2))
-    groups = groups_of(rng, size, reserved) if rng.random() < 0.75 else None
     cache = rng.random() < 0.75
+    groups = groups_of(rng, size, reserved) if rng.random() < 0.75 else None
+    if groups and cache and all(group.kind != "full" for group in groups) and rng.random() < 0.7:
+        groups.insert(0, Group.full(block_size=size))  # without one, a pool has room for a million nodes
     cost = sum(group.columns * size / (group.block_size or size) for group in groups or () if group.kind != "state")
     cost += sum(group.blocks / 4 for group in groups or ())
     widths = [group.size for group in groups or () if group.kind in ("window", "chunk")]
@@ -95,8 +97,8 @@ def shape_of(seed: int, without: tuple[str, ...] = ()) -> Shape:
         "in_order": rng.random() < 0.15,
         "seed": rng.getrandbits(32),
         "prefix_cache": cache,
-        "events": rng.choice((0, 0, 4, 10_000)) if cache else 0,
-        "lookahead": rng.choice((0, 0, rng.randrange(min(widths, default=4)), min(widths, default=4) - 1)),
+        "events": rng.choice((0, 4, 10_000, 10_000)) if cache else 0,
+        "lookahead": rng.choice((0, rng.randrange(min(widths, default=4)), min(widths, default=4) - 1)),
         "groups": groups,
         "two_classes": cache and groups is not None and rng.random() < 0.3,
         "_hash_bits": rng.choice((64, 64, 3, 0)) if cache else 64,
