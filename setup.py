@@ -31,15 +31,11 @@ COVERAGE = os.environ.get("KVPOOL_COVERAGE", "0") not in ("", "0")
 OPTIMIZE = os.environ.get("KVPOOL_OPTIMIZE", "")
 VARIANT_FILE = Path("build/cython/variant")
 CORE, CPU = Path("kvpool"), Path("kvpool_backends/cpu")
-#: The fuzzers of the core. They are compiled where the tree is compiled in place; no wheel has them.
-FUZZER = [Path("proof/fuzz"), Path("tests/verify")] if "--inplace" in sys.argv else []
-#: Compiled for size: nobody waits for them, a kernel or the core does more for each call than they do, or (the drivers
-#: of the fuzzer) they take the same time. `_kernels` says so in its text, because the C kernels have its arguments.
-FOR_SIZE = (
-    *("_broken", "capi", "_arguments", "_attention"),
-    *("_calls", "_fuzz", "_fuzz_base", "_fuzz_calls", "_fuzz_evict", "_fuzz_prefix", "_fuzz_steps"),
-    *("_calls_groups", "_fuzz_groups", "_broken_groups"),
-)
+#: The fuzzer of the core. It is compiled where the tree is compiled in place; no wheel has it.
+FUZZER = [Path("tests/verify")] if "--inplace" in sys.argv else []
+#: Compiled for size: nobody waits for them, or a kernel or the core does more for each call than they do. `_kernels`
+#: says so in its text, because the C kernels have its arguments.
+FOR_SIZE = ("capi", "_arguments", "_attention")
 #: What the core is compiled with besides. gcc takes every function that has one caller into it: then calls of one row
 #: pay for the registers of all that they might lead to. It also copies, unrolls and pads where that saves nothing,
 #: counted in instructions: a sixth of the binary.
@@ -49,11 +45,7 @@ CORE_ARGS = (
     *(f"-fno-align-{what}" for what in ("functions", "jumps", "labels")),
 )
 #: Plain and fast under the address sanitizer: the judge of the fuzzer walks all of the state, within bounds of its own.
-JUDGE = (
-    *("_books", "_books_index", "_books_steps", "_books_prefix", "_storage", "_books_groups", "_content_groups"),
-    "_verify",
-)
-PLAIN = JUDGE if "address" in SANITIZE else ()
+PLAIN = ("_verify",) if "address" in SANITIZE else ()
 
 DIRECTIVES = {
     "language_level": 3,

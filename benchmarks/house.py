@@ -227,11 +227,11 @@ def long_lines(text: str) -> int:
 def measure(root: Path) -> dict[str, object]:
     """All figures of a checkout; public names are those of its own build."""
     paths, graph = tracked(root), import_graph(root)
-    outside = [path for path in paths if path.parts[0] not in ("tests", "proof")]
+    outside = [path for path in paths if path.parts[0] != "tests"]
     told = subprocess.run([sys.executable, "-c", NAMES], cwd=root, capture_output=True, text=True, check=True).stdout
     return {
         **wheel(root),
-        "git: lines without tests and proof": count_lines(root, outside),
+        "git: lines without tests": count_lines(root, outside),
         "names: kvpool / Pool / Plan": " / ".join(told.split()),
         "import circles": len(circles(graph)),
         "imports of a layer above": len(arrows_up(graph)),

@@ -127,8 +127,8 @@ BEGIN_FIRST = (
 
 
 #: What `make test` leaves to `make test-all`: folders and files, by the names of `tests/`. Their tests get the marker
-#: `long`. Metal kernels run in an interpreter, and the rest start servers or whole demos. The files in `KEPT_IN` stay
-#: in `make test`: they launch each Metal kernel. `SLOW` are single tests and planted faults that cost as much as a file.
+#: `long`. Metal kernels run in an interpreter, and the rest start servers or whole demos. The files in `KEPT_IN` stay:
+#: they launch each Metal kernel. `SLOW` are single tests and planted faults that cost as much as a file.
 #:
 #: `ONE_OF_MANY`: a test that is repeated over models, options or seeds runs once in `make test`, for another one from
 #: test to test. All of them are in `make test-all`. Tests that plant a fault are not thinned out.

@@ -27,11 +27,10 @@ from tests.verify.mutants.source import core_sources
 
 #: What a copy consists of; `kvpool_backends/cpu` only where the variant has it.
 PARTS = (
-    *("kvpool", "kvpool_backends", "proof", "tests", "benchmarks", "metal", "docs", "examples"),
+    *("kvpool", "kvpool_backends", "tests", "benchmarks", "metal", "docs", "examples"),
     *("setup.py", "pyproject.toml", "README.md", "LICENSE"),
 )
 CPU = Path("kvpool_backends/cpu")
-FUZZ = Path("proof/fuzz")
 VERIFY = Path("tests/verify")
 #: Functions below which the interpreter and numpy allocate what they never free: their modules' code and constants.
 KEPT = ("_multiarray_umath_exec", "r_object", "fill_time")
@@ -46,7 +45,6 @@ class Variant:
     runtime: dict[str, str] = field(default_factory=dict)
     preload: tuple[str, ...] = ()  # libraries of gcc
     cpu: bool = False  # with the CPU backend
-    fuzz: bool = True  # with the fuzzer of `proof.fuzz`, a third of all there is to compile
     verify: bool = False  # with the fuzzer of `tests.verify`
     mutated: bool = False  # with all mutants of `tests.verify.mutants`
     interpreter: str = ""  # that runs it, of `tests.verify.builds.interpreter`; this one by default
@@ -79,9 +77,7 @@ ASAN = Variant(
 )
 #: A fuzzer's pool of a million blocks lies in arrays of many megabytes: glibc asks for large pages for them.
 RELEASE = Variant(runtime={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}, verify=True)
-TSAN = Variant(
-    {"KVPOOL_SANITIZE": "thread"}, {"TSAN_OPTIONS": "exitcode=66:history_size=2"}, ("libtsan.so",), fuzz=False
-)
+TSAN = Variant({"KVPOOL_SANITIZE": "thread"}, {"TSAN_OPTIONS": "exitcode=66:history_size=2"}, ("libtsan.so",))
 #: Without a GIL: as users have it; under ThreadSanitizer; and with a lock that locks nothing.
 FREE = Variant(interpreter="release", cpu=True)
 FREE_TSAN = replace(TSAN, preload=(), interpreter="tsan", cpu=True)
@@ -95,9 +91,9 @@ VARIANTS = {
     "tsan-cpu": replace(TSAN, cpu=True),
     "free": FREE,
     "free-tsan": FREE_TSAN,
-    "free-unlocked": replace(FREE, switches={"CFLAGS": "-DKVPOOL_NO_LOCK=1"}, fuzz=False),
+    "free-unlocked": replace(FREE, switches={"CFLAGS": "-DKVPOOL_NO_LOCK=1"}),
     "free-tsan-unlocked": replace(FREE_TSAN, switches=FREE_TSAN.switches | {"CFLAGS": "-DKVPOOL_NO_LOCK=1"}),
-    "coverage": Variant({"KVPOOL_COVERAGE": "1", "KVPOOL_FAULTS": "1"}, fuzz=False, verify=True),
+    "coverage": Variant({"KVPOOL_COVERAGE": "1", "KVPOOL_FAULTS": "1"}, verify=True),
     "mutated": Variant({"KVPOOL_OPTIMIZE": "1"}, cpu=True, verify=True, mutated=True),
 }
 
@@ -112,7 +108,7 @@ def _is_left_out(kind: Variant, inside: Path) -> bool:
     """Whether a variant does without a file of the tree."""
     if CPU in inside.parents:
         return not kind.cpu
-    with_fuzzer = {FUZZ: kind.fuzz, VERIFY: kind.verify}.get(inside.parent, True)
+    with_fuzzer = kind.verify or inside.parent != VERIFY
     return not with_fuzzer and inside.suffix in (".pyx", ".pxd")
 
 

@@ -227,7 +227,7 @@ def run_tests(tests: Sequence[str]) -> list[str]:
     if not site.exists():
         pip("install", "--target", site, "--platform", "manylinux_2_28_aarch64", *PACKAGES)
     shutil.rmtree(tree, ignore_errors=True)
-    for part in ("kvpool", "kvpool_backends", "metal", "proof", "tests"):
+    for part in ("kvpool", "kvpool_backends", "metal", "tests"):
         shutil.copytree(ROOT / part, tree / part, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tree)
     suffix = f".cpython-{VERSION.replace('.', '')}-aarch64-linux-gnu.so"

@@ -1,1 +1,0 @@
-"""Programs that look for faults of the core."""

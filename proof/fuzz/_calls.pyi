@@ -1,3 +1,0 @@
-from typing import Any
-
-def blank_blocks(pool: Any) -> list[int]: ...
