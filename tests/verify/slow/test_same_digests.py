@@ -67,18 +67,19 @@ def test_digests_do_not_depend_on_the_build(variant, usual):
     assert trace(sys.executable, builds.build(variant), builds.environment(variant)) == usual
 
 
-@pytest.mark.parametrize("version", other_pythons())
-def test_digests_do_not_depend_on_the_python(version, usual):
-    """In an environment below ``build/``, for which the core is compiled in the copy that is as users have it."""
-    home, folder = ROOT / "build" / "pythons" / version, builds.copied("release")
-    python, quiet = home / "bin" / "python", {"capture_output": True, "text": True, "check": True}
-    if not (home / "ready").exists():
-        subprocess.run([other_pythons()[version], "-m", "venv", "--clear", str(home)], **quiet)
-        subprocess.run([str(python), "-m", "pip", "install", "-q", "numpy", "cython", "setuptools>=77"], **quiet)
-        (home / "ready").touch()
+def test_digests_do_not_depend_on_the_python(usual):
+    """Each in an environment below ``build/``, for which the core is compiled in the copy that is as users have it."""
+    folder, quiet = builds.copied("release"), {"capture_output": True, "text": True, "check": True}
     clean = {key: value for key, value in os.environ.items() if not key.startswith("KVPOOL_")}
-    subprocess.run([str(python), "setup.py", "-q", "build_ext", "--inplace"], cwd=folder, env=clean, **quiet)
-    assert trace(python, folder, builds.environment("release")) == usual
+    for version, python in other_pythons().items():
+        home = ROOT / "build" / "pythons" / version
+        inside = home / "bin" / "python"
+        if not (home / "ready").exists():
+            subprocess.run([python, "-m", "venv", "--clear", str(home)], **quiet)
+            subprocess.run([str(inside), "-m", "pip", "install", "-q", "numpy", "cython", "setuptools>=77"], **quiet)
+            (home / "ready").touch()
+        subprocess.run([str(inside), "setup.py", "-q", "build_ext", "--inplace"], cwd=folder, env=clean, **quiet)
+        assert trace(inside, folder, builds.environment("release")) == usual, version
 
 
 def test_another_seed_gives_other_digests(usual):

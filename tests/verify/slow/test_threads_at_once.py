@@ -100,8 +100,9 @@ def no_tsan():
     return ""
 
 
-tsan = [pytest.mark.slow, pytest.mark.skipif(no_tsan() != "", reason=no_tsan())]
-free = [pytest.mark.slow, pytest.mark.skipif(interpreter.missing() is not None, reason=f"{interpreter.missing()}")]
+TSAN_IS_REFUSED, FREE_IS_MISSING = no_tsan(), interpreter.missing() or ""
+tsan = [pytest.mark.slow, pytest.mark.skipif(TSAN_IS_REFUSED != "", reason=TSAN_IS_REFUSED)]
+free = [pytest.mark.slow, pytest.mark.skipif(FREE_IS_MISSING != "", reason=FREE_IS_MISSING)]
 
 
 def finding_of(variant, case, calls):
@@ -134,7 +135,6 @@ def driver():
     ("case", "calls"),
     [
         pytest.param(threads.hammered, HAMMERED, marks=tsan),
-        pytest.param(threads.hammered_with_a_lock, HAMMERED, marks=tsan),
         pytest.param(threads.shared, HAMMERED // 100, marks=tsan),
     ],
 )

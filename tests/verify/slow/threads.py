@@ -228,22 +228,6 @@ def hammered(operations: int, seed: int) -> dict:
     return {"calls": operations}
 
 
-def hammered_with_a_lock(operations: int, seed: int) -> dict:
-    """One pool, many threads, one at a time."""
-    from tests.verify.slow.threads_driver import hammer
-
-    pool, lock = new_pool(0), threading.Lock()
-
-    def work(number: int) -> None:
-        for turn in range(200):
-            with lock:
-                hammer(pool, number << 20 | turn, operations // THREADS // 200)
-
-    together(work)
-    pool.check()
-    return {"calls": operations}
-
-
 def hammered_without_a_lock(operations: int, seed: int) -> dict:
     """The control: one pool, many threads, nothing between them."""
     from tests.verify.slow.threads_driver import hammer
@@ -254,8 +238,7 @@ def hammered_without_a_lock(operations: int, seed: int) -> dict:
 
 
 POOLS = (shared, rude, apart)
-HAMMERED = (hammered, hammered_with_a_lock, hammered_without_a_lock)
-CASES = {case.__name__: case for case in (*POOLS, stores, cost, *HAMMERED)}
+CASES = {case.__name__: case for case in (*POOLS, stores, cost, hammered, hammered_without_a_lock)}
 
 if __name__ == "__main__":
     if "free" in sys.argv[3:] and getattr(sys, "_is_gil_enabled", lambda: True)():
