@@ -132,7 +132,7 @@ BEGIN_FIRST = (
 #:
 #: `ONE_OF_MANY`: a test that is repeated over models, options or seeds runs once in `make test`, for another one from
 #: test to test. All of them are in `make test-all`. Tests that plant a fault are not thinned out.
-KEPT_IN = ("metal_mutations", "metal_packed_mutations", "metal_scores")
+KEPT_IN = ("metal_mutations", "metal_scores")
 LEFT_TO_TEST_ALL = (
     *("metal", "benchmarks"),
     *("demo", "demo_conversation", "packaging", "ranks", "server_soak"),
@@ -141,24 +141,21 @@ LEFT_TO_TEST_ALL = (
     *("cli_bench_metal", "cli_cache", "cli_serve", "capi_speed", "mlx_lm_turns"),
     *("serving_hostile", "serving_kills", "serving_tools", "serving_limits", "serving_failures", "serving_faults"),
     *("serving_store", "serving_tenants", "serving_neighbours"),
-    *("engine_store", "engine_eviction", "engine_eviction_groups", "mlx_lm_eviction", "mlx_lm_eviction_groups"),
+    *("engine_store", "engine_eviction", "mlx_lm_eviction", "mlx_lm_eviction_groups"),
     *("mlx_lm_raises", "mlx_lm_windows", "mlx_lm_arenas"),
     *("store_server", "cli_generate_process", "backend_cpu_interrupts"),
 )
 ONE_OF_MANY = (
     *("mlx_lm", "scheduler_groups", "scheduler_workloads", "scheduler_preemption"),
-    *("serving_api", "backend_cpu", "cpu_chunk", "threads", "backend_raises", "backend_conformance"),
-    *("conformance_groups", "cli_generate", "prompt_cache", "sizing_bytes", "store_conformance"),
+    *("serving_api", "backend_cpu", "threads", "backend_raises", "backend_conformance"),
+    *("cli_generate", "prompt_cache", "sizing_bytes", "store_conformance"),
     *("scheduler_ahead", "scheduler_cancel", "scheduler_eviction"),
 )
 SLOW = (
     "test_planted_fault_shows_in_the_order_of_leaving[OutlivesItsKeys]",
     "test_store_passes_every_case_of_the_kit[disk-True-threads_get_their_own_blocks]",
     "test_store_passes_every_case_of_the_kit[tiered-True-threads_get_their_own_blocks]",
-    "test_planted_bug_is_found[evicted node stays in the index]",
-    "test_backend_that_cuts_contexts_conforms",
     "test_capabilities_narrow_what_the_kit_tries",
-    "test_kernels_are_named_as_mlx_compiles_them[stand-in]",
     "test_backend_that_fails_once_is_a_finding_and_its_script_is_said_to_pass",
 )
 

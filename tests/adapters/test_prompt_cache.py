@@ -57,7 +57,13 @@ def a_budget_ignored(patch):
     patch.setattr(PromptCache, "_make_room", lambda self, nbytes, *more: room(self, 0, *more))
 
 
-@pytest.mark.parametrize(("fault", "kind"), [(a_shared_object, "state"), (a_budget_ignored, "dense")])
+def a_prefix_inside_media(patch):
+    patch.setattr("kvpool.adapters.prompt_cache._outside", lambda length, spans: length)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"), [(a_shared_object, "state"), (a_budget_ignored, "dense"), (a_prefix_inside_media, "dense")]
+)
 def test_a_planted_fault_is_found(monkeypatch, fault, kind):
     fault(monkeypatch)
     assert programs.hunt(11, 4000, kind)
