@@ -224,6 +224,9 @@ class Twin(Pool):
         who = f"row {theirs & 0xFFFFF}"
         for call in ("is_open", "num_tokens", "capacity"):
             self.same(f"{call} of {who}", getattr(self, call)(handle), getattr(self.model, call)(theirs))
+        if self.has_cache and self.model._find(theirs):  # no load
+            committed = super().prefix.committed(handle), self.model.prefix.committed(theirs)
+            self.same(f"committed of {who}", *committed)
         for g in range(len(self.kinds)):
             self.same(f"kv_len of {who} in group {g}", self.kv_len(handle, g), self.model.kv_len(theirs, g))
             got, want = self.table(handle, g), self.model.table(theirs, g)
