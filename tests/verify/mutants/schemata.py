@@ -30,7 +30,7 @@ from tests.verify.mutants.source import (
     split_top,
 )
 
-HEAD = "from {package}._mutant cimport KV_MUTANTS, kv_is, kv_reached, kv_set_mutant\n"
+HEAD = "from kvpool._mutant cimport KV_MUTANTS, kv_is, kv_reached, kv_set_mutant\n"
 SETTER = """
 
 def set_mutant(int number):
@@ -215,7 +215,7 @@ class Schemata:
         self.known = declarations(texts)
         self.effects = effects_of_functions(texts)
 
-    def file(self, name: str, text: str, package: str = "kvpool") -> str:
+    def file(self, name: str, text: str) -> str:
         """The source with all its mutants in it."""
         made, at = [], 0
         for function in functions(name, text):
@@ -228,7 +228,7 @@ class Schemata:
                 at = statement.line.last
         joined = "".join([*made, text[at:]])
         first = next(logical_lines(joined), Line(0, 0, 0, 0)).first
-        return joined[:first] + HEAD.format(package=package) + joined[first:] + SETTER * name.endswith(".pyx")
+        return joined[:first] + HEAD + joined[first:] + SETTER * name.endswith(".pyx")
 
 
 class Types:
@@ -562,18 +562,10 @@ class Statement:
                 yield self.text[node.first : left.first] + two + gap + one + self.text[right.last : node.last]
 
 
-def mutate(paths: Iterable[Path], package: str = "kvpool") -> tuple[dict[Path, str], list[Mutant]]:
-    """Rewrite sources; nothing is written.
-
-    Returns
-    -------
-    dict
-        Path -> source; ``_mutant.pxd`` is new, beside the first.
-    list of Mutant
-        All of them, ``mutants[i].number == i + 1``.
-    """
+def mutate(paths: Iterable[Path]) -> tuple[dict[Path, str], list[Mutant]]:
+    """Sources with all mutants in them, a header of theirs beside the first, and the mutants, the first is number 1."""
     texts = {path: path.read_text() for path in paths}
     schemata = Schemata({path.name: text for path, text in texts.items()})
-    made = {path: schemata.file(path.name, text, package) for path, text in texts.items()}
+    made = {path: schemata.file(path.name, text) for path, text in texts.items()}
     header = MUTANT_PXD.format(count=len(schemata.mutants) + 1)
     return made | {next(iter(texts)).with_name("_mutant.pxd"): header}, schemata.mutants

@@ -33,7 +33,6 @@ BLOCK = re.compile(r"(?:cdef|ctypedef) (?:packed )?(struct|enum|class)\b ?(\w+)?
 def core_sources() -> tuple[Path, ...]:
     """The sources of the core, as ``setup.py`` lists them; `memory` makes failures, and is none of it."""
     spec = importlib.util.spec_from_file_location("setup", ROOT / "setup.py")
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return tuple(ROOT / path for path in module.core_sources())
