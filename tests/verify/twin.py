@@ -22,7 +22,7 @@ from kvpool.testing import ModelPlan, ModelPool
 from kvpool.testing.fuzz_target import FuzzFinding as Finding
 
 WORDS_PER_RUN = 200  # few: the model is slow
-LOCAL_BITS = 52  # of a handle; the tag above them differs from pool to pool
+TAG_SHIFT = 52  # of a handle: a tag, which no live pool shares and which is never 0, stands above
 NUMBERS = ("needed", "short_by", "row", "blank", "evictable", "limbo", "arena")  # of an error
 FILL = ("step", "reserve", "unshare")  # calls that fill a plan
 CALLS = (
@@ -34,13 +34,13 @@ OF_STATES = ("state_src", "state_dst", "state_loads", "state_saves")
 BY_ID = ("block_tables", "slot_mapping", "copies", "table_updates", "state_loads", "state_saves")
 
 
-def local(value: Any) -> Any:
-    """A result, with handles as all pools have them."""
+def local(value: Any, first: int) -> Any:
+    """A result, with handles as a pool has them whose first handle is 0. `first`: the one of this pool."""
     if isinstance(value, np.ndarray):
-        return str(value.dtype), value.shape, local(value.tolist())
+        return str(value.dtype), value.shape, local(value.tolist(), first)
     if isinstance(value, list | tuple):
-        return [local(one) for one in value]
-    return value & ((1 << LOCAL_BITS) - 1) if type(value) is int and value > 0 else value
+        return [local(one, first) for one in value]
+    return value - first if type(value) is int and value >> TAG_SHIFT > 0 else value
 
 
 def outcome(call: Callable[..., Any], given: Any, options: dict[str, Any]) -> tuple[Any, Exception | None]:
@@ -51,11 +51,10 @@ def outcome(call: Callable[..., Any], given: Any, options: dict[str, Any]) -> tu
         return None, error
 
 
-def is_same(got: Exception, want: Exception) -> bool:
-    """Whether two errors are of one kind, and name the same numbers and row."""
-    numbers = [[getattr(error, name, None) for name in NUMBERS] for error in (got, want)]
-    handles = [local(getattr(error, "handle", -1)) for error in (got, want)]
-    return type(got) is type(want) and numbers[0] == numbers[1] and handles[0] == handles[1]
+def named(error: Exception, first: int) -> tuple[Any, ...]:
+    """The kind of an error, its numbers, and its row."""
+    numbers = [getattr(error, name, None) for name in NUMBERS]
+    return type(error), numbers, local(getattr(error, "handle", -1), first)
 
 
 class Both:
@@ -104,7 +103,7 @@ class Twin(Pool):
         self.has_events = options["events"] > 0
         self.cached: tuple[Counter[Any], ...] | None = Counter(), Counter()  # what events told; None: some were lost
         self.untold: list[Any] = []
-        self.tag = 0  # of the core's handles
+        self.first, self.first_of_model = 0, self.model._tag << TAG_SHIFT  # handles; the core's: as soon as it is given
 
     @property
     def prefix(self) -> Any:
@@ -145,8 +144,8 @@ class Twin(Pool):
             return self.plans[given]
         if isinstance(given, list | tuple):
             return type(given)(self.theirs(one, arena) for one in given)
-        if type(given) is int and given >> LOCAL_BITS > 0:
-            return local(given) | self.model._tag << LOCAL_BITS
+        if type(given) is int and given >> TAG_SHIFT > 0:
+            return given - self.first + self.first_of_model
         return given if arena is None or not self.are_renamed else self.names[arena].get(given, given)
 
     def both(
@@ -160,17 +159,17 @@ class Twin(Pool):
         before = None if error is None else (self.fingerprint(), self.digest())
         got, raised = outcome(mine, given, options)
         if error is not None or raised is not None:
-            if error is None or raised is None or not is_same(raised, error):
+            if error is None or raised is None or named(raised, self.first) != named(error, self.first_of_model):
                 raise Finding(f"model: {name} gave {raised or got!r}, due was {error or want!r}") from raised
             if isinstance(raised, KVPoolError) and not str(raised).startswith("["):
                 raise Finding(f"model: {name} raised a message without its call: {raised}")
             if (self.fingerprint(), self.digest()) != before:
                 raise Finding(f"model: {name} changed the pool, and raised: {raised}")
             raise raised
+        if name in ("open", "pin") and not self.first:
+            self.first = got - (want - self.first_of_model)
         self.same(name, got, want, self.are_renamed and name in ("alloc", "bundle"))
-        if name in ("open", "pin"):
-            self.tag = got >> LOCAL_BITS
-        elif name == "alloc":
+        if name == "alloc":
             self.taken[arena or 0].update(zip(got.tolist(), want.tolist(), strict=True))
         elif name == "reset":
             self.taken = [{} for _ in range(self.num_arenas)]
@@ -190,8 +189,9 @@ class Twin(Pool):
             are_same = got.dtype == want.dtype and got.shape == want.shape and bool((got == want).all())
         else:
             are_same = got == want and type(got) is type(want)
-        if not are_same and local(got) != local(want):
-            raise Finding(f"model: {what} is {local(got)}, due {local(want)}")
+        got, want = local(got, self.first), local(want, self.first_of_model)
+        if not are_same and got != want:
+            raise Finding(f"model: {what} is {got}, due {want}")
 
     def compare(self) -> None:
         """Compare everything that can be read."""
@@ -220,7 +220,7 @@ class Twin(Pool):
 
     def compare_row(self, theirs: int) -> None:
         """Compare what is said of a row."""
-        handle = local(theirs) | self.tag << LOCAL_BITS
+        handle = theirs - self.first_of_model + self.first
         who = f"row {theirs & 0xFFFFF}"
         for call in ("is_open", "num_tokens", "capacity"):
             self.same(f"{call} of {who}", getattr(self, call)(handle), getattr(self.model, call)(theirs))
