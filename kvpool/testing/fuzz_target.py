@@ -13,7 +13,7 @@ import itertools
 import operator
 import random
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -455,34 +455,31 @@ def _convict(report: TargetReport, run: Run, words: list[Word], first: TargetFin
     report.script = run.script(few, report.finding)
 
 
-def hunt(
-    make_run: Callable[[int], Run],
+def runs_of(
+    report: Any,
     seed: int,
     *,
     calls: int | None = None,
     seconds: float | None = None,
-    told: Callable[[TargetReport], None] | None = None,
-) -> TargetReport:
-    """Run after run of ``make_run(seed)``, until one fails.
+    told: Callable[[Any], None] | None = None,
+) -> Iterator[int]:
+    """The seed of run after run, until the report has a finding; counts the runs and the time.
 
     Parameters
     ----------
+    report : TargetReport
+        Or another report with `seed`, `runs`, `calls`, `seconds` and `finding`. Who runs adds to the calls. Without a
+        finding, its seed is None at the end.
     calls, seconds : int, float, optional
         Calls to make, at least; wall time after which no run begins. Whole runs are made.
     told : callable, optional
         Called with the report after every run.
     """
-    report, rng, began = TargetReport(), random.Random(seed), time.monotonic()
+    rng, began = random.Random(seed), time.monotonic()
     while report.finding is None:
         report.seed = rng.getrandbits(32) if report.runs else seed
-        run = make_run(report.seed)
-        words = run.words()
+        yield report.seed
         report.runs += 1
-        try:
-            report.calls += run.play(words)
-        except TargetFinding as finding:
-            report.calls += len(words)
-            _convict(report, run, words, finding)
         report.seconds = time.monotonic() - began
         if told:
             told(report)
@@ -491,6 +488,19 @@ def hunt(
         ):
             report.seed = None
             break
+
+
+def hunt(make_run: Callable[[int], Run], seed: int, **until: Any) -> TargetReport:
+    """Run after run of ``make_run(seed)``, until one fails. `until` says when to stop, and who is told: `runs_of`."""
+    report = TargetReport()
+    for run_seed in runs_of(report, seed, **until):
+        run = make_run(run_seed)
+        words = run.words()
+        try:
+            report.calls += run.play(words)
+        except TargetFinding as finding:
+            report.calls += len(words)
+            _convict(report, run, words, finding)
     return report
 
 
@@ -508,7 +518,7 @@ def hunt_target(
     Returns a report whose `finding` is None, or says what is wrong, with the shortest test found in `script`. The first
     run is that of `seed`, so the report's `seed` and ``calls=1`` repeat the run that failed.
     `source` is the expression that makes the factory in that test, the imports it needs in lines before it. `until`
-    says when to stop, and who is told: see `hunt`.
+    says when to stop, and who is told: see `runs_of`.
     """
 
     def make_run(run_seed: int) -> TargetRun:

@@ -398,17 +398,23 @@ cdef class Run(Calls):
 
     # -- opening and closing
 
-    cdef int greet(self, int64_t handle, int32_t n, int32_t space, bint loading) except -1:
-        """A sequence was opened with the first of the `n` tokens in `prompt`; those of a hit are there."""
-        cdef int32_t slot = <int32_t>(handle & 0xFFFFF), g, hit, k
-        cdef Row* r = &self.row[slot]
-        if slot >= self.max_seqs or r.handle >= 0 or self.num_slots_free == 0 or slot != self.slots_free[0]:
-            self.wrong("open gave row {0}, the one that is free for longest is {1}", slot, self.slots_free[0])
+    cdef int32_t claim(self, int64_t handle, str call) except -1:
+        """A new sequence has the row that is free for longest, and a handle that nobody had."""
+        cdef int32_t slot = <int32_t>(handle & 0xFFFFF)
+        if slot >= self.max_seqs or self.num_slots_free == 0 or slot != self.slots_free[0]:
+            self.wrong(call + " gave row {0}, the one that is free for longest is {1}", slot, self.slots_free[0])
         if handle <= self.newest[slot]:
-            self.wrong("open gave handle {0} again", handle)
+            self.wrong(call + " gave handle {0} again", handle)
         self.num_slots_free -= 1
         memmove(self.slots_free, self.slots_free + 1, self.num_slots_free * sizeof(int32_t))
+        memset(self.num_seen + slot * self.num_groups, 0, self.num_groups * sizeof(int32_t))
         self.newest[slot] = handle
+        return slot
+
+    cdef int greet(self, int64_t handle, int32_t n, int32_t space, bint loading) except -1:
+        """A sequence was opened with the first of the `n` tokens in `prompt`; those of a hit are there."""
+        cdef int32_t slot = self.claim(handle, "open"), g, hit, k
+        cdef Row* r = &self.row[slot]
         hit = <int32_t>self.pool.state.seqs.seq[slot].kv_len
         if hit < 0 or hit > n:
             self.wrong("open found {0} of {1} tokens", hit, n)
@@ -421,7 +427,6 @@ cdef class Run(Calls):
         if <int32_t>(hash64(self.seed ^ self.opened) & 7) >= self.texts:
             r.family = -1
         memcpy(r.token, self.prompt, n * sizeof(int32_t))
-        memset(self.num_seen + slot * self.num_groups, 0, self.num_groups * sizeof(int32_t))
         if self.look(slot, hit, True) and (
                 self.pool.state.blocks.num_blank + self.pool.state.blocks.lru.size < self.pool.state.seqs.watermark):
             self.wrong("open took blocks of the watermark")
@@ -742,16 +747,9 @@ cdef class Run(Calls):
 
     cdef int born(self, int32_t parent, int64_t handle) except -1:
         """A child has what its parent has."""
-        cdef int32_t slot = <int32_t>(handle & 0xFFFFF), text = self.row[parent].text, g
-        cdef uint64_t root = self.row[parent].root
+        cdef int32_t slot = self.claim(handle, "fork"), g
         cdef Row* r = &self.row[slot]
         cdef Row p = self.row[parent]
-        memcpy(self.prompt, p.token, CAP * sizeof(int32_t))
-        if slot >= self.max_seqs or slot != self.slots_free[0] or handle <= self.newest[slot]:
-            self.wrong("fork gave row {0}, the one that is free for longest is {1}", slot, self.slots_free[0])
-        self.num_slots_free -= 1
-        memmove(self.slots_free, self.slots_free + 1, self.num_slots_free * sizeof(int32_t))
-        self.newest[slot] = handle
         r[0] = p
         r.handle, r.reserved = handle, 0
         r.shared = self.row[parent].shared = r.n
@@ -761,7 +759,6 @@ cdef class Run(Calls):
         for g in range(self.num_groups):
             if p.lost[g]:
                 memcpy(self.line_of(slot, g), self.line_of(parent, g), CAP * sizeof(uint64_t))
-        memset(self.num_seen + slot * self.num_groups, 0, self.num_groups * sizeof(int32_t))
         self.look(slot, 0, False)
         self.live[self.num_live] = slot
         self.num_live += 1

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import random
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import kvpool
-from kvpool.testing.fuzz_target import Word, minimal, smaller_numbers
+from kvpool.testing.fuzz_target import Word, minimal, runs_of, smaller_numbers
 from tests.verify._verify import Run
 from tests.verify.words import WORDS, Shape, shape_of
 
@@ -59,39 +57,26 @@ def finding_of(run: Callable[[], None]) -> str | None:
 def hunt(
     seed: int,
     *,
-    calls: int | None = None,
-    seconds: float | None = None,
     without: Iterable[str] = (),
     words: int = WORDS_PER_RUN,
     make_pool: Callable[..., Any] = kvpool.Pool,
-    told: Callable[[Report], None] | None = None,
+    **until: Any,
 ) -> Report:
-    """Run after run until one finds something, or so many calls or seconds are through.
+    """Run after run until one finds something, or so many calls or seconds are through: see `runs_of`.
 
     The first run is that of `seed`, so the report's `seed` and ``calls=1`` repeat the run that failed. A run is made
     whole, of so many `words`. `without` names words that no program has.
     """
-    report, rng, began = Report(), random.Random(seed), time.monotonic()
-    left_out = tuple(without)
-    while report.finding is None:
-        report.seed = rng.getrandbits(32) if report.runs else seed
-        run = Run(shape_of(report.seed, left_out), make_pool)
+    report, left_out = Report(), tuple(without)
+    for run_seed in runs_of(report, seed, **until):
+        run = Run(shape_of(run_seed, left_out), make_pool)
         report.finding = finding_of(lambda run=run: run.run(words))  # type: ignore[misc]
         report.place = run.place
         said, met = run.facts()
         report.words.update(said)
         report.met.update(met)
         report.calls += met["calls"]
-        report.runs += 1
-        report.seconds = time.monotonic() - began
         run.shutdown()
-        if told:
-            told(report)
-        if report.finding is None and (
-            (calls is not None and report.calls >= calls) or (seconds is not None and report.seconds >= seconds)
-        ):
-            report.seed = None
-            break
     return report
 
 
