@@ -486,7 +486,6 @@ cdef class Run(Calls):
         if handle >= 0:
             self.greet(handle, 0, space, False)
             self.row[self.last].reserved = <int32_t>n
-            self.row[self.last].alone = self.row[self.last].family < 0
         return 0
 
     cdef int32_t make_prompt(self, const Word* w, int32_t* space) noexcept nogil:
@@ -927,15 +926,14 @@ cdef class Run(Calls):
                 return 0
             if end > done:
                 self.wrong("commit accepted {0} tokens of a row, of which {1} are done", end, done)
-            r.fresh = (r.alone or not r.told) and (
-                max(r.committed, r.shared) // self.block_size < end // self.block_size)
+            r.fresh = not r.told and r.shared == 0 and r.committed // self.block_size < end // self.block_size
             r.committed, r.told = end, True
         return 0
 
     cdef int check_found(self, int32_t slot) except -1:
-        """Nothing of a row is pending: what it has just published is found.
+        """Nothing of a row is pending: what its first commit has just published is found.
 
-        Of what it published before, a part may be gone: where another row had the same, and its blocks were evicted.
+        Of what it published before, a part may be gone: where another row had the same, which was evicted.
         """
         cdef Row* r = &self.row[slot]
         cdef int32_t grain = self.block_size, g, whole

@@ -54,10 +54,9 @@ cdef struct Row:                # an open sequence, as its owner knows it
     int32_t reserved            # a step up to this length finds its blocks
     bint loading
     bint told                   # it has committed tokens
-    bint fresh                  # the last commit has published blocks, and nobody else what is before them
+    bint fresh                  # the last commit, its first one, has published blocks
     bint copied                 # tables have copies of what was committed: publishing stops there
     bint mute                   # flushed, or tokens left: what it commits is no hit
-    bint alone                  # nobody else, but for its forks, ever had its first token
     int64_t born                # work of the parent that was pending when it was forked
     int32_t born_done
     uint64_t root
