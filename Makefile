@@ -97,7 +97,7 @@ asan: $(VENV)/built $(VENV)/test  ## the core's and the CPU backend's tests unde
 	$(PY) -m tests.verify.builds asan-cpu -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS) \
 		$(addprefix --ignore=tests/,repository verify mlx_lm metal sizing capi/test_capi_speed.py cpu/test_cpu_faults.py) \
 		--ignore=tests/benchmarks/test_baselines.py \
-		--ignore-glob '*test_demo*' --ignore-glob '*test_proof*' --ignore-glob '*mlx*'
+		--ignore-glob '*test_demo*' --ignore-glob '*mlx*'
 
 tsan: $(VENV)/built $(VENV)/test  ## threads on pools, under ThreadSanitizer (Linux, gcc, setarch -R)
 	$(PY) -m pytest -m slow -k test_tsan $(THREADS) $(PYTEST_ARGS)

@@ -570,8 +570,7 @@ cdef class Run(Calls):
         return 0
 
     cdef int op_load(self, const Word* w, int32_t n, int32_t space) except -1:
-        """Blocks for a prompt whose bytes come later, or at once. Or two with one prefix: one is closed before they run.
-        """
+        """Blocks for a prompt whose bytes come later, or at once; or two with one prefix, one closed before it runs."""
         cdef int32_t grain = self.block_size, g
         cdef int64_t first
         for g in range(self.num_groups):
