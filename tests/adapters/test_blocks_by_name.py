@@ -1,7 +1,7 @@
 """`Pool.blocks`: take, touch, release, mark_cached and uncache by name; what is taken next; what is refused."""
 
-import gc
-import time
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -194,38 +194,47 @@ def test_references_belong_to_an_arena(make_pool):
     assert type(pool.blocks.arena(1).references[8]) is int
 
 
-class Slots:
-    """A block of an engine that counts for itself."""
+#: Prints the CPU seconds of 2,000 readings of `Pool.blocks.references`, and of an attribute of objects with slots.
+READINGS = """
+import gc, time
+from kvpool import Pool
 
+class Block:
     __slots__ = ("refcount",)
 
     def __init__(self):
         self.refcount = 1
 
+pool, n = Pool(2001, 1), 2000
+ids, objects, references = pool.blocks.take(n)[0], [Block() for _ in range(n + 1)], pool.blocks.references
+
+def of_the_pool():
+    for block in ids:
+        references[block]
+
+def of_an_object():
+    for block in ids:
+        objects[block].refcount
+
+best = {of_the_pool: 1e9, of_an_object: 1e9}
+gc.disable()
+for _ in range(600):  # in turn, for a CPU may slow down in between
+    for call in best:
+        start = time.process_time()
+        call()
+        best[call] = min(best[call], time.process_time() - start)
+print(*best.values())
+"""
+
 
 def test_reading_one_reference_costs_what_an_attribute_of_a_block_costs():
-    pool, n = Pool(2001, 1), 2000
-    ids, objects, references = pool.blocks.take(n)[0], [Slots() for _ in range(n + 1)], pool.blocks.references
-
-    def of_the_pool():
-        for block in ids:
-            references[block]
-
-    def of_an_object():
-        for block in ids:
-            objects[block].refcount  # noqa: B018 - the reading is what is measured
-
-    best = {of_the_pool: 1e9, of_an_object: 1e9}
-    gc.disable()
-    for turn in range(3000):  # in turn, for a CPU may slow down in between; more of them on a busy machine
-        for call in best:
-            start = time.process_time()
-            call()
-            best[call] = min(best[call], time.process_time() - start)
-        if turn >= 100 and best[of_the_pool] <= 1.3 * best[of_an_object]:
+    pool, block = 1e9, 1e9
+    for _ in range(8):  # where a process has its code and objects costs up to a third: the best of several
+        said = subprocess.run([sys.executable, "-c", READINGS], capture_output=True, text=True, check=True).stdout
+        pool, block = (min(pair) for pair in zip((pool, block), map(float, said.split()), strict=True))
+        if pool <= 1.2 * block:
             break
-    gc.enable()
-    assert best[of_the_pool] <= 1.3 * best[of_an_object], best
+    assert pool <= 1.3 * block, (pool, block)
 
 
 def test_mark_of_a_cached_block_is_refused_until_it_is_uncached(make_pool, refused):
