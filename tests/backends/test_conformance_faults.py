@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from simple_backend import Simple, Split
+from simple_backend import Simple, Split, ZeroTimesWhatIsThere
 
 from kvpool.group_storage import GroupStorage
 from kvpool.protocol import AttentionOptions, StepArrays
@@ -27,18 +27,6 @@ CASES = {case.__name__: case for case in conformance.CASES}
 class SeesTheNextToken(Simple):
     def visible(self, seq_len, q_len, j):
         return min(seq_len, super().visible(seq_len, q_len, j) + 1)
-
-
-class WeighsUnusedSlotsWithZero(Simple):
-    """The whole last block takes part; a mask sets its weights to 0, and 0 * NaN is NaN."""
-
-    def context(self, plane, table, seq_len):
-        blocks = -(-seq_len // self.spec.block_size)
-        return self._context(plane, table[:blocks], blocks * self.spec.block_size)
-
-    def one(self, x):
-        scores = np.where(np.arange(len(x.k)) < x.visible, self.scores(x, x.k), -np.inf)
-        return self.mix(scores, -np.inf, x.v)
 
 
 class CopiesKeysOnly(NumpyBackend):
@@ -285,7 +273,7 @@ class SavesStatesInAscendingBlocks(GroupStorage):
 
 FAULTS = {
     SeesTheNextToken: "ragged_chunks_equal_dense_attention",
-    WeighsUnusedSlotsWithZero: "unused_slots_never_matter",
+    ZeroTimesWhatIsThere: "unused_slots_never_matter",
     CopiesKeysOnly: "copies_take_exactly_the_valid_tokens",
     WritesBeforeItCopies: "copies_writes_reads_happen_in_order",
     ChecksAfterItWrote: "misuse_is_refused_before_a_byte_changes",

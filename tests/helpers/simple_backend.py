@@ -104,6 +104,18 @@ class Simple(NumpyBackend):
         return out.astype(np.float32)
 
 
+class ZeroTimesWhatIsThere(Simple):
+    """A planted fault: the whole last block takes part with weights of 0, and 0 * NaN is NaN."""
+
+    def context(self, plane, table, seq_len):
+        blocks = -(-seq_len // self.spec.block_size)
+        return self._context(plane, table[:blocks], blocks * self.spec.block_size)
+
+    def one(self, x):
+        scores = np.where(np.arange(len(x.k)) < x.visible, self.scores(x, x.k), -np.inf)
+        return self.mix(scores, -np.inf, x.v)
+
+
 class Split(Simple):
     """Cuts contexts into parts of 256 keys and merges what they say, as kernels do."""
 

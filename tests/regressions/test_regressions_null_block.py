@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from catalogue import Unchecked, broken, row
-from simple_backend import Simple
+from simple_backend import ZeroTimesWhatIsThere
 
 from kvpool.config import KVSpec
 from kvpool.protocol import StepArrays
@@ -26,20 +26,6 @@ class NullBlockIsEvictable(Unchecked):
     def _empty(self):
         super()._empty()
         self._lru, self._committed = [0], {0}
-
-
-class ZeroTimesWhatIsThere(Simple):
-    """The whole last block takes part with weights of 0, and 0 * NaN is NaN."""
-
-    def context(self, plane, table, seq_len):
-        """Everything in the blocks."""
-        blocks = -(-seq_len // self.spec.block_size)
-        return self._context(plane, table[:blocks], blocks * self.spec.block_size)
-
-    def one(self, x):
-        """Mask the scores, not the values."""
-        scores = np.where(np.arange(len(x.k)) < x.visible, self.scores(x, x.k), -np.inf)
-        return self.mix(scores, -np.inf, x.v)
 
 
 class ZeroesOneLayer(NumpyBackend):
