@@ -2,8 +2,8 @@
 
 Pools share nothing: what threads do to one pool each, without the GIL, is what they would do alone. Public calls of
 many threads on one pool wait for each other. The control, threads on one pool with nothing between them, must be
-reported by ThreadSanitizer, or it would see nothing at all. A case prints a JSON line, or ends with the exception that
-convicts what it ran.
+reported by ThreadSanitizer, or it would see nothing at all. A case prints a JSON line, or ends with the exception of
+what went wrong.
 """
 
 from __future__ import annotations
