@@ -103,6 +103,14 @@ def test_block_uncached_in_place_is_given_to_a_sequence_and_not_told_again(make_
     assert pool.blocks.drain_evicted().tolist() == []
 
 
+def test_evict_clears_a_block_uncached_in_place_without_a_note(make_pool):
+    pool = make_pool(5)
+    cached(pool, [1, 2])
+    pool.blocks.uncache(1, keep_place=True)
+    assert pool.blocks.evict(2) == 2 and order(pool) == [2, 1, 3, 4]
+    assert pool.blocks.drain_evicted().tolist() == [2]
+
+
 def test_uncache_in_place_of_held_blocks_and_of_those_in_limbo_makes_them_blank(make_pool, make_plan):
     pool = make_pool(6)
     plan = make_plan(pool)
