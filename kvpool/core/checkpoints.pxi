@@ -80,6 +80,13 @@ cdef int32_t checkpoint_new(Groups* gs, int64_t position) noexcept nogil:
     return m
 
 
+cdef inline bint stands_for_node(const Tree* t, const LayerGroup* g, int32_t k, int32_t slot, int64_t index,
+                                 int32_t n) noexcept nogil:
+    """Whether an entry of a row, of a window or chunk, stands for a node."""
+    cdef int32_t first = group_row(g, slot)[index * g.columns]
+    return t.role[g.arena][first] == 1 + k and t.stands_for[g.arena][first] == n
+
+
 cdef void checkpoint_tails(Groups* gs, int32_t m, int32_t slot) noexcept nogil:
     """Count (`slot` >= 0: the row that has them) or uncount what a checkpoint needs of windows and chunks.
 
@@ -104,9 +111,9 @@ cdef void checkpoint_tails(Groups* gs, int32_t m, int32_t slot) noexcept nogil:
                 known[0] = group_row(g, slot)[index * g.columns]
                 known[1] = 0
                 tell_stored(t, g, k, n)
-            elif slot >= 0 and t.checkpoint[m].loads and first != group_row(g, slot)[index * g.columns]:
+            elif slot >= 0 and t.checkpoint[m].loads and stands_for_node(t, g, k, slot, index, n):
                 known[0] = group_row(g, slot)[index * g.columns]
-                if g.blocks.block[first].place == EVICTABLE:
+                if first != known[0] and g.blocks.block[first].place == EVICTABLE:
                     entry_blank(t, g, first)
             known[1] += 1 if slot >= 0 else -1
             if known[1] == 0:
@@ -449,6 +456,9 @@ cdef void tree_loads(Groups* gs, const Step* p, StepPart** part, bint advance) n
         if first == NO_BLOCK or t.load[first] == NO_CHECKPOINT or t.load_step[first]:
             continue
         t.load_step[first] = p.id
+        # Canonical entries of a row that was closed before could leave while this step is pending: its row's own stay.
+        checkpoint_tails(gs, t.load[first], slot)
+        checkpoint_tails(gs, t.load[first], -1)
         for k in range(gs.num_groups):
             if gs.group[k].kind == STATE_LAYERS:
                 transfer(t, k, gs.group[k].table[slot], t.load[first], part[k].loads, part[k].num_loads)

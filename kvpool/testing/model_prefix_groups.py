@@ -837,6 +837,8 @@ class CheckpointModel(GroupModel):
                 if load.step is None and self._reads(row, seq, load):
                     load.step = step.id
                     begun.append(load)
+                    if load.mark.node is not None:  # what others have may leave while the step is pending
+                        self._replace_tails(self._tails(seq, load.mark.position) or [])
             if self._states and seq.num_tokens in seq.known.wanted:
                 self._take_mark(step, seq)
         for layer in self._states:

@@ -344,6 +344,30 @@ def test_window_of_a_checkpoint_to_be_loaded_stays_when_another_row_with_it_clos
     assert pool.stats().used == 0
 
 
+@EITHER
+def test_window_of_a_checkpoint_that_a_pending_step_loads_stays_when_another_row_with_it_was_closed(kinds):
+    """The second row was closed while an older step was pending, which ends first: its entries may leave then."""
+    pool, older = make(Group.window(25, keep=8), Group.state(6, blocks=2), kinds=kinds)
+    newer, bystander = kinds[1](pool, 3, 48), pool.open()
+    first = pool.open([7] * 4, load=True)
+    pool.loaded(first, 4)
+    pool.prefix.commit(first, [7] * 4)
+    second = pool.open([7] * 16, load=True)
+    pool.loaded(second, 16)
+    pool.step(older, [bystander], [0])
+    pool.prefix.commit(second, [7] * 16)
+    pool.close(second)
+    pool.step(newer, [first, bystander], [1, 0])
+    pool.done(older)
+    pool.check()
+    hit = pool.open([7, 7, 7, 7, 8])
+    assert pool.num_tokens(hit) == 4 and pool.table(hit, 0)[0] == pool.table(first, 0)[0]
+    pool.done(newer)
+    pool.close([first, hit, bystander])
+    pool.check()
+    assert pool.stats().used == 0
+
+
 def test_events_name_group_kind_and_window():
     pool, plan = make(Group.full(block_size=8), Group.window(5), Group.state(8, blocks=2), events=1000)
     pool.close(prefill(pool, plan, [*range(16)], cut=8, namespace=b"a")[0])

@@ -572,7 +572,7 @@ cdef class Run(Calls):
     cdef int op_load(self, const Word* w, int32_t n, int32_t space) except -1:
         """Blocks for a prompt whose bytes come later, or at once; or two with one prefix, one closed before it runs."""
         cdef int32_t grain = self.block_size, g
-        cdef int64_t first
+        cdef int64_t first, second
         for g in range(self.num_groups):
             grain = max(grain, self.group[g].size)
         if w.a & 15:
@@ -584,19 +584,26 @@ cdef class Run(Calls):
             self.next_token += 1
             self.prompt[0] = <int32_t>self.next_token
         first = self.load_prompt(n, space)
-        if first < 0 or w.c & 3:
+        if first < 0 or w.c & 1:
             return 0
         self.end_load(self.num_loads - 1, n)
         self.commit_to(<int32_t>(first & 0xFFFFF), n)
-        if w.c & 4 and n + grain <= CAP - 8:
+        if w.c & 6 and n + grain <= CAP - 8:
             n += grain
-            self.handles[0] = self.load_prompt(n, space)
-            if self.handles[0] >= 0:
+            second = self.load_prompt(n, space)
+            if second >= 0:
                 self.end_load(self.num_loads - 1, n)
-                self.commit_to(<int32_t>(self.handles[0] & 0xFFFFF), n)
+                self.commit_to(<int32_t>(second & 0xFFFFF), n)
+                if w.c & 16:                        # it is closed while a step is pending that computes nothing
+                    self.step_by(<int32_t>(first & 0xFFFFF), 0, w)
+                self.handles[0] = second
                 if self.call_rows(1, CLOSE):
-                    self.forget(self.handles[0])
+                    self.forget(second)
                 self.last = <int32_t>(first & 0xFFFFF)
+                if w.c & 16:
+                    self.step_one(self.last, w)
+                    while self.oldest() >= 0 and self.oldest() != self.newest_plan():
+                        self.finish_plan(self.oldest())
                 return self.look_around()
         return 0
 
@@ -941,6 +948,9 @@ cdef class Run(Calls):
         whole = r.committed // grain * grain
         if not 0 < whole < CAP or r.mute:
             return 0
+        for g in range(self.num_live * self.num_groups):    # nodes of tokens that left have no blocks: no room for more
+            if self.row[self.live[g // self.num_groups]].lost[g % self.num_groups]:
+                return 0
         memcpy(self.prompt, r.token, whole * sizeof(int32_t))
         self.prompt[whole] = 0
         found = self.prefix.match(self.said(whole + 1), SPACES[r.space])
@@ -1087,11 +1097,14 @@ cdef class Run(Calls):
 
     cdef int step_one(self, int32_t slot, const Word* w) except -1:
         """A row steps alone by a few tokens, beside plans that are pending."""
+        return self.step_by(slot, 1 + <int32_t>((w.a >> 9) % 3), w)
+
+    cdef int step_by(self, int32_t slot, int32_t n, const Word* w) except -1:
         cdef int32_t k
         for k in range(self.num_plans):
             if not self.is_pending(k) and self.row[slot].n + 4 <= CAP:
                 self.rows[0], self.handles[0], self.num_rows = slot, self.row[slot].handle, 1
-                self.counts[0] = 1 + (w.a >> 9) % 3
+                self.counts[0] = n
                 return self.take_step(k, True, False, False, w.a)
         return 0
 
