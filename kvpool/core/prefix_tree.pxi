@@ -440,8 +440,8 @@ cdef int32_t entry_of_a_loading_row(const Groups* gs, int32_t k, int32_t n) noex
     cdef int32_t slot, state, first
     for slot in range(gs.seqs.max_seqs if t.num_loads else 0):
         state = gs.group[t.state_group].table[slot]
-        if (state == NO_BLOCK or t.load[state] == NO_CHECKPOINT or t.row[slot].node == NO_NODE
-                or t.node[t.row[slot].node].depth < depth or g.kept <= index < g.seq[slot].gone):
+        if (state == NO_BLOCK or t.load[state] == NO_CHECKPOINT or g.kept <= index < g.seq[slot].gone
+                or index >= entries_of(g, slot, gs.seqs.seq[slot].num_blocks)):
             continue
         first = group_row(g, slot)[index * g.columns]
         if t.role[g.arena][first] == 1 + k and t.stands_for[g.arena][first] == n and g.blocks.block[first].refcount:

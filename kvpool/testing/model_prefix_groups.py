@@ -388,7 +388,7 @@ class CheckpointModel(GroupModel):
         assert entry.node is not None
         depth = len(entry.node.prefix) // self.block_size
         for _, seq in sorted(self._sequences.items()):
-            if seq.known.node is None or len(seq.tokens) < len(entry.node.prefix) or not self._has_load(seq):
+            if not self._has_load(seq):
                 continue
             for layer, blocks in self._ending(seq, depth):
                 own = self._entries.get((layer.arena._number, blocks[0]))
@@ -680,9 +680,9 @@ class CheckpointModel(GroupModel):
         length, found = depth * self.block_size, []
         for layer in self._with_entries:
             if length % layer.block_size == 0:
-                entry = seq.tables[layer.index].entries[length // layer.block_size - 1]
-                if entry != HOLE:
-                    found.append((layer, entry))
+                place, entries = length // layer.block_size - 1, seq.tables[layer.index].entries
+                if place < len(entries) and entries[place] != HOLE:
+                    found.append((layer, entries[place]))
         return found
 
     def _said(self) -> dict[Any, tuple[int, ...]]:

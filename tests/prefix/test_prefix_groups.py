@@ -368,6 +368,24 @@ def test_window_of_a_checkpoint_that_a_pending_step_loads_stays_when_another_row
     assert pool.stats().used == 0
 
 
+@EITHER
+def test_window_of_a_checkpoint_to_be_loaded_stays_where_tokens_left_the_row(kinds):
+    """The row has no place in the tree any more, and its states are still to be loaded."""
+    pool, _ = make(Group.full(), Group.window(25, keep=8), Group.state(6, blocks=2), kinds=kinds)
+    first = pool.open([7] * 16, load=True)
+    pool.loaded(first, 16)
+    pool.prefix.commit(first, [7] * 16)
+    pool.evict_blocks(first, [0, 2])
+    second = pool.open([7] * 4, load=True)
+    pool.loaded(second, 4)
+    pool.prefix.commit(second, [7] * 4)
+    pool.close(second)
+    pool.check()
+    pool.close(first)
+    pool.check()
+    assert pool.stats().used == 0
+
+
 def test_events_name_group_kind_and_window():
     pool, plan = make(Group.full(block_size=8), Group.window(5), Group.state(8, blocks=2), events=1000)
     pool.close(prefill(pool, plan, [*range(16)], cut=8, namespace=b"a")[0])

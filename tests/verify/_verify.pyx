@@ -590,6 +590,9 @@ cdef class Run(Calls):
         self.commit_to(<int32_t>(first & 0xFFFFF), n)
         if w.c & 6 and n + grain <= CAP - 8:
             n += grain
+            if w.c & 32 and n > 2 * grain:          # or a shorter one, while tokens leave the first
+                self.evict_blocks_of(<int32_t>(first & 0xFFFFF), w)
+                n -= 2 * grain
             second = self.load_prompt(n, space)
             if second >= 0:
                 self.end_load(self.num_loads - 1, n)
@@ -1201,8 +1204,11 @@ cdef class Run(Calls):
         self.look(slot, 0, False)
 
     cdef int op_evict_blocks(self, const Word* w) except -1:
+        return self.evict_blocks_of(self.pick(w.c), w)
+
+    cdef int evict_blocks_of(self, int32_t slot, const Word* w) except -1:
         """Full blocks leave the table of a row."""
-        cdef int32_t slot = self.pick(w.c), g = self.full_group(w.a), size = self.group[g].size, i, full, to = 0
+        cdef int32_t g = self.full_group(w.a), size = self.group[g].size, i, full, to = 0
         cdef uint64_t* line
         cdef Row* r = &self.row[slot]
         full = (r.n - r.lost[g]) // size
