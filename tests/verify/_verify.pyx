@@ -544,7 +544,7 @@ cdef class Run(Calls):
             self.aim(slot, k, w.b & 64 != 0)
             if self.counts[0] <= 0 or not self.take_step(k, True, False, False, w.a):
                 return 0
-            if i == 0 and w.a & 48 == 0:            # fails, and is made again
+            if i == 0 and w.a & 48 == 0 and self.num_queue < MOST_QUEUED - 8:   # fails, and is made again
                 self.roll_back(k, w)
                 self.aim(slot, k, w.b & 64 != 0)
                 if self.counts[0] <= 0 or not self.take_step(k, True, False, False, w.a):
@@ -878,7 +878,7 @@ cdef class Run(Calls):
     cdef int op_rollback(self, const Word* w) except -1:
         """The newest plan failed; the device may have begun it. An older one cannot."""
         cdef int32_t k = self.newest_plan(), slot
-        if k < 0:
+        if k < 0 or self.num_queue > MOST_QUEUED - 8:   # the device is far behind
             return 0
         if not w.b & 15:
             k = self.queue[w.a % <uint32_t>self.num_queue].plan

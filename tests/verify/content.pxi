@@ -18,7 +18,7 @@ cdef enum:
     MOST_PLANS = 4
     MOST_ROWS = 6
     MOST_SEQS = 12
-    MOST_QUEUED = 16
+    MOST_QUEUED = 64
     FULL = 0                    # Layer.kind, in the order of KINDS
     WINDOW = 1
     CHUNK = 2
