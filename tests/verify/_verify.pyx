@@ -1328,6 +1328,7 @@ cdef class Run(Calls):
         cdef int64_t newest
         for a in range(self.num_arenas if not self.has_cache else 0):
             gone = self.arena(a).drain_evicted().tolist()
+            self.calls_now += 1
             newest = 0
             for k in range(self.num_raw - 1, -1, -1):
                 if self.raw[k].cached and self.raw[k].arena == a and self.raw[k].block in gone:
