@@ -18,7 +18,6 @@ def Pool(
     events=0,
     lookahead=0,
     groups=None,
-    two_classes=False,
     _hash_bits=64,
 ):
     return tuple(locals().values())
@@ -31,7 +30,6 @@ def Plan(
     *,
     formats=("block_tables", "seq_lens", "slot_mapping"),
     table_width=None,
-    kv_width=None,
     dtype="int32",
     pad=None,
     out=None,

@@ -12,8 +12,8 @@ cdef extern from "kvpool/include/kvpool.h":
         KVPOOL_TYPE_ERROR, KVPOOL_NO_MEMORY, KVPOOL_NO_GIL, KVPOOL_OTHER
         KVPOOL_PARTIAL
         KVPOOL_BLOCK_TABLES, KVPOOL_SEQ_LENS, KVPOOL_SLOT_MAPPING, KVPOOL_POSITIONS, KVPOOL_CU_Q_LENS, KVPOOL_INDPTR
-        KVPOOL_INDICES, KVPOOL_LAST_PAGE_LEN, KVPOOL_KV_SLOTS, KVPOOL_KV_SLOTS_RAGGED, KVPOOL_KV_INDPTR
-        KVPOOL_SLOT_IDS, KVPOOL_COPIES, KVPOOL_DIRTY_ROWS, KVPOOL_SERVED, KVPOOL_HANDLES
+        KVPOOL_INDICES, KVPOOL_LAST_PAGE_LEN, KVPOOL_SLOT_IDS, KVPOOL_COPIES, KVPOOL_DIRTY_ROWS, KVPOOL_SERVED
+        KVPOOL_HANDLES, KVPOOL_KV_STARTS, KVPOOL_STATE_SRC, KVPOOL_STATE_DST
 
     ctypedef struct kvpool_pool:
         pass
@@ -65,6 +65,8 @@ cdef extern from "kvpool/include/kvpool.h":
         int (*num_free)(kvpool_pool*, int64_t*) noexcept
         int (*stats)(kvpool_pool*, kvpool_stats*, int64_t) noexcept
         int (*digest)(kvpool_pool*, uint64_t*) noexcept
+        int (*group_array)(kvpool_plan*, int32_t, int32_t, kvpool_array*) noexcept
+        int (*group_table)(kvpool_pool*, int64_t, int32_t, const int32_t**, int64_t*) noexcept
 
 
 cdef int pool_from(void* object, kvpool_pool** pool) noexcept
@@ -93,3 +95,5 @@ cdef int num_tokens(kvpool_pool* pool, int64_t handle, int64_t* tokens) noexcept
 cdef int num_free(kvpool_pool* pool, int64_t* blocks) noexcept
 cdef int stats(kvpool_pool* pool, kvpool_stats* stats, int64_t size) noexcept
 cdef int digest(kvpool_pool* pool, uint64_t* digest) noexcept
+cdef int group_array(kvpool_plan* plan, int32_t group, int32_t name, kvpool_array* array) noexcept
+cdef int group_table(kvpool_pool* pool, int64_t handle, int32_t group, const int32_t** blocks, int64_t* n) noexcept

@@ -10,9 +10,10 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
 from kvpool._core cimport (
-    IN_GROUPS, NUM_FIELDS, OK, Ints, Plan, Pool, Spare, State, Verdict, ints_copy, ints_free, ints_init, ints_tokens,
-    pool_close, pool_commit, pool_enter, pool_fork, pool_leave, pool_next_handle, pool_open, pool_truncate, refuse,
-    refused, seq_judge_any, seq_table, slot_of,
+    BLOCK_TABLES, CU_Q_LENS, INDICES, INDPTR, LAST_PAGE_LEN, OK, POSITIONS, SEQ_LENS, SLOT_IDS,
+    SLOT_MAPPING, Field, Ints, Plan, PlanGroup, Pool, Spare, State, StepPart, Verdict, ints_copy, ints_free, ints_init,
+    ints_tokens, pool_close, pool_commit, pool_enter, pool_fork, pool_leave, pool_next_handle, pool_open, pool_table,
+    pool_truncate, refuse, seq_judge_any, slot_of,
 )
 
 from kvpool.errors import (
@@ -47,8 +48,6 @@ cdef tuple STATUSES = (         # the first that fits: a subclass stands before 
 )
 cdef str KEPT = "kvpool.capi"   # in the dictionary of a thread: (exception, or None once it was raised; message)
 cdef tuple NOTHING_KEPT = (None, b"no failure is kept in this thread")
-cdef tuple NAMES = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "indptr", "indices",
-                    "last_page_len", "kv_slots", "kv_slots_ragged", "kv_indptr", "slot_ids")
 cdef const char* UNNAMED = b""  # the namespace of no bytes
 
 
@@ -127,6 +126,7 @@ cdef struct Given:              # what a call was given, beside its pool
     Argument[4] argument        # num_arguments valid; they are judged in this order
     int num_arguments
     int64_t number              # a handle, or how many
+    int64_t group               # -1: the only one
     int64_t* more               # a second result, NULL: not wanted
 
 
@@ -247,7 +247,7 @@ cdef int do_open(State* pool, Given* given, Verdict* v) noexcept nogil:
     if status == OK:
         (<int64_t*>given.argument[0].data)[0] = made
         if given.more != NULL:
-            given.more[0] = pool.seqs.seq[slot_of(made)].kv_len
+            given.more[0] = pool.seqs.seq[slot_of(made)].num_tokens
     return status
 
 
@@ -344,7 +344,7 @@ cdef int run(kvpool_pool* pool_, kvpool_plan* plan_, const int64_t* handles, con
             if num_new != NULL or not advance:
                 ints_copy(&new, num_new, n, 8, call, "num_new")
             plan.refuse_rows(n, call)
-            if padded and (pad_rows < n or pad_rows > plan.wire.max_rows or pad_tokens < 0
+            if padded and (pad_rows < n or pad_rows > plan.step.max_rows or pad_tokens < 0
                            or pad_tokens > plan.max_tokens_):
                 plan.get_pad((pad_rows, pad_tokens), call, n, &pad_rows, &pad_tokens)       # says what is wrong
             pool.run_plan(plan, &rows, &new, call, advance, flags & KVPOOL_PARTIAL, pad_rows, pad_tokens)
@@ -399,80 +399,111 @@ cdef int rollback(kvpool_pool* pool, kvpool_plan* plan) noexcept:
 
 # -- reading
 
-cdef int describe(Plan plan, int32_t name, kvpool_array* out) except -1:
-    """Where an array is, and how much of it the last step filled: what the attribute of the plan shows."""
+cdef int describe(Plan plan, int64_t group, int32_t name, kvpool_array* out) except -1:
+    """Where an array is, and how much of it the last step filled. `group` -1: the pool has no other than one."""
     cdef kvpool_array found
+    cdef StepPart* part
+    cdef const Field* field = NULL
+    cdef int32_t columns
+    if not -1 <= group < len(plan.group_plans):
+        raise ValueError(f"[array] there is no layer group {group}, the pool has {len(plan.group_plans)}")
+    part = plan.part[max(group, 0)]
+    columns = (<PlanGroup>plan.group_plans[max(group, 0)]).columns
     found.width = 1
-    if plan.group_plans is not None:
-        raise ValueError("[array] the pool has layer groups: each has arrays of its own, see plan.groups in Python")
-    if 0 <= name < NUM_FIELDS:
-        if plan.wire.field[name].width == 0:
-            raise ValueError(f"[array] {NAMES[name]} was not asked for, this plan fills {', '.join(plan.names)}")
-        found.data = plan.wire.field[name].data
-        found.itemsize = plan.wire.field[name].width
-        found.length = plan.shown_rows
-        if name == KVPOOL_BLOCK_TABLES:
-            found.width = plan.wire.table_width
-        elif name == KVPOOL_KV_SLOTS:
-            found.width = plan.wire.kv_width
-        elif name == KVPOOL_SLOT_MAPPING or name == KVPOOL_POSITIONS:
-            found.length = plan.shown_tokens
-        elif name == KVPOOL_CU_Q_LENS or name == KVPOOL_INDPTR or name == KVPOOL_KV_INDPTR:
-            found.length = plan.shown_rows + 1
-        elif name == KVPOOL_INDICES:
-            found.length = plan.wire.nnz
-        elif name == KVPOOL_KV_SLOTS_RAGGED:
-            found.length = plan.wire.kv_total
-    elif name == KVPOOL_COPIES:
-        found.data, found.length, found.width, found.itemsize = plan.step.copies, plan.copies_made, 3, 4
-    elif name == KVPOOL_DIRTY_ROWS:
-        found.data, found.length, found.itemsize = plan.wire.dirty, plan.wire.num_dirty, 4
+    found.length = plan.shown_rows
+    if name == KVPOOL_POSITIONS:
+        field, found.length = &plan.field[POSITIONS], plan.shown_tokens
+    elif name == KVPOOL_CU_Q_LENS:
+        field, found.length = &plan.field[CU_Q_LENS], plan.shown_rows + 1
+    elif name == KVPOOL_SLOT_IDS:
+        field = &plan.field[SLOT_IDS]
     elif name == KVPOOL_SERVED:
-        found.data, found.length, found.itemsize = plan.wire.served, plan.rows, 1
+        found.data, found.length, found.itemsize = plan.served_, plan.rows, 1
     elif name == KVPOOL_HANDLES:
         found.data, found.length, found.itemsize = plan.step.handle, plan.rows, 8
+    elif group < 0 and len(plan.group_plans) > 1:
+        raise ValueError(f"[array] the pool has {len(plan.group_plans)} layer groups: group_array has the arrays of one")
+    elif name == KVPOOL_BLOCK_TABLES:
+        field, found.width = &part.wire.field[BLOCK_TABLES], part.wire.table_width
+    elif name == KVPOOL_SEQ_LENS:
+        field = &part.wire.field[SEQ_LENS]
+    elif name == KVPOOL_SLOT_MAPPING:
+        field, found.length = &part.wire.field[SLOT_MAPPING], plan.shown_tokens * columns
+    elif name == KVPOOL_INDPTR:
+        field, found.length = &part.wire.field[INDPTR], plan.shown_rows + 1
+    elif name == KVPOOL_INDICES:
+        field, found.length, found.width = &part.wire.field[INDICES], part.wire.nnz, columns
+    elif name == KVPOOL_LAST_PAGE_LEN:
+        field = &part.wire.field[LAST_PAGE_LEN]
+    elif name == KVPOOL_COPIES:
+        found.data, found.length, found.width, found.itemsize = part.copies, part.num_copies, 3, 4
+    elif name == KVPOOL_DIRTY_ROWS:
+        found.data, found.length, found.itemsize = part.wire.dirty, part.wire.num_dirty, 4
+    elif name == KVPOOL_KV_STARTS and part.kv_starts != NULL:
+        found.data, found.itemsize = part.kv_starts, 4
+    elif name == KVPOOL_STATE_SRC:
+        found.data, found.itemsize = part.state_src, 4
+    elif name == KVPOOL_STATE_DST:
+        found.data, found.itemsize = part.state_dst, 4
     else:
         raise ValueError(f"[array] there is no such array ({name})")
+    if field != NULL:
+        found.data, found.itemsize = field.data, field.width
+    if (field != NULL and field.width == 0) or found.data == NULL:
+        raise ValueError(f"[array] array {name} is not there, this plan fills {', '.join(plan.names)}")
     out[0] = found
     return 0
 
 
-cdef int array(kvpool_plan* plan, int32_t name, kvpool_array* array) noexcept:
+cdef int array_at(kvpool_plan* plan, int64_t group, int32_t name, kvpool_array* array) noexcept:
     cdef int status = KVPOOL_OK
     if not PyGILState_Check():
         return KVPOOL_NO_GIL
     try:
         refuse_null(array, "array", "array")
-        describe(get_plan(plan, "array"), name, array)
+        describe(get_plan(plan, "array"), group, name, array)
     except BaseException as error:
         status = failed(error)
     return status
 
 
+cdef int array(kvpool_plan* plan, int32_t name, kvpool_array* array) noexcept:
+    return array_at(plan, -1, name, array)
+
+
+cdef int group_array(kvpool_plan* plan, int32_t group, int32_t name, kvpool_array* array) noexcept:
+    return array_at(plan, group if group >= 0 else 1 << 30, name, array)      # -1 is the short form's
+
+
 cdef int do_table(State* pool, Given* given, Verdict* v) noexcept nogil:
-    cdef int32_t slot = seq_judge_any(&pool.seqs, given.number, -1, v)
-    if pool.groups != NULL:
-        return refused(v, IN_GROUPS, -1, 0, 0, 0, 0)
-    if slot < 0:
-        return v.reason
-    (<const int32_t**>given.argument[0].data)[0] = seq_table(&pool.seqs, slot)
-    (<int64_t*>given.argument[1].data)[0] = pool.seqs.seq[slot].num_blocks
-    return OK
+    cdef int32_t columns = 0
+    return pool_table(pool, given.number, given.group, <const int32_t**>given.argument[0].data,
+                      <int64_t*>given.argument[1].data, &columns, v)
 
 
 cdef int table(kvpool_pool* pool, int64_t handle, const int32_t** blocks, int64_t* n) noexcept:
     cdef Given given
     begin(&given, handle)
+    given.group = -1
     give(&given, OUT, "blocks", blocks, 1)
     give(&given, OUT, "n", n, 1)
     return perform(pool, "table", &given, do_table)
+
+
+cdef int group_table(kvpool_pool* pool, int64_t handle, int32_t group, const int32_t** blocks, int64_t* n) noexcept:
+    cdef Given given
+    begin(&given, handle)
+    given.group = group if group >= 0 else 1 << 30
+    give(&given, OUT, "blocks", blocks, 1)
+    give(&given, OUT, "n", n, 1)
+    return perform(pool, "group_table", &given, do_table)
 
 
 cdef int do_num_tokens(State* pool, Given* given, Verdict* v) noexcept nogil:
     cdef int32_t slot = seq_judge_any(&pool.seqs, given.number, -1, v)
     if slot < 0:
         return v.reason
-    (<int64_t*>given.argument[0].data)[0] = pool.seqs.seq[slot].kv_len + pool.seqs.life[slot].evicted
+    (<int64_t*>given.argument[0].data)[0] = pool.seqs.seq[slot].num_tokens
     return OK
 
 
@@ -559,5 +590,7 @@ functions.num_tokens = num_tokens
 functions.num_free = num_free
 functions.stats = stats
 functions.digest = digest
+functions.group_array = group_array
+functions.group_table = group_table
 
 _C_API = PyCapsule_New(&functions, KVPOOL_CAPSULE, NULL)

@@ -19,8 +19,7 @@ class PoolOptions(NamedTuple):
     prefix_cache: bool  #: the pool has `Pool.prefix`
     events: int  #: events of the prefix cache that are kept
     lookahead: int = 0  #: tokens that `truncate` may take back behind a window
-    groups: tuple[Group, ...] | None = None  #: layer groups; None: one table for all layers
-    two_classes: bool = False  #: whether checkpoints are first or second class
+    groups: tuple[Group, ...] = ()  #: layer groups, one at least
 
 
 class PoolStats(NamedTuple):
@@ -84,7 +83,6 @@ class PlanLimits(NamedTuple):
     max_rows: int  #: rows of a batch
     max_tokens: int  #: new tokens of a batch
     table_width: int  #: blocks of a row of `block_tables`
-    kv_width: int  #: tokens of a row of `kv_slots`
 
 
 class PageBatchInfo(NamedTuple):

@@ -15,7 +15,7 @@ cdef extern from *:
 
 cdef inline Blocks* blocks_of(State* pool, int32_t arena) noexcept nogil:
     """The blocks of an arena of a pool that is open."""
-    return pool.groups.arena[arena] if arena else &pool.blocks
+    return pool.groups.arena[arena]
 
 
 cdef inline uint64_t begin_mix(const State* pool, int32_t arena, int64_t op) noexcept nogil:
@@ -393,8 +393,7 @@ cdef class BlockAPI:
         if number == 0:
             return
         pool_enter(self.state, "blocks")
-        if self.state.groups != NULL:
-            arenas = self.state.groups.num_arenas
+        arenas = self.state.groups.num_arenas
         if number < arenas:
             self.size = blocks_of(self.state, self.number).num_blocks
         pool_leave(self.state)

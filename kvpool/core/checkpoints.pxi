@@ -413,11 +413,12 @@ cdef void groups_loaded(Groups* gs, int32_t slot, int64_t length) noexcept nogil
         prefix.committed = prefix.published = prefix.done = prefix.forked_at = 0
         return
     if length:
-        s.sum_tokens += length - s.seq[slot].kv_len
-        s.seq[slot].kv_len = prefix.done = length
+        s.sum_tokens += length - s.seq[slot].num_tokens
+        s.seq[slot].num_tokens = prefix.done = length
     if not gs.has_entries:                      # its states alone have room for them
         s.seq[slot].num_blocks = <int32_t>blocks_for(gs, length)
         s.sum_blocks += s.seq[slot].num_blocks
+    tails_refresh(gs, slot)
     if m != NO_CHECKPOINT:
         bundle_saved(gs, m)
         begin_load(gs, slot, m)
@@ -440,12 +441,12 @@ cdef inline bint computes(const Step* p, int32_t row, int32_t* at) noexcept nogi
     return p.event[at[0] - 1].q_len != 0
 
 
-cdef void tree_loads(Groups* gs, const Step* p, StepPart** part, bint advance) noexcept nogil:
+cdef void tree_loads(Groups* gs, const Step* p, bint advance) noexcept nogil:
     """Before the tables of a step change: states that its rows read and that nobody has copied yet."""
     cdef Tree* t = gs.tree
     cdef int32_t i, k, at = 0, slot, first
     for k in range(gs.num_groups):
-        part[k].num_loads = part[k].num_saves = 0
+        p.part[k].num_loads = p.part[k].num_saves = 0
     if t.num_loads == 0 or not advance:
         return
     for i in range(p.num_rows):
@@ -461,11 +462,11 @@ cdef void tree_loads(Groups* gs, const Step* p, StepPart** part, bint advance) n
         checkpoint_tails(gs, t.load[first], -1)
         for k in range(gs.num_groups):
             if gs.group[k].kind == STATE_LAYERS:
-                transfer(t, k, gs.group[k].table[slot], t.load[first], part[k].loads, part[k].num_loads)
-                part[k].num_loads += 1
+                transfer(t, k, gs.group[k].table[slot], t.load[first], p.part[k].loads, p.part[k].num_loads)
+                p.part[k].num_loads += 1
 
 
-cdef void checkpoint_take(Groups* gs, const Step* p, StepPart** part, int32_t slot, int64_t length) noexcept nogil:
+cdef void checkpoint_take(Groups* gs, const Step* p, int32_t slot, int64_t length) noexcept nogil:
     """A row ends where a checkpoint is wanted: its states go to a bundle, if there are blocks for one."""
     cdef Tree* t = gs.tree
     cdef int32_t k, m = NO_CHECKPOINT
@@ -479,11 +480,11 @@ cdef void checkpoint_take(Groups* gs, const Step* p, StepPart** part, int32_t sl
     t.taken += 1
     for k in range(gs.num_groups):
         if gs.group[k].kind == STATE_LAYERS:
-            transfer(t, k, gs.group[k].table[slot], m, part[k].saves, part[k].num_saves)
-            part[k].num_saves += 1
+            transfer(t, k, gs.group[k].table[slot], m, p.part[k].saves, p.part[k].num_saves)
+            p.part[k].num_saves += 1
 
 
-cdef void tree_saves(Groups* gs, const Step* p, StepPart** part) noexcept nogil:
+cdef void tree_saves(Groups* gs, const Step* p) noexcept nogil:
     """After the tables of a step have changed: rows that end where a checkpoint is wanted take one."""
     cdef Tree* t = gs.tree
     cdef int32_t i, at = 0, slot
@@ -496,7 +497,7 @@ cdef void tree_saves(Groups* gs, const Step* p, StepPart** part) noexcept nogil:
         slot = slot_of(p.handle[i])
         length = p.length[i]
         if length <= t.row[slot].cut and next_checkpoint(t, slot, length - 1) == length:
-            checkpoint_take(gs, p, part, slot, length)
+            checkpoint_take(gs, p, slot, length)
 
 
 cdef void tree_pass(Groups* gs, const Step* p) noexcept nogil:

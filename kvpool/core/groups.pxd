@@ -13,22 +13,20 @@ cdef enum:                      # LayerGroup.kind
 
 
 # Invariants, recomputed by groups_check:
-#   a row has ceil(num_blocks / 2^scale) - evicted // block_size entries, num_blocks being the Seq's; the Seq's kv_len,
-#   which counts evicted tokens, fits in num_blocks * block_size of the pool, and in the int32 arrays of plans
-#   0 <= evicted <= the point of the sequence <= kv_len; evicted == 0 unless the group is full
+#   a row has ceil(num_blocks / 2^scale) - evicted // block_size entries, num_blocks being the Seq's
+#   0 <= evicted <= the point of the sequence <= num_tokens; evicted == 0 unless the group is full
 #   entry i is a hole  <=>  kept <= i < gone; gone == 0 or gone > kept
-#   no query at kv_len or later reads what is in a hole
+#   no query at num_tokens or later reads what is in a hole
 #   due is what due_of says of gone
-#   state: table == NO_BLOCK  <=>  kv_len == 0
-#   in an arena refcount == entries of all its groups that name the block, holds and floors are those of pending steps
-cdef struct GroupSeq:           # what a sequence has in a group beside its table
-    uint64_t version            # of the table, as in Seq
+#   next_slot < stop_slot: block is the first id of the entry of the next token, next_slot its place there, and
+#     stop_slot - next_slot the tokens that go there before the entry is full or num_blocks is used up;
+#     else next_slot == stop_slot
+#   state: table == NO_BLOCK  <=>  num_tokens == 0
+#   in an arena refcount == entries of all its groups that name the block, raw, holds and floors are those of steps
+cdef struct GroupSeq:           # what a sequence has in a group beside its table and its Tail
     int64_t due                 # a step that ends at this length or beyond lets go of more
     int64_t evicted             # tokens that left by eviction: place in the table == position - evicted
-    uint32_t epoch              # changes when an entry changes or leaves
     int32_t gone                # entries kept .. gone - 1 are holes
-    int32_t told                # leading entries that table_updates have told as they are, but for holes
-    int32_t told_gone           # gone as they have told it
 
 
 cdef struct LayerGroup:
@@ -45,6 +43,9 @@ cdef struct LayerGroup:
     int32_t hole                # what stands in an entry that was let go
     int64_t width               # ids from a row to the next
     int32_t* table              # [max_seqs, width]; state: [max_seqs], NO_BLOCK: none
+    Tail* tails                 # memory of those of a group behind the first, [max_seqs]
+    char* tail                  # where they are, of row 0, and
+    int64_t tail_stride         # bytes from one to the next
     GroupSeq* seq               # [max_seqs]
     uint64_t versions           # handed out so far
 
@@ -58,16 +59,17 @@ cdef struct Change:             # what a step did to the table of one row
 cdef struct StepPart:           # what a plan has for one group
     Log log                     # one entry per id
     Change* change              # [max_rows], num_changes valid, by row; other rows kept their table as it was
+    int64_t* slot               # [max_rows] slot of the new token in the first column, of rows that were served one
+    int32_t* changed            # [max_rows], num_changed valid: rows, ascending, whose tables the plan does not show
     int32_t max_rows
     int32_t num_changes
+    int32_t num_changed
     int32_t num_copies
     int32_t* copies             # [copies_room, 3], max_rows * columns at first; a state is not copied
     int64_t copies_room
-    Wire wire                   # block_tables and dirty rows
+    Wire wire                   # what is shown by row
     int32_t width               # entries of a row of block_tables
-    int32_t* kv_starts          # [max_rows]
-    int32_t* kv_lens            # [max_rows]
-    int32_t* slot_mapping       # [columns, tokens], NULL: nobody asked for it
+    int32_t* kv_starts          # [max_rows], NULL: zeros, as no window lets go
     int32_t* state_src          # [max_rows]
     int32_t* state_dst
     int32_t* loads              # [max_rows, 1 + blocks of a checkpoint] state_loads
@@ -78,21 +80,16 @@ cdef struct StepPart:           # what a plan has for one group
     int64_t shown_tokens
 
 
-cdef struct TableUpdates:       # an array of a plan: what its last step told of tables
-    int32_t* data               # [as many ids as the tables of the plan have, 5], NULL: nobody asked for it
-    int64_t size
-
-
 cdef struct Tree                # of the prefix cache, which is told of what happens to rows; docs/prefix.md
 cdef void tree_free(Tree* t) noexcept nogil
 cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil
 cdef void tree_fork(Groups* gs, int32_t parent, int32_t child) noexcept nogil
-cdef void row_loses(Groups* gs, int32_t slot) noexcept nogil
+cdef void row_ends(Groups* gs, int32_t slot) noexcept nogil
 cdef void tree_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nogil
 cdef void tree_close(Groups* gs, int32_t slot) noexcept nogil
 cdef void tree_make_room(Groups* gs, int32_t arena, int64_t n) noexcept nogil
-cdef void tree_loads(Groups* gs, const Step* p, StepPart** part, bint advance) noexcept nogil
-cdef void tree_saves(Groups* gs, const Step* p, StepPart** part) noexcept nogil
+cdef void tree_loads(Groups* gs, const Step* p, bint advance) noexcept nogil
+cdef void tree_saves(Groups* gs, const Step* p) noexcept nogil
 cdef void tree_pass(Groups* gs, const Step* p) noexcept nogil
 cdef void tree_undo(Groups* gs, const Step* p) noexcept nogil
 cdef void tree_undone(Groups* gs, const Step* p) noexcept nogil
@@ -110,14 +107,19 @@ cdef struct Groups:
     Blocks* arena[MAX_ARENAS]   # the first is the pool's
     Blocks* more                # memory of the others, [num_arenas - 1]
     int32_t num_arenas
-    Seqs* seqs                  # handles and lengths, common to all groups; their tables are not used
+    Seqs* seqs                  # handles and lengths, common to all groups
     int64_t block_size          # of the pool
     int64_t seq_tokens          # that a sequence may have
     bint has_entries            # some group has entries of blocks; else open and reserve take nothing
     int32_t unit                # blocks of the pool in the smallest entry: capacities are multiples of it
     bint has_states
     bint pends                  # not in_order
-    StepPart[MAX_GROUPS] scratch    # rows of dry runs
+    StepPart scratch[MAX_GROUPS]    # of dry runs,
+    StepPart* dry[MAX_GROUPS]   # and where they are
+
+
+cdef inline Tail* tail_of(const LayerGroup* g, int32_t slot) noexcept nogil:
+    return <Tail*>(g.tail + slot * g.tail_stride)
 
 
 cdef inline int32_t* group_row(const LayerGroup* g, int32_t slot) noexcept nogil:

@@ -1,10 +1,9 @@
-"""Layer groups: C functions on a `Groups` struct. They cannot fail where they change anything: callers judge first.
+"""Layer groups: the tables of sequences, over one or more arenas of blocks. A pool has one group at least.
 
-Handles and lengths are those of `Seqs`, common to all groups; every group has its own table. A `Step` is common to all
-groups too (rows, tokens, lengths); what it did to tables stands in one `StepPart` per group: a `Change` for each row
-whose table changed, and a `Log`, with which holds, floors and undo work as for one table, in the arena of the group.
-A row that puts one token into tails that only it uses has neither an event nor a change. A state is a table of one
-entry that every step replaces as a whole.
+Handles and lengths are those of `Seqs`, common to all groups; every group has its own table, and a `Tail` for each row:
+where its next token goes. A state is a table of one entry that every step replaces as a whole.
+
+C functions on a `Groups` struct. They cannot fail where they change anything: callers judge first.
 """
 
 
@@ -14,15 +13,37 @@ cdef inline int64_t blocks_for(const Groups* gs, int64_t tokens) noexcept nogil:
     return (tokens + size - 1) // size * gs.unit
 
 
+cdef void tail_refresh(const Groups* gs, LayerGroup* g, int32_t slot) noexcept nogil:
+    """Recompute where the next token of a row goes, as far as no step has to look."""
+    cdef const Seq* q = &gs.seqs.seq[slot]
+    cdef Tail* t = tail_of(g, slot)
+    cdef int64_t held, index, room = q.num_blocks * gs.block_size - q.num_tokens
+    t.next_slot = t.stop_slot = 0
+    if g.kind == STATE_LAYERS or room <= 0:
+        return
+    held = held_of(g, slot, q.num_tokens)
+    index = entry_at(g, held)
+    t.block = group_row(g, slot)[index * g.columns]
+    t.next_slot = (t.block - index) * g.block_size + held
+    t.stop_slot = t.next_slot + min(room, (index + 1) * g.block_size - held)
+
+
+cdef void tails_refresh(Groups* gs, int32_t slot) noexcept nogil:
+    cdef int32_t k
+    for k in range(gs.num_groups):
+        tail_refresh(gs, &gs.group[k], slot)
+
+
 cdef inline void new_version(LayerGroup* g, int32_t slot) noexcept nogil:
     g.versions += 1
-    g.seq[slot].version = g.versions
+    tail_of(g, slot).version = g.versions
 
 
 cdef void groups_free(Groups* gs) noexcept nogil:
     cdef int32_t k
     for k in range(MAX_GROUPS):
         xfree(gs.group[k].table)
+        xfree(gs.group[k].tails)
         xfree(gs.group[k].seq)
         part_free(&gs.scratch[k])
     for k in range(1, gs.num_arenas):
@@ -33,13 +54,17 @@ cdef void groups_free(Groups* gs) noexcept nogil:
     xfree(gs)
 
 
-cdef int group_init(LayerGroup* g, int32_t max_seqs) noexcept nogil:
-    """Memory of a group whose numbers are there."""
-    cdef int32_t slot
+cdef int group_init(LayerGroup* g, const Seqs* s, bint leads) noexcept nogil:
+    """Memory of a group whose numbers are there. The first one has its tails in the sequences."""
+    cdef int32_t slot, max_seqs = s.max_seqs
     g.table = <int32_t*>xcalloc(max_seqs, g.width * sizeof(int32_t))
     g.seq = <GroupSeq*>xcalloc(max_seqs, sizeof(GroupSeq))
-    if g.table == NULL or g.seq == NULL:
+    if not leads:
+        g.tails = <Tail*>xcalloc(max_seqs, sizeof(Tail))
+    if g.table == NULL or g.seq == NULL or (g.tails == NULL and not leads):
         return NO_MEMORY
+    g.tail = <char*>&s.seq[0].lead if leads else <char*>g.tails
+    g.tail_stride = sizeof(Seq) if leads else sizeof(Tail)
     if g.kind == STATE_LAYERS:
         for slot in range(max_seqs):
             g.table[slot] = NO_BLOCK
@@ -50,22 +75,22 @@ cdef int part_init(StepPart* part, int32_t max_rows) noexcept nogil:
     """What a step does to so many rows of a group."""
     part.max_rows = max_rows
     part.change = <Change*>xcalloc(max_rows, sizeof(Change))
-    return OK if log_init(&part.log) == OK and part.change != NULL else NO_MEMORY
+    part.slot = <int64_t*>xcalloc(max_rows, sizeof(int64_t))
+    part.changed = <int32_t*>xcalloc(max_rows, sizeof(int32_t))
+    part.log.room = 16
+    part.log.entry = <Replaced*>xcalloc(part.log.room, sizeof(Replaced))
+    return NO_MEMORY if part.change == NULL or part.slot == NULL or part.changed == NULL or part.log.entry == NULL else OK
 
 
 cdef void part_free(StepPart* part) noexcept nogil:
     xfree(part.change)
+    xfree(part.slot)
+    xfree(part.changed)
     xfree(part.log.entry)
     part.change = NULL
+    part.slot = NULL
+    part.changed = NULL
     part.log.entry = NULL
-
-
-cdef inline void forget_told(LayerGroup* g, int32_t slot) noexcept nogil:
-    g.seq[slot].told = g.seq[slot].told_gone = 0
-
-
-cdef inline StepPart** parts_of(const Step* p) noexcept nogil:
-    return <StepPart**>p.parts
 
 
 # ---- sequences ---------------------------------------------------------------------------------------------
@@ -90,15 +115,24 @@ cdef void group_ref(LayerGroup* g, int32_t slot, int32_t end, int32_t times) noe
         blocks_ref_many(g.blocks, row, kept * columns, times)
 
 
-cdef int groups_open(Groups* gs, const Ints* tokens, bint asked, Verdict* v) noexcept nogil:
-    """A new sequence with entries for a number of tokens. `asked`: see `pool_open`."""
+cdef void row_begin(LayerGroup* g, int32_t slot) noexcept nogil:
+    """The table of a sequence that was opened is another one, and empty."""
+    g.seq[slot].evicted = 0
+    tail_of(g, slot).epoch = 0
+    set_gone(g, slot, 0)
+    new_version(g, slot)
+
+
+cdef int groups_open(Groups* gs, const Ints* tokens, bint reserve, bint load, bint asked, Verdict* v) noexcept nogil:
+    """A new sequence in a pool without a prefix cache, with entries for a number of tokens. See `pool_open`."""
     cdef Seqs* s = gs.seqs
     cdef LayerGroup* g
     cdef int64_t[MAX_ARENAS] need
-    cdef int64_t taken = 0, spare, blocks = blocks_for(gs, tokens.size if gs.has_entries else 0)
-    cdef int32_t k, slot, n
-    if tokens.data != NULL:
-        return refused(v, PROMPT_IN_GROUPS, -1, tokens.size, 0, 0, 0)
+    cdef int64_t taken = 0, spare, blocks = blocks_for(gs, tokens.size if gs.has_entries and reserve else 0)
+    cdef int32_t k, slot
+    for k in range(gs.num_groups if load else 0):
+        if gs.group[k].kind != FULL_LAYERS:
+            return refused(v, CANNOT_LOAD, -1, 0, 0, 0, 0)
     if tokens.size > gs.seq_tokens:
         return refused(v, PROMPT_TOO_LONG, -1, tokens.size, 0, gs.seq_tokens, 0)
     memset(need, 0, sizeof(need))
@@ -120,16 +154,15 @@ cdef int groups_open(Groups* gs, const Ints* tokens, bint asked, Verdict* v) noe
     slot = seq_new(s)
     for k in range(gs.num_groups):
         g = &gs.group[k]
-        g.seq[slot].evicted = 0
-        n = entries_of(g, slot, blocks)
-        blocks_take_many(g.blocks, group_row(g, slot), n * g.columns)
-        g.seq[slot].epoch = 0
-        forget_told(g, slot)
-        set_gone(g, slot, 0)
-        new_version(g, slot)
+        row_begin(g, slot)
+        blocks_take_many(g.blocks, group_row(g, slot), entries_of(g, slot, blocks) * g.columns)
     s.seq[slot].num_blocks = <int32_t>blocks
     s.sum_blocks += blocks
+    tails_refresh(gs, slot)
     gs.arena[0].digest = mix(mix(mix(gs.arena[0].digest, OP_OPEN), taken), untagged(s, s.seq[slot].handle))
+    if load:
+        seq_begin_load(s, slot)
+        gs.arena[0].digest = mix(gs.arena[0].digest, OP_LOADED)
     return OK
 
 
@@ -139,7 +172,7 @@ cdef void groups_fork(Groups* gs, int32_t parent, int32_t n, int64_t* children) 
     cdef Blocks* b = gs.arena[0]
     cdef const Seq* p = &s.seq[parent]
     cdef LayerGroup* g
-    cdef int64_t blocks = blocks_for(gs, p.kv_len), inherited = max(p.last_step, s.life[parent].fork_step)
+    cdef int64_t blocks = blocks_for(gs, p.num_tokens), inherited = max(p.last_step, s.life[parent].fork_step)
     cdef int32_t i, k, child, entries
     b.digest = mix(mix(mix(b.digest, OP_FORK), untagged(s, p.handle)), n)
     for k in range(gs.num_groups if n else 0):
@@ -147,7 +180,7 @@ cdef void groups_fork(Groups* gs, int32_t parent, int32_t n, int64_t* children) 
         group_ref(g, parent, entries_of(g, parent, blocks), n)
     for i in range(n):
         child = seq_new(s)
-        s.seq[child].kv_len = p.kv_len
+        s.seq[child].num_tokens = p.num_tokens
         s.seq[child].num_blocks = <int32_t>blocks
         s.life[child].point = s.life[parent].point
         if b.newest_pending and inherited >= b.oldest_pending:
@@ -158,14 +191,16 @@ cdef void groups_fork(Groups* gs, int32_t parent, int32_t n, int64_t* children) 
             entries = entries_of(g, parent, blocks)
             memcpy(group_row(g, child), group_row(g, parent), <size_t>entries * g.columns * sizeof(int32_t))
             g.seq[child] = g.seq[parent]
-            g.seq[child].epoch = 0
-            forget_told(g, child)
+            tail_of(g, child).epoch = 0
             new_version(g, child)
+            tail_refresh(gs, g, child)
+        if s.prefix != NULL:
+            seq_fork_prefix(s, b, parent, child)
         if gs.tree != NULL:
             tree_fork(gs, parent, child)
         children[i] = s.seq[child].handle
         b.digest = mix(b.digest, untagged(s, children[i]))
-    s.sum_tokens += n * p.kv_len
+    s.sum_tokens += n * p.num_tokens
     s.sum_blocks += n * blocks
 
 
@@ -179,14 +214,14 @@ cdef void groups_empty(Groups* gs, int32_t slot) noexcept nogil:
         group_unref(g, slot, 0, entries_of(g, slot, q.num_blocks))
         if g.kind == STATE_LAYERS:
             g.table[slot] = NO_BLOCK
-        g.seq[slot].epoch += 1
-        forget_told(g, slot)
+        tail_of(g, slot).epoch += 1
         set_gone(g, slot, 0)
         new_version(g, slot)
     gs.seqs.sum_blocks -= q.num_blocks
-    gs.seqs.sum_tokens -= q.kv_len
+    gs.seqs.sum_tokens -= q.num_tokens
     q.num_blocks = 0
-    q.kv_len = 0
+    q.num_tokens = 0
+    tails_refresh(gs, slot)
 
 
 cdef void groups_close(Groups* gs, int32_t slot) noexcept nogil:
@@ -203,7 +238,7 @@ cdef void groups_close(Groups* gs, int32_t slot) noexcept nogil:
     for k in range(gs.num_groups):
         if gs.group[k].kind == STATE_LAYERS:
             gs.group[k].table[slot] = NO_BLOCK
-    s.sum_tokens -= q.kv_len
+    s.sum_tokens -= q.num_tokens
     s.sum_blocks -= q.num_blocks
     gs.arena[0].digest = mix(mix(gs.arena[0].digest, OP_CLOSE), untagged(s, q.handle))
     seq_retire_handle(s, slot)
@@ -224,15 +259,15 @@ cdef int groups_judge_length(const Groups* gs, Py_ssize_t row, int32_t slot, int
     cdef int64_t least = length, before = -1
     cdef int32_t k, first = -1
     for k in range(gs.num_groups):
-        if gs.group[k].kind == STATE_LAYERS and length != gs.seqs.seq[slot].kv_len:
-            return refused(v, STATE_IS_GONE, row, length, 0, gs.seqs.seq[slot].kv_len, k)
+        if gs.group[k].kind == STATE_LAYERS and length != gs.seqs.seq[slot].num_tokens:
+            return refused(v, STATE_IS_GONE, row, length, 0, gs.seqs.seq[slot].num_tokens, k)
     while least != before:
         before = least
         for k in range(gs.num_groups):
             least = least_length(&gs.group[k], slot, least)
             if least != length and first < 0:
                 first = k
-    return OK if first < 0 else refused(v, WINDOW_IS_GONE, row, length, least, gs.seqs.seq[slot].kv_len, first)
+    return OK if first < 0 else refused(v, WINDOW_IS_GONE, row, length, least, gs.seqs.seq[slot].num_tokens, first)
 
 
 cdef void groups_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nogil:
@@ -249,476 +284,16 @@ cdef void groups_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nog
         entries = entries_of(g, slot, q.num_blocks)
         if keep < entries:
             group_unref(g, slot, keep, entries)
-            g.seq[slot].epoch += 1
-            g.seq[slot].told = min(g.seq[slot].told, keep)
+            tail_of(g, slot).epoch += 1
             new_version(g, slot)
         if keep <= g.kept:
             set_gone(g, slot, 0)
-            g.seq[slot].told_gone = 0
     s.sum_blocks -= q.num_blocks - blocks
-    s.sum_tokens -= q.kv_len - length
+    s.sum_tokens -= q.num_tokens - length
     q.num_blocks = <int32_t>blocks
-    q.kv_len = length
+    q.num_tokens = length
+    tails_refresh(gs, slot)
     gs.arena[0].digest = mix(mix(mix(gs.arena[0].digest, OP_TRUNCATE), untagged(s, q.handle)), length)
-
-
-# ---- a step: check -----------------------------------------------------------------------------------------
-
-cdef inline bint owns_tail(const LayerGroup* g, int32_t slot, int64_t position) noexcept nogil:
-    """Whether the token at a position, for which there is room, goes into blocks that nobody else refers to."""
-    cdef const int32_t* ids = group_row(g, slot) + entry_at(g, held_of(g, slot, position)) * g.columns
-    cdef const Block* block
-    cdef int32_t c
-    for c in range(g.columns):
-        block = &g.blocks.block[ids[c]]
-        if (block.refcount ^ 1) | block.hold | block.committed:
-            return False
-    return True
-
-
-cdef inline bint has_slot(const Groups* gs, const int64_t* needed, const int64_t* available) noexcept nogil:
-    """Whether every state group has a slot for one row more."""
-    cdef int32_t k
-    for k in range(gs.num_groups):
-        if gs.group[k].kind == STATE_LAYERS and needed[gs.group[k].arena] >= available[gs.group[k].arena]:
-            return False
-    return True
-
-
-cdef int move_states(Groups* gs, StepPart** part, int32_t row, int32_t slot, int64_t* needed) noexcept nogil:
-    """Each state of a row goes to another slot."""
-    cdef LayerGroup* g
-    cdef Change* change
-    cdef int32_t k
-    for k in range(gs.num_groups):
-        g = &gs.group[k]
-        if g.kind == STATE_LAYERS:
-            change = &part[k].change[part[k].num_changes]
-            change.row = row
-            change.replaced = 1
-            change.appended = 0
-            if log_replacement(&part[k].log, g.blocks, row, 0, g.table[slot], 0) != OK:
-                return NO_MEMORY
-            part[k].num_changes += 1
-            needed[g.arena] += 1
-    return OK
-
-
-cdef int32_t check_steady(Groups* gs, StepPart** part, const int64_t* handle, int32_t first, int32_t end, int64_t
-                          seq_tokens, int64_t num_blocks, int64_t* needed, const int64_t* available) noexcept nogil:
-    """Return the first row from `first` on that does more than put a token into its own tails, and move its states.
-
-    Mark those before it. A table has room for `num_blocks` blocks of the pool. -1: no memory.
-    """
-    cdef Seq* seq = gs.seqs.seq
-    cdef uint32_t stamp = gs.seqs.stamp
-    cdef int64_t bs = gs.block_size
-    cdef int32_t k, slot, max_seqs = gs.seqs.max_seqs, num_groups = gs.num_groups
-    cdef bint moves = gs.has_states and gs.pends
-    cdef const LayerGroup* g
-    cdef Seq* q
-    while first < end:
-        slot = slot_of(handle[first])
-        if slot >= max_seqs:
-            return first
-        q = &seq[slot]
-        if q.handle != handle[first] or q.mark == stamp or q.num_blocks > num_blocks or q.kv_len >= seq_tokens or (
-                q.kv_len >= q.num_blocks * bs) or (gs.has_states and q.kv_len == 0):
-            return first
-        for k in range(num_groups):
-            g = &gs.group[k]
-            if not (moves and g.kind == STATE_LAYERS) and not owns_tail(g, slot, q.kv_len):
-                return first
-        if moves:
-            if not has_slot(gs, needed, available):
-                return first
-            if move_states(gs, part, first, slot, needed) != OK:
-                return -1
-        q.mark = stamp
-        first += 1
-    return first
-
-
-cdef int32_t check_in_group(const Groups* gs, LayerGroup* g, StepPart* part, const Seq* q, int32_t row, int64_t new,
-                            int64_t blocks, bint advance) noexcept nogil:
-    """What `new` > 0 more tokens of one row do in one group stands in a change; returns the ids that are needed.
-
-    `blocks` of the pool are what the sequence has room for then. -1: no memory.
-    """
-    cdef Change* change = &part.change[part.num_changes]
-    cdef int32_t slot = slot_of(q.handle)
-    cdef int64_t index, entries, held
-    change.row = row
-    change.replaced = change.appended = 0
-    if g.kind != STATE_LAYERS:
-        held = held_of(g, slot, q.kv_len)
-        index = entry_at(g, held)
-        entries = entries_of(g, slot, q.num_blocks)
-        change.replaced = note_copies(&part.log, g.blocks, row, group_row(g, slot), g.columns, index,
-                                     min(entry_at(g, held + new + g.block_size - 1), entries),
-                                     held - index * g.block_size)
-        change.appended = <int32_t>(entries_of(g, slot, blocks) - entries) * g.columns
-    elif not advance:
-        return 0
-    elif g.table[slot] == NO_BLOCK:
-        change.appended = 1
-    elif gs.pends or not owns_tail(g, slot, q.kv_len):
-        change.replaced = 1
-        if log_replacement(&part.log, g.blocks, row, 0, g.table[slot], 0) != OK:
-            return -1
-    if change.replaced < 0:
-        return -1
-    part.num_changes += change.replaced + change.appended != 0
-    return change.replaced + change.appended
-
-
-cdef int check_group_row(Groups* gs, Step* p, StepPart** part, int32_t row, int32_t slot, int64_t new,
-                         const Limits* limits, bint advance, int64_t* needed, Verdict* v) noexcept nogil:
-    """Judge a row that may do more than a steady one. Its event and its changes record what will happen to it."""
-    cdef const Seq* q = &gs.seqs.seq[slot]
-    cdef Event* event = &p.event[p.num_events]
-    cdef LayerGroup* g
-    cdef int64_t entries, blocks = q.num_blocks
-    cdef int32_t k, ids
-    event.row = row
-    event.q_len = event.appended = event.replaced = 0
-    event.served = 1
-    if new < 0:
-        return refused(v, NEGATIVE_NEW, row, new, 0, 0, 0)
-    if new > limits.seq_tokens - q.kv_len:
-        return refused(v, SEQ_TOO_LONG, row, new if new > INT64_MAX - q.kv_len else q.kv_len + new, 0,
-                       limits.seq_tokens, 0)
-    if q.kv_len + new > blocks * gs.block_size and (advance or gs.has_entries):
-        blocks = blocks_for(gs, q.kv_len + new)
-    for k in range(gs.num_groups):
-        g = &gs.group[k]
-        ids = check_in_group(gs, g, part[k], q, row, new, blocks, advance) if new else 0
-        if ids < 0:
-            return refused(v, NO_MEMORY, row, part[k].log.room, 0, 0, 0)
-        needed[g.arena] += ids
-        if g.kind != STATE_LAYERS:
-            entries = entries_of(g, slot, blocks)
-            if entries > part[k].width:
-                return refused(v, TABLE_TOO_WIDE, row, entries, 0, part[k].width, 0)
-    event.appended = <int32_t>(blocks - q.num_blocks)
-    p.num_events += 1
-    return OK
-
-
-cdef inline int short_arena(const Groups* gs, const int64_t* needed, const int64_t* available) noexcept nogil:
-    """The lowest arena that is short, or -1."""
-    cdef int k
-    for k in range(gs.num_arenas):
-        if needed[k] > available[k]:
-            return k
-    return -1
-
-
-cdef void skip_row(Groups* gs, Step* p, StepPart** part, int64_t* needed) noexcept nogil:
-    """The last row that was checked gets nothing, in no group."""
-    cdef Event* event = &p.event[p.num_events - 1]
-    cdef const Change* change
-    cdef int32_t k
-    event.served = 0
-    event.q_len = event.appended = 0
-    for k in range(gs.num_groups):
-        if part[k].num_changes == 0:
-            continue
-        change = &part[k].change[part[k].num_changes - 1]
-        if change.row == event.row:
-            needed[gs.group[k].arena] -= change.replaced + change.appended
-            log_undo(&part[k].log, gs.group[k].blocks, part[k].log.size - change.replaced)
-            part[k].num_changes -= 1
-
-
-cdef int64_t most_blocks(const Groups* gs, StepPart** part) noexcept nogil:
-    """Blocks of the pool of a sequence that the tables of a plan have room for in all groups."""
-    cdef int64_t most = INT64_MAX
-    cdef int32_t k
-    for k in range(gs.num_groups):
-        if gs.group[k].kind != STATE_LAYERS:
-            most = min(most, <int64_t>part[k].width << gs.group[k].scale)
-    return most
-
-
-cdef int groups_check_step(Groups* gs, Step* p, StepPart** part, const Ints* handles, const Ints* num_new,
-                           const Limits* limits, bint advance, bint partial, Verdict* v) noexcept nogil:
-    """Judge a batch in all groups. Unless it returns OK the caller must `groups_undo_check`."""
-    cdef Seqs* s = gs.seqs
-    cdef const int64_t* handle = <const int64_t*>handles.data
-    cdef int64_t[MAX_ARENAS] available, needed
-    cdef int64_t new, asked = 0, unserved = 0, widest = most_blocks(gs, part)
-    cdef int32_t i = 0, k, slot, ones = 0, steady, rows = <int32_t>handles.size, short_row = -1, arena = -1, lacking
-    cdef int status
-    memset(needed, 0, sizeof(needed))
-    for k in range(gs.num_arenas):
-        available[k] = blocks_available(gs.arena[k])
-    for k in range(gs.num_groups):
-        part[k].num_changes = part[k].log.size = 0
-    p.num_rows = rows
-    p.num_events = p.log.size = 0
-    while i < rows:
-        if advance:
-            ones = <int32_t>run_of_ones(num_new, max(i, ones), rows)
-            steady = <int32_t>min(<int64_t>ones, i + min(limits.max_tokens - asked, <int64_t>rows))
-            steady = check_steady(gs, part, handle, i, steady, limits.seq_tokens, widest, needed, available)
-            if steady < 0:
-                return refused(v, NO_MEMORY, i, rows, 0, 0, 0)
-            asked += steady - i
-            i = steady
-            if i == rows:
-                break
-        slot = seq_judge(s, handle[i], i, v)
-        if slot < 0:
-            return v.reason
-        if s.seq[slot].mark == s.stamp:
-            return refused(v, DUPLICATE_HANDLE, i, handle[i], 0, 0, 0)
-        s.seq[slot].mark = s.stamp
-        new = ints_at(num_new, i)
-        status = check_group_row(gs, p, part, i, slot, new, limits, advance, needed, v)
-        if status != OK:
-            return status
-        if advance:
-            if new > limits.max_tokens - asked:
-                return refused(v, TOO_MANY_TOKENS, i, asked + new, 0, limits.max_tokens, 0)
-            asked += new
-            p.event[p.num_events - 1].q_len = <int32_t>new
-        lacking = short_arena(gs, needed, available)
-        if lacking >= 0 and short_row < 0:
-            short_row = i
-            arena = lacking
-        if lacking >= 0 and partial:
-            skip_row(gs, p, part, needed)
-            unserved += new
-        i += 1
-    p.num_tokens = asked - unserved
-    memcpy(gs.needed, needed, sizeof(needed))
-    if short_row >= 0 and not partial:
-        blocks_short(gs.arena[arena], v, arena, short_row, handle[short_row], needed[arena],
-                     needed[arena] - available[arena])
-        return v.reason
-    return OK
-
-
-cdef void groups_undo_check(Groups* gs, StepPart** part) noexcept nogil:
-    cdef int32_t k
-    for k in range(gs.num_groups):
-        log_undo(&part[k].log, gs.group[k].blocks, 0)
-
-
-# ---- a step: commit ----------------------------------------------------------------------------------------
-
-cdef void commit_group(Groups* gs, LayerGroup* g, StepPart* part, const Step* p) noexcept nogil:
-    """Take the blocks of all rows in one group: in a row replacements by ascending index, then the new entries."""
-    cdef Blocks* b = g.blocks
-    cdef uint64_t digest = gs.arena[0].digest
-    cdef Replaced* log = part.log.entry
-    cdef const Change* change
-    cdef int32_t* ids
-    cdef int32_t i, k, slot
-    part.num_copies = 0
-    for i in range(part.num_changes):
-        change = &part.change[i]
-        slot = slot_of(p.handle[change.row])
-        ids = group_row(g, slot)
-        part.num_copies = replace_ids(log, change.replaced, b, ids, p.id if gs.pends else 0, part.copies,
-                                      part.num_copies, &digest)
-        if change.replaced:
-            g.seq[slot].epoch += 1
-            g.seq[slot].told = min(g.seq[slot].told, log.index // g.columns)
-        log += change.replaced
-        ids += <int64_t>entries_of(g, slot, gs.seqs.seq[slot].num_blocks) * g.columns
-        blocks_take_many(b, ids, change.appended)
-        for k in range(change.appended):
-            digest = mix(digest, ids[k])
-        new_version(g, slot)
-    gs.arena[0].digest = digest
-
-
-cdef void groups_commit(Groups* gs, Step* p, StepPart** part, const int64_t* handles, bint advance) noexcept nogil:
-    """Carry out a batch that groups_check_step accepted."""
-    cdef Seqs* s = gs.seqs
-    cdef Blocks* b = gs.arena[0]
-    cdef int64_t step_id = p.id if gs.pends else 0
-    cdef const Event* event
-    cdef int32_t i, k, done = 0
-    cdef Seq* q
-    p.num_copies = p.num_changed = 0
-    p.uniform = advance
-    b.digest = mix(mix(b.digest, OP_STEP if advance else OP_RESERVE), p.num_rows)
-    memmove(p.handle, handles, p.num_rows * sizeof(int64_t))    # the batch may be a part of the plan's own array
-    if gs.tree != NULL:
-        tree_loads(gs, p, part, advance)
-        for k in range(gs.num_arenas):
-            tree_make_room(gs, k, gs.needed[k])
-    for k in range(gs.num_groups):
-        commit_group(gs, &gs.group[k], part[k], p)
-    for k in range(p.num_events):
-        event = &p.event[k]
-        i = event.row
-        commit_simple(p, s, b, p.handle, done, i, step_id)
-        done = i + 1
-        q = &s.seq[slot_of(p.handle[i])]
-        q.num_blocks += event.appended
-        q.kv_len += event.q_len
-        s.sum_blocks += event.appended
-        p.uniform &= event.q_len == 1
-        p.length[i] = q.kv_len
-        p.prev_step[i] = q.last_step
-        q.last_step = step_id
-        if event.q_len != 1:
-            b.digest = mix(b.digest, (<uint64_t>event.q_len << 1) | event.served)
-        b.digest = mix(b.digest, <uint64_t>untagged(s, p.handle[i]) ^ (<uint64_t>q.kv_len << 20))
-    commit_simple(p, s, b, p.handle, done, p.num_rows, step_id)
-    s.sum_tokens += p.num_tokens
-    if gs.tree != NULL and advance:
-        tree_saves(gs, p, part)
-
-
-cdef void groups_set_fences(Groups* gs, const Pending* pending) noexcept nogil:
-    cdef int32_t k
-    for k in range(gs.num_arenas):
-        set_fences(pending, gs.arena[k])
-
-
-# ---- how a step ends ---------------------------------------------------------------------------------------
-
-cdef inline int64_t first_read(const LayerGroup* g, int64_t position) noexcept nogil:
-    """The first entry, apart from kept ones, that a query at a position or behind it reads."""
-    if g.kind == WINDOW_LAYERS:
-        return entry_at(g, max(position - g.reach + 1, <int64_t>0))
-    return entry_at(g, position // g.reach * g.reach) if g.kind == CHUNK_LAYERS else 0
-
-
-cdef void free_behind_window(LayerGroup* g, int32_t slot, int64_t length) noexcept nogil:
-    """Release the entries that no query reads after a step that ended at a length, which is due."""
-    cdef int64_t end = first_read(g, length - g.lookahead), index
-    cdef int32_t* ids = group_row(g, slot)
-    cdef int32_t first = max(g.kept, g.seq[slot].gone)
-    for index in range(first * <int64_t>g.columns, end * g.columns):
-        blocks_unref(g.blocks, ids[index])
-        ids[index] = g.hole
-    set_gone(g, slot, <int32_t>end)
-    g.seq[slot].epoch += 1
-    new_version(g, slot)
-
-
-cdef void groups_release(Groups* gs, const Step* p) noexcept nogil:
-    """The step was executed: let go of what it read last, then of what no later query of its rows reads."""
-    cdef StepPart** part = parts_of(p)
-    cdef int32_t[MAX_GROUPS] letting
-    cdef int32_t i, k, slot, n = 0
-    if gs.tree != NULL:
-        tree_pass(gs, p)
-    for k in range(gs.num_groups):
-        log_release(&part[k].log, gs.group[k].blocks)
-        if gs.group[k].kind == WINDOW_LAYERS or gs.group[k].kind == CHUNK_LAYERS:
-            letting[n] = k
-            n += 1
-    for i in range(p.num_rows if n else 0):
-        slot = slot_of(p.handle[i])
-        for k in range(n):
-            if p.length[i] >= gs.group[letting[k]].seq[slot].due and seq_find(gs.seqs, p.handle[i]) >= 0:
-                free_behind_window(&gs.group[letting[k]], slot, p.length[i])
-
-
-cdef void groups_settle(Groups* gs, const Pending* pending, const Step* p) noexcept nogil:
-    """A step has ended: recompute the floors that its logs touched, then let blocks out of limbo."""
-    cdef StepPart** part = parts_of(p)
-    cdef const Step* other
-    cdef int32_t k
-    for k in range(gs.num_groups):
-        clear_floors(&part[k].log, gs.group[k].blocks)
-        other = pending.oldest
-        while part[k].log.size and other != NULL:
-            raise_floors(&parts_of(other)[k].log, gs.group[k].blocks)
-            other = other.newer
-        part[k].num_changes = part[k].log.size = 0
-    for k in range(gs.num_arenas):
-        blocks_drain_limbo(gs.arena[k])
-
-
-cdef void groups_pass(Groups* gs, const Pending* pending, const Step* p) noexcept nogil:
-    """The oldest pending step has passed; it is off the list already."""
-    groups_set_fences(gs, pending)
-    groups_release(gs, p)
-    groups_settle(gs, pending, p)
-    if gs.tree != NULL:
-        tree_publish(gs)
-
-
-cdef void rollback_group(LayerGroup* g, const StepPart* part, const Step* p, const Seqs* s) noexcept nogil:
-    """Undo the newest step in one group; the sequences have their lengths of before already."""
-    cdef const Replaced* log = part.log.entry + part.log.size
-    cdef const Change* change
-    cdef int32_t* ids
-    cdef int64_t at
-    cdef int32_t i, slot
-    for i in range(part.num_changes - 1, -1, -1):
-        change = &part.change[i]
-        log -= change.replaced
-        slot = seq_find(s, p.handle[change.row])
-        if slot < 0:
-            drop_replaced(log, change.replaced, g.blocks)
-            continue
-        ids = group_row(g, slot)
-        at = 0 if g.kind == STATE_LAYERS else <int64_t>entries_of(g, slot, s.seq[slot].num_blocks) * g.columns
-        blocks_unref_many(g.blocks, ids + at, change.appended)
-        if g.kind == STATE_LAYERS and change.appended:
-            ids[0] = NO_BLOCK
-        undo_replaced(log, change.replaced, g.blocks, ids)
-        g.seq[slot].epoch += 1
-        new_version(g, slot)
-
-
-cdef void groups_rollback(Groups* gs, const Pending* pending, const Step* p) noexcept nogil:
-    """Undo the newest step, which is off the list already: the last group first."""
-    cdef StepPart** part = parts_of(p)
-    cdef Seqs* s = gs.seqs
-    cdef const Event* event
-    cdef Event plain
-    cdef int32_t i, k, slot, at = 0
-    plain.q_len = 1
-    plain.appended = 0
-    gs.arena[0].digest = mix(mix(gs.arena[0].digest, OP_ROLLBACK), p.num_rows)
-    if gs.tree != NULL:
-        tree_undo(gs, p)
-    groups_set_fences(gs, pending)
-    for k in range(gs.num_arenas):
-        blocks_lower_fences(gs.arena[k])
-    for i in range(p.num_rows):
-        event = &plain
-        if at < p.num_events and p.event[at].row == i:
-            event = &p.event[at]
-            at += 1
-        slot = seq_find(s, p.handle[i])
-        if slot >= 0:
-            s.seq[slot].last_step = p.prev_step[i]
-            s.seq[slot].kv_len -= event.q_len
-            s.seq[slot].num_blocks -= event.appended
-            s.sum_tokens -= event.q_len
-            s.sum_blocks -= event.appended
-    for k in range(gs.num_groups - 1, -1, -1):
-        rollback_group(&gs.group[k], part[k], p, s)
-        for i in range(p.num_rows):             # a row that was opened since was told nothing yet
-            forget_told(&gs.group[k], slot_of(p.handle[i]))
-        wire_forget(&part[k].wire, p.num_rows, False, False)
-    groups_settle(gs, pending, p)
-    if gs.tree != NULL:
-        tree_undone(gs, p)
-        tree_publish(gs)
-
-
-cdef void groups_reset(Groups* gs) noexcept nogil:
-    """Make all arenas and tables as they were when they were new."""
-    cdef int32_t k, slot
-    for k in range(1, gs.num_arenas):
-        blocks_reset(gs.arena[k])
-    for k in range(gs.num_groups):
-        for slot in range(gs.seqs.max_seqs if gs.group[k].kind == STATE_LAYERS else 0):
-            gs.group[k].table[slot] = NO_BLOCK
-    if gs.tree != NULL:
-        tree_reset(gs.tree, gs)
 
 
 # ---- tokens leave a sequence that goes on ------------------------------------------------------------------
@@ -739,92 +314,34 @@ cdef int64_t group_rewritten(const LayerGroup* g, int32_t slot, int64_t held, in
     return -1
 
 
-cdef int check_unshare_row(Groups* gs, LayerGroup* g, StepPart* part, int32_t row, int32_t slot, int64_t first,
-                           int64_t length, Verdict* v) noexcept nogil:
-    """Note the entries of a row that compaction to `length` tokens rewrites and must not."""
-    cdef Change* change = &part.change[part.num_changes]
-    cdef const int32_t* ids = group_row(g, slot)
-    cdef int64_t held = held_of(g, slot, gs.seqs.seq[slot].kv_len), place, index, k
-    if not 0 <= length <= held:
-        return refused(v, BAD_LENGTH, row, length, 0, held, 0)
-    change.row = row
-    change.replaced = change.appended = 0
-    place = group_rewritten(g, slot, held, first, length, 0)
-    while place >= 0:
-        index = place // g.columns
-        for k in range(index * g.columns, (index + 1) * g.columns):
-            if log_replacement(&part.log, g.blocks, row, <int32_t>k, ids[k],
-                               <int32_t>min(g.block_size, held - index * g.block_size)) != OK:
-                return refused(v, NO_MEMORY, row, part.log.room, 0, 0, 0)
-        change.replaced += g.columns
-        place = group_rewritten(g, slot, held, first, length, index + 1)
-    part.num_changes += change.replaced != 0
-    return OK
-
-
-cdef int groups_check_unshare(Groups* gs, Step* p, StepPart** part, int32_t group, const Ints* handles, const Ints*
-                              lens, int64_t first, const Limits* limits, Verdict* v) noexcept nogil:
-    """Judge a batch that gets blocks of its own in a group. Unless it returns OK: `groups_undo_check`."""
+cdef void group_loses(Groups* gs, LayerGroup* g, int32_t slot, int64_t n) noexcept nogil:
+    """n > 0 tokens left a row."""
     cdef Seqs* s = gs.seqs
-    cdef LayerGroup* g = &gs.group[group]
-    cdef StepPart* one = part[group]
-    cdef int64_t[MAX_ARENAS] needed
-    cdef int64_t available = blocks_available(g.blocks)
-    cdef int32_t i, k, slot, short_row = -1
-    memset(needed, 0, sizeof(needed))
-    for k in range(gs.num_groups):
-        part[k].num_changes = part[k].log.size = 0
-    p.num_rows = <int32_t>handles.size
-    p.num_events = p.log.size = 0
-    p.num_tokens = 0
-    for i in range(p.num_rows):
-        slot = seq_judge(s, ints_at(handles, i), i, v)
-        if slot < 0:
-            return v.reason
-        if s.seq[slot].mark == s.stamp:
-            return refused(v, DUPLICATE_HANDLE, i, s.seq[slot].handle, 0, 0, 0)
-        s.seq[slot].mark = s.stamp
-        if (check_unshare_row(gs, g, one, i, slot, first, ints_at(lens, i), v) != OK
-                or check_group_row(gs, p, part, i, slot, 0, limits, False, needed, v) != OK):
-            return v.reason
-        if one.log.size > available and short_row < 0:
-            short_row = i
-    if short_row >= 0:
-        return blocks_short(g.blocks, v, g.arena, short_row, ints_at(handles, short_row), one.log.size,
-                            one.log.size - available)
-    if one.log.size > one.copies_room:
-        v.value = one.log.size
-        return RETRY
-    memset(gs.needed, 0, sizeof(gs.needed))
-    gs.needed[g.arena] = one.log.size
-    return OK
-
-
-cdef void group_loses(Groups* gs, LayerGroup* g, int32_t slot, int64_t n, int64_t told) noexcept nogil:
-    """n > 0 tokens left a row, of which the first `told` entries stay where they are."""
-    cdef Seqs* s = gs.seqs
-    s.life[slot].point = s.seq[slot].kv_len
+    s.life[slot].point = s.seq[slot].num_tokens
     s.evicted_tokens += n
     if gs.tree != NULL:
-        row_loses(gs, slot)
+        row_ends(gs, slot)
+    if s.prefix != NULL:            # what its blocks hold follows from its tokens no more
+        seq_leave_root(s, slot)
+        s.prefix[slot].committed = s.prefix[slot].published = s.prefix[slot].done = s.prefix[slot].forked_at = 0
     g.seq[slot].evicted += n
-    g.seq[slot].told = <int32_t>min(<int64_t>g.seq[slot].told, told)
-    g.seq[slot].epoch += 1
+    tail_of(g, slot).epoch += 1
     new_version(g, slot)
+    tail_refresh(gs, g, slot)
 
 
 cdef void groups_compact(Groups* gs, int32_t group, int32_t slot, int64_t length) noexcept nogil:
     """The row keeps `length` of its tokens, at the front of its table."""
     cdef LayerGroup* g = &gs.group[group]
     cdef const Seq* q = &gs.seqs.seq[slot]
-    cdef int64_t leaving = held_of(g, slot, q.kv_len) - length
+    cdef int64_t leaving = held_of(g, slot, q.num_tokens) - length
     cdef int32_t entries = entries_of(g, slot, q.num_blocks), stay
     gs.arena[0].digest = mix(mix(mix(mix(gs.arena[0].digest, OP_COMPACT), group), untagged(gs.seqs, q.handle)), length)
     if leaving == 0:
         return
     stay = entries - <int32_t>(entry_at(g, g.seq[slot].evicted + leaving) - entry_at(g, g.seq[slot].evicted))
     group_unref(g, slot, stay, entries)
-    group_loses(gs, g, slot, leaving, stay)
+    group_loses(gs, g, slot, leaving)
 
 
 cdef void groups_evict(Groups* gs, int32_t group, int32_t slot, const Ints* places) noexcept nogil:
@@ -846,152 +363,19 @@ cdef void groups_evict(Groups* gs, int32_t group, int32_t slot, const Ints* plac
             memmove(ids + (index - at) * g.columns, ids + index * g.columns, g.columns * sizeof(int32_t))
     gs.arena[0].digest = digest
     if n:
-        group_loses(gs, g, slot, n * g.block_size, ints_at(places, 0))
+        group_loses(gs, g, slot, n * g.block_size)
 
 
-# ---- arrays ------------------------------------------------------------------------------------------------
-
-cdef void emit_states(const LayerGroup* g, StepPart* out, const Step* p, int32_t pad_rows) noexcept nogil:
-    """state_src and state_dst of a step; rows without new tokens have neither."""
-    cdef const Replaced* log = out.log.entry
-    cdef const Change* change
-    cdef int32_t i
-    for i in range(p.num_rows):             # a state that is written in place, unless something below says more
-        out.state_src[i] = out.state_dst[i] = g.table[slot_of(p.handle[i])]
-    for i in range(p.num_events):
-        if p.event[i].q_len == 0:
-            out.state_src[p.event[i].row] = out.state_dst[p.event[i].row] = NO_BLOCK
-    for i in range(out.num_changes):
-        change = &out.change[i]
-        out.state_src[change.row] = log.old if change.replaced else NO_BLOCK
-        log += change.replaced
-    for i in range(p.num_rows, pad_rows):
-        out.state_src[i] = out.state_dst[i] = NO_BLOCK
-
-
-cdef void emit_next_slots(const LayerGroup* g, StepPart* out, const Step* p) noexcept nogil:
-    """slot_mapping of a batch in which every row has one new token: all that the loop reads is in locals."""
-    cdef const int32_t* table = g.table
-    cdef const int32_t* ids
-    cdef int32_t* slots = out.slot_mapping
-    cdef int64_t width = g.width, bs = g.block_size, shown = out.shown_tokens, position, index
-    cdef int32_t columns = g.columns, rows = p.num_rows, i, c
-    for i in range(rows):
-        position = out.kv_lens[i] - 1
-        index = entry_at(g, position)
-        ids = table + slot_of(p.handle[i]) * width + index * columns
-        position -= index * bs
-        for c in range(columns):
-            slots[c * shown + i] = <int32_t>(ids[c] * bs + position)
-
-
-cdef void emit_slots(const LayerGroup* g, StepPart* out, const Step* p) noexcept nogil:
-    """slot_mapping: where each new token goes, one row of all tokens per column."""
-    cdef int32_t* slots = out.slot_mapping
-    cdef const int32_t* ids
-    cdef int64_t first, end, stop, index, shift
-    cdef int32_t i, c, k, at = 0
-    for i in range(p.num_rows):
-        end = out.kv_lens[i]
-        first = end - 1
-        if at < p.num_events and p.event[at].row == i:
-            first = end - p.event[at].q_len
-            at += 1
-        ids = group_row(g, slot_of(p.handle[i]))
-        while first < end:
-            index = entry_at(g, first)
-            stop = min(end, (index + 1) * g.block_size)
-            for c in range(g.columns):
-                shift = (ids[index * g.columns + c] - index) * g.block_size + first
-                for k in range(<int32_t>(stop - first)):
-                    slots[c * out.shown_tokens + k] = <int32_t>(shift + k)
-            slots += stop - first
-            first = stop
-
-
-cdef void emit_tables(const Groups* gs, const LayerGroup* g, StepPart* out, const Step* p, int32_t
-                      pad_rows) noexcept nogil:
-    """kv_lens of all rows; block_tables, dirty_rows and kv_starts of those whose table is not the one shown."""
-    cdef const GroupSeq* q
-    cdef int32_t i, slot
-    for i in range(p.num_rows):
-        slot = slot_of(p.handle[i])
-        q = &g.seq[slot]
-        out.kv_lens[i] = <int32_t>held_of(g, slot, p.length[i])
-        if out.wire.seen[i] == q.version:
-            continue
-        out.kv_starts[i] = <int32_t>(q.gone * g.block_size)
-        if out.wire.tracks:
-            show_row(&out.wire, i, p.handle[i], q.epoch, q.version, group_row(g, slot),
-                     entries_of(g, slot, gs.seqs.seq[slot].num_blocks) * g.columns)
-        out.wire.seen[i] = q.version
-    for i in range(p.num_rows, pad_rows):
-        out.kv_starts[i] = out.kv_lens[i] = 0
-        pad_row(&out.wire, i)
-        out.wire.seen[i] = 0
-
-
-cdef inline void tell(TableUpdates* out, const LayerGroup* g, int32_t number, int32_t slot, int32_t first, int32_t
-                      end) noexcept nogil:
-    """Entries first .. end - 1 of a row."""
-    cdef const int32_t* ids = group_row(g, slot)
-    cdef int32_t* at = out.data + 5 * out.size
-    cdef int64_t i
-    for i in range(<int64_t>first * g.columns, <int64_t>end * g.columns):
-        at[0] = slot
-        at[1] = number
-        at[2] = <int32_t>(i // g.columns)
-        at[3] = <int32_t>(i % g.columns)
-        at[4] = ids[i]
-        at += 5
-        out.size += 1
-
-
-cdef void groups_tell(Groups* gs, const Step* p, TableUpdates* out) noexcept nogil:
-    """table_updates: what the tables of the rows have that no plan has told yet."""
-    cdef LayerGroup* g
-    cdef GroupSeq* q
-    cdef int32_t i, k, slot, entries
-    out.size = 0
-    for i in range(p.num_rows if out.data != NULL else 0):
-        slot = slot_of(p.handle[i])
-        for k in range(gs.num_groups):
-            g = &gs.group[k]
-            q = &g.seq[slot]
-            if g.kind == STATE_LAYERS:
-                continue
-            entries = entries_of(g, slot, gs.seqs.seq[slot].num_blocks)
-            tell(out, g, k, slot, max(g.kept, q.told_gone), min(q.gone, q.told))
-            tell(out, g, k, slot, q.told, entries)
-            q.told = entries
-            q.told_gone = q.gone
-
-
-cdef void groups_emit(const Groups* gs, const Step* p, int32_t pad_rows, int64_t pad_tokens) noexcept nogil:
-    """Write a committed step into the arrays of every group."""
-    cdef const LayerGroup* g
-    cdef StepPart* out
-    cdef int64_t t
-    cdef int32_t k, c
+cdef void groups_reset(Groups* gs) noexcept nogil:
+    """Make all arenas and tables as they were when they were new."""
+    cdef int32_t k, slot
+    for k in range(1, gs.num_arenas):
+        blocks_reset(gs.arena[k])
     for k in range(gs.num_groups):
-        g = &gs.group[k]
-        out = parts_of(p)[k]
-        out.shown_rows = max(p.num_rows, pad_rows)
-        out.shown_tokens = max(p.num_tokens, pad_tokens)
-        out.wire.num_dirty = 0
-        if g.kind == STATE_LAYERS:
-            emit_states(g, out, p, pad_rows)
-            continue
-        emit_tables(gs, g, out, p, pad_rows)
-        if out.slot_mapping == NULL:
-            continue
-        if p.uniform:
-            emit_next_slots(g, out, p)
-        else:
-            emit_slots(g, out, p)
-        for c in range(g.columns):
-            for t in range(p.num_tokens, out.shown_tokens):
-                out.slot_mapping[c * out.shown_tokens + t] = -1
+        for slot in range(gs.seqs.max_seqs if gs.group[k].kind == STATE_LAYERS else 0):
+            gs.group[k].table[slot] = NO_BLOCK
+    if gs.tree != NULL:
+        tree_reset(gs.tree, gs)
 
 
 # ---- audit -------------------------------------------------------------------------------------------------
@@ -1024,12 +408,13 @@ cdef uint64_t groups_fingerprint(const Groups* gs, const Pending* pending, uint6
         for slot in range(gs.seqs.max_seqs):
             if not seq_has_blocks(gs.seqs, slot):
                 continue
-            h = mix(mix(h, (<uint64_t>g.seq[slot].evicted << 32) | <uint32_t>g.seq[slot].gone), g.seq[slot].epoch)
+            h = mix(mix(h, (<uint64_t>g.seq[slot].evicted << 32) | <uint32_t>g.seq[slot].gone),
+                    tail_of(g, slot).epoch)
             for i in range(<int64_t>entries_of(g, slot, gs.seqs.seq[slot].num_blocks) * g.columns):
                 h = mix(h, group_row(g, slot)[i])
         p = pending.oldest
         while p != NULL:
-            h = part_fingerprint(parts_of(p)[k], h)
+            h = part_fingerprint(p.part[k], h)
             p = p.newer
     return h
 
@@ -1038,24 +423,45 @@ cdef bint check_holes(const LayerGroup* g, int32_t slot, const Seq* q, int64_t p
     """A row has no more holes than its length allows, and a state iff it has tokens; only full groups lose tokens."""
     cdef int64_t least = 0, evicted = g.seq[slot].evicted
     cdef int32_t gone = g.seq[slot].gone
-    if evicted and not (g.kind == FULL_LAYERS and 0 < evicted <= point <= q.kv_len):
+    if evicted and not (g.kind == FULL_LAYERS and 0 < evicted <= point <= q.num_tokens):
         return snprintf(finding, FINDING, b"sequence in slot %d lost %lld tokens, the last one at %lld of %lld", slot,
-                        <long long>evicted, <long long>point, <long long>q.kv_len) > 0
+                        <long long>evicted, <long long>point, <long long>q.num_tokens) > 0
     if g.kind == STATE_LAYERS:
-        if (g.table[slot] != NO_BLOCK) != (q.kv_len > 0):
+        if (g.table[slot] != NO_BLOCK) != (q.num_tokens > 0):
             return snprintf(finding, FINDING, b"sequence in slot %d has %lld tokens and state slot %d", slot,
-                            <long long>q.kv_len, g.table[slot]) > 0
+                            <long long>q.num_tokens, g.table[slot]) > 0
         return False
     if g.kind == WINDOW_LAYERS:
-        least = q.kv_len - g.reach + 1
+        least = q.num_tokens - g.reach + 1
     elif g.kind == CHUNK_LAYERS:
-        least = q.kv_len // g.reach * g.reach
+        least = q.num_tokens // g.reach * g.reach
     if gone and not (g.kept < gone and gone * g.block_size <= least):
         return snprintf(finding, FINDING, b"sequence in slot %d let go of entries up to %d, it reads from %lld on",
                         slot, gone, <long long>least) > 0
     if g.seq[slot].due != due_of(g, gone):
         return snprintf(finding, FINDING, b"sequence in slot %d lets go at length %lld, its holes say %lld", slot,
                         <long long>g.seq[slot].due, <long long>due_of(g, gone)) > 0
+    return False
+
+
+cdef bint check_tail(const Groups* gs, const LayerGroup* g, int32_t slot, char* finding) noexcept nogil:
+    """Where the next token of a row goes, as its table says."""
+    cdef const Seq* q = &gs.seqs.seq[slot]
+    cdef const Tail* t = tail_of(g, slot)
+    cdef int64_t held = held_of(g, slot, q.num_tokens), index = held // g.block_size, block, room
+    if t.next_slot == t.stop_slot:
+        return False
+    block = group_row(g, slot)[index * g.columns]
+    room = min((index + 1) * g.block_size - held, q.num_blocks * gs.block_size - q.num_tokens)
+    if g.kind == STATE_LAYERS or index >= entries_of(g, slot, q.num_blocks) or t.block != block:
+        return snprintf(finding, FINDING, b"sequence in slot %d has tail %d, its table says otherwise", slot,
+                        t.block) > 0
+    if t.next_slot != block * g.block_size + held % g.block_size:
+        return snprintf(finding, FINDING, b"sequence in slot %d would write its next token to slot %lld", slot,
+                        <long long>t.next_slot) > 0
+    if t.stop_slot != t.next_slot + room:
+        return snprintf(finding, FINDING, b"sequence in slot %d has a tail that ends at slot %lld", slot,
+                        <long long>t.stop_slot) > 0
     return False
 
 
@@ -1070,7 +476,8 @@ cdef bint check_group(const Groups* gs, const LayerGroup* g, int32_t* references
         if not seq_has_blocks(gs.seqs, slot):
             continue
         q = &gs.seqs.seq[slot]
-        if gs.seqs.life[slot].life == OPEN and check_holes(g, slot, q, gs.seqs.life[slot].point, finding):
+        if gs.seqs.life[slot].life == OPEN and (check_holes(g, slot, q, gs.seqs.life[slot].point, finding)
+                                                or check_tail(gs, g, slot, finding)):
             return True
         ids = group_row(g, slot)
         for i in range(<int64_t>entries_of(g, slot, q.num_blocks) * g.columns):
@@ -1087,28 +494,60 @@ cdef bint check_group(const Groups* gs, const LayerGroup* g, int32_t* references
     return False
 
 
-cdef bint check_lengths(const Groups* gs, char* finding) noexcept nogil:
+cdef bint check_sequence(const Groups* gs, int32_t slot, char* finding) noexcept nogil:
+    """Lengths of an open sequence."""
+    cdef const Seqs* s = gs.seqs
+    cdef const Seq* q = &s.seq[slot]
+    cdef const SeqPrefix* prefix = &s.prefix[slot] if s.prefix != NULL else NULL
+    if not 0 <= q.num_tokens <= q.num_blocks * gs.block_size or q.num_blocks % gs.unit:
+        return snprintf(finding, FINDING, b"sequence in slot %d has %lld tokens in %d blocks", slot,
+                        <long long>q.num_tokens, q.num_blocks) > 0
+    if not 0 <= s.life[slot].point <= q.num_tokens:
+        return snprintf(finding, FINDING, b"sequence in slot %d has %lld tokens, some left by %lld", slot,
+                        <long long>q.num_tokens, <long long>s.life[slot].point) > 0
+    if prefix == NULL:
+        return False
+    if s.life[slot].point and (prefix.committed or prefix.root):
+        return snprintf(finding, FINDING, b"sequence in slot %d was evicted from, and has %lld tokens made known", slot,
+                        <long long>prefix.committed) > 0
+    if not (0 <= prefix.published <= prefix.committed // gs.block_size and prefix.committed <= q.num_tokens):
+        return snprintf(finding, FINDING, b"sequence in slot %d has %lld blocks published of %lld tokens known", slot,
+                        <long long>prefix.published, <long long>prefix.committed) > 0
+    return False
+
+
+cdef bint seqs_check(const Groups* gs, char* finding) noexcept nogil:
     """Handles, lengths and counters, which all groups share."""
     cdef const Seqs* s = gs.seqs
-    cdef const Seq* q
     cdef int64_t tokens = 0, blocks = 0
     cdef int32_t slot, num_open = 0, retired = 0
     for slot in range(s.max_seqs):
-        q = &s.seq[slot]
         if check_handle(s, slot, &num_open, &retired, finding):
             return True
         if not seq_has_blocks(s, slot):
             continue
-        if not 0 <= q.kv_len <= min(q.num_blocks * gs.block_size, INT32_MAX) or q.num_blocks % gs.unit or (
-                q.num_blocks > blocks_for(gs, gs.seq_tokens)):
-            return snprintf(finding, FINDING, b"sequence in slot %d has %lld tokens in %d blocks", slot,
-                            <long long>q.kv_len, q.num_blocks) > 0
-        tokens += q.kv_len
-        blocks += q.num_blocks
+        if check_sequence(gs, slot, finding):
+            return True
+        tokens += s.seq[slot].num_tokens
+        blocks += s.seq[slot].num_blocks
     if tokens != s.sum_tokens or blocks != s.sum_blocks:
         return snprintf(finding, FINDING, b"counted %lld tokens in %lld blocks, the counters say %lld and %lld",
                         <long long>tokens, <long long>blocks, <long long>s.sum_tokens, <long long>s.sum_blocks) > 0
     return check_free_slots(s, num_open, retired, finding)
+
+
+cdef bint check_references(const Blocks* b, int32_t* references, char* finding) noexcept nogil:
+    """`references` has the entries of tables; duplicates that hold a block are added here."""
+    cdef int32_t k
+    for k in range(b.num_blocks):
+        if b.block[k].canonical_held:
+            references[b.canonical[k]] += 1
+    for k in range(b.reserved, b.num_blocks):
+        if b.block[k].refcount != references[k] + b.block[k].raw:
+            return snprintf(finding, FINDING,
+                            b"block %d has refcount %d, tables name it %d times and raw references are %d", k,
+                            b.block[k].refcount, references[k], b.block[k].raw) > 0
+    return False
 
 
 cdef bint check_arena(const Groups* gs, int32_t arena, const Pending* pending, int32_t* seen, int32_t* floors,
@@ -1130,7 +569,7 @@ cdef bint check_arena(const Groups* gs, int32_t arena, const Pending* pending, i
     while p != NULL:
         for k in range(gs.num_groups):
             if gs.group[k].arena == arena:
-                count_holds(&parts_of(p)[k].log, b, p.id, seen, floors, &made)
+                count_holds(&p.part[k].log, b, p.id, seen, floors, &made)
         p = p.newer
     return compare_holds(b, seen, floors, made, finding)
 
@@ -1142,7 +581,7 @@ cdef bint groups_check(const Groups* gs, const Pending* pending, int32_t* seen, 
     `seen` has twice `room` numbers, for the blocks of the largest arena and for the nodes of a tree, all zero.
     """
     cdef int32_t k
-    if check_lengths(gs, finding):
+    if seqs_check(gs, finding):
         return True
     for k in range(gs.num_arenas):
         if check_arena(gs, k, pending, seen, seen + room, finding):

@@ -12,6 +12,7 @@ cdef enum:
 
 
 cdef struct Bound:              # an array of the caller's, or one whose memory it shows, as it was when it was bound
+    int group                   # -1: an array that is common to all
     int field
     void* array                 # `bound_arrays` has it
     void* data
@@ -21,39 +22,44 @@ cdef struct Bound:              # an array of the caller's, or one whose memory 
 
 cdef class PlanGroup:           # what a plan has for one layer group; it keeps its memory, the plan keeps it
     cdef StepPart data
+    cdef int kind
     cdef int32_t columns
-    cdef dict arrays            # name -> (whole array, its memory)
-    cdef dict views             # name -> (length, view)
+    cdef int64_t num_slots      # of its arena
+    cdef int64_t tokens         # that the arrays hold
+    cdef dict arrays            # name -> (whole array, its memory; None: the caller's)
+    cdef dict views             # (name, whether without columns) -> (length, view)
 
-    cdef int init(self, const LayerGroup* group, int64_t num_blocks, int64_t rows, int64_t tokens,
-                  int64_t table_tokens, object formats, int32_t bundle) except -1
+    cdef int init(self, const LayerGroup* group, int64_t rows, int64_t tokens, int64_t table_tokens,
+                  int32_t bundle) except -1
     cdef void* add(self, str name, object shape, bint writable) except NULL
+    cdef bint has(self, str name) except -1
+    cdef tuple whole_shape(self, str name)
+    cdef int check_width(self, str name, int width) except -1
     cdef int room_for_copies(self, State* pool, int64_t copies) except -1
-    cdef object view(self, str name, int64_t length)
+    cdef object view(self, str name, int64_t length, bint flat=*)
 
 
 cdef class Plan:
     cdef readonly Pool pool
     cdef Step step
-    cdef Wire wire
+    cdef Field field[NUM_FIELDS]        # the arrays that are common to all layer groups
+    cdef uint8_t* served_               # [max_rows]
     cdef int64_t max_tokens_
-    cdef int64_t seq_limit
+    cdef int64_t seq_limit              # the length that no sequence may pass
+    cdef int32_t table_width            # blocks of the pool
     cdef int32_t shown_rows
     cdef int64_t shown_tokens
     cdef int32_t rows
     cdef int64_t tokens
-    cdef int32_t copies_made
-    cdef int32_t copies_room    # copies that the array holds
     cdef dict arrays            # name -> (whole array, its memory; None: the caller's)
     cdef dict views             # name -> (length, view)
     cdef Bound* bound           # [num_bound]
     cdef int num_bound
-    cdef list bound_arrays      # (field, array) of these
+    cdef list bound_arrays      # (group, field, array) of these
     cdef int64_t changes        # of the arrays: two threads may bind at a time
     cdef tuple names
-    cdef tuple group_plans      # a PlanGroup for each layer group, None without groups
+    cdef tuple group_plans      # a PlanGroup for each layer group
     cdef StepPart* part[MAX_GROUPS]     # theirs
-    cdef TableUpdates updates
     cdef object __weakref__
 
     cdef int refuse_pending(self, str call) except -1
@@ -61,16 +67,21 @@ cdef class Plan:
     cdef int refuse_rows(self, int64_t rows, str call) except -1
     cdef int judge_arrays(self, Verdict* v) noexcept nogil
     cdef int refuse(self, const Verdict* v, str call, int64_t pad_tokens) except -1
-    cdef int room_for_copies(self, int64_t group, int64_t copies) except -1
     cdef object view(self, str name, int64_t length)
-    cdef tuple make_groups(self, tuple formats)
+    cdef object view_of_one(self, str name, int64_t length)
+    cdef int make_groups(self) except -1
     cdef int declare(self, object formats, object dtype, object pad, object out) except -1
-    cdef int check_width(self, str name, int width) except -1
-    cdef tuple whole_shape(self, str name)
-    cdef int own(self, str name) except -1
-    cdef int refuse_shape(self, str name, object shape, str call) except -1
-    cdef int check_array(self, str name, object array, dict held, str call) except -1
+    cdef int define(self, str name, int width, int64_t pad) except -1
+    cdef list groups_with(self, str name)
+    cdef Field* field_of(self, str name, int k) noexcept
+    cdef dict held_by(self, int k)
+    cdef tuple whole_shape(self, str name, int k)
+    cdef int own(self, str name, int k) except -1
+    cdef dict by_group(self, dict arrays, str call)
+    cdef int refuse_shape(self, str name, int k, object shape, str call) except -1
+    cdef int check_array(self, str name, int k, object array, dict held, str call) except -1
     cdef int attach(self, dict arrays, str call) except -1
-    cdef int watch(self, Bound* bound, int field, object array, str call) except -1
+    cdef int show_arrays(self, list arrays) except -1
+    cdef int watch(self, Bound* bound, int group, int field, object array, str call) except -1
     cdef int exchange_arrays(self, void** data, Bound** bound, int num_bound, int64_t seen, Verdict* v) noexcept nogil
     cdef int get_pad(self, object pad_to, str call, int64_t num_rows, int64_t* rows, int64_t* tokens) except -1

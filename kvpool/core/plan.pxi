@@ -1,7 +1,7 @@
 """`Plan`: what one step hands to a backend, its arrays, and what it takes to undo the step."""
 
 FIELDS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "indptr", "indices", "last_page_len",
-          "kv_slots", "kv_slots_ragged", "kv_indptr", "slot_ids")      # in the order of the enum in wire.pxd
+          "slot_ids")               # in the order of the enum in wire.pxd
 FORMATS = {
     "block_tables": ("block_tables",),
     "seq_lens": ("seq_lens",),
@@ -9,17 +9,13 @@ FORMATS = {
     "positions": ("positions",),
     "cu_q_lens": ("cu_q_lens",),
     "csr": ("indptr", "indices", "last_page_len"),
-    "kv_slots": ("kv_slots",),
-    "kv_slots_ragged": ("kv_slots_ragged", "kv_indptr"),
     "slot_ids": ("slot_ids",),
     "page_batch_info": ("slot_ids", "block_tables", "seq_lens", "cu_q_lens", "slot_mapping"),
-    "table_updates": (),        # of layer groups only; no field of a Wire
 }
-SLOT_FIELDS = ("slot_mapping", "kv_slots", "kv_slots_ragged")
 LENGTH_FIELDS = ("seq_lens", "positions")
-GROUP_FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "slot_ids", "table_updates")
-PER_GROUP = ("block_tables", "slot_mapping", "copies", "dirty_rows")
-ROW_FORMATS = ("block_tables", "csr", "kv_slots", "page_batch_info")
+COMMON = ("positions", "cu_q_lens", "slot_ids")     # the other arrays are those of a layer group
+ROW_FORMATS = ("block_tables", "csr", "page_batch_info")
+DTYPES = {4: np.int32, 8: np.int64}
 
 cdef extern from *:
     """
@@ -87,12 +83,15 @@ cdef class PlanGroup:
         if maker is not OF_A_PLAN:
             raise TypeError("[PlanGroup] a Plan makes its groups, see plan.groups")
 
-    cdef int init(self, const LayerGroup* group, int64_t num_blocks, int64_t rows, int64_t tokens,
-                  int64_t table_tokens, object formats, int32_t bundle) except -1:
+    cdef int init(self, const LayerGroup* group, int64_t rows, int64_t tokens, int64_t table_tokens,
+                  int32_t bundle) except -1:
+        """The arrays that are always there; `own` makes those that were asked for."""
         cdef StepPart* data = &self.data
         cdef int64_t width = (table_tokens + group.block_size - 1) // group.block_size
         self.arrays, self.views = {}, {}
-        self.columns = group.columns
+        self.kind, self.columns = group.kind, group.columns
+        self.num_slots = group.blocks.num_blocks * group.block_size
+        self.tokens = tokens
         if part_init(data, <int32_t>rows) != OK or wire_init(&data.wire, <int32_t>rows) != OK:
             raise MemoryError(f"[Plan] no memory for {rows} rows")
         if group.kind == STATE_LAYERS:
@@ -108,19 +107,9 @@ cdef class PlanGroup:
         data.copies = <int32_t*>self.add("copies", (rows * group.columns, 3), False)
         data.copies_room = rows * group.columns
         data.wire.dirty = <int32_t*>self.add("dirty_rows", (rows,), False)
-        data.kv_starts = <int32_t*>self.add("kv_starts", (rows,), True)
-        data.kv_lens = <int32_t*>self.add("kv_lens", (rows,), True)
-        if "block_tables" in formats:
-            data.wire.tracks = True
-            data.wire.field[BLOCK_TABLES].width = 4
-            data.wire.field[BLOCK_TABLES].pad = group.hole
-            data.wire.field[BLOCK_TABLES].data = self.add("block_tables", (rows, width, group.columns), True)
-            self.arrays["block_tables"][0].fill(group.hole)     # of a row only what changes is written
-        if "slot_mapping" in formats:
-            if num_blocks * group.block_size > INT32_MAX:
-                raise ValueError(f"[Plan] slot_mapping is int32: {num_blocks} blocks of "
-                                 f"{group.block_size} tokens have more than {INT32_MAX} slots")
-            data.slot_mapping = <int32_t*>self.add("slot_mapping", (group.columns * tokens,), True)
+        starts = self.add("kv_starts", (rows,), True)
+        if group.kind != FULL_LAYERS:
+            data.kv_starts = <int32_t*>starts
         return 0
 
     def __dealloc__(self):
@@ -135,6 +124,32 @@ cdef class PlanGroup:
         self.arrays[name] = array, memory
         return array_data(array)
 
+    cdef bint has(self, str name) except -1:
+        """Whether the group has an array of such a name."""
+        return self.kind != STATE_LAYERS or name == "seq_lens"
+
+    cdef tuple whole_shape(self, str name):
+        cdef object rows = self.data.max_rows
+        if name == "block_tables":
+            return (rows, self.data.width) if self.columns == 1 else (rows, self.data.width, self.columns)
+        if name == "indices":
+            return (rows * <object>self.data.wire.table_width,)
+        if name == "slot_mapping":
+            return (self.columns * <object>self.tokens,)
+        return (rows + 1 if name == "indptr" else rows,)
+
+    cdef int check_width(self, str name, int width) except -1:
+        """Refuse int32 where the values do not fit."""
+        if width == 8 or self.kind == STATE_LAYERS:
+            return 0
+        if name == "slot_mapping" and self.num_slots > INT32_MAX:
+            raise ValueError(f"[Plan] slot_mapping needs int64: the blocks have {self.num_slots} slots, int32 holds "
+                             f"{INT32_MAX}")
+        if name == "indptr" and self.data.max_rows * <int64_t>self.data.width > INT32_MAX:
+            raise ValueError(f"[Plan] indptr needs int64: it can reach {self.data.max_rows * <int64_t>self.data.width},"
+                             f" int32 holds {INT32_MAX}")
+        return 0
+
     cdef int room_for_copies(self, State* pool, int64_t copies) except -1:
         """A step copies one entry per row at most; `unshare` may copy them all."""
         cdef int32_t* data
@@ -148,7 +163,7 @@ cdef class PlanGroup:
             shown = {name: view for name, view in shown.copy().items() if name != "copies"}
             with critical_section(self):
                 pool_enter(pool, "unshare")
-                if self.data.copies_room == seen:           # else another thread was faster
+                if self.data.copies_room == seen:
                     memcpy(data, self.data.copies, 12 * <size_t>self.data.num_copies)
                     self.data.copies = data
                     self.data.copies_room = copies
@@ -157,32 +172,40 @@ cdef class PlanGroup:
                 pool_leave(pool)
         return 0
 
-    cdef object view(self, str name, int64_t length):
-        """What the last step filled; the same object as long as its length stays."""
+    cdef object view(self, str name, int64_t length, bint flat=False):
+        """What the last step filled; the same object as long as its length stays. `flat`: without columns."""
         cdef dict arrays, views
+        cdef object key = (name, flat)
         with critical_section(self):            # another thread may exchange them
             arrays, views = self.arrays, self.views
-        cached = views.get(name)
+        cached = views.get(key)
         if cached is not None and <int64_t>cached[0] == length:
             return cached[1]
         if name not in arrays:
-            raise AttributeError(f"[Plan] this group of the plan has no {name}, it has {', '.join(arrays)}")
+            raise AttributeError(f"[Plan] this group of the plan has no {shown_name(name)}, it has "
+                                 f"{', '.join([shown_name(each) for each in arrays])}")
         shown = arrays[name][0]
-        if name == "slot_mapping":
+        if flat and self.columns == 1:
+            shown = shown[:length]
+        elif name == "slot_mapping":
             shown = shown[:self.columns * length].reshape(self.columns, length)
+        elif name == "block_tables":
+            shown = shown[:length].reshape(length, self.data.width, self.columns)
+        elif name == "indices":
+            shown = shown[:self.columns * length].reshape(length, self.columns)
         else:
             shown = shown[:length]
-        views[name] = (length, shown)
+        views[key] = (length, shown)
         return shown
 
     @property
     def block_tables(self):
-        """int32 ``[S, width, columns]``: the table of each row; holes where entries were let go, and beyond it."""
+        """``[S, width, columns]``: the table of each row; holes where entries were let go, and pad beyond it."""
         return self.view("block_tables", self.data.shown_rows)
 
     @property
     def slot_mapping(self):
-        """int32 ``[columns, T]``: slot (id * block_size + offset) of each new token in each column."""
+        """``[columns, T]``: slot (id * block_size + offset) of each new token in each column."""
         return self.view("slot_mapping", self.data.shown_tokens)
 
     @property
@@ -192,8 +215,23 @@ cdef class PlanGroup:
 
     @property
     def kv_lens(self):
-        """int32 ``[S]``: tokens of the row after the step, with those that were let go, without evicted ones."""
-        return self.view("kv_lens", self.data.shown_rows)
+        """``[S]``: tokens of the row after the step, with those that were let go, without evicted ones."""
+        return self.view("seq_lens", self.data.shown_rows)
+
+    @property
+    def indptr(self):
+        """``[S + 1]``: where each row starts in `indices`."""
+        return self.view("indptr", self.data.shown_rows + 1)
+
+    @property
+    def indices(self):
+        """``[nnz, columns]``: filled entries of all rows without holes, one row after another."""
+        return self.view("indices", self.data.wire.nnz)
+
+    @property
+    def last_page_len(self):
+        """``[S]``: tokens in the last filled entry, 1 .. block_size; 0 for an empty row."""
+        return self.view("last_page_len", self.data.shown_rows)
 
     @property
     def copies(self):
@@ -226,6 +264,11 @@ cdef class PlanGroup:
         return self.view("state_dst", self.data.shown_rows)
 
 
+cdef str shown_name(str name):
+    """A group calls its seq_lens kv_lens."""
+    return "kv_lens" if name == "seq_lens" else name
+
+
 cdef object formats_with(object backend, Pool pool, object formats):
     """`formats` and those of a backend, if it has blocks like the pool's."""
     for name, theirs, ours in (("block_size", backend.spec.block_size, pool.options.block_size),
@@ -248,13 +291,11 @@ cdef class Plan:
     formats : iterable of str
         What to fill; a format nobody asks for costs nothing. Arrays, with their whole shapes:
         ``block_tables [S, W]``, ``seq_lens [S]``, ``slot_mapping [T]``, ``positions [T]``, ``cu_q_lens [S + 1]``,
-        ``csr`` (``indptr [S + 1]``, ``indices [S * W]``, ``last_page_len [S]``), ``kv_slots [S, kv_width]``,
-        ``kv_slots_ragged`` (``[S * kv_width]``, ``kv_indptr [S + 1]``), ``slot_ids [S]``, ``page_batch_info``;
-        with layer groups ``table_updates [U, 5]``.
+        ``csr`` (``indptr [S + 1]``, ``indices [S * W]``, ``last_page_len [S]``), ``slot_ids [S]``,
+        ``page_batch_info``. Those of ``positions``, ``cu_q_lens`` and ``slot_ids`` are common to all layer groups; each
+        group has the others for itself, see `groups`.
     table_width : int, optional
         W, blocks; default the pool's `max_blocks_per_seq`.
-    kv_width : int, optional
-        Tokens of the longest context, for the ``kv_slots`` formats; default W * block_size.
     dtype : str or dict, default "int32"
         "int32" or "int64", for all arrays or per array.
     pad : dict, optional
@@ -280,65 +321,49 @@ cdef class Plan:
 
     def __cinit__(self, *args, **options):
         making(self)
-        (pool, max_rows, max_tokens, formats, table_width, kv_width, dtype, pad, out,
+        (pool, max_rows, max_tokens, formats, table_width, dtype, pad, out,
          backend) = _signatures.Plan(*args, **options)
         if not isinstance(pool, Pool):
             raise TypeError(f"[Plan] pool must be a kvpool.Pool, not {type(pool).__name__}")
         self.pool = pool
         pool_enter(&self.pool.state, "Plan")
         pool_leave(&self.pool.state)
-        cdef Wire* w = &self.wire
-        cdef int64_t bs = self.pool.state.blocks.block_size
         cdef int64_t rows = to_int(max_rows, "Plan", "max_rows", 1, MAX_SEQS)
         self.max_tokens_ = rows if max_tokens is None else to_int(max_tokens, "Plan", "max_tokens", 0, INT32_MAX)
-        w.table_width = self.pool.state.seqs.max_blocks
+        self.table_width = self.pool.state.seqs.max_blocks
         if table_width is not None:
-            w.table_width = <int32_t>to_int(table_width, "Plan", "table_width", 1, INT32_MAX)
-        w.kv_width = w.table_width * bs
-        if kv_width is not None:
-            w.kv_width = to_int(kv_width, "Plan", "kv_width", 1, <int64_t>1 << 40)
-        if step_init(&self.step, <int32_t>rows) != OK or wire_init(w, <int32_t>rows) != OK:
+            self.table_width = <int32_t>to_int(table_width, "Plan", "table_width", 1, INT32_MAX)
+        if step_init(&self.step, <int32_t>rows) != OK:
             raise MemoryError(f"[Plan] no memory for {rows} rows")
         self.views = {}
         self.bound_arrays = []
         self.arrays = {                         # an undo relies on them, so nobody else writes them
-            "copies": new_array((rows, 3), np.int32, False),
-            "dirty_rows": new_array((rows,), np.int32, False),
             "served": new_array((rows,), np.uint8, False),
             "handles": new_array((rows,), np.int64, False),
         }
-        self.step.copies = <int32_t*>array_data(self.arrays["copies"][0])
-        self.copies_room = <int32_t>rows
-        w.dirty = <int32_t*>array_data(self.arrays["dirty_rows"][0])
-        w.served = <uint8_t*>array_data(self.arrays["served"][0])
+        self.served_ = <uint8_t*>array_data(self.arrays["served"][0])
         self.step.handle = <int64_t*>array_data(self.arrays["handles"][0])
         self.step.plan = <void*>self
-        self.step.wire = w
-        self.step.seen = w.seen
-        self.step.parts = <void*>self.part
-        if self.pool.options.groups is not None and (backend is not None or kv_width is not None):
-            raise ValueError("[Plan] the pool has layer groups: a plan takes no backend and no kv_width")
+        self.step.part = self.part
         if backend is not None:
             formats = formats_with(backend, self.pool, formats)
+        self.make_groups()
         self.declare(formats, dtype, {} if pad is None else pad, {} if out is None else out)
         made(self)
 
     def __dealloc__(self):
         xfree(self.bound)
         step_free(&self.step)
-        wire_free(&self.wire)
 
     def __reduce__(self):
         raise TypeError("[Plan] a plan cannot be pickled or copied")
 
     def __repr__(self):
         state = f"pending as step {self.number_of_step('repr')}" if flag(&self.step.pending) else "not pending"
-        return f"<kvpool.Plan of {self.wire.max_rows} rows and {self.max_tokens_} tokens, {state}>"
+        return f"<kvpool.Plan of {self.step.max_rows} rows and {self.max_tokens_} tokens, {state}>"
 
     cdef int declare(self, object formats, object dtype, object pad, object out) except -1:
         """Decide which arrays there are, with which dtype and pad, and make or bind them."""
-        cdef Wire* w = &self.wire
-        cdef Field* field
         if isinstance(formats, str):
             formats = (formats,)
         try:
@@ -350,27 +375,19 @@ cdef class Plan:
                 raise TypeError(f"[Plan] a format must be a str ({name!r})")
             if name not in FORMATS:
                 raise ValueError(f"[Plan] no such format ({show(name)}), there are {', '.join(FORMATS)}")
-        if self.pool.options.groups is not None:
-            formats = self.make_groups(formats)
-        elif "table_updates" in formats:
-            raise ValueError("[Plan] table_updates is a format for layer groups, the pool has none")
-        wanted = [name for name in FIELDS if any(name in FORMATS[f] for f in formats)]
+        self.names = tuple([name for name in FIELDS if any(name in FORMATS[f] for f in formats)])
         for option, given in (("dtype", dtype), ("pad", pad), ("out", out)):
             if not isinstance(given, dict) and option != "dtype":
                 raise TypeError(f"[Plan] {option} must be a dict, not {type(given).__name__} ({show(given)})")
             for name in given if isinstance(given, dict) else ():
-                if name not in wanted:
-                    raise ValueError(f"[Plan] {option} names {name!r}, the arrays are {', '.join(wanted)}")
-        w.tracks = any(f in ROW_FORMATS for f in formats)
-        self.names = tuple(wanted)
-        self.seq_limit = w.kv_width if {"kv_slots", "kv_slots_ragged"} & set(wanted) else INT64_MAX
-        if self.group_plans is not None:
-            self.seq_limit = INT32_MAX          # kv_starts
-        low = 0 if self.pool.state.blocks.reserved else -1
-        pads = {"block_tables": -1 if "page_batch_info" in formats else low, "kv_slots": low, "slot_mapping": -1,
-                "slot_ids": -1}
-        for name in wanted:
-            field = &w.field[FIELDS.index(name)]
+                if name not in self.names:
+                    raise ValueError(f"[Plan] {option} names {name!r}, the arrays are {', '.join(self.names)}")
+        for part in self.group_plans:
+            (<PlanGroup>part).data.wire.tracks = ((<PlanGroup>part).kind != STATE_LAYERS
+                                                  and any(f in ROW_FORMATS for f in formats))
+        low = 0 if self.pool.options.reserved_blocks else -1
+        pads = {"block_tables": -1 if "page_batch_info" in formats else low, "slot_mapping": -1, "slot_ids": -1}
+        for name in self.names:
             asked = dtype.get(name, "int32") if isinstance(dtype, dict) else dtype
             try:
                 code = np.dtype(asked).name
@@ -378,163 +395,189 @@ cdef class Plan:
                 code = None
             if code not in ("int32", "int64"):
                 raise ValueError(f"[Plan] dtype of {name} must be int32 or int64 ({show(asked)})")
-            field.width = 4 if code == "int32" else 8
-            field.pad = to_int(pad.get(name, pads.get(name, 0)), "Plan", f"pad of {name}", -INT32_MAX - 1, INT32_MAX)
-            self.check_width(name, field.width)
-        for name in wanted:
-            if name not in out:
-                self.own(name)
-        return self.attach(out, "Plan")
+            self.define(name, 4 if code == "int32" else 8,
+                        to_int(pad.get(name, pads.get(name, 0)), "Plan", f"pad of {name}", -INT32_MAX - 1, INT32_MAX))
+        for name in self.names:
+            for k in self.groups_with(name):
+                self.own(name, k)
+        return self.attach(self.by_group(out, "Plan"), "Plan")
 
-    cdef tuple make_groups(self, tuple formats):
-        """The arrays of each layer group; returns the formats that are common to all."""
+    cdef int define(self, str name, int width, int64_t pad) except -1:
+        """The dtype and the pad of an array, in each group that has it."""
+        cdef Field* field
+        if width == 4 and name in LENGTH_FIELDS:
+            self.seq_limit = min(self.seq_limit, INT32_MAX)
+        for k in self.groups_with(name):
+            if k >= 0:
+                (<PlanGroup>self.group_plans[k]).check_width(name, width)
+            field = self.field_of(name, k)
+            field.width = width
+            field.pad = pad
+        return 0
+
+    cdef int make_groups(self) except -1:
+        """What the plan has for each layer group."""
         cdef LayerGroup[MAX_GROUPS] group
-        cdef int64_t[MAX_GROUPS] num_blocks
         cdef PlanGroup made
-        cdef int64_t most = 0
         cdef int32_t k, n
-        for name in formats:
-            if name not in GROUP_FORMATS:
-                raise ValueError(f"[Plan] {name} is no format for layer groups, there are {', '.join(GROUP_FORMATS)}")
         pool_enter(&self.pool.state, "Plan")            # a copy: another thread may shut the pool down
         n = self.pool.state.groups.num_groups
         for k in range(n):
             group[k] = self.pool.state.groups.group[k]
-            num_blocks[k] = group[k].blocks.num_blocks
-        pool_leave(&self.pool.state)
+        self.seq_limit = INT64_MAX
         parts = []
         for k in range(n):
+            if group[k].kind != FULL_LAYERS and group[k].kind != STATE_LAYERS:
+                self.seq_limit = INT32_MAX              # kv_starts
+        pool_leave(&self.pool.state)
+        for k in range(n):
             made = PlanGroup(OF_A_PLAN)
-            made.init(&group[k], num_blocks[k], self.wire.max_rows, self.max_tokens_,
-                      self.wire.table_width * <int64_t>self.pool.options.block_size, formats,
-                      self.pool.options.groups[k].blocks)
+            made.init(&group[k], self.step.max_rows, self.max_tokens_,
+                      self.table_width * <int64_t>self.pool.options.block_size, self.pool.options.groups[k].blocks)
             parts.append(made)
-            most += self.wire.max_rows * <int64_t>made.data.wire.table_width
-        if "table_updates" in formats:
-            if most > INT32_MAX:
-                raise ValueError(f"[Plan] table_updates may have {most} rows, the limit is {INT32_MAX}")
-            self.arrays["table_updates"] = new_array((most, 5), np.int32, False)
-            self.updates.data = <int32_t*>array_data(self.arrays["table_updates"][0])
         self.group_plans = tuple(parts)
         for k in range(n):                              # not before they are kept: a later one may have been refused
             self.part[k] = &(<PlanGroup>self.group_plans[k]).data
-        return tuple([name for name in formats if name not in PER_GROUP])
-
-    cdef int check_width(self, str name, int width) except -1:
-        """Refuse int32 where the values do not fit."""
-        cdef int64_t slots = self.pool.state.blocks.num_blocks * self.pool.state.blocks.block_size
-        if width == 8:
-            return 0
-        if name in SLOT_FIELDS and slots > INT32_MAX:
-            raise ValueError(f"[Plan] {name} needs int64: {self.pool.state.blocks.num_blocks} blocks of "
-                             f"{self.pool.state.blocks.block_size} tokens have {slots} slots, int32 holds {INT32_MAX}")
-        if name in LENGTH_FIELDS:
-            self.seq_limit = min(self.seq_limit, INT32_MAX)
-        if name in ("indptr", "kv_indptr"):
-            most = self.wire.max_rows * (<object>self.wire.table_width if name == "indptr" else self.wire.kv_width)
-            if most > INT32_MAX:
-                raise ValueError(f"[Plan] {name} needs int64: it can reach {most}, int32 holds {INT32_MAX}")
         return 0
 
-    cdef tuple whole_shape(self, str name):
-        """Whole shape of an array of this plan."""
-        cdef object rows = self.wire.max_rows
-        if name == "block_tables":
-            return (rows, self.wire.table_width)
-        if name == "kv_slots":
-            return (rows, self.wire.kv_width)
-        if name == "indices":
-            return (rows * <object>self.wire.table_width,)
-        if name == "kv_slots_ragged":
-            return (rows * <object>self.wire.kv_width,)
-        if name in ("slot_mapping", "positions"):
-            return (self.max_tokens_,)
-        return (rows + 1 if name in ("cu_q_lens", "indptr", "kv_indptr") else rows,)
+    cdef list groups_with(self, str name):
+        """The groups that have an array of such a name; -1: it is common to all."""
+        if name in COMMON:
+            return [-1]
+        return [k for k in range(len(self.group_plans)) if (<PlanGroup>self.group_plans[k]).has(name)]
 
-    cdef int own(self, str name) except -1:
-        cdef Field* field = &self.wire.field[FIELDS.index(name)]
-        shape = self.whole_shape(name)
-        code = np.int32 if field.width == 4 else np.int64
-        array, memory = new_array(shape, code, True)
+    cdef Field* field_of(self, str name, int k) noexcept:
+        if k < 0:
+            return &self.field[<int>FIELDS.index(name)]
+        return &(<PlanGroup>self.group_plans[k]).data.wire.field[<int>FIELDS.index(name)]
+
+    cdef tuple whole_shape(self, str name, int k):
+        """Whole shape of an array of this plan."""
+        if k >= 0:
+            return (<PlanGroup>self.group_plans[k]).whole_shape(name)
+        if name == "positions":
+            return (self.max_tokens_,)
+        return (self.step.max_rows + 1 if name == "cu_q_lens" else self.step.max_rows,)
+
+    cdef dict held_by(self, int k):
+        """The arrays of a group, -1: those that are common."""
+        return self.arrays if k < 0 else (<PlanGroup>self.group_plans[k]).arrays
+
+    cdef int own(self, str name, int k) except -1:
+        cdef Field* field = self.field_of(name, k)
+        array, memory = new_array(self.whole_shape(name, k), DTYPES[field.width], True)
         if field.pad != 0:
             array.fill(field.pad)
-        self.arrays[name] = array, memory
+        self.held_by(k)[name] = array, memory
         field.data = array_data(array)
         return 0
 
-    cdef int refuse_shape(self, str name, object shape, str call) except -1:
-        if shape != self.whole_shape(name):
-            raise ValueError(f"[{call}] {name} has shape {shape}, it must be {self.whole_shape(name)}")
+    cdef dict by_group(self, dict arrays, str call):
+        """Arrays of the caller by (group, name): in a pool of several groups a sequence has one for each."""
+        cdef dict found = {}
+        for name, given in arrays.items():
+            owners = self.groups_with(name)
+            if name in COMMON or len(self.group_plans) == 1:
+                given = [given] if owners else []
+            elif not isinstance(given, (list, tuple)) or len(given) != len(self.group_plans):
+                raise TypeError(f"[{call}] {name} must be a sequence of {len(self.group_plans)} arrays, one for each "
+                                f"layer group, None where the plan keeps its own")
+            else:
+                given = [given[k] for k in owners]
+            found.update({(k, name): array for k, array in zip(owners, given) if array is not None
+                          or len(self.group_plans) == 1 or name in COMMON})
+        return found
+
+    cdef int refuse_shape(self, str name, int k, object shape, str call) except -1:
+        if shape != self.whole_shape(name, k):
+            raise ValueError(f"[{call}] {name} has shape {shape}, it must be {self.whole_shape(name, k)}")
         return 0
 
-    cdef int check_array(self, str name, object array, dict held, str call) except -1:
+    cdef int check_array(self, str name, int k, object array, dict held, str call) except -1:
         """All that can be wrong with a caller's array; `held` has the arrays it must not overlap."""
-        cdef int width = self.wire.field[FIELDS.index(name)].width
+        cdef int width = self.field_of(name, k).width
         if not isinstance(array, np.ndarray):
             raise TypeError(f"[{call}] {name} must be an ndarray, not {type(array).__name__}")
         if array.dtype.kind != "i" or array.dtype.itemsize != width:
             raise TypeError(f"[{call}] {name} must be int{8 * width} ({array.dtype})")
         if not array.dtype.isnative:
             raise ValueError(f"[{call}] {name} must be in native byte order ({array.dtype})")
-        self.refuse_shape(name, array.shape, call)
+        self.refuse_shape(name, k, array.shape, call)
         if not array.flags.c_contiguous or not array.flags.writeable or not array.flags.aligned:
             raise ValueError(f"[{call}] {name} must be C-contiguous, aligned and writable")
-        for other, (taken, _) in held.items():
-            if other != name and np.may_share_memory(array, taken):
+        for (owner, other), (taken, _) in held.items():
+            if (owner, other) != (k, name) and np.may_share_memory(array, taken):
                 raise ValueError(f"[{call}] {name} overlaps {other}")
         return 0
 
     cdef int attach(self, dict arrays, str call) except -1:
-        """Bind the caller's arrays, all or none; what rows hold is forgotten."""
+        """Bind the caller's arrays, given by (group, name), all or none; what rows hold is forgotten."""
         cdef Bound* bound = NULL
-        cdef void* data[NUM_FIELDS]
+        cdef void* data[(MAX_GROUPS + 1) * NUM_FIELDS]
+        cdef int at
         cdef Verdict v
         cdef int64_t seen
         cdef int num_bound, status = RETRY
-        cdef dict held, shown
-        cdef list kept
+        cdef dict held
+        cdef list kept, shown
         try:
             while status == RETRY:
                 with critical_section(self):
-                    seen, held, shown, kept = self.changes, self.arrays, self.views, self.bound_arrays
-                held = {**held, **{name: (array, None) for name, array in arrays.items()}}
-                shown = {name: view for name, view in shown.copy().items() if name not in arrays}
-                kept = [entry for entry in kept if FIELDS[entry[0]] not in arrays]
-                for name, array in arrays.items():
-                    self.check_array(name, array, held, call)
-                    kept += [(FIELDS.index(name), owner) for owner in owners_of(array)]
+                    seen, kept = self.changes, self.bound_arrays
+                held = {(k, name): array for k in range(-1, len(self.group_plans))
+                        for name, array in self.held_by(k).copy().items()}
+                held.update({key: (array, None) for key, array in arrays.items()})
+                kept = [entry for entry in kept if (entry[0], FIELDS[entry[1]]) not in arrays]
+                for (k, name), array in arrays.items():
+                    self.check_array(name, k, array, held, call)
+                    kept += [(k, FIELDS.index(name), owner) for owner in owners_of(array)]
                 xfree(bound)
                 bound = <Bound*>xcalloc(<size_t>len(kept) + 1, sizeof(Bound))
                 if bound == NULL:
                     raise MemoryError(f"[{call}] no memory for {len(kept)} arrays")
                 memset(data, 0, sizeof(data))
                 num_bound = 0
-                for field, owner in kept:
-                    self.watch(&bound[num_bound], field, owner, call)
-                    if FIELDS[field] in arrays and data[<int>field] == NULL:    # the array itself, as it is now
-                        data[<int>field] = bound[num_bound].data
-                        self.refuse_shape(FIELDS[field], tuple([bound[num_bound].shape[d] for d in
-                                                                range(bound[num_bound].nd)]), call)
+                for k, field, owner in kept:
+                    self.watch(&bound[num_bound], k, field, owner, call)
+                    at = (<int>k + 1) * NUM_FIELDS + <int>field
+                    if (k, FIELDS[field]) in arrays and data[at] == NULL:       # the array itself, as it is now
+                        data[at] = bound[num_bound].data
+                        self.refuse_shape(FIELDS[field], k, tuple([bound[num_bound].shape[d] for d in
+                                                                   range(bound[num_bound].nd)]), call)
                     num_bound += 1
+                shown = [{name: array for (owner, name), array in held.items() if owner == k}
+                         for k in range(-1, len(self.group_plans))]
                 with critical_section(self):
                     pool_enter(&self.pool.state, call)
                     status = self.exchange_arrays(data, &bound, num_bound, seen, &v)
                     if status == OK:        # exchanged, not assigned: what was there is let go of outside of the lock
-                        held, self.arrays = self.arrays, held
-                        shown, self.views = self.views, shown
                         kept, self.bound_arrays = self.bound_arrays, kept
                     pool_leave(&self.pool.state)
+                    if status == OK and arrays:
+                        self.show_arrays(shown)
         finally:
             xfree(bound)
         if status != OK:
             refuse(call, &v)
         return 0
 
-    cdef int watch(self, Bound* bound, int field, object array, str call) except -1:
+    cdef int show_arrays(self, list arrays) except -1:
+        """What attributes show from now on: a dict for the arrays that are common, and one for each group. Locked."""
+        cdef PlanGroup part
+        cdef int k
+        self.arrays, self.views = arrays[0], {}
+        for k in range(len(self.group_plans)):
+            part = <PlanGroup>self.group_plans[k]
+            with critical_section(part):
+                part.arrays, part.views = arrays[k + 1], {}
+        return 0
+
+    cdef int watch(self, Bound* bound, int group, int field, object array, str call) except -1:
         """Note where an array is now."""
         cdef Py_buffer view
         cdef int d
         PyObject_GetBuffer(array, &view, PyBUF_STRIDES)
+        bound.group = group
         bound.field = field
         bound.array = <void*>array
         bound.data = view.buf
@@ -547,29 +590,31 @@ cdef class Plan:
                              f"({type(array).__name__})")
         return 0
 
-    cdef int exchange_arrays(self, void** data, Bound** bound, int num_bound, int64_t seen, Verdict* v) noexcept nogil:
-        """Write to the arrays at `data` from now on. RETRY: another thread has bound arrays since `seen`."""
+    cdef int exchange_arrays(self, void** data, Bound** bound, int num_bound, int64_t seen,
+                             Verdict* v) noexcept nogil:
+        """Write to the arrays at `data` from now on, NUM_FIELDS for what is common and for each group. RETRY: another thread has bound arrays since `seen`."""
         cdef int k, j
         cdef Bound* old = self.bound
+        cdef Field* field
         if self.step.pending:
             return refused(v, PLAN_PENDING, -1, self.step.id, 0, 0, 0)
         if self.changes != seen:
             return RETRY
         self.changes = self.changes + 1
-        for k in range(NUM_FIELDS):
-            if data[k] != NULL:
-                self.wire.field[k].data = data[k]
+        for j in range(self.pool.state.groups.num_groups + 1):
+            field = &self.part[j - 1].wire.field[0] if j else &self.field[0]
+            for k in range(NUM_FIELDS):
+                if data[j * NUM_FIELDS + k] != NULL:
+                    field[k].data = data[j * NUM_FIELDS + k]
+            if j:
+                wire_forget(&self.part[j - 1].wire, self.step.max_rows, data[j * NUM_FIELDS + BLOCK_TABLES] != NULL)
         for k in range(num_bound):              # what stays bound is where it was when it was bound
             for j in range(self.num_bound):
-                if data[bound[0][k].field] == NULL and old[j].array == bound[0][k].array:
+                if data[(bound[0][k].group + 1) * NUM_FIELDS + bound[0][k].field] == NULL and old[j].array == bound[0][k].array:
                     bound[0][k] = old[j]
         self.bound = bound[0]
         self.num_bound = num_bound
         bound[0] = old
-        for k in range(self.pool.state.groups.num_groups if self.pool.state.groups != NULL else 0):
-            if self.part[k] != NULL:
-                wire_forget(&self.part[k].wire, self.wire.max_rows, False, False)
-        wire_forget(&self.wire, self.wire.max_rows, data[BLOCK_TABLES] != NULL, data[KV_SLOTS] != NULL)
         return OK
 
     cdef int judge_arrays(self, Verdict* v) noexcept nogil:
@@ -585,9 +630,10 @@ cdef class Plan:
 
         Parameters
         ----------
-        **arrays : ndarray
+        **arrays : ndarray, or a sequence of them
             By name: its whole shape (see `Plan`), the declared dtype, C-contiguous, writable, overlapping no
-            other array of the plan.
+            other array of the plan. In a pool of several layer groups, of a name that each group has: one array for
+            each, None where the plan keeps what it has.
 
         Raises
         ------
@@ -604,7 +650,7 @@ cdef class Plan:
         for name in arrays:
             if name not in self.names:
                 raise ValueError(f"[bind] no such array ({name!r}), there are {', '.join(self.names)}")
-        self.attach(arrays, "bind")
+        self.attach(self.by_group(arrays, "bind"), "bind")
 
     cdef int get_pad(self, object pad_to, str call, int64_t num_rows, int64_t* rows, int64_t* tokens) except -1:
         """Read and judge a `pad_to` argument for a batch of `num_rows` rows."""
@@ -612,7 +658,7 @@ cdef class Plan:
             pad_rows, pad_tokens = pad_to
         except (TypeError, ValueError):
             raise TypeError(f"[{call}] pad_to must be (rows, tokens), not {show(pad_to)}") from None
-        rows[0] = to_int(pad_rows, call, "pad_to[0]", num_rows, self.wire.max_rows)
+        rows[0] = to_int(pad_rows, call, "pad_to[0]", num_rows, self.step.max_rows)
         tokens[0] = to_int(pad_tokens, call, "pad_to[1]", 0, self.max_tokens_)
         return 0
 
@@ -633,8 +679,8 @@ cdef class Plan:
         return number
 
     cdef int refuse_rows(self, int64_t rows, str call) except -1:
-        if rows > self.wire.max_rows:
-            raise CapacityExceeded(f"[{call}] {rows} rows, the plan holds {self.wire.max_rows}")
+        if rows > self.step.max_rows:
+            raise CapacityExceeded(f"[{call}] {rows} rows, the plan holds {self.step.max_rows}")
         return 0
 
     cdef int refuse(self, const Verdict* v, str call, int64_t pad_tokens) except -1:
@@ -648,38 +694,9 @@ cdef class Plan:
 
     # -- what the last step filled
 
-    cdef int room_for_copies(self, int64_t group, int64_t copies) except -1:
-        """A step copies one block per row at most; `unshare` may copy them all."""
-        cdef int32_t* data
-        cdef int64_t seen
-        cdef dict held, shown
-        if self.group_plans is not None:
-            if copies:
-                (<PlanGroup>self.group_plans[group]).room_for_copies(&self.pool.state, copies)
-            return 0
-        while copies > self.copies_room:
-            with critical_section(self):
-                seen, held, shown = self.changes, self.arrays, self.views
-            held = {**held, "copies": new_array((copies, 3), np.int32, False)}
-            data = <int32_t*>array_data(held["copies"][0])
-            shown = {name: view for name, view in shown.copy().items() if name != "copies"}
-            with critical_section(self):
-                pool_enter(&self.pool.state, "unshare")
-                if self.changes == seen:
-                    self.changes += 1
-                    memcpy(data, self.step.copies, 12 * <size_t>self.copies_made)
-                    self.step.copies = data
-                    self.copies_room = <int32_t>copies
-                    held, self.arrays = self.arrays, held       # what was there is let go of outside of the lock
-                    shown, self.views = self.views, shown
-                pool_leave(&self.pool.state)
-        return 0
-
     cdef object view(self, str name, int64_t length):
-        """The first `length` entries of an array; the same object as long as the length stays."""
+        """The first `length` entries of an array that is common; the same object as long as the length stays."""
         cdef dict arrays, views
-        if self.group_plans is not None and name in PER_GROUP:
-            raise ValueError(f"[Plan] {name} differs between layer groups, see plan.groups")
         with critical_section(self):            # another thread may exchange them
             arrays, views = self.arrays, self.views
         cached = views.get(name)
@@ -691,9 +708,18 @@ cdef class Plan:
         views[name] = (length, shown)
         return shown
 
+    cdef object view_of_one(self, str name, int64_t length):
+        """An array of the only layer group, without columns if it has one."""
+        cdef PlanGroup part = <PlanGroup>self.group_plans[0]
+        if len(self.group_plans) > 1:
+            raise ValueError(f"[Plan] {name} differs between layer groups, see plan.groups")
+        if name not in part.arrays:
+            raise AttributeError(f"[Plan] {name} was not asked for, this plan fills {', '.join(self.names)}")
+        return part.view(name, length, True)
+
     @property
     def groups(self):
-        """One object for each layer group of the pool, with the arrays that differ; None without groups."""
+        """A `PlanGroup` for each layer group of the pool, with the arrays that differ between them."""
         return self.group_plans
 
     @property
@@ -704,7 +730,7 @@ cdef class Plan:
     @property
     def limits(self):
         """What the arrays hold, and what no step may pass: a `kvpool.stats.PlanLimits`."""
-        return PlanLimits(self.wire.max_rows, self.max_tokens_, self.wire.table_width, self.wire.kv_width)
+        return PlanLimits(self.step.max_rows, self.max_tokens_, self.table_width)
 
     @property
     def is_pending(self):
@@ -729,27 +755,27 @@ cdef class Plan:
     @property
     def copies(self):
         """int32 ``[K, 3]``: (src_block, dst_block, num_tokens), to be made before any write of this plan."""
-        return self.view("copies", self.copies_made)
+        return self.view_of_one("copies", self.part[0].num_copies)
 
     @property
     def dirty_rows(self):
         """int32 ``[D]``, ascending: rows of `block_tables` that this step changed."""
-        return self.view("dirty_rows", self.wire.num_dirty)
+        return self.view_of_one("dirty_rows", self.part[0].wire.num_dirty)
 
     @property
     def block_tables(self):
-        """``[S, W]``: block ids of each sequence in order, padded."""
-        return self.view("block_tables", self.shown_rows)
+        """``[S, W]``: block ids of each sequence in order, padded; ``[S, W, columns]`` if there are several."""
+        return self.view_of_one("block_tables", self.shown_rows)
 
     @property
     def seq_lens(self):
-        """``[S]``: length after the step."""
-        return self.view("seq_lens", self.shown_rows)
+        """``[S]``: tokens of each row after the step that have a slot."""
+        return self.view_of_one("seq_lens", self.shown_rows)
 
     @property
     def slot_mapping(self):
-        """``[T]``: slot (block * block_size + offset) of each new token."""
-        return self.view("slot_mapping", self.shown_tokens)
+        """``[T]``: slot (block * block_size + offset) of each new token; ``[columns, T]`` if there are several."""
+        return self.view_of_one("slot_mapping", self.shown_tokens)
 
     @property
     def positions(self):
@@ -762,39 +788,19 @@ cdef class Plan:
         return self.view("cu_q_lens", self.shown_rows + 1)
 
     @property
-    def table_updates(self):
-        """int32 ``[U, 5]``: (row id, group, index, column, block) of table entries that were not told yet."""
-        return self.view("table_updates", self.updates.size)
-
-    @property
     def indptr(self):
         """``[S + 1]``: where each row starts in `indices`."""
-        return self.view("indptr", self.shown_rows + 1)
+        return self.view_of_one("indptr", self.shown_rows + 1)
 
     @property
     def indices(self):
         """``[nnz]``: filled blocks of all rows, one after another."""
-        return self.view("indices", self.wire.nnz)
+        return self.view_of_one("indices", self.part[0].wire.nnz)
 
     @property
     def last_page_len(self):
         """``[S]``: tokens in the last filled block, 1 .. block_size; 0 for an empty sequence."""
-        return self.view("last_page_len", self.shown_rows)
-
-    @property
-    def kv_slots(self):
-        """``[S, kv_width]``: slot of every token of the context, padded."""
-        return self.view("kv_slots", self.shown_rows)
-
-    @property
-    def kv_slots_ragged(self):
-        """``[sum of seq_lens]``: slot of every token of the context, row after row."""
-        return self.view("kv_slots_ragged", self.wire.kv_total)
-
-    @property
-    def kv_indptr(self):
-        """``[S + 1]``: where each row starts in `kv_slots_ragged`."""
-        return self.view("kv_indptr", self.shown_rows + 1)
+        return self.view_of_one("last_page_len", self.shown_rows)
 
     @property
     def slot_ids(self):

@@ -20,6 +20,8 @@ cdef extern from *:
 
 cdef tuple read_groups(object groups, int64_t block_size, int64_t lookahead):
     """The layer groups of a pool, which fit each other."""
+    if groups is None:
+        return (Group.full(),)
     if not isinstance(groups, (list, tuple)):
         raise TypeError(f"[Pool] groups must be a list or a tuple of kvpool.Group, not {type(groups).__name__}")
     groups = tuple(groups)
@@ -122,9 +124,6 @@ cdef class Pool:
     groups : sequence of kvpool.Group, optional
         Layer groups: layers that differ in what they read or in shape; see ``docs/groups.md``. Default: all layers
         read every token and share one table.
-    two_classes : bool, default False
-        Needs groups and a prefix cache. Few checkpoints are kept that are inside a prompt or of an earlier turn:
-        see "Two classes" in ``docs/prefix.md``.
 
     Attributes
     ----------
@@ -169,29 +168,24 @@ cdef class Pool:
 
     cdef int init(self, tuple given) except -1:
         (num_blocks, block_size, max_seqs, max_blocks_per_seq, reserved_blocks, watermark, in_order, seed, prefix_cache,
-         events, lookahead, groups, two_classes, hash_bits) = given
+         events, lookahead, groups, hash_bits) = given
         lookahead = to_int(lookahead, "Pool", "lookahead", 0, (<int64_t>1 << 31) - 1)
         self.init_blocks(num_blocks, block_size, reserved_blocks)
-        if groups is not None:
-            groups = read_groups(groups, self.state.blocks.block_size, lookahead)
+        is_told = groups is not None
+        groups = read_groups(groups, self.state.blocks.block_size, lookahead if is_told else 0)
         self.init_seqs(max_seqs, max_blocks_per_seq, watermark, groups)
-        seed, events = self.init_index(seed, prefix_cache, events, hash_bits, groups is not None)
-        if not isinstance(two_classes, bool):
-            raise TypeError(f"[Pool] two_classes must be a bool, not {type(two_classes).__name__} ({two_classes!r})")
-        if two_classes and not (prefix_cache and groups):
-            raise ValueError("[Pool] two_classes is True: it needs groups and prefix_cache=True")
+        seed, events = self.init_index(seed, prefix_cache, events, hash_bits, is_told)
         if not isinstance(in_order, bool):
             raise TypeError(f"[Pool] in_order must be a bool, not {type(in_order).__name__} ({in_order!r})")
         self.state.next_step = 1
         self.state.steps_pend = not in_order
-        if groups is not None:
-            self.init_groups(groups, lookahead)
-            if prefix_cache:
-                self.init_tree(groups, two_classes)
+        self.init_groups(groups, lookahead)
+        if prefix_cache and is_told:
+            self.init_tree(groups)
         self.options = PoolOptions(
             self.state.blocks.num_blocks, self.state.blocks.block_size, self.state.seqs.max_seqs,
             self.state.seqs.max_blocks, self.state.blocks.reserved, self.state.seqs.watermark, in_order, seed,
-            prefix_cache, events, lookahead, groups, two_classes)
+            prefix_cache, events, lookahead, groups)
         return 0
 
     cdef int init_groups(self, tuple groups, int64_t lookahead) except -1:
@@ -254,11 +248,12 @@ cdef class Pool:
                 raise ValueError(f"[Pool] a sequence may have {width} block ids in group {k}, the limit is {INT32_MAX}")
             # Rows start an odd number of cache lines apart: the tails of rows of one length lie in different sets.
             g.width = width if g.kind == STATE_LAYERS else (width + 15) // 16 * 16 | 16
-            if group_init(g, s.max_seqs) != OK:
+            if group_init(g, s, k == 0) != OK:
                 raise MemoryError(f"[Pool] no memory for tables of group {k}: {s.max_seqs} rows of {width} ids")
+        s.table, s.width = gs.group[0].table, gs.group[0].width
         return 0
 
-    cdef int init_tree(self, tuple groups, bint two_classes) except -1:
+    cdef int init_tree(self, tuple groups) except -1:
         """The prefix cache of a pool with layer groups."""
         cdef Groups* gs = self.state.groups
         cdef int32_t[MAX_GROUPS] bundle
@@ -273,7 +268,6 @@ cdef class Pool:
         gs.tree = <Tree*>xcalloc(1, sizeof(Tree))
         if gs.tree == NULL or tree_init(gs.tree, gs, &self.state.index, bundle) != OK:
             raise MemoryError("[Pool] no memory for the prefix cache")
-        gs.tree.two_classes = two_classes
         return 0
 
     cdef int init_blocks(self, object num_blocks, object block_size, object reserved_blocks) except -1:
@@ -289,9 +283,8 @@ cdef class Pool:
         cdef Seqs* s = &self.state.seqs
         cdef int32_t usable = self.state.blocks.num_blocks - self.state.blocks.reserved
         cdef int32_t slot
-        cdef bint tables = groups is None
         s.max_seqs = <int32_t>to_int(max_seqs, "Pool", "max_seqs", 1, MAX_SEQS)
-        if max_blocks_per_seq is None and not tables and not has_entries(groups):
+        if max_blocks_per_seq is None and not has_entries(groups):
             s.max_blocks = <int32_t>(INT32_MAX // self.state.blocks.block_size)
         elif max_blocks_per_seq is None:
             s.max_blocks = min(usable, max(1, (1 << 27) // s.max_seqs))
@@ -300,10 +293,8 @@ cdef class Pool:
         s.watermark = to_int(watermark, "Pool", "watermark", 0, usable)
         s.memory = xcalloc(s.max_seqs + 1, sizeof(Seq))
         s.life = <SeqLife*>xcalloc(s.max_seqs, sizeof(SeqLife))
-        if tables:
-            s.table = <int32_t*>xcalloc(s.max_seqs, s.max_blocks * sizeof(int32_t))
         s.free_slot = <int32_t*>xcalloc(s.max_seqs, sizeof(int32_t))
-        if s.memory == NULL or s.life == NULL or (tables and s.table == NULL) or s.free_slot == NULL:
+        if s.memory == NULL or s.life == NULL or s.free_slot == NULL:
             raise MemoryError(f"[Pool] no memory for {s.max_seqs} sequences of {s.max_blocks} blocks")
         s.seq = <Seq*>((<size_t>s.memory + sizeof(Seq) - 1) // sizeof(Seq) * sizeof(Seq))
         for slot in range(s.max_seqs):
@@ -656,13 +647,30 @@ cdef class Pool:
         if status != OK:
             refuse("defer_close", &v)
 
-    def table(self, handle, group=0):
-        """Block ids of a sequence in order, reserved ones included; int32 ``(blocks,)``, a copy.
+    def table(self, handle, group=None):
+        """Block ids of a sequence in order, reserved ones included; a copy.
 
-        With layer groups: of group number `group`, int32 ``(entries, columns)``; ``(1,)`` or ``(0,)`` for a state.
+        Parameters
+        ----------
+        handle : int
+        group : int, optional
+            A layer group; not needed in a pool that has one.
+
+        Returns
+        -------
+        ndarray, int32
+            Shape ``(entries, columns)``. Without `group`, and if the group has one column, ``(entries,)``. Of a state
+            group ``(1,)``, or ``(0,)`` before the first token.
+
+        Raises
+        ------
+        StaleHandle, ForeignHandle
+            `handle` is not open in this pool.
+        ValueError
+            There is no such group, or no `group` was given and the pool has several.
         """
         cdef int64_t wanted = get_handle(handle, "table")
-        cdef int64_t number = to_int(group, "table", "group", INT64_MIN, INT64_MAX)
+        cdef int64_t number = -1 if group is None else to_int(group, "table", "group", 0, INT64_MAX)
         cdef int32_t room = -1, columns = 0
         cdef int64_t found = -1
         cdef const int32_t* ids = NULL
@@ -684,9 +692,9 @@ cdef class Pool:
             pool_leave(&self.state)
         if status != OK:
             refuse("table", &v)
-        return copy.reshape(-1, columns) if columns else copy
+        return copy.reshape(-1, columns) if columns > (group is None) else copy
 
-    cdef int read(self, object handle, str call, Seq* q, SeqLife* life) except -1:
+    cdef int read(self, object handle, str call, Seq* q) except -1:
         """A copy of what the pool knows of a sequence."""
         cdef int64_t wanted = get_handle(handle, call)
         cdef int32_t slot
@@ -695,7 +703,6 @@ cdef class Pool:
         slot = seq_judge_any(&self.state.seqs, wanted, -1, &v)
         if slot >= 0:
             q[0] = self.state.seqs.seq[slot]
-            life[0] = self.state.seqs.life[slot]
         pool_leave(&self.state)
         if slot < 0:
             refuse(call, &v)
@@ -704,9 +711,8 @@ cdef class Pool:
     def num_tokens(self, handle):
         """Length of a sequence in tokens, evicted ones included: the position of the next one. O(1)."""
         cdef Seq q
-        cdef SeqLife life
-        self.read(handle, "num_tokens", &q, &life)
-        return q.kv_len + life.evicted
+        self.read(handle, "num_tokens", &q)
+        return q.num_tokens
 
     def kv_len(self, handle, group=0):
         """Tokens of a sequence that still have a slot in a group: `num_tokens` without those that were evicted. O(1).
@@ -727,8 +733,7 @@ cdef class Pool:
     def capacity(self, handle):
         """Tokens that the blocks of a sequence can hold. O(1)."""
         cdef Seq q
-        cdef SeqLife life
-        self.read(handle, "capacity", &q, &life)
+        self.read(handle, "capacity", &q)
         return q.num_blocks * <object>self.options.block_size
 
     def is_open(self, handle):
@@ -1018,7 +1023,8 @@ cdef class Pool:
             try:
                 v.value = 0
                 while status == RETRY:
-                    p.room_for_copies(number, v.value)
+                    if v.value:
+                        (<PlanGroup>p.group_plans[number]).room_for_copies(&self.state, v.value)
                     pool_enter(&self.state, "unshare")
                     status = pool_unshare(&self.state, p, number, &rows, &lengths, keep, &v)
                     pool_leave(&self.state)
@@ -1158,11 +1164,10 @@ cdef class Pool:
         cdef int64_t number = to_int(arena, "stats", "arena", INT64_MIN, INT64_MAX)
         cdef Blocks b
         cdef Seqs s
-        cdef int32_t pending, arenas = 1
+        cdef int32_t pending, arenas
         cdef int64_t capacity
         pool_enter(&self.state, "stats")
-        if self.state.groups != NULL:
-            arenas = self.state.groups.num_arenas
+        arenas = self.state.groups.num_arenas
         b = self.state.blocks
         if 0 < number < arenas:
             b = self.state.groups.arena[number][0]
@@ -1203,8 +1208,7 @@ cdef class Pool:
         while p != NULL:
             h = step_fingerprint(p, &self.state.seqs, h, self.state.next_step)
             p = p.newer
-        if self.state.groups != NULL:
-            h = groups_fingerprint(self.state.groups, &self.state.pending, h, self.state.next_step)
+        h = groups_fingerprint(self.state.groups, &self.state.pending, h, self.state.next_step)
         pool_leave(&self.state)
         return h
 
@@ -1250,7 +1254,7 @@ cdef class Pool:
         """For tests of `check`: add `by` to one word. `index` is a block, a slot, a node, or a checkpoint."""
         cdef Blocks* b = &self.state.blocks
         cdef Seqs* s = &self.state.seqs
-        cdef LayerGroup* last
+        cdef LayerGroup* last = &self.state.groups.group[self.state.groups.num_groups - 1]
         cdef int64_t i = to_int(index, "_corrupt", "index", 0, b.num_blocks - 1)
         cdef dict fields = {
             "refcount": <size_t>&b.block[i].refcount, "raw": <size_t>&b.block[i].raw,
@@ -1258,16 +1262,14 @@ cdef class Pool:
             "next": <size_t>&b.block[i].next, "prev": <size_t>&b.block[i].prev, "num_blank": <size_t>&b.num_blank,
             "num_used": <size_t>&b.num_used, "num_shared": <size_t>&b.num_shared, "lru": <size_t>&b.lru.size,
             "limbo": <size_t>&b.limbo.size, "num_dropped": <size_t>&b.num_dropped,
-            "table": <size_t>seq_table(s, <int32_t>i), "blocks": <size_t>&s.seq[i].num_blocks,
-            "length": <size_t>&s.seq[i].kv_len, "next_slot": <size_t>&s.seq[i].next_slot,
+            "blocks": <size_t>&s.seq[i].num_blocks, "length": <size_t>&s.seq[i].num_tokens,
+            "next_slot": <size_t>&tail_of(last, <int32_t>i).next_slot,
             "sum_tokens": <size_t>&s.sum_tokens, "sum_blocks": <size_t>&s.sum_blocks,
-            "tail": <size_t>&s.seq[i].tail, "stop_slot": <size_t>&s.seq[i].stop_slot,
+            "tail": <size_t>&tail_of(last, <int32_t>i).block, "stop_slot": <size_t>&tail_of(last, <int32_t>i).stop_slot,
+            "table": <size_t>group_row(last, <int32_t>i), "gone": <size_t>&last.seq[i].gone,
+            "due": <size_t>&last.seq[i].due,
             "num_open": <size_t>&s.num_open, "free_slot": <size_t>&s.free_slot[i],
         }
-        if self.state.groups != NULL:           # of the last group
-            last = &self.state.groups.group[self.state.groups.num_groups - 1]
-            fields |= {"table": <size_t>group_row(last, <int32_t>i), "gone": <size_t>&last.seq[i].gone,
-                       "due": <size_t>&last.seq[i].due}
         if what == "namespace":                 # users of the one that a row is in
             fields[what] = <size_t>&s.prefix[i].name.users
         if has_tree(&self.state):

@@ -22,7 +22,7 @@ cdef Name* enter_root(State* pool, Name* known, uint64_t hash, const char* space
 cdef bint check_names(State* pool, char* finding) noexcept nogil:
     """Whether a namespace counts another number of users than it has. O(nodes + sequences + names)."""
     cdef Index* ix = &pool.index
-    cdef Tree* t = pool.groups.tree if pool.groups != NULL else NULL
+    cdef Tree* t = pool.groups.tree
     cdef int32_t i
     names_count_anew(&ix.names)
     for i in range(pool.blocks.num_blocks if t == NULL else 0):
@@ -72,19 +72,18 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
     cdef int32_t slot = s.free_slot[s.first_free] if s.num_free_slots else -1
     if has_tree(pool):
         return tree_open(pool, tokens, space, space_size, cut, take, reserve, load, again, asked, v)
-    if pool.groups != NULL:
-        return refused(v, CANNOT_LOAD, -1, 0, 0, 0, 0) if load else groups_open(pool.groups, tokens, asked, v)
+    if not pool.indexed:
+        return groups_open(pool.groups, tokens, reserve, load, asked, v)
     found.blocks = found.evictable = 0
     found.hash = 0
     if tokens.size > s.max_blocks * b.block_size:
         return refused(v, PROMPT_TOO_LONG, -1, tokens.size, 0, s.max_blocks * b.block_size, 0)
-    if pool.indexed:
-        hash = names_hash(&pool.index.names, space, space_size)
-        name = names_find(&pool.index.names, hash, space, space_size)
-        if name != NULL and tokens.data != NULL:
-            found = index_match(&pool.index, b, name.uid, hash & pool.index.keep, <const int32_t*>tokens.data,
-                                <int32_t>whole_blocks(b, max(tokens.size - take, <int64_t>0)),
-                                NULL if asked or slot < 0 else seq_table(s, slot))
+    hash = names_hash(&pool.index.names, space, space_size)
+    name = names_find(&pool.index.names, hash, space, space_size)
+    if name != NULL and tokens.data != NULL:
+        found = index_match(&pool.index, b, name.uid, hash & pool.index.keep, <const int32_t*>tokens.data,
+                            <int32_t>whole_blocks(b, max(tokens.size - take, <int64_t>0)),
+                            NULL if asked or slot < 0 else seq_table(s, slot))
     need = whole_blocks(b, tokens.size + b.block_size - 1) - found.blocks if reserve else 0
     available = blocks_available(b) - found.evictable
     if need and need + s.watermark > available:
@@ -96,13 +95,12 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
         return refused(v, OUT_OF_SEQUENCES, -1, 1, 0, s.max_seqs, s.num_open)
     if asked:
         return OK
-    if pool.indexed:
-        name = enter_root(pool, name, hash, space, space_size, v)
-        if name == NULL:
-            return v.reason
+    name = enter_root(pool, name, hash, space, space_size, v)
+    if name == NULL:
+        return v.reason
     begin_sequence(pool, slot, tokens, &found, <int32_t>need, name)
-    if pool.indexed and take and not load and tokens.data != NULL:
-        count_lookup(&pool.index, tokens.size, s.seq[slot].kv_len, again)
+    if take and not load and tokens.data != NULL:
+        count_lookup(&pool.index, tokens.size, s.seq[slot].num_tokens, again)
     if load:
         seq_begin_load(s, slot)
         b.digest = mix(b.digest, OP_LOADED)
@@ -124,16 +122,16 @@ cdef void begin_sequence(State* pool, int32_t slot, const Ints* tokens, const Ma
     blocks_take_many(b, table + found.blocks, need)
     seq_new(s)
     s.seq[slot].num_blocks = found.blocks + need
-    s.seq[slot].kv_len = found.blocks * b.block_size
+    s.seq[slot].num_tokens = found.blocks * b.block_size
     s.sum_blocks += s.seq[slot].num_blocks
-    s.sum_tokens += s.seq[slot].kv_len
-    seq_refresh(s, b, slot)
-    if pool.indexed:
-        s.prefix[slot].committed = s.prefix[slot].done = s.prefix[slot].forked_at = s.seq[slot].kv_len
-        s.prefix[slot].published = found.blocks
-        s.prefix[slot].name = name
-        s.prefix[slot].root = name.uid
-        s.prefix[slot].root_hash = name.hash & pool.index.keep
+    s.sum_tokens += s.seq[slot].num_tokens
+    row_begin(&pool.groups.group[0], slot)
+    tails_refresh(pool.groups, slot)
+    s.prefix[slot].committed = s.prefix[slot].done = s.prefix[slot].forked_at = s.seq[slot].num_tokens
+    s.prefix[slot].published = found.blocks
+    s.prefix[slot].name = name
+    s.prefix[slot].root = name.uid
+    s.prefix[slot].root_hash = name.hash & pool.index.keep
     b.digest = mix(mix(mix(b.digest, OP_OPEN), need), found.hash)
     b.digest = mix(mix(b.digest, found.blocks), untagged(s, s.seq[slot].handle))
 
@@ -145,7 +143,7 @@ cdef int64_t pool_match(State* pool, const Ints* prompt, const char* space, int6
     cdef int64_t most = min(whole_blocks(b, max(prompt.size - 1, <Py_ssize_t>0)), <int64_t>pool.seqs.max_blocks)
     if name == NULL:
         return 0
-    if pool.groups != NULL:
+    if has_tree(pool):
         return tree_match(pool.groups, name.uid, hash & pool.index.keep, <const int32_t*>prompt.data,
                           most).nodes * b.block_size
     return index_match(&pool.index, b, name.uid, hash & pool.index.keep, <const int32_t*>prompt.data, <int32_t>most,
@@ -169,9 +167,8 @@ cdef int pool_commit(State* pool, Ints* rows, Ints* counts, const Ints* tokens, 
         counts.scalar = tokens.size // max(rows.size, <Py_ssize_t>1)
     if counts.size >= 0 and counts.size != rows.size:
         return refused(v, BAD_SHAPE, -1, counts.size, 0, 0, rows.size)
-    for k in range(pool.groups.num_arenas if pool.groups != NULL else 0):
+    for k in range(pool.groups.num_arenas):
         blocks_new_stamp(pool.groups.arena[k])
-    blocks_new_stamp(&pool.blocks)
     for k in range(rows.size):
         count = ints_at(counts, k)
         if count > tokens.size - at:
@@ -185,7 +182,7 @@ cdef int pool_commit(State* pool, Ints* rows, Ints* counts, const Ints* tokens, 
     at = 0
     for k in range(rows.size):
         count = ints_at(counts, k)
-        if pool.groups != NULL:
+        if has_tree(pool):
             tree_commit_row(pool.groups, slot_of(ints_at(rows, k)), data + at, count)
         else:
             commit_row(pool, slot_of(ints_at(rows, k)), data + at, count)
@@ -210,8 +207,8 @@ cdef int judge_commit(State* pool, const Ints* rows, const Ints* counts, const i
     if count and pool.seqs.life[slot].point:
         return refused(v, EVICTED_ROW, row, count, 0, 0, 0)
     if count > limit - known:
-        return refused(v, NOT_DONE_YET, row, count, known, limit, pool.seqs.seq[slot].kv_len)
-    if pool.groups != NULL:
+        return refused(v, NOT_DONE_YET, row, count, known, limit, pool.seqs.seq[slot].num_tokens)
+    if has_tree(pool):
         return judge_tokens(pool.groups, rows, counts, tokens, <int32_t>row, at, v)
     while (index + 1) * bs <= known + count:
         id = seq_table(&pool.seqs, slot)[index]
@@ -331,7 +328,7 @@ cdef int pool_flush(State* pool, const char* space, int64_t size, int32_t* count
 
 cdef int32_t evictable_below(State* pool, uint64_t root) noexcept nogil:
     """Blocks that a flush of a root will make blank, 0: of all."""
-    if pool.groups != NULL:
+    if has_tree(pool):
         return tree_evictable(pool.groups, root)
     return index_evictable(&pool.index, &pool.blocks, root)
 
@@ -356,7 +353,7 @@ cdef int flush_name(State* pool, Name* name, uint64_t hash, const char* space, i
 cdef void flush_root(State* pool, uint64_t root) noexcept nogil:
     """Forget every node below a root, 0: all; sequences go on without the index."""
     cdef int32_t slot
-    if pool.groups != NULL:
+    if has_tree(pool):
         tree_flush(pool.groups, root)
     else:
         index_flush(&pool.index, &pool.blocks, root)
@@ -403,12 +400,12 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
     if name == NULL:
         return v.reason
     tree_begin(gs, slot, tokens, &hit, need, reserve, take, load)
-    s.prefix[slot].committed = s.prefix[slot].done = s.prefix[slot].forked_at = s.seq[slot].kv_len
+    s.prefix[slot].committed = s.prefix[slot].done = s.prefix[slot].forked_at = s.seq[slot].num_tokens
     s.prefix[slot].published = hit.nodes
     s.prefix[slot].name = name
     s.prefix[slot].root = name.uid
     s.prefix[slot].root_hash = root_hash
-    t.row[slot].hit = s.seq[slot].kv_len
+    t.row[slot].hit = s.seq[slot].num_tokens
     t.row[slot].cut = t.row[slot].junction = 0
     t.row[slot].node = t.path[hit.nodes - 1] if hit.nodes else NO_NODE
     if hit.nodes:
@@ -421,7 +418,7 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
     elif take and tokens.data != NULL:
         t.row[slot].cut = max(tokens.size - TAIL_TOKENS, <int64_t>0) if cut < 0 else cut
         t.row[slot].junction = min(hit.known * gs.block_size, t.row[slot].cut)
-        count_lookup(ix, tokens.size, s.seq[slot].kv_len, again)
+        count_lookup(ix, tokens.size, s.seq[slot].num_tokens, again)
     gs.arena[0].digest = mix(mix(mix(gs.arena[0].digest, OP_OPEN), s.seq[slot].num_blocks), hit.digest)
     gs.arena[0].digest = mix(mix(gs.arena[0].digest, hit.nodes), untagged(s, s.seq[slot].handle))
     if load:
@@ -433,7 +430,7 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
 cdef int pool_bundle(State* pool, int64_t handle, int64_t group, const int32_t** ids, int32_t* n,
                      Verdict* v) noexcept nogil:
     """Where the blocks with a state of the checkpoint of a row are, and how many."""
-    cdef Tree* t = pool.groups.tree if pool.groups != NULL else NULL
+    cdef Tree* t = pool.groups.tree
     cdef int32_t m = NO_CHECKPOINT, first
     cdef int32_t slot = seq_judge_any(&pool.seqs, handle, -1, v)
     if slot < 0:
@@ -716,9 +713,9 @@ cdef class PrefixCache:
             status = seqs_judge(&self.state.seqs, &rows, False, &v)
             for k in range(rows.size if status == OK else 0):
                 found[k] = -1
-                if self.state.groups != NULL:
+                if has_tree(self.state):
                     found[k] = next_checkpoint(self.state.groups.tree, slot_of(ints_at(&rows, k)),
-                                          self.state.seqs.seq[slot_of(ints_at(&rows, k))].kv_len)
+                                          self.state.seqs.seq[slot_of(ints_at(&rows, k))].num_tokens)
             pool_leave(self.state)
         finally:
             ints_free(&rows)

@@ -183,10 +183,7 @@ cdef void tree_begin(Groups* gs, int32_t slot, const Ints* tokens, const Hit* hi
     seq_new(s)
     for k in range(gs.num_groups):      # what is found first: room must not be made of it
         g = &gs.group[k]
-        g.seq[slot].epoch = 0
-        g.seq[slot].evicted = 0
-        forget_told(g, slot)
-        set_gone(g, slot, 0)
+        row_begin(g, slot)
         if g.kind != STATE_LAYERS:
             open_group(gs, k, slot, hit)
     if hit.checkpoint != NO_CHECKPOINT:
@@ -208,11 +205,11 @@ cdef void tree_begin(Groups* gs, int32_t slot, const Ints* tokens, const Hit* hi
                 open_group(gs, k, slot, hit)
         else:
             take_entries(g, slot, hit.nodes // t.span[k], entries_of(g, slot, blocks), tokens.size if load else 0)
-        new_version(g, slot)
     s.seq[slot].num_blocks = <int32_t>blocks
-    s.seq[slot].kv_len = hit.nodes * gs.block_size
+    s.seq[slot].num_tokens = hit.nodes * gs.block_size
+    tails_refresh(gs, slot)
     s.sum_blocks += blocks
-    s.sum_tokens += s.seq[slot].kv_len
+    s.sum_tokens += s.seq[slot].num_tokens
 
 
 # ---- rows --------------------------------------------------------------------------------------------------
@@ -245,24 +242,9 @@ cdef void row_ends(Groups* gs, int32_t slot) noexcept nogil:
     gs.tree.row[slot].cut = 0
 
 
-cdef void row_loses(Groups* gs, int32_t slot) noexcept nogil:
-    """Tokens left a row: what its blocks hold follows from its tokens no more."""
-    cdef SeqPrefix* prefix = &gs.seqs.prefix[slot]
-    row_ends(gs, slot)
-    prefix.committed = prefix.published = prefix.done = prefix.forked_at = 0
-
-
 cdef void tree_fork(Groups* gs, int32_t parent, int32_t child) noexcept nogil:
     cdef Tree* t = gs.tree
-    cdef Seqs* s = gs.seqs
     cdef int32_t j
-    s.prefix[child] = s.prefix[parent]
-    if s.prefix[child].root:
-        s.prefix[child].name.users += 1
-    s.prefix[child].done = seq_done(s, gs.arena[0], parent)
-    s.prefix[child].forked_at = s.seq[parent].kv_len
-    memcpy(s.partial + child * gs.block_size, s.partial + parent * gs.block_size,
-           (s.prefix[parent].committed % gs.block_size) * sizeof(int32_t))
     t.row[child] = t.row[parent]
     for j in range(MOST_TAKEN):
         t.row[child].taken[j] = NO_CHECKPOINT

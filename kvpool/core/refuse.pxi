@@ -53,8 +53,6 @@ cdef dict TEXTS = {             # what `refuse` raises: the values are named lik
     TOO_FEW_TOKENS: (ValueError, "counts ask for more than the {value} tokens"),
     TOO_MANY_LEFT: (ValueError, "counts use {other} of {value} tokens"),
     UNEVEN_TOKENS: (ValueError, "{value} tokens cannot be shared out evenly to {other} handles, counts are needed"),
-    LOST_TOO_MANY: (CapacityExceeded, "{handle} would have lost {value} tokens, with the {other} it may hold "
-                                      "positions end at {high}"),
     NOT_REWRITABLE: (ValueError, "block {value} of handles[{row}] {why}, it must not be rewritten; "
                                  "call unshare first"),
     BAD_INDEX: (ValueError, "indices[{row}] is {value}, the sequence has {high} full blocks"),
@@ -65,8 +63,7 @@ cdef dict TEXTS = {             # what `refuse` raises: the values are named lik
     HAS_CONTENT: (ValueError, "block {value} is cached already, uncache it first"),
     NOT_BLANK: (ValueError, "block {value} is not blank: it is reserved, in use, cached, in limbo, or emptied in its "
                             "place (touch with blank=True takes that one)"),
-    IN_GROUPS: (ValueError, "a pool with layer groups has no such call"),
-    PROMPT_IN_GROUPS: (ValueError, "a prompt ({value} tokens) in a pool with layer groups needs prefix_cache=True"),
+    SEVERAL_GROUPS: (ValueError, "the pool has {value} layer groups, each with a table: name one"),
     NOT_ALLOCATED: (ValueError, "block {value} was not taken with alloc: in a pool with layer groups and a prefix "
                                 "cache incref takes no other block"),
     NO_SUCH_GROUP: (ValueError, "group is out of range ({value}), it must be in 0 .. {high}"),

@@ -13,29 +13,32 @@ cdef enum:
     LOADING = 3                 # open, and its bytes are being loaded: only its close, `loaded` and readers find it
 
 
+cdef struct Tail:               # of a row of a layer group: where its next token goes, and the table. 32 bytes
+    int64_t next_slot           # slot of the next token in the first column, if next_slot < stop_slot
+    int64_t stop_slot           # tokens go there one by one up to here; else look the table up
+    uint64_t version            # of the table: unique in the group, new whenever the table changes in any way
+    int32_t block               # of next_slot
+    uint32_t epoch              # changes when a table entry changes or leaves
+
+
 cdef struct Seq:                # what a step reads and moves: 64 bytes, one cache line
     int64_t handle              # -1: not open; while it is being loaded ~handle, or -1 once it was closed
-    int64_t kv_len              # tokens that have a slot (layer groups: and evicted ones); num_tokens: see SeqLife
-    int64_t next_slot           # slot of the token after kv_len tokens, if next_slot < stop_slot
-    int64_t stop_slot           # end of the block that next_slot is in; else look the table up
+    int64_t num_tokens          # that it has or had: evicted ones count, and give positions
     int64_t last_step           # newest step that had this sequence as a row, 0: none
-    uint64_t version            # of the table: unique in the pool, new whenever the table changes in any way
-    int32_t tail                # block of next_slot
-    int32_t num_blocks
-    uint32_t epoch              # changes when a table entry changes or leaves
+    int32_t num_blocks          # of the pool that its tables have room for, evicted ones included
     uint32_t mark               # == stamp: seen in the running call
+    Tail lead                   # of the first layer group; the others have theirs in arrays of their own
 
 
 cdef struct SeqLife:            # the rest
     int64_t fork_step           # pending step whose work this sequence inherited by a fork, 0: none
-    int64_t evicted             # tokens that left by eviction: position = place in the table + evicted
     int64_t point               # num_tokens at the last eviction; truncate cannot go below it
     uint32_t generation         # counted from the pool's first
     uint8_t life
 
 
 cdef struct SeqPrefix:          # what a pool with a prefix cache knows besides
-    int64_t committed           # tokens made known, <= kv_len
+    int64_t committed           # tokens made known, <= num_tokens
     int64_t published           # of the full blocks of these, how many the index was offered, in order
     int64_t done                # length after the newest step that passed
     int64_t forked_at           # length when it was forked
@@ -45,19 +48,19 @@ cdef struct SeqPrefix:          # what a pool with a prefix cache knows besides
 
 
 # Invariants, recomputed by seqs_check:
-#   kv_len <= num_blocks * block_size                           for every open sequence
+#   num_tokens <= num_blocks * block_size                       for every open sequence
 #   published <= committed // block_size
-#   evicted <= point <= kv_len + evicted; evicted == 0 == point, or the prefix cache has forgotten the sequence
+#   point <= num_tokens; point == 0, or the prefix cache has forgotten the sequence
 #   num_open + num_free_slots + retired slots == max_seqs
-#   sum_tokens == sum of kv_len, sum_blocks == sum of num_blocks
-#   refcount[b] == entries equal to b in the tables of open sequences + raw[b] + duplicates that hold b
+#   sum_tokens == sum of num_tokens, sum_blocks == sum of num_blocks
 cdef struct Seqs:
     Seq* seq                    # [max_seqs]
     SeqLife* life               # [max_seqs]
     SeqPrefix* prefix           # [max_seqs], NULL without a prefix cache
     Names* names                # that roots belong to
     int32_t* partial            # [max_seqs, block_size] committed tokens of a block that is not full yet
-    int32_t* table              # [max_seqs, max_blocks] block ids, first num_blocks of a row are valid
+    int32_t* table              # of the first layer group
+    int64_t width               # ids from a row of it to the next
     int32_t* free_slot          # [max_seqs] ring of free slots, oldest first
     void* memory                # what seq was cut from, to give it cache-line alignment
     int32_t max_seqs
@@ -66,7 +69,6 @@ cdef struct Seqs:
     int32_t num_free_slots
     int32_t first_free          # position of the oldest free slot in the ring
     uint32_t stamp
-    uint64_t versions           # handed out so far
     int64_t tag
     int64_t first_generation    # those before it were given out by dead pools with this tag
     int64_t base                # tag and first generation of a handle: what digests leave out
@@ -82,7 +84,7 @@ cdef inline int32_t slot_of(int64_t handle) noexcept nogil:
 
 
 cdef inline int32_t* seq_table(const Seqs* s, int32_t slot) noexcept nogil:
-    return s.table + <int64_t>slot * s.max_blocks
+    return s.table + slot * s.width
 
 
 cdef inline int32_t seq_find(const Seqs* s, int64_t handle) noexcept nogil:
@@ -99,8 +101,4 @@ cdef inline bint seq_has_blocks(const Seqs* s, int32_t slot) noexcept nogil:
 cdef int32_t seq_judge(const Seqs* s, int64_t handle, Py_ssize_t row, Verdict* v) noexcept nogil
 cdef int32_t seq_judge_any(const Seqs* s, int64_t handle, Py_ssize_t row, Verdict* v) noexcept nogil
 cdef void seq_leave_root(const Seqs* s, int32_t slot) noexcept nogil
-cdef void seq_refresh(const Seqs* s, const Blocks* b, int32_t slot) noexcept nogil
 cdef int32_t seq_new(Seqs* s) noexcept nogil
-cdef void seq_fork(Seqs* s, Blocks* b, int32_t parent, int32_t n, int64_t* children) noexcept nogil
-cdef void seq_truncate(Seqs* s, Blocks* b, int32_t slot, int64_t length) noexcept nogil
-cdef void seq_close(Seqs* s, Blocks* b, int32_t slot) noexcept nogil

@@ -53,10 +53,7 @@ cdef int pool_fork(State* pool, int64_t handle, int64_t count, int64_t* children
         return v.reason
     if count > s.num_free_slots:
         return refused(v, OUT_OF_SEQUENCES, -1, count, 0, s.max_seqs, s.num_open)
-    if pool.groups != NULL:
-        groups_fork(pool.groups, parent, <int32_t>count, children)
-    else:
-        seq_fork(s, &pool.blocks, parent, <int32_t>count, children)
+    groups_fork(pool.groups, parent, <int32_t>count, children)
     return OK
 
 
@@ -67,7 +64,6 @@ cdef int judge_truncate(State* pool, Ints* batch, const Ints* lengths, Verdict* 
     cdef int64_t length
     cdef int32_t slot
     cdef Seq* q
-    cdef SeqLife* life
     cdef int status = seqs_judge(s, batch, False, v)
     if status != OK:
         return status
@@ -76,33 +72,26 @@ cdef int judge_truncate(State* pool, Ints* batch, const Ints* lengths, Verdict* 
     for k in range(batch.size):
         slot = slot_of(ints_at(batch, k))
         q = &s.seq[slot]
-        life = &s.life[slot]
         length = ints_at(lengths, k)
-        if length < life.point or length > q.kv_len + life.evicted:
-            return refused(v, BAD_LENGTH, k, length, life.point, q.kv_len + life.evicted, 0)
+        if not s.life[slot].point <= length <= q.num_tokens:
+            return refused(v, BAD_LENGTH, k, length, s.life[slot].point, q.num_tokens, 0)
         if b.newest_pending and q.last_step >= b.oldest_pending:
             return refused(v, PENDING_ROW, k, q.last_step, 0, 0, 0)
-        if pool.groups != NULL and groups_judge_length(pool.groups, k, slot, length, v) != OK:
+        if groups_judge_length(pool.groups, k, slot, length, v) != OK:
             return v.reason
     return OK
 
 
 cdef int pool_truncate(State* pool, Ints* batch, const Ints* lengths, Verdict* v) noexcept nogil:
-    cdef Seqs* s = &pool.seqs
     cdef Py_ssize_t k
-    cdef int64_t length
     cdef int32_t slot
     cdef int status = judge_truncate(pool, batch, lengths, v)
     if status != OK:
         return status
     for k in range(batch.size):
         slot = slot_of(ints_at(batch, k))
-        length = ints_at(lengths, k) - s.life[slot].evicted
-        if pool.groups != NULL:
-            groups_truncate(pool.groups, slot, length)
-            continue
-        seq_uncommit(pool, slot, length)
-        seq_truncate(s, &pool.blocks, slot, length)
+        seq_uncommit(pool, slot, ints_at(lengths, k))
+        groups_truncate(pool.groups, slot, ints_at(lengths, k))
     return OK
 
 
@@ -137,11 +126,9 @@ cdef int pool_loaded(State* pool, int64_t handle, int64_t length, bint* is_open,
     if slot < 0:
         return refused(v, NOT_LOADING, -1, handle, 0, 0, 0) if seq_judge(s, handle, -1, v) >= 0 else v.reason
     q = &s.seq[slot]
-    least, most = q.kv_len, q.num_blocks * b.block_size
-    if pool.groups != NULL and pool.groups.tree.needs_checkpoints:
+    least, most = q.num_tokens, q.num_blocks * b.block_size
+    if has_tree(pool) and pool.groups.tree.needs_checkpoints:
         least = most = pool.groups.tree.row[slot].cut
-    elif pool.groups != NULL:
-        most = min(most, INT32_MAX)         # plans of layer groups step nothing longer
     if length and not least <= length <= most:
         return refused(v, BAD_LOAD, -1, length, least, most, 0)
     is_open[0] = q.handle != -1
@@ -149,35 +136,33 @@ cdef int pool_loaded(State* pool, int64_t handle, int64_t length, bint* is_open,
     b.digest = mix(mix(mix(b.digest, OP_LOADED), untagged(s, handle)), length)
     if not is_open[0]:
         close_slot(pool, slot)
-    elif pool.groups != NULL:
+    elif has_tree(pool):
         groups_loaded(pool.groups, slot, length)
-    elif pool.indexed and s.prefix[slot].root == 0:     # flushed meanwhile: what it has is of other weights
+    elif s.prefix != NULL and s.prefix[slot].root == 0:      # flushed meanwhile: what it has is of other weights
         seq_uncommit(pool, slot, 0)
-        seq_truncate(s, b, slot, 0)
+        groups_truncate(pool.groups, slot, 0)
     elif length:
-        s.sum_tokens += length - q.kv_len
-        q.kv_len = length
-        seq_refresh(s, b, slot)
-        if pool.indexed:
+        s.sum_tokens += length - q.num_tokens
+        q.num_tokens = length
+        tails_refresh(pool.groups, slot)
+        if s.prefix != NULL:
             s.prefix[slot].done = length
     return OK
 
 
 cdef int pool_table(State* pool, int64_t handle, int64_t group, const int32_t** ids, int64_t* n, int32_t* columns,
                     Verdict* v) noexcept nogil:
-    """Where the ids of a sequence are, and how many; columns 0: ids are not arranged by columns."""
-    cdef int32_t groups = pool.groups.num_groups if pool.groups != NULL else 1
+    """Where the ids of a sequence are, and how many; `group` -1: the only one. Columns 0: a state has none."""
     cdef int32_t slot = seq_judge_any(&pool.seqs, handle, -1, v)
     cdef const LayerGroup* g
     if slot < 0:
         return v.reason
-    if not 0 <= group < groups:
-        return refused(v, NO_SUCH_GROUP, -1, group, 0, groups - 1, 0)
+    if group < 0 and pool.groups.num_groups > 1:
+        return refused(v, SEVERAL_GROUPS, -1, pool.groups.num_groups, 0, 0, 0)
+    group = max(group, <int64_t>0)
+    if group >= pool.groups.num_groups:
+        return refused(v, NO_SUCH_GROUP, -1, group, 0, pool.groups.num_groups - 1, 0)
     columns[0] = 0
-    if pool.groups == NULL:
-        ids[0] = seq_table(&pool.seqs, slot)
-        n[0] = pool.seqs.seq[slot].num_blocks
-        return OK
     g = &pool.groups.group[group]
     ids[0] = group_row(g, slot)
     n[0] = <int64_t>entries_of(g, slot, pool.seqs.seq[slot].num_blocks) * g.columns

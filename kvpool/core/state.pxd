@@ -6,7 +6,7 @@ cdef struct State:
     Spare spare                 # memory for arguments
     Blocks blocks
     Seqs seqs
-    Groups* groups              # layer groups, NULL: one table, which `seqs` has, of `blocks`
+    Groups* groups              # layer groups
     Index index
     bint indexed                # an index of our own looks after committed blocks
     int64_t* deferred           # [deferred_room] handles whose owners were finalized, num_deferred valid
@@ -30,13 +30,12 @@ cdef class Pool:                # here, as its parts are other classes' business
     cdef int init(self, tuple given) except -1
     cdef int init_groups(self, tuple groups, int64_t lookahead) except -1
     cdef int init_blocks(self, object num_blocks, object block_size, object reserved_blocks) except -1
-    cdef int init_seqs(self, object max_seqs, object max_blocks_per_seq, object watermark,
-                       tuple groups) except -1
+    cdef int init_seqs(self, object max_seqs, object max_blocks_per_seq, object watermark, tuple groups) except -1
     cdef tuple init_index(self, object seed, object prefix_cache, object events, object hash_bits, bint has_groups)
-    cdef int init_tree(self, tuple groups, bint two_classes) except -1
+    cdef int init_tree(self, tuple groups) except -1
     cdef int shorten(self, object handles, object lens, bint compacts, object first, object group,
                      str call) except -1
-    cdef int read(self, object handle, str call, Seq* q, SeqLife* life) except -1
+    cdef int read(self, object handle, str call, Seq* q) except -1
     cdef Plan check_plan(self, object plan, str call)
     cdef int keep_plan(self, Plan plan) except -1
     cdef int let_go_of_plan(self, Plan plan) except -1

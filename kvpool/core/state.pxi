@@ -11,7 +11,7 @@ cdef inline bint has_cache(const State* pool) noexcept nogil:
 
 cdef inline bint has_tree(const State* pool) noexcept nogil:
     """Whether the pool has layer groups and a prefix cache."""
-    return pool.groups != NULL and pool.groups.tree != NULL
+    return pool.groups.tree != NULL
 
 
 cdef int pool_enter(State* pool, str call) except -1:
@@ -44,10 +44,8 @@ cdef inline void close_slot(State* pool, int32_t slot) noexcept nogil:
     if pool.seqs.life[slot].life == LOADING:    # somebody writes its blocks: they stay until `loaded`
         pool.blocks.digest = mix(mix(pool.blocks.digest, OP_CLOSE), untagged(&pool.seqs, seq_made(&pool.seqs, slot)))
         pool.seqs.seq[slot].handle = -1
-    elif pool.groups != NULL:
-        groups_close(pool.groups, slot)
     else:
-        seq_close(&pool.seqs, &pool.blocks, slot)
+        groups_close(pool.groups, slot)
 
 
 cdef void close_deferred(State* pool) noexcept nogil:
@@ -88,7 +86,6 @@ cdef void pool_free(State* pool) noexcept nogil:
     xfree(s.life)
     xfree(s.prefix)
     xfree(s.partial)
-    xfree(s.table)
     xfree(s.free_slot)
     memset(s, 0, sizeof(Seqs))
     index_free(&pool.index)

@@ -2,11 +2,13 @@
 
 A step runs in two passes over its rows. `step_check` validates, counts the blocks that are needed and decides which
 shared blocks must be replaced; all it moves are reference counts, holds and floors, as if the rows had been served in
-order, and `log_undo` takes that back. `step_commit` cannot fail: it takes the blocks and moves the lengths.
+order, and `step_undo_check` takes that back. `step_commit` cannot fail: it takes the blocks and moves the lengths.
 
 A steady batch, where each row has one token that needs no copy, is served by `step_steady` in one pass.
 
-What stands in a `Log` is the same for one table and for the table of a layer group, so groups call its functions too.
+A `Step` is common to all layer groups (rows, tokens, lengths); what it did to tables stands in one `StepPart` for each:
+a `Change` for each row whose table changed, and a `Log` of what was replaced, with holds and floors in the arena of the
+group. A row that puts one token into tails that only it uses has neither an event nor a change.
 
 The write rule (docs/core.md, Steps): a block is written in place iff it has one reference, is not committed, and
 nothing that a pending copy reads from it would be overwritten. Holds of pending plans do not count as references.
@@ -23,13 +25,10 @@ cdef extern from *:             # a thread may ask for its plan while another on
 
 cdef int step_init(Step* p, int32_t max_rows) noexcept nogil:
     p.length = <int64_t*>xcalloc(max_rows, sizeof(int64_t))
-    p.slot = <int64_t*>xcalloc(max_rows, sizeof(int64_t))
     p.prev_step = <int64_t*>xcalloc(max_rows, sizeof(int64_t))
-    p.changed = <int32_t*>xcalloc(max_rows, sizeof(int32_t))
     p.event = <Event*>xcalloc(max_rows, sizeof(Event))
     p.max_rows = max_rows
-    if (log_init(&p.log) != OK or p.length == NULL or p.slot == NULL or p.prev_step == NULL or p.changed == NULL
-            or p.event == NULL):
+    if p.length == NULL or p.prev_step == NULL or p.event == NULL:
         step_free(p)
         return NO_MEMORY
     return OK
@@ -37,26 +36,22 @@ cdef int step_init(Step* p, int32_t max_rows) noexcept nogil:
 
 cdef void step_free(Step* p) noexcept nogil:
     xfree(p.length)
-    xfree(p.slot)
     xfree(p.prev_step)
-    xfree(p.changed)
     xfree(p.event)
-    xfree(p.log.entry)
     memset(p, 0, sizeof(Step))
 
 
 # ---- what a step replaces in a table -----------------------------------------------------------------------
 
-cdef int log_init(Log* log) noexcept nogil:
-    log.room = 16
-    log.entry = <Replaced*>xcalloc(log.room, sizeof(Replaced))
-    return OK if log.entry != NULL else NO_MEMORY
-
-
 cdef inline bint writable(const Blocks* b, int32_t i, int64_t first_offset) noexcept nogil:
     """The write rule."""
     cdef const Block* block = &b.block[i]
     return block.refcount == 1 and not block.committed and (block.hold == 0 or first_offset >= b.floor[i])
+
+
+cdef inline bint is_own(const Block* block) noexcept nogil:
+    """The write rule where no pending copy reads the block: all that a steady row asks."""
+    return not ((block.refcount ^ 1) | block.hold | block.committed)
 
 
 cdef int log_replacement(Log* log, Blocks* b, int32_t row, int32_t index, int32_t old, int32_t tokens) noexcept nogil:
@@ -200,67 +195,48 @@ cdef uint64_t log_fingerprint(const Log* log, uint64_t h) noexcept nogil:
     return h
 
 
-# ---- pass 1: check -----------------------------------------------------------------------------------------
-cdef int check_writes(Step* p, const Seqs* s, Blocks* b, Event* event, int32_t slot, int64_t num_new) noexcept nogil:
-    """Which blocks one row replaces and how many it appends, for `num_new` > 0 more tokens."""
-    cdef const Seq* q = &s.seq[slot]
-    cdef int64_t total = whole_blocks(b, q.kv_len + num_new + b.block_size - 1)
-    cdef int64_t index = whole_blocks(b, q.kv_len)
-    event.replaced = note_copies(&p.log, b, event.row, seq_table(s, slot), 1, index, min(total, <int64_t>q.num_blocks),
-                                q.kv_len - index * b.block_size)
-    event.appended = <int32_t>(total - q.num_blocks) if total > q.num_blocks else 0
-    return OK if event.replaced >= 0 else NO_MEMORY
+# ---- rows that are steady ----------------------------------------------------------------------------------
+
+cdef inline bint other_columns_own(const LayerGroup* g, int32_t slot, int64_t index) noexcept nogil:
+    """`is_own` of all columns of an entry but the first."""
+    cdef const int32_t* ids = group_row(g, slot) + index * g.columns
+    cdef int32_t c
+    for c in range(1, g.columns):
+        if not is_own(&g.blocks.block[ids[c]]):
+            return False
+    return True
 
 
-cdef int check_row(Step* p, const Seqs* s, Blocks* b, Event* event, Py_ssize_t i, int32_t slot, int64_t new,
-                   const Limits* limits, Verdict* v) noexcept nogil:
-    """Judge a row that may do more than put one token into its tail. Its event records what will happen to it."""
-    cdef const Seq* q = &s.seq[slot]
-    event.row = <int32_t>i
-    event.q_len = event.appended = event.replaced = 0
-    event.served = 1
-    if new < 0:
-        return refused(v, NEGATIVE_NEW, i, new, 0, 0, 0)
-    if new > limits.seq_tokens - q.kv_len:
-        return refused(v, SEQ_TOO_LONG, i, new if new > INT64_MAX - q.kv_len else q.kv_len + new, 0,
-                       limits.seq_tokens, 0)
-    if new and check_writes(p, s, b, event, slot, new) != OK:
-        return refused(v, NO_MEMORY, i, p.log.room, 0, 0, 0)
-    if q.num_blocks + event.appended > limits.table_width:
-        return refused(v, TABLE_TOO_WIDE, i, q.num_blocks + event.appended, 0, limits.table_width, 0)
-    return OK
+cdef inline bint tail_is_steady(const LayerGroup* g, const Tail* t, int32_t slot, int64_t position) noexcept nogil:
+    """Whether the token at a position goes into the tail of a row, and nobody else refers to that."""
+    return t.next_slot < t.stop_slot and is_own(&g.blocks.block[t.block]) and (
+        g.columns == 1 or other_columns_own(g, slot, entry_at(g, held_of(g, slot, position))))
 
 
-cdef Py_ssize_t check_simple(const Seqs* s, const Blocks* b, const int64_t* handle, Py_ssize_t first, Py_ssize_t end,
-                             const Limits* limits) noexcept nogil:
-    """Return the first row from `first` on that is not one token into a tail of its own. Mark the rows before it.
+cdef inline int64_t left_by_all(const Groups* gs, int32_t slot) noexcept nogil:
+    """Tokens of a sequence that were evicted from every group of blocks."""
+    cdef int64_t least = INT64_MAX
+    cdef int32_t k
+    if gs.seqs.evicted_tokens == 0:
+        return 0
+    for k in range(gs.num_groups):
+        if gs.group[k].kind != STATE_LAYERS:
+            least = min(least, gs.group[k].seq[slot].evicted)
+    return least if least != INT64_MAX else 0
 
-    In a mixed batch most rows are of this kind: everything that this loop and commit_simple read is in locals.
-    """
-    cdef Seq* seq = s.seq
-    cdef const Block* block = b.block
-    cdef int64_t max_seqs = s.max_seqs, seq_tokens = limits.seq_tokens
-    cdef int32_t table_width = limits.table_width
-    cdef bint narrow = table_width < s.max_blocks or seq_tokens < s.max_blocks * b.block_size
-    cdef uint32_t stamp = s.stamp
-    cdef const Block* tail
-    cdef int64_t slot
-    cdef Seq* q
-    while first < end:
-        slot = handle[first] & (MAX_SEQS - 1)
-        if slot >= max_seqs:
-            break
-        q = &seq[slot]
-        if q.handle != handle[first] or q.mark == stamp or q.next_slot >= q.stop_slot:
-            break
-        tail = &block[q.tail]
-        if (tail.refcount ^ 1) | tail.hold | tail.committed:
-            break
-        if narrow and (q.kv_len >= seq_tokens or q.num_blocks > table_width):
-            break
-        q.mark = stamp
-        first += 1
-    return first
+
+cdef inline bint within(const Groups* gs, const Seq* q, int32_t slot, const Limits* limits) noexcept nogil:
+    """Whether a row may have one token more in the tables that it has."""
+    cdef int64_t left = left_by_all(gs, slot)
+    return (q.num_tokens < limits.length and q.num_tokens - left < limits.seq_tokens
+            and q.num_blocks - left // gs.block_size <= limits.table_blocks)
+
+
+cdef inline bint is_narrow(const Groups* gs, const Limits* limits) noexcept nogil:
+    """Whether a row that has room in its tables may be past a limit."""
+    cdef int64_t most = blocks_for(gs, gs.seq_tokens)
+    return (gs.seqs.evicted_tokens != 0 or limits.table_blocks < most or limits.seq_tokens < most * gs.block_size
+            or limits.length < most * gs.block_size)
 
 
 cdef inline Py_ssize_t run_of_ones(const Ints* num_new, Py_ssize_t i, Py_ssize_t n) noexcept nogil:
@@ -272,31 +248,204 @@ cdef inline Py_ssize_t run_of_ones(const Ints* num_new, Py_ssize_t i, Py_ssize_t
     return i
 
 
-cdef int step_check(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints* num_new, const Limits* limits,
-                    bint advance, bint partial, Verdict* v) noexcept nogil:
-    """Judge a batch and note what it will do. Unless it returns OK the caller must `log_undo`.
+# ---- pass 1: check -----------------------------------------------------------------------------------------
 
-    Rows i .. simple - 1 take the fast path: one token into a tail that only they use. `room` is how many more rows
-    may do so within the limit of tokens.
+cdef inline bint has_slot(const Groups* gs, const int64_t* needed, const int64_t* available) noexcept nogil:
+    """Whether every state group has a slot for one row more."""
+    cdef int32_t k
+    for k in range(gs.num_groups):
+        if gs.group[k].kind == STATE_LAYERS and needed[gs.group[k].arena] >= available[gs.group[k].arena]:
+            return False
+    return True
+
+
+cdef int move_states(Groups* gs, const Step* p, int32_t row, int32_t slot, int64_t* needed) noexcept nogil:
+    """Each state of a row goes to another slot."""
+    cdef LayerGroup* g
+    cdef StepPart* part
+    cdef Change* change
+    cdef int32_t k
+    for k in range(gs.num_groups):
+        g = &gs.group[k]
+        part = p.part[k]
+        if g.kind == STATE_LAYERS:
+            change = &part.change[part.num_changes]
+            change.row = row
+            change.replaced = 1
+            change.appended = 0
+            if log_replacement(&part.log, g.blocks, row, 0, g.table[slot], 0) != OK:
+                return NO_MEMORY
+            part.num_changes += 1
+            needed[g.arena] += 1
+    return OK
+
+
+cdef int32_t check_steady(Groups* gs, const Step* p, const int64_t* handle, int32_t first, int32_t end,
+                          const Limits* limits, int64_t* needed, const int64_t* available) noexcept nogil:
+    """Return the first row from `first` on that does more than put a token into its own tails, and move its states.
+
+    Mark those before it. -1: no memory.
     """
-    cdef Py_ssize_t i = 0, simple, room, ones = 0       # rows i .. ones - 1 have one new token each
-    cdef Py_ssize_t short_row = -1
+    cdef Seq* seq = gs.seqs.seq
+    cdef uint32_t stamp = gs.seqs.stamp
+    cdef int32_t k, slot, max_seqs = gs.seqs.max_seqs, num_groups = gs.num_groups
+    cdef bint moves = gs.has_states and gs.pends, narrow = is_narrow(gs, limits)
+    cdef const LayerGroup* g
+    cdef Seq* q
+    while first < end:
+        slot = slot_of(handle[first])
+        if slot >= max_seqs:
+            return first
+        q = &seq[slot]
+        if q.handle != handle[first] or q.mark == stamp or (narrow and not within(gs, q, slot, limits)):
+            return first
+        for k in range(num_groups):
+            g = &gs.group[k]
+            if g.kind != STATE_LAYERS:
+                if not tail_is_steady(g, tail_of(g, slot), slot, q.num_tokens):
+                    return first
+            elif q.num_tokens == 0 or not (moves or is_own(&g.blocks.block[g.table[slot]])):
+                return first
+        if moves:
+            if q.num_tokens == q.num_blocks * gs.block_size or not has_slot(gs, needed, available):
+                return first
+            if move_states(gs, p, first, slot, needed) != OK:
+                return -1
+        elif gs.has_states and q.num_tokens == q.num_blocks * gs.block_size:
+            return first
+        q.mark = stamp
+        first += 1
+    return first
+
+
+cdef int32_t check_in_group(const Groups* gs, LayerGroup* g, StepPart* part, const Seq* q, int32_t row, int64_t new,
+                            int64_t blocks, bint advance) noexcept nogil:
+    """What `new` > 0 more tokens of one row do in one group stands in a change; returns the ids that are needed.
+
+    `blocks` of the pool are what the sequence has room for then. -1: no memory.
+    """
+    cdef Change* change = &part.change[part.num_changes]
+    cdef int32_t slot = slot_of(q.handle)
+    cdef int64_t index, entries, held
+    change.row = row
+    change.replaced = change.appended = 0
+    if g.kind != STATE_LAYERS:
+        held = held_of(g, slot, q.num_tokens)
+        index = entry_at(g, held)
+        entries = entries_of(g, slot, q.num_blocks)
+        change.replaced = note_copies(&part.log, g.blocks, row, group_row(g, slot), g.columns, index,
+                                     min(entry_at(g, held + new + g.block_size - 1), entries),
+                                     held - index * g.block_size)
+        change.appended = <int32_t>(entries_of(g, slot, blocks) - entries) * g.columns
+    elif not advance:
+        return 0
+    elif g.table[slot] == NO_BLOCK:
+        change.appended = 1
+    elif gs.pends or not is_own(&g.blocks.block[g.table[slot]]):
+        change.replaced = 1
+        if log_replacement(&part.log, g.blocks, row, 0, g.table[slot], 0) != OK:
+            return -1
+    if change.replaced < 0:
+        return -1
+    part.num_changes += change.replaced + change.appended != 0
+    return change.replaced + change.appended
+
+
+cdef int check_row(Groups* gs, Step* p, int32_t row, int32_t slot, int64_t new, const Limits* limits, bint advance,
+                   int64_t* needed, Verdict* v) noexcept nogil:
+    """Judge a row that may do more than a steady one. Its event and its changes record what will happen to it."""
+    cdef const Seq* q = &gs.seqs.seq[slot]
+    cdef Event* event = &p.event[p.num_events]
+    cdef LayerGroup* g
+    cdef int64_t entries, blocks = q.num_blocks, held = q.num_tokens - left_by_all(gs, slot)
+    cdef int32_t k, ids
+    event.row = row
+    event.q_len = event.appended = 0
+    event.served = 1
+    if new < 0:
+        return refused(v, NEGATIVE_NEW, row, new, 0, 0, 0)
+    if new > limits.seq_tokens - held:
+        return refused(v, SEQ_TOO_LONG, row, new if new > INT64_MAX - held else held + new, 0, limits.seq_tokens, 0)
+    if new > limits.length - q.num_tokens:
+        return refused(v, SEQ_TOO_LONG, row, q.num_tokens + new, 0, limits.length, 0)
+    if q.num_tokens + new > blocks * gs.block_size and (advance or gs.has_entries):
+        blocks = blocks_for(gs, q.num_tokens + new)
+    for k in range(gs.num_groups):
+        g = &gs.group[k]
+        ids = check_in_group(gs, g, p.part[k], q, row, new, blocks, advance) if new else 0
+        if ids < 0:
+            return refused(v, NO_MEMORY, row, p.part[k].log.room, 0, 0, 0)
+        needed[g.arena] += ids
+        if g.kind != STATE_LAYERS:
+            entries = entries_of(g, slot, blocks)
+            if entries > p.part[k].width:
+                return refused(v, TABLE_TOO_WIDE, row, entries, 0, p.part[k].width, 0)
+    event.appended = <int32_t>(blocks - q.num_blocks)
+    p.num_events += 1
+    return OK
+
+
+cdef inline int short_arena(const Groups* gs, const int64_t* needed, const int64_t* available) noexcept nogil:
+    """The lowest arena that is short, or -1."""
+    cdef int k
+    for k in range(gs.num_arenas):
+        if needed[k] > available[k]:
+            return k
+    return -1
+
+
+cdef void skip_row(Groups* gs, Step* p, int64_t* needed) noexcept nogil:
+    """The last row that was checked gets nothing, in no group."""
+    cdef Event* event = &p.event[p.num_events - 1]
+    cdef StepPart* part
+    cdef const Change* change
+    cdef int32_t k
+    event.served = 0
+    event.q_len = event.appended = 0
+    for k in range(gs.num_groups):
+        part = p.part[k]
+        if part.num_changes == 0:
+            continue
+        change = &part.change[part.num_changes - 1]
+        if change.row == event.row:
+            needed[gs.group[k].arena] -= change.replaced + change.appended
+            log_undo(&part.log, gs.group[k].blocks, part.log.size - change.replaced)
+            part.num_changes -= 1
+
+
+cdef inline void begin_check(Groups* gs, Step* p, int32_t rows) noexcept nogil:
+    """Nothing is known yet of what a step does."""
+    cdef int32_t k
+    for k in range(gs.num_groups):
+        p.part[k].num_changes = p.part[k].num_changed = p.part[k].log.size = 0
+    p.num_rows = rows
+    p.num_events = 0
+    p.num_tokens = 0
+
+
+cdef int step_check(Groups* gs, Step* p, const Ints* handles, const Ints* num_new, const Limits* limits, bint advance,
+                    bint partial, Verdict* v) noexcept nogil:
+    """Judge a batch in all groups, and note what it will do. Unless it returns OK the caller must `step_undo_check`."""
+    cdef Seqs* s = gs.seqs
     cdef const int64_t* handle = <const int64_t*>handles.data
-    cdef int64_t new, need, asked = 0, unserved = 0, available = blocks_available(b)
-    cdef int32_t slot, log_before
+    cdef int64_t[MAX_ARENAS] available, needed
+    cdef int64_t new, asked = 0, unserved = 0
+    cdef int32_t i = 0, k, slot, ones = 0, steady, rows = <int32_t>handles.size, short_row = -1, arena = -1, lacking
     cdef int status
-    cdef Event* event
-    v.needed = 0
-    p.num_rows = <int32_t>handles.size
-    p.num_events = p.log.size = 0
-    while i < handles.size:
+    memset(needed, 0, sizeof(needed))
+    for k in range(gs.num_arenas):
+        available[k] = blocks_available(gs.arena[k])
+    begin_check(gs, p, rows)
+    while i < rows:
         if advance:
-            ones = run_of_ones(num_new, max(i, ones), handles.size)
-            room = <Py_ssize_t>min(limits.max_tokens - asked, <int64_t>(handles.size - i))
-            simple = check_simple(s, b, handle, i, min(ones, i + room), limits)
-            asked += simple - i
-            i = simple
-            if i == handles.size:
+            ones = <int32_t>run_of_ones(num_new, max(i, ones), rows)
+            steady = <int32_t>min(<int64_t>ones, i + min(limits.max_tokens - asked, <int64_t>rows))
+            steady = check_steady(gs, p, handle, i, steady, limits, needed, available)
+            if steady < 0:
+                return refused(v, NO_MEMORY, i, rows, 0, 0, 0)
+            asked += steady - i
+            i = steady
+            if i == rows:
                 break
         slot = seq_judge(s, handle[i], i, v)
         if slot < 0:
@@ -305,236 +454,289 @@ cdef int step_check(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints
             return refused(v, DUPLICATE_HANDLE, i, handle[i], 0, 0, 0)
         s.seq[slot].mark = s.stamp
         new = ints_at(num_new, i)
-        event = &p.event[p.num_events]
-        log_before = p.log.size
-        status = check_row(p, s, b, event, i, slot, new, limits, v)
+        status = check_row(gs, p, i, slot, new, limits, advance, needed, v)
         if status != OK:
             return status
-        p.num_events += 1
         if advance:
             if new > limits.max_tokens - asked:
                 return refused(v, TOO_MANY_TOKENS, i, asked + new, 0, limits.max_tokens, 0)
             asked += new
-            event.q_len = <int32_t>new
-        need = event.replaced + event.appended
-        if v.needed + need > available:
-            if short_row < 0:
-                short_row = i
-            if partial:
-                log_undo(&p.log, b, log_before)
-                event.served = 0
-                event.q_len = event.replaced = event.appended = 0
-                unserved += new
-                need = 0
-        v.needed += need
+            p.event[p.num_events - 1].q_len = <int32_t>new
+        lacking = short_arena(gs, needed, available)
+        if lacking >= 0 and short_row < 0:
+            short_row = i
+            arena = lacking
+        if lacking >= 0 and partial:
+            skip_row(gs, p, needed)
+            unserved += new
         i += 1
     p.num_tokens = asked - unserved
+    memcpy(gs.needed, needed, sizeof(needed))
     if short_row >= 0 and not partial:
-        return blocks_short(b, v, 0, short_row, handle[short_row], v.needed, v.needed - available)
+        blocks_short(gs.arena[arena], v, arena, short_row, handle[short_row], needed[arena],
+                     needed[arena] - available[arena])
+        return v.reason
     return OK
 
 
-cdef int step_check_unshare(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints* lens, int64_t first,
+cdef void step_undo_check(Groups* gs, const Step* p) noexcept nogil:
+    cdef int32_t k
+    for k in range(gs.num_groups):
+        log_undo(&p.part[k].log, gs.group[k].blocks, 0)
+
+
+cdef int check_unshare_row(Groups* gs, LayerGroup* g, StepPart* part, int32_t row, int32_t slot, int64_t first,
+                           int64_t length, Verdict* v) noexcept nogil:
+    """Note the entries of a row that compaction to `length` tokens rewrites and must not."""
+    cdef Change* change = &part.change[part.num_changes]
+    cdef const int32_t* ids = group_row(g, slot)
+    cdef int64_t held = held_of(g, slot, gs.seqs.seq[slot].num_tokens), place, index, k
+    if not 0 <= length <= held:
+        return refused(v, BAD_LENGTH, row, length, 0, held, 0)
+    change.row = row
+    change.replaced = change.appended = 0
+    place = group_rewritten(g, slot, held, first, length, 0)
+    while place >= 0:
+        index = place // g.columns
+        for k in range(index * g.columns, (index + 1) * g.columns):
+            if log_replacement(&part.log, g.blocks, row, <int32_t>k, ids[k],
+                               <int32_t>min(g.block_size, held - index * g.block_size)) != OK:
+                return refused(v, NO_MEMORY, row, part.log.room, 0, 0, 0)
+        change.replaced += g.columns
+        place = group_rewritten(g, slot, held, first, length, index + 1)
+    part.num_changes += change.replaced != 0
+    return OK
+
+
+cdef int step_check_unshare(Groups* gs, Step* p, int32_t group, const Ints* handles, const Ints* lens, int64_t first,
                             const Limits* limits, Verdict* v) noexcept nogil:
-    """Judge a batch that gets blocks of its own for compaction to `lens` tokens; like `step_check` otherwise."""
-    cdef int64_t available = blocks_available(b), length
-    cdef int32_t i, slot, index, short_row = -1
-    cdef const Seq* q
-    cdef Event* event
-    v.needed = 0
-    p.num_rows = <int32_t>handles.size
-    p.num_events = p.log.size = 0
-    p.num_tokens = 0
+    """Judge a batch that gets blocks of its own in a group. Unless it returns OK: `step_undo_check`."""
+    cdef Seqs* s = gs.seqs
+    cdef LayerGroup* g = &gs.group[group]
+    cdef StepPart* one = p.part[group]
+    cdef int64_t[MAX_ARENAS] needed
+    cdef int64_t available = blocks_available(g.blocks)
+    cdef int32_t i, slot, short_row = -1
+    memset(needed, 0, sizeof(needed))
+    begin_check(gs, p, <int32_t>handles.size)
     for i in range(p.num_rows):
         slot = seq_judge(s, ints_at(handles, i), i, v)
         if slot < 0:
             return v.reason
-        q = &s.seq[slot]
-        if q.mark == s.stamp:
-            return refused(v, DUPLICATE_HANDLE, i, q.handle, 0, 0, 0)
+        if s.seq[slot].mark == s.stamp:
+            return refused(v, DUPLICATE_HANDLE, i, s.seq[slot].handle, 0, 0, 0)
         s.seq[slot].mark = s.stamp
-        length = ints_at(lens, i)
-        if length < 0 or length > q.kv_len:
-            return refused(v, BAD_LENGTH, i, length, 0, q.kv_len, 0)
-        if q.kv_len > limits.seq_tokens:
-            return refused(v, SEQ_TOO_LONG, i, q.kv_len, 0, limits.seq_tokens, 0)
-        if q.num_blocks > limits.table_width:
-            return refused(v, TABLE_TOO_WIDE, i, q.num_blocks, 0, limits.table_width, 0)
-        event = &p.event[i]
-        event.row = i
-        event.q_len = event.appended = event.replaced = 0
-        event.served = 1
-        p.num_events += 1
-        index = seq_rewritten(s, b, slot, first, length, 0)
-        while index >= 0:
-            if log_replacement(&p.log, b, i, index, seq_table(s, slot)[index], <int32_t>min(
-                    b.block_size, q.kv_len - index * b.block_size)) != OK:
-                return refused(v, NO_MEMORY, i, p.log.room, 0, 0, 0)
-            event.replaced += 1
-            index = seq_rewritten(s, b, slot, first, length, index + 1)
-        v.needed += event.replaced
-        if v.needed > available and short_row < 0:
+        if (check_unshare_row(gs, g, one, i, slot, first, ints_at(lens, i), v) != OK
+                or check_row(gs, p, i, slot, 0, limits, False, needed, v) != OK):
+            return v.reason
+        if one.log.size > available and short_row < 0:
             short_row = i
     if short_row >= 0:
-        return blocks_short(b, v, 0, short_row, ints_at(handles, short_row), v.needed, v.needed - available)
+        return blocks_short(g.blocks, v, g.arena, short_row, ints_at(handles, short_row), one.log.size,
+                            one.log.size - available)
+    if one.log.size > one.copies_room:
+        v.value = one.log.size
+        return RETRY
+    memset(gs.needed, 0, sizeof(gs.needed))
+    gs.needed[g.arena] = one.log.size
     return OK
 
 
 # ---- pass 2: commit ----------------------------------------------------------------------------------------
 
-cdef void commit_blocks(Step* p, Seqs* s, Blocks* b, const Event* event, int32_t slot, Replaced* log,
-                        int64_t step_id) noexcept nogil:
-    """Take the blocks of one row: replacements by ascending index, then the new ones at the end."""
-    cdef Seq* q = &s.seq[slot]
-    cdef int32_t* table = seq_table(s, slot)
-    cdef int32_t k
-    p.num_copies = replace_ids(log, event.replaced, b, table, step_id, p.copies, p.num_copies, &b.digest)
-    q.epoch += event.replaced > 0
-    if event.appended:
-        blocks_take_many(b, table + q.num_blocks, event.appended)
-        for k in range(event.appended):
-            b.digest = mix(b.digest, table[q.num_blocks + k])
-        q.num_blocks += event.appended
-        s.sum_blocks += event.appended
-    if event.replaced or event.appended:
-        seq_new_version(s, q)
-    q.kv_len += event.q_len
-    seq_refresh(s, b, slot)
-
-
-cdef int64_t last_slot(const Seqs* s, const Blocks* b, int32_t slot) noexcept nogil:
-    """Where the last token of a sequence is, -1 for an empty one."""
-    cdef int64_t position = s.seq[slot].kv_len - 1
-    cdef int64_t index = whole_blocks(b, position)
-    return (seq_table(s, slot)[index] - index) * b.block_size + position if position >= 0 else -1
-
-
-cdef inline void note_changed(Step* p, int32_t row) noexcept nogil:
+cdef inline void note_changed(StepPart* part, int32_t row) noexcept nogil:
     """The plan shows another table than the row has now."""
-    p.changed[p.num_changed] = row
-    p.num_changed += 1
+    part.changed[part.num_changed] = row
+    part.num_changed += 1
 
 
-cdef void commit_simple(Step* p, Seqs* s, Blocks* b, const int64_t* handles, int32_t first, int32_t end,
-                        int64_t step_id) noexcept nogil:
-    """One token into the tail of each row."""
-    cdef Seq* seq = s.seq
-    cdef int64_t* length = p.length
-    cdef int64_t* slot = p.slot
-    cdef const uint64_t* seen = p.seen
-    cdef uint64_t digest = b.digest
+cdef void commit_group(Groups* gs, LayerGroup* g, StepPart* part, const Step* p) noexcept nogil:
+    """Take the blocks of all rows in one group: in a row replacements by ascending index, then the new entries."""
+    cdef Blocks* b = g.blocks
+    cdef uint64_t digest = gs.arena[0].digest
+    cdef Replaced* log = part.log.entry
+    cdef const Change* change
+    cdef int32_t* ids
+    cdef int32_t i, k, slot
+    part.num_copies = 0
+    for i in range(part.num_changes):
+        change = &part.change[i]
+        slot = slot_of(p.handle[change.row])
+        ids = group_row(g, slot)
+        part.num_copies = replace_ids(log, change.replaced, b, ids, p.id if gs.pends else 0, part.copies,
+                                      part.num_copies, &digest)
+        if change.replaced:
+            tail_of(g, slot).epoch += 1
+        log += change.replaced
+        ids += <int64_t>entries_of(g, slot, gs.seqs.seq[slot].num_blocks) * g.columns
+        blocks_take_many(b, ids, change.appended)
+        for k in range(change.appended):
+            digest = mix(digest, ids[k])
+        new_version(g, slot)
+    gs.arena[0].digest = digest
+
+
+cdef void commit_tails(LayerGroup* g, StepPart* part, const int64_t* handles, int32_t first, int32_t end) noexcept nogil:
+    """One token into the tail of each row of a group."""
+    cdef const uint64_t* seen = part.wire.seen
     cdef int32_t i
-    cdef Seq* q
+    cdef Tail* t
     for i in range(first, end):
-        q = &seq[handles[i] & (MAX_SEQS - 1)]
-        slot[i] = q.next_slot
-        q.next_slot += 1
-        q.kv_len += 1
-        length[i] = q.kv_len
-        if seen[i] != q.version:
-            note_changed(p, i)
+        t = tail_of(g, slot_of(handles[i]))
+        part.slot[i] = t.next_slot
+        t.next_slot += 1
+        if seen[i] != t.version:
+            note_changed(part, i)
+
+
+cdef void commit_simple(Groups* gs, Step* p, int32_t first, int32_t end, int64_t step_id) noexcept nogil:
+    """One token more for each row, in all groups."""
+    cdef Seqs* s = gs.seqs
+    cdef uint64_t digest = gs.arena[0].digest
+    cdef int32_t i, k
+    cdef Seq* q
+    if first == end:
+        return
+    for i in range(first, end):
+        q = &s.seq[slot_of(p.handle[i])]
+        q.num_tokens += 1
+        p.length[i] = q.num_tokens
         if step_id:
             p.prev_step[i] = q.last_step
             q.last_step = step_id
-        digest = mix(digest, <uint64_t>untagged(s, handles[i]) ^ (<uint64_t>length[i] << 20))
-    b.digest = digest
+        digest = mix(digest, <uint64_t>untagged(s, p.handle[i]) ^ (<uint64_t>q.num_tokens << 20))
+    gs.arena[0].digest = digest
+    for k in range(gs.num_groups):
+        if gs.group[k].kind != STATE_LAYERS:
+            commit_tails(&gs.group[k], p.part[k], p.handle, first, end)
 
 
-cdef void step_commit(Step* p, Seqs* s, Blocks* b, const int64_t* handles, bint advance, bint pends) noexcept nogil:
+cdef inline int64_t last_slot(const LayerGroup* g, int32_t slot, int64_t num_tokens) noexcept nogil:
+    """Where the last token of a row is, in the first column; -1: nowhere."""
+    cdef int64_t position = held_of(g, slot, num_tokens) - 1, index = entry_at(g, position)
+    if position < 0:
+        return -1
+    return (group_row(g, slot)[index * g.columns] - index) * g.block_size + position
+
+
+cdef void commit_event(Groups* gs, Step* p, const Event* event, int64_t step_id) noexcept nogil:
+    """The lengths and tails of a row that did more, whose blocks are taken."""
+    cdef Seqs* s = gs.seqs
+    cdef int32_t i = event.row, k, slot = slot_of(p.handle[i])
+    cdef Seq* q = &s.seq[slot]
+    cdef StepPart* part
+    q.num_blocks += event.appended
+    q.num_tokens += event.q_len
+    s.sum_blocks += event.appended
+    p.length[i] = q.num_tokens
+    p.prev_step[i] = q.last_step
+    q.last_step = step_id
+    for k in range(gs.num_groups):
+        part = p.part[k]
+        tail_refresh(gs, &gs.group[k], slot)
+        if gs.group[k].kind != STATE_LAYERS:
+            part.slot[i] = last_slot(&gs.group[k], slot, q.num_tokens)
+            if part.wire.seen[i] != tail_of(&gs.group[k], slot).version:
+                note_changed(part, i)
+
+
+cdef void step_commit(Groups* gs, Step* p, const int64_t* handles, bint advance) noexcept nogil:
     """Carry out a batch that step_check accepted."""
-    cdef int32_t i, k, slot, done = 0, log_at = 0
-    cdef int64_t step_id = p.id if pends else 0
+    cdef Seqs* s = gs.seqs
+    cdef Blocks* b = gs.arena[0]
+    cdef int64_t step_id = p.id if gs.pends else 0
     cdef const Event* event
-    cdef Seq* q
-    p.num_copies = p.num_changed = 0
+    cdef int32_t k, done = 0
     p.uniform = advance
     b.digest = mix(mix(b.digest, OP_STEP if advance else OP_RESERVE), p.num_rows)
     memmove(p.handle, handles, p.num_rows * sizeof(int64_t))    # the batch may be a part of the plan's own array
-    handles = p.handle
+    if gs.tree != NULL:
+        tree_loads(gs, p, advance)
+        for k in range(gs.num_arenas):
+            tree_make_room(gs, k, gs.needed[k])
+    for k in range(gs.num_groups):
+        commit_group(gs, &gs.group[k], p.part[k], p)
     for k in range(p.num_events):
         event = &p.event[k]
-        i = event.row
-        commit_simple(p, s, b, handles, done, i, step_id)
-        done = i + 1
-        slot = slot_of(handles[i])
-        commit_blocks(p, s, b, event, slot, p.log.entry + log_at, step_id)
-        log_at += event.replaced
+        commit_simple(gs, p, done, event.row, step_id)
+        done = event.row + 1
+        commit_event(gs, p, event, step_id)
         p.uniform &= event.q_len == 1
-        q = &s.seq[slot]
-        p.slot[i] = last_slot(s, b, slot)
-        p.length[i] = q.kv_len
-        if p.seen[i] != q.version:
-            note_changed(p, i)
-        p.prev_step[i] = q.last_step
-        q.last_step = step_id
         if event.q_len != 1:
             b.digest = mix(b.digest, (<uint64_t>event.q_len << 1) | event.served)
-        b.digest = mix(b.digest, <uint64_t>untagged(s, handles[i]) ^ (<uint64_t>q.kv_len << 20))
-    commit_simple(p, s, b, handles, done, p.num_rows, step_id)
+        b.digest = mix(b.digest, <uint64_t>untagged(s, p.handle[event.row]) ^ (<uint64_t>p.length[event.row] << 20))
+    commit_simple(gs, p, done, p.num_rows, step_id)
     s.sum_tokens += p.num_tokens
+    if gs.tree != NULL and advance:
+        tree_saves(gs, p)
 
 
 # ---- a steady batch ----------------------------------------------------------------------------------------
 
-cdef int32_t begin_block(Step* p, const Seqs* s, const Blocks* b, int32_t slot, Py_ssize_t i,
-                         const Limits* limits) noexcept nogil:
-    """Point row i, whose table is full, at the block that it will get, and note an event; NO_BLOCK: not steady."""
-    cdef Seq* q = &s.seq[slot]
+cdef int32_t begin_entry(const Groups* gs, const LayerGroup* g, StepPart* part, int32_t slot, int32_t row,
+                         int64_t position) noexcept nogil:
+    """A row gets room for `unit` blocks more: the ids that it appends in a group, -1: it is not steady there."""
+    cdef const Seq* q = &gs.seqs.seq[slot]
+    cdef int32_t entries = entries_of(g, slot, q.num_blocks), more = entries_of(g, slot, q.num_blocks + gs.unit)
+    cdef int64_t index = entry_at(g, held_of(g, slot, position))
+    cdef Change* change = &part.change[part.num_changes]
+    if more > part.width:
+        return -1
+    if index < entries:                         # a block of several of the pool's: there is room in it
+        if not (is_own(&g.blocks.block[group_row(g, slot)[index * g.columns]]) and other_columns_own(g, slot, index)):
+            return -1
+    if more == entries:
+        return 0
+    change.row = row
+    change.replaced = 0
+    change.appended = (more - entries) * g.columns
+    part.num_changes += 1
+    kv_prefetch(group_row(g, slot) + entries * g.columns)
+    return change.appended
+
+
+cdef inline int32_t begin_blocks(Groups* gs, Step* p, int32_t slot, int32_t row, const Limits* limits) noexcept nogil:
+    """Note that a row whose tables are full gets room for more; the ids of the first group, -1: it is not steady."""
+    cdef const Seq* q = &gs.seqs.seq[slot]
     cdef Event* event = &p.event[p.num_events]
-    if (q.kv_len != q.num_blocks * b.block_size or q.kv_len >= limits.seq_tokens
-            or q.num_blocks >= limits.table_width or p.num_events == blocks_available(b)):
-        return NO_BLOCK
-    q.tail = blocks_after(b, p.num_events, p.newest)
-    q.next_slot = q.tail * b.block_size
-    q.stop_slot = q.next_slot + b.block_size
-    event.row = <int32_t>i
-    event.q_len = event.appended = 1
-    event.replaced = 0
-    event.served = 1
-    p.num_events += 1
-    p.newest = q.tail
-    kv_prefetch(seq_table(s, slot) + q.num_blocks)
-    return q.tail
+    cdef int32_t ids
+    if q.num_tokens != q.num_blocks * gs.block_size or not within(gs, q, slot, limits):
+        return -1
+    ids = begin_entry(gs, &gs.group[0], p.part[0], slot, row, q.num_tokens)
+    event.row = row
+    event.q_len = event.served = 1
+    event.appended = gs.unit
+    p.num_events += ids >= 0
+    return ids
 
 
-cdef void take_begun(Step* p, Seqs* s, Blocks* b, const int64_t* handle) noexcept nogil:
-    """Take the blocks that rows have begun, in their order."""
-    cdef int32_t k, slot
-    cdef Seq* q
-    for k in range(p.num_events):
-        slot = slot_of(handle[p.event[k].row])
-        q = &s.seq[slot]
-        seq_table(s, slot)[q.num_blocks] = blocks_take(b)
-        q.num_blocks += 1
-        seq_new_version(s, q)
-    s.sum_blocks += p.num_events
+cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, Py_ssize_t n, const Limits* limits,
+                                   int64_t step_id, uint64_t* digest, int64_t* needed, bint pends,
+                                   bint one_column) noexcept nogil:
+    """Serve one token to each row in the first group, up to the first row that is not steady: its number is returned.
 
-
-cdef inline Py_ssize_t steady_rows(Step* p, const Seqs* s, const Blocks* b, const int64_t* handle, Py_ssize_t n,
-                                   const Limits* limits, int64_t step_id, uint64_t* digest,
-                                   bint pends) noexcept nogil:
-    """Serve one token to each row, up to the first row that is not steady, whose number is returned.
-
-    This loop is the whole cost of a steady step: it touches every sequence once, and all it reads is in locals. The
-    compiler makes a loop for each value of `pends`. In a step that pends, a row that comes twice shows by its step.
+    This loop is the whole cost of a steady step of one group: it touches every sequence once, and all it reads is in
+    locals. The compiler makes a loop for each value of `pends` and `one_column`. In a step that pends, a row that comes
+    twice shows by its step.
     """
+    cdef Seqs* s = gs.seqs
     cdef Seq* seq = s.seq
-    cdef const Block* block = b.block
-    cdef const uint64_t* seen = p.seen
-    cdef int64_t* slots = p.slot
+    cdef const LayerGroup* g = &gs.group[0]
+    cdef StepPart* part = p.part[0]
+    cdef const Block* block = g.blocks.block
+    cdef const uint64_t* seen = part.wire.seen
+    cdef int64_t* slots = part.slot
     cdef int64_t* lengths = p.length
     cdef int64_t* prev = p.prev_step
-    cdef int64_t max_seqs = s.max_seqs, seq_tokens = limits.seq_tokens
-    cdef int32_t table_width = limits.table_width, id
-    cdef bint narrow = table_width < s.max_blocks or seq_tokens < s.max_blocks * b.block_size, changed
+    cdef int64_t max_seqs = s.max_seqs
+    cdef bint narrow = is_narrow(gs, limits), changed
     cdef uint32_t stamp = s.stamp
     cdef uint64_t h = digest[0]
     cdef const Block* tail
     cdef int64_t row, slot, length
+    cdef int32_t ids
     cdef Py_ssize_t i
     cdef Seq* q
-    p.num_events = p.num_changed = 0
-    p.newest = NO_BLOCK
     for i in range(n):
         row = handle[i]
         slot = row & (MAX_SEQS - 1)
@@ -543,25 +745,28 @@ cdef inline Py_ssize_t steady_rows(Step* p, const Seqs* s, const Blocks* b, cons
         q = &seq[slot]
         if q.handle != row or (q.last_step == step_id if pends else q.mark == stamp):
             break
-        if q.next_slot < q.stop_slot:
-            tail = &block[q.tail]
+        if q.lead.next_slot < q.lead.stop_slot:
+            tail = &block[q.lead.block]
             if (tail.refcount ^ 1) | tail.hold | tail.committed:
                 break
-            if narrow and (q.kv_len >= seq_tokens or q.num_blocks > table_width):
+            if not one_column and not other_columns_own(g, <int32_t>slot,
+                                                        entry_at(g, held_of(g, <int32_t>slot, q.num_tokens))):
                 break
-            changed = seen[i] != q.version
+            if narrow and not within(gs, q, <int32_t>slot, limits):
+                break
+            changed = seen[i] != q.lead.version
+            slots[i] = q.lead.next_slot
+            q.lead.next_slot += 1
         else:
-            id = begin_block(p, s, b, <int32_t>slot, i, limits)
-            if id == NO_BLOCK:
+            ids = begin_blocks(gs, p, <int32_t>slot, <int32_t>i, limits)
+            if ids < 0:
                 break
-            h = mix(h, id)
-            changed = True
+            needed[g.arena] += ids
+            changed = ids > 0 or seen[i] != q.lead.version
         if changed:
-            note_changed(p, <int32_t>i)
-        slots[i] = q.next_slot
-        q.next_slot += 1
-        length = q.kv_len + 1
-        q.kv_len = length
+            note_changed(part, <int32_t>i)
+        length = q.num_tokens + 1
+        q.num_tokens = length
         lengths[i] = length
         if pends:
             prev[i] = q.last_step
@@ -575,59 +780,118 @@ cdef inline Py_ssize_t steady_rows(Step* p, const Seqs* s, const Blocks* b, cons
     return i
 
 
-cdef void undo_steady(const Step* p, const Seqs* s, const Blocks* b, const int64_t* handle, Py_ssize_t n,
-                      int64_t step_id) noexcept nogil:
-    """Take back what `steady_rows` did to n rows."""
-    cdef Py_ssize_t i
-    cdef int32_t k
-    cdef Seq* q
+cdef bint steady_tails(Groups* gs, const Step* p, int32_t k, const int64_t* handle, int32_t n,
+                       int64_t* needed) noexcept nogil:
+    """The same rows in group `k`, behind the first: whether all are steady there."""
+    cdef LayerGroup* g = &gs.group[k]
+    cdef StepPart* part = p.part[k]
+    cdef const uint64_t* seen = part.wire.seen
+    cdef int32_t i, slot, ids, at = 0
+    cdef bint begins
+    cdef Tail* t
     for i in range(n):
-        q = &s.seq[slot_of(handle[i])]
-        q.next_slot -= 1
-        q.kv_len -= 1
+        slot = slot_of(handle[i])
+        t = tail_of(g, slot)
+        begins = at < p.num_events and p.event[at].row == i
+        ids = 0
+        if begins:
+            at += 1
+            ids = begin_entry(gs, g, part, slot, i, p.length[i] - 1)
+            if ids < 0:
+                return False
+            needed[g.arena] += ids
+        elif not tail_is_steady(g, t, slot, p.length[i] - 1):
+            return False
+        else:
+            part.slot[i] = t.next_slot
+            t.next_slot += 1
+        if ids or seen[i] != t.version:
+            note_changed(part, i)
+    return True
+
+
+cdef void undo_steady(Groups* gs, const Step* p, const int64_t* handle, Py_ssize_t n, int64_t step_id) noexcept nogil:
+    """Take back what was done to n rows."""
+    cdef Py_ssize_t i
+    cdef int32_t slot
+    for i in range(n):
+        slot = slot_of(handle[i])
+        gs.seqs.seq[slot].num_tokens -= 1
         if step_id:
-            q.last_step = p.prev_step[i]
-    for k in range(p.num_events):
-        seq_refresh(s, b, slot_of(handle[p.event[k].row]))
+            gs.seqs.seq[slot].last_step = p.prev_step[i]
+        tails_refresh(gs, slot)
 
 
-cdef bint step_steady(Step* p, Seqs* s, Blocks* b, const Ints* handles, const Ints* num_new, const Limits* limits,
+cdef bint step_steady(Groups* gs, Step* p, const Ints* handles, const Ints* num_new, const Limits* limits,
                       int64_t step_id) noexcept nogil:
-    """Serve a batch in one pass, if each row has one token that needs no copy. If not, nothing has happened.
-
-    The result is that of `step_check` and `step_commit`.
-    """
+    """Serve a batch in one pass, if each row has one token that needs no copy. If not, nothing has happened."""
     cdef const int64_t* handle = <const int64_t*>handles.data
-    cdef uint64_t digest = mix(mix(b.digest, OP_STEP), handles.size)
-    cdef Py_ssize_t served
-    if handles.size > limits.max_tokens or run_of_ones(num_new, 0, handles.size) != handles.size:
+    cdef Seqs* s = gs.seqs
+    cdef uint64_t digest = mix(mix(gs.arena[0].digest, OP_STEP), handles.size)
+    cdef int64_t[MAX_ARENAS] needed
+    cdef Py_ssize_t served, n = handles.size
+    cdef int32_t k = 1
+    cdef const Event* event
+    if gs.has_states or n > limits.max_tokens or run_of_ones(num_new, 0, n) != n:
         return False
-    if step_id:
-        served = steady_rows(p, s, b, handle, handles.size, limits, step_id, &digest, True)
+    begin_check(gs, p, <int32_t>n)
+    memset(needed, 0, sizeof(needed))
+    if gs.group[0].columns > 1:
+        served = steady_rows(gs, p, handle, n, limits, step_id, &digest, needed, step_id != 0, False)
+    elif step_id:
+        served = steady_rows(gs, p, handle, n, limits, step_id, &digest, needed, True, True)
     else:
-        served = steady_rows(p, s, b, handle, handles.size, limits, step_id, &digest, False)
-    if served < handles.size:
-        undo_steady(p, s, b, handle, served, step_id)
+        served = steady_rows(gs, p, handle, n, limits, step_id, &digest, needed, False, True)
+    while served == n and k < gs.num_groups and steady_tails(gs, p, k, handle, <int32_t>n, needed):
+        k += 1
+    if served < n or k < gs.num_groups or (p.num_events and not all_have(gs, needed)):
+        undo_steady(gs, p, handle, served, step_id)
         seqs_new_stamp(s)
         return False
-    take_begun(p, s, b, handle)
-    memmove(p.handle, handle, handles.size * sizeof(int64_t))       # the batch may be a part of the plan's own array
-    b.digest = digest
-    p.num_rows = <int32_t>handles.size
-    p.num_tokens = handles.size
-    p.num_copies = 0
-    p.log.size = 0
+    memmove(p.handle, handle, n * sizeof(int64_t))      # the batch may be a part of the plan's own array
+    gs.arena[0].digest = digest
+    p.num_tokens = n
     p.uniform = True
-    s.sum_tokens += handles.size
+    s.sum_tokens += n
+    for k in range(gs.num_arenas if gs.tree != NULL and p.num_events else 0):
+        tree_make_room(gs, k, needed[k])
+    for k in range(gs.num_groups):
+        p.part[k].num_copies = 0
+        if p.part[k].num_changes:
+            commit_group(gs, &gs.group[k], p.part[k], p)
+    for k in range(p.num_events):
+        event = &p.event[k]
+        grow_row(gs, p, event)
     return True
+
+
+cdef bint all_have(const Groups* gs, const int64_t* needed) noexcept nogil:
+    """Whether every arena has so many blocks."""
+    cdef int32_t k
+    for k in range(gs.num_arenas):
+        if needed[k] > blocks_available(gs.arena[k]):
+            return False
+    return True
+
+
+cdef void grow_row(Groups* gs, Step* p, const Event* event) noexcept nogil:
+    """A row has got the blocks that it begins."""
+    cdef int32_t i = event.row, k, slot = slot_of(p.handle[i])
+    gs.seqs.seq[slot].num_blocks += event.appended
+    gs.seqs.sum_blocks += event.appended
+    for k in range(gs.num_groups):
+        tail_refresh(gs, &gs.group[k], slot)
+        p.part[k].slot[i] = last_slot(&gs.group[k], slot, p.length[i])
 
 
 # ---- how a pending step ends -------------------------------------------------------------------------------
 
-cdef inline void set_fences(const Pending* pending, Blocks* b) noexcept nogil:
+cdef void set_fences(Groups* gs, const Pending* pending) noexcept nogil:
     """Blocks that are released from now on wait for the steps that are pending now."""
-    b.oldest_pending = pending.oldest.id if pending.oldest != NULL else 0
-    b.newest_pending = pending.newest.id if pending.newest != NULL else 0
+    cdef int32_t k
+    for k in range(gs.num_arenas):
+        gs.arena[k].oldest_pending = pending.oldest.id if pending.oldest != NULL else 0
+        gs.arena[k].newest_pending = pending.newest.id if pending.newest != NULL else 0
 
 
 cdef void pending_add(Pending* pending, Step* p) noexcept nogil:
@@ -657,17 +921,6 @@ cdef void pending_remove(Pending* pending, Step* p) noexcept nogil:
     pending.size -= 1
 
 
-cdef void pending_settle(const Pending* pending, Step* p, Blocks* b) noexcept nogil:
-    """A step has ended: recompute the floors that its log touched, then let blocks out of limbo."""
-    cdef const Step* other = pending.oldest
-    clear_floors(&p.log, b)
-    while p.log.size and other != NULL:
-        raise_floors(&other.log, b)
-        other = other.newer
-    p.log.size = 0
-    blocks_drain_limbo(b)
-
-
 cdef bint step_has_children(const Step* p, const Seqs* s) noexcept nogil:
     """Whether an open sequence inherited work of this step by a fork. O(max_seqs) if one ever did."""
     cdef int32_t slot
@@ -679,42 +932,128 @@ cdef bint step_has_children(const Step* p, const Seqs* s) noexcept nogil:
     return False
 
 
-cdef void rollback_row(Seqs* s, Blocks* b, int32_t slot, int32_t q_len, int32_t appended, const Replaced* log,
-                       int32_t replaced) noexcept nogil:
-    cdef Seq* q = &s.seq[slot]
-    cdef int32_t* table = seq_table(s, slot)
-    q.kv_len -= q_len
-    s.sum_tokens -= q_len
-    q.num_blocks -= appended
-    s.sum_blocks -= appended
-    blocks_unref_many(b, table + q.num_blocks, appended)
-    undo_replaced(log, replaced, b, table)
-    if replaced or appended:
-        q.epoch += 1
-        seq_new_version(s, q)
-    seq_refresh(s, b, slot)
+cdef inline int64_t first_read(const LayerGroup* g, int64_t position) noexcept nogil:
+    """The first entry, apart from kept ones, that a query at a position or behind it reads."""
+    if g.kind == WINDOW_LAYERS:
+        return entry_at(g, max(position - g.reach + 1, <int64_t>0))
+    return entry_at(g, position // g.reach * g.reach) if g.kind == CHUNK_LAYERS else 0
 
 
-cdef void step_rollback(Step* p, Seqs* s, Blocks* b) noexcept nogil:
-    """Undo the newest step. The plan is off the pending list already; the caller recomputes floors."""
-    cdef int32_t i, slot, log_at = p.log.size, at = p.num_events - 1
-    cdef Event plain
+cdef void free_behind_window(LayerGroup* g, int32_t slot, int64_t length) noexcept nogil:
+    """Release the entries that no query reads after a step that ended at a length, which is due."""
+    cdef int64_t end = first_read(g, length - g.lookahead), index
+    cdef int32_t* ids = group_row(g, slot)
+    cdef int32_t first = max(g.kept, g.seq[slot].gone)
+    for index in range(first * <int64_t>g.columns, end * g.columns):
+        blocks_unref(g.blocks, ids[index])
+        ids[index] = g.hole
+    set_gone(g, slot, <int32_t>end)
+    tail_of(g, slot).epoch += 1
+    new_version(g, slot)
+
+
+cdef void step_release(Groups* gs, const Step* p) noexcept nogil:
+    """The step was executed: let go of what it read last, then of what no later query of its rows reads."""
+    cdef int32_t[MAX_GROUPS] letting
+    cdef int32_t i, k, slot, n = 0
+    if gs.tree != NULL:
+        tree_pass(gs, p)
+    for k in range(gs.num_groups):
+        log_release(&p.part[k].log, gs.group[k].blocks)
+        if gs.group[k].kind == WINDOW_LAYERS or gs.group[k].kind == CHUNK_LAYERS:
+            letting[n] = k
+            n += 1
+    for i in range(p.num_rows if n else 0):
+        slot = slot_of(p.handle[i])
+        for k in range(n):
+            if p.length[i] >= gs.group[letting[k]].seq[slot].due and seq_find(gs.seqs, p.handle[i]) >= 0:
+                free_behind_window(&gs.group[letting[k]], slot, p.length[i])
+
+
+cdef void step_settle(Groups* gs, const Pending* pending, const Step* p) noexcept nogil:
+    """A step has ended: recompute the floors that its logs touched, then let blocks out of limbo."""
+    cdef const Step* other
+    cdef int32_t k
+    for k in range(gs.num_groups):
+        clear_floors(&p.part[k].log, gs.group[k].blocks)
+        other = pending.oldest
+        while p.part[k].log.size and other != NULL:
+            raise_floors(&other.part[k].log, gs.group[k].blocks)
+            other = other.newer
+        p.part[k].num_changes = p.part[k].log.size = 0
+    for k in range(gs.num_arenas):
+        blocks_drain_limbo(gs.arena[k])
+
+
+cdef void step_pass(Groups* gs, const Pending* pending, const Step* p) noexcept nogil:
+    """The oldest pending step has passed; it is off the list already."""
+    set_fences(gs, pending)
+    step_release(gs, p)
+    step_settle(gs, pending, p)
+    if gs.tree != NULL:
+        tree_publish(gs)
+
+
+cdef void rollback_group(LayerGroup* g, const StepPart* part, const Step* p, const Seqs* s) noexcept nogil:
+    """Undo the newest step in one group; the sequences have their lengths of before already."""
+    cdef const Replaced* log = part.log.entry + part.log.size
+    cdef const Change* change
+    cdef int32_t* ids
+    cdef int64_t at
+    cdef int32_t i, slot
+    for i in range(part.num_changes - 1, -1, -1):
+        change = &part.change[i]
+        log -= change.replaced
+        slot = seq_find(s, p.handle[change.row])
+        if slot < 0:
+            drop_replaced(log, change.replaced, g.blocks)
+            continue
+        ids = group_row(g, slot)
+        at = 0 if g.kind == STATE_LAYERS else <int64_t>entries_of(g, slot, s.seq[slot].num_blocks) * g.columns
+        blocks_unref_many(g.blocks, ids + at, change.appended)
+        if g.kind == STATE_LAYERS and change.appended:
+            ids[0] = NO_BLOCK
+        undo_replaced(log, change.replaced, g.blocks, ids)
+        tail_of(g, slot).epoch += 1
+        new_version(g, slot)
+
+
+cdef void step_rollback(Groups* gs, const Pending* pending, const Step* p) noexcept nogil:
+    """Undo the newest step, which is off the list already: the last group first."""
+    cdef Seqs* s = gs.seqs
     cdef const Event* event
+    cdef Event plain
+    cdef int32_t i, k, slot, at = 0
     plain.q_len = 1
-    plain.appended = plain.replaced = 0
-    b.digest = mix(mix(b.digest, OP_ROLLBACK), p.num_rows)
-    for i in range(p.num_rows - 1, -1, -1):
+    plain.appended = 0
+    gs.arena[0].digest = mix(mix(gs.arena[0].digest, OP_ROLLBACK), p.num_rows)
+    if gs.tree != NULL:
+        tree_undo(gs, p)
+    set_fences(gs, pending)
+    for k in range(gs.num_arenas):
+        blocks_lower_fences(gs.arena[k])
+    for i in range(p.num_rows):
         event = &plain
-        if at >= 0 and p.event[at].row == i:
+        if at < p.num_events and p.event[at].row == i:
             event = &p.event[at]
-            at -= 1
-        log_at -= event.replaced
+            at += 1
         slot = seq_find(s, p.handle[i])
         if slot >= 0:
             s.seq[slot].last_step = p.prev_step[i]
-            rollback_row(s, b, slot, event.q_len, event.appended, p.log.entry + log_at, event.replaced)
-        else:
-            drop_replaced(p.log.entry + log_at, event.replaced, b)
+            s.seq[slot].num_tokens -= event.q_len
+            s.seq[slot].num_blocks -= event.appended
+            s.sum_tokens -= event.q_len
+            s.sum_blocks -= event.appended
+    for k in range(gs.num_groups - 1, -1, -1):
+        rollback_group(&gs.group[k], p.part[k], p, s)
+        wire_forget(&p.part[k].wire, p.num_rows, False)
+    for i in range(p.num_rows):
+        if seq_find(s, p.handle[i]) >= 0:
+            tails_refresh(gs, slot_of(p.handle[i]))
+    step_settle(gs, pending, p)
+    if gs.tree != NULL:
+        tree_undone(gs, p)
+        tree_publish(gs)
 
 
 cdef uint64_t step_fingerprint(const Step* p, const Seqs* s, uint64_t h, int64_t next_step) noexcept nogil:
@@ -723,7 +1062,7 @@ cdef uint64_t step_fingerprint(const Step* p, const Seqs* s, uint64_t h, int64_t
     cdef Event plain
     cdef const Event* event
     plain.q_len = 1
-    plain.appended = plain.replaced = 0
+    plain.appended = 0
     h = mix(mix(mix(h, next_step - p.id), p.num_rows), p.noted_done)
     for i in range(p.num_rows):
         event = &plain
@@ -732,8 +1071,8 @@ cdef uint64_t step_fingerprint(const Step* p, const Seqs* s, uint64_t h, int64_t
             at += 1
         h = mix(h, untagged(s, p.handle[i]))
         h = mix(h, next_step - p.prev_step[i] if p.prev_step[i] else 0)
-        h = mix(mix(h, event.q_len), (<uint64_t>event.appended << 32) | <uint32_t>event.replaced)
-    return log_fingerprint(&p.log, h)
+        h = mix(mix(h, event.q_len), event.appended)
+    return h
 
 
 cdef bint check_fences(const Blocks* b, const Pending* pending, char* finding) noexcept nogil:

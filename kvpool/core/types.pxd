@@ -52,7 +52,6 @@ cdef enum:                      # what a C function reports: OK, NO_MEMORY, RETR
     TOO_FEW_TOKENS
     TOO_MANY_LEFT
     UNEVEN_TOKENS
-    LOST_TOO_MANY
     NOT_REWRITABLE
     BAD_INDEX
     INDEX_ORDER
@@ -62,10 +61,9 @@ cdef enum:                      # what a C function reports: OK, NO_MEMORY, RETR
     HAS_CONTENT                 # a block that is committed already
     NOT_BLANK
     STEP_PENDING
-    IN_GROUPS                   # a call that a pool with layer groups does not have
+    SEVERAL_GROUPS              # a call for pools with one layer group
     NOT_FULL                    # tokens are to leave a group that is not full
     NO_FULL_GROUP
-    PROMPT_IN_GROUPS
     NOT_ALLOCATED
     NO_SUCH_GROUP
     WINDOW_IS_GONE

@@ -9,9 +9,6 @@ cdef enum:
     INDPTR
     INDICES
     LAST_PAGE_LEN
-    KV_SLOTS
-    KV_SLOTS_RAGGED
-    KV_INDPTR
     SLOT_IDS
     NUM_FIELDS
 
@@ -24,29 +21,20 @@ cdef struct Field:              # one array; nobody asked for it: width 0
 
 cdef struct WireRow:            # what a row of the arrays holds
     int64_t handle              # -1: nothing, or unknown
-    int64_t kv_valid            # leading entries of the kv_slots row that are right for (handle, epoch)
-    int64_t kv_written          # entries of the kv_slots row that may be other than pad
     uint32_t epoch
-    int32_t written             # entries of the block_tables row that may be other than pad
-    int32_t csr_blocks          # entries of the row in indices, -1: unknown
+    int32_t written             # ids of the block_tables row that may be other than pad
+    int32_t csr_entries         # entries of the row in indices, -1: unknown
     uint8_t carried             # the consumer cannot trust its copy of the row (new, rolled back, rebound): dirty
 
 
-cdef struct Wire:
-    Field field[NUM_FIELDS]
+cdef struct Wire:               # the arrays of one layer group
+    Field[NUM_FIELDS] field
     WireRow* row                # [max_rows]
     uint64_t* seen              # [max_rows] version of the table the row holds, 0: none, or to be rewritten
     int32_t* dirty              # [max_rows], ascending
-    uint8_t* served             # [max_rows]
     int32_t max_rows
-    int32_t table_width         # blocks
-    int64_t kv_width            # tokens
+    int32_t table_width         # ids of a row of block_tables
     int32_t num_dirty
     int32_t csr_rows            # rows that indptr describes
     bint tracks                 # some format has rows
     int64_t nnz                 # entries of indices
-    int64_t kv_total            # entries of kv_slots_ragged
-
-
-cdef void wire_emit(Wire* w, const Step* p, const Seqs* s, const Blocks* b, int32_t pad_rows,
-                    int64_t pad_tokens) noexcept nogil

@@ -25,19 +25,16 @@ cdef void wire_free(Wire* w) noexcept nogil:
     w.seen = NULL
 
 
-cdef void wire_forget(Wire* w, int32_t rows, bint tables, bint kv_slots) noexcept nogil:
-    """Make rows dirty in the next step. `tables`, `kv_slots`: that array was rebound, so it may hold anything."""
+cdef void wire_forget(Wire* w, int32_t rows, bint tables) noexcept nogil:
+    """Make rows dirty in the next step. `tables`: that array was rebound, so it may hold anything."""
     cdef int32_t i
     for i in range(rows):
         w.seen[i] = 0
         w.row[i].handle = -1
-        w.row[i].kv_valid = 0
-        w.row[i].csr_blocks = -1
+        w.row[i].csr_entries = -1
         w.row[i].carried = 1
         if tables:
             w.row[i].written = w.table_width
-        if kv_slots:
-            w.row[i].kv_written = w.kv_width
 
 
 cdef inline void write_one(const Field* f, int64_t i, int64_t value) noexcept nogil:
@@ -54,13 +51,13 @@ cdef void write_pad(const Field* f, int64_t first, int64_t end) noexcept nogil:
             write_one(f, i, f.pad)
 
 
-cdef void write_slots(const Field* f, int64_t at, const int32_t* table, int64_t bs, int64_t first,
+cdef void write_slots(const Field* f, int64_t at, const LayerGroup* g, const int32_t* ids, int64_t first,
                       int64_t end) noexcept nogil:
-    """Slots of positions first .. end - 1 of one sequence, from index `at` on."""
-    cdef int64_t index = first // bs, offset = first - index * bs, stop, base
+    """Slots of places first .. end - 1 of a row in one column, whose ids are `columns` apart, from index `at` on."""
+    cdef int64_t bs = g.block_size, index = entry_at(g, first), offset = first - index * bs, stop, base
     while first < end:
         stop = bs if end - first > bs - offset else offset + end - first
-        base = table[index] * bs
+        base = ids[index * g.columns] * bs
         first += stop - offset
         while offset < stop:
             write_one(f, at, base + offset)
@@ -90,7 +87,7 @@ cdef void write_all(const Field* f, const int64_t* values, int32_t n, int64_t sh
 
 cdef inline void show_row(Wire* w, int32_t i, int64_t handle, uint32_t epoch, uint64_t version, const int32_t* table,
                           int32_t n) noexcept nogil:
-    """Bring the block_tables row i up to date with the n entries of a table, and call it dirty."""
+    """Bring the block_tables row i up to date with the n ids of a table, and call it dirty."""
     cdef WireRow* row = &w.row[i]
     cdef const Field* f = &w.field[BLOCK_TABLES]
     cdef int64_t at = <int64_t>i * w.table_width
@@ -98,8 +95,7 @@ cdef inline void show_row(Wire* w, int32_t i, int64_t handle, uint32_t epoch, ui
     if row.handle == handle and row.epoch == epoch:
         first = row.written
     else:
-        row.kv_valid = 0
-        row.csr_blocks = -1
+        row.csr_entries = -1
     if f.width:
         for k in range(first, n):
             write_one(f, at + k, table[k])
@@ -113,57 +109,81 @@ cdef inline void show_row(Wire* w, int32_t i, int64_t handle, uint32_t epoch, ui
     w.num_dirty += 1
 
 
-cdef void sync_rows(Wire* w, const Step* p, const Seqs* s) noexcept nogil:
+cdef void sync_rows(const Groups* gs, const LayerGroup* g, StepPart* part, const Step* p) noexcept nogil:
     """Rewrite the rows whose tables changed."""
+    cdef Wire* w = &part.wire
     cdef int32_t k, i, slot
-    cdef const Seq* q
-    for k in range(p.num_changed):
-        i = p.changed[k]
+    cdef const Tail* t
+    for k in range(part.num_changed):
+        i = part.changed[k]
         slot = slot_of(p.handle[i])
-        q = &s.seq[slot]
-        show_row(w, i, q.handle, q.epoch, q.version, seq_table(s, slot), q.num_blocks)
+        t = tail_of(g, slot)
+        if part.kv_starts != NULL:
+            part.kv_starts[i] = <int32_t>(g.seq[slot].gone * g.block_size)
+        if w.tracks:
+            show_row(w, i, p.handle[i], t.epoch, t.version, group_row(g, slot),
+                     entries_of(g, slot, gs.seqs.seq[slot].num_blocks) * g.columns)
+        w.seen[i] = t.version
 
 
-cdef void pad_row(Wire* w, int32_t i) noexcept nogil:
+cdef void pad_row(StepPart* part, int32_t i) noexcept nogil:
     """Row i shows no sequence."""
+    cdef Wire* w = &part.wire
     cdef WireRow* row = &w.row[i]
     cdef int64_t at = <int64_t>i * w.table_width
     write_one(&w.field[SEQ_LENS], i, w.field[SEQ_LENS].pad)
-    write_one(&w.field[SLOT_IDS], i, w.field[SLOT_IDS].pad)
     write_one(&w.field[LAST_PAGE_LEN], i, w.field[LAST_PAGE_LEN].pad)
+    if part.kv_starts != NULL:
+        part.kv_starts[i] = 0
+    w.seen[i] = 0
     if not w.tracks or (row.handle == -1 and not row.carried):
         return
     write_pad(&w.field[BLOCK_TABLES], at, at + row.written)
-    at = i * w.kv_width
-    write_pad(&w.field[KV_SLOTS], at, at + row.kv_written)
-    w.seen[i] = 0
     row.handle = -1
     row.written = 0
-    row.kv_valid = 0
-    row.kv_written = 0
-    row.csr_blocks = -1
+    row.csr_entries = -1
     row.carried = 0
     w.dirty[w.num_dirty] = i
     w.num_dirty += 1
 
 
-cdef void emit_csr(Wire* w, const Step* p, const Seqs* s, const Blocks* b, int32_t pad_rows) noexcept nogil:
-    """indptr, indices, last_page_len. Everything behind the first row that changed moves."""
-    cdef int32_t i, full, first = p.num_rows
-    cdef int64_t at = 0         # counted, not read back: the arrays are in the hands of others
+cdef void emit_lens(const Groups* gs, const LayerGroup* g, const Field* f, const Step* p) noexcept nogil:
+    """Tokens of each row that the group still has."""
+    cdef int32_t i
+    if gs.seqs.evicted_tokens == 0:
+        write_all(f, p.length, p.num_rows, 0)
+        return
     for i in range(p.num_rows):
-        full = <int32_t>whole_blocks(b, p.length[i] + b.block_size - 1)
-        write_one(&w.field[LAST_PAGE_LEN], i, p.length[i] - (full - 1) * b.block_size if full else 0)
-        if (w.row[i].csr_blocks != full or i >= w.csr_rows) and i < first:
+        write_one(f, i, held_of(g, slot_of(p.handle[i]), p.length[i]))
+
+
+cdef void emit_csr(const Groups* gs, const LayerGroup* g, StepPart* part, const Step* p, int32_t pad_rows) noexcept nogil:
+    """indptr, indices, last_page_len of the entries that are no holes. Behind the first row that changed all moves."""
+    cdef Wire* w = &part.wire
+    cdef const int32_t* ids
+    cdef int32_t i, k, slot, entries, holes, first = p.num_rows
+    cdef int64_t at = 0, held         # counted, not read back: the arrays are in the hands of others
+    for i in range(p.num_rows):
+        slot = slot_of(p.handle[i])
+        held = held_of(g, slot, p.length[i])
+        entries = <int32_t>entry_at(g, held + g.block_size - 1)
+        write_one(&w.field[LAST_PAGE_LEN], i, held - (entries - 1) * g.block_size if entries else 0)
+        entries -= max(g.seq[slot].gone - g.kept, 0)
+        if (w.row[i].csr_entries != entries or i >= w.csr_rows) and i < first:
             first = i
         if first == p.num_rows:
-            at += full
-        w.row[i].csr_blocks = full
+            at += entries
+        w.row[i].csr_entries = entries
     if first == 0:
         write_one(&w.field[INDPTR], 0, 0)
     for i in range(first, p.num_rows):
-        write_blocks(&w.field[INDICES], at, seq_table(s, slot_of(p.handle[i])), w.row[i].csr_blocks)
-        at += w.row[i].csr_blocks
+        slot = slot_of(p.handle[i])
+        ids = group_row(g, slot)
+        holes = max(g.seq[slot].gone - g.kept, 0)
+        for k in range(w.row[i].csr_entries * g.columns):
+            write_one(&w.field[INDICES], at * g.columns + k,
+                      ids[k if k < g.kept * g.columns else k + <int64_t>holes * g.columns])
+        at += w.row[i].csr_entries
         write_one(&w.field[INDPTR], i + 1, at)
     for i in range(p.num_rows, pad_rows):
         write_one(&w.field[INDPTR], i + 1, at)
@@ -171,104 +191,100 @@ cdef void emit_csr(Wire* w, const Step* p, const Seqs* s, const Blocks* b, int32
     w.nnz = at
 
 
-cdef void write_blocks(const Field* f, int64_t at, const int32_t* table, int32_t n) noexcept nogil:
-    cdef int32_t k
-    for k in range(n):
-        write_one(f, at + k, table[k])
-
-
-cdef void emit_kv(Wire* w, const Step* p, const Seqs* s, const Blocks* b) noexcept nogil:
-    """kv_slots: add the new tokens of rows that did not change otherwise, rewrite the others."""
-    cdef const Field* f = &w.field[KV_SLOTS]
-    cdef int32_t i
-    cdef int64_t at, length
-    cdef WireRow* row
-    for i in range(p.num_rows):
-        row = &w.row[i]
-        at = i * w.kv_width
-        length = p.length[i]
-        if row.kv_valid > length:
-            row.kv_valid = length
-        write_slots(f, at + row.kv_valid, seq_table(s, slot_of(p.handle[i])), b.block_size, row.kv_valid, length)
-        write_pad(f, at + length, at + row.kv_written)
-        row.kv_valid = length
-        row.kv_written = length
-
-
-cdef void emit_kv_ragged(Wire* w, const Step* p, const Seqs* s, const Blocks* b, int32_t pad_rows) noexcept nogil:
-    cdef int32_t i
-    cdef int64_t length, at = 0
-    write_one(&w.field[KV_INDPTR], 0, 0)
-    for i in range(p.num_rows):
-        length = p.length[i]
-        write_slots(&w.field[KV_SLOTS_RAGGED], at, seq_table(s, slot_of(p.handle[i])), b.block_size, 0, length)
-        at += length
-        write_one(&w.field[KV_INDPTR], i + 1, at)
-    for i in range(p.num_rows, pad_rows):
-        write_one(&w.field[KV_INDPTR], i + 1, at)
-    w.kv_total = at
-
-
-cdef inline int64_t moved(const Seqs* s, int64_t handle) noexcept nogil:
-    """How much a token's position is ahead of its place in the table: what was evicted before it."""
-    return s.life[slot_of(handle)].evicted if s.evicted_tokens else 0
-
-
-cdef void emit_slots_and_positions(Wire* w, const Step* p, const Seqs* s, const Blocks* b) noexcept nogil:
-    """slot_mapping, positions, cu_q_lens of a batch in which some row has more or less than one new token."""
-    cdef int32_t i, q_len, at = 0
-    cdef int64_t t = 0, ahead
-    for i in range(p.num_rows):
+cdef void emit_slots(const LayerGroup* g, const StepPart* part, const Step* p) noexcept nogil:
+    """slot_mapping: where each new token goes, one row of all tokens per column."""
+    cdef const Field* f = &part.wire.field[SLOT_MAPPING]
+    cdef const int32_t* ids
+    cdef int64_t end, place, t = 0
+    cdef int32_t i, c, q_len, slot, at = 0
+    if f.width == 0:
+        return
+    if p.uniform and g.columns == 1:
+        write_all(f, part.slot, p.num_rows, 0)
+        t = p.num_rows
+    for i in range(p.num_rows if t == 0 else 0):
         q_len = 1
-        ahead = moved(s, p.handle[i])
         if at < p.num_events and p.event[at].row == i:
             q_len = p.event[at].q_len
             at += 1
-        if q_len == 1:
-            write_one(&w.field[SLOT_MAPPING], t, p.slot[i])
-            write_one(&w.field[POSITIONS], t, ahead + p.length[i] - 1)
+        slot = slot_of(p.handle[i])
+        ids = group_row(g, slot)
+        if q_len == 1 and g.columns == 1:
+            write_one(f, t, part.slot[i])
         elif q_len:
-            if w.field[SLOT_MAPPING].width:         # with layer groups there is no table here
-                write_slots(&w.field[SLOT_MAPPING], t, seq_table(s, slot_of(p.handle[i])), b.block_size,
-                            p.length[i] - q_len, p.length[i])
-            write_range(&w.field[POSITIONS], t, ahead + p.length[i] - q_len, ahead + p.length[i])
+            end = held_of(g, slot, p.length[i])
+            for c in range(g.columns):
+                write_slots(f, c * part.shown_tokens + t, g, ids + c, end - q_len, end)
         t += q_len
-        write_one(&w.field[CU_Q_LENS], i + 1, t)
+    for c in range(g.columns):
+        write_pad(f, c * part.shown_tokens + t, c * part.shown_tokens + part.shown_tokens)
 
 
-cdef void wire_emit(Wire* w, const Step* p, const Seqs* s, const Blocks* b, int32_t pad_rows,
-                    int64_t pad_tokens) noexcept nogil:
-    """Write a committed step into the arrays; rows and tokens up to pad_rows, pad_tokens are padding."""
+cdef void emit_states(const LayerGroup* g, StepPart* out, const Step* p, int32_t pad_rows) noexcept nogil:
+    """state_src and state_dst of a step; rows without new tokens have neither."""
+    cdef const Replaced* log = out.log.entry
+    cdef const Change* change
     cdef int32_t i
-    w.num_dirty = 0
-    write_one(&w.field[CU_Q_LENS], 0, 0)
-    if p.uniform:
-        write_all(&w.field[SLOT_MAPPING], p.slot, p.num_rows, 0)
-        if s.evicted_tokens == 0:
-            write_all(&w.field[POSITIONS], p.length, p.num_rows, -1)
-        else:
-            for i in range(p.num_rows):
-                write_one(&w.field[POSITIONS], i, p.length[i] + moved(s, p.handle[i]) - 1)
-        write_range(&w.field[CU_Q_LENS], 1, 1, p.num_rows + 1)
-    else:
-        emit_slots_and_positions(w, p, s, b)
-    write_all(&w.field[SEQ_LENS], p.length, p.num_rows, 0)
-    if w.field[SLOT_IDS].width:
-        for i in range(p.num_rows):
-            write_one(&w.field[SLOT_IDS], i, slot_of(p.handle[i]))
-    memset(w.served, 1, p.num_rows)
+    for i in range(p.num_rows):             # a state that is written in place, unless something below says more
+        out.state_src[i] = out.state_dst[i] = g.table[slot_of(p.handle[i])]
     for i in range(p.num_events):
-        w.served[p.event[i].row] = p.event[i].served
-    if w.tracks:
-        sync_rows(w, p, s)
+        if p.event[i].q_len == 0:
+            out.state_src[p.event[i].row] = out.state_dst[p.event[i].row] = NO_BLOCK
+    for i in range(out.num_changes):
+        change = &out.change[i]
+        out.state_src[change.row] = log.old if change.replaced else NO_BLOCK
+        log += change.replaced
     for i in range(p.num_rows, pad_rows):
-        pad_row(w, i)
-        write_one(&w.field[CU_Q_LENS], i + 1, p.num_tokens)
-    write_pad(&w.field[SLOT_MAPPING], p.num_tokens, pad_tokens)
-    write_pad(&w.field[POSITIONS], p.num_tokens, pad_tokens)
-    if w.field[INDPTR].width:
-        emit_csr(w, p, s, b, pad_rows)
-    if w.field[KV_SLOTS].width:
-        emit_kv(w, p, s, b)
-    if w.field[KV_INDPTR].width:
-        emit_kv_ragged(w, p, s, b, pad_rows)
+        out.state_src[i] = out.state_dst[i] = NO_BLOCK
+
+
+cdef void emit_groups(const Groups* gs, const Step* p, int32_t pad_rows, int64_t pad_tokens) noexcept nogil:
+    """Write a committed step into the arrays of every group; rows and tokens up to pad_rows, pad_tokens are padding."""
+    cdef const LayerGroup* g
+    cdef StepPart* part
+    cdef int32_t k, i
+    for k in range(gs.num_groups):
+        g = &gs.group[k]
+        part = p.part[k]
+        part.shown_rows = max(p.num_rows, pad_rows)
+        part.shown_tokens = max(p.num_tokens, pad_tokens)
+        part.wire.num_dirty = 0
+        emit_lens(gs, g, &part.wire.field[SEQ_LENS], p)
+        if g.kind == STATE_LAYERS:
+            emit_states(g, part, p, pad_rows)
+        else:
+            sync_rows(gs, g, part, p)
+            emit_slots(g, part, p)
+        for i in range(p.num_rows, pad_rows):
+            pad_row(part, i)
+        if part.wire.field[INDPTR].width:
+            emit_csr(gs, g, part, p, pad_rows)
+
+
+cdef void emit_step(const Field* field, uint8_t* served, const Step* p, int32_t pad_rows, int64_t pad_tokens) noexcept nogil:
+    """Write what is common to all groups: positions, cu_q_lens, slot_ids, served."""
+    cdef int32_t i, q_len, at = 0
+    cdef int64_t t = 0
+    write_one(&field[CU_Q_LENS], 0, 0)
+    if p.uniform:
+        write_all(&field[POSITIONS], p.length, p.num_rows, -1)
+        write_range(&field[CU_Q_LENS], 1, 1, p.num_rows + 1)
+    else:
+        for i in range(p.num_rows):
+            q_len = 1
+            if at < p.num_events and p.event[at].row == i:
+                q_len = p.event[at].q_len
+                at += 1
+            write_range(&field[POSITIONS], t, p.length[i] - q_len, p.length[i])
+            t += q_len
+            write_one(&field[CU_Q_LENS], i + 1, t)
+    if field[SLOT_IDS].width:
+        for i in range(p.num_rows):
+            write_one(&field[SLOT_IDS], i, slot_of(p.handle[i]))
+    memset(served, 1, p.num_rows)
+    for i in range(p.num_events):
+        served[p.event[i].row] = p.event[i].served
+    for i in range(p.num_rows, pad_rows):
+        write_one(&field[SLOT_IDS], i, field[SLOT_IDS].pad)
+        write_one(&field[CU_Q_LENS], i + 1, p.num_tokens)
+    write_pad(&field[POSITIONS], p.num_tokens, pad_tokens)

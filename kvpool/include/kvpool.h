@@ -65,14 +65,14 @@ enum kvpool_array_name { /* of kvpool.Plan, which says their shapes */
     KVPOOL_INDPTR = 5,
     KVPOOL_INDICES = 6,
     KVPOOL_LAST_PAGE_LEN = 7,
-    KVPOOL_KV_SLOTS = 8,
-    KVPOOL_KV_SLOTS_RAGGED = 9,
-    KVPOOL_KV_INDPTR = 10,
     KVPOOL_SLOT_IDS = 11,
     KVPOOL_COPIES = 12, /* rows of (source block, target block, tokens) */
     KVPOOL_DIRTY_ROWS = 13,
     KVPOOL_SERVED = 14,
-    KVPOOL_HANDLES = 15
+    KVPOOL_HANDLES = 15,
+    KVPOOL_KV_STARTS = 16, /* of windows and chunks; a full group has none */
+    KVPOOL_STATE_SRC = 17, /* of states */
+    KVPOOL_STATE_DST = 18
 };
 
 typedef struct kvpool_pool kvpool_pool; /* a kvpool.Pool */
@@ -130,9 +130,9 @@ typedef struct kvpool_api {
     int (*done)(kvpool_pool *pool, kvpool_plan *plan);
     int (*rollback)(kvpool_pool *pool, kvpool_plan *plan);
 
-    /* Reading. size is sizeof(kvpool_stats): a newer caller's new members become 0. */
-    /* A pool that was made with layer groups has a table and arrays for each, which only Python gives: these two fail
-       there with KVPOOL_VALUE_ERROR. */
+    /* Reading. size is sizeof(kvpool_stats): a newer caller's new members become 0. array and table are short for
+       group 0 of a pool with one layer group: in a pool with several they fail with KVPOOL_VALUE_ERROR, because an
+       engine must not run layers on tables of others. Positions, cu_q_lens, slot_ids, served and handles are common. */
     int (*array)(kvpool_plan *plan, int32_t name, kvpool_array *array);
     int (*table)(kvpool_pool *pool, int64_t handle, const int32_t **blocks, int64_t *n);
     int (*num_tokens)(kvpool_pool *pool, int64_t handle, int64_t *tokens);
@@ -140,6 +140,11 @@ typedef struct kvpool_api {
     int (*num_free)(kvpool_pool *pool, int64_t *blocks);
     int (*stats)(kvpool_pool *pool, kvpool_stats *stats, int64_t size);
     int (*digest)(kvpool_pool *pool, uint64_t *digest);
+
+    /* The arrays of a plan, and the table of a sequence, in one layer group. An entry of a table has as many ids as the
+       group has columns, one after the other; *n counts ids. */
+    int (*group_array)(kvpool_plan *plan, int32_t group, int32_t name, kvpool_array *array);
+    int (*group_table)(kvpool_pool *pool, int64_t handle, int32_t group, const int32_t **blocks, int64_t *n);
 } kvpool_api;
 
 #ifdef Py_PYTHON_H /* #include <Python.h> first: how C and C++ get at the table */

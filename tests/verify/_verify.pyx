@@ -18,7 +18,7 @@ from libc.string cimport memcmp, memcpy, memmove, memset
 from kvpool._core cimport (
     BLOCK_TABLES, CU_Q_LENS, INDICES, INDPTR, OK, OUT_OF_BLOCKS, POSITIONS, SEQ_LENS, SLOT_IDS, SLOT_MAPPING, Field,
     Ints, LayerGroup, Plan, Pool, StepPart, Verdict, entries_of, group_row, ints_init, pool_close, pool_commit,
-    pool_enter, pool_fork, pool_leave, pool_next_handle, pool_open, pool_step, pool_truncate, seq_table,
+    pool_enter, pool_fork, pool_leave, pool_next_handle, pool_open, pool_step, pool_truncate,
 )
 
 import hashlib
@@ -415,7 +415,7 @@ cdef class Run(Calls):
         """A sequence was opened with the first of the `n` tokens in `prompt`; those of a hit are there."""
         cdef int32_t slot = self.claim(handle, "open"), g, hit, k
         cdef Row* r = &self.row[slot]
-        hit = <int32_t>self.pool.state.seqs.seq[slot].kv_len
+        hit = <int32_t>self.pool.state.seqs.seq[slot].num_tokens
         if hit < 0 or hit > n:
             self.wrong("open found {0} of {1} tokens", hit, n)
         memset(r, 0, sizeof(Row))
@@ -650,7 +650,7 @@ cdef class Run(Calls):
             return 0
         r.n = l.begin
         self.extend(slot, n if n and not r.mute else l.begin)
-        g = <int32_t>self.pool.state.seqs.seq[slot].kv_len
+        g = <int32_t>self.pool.state.seqs.seq[slot].num_tokens
         if g != (0 if r.mute else r.n) and not (n == 0 and g == 0):
             self.wrong("loaded({0}) left {1} tokens, flushed: {2}", n, g, r.mute)
         r.n = g
@@ -837,10 +837,10 @@ cdef class Run(Calls):
         self.show(k)
         for i in range(self.num_rows):
             r = &self.row[self.rows[i]]
-            served = <int32_t>(get(&plan.wire.field[CU_Q_LENS], i + 1) - get(&plan.wire.field[CU_Q_LENS], i))
-            if served != (self.counts[i] if advance and plan.wire.served[i] else 0):
+            served = <int32_t>(get(&plan.field[CU_Q_LENS], i + 1) - get(&plan.field[CU_Q_LENS], i))
+            if served != (self.counts[i] if advance and plan.served_[i] else 0):
                 self.wrong("row {0} of a plan has {1} of {2} new tokens, served {3}", i, served, self.counts[i],
-                           plan.wire.served[i])
+                           plan.served_[i])
             w.old[i], w.new[i] = r.n, r.n + served
             for p in range(r.n, r.n + served):
                 r.token[p] = self.token_for(self.rows[i], p, salt)

@@ -6,11 +6,7 @@ planted fault, and a run that is traced, by the methods of Python.
 
 cdef const int32_t* pool_ids(Pool pool, int32_t slot, int32_t g, int32_t* n) noexcept nogil:
     """The table of a row in a group, as `Pool.table` returns it."""
-    cdef const LayerGroup* group
-    if pool.state.groups == NULL:
-        n[0] = pool.state.seqs.seq[slot].num_blocks
-        return seq_table(&pool.state.seqs, slot)
-    group = &pool.state.groups.group[g]
+    cdef const LayerGroup* group = &pool.state.groups.group[g]
     n[0] = entries_of(group, slot, pool.state.seqs.seq[slot].num_blocks) * group.columns
     return group_row(group, slot)
 
@@ -76,7 +72,7 @@ cdef class Calls(Content):
             self.pool.keep_plan(plan)
             pool_enter(&self.pool.state, "step")
             status = pool_step(&self.pool.state, plan, &rows, &new, advance, partial,
-                               plan.wire.max_rows if padded else 0, self.max_tokens[k] if padded else -1, &v)
+                               plan.step.max_rows if padded else 0, self.max_tokens[k] if padded else -1, &v)
             pool_leave(&self.pool.state)
             if status != OK:
                 self.pool.let_go_of_plan(plan)
@@ -86,7 +82,7 @@ cdef class Calls(Content):
             return self.call("pool.reserve", self.pool.reserve, given) is not None
         options = {"partial": True} if partial else {}
         if padded:
-            options["pad_to"] = (plan.wire.max_rows, self.max_tokens[k])
+            options["pad_to"] = (plan.step.max_rows, self.max_tokens[k])
         return self.call("pool.step", self.pool.step, given, options) is not None
 
     cdef bint call_done(self, int32_t k) except -1:
@@ -170,60 +166,65 @@ cdef class Calls(Content):
         for g in range(self.num_groups):
             s = &self.shown[k][g]
             memset(s, 0, sizeof(Shown))
-            if self.pool.state.groups == NULL:
-                s.tables, s.width = <const int32_t*>plan.wire.field[BLOCK_TABLES].data, plan.wire.table_width
-                s.slots, s.stride = <const int32_t*>plan.wire.field[SLOT_MAPPING].data, plan.shown_tokens
-                s.copies, s.num_copies = plan.step.copies, plan.copies_made
-                s.dirty, s.num_dirty = plan.wire.dirty, plan.wire.num_dirty
-                s.lens = <const int32_t*>plan.wire.field[SEQ_LENS].data
-                return
-            if plan.updates.data != NULL:
-                s.updates, s.num_updates = plan.updates.data, plan.updates.size
             part = plan.part[g]
             s.tables, s.width = <const int32_t*>part.wire.field[BLOCK_TABLES].data, part.wire.table_width
-            s.slots, s.stride = part.slot_mapping, part.shown_tokens
+            s.slots, s.stride = <const int32_t*>part.wire.field[SLOT_MAPPING].data, part.shown_tokens
             s.copies, s.num_copies = part.copies, part.num_copies
             s.dirty, s.num_dirty = part.wire.dirty, part.wire.num_dirty
-            s.lens, s.starts = part.kv_lens, part.kv_starts
+            s.lens, s.starts = <const int32_t*>part.wire.field[SEQ_LENS].data, part.kv_starts
             s.src, s.dst = part.state_src, part.state_dst
             s.loads, s.num_loads, s.saves, s.num_saves = part.loads, part.num_loads, part.saves, part.num_saves
 
     cdef int check_formats(self, Plan plan, const Work* w) except -1:
         """The arrays that say the same in another way."""
-        cdef const Field* field = plan.wire.field
-        cdef int32_t i, p, t = 0, j, lost
+        cdef const Field* field = plan.field
+        cdef int32_t i, p, t = 0, g
         for i in range(self.num_rows):
-            lost = 0 if self.pool.state.groups != NULL else self.row[self.rows[i]].lost[0]
-            if get(&field[SEQ_LENS], i) != w.new[i] - lost:
-                self.wrong("seq_lens[{0}] is {1}, not {2}", i, get(&field[SEQ_LENS], i), w.new[i] - lost)
             for p in range(w.old[i], w.new[i]):
                 if get(&field[POSITIONS], t) != p:
                     self.wrong("positions[{0}] is {1}, not {2}", t, get(&field[POSITIONS], t), p)
                 t += 1
             if field[SLOT_IDS].width and get(&field[SLOT_IDS], i) != self.rows[i]:
                 self.wrong("slot_ids[{0}] is {1}, not {2}", i, get(&field[SLOT_IDS], i), self.rows[i])
-            if field[INDPTR].width:
-                p = <int32_t>get(&field[INDPTR], i)
-                if get(&field[INDPTR], i + 1) - p != (w.new[i] - lost + self.block_size - 1) // self.block_size:
-                    self.wrong("indptr[{0}] is {1}", i + 1, get(&field[INDPTR], i + 1))
-                for j in range(<int32_t>get(&field[INDPTR], i + 1) - p):
-                    if get(&field[INDICES], p + j) != self.seen_of(self.rows[i], 0)[j]:
-                        self.wrong("indices[{0}] is {1}", p + j, get(&field[INDICES], p + j))
         if get(&field[CU_Q_LENS], self.num_rows) != t or plan.step.num_tokens != t:
             self.wrong("a plan has {0} tokens, not {1}", plan.step.num_tokens, t)
         for i in range(self.num_rows, plan.shown_rows):
-            if get(&field[SEQ_LENS], i) or get(&field[CU_Q_LENS], i + 1) != t:
+            if get(&field[CU_Q_LENS], i + 1) != t:
                 self.wrong("padded row {0} is not empty", i)
-        for i in range(t, <int32_t>plan.shown_tokens):
-            if (self.shown_slot(plan, i)) != -1:
-                self.wrong("padded token {0} has slot {1}", i, self.shown_slot(plan, i))
+        for g in range(self.num_groups):
+            self.check_group(plan, g, w)
         return 0
 
-    cdef int64_t shown_slot(self, Plan plan, int64_t t) noexcept:
-        cdef int32_t g
-        if self.pool.state.groups == NULL:
-            return get(&plan.wire.field[SLOT_MAPPING], t)
-        for g in range(self.num_groups):
-            if self.group[g].kind != STATE:
-                return plan.part[g].slot_mapping[t]
-        return -1
+    cdef int check_group(self, Plan plan, int32_t g, const Work* w) except -1:
+        """Lengths, CSR and padding of a group."""
+        cdef const StepPart* part = plan.part[g]
+        cdef const Field* field = part.wire.field
+        cdef const Layer* layer = &self.group[g]
+        cdef int32_t i, j, k, first, slot, length, entries, id
+        for i in range(self.num_rows):
+            slot, first = self.rows[i], 0
+            length = w.new[i] - self.row[slot].lost[g]
+            if get(&field[SEQ_LENS], i) != length:
+                self.wrong("group {0}: seq_lens[{1}] is {2}, not {3}", g, i, get(&field[SEQ_LENS], i), length)
+            if field[INDPTR].width == 0:
+                continue
+            first = <int32_t>get(&field[INDPTR], i)
+            entries = <int32_t>get(&field[INDPTR], i + 1) - first
+            k = 0
+            for j in range((length + layer.size - 1) // layer.size * layer.columns):
+                id = <int32_t>get(&field[BLOCK_TABLES], <int64_t>i * part.wire.table_width + j)
+                if id == (0 if self.reserved else -1):
+                    continue
+                if k >= entries * layer.columns or get(&field[INDICES], first * layer.columns + k) != id:
+                    self.wrong("group {0}: row {1} of indices differs at {2}", g, i, k)
+                k += 1
+            if k != entries * layer.columns:
+                self.wrong("group {0}: row {1} of indices has {2} entries", g, i, entries)
+        for i in range(self.num_rows, plan.shown_rows):
+            if get(&field[SEQ_LENS], i):
+                self.wrong("group {0}: padded row {1} is not empty", g, i)
+        for i in range(<int32_t>plan.step.num_tokens, <int32_t>plan.shown_tokens):
+            for j in range(layer.columns if layer.kind != STATE else 0):
+                if get(&field[SLOT_MAPPING], j * part.shown_tokens + i) != -1:
+                    self.wrong("group {0}: padded token {1} has a slot", g, i)
+        return 0
