@@ -109,7 +109,8 @@ cdef struct Groups:
     int32_t num_arenas
     Seqs* seqs                  # handles and lengths, common to all groups
     int64_t block_size          # of the pool
-    int64_t seq_tokens          # that a sequence may have
+    int64_t seq_tokens          # that a sequence may hold in a group of blocks
+    int64_t most_blocks         # of the pool, with room for so many
     bint has_entries            # some group has entries of blocks; else open and reserve take nothing
     int32_t unit                # blocks of the pool in the smallest entry: capacities are multiples of it
     bint has_states

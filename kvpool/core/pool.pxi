@@ -250,6 +250,7 @@ cdef class Pool:
             g.width = width if g.kind == STATE_LAYERS else (width + 15) // 16 * 16 | 16
             if group_init(g, s, k == 0) != OK:
                 raise MemoryError(f"[Pool] no memory for tables of group {k}: {s.max_seqs} rows of {width} ids")
+        gs.most_blocks = blocks_for(gs, tokens)
         s.table, s.width = gs.group[0].table, gs.group[0].width
         return 0
 

@@ -18,9 +18,11 @@ cdef extern from *:             # a thread may ask for its plan while another on
     """
     static inline int kv_flag(const int *at) { return __atomic_load_n(at, __ATOMIC_RELAXED); }
     static inline void kv_set_flag(int *at, int value) { __atomic_store_n(at, value, __ATOMIC_RELAXED); }
+    #define kv_seldom(holds) __builtin_expect(!!(holds), 0)
     """
     bint flag "kv_flag"(const bint* at) noexcept nogil
     void set_flag "kv_set_flag"(bint* at, bint value) noexcept nogil
+    bint seldom "kv_seldom"(bint holds) noexcept nogil      # keeps what follows out of the registers of a loop
 
 
 cdef int step_init(Step* p, int32_t max_rows) noexcept nogil:
@@ -213,7 +215,7 @@ cdef inline bint tail_is_steady(const LayerGroup* g, const Tail* t, int32_t slot
         g.columns == 1 or other_columns_own(g, slot, entry_at(g, held_of(g, slot, position))))
 
 
-cdef inline int64_t left_by_all(const Groups* gs, int32_t slot) noexcept nogil:
+cdef int64_t left_by_all(const Groups* gs, int32_t slot) noexcept nogil:
     """Tokens of a sequence that were evicted from every group of blocks."""
     cdef int64_t least = INT64_MAX
     cdef int32_t k
@@ -225,18 +227,24 @@ cdef inline int64_t left_by_all(const Groups* gs, int32_t slot) noexcept nogil:
     return least if least != INT64_MAX else 0
 
 
-cdef inline bint within(const Groups* gs, const Seq* q, int32_t slot, const Limits* limits) noexcept nogil:
+cdef bint within(const Groups* gs, const Seq* q, const Limits* limits) noexcept nogil:
     """Whether a row may have one token more in the tables that it has."""
-    cdef int64_t left = left_by_all(gs, slot)
+    cdef int64_t left = left_by_all(gs, slot_of(q.handle))
     return (q.num_tokens < limits.length and q.num_tokens - left < limits.seq_tokens
             and q.num_blocks - left // gs.block_size <= limits.table_blocks)
 
 
+cdef inline bint is_exact(const Groups* gs, const Limits* limits) noexcept nogil:
+    """Whether a row may pass a limit while there is room in its last block."""
+    return (gs.seqs.evicted_tokens != 0 or limits.length < gs.most_blocks * gs.block_size
+            or limits.seq_tokens != gs.most_blocks * gs.block_size)
+
+
 cdef inline bint is_narrow(const Groups* gs, const Limits* limits) noexcept nogil:
     """Whether a row that has room in its tables may be past a limit."""
-    cdef int64_t most = blocks_for(gs, gs.seq_tokens)
-    return (gs.seqs.evicted_tokens != 0 or limits.table_blocks < most or limits.seq_tokens < most * gs.block_size
-            or limits.length < most * gs.block_size)
+    cdef int64_t most = gs.most_blocks * gs.block_size
+    return (gs.seqs.evicted_tokens != 0 or limits.table_blocks < gs.most_blocks or limits.seq_tokens < most
+            or limits.length < most)
 
 
 cdef inline Py_ssize_t run_of_ones(const Ints* num_new, Py_ssize_t i, Py_ssize_t n) noexcept nogil:
@@ -297,7 +305,7 @@ cdef int32_t check_steady(Groups* gs, const Step* p, const int64_t* handle, int3
         if slot >= max_seqs:
             return first
         q = &seq[slot]
-        if q.handle != handle[first] or q.mark == stamp or (narrow and not within(gs, q, slot, limits)):
+        if q.handle != handle[first] or q.mark == stamp or (narrow and not within(gs, q, limits)):
             return first
         for k in range(num_groups):
             g = &gs.group[k]
@@ -589,7 +597,7 @@ cdef void commit_tails(LayerGroup* g, StepPart* part, const int64_t* handles, in
             note_changed(part, i)
 
 
-cdef void commit_simple(Groups* gs, Step* p, int32_t first, int32_t end, int64_t step_id) noexcept nogil:
+cdef void commit_simple(Groups* gs, Step* p, int32_t first, int32_t end) noexcept nogil:
     """One token more for each row, in all groups."""
     cdef Seqs* s = gs.seqs
     cdef uint64_t digest = gs.arena[0].digest
@@ -601,9 +609,8 @@ cdef void commit_simple(Groups* gs, Step* p, int32_t first, int32_t end, int64_t
         q = &s.seq[slot_of(p.handle[i])]
         q.num_tokens += 1
         p.length[i] = q.num_tokens
-        if step_id:
-            p.prev_step[i] = q.last_step
-            q.last_step = step_id
+        p.prev_step[i] = q.last_step
+        q.last_step = p.id
         digest = mix(digest, <uint64_t>untagged(s, p.handle[i]) ^ (<uint64_t>q.num_tokens << 20))
     gs.arena[0].digest = digest
     for k in range(gs.num_groups):
@@ -619,7 +626,7 @@ cdef inline int64_t last_slot(const LayerGroup* g, int32_t slot, int64_t num_tok
     return (group_row(g, slot)[index * g.columns] - index) * g.block_size + position
 
 
-cdef void commit_event(Groups* gs, Step* p, const Event* event, int64_t step_id) noexcept nogil:
+cdef void commit_event(Groups* gs, Step* p, const Event* event) noexcept nogil:
     """The lengths and tails of a row that did more, whose blocks are taken."""
     cdef Seqs* s = gs.seqs
     cdef int32_t i = event.row, k, slot = slot_of(p.handle[i])
@@ -630,7 +637,7 @@ cdef void commit_event(Groups* gs, Step* p, const Event* event, int64_t step_id)
     s.sum_blocks += event.appended
     p.length[i] = q.num_tokens
     p.prev_step[i] = q.last_step
-    q.last_step = step_id
+    q.last_step = p.id
     for k in range(gs.num_groups):
         part = p.part[k]
         tail_refresh(gs, &gs.group[k], slot)
@@ -644,7 +651,6 @@ cdef void step_commit(Groups* gs, Step* p, const int64_t* handles, bint advance)
     """Carry out a batch that step_check accepted."""
     cdef Seqs* s = gs.seqs
     cdef Blocks* b = gs.arena[0]
-    cdef int64_t step_id = p.id if gs.pends else 0
     cdef const Event* event
     cdef int32_t k, done = 0
     p.uniform = advance
@@ -658,14 +664,14 @@ cdef void step_commit(Groups* gs, Step* p, const int64_t* handles, bint advance)
         commit_group(gs, &gs.group[k], p.part[k], p)
     for k in range(p.num_events):
         event = &p.event[k]
-        commit_simple(gs, p, done, event.row, step_id)
+        commit_simple(gs, p, done, event.row)
         done = event.row + 1
-        commit_event(gs, p, event, step_id)
+        commit_event(gs, p, event)
         p.uniform &= event.q_len == 1
         if event.q_len != 1:
             b.digest = mix(b.digest, (<uint64_t>event.q_len << 1) | event.served)
         b.digest = mix(b.digest, <uint64_t>untagged(s, p.handle[event.row]) ^ (<uint64_t>p.length[event.row] << 20))
-    commit_simple(gs, p, done, p.num_rows, step_id)
+    commit_simple(gs, p, done, p.num_rows)
     s.sum_tokens += p.num_tokens
     if gs.tree != NULL and advance:
         tree_saves(gs, p)
@@ -673,51 +679,63 @@ cdef void step_commit(Groups* gs, Step* p, const int64_t* handles, bint advance)
 
 # ---- a steady batch ----------------------------------------------------------------------------------------
 
+cdef inline bint grows_by_one(const Groups* gs, const LayerGroup* g) noexcept nogil:
+    """Whether a row that needs room for more appends just one id behind its blocks."""
+    return gs.unit == 1 and g.scale == 0 and g.columns == 1 and gs.seqs.evicted_tokens == 0
+
+
+cdef inline int32_t append_to(const LayerGroup* g, StepPart* part, int32_t slot, int32_t row, int32_t entries,
+                              int32_t n) noexcept nogil:
+    """Note that a row gets n entries behind those that it has; returns how many ids."""
+    cdef Change* change = &part.change[part.num_changes]
+    change.row = row
+    change.replaced = 0
+    change.appended = n * g.columns
+    part.num_changes += 1
+    kv_prefetch(group_row(g, slot) + <int64_t>entries * g.columns)
+    return change.appended
+
+
 cdef int32_t begin_entry(const Groups* gs, const LayerGroup* g, StepPart* part, int32_t slot, int32_t row,
                          int64_t position) noexcept nogil:
     """A row gets room for `unit` blocks more: the ids that it appends in a group, -1: it is not steady there."""
     cdef const Seq* q = &gs.seqs.seq[slot]
     cdef int32_t entries = entries_of(g, slot, q.num_blocks), more = entries_of(g, slot, q.num_blocks + gs.unit)
     cdef int64_t index = entry_at(g, held_of(g, slot, position))
-    cdef Change* change = &part.change[part.num_changes]
     if more > part.width:
         return -1
     if index < entries:                         # a block of several of the pool's: there is room in it
         if not (is_own(&g.blocks.block[group_row(g, slot)[index * g.columns]]) and other_columns_own(g, slot, index)):
             return -1
-    if more == entries:
-        return 0
-    change.row = row
-    change.replaced = 0
-    change.appended = (more - entries) * g.columns
-    part.num_changes += 1
-    kv_prefetch(group_row(g, slot) + entries * g.columns)
-    return change.appended
+    return append_to(g, part, slot, row, entries, more - entries) if more > entries else 0
 
 
-cdef inline int32_t begin_blocks(Groups* gs, Step* p, int32_t slot, int32_t row, const Limits* limits) noexcept nogil:
+cdef int32_t begin_blocks(Groups* gs, Step* p, int32_t slot, int32_t row, const Limits* limits) noexcept nogil:
     """Note that a row whose tables are full gets room for more; the ids of the first group, -1: it is not steady."""
     cdef const Seq* q = &gs.seqs.seq[slot]
-    cdef Event* event = &p.event[p.num_events]
     cdef int32_t ids
-    if q.num_tokens != q.num_blocks * gs.block_size or not within(gs, q, slot, limits):
+    if q.num_tokens != q.num_blocks * gs.block_size or not within(gs, q, limits):
         return -1
     ids = begin_entry(gs, &gs.group[0], p.part[0], slot, row, q.num_tokens)
-    event.row = row
-    event.q_len = event.served = 1
-    event.appended = gs.unit
-    p.num_events += ids >= 0
+    if ids >= 0:
+        note_begun(p, row, gs.unit)
     return ids
 
 
+cdef inline void note_begun(Step* p, int32_t row, int32_t blocks) noexcept nogil:
+    cdef Event* event = &p.event[p.num_events]
+    event.row = row
+    event.q_len = event.served = 1
+    event.appended = blocks
+    p.num_events += 1
+
+
 cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, Py_ssize_t n, const Limits* limits,
-                                   int64_t step_id, uint64_t* digest, int64_t* needed, bint pends,
-                                   bint one_column) noexcept nogil:
+                                   int64_t step_id, uint64_t* digest, int64_t* needed) noexcept nogil:
     """Serve one token to each row in the first group, up to the first row that is not steady: its number is returned.
 
     This loop is the whole cost of a steady step of one group: it touches every sequence once, and all it reads is in
-    locals. The compiler makes a loop for each value of `pends` and `one_column`. In a step that pends, a row that comes
-    twice shows by its step.
+    locals. A row that comes twice shows by its step. Of several columns the first is looked at.
     """
     cdef Seqs* s = gs.seqs
     cdef Seq* seq = s.seq
@@ -728,9 +746,9 @@ cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, P
     cdef int64_t* slots = part.slot
     cdef int64_t* lengths = p.length
     cdef int64_t* prev = p.prev_step
-    cdef int64_t max_seqs = s.max_seqs
-    cdef bint narrow = is_narrow(gs, limits), changed
-    cdef uint32_t stamp = s.stamp
+    cdef int64_t max_seqs = s.max_seqs, base = s.base
+    cdef bint exact = is_exact(gs, limits), by_one = grows_by_one(gs, g) and not exact
+    cdef int64_t most = min(<int64_t>part.width, gs.most_blocks), bs = gs.block_size
     cdef uint64_t h = digest[0]
     cdef const Block* tail
     cdef int64_t row, slot, length
@@ -743,41 +761,54 @@ cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, P
         if slot >= max_seqs:
             break
         q = &seq[slot]
-        if q.handle != row or (q.last_step == step_id if pends else q.mark == stamp):
+        if q.handle != row or q.last_step == step_id:
             break
-        if q.lead.next_slot < q.lead.stop_slot:
+        if not seldom(q.lead.next_slot >= q.lead.stop_slot):
             tail = &block[q.lead.block]
             if (tail.refcount ^ 1) | tail.hold | tail.committed:
                 break
-            if not one_column and not other_columns_own(g, <int32_t>slot,
-                                                        entry_at(g, held_of(g, <int32_t>slot, q.num_tokens))):
+            if seldom(exact) and not within(gs, q, limits):
                 break
-            if narrow and not within(gs, q, <int32_t>slot, limits):
-                break
-            changed = seen[i] != q.lead.version
+            if seldom(seen[i] != q.lead.version):       # what the plan shows was within its limits
+                if not within(gs, q, limits):
+                    break
+                note_changed(part, <int32_t>i)
             slots[i] = q.lead.next_slot
             q.lead.next_slot += 1
         else:
-            ids = begin_blocks(gs, p, <int32_t>slot, <int32_t>i, limits)
+            if by_one and q.num_blocks < most and q.num_tokens == q.num_blocks * bs:
+                ids = append_to(g, part, <int32_t>slot, <int32_t>i, q.num_blocks, 1)
+                note_begun(p, <int32_t>i, 1)
+            else:
+                ids = begin_blocks(gs, p, <int32_t>slot, <int32_t>i, limits)
             if ids < 0:
                 break
             needed[g.arena] += ids
-            changed = ids > 0 or seen[i] != q.lead.version
-        if changed:
-            note_changed(part, <int32_t>i)
+            if ids > 0 or seen[i] != q.lead.version:
+                note_changed(part, <int32_t>i)
         length = q.num_tokens + 1
         q.num_tokens = length
         lengths[i] = length
-        if pends:
-            prev[i] = q.last_step
-            q.last_step = step_id
-        else:
-            q.mark = stamp
-        h = mix(h, <uint64_t>untagged(s, row) ^ (<uint64_t>length << 20))
+        prev[i] = q.last_step
+        q.last_step = step_id
+        h = mix(h, <uint64_t>(row - base) ^ (<uint64_t>length << 20))
     else:
         i = n
     digest[0] = h
     return i
+
+
+cdef bint steady_columns(Groups* gs, const Step* p, const int64_t* handle, int32_t n) noexcept nogil:
+    """Whether the same rows are steady in the other columns of the first group."""
+    cdef const LayerGroup* g = &gs.group[0]
+    cdef int32_t i, slot, at = 0
+    for i in range(n):
+        slot = slot_of(handle[i])
+        if at < p.num_events and p.event[at].row == i:
+            at += 1                             # `begin_entry` has looked at them
+        elif not other_columns_own(g, slot, entry_at(g, held_of(g, slot, p.length[i] - 1))):
+            return False
+    return True
 
 
 cdef bint steady_tails(Groups* gs, const Step* p, int32_t k, const int64_t* handle, int32_t n,
@@ -810,15 +841,14 @@ cdef bint steady_tails(Groups* gs, const Step* p, int32_t k, const int64_t* hand
     return True
 
 
-cdef void undo_steady(Groups* gs, const Step* p, const int64_t* handle, Py_ssize_t n, int64_t step_id) noexcept nogil:
+cdef void undo_steady(Groups* gs, const Step* p, const int64_t* handle, Py_ssize_t n) noexcept nogil:
     """Take back what was done to n rows."""
     cdef Py_ssize_t i
     cdef int32_t slot
     for i in range(n):
         slot = slot_of(handle[i])
         gs.seqs.seq[slot].num_tokens -= 1
-        if step_id:
-            gs.seqs.seq[slot].last_step = p.prev_step[i]
+        gs.seqs.seq[slot].last_step = p.prev_step[i]
         tails_refresh(gs, slot)
 
 
@@ -831,22 +861,17 @@ cdef bint step_steady(Groups* gs, Step* p, const Ints* handles, const Ints* num_
     cdef int64_t[MAX_ARENAS] needed
     cdef Py_ssize_t served, n = handles.size
     cdef int32_t k = 1
-    cdef const Event* event
     if gs.has_states or n > limits.max_tokens or run_of_ones(num_new, 0, n) != n:
         return False
     begin_check(gs, p, <int32_t>n)
     memset(needed, 0, sizeof(needed))
-    if gs.group[0].columns > 1:
-        served = steady_rows(gs, p, handle, n, limits, step_id, &digest, needed, step_id != 0, False)
-    elif step_id:
-        served = steady_rows(gs, p, handle, n, limits, step_id, &digest, needed, True, True)
-    else:
-        served = steady_rows(gs, p, handle, n, limits, step_id, &digest, needed, False, True)
+    served = steady_rows(gs, p, handle, n, limits, step_id, &digest, needed)
+    if gs.group[0].columns > 1 and not steady_columns(gs, p, handle, <int32_t>served):
+        k = MAX_GROUPS + 1
     while served == n and k < gs.num_groups and steady_tails(gs, p, k, handle, <int32_t>n, needed):
         k += 1
-    if served < n or k < gs.num_groups or (p.num_events and not all_have(gs, needed)):
-        undo_steady(gs, p, handle, served, step_id)
-        seqs_new_stamp(s)
+    if served < n or k != gs.num_groups or (p.num_events and not all_have(gs, needed)):
+        undo_steady(gs, p, handle, served)
         return False
     memmove(p.handle, handle, n * sizeof(int64_t))      # the batch may be a part of the plan's own array
     gs.arena[0].digest = digest
@@ -855,14 +880,58 @@ cdef bint step_steady(Groups* gs, Step* p, const Ints* handles, const Ints* num_
     s.sum_tokens += n
     for k in range(gs.num_arenas if gs.tree != NULL and p.num_events else 0):
         tree_make_room(gs, k, needed[k])
+    s.sum_blocks += p.num_events * <int64_t>gs.unit
     for k in range(gs.num_groups):
         p.part[k].num_copies = 0
-        if p.part[k].num_changes:
-            commit_group(gs, &gs.group[k], p.part[k], p)
-    for k in range(p.num_events):
-        event = &p.event[k]
-        grow_row(gs, p, event)
+        if p.num_events:
+            take_begun(gs, &gs.group[k], p.part[k], p)
     return True
+
+
+cdef void take_begun(Groups* gs, LayerGroup* g, StepPart* part, const Step* p) noexcept nogil:
+    """Take the blocks that rows have begun in a group, in their order, and put their tokens there.
+
+    With the first group the rows get their room in all.
+    """
+    cdef uint64_t digest = gs.arena[0].digest
+    cdef bint leads = g == &gs.group[0], by_one = grows_by_one(gs, g)
+    cdef int64_t held, index
+    cdef int32_t i, k, row, slot, n, at = 0
+    cdef int32_t* ids
+    cdef Tail* t
+    cdef Seq* q
+    for i in range(p.num_events):
+        row = p.event[i].row
+        slot = slot_of(p.handle[row])
+        t = tail_of(g, slot)
+        q = &gs.seqs.seq[slot]
+        if leads:
+            q.num_blocks += p.event[i].appended
+        if by_one:
+            ids = group_row(g, slot) + (q.num_blocks - 1)
+            ids[0] = t.block = blocks_take(g.blocks)
+            digest = mix(digest, ids[0])
+            new_version(g, slot)
+            part.slot[row] = ids[0] * g.block_size
+            t.next_slot = part.slot[row] + 1
+            t.stop_slot = part.slot[row] + g.block_size
+            continue
+        if at < part.num_changes and part.change[at].row == row:
+            n = part.change[at].appended
+            at += 1
+            ids = group_row(g, slot) + entries_of(g, slot, q.num_blocks) * <int64_t>g.columns - n
+            blocks_take_many(g.blocks, ids, n)
+            for k in range(n):
+                digest = mix(digest, ids[k])
+            new_version(g, slot)
+        held = held_of(g, slot, p.length[row] - 1)
+        index = entry_at(g, held)
+        t.block = group_row(g, slot)[index * g.columns]
+        part.slot[row] = (t.block - index) * g.block_size + held
+        t.next_slot = part.slot[row] + 1
+        t.stop_slot = part.slot[row] + min((index + 1) * g.block_size - held,
+                                           q.num_blocks * gs.block_size - p.length[row] + 1)
+    gs.arena[0].digest = digest
 
 
 cdef bint all_have(const Groups* gs, const int64_t* needed) noexcept nogil:
@@ -872,16 +941,6 @@ cdef bint all_have(const Groups* gs, const int64_t* needed) noexcept nogil:
         if needed[k] > blocks_available(gs.arena[k]):
             return False
     return True
-
-
-cdef void grow_row(Groups* gs, Step* p, const Event* event) noexcept nogil:
-    """A row has got the blocks that it begins."""
-    cdef int32_t i = event.row, k, slot = slot_of(p.handle[i])
-    gs.seqs.seq[slot].num_blocks += event.appended
-    gs.seqs.sum_blocks += event.appended
-    for k in range(gs.num_groups):
-        tail_refresh(gs, &gs.group[k], slot)
-        p.part[k].slot[i] = last_slot(&gs.group[k], slot, p.length[i])
 
 
 # ---- how a pending step ends -------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ cdef int pool_step(State* pool, Plan plan, const Ints* rows, const Ints* new, bi
         return status
     limits = limits_of(pool, plan, plan.max_tokens_ if pad_tokens < 0 else pad_tokens)
     seqs_new_stamp(&pool.seqs)
-    if advance and step_steady(pool.groups, p, rows, new, &limits, pool.next_step if pool.steps_pend else 0):
+    if advance and step_steady(pool.groups, p, rows, new, &limits, pool.next_step):
         begin_step(pool, p)
         show_step(pool, plan, pad_rows, max(pad_tokens, <int64_t>0))
         return OK
