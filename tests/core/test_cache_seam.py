@@ -75,9 +75,7 @@ def test_released_again_goes_to_the_new_end(make_pool):
     assert pool.blocks.drain_evicted().tolist() == [2, 3, 1]
 
 
-@pytest.mark.parametrize(
-    "block, rest", [(1, [2, 3]), (2, [1, 3]), (3, [1, 2])], ids=["oldest", "middle", "newest"]
-)
+@pytest.mark.parametrize("block, rest", [(1, [2, 3]), (2, [1, 3]), (3, [1, 2])], ids=["oldest", "middle", "newest"])
 def test_touch_unlinks_from_anywhere_in_the_lru(make_pool, block, rest):
     pool = make_pool(5)
     cached(pool, [1, 2, 3])
@@ -214,9 +212,7 @@ def test_committed_block_in_limbo_waits_then_becomes_evictable(make_pool, make_p
     assert (stats.limbo, stats.evictable) == (0, 1)
 
 
-@pytest.mark.parametrize(
-    "block, rest", [(3, [2, 1]), (2, [3, 1]), (1, [3, 2])], ids=["oldest", "middle", "newest"]
-)
+@pytest.mark.parametrize("block, rest", [(3, [2, 1]), (2, [3, 1]), (1, [3, 2])], ids=["oldest", "middle", "newest"])
 def test_touch_unlinks_from_anywhere_in_limbo(make_pool, make_plan, grow, block, rest):
     pool = make_pool(8)
     old, new = pool.open(), pool.open()
