@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpool.errors import OutOfBlocks, OutOfSequences
+from kvpool.errors import OutOfBlocks
 
 LARGEST = 8 if os.environ.get("KVPOOL_CORE") == "model" else 64  # the model takes minutes for more
 
@@ -137,34 +137,6 @@ def test_prompt_whose_hits_can_be_evicted_does_not_count_them_as_free(core):
             scene.pool.blocks.alloc(scene.pool.stats().blank - free)
             scene.call, scene.arguments = scene.pool.open, (tokens,)
             scene.refuse(free)
-
-
-def test_fork_at_every_number_of_free_slots_is_served_or_changes_nothing(core):
-    for need in range(1, LARGEST + 1):
-        pool = core.Pool(4 + need, 2, max_seqs=need + 1, seed=1)
-        parent, others = pool.open(), [pool.open() for _ in range(need)]
-        for handle in others:
-            before = pool.fingerprint(), pool.digest()
-            with pytest.raises(OutOfSequences):
-                pool.fork(parent, need)
-            assert (pool.fingerprint(), pool.digest()) == before
-            pool.close(handle)
-        pool.fork(parent, need)
-
-
-def test_partial_at_every_free_level_serves_the_first_rows_and_rolls_back_to_the_start(core):
-    for need in range(1, LARGEST + 1):
-        scene = Scene(core, need)
-        pool, plan, held = scene.pool, scene.plan, scene.pool.blocks.alloc(4 * need + 8).tolist()
-        for free in range(need):
-            before, handles = pool.stats(), [pool.open() for _ in range(need)]
-            pool.step(plan, handles, 1, partial=True)
-            assert plan.served.tolist() == [1] * free + [0] * (need - free)
-            pool.rollback(plan)
-            pool.close(handles)
-            assert pool.stats()[:7] == before[:7]
-            pool.blocks.free(held[free])
-        pool.check()
 
 
 def test_pool_that_takes_blocks_before_it_looks_is_detected(core):
