@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from prefixes import cache, compute, serve
 
 A, B, C = ([n] * 4 for n in (1, 2, 3))
@@ -110,10 +109,3 @@ def test_namespace_starts_anew_after_its_flush(make_pool, make_plan):
         cache(make_plan, pool, A + B, b"a")
         assert pool.prefix.match(A + B + C, b"a") == 8
         assert pool.prefix.flush(b"a") == 2
-
-
-@pytest.mark.parametrize("wrong", ["", 0, bytearray(b"a"), ["a"]])
-def test_flush_of_anything_but_bytes_is_refused(make_pool, refused, wrong):
-    pool = make_pool(prefix_cache=True)
-    with refused(pool, TypeError, "flush"):
-        pool.prefix.flush(wrong)
