@@ -1,24 +1,46 @@
 """Tokens that leave a sequence which goes on: compaction, whole blocks, blocks of one's own, and two lengths."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
-from kvpool import Plan, Pool
+from kvpool import Group, Plan, Pool
 from kvpool.errors import CapacityExceeded, OutOfBlocks, PlanStateError
 
 
+@pytest.fixture(params=[None, [Group.full()]], ids=["one table", "full"])
+def make_any(make_pool, request):
+    """As `make_pool`, for a pool of one table and of a full group, whose ids are the same."""
+    return partial(make_pool, groups=request.param)
+
+
+#: Of layer groups other tokens and blocks are counted.
+ONE_TABLE = pytest.mark.parametrize("make_any", [None], ids=["one table"], indirect=True)
+
+
 @pytest.fixture
-def grown(make_pool, make_plan):
+def grown(make_any, make_plan):
     """``grown(14)``: a pool, a plan, and a sequence of so many tokens that are done."""
 
     def make(tokens, num_blocks=32, **options):
-        pool = make_pool(num_blocks, 4, **options)
-        plan = make_plan(pool, formats=("block_tables", "seq_lens", "slot_mapping", "positions", "csr", "kv_slots"))
+        pool = make_any(num_blocks, 4, **options)
+        plan = make_plan(pool, formats=("block_tables", "seq_lens", "slot_mapping", "positions"))
         handle = pool.open()
         step(pool, plan, [handle], tokens)
         return pool, plan, handle
 
     return make
+
+
+def part(plan):
+    """What a plan shows of the group."""
+    return (plan.groups or [plan])[0]
+
+
+def held(plan):
+    """How many tokens the rows of a plan hold."""
+    return (plan.groups[0].kv_lens if plan.groups else plan.seq_lens).tolist()
 
 
 def step(pool, plan, handles, new):
@@ -34,30 +56,32 @@ def lengths(pool, handle):
 # --- compact ----------------------------------------------------------------------------------------------
 
 
+@ONE_TABLE
 def test_compact_keeps_positions_and_gives_back_the_youngest_blocks(grown):
     pool, _plan, h = grown(14)
     pool.compact(h, 5)
-    assert lengths(pool, h) == (14, 5) and pool.table(h).tolist() == [1, 2] and pool.capacity(h) == 8
+    assert lengths(pool, h) == (14, 5) and pool.table(h).ravel().tolist() == [1, 2] and pool.capacity(h) == 8
     assert pool.blocks.alloc(2).tolist() == [3, 4]  # released youngest first: 4, then 3 on top
     assert pool.stats().evicted_tokens == 9 and pool.stats().tokens == 5
     pool.check()
 
 
+@ONE_TABLE
 def test_step_after_compaction_goes_on_with_positions_and_writes_behind_what_stayed(grown):
     pool, plan, h = grown(14)
     other = pool.open()
     pool.compact(h, 5)
     step(pool, plan, [h, other], [4, 2])
     assert plan.positions.tolist() == [14, 15, 16, 17, 0, 1]
-    assert plan.seq_lens.tolist() == [9, 2] and plan.last_page_len.tolist() == [1, 2]
-    assert plan.slot_mapping.tolist() == [9, 10, 11, 12, 16, 17]
-    assert 0 in plan.dirty_rows.tolist() and plan.kv_slots[0, :9].tolist() == [4, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert held(plan) == [9, 2]
+    assert part(plan).slot_mapping.ravel().tolist() == [9, 10, 11, 12, 16, 17]
+    assert 0 in part(plan).dirty_rows.tolist()
     step(pool, plan, [h, other], 1)  # every row one token: the other way of filling
-    assert plan.positions.tolist() == [18, 2] and plan.seq_lens.tolist() == [10, 3]
+    assert plan.positions.tolist() == [18, 2] and held(plan) == [10, 3]
     pool.compact(h, 0)
-    assert lengths(pool, h) == (19, 0) and pool.table(h).tolist() == []
+    assert lengths(pool, h) == (19, 0) and pool.table(h).ravel().tolist() == []
     step(pool, plan, [h], 2)
-    assert plan.positions.tolist() == [19, 20] and plan.seq_lens.tolist() == [2]
+    assert plan.positions.tolist() == [19, 20] and held(plan) == [2]
 
 
 def test_compact_to_the_length_there_is_leaves_the_sequence_alone(grown):
@@ -96,6 +120,7 @@ def test_compact_refuses_a_block_that_a_pending_copy_reads(grown, refused, make_
     pool.compact(h, 5, first=4)
 
 
+@ONE_TABLE
 def test_compact_refuses_rows_of_pending_plans(grown, refused):
     pool, plan, h = grown(9)
     pool.step(plan, [h], 1)
@@ -159,12 +184,12 @@ def test_eviction_stops_where_positions_would_pass_int32(refused):
 def test_unshare_copies_what_compaction_rewrites_and_nothing_else(grown, tokens, left, first, copies, table):
     pool, plan, h = grown(tokens)
     child = int(pool.fork(h)[0])
-    shared = pool.table(child).tolist()
+    shared = pool.table(child).ravel().tolist()
     pool.unshare(plan, [h], left, first)
-    assert plan.copies.tolist() == copies and plan.num_tokens == 0
+    assert part(plan).copies.tolist() == copies and plan.num_tokens == 0
     pool.done(plan)
     pool.compact(h, left, first)
-    assert pool.table(h).tolist() == table and pool.table(child).tolist() == shared
+    assert pool.table(h).ravel().tolist() == table and pool.table(child).ravel().tolist() == shared
 
 
 def test_unshare_takes_committed_blocks_along(grown):
@@ -180,29 +205,30 @@ def test_unshare_of_a_batch_copies_for_each_that_shares(grown):
     pool, plan, h = grown(8)
     rows = [h, *pool.fork(h, 2).tolist()]
     pool.unshare(plan, rows, 7)
-    assert len(plan.copies) == 6  # the last one too: its blocks are read by the copies of the others
+    assert len(part(plan).copies) == 6  # the last one too: its blocks are read by the copies of the others
     pool.done(plan)
     pool.compact(rows, 7)
     assert pool.stats().used == 6
 
 
-def test_unshare_makes_room_for_more_copies_than_the_plan_has_rows(make_pool, make_plan):
-    pool = make_pool(3000, 4, max_blocks_per_seq=1000)
+@ONE_TABLE
+def test_unshare_makes_room_for_more_copies_than_the_plan_has_rows(make_any, make_plan):
+    pool = make_any(3000, 4, max_blocks_per_seq=1000)
     plan, h = make_plan(pool, 1, 4000), pool.open()
     step(pool, plan, [h], 4000)
     child = pool.fork(h)[0]
-    old, shown = pool.table(child).tolist(), plan.copies
+    old, shown = pool.table(child).ravel().tolist(), part(plan).copies
     for end in (pool.rollback, pool.done):
         pool.unshare(plan, [child], 3999)
-        new = pool.table(child).tolist()
-        assert plan.copies.tolist() == [[a, b, 4] for a, b in zip(old, new, strict=True)]
-        assert len(shown) == 0 and not plan.copies.flags.writeable
+        new = pool.table(child).ravel().tolist()
+        assert part(plan).copies.tolist() == [[a, b, 4] for a, b in zip(old, new, strict=True)]
+        assert len(shown) == 0 and not part(plan).copies.flags.writeable
         end(plan)
     pool.compact(child, 3999)
     step(pool, plan, [child], 1)
-    assert plan.copies.shape == (0, 3)
+    assert part(plan).copies.shape == (0, 3)
     pool.unshare(plan, [h], 5)
-    assert len(plan.copies) == 0  # the copies are the child's: nobody shares
+    assert len(part(plan).copies) == 0  # the copies are the child's: nobody shares
 
 
 def test_unshare_without_blocks_changes_nothing(grown, refused):
@@ -220,11 +246,11 @@ def test_evict_blocks_takes_whole_blocks_out_of_the_table(grown):
     pool, plan, h = grown(18)
     child = int(pool.fork(h)[0])
     pool.evict_blocks(h, [1, 3])
-    assert lengths(pool, h) == (18, 10) and pool.table(h).tolist() == [1, 3, 5]
-    assert pool.table(child).tolist() == [1, 2, 3, 4, 5]  # others go on reading them
+    assert lengths(pool, h) == (18, 10) and pool.table(h).ravel().tolist() == [1, 3, 5]
+    assert pool.table(child).ravel().tolist() == [1, 2, 3, 4, 5]  # others go on reading them
     pool.close(child)
     step(pool, plan, [h], 3)
-    assert plan.positions.tolist() == [18, 19, 20] and plan.slot_mapping.tolist() == [22, 23, 8]
+    assert plan.positions.tolist() == [18, 19, 20] and part(plan).slot_mapping.ravel().tolist() == [22, 23, 8]
 
 
 @pytest.mark.parametrize("indices", [[4], [-1], [1, 1], [2, 1], [2**40]])
@@ -279,7 +305,7 @@ def test_fork_of_an_evicted_sequence_has_both_lengths_and_its_slot_starts_anew(g
     pool.compact(h, 6)
     child = int(pool.fork(h)[0])
     step(pool, plan, [h, child], 1)
-    assert plan.positions.tolist() == [14, 14] and plan.seq_lens.tolist() == [7, 7]
+    assert plan.positions.tolist() == [14, 14] and held(plan) == [7, 7]
     with refused(pool, ValueError, "truncate", 13):
         pool.truncate(child, 13)
     pool.close(h)
