@@ -10,7 +10,6 @@ import contextlib
 import gc
 import os
 import random
-import signal
 import sys
 import threading
 import time
@@ -422,33 +421,6 @@ def test_plan_that_two_threads_step_is_garbage_at_worst():
 
 
 # ---- code that runs in the middle of a call ----------------------------------------------------------------
-
-
-def test_signal_handler_calls_the_pool_it_interrupts():
-    """A handler runs between two calls or while arguments are read, never inside: its calls are calls like others."""
-    pool = Pool(64, 4, max_seqs=64, prefix_cache=True, seed=1)
-    plan, handles = Plan(pool, 64), [pool.open(4) for _ in range(8)]
-    handled = []
-
-    def handle(*_: Any) -> None:
-        name = pool.open(3)
-        assert pool.num_tokens(name) == 0 and pool.stats().sequences >= 9
-        pool.close(name)
-        pool.check()
-        handled.append(name)
-
-    before = signal.signal(signal.SIGALRM, handle)
-    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
-    try:
-        while len(handled) < 50 * LONG:
-            pool.step(plan, handles, [1] * 8)
-            pool.done(plan)
-            pool.truncate(handles, 0)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    pool.check()
-    assert pool.stats().sequences == 8
 
 
 def test_finalizer_calls_the_pool_whenever_the_collector_runs():
