@@ -1,13 +1,11 @@
-"""Scores of the CPU kernels beyond the conformance kit: the same bits everywhere, no allocation, memory told."""
-
+"""Scores of the CPU kernels beyond the conformance kit: the same bits everywhere, memory told."""
 
 import numpy as np
 import pytest
 from cpu_attention import ISAS, Pool, normal, some_options
-from growth import grown
 
 from kvpool.config import KVSpec
-from kvpool.protocol import AttentionOptions, BatchShape, StepArrays
+from kvpool.protocol import AttentionOptions, StepArrays
 from kvpool.testing.dense import dense_scores
 from kvpool_backends.cpu import CPUBackend, isas
 
@@ -99,27 +97,6 @@ def test_a_nan_of_the_mask_is_in_the_score_where_it_is_visible():
         assert not np.isnan(np.delete(got, 1, axis=0)).any()
 
 
-def test_calls_with_scores_allocate_nothing_once_the_scratch_has_grown():
-    """A decode loop: the context grows by a token a step, results and scores stay where they are."""
-    spec = KVSpec(1, 2, 16, "float32", 8)
-    backend = CPUBackend(spec, 40)
-    tables, starts = np.arange(1, 37, dtype=np.int32)[None], np.array([0, 1])
-    q, out = np.ones((1, 4, 16), np.float32), np.empty((1, 4, 16), np.float32)
-    memory, lens = np.empty((1, 2, 288), np.float32), np.array([50])
-
-    def step():
-        lens[0] = lens[0] % 288 + 1
-        for kind in KINDS:
-            backend.store.attend(0, q, out, tables, lens, starts, scores=kind, scores_out=memory)
-
-    for _ in range(288):
-        step()
-    scratch = backend.store.scratch_nbytes
-    left = grown(step, 288)
-    assert left < 288 * 32, f"{left} bytes in 288 steps: an object is left behind by each"
-    assert backend.store.scratch_nbytes == scratch
-
-
 def test_memory_of_scores_is_reported():
     """Raw needs nothing but the array; mass four bytes per query head and token, and two per row and head."""
     backend = CPUBackend(KVSpec(1, 2, 16, "float32", 8), 40)
@@ -134,12 +111,3 @@ def test_memory_of_scores_is_reported():
     memory = backend.memory()
     assert memory.pool_nbytes == backend.spec.pool_nbytes(40)
     assert memory.scratch_nbytes == backend.store.scratch_nbytes >= memory.scores_nbytes
-
-
-def test_warmup_leaves_scratch_for_scores():
-    backend = CPUBackend(KVSpec(1, 2, 16, "float32", 8), 40)
-    backend.warmup([BatchShape(2, 2, 18, 4)], scores="mass")
-    warmed = backend.store.scratch_nbytes
-    plan = StepArrays(np.arange(1, 37).reshape(2, 18), np.array([144, 100]), np.array([0, 1, 2]))
-    backend.attend(backend.prepare(plan), 0, np.ones((2, 4, 16), np.float32), scores="mass")
-    assert backend.store.scratch_nbytes == warmed

@@ -4,8 +4,8 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -233,7 +233,7 @@ def test_calls_allocate_nothing_once_the_scratch_has_grown():
     options = AttentionOptions(mask=np.ones((16, 75), bool), sinks=np.zeros(4))
     tables, out, ids = case.tables.astype(np.int64), np.empty((16, 4, 16), np.float32), np.arange(3)
     k, copies = np.ones((8, 2, 16), np.float32), np.array([[1, 2, 3]])
-    rows = np.empty((3, case.spec.block_nbytes), np.uint8)
+    rows, scores = np.empty((3, case.spec.block_nbytes), np.uint8), np.empty((2, 2, 70), np.float32)
 
     def step():
         case.store.copy_blocks(copies)
@@ -241,6 +241,9 @@ def test_calls_allocate_nothing_once_the_scratch_has_grown():
         case.attend(out, block_tables=tables, options=options)
         case.store.gather(0, ids, k, k.copy())
         case.store.export_blocks(ids, rows)
+
+        for kind in ("raw", "mass"):
+            case.attend(out, scores=kind, scores_out=scores)
 
     step()
     scratch = case.store.scratch_nbytes
@@ -278,21 +281,14 @@ def test_one_call_after_the_other_has_the_workers():
 def test_two_stores_in_two_threads_give_right_results_and_both_finish():
     cases = [Case(), Case(KVSpec(2, 2, 16, "bfloat16", 8, layout="HND"))]
     expected = [case.attend() for case in cases]
-    outcomes = [0, 0]
 
-    def work(index):
-        case = cases[index]
+    def work(case, right):
         for _ in range(300):
             case.store.copy_blocks(np.array([[0, case.unused, 8]]))
-            if np.array_equal(case.attend(), expected[index]):
-                outcomes[index] += 1
+            assert np.array_equal(case.attend(), right)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert outcomes == [300, 300]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(work, cases, expected))
 
 
 def test_a_second_call_on_a_store_that_is_busy_is_refused():
@@ -318,7 +314,7 @@ def test_concurrent_calls_on_one_store_are_refused_or_right():
     lens, sums = np.full(8, 6400), np.arange(9)
     refused, answered = [], []
 
-    def work():
+    def work(_):
         out = np.full((8, 32, 64), np.nan, np.float32)
         for _ in range(40):
             try:
@@ -328,11 +324,8 @@ def test_concurrent_calls_on_one_store_are_refused_or_right():
             else:
                 answered.append(bool((out == 0).all()))
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(work, range(3)))
     assert len(refused) + len(answered) == 120 and all(answered) and answered
     assert refused, "three threads never met: the GIL was not released"
 
@@ -352,12 +345,8 @@ def test_set_num_threads_counts_for_stores_without_a_number_of_their_own():
 def run(code, **environment):
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("KVPOOL_")}
     inherited["PYTHONPATH"] = os.pathsep.join(sys.path)
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env=inherited | environment,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, env=inherited | environment, capture_output=True, text=True)
 
 
 SHOW = "from kvpool_backends import cpu; print(cpu.default_isa(), cpu.num_threads(), cpu.isas()[-1])"
