@@ -274,8 +274,8 @@ def test_a_step_without_queries_is_good_for_writes(make):
     assert not np.array(backend.attend(arrays, 0, x)).any()
 
 
-def test_contexts_of_empty_rows_are_empty(make):
-    backend = make(SPEC, 4)
+def test_contexts_of_empty_rows_are_empty(metal):
+    backend = metal(SPEC, 4)
     empty = backend.prepare(StepArrays(np.zeros((2, 1), np.int32), np.zeros(2, int), np.zeros(3, int)))
     assert [x.shape for x in backend.read(empty, 0)] == [(2, 2, 0, 8), (2, 2, 0, 8)]
 

@@ -66,19 +66,14 @@ def test_the_preferred_layout_wastes_no_line(counting_engine, head_dim, kv_heads
     assert transactions <= 1.1 * needed_bytes(batch) / LINE
 
 
-@pytest.mark.parametrize(("group", "queries"), [(4, 2), (2, 4), (1, 8)])
-def test_a_small_window_reads_once_for_as_many_queries_as_fit(counting_engine, group, queries):
-    batch = Batch(dtype="float16", head_dim=128, group=group, seq_lens=(150,), q_lens=(queries,))
+@pytest.mark.parametrize(("group", "queries", "features"), [(4, 2, ()), (2, 4, ()), (1, 8, ()), (4, 1, ("window",))])
+def test_as_many_queries_as_fit_read_once_what_they_see(counting_engine, group, queries, features):
+    shape = {"group": group, "seq_lens": (300,), "q_lens": (queries,), "features": features, "seed": 2}
+    batch = Batch(dtype="float16", head_dim=128, **shape)
     (run,) = counted(batch, counting_engine)
-    assert run.reads["k_pool"].bytes + run.reads["v_pool"].bytes == needed_bytes(batch)
-
-
-def test_a_sliding_window_reads_what_it_sees(counting_engine):
-    batch = Batch(dtype="float16", head_dim=128, seq_lens=(300,), features=("window",), seed=2)
-    (run,) = counted(batch, counting_engine)
-    seen = min(300, batch.options.window)
-    assert 0 < seen < 300
-    assert run.reads["k_pool"].bytes == seen * batch.kv_heads * 128 * 2
+    seen = batch.options.window or 300
+    assert run.reads["k_pool"].bytes == run.reads["v_pool"].bytes == seen * batch.kv_heads * 128 * 2
+    assert bool(features) == (seen < 300)
 
 
 def test_everything_else_that_decode_reads_is_small(counting_engine):
