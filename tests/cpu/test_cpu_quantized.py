@@ -102,32 +102,6 @@ def test_elements_with_gaps_are_stored_and_gathered_like_others(spec, isa):
     assert all(map(np.array_equal, outs, mine.gather(0, [0, 1])))
 
 
-# ---------------------------------------------------------------------- whole blocks
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("k_bits", "v_bits"), BITS)
-def test_whole_blocks_move_as_in_the_reference(k_bits, v_bits, layout):
-    if layout == "interleaved" and k_bits != v_bits:  # one array
-        return
-    spec = KVSpec(3, 2, 64, "bfloat16", 5, None, layout, k_bits, v_bits, 32)
-    backends = pair(spec, 9)
-    rng = np.random.default_rng(SEED)
-    for layer in range(3):
-        k, v = (rows(rng, (45, 2, 64)) for _ in "kv")
-        for backend in backends:
-            backend.write(backend.prepare(StepArrays(slot_mapping=np.arange(45))), layer, k, v)
-    mine, reference = backends
-    assert np.array_equal(everything(mine), everything(reference))
-    for backend in backends:
-        backend.copy_blocks(np.array([[1, 2, 3], [4, 7, 5]]))
-        backend.zero([3])
-        backend.import_blocks([8, 0], backend.export_blocks([5, 6]))
-    assert np.array_equal(everything(mine), everything(reference))
-    for one, other in zip(mine.gather(1, [2, 7, 0], 13), reference.gather(1, [2, 7, 0], 13), strict=True):
-        assert np.array_equal(one, other)
-
-
 # ---------------------------------------------------------------------- attention
 
 
@@ -197,29 +171,6 @@ def test_masked_tokens_that_are_nan_never_matter(num_queries):
 
 
 # ---------------------------------------------------------------------- compaction
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("k_bits", "v_bits"), [*BITS, (None, None)])
-def test_compact_moves_what_the_reference_moves(k_bits, v_bits, layout):
-    if layout == "interleaved" and k_bits != v_bits:
-        return
-    spec = KVSpec(2, 3, 64, "float16", 5, None, layout, k_bits, v_bits, 32)
-    mine, reference = pair(spec, 8)
-    rng = np.random.default_rng(SEED)
-    for layer in range(2):
-        k, v = (rng.standard_normal((40, 3, 64)).astype(np.float32) for _ in "kv")
-        for backend in (mine, reference):
-            backend.write(backend.prepare(StepArrays(slot_mapping=np.arange(40))), layer, k, v)
-    keep = np.sort(rng.permuted(np.tile(np.arange(33), (2, 3, 1)), axis=-1)[..., :14], axis=-1)
-    blocks = [6, 1, 7, 0, 3, 2, 5]
-    before = [x.copy() for x in mine.gather(1, blocks)]
-    for backend in (mine, reference):
-        backend.compact(blocks, keep)
-    assert np.array_equal(everything(mine), everything(reference))
-    for old, new in zip(before, mine.gather(1, blocks, 14), strict=True):
-        for head in range(3):
-            assert np.array_equal(new[:, head], old[keep[1, head], head])
 
 
 @pytest.mark.parametrize(
