@@ -59,9 +59,7 @@ def test_sweep_compares_pools_and_names_the_one_that_is_enough(capsys):
     assert [run["evictions"] for run in runs] == [1320, 372, 0]
 
 
-@pytest.mark.parametrize(
-    "options", [("--num-blocks", "83"), ("--sweep", "63,166"), ("--policy", "P2", "--samples", "3")]
-)
+@pytest.mark.parametrize("options", [("--num-blocks", "83"), ("--sweep", "63,166")])
 def test_plot_is_a_png(capsys, tmp_path, options):
     pytest.importorskip("matplotlib")
     path = tmp_path / "replay.png"
