@@ -10,7 +10,9 @@ import pytest
 from mlx_models import on_cpu, solo_tokens
 
 from kvpool.adapters.mlx_lm import Engine, tiny
+from kvpool.adapters.mlx_lm.engine import Completion, Sample, TokenEvent
 from kvpool.cli import main
+from kvpool.cli.generate import Printer
 
 PROMPTS = ["Hello", "The block table maps", "abc"]
 
@@ -255,6 +257,15 @@ def test_interrupt_prints_the_text_that_waited_for_a_sample_without_text(capsys,
     interrupted.clear()
     assert generate(*how) == 130  # the second prompt has ended, the first one is still read
     assert len(interrupted) == 20 and capsys.readouterr().out == f"=== prompt 2\n{text}"
+
+
+def test_every_sample_with_text_has_its_head(capsys):
+    printer = Printer(prompts=2, samples=1, quiet=False)
+    printer.on_token(TokenEvent(0, 0, 200, -1.0, "", None))  # the first byte of a character is no text
+    printer.on_token(TokenEvent(1, 0, 65, -1.0, "A", "length"))
+    assert capsys.readouterr().out == ""
+    printer.end(Completion(0, (Sample(np.array([200]), None, "", "cancelled", None),)))
+    assert capsys.readouterr().out == "=== prompt 2\nA\n"
 
 
 def test_second_interrupt_ends_at_once(monkeypatch):
