@@ -3,9 +3,9 @@
     @row(FreesEachOccurrence)
     def test_a1_block_twice_in_one_free(make_pool): ...
 
-names the row A1 of docs/regressions.md and the bug that bit there, planted again. The body must pass on kvpool and on
-the sound model, and must fail on every planted bug. A bug is a `ModelPool` or `ModelPlan` with one mistake, or
-`broken(name=part)` for anything else that a test takes from the fixture `parts`.
+names the row A1 of docs/regressions.md and a bug of the kind that bit there, planted again. The body must pass on
+kvpool and on the sound model, and must fail on every planted bug. A bug is a `ModelPool` or `ModelPlan` with one
+mistake, or `broken(name=part)` for anything else that a test takes from the fixture `parts`.
 """
 
 from dataclasses import dataclass, field
