@@ -313,7 +313,10 @@ NAS = {"model_type": "nemotron-nas", "block_configs": [{"attention": {"n_heads_i
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        *((LLAMA_8B | {name: None}, rf"^\[config\] .*{name}") for name in NEEDED),
+        *(
+            ({k: v for k, v in LLAMA_8B.items() if k != name}, rf"^\[config\] .*{name}.* (is missing|is in the config)")
+            for name in NEEDED
+        ),
         (LLAMA_8B | {"model_type": "qwen3"}, r"^\[config\] head_dim is missing"),
         (LLAMA_8B | {"model_type": "qwen2", "num_key_value_heads": None}, "num_key_value_heads is missing"),
         (LLAMA_8B | {"hidden_size": 4097}, "hidden_size 4097 is no multiple of num_attention_heads 32"),
