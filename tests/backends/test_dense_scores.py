@@ -114,54 +114,41 @@ def test_bfloat16_as_bits_and_views_are_taken():
 # ---------------------------------------------------------------------- refusals
 
 Q, K, V = made(9, 2)
-
-
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ({"scores": "entropy"}, ValueError),
-        ({"k": K.astype(np.float16)}, TypeError),
-        ({"q": Q[0]}, ValueError),
-        ({"q": Q[:1]}, ValueError),
-        ({"q": Q[:, :3]}, ValueError),
-        ({"q": Q[..., :7]}, ValueError),
-        ({"q": np.zeros((2, 4, 10, 64), np.float32)}, ValueError),
-        ({"k": K[:, :, :4]}, ValueError),
-        ({"v": V[:, :1]}, ValueError),
-        ({"v": V[0]}, ValueError),
-        ({"scale": float("nan")}, ValueError),
-        ({"options": AttentionOptions(sinks=np.zeros(3))}, ValueError),
-        ({"options": AttentionOptions(mask=np.zeros((4, 8), np.float32))}, ValueError),
-    ],
-)
-def test_wrong_arguments_are_refused(change, error):
-    arguments = {"q": Q, "k": K, "v": V} | change
-    q, k, v = (arguments.pop(name) for name in "qkv")
-    for module in (of_numpy, of_mlx) if {"scale", "k"}.isdisjoint(change) else (of_numpy,):
-        with pytest.raises(error, match=r"^\[(attention_with_scores|attend)\] "):
-            run(module, "attention_with_scores", q, k, v, **arguments)
-
-
 PLANES = quantized(K, 8, 64)
+DENSE, PACKED = "attention_with_scores", "quantized_attention_with_scores"
+REFUSED = [
+    (DENSE, {"scores": "entropy"}, ValueError),
+    (DENSE, {"k": K.astype(np.float16)}, TypeError),
+    (DENSE, {"q": Q[0]}, ValueError),
+    (DENSE, {"q": Q[:1]}, ValueError),
+    (DENSE, {"q": Q[:, :3]}, ValueError),
+    (DENSE, {"q": Q[..., :7]}, ValueError),
+    (DENSE, {"q": np.zeros((2, 4, 10, 64), np.float32)}, ValueError),
+    (DENSE, {"k": K[:, :, :4]}, ValueError),
+    (DENSE, {"v": V[:, :1]}, ValueError),
+    (DENSE, {"v": V[0]}, ValueError),
+    (DENSE, {"scale": float("nan")}, ValueError),
+    (DENSE, {"options": AttentionOptions(sinks=np.zeros(3))}, ValueError),
+    (DENSE, {"options": AttentionOptions(mask=np.zeros((4, 8), np.float32))}, ValueError),
+    (PACKED, {"k": PLANES[:2]}, (TypeError, ValueError)),
+    (PACKED, {"k": PLANES[0]}, (TypeError, ValueError)),
+    (PACKED, {"k": (PLANES[1], *PLANES[1:])}, TypeError),
+    (PACKED, {"k": (PLANES[0][..., :8], *PLANES[1:])}, ValueError),
+    (PACKED, {"v": (*PLANES[:2], PLANES[2][:, :, :3])}, ValueError),
+    (PACKED, {"v": (*PLANES[:2], PLANES[2].astype(np.float16))}, TypeError),
+    (PACKED, {"bits": 3}, ValueError),
+    (PACKED, {"bits": 4}, ValueError),
+    (PACKED, {"group_size": 32}, ValueError),
+    (PACKED, {"group_size": 7}, ValueError),
+    (PACKED, {"scores": "raws"}, ValueError),
+]
 
 
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ({"k": PLANES[:2]}, (TypeError, ValueError)),
-        ({"k": PLANES[0]}, (TypeError, ValueError)),
-        ({"k": (PLANES[1], *PLANES[1:])}, TypeError),
-        ({"k": (PLANES[0][..., :8], *PLANES[1:])}, ValueError),
-        ({"v": (*PLANES[:2], PLANES[2][:, :, :3])}, ValueError),
-        ({"v": (*PLANES[:2], PLANES[2].astype(np.float16))}, TypeError),
-        ({"bits": 3}, ValueError),
-        ({"bits": 4}, ValueError),
-        ({"group_size": 32}, ValueError),
-        ({"group_size": 7}, ValueError),
-        ({"scores": "raws"}, ValueError),
-    ],
-)
-def test_wrong_quantized_arguments_are_refused(change, error):
-    arguments = {"q": Q, "k": PLANES, "v": PLANES} | change
-    with pytest.raises(error, match=r"^\[(quantized_attention_with_scores|KVSpec|attend)\] "):
-        of_numpy.quantized_attention_with_scores(**arguments)
+@pytest.mark.parametrize(("name", "change", "error"), REFUSED)
+def test_wrong_arguments_are_refused(name, change, error):
+    arguments = {"q": Q, "k": K, "v": V} if name == DENSE else {"q": Q, "k": PLANES, "v": PLANES}
+    arguments |= change
+    q, k, v = (arguments.pop(plane) for plane in "qkv")
+    for module in (of_numpy, of_mlx) if name == DENSE and {"scale", "k"}.isdisjoint(change) else (of_numpy,):
+        with pytest.raises(error, match=rf"^\[({name}|KVSpec|attend)\] "):
+            run(module, name, q, k, v, **arguments)
