@@ -216,7 +216,6 @@ class Pool:
         events: int = 0,
         lookahead: int = 0,
         groups: Sequence[Group] | None = None,
-        two_classes: bool = False,
         _hash_bits: int = 64,
     ) -> Self: ...
     def __reduce__(self) -> NoReturn: ...

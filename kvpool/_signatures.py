@@ -18,7 +18,6 @@ def Pool(
     events=0,
     lookahead=0,
     groups=None,
-    two_classes=False,
     _hash_bits=64,
 ):
     return tuple(locals().values())

@@ -20,7 +20,6 @@ class PoolOptions(NamedTuple):
     events: int  #: events of the prefix cache that are kept
     lookahead: int = 0  #: tokens that `truncate` may take back behind a window
     groups: tuple[Group, ...] | None = None  #: layer groups; None: one table for all layers
-    two_classes: bool = False  #: whether checkpoints are first or second class
 
 
 class PoolStats(NamedTuple):

@@ -122,9 +122,6 @@ cdef class Pool:
     groups : sequence of kvpool.Group, optional
         Layer groups: layers that differ in what they read or in shape; see ``docs/groups.md``. Default: all layers
         read every token and share one table.
-    two_classes : bool, default False
-        Needs groups and a prefix cache. Few checkpoints are kept that are inside a prompt or of an earlier turn:
-        see "Two classes" in ``docs/prefix.md``.
 
     Attributes
     ----------
@@ -169,17 +166,13 @@ cdef class Pool:
 
     cdef int init(self, tuple given) except -1:
         (num_blocks, block_size, max_seqs, max_blocks_per_seq, reserved_blocks, watermark, in_order, seed, prefix_cache,
-         events, lookahead, groups, two_classes, hash_bits) = given
+         events, lookahead, groups, hash_bits) = given
         lookahead = to_int(lookahead, "Pool", "lookahead", 0, (<int64_t>1 << 31) - 1)
         self.init_blocks(num_blocks, block_size, reserved_blocks)
         if groups is not None:
             groups = read_groups(groups, self.state.blocks.block_size, lookahead)
         self.init_seqs(max_seqs, max_blocks_per_seq, watermark, groups)
         seed, events = self.init_index(seed, prefix_cache, events, hash_bits, groups is not None)
-        if not isinstance(two_classes, bool):
-            raise TypeError(f"[Pool] two_classes must be a bool, not {type(two_classes).__name__} ({two_classes!r})")
-        if two_classes and not (prefix_cache and groups):
-            raise ValueError("[Pool] two_classes is True: it needs groups and prefix_cache=True")
         if not isinstance(in_order, bool):
             raise TypeError(f"[Pool] in_order must be a bool, not {type(in_order).__name__} ({in_order!r})")
         self.state.next_step = 1
@@ -187,11 +180,11 @@ cdef class Pool:
         if groups is not None:
             self.init_groups(groups, lookahead)
             if prefix_cache:
-                self.init_tree(groups, two_classes)
+                self.init_tree(groups)
         self.options = PoolOptions(
             self.state.blocks.num_blocks, self.state.blocks.block_size, self.state.seqs.max_seqs,
             self.state.seqs.max_blocks, self.state.blocks.reserved, self.state.seqs.watermark, in_order, seed,
-            prefix_cache, events, lookahead, groups, two_classes)
+            prefix_cache, events, lookahead, groups)
         return 0
 
     cdef int init_groups(self, tuple groups, int64_t lookahead) except -1:
@@ -258,7 +251,7 @@ cdef class Pool:
                 raise MemoryError(f"[Pool] no memory for tables of group {k}: {s.max_seqs} rows of {width} ids")
         return 0
 
-    cdef int init_tree(self, tuple groups, bint two_classes) except -1:
+    cdef int init_tree(self, tuple groups) except -1:
         """The prefix cache of a pool with layer groups."""
         cdef Groups* gs = self.state.groups
         cdef int32_t[MAX_GROUPS] bundle
@@ -273,7 +266,6 @@ cdef class Pool:
         gs.tree = <Tree*>xcalloc(1, sizeof(Tree))
         if gs.tree == NULL or tree_init(gs.tree, gs, &self.state.index, bundle) != OK:
             raise MemoryError("[Pool] no memory for the prefix cache")
-        gs.tree.two_classes = two_classes
         return 0
 
     cdef int init_blocks(self, object num_blocks, object block_size, object reserved_blocks) except -1:

@@ -33,7 +33,7 @@ cdef class Pool:                # here, as its parts are other classes' business
     cdef int init_seqs(self, object max_seqs, object max_blocks_per_seq, object watermark,
                        tuple groups) except -1
     cdef tuple init_index(self, object seed, object prefix_cache, object events, object hash_bits, bint has_groups)
-    cdef int init_tree(self, tuple groups, bint two_classes) except -1
+    cdef int init_tree(self, tuple groups) except -1
     cdef int shorten(self, object handles, object lens, bint compacts, object first, object group,
                      str call) except -1
     cdef int read(self, object handle, str call, Seq* q, SeqLife* life) except -1

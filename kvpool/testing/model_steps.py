@@ -543,10 +543,8 @@ class PrefixModel(SequenceModel):
 class StepModel(PrefixModel):
     """`PrefixModel` with steps: a whole pool with one table per sequence."""
 
-    def __init__(self, *sizes: Any, lookahead: int = 0, two_classes: bool = False, **options: Any) -> None:
+    def __init__(self, *sizes: Any, lookahead: int = 0, **options: Any) -> None:
         args.integer("Pool", "lookahead", lookahead, 0)
-        if args.boolean("Pool", "two_classes", two_classes):
-            raise ValueError("[Pool] two_classes is True: it needs groups and prefix_cache=True")
         super().__init__(*sizes, **options)
 
     # ---- what a step needs --------------------------------------------------------------------------------
