@@ -110,7 +110,6 @@ class Plan:
         *,
         formats: str | Sequence[str] = ("block_tables", "seq_lens", "slot_mapping"),
         table_width: int | None = None,
-        kv_width: int | None = None,
         dtype: str | Mapping[str, str] = "int32",
         pad: Mapping[str, int] | None = None,
         out: Mapping[str, _Integers] | None = None,
@@ -156,12 +155,6 @@ class Plan:
     def indices(self) -> _Integers: ...
     @property
     def last_page_len(self) -> _Integers: ...
-    @property
-    def kv_slots(self) -> _Integers: ...
-    @property
-    def kv_slots_ragged(self) -> _Integers: ...
-    @property
-    def kv_indptr(self) -> _Integers: ...
     @property
     def slot_ids(self) -> _Integers: ...
 
@@ -216,7 +209,6 @@ class Pool:
         events: int = 0,
         lookahead: int = 0,
         groups: Sequence[Group] | None = None,
-        two_classes: bool = False,
         _hash_bits: int = 64,
     ) -> Self: ...
     def __reduce__(self) -> NoReturn: ...

@@ -18,7 +18,7 @@ cdef void bundle_keep(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
 
 cdef inline Line* line_of(Tree* t, int32_t m) noexcept nogil:
     """The line of a checkpoint that may leave: see `Tree.listed`."""
-    return &t.listed[not t.checkpoint[m].second if t.two_classes else t.checkpoint[m].uses > 0]
+    return &t.listed[t.checkpoint[m].was_hit]
 
 
 cdef void checkpoint_unlist(Tree* t, int32_t m) noexcept nogil:
@@ -49,11 +49,10 @@ cdef void checkpoint_refresh(Tree* t, int32_t m) noexcept nogil:
 
 
 cdef void checkpoint_use(Tree* t, int32_t m) noexcept nogil:
-    """A checkpoint is a hit. The second hit makes it first class."""
+    """A checkpoint is a hit."""
     checkpoint_unlist(t, m)
-    t.used += t.checkpoint[m].uses == 0
-    t.checkpoint[m].uses += t.checkpoint[m].uses < 2
-    t.checkpoint[m].second &= t.checkpoint[m].uses < 2
+    t.used += not t.checkpoint[m].was_hit
+    t.checkpoint[m].was_hit = True
 
 
 # ---- from taking to dropping -------------------------------------------------------------------------------
@@ -294,33 +293,6 @@ cdef void publish_checkpoint(Groups* gs, int32_t slot, int32_t n, int64_t positi
         return
     if not is_new:
         checkpoint_refresh(t, t.node[n].checkpoint)
-    if t.two_classes:
-        classify(gs, slot, n, is_new)
-
-
-cdef void classify(Groups* gs, int32_t slot, int32_t n, bint is_new) noexcept nogil:
-    """A row has published a checkpoint, or has found one at its place. Decide which are second class now."""
-    cdef Tree* t = gs.tree
-    cdef const RowPlaces* row = &t.row[slot]
-    cdef int64_t position = t.node[n].depth * t.block_size
-    cdef bint is_last = position == row.cut // t.grain * t.grain
-    cdef Checkpoint* checkpoint = &t.checkpoint[t.node[n].checkpoint]
-    if is_new and not is_last:
-        checkpoint.junction = position == row.junction // t.grain * t.grain
-        demote(t, t.node[n].checkpoint)
-    if not is_last or row.hit == 0:
-        return
-    while t.node[n].depth * t.block_size > row.hit:
-        n = t.node[n].parent
-    demote(t, t.node[n].checkpoint)
-
-
-cdef void demote(Tree* t, int32_t m) noexcept nogil:
-    """A checkpoint becomes second class, unless it was published at a junction or was a hit twice."""
-    if m != NO_CHECKPOINT and not (t.checkpoint[m].junction or t.checkpoint[m].second or t.checkpoint[m].uses > 1):
-        checkpoint_unlist(t, m)
-        t.checkpoint[m].second = True
-        checkpoint_refresh(t, m)
 
 
 # ---- loads -------------------------------------------------------------------------------------------------

@@ -41,11 +41,9 @@ cdef struct Checkpoint:
     int32_t node                # NO_NODE: not published
     int32_t row                 # slot that has it in `taken`, -1: none
     int32_t loads               # loads that are not done yet
-    uint8_t uses                # hits, at most 2 are counted
+    uint8_t was_hit             # at least once
     uint8_t listed              # it may leave
     uint8_t orphan              # flushed or closed while it was loaded: it goes when the load is done
-    uint8_t junction            # with two classes: published at a junction, so it stays first class
-    uint8_t second              # with two classes: it is second class
 
 
 cdef struct Link:               # of a line; of what is not in use: `next` is the next free one
@@ -105,8 +103,7 @@ cdef struct Tree:
     bint[MAX_ARENAS] has_checkpoints    # and in checkpoints
     Line cold                   # units
     Line warm
-    Line[2] listed              # checkpoints that may leave. Two classes: [0] is second class, [1] is first class.
-                                # Else [0] has those that were never a hit, [1] the others
+    Line[2] listed              # checkpoints that may leave: [0] those that were never a hit, [1] the others
     int64_t clock
     int32_t num_loads           # that are not done
     int32_t num_saves           # checkpoints whose step is pending
@@ -128,7 +125,6 @@ cdef struct Tree:
     uint32_t bucket_mask
     bint needs_checkpoints      # some group is not full
     bint can_restore            # every state group has bundles
-    bint two_classes            # whether checkpoints are first or second class
     int64_t taken               # counters of use: checkpoints that a step saved,
     int64_t published
     int64_t used                # by a hit, each counted once

@@ -559,22 +559,17 @@ cdef void checkpoint_evict(Groups* gs, int32_t m) noexcept nogil:
     checkpoint_drop(gs, m)
 
 
-cdef inline bint is_crowded(const Tree* t) noexcept nogil:
-    """Whether more than a quarter of the checkpoints that may leave are second class."""
-    return t.two_classes and 3 * <int64_t>t.listed[0].size > t.listed[1].size
-
-
 cdef inline int64_t checkpoint_age(const Tree* t, int32_t m) noexcept nogil:
-    """Twice the age of a checkpoint. Three times without classes, if it was never a hit. -1: there is none."""
+    """Twice the age of a checkpoint, three times if it was never a hit. -1: there is none."""
     if m == NO_CHECKPOINT:
         return -1
-    return (2 + (not t.two_classes and t.checkpoint[m].uses == 0)) * (t.clock - t.checkpoint[m].stamp)
+    return (3 - t.checkpoint[m].was_hit) * (t.clock - t.checkpoint[m].stamp)
 
 
 cdef int32_t oldest_checkpoint(const Tree* t) noexcept nogil:
     """The checkpoint that leaves first, NO_CHECKPOINT: none may leave."""
     cdef int32_t a = t.listed[0].head, b = t.listed[1].head
-    return a if is_crowded(t) or checkpoint_age(t, a) >= checkpoint_age(t, b) else b
+    return a if checkpoint_age(t, a) >= checkpoint_age(t, b) else b
 
 
 cdef bint evict_next(Groups* gs, bint has_units, bint has_checkpoints) noexcept nogil:
@@ -583,8 +578,7 @@ cdef bint evict_next(Groups* gs, bint has_units, bint has_checkpoints) noexcept 
     cdef int32_t m = oldest_checkpoint(t) if has_checkpoints else NO_CHECKPOINT
     if has_units and t.cold.size:
         unit_evict(gs, t.cold.head)
-    elif has_units and t.warm.size and (m == NO_CHECKPOINT or not is_crowded(t)
-                                        and 2 * (t.clock - t.node[t.warm.head].stamp) > checkpoint_age(t, m)):
+    elif has_units and t.warm.size and 2 * (t.clock - t.node[t.warm.head].stamp) > checkpoint_age(t, m):
         unit_evict(gs, t.warm.head)
     elif m != NO_CHECKPOINT:
         checkpoint_evict(gs, m)

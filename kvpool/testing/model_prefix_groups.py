@@ -49,9 +49,7 @@ class Checkpoint:
     owner: int | None  #: the row that took it, until `commit` publishes it
     tails: list[Entry] = field(default_factory=list)  #: entries of windows and chunks, of a published one
     node: Node | None = None
-    uses: int = 0
-    is_junction: bool = False  #: with two classes: published at a junction, so it stays first class
-    is_second: bool = False  #: with two classes: it is second class
+    was_hit: bool = False
 
 
 @dataclass(eq=False)
@@ -73,8 +71,6 @@ class Known:
 
     node: Node | None = None  #: of its last committed base block
     wanted: list[int] = field(default_factory=list)  #: where checkpoints are taken
-    hit: int = 0
-    junction: int = 0
     load: int = 0  #: tokens that are loaded
 
 
@@ -153,11 +149,9 @@ class CheckpointModel(GroupModel):
 
     arena_class, may_cache = CachedArena, True
 
-    def __init__(self, *sizes: Any, two_classes: bool = False, **options: Any) -> None:
+    def __init__(self, *sizes: Any, **options: Any) -> None:
         self._marks = dict.fromkeys(("taken", "published", "used", "skipped", "evicted"), 0)
-        args.boolean("Pool", "two_classes", two_classes)
         super().__init__(*sizes, **options)
-        self.options = self.options._replace(two_classes=two_classes)
         room = self.arenas[0].num_blocks - self.arenas[0]._reserved
         if self._bundle_size > room:
             self.shutdown()
@@ -199,19 +193,12 @@ class CheckpointModel(GroupModel):
 
     def _oldest(self, marks: list[Checkpoint], units: Iterable[Node] = ()) -> Any:
         """What leaves first. `max` takes the first of equal ages: never a hit, other checkpoints, units."""
-        if self.options.two_classes:
-            first = [mark for mark in marks if mark.is_second]
-            if 4 * len(first) > len(marks):
-                return max(first, key=self._age)
-        else:
-            first = [mark for mark in marks if not mark.uses]
-        victims: list[Node | Checkpoint] = [*first, *(mark for mark in marks if mark not in first), *units]
+        victims: list[Node | Checkpoint] = [*sorted(marks, key=lambda mark: mark.was_hit), *units]
         return max(victims, key=self._age)
 
     def _age(self, one: Node | Checkpoint) -> int:
-        """Twice the age of a unit or checkpoint. Three times without classes, for a checkpoint that was never a hit."""
-        is_unused = isinstance(one, Checkpoint) and not one.uses and not self.options.two_classes
-        return (3 if is_unused else 2) * (self._clock - one.stamp)
+        """Twice the age of a unit or checkpoint; three times for a checkpoint that was never a hit."""
+        return (3 if isinstance(one, Checkpoint) and not one.was_hit else 2) * (self._clock - one.stamp)
 
     def _evict_mark(self, mark: Checkpoint) -> None:
         self._drop(mark)
@@ -486,8 +473,7 @@ class CheckpointModel(GroupModel):
         self._make_room(rest)
         for layer, count in rest:
             seq.tables[layer.index].entries.extend(self._take_entry(layer) for _ in range(count))
-        seq.known.wanted, seq.known.hit = self._positions(hit, path, place), hit
-        seq.known.junction = min(len(path) * self.block_size, place) // self._grain * self._grain
+        seq.known.wanted = self._positions(hit, path, place)
         self._count_lookup(len(prompt), hit, again)
         shown = [table.entries for table in seq.tables]
         self._chain("open", prompt, namespace, self._local(seq.handle), shown, seq.known.wanted)
@@ -631,9 +617,8 @@ class CheckpointModel(GroupModel):
         if mark is not None:
             mark.stamp = self._tick()
         if mark is not None and call == "open":  # a pin is no hit
-            mark.uses += 1
-            mark.is_second &= mark.uses < 2
-            self._marks["used"] += mark.uses == 1
+            self._marks["used"] += not mark.was_hit
+            mark.was_hit = True
         if mark is not None and self._states:
             slots = {}
             for layer in self._states:
@@ -662,8 +647,7 @@ class CheckpointModel(GroupModel):
             assert child is not None
             child.root, child.tokens, child.published = parent.root, list(parent.tokens), parent.published
             child.forked_in = self._fork_in(parent)
-            known = parent.known
-            child.known = Known(known.node, list(known.wanted), known.hit, known.junction)
+            child.known = Known(parent.known.node, list(parent.known.wanted))
         return children
 
     def _lose_in(self, layer: Any, seq: Sequence, n: int, left: int) -> None:
@@ -766,8 +750,6 @@ class CheckpointModel(GroupModel):
                 self._marks["skipped"] += 1
             if mark is not None:
                 self._give_up(mark)
-            if node.checkpoint is not None:
-                self._supersede(seq, position)
             return
         if mark is None:
             if not self._has_room():
@@ -788,10 +770,6 @@ class CheckpointModel(GroupModel):
             if self._is_unit_idle(above) and self._below(above) == 1:
                 above.stamp = self._tick()
             above = above.parent
-        if position < seq.known.wanted[-1]:
-            mark.is_junction = position == seq.known.junction
-            self._demote(mark)
-        self._supersede(seq, position)
 
     def _replace_tails(self, own: list[Entry]) -> None:
         """A row that has still to load its checkpoint: its entries take the place of equal ones in others."""
@@ -801,18 +779,6 @@ class CheckpointModel(GroupModel):
                 mark.tails[place] = other
                 if other is not entry and not self._covering(entry) and self._is_idle(entry):
                     self._blank_entry(entry)
-
-    def _supersede(self, seq: Sequence, position: int) -> None:
-        """The row has its last checkpoint, so the one that was its hit is second class."""
-        node = seq.known.node
-        while node is not None and len(node.prefix) > seq.known.hit:
-            node = node.parent
-        if position == seq.known.wanted[-1] and node is not None:
-            self._demote(node.checkpoint)
-
-    def _demote(self, mark: Checkpoint | None) -> None:
-        if self.options.two_classes and mark and not (mark.is_junction or mark.is_second or mark.uses > 1):
-            mark.is_second, mark.stamp = True, self._tick()
 
     def _tails(self, seq: Sequence, position: int) -> list[Entry] | None:
         """What a row has of windows and chunks that a hit at a position needs; None: not all of it."""

@@ -543,10 +543,8 @@ class PrefixModel(SequenceModel):
 class StepModel(PrefixModel):
     """`PrefixModel` with steps: a whole pool with one table per sequence."""
 
-    def __init__(self, *sizes: Any, lookahead: int = 0, two_classes: bool = False, **options: Any) -> None:
+    def __init__(self, *sizes: Any, lookahead: int = 0, **options: Any) -> None:
         args.integer("Pool", "lookahead", lookahead, 0)
-        if args.boolean("Pool", "two_classes", two_classes):
-            raise ValueError("[Pool] two_classes is True: it needs groups and prefix_cache=True")
         super().__init__(*sizes, **options)
 
     # ---- what a step needs --------------------------------------------------------------------------------
@@ -639,8 +637,6 @@ class StepModel(PrefixModel):
         width = max(len(seq.table), ceil_div(length, self.block_size))
         if not self._fits_pool(seq, n):
             raise CapacityExceeded(f"[{call}] row {row} has {length} tokens, more than a sequence may have")
-        if plan.has_contexts and length > plan.limits.kv_width:
-            raise CapacityExceeded(f"[{call}] row {row} has {length} tokens, kv_width is {plan.limits.kv_width}")
         if width > plan.limits.table_width:
             raise CapacityExceeded(f"[{call}] row {row} has {width} blocks, table_width is {plan.limits.table_width}")
 

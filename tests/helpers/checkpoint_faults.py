@@ -34,25 +34,6 @@ class RoomForAll(CheckpointModel):
         return True
 
 
-class OneClass(CheckpointModel):
-    """No checkpoint leaves before its turn."""
-
-    def _demote(self, mark):
-        pass
-
-
-class SecondForEver(CheckpointModel):
-    """A checkpoint that is second class stays so, however often it is a hit."""
-
-    def _open_found(self, call, prompt, namespace, path, hit):
-        found = self._usable(path) and path[hit // self.block_size - 1].checkpoint
-        is_second = bool(found) and found.is_second
-        seq = super()._open_found(call, prompt, namespace, path, hit)
-        if found:
-            found.is_second = is_second
-        return seq
-
-
 class UsesDoNotCount(CheckpointModel):
     """A checkpoint that was never a hit stays as long as others."""
 
@@ -68,4 +49,4 @@ class PublishedUnwritten(CheckpointModel):
 
 
 #: The order in which things leave differs; seen when they do, one by one.
-WRONG_ORDER = [OutlivesItsKeys, WholePathRefreshed, UsesDoNotCount, RoomForAll, OneClass, SecondForEver]
+WRONG_ORDER = [OutlivesItsKeys, WholePathRefreshed, UsesDoNotCount, RoomForAll]

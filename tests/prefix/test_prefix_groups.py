@@ -189,29 +189,6 @@ def test_checkpoint_larger_than_arena_0_is_refused():
         Pool(20, 4, groups=[Group.state(4, blocks=2**31 - 1)] * 2, prefix_cache=True)
 
 
-@pytest.mark.parametrize(("options", "error"), [
-    ({"two_classes": 1, "prefix_cache": True, "groups": [Group.full()]}, TypeError),
-    ({"two_classes": True, "groups": [Group.full()]}, ValueError),
-    ({"two_classes": True, "prefix_cache": True}, ValueError),
-])  # fmt: skip
-def test_two_classes_without_checkpoints_are_refused(options, error):
-    for make_pool in (Pool, ModelPool):
-        with pytest.raises(error, match=r"\[Pool\] two_classes"):
-            make_pool(20, 4, **options)
-    assert Pool(20, 4, groups=[Group.full()], prefix_cache=True, two_classes=True).options.two_classes
-
-
-def test_checkpoint_inside_a_prompt_leaves_first_of_two_classes():
-    left = []
-    for two_classes in (False, True):
-        pool, plan = make(Group.full(), Group.state(8, blocks=1), num_blocks=150, two_classes=two_classes)
-        for k in range(3):
-            pool.close(prefill(pool, plan, [k] * 80)[0])  # checkpoints at 16, 32 and 64
-        pool.blocks.evict(12 + 4)  # what no checkpoint needs, and four more
-        left.append([pool.prefix.match([k] * n) for k in range(3) for n in (17, 33, 65)])
-    assert left == [[0, 0, 0, 16, 32, 64, 16, 32, 64], [0, 0, 64, 0, 0, 64, 16, 32, 64]]
-
-
 def test_state_that_cannot_be_restored_gives_no_hit():
     pool, plan = make(Group.full(), Group.state(8))
     prompt = list(range(60))
@@ -442,7 +419,7 @@ def test_rollback_drops_what_open_rows_saved_beside_a_row_that_was_closed(kinds)
 def test_rows_that_compute_one_prompt_at_a_time_make_its_checkpoints_once():
     left = []
     for kinds in ((Pool, Plan), (ModelPool, ModelPlan)):
-        pool, plan = make(Group.full(), Group.state(8, blocks=1), kinds=kinds, two_classes=True)
+        pool, plan = make(Group.full(), Group.state(8, blocks=1), kinds=kinds)
         for text in ([1] * 80, [1] * 20 + [4] * 60):
             pool.close(prefill(pool, plan, text)[0])
         prompt, seen = [1] * 80 + [2] * 120, []

@@ -46,7 +46,7 @@ def what_leaves(make_pool, lengths, turn):
                 pool.close(pool.open([*prompts[0], 1]))
         while pool.blocks.arena(number).evict(1):
             seen.append((hits(pool, prompts), pool.prefix.stats().checkpoints))
-    return seen + what_has_no_room(make_pool) + what_leaves_by_class(make_pool)
+    return seen + what_has_no_room(make_pool)
 
 
 def what_has_no_room(make_pool):
@@ -60,21 +60,6 @@ def what_has_no_room(make_pool):
             for length in range(8, 64, 4):
                 serve(pool, plan, [*prompt[:length], 70 + tail], length)
                 seen.append((hits(pool, [prompt]), pool.prefix.stats()[-5:]))
-    return seen
-
-
-def what_leaves_by_class(make_pool):
-    """What hits find of conversations with two second class checkpoints, while blocks leave."""
-    layers = [Group.full(), Group.state(4, blocks=2)]
-    pool = make_pool(400, 4, max_seqs=4, groups=layers, prefix_cache=True, two_classes=True)
-    plan, seen = _plan(pool, 1, 256), []
-    prompts = [[k, *range(100, 199)] for k in range(4)]
-    for prompt in prompts:
-        for end in (40, 60, 80, 100):
-            serve(pool, plan, prompt[:end], end - 4)
-        serve(pool, plan, [*prompt[:56], 7, 7, 7, 7, 7, 7, 7, 7], 60)  # the second hit of a checkpoint
-    while pool.blocks.evict(1):
-        seen.append((hits(pool, prompts), pool.prefix.stats().checkpoints))
     return seen
 
 
