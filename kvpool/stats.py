@@ -65,7 +65,6 @@ class PrefixStats(NamedTuple):
     duplicates: int  #: committed blocks whose content was known
     evicted: int  #: nodes lost because their block was taken
     namespaces: int  #: namespaces known
-    reuse_gap: float  #: mean number of blocks taken between the release of a block and its next hit; 0.0 with groups
     checkpoints: int = 0  #: that hits can use now; the checkpoints are of pools with layer groups
     checkpoints_taken: int = 0  #: whose states a step saved
     checkpoints_published: int = 0  #: that a commit made known

@@ -130,7 +130,7 @@ cdef int pool_drain_evicted(State* pool, int32_t arena, int32_t* ids, int32_t co
     """RETRY: there are not `count` of them."""
     cdef Blocks* b = blocks_of(pool, arena)
     cdef int32_t k
-    if has_cache(pool):
+    if has_tree(pool):
         return refused(v, INDEXED, -1, 0, 0, 0, 0)
     if count != b.num_dropped:
         return RETRY
@@ -222,7 +222,7 @@ cdef int name_blocks(State* pool, int32_t arena, Ints* given, int op, bint optio
     cdef int32_t* ids = few
     cdef int32_t n = 0
     cdef int status
-    if has_cache(pool):
+    if has_tree(pool):
         return refused(v, INDEXED, -1, 0, 0, 0, 0)
     if given.owned != NULL:
         ids = <int32_t*>given.owned
@@ -628,7 +628,7 @@ cdef class BlockAPI:
                 pool_enter(self.state, "take")
                 b = self.at()
                 available = blocks_available(b)
-                if has_cache(self.state):
+                if has_tree(self.state):
                     status = refused(&v, INDEXED, -1, 0, 0, 0, 0)
                 elif count > available:
                     status = blocks_short(b, &v, self.number, -1, -1, count, count - available)
@@ -636,7 +636,7 @@ cdef class BlockAPI:
                     blocks_free_order(b, ids, <int32_t>count)
                     evicted = 0
                     for k in range(b.num_blank, <int32_t>count):
-                        evicted += b.block[ids[k]].committed != PLAIN
+                        evicted += b.block[ids[k]].committed
                 seen = self.state.blocks.digest
                 pool_leave(self.state)
                 if status != RETRY:
@@ -670,7 +670,7 @@ cdef class BlockAPI:
         cdef int status = OK
         pool_enter(self.state, "take_block")
         b = self.at()
-        if has_cache(self.state):
+        if has_tree(self.state):
             status = refused(&v, INDEXED, -1, 0, 0, 0, 0)
         elif i < 0 or i >= b.num_blocks:
             status = refused(&v, NO_SUCH_BLOCK, 0, i, 0, b.num_blocks - 1, 0)
@@ -815,11 +815,11 @@ cdef class BlockAPI:
             pool_enter(self.state, call)
             b = self.at()
             status = judge_range(b, &given, 0, &v)
-            if content and has_cache(self.state):
+            if content and has_tree(self.state):
                 status = refused(&v, INDEXED, -1, 0, 0, 0, 0)
             for k in range(given.size if status == OK else 0):
                 block = &b.block[ints_at(&given, k)]
-                found[k] = block.committed == CANONICAL if content else block.refcount
+                found[k] = block.committed if content else block.refcount
             pool_leave(self.state)
         finally:
             ints_free(&given)

@@ -10,21 +10,13 @@ cdef enum:
     USED = 3                    # referenced or held
     RESERVED = 4
 
-cdef enum:                      # Block.committed
-    PLAIN = 0                   # may be written
-    CANONICAL = 1               # cached when released
-    UNINDEXED = 2               # immutable like the others, blank when released
-    WAITING = 3                 # its tokens are known, the index has not been offered it yet; blank when released
-
-
 cdef struct Block:              # all that a hit or a release touches, 32 bytes: two to a cache line
-    int32_t refcount            # table entries of sequences + raw + duplicates that hold the block
+    int32_t refcount            # table entries of sequences + raw
     int32_t raw                 # references of block-level calls, counted in refcount too
     int32_t hold                # pending plans that replaced this block in a table
     uint8_t place
-    uint8_t committed           # PLAIN, or immutable
+    uint8_t committed           # immutable, and cached when released
     uint8_t noted               # its id is in the dropped list
-    uint8_t canonical_held      # a duplicate that holds a reference on its canonical block
     int32_t next                # links of the list it is on
     int32_t prev
     int64_t fence               # step that must pass: in limbo, and for the dst of its copy to have content, else a
@@ -40,17 +32,16 @@ cdef struct Chain:              # doubly linked list through Block.next and Bloc
 # Invariants, recomputed by blocks_check:
 #   num_blocks - reserved == num_blank + lru.size + limbo.size + num_used
 #   place == USED  <=>  refcount + hold > 0
-#   refcount == entries in tables of open sequences + raw + duplicates that hold it   (checked where the tables are)
+#   refcount == entries in tables of open sequences + raw   (checked where the tables are)
 #   floor == 0 unless hold > 0
 #   USED and fence >= oldest_pending > 0  =>  dst of a copy of the pending plan with that id  (checked with the plans)
-#   num_shared == number of blocks with refcount > 1, num_waiting of those that are WAITING
+#   num_shared == number of blocks with refcount > 1
 #   limbo fences never decrease from head to tail, and are >= oldest_pending; limbo is empty when newest_pending == 0
 cdef struct Blocks:
     Block* block                # [num_blocks]
     int32_t* floor              # [num_blocks] most tokens any pending copy reads from the block
     int32_t* blank              # [num_blocks] stack of blank ids, top at num_blank - 1
     int32_t* dropped            # [num_blocks] committed ids that were taken since the last drain
-    int32_t* canonical          # [num_blocks] block that a duplicate repeats, or NO_BLOCK; NULL without an index
     uint32_t* mark              # [num_blocks] == stamp: seen in the running call
     uint32_t stamp
     int32_t num_blocks
@@ -58,7 +49,6 @@ cdef struct Blocks:
     int32_t num_blank
     int32_t num_used
     int32_t num_shared
-    int32_t num_waiting         # blocks that are WAITING
     int32_t num_dropped
     int32_t peak_used
     int64_t block_size          # tokens
@@ -69,8 +59,6 @@ cdef struct Blocks:
     int64_t oldest_pending      # id of the oldest pending step, 0: none
     int64_t allocs              # blocks taken, ever
     int64_t evictions           # of these, cached ones; and those that `evict` or `uncache` cleared
-    int64_t revivals            # cached blocks that a hit took back
-    int64_t reuse_gap           # blocks taken between their release and their revival, sum
     int64_t cow_copies
     int64_t cow_tokens
     uint64_t digest

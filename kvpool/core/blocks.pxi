@@ -46,7 +46,6 @@ cdef void blocks_free(Blocks* b) noexcept nogil:
     xfree(b.blank)
     xfree(b.dropped)
     xfree(b.mark)
-    xfree(b.canonical)
     memset(b, 0, sizeof(Blocks))
 
 
@@ -115,9 +114,9 @@ cdef int blocks_short(const Blocks* b, Verdict* v, int32_t arena, Py_ssize_t row
 
 cdef inline int32_t give_up(Blocks* b, int32_t i) noexcept nogil:
     """Take an evictable block off the LRU list: its content is gone. 0: that was gone before (`uncache`), else 1."""
-    cdef int32_t lost = b.block[i].committed        # CANONICAL, which is 1, or PLAIN
+    cdef int32_t lost = b.block[i].committed        # 1, or 0
     chain_unlink(b, &b.lru, i)
-    b.block[i].committed = PLAIN
+    b.block[i].committed = False
     b.block[i].fence = 0
     b.evictions += lost
     return lost
@@ -181,19 +180,14 @@ cdef inline void leave_use(Blocks* b, int32_t i) noexcept nogil:
         chain_push(b, &b.limbo, i)
     else:
         settle(b, i)
-    if b.block[i].canonical_held:
-        b.block[i].canonical_held = 0
-        unref(b, b.canonical[i])
 
 
 cdef inline void settle(Blocks* b, int32_t i) noexcept nogil:
-    if b.block[i].committed == CANONICAL:
+    if b.block[i].committed:
         b.block[i].place = EVICTABLE
         b.block[i].fence = b.allocs
         chain_push(b, &b.lru, i)
     else:
-        b.num_waiting -= b.block[i].committed == WAITING
-        b.block[i].committed = PLAIN
         b.block[i].place = BLANK
         b.blank[b.num_blank] = i
         b.num_blank += 1
@@ -316,7 +310,7 @@ cdef void blocks_revive_many(Blocks* b, const int32_t* ids, int32_t n) noexcept 
 cdef void blocks_drop(Blocks* b, int32_t i) noexcept nogil:
     """Clear an evictable block to blank. The caller has removed it from the index."""
     chain_unlink(b, &b.lru, i)
-    b.block[i].committed = PLAIN
+    b.block[i].committed = False
     b.block[i].fence = 0
     settle(b, i)
 
@@ -362,7 +356,7 @@ cdef void blocks_take_raw(Blocks* b, int32_t* out, int32_t n) noexcept nogil:
 
 cdef inline bint is_empty(const Block* block) noexcept nogil:
     """Whether a block is free and holds nothing: it is blank, or `uncache` left it in its place."""
-    return block.place == BLANK or (block.place == EVICTABLE and block.committed == PLAIN)
+    return block.place == BLANK or (block.place == EVICTABLE and not block.committed)
 
 
 cdef void blocks_take_empty(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
@@ -402,7 +396,7 @@ cdef void blocks_release(Blocks* b, const int32_t* ids, int32_t n, bint oldest) 
     cdef int32_t k, i
     for k in range(n - 1, -1, -1):              # on a stack, or at the old end, the last one put is the first one taken
         i = ids[k]
-        if oldest or b.block[i].committed != CANONICAL:
+        if oldest or not b.block[i].committed:
             b.block[i].raw -= 1
             unref(b, i)
             if b.block[i].place == EVICTABLE:
@@ -412,7 +406,7 @@ cdef void blocks_release(Blocks* b, const int32_t* ids, int32_t n, bint oldest) 
         return
     for k in range(n):
         i = ids[k]
-        if b.block[i].committed == CANONICAL:
+        if b.block[i].committed:
             b.block[i].raw -= 1
             unref(b, i)
 
@@ -420,7 +414,7 @@ cdef void blocks_release(Blocks* b, const int32_t* ids, int32_t n, bint oldest) 
 cdef void blocks_commit(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
     cdef int32_t k
     for k in range(n):
-        b.block[ids[k]].committed = CANONICAL
+        b.block[ids[k]].committed = True
 
 
 cdef void blocks_uncommit(Blocks* b, const int32_t* ids, int32_t n, bint keep_place) noexcept nogil:
@@ -437,7 +431,7 @@ cdef void blocks_uncommit(Blocks* b, const int32_t* ids, int32_t n, bint keep_pl
         elif block.place == EVICTABLE and block.committed:
             give_up(b, ids[k])
             settle(b, ids[k])
-        block.committed = PLAIN
+        block.committed = False
 
 
 cdef int32_t blocks_free_order(const Blocks* b, int32_t* out, int32_t n) noexcept nogil:
@@ -457,7 +451,7 @@ cdef int32_t blocks_free_order(const Blocks* b, int32_t* out, int32_t n) noexcep
 cdef void blocks_reset(Blocks* b) noexcept nogil:
     """Every unreserved block blank, the lowest id on top; committed ones are noted as dropped."""
     cdef int32_t i
-    b.num_blank = b.num_used = b.num_shared = b.num_waiting = 0
+    b.num_blank = b.num_used = b.num_shared = 0
     b.newest_pending = b.oldest_pending = 0
     b.lru.head = b.lru.tail = b.limbo.head = b.limbo.tail = NO_BLOCK
     b.lru.size = b.limbo.size = 0
@@ -469,7 +463,7 @@ cdef void blocks_reset(Blocks* b) noexcept nogil:
             b.num_dropped += 1
         b.block[i].refcount = b.block[i].raw = b.block[i].hold = 0
         b.block[i].fence = 0
-        b.block[i].committed = b.block[i].canonical_held = 0
+        b.block[i].committed = False
         b.block[i].place = BLANK
     for i in range(b.num_blocks - 1, b.reserved - 1, -1):
         b.blank[b.num_blank] = i
@@ -488,7 +482,7 @@ cdef uint64_t blocks_fingerprint(const Blocks* b, uint64_t h, int64_t next_step)
         block = &b.block[i]
         h = mix(h, (<uint64_t><uint32_t>block.refcount << 32) | <uint32_t>block.raw)
         h = mix(h, (<uint64_t><uint32_t>block.hold << 32) | <uint32_t>b.floor[i])
-        h = mix(h, block.place | (block.committed << 8) | (block.noted << 16) | (block.canonical_held << 24))
+        h = mix(h, block.place | (block.committed << 8) | (block.noted << 16))
     for i in range(b.num_blank):
         h = mix(h, b.blank[i])
     for i in range(b.num_dropped):
@@ -542,8 +536,6 @@ cdef bint check_block(const Blocks* b, int32_t i, char* finding) noexcept nogil:
         return snprintf(finding, FINDING, b"block %d is committed, and in the dropped list", i) > 0
     if block.place == BLANK and block.committed:
         return snprintf(finding, FINDING, b"block %d is blank and committed", i) > 0
-    if block.place == EVICTABLE and block.committed != CANONICAL and (block.committed or b.canonical != NULL):
-        return snprintf(finding, FINDING, b"block %d is evictable, but not committed", i) > 0
     if b.floor[i] and not block.hold:
         return snprintf(finding, FINDING, b"block %d has floor %d without a hold", i, b.floor[i]) > 0
     return False
@@ -574,7 +566,7 @@ cdef bint check_ids(const Blocks* b, int32_t* seen, char* finding) noexcept nogi
 
 cdef bint blocks_check(const Blocks* b, int32_t* seen, char* finding) noexcept nogil:
     """Whether an invariant does not hold; the first one, in words. `seen` is zero for every block. O(num_blocks)."""
-    cdef int32_t i, shared = 0, waiting = 0
+    cdef int32_t i, shared = 0
     cdef int32_t[5] places
     if not (0 <= b.num_blank <= b.num_blocks and 0 <= b.num_dropped <= b.num_blocks):
         return snprintf(finding, FINDING, b"the blank stack has %d entries and the dropped list %d", b.num_blank,
@@ -585,10 +577,6 @@ cdef bint blocks_check(const Blocks* b, int32_t* seen, char* finding) noexcept n
             return True
         places[b.block[i].place] += 1
         shared += b.block[i].refcount > 1
-        waiting += b.block[i].committed == WAITING
-    if waiting != b.num_waiting:
-        return snprintf(finding, FINDING, b"%d blocks wait to be published, the counter says %d", waiting,
-                        b.num_waiting) > 0
     if places[USED] != b.num_used or shared != b.num_shared or b.num_used > b.peak_used:
         return snprintf(finding, FINDING, b"counted %d used and %d shared blocks, the counters say %d and %d",
                         places[USED], shared, b.num_used, b.num_shared) > 0

@@ -195,7 +195,7 @@ cdef void checkpoint_drop(Groups* gs, int32_t m) noexcept nogil:
         if b.block[ids[k]].place == EVICTABLE:
             blocks_drop(b, ids[k])
         else:
-            b.block[ids[k]].committed = PLAIN
+            b.block[ids[k]].committed = False
             blocks_unref(b, ids[k])
     if checkpoint.node != NO_NODE:
         checkpoint_hide(gs, m)
@@ -349,7 +349,7 @@ cdef void bundle_take(Groups* gs, int32_t m, int32_t slot, int64_t step) noexcep
     t.num_saves += 1
     blocks_take_many(b, ids, t.bundle_size)
     for k in range(t.bundle_size):
-        b.block[ids[k]].committed = CANONICAL
+        b.block[ids[k]].committed = True
         t.role[0][ids[k]] = BUNDLE
 
 

@@ -13,7 +13,7 @@ cdef struct Note:               # one event; the tokens of a STORED one stand be
     Name* name                  # STORED, CLEARED: it has this reference
     int32_t kind
     int32_t num_tokens
-    int32_t group               # of a pool with layer groups, else -1
+    int32_t group               # -1: of none
     bint has_parent
 
 

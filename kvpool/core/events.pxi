@@ -95,19 +95,18 @@ cdef void ring_told(Ring* ring, const Ring* taken, int64_t lost) noexcept nogil:
 
 
 cdef object ring_event(const Ring* ring, int64_t k, tuple groups):
-    """Note k as docs/prefix.md has it; `groups`: of the pool, if it has some."""
+    """Note k as docs/prefix.md has it; `groups`: of the pool."""
     cdef const Note* note = note_at(ring, k)
     cdef const int32_t* tokens = <const int32_t*>(note + 1)
     cdef int64_t i
-    cdef tuple more = ()
     key = (<const char*>note.key)[:16]
     name = name_bytes(note.name)[:note.name.size] if note.name != NULL else None
     if note.kind == STORED:
         parent = (<const char*>note.parent)[:16] if note.has_parent else None
-        if note.group >= 0:
-            group = groups[note.group]
-            more = (note.group, group.kind, group.size if group.kind in ("window", "chunk") else None)
-        return ("stored", key, parent, [tokens[i] for i in range(note.num_tokens)], note.num_tokens, name, *more)
+        group = groups[note.group]
+        window = group.size if group.kind in ("window", "chunk") else None
+        return ("stored", key, parent, [tokens[i] for i in range(note.num_tokens)], note.num_tokens, name, note.group,
+                group.kind, window)
     if note.kind == REMOVED:
-        return ("removed", key, note.group) if note.group >= 0 else ("removed", key)
+        return ("removed", key, note.group)
     return ("cleared", name)

@@ -41,21 +41,6 @@ cdef int judge_eviction(State* pool, int32_t slot, Py_ssize_t row, Verdict* v) n
     return OK
 
 
-cdef void copy_known(State* pool, const Step* p) noexcept nogil:
-    """A copy is not committed, but a `truncate` into it has to know which tokens are left in front.
-
-    By the copies, as a pool that executes in order has emptied the log.
-    """
-    cdef int64_t bs = pool.blocks.block_size
-    cdef int32_t k
-    if not pool.indexed:
-        return
-    for k in range(p.part[0].num_copies):
-        memcpy(pool.index.tokens + p.part[0].copies[3 * <int64_t>k + 1] * bs,
-               pool.index.tokens + p.part[0].copies[3 * <int64_t>k] * bs,
-               bs * sizeof(int32_t))
-
-
 cdef int pool_unshare(State* pool, Plan plan, int64_t group, const Ints* rows, const Ints* lengths, int64_t first,
                       Verdict* v) noexcept nogil:
     """RETRY: the plan has no room for the copies, of which there are `v.value`."""
@@ -75,7 +60,6 @@ cdef int pool_unshare(State* pool, Plan plan, int64_t group, const Ints* rows, c
         step_undo_check(pool.groups, &plan.step)
         return status
     carry_out(pool, plan, <const int64_t*>rows.data, False, 0, 0)
-    copy_known(pool, &plan.step)
     return OK
 
 

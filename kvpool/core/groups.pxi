@@ -536,12 +536,9 @@ cdef bint seqs_check(const Groups* gs, char* finding) noexcept nogil:
     return check_free_slots(s, num_open, retired, finding)
 
 
-cdef bint check_references(const Blocks* b, int32_t* references, char* finding) noexcept nogil:
-    """`references` has the entries of tables; duplicates that hold a block are added here."""
+cdef bint check_references(const Blocks* b, const int32_t* references, char* finding) noexcept nogil:
+    """`references` has the entries of tables."""
     cdef int32_t k
-    for k in range(b.num_blocks):
-        if b.block[k].canonical_held:
-            references[b.canonical[k]] += 1
     for k in range(b.reserved, b.num_blocks):
         if b.block[k].refcount != references[k] + b.block[k].raw:
             return snprintf(finding, FINDING,

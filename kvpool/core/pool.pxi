@@ -171,16 +171,15 @@ cdef class Pool:
          events, lookahead, groups, hash_bits) = given
         lookahead = to_int(lookahead, "Pool", "lookahead", 0, (<int64_t>1 << 31) - 1)
         self.init_blocks(num_blocks, block_size, reserved_blocks)
-        is_told = groups is not None
-        groups = read_groups(groups, self.state.blocks.block_size, lookahead if is_told else 0)
+        groups = read_groups(groups, self.state.blocks.block_size, lookahead)
         self.init_seqs(max_seqs, max_blocks_per_seq, watermark, groups)
-        seed, events = self.init_index(seed, prefix_cache, events, hash_bits, is_told)
+        seed, events = self.init_index(seed, prefix_cache, events, hash_bits)
         if not isinstance(in_order, bool):
             raise TypeError(f"[Pool] in_order must be a bool, not {type(in_order).__name__} ({in_order!r})")
         self.state.next_step = 1
         self.state.steps_pend = not in_order
         self.init_groups(groups, lookahead)
-        if prefix_cache and is_told:
+        if prefix_cache:
             self.init_tree(groups)
         self.options = PoolOptions(
             self.state.blocks.num_blocks, self.state.blocks.block_size, self.state.seqs.max_seqs,
@@ -306,14 +305,11 @@ cdef class Pool:
         s.base = (s.tag << TAG_SHIFT) | (s.first_generation << SLOT_BITS)
         return 0
 
-    cdef tuple init_index(self, object seed, object prefix_cache, object events, object hash_bits, bint has_groups):
+    cdef tuple init_index(self, object seed, object prefix_cache, object events, object hash_bits):
         """Returns the seed and the number of events that are kept."""
-        cdef Blocks* b = &self.state.blocks
-        cdef Blocks few
         cdef Seqs* s = &self.state.seqs
         cdef int64_t bits = to_int(hash_bits, "Pool", "_hash_bits", 0, 64)
         cdef int64_t room = to_int(events, "Pool", "events", 0, 1 << 30)
-        cdef int32_t i
         cdef int64_t number = (int.from_bytes(os.urandom(8), "little") >> 1 if seed is None
                                else to_int(seed, "Pool", "seed", 0, INT64_MAX))
         if not isinstance(prefix_cache, bool):
@@ -322,22 +318,14 @@ cdef class Pool:
             raise ValueError(f"[Pool] events ({room}) need prefix_cache=True")
         if not prefix_cache:
             return number, room
-        if has_groups:                  # of the index only names and counters are used
-            few = b[0]
-            few.num_blocks = 1
-            b = &few
-        else:
-            b.canonical = <int32_t*>xmalloc(b.num_blocks * sizeof(int32_t))
         s.prefix = <SeqPrefix*>xcalloc(s.max_seqs, sizeof(SeqPrefix))
-        s.partial = <int32_t*>xcalloc(s.max_seqs, b.block_size * sizeof(int32_t))
-        if ((b.canonical == NULL and not has_groups) or s.prefix == NULL or s.partial == NULL
-                or index_init(&self.state.index, b, mix(0x5851F42D4C957F2DULL, <uint64_t>number),
+        s.partial = <int32_t*>xcalloc(s.max_seqs, self.state.blocks.block_size * sizeof(int32_t))
+        if (s.prefix == NULL or s.partial == NULL
+                or index_init(&self.state.index, self.state.blocks.block_size,
+                              mix(0x5851F42D4C957F2DULL, <uint64_t>number),
                               <uint64_t>-1 >> (64 - bits) if bits else 0, room) != OK):
-            raise MemoryError(f"[Pool] no memory for an index of {b.num_blocks} blocks of {b.block_size} tokens")
-        for i in range(0 if has_groups else b.num_blocks):
-            b.canonical[i] = NO_BLOCK
+            raise MemoryError(f"[Pool] no memory for what the prefix cache has of {s.max_seqs} sequences")
         s.names = &self.state.index.names
-        self.state.indexed = not has_groups
         return number, room
 
     def __dealloc__(self):
@@ -1202,8 +1190,6 @@ cdef class Pool:
         pool_enter(&self.state, "fingerprint")
         h = blocks_fingerprint(&self.state.blocks, 0, self.state.next_step)
         h = seqs_fingerprint(&self.state.seqs, &self.state.blocks, h, self.state.next_step)
-        if self.state.indexed:
-            h = index_fingerprint(&self.state.index, &self.state.blocks, h)
         h = mix(mix(h, self.state.steps_pend), self.state.pending.size)
         p = self.state.pending.oldest
         while p != NULL:

@@ -25,10 +25,7 @@ cdef bint check_names(State* pool, char* finding) noexcept nogil:
     cdef Tree* t = pool.groups.tree
     cdef int32_t i
     names_count_anew(&ix.names)
-    for i in range(pool.blocks.num_blocks if t == NULL else 0):
-        if pool.blocks.block[i].committed == CANONICAL and names_count(&ix.names, ix.root[i], finding):
-            return True
-    for i in range(t.fresh_node if t != NULL else 0):
+    for i in range(t.fresh_node):
         if t.node[i].depth and t.node[i].root and names_count(&ix.names, t.node[i].root, finding):
             return True
     for i in range(pool.seqs.max_seqs):
@@ -63,91 +60,19 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
     count. `cut`: see docs/prefix.md, -1: not told. `asked`: whether it could be opened is all that is wanted, nothing
     is committed. Else the sequence gets the handle that `pool_next_handle` told.
     """
-    cdef Seqs* s = &pool.seqs
-    cdef Blocks* b = &pool.blocks
-    cdef Match found
-    cdef Name* name = NULL
-    cdef uint64_t hash = 0
-    cdef int64_t need, available
-    cdef int32_t slot = s.free_slot[s.first_free] if s.num_free_slots else -1
     if has_tree(pool):
         return tree_open(pool, tokens, space, space_size, cut, take, reserve, load, again, asked, v)
-    if not pool.indexed:
-        return groups_open(pool.groups, tokens, reserve, load, asked, v)
-    found.blocks = found.evictable = 0
-    found.hash = 0
-    if tokens.size > s.max_blocks * b.block_size:
-        return refused(v, PROMPT_TOO_LONG, -1, tokens.size, 0, s.max_blocks * b.block_size, 0)
-    hash = names_hash(&pool.index.names, space, space_size)
-    name = names_find(&pool.index.names, hash, space, space_size)
-    if name != NULL and tokens.data != NULL:
-        found = index_match(&pool.index, b, name.uid, hash & pool.index.keep, <const int32_t*>tokens.data,
-                            <int32_t>whole_blocks(b, max(tokens.size - take, <int64_t>0)),
-                            NULL if asked or slot < 0 else seq_table(s, slot))
-    need = whole_blocks(b, tokens.size + b.block_size - 1) - found.blocks if reserve else 0
-    available = blocks_available(b) - found.evictable
-    if need and need + s.watermark > available:
-        blocks_short(b, v, 0, -1, -1, need, need + s.watermark - available)
-        v.evictable -= found.evictable
-        v.value, v.other, v.low = tokens.size, found.blocks * b.block_size, s.watermark
-        return v.reason
-    if slot < 0:
-        return refused(v, OUT_OF_SEQUENCES, -1, 1, 0, s.max_seqs, s.num_open)
-    if asked:
-        return OK
-    name = enter_root(pool, name, hash, space, space_size, v)
-    if name == NULL:
-        return v.reason
-    begin_sequence(pool, slot, tokens, &found, <int32_t>need, name)
-    if take and not load and tokens.data != NULL:
-        count_lookup(&pool.index, tokens.size, s.seq[slot].num_tokens, again)
-    if load:
-        seq_begin_load(s, slot)
-        b.digest = mix(b.digest, OP_LOADED)
-    return OK
-
-
-cdef void begin_sequence(State* pool, int32_t slot, const Ints* tokens, const Match* found, int32_t need, Name* name
-                         ) noexcept nogil:
-    """Open the sequence in `slot`, whose table begins with the blocks that were found."""
-    cdef Seqs* s = &pool.seqs
-    cdef Blocks* b = &pool.blocks
-    cdef int32_t* table = seq_table(s, slot)
-    cdef int32_t k
-    for k in range(found.blocks):
-        if b.block[table[k]].place == EVICTABLE:
-            b.revivals += 1
-            b.reuse_gap += b.allocs - b.block[table[k]].fence
-        blocks_touch(b, table[k])
-    blocks_take_many(b, table + found.blocks, need)
-    seq_new(s)
-    s.seq[slot].num_blocks = found.blocks + need
-    s.seq[slot].num_tokens = found.blocks * b.block_size
-    s.sum_blocks += s.seq[slot].num_blocks
-    s.sum_tokens += s.seq[slot].num_tokens
-    row_begin(&pool.groups.group[0], slot)
-    tails_refresh(pool.groups, slot)
-    s.prefix[slot].committed = s.prefix[slot].done = s.prefix[slot].forked_at = s.seq[slot].num_tokens
-    s.prefix[slot].published = found.blocks
-    s.prefix[slot].name = name
-    s.prefix[slot].root = name.uid
-    s.prefix[slot].root_hash = name.hash & pool.index.keep
-    b.digest = mix(mix(mix(b.digest, OP_OPEN), need), found.hash)
-    b.digest = mix(mix(b.digest, found.blocks), untagged(s, s.seq[slot].handle))
+    return groups_open(pool.groups, tokens, reserve, load, asked, v)
 
 
 cdef int64_t pool_match(State* pool, const Ints* prompt, const char* space, int64_t space_size) noexcept nogil:
-    cdef Blocks* b = &pool.blocks
     cdef uint64_t hash = names_hash(&pool.index.names, space, space_size)
     cdef Name* name = names_find(&pool.index.names, hash, space, space_size)
-    cdef int64_t most = min(whole_blocks(b, max(prompt.size - 1, <Py_ssize_t>0)), <int64_t>pool.seqs.max_blocks)
+    cdef int64_t bs = pool.groups.block_size
+    cdef int64_t most = min(max(prompt.size - 1, <Py_ssize_t>0) // bs, <int64_t>pool.seqs.max_blocks)
     if name == NULL:
         return 0
-    if has_tree(pool):
-        return tree_match(pool.groups, name.uid, hash & pool.index.keep, <const int32_t*>prompt.data,
-                          most).nodes * b.block_size
-    return index_match(&pool.index, b, name.uid, hash & pool.index.keep, <const int32_t*>prompt.data, <int32_t>most,
-                       NULL).blocks * b.block_size
+    return tree_match(pool.groups, name.uid, hash & pool.index.keep, <const int32_t*>prompt.data, most).nodes * bs
 
 
 cdef int pool_commit(State* pool, Ints* rows, Ints* counts, const Ints* tokens, bint even, Verdict* v) noexcept nogil:
@@ -156,7 +81,7 @@ cdef int pool_commit(State* pool, Ints* rows, Ints* counts, const Ints* tokens, 
     cdef Py_ssize_t k
     cdef int64_t at = 0, count
     cdef int status = OK
-    if not has_cache(pool):
+    if not has_tree(pool):
         return refused(v, NOT_INDEXED, -1, 0, 0, 0, 0)
     status = seqs_judge(&pool.seqs, rows, False, v)
     if status != OK:
@@ -182,10 +107,7 @@ cdef int pool_commit(State* pool, Ints* rows, Ints* counts, const Ints* tokens, 
     at = 0
     for k in range(rows.size):
         count = ints_at(counts, k)
-        if has_tree(pool):
-            tree_commit_row(pool.groups, slot_of(ints_at(rows, k)), data + at, count)
-        else:
-            commit_row(pool, slot_of(ints_at(rows, k)), data + at, count)
+        tree_commit_row(pool.groups, slot_of(ints_at(rows, k)), data + at, count)
         pool.blocks.digest = mix(mix(pool.blocks.digest, OP_COMMIT), untagged(&pool.seqs, ints_at(rows, k)))
         pool.blocks.digest = mix_tokens(pool.blocks.digest, data + at, count)
         at += count
@@ -195,115 +117,18 @@ cdef int pool_commit(State* pool, Ints* rows, Ints* counts, const Ints* tokens, 
 
 cdef int judge_commit(State* pool, const Ints* rows, const Ints* counts, const int32_t* tokens, Py_ssize_t row,
                       int64_t at, Verdict* v) noexcept nogil:
-    """Row `row`, whose tokens are those from `at` on. A block that another sequence committed, or that an earlier
+    """Row `row`, whose tokens are those from `at` on. An entry that another sequence committed, or that an earlier
     row of this very call is going to, must say the same."""
-    cdef Blocks* b = &pool.blocks
-    cdef int32_t slot = slot_of(ints_at(rows, row)), id
+    cdef int32_t slot = slot_of(ints_at(rows, row))
     cdef int64_t count = ints_at(counts, row), known = pool.seqs.prefix[slot].committed
-    cdef int64_t limit = seq_done(&pool.seqs, b, slot), bs = b.block_size
-    cdef int64_t index = known // bs
+    cdef int64_t limit = seq_done(&pool.seqs, &pool.blocks, slot)
     if count < 0:
         return refused(v, NEGATIVE_COUNT, row, count, 0, 0, 0)
     if count and pool.seqs.life[slot].point:
         return refused(v, EVICTED_ROW, row, count, 0, 0, 0)
     if count > limit - known:
         return refused(v, NOT_DONE_YET, row, count, known, limit, pool.seqs.seq[slot].num_tokens)
-    if has_tree(pool):
-        return judge_tokens(pool.groups, rows, counts, tokens, <int32_t>row, at, v)
-    while (index + 1) * bs <= known + count:
-        id = seq_table(&pool.seqs, slot)[index]
-        if b.block[id].committed:
-            if not same_block(pool, slot, index, tokens + at, pool.index.tokens + id * bs):
-                return refused(v, OTHER_TOKENS, row, id, 0, 0, 0)
-        elif b.mark[id] == b.stamp:
-            if not same_rows(pool, rows, counts, tokens, b.canonical[id], slot, index, tokens + at):
-                return refused(v, OTHER_TOKENS, row, id, 0, 0, 0)
-        elif b.block[id].refcount > 1:
-            b.mark[id] = b.stamp
-            b.canonical[id] = <int32_t>row          # of no meaning before the block is committed
-        index += 1
-    return OK
-
-
-cdef int32_t token_of(State* pool, int32_t slot, int64_t index, const int32_t* tokens, int64_t k) noexcept nogil:
-    """Token k of block `index` of a sequence that commits `tokens`."""
-    cdef int64_t bs = pool.blocks.block_size, at = index * bs + k - pool.seqs.prefix[slot].committed
-    return tokens[at] if at >= 0 else pool.seqs.partial[slot * bs + k]
-
-
-cdef bint same_block(State* pool, int32_t slot, int64_t index, const int32_t* tokens,
-                     const int32_t* known) noexcept nogil:
-    cdef int64_t k, bs = pool.blocks.block_size, start = index * bs - pool.seqs.prefix[slot].committed
-    if start >= 0:
-        return memcmp(tokens + start, known, bs * sizeof(int32_t)) == 0
-    for k in range(bs):
-        if known[k] != token_of(pool, slot, index, tokens, k):
-            return False
-    return True
-
-
-cdef bint same_rows(State* pool, const Ints* rows, const Ints* counts, const int32_t* tokens, int32_t earlier, int32_t
-                    slot, int64_t index, const int32_t* own) noexcept nogil:
-    """Whether an earlier row of the call says the same of a block that both fill."""
-    cdef int32_t other = slot_of(ints_at(rows, earlier)), row
-    cdef int64_t k
-    for row in range(earlier):
-        tokens += ints_at(counts, row)
-    for k in range(pool.blocks.block_size):
-        if token_of(pool, other, index, tokens, k) != token_of(pool, slot, index, own, k):
-            return False
-    return True
-
-
-cdef void commit_row(State* pool, int32_t slot, const int32_t* tokens, int64_t count) noexcept nogil:
-    cdef SeqPrefix* prefix = &pool.seqs.prefix[slot]
-    cdef const int32_t* table = seq_table(&pool.seqs, slot)
-    cdef int64_t bs = pool.blocks.block_size, offset, n
-    cdef int32_t* partial = pool.seqs.partial + slot * bs
-    while count:
-        offset = prefix.committed % bs
-        n = min(count, bs - offset)
-        if n < bs:
-            memcpy(partial + offset, tokens, n * sizeof(int32_t))
-        if offset + n == bs:
-            index_tell(&pool.index, &pool.blocks, table[prefix.committed // bs], tokens if n == bs else partial)
-        prefix.committed += n
-        tokens += n
-        count -= n
-    publish(pool, slot)
-
-
-cdef void publish(State* pool, int32_t slot) noexcept nogil:
-    """Offer the full blocks of a sequence to the index, in order, as far as their content exists.
-
-    A block waits while the copy that makes it is pending, and with it all behind it. A block that is not
-    committed is a copy that was made after its tokens were told, or what a rollback put back: nothing behind it
-    is published either.
-    """
-    cdef SeqPrefix* prefix = &pool.seqs.prefix[slot]
-    cdef const int32_t* table = seq_table(&pool.seqs, slot)
-    cdef Blocks* b = &pool.blocks
-    cdef int64_t full = whole_blocks(b, prefix.committed)
-    cdef int32_t id
-    while prefix.published < full:
-        id = table[prefix.published]
-        if b.block[id].committed == WAITING:
-            if unwritten(b, id):
-                return
-            index_publish(&pool.index, b, table, <int32_t>prefix.published, prefix)
-        elif not b.block[id].committed:
-            return
-        prefix.published += 1
-
-
-cdef void publish_waiting(State* pool) noexcept nogil:
-    """A plan has passed: blocks that may have waited for it. O(max_seqs), where blocks wait."""
-    cdef Seqs* s = &pool.seqs
-    cdef int32_t slot
-    for slot in range(s.max_seqs):
-        if (s.life[slot].life == OPEN
-                and s.prefix[slot].published < whole_blocks(&pool.blocks, s.prefix[slot].committed)):
-            publish(pool, slot)
+    return judge_tokens(pool.groups, rows, counts, tokens, <int32_t>row, at, v)
 
 
 cdef int pool_flush(State* pool, const char* space, int64_t size, int32_t* count, Verdict* v) noexcept nogil:
@@ -313,7 +138,7 @@ cdef int pool_flush(State* pool, const char* space, int64_t size, int32_t* count
     cdef Name* name = names_find(&ix.names, hash, space, size) if size >= 0 else NULL
     cdef int32_t blank = 0
     if size < 0 or name != NULL:
-        blank = evictable_below(pool, name.uid if name != NULL else 0)
+        blank = tree_evictable(pool.groups, name.uid if name != NULL else 0)
     if count[0] != blank:
         count[0] = blank
         return RETRY
@@ -326,17 +151,10 @@ cdef int pool_flush(State* pool, const char* space, int64_t size, int32_t* count
     return OK
 
 
-cdef int32_t evictable_below(State* pool, uint64_t root) noexcept nogil:
-    """Blocks that a flush of a root will make blank, 0: of all."""
-    if has_tree(pool):
-        return tree_evictable(pool.groups, root)
-    return index_evictable(&pool.index, &pool.blocks, root)
-
-
 cdef int flush_name(State* pool, Name* name, uint64_t hash, const char* space, int64_t size, Verdict* v) noexcept nogil:
     """`name` NULL: the namespace is not known; that is an event all the same."""
     cdef Index* ix = &pool.index
-    if name == NULL and ix.key == NULL:
+    if name == NULL and ix.ring.limit == 0:
         return OK
     if name == NULL:
         name = name_new(&ix.names, hash, space, size)
@@ -353,10 +171,7 @@ cdef int flush_name(State* pool, Name* name, uint64_t hash, const char* space, i
 cdef void flush_root(State* pool, uint64_t root) noexcept nogil:
     """Forget every node below a root, 0: all; sequences go on without the index."""
     cdef int32_t slot
-    if has_tree(pool):
-        tree_flush(pool.groups, root)
-    else:
-        index_flush(&pool.index, &pool.blocks, root)
+    tree_flush(pool.groups, root)
     for slot in range(pool.seqs.max_seqs):
         if seq_has_blocks(&pool.seqs, slot) and (root == 0 or pool.seqs.prefix[slot].root == root):
             seq_leave_root(&pool.seqs, slot)
@@ -367,7 +182,7 @@ cdef void flush_root(State* pool, uint64_t root) noexcept nogil:
 
 cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t size, int64_t cut, bint take,
                    bint reserve, bint load, bint again, bint asked, Verdict* v) noexcept nogil:
-    """`pool_open` in a pool with layer groups.
+    """`pool_open` in a pool with a prefix cache.
 
     A load shares no entry if hits need checkpoints, because its window begins elsewhere.
     """
@@ -506,7 +321,7 @@ cdef object open_tokens(State* pool, object tokens, object namespace, object cut
         read_prompt(&prompt, tokens, namespace, reserve, take, call)
         if cut is not None:
             place = to_int(cut, call, "cut", 0, prompt.size)
-            if not has_cache(pool):
+            if not has_tree(pool):
                 raise ValueError(f"[{call}] cut is {place}, but the pool has no prefix cache: leave it out")
             if load:
                 raise ValueError(f"[{call}] cut is {place}, but load is True: leave it out")
@@ -712,10 +527,8 @@ cdef class PrefixCache:
             pool_enter(self.state, "wanted")
             status = seqs_judge(&self.state.seqs, &rows, False, &v)
             for k in range(rows.size if status == OK else 0):
-                found[k] = -1
-                if has_tree(self.state):
-                    found[k] = next_checkpoint(self.state.groups.tree, slot_of(ints_at(&rows, k)),
-                                          self.state.seqs.seq[slot_of(ints_at(&rows, k))].num_tokens)
+                found[k] = next_checkpoint(self.state.groups.tree, slot_of(ints_at(&rows, k)),
+                                           self.state.seqs.seq[slot_of(ints_at(&rows, k))].num_tokens)
             pool_leave(self.state)
         finally:
             ints_free(&rows)
@@ -769,12 +582,10 @@ cdef class PrefixCache:
     @property
     def nbytes(self):
         """Bytes that the index has taken, once."""
-        cdef int64_t found
-        pool_enter_any(self.state, "nbytes")        # 0 if the pool was shut down
-        if has_tree(self.state):
+        cdef int64_t found = 0
+        pool_enter_any(self.state, "nbytes")
+        if self.state.groups != NULL:               # else the pool was shut down
             found = tree_nbytes(self.state.groups.tree, self.state.groups)
-        else:
-            found = index_nbytes(&self.state.index, &self.state.blocks)
         pool_leave(self.state)
         return found
 
@@ -782,20 +593,13 @@ cdef class PrefixCache:
         """Counters of the prefix cache, O(1); see `kvpool.stats.PrefixStats`."""
         cdef Index ix
         cdef Tree t
-        cdef int64_t revivals, reuse_gap
-        memset(&t, 0, sizeof(Tree))
         pool_enter(self.state, "stats")
         ix = self.state.index
-        if has_tree(self.state):
-            t = self.state.groups.tree[0]
-            ix.num_nodes = t.num_nodes
-        revivals = self.state.blocks.revivals
-        reuse_gap = self.state.blocks.reuse_gap
+        t = self.state.groups.tree[0]
         pool_leave(self.state)
         return PrefixStats(
             ix.queries, ix.query_tokens, ix.hit_tokens, ix.hit_tokens / <double>ix.query_tokens if ix.query_tokens
-            else 0.0, ix.num_nodes, ix.inserted, ix.duplicates, ix.evicted, ix.names.size,
-            reuse_gap / <double>revivals if revivals else 0.0,
+            else 0.0, t.num_nodes, ix.inserted, ix.duplicates, ix.evicted, ix.names.size,
             t.num_checkpoints, t.taken, t.published, t.used, t.skipped, t.evicted,
             ix.again_queries, ix.again_query_tokens, ix.again_hit_tokens)
 

@@ -399,7 +399,7 @@ cdef inline void entry_commit(Tree* t, LayerGroup* g, int32_t k, const int32_t* 
     """An entry in use stands for a node from now on. One of a full group is published, or it waits."""
     cdef int32_t c
     for c in range(g.columns):
-        g.blocks.block[ids[c]].committed = CANONICAL
+        g.blocks.block[ids[c]].committed = True
         t.stands_for[g.arena][ids[c]] = n
         t.role[g.arena][ids[c]] = LATER_COLUMN if c else 1 + k
         t.column_after[g.arena][ids[c]] = ids[c + 1] if c + 1 < g.columns else NO_BLOCK
@@ -634,7 +634,7 @@ cdef uint64_t tree_fingerprint(const Tree* t, uint64_t h) noexcept nogil:
     h = line_fingerprint(&t.listed[1], t.link, h)
     for n in range(t.fresh_checkpoint):
         h = mix(mix(h, t.checkpoint[n].position), <uint64_t>t.checkpoint[n].node)
-    return mix(h, t.has_waiting)
+    return names_fingerprint(&t.index.names, mix(h, t.has_waiting))
 
 
 cdef void count_bundles(const Tree* t, int32_t* references) noexcept nogil:

@@ -28,24 +28,6 @@ cdef bytes get_mask(object mask, Py_ssize_t n):
     return view.tobytes()
 
 
-cdef void seq_uncommit(State* pool, int32_t slot, int64_t length) noexcept nogil:
-    """A sequence is about to be shortened: what it committed beyond is not known any more."""
-    cdef SeqPrefix* prefix
-    cdef int64_t bs = pool.blocks.block_size, full = whole_blocks(&pool.blocks, length)
-    if not pool.indexed:
-        return
-    prefix = &pool.seqs.prefix[slot]
-    if length < prefix.committed:
-        # a full block becomes the tail
-        if full < whole_blocks(&pool.blocks, prefix.committed) and length % bs:
-            memcpy(pool.seqs.partial + slot * bs, pool.index.tokens + seq_table(&pool.seqs, slot)[full] * bs,
-                   (length % bs) * sizeof(int32_t))
-        prefix.committed = length
-        prefix.published = min(prefix.published, full)
-    prefix.done = min(prefix.done, length)
-    prefix.forked_at = min(prefix.forked_at, length)
-
-
 cdef int pool_fork(State* pool, int64_t handle, int64_t count, int64_t* children, Verdict* v) noexcept nogil:
     cdef Seqs* s = &pool.seqs
     cdef int32_t parent = seq_judge(s, handle, -1, v)
@@ -89,9 +71,7 @@ cdef int pool_truncate(State* pool, Ints* batch, const Ints* lengths, Verdict* v
     if status != OK:
         return status
     for k in range(batch.size):
-        slot = slot_of(ints_at(batch, k))
-        seq_uncommit(pool, slot, ints_at(lengths, k))
-        groups_truncate(pool.groups, slot, ints_at(lengths, k))
+        groups_truncate(pool.groups, slot_of(ints_at(batch, k)), ints_at(lengths, k))
     return OK
 
 
@@ -138,15 +118,10 @@ cdef int pool_loaded(State* pool, int64_t handle, int64_t length, bint* is_open,
         close_slot(pool, slot)
     elif has_tree(pool):
         groups_loaded(pool.groups, slot, length)
-    elif s.prefix != NULL and s.prefix[slot].root == 0:      # flushed meanwhile: what it has is of other weights
-        seq_uncommit(pool, slot, 0)
-        groups_truncate(pool.groups, slot, 0)
     elif length:
         s.sum_tokens += length - q.num_tokens
         q.num_tokens = length
         tails_refresh(pool.groups, slot)
-        if s.prefix != NULL:
-            s.prefix[slot].done = length
     return OK
 
 

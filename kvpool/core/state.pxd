@@ -8,7 +8,6 @@ cdef struct State:
     Seqs seqs
     Groups* groups              # layer groups
     Index index
-    bint indexed                # an index of our own looks after committed blocks
     int64_t* deferred           # [deferred_room] handles whose owners were finalized, num_deferred valid
     int64_t num_deferred
     int64_t deferred_room
@@ -31,7 +30,7 @@ cdef class Pool:                # here, as its parts are other classes' business
     cdef int init_groups(self, tuple groups, int64_t lookahead) except -1
     cdef int init_blocks(self, object num_blocks, object block_size, object reserved_blocks) except -1
     cdef int init_seqs(self, object max_seqs, object max_blocks_per_seq, object watermark, tuple groups) except -1
-    cdef tuple init_index(self, object seed, object prefix_cache, object events, object hash_bits, bint has_groups)
+    cdef tuple init_index(self, object seed, object prefix_cache, object events, object hash_bits)
     cdef int init_tree(self, tuple groups) except -1
     cdef int shorten(self, object handles, object lens, bint compacts, object first, object group,
                      str call) except -1

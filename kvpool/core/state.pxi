@@ -4,13 +4,8 @@ Every call reads its arguments, enters, judges and moves in C, leaves, and only 
 Python object is made under the lock.
 """
 
-cdef inline bint has_cache(const State* pool) noexcept nogil:
-    """Whether the pool looks after the content of blocks."""
-    return pool.indexed or has_tree(pool)
-
-
 cdef inline bint has_tree(const State* pool) noexcept nogil:
-    """Whether the pool has layer groups and a prefix cache."""
+    """Whether the pool has a prefix cache."""
     return pool.groups.tree != NULL
 
 
@@ -22,8 +17,6 @@ cdef int pool_enter(State* pool, str call) except -1:
         raise PoolClosed(f"[{call}] the pool was shut down")
     if pool.num_deferred:
         close_deferred(pool)
-    if pool.indexed and pool.blocks.num_dropped:        # the calls before took cached blocks
-        index_drain(&pool.index, &pool.blocks)
     if has_tree(pool):              # and what they let go of may be kept
         tree_settle(pool.groups)
     return 0
@@ -89,7 +82,6 @@ cdef void pool_free(State* pool) noexcept nogil:
     xfree(s.free_slot)
     memset(s, 0, sizeof(Seqs))
     index_free(&pool.index)
-    pool.indexed = False
     xfree(pool.deferred)
     pool.deferred = NULL
     pool.num_deferred = pool.deferred_room = 0

@@ -130,9 +130,6 @@ cdef inline int32_t replace_ids(Replaced* entry, int32_t n, Blocks* b, int32_t* 
 
 cdef inline void give_up_copy(Blocks* b, int32_t new) noexcept nogil:
     """The copy that was to fill a block will never be made."""
-    if b.canonical != NULL:                 # NULL: an engine has its own index, says what is committed, and is told
-        b.num_waiting -= b.block[new].committed == WAITING
-        b.block[new].committed = PLAIN
     b.block[new].fence = 0
 
 

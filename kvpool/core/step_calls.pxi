@@ -123,16 +123,8 @@ cdef int pool_can(State* pool, Ints* rows, const Ints* new, Verdict* v) noexcept
 
 
 cdef void pass_step(State* pool, Step* p) noexcept nogil:
-    cdef int32_t i, slot
     pending_remove(&pool.pending, p)
-    for i in range(p.num_rows if pool.indexed else 0):
-        slot = seq_find(&pool.seqs, p.handle[i])
-        if slot >= 0:
-            pool.seqs.prefix[slot].done = p.length[i]
     step_pass(pool.groups, &pool.pending, p)
-    if pool.blocks.num_waiting:
-        publish_waiting(pool)
-        pool.blocks.digest = mix(mix(pool.blocks.digest, OP_PUBLISH), pool.index.next_uid)
 
 
 cdef int pool_done(State* pool, Plan plan, void** passed, int32_t room, int32_t* count, Verdict* v) noexcept nogil:
@@ -158,23 +150,6 @@ cdef int pool_done(State* pool, Plan plan, void** passed, int32_t room, int32_t*
     return OK
 
 
-cdef void keep_known(State* pool, const Step* p) noexcept nogil:
-    """Before a rollback: give the source of each copy the tokens that were committed for the copy.
-
-    A source that is committed itself has its own tokens.
-    """
-    cdef int64_t bs = pool.blocks.block_size
-    cdef const Replaced* entry
-    cdef int32_t k
-    if not pool.indexed:
-        return
-    for k in range(p.part[0].log.size):
-        entry = &p.part[0].log.entry[k]
-        if (seq_find(&pool.seqs, p.handle[entry.row]) >= 0 and pool.blocks.block[entry.new].committed == WAITING
-                and not pool.blocks.block[entry.old].committed):
-            memcpy(pool.index.tokens + entry.old * bs, pool.index.tokens + entry.new * bs, bs * sizeof(int32_t))
-
-
 cdef int pool_rollback(State* pool, Plan plan, Verdict* v) noexcept nogil:
     cdef Step* p = &plan.step
     if not p.pending:
@@ -185,7 +160,6 @@ cdef int pool_rollback(State* pool, Plan plan, Verdict* v) noexcept nogil:
         return refused(v, PLAN_NOTED, -1, p.id, 0, 0, 0)
     if step_has_children(p, &pool.seqs):
         return refused(v, PLAN_HAS_CHILDREN, -1, p.id, 0, 0, 0)
-    keep_known(pool, p)
     pending_remove(&pool.pending, p)
     step_rollback(pool.groups, &pool.pending, p)
     return OK
@@ -206,7 +180,7 @@ cdef int32_t pool_reset(State* pool, void** plans) noexcept nogil:
         p = p.newer
     memset(&pool.pending, 0, sizeof(pool.pending))
     pool.blocks.newest_pending = pool.blocks.oldest_pending = 0
-    if has_cache(pool):
+    if has_tree(pool):
         flush_root(pool, 0)
     seqs_reset(&pool.seqs)
     blocks_reset(&pool.blocks)
@@ -225,8 +199,6 @@ cdef int32_t audit_room(State* pool) noexcept nogil:
 
 cdef bint find_fault(State* pool, int32_t* seen, int32_t room, char* finding) noexcept nogil:
     """`seen` has twice `room` numbers, all zero."""
-    if has_cache(pool) and check_names(pool, finding):
-        return True
-    if pool.indexed and index_check(&pool.index, &pool.blocks, finding):
+    if has_tree(pool) and check_names(pool, finding):
         return True
     return groups_check(pool.groups, &pool.pending, seen, room, finding)

@@ -105,7 +105,6 @@ cdef enum:                      # first word of every digest entry: which call i
     OP_COMPACT
     OP_EVICT_BLOCKS
     OP_FLUSH = 21
-    OP_PUBLISH
     OP_TAKE
     OP_TAKE_BLOCK
     OP_TOUCH

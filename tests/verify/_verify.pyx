@@ -92,7 +92,7 @@ cdef class Run(Calls):
 
     cdef bint in_order, has_cache, has_states
     cdef object bind
-    cdef dict known             # content keys by the events; None: events were lost, or there are none
+    cdef set known              # (content key, group) by the events; None: events were lost, or there are none
     cdef uint8_t[FACES] dice
     cdef uint64_t seed
     cdef int32_t alphabet, texts, eager, hot
@@ -126,7 +126,7 @@ cdef class Run(Calls):
         self.plans = [make_plan(self.pool, **options) for options in shape.plans]
         self.prefix, self.blocks = self.pool.prefix, self.pool.blocks
         self.has_cache, self.in_order = shape.pool["prefix_cache"], shape.pool["in_order"]
-        self.known = {} if shape.pool["events"] else None
+        self.known = set() if shape.pool["events"] else None
         self.seed, self.alphabet, self.texts = shape.seed, shape.alphabet, shape.texts
         self.eager, self.hot, self.next_work, self.next_token = shape.eager, shape.hot, 1, 1000
         for k in range(FACES):
@@ -1029,27 +1029,20 @@ cdef class Run(Calls):
     cdef int op_events(self, const Word* w) except -1:
         """By the events, whatever a prompt finds is stored, and nothing is stored twice or removed untold."""
         cdef int32_t space, n = self.make_prompt(w, &space)
-        grouped = self.shape.pool["groups"] is not None
         hit = self.call("pool.prefix.match", self.prefix.match, (self.said(n), SPACES[space]))
         told = self.call("pool.prefix.events", self.prefix.events, ())
         for name, *rest in told if self.known is not None else ():
             if name == "lost":
                 self.known = None
                 return 0
-            key = (rest[0], rest[5] if name == "stored" else rest[1]) if grouped and name != "cleared" else rest[0]
             if name == "stored":
-                if grouped and key in self.known:
+                if (rest[0], rest[5]) in self.known:
                     self.wrong("an event says that what is stored is stored")
-                self.known[key] = self.known.get(key, 0) + 1
+                self.known.add((rest[0], rest[5]))
             elif name == "removed":
-                if not self.known.get(key):
+                if (rest[0], rest[1]) not in self.known:
                     self.wrong("an event says that what is not stored is removed")
-                self.known[key] -= 1
-                if not self.known[key]:
-                    del self.known[key]
-        if self.known is not None and not grouped and sum(self.known.values()) != self.prefix.stats().nodes:
-            self.wrong("the events tell of {0} nodes, there are {1}", sum(self.known.values()),
-                       self.prefix.stats().nodes)
+                self.known.remove((rest[0], rest[1]))
         if self.known is None or not hit:
             return 0
         if self.num_groups == 1 and self.group[0].kind == FULL and self.group[0].size == self.block_size:
@@ -1057,7 +1050,7 @@ cdef class Run(Calls):
             for at in range(0, hit, self.block_size):
                 block = b"".join(token.to_bytes(4, "little") for token in self.said(n)[at:at + self.block_size])
                 key = hashlib.sha256(key + block).digest()[:16]
-                if ((key, 0) if grouped else key) not in self.known:
+                if (key, 0) not in self.known:
                     self.wrong("the events do not tell of the hit at {0}", at)
         return 0
 
@@ -1379,7 +1372,7 @@ cdef class Run(Calls):
             self.row[k].handle, self.slots_free[k] = -1, k
         for k in range(3):
             self.epoch[k] += 1
-        self.known = {} if self.shape.pool["events"] else None
+        self.known = set() if self.shape.pool["events"] else None
         if self.has_cache:
             self.prefix.events()
         return 0
