@@ -53,7 +53,7 @@ cdef int pool_unshare(State* pool, Plan plan, int64_t group, const Ints* rows, c
     status = plan.judge_arrays(v)
     if status != OK:
         return status
-    limits = limits_of(pool, plan, 0)
+    limits_of(pool, plan, 0, &limits)
     seqs_new_stamp(&pool.seqs)
     status = step_check_unshare(pool.groups, &plan.step, <int32_t>group, rows, lengths, first, &limits, v)
     if status != OK:

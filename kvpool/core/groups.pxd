@@ -111,9 +111,11 @@ cdef struct Groups:
     int64_t block_size          # of the pool
     int64_t seq_tokens          # that a sequence may hold in a group of blocks
     int64_t most_blocks         # of the pool, with room for so many
+    int64_t longest             # length that num_blocks of a sequence can count
     bint has_entries            # some group has entries of blocks; else open and reserve take nothing
     int32_t unit                # blocks of the pool in the smallest entry: capacities are multiples of it
     bint has_states
+    bint lets_go                # some group is a window or a chunk
     bint pends                  # not in_order
     StepPart scratch[MAX_GROUPS]    # of dry runs,
     StepPart* dry[MAX_GROUPS]   # and where they are

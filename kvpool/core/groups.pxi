@@ -191,9 +191,12 @@ cdef void groups_fork(Groups* gs, int32_t parent, int32_t n, int64_t* children) 
             entries = entries_of(g, parent, blocks)
             memcpy(group_row(g, child), group_row(g, parent), <size_t>entries * g.columns * sizeof(int32_t))
             g.seq[child] = g.seq[parent]
+            if i == 0:
+                tail_refresh(gs, g, child)
+            else:
+                tail_of(g, child)[0] = tail_of(g, slot_of(children[0]))[0]
             tail_of(g, child).epoch = 0
             new_version(g, child)
-            tail_refresh(gs, g, child)
         if s.prefix != NULL:
             seq_fork_prefix(s, b, parent, child)
         if gs.tree != NULL:

@@ -46,6 +46,7 @@ cdef class Plan:
     cdef uint8_t* served_               # [max_rows]
     cdef int64_t max_tokens_
     cdef int64_t seq_limit              # the length that no sequence may pass
+    cdef int64_t table_blocks           # of the pool, for which the tables of all groups have room
     cdef int32_t table_width            # blocks of the pool
     cdef int32_t shown_rows
     cdef int64_t shown_tokens

@@ -436,8 +436,11 @@ cdef class Plan:
                       self.table_width * <int64_t>self.pool.options.block_size, self.pool.options.groups[k].blocks)
             parts.append(made)
         self.group_plans = tuple(parts)
+        self.table_blocks = INT64_MAX
         for k in range(n):                              # not before they are kept: a later one may have been refused
             self.part[k] = &(<PlanGroup>self.group_plans[k]).data
+            if group[k].kind != STATE_LAYERS:
+                self.table_blocks = min(self.table_blocks, <int64_t>self.part[k].width << group[k].scale)
         return 0
 
     cdef list groups_with(self, str name):

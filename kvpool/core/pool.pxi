@@ -229,6 +229,7 @@ cdef class Pool:
                 g.arena, states = states, states + 1
                 gs.has_states = True
             g.blocks = gs.arena[g.arena]
+            gs.lets_go |= g.kind == WINDOW_LAYERS or g.kind == CHUNK_LAYERS
             g.columns = group.columns
             g.block_size = group.block_size or gs.block_size
             g.shift = (<object>g.block_size).bit_length() - 1 if g.block_size & (g.block_size - 1) == 0 else -1
@@ -250,6 +251,7 @@ cdef class Pool:
             if group_init(g, s, k == 0) != OK:
                 raise MemoryError(f"[Pool] no memory for tables of group {k}: {s.max_seqs} rows of {width} ids")
         gs.most_blocks = blocks_for(gs, tokens)
+        gs.longest = INT32_MAX * gs.block_size
         s.table, s.width = gs.group[0].table, gs.group[0].width
         return 0
 

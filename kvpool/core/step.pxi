@@ -420,9 +420,11 @@ cdef void skip_row(Groups* gs, Step* p, int64_t* needed) noexcept nogil:
 
 cdef inline void begin_check(Groups* gs, Step* p, int32_t rows) noexcept nogil:
     """Nothing is known yet of what a step does."""
+    cdef StepPart* part
     cdef int32_t k
     for k in range(gs.num_groups):
-        p.part[k].num_changes = p.part[k].num_changed = p.part[k].log.size = 0
+        part = p.part[k]
+        part.num_changes = part.num_changed = part.num_copies = part.log.size = 0
     p.num_rows = rows
     p.num_events = 0
     p.num_tokens = 0
@@ -728,7 +730,7 @@ cdef inline void note_begun(Step* p, int32_t row, int32_t blocks) noexcept nogil
 
 
 cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, Py_ssize_t n, const Limits* limits,
-                                   int64_t step_id, uint64_t* digest, int64_t* needed) noexcept nogil:
+                                   int64_t step_id, uint64_t* digest) noexcept nogil:
     """Serve one token to each row in the first group, up to the first row that is not steady: its number is returned.
 
     This loop is the whole cost of a steady step of one group: it touches every sequence once, and all it reads is in
@@ -780,7 +782,6 @@ cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, P
                 ids = begin_blocks(gs, p, <int32_t>slot, <int32_t>i, limits)
             if ids < 0:
                 break
-            needed[g.arena] += ids
             if ids > 0 or seen[i] != q.lead.version:
                 note_changed(part, <int32_t>i)
         length = q.num_tokens + 1
@@ -808,8 +809,7 @@ cdef bint steady_columns(Groups* gs, const Step* p, const int64_t* handle, int32
     return True
 
 
-cdef bint steady_tails(Groups* gs, const Step* p, int32_t k, const int64_t* handle, int32_t n,
-                       int64_t* needed) noexcept nogil:
+cdef bint steady_tails(Groups* gs, const Step* p, int32_t k, const int64_t* handle, int32_t n) noexcept nogil:
     """The same rows in group `k`, behind the first: whether all are steady there."""
     cdef LayerGroup* g = &gs.group[k]
     cdef StepPart* part = p.part[k]
@@ -827,7 +827,6 @@ cdef bint steady_tails(Groups* gs, const Step* p, int32_t k, const int64_t* hand
             ids = begin_entry(gs, g, part, slot, i, p.length[i] - 1)
             if ids < 0:
                 return False
-            needed[g.arena] += ids
         elif not tail_is_steady(g, t, slot, p.length[i] - 1):
             return False
         else:
@@ -855,32 +854,30 @@ cdef bint step_steady(Groups* gs, Step* p, const Ints* handles, const Ints* num_
     cdef const int64_t* handle = <const int64_t*>handles.data
     cdef Seqs* s = gs.seqs
     cdef uint64_t digest = mix(mix(gs.arena[0].digest, OP_STEP), handles.size)
-    cdef int64_t[MAX_ARENAS] needed
     cdef Py_ssize_t served, n = handles.size
     cdef int32_t k = 1
     if gs.has_states or n > limits.max_tokens or run_of_ones(num_new, 0, n) != n:
         return False
     begin_check(gs, p, <int32_t>n)
-    memset(needed, 0, sizeof(needed))
-    served = steady_rows(gs, p, handle, n, limits, step_id, &digest, needed)
+    served = steady_rows(gs, p, handle, n, limits, step_id, &digest)
     if gs.group[0].columns > 1 and not steady_columns(gs, p, handle, <int32_t>served):
         k = MAX_GROUPS + 1
-    while served == n and k < gs.num_groups and steady_tails(gs, p, k, handle, <int32_t>n, needed):
+    while served == n and k < gs.num_groups and steady_tails(gs, p, k, handle, <int32_t>n):
         k += 1
-    if served < n or k != gs.num_groups or (p.num_events and not all_have(gs, needed)):
+    if served < n or k != gs.num_groups or (p.num_events and not all_have(gs, p)):
         undo_steady(gs, p, handle, served)
         return False
-    memmove(p.handle, handle, n * sizeof(int64_t))      # the batch may be a part of the plan's own array
+    if handle != p.handle:
+        memmove(p.handle, handle, n * sizeof(int64_t))      # the batch may be a part of the plan's own array
     gs.arena[0].digest = digest
     p.num_tokens = n
     p.uniform = True
     s.sum_tokens += n
-    for k in range(gs.num_arenas if gs.tree != NULL and p.num_events else 0):
-        tree_make_room(gs, k, needed[k])
-    s.sum_blocks += p.num_events * <int64_t>gs.unit
-    for k in range(gs.num_groups):
-        p.part[k].num_copies = 0
-        if p.num_events:
+    if p.num_events:
+        for k in range(gs.num_arenas if gs.tree != NULL else 0):
+            tree_make_room(gs, k, gs.needed[k])
+        s.sum_blocks += p.num_events * <int64_t>gs.unit
+        for k in range(gs.num_groups):
             take_begun(gs, &gs.group[k], p.part[k], p)
     return True
 
@@ -931,11 +928,16 @@ cdef void take_begun(Groups* gs, LayerGroup* g, StepPart* part, const Step* p) n
     gs.arena[0].digest = digest
 
 
-cdef bint all_have(const Groups* gs, const int64_t* needed) noexcept nogil:
-    """Whether every arena has so many blocks."""
-    cdef int32_t k
+cdef bint all_have(Groups* gs, const Step* p) noexcept nogil:
+    """Whether every arena has the blocks that rows begin: `needed`."""
+    cdef int32_t i, k
     for k in range(gs.num_arenas):
-        if needed[k] > blocks_available(gs.arena[k]):
+        gs.needed[k] = 0
+    for k in range(gs.num_groups):
+        for i in range(p.part[k].num_changes):
+            gs.needed[gs.group[k].arena] += p.part[k].change[i].appended
+    for k in range(gs.num_arenas):
+        if gs.needed[k] > blocks_available(gs.arena[k]):
             return False
     return True
 

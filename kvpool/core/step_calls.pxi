@@ -17,8 +17,8 @@ cdef void begin_step(State* pool, Step* p) noexcept nogil:
         set_fences(pool.groups, &pool.pending)
 
 
-cdef void show_step(State* pool, Plan plan, int64_t pad_rows, int64_t pad_tokens) noexcept nogil:
-    """Fill the arrays of a plan after its step."""
+cdef inline void show_step(State* pool, Plan plan, int64_t pad_rows, int64_t pad_tokens, bint steady) noexcept nogil:
+    """Fill the arrays of a plan after its step; `steady`: a step that replaced nothing."""
     cdef Step* p = &plan.step
     emit_step(plan.field, plan.served_, p, <int32_t>pad_rows, pad_tokens)
     emit_groups(pool.groups, p, <int32_t>pad_rows, pad_tokens)
@@ -26,7 +26,7 @@ cdef void show_step(State* pool, Plan plan, int64_t pad_rows, int64_t pad_tokens
     plan.tokens = p.num_tokens
     plan.shown_rows = max(p.num_rows, <int32_t>pad_rows)
     plan.shown_tokens = max(p.num_tokens, pad_tokens)
-    if not pool.steps_pend:
+    if not pool.steps_pend and not (steady and not pool.groups.lets_go):     # else there is nothing to let go of
         step_release(pool.groups, p)
         step_settle(pool.groups, &pool.pending, p)
 
@@ -36,21 +36,15 @@ cdef void carry_out(State* pool, Plan plan, const int64_t* handles, bint advance
     """Second half of a step: nothing here can fail."""
     begin_step(pool, &plan.step)            # first, as a replacement gets the new step's fence
     step_commit(pool.groups, &plan.step, handles, advance)
-    show_step(pool, plan, pad_rows, pad_tokens)
+    show_step(pool, plan, pad_rows, pad_tokens, False)
 
 
-cdef Limits limits_of(const State* pool, Plan plan, int64_t max_tokens) noexcept nogil:
-    """What a step of a plan may not pass, besides the width of its tables."""
-    cdef Limits limits
-    cdef int32_t k
+cdef inline void limits_of(const State* pool, Plan plan, int64_t max_tokens, Limits* limits) noexcept nogil:
+    """What a step of a plan may not pass."""
     limits.max_tokens = max_tokens
     limits.seq_tokens = pool.groups.seq_tokens
-    limits.length = min(plan.seq_limit, INT32_MAX * pool.groups.block_size)
-    limits.table_blocks = INT64_MAX
-    for k in range(pool.groups.num_groups):
-        if pool.groups.group[k].kind != STATE_LAYERS:
-            limits.table_blocks = min(limits.table_blocks, <int64_t>plan.part[k].width << pool.groups.group[k].scale)
-    return limits
+    limits.length = min(plan.seq_limit, pool.groups.longest)
+    limits.table_blocks = plan.table_blocks
 
 
 cdef int pool_step(State* pool, Plan plan, const Ints* rows, const Ints* new, bint advance, bint partial, int64_t
@@ -64,12 +58,12 @@ cdef int pool_step(State* pool, Plan plan, const Ints* rows, const Ints* new, bi
     status = plan.judge_arrays(v)
     if status != OK:
         return status
-    limits = limits_of(pool, plan, plan.max_tokens_ if pad_tokens < 0 else pad_tokens)
-    seqs_new_stamp(&pool.seqs)
+    limits_of(pool, plan, plan.max_tokens_ if pad_tokens < 0 else pad_tokens, &limits)
     if advance and step_steady(pool.groups, p, rows, new, &limits, pool.next_step):
         begin_step(pool, p)
-        show_step(pool, plan, pad_rows, max(pad_tokens, <int64_t>0))
+        show_step(pool, plan, pad_rows, max(pad_tokens, <int64_t>0), True)
         return OK
+    seqs_new_stamp(&pool.seqs)
     status = step_check(pool.groups, p, rows, new, &limits, advance, partial, v)
     if status != OK:
         step_undo_check(pool.groups, p)
@@ -115,7 +109,7 @@ cdef int pool_can(State* pool, Ints* rows, const Ints* new, Verdict* v) noexcept
         return v.reason
     limits.max_tokens = limits.table_blocks = INT64_MAX
     limits.seq_tokens = pool.groups.seq_tokens
-    limits.length = INT32_MAX * pool.groups.block_size
+    limits.length = pool.groups.longest
     seqs_new_stamp(&pool.seqs)
     status = step_check(pool.groups, &pool.scratch, rows, new, &limits, True, False, v)
     step_undo_check(pool.groups, &pool.scratch)

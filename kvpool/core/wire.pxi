@@ -44,11 +44,14 @@ cdef inline void write_one(const Field* f, int64_t i, int64_t value) noexcept no
         (<int64_t*>f.data)[i] = value
 
 
-cdef void write_pad(const Field* f, int64_t first, int64_t end) noexcept nogil:
-    cdef int64_t i
-    if f.width:
-        for i in range(first, end):
-            write_one(f, i, f.pad)
+cdef inline void write_pad(const Field* f, int64_t first, int64_t end) noexcept nogil:
+    if f.width and first < end:
+        fill_pad(f, first, end)
+
+
+cdef void fill_pad(const Field* f, int64_t first, int64_t end) noexcept nogil:
+    for first in range(first, end):
+        write_one(f, first, f.pad)
 
 
 cdef void write_slots(const Field* f, int64_t at, const LayerGroup* g, const int32_t* ids, int64_t first,
@@ -67,14 +70,23 @@ cdef void write_slots(const Field* f, int64_t at, const LayerGroup* g, const int
         index += 1
 
 
-cdef void write_range(const Field* f, int64_t at, int64_t first, int64_t end) noexcept nogil:
+cdef inline void write_range(const Field* f, int64_t at, int64_t first, int64_t end) noexcept nogil:
     if f.width:
-        for first in range(first, end):
-            write_one(f, at, first)
-            at += 1
+        fill_range(f, at, first, end)
 
 
-cdef void write_all(const Field* f, const int64_t* values, int32_t n, int64_t shift) noexcept nogil:
+cdef void fill_range(const Field* f, int64_t at, int64_t first, int64_t end) noexcept nogil:
+    for first in range(first, end):
+        write_one(f, at, first)
+        at += 1
+
+
+cdef inline void write_all(const Field* f, const int64_t* values, int32_t n, int64_t shift) noexcept nogil:
+    if f.width:
+        fill_all(f, values, n, shift)
+
+
+cdef void fill_all(const Field* f, const int64_t* values, int32_t n, int64_t shift) noexcept nogil:
     """values[i] + shift for every row; the compiler makes one vector loop of each branch."""
     cdef int32_t i
     if f.width == 4:
@@ -216,7 +228,7 @@ cdef void emit_slots(const LayerGroup* g, const StepPart* part, const Step* p) n
             for c in range(g.columns):
                 write_slots(f, c * part.shown_tokens + t, g, ids + c, end - q_len, end)
         t += q_len
-    for c in range(g.columns):
+    for c in range(g.columns if t < part.shown_tokens else 0):
         write_pad(f, c * part.shown_tokens + t, c * part.shown_tokens + part.shown_tokens)
 
 
@@ -282,7 +294,7 @@ cdef void emit_step(const Field* field, uint8_t* served, const Step* p, int32_t 
         for i in range(p.num_rows):
             write_one(&field[SLOT_IDS], i, slot_of(p.handle[i]))
     memset(served, 1, p.num_rows)
-    for i in range(p.num_events):
+    for i in range(0 if p.uniform else p.num_events):
         served[p.event[i].row] = p.event[i].served
     for i in range(p.num_rows, pad_rows):
         write_one(&field[SLOT_IDS], i, field[SLOT_IDS].pad)
