@@ -19,7 +19,6 @@ _Integers: TypeAlias = NDArray[Any]  # int32 or int64, as declared when the plan
 
 FIELDS: tuple[str, ...]
 FORMATS: dict[str, tuple[str, ...]]
-SLOT_FIELDS: tuple[str, ...]
 LENGTH_FIELDS: tuple[str, ...]
 GROUP_FORMATS: tuple[str, ...]
 PER_GROUP: tuple[str, ...]
@@ -110,7 +109,6 @@ class Plan:
         *,
         formats: str | Sequence[str] = ("block_tables", "seq_lens", "slot_mapping"),
         table_width: int | None = None,
-        kv_width: int | None = None,
         dtype: str | Mapping[str, str] = "int32",
         pad: Mapping[str, int] | None = None,
         out: Mapping[str, _Integers] | None = None,
@@ -156,12 +154,6 @@ class Plan:
     def indices(self) -> _Integers: ...
     @property
     def last_page_len(self) -> _Integers: ...
-    @property
-    def kv_slots(self) -> _Integers: ...
-    @property
-    def kv_slots_ragged(self) -> _Integers: ...
-    @property
-    def kv_indptr(self) -> _Integers: ...
     @property
     def slot_ids(self) -> _Integers: ...
 

@@ -30,7 +30,6 @@ def Plan(
     *,
     formats=("block_tables", "seq_lens", "slot_mapping"),
     table_width=None,
-    kv_width=None,
     dtype="int32",
     pad=None,
     out=None,

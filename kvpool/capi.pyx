@@ -48,7 +48,7 @@ cdef tuple STATUSES = (         # the first that fits: a subclass stands before 
 cdef str KEPT = "kvpool.capi"   # in the dictionary of a thread: (exception, or None once it was raised; message)
 cdef tuple NOTHING_KEPT = (None, b"no failure is kept in this thread")
 cdef tuple NAMES = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "indptr", "indices",
-                    "last_page_len", "kv_slots", "kv_slots_ragged", "kv_indptr", "slot_ids")
+                    "last_page_len", "slot_ids")
 cdef const char* UNNAMED = b""  # the namespace of no bytes
 
 
@@ -413,16 +413,12 @@ cdef int describe(Plan plan, int32_t name, kvpool_array* out) except -1:
         found.length = plan.shown_rows
         if name == KVPOOL_BLOCK_TABLES:
             found.width = plan.wire.table_width
-        elif name == KVPOOL_KV_SLOTS:
-            found.width = plan.wire.kv_width
         elif name == KVPOOL_SLOT_MAPPING or name == KVPOOL_POSITIONS:
             found.length = plan.shown_tokens
-        elif name == KVPOOL_CU_Q_LENS or name == KVPOOL_INDPTR or name == KVPOOL_KV_INDPTR:
+        elif name == KVPOOL_CU_Q_LENS or name == KVPOOL_INDPTR:
             found.length = plan.shown_rows + 1
         elif name == KVPOOL_INDICES:
             found.length = plan.wire.nnz
-        elif name == KVPOOL_KV_SLOTS_RAGGED:
-            found.length = plan.wire.kv_total
     elif name == KVPOOL_COPIES:
         found.data, found.length, found.width, found.itemsize = plan.step.copies, plan.copies_made, 3, 4
     elif name == KVPOOL_DIRTY_ROWS:

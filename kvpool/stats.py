@@ -83,7 +83,6 @@ class PlanLimits(NamedTuple):
     max_rows: int  #: rows of a batch
     max_tokens: int  #: new tokens of a batch
     table_width: int  #: blocks of a row of `block_tables`
-    kv_width: int  #: tokens of a row of `kv_slots`
 
 
 class PageBatchInfo(NamedTuple):

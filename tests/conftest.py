@@ -39,8 +39,6 @@ ALL_FORMATS = (
     "positions",
     "cu_q_lens",
     "csr",
-    "kv_slots",
-    "kv_slots_ragged",
     "slot_ids",
 )
 PLAN_ATTRIBUTES = (
@@ -52,9 +50,6 @@ PLAN_ATTRIBUTES = (
     "indptr",
     "indices",
     "last_page_len",
-    "kv_slots",
-    "kv_slots_ragged",
-    "kv_indptr",
     "slot_ids",
     "copies",
     "dirty_rows",

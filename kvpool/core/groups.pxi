@@ -702,7 +702,7 @@ cdef void groups_rollback(Groups* gs, const Pending* pending, const Step* p) noe
         rollback_group(&gs.group[k], part[k], p, s)
         for i in range(p.num_rows):             # a row that was opened since was told nothing yet
             forget_told(&gs.group[k], slot_of(p.handle[i]))
-        wire_forget(&part[k].wire, p.num_rows, False, False)
+        wire_forget(&part[k].wire, p.num_rows, False)
     groups_settle(gs, pending, p)
     if gs.tree != NULL:
         tree_undone(gs, p)

@@ -1,7 +1,7 @@
 """`Plan`: what one step hands to a backend, its arrays, and what it takes to undo the step."""
 
 FIELDS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "indptr", "indices", "last_page_len",
-          "kv_slots", "kv_slots_ragged", "kv_indptr", "slot_ids")      # in the order of the enum in wire.pxd
+          "slot_ids")       # in the order of the enum in wire.pxd
 FORMATS = {
     "block_tables": ("block_tables",),
     "seq_lens": ("seq_lens",),
@@ -9,17 +9,14 @@ FORMATS = {
     "positions": ("positions",),
     "cu_q_lens": ("cu_q_lens",),
     "csr": ("indptr", "indices", "last_page_len"),
-    "kv_slots": ("kv_slots",),
-    "kv_slots_ragged": ("kv_slots_ragged", "kv_indptr"),
     "slot_ids": ("slot_ids",),
     "page_batch_info": ("slot_ids", "block_tables", "seq_lens", "cu_q_lens", "slot_mapping"),
     "table_updates": (),        # of layer groups only; no field of a Wire
 }
-SLOT_FIELDS = ("slot_mapping", "kv_slots", "kv_slots_ragged")
 LENGTH_FIELDS = ("seq_lens", "positions")
 GROUP_FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "slot_ids", "table_updates")
 PER_GROUP = ("block_tables", "slot_mapping", "copies", "dirty_rows")
-ROW_FORMATS = ("block_tables", "csr", "kv_slots", "page_batch_info")
+ROW_FORMATS = ("block_tables", "csr", "page_batch_info")
 
 cdef extern from *:
     """
@@ -248,13 +245,10 @@ cdef class Plan:
     formats : iterable of str
         What to fill; a format nobody asks for costs nothing. Arrays, with their whole shapes:
         ``block_tables [S, W]``, ``seq_lens [S]``, ``slot_mapping [T]``, ``positions [T]``, ``cu_q_lens [S + 1]``,
-        ``csr`` (``indptr [S + 1]``, ``indices [S * W]``, ``last_page_len [S]``), ``kv_slots [S, kv_width]``,
-        ``kv_slots_ragged`` (``[S * kv_width]``, ``kv_indptr [S + 1]``), ``slot_ids [S]``, ``page_batch_info``;
-        with layer groups ``table_updates [U, 5]``.
+        ``csr`` (``indptr [S + 1]``, ``indices [S * W]``, ``last_page_len [S]``), ``slot_ids [S]``,
+        ``page_batch_info``; with layer groups ``table_updates [U, 5]``.
     table_width : int, optional
         W, blocks; default the pool's `max_blocks_per_seq`.
-    kv_width : int, optional
-        Tokens of the longest context, for the ``kv_slots`` formats; default W * block_size.
     dtype : str or dict, default "int32"
         "int32" or "int64", for all arrays or per array.
     pad : dict, optional
@@ -280,23 +274,18 @@ cdef class Plan:
 
     def __cinit__(self, *args, **options):
         making(self)
-        (pool, max_rows, max_tokens, formats, table_width, kv_width, dtype, pad, out,
-         backend) = _signatures.Plan(*args, **options)
+        pool, max_rows, max_tokens, formats, table_width, dtype, pad, out, backend = _signatures.Plan(*args, **options)
         if not isinstance(pool, Pool):
             raise TypeError(f"[Plan] pool must be a kvpool.Pool, not {type(pool).__name__}")
         self.pool = pool
         pool_enter(&self.pool.state, "Plan")
         pool_leave(&self.pool.state)
         cdef Wire* w = &self.wire
-        cdef int64_t bs = self.pool.state.blocks.block_size
         cdef int64_t rows = to_int(max_rows, "Plan", "max_rows", 1, MAX_SEQS)
         self.max_tokens_ = rows if max_tokens is None else to_int(max_tokens, "Plan", "max_tokens", 0, INT32_MAX)
         w.table_width = self.pool.state.seqs.max_blocks
         if table_width is not None:
             w.table_width = <int32_t>to_int(table_width, "Plan", "table_width", 1, INT32_MAX)
-        w.kv_width = w.table_width * bs
-        if kv_width is not None:
-            w.kv_width = to_int(kv_width, "Plan", "kv_width", 1, <int64_t>1 << 40)
         if step_init(&self.step, <int32_t>rows) != OK or wire_init(w, <int32_t>rows) != OK:
             raise MemoryError(f"[Plan] no memory for {rows} rows")
         self.views = {}
@@ -316,8 +305,8 @@ cdef class Plan:
         self.step.wire = w
         self.step.seen = w.seen
         self.step.parts = <void*>self.part
-        if self.pool.options.groups is not None and (backend is not None or kv_width is not None):
-            raise ValueError("[Plan] the pool has layer groups: a plan takes no backend and no kv_width")
+        if self.pool.options.groups is not None and backend is not None:
+            raise ValueError("[Plan] the pool has layer groups: a plan takes no backend")
         if backend is not None:
             formats = formats_with(backend, self.pool, formats)
         self.declare(formats, dtype, {} if pad is None else pad, {} if out is None else out)
@@ -363,12 +352,9 @@ cdef class Plan:
                     raise ValueError(f"[Plan] {option} names {name!r}, the arrays are {', '.join(wanted)}")
         w.tracks = any(f in ROW_FORMATS for f in formats)
         self.names = tuple(wanted)
-        self.seq_limit = w.kv_width if {"kv_slots", "kv_slots_ragged"} & set(wanted) else INT64_MAX
-        if self.group_plans is not None:
-            self.seq_limit = INT32_MAX          # kv_starts
+        self.seq_limit = INT64_MAX if self.group_plans is None else INT32_MAX      # kv_starts
         low = 0 if self.pool.state.blocks.reserved else -1
-        pads = {"block_tables": -1 if "page_batch_info" in formats else low, "kv_slots": low, "slot_mapping": -1,
-                "slot_ids": -1}
+        pads = {"block_tables": -1 if "page_batch_info" in formats else low, "slot_mapping": -1, "slot_ids": -1}
         for name in wanted:
             field = &w.field[FIELDS.index(name)]
             asked = dtype.get(name, "int32") if isinstance(dtype, dict) else dtype
@@ -425,15 +411,14 @@ cdef class Plan:
         cdef int64_t slots = self.pool.state.blocks.num_blocks * self.pool.state.blocks.block_size
         if width == 8:
             return 0
-        if name in SLOT_FIELDS and slots > INT32_MAX:
+        if name == "slot_mapping" and slots > INT32_MAX:
             raise ValueError(f"[Plan] {name} needs int64: {self.pool.state.blocks.num_blocks} blocks of "
                              f"{self.pool.state.blocks.block_size} tokens have {slots} slots, int32 holds {INT32_MAX}")
         if name in LENGTH_FIELDS:
             self.seq_limit = min(self.seq_limit, INT32_MAX)
-        if name in ("indptr", "kv_indptr"):
-            most = self.wire.max_rows * (<object>self.wire.table_width if name == "indptr" else self.wire.kv_width)
-            if most > INT32_MAX:
-                raise ValueError(f"[Plan] {name} needs int64: it can reach {most}, int32 holds {INT32_MAX}")
+        cdef int64_t most = self.wire.max_rows * <int64_t>self.wire.table_width
+        if name == "indptr" and most > INT32_MAX:
+            raise ValueError(f"[Plan] indptr needs int64: it can reach {most}, int32 holds {INT32_MAX}")
         return 0
 
     cdef tuple whole_shape(self, str name):
@@ -441,15 +426,11 @@ cdef class Plan:
         cdef object rows = self.wire.max_rows
         if name == "block_tables":
             return (rows, self.wire.table_width)
-        if name == "kv_slots":
-            return (rows, self.wire.kv_width)
         if name == "indices":
             return (rows * <object>self.wire.table_width,)
-        if name == "kv_slots_ragged":
-            return (rows * <object>self.wire.kv_width,)
         if name in ("slot_mapping", "positions"):
             return (self.max_tokens_,)
-        return (rows + 1 if name in ("cu_q_lens", "indptr", "kv_indptr") else rows,)
+        return (rows + 1 if name in ("cu_q_lens", "indptr") else rows,)
 
     cdef int own(self, str name) except -1:
         cdef Field* field = &self.wire.field[FIELDS.index(name)]
@@ -568,8 +549,8 @@ cdef class Plan:
         bound[0] = old
         for k in range(self.pool.state.groups.num_groups if self.pool.state.groups != NULL else 0):
             if self.part[k] != NULL:
-                wire_forget(&self.part[k].wire, self.wire.max_rows, False, False)
-        wire_forget(&self.wire, self.wire.max_rows, data[BLOCK_TABLES] != NULL, data[KV_SLOTS] != NULL)
+                wire_forget(&self.part[k].wire, self.wire.max_rows, False)
+        wire_forget(&self.wire, self.wire.max_rows, data[BLOCK_TABLES] != NULL)
         return OK
 
     cdef int judge_arrays(self, Verdict* v) noexcept nogil:
@@ -704,7 +685,7 @@ cdef class Plan:
     @property
     def limits(self):
         """What the arrays hold, and what no step may pass: a `kvpool.stats.PlanLimits`."""
-        return PlanLimits(self.wire.max_rows, self.max_tokens_, self.wire.table_width, self.wire.kv_width)
+        return PlanLimits(self.wire.max_rows, self.max_tokens_, self.wire.table_width)
 
     @property
     def is_pending(self):
@@ -780,21 +761,6 @@ cdef class Plan:
     def last_page_len(self):
         """``[S]``: tokens in the last filled block, 1 .. block_size; 0 for an empty sequence."""
         return self.view("last_page_len", self.shown_rows)
-
-    @property
-    def kv_slots(self):
-        """``[S, kv_width]``: slot of every token of the context, padded."""
-        return self.view("kv_slots", self.shown_rows)
-
-    @property
-    def kv_slots_ragged(self):
-        """``[sum of seq_lens]``: slot of every token of the context, row after row."""
-        return self.view("kv_slots_ragged", self.wire.kv_total)
-
-    @property
-    def kv_indptr(self):
-        """``[S + 1]``: where each row starts in `kv_slots_ragged`."""
-        return self.view("kv_indptr", self.shown_rows + 1)
 
     @property
     def slot_ids(self):

@@ -225,7 +225,7 @@ cdef int pool_rollback(State* pool, Plan plan, Verdict* v) noexcept nogil:
     set_fences(&pool.pending, &pool.blocks)
     blocks_lower_fences(&pool.blocks)
     step_rollback(p, &pool.seqs, &pool.blocks)
-    wire_forget(&plan.wire, p.num_rows, False, False)
+    wire_forget(&plan.wire, p.num_rows, False)
     pending_settle(&pool.pending, p, &pool.blocks)
     return OK
 
@@ -237,9 +237,9 @@ cdef int32_t pool_reset(State* pool, void** plans) noexcept nogil:
     while p != NULL:
         set_flag(&p.pending, False)
         p.log.size = 0
-        wire_forget(<Wire*>p.wire, p.num_rows, False, False)
+        wire_forget(<Wire*>p.wire, p.num_rows, False)
         for k in range(pool.groups.num_groups if pool.groups != NULL else 0):
-            wire_forget(&parts_of(p)[k].wire, p.num_rows, False, False)
+            wire_forget(&parts_of(p)[k].wire, p.num_rows, False)
         plans[count] = p.plan
         add_reference(p.plan)
         count += 1

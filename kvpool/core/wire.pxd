@@ -9,9 +9,6 @@ cdef enum:
     INDPTR
     INDICES
     LAST_PAGE_LEN
-    KV_SLOTS
-    KV_SLOTS_RAGGED
-    KV_INDPTR
     SLOT_IDS
     NUM_FIELDS
 
@@ -24,8 +21,6 @@ cdef struct Field:              # one array; nobody asked for it: width 0
 
 cdef struct WireRow:            # what a row of the arrays holds
     int64_t handle              # -1: nothing, or unknown
-    int64_t kv_valid            # leading entries of the kv_slots row that are right for (handle, epoch)
-    int64_t kv_written          # entries of the kv_slots row that may be other than pad
     uint32_t epoch
     int32_t written             # entries of the block_tables row that may be other than pad
     int32_t csr_blocks          # entries of the row in indices, -1: unknown
@@ -40,12 +35,10 @@ cdef struct Wire:
     uint8_t* served             # [max_rows]
     int32_t max_rows
     int32_t table_width         # blocks
-    int64_t kv_width            # tokens
     int32_t num_dirty
     int32_t csr_rows            # rows that indptr describes
     bint tracks                 # some format has rows
     int64_t nnz                 # entries of indices
-    int64_t kv_total            # entries of kv_slots_ragged
 
 
 cdef void wire_emit(Wire* w, const Step* p, const Seqs* s, const Blocks* b, int32_t pad_rows,

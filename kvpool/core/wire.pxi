@@ -25,19 +25,16 @@ cdef void wire_free(Wire* w) noexcept nogil:
     w.seen = NULL
 
 
-cdef void wire_forget(Wire* w, int32_t rows, bint tables, bint kv_slots) noexcept nogil:
-    """Make rows dirty in the next step. `tables`, `kv_slots`: that array was rebound, so it may hold anything."""
+cdef void wire_forget(Wire* w, int32_t rows, bint tables) noexcept nogil:
+    """Make rows dirty in the next step. `tables`: block_tables was rebound, so it may hold anything."""
     cdef int32_t i
     for i in range(rows):
         w.seen[i] = 0
         w.row[i].handle = -1
-        w.row[i].kv_valid = 0
         w.row[i].csr_blocks = -1
         w.row[i].carried = 1
         if tables:
             w.row[i].written = w.table_width
-        if kv_slots:
-            w.row[i].kv_written = w.kv_width
 
 
 cdef inline void write_one(const Field* f, int64_t i, int64_t value) noexcept nogil:
@@ -98,7 +95,6 @@ cdef inline void show_row(Wire* w, int32_t i, int64_t handle, uint32_t epoch, ui
     if row.handle == handle and row.epoch == epoch:
         first = row.written
     else:
-        row.kv_valid = 0
         row.csr_blocks = -1
     if f.width:
         for k in range(first, n):
@@ -134,13 +130,9 @@ cdef void pad_row(Wire* w, int32_t i) noexcept nogil:
     if not w.tracks or (row.handle == -1 and not row.carried):
         return
     write_pad(&w.field[BLOCK_TABLES], at, at + row.written)
-    at = i * w.kv_width
-    write_pad(&w.field[KV_SLOTS], at, at + row.kv_written)
     w.seen[i] = 0
     row.handle = -1
     row.written = 0
-    row.kv_valid = 0
-    row.kv_written = 0
     row.csr_blocks = -1
     row.carried = 0
     w.dirty[w.num_dirty] = i
@@ -175,38 +167,6 @@ cdef void write_blocks(const Field* f, int64_t at, const int32_t* table, int32_t
     cdef int32_t k
     for k in range(n):
         write_one(f, at + k, table[k])
-
-
-cdef void emit_kv(Wire* w, const Step* p, const Seqs* s, const Blocks* b) noexcept nogil:
-    """kv_slots: add the new tokens of rows that did not change otherwise, rewrite the others."""
-    cdef const Field* f = &w.field[KV_SLOTS]
-    cdef int32_t i
-    cdef int64_t at, length
-    cdef WireRow* row
-    for i in range(p.num_rows):
-        row = &w.row[i]
-        at = i * w.kv_width
-        length = p.length[i]
-        if row.kv_valid > length:
-            row.kv_valid = length
-        write_slots(f, at + row.kv_valid, seq_table(s, slot_of(p.handle[i])), b.block_size, row.kv_valid, length)
-        write_pad(f, at + length, at + row.kv_written)
-        row.kv_valid = length
-        row.kv_written = length
-
-
-cdef void emit_kv_ragged(Wire* w, const Step* p, const Seqs* s, const Blocks* b, int32_t pad_rows) noexcept nogil:
-    cdef int32_t i
-    cdef int64_t length, at = 0
-    write_one(&w.field[KV_INDPTR], 0, 0)
-    for i in range(p.num_rows):
-        length = p.length[i]
-        write_slots(&w.field[KV_SLOTS_RAGGED], at, seq_table(s, slot_of(p.handle[i])), b.block_size, 0, length)
-        at += length
-        write_one(&w.field[KV_INDPTR], i + 1, at)
-    for i in range(p.num_rows, pad_rows):
-        write_one(&w.field[KV_INDPTR], i + 1, at)
-    w.kv_total = at
 
 
 cdef inline int64_t moved(const Seqs* s, int64_t handle) noexcept nogil:
@@ -268,7 +228,3 @@ cdef void wire_emit(Wire* w, const Step* p, const Seqs* s, const Blocks* b, int3
     write_pad(&w.field[POSITIONS], p.num_tokens, pad_tokens)
     if w.field[INDPTR].width:
         emit_csr(w, p, s, b, pad_rows)
-    if w.field[KV_SLOTS].width:
-        emit_kv(w, p, s, b)
-    if w.field[KV_INDPTR].width:
-        emit_kv_ragged(w, p, s, b, pad_rows)

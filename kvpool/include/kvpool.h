@@ -32,7 +32,7 @@ extern "C" {
 #endif
 
 #define KVPOOL_ABI_MAGIC UINT64_C(0x6b76706f6f6c4331) /* "kvpoolC1" */
-#define KVPOOL_ABI_VERSION 1
+#define KVPOOL_ABI_VERSION 2
 #define KVPOOL_CAPSULE "kvpool._C_API"
 
 enum kvpool_status {
@@ -65,14 +65,11 @@ enum kvpool_array_name { /* of kvpool.Plan, which says their shapes */
     KVPOOL_INDPTR = 5,
     KVPOOL_INDICES = 6,
     KVPOOL_LAST_PAGE_LEN = 7,
-    KVPOOL_KV_SLOTS = 8,
-    KVPOOL_KV_SLOTS_RAGGED = 9,
-    KVPOOL_KV_INDPTR = 10,
-    KVPOOL_SLOT_IDS = 11,
-    KVPOOL_COPIES = 12, /* rows of (source block, target block, tokens) */
-    KVPOOL_DIRTY_ROWS = 13,
-    KVPOOL_SERVED = 14,
-    KVPOOL_HANDLES = 15
+    KVPOOL_SLOT_IDS = 8,
+    KVPOOL_COPIES = 9, /* rows of (source block, target block, tokens) */
+    KVPOOL_DIRTY_ROWS = 10,
+    KVPOOL_SERVED = 11,
+    KVPOOL_HANDLES = 12
 };
 
 typedef struct kvpool_pool kvpool_pool; /* a kvpool.Pool */

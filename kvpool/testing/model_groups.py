@@ -842,9 +842,8 @@ class GroupPlan(ModelPlan):
         for name in wanted:
             if name not in GROUP_FORMATS:
                 raise ValueError(f"[Plan] format {name!r} is not for pools with groups")
-        for name in ("kv_width", "backend"):
-            if options.get(name) is not None:
-                raise ValueError(f"[Plan] {name} is not for pools with groups")
+        if options.get("backend") is not None:
+            raise ValueError("[Plan] backend is not for pools with groups")
         if "slot_mapping" in wanted:
             for layer in pool.layers:
                 if layer.kind != "state" and layer.arena.num_blocks * layer.block_size > 2**31 - 1:
@@ -883,8 +882,7 @@ class GroupPlan(ModelPlan):
         if "table_updates" in self.formats:
             told = [update for seq in batch for update in self.pool.tell(seq)]
             self.table_updates = np.array(told, np.int32).reshape(-1, 5)
-        num_pages, num_slots = self._write(batch, new, rows, tokens)
-        self._show(rows, tokens, num_pages, num_slots)
+        self._show(rows, tokens, self._write(batch, new, rows, tokens))
 
     def fill_states(self, step: Step, pool: GroupModel) -> None:
         """The arrays of state groups, which stand in the rows of a step."""

@@ -23,15 +23,11 @@ FORMATS = {
     "positions": ("positions",),
     "cu_q_lens": ("cu_q_lens",),
     "csr": ("indptr", "indices", "last_page_len"),
-    "kv_slots": ("kv_slots",),
-    "kv_slots_ragged": ("kv_slots_ragged", "kv_indptr"),
     "slot_ids": ("slot_ids",),
     "page_batch_info": ("slot_ids", "block_tables", "seq_lens", "cu_q_lens", "slot_mapping"),
 }
 #: The formats that `dirty_rows` speaks about.
-ROW_FORMATS = {"block_tables", "csr", "kv_slots", "page_batch_info"}
-#: The arrays that hold physical slots, which may need 64 bits.
-SLOT_ARRAYS = {"slot_mapping", "kv_slots", "kv_slots_ragged"}
+ROW_FORMATS = {"block_tables", "csr", "page_batch_info"}
 
 
 @dataclass(eq=False, slots=True)
@@ -81,9 +77,8 @@ class ModelPlan:
     ----------
     pool : ModelPool
         The only pool whose steps may fill this plan.
-    max_rows, max_tokens, table_width, kv_width : int
-        Capacities. `max_tokens` defaults to `max_rows`, `table_width` to the pool's `max_blocks_per_seq`,
-        `kv_width` to ``table_width * block_size``.
+    max_rows, max_tokens, table_width : int
+        Capacities. `max_tokens` defaults to `max_rows`, `table_width` to the pool's `max_blocks_per_seq`.
     formats : sequence of str
         Which wire formats to fill, see `FORMATS`.
     dtype : str or dict of str
@@ -108,7 +103,6 @@ class ModelPlan:
         *,
         formats: Any = ("block_tables", "seq_lens", "slot_mapping"),
         table_width: int | None = None,
-        kv_width: int | None = None,
         dtype: Any = "int32",
         pad: dict[str, int] | None = None,
         out: dict[str, np.ndarray] | None = None,
@@ -123,9 +117,8 @@ class ModelPlan:
         rows = args.integer("Plan", "max_rows", max_rows, 1)
         tokens = size("max_tokens", max_tokens, rows)
         width = size("table_width", table_width, pool.options.max_blocks_per_seq)
-        self.limits = PlanLimits(rows, tokens, width, size("kv_width", kv_width, width * pool.block_size))
+        self.limits = PlanLimits(rows, tokens, width)
         self.formats = (formats,) if isinstance(formats, str) else tuple(formats)
-        self.has_contexts = bool({"kv_slots", "kv_slots_ragged"} & set(self.formats))
         for name in self.formats:
             if name not in FORMATS:
                 raise ValueError(f"[Plan] unknown format ({name!r}), one of {', '.join(FORMATS)}")
@@ -142,12 +135,12 @@ class ModelPlan:
         self._remember_batch([], [], [], [])
         if out is not None:
             self._bind("Plan", out)
-        self._show(0, 0, 0, 0)
+        self._show(0, 0, 0)
 
     # ---- construction -------------------------------------------------------------------------------------
 
     def _capacity_shapes(self) -> dict[str, tuple[int, ...]]:
-        rows, tokens, width, context = self.limits
+        rows, tokens, width = self.limits
         every = {
             "block_tables": (rows, width),
             "seq_lens": (rows,),
@@ -157,9 +150,6 @@ class ModelPlan:
             "indptr": (rows + 1,),
             "indices": (rows * width,),
             "last_page_len": (rows,),
-            "kv_slots": (rows, context),
-            "kv_slots_ragged": (rows * context,),
-            "kv_indptr": (rows + 1,),
             "slot_ids": (rows,),
         }
         wanted = {array for name in self.formats for array in FORMATS[name]}
@@ -174,9 +164,8 @@ class ModelPlan:
                 raise ValueError(f"[Plan] dtype of {name} is {one!r}, 'int32' or 'int64' is needed")
         dtypes = {name: np.dtype(given.get(name, "int32")) for name in self._shapes}
         num_slots = self.pool.num_blocks * self.pool.block_size
-        for name in SLOT_ARRAYS & dtypes.keys():
-            if dtypes[name] == np.int32 and num_slots > 2**31 - 1:
-                raise ValueError(f"[Plan] {name} is int32 but the pool has {num_slots} slots, use int64")
+        if dtypes.get("slot_mapping") == np.int32 and num_slots > 2**31 - 1:
+            raise ValueError(f"[Plan] slot_mapping is int32 but the pool has {num_slots} slots, use int64")
         return dtypes
 
     def _array_pads(self, pad: dict[str, int] | None) -> dict[str, int]:
@@ -187,7 +176,6 @@ class ModelPlan:
             "slot_mapping": -1,
             "positions": 0,
             "last_page_len": 0,
-            "kv_slots": nowhere,
             "slot_ids": -1,
         }
         for name, value in (pad or {}).items():
@@ -273,14 +261,13 @@ class ModelPlan:
         self._remember_batch(batch, new, served, copies)
         if ROW_FORMATS & set(self.formats):
             self.dirty_rows = np.array(self._dirty(batch, rows), np.int32)
-        num_pages, num_slots = self._write(batch, new, rows, tokens)
-        self._show(rows, tokens, num_pages, num_slots)
+        self._show(rows, tokens, self._write(batch, new, rows, tokens))
 
     def _dirty(self, batch: list[Sequence], num_rows: int) -> list[int]:
         return dirty_rows(self._memory, [(seq.handle, seq.epoch, len(seq.table)) for seq in batch], num_rows)
 
-    def _write(self, batch: list[Sequence], new: list[int], num_rows: int, num_tokens: int) -> tuple[int, int]:
-        """Build every array as nested lists, then store them; returns the lengths of the two ragged ones."""
+    def _write(self, batch: list[Sequence], new: list[int], num_rows: int, num_tokens: int) -> int:
+        """Build every array as nested lists, then store them; returns the length of `indices`."""
         bs = self.pool.block_size
         padding = num_rows - len(batch)
         lens = [seq.num_tokens for seq in batch]
@@ -289,9 +276,6 @@ class ModelPlan:
 
         def slot(seq: Sequence, position: int) -> int:
             return seq.table[position // bs] * bs + position % bs
-
-        def context(seq: Sequence) -> list[int]:
-            return [slot(seq, position) for position in range(seq.num_tokens)]
 
         def padded(name: str, values: list, length: int) -> list:
             return values + [self._pads[name]] * (length - len(values))
@@ -311,27 +295,22 @@ class ModelPlan:
             "indptr": lambda: sums([len(row) for row in pages]),
             "indices": lambda: [b for row in pages for b in row],
             "last_page_len": lambda: padded("last_page_len", [(n - 1) % bs + 1 if n else 0 for n in lens], num_rows),
-            "kv_slots": lambda: table("kv_slots", [context(seq) for seq in batch], self.limits.kv_width),
-            "kv_slots_ragged": lambda: [s for seq in batch for s in context(seq)],
-            "kv_indptr": lambda: sums(lens),
             "slot_ids": lambda: padded("slot_ids", [seq.handle & 0xFFFFF for seq in batch], num_rows),
         }
         for name, base in self._base.items():
             values = build[name]()
             if values:
                 base[: len(values)] = values
-        return sum(len(row) for row in pages), sum(lens)
+        return sum(len(row) for row in pages)
 
-    def _show(self, num_rows: int, num_tokens: int, num_pages: int, num_slots: int) -> None:
+    def _show(self, num_rows: int, num_tokens: int, num_pages: int) -> None:
         """Make the attributes show the filled part; the same objects while the shapes stay."""
         shown = {
             "slot_mapping": num_tokens,
             "positions": num_tokens,
             "cu_q_lens": num_rows + 1,
             "indptr": num_rows + 1,
-            "kv_indptr": num_rows + 1,
             "indices": num_pages,
-            "kv_slots_ragged": num_slots,
         }
         for name, base in self._base.items():
             length = shown.get(name, num_rows)

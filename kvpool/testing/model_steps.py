@@ -637,8 +637,6 @@ class StepModel(PrefixModel):
         width = max(len(seq.table), ceil_div(length, self.block_size))
         if not self._fits_pool(seq, n):
             raise CapacityExceeded(f"[{call}] row {row} has {length} tokens, more than a sequence may have")
-        if plan.has_contexts and length > plan.limits.kv_width:
-            raise CapacityExceeded(f"[{call}] row {row} has {length} tokens, kv_width is {plan.limits.kv_width}")
         if width > plan.limits.table_width:
             raise CapacityExceeded(f"[{call}] row {row} has {width} blocks, table_width is {plan.limits.table_width}")
 

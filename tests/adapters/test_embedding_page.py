@@ -26,5 +26,5 @@ def test_wire_formats_of_the_table_exist():
 
     section = PAGE.split("## Wire formats")[1].split("\n## ")[0]
     named = set(re.findall(r'`"(\w+)"`', section))
-    assert len(named) == 9
+    assert len(named) == 7
     Plan(Pool(8, 4), 2, formats=sorted(named))

@@ -75,9 +75,9 @@ def test_header_is_as_it_was_released(snapshot, tmp_path):
         ("int64_t limbo;\n    int64_t used;", "int64_t used;\n    int64_t limbo;"),
         ("KVPOOL_STALE_HANDLE = 3", "KVPOOL_STALE_HANDLE = 14"),
         ("int32_t itemsize;", "int32_t itemsize;\n    int32_t added;"),
-        ("KVPOOL_HANDLES = 15\n", ""),
+        ("KVPOOL_HANDLES = 12\n", ""),
         ("uint32_t struct_size;", "uint64_t struct_size;"),
-        ("#define KVPOOL_ABI_VERSION 1", "#define KVPOOL_ABI_VERSION 2"),
+        ("#define KVPOOL_ABI_VERSION 2", "#define KVPOOL_ABI_VERSION 3"),
     ],
 )
 def test_change_is_seen(snapshot, tmp_path, was, now):
@@ -90,7 +90,7 @@ def test_change_is_seen(snapshot, tmp_path, was, now):
     [
         ("} kvpool_api;", "    int (*added)(kvpool_pool *pool);\n} kvpool_api;"),
         ("} kvpool_stats;", "    int64_t added;\n} kvpool_stats;"),
-        ("KVPOOL_HANDLES = 15\n", "KVPOOL_HANDLES = 15,\n    KVPOOL_ADDED = 16\n"),
+        ("KVPOOL_HANDLES = 12\n", "KVPOOL_HANDLES = 12,\n    KVPOOL_ADDED = 13\n"),
     ],
 )
 def test_addition_is_allowed(snapshot, tmp_path, was, now):

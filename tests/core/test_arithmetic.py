@@ -78,12 +78,12 @@ def test_blocks_whose_slots_lie_around_an_edge_have_exact_slots(edge, block_size
     pool = Pool(first + 8, block_size, max_seqs=8, max_blocks_per_seq=4, in_order=True, seed=1)
     pool.blocks.alloc(first - 1)  # ids 1 .. first - 1
     handles = [pool.open() for _ in range(5)]
-    plan = Plan(pool, 5, 15, formats=(*FORMATS, "kv_slots_ragged"), dtype="int64", kv_width=8)
+    plan = Plan(pool, 5, 15, formats=FORMATS, dtype="int64")
     pool.step(plan, handles, 3)
     tables = [pool.table(handle).tolist() for handle in handles]
     assert tables == [[first + row] for row in range(5)]
     expected = [slot for table in tables for slot in slots_of(table, block_size, range(3))]
-    assert plan.slot_mapping.tolist() == plan.kv_slots_ragged.tolist() == expected
+    assert plan.slot_mapping.tolist() == expected
     pool.check()
 
 

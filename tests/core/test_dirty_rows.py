@@ -242,9 +242,9 @@ def test_refused_step_does_not_consume_carried_rows(steps):
     assert step(h, 0) == [0, 1]
 
 
-@pytest.mark.parametrize("fmt", ["csr", "kv_slots", "page_batch_info"])
+@pytest.mark.parametrize("fmt", ["csr", "page_batch_info"])
 def test_other_formats_with_rows_report_dirty_rows_too(steps, fmt):
-    _, _, h, step = steps([1, 4], formats=(fmt,), kv_width=32)
+    _, _, h, step = steps([1, 4], formats=(fmt,))
     assert step(h, 0) == [0, 1]
     assert 1 in step(h, 1)
 

@@ -521,7 +521,7 @@ def test_arrays_of_groups(full_and_window):
     state = Watched(8, 4, groups=[Group.full(), Group.state(2)]).plan(formats=("seq_lens",)).groups
     assert [hasattr(state[1], name) for name in ("block_tables", "kv_starts", "copies", "state_src")] == [0, 0, 0, 1]
     assert [hasattr(state[0], name) for name in ("block_tables", "slot_mapping", "kv_starts")] == [0, 0, 1]
-    for options in ({"formats": "csr"}, {"formats": "kv_slots"}, {"kv_width": 8}, {"dtype": {"block_tables": "int64"}}):
+    for options in ({"formats": "csr"}, {"dtype": {"block_tables": "int64"}}):
         with pytest.raises(ValueError):
             full_and_window.plan(**options)
     assert Plan(Pool(8, 4), 1).groups is None

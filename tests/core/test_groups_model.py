@@ -280,7 +280,7 @@ def test_plan_names_its_groups(make):
     for name in ("block_tables", "slot_mapping", "copies", "dirty_rows"):
         with pytest.raises(ValueError, match=r"plan\.groups"):
             getattr(plan, name)
-    for formats in (("csr",), ("kv_slots",), ("kv_slots_ragged",), ("page_batch_info",)):
+    for formats in (("csr",), ("page_batch_info",)):
         with pytest.raises(ValueError):
             type(plan)(pool, 2, formats=formats)
     assert len(plan.groups) == 2

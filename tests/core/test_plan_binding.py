@@ -144,7 +144,7 @@ def test_bind_on_a_pending_plan_is_refused(make_pool, make_plan, refused):
         plan.bind(block_tables=good())
 
 
-@pytest.mark.parametrize("name", ["nonsense", "kv_slots", "copies", "served"])
+@pytest.mark.parametrize("name", ["nonsense", "indices", "copies", "served"])
 def test_bind_of_an_array_that_the_plan_does_not_have_is_refused(make_pool, make_plan, refused, name):
     pool = make_pool()
     plan = make_plan(pool, 2, 4, table_width=4)
@@ -163,8 +163,6 @@ BAD_PLANS = {
     "tokens str": (TypeError, {"max_tokens": "8"}, "8"),
     "table_width 0": (ValueError, {"table_width": 0}, 0),
     "table_width float": (TypeError, {"table_width": 1.5}, 1.5),
-    "kv_width negative": (ValueError, {"kv_width": -4, "formats": ("kv_slots",)}, -4),
-    "kv_width bool": (TypeError, {"kv_width": True, "formats": ("kv_slots",)}, True),
     "unknown format": (ValueError, {"formats": ("block_table",)}, "block_table"),
     "format not a str": ((TypeError, ValueError), {"formats": (3,)}, 3),
     "format unhashable": ((TypeError, ValueError), {"formats": ([],)}, None),

@@ -6,18 +6,17 @@ import pytest
 from kvpool.errors import CapacityExceeded
 from kvpool.stats import PageBatchInfo
 
-PAD = {  # default pads with a reserved block; block_tables and kv_slots have -1 without one
+PAD = {  # default pads with a reserved block; block_tables has -1 without one
     "block_tables": 0,
     "seq_lens": 0,
     "slot_mapping": -1,
     "positions": 0,
-    "kv_slots": 0,
     "last_page_len": 0,
     "slot_ids": -1,
 }
 
 
-def expected(pool, handles, new, *, rows=None, tokens=None, width, kv_width, pad=PAD):
+def expected(pool, handles, new, *, rows=None, tokens=None, width, pad=PAD):
     """Every array of a plan after the step, row by row and token by token."""
     bs = pool.block_size
     rows = len(handles) if rows is None else rows
@@ -28,10 +27,9 @@ def expected(pool, handles, new, *, rows=None, tokens=None, width, kv_width, pad
         "slot_mapping": np.full(tokens, pad["slot_mapping"]),
         "positions": np.full(tokens, pad["positions"]),
         "last_page_len": np.full(rows, pad["last_page_len"]),
-        "kv_slots": np.full((rows, kv_width), pad["kv_slots"]),
         "slot_ids": np.full(rows, pad["slot_ids"]),
     }
-    cu_q_lens, indptr, indices, kv_indptr, ragged = [0], [0], [], [0], []
+    cu_q_lens, indptr, indices = [0], [0], []
     token = 0
     for row, (handle, n) in enumerate(zip(handles, new, strict=True)):
         table, length = pool.table(handle).tolist(), pool.num_tokens(handle)
@@ -40,21 +38,16 @@ def expected(pool, handles, new, *, rows=None, tokens=None, width, kv_width, pad
         out["seq_lens"][row] = length
         out["slot_mapping"][token : token + n] = slots[length - n :]
         out["positions"][token : token + n] = range(length - n, length)
-        out["kv_slots"][row, :length] = slots
         out["slot_ids"][row] = int(handle) & 0xFFFFF
         out["last_page_len"][row] = (length - 1) % bs + 1 if length else 0
         token += n
         cu_q_lens.append(token)
         indices += table[: -(-length // bs)]
         indptr.append(len(indices))
-        ragged += slots
-        kv_indptr.append(len(ragged))
     flat = rows - len(handles)
     out["cu_q_lens"] = np.array(cu_q_lens + cu_q_lens[-1:] * flat)
     out["indptr"] = np.array(indptr + indptr[-1:] * flat)
     out["indices"] = np.array(indices, int)
-    out["kv_indptr"] = np.array(kv_indptr + kv_indptr[-1:] * flat)
-    out["kv_slots_ragged"] = np.array(ragged, int)
     return out
 
 
@@ -100,12 +93,12 @@ def batch(make_pool, grow):
 def test_every_format_equals_the_reference(core, batch, make_plan, case, dtype):
     block_size, lengths, new = BATCHES[case]
     pool, handles = batch(block_size, lengths)
-    plan = make_plan(pool, formats=core.all_formats, table_width=20, kv_width=50, dtype=dtype)
+    plan = make_plan(pool, formats=core.all_formats, table_width=20, dtype=dtype)
     pool.step(plan, handles, new)
     assert len(plan.handles) == len(handles) and plan.num_tokens == sum(new)
     assert plan.handles.dtype == np.int64 and plan.handles.tolist() == handles
     assert plan.served.dtype == np.uint8 and plan.served.tolist() == [1] * len(handles)
-    assert_shows(plan, expected(pool, handles, new, width=20, kv_width=50), dtype)
+    assert_shows(plan, expected(pool, handles, new, width=20), dtype)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
@@ -113,31 +106,31 @@ def test_every_format_equals_the_reference(core, batch, make_plan, case, dtype):
 def test_pad_to_equals_the_reference_with_padding(core, batch, make_plan, case, dtype):
     block_size, lengths, new = BATCHES[case]
     pool, handles = batch(block_size, lengths)
-    plan = make_plan(pool, formats=core.all_formats, table_width=20, kv_width=50, dtype=dtype)
+    plan = make_plan(pool, formats=core.all_formats, table_width=20, dtype=dtype)
     pool.step(plan, handles, new, pad_to=(8, 64))
     assert len(plan.handles) == len(handles) and plan.num_tokens == sum(new)
-    assert_shows(plan, expected(pool, handles, new, rows=8, tokens=64, width=20, kv_width=50), dtype)
+    assert_shows(plan, expected(pool, handles, new, rows=8, tokens=64, width=20), dtype)
 
 
 @pytest.mark.parametrize("least", [1, 11])
 def test_pads_of_the_callers_choice(core, batch, make_plan, least):
-    names = ("block_tables", "slot_mapping", "positions", "kv_slots", "last_page_len", "slot_ids")
+    names = ("block_tables", "slot_mapping", "positions", "last_page_len", "slot_ids")
     pad = dict(zip(names, range(least, least + len(names)), strict=True)) | {"seq_lens": 0}
     pool, handles = batch(4, [7, 0, 12, 3])
     new = [1, 6, 0, 2]
     chosen = {name: value for name, value in pad.items() if value}
-    plan = make_plan(pool, formats=core.all_formats, table_width=6, kv_width=20, pad=chosen)
+    plan = make_plan(pool, formats=core.all_formats, table_width=6, pad=chosen)
     pool.step(plan, handles, new, pad_to=(8, 16))
-    assert_shows(plan, expected(pool, handles, new, rows=8, tokens=16, width=6, kv_width=20, pad=pad), "int32")
+    assert_shows(plan, expected(pool, handles, new, rows=8, tokens=16, width=6, pad=pad), "int32")
 
 
 def test_pool_without_a_reserved_block_pads_tables_with_minus_one(core, batch, make_plan):
     pool, handles = batch(4, [7, 0, 3], reserved_blocks=0)
     new = [1, 6, 0]
-    pad = PAD | {"block_tables": -1, "kv_slots": -1}
-    plan = make_plan(pool, formats=core.all_formats, table_width=6, kv_width=20)
+    pad = PAD | {"block_tables": -1}
+    plan = make_plan(pool, formats=core.all_formats, table_width=6)
     pool.step(plan, handles, new, pad_to=(5, 9))
-    assert_shows(plan, expected(pool, handles, new, rows=5, tokens=9, width=6, kv_width=20, pad=pad), "int32")
+    assert_shows(plan, expected(pool, handles, new, rows=5, tokens=9, width=6, pad=pad), "int32")
 
 
 def test_dtype_per_array(core, batch, make_plan):
@@ -150,19 +143,18 @@ def test_dtype_per_array(core, batch, make_plan):
         "int64",
     ]
     assert (
-        plan.slot_mapping.tolist() == expected(pool, handles, [1, 1, 1], width=4, kv_width=16)["slot_mapping"].tolist()
+        plan.slot_mapping.tolist() == expected(pool, handles, [1, 1, 1], width=4)["slot_mapping"].tolist()
     )
 
 
 def test_reserved_blocks_of_a_sequence_are_in_its_table_but_not_in_csr(make_pool, make_plan):
     pool = make_pool()
     handle = pool.open(16)
-    plan = make_plan(pool, formats=("block_tables", "csr", "kv_slots_ragged"), table_width=6)
+    plan = make_plan(pool, formats=("block_tables", "csr"), table_width=6)
     pool.step(plan, [handle], 5)
     assert plan.block_tables.tolist() == [[1, 2, 3, 4, 0, 0]]
     assert plan.indptr.tolist() == [0, 2] and plan.indices.tolist() == [1, 2]
     assert plan.last_page_len.tolist() == [1]
-    assert plan.kv_slots_ragged.tolist() == [4, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("pad_to", [None, (3, 16)], ids=["plain", "padded"])
@@ -189,24 +181,22 @@ def test_rows_that_shrink_are_padded_again(make_pool, make_plan, grow):
     long, short = pool.open(), pool.open()
     grow(pool, long, 12)
     grow(pool, short, 2)
-    plan = make_plan(pool, formats=("block_tables", "kv_slots"), table_width=4, kv_width=16)
+    plan = make_plan(pool, formats=("block_tables",), table_width=4)
     pool.step(plan, [long], 1)
     pool.done(plan)
     pool.step(plan, [short], 1)
     assert plan.block_tables.tolist() == [[4, 0, 0, 0]]
-    assert plan.kv_slots.tolist() == [[16, 17, 18] + [0] * 13]
     pool.done(plan)
     pool.truncate(long, 3)
     pool.step(plan, [long], 0)
     assert plan.block_tables.tolist() == [[1, 0, 0, 0]]
-    assert plan.kv_slots.tolist() == [[4, 5, 6] + [0] * 13]
 
 
 def test_formats_stay_right_over_many_random_steps(core, batch, make_plan):
     """Rows come, go, move, grow, fork and shrink on one plan, whose arrays are rewritten row by row."""
     rng = np.random.default_rng(20261121)
     pool, handles = batch(3, [2, 5, 0, 9])
-    plan = make_plan(pool, formats=core.all_formats, table_width=7, kv_width=21, dtype="int64")
+    plan = make_plan(pool, formats=core.all_formats, table_width=7, dtype="int64")
     for _ in range(150):
         rng.shuffle(handles)
         for handle in handles[: rng.integers(0, 2)]:
@@ -223,7 +213,7 @@ def test_formats_stay_right_over_many_random_steps(core, batch, make_plan):
         pad_to = (8, 30) if rng.random() < 0.3 else None
         pool.step(plan, np.array(rows, np.int64), np.array(new, np.int64), pad_to=pad_to)
         shape = {"rows": 8, "tokens": 30} if pad_to else {}
-        assert_shows(plan, expected(pool, rows, new, width=7, kv_width=21, **shape), "int64")
+        assert_shows(plan, expected(pool, rows, new, width=7, **shape), "int64")
         if rng.random() < 0.2:
             before = {h: pool.num_tokens(h) - n for h, n in zip(rows, new, strict=True)}
             pool.rollback(plan)
@@ -285,8 +275,8 @@ def test_page_batch_info_pads_with_minus_one_beside_a_reserved_block(make_pool, 
 def test_attributes_are_the_same_objects_while_the_shape_stays(core, make_pool, make_plan):
     pool = make_pool()
     handles = [pool.open(), pool.open()]
-    plan = make_plan(pool, formats=core.all_formats, kv_width=16)
-    names = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "kv_slots", "slot_ids")
+    plan = make_plan(pool, formats=core.all_formats)
+    names = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "slot_ids")
     pool.step(plan, handles, 1)
     arrays = {name: getattr(plan, name) for name in names}
     pool.done(plan)
@@ -366,18 +356,6 @@ def test_wider_table_than_the_plan_is_refused(make_pool, make_plan, refused):
     pool.step(plan, [handle], 8)
 
 
-def test_longer_context_than_kv_width_is_refused(make_pool, make_plan, refused):
-    pool = make_pool()
-    handle = pool.open()
-    plan = make_plan(pool, formats=("kv_slots",), kv_width=6)
-    with refused(pool, CapacityExceeded, "step", 7, plans=[plan]):
-        pool.step(plan, [handle], 7)
-    pool.step(plan, [handle], 6)
-    pool.done(plan)
-    with refused(pool, CapacityExceeded, "step", 7, plans=[plan]):
-        pool.step(plan, [handle], 1)  # the block has room, the row of the plan has not
-
-
 def test_longer_sequence_than_the_pool_allows_is_refused(make_pool, make_plan, refused):
     pool = make_pool(max_blocks_per_seq=2)
     handle = pool.open()
@@ -413,13 +391,13 @@ def test_step_on_the_plan_of_another_pool_is_refused(make_pool, make_plan, refus
 # --- int32 ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fmt", ["slot_mapping", "kv_slots", "kv_slots_ragged", "page_batch_info"])
+@pytest.mark.parametrize("fmt", ["slot_mapping", "page_batch_info"])
 def test_int32_slots_are_refused_when_they_could_overflow(make_pool, make_plan, fmt):
     pool = make_pool(4, 2**29)  # 4 * 2^29 = 2^31
     with pytest.raises(ValueError) as caught:
-        make_plan(pool, 2, 2, formats=(fmt,), kv_width=4)
+        make_plan(pool, 2, 2, formats=(fmt,))
     assert str(caught.value).startswith("[Plan] ") and str(2**31) in str(caught.value)
-    make_plan(pool, 2, 2, formats=(fmt,), kv_width=4, dtype="int64")
+    make_plan(pool, 2, 2, formats=(fmt,), dtype="int64")
 
 
 def test_int32_slots_up_to_the_limit_are_legal(make_pool, make_plan):
@@ -431,9 +409,7 @@ def test_int64_slots_beyond_2_31_are_right(make_pool, make_plan, core):
     pool = make_pool(9, 2**29)
     pool.blocks.alloc(5)
     handle = pool.open()
-    plan = make_plan(pool, 1, 4, formats=core.all_formats, kv_width=4, dtype="int64")
+    plan = make_plan(pool, 1, 4, formats=core.all_formats, dtype="int64")
     pool.step(plan, [handle], 3)
     slots = [6 * 2**29, 6 * 2**29 + 1, 6 * 2**29 + 2]
     assert plan.slot_mapping.tolist() == slots
-    assert plan.kv_slots.tolist() == [[*slots, 0]]
-    assert plan.kv_slots_ragged.tolist() == slots

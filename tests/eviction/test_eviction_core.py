@@ -15,7 +15,7 @@ def grown(make_pool, make_plan):
 
     def make(tokens, num_blocks=32, **options):
         pool = make_pool(num_blocks, 4, **options)
-        plan = make_plan(pool, formats=("block_tables", "seq_lens", "slot_mapping", "positions", "csr", "kv_slots"))
+        plan = make_plan(pool, formats=("block_tables", "seq_lens", "slot_mapping", "positions", "csr"))
         handle = pool.open()
         step(pool, plan, [handle], tokens)
         return pool, plan, handle
@@ -53,7 +53,7 @@ def test_step_after_compaction_goes_on_with_positions_and_writes_behind_what_sta
     assert plan.positions.tolist() == [14, 15, 16, 17, 0, 1]
     assert plan.seq_lens.tolist() == [9, 2] and plan.last_page_len.tolist() == [1, 2]
     assert plan.slot_mapping.tolist() == [9, 10, 11, 12, 16, 17]
-    assert 0 in plan.dirty_rows.tolist() and plan.kv_slots[0, :9].tolist() == [4, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert 0 in plan.dirty_rows.tolist() and plan.block_tables[0, :4].tolist() == [1, 2, 3, 0]
     step(pool, plan, [h, other], 1)  # every row one token: the other way of filling
     assert plan.positions.tolist() == [18, 2] and plan.seq_lens.tolist() == [10, 3]
 

@@ -23,7 +23,7 @@ import numpy as np
 import kvpool
 from kvpool import _core
 
-FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "csr", "kv_slots", "kv_slots_ragged")
+FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "csr")
 QUIET = 12  # so many allocations of Python in a row that nobody asked for: the call makes no more
 Call = tuple[str, Callable[["Stage"], Any]]
 

@@ -140,7 +140,7 @@ def test_d5_arrays_that_the_pool_returned_do_not_change_under_the_caller(make_po
 def test_d6_tokens_behind_a_truncation_belong_to_nobody(make_pool, make_plan, grow):
     """Trim moved the offset, the tail kept another request's tokens."""
     pool = make_pool()
-    plan = make_plan(pool, formats=("kv_slots", "positions", "slot_mapping"), kv_width=12)
+    plan = make_plan(pool, formats=("block_tables", "positions", "slot_mapping"), table_width=3)
     a, b = pool.open(), pool.open()
     grow(pool, a, 10)
     pool.step(plan, [a], 0)
@@ -149,5 +149,5 @@ def test_d6_tokens_behind_a_truncation_belong_to_nobody(make_pool, make_plan, gr
     grow(pool, b, 8)  # takes the blocks that a gave back
     assert pool.table(b).tolist() == [2, 3]
     pool.step(plan, [a], 1)
-    assert plan.kv_slots.tolist() == [[4, 5, 6] + [0] * 9]
+    assert plan.block_tables.tolist() == [[1, 0, 0]]
     assert plan.positions.tolist() == [2] and plan.slot_mapping.tolist() == [6]

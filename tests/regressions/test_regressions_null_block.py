@@ -123,12 +123,11 @@ def test_f4_zeroing_reaches_every_layer_and_plane(parts):
 def test_f5_padding_is_the_null_block_and_no_slot(make_pool, make_plan, core):
     """Padding rows that named real blocks changed results."""
     pool = make_pool()
-    plan = make_plan(pool, 3, 4, formats=core.all_formats, table_width=2, kv_width=4)
+    plan = make_plan(pool, 3, 4, formats=core.all_formats, table_width=2)
     pool.step(plan, [pool.open()], 2, pad_to=(3, 4))
     assert plan.block_tables.tolist() == [[1, 0], [0, 0], [0, 0]]
     assert plan.slot_mapping.tolist() == [4, 5, -1, -1]
     assert plan.cu_q_lens.tolist() == [0, 2, 2, 2]
-    assert plan.kv_slots.tolist() == [[4, 5, 0, 0], [0] * 4, [0] * 4]
     assert plan.slot_ids.tolist() == [0, -1, -1]
 
 

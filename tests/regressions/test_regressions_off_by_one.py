@@ -140,8 +140,8 @@ class PositionsOfTheSlots(ModelPlan):
 class SlotIsMissingAtAChunk(ModelPlan):
     """The last slot of a chunk of 256 is left out."""
 
-    def _show(self, num_rows, num_tokens, num_pages, num_slots):
-        super()._show(num_rows, num_tokens - (num_tokens % 256 == 0), num_pages, num_slots)
+    def _show(self, num_rows, num_tokens, num_pages):
+        super()._show(num_rows, num_tokens - (num_tokens % 256 == 0), num_pages)
 
 
 class HandsOutOneMore(Unchecked):

@@ -190,9 +190,9 @@ def test_core_parts_use_those_before_them():
 def test_parts_that_use_later_ones_are_found():
     parts = core_parts()
     assert {"mix", "OK", "Verdict"} <= core_names(parts["types"]) and "Pool" in core_names(parts["pool"])
-    early = "cdef int f(Pool pool):\n    return wire_emit(NULL) + KV_SLOTS\n"
+    early = "cdef int f(Pool pool):\n    return wire_emit(NULL) + SLOT_IDS\n"
     found = used_too_early(parts | {"types": parts["types"] + early})
-    assert found == [("types", name) for name in ("KV_SLOTS", "Pool", "wire_emit")]
+    assert found == [("types", name) for name in ("Pool", "SLOT_IDS", "wire_emit")]
 
 
 def test_core_needs_no_numpy_headers():

@@ -4,7 +4,7 @@
 use std::ffi::{c_char, c_int, c_void};
 
 pub const MAGIC: u64 = 0x6b76706f6f6c4331;
-pub const ABI_VERSION: u32 = 1;
+pub const ABI_VERSION: u32 = 2;
 pub const SLOT_MAPPING: i32 = 2;
 
 #[repr(C)]
