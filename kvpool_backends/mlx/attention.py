@@ -33,13 +33,13 @@ def attention(
     -------
     ``[B, Hq, n, Dv]``, dtype of q
     """
-    seen, distance = seen_and_distance(k.shape[2], position, options)
+    seen, distance = _seen_and_distance(k.shape[2], position, options)
     if options.window is not None:
         v = mx.where(seen.any(axis=2)[..., None], v, mx.array(0, v.dtype))  # a weight of 0 does not hide a NaN
     if options.soft_cap is options.alibi_slopes is mask is None:
         sinks = None if options.sinks is None else sinks_like(q, mx.array(options.sinks))
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=seen, sinks=sinks)
-    weights = softmax_with_sinks(_scores(q, k, scale, distance, seen, options, mask), options.sinks)
+    weights = _softmax_with_sinks(_scores(q, k, scale, distance, seen, options, mask), options.sinks)
     return _by_kv_head(weights, v.astype(mx.float32)).astype(q.dtype)
 
 
@@ -59,11 +59,14 @@ def exported_scores(
     kind: str,
 ) -> mx.array:
     """Return the scores of `KVBackend.attend` for one query per row, float32 ``[B, Hk, C]``. See `attention`."""
-    seen, distance = seen_and_distance(k.shape[2], position, options)
-    return kind_of_scores(_scores(q, k, scale, distance, seen, options, mask), k.shape[1], options.sinks, kind)
+    seen, distance = _seen_and_distance(k.shape[2], position, options)
+    scores = _scores(q, k, scale, distance, seen, options, mask)
+    if kind == "mass":
+        return mass_of_scores(scores, k.shape[1], options.sinks)
+    return _of_kv_heads(mx.where(scores == -mx.inf, 0, scores), k.shape[1])
 
 
-def seen_and_distance(context: int, position: np.ndarray, options: AttentionOptions) -> tuple[mx.array, mx.array]:
+def _seen_and_distance(context: int, position: np.ndarray, options: AttentionOptions) -> tuple[mx.array, mx.array]:
     """Return which keys queries at `position` ``[B, n]`` see, and key minus query position, ``[B, 1, n, C]``."""
     distance = mx.arange(context) - mx.array(position.astype(np.int32))[:, None, :, None]
     seen = distance <= 0
@@ -72,16 +75,9 @@ def seen_and_distance(context: int, position: np.ndarray, options: AttentionOpti
     return seen, distance
 
 
-def kind_of_scores(scores: mx.array, num_kv_heads: int, sinks: np.ndarray | None, kind: str) -> mx.array:
-    """Return scores ``[B, Hk, C]``, "raw" or "mass", of the exponents ``[B, Hq, 1, C]``."""
-    if kind == "mass":
-        return mass_of_scores(scores, num_kv_heads, sinks)
-    return _of_kv_heads(mx.where(scores == -mx.inf, 0, scores), num_kv_heads)
-
-
 def mass_of_scores(scores: mx.array, num_kv_heads: int, sinks: np.ndarray | None) -> mx.array:
     """Return scores ``[B, Hk, C]`` of the exponents ``[B, Hq, 1, C]``, by one more pass over them."""
-    return _of_kv_heads(softmax_with_sinks(scores, sinks), num_kv_heads)
+    return _of_kv_heads(_softmax_with_sinks(scores, sinks), num_kv_heads)
 
 
 def _of_kv_heads(x: mx.array, num_kv_heads: int) -> mx.array:
@@ -100,14 +96,7 @@ def _scores(
     mask: np.ndarray | None,
 ) -> mx.array:
     """Return the exponents of the softmax, float32 ``[B, Hq, n, C]``. -inf where the query does not see the key."""
-    products = _by_kv_head(q.astype(mx.float32) * scale, k.astype(mx.float32).swapaxes(2, 3))
-    return scores_of_products(products, distance, seen, options, mask)
-
-
-def scores_of_products(
-    scores: mx.array, distance: mx.array, seen: mx.array, options: AttentionOptions, mask: np.ndarray | None
-) -> mx.array:
-    """Return the exponents of the softmax from ``scale * q . k``."""
+    scores = _by_kv_head(q.astype(mx.float32) * scale, k.astype(mx.float32).swapaxes(2, 3))
     if options.soft_cap is not None:
         scores = mx.tanh(scores / options.soft_cap) * options.soft_cap
     if options.alibi_slopes is not None:
@@ -127,7 +116,7 @@ def _by_kv_head(x: mx.array, y: mx.array) -> mx.array:
     return mx.matmul(groups, y[:, :, None]).flatten(1, 2)
 
 
-def softmax_with_sinks(scores: mx.array, sinks: np.ndarray | None) -> mx.array:
+def _softmax_with_sinks(scores: mx.array, sinks: np.ndarray | None) -> mx.array:
     """Softmax of ``[B, Hq, n, C]`` with one more key of score ``sinks[h]``; 0 in rows of -inf."""
     peak = scores.max(axis=-1, keepdims=True)
     sink = mx.array(-mx.inf) if sinks is None else mx.array(sinks)[:, None, None]
