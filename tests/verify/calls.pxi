@@ -177,8 +177,6 @@ cdef class Calls(Content):
                 s.dirty, s.num_dirty = plan.wire.dirty, plan.wire.num_dirty
                 s.lens = <const int32_t*>plan.wire.field[SEQ_LENS].data
                 return
-            if plan.updates.data != NULL:
-                s.updates, s.num_updates = plan.updates.data, plan.updates.size
             part = plan.part[g]
             s.tables, s.width = <const int32_t*>part.wire.field[BLOCK_TABLES].data, part.wire.table_width
             s.slots, s.stride = part.slot_mapping, part.shown_tokens

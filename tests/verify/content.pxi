@@ -81,8 +81,6 @@ cdef struct Shown:              # the arrays of a plan for one group, as a kerne
     int32_t num_loads
     const int32_t* saves
     int32_t num_saves
-    const int32_t* updates      # of all groups; NULL: the plan does not tell them
-    int64_t num_updates
 
 
 cdef struct Work:               # a plan that is pending
@@ -134,7 +132,6 @@ cdef class Content:
     cdef int32_t* seen                  # [max_seqs, groups, most_width] tables as they were when they were seen last
     cdef int32_t* num_seen              # [max_seqs, groups] ids of them
     cdef int32_t* mirror                # [plans, groups, MOST_ROWS, most_width] the device's tables
-    cdef int32_t* updated               # [max_seqs, groups, most_width] tables by `table_updates` alone
     cdef int32_t most_width
     cdef Work[MOST_PLANS] work
     cdef Queued[MOST_QUEUED] queue
@@ -157,7 +154,6 @@ cdef class Content:
         free(self.seen)
         free(self.num_seen)
         free(self.mirror)
-        free(self.updated)
 
     cdef int init_content(self) except -1:
         """Groups and sizes are set."""
@@ -178,7 +174,6 @@ cdef class Content:
         self.seen = <int32_t*>calloc(self.max_seqs * self.num_groups * self.most_width, sizeof(int32_t))
         self.num_seen = <int32_t*>calloc(self.max_seqs * self.num_groups, sizeof(int32_t))
         self.mirror = <int32_t*>calloc(self.num_plans * self.num_groups * MOST_ROWS * self.most_width, sizeof(int32_t))
-        self.updated = <int32_t*>calloc(self.max_seqs * self.num_groups * self.most_width, sizeof(int32_t))
         for k in range(self.num_plans):
             self.work[k].line = <uint64_t*>calloc(MOST_ROWS * (self.num_groups + 1) * CAP, sizeof(uint64_t))
         for k in range(self.max_seqs):
@@ -353,8 +348,6 @@ cdef class Content:
         cdef int32_t g
         w.executed = True
         self.late += w.id + 1 < self.next_work
-        if self.shown[k][0].updates != NULL:
-            self.update_tables(k, w)
         for g in range(self.num_groups):
             if self.group[g].kind == STATE:
                 self.load_states(g, &self.shown[k][g])
@@ -370,29 +363,6 @@ cdef class Content:
                 self.read_tokens(k, g, w, &self.shown[k][g])
         for g in range(self.num_groups):
             self.save_states(g, &self.shown[k][g])
-        return 0
-
-    cdef int update_tables(self, int32_t k, const Work* w) except -1:
-        """A device that sees nothing but `table_updates`, and only of plans that it executes, has the plan's tables."""
-        cdef const Shown* shown = &self.shown[k][0]
-        cdef const int32_t* told = shown.updates
-        cdef const int32_t* mine
-        cdef int32_t i, g, at, columns
-        for i in range(shown.num_updates):
-            columns, at = self.group[told[1]].columns, told[2] * self.group[told[1]].columns + told[3]
-            if not (0 <= told[0] < self.max_seqs and 0 <= told[3] < columns and 0 <= at < self.group[told[1]].width):
-                self.wrong("table_updates tell of row {0}, group {1}, entry {2}, column {3}", told[0], told[1], told[2],
-                           told[3])
-            self.updated[(told[0] * self.num_groups + told[1]) * self.most_width + at] = told[4]
-            told += 5
-        for i in range(w.rows):
-            for g in range(self.num_groups):
-                columns, shown = self.group[g].columns, &self.shown[k][g]
-                mine = self.updated + ((w.handle[i] & 0xFFFFF) * self.num_groups + g) * self.most_width
-                at = (w.new[i] - w.lost[i][g] + self.group[g].size - 1) // self.group[g].size * columns
-                if self.group[g].kind != STATE and memcmp(mine, shown.tables + <int64_t>i * shown.width,
-                                                          at * sizeof(int32_t)):
-                    self.wrong("group {0}: row {1} by table_updates is not that of block_tables", g, i)
         return 0
 
     cdef int copy_blocks(self, int32_t g, const Shown* shown) except -1:

@@ -31,7 +31,7 @@ CALLS = (
 )
 OF_GROUPS = ("block_tables", "slot_mapping", "kv_starts", "kv_lens", "copies", "dirty_rows")
 OF_STATES = ("state_src", "state_dst", "state_loads", "state_saves")
-BY_ID = ("block_tables", "slot_mapping", "copies", "table_updates", "state_loads", "state_saves")
+BY_ID = ("block_tables", "slot_mapping", "copies", "state_loads", "state_saves")
 
 
 def local(value: Any, first: int) -> Any:
@@ -263,8 +263,6 @@ class Twin(Pool):
         for name in ("num_tokens", "is_pending", "step_id", "handles", "served"):
             self.same(f"plan.{name}", getattr(plan, name), getattr(due, name))
         more = [] if self.has_groups else ["copies", "dirty_rows"]
-        if "table_updates" in due.formats:
-            more.append("table_updates")
         for name in (*due._views, *more):
             self.same_ids(f"plan.{name}", getattr(plan, name), getattr(due, name))
         for g, kind in enumerate(self.kinds if self.has_groups else ()):

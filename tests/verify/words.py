@@ -118,7 +118,7 @@ def shape_of(seed: int, without: tuple[str, ...] = ()) -> Shape:
 def _plan(rng: random.Random, groups: list[Group] | None) -> dict[str, Any]:
     """Sizes and formats of a plan."""
     formats = ["block_tables", "slot_mapping", "seq_lens", "cu_q_lens", "positions"]
-    formats += rng.choice(([], ["slot_ids"], ["slot_ids", "table_updates" if groups else "csr"]))
+    formats += rng.choice(([], ["slot_ids"], ["slot_ids"] if groups else ["slot_ids", "csr"]))
     return {"max_rows": rng.choice((1, 3, 6)), "max_tokens": rng.choice((12, 48, 96)), "formats": tuple(formats)}
 
 
