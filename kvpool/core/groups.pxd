@@ -27,8 +27,6 @@ cdef struct GroupSeq:           # what a sequence has in a group beside its tabl
     int64_t evicted             # tokens that left by eviction: place in the table == position - evicted
     uint32_t epoch              # changes when an entry changes or leaves
     int32_t gone                # entries kept .. gone - 1 are holes
-    int32_t told                # leading entries that table_updates have told as they are, but for holes
-    int32_t told_gone           # gone as they have told it
 
 
 cdef struct LayerGroup:
@@ -76,11 +74,6 @@ cdef struct StepPart:           # what a plan has for one group
     int32_t num_saves
     int32_t shown_rows
     int64_t shown_tokens
-
-
-cdef struct TableUpdates:       # an array of a plan: what its last step told of tables
-    int32_t* data               # [as many ids as the tables of the plan have, 5], NULL: nobody asked for it
-    int64_t size
 
 
 cdef struct Tree                # of the prefix cache, which is told of what happens to rows; docs/prefix.md

@@ -60,10 +60,6 @@ cdef void part_free(StepPart* part) noexcept nogil:
     part.log.entry = NULL
 
 
-cdef inline void forget_told(LayerGroup* g, int32_t slot) noexcept nogil:
-    g.seq[slot].told = g.seq[slot].told_gone = 0
-
-
 cdef inline StepPart** parts_of(const Step* p) noexcept nogil:
     return <StepPart**>p.parts
 
@@ -124,7 +120,6 @@ cdef int groups_open(Groups* gs, const Ints* tokens, bint asked, Verdict* v) noe
         n = entries_of(g, slot, blocks)
         blocks_take_many(g.blocks, group_row(g, slot), n * g.columns)
         g.seq[slot].epoch = 0
-        forget_told(g, slot)
         set_gone(g, slot, 0)
         new_version(g, slot)
     s.seq[slot].num_blocks = <int32_t>blocks
@@ -159,7 +154,6 @@ cdef void groups_fork(Groups* gs, int32_t parent, int32_t n, int64_t* children) 
             memcpy(group_row(g, child), group_row(g, parent), <size_t>entries * g.columns * sizeof(int32_t))
             g.seq[child] = g.seq[parent]
             g.seq[child].epoch = 0
-            forget_told(g, child)
             new_version(g, child)
         if gs.tree != NULL:
             tree_fork(gs, parent, child)
@@ -180,7 +174,6 @@ cdef void groups_empty(Groups* gs, int32_t slot) noexcept nogil:
         if g.kind == STATE_LAYERS:
             g.table[slot] = NO_BLOCK
         g.seq[slot].epoch += 1
-        forget_told(g, slot)
         set_gone(g, slot, 0)
         new_version(g, slot)
     gs.seqs.sum_blocks -= q.num_blocks
@@ -250,11 +243,9 @@ cdef void groups_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nog
         if keep < entries:
             group_unref(g, slot, keep, entries)
             g.seq[slot].epoch += 1
-            g.seq[slot].told = min(g.seq[slot].told, keep)
             new_version(g, slot)
         if keep <= g.kept:
             set_gone(g, slot, 0)
-            g.seq[slot].told_gone = 0
     s.sum_blocks -= q.num_blocks - blocks
     s.sum_tokens -= q.kv_len - length
     q.num_blocks = <int32_t>blocks
@@ -525,7 +516,6 @@ cdef void commit_group(Groups* gs, LayerGroup* g, StepPart* part, const Step* p)
                                       part.num_copies, &digest)
         if change.replaced:
             g.seq[slot].epoch += 1
-            g.seq[slot].told = min(g.seq[slot].told, log.index // g.columns)
         log += change.replaced
         ids += <int64_t>entries_of(g, slot, gs.seqs.seq[slot].num_blocks) * g.columns
         blocks_take_many(b, ids, change.appended)
@@ -700,8 +690,6 @@ cdef void groups_rollback(Groups* gs, const Pending* pending, const Step* p) noe
             s.sum_blocks -= event.appended
     for k in range(gs.num_groups - 1, -1, -1):
         rollback_group(&gs.group[k], part[k], p, s)
-        for i in range(p.num_rows):             # a row that was opened since was told nothing yet
-            forget_told(&gs.group[k], slot_of(p.handle[i]))
         wire_forget(&part[k].wire, p.num_rows, False)
     groups_settle(gs, pending, p)
     if gs.tree != NULL:
@@ -800,15 +788,14 @@ cdef int groups_check_unshare(Groups* gs, Step* p, StepPart** part, int32_t grou
     return OK
 
 
-cdef void group_loses(Groups* gs, LayerGroup* g, int32_t slot, int64_t n, int64_t told) noexcept nogil:
-    """n > 0 tokens left a row, of which the first `told` entries stay where they are."""
+cdef void group_loses(Groups* gs, LayerGroup* g, int32_t slot, int64_t n) noexcept nogil:
+    """n > 0 tokens left a row."""
     cdef Seqs* s = gs.seqs
     s.life[slot].point = s.seq[slot].kv_len
     s.evicted_tokens += n
     if gs.tree != NULL:
         row_loses(gs, slot)
     g.seq[slot].evicted += n
-    g.seq[slot].told = <int32_t>min(<int64_t>g.seq[slot].told, told)
     g.seq[slot].epoch += 1
     new_version(g, slot)
 
@@ -824,7 +811,7 @@ cdef void groups_compact(Groups* gs, int32_t group, int32_t slot, int64_t length
         return
     stay = entries - <int32_t>(entry_at(g, g.seq[slot].evicted + leaving) - entry_at(g, g.seq[slot].evicted))
     group_unref(g, slot, stay, entries)
-    group_loses(gs, g, slot, leaving, stay)
+    group_loses(gs, g, slot, leaving)
 
 
 cdef void groups_evict(Groups* gs, int32_t group, int32_t slot, const Ints* places) noexcept nogil:
@@ -846,7 +833,7 @@ cdef void groups_evict(Groups* gs, int32_t group, int32_t slot, const Ints* plac
             memmove(ids + (index - at) * g.columns, ids + index * g.columns, g.columns * sizeof(int32_t))
     gs.arena[0].digest = digest
     if n:
-        group_loses(gs, g, slot, n * g.block_size, ints_at(places, 0))
+        group_loses(gs, g, slot, n * g.block_size)
 
 
 # ---- arrays ------------------------------------------------------------------------------------------------
@@ -929,42 +916,6 @@ cdef void emit_tables(const Groups* gs, const LayerGroup* g, StepPart* out, cons
         out.kv_starts[i] = out.kv_lens[i] = 0
         pad_row(&out.wire, i)
         out.wire.seen[i] = 0
-
-
-cdef inline void tell(TableUpdates* out, const LayerGroup* g, int32_t number, int32_t slot, int32_t first, int32_t
-                      end) noexcept nogil:
-    """Entries first .. end - 1 of a row."""
-    cdef const int32_t* ids = group_row(g, slot)
-    cdef int32_t* at = out.data + 5 * out.size
-    cdef int64_t i
-    for i in range(<int64_t>first * g.columns, <int64_t>end * g.columns):
-        at[0] = slot
-        at[1] = number
-        at[2] = <int32_t>(i // g.columns)
-        at[3] = <int32_t>(i % g.columns)
-        at[4] = ids[i]
-        at += 5
-        out.size += 1
-
-
-cdef void groups_tell(Groups* gs, const Step* p, TableUpdates* out) noexcept nogil:
-    """table_updates: what the tables of the rows have that no plan has told yet."""
-    cdef LayerGroup* g
-    cdef GroupSeq* q
-    cdef int32_t i, k, slot, entries
-    out.size = 0
-    for i in range(p.num_rows if out.data != NULL else 0):
-        slot = slot_of(p.handle[i])
-        for k in range(gs.num_groups):
-            g = &gs.group[k]
-            q = &g.seq[slot]
-            if g.kind == STATE_LAYERS:
-                continue
-            entries = entries_of(g, slot, gs.seqs.seq[slot].num_blocks)
-            tell(out, g, k, slot, max(g.kept, q.told_gone), min(q.gone, q.told))
-            tell(out, g, k, slot, q.told, entries)
-            q.told = entries
-            q.told_gone = q.gone
 
 
 cdef void groups_emit(const Groups* gs, const Step* p, int32_t pad_rows, int64_t pad_tokens) noexcept nogil:

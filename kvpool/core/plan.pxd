@@ -53,7 +53,6 @@ cdef class Plan:
     cdef tuple names
     cdef tuple group_plans      # a PlanGroup for each layer group, None without groups
     cdef StepPart* part[MAX_GROUPS]     # theirs
-    cdef TableUpdates updates
     cdef object __weakref__
 
     cdef int refuse_pending(self, str call) except -1

@@ -11,10 +11,9 @@ FORMATS = {
     "csr": ("indptr", "indices", "last_page_len"),
     "slot_ids": ("slot_ids",),
     "page_batch_info": ("slot_ids", "block_tables", "seq_lens", "cu_q_lens", "slot_mapping"),
-    "table_updates": (),        # of layer groups only; no field of a Wire
 }
 LENGTH_FIELDS = ("seq_lens", "positions")
-GROUP_FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "slot_ids", "table_updates")
+GROUP_FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "slot_ids")
 PER_GROUP = ("block_tables", "slot_mapping", "copies", "dirty_rows")
 ROW_FORMATS = ("block_tables", "csr", "page_batch_info")
 
@@ -245,8 +244,7 @@ cdef class Plan:
     formats : iterable of str
         What to fill; a format nobody asks for costs nothing. Arrays, with their whole shapes:
         ``block_tables [S, W]``, ``seq_lens [S]``, ``slot_mapping [T]``, ``positions [T]``, ``cu_q_lens [S + 1]``,
-        ``csr`` (``indptr [S + 1]``, ``indices [S * W]``, ``last_page_len [S]``), ``slot_ids [S]``,
-        ``page_batch_info``; with layer groups ``table_updates [U, 5]``.
+        ``csr`` (``indptr [S + 1]``, ``indices [S * W]``, ``last_page_len [S]``), ``slot_ids [S]``, ``page_batch_info``.
     table_width : int, optional
         W, blocks; default the pool's `max_blocks_per_seq`.
     dtype : str or dict, default "int32"
@@ -341,8 +339,6 @@ cdef class Plan:
                 raise ValueError(f"[Plan] no such format ({show(name)}), there are {', '.join(FORMATS)}")
         if self.pool.options.groups is not None:
             formats = self.make_groups(formats)
-        elif "table_updates" in formats:
-            raise ValueError("[Plan] table_updates is a format for layer groups, the pool has none")
         wanted = [name for name in FIELDS if any(name in FORMATS[f] for f in formats)]
         for option, given in (("dtype", dtype), ("pad", pad), ("out", out)):
             if not isinstance(given, dict) and option != "dtype":
@@ -377,7 +373,6 @@ cdef class Plan:
         cdef LayerGroup[MAX_GROUPS] group
         cdef int64_t[MAX_GROUPS] num_blocks
         cdef PlanGroup made
-        cdef int64_t most = 0
         cdef int32_t k, n
         for name in formats:
             if name not in GROUP_FORMATS:
@@ -395,12 +390,6 @@ cdef class Plan:
                       self.wire.table_width * <int64_t>self.pool.options.block_size, formats,
                       self.pool.options.groups[k].blocks)
             parts.append(made)
-            most += self.wire.max_rows * <int64_t>made.data.wire.table_width
-        if "table_updates" in formats:
-            if most > INT32_MAX:
-                raise ValueError(f"[Plan] table_updates may have {most} rows, the limit is {INT32_MAX}")
-            self.arrays["table_updates"] = new_array((most, 5), np.int32, False)
-            self.updates.data = <int32_t*>array_data(self.arrays["table_updates"][0])
         self.group_plans = tuple(parts)
         for k in range(n):                              # not before they are kept: a later one may have been refused
             self.part[k] = &(<PlanGroup>self.group_plans[k]).data
@@ -741,11 +730,6 @@ cdef class Plan:
     def cu_q_lens(self):
         """``[S + 1]``: prefix sums of the new tokens per row."""
         return self.view("cu_q_lens", self.shown_rows + 1)
-
-    @property
-    def table_updates(self):
-        """int32 ``[U, 5]``: (row id, group, index, column, block) of table entries that were not told yet."""
-        return self.view("table_updates", self.updates.size)
 
     @property
     def indptr(self):

@@ -185,7 +185,6 @@ cdef void tree_begin(Groups* gs, int32_t slot, const Ints* tokens, const Hit* hi
         g = &gs.group[k]
         g.seq[slot].epoch = 0
         g.seq[slot].evicted = 0
-        forget_told(g, slot)
         set_gone(g, slot, 0)
         if g.kind != STATE_LAYERS:
             open_group(gs, k, slot, hit)

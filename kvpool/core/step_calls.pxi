@@ -56,7 +56,6 @@ cdef void carry_out_groups(State* pool, Plan plan, const int64_t* handles, bint 
     groups_commit(pool.groups, p, plan.part, handles, advance)
     wire_emit(&plan.wire, p, &pool.seqs, &pool.blocks, <int32_t>pad_rows, pad_tokens)
     groups_emit(pool.groups, p, <int32_t>pad_rows, pad_tokens)
-    groups_tell(pool.groups, p, &plan.updates)
     show_step(plan, pad_rows, pad_tokens)
     if not pool.steps_pend:
         groups_release(pool.groups, p)
