@@ -17,6 +17,7 @@ from kvpool.errors import (
     PlanStateError,
     StaleHandle,
 )
+from tests.verify._hooks import corrupt
 
 if os.environ.get("KVPOOL_CORE") == "model":
     pytest.skip("about the compiled core", allow_module_level=True)
@@ -764,13 +765,13 @@ def test_check_finds_faults_in_groups(full_and_window):
     for what in ("refcount", "length", "num_used", "sum_tokens"):
         other = Watched(64, 4, groups=pool.options.groups)
         other.grow([other.open()], 9)
-        other.pool._corrupt(what, 0 if what == "length" else 3)
+        corrupt(other.pool, what, 0 if what == "length" else 3)
         with pytest.raises(CorruptState):
             other.pool.check()
     for what in ("table", "gone", "due"):
         other = Watched(64, 4, groups=pool.options.groups)
         other.grow([other.open()], 9)
-        other.pool._corrupt(what, 0)
+        corrupt(other.pool, what, 0)
         with pytest.raises(CorruptState):
             other.pool.check()
 

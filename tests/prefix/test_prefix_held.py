@@ -15,6 +15,7 @@ from prefixes import ask
 
 from kvpool.errors import PlanStateError, StaleHandle
 from kvpool.testing import ModelPool
+from tests.verify._hooks import set_next_uid
 
 PROMPT = list(range(100, 112))  # three blocks
 
@@ -391,7 +392,7 @@ def test_node_numbers_pass_32_bits_and_nothing_is_forgotten(Pool, Plan):
         if hasattr(pool, "_next_uid"):
             pool._next_uid = start - 1
         else:
-            pool.prefix._set_next_uid(start - 1)
+            set_next_uid(pool, start - 1)
         assert backend.ask() == 8
         pool.prefix.commit(first, PROMPT[8:])
         assert backend.ask() == 12
