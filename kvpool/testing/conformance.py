@@ -51,6 +51,8 @@ from kvpool.testing.filled import (
     fill_random,
     int32,
     mask_rows,
+    refuses,
+    run_cases,
     same_bytes,
     some_options,
     specs,
@@ -81,21 +83,7 @@ def check_backend(factory: Factory, cases: Sequence[Case] | None = None) -> dict
     AssertionError
         Some case failed. The message names every case that did, and how; the first failure is chained.
     """
-    cases = CASES if cases is None else cases
-    outcome: dict[str, str] = {}
-    failures: list[tuple[str, Exception]] = []
-    for case in cases:
-        try:
-            case(factory)
-            outcome[case.__name__] = "passed"
-        except NotApplicable:
-            outcome[case.__name__] = "not applicable"
-        except Exception as error:  # a backend may fail with anything
-            failures.append((case.__name__, error))
-    if failures:
-        told = "\n".join(f"- {name}: {type(error).__name__}: {error}" for name, error in failures)
-        raise AssertionError(f"{len(failures)} of {len(cases)} cases failed\n{told}") from failures[0][1]
-    return outcome
+    return run_cases(CASES if cases is None else cases, lambda case: case(factory))
 
 
 # ---------------------------------------------------------------------- attention
@@ -238,13 +226,7 @@ def padding_is_inert(factory: Factory) -> None:
     """Padding (rows of length 0, flat cu_q_lens, slots -1) writes nothing and answers 0."""
     for spec in specs(factory):
         filled = fill(factory, spec, [8, 5])
-        plan, backend = filled.plan([2, 1]), filled.backend
-        padded = StepArrays(
-            block_tables=np.concatenate([plan.block_tables, np.zeros((2, plan.block_tables.shape[1]), np.int32)]),
-            seq_lens=np.append(plan.seq_lens, np.zeros(2, np.int32)),
-            cu_q_lens=np.append(plan.cu_q_lens, np.full(2, 3, np.int32)),
-            slot_mapping=np.full(6, -1, np.int32),
-        )
+        padded, backend = filled.padded([2, 1]), filled.backend
         before = everything(backend)
         k, v = (np.ones((6, spec.num_kv_heads, dim), np.float32) for _, dim in spec.planes)
         write(backend, padded, 0, k, v)
@@ -487,23 +469,11 @@ def _misuses(filled: Filled) -> list[tuple[type[Exception], Callable[[], Any]]]:
 @_case
 def refused_specs_raise(factory: Factory) -> None:
     """What `capabilities` does not list, the factory refuses with a ValueError."""
-    can, spec = capabilities_of(factory), next(specs(factory))
+    spec = next(specs(factory))
     others = [replace(spec, dtype=dtype) for dtype in DTYPES]
     others += [replace(spec, layout=layout, v_head_dim=None) for layout in LAYOUTS]
-    others += [
-        replace(spec, block_size=7),
-        replace(spec, head_dim=7),
-        replace(spec, v_head_dim=spec.head_dim + 1),
-    ]
-    refused = [(other, reason) for other in others if (reason := can.refusal(other))]
-    for other, reason in refused:
-        try:
-            factory(other, 2)
-        except ValueError:
-            continue
-        raise AssertionError(f"{other} was accepted, although {reason}")
-    if not refused:
-        raise NotApplicable
+    others += [replace(spec, block_size=7), replace(spec, head_dim=7), replace(spec, v_head_dim=spec.head_dim + 1)]
+    refuses(factory, others)
 
 
 for _more in (conformance_attention, conformance_storage, conformance_groups):

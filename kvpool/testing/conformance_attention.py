@@ -460,13 +460,7 @@ def padding_is_inert_under_options(factory: Factory) -> None:
         raise NotApplicable
     for spec in specs(factory):
         filled = fill(factory, spec, [8, 5])
-        plan, q = filled.plan([2, 1]), filled.queries([6], 4)
-        padded = StepArrays(
-            block_tables=np.concatenate([plan.block_tables, np.full((2, plan.block_tables.shape[1]), -1, np.int32)]),
-            seq_lens=np.append(plan.seq_lens, np.zeros(2, np.int32)),
-            cu_q_lens=np.append(plan.cu_q_lens, np.full(2, 3, np.int32)),
-            slot_mapping=np.full(6, -1, np.int32),
-        )
+        padded, q = filled.padded([2, 1], pad=-1), filled.queries([6], 4)
         options = some_options(filled, [2, 1], 4, features)
         mask = {}
         if options.mask is not None:
@@ -674,13 +668,7 @@ def scores_of_padding_are_zero(factory: Factory) -> None:
     for kind in _kinds(factory):
         for spec in specs(factory):
             filled = fill(factory, spec, [8, 5])
-            plan, q = filled.plan([2, 1]), filled.queries([6], 4)
-            padded = replace(
-                plan,
-                block_tables=np.concatenate([plan.block_tables, np.zeros((2, plan.block_tables.shape[1]), np.int32)]),
-                seq_lens=np.append(plan.seq_lens, np.zeros(2, np.int32)),
-                cu_q_lens=np.append(plan.cu_q_lens, np.full(2, 3, np.int32)),
-            )
+            plan, padded, q = filled.plan([2, 1]), filled.padded([2, 1]), filled.queries([6], 4)
             alone, scores = exported(filled, q[:3], plan, kind)[1], exported(filled, q, padded, kind)[1]
             assert scores.shape == (4, spec.num_kv_heads, 8) and not scores[2:].any(), "padding rows must score 0"
             assert np.array_equal(scores[:2], alone), "padding rows change the scores of others"

@@ -38,6 +38,30 @@ def collector(cases: list[Case]) -> Callable[[Case], Case]:
     return add
 
 
+def run_cases(cases: Sequence[Any], run: Callable[[Any], object]) -> dict[str, str]:
+    """Run each case; returns its name with "passed" or "not applicable".
+
+    Raises
+    ------
+    AssertionError
+        Some case failed. The message names every case that did, and how; the first failure is chained.
+    """
+    outcome: dict[str, str] = {}
+    failures: list[tuple[str, Exception]] = []
+    for case in cases:
+        try:
+            run(case)
+            outcome[case.__name__] = "passed"
+        except NotApplicable:
+            outcome[case.__name__] = "not applicable"
+        except Exception as error:  # what is tested may fail with anything
+            failures.append((f"- {case.__name__}: {type(error).__name__}: {error}", error))
+    if failures:
+        told = "\n".join(line for line, _ in failures)
+        raise AssertionError(f"{len(failures)} of {len(cases)} cases failed\n{told}") from failures[0][1]
+    return outcome
+
+
 # ---------------------------------------------------------------------- what a backend accepts
 
 
@@ -81,6 +105,20 @@ def specs(
             found = True
             yield spec
     if not found:
+        raise NotApplicable
+
+
+def refuses(factory: Factory, others: Sequence[KVSpec]) -> None:
+    """Those of some specs that `capabilities` does not list raise a ValueError; NotApplicable where it lists all."""
+    can = capabilities_of(factory)
+    wrong = [(spec, reason) for spec in others if (reason := can.refusal(spec))]
+    for spec, reason in wrong:
+        try:
+            factory(spec, 2)
+        except ValueError:
+            continue
+        raise AssertionError(f"{spec} was accepted, although {reason}")
+    if not wrong:
         raise NotApplicable
 
 
@@ -152,6 +190,17 @@ class Filled:
             seq_lens=np.array(self.contexts, np.int32),
             cu_q_lens=np.cumsum([0, *q_lens], dtype=np.int32),
             slot_mapping=np.array(slots, np.int32),
+        )
+
+    def padded(self, q_lens: Sequence[int], pad: int = 0) -> StepArrays:
+        """The same with two rows of length 0 behind it, and slots -1 for twice as many queries."""
+        plan, total = self.plan(q_lens), sum(q_lens)
+        nobody = np.full((2, plan.block_tables.shape[1]), pad, np.int32)
+        return StepArrays(
+            block_tables=np.concatenate([plan.block_tables, nobody]),
+            seq_lens=np.append(plan.seq_lens, np.zeros(2, np.int32)),
+            cu_q_lens=np.append(plan.cu_q_lens, np.full(2, total, np.int32)),
+            slot_mapping=np.full(2 * total, -1, np.int32),
         )
 
     def stored(self, x: np.ndarray, bits: int | None) -> list[np.ndarray]:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from kvpool.store import BlockLayout, Blocks, BlockStore, Layout, leading
-from kvpool.testing.filled import NotApplicable
+from kvpool.testing.filled import NotApplicable, run_cases
 
 Factory = Callable[[Layout, str], BlockStore]
 Case = Callable[[Factory, str, bool], None]
@@ -42,19 +42,8 @@ def check_store(
     AssertionError
         Some case failed. The message names every case that did, and how; the first failure is chained.
     """
-    cases, outcome, failures = CASES if cases is None else cases, {}, []
-    for case in cases:
-        try:
-            case(factory, f"{place}{case.__name__}", shared)
-            outcome[case.__name__] = "passed"
-        except NotApplicable:
-            outcome[case.__name__] = "not applicable"
-        except Exception as error:  # a store may fail with anything
-            failures.append((f"- {case.__name__}: {type(error).__name__}: {error}", error))
-    if failures:
-        told = "\n".join(line for line, _ in failures)
-        raise AssertionError(f"{len(failures)} of {len(cases)} cases failed\n{told}") from failures[0][1]
-    return outcome
+    every = CASES if cases is None else cases
+    return run_cases(every, lambda case: case(factory, f"{place}{case.__name__}", shared))
 
 
 def content(layout: Layout, blocks: Blocks) -> np.ndarray:

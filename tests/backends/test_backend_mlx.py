@@ -86,18 +86,6 @@ def test_step_that_leaves_out_the_last_layer_makes_the_next_one_wait(monkeypatch
     assert events == [0, 1, "wait", 0, "wait", 0, "wait", 1, "wait", 0, "wait", 0, 1, "wait"]
 
 
-def test_a_write_while_a_read_is_outstanding_is_counted_as_a_copy():
-    backend = plain(SPEC, 8)
-    arrays = one_row(backend, 1)
-    backend.write(arrays, 0, *tokens(1))
-    backend.settle()
-    outstanding = backend.read(arrays, 0)  # built on the pool of now, not evaluated
-    backend.write(arrays, 0, *tokens(2))
-    assert backend.settle() == 2  # K and V of layer 0 moved, layer 1 did not
-    assert float(outstanding[0].min()) == float(outstanding[0].max()) == 1.0
-    assert backend.pool_copies == backend.memory().pool_copies == 2
-
-
 def test_compaction_stays_on_the_device_and_in_place(monkeypatch):
     backend = plain(SPEC, 8)
     for layer in range(SPEC.num_layers):
@@ -114,15 +102,18 @@ def test_compaction_stays_on_the_device_and_in_place(monkeypatch):
         assert np.array_equal(k, due) and np.array_equal(v, -due)
 
 
-def test_copies_by_mlx_are_said_once_however_many(caplog):
+def test_a_write_while_a_read_is_outstanding_is_counted_as_a_copy_and_said_once(caplog):
     backend = plain(SPEC, 8)
     arrays = one_row(backend, 1)
+    backend.write(arrays, 0, *tokens(0))
     assert backend.settle() == 0 and not caplog.records
     for step in range(3):
-        outstanding = backend.read(arrays, 0)
-        backend.write(arrays, 0, *tokens(step))
-        assert backend.settle() == 2
+        outstanding = backend.read(arrays, 0)  # built on the pool of now, not evaluated
+        backend.write(arrays, 0, *tokens(step + 1))
+        assert backend.settle() == 2  # K and V of layer 0 moved, layer 1 did not
+        assert float(outstanding[0].min()) == float(outstanding[0].max()) == step
         del outstanding
+    assert backend.pool_copies == backend.memory().pool_copies == 6
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "MLX has copied 2 of 4 pool arrays" in record.getMessage() and "not said again" in record.getMessage()
@@ -164,29 +155,13 @@ def refuse(exception, call, function, *arguments, **options):
     assert str(caught.value).startswith(f"[{call}] ")
 
 
-def test_bad_arguments_are_refused_before_a_byte_changes(make):
-    backend = make(SPEC, 4)
-    k, v = tokens(1)
-    plan = StepArrays(slot_mapping=np.arange(4, dtype=np.int32))
+def test_arguments_that_the_kit_does_not_try_are_refused_before_a_byte_changes(make):
+    backend, k = make(SPEC, 4), tokens(1)[0]
+    step = backend.prepare(StepArrays(slot_mapping=np.arange(4, dtype=np.int32)))
     before = backend.export_blocks(range(4))
-    refuse(ValueError, "write", backend.write, backend.prepare(plan), 0, k[:3], v)
-    refuse(ValueError, "write", backend.write, backend.prepare(plan), 0, k, v[..., :4])
-    refuse(IndexError, "write", backend.write, backend.prepare(plan), 2, k, v)
-    refuse(IndexError, "write", backend.write, backend.prepare(plan), -1, k, v)
-    with pytest.raises(IndexError, match=r"^\[(prepare|write)\] "):
-        backend.write(backend.prepare(StepArrays(slot_mapping=np.int32([0, 1, 2, 16]))), 0, k, v)
-    refuse(IndexError, "copy_blocks", backend.copy_blocks, np.int32([[0, 4, 1]]))
-    refuse(ValueError, "copy_blocks", backend.copy_blocks, np.int32([[0, 1, 5]]))
     refuse(ValueError, "copy_blocks", backend.copy_blocks, np.int32([0, 1, 1]))
-    refuse(IndexError, "zero", backend.zero, [-1])
-    refuse(TypeError, "zero", backend.zero, [1.0])
-    refuse(IndexError, "gather", backend.gather, 0, [4])
-    refuse(ValueError, "gather", backend.gather, 0, [1], 5)
-    refuse(ValueError, "import_blocks", backend.import_blocks, [1, 1], before[:2])
-    refuse(ValueError, "import_blocks", backend.import_blocks, [1], before[:, :-1])
     refuse(TypeError, "import_blocks", backend.import_blocks, [1], before[:1].astype(np.int8))
-    refuse(ValueError, "attend", backend.attend, backend.prepare(plan), 0, k[:, :1])
-    refuse(ValueError, "attend", backend.attend, backend.prepare(plan), 0, k, return_attn=True)
+    refuse(ValueError, "attend", backend.attend, step, 0, k, return_attn=True)
     assert np.array_equal(backend.export_blocks(range(4)), before)
 
 

@@ -1,6 +1,6 @@
 """The kernel route: the pool stays where MLX has put it, whatever is kept or pipelined, and costs no copy."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import numpy as np
@@ -132,21 +132,15 @@ def test_second_thread_continues_from_results_of_the_first():
     backend = kernels()
     for layer in range(2):
         backend.write(backend.prepare(step_of(1)), layer, key(3), key(3))
-    out, failures = backend.attend(backend.prepare(step_of(1)), 0, mx.zeros((1, 2, 8))), []
+    out = backend.attend(backend.prepare(step_of(1)), 0, mx.zeros((1, 2, 8)))
 
     def go_on():
-        try:
-            with mx.stream(mx.new_stream(mx.cpu)):
-                backend.write(backend.prepare(step_of(2)), 0, key(5), key(5))
-                later = backend.attend(backend.prepare(step_of(2)), 0, mx.zeros((1, 2, 8))) + out
-                assert np.array_equal(np.array(later), np.full((1, 2, 8), 7, np.float32))
-        except BaseException as error:
-            failures.append(error)
+        with mx.stream(mx.new_stream(mx.cpu)):
+            backend.write(backend.prepare(step_of(2)), 0, key(5), key(5))
+            return np.array(backend.attend(backend.prepare(step_of(2)), 0, mx.zeros((1, 2, 8))) + out)
 
-    thread = threading.Thread(target=go_on)
-    thread.start()
-    thread.join()
-    assert not failures
+    with ThreadPoolExecutor(1) as threads:
+        assert np.array_equal(threads.submit(go_on).result(), np.full((1, 2, 8), 7, np.float32))
 
 
 # --------------------------------------------------------------------------------------------- the choice

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.attention import command, gates, moves, prefill, scores
 from benchmarks.attention.cache import PagedCall
-from benchmarks.attention.rows import CACHED_NBYTES, Row, timed
+from benchmarks.attention.rows import CACHED_NBYTES, Row
 from benchmarks.attention.settings import Settings
 from benchmarks.command import main
 from benchmarks.gate import as_text
@@ -73,13 +73,6 @@ def test_race_first_rounds_are_judged_by_the_best_that_comes_later():
     result = race(read, [kernel], 3, clock)
     assert result.rejected == 2
     assert result.timings["kernel"].best == pytest.approx(3)
-
-
-def test_timed_scales_the_yardstick_to_the_work():
-    clock = Clock()
-    result = race(clock.contestant("sgemm", 2), [clock.contestant("prefill", 8)], 1, clock)
-    row = make_row(part="prefill", **timed(result, "prefill", work=3.0))
-    assert row.ratio == pytest.approx(8 / 6)
 
 
 # -------------------------------------------------------------------------------------------------- gates
@@ -171,12 +164,6 @@ def test_gates_row_that_must_not_decide_leaves_the_gate_undecided(fault):
     assert [gate.value for gate in decided] == [None] * 3
     assert not any(gate.holds for gate in decided)
     assert "not decided" in as_text(decided)
-
-
-def test_row_ratio_is_time_over_time_of_the_yardstick():
-    row = make_row(best=3.0, median=5.0, yardstick_best=2.0, yardstick_median=2.5, nbytes=6 * 10**9)
-    assert (row.ratio, row.median_ratio) == (1.5, 2.0)
-    assert (row.rate, row.yardstick_rate) == (2.0, 3.0)  # GB/s
 
 
 # ------------------------------------------------------------------------------------------------ the command

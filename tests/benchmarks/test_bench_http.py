@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -31,9 +30,7 @@ def test_an_answer_is_read_from_its_bytes_whatever_pieces_they_come_in():
     pieces = [(float(i), 10.0 + i, (head + body)[a:b]) for i, (a, b) in enumerate(pairwise(cuts))]
     asked = Chat(0.5, "s", "u", 3).as_json()
     given = {"sent": 0.6, "sent_cpu": 9.0, "error": None}
-    assert read(asked, given | {"pieces": pieces}) == Answer(
-        0.5, 9.0, "xyz", [2.0, 3.0, 3.0], [12.0, 13.0, 13.0], None
-    )
+    assert read(asked, given | {"pieces": pieces}) == Answer(0.5, 9.0, "xyz", [2.0, 3.0, 3.0], [12.0, 13.0, 13.0], None)
     for wrong, said in (
         ((head + body).replace("yz", "y"), "tokens of"),
         (head + body.replace("data: [DONE]\n\n", ""), "no end"),
@@ -50,18 +47,6 @@ def test_latencies_are_counted_from_the_time_when_a_request_was_due():
     assert (told["ttft_ms_p99"], told["ttft_cpu_ms_p50"], told["whole_ms_p50"]) == (2000, 2000, 5000)
     assert (told["itl_ms_p50"], told["itl_cpu_ms_p99"]) == (1500, 500)
     assert told["failures"] == ["wrong"]
-
-
-def test_chats_are_seeded_share_systems_and_have_lengths_in_tokens():
-    shape = Shape(200, 50.0, 8, 64, user="uniform:3:9", output="uniform:1:5", seed=4)
-    chats = shape.chats()
-    assert chats == shape.chats() != replace(shape, seed=5).chats()
-    assert len({chat.system for chat in chats}) == 8 and len({chat.user for chat in chats}) == 200
-    assert {len(chat.system.encode()) for chat in chats} == {64}
-    assert {len(chat.user.encode()) for chat in chats} == set(range(3, 10))
-    assert {chat.max_tokens for chat in chats} == set(range(1, 6))
-    gaps = np.diff([chat.at for chat in chats])
-    assert (gaps > 0).all() and 0.7 < 50 * gaps.mean() < 1.3
 
 
 # ------------------------------------------------------------------------------------------------- gates

@@ -13,7 +13,6 @@ from benchmarks.gate import Gate, as_text, held
 from benchmarks.quality import command, corpus, documents, gates, models, policies, subjects, tables, training
 from benchmarks.quality.answers import Answer, Quality, more
 from benchmarks.quality.network import Pass, Shape, initial
-from benchmarks.quality.policies import UNLIMITED
 from benchmarks.quality.settings import TABLES, Settings
 from benchmarks.quality.training import Recipe, Stage
 
@@ -45,11 +44,6 @@ def small(monkeypatch, text):
 def some(text):
     """Documents of 96 tokens."""
     return documents.planted(text, 96, 2, 2)
-
-
-def test_bytes_of_a_token_are_those_of_the_format():
-    of = [UNLIMITED.stored(*bits).bytes_per_token(2, (64, 64), 3) for bits in ((None, None), (8, 8), (8, 4), (4, 4))]
-    assert of == [1536, 1536 * (8 + 1) / 16, 1536 * (6 + 1) / 16, 1536 * (4 + 1) / 16]
 
 
 # ---------------------------------------------------------------------------------------------------- rows

@@ -1,4 +1,4 @@
-"""Random programs on two pools, by Python's calls and by C's: same results, refusals and digests after every call."""
+"""Random programs on two pools, by Python and by C: same results, refusals, arrays and digests, call by call."""
 
 import ctypes
 import random
@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from capi_table import KV_TO_PYTHON, C, call, message
+from capi_table import KV_TO_PYTHON, Array, C, call, message
 
 from kvpool import Plan, Pool
 
@@ -18,44 +18,40 @@ WEIGHTS = {
 }  # fmt: skip
 
 
-class ByPython:
+FORMATS = {
+    "block_tables": "block_tables", "seq_lens": "seq_lens", "slot_mapping": "slot_mapping", "positions": "positions",
+    "cu_q_lens": "cu_q_lens", "indptr": "csr", "indices": "csr", "last_page_len": "csr", "slot_ids": "slot_ids",
+}  # fmt: skip
+ARRAYS = (*FORMATS, "copies", "dirty_rows", "served", "handles")
+
+
+class Side:
+    """A pool and its plans."""
+
     def __init__(self, **options):
         self.pool = Pool(24, 4, max_seqs=6, max_blocks_per_seq=8, seed=3, prefix_cache=True, **options)
-        self.plans = [Plan(self.pool, 4, 24), Plan(self.pool, 3, 16, table_width=5)]
+        every = {"formats": sorted(set(FORMATS.values())), "dtype": {"positions": "int64"}}
+        self.plans = [Plan(self.pool, 4, 24, **every), Plan(self.pool, 3, 16, table_width=5)]
 
-    def open(self, tokens):
-        return self.pool.open(tokens)
 
-    def open_prompt(self, prompt, name):
-        handle = self.pool.open(prompt, name)
-        return handle, self.pool.num_tokens(handle)
+def open_by_python(side, prompt, name):
+    handle = side.pool.open(prompt, name)
+    return handle, side.pool.num_tokens(handle)
 
-    def fork(self, handle, n):
-        return self.pool.fork(handle, n).tolist()
 
-    def truncate(self, handles, lens):
-        self.pool.truncate(handles, lens)
-
-    def close(self, handles):
-        self.pool.close(handles)
-
-    def commit(self, handles, counts, tokens):
-        self.pool.prefix.commit(handles, tokens, counts)
-
-    def step(self, plan, handles, num_new, partial):
-        self.pool.step(self.plans[plan], handles, num_new, partial=partial)
-
-    def step_padded(self, plan, handles, num_new, pad_to):
-        self.pool.step(self.plans[plan], handles, num_new, pad_to=pad_to)
-
-    def reserve(self, plan, handles, num_new):
-        self.pool.reserve(self.plans[plan], handles, num_new)
-
-    def done(self, plan):
-        self.pool.done(self.plans[plan])
-
-    def rollback(self, plan):
-        self.pool.rollback(self.plans[plan])
+BY_PYTHON = {
+    "open": lambda side, tokens: side.pool.open(tokens),
+    "open_prompt": open_by_python,
+    "fork": lambda side, handle, n: side.pool.fork(handle, n).tolist(),
+    "truncate": lambda side, handles, lens: side.pool.truncate(handles, lens),
+    "close": lambda side, handles: side.pool.close(handles),
+    "commit": lambda side, handles, counts, tokens: side.pool.prefix.commit(handles, tokens, counts),
+    "step": lambda side, plan, rows, new, partial: side.pool.step(side.plans[plan], rows, new, partial=partial),
+    "step_padded": lambda side, plan, rows, new, pad_to: side.pool.step(side.plans[plan], rows, new, pad_to=pad_to),
+    "reserve": lambda side, plan, rows, new: side.pool.reserve(side.plans[plan], rows, new),
+    "done": lambda side, plan: side.pool.done(side.plans[plan]),
+    "rollback": lambda side, plan: side.pool.rollback(side.plans[plan]),
+}
 
 
 class Refused(Exception):
@@ -68,46 +64,58 @@ def checked(name, *arguments):
         raise Refused(KV_TO_PYTHON[status], message())
 
 
-class ByC(ByPython):
-    def open(self, tokens):
-        handle = ctypes.c_int64()
-        checked("open", self.pool, tokens, handle)
-        return handle.value
+def open_by_c(side, tokens):
+    handle = ctypes.c_int64()
+    checked("open", side.pool, tokens, handle)
+    return handle.value
 
-    def open_prompt(self, prompt, name):
-        handle, cached = ctypes.c_int64(), ctypes.c_int64()
-        memory = ctypes.create_string_buffer(name)
-        checked("open_prompt", self.pool, prompt, len(prompt), memory, len(name), handle, cached)
-        return handle.value, cached.value
 
-    def fork(self, handle, n):
-        children = np.zeros(max(n, 1), np.int64)
-        checked("fork", self.pool, handle, n, children)
-        return children[:n].tolist()
+def open_prompt_by_c(side, prompt, name):
+    handle, cached = ctypes.c_int64(), ctypes.c_int64()
+    memory = ctypes.create_string_buffer(name)
+    checked("open_prompt", side.pool, prompt, len(prompt), memory, len(name), handle, cached)
+    return handle.value, cached.value
 
-    def truncate(self, handles, lens):
-        checked("truncate", self.pool, handles, lens, len(handles))
 
-    def close(self, handles):
-        checked("close", self.pool, handles, len(handles))
+def fork_by_c(side, handle, n):
+    children = np.zeros(max(n, 1), np.int64)
+    checked("fork", side.pool, handle, n, children)
+    return children[:n].tolist()
 
-    def commit(self, handles, counts, tokens):
-        checked("commit", self.pool, handles, counts, len(handles), tokens, len(tokens))
 
-    def step(self, plan, handles, num_new, partial):
-        checked("step", self.pool, self.plans[plan], handles, num_new, len(handles), C["KVPOOL_PARTIAL"] * partial)
+def plan_by_c(name):
+    """A step or a reservation; `more` is whether it may be partial, or what it is padded to."""
 
-    def step_padded(self, plan, handles, num_new, pad_to):
-        checked("step_padded", self.pool, self.plans[plan], handles, num_new, len(handles), 0, *pad_to)
+    def make(side, plan, rows, new, *more):
+        flags = [C["KVPOOL_PARTIAL"] * more[0]] if name == "step" else [0, *more[0]] if more else []
+        checked(name, side.pool, side.plans[plan], rows, new, len(rows), *flags)
 
-    def reserve(self, plan, handles, num_new):
-        checked("reserve", self.pool, self.plans[plan], handles, num_new, len(handles))
+    return make
 
-    def done(self, plan):
-        checked("done", self.pool, self.plans[plan])
 
-    def rollback(self, plan):
-        checked("rollback", self.pool, self.plans[plan])
+BY_C = {
+    "open": open_by_c,
+    "open_prompt": open_prompt_by_c,
+    "fork": fork_by_c,
+    "truncate": lambda side, handles, lens: checked("truncate", side.pool, handles, lens, len(handles)),
+    "close": lambda side, handles: checked("close", side.pool, handles, len(handles)),
+    "commit": lambda side, handles, counts, tokens: checked(
+        "commit", side.pool, handles, counts, len(handles), tokens, len(tokens)
+    ),
+    **{name: plan_by_c(name) for name in ("step", "step_padded", "reserve")},
+    "done": lambda side, plan: checked("done", side.pool, side.plans[plan]),
+    "rollback": lambda side, plan: checked("rollback", side.pool, side.plans[plan]),
+}
+
+
+def shown(plan, name):
+    """Return an array of a plan as the C interface gives it."""
+    array = Array()
+    assert call("array", plan, C[f"KVPOOL_{name.upper()}"], array) == 0
+    code = {1: np.uint8, 4: np.int32, 8: np.int64}[array.itemsize]
+    size = array.length * array.width
+    flat = np.ctypeslib.as_array((np.ctypeslib.as_ctypes_type(code) * size).from_address(array.data)) if size else []
+    return np.array(flat, code).reshape((array.length, array.width) if array.width > 1 else (array.length,))
 
 
 def make_call(rng, known):
@@ -134,13 +142,13 @@ def make_call(rng, known):
     }[name]
 
 
-def outcome(side, handles, name, arguments):
+def outcome(side, calls, handles, name, arguments):
     """Make a call; return its result without handles, or what was refused, and remember handles that it made."""
     given = [np.array([handles[k] for k in a], np.int64) if isinstance(a, list) else a for a in arguments]
     if name == "fork":
         given[0] = int(given[0][0]) if len(given[0]) else -1
     try:
-        result = getattr(side, name)(*given)
+        result = calls[name](side, *given)
     except Refused as error:
         kind, words = error.args
     except Exception as error:
@@ -153,15 +161,28 @@ def outcome(side, handles, name, arguments):
     return kind, re.sub(r"\d{9,}", "handle", re.sub(r"^\[\w+\] ", "", words))
 
 
-def compare(seed, *kinds):
+def same_arrays(python, c):
+    """Each array of a plan, as Python shows it and as the C interface gives it of the other pool's plan."""
+    for name in ARRAYS:
+        expected, found = getattr(python, name), shown(c, name)
+        if name == "handles":
+            expected, found = expected & 0xFFFFF, found & 0xFFFFF  # their tags differ
+        assert found.tolist() == expected.tolist() and found.dtype == expected.dtype, name
+
+
+def compare(seed, *ways):
     rng = random.Random(seed)
-    sides = [kind(in_order=seed % 4 == 0) for kind in kinds]
+    sides = [Side(in_order=seed % 4 == 0) for _ in ways]
     handles, done = ([], []), 0
     for number in range(CALLS):
         name, arguments = make_call(rng, len(handles[0]))
-        python, c = (outcome(side, own, name, arguments) for side, own in zip(sides, handles, strict=True))
+        python, c = (outcome(*each, name, arguments) for each in zip(sides, ways, handles, strict=True))
         assert python == c, (number, name, arguments)
-        assert sides[0].pool.digest() == sides[1].pool.digest(), (number, name, arguments)
+        digest = ctypes.c_uint64()
+        assert call("digest", sides[1].pool, digest) == 0
+        assert sides[0].pool.digest() == sides[1].pool.digest() == digest.value, (number, name, arguments)
+        if name in ("step", "step_padded", "reserve") and arguments[0] == 0:
+            same_arrays(*(side.plans[0] for side in sides))
         done += isinstance(python[0], list)
     for side in sides:
         side.pool.check()
@@ -171,14 +192,11 @@ def compare(seed, *kinds):
 
 @pytest.mark.parametrize("seed", range(PROGRAMS))
 def test_program_gives_the_same_by_both_ways(seed):
-    compare(seed, ByPython, ByC)
+    compare(seed, BY_PYTHON, BY_C)
 
 
 def test_comparison_notices_a_call_that_does_something_else():
-    class Wrong(ByC):
-        def reserve(self, plan, handles, num_new):
-            self.step(plan, handles, num_new, False)
-
+    wrong = BY_C | {"reserve": lambda side, plan, rows, new: BY_C["step"](side, plan, rows, new, False)}
     with pytest.raises(AssertionError):
         for seed in range(PROGRAMS):
-            compare(seed, ByPython, Wrong)
+            compare(seed, BY_PYTHON, wrong)

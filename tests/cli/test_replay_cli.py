@@ -59,9 +59,7 @@ def test_sweep_compares_pools_and_names_the_one_that_is_enough(capsys):
     assert [run["evictions"] for run in runs] == [1320, 372, 0]
 
 
-@pytest.mark.parametrize(
-    "options", [("--num-blocks", "83"), ("--sweep", "63,166"), ("--policy", "P2", "--samples", "3")]
-)
+@pytest.mark.parametrize("options", [("--num-blocks", "83"), ("--sweep", "63,166")])
 def test_plot_is_a_png(capsys, tmp_path, options):
     pytest.importorskip("matplotlib")
     path = tmp_path / "replay.png"
@@ -92,6 +90,15 @@ def test_plot_is_a_png(capsys, tmp_path, options):
         (["missing.jsonl", "--num-blocks", "9"], "missing.jsonl: No such file"),
         (["--synthetic", "--num-blocks", "9", "--plot", "/no/such/folder/a.png"], "--plot"),
         (["--synthetic", "--num-blocks", "9", "--plot", "r.xyz"], "has to end in .png"),
+        (["--synthetic", "--groups", "nobody", "--num-blocks", "9"], "--groups nobody"),
+        (["--synthetic", "--groups", "qwen3_5"], "--num-blocks"),
+        (["--synthetic", "--groups", "qwen3_5", "--num-blocks", "9", "--sweep", "9"], "--num-blocks"),
+        (["--synthetic", "--groups", "qwen3_5", "--num-blocks", "many"], "--num-blocks many"),
+        (["--synthetic", "--groups", "qwen3_5", "--num-blocks", "1KiB"], "out of range"),
+        (["--synthetic", "--groups", "qwen3_5", "--num-blocks", "9", "--policy", "P1"], "there is P3"),
+        (["--synthetic", "--groups", "qwen3_5", "--num-blocks", "9", "--samples", "2"], "--samples 2"),
+        (["--synthetic", "--groups", "qwen3_5", "--num-blocks", "9", "--plot", "a.png"], "--sweep"),
+        (["--synthetic", "--groups", "gemma4", "--num-blocks", "9"], "block_size"),
     ],
 )
 def test_bad_option_is_refused_in_one_line(capsys, argv, said):

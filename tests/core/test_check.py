@@ -141,6 +141,24 @@ def test_check_finds_a_broken_word_of_a_tree(what, index):
         pool.check()
 
 
+@pytest.mark.parametrize(
+    ("what", "index"),
+    [
+        *((what, 3) for what in ("refcount", "num_used", "sum_tokens")),
+        *((what, 0) for what in ("length", "table", "gone", "due")),
+    ],
+)
+def test_check_finds_a_broken_word_of_layer_groups(what, index):
+    pool = Pool(64, 4, groups=[Group.full(), Group.window(6, columns=2)], max_seqs=8)
+    plan = Plan(pool, 1, 16)
+    pool.step(plan, [pool.open()], 9)
+    pool.done(plan)
+    pool.check()
+    corrupt(pool, what, index)
+    with pytest.raises(CorruptState, match=r"\[check\] "):
+        pool.check()
+
+
 def test_check_that_found_something_about_a_namespace_counts_anew():
     pool = Pool(16, 4, prefix_cache=True)
     pool.open([1, 2, 3])

@@ -102,16 +102,17 @@ def run(*parts):
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
 
-def test_child_uses_its_copy_of_the_pool():
-    run(POOL, "assert in_a_child(use) == 0\nuse()\n")
-
-
-def test_child_uses_its_copy_when_another_thread_was_inside_a_call():
-    run(POOL, INSIDE)
-
-
-def test_grandchild_too():
-    run(POOL, "assert in_a_child(lambda: os._exit(in_a_child(use) != 0)) == 0\n")
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "assert in_a_child(use) == 0\nuse()\n",
+        INSIDE,
+        "assert in_a_child(lambda: os._exit(in_a_child(use) != 0)) == 0\n",
+    ],
+    ids=["child", "another thread was inside a call", "grandchild"],
+)
+def test_child_uses_its_copy_of_the_pool(rest):
+    run(POOL, rest)
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="frameworks of macOS do not survive a fork with threads")

@@ -1,19 +1,18 @@
 """Blocks by id in every arena of a pool with layer groups.
 
 The oracle of the calls is a pool without groups per arena, of as many blocks: what a call does to one arena it must do
-to that pool. Beside sequences references are counted from tables and from what the test itself has taken.
+to that pool. `test_stats` counts references beside those of sequences.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter
 from functools import partial
 from typing import Any
 
 import pytest
 
-from kvpool import Group, Plan, Pool
+from kvpool import Group, Pool
 from kvpool.errors import DoubleFree, OutOfBlocks
 
 SIZES = (12, 9, 7)
@@ -92,66 +91,6 @@ def test_equal_calls_on_two_arenas_give_two_digests():
         pool.blocks.arena(arena).alloc(2)
         digests.add(pool.digest())
     assert len(digests) == 3
-
-
-def references(pool: Pool, live: list[int], mine: list[Counter]) -> list[Counter]:
-    """References of every block, counted from the tables and from what the test has."""
-    found = [Counter(counter) for counter in mine]
-    for handle in live:
-        for number in range(3):
-            reserved = pool.stats(number).reserved
-            found[number].update(b for b in pool.table(handle, number).ravel().tolist() if b >= reserved)
-    return found
-
-
-@pytest.mark.parametrize("in_order", [False, True])
-def test_references_are_counted_beside_those_of_sequences(in_order):
-    """Windows let go of blocks that somebody else still names, rows fork and end: each block has who names it."""
-    for seed in range(12):
-        rng = random.Random(seed)
-        sizes = (40, 40, 20)
-        groups = [Group.full(), Group.window(6, arena=1, columns=2, num_blocks=sizes[1]), Group.state(sizes[2])]
-        pool = Pool(sizes[0], 4, groups=groups, in_order=in_order)
-        plan, live = Plan(pool, 8, 64), []
-        mine: list[Counter] = [Counter(), Counter(), Counter()]
-        for _ in range(150):
-            arena = rng.randrange(3)
-            blocks, held = pool.blocks.arena(arena), references(pool, live, mine)[arena]
-            what = rng.choice(["open", "step", "step", "step", "fork", "close", "incref", "incref", "alloc", "decref"])
-            try:
-                if what == "open":
-                    live.append(pool.open(rng.randrange(9)))
-                elif what == "fork" and live:
-                    live += pool.fork(rng.choice(live)).tolist()
-                elif what == "close" and live:
-                    pool.close(live.pop(rng.randrange(len(live))))
-                elif what == "step" and live:
-                    pool.step(plan, live[:8], [rng.randrange(6) for _ in live[:8]])
-                    if not in_order:
-                        pool.rollback(plan) if rng.random() < 0.2 else pool.done(plan)
-                elif what == "incref" and held:
-                    block = rng.choice(sorted(held))
-                    blocks.incref(block)
-                    mine[arena][block] += 1
-                elif what == "alloc":
-                    mine[arena][blocks.alloc()] += 1
-                elif what == "decref" and mine[arena]:
-                    block = rng.choice(sorted(mine[arena]))
-                    blocks.decref(block)
-                    mine[arena] -= Counter([block])
-            except MemoryError:
-                pass
-            pool.check()
-            for number, counted in enumerate(references(pool, live, mine)):
-                every = range(pool.stats(number).reserved, sizes[number])
-                got = pool.blocks.arena(number).refcounts(list(every)).tolist()
-                assert got == [counted[block] for block in every], f"seed {seed}: arena {number}"
-        pool.close(live)
-        for number in range(3):
-            for block, times in mine[number].items():
-                for _ in range(times):
-                    pool.blocks.arena(number).decref(block)
-            assert pool.stats(number).used == pool.stats(number).limbo == 0
 
 
 def test_reference_of_a_sequence_is_never_taken_away():

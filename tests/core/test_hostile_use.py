@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvpool import Plan, PlanStateError, Pool, StaleHandle
-from kvpool.errors import ForeignHandle
+from kvpool.errors import PoolClosed
 
 
 def stepped(formats, lengths=(9, 1, 1)):
@@ -69,28 +69,6 @@ def test_list_with_a_wrong_len_is_read_by_its_true_length():
     assert pool.stats().sequences == 0
 
 
-def test_handle_of_a_dead_pool_is_foreign_to_its_successor():
-    old = Pool(8, 4)
-    handle = old.open()
-    old.shutdown()
-    new = Pool(8, 4)
-    new.open()
-    assert not new.is_open(handle)
-    with pytest.raises(ForeignHandle):
-        new.close(handle)
-
-
-def test_pools_lost_in_cycles_do_not_use_up_the_tags():
-    gc.disable()
-    try:
-        for _ in range(2100):
-            pool = Pool(4, 4, max_seqs=1)
-            plan = Plan(pool, 1)
-            pool.step(plan, [pool.open()])  # pending: pool and plan keep each other alive
-    finally:
-        gc.enable()
-
-
 def test_many_deferred_closes_take_linear_time():
     from time import process_time
 
@@ -125,6 +103,18 @@ def test_row_in_a_bad_batch_is_judged_in_order_whatever_the_counts_look_like():
             pool.step(plan, [gone, *handles], counts)
 
 
+def test_compact_judges_its_arguments_in_their_order():
+    pool = Pool(8, 4)
+    handle = pool.open()
+    for arguments, error, first in (
+        ((["x"], [1], -1), TypeError, "handles"),
+        (([handle], "x", -1), TypeError, "lens"),
+        (([handle], [0], -1), ValueError, "first"),
+    ):
+        with pytest.raises(error, match=first):
+            pool.compact(*arguments)
+
+
 def test_bind_of_nothing_makes_every_row_dirty_and_nothing_else():
     pool = Pool(64, 4, in_order=True)
     plan = Plan(pool, 4, 64, table_width=8)
@@ -146,14 +136,6 @@ def test_bind_of_nothing_on_a_pending_plan_is_refused():
         plan.bind()
 
 
-def test_done_in_an_in_order_pool_says_why_it_is_refused():
-    pool = Pool(8, 4, in_order=True)
-    plan = Plan(pool, 1)
-    pool.step(plan, [pool.open()])
-    with pytest.raises(PlanStateError, match="in_order"):
-        pool.done(plan)
-
-
 def half_made(kind, make):
     """Objects of a kind that the garbage collector lists while `make(index)` reads `index`, and the one it makes."""
     seen = []
@@ -165,6 +147,29 @@ def half_made(kind, make):
             return 4
 
     return seen, make(Index())
+
+
+WRONG = [
+    *({"block_size": 0}, {"reserved_blocks": 99}, {"max_seqs": 0}, {"max_blocks_per_seq": 0}, {"watermark": 99}),
+    *({"seed": "x"}, {"prefix_cache": 1}, {"events": 5}, {"in_order": 3}, {"block_size": "4"}, {"groups": []}),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_finalizer_of_a_pool_that_could_not_be_made_finds_it_closed(wrong):
+    seen = []
+
+    class Finalized(Pool):
+        def __del__(self):
+            for call in (lambda: self.is_open(0), lambda: self.blocks.incref([1]), self.stats, self.check):
+                with pytest.raises(PoolClosed):
+                    call()
+                seen.append(call)
+            self.shutdown()
+
+    with pytest.raises((ValueError, TypeError)):
+        Finalized(**({"num_blocks": 8, "block_size": 4} | wrong))
+    assert len(seen) == 4
 
 
 @pytest.mark.parametrize("name", ["max_seqs", "watermark", "seed"])

@@ -12,6 +12,7 @@ from kvpool import Group, Plan, Pool
 ROUNDS = 40
 FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 
+
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in FIELDS]
 

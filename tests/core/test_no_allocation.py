@@ -19,9 +19,9 @@ def nothing():
     """Create nothing: what the measure itself costs."""
 
 
-def decoding(in_order, handle_array=lambda handles: np.array(handles, np.int64)):
+def decoding(in_order, groups, handle_array=lambda handles: np.array(handles, np.int64)):
     """Return a function without arguments that makes one decode step of `ROWS` rows."""
-    pool = kvpool.Pool(ROWS * 32 + 1, 16, max_seqs=ROWS, in_order=in_order)
+    pool = kvpool.Pool(ROWS * 64 + 1, 16, max_seqs=ROWS, max_blocks_per_seq=32, in_order=in_order, groups=groups)
     plan = kvpool.Plan(pool, ROWS)
     handles = handle_array([pool.open() for _ in range(ROWS)])
     step, done = pool.step, pool.done
@@ -60,8 +60,8 @@ def traced():
 
 
 @pytest.mark.parametrize("in_order", [True, False])
-def test_step_leaves_no_object_behind(in_order):
-    decode = decoding(in_order)
+def test_step_leaves_no_object_behind(in_order, groups):
+    decode = decoding(in_order, groups)
     before = sys.getallocatedblocks()
     for _ in range(STEPS):
         decode()
@@ -69,12 +69,12 @@ def test_step_leaves_no_object_behind(in_order):
 
 
 @pytest.mark.parametrize("in_order", [True, False])
-def test_step_makes_no_object_for_a_moment(in_order, traced):
+def test_step_makes_no_object_for_a_moment(in_order, groups, traced):
     """Seen as a peak of memory; 40 steps hold the ones that take blocks too.
 
     The handles are no numpy array: numpy itself allocates 40 bytes whenever it lends its memory.
     """
-    decode = decoding(in_order, lambda handles: array("q", handles))
+    decode = decoding(in_order, groups, lambda handles: array("q", handles))
     for function in (nothing, decode) * 3:
         peak(function)
     assert max(peak(decode) for _ in range(40)) <= peak(nothing)

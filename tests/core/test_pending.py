@@ -1,15 +1,14 @@
 """Plans in flight: done in and out of order, fences and limbo, rollback, and what a pending plan forbids."""
 
+import itertools
+
 import pytest
 
 from kvpool import Plan, Pool
 from kvpool.errors import PlanStateError
 
 
-@pytest.fixture
-def flight(make_pool, make_plan):
-    """``pool, plans = flight(n)``: a pool and n plans; rows of block size 4."""
-
+def in_flight(make_pool, make_plan):
     def make(n, num_blocks=32, **options):
         pool = make_pool(num_blocks, 4, **options)
         return pool, [make_plan(pool, 8, 64) for _ in range(n)]
@@ -17,117 +16,104 @@ def flight(make_pool, make_plan):
     return make
 
 
+@pytest.fixture
+def flight(make_any, make_plan):
+    """``pool, plans = flight(n)``: a pool of each kind and n plans; rows of block size 4."""
+    return in_flight(make_any, make_plan)
+
+
+@pytest.fixture
+def table_flight(make_pool, make_plan):
+    """The same of a pool of one table: its ids are worked out by hand."""
+    return in_flight(make_pool, make_plan)
+
+
 def limbo(pool):
     stats = pool.stats()
     return stats.limbo, stats.blank
 
 
+def idle(pool):
+    """Nothing is used, pending or in limbo."""
+    stats = pool.stats()
+    return (stats.used, stats.limbo, stats.pending, stats.free) == (0, 0, 0, stats.num_blocks - stats.reserved)
+
+
 # --- done -------------------------------------------------------------------------------------------------
 
 
-def test_step_makes_the_plan_pending_and_done_ends_it(flight):
-    pool, (plan,) = flight(1)
-    handle = pool.open()
-    assert not plan.is_pending
-    pool.step(plan, [handle], 1)
-    assert plan.is_pending and pool.stats().pending == 1
-    pool.done(plan)
-    assert not plan.is_pending and pool.stats().pending == 0
-    assert plan.seq_lens.tolist() == [1]  # contents hold until the next step
-
-
-def test_step_ids_count_from_one(flight):
-    pool, plans = flight(2)
-    handle = pool.open()
-    pool.step(plans[0], [handle], 1)
-    pool.reserve(plans[1], [handle], 1)
-    assert [plan.step_id for plan in plans] == [1, 2]
-    pool.done(plans[0])
-    pool.step(plans[0], [handle], 1)
-    assert plans[0].step_id == 3
-
-
-def test_done_out_of_order_takes_effect_when_the_older_are_through(flight):
+def test_steps_count_from_one_and_make_their_plans_pending_until_they_are_done(flight):
     pool, (a, b, c) = flight(3)
     handle = pool.open()
+    assert not a.is_pending
+    pool.step(a, [handle], 3)
+    pool.step(b, [handle], 3)  # in several pending plans
+    pool.reserve(c, [handle], 1)
+    assert [plan.step_id for plan in (a, b, c)] == [1, 2, 3] and pool.stats().pending == 3
     for plan in (a, b, c):
-        pool.step(plan, [handle], 1)
-    pool.done(c)
-    pool.done(b)
-    assert [plan.is_pending for plan in (a, b, c)] == [True, True, True]
-    assert pool.stats().pending == 3
+        assert plan.is_pending
+        pool.done(plan)
+        assert not plan.is_pending
+    assert [plan.seq_lens.tolist() for plan in (a, b, c)] == [[3], [6], [6]]  # contents hold until the next step
+    pool.step(a, [], 1)  # an empty batch is pending like any other
+    assert a.is_pending and (a.step_id, len(a.handles), a.num_tokens) == (4, 0, 0)
     pool.done(a)
-    assert [plan.is_pending for plan in (a, b, c)] == [False, False, False]
     assert pool.stats().pending == 0
 
 
-def test_done_out_of_order_passes_only_up_to_the_first_gap(flight):
-    pool, (a, b, c) = flight(3)
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_done_in_any_order_passes_up_to_the_first_step_that_is_not_through(flight, order):
+    pool, plans = flight(3)
     handle = pool.open()
-    for plan in (a, b, c):
+    for plan in plans:
         pool.step(plan, [handle], 1)
-    pool.done(c)
-    pool.done(a)
-    assert [plan.is_pending for plan in (a, b, c)] == [False, True, True]
-    pool.done(b)
-    assert not c.is_pending
+    for turn, k in enumerate(order, 1):
+        pool.done(plans[k])
+        first = min({0, 1, 2, 3} - set(order[:turn]))
+        assert [plan.is_pending for plan in plans] == [i >= first for i in range(3)]
+        assert pool.stats().pending == 3 - first
 
 
-def test_done_twice_is_refused(flight, refused):
+def test_call_that_does_not_fit_the_state_of_its_plan_is_refused(flight, refused):
     pool, (a, b) = flight(2)
     handle = pool.open()
-    with refused(pool, PlanStateError, "done", plans=[a]):
-        pool.done(a)
-    pool.step(a, [handle], 1)
-    pool.step(b, [handle], 1)
+    calls = {
+        "step": lambda plan: pool.step(plan, [handle], 1),
+        "reserve": lambda plan: pool.reserve(plan, [handle], 1),
+        "bind": lambda plan: plan.bind(seq_lens=plan.seq_lens),
+        "done": pool.done,
+        "rollback": pool.rollback,
+    }
+
+    def refuse(plan, *names):
+        for name in names:
+            with refused(pool, PlanStateError, name, plans=[a, b]):
+                calls[name](plan)
+
+    refuse(a, "done", "rollback")
+    pool.step(a, [handle], 3)
+    pool.step(b, [handle], 3)
+    refuse(a, "step", "reserve", "bind", "rollback")  # rollback is for the newest
     pool.done(b)
-    with refused(pool, PlanStateError, "done", plans=[a, b]):
-        pool.done(b)  # noted already
+    refuse(b, "step", "reserve", "bind", "done", "rollback")  # noted, and still pending
     pool.done(a)
     for plan in (a, b):
-        with refused(pool, PlanStateError, "done", plans=[a, b]):
-            pool.done(plan)
-
-
-def test_pending_plan_cannot_step_reserve_or_bind(flight, refused):
-    pool, (a, b) = flight(2)
-    handle = pool.open()
-    pool.step(a, [handle], 1)
-    pool.step(b, [handle], 1)
-    pool.done(b)  # noted, still pending
-    for plan in (a, b):
-        with refused(pool, PlanStateError, "step", plans=[a, b]):
-            pool.step(plan, [handle], 1)
-        with refused(pool, PlanStateError, "reserve", plans=[a, b]):
-            pool.reserve(plan, [handle], 1)
-        with refused(pool, PlanStateError, "bind", plans=[a, b]):
-            plan.bind(seq_lens=plan.seq_lens)
+        refuse(plan, "done", "rollback")
+    pool.step(a, [handle], 3)
+    pool.step(b, [handle], 3)
+    pool.rollback(b)
+    pool.rollback(a)
+    refuse(a, "done", "rollback")
+    assert pool.num_tokens(handle) == 6
 
 
 def test_refused_step_leaves_the_plan_idle(flight):
-    pool, (plan,) = flight(1, num_blocks=3, max_blocks_per_seq=9)
+    pool, (plan,) = flight(1, num_blocks=7, max_blocks_per_seq=20)
     handle = pool.open()
     with pytest.raises(MemoryError):
-        pool.step(plan, [handle], 9)
+        pool.step(plan, [handle], 60)
     assert not plan.is_pending
     pool.step(plan, [handle], 8)
-
-
-def test_empty_batch_is_pending_like_any_other(flight):
-    pool, (plan,) = flight(1)
-    pool.step(plan, [], 1)
-    assert plan.is_pending and (len(plan.handles), plan.num_tokens) == (0, 0)
-    pool.done(plan)
-
-
-def test_sequence_may_be_in_several_pending_plans(flight):
-    pool, plans = flight(4)
-    handle = pool.open()
-    for plan in plans:
-        pool.step(plan, [handle], 3)
-    assert [plan.seq_lens.tolist() for plan in plans] == [[3], [6], [9], [12]]
-    for plan in plans:
-        pool.done(plan)
 
 
 # --- limbo and fences -------------------------------------------------------------------------------------
@@ -143,8 +129,8 @@ RELEASES = {  # every way a block can lose its last reference; each gives up exa
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_released_block_waits_for_the_pending_step(flight, release):
-    pool, (plan,) = flight(1)
+def test_released_block_waits_for_the_pending_step(table_flight, release):
+    pool, (plan,) = table_flight(1)
     old, new = pool.open(4), pool.open(4)
     pool.step(plan, [new], 1)
     RELEASES[release](pool, old)
@@ -156,77 +142,52 @@ def test_released_block_waits_for_the_pending_step(flight, release):
     assert pool.blocks.alloc() == 1
 
 
-def test_without_a_pending_step_limbo_is_empty(flight):
-    pool, _ = flight(0)
-    pool.close(pool.open(12))
-    assert limbo(pool) == (0, 31)
-
-
-def test_block_leaves_limbo_when_its_own_fence_has_passed(flight):
+@pytest.mark.parametrize(("order", "left"), [("ab", [1, 0]), ("ba", [2, 0])])
+def test_blocks_leave_limbo_when_their_own_fence_has_passed(flight, order, left):
     pool, (a, b) = flight(2)
     keep, first, second = pool.open(), pool.open(4), pool.open(4)
     pool.step(a, [keep], 1)
     pool.close(first)  # fence: a
+    each = pool.stats().limbo
     pool.step(b, [keep], 1)
     pool.close(second)  # fence: b
-    assert limbo(pool) == (2, 28)
-    pool.done(a)
-    assert limbo(pool) == (1, 29)
-    assert pool.blocks.alloc() == 1
-    pool.done(b)
-    assert limbo(pool) == (0, 29)
+    assert pool.stats().limbo == 2 * each > 0
+    for plan, count in zip(order, left, strict=True):
+        pool.done({"a": a, "b": b}[plan])
+        assert pool.stats().limbo == count * each
 
 
-def test_done_out_of_order_does_not_open_the_fence(flight):
-    pool, (a, b) = flight(2)
-    keep, old = pool.open(), pool.open(4)
-    pool.step(a, [keep], 1)
-    pool.step(b, [keep], 1)
-    pool.close(old)
-    pool.done(b)
-    assert limbo(pool) == (1, 29)
-    pool.done(a)
-    assert limbo(pool) == (0, 30)
-
-
-def test_blocks_leave_limbo_in_the_order_they_came(flight):
-    pool, (plan,) = flight(1)
-    keep, old = pool.open(), pool.open(12)  # blocks 1, 2, 3
+def test_limbo_blocks_are_not_available_and_leave_in_the_order_they_came(table_flight):
+    pool, (plan,) = table_flight(1, num_blocks=6)
+    keep, old = pool.open(), pool.open(16)  # blocks 1, 2, 3, 4
     pool.step(plan, [keep], 1)
-    pool.close(old)  # limbo: 3, 2, 1
-    pool.done(plan)  # each goes on top of the blank stack
-    assert pool.blocks.alloc(3).tolist() == [1, 2, 3]
-
-
-def test_limbo_blocks_are_not_available(flight):
-    pool, (plan,) = flight(1, num_blocks=6)
-    keep, old = pool.open(), pool.open(16)
-    pool.step(plan, [keep], 1)
-    pool.close(old)
+    pool.close(old)  # limbo: 4, 3, 2, 1
     with pytest.raises(MemoryError) as caught:
         pool.blocks.alloc()
     assert (caught.value.blank, caught.value.limbo, caught.value.needed) == (0, 4, 1)
     assert pool.can([keep], 3) and not pool.can([keep], 4)
-    pool.done(plan)
+    pool.done(plan)  # each goes on top of the blank stack
     assert pool.can([keep], 4)
+    assert pool.blocks.alloc(4).tolist() == [1, 2, 3, 4]
 
 
-def test_in_order_pool_never_has_limbo_or_pending_plans(flight, refused):
+def test_pool_without_a_pending_step_has_no_limbo_and_one_in_order_never(flight, refused):
+    pool, _ = flight(0)
+    pool.close(pool.open(12))
+    assert idle(pool)
     pool, (plan,) = flight(1, in_order=True)
     handle = pool.open()
     pool.step(plan, [handle], 5)
     assert not plan.is_pending and plan.seq_lens.tolist() == [5]
     pool.close(handle)
-    assert limbo(pool) == (0, 31)
+    assert idle(pool)
     for call in ("done", "rollback"):
-        with refused(pool, PlanStateError, call, plans=[plan]):
-            getattr(pool, call)(plan)
-        with pytest.raises(PlanStateError, match="is not pending: in an in_order pool a step is done when it returns"):
+        with refused(pool, PlanStateError, call, "in_order pool a step is done when it returns", plans=[plan]):
             getattr(pool, call)(plan)
 
 
-def test_in_order_pool_releases_holds_at_once(flight):
-    pool, (plan,) = flight(1, in_order=True)
+def test_in_order_pool_releases_holds_at_once(table_flight):
+    pool, (plan,) = table_flight(1, in_order=True)
     handle = pool.open(4)
     pool.blocks.incref(1)
     pool.step(plan, [handle], 1)
@@ -238,125 +199,46 @@ def test_in_order_pool_releases_holds_at_once(flight):
 
 
 def snapshot(pool, handles):
-    return [(pool.num_tokens(h), pool.table(h).tolist()) for h in handles], pool.blocks.refcount_histogram().tolist()
+    groups = range(len(pool.options.groups or [None]))
+    rows = [(pool.num_tokens(h), [pool.table(h, g).tolist() for g in groups]) for h in handles]
+    return rows, pool.blocks.refcount_histogram().tolist(), limbo(pool), pool.stats().pending
 
 
-def test_rollback_restores_lengths_tables_references_and_the_blank_stack(flight, grow):
-    pool, (plan,) = flight(1)
+ROLLED_BACK = {
+    "step": lambda pool, plan, rows: pool.step(plan, rows, [1, 7, 9, 5]),
+    "decode step": lambda pool, plan, rows: pool.step(plan, rows, 1),
+    "decode step with counts": lambda pool, plan, rows: pool.step(plan, rows, [1] * 4),
+    "partial step": lambda pool, plan, rows: pool.step(plan, rows, [1, 60, 2, 1], partial=True),
+    "reserve": lambda pool, plan, rows: pool.reserve(plan, rows, 9),
+    "unshare": lambda pool, plan, rows: pool.unshare(plan, rows[:2], 5),
+}
+
+
+@pytest.mark.parametrize("call", ROLLED_BACK)
+def test_rollback_restores_what_was_and_the_same_call_takes_the_same_blocks(flight, grow, call):
+    """Rows with reserved blocks, in the middle of a block, sharing a tail, and empty; older plans wait on."""
+    pool, (older, plan) = flight(2, num_blocks=64)
     parent = pool.open(12)
     grow(pool, parent, 6)
-    rows = [parent, *map(int, pool.fork(parent, 2)), pool.open()]
-    before, free = snapshot(pool, rows), pool.stats().blank
-    pool.step(plan, rows, [1, 7, 9, 5])
-    assert len(plan.copies) == 2
-    assert snapshot(pool, rows) != before
-    pool.rollback(plan)
-    assert snapshot(pool, rows) == before
-    stats = pool.stats()
-    assert (stats.blank, stats.pending, stats.limbo) == (free, 0, 0)
-    assert not plan.is_pending
-    pool.check()
-    assert pool.blocks.alloc(3).tolist() == [4, 5, 6]
-
-
-@pytest.mark.parametrize("num_new", [1, [1, 1, 1, 1]], ids=["one for all", "one per row"])
-def test_rollback_of_a_decode_step(flight, grow, num_new):
-    """Rows in the middle of a block, at its end, empty, and sharing a tail."""
-    pool, (plan,) = flight(1)
-    rows = [pool.open() for _ in range(3)]
-    grow(pool, rows[0], 2)
-    grow(pool, rows[1], 4)
-    rows.append(int(pool.fork(rows[0])[0]))
+    rows, taken = [parent, *map(int, pool.fork(parent, 2)), pool.open()], []
+    pool.blocks.alloc(pool.stats().blank - (12 if call == "partial step" else 24))
+    first = snapshot(pool, rows)
+    for _ in range(2):
+        ROLLED_BACK[call](pool, plan, rows)
+        assert plan.served.tolist() == [True, call != "partial step", True, True][: len(plan.handles)]
+        taken.append(snapshot(pool, rows))
+        assert taken[-1] != first
+        pool.rollback(plan)
+        assert snapshot(pool, rows) == first and not plan.is_pending
+        pool.check()
+    assert taken[0] == taken[1]
+    pool.step(older, rows, [3, 1, 0, 0])
     before = snapshot(pool, rows)
-    pool.step(plan, rows, num_new)
-    assert [pool.num_tokens(h) for h in rows] == [3, 5, 1, 3]
+    ROLLED_BACK[call](pool, plan, rows)
     pool.rollback(plan)
-    assert snapshot(pool, rows) == before
-    pool.step(plan, rows, num_new)
-    assert plan.seq_lens.tolist() == [3, 5, 1, 3]
-
-
-def test_rollback_then_the_same_step_takes_the_same_blocks(flight, grow):
-    pool, (plan,) = flight(1)
-    parent = pool.open()
-    grow(pool, parent, 6)
-    rows = [parent, int(pool.fork(parent)[0])]
-    results = []
-    for _ in range(3):
-        pool.step(plan, rows, [7, 2])
-        results.append((plan.block_tables.tolist(), plan.copies.tolist(), plan.slot_mapping.tolist()))
-        pool.rollback(plan)
-    assert results[0] == results[1] == results[2]
-
-
-def test_rollback_of_a_reserve(flight, grow):
-    pool, (plan,) = flight(1)
-    parent = pool.open()
-    grow(pool, parent, 6)
-    rows = [parent, int(pool.fork(parent)[0])]
-    before = snapshot(pool, rows)
-    pool.reserve(plan, rows, 9)
-    pool.rollback(plan)
-    assert snapshot(pool, rows) == before
-
-
-def test_rollback_restores_replaced_reserved_blocks(flight):
-    pool, (plan,) = flight(1)
-    handle = pool.open(12)
-    pool.blocks.incref([1, 2, 3])
-    pool.step(plan, [handle], 12)
-    assert pool.table(handle).tolist() == [4, 5, 6]
-    pool.rollback(plan)
-    assert pool.table(handle).tolist() == [1, 2, 3]
-    assert [pool.blocks.refcount(b) for b in range(1, 7)] == [2, 2, 2, 0, 0, 0]
-
-
-def test_rollback_of_a_partial_step(flight, grow):
-    pool, (plan,) = flight(1, num_blocks=4)
-    a, b, c = (pool.open() for _ in range(3))
-    for handle in (a, b, c):
-        grow(pool, handle, 2)
-    before = snapshot(pool, [a, b, c])
-    pool.step(plan, [a, b, c], [1, 9, 2], partial=True)
-    assert plan.served.tolist() == [1, 0, 1]
-    pool.rollback(plan)
-    assert snapshot(pool, [a, b, c]) == before
-
-
-def test_rollback_only_of_the_newest(flight, refused):
-    pool, (a, b) = flight(2)
-    handle = pool.open()
-    pool.step(a, [handle], 3)
-    pool.step(b, [handle], 3)
-    with refused(pool, PlanStateError, "rollback", plans=[a, b]):
-        pool.rollback(a)
-    pool.rollback(b)
-    pool.rollback(a)
-    assert pool.num_tokens(handle) == 0 and pool.stats().blank == 31
-
-
-def test_rollback_of_a_plan_noted_done_is_refused(flight, refused):
-    pool, (a, b) = flight(2)
-    handle = pool.open()
-    pool.step(a, [handle], 3)
-    pool.step(b, [handle], 3)
-    pool.done(b)
-    with refused(pool, PlanStateError, "rollback", plans=[a, b]):
-        pool.rollback(b)
-
-
-def test_rollback_of_an_idle_plan_is_refused(flight, refused):
-    pool, (plan,) = flight(1)
-    with refused(pool, PlanStateError, "rollback", plans=[plan]):
-        pool.rollback(plan)
-    pool.step(plan, [pool.open()], 3)
-    pool.done(plan)
-    with refused(pool, PlanStateError, "rollback", plans=[plan]):
-        pool.rollback(plan)
-    pool.step(plan, [], 0)
-    pool.rollback(plan)
-    with refused(pool, PlanStateError, "rollback", plans=[plan]):
-        pool.rollback(plan)
+    assert snapshot(pool, rows)[0] == before[0]
+    pool.rollback(older)
+    assert snapshot(pool, rows) == first
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
@@ -379,83 +261,48 @@ def test_copy_that_only_a_raw_reference_keeps_is_never_made_after_a_rollback(pre
     pool.check()
 
 
-def test_rolled_back_blocks_wait_for_older_steps(flight):
-    pool, (a, b) = flight(2)
+def test_rolled_back_blocks_wait_for_older_steps(table_flight):
+    pool, (a, b) = table_flight(2)
     handle, other = pool.open(), pool.open()
     pool.step(a, [other], 1)
     pool.step(b, [handle], 8)
     pool.rollback(b)
     assert limbo(pool) == (2, 28)  # a is still in flight
+    pool.truncate(handle, 0)  # in no pending plan any more
     pool.done(a)
     assert limbo(pool) == (0, 30)
 
 
-def test_rollback_of_the_older_plan_after_the_newer(flight, grow):
-    pool, (a, b) = flight(2)
-    parent = pool.open()
-    grow(pool, parent, 6)
-    rows = [parent, int(pool.fork(parent)[0])]
-    before = snapshot(pool, rows)
-    pool.step(a, rows, [3, 1])
-    pool.step(b, rows[::-1], [4, 4])
-    pool.rollback(b)
-    pool.rollback(a)
-    assert snapshot(pool, rows) == before
-
-
-def test_rollback_skips_rows_closed_since(flight, grow):
-    pool, (plan,) = flight(1)
-    parent = pool.open()
-    grow(pool, parent, 6)
-    child = int(pool.fork(parent)[0])
-    pool.step(plan, [parent, child], 5)  # the parent moves to a copy of block 2
-    pool.close(parent)
-    pool.rollback(plan)
-    assert (pool.num_tokens(child), pool.table(child).tolist()) == (6, [1, 2])
-    stats = pool.stats()
-    assert (stats.used, stats.limbo) == (2, 0)
-
-
-def test_rollback_with_every_row_closed(flight, grow):
+@pytest.mark.parametrize("closed", [[0], [1], [0, 1]])
+def test_rollback_skips_rows_closed_since(flight, grow, closed):
     pool, (plan,) = flight(1)
     parent = pool.open()
     grow(pool, parent, 6)
     rows = [parent, int(pool.fork(parent)[0])]
-    pool.step(plan, rows, 5)
-    pool.close(rows)
+    ((_, tables), _), *_ = snapshot(pool, rows)
+    pool.step(plan, rows, 5)  # the parent moves to a copy of its second block
+    pool.close([rows[k] for k in closed])
     pool.rollback(plan)
-    stats = pool.stats()
-    assert (stats.used, stats.limbo, stats.blank) == (0, 0, 31)
+    left = [handle for k, handle in enumerate(rows) if k not in closed]
+    assert snapshot(pool, left)[0] == [(6, tables)] * len(left)
+    pool.close(left)
+    assert idle(pool)
 
 
-def test_rollback_is_refused_while_a_child_forked_since_is_open(flight, refused):
+def test_rollback_is_refused_while_a_descendant_forked_since_is_open(flight, refused):
     pool, (plan,) = flight(1)
     row, other = pool.open(), pool.open()
+    earlier = int(pool.fork(row)[0])
     pool.step(plan, [row], 5)
-    child = int(pool.fork(row)[0])
-    with refused(pool, PlanStateError, "rollback", plans=[plan]):
-        pool.rollback(plan)
-    pool.close(child)
-    pool.rollback(plan)
-    assert pool.num_tokens(row) == 0 and pool.is_open(other)
-
-
-def test_rollback_is_refused_while_a_grandchild_is_open(flight, refused):
-    pool, (plan,) = flight(1)
-    row = pool.open()
-    pool.step(plan, [row], 5)
+    pool.fork(other, 2)  # of another sequence
     child = int(pool.fork(row)[0])
     grandchild = int(pool.fork(child)[0])
-    pool.close(child)
-    with refused(pool, PlanStateError, "rollback", plans=[plan]):
-        pool.rollback(plan)
-    pool.close(grandchild)
+    for handle in (child, grandchild):
+        with refused(pool, PlanStateError, "rollback", plans=[plan]):
+            pool.rollback(plan)
+        pool.close(handle)
     pool.rollback(plan)
-
-
-def test_rollback_is_refused_for_children_of_a_row_closed_since(flight, refused):
-    pool, (plan,) = flight(1)
-    row = pool.open()
+    assert pool.num_tokens(row) == pool.num_tokens(earlier) == 0
     pool.step(plan, [row], 5)
     child = int(pool.fork(row)[0])
     pool.close(row)
@@ -465,26 +312,8 @@ def test_rollback_is_refused_for_children_of_a_row_closed_since(flight, refused)
     assert pool.num_tokens(child) == 5
 
 
-def test_rollback_is_legal_with_children_forked_before_the_step(flight, grow):
-    pool, (plan,) = flight(1)
-    parent = pool.open()
-    grow(pool, parent, 6)
-    child = int(pool.fork(parent)[0])
-    pool.step(plan, [parent], 5)
-    pool.rollback(plan)
-    assert pool.table(child).tolist() == [1, 2] and pool.num_tokens(parent) == 6
-
-
-def test_rollback_is_legal_with_children_of_other_sequences(flight):
-    pool, (plan,) = flight(1)
-    row, other = pool.open(), pool.open()
-    pool.step(plan, [row], 5)
-    pool.fork(other, 2)
-    pool.rollback(plan)
-
-
-def test_rollback_keeps_evicted_blocks_evicted(flight):
-    pool, (plan,) = flight(1, num_blocks=3)
+def test_rollback_keeps_evicted_blocks_evicted(table_flight):
+    pool, (plan,) = table_flight(1, num_blocks=3)
     pool.blocks.alloc(2)
     pool.blocks.mark_cached([1, 2])
     pool.blocks.free([1, 2])
@@ -495,60 +324,33 @@ def test_rollback_keeps_evicted_blocks_evicted(flight):
     assert (stats.blank, stats.evictable) == (2, 0)
 
 
-def test_truncate_of_a_row_is_legal_after_rollback(flight):
-    pool, (plan,) = flight(1)
-    row = pool.open()
-    pool.step(plan, [row], 5)
-    pool.rollback(plan)
-    pool.truncate(row, 0)
-
-
-def test_truncate_is_legal_after_rollback_though_an_older_plan_is_pending(flight, grow):
-    pool, (a, b) = flight(2)
-    row, other = pool.open(), pool.open()
-    grow(pool, row, 2)
-    pool.step(a, [other], 1)
-    pool.step(b, [row], 1)
-    pool.rollback(b)
-    pool.truncate(row, 0)  # in no pending plan any more
-    assert pool.num_tokens(row) == 0
-
-
 @pytest.mark.parametrize("num_new", [0, 1, 3, [1]])
 def test_row_of_a_pending_plan_is_refused_with_any_number_of_new_tokens(flight, grow, refused, num_new):
     pool, (plan,) = flight(1)
-    row = pool.open()
+    row, other = pool.open(), pool.open()
     grow(pool, row, 2)
     pool.step(plan, [row], num_new)
-    with refused(pool, PlanStateError, "truncate", plans=[plan]):
-        pool.truncate(row, 0)
+    for rows in (row, [other, row]):
+        with refused(pool, PlanStateError, "truncate", plans=[plan]):
+            pool.truncate(rows, 0)
     child = int(pool.fork(row)[0])
     with refused(pool, PlanStateError, "rollback", plans=[plan]):
         pool.rollback(plan)
     pool.close(child)
     pool.rollback(plan)
     assert pool.num_tokens(row) == 2
+    pool.truncate(row, 0)
 
 
-# --- forks of pending rows --------------------------------------------------------------------------------
-
-
-def test_fork_of_a_pending_row_shares_what_the_step_wrote(flight):
-    pool, (a, b) = flight(2)
+def test_fork_of_a_pending_row_shares_what_the_step_wrote_and_may_be_truncated(table_flight):
+    pool, (a, b) = table_flight(2)
     row = pool.open()
     pool.step(a, [row], 6)
-    child = int(pool.fork(row)[0])
+    child, other = map(int, pool.fork(row, 2))
     assert (pool.num_tokens(child), pool.table(child).tolist()) == (6, [1, 2])
+    pool.truncate(other, 2)
+    assert pool.table(other).tolist() == [1]
     pool.step(b, [child], 1)
     assert b.copies.tolist() == [[2, 3, 2]]
     pool.done(a)
     pool.done(b)
-
-
-def test_child_of_a_pending_row_may_be_truncated(flight):
-    pool, (plan,) = flight(1)
-    row = pool.open()
-    pool.step(plan, [row], 6)
-    child = int(pool.fork(row)[0])
-    pool.truncate(child, 2)
-    assert pool.table(child).tolist() == [1]

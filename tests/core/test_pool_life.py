@@ -10,19 +10,11 @@ from kvpool.errors import KVPoolError, PlanStateError, PoolClosed, StaleHandle
 # --- deferred close ---------------------------------------------------------------------------------------
 
 
-def test_defer_close_takes_effect_in_the_next_call(make_pool):
-    pool = make_pool()
-    handle = pool.open(8)
-    pool.defer_close(handle)
-    assert pool.is_open(handle) is False  # this call drained the list first
-    assert pool.stats().used == 0
-
-
 SEES_THE_CLOSE = {  # each call answers as if the sequence (all blocks, the only slot) was closed before it
     "stats": lambda pool, plan, h: pool.stats().used == 0,
     "refcount": lambda pool, plan, h: pool.blocks.refcount(1) == 0,
-    "refcount_histogram": lambda pool, plan, h: pool.blocks.refcount_histogram().tolist() == [3],
-    "alloc": lambda pool, plan, h: len(pool.blocks.alloc(3)) == 3,
+    "refcount_histogram": lambda pool, plan, h: pool.blocks.refcount_histogram().tolist() == [6],
+    "alloc": lambda pool, plan, h: len(pool.blocks.alloc(6)) == 6,
     "open": lambda pool, plan, h: pool.num_tokens(pool.open(12)) == 0,
     "is_open": lambda pool, plan, h: not pool.is_open(h),
     "reset": lambda pool, plan, h: pool.reset() is None,
@@ -30,16 +22,16 @@ SEES_THE_CLOSE = {  # each call answers as if the sequence (all blocks, the only
 
 
 @pytest.mark.parametrize("call", SEES_THE_CLOSE)
-def test_defer_close_is_drained_before_the_next_call(make_pool, make_plan, call):
-    pool = make_pool(4, max_seqs=1)
+def test_defer_close_is_drained_before_the_next_call(make_any, make_plan, call):
+    pool = make_any(7, max_seqs=1)
     handle = pool.open(12)
     pool.defer_close(handle)
     assert SEES_THE_CLOSE[call](pool, make_plan(pool), handle)
 
 
 @pytest.mark.parametrize("call", ["table", "num_tokens", "capacity", "close", "fork"])
-def test_defer_close_makes_the_handle_stale_for_the_next_call(make_pool, call):
-    pool = make_pool()
+def test_defer_close_makes_the_handle_stale_for_the_next_call(make_any, call):
+    pool = make_any()
     handle = pool.open(8)
     pool.defer_close(handle)
     with pytest.raises(StaleHandle):
@@ -47,55 +39,30 @@ def test_defer_close_makes_the_handle_stale_for_the_next_call(make_pool, call):
     assert pool.stats().used == 0  # closed, although the call itself was refused
 
 
-def test_deferred_closes_are_calls_of_their_own(make_pool):
-    deferred, explicit = make_pool(), make_pool()
+def test_deferred_closes_are_calls_of_their_own(make_any):
+    deferred, explicit = make_any(), make_any()
     for pool in (deferred, explicit):
         first, second = pool.open(8), pool.open(4)
-        if pool is deferred:
-            pool.defer_close(second)
-            pool.defer_close(first)
-        else:
-            pool.close(second)
-            pool.close(first)
+        for handle in (second, first):
+            (pool.defer_close if pool is deferred else pool.close)(handle)
     assert deferred.digest() == explicit.digest()
     assert deferred.fingerprint() == explicit.fingerprint()
 
 
-def test_defer_close_of_dead_handles_is_skipped(make_pool):
-    pool, other = make_pool(), make_pool()
-    live, dead = pool.open(4), pool.open(4)
+def test_defer_close_of_dead_handles_is_skipped_however_many_there_are(make_any):
+    pool, other = make_any(max_seqs=2), make_any()
+    dead = pool.open(4)
     pool.close(dead)
+    live, owner = pool.open(4), pool.open(8)  # one of them in the slot of the dead one
     before = pool.fingerprint(), pool.digest()
     for handle in (dead, dead, other.open()):
         pool.defer_close(handle)
     assert (pool.fingerprint(), pool.digest()) == before
-    assert pool.is_open(live)
-
-
-def test_defer_close_twice_closes_once(make_pool):
-    pool = make_pool(max_seqs=1)
-    handle = pool.open(4)
-    pool.defer_close(handle)
-    pool.defer_close(handle)
-    assert pool.stats().sequences == 0
-    assert pool.open() == handle + (1 << 20)  # one generation later
-
-
-def test_defer_close_then_close_leaves_the_slots_next_owner_alone(make_pool):
-    pool = make_pool(max_seqs=1)
-    handle = pool.open(4)
-    pool.close(handle)
-    owner = pool.open(8)
-    pool.defer_close(handle)
-    assert pool.is_open(owner) and len(pool.table(owner)) == 2
-
-
-def test_defer_close_takes_more_handles_than_there_are_sequences(make_pool):
-    pool = make_pool(max_seqs=2)
-    handle = pool.open(4)
+    assert pool.is_open(live) and len(pool.table(owner)) == 2
     for _ in range(10_000):
-        pool.defer_close(handle)
-    assert pool.stats().sequences == 0
+        pool.defer_close(live)
+    assert pool.stats().sequences == 1
+    assert pool.open() == live + (1 << 20)  # one generation later
 
 
 def test_defer_close_from_a_finalizer(make_pool):
@@ -119,8 +86,8 @@ def test_defer_close_from_a_finalizer(make_pool):
 # --- reset and shutdown -----------------------------------------------------------------------------------
 
 
-def test_reset_makes_every_handle_stale_and_every_block_free(make_pool, make_plan, grow):
-    pool = make_pool(max_seqs=4)
+def test_reset_makes_every_handle_stale_and_every_block_free(make_any, make_plan):
+    pool = make_any(32, max_seqs=4)
     plan = make_plan(pool)
     handles = [pool.open(4) for _ in range(3)]
     pool.close(handles[1])
@@ -129,33 +96,25 @@ def test_reset_makes_every_handle_stale_and_every_block_free(make_pool, make_pla
     pool.reset()
     assert not any(pool.is_open(h) for h in handles)
     stats = pool.stats()
-    assert (stats.blank, stats.used, stats.limbo, stats.sequences, stats.pending) == (15, 0, 0, 0, 0)
+    assert (stats.blank, stats.used, stats.limbo, stats.sequences, stats.pending) == (31, 0, 0, 0, 0)
     assert not plan.is_pending
-    fresh = [pool.open(4) for _ in range(4)]
-    assert [h & 0xFFFFF for h in fresh] == [0, 1, 2, 3]
-    assert [pool.table(h).tolist() for h in fresh] == [[1], [2], [3], [4]]
-    assert not set(fresh) & set(handles)
-
-
-def test_reset_forgets_a_pending_plan_which_can_then_step_again(make_pool, make_plan):
-    pool = make_pool()
-    plan = make_plan(pool)
-    pool.step(plan, [pool.open()], 5)
-    pool.reset()
     with pytest.raises(PlanStateError):
         pool.done(plan)
-    handle = pool.open()
-    pool.step(plan, [handle], 5)
-    assert plan.dirty_rows.tolist() == [0]
-    assert plan.block_tables.tolist()[0][:2] == [1, 2]
+    fresh = [pool.open() for _ in range(4)]
+    assert [h & 0xFFFFF for h in fresh] == [0, 1, 2, 3] and not set(fresh) & set(handles)
+    pool.step(plan, fresh, 5)
+    assert (plan.groups or [plan])[0].dirty_rows.tolist() == [0, 1, 2, 3]
+    assert [pool.table(h).ravel().tolist() for h in fresh] == [[1, 2], [3, 4], [5, 6], [7, 8]]
 
 
-def test_shutdown_twice_is_legal_and_every_call_afterwards_is_pool_closed(make_pool, make_plan):
-    pool = make_pool()
+def test_shutdown_twice_is_legal_and_every_call_afterwards_is_pool_closed(make_any, make_plan):
+    pool = make_any()
     plan = make_plan(pool)
     handle = pool.open(4)
+    pool.step(plan, [handle], 5)
     pool.shutdown()
     pool.shutdown()
+    pool.defer_close(handle)  # called by finalizers at interpreter exit
     calls = {
         **ONE_HANDLE_CALLS,
         "open": lambda pool, plan, h: pool.open(),
@@ -185,31 +144,11 @@ def test_shutdown_twice_is_legal_and_every_call_afterwards_is_pool_closed(make_p
         assert str(caught.value).startswith(f"[{name}] "), str(caught.value)
 
 
-def test_shutdown_with_open_sequences_and_pending_plans(make_pool, make_plan):
-    pool = make_pool()
-    plan = make_plan(pool)
-    pool.step(plan, [pool.open()], 5)
-    pool.shutdown()
-    with pytest.raises(PoolClosed):
-        pool.done(plan)
-
-
-def test_pool_is_a_context_manager(core):
+def test_pool_as_context_manager_is_shut_down_and_lets_exceptions_pass(core):
     with core.Pool(4, 4) as pool:
         pool.open(4)
-    with pytest.raises(PoolClosed):
-        pool.stats()
-
-
-def test_pool_as_context_manager_lets_exceptions_pass(core):
-    with pytest.raises(KVPoolError, match="row"), core.Pool(4, 4) as pool:
+    with pytest.raises(KVPoolError, match="row"), core.Pool(4, 4) as other:
         raise KVPoolError("row")
-    with pytest.raises(PoolClosed):
-        pool.open()
-
-
-def test_defer_close_after_shutdown_does_not_raise(make_pool):
-    pool = make_pool()
-    handle = pool.open()
-    pool.shutdown()
-    pool.defer_close(handle)  # called by finalizers at interpreter exit
+    for closed in (pool, other):
+        with pytest.raises(PoolClosed):
+            closed.stats()

@@ -132,6 +132,11 @@ def test_replay_goes_the_same_way(seed, tmp_path):
     assert rerun(record, check_every=50) is None
 
 
+def test_pool_with_layer_groups_is_not_recorded():
+    with pytest.raises(ValueError, match="layer groups"):
+        RecordedPool(16, 4, groups=[kvpool.Group.full()])
+
+
 def test_random_seed_may_be_given_again():
     for _ in range(64):
         assert Pool(2, 1, seed=(seed := Pool(2, 1).options.seed)).options.seed == seed

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from kvpool import Group
+
 
 def test_fresh_pool(make_pool):
     stats = make_pool(16, 4, reserved_blocks=2).stats()
@@ -89,36 +91,22 @@ def test_fragmentation_counts_shared_blocks_per_sequence(make_pool, grow):
     assert (stats.tokens, stats.capacity, stats.used, stats.shared) == (24, 32, 2, 2)
 
 
-def test_peak_used_is_the_most_ever_used(make_pool):
-    pool = make_pool(16, 4)
-    pool.blocks.free(pool.blocks.alloc(9))
-    pool.blocks.alloc(2)
-    stats = pool.stats()
-    assert (stats.peak_used, stats.used) == (9, 2)
-    pool.blocks.alloc(10)
-    assert pool.stats().peak_used == 12
-
-
-def test_peak_used_counts_blocks_that_come_back_to_life(make_pool):
-    pool = make_pool(16, 4)
+def test_peak_used_is_the_most_ever_used_and_counts_blocks_that_come_back_to_life(make_any):
+    pool = make_any(16, 4)
+    pool.blocks.free(pool.blocks.alloc(5))
     ids = pool.blocks.alloc(4)
     pool.blocks.mark_cached(ids)
     pool.blocks.free(ids)
     pool.blocks.alloc(3)
+    assert (pool.stats().peak_used, pool.stats().used) == (5, 3)
     pool.blocks.touch(ids)
     assert pool.stats().peak_used == 7
+    pool.reset()
+    stats = pool.stats()
+    assert (stats.allocs, stats.peak_used, stats.used) == (12, 7, 0)  # counters of use survive
 
 
-def test_cow_counts_only_copies_of_tokens(make_pool, make_plan):
-    pool = make_pool(16, 4)
-    handle = pool.open(4)
-    pool.blocks.incref(1)
-    plan = make_plan(pool)
-    pool.step(plan, [handle], 1)  # replaced without a copy: nothing in it yet
-    assert (pool.stats().cow_copies, pool.stats().cow_tokens) == (0, 0)
-
-
-def test_cow_tokens_add_up_over_steps(make_pool, make_plan, grow):
+def test_cow_counts_copies_of_tokens_over_steps(make_pool, make_plan, grow):
     pool = make_pool(32, 8)
     parent = pool.open()
     grow(pool, parent, 5)
@@ -130,8 +118,8 @@ def test_cow_tokens_add_up_over_steps(make_pool, make_plan, grow):
     assert (pool.stats().cow_copies, pool.stats().cow_tokens) == (4, 21)
 
 
-def test_evictions_count_both_ways_of_eviction(make_pool):
-    pool = make_pool(5, 4)
+def test_evictions_count_both_ways_of_eviction(make_any):
+    pool = make_any(5, 4)
     ids = pool.blocks.alloc(4)
     pool.blocks.mark_cached(ids)
     pool.blocks.free(ids)
@@ -141,8 +129,8 @@ def test_evictions_count_both_ways_of_eviction(make_pool):
     assert (stats.evictions, stats.evictable, stats.allocs) == (3, 1, 7)
 
 
-def test_refused_calls_count_nothing(make_pool):
-    pool = make_pool(5, 4)
+def test_refused_calls_count_nothing(make_any):
+    pool = make_any(5, 4)
     before = pool.stats()
     for call in (
         lambda: pool.blocks.alloc(5),
@@ -166,49 +154,50 @@ def test_histogram_counts_unreserved_blocks_by_refcount(make_pool, grow):
     assert histogram.tolist() == [4, 2, 0, 0, 2]
 
 
-def test_histogram_of_an_idle_pool(make_pool):
-    assert make_pool(10, 4, reserved_blocks=0).blocks.refcount_histogram().tolist() == [10]
-
-
 def test_held_block_is_used_though_its_refcount_is_zero(make_pool, make_plan):
     pool = make_pool(8, 4)
     handle = pool.open(4)
     pool.blocks.incref(1)
     plan = make_plan(pool)
-    pool.step(plan, [handle], 1)
+    pool.step(plan, [handle], 1)  # replaced without a copy: nothing in it yet
+    assert (pool.stats().cow_copies, pool.stats().cow_tokens) == (0, 0)
     pool.blocks.free(1)
     assert pool.blocks.refcount_histogram().tolist() == [6, 1]
     assert (pool.stats().used, pool.stats().blank) == (2, 5)
 
 
-def test_counters_of_use_survive_reset(make_pool):
-    pool = make_pool(8, 4)
-    pool.blocks.alloc(5)
-    pool.reset()
-    stats = pool.stats()
-    assert (stats.allocs, stats.peak_used, stats.used) == (5, 5, 0)
-
-
-def test_stats_agree_with_the_tables_after_a_long_random_run(make_pool, make_plan):
-    """Every number recomputed from tables and reference counts alone."""
+@pytest.mark.parametrize(
+    "groups", [None, [Group.full()], [Group.full(), Group.window(6, arena=1, columns=2, num_blocks=120)]]
+)
+def test_stats_agree_with_the_tables_after_a_long_random_run(make_pool, make_plan, groups):
+    """Every number of every arena recomputed from tables, and from the blocks that the test has by id."""
     rng = np.random.default_rng(3)
-    pool = make_pool(100, 4, max_seqs=16)
-    plan = make_plan(pool, 16, 200)
-    handles = [pool.open()]
+    pool = make_pool(100, 4, max_seqs=16, groups=groups)
+    plan, handles = make_plan(pool, 16, 200), [pool.open()]
+    mine = [[] for _ in groups or [None]]
     for _ in range(200):
         if rng.random() < 0.3 and len(handles) < 10:
             handles += map(int, pool.fork(handles[0], 2))
         if rng.random() < 0.3 and len(handles) > 1:
             pool.close(handles.pop(int(rng.integers(len(handles)))))
         for handle in [h for h in handles if pool.num_tokens(h) > 25]:
-            pool.truncate(handle, int(rng.integers(0, 25)))
+            pool.close(handle) if groups else pool.truncate(handle, int(rng.integers(0, 25)))
+        handles = [h for h in handles if pool.is_open(h)] or [pool.open()]
         pool.step(plan, handles, rng.integers(0, 4, len(handles)), partial=True)
-        pool.done(plan)
-        tables = [pool.table(h).tolist() for h in handles]
-        references = np.bincount([b for table in tables for b in table], minlength=100)[1:]
-        stats = pool.stats()
-        assert stats.used == np.count_nonzero(references)
-        assert stats.shared == np.count_nonzero(references > 1)
-        assert stats.tokens == sum(pool.num_tokens(h) for h in handles)
-        assert stats.capacity == 4 * sum(map(len, tables))
-        assert pool.blocks.refcount_histogram().tolist() == np.bincount(references).tolist()
+        pool.rollback(plan) if rng.random() < 0.2 else pool.done(plan)
+        assert pool.stats().tokens == sum(pool.num_tokens(h) for h in handles)
+        for number, held in enumerate(mine):
+            blocks, named = pool.blocks.arena(number), [pool.table(h, number).ravel() for h in handles]
+            named = np.concatenate(named)[np.concatenate(named) > 0]
+            if held and rng.random() < 0.5:
+                blocks.decref(held.pop())
+            elif named.size:
+                held.append(int(rng.choice(named)))  # a window may let go of it later
+                blocks.incref(held[-1])
+            stats = pool.stats(number)
+            references = np.bincount([*named, *held], minlength=stats.num_blocks)[1:]
+            assert (stats.used, stats.shared) == (np.count_nonzero(references), np.count_nonzero(references > 1))
+            assert blocks.refcounts(np.arange(1, stats.num_blocks, dtype=np.int32)).tolist() == references.tolist()
+            assert blocks.refcount_histogram().tolist() == np.bincount(references).tolist()
+        if groups is None:
+            assert pool.stats().capacity == 4 * sum(len(pool.table(h)) for h in handles)

@@ -12,6 +12,7 @@ from kvpool.testing.dense import dense_attention
 from kvpool.testing.filled import SEED
 from kvpool_backends.cpu import CPUBackend, base_arrays, default_layout, isas
 from kvpool_backends.cpu._kernels import tilings
+from kvpool_backends.numpy import NumpyBackend
 
 
 @pytest.mark.parametrize("isa", [*(pytest.param(isa, marks=pytest.mark.long) for isa in isas()[:-1]), isas()[-1]])
@@ -50,11 +51,12 @@ def test_planes_lie_in_one_mapping_that_begins_at_a_huge_page(layout):
     assert all(end <= address for end, address in zip(ends, addresses[1:], strict=False))
 
 
-def test_offsets_beyond_two_to_the_31_elements_reach_the_right_block():
+@pytest.mark.parametrize("factory", [CPUBackend, NumpyBackend])
+def test_offsets_beyond_two_to_the_31_elements_reach_the_right_block(factory):
     """Keys and values of 2^31 elements and more each; memory that is never touched costs nothing."""
     spec = KVSpec(1, 1, 1024, "float16", 16)
     num_blocks = 2**31 // (16 * 1024) + 3
-    backend = CPUBackend(spec, num_blocks)
+    backend = factory(spec, num_blocks)
     last = num_blocks - 1
     k, v = np.random.default_rng(SEED).standard_normal((2, 16, 1, 1024)).astype(np.float16)
     plan = StepArrays(np.array([[last]]), np.array([16]), np.array([0, 1]), last * 16 + np.arange(16))
@@ -87,12 +89,13 @@ def test_tokens_of_any_float_type_are_taken_and_results_are_float32(given):
     np.testing.assert_allclose(out, dense_attention(q, k, v)[0], rtol=0, atol=1e-5)
 
 
-def test_warmup_takes_the_scratch_that_steps_will_need():
+@pytest.mark.parametrize("scores", [None, "mass"])
+def test_warmup_takes_the_scratch_that_steps_will_need(scores):
     spec = KVSpec(2, 2, 8, "float32", 4)
     backend = CPUBackend(spec, 9)
-    backend.warmup([BatchShape(2, 2, 600, 4), BatchShape(1, 40, 600, 4), BatchShape(0, 0, 4, 4)])
+    backend.warmup([BatchShape(2, 2, 600, 4), BatchShape(0, 0, 4, 4)], scores=scores)
     scratch = backend.store.scratch_nbytes
     plan = StepArrays(np.full((2, 600), 3), np.array([2400, 17]), np.array([0, 1, 2]), np.array([1, 2]))
     backend.write(backend.prepare(plan), 1, np.ones((2, 2, 8)), np.ones((2, 2, 8)))
-    backend.attend(backend.prepare(plan), 1, np.ones((2, 4, 8)))
+    backend.attend(backend.prepare(plan), 1, np.ones((2, 4, 8)), scores=scores)
     assert backend.store.scratch_nbytes == scratch

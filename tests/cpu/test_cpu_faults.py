@@ -25,14 +25,11 @@ import pytest
 import test_cpu_decode as decode
 import test_cpu_move as move
 import test_cpu_quantized as quantized
-import test_cpu_scores as scores
 
-from kvpool.config import KVSpec
 from kvpool.testing import conformance
 from kvpool_backends.cpu import CPUBackend, isas
 
 KERNELS = Path(__file__).resolve().parents[2] / "kvpool_backends" / "cpu" / "kernels"
-QUANTIZED = KVSpec(1, 2, 64, "float16", 16, k_bits=8, v_bits=4, quant_group_size=32)
 SHARED = ("attend", "move", "threads")  # sources that all instruction sets have in common
 Check = Callable[[str], object]  # a test, called with the name of an instruction set
 
@@ -59,37 +56,10 @@ def decoded(**choice: Any) -> Check:
     return lambda isa: decode.test_attention_of_any_shape_equals_float64(case | {"isa": isa})
 
 
-def chunked(**choice: Any) -> Check:
-    """The test of one chunk."""
-    case = {"dtype": "bfloat16", "block_size": 16, "dims": (80, 96), "group": 3, "features": "none", "queries": 43}
-    case |= {"prior": 127, "layout": "NHD", "tokens": "float32"} | choice
-    return lambda isa: decode.test_attention_of_any_shape_equals_float64(case | {"isa": isa})
-
-
 def conforms(name: str) -> Check:
     """A case of the conformance kit."""
     (case,) = [case for case in conformance.CASES if case.__name__ == name]
     return lambda isa: case(partial(CPUBackend, isa=isa))
-
-
-def quantized_bytes(dtype: str) -> Check:
-    return lambda isa: quantized.test_write_stores_the_bytes_of_the_reference(8, 32, dtype, dtype, isa)
-
-
-def midpoints(dtype: str) -> Check:
-    return lambda isa: move.test_midpoints_of_all_16_bit_numbers_round_to_nearest_even(dtype, "at", isa)
-
-
-def moves(layout: str) -> Check:
-    return lambda isa: move.test_large_moves_on_several_threads_leave_the_same_bytes_as_the_model(layout)
-
-
-def compacted(isa: str) -> None:
-    quantized.test_compact_moves_what_the_reference_moves(None, None, "NHD")
-
-
-def scored(kind: str) -> Check:
-    return lambda isa: scores.test_scores_of_rows_in_many_parts_equal_dense_scores(isa, kind)
 
 
 FAULTS = [
@@ -101,21 +71,7 @@ FAULTS = [
         "v + (i - (i > 0 && i + 1 == count)) * v_step",
         decoded(),
     ),
-    Fault(
-        "parts begin a token late",
-        "attend.c",
-        "cut < first ? first : cut",
-        "cut < first ? first : cut + (cut > 0)",
-        decoded(prior=700),
-    ),
     # What changes a score, and what hides it
-    Fault(
-        "the window of a chunk is one too long",
-        "chunk_softmax.h",
-        "query + oldest < key",
-        "query + oldest <= key",
-        chunked(features="window"),
-    ),
     Fault(
         "a NaN in the mask of a chunk hides its token",
         "chunk_softmax.h",
@@ -154,20 +110,13 @@ FAULTS = [
         "weight * v_load(biases + g * TILE + t)",
         lambda isa: quantized.test_masked_tokens_that_are_nan_never_matter(1),
     ),
-    Fault(
-        "zero points are rounded down",
-        "quantize.h",
-        "v_rint(edge / scale)",
-        "v_rint(edge / scale - 0.25f)",
-        quantized_bytes("float32"),
-    ),
     # Conversions
     Fault(
         "ties of bfloat16 are rounded up",
         "simd.h",
         "0x7fff + ((bits >> 16) & 1)",
         "(bits & 0) + 0x8000",
-        midpoints("bfloat16"),
+        lambda isa: move.test_midpoints_of_all_16_bit_numbers_round_to_nearest_even("bfloat16", "at", isa),
     ),
     # Moves
     Fault(
@@ -175,14 +124,14 @@ FAULTS = [
         "move.c",
         "copy[2]",
         "copy[2] - 1",
-        moves("NHD"),
+        lambda isa: move.test_large_moves_on_several_threads_leave_the_same_bytes_as_the_model("NHD"),
     ),
     Fault(
         "kept tokens come from their new place",
         "move.c",
         "keep[j] % block_size * p->slot",
         "j % block_size * p->slot",
-        compacted,
+        conforms("compaction_moves_what_stays_and_nothing_else"),
     ),
 ]
 

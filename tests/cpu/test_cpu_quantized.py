@@ -45,16 +45,18 @@ def test_write_stores_the_bytes_of_the_reference(bits, group, given, dtype, isa)
     assert np.array_equal(everything(mine), everything(reference))
 
 
+def stores_alike(spec, x, isa, slots):
+    mine, reference = pair(spec, -(-len(slots) // spec.block_size) + 1, isa=isa)
+    for backend in (mine, reference):
+        backend.write(backend.prepare(StepArrays(slot_mapping=slots)), 0, x, x)
+    assert np.array_equal(everything(mine), everything(reference))
+
+
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("bits", [4, 8])
 def test_write_near_ties_rounds_as_a_division_does(bits, isa):
     spec = KVSpec(1, 1, 64, "float32", 16, k_bits=bits, v_bits=bits)
-    mine, reference = pair(spec, 65, isa=isa)
-    x = near_ties(np.random.default_rng(SEED), 1024, bits)
-    plan = StepArrays(slot_mapping=np.arange(1024) + 16)
-    mine.write(mine.prepare(plan), 0, x, x)
-    reference.write(reference.prepare(plan), 0, x, x)
-    assert np.array_equal(everything(mine), everything(reference))
+    stores_alike(spec, near_ties(np.random.default_rng(SEED), 1024, bits), isa, np.arange(1024))
 
 
 @pytest.mark.parametrize("isa", isas())
@@ -64,34 +66,25 @@ def test_write_divides_by_every_scale_whose_quotients_are_hard_to_round(bits, is
 
     A group from -L to nearly L has the scale L / 2^(bits - 1), so its significand is anything that L has.
     """
-    spec = KVSpec(1, 1, 64, "float32", 16, k_bits=bits, v_bits=bits)
-    rng = np.random.default_rng(SEED)
-    half = 2 ** (bits - 1)
+    rng, half = np.random.default_rng(SEED), 2 ** (bits - 1)
     low = (np.arange(129, 256)[:, None] * 2**16 + np.arange(-20, 21)).ravel().astype(np.float32)
     near = np.float32(low[:, None] / half * (rng.integers(0, 2 * half - 1, (low.size, 64)) + 0.5))
     near = (near.view(np.int32) + rng.integers(-3, 4, near.shape, np.int32)).view(np.float32)
     x = (near - low[:, None]).clip(-low[:, None], low[:, None] * np.float32((half - 1) / half))
     x[:, 0], x[:, 1] = -low, low * np.float32((half - 1) / half)
-    mine, reference = pair(spec, -(-low.size // 16), isa=isa)
-    for backend in (mine, reference):
-        backend.write(backend.prepare(StepArrays(slot_mapping=np.arange(low.size))), 0, x[:, None], x[:, None])
-    assert np.array_equal(everything(mine), everything(reference))
+    stores_alike(KVSpec(1, 1, 64, "float32", 16, k_bits=bits, v_bits=bits), x[:, None], isa, np.arange(low.size))
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("isa", isas())
 def test_write_of_ranges_beyond_float32_and_of_few_tokens_equals_the_reference(isa, group):
     """A scale that is infinite; NaN of both signs and with payloads; batches that are not full; heads far apart."""
-    spec = KVSpec(1, 3, 128, "float32", 16, k_bits=8, v_bits=4, quant_group_size=group)
-    mine, reference = pair(spec, 2, isa=isa)
     x = rows(np.random.default_rng(SEED), (19, 5, 128))[:, 1:4]
     x[1, 0, :2] = 3e38, -3e38
     x[2, 1, 3], x[2, 2, 5] = np.array([0x7F800001, 0xFFFFFFFF], np.uint32).view(np.float32)
     slots = np.arange(19)
     slots[[0, 7, 18]] = -1
-    for backend in (mine, reference):
-        backend.write(backend.prepare(StepArrays(slot_mapping=slots)), 0, x, x)
-    assert np.array_equal(everything(mine), everything(reference))
+    stores_alike(KVSpec(1, 3, 128, "float32", 16, k_bits=8, v_bits=4, quant_group_size=group), x, isa, slots)
 
 
 @pytest.mark.parametrize("isa", isas())
@@ -107,32 +100,6 @@ def test_elements_with_gaps_are_stored_and_gathered_like_others(spec, isa):
     outs = [np.zeros((32, 2, 64, 2), np.float32)[..., 0] for _ in "kv"]
     mine.store.gather(0, np.arange(2), *outs)
     assert all(map(np.array_equal, outs, mine.gather(0, [0, 1])))
-
-
-# ---------------------------------------------------------------------- whole blocks
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("k_bits", "v_bits"), BITS)
-def test_whole_blocks_move_as_in_the_reference(k_bits, v_bits, layout):
-    if layout == "interleaved" and k_bits != v_bits:  # one array
-        return
-    spec = KVSpec(3, 2, 64, "bfloat16", 5, None, layout, k_bits, v_bits, 32)
-    backends = pair(spec, 9)
-    rng = np.random.default_rng(SEED)
-    for layer in range(3):
-        k, v = (rows(rng, (45, 2, 64)) for _ in "kv")
-        for backend in backends:
-            backend.write(backend.prepare(StepArrays(slot_mapping=np.arange(45))), layer, k, v)
-    mine, reference = backends
-    assert np.array_equal(everything(mine), everything(reference))
-    for backend in backends:
-        backend.copy_blocks(np.array([[1, 2, 3], [4, 7, 5]]))
-        backend.zero([3])
-        backend.import_blocks([8, 0], backend.export_blocks([5, 6]))
-    assert np.array_equal(everything(mine), everything(reference))
-    for one, other in zip(mine.gather(1, [2, 7, 0], 13), reference.gather(1, [2, 7, 0], 13), strict=True):
-        assert np.array_equal(one, other)
 
 
 # ---------------------------------------------------------------------- attention
@@ -176,23 +143,17 @@ def test_fused_decode_equals_dequantize_then_dense(bits, length, sinks):
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("k_bits", "v_bits"), BITS)
-def test_decode_of_any_layout_and_bits_is_right(k_bits, v_bits, layout, isa):
+def test_attention_over_any_layout_and_bits_is_right(k_bits, v_bits, layout, isa):
     if layout == "interleaved" and k_bits != v_bits:
         return
     for dtype, group_size, num_queries, group, block, heads in (
         ("float32", 32, 1, 1, 3, 3), ("float16", 64, 3, 3, 16, 3), ("bfloat16", 32, 2, 5, 7, 3),
+        ("float16", 32, 70, 2, 16, 2),  # a chunk
         ("float16", 32, 1, 2, 16, 4),  # scales of a token fill whole vectors of every instruction set
     ):  # fmt: skip
         v_dim = None if layout == "interleaved" else 192
         spec = KVSpec(1, heads, 128, dtype, block, v_dim, layout, k_bits, v_bits, group_size)
         check(spec, 77, num_queries, group, isa=isa)
-
-
-@pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize(("k_bits", "v_bits"), BITS)
-def test_chunks_are_right(k_bits, v_bits, isa):
-    spec = KVSpec(1, 2, 64, "float16", 16, None, "NHD", k_bits, v_bits, 32)
-    check(spec, 300, 70, 2, isa=isa)
 
 
 @pytest.mark.parametrize("num_queries", [1, 20])
@@ -210,29 +171,6 @@ def test_masked_tokens_that_are_nan_never_matter(num_queries):
 
 
 # ---------------------------------------------------------------------- compaction
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("k_bits", "v_bits"), [*BITS, (None, None)])
-def test_compact_moves_what_the_reference_moves(k_bits, v_bits, layout):
-    if layout == "interleaved" and k_bits != v_bits:
-        return
-    spec = KVSpec(2, 3, 64, "float16", 5, None, layout, k_bits, v_bits, 32)
-    mine, reference = pair(spec, 8)
-    rng = np.random.default_rng(SEED)
-    for layer in range(2):
-        k, v = (rng.standard_normal((40, 3, 64)).astype(np.float32) for _ in "kv")
-        for backend in (mine, reference):
-            backend.write(backend.prepare(StepArrays(slot_mapping=np.arange(40))), layer, k, v)
-    keep = np.sort(rng.permuted(np.tile(np.arange(33), (2, 3, 1)), axis=-1)[..., :14], axis=-1)
-    blocks = [6, 1, 7, 0, 3, 2, 5]
-    before = [x.copy() for x in mine.gather(1, blocks)]
-    for backend in (mine, reference):
-        backend.compact(blocks, keep)
-    assert np.array_equal(everything(mine), everything(reference))
-    for old, new in zip(before, mine.gather(1, blocks, 14), strict=True):
-        for head in range(3):
-            assert np.array_equal(new[:, head], old[keep[1, head], head])
 
 
 @pytest.mark.parametrize(

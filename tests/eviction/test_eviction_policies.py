@@ -108,9 +108,18 @@ def test_sliding_window_keeps_sinks_and_the_newest():
     assert (keep == [0, 1, 5, 6, 7, 8, 9, 10, 11]).all() and keep.shape == (LAYERS, HEADS, 9)
 
 
+class HeavyBlocks(H2O):
+    """A policy of whole blocks that is not `BlockEviction`."""
+
+    whole_blocks = True
+    lens_after = BlockEviction.lens_after
+
+
 @pytest.mark.parametrize("seed", range(5))
-def test_blocks_with_the_lowest_scores_leave(seed):
-    policy = BlockEviction(max_kv=24, sink=5, recent_tokens=6)
+@pytest.mark.parametrize(
+    "policy", [HeavyBlocks(max_kv=24, sink=5, heavy=13), BlockEviction(max_kv=24, sink=5, recent_tokens=6)]
+)
+def test_blocks_with_the_lowest_scores_leave_under_any_policy_of_whole_blocks(policy, seed):
     known, n = memory(policy), 39
     scores = draw(seed, 1, n)
     known.observe(scores.copy(), np.array([n]))
@@ -119,22 +128,6 @@ def test_blocks_with_the_lowest_scores_leave(seed):
     sums = [float(np.abs(scores[..., b * 4 : b * 4 + 4]).sum()) for b in range(2, 8)]  # blocks 2 .. 7 may leave
     due = sorted(2 + int(i) for i in np.argsort(sums)[:4])
     assert known.select(0, n, target).tolist() == due
-
-
-class HeavyBlocks(H2O):
-    """A policy of whole blocks that is not `BlockEviction`."""
-
-    whole_blocks = True
-    lens_after = BlockEviction.lens_after
-
-
-def test_blocks_leave_under_any_policy_of_whole_blocks():
-    scores, chosen = draw(3, 1, 39), []
-    for policy in (HeavyBlocks(max_kv=24, sink=5, heavy=13), BlockEviction(max_kv=24, sink=5, recent_tokens=6)):
-        known = memory(policy)
-        known.observe(scores.copy(), np.array([39]))
-        chosen.append(known.select(0, 39, int(policy.lens_after(np.array([39]), BLOCK)[0])).tolist())
-    assert chosen[0] == chosen[1] and len(chosen[0]) == 4
 
 
 def test_blocks_leave_as_far_as_there_are_any_to_choose_from():
@@ -209,17 +202,12 @@ def test_tokens_with_scores_that_are_no_numbers_count_as_the_heaviest(bad, kind)
     keep, due = told.select(0, 64, 56), clean.select(0, 64, 56)
     assert (np.diff(keep, axis=-1) > 0).all() and np.isin([20, 21, 22], keep[0, 1]).all()
     assert (keep[1] == due[1]).all() and (keep[0, [0, 2]] == due[0, [0, 2]]).all()
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_blocks_with_scores_that_are_no_numbers_are_not_the_lowest(bad):
-    policy = BlockEviction(max_kv=64, recent_tokens=8)
-    told = memory(policy)
-    scores = np.ones((LAYERS, 1, HEADS, 64), np.float32)
-    scores[0, 0, 1, 10:50] = bad
-    told.observe(scores, np.array([64]))
-    (leaves,) = told.select(0, 64, 60)
-    assert not 10 // BLOCK <= leaves <= 49 // BLOCK
+    if bad > -np.inf:
+        blocks, scores = memory(BlockEviction(max_kv=64, recent_tokens=8)), np.ones((LAYERS, 1, HEADS, 64), np.float32)
+        scores[0, 0, 1, 10:50] = bad
+        blocks.observe(scores, np.array([64]))
+        (leaves,) = blocks.select(0, 64, 60)
+        assert not 10 // BLOCK <= leaves <= 49 // BLOCK
 
 
 def test_block_sums_are_sums_of_what_is_there():
@@ -232,31 +220,28 @@ def test_block_sums_are_sums_of_what_is_there():
 
 
 @pytest.mark.parametrize(
-    "make, message",
+    ("kind", "options", "message"),
     [
-        (lambda: H2O(max_kv=8), r"\[H2O\] max_kv is 8, too small for sink 4 \+ heavy 4"),
-        (lambda: H2O(max_kv=64, heavy=60), r"\[H2O\] max_kv is 64, too small"),
-        (lambda: H2O(max_kv=64, heavy=8, slack=9), r"\[H2O\] max_kv is 64, smaller than sink 4 \+ recent 52"),
-        (lambda: H2O(max_kv=64, alpha=0.0), r"\[H2O\] alpha is 0.0, it must be in \(0, 1\)"),
-        (lambda: H2O(max_kv=64, alpha=1.0), r"\[H2O\] alpha is 1.0"),
-        (lambda: H2O(max_kv=64, alpha=float("nan")), r"\[H2O\] alpha is nan"),
-        (lambda: H2O(max_kv=64, kind="weights"), r"\[H2O\] kind is 'weights', it must be one of raw, mass"),
-        (lambda: H2O(max_kv=0), r"\[H2O\] max_kv is 0, the least is 1"),
-        (lambda: H2O(max_kv=64, sink=-1), r"\[H2O\] sink is -1"),
-        (lambda: SlidingWindow(max_kv=5), r"\[SlidingWindow\] max_kv is 5, too small for sink 4 \+ slack 1"),
-        (lambda: SlidingWindow(max_kv=64, slack=0), r"\[SlidingWindow\] slack is 0"),
-        (lambda: BlockEviction(max_kv=4), r"\[BlockEviction\] max_kv is 4, smaller than sink 4 \+ recent 1"),
-        (lambda: BlockEviction(max_kv=64, alpha=2.0), r"\[BlockEviction\] alpha is 2.0"),
-        (lambda: H2O(max_kv=64, queries=0), r"\[H2O\] queries is 0, the least is 1"),
-        (lambda: BlockEviction(max_kv=64, queries=0), r"\[BlockEviction\] queries is 0"),
-        (lambda: BlockEviction(max_kv=64, kind="rows"), r"\[BlockEviction\] kind is 'rows'"),
-        (lambda: BlockEviction(max_kv=64, recent_tokens=62), r"\[BlockEviction\] max_kv is 64, smaller than sink 4"),
-        (lambda: BlockEviction(max_kv=64, recent_tokens=0), r"\[BlockEviction\] recent_tokens is 0"),
+        (H2O, {"max_kv": 8}, r"max_kv is 8, too small for sink 4 \+ heavy 4"),
+        (H2O, {"heavy": 60}, "max_kv is 64, too small"),
+        (H2O, {"heavy": 8, "slack": 9}, r"max_kv is 64, smaller than sink 4 \+ recent 52"),
+        (H2O, {"alpha": 0.0}, r"alpha is 0.0, it must be in \(0, 1\)"),
+        *((H2O, {"alpha": alpha}, f"alpha is {alpha}") for alpha in (1.0, float("nan"))),
+        (H2O, {"kind": "weights"}, "kind is 'weights', it must be one of raw, mass"),
+        *((H2O, {name: 0}, f"{name} is 0, the least is 1") for name in ("max_kv", "queries")),
+        (H2O, {"sink": -1}, "sink is -1"),
+        (SlidingWindow, {"max_kv": 5}, r"max_kv is 5, too small for sink 4 \+ slack 1"),
+        (SlidingWindow, {"slack": 0}, "slack is 0"),
+        (BlockEviction, {"max_kv": 4}, r"max_kv is 4, smaller than sink 4 \+ recent 1"),
+        (BlockEviction, {"recent_tokens": 62}, "max_kv is 64, smaller than sink 4"),
+        (BlockEviction, {"alpha": 2.0}, "alpha is 2.0"),
+        *((BlockEviction, {name: 0}, f"{name} is 0") for name in ("queries", "recent_tokens")),
+        (BlockEviction, {"kind": "rows"}, "kind is 'rows'"),
     ],
 )
-def test_bad_numbers_are_refused_when_a_policy_is_made(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+def test_bad_numbers_are_refused_when_a_policy_is_made(kind, options, message):
+    with pytest.raises(ValueError, match=rf"^\[{kind.__name__}\] {message}"):
+        kind(**{"max_kv": 64} | options)
 
 
 @pytest.mark.parametrize("value", [True, 1.5, "64", None])

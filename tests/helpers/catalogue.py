@@ -3,19 +3,21 @@
     @row(FreesEachOccurrence)
     def test_a1_block_twice_in_one_free(make_pool): ...
 
-names the row A1 of docs/regressions.md and the bug that bit there, planted again. The body must pass on kvpool and on
-the sound model, and must fail on every planted bug. A bug is a `ModelPool` or `ModelPlan` with one mistake, or
-`broken(name=part)` for anything else that a test takes from the fixture `parts`.
+names the row A1 of docs/regressions.md and a bug of the kind that bit there, planted again. The body must pass on
+kvpool and on the sound model, and must fail on every planted bug. A bug is a `ModelPool` or `ModelPlan` with one
+mistake, or `broken(name=part)` for anything else that a test takes from the fixture `parts`.
 """
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvpool.errors import KVPoolError
-from kvpool.testing import ModelPlan, ModelPool
+from kvpool.testing import ModelPlan, ModelPool, conformance, conformance_attention
+from kvpool.testing.model_blocks import public_call
 
 #: What convicts: an assertion, a refusal that is missing, or one that nobody asked for. Anything else is a broken test.
 CONVICTIONS = (AssertionError, pytest.fail.Exception, KVPoolError, ValueError, IndexError, RecursionError)
@@ -59,6 +61,12 @@ def parts_of(subject, defaults):
     return SimpleNamespace(**(defaults | subject.parts))
 
 
+def conforms(factory, name):
+    """Run one case of the conformance kit."""
+    cases = {case.__name__: case for case in [*conformance.CASES, *conformance_attention.FEATURE_CASES]}
+    assert conformance.check_backend(factory, [cases[name]]) == {name: "passed"}
+
+
 def idle(pool):
     """No sequence, no reference, nothing pending: every block is blank or cached."""
     stats = pool.stats()
@@ -99,3 +107,64 @@ def planted(*bugs, model=True):
         return run
 
     return decorate
+
+
+# ---- bugs of several families
+
+
+class CachedIsNotTouched(Unchecked):
+    """A hit is found, but stays where it may be evicted."""
+
+    def _blocks_touch(self, ids):
+        lru = list(self._lru)
+        super()._blocks_touch(ids)
+        self._lru = lru
+
+    def _touch(self, block):
+        """Leave it where it is."""
+
+
+class ClosesTwice(Unchecked):
+    """A dead handle closes whoever has its slot now, or nobody."""
+
+    @public_call
+    def close(self, handles):
+        for handle in np.atleast_1d(handles).tolist():
+            seq = self._sequences.get(handle & 0xFFFFF)
+            if seq is not None:
+                self._close(seq)
+
+
+class CountIsClamped(Unchecked):
+    """A count stops at zero, and nobody is told."""
+
+    @public_call
+    def _blocks_decref(self, ids):
+        self._drop_raw([block for block in np.atleast_1d(ids).tolist() if self._raw.get(block)])
+
+
+class CutMovesTheLengthOnly(Unchecked):
+    """The length moves, whatever it is and whoever writes there; the table stays."""
+
+    @public_call
+    def truncate(self, handles, lens):
+        for seq in self._batch("truncate", handles):
+            seq.num_tokens = lens
+
+
+class PaddingKeepsTheOldRow(ModelPlan):
+    """Rows beyond the batch are not written."""
+
+    def _write(self, batch, new, num_rows, num_tokens):
+        return super()._write(batch, new, len(batch), num_tokens)
+
+
+class TakesBeforeItLooks(Unchecked):
+    """Blocks are taken row by row until one fails; those taken have no owner."""
+
+    def _judge(self, *arguments):
+        try:
+            return super()._judge(*arguments)
+        except MemoryError:
+            self._blank.pop()
+            raise

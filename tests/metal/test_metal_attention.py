@@ -1,12 +1,10 @@
 """`paged_attention` and `paged_reduce` against float64: shapes, dtypes, layouts, features, parts, schedules.
 
 Every pool is full of NaN wherever no token lies, and every table entry that belongs to nobody names a block that does
-not exist. ``KVPOOL_METAL_LAUNCHES=2000`` asks for at least so many launches. ``KVPOOL_METAL_SWEEP=1`` asks for all
-shapes with all features, 0.01 for one in a hundred of them.
+not exist. ``KVPOOL_METAL_SWEEP=1`` asks for all shapes with all features, 0.01 for one in a hundred of them.
 """
 
 import os
-import random
 
 import metal_census
 import mlx.core as mx
@@ -17,8 +15,6 @@ from metal_cases import FEATURES, Batch, choices, shape_of
 from kvpool.protocol import AttentionOptions
 from kvpool_backends.mlx.metal_kernels import MetalKernels, attention_step, head_tiles, plan_attention
 
-LAUNCHES = int(os.environ.get("KVPOOL_METAL_LAUNCHES", "0"))
-LAYOUTS = ("NHD", "HND", "interleaved", "stacked")
 FACTORS = {
     "dtype": ("float32", "float16", "bfloat16"),
     "head_dim": (64, 80, 96, 112, 128, 192, 256, 512, (512, 64)),
@@ -26,7 +22,7 @@ FACTORS = {
     "queries": (1, 3, 40),  # of each row, as far as it has tokens, and 100 rows of a KV head
     "block_size": (8, 16, 32),
     "seq_lens": ((1,), (8, 7), (33, 32, 31), (100, 1), (257,), (64, 9, 600), (1000,)),
-    "layout": LAYOUTS,
+    "layout": ("NHD", "HND", "interleaved", "stacked"),
     "features": ((), *((name,) for name in FEATURES), FEATURES),
     "part_tokens": (32, 512),
 }
@@ -107,22 +103,14 @@ def test_last_tiles_of_any_length_equal_float64(engine, kernel, block_size, feat
     batch.check(batch.run(engine.factory(1)))
 
 
-def test_a_batch_with_padding_tokens_gives_them_zero(engine):
-    for part_tokens in (32, 512):
-        batch = Batch(seq_lens=(100, 7), padding=3, part_tokens=part_tokens)
-        out = batch.run(engine.factory(2))
-        batch.check(out)
-        assert (out[-3:] == 0).all()
-
-
 @pytest.mark.parametrize("part_tokens", [64, 512])
-def test_a_query_that_sees_nothing_gets_zero(engine, part_tokens):
+def test_padding_and_queries_that_see_nothing_get_zero(engine, part_tokens):
     for features in (("mask",), ("mask", "sinks")):
-        batch = Batch(seq_lens=(200, 40), features=features, part_tokens=part_tokens)
+        batch = Batch(seq_lens=(200, 40), features=features, padding=3, part_tokens=part_tokens)
         batch.options.mask[0] = -np.inf
         out = batch.run(engine.factory(0))
         batch.check(out)
-        assert (out[0] == 0).all()
+        assert (out[[0, -3, -2, -1]] == 0).all()
 
 
 @pytest.mark.parametrize("part_tokens", [64, 512])
@@ -200,27 +188,3 @@ def test_strided_queries_are_read_where_they_are(engine):
         step = attention_step(work, mx.array(batch.tables), 1 / 8)
         (out,) = kernels.attend(0, heads_first, *batch.pools, step)
         batch.check(np.array(out))
-
-
-@pytest.mark.parametrize("block", range(max(1, LAUNCHES // 50)))
-def test_many_random_launches_equal_float64(engine, block):
-    """Fifty launches: ten batches of one random kernel, each under five schedules."""
-    rng = random.Random(f"metal {block}")
-    kernel = {name: rng.choice(FACTORS[name]) for name in ("dtype", "head_dim", "group", "block_size", "layout")}
-    kernel["head_dim"] = rng.choice(FACTORS["head_dim"][:-1])
-    features = tuple(name for name in FEATURES if rng.random() < 0.3)
-    launches = 0
-    while launches < 50:
-        longest = rng.choice((8, 40, 300, 1000))
-        seq_lens = tuple(rng.randint(1, longest) for _ in range(rng.randint(1, 3)))
-        batch = Batch(
-            kv_heads=rng.randint(1, 2),
-            seq_lens=seq_lens,
-            features=features,
-            part_tokens=rng.choice((32, 64, 512)),
-            extra_columns=rng.randint(0, 3),
-            seed=rng.randint(0, 10**6),
-            **kernel,
-        )
-        run_all_schedules(batch, engine)
-        launches += len(engine.schedules)

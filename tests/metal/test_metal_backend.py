@@ -1,4 +1,4 @@
-"""`MetalBackend` and `NativeMetalBackend`: the conformance kit, chunks of both kinds, order, warmup, the choice.
+"""`MetalBackend` and `NativeMetalBackend`, dense and packed: the kit, chunks of both kinds, order, warmup, the choice.
 
 On Linux Metal is what the tests stand in for it; where there is a Mac, the same tests run on it.
 """
@@ -12,21 +12,26 @@ import numpy as np
 import pytest
 from metal_engine import recording
 from mlx_families import FAMILIES
-from mlx_models import VOCAB, batch_tokens, on_cpu, random_prompts, solo_tokens
-from test_mlx_native import built, looking_in  # noqa: F401  (a fixture)
+from mlx_models import VOCAB, batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_llama
+from test_mlx_native import looking_in
 
 import kvpool_backends.mlx
 from kvpool.adapters.mlx_lm import attention, install, tiny_families
 from kvpool.config import KVSpec
 from kvpool.errors import BackendUnavailable
 from kvpool.protocol import AttentionOptions, BatchShape, StepArrays
-from kvpool.testing import conformance
+from kvpool.testing import conformance, conformance_storage
 from kvpool.testing.conformance_attention import check as check_scores
 from kvpool.testing.filled import fill
 from kvpool_backends.mlx import MLXBackend
 from kvpool_backends.mlx import metal as metal_route
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=8)
+PACKED = KVSpec(2, 2, 64, "float32", 8, k_bits=8, v_bits=4, quant_group_size=32)
+SPECS = pytest.mark.parametrize("spec", [SPEC, PACKED], ids=["dense", "packed"])
+PACKED_CASES = [
+    case for case in conformance_storage.QUANTIZED_CASES if case.__name__ != "other_bits_and_groups_are_refused"
+]
 # Of the kit, what says something about this class: the kernels have tests of their own, and each launch takes its time.
 CASES = (
     "protocol_is_implemented",
@@ -72,7 +77,7 @@ def metal(engine):
 
 
 @pytest.fixture
-def native_metal(engine, built):  # noqa: F811
+def native_metal(engine, built):
     """The same with writes by the extension; where there is no Metal, by its nodes on the CPU."""
     with looking_in(built):
         yield lambda spec, num_blocks: MLXBackend(spec, num_blocks, native=True, metal_kernel=engine.factory(1))
@@ -98,6 +103,16 @@ def test_native_metal_backend_conforms(name, native_metal):
     run_case(name, native_metal)
 
 
+@pytest.mark.parametrize("case", PACKED_CASES, ids=lambda case: case.__name__)
+def test_packed_pools_conform(case, metal, monkeypatch):
+    # Each kernel takes half a second to compile: two specs of all.
+    real, few = conformance_storage._quantized_specs, (("float32", (8, 4)), ("float16", (4, 4)))
+    monkeypatch.setattr(
+        conformance_storage, "_quantized_specs", lambda *a, **k: (x for x in real(*a, **k) if (x.dtype, x.bits) in few)
+    )
+    case(metal)
+
+
 # ------------------------------------------------------------------------------------------ long chunks
 
 
@@ -110,11 +125,7 @@ def gathers(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize(
-    ("q_lens", "chunks"),
-    [((33,), 1), ((1, 40, 3, 70, 32), 2), ((32, 1), 0), ((40, 0, 50), 2)],
-    ids=str,
-)
+@pytest.mark.parametrize(("q_lens", "chunks"), [((1, 40, 3, 70, 32), 2), ((32, 1), 0), ((40, 0, 50), 2)], ids=str)
 def test_long_chunks_take_mlx_attention_and_equal_float64(make, gathers, q_lens, chunks):
     filled = fill(make, SPEC, [n + 9 for n in q_lens])
     filled.check(q_lens, 4, f"chunks {q_lens}")
@@ -122,20 +133,21 @@ def test_long_chunks_take_mlx_attention_and_equal_float64(make, gathers, q_lens,
 
 
 @pytest.mark.parametrize("kind", ["raw", "mass"])
-@pytest.mark.parametrize("q_lens", [(33,), (1, 40, 0, 7, 32)], ids=str)
-def test_scores_of_long_chunks_equal_float64(make, kind, q_lens):
-    filled = fill(make, SPEC, [n + 9 for n in q_lens])
-    sinks = AttentionOptions(sinks=np.linspace(-1, 2, 4))
-    for options in (None, sinks):
-        check_scores(filled, q_lens, 4, kind, options)
+@SPECS
+def test_scores_of_long_chunks_equal_float64(make, kind, spec):
+    filled = fill(make, spec, [n + 9 for n in (1, 40, 0, 7, 32)])
+    for options in (None, AttentionOptions(sinks=np.linspace(-1, 2, 4))):
+        check_scores(filled, (1, 40, 0, 7, 32), 4, kind, options)
 
 
-def test_long_chunks_with_sinks_equal_float64_and_other_options_stay_in_the_kernel(metal, gathers):
-    filled = fill(metal, SPEC, [50, 20])
-    filled.check((40, 1), 4, "sinks", options=AttentionOptions(sinks=np.array([0.5, -1.0, 2.0, 0.0])))
+@SPECS
+def test_long_chunks_with_sinks_equal_float64_and_other_options_stay_in_the_kernel(metal, gathers, spec):
+    filled = fill(metal, spec, [50, 20])
+    sinks = AttentionOptions(sinks=np.array([0.5, -1.0, 2.0, 0.0]))
+    filled.check((40, 1), 4, "sinks", options=sinks, tolerance=2e-5)
     assert len(gathers) == 2 * SPEC.num_layers
     for options in (AttentionOptions(window=5), AttentionOptions(soft_cap=2.0, alibi_slopes=np.ones(4) / 8)):
-        filled.check((40, 1), 4, "options", options=options)
+        filled.check((40, 1), 4, "options", options=options, tolerance=2e-5)
     assert len(gathers) == 2 * SPEC.num_layers
 
 
@@ -226,13 +238,11 @@ def test_install_compiles_the_kernels_of_all_lengths(engine, monkeypatch, name):
     """A request after `install` builds nothing: not a longer context, not a longer chunk, not one query."""
     monkeypatch.setattr(metal_route.MetalAttention, "part_tokens", 32)
     kernels = set()
-
     factory = recording(engine.factory(0), kernels)
-
-    def make(spec, num_blocks, **_):
-        return MLXBackend(spec, num_blocks, native=False, metal_kernel=factory)
-
-    monkeypatch.setattr(kvpool_backends.mlx, "MLXBackend", make)
+    make = MLXBackend
+    monkeypatch.setattr(
+        kvpool_backends.mlx, "MLXBackend", lambda spec, n, **_: make(spec, n, native=False, metal_kernel=factory)
+    )
     model = (FAMILIES | {"deepseek_v3": tiny_deepseek})[name]()
     with install(model, 60, block_size=8, fused=True):
         warm = frozenset(kernels)
@@ -264,8 +274,8 @@ def test_a_step_without_queries_is_good_for_writes(make):
     assert not np.array(backend.attend(arrays, 0, x)).any()
 
 
-def test_contexts_of_empty_rows_are_empty(make):
-    backend = make(SPEC, 4)
+def test_contexts_of_empty_rows_are_empty(metal):
+    backend = metal(SPEC, 4)
     empty = backend.prepare(StepArrays(np.zeros((2, 1), np.int32), np.zeros(2, int), np.zeros(3, int)))
     assert [x.shape for x in backend.read(empty, 0)] == [(2, 2, 0, 8), (2, 2, 0, 8)]
 
@@ -274,28 +284,48 @@ def test_contexts_of_empty_rows_are_empty(make):
 
 
 @pytest.mark.parametrize(
-    ("options", "scores"),
-    [(None, None), (None, "raw"), (AttentionOptions(soft_cap=3.0, sinks=np.zeros(8), window=9), None)],
+    ("spec", "options", "scores"),
+    [
+        (SPEC, None, None),
+        (SPEC, None, "raw"),
+        (SPEC, AttentionOptions(soft_cap=3.0, sinks=np.zeros(8), window=9), None),
+        (PACKED, None, None),
+    ],
 )
-def test_after_warmup_no_kernel_is_new(engine, monkeypatch, options, scores):
+def test_after_warmup_no_kernel_is_new(engine, monkeypatch, spec, options, scores):
     monkeypatch.setattr(metal_route.MetalAttention, "part_tokens", 32)
     kernels = set()
-
     factory = recording(engine.factory(0), kernels)
-
-    def make(spec, num_blocks):
-        return MLXBackend(spec, num_blocks, native=False, metal_kernel=factory)
-
-    filled = fill(make, SPEC, [3, 60, 40])
+    filled = fill(lambda *a: MLXBackend(*a, native=False, metal_kernel=factory), spec, [3, 60, 40])
+    kernels.clear()
     filled.backend.warmup([BatchShape(4, 64, 8, 8)], [] if options is None else [options], scores=scores)
     warm = frozenset(kernels)
-    assert len(warm) >= 5
+    assert len(warm) >= 4
     for q_lens in ((1, 1, 1), (2, 1, 1), (3, 1, 20), (1, 60, 1), (3, 50, 33), (0, 0, 1)):
-        filled.check(q_lens, 8, f"{q_lens}", options=options)
+        filled.check(q_lens, 8, f"{q_lens}", options=options, tolerance=2e-5)
         if scores is not None:
             check_scores(filled, q_lens, 8, scores, options)
     new = kernels - warm
     assert not new, "\n".join(map(str, new))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "interleaved", "stacked"])
+def test_the_extension_writes_packed_planes_where_they_are_read(native_metal, layout):
+    spec = dataclasses.replace(PACKED, layout=layout, v_bits=8 if layout == "interleaved" else None)
+    filled = fill(native_metal, spec, [3, 50, 40])
+    assert type(filled.backend).__name__ == "NativeMetalBackend"
+    for q_lens in ((1, 1, 1), (3, 40, 9)):
+        filled.check(q_lens, 4, f"{q_lens}", tolerance=2e-5)
+    assert filled.backend.settle() == filled.backend.memory().pool_copies == 0
+
+
+def test_reads_of_packed_planes_give_what_gather_gives(metal):
+    filled = fill(metal, PACKED, [20, 9])
+    read = filled.backend.read(filled.backend.prepare(filled.plan((1, 1))), 1)
+    for row, n in enumerate((20, 9)):
+        for x, whole in zip(read, filled.backend.gather(1, filled.tables[row, : -(-n // 8)], n), strict=True):
+            assert x.shape == (2, 2, 20, 64) and not x[row, :, n:].any()
+            np.testing.assert_allclose(np.array(x[row, :, :n].swapaxes(0, 1)), np.array(whole), rtol=0, atol=1e-6)
 
 
 # --------------------------------------------------------------------------------------- the choice of route
@@ -318,14 +348,20 @@ def test_the_metal_route_is_chosen_and_refused_with_reasons(engine, monkeypatch)
             MLXBackend(small, 4, kernels=True, native=False)
 
 
-PACKED = KVSpec(1, 2, 64, "float32", 8, k_bits=8, v_bits=4, quant_group_size=32)
+def test_a_quantized_pool_takes_the_extension_where_there_is_one(engine, built):
+    factory = engine.factory(0)
+    with looking_in(built), on_cpu():
+        assert type(MLXBackend(PACKED, 4, metal_kernel=factory)).__name__ == "NativeMetalBackend"
+        assert type(MLXBackend(PACKED, 4, metal_kernel=factory, native=False)).__name__ == "MetalBackend"
+        assert type(MLXBackend(PACKED, 4)).__name__ == "NativeBackend"
+        assert MLXBackend(PACKED, 4, kernels=False).route == "plain"
+        with pytest.raises(ValueError, match=r"layout 'HND' is not among .* by the metal route"):
+            MLXBackend(KVSpec(1, 2, 64, layout="HND", k_bits=8), 4, native=False, metal_kernel=factory)
 
 
-@pytest.mark.parametrize("spec", [SPEC, PACKED], ids=["dense", "packed"])
+@SPECS
 @pytest.mark.parametrize("version", ["0.31.2", "1.0.32"])
-def test_another_mlx_must_pass_a_self_check_on_every_route(
-    engine, built, monkeypatch, caplog, version, spec  # noqa: F811
-):
+def test_another_mlx_must_pass_a_self_check_on_every_route(engine, built, monkeypatch, caplog, version, spec):
     monkeypatch.setattr(kvpool_backends.mlx, "MLX_VERSION", version)
     factory = engine.factory(0)
     routes = ({"metal_kernel": factory}, {"kernels": True}, {"kernels": False})
@@ -341,18 +377,6 @@ def test_another_mlx_must_pass_a_self_check_on_every_route(
     kvpool_backends.mlx.require_right.cache_clear()
 
 
-def test_another_mlx_that_packs_otherwise_is_refused_for_packed_pools_alone(monkeypatch):
-    quantize = mx.quantize
-    monkeypatch.setattr(kvpool_backends.mlx, "MLX_VERSION", "0.33.0")
-    monkeypatch.setattr(mx, "quantize", lambda *x: [quantize(*x)[0] ^ 1, *quantize(*x)[1:]])
-    kvpool_backends.mlx.require_right.cache_clear()
-    with on_cpu():
-        assert MLXBackend(SPEC, 4, kernels=False).route == "plain"
-        with pytest.raises(BackendUnavailable, match=r"plain route .*\(attention is wrong by"):
-            MLXBackend(PACKED, 4, kernels=False)
-    kvpool_backends.mlx.require_right.cache_clear()
-
-
 def test_a_gpu_without_the_extension_says_once_what_it_costs(engine, monkeypatch, caplog):
     found = {"active": False, "why": "not built", "command": "make it"}
     monkeypatch.setattr(kvpool_backends.mlx, "status", lambda: found)
@@ -365,7 +389,7 @@ def test_a_gpu_without_the_extension_says_once_what_it_costs(engine, monkeypatch
     kvpool_backends.mlx._say_what_scatters_cost.cache_clear()
 
 
-def test_another_mlx_that_computes_something_else_is_refused(engine, monkeypatch):
+def test_another_mlx_that_computes_or_packs_otherwise_is_refused(engine, monkeypatch):
     monkeypatch.setattr(kvpool_backends.mlx, "MLX_VERSION", "0.33.0")
     kvpool_backends.mlx.require_right.cache_clear()
 
@@ -376,11 +400,20 @@ def test_another_mlx_that_computes_something_else_is_refused(engine, monkeypatch
     def gone(**description):
         raise TypeError("metal_kernel has no argument 'name'")
 
-    with pytest.raises(BackendUnavailable, match=r"MLX 0.33.0 .* metal route .*\(attention is wrong by .*mlx 0.32.x"):
-        MLXBackend(SPEC, 4, native=False, metal_kernel=wrong)
-    with pytest.raises(BackendUnavailable, match=r"\(TypeError: metal_kernel has no argument"):
-        MLXBackend(SPEC, 4, native=False, metal_kernel=gone)
+    for factory, why in (
+        (wrong, r"MLX 0.33.0 .* metal route .*\(attention is wrong by .*mlx 0.32.x"),
+        (gone, r"\(TypeError: metal_kernel has no argument"),
+    ):
+        with pytest.raises(BackendUnavailable, match=why):
+            MLXBackend(SPEC, 4, native=False, metal_kernel=factory)
+    quantize = mx.quantize
+    monkeypatch.setattr(mx, "quantize", lambda *x: [quantize(*x)[0] ^ 1, *quantize(*x)[1:]])
+    with on_cpu():
+        assert MLXBackend(SPEC, 4, kernels=False).route == "plain"
+        with pytest.raises(BackendUnavailable, match=r"plain route .*\(attention is wrong by"):
+            MLXBackend(PACKED, 4, kernels=False)
     monkeypatch.undo()
+    kvpool_backends.mlx.require_right.cache_clear()
     assert MLXBackend(SPEC, 4, native=False, metal_kernel=engine.factory(0)).route == "metal"
 
 
@@ -414,3 +447,16 @@ def test_fused_tokens_of_mlx_lm_equal_stock(make, monkeypatch, name):
     with install(model, 60, block_size=8, fused=False) as kv:
         assert not kv.is_fused and solo_tokens(model, prompts[1], 5) == stock[1]
     assert kv.settle() == kv.summary().mlx_pool_copies == 0
+
+
+def test_packed_pools_generate_what_they_do_with_the_kernels_of_the_cpu(metal, monkeypatch):
+    with on_cpu():
+        model, prompts = tiny_llama(head_dim=64), random_prompts((3, 40, 9))
+        with install(model, 40, block_size=8, k_bits=8, v_bits=4) as kv:
+            assert kv.backend.route == "kernels"
+            expected = batch_tokens(model, prompts, 5)
+        monkeypatch.setattr(kvpool_backends.mlx, "MLXBackend", lambda spec, n, **_: metal(spec, n))
+        with install(model, 40, block_size=8, k_bits=8, v_bits=4, fused=True) as kv:
+            assert kv.backend.route == "metal" and kv.backend.spec.bits == (8, 4)
+            assert batch_tokens(model, prompts, 5) == expected
+        assert kv.settle() == kv.summary().mlx_pool_copies == 0

@@ -8,6 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 from metal_cases import FEATURES, Batch
+from metal_packed import PackedBatch
 
 from kvpool_backends.mlx.metal_kernels import preferred_layout
 
@@ -65,19 +66,14 @@ def test_the_preferred_layout_wastes_no_line(counting_engine, head_dim, kv_heads
     assert transactions <= 1.1 * needed_bytes(batch) / LINE
 
 
-@pytest.mark.parametrize(("group", "queries"), [(4, 2), (2, 4), (1, 8)])
-def test_a_small_window_reads_once_for_as_many_queries_as_fit(counting_engine, group, queries):
-    batch = Batch(dtype="float16", head_dim=128, group=group, seq_lens=(150,), q_lens=(queries,))
+@pytest.mark.parametrize(("group", "queries", "features"), [(4, 2, ()), (2, 4, ()), (1, 8, ()), (4, 1, ("window",))])
+def test_as_many_queries_as_fit_read_once_what_they_see(counting_engine, group, queries, features):
+    shape = {"group": group, "seq_lens": (300,), "q_lens": (queries,), "features": features, "seed": 2}
+    batch = Batch(dtype="float16", head_dim=128, **shape)
     (run,) = counted(batch, counting_engine)
-    assert run.reads["k_pool"].bytes + run.reads["v_pool"].bytes == needed_bytes(batch)
-
-
-def test_a_sliding_window_reads_what_it_sees(counting_engine):
-    batch = Batch(dtype="float16", head_dim=128, seq_lens=(300,), features=("window",), seed=2)
-    (run,) = counted(batch, counting_engine)
-    seen = min(300, batch.options.window)
-    assert 0 < seen < 300
-    assert run.reads["k_pool"].bytes == seen * batch.kv_heads * 128 * 2
+    seen = batch.options.window or 300
+    assert run.reads["k_pool"].bytes == run.reads["v_pool"].bytes == seen * batch.kv_heads * 128 * 2
+    assert bool(features) == (seen < 300)
 
 
 def test_everything_else_that_decode_reads_is_small(counting_engine):
@@ -97,21 +93,22 @@ def test_barriers_do_not_depend_on_the_context(counting_engine):
     assert counts.pop()[1] == 0
 
 
-@pytest.mark.parametrize("features", [(), FEATURES])
-@pytest.mark.parametrize(("head_dim", "layout"), [(64, "NHD"), (80, "HND"), (256, "NHD")])
-def test_no_race_in_any_schedule(counting_engine, head_dim, layout, features):
-    batch = Batch(
-        dtype="float16",
-        head_dim=head_dim,
-        layout=layout,
-        kv_heads=1,
-        group=8,
-        seq_lens=(40, 90),
-        q_lens=(1, 3),
-        features=features,
-        part_tokens=32,
-        padding=1,
-    )
+RACES = [
+    *(
+        (Batch, {"head_dim": head_dim, "group": 8, "features": features})
+        for head_dim in (64, 80, 256)
+        for features in ((), FEATURES)
+    ),
+    (PackedBatch, {"v_bits": 4, "group": 1}),
+    *((Batch, {"group": 20, "scores": scores}) for scores in ("raw", "mass")),
+]
+
+
+@pytest.mark.parametrize(("kind", "choice"), RACES, ids=str)
+def test_no_race_in_any_schedule(counting_engine, kind, choice):
+    """A race, or a read of what nothing wrote, is an error of the launch."""
+    shape = {"dtype": "float16", "kv_heads": 1, "seq_lens": (40, 90), "q_lens": (1, 3), "part_tokens": 32, "padding": 1}
+    scores = choice.get("scores")
+    batch = kind(**shape | {name: value for name, value in choice.items() if name != "scores"})
     for schedule in counting_engine.schedules:
-        # A race, or a read of what nothing wrote, is an error of the launch.
-        batch.check(batch.run(counting_engine.factory(schedule, runs=[])))
+        batch.check(batch.run_with_scores(counting_engine.factory(schedule, runs=[]), scores)[0])

@@ -3,13 +3,14 @@
 ``KVPOOL_METAL_LAUNCHES=2000`` asks for every pair of choices.
 """
 
-import dataclasses
 import os
 
 import numpy as np
 import pytest
 from metal_cases import FEATURES, choices, shape_of
+from metal_engine import StandIn
 from metal_packed import BITS, PackedBatch
+from test_metal_scores import KINDS, check_scores
 
 from kvpool_backends.mlx.metal_kernels import INPUTS, attention_name
 
@@ -30,35 +31,23 @@ FACTORS = {
 CHOICES = choices(FACTORS, ("bits", "head_dim", "group", "queries", "features"))
 if not os.environ.get("KVPOOL_METAL_LAUNCHES"):
     CHOICES = CHOICES[::10]
-CONTEXTS = (64, 1000, 4096)
-EXACT = 2e-5  # of float32 results: scale * sum(q n) and bias * sum(q) cancel
 
 
 def batch_of(bits=(8, 8), **choice):
     return PackedBatch(k_bits=bits[0], v_bits=bits[1], **choice)
 
 
-def error(batch, out):
-    """The largest absolute error, of unit-variance tokens and queries."""
-    assert np.isfinite(out).all()
-    return np.abs(out - batch.expected).max()
-
-
-def check_decode(factory, bits=(8, 4), contexts=CONTEXTS, features=(), dtype="float32", **choice):
-    for context in contexts:
-        choice = {"head_dim": 64, "kv_heads": 1, "group": 2, "features": features, "dtype": dtype} | choice
-        batch = batch_of(bits, seq_lens=(context,), **choice)
-        found = error(batch, batch.run(factory))
-        assert found <= (EXACT if dtype == "float32" else 1e-3), f"{batch}: {found:.2g}"
-
-
-# --------------------------------------------------------------------------------------------- results
-
-
 @pytest.mark.parametrize("features", [(), ("sinks",)])
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4)])
 def test_decode_is_within_1e_3_from_64_to_4096_tokens(engine, bits, features):
-    check_decode(engine.factory(1), bits, features=features, dtype="float16")
+    for context in (64, 1000, 4096):
+        batch = batch_of(bits, dtype="float16", kv_heads=1, group=2, seq_lens=(context,), features=features)
+        assert np.abs(batch.run(engine.factory(1)) - batch.expected).max() <= 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_of_packed_keys_are_those_of_their_floats(engine, kind):
+    check_scores(batch_of((4, 8), seq_lens=(70, 33), kv_heads=1), kind, engine.factory(0))
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
@@ -69,35 +58,6 @@ def test_every_pair_of_choices_equals_float64(engine, choice):
     batch = batch_of(**choice)
     for schedule in engine.schedules[: None if os.environ.get("KVPOOL_METAL_SWEEP") else 2]:
         batch.check(batch.run(engine.factory(schedule)))
-
-
-def test_a_row_gets_the_same_bits_in_any_batch(engine):
-    batch = batch_of((8, 4), dtype="float16", seq_lens=(257, 40, 1), part_tokens=64)
-    together = batch.run(engine.factory(0))
-    for seed in (1, 2):
-        # Other schedules; rows after it that are longer and shorter.
-        assert np.array_equal(batch.run(engine.factory(seed)), together)
-    first = dataclasses.replace(batch, seq_lens=(257,))
-    kept = [(batch.parts[0], batch.content[0])]
-    first.__dict__["parts"], first.__dict__["content"] = ([row] for row in kept[0])
-    first.__dict__["q"] = batch.q[:1]
-    assert np.array_equal(first.run(engine.factory(0)), together[:1])
-
-
-@pytest.mark.parametrize("kind", ["raw", "mass"])
-def test_scores_of_packed_keys_are_those_of_their_floats(engine, kind):
-    batch = batch_of((4, 8), seq_lens=(70, 33), kv_heads=1)
-    out, exported = batch.run_with_scores(engine.factory(0), kind)
-    assert error(batch, out) <= EXACT
-    if kind == "raw":
-        np.testing.assert_allclose(exported, batch.expected_scores("raw"), atol=EXACT)
-    else:
-        weights = np.exp(exported.astype(float) - exported.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True)
-        np.testing.assert_allclose(weights.mean(axis=1, keepdims=True), batch.expected_scores("mass"), atol=EXACT)
-
-
-# ---------------------------------------------------------------------------------------------- counts
 
 
 @pytest.mark.parametrize(
@@ -127,24 +87,7 @@ def test_words_of_8_bits_are_read_in_whole_lines(counting_engine):
         assert read.full_transactions == read.transactions == read.bytes // 128
 
 
-def test_barriers_and_races_are_those_of_the_dense_kernel(counting_engine):
-    batch = batch_of((8, 4), dtype="float16", seq_lens=(40, 90), q_lens=(2, 3), kv_heads=1, group=1, part_tokens=32)
-    runs = []
-    for schedule in counting_engine.schedules[:3]:
-        batch.check(batch.run(counting_engine.factory(schedule, runs=runs)))
-    dense = []
-    batch_dense = dataclasses.replace(batch, k_bits=None, v_bits=None)
-    batch_dense.check(batch_dense.run(counting_engine.factory(0, runs=dense)))
-    assert runs[0].threadgroup_barriers == dense[0].threadgroup_barriers
-    assert runs[0].threadgroup_memory == dense[0].threadgroup_memory
-
-
-# ------------------------------------------------------------------------------------------------ text
-
-
-def test_metal_would_take_the_texts(engine):
-    from metal_engine import StandIn
-
+def test_metal_would_take_the_texts():
     for bits in ((8, 4), (4, None), (None, 8)):
         batch = batch_of(bits, dtype="bfloat16", seq_lens=(70,), features=("sinks",))
         batch.check(batch.run(StandIn().factory(0, lint=True)))

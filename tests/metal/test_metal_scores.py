@@ -8,7 +8,6 @@ import os
 import numpy as np
 import pytest
 from metal_cases import FEATURES, Batch
-from metal_engine import StandIn
 from pairwise import pairwise
 
 KINDS = ("raw", "mass")
@@ -88,9 +87,6 @@ def test_the_result_has_the_same_bits_with_and_without_scores(engine):
         assert np.array_equal(batch.run_with_scores(engine.factory(0), kind)[0], plain)
 
 
-# ------------------------------------------------------------------------------------------------- counts
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("group", "head_dim", "part_tokens", "stored"),
@@ -126,22 +122,3 @@ def test_mass_lays_aside_one_score_per_query_head_and_position(counting_engine):
     batch.run_with_scores(counting_engine.factory(0, runs=runs), "mass")
     stores = runs[0].writes["exported"]
     assert stores.bytes == stores.distinct_bytes == 4 * batch.num_q_heads * sum(batch.seq_lens)
-
-
-# --------------------------------------------------------------------------------------------------- text
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
-def test_metal_would_take_the_texts_of_scores(kind):
-    batch = Batch(dtype="bfloat16", seq_lens=(70,), features=FEATURES, part_tokens=32)
-    check_scores(batch, kind, StandIn().factory(0, lint=True))
-
-
-@pytest.mark.long
-def test_no_race_in_any_schedule(counting_engine):
-    batch = Batch(dtype="float16", kv_heads=1, group=20, seq_lens=(40, 90), q_lens=(2, 3), part_tokens=32, padding=1)
-    schedules = counting_engine.schedules
-    for schedule in schedules if os.environ.get("KVPOOL_METAL_LAUNCHES") else schedules[1:2]:
-        for kind in KINDS:
-            batch.check(batch.run_with_scores(counting_engine.factory(schedule, runs=[]), kind)[0])

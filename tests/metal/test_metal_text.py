@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from metal_cases import FEATURES, Batch
 from metal_engine import StandIn
-from test_metal_in_place import Planes, copy_blocks, write
+from test_metal_moves import Planes, copy_blocks, write
 
 from kvpool.config import KVSpec
 from kvpool_backends.mlx import metal_kernels
@@ -58,12 +58,9 @@ def test_whole_kernels_are_instantiated_under_their_name():
     assert f'template [[host_name("{function}")]] [[kernel]] decltype({instance}) {instance};' in text
 
 
-def test_no_input_is_copied_to_be_contiguous():
-    assert all(description["ensure_row_contiguous"] is False for description in described().values())
-
-
-def test_every_input_is_used_and_named():
+def test_every_input_is_named_and_none_is_copied_to_be_contiguous():
     for description in described().values():
+        assert description["ensure_row_contiguous"] is False
         for name in description["input_names"]:
             assert re.search(rf"\b{name}\b", description["source"])
 
@@ -79,7 +76,9 @@ def test_variants_of_an_attention_kernel_share_one_text(kernel):
 
 
 def test_kernel_texts_have_no_comments_and_no_function_constants():
-    for text in (source_text(path.name) for path in FILES):
+    for path in FILES:
+        text = source_text(path.name)
+        assert text.count("\n") == path.read_text().count("\n")  # lines of messages are those of the files
         assert "//" not in text  # a built-in value that a comment names becomes an argument
         assert "function_constant" not in text  # not part of MLX's key of a compiled kernel
 
@@ -104,22 +103,13 @@ def test_threadgroup_variables_have_fixed_sizes_in_kernel_bodies():
         assert len(declared) == len(re.findall(r"\bthreadgroup (?!\w+\* )", source_text(name))) == numbers.get(name, 0)
 
 
-def test_line_numbers_of_texts_are_those_of_the_files():
-    for path in FILES:
-        assert source_text(path.name).count("\n") == path.read_text().count("\n")
-
-
 @pytest.mark.parametrize("features", [(), FEATURES])
 @pytest.mark.parametrize(
     "choice",
     [
-        {
-            "dtype": "float16",
-            "head_dim": 80,
-            "layout": "HND",
-            "seq_lens": (70,),
-        },  # fewer than 8 elements in small inputs
-        {"dtype": "bfloat16", "head_dim": 256, "seq_lens": (70,) * 9, "group": 8},  # and more
+        # Fewer than 8 elements in small inputs, and more
+        {"dtype": "float16", "head_dim": 80, "layout": "HND", "seq_lens": (70,)},
+        {"dtype": "bfloat16", "head_dim": 256, "seq_lens": (70,) * 9, "group": 8},
         {"dtype": "float32", "head_dim": 192, "v_head_dim": 128, "seq_lens": (70, 3), "q_lens": (3, 2)},
     ],
 )
@@ -127,7 +117,7 @@ def test_metal_would_take_the_texts_of_attention(choice, features):
     """As far as clang's address spaces and a list of words can tell; without clang, the words alone."""
     for part_tokens in (32, 512):
         batch = Batch(features=features, part_tokens=part_tokens, **choice)
-        batch.check(batch.run(StandIn().factory(0, lint=True)))
+        batch.check(batch.run_with_scores(StandIn().factory(0, lint=True), "raw")[0])
 
 
 def test_metal_would_take_the_texts_of_what_moves():
@@ -137,8 +127,8 @@ def test_metal_would_take_the_texts_of_what_moves():
         kernels.gather(0, "v", batch.pools[1], mx.array(batch.tables), mx.array(batch.seq_lens, mx.int32), 9)
     planes = Planes(KVSpec(1, 2, 64, "float16", 8))
     for vectors in (False, True):
-        write(planes, "bfloat16", [np.zeros((1, 2, 64), np.uint16)] * 2, [3], [128, 64, 1] * 2, vectors, lint=True)
-    copy_blocks(planes, np.array([[0, 1, 3]], np.int32), lint=True)
+        write(planes, [np.zeros((1, 2, 64))] * 2, "bfloat16", [3], vectors, lint=True)
+    copy_blocks(planes, "k", [[0, 1, 3]], lint=True)
 
 
 @pytest.mark.parametrize("size", [4, 8])  # on both sides of MLX's limit for the constant address space

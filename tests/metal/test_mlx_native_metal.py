@@ -17,7 +17,7 @@ import msl
 import numpy as np
 import pytest
 from mlx_models import on_cpu
-from test_mlx_native import built, looking_in  # noqa: F401  (a fixture)
+from test_mlx_native import looking_in
 
 from kvpool.config import KVSpec
 from kvpool.testing.dense import round_to
@@ -109,7 +109,7 @@ class OnMetal:
 
 
 @pytest.fixture
-def on_metal(recorder, built):  # noqa: F811
+def on_metal(recorder, built):
     with looking_in(built), on_cpu():
         yield lambda spec: OnMetal(recorder, spec)
 
@@ -119,34 +119,6 @@ def values(shape, dtype, seed):
     return mx.array(x.astype(np.float32)).astype(DTYPES[dtype])
 
 
-@pytest.mark.parametrize("strided", [False, True], ids=["vectors", "elements"])
-@pytest.mark.parametrize(
-    ("spec", "tokens"),
-    [
-        (KVSpec(2, 2, 64, "float16", 8), "float32"),
-        (KVSpec(2, 3, 80, "bfloat16", 16, 96, "HND"), "bfloat16"),
-        (KVSpec(2, 2, 64, "float32", 8, layout="stacked"), "float16"),
-    ],
-    ids=lambda x: getattr(x, "layout", x),
-)
-def test_recorded_write_stores_what_the_cpu_kernels_store(on_metal, spec, tokens, strided):
-    pool = on_metal(spec)
-    slots = [5, -1, 17, 0, 40, 41]
-    k, v = (
-        values((spec.num_kv_heads, len(slots), dim) if strided else (len(slots), spec.num_kv_heads, dim), tokens, seed)
-        for seed, (_, dim) in enumerate(spec.planes)
-    )
-    if strided:  # elements of a row lie apart
-        k, v = (mx.contiguous(x.transpose(2, 0, 1)).transpose(2, 1, 0) for x in (k, v))
-    launches = pool.write(1, k, v, slots)
-    (launch,) = launches
-    assert ("_0_" in launch[0]) == strided  # the last template argument: by vectors or not
-    names = ("k_pool", "v_pool", "k", "v", "slots", "layout", "strides")
-    stored = STORED[spec.dtype]
-    pool.run(launches, names, (stored, stored, STORED[tokens], STORED[tokens], np.int64))
-    pool.check()
-
-
 PACKED = (
     KVSpec(2, 3, 64, "float16", 8, 96, k_bits=8, v_bits=4, quant_group_size=32),
     KVSpec(2, 2, 128, "bfloat16", 16, layout="HND", k_bits=4, v_bits=4, quant_group_size=64),
@@ -154,26 +126,37 @@ PACKED = (
     KVSpec(2, 2, 64, "float16", 8, layout="interleaved", k_bits=8, v_bits=8, quant_group_size=32),
     KVSpec(2, 2, 128, "float16", 8, layout="HND", v_bits=8, quant_group_size=128),
 )
+WRITES = [
+    (KVSpec(2, 2, 64, "float16", 8), "float32"),
+    (KVSpec(2, 3, 80, "bfloat16", 16, 96, "HND"), "bfloat16"),
+    (KVSpec(2, 2, 64, "float32", 8, layout="stacked"), "float16"),
+    *((spec, "float32") for spec in PACKED),
+]
+
+
+def name_of(x):
+    return f"{x.layout}-{x.bits}" if isinstance(x, KVSpec) else x
 
 
 @pytest.mark.parametrize("strided", [False, True], ids=["vectors", "elements"])
-@pytest.mark.parametrize("spec", PACKED, ids=lambda spec: f"{spec.layout}-{spec.bits}")
-def test_recorded_write_quantizes_as_the_cpu_kernels_do(on_metal, spec, strided):
-    """A launch for each plane, of numbers or of floats."""
-    pool = on_metal(spec)
-    slots = [5, -1, 17, 0, 40, 41]
-    k, v = (values((len(slots), spec.num_kv_heads, dim), "float32", seed) for seed, (_, dim) in enumerate(spec.planes))
-    if strided:
+@pytest.mark.parametrize(("spec", "tokens"), WRITES, ids=name_of)
+def test_recorded_write_stores_what_the_cpu_kernels_store(on_metal, spec, tokens, strided):
+    """One launch for floats, or one for each plane, of numbers or of floats."""
+    pool, stored, slots = on_metal(spec), STORED[spec.dtype], [5, -1, 17, 0, 40, 41]
+    k, v = (values((len(slots), spec.num_kv_heads, dim), tokens, seed) for seed, (_, dim) in enumerate(spec.planes))
+    if strided:  # elements of a row lie apart
         k, v = (mx.contiguous(x.transpose(2, 0, 1)).transpose(1, 2, 0) for x in (k, v))
     launches = pool.write(1, k, v, slots)
-    assert ["kv_write_packed" in name for name, *_ in launches] == [bits is not None for bits in spec.bits]
-    assert "_0_" not in launches[0][0] or strided or spec.k_bits is None
-    for launch, bits in zip(launches, spec.bits, strict=True):
-        stored = STORED[spec.dtype]
-        names, dtypes = ("words", "scales", "biases", "x", "slots", "layout", "strides"), (np.uint32, stored, stored)
+    every = [None] if spec.bits == (None, None) else spec.bits
+    assert ["kv_write_packed" in name for name, *_ in launches] == [bits is not None for bits in every]
+    assert every != [None] or ("_0_" in launches[0][0]) == strided  # the last template argument: by vectors or not
+    for launch, bits in zip(launches, every, strict=True):
         if bits is None:
-            names, dtypes = ("k_pool", "v_pool", "k", "v", "slots", "layout", "strides"), (stored, stored, np.uint32)
-        pool.run([launch], names, (*dtypes, np.uint32, np.int64))
+            names = ("k_pool", "v_pool", "k", "v", "slots", "layout", "strides")
+            pool.run([launch], names, (stored, stored, STORED[tokens], STORED[tokens], np.int64))
+        else:
+            names = ("words", "scales", "biases", "x", "slots", "layout", "strides")
+            pool.run([launch], names, (np.uint32, stored, stored, STORED[tokens], np.int64))
     pool.check()
 
 
@@ -183,7 +166,7 @@ def test_recorded_write_quantizes_as_the_cpu_kernels_do(on_metal, spec, strided)
         *(KVSpec(2, 3, 32, "float16", 8, layout=layout) for layout in ("NHD", "HND", "stacked", "interleaved")),
         *PACKED,
     ],
-    ids=lambda spec: f"{spec.layout}-{spec.bits}",
+    ids=name_of,
 )
 def test_recorded_copy_copies_what_the_cpu_kernels_copy(on_metal, spec):
     pool = on_metal(spec)
@@ -219,7 +202,7 @@ def test_head_dimensions_without_vectors_are_refused(on_metal):
         metal_texts(load(), KVSpec(1, 1, 6))
 
 
-def test_threads_are_those_of_the_kernel_that_mlx_has_compiled(recorder, built):  # noqa: F811
+def test_threads_are_those_of_the_kernel_that_mlx_has_compiled(recorder, built):
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"\[max_threads\] MLX has not compiled a kernel custom_kernel_x"):
             recorder.max_threads("custom_kernel_x")

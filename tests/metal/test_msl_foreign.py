@@ -16,9 +16,6 @@ KERNELS = "mlx/backend/metal/kernels"
 HELPERS = """
 #include <metal_stdlib>
 using namespace metal;
-#define SOFTMAX_N_READS 4
-template <typename T, typename U>
-T ceildiv(T a, U b) { return (a + b - 1) / b; }
 template <typename U>
 struct Limits {
   static constexpr U max = metal::numeric_limits<U>::infinity(), min = -max;
@@ -81,20 +78,3 @@ def test_sdpa_vector(name, dim, tokens):
         assert run.reads["k"].distinct_bytes == k.nbytes and run.writes["out"].bytes == out.nbytes
         assert run.threadgroup_barriers == batch * q_heads * (1 + 2 * dim // 32)
         assert run.simd_operations == batch * q_heads * (tokens + 32 * (2 + dim // 32))
-
-
-@pytest.mark.parametrize("name", TOLERANCE)
-@pytest.mark.parametrize("size", [7, 1000])
-def test_softmax(name, size):
-    rows = 3
-    x = narrow(np.random.default_rng(size).standard_normal((rows, size)) * 5, name)
-    out = np.empty_like(x)
-    kernel = Kernel(f'{HELPERS}#include "{KERNELS}/softmax.h"', "softmax_single_row", f"{name}, float, 4", [INCLUDE])
-    threads = -(-size // (32 * 4)) * 32
-    buffers = bind(("in", x), ("out", out), ("axis_size", np.array(size, np.int32)), output="out")
-    # Lane 0 writes what the other lanes read after a simd operation: this kernel relies on lockstep.
-    for instrumented in (False, True):
-        with settings(instrumented=instrumented, simd_ops_order_memory=True, seed=1):
-            kernel.launch(buffers, (rows * threads, 1, 1), (threads, 1, 1))
-        expected = np.exp(wide(x) - wide(x).max(-1, keepdims=True))
-        np.testing.assert_allclose(wide(out), expected / expected.sum(-1, keepdims=True), atol=TOLERANCE[name])

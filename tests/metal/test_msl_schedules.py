@@ -35,8 +35,3 @@ def test_seeds_shuffle_threadgroups_simdgroups_and_lanes_and_repeat_their_order(
     assert (groups // 32 == groups[..., :1] // 32).all(), "between meetings a simdgroup's lanes run one after another"
     for part in (groups[:, :, 0, 0] // THREADS, groups[:, 0, :, 0] % THREADS // 32, groups[:, 0, 0] % 32):
         assert len({row.tobytes() for row in part}) > 1
-
-
-def test_a_missing_barrier_shows_in_plain_runs_of_two_seeds():
-    body = "threadgroup uint s[96]; uint i = thread_index_in_threadgroup; s[i] = i; y[i] = s[95 - i];"
-    assert (launch(body, 0) != launch(body, 1)).any()

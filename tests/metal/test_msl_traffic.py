@@ -7,13 +7,11 @@ from msl import Traffic, metal_kernel, settings
 HEAD = "uint i = thread_position_in_grid.x, lane = thread_index_in_simdgroup;\n"
 
 
-def run_of(body, x, y_shape, *, threads=32, grid=None, dtype=np.float32, seed=0, instrumented=True):
-    kernel = metal_kernel("traffic", ["x"], ["y"], HEAD + body)
+def run_of(body, x, y_shape, *, threads=32, grid=None, seed=0, instrumented=True):
+    kernel, grid = metal_kernel("traffic", ["x"], ["y"], HEAD + body), (grid or threads, 1, 1)
+    arguments = {"inputs": [x], "output_shapes": [y_shape], "output_dtypes": [np.float32], "grid": grid}
     with settings(instrumented=instrumented, seed=seed, allow_unwritten=True) as runs:
-        kernel(
-            inputs=[x], output_shapes=[y_shape], output_dtypes=[dtype], grid=(grid or threads, 1, 1),
-            threadgroup=(threads, 1, 1),
-        )  # fmt: skip
+        kernel(**arguments, threadgroup=(threads, 1, 1))
     return runs[0]
 
 
@@ -21,41 +19,33 @@ def floats(count):
     return np.ones(count, np.float32)
 
 
-READS = {  # of one simdgroup: the body, elements of x, and what is counted of them
-    "32 neighbours: one full line": (
-        "y[i] = x[i];", 32, Traffic(bytes=128, lane_bytes=128, accesses=1, transactions=1, full_transactions=1,
-                                    distinct_bytes=128),
-    ),
-    "an element of every line": (
-        "y[i] = x[32 * i];", 1024, Traffic(bytes=128, lane_bytes=128, accesses=1, transactions=32, full_transactions=0,
-                                           distinct_bytes=128),
-    ),
-    "one element for all": (
-        "y[i] = x[7];", 32, Traffic(bytes=4, lane_bytes=128, accesses=1, transactions=1, full_transactions=0,
-                                    distinct_bytes=4),
-    ),
+#: Of one simdgroup: the body, elements of x, and what is counted of them.
+READS = {
+    "32 neighbours: one full line": ("y[i] = x[i];", 32, Traffic(128, 128, 1, 1, 1, 128)),
+    "an element of every line": ("y[i] = x[32 * i];", 1024, Traffic(128, 128, 1, 32, 0, 128)),
+    "one element for all": ("y[i] = x[7];", 32, Traffic(4, 128, 1, 1, 0, 4)),
     "a float4 for every lane: four full lines in one access": (
-        "float4 v = *(const device float4*)(x + 4 * i); y[i] = v.x + v.w;", 128,
-        Traffic(bytes=512, lane_bytes=512, accesses=1, transactions=4, full_transactions=4, distinct_bytes=512),
+        "float4 v = *(const device float4*)(x + 4 * i); y[i] = v.x + v.w;",
+        128,
+        Traffic(512, 512, 1, 4, 4, 512),
     ),
     "four floats for every lane: each access uses a quarter of its lines": (
-        "float s = 0; for (int k = 0; k < 4; k++) s += x[4 * i + k]; y[i] = s;", 128,
-        Traffic(bytes=512, lane_bytes=512, accesses=4, transactions=16, full_transactions=0, distinct_bytes=512),
+        "float s = 0; for (int k = 0; k < 4; k++) s += x[4 * i + k]; y[i] = s;",
+        128,
+        Traffic(512, 512, 4, 16, 0, 512),
     ),
     "a loop that lanes leave at different times": (
-        "float s = 0; for (uint k = 0; k <= lane / 8; k++) s += x[32 * k + lane]; y[i] = s;", 128,
-        Traffic(bytes=128 + 96 + 64 + 32, lane_bytes=320, accesses=4, transactions=4, full_transactions=1,
-                distinct_bytes=320),
+        "float s = 0; for (uint k = 0; k <= lane / 8; k++) s += x[32 * k + lane]; y[i] = s;",
+        128,
+        Traffic(128 + 96 + 64 + 32, 320, 4, 4, 1, 320),
     ),
-    "the same line twice": (
-        "y[i] = x[i] + simd_max(1.0f) * x[i ^ 1];", 32,
-        Traffic(bytes=256, lane_bytes=256, accesses=2, transactions=2, full_transactions=2, distinct_bytes=128),
-    ),
+    "the same line twice": ("y[i] = x[i] + simd_max(1.0f) * x[i ^ 1];", 32, Traffic(256, 256, 2, 2, 2, 128)),
     "a matrix": (
-        "simdgroup_float8x8 m; simdgroup_load(m, x, 32); simdgroup_store(m, y);", 256,
-        Traffic(bytes=256, lane_bytes=256, accesses=1, transactions=8, full_transactions=0, distinct_bytes=256),
+        "simdgroup_float8x8 m; simdgroup_load(m, x, 32); simdgroup_store(m, y);",
+        256,
+        Traffic(256, 256, 1, 8, 0, 256),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", READS)
@@ -64,28 +54,13 @@ def test_reads_are_counted(case):
     assert run_of(body, floats(count), (64,), seed=5).reads["x"] == expected
 
 
-WRITES = {
-    "32 neighbours": ("y[i] = 1;", (1, 1, 1)),
-    "every fourth element": ("y[4 * i] = 1;", (1, 4, 0)),
-    "a float4 for every lane": ("*(device float4*)(y + 4 * i) = float4(x[0]);", (1, 4, 4)),
-    "a float4 by operator": ("device float4& v = ((device float4*)y)[i]; v = 1; v *= 2.0f;", (2, 8, 8)),
-}
-
-
-@pytest.mark.parametrize("case", WRITES)
-def test_writes_are_counted(case):
-    body, expected = WRITES[case]
-    written = run_of(body, floats(32), (128,)).writes["y"]
-    assert (written.accesses, written.transactions, written.full_transactions) == expected
-
-
-def test_simdgroups_and_threadgroups_add_up():
-    run = run_of("y[i] = x[i % 64];", floats(64), (1024,), threads=128, grid=1024)
+def test_writes_are_counted_and_simdgroups_and_threadgroups_add_up():
+    run = run_of("y[4 * i] = x[i % 64];", floats(64), (4096,), threads=128, grid=1024)
     assert run.threadgroups == 8
-    assert run.reads["x"] == Traffic(
-        bytes=4096, lane_bytes=4096, accesses=32, transactions=32, full_transactions=32, distinct_bytes=256,
-    )  # fmt: skip
-    assert run.writes["y"].full_transactions == 32
+    assert run.reads["x"] == Traffic(4096, 4096, 32, 32, 32, 256)
+    assert run.writes["y"] == Traffic(4096, 4096, 32, 128, 0, 4096)
+    whole = run_of("((device float4*)y)[i] = float4(x[0]);", floats(32), (128,)).writes["y"]
+    assert (whole.accesses, whole.transactions, whole.full_transactions) == (1, 4, 4)
 
 
 def test_a_skipped_iteration_does_not_shift_the_others_past_a_meeting():
@@ -101,20 +76,21 @@ def test_a_skipped_iteration_does_not_shift_the_others_past_a_meeting():
     assert (read.accesses, read.transactions, read.full_transactions, read.bytes) == (4, 4, 3, 3 * 128 + 64)
 
 
-def test_threadgroup_memory_and_barriers_are_counted():
+@pytest.mark.parametrize("instrumented", [False, True])
+def test_threadgroup_memory_barriers_and_operations_are_counted(instrumented):
     body = """
-        threadgroup float a[32];
+        threadgroup float a[96];
         threadgroup half2 b[16];
         for (int k = 0; k < 3; k++) {
-            a[lane] = x[i];
+            a[thread_index_in_threadgroup] = x[i];
             threadgroup_barrier(mem_flags::mem_threadgroup);
-            y[i] = a[lane ^ 1];
+            y[i] = a[thread_index_in_threadgroup ^ 1];
             simdgroup_barrier(mem_flags::mem_threadgroup);
         }
-        if (lane < 16) b[lane] = half2(1);
+        if (thread_index_in_threadgroup < 16) b[lane] = half2(1);
+        y[i] = simd_sum(simd_max(1.0f));
     """
-    plain = run_of(body, floats(64), (64,), grid=64, instrumented=False)
-    assert (plain.threadgroup_barriers, plain.threadgroup_memory, plain.reads["x"]) == (6, 192, Traffic())
-    run = run_of(body, floats(64), (64,), grid=64)
-    assert (run.threadgroup_barriers, run.simdgroup_barriers, run.simd_operations) == (6, 6, 0)
-    assert run.threadgroup_memory == 128 + 64
+    run = run_of(body, floats(192), (192,), threads=96, grid=192, instrumented=instrumented)
+    assert (run.threadgroups, run.threadgroup_barriers, run.threadgroup_memory) == (2, 6, 96 * 4 + 64)
+    assert (run.simdgroup_barriers, run.simd_operations) == (2 * 3 * 3, 2 * 3 * 2)
+    assert instrumented or run.reads["x"] == Traffic()

@@ -23,12 +23,8 @@ AccessName = Literal["read_only", "output", "in_out"]
 
 
 class _Traffic(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_uint64)
-        for name in (
-            "bytes", "lane_bytes", "accesses", "transactions", "full_transactions", "distinct_bytes",
-        )
-    ]  # fmt: skip
+    _names = ("bytes", "lane_bytes", "accesses", "transactions", "full_transactions", "distinct_bytes")
+    _fields_ = [(name, ctypes.c_uint64) for name in _names]
 
 
 class _Buffer(ctypes.Structure):
@@ -55,7 +51,6 @@ class _Launch(ctypes.Structure):
         ("group", ctypes.c_uint32 * 3),
         ("seed", ctypes.c_uint32),
         ("instrumented", ctypes.c_uint32),
-        ("simd_ops_order_memory", ctypes.c_uint32),
         ("threadgroup_bytes", ctypes.c_uint32),
         ("threadgroups", ctypes.c_uint64),
         ("threadgroup_barriers", ctypes.c_uint64),
@@ -108,7 +103,6 @@ class Settings:
 
     seed: int = 0
     instrumented: bool = False
-    simd_ops_order_memory: bool = False
     lint: bool = False
     allow_unwritten: bool = False
     runs: list[Run] = field(default_factory=list)
@@ -127,7 +121,6 @@ def settings(
     *,
     seed: int = 0,
     instrumented: bool = False,
-    simd_ops_order_memory: bool = False,
     lint: bool = False,
     allow_unwritten: bool = False,
 ) -> Iterator[list[Run]]:
@@ -141,14 +134,12 @@ def settings(
     instrumented : bool
         Check and count every access to memory (about ten times slower): data races, reads of what nothing wrote, exact
         bounds, alignment; bytes and transactions.
-    simd_ops_order_memory : bool
-        Take simd operations for memory barriers of their simdgroup, as kernels do that rely on lockstep.
     lint : bool
         Refuse kernels that mix address spaces or use what Metal has not; see lint.py. Without clang, less is seen.
     allow_unwritten : bool
         Take an output with an unwritten element, which is an error otherwise.
     """
-    chosen = Settings(seed, instrumented, simd_ops_order_memory, lint, allow_unwritten)
+    chosen = Settings(seed, instrumented, lint, allow_unwritten)
     token = _settings.set(chosen)
     try:
         yield chosen.runs
@@ -258,11 +249,7 @@ def _describe(
         entry.name, entry.access = bound.name.encode(), ACCESSES.index(bound.access)
         entry.element_bytes = bound.array.itemsize
     launch = _Launch(
-        buffers=described,
-        num_buffers=len(described),
-        seed=chosen.seed,
-        instrumented=chosen.instrumented,
-        simd_ops_order_memory=chosen.simd_ops_order_memory,
+        buffers=described, num_buffers=len(described), seed=chosen.seed, instrumented=chosen.instrumented
     )
     launch.grid[:], launch.group[:] = grid, group
     return launch

@@ -39,31 +39,23 @@ WRONG_VALUE = [
 
 
 @pytest.fixture
-def pool(make_pool):
-    return make_pool(prefix_cache=True)
+def pool(make_any):
+    return make_any()
 
 
-def test_commit_of_a_pending_step_is_refused(pool, make_plan, refused):
-    handle, plan = pool.open(A + B), make_plan(pool)
-    pool.step(plan, [handle], 8)
-    with refused(pool, ValueError, "commit", plans=[plan]):
-        pool.prefix.commit(handle, A + B)
-    assert pool.prefix.match(A + B + C) == 0
-    pool.done(plan)
-    pool.prefix.commit(handle, A + B)
-    assert pool.prefix.match(A + B + C) == 8
-
-
-def test_commit_of_a_step_noted_done_behind_a_pending_one_is_refused(pool, make_plan, refused):
-    other, handle = pool.open(), pool.open()
+def test_commit_of_a_pending_step_is_refused_until_it_and_those_before_it_are_done(pool, make_plan, refused):
+    other, handle = pool.open(), pool.open(A + B)
     older, newer = make_plan(pool), make_plan(pool)
     pool.step(older, [other], 1)
-    pool.step(newer, [handle], 4)
-    pool.done(newer)
-    with refused(pool, ValueError, "commit"):
-        pool.prefix.commit(handle, A)
-    pool.done(older)
-    pool.prefix.commit(handle, A)
+    pool.step(newer, [handle], 8)
+    for end in (newer, older):
+        with refused(pool, ValueError, "commit", plans=[older, newer]):
+            pool.prefix.commit(handle, A + B)
+        assert pool.prefix.match(A + B + C) == pool.num_tokens(pool.open(A + B, reserve=False)) == 0
+        pool.done(end)  # that of the newer one is noted
+    assert pool.prefix.match(A + B + C) == 0  # computed, but nobody said what it is
+    pool.prefix.commit(handle, A + B)
+    assert pool.prefix.match(A + B + C) == 8
 
 
 def test_commit_reaches_up_to_the_oldest_pending_step(pool, make_plan, refused):
@@ -84,25 +76,17 @@ def test_commit_reaches_up_to_the_oldest_pending_step(pool, make_plan, refused):
     assert pool.prefix.match(A + B + C) == 8
 
 
-def test_commit_of_a_reserved_position_is_refused(pool, make_plan, refused):
-    handle, plan = serve(make_plan, pool, A), make_plan(pool)
-    pool.reserve(plan, [handle], 4)
-    with refused(pool, ValueError, "commit"):
-        pool.prefix.commit(handle, B[:1])
-    pool.done(plan)
-    with refused(pool, ValueError, "commit"):
-        pool.prefix.commit(handle, B[:1])
-
-
-def test_commit_after_rollback_of_a_step_is_refused_and_nothing_was_committed(pool, make_plan, refused):
+def test_commit_of_what_was_reserved_or_rolled_back_is_refused(pool, make_plan, refused):
     handle, plan = serve(make_plan, pool, A), make_plan(pool)
     before = pool.prefix.stats()
-    pool.step(plan, [handle], 4)
-    pool.rollback(plan)
-    assert pool.prefix.stats() == before
-    with refused(pool, ValueError, "commit"):
-        pool.prefix.commit(handle, B)
-    assert pool.prefix.match(A + B + C) == 4
+    for call, end in ((pool.reserve, pool.done), (pool.step, pool.rollback)):
+        call(plan, [handle], 4)
+        with refused(pool, ValueError, "commit"):
+            pool.prefix.commit(handle, B[:1])
+        end(plan)
+        with refused(pool, ValueError, "commit"):
+            pool.prefix.commit(handle, B[:1])
+    assert pool.prefix.stats() == before and pool.prefix.match(A + B + C) == 4
 
 
 def test_commit_of_a_fork_in_the_middle_of_a_step_is_refused(pool, make_plan, refused):
@@ -119,15 +103,6 @@ def test_commit_of_a_fork_in_the_middle_of_a_step_is_refused(pool, make_plan, re
     assert pool.prefix.match(A + B + C) == 4
 
 
-def test_commit_of_a_fork_is_legal_when_the_step_of_its_parent_has_passed(pool, make_plan):
-    parent, plan = serve(make_plan, pool, A), make_plan(pool)
-    pool.step(plan, [parent], 4)
-    child = int(pool.fork(parent)[0])
-    pool.done(plan)
-    pool.prefix.commit(child, B)
-    assert pool.prefix.match(A + B + C) == 8
-
-
 def test_commit_of_a_fork_of_a_fork_reaches_what_was_done_at_the_fork(pool, make_plan, refused):
     root, plan = pool.open(), make_plan(pool)
     pool.step(plan, [root], 4)
@@ -140,6 +115,7 @@ def test_commit_of_a_fork_of_a_fork_reaches_what_was_done_at_the_fork(pool, make
         pool.prefix.commit(child, B[:1])
     pool.done(plan)
     pool.prefix.commit(child, B)
+    assert pool.prefix.match(A + B + C) == 8
 
 
 def test_commit_of_more_than_there_is_is_refused(pool, make_plan, refused):
@@ -151,8 +127,8 @@ def test_commit_of_more_than_there_is_is_refused(pool, make_plan, refused):
         pool.prefix.commit(handle, [1])
 
 
-def test_commit_in_pieces_is_commit_at_once(make_pool, make_plan):
-    at_once, pieces = make_pool(prefix_cache=True), make_pool(prefix_cache=True)
+def test_commit_in_pieces_is_commit_at_once(make_any, make_plan):
+    at_once, pieces = make_any(), make_any()
     for pool, sizes in ((at_once, [12]), (pieces, [1, 2, 0, 4, 5])):
         handle = pool.open(12)
         compute(make_plan, pool, handle, 12)
@@ -177,21 +153,14 @@ def test_commit_of_a_batch_by_counts_or_equal_parts(pool, make_plan):
     pool.prefix.commit([], [], [])
 
 
-def test_commit_with_a_negative_count_names_it(pool, make_plan):
-    handles = [pool.open() for _ in range(2)]
-    with pytest.raises(ValueError, match=r"^\[commit\] counts\[1\] is negative \(-1\)$"):
-        pool.prefix.commit(handles, [1, 2, 3], [0, -1])
-
-
-@pytest.mark.parametrize("counts", [[1, 1], [2, 2], [3], [1, 1, 1], [4, -1], [2**40, 0], []])
+@pytest.mark.parametrize("counts", [[1, 1], [2, 2], [3], [1, 1, 1], [2**40, 0], [], [0, -1], None])
 def test_commit_with_counts_that_do_not_fit_is_refused(pool, make_plan, refused, counts):
     handles = [pool.open() for _ in range(2)]
     for handle in handles:
         compute(make_plan, pool, handle, 8)
-    with refused(pool, ValueError, "commit"):
-        pool.prefix.commit(handles, [1, 2, 3], counts)
-    with refused(pool, ValueError, "commit"):
-        pool.prefix.commit(handles, [1, 2, 3])  # not equally many
+    words = {(0, -1): "counts[1] is negative (-1)", None: "evenly"}
+    with refused(pool, ValueError, "commit", words.get(counts if counts is None else tuple(counts))):
+        pool.prefix.commit(handles, [1, 2, 3], *([] if counts is None else [counts]))
     with refused(pool, ValueError, "commit"):
         pool.prefix.commit([], [1])
 
@@ -222,42 +191,29 @@ def test_commit_of_bad_handles_is_refused(pool, core, make_plan, refused):
             pool.prefix.commit(wrong, [])
 
 
+@pytest.mark.parametrize(("error", "wrong"), [(TypeError, WRONG_DTYPE), (ValueError, WRONG_VALUE)])
 @pytest.mark.parametrize("call", ["open", "match", "pin", "commit"])
-def test_tokens_of_the_wrong_type_are_refused(pool, make_plan, refused, call):
+def test_tokens_of_the_wrong_type_range_or_shape_are_refused(pool, make_plan, refused, call, error, wrong):
     cache(make_plan, pool, A)
     handle = pool.open(0)
     compute(make_plan, pool, handle, 8)
     before = pool.prefix.stats()
-    for tokens in WRONG_DTYPE:
+    for tokens in wrong:
+        with refused(pool, error, call):
+            part = pool if call == "open" else pool.prefix
+            getattr(part, call)(*([handle] if call == "commit" else []), tokens)
+    assert pool.prefix.stats() == before
+
+
+@pytest.mark.parametrize("call", ["open", "match", "pin", "flush"])
+def test_namespace_that_is_no_bytes_is_refused(pool, refused, call):
+    for namespace in ("", "a", 0, bytearray(b"a"), (b"a",)):
         with refused(pool, TypeError, call):
-            part = pool if call == "open" else pool.prefix
-            getattr(part, call)(*([handle] if call == "commit" else []), tokens)
-    assert pool.prefix.stats() == before
-
-
-@pytest.mark.parametrize("call", ["open", "match", "pin", "commit"])
-def test_tokens_out_of_range_or_shape_are_refused(pool, make_plan, refused, call):
-    cache(make_plan, pool, A)
-    handle = pool.open(0)
-    compute(make_plan, pool, handle, 8)
-    before = pool.prefix.stats()
-    for tokens in WRONG_VALUE:
-        with refused(pool, ValueError, call):
-            part = pool if call == "open" else pool.prefix
-            getattr(part, call)(*([handle] if call == "commit" else []), tokens)
-    assert pool.prefix.stats() == before
-
-
-@pytest.mark.parametrize("call", ["open", "match", "pin"])
-@pytest.mark.parametrize("namespace", ["", "a", None, 0, bytearray(b"a"), (b"a",)])
-def test_namespace_that_is_no_bytes_is_refused(pool, refused, call, namespace):
-    with refused(pool, TypeError, call):
-        getattr(pool if call == "open" else pool.prefix, call)(A, namespace)
-
-
-def test_open_by_count_refuses_a_namespace_that_is_no_bytes(pool, refused):
-    with refused(pool, TypeError, "open"):
-        pool.open(4, "tenant")
+            given = [] if call == "flush" else [A]
+            getattr(pool if call == "open" else pool.prefix, call)(*given, namespace)
+    for given in ([A, None], [4, "tenant"]):
+        with refused(pool, TypeError, "open"):
+            pool.open(*given)
 
 
 def test_commit_that_contradicts_a_shared_block_is_refused(pool, make_plan, refused):
@@ -279,7 +235,7 @@ def test_truncate_below_the_committed_length_lowers_it(pool, make_plan):
     pool.truncate(handle, 6)
     assert pool.prefix.match(A + B + C) == 8  # what was known stays known
     compute(make_plan, pool, handle, 2)
-    assert pool.table(handle).tolist() == [1, 3]  # never in place
+    assert pool.table(handle).ravel().tolist() == [1, 3]  # never in place
     pool.prefix.commit(handle, C[:2])
     assert pool.prefix.match(A + B[:2] + C[:2] + A) == 8
     pool.truncate(handle, 0)
@@ -309,29 +265,63 @@ def test_fork_has_the_committed_length_of_its_parent(pool, make_plan):
     assert pool.prefix.match(A + B + C) == pool.prefix.match(A + B[:1] + C[:3] + A) == 8
 
 
-def test_draft_token_that_was_rejected_is_never_found(pool, make_plan):
-    # Speculative decoding: four drafts are computed, two are accepted, the next step writes over the others.
-    handle = serve(make_plan, pool, A)
-    compute(make_plan, pool, handle, 4)
-    pool.truncate(handle, 6)
-    pool.prefix.commit(handle, B[:2])
-    compute(make_plan, pool, handle, 2)
-    pool.prefix.commit(handle, C[:2])
-    assert pool.prefix.match(A + B + C) == 4
-    assert pool.prefix.match(A + B[:2] + C[:2] + A) == 8
+def test_committed_tells_where_the_next_commit_goes_on(pool, make_plan):
+    """Of a new sequence, one that found something, and after whatever changes it."""
+    first = pool.open()
+    compute(make_plan, pool, first, 12)
+    second = int(pool.fork(first)[0])
+    assert pool.prefix.committed(first) == 0
+    pool.prefix.commit(first, A + B[:2])
+    assert pool.prefix.committed(first) == 6 and pool.prefix.committed(second) == 0
+    assert pool.prefix.committed(int(pool.fork(first)[0])) == 6
+    assert pool.prefix.committed(pool.open(A + B)) == 4
+    pool.truncate(first, 5)
+    pool.prefix.commit(first, [])
+    assert pool.prefix.committed(first) == 5
+    pool.evict_blocks(first, [0])
+    assert pool.prefix.committed(first) == 0
+    pool.close(first)
+    with pytest.raises(StaleHandle, match=r"\[committed\]"):
+        pool.prefix.committed(first)
 
 
-def test_block_of_a_pending_step_never_hits(pool, make_plan):
-    handle, plan = pool.open(A + B), make_plan(pool)
-    pool.step(plan, [handle], 8)
-    other = pool.open(A + B)
-    assert pool.num_tokens(other) == pool.prefix.match(A + B) == 0
-    assert not set(pool.table(handle).tolist()) & set(pool.table(other).tolist())
-    pool.done(plan)
-    assert pool.prefix.match(A + B) == 0  # computed, but nobody said what it is
+def test_tokens_that_contradict_inside_one_commit_are_refused(pool, make_plan, refused):
+    """As they are one after the other; those that agree are accepted."""
+    first = pool.open()
+    compute(make_plan, pool, first, 12)
+    second = int(pool.fork(first)[0])
+    for rows in ([first, second], [second, first]):
+        with refused(pool, ValueError, "commit"):
+            pool.prefix.commit(rows, A + B + A + C)
+    pool.prefix.commit([first, second], A + B + A + B)
+    pool.prefix.commit([first, second], C + C[:3], [4, 3])
+    with refused(pool, ValueError, "commit"):
+        pool.prefix.commit(second, [9])
+    assert pool.prefix.match([*A, *B, *C, 9]) == 12 and pool.prefix.stats().nodes == 3
 
 
-def test_commit_in_a_pool_that_runs_in_order_needs_no_done(make_pool, make_plan):
-    pool = make_pool(prefix_cache=True, in_order=True)
+def test_digest_sees_the_tokens_of_a_commit_and_the_namespace_of_a_flush(make_any, make_plan):
+    """Ranks that sampled different tokens differ from that call on, and equal ones never do."""
+    commits, flushes = [], []
+    for tokens in (A + B, A + B, A + B[:3] + [5], [5, *A[1:], *B], A + B[:3]):
+        pool = make_any()
+        handle = pool.open()
+        compute(make_plan, pool, handle, 8)
+        before = pool.digest()
+        pool.prefix.commit(handle, tokens)
+        assert pool.digest() != before
+        commits.append(pool.digest())
+    assert commits[0] == commits[1] and len(set(commits)) == 4
+    for flushed in (b"a", b"b", None):
+        pool = make_any()
+        for namespace in (b"a", b"b"):
+            cache(make_plan, pool, A + B, namespace)
+        pool.prefix.flush(flushed)
+        flushes.append(pool.digest())
+    assert len(set(flushes)) == 3
+
+
+def test_commit_in_a_pool_that_runs_in_order_needs_no_done(make_any, make_plan):
+    pool = make_any(in_order=True)
     serve(make_plan, pool, A + B)
     assert pool.prefix.match(A + B + C) == 8

@@ -28,30 +28,18 @@ def drained(pool):
     return [tuple(tuple(x) if isinstance(x, list) else x for x in event) for event in pool.prefix.events()]
 
 
-def test_events_tell_every_block_that_is_stored(make_pool, make_plan):
+def test_events_tell_every_block_that_is_stored_or_leaves(make_pool, make_plan):
     pool = make_pool(prefix_cache=True, events=8)
-    cache(make_plan, pool, A + B, b"t")
+    for _ in range(2):
+        cache(make_plan, pool, A + B, b"t")
     assert drained(pool) == [
         ("stored", key_of([A], b"t"), None, tuple(A), 4, b"t"),
         ("stored", key_of([A, B], b"t"), key_of([A], b"t"), tuple(B), 4, b"t"),
     ]
-    assert drained(pool) == []
-    cache(make_plan, pool, A + B, b"t")  # known
-    assert drained(pool) == []
-
-
-def test_events_tell_every_block_that_is_evicted(make_pool, make_plan):
-    pool = make_pool(prefix_cache=True, events=8)
-    cache(make_plan, pool, A + B)
-    drained(pool)
     pool.blocks.evict(1)
-    assert drained(pool) == [("removed", key_of([A, B]))]
-    pool.blocks.alloc(15)
-    assert drained(pool) == [("removed", key_of([A]))]
-
-
-def test_events_of_a_flush_remove_and_clear(make_pool, make_plan):
-    pool = make_pool(prefix_cache=True, events=8)
+    assert drained(pool) == [("removed", key_of([A, B], b"t"))]
+    pool.blocks.free(pool.blocks.alloc(15))
+    assert drained(pool) == [("removed", key_of([A], b"t"))]
     serve(make_plan, pool, A + B, b"t")
     cache(make_plan, pool, C)
     drained(pool)
@@ -59,14 +47,9 @@ def test_events_of_a_flush_remove_and_clear(make_pool, make_plan):
     assert drained(pool) == [("removed", key_of([A], b"t")), ("removed", key_of([A, B], b"t")), ("cleared", b"t")]
     pool.prefix.flush()
     assert drained(pool) == [("removed", key_of([C])), ("cleared", None)]
-
-
-def test_events_of_a_reset_clear(make_pool, make_plan):
-    pool = make_pool(prefix_cache=True, events=8)
-    cache(make_plan, pool, A)
-    drained(pool)
+    cache(make_plan, pool, C)
     pool.reset()
-    assert drained(pool)[-1] == ("cleared", None)
+    assert drained(pool)[-1] == ("cleared", None) and drained(pool) == []
 
 
 def test_events_that_do_not_fit_are_counted(make_pool, make_plan):
@@ -114,23 +97,16 @@ def test_events_without_memory_for_them_count_as_lost():
     assert [kind for kind, _ in itertools.groupby(json.loads(said))] == [untold, lost, untold]
 
 
-def test_event_keys_are_the_same_in_every_pool(make_pool, make_plan):
+def test_event_keys_are_the_same_in_every_pool_and_differ_by_namespace_and_prefix(make_pool, make_plan):
     seen = []
     for seed in (1, 2):
-        pool = make_pool(prefix_cache=True, events=8, seed=seed)
-        cache(make_plan, pool, A + B)
-        seen.append(drained(pool))
-    assert seen[0] == seen[1]
-
-
-def test_event_keys_differ_by_namespace_and_by_prefix(make_pool, make_plan):
-    pool = make_pool(32, prefix_cache=True, events=64)
-    for namespace in (b"", b"a", b"b"):
-        for prompt in (A + B, B + B, B + A):
-            cache(make_plan, pool, prompt, namespace)
-    keys = [event[1] for event in drained(pool)]
-    assert len(set(keys)) == len(keys) == 3 * 5
-    assert {len(key) for key in keys} == {16}
+        pool = make_pool(32, prefix_cache=True, events=64, seed=seed)
+        for namespace in (b"", b"a", b"b"):
+            for prompt in (A + B, B + B, B + A):
+                cache(make_plan, pool, prompt, namespace)
+        seen.append([event[1] for event in drained(pool)])
+    assert seen[0] == seen[1] and len(set(seen[0])) == len(seen[0]) == 3 * 5
+    assert {len(key) for key in seen[0]} == {16}
 
 
 def test_events_replayed_give_what_is_cached(make_pool, make_plan):
@@ -144,19 +120,20 @@ def test_events_replayed_give_what_is_cached(make_pool, make_plan):
     assert pool.prefix.stats().evicted > 0
 
 
-def test_pool_without_events_has_none(make_pool, make_plan):
-    pool = make_pool(prefix_cache=True)
+def test_pool_without_events_has_none(make_any, make_plan):
+    pool = make_any()
     cache(make_plan, pool, A)
     pool.prefix.flush()
     assert pool.prefix.events() == []
 
 
-@pytest.mark.parametrize(("events", "error"), [(-1, ValueError), (1.0, TypeError), ("1", TypeError), (True, TypeError)])
-def test_events_of_the_wrong_size_are_refused(make_pool, events, error):
+@pytest.mark.parametrize(
+    ("events", "prefix_cache", "error"),
+    [
+        *((-1, True, ValueError), (1.0, True, TypeError), ("1", True, TypeError), (True, True, TypeError)),
+        (8, False, ValueError),
+    ],
+)
+def test_events_of_the_wrong_size_or_without_a_cache_are_refused(make_pool, events, prefix_cache, error):
     with pytest.raises(error, match=r"^\[Pool\] "):
-        make_pool(prefix_cache=True, events=events)
-
-
-def test_events_without_prefix_cache_are_refused(make_pool):
-    with pytest.raises(ValueError, match=r"^\[Pool\] "):
-        make_pool(events=8)
+        make_pool(prefix_cache=prefix_cache, events=events)

@@ -9,41 +9,28 @@ from kvpool.errors import CapacityExceeded, OutOfBlocks, OutOfSequences
 A, B, C, D = ([n] * 4 for n in (1, 2, 3, 4))
 
 
-def test_eviction_takes_blank_blocks_before_cached_ones(make_pool, make_plan):
-    pool = make_pool(8, prefix_cache=True)  # blocks 1 .. 7
-    cache(make_plan, pool, A + B)
-    assert pool.blocks.alloc(5).tolist() == [3, 4, 5, 6, 7]
-    assert pool.prefix.match(A + B + C) == 8 and pool.prefix.stats().evicted == 0
-    pool.blocks.alloc()
-    assert pool.prefix.stats().evicted == 1
-
-
-def test_eviction_takes_the_tail_of_a_prefix_before_its_head(make_pool, make_plan):
-    pool = make_pool(8, prefix_cache=True)
+def test_eviction_takes_blank_blocks_and_then_the_tail_of_a_prefix_before_its_head(make_any, make_plan):
+    pool = make_any(8)  # blocks 1 .. 7
     cache(make_plan, pool, A + B + C)
+    assert pool.blocks.alloc(4).tolist() == [4, 5, 6, 7]
+    assert pool.prefix.match(A + B + C + D) == 12 and pool.prefix.stats().evicted == 0
     for left in (8, 4, 0):
         assert pool.blocks.evict(1) == 1
         assert pool.prefix.match(A + B + C + D) == left
+    assert pool.prefix.stats().evicted == 3
 
 
-def test_eviction_takes_the_least_recently_released_prefix_first(make_pool, make_plan):
+def test_eviction_takes_the_least_recently_released_prefix_first_and_no_hit_in_use(make_pool, make_plan):
     pool = make_pool(8, prefix_cache=True)
     for tokens in (A, B, C):
         cache(make_plan, pool, tokens)  # blocks 1, 2, 3
     pool.close(pool.open(A + D))  # a hit: A is the newest now; its second block goes back to the blanks
     assert pool.stats().evictable == 3
+    held = pool.open(C + D)
     pool.blocks.alloc(pool.blocks.num_blank)
-    assert pool.blocks.alloc(3).tolist() == [2, 3, 1]
-
-
-def test_eviction_does_not_touch_a_hit_taken_from_the_middle(make_pool, make_plan):
-    pool = make_pool(8, prefix_cache=True)
-    for tokens in (A, B, C):
-        cache(make_plan, pool, tokens)
-    held = pool.open(B + D)
-    assert pool.blocks.evict(16) == 2
-    assert pool.num_tokens(held) == pool.prefix.match(B + D) == 4
-    assert pool.prefix.match(A + D) == pool.prefix.match(C + D) == 0
+    assert pool.blocks.alloc(2).tolist() == [2, 1]
+    assert pool.num_tokens(held) == pool.prefix.match(C + D) == 4
+    assert pool.prefix.match(A + D) == pool.prefix.match(B + D) == 0
 
 
 def test_evicted_parent_makes_its_children_unreachable_for_good(make_pool, make_plan):
@@ -123,14 +110,6 @@ def test_hit_in_limbo_leaves_it_and_needs_no_block(make_pool, make_plan):
     found = pool.open(A + B)
     assert pool.table(found).tolist() == [1, 3] and pool.stats().limbo == 0
     pool.done(plan)
-
-
-def test_lone_sequence_may_use_the_whole_pool(make_pool, make_plan):
-    pool = make_pool(4, prefix_cache=True)
-    for _ in range(3):
-        handle = serve(make_plan, pool, A + B + C)
-        assert pool.stats().used == 3
-        pool.close(handle)
 
 
 def test_release_order_of_two_prompts_is_the_order_of_eviction(make_pool, make_plan):

@@ -114,30 +114,25 @@ def test_kv_without_a_checkpoint_leaves_before_kv_with_one():
     assert pool.prefix.match([*kept, 1]) == 24
 
 
-@pytest.mark.parametrize(("cut", "error", "text"), [
-    (-1, ValueError, r"\[open\] cut is out of range \(-1\)"),
-    (11, ValueError, r"\[open\] cut is out of range \(11\)"),
-    (2**70, ValueError, r"\[open\] cut"),
-    (True, TypeError, r"\[open\] cut"),
-    (3.0, TypeError, r"\[open\] cut"),
-    ("3", TypeError, r"\[open\] cut"),
+@pytest.mark.parametrize(("options", "error"), [
+    *(({"cut": cut}, ValueError) for cut in (-1, 11, 2**70)),
+    *(({"cut": cut}, TypeError) for cut in (True, 3.0, "3")),
+    ({"reserve": 1}, TypeError),
+    ({"tokens": 3, "cut": 1}, ValueError),
+    ({"tokens": 5, "reserve": False}, ValueError),
 ])  # fmt: skip
-def test_cut_that_is_none_of_the_prompt_is_refused(cut, error, text):
+def test_option_of_open_that_fits_no_prompt_is_refused(options, error):
     pool, _ = make(Group.full(), Group.state(8, blocks=1))
-    before = pool.fingerprint(), pool.digest()
-    with pytest.raises(error, match=text):
-        pool.open(list(range(10)), cut=cut)
+    before, name = (pool.fingerprint(), pool.digest()), [*options][-1]
+    with pytest.raises(error, match=rf"^\[open\] .*{name}"):
+        pool.open(**{"tokens": list(range(10))} | options)
     assert (pool.fingerprint(), pool.digest()) == before
 
 
-def test_cut_without_a_prompt_or_a_prefix_cache_is_refused():
+@pytest.mark.parametrize("groups", [None, [Group.full()]])
+def test_cut_without_a_prefix_cache_is_refused(groups):
     with pytest.raises(ValueError, match="no prefix cache"):
-        Pool(8, 4, groups=[Group.full()]).open(3, cut=1)
-    with pytest.raises(ValueError, match="no prefix cache"):
-        Pool(8, 4).open([1, 2, 3], cut=1)
-    pool, _ = make(Group.full())
-    with pytest.raises(ValueError, match="not a prompt"):
-        pool.open(3, cut=1)
+        Pool(8, 4, groups=groups).open(3 if groups else [1, 2, 3], cut=1)
 
 
 def test_cut_in_a_pool_without_groups_changes_nothing():
@@ -222,7 +217,7 @@ def test_blocks_by_id_leave_entries_whole():
     pool.check()
 
 
-def test_pin_holds_a_checkpoint_until_it_is_closed():
+def test_pin_holds_a_checkpoint_until_it_is_closed_and_is_no_hit():
     pool, plan = make(Group.full(), Group.window(8), Group.state(8, blocks=2), num_blocks=40)
     prompt = list(range(40))
     pool.close(prefill(pool, plan, prompt, cut=40)[0])
@@ -230,22 +225,13 @@ def test_pin_holds_a_checkpoint_until_it_is_closed():
     assert pool.num_tokens(pin) == 40
     pool.blocks.evict(1000)
     pool.check()
-    assert pool.prefix.match([*prompt, 1]) == 40
+    assert pool.prefix.stats().checkpoints_used == 0
+    pool.close(pool.open([*prompt, 1]))
+    assert pool.prefix.stats().checkpoints_used == 1
     pool.prefix.unpin(pin)
     pool.blocks.evict(1000)
     assert pool.prefix.match([*prompt, 1]) == 0 and pool.stats().used == 0
     pool.check()
-
-
-def test_pin_is_no_hit_of_a_checkpoint():
-    pool, plan = make(Group.full(), Group.state(8, blocks=2), num_blocks=40)
-    prompt = list(range(40))
-    pool.close(prefill(pool, plan, prompt, cut=40)[0])
-    for _ in range(2):
-        pool.prefix.unpin(pool.prefix.pin(prompt))
-    assert pool.prefix.stats().checkpoints_used == 0
-    pool.close(pool.open([*prompt, 1]))
-    assert pool.prefix.stats().checkpoints_used == 1
 
 
 def test_reset_and_shutdown_with_loads_and_saves_pending_leave_nothing():
@@ -452,21 +438,6 @@ def test_rows_that_compute_one_prompt_at_a_time_make_its_checkpoints_once():
     assert left[0] == left[1] and left[0][:2] == (6 + 2 * 3, 6 + 3) and len({str(one) for one in left[0][2]}) > 5
 
 
-@pytest.mark.parametrize(("tokens", "reserve", "error"), [([1] * 5, 1, TypeError), (5, False, ValueError)])
-def test_reserve_that_is_none_is_refused(tokens, reserve, error):
-    pool, _ = make(Group.full())
-    before = pool.fingerprint(), pool.digest()
-    with pytest.raises(error, match=r"\[open\] reserve"):
-        pool.open(tokens, reserve=reserve)
-    assert (pool.fingerprint(), pool.digest()) == before
-
-
-def test_wanted_of_one_handle_is_a_batch_of_one():
-    pool, _ = make(Group.full(), Group.state(4, blocks=1))
-    handle = pool.open(list(range(40)))
-    assert pool.prefix.wanted(handle).tolist() == pool.prefix.wanted([handle]).tolist() == [16]
-
-
 @EITHER
 def test_wanted_of_a_closed_row_is_refused(kinds):
     pool, _ = make(Group.full(), Group.state(8, blocks=1), kinds=kinds)
@@ -475,25 +446,6 @@ def test_wanted_of_a_closed_row_is_refused(kinds):
     with pytest.raises(StaleHandle):
         pool.prefix.wanted(rows)
     assert pool.prefix.wanted(rows[:1]).tolist() == [16]
-
-
-@EITHER
-def test_prompt_without_tokens_finds_nothing_in_a_namespace_that_is_known(kinds):
-    pool, plan = make(Group.full(), kinds=kinds)
-    pool.close(prefill(pool, plan, [1] * 12)[0])
-    nothing = np.array([], np.int32)
-    assert pool.num_tokens(pool.open(nothing)) == pool.prefix.match(nothing) == 0
-    assert pool.prefix.stats().queries == 2
-
-
-@EITHER
-def test_lookup_of_a_row_that_comes_back_counts_apart(kinds):
-    pool, plan = make(Group.full(), kinds=kinds)
-    pool.close(prefill(pool, plan, [1] * 12)[0])
-    before = pool.prefix.stats()
-    found = pool.num_tokens(pool.open([1] * 12 + [2], again=True))
-    stats = pool.prefix.stats()
-    assert found > 0 and stats == before._replace(again_queries=1, again_query_tokens=13, again_hit_tokens=found)
 
 
 def test_single_block_is_not_taken_out_of_the_cache():
@@ -537,26 +489,6 @@ def test_commit_judges_what_two_rows_of_the_call_tell_of_tokens_before_an_entry_
     with pytest.raises(ValueError, match="other tokens"):
         pool.prefix.commit(rows, [*tokens, 9, *tokens[1:]])
     pool.prefix.commit(rows, [*tokens, *tokens])
-    pool.check()
-
-
-def test_namespaces_with_a_node_or_a_row_outlive_those_that_are_forgotten():
-    pool, plan = make(Group.full(), Group.state(8, blocks=1))
-    prompt = list(range(40))
-    pool.close(prefill(pool, plan, prompt, namespace=b"kept")[0])
-    flushed = prefill(pool, plan, prompt, namespace=b"flushed")[0]
-    pool.close(prefill(pool, plan, prompt, namespace=b"empty")[0])
-    row = pool.open(prompt, b"row")
-    for space in (b"flushed", b"empty"):
-        pool.prefix.flush(space)
-    for k in range(3000):
-        pool.close(pool.open([1], b"%d" % k))
-    assert pool.prefix.stats().namespaces == 2  # kept, row
-    pool.step(plan, [row], 24)
-    pool.done(plan)
-    pool.prefix.commit(row, prompt[:24])
-    assert [pool.prefix.match(prompt, space) for space in (b"kept", b"row", b"flushed")] == [24, 24, 0]
-    pool.close([row, flushed])
     pool.check()
 
 

@@ -1,452 +1,529 @@
-"""Blocks that are held back: what a row says of a block whose copy has not run is found by nobody.
+"""Blocks that wait: a block that a pending plan has still to fill is found by nobody, in pools of every kind.
 
-A memory of one number per slot stands for the KV. Each test is run on kvpool, on the plain model, and on a model with
-a bug planted, where it must fail.
+A memory of one number per slot stands for the KV. Each test holds for the core and for the plain model.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import random
 
 import numpy as np
 import pytest
-from catalogue import Unchecked, planted
+from catalogue import Unchecked
+from checkpoint_faults import PublishedUnwritten
 from prefixes import ask
 
-from kvpool.errors import PlanStateError, StaleHandle
-from kvpool.testing import ModelPool
+from kvpool import Group, KVPoolError, Plan, PlanStateError, Pool
+from kvpool.testing import ModelPlan, ModelPool
 from tests.verify._hooks import set_next_uid
 
-PROMPT = list(range(100, 112))  # three blocks
+PROMPT = list(range(100, 116))  # four blocks
+GROUPS = {
+    "one table": None,
+    "full": [Group.full()],
+    "two columns": [Group.full(columns=2)],
+    "two full": [Group.full(), Group.full(block_size=8)],
+    "window": [Group.full(), Group.window(8)],
+    "state": [Group.full(), Group.state(16, blocks=2)],
+}
+POOLS = {"core": (Pool, Plan), "model": (ModelPool, ModelPlan)}
 
 
-class Backend:
-    """One number per slot; a plan's copies, then its writes, when it is executed."""
+class Family:
+    """A pool, its memory, and two sequences that share all blocks of the prompt, none of them committed."""
 
-    def __init__(self, pool: Any) -> None:
-        self.pool = pool
-        self.kv = np.full(pool.num_blocks * pool.block_size, np.nan)
+    def __init__(self, kinds, groups, length=16):
+        make_pool, self.make_plan = kinds
+        self.pool = make_pool(64, 4, groups=groups, prefix_cache=True, max_seqs=8, events=1_000)
+        groups = groups or [Group.full()]
+        self.full = [g for g, group in enumerate(groups) if group.kind == "full"]
+        self.columns = groups[0].columns
+        self.kv = {(g, c): np.full(64 * 8, np.nan) for g in self.full for c in range(groups[g].columns)}
+        self.sizes = [group.block_size or 4 for group in groups]
+        self.plan = self.new_plan()
+        self.first = self.pool.open([*PROMPT[:length], 1], b"", length)
+        self.step(self.plan, self.first, PROMPT[:length])
+        self.second = int(self.pool.fork(self.first)[0])
 
-    def execute(self, plan: Any, tokens: list[int] | None = None) -> None:
+    def new_plan(self):
+        return self.make_plan(self.pool, 4, 64)
+
+    def execute(self, plan, tokens=()):
         """Do the work of a plan and say so."""
-        for src, dst, n in plan.copies * [self.pool.block_size, self.pool.block_size, 1]:
-            self.kv[dst : dst + n] = self.kv[src : src + n]
-        self.kv[plan.slot_mapping[: plan.num_tokens]] = tokens or []
+        for (g, column), kv in self.kv.items():
+            size, columns = self.sizes[g], max(c for k, c in self.kv if k == g) + 1
+            part = plan.groups[g] if plan.groups else plan
+            for src, dst, n in part.copies[column::columns] * [size, size, 1]:
+                kv[dst : dst + n] = kv[src : src + n]
+            kv[np.atleast_2d(part.slot_mapping)[column, : plan.num_tokens]] = tokens
         self.pool.done(plan)
 
-    def read(self, handle: int) -> list[float]:
-        """What the tokens of a sequence are."""
-        slots = self.pool.table(handle)[:, None] * self.pool.block_size + np.arange(self.pool.block_size)
-        return self.kv[slots.ravel()[: self.pool.kv_len(handle)]].tolist()
+    def step(self, plan, handle, tokens):
+        self.pool.step(plan, [handle], len(tokens))
+        self.execute(plan, tokens)
 
-    def ask(self, prompt: list[int] = PROMPT) -> int:
+    def unshare(self, plan, handle, length=14, first=0):
+        """Blocks of group 0 that hold the first tokens, but for some, are to be copied."""
+        self.pool.unshare(plan, [handle], length, first)
+        return self.copied(plan)
+
+    def copied(self, plan):
+        """How many tokens each entry of group 0 that is to be copied has."""
+        return (plan.groups or [plan])[0].copies[:: self.columns, 2].tolist()
+
+    def read(self, handle):
+        """What the tokens of a sequence are, by every column of every full group."""
+        length, found = self.pool.num_tokens(handle), []
+        for (g, column), kv in self.kv.items():
+            table = self.pool.table(handle, g).reshape(-1, max(c for k, c in self.kv if k == g) + 1)
+            slots = table[:, column, None] * self.sizes[g] + np.arange(self.sizes[g])
+            found.append(kv[slots.ravel()[:length]].tolist())
+        assert all(tokens == found[0] for tokens in found)
+        return found[0]
+
+    def ask(self, prompt=PROMPT):
         """Open a sequence for the prompt: what is found must be there. Returns how many tokens were."""
         return ask(self.pool, self.read, prompt)
 
-
-def family(Pool: Any, Plan: Any, length: int = len(PROMPT), **options: Any) -> tuple[Any, Any, Backend, int, int]:
-    """A pool, a plan, a backend, and two sequences that share all blocks of the prompt, none of them committed."""
-    pool = Pool(32, 4, max_seqs=8, prefix_cache=True, seed=1, **options)
-    plan, backend = Plan(pool, 4, 64), Backend(pool)
-    first = pool.open()
-    pool.step(plan, [first], length)
-    backend.execute(plan, PROMPT[:length])
-    return pool, plan, backend, first, int(pool.fork(first)[0])
+    def stored(self):
+        """How many entries of group 0 were told of since the last time."""
+        return sum(event[0] == "stored" and event[6:7] in ((), (0,)) for event in self.pool.prefix.events())
 
 
-class CopyIsPublished(Unchecked):
-    """A block is found as soon as its tokens are told."""
+@pytest.fixture(params=GROUPS)
+def groups(request):
+    return GROUPS[request.param]
 
-    def _publish(self, seq: Any) -> None:
+
+@pytest.fixture(params=POOLS)
+def kinds(request):
+    return POOLS[request.param]
+
+
+@pytest.fixture
+def family(kinds, groups):
+    return Family(kinds, groups)
+
+
+def never_found(made):
+    """The backend raised before it copied: nobody may find the block that the copy was for."""
+    assert made.unshare(made.plan, made.first) == [4] * 4
+    made.pool.prefix.commit(made.first, PROMPT)
+    assert made.pool.prefix.committed(made.first) == len(PROMPT)
+    assert made.ask() == 0 and made.stored() == 0
+    made.pool.rollback(made.plan)
+    assert made.ask() == 0 and made.stored() == 0
+    assert made.read(made.first) == PROMPT and made.pool.prefix.committed(made.first) == len(PROMPT)
+
+
+def test_copy_that_was_rolled_back_is_never_found(family):
+    never_found(family)
+    family.pool.prefix.commit(family.second, PROMPT)  # what was restored was written long ago
+    family.pool.prefix.commit(family.first, [])  # it has the states of a checkpoint
+    assert family.ask() == len(PROMPT) and family.stored() == 4
+
+
+class PublishedAtOnce(Unchecked):
+    """The same fault in a pool of one table."""
+
+    def _publish(self, seq):
         pending, self._pending = self._pending, []
         super()._publish(seq)
         self._pending = pending
 
 
-class WaitingIsForgotten(Unchecked):
-    """A step passes, and what waited for it goes on waiting."""
-
-    def _publish_waiting(self) -> None:
-        """Publish nothing."""
+def test_planted_fault_of_publishing_at_once_is_found(groups):
+    with pytest.raises(AssertionError):
+        never_found(Family((PublishedUnwritten if groups else PublishedAtOnce, ModelPlan), groups))
 
 
-class WaitsForNobody(Unchecked):
-    """Blocks behind one that is held back are published."""
-
-    def _publish(self, seq: Any) -> None:
-        super()._publish(seq)
-        at, seq.published = seq.published, seq.published + 1
-        if at < len(seq.tokens) // self.block_size:
-            super()._publish(seq)
-
-
-class RollbackPublishes(Unchecked):
-    """A rollback counts as the end of the step, like `done`."""
-
-    def rollback(self, plan: Any) -> None:
-        """Publish first."""
-        pending, self._pending = self._pending, []
-        self._publish_waiting()
-        self._pending = pending
-        super().rollback(plan)
+@pytest.mark.parametrize("end", ["close", "close all", "reset"])
+def test_copy_of_a_row_that_was_closed_is_never_found(family, end):
+    pool = family.pool
+    family.unshare(family.plan, family.first)
+    pool.prefix.commit(family.first, PROMPT)
+    if end == "reset":
+        pool.reset()
+    else:
+        pool.close([family.first] if end == "close" else [family.first, family.second])
+        assert family.ask() == 0
+        pool.rollback(family.plan)
+    assert family.ask() == 0 and family.stored() == 0
+    assert pool.stats().limbo == 0
 
 
-class WaitsForEveryStep(Unchecked):
-    """Whatever a row of a pending plan says is held back."""
-
-    def _publish(self, seq: Any) -> None:
-        if not any(row.handle == seq.handle for step in self._pending for row in step.rows):
-            super()._publish(seq)
-
-
-class HeldIsCached(Unchecked):
-    """A block that nobody may find is kept as if somebody might."""
-
-    def _leave(self, block: int) -> None:
-        if block in self._held_back:
-            self._lru.append(block)
-        else:
-            super()._leave(block)
+def test_copy_is_found_when_its_plan_is_done(family):
+    family.unshare(family.plan, family.first)
+    family.pool.prefix.commit(family.first, PROMPT)
+    assert family.ask() == 0 and family.stored() == 0
+    family.execute(family.plan)
+    assert family.ask() == len(PROMPT) and family.stored() == 4
+    pinned = family.pool.prefix.pin(PROMPT)
+    assert family.pool.table(pinned).tolist() == family.pool.table(family.first)[:4].tolist()
+    before = family.pool.prefix.stats().duplicates
+    family.pool.prefix.commit(family.second, PROMPT)
+    assert family.pool.prefix.stats().duplicates == before + 4
 
 
-class YoungestFirst(Unchecked):
-    """Rows that wait for one step are published from the last to the first."""
-
-    def _publish_waiting(self) -> None:
-        for _, seq in sorted(self._sequences.items(), reverse=True):
-            self._publish(seq)
-
-
-class RolledBackIsPublished(Unchecked):
-    """A row goes on as if what it was told of a block were true of the block that was restored."""
-
-    def rollback(self, plan: Any) -> None:
-        """Publish what was restored."""
-        super().rollback(plan)
-        for seq in self._sequences.values():
-            for i in range(len(seq.tokens) // self.block_size):
-                self._commit_block(seq.table[i], self._block_of(seq.tokens, i))
-            self._publish(seq)
+def test_done_that_is_noted_publishes_when_it_passes(family):
+    older = family.new_plan()
+    family.pool.step(older, [family.second], 1)
+    family.unshare(family.plan, family.first)
+    family.pool.prefix.commit(family.first, PROMPT)
+    family.pool.done(family.plan)
+    assert family.pool.prefix.match([*PROMPT, 1]) == 0
+    family.pool.done(older)
+    assert family.pool.prefix.match([*PROMPT, 1]) == len(PROMPT)
 
 
-class CommittedForgetsTruncate(ModelPool):
-    """The committed length only grows."""
-
-    def _prefix_committed(self, handle: int) -> int:
-        """Return the largest so far."""
-        lengths = self.__dict__.setdefault("lengths", {})
-        lengths[handle] = max(lengths.get(handle, 0), super()._prefix_committed(handle))
-        return lengths[handle]
-
-
-@planted(CopyIsPublished, RollbackPublishes)
-def test_copy_that_was_rolled_back_is_never_found(Pool, Plan):
-    """The backend raised before it copied: nobody may read the block that the copy was for."""
-    pool, plan, backend, first, _ = family(Pool, Plan)
-    pool.unshare(plan, [first], 10)
-    pool.prefix.commit(first, PROMPT)
-    assert pool.prefix.committed(first) == 12
-    pool.rollback(plan)
-    assert backend.ask() == 0 and pool.prefix.stats().nodes == 0
-    assert backend.read(first) == PROMPT and pool.prefix.committed(first) == 12
-
-
-@planted(CopyIsPublished)
-def test_copy_of_a_plan_that_never_ends_is_never_a_hit(Pool, Plan):
-    """The backend raised, and the engine closes what it had, without a rollback or with a late one."""
-    for end in ("close", "close all", "reset"):
-        pool, plan, backend, first, second = family(Pool, Plan)
-        pool.unshare(plan, [first], 10)
-        pool.prefix.commit(first, PROMPT)
-        assert backend.ask() == 0
-        if end == "reset":
-            pool.reset()
-        else:
-            pool.close([first] if end == "close" else [first, second])
-        assert backend.ask() == 0
-        if end != "reset":
-            pool.rollback(plan)
-        assert backend.ask() == 0 and pool.stats().limbo == pool.stats().evictable == 0
-
-
-@planted(CopyIsPublished)
-def test_copy_that_was_rolled_back_is_not_found_through_a_child(Pool, Plan):
-    """A child made while the copy was pending has it in its table, and may tell its tokens too."""
-    pool, plan, backend, first, _ = family(Pool, Plan)
-    pool.unshare(plan, [first], 10)
-    child = int(pool.fork(first)[0])
+def test_copy_is_found_through_a_child_and_not_before(family):
+    pool = family.pool
+    family.unshare(family.plan, family.first)
+    child = int(pool.fork(family.first)[0])
     pool.prefix.commit(child, PROMPT)
-    assert pool.prefix.committed(child) == 12 and pool.prefix.committed(first) == 0
-    assert backend.ask() == 0
+    assert family.ask() == 0
     with pytest.raises(PlanStateError):
-        pool.rollback(plan)
-    pool.close(child)
-    assert backend.ask() == 0
-    pool.rollback(plan)
-    assert backend.ask() == 0
-    pool.prefix.commit(first, PROMPT)  # what was restored was written long ago
-    assert backend.ask() == 12
+        pool.rollback(family.plan)
+    pool.close(family.first)
+    family.execute(family.plan)
+    assert family.stored() == 4 and family.read(child) == PROMPT
+    assert family.ask() in (0, len(PROMPT))  # a child has no states to save
 
 
-@planted(WaitingIsForgotten, CopyIsPublished)
-def test_copy_is_found_when_its_plan_is_done(Pool, Plan):
-    """Held back, published once, and indexed like any block."""
-    pool, plan, backend, first, second = family(Pool, Plan)
-    pool.unshare(plan, [first], 10)
-    pool.prefix.commit(first, PROMPT)
-    assert backend.ask() == 0
-    backend.execute(plan)
-    assert backend.ask() == 12 and (pool.prefix.stats().nodes, pool.prefix.stats().duplicates) == (3, 0)
-    assert pool.table(pool.prefix.pin(PROMPT)).tolist() == pool.table(first).tolist() == [4, 5, 6]
-    pool.prefix.commit(second, PROMPT)
-    assert pool.prefix.stats().duplicates == 3
-
-
-@planted(WaitingIsForgotten)
-def test_done_that_is_noted_publishes_when_it_passes(Pool, Plan):
-    """The copies of a step wait for the older steps too."""
-    pool, plan, _, first, second = family(Pool, Plan)
-    older = Plan(pool, 1, 4)
-    pool.step(older, [second], 1)
-    pool.unshare(plan, [first], 10)
-    pool.prefix.commit(first, PROMPT)
-    pool.done(plan)
-    assert pool.prefix.match([*PROMPT, 1]) == 0
-    pool.done(older)
-    assert pool.prefix.match([*PROMPT, 1]) == 12
-
-
-@planted(WaitsForNobody, WaitingIsForgotten)
-def test_blocks_behind_a_held_one_wait_with_it(Pool, Plan):
-    """Only the first block is copied; the others are written, and found with the first."""
-    pool, plan, backend, first, second = family(Pool, Plan)
-    pool.unshare(plan, [first], 4)
-    assert plan.copies.tolist() == [[1, 4, 4]]
-    pool.prefix.commit(first, PROMPT)
-    assert pool.prefix.stats().nodes == 0
-    backend.execute(plan)
-    assert backend.ask() == 12
-    pool.prefix.commit(second, PROMPT)  # its own first block is a duplicate, the other two are shared
-    assert (pool.prefix.stats().nodes, pool.prefix.stats().duplicates) == (3, 1)
-
-
-@planted(RolledBackIsPublished)
-def test_blocks_behind_a_copy_that_was_rolled_back_wait_until_they_are_committed_anew(Pool, Plan):
-    """Not even what was written long ago is published behind it, nor what comes later."""
-    pool, plan, backend, first, second = family(Pool, Plan)
-    pool.unshare(plan, [first], 8, 4)  # the second block
-    pool.prefix.commit(first, PROMPT)
-    assert plan.copies.tolist() == [[2, 4, 4]] and backend.ask() == 4
-    pool.rollback(plan)
-    assert pool.prefix.committed(first) == 12 and backend.ask() == 4
-    pool.close(second)
-    pool.step(plan, [first], 4)
-    backend.execute(plan, [1, 2, 3, 4])
-    pool.prefix.commit(first, [1, 2, 3, 4])
-    assert backend.ask([*PROMPT, 1, 2, 3, 4]) == 4
-    pool.truncate(first, 4)
-    pool.step(plan, [first], 8)
-    backend.execute(plan, PROMPT[4:])
-    pool.prefix.commit(first, PROMPT[4:])
-    assert backend.ask() == 12
-    assert backend.read(first) == PROMPT
-
-
-@planted(WaitsForEveryStep)
-def test_step_in_flight_that_copies_the_tail_holds_nothing_back(Pool, Plan):
-    """Step n + 1 writes behind what step n left: the full blocks before it are found at once."""
-    for call in ("step", "reserve"):
-        pool, plan, backend, first, _ = family(Pool, Plan, 10)
-        getattr(pool, call)(plan, [first], 1)
-        assert plan.copies.tolist() == [[3, 4, 2]]
-        pool.prefix.commit(first, PROMPT[:10])
-        assert backend.ask() == 8
-        pool.rollback(plan)
-        assert backend.ask() == 8 and pool.prefix.committed(first) == 10
-        pool.step(plan, [first], 2)
-        backend.execute(plan, PROMPT[10:])
-        pool.prefix.commit(first, PROMPT[10:])
-        assert backend.ask() == 12
-
-
-@planted(HeldIsCached)
-def test_held_block_that_is_released_becomes_blank(Pool, Plan):
-    """Nobody can find it, so it is not kept."""
-    pool, plan, backend, first, second = family(Pool, Plan)
-    pool.unshare(plan, [first], 10)
-    pool.prefix.commit(first, PROMPT)
-    pool.close([first, second])
-    backend.execute(plan)
-    assert (pool.stats().evictable, pool.blocks.num_blank) == (0, 31) and backend.ask() == 0
-
-
-@planted(YoungestFirst)
-def test_rows_that_wait_for_one_step_are_published_by_their_slots(Pool, Plan):
-    """Of two copies of one content, that of the lower slot is the one that is found."""
-    pool, plan, backend, first, second = family(Pool, Plan)
-    keeper = int(pool.fork(first)[0])
-    pool.unshare(plan, [second, first], 10)  # 4, 5, 6 are of the second
-    pool.prefix.commit([second, first], PROMPT * 2)
-    backend.execute(plan)
-    assert pool.table(pool.prefix.pin(PROMPT)).tolist() == pool.table(first).tolist() == [7, 8, 9]
-    assert pool.prefix.stats().duplicates == 3
-    pool.close(keeper)
-
-
-@planted(CopyIsPublished)
-def test_flush_while_blocks_are_held_back_keeps_them_unfound(Pool, Plan):
-    """What a flushed sequence says is never indexed, held back or not."""
-    pool, plan, backend, first, _ = family(Pool, Plan)
-    pool.unshare(plan, [first], 10)
-    pool.prefix.commit(first, PROMPT)
-    assert pool.prefix.stats().nodes == 0
-    pool.prefix.flush()
-    backend.execute(plan)
-    assert backend.ask() == 0
-    pool.close(first)
-    assert pool.stats().evictable == 0
-
-
-@planted(WaitsForEveryStep)
-def test_pool_that_runs_in_order_publishes_at_once(Pool, Plan):
-    """Its plans are done when the call returns."""
-    pool = Pool(32, 4, prefix_cache=True, in_order=True, seed=1)
-    plan, handle = Plan(pool, 2, 16), pool.open()
-    pool.step(plan, [handle], 12)
-    child = int(pool.fork(handle)[0])
-    pool.unshare(plan, [child], 10)
+def test_copy_that_was_rolled_back_is_not_found_through_a_child_that_was_closed(family):
+    pool = family.pool
+    family.unshare(family.plan, family.first)
+    child = int(pool.fork(family.first)[0])
     pool.prefix.commit(child, PROMPT)
-    assert pool.prefix.match([*PROMPT, 1]) == 12
-    other = Pool(32, 4, prefix_cache=True, seed=1)  # and one that does not, for what is planted
-    plan, handle = Plan(other, 2, 16), other.open()
-    other.step(plan, [handle], 12)
-    other.done(plan)
-    other.step(plan, [handle], 1)
-    other.prefix.commit(handle, PROMPT)
-    assert other.prefix.match([*PROMPT, 1]) == 12
+    pool.close(child)
+    pool.rollback(family.plan)
+    assert family.ask() == 0 and family.stored() == 0
+    pool.prefix.commit(family.first, PROMPT)
+    assert family.ask() == len(PROMPT)
 
 
-@planted(CommittedForgetsTruncate)
-def test_committed_tells_where_the_next_commit_goes_on(Pool, Plan):
-    """Of a new sequence, one that found something, and after whatever changes it."""
-    pool, _, _, first, second = family(Pool, Plan)
-    assert pool.prefix.committed(first) == 0
-    pool.prefix.commit(first, PROMPT[:6])
-    assert pool.prefix.committed(first) == 6 and pool.prefix.committed(second) == 0
-    assert pool.prefix.committed(int(pool.fork(first)[0])) == 6
-    assert pool.prefix.committed(pool.open(PROMPT)) == 4
-    pool.truncate(first, 5)
-    assert pool.prefix.committed(first) == 5
-    pool.prefix.commit(first, [])
-    assert pool.prefix.committed(first) == 5
-    pool.evict_blocks(first, [0])
-    assert pool.prefix.committed(first) == 0
-    pool.close(first)
-    with pytest.raises(StaleHandle, match=r"\[committed\]"):
-        pool.prefix.committed(first)
+def test_blocks_behind_a_copy_wait_with_it_though_their_content_is_there(family):
+    """Another sequence has published the first block: it is found, and nothing behind it."""
+    pool = family.pool
+    other = pool.open([*PROMPT, 1], b"", len(PROMPT))
+    family.step(family.plan, other, PROMPT)
+    assert family.unshare(family.plan, family.first, 4) == [4]
+    pool.prefix.commit(other, PROMPT[:4])
+    known = family.stored()
+    pool.prefix.commit(family.first, PROMPT)
+    assert family.ask() == family.ask(PROMPT[:4]) < len(PROMPT) and family.stored() == 0
+    family.execute(family.plan)
+    assert family.ask() == len(PROMPT) and known + family.stored() == 4
 
 
-# ---- what is told ------------------------------------------------------------------------------------------
+def test_blocks_behind_a_copy_that_was_rolled_back_wait_until_it_is_committed(family):
+    pool = family.pool
+    assert family.unshare(family.plan, family.first, 8, 4) == [4]  # the second block
+    pool.prefix.commit(family.first, PROMPT)
+    assert family.ask() <= 4 and family.stored() == 1
+    pool.rollback(family.plan)
+    assert family.ask() <= 4 and family.stored() == 0
+    pool.prefix.commit(family.first, [])
+    assert family.ask() <= 4 and family.stored() == 0 and pool.prefix.stats().checkpoints_published == 0
+    pool.prefix.commit(family.second, PROMPT)
+    pool.prefix.commit(family.first, [])  # it has the states of a checkpoint
+    assert family.ask() == len(PROMPT) and family.stored() == 3
 
 
-class RowsOfABatchAreJudgedAlone(Unchecked):
-    """A row is judged by what was committed before the call."""
-
-    def _refuse_commit(self, seq: Any, row: list[int], told: Any) -> None:
-        super()._refuse_commit(seq, row, dict(self._block_tokens))
-
-
-@planted(RowsOfABatchAreJudgedAlone)
-def test_tokens_that_contradict_inside_one_commit_are_refused(Pool, Plan):
-    """As they are one after the other; those that agree are accepted."""
-    pool, _, backend, first, second = family(Pool, Plan)
-    before = pool.fingerprint(), pool.digest()
-    for rows in ([first, second], [second, first]):
-        with pytest.raises(ValueError, match=r"\[commit\]"):
-            pool.prefix.commit(rows, [*PROMPT[:4], *PROMPT[4:8], *PROMPT[:4], 9, 9, 9, 9])
-    assert (pool.fingerprint(), pool.digest()) == before
-    pool.prefix.commit([first, second], [*PROMPT[:8], *PROMPT[:8]])
-    pool.prefix.commit([first, second], [*PROMPT[8:], *PROMPT[8:11]], [4, 3])
-    with pytest.raises(ValueError, match=r"\[commit\]"):
-        pool.prefix.commit(second, [9])
-    assert backend.ask() == 12 and pool.prefix.stats().nodes == 3
+def test_blocks_behind_a_copy_that_was_rolled_back_are_kept_for_nobody(family):
+    family.unshare(family.plan, family.first, 4)
+    family.pool.prefix.commit(family.first, PROMPT)
+    family.pool.rollback(family.plan)
+    family.pool.close([family.first, family.second])
+    assert family.ask() == 0 and family.pool.stats().evictable == 0 and family.pool.prefix.stats().nodes == 0
+    assert family.pool.prefix.events() == []
 
 
-class NumbersRunOut(Unchecked):
-    """Before the numbers of nodes pass 32 bits, everything is flushed."""
+def test_row_that_waits_goes_on_when_a_plan_ends_after_another_row_has_committed(family):
+    pool, later = family.pool, family.new_plan()
+    family.unshare(family.plan, family.first, 4)
+    pool.prefix.commit(family.first, PROMPT)
+    pool.rollback(family.plan)
+    pool.prefix.commit(family.second, PROMPT[:4])
+    assert family.ask() <= 4
+    family.step(later, family.second, [1])
+    assert family.ask() == len(PROMPT) and family.stored() == 4
 
-    def _prefix_commit(self, *arguments: Any) -> None:
-        """Flush in good time."""
-        if self._next_uid > 2**32 - 2 * self.num_blocks:
-            self._prefix_flush()
-            self._next_uid = 1
-        super()._prefix_commit(*arguments)
+
+@pytest.mark.parametrize("groups", [groups for groups in GROUPS.values() if groups])
+def test_two_plans_that_copy_one_block_are_waited_for_in_turn(family):
+    pool, later = family.pool, family.new_plan()
+    family.unshare(family.plan, family.first)
+    pool.prefix.commit(family.first, PROMPT)
+    assert family.unshare(later, family.first) == [4] * 4  # what is committed is not rewritten
+    family.execute(family.plan)
+    assert family.ask() == 0 and family.stored() == 0
+    pool.rollback(later)
+    assert family.ask() == len(PROMPT) and family.stored() == 4
+    pool.close([family.first, family.second])
+    assert family.ask() == len(PROMPT)
 
 
-@planted(NumbersRunOut)
-def test_node_numbers_pass_32_bits_and_nothing_is_forgotten(Pool, Plan):
+def test_copy_of_a_copy_that_is_done_is_not_published(family):
+    pool, later = family.pool, family.new_plan()
+    family.unshare(family.plan, family.first)
+    pool.prefix.commit(family.first, PROMPT)
+    family.unshare(later, family.first)
+    family.execute(family.plan)
+    family.execute(later)
+    assert family.ask() == 0 and family.stored() == 0
+    assert family.read(family.first) == PROMPT
+    pool.prefix.commit(family.second, PROMPT)
+    assert family.ask() in (0, len(PROMPT)) and family.stored() == 4  # the other row has the states of a checkpoint
+
+
+@pytest.mark.parametrize("call", ["step", "reserve"])
+def test_copy_of_the_tail_holds_nothing_back(kinds, groups, call):
+    """Step n + 1 writes behind what step n left: the full blocks before it are found at once."""
+    family = Family(kinds, groups, 10)
+    getattr(family.pool, call)(family.plan, [family.first], 1)
+    assert family.copied(family.plan) == [2]
+    family.pool.prefix.commit(family.first, PROMPT[:10])
+    assert family.stored() == 2
+    family.pool.rollback(family.plan)
+    family.ask()
+    family.step(family.plan, family.first, PROMPT[10:])
+    family.pool.prefix.commit(family.first, PROMPT[10:])
+    assert family.stored() == 2
+
+
+def test_waiting_block_that_is_released_becomes_blank(family):
+    family.unshare(family.plan, family.first)
+    family.pool.prefix.commit(family.first, PROMPT)
+    family.pool.close([family.first, family.second])
+    family.execute(family.plan)
+    assert family.ask() == 0 and family.pool.stats().evictable == 0
+    assert family.pool.prefix.stats().nodes == 0
+
+
+def test_child_cut_into_a_waiting_block_lets_go_of_it(kinds):
+    family = Family(kinds, GROUPS["two full"])
+    family.unshare(family.plan, family.first)
+    child = int(family.pool.fork(family.first)[0])
+    family.pool.prefix.commit(child, PROMPT)
+    family.pool.close(family.first)
+    family.pool.truncate(child, 8)
+    family.execute(family.plan)
+    assert family.ask() == 8 and family.stored() == 2
+    family.step(family.plan, child, PROMPT[8:])
+    family.pool.prefix.commit(child, PROMPT[8:])
+    assert family.ask() == len(PROMPT)
+
+
+@pytest.mark.parametrize("end", ["done", "rollback"])
+def test_flush_while_blocks_wait_keeps_them_unfound(family, end):
+    family.unshare(family.plan, family.first)
+    family.pool.prefix.commit(family.first, PROMPT)
+    family.pool.prefix.flush()
+    family.execute(family.plan) if end == "done" else family.pool.rollback(family.plan)
+    assert family.ask() == 0 and family.stored() == 0
+    family.pool.close([family.first, family.second])
+    assert family.ask() == 0 and family.pool.stats().evictable == 0
+
+
+def test_duplicate_that_waits_takes_no_place_before_its_plan_is_done(family):
+    """Another sequence has computed the prompt: its blocks are found, and when they leave, nothing is."""
+    pool = family.pool
+    other = pool.open([*PROMPT, 1], b"", len(PROMPT))
+    family.step(family.plan, other, PROMPT)
+    pool.prefix.commit(other, PROMPT)
+    pool.close(other)
+    family.unshare(family.plan, family.first)
+    pool.prefix.commit(family.first, PROMPT)
+    assert family.pool.prefix.match([*PROMPT, 1]) == len(PROMPT) and family.stored() == 4
+    pool.blocks.evict(64)
+    assert family.ask() == 0
+    family.execute(family.plan)
+    assert family.stored() == 4 and family.ask() in (0, len(PROMPT))  # the checkpoint may have left
+    assert family.read(family.first) == PROMPT
+
+
+@pytest.mark.parametrize("groups", [None, [Group.full()]], ids=["one table", "full"])
+def test_nothing_behind_a_copy_that_was_rolled_back_is_found_until_it_is_computed_anew(family):
+    """Not even what was written long ago, nor what comes later."""
+    pool = family.pool
+    assert family.unshare(family.plan, family.first, 8, 4) == [4]  # the second block
+    pool.prefix.commit(family.first, PROMPT)
+    pool.rollback(family.plan)
+    assert pool.prefix.committed(family.first) == 16 and family.ask() == 4
+    pool.close(family.second)
+    family.step(family.plan, family.first, [1, 2, 3, 4])
+    pool.prefix.commit(family.first, [1, 2, 3, 4])
+    assert family.ask([*PROMPT, 1, 2, 3, 4]) == 4
+    pool.truncate(family.first, 4)
+    family.step(family.plan, family.first, PROMPT[4:])
+    pool.prefix.commit(family.first, PROMPT[4:])
+    assert family.ask() == 16 and family.read(family.first) == PROMPT
+
+
+@pytest.mark.parametrize("groups", [None, [Group.full()]], ids=["one table", "full"])
+def test_rows_that_wait_for_one_step_are_published_by_their_slots(family):
+    """Of two copies of one content, that of the lower slot is the one that is found."""
+    pool = family.pool
+    pool.fork(family.first)
+    pool.unshare(family.plan, [family.second, family.first], 14)
+    pool.prefix.commit([family.second, family.first], PROMPT * 2)
+    family.execute(family.plan)
+    assert pool.table(pool.prefix.pin(PROMPT)).tolist() == pool.table(family.first)[:4].tolist()
+    assert pool.prefix.stats().duplicates == 4
+
+
+@pytest.mark.parametrize("start", [2**31, 2**32, 2**48])
+def test_node_numbers_pass_32_bits_and_nothing_is_forgotten(kinds, start):
     """A long-lived sequence stays found and goes on to be indexed, and so does everything after it."""
-    for start in (2**31, 2**32, 2**48):
-        pool, plan, backend, first, _ = family(Pool, Plan, events=64)
-        pool.prefix.commit(first, PROMPT[:8])
-        if hasattr(pool, "_next_uid"):
-            pool._next_uid = start - 1
-        else:
-            set_next_uid(pool, start - 1)
-        assert backend.ask() == 8
-        pool.prefix.commit(first, PROMPT[8:])
-        assert backend.ask() == 12
-        pool.step(plan, [first], 8)
-        backend.execute(plan, [*range(8)])
-        pool.prefix.commit(first, [*range(8)])
-        assert backend.ask([*PROMPT, *range(8)]) == 20 and pool.prefix.stats().nodes == 5
-        assert [event[0] for event in pool.prefix.events()] == ["stored"] * 5
-        other = pool.open([7] * 5, b"other")
-        pool.step(plan, [other], 4)
-        pool.done(plan)
-        pool.prefix.commit(other, [7] * 4)
-        assert pool.prefix.match([7] * 5, b"other") == 4 and pool.prefix.match([7] * 5) == 0
-        pool.check()
+    family = Family(kinds, None)
+    pool, first = family.pool, family.first
+    pool.prefix.commit(first, PROMPT[:8])
+    if hasattr(pool, "_next_uid"):
+        pool._next_uid = start - 1
+    else:
+        set_next_uid(pool, start - 1)
+    assert family.ask() == 8
+    pool.prefix.commit(first, PROMPT[8:])
+    assert family.ask() == 16
+    family.step(family.plan, first, [*range(8)])
+    pool.prefix.commit(first, [*range(8)])
+    assert family.ask([*PROMPT, *range(8)]) == 24 and family.stored() == pool.prefix.stats().nodes == 6
+    other = pool.open([7] * 5, b"other")
+    family.step(family.plan, other, [7] * 4)
+    pool.prefix.commit(other, [7] * 4)
+    assert pool.prefix.match([7] * 5, b"other") == 4 and pool.prefix.match([7] * 5) == 0
+    pool.check()
 
 
-class DigestWithoutTokens(ModelPool):
-    """The digest sees that there was a commit or a flush, not of what."""
-
-    def _chain(self, *words: Any) -> None:
-        super()._chain(words[0] if words[0] in ("commit", "flush") else words)
-
-
-@planted(DigestWithoutTokens)
-def test_digest_sees_the_tokens_of_a_commit(Pool, Plan):
-    """Ranks that sampled different tokens differ from that call on, and equal ones never do."""
-    digests = []
-    for tokens in (PROMPT, PROMPT, [*PROMPT[:11], 5], [PROMPT[1], PROMPT[0], *PROMPT[2:]], PROMPT[:11]):
-        pool, _, _, first, _ = family(Pool, Plan)
-        before = pool.digest()
-        pool.prefix.commit(first, tokens)
-        assert pool.digest() != before
-        digests.append(pool.digest())
-    assert digests[0] == digests[1] and len(set(digests)) == 4
-    pools = [family(Pool, Plan) for _ in range(2)]
-    for pool, _, _, first, _ in pools:
-        for token in PROMPT:
-            pool.prefix.commit(first, [token])
-    assert pools[0][0].digest() == pools[1][0].digest()
+@pytest.mark.parametrize("groups", [None, [Group.full()]], ids=["one table", "full"])
+def test_pool_that_runs_in_order_publishes_at_once(kinds, groups):
+    make_pool, make_plan = kinds
+    pool = make_pool(32, 4, groups=groups, prefix_cache=True, in_order=True)
+    handle = pool.open()
+    pool.step(make_plan(pool, 2, 16), [handle], 16)
+    pool.fork(handle)
+    pool.unshare(make_plan(pool, 2, 16), [handle], 14)
+    pool.prefix.commit(handle, PROMPT)
+    assert pool.prefix.match([*PROMPT, 1]) == 16
 
 
-@planted(DigestWithoutTokens)
-def test_digest_sees_the_namespace_of_a_flush(Pool, Plan):
-    """Of two that hold the same, the one or the other, or all."""
-    digests = []
-    for flushed in (b"a", b"b", None):
-        pool = Pool(16, 4, max_seqs=8, prefix_cache=True, seed=1)
-        plan = Plan(pool, 1, 8)
-        for namespace in (b"a", b"b"):
-            handle = pool.open(PROMPT, namespace)
-            pool.step(plan, [handle], 8)
-            pool.done(plan)
-            pool.prefix.commit(handle, PROMPT[:8])
-            pool.close(handle)
-        pool.prefix.flush(flushed)
-        digests.append(pool.digest())
-    assert len(set(digests)) == 3
+class Twins:
+    """A pool of one table and one of a full group, which get the same calls. There are blocks for all of them."""
+
+    def __init__(self, seed):
+        sizes = {"prefix_cache": True, "max_seqs": 12, "max_blocks_per_seq": 32}
+        self.pools = Pool(4096, 2, **sizes), Pool(4096, 2, groups=[Group.full()], **sizes)
+        self.r = random.Random(seed)
+        self.plans = [[Plan(pool, 4, 64) for pool in self.pools] for _ in range(4)]
+        self.pending = []
+        self.rows = []  # (handle in each pool, tokens that the row is to have)
+        self.prompts = [[self.r.randrange(2) for _ in range(24)] for _ in range(12)]
+
+    def both(self, call):
+        """Make a call in both pools; returns both results, None if it was refused."""
+        found = []
+        for k, pool in enumerate(self.pools):
+            try:
+                found.append((call(pool, k), None))
+            except (KVPoolError, ValueError) as error:
+                found.append((None, type(error)))
+        assert found[0][1] == found[1][1]
+        return None if found[0][1] else [result for result, _ in found]
+
+    def issue(self, call):
+        """A call with a plan that is not pending."""
+        free = [number for number in range(len(self.plans)) if number not in self.pending]
+        if free and self.both(lambda pool, k: call(pool, self.plans[free[0]][k], k)):
+            self.pending.append(free[0])
+
+    def length(self, handles):
+        return self.pools[0].num_tokens(handles[0])
+
+    def open(self):
+        prompt, n = self.r.choice(self.prompts), self.r.randrange(1, 20)
+        if handles := self.both(lambda pool, _: pool.open(prompt[:n], reserve=False)):
+            self.rows.append((handles, prompt))
+
+    def fork(self, handles, prompt):
+        if children := self.both(lambda pool, k: int(pool.fork(handles[k])[0])):
+            self.rows.append((children, prompt))
+
+    def step(self, handles, _):
+        n = min(self.r.randrange(7), 24 - self.length(handles))
+        self.issue(lambda pool, plan, k: pool.step(plan, [handles[k]], n) or True)
+
+    def unshare(self, handles, prompt):
+        """Blocks that hits do not find yet. Behind others one table publishes nothing more."""
+        length = self.length(handles)
+        first = self.r.randrange(min(self.pools[0].prefix.match([*prompt, 1]), length), length + 1)
+        end = min(first + self.r.randrange(1, 4), length)
+        if first < end:
+            self.issue(lambda pool, plan, k: pool.unshare(plan, [handles[k]], end, first) or True)
+
+    def commit(self, handles, prompt):
+        known = self.pools[0].prefix.committed(handles[0])
+        n = self.r.randrange(self.length(handles) - known + 1)
+        self.both(lambda pool, k: pool.prefix.commit(handles[k], prompt[known : known + n]))
+
+    def truncate(self, handles, _):
+        length = self.r.randrange(self.length(handles) + 1)
+        self.both(lambda pool, k: pool.truncate(handles[k], length))
+
+    def close(self, handles, prompt):
+        self.rows.remove((handles, prompt))
+        self.both(lambda pool, k: pool.close(handles[k]))
+
+    def done(self):
+        number = self.pending.pop(0)
+        self.both(lambda pool, k: pool.done(self.plans[number][k]))
+
+    def rollback(self):
+        if self.both(lambda pool, k: pool.rollback(self.plans[self.pending[-1]][k])):
+            self.pending.pop()
+
+    def run(self, calls):
+        words = ["step", "step", "fork", "unshare", "unshare", *["commit"] * 4, "close", "truncate"]
+        for _ in range(calls):
+            word = self.r.choice([*words, "open", "done", "done", "rollback", "rollback"])
+            if word in ("done", "rollback"):
+                if self.pending:
+                    getattr(self, word)()
+            elif word == "open" or (self.rows and (word != "fork" or len(self.rows) < 8)):
+                getattr(self, word)(*(() if word == "open" else self.r.choice(self.rows)))
+            self.compare()
+        self.fill_gaps()
+
+    def compare(self):
+        for prompt in self.prompts:
+            one, two = (pool.prefix.match([*prompt, 1]) for pool in self.pools)
+            assert one == two
+
+    def fill_gaps(self):
+        """Close all rows and compute each prompt anew, block by block: what was kept behind a gap is found then."""
+        while self.pending:
+            self.done()
+        for row in list(self.rows):
+            self.close(*row)
+        for prompt in self.prompts:
+            self.fill(prompt)
+        for pool in self.pools:
+            pool.check()
+
+    def fill(self, prompt):
+        handles, plans = self.both(lambda pool, _: pool.open(prompt, reserve=False)), self.plans[0]
+
+        def compute(pool, k, known, length):
+            pool.step(plans[k], [handles[k]], length - pool.num_tokens(handles[k]))
+            pool.done(plans[k])
+            pool.prefix.commit(handles[k], prompt[known:length])
+
+        for end in range(self.length(handles) + 2, len(prompt), 2):
+            self.both(functools.partial(compute, known=end - 2, length=end))
+            self.compare()
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_full_group_finds_what_one_table_finds_after_every_call(seed):
+    Twins(seed).run(150)

@@ -24,17 +24,10 @@ def test_counts_that_change_the_tokens_while_they_are_read_are_judged_on_the_cha
         pool.prefix.commit([handle], tokens, [Evil()])
 
 
-def test_tokens_that_cannot_be_shared_out_evenly_are_refused_by_that_name():
-    pool = Pool(16, 4, prefix_cache=True, in_order=True)
-    handles = [pool.open(0), pool.open(0)]
-    with pytest.raises(ValueError, match="evenly"):
-        pool.prefix.commit(handles, [1, 2, 3])
-
-
-def test_flush_tells_the_same_of_a_namespace_whether_others_pushed_it_out_or_not():
+def test_flush_tells_the_same_of_a_namespace_whether_others_pushed_it_out_or_not(groups):
     told = []
     for others in (0, 3000):
-        pool = Pool(16, 4, prefix_cache=True, events=8)
+        pool = Pool(16, 4, prefix_cache=True, events=8, groups=groups)
         pool.close(pool.open(A, b"mine"))
         for i in range(others):
             pool.close(pool.open(A, b"other %d" % i))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 
 import numpy as np
@@ -28,25 +27,22 @@ SPACES = {
     "another image": namespace(multimodal=[(0, b"y")]),
     "model": namespace(model="a"),
     "dtype": namespace(dtype="a"),
+    **{repr(raw): raw for raw in (b"\0", b"\0\0", b"a", b"a\0", b"\0a", b"a" * 1000, b"a" * 1001, bytes(range(256)))},
 }
 
 
-@pytest.mark.parametrize("mine", SPACES)
-def test_same_namespace_hits_and_every_other_misses(make_pool, make_plan, mine):
-    pool = make_pool(prefix_cache=True)
-    cache(make_plan, pool, PROMPT, SPACES[mine])
-    assert {name: pool.prefix.match(MORE, space) for name, space in SPACES.items()} == {
-        name: 4 if name == mine else 0 for name in SPACES
-    }
-
-
-def test_namespaces_never_share_a_block(make_pool, make_plan):
-    pool = make_pool(32, prefix_cache=True)
-    blocks = {name: cache(make_plan, pool, PROMPT, space) for name, space in SPACES.items()}
-    for one, other in itertools.combinations(blocks.values(), 2):
-        assert not set(one) & set(other)
+def test_same_namespace_hits_its_own_blocks_and_every_other_misses(make_any, make_plan):
+    pool, blocks = make_any(64), {}
     for name, space in SPACES.items():
-        assert pool.table(pool.open(MORE, space)).tolist()[0] == blocks[name][0]
+        assert pool.prefix.match(MORE, space) == 0
+        handle = pool.open(PROMPT, space)
+        compute(make_plan, pool, handle, 4)
+        pool.prefix.commit(handle, PROMPT)
+        blocks[name] = pool.table(handle).ravel()[0]
+        pool.close(handle)
+    assert len(set(blocks.values())) == len(SPACES)
+    for name, space in SPACES.items():
+        assert pool.table(pool.open(MORE, space)).ravel()[0] == blocks[name]
     assert pool.prefix.stats().namespaces == pool.prefix.stats().nodes == len(SPACES)
     assert pool.prefix.stats().duplicates == 0
 
@@ -66,17 +62,8 @@ def test_one_namespace_depends_on_another_only_through_capacity(make_pool, make_
     assert run(noise=True) == run(noise=False)
 
 
-def test_namespace_is_compared_as_bytes_whatever_it_holds(make_pool, make_plan):
-    pool = make_pool(64, prefix_cache=True)
-    spaces = [b"", b"\0", b"\0\0", b"a", b"a\0", b"\0a", b"a" * 1000, b"a" * 1001, bytes(range(256))]
-    for space in spaces:
-        assert pool.prefix.match(MORE, space) == 0
-        cache(make_plan, pool, PROMPT, space)
-    assert [pool.prefix.match(MORE, space) for space in spaces] == [4] * len(spaces)
-
-
-def test_fork_stays_in_its_namespace(make_pool, make_plan, grow):
-    pool = make_pool(prefix_cache=True)
+def test_fork_stays_in_its_namespace(make_any, grow):
+    pool = make_any()
     parent = pool.open(PROMPT, b"a")
     grow(pool, parent, 4)
     child = int(pool.fork(parent)[0])
@@ -84,8 +71,8 @@ def test_fork_stays_in_its_namespace(make_pool, make_plan, grow):
     assert (pool.prefix.match(MORE, b"a"), pool.prefix.match(MORE)) == (4, 0)
 
 
-def test_namespace_is_known_as_long_as_it_has_a_sequence_or_a_node(make_pool, make_plan):
-    pool = make_pool(24, 4, prefix_cache=True, max_seqs=4)
+def test_namespace_is_known_as_long_as_it_has_a_sequence_or_a_node(make_any, make_plan):
+    pool = make_any(24, 4, max_seqs=4)
     known = lambda: pool.prefix.stats().namespaces  # noqa: E731
     parent = pool.open(PROMPT, b"a")
     other = pool.open(1, b"b")
@@ -103,32 +90,20 @@ def test_namespace_is_known_as_long_as_it_has_a_sequence_or_a_node(make_pool, ma
     pool.blocks.evict(24)
     assert known() == 0
     cache(make_plan, pool, PROMPT, b"a")
+    assert pool.prefix.match(MORE, b"a") == 4  # it is known again
     taken = pool.open(4 * 23, b"c")  # every block there is
     assert known() == 1
     pool.close(taken)
     assert known() == 0
-
-
-def test_sequence_that_lost_tokens_keeps_no_namespace(make_pool, make_plan):
-    pool = make_pool(24, 4, prefix_cache=True, max_seqs=4)
     row = pool.open(PROMPT, b"a")
     compute(make_plan, pool, row, len(PROMPT))
     pool.compact(row, 2)
-    assert pool.prefix.stats().namespaces == 0
+    assert known() == 0  # a sequence that lost tokens keeps no namespace
     pool.close(row)
 
 
-def test_namespace_that_was_forgotten_hits_nothing_and_is_known_again(make_pool, make_plan):
-    pool = make_pool(24, 4, prefix_cache=True)
-    for _ in range(3):
-        cache(make_plan, pool, PROMPT, b"a")
-        assert pool.prefix.match(MORE, b"a") == 4
-        pool.blocks.evict(24)
-        assert pool.prefix.match(MORE, b"a") == pool.prefix.stats().namespaces == 0
-
-
-def test_a_salt_per_request_leaves_nothing_behind(make_pool):
-    pool = make_pool(prefix_cache=True)
+def test_a_salt_per_request_leaves_nothing_behind(make_any):
+    pool = make_any()
     for i in range(5000):
         pool.close(pool.open([1], b"%d" % i))
     assert pool.prefix.stats().namespaces == 0

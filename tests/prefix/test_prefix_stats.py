@@ -10,36 +10,32 @@ from kvpool.stats import PrefixStats
 A, B, C = ([n] * 4 for n in (1, 2, 3))
 
 
-def test_stats_of_a_new_pool_are_zero(make_pool):
-    assert make_pool(prefix_cache=True).prefix.stats() == PrefixStats(0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0.0)
-
-
-def test_stats_count_queries_and_hits(make_pool, make_plan):
-    pool = make_pool(prefix_cache=True)
+def test_stats_count_queries_and_hits_and_those_of_sequences_that_come_back_apart(make_any, make_plan):
+    pool = make_any()
+    zero = pool.prefix.stats()
+    assert zero == PrefixStats(0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0.0)
     cache(make_plan, pool, A + B)  # 8 asked
     cache(make_plan, pool, A + B + C)  # 12 asked, 8 found
     pool.open(5)  # a count is no query
     pool.open([])
+    pool.close(pool.open(A + B + C, again=True))  # 12 asked, 8 found
+    pool.open(A + C, again=True)  # 8 asked, 4 found
     stats = pool.prefix.stats()
     assert (stats.queries, stats.query_tokens, stats.hit_tokens) == (3, 20, 8)
     assert stats.hit_rate == pytest.approx(0.4)
-    assert (stats.nodes, stats.inserted, stats.duplicates, stats.evicted, stats.namespaces) == (3, 3, 0, 0, 1)
-
-
-def test_stats_count_lookups_of_sequences_that_come_back_apart(make_pool, make_plan):
-    pool = make_pool(prefix_cache=True)
-    cache(make_plan, pool, A + B)  # 8 asked
-    pool.close(pool.open(A + B + C, again=True))  # 12 asked, 8 found
-    pool.open(A + C, again=True)  # 8 asked, 4 found
-    pool.open(A + A)  # 8 asked, 4 found
-    stats = pool.prefix.stats()
-    assert (stats.queries, stats.query_tokens, stats.hit_tokens) == (2, 16, 4)
-    assert stats.hit_rate == pytest.approx(1 / 4)
     assert (stats.again_queries, stats.again_query_tokens, stats.again_hit_tokens) == (2, 20, 12)
+    assert (stats.nodes, stats.inserted, stats.duplicates, stats.evicted, stats.namespaces) == (3, 3, 0, 0, 1)
+    pool.blocks.evict(2)
+    stats = pool.prefix.stats()
+    assert (stats.nodes, stats.inserted, stats.evicted) == (1, 3, 2)  # A is in use
+    pool.prefix.flush()
+    pool.reset()
+    stats = pool.prefix.stats()
+    assert (stats.queries, stats.inserted, stats.nodes, stats.namespaces) == (3, 3, 0, 0)
 
 
-def test_open_again_finds_and_takes_what_any_open_does(make_pool, make_plan):
-    pools = [make_pool(prefix_cache=True, seed=1) for _ in range(2)]
+def test_open_again_finds_and_takes_what_any_open_does(make_any, make_plan):
+    pools = [make_any(seed=1) for _ in range(2)]
     for pool, options in zip(pools, ({}, {"again": True}), strict=True):
         cache(make_plan, pool, A + B)
         pool.open(A + B + C, **options)
@@ -49,15 +45,6 @@ def test_open_again_finds_and_takes_what_any_open_does(make_pool, make_plan):
     for wrong in (1, None, "yes"):
         with pytest.raises(TypeError, match=r"^\[open\] again .* bool"):
             pools[1].open(A, again=wrong)
-
-
-def test_stats_count_evicted_nodes(make_pool, make_plan):
-    pool = make_pool(prefix_cache=True)
-    cache(make_plan, pool, A + B + C)
-    pool.blocks.evict(2)
-    stats = pool.prefix.stats()
-    assert (stats.nodes, stats.inserted, stats.evicted) == (1, 3, 2)
-    assert pool.stats().evictions == 2
 
 
 def test_stats_reuse_gap_is_blocks_taken_between_release_and_revival(make_pool, make_plan):
@@ -84,20 +71,8 @@ def test_stats_reuse_gap_does_not_count_what_a_duplicate_holds(make_pool, make_p
     assert pool.prefix.stats().reuse_gap == 0.0
 
 
-def test_stats_survive_reset_and_flush(make_pool, make_plan):
-    pool = make_pool(prefix_cache=True)
-    cache(make_plan, pool, A + B)
-    pool.prefix.flush()
-    stats = pool.prefix.stats()
-    assert (stats.queries, stats.inserted, stats.nodes, stats.evicted) == (1, 2, 0, 0)
-    cache(make_plan, pool, A + B)
-    pool.reset()
-    stats = pool.prefix.stats()
-    assert (stats.queries, stats.inserted, stats.nodes, stats.namespaces) == (2, 4, 0, 0)
-
-
-def test_stats_of_a_refused_open_do_not_move(make_pool):
-    pool = make_pool(4, prefix_cache=True)
+def test_stats_of_a_refused_open_do_not_move(make_any):
+    pool = make_any(4)
     pool.blocks.alloc(3)
     with pytest.raises(MemoryError):
         pool.open(A)

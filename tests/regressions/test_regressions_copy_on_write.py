@@ -1,11 +1,10 @@
 """Family D: copy on write, forks, aliases. See docs/regressions.md."""
 
 import numpy as np
-from catalogue import Unchecked, broken, row
+from catalogue import CutMovesTheLengthOnly, Unchecked, broken, conforms, row
 from simple_backend import Simple
 
-from kvpool.testing import ModelPool, conformance
-from kvpool.testing.model_blocks import public_call
+from kvpool.testing import ModelPool
 
 
 class SharedTailIsWritten(Unchecked):
@@ -32,19 +31,10 @@ class CopiesNothing(Simple):
         """Do nothing."""
 
 
-class CopyIsNotImplemented(Simple):
-    """The copy was left for later."""
-
-    def copy_blocks(self, plan):
-        """Raise at the first fork."""
-        raise NotImplementedError
-
-
 class ShowsItsOwnMemory(Unchecked):
     """Arrays that were handed out change later."""
 
     def table(self, handle):
-        """One array for all."""
         if not hasattr(self, "_shown"):
             self._shown = np.zeros(self.num_blocks, np.int32)
         found = ModelPool.table(self, handle)
@@ -52,27 +42,10 @@ class ShowsItsOwnMemory(Unchecked):
         return self._shown[: len(found)]
 
     def _blocks_alloc(self, n=None, out=None):
-        """In the same array."""
         ids = super()._blocks_alloc(n)
         if hasattr(self, "_shown"):
             self._shown[:2] = np.atleast_1d(ids)[:2]
         return ids
-
-
-class CutMovesTheLengthOnly(Unchecked):
-    """The length moves, the table stays."""
-
-    @public_call
-    def truncate(self, handles, lens):
-        """Move the length."""
-        for seq in self._batch("truncate", handles):
-            seq.num_tokens = lens
-
-
-def check(factory, name):
-    """One case of the conformance kit."""
-    (case,) = [case for case in conformance.CASES if case.__name__ == name]
-    conformance.check_backend(factory, [case])
 
 
 @row(SharedTailIsWritten)
@@ -114,13 +87,13 @@ def test_d2_reset_leaves_no_source_behind(make_pool, make_plan, grow):
 @row(broken(Backend=CopiesNothing), model=False)
 def test_d2_every_backend_copies(parts):
     """One backend of several had no copy on write."""
-    check(parts.Backend, "copies_take_exactly_the_valid_tokens")
+    conforms(parts.Backend, "copies_take_exactly_the_valid_tokens")
 
 
-@row(broken(Backend=CopyIsNotImplemented), model=False)
+@row(broken(Backend=CopiesNothing), model=False)
 def test_d3_backend_without_a_copy_does_not_pass_for_one(parts):
     """`copy_blocks` raised NotImplementedError at the first fork, in production."""
-    check(parts.Backend, "copies_writes_reads_happen_in_order")
+    conforms(parts.Backend, "copies_writes_reads_happen_in_order")
 
 
 @row(ShowsItsOwnMemory)

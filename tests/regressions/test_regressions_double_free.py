@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from catalogue import Unchecked, idle, row
+from catalogue import CachedIsNotTouched, ClosesTwice, CountIsClamped, CutMovesTheLengthOnly, Unchecked, idle, row
 from prefixes import cache
 
 from kvpool.errors import DoubleFree, OutOfBlocks, StaleHandle
@@ -14,22 +14,9 @@ class FreesEachOccurrence(Unchecked):
 
     @public_call
     def _blocks_free(self, ids):
-        """Queue them all."""
         for block in np.atleast_1d(ids).tolist():
             self._raw[block] = self._raw.get(block, 0) - 1
             self._blank.append(block)
-
-
-class CountsDownThenFilters(Unchecked):
-    """`decref` drops all references first, then queues every name in its list whose count is zero."""
-
-    @public_call
-    def _blocks_decref(self, ids):
-        """Count, then filter."""
-        for block in np.atleast_1d(ids).tolist():
-            self._raw[block] -= 1
-        for block in np.atleast_1d(ids).tolist():
-            self._release(block)
 
 
 class ReplacedBlockIsFreed(Unchecked):
@@ -41,28 +28,11 @@ class ReplacedBlockIsFreed(Unchecked):
         return step
 
 
-class RevivedStaysQueued(Unchecked):
-    """A hit gains a reference and stays on the list it was on."""
-
-    def _blocks_touch(self, ids):
-        lru = list(self._lru)
-        super()._blocks_touch(ids)
-        self._lru = lru
-
-
-class HitsStayOnTheList(Unchecked):
-    """A hit gains a reference but stays evictable."""
-
-    def _touch(self, block):
-        """Leave it where it is."""
-
-
 class IncrefRevivesAnything(Unchecked):
     """`incref` counts up a block that is free."""
 
     @public_call
     def _blocks_incref(self, ids):
-        """Count."""
         for block in np.atleast_1d(ids).tolist():
             self._raw[block] = self._raw.get(block, 0) + 1
 
@@ -81,36 +51,7 @@ class TruncatesTheDead(Unchecked):
 
     @public_call
     def truncate(self, handles, lens):
-        """Infer what it had from its slot."""
         self._blank += [1, 2, 3]
-
-
-class CutFreesTheBlockItEndsIn(Unchecked):
-    """A block that is cut in the middle is freed with the rest."""
-
-    def _pop_blocks(self, seq, length):
-        super()._pop_blocks(seq, max(0, length - 1))
-
-
-class ClosesTwice(Unchecked):
-    """A dead handle closes whoever has its slot now, or nobody."""
-
-    @public_call
-    def close(self, handles):
-        """Go by the slot."""
-        for handle in np.atleast_1d(handles).tolist():
-            seq = self._sequences.get(handle & 0xFFFFF)
-            if seq is not None:
-                self._close(seq)
-
-
-class CountIsClamped(Unchecked):
-    """A count stops at zero, and nobody is told."""
-
-    @public_call
-    def _blocks_decref(self, ids):
-        """Drop what is there."""
-        self._drop_raw([block for block in np.atleast_1d(ids).tolist() if self._raw.get(block)])
 
 
 class BatchIsFreedPerTable(Unchecked):
@@ -118,7 +59,6 @@ class BatchIsFreedPerTable(Unchecked):
 
     @public_call
     def close(self, handles):
-        """One table after the other."""
         for seq in self._batch("close", handles):
             table = list(seq.table)
             self._close(seq)
@@ -161,7 +101,7 @@ def test_a3_null_block_never_reaches_the_free_list(make_pool, refused):
     assert 0 not in pool.blocks.alloc(12).tolist()
 
 
-@row(CountsDownThenFilters)
+@row(CountIsClamped)
 def test_a4_shared_block_twice_in_one_decref(make_pool, refused):
     """All references were dropped first, then ref == 0 filtered: an id listed twice was queued twice."""
     pool = make_pool()
@@ -172,7 +112,7 @@ def test_a4_shared_block_twice_in_one_decref(make_pool, refused):
     assert pool.blocks.refcount(block) == 2 and pool.stats().blank == 14
 
 
-@row(HitsStayOnTheList)
+@row(CachedIsNotTouched)
 def test_a5_free_list_stays_whole_under_hits_and_pins(make_pool, make_plan):
     """The free queue was corrupted with several connectors and frequent hits: here, many pins and hits at once."""
     pool, rng = make_pool(32, prefix_cache=True), np.random.default_rng(5)
@@ -197,7 +137,7 @@ def test_a5_free_list_stays_whole_under_hits_and_pins(make_pool, make_plan):
             pool.blocks.free(free)
 
 
-@row(RevivedStaysQueued)
+@row(CachedIsNotTouched)
 def test_a6_reference_to_a_cached_block_takes_it_off_the_list(make_pool):
     """Pin was an incref on a block that still sat in the free queue; release queued it again."""
     pool = make_pool(4)
@@ -252,7 +192,7 @@ def test_a9_slot_released_by_close_cannot_be_released_by_truncate(make_pool, gro
     assert idle(pool)
 
 
-@row(CutFreesTheBlockItEndsIn)
+@row(CutMovesTheLengthOnly)
 def test_a10_truncates_that_meet_inside_a_block_release_it_once(make_pool, grow):
     """Two contiguous frees met inside one page, which was freed twice."""
     pool = make_pool()
@@ -265,21 +205,14 @@ def test_a10_truncates_that_meet_inside_a_block_release_it_once(make_pool, grow)
     assert idle(pool)
 
 
-@row(FreesEachOccurrence)
-def test_a11_second_free_is_a_typed_error(make_pool, refused):
+@row(FreesEachOccurrence, ClosesTwice)
+def test_a11_second_free_and_second_close_are_typed_errors(make_pool, refused):
     """A connector popped a request's blocks twice; the server died of a bare assertion."""
     pool = make_pool()
-    ids = pool.blocks.alloc(3)
+    ids, handle = pool.blocks.alloc(3), pool.open(8)
     pool.blocks.free(ids)
     with refused(pool, DoubleFree, "free", 1):
         pool.blocks.free(ids)
-
-
-@row(ClosesTwice)
-def test_a11_second_close_is_a_typed_error(make_pool, refused):
-    """The same, for a sequence."""
-    pool = make_pool()
-    handle = pool.open(8)
     pool.close(handle)
     with refused(pool, StaleHandle, "close", handle):
         pool.close(handle)

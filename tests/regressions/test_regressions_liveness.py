@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from catalogue import Unchecked, broken, row
+from catalogue import ClosesTwice, broken, row
 
 from kvpool import Pool
 from kvpool._core import BlockAPI
@@ -16,7 +16,6 @@ class ChecksInStats(Pool):
     """A sanity check of every block whenever the pool is asked how it is."""
 
     def stats(self):
-        """Look at everything."""
         self.check()
         return super().stats()
 
@@ -25,7 +24,6 @@ class BlocksWithAScan(BlockAPI):
     """See `ScansForAVictim`."""
 
     def alloc(self, n=None):
-        """Look at everything."""
         self.pool.check()
         return super().alloc(n)
 
@@ -35,16 +33,7 @@ class ScansForAVictim(Pool):
 
     @property
     def blocks(self):
-        """Those that look."""
         return BlocksWithAScan(self)
-
-
-class AssertsInsteadOfRaising(Unchecked):
-    """Bad ids from outside reach an assertion."""
-
-    def _one(self, call, handle, any_=False):
-        assert 0 <= handle < 2**63, "seq_id >= 0"
-        return super()._one(call, handle, any_)
 
 
 def seconds_of(call, times):
@@ -79,7 +68,7 @@ def test_k2_eviction_costs_the_same_in_a_large_pool(make_pool):
     assert taken[1] < RATIO * taken[0]
 
 
-@row(AssertsInsteadOfRaising)
+@row(ClosesTwice)
 def test_k4_bad_ids_are_refused_not_asserted(make_pool, make_plan):
     """A negative or too large sequence id from bindings hit an assertion, and the process died."""
     pool = make_pool()

@@ -2,13 +2,11 @@
 
 import numpy as np
 import pytest
-from catalogue import Unchecked, broken, row
+from catalogue import PaddingKeepsTheOldRow, Unchecked, broken, conforms, row
 from simple_backend import ZeroTimesWhatIsThere
 
 from kvpool.config import KVSpec
 from kvpool.protocol import StepArrays
-from kvpool.testing import ModelPlan, conformance
-from kvpool.testing.conformance import check_backend
 from kvpool_backends.numpy import NumpyBackend
 
 
@@ -32,7 +30,6 @@ class ZeroesOneLayer(NumpyBackend):
     """Zeroing was ported for the first layer only."""
 
     def zero(self, block_ids):
-        """Restore the others."""
         others = [self.gather(layer, np.arange(self.num_blocks)) for layer in range(1, self.spec.num_layers)]
         super().zero(block_ids)
         slots = np.arange(self.num_blocks * self.spec.block_size, dtype=np.int32)
@@ -40,43 +37,16 @@ class ZeroesOneLayer(NumpyBackend):
             self.write(self.prepare(StepArrays(slot_mapping=slots)), layer, k, v)
 
 
-class PaddingNamesARealBlock(ModelPlan):
-    """Padding points at block 1."""
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self._pads["block_tables"] = 1
-
-
-class AnswersPadding(NumpyBackend):
-    """Rows that are padding get an answer."""
-
-    def attend(self, step, layer, q, scale=None, *, options=None, return_attn=False):
-        """All ones."""
-        out = super().attend(step, layer, q, scale, options=options)
-        out[step.cu_q_lens[-1] :] = 1
-        return out
-
-
-def check(factory, name):
-    """One case of the conformance kit."""
-    check_backend(factory, [case for case in conformance.CASES if case.__name__ == name])
-
-
-def check_f1_null_block_is_reserved_by_the_constructor(make_pool, reserved):
-    pool = make_pool(12, reserved_blocks=reserved)
-    ids = pool.blocks.alloc(12 - reserved).tolist()
-    assert ids == list(range(reserved, 12))
-    pool.blocks.free(ids[::-1])
-    pool.reset()
-    assert sorted(pool.blocks.alloc(12 - reserved).tolist()) == ids
-
-
 @row(NullBlockIsTaken)
 def test_f1_null_block_is_reserved_by_the_constructor(make_pool):
     """Block 0 was assumed to be the null block, but another thread took it first."""
     for reserved in (1, 2, 5):
-        check_f1_null_block_is_reserved_by_the_constructor(make_pool, reserved)
+        pool = make_pool(12, reserved_blocks=reserved)
+        ids = pool.blocks.alloc(12 - reserved).tolist()
+        assert ids == list(range(reserved, 12))
+        pool.blocks.free(ids[::-1])
+        pool.reset()
+        assert sorted(pool.blocks.alloc(12 - reserved).tolist()) == ids
 
 
 @row(NullBlockIsEvictable)
@@ -92,7 +62,7 @@ def test_f2_null_block_is_in_no_count(make_pool):
 @row(broken(Backend=ZeroTimesWhatIsThere), model=False)
 def test_f3_slots_past_the_length_never_matter(parts):
     """Weights of 0 times NaN in slots past the length made the answer NaN."""
-    check(parts.Backend, "unused_slots_never_matter")
+    conforms(parts.Backend, "unused_slots_never_matter")
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -116,10 +86,10 @@ def test_f4_recycled_block_is_read_as_far_as_it_is_written(parts, make_pool, mak
 @row(broken(Backend=ZeroesOneLayer), model=False)
 def test_f4_zeroing_reaches_every_layer_and_plane(parts):
     """A new runner forgot to zero what the old one zeroed."""
-    check(parts.Backend, "zero_clears_only_what_it_names")
+    conforms(parts.Backend, "zero_clears_only_what_it_names")
 
 
-@row(PaddingNamesARealBlock)
+@row(PaddingKeepsTheOldRow)
 def test_f5_padding_is_the_null_block_and_no_slot(make_pool, make_plan, core):
     """Padding rows that named real blocks changed results."""
     pool = make_pool()
@@ -131,7 +101,7 @@ def test_f5_padding_is_the_null_block_and_no_slot(make_pool, make_plan, core):
     assert plan.slot_ids.tolist() == [0, -1, -1]
 
 
-@row(broken(Backend=AnswersPadding), model=False)
+@row(broken(Backend=ZeroTimesWhatIsThere), model=False)
 def test_f5_padding_changes_no_result(parts):
     """Padding rows and stale tails changed results in the last bits."""
-    check(parts.Backend, "padding_is_inert")
+    conforms(parts.Backend, "padding_is_inert")

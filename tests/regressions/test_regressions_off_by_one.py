@@ -3,7 +3,7 @@
 import itertools
 
 import numpy as np
-from catalogue import Unchecked, broken, row
+from catalogue import CutMovesTheLengthOnly, Unchecked, broken, conforms, row
 from prefixes import cache, compute, serve
 from simple_backend import Simple
 
@@ -12,8 +12,7 @@ from kvpool.adapters.block_manager import KVBlockManager
 from kvpool.config import KVSpec
 from kvpool.errors import CapacityExceeded
 from kvpool.eviction import Evictor, SlidingWindow
-from kvpool.testing import ModelPlan, conformance_attention
-from kvpool.testing.conformance import check_backend
+from kvpool.testing import ModelPlan
 from kvpool.testing.model_blocks import public_call
 from kvpool_backends.numpy import NumpyBackend
 
@@ -35,19 +34,11 @@ class NothingIsLeftToCompute(Unchecked):
         return self._hits(tokens, namespace, len(tokens) // self.block_size)
 
 
-class CutTwice(Unchecked):
-    """Two layers subtract the last token."""
-
-    def _prompt_hits(self, tokens, namespace):
-        return self._hits(tokens, namespace, max(0, len(tokens) - 2) // self.block_size)
-
-
 class MatchCountsAnotherWay(Unchecked):
     """The scheduler's number and the worker's are computed in two places."""
 
     @public_call
     def _prefix_match(self, tokens, namespace=b""):
-        """All full blocks."""
         return len(self._hits(list(tokens), namespace, len(tokens) // self.block_size)) * self.block_size
 
 
@@ -56,7 +47,6 @@ class LookaheadTakesOneMore(Unchecked):
 
     @public_call
     def reserve(self, plan, handles, num_new):
-        """One token more than was asked for."""
         more = (np.atleast_1d(num_new) + 1).tolist() * len(handles)
         super().reserve.__wrapped__(self, plan, handles, more[: len(handles)])
 
@@ -73,7 +63,6 @@ class WindowIsOneShortUntilFull(Simple):
     """The start of the window is wrong until the window is full."""
 
     def oldest(self, x):
-        """One token too young."""
         window = x.options.window
         return 1 if window is not None and 1 < x.visible < window else super().oldest(x)
 
@@ -82,7 +71,6 @@ class WindowIsFullOneLater(SlidingWindow):
     """A window lets tokens leave one token late."""
 
     def lens_after(self, lens, block_size):
-        """One token too many stays."""
         return np.where(lens > self.max_kv, super().lens_after(lens, block_size), lens)
 
 
@@ -93,38 +81,11 @@ class NoLimit(Unchecked):
         """Allow it."""
 
 
-class NoLimitForPrompts(Unchecked):
-    """Nobody looks how long a prompt may be."""
-
-    def _refuse_too_long(self, call, tokens):
-        return -(-len(tokens) // self.block_size)
-
-
 class CachedIsNotFree(Unchecked):
     """Blocks in the eviction list do not count as room."""
 
     def _available(self):
         return len(self._blank)
-
-
-class NegativeCutGrows(Unchecked):
-    """Nobody looks at the sign."""
-
-    @public_call
-    def truncate(self, handles, lens):
-        """Subtract."""
-        self._one("truncate", handles).num_tokens -= lens
-
-
-class CutByTheSlots(Unchecked):
-    """A length that counts what has left is taken for one that counts slots."""
-
-    @public_call
-    def truncate(self, handles, lens):
-        """Cut."""
-        seq = self._one("truncate", handles)
-        seq.num_tokens = min(lens, seq.num_tokens)
-        self._pop_blocks(seq, -(-seq.num_tokens // self.block_size))
 
 
 class PositionsOfTheSlots(ModelPlan):
@@ -160,67 +121,48 @@ class TwoCapacities(KVBlockManager):
         self.backend = type(self.backend)(self.spec, num_blocks - 1)
 
 
-class OpenTakesOneLess(Unchecked):
-    """`open` and `step` count blocks by two formulas."""
-
-    def _open_hits(self, hits, tokens, namespace, need):
-        return super()._open_hits(hits, tokens, namespace, max(0, need - 1))
-
-
-def check_e1_lengths_around_a_block_boundary(make_pool, make_plan, block_size, k, delta):
-    length = k * block_size + delta
-    pool = make_pool(8, block_size)
-    handle = pool.open()
-    plan = make_plan(pool, 1, 2048, formats=("csr", "slot_mapping", "seq_lens"))
-    pool.step(plan, [handle], length)
-    blocks = len([p for p in range(length) if p % block_size == 0])
-    assert pool.table(handle).tolist() == list(range(1, blocks + 1))
-    assert plan.slot_mapping.tolist() == [block_size + p for p in range(length)]
-    assert plan.last_page_len.tolist() == [length - (blocks - 1) * block_size if length else 0]
-    pool.done(plan)
-    pool.step(plan, [handle], 1)
-    assert plan.slot_mapping.tolist() == [block_size + length]
-    assert len(pool.table(handle)) == blocks + (length % block_size == 0)
-
-
 @row(OneBlockMore)
 def test_e1_lengths_around_a_block_boundary(make_pool, make_plan):
     """len % block_size == 0 broke chains, lookahead and tables in every engine."""
     for block_size, k, delta in itertools.product([1, 2, 3, 7, 16, 32, 256], [1, 2, 5], [-1, 0, 1]):
-        check_e1_lengths_around_a_block_boundary(make_pool, make_plan, block_size, k, delta)
-
-
-def check_e1_fully_cached_prompt_leaves_one_token_and_keeps_its_chain(make_pool, make_plan, block_size):
-    pool = make_pool(16, block_size, prefix_cache=True)
-    prompt = list(range(3 * block_size))
-    cache(make_plan, pool, prompt)
-    handle = pool.open(prompt)
-    assert pool.num_tokens(handle) == 2 * block_size
-    compute(make_plan, pool, handle, block_size)
-    pool.prefix.commit(handle, prompt[2 * block_size :])  # a duplicate of the third block
-    compute(make_plan, pool, handle, block_size)
-    pool.prefix.commit(handle, [7] * block_size)
-    assert pool.prefix.match([*prompt, *[7] * block_size, 8]) == 4 * block_size
+        length = k * block_size + delta
+        pool = make_pool(8, block_size)
+        handle = pool.open()
+        plan = make_plan(pool, 1, 2048, formats=("csr", "slot_mapping", "seq_lens"))
+        pool.step(plan, [handle], length)
+        blocks = len([p for p in range(length) if p % block_size == 0])
+        assert pool.table(handle).tolist() == list(range(1, blocks + 1))
+        assert plan.slot_mapping.tolist() == [block_size + p for p in range(length)]
+        assert plan.last_page_len.tolist() == [length - (blocks - 1) * block_size if length else 0]
+        pool.done(plan)
+        pool.step(plan, [handle], 1)
+        assert plan.slot_mapping.tolist() == [block_size + length]
+        assert len(pool.table(handle)) == blocks + (length % block_size == 0)
 
 
 @row(NothingIsLeftToCompute)
 def test_e1_fully_cached_prompt_leaves_one_token_and_keeps_its_chain(make_pool, make_plan):
     """vllm PR11186, PR12003: the whole prompt was cached, computing its last token again broke the chain."""
     for block_size in [1, 2, 3, 4, 16]:
-        check_e1_fully_cached_prompt_leaves_one_token_and_keeps_its_chain(make_pool, make_plan, block_size)
+        pool = make_pool(16, block_size, prefix_cache=True)
+        prompt = list(range(3 * block_size))
+        cache(make_plan, pool, prompt)
+        handle = pool.open(prompt)
+        assert pool.num_tokens(handle) == 2 * block_size
+        compute(make_plan, pool, handle, block_size)
+        pool.prefix.commit(handle, prompt[2 * block_size :])  # a duplicate of the third block
+        compute(make_plan, pool, handle, block_size)
+        pool.prefix.commit(handle, [7] * block_size)
+        assert pool.prefix.match([*prompt, *[7] * block_size, 8]) == 4 * block_size
 
 
-def check_e2_length_of_the_cached_part_is_not_cut_twice(make_pool, make_plan, length, cached):
-    pool = make_pool(8, 16, prefix_cache=True)
-    cache(make_plan, pool, list(range(48)))
-    assert pool.prefix.match(list(range(length))) == cached
-
-
-@row(CutTwice)
+@row(NothingIsLeftToCompute)
 def test_e2_length_of_the_cached_part_is_not_cut_twice(make_pool, make_plan):
     """vllm PR40684: the last token was subtracted by two layers, 17 tokens became 0."""
+    pool = make_pool(8, 16, prefix_cache=True)
+    cache(make_plan, pool, list(range(48)))
     for length, cached in [(16, 0), (17, 16), (31, 16), (32, 16), (33, 32)]:
-        check_e2_length_of_the_cached_part_is_not_cut_twice(make_pool, make_plan, length, cached)
+        assert pool.prefix.match(list(range(length))) == cached
 
 
 @row(MatchCountsAnotherWay)
@@ -234,21 +176,6 @@ def test_e3_length_of_the_cached_part_has_one_source(make_pool, make_plan):
         handle = pool.open(prompt)
         assert pool.num_tokens(handle) == promised == pool.prefix.stats().hit_tokens - before
         pool.close(handle)
-
-
-@row(LookaheadTakesOneMore, CutFromTheFront)
-def test_e4_reservation_at_a_boundary_makes_no_extra_block(make_pool, make_plan):
-    """Lookahead made one extra block at len % block_size == 0, and the trim dropped the first data block."""
-    pool = make_pool()
-    plan = make_plan(pool)
-    handle = pool.open()
-    pool.step(plan, [handle], 8)
-    pool.done(plan)
-    pool.reserve(plan, [handle], 4)
-    pool.done(plan)
-    assert pool.table(handle).tolist() == [1, 2, 3]
-    pool.truncate(handle, 8)
-    assert pool.table(handle).tolist() == [1, 2]
 
 
 @row(CutFromTheFront)
@@ -267,8 +194,7 @@ def test_e4_lookahead_at_a_block_boundary_loses_no_data_block(make_pool, make_pl
 @row(broken(Backend=WindowIsOneShortUntilFull), model=False)
 def test_e5_window_is_right_before_it_is_full_and_after(parts):
     """The start of a ring was wrong until the window was full, or when it wrapped."""
-    (case,) = [case for case in conformance_attention.FEATURE_CASES if case.__name__ == "window_hides_older_tokens"]
-    assert check_backend(parts.Backend, [case]) == {case.__name__: "passed"}
+    conforms(parts.Backend, "window_hides_older_tokens")
 
 
 def expected_window(window, num_tokens):
@@ -314,7 +240,7 @@ def test_e7_sequence_never_grows_past_its_table(make_pool, make_plan, refused):
             pool.step(plan, [handle], 1, partial=partial)
 
 
-@row(NoLimitForPrompts)
+@row(NothingIsLeftToCompute)
 def test_e7_prompt_up_to_the_limit_fits_and_one_token_more_is_refused(make_pool, make_plan, refused):
     """vllm PR10730: allocated past the longest sequence."""
     pool = make_pool(prefix_cache=True, max_blocks_per_seq=2)
@@ -337,23 +263,19 @@ def test_e8_cached_blocks_count_once_in_the_capacity_check(make_pool, make_plan)
     assert pool.stats().evictions == 2
 
 
-def check_e9_negative_truncate_does_not_grow(make_pool, grow, refused, length):
+@row(CutMovesTheLengthOnly)
+def test_e9_negative_truncate_does_not_grow(make_pool, grow, refused):
+    """trim(-5) grew the offset."""
     pool = make_pool()
     handle = pool.open()
     grow(pool, handle, 6)
-    with refused(pool, ValueError, "truncate", length):
-        pool.truncate(handle, length)
+    for length in (-1, -5):
+        with refused(pool, ValueError, "truncate", length):
+            pool.truncate(handle, length)
     assert pool.num_tokens(handle) == 6
 
 
-@row(NegativeCutGrows)
-def test_e9_negative_truncate_does_not_grow(make_pool, grow, refused):
-    """trim(-5) grew the offset."""
-    for length in (-1, -5):
-        check_e9_negative_truncate_does_not_grow(make_pool, grow, refused, length)
-
-
-@row(CutByTheSlots, PositionsOfTheSlots)
+@row(CutMovesTheLengthOnly, PositionsOfTheSlots)
 def test_e10_cut_behind_an_eviction_is_by_the_logical_length(make_pool, make_plan, refused):
     """A ring was cut by its logical length, and its step taken for its offset: two numbers once tokens have left."""
     pool = make_pool()
@@ -389,7 +311,7 @@ def test_e11_one_slot_per_token(make_pool, make_plan):
         pool.done(plan)
 
 
-@row(OpenTakesOneLess)
+@row(OneBlockMore)
 def test_e11_slots_of_the_rest_of_a_prompt_are_as_many_as_its_tokens(make_pool, make_plan):
     """LMCache#2327: slots and tokens differed in number."""
     pool, stats = make_pool(64, 4, prefix_cache=True), []

@@ -2,76 +2,11 @@
 
 import numpy as np
 import pytest
-from catalogue import Unchecked, idle, row
+from catalogue import TakesBeforeItLooks, Unchecked, idle, row
 from prefixes import compute
 
 from kvpool.errors import OutOfBlocks
 from kvpool.testing.model_blocks import public_call
-
-
-class TakesBeforeItLooks(Unchecked):
-    """Blocks are taken row by row until one fails; those taken have no owner."""
-
-    def _judge(self, *arguments):
-        try:
-            return super()._judge(*arguments)
-        except MemoryError:
-            self._blank.pop()
-            raise
-
-
-class TouchesBeforeItLooks(Unchecked):
-    """References go up before the room is counted."""
-
-    def _judge(self, call, batch, new, partial):
-        try:
-            return super()._judge(call, batch, new, partial)
-        except MemoryError:
-            for block in batch[0].table:
-                self._raw[block] = self._raw.get(block, 0) + 1
-            raise
-
-
-class CanForgetsCopies(Unchecked):
-    """The check counts what is appended, not what is copied."""
-
-    def _needs(self, batch, new, partial):
-        rows, total, short = super()._needs(batch, new, partial)
-        if self._judging:
-            return rows, total, short
-        needed = sum(need[1] for need in rows if need)
-        return rows, total, 0 if needed > self._available() else -1
-
-    _judging = False
-
-    def _judge(self, *arguments):
-        self._judging = True
-        try:
-            return super()._judge(*arguments)
-        finally:
-            self._judging = False
-
-
-class FailedBatchKeepsItsRows(Unchecked):
-    """What did fit of a batch that did not is not taken back."""
-
-    def _judge(self, call, batch, new, partial):
-        try:
-            return super()._judge(call, batch, new, partial)
-        except MemoryError:
-            batch[0].num_tokens += new[0]
-            raise
-
-
-class SecondBooks(Unchecked):
-    """A second allocator counts for itself, and never hears of what is given back."""
-
-    def _take(self):
-        self._taken = getattr(self, "_taken", 0) + 1
-        return super()._take()
-
-    def _available(self):
-        return min(super()._available(), self.num_blocks - self.options.reserved_blocks - getattr(self, "_taken", 0))
 
 
 class WaitsForRoom(Unchecked):
@@ -86,7 +21,6 @@ class CommitsRowByRow(Unchecked):
 
     @public_call
     def _prefix_commit(self, handles, tokens, counts=None):
-        """One row after the other."""
         share = len(tokens) // len(handles)
         for i, handle in enumerate(handles):
             super()._prefix_commit.__wrapped__(self, handle, tokens[i * share : (i + 1) * share])
@@ -112,7 +46,7 @@ def test_h1_failure_half_way_leaves_no_block_without_owner(make_pool, make_plan)
     assert (pool.stats().used, pool.stats().blank) == (0, 7)
 
 
-@row(TouchesBeforeItLooks)
+@row(TakesBeforeItLooks)
 def test_h2_failed_step_leaves_no_reference_up_or_down(make_pool, make_plan, grow, refused):
     """Touch before the capacity check left references bumped on failure."""
     pool = make_pool(8, 4)
@@ -126,7 +60,7 @@ def test_h2_failed_step_leaves_no_reference_up_or_down(make_pool, make_plan, gro
     assert [pool.table(h).tolist() for h in rows] == [[1, 2]] * 4
 
 
-@row(CanForgetsCopies)
+@row(WaitsForRoom)
 def test_h3_can_and_step_agree(make_pool, make_plan, grow):
     """Check and take disagreed: 'failure to allocate KV blocks'."""
     rng = np.random.default_rng(4)
@@ -145,7 +79,7 @@ def test_h3_can_and_step_agree(make_pool, make_plan, grow):
                 pool.step(plan, rows, new)
 
 
-@row(FailedBatchKeepsItsRows)
+@row(TakesBeforeItLooks)
 def test_h4_batch_that_does_not_fit_can_be_tried_again_smaller(make_pool, make_plan):
     """The cache's state was not restored when a batch did not fit."""
     pool = make_pool(6, 4)
@@ -158,7 +92,7 @@ def test_h4_batch_that_does_not_fit_can_be_tried_again_smaller(make_pool, make_p
     assert plan.dirty_rows.tolist() == [0, 1]
 
 
-@row(SecondBooks)
+@row(TakesBeforeItLooks)
 def test_h5_room_that_a_victim_gives_back_is_room(make_pool, make_plan):
     """A second allocator had books of its own: it raised where the first would have preempted, and nothing moved."""
     pool = make_pool(8, 4)
@@ -199,19 +133,15 @@ def test_h7_batch_that_is_refused_in_its_middle_has_done_nothing(make_pool, make
     assert pool.prefix.match([1] * 5) == 0
 
 
-def check_h8_small_block_sizes_and_empty_prompts(make_pool, make_plan, block_size):
-    pool = make_pool(8, block_size)
-    handle = pool.open(0)
-    plan = make_plan(pool)
-    pool.step(plan, [handle], 0)
-    assert plan.seq_lens.tolist() == [0] and plan.slot_mapping.shape == (0,)
-    pool.done(plan)
-    pool.step(plan, [handle], 1)
-    assert plan.slot_mapping.tolist() == [block_size]
-
-
 @row(LikesLargeBlocks)
 def test_h8_small_block_sizes_and_empty_prompts(make_pool, make_plan):
     """Documented block sizes 1 and 8 crashed, and so did max_tokens = 0."""
     for block_size in (1, 8):
-        check_h8_small_block_sizes_and_empty_prompts(make_pool, make_plan, block_size)
+        pool = make_pool(8, block_size)
+        handle = pool.open(0)
+        plan = make_plan(pool)
+        pool.step(plan, [handle], 0)
+        assert plan.seq_lens.tolist() == [0] and plan.slot_mapping.shape == (0,)
+        pool.done(plan)
+        pool.step(plan, [handle], 1)
+        assert plan.slot_mapping.tolist() == [block_size]

@@ -49,13 +49,6 @@ class OfferedIsStored(DiskStore):
         return super().load(blocks, rows) | self._promised(blocks)
 
 
-class OfferedIsFound(OfferedIsStored):
-    """The same, in lookups only."""
-
-    def load(self, blocks, rows):
-        return DiskStore.load(self, blocks, rows)
-
-
 class KeyIsEnough(DiskStore):
     """A key alone proves what a block holds."""
 
@@ -88,7 +81,7 @@ class AnswersOneLate(DiskStore):
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, None], ids=["EIO", "ENOSPC", "short"])
-@row(broken(Disk=OfferedIsStored), broken(Disk=OfferedIsFound), model=False)
+@row(broken(Disk=OfferedIsStored), model=False)
 def test_j1_block_whose_write_failed_stays_a_miss(make_store, monkeypatch, error):
     write = os.pwritev
 

@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from catalogue import Unchecked, idle, row
+from catalogue import CachedIsNotTouched, CutMovesTheLengthOnly, PaddingKeepsTheOldRow, Unchecked, idle, row
 from prefixes import cache, compute, serve
 
 from kvpool.errors import OutOfBlocks, PlanStateError, StaleHandle
@@ -22,14 +22,6 @@ class FreedUnderTheStep(Unchecked):
             self._leave(block)
 
 
-class FreedWithTheFirstDone(Unchecked):
-    """Any completion frees what waits, not only that of the newest step."""
-
-    def _drain_limbo(self):
-        while self._limbo:
-            self._leave(self._limbo.pop(0)[0])
-
-
 class OptimisticLength(Unchecked):
     """What a pending step will have computed counts as computed."""
 
@@ -42,24 +34,6 @@ class LeavesInFlight(Unchecked):
 
     def _judge_eviction(self, call, seq, leaving):
         """Allow it."""
-
-
-class TruncatesInFlight(Unchecked):
-    """A sequence is cut though a step in flight writes it, and its blocks are given back."""
-
-    @public_call
-    def truncate(self, handles, lens):
-        """Cut."""
-        for seq in self._batch("truncate", handles):
-            self._pop_blocks(seq, -(-lens // self.block_size))
-            seq.num_tokens = lens
-
-
-class PaddingKeepsTheOldRow(ModelPlan):
-    """Rows beyond the batch are not written."""
-
-    def _write(self, batch, new, num_rows, num_tokens):
-        return super()._write(batch, new, len(batch), num_tokens)
 
 
 class SlotIsTheHandle(Unchecked):
@@ -80,18 +54,6 @@ class OneBuffer(ModelPlan):
         self._base = _buffers.setdefault((id(pool), *self._base), self._base)
 
 
-class CachedIsNotTouched(Unchecked):
-    """A hit is found, but stays where it may be evicted."""
-
-    def _blocks_touch(self, ids):
-        lru = list(self._lru)
-        super()._blocks_touch(ids)
-        self._lru = lru
-
-    def _touch(self, block):
-        """Leave it where it is."""
-
-
 class RetractedGoesBlank(Unchecked):
     """What a retracted request had committed is indexed, and on the free list."""
 
@@ -104,7 +66,6 @@ class CommitMakesRoom(Unchecked):
 
     @public_call
     def _prefix_commit(self, handles, tokens, counts=None):
-        """Commit, then detach."""
         seq = self._one("commit", handles)
         super()._prefix_commit.__wrapped__(self, handles, tokens, counts)
         self._blank.append(seq.table.pop())
@@ -137,15 +98,6 @@ class HitsAreRoomToo(Unchecked):
         return super()._available() + sum(self._raw.get(b, 0) > 0 for b in self._committed)
 
 
-class RevivesAnything(Unchecked):
-    """A hit is believed though it was evicted since."""
-
-    @public_call
-    def _blocks_touch(self, ids):
-        """Count up."""
-        self._raw[ids] = self._raw.get(ids, 0) + 1
-
-
 class EvictedIsFound(Unchecked):
     """A block that is taken for other use keeps its node."""
 
@@ -167,46 +119,21 @@ class EvictedKeepsItsMark(Unchecked):
 @row(FreedUnderTheStep)
 def test_c1_freed_block_waits_for_the_newest_step_in_flight(make_pool, make_plan):
     """Blocks were freed on the output of step N while step N + 1, already dispatched, still wrote them."""
-    pool = make_pool()
-    steps = [make_plan(pool), make_plan(pool)]
-    handle = pool.open()
-    for plan in steps:
-        pool.step(plan, [handle], 4)
-    pool.done(steps[0])
-    pool.close(handle)  # finished by what step N produced
-    assert pool.stats().limbo == 2
-    assert not {1, 2} & set(pool.blocks.alloc(13).tolist())
-    pool.done(steps[1])
-    assert {1, 2} == set(pool.blocks.alloc(2).tolist())
-
-
-@row(FreedWithTheFirstDone)
-def test_c1_first_of_two_completions_frees_nothing(make_pool, make_plan):
-    """The same, closed before either completion has come."""
-    pool = make_pool()
-    steps = [make_plan(pool), make_plan(pool)]
-    handle = pool.open()
-    for plan in steps:
-        pool.step(plan, [handle], 4)
-    pool.close(handle)
-    pool.done(steps[0])
-    assert pool.stats().limbo == 2
-    pool.done(steps[1])
-    assert idle(pool)
-
-
-@row(FreedUnderTheStep)
-def test_c1_blocks_of_a_closed_request_wait_for_the_step_in_flight(make_pool, make_plan):
-    """vllm PR45357, vllm-ascend#14055: freed on the output of one step while the next one still writes."""
-    pool = make_pool(4, prefix_cache=True)  # three blocks
-    handle, plan = serve(make_plan, pool, A), make_plan(pool)
-    pool.step(plan, [handle], 1)
-    pool.close(handle)
-    assert pool.blocks.evict(16) == 0
-    with pytest.raises(OutOfBlocks):
-        pool.blocks.alloc(2)
-    pool.done(plan)
-    assert pool.blocks.alloc(3).tolist() == [2, 3, 1]  # the cached one last
+    for is_closed_first in (False, True):
+        pool = make_pool()
+        steps = [make_plan(pool), make_plan(pool)]
+        handle = pool.open()
+        for plan in steps:
+            pool.step(plan, [handle], 4)
+        if is_closed_first:
+            pool.close(handle)
+        pool.done(steps[0])
+        if not is_closed_first:
+            pool.close(handle)  # finished by what step N produced
+        assert pool.stats().limbo == 2 and pool.blocks.evict(16) == 0
+        assert not {1, 2} & set(pool.blocks.alloc(13).tolist())
+        pool.done(steps[1])
+        assert {1, 2} == set(pool.blocks.alloc(2).tolist())
 
 
 @row(OptimisticLength)
@@ -246,7 +173,7 @@ def test_c2_nothing_leaves_a_row_in_flight(make_pool, make_plan, refused):
     assert pool.table(handle)[0] == 2 and pool.kv_len(handle) == 5 and pool.num_tokens(handle) == 9
 
 
-@row(TruncatesInFlight)
+@row(CutMovesTheLengthOnly)
 def test_c3_preempted_sequence_frees_nothing_in_flight(make_pool, make_plan, refused):
     """Preemption returned blocks with a step in flight."""
     pool = make_pool()
@@ -294,29 +221,17 @@ def test_c5_row_of_a_dead_sequence_is_padded(make_pool, make_plan):
 
 @row(SlotIsTheHandle)
 def test_c6_late_call_with_the_old_handle_is_refused(make_pool, make_plan, refused):
-    """Late output after a preemption was applied to the request that had been reset."""
-    pool = make_pool(max_seqs=1)
-    plan = make_plan(pool)
-    first = pool.open()
-    pool.close(first)
-    second = pool.open()
-    with refused(pool, StaleHandle, "step", first, plans=[plan]):
-        pool.step(plan, [first], 1)
-    assert pool.num_tokens(second) == 0
-
-
-@row(SlotIsTheHandle)
-def test_c6_late_output_of_a_preempted_request_is_refused(make_pool, make_plan, refused):
-    """vllm PR49620: late output was applied to the request that came after."""
+    """vllm PR49620: late output after a preemption was applied to the request that came after."""
     pool = make_pool(prefix_cache=True, max_seqs=1)
-    old = pool.open(A)
-    compute(make_plan, pool, old, 4)
+    plan, old = make_plan(pool), pool.open(A)
     pool.close(old)
     new = pool.open(B)
     compute(make_plan, pool, new, 4)
+    with refused(pool, StaleHandle, "step", old, plans=[plan]):
+        pool.step(plan, [old], 1)
     with refused(pool, StaleHandle, "commit", old):
         pool.prefix.commit(old, A)
-    assert pool.prefix.match(A + C) == 0
+    assert pool.num_tokens(new) == 4 and pool.prefix.match(A + C) == 0
 
 
 @row(CachedIsNotTouched)
@@ -346,20 +261,6 @@ def test_c8_contents_hold_until_the_next_step_on_the_plan(make_pool, make_plan):
     assert (first.block_tables.tolist(), first.slot_mapping.tolist(), first.seq_lens.tolist()) == shown
     with pytest.raises(PlanStateError):
         pool.step(second, [], 0)  # still in flight: its buffers may not be reused
-
-
-@row(CachedIsNotTouched)
-def test_c9_cached_block_has_a_reference_or_is_on_the_list(make_pool, make_plan, grow):
-    """A prefill chunk was indexed, then its request was retracted and freed the pages."""
-    pool = make_pool()
-    handle = pool.open()
-    grow(pool, handle, 8)
-    pool.blocks.mark_cached([1, 2])
-    pool.close(handle)
-    assert pool.stats().evictable == 2
-    pool.blocks.touch([1, 2])
-    assert pool.stats().evictable == 0
-    assert not {1, 2} & set(pool.blocks.alloc(13).tolist())
 
 
 @row(RetractedGoesBlank)
@@ -429,20 +330,6 @@ def test_c12_deep_chain_ends_without_deep_recursion(make_pool, make_plan):
     assert idle(pool)
 
 
-@row(CachedIsNotTouched, HitsAreRoomToo)
-def test_c13_hits_leave_the_free_list_before_the_capacity_check(make_pool):
-    """Hit blocks were counted as available and as hits: the check passed, the allocation failed."""
-    pool = make_pool(5, 4)
-    ids = pool.blocks.alloc(4)
-    pool.blocks.mark_cached(ids)
-    pool.blocks.free(ids)
-    pool.blocks.touch([1, 2])
-    with pytest.raises(OutOfBlocks) as caught:
-        pool.blocks.alloc(3)
-    assert (caught.value.evictable, caught.value.short_by) == (2, 1)
-    assert pool.blocks.alloc(2).tolist() == [3, 4]
-
-
 @row(HitsAreRoomToo)
 def test_c13_open_fits_exactly_when_its_blocks_are_there(make_pool, make_plan):
     """Hits in the eviction list were counted as blocks to take, or taken before they were held."""
@@ -466,7 +353,7 @@ def test_c13_open_fits_exactly_when_its_blocks_are_there(make_pool, make_plan):
             pool.shutdown()
 
 
-@row(RevivesAnything)
+@row(EvictedKeepsItsMark)
 def test_c15_hit_that_was_evicted_in_between_is_refused(make_pool, refused):
     """A hit was evicted between lookup and use."""
     pool = make_pool(2, 4)

@@ -144,6 +144,7 @@ def test_samples_in_a_pool_that_is_too_small_are_refused():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ({"trace": synthetic_trace().head(0), "num_blocks": 4}, "no request"),
         ({"policy": "P3", "num_blocks": 4}, "P3"),
         ({}, "num_blocks"),
         ({"num_blocks": 4, "samples": 2}, "samples"),
@@ -154,16 +155,10 @@ def test_samples_in_a_pool_that_is_too_small_are_refused():
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, said):
-    trace = make_trace([(8, 8, [0, 1])])
     with pytest.raises(ValueError, match=rf"^\[replay\] .*{said}"):
-        replay(trace, **options)
+        replay(**{"trace": make_trace([(8, 8, [0, 1])])} | options)
 
 
 def test_pool_without_blocks_is_refused():
     with pytest.raises(ValueError, match=r"^\[Pool\] "):
         replay(make_trace([(8, 8, [0, 1])]), num_blocks=0)
-
-
-def test_empty_trace_is_refused():
-    with pytest.raises(ValueError, match=r"^\[replay\] .*no request"):
-        replay(synthetic_trace().head(0), num_blocks=4)

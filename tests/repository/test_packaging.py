@@ -108,7 +108,7 @@ def test_sdist_holds_every_source_and_nothing_built(distributions, source_tree):
     (path,) = distributions.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    folders = ["kvpool", "kvpool_backends", "metal", "tests", "benchmarks", "docs", "examples", "scripts", ".ci"]
+    folders = ["kvpool", "kvpool_backends", "metal", "tests", "benchmarks", "docs", "examples", ".ci"]
     folders.append(".github")
     files = [file for folder in folders for file in (source_tree / folder).rglob("*")] + list(source_tree.glob("*"))
     expected = {str(file.relative_to(source_tree)) for file in files if file.is_file()}

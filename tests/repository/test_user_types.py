@@ -73,9 +73,6 @@ def test_completion_finds_late_names():
     assert completions("kvpool.T") == completions("kvpool.e") == completions("kvpool.st") == []
 
 
-# --------------------------------------------------------------------------------------------------- repr
-
-
 # ------------------------------------------------------------------------------------------- constructors
 
 

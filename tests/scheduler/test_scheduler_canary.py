@@ -24,10 +24,8 @@ fault = Faults()
 CROWDS: set[str] = set()  # faults that crowds show
 WHERE: dict[str, Any] = {}  # which workloads can show it at all; all of them by default
 FIRST = {  # where to begin, to be quick: all workloads are tried
-    **{"copy_is_forgotten": 5, "prefix_hit_is_one_block_too_long": 6, "cancelled_request_keeps_its_blocks": 6},
-    **{"preempted_sequence_loses_a_token": 8, "priority_is_ignored": 3, "waiting_does_not_make_up_for_priority": 4},
-    **{"tenant_gets_far_ahead_by_passing": 9, "preempted_request_is_charged_again": 5},
-    **{"share_of_the_queue_is_ignored": 7, "chunk_is_cut_though_there_is_budget": 17},
+    **{"cancelled_request_keeps_its_blocks": 6},
+    **{"priority_is_ignored": 3, "tenant_gets_far_ahead_by_passing": 9},
 }
 
 
@@ -65,13 +63,6 @@ def convicted(workload: Workload) -> bool:
 
 
 # ---- faults of memory
-
-
-@fault
-def copy_is_forgotten():
-    """A fork writes into the block that it shares."""
-    with mock.patch("token_model.TokenMemory._copy", lambda self, copies: None):
-        yield
 
 
 @fault
@@ -151,12 +142,6 @@ def tenant_gets_far_ahead_by_passing():
         yield
 
 
-@in_crowds
-def share_of_the_queue_is_ignored():
-    with mock.patch.object(WaitingQueue, "share", lambda self, name, places: places):
-        yield
-
-
 @only_where(lambda workload: workload.patience)
 @fault
 def deadline_is_ignored():
@@ -221,13 +206,6 @@ def place_is_left_empty():
         return admit(core) if looks[0] % 2 or not core.rows.running().size else None
 
     with mock.patch("kvpool.scheduler.scheduler.admit_next", sometimes):
-        yield
-
-
-@fault
-def chunk_is_cut_though_there_is_budget():
-    wanted = Scheduler._wanted
-    with mock.patch.object(Scheduler, "_wanted", lambda self, lane: max(1, wanted(self, lane) - 1)):
         yield
 
 

@@ -18,23 +18,6 @@ def test_cancel_waiting_request_leaves_nothing():
     scheduler.check()
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 5])
-def test_cancel_running_request_releases_its_blocks_at_once(steps):
-    """Chunks of 4: after one or two steps it is prefilling, then decoding."""
-    pool = Pool(64, 4)
-    scheduler = Scheduler(pool, prefill_chunk=4)
-    request = Request(range(10), max_tokens=20)
-    scheduler.add(request)
-    machine = Machine(scheduler, pool)
-    for _ in range(steps):
-        machine.step()
-    (output,) = scheduler.cancel(0)
-    assert output.tokens.tolist() == greedy(request)[0][: max(0, steps - 2)]
-    assert pool.stats().used == 0
-    assert scheduler.schedule() is None
-    scheduler.check()
-
-
 def test_cancel_slot_is_not_reused_before_the_step_is_in():
     """Samples are forked in `update`: not into the lane of a row that is still in the step."""
     pool = Pool(64, 4)
@@ -51,23 +34,6 @@ def test_cancel_slot_is_not_reused_before_the_step_is_in():
     scheduler.check()
     outputs = machine.run()
     assert {index: outputs["n", index].tokens.tolist() for index in range(3)} == dict.fromkeys(range(3), greedy(fan)[0])
-
-
-@pytest.mark.parametrize("after", [0, 1, 3])
-def test_cancel_samples_gives_one_output_for_each(after):
-    pool = Pool(64, 4)
-    scheduler = Scheduler(pool, max_running=2)
-    scheduler.add(Request([1, 2, 3], n=4, max_tokens=9))
-    machine = Machine(scheduler, pool)
-    for _ in range(after):
-        machine.step()
-    outputs = scheduler.cancel(0)
-    assert [output.index for output in outputs] == [0, 1, 2, 3]
-    assert {output.finish_reason for output in outputs} == {"cancelled"}
-    assert scheduler.stats().cancelled == 4
-    assert pool.stats().used == 0
-    assert scheduler.schedule() is None
-    scheduler.check()
 
 
 RESET = {

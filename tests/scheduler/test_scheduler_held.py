@@ -37,20 +37,13 @@ def test_held_request_keeps_its_place_in_the_queue():
     assert run(one) == ["first", "held", "last"]
 
 
-def test_held_request_counts_as_one_that_waits():
-    one = scheduler(max_waiting=1)
-    one.add(Request([1, 2], 2), held=True)
-    with pytest.raises(RequestRejected, match="1 requests wait"):
-        one.add(Request([1, 2], 2))
-
-
-def test_held_requests_count_in_the_share_of_their_tenant():
+def test_held_request_counts_as_one_that_waits_and_in_the_share_of_its_tenant():
     one = scheduler(max_waiting=4, weights={"a": 1, "b": 1})
-    for _ in range(2):
-        one.add(Request([1, 2], 2, tenant="a"), held=True)
-    with pytest.raises(RequestRejected, match="its share of 4 is 2"):
-        one.add(Request([1, 2], 2, tenant="a"))
-    one.add(Request([1, 2], 2, tenant="b"))
+    for tenant, said in (("a", "its share of 4 is 2"), ("b", "4 requests wait")):
+        for _ in range(2):
+            one.add(Request([1, 2], 2, tenant=tenant), held=True)
+        with pytest.raises(RequestRejected, match=said):
+            one.add(Request([1, 2], 2, tenant=tenant))
 
 
 def test_cancelled_request_that_is_held_is_gone():

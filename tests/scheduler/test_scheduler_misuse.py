@@ -18,78 +18,41 @@ def running(**request):
     return pool, scheduler, scheduler.schedule()
 
 
+IDS, SCORES = np.zeros((1, 4), np.int32), np.zeros((1, 4), np.float32)
+WRONG_TOKENS = [
+    *((tokens, TypeError) for tokens in (None, [1], 1, np.float32([1]), np.array([True]), np.array(["1"]))),
+    *((tokens, ValueError) for tokens in (np.int32([]), np.int32([1, 2]), np.int32([[1]]), np.int32([-1]))),
+    *((tokens, ValueError) for tokens in (np.int64([2**31]), np.uint64([2**64 - 1]))),
+]
+WRONG_LOGPROBS = [
+    *((logprobs, TypeError) for logprobs in ([0.5], np.int32([1]))),
+    *((logprobs, ValueError) for logprobs in (np.float32([1, 2]), np.float32([[1]]))),
+]
+WRONG_BEAMS = [
+    *((beams, TypeError) for beams in (np.zeros(3), (IDS,), (SCORES, SCORES), (IDS, IDS))),
+    *((beams, ValueError) for beams in (None, (IDS[:, :3], SCORES[:, :3]), (IDS[0], SCORES[0]), (IDS - 1, SCORES))),
+    *((tuple(np.repeat(part, 2, axis=0) for part in (IDS, SCORES)), ValueError),),
+    *(((IDS, scores), ValueError) for scores in (np.zeros((1, 5), np.float32), NAN, -NAN * np.inf, SCORES + np.inf)),
+]
+
+
 @pytest.mark.parametrize(
-    ("tokens", "error"),
+    ("wrong", "error"),
     [
-        (None, TypeError),
-        ([1], TypeError),
-        (1, TypeError),
-        (np.float32([1]), TypeError),
-        (np.array([True]), TypeError),
-        (np.array(["1"]), TypeError),
-        (np.int32([]), ValueError),
-        (np.int32([1, 2]), ValueError),
-        (np.int32([[1]]), ValueError),
-        (np.int32([-1]), ValueError),
-        (np.int64([2**31]), ValueError),
-        (np.uint64([2**64 - 1]), ValueError),
+        *(({"tokens": tokens}, error) for tokens, error in WRONG_TOKENS),
+        *(({"logprobs": logprobs}, error) for logprobs, error in WRONG_LOGPROBS),
+        *(({"beams": beams}, error) for beams, error in WRONG_BEAMS),
     ],
     ids=repr,
 )
-def test_update_wrong_tokens_are_refused_and_the_step_stays_out(tokens, error):
-    pool, scheduler, step = running()
+def test_update_of_wrong_arrays_is_refused_and_the_step_stays_out(wrong, error):
+    pool, scheduler, step = running(beam_width=2 if "beams" in wrong else 0)
     before = pool.fingerprint(), scheduler.stats()
-    with pytest.raises(error, match=r"^\[update\] "):
-        scheduler.update(step, tokens)
+    with pytest.raises(error, match=r"^\[update\] " + ("logprobs" if "logprobs" in wrong else "")):
+        scheduler.update(step, **{"tokens": ONE} | wrong)
     assert (pool.fingerprint(), scheduler.stats()) == before
     scheduler.check()
-    scheduler.update(step, ONE)
-
-
-@pytest.mark.parametrize(
-    ("logprobs", "error"),
-    [
-        ([0.5], TypeError),
-        (np.int32([1]), TypeError),
-        (np.float32([1, 2]), ValueError),
-        (np.float32([[1]]), ValueError),
-    ],
-    ids=repr,
-)
-def test_update_wrong_logprobs_are_refused(logprobs, error):
-    _, scheduler, step = running()
-    with pytest.raises(error, match=r"^\[update\] logprobs"):
-        scheduler.update(step, ONE, logprobs)
-    scheduler.update(step, ONE)
-
-
-@pytest.mark.parametrize(
-    ("beams", "error"),
-    [
-        (None, ValueError),
-        (np.zeros(3), TypeError),
-        ((np.zeros((1, 4), np.int32),), TypeError),
-        ((np.zeros((1, 3), np.int32), np.zeros((1, 3), np.float32)), ValueError),
-        ((np.zeros((2, 4), np.int32), np.zeros((2, 4), np.float32)), ValueError),
-        ((np.zeros(4, np.int32), np.zeros(4, np.float32)), ValueError),
-        ((np.zeros((1, 4), np.float32), np.zeros((1, 4), np.float32)), TypeError),
-        ((np.zeros((1, 4), np.int32), np.zeros((1, 4), np.int32)), TypeError),
-        ((np.zeros((1, 4), np.int32), np.zeros((1, 5), np.float32)), ValueError),
-        ((np.full((1, 4), -1, np.int32), np.zeros((1, 4), np.float32)), ValueError),
-        ((np.zeros((1, 4), np.int32), NAN), ValueError),
-        ((np.zeros((1, 4), np.int32), -NAN * np.inf), ValueError),
-        ((np.zeros((1, 4), np.int32), np.full((1, 4), np.inf, np.float32)), ValueError),
-    ],
-    ids=repr,
-)
-def test_update_wrong_beams_are_refused(beams, error):
-    pool, scheduler, step = running(beam_width=2)
-    before = pool.fingerprint()
-    with pytest.raises(error, match=r"^\[update\] "):
-        scheduler.update(step, ONE, beams=beams)
-    assert pool.fingerprint() == before
-    scheduler.check()
-    scheduler.update(step, ONE, beams=(np.arange(4, dtype=np.int32)[None], np.zeros((1, 4), np.float32)))
+    scheduler.update(step, ONE, beams=(np.arange(4, dtype=np.int32)[None], SCORES) if "beams" in wrong else None)
     scheduler.check()
 
 

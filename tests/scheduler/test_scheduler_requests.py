@@ -22,7 +22,8 @@ TYPE_ERRORS = [
     *({"length_penalty": value} for value in (None, "1", True, 1j)),
     *({"priority": value} for value in (None, 1.5, True)),
     *({"namespace": value} for value in (None, "text", 1)),
-    {"id": []},
+    *({"deadline": value} for value in ("1", True)),
+    *({name: []} for name in ("id", "tenant")),
     {"cut": 1.0},
 ]
 VALUE_ERRORS = [
@@ -35,18 +36,18 @@ VALUE_ERRORS = [
     {"beam_width": 2, "n": 3},
     *({"length_penalty": value} for value in (float("nan"), float("inf"), -float("inf"), 33)),
     *({"cut": cut} for cut in (-1, 2)),
+    *({"deadline": value} for value in (float("nan"), float("inf"), 10**400)),
 ]
 
 
-@pytest.mark.parametrize("wrong", TYPE_ERRORS, ids=repr)
-def test_request_wrong_type_is_refused(wrong):
-    with pytest.raises(TypeError, match=r"^\[Request\] "):
-        Request(**{"prompt": [1], **wrong})
-
-
-@pytest.mark.parametrize("wrong", VALUE_ERRORS, ids=repr)
-def test_request_wrong_value_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"^\[Request\] "):
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [*((wrong, TypeError) for wrong in TYPE_ERRORS), *((wrong, ValueError) for wrong in VALUE_ERRORS)],
+    ids=repr,
+)
+def test_request_of_a_wrong_type_or_value_is_refused(wrong, error):
+    said = next(iter(wrong)) if {"tenant", "deadline"} & set(wrong) else ""
+    with pytest.raises(error, match=rf"^\[Request\] {said}"):
         Request(**{"prompt": [1], **wrong})
 
 
@@ -223,40 +224,38 @@ def test_cancel_unknown_or_finished_request_says_which():
 
 
 @pytest.mark.parametrize(
-    "kwargs",
+    ("wrong", "error", "said"),
     [
-        *({"max_running": value} for value in (1.0, None, True)),
-        *({"max_step_tokens": value} for value in ("8", None)),
-        *({"prefill_chunk": value} for value in (2.5, None)),
-        *({"mixed": value} for value in (1, None, "no")),
-        *({"watermark": value} for value in (1.5, True)),
-        {"tier": 3},
-        {"clock": 3},
-        {"pad_to": 3},
-        {"plans": None},
-        {"nonsense": 1},
+        *(({"max_running": value}, TypeError, "") for value in (1.0, None, True)),
+        *(({"max_step_tokens": value}, TypeError, "") for value in ("8", None)),
+        *(({"prefill_chunk": value}, TypeError, "") for value in (2.5, None)),
+        *(({"mixed": value}, TypeError, "") for value in (1, None, "no")),
+        *(({"watermark": value}, TypeError, "") for value in (1.5, True)),
+        *(({name: 3}, TypeError, "") for name in ("tier", "clock", "pad_to")),
+        *(({"max_running": value}, ValueError, "") for value in (0, -1, 2**20 + 1)),
+        *(({name: 0}, ValueError, "") for name in ("max_step_tokens", "prefill_chunk", "max_model_len", "plans")),
+        *(({name: -1}, ValueError, "") for name in ("watermark", "max_waiting")),
+        *(({"preempt": value}, ValueError, "") for value in ("first", None, 3)),
+        ({"plans": None}, TypeError, ""),
+        ({"nonsense": 1}, TypeError, ""),
+        ({"pad_to": (1, 1)}, ValueError, ""),
+        ({"formats": ("nonsense",)}, ValueError, ""),
+        ({"weights": {"a": 0}}, ValueError, r"weights\['a'\] must be 0.001 .. 1000 \(0\)"),
+        ({"weights": {"a": float("nan")}}, ValueError, "nan"),
+        ({"weights": {"a": "1"}}, TypeError, "must be a number"),
+        ({"weights": {"a": True}}, TypeError, "must be a number, not bool"),
+        ({"weights": ["a"]}, TypeError, "weights must be a mapping"),
+        ({"ageing": 0}, ValueError, "ageing must be 1"),
+        ({"overtake": -1}, ValueError, "overtake must be 0"),
+        ({"overtake": None}, TypeError, "overtake must be an int"),
     ],
     ids=repr,
 )
-def test_scheduler_wrong_type_is_refused(kwargs):
-    with pytest.raises(TypeError):
-        Scheduler(Pool(64, 4), **kwargs)
+def test_scheduler_option_of_a_wrong_type_or_value_is_refused(wrong, error, said):
+    with pytest.raises(error, match=said or None):
+        Scheduler(Pool(64, 4), **wrong)
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        *({"max_running": value} for value in (0, -1, 2**20 + 1)),
-        *({name: 0} for name in ("max_step_tokens", "prefill_chunk", "max_model_len", "plans")),
-        *({name: -1} for name in ("watermark", "max_waiting")),
-        *({"preempt": value} for value in ("first", None, 3)),
-        {"pad_to": (1, 1)},
-        {"formats": ("nonsense",)},
-    ],
-    ids=repr,
-)
-def test_scheduler_wrong_value_is_refused(kwargs):
-    with pytest.raises(ValueError):
-        Scheduler(Pool(64, 4), **kwargs)
+def test_scheduler_without_a_pool_is_refused():
     with pytest.raises(TypeError):
         Scheduler("pool")

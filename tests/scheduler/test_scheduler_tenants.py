@@ -192,37 +192,3 @@ def test_tenants_that_are_gone_are_forgotten_and_nobody_notices():
 
     (kept, many), (forgotten, few) = served(10**9), served(64)
     assert kept == forgotten and few < 200 < many
-
-
-@pytest.mark.parametrize(
-    ("wrong", "error", "said"),
-    [
-        ({"weights": {"a": 0}}, ValueError, r"weights\['a'\] must be 0.001 .. 1000 \(0\)"),
-        ({"weights": {"a": float("nan")}}, ValueError, "nan"),
-        ({"weights": {"a": "1"}}, TypeError, "must be a number"),
-        ({"weights": {"a": True}}, TypeError, "must be a number, not bool"),
-        ({"weights": ["a"]}, TypeError, "weights must be a mapping"),
-        ({"ageing": 0}, ValueError, "ageing must be 1"),
-        ({"overtake": -1}, ValueError, "overtake must be 0"),
-        ({"overtake": None}, TypeError, "overtake must be an int"),
-    ],
-)
-def test_wrong_options_are_refused(wrong, error, said):
-    with pytest.raises(error, match=said):
-        Scheduler(Pool(8, 4), **wrong)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "error"),
-    [
-        ({"tenant": []}, TypeError),
-        ({"deadline": "1"}, TypeError),
-        ({"deadline": True}, TypeError),
-        ({"deadline": float("nan")}, ValueError),
-        ({"deadline": float("inf")}, ValueError),
-        ({"deadline": 10**400}, ValueError),
-    ],
-)
-def test_wrong_requests_are_refused(wrong, error):
-    with pytest.raises(error, match=rf"\[Request\] {next(iter(wrong))}"):
-        Request([1], **wrong)

@@ -111,8 +111,7 @@ def test_tier_spilled_comes_back_before_those_who_wait():
     for name in "ab":
         scheduler.add(Request(range(6), max_tokens=12, id=name))
     while not scheduler.stats().spilled:
-        step = scheduler.schedule()
-        scheduler.update(step, np.int32([next_token(context) for context in execute(backend, pool, step)]))
+        one(pool, scheduler, backend)
     for name in "xyz":
         scheduler.add(Request([1], max_tokens=1, id=name, priority=5))
     while scheduler.stats().spilled:
@@ -130,8 +129,7 @@ def test_tier_cancelled_while_spilled_is_dropped():
     for request in requests.values():
         scheduler.add(request)
     while not scheduler.stats().spilled:
-        step = scheduler.schedule()
-        scheduler.update(step, np.int32([next_token(context) for context in execute(backend, pool, step)]))
+        one(pool, scheduler, backend)
     (output,) = scheduler.cancel("b")
     assert output.tokens.tolist() == greedy(requests["b"])[0][: len(output.tokens)] and len(output.tokens)
     scheduler.check()

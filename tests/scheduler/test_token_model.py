@@ -57,17 +57,6 @@ def test_states_of_another_namespace_differ():
     assert states[3] == model.states([1, 2], salt_of(b"lora"))[-1]
 
 
-def test_solo_is_the_greedy_choice_of_the_states():
-    model = TokenModel(seed=5)
-    out = model.solo([3, 1, 4], 12)
-    assert out.finish_reason == "length" and out.tokens.size == 12
-    states = model.states([3, 1, 4, *out.tokens.tolist()])[2:-1]
-    assert model.greedy(states).tolist() == out.tokens.tolist()
-    logprobs = model.logprobs(states)
-    assert np.allclose(np.exp(logprobs.astype(float)).sum(axis=1), 1, atol=1e-3)
-    assert np.array_equal(logprobs.max(axis=1), out.logprobs)
-
-
 def test_solo_ends_at_eos_and_at_stop_sequences():
     model = TokenModel(seed=5)
     tokens = model.solo([3, 1, 4], 12).tokens.tolist()
@@ -86,15 +75,6 @@ def test_samples_depend_on_seed_index_and_position_only():
     runs = model.samples([1, 2], 20, n=3, seed=7)
     assert len({tuple(r.tokens.tolist()) for r in runs}) == 3
     assert model.samples([1, 2], 20, n=3, seed=7)[2].tokens.tolist() == runs[2].tokens.tolist()
-
-
-def test_samples_follow_the_distribution():
-    model = TokenModel(vocabulary=8)
-    state = model.states([1, 2, 3])[-1:]
-    draws = model.sample(np.repeat(state, 20000), np.arange(20000), 0, 0)
-    found = np.bincount(draws, minlength=8) / 20000
-    expected = np.exp(model.logprobs(state)[0].astype(float))
-    assert np.abs(found - expected).max() < 0.02
 
 
 def test_wrong_table_entry_is_detected():
@@ -140,25 +120,6 @@ def test_same_block_of_another_history_is_detected():
     assert driver.step(rows, spoil=swap)[0] != driver.model.states([1, 2, 3, 4, 9, 9, 9, 9, 11])[-1]
 
 
-def test_poisoned_block_is_detected():
-    driver = Driver()
-    a = driver.pool.open()
-    driver.step([(a, [1, 2, 3, 4, 5])])
-    driver.memory.poison(driver.pool.table(a)[:1])
-    with pytest.raises(AssertionError, match="holds position -1"):
-        driver.step([(a, [6])])
-
-
-def test_broken_off_forward_is_repaired_by_doing_it_again():
-    driver = Driver()
-    a = driver.pool.open()
-    driver.step([(a, [1, 2, 3])])
-    driver.pool.step(driver.plan, [a], 3)
-    driver.memory.spoil(driver.plan)
-    driver.pool.rollback(driver.plan)
-    assert driver.step([(a, [4, 5])])[-1] == driver.model.states([1, 2, 3, 4, 5])[-1]
-
-
 def test_contradicting_arrays_are_detected():
     driver = Driver()
     a, b = driver.pool.open(), driver.pool.open()
@@ -193,8 +154,3 @@ def test_wide_beam_finds_the_best_of_all_continuations(eos, length_penalty):
     found = model.beam(prompt, longest, 256, 3, eos=eos, length_penalty=length_penalty)
     assert [g.tokens.tolist() for g in found] == best
     assert [g.score for g in found] == pytest.approx([score(text) for text in best])
-
-
-def test_beam_of_one_without_ends_is_greedy():
-    model = TokenModel()
-    assert model.beam([5, 6], 9, 1)[0].tokens.tolist() == model.solo([5, 6], 9).tokens.tolist()

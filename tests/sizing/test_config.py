@@ -162,17 +162,21 @@ def test_parse_nbytes_knows_units(text, nbytes):
     assert parse_nbytes(text) == nbytes
 
 
-@pytest.mark.parametrize("memory", ["16", "16G", "GiB", "-1GiB", "1e3MB", "", "16 GiB free", True, 1.5, None, [1]])
-def test_parse_nbytes_of_no_size_is_refused(memory):
-    with pytest.raises(ValueError if isinstance(memory, str) else TypeError, match=r"\[memory\]"):
+@pytest.mark.parametrize(
+    ("memory", "error", "said"),
+    [
+        *((text, ValueError, "") for text in ("16", "16G", "GiB", "-1GiB", "1e3MB", "", "16 GiB free")),
+        *((value, TypeError, "") for value in (True, 1.5, None, [1])),
+        *(
+            (value, ValueError, "limit is 2^63 - 1 bytes")
+            for value in (2**63, "99999999999999999999TiB", "9" * 400 + "B")
+        ),
+    ],
+)
+def test_parse_nbytes_of_no_size_or_too_much_is_refused(memory, error, said):
+    with pytest.raises(error, match=r"^\[memory\]") as caught:
         parse_nbytes(memory)
-
-
-@pytest.mark.parametrize("memory", [2**63, "99999999999999999999TiB", "9" * 400 + "B"])
-def test_parse_nbytes_beyond_64_bits_is_refused(memory):
-    with pytest.raises(ValueError, match=r"^\[memory\] .* is too much, the limit is 2\^63 - 1 bytes$") as caught:
-        parse_nbytes(memory)
-    assert len(str(caught.value)) < 160
+    assert str(caught.value).endswith(said) and len(str(caught.value)) < 160
 
 
 def test_blocks_for_a_size_divides_it():
@@ -258,19 +262,20 @@ def test_blocks_for_no_usable_block_raises_with_the_calculation(memory, options)
     assert "= budget for blocks" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["active_nbytes", "overhead_nbytes", "reserved_blocks"])
-def test_blocks_for_a_bad_number_is_refused(name):
-    for value, error in ((-1, ValueError), (1.5, TypeError), (True, TypeError), ("1", TypeError)):
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *((name, (-1, 1.5, True, "1")) for name in ("active_nbytes", "overhead_nbytes", "reserved_blocks")),
+        ("fraction", (0, -0.1, 1.01, float("nan"), True, "half")),
+    ],
+)
+def test_blocks_for_a_bad_number_is_refused(name, wrong):
+    for value in wrong:
+        error = (ValueError, TypeError) if name == "fraction" else ValueError if value == -1 else TypeError
         with pytest.raises(error, match=rf"^\[blocks_for\] {name}"):
             blocks_for("auto", KVSpec(1, 1, 8), device_info=METAL, **{name: value})
     with pytest.raises(TypeError, match="spec must be a KVSpec"):
         blocks_for("1GiB", {"num_layers": 2})
-
-
-@pytest.mark.parametrize("fraction", [0, -0.1, 1.01, float("nan"), True, "half"])
-def test_blocks_for_a_fraction_out_of_range_is_refused(fraction):
-    with pytest.raises(ValueError, match="fraction"):
-        blocks_for("auto", KVSpec(1, 1, 8), fraction=fraction, device_info=METAL)
 
 
 # ---------------------------------------------------------------------- describe_plan
@@ -301,9 +306,3 @@ def test_describe_plan_gives_machines_the_whole_calculation():
     assert sum(term["nbytes"] for term in facts["breakdown"]) == facts["budget_nbytes"]
     assert facts["source"] in text and all(term["what"] in text for term in facts["breakdown"])
     assert json.loads(json.dumps(facts)) == facts
-
-
-def test_describe_plan_takes_max_len_from_the_model():
-    assert describe_plan(LLAMA_8B, "16GiB")[0]["max_len"] == 8192
-    with pytest.raises(ValueError, match="max_len is 0"):
-        describe_plan(LLAMA_8B, "16GiB", max_len=0)

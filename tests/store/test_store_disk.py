@@ -344,27 +344,36 @@ def test_block_that_could_not_be_copied_is_taken_later(tmp_path, monkeypatch):
     store.close()
 
 
-NO_SIZES = {
-    "max_nbytes is 0": (ValueError, {"max_nbytes": 0}),
-    "max_nbytes must be an int, got str": (TypeError, {"max_nbytes": "100GB"}),
-    "max_nbytes must be an int, got bool": (TypeError, {"max_nbytes": True}),
-    "max_nbytes must be an int, got float": (TypeError, {"max_nbytes": 1e9}),
-    "max_nbytes is 5000, the least for this layout is": (ValueError, {"max_nbytes": 5000}),
-    "write_nbytes_per_day is 0": (ValueError, {"write_nbytes_per_day": 0}),
-    "write_nbytes_per_day is 100, the least": (ValueError, {"write_nbytes_per_day": 100}),
-    "queue_nbytes is 3999, the least for this layout is 4000": (ValueError, {"queue_nbytes": 3999}),
-    "segment_nbytes is 4000, the least": (ValueError, {"segment_nbytes": 4000}),
-    "max_nbytes is 16777216, the least": (ValueError, {"segment_nbytes": 1 << 24}),
-}
+WIDE = 1 << 40
 
 
-@pytest.mark.parametrize("words", NO_SIZES)
-def test_size_that_is_none_is_refused_at_the_start(tmp_path, words):
-    error, options = NO_SIZES[words]
-    arguments = {"max_nbytes": 1 << 24, **options}
-    with pytest.raises(error, match=words) as raised:
-        DiskStore(str(tmp_path / "store"), LAYOUT, **arguments)
-    assert str(raised.value).startswith("[DiskStore] ")
+@pytest.mark.parametrize(
+    ("group", "options", "error", "said"),
+    [
+        (None, {"max_nbytes": 0}, ValueError, "max_nbytes is 0"),
+        (None, {"max_nbytes": "100GB"}, TypeError, "max_nbytes must be an int, got str"),
+        (None, {"max_nbytes": True}, TypeError, "max_nbytes must be an int, got bool"),
+        (None, {"max_nbytes": 1e9}, TypeError, "max_nbytes must be an int, got float"),
+        (None, {"max_nbytes": 5000}, ValueError, "max_nbytes is 5000, the least for this layout is"),
+        (None, {"write_nbytes_per_day": 0}, ValueError, "write_nbytes_per_day is 0"),
+        (None, {"write_nbytes_per_day": 100}, ValueError, "write_nbytes_per_day is 100, the least"),
+        (None, {"queue_nbytes": 3999}, ValueError, "queue_nbytes is 3999, the least for this layout is 4000"),
+        (None, {"segment_nbytes": 4000}, ValueError, "segment_nbytes is 4000, the least"),
+        (None, {"segment_nbytes": 1 << 24}, ValueError, "max_nbytes is 16777216, the least"),
+        (
+            None,
+            {"max_nbytes": WIDE, "segment_nbytes": (1 << 38) + 1},
+            ValueError,
+            r"segment_nbytes.*, the limit is \d+$",
+        ),
+        ((4, (1 << 31) - 4096), {"max_nbytes": WIDE}, ValueError, r"record of group 0.*, the limit is \d+$"),
+        (((1 << 20) + 1, 4000), {"max_nbytes": WIDE}, ValueError, r"tokens.*, the limit is \d+$"),
+    ],
+)
+def test_size_that_is_none_or_too_large_is_refused_at_the_start(tmp_path, group, options, error, said):
+    layout = LAYOUT if group is None else Layout((BlockLayout(*group, "full"),), "w")
+    with pytest.raises(error, match=rf"^\[DiskStore\] .*{said}"):
+        DiskStore(str(tmp_path / "store"), layout, **{"max_nbytes": 1 << 24} | options)
     assert not (tmp_path / "store").exists()
 
 
@@ -546,20 +555,6 @@ def test_directory_that_is_gone_comes_back(tmp_path, monkeypatch, how, caplog):
         kit.loads(again, blocks_of(2), range(20))
         again.close()
     store.close()
-
-
-@pytest.mark.parametrize(
-    ("group", "words", "name"),
-    [
-        (BlockLayout(4, 4000, "full"), {"max_nbytes": 1 << 40, "segment_nbytes": (1 << 38) + 1}, "segment_nbytes"),
-        (BlockLayout(4, (1 << 31) - 4096, "full"), {"max_nbytes": 1 << 40}, "record of group 0"),
-        (BlockLayout((1 << 20) + 1, 4000, "full"), {"max_nbytes": 1 << 40}, "tokens"),
-    ],
-)
-def test_size_that_the_format_cannot_hold_is_refused_at_the_start(tmp_path, group, words, name):
-    with pytest.raises(ValueError, match=rf"^\[DiskStore\] .*{name}.*, the limit is \d+$"):
-        DiskStore(str(tmp_path / "store"), Layout((group,), "w"), **words)
-    assert not (tmp_path / "store").exists()
 
 
 def test_look_at_a_directory_that_stays_reads_no_sealed_file(tmp_path, monkeypatch):

@@ -1,9 +1,7 @@
 """JAX on a kvpool pool: tokens equal a model without cache, in every padding, with clones, frees and static shapes."""
 
 import sys
-import time
 from pathlib import Path
-from statistics import median
 
 import jax
 import jax.numpy as jnp
@@ -220,26 +218,6 @@ def test_bad_calls_are_refused_and_change_nothing():
     table.allocate([seq], [2])
     table.undo()
     assert table.pool.num_tokens(seq) == 0
-
-
-def test_metadata_of_64_sequences_of_4k_costs_microseconds():
-    """Reported, not judged: the host's part of a decode step, without and with the arrays for the device."""
-    table = PageTable(64 * 264 + 1, 16, 64, 264, 64 * 4096)
-    seqs = [table.open() for _ in range(64)]
-    table.pool.step(table.plan, seqs, 4096)
-    table.done()
-    core, whole = [], []
-    for _ in range(30):
-        start = time.process_time()
-        table.pool.step(table.plan, seqs, 1, pad_to=(64, 64))
-        core.append(time.process_time() - start)
-        table.done()
-        start = time.process_time()
-        table.allocate(seqs, max_tokens=64)
-        whole.append(time.process_time() - start)
-        table.done()
-    print(f"64 x 4k: step {median(core) * 1e6:.1f} us, with JAX arrays {median(whole) * 1e6:.0f} us")
-    assert median(core) < median(whole)
 
 
 def test_example_of_the_page_runs(capsys):

@@ -137,10 +137,6 @@ def test_continuous_batching_equals_generate_and_leaks_nothing(model, prompts, e
     allocator.blocks.check()
 
 
-def test_stock_engine_gives_the_same_tokens(model, prompts, expected):
-    assert generate(model, prompts) == expected
-
-
 def test_prompts_that_begin_alike_share_blocks(model, prompts, expected, pools):
     twice = prompts + prompts
     with install():
@@ -170,11 +166,12 @@ def test_a_copy_left_out_is_detected(model, prompts, expected, pools, monkeypatc
 
 def test_hooks_are_put_back_and_refuse_to_be_doubled(monkeypatch):
     prepare = ContinuousBatchingIOs.prepare_batch_tensors
-    with install():
+    with contextlib.suppress(KeyError), install():  # and after an error
         assert stock_cache.ATTN_TYPE_TO_ALLOCATOR[FULL_ATTENTION] is PoolAllocator
         with pytest.raises(RuntimeError, match="the allocator is PoolAllocator"), install():
             pass
         assert stock_cache.ATTN_TYPE_TO_ALLOCATOR[FULL_ATTENTION] is PoolAllocator
+        raise KeyError
     assert stock_cache.ATTN_TYPE_TO_ALLOCATOR[FULL_ATTENTION] is FullAttentionCacheAllocator
     assert stock_cache.ATTN_TYPE_TO_ALLOCATOR[SLIDING_ATTENTION] is SlidingAttentionCacheAllocator
     assert ContinuousBatchingIOs.prepare_batch_tensors is prepare
@@ -287,12 +284,6 @@ def test_indices_of_64_requests_of_4k_are_20_times_faster_than_stock():
     print(f"ratio {ratio:.1f}")
     assert ratio >= 20
     assert transformers.__version__ in adapter.SUPPORTED_VERSIONS
-
-
-def test_nothing_is_left_of_the_context_manager_after_an_error():
-    with contextlib.suppress(KeyError), install():
-        raise KeyError
-    assert stock_cache.ATTN_TYPE_TO_ALLOCATOR[FULL_ATTENTION] is FullAttentionCacheAllocator
 
 
 def test_example_of_the_page_runs(capsys):

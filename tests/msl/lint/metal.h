@@ -85,11 +85,9 @@ LINT_MATRIX(threadgroup)
   typedef metal::vec<T, 3> T##3;                                                                                    \
   typedef metal::vec<T, 4> T##4;
 LINT_VECTOR_NAMES(uchar)
-LINT_VECTOR_NAMES(ushort)
 LINT_VECTOR_NAMES(int)
 LINT_VECTOR_NAMES(uint)
 LINT_VECTOR_NAMES(long)
-LINT_VECTOR_NAMES(ulong)
 LINT_VECTOR_NAMES(half)
 LINT_VECTOR_NAMES(bfloat)
 LINT_VECTOR_NAMES(float)

@@ -8,9 +8,7 @@
 #include "runtime.h"
 
 // msl_switch(&from, to): saves what a function call must keep on this stack, its pointer in `from`, and returns on the
-// stack `to`. Elsewhere than on x86-64 and AArch64, ucontext does the same, some times slower.
-#if defined(__x86_64__) || defined(__aarch64__)
-#define MSL_NATIVE_SWITCH 1
+// stack `to`.
 extern "C" void msl_switch(void** from, void* to);
 #define MSL_TEXT_(x) #x
 #define MSL_TEXT(x) MSL_TEXT_(x)
@@ -35,9 +33,6 @@ asm(".text\n.globl " MSL_SYMBOL "\n.p2align 2\n" MSL_SYMBOL ":\n"
     "  ldp d8, d9, [sp, #96]\n  ldp d10, d11, [sp, #112]\n  ldp d12, d13, [sp, #128]\n  ldp d14, d15, [sp, #144]\n"
     "  add sp, sp, #160\n  ret\n");
 #endif
-#else
-#include <ucontext.h>
-#endif
 
 extern "C" {
 const msl::ThreadInfo* msl_thread = nullptr;
@@ -49,11 +44,6 @@ namespace {
 
 unsigned char* stacks = nullptr;  // kept from launch to launch
 uint32_t num_stacks = 0;
-
-#ifndef MSL_NATIVE_SWITCH
-ucontext_t scheduler_context;
-std::vector<ucontext_t> contexts;
-#endif
 
 void run_fiber() {
   state.launch->kernel();
@@ -82,38 +72,19 @@ void start_fiber(Fiber& fiber, uint32_t index) {
   *--top = nullptr;  // where run_fiber would return to; it also aligns the stack
   *--top = reinterpret_cast<void*>(&run_fiber);
   fiber.stack_pointer = top - saved_registers;
-#elif defined(__aarch64__)
+#else
   void** top = reinterpret_cast<void**>(bottom + stack_bytes) - saved_registers;
   top[saved_link] = reinterpret_cast<void*>(&run_fiber);
   fiber.stack_pointer = top;
-#else
-  if (contexts.size() <= index) contexts.resize(index + 1);
-  ucontext_t& context = contexts[index];
-  getcontext(&context);
-  context.uc_stack.ss_sp = bottom;
-  context.uc_stack.ss_size = stack_bytes;
-  context.uc_link = nullptr;
-  makecontext(&context, &run_fiber, 0);
-  fiber.stack_pointer = &context;
 #endif
 }
 
 void switch_to(Fiber& fiber) {
   state.running = &fiber;
   msl_thread = &fiber.info;
-#ifdef MSL_NATIVE_SWITCH
   msl_switch(&state.scheduler_stack, fiber.stack_pointer);
-#else
-  swapcontext(&scheduler_context, static_cast<ucontext_t*>(fiber.stack_pointer));
-#endif
 }
 
-void switch_to_scheduler() {
-#ifdef MSL_NATIVE_SWITCH
-  msl_switch(&state.running->stack_pointer, state.scheduler_stack);
-#else
-  swapcontext(static_cast<ucontext_t*>(state.running->stack_pointer), &scheduler_context);
-#endif
-}
+void switch_to_scheduler() { msl_switch(&state.running->stack_pointer, state.scheduler_stack); }
 
 }  // namespace msl

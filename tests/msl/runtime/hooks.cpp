@@ -38,14 +38,10 @@ inline void access(const void* address, uint64_t bytes, uint64_t align, bool wri
 #define MSL_CODE __builtin_return_address(0)
 #define MSL_HOOKS(bytes)                                                                                            \
   void __tsan_read##bytes(void* p) { msl::access(p, bytes, bytes, false, MSL_CODE); }                        \
-  void __tsan_write##bytes(void* p) { msl::access(p, bytes, bytes, true, MSL_CODE); }                        \
-  void __tsan_volatile_read##bytes(void* p) { msl::access(p, bytes, bytes, false, MSL_CODE); }               \
-  void __tsan_volatile_write##bytes(void* p) { msl::access(p, bytes, bytes, true, MSL_CODE); }
+  void __tsan_write##bytes(void* p) { msl::access(p, bytes, bytes, true, MSL_CODE); }
 #define MSL_UNALIGNED_HOOKS(bytes)                                                                                  \
   void __tsan_unaligned_read##bytes(void* p) { msl::access(p, bytes, 1, false, MSL_CODE); }                  \
-  void __tsan_unaligned_write##bytes(void* p) { msl::access(p, bytes, 1, true, MSL_CODE); }                  \
-  void __tsan_unaligned_volatile_read##bytes(void* p) { msl::access(p, bytes, 1, false, MSL_CODE); }         \
-  void __tsan_unaligned_volatile_write##bytes(void* p) { msl::access(p, bytes, 1, true, MSL_CODE); }
+  void __tsan_unaligned_write##bytes(void* p) { msl::access(p, bytes, 1, true, MSL_CODE); }
 
 extern "C" {
 
@@ -77,8 +73,6 @@ void* __tsan_memset(void* to, int value, unsigned long bytes) {
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
-void __tsan_vptr_read(void**) {}
-void __tsan_vptr_update(void**, void*) {}
 
 void msl_copy(void* to, const void* from, size_t bytes, size_t align) {
   msl::access(from, bytes, align, false, MSL_CODE);

@@ -35,7 +35,7 @@ struct Launch {  // mirrored by launch.py
   uint32_t num_buffers;
   uint32_t grid[3], group[3];
   uint32_t seed;
-  uint32_t instrumented, simd_ops_order_memory;
+  uint32_t instrumented;
   uint32_t threadgroup_bytes;
   uint64_t threadgroups, threadgroup_barriers, simdgroup_barriers, simd_operations;
   uint64_t error_address;  // in the kernel's code

@@ -105,9 +105,10 @@ bool resolve_simdgroup(Simdgroup& group) {
   const bool is_barrier = leader->wait == Wait::simdgroup_barrier;
   Launch& launch = *state.launch;
   (is_barrier ? launch.simdgroup_barriers : launch.simd_operations)++;
-  const int flags = is_barrier ? leader->mem_flags : launch.simd_ops_order_memory ? 3 : 0;
-  for (uint32_t memory = 0; memory < num_memories; memory++) group.epochs.of[memory] += flags >> memory & 1;
-  if (!is_barrier) {
+  if (is_barrier) {
+    for (uint32_t memory = 0; memory < num_memories; memory++)
+      group.epochs.of[memory] += leader->mem_flags >> memory & 1;
+  } else {
     std::memcpy(group.result, group.brought, sizeof group.result);
     if (leader->combine) leader->combine(active, group.result);
   }

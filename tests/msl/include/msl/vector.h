@@ -125,11 +125,9 @@ MSL_VECTOR_OPERATOR(/)
   using ::name##2, ::name##3, ::name##4;                                                                            \
   }
 MSL_VECTOR_NAMES(uchar, uchar)
-MSL_VECTOR_NAMES(ushort, ushort)
 MSL_VECTOR_NAMES(int, int)
 MSL_VECTOR_NAMES(uint, uint)
 MSL_VECTOR_NAMES(long, long)
-MSL_VECTOR_NAMES(ulong, ulong)
 MSL_VECTOR_NAMES(half, half)
 MSL_VECTOR_NAMES(bfloat, bfloat)
 MSL_VECTOR_NAMES(float, float)
