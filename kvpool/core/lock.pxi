@@ -73,10 +73,6 @@ cdef extern from *:
         if (fresh > kv_tag_fresh[tag]) kv_tag_fresh[tag] = fresh;
         pthread_mutex_unlock(&kv_all);
     }
-    static void kv_set_last_tag(int tag) {
-        kv_last_tag = tag;
-        memset(kv_tag_fresh, 0, sizeof kv_tag_fresh);
-    }
     static unsigned kv_current_process(void) { return kv_process; }
     """
     int watch_forks "kv_watch_forks"()
@@ -86,7 +82,6 @@ cdef extern from *:
     void c_lock_until_free "kv_lock_until_free"(Lock* lock) noexcept nogil
     int c_tag_take "kv_tag_take"(long long* generation) noexcept nogil
     void c_tag_give_back "kv_tag_give_back"(int tag, long long fresh) noexcept nogil
-    void c_set_last_tag "kv_set_last_tag"(int tag) noexcept
     unsigned c_current_process "kv_current_process"() noexcept nogil
 
 cdef enum:
@@ -136,8 +131,3 @@ cdef int64_t tag_take(int64_t* generation) noexcept nogil:
 cdef void tag_give_back(int64_t tag, int64_t fresh) noexcept nogil:
     """`fresh`: the first generation that was not given out."""
     c_tag_give_back(<int>tag, fresh)
-
-
-def set_last_tag(tag):
-    """For tests: the next pool gets the tag after this one, if no living pool has it. Dead pools gave out nothing."""
-    c_set_last_tag(tag)

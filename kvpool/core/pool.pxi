@@ -66,29 +66,6 @@ cdef bint has_entries(tuple groups):
     return any([group.kind != "state" for group in groups])
 
 
-cdef dict tree_fields(const Groups* gs, int32_t i):
-    """For `_corrupt`: where the words of a tree are; of the first window, if there is one."""
-    cdef const Tree* t = gs.tree
-    cdef int32_t k
-    cdef dict fields = {
-        "users": <size_t>&t.node[i].users, "below": <size_t>&t.node[i].below, "parent": <size_t>&t.node[i].parent,
-        "node_stamp": <size_t>&t.node[i].stamp, "hash": <size_t>&t.node[i].hash, "unit": <size_t>&t.unit[i].next,
-        "at_node": <size_t>&t.node[i].checkpoint, "tokens": <size_t>(t.tokens + i * t.block_size),
-        "bucket": <size_t>&t.num_nodes, "cold": <size_t>&t.cold.size, "warm": <size_t>&t.warm.size,
-        "role": <size_t>&t.role[0][i], "stands_for": <size_t>&t.stands_for[0][i],
-        "checkpoints": <size_t>&t.num_checkpoints, "loads": <size_t>&t.num_loads, "saves": <size_t>&t.num_saves,
-        "line": <size_t>&t.link[i].next,
-        "listed": <size_t>&t.listed[0].size, "stamp": <size_t>&t.checkpoint[i].stamp,
-        "position": <size_t>&t.checkpoint[i].position, "step": <size_t>&t.checkpoint[i].step,
-        "slot_loads": <size_t>&t.checkpoint[i].loads, "row": <size_t>&t.checkpoint[i].row,
-        "bundle": <size_t>checkpoint_bundle(t, i),
-    }
-    for k in range(gs.num_groups):
-        if gs.group[k].kind == WINDOW_LAYERS:
-            fields["needed"] = <size_t>(node_entry(t, i, k) + 1)
-    return fields
-
-
 cdef enum:
     FEW_PLANS = 16              # that pass at once without memory for their list
 
@@ -1227,44 +1204,3 @@ cdef class Pool:
             xfree(seen)
         if wrong:
             raise CorruptState(f"[check] {finding.decode()}")
-
-    # -- for tests
-
-    def _set_generation(self, slot, generation):
-        """For tests: the generation that the next sequence in a free slot gets."""
-        cdef int64_t first = self.state.seqs.first_generation
-        cdef int64_t i = to_int(slot, "_set_generation", "slot", 0, self.state.seqs.max_seqs - 1)
-        cdef int64_t value = to_int(generation, "_set_generation", "generation", first, (<int64_t>1 << 32) - 1)
-        if self.state.seqs.life[i].life != FREE_SLOT:
-            raise ValueError(f"[_set_generation] slot {i} is not free")
-        self.state.seqs.life[i].generation = <uint32_t>(value - first)
-
-    def _corrupt(self, what, index, by=1):
-        """For tests of `check`: add `by` to one word. `index` is a block, a slot, a node, or a checkpoint."""
-        cdef Blocks* b = &self.state.blocks
-        cdef Seqs* s = &self.state.seqs
-        cdef LayerGroup* last = &self.state.groups.group[self.state.groups.num_groups - 1]
-        cdef int64_t i = to_int(index, "_corrupt", "index", 0, b.num_blocks - 1)
-        cdef dict fields = {
-            "refcount": <size_t>&b.block[i].refcount, "raw": <size_t>&b.block[i].raw,
-            "hold": <size_t>&b.block[i].hold, "floor": <size_t>&b.floor[i], "blank": <size_t>&b.blank[i],
-            "next": <size_t>&b.block[i].next, "prev": <size_t>&b.block[i].prev, "num_blank": <size_t>&b.num_blank,
-            "num_used": <size_t>&b.num_used, "num_shared": <size_t>&b.num_shared, "lru": <size_t>&b.lru.size,
-            "limbo": <size_t>&b.limbo.size, "num_dropped": <size_t>&b.num_dropped,
-            "blocks": <size_t>&s.seq[i].num_blocks, "length": <size_t>&s.seq[i].num_tokens,
-            "next_slot": <size_t>&tail_of(last, <int32_t>i).next_slot,
-            "sum_tokens": <size_t>&s.sum_tokens, "sum_blocks": <size_t>&s.sum_blocks,
-            "tail": <size_t>&tail_of(last, <int32_t>i).block, "stop_slot": <size_t>&tail_of(last, <int32_t>i).stop_slot,
-            "table": <size_t>group_row(last, <int32_t>i), "gone": <size_t>&last.seq[i].gone,
-            "due": <size_t>&last.seq[i].due,
-            "num_open": <size_t>&s.num_open, "free_slot": <size_t>&s.free_slot[i],
-        }
-        if what == "namespace":                 # users of the one that a row is in
-            fields[what] = <size_t>&s.prefix[i].name.users
-        if has_tree(&self.state):
-            fields |= tree_fields(self.state.groups, <int32_t>i)
-            fields["published"] = <size_t>&s.prefix[i].published
-        if what in ("published", "table", "blocks", "length", "next_slot", "tail", "stop_slot", "free_slot", "gone",
-                    "due"):
-            to_int(index, "_corrupt", "index", 0, s.max_seqs - 1)
-        (<int32_t*><size_t>fields[what])[0] += <int32_t>by

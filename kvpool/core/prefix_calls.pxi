@@ -629,7 +629,3 @@ cdef class PrefixCache:
             ring_free(&taken)
             pool_leave(self.state)
         return found
-
-    def _set_next_uid(self, uid):
-        """For tests: the number of the next node."""
-        self.state.index.next_uid = <uint64_t>to_int(uid, "_set_next_uid", "uid", self.state.index.next_uid, INT64_MAX)

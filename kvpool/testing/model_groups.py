@@ -101,7 +101,6 @@ class Table:
 
     entries: list[list[int]] = field(default_factory=list)
     epoch: int = 0
-    told: list[list[int]] = field(default_factory=list)  # its first entries as ``table_updates`` have told them
     evicted: int = 0  # tokens that left by eviction
 
 
@@ -326,7 +325,6 @@ class GroupModel(StepModel):
             table = seq.tables[layer.index]
             keep = self._num_entries(layer, table, self._rounded(length))
             table.epoch += keep < len(table.entries)
-            self._cut_told(table, keep)
             self._pop_entries(seq, layer, keep)
         seq.num_tokens = length
 
@@ -464,7 +462,6 @@ class GroupModel(StepModel):
             if valid:
                 step.copies.extend((layer.index, a, b, valid) for a, b in zip(old, new, strict=True))
         table.epoch += bool(replaced)
-        self._cut_told(table, min((i for i, _ in replaced), default=len(table.told)))
         table.entries.extend(self._take_entry(layer) for _ in range(appended))
         change.num_appended = appended
 
@@ -512,19 +509,9 @@ class GroupModel(StepModel):
             seq = self._find(row.handle)
             if seq is not None:
                 seq.num_tokens = row.old_length
-                self._forget_told(seq)
         for layer in reversed(self.layers):
             for row in reversed(step.rows):
                 self._undo_change(self._find(row.handle), layer, row.changes[layer.index])
-
-    def _cut_told(self, table: Table, length: int) -> None:
-        """What was told of later entries holds no more."""
-        del table.told[length:]
-
-    def _forget_told(self, seq: Sequence) -> None:
-        """Nobody may have seen what a step told that was rolled back."""
-        for table in seq.tables:
-            table.told = []
 
     def _undo_change(self, seq: Any, layer: Layers, change: Change) -> None:
         if seq is not None:
@@ -608,7 +595,6 @@ class GroupModel(StepModel):
         seq.point = seq.num_tokens
         table.evicted += n
         table.epoch += 1
-        self._cut_told(table, left)
         self._counters["evicted_tokens"] += n
 
     @public_call
@@ -659,17 +645,6 @@ class GroupModel(StepModel):
         return self._held(seq, self.layers[args.integer("kv_len", "group", group, 0, len(self.layers) - 1)])
 
     # ---- what is read -------------------------------------------------------------------------------------
-
-    def tell(self, seq: Any) -> list[list[int]]:
-        """What no plan has told of the tables of a sequence, as rows of ``table_updates``."""
-        rows, row_id = [], seq.handle & 0xFFFFF
-        for layer in self._with_entries:
-            table = seq.tables[layer.index]
-            for i, entry in enumerate(self.shown(layer, table.entries).tolist()):
-                if i >= len(table.told) or (table.entries[i] == HOLE and table.told[i] != HOLE):
-                    rows += [[row_id, layer.index, i, column, block] for column, block in enumerate(entry)]
-            table.told = list(table.entries)
-        return rows
 
     @public_call
     def table(self, handle: int, group: int = 0) -> np.ndarray:
@@ -820,8 +795,8 @@ class GroupArrays:
                     self.state_src[r] = slot
 
 
-GROUP_FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "slot_ids", "table_updates")
-OWN_FORMATS = ("block_tables", "slot_mapping", "table_updates")  #: what is not as in a pool with one table
+GROUP_FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "slot_ids")
+OWN_FORMATS = ("block_tables", "slot_mapping")  #: what is not as in a pool with one table
 
 
 def _of_groups(name: str) -> property:
@@ -879,9 +854,6 @@ class GroupPlan(ModelPlan):
         self._remember_batch(batch, new, served, copies)
         for group in self.groups:
             group.fill(batch, new, copies, rows, tokens)
-        if "table_updates" in self.formats:
-            told = [update for seq in batch for update in self.pool.tell(seq)]
-            self.table_updates = np.array(told, np.int32).reshape(-1, 5)
         self._show(rows, tokens, self._write(batch, new, rows, tokens))
 
     def fill_states(self, step: Step, pool: GroupModel) -> None:

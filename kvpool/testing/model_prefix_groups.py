@@ -550,7 +550,6 @@ class CheckpointModel(GroupModel):
             self._pop_all(seq)
             for table in seq.tables:
                 table.epoch += 1
-                self._cut_told(table, 0)
             seq.num_tokens, seq.tokens, seq.published = 0, [], 0
             return
         super()._take_over(seq, n)

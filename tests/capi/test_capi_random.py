@@ -20,8 +20,7 @@ WEIGHTS = {
 
 FORMATS = {
     "block_tables": "block_tables", "seq_lens": "seq_lens", "slot_mapping": "slot_mapping", "positions": "positions",
-    "cu_q_lens": "cu_q_lens", "indptr": "csr", "indices": "csr", "last_page_len": "csr", "kv_slots": "kv_slots",
-    "kv_slots_ragged": "kv_slots_ragged", "kv_indptr": "kv_slots_ragged", "slot_ids": "slot_ids",
+    "cu_q_lens": "cu_q_lens", "indptr": "csr", "indices": "csr", "last_page_len": "csr", "slot_ids": "slot_ids",
 }  # fmt: skip
 ARRAYS = (*FORMATS, "copies", "dirty_rows", "served", "handles")
 

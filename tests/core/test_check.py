@@ -8,6 +8,7 @@ import pytest
 
 from kvpool import Group, Plan, Pool
 from kvpool.errors import CorruptState
+from tests.verify._hooks import corrupt
 
 SHARED, RAW, CACHED, IN_LIMBO = 1, 4, 5, 6  # ids in the state below
 
@@ -79,7 +80,7 @@ def test_check_accepts_the_state_that_the_others_break():
 )
 def test_check_finds_a_broken_word(what, index):
     pool, _ = rich_pool()
-    pool._corrupt(what, index)
+    corrupt(pool, what, index)
     with pytest.raises(CorruptState, match=r"\[check\] "):
         pool.check()
 
@@ -135,7 +136,7 @@ def test_check_accepts_the_tree_that_the_others_break():
 )
 def test_check_finds_a_broken_word_of_a_tree(what, index):
     pool = rich_tree()
-    pool._corrupt(what, index)
+    corrupt(pool, what, index)
     with pytest.raises(CorruptState, match=r"\[check\] "):
         pool.check()
 
@@ -153,7 +154,7 @@ def test_check_finds_a_broken_word_of_layer_groups(what, index):
     pool.step(plan, [pool.open()], 9)
     pool.done(plan)
     pool.check()
-    pool._corrupt(what, index)
+    corrupt(pool, what, index)
     with pytest.raises(CorruptState, match=r"\[check\] "):
         pool.check()
 
@@ -162,8 +163,8 @@ def test_check_that_found_something_about_a_namespace_counts_anew():
     pool = Pool(16, 4, prefix_cache=True)
     pool.open([1, 2, 3])
     for _ in range(2):
-        pool._corrupt("namespace", 0)
+        corrupt(pool, "namespace", 0)
         with pytest.raises(CorruptState, match="namespace"):
             pool.check()
-        pool._corrupt("namespace", 0, -1)
+        corrupt(pool, "namespace", 0, -1)
         pool.check()

@@ -392,12 +392,6 @@ def test_pools_that_cannot_be(make):
         Pool(16, 4, max_seqs=4, **make())
 
 
-def test_plan_refuses_more_updates_than_an_index_counts():
-    pool = Pool(16, 4, max_seqs=4, groups=[Group.full(), Group.full()])
-    with pytest.raises(ValueError, match=rf"table_updates may have {2**31} rows, the limit is {2**31 - 1}"):
-        Plan(pool, 4, 4, table_width=2**28, formats=("table_updates",))
-
-
 def test_plan_refuses_more_blocks_in_a_row_than_an_index_counts():
     pool = Pool(16, 4, max_seqs=4, groups=[Group.full(columns=4)])
     with pytest.raises(ValueError, match=f"a row has {2**32} block ids, the limit is {2**31 - 1}"):

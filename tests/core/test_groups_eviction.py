@@ -10,7 +10,7 @@ import kvpool
 from kvpool.errors import OutOfBlocks, PlanStateError, StaleHandle
 from kvpool.groups import Group
 
-FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "table_updates")
+FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions")
 
 
 @pytest.fixture(params=["model", "core"])
@@ -72,25 +72,10 @@ def test_evicted_blocks_leave_and_later_ones_move_up(make):
     pool.evict_blocks(seq, [0, 2])
     assert pool.table(seq, 0).tolist() == [entries[1], *entries[3:]] and pool.kv_len(seq) == 5
     pool.step(plan, [seq], 1)
-    assert plan.table_updates.tolist()[:3] == [
-        [0, 0, 0, 0, entries[1][0]],
-        [0, 0, 0, 1, entries[1][1]],
-        [0, 0, 1, 0, entries[3][0]],
-    ]
+    assert plan.groups[0].block_tables[0, :3].tolist() == [entries[1], *entries[3:]]
     pool.done(plan)
     refused(pool, lambda: pool.evict_blocks(seq, [3]))  # six tokens are three full entries
     refused(pool, lambda: pool.evict_blocks(seq, [1, 1]))
-
-
-def test_updates_tell_again_what_moved_and_not_what_stayed(make):
-    pool, plan, _ = make(64, 2, Group.full(), Group.window(8))
-    seq = pool.open()
-    grow(pool, plan, [seq], 6)
-    pool.evict_blocks(seq, [1])
-    last = int(pool.table(seq, 0)[1, 0])
-    pool.step(plan, [seq], 0)
-    assert plan.table_updates.tolist() == [[0, 0, 1, 0, last]]
-    pool.done(plan)
 
 
 @pytest.mark.parametrize(("group", "kind"), [(1, "window"), (2, "chunk"), (3, "state")])

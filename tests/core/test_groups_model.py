@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 from both_pools import pools_of
 
-import kvpool
 from kvpool.errors import CapacityExceeded, OutOfBlocks, PlanStateError
 from kvpool.groups import Group
-from kvpool.testing import ModelPlan, ModelPool
 
 
 @pytest.fixture(params=["model", "core"])
@@ -314,68 +312,6 @@ def test_calls_that_groups_refuse(make):
     with pytest.raises(PlanStateError):
         pool.truncate(seq, 1)
     pool.done(plan)
-
-
-# ---- updates of a mirror ----------------------------------------------------------------------------------
-
-
-def updates_of(pool, make_plan):
-    """A plan whose updates are read, and the rows of its last step as (row, group, index, column, block)."""
-    plan = make_plan(pool, 4, 32, formats=("table_updates", "block_tables"))
-    return plan, lambda: [tuple(update) for update in plan.table_updates.tolist()]
-
-
-def test_updates_tell_what_is_new_and_what_became_a_hole(make):
-    pool, other, _ = make(32, 2, Group.full(), Group.window(3, columns=2), Group.state(8))
-    plan, told = updates_of(pool, type(other))
-    first, row = pool.open(), pool.open(3)
-    pool.step(plan, [row], 1)  # what open took is told too
-    full, window = [(1, 0, 0, 0, 1), (1, 0, 1, 0, 2)], [(1, 1, i, c, 3 + 2 * i + c) for i in (0, 1) for c in (0, 1)]
-    assert told() == full + window
-    pool.done(plan)
-    pool.step(plan, [row], 2)
-    assert told() == []
-    pool.done(plan)
-    pool.step(other, [row], 2)  # by a plan that tells nothing; entry 0 leaves the window
-    pool.done(other)
-    pool.step(plan, [first, row], [1, 1])
-    assert plan.groups[1].block_tables[1, :3].tolist() == [[0, 0], [5, 6], [8, 9]]
-    assert told()[:3] == [(0, 0, 0, 0, 4), (0, 1, 0, 0, 3), (0, 1, 0, 1, 10)]
-    assert told()[3:] == [(1, 0, 2, 0, 7), (1, 1, 0, 0, 0), (1, 1, 0, 1, 0), (1, 1, 2, 0, 8), (1, 1, 2, 1, 9)]
-    pool.done(plan)
-
-
-def test_updates_tell_copies_cuts_and_rolled_back_rows_again(make):
-    pool, other, _ = make(32, 2, Group.full())
-    plan, told = updates_of(pool, type(other))
-    row = pool.open()
-    pool.step(plan, [row], 5)
-    assert told() == [(0, 0, 0, 0, 1), (0, 0, 1, 0, 2), (0, 0, 2, 0, 3)]
-    pool.done(plan)
-    (child,) = (int(handle) for handle in pool.fork(row))
-    pool.step(plan, [row, child], 1)  # the first writer takes a copy, the last one writes in place
-    assert told() == [(0, 0, 2, 0, 4), (1, 0, 0, 0, 1), (1, 0, 1, 0, 2), (1, 0, 2, 0, 3)]
-    pool.rollback(plan)
-    pool.step(plan, [row, child], 0)
-    assert told() == [(slot, 0, i, 0, i + 1) for slot in (0, 1) for i in range(3)]
-    pool.done(plan)
-    pool.truncate(row, 2)
-    pool.step(plan, [row, child], [1, 0])
-    assert told() == [(0, 0, 1, 0, pool.table(row)[1, 0])]
-    pool.done(plan)
-    pool.step(plan, [row, child], 0)
-    assert told() == [] and plan.table_updates.shape == (0, 5)
-    pool.done(plan)
-
-
-def test_updates_are_for_pools_with_groups(make):
-    pool, other, _ = make(8, 4, Group.state(4))
-    plan, told = updates_of(pool, type(other))
-    grow(pool, plan, [pool.open()], 3)
-    assert told() == []
-    make_pool, make_plan = (kvpool.Pool, kvpool.Plan) if isinstance(pool, kvpool.Pool) else (ModelPool, ModelPlan)
-    with pytest.raises(ValueError):
-        make_plan(make_pool(8, 4), 4, 32, formats=("table_updates",))
 
 
 # ---- only states ------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 from conftest import ONE_HANDLE_CALLS
 
 from kvpool.errors import CapacityExceeded, ForeignHandle, OutOfSequences, StaleHandle
+from tests.verify._hooks import set_generation
 
 LAST_GENERATION = 2**32 - 1
 
@@ -42,7 +43,7 @@ def test_close_moves_the_slot_to_its_next_generation(make_any):
 
 def test_slot_with_its_last_generation_retires_and_stays_so_after_reset(make_any, refused):
     pool = make_any(max_seqs=2)
-    pool._set_generation(0, LAST_GENERATION - 1)
+    set_generation(pool, 0, LAST_GENERATION - 1)
     first, other = pool.open(), pool.open()
     assert (slot(first), generation(first)) == (0, LAST_GENERATION - 1)
     pool.close(first)
@@ -133,7 +134,7 @@ def test_tag_is_given_to_nobody_after_half_of_its_generations(core):
     if not core.Pool.__module__.startswith("kvpool._"):
         pytest.skip("tags of the model do not go round")
     pool = core.Pool(4, 2, max_seqs=1)
-    pool._set_generation(0, 2**31)
+    set_generation(pool, 0, 2**31)
     tag = pool.open() >> 52
     pool.shutdown()
     assert pool_with_tag(core, tag) is None

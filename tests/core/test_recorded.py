@@ -14,6 +14,7 @@ from kvpool.cli import main
 from kvpool.errors import KVPoolError
 from kvpool.testing import RecordedPool
 from kvpool.testing.recorded import CALLS, Player, RecordError, load, minimise, rerun
+from tests.verify._hooks import corrupt
 
 
 class Life:
@@ -239,7 +240,7 @@ class Corrupting(kvpool.Pool):
         """Like the core's, wrong for a length of 0."""
         super().truncate(handles, lens)
         if 0 in np.atleast_1d(lens):
-            self._corrupt("num_used", 1)
+            corrupt(self, "num_used", 1)
 
 
 def test_failing_record_shrinks_to_the_calls_that_matter(tmp_path):

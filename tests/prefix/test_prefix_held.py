@@ -16,6 +16,7 @@ from prefixes import ask
 
 from kvpool import Group, KVPoolError, Plan, PlanStateError, Pool
 from kvpool.testing import ModelPlan, ModelPool
+from tests.verify._hooks import set_next_uid
 
 PROMPT = list(range(100, 116))  # four blocks
 GROUPS = {
@@ -382,7 +383,7 @@ def test_node_numbers_pass_32_bits_and_nothing_is_forgotten(kinds, start):
     if hasattr(pool, "_next_uid"):
         pool._next_uid = start - 1
     else:
-        pool.prefix._set_next_uid(start - 1)
+        set_next_uid(pool, start - 1)
     assert family.ask() == 8
     pool.prefix.commit(first, PROMPT[8:])
     assert family.ask() == 16

@@ -1,0 +1,74 @@
+"""What tests change inside a pool: a word that `check` must find wrong, counters that take years to grow."""
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+
+from kvpool._core cimport (
+    FREE_SLOT, WINDOW_LAYERS, Blocks, Groups, LayerGroup, Pool, Seqs, Tree, checkpoint_bundle, group_row,
+    tail_of,
+)
+
+OF_ROWS = ("published", "table", "blocks", "length", "next_slot", "tail", "stop_slot", "free_slot", "gone", "due")
+
+
+def set_generation(Pool pool, int32_t slot, int64_t generation):
+    """The generation that the next sequence in a free slot gets."""
+    cdef int64_t after = generation - pool.state.seqs.first_generation
+    assert 0 <= slot < pool.state.seqs.max_seqs and pool.state.seqs.life[slot].life == FREE_SLOT
+    assert 0 <= after and generation < 1 << 32
+    pool.state.seqs.life[slot].generation = <uint32_t>after
+
+
+def set_next_uid(Pool pool, int64_t uid):
+    """The number of the next node of the prefix cache."""
+    assert <uint64_t>uid >= pool.state.index.next_uid
+    pool.state.index.next_uid = <uint64_t>uid
+
+
+def corrupt(Pool pool, str what, int32_t index, int32_t by=1):
+    """Add `by` to one word, of rows in the last group. `index` is a block, a slot, a node, or a checkpoint."""
+    cdef Blocks* b = &pool.state.blocks
+    cdef Seqs* s = &pool.state.seqs
+    cdef const LayerGroup* last = &pool.state.groups.group[pool.state.groups.num_groups - 1]
+    cdef int32_t i = index
+    assert 0 <= i < (s.max_seqs if what in OF_ROWS else b.num_blocks)
+    cdef dict fields = {
+        "refcount": <size_t>&b.block[i].refcount, "raw": <size_t>&b.block[i].raw,
+        "hold": <size_t>&b.block[i].hold, "floor": <size_t>&b.floor[i], "blank": <size_t>&b.blank[i],
+        "next": <size_t>&b.block[i].next, "prev": <size_t>&b.block[i].prev, "num_blank": <size_t>&b.num_blank,
+        "num_used": <size_t>&b.num_used, "num_shared": <size_t>&b.num_shared, "lru": <size_t>&b.lru.size,
+        "limbo": <size_t>&b.limbo.size, "num_dropped": <size_t>&b.num_dropped,
+        "blocks": <size_t>&s.seq[i].num_blocks, "length": <size_t>&s.seq[i].num_tokens,
+        "next_slot": <size_t>&tail_of(last, i).next_slot, "tail": <size_t>&tail_of(last, i).block,
+        "stop_slot": <size_t>&tail_of(last, i).stop_slot,
+        "sum_tokens": <size_t>&s.sum_tokens, "sum_blocks": <size_t>&s.sum_blocks,
+        "num_open": <size_t>&s.num_open, "free_slot": <size_t>&s.free_slot[i],
+        "table": <size_t>group_row(last, i), "gone": <size_t>&last.seq[i].gone, "due": <size_t>&last.seq[i].due,
+    }
+    if what == "namespace":                 # users of the one that a row is in
+        fields[what] = <size_t>&s.prefix[i].name.users
+    if pool.state.groups.tree != NULL:
+        fields |= tree_fields(pool.state.groups, i)
+        fields["published"] = <size_t>&s.prefix[i].published
+    (<int32_t*><size_t>fields[what])[0] += by
+
+
+cdef dict tree_fields(const Groups* gs, int32_t i):
+    """Where the words of a tree are; of the first window, if there is one."""
+    cdef const Tree* t = gs.tree
+    cdef int32_t k
+    cdef dict fields = {
+        "users": <size_t>&t.node[i].users, "below": <size_t>&t.node[i].below, "parent": <size_t>&t.node[i].parent,
+        "node_stamp": <size_t>&t.node[i].stamp, "hash": <size_t>&t.node[i].hash, "unit": <size_t>&t.unit[i].next,
+        "at_node": <size_t>&t.node[i].checkpoint, "tokens": <size_t>(t.tokens + i * t.block_size),
+        "bucket": <size_t>&t.num_nodes, "cold": <size_t>&t.cold.size, "warm": <size_t>&t.warm.size,
+        "role": <size_t>&t.role[0][i], "stands_for": <size_t>&t.stands_for[0][i],
+        "checkpoints": <size_t>&t.num_checkpoints, "loads": <size_t>&t.num_loads, "saves": <size_t>&t.num_saves,
+        "line": <size_t>&t.link[i].next,
+        "listed": <size_t>&t.listed[0].size, "stamp": <size_t>&t.checkpoint[i].stamp,
+        "position": <size_t>&t.checkpoint[i].position, "step": <size_t>&t.checkpoint[i].step,
+        "slot_loads": <size_t>&t.checkpoint[i].loads, "row": <size_t>&t.checkpoint[i].row,
+        "bundle": <size_t>checkpoint_bundle(t, i),
+    }
+    for k in range(gs.num_groups):
+        if gs.group[k].kind == WINDOW_LAYERS:
+            fields["needed"] = <size_t>(t.entry + <int64_t>i * t.width + t.offset[k] + 1)
+    return fields
