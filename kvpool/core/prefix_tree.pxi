@@ -218,16 +218,29 @@ cdef inline void unit_remove(Tree* t, int32_t n) noexcept nogil:
         node.place = NOWHERE
 
 
+cdef inline void unit_append(Tree* t, int32_t n) noexcept nogil:
+    """The unit of a node, which is in no line, was used now, and something of it is idle."""
+    cdef Node* node = &t.node[n]
+    cdef bint is_warm = node.below or not t.needs_checkpoints
+    cdef Line* line = &t.warm if is_warm else &t.cold
+    t.clock += 1
+    node.stamp = t.clock
+    node.place = WARM if is_warm else COLD
+    t.unit[n].next = NO_NODE
+    t.unit[n].prev = line.tail
+    if line.tail == NO_NODE:
+        line.head = n
+    else:
+        t.unit[line.tail].next = n
+    line.tail = n
+    line.size += 1
+
+
 cdef void unit_refresh(Tree* t, int32_t n) noexcept nogil:
     """The unit of a node was used now; if nothing of it is idle it is in no line."""
-    cdef Node* node = &t.node[n]
-    cdef Line* line = &t.warm if node.below or not t.needs_checkpoints else &t.cold
     unit_remove(t, n)
-    if node.idle:
-        t.clock += 1
-        node.stamp = t.clock
-        node.place = WARM if line == &t.warm else COLD
-        line_insert(line, t.unit, n, line.tail)
+    if t.node[n].idle:
+        unit_append(t, n)
 
 
 # ---- nodes -------------------------------------------------------------------------------------------------
@@ -480,49 +493,62 @@ cdef void entry_left(Groups* gs, int32_t k, int32_t first) noexcept nogil:
 
 cdef void tree_settle(Groups* gs) noexcept nogil:
     """Look at the blocks that became EVICTABLE since the last time. They are the newest of each list."""
-    cdef Tree* t = gs.tree
-    cdef Blocks* b
-    cdef int32_t* left
-    cdef int32_t k, i, id, count
-    cdef uint8_t role
+    cdef int32_t k
     for k in range(gs.num_arenas):
-        b = gs.arena[k]
-        left = b.dropped                # nobody drops a block behind the back of the tree
-        count = 0
-        id = b.lru.tail
-        while id != NO_BLOCK and b.block[id].fence != SETTLED:
-            b.block[id].fence = SETTLED
-            role = t.role[k][id]
-            if role != LATER_COLUMN and role != BUNDLE:
-                left[count] = id
-                count += 1
-            id = b.block[id].prev
-        for i in range(count - 1, -1, -1):
-            role = (t.role[k][left[i]] - 1) % MAX_GROUPS
-            entry_left(gs, role, left[i])
+        if gs.arena[k].lru.size and gs.arena[k].block[gs.arena[k].lru.tail].fence != SETTLED:
+            settle_arena(gs, k)
+
+
+cdef void settle_arena(Groups* gs, int32_t arena) noexcept nogil:
+    """The same in one arena. Most of what leaves is an entry that nobody else has: its unit is idle then."""
+    cdef Tree* t = gs.tree
+    cdef Blocks* b = gs.arena[arena]
+    cdef const uint8_t* role = t.role[arena]
+    cdef const int32_t* stands_for = t.stands_for[arena]
+    cdef int32_t* left = b.dropped      # nobody drops a block behind the back of the tree
+    cdef int32_t id = b.lru.tail, count = 0, k, n
+    cdef Node* node
+    while id != NO_BLOCK and b.block[id].fence != SETTLED:
+        b.block[id].fence = SETTLED
+        if role[id] != LATER_COLUMN and role[id] != BUNDLE:
+            left[count] = id
+            count += 1
+        id = b.block[id].prev
+    while count:
+        count -= 1
+        id = left[count]
+        n = stands_for[id]
+        node = &t.node[n]
+        k = role[id] - 1
+        if (k < gs.num_groups and gs.group[k].kind == FULL_LAYERS and node.root != 0 and node.place == NOWHERE
+                and node_entry(t, n, k)[0] == id):
+            node.idle += 1
+            unit_append(t, n)
+        else:
+            entry_left(gs, (role[id] - 1) % MAX_GROUPS, id)
 
 
 cdef void share_entries(Tree* t, LayerGroup* g, int32_t k, int32_t* row, int64_t first, int64_t end) noexcept nogil:
     """A row takes a reference on the canonical entries `first` .. `end - 1` along `path`."""
     cdef Blocks* b = g.blocks
     cdef const int32_t* entry = t.entry + t.offset[k]
+    cdef const int32_t* column_after = t.column_after[g.arena]
     cdef int64_t width = t.width, index
     cdef int32_t columns = g.columns, span = t.span[k], n, id, c
-    cdef bint is_unit
+    cdef bint is_full = g.kind == FULL_LAYERS
     for index in range(first, end):
         n = t.path[(index + 1) * span - 1]
         id = entry[n * width]
-        is_unit = g.kind == FULL_LAYERS and b.block[id].place == EVICTABLE
         row[index * columns] = id
-        touch(b, id)
-        for c in range(1, columns):
-            id = t.column_after[g.arena][id]
-            row[index * columns + c] = id
-            touch(b, id)
-        if is_unit:
+        if is_full and b.block[id].place == EVICTABLE:
             t.node[n].idle -= 1
             if t.node[n].idle == 0:
                 unit_remove(t, n)
+        touch(b, id)
+        for c in range(1, columns):
+            id = column_after[id]
+            row[index * columns + c] = id
+            touch(b, id)
 
 
 # ---- making room -------------------------------------------------------------------------------------------
