@@ -39,6 +39,8 @@ cdef struct LayerGroup:
     int shift                   # log2 of block_size, -1: no power of two; a state is one entry of any length
     int64_t reach               # W or C
     int64_t lookahead           # of the pool
+    int64_t period              # lengths at which a row lets go are this far apart, a power of two; 1: any length may be
+    int64_t phase               # such a length
     int32_t kept                # leading entries that no window lets go
     int32_t hole                # what stands in an entry that was let go
     int64_t width               # ids from a row to the next

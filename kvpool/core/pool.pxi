@@ -215,6 +215,10 @@ cdef class Pool:
             g.scale = (<object>(g.block_size // gs.block_size)).bit_length() - 1
             g.reach = group.size
             g.lookahead = lookahead
+            g.period = g.block_size if g.kind == WINDOW_LAYERS else g.reach if g.kind == CHUNK_LAYERS else 1
+            if g.period & (g.period - 1):
+                g.period = 1
+            g.phase = lookahead + (g.reach - 1 if g.kind == WINDOW_LAYERS else 0)
             g.kept = <int32_t>((<int64_t>group.keep + g.block_size - 1) // g.block_size)
             g.hole = 0 if self.state.blocks.reserved else NO_BLOCK
             width = 1 if g.kind == STATE_LAYERS else entries_for(g, blocks_for(gs, tokens)) * group.columns

@@ -814,25 +814,33 @@ cdef bint steady_tails(Groups* gs, const Step* p, int32_t k, const int64_t* hand
     cdef LayerGroup* g = &gs.group[k]
     cdef StepPart* part = p.part[k]
     cdef const uint64_t* seen = part.wire.seen
-    cdef int32_t i, slot, ids, at = 0
-    cdef bint begins
+    cdef const Block* block = g.blocks.block
+    cdef Tail* tails = g.tails
+    cdef int64_t* slots = part.slot
+    cdef bint one_column = g.columns == 1
+    cdef int32_t i, slot, ids, at = 0, begins = p.event[0].row if p.num_events else -1
+    cdef const Block* tail
     cdef Tail* t
     for i in range(n):
         slot = slot_of(handle[i])
-        t = tail_of(g, slot)
-        begins = at < p.num_events and p.event[at].row == i
-        ids = 0
-        if begins:
+        t = &tails[slot]
+        if i == begins:
             at += 1
+            begins = p.event[at].row if at < p.num_events else -1
             ids = begin_entry(gs, g, part, slot, i, p.length[i] - 1)
             if ids < 0:
                 return False
-        elif not tail_is_steady(g, t, slot, p.length[i] - 1):
+            if ids or seen[i] != t.version:
+                note_changed(part, i)
+            continue
+        tail = &block[t.block]
+        if t.next_slot >= t.stop_slot or not is_own(tail):
             return False
-        else:
-            part.slot[i] = t.next_slot
-            t.next_slot += 1
-        if ids or seen[i] != t.version:
+        if not one_column and not other_columns_own(g, slot, entry_at(g, held_of(g, slot, p.length[i] - 1))):
+            return False
+        slots[i] = t.next_slot
+        t.next_slot += 1
+        if seldom(seen[i] != t.version):
             note_changed(part, i)
     return True
 
@@ -1010,22 +1018,33 @@ cdef void free_behind_window(LayerGroup* g, int32_t slot, int64_t length) noexce
     new_version(g, slot)
 
 
+cdef void let_go(Groups* gs, LayerGroup* g, const Step* p) noexcept nogil:
+    """Let go of what no later query of the rows of a step reads in a window or chunk.
+
+    A row with one token more lets go at the end of a period only: it is looked at then.
+    """
+    cdef int64_t first = g.phase, mask = g.period - 1
+    cdef int32_t i, at = 0, looked = p.event[0].row if p.num_events else -1
+    for i in range(p.num_rows):
+        if i == looked:
+            at += 1
+            looked = p.event[at].row if at < p.num_events else -1
+        elif (p.length[i] - first) & mask:
+            continue
+        if p.length[i] >= g.seq[slot_of(p.handle[i])].due and seq_find(gs.seqs, p.handle[i]) >= 0:
+            free_behind_window(g, slot_of(p.handle[i]), p.length[i])
+
+
 cdef void step_release(Groups* gs, const Step* p) noexcept nogil:
     """The step was executed: let go of what it read last, then of what no later query of its rows reads."""
-    cdef int32_t[MAX_GROUPS] letting
-    cdef int32_t i, k, slot, n = 0
+    cdef int32_t k
     if gs.tree != NULL:
         tree_pass(gs, p)
     for k in range(gs.num_groups):
         log_release(&p.part[k].log, gs.group[k].blocks)
+    for k in range(gs.num_groups if gs.lets_go else 0):
         if gs.group[k].kind == WINDOW_LAYERS or gs.group[k].kind == CHUNK_LAYERS:
-            letting[n] = k
-            n += 1
-    for i in range(p.num_rows if n else 0):
-        slot = slot_of(p.handle[i])
-        for k in range(n):
-            if p.length[i] >= gs.group[letting[k]].seq[slot].due and seq_find(gs.seqs, p.handle[i]) >= 0:
-                free_behind_window(&gs.group[letting[k]], slot, p.length[i])
+            let_go(gs, &gs.group[k], p)
 
 
 cdef void step_settle(Groups* gs, const Pending* pending, const Step* p) noexcept nogil:
