@@ -51,8 +51,9 @@ cdef void checkpoint_refresh(Tree* t, int32_t m) noexcept nogil:
 cdef void checkpoint_use(Tree* t, int32_t m) noexcept nogil:
     """A checkpoint is a hit."""
     checkpoint_unlist(t, m)
-    t.used += not t.checkpoint[m].was_hit
-    t.checkpoint[m].was_hit = True
+    if not t.checkpoint[m].was_hit:
+        t.checkpoint[m].was_hit = True
+        t.used += 1
 
 
 # ---- from taking to dropping -------------------------------------------------------------------------------
