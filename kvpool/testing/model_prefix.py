@@ -93,8 +93,124 @@ class Opening:
         return [node for node in self.path if len(node.prefix) <= self.hit]
 
 
+class ModelPrefix:
+    """The calls on a prefix cache, see `kvpool._core.PrefixCache`."""
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+
+    @public_call
+    def match(self, tokens: Any, namespace: bytes = b"") -> int:
+        """Return how many tokens of the prompt `open` would find."""
+        prompt = args.tokens("match", tokens)
+        hit: int = self.pool._found(prompt, args.namespace("match", namespace))[1]
+        return hit
+
+    @public_call
+    def pin(self, tokens: Any, namespace: bytes = b"") -> int:
+        """Open a sequence that holds the largest hit of a prefix, all of which may be one; returns its handle."""
+        pool, prompt = self.pool, args.tokens("pin", tokens)
+        found = pool._judge_opening("pin", prompt, args.namespace("pin", namespace), False, all_of_it=True)
+        seq: Sequence = pool._begin_at("pin", found)
+        pool.chain("pin", prompt, namespace, pool._local(seq.handle))
+        return seq.handle
+
+    @public_call
+    def unpin(self, handle: int) -> None:
+        """Close a sequence that `pin` opened."""
+        self.pool._close(self.pool.one("unpin", handle, True))
+
+    @public_call
+    def commit(self, handles: Any, tokens: Any, counts: Any = None) -> None:
+        """Make the tokens of computed positions known; the blocks that become full can be found."""
+        pool = self.pool
+        names = args.handles("commit", handles)
+        given = args.tokens("commit", tokens)
+        lengths = self._counts(counts, len(names), len(given))
+        batch = [pool._sequence("commit", name) for name in names]
+        # what was said of each block, as if the rows before had been committed
+        told = {key: entry.node.prefix for key, entry in pool.entries.items() if entry.node is not None}
+        rows = []
+        for seq, count in zip(batch, lengths, strict=True):
+            row, given = given[:count], given[count:]
+            pool._refuse_commit(seq, row, told)
+            rows.append(row)
+        for seq, row in zip(batch, rows, strict=True):
+            first = len(seq.tokens) // pool.block_size
+            seq.tokens += row
+            pool._commit_from(seq, first)
+        pool.chain("commit", *map(pool._local, names), *rows)
+
+    def _counts(self, counts: Any, num_rows: int, num_tokens: int) -> list[int]:
+        if counts is None:
+            if num_tokens % max(1, num_rows) or (num_tokens and not num_rows):
+                raise ValueError(f"[commit] {num_tokens} tokens for {num_rows} rows, give counts")
+            return [num_tokens // max(1, num_rows)] * num_rows
+        batch = args.per_row("commit", "counts", counts, num_rows)
+        if sum(batch) != num_tokens:
+            raise ValueError(f"[commit] counts sum up to {sum(batch)}, there are {num_tokens} tokens")
+        return batch
+
+    @public_call
+    def committed(self, handle: int) -> int:
+        """Return the committed length of a sequence: where the next `commit` goes on."""
+        return len(self.pool.one("committed", handle, True).tokens)
+
+    @public_call
+    def wanted(self, handles: Any) -> np.ndarray:
+        """Return the next position of each row at which a step should end, -1: none; int64 ``[S]``."""
+        batch = self.pool.batch("wanted", handles)
+        return np.array([min([p for p in s.wanted if p > s.num_tokens], default=-1) for s in batch], np.int64)
+
+    @public_call
+    def bundle(self, handle: int, group: int) -> np.ndarray:
+        """Return the blocks of a state that a loader fills, or that no step has loaded yet."""
+        pool, seq = self.pool, self.pool.one("bundle", handle, True)
+        if group not in [layer.index for layer in pool._states]:
+            raise ValueError(f"[bundle] group {group} is no group of states")
+        slots = [slot for entry in seq.tables[group].entries for slot in entry]
+        marks = [load.mark for load in pool._loads if load.slots[group] in slots]
+        if seq.is_loading:
+            marks = pool._marks_of(seq)
+        return np.array(marks[0].bundles[group] if marks else [], np.int32)
+
+    @public_call
+    def flush(self, namespace: bytes | None = None) -> int:
+        """Forget every node of a namespace, or of all; returns how many blocks became blank."""
+        if namespace is None or args.namespace("flush", namespace) in self.pool._roots:
+            count: int = self.pool._flush(namespace)
+            return count
+        self.pool._note("cleared", namespace)
+        return 0
+
+    @public_call
+    def events(self) -> list[tuple]:
+        """Return and forget the events, oldest first."""
+        pool = self.pool
+        lost = [("lost", pool._lost_events)] if pool._lost_events and pool._events.maxlen else []
+        events = lost + list(pool._events)
+        pool._events.clear()
+        pool._lost_events = 0
+        return events
+
+    @public_call
+    def stats(self) -> PrefixStats:
+        """Return the counters of the prefix cache."""
+        pool, use = self.pool, self.pool._use
+        return PrefixStats(
+            hit_rate=use["hit_tokens"] / max(1, use["query_tokens"]),
+            nodes=len(pool._nodes),
+            namespaces=len(pool._roots),
+            checkpoints=sum(mark.node is not None for mark in pool._taken),
+            **use,
+            **{f"checkpoints_{name}": n for name, n in pool._marks.items()},
+        )
+
+
 class CacheModel(StepModel):
     """`StepModel` with a prefix cache, which has nothing in it without ``prefix_cache=True``."""
+
+    prefix_class = ModelPrefix
 
     def __init__(self, *sizes: Any, **options: Any) -> None:
         self._marks = dict.fromkeys(("taken", "published", "used", "skipped", "evicted"), 0)
@@ -917,7 +1033,7 @@ class CacheModel(StepModel):
     @property
     def prefix(self) -> ModelPrefix | None:
         """The prefix cache; None in a pool that has none."""
-        return ModelPrefix(self) if self.has_cache else None
+        return self.prefix_class(self) if self.has_cache else None
 
     def _state(self) -> dict[str, Any]:
         return super()._state() | {
@@ -977,117 +1093,3 @@ class CacheModel(StepModel):
                 continue
             if entry.node is None or entry.node.kv.get(entry.layer.index) is not entry:
                 raise CorruptState(f"[check] block {block} of arena {arena.number} is kept for nothing")
-
-
-class ModelPrefix:
-    """The calls on a prefix cache, see `kvpool._core.PrefixCache`."""
-
-    def __init__(self, pool: Any) -> None:
-        self.pool = pool
-
-    @public_call
-    def match(self, tokens: Any, namespace: bytes = b"") -> int:
-        """Return how many tokens of the prompt `open` would find."""
-        prompt = args.tokens("match", tokens)
-        hit: int = self.pool._found(prompt, args.namespace("match", namespace))[1]
-        return hit
-
-    @public_call
-    def pin(self, tokens: Any, namespace: bytes = b"") -> int:
-        """Open a sequence that holds the largest hit of a prefix, all of which may be one; returns its handle."""
-        pool, prompt = self.pool, args.tokens("pin", tokens)
-        found = pool._judge_opening("pin", prompt, args.namespace("pin", namespace), False, all_of_it=True)
-        seq: Sequence = pool._begin_at("pin", found)
-        pool.chain("pin", prompt, namespace, pool._local(seq.handle))
-        return seq.handle
-
-    @public_call
-    def unpin(self, handle: int) -> None:
-        """Close a sequence that `pin` opened."""
-        self.pool._close(self.pool.one("unpin", handle, True))
-
-    @public_call
-    def commit(self, handles: Any, tokens: Any, counts: Any = None) -> None:
-        """Make the tokens of computed positions known; the blocks that become full can be found."""
-        pool = self.pool
-        names = args.handles("commit", handles)
-        given = args.tokens("commit", tokens)
-        lengths = self._counts(counts, len(names), len(given))
-        batch = [pool._sequence("commit", name) for name in names]
-        # what was said of each block, as if the rows before had been committed
-        told = {key: entry.node.prefix for key, entry in pool.entries.items() if entry.node is not None}
-        rows = []
-        for seq, count in zip(batch, lengths, strict=True):
-            row, given = given[:count], given[count:]
-            pool._refuse_commit(seq, row, told)
-            rows.append(row)
-        for seq, row in zip(batch, rows, strict=True):
-            first = len(seq.tokens) // pool.block_size
-            seq.tokens += row
-            pool._commit_from(seq, first)
-        pool.chain("commit", *map(pool._local, names), *rows)
-
-    def _counts(self, counts: Any, num_rows: int, num_tokens: int) -> list[int]:
-        if counts is None:
-            if num_tokens % max(1, num_rows) or (num_tokens and not num_rows):
-                raise ValueError(f"[commit] {num_tokens} tokens for {num_rows} rows, give counts")
-            return [num_tokens // max(1, num_rows)] * num_rows
-        batch = args.per_row("commit", "counts", counts, num_rows)
-        if sum(batch) != num_tokens:
-            raise ValueError(f"[commit] counts sum up to {sum(batch)}, there are {num_tokens} tokens")
-        return batch
-
-    @public_call
-    def committed(self, handle: int) -> int:
-        """Return the committed length of a sequence: where the next `commit` goes on."""
-        return len(self.pool.one("committed", handle, True).tokens)
-
-    @public_call
-    def wanted(self, handles: Any) -> np.ndarray:
-        """Return the next position of each row at which a step should end, -1: none; int64 ``[S]``."""
-        batch = self.pool.batch("wanted", handles)
-        return np.array([min([p for p in s.wanted if p > s.num_tokens], default=-1) for s in batch], np.int64)
-
-    @public_call
-    def bundle(self, handle: int, group: int) -> np.ndarray:
-        """Return the blocks of a state that a loader fills, or that no step has loaded yet."""
-        pool, seq = self.pool, self.pool.one("bundle", handle, True)
-        if group not in [layer.index for layer in pool._states]:
-            raise ValueError(f"[bundle] group {group} is no group of states")
-        slots = [slot for entry in seq.tables[group].entries for slot in entry]
-        marks = [load.mark for load in pool._loads if load.slots[group] in slots]
-        if seq.is_loading:
-            marks = pool._marks_of(seq)
-        return np.array(marks[0].bundles[group] if marks else [], np.int32)
-
-    @public_call
-    def flush(self, namespace: bytes | None = None) -> int:
-        """Forget every node of a namespace, or of all; returns how many blocks became blank."""
-        if namespace is None or args.namespace("flush", namespace) in self.pool._roots:
-            count: int = self.pool._flush(namespace)
-            return count
-        self.pool._note("cleared", namespace)
-        return 0
-
-    @public_call
-    def events(self) -> list[tuple]:
-        """Return and forget the events, oldest first."""
-        pool = self.pool
-        lost = [("lost", pool._lost_events)] if pool._lost_events and pool._events.maxlen else []
-        events = lost + list(pool._events)
-        pool._events.clear()
-        pool._lost_events = 0
-        return events
-
-    @public_call
-    def stats(self) -> PrefixStats:
-        """Return the counters of the prefix cache."""
-        pool, use = self.pool, self.pool._use
-        return PrefixStats(
-            hit_rate=use["hit_tokens"] / max(1, use["query_tokens"]),
-            nodes=len(pool._nodes),
-            namespaces=len(pool._roots),
-            checkpoints=sum(mark.node is not None for mark in pool._taken),
-            **use,
-            **{f"checkpoints_{name}": n for name, n in pool._marks.items()},
-        )
