@@ -74,7 +74,7 @@ cdef class Plan:
     cdef int declare(self, object formats, object dtype, object pad, object out) except -1
     cdef int define(self, str name, int width, int64_t pad) except -1
     cdef list groups_with(self, str name)
-    cdef Field* field_of(self, str name, int k) noexcept
+    cdef Field* field_of(self, str name, int k) except NULL
     cdef dict held_by(self, int k)
     cdef tuple whole_shape(self, str name, int k)
     cdef int own(self, str name, int k) except -1

@@ -449,7 +449,7 @@ cdef class Plan:
             return [-1]
         return [k for k in range(len(self.group_plans)) if (<PlanGroup>self.group_plans[k]).has(name)]
 
-    cdef Field* field_of(self, str name, int k) noexcept:
+    cdef Field* field_of(self, str name, int k) except NULL:
         if k < 0:
             return &self.field[<int>FIELDS.index(name)]
         return &(<PlanGroup>self.group_plans[k]).data.wire.field[<int>FIELDS.index(name)]
