@@ -3,7 +3,7 @@
 The independent oracle of `kvpool.Pool` and `kvpool.Plan`: it follows ``docs/core.md``, ``docs/groups.md`` and
 ``docs/prefix.md`` line by line and shares no code with the core. Reference counts are recounted from the tables and the
 pending steps whenever they are needed; there are only lists and dicts, and plans are rebuilt from scratch by each step.
-Two differences to the core: `digest` and `fingerprint` are other hash functions; `state` shows everything.
+One difference to the core: `digest` and `fingerprint` are other hash functions.
 
 Examples
 --------
@@ -19,32 +19,14 @@ Examples
 
 from __future__ import annotations
 
-from typing import Any
-
-from kvpool.testing.model_groups import GroupModel
 from kvpool.testing.model_plan import ModelPlan
-from kvpool.testing.model_prefix_groups import CheckpointModel
-from kvpool.testing.model_steps import StepModel
+from kvpool.testing.model_prefix import CacheModel
 
 __all__ = ["ModelPlan", "ModelPool"]
 
 
-class ModelPool(StepModel):
+class ModelPool(CacheModel):
     """A pool of KV blocks in plain Python; same constructor, methods and errors as `kvpool.Pool`.
 
-    See `kvpool.testing.model_blocks.BlockModel`, `kvpool.testing.model_steps.PrefixModel` and
-    `kvpool.testing.model_groups.GroupModel` for the parameters. With `groups`, a `GroupModel` is made, and with a
-    prefix cache besides a `CheckpointModel`.
+    See `kvpool.testing.model_groups.PoolModel` for the parameters.
     """
-
-    def __new__(cls, *sizes: Any, groups: Any = None, prefix_cache: Any = False, **options: Any) -> Any:
-        """Choose the class by the groups."""
-        if groups is None or cls is not ModelPool:
-            return super().__new__(cls)
-        model = CheckpointModel if prefix_cache is True else GroupModel
-        return model(*sizes, groups=groups, prefix_cache=prefix_cache, **options)
-
-    def __init__(self, *sizes: Any, groups: None = None, **options: Any) -> None:
-        if groups is not None:
-            raise ValueError(f"[{type(self).__name__}] groups are given, this model has none")
-        super().__init__(*sizes, **options)

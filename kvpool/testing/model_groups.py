@@ -1,68 +1,30 @@
-"""The half of `kvpool.testing.model` for pools with layer groups: ``docs/groups.md``, line by line.
+"""Layer groups and sequences of `kvpool.testing.model`: ``docs/groups.md``, line by line.
 
-`Arena` is a set of blocks, `Table` is what a sequence has in one group. A state group is a table of at most one entry
-of one slot. Who names a block is recounted from the tables whenever it is needed.
+`Table` is what a sequence has in one group. A state group is a table of at most one entry of one slot.
 """
 
 from __future__ import annotations
 
+import hashlib
+import zlib
+from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from kvpool.errors import CapacityExceeded, CorruptState, PlanStateError
+from kvpool.errors import ForeignHandle, KVPoolError, OutOfSequences, PlanStateError, PoolClosed, StaleHandle
 from kvpool.groups import Group
+from kvpool.stats import PoolOptions, PoolStats
 from kvpool.testing import model_args as args
-from kvpool.testing.model_blocks import BlockSet, Step, ceil_div, public_call
-from kvpool.testing.model_plan import ModelPlan, Sequence, dirty_rows
-from kvpool.testing.model_steps import StepModel
+from kvpool.testing.model_blocks import Arena, ModelBlocks, ceil_div, public_call
 
 MAX_GROUPS, MAX_ARENAS, MULTIPLES = 8, 8, (1, 2, 4)
+SLOT_BITS, GENERATION_BITS, NUM_TAGS = 20, 32, 2047
+MAX_GENERATION = 2**GENERATION_BITS - 1
 HOLE: list[int] = []  #: what a table has instead of an entry that was let go
 
-
-class Arena(BlockSet):
-    """A set of blocks, or of state slots, of a pool with groups."""
-
-    def __init__(self, pool: GroupModel, index: int, num_blocks: int, reserved: int) -> None:
-        self._pool, self._number, self.num_blocks, self._reserved = pool, index, num_blocks, reserved
-        self._count()
-        self._empty_blocks()
-
-    @property
-    def _pending(self) -> list[Any]:  # type: ignore[override]
-        return self._pool._pending
-
-    def _names(self) -> list[int]:
-        return [
-            block
-            for seq in self._pool._sequences.values()
-            for layer in self._pool.layers
-            if layer.arena is self
-            for entry in seq.tables[layer.index].entries
-            for block in entry
-        ]
-
-    def is_idle(self, block: int) -> bool:
-        """Nobody names the block, and no pending step may use it."""
-        in_limbo = any(block == one for one, _ in self._limbo)
-        return not self._refcount(block) and block not in self._holds and not in_limbo
-
-    def _arena(self, call: str, arena: Any) -> BlockSet:
-        return self._pool._arena(call, arena)
-
-    def _has_own_cache(self) -> bool:
-        return False
-
-    def _refuse_closed(self, call: str) -> None:
-        self._pool._refuse_closed(call)
-
-    def _drain(self) -> None:
-        self._pool._drain()
-
-    def _chain(self, *words: object) -> None:
-        self._pool._chain(self._number, *words)
+_live_tags: set[int] = set()
 
 
 @dataclass(eq=False)
@@ -89,10 +51,9 @@ class Layers:
         first = {"window": p - self.group.size + 1, "chunk": p - p % (self.group.size or 1)}.get(self.kind, 0)
         return set(range(max(first, 0), p + 1)) | set(range(min(self.group.keep, p + 1)))
 
-    @property
-    def num_kept(self) -> int:
-        """Entries that are never let go."""
-        return ceil_div(self.group.keep, self.block_size)
+    def needs(self, i: int, p: int) -> bool:
+        """Whether a query at position p or later may read entry i, or it is kept for ever."""
+        return i < ceil_div(self.group.keep, self.block_size) or (i + 1) * self.block_size > self.last_unread(p)
 
 
 @dataclass(eq=False)
@@ -101,34 +62,36 @@ class Table:
 
     entries: list[list[int]] = field(default_factory=list)
     epoch: int = 0
-    told: list[list[int]] = field(default_factory=list)  # its first entries as ``table_updates`` have told them
     evicted: int = 0  # tokens that left by eviction
 
 
-@dataclass(eq=False)
-class Change:
-    """What a step did to one row in one group."""
-
-    replaced: list[tuple[int, list[int], list[int]]] = field(default_factory=list)  # index, old entry, new entry
-    num_appended: int = 0
-
-
-@dataclass(eq=False)
-class GroupRow:
-    """What a step did to one sequence."""
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """An open sequence, or one that is loaded."""
 
     handle: int
-    old_length: int
-    length: int
-    changes: list[Change]
-
-
-#: What a row needs in one group: entries to replace as (index, valid tokens), and how many to append.
-Need = tuple[list[tuple[int, int]], int]
+    num_tokens: int
+    tables: list[Table]
+    #: (handle forked from, newest step id at that moment), for all its ancestors
+    ancestors: list[tuple[int, int]] = field(default_factory=list)
+    #: (step, done tokens) when it was forked from a row of a pending step
+    forked_in: tuple[int, int] | None = None
+    point: int = 0  #: `num_tokens` when tokens were evicted last
+    is_loading: bool = False  #: somebody writes its blocks, until `loaded`
+    is_closed: bool = False  #: closed since then
+    #: what the prefix cache knows: a namespace's root, committed tokens, and how many base blocks hits may find
+    root: int | None = None
+    tokens: list[int] = field(default_factory=list)
+    published: int = 0
+    node: Any = None  #: of its last committed base block
+    wanted: list[int] = field(default_factory=list)  #: where checkpoints are taken
+    load: int = 0  #: tokens that are loaded
 
 
 def read_groups(groups: Any) -> tuple[Group, ...]:
     """Return the groups of a pool, judged by themselves."""
+    if groups is None:
+        return (Group.full(),)
     if not isinstance(groups, list | tuple):
         raise TypeError(f"[Pool] groups is a {type(groups).__name__}, a list of Group is needed")
     for group in groups:
@@ -139,14 +102,11 @@ def read_groups(groups: Any) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def make_layers(
-    pool: GroupModel, groups: tuple[Group, ...], num_blocks: int, block_size: int, reserved: int
-) -> tuple[list[Layers], list[Arena]]:
-    """Settle block sizes and arenas."""
+def arena_sizes(groups: tuple[Group, ...], num_blocks: int, block_size: int, reserved: int) -> list[int]:
+    """Blocks of each arena that is not of states."""
     sizes = {0: num_blocks}
-    for group in groups:
-        if group.kind == "state":
-            continue
+    kv = [group for group in groups if group.kind != "state"]
+    for group in kv:
         if group.block_size not in (None, *(block_size * k for k in MULTIPLES)):
             raise ValueError(f"[Pool] block_size of a group is {group.block_size}, {block_size} x 1, 2 or 4 is legal")
         if group.arena >= MAX_ARENAS:
@@ -157,154 +117,293 @@ def make_layers(
             raise ValueError(f"[Pool] num_blocks of arena {group.arena} is missing")
         if group.num_blocks not in (None, sizes.setdefault(group.arena, group.num_blocks or 0)):
             raise ValueError(f"[Pool] num_blocks of arena {group.arena} is {sizes[group.arena]} and {group.num_blocks}")
-    used = {group.arena for group in groups if group.kind != "state"}
+    used = {group.arena for group in kv}
     if used != set(range(len(used))):
         raise ValueError(f"[Pool] arenas are {sorted(used)}, they must be 0, 1, 2, ... without a gap")
     for arena, size in sizes.items():
         if size <= reserved:
             raise ValueError(f"[Pool] num_blocks of arena {arena} is {size}, more than {reserved} are needed")
-    arenas = [pool.arena_class(pool, i, sizes[i], reserved) for i in range(len(sizes))]
-    layers = []
-    for index, group in enumerate(groups):
-        if group.kind == "state":
-            arenas.append(pool.arena_class(pool, len(arenas), group.size, 0))
-            layers.append(Layers(index, "state", group, 1, 1, arenas[-1]))
-        else:
-            size = group.block_size or block_size
-            layers.append(Layers(index, group.kind, group, size, group.columns, arenas[group.arena]))
-    return layers, arenas
+    return [sizes[arena] for arena in range(len(sizes))]
 
 
-class GroupModel(StepModel):
-    """A pool of several layer groups: ``ModelPool(..., groups=[...])`` makes one.
+class PoolModel:
+    """Layer groups, their arenas, and sequences over them.
 
     Parameters
     ----------
-    groups : list of Group
-        The groups, in the order of the tables.
+    num_blocks, block_size : int
+        Blocks of arena 0, tokens in a base block.
+    max_seqs, max_blocks_per_seq : int
+        Limits on open sequences and on the tokens of one, in base blocks; the second defaults to
+        ``min(num_blocks - reserved_blocks, max(1, 2**27 // max_seqs))``.
+    reserved_blocks : int
+        Ids below it are never allocated.
+    watermark : int
+        Blocks of arena 0 that `open` leaves for sequences that grow.
+    in_order : bool
+        Every step counts as done when it returns.
+    seed : int, optional
+        Accepted for symmetry; nothing in the model is random.
+    prefix_cache : bool
+        Whether committed blocks are found by their content.
+    events : int
+        How many events are kept for `events`.
     lookahead : int
         By how many tokens `truncate` may always shorten a sequence.
+    groups : list of Group, optional
+        The groups, in the order of the tables; one full group by default.
     """
 
-    arena_class, may_cache = Arena, False
+    arena_class, blocks_class = Arena, ModelBlocks
+    _closed = True  # until the constructor has seen that everything is legal
 
-    def __init__(self, *sizes: Any, groups: Any = None, lookahead: int = 0, **options: Any) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, max_seqs: int = 1024, max_blocks_per_seq: int | None = None,
+        reserved_blocks: int = 1, watermark: int = 0, in_order: bool = False, seed: int | None = None,
+        prefix_cache: bool = False, events: int = 0, lookahead: int = 0, groups: Any = None, _hash_bits: int = 64,
+    ) -> None:  # fmt: skip
         given = read_groups(groups)
         lookahead = args.integer("Pool", "lookahead", lookahead, 0)
         for group in given:
             if group.kind in ("window", "chunk") and lookahead >= group.size:
                 raise ValueError(f"[Pool] lookahead is {lookahead}, not below {group.size}")
-        if options.get("prefix_cache") is True and not self.may_cache:
-            raise ValueError("[Pool] prefix_cache is not for pools with groups")
+        args.boolean("Pool", "prefix_cache", prefix_cache)
+        args.integer("Pool", "events", events, 0, 2**31 - 1)
+        args.integer("Pool", "_hash_bits", _hash_bits, 0, 64)
+        if events and not prefix_cache:
+            raise ValueError(f"[Pool] events is {events}, but there are none without prefix_cache=True")
+        reserved = args.integer("Pool", "reserved_blocks", reserved_blocks, 0, 2**31 - 2)
+        num_blocks = args.integer("Pool", "num_blocks", num_blocks, reserved + 1, 2**31 - 1)
+        block_size = args.integer("Pool", "block_size", block_size, 1, min(2**31 - 1, 2**62 // num_blocks))
+        max_seqs = args.integer("Pool", "max_seqs", max_seqs, 1, 2**SLOT_BITS)
+        watermark = args.integer("Pool", "watermark", watermark, 0, num_blocks - reserved)
+        if max_blocks_per_seq is None:
+            max_blocks_per_seq = min(num_blocks - reserved, max(1, 2**27 // max_seqs))
+            if all(group.kind == "state" for group in given):
+                max_blocks_per_seq = (2**31 - 1) // block_size
+        most = args.integer("Pool", "max_blocks_per_seq", max_blocks_per_seq, 1, 2**31 - 1)
+        args.boolean("Pool", "in_order", in_order)
+        if seed is not None:
+            args.integer("Pool", "seed", seed, 0, 2**64 - 1)
+        sizes = arena_sizes(given, num_blocks, block_size, reserved)
+        self.num_blocks, self.block_size, self.lookahead = num_blocks, block_size, lookahead
+        self.hole, self.has_cache = 0 if reserved else -1, prefix_cache
+        self.options = PoolOptions(
+            *(num_blocks, block_size, max_seqs, most, reserved, watermark, in_order, seed or 0, prefix_cache, events),
+            *(lookahead, given),
+        )
+        self.pending: list[Any] = []  # steps, oldest first
+        self.arenas = [self.arena_class(self, k, size, reserved) for k, size in enumerate(sizes)]
         self.layers: list[Layers] = []
-        self.arenas: list[Arena] = []
-        self.plan_class = GroupPlan
-        super().__init__(*sizes, **options)
-        plain = self.options
-        if all(group.kind == "state" for group in given) and options.get("max_blocks_per_seq") is None:
-            plain = plain._replace(max_blocks_per_seq=(2**31 - 1) // plain.block_size)
-        try:
-            self.layers, self.arenas = make_layers(
-                self, given, plain.num_blocks, plain.block_size, plain.reserved_blocks
-            )
-        except ValueError:
-            self.shutdown()
-            raise
-        self.options = plain._replace(lookahead=lookahead, groups=given)
-        self.lookahead = lookahead
-        self.hole = 0 if plain.reserved_blocks else -1
+        for index, group in enumerate(given):
+            home, size, columns = self.arenas[group.arena], group.block_size or block_size, group.columns
+            if group.kind == "state":
+                home, size, columns = self.arena_class(self, len(self.arenas), group.size, 0), 1, 1
+                self.arenas.append(home)
+            self.layers.append(Layers(index, group.kind, group, size, columns, home))
+        self._next_step = 1
+        self._generations: dict[int, int] = {}
+        self._deferred: list[int] = []
+        self._digest = self._evicted_tokens = 0
         self._empty()
+        self._tag = self._take_tag()
+        self._closed = False
+
+    @staticmethod
+    def _take_tag() -> int:
+        for tag in range(1, NUM_TAGS + 1):
+            if tag not in _live_tags:
+                _live_tags.add(tag)
+                return tag
+        raise KVPoolError(f"[Pool] too many live pools ({NUM_TAGS}), shut one down first")
 
     def _empty(self) -> None:
-        super()._empty()
+        """Every block blank, every slot free, nothing pending."""
+        self._sequences: dict[int, Sequence] = {}  # slot -> sequence
+        self._free_slots = deque(
+            s for s in range(self.options.max_seqs) if self._generations.get(s, 0) <= MAX_GENERATION
+        )
+        self.pending.clear()
         for arena in self.arenas:
-            arena._empty_blocks()
+            arena.empty()
+
+    def refuse_closed(self, call: str) -> None:
+        """Refuse a pool that was shut down."""
+        if self._closed:
+            raise PoolClosed(f"[{call}] the pool was shut down")
 
     @property
-    def _with_entries(self) -> list[Layers]:
+    def blocks(self) -> ModelBlocks:
+        """Blocks by id, of arena 0."""
+        return self.blocks_class(self.arenas[0])
+
+    def arena_of(self, call: str, arena: Any) -> Arena:
+        """An arena that a call names."""
+        return self.arenas[args.integer(call, "arena", arena, 0, len(self.arenas) - 1)]
+
+    def _layer(self, call: str, group: Any) -> Layers:
+        """A group that a call names."""
+        return self.layers[args.integer(call, "group", group, 0, len(self.layers) - 1)]
+
+    def layers_in(self, arena: Arena) -> list[Layers]:
+        """The groups of an arena."""
+        return [layer for layer in self.layers if layer.arena is arena]
+
+    def sequences(self) -> list[Sequence]:
+        """All that have blocks."""
+        return list(self._sequences.values())
+
+    @property
+    def _kv(self) -> list[Layers]:
         """The groups that have entries of blocks."""
         return [layer for layer in self.layers if layer.kind != "state"]
 
-    def _reset(self) -> None:
-        for arena in self.arenas:
-            arena._dropped.extend(sorted(arena._committed))
-        super()._reset()
+    def _local(self, handle: int) -> int:
+        return handle & (2 ** (SLOT_BITS + GENERATION_BITS) - 1)
 
-    def _arena(self, call: str, arena: Any) -> BlockSet:
-        return self.arenas[args.integer(call, "arena", arena, 0, len(self.arenas) - 1)]
+    def chain(self, *words: object) -> None:
+        """Add a successful call to the digest."""
+        self._digest = zlib.crc32(repr(words).encode(), self._digest)
 
-    # ---- references ---------------------------------------------------------------------------------------
+    # ---- sequences ----------------------------------------------------------------------------------------
 
-    def _release_in(self, arena: Arena, block: int) -> None:
-        """A reference or a hold went away: if it was the last one, the block leaves."""
-        arena._release(block)
+    def _made(self, handle: int) -> Sequence | None:
+        """The sequence of a handle that has blocks, whatever its state."""
+        seq = self._sequences.get(handle & (2**SLOT_BITS - 1))
+        return seq if seq is not None and seq.handle == handle else None
 
-    def _drain_limbo(self) -> None:
-        for arena in self.arenas:
-            arena._drain_limbo()
+    def _find(self, handle: int, any_: bool = False) -> Sequence | None:
+        """The open sequence of a handle, with `any_` also one that is loaded."""
+        seq = self._made(handle)
+        return None if seq is None or seq.is_closed or (seq.is_loading and not any_) else seq
+
+    def _sequence(self, call: str, handle: int, any_: bool = False) -> Sequence:
+        if handle < 0:
+            raise ValueError(f"[{call}] handle is negative ({handle})")
+        seq = self._find(handle, any_)
+        if seq is None and self._find(handle, True) is not None:
+            raise PlanStateError(f"[{call}] the sequence is being loaded ({handle})")
+        if seq is None and handle >> (SLOT_BITS + GENERATION_BITS) != self._tag:
+            raise ForeignHandle(f"[{call}] handle of another pool ({handle})")
+        if seq is None:
+            raise StaleHandle(f"[{call}] handle of a closed sequence ({handle})")
+        return seq
+
+    def batch(self, call: str, handles: Any, any_: bool = False) -> list[Sequence]:
+        """The sequences of a call."""
+        return [self._sequence(call, handle, any_) for handle in args.handles(call, handles)]
+
+    def one(self, call: str, handle: Any, any_: bool = False) -> Sequence:
+        """The sequence of a call."""
+        return self._sequence(call, args.integer(call, "handle", handle, 0, args.MAX_INT64), any_)
+
+    def _create(self, num_tokens: int) -> Sequence:
+        slot = self._free_slots.popleft()
+        generation = self._generations.setdefault(slot, 0)
+        handle = self._tag << (SLOT_BITS + GENERATION_BITS) | generation << SLOT_BITS | slot
+        seq = self._sequences[slot] = Sequence(handle, num_tokens, [Table() for _ in self.layers])
+        return seq
+
+    def _refuse_slots(self, call: str, n: int) -> None:
+        if n > len(self._free_slots):
+            raise OutOfSequences(
+                f"[{call}] {n} sequence slots are needed, {len(self._free_slots)} are free, "
+                f"max_seqs is {self.options.max_seqs}"
+            )
+
+    def _pending_rows(self, handle: int) -> list[Any]:
+        return [row for step in self.pending for row in step.rows if row.handle == handle]
+
+    def _refuse_pending(self, call: str, seq: Sequence) -> None:
+        if self._pending_rows(seq.handle):
+            raise PlanStateError(f"[{call}] handle is a row of a pending plan ({seq.handle})")
+
+    @public_call
+    def fork(self, handle: int, n: int = 1) -> np.ndarray:
+        """Open `n` children that share the parent's written entries and its states; their handles, int64 ``[n]``."""
+        parent = self.one("fork", handle)
+        n = args.count("fork", "n", n)
+        self._refuse_slots("fork", n)
+        children, room = [], self._rounded(parent.num_tokens)
+        for _ in range(n):
+            child = self._create(parent.num_tokens)
+            child.ancestors = [*parent.ancestors, (parent.handle, self._next_step - 1)]
+            child.point, child.forked_in = parent.point, self._fork_in(parent)
+            child.root, child.tokens, child.published = parent.root, list(parent.tokens), parent.published
+            child.node, child.wanted = parent.node, list(parent.wanted)
+            for layer, table, own in zip(self.layers, parent.tables, child.tables, strict=True):
+                shared = 1 if layer.kind == "state" else self._num_entries(layer, table, room)
+                own.entries, own.evicted = table.entries[:shared], table.evicted
+            children.append(child.handle)
+        self.chain("fork", self._local(parent.handle), *map(self._local, children))
+        return np.array(children, np.int64)
+
+    def done_length(self, seq: Sequence) -> int:
+        """Tokens that no pending step has still to write.
+
+        A sequence that was forked in the middle of a step has what its parent had done, until that step passes.
+        """
+        pending = [row.old_length for row in self._pending_rows(seq.handle)]
+        if seq.forked_in is not None and any(step.id == seq.forked_in[0] for step in self.pending):
+            pending.append(seq.forked_in[1])
+        return min([seq.num_tokens, *pending])
+
+    def _fork_in(self, parent: Sequence) -> tuple[int, int] | None:
+        """The newest pending step that what a child has may wait for, and how much the parent has done."""
+        steps = [step.id for step in self.pending for row in step.rows if row.handle == parent.handle]
+        if parent.forked_in is not None and any(step.id == parent.forked_in[0] for step in self.pending):
+            steps.append(parent.forked_in[0])
+        return (max(steps), self.done_length(parent)) if steps else None
+
+    # ---- tables -------------------------------------------------------------------------------------------
+
+    def _capacity(self, seq: Sequence) -> int:
+        """The positions that all tables cover, evicted ones counted."""
+        tables = [(layer.block_size, seq.tables[layer.index]) for layer in self._kv]
+        rooms = [(len(table.entries) + table.evicted // size) * size for size, table in tables]
+        return min(rooms, default=ceil_div(seq.num_tokens, self.block_size) * self.block_size)
+
+    def _rounded(self, tokens: int) -> int:
+        """The least capacity that has room for so many tokens: whole entries of the smallest block size."""
+        unit = min((layer.block_size for layer in self._kv), default=self.block_size)
+        return ceil_div(tokens, unit) * unit
+
+    def _num_entries(self, layer: Layers, table: Table, capacity: int) -> int:
+        """Entries of a table in a sequence of this capacity."""
+        return ceil_div(capacity, layer.block_size) - table.evicted // layer.block_size
+
+    def held(self, seq: Sequence, layer: Layers) -> int:
+        """Tokens that were not evicted from a group: its `kv_len`."""
+        return seq.num_tokens - seq.tables[layer.index].evicted
+
+    def _take_entry(self, layer: Layers) -> list[int]:
+        return [layer.arena.take() for _ in range(layer.columns)]
 
     def _pop_entries(self, seq: Sequence, layer: Layers, length: int) -> None:
         """Drop entries from the end until `length` are left, columns descending."""
         entries = seq.tables[layer.index].entries
         while len(entries) > length:
             for block in reversed(entries.pop()):
-                self._release_in(layer.arena, block)
+                layer.arena.release(block)
 
-    def _make_room(self, entries: list[tuple[Layers, int]]) -> None:
-        """Make room for entries of groups that a call is about to take."""
-
-    def _take_entry(self, layer: Layers) -> list[int]:
-        return [layer.arena._take() for _ in range(layer.columns)]
-
-    # ---- sequences ----------------------------------------------------------------------------------------
-
-    def _refuse_count(self, call: str, tokens: Any) -> int:
-        """Return a count of tokens, if there are blocks for them."""
-        if isinstance(tokens, list | tuple | np.ndarray):
-            raise ValueError(f"[{call}] a prompt is not for pools with groups, a count of tokens is needed")
-        count = args.count(call, "tokens", tokens)
-        if count > self.options.max_blocks_per_seq * self.block_size:
-            raise CapacityExceeded(f"[{call}] {count} tokens, max_blocks_per_seq is {self.options.max_blocks_per_seq}")
-        kv = self._with_entries
-        for arena in self.arenas:
-            need = sum(ceil_div(count, layer.block_size) * layer.columns for layer in kv if layer.arena is arena)
-            watermark = 0 if arena._number else self.options.watermark
-            if need and need + watermark > arena._available():
-                arena._out_of_blocks(call, need, watermark)
-        self._refuse_slots(call, 1)
-        return count
-
-    def _refuse_open(self, call: str, tokens: Any, namespace: bytes, load: bool, reserve: bool) -> None:
-        if load:
-            raise ValueError(f"[{call}] load is not for pools with groups and no prefix cache")
-        self._refuse_count(call, tokens)
+    def _pop_all(self, seq: Sequence) -> None:
+        """Group by group, entries from the last to the first; the states at the end."""
+        for layer in sorted(self.layers, key=lambda layer: layer.kind == "state"):
+            self._pop_entries(seq, layer, 0)
 
     @public_call
-    def open(self, tokens: Any = 0, namespace: bytes = b"") -> int:
-        """Open an empty sequence with entries for a number of tokens; returns its handle."""
-        args.namespace("open", namespace)
-        count, kv = self._refuse_count("open", tokens), self._with_entries
-        seq = self._create(0, [])
-        self._make_room([(layer, ceil_div(count, layer.block_size)) for layer in kv])
-        for layer in kv:
-            table = seq.tables[layer.index]
-            table.entries = [self._take_entry(layer) for _ in range(ceil_div(count, layer.block_size))]
-        self._chain("open", count, self._local(seq.handle), [table.entries for table in seq.tables])
-        return seq.handle
-
-    def _create(self, num_tokens: int, table: list[int]) -> Sequence:
-        seq = super()._create(num_tokens, table)
-        seq.tables = [Table() for _ in self.layers]
-        return seq
-
-    def _share_tables(self, parent: Sequence, child: Sequence) -> None:
-        """Entries below the length, and states."""
-        room = self._rounded(parent.num_tokens)
-        for layer in self.layers:
-            table = parent.tables[layer.index]
-            shared = 1 if layer.kind == "state" else self._num_entries(layer, table, room)
-            child.tables[layer.index].entries = list(table.entries[:shared])
-            child.tables[layer.index].evicted = table.evicted
+    def truncate(self, handles: Any, lens: Any) -> None:
+        """Shorten sequences to `lens` tokens; the entries past them are released, youngest first."""
+        batch = self.batch("truncate", handles)
+        lengths = args.per_row("truncate", "lens", lens, len(batch))
+        for seq, length in zip(batch, lengths, strict=True):
+            if not seq.point <= length <= seq.num_tokens:
+                raise ValueError(f"[truncate] len is {length}, {seq.point} .. {seq.num_tokens} is legal")
+            self._refuse_pending("truncate", seq)
+            self._refuse_gone(seq, length)
+        for seq, length in zip(batch, lengths, strict=True):
+            self._shorten(seq, length)
+        self.chain("truncate", *(self._local(seq.handle) for seq in batch), *lengths)
 
     def _refuse_gone(self, seq: Sequence, length: int) -> None:
         """Refuse a length at which a query would read what was let go, or a state that is gone."""
@@ -313,579 +412,218 @@ class GroupModel(StepModel):
                 if length != seq.num_tokens:
                     raise ValueError(f"[truncate] len is {length}, only {seq.num_tokens} is left of the state")
                 continue
-            entries = seq.tables[layer.index].entries
-            size = layer.block_size
+            size, entries = layer.block_size, seq.tables[layer.index].entries
             gone = {i * size + k for i, entry in enumerate(entries) if entry == HOLE for k in range(size)}
-            if gone & layer.reads(length):
+            if gone and gone & layer.reads(length):
                 legal = (n for n in range(length, seq.num_tokens) if not gone & layer.reads(n))
                 least = next(legal, seq.num_tokens)
                 raise ValueError(f"[truncate] len is {length}, the least that group {layer.index} has is {least}")
 
     def _shorten(self, seq: Sequence, length: int) -> None:
-        for layer in self._with_entries:
+        for layer in self._kv:
             table = seq.tables[layer.index]
             keep = self._num_entries(layer, table, self._rounded(length))
             table.epoch += keep < len(table.entries)
-            self._cut_told(table, keep)
             self._pop_entries(seq, layer, keep)
         seq.num_tokens = length
 
-    def _pop_all(self, seq: Sequence) -> None:
-        """Group by group, entries from the last to the first; the states at the end."""
-        for layer in sorted(self.layers, key=lambda layer: layer.kind == "state"):
-            self._pop_entries(seq, layer, 0)
+    # ---- loads and the end --------------------------------------------------------------------------------
 
-    # ---- what a step needs --------------------------------------------------------------------------------
+    @public_call
+    def loaded(self, handle: int, n: int) -> bool:
+        """End the load of a sequence: its first `n` tokens are there, 0: no more than before. Closes a closed one."""
+        args.integer("loaded", "handle", handle, args.MIN_INT64, args.MAX_INT64)
+        n = args.count("loaded", "n", n)
+        seq = self._made(handle)
+        if seq is None or not seq.is_loading:
+            self._sequence("loaded", handle)
+            raise PlanStateError(f"[loaded] the sequence is not being loaded ({handle})")
+        least, most = self._loadable(seq)
+        if n and not least <= n <= most:
+            raise ValueError(f"[loaded] n is {n}, 0 or {least} .. {most} is legal")
+        seq.is_loading = False
+        self.chain("loaded", self._local(handle), n)
+        if seq.is_closed:
+            seq.is_closed = False
+            self._close(seq)
+            return False
+        self._take_over(seq, n)
+        return True
 
-    def _group_need(self, seq: Sequence, n: int, layer: Layers, lost: list[int], reads: dict[int, int]) -> Need:
-        """What `n` tokens need in a group; `lost` and `reads` are what rows before gave up and copy, in its arena."""
-        table, arena, size = seq.tables[layer.index], layer.arena, layer.block_size
-        entries, length = table.entries, seq.num_tokens - table.evicted
-        named = arena._names()
+    def _loadable(self, seq: Sequence) -> tuple[int, int]:
+        """The lengths that a load may end with."""
+        return seq.num_tokens, self._capacity(seq)
 
-        def is_own(block: int) -> bool:
-            count = named.count(block) + arena._raw.get(block, 0) - lost.count(block)
-            return count == 1 and block not in arena._committed
+    def _take_over(self, seq: Sequence, n: int) -> None:
+        """The bytes of `n` tokens were loaded."""
+        seq.num_tokens = n or seq.num_tokens
 
-        if n == 0:
-            return [], 0
-        if layer.kind == "state":
-            if not entries:
-                return [], 1
-            ((slot,),) = entries
-            in_place = self.options.in_order and is_own(slot) and slot not in lost  # of rows that read it
-            return ([], 0) if in_place else ([(0, 0)], 0)
-        last = ceil_div(length + n, size)
-        replaced = []
-        for i in range(length // size, min(last, len(entries))):
-            valid = max(0, length - i * size)
-            if any(
-                not is_own(block) or valid < max(self._floor_in(layer, block), reads.get(block, 0))
-                for block in entries[i]
-            ):
-                replaced.append((i, valid))
-        room = max(self._capacity(seq), self._rounded(seq.num_tokens + n))
-        return replaced, self._num_entries(layer, table, room) - len(entries)
+    def _close(self, seq: Sequence) -> None:
+        if seq.is_loading:
+            seq.is_closed = True
+            self.chain("close", self._local(seq.handle))
+            return
+        slot = seq.handle & (2**SLOT_BITS - 1)
+        self._pop_all(seq)
+        del self._sequences[slot]
+        self._generations[slot] += 1
+        if self._generations[slot] <= MAX_GENERATION:
+            self._free_slots.append(slot)
+        self.chain("close", self._local(seq.handle))
 
-    def _floor_in(self, layer: Layers, block: int) -> int:
-        """Tokens of the block that pending copies still have to read."""
-        reads = [
-            tokens
-            for step in self._pending
-            for index, src, _, tokens in step.copies
-            if src == block and self.layers[index].arena is layer.arena
-        ]
-        return max(reads, default=0)
+    @public_call
+    def close(self, handles: Any) -> None:
+        """Close sequences in the order given; each one's blocks are released youngest first."""
+        for seq in self.batch("close", handles, any_=True):
+            self._close(seq)
 
-    def _group_needs(
-        self, batch: list[Any], new: list[int], partial: bool, states: bool
-    ) -> tuple[list[list[Need] | None], tuple[int, Arena, int] | None]:
-        """Judge the batch: needs per row (None if not served), and (row, arena, needed) of the first that is short."""
-        lost: dict[int, list[int]] = {arena._number: [] for arena in self.arenas}
-        reads: dict[int, dict[int, int]] = {arena._number: {} for arena in self.arenas}
-        total = dict.fromkeys(lost, 0)
-        rows: list[list[Need] | None] = []
-        short: tuple[int, Arena] | None = None
-        for seq, n in zip(batch, new, strict=True):
-            needs: list[Need] = []
-            for layer in self.layers:
-                where = layer.arena._number
-                asked = n if states or layer.kind != "state" else 0
-                needs.append(self._group_need(seq, asked, layer, lost[where], reads[where]))
-            after = dict(total)
-            for layer, (replaced, appended) in zip(self.layers, needs, strict=True):
-                after[layer.arena._number] += (len(replaced) + appended) * layer.columns
-            lacking = [arena for arena in self.arenas if after[arena._number] > arena._available()]
-            if lacking and partial:
-                rows.append(None)
-                continue
-            if lacking and short is None:
-                short = len(rows), lacking[0]
-            total = after
-            rows.append(needs)
-            for layer, (replaced, _) in zip(self.layers, needs, strict=True):
-                for i, valid in replaced:
-                    for block in seq.tables[layer.index].entries[i]:
-                        lost[layer.arena._number].append(block)
-                        copied = reads[layer.arena._number]
-                        copied[block] = max(copied.get(block, 0), valid)
-        return rows, None if short is None else (*short, total[short[1]._number])
+    @public_call
+    def close_finished(self, handles: Any, mask: Any) -> int:
+        """Close the rows whose mask byte is not zero; returns how many."""
+        batch = self.batch("close_finished", handles, any_=True)
+        finished = args.mask("close_finished", mask, len(batch))
+        for seq, is_finished in zip(batch, finished, strict=True):
+            if is_finished:
+                self._close(seq)
+        return sum(map(bool, finished))
 
-    def _judge(self, call: str, batch: list[Any], new: list[int], partial: bool) -> list[Any]:
-        rows, short = self._group_needs(batch, new, partial, call == "step")
-        if short is not None:
-            row, arena, needed = short
-            arena._out_of_blocks(call, needed, row=row, handle=batch[row].handle)
-        return rows
+    def defer_close(self, handle: int) -> None:
+        """Close this sequence at the beginning of the next call; a dead handle is skipped then."""
+        self._deferred.append(args.integer("defer_close", "handle", handle, 0, args.MAX_INT64))
 
-    def _refuse_row(self, call: str, plan: ModelPlan, row: int, seq: Any, n: int) -> None:
-        length = seq.num_tokens + n
-        if not self._fits_pool(seq, n):
-            raise CapacityExceeded(f"[{call}] row {row} has {length} tokens, more than a sequence may have")
-        for layer in self.layers:
-            if layer.kind != "state":
-                table = seq.tables[layer.index]
-                width = self._num_entries(layer, table, max(self._capacity(seq), self._rounded(length)))
-                if width > plan.groups[layer.index].width:
-                    raise CapacityExceeded(f"[{call}] row {row} has {width} entries in group {layer.index}")
-
-    def _needs(self, batch: list[Any], new: list[int], partial: bool) -> tuple[list[Any], int, int]:
-        rows, short = self._group_needs(batch, new, partial, True)
-        return rows, 0, -1 if short is None else short[0]
-
-    # ---- steps --------------------------------------------------------------------------------------------
-
-    def _begin(self, plan: ModelPlan, batch: list[Any], needs: list[Any]) -> Step:
-        """Take the blocks that were judged, group by group, and change the tables; lengths stay."""
-        rows = [GroupRow(seq.handle, seq.num_tokens, seq.num_tokens, [Change() for _ in self.layers]) for seq in batch]
-        step = Step(self._next_step, plan, rows, [])
-        taken = [zip(self.layers, need, strict=True) for need in needs if need is not None]
-        self._make_room([(layer, len(replaced) + more) for row in taken for layer, (replaced, more) in row])
-        for layer in self.layers:
-            for seq, row, need in zip(batch, rows, needs, strict=True):
-                replaced, num_appended = need[layer.index] if need is not None else ([], 0)
-                self._change(step, layer, seq.tables[layer.index], row.changes[layer.index], replaced, num_appended)
-        self._next_step += 1
-        for index, _, _, tokens in step.copies:
-            counters = self.layers[index].arena._counters
-            counters["cow_copies"] += 1
-            counters["cow_tokens"] += tokens
-        self._pending.append(step)
-        return step
-
-    def _change(
-        self, step: Step, layer: Layers, table: Table, change: Change, replaced: list[tuple[int, int]], appended: int
-    ) -> None:
-        for i, valid in replaced:
-            old, new = table.entries[i], self._take_entry(layer)
-            table.entries[i] = new
-            layer.arena._holds.extend(old)
-            change.replaced.append((i, old, new))
-            if valid:
-                step.copies.extend((layer.index, a, b, valid) for a, b in zip(old, new, strict=True))
-        table.epoch += bool(replaced)
-        self._cut_told(table, min((i for i, _ in replaced), default=len(table.told)))
-        table.entries.extend(self._take_entry(layer) for _ in range(appended))
-        change.num_appended = appended
-
-    def _started(self, call: str, step: Step, new: list[int]) -> None:
-        for row in step.rows:
-            row.length = self._sequence(call, row.handle).num_tokens
-        plan: Any = step.plan
-        plan.step_id, plan._pending = step.id, True
-        plan.fill_states(step, self)
-        changes = [(c.replaced, c.num_appended) for row in step.rows for c in row.changes]
-        self._chain(call, step.id, [self._local(row.handle) for row in step.rows], changes, new)
-        if self.options.in_order:
-            self._pass(step)
-
-    def _pass(self, step: Step) -> None:
-        """The oldest pending step is through: holds go, rows let go of what nobody reads, limbo drains."""
-        self._pending.remove(step)
-        step.plan._pending = False
-        for layer in self.layers:
-            for row in step.rows:
-                for _, old, _ in row.changes[layer.index].replaced:
-                    for block in old:
-                        layer.arena._holds.remove(block)
-                        self._release_in(layer.arena, block)
-        for row in step.rows:
-            seq = self._find(row.handle)
+    def drain(self) -> None:
+        """Close the sequences whose close was deferred."""
+        while self._deferred:
+            seq = self._find(self._deferred.pop(0), True)
             if seq is not None:
-                for layer in self.layers:
-                    self._let_go(seq, layer, row.length - self.lookahead)
-        self._drain_limbo()
-
-    def _let_go(self, seq: Any, layer: Layers, p: int) -> None:
-        """Entries that no query at position p or later reads become holes."""
-        table = seq.tables[layer.index]
-        for i, entry in enumerate(table.entries):
-            if entry != HOLE and i >= layer.num_kept and (i + 1) * layer.block_size <= layer.last_unread(p):
-                table.entries[i] = HOLE
-                table.epoch += 1
-                for block in entry:
-                    self._release_in(layer.arena, block)
-
-    def _undo_all(self, step: Step) -> None:
-        """What was taken last is given back first."""
-        for row in step.rows:
-            seq = self._find(row.handle)
-            if seq is not None:
-                seq.num_tokens = row.old_length
-                self._forget_told(seq)
-        for layer in reversed(self.layers):
-            for row in reversed(step.rows):
-                self._undo_change(self._find(row.handle), layer, row.changes[layer.index])
-
-    def _cut_told(self, table: Table, length: int) -> None:
-        """What was told of later entries holds no more."""
-        del table.told[length:]
-
-    def _forget_told(self, seq: Sequence) -> None:
-        """Nobody may have seen what a step told that was rolled back."""
-        for table in seq.tables:
-            table.told = []
-
-    def _undo_change(self, seq: Any, layer: Layers, change: Change) -> None:
-        if seq is not None:
-            table = seq.tables[layer.index]
-            table.epoch += bool(change.replaced or change.num_appended)
-            self._pop_entries(seq, layer, len(table.entries) - change.num_appended)
-        for i, old, new in reversed(change.replaced):
-            if seq is not None:
-                seq.tables[layer.index].entries[i] = old
-            for k in reversed(range(layer.columns)):
-                layer.arena._holds.remove(old[k])
-                self._release_in(layer.arena, old[k] if seq is None else new[k])
-
-    # ---- tokens leave a sequence that goes on --------------------------------------------------------------
-
-    def _full_layers(self, call: str, group: Any) -> Layers:
-        """The group that tokens are to leave."""
-        layer = self.layers[args.integer(call, "group", group, 0, len(self.layers) - 1)]
-        if layer.kind != "full":
-            raise ValueError(f"[{call}] group {group} is a {layer.kind}, tokens leave full groups only")
-        return layer
-
-    def _held(self, seq: Sequence, layer: Layers) -> int:
-        return seq.num_tokens - seq.tables[layer.index].evicted
-
-    def _judge_length(self, call: str, seq: Sequence, layer: Layers, length: int) -> None:
-        if not 0 <= length <= self._held(seq, layer):
-            raise ValueError(f"[{call}] len is {length}, 0 .. {self._held(seq, layer)} is legal")
-
-    def _not_own(
-        self, seq: Sequence, layer: Layers, length: int, first: int, before: list[tuple[int, int]]
-    ) -> list[int]:
-        """Entries that compaction to `length` tokens rewrites and must not; `before` is what rows before replaced."""
-        arena, entries = layer.arena, seq.tables[layer.index].entries
-        named, given = arena._names(), [block for block, _ in before]
-        if length == self._held(seq, layer):
-            return []
-
-        def is_own(block: int) -> bool:
-            count = named.count(block) + arena._raw.get(block, 0) - given.count(block)
-            read = max((tokens for other, tokens in before if other == block), default=0)
-            return count == 1 and block not in arena._committed and max(read, self._floor_in(layer, block)) == 0
-
-        rewritten = range(first // layer.block_size, ceil_div(length, layer.block_size))
-        return [i for i in rewritten if not all(map(is_own, entries[i]))]
+                self._close(seq)
 
     @public_call
-    def unshare(self, plan: ModelPlan, handles: Any, lens: Any, first: int = 0, group: int = 0) -> None:
-        """Replace every entry of a group that `compact` would refuse to rewrite by a copy; a step without tokens."""
-        names, lengths, first = self._unshare_arguments(plan, handles, lens, first)
-        if len(names) > plan.limits.max_rows:
-            raise CapacityExceeded(f"[unshare] {len(names)} rows, the plan's max_rows is {plan.limits.max_rows}")
-        layer = self._full_layers("unshare", group)
-        batch: list[Sequence] = []
-        needs: list[list[Need]] = []
-        before: list[tuple[int, int]] = []  # block, tokens that its copy reads
-        short = -1
-        for row, name in enumerate(names):
-            seq = self._sequence("unshare", name)
-            self._judge_length("unshare", seq, layer, lengths[row])
-            self._refuse_row("unshare", plan, row, seq, 0)
-            batch.append(seq)
-            held, size = self._held(seq, layer), layer.block_size
-            replaced = [(i, min(size, held - i * size)) for i in self._not_own(seq, layer, lengths[row], first, before)]
-            entries = seq.tables[layer.index].entries
-            before += [(block, tokens) for i, tokens in replaced for block in entries[i]]
-            needs.append([(replaced, 0) if other is layer else ([], 0) for other in self.layers])
-            if len(before) > layer.arena._available() and short < 0:
-                short = row
-        if short >= 0:
-            layer.arena._out_of_blocks("unshare", len(before), row=short, handle=batch[short].handle)
-        self._start_unshare(plan, batch, needs, lengths)
+    def reset(self) -> None:
+        """Forget every sequence, reference, pending plan and committed bit; generations and counters go on."""
+        for slot in self._sequences:
+            self._generations[slot] += 1
+        for step in self.pending:
+            step.plan.is_pending = False
+        for arena in self.arenas:
+            arena.dropped.extend(sorted(arena.marked))
+        self._empty()
+        self.chain("reset")
 
-    def _judge_eviction(self, call: str, seq: Sequence, leaving: int) -> None:
-        if any(row.handle == seq.handle for step in self._pending for row in step.rows):
-            raise PlanStateError(f"[{call}] handle is a row of a pending plan ({seq.handle})")
+    def shutdown(self) -> None:
+        """Release the tag; every later call raises `PoolClosed`. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            _live_tags.discard(self._tag)
+            for step in self.pending:
+                step.plan.is_pending = False
 
-    def _lose_in(self, layer: Layers, seq: Sequence, n: int, left: int) -> None:
-        """Tokens left a table, of which the first `left` entries stay where they are."""
-        table = seq.tables[layer.index]
-        seq.point = seq.num_tokens
-        table.evicted += n
-        table.epoch += 1
-        self._cut_told(table, left)
-        self._counters["evicted_tokens"] += n
+    def __enter__(self) -> Self:
+        return self
 
-    @public_call
-    def compact(self, handles: Any, lens: Any, first: int = 0, group: int = 0) -> None:
-        """Keep `lens` tokens at the front of each table of a group, the first `first` where they are."""
-        names = args.handles("compact", handles)
-        lengths = args.per_row("compact", "lens", lens, len(names), args.MIN_INT64)
-        first = args.count("compact", "first", first)
-        layer = self._full_layers("compact", group)
-        batch = [self._sequence("compact", name) for name in names]
-        for seq, length in zip(batch, lengths, strict=True):
-            self._judge_length("compact", seq, layer, length)
-            self._judge_eviction("compact", seq, self._held(seq, layer) - length)
-            if self._not_own(seq, layer, length, first, []):
-                raise ValueError("[compact] an entry must not be rewritten, call unshare first")
-        for seq, length in zip(batch, lengths, strict=True):
-            leaving, room = self._held(seq, layer) - length, self._capacity(seq)
-            if leaving:
-                table = seq.tables[layer.index]
-                stay = ceil_div(room, layer.block_size) - (table.evicted + leaving) // layer.block_size
-                self._pop_entries(seq, layer, stay)
-                self._lose_in(layer, seq, leaving, stay)
-        self._chain("compact", layer.index, *map(self._local, names), *lengths)
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
 
-    @public_call
-    def evict_blocks(self, handle: int, indices: Any, group: int = 0) -> None:
-        """Full entries leave the table of a group, by ascending index."""
-        places = args.one_or_many("evict_blocks", "indices", indices, ("int32", "int64"))
-        layer = self._full_layers("evict_blocks", group)
-        seq = self._one("evict_blocks", handle)
-        for place in places:
-            args.integer("evict_blocks", "index", place, 0, self._held(seq, layer) // layer.block_size - 1)
-        if places != sorted(set(places)):
-            raise ValueError(f"[evict_blocks] indices must ascend ({places})")
-        self._judge_eviction("evict_blocks", seq, len(places) * layer.block_size)
-        entries = seq.tables[layer.index].entries
-        for place in reversed(places):
-            for block in reversed(entries.pop(place)):
-                self._release_in(layer.arena, block)
-        if places:
-            self._lose_in(layer, seq, len(places) * layer.block_size, places[0])
-        self._chain("evict_blocks", layer.index, self._local(seq.handle), *places)
+    def __del__(self) -> None:
+        self.shutdown()
 
-    @public_call
-    def kv_len(self, handle: int, group: int = 0) -> int:
-        """Return how many tokens of a sequence have a slot in a group, or had one in a window."""
-        seq = self._one("kv_len", handle, True)
-        return self._held(seq, self.layers[args.integer("kv_len", "group", group, 0, len(self.layers) - 1)])
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("[Pool] a pool cannot be pickled or copied")
 
     # ---- what is read -------------------------------------------------------------------------------------
 
-    def tell(self, seq: Any) -> list[list[int]]:
-        """What no plan has told of the tables of a sequence, as rows of ``table_updates``."""
-        rows, row_id = [], seq.handle & 0xFFFFF
-        for layer in self._with_entries:
-            table = seq.tables[layer.index]
-            for i, entry in enumerate(self.shown(layer, table.entries).tolist()):
-                if i >= len(table.told) or (table.entries[i] == HOLE and table.told[i] != HOLE):
-                    rows += [[row_id, layer.index, i, column, block] for column, block in enumerate(entry)]
-            table.told = list(table.entries)
-        return rows
-
     @public_call
-    def table(self, handle: int, group: int = 0) -> np.ndarray:
-        """Return the entries of a sequence in a group, int32 ``[entries, columns]``; a state group: its slot."""
-        seq = self._one("table", handle, True)
-        layer = self.layers[args.integer("table", "group", group, 0, len(self.layers) - 1)]
-        entries = seq.tables[layer.index].entries
-        if layer.kind == "state":
-            return np.array([slot for entry in entries for slot in entry], np.int32)
-        return self.shown(layer, entries)
+    def table(self, handle: int, group: int | None = None) -> np.ndarray:
+        """Return the entries of a sequence in a group, int32 ``[entries, columns]``; a state group: its slot.
+
+        Without a group: of the only one, without columns if it has one.
+        """
+        seq = self.one("table", handle, True)
+        if group is None and len(self.layers) > 1:
+            raise ValueError(f"[table] the pool has {len(self.layers)} layer groups, each with a table: name one")
+        layer = self._layer("table", 0 if group is None else group)
+        shown = self.shown(layer, seq.tables[layer.index].entries)
+        return shown.ravel() if layer.kind == "state" or (group is None and layer.columns == 1) else shown
 
     def shown(self, layer: Layers, entries: list[list[int]]) -> np.ndarray:
         """Entries as an array, holes filled in."""
         shown = [entry or [self.hole] * layer.columns for entry in entries]
         return np.array(shown, np.int32).reshape(-1, layer.columns)
 
-    def _capacity(self, seq: Any) -> int:
-        tables = [(layer.block_size, seq.tables[layer.index]) for layer in self._with_entries]
-        rooms = [(len(table.entries) + table.evicted // size) * size for size, table in tables]
-        return min(rooms, default=ceil_div(seq.num_tokens, self.block_size) * self.block_size)
+    @public_call
+    def num_tokens(self, handle: int) -> int:
+        """Return the length of a sequence in tokens, evicted ones included."""
+        return self.one("num_tokens", handle, True).num_tokens
 
-    def _rounded(self, tokens: int) -> int:
-        """The least capacity that has room for so many tokens: whole entries of the smallest block size."""
-        unit = min((layer.block_size for layer in self._with_entries), default=self.block_size)
-        return ceil_div(tokens, unit) * unit
+    @public_call
+    def kv_len(self, handle: int, group: int = 0) -> int:
+        """Return how many tokens of a sequence have a slot in a group, or had one in a window."""
+        seq = self.one("kv_len", handle, True)
+        return self.held(seq, self._layer("kv_len", group))
 
-    def _num_entries(self, layer: Layers, table: Table, capacity: int) -> int:
-        """Entries of a table in a sequence of this capacity."""
-        return ceil_div(capacity, layer.block_size) - table.evicted // layer.block_size
+    @public_call
+    def capacity(self, handle: int) -> int:
+        """Return the positions that the blocks of a sequence cover, evicted ones included."""
+        return self._capacity(self.one("capacity", handle, True))
+
+    @public_call
+    def is_open(self, handle: int) -> bool:
+        """Return whether the handle names an open sequence of this pool."""
+        return self._find(args.integer("is_open", "handle", handle, 0, args.MAX_INT64), True) is not None
+
+    @public_call
+    def stats(self, arena: int = 0) -> PoolStats:
+        """Return the counters of an arena, and of the pool."""
+        one = self.arena_of("stats", arena)
+        tokens = sum(seq.num_tokens for seq in self.sequences())
+        capacity = sum(self._capacity(seq) for seq in self.sequences())
+        return PoolStats(
+            sequences=len(self._sequences),
+            pending=len(self.pending),
+            tokens=tokens,
+            capacity=capacity,
+            fragmentation=1.0 - tokens / capacity if capacity else 0.0,
+            evicted_tokens=self._evicted_tokens,
+            **one.figures(),
+        )
+
+    @public_call
+    def digest(self) -> int:
+        """Return a hash of all successful calls so far; another function than the core's."""
+        return self._digest
+
+    @public_call
+    def fingerprint(self) -> int:
+        """Return a hash of the whole state; another function than the core's."""
+        return int.from_bytes(hashlib.blake2b(repr(self._state()).encode(), digest_size=8).digest(), "little")
 
     def _state(self) -> dict[str, Any]:
+        """Everything as plain values, handles and step ids without what differs by pool."""
         local, now = self._local, self._next_step
         return {
-            "groups": (self.options.groups, self.lookahead),
+            "options": self.options,
             "arenas": [
                 (
-                    *(list(arena._blank), list(arena._lru), [(block, fence - now) for block, fence in arena._limbo]),
-                    *(list(arena._holds), sorted(arena._raw.items()), sorted(arena._committed), list(arena._dropped)),
+                    *(list(one.blank), list(one.unused), [(block, fence - now) for block, fence in one.limbo]),
+                    *(list(one.holds), sorted(+one.references()), sorted(one.raw.items()), sorted(one.marked)),
+                    *(list(one.dropped), dict(one.counters)),
                 )
-                for arena in self.arenas
+                for one in self.arenas
             ],
             "sequences": {
                 local(seq.handle): (
-                    seq.num_tokens,
-                    seq.point,
+                    *(seq.num_tokens, seq.point, seq.is_loading, seq.is_closed, self.done_length(seq)),
                     [([list(entry) for entry in table.entries], table.epoch, table.evicted) for table in seq.tables],
                     [(local(parent), newest - now) for parent, newest in seq.ancestors],
+                    (seq.root, list(seq.tokens), seq.published, list(seq.wanted), seq.load),
                 )
                 for _, seq in sorted(self._sequences.items())
             },
             "generations": {slot: g for slot, g in sorted(self._generations.items()) if g},
             "free_slots": list(self._free_slots),
             "pending": [
-                (step.id - now, step.noted, [(local(r.handle), r.old_length, r.length) for r in step.rows])
-                for step in self._pending
+                (step.id - now, step.noted, list(step.copies), [row.shown(local(row.handle)) for row in step.rows])
+                for step in self.pending
             ],
+            "evicted_tokens": self._evicted_tokens,
         }
-
-    @public_call
-    def check(self) -> None:
-        """Recompute what the bookkeeping implies; raises `CorruptState`."""
-        for arena in self.arenas:
-            used = arena._references().keys() | set(arena._holds)
-            places = arena._blank + arena._lru + [block for block, _ in arena._limbo] + list(used)
-            if sorted(places) != list(range(arena._reserved, arena.num_blocks)):
-                raise CorruptState(f"[check] arena {arena._number}: a block is in no place or in two: {sorted(places)}")
-            if arena._limbo and not self._pending:
-                raise CorruptState(f"[check] limbo of arena {arena._number} is not empty though no step is pending")
-            held = [
-                block
-                for step in self._pending
-                for row in step.rows
-                for layer, change in zip(self.layers, row.changes, strict=True)
-                for _, old, _ in change.replaced
-                for block in old
-                if layer.arena is arena
-            ]
-            if sorted(held) != sorted(arena._holds):
-                raise CorruptState(f"[check] holds of arena {arena._number} differ from what pending steps replaced")
-        for seq in self._sequences.values():
-            if seq.num_tokens > self._capacity(seq):
-                raise CorruptState(f"[check] table and length do not fit ({seq.handle})")
-
-
-class GroupArrays:
-    """The arrays of one group: an element of ``plan.groups``."""
-
-    def __init__(self, plan: GroupPlan, layer: Layers) -> None:
-        self._plan, self._layer, self._pool = plan, layer, plan.pool
-        self.width = ceil_div(plan.limits.table_width * plan.pool.block_size, layer.block_size)
-        # row -> (handle, epoch, entries written); None if carried; rows that show padding are not in it
-        self._memory: dict[int, tuple[int, int, int] | None] = {}
-        self.carry(plan.limits.max_rows)
-        if layer.kind == "state":
-            self.state_src = self.state_dst = np.zeros(0, np.int32)
-            self.state_loads = self.state_saves = np.zeros((0, 1 + layer.group.blocks), np.int32)
-        else:
-            self.fill([], [], [], 0, 0)
-
-    def carry(self, num_rows: int) -> None:
-        """These rows are dirty when they are shown next."""
-        self._memory.update(dict.fromkeys(range(num_rows)))
-
-    def fill(self, batch: list[Any], new: list[int], copies: list[Any], num_rows: int, num_tokens: int) -> None:
-        """Write everything: `batch` as it is after the step."""
-        layer, hole = self._layer, self._pool.hole
-        if layer.kind == "state":
-            return
-        self.copies = np.array([copy[1:] for copy in copies if copy[0] == layer.index], np.int32).reshape(-1, 3)
-        self.kv_starts, self.kv_lens = np.zeros((2, num_rows), np.int32)
-        for row, seq in enumerate(batch):
-            entries = seq.tables[layer.index].entries
-            self.kv_lens[row] = seq.num_tokens - seq.tables[layer.index].evicted
-            last_hole = max((i for i, entry in enumerate(entries) if entry == HOLE), default=-1)
-            self.kv_starts[row] = (last_hole + 1) * layer.block_size
-        if "slot_mapping" in self._plan.formats:
-            self.slot_mapping = np.full((layer.columns, num_tokens), -1, np.int32)
-            fresh = [(seq, p) for seq, n in zip(batch, new, strict=True) for p in range(seq.num_tokens)[-n:] if n]
-            for t, (seq, position) in enumerate(fresh):
-                table = seq.tables[layer.index]
-                p = position - table.evicted
-                entry = table.entries[p // layer.block_size]
-                for column, block in enumerate(entry):
-                    self.slot_mapping[column, t] = block * layer.block_size + p % layer.block_size
-        self.dirty_rows = np.zeros(0, np.int32)
-        if "block_tables" in self._plan.formats:
-            self.block_tables = np.full((num_rows, self.width, layer.columns), hole, np.int32)
-            for row, seq in enumerate(batch):
-                entries = seq.tables[layer.index].entries
-                self.block_tables[row, : len(entries)] = self._pool.shown(layer, entries)
-            shown = [(seq.handle, seq.tables[layer.index]) for seq in batch]
-            now = [(handle, table.epoch, len(table.entries)) for handle, table in shown]
-            self.dirty_rows = np.array(dirty_rows(self._memory, now, num_rows), np.int32)
-
-    def fill_states(self, rows: list[GroupRow], pool: GroupModel, num_rows: int) -> None:
-        """Which slot every row with new tokens reads, and which one it writes."""
-        self.state_src = np.full(num_rows, -1, np.int32)
-        self.state_dst = np.full(num_rows, -1, np.int32)
-        for r, row in enumerate(rows):
-            if row.length > row.old_length:
-                change, seq = row.changes[self._layer.index], pool._sequence("step", row.handle)
-                ((slot,),) = seq.tables[self._layer.index].entries
-                self.state_dst[r] = slot
-                if change.replaced:
-                    ((_, (old,), _),) = change.replaced
-                    self.state_src[r] = old
-                elif not change.num_appended:
-                    self.state_src[r] = slot
-
-
-GROUP_FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "slot_ids", "table_updates")
-OWN_FORMATS = ("block_tables", "slot_mapping", "table_updates")  #: what is not as in a pool with one table
-
-
-def _of_groups(name: str) -> property:
-    def refuse(plan: GroupPlan) -> None:
-        raise ValueError(f"[Plan] {name} is an array of each group, see plan.groups")
-
-    return property(refuse)
-
-
-class GroupPlan(ModelPlan):
-    """`ModelPlan` of a pool with groups: ``ModelPlan(pool, ...)`` makes one."""
-
-    def __init__(
-        self, pool: Any, max_rows: int, max_tokens: int | None = None, *, formats: Any = GROUP_FORMATS[:3],
-        **options: Any,
-    ) -> None:  # fmt: skip
-        wanted = (formats,) if isinstance(formats, str) else tuple(formats)
-        for name in wanted:
-            if name not in GROUP_FORMATS:
-                raise ValueError(f"[Plan] format {name!r} is not for pools with groups")
-        if options.get("backend") is not None:
-            raise ValueError("[Plan] backend is not for pools with groups")
-        if "slot_mapping" in wanted:
-            for layer in pool.layers:
-                if layer.kind != "state" and layer.arena.num_blocks * layer.block_size > 2**31 - 1:
-                    raise ValueError(f"[Plan] slot_mapping is int32: group {layer.index} has more slots")
-        self.groups = ()
-        common = tuple(name for name in wanted if name not in OWN_FORMATS)
-        super().__init__(pool, max_rows, max_tokens, formats=common, **options)
-        self.formats = wanted
-        self.groups = tuple(GroupArrays(self, layer) for layer in pool.layers)
-        for layer, arrays in zip(pool.layers, self.groups, strict=True):
-            if layer.kind != "state" and arrays.width * layer.columns > 2**31 - 1:
-                raise ValueError(f"[Plan] a row of group {layer.index} has more than 2^31 - 1 block ids")
-
-    block_tables = _of_groups("block_tables")
-    slot_mapping = _of_groups("slot_mapping")
-    copies = _of_groups("copies")
-    dirty_rows = _of_groups("dirty_rows")
-
-    def _carry(self, num_rows: int) -> None:
-        for group in self.groups:
-            group.carry(num_rows)
-
-    def _remember_batch(self, batch: list[Any], new: list[int], served: list[bool], copies: list[Any]) -> None:
-        self.num_tokens = sum(new)
-        self.handles = np.array([seq.handle for seq in batch], np.int64)
-        self.served = np.array(served, np.uint8)
-
-    def _fill(
-        self, batch: list[Any], new: list[int], served: list[bool], copies: list[Any],
-        pad_to: tuple[int, int] | None,
-    ) -> None:  # fmt: skip
-        rows, tokens = self._shape = pad_to or (len(batch), sum(new))
-        self._remember_batch(batch, new, served, copies)
-        for group in self.groups:
-            group.fill(batch, new, copies, rows, tokens)
-        if "table_updates" in self.formats:
-            told = [update for seq in batch for update in self.pool.tell(seq)]
-            self.table_updates = np.array(told, np.int32).reshape(-1, 5)
-        self._show(rows, tokens, self._write(batch, new, rows, tokens))
-
-    def fill_states(self, step: Step, pool: GroupModel) -> None:
-        """The arrays of state groups, which stand in the rows of a step."""
-        for group in self.groups:
-            if group._layer.kind == "state":
-                group.fill_states(step.rows, pool, self._shape[0])

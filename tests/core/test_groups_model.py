@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 from both_pools import pools_of
 
-import kvpool
 from kvpool.errors import CapacityExceeded, OutOfBlocks, PlanStateError
 from kvpool.groups import Group
-from kvpool.testing import ModelPlan, ModelPool
 
 
 @pytest.fixture(params=["model", "core"])
@@ -167,7 +165,7 @@ def test_blocks_are_taken_group_by_group_and_entries_replaced_as_a_whole(make):
     assert plan.groups[0].copies.tolist() == [[3, 7, 1], [4, 8, 1]]
     assert plan.groups[1].copies.tolist() == [[6, 11, 1]]
     assert plan.groups[0].slot_mapping.tolist() == [[15, 7, 18], [17, 9, 20]]
-    assert plan.positions.tolist() == [3, 3, 4] and plan.seq_lens.tolist() == [4, 5]
+    assert plan.positions.tolist() == [3, 3, 4] and plan.groups[1].kv_lens.tolist() == [4, 5]
     assert pool.stats().cow_copies == 3
     pool.rollback(plan)
     assert pool.table(seq, 0).tolist() == pool.table(child, 0).tolist() == [[1, 2], [3, 4]]
@@ -264,15 +262,40 @@ def test_state_is_left_at_its_length_only(make):
 # ---- plans ------------------------------------------------------------------------------------------------
 
 
-def test_plan_names_its_groups(make):
+def test_plan_of_several_groups_names_them(make):
     pool, plan, _ = make(16, 2, Group.full(), Group.window(4))
-    for name in ("block_tables", "slot_mapping", "copies", "dirty_rows"):
+    for name in ("block_tables", "seq_lens", "slot_mapping", "copies", "dirty_rows"):
         with pytest.raises(ValueError, match=r"plan\.groups"):
             getattr(plan, name)
-    for formats in (("csr",), ("page_batch_info",)):
-        with pytest.raises(ValueError):
-            type(plan)(pool, 2, formats=formats)
+    with pytest.raises(ValueError, match=r"\[table\] the pool has 2 layer groups"):
+        pool.table(pool.open())
     assert len(plan.groups) == 2
+
+
+def test_plan_of_one_group_shows_its_arrays_without_groups(make):
+    pool, plan, _ = make(16, 2, Group.full(block_size=4, columns=2))
+    seq = pool.open()
+    pool.step(plan, [seq], 5)
+    (part,) = plan.groups
+    assert plan.block_tables[0, :2].tolist() == pool.table(seq).tolist() == [[1, 2], [3, 4]]
+    assert plan.slot_mapping.tolist() == [[4, 5, 6, 7, 12], [8, 9, 10, 11, 16]]
+    assert plan.seq_lens.tolist() == part.kv_lens.tolist() == [5] and part.kv_starts.tolist() == [0]
+    assert plan.dirty_rows.tolist() == [0] and plan.copies.shape == (0, 3)
+
+
+def test_csr_has_the_filled_entries_that_are_no_holes(make):
+    pool, plan, _ = make(32, 2, Group.full(), Group.window(4, keep=1, columns=2), Group.state(4))
+    plan = type(plan)(pool, 4, 32, formats=("csr", "seq_lens"))
+    rows = [pool.open(), pool.open(8)]
+    grow(pool, plan, rows, [9, 3])  # the window of the first one: entry 0 is kept, those that end at 6 are let go
+    pool.step(plan, rows, [0, 1])
+    full, window, state = plan.groups
+    assert full.indptr.tolist() == [0, 5, 7] and full.last_page_len.tolist() == [1, 2]
+    assert full.indices[:, 0].tolist() == [*entries(pool, rows[0]), *entries(pool, rows[1])[:2]]
+    tables = [pool.table(row, 1).tolist() for row in rows]
+    assert [entry[0] for entry in tables[0][1:3]] == [0, 0] and window.indptr.tolist() == [0, 3, 5]
+    assert window.indices.tolist() == [tables[0][0], *tables[0][3:5], *tables[1][:2]]
+    assert window.last_page_len.tolist() == [1, 2] and state.kv_lens.tolist() == [9, 4]
 
 
 def test_padded_rows_show_holes(make):
@@ -299,7 +322,7 @@ def test_calls_that_groups_refuse(make):
     pool, plan, _ = make(16, 2, Group.full(), Group.window(4))
     seq = pool.open()
     for call in (
-        lambda: pool.open([1, 2, 3]),
+        lambda: pool.open([1, 2, 3], load=True),
         lambda: pool.unshare(plan, [seq], 0, group=1),
         lambda: pool.compact(seq, 0, group=1),
         lambda: pool.evict_blocks(seq, [], 1),
@@ -308,74 +331,14 @@ def test_calls_that_groups_refuse(make):
     ):
         with pytest.raises(ValueError):
             call()
-    with pytest.raises(CapacityExceeded):
-        pool.open(15 * 2 + 1)
+    for tokens in (15 * 2 + 1, [1] * 31):
+        with pytest.raises(CapacityExceeded):
+            pool.open(tokens)
+    assert entries(pool, pool.open([1, 2, 3])) == [1, 2]  # a prompt that nobody looks up takes blocks
     pool.step(plan, [seq], 1)
     with pytest.raises(PlanStateError):
         pool.truncate(seq, 1)
     pool.done(plan)
-
-
-# ---- updates of a mirror ----------------------------------------------------------------------------------
-
-
-def updates_of(pool, make_plan):
-    """A plan whose updates are read, and the rows of its last step as (row, group, index, column, block)."""
-    plan = make_plan(pool, 4, 32, formats=("table_updates", "block_tables"))
-    return plan, lambda: [tuple(update) for update in plan.table_updates.tolist()]
-
-
-def test_updates_tell_what_is_new_and_what_became_a_hole(make):
-    pool, other, _ = make(32, 2, Group.full(), Group.window(3, columns=2), Group.state(8))
-    plan, told = updates_of(pool, type(other))
-    first, row = pool.open(), pool.open(3)
-    pool.step(plan, [row], 1)  # what open took is told too
-    full, window = [(1, 0, 0, 0, 1), (1, 0, 1, 0, 2)], [(1, 1, i, c, 3 + 2 * i + c) for i in (0, 1) for c in (0, 1)]
-    assert told() == full + window
-    pool.done(plan)
-    pool.step(plan, [row], 2)
-    assert told() == []
-    pool.done(plan)
-    pool.step(other, [row], 2)  # by a plan that tells nothing; entry 0 leaves the window
-    pool.done(other)
-    pool.step(plan, [first, row], [1, 1])
-    assert plan.groups[1].block_tables[1, :3].tolist() == [[0, 0], [5, 6], [8, 9]]
-    assert told()[:3] == [(0, 0, 0, 0, 4), (0, 1, 0, 0, 3), (0, 1, 0, 1, 10)]
-    assert told()[3:] == [(1, 0, 2, 0, 7), (1, 1, 0, 0, 0), (1, 1, 0, 1, 0), (1, 1, 2, 0, 8), (1, 1, 2, 1, 9)]
-    pool.done(plan)
-
-
-def test_updates_tell_copies_cuts_and_rolled_back_rows_again(make):
-    pool, other, _ = make(32, 2, Group.full())
-    plan, told = updates_of(pool, type(other))
-    row = pool.open()
-    pool.step(plan, [row], 5)
-    assert told() == [(0, 0, 0, 0, 1), (0, 0, 1, 0, 2), (0, 0, 2, 0, 3)]
-    pool.done(plan)
-    (child,) = (int(handle) for handle in pool.fork(row))
-    pool.step(plan, [row, child], 1)  # the first writer takes a copy, the last one writes in place
-    assert told() == [(0, 0, 2, 0, 4), (1, 0, 0, 0, 1), (1, 0, 1, 0, 2), (1, 0, 2, 0, 3)]
-    pool.rollback(plan)
-    pool.step(plan, [row, child], 0)
-    assert told() == [(slot, 0, i, 0, i + 1) for slot in (0, 1) for i in range(3)]
-    pool.done(plan)
-    pool.truncate(row, 2)
-    pool.step(plan, [row, child], [1, 0])
-    assert told() == [(0, 0, 1, 0, pool.table(row)[1, 0])]
-    pool.done(plan)
-    pool.step(plan, [row, child], 0)
-    assert told() == [] and plan.table_updates.shape == (0, 5)
-    pool.done(plan)
-
-
-def test_updates_are_for_pools_with_groups(make):
-    pool, other, _ = make(8, 4, Group.state(4))
-    plan, told = updates_of(pool, type(other))
-    grow(pool, plan, [pool.open()], 3)
-    assert told() == []
-    make_pool, make_plan = (kvpool.Pool, kvpool.Plan) if isinstance(pool, kvpool.Pool) else (ModelPool, ModelPlan)
-    with pytest.raises(ValueError):
-        make_plan(make_pool(8, 4), 4, 32, formats=("table_updates",))
 
 
 # ---- only states ------------------------------------------------------------------------------------------
@@ -387,7 +350,7 @@ def test_pool_of_states_has_lengths_and_slots(make):
     assert [pool.table(rows[1], group).tolist() for group in (0, 1)] == [[], []]
     assert [(pool.num_tokens(row), pool.capacity(row)) for row in rows] == [(0, 0), (0, 0)]
     grow(pool, plan, rows, [9, 0])
-    assert plan.seq_lens.tolist() == [9, 0] and plan.positions.tolist() == list(range(9))
+    assert plan.groups[0].kv_lens.tolist() == [9, 0] and plan.positions.tolist() == list(range(9))
     assert plan.groups[0].state_src.tolist() == [-1, -1]
     assert (plan.groups[0].state_dst.tolist(), plan.groups[1].state_dst.tolist()) == ([0, -1], [0, -1])
     assert [(pool.num_tokens(row), pool.capacity(row)) for row in rows] == [(9, 12), (0, 0)]

@@ -17,6 +17,7 @@ import pytest
 from kvpool.errors import ConcurrentUse, KVPoolError, PlanStateError, PoolClosed
 from kvpool.spec import KVSpec
 from kvpool.testing import ModelPlan, ModelPool
+from kvpool.testing.model_blocks import ModelBlocks
 from kvpool_backends import load_backend
 
 
@@ -140,12 +141,13 @@ class Busy(ModelPool):
 
     is_busy = False
 
-    def _blocks_alloc(self, n=None, out=None):
-        """Keep others out while the argument is read."""
-        self.is_busy = True
-        n = operator.index(n)
-        self.is_busy = False
-        return super()._blocks_alloc(n, out)
+    class blocks_class(ModelBlocks):
+        def alloc(self, n=None, out=None):
+            """Keep others out while the argument is read."""
+            self.pool.is_busy = True
+            n = operator.index(n)
+            self.pool.is_busy = False
+            return super().alloc(n, out)
 
     def close(self, handles):
         """Refuse."""

@@ -46,7 +46,7 @@ def test_fork_storm_has_the_golden_numbers(kinds):
 def test_model_check_finds_a_block_in_two_places():
     pool = ModelPool(4, 4)
     pool.blocks.alloc()
-    pool._blank.append(1)
+    pool.arenas[0].blank.append(1)
     with pytest.raises(CorruptState):
         pool.check()
 

@@ -200,7 +200,7 @@ def test_plan_needs_a_pool(core, not_a_pool):
 class WritesWhereItWas(ModelPlan):
     """A plan trusts that an array stays where it was bound."""
 
-    def _refuse_moved(self, call):
+    def refuse_moved(self, call):
         """Look at nothing."""
 
 

@@ -194,7 +194,7 @@ class JudgesThenReads(ModelPool):
 
     def truncate(self, handles: Any, lens: Any) -> None:
         """Judge, give way, read again and go on."""
-        judged = self._batch("truncate", handles)
+        judged = self.batch("truncate", handles)
         time.sleep(0)
         for handle, _ in zip(handles, judged, strict=True):
             super().truncate(int(handle), lens)

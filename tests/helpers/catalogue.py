@@ -17,7 +17,7 @@ import pytest
 
 from kvpool.errors import KVPoolError
 from kvpool.testing import ModelPlan, ModelPool, conformance, conformance_attention
-from kvpool.testing.model_blocks import public_call
+from kvpool.testing.model_blocks import ModelBlocks, public_call
 
 #: What convicts: an assertion, a refusal that is missing, or one that nobody asked for. Anything else is a broken test.
 CONVICTIONS = (AssertionError, pytest.fail.Exception, KVPoolError, ValueError, IndexError, RecursionError)
@@ -115,13 +115,18 @@ def planted(*bugs, model=True):
 class CachedIsNotTouched(Unchecked):
     """A hit is found, but stays where it may be evicted."""
 
-    def _blocks_touch(self, ids):
-        lru = list(self._lru)
-        super()._blocks_touch(ids)
-        self._lru = lru
+    class blocks_class(ModelBlocks):
+        def touch(self, ids):
+            unused = list(self._arena.unused)
+            super().touch(ids)
+            self._arena.unused = unused
 
-    def _touch(self, block):
-        """Leave it where it is."""
+    def _share(self, table, entry):
+        super()._share(table, entry)
+        self.untouched = [*getattr(self, "untouched", []), entry]
+
+    def _is_idle(self, entry):
+        return entry in getattr(self, "untouched", []) or super()._is_idle(entry)
 
 
 class ClosesTwice(Unchecked):
@@ -138,9 +143,10 @@ class ClosesTwice(Unchecked):
 class CountIsClamped(Unchecked):
     """A count stops at zero, and nobody is told."""
 
-    @public_call
-    def _blocks_decref(self, ids):
-        self._drop_raw([block for block in np.atleast_1d(ids).tolist() if self._raw.get(block)])
+    class blocks_class(ModelBlocks):
+        @public_call
+        def decref(self, ids):
+            self._arena.drop_raw([block for block in np.atleast_1d(ids).tolist() if self._arena.raw.get(block)])
 
 
 class CutMovesTheLengthOnly(Unchecked):
@@ -148,15 +154,17 @@ class CutMovesTheLengthOnly(Unchecked):
 
     @public_call
     def truncate(self, handles, lens):
-        for seq in self._batch("truncate", handles):
+        for seq in self.batch("truncate", handles):
             seq.num_tokens = lens
 
 
 class PaddingKeepsTheOldRow(ModelPlan):
     """Rows beyond the batch are not written."""
 
-    def _write(self, batch, new, num_rows, num_tokens):
-        return super()._write(batch, new, len(batch), num_tokens)
+    def fill(self, batch, new, served, step, shape):
+        super().fill(batch, new, served, step, shape and (len(batch), shape[1]))
+        for part in [self, *self.groups] if shape else []:
+            part._size = shape[0], *part._size[1:]
 
 
 class TakesBeforeItLooks(Unchecked):
@@ -166,5 +174,5 @@ class TakesBeforeItLooks(Unchecked):
         try:
             return super()._judge(*arguments)
         except MemoryError:
-            self._blank.pop()
+            self.arenas[0].blank.pop()
             raise

@@ -1,9 +1,9 @@
 """Faults of the prefix cache with layer groups, planted in the plain model."""
 
-from kvpool.testing.model_prefix_groups import CheckpointModel
+from kvpool.testing import ModelPool
 
 
-class OutlivesItsKeys(CheckpointModel):
+class OutlivesItsKeys(ModelPool):
     """A checkpoint stays when the keys and values of its node leave."""
 
     evicting = False
@@ -17,34 +17,34 @@ class OutlivesItsKeys(CheckpointModel):
         self.evicting = False
 
 
-class WholePathRefreshed(CheckpointModel):
+class WholePathRefreshed(ModelPool):
     """A hit makes every checkpoint on its path the most recent."""
 
-    def _open_found(self, call, prompt, namespace, path, hit):
-        for node in path[: hit // self.block_size]:
+    def _begin_at(self, call, found):
+        for node in found.nodes:
             if node.checkpoint is not None:
                 node.checkpoint.stamp = self._tick()
-        return super()._open_found(call, prompt, namespace, path, hit)
+        return super()._begin_at(call, found)
 
 
-class RoomForAll(CheckpointModel):
+class RoomForAll(ModelPool):
     """There is room for any number of checkpoints."""
 
     def _has_room(self):
         return True
 
 
-class UsesDoNotCount(CheckpointModel):
+class UsesDoNotCount(ModelPool):
     """A checkpoint that was never a hit stays as long as others."""
 
     def _age(self, one):
         return self._clock - one.stamp
 
 
-class PublishedUnwritten(CheckpointModel):
+class PublishedUnwritten(ModelPool):
     """A block is published though the copy that fills it is pending."""
 
-    def _is_unwritten(self, layer, block):
+    def is_unwritten(self, layer, block):
         return False
 
 

@@ -10,7 +10,6 @@ import random
 
 import numpy as np
 import pytest
-from catalogue import Unchecked
 from checkpoint_faults import PublishedUnwritten
 from prefixes import ask
 
@@ -123,18 +122,9 @@ def test_copy_that_was_rolled_back_is_never_found(family):
     assert family.ask() == len(PROMPT) and family.stored() == 4
 
 
-class PublishedAtOnce(Unchecked):
-    """The same fault in a pool of one table."""
-
-    def _publish(self, seq):
-        pending, self._pending = self._pending, []
-        super()._publish(seq)
-        self._pending = pending
-
-
 def test_planted_fault_of_publishing_at_once_is_found(groups):
     with pytest.raises(AssertionError):
-        never_found(Family((PublishedUnwritten if groups else PublishedAtOnce, ModelPlan), groups))
+        never_found(Family((PublishedUnwritten, ModelPlan), groups))
 
 
 @pytest.mark.parametrize("end", ["close", "close all", "reset"])

@@ -5,23 +5,24 @@ from catalogue import CutMovesTheLengthOnly, Unchecked, broken, conforms, row
 from simple_backend import Simple
 
 from kvpool.testing import ModelPool
+from kvpool.testing.model_blocks import ModelBlocks
 
 
 class SharedTailIsWritten(Unchecked):
     """Nothing is copied before it is written."""
 
-    def _row_needs(self, *arguments):
-        return [], super()._row_needs(*arguments)[1]
+    def _row_need(self, *arguments):
+        return [], super()._row_need(*arguments)[1]
 
 
 class ResetKeepsPending(Unchecked):
     """The sources of copies survive a reset."""
 
-    def _reset(self):
-        holds = list(self._holds)
-        super()._reset()
-        self._holds = holds
-        self._blank = [block for block in self._blank if block not in holds]
+    def _empty(self):
+        (one, *_), holds = self.arenas, list(self.arenas[0].holds)
+        super()._empty()
+        one.holds = holds
+        one.blank = [block for block in one.blank if block not in holds]
 
 
 class CopiesNothing(Simple):
@@ -41,11 +42,12 @@ class ShowsItsOwnMemory(Unchecked):
         self._shown[: len(found)] = found
         return self._shown[: len(found)]
 
-    def _blocks_alloc(self, n=None, out=None):
-        ids = super()._blocks_alloc(n)
-        if hasattr(self, "_shown"):
-            self._shown[:2] = np.atleast_1d(ids)[:2]
-        return ids
+    class blocks_class(ModelBlocks):
+        def alloc(self, n=None, out=None):
+            ids = super().alloc(n)
+            if hasattr(self.pool, "_shown"):
+                self.pool._shown[:2] = np.atleast_1d(ids)[:2]
+            return ids
 
 
 @row(SharedTailIsWritten)

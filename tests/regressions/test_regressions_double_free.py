@@ -6,17 +6,18 @@ from catalogue import CachedIsNotTouched, ClosesTwice, CountIsClamped, CutMovesT
 from prefixes import cache
 
 from kvpool.errors import DoubleFree, OutOfBlocks, StaleHandle
-from kvpool.testing.model_blocks import public_call
+from kvpool.testing.model_blocks import Arena, ModelBlocks, public_call
 
 
 class FreesEachOccurrence(Unchecked):
     """`free` counts down and queues once per name in its list, whatever it names."""
 
-    @public_call
-    def _blocks_free(self, ids):
-        for block in np.atleast_1d(ids).tolist():
-            self._raw[block] = self._raw.get(block, 0) - 1
-            self._blank.append(block)
+    class blocks_class(ModelBlocks):
+        @public_call
+        def free(self, ids):
+            for block in np.atleast_1d(ids).tolist():
+                self._arena.raw[block] = self._arena.raw.get(block, 0) - 1
+                self._arena.blank.append(block)
 
 
 class ReplacedBlockIsFreed(Unchecked):
@@ -24,26 +25,28 @@ class ReplacedBlockIsFreed(Unchecked):
 
     def _begin(self, *arguments):
         step = super()._begin(*arguments)
-        self._blank += step.held()
+        self.arenas[0].blank += [b for row in step.rows for _, old, _ in row.changes[0].replaced for b in old]
         return step
 
 
 class IncrefRevivesAnything(Unchecked):
     """`incref` counts up a block that is free."""
 
-    @public_call
-    def _blocks_incref(self, ids):
-        for block in np.atleast_1d(ids).tolist():
-            self._raw[block] = self._raw.get(block, 0) + 1
+    class blocks_class(ModelBlocks):
+        @public_call
+        def incref(self, ids):
+            for block in np.atleast_1d(ids).tolist():
+                self._arena.raw[block] = self._arena.raw.get(block, 0) + 1
 
 
 class QueuedTwice(Unchecked):
     """Now and then a block enters the free list twice."""
 
-    def _leave(self, block):
-        super()._leave(block)
-        if block % 7 == 0:
-            super()._leave(block)
+    class arena_class(Arena):
+        def leave(self, block):
+            super().leave(block)
+            if block % 7 == 0:
+                super().leave(block)
 
 
 class TruncatesTheDead(Unchecked):
@@ -51,7 +54,7 @@ class TruncatesTheDead(Unchecked):
 
     @public_call
     def truncate(self, handles, lens):
-        self._blank += [1, 2, 3]
+        self.arenas[0].blank += [1, 2, 3]
 
 
 class BatchIsFreedPerTable(Unchecked):
@@ -59,10 +62,11 @@ class BatchIsFreedPerTable(Unchecked):
 
     @public_call
     def close(self, handles):
-        for seq in self._batch("close", handles):
-            table = list(seq.table)
+        one = self.arenas[0]
+        for seq in self.batch("close", handles):
+            table = [block for entry in seq.tables[0].entries for block in entry]
             self._close(seq)
-            self._blank += [block for block in table if block not in self._blank or self._refcount(block)]
+            one.blank += [block for block in table if block not in one.blank or one.refcount(block)]
 
 
 @row(FreesEachOccurrence)
@@ -132,6 +136,7 @@ def test_a5_free_list_stays_whole_under_hits_and_pins(make_pool, make_plan):
                 give_back, handle = pool.prefix.unpin, pool.prefix.pin(prompt)
             held.append((give_back, handle, blocks))
         if turn % 8 == 0:  # all that is free leaves its list once, what is held does not
+            pool.blocks.evict(32)
             free = pool.blocks.alloc(pool.stats().free).tolist()
             assert len(set(free)) == len(free) and not set(free) & {b for *_, blocks in held for b in blocks}
             pool.blocks.free(free)

@@ -13,17 +13,17 @@ from kvpool import Plan, Pool
 from kvpool.adapters.block_manager import KVBlockManager
 from kvpool.config import KVSpec
 from kvpool.errors import OutOfBlocks, OutOfSequences
-from kvpool.testing.model_blocks import public_call
+from kvpool.testing.model_blocks import Arena, public_call
 
 
 class FailedOpenKeepsItsSlot(Unchecked):
     """The slot of a sequence is taken before the blocks are looked for."""
 
-    def _open_blank(self, num_tokens):
+    def _judge_opening(self, *arguments):
         slot = self._free_slots.popleft()
-        seq = super()._open_blank(num_tokens)
+        found = super()._judge_opening(*arguments)
         self._free_slots.appendleft(slot)
-        return seq
+        return found
 
 
 class FailedForkKeepsReferences(Unchecked):
@@ -31,19 +31,20 @@ class FailedForkKeepsReferences(Unchecked):
 
     def _refuse_slots(self, call, n):
         for seq in self._sequences.values() if call == "fork" and n > len(self._free_slots) else ():
-            for block in seq.table:
-                self._raw[block] = self._raw.get(block, 0) + n
+            for (block,) in seq.tables[0].entries:
+                self.arenas[0].raw[block] = self.arenas[0].raw.get(block, 0) + n
         super()._refuse_slots(call, n)
 
 
 class SharedIsEvictablePerHolder(Unchecked):
     """A cached block enters the eviction list with every reference that it loses."""
 
-    def _release(self, block):
-        if block in self._committed and self._refcount(block):
-            self._lru.append(block)
-        else:
-            super()._release(block)
+    class arena_class(Arena):
+        def release(self, block):
+            if block in self.marked and self.refcount(block):
+                self.unused.append(block)
+            else:
+                super().release(block)
 
 
 class CompletionOfTheDeadIsDropped(Unchecked):
@@ -54,8 +55,8 @@ class CompletionOfTheDeadIsDropped(Unchecked):
         step = self._pending_step("done", plan)
         if any(self._find(row.handle) for row in step.rows) or not step.rows:
             step.noted = True
-            while self._pending and self._pending[0].noted:
-                self._pass(self._pending[0])
+            while self.pending and self.pending[0].noted:
+                self._pass(self.pending[0])
 
 
 class WaitsForItsOwnSignal(Unchecked):
@@ -64,21 +65,20 @@ class WaitsForItsOwnSignal(Unchecked):
     @public_call
     def rollback(self, plan):
         step = self._pending_step("rollback", plan)
-        self._pending.remove(step)
-        plan._pending = False
-        for undone in reversed(step.rows):
-            self._undo(undone)
+        self.pending.remove(step)
+        plan.is_pending = False
+        self._undo(step)
 
 
 class FailedStepKeepsItsBlocks(Unchecked):
     """What a failed step appended leaves the table, but not the books."""
 
-    def _undo(self, row):
-        seq = self._find(row.handle)
+    def _undo_change(self, seq, layer, change):
         if seq is not None:
-            del seq.table[len(seq.table) - row.num_appended :]
-            row.num_appended = 0
-        super()._undo(row)
+            entries = seq.tables[layer.index].entries
+            del entries[len(entries) - change.num_appended :]
+            change.num_appended = 0
+        super()._undo_change(seq, layer, change)
 
 
 class KeptAlive(Pool):
@@ -94,8 +94,8 @@ class FinishKeepsReferences(Unchecked):
     """Finishing removes the table and counts nothing down."""
 
     def _close(self, seq):
-        for block in seq.table:
-            self._raw[block] = self._raw.get(block, 0) + 1
+        for (block,) in seq.tables[0].entries:
+            self.arenas[0].raw[block] = self.arenas[0].raw.get(block, 0) + 1
         super()._close(seq)
 
 
@@ -342,7 +342,7 @@ def test_b11_finish_drops_the_references_not_only_the_table(make_pool, grow):
     assert (stats.used, stats.evictable, stats.evictions) == (0, 4, 76)
 
 
-@row(SharedIsEvictablePerHolder)
+@row(FinishKeepsReferences)
 def test_b12_every_pin_ends_with_its_unpin(make_pool, make_plan):
     """A lookup pinned, the retrieval never came; an unpin after the last reference freed nothing."""
     pool = make_pool(prefix_cache=True)

@@ -15,7 +15,7 @@ class NullBlockIsTaken(Unchecked):
 
     def _empty(self):
         super()._empty()
-        self._blank.append(0)
+        self.arenas[0].blank.append(0)
 
 
 class NullBlockIsEvictable(Unchecked):
@@ -23,7 +23,7 @@ class NullBlockIsEvictable(Unchecked):
 
     def _empty(self):
         super()._empty()
-        self._lru, self._committed = [0], {0}
+        self.arenas[0].unused, self.arenas[0].marked = [0], {0}
 
 
 class ZeroesOneLayer(NumpyBackend):

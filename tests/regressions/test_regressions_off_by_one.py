@@ -13,7 +13,8 @@ from kvpool.config import KVSpec
 from kvpool.errors import CapacityExceeded
 from kvpool.eviction import Evictor, SlidingWindow
 from kvpool.testing import ModelPlan
-from kvpool.testing.model_blocks import public_call
+from kvpool.testing.model_blocks import Arena, public_call
+from kvpool.testing.model_prefix import ModelPrefix
 from kvpool_backends.numpy import NumpyBackend
 
 A, B, C = ([n] * 4 for n in (1, 2, 3))
@@ -22,24 +23,24 @@ A, B, C = ([n] * 4 for n in (1, 2, 3))
 class OneBlockMore(Unchecked):
     """A sequence of n tokens has n // block_size + 1 blocks, full or not."""
 
-    def _row_needs(self, seq, n, lost, floors):
-        replaced, appended = super()._row_needs(seq, n, lost, floors)
+    def _row_need(self, seq, n, *others):
+        replaced, appended = super()._row_need(seq, n, *others)
         return replaced, appended + ((seq.num_tokens + n) % self.block_size == 0)
 
 
 class NothingIsLeftToCompute(Unchecked):
     """A prompt that is cached as a whole leaves no token to compute."""
 
-    def _prompt_hits(self, tokens, namespace):
-        return self._hits(tokens, namespace, len(tokens) // self.block_size)
+    def _found(self, prompt, namespace, all_of_it=False):
+        return super()._found(prompt, namespace, True)
 
 
 class MatchCountsAnotherWay(Unchecked):
     """The scheduler's number and the worker's are computed in two places."""
 
-    @public_call
-    def _prefix_match(self, tokens, namespace=b""):
-        return len(self._hits(list(tokens), namespace, len(tokens) // self.block_size)) * self.block_size
+    class prefix_class(ModelPrefix):
+        def match(self, tokens, namespace=b""):
+            return self.pool._found(list(tokens), namespace, True)[1]
 
 
 class LookaheadTakesOneMore(Unchecked):
@@ -54,9 +55,9 @@ class LookaheadTakesOneMore(Unchecked):
 class CutFromTheFront(Unchecked):
     """What is too much is dropped from the wrong end."""
 
-    def _pop_blocks(self, seq, length):
-        while len(seq.table) > length:
-            self._release(seq.table.pop(0))
+    def _pop_entries(self, seq, layer, length):
+        while len(seq.tables[0].entries) > length:
+            layer.arena.release(*seq.tables[0].entries.pop(0))
 
 
 class WindowIsOneShortUntilFull(Simple):
@@ -84,25 +85,26 @@ class NoLimit(Unchecked):
 class CachedIsNotFree(Unchecked):
     """Blocks in the eviction list do not count as room."""
 
-    def _available(self):
-        return len(self._blank)
+    class arena_class(Arena):
+        def available(self):
+            return len(self.blank)
 
 
 class PositionsOfTheSlots(ModelPlan):
     """Positions are counted by what is left."""
 
-    def _write(self, batch, new, num_rows, num_tokens):
-        found = super()._write(batch, new, num_rows, num_tokens)
-        left = [p for seq, n in zip(batch, new, strict=True) for p in range(seq.num_tokens - n, seq.num_tokens)]
-        self._base["positions"][: len(left)] = left
-        return found
+    def fill(self, batch, *others):
+        super().fill(batch, *others)
+        self.positions[:] -= batch[0].tables[0].evicted
 
 
 class SlotIsMissingAtAChunk(ModelPlan):
     """The last slot of a chunk of 256 is left out."""
 
-    def _show(self, num_rows, num_tokens, num_pages):
-        super()._show(num_rows, num_tokens - (num_tokens % 256 == 0), num_pages)
+    def fill(self, *arguments):
+        super().fill(*arguments)
+        rows, tokens, entries = self.groups[0]._size
+        self.groups[0]._size = rows, tokens - (tokens % 256 == 0), entries
 
 
 class HandsOutOneMore(Unchecked):
@@ -110,7 +112,7 @@ class HandsOutOneMore(Unchecked):
 
     def _empty(self):
         super()._empty()
-        self._blank.insert(0, self.num_blocks)
+        self.arenas[0].blank.insert(0, self.num_blocks)
 
 
 class TwoCapacities(KVBlockManager):
@@ -291,8 +293,8 @@ def test_e10_cut_behind_an_eviction_is_by_the_logical_length(make_pool, make_pla
     for length in (11, 18):  # tokens that have a slot; one more than there ever were
         with refused(pool, ValueError, "truncate", length):
             pool.truncate(handle, length)
-    pool.truncate(handle, 14)
-    assert (pool.num_tokens(handle), pool.kv_len(handle), pool.table(handle).tolist()) == (14, 8, table[:2])
+    pool.truncate(handle, 14)  # 16 positions are covered, of which a block and a half are gone
+    assert (pool.num_tokens(handle), pool.kv_len(handle), pool.table(handle).tolist()) == (14, 8, table[:3])
     pool.step(plan, [handle], 1)
     assert plan.positions.tolist() == [14] and plan.seq_lens.tolist() == [9]
     assert plan.slot_mapping.tolist() == [4 * int(pool.table(handle)[2])]

@@ -6,26 +6,26 @@ from catalogue import CountIsClamped, Unchecked, broken, row
 
 from kvpool.config import KVSpec
 from kvpool.testing import ModelPlan
-from kvpool.testing.model_blocks import public_call
+from kvpool.testing.model_blocks import ModelBlocks, public_call
 from kvpool_backends.cpu import BlockStore, base_shapes
 
 
 class SlotsWrapAt32Bits(ModelPlan):
     """The product is computed in 32 bits and widened afterwards."""
 
-    def _write(self, *arguments):
-        counts = super()._write(*arguments)
-        self._base["slot_mapping"][:] = self._base["slot_mapping"].astype(np.int32)
-        return counts
+    def fill(self, *arguments):
+        super().fill(*arguments)
+        self.slot_mapping[:] = self.slot_mapping.astype(np.int32)
 
 
 class TakesAnySize(ModelPlan):
     """Nobody looks whether slots fit the dtype."""
 
     def __init__(self, pool, *arguments, **options):
-        size, pool.block_size = pool.block_size, 1
+        one = pool.arenas[0]
+        size, one.num_blocks = one.num_blocks, 1
         super().__init__(pool, *arguments, **options)
-        pool.block_size = size
+        one.num_blocks = size
 
 
 class BytesIn32Bits(KVSpec):
@@ -48,15 +48,16 @@ class CapacityIn32Bits(Unchecked):
 
     @public_call
     def capacity(self, handle):
-        return int(np.int64(len(self._one("capacity", handle).table) * self.block_size).astype(np.int32))
+        return int(np.int64(len(self.one("capacity", handle).tables[0].entries) * self.block_size).astype(np.int32))
 
 
 class CastTo32Bits(Unchecked):
     """An id is narrowed before it is checked."""
 
-    @public_call
-    def _blocks_free(self, ids):
-        super()._blocks_free.__wrapped__(self, np.asarray(ids).astype(np.int32))
+    class blocks_class(ModelBlocks):
+        @public_call
+        def free(self, ids):
+            super().free.__wrapped__(self, np.asarray(ids).astype(np.int32))
 
 
 @row(SlotsWrapAt32Bits)

@@ -7,6 +7,7 @@ from prefixes import compute
 
 from kvpool.errors import OutOfBlocks
 from kvpool.testing.model_blocks import public_call
+from kvpool.testing.model_prefix import ModelPrefix
 
 
 class WaitsForRoom(Unchecked):
@@ -19,11 +20,12 @@ class WaitsForRoom(Unchecked):
 class CommitsRowByRow(Unchecked):
     """A batch is refused in its middle; what was before it has happened."""
 
-    @public_call
-    def _prefix_commit(self, handles, tokens, counts=None):
-        share = len(tokens) // len(handles)
-        for i, handle in enumerate(handles):
-            super()._prefix_commit.__wrapped__(self, handle, tokens[i * share : (i + 1) * share])
+    class prefix_class(ModelPrefix):
+        @public_call
+        def commit(self, handles, tokens, counts=None):
+            share = len(tokens) // len(handles)
+            for i, handle in enumerate(handles):
+                super().commit.__wrapped__(self, handle, tokens[i * share : (i + 1) * share])
 
 
 class LikesLargeBlocks(Unchecked):

@@ -4,7 +4,6 @@ import pytest
 
 import kvpool
 from kvpool.testing import ModelPool
-from kvpool.testing.model_groups import GroupModel
 from tests.verify import run
 from tests.verify.__main__ import main
 from tests.verify.constructors import compare_constructors
@@ -12,7 +11,7 @@ from tests.verify.twin import WORDS_PER_RUN, Twin
 from tests.verify.words import WORDS, shape_of
 
 
-class LookaheadForgotten(GroupModel):
+class LookaheadForgotten(ModelPool):
     """A planted bug: windows and chunks let tokens go that a truncation may bring back."""
 
     def _let_go(self, seq, layer, p):
@@ -20,9 +19,8 @@ class LookaheadForgotten(GroupModel):
 
 
 def planted(**options):
-    """The model; of pools with groups and without a prefix cache, one that has a fault."""
-    has_fault = options["groups"] is not None and not options["prefix_cache"]
-    return (LookaheadForgotten if has_fault else ModelPool)(**options)
+    """The model; of pools without a prefix cache, one that has a fault."""
+    return (ModelPool if options["prefix_cache"] else LookaheadForgotten)(**options)
 
 
 class Planted(Twin):

@@ -4,7 +4,7 @@
 the same and is left as it was; afterwards statistics of all arenas, lengths and tables of all rows, the prefix cache's
 statistics and events, and the arrays of the plan that was filled are equal.
 
-A prefix cache of layer groups may hand out other blocks than the model: there the tables are equal up to the names of
+A pool with a prefix cache may hand out other blocks than the model: there the tables are equal up to the names of
 blocks, and other arrays of ids have the same holes. A call on blocks by id then names the model's blocks.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool import Plan, Pool
+from kvpool import Group, Plan, Pool
 from kvpool.errors import KVPoolError
 from kvpool.testing import ModelPlan, ModelPool
 from kvpool.testing.fuzz_target import FuzzFinding as Finding
@@ -29,9 +29,10 @@ CALLS = (
     *("open", "loaded", "fork", "truncate", "close", "close_finished", "defer_close", "can", "done", "rollback"),
     *("compact", "evict_blocks", "reset", *FILL),
 )
-OF_GROUPS = ("block_tables", "slot_mapping", "kv_starts", "kv_lens", "copies", "dirty_rows")
+COMMON = ("positions", "cu_q_lens", "slot_ids")  # arrays that all groups share
+OF_GROUPS = ("kv_starts", "copies", "dirty_rows")  # that a group has, whatever the formats
 OF_STATES = ("state_src", "state_dst", "state_loads", "state_saves")
-BY_ID = ("block_tables", "slot_mapping", "copies", "state_loads", "state_saves")
+BY_ID = ("block_tables", "slot_mapping", "indices", "copies", "state_loads", "state_saves")
 
 
 def local(value: Any, first: int) -> Any:
@@ -91,13 +92,12 @@ class Twin(Pool):
     def __init__(self, **options: Any) -> None:
         self.model = type(self).make_model(**options)
         self.plans: dict[Plan, Any] = {}  # those of the model
-        groups = options["groups"]
-        self.kinds = [group.kind for group in groups] if groups else ["full"]
-        arenas = {group.arena for group in groups or () if group.kind != "state"} | {0}
+        groups = options["groups"] or [Group.full()]
+        self.kinds = [group.kind for group in groups]
+        arenas = {group.arena for group in groups if group.kind != "state"} | {0}
         self.num_arenas = len(arenas) + self.kinds.count("state")
-        self.has_cache, self.has_groups = options["prefix_cache"], groups is not None
+        self.has_cache = self.are_renamed = options["prefix_cache"]
         self.hole = 0 if options["reserved_blocks"] else -1
-        self.are_renamed = self.has_cache and self.has_groups
         self.names: list[dict[int, int]] = [{} for _ in range(self.num_arenas)]  # the core's block -> the model's
         self.taken: list[dict[int, int]] = [{} for _ in range(self.num_arenas)]  # those that `alloc` gave
         self.has_events = options["events"] > 0
@@ -205,10 +205,10 @@ class Twin(Pool):
             self.same("prefix.stats", tuple(super().prefix.stats()), tuple(model.prefix.stats()))
         if self.are_renamed:
             for taken, home in zip(self.taken, model.arenas, strict=True):
-                for block in [block for block, due in taken.items() if not home._raw.get(due)]:
+                for block in [block for block, due in taken.items() if not home.raw.get(due)]:
                     del taken[block]
             self.names = [dict(taken) for taken in self.taken]
-        for seq in list(model._sequences.values()):
+        for seq in model.sequences():
             if model._find(seq.handle, True) is not None:
                 self.compare_row(seq.handle)
         if self.are_renamed:
@@ -232,18 +232,15 @@ class Twin(Pool):
             got, want = self.table(handle, g), self.model.table(theirs, g)
             self.same(f"table of {who} in group {g}", got, want, self.are_renamed and self.kinds[g] != "state")
             if self.are_renamed and self.kinds[g] != "state":
-                names = self.names[self.model.layers[g].arena._number]
+                names = self.names[self.model.layers[g].arena.number]
                 for block, due in zip(got.ravel().tolist(), want.ravel().tolist(), strict=True):
                     if block > self.hole and names.setdefault(block, due) != due:
                         raise Finding(f"model: {who} shares block {block} in group {g}, in the model it does not")
 
     def compare_events(self) -> None:
-        """Compare what the cache told; with groups, in any order within a call."""
+        """Compare what the cache told, in any order within a call."""
         mine, due = super().prefix.events(), self.model.prefix.events()
         self.untold += mine
-        if not self.has_groups:
-            self.same("events", mine, due)
-            return
         lost = ["lost" in [name for name, *_ in told] for told in (mine, due)]
         if lost[0] != lost[1]:
             raise Finding(f"model: events are {mine}, due {due}")
@@ -262,11 +259,15 @@ class Twin(Pool):
         due = self.plans[plan]
         for name in ("num_tokens", "is_pending", "step_id", "handles", "served"):
             self.same(f"plan.{name}", getattr(plan, name), getattr(due, name))
-        more = [] if self.has_groups else ["copies", "dirty_rows"]
-        for name in (*due._views, *more):
-            self.same_ids(f"plan.{name}", getattr(plan, name), getattr(due, name))
-        for g, kind in enumerate(self.kinds if self.has_groups else ()):
-            for name in OF_STATES if kind == "state" else OF_GROUPS:
+        of_groups = [name for name in due.names if name not in COMMON]
+        for name in due.names if len(self.kinds) == 1 else set(due.names) & set(COMMON):
+            if self.kinds != ["state"] or name in (*COMMON, "seq_lens"):
+                self.same_ids(f"plan.{name}", getattr(plan, name), getattr(due, name))
+        for g, kind in enumerate(self.kinds):
+            names = [*OF_GROUPS, *("kv_lens" if name == "seq_lens" else name for name in of_groups)]
+            if kind == "state":
+                names = [*OF_STATES, *(["kv_lens"] if "seq_lens" in of_groups else [])]
+            for name in names:
                 got, want = getattr(plan.groups[g], name), getattr(due.groups[g], name)
                 self.same_ids(f"plan.groups[{g}].{name}", got, want)
 

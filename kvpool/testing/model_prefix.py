@@ -1,4 +1,4 @@
-"""The prefix cache of pools with layer groups in `kvpool.testing.model`: ``docs/prefix.md``, "Layer groups".
+"""The prefix cache of `kvpool.testing.model`: ``docs/prefix.md``, and how a sequence is opened.
 
 A node is one base block of tokens below another node. It has an entry of each full group whose block ends there, and
 a checkpoint, or lacks them. Nothing is kept in order: what leaves first is found by stamps, who names a block is
@@ -8,18 +8,19 @@ recounted.
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from kvpool.errors import CapacityExceeded, CorruptState, OutOfSequences
+from kvpool.errors import CapacityExceeded, CorruptState, OutOfBlocks, OutOfSequences
 from kvpool.stats import PrefixStats
 from kvpool.testing import model_args as args
-from kvpool.testing.model_blocks import Part, Step, ceil_div, public_call
-from kvpool.testing.model_groups import HOLE, Arena, GroupModel, Layers, Table
-from kvpool.testing.model_plan import Sequence
+from kvpool.testing.model_blocks import Arena, ceil_div, public_call
+from kvpool.testing.model_groups import HOLE, Layers, Sequence, Table
+from kvpool.testing.model_steps import Row, Step, StepModel
 
 MOST_TAKEN = 2  #: checkpoints that a row has taken and not published
 NODES_PER_CHECKPOINT = 4  #: there is room for one checkpoint per so many nodes
@@ -66,15 +67,6 @@ class Node:
 
 
 @dataclass(eq=False)
-class Known:
-    """What the prefix cache knows of a row."""
-
-    node: Node | None = None  #: of its last committed base block
-    wanted: list[int] = field(default_factory=list)  #: where checkpoints are taken
-    load: int = 0  #: tokens that are loaded
-
-
-@dataclass(eq=False)
 class Load:
     """A checkpoint whose states were not copied to slots yet."""
 
@@ -83,104 +75,207 @@ class Load:
     step: int | None = None  #: the pending step that does it
 
 
-class CachedArena(Arena):
-    """An arena whose unnamed blocks may belong to the prefix cache of the pool."""
+@dataclass(eq=False)
+class Opening:
+    """What a call that opens a sequence was given, what it finds and what it takes."""
 
-    _pool: Any
+    prompt: list[int]  #: empty for a count
+    length: int
+    namespace: bytes
+    path: list[Node]  #: the longest one of the prompt that is in the cache
+    hit: int  #: tokens
+    room: int  #: tokens that tables have entries for then
+    is_cut: bool  #: a load: windows and chunks have what a query at its end reads
+    bundle: int  #: blocks for the states of a load
+
+    def has(self, layer: Layers, i: int) -> bool:
+        """Whether entry i of a table is no hole."""
+        return not self.is_cut or layer.kind == "full" or layer.needs(i, self.length)
 
     @property
-    def _lru(self) -> list[int]:
-        """Blocks that the cache would give up."""
-        return sorted(self._pool.evictable_in(self)) if hasattr(self._pool, "_clock") else []
+    def nodes(self) -> list[Node]:
+        """Those of the hit."""
+        return [node for node in self.path if len(node.prefix) <= self.hit]
 
-    @_lru.setter
-    def _lru(self, blocks: list[int]) -> None:
-        pass
 
-    @property
-    def _committed(self) -> set[int]:
-        """Blocks that are never written in place."""
-        return {block for number, block in getattr(self._pool, "_entries", {}) if number == self._number}
+class ModelPrefix:
+    """The calls on a prefix cache, see `kvpool._core.PrefixCache`."""
 
-    @_committed.setter
-    def _committed(self, blocks: set[int]) -> None:
-        pass
-
-    def _evict_oldest(self) -> int:
-        while not self._blank:
-            self._pool.evict_for(self)
-        return self._blank.pop()
-
-    def _leave(self, block: int) -> None:
-        self._pool.left.append((self, block))
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
 
     @public_call
-    def _blocks_incref(self, ids: Any) -> None:
-        """Add one raw reference to blocks that were taken with `alloc`."""
-        for block in self._ids("incref", ids):
-            if not self._raw.get(block):
-                raise ValueError(f"[incref] block was not taken with alloc ({block})")
-        super()._blocks_incref(ids)
+    def match(self, tokens: Any, namespace: bytes = b"") -> int:
+        """Return how many tokens of the prompt `open` would find."""
+        prompt = args.tokens("match", tokens)
+        hit: int = self.pool._found(prompt, args.namespace("match", namespace))[1]
+        return hit
 
     @public_call
-    def _alloc(self, n: int | None, check_out: Any) -> list[int]:
-        count = 1 if n is None else args.count("alloc", "n", n)
-        if count > len(self._blank):
-            check_out(count)
-            self._out_of_blocks("alloc", count, lost=len(self._lru))
-        return super()._alloc(n, check_out)
+    def pin(self, tokens: Any, namespace: bytes = b"") -> int:
+        """Open a sequence that holds the largest hit of a prefix, all of which may be one; returns its handle."""
+        pool, prompt = self.pool, args.tokens("pin", tokens)
+        found = pool._judge_opening("pin", prompt, args.namespace("pin", namespace), False, all_of_it=True)
+        seq: Sequence = pool._begin_at("pin", found)
+        pool.chain("pin", prompt, namespace, pool._local(seq.handle))
+        return seq.handle
 
     @public_call
-    def _blocks_evict(self, n: int) -> int:
-        """Turn at least `n` evictable blocks into blank ones, or all that there are."""
-        count = min(args.count("evict", "n", n), len(self._lru))
-        wanted = len(self._blank) + count
-        while len(self._blank) < wanted:
-            self._pool.evict_for(self)
-        self._chain("evict", count)
-        return count
+    def unpin(self, handle: int) -> None:
+        """Close a sequence that `pin` opened."""
+        self.pool._close(self.pool.one("unpin", handle, True))
 
-    def _has_own_cache(self) -> bool:
-        return True
+    @public_call
+    def commit(self, handles: Any, tokens: Any, counts: Any = None) -> None:
+        """Make the tokens of computed positions known; the blocks that become full can be found."""
+        pool = self.pool
+        names = args.handles("commit", handles)
+        given = args.tokens("commit", tokens)
+        lengths = self._counts(counts, len(names), len(given))
+        batch = [pool._sequence("commit", name) for name in names]
+        # what was said of each block, as if the rows before had been committed
+        told = {key: entry.node.prefix for key, entry in pool.entries.items() if entry.node is not None}
+        rows = []
+        for seq, count in zip(batch, lengths, strict=True):
+            row, given = given[:count], given[count:]
+            pool._refuse_commit(seq, row, told)
+            rows.append(row)
+        for seq, row in zip(batch, rows, strict=True):
+            first = len(seq.tokens) // pool.block_size
+            seq.tokens += row
+            pool._commit_from(seq, first)
+        pool.chain("commit", *map(pool._local, names), *rows)
+
+    def _counts(self, counts: Any, num_rows: int, num_tokens: int) -> list[int]:
+        if counts is None:
+            if num_tokens % max(1, num_rows) or (num_tokens and not num_rows):
+                raise ValueError(f"[commit] {num_tokens} tokens for {num_rows} rows, give counts")
+            return [num_tokens // max(1, num_rows)] * num_rows
+        batch = args.per_row("commit", "counts", counts, num_rows)
+        if sum(batch) != num_tokens:
+            raise ValueError(f"[commit] counts sum up to {sum(batch)}, there are {num_tokens} tokens")
+        return batch
+
+    @public_call
+    def committed(self, handle: int) -> int:
+        """Return the committed length of a sequence: where the next `commit` goes on."""
+        return len(self.pool.one("committed", handle, True).tokens)
+
+    @public_call
+    def wanted(self, handles: Any) -> np.ndarray:
+        """Return the next position of each row at which a step should end, -1: none; int64 ``[S]``."""
+        batch = self.pool.batch("wanted", handles)
+        return np.array([min([p for p in s.wanted if p > s.num_tokens], default=-1) for s in batch], np.int64)
+
+    @public_call
+    def bundle(self, handle: int, group: int) -> np.ndarray:
+        """Return the blocks of a state that a loader fills, or that no step has loaded yet."""
+        pool, seq = self.pool, self.pool.one("bundle", handle, True)
+        if group not in [layer.index for layer in pool._states]:
+            raise ValueError(f"[bundle] group {group} is no group of states")
+        slots = [slot for entry in seq.tables[group].entries for slot in entry]
+        marks = [load.mark for load in pool._loads if load.slots[group] in slots]
+        if seq.is_loading:
+            marks = pool._marks_of(seq)
+        return np.array(marks[0].bundles[group] if marks else [], np.int32)
+
+    @public_call
+    def flush(self, namespace: bytes | None = None) -> int:
+        """Forget every node of a namespace, or of all; returns how many blocks became blank."""
+        if namespace is None or args.namespace("flush", namespace) in self.pool._roots:
+            count: int = self.pool._flush(namespace)
+            return count
+        self.pool._note("cleared", namespace)
+        return 0
+
+    @public_call
+    def events(self) -> list[tuple]:
+        """Return and forget the events, oldest first."""
+        pool = self.pool
+        lost = [("lost", pool._lost_events)] if pool._lost_events and pool._events.maxlen else []
+        events = lost + list(pool._events)
+        pool._events.clear()
+        pool._lost_events = 0
+        return events
+
+    @public_call
+    def stats(self) -> PrefixStats:
+        """Return the counters of the prefix cache."""
+        pool, use = self.pool, self.pool._use
+        return PrefixStats(
+            hit_rate=use["hit_tokens"] / max(1, use["query_tokens"]),
+            nodes=len(pool._nodes),
+            namespaces=len(pool._roots),
+            checkpoints=sum(mark.node is not None for mark in pool._taken),
+            **use,
+            **{f"checkpoints_{name}": n for name, n in pool._marks.items()},
+        )
 
 
-class CheckpointModel(GroupModel):
-    """`GroupModel` with a prefix cache: ``ModelPool(..., groups=[...], prefix_cache=True)`` makes one."""
+class CacheModel(StepModel):
+    """`StepModel` with a prefix cache, which has nothing in it without ``prefix_cache=True``."""
 
-    arena_class, may_cache = CachedArena, True
+    prefix_class = ModelPrefix
 
     def __init__(self, *sizes: Any, **options: Any) -> None:
         self._marks = dict.fromkeys(("taken", "published", "used", "skipped", "evicted"), 0)
+        self._next_uid = 1
+        lookups = ("queries", "query_tokens", "hit_tokens")
+        self._use = dict.fromkeys((*lookups, *(f"again_{name}" for name in lookups)), 0)
+        self._use |= dict.fromkeys(("inserted", "duplicates", "evicted"), 0)
         super().__init__(*sizes, **options)
-        room = self.arenas[0].num_blocks - self.arenas[0]._reserved
-        if self._bundle_size > room:
+        room = self.arenas[0].num_blocks - self.arenas[0].reserved
+        if self.has_cache and self._bundle_size > room:
             self.shutdown()
             raise ValueError(f"[Pool] a checkpoint has {self._bundle_size} blocks, arena 0 has {room}")
+        self._events: deque[tuple] = deque(maxlen=self.options.events)
+        self._lost_events = 0
 
     def _empty(self) -> None:
         super()._empty()
         self._clock = self._coldest = 0
-        self._nodes: dict[tuple[int, tuple[int, ...]], Node] = {}  # type: ignore[assignment]  # (root, prefix) -> node
-        self._entries: dict[tuple[int, int], Entry] = {}  # (arena, block) -> committed entry
+        self._last_root: dict[bytes, int] = {}  # namespace -> uid of the last root it was given
+        self._nodes: dict[tuple[int, tuple[int, ...]], Node] = {}  # (root, prefix) -> node
+        self.entries: dict[tuple[int, int], Entry] = {}  # (arena, block) -> committed entry
         self._taken: list[Checkpoint] = []  # all checkpoints
         self._loads: list[Load] = []
         self.left: list[tuple[Arena, int]] = []  # blocks that nobody names since the last call
-        self._told: set[tuple[int, int, tuple[int, ...]]] = set()  # what events have told of
-        self._told_keys: dict[tuple[int, int, tuple[int, ...]], bytes] = {}
-        kv = self._with_entries
-        self._grain = max((layer.block_size for layer in kv), default=self.block_size)
+        self._told: dict[tuple[int, int, tuple[int, ...]], bytes] = {}  # what events have told of, and its key
+        self._grain = max((layer.block_size for layer in self._kv), default=self.block_size)
         self._full = [layer for layer in self.layers if layer.kind == "full"]
-        self._tailed = [layer for layer in kv if layer.kind != "full"]
+        self._tailed = [layer for layer in self._kv if layer.kind != "full"]
         self._states = [layer for layer in self.layers if layer.kind == "state"]
+        self._bundle_size = sum(layer.group.blocks for layer in self._states)
+        self._can_restore = all(layer.group.blocks for layer in self._states)
         self._is_cut = len(self._full) < len(self.layers)  # a hit needs a checkpoint
         self._most_marks = self._most_nodes() // NODES_PER_CHECKPOINT + 1
+
+    # ---- namespaces ---------------------------------------------------------------------------------------
+
+    @property
+    def _roots(self) -> dict[bytes, int]:
+        """Uid of the root of each namespace that has a node or an open sequence; the others are forgotten."""
+        used = {node.root for node in self._nodes.values()} | {seq.root for seq in self.sequences()}
+        return {name: root for name, root in self._last_root.items() if root in used}
+
+    def _root(self, namespace: bytes) -> int:
+        """Return the uid of a namespace's root; a namespace that was forgotten gets a new one."""
+        if namespace not in self._roots:
+            self._last_root[namespace] = self._new_uid()
+        return self._last_root[namespace]
+
+    def _new_uid(self) -> int:
+        self._next_uid += 1
+        return self._next_uid - 1
+
+    # ---- what leaves first --------------------------------------------------------------------------------
 
     def _most_nodes(self) -> int:
         """Base blocks of all that full groups hold, and of one entry of each row."""
         per_arena: dict[int, int] = {}
         for layer in self._full:
             held = layer.arena.num_blocks // layer.columns * (layer.block_size // self.block_size)
-            per_arena[layer.arena._number] = max(held, per_arena.get(layer.arena._number, 0))
+            per_arena[layer.arena.number] = max(held, per_arena.get(layer.arena.number, 0))
         return (sum(per_arena.values()) or 2**20) + self.options.max_seqs * (self._grain // self.block_size)
 
     def _has_room(self) -> bool:
@@ -220,6 +315,10 @@ class CheckpointModel(GroupModel):
         """Whether a checkpoint may leave."""
         return mark.step is None and all(load.mark is not mark for load in self._loads)
 
+    def _marks_of(self, seq: Sequence) -> list[Checkpoint]:
+        """What a row took and did not publish."""
+        return [mark for mark in self._taken if mark.owner == seq.handle]
+
     def _covering(self, entry: Entry) -> list[Checkpoint]:
         return [mark for mark in self._taken if entry in mark.tails]
 
@@ -245,7 +344,7 @@ class CheckpointModel(GroupModel):
         for mark in self._taken:
             if mark in without or not self._is_free(mark):
                 continue
-            if arena._number == 0:
+            if arena.number == 0:
                 found |= {block for bundle in mark.bundles.values() for block in bundle}
             for entry in mark.tails:
                 if entry.layer.arena is arena and all(
@@ -263,17 +362,13 @@ class CheckpointModel(GroupModel):
         if cold:
             self._evict_unit(min(cold, key=lambda node: node.stamp))
             return
-        homes = {layer.arena._number for layer in self._tailed} | ({0} if self._bundle_size else set())
-        marks = [mark for mark in self._taken if self._is_free(mark)] if arena._number in homes else []
+        homes = {layer.arena.number for layer in self._tailed} | ({0} if self._bundle_size else set())
+        marks = [mark for mark in self._taken if self._is_free(mark)] if arena.number in homes else []
         victim = self._oldest(marks, units)
         if isinstance(victim, Node):
             self._evict_unit(victim)
         else:
             self._evict_mark(victim)
-
-    @property
-    def _bundle_size(self) -> int:
-        return sum(layer.group.blocks for layer in self._states)
 
     def _evict_unit(self, node: Node) -> None:
         if node.checkpoint is not None and self._is_free(node.checkpoint):
@@ -283,14 +378,14 @@ class CheckpointModel(GroupModel):
                 continue
             del node.kv[group]
             self._use["evicted"] += 1
-            entry.layer.arena._counters["evictions"] += len(entry.blocks)
+            entry.layer.arena.counters["evictions"] += len(entry.blocks)
             self._blank_entry(entry)
         self._sweep()
 
     def _blank_entry(self, entry: Entry) -> None:
         for block in reversed(entry.blocks):
-            del self._entries[entry.layer.arena._number, block]
-            entry.layer.arena._blank.append(block)
+            del self.entries[entry.layer.arena.number, block]
+            entry.layer.arena.blank.append(block)
 
     def _drop(self, mark: Checkpoint) -> None:
         """A checkpoint is gone."""
@@ -298,9 +393,9 @@ class CheckpointModel(GroupModel):
         for bundle in mark.bundles.values():
             for block in bundle:
                 if mark.step is None:
-                    self.arenas[0]._blank.append(block)
+                    self.arenas[0].blank.append(block)
                 else:
-                    self.arenas[0]._release(block)
+                    self.arenas[0].release(block)
         for entry in mark.tails:
             if not self._covering(entry) and all(entry.layer.arena.is_idle(block) for block in entry.blocks):
                 self._blank_entry(entry)
@@ -327,8 +422,8 @@ class CheckpointModel(GroupModel):
     def _sweep(self) -> None:
         """Forget nodes that nobody needs."""
         needed: set[int] = set()
-        rows = [seq.known.node for seq in self._sequences.values()]
-        for node in [*self._nodes.values(), *(entry.node for entry in self._entries.values()), *rows]:
+        rows = [seq.node for seq in self._sequences.values()]
+        for node in [*self._nodes.values(), *(entry.node for entry in self.entries.values()), *rows]:
             if node is None or not (node.kv or node.checkpoint or node in rows or self._stands(node)):
                 continue
             while node is not None and node.uid not in needed:
@@ -337,21 +432,21 @@ class CheckpointModel(GroupModel):
         self._nodes = {key: node for key, node in self._nodes.items() if node.uid in needed}
 
     def _stands(self, node: Node) -> bool:
-        return any(entry.node is node for entry in self._entries.values())
+        return any(entry.node is node for entry in self.entries.values())
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Close what was deferred. Then settle the blocks that the last call released, one arena after the other."""
-        super()._drain()
+        super().drain()
         left, self.left = self.left, []
-        for arena, block in sorted(left, key=lambda one: one[0]._number):
+        for arena, block in sorted(left, key=lambda one: one[0].number):
             self._block_left(arena, block)
         if left:
             self._tell()
 
     def _block_left(self, arena: Arena, block: int) -> None:
-        entry = self._entries.get((arena._number, block))
+        entry = self.entries.get((arena.number, block))
         if entry is None:
-            arena._blank.append(block)
+            arena.blank.append(block)
             return
         entry.left.add(block)
         if len(entry.left) < len(entry.blocks):
@@ -378,7 +473,7 @@ class CheckpointModel(GroupModel):
             if not self._has_load(seq):
                 continue
             for layer, blocks in self._ending(seq, depth):
-                own = self._entries.get((layer.arena._number, blocks[0]))
+                own = self.entries.get((layer.arena.number, blocks[0]))
                 if layer is entry.layer and own is not None and own is not entry and own.node is entry.node:
                     self._replace_tails([own])  # which blanks the other one
                     return
@@ -419,10 +514,8 @@ class CheckpointModel(GroupModel):
     def _spacing(self) -> int:
         """Distance of the first checkpoint inside a long prompt: 3 times its bytes in keys and values."""
         kv = sum(layer.columns * self.block_size / layer.block_size for layer in self._full)
-        tails = sum(
-            (ceil_div(layer.group.size - 1, layer.block_size) + layer.num_kept) * layer.columns
-            for layer in self._tailed
-        )
+        held = [(layer, layer.group.size - 1) for layer in self._tailed] + [(g, g.group.keep) for g in self._tailed]
+        tails = sum(ceil_div(tokens, layer.block_size) * layer.columns for layer, tokens in held)
         least, spacing = 3 * (self._bundle_size + tails) * self.block_size, 1
         if not kv or not least:
             return 0
@@ -437,13 +530,54 @@ class CheckpointModel(GroupModel):
             places.add(distance)
             distance *= 2
         aligned = {place // self._grain * self._grain for place in places}
-        can_restore = all(layer.group.blocks for layer in self._states)
-        return sorted(place for place in aligned if place > hit) if self._is_cut and can_restore else []
+        return sorted(place for place in aligned if place > hit) if self._is_cut and self._can_restore else []
 
-    def _create(self, num_tokens: int, table: list[int]) -> Sequence:
-        seq = super()._create(num_tokens, table)
-        seq.known = Known()
-        return seq
+    # ---- opening a sequence -------------------------------------------------------------------------------
+
+    def _judge_opening(
+        self, call: str, tokens: Any, namespace: bytes, reserve: bool, load: bool = False, all_of_it: bool = False
+    ) -> Opening:
+        """What opening a sequence finds and takes, if it is there."""
+        prompt = [] if args.is_count(tokens) else args.tokens(call, tokens)
+        length = args.count(call, "tokens", tokens) if args.is_count(tokens) else len(prompt)
+        if load and not self.has_cache and self._is_cut:
+            raise ValueError(f"[{call}] load is for full groups only without a prefix cache")
+        if length > self.options.max_blocks_per_seq * self.block_size:
+            raise CapacityExceeded(f"[{call}] {length} tokens, max_blocks_per_seq is {self.options.max_blocks_per_seq}")
+        is_cut = load and self._is_cut
+        if is_cut:
+            self._refuse_load(call, length)
+        path, hit = self._found([] if is_cut else prompt, namespace, all_of_it)
+        bundle = self._bundle_size if load else 0
+        found = Opening(prompt, length, namespace, path, hit, length if reserve else hit, is_cut, bundle)
+        own = (*found.nodes, *(node.checkpoint for node in found.nodes[-1:]))
+        for arena in self.arenas:
+            need = sum(n * layer.columns for layer, n in self._rest(found) if layer.arena is arena)
+            need += (load or hit > 0) * sum(layer.arena is arena for layer in self._states)
+            need += 0 if arena.number else found.bundle
+            watermark = 0 if arena.number else self.options.watermark
+            lost = len(arena.evictable) - len(self.evictable_in(arena, own)) if hit else 0
+            if need and need + watermark > arena.available() - lost:
+                arena.out_of_blocks(call, need, watermark, lost=lost)
+        self._refuse_slots(call, 1)
+        return found
+
+    def _refuse_load(self, call: str, length: int) -> None:
+        if not self._can_restore:
+            raise ValueError(f"[{call}] a state group has no blocks")
+        if length > 2**31 - 1:
+            raise CapacityExceeded(f"[{call}] {length} tokens are loaded, no plan steps so long a sequence")
+        if not length or length % self._grain:
+            raise ValueError(f"[{call}] {length} tokens are loaded, {self._grain} is the grain")
+        if self._states and len(self._taken) == self._most_marks and not any(map(self._is_free, self._taken)):
+            raise OutOfSequences(f"[{call}] all checkpoints are in use")
+
+    def _rest(self, found: Opening) -> list[tuple[Layers, int]]:
+        """How many entries each group takes beside those of the hit."""
+        rest = [(layer, ceil_div(found.room, layer.block_size) - found.hit // layer.block_size) for layer in self._kv]
+        if found.is_cut:
+            rest = [(layer, sum(found.has(layer, i) for i in range(count))) for layer, count in rest]
+        return rest
 
     @public_call
     def open(
@@ -453,154 +587,97 @@ class CheckpointModel(GroupModel):
         """Open a sequence for a prompt, or with entries for a number of tokens; returns its handle."""
         args.how_to_open("open", tokens, namespace, reserve, load)
         args.boolean("open", "again", again)
+        if cut is not None:
+            args.integer("open", "cut", cut, 0, tokens if args.is_count(tokens) else len(tokens))
+            if not self.has_cache or load or args.is_count(tokens):
+                raise ValueError(f"[open] cut is {cut}: it needs a prompt and a prefix cache, and no load")
+        found = self._judge_opening("open", tokens, namespace, reserve, load)
+        seq = self._begin_at("load" if load else "open", found)
+        states = [(layer, 1) for layer in self._states] if load and self._is_cut else []
+        self._make_room(self._rest(found) + states, found.bundle)
+        for layer, _ in states:
+            seq.tables[layer.index].entries.append(self._take_entry(layer))
+        for layer in self._kv:
+            entries = seq.tables[layer.index].entries
+            for i in range(len(entries), ceil_div(found.room, layer.block_size)):
+                entries.append(self._take_entry(layer) if found.has(layer, i) else HOLE)
         if load:
-            return self._open_load(args.tokens("open", tokens), namespace)
-        if args.is_count(tokens):
-            if cut is not None:
-                raise ValueError(f"[open] cut is {cut}, there is no prompt")
-            handle: int = super().open(tokens, namespace)
-            self._sequence("open", handle).root = self._root(namespace)
-            return handle
-        prompt = args.tokens("open", tokens)
-        place = max(0, len(prompt) - TAIL) if cut is None else args.integer("open", "cut", cut, 0, len(prompt))
-        path, hit = self._found(prompt, namespace)
-        self._refuse_found("open", prompt, path, hit, reserve)
-        seq = self._open_found("open", prompt, namespace, path, hit)
-        rest = [
-            (layer, ceil_div(len(prompt), layer.block_size) - len(seq.tables[layer.index].entries))
-            for layer in (self._with_entries if reserve else ())
-        ]
-        self._make_room(rest)
-        for layer, count in rest:
-            seq.tables[layer.index].entries.extend(self._take_entry(layer) for _ in range(count))
-        seq.known.wanted = self._positions(hit, path, place)
-        self._count_lookup(len(prompt), hit, again)
+            self._begin_load(seq, found)
+        elif self.has_cache and not args.is_count(tokens):
+            seq.wanted = self._positions(found.hit, found.path, max(0, found.length - TAIL) if cut is None else cut)
+            for name, n in (("queries", 1), ("query_tokens", found.length), ("hit_tokens", found.hit)):
+                self._use[f"again_{name}" if again else name] += n
         shown = [table.entries for table in seq.tables]
-        self._chain("open", prompt, namespace, self._local(seq.handle), shown, seq.known.wanted)
+        self.chain("open", found.prompt, namespace, self._local(seq.handle), shown, seq.wanted, load)
         return seq.handle
 
-    def _refuse_load(
-        self, call: str, prompt: list[int], namespace: bytes
-    ) -> tuple[list[Node], int, int, dict[int, Any], list[tuple[Layers, int]]]:
-        """Return what a load finds and takes, if it is there: path, hit, blocks of the bundle, entries by group."""
-        path: list[Node] = []
-        length, hit, bundle = len(prompt), 0, 0
-        self._refuse_too_long(call, prompt)
+    def _begin_load(self, seq: Sequence, found: Opening) -> None:
+        """The blocks are filled from elsewhere; the states go to a checkpoint."""
+        seq.is_loading, seq.load = True, found.length
         if self._is_cut:
-            if not all(layer.group.blocks for layer in self._states):
-                raise ValueError(f"[{call}] a state group has no blocks")
-            if not length or length % self._grain:
-                raise ValueError(f"[{call}] {length} tokens are loaded, {self._grain} is the grain")
-            if self._states and len(self._taken) == self._most_marks and not any(map(self._is_free, self._taken)):
-                raise OutOfSequences(f"[{call}] all checkpoints are in use")
-            bundle = self._bundle_size
-        else:
-            path, hit = self._found(prompt, namespace)
-        wanted = {layer.index: self._loaded_entries(layer, length) for layer in self._with_entries}
-        rest = [(layer, len(wanted[layer.index]) - hit // layer.block_size) for layer in self._with_entries]
-        rest += [(layer, 1) for layer in self._states]
-        own = tuple(path[: hit // self.block_size])
-        for arena in self.arenas:
-            need = sum(n * layer.columns for layer, n in rest if layer.arena is arena)
-            need += 0 if arena._number else bundle
-            watermark = 0 if arena._number else self.options.watermark
-            lost = len(arena._lru) - len(self.evictable_in(arena, own))
-            if need and need + watermark > arena._available() - lost:
-                arena._out_of_blocks(call, need, watermark, lost=lost)
-        self._refuse_slots(call, 1)
-        return path, hit, bundle, wanted, rest
-
-    def _open_load(self, prompt: list[int], namespace: bytes) -> int:
-        """Open a sequence whose blocks are filled from elsewhere. It shares none if hits need checkpoints."""
-        length = len(prompt)
-        path, hit, bundle, wanted, rest = self._refuse_load("open", prompt, namespace)
-        seq = self._open_found("load", prompt, namespace, path, hit)
-        self._make_room(rest, bundle)
-        for layer in self.layers:
-            table = seq.tables[layer.index]
-            if layer.kind == "state":
-                table.entries.append(self._take_entry(layer))
-                continue
-            places = range(len(table.entries), ceil_div(length, layer.block_size))
-            table.entries.extend(self._take_entry(layer) if i in wanted[layer.index] else HOLE for i in places)
-        seq.known.wanted, seq.known.load = self._positions(hit, [], length), length
-        if bundle:
+            seq.wanted = self._positions(0, [], found.length)
+        if found.bundle:
             assert self._has_room()
-            home = self.arenas[0]
-            bundles = {layer.index: [home._take() for _ in range(layer.group.blocks)] for layer in self._states}
-            self._taken.append(Checkpoint(length, bundles, self._clock, LOADED, seq.handle))
-        seq.is_loading = True
-        self._chain("open", prompt, namespace, self._local(seq.handle), "load")
-        return seq.handle
+            self._taken.append(Checkpoint(found.length, self._take_bundles(), self._clock, LOADED, seq.handle))
 
-    def _loaded_entries(self, layer: Layers, length: int) -> set[int]:
-        """The entries of a group that a sequence needs which begins with `length` tokens."""
-        size, every = layer.block_size, range(ceil_div(length, layer.block_size))
-        if layer.kind == "full" or not self._is_cut:
-            return set(every)
-        return {i for i in every if i < layer.num_kept or (i + 1) * size > layer.last_unread(length)}
+    def _take_bundles(self) -> dict[int, list[int]]:
+        home = self.arenas[0]
+        return {layer.index: [home.take() for _ in range(layer.group.blocks)] for layer in self._states}
+
+    def _can_open(self, tokens: Any, namespace: Any, reserve: Any, load: Any) -> bool:
+        args.how_to_open("can", tokens, namespace, reserve, load)
+        try:
+            self._judge_opening("can", tokens, namespace, reserve, load)
+        except (OutOfBlocks, OutOfSequences, CapacityExceeded):
+            return False
+        return True
+
+    @public_call
+    def can(
+        self, handles: Any = None, num_new: Any = 1, *, tokens: Any = None, namespace: Any = b"",
+        reserve: Any = True, load: Any = False,
+    ) -> bool:  # fmt: skip
+        """Return whether a step of this batch, or an `open`, would find its blocks and its room."""
+        if (handles is None) == (tokens is None):
+            raise TypeError("[can] handles or tokens are needed, one of them")
+        if num_new != 1 if handles is None else (namespace, reserve, load) != (b"", True, False):
+            raise TypeError("[can] num_new belongs to handles; namespace, reserve and load belong to tokens")
+        if tokens is not None:
+            return self._can_open(tokens, namespace, reserve, load)
+        return self._can_step(handles, num_new)
 
     def _loadable(self, seq: Sequence) -> tuple[int, int]:
-        least, most = (seq.known.load, seq.known.load) if self._is_cut else super()._loadable(seq)
-        return least, min(most, 2**31 - 1)
+        return (seq.load, seq.load) if self._is_cut else super()._loadable(seq)
 
     def _take_over(self, seq: Sequence, n: int) -> None:
-        mine = [mark for mark in self._taken if mark.owner == seq.handle]
-        if seq.root is None or (self._is_cut and n == 0):
+        is_flushed = self.has_cache and seq.root is None  # what it has is of other weights
+        if is_flushed or (self._is_cut and n == 0):
             self._pop_all(seq)
             for table in seq.tables:
                 table.epoch += 1
-                self._cut_told(table, 0)
             seq.num_tokens, seq.tokens, seq.published = 0, [], 0
             return
         super()._take_over(seq, n)
-        for mark in mine:
+        for mark in self._marks_of(seq):
             mark.step, mark.stamp = None, self._tick()
             slots = {layer.index: seq.tables[layer.index].entries[0][0] for layer in self._states}
             self._loads.append(Load(mark, slots))
 
     def _make_room(self, entries: list[tuple[Layers, int]], bundle: int = 0) -> None:
         """Evict for all entries before any is taken: what leaves for one arena may have blocks of others."""
-        for arena in self.arenas:
+        for arena in self.arenas if self.has_cache else ():
             need = sum(n * layer.columns for layer, n in entries if layer.arena is arena)
-            while need + (0 if arena._number else bundle) > len(arena._blank):
+            while need + (0 if arena.number else bundle) > len(arena.blank):
                 self.evict_for(arena)
 
-    def _refuse_open(self, call: str, tokens: Any, namespace: bytes, load: bool, reserve: bool) -> None:
-        if load:
-            self._refuse_load(call, args.tokens(call, tokens), namespace)
-        elif args.is_count(tokens):
-            self._refuse_count(call, tokens)
-        else:
-            prompt = args.tokens(call, tokens)
-            self._refuse_found(call, prompt, *self._found(prompt, namespace), reserve)
-
-    def _refuse_found(self, call: str, prompt: list[int], path: list[Node], hit: int, reserve: bool) -> None:
-        if len(prompt) > self.options.max_blocks_per_seq * self.block_size:
-            raise CapacityExceeded(f"[{call}] {len(prompt)} tokens, max_blocks_per_seq is too small")
-        nodes = path[: hit // self.block_size]
-        own = (*nodes, *(node.checkpoint for node in nodes[-1:]))
-        for arena in self.arenas:
-            need = sum(
-                (ceil_div(len(prompt), layer.block_size) - hit // layer.block_size) * layer.columns
-                for layer in self._with_entries
-                if layer.arena is arena and reserve
-            )
-            need += hit > 0 and any(layer.arena is arena for layer in self._states)
-            watermark = 0 if arena._number else self.options.watermark
-            lost = len(arena._lru) - len(self.evictable_in(arena, own))
-            if need and need + watermark > arena._available() - lost:
-                arena._out_of_blocks(call, need, watermark, lost=lost)
-        self._refuse_slots(call, 1)
-
-    def _open_found(self, call: str, prompt: list[int], namespace: bytes, path: list[Node], hit: int) -> Sequence:
+    def _begin_at(self, call: str, found: Opening) -> Sequence:
         """Open a sequence over a hit."""
-        seq = self._create(hit, [])
-        seq.root, seq.tokens = self._root(namespace), prompt[:hit]
-        nodes = path[: hit // self.block_size]
+        seq, hit, nodes = self._create(found.hit), found.hit, found.nodes
+        if self.has_cache:
+            seq.root = self._root(found.namespace)
         if not nodes:
             return seq
-        seq.known.node, seq.published = nodes[-1], len(nodes)
+        seq.tokens, seq.node, seq.published = found.prompt[:hit], nodes[-1], len(nodes)
         mark = nodes[-1].checkpoint if self._is_cut else None
         for layer in self._full:
             for node in nodes:
@@ -625,7 +702,7 @@ class CheckpointModel(GroupModel):
                 seq.tables[layer.index].entries.append(self._take_entry(layer))
                 ((slots[layer.index],),) = seq.tables[layer.index].entries
             self._loads.append(Load(mark, slots))
-            self.arenas[0]._note_peak()
+            self.arenas[0].note_peak()
         return seq
 
     def _share(self, table: Table, entry: Entry) -> None:
@@ -634,27 +711,15 @@ class CheckpointModel(GroupModel):
 
     def _leave_limbo(self, entry: Entry) -> None:
         arena = entry.layer.arena
-        arena._limbo = [(block, fence) for block, fence in arena._limbo if block not in entry.blocks]
+        arena.limbo = [(block, fence) for block, fence in arena.limbo if block not in entry.blocks]
         entry.left.clear()
-        arena._note_peak()
+        arena.note_peak()
 
-    @public_call
-    def fork(self, handle: int, n: int = 1) -> np.ndarray:
-        """Open `n` children that share the parent's entries, its states, and what the cache knows of it."""
-        parent = self._one("fork", handle)
-        children: np.ndarray = super().fork(handle, n)
-        for child in map(self._find, children.tolist()):
-            assert child is not None
-            child.root, child.tokens, child.published = parent.root, list(parent.tokens), parent.published
-            child.forked_in = self._fork_in(parent)
-            child.known = Known(parent.known.node, list(parent.known.wanted))
-        return children
-
-    def _lose_in(self, layer: Any, seq: Sequence, n: int, left: int) -> None:
-        super()._lose_in(layer, seq, n, left)
-        for mark in [mark for mark in self._taken if mark.owner == seq.handle]:
+    def _lose(self, layer: Layers, seq: Sequence, n: int) -> None:
+        super()._lose(layer, seq, n)
+        for mark in self._marks_of(seq):
             self._give_up(mark)
-        seq.root, seq.tokens, seq.published, seq.known = None, [], 0, Known()
+        seq.root, seq.tokens, seq.published, seq.node, seq.wanted = None, [], 0, None, []
         self._sweep()
 
     # ---- commit -------------------------------------------------------------------------------------------
@@ -662,26 +727,23 @@ class CheckpointModel(GroupModel):
     def _ending(self, seq: Sequence, depth: int) -> list[tuple[Layers, list[int]]]:
         """The entries of a row whose blocks end with its first `depth` base blocks."""
         length, found = depth * self.block_size, []
-        for layer in self._with_entries:
+        for layer in self._kv:
             if length % layer.block_size == 0:
                 place, entries = length // layer.block_size - 1, seq.tables[layer.index].entries
                 if place < len(entries) and entries[place] != HOLE:
                     found.append((layer, entries[place]))
         return found
 
-    def _said(self) -> dict[Any, tuple[int, ...]]:
-        return {key: entry.node.prefix for key, entry in self._entries.items() if entry.node is not None}
-
     def _refuse_commit(self, seq: Sequence, row: list[int], told: dict[Any, tuple[int, ...]]) -> None:
         known = seq.tokens + row
         if row and seq.point:
             raise ValueError(f"[commit] tokens were evicted from {seq.handle}, it commits no more")
-        if row and len(known) > self._done_length(seq):
-            raise ValueError(f"[commit] {len(known)} tokens, {self._done_length(seq)} are done ({seq.handle})")
+        if row and len(known) > self.done_length(seq):
+            raise ValueError(f"[commit] {len(known)} tokens, {self.done_length(seq)} are done ({seq.handle})")
         for depth in range(len(seq.tokens) // self.block_size + 1, len(known) // self.block_size + 1):
             prefix = tuple(known[: depth * self.block_size])
             for layer, entry in self._ending(seq, depth):
-                if told.setdefault((layer.arena._number, entry[0]), prefix) != prefix:
+                if told.setdefault((layer.arena.number, entry[0]), prefix) != prefix:
                     raise ValueError(f"[commit] block {entry[0]} was committed with other tokens ({seq.handle})")
 
     def _commit_from(self, seq: Sequence, first: int) -> None:
@@ -696,14 +758,14 @@ class CheckpointModel(GroupModel):
         prefix = tuple(seq.tokens[: depth * self.block_size])
         node = self._nodes.get((root, prefix))
         if node is None:
-            node = self._nodes[root, prefix] = Node(self._new_uid(), root, seq.known.node, prefix)
+            node = self._nodes[root, prefix] = Node(self._new_uid(), root, seq.node, prefix)
             self._use["inserted"] += 1
-        seq.known.node = node
+        seq.node = node
         for layer, blocks in self._ending(seq, depth):
-            first = layer.arena._number, blocks[0]
-            if first not in self._entries:
+            first = layer.arena.number, blocks[0]
+            if first not in self.entries:
                 entry = Entry(layer, list(blocks), node, layer.kind == "full")
-                self._entries.update({(layer.arena._number, block): entry for block in blocks})
+                self.entries.update({(layer.arena.number, block): entry for block in blocks})
 
     def _publish(self, seq: Sequence, most: int | None = None) -> None:
         """Hits may find the blocks of a row, the first `most` or all, as far as their content is there."""
@@ -712,12 +774,17 @@ class CheckpointModel(GroupModel):
             seq.published += 1
         self._sweep()
 
+    def _publish_waiting(self) -> None:
+        """A step has ended: what waited for it is published, rows in the order of their slots."""
+        for _, seq in sorted(self._sequences.items()) if self.has_cache else ():
+            self._publish(seq)
+
     def _publish_at(self, seq: Sequence, depth: int) -> bool:
         """Publish what ends with the first `depth` base blocks of a row, if all of it may be found."""
         length = depth * self.block_size
         ending = [(layer, blocks[0]) for layer, blocks in self._ending(seq, depth) if layer.kind == "full"]
-        entries = [self._entries.get((layer.arena._number, block)) for layer, block in ending]
-        if None in entries or any(self._is_unwritten(layer, block) for layer, block in ending):
+        entries = [self.entries.get((layer.arena.number, block)) for layer, block in ending]
+        if None in entries or any(self.is_unwritten(layer, block) for layer, block in ending):
             return False
         for entry in entries:
             if entry is not None and entry.waits:
@@ -725,17 +792,9 @@ class CheckpointModel(GroupModel):
                 entry.waits = False
                 self._use["duplicates"] += entry.layer.index in entry.node.kv
                 entry.node.kv.setdefault(entry.layer.index, entry)
-        if length in seq.known.wanted and seq.root is not None:
+        if length in seq.wanted and seq.root is not None:
             self._publish_mark(seq, length, self._nodes[seq.root, tuple(seq.tokens[:length])])
         return True
-
-    def _is_unwritten(self, layer: Layers, block: int) -> bool:
-        """Whether a pending plan has still to fill a block by a copy."""
-        return any(
-            dst == block and self.layers[index].arena is layer.arena
-            for step in self._pending
-            for index, _, dst, _ in step.copies
-        )
 
     def _publish_mark(self, seq: Sequence, position: int, node: Node) -> None:
         """The checkpoint of a row can be found, unless its node has one, or a window has passed on."""
@@ -785,19 +844,22 @@ class CheckpointModel(GroupModel):
         found = []
         for layer in self._tailed:
             for i, blocks in enumerate(seq.tables[layer.index].entries[: position // layer.block_size]):
-                if i < layer.num_kept or (i + 1) * layer.block_size > layer.last_unread(position):
+                if layer.needs(i, position):
                     if blocks == HOLE:
                         return None
-                    found.append(self._entries[layer.arena._number, blocks[0]])
+                    found.append(self.entries[layer.arena.number, blocks[0]])
         return found
 
     # ---- steps --------------------------------------------------------------------------------------------
 
-    def _started(self, call: str, step: Step, new: list[int]) -> None:
+    def _move_states(self, step: Step) -> None:
+        """Checkpoints that rows have still to load, and those that are wanted where they end."""
+        if not self.has_cache:
+            return
         begun = []  # in the order of the rows
-        for row, n in zip(step.rows, new, strict=True):
-            seq = self._sequence(call, row.handle)
-            if call != "step" or not n:
+        for row in step.rows:
+            seq = self._sequence("step", row.handle)
+            if row.length == row.old_length:
                 continue
             for load in self._loads:
                 if load.step is None and self._reads(row, seq, load):
@@ -805,19 +867,16 @@ class CheckpointModel(GroupModel):
                     begun.append(load)
                     if load.mark.node is not None:  # what others have may leave while the step is pending
                         self._replace_tails(self._tails(seq, load.mark.position) or [])
-            if self._states and seq.num_tokens in seq.known.wanted:
+            if self._states and seq.num_tokens in seq.wanted:
                 self._take_mark(step, seq)
         for layer in self._states:
             loads = [(load.mark, load.slots[layer.index]) for load in begun]
             saves = [(mark, self._state_of(mark.owner, layer)) for mark in self._taken if mark.step == step.id]
-            group = step.plan.groups[layer.index]
+            group, width = step.plan.groups[layer.index], 1 + layer.group.blocks
             group.state_loads, group.state_saves = (
-                np.array([[slot, *mark.bundles[layer.index]] for mark, slot in moves], np.int32).reshape(
-                    -1, 1 + layer.group.blocks
-                )
+                np.array([[slot, *mark.bundles[layer.index]] for mark, slot in moves], np.int32).reshape(-1, width)
                 for moves in (loads, saves)
             )
-        super()._started(call, step, new)
 
     def _state_of(self, handle: Any, layer: Layers) -> int:
         ((slot,),) = self._sequence("step", handle).tables[layer.index].entries
@@ -826,12 +885,10 @@ class CheckpointModel(GroupModel):
     def _take_mark(self, step: Step, seq: Sequence) -> None:
         """The row ends where a checkpoint is wanted."""
         home = self.arenas[0]
-        taken = [mark for mark in self._taken if mark.owner == seq.handle]
-        if len(taken) == MOST_TAKEN or self._bundle_size > home._available() or not self._has_room():
+        if len(self._marks_of(seq)) == MOST_TAKEN or self._bundle_size > home.available() or not self._has_room():
             self._marks["skipped"] += 1
             return
-        bundles = {layer.index: [home._take() for _ in range(layer.group.blocks)] for layer in self._states}
-        self._taken.append(Checkpoint(seq.num_tokens, bundles, self._clock, step.id, seq.handle))
+        self._taken.append(Checkpoint(seq.num_tokens, self._take_bundles(), self._clock, step.id, seq.handle))
         self._marks["taken"] += 1
 
     def _pass(self, step: Step) -> None:
@@ -844,7 +901,7 @@ class CheckpointModel(GroupModel):
         self._publish_waiting()
         self._tell()
 
-    def _reads(self, row: Any, seq: Sequence, load: Load) -> bool:
+    def _reads(self, row: Row, seq: Sequence, load: Load) -> bool:
         """Whether a row reads the slots of a load in a step that has begun."""
         group, slot = next(iter(load.slots.items()))
         replaced = row.changes[group].replaced
@@ -859,94 +916,53 @@ class CheckpointModel(GroupModel):
         """Nobody will read what these would load."""
         for load in list(self._loads):
             group, slot = next(iter(load.slots.items()))
-            if load.step is None and not self.layers[group].arena._refcount(slot):
+            if load.step is None and not self.layers[group].arena.refcount(slot):
                 self._end_load(load)
 
     def _drop_orphan(self, mark: Checkpoint) -> None:
         if mark in self._taken and mark.node is None and mark.owner is None and self._is_free(mark):
             self._drop(mark)
 
-    def _undo_all(self, step: Step) -> None:
+    def _undo(self, step: Step) -> None:
         for mark in [mark for mark in self._taken if mark.step == step.id]:
             self._drop(mark)
         for load in self._loads:
             if load.step == step.id:
                 load.step = None
-        super()._undo_all(step)
+        super()._undo(step)
         self._end_idle_loads()
         self._publish_waiting()
 
     def _pop_all(self, seq: Sequence) -> None:
-        for mark in [mark for mark in self._taken if mark.owner == seq.handle]:
+        for mark in self._marks_of(seq):
             self._give_up(mark)
         super()._pop_all(seq)
         self._end_idle_loads()
-        seq.known.node = None
+        seq.node = None
         self._sweep()
 
-    @public_call
-    def truncate(self, handles: Any, lens: Any) -> None:
-        """Shorten sequences to `lens` tokens."""
-        super().truncate(handles, lens)
-        for seq in self._batch("truncate", handles):
-            for mark in [m for m in self._taken if m.owner == seq.handle and m.position > seq.num_tokens]:
+    def _shorten(self, seq: Sequence, length: int) -> None:
+        super()._shorten(seq, length)
+        for mark in self._marks_of(seq):
+            if mark.position > length:
                 self._give_up(mark)
-            del seq.tokens[seq.num_tokens :]
-            node = seq.known.node
-            while node is not None and len(node.prefix) > len(seq.tokens):
-                node = node.parent
-            seq.known.node = node
-            seq.published = min(seq.published, seq.num_tokens // self.block_size)
+        del seq.tokens[length:]
+        while seq.node is not None and len(seq.node.prefix) > len(seq.tokens):
+            seq.node = seq.node.parent
+        seq.published = min(seq.published, length // self.block_size)
         self._sweep()
 
-    # ---- calls of the cache -------------------------------------------------------------------------------
-
-    @property
-    def prefix(self) -> Part:
-        """The prefix cache."""
-        return Part(self, "prefix")
-
-    @public_call
-    def _prefix_match(self, tokens: Any, namespace: bytes = b"") -> int:
-        """Return how many tokens of the prompt `open` would find."""
-        prompt = args.tokens("match", tokens)
-        return self._found(prompt, args.namespace("match", namespace))[1]
-
-    @public_call
-    def _prefix_wanted(self, handles: Any) -> np.ndarray:
-        """Return the next position of each row at which a step should end, -1: none; int64 ``[S]``."""
-        batch = self._batch("wanted", handles)
-        return np.array([min([p for p in s.known.wanted if p > s.num_tokens], default=-1) for s in batch], np.int64)
-
-    @public_call
-    def _prefix_bundle(self, handle: int, group: int) -> np.ndarray:
-        """Return the blocks of a state that a loader fills, or that no step has loaded yet."""
-        seq = self._one("bundle", handle, True)
-        slots = [slot for entry in seq.tables[group].entries for slot in entry]
-        marks = [load.mark for load in self._loads if load.slots[group] in slots]
-        if seq.is_loading:
-            marks = [mark for mark in self._taken if mark.owner == seq.handle]
-        return np.array(marks[0].bundles[group] if marks else [], np.int32)
-
-    @public_call
-    def _prefix_pin(self, tokens: Any, namespace: bytes = b"") -> int:
-        """Open a sequence that holds the largest hit of a prefix, all of which may be one."""
-        prompt = args.tokens("pin", tokens)
-        self._refuse_too_long("pin", prompt)
-        path, hit = self._found(prompt, args.namespace("pin", namespace), all_of_it=True)
-        self._refuse_found("pin", prompt[:hit], path, hit, False)
-        seq = self._open_found("pin", prompt, namespace, path, hit)
-        self._chain("pin", prompt, namespace, self._local(seq.handle))
-        return seq.handle
+    # ---- forgetting ---------------------------------------------------------------------------------------
 
     def _flush(self, namespace: bytes | None) -> int:
+        """Forget a namespace, None: all; returns how many blocks became blank."""
         roots = [root for name, root in self._roots.items() if namespace in (None, name)]
-        before = sum(len(arena._blank) for arena in self.arenas)
-        for seq in self._sequences.values():
+        before = sum(len(arena.blank) for arena in self.arenas)
+        for seq in self.sequences():
             if seq.root in roots:
-                seq.root = seq.known.node = None
-                seq.known.wanted = []
-                for mark in [mark for mark in self._taken if mark.owner == seq.handle and not seq.is_loading]:
+                seq.root = seq.node = None
+                seq.wanted = []
+                for mark in self._marks_of(seq) if not seq.is_loading else ():
                     self._give_up(mark)
         gone = [node for node in self._nodes.values() if node.root in roots]
         self._nodes = {key: node for key, node in self._nodes.items() if node.root not in roots}
@@ -955,21 +971,32 @@ class CheckpointModel(GroupModel):
             if self._is_free(mark):
                 self._drop(mark)
             mark.tails = []
-        for entry in {id(entry): entry for entry in self._entries.values()}.values():
+        for entry in {id(entry): entry for entry in self.entries.values()}.values():
             if entry.node in gone:
                 is_canonical = entry.layer.kind == "full" and entry.node.kv.get(entry.layer.index) is entry
                 entry.node = None
                 if is_canonical and all(entry.layer.arena.is_idle(block) for block in entry.blocks):
                     self._blank_entry(entry)
-        self._chain("flush", namespace)
-        self._chain("flush", namespace)
+        self.chain("flush", namespace)
         self._note("cleared", namespace)
-        return sum(len(arena._blank) for arena in self.arenas) - before
+        return sum(len(arena.blank) for arena in self.arenas) - before
+
+    @public_call
+    def reset(self) -> None:
+        """Forget everything; the generations and the counters of use go on."""
+        if self.has_cache:
+            self._flush(None)
+        super().reset()
 
     # ---- events and statistics ----------------------------------------------------------------------------
 
-    def _chain(self, *words: object) -> None:
-        super()._chain(*words)
+    def _note(self, *event: Any) -> None:
+        self._lost_events += len(self._events) == self._events.maxlen
+        self._events.append(event)
+
+    def chain(self, *words: object) -> None:
+        """Add a successful call to the digest."""
+        super().chain(*words)
         self._tell()
 
     def _tell(self) -> None:
@@ -977,9 +1004,9 @@ class CheckpointModel(GroupModel):
         if not self.options.events:
             return
         held = self._held_by_nodes()
-        for group, root, prefix in sorted(self._told - held.keys()):
-            self._note("removed", self._told_keys.pop((group, root, prefix)), group)
-        for group, root, prefix in sorted(held.keys() - self._told):
+        for group, root, prefix in sorted(self._told.keys() - held.keys()):
+            self._note("removed", self._told.pop((group, root, prefix)), group)
+        for group, root, prefix in sorted(held.keys() - self._told.keys()):
             layer, size = self.layers[group], held[group, root, prefix]
             namespace = next(name for name, uid in self._roots.items() if uid == root)
             keys = [hashlib.sha256(namespace).digest()[:16]]
@@ -988,11 +1015,8 @@ class CheckpointModel(GroupModel):
                 keys.append(hashlib.sha256(keys[-1] + tokens).digest()[:16])
             above = keys[-1 - size // self.block_size] if len(prefix) > size else None
             window = layer.group.size if layer in self._tailed else None
-            self._told_keys[group, root, prefix] = keys[-1]
-            self._note(
-                "stored", keys[-1], above, list(prefix[-size:]), size, namespace, group, layer.kind, window
-            )  # fmt: skip
-        self._told = set(held)
+            self._told[group, root, prefix] = keys[-1]
+            self._note("stored", keys[-1], above, list(prefix[-size:]), size, namespace, group, layer.kind, window)
 
     def _held_by_nodes(self) -> dict[tuple[int, int, tuple[int, ...]], int]:
         """(group, root, prefix) of every entry and state that a hit can use, and its tokens."""
@@ -1010,36 +1034,68 @@ class CheckpointModel(GroupModel):
                     found[entry.layer.index, entry.node.root, entry.node.prefix] = entry.layer.block_size
         return found
 
-    @public_call
-    def _prefix_stats(self) -> PrefixStats:
-        """Return the counters of the prefix cache."""
-        stats: PrefixStats = super()._prefix_stats()
-        there = sum(mark.node is not None for mark in self._taken)
-        return stats._replace(checkpoints=there, **{f"checkpoints_{name}": n for name, n in self._marks.items()})
-
     # ---- what is read -------------------------------------------------------------------------------------
+
+    @property
+    def prefix(self) -> ModelPrefix | None:
+        """The prefix cache; None in a pool that has none."""
+        return self.prefix_class(self) if self.has_cache else None
+
+    def _state(self) -> dict[str, Any]:
+        return super()._state() | {
+            "roots": self._roots,
+            "nodes": {
+                key: (node.uid, node.stamp, sorted((g, entry.blocks) for g, entry in node.kv.items()))
+                for key, node in self._nodes.items()
+            },
+            "entries": {key: entry.waits for key, entry in self.entries.items()},
+            "checkpoints": [(mark.position, mark.bundles, mark.stamp, mark.was_hit) for mark in self._taken],
+            "loads": [(load.slots, load.step) for load in self._loads],
+            "use": (dict(self._use), dict(self._marks)),
+        }
 
     @public_call
     def check(self) -> None:
         """Recompute what the bookkeeping implies; raises `CorruptState`."""
         for arena in self.arenas:
-            named = arena._references().keys() | set(arena._holds)
-            cached = {b for (index, b) in self._entries if index == arena._number}
-            if arena._number == 0:
-                cached |= {b for mark in self._taken for bundle in mark.bundles.values() for b in bundle}
-            limbo = [block for block, _ in arena._limbo]
-            places = arena._blank + limbo + list((named | cached) - set(limbo))
-            if sorted(places) != list(range(arena._reserved, arena.num_blocks)):
-                raise CorruptState(f"[check] arena {arena._number}: a block is in no place or in two: {sorted(places)}")
-            for block in cached - named - set(limbo):
-                entry = self._entries.get((arena._number, block))
-                if entry is None or self._covering(entry):
-                    continue
-                if entry.node is None or entry.node.kv.get(entry.layer.index) is not entry:
-                    raise CorruptState(f"[check] block {block} of arena {arena._number} is kept for nothing")
+            self._check_arena(arena)
+        held = sorted(
+            (layer.arena.number, block)
+            for step in self.pending
+            for row in step.rows
+            for layer, change in zip(self.layers, row.changes, strict=True)
+            for _, old, _ in change.replaced
+            for block in old
+        )
+        if held != sorted((arena.number, block) for arena in self.arenas for block in arena.holds):
+            raise CorruptState("[check] holds differ from what pending steps replaced")
+        for seq in self.sequences():
+            if seq.num_tokens > self._capacity(seq) or len(seq.tokens) > seq.num_tokens:
+                raise CorruptState(f"[check] table and length do not fit ({seq.handle})")
         for mark in self._taken:
             if mark.node is not None and mark.node.checkpoint is not mark:
                 raise CorruptState("[check] a checkpoint and its node differ")
         for node in self._nodes.values():
             if node.parent is not None and self._nodes.get((node.root, node.parent.prefix)) is not node.parent:
                 raise CorruptState("[check] a node is there without the one above")
+            for group, entry in node.kv.items():
+                if any(self.is_unwritten(self.layers[group], block) for block in entry.blocks):
+                    raise CorruptState(f"[check] found before it is written: {entry.blocks}")
+
+    def _check_arena(self, arena: Arena) -> None:
+        named = arena.references().keys() | set(arena.holds)
+        cached = {block for number, block in self.entries if number == arena.number} | set(arena.unused)
+        if arena.number == 0:
+            cached |= {block for mark in self._taken for bundle in mark.bundles.values() for block in bundle}
+        limbo = [block for block, _ in arena.limbo]
+        if limbo and not self.pending:
+            raise CorruptState(f"[check] limbo of arena {arena.number} is not empty though no step is pending")
+        places = arena.blank + limbo + list((named | cached) - set(limbo))
+        if sorted(places) != list(range(arena.reserved, arena.num_blocks)):
+            raise CorruptState(f"[check] arena {arena.number}: a block is in no place or in two: {sorted(places)}")
+        for block in cached - named - set(limbo):
+            entry = self.entries.get((arena.number, block))
+            if entry is None or self._covering(entry):
+                continue
+            if entry.node is None or entry.node.kv.get(entry.layer.index) is not entry:
+                raise CorruptState(f"[check] block {block} of arena {arena.number} is kept for nothing")
