@@ -1,6 +1,6 @@
 """The public test kit: what holds the core, and any backend, against independent implementations.
 
-- `ModelPool`, `ModelPlan` (`kvpool.testing.model`): the core's contract in plain Python, with layer groups or without.
+- `ModelPool`, `ModelPlan` (`kvpool.testing.model`): the core's contract in plain Python.
 - `kvpool.testing.conformance`: what every backend has to pass.
 - `check_store` (`kvpool.testing.stores`): what every store of blocks has to pass.
 - `RecordedPool` (`kvpool.testing.recorded`): a pool that keeps its calls; `kvpool.testing.recorded` makes them again.

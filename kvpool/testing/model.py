@@ -3,7 +3,7 @@
 The independent oracle of `kvpool.Pool` and `kvpool.Plan`: it follows ``docs/core.md``, ``docs/groups.md`` and
 ``docs/prefix.md`` line by line and shares no code with the core. Reference counts are recounted from the tables and the
 pending steps whenever they are needed; there are only lists and dicts, and plans are rebuilt from scratch by each step.
-Two differences to the core: `digest` and `fingerprint` are other hash functions; `state` shows everything.
+One difference to the core: `digest` and `fingerprint` are other hash functions.
 
 Examples
 --------

@@ -597,12 +597,8 @@ class PoolModel:
         """Return a hash of the whole state; another function than the core's."""
         return int.from_bytes(hashlib.blake2b(repr(self._state()).encode(), digest_size=8).digest(), "little")
 
-    @public_call
-    def state(self) -> dict[str, Any]:
-        """Return everything as plain comparable values, handles and step ids without what differs by pool."""
-        return self._state()
-
     def _state(self) -> dict[str, Any]:
+        """Everything as plain values, handles and step ids without what differs by pool."""
         local, now = self._local, self._next_step
         return {
             "options": self.options,

@@ -84,8 +84,13 @@ class Opening:
     namespace: bytes
     path: list[Node]  #: the longest one of the prompt that is in the cache
     hit: int  #: tokens
-    wanted: dict[int, set[int]]  #: group -> entries that the table has then, hits included
-    bundle: int = 0  #: blocks for the states of a load
+    room: int  #: tokens that tables have entries for then
+    is_cut: bool  #: a load: windows and chunks have what a query at its end reads
+    bundle: int  #: blocks for the states of a load
+
+    def has(self, layer: Layers, i: int) -> bool:
+        """Whether entry i of a table is no hole."""
+        return not self.is_cut or layer.kind == "full" or layer.needs(i, self.length)
 
     @property
     def nodes(self) -> list[Node]:
@@ -539,18 +544,16 @@ class CacheModel(StepModel):
             raise ValueError(f"[{call}] load is for full groups only without a prefix cache")
         if length > self.options.max_blocks_per_seq * self.block_size:
             raise CapacityExceeded(f"[{call}] {length} tokens, max_blocks_per_seq is {self.options.max_blocks_per_seq}")
-        if load and self._is_cut:
+        is_cut = load and self._is_cut
+        if is_cut:
             self._refuse_load(call, length)
-        path, hit = self._found([] if load and self._is_cut else prompt, namespace, all_of_it)
-        found = Opening(prompt, length, namespace, path, hit, {}, self._bundle_size if load else 0)
-        for layer in self._kv:
-            every = range(ceil_div(length if reserve else hit, layer.block_size))
-            is_cut = load and self._is_cut and layer.kind != "full"
-            found.wanted[layer.index] = {i for i in every if not is_cut or layer.needs(i, length)}
+        path, hit = self._found([] if is_cut else prompt, namespace, all_of_it)
+        bundle = self._bundle_size if load else 0
+        found = Opening(prompt, length, namespace, path, hit, length if reserve else hit, is_cut, bundle)
         own = (*found.nodes, *(node.checkpoint for node in found.nodes[-1:]))
         for arena in self.arenas:
             need = sum(n * layer.columns for layer, n in self._rest(found) if layer.arena is arena)
-            need += len(self._states) * (load or hit > 0) if arena in [layer.arena for layer in self._states] else 0
+            need += (load or hit > 0) * sum(layer.arena is arena for layer in self._states)
             need += 0 if arena.number else found.bundle
             watermark = 0 if arena.number else self.options.watermark
             lost = len(arena.evictable) - len(self.evictable_in(arena, own)) if hit else 0
@@ -571,7 +574,10 @@ class CacheModel(StepModel):
 
     def _rest(self, found: Opening) -> list[tuple[Layers, int]]:
         """How many entries each group takes beside those of the hit."""
-        return [(layer, len(found.wanted[layer.index]) - found.hit // layer.block_size) for layer in self._kv]
+        rest = [(layer, ceil_div(found.room, layer.block_size) - found.hit // layer.block_size) for layer in self._kv]
+        if found.is_cut:
+            rest = [(layer, sum(found.has(layer, i) for i in range(count))) for layer, count in rest]
+        return rest
 
     @public_call
     def open(
@@ -592,9 +598,9 @@ class CacheModel(StepModel):
         for layer, _ in states:
             seq.tables[layer.index].entries.append(self._take_entry(layer))
         for layer in self._kv:
-            entries, wanted = seq.tables[layer.index].entries, found.wanted[layer.index]
-            for i in range(len(entries), ceil_div(found.length, layer.block_size) if reserve else 0):
-                entries.append(self._take_entry(layer) if i in wanted else HOLE)
+            entries = seq.tables[layer.index].entries
+            for i in range(len(entries), ceil_div(found.room, layer.block_size)):
+                entries.append(self._take_entry(layer) if found.has(layer, i) else HOLE)
         if load:
             self._begin_load(seq, found)
         elif self.has_cache and not args.is_count(tokens):

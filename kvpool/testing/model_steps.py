@@ -5,6 +5,7 @@ Reference counts and floors are recounted from the tables and the pending steps 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +53,25 @@ class Step:
     noted: bool = False  #: its `done` was called
 
 
+class Judged:
+    """An arena as it is, and what the rows that were judged before will give up in it, and copy."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.references, self.committed = arena.references(), arena.committed
+        self.lost: Counter[int] = Counter()
+        self.reads: dict[int, int] = {}  # block -> tokens that copies of it read
+
+    def is_own(self, block: int) -> bool:
+        """Whether one row alone has the block then, and it is not committed."""
+        return self.references[block] - self.lost[block] == 1 and block not in self.committed
+
+    def replace(self, entry: list[int], tokens: int) -> None:
+        """A row gives an entry up for a copy of its first tokens."""
+        for block in entry:
+            self.lost[block] += 1
+            self.reads[block] = max(self.reads.get(block, 0), tokens)
+
+
 class StepModel(PoolModel):
     """`PoolModel` with steps."""
 
@@ -68,31 +88,23 @@ class StepModel(PoolModel):
         copies = [copy for step in self.pending for copy in step.copies]
         return any(dst == block and self.layers[group].arena is layer.arena for group, _, dst, _ in copies)
 
-    def _row_need(self, seq: Sequence, n: int, layer: Layers, lost: list[int], reads: dict[int, int]) -> Need:
-        """What `n` tokens need in a group; `lost` and `reads` are what rows before gave up and copy, in its arena."""
+    def _row_need(self, seq: Sequence, n: int, layer: Layers, judged: Judged) -> Need:
+        """What `n` tokens need in a group."""
         table, arena, size = seq.tables[layer.index], layer.arena, layer.block_size
         entries, length = table.entries, self.held(seq, layer)
         if n == 0:
             return [], 0
-        named, committed = arena.names(), arena.committed
-
-        def is_own(block: int) -> bool:
-            count = named.count(block) + arena.raw.get(block, 0) - lost.count(block)
-            return count == 1 and block not in committed
-
         if layer.kind == "state":
             if not entries:
                 return [], 1
-            ((slot,),) = entries
-            in_place = self.options.in_order and is_own(slot) and slot not in lost  # of rows that read it
+            ((slot,),) = entries  # in place, unless a row before reads it
+            in_place = self.options.in_order and judged.is_own(slot) and not judged.lost[slot]
             return ([], 0) if in_place else ([(0, 0)], 0)
         replaced = []
         for i in range(length // size, min(ceil_div(length + n, size), len(entries))):
             valid = max(0, length - i * size)
-            if any(
-                not is_own(block) or valid < max(self._floor(arena, block), reads.get(block, 0))
-                for block in entries[i]
-            ):
+            floors = [max(self._floor(arena, block), judged.reads.get(block, 0)) for block in entries[i]]
+            if not all(map(judged.is_own, entries[i])) or valid < max(floors):
                 replaced.append((i, valid))
         room = max(self._capacity(seq), self._rounded(seq.num_tokens + n))
         return replaced, self._num_entries(layer, table, room) - len(entries)
@@ -101,20 +113,18 @@ class StepModel(PoolModel):
         self, batch: list[Sequence], new: list[int], partial: bool, states: bool
     ) -> tuple[list[list[Need] | None], tuple[int, Arena, int] | None]:
         """Judge the batch: needs per row (None if not served), and (row, arena, needed) of the first that is short."""
-        lost: dict[int, list[int]] = {arena.number: [] for arena in self.arenas}
-        reads: dict[int, dict[int, int]] = {arena.number: {} for arena in self.arenas}
-        room = {arena.number: arena.available() for arena in self.arenas}
-        total = dict.fromkeys(lost, 0)
+        judged = [Judged(arena) for arena in self.arenas]
+        room = [arena.available() for arena in self.arenas]
+        total = [0] * len(self.arenas)
         rows: list[list[Need] | None] = []
         short: tuple[int, Arena] | None = None
         for seq, n in zip(batch, new, strict=True):
             needs: list[Need] = []
+            after = list(total)
             for layer in self.layers:
-                where = layer.arena.number
                 asked = n if states or layer.kind != "state" else 0
-                needs.append(self._row_need(seq, asked, layer, lost[where], reads[where]))
-            after = dict(total)
-            for layer, (replaced, appended) in zip(self.layers, needs, strict=True):
+                needs.append(self._row_need(seq, asked, layer, judged[layer.arena.number]))
+                replaced, appended = needs[-1]
                 after[layer.arena.number] += (len(replaced) + appended) * layer.columns
             lacking = [arena for arena in self.arenas if after[arena.number] > room[arena.number]]
             if lacking and partial:
@@ -126,10 +136,7 @@ class StepModel(PoolModel):
             rows.append(needs)
             for layer, (replaced, _) in zip(self.layers, needs, strict=True):
                 for i, valid in replaced:
-                    for block in seq.tables[layer.index].entries[i]:
-                        lost[layer.arena.number].append(block)
-                        copied = reads[layer.arena.number]
-                        copied[block] = max(copied.get(block, 0), valid)
+                    judged[layer.arena.number].replace(seq.tables[layer.index].entries[i], valid)
         return rows, None if short is None else (*short, total[short[1].number])
 
     def _judge(self, call: str, batch: list[Sequence], new: list[int], partial: bool) -> list[Any]:
@@ -399,22 +406,16 @@ class StepModel(PoolModel):
         if not 0 <= length <= self.held(seq, layer):
             raise ValueError(f"[{call}] len is {length}, 0 .. {self.held(seq, layer)} is legal")
 
-    def _not_own(
-        self, seq: Sequence, layer: Layers, length: int, first: int, before: list[tuple[int, int]]
-    ) -> list[int]:
-        """Entries that compaction to `length` tokens rewrites and must not; `before` is what rows before replaced."""
-        arena, entries = layer.arena, seq.tables[layer.index].entries
-        named, given = arena.names(), [block for block, _ in before]
+    def _not_own(self, seq: Sequence, layer: Layers, length: int, first: int, judged: Judged) -> list[int]:
+        """Entries that compaction to `length` tokens rewrites and must not."""
         if length == self.held(seq, layer):
             return []
 
         def is_own(block: int) -> bool:
-            count = named.count(block) + arena.raw.get(block, 0) - given.count(block)
-            read = max((tokens for other, tokens in before if other == block), default=0)
-            return count == 1 and block not in arena.committed and max(read, self._floor(arena, block)) == 0
+            return judged.is_own(block) and not judged.reads.get(block) and not self._floor(layer.arena, block)
 
         rewritten = range(first // layer.block_size, ceil_div(length, layer.block_size))
-        return [i for i in rewritten if not all(map(is_own, entries[i]))]
+        return [i for i in rewritten if not all(map(is_own, seq.tables[layer.index].entries[i]))]
 
     @public_call
     def unshare(self, plan: ModelPlan, handles: Any, lens: Any, first: int = 0, group: int = 0) -> None:
@@ -428,22 +429,22 @@ class StepModel(PoolModel):
             raise CapacityExceeded(f"[unshare] {len(names)} rows, the plan's max_rows is {plan.limits.max_rows}")
         batch: list[Sequence] = []
         needs: list[list[Need]] = []
-        before: list[tuple[int, int]] = []  # block, tokens that its copy reads
-        short = -1
+        judged, needed, short = Judged(layer.arena), 0, -1
         for row, name in enumerate(names):
             seq = self._sequence("unshare", name)
             self._judge_length("unshare", seq, layer, lengths[row])
             self._refuse_row("unshare", plan, row, seq, 0)
             batch.append(seq)
             held, size = self.held(seq, layer), layer.block_size
-            replaced = [(i, min(size, held - i * size)) for i in self._not_own(seq, layer, lengths[row], first, before)]
-            entries = seq.tables[layer.index].entries
-            before += [(block, tokens) for i, tokens in replaced for block in entries[i]]
+            replaced = [(i, min(size, held - i * size)) for i in self._not_own(seq, layer, lengths[row], first, judged)]
+            for i, tokens in replaced:
+                judged.replace(seq.tables[layer.index].entries[i], tokens)
             needs.append([(replaced, 0) if other is layer else ([], 0) for other in self.layers])
-            if len(before) > layer.arena.available() and short < 0:
+            needed += len(replaced) * layer.columns
+            if needed > layer.arena.available() and short < 0:
                 short = row
         if short >= 0:
-            layer.arena.out_of_blocks("unshare", len(before), row=short, handle=batch[short].handle)
+            layer.arena.out_of_blocks("unshare", needed, row=short, handle=batch[short].handle)
         self._start("unshare", plan, batch, needs, lengths)
 
     def _lose(self, layer: Layers, seq: Sequence, n: int) -> None:
@@ -465,7 +466,7 @@ class StepModel(PoolModel):
         for seq, length in zip(batch, lengths, strict=True):
             self._judge_length("compact", seq, layer, length)
             self._refuse_pending("compact", seq)
-            if self._not_own(seq, layer, length, first, []):
+            if self._not_own(seq, layer, length, first, Judged(layer.arena)):
                 raise ValueError("[compact] an entry must not be rewritten, call unshare first")
         for seq, length in zip(batch, lengths, strict=True):
             leaving, room = self.held(seq, layer) - length, self._capacity(seq)
