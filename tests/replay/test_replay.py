@@ -121,6 +121,23 @@ def test_preempted_request_keeps_its_tokens_and_hits_its_own_prompt():
     assert (counted["hit_tokens"], counted["computed_tokens"], counted["first_hit_tokens"]) == (4, 3 + 6 + 3, 0)
 
 
+TAKES_THE_PLACE = [(8, 1, [0, 1]), (8, 3, [0, 1]), (1, 3, []), (9, 1, [0, 1])]
+"""Row 1 computes block 1 again, a copy. Its next token evicts the block of the cache; then it ends."""
+
+IS_USED_AGAIN = [(8, 1, [0, 1]), (4, 1, [5]), (8, 1, [0, 1]), (13, 1, []), (9, 1, [0, 1])]
+"""Row 2 computes block 1 again, and ends after row 1. So row 3 evicts block 5."""
+
+
+@pytest.mark.parametrize(
+    ("requests", "num_blocks", "concurrency", "events"),
+    [(TAKES_THE_PLACE, 4, 2, "0:0;1:4;2:0;3:8;"), (IS_USED_AGAIN, 6, 1, "0:0;1:0;2:4;3:0;4:8;")],
+)
+def test_copy_of_a_cached_block_keeps_the_block_in_the_cache(requests, num_blocks, concurrency, events):
+    counted = replay(make_trace(requests), num_blocks=num_blocks, concurrency=concurrency).counters
+    assert counted["event_sha256"] == hashlib.sha256(events.encode()).hexdigest()
+    assert (counted["evictions"], counted["preemptions"]) == (1, 0)
+
+
 def test_request_without_answer_gives_one_token():
     result = replay(make_trace([(5, 0, [0, 1])]), num_blocks=4, concurrency=1)
     assert (result.counters["finished"], result.counters["decode_tokens"]) == (1, 1)
