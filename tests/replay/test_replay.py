@@ -1,8 +1,8 @@
 """Replayed traces give the golden numbers: every counter, and the digest of what happened in which order.
 
-The numbers come from independent simulators, written from the text in the files' ``policy`` members. The synthetic
-trace needs no file, so its part always runs. ``KVPOOL_TRACES`` names a folder with the other golden files and their
-traces; ``KVPOOL_REPLAY_FULL=1`` adds the full traces (about a minute, `make test-golden-full`).
+Those of P1 come from `simulator`, which plays the rules of rules_full.md; those of P2 from the text in their file's
+``policy`` member. The synthetic trace needs no file, so its part always runs. ``KVPOOL_TRACES`` names a folder with the
+other traces and P2's numbers; ``KVPOOL_REPLAY_FULL=1`` adds the full traces (`make test-golden-full`, minutes).
 """
 
 import hashlib
@@ -11,22 +11,27 @@ import os
 from pathlib import Path
 
 import pytest
+import simulator
 from traces import make_trace
 
 from kvpool.replay import read_trace, replay, synthetic_trace
 
 SYNTH = json.loads((Path(__file__).parents[1] / "data" / "golden_synth.json").read_text())["results"]
+P1 = json.loads(Path(__file__).with_name("golden_traces.json").read_text())["results"]
 TRACES = os.environ.get("KVPOOL_TRACES")
 IS_FULL = os.environ.get("KVPOOL_REPLAY_FULL", "0") not in ("", "0")
 PARAMETERS = {"trace", "seed", "sessions", "rows", "trace_sha256", "N", "b", "C", "K", "limit"}
 
 
-def golden_entries(name):
-    """The entries of a golden file as test parameters; one that is skipped when there is no folder of traces."""
+def golden_entries(policy):
+    """The entries of a policy as test parameters; one that is skipped when there is no folder of traces."""
     if TRACES is None:
-        reason = "KVPOOL_TRACES is not set: it names the folder with golden_tiny.json and the traces"
+        reason = "KVPOOL_TRACES is not set: it names the folder with the traces"
         return [pytest.param(None, marks=pytest.mark.skip(reason=reason), id="no-traces")]
-    entries = json.loads((Path(TRACES) / f"{name}.json").read_text())["results"]
+    if policy == "P1":
+        entries = [entry for entry in P1 if IS_FULL or entry["trace"].startswith("tiny")]
+    else:
+        entries = json.loads((Path(TRACES) / "golden_fork_tiny.json").read_text())["results"]
     return [pytest.param(entry, id=entry_id(entry)) for entry in entries]
 
 
@@ -56,6 +61,11 @@ def check_counters(entry, trace, policy):
     assert result.counters == {name: value for name, value in entry.items() if name not in PARAMETERS}
 
 
+def check_simulator(entry, rows, width):
+    """The simulator has the same numbers."""
+    assert simulator.simulate(rows, width, entry).items() <= entry.items()
+
+
 def rows_digest(trace):
     columns = (trace.timestamps, trace.sessions, trace.prompts, trace.outputs)
     lines = zip(*(column.tolist() for column in columns), strict=True)
@@ -69,23 +79,18 @@ def test_synthetic_trace_gives_the_golden_numbers(entry):
     assert len(trace) == entry["rows"]
     assert rows_digest(trace) == entry["trace_sha256"]
     check_counters(entry, trace, "P1")
+    check_simulator(entry, simulator.rows_of(trace), 16)
 
 
-@pytest.mark.parametrize("entry", golden_entries("golden_tiny"))
-def test_tiny_traces_give_the_golden_numbers(entry):
+@pytest.mark.parametrize("entry", golden_entries("P1"))
+def test_recorded_traces_give_the_golden_numbers(entry):
     check_counters(entry, trace_of(entry), "P1")
+    check_simulator(entry, *simulator.read_rows(Path(TRACES) / entry["trace"], entry["limit"]))
 
 
-@pytest.mark.parametrize("entry", golden_entries("golden_fork_tiny"))
+@pytest.mark.parametrize("entry", golden_entries("P2"))
 def test_forked_samples_give_the_golden_numbers(entry):
     check_counters(entry, trace_of(entry), "P2")
-
-
-if IS_FULL:
-
-    @pytest.mark.parametrize("entry", golden_entries("golden_full"))
-    def test_full_traces_give_the_golden_numbers(entry):
-        check_counters(entry, trace_of(entry), "P1")
 
 
 def test_lone_request_that_fills_the_pool_exactly_is_rejected():
@@ -114,6 +119,23 @@ def test_preempted_request_keeps_its_tokens_and_hits_its_own_prompt():
     assert counted["event_sha256"] == hashlib.sha256(b"0:0;1:0;1:P;1:4;").hexdigest()
     assert (counted["preemptions"], counted["finished"], counted["decode_tokens"]) == (1, 2, 7)
     assert (counted["hit_tokens"], counted["computed_tokens"], counted["first_hit_tokens"]) == (4, 3 + 6 + 3, 0)
+
+
+TAKES_THE_PLACE = [(8, 1, [0, 1]), (8, 3, [0, 1]), (1, 3, []), (9, 1, [0, 1])]
+"""Row 1 computes block 1 again, a copy. Its next token evicts the block of the cache; then it ends."""
+
+IS_USED_AGAIN = [(8, 1, [0, 1]), (4, 1, [5]), (8, 1, [0, 1]), (13, 1, []), (9, 1, [0, 1])]
+"""Row 2 computes block 1 again, and ends after row 1. So row 3 evicts block 5."""
+
+
+@pytest.mark.parametrize(
+    ("requests", "num_blocks", "concurrency", "events"),
+    [(TAKES_THE_PLACE, 4, 2, "0:0;1:4;2:0;3:8;"), (IS_USED_AGAIN, 6, 1, "0:0;1:0;2:4;3:0;4:8;")],
+)
+def test_copy_of_a_cached_block_keeps_the_block_in_the_cache(requests, num_blocks, concurrency, events):
+    counted = replay(make_trace(requests), num_blocks=num_blocks, concurrency=concurrency).counters
+    assert counted["event_sha256"] == hashlib.sha256(events.encode()).hexdigest()
+    assert (counted["evictions"], counted["preemptions"]) == (1, 0)
 
 
 def test_request_without_answer_gives_one_token():

@@ -4,113 +4,93 @@ The simulator shares nothing with the core or with the plain model but the text 
 always; real ones if ``KVPOOL_TRACES`` names their folder.
 """
 
-import hashlib
-import heapq
 import os
 import random
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict
 from pathlib import Path
 
 import pytest
-from test_replay_oracle import NaiveP1, random_trace
+from simulator import Cache, Replay, rows_of
+from test_replay_oracle import random_trace
 
 from kvpool.groups import Group
 from kvpool.replay import read_trace, synthetic_trace
-from kvpool.replay.hybrid import CHUNK, HybridShape, hybrid_shape, replay_hybrid
+from kvpool.replay.hybrid import HybridShape, hybrid_shape, replay_hybrid
 from kvpool.replay.trace import paths_of, shareable_blocks, unique_blocks
 
 ROUNDS = int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", 1000)) // 10
-PRIVATE = None  # a block whose content nobody knows
+CHUNK = 2048
 
 
-class Tree:
-    """Units of KV and checkpoints of `bundle` blocks, in `num_blocks` blocks.
+class Tree(Cache):
+    """Units (blocks of full attention at nodes) and checkpoints of `bundle` blocks.
 
-    `refs` has the units that are there, with the rows that use them; `below` counts checkpoints at a node and below it.
-    What may leave lies in heaps, of which entries that are out of date are passed over: `cold` (no checkpoint below)
-    leaves before the rest. Of these the oldest leaves; the age of a checkpoint without a use counts half more.
+    `below` counts checkpoints at a node and below it. Idle units without one leave before the rest; the others lie in
+    `warm`, checkpoints in `new` or, after a hit, in `hit`: each with the time of its last use, oldest first. The age of
+    a checkpoint without a hit counts half more.
     """
 
     def __init__(self, num_blocks, bundle, room):
-        self.num_blocks = self.blank = num_blocks
-        self.room = room  # for checkpoints
-        self.bundle, self.clock, self.coldest = bundle, 0, 0
-        self.refs, self.parent, self.below, self.stamp, self.marks = {}, {}, defaultdict(int), {}, {}
-        self.cold, self.warm, self.new_marks, self.hit_marks = [], [], [], []
-        self.uses, self.idle, self.loaded = Counter(), 0, None
-        self.evictions = self.allocs = self.peak_used = self.releases = 0
-
-    @property
-    def used(self):
-        return self.num_blocks - self.num_available
+        super().__init__(num_blocks)
+        self.bundle, self.room, self.clock, self.loaded = bundle, room, 0, None
+        self.warm, self.new, self.hit, self.below = OrderedDict(), OrderedDict(), OrderedDict(), Counter()
 
     @property
     def num_available(self):
-        return self.blank + self.idle + self.bundle * (len(self.marks) - (self.loaded is not None))
+        return super().num_available + len(self.warm) + self.bundle * (self.num_marks - (self.loaded is not None))
 
-    def tick(self):
-        self.clock += 1
-        return self.clock
-
-    def take(self, count=1):
-        while self.blank < count:
-            self.evict()
-        self.blank -= count
-        self.allocs += count
-        self.peak_used = max(self.peak_used, self.used)
-
-    def rest(self, node, stamp):
-        """A unit that nobody uses gets its place."""
-        self.stamp[node] = stamp
-        heapq.heappush(self.warm if self.below[node] else self.cold, (stamp, "unit", node))
-
-    def mark(self, node):
-        """A checkpoint is the most recent."""
-        self.marks[node] = self.tick()
-        heapq.heappush(self.hit_marks if self.uses[node] else self.new_marks, (self.marks[node], "mark", node))
+    @property
+    def num_marks(self):
+        return len(self.new) + len(self.hit)
 
     def evict(self):
-        cold = self.oldest(self.cold)
-        if cold is None:
-            heads = [self.oldest(heap) for heap in (self.new_marks, self.hit_marks, self.warm)]
-            _, kind, node = max((item for item in heads if item is not None), key=self.age)
-        else:
-            _, kind, node = cold
-        if node in self.marks and node != self.loaded:
+        node, places = next(iter(self.idle), None), None
+        if node is None:
+            places, node = self.oldest(self.new, self.hit, self.warm)
+        if self.has_mark(node) and node != self.loaded:
             self.drop(node)
-        if kind == "unit":
-            del self.refs[node]
-            self.idle -= 1
-            self.blank += 1
-            self.evictions += 1
+        if places is None or places is self.warm:
+            self.forget(node)
+
+    def oldest(self, *kinds):
+        """What leaves first of several kinds. The checkpoint that is loaded may not leave."""
+        firsts = [(one, next((node for node in one if one is self.warm or node != self.loaded), None)) for one in kinds]
+        return max((first for first in firsts if first[1] is not None), key=self.age, default=None)
+
+    def age(self, first):
+        places, node = first
+        return (self.clock - places[node]) * (1.5 if places is self.new else 1)
+
+    def rest(self, node):
+        if self.below[node]:
+            self.put(self.warm, node)
+        else:
+            self.clock += 1
+            super().rest(node)
+
+    def leave(self, node):
+        del (self.warm if node in self.warm else self.idle)[node]
+
+    def put(self, places, node):
+        self.clock += 1
+        places[node] = self.clock
+        places.move_to_end(node)
+
+    def has_mark(self, node):
+        return node in self.new or node in self.hit
+
+    def mark(self, node, is_hit=False):
+        """A checkpoint is the most recent."""
+        if is_hit:
+            self.new.pop(node, None)
+        self.put(self.hit if is_hit or node in self.hit else self.new, node)
 
     def has_room(self):
         """Whether there is room for one more checkpoint; the oldest one that may leave makes it."""
-        heads = [head for head in map(self.oldest, (self.new_marks, self.hit_marks)) if head is not None]
-        if len(self.marks) == self.room and heads:
-            self.drop(max(heads, key=self.age)[2])
-        return len(self.marks) < self.room
-
-    def age(self, item):
-        stamp, kind, node = item
-        return (self.clock - stamp) * (1.5 if kind == "mark" and not self.uses[node] else 1)
-
-    def oldest(self, heap):
-        """The first item of a heap that is up to date; the checkpoint that is loaded may not leave."""
-        kept = []
-        while heap and (not self.is_next(*heap[0], heap is self.cold) or heap[0][1:] == ("mark", self.loaded)):
-            item = heapq.heappop(heap)
-            if item[1:] == ("mark", self.loaded) and self.marks.get(self.loaded) == item[0]:
-                kept.append(item)
-        first = heap[0] if heap else None
-        for item in kept:
-            heapq.heappush(heap, item)
-        return first
-
-    def is_next(self, stamp, kind, node, is_cold):
-        if kind == "mark":
-            return self.marks.get(node) == stamp
-        return self.refs.get(node) == 0 and self.stamp[node] == stamp and (self.below[node] == 0) == is_cold
+        first = self.oldest(self.new, self.hit)
+        if self.num_marks == self.room and first:
+            self.drop(first[1])
+        return self.num_marks < self.room
 
     def above(self, node):
         while node is not None:
@@ -123,149 +103,98 @@ class Tree:
         for one in self.above(node):
             self.below[one] += 1
             if self.below[one] == 1 and self.refs.get(one) == 0:
-                self.rest(one, self.tick())
+                self.leave(one)
+                self.rest(one)
 
     def drop(self, node):
-        del self.marks[node]
-        del self.uses[node]
+        """A checkpoint leaves. Units that have none below any more become the oldest, the deepest first."""
+        del (self.new if node in self.new else self.hit)[node]
         self.blank += self.bundle
-        lost = []
-        for one in self.above(node):
-            self.below[one] -= 1
-            if self.below[one] == 0 and self.refs.get(one) == 0:
-                lost.append(one)
-        for one in reversed(lost):
-            self.coldest -= 1
-            self.rest(one, self.coldest)
-
-    def use(self, node):
-        self.idle -= self.refs[node] == 0
-        self.refs[node] += 1
-        self.peak_used = max(self.peak_used, self.used)
-
-    def release(self, blocks):
-        """A row lets go of its blocks, the last one first."""
-        self.releases += 1
-        for node in reversed(blocks):
-            if node is PRIVATE:
-                self.blank += 1
-            elif node[0] == "own":
-                self.unuse(node[1])
-            elif node[1] not in self.refs:
-                self.refs[node[1]] = 1
-                self.unuse(node[1])
-            else:  # a second copy of what is there
-                self.blank += 1
-                if self.refs[node[1]] == 0:
-                    self.rest(node[1], self.tick())
-
-    def unuse(self, node):
-        self.refs[node] -= 1
-        if self.refs[node] == 0:
-            self.idle += 1
-            self.rest(node, self.tick())
+        chain = list(self.above(node))
+        self.below.subtract(chain)
+        for one in reversed(chain):
+            if not self.below[one] and self.refs.get(one) == 0:
+                self.leave(one)
+                self.idle[one] = None
+                self.idle.move_to_end(one, last=False)
 
 
-class NaiveP3(NaiveP1):
+class NaiveP3(Replay):
     """P1's loop; prompts are computed in chunks, with checkpoints at the positions of docs/prefix.md."""
 
-    def __init__(self, trace, num_blocks, block_size, concurrency, bundle, tree):
-        super().__init__(trace, num_blocks, block_size, concurrency)
-        self.pool = tree(num_blocks, bundle, (num_blocks + 1 + min(concurrency, len(trace))) // 4 + 1)
-        self.paths = paths_of(trace, block_size)
-        self.refused_after = -1  # releases: who was refused is asked again after the next one
+    def __init__(self, rows, width, num_blocks, block_size, concurrency, bundle, tree):
+        room = (num_blocks + 1 + min(concurrency, len(rows))) // 4 + 1
+        super().__init__(rows, width, tree(num_blocks, bundle, room), block_size, concurrency)
         self.first_distance = 1
         while self.first_distance < 3 * bundle * block_size:
             self.first_distance *= 2
 
-    def admit(self):
-        while self.waiting and len(self.running) < self.concurrency and self.refused_after < self.pool.releases:
-            row, prompt, _, generated, blocks = self.waiting[0]
-            total, size, path, pool = prompt + generated, self.block_size, self.paths[row], self.pool
-            if total > pool.num_blocks * size:
-                path = []  # it is not looked up
-            known = 0
-            while known < min(len(path), (total - 1) // size) and path[known] in pool.refs:
-                known += 1
-            hit = next((k for k in range(known, 0, -1) if path[k - 1] in pool.marks), 0)
-            need = -(-total // size) - hit
-            own = sum(pool.refs[node] == 0 for node in path[:hit]) + pool.bundle * (hit > 0)
-            is_short = need > pool.num_available - own
-            if is_short and self.running:
-                self.refused_after = pool.releases + 1
-            for node in path[:hit]:
-                pool.use(node)
-                blocks.append(("own", node))
-            if hit:
-                pool.uses[path[hit - 1]] += 1
-                pool.mark(path[hit - 1])
-                pool.loaded = path[hit - 1]
-                pool.peak_used = max(pool.peak_used, pool.used)  # with the checkpoint's blocks, admitted or not
-            if is_short:
-                pool.loaded = None
-                pool.release(blocks)
-                blocks.clear()
-                if self.running:
-                    return
-                self.reject(self.waiting.pop(0))
-                continue
-            self.running.append(self.waiting.pop(0))
-            self.prefill(path, blocks, prompt, total, hit, self.positions(prompt, hit, known))
-            self.count.update(admissions=1, hit_tokens=hit * size, computed_tokens=total - hit * size)
-            self.count["checkpoint_hits"] += hit > 0
-            self.count["peak_running"] = max(self.count["peak_running"], len(self.running))
-            self.events += f"{row}:{hit * size};"
+    def open(self, request):
+        cache, size, total, path = self.cache, self.block_size, request.length, self.path_of(request.row)
+        if total > cache.num_blocks * size:
+            path = []  # it is not looked up
+        known = self.known(path, total)
+        hit = next((k for k in range(known, 0, -1) if cache.has_mark(path[k - 1])), 0)
+        need = -(-total // size) - hit
+        own = sum(cache.refs[node] == 0 for node in path[:hit]) + cache.bundle * (hit > 0)
+        is_short = need > cache.num_available - own
+        for node in path[:hit]:
+            cache.use(node)
+        request.blocks = path[:hit]
+        if hit:
+            cache.mark(path[hit - 1], is_hit=True)
+            cache.loaded = path[hit - 1]
+            cache.peak_used = max(cache.peak_used, cache.used)  # with the checkpoint's blocks, admitted or not
+        if is_short:
+            cache.loaded = None
+            cache.release(request.blocks)
+            request.blocks = []
+            return False
+        self.prefill(request, path, hit, self.positions(request.prompt, hit, known))
+        self.count["checkpoint_hits"] += hit > 0
+        self.count_admission(request, hit)
+        return True
 
     def positions(self, prompt, hit, known):
         size = self.block_size
-        grain = max(size, self.trace.block_size)
+        grain = max(size, self.width)
         cut = prompt // grain * grain
         found = {cut, min(known * size, cut)} | {
             self.first_distance << j for j in range(60) if self.first_distance << j <= cut
         }
         return sorted({place // size for place in found if place // size > hit})
 
-    def prefill(self, path, blocks, prompt, total, hit, positions):
+    def prefill(self, request, path, hit, positions):
         """Chunks end at positions. What a chunk has read may leave; what it has computed is in the index."""
-        size, pool = self.block_size, self.pool
+        size, cache, blocks, total = self.block_size, self.cache, request.blocks, request.length
         length, known = hit * size, hit
         while length < total:
             wanted = positions[0] * size if positions else total
             end = min(total, length + CHUNK, wanted)
             for _ in range(-(-end // size) - len(blocks)):
-                pool.take()
-                blocks.append(PRIVATE)
+                cache.take()
+                blocks.append(None)
             is_taken = False
             if positions and end == wanted:
                 self.count["checkpoints_wanted"] += 1
-                is_taken = pool.num_available >= pool.bundle and pool.has_room()
+                is_taken = cache.num_available >= cache.bundle and cache.has_room()
                 if is_taken:
-                    pool.take(pool.bundle)
-                    pool.tick()
+                    cache.take(cache.bundle)
+                    cache.clock += 1
                     self.count["checkpoints_taken"] += 1
-            pool.loaded = None
-            for depth in range(known, min(end, prompt) // size):
-                self.name(path, blocks, depth)
-            known = min(end, prompt) // size
+            cache.loaded = None
+            for depth in range(known, min(end, request.prompt) // size):
+                blocks[depth] = cache.name(path[depth], path[depth - 1] if depth else None)
+            known = min(end, request.prompt) // size
             if positions and end == wanted:
                 node = path[positions.pop(0) - 1]
-                if is_taken and node in pool.marks:
-                    pool.blank += pool.bundle
-                if node in pool.marks:
-                    pool.mark(node)
+                if is_taken and cache.has_mark(node):
+                    cache.blank += cache.bundle
+                if cache.has_mark(node):
+                    cache.mark(node)
                 elif is_taken:
-                    pool.publish(node)
+                    cache.publish(node)
             length = end
-
-    def name(self, path, blocks, depth):
-        """A block is full."""
-        node, pool = path[depth], self.pool
-        pool.parent[node] = path[depth - 1] if depth else None
-        if node in pool.refs:
-            blocks[depth] = ("copy", node)
-        else:
-            pool.refs[node] = 1
-            blocks[depth] = ("own", node)
 
 
 def shape_with(block_size, bundle, concurrency):
@@ -276,16 +205,11 @@ def shape_with(block_size, bundle, concurrency):
 
 def differences(trace, num_blocks, shape, concurrency, tree=Tree):
     """Play both; returns the counters that differ, and all of the simulator's."""
-    naive = NaiveP3(trace, num_blocks, shape.block_size, concurrency, shape.groups[-1].blocks, tree)
-    naive.run()
+    bundle = shape.groups[-1].blocks
+    naive = NaiveP3(rows_of(trace), trace.block_size, num_blocks, shape.block_size, concurrency, bundle, tree).run()
     found = replay_hybrid(trace, shape=shape, num_blocks=num_blocks, concurrency=concurrency).counters
-    expected = {
-        **{name: naive.count[name] for name in found if name in naive.count},
-        "evictions": naive.pool.evictions,
-        "allocs": naive.pool.allocs,
-        "peak_used": naive.pool.peak_used,
-        "event_sha256": hashlib.sha256(naive.events.encode()).hexdigest(),
-    }
+    expected = {name: value for name, value in naive.counters().items() if name != "final_cached_blocks"}
+    expected |= {name: naive.count[name] for name in found if name.startswith("checkpoint")}
     return {name: (found[name], value) for name, value in expected.items() if found[name] != value}, naive.count
 
 
@@ -320,9 +244,9 @@ def test_random_traces_agree_with_the_plain_simulator():
 class UsesStayOld(Tree):
     """Fault: a checkpoint that is used again keeps its age."""
 
-    def mark(self, node):
-        if node not in self.marks:
-            super().mark(node)
+    def mark(self, node, is_hit=False):
+        if not self.has_mark(node):
+            super().mark(node, is_hit)
 
 
 def test_simulator_with_a_wrong_rule_does_not_agree():
