@@ -305,10 +305,10 @@ class StepModel(PoolModel):
                     for block in old:
                         layer.arena.holds.remove(block)
                         layer.arena.release(block)
-        for row in step.rows:
-            seq = self._find(row.handle)
-            if seq is not None:
-                for layer in self._kv:
+        for layer in self._kv:
+            for row in step.rows:
+                seq = self._find(row.handle)
+                if seq is not None:
                     self._let_go(seq, layer, row.length - self.lookahead)
         for arena in self.arenas:
             arena.drain_limbo()
