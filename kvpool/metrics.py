@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from kvpool.groups import Group, arenas_of
 from kvpool.stats import PrefixStats
 
-NO_PREFIX = PrefixStats(0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0.0)
+NO_PREFIX = PrefixStats(0, 0, 0, 0.0, 0, 0, 0, 0, 0)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of an HTTP answer with `prometheus_text`."""
 

@@ -24,6 +24,7 @@ from typing import Any, Self
 import kvpool
 from kvpool._core import BlockAPI, Plan, Pool, PrefixCache
 from kvpool.errors import CorruptState, KVPoolError
+from kvpool.groups import Group
 from kvpool.stats import PoolOptions
 from kvpool.testing.fuzz_target import minimal
 
@@ -138,7 +139,7 @@ class RecordedPool(Pool):
     def __new__(cls, *args: Any, keep: int = 1_000_000, **options: Any) -> Self:
         """Make the pool, with an empty record."""
         pool = super().__new__(cls, *args, **options)
-        if pool.options.groups is not None:
+        if pool.options.groups != (Group.full(),):
             raise ValueError("[RecordedPool] a pool with layer groups cannot be recorded")
         pool.calls = deque(maxlen=keep)
         pool._total, pool._tag, pool._plans, pool._turn = 0, -1, {}, threading.RLock()
