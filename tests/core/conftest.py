@@ -1,4 +1,4 @@
-"""Pools of every kind: what a test of `make_any` says holds with layer groups and without."""
+"""Pools of several kinds: what a test of `make_any` says holds for one layer group and for several."""
 
 from functools import partial
 
@@ -6,12 +6,12 @@ import pytest
 
 from kvpool import Group
 
-GROUPS = {"one table": None, "full": [Group.full()], "full and window": [Group.full(), Group.window(8)]}
+GROUPS = {"full": [Group.full()], "full and window": [Group.full(), Group.window(8)]}
 
 
 @pytest.fixture(params=GROUPS)
 def groups(request):
-    """The layer groups of a pool, or None."""
+    """The layer groups of a pool."""
     return GROUPS[request.param]
 
 

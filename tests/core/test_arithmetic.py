@@ -51,8 +51,17 @@ def assert_lengths_around(kind, edge, block_size):
     child = int(pool.fork(handle)[0])
     pool.truncate(handle, edge - 1)
     assert (pool.num_tokens(handle), pool.stats().tokens) == (edge - 1, 2 * edge + 8)
-    with pytest.raises(CapacityExceeded, match=str(edge + 9 - block_size)):  # positions would end beyond int32
-        pool.compact(child, block_size)
+    capacity = pool.capacity(child)
+    pool.compact(child, block_size, first=block_size)  # all but the first block leave
+    evicted = edge + 9 - block_size
+    assert (pool.num_tokens(child), pool.kv_len(child), pool.capacity(child)) == (edge + 9, block_size, capacity)
+    assert len(pool.table(child)) == capacity // block_size - evicted // block_size
+    assert (pool.stats().tokens, pool.stats().evicted_tokens) == (2 * edge + 8, evicted)
+    pool.step(plan, [child], 1)
+    assert (plan.positions.tolist(), plan.seq_lens.tolist()) == ([edge + 9], [block_size + 1])
+    assert plan.slot_mapping.tolist() == slots_of(pool.table(child).tolist(), block_size, [block_size])
+    with pytest.raises(CapacityExceeded, match=f" would hold {edge + 11} tokens, the limit is {2**31 - 1}$"):
+        pool.step(Plan(pool, 1, formats=("positions",)), [child], 1)  # int32
     pool.close([handle, child])
     pool.check()
 

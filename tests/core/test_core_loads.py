@@ -9,7 +9,7 @@ PROMPT = list(range(100, 121))
 STATES = [Group.full(), Group.window(8, keep=4), Group.state(slots=6, blocks=3)]
 
 
-def flat_pool(**options):
+def full_pool(**options):
     return Pool(32, 4, prefix_cache=True, max_seqs=4, **options)
 
 
@@ -17,7 +17,7 @@ def group_pool(**options):
     return Pool(64, 4, groups=STATES, prefix_cache=True, max_seqs=4, **options)
 
 
-@pytest.fixture(params=[flat_pool, group_pool], ids=["one table", "groups"])
+@pytest.fixture(params=[full_pool, group_pool], ids=["full", "states"])
 def pool(request):
     with request.param() as made:
         yield made
@@ -128,8 +128,8 @@ def test_load_with_options_that_make_no_sense_is_refused(pool, options):
     assert pool.fingerprint() == before
 
 
-def test_part_of_a_load_counts_in_a_pool_with_one_table():
-    with flat_pool() as pool:
+def test_part_of_a_load_counts_where_all_groups_are_full():
+    with full_pool() as pool:
         handle = pool.open(PROMPT, load=True)
         pool.loaded(handle, 10)
         pool.prefix.commit(handle, PROMPT[:10])
@@ -139,8 +139,8 @@ def test_part_of_a_load_counts_in_a_pool_with_one_table():
         assert plan.slot_mapping[0] == pool.table(handle, 0).ravel()[2] * 4 + 2
 
 
-def test_load_shares_what_is_cached_in_a_pool_with_one_table():
-    with flat_pool() as pool:
+def test_load_shares_what_is_cached_where_all_groups_are_full():
+    with full_pool() as pool:
         handle = pool.open(PROMPT[:8], load=True)
         pool.loaded(handle, 8)
         pool.prefix.commit(handle, PROMPT[:8])
@@ -236,7 +236,6 @@ def test_load_closed_before_its_states_were_read_leaves_no_block_in_use(commits)
 
 
 KINDS = {
-    "one table": None,
     "full": [Group.full()],
     "two full": [Group.full(), Group.full(block_size=8, columns=2)],
     "window": [Group.full(), Group.window(8)],
@@ -282,9 +281,8 @@ def test_flush_of_another_namespace_leaves_a_load_alone(pool):
     assert pool.loaded(handle, 20) and pool.num_tokens(handle) == 20
 
 
-@pytest.mark.parametrize("groups", [None, [Group.full()]], ids=["one table", "groups"])
-def test_commit_after_a_load_with_a_hit_takes_the_tokens_behind_it(groups):
-    with Pool(32, 4, groups=groups, prefix_cache=True) as pool:
+def test_commit_after_a_load_with_a_hit_takes_the_tokens_behind_it():
+    with full_pool() as pool:
         plan = Plan(pool, 1, 32)
         first = pool.open(PROMPT[:9])
         pool.step(plan, [first], 9)
@@ -299,9 +297,33 @@ def test_commit_after_a_load_with_a_hit_takes_the_tokens_behind_it(groups):
         assert pool.prefix.match(PROMPT) == 16
 
 
-def test_pool_of_groups_without_a_cache_cannot_load():
-    with Pool(64, 4, groups=STATES) as pool, pytest.raises(ValueError, match="load"):
-        pool.open(8, load=True)
+@pytest.mark.parametrize("groups", [[Group.full()], [Group.full(), Group.full(block_size=8)]], ids=["one", "two"])
+def test_pool_of_full_groups_loads_without_a_cache(groups):
+    """A prompt or a count of tokens: nothing is found, and blocks are taken for all of it."""
+    with Pool(64, 4, groups=groups) as pool:
+        plan = Plan(pool, 1, 32, formats=("positions",))
+        for asked in (PROMPT, len(PROMPT)):
+            handle = pool.open(asked, load=True)
+            assert (pool.num_tokens(handle), pool.capacity(handle)) == (0, 24)
+            with pytest.raises(PlanStateError, match="being loaded"):
+                pool.step(plan, [handle], 1)
+            assert pool.loaded(handle, 10) and pool.num_tokens(handle) == 10
+            pool.step(plan, [handle], 11)
+            assert plan.positions.tolist() == list(range(10, 21))
+            pool.done(plan)
+            pool.close(handle)
+            pool.check()
+        assert pool.stats().used == 0
+
+
+def test_pool_with_a_window_or_a_state_without_a_cache_cannot_load():
+    for groups in ([Group.full(), Group.window(8)], [Group.full(), Group.state(slots=4, blocks=3)], STATES):
+        with Pool(64, 4, groups=groups) as pool:
+            before = pool.fingerprint(), pool.digest()
+            for asked in (8, PROMPT):
+                with pytest.raises(ValueError, match=r"\[open\] load"):
+                    pool.open(asked, load=True)
+            assert (pool.fingerprint(), pool.digest()) == before
     no_bundle = [Group.full(), Group.state(slots=4)]
     with Pool(64, 4, groups=no_bundle, prefix_cache=True) as pool, pytest.raises(ValueError, match="load"):
         pool.open(PROMPT[:20], load=True)

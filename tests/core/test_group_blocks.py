@@ -73,7 +73,7 @@ def grouped() -> Pool:
     return Pool(SIZES[0], 4, groups=GROUPS)
 
 
-def test_calls_on_an_arena_do_what_they_do_on_a_pool_of_one_table():
+def test_calls_on_an_arena_do_what_they_do_on_a_pool_of_so_many_blocks():
     for seed in range(20):
         pool = grouped()
         assert not differences([pool.blocks.arena(k) for k in range(3)], pool, seed), f"seed {seed}"

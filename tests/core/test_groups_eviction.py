@@ -101,7 +101,7 @@ def test_pool_without_a_full_group_says_so():
         refused(pool, lambda: pool.evict_blocks(seq, [], 1), match="group 1 is a state.* and the pool has none")
 
 
-def test_pool_of_one_table_has_group_0_only():
+def test_pool_of_one_group_has_group_0_only():
     with kvpool.Pool(16, 2) as pool:
         seq = pool.open(4)
         pool.compact(seq, 0, group=0)

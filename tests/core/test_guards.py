@@ -338,7 +338,7 @@ def test_misaligned_memory_is_refused(written, refused, call, memory):
 def test_misaligned_array_is_not_bound(written, refused):
     pool, plan, _ = written
     with refused(pool, ValueError, "bind", plans=[plan]):
-        plan.bind(seq_lens=misaligned([0] * 8, "i"))
+        plan.bind(positions=misaligned([0] * 64, "i"))
 
 
 IN_ANOTHER_INTERPRETER = """

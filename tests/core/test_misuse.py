@@ -440,11 +440,12 @@ def test_input_arrays_may_be_the_plans_own(scene):
     pool, plan = scene.pool, scene.plan
     pool.step(plan, [scene.b, scene.a], [1, 0])  # lengths 8 and 7
     pool.done(plan)
-    assert plan.seq_lens.tolist() == [8, 7]
+    lens = plan.groups[0].kv_lens
+    assert lens.tolist() == [8, 7]
     pool.truncate(plan.handles, 2)
-    pool.step(plan, plan.handles, plan.seq_lens[:2])
+    pool.step(plan, plan.handles, lens[:2])
     assert plan.handles.tolist() == [scene.b, scene.a]
-    assert plan.seq_lens.tolist() == [10, 9] and plan.num_tokens == 15
+    assert plan.groups[0].kv_lens.tolist() == [10, 9] and plan.num_tokens == 15
 
 
 @pytest.mark.parametrize("first, last", [(1, 4), (0, 3), (1, 3), (3, 4)])

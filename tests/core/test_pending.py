@@ -18,13 +18,13 @@ def in_flight(make_pool, make_plan):
 
 @pytest.fixture
 def flight(make_any, make_plan):
-    """``pool, plans = flight(n)``: a pool of each kind and n plans; rows of block size 4."""
+    """``pool, plans = flight(n)``: a pool of each kind and n plans; blocks of 4 tokens."""
     return in_flight(make_any, make_plan)
 
 
 @pytest.fixture
 def table_flight(make_pool, make_plan):
-    """The same of a pool of one table: its ids are worked out by hand."""
+    """The same of a pool of one group: its ids are worked out by hand."""
     return in_flight(make_pool, make_plan)
 
 
@@ -54,7 +54,10 @@ def test_steps_count_from_one_and_make_their_plans_pending_until_they_are_done(f
         assert plan.is_pending
         pool.done(plan)
         assert not plan.is_pending
-    assert [plan.seq_lens.tolist() for plan in (a, b, c)] == [[3], [6], [6]]  # contents hold until the next step
+    # Contents hold until the next step.
+    assert [[group.kv_lens.tolist() for group in plan.groups] for plan in (a, b, c)] == [
+        [[n]] * len(a.groups) for n in (3, 6, 6)
+    ]
     pool.step(a, [], 1)  # an empty batch is pending like any other
     assert a.is_pending and (a.step_id, len(a.handles), a.num_tokens) == (4, 0, 0)
     pool.done(a)
@@ -80,7 +83,7 @@ def test_call_that_does_not_fit_the_state_of_its_plan_is_refused(flight, refused
     calls = {
         "step": lambda plan: pool.step(plan, [handle], 1),
         "reserve": lambda plan: pool.reserve(plan, [handle], 1),
-        "bind": lambda plan: plan.bind(seq_lens=plan.seq_lens),
+        "bind": lambda plan: plan.bind(),
         "done": pool.done,
         "rollback": pool.rollback,
     }
@@ -178,7 +181,7 @@ def test_pool_without_a_pending_step_has_no_limbo_and_one_in_order_never(flight,
     pool, (plan,) = flight(1, in_order=True)
     handle = pool.open()
     pool.step(plan, [handle], 5)
-    assert not plan.is_pending and plan.seq_lens.tolist() == [5]
+    assert not plan.is_pending and plan.groups[0].kv_lens.tolist() == [5]
     pool.close(handle)
     assert idle(pool)
     for call in ("done", "rollback"):
@@ -199,7 +202,7 @@ def test_in_order_pool_releases_holds_at_once(table_flight):
 
 
 def snapshot(pool, handles):
-    groups = range(len(pool.options.groups or [None]))
+    groups = range(len(pool.options.groups))
     rows = [(pool.num_tokens(h), [pool.table(h, g).tolist() for g in groups]) for h in handles]
     return rows, pool.blocks.refcount_histogram().tolist(), limbo(pool), pool.stats().pending
 
@@ -241,9 +244,8 @@ def test_rollback_restores_what_was_and_the_same_call_takes_the_same_blocks(flig
     assert snapshot(pool, rows) == first
 
 
-@pytest.mark.parametrize("prefix_cache", [False, True])
-def test_copy_that_only_a_raw_reference_keeps_is_never_made_after_a_rollback(prefix_cache):
-    pool = Pool(32, 4, prefix_cache=prefix_cache)
+def test_copy_that_only_a_raw_reference_keeps_is_never_made_after_a_rollback():
+    pool = Pool(32, 4)  # with a prefix cache nobody else refers to the blocks of rows
     first, older, newest = (Plan(pool, 4, 16) for _ in range(3))
     row, other = pool.open(), pool.open()
     pool.step(first, [row], 6)

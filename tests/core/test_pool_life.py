@@ -103,7 +103,7 @@ def test_reset_makes_every_handle_stale_and_every_block_free(make_any, make_plan
     fresh = [pool.open() for _ in range(4)]
     assert [h & 0xFFFFF for h in fresh] == [0, 1, 2, 3] and not set(fresh) & set(handles)
     pool.step(plan, fresh, 5)
-    assert (plan.groups or [plan])[0].dirty_rows.tolist() == [0, 1, 2, 3]
+    assert plan.groups[0].dirty_rows.tolist() == [0, 1, 2, 3]
     assert [pool.table(h, 0).ravel().tolist() for h in fresh] == [[1, 2], [3, 4], [5, 6], [7, 8]]
 
 

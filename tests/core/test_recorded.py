@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvpool
-from kvpool import Plan, Pool
+from kvpool import Group, Plan, Pool
 from kvpool._core import BlockAPI
 from kvpool.cli import main
 from kvpool.errors import KVPoolError
@@ -132,9 +132,11 @@ def test_replay_goes_the_same_way(seed, tmp_path):
     assert rerun(record, check_every=50) is None
 
 
-def test_pool_with_layer_groups_is_not_recorded():
+@pytest.mark.parametrize("groups", [[Group.full()] * 2, [Group.full(columns=2)], [Group.window(4)]])
+def test_pool_of_other_layer_groups_than_a_full_one_is_not_recorded(groups):
     with pytest.raises(ValueError, match="layer groups"):
-        RecordedPool(16, 4, groups=[kvpool.Group.full()])
+        RecordedPool(16, 4, groups=groups)
+    assert RecordedPool(16, 4, groups=[Group.full()]).options.groups == (Group.full(),)
 
 
 def test_random_seed_may_be_given_again():
