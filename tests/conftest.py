@@ -146,7 +146,7 @@ ONE_OF_MANY = (
     *("mlx_lm", "scheduler_groups", "scheduler_workloads", "scheduler_preemption"),
     *("serving_api", "backend_cpu", "threads", "backend_raises", "backend_conformance"),
     *("cli_generate", "prompt_cache", "sizing_bytes", "store_conformance"),
-    *("scheduler_ahead", "scheduler_cancel", "scheduler_eviction"),
+    *("scheduler_ahead", "scheduler_cancel", "scheduler_eviction", "groups_agree"),
 )
 SLOW = (
     "test_planted_fault_shows_in_the_order_of_leaving[OutlivesItsKeys]",

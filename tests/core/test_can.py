@@ -4,7 +4,6 @@ import time
 from typing import Any
 
 import numpy as np
-import pytest
 from catalogue import Unchecked, broken, planted
 
 from kvpool import Group, Pool

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvpool import Group, Plan, Pool
+from kvpool import Plan, Pool
 from kvpool.errors import CapacityExceeded, OutOfBlocks, PlanStateError
 
 

@@ -1,25 +1,21 @@
-"""Blocks that wait: a block that a pending plan has still to fill is found by nobody, in pools of every kind.
+"""Blocks that wait: a block that a pending plan has still to fill is found by nobody, whatever the layer groups.
 
 A memory of one number per slot stands for the KV. Each test holds for the core and for the plain model.
 """
 
 from __future__ import annotations
 
-import functools
-import random
-
 import numpy as np
 import pytest
 from checkpoint_faults import PublishedUnwritten
 from prefixes import ask
 
-from kvpool import Group, KVPoolError, Plan, PlanStateError, Pool
+from kvpool import Group, Plan, PlanStateError, Pool
 from kvpool.testing import ModelPlan, ModelPool
 from tests.verify._hooks import set_next_uid
 
 PROMPT = list(range(100, 116))  # four blocks
 GROUPS = {
-    "one table": None,
     "full": [Group.full()],
     "two columns": [Group.full(columns=2)],
     "two full": [Group.full(), Group.full(block_size=8)],
@@ -35,7 +31,6 @@ class Family:
     def __init__(self, kinds, groups, length=16):
         make_pool, self.make_plan = kinds
         self.pool = make_pool(64, 4, groups=groups, prefix_cache=True, max_seqs=8, events=1_000)
-        groups = groups or [Group.full()]
         self.full = [g for g, group in enumerate(groups) if group.kind == "full"]
         self.columns = groups[0].columns
         self.kv = {(g, c): np.full(64 * 8, np.nan) for g in self.full for c in range(groups[g].columns)}
@@ -52,10 +47,10 @@ class Family:
         """Do the work of a plan and say so."""
         for (g, column), kv in self.kv.items():
             size, columns = self.sizes[g], max(c for k, c in self.kv if k == g) + 1
-            part = plan.groups[g] if plan.groups else plan
+            part = plan.groups[g]
             for src, dst, n in part.copies[column::columns] * [size, size, 1]:
                 kv[dst : dst + n] = kv[src : src + n]
-            kv[np.atleast_2d(part.slot_mapping)[column, : plan.num_tokens]] = tokens
+            kv[part.slot_mapping[column, : plan.num_tokens]] = tokens
         self.pool.done(plan)
 
     def step(self, plan, handle, tokens):
@@ -69,7 +64,7 @@ class Family:
 
     def copied(self, plan):
         """How many tokens each entry of group 0 that is to be copied has."""
-        return (plan.groups or [plan])[0].copies[:: self.columns, 2].tolist()
+        return plan.groups[0].copies[:: self.columns, 2].tolist()
 
     def read(self, handle):
         """What the tokens of a sequence are, by every column of every full group."""
@@ -87,7 +82,7 @@ class Family:
 
     def stored(self):
         """How many entries of group 0 were told of since the last time."""
-        return sum(event[0] == "stored" and event[6:7] in ((), (0,)) for event in self.pool.prefix.events())
+        return sum(event[0] == "stored" and event[6] == 0 for event in self.pool.prefix.events())
 
 
 @pytest.fixture(params=GROUPS)
@@ -241,7 +236,6 @@ def test_row_that_waits_goes_on_when_a_plan_ends_after_another_row_has_committed
     assert family.ask() == len(PROMPT) and family.stored() == 4
 
 
-@pytest.mark.parametrize("groups", [groups for groups in GROUPS.values() if groups])
 def test_two_plans_that_copy_one_block_are_waited_for_in_turn(family):
     pool, later = family.pool, family.new_plan()
     family.unshare(family.plan, family.first)
@@ -334,7 +328,7 @@ def test_duplicate_that_waits_takes_no_place_before_its_plan_is_done(family):
     assert family.read(family.first) == PROMPT
 
 
-@pytest.mark.parametrize("groups", [None, [Group.full()]], ids=["one table", "full"])
+@pytest.mark.parametrize("groups", [[Group.full()]], ids=["full"])
 def test_nothing_behind_a_copy_that_was_rolled_back_is_found_until_it_is_computed_anew(family):
     """Not even what was written long ago, nor what comes later."""
     pool = family.pool
@@ -352,7 +346,7 @@ def test_nothing_behind_a_copy_that_was_rolled_back_is_found_until_it_is_compute
     assert family.ask() == 16 and family.read(family.first) == PROMPT
 
 
-@pytest.mark.parametrize("groups", [None, [Group.full()]], ids=["one table", "full"])
+@pytest.mark.parametrize("groups", [[Group.full()]], ids=["full"])
 def test_rows_that_wait_for_one_step_are_published_by_their_slots(family):
     """Of two copies of one content, that of the lower slot is the one that is found."""
     pool = family.pool
@@ -367,7 +361,7 @@ def test_rows_that_wait_for_one_step_are_published_by_their_slots(family):
 @pytest.mark.parametrize("start", [2**31, 2**32, 2**48])
 def test_node_numbers_pass_32_bits_and_nothing_is_forgotten(kinds, start):
     """A long-lived sequence stays found and goes on to be indexed, and so does everything after it."""
-    family = Family(kinds, None)
+    family = Family(kinds, GROUPS["full"])
     pool, first = family.pool, family.first
     pool.prefix.commit(first, PROMPT[:8])
     if hasattr(pool, "_next_uid"):
@@ -387,133 +381,12 @@ def test_node_numbers_pass_32_bits_and_nothing_is_forgotten(kinds, start):
     pool.check()
 
 
-@pytest.mark.parametrize("groups", [None, [Group.full()]], ids=["one table", "full"])
-def test_pool_that_runs_in_order_publishes_at_once(kinds, groups):
+def test_pool_that_runs_in_order_publishes_at_once(kinds):
     make_pool, make_plan = kinds
-    pool = make_pool(32, 4, groups=groups, prefix_cache=True, in_order=True)
+    pool = make_pool(32, 4, prefix_cache=True, in_order=True)
     handle = pool.open()
     pool.step(make_plan(pool, 2, 16), [handle], 16)
     pool.fork(handle)
     pool.unshare(make_plan(pool, 2, 16), [handle], 14)
     pool.prefix.commit(handle, PROMPT)
     assert pool.prefix.match([*PROMPT, 1]) == 16
-
-
-class Twins:
-    """A pool of one table and one of a full group, which get the same calls. There are blocks for all of them."""
-
-    def __init__(self, seed):
-        sizes = {"prefix_cache": True, "max_seqs": 12, "max_blocks_per_seq": 32}
-        self.pools = Pool(4096, 2, **sizes), Pool(4096, 2, groups=[Group.full()], **sizes)
-        self.r = random.Random(seed)
-        self.plans = [[Plan(pool, 4, 64) for pool in self.pools] for _ in range(4)]
-        self.pending = []
-        self.rows = []  # (handle in each pool, tokens that the row is to have)
-        self.prompts = [[self.r.randrange(2) for _ in range(24)] for _ in range(12)]
-
-    def both(self, call):
-        """Make a call in both pools; returns both results, None if it was refused."""
-        found = []
-        for k, pool in enumerate(self.pools):
-            try:
-                found.append((call(pool, k), None))
-            except (KVPoolError, ValueError) as error:
-                found.append((None, type(error)))
-        assert found[0][1] == found[1][1]
-        return None if found[0][1] else [result for result, _ in found]
-
-    def issue(self, call):
-        """A call with a plan that is not pending."""
-        free = [number for number in range(len(self.plans)) if number not in self.pending]
-        if free and self.both(lambda pool, k: call(pool, self.plans[free[0]][k], k)):
-            self.pending.append(free[0])
-
-    def length(self, handles):
-        return self.pools[0].num_tokens(handles[0])
-
-    def open(self):
-        prompt, n = self.r.choice(self.prompts), self.r.randrange(1, 20)
-        if handles := self.both(lambda pool, _: pool.open(prompt[:n], reserve=False)):
-            self.rows.append((handles, prompt))
-
-    def fork(self, handles, prompt):
-        if children := self.both(lambda pool, k: int(pool.fork(handles[k])[0])):
-            self.rows.append((children, prompt))
-
-    def step(self, handles, _):
-        n = min(self.r.randrange(7), 24 - self.length(handles))
-        self.issue(lambda pool, plan, k: pool.step(plan, [handles[k]], n) or True)
-
-    def unshare(self, handles, prompt):
-        """Blocks that hits do not find yet. Behind others one table publishes nothing more."""
-        length = self.length(handles)
-        first = self.r.randrange(min(self.pools[0].prefix.match([*prompt, 1]), length), length + 1)
-        end = min(first + self.r.randrange(1, 4), length)
-        if first < end:
-            self.issue(lambda pool, plan, k: pool.unshare(plan, [handles[k]], end, first) or True)
-
-    def commit(self, handles, prompt):
-        known = self.pools[0].prefix.committed(handles[0])
-        n = self.r.randrange(self.length(handles) - known + 1)
-        self.both(lambda pool, k: pool.prefix.commit(handles[k], prompt[known : known + n]))
-
-    def truncate(self, handles, _):
-        length = self.r.randrange(self.length(handles) + 1)
-        self.both(lambda pool, k: pool.truncate(handles[k], length))
-
-    def close(self, handles, prompt):
-        self.rows.remove((handles, prompt))
-        self.both(lambda pool, k: pool.close(handles[k]))
-
-    def done(self):
-        number = self.pending.pop(0)
-        self.both(lambda pool, k: pool.done(self.plans[number][k]))
-
-    def rollback(self):
-        if self.both(lambda pool, k: pool.rollback(self.plans[self.pending[-1]][k])):
-            self.pending.pop()
-
-    def run(self, calls):
-        words = ["step", "step", "fork", "unshare", "unshare", *["commit"] * 4, "close", "truncate"]
-        for _ in range(calls):
-            word = self.r.choice([*words, "open", "done", "done", "rollback", "rollback"])
-            if word in ("done", "rollback"):
-                if self.pending:
-                    getattr(self, word)()
-            elif word == "open" or (self.rows and (word != "fork" or len(self.rows) < 8)):
-                getattr(self, word)(*(() if word == "open" else self.r.choice(self.rows)))
-            self.compare()
-        self.fill_gaps()
-
-    def compare(self):
-        for prompt in self.prompts:
-            one, two = (pool.prefix.match([*prompt, 1]) for pool in self.pools)
-            assert one == two
-
-    def fill_gaps(self):
-        """Close all rows and compute each prompt anew, block by block: what was kept behind a gap is found then."""
-        while self.pending:
-            self.done()
-        for row in list(self.rows):
-            self.close(*row)
-        for prompt in self.prompts:
-            self.fill(prompt)
-        for pool in self.pools:
-            pool.check()
-
-    def fill(self, prompt):
-        handles, plans = self.both(lambda pool, _: pool.open(prompt, reserve=False)), self.plans[0]
-
-        def compute(pool, k, known, length):
-            pool.step(plans[k], [handles[k]], length - pool.num_tokens(handles[k]))
-            pool.done(plans[k])
-            pool.prefix.commit(handles[k], prompt[known:length])
-
-        for end in range(self.length(handles) + 2, len(prompt), 2):
-            self.both(functools.partial(compute, known=end - 2, length=end))
-            self.compare()
-
-
-@pytest.mark.parametrize("seed", range(200))
-def test_full_group_finds_what_one_table_finds_after_every_call(seed):
-    Twins(seed).run(150)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from prefixes import cache, compute
+from prefixes import cache
 
 from kvpool.stats import PrefixStats
 
