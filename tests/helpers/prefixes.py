@@ -27,7 +27,7 @@ def serve(make_plan: Any, pool: Any, tokens: list[int], namespace: bytes = b"") 
 def cache(make_plan: Any, pool: Any, tokens: list[int], namespace: bytes = b"") -> list[int]:
     """Serve a prompt and close it; returns its full blocks."""
     handle = serve(make_plan, pool, tokens, namespace)
-    blocks = pool.table(handle).tolist()
+    blocks = pool.table(handle, 0).ravel().tolist()
     pool.close(handle)
     return blocks[: len(tokens) // pool.block_size]
 

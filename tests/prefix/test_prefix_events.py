@@ -33,20 +33,20 @@ def test_events_tell_every_block_that_is_stored_or_leaves(make_pool, make_plan):
     for _ in range(2):
         cache(make_plan, pool, A + B, b"t")
     assert drained(pool) == [
-        ("stored", key_of([A], b"t"), None, tuple(A), 4, b"t"),
-        ("stored", key_of([A, B], b"t"), key_of([A], b"t"), tuple(B), 4, b"t"),
+        ("stored", key_of([A], b"t"), None, tuple(A), 4, b"t", 0, "full", None),
+        ("stored", key_of([A, B], b"t"), key_of([A], b"t"), tuple(B), 4, b"t", 0, "full", None),
     ]
     pool.blocks.evict(1)
-    assert drained(pool) == [("removed", key_of([A, B], b"t"))]
-    pool.blocks.free(pool.blocks.alloc(15))
-    assert drained(pool) == [("removed", key_of([A], b"t"))]
+    assert drained(pool) == [("removed", key_of([A, B], b"t"), 0)]
+    pool.close(pool.open(60))  # all 15 blocks
+    assert drained(pool) == [("removed", key_of([A], b"t"), 0)]
     serve(make_plan, pool, A + B, b"t")
     cache(make_plan, pool, C)
     drained(pool)
     pool.prefix.flush(b"t")
-    assert drained(pool) == [("removed", key_of([A], b"t")), ("removed", key_of([A, B], b"t")), ("cleared", b"t")]
+    assert drained(pool) == [("removed", key_of([A], b"t"), 0), ("removed", key_of([A, B], b"t"), 0), ("cleared", b"t")]
     pool.prefix.flush()
-    assert drained(pool) == [("removed", key_of([C])), ("cleared", None)]
+    assert drained(pool) == [("removed", key_of([C]), 0), ("cleared", None)]
     cache(make_plan, pool, C)
     pool.reset()
     assert drained(pool)[-1] == ("cleared", None) and drained(pool) == []
@@ -57,11 +57,11 @@ def test_events_that_do_not_fit_are_counted(make_pool, make_plan):
     cache(make_plan, pool, A + B + C)
     assert drained(pool) == [
         ("lost", 1),
-        ("stored", key_of([A, B]), key_of([A]), tuple(B), 4, b""),
-        ("stored", key_of([A, B, C]), key_of([A, B]), tuple(C), 4, b""),
+        ("stored", key_of([A, B]), key_of([A]), tuple(B), 4, b"", 0, "full", None),
+        ("stored", key_of([A, B, C]), key_of([A, B]), tuple(C), 4, b"", 0, "full", None),
     ]
     pool.blocks.evict(1)
-    assert drained(pool) == [("removed", key_of([A, B, C]))]
+    assert drained(pool) == [("removed", key_of([A, B, C]), 0)]
 
 
 TAKEN_WITHOUT_MEMORY = """if True:

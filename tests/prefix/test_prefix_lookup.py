@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from prefixes import as_arrays, cache, compute, serve
 
+from kvpool import Group
+
 PROMPT = list(range(100, 112))  # three blocks of four
 
 
@@ -18,7 +20,7 @@ def test_lookup_of_a_known_prompt_shares_its_blocks(make_any, make_plan):
     first = serve(make_plan, pool, PROMPT)
     second = pool.open([*PROMPT, 7])
     assert pool.num_tokens(second) == 12
-    assert pool.table(second).ravel().tolist() == [1, 2, 3, 4]
+    assert pool.table(second, 0).ravel().tolist() == [1, 2, 3, 4]
     pool.close(first)
     assert pool.stats().used == 4
     pool.reset()
@@ -56,7 +58,7 @@ def test_lookup_of_the_same_block_behind_another_prefix_misses(make_any, make_pl
     assert pool.prefix.match([*b, 0]) == 0
     assert pool.prefix.match([*c, *a, 0]) == 4
     one, other = pool.open([*a, *b, 0]), pool.open([*c, *b, 0])
-    assert not set(pool.table(one).ravel()) & set(pool.table(other).ravel())
+    assert not set(pool.table(one, 0).ravel()) & set(pool.table(other, 0).ravel())
 
 
 def test_lookup_takes_every_form_of_tokens_and_changes_nothing(make_any, make_plan):
@@ -107,11 +109,21 @@ def test_lookup_finds_blocks_in_use_cached_and_in_limbo(make_any, make_plan):
     assert pool.stats().evictable == 3 and pool.prefix.match([*PROMPT, 7]) == 12
 
 
-def test_pool_without_prefix_cache_finds_nothing(make_pool):
-    pool = make_pool()
-    handle = pool.open(PROMPT)
-    assert pool.num_tokens(handle) == 0 and pool.capacity(handle) == 12
-    assert pool.prefix is None
+@pytest.mark.parametrize("more", [[], [Group.full(block_size=8)], [Group.window(4)], [Group.state(4)]])
+def test_prompt_without_a_prefix_cache_takes_blocks_for_all_of_it(make_pool, refused, more):
+    """In every pool, as a count of tokens does; the tokens are judged all the same."""
+    pools = [make_pool(groups=[Group.full(), *more]) for _ in range(2)]
+    for pool, asked in zip(pools, (PROMPT, len(PROMPT)), strict=True):
+        assert pool.prefix is None
+        handle = pool.open(asked)
+        assert pool.num_tokens(handle) == 0 and pool.capacity(handle) == 12
+        assert pool.table(handle, 0).tolist() == [[1], [2], [3]]
+        for wrong in ([-1], [2**31]):
+            with refused(pool, ValueError, "open"):
+                pool.open(wrong)
+    assert pools[0].stats() == pools[1].stats()
+    handle = pools[0].open(PROMPT, reserve=False)
+    assert pools[0].capacity(handle) == 0
 
 
 BY_NAME = ("take", "take_block", "touch", "release", "mark_cached", "uncache", "drain_evicted")
@@ -125,9 +137,9 @@ def test_pool_with_prefix_cache_looks_after_content_itself(make_pool, refused, c
         getattr(pool.blocks, call)(*([] if call == "drain_evicted" else [block]))
 
 
-def test_long_chain_is_built_found_and_torn_down_without_recursion(core, groups):
+def test_long_chain_is_built_found_and_torn_down_without_recursion(core):
     n = 1_000_000 if core.Pool.__module__.startswith("kvpool._") else 200
-    pool = core.Pool(n + 8, 1, groups=groups, prefix_cache=True, max_seqs=4, max_blocks_per_seq=n + 1, seed=1)
+    pool = core.Pool(n + 8, 1, prefix_cache=True, max_seqs=4, max_blocks_per_seq=n + 1, seed=1)
     tokens = np.arange(n, dtype=np.int32) % 7
     plan = core.Plan(pool, 1, n, formats=("seq_lens",))
     handle = pool.open(tokens)
@@ -197,7 +209,7 @@ def insert_prompts(pool, plan, prompts):
 
 
 @pytest.mark.parametrize("knows", ["nothing", "bits"])
-def test_chosen_prompts_cost_what_random_ones_cost(core, groups, knows):
+def test_chosen_prompts_cost_what_random_ones_cost(core, knows):
     """Who chooses the prompts knows this code, and in one case which bits do not matter under the seed of this pool."""
     if not core.Pool.__module__.startswith("kvpool._"):
         pytest.skip("the model has no hash")
@@ -212,7 +224,7 @@ def test_chosen_prompts_cost_what_random_ones_cost(core, groups, knows):
     for _ in range(3):  # a neighbour may have taken the cache from one of the two
         sides = []
         for prompts in (drawn, chosen):
-            pool = core.Pool(count + 64, 4, prefix_cache=True, max_seqs=4, in_order=True, seed=seed, groups=groups)
+            pool = core.Pool(count + 64, 4, prefix_cache=True, max_seqs=4, in_order=True, seed=seed)
             sides.append((pool, core.Plan(pool, 1, 8, formats=("seq_lens",)), prompts, []))
         for at in range(0, count, part):
             for pool, plan, prompts, spent in sides:

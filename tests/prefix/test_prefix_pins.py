@@ -17,7 +17,7 @@ def test_pin_holds_a_whole_prefix_of_its_namespace_and_is_no_query(make_any, mak
     assert pool.num_tokens(nothing) == pool.capacity(nothing) == pool.stats().used == 0
     pins = [pool.prefix.pin(A + B, b"a") for _ in range(2)]
     for pin in pins:
-        assert pool.table(pin).ravel().tolist() == [1, 2] and pool.num_tokens(pin) == pool.capacity(pin) == 8
+        assert pool.table(pin, 0).ravel().tolist() == [1, 2] and pool.num_tokens(pin) == pool.capacity(pin) == 8
     assert pool.prefix.match(A + B, b"a") == 4  # a lookup ends before the last token
     assert pool.blocks.evict(16) == 1 and pool.blocks.evict(16) == 0
     for pin in pins:
