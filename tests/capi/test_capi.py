@@ -23,25 +23,81 @@ def new(**options):
     return pool, Plan(pool, 4, 256)
 
 
-def test_pools_with_layer_groups_give_no_table_and_no_array_to_c():
-    """Their rows would be those of one group; all other calls work, and leave the same pool as Python's."""
-    python, c = [Pool(32, 4, max_seqs=8, seed=7, groups=[Group.full(), Group.window(4), Group.state(4)])
-                 for _ in range(2)]  # fmt: skip
-    plans = [Plan(pool, 4, 32, formats=("block_tables", "seq_lens")) for pool in (python, c)]
-    handle, handles = ctypes.c_int64(), ints(python.open(5))
-    assert call("open", c, 5, handle) == 0
-    python.step(plans[0], handles, 9)
-    assert call("step", c, plans[1], ints(handle.value), ints(9), 1, 0) == 0
-    python.done(plans[0])
-    assert call("done", c, plans[1]) == 0
-    assert c.digest() == python.digest() and c.fingerprint() == python.fingerprint()
-    assert call("table", c, handle.value, ctypes.c_void_p(), ctypes.c_int64()) == C["KVPOOL_VALUE_ERROR"]
-    assert "layer groups" in message()
-    for name in ("block_tables", "slot_mapping", "copies", "seq_lens"):
-        assert call("array", plans[1], C[f"KVPOOL_{name.upper()}"], Array()) == C["KVPOOL_VALUE_ERROR"]
-        assert "plan.groups" in message()
-    assert call("open_prompt", c, PROMPT, 8, None, 0, handle, None) == C["KVPOOL_VALUE_ERROR"]
-    c.check()
+GROUPS = [Group.full(), Group.window(4, columns=2), Group.state(4)]
+
+
+@pytest.fixture
+def grouped():
+    """A pool of three layer groups, a plan of it after a step, and a handle."""
+    pool = Pool(64, 4, max_seqs=8, seed=7, groups=GROUPS)
+    plan, handle = Plan(pool, 4, 32, formats=("block_tables", "seq_lens", "csr", "slot_ids")), pool.open(5)
+    pool.step(plan, [handle], 9)
+    pool.done(plan)
+    return pool, plan, handle
+
+
+def ids(blocks, n):
+    return list((ctypes.c_int32 * n.value).from_address(blocks.value)) if n.value else []
+
+
+def test_table_of_each_layer_group_is_that_of_python(grouped):
+    """An entry is as many ids as the group has columns, holes included; without a group only where there is one."""
+    pool, _plan, handle = grouped
+    blocks, n = ctypes.c_void_p(), ctypes.c_int64()
+    for group in range(3):
+        assert call("group_table", pool, handle, group, blocks, n) == 0
+        assert ids(blocks, n) == pool.table(handle, group).ravel().tolist()
+    assert call("group_table", pool, pool.open(), 2, blocks, n) == 0 and n.value == 0  # no state yet
+    n.value = 77
+    for group in (-1, 3, 2**31 - 1, -(2**31)):
+        assert call("group_table", pool, handle, group, blocks, n) == C["KVPOOL_VALUE_ERROR"]
+        assert message() == f"[group_table] group is out of range ({group}), it must be in 0 .. 2"
+    assert call("table", pool, handle, blocks, n) == C["KVPOOL_VALUE_ERROR"] and n.value == 77
+    assert message() == "[table] the pool has 3 layer groups, each with a table: name one"
+    pool.close(handle)
+    assert call("group_table", pool, handle, 0, blocks, n) == C["KVPOOL_STALE_HANDLE"]
+    one = Pool(16, 4, groups=[Group.window(4, columns=2)])
+    row = one.open(5)
+    assert call("table", one, row, blocks, n) == 0 and ids(blocks, n) == [1, 2, 3, 4]
+    assert call("group_table", one, row, 0, blocks, n) == 0 and ids(blocks, n) == [1, 2, 3, 4]
+
+
+def test_array_without_a_group_is_refused_in_a_pool_of_several_unless_it_is_common(grouped):
+    """An engine must not run layers on the tables of others."""
+    pool, plan, handle = grouped
+    array, before = Array(), pool.fingerprint()
+    for name in ("block_tables", "seq_lens", "slot_mapping", "indptr", "indices", "last_page_len", "copies",
+                 "dirty_rows", "kv_starts", "state_src", "state_dst"):  # fmt: skip
+        assert call("array", plan, C[f"KVPOOL_{name.upper()}"], array) == C["KVPOOL_VALUE_ERROR"]
+        assert message() == "[array] the pool has 3 layer groups: group_array has the arrays of one"
+    assert array.data is None and pool.fingerprint() == before
+    for name in ("slot_ids", "served", "handles"):
+        for call_, more in (("array", []), ("group_array", [0]), ("group_array", [2])):
+            assert call(call_, plan, *more, C[f"KVPOOL_{name.upper()}"], array) == 0 and array.length == 1
+    assert ctypes.c_int64.from_address(array.data).value == handle
+
+
+@pytest.mark.parametrize(("group", "names"), [
+    (0, ["slot_mapping", "kv_starts", "state_src", "state_dst"]),
+    (1, ["slot_mapping", "state_src", "state_dst"]),
+    (2, ["block_tables", "slot_mapping", "indptr", "indices", "last_page_len", "copies", "dirty_rows", "kv_starts"]),
+])  # fmt: skip
+def test_array_that_a_layer_group_or_the_plan_lacks_is_refused(grouped, group, names):
+    _pool, plan, _handle = grouped
+    for name in names:
+        assert call("group_array", plan, group, C[f"KVPOOL_{name.upper()}"], Array()) == C["KVPOOL_VALUE_ERROR"], name
+        assert "no such array" in message() or "is not there, this plan fills" in message()
+    for wrong in (-1, 3, 2**31 - 1, -(2**31)):
+        assert call("group_array", plan, wrong, C["KVPOOL_SEQ_LENS"], Array()) == C["KVPOOL_VALUE_ERROR"]
+        assert "there is no layer group" in message()
+    assert call("group_array", plan, group, C["KVPOOL_SEQ_LENS"], None) == C["KVPOOL_VALUE_ERROR"]
+    assert call("group_array", None, group, C["KVPOOL_SEQ_LENS"], Array()) == C["KVPOOL_VALUE_ERROR"]
+
+
+def test_prompt_in_a_pool_without_a_cache_takes_blocks_for_all_of_it():
+    pool, handle, cached = Pool(32, 4, groups=GROUPS), ctypes.c_int64(), ctypes.c_int64(-1)
+    assert call("open_prompt", pool, PROMPT, 8, None, 0, handle, cached) == 0
+    assert cached.value == 0 and pool.capacity(handle.value) == 8
 
 
 def test_stats_table_and_num_free_are_those_of_the_pool():
@@ -62,7 +118,7 @@ def test_stats_table_and_num_free_are_those_of_the_pool():
     }
     blocks, n, free = ctypes.c_void_p(), ctypes.c_int64(), ctypes.c_int64()
     assert call("table", pool, handle, blocks, n) == 0
-    assert list((ctypes.c_int32 * n.value).from_address(blocks.value)) == pool.table(handle).tolist()
+    assert ids(blocks, n) == pool.table(handle).tolist()
     assert call("num_free", pool, free) == 0
     assert free.value == pool.blocks.num_blank
 
@@ -119,6 +175,8 @@ def failing():
         "null tokens": (value, "tokens is NULL", "commit", ["h", None, 1, None, 2]),
         "bytes wrap": ("NO_MEMORY", f"no memory for {wraps} handles", "close", ["h", wraps]),
         "null table": (value, "blocks is NULL", "table", ["one", None, "out"]),
+        "null table of a group": (value, "n is NULL", "group_table", ["one", 0, "out", None]),
+        "group that is not there": (value, "group is out of range (1)", "group_table", ["one", 1, "out", "out"]),
         "table of none": ("STALE_HANDLE", "stale", "table", ["gone", "out", "out"]),
         "null length": (value, "tokens is NULL", "num_tokens", ["one", None]),
         "null free": (value, "blocks is NULL", "num_free", [None]),
@@ -167,11 +225,12 @@ def test_failure_is_a_status_and_changes_nothing(world, way):
 
 
 @pytest.mark.parametrize(
-    "name", ["open", "open_prompt", "fork", "truncate", "close", "commit", "table", "num_tokens", "num_free", "stats"]
+    "name", ["open", "open_prompt", "fork", "truncate", "close", "commit", "table", "group_table", "num_tokens",
+             "num_free", "stats"]
 )  # fmt: skip
 def test_null_pool_is_refused(name):
     rest = [None] * (len(function(name).argtypes or ()) - 1)
-    arguments = [0 if kind is ctypes.c_int64 else None for kind in function(name).argtypes[1:]] if rest else []
+    arguments = [None if kind is ctypes.c_void_p else 0 for kind in function(name).argtypes[1:]] if rest else []
     assert call(name, None, *arguments) == C["KVPOOL_VALUE_ERROR"]
     assert message() == f"[{name}] pool is NULL"
 
@@ -202,7 +261,7 @@ def test_array_of_a_format_that_the_plan_lacks_is_refused():
     pool = Pool(8, 4)
     plan = Plan(pool, 2)
     assert call("array", plan, C["KVPOOL_POSITIONS"], Array()) == C["KVPOOL_VALUE_ERROR"]
-    assert "positions was not asked for" in message()
+    assert message() == "[array] array 3 is not there, this plan fills block_tables, seq_lens, slot_mapping"
     for number in (-1, 16, 1 << 30):
         assert call("array", plan, number, Array()) == C["KVPOOL_VALUE_ERROR"]
         assert f"no such array ({number})" in message()

@@ -90,7 +90,7 @@ def test_change_is_seen(snapshot, tmp_path, was, now):
     [
         ("} kvpool_api;", "    int (*added)(kvpool_pool *pool);\n} kvpool_api;"),
         ("} kvpool_stats;", "    int64_t added;\n} kvpool_stats;"),
-        ("KVPOOL_HANDLES = 12\n", "KVPOOL_HANDLES = 12,\n    KVPOOL_ADDED = 13\n"),
+        ("KVPOOL_STATE_DST = 15\n", "KVPOOL_STATE_DST = 15,\n    KVPOOL_ADDED = 16\n"),
     ],
 )
 def test_addition_is_allowed(snapshot, tmp_path, was, now):

@@ -1,4 +1,7 @@
-"""Random programs on two pools, by Python and by C: same results, refusals, arrays and digests, call by call."""
+"""Random programs on two pools, by Python and by C: same results, refusals, arrays and digests, call by call.
+
+Of pools with one layer group and with several.
+"""
 
 import ctypes
 import random
@@ -8,7 +11,7 @@ import numpy as np
 import pytest
 from capi_table import KV_TO_PYTHON, Array, C, call, message
 
-from kvpool import Plan, Pool
+from kvpool import Group, Plan, Pool
 
 PROGRAMS, CALLS = 24, 200
 NAMES = [b"", b"tenant"]
@@ -22,14 +25,22 @@ FORMATS = {
     "block_tables": "block_tables", "seq_lens": "seq_lens", "slot_mapping": "slot_mapping", "positions": "positions",
     "cu_q_lens": "cu_q_lens", "indptr": "csr", "indices": "csr", "last_page_len": "csr", "slot_ids": "slot_ids",
 }  # fmt: skip
-ARRAYS = (*FORMATS, "copies", "dirty_rows", "served", "handles")
+COMMON = ("positions", "cu_q_lens", "slot_ids", "served", "handles")
+OF_BLOCKS = {name: name for name in (*FORMATS, "copies", "dirty_rows") if name not in COMMON} | {"seq_lens": "kv_lens"}
+OF_KIND = {  # name of the C interface -> attribute of a plan's group
+    "full": OF_BLOCKS,
+    "window": OF_BLOCKS | {"kv_starts": "kv_starts"},
+    "state": {"seq_lens": "kv_lens", "state_src": "state_src", "state_dst": "state_dst"},
+}
+SEVERAL = [Group.full(columns=2), Group.window(6), Group.state(16, blocks=2)]
 
 
 class Side:
     """A pool and its plans."""
 
     def __init__(self, **options):
-        self.pool = Pool(24, 4, max_seqs=6, max_blocks_per_seq=8, seed=3, prefix_cache=True, **options)
+        blocks = 72 if options.get("groups") else 24
+        self.pool = Pool(blocks, 4, max_seqs=6, max_blocks_per_seq=8, seed=3, prefix_cache=True, **options)
         every = {"formats": sorted(set(FORMATS.values())), "dtype": {"positions": "int64"}}
         self.plans = [Plan(self.pool, 4, 24, **every), Plan(self.pool, 3, 16, table_width=5)]
 
@@ -108,10 +119,11 @@ BY_C = {
 }
 
 
-def shown(plan, name):
-    """Return an array of a plan as the C interface gives it."""
+def shown(plan, name, group=None):
+    """Return an array of a plan, or of a group of it, as the C interface gives it."""
     array = Array()
-    assert call("array", plan, C[f"KVPOOL_{name.upper()}"], array) == 0
+    form = ["array", plan] if group is None else ["group_array", plan, group]
+    assert call(*form, C[f"KVPOOL_{name.upper()}"], array) == 0
     code = {1: np.uint8, 4: np.int32, 8: np.int64}[array.itemsize]
     size = array.length * array.width
     flat = np.ctypeslib.as_array((np.ctypeslib.as_ctypes_type(code) * size).from_address(array.data)) if size else []
@@ -163,16 +175,23 @@ def outcome(side, calls, handles, name, arguments):
 
 def same_arrays(python, c):
     """Each array of a plan, as Python shows it and as the C interface gives it of the other pool's plan."""
-    for name in ARRAYS:
-        expected, found = getattr(python, name), shown(c, name)
-        if name == "handles":
-            expected, found = expected & 0xFFFFF, found & 0xFFFFF  # their tags differ
-        assert found.tolist() == expected.tolist() and found.dtype == expected.dtype, name
+    for name in COMMON:
+        expected = getattr(python, name)
+        for found in [shown(c, name), *(shown(c, name, group) for group in range(len(c.groups)))]:
+            if name == "handles":
+                expected, found = expected & 0xFFFFF, found & 0xFFFFF  # their tags differ
+            assert found.tolist() == expected.tolist() and found.dtype == expected.dtype, name
+    for number, (part, kind) in enumerate(zip(python.groups, c.pool.options.groups, strict=True)):
+        for name, shown_as in OF_KIND[kind.kind].items():
+            expected, found = getattr(part, shown_as), shown(c, name, number)
+            assert found.ravel().tolist() == expected.ravel().tolist() and found.dtype == expected.dtype, name
+            if len(c.groups) == 1:
+                assert shown(c, name).tolist() == getattr(python, name).tolist(), name
 
 
-def compare(seed, *ways):
+def compare(seed, *ways, groups=None):
     rng = random.Random(seed)
-    sides = [Side(in_order=seed % 4 == 0) for _ in ways]
+    sides = [Side(in_order=seed % 4 == 0, groups=groups) for _ in ways]
     handles, done = ([], []), 0
     for number in range(CALLS):
         name, arguments = make_call(rng, len(handles[0]))
@@ -190,9 +209,10 @@ def compare(seed, *ways):
     assert CALLS // 5 < done < CALLS  # neither does everything succeed, nor nothing
 
 
+@pytest.mark.parametrize("groups", [None, SEVERAL], ids=["one group", "several"])
 @pytest.mark.parametrize("seed", range(PROGRAMS))
-def test_program_gives_the_same_by_both_ways(seed):
-    compare(seed, BY_PYTHON, BY_C)
+def test_program_gives_the_same_by_both_ways(seed, groups):
+    compare(seed, BY_PYTHON, BY_C, groups=groups)
 
 
 def test_comparison_notices_a_call_that_does_something_else():

@@ -24,10 +24,10 @@ def test_counts_that_change_the_tokens_while_they_are_read_are_judged_on_the_cha
         pool.prefix.commit([handle], tokens, [Evil()])
 
 
-def test_flush_tells_the_same_of_a_namespace_whether_others_pushed_it_out_or_not(groups):
+def test_flush_tells_the_same_of_a_namespace_whether_others_pushed_it_out_or_not():
     told = []
     for others in (0, 3000):
-        pool = Pool(16, 4, prefix_cache=True, events=8, groups=groups)
+        pool = Pool(16, 4, prefix_cache=True, events=8)
         pool.close(pool.open(A, b"mine"))
         for i in range(others):
             pool.close(pool.open(A, b"other %d" % i))

@@ -46,6 +46,8 @@ pub struct Api {
     pub num_free: unsafe extern "C" fn(Pool, *mut i64) -> c_int,
     pub stats: unsafe extern "C" fn(Pool, *mut c_void, i64) -> c_int,
     pub digest: unsafe extern "C" fn(Pool, *mut u64) -> c_int,
+    pub group_array: unsafe extern "C" fn(Plan, i32, i32, *mut Array) -> c_int,
+    pub group_table: unsafe extern "C" fn(Pool, i64, i32, *mut *const i32, *mut i64) -> c_int,
 }
 
 extern "C" {
