@@ -10,7 +10,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
 from kvpool._core cimport (
-    BLOCK_TABLES, CU_Q_LENS, INDICES, INDPTR, LAST_PAGE_LEN, OK, POSITIONS, SEQ_LENS, SLOT_IDS,
+    BLOCK_TABLES, CU_Q_LENS, INDICES, INDPTR, LAST_PAGE_LEN, OK, ONLY_GROUP, POSITIONS, SEQ_LENS, SLOT_IDS,
     SLOT_MAPPING, Field, Ints, Plan, PlanGroup, Pool, Spare, State, StepPart, Verdict, ints_copy, ints_free, ints_init,
     ints_tokens, pool_close, pool_commit, pool_enter, pool_fork, pool_leave, pool_next_handle, pool_open, pool_table,
     pool_truncate, refuse, seq_judge_any, slot_of,
@@ -126,7 +126,7 @@ cdef struct Given:              # what a call was given, beside its pool
     Argument[4] argument        # num_arguments valid; they are judged in this order
     int num_arguments
     int64_t number              # a handle, or how many
-    int64_t group               # -1: the only one
+    int64_t group               # of a table
     int64_t* more               # a second result, NULL: not wanted
 
 
@@ -484,7 +484,7 @@ cdef int do_table(State* pool, Given* given, Verdict* v) noexcept nogil:
 cdef int table(kvpool_pool* pool, int64_t handle, const int32_t** blocks, int64_t* n) noexcept:
     cdef Given given
     begin(&given, handle)
-    given.group = -1
+    given.group = ONLY_GROUP
     give(&given, OUT, "blocks", blocks, 1)
     give(&given, OUT, "n", n, 1)
     return perform(pool, "table", &given, do_table)
@@ -493,7 +493,7 @@ cdef int table(kvpool_pool* pool, int64_t handle, const int32_t** blocks, int64_
 cdef int group_table(kvpool_pool* pool, int64_t handle, int32_t group, const int32_t** blocks, int64_t* n) noexcept:
     cdef Given given
     begin(&given, handle)
-    given.group = group if group >= 0 else 1 << 30
+    given.group = group
     give(&given, OUT, "blocks", blocks, 1)
     give(&given, OUT, "n", n, 1)
     return perform(pool, "group_table", &given, do_table)

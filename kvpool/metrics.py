@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from kvpool.groups import Group, arenas_of
 from kvpool.stats import PrefixStats
 
-NO_PREFIX = PrefixStats(0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0.0)
+NO_PREFIX = PrefixStats(0, 0, 0, 0.0, 0, 0, 0, 0, 0)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of an HTTP answer with `prometheus_text`."""
 
@@ -71,9 +71,9 @@ def prometheus_text(
 
 def metrics_of(pool: Any, scheduler: Any = None) -> list[Metric]:
     """What `prometheus_text` writes, as values."""
-    groups: tuple[Group, ...] | None = pool.options.groups
+    groups: tuple[Group, ...] = pool.options.groups
     arenas = [pool.stats(arena) for arena in range(1 + max(arenas_of(groups)))]
-    labels = [{}] if groups is None else [{"arena": str(arena)} for arena in range(len(arenas))]
+    labels = [{}] if len(arenas) == 1 else [{"arena": str(arena)} for arena in range(len(arenas))]
     stats, prefix = arenas[0], pool.prefix.stats() if pool.prefix is not None else NO_PREFIX
 
     def by_arena(name: str, kind: str, text: str, field: str) -> Metric:
@@ -103,7 +103,7 @@ def metrics_of(pool: Any, scheduler: Any = None) -> list[Metric]:
         gauge("kvpool_prefix_checkpoints", "Checkpoints of layer groups that hits can use.", prefix.checkpoints),
         *(counter(f"kvpool_prefix_{name}_total", text, getattr(prefix, name)) for name, text in _PREFIX.items()),
     ]
-    if groups is not None:
+    if len(groups) > 1:
         metrics.append(Metric("kvpool_group_info", "gauge", "1 for each layer group.", tuple(_group_infos(pool))))
     if scheduler is not None:
         now = scheduler.stats()

@@ -452,8 +452,9 @@ cdef bint check_tail(const Groups* gs, const LayerGroup* g, int32_t slot, char* 
     cdef const Seq* q = &gs.seqs.seq[slot]
     cdef const Tail* t = tail_of(g, slot)
     cdef int64_t held = held_of(g, slot, q.num_tokens), index = held // g.block_size, block, room
-    if t.next_slot == t.stop_slot:
-        return False
+    if t.next_slot == t.stop_slot and (g.kind == STATE_LAYERS or held % g.block_size == 0
+                                       or q.num_tokens == q.num_blocks * gs.block_size):
+        return False                            # the next step looks the table up, or takes a block
     block = group_row(g, slot)[index * g.columns]
     room = min((index + 1) * g.block_size - held, q.num_blocks * gs.block_size - q.num_tokens)
     if g.kind == STATE_LAYERS or index >= entries_of(g, slot, q.num_blocks) or t.block != block:

@@ -646,7 +646,7 @@ cdef class Pool:
             There is no such group, or no `group` was given and the pool has several.
         """
         cdef int64_t wanted = get_handle(handle, "table")
-        cdef int64_t number = -1 if group is None else to_int(group, "table", "group", 0, INT64_MAX)
+        cdef int64_t number = ONLY_GROUP if group is None else to_int(group, "table", "group", INT64_MIN + 1, INT64_MAX)
         cdef int32_t room = -1, columns = 0
         cdef int64_t found = -1
         cdef const int32_t* ids = NULL

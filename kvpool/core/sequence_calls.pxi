@@ -1,6 +1,9 @@
 """Sequences of a pool: fork, truncate, close, and tags so that handles of two pools cannot be confused."""
 
 
+cdef int64_t ONLY_GROUP = INT64_MIN
+
+
 cdef int64_t take_tag(int64_t* generation) except -1:
     """A tag that no live pool of this process has, and where its generations begin."""
     cdef int64_t tag = tag_take(generation)
@@ -127,15 +130,15 @@ cdef int pool_loaded(State* pool, int64_t handle, int64_t length, bint* is_open,
 
 cdef int pool_table(State* pool, int64_t handle, int64_t group, const int32_t** ids, int64_t* n, int32_t* columns,
                     Verdict* v) noexcept nogil:
-    """Where the ids of a sequence are, and how many; `group` -1: the only one. Columns 0: a state has none."""
+    """Where the ids of a sequence are, and how many. Columns 0: a state has none."""
     cdef int32_t slot = seq_judge_any(&pool.seqs, handle, -1, v)
     cdef const LayerGroup* g
     if slot < 0:
         return v.reason
-    if group < 0 and pool.groups.num_groups > 1:
+    if group == ONLY_GROUP and pool.groups.num_groups > 1:
         return refused(v, SEVERAL_GROUPS, -1, pool.groups.num_groups, 0, 0, 0)
-    group = max(group, <int64_t>0)
-    if group >= pool.groups.num_groups:
+    group = 0 if group == ONLY_GROUP else group
+    if not 0 <= group < pool.groups.num_groups:
         return refused(v, NO_SUCH_GROUP, -1, group, 0, pool.groups.num_groups - 1, 0)
     columns[0] = 0
     g = &pool.groups.group[group]

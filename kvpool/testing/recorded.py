@@ -24,6 +24,7 @@ from typing import Any, Self
 import kvpool
 from kvpool._core import BlockAPI, Plan, Pool, PrefixCache
 from kvpool.errors import CorruptState, KVPoolError
+from kvpool.groups import Group
 from kvpool.stats import PoolOptions
 from kvpool.testing.fuzz_target import minimal
 
@@ -138,7 +139,7 @@ class RecordedPool(Pool):
     def __new__(cls, *args: Any, keep: int = 1_000_000, **options: Any) -> Self:
         """Make the pool, with an empty record."""
         pool = super().__new__(cls, *args, **options)
-        if pool.options.groups is not None:
+        if pool.options.groups != (Group.full(),):
             raise ValueError("[RecordedPool] a pool with layer groups cannot be recorded")
         pool.calls = deque(maxlen=keep)
         pool._total, pool._tag, pool._plans, pool._turn = 0, -1, {}, threading.RLock()
@@ -159,7 +160,8 @@ class RecordedPool(Pool):
         """Write the calls to a file; returns how many."""
         with self._turn:
             calls, lost = list(self.calls), self._total - len(self.calls)
-        header = {"kvpool": kvpool.__version__, "pool": self.options._asdict(), "calls": len(calls), "lost": lost}
+        options = self.options._replace(groups=None)._asdict()  # None: one full group, the only kind that is recorded
+        header = {"kvpool": kvpool.__version__, "pool": options, "calls": len(calls), "lost": lost}
         lines = [header, *([call.name, call.arguments, call.made, call.digest] for call in calls)]
         Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
         return len(calls)

@@ -58,7 +58,7 @@ def test_defer_close_of_dead_handles_is_skipped_however_many_there_are(make_any)
     for handle in (dead, dead, other.open()):
         pool.defer_close(handle)
     assert (pool.fingerprint(), pool.digest()) == before
-    assert pool.is_open(live) and len(pool.table(owner)) == 2
+    assert pool.is_open(live) and len(pool.table(owner, 0).ravel()) == 2
     for _ in range(10_000):
         pool.defer_close(live)
     assert pool.stats().sequences == 1
@@ -104,7 +104,7 @@ def test_reset_makes_every_handle_stale_and_every_block_free(make_any, make_plan
     assert [h & 0xFFFFF for h in fresh] == [0, 1, 2, 3] and not set(fresh) & set(handles)
     pool.step(plan, fresh, 5)
     assert (plan.groups or [plan])[0].dirty_rows.tolist() == [0, 1, 2, 3]
-    assert [pool.table(h).ravel().tolist() for h in fresh] == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert [pool.table(h, 0).ravel().tolist() for h in fresh] == [[1, 2], [3, 4], [5, 6], [7, 8]]
 
 
 def test_shutdown_twice_is_legal_and_every_call_afterwards_is_pool_closed(make_any, make_plan):

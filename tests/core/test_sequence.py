@@ -28,16 +28,16 @@ def test_open_takes_whole_blocks_and_starts_empty(make_pool, num_tokens, blocks)
     handle = pool.open(num_tokens)
     assert pool.num_tokens(handle) == 0
     assert pool.capacity(handle) == 4 * blocks
-    table = pool.table(handle)
+    table = pool.table(handle, 0).ravel()
     assert table.dtype == np.int32 and table.tolist() == list(range(1, blocks + 1))
 
 
 def test_table_returns_a_copy(make_any):
     pool = make_any()
     handle = pool.open(8)
-    table = pool.table(handle)
+    table = pool.table(handle, 0).ravel()
     table[:] = 99
-    assert pool.table(handle).ravel().tolist() == [1, 2]
+    assert pool.table(handle, 0).ravel().tolist() == [1, 2]
 
 
 def test_open_that_is_refused_takes_no_slot(make_any, refused):
@@ -64,8 +64,8 @@ def test_fork_shares_the_blocks_that_hold_tokens(make_pool, grow, length, shared
     children = pool.fork(parent, 3)
     assert children.dtype == np.int64 and [slot(int(h)) for h in children] == [1, 2, 3]
     for child in children:
-        assert pool.table(child).tolist() == list(range(1, shared + 1)) and pool.num_tokens(child) == length
-    assert pool.table(parent).tolist() == [1, 2, 3]
+        assert pool.table(child, 0).ravel().tolist() == list(range(1, shared + 1)) and pool.num_tokens(child) == length
+    assert pool.table(parent, 0).ravel().tolist() == [1, 2, 3]
     assert [pool.blocks.refcount(b) for b in (1, 2, 3)] == [4] * shared + [1] * (3 - shared)
 
 
@@ -74,13 +74,13 @@ def test_fork_needs_slots_and_no_block_and_outlives_its_parent(make_any, grow, r
     parent = pool.open()
     grow(pool, parent, 8)
     pool.blocks.alloc(pool.stats().blank)
-    used, tables = pool.stats().used, pool.table(parent).tolist()
+    used, tables = pool.stats().used, pool.table(parent, 0).ravel().tolist()
     with refused(pool, OutOfSequences, "fork", 4):
         pool.fork(parent, 4)
     assert pool.fork(parent, 0).tolist() == [] and pool.stats().shared == 0
     children = pool.fork(parent, 3)
     pool.close(parent)
-    assert all(pool.table(child).tolist() == tables for child in children)
+    assert all(pool.table(child, 0).ravel().tolist() == tables for child in children)
     pool.close(children[:2])
     assert pool.stats().used == used and pool.stats().shared == 0
     pool.close(children[2:])
@@ -99,7 +99,7 @@ def test_truncate_keeps_the_blocks_that_hold_tokens(make_pool, grow, length, tab
     grow(pool, handle, 11)
     pool.truncate(handle, length)
     assert pool.num_tokens(handle) == length
-    assert pool.table(handle).tolist() == table and pool.stats().used == len(table)
+    assert pool.table(handle, 0).ravel().tolist() == table and pool.stats().used == len(table)
     assert pool.blocks.alloc(2).tolist() == [len(table) + 1, len(table) + 2]  # the youngest was released first
 
 
@@ -107,10 +107,10 @@ def test_truncate_of_a_shared_prefix_leaves_the_other_holder_alone(make_any, gro
     pool = make_any()
     parent = pool.open()
     grow(pool, parent, 7)
-    child, table = int(pool.fork(parent)[0]), pool.table(parent).tolist()
+    child, table = int(pool.fork(parent)[0]), pool.table(parent, 0).ravel().tolist()
     pool.truncate(child, 1)
-    assert pool.table(parent).tolist() == table and pool.num_tokens(parent) == 7
-    assert pool.table(child).tolist() == table[:1]
+    assert pool.table(parent, 0).ravel().tolist() == table and pool.num_tokens(parent) == 7
+    assert pool.table(child, 0).ravel().tolist() == table[:1]
 
 
 @pytest.mark.parametrize("lengths", [[3, 8, 2], np.array([3, 8, 2], np.int32), np.array([3, 8, 2]), 5], ids=repr)
@@ -122,7 +122,7 @@ def test_truncate_of_a_batch_takes_a_length_per_row_or_one_for_all(make_any, gro
     pool.truncate(np.array(handles), lengths)
     left = [5, 5, 5] if np.ndim(lengths) == 0 else list(lengths)
     assert [pool.num_tokens(h) for h in handles] == left
-    assert [len(pool.table(h)) for h in handles] == [-(-n // 4) for n in left]
+    assert [len(pool.table(h, 0).ravel()) for h in handles] == [-(-n // 4) for n in left]
 
 
 @pytest.mark.parametrize("length", [-1, 9, 2**31, 2**62])

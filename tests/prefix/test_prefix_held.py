@@ -150,7 +150,7 @@ def test_copy_is_found_when_its_plan_is_done(family):
     family.execute(family.plan)
     assert family.ask() == len(PROMPT) and family.stored() == 4
     pinned = family.pool.prefix.pin(PROMPT)
-    assert family.pool.table(pinned).tolist() == family.pool.table(family.first)[:4].tolist()
+    assert family.pool.table(pinned, 0).tolist() == family.pool.table(family.first, 0)[:4].tolist()
     before = family.pool.prefix.stats().duplicates
     family.pool.prefix.commit(family.second, PROMPT)
     assert family.pool.prefix.stats().duplicates == before + 4

@@ -47,30 +47,6 @@ def test_open_again_finds_and_takes_what_any_open_does(make_any, make_plan):
             pools[1].open(A, again=wrong)
 
 
-def test_stats_reuse_gap_is_blocks_taken_between_release_and_revival(make_pool, make_plan):
-    pool = make_pool(prefix_cache=True)
-    cache(make_plan, pool, A)
-    pool.close(pool.open(A + B))  # at once: gap 0
-    pool.blocks.free(pool.blocks.alloc(5))
-    assert pool.prefix.stats().reuse_gap == 0.0
-    pool.open(A + C)  # 5 blocks, and the one of the open before, which was taken before the release
-    assert pool.prefix.stats().reuse_gap == pytest.approx(5 / 2)
-    pool.open(A + C)  # in use: no revival
-    assert pool.prefix.stats().reuse_gap == pytest.approx(5 / 2)
-
-
-def test_stats_reuse_gap_does_not_count_what_a_duplicate_holds(make_pool, make_plan):
-    pool = make_pool(prefix_cache=True)
-    pair = [pool.open(A), pool.open(A)]
-    for handle in pair:
-        compute(make_plan, pool, handle, 4)
-        pool.prefix.commit(handle, A)
-    pool.close(pair[0])
-    compute(make_plan, pool, pair[1], 4)
-    pool.prefix.commit(pair[1], B)  # takes its canonical block off the LRU: no request was answered by it
-    assert pool.prefix.stats().reuse_gap == 0.0
-
-
 def test_stats_of_a_refused_open_do_not_move(make_any):
     pool = make_any(4)
     pool.blocks.alloc(3)
