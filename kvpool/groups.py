@@ -1,4 +1,4 @@
-"""Layer groups of a pool: layers of one kind and one shape. docs/groups.md is the contract."""
+"""Layer groups: layers of one kind and one shape; a pool has one at least. docs/core.md is the contract."""
 
 from dataclasses import dataclass
 from itertools import count

@@ -11,19 +11,19 @@ class PoolOptions(NamedTuple):
     num_blocks: int  #: blocks of the pool, reserved ones included
     block_size: int  #: tokens per block
     max_seqs: int  #: sequences that may be open at a time
-    max_blocks_per_seq: int  #: blocks that one sequence may have
+    max_blocks_per_seq: int  #: blocks of tokens that one sequence may hold in a layer group
     reserved_blocks: int  #: blocks that are never handed out
     watermark: int  #: blocks that `open` leaves for growth
     in_order: bool  #: every step counts as done when it returns
     seed: int  #: of content hashes
     prefix_cache: bool  #: the pool has `Pool.prefix`
     events: int  #: events of the prefix cache that are kept
-    lookahead: int = 0  #: tokens that `truncate` may take back behind a window
+    lookahead: int = 0  #: tokens that `truncate` can always take back
     groups: tuple[Group, ...] = ()  #: layer groups, one at least
 
 
 class PoolStats(NamedTuple):
-    """Counters of a pool. All of them are always up to date, so reading them is O(1).
+    """Counters of a pool; those of blocks are of one arena. All are always up to date, so reading them is O(1).
 
     Blocks: ``num_blocks == reserved + blank + evictable + limbo + used``.
     """
@@ -42,8 +42,8 @@ class PoolStats(NamedTuple):
     allocs: int  #: blocks taken so far
     evictions: int  #: cached blocks evicted so far
     peak_used: int  #: most blocks in use at any time
-    tokens: int  #: sum of the lengths of open sequences, without what was evicted
-    capacity: int  #: sum of their capacities, in tokens
+    tokens: int  #: sum of the lengths of open sequences, evicted tokens included
+    capacity: int  #: sum of their capacities, in positions
     fragmentation: float  #: 1 - tokens / capacity; 0.0 without capacity
     evicted_tokens: int  #: tokens that left open sequences by eviction so far
 
@@ -60,12 +60,12 @@ class PrefixStats(NamedTuple):
     query_tokens: int  #: their tokens
     hit_tokens: int  #: of these, found cached
     hit_rate: float  #: hit_tokens / query_tokens; 0.0 when none
-    nodes: int  #: blocks in the index
+    nodes: int  #: nodes of the cache now, a base block of tokens each
     inserted: int  #: nodes ever
-    duplicates: int  #: committed blocks whose content was known
-    evicted: int  #: nodes lost because their block was taken
+    duplicates: int  #: committed entries of full groups whose content was known
+    evicted: int  #: entries of full groups that left to make room
     namespaces: int  #: namespaces known
-    checkpoints: int = 0  #: that hits can use now; the checkpoints are of pools with layer groups
+    checkpoints: int = 0  #: that hits can use now; none are taken where all layer groups are full
     checkpoints_taken: int = 0  #: whose states a step saved
     checkpoints_published: int = 0  #: that a commit made known
     checkpoints_used: int = 0  #: by one hit or more

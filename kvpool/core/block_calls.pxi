@@ -363,7 +363,7 @@ cdef class BlockAPI:
     pool : Pool
         ``pool.blocks`` is ``BlockAPI(pool)``.
     arena : int, default 0
-        Whose blocks, in a pool with layer groups; ``pool.blocks.arena(k)`` is ``BlockAPI(pool, k)``.
+        Whose blocks; ``pool.blocks.arena(k)`` is ``BlockAPI(pool, k)``.
 
     Notes
     -----
@@ -407,7 +407,7 @@ cdef class BlockAPI:
         raise TypeError("[blocks] the blocks of a pool cannot be pickled or copied")
 
     def arena(self, arena):
-        """The same calls on another arena of a pool with layer groups; ``pool.blocks`` has those of arena 0.
+        """The same calls on another arena; ``pool.blocks`` has those of arena 0.
 
         Raises
         ------
@@ -460,7 +460,7 @@ cdef class BlockAPI:
         Raises
         ------
         OutOfBlocks
-            Fewer than `n` blocks are free or evictable. State unchanged.
+            Fewer than `n` blocks are blank or evictable; with a prefix cache, blank. State unchanged.
 
         Notes
         -----
@@ -536,7 +536,8 @@ cdef class BlockAPI:
         Parameters
         ----------
         ids : int or ints
-            Block ids, shape ``(n,)``; blocks somebody refers to, no duplicates.
+            Block ids, shape ``(n,)``; blocks somebody refers to, no duplicates. With a prefix cache only blocks of
+            `alloc`, as a reference to one block would keep a part of what leaves whole.
 
         Raises
         ------
@@ -576,7 +577,7 @@ cdef class BlockAPI:
     def evict(self, n):
         """Clear the `n` oldest evictable blocks, or all if there are fewer. Returns how many. O(n).
 
-        In a pool with layer groups and a prefix cache what leaves together leaves whole: a few more may be cleared.
+        In a pool with a prefix cache entries and checkpoints leave whole: a few more blocks may be cleared.
         """
         cdef int64_t asked = to_int(n, "evict", "n", 0, INT64_MAX), count = -1
         cdef object evicted
@@ -863,7 +864,8 @@ cdef class BlockAPI:
     def free_order(self, n=None):
         """Ids of the next `n` blocks that `take` gives, of all free ones without `n`; int32. Nothing changes.
 
-        Blank blocks come first, then cached ones, the least recently released before the others. O(ids returned).
+        Blank blocks come first, then cached ones, the least recently released before the others. A pool with a prefix
+        cache has an order of its own for what leaves first. O(ids returned).
         """
         cdef Blocks* b
         cdef int64_t asked = INT64_MAX if n is None else to_int(n, "free_order", "n", 0, INT64_MAX)

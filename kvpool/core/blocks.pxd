@@ -1,4 +1,29 @@
-"""Blocks: blank stack, reference counts, evictable list, limbo. Nothing here knows what a sequence is."""
+"""Blocks of one arena. Nothing here knows what a sequence is.
+
+A *reference* is an entry of a table that names the block, or a raw one of a caller. A *hold* is a
+pending step that took the block out of a table and has still to copy from it; the *floor* is how
+many leading tokens such copies read. A block without references and holds is in *limbo* while a
+step is pending, then *blank* (nothing in it), or *evictable* (committed: its content is known).
+
+    num_blocks - reserved == num_blank + lru.size + limbo.size + num_used
+    used  <=>  refcount + hold > 0
+    free to be taken == num_blank + lru.size
+
+Why it is so:
+
+- Limbo. Steps are planned before the device runs them, so a block that is released now may still be
+  read. It waits for the newest pending step, its *fence*. Which steps read it need not be known,
+  and as each release waits for a step at least as new as those before it, fences never decrease
+  along the list: who lets blocks out looks at its head only.
+- A hold is no reference. The row that gave the block up does not read it any more, so the last of
+  its other owners is its only one and may write, which a reference would forbid.
+- The floor. That owner may write behind what the pending copies read, since these bytes and those
+  are different ones. So of n forks that share a tail, n - 1 take a block and one writes in place.
+- The fence of a block in use is the step that fills it by a copy. Until that is done the block has
+  no content, and nobody may publish it. It is 0 once the copy will never be made.
+- The blank ones are a stack, so what is taken is what was used last, and equal calls take equal
+  ids.
+"""
 
 cdef enum:
     FINDING = 256               # bytes of what a check found, in words
@@ -20,7 +45,7 @@ cdef struct Block:              # all that a hit or a release touches, 32 bytes:
     int32_t next                # links of the list it is on
     int32_t prev
     int64_t fence               # step that must pass: in limbo, and for the dst of its copy to have content, else a
-                                # number no pending step has; cached: `allocs` when it got there
+                                # number no pending step has; evictable: whether the prefix cache has seen it there
 
 
 cdef struct Chain:              # doubly linked list through Block.next and Block.prev

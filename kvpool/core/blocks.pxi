@@ -1,7 +1,6 @@
-"""Blocks of one arena: reference counts, the blank stack, the LRU order of eviction, and limbo, where freed blocks
-wait for pending steps. The structs are in blocks.pxd.
+"""Blocks of one arena. C functions on a `Blocks` struct, which cannot fail: callers check first.
 
-C functions on a `Blocks` struct. They cannot fail: callers check first, then commit.
+The structs, and why they are so, are in blocks.pxd.
 """
 
 

@@ -1,4 +1,37 @@
-"""Layer groups: several tables per sequence over one or more arenas of blocks. docs/groups.md is the contract."""
+"""Layer groups: the tables of sequences. docs/core.md is the contract.
+
+A *group* is the layers of one kind and one shape; a pool has one at least. Its table has *entries*
+of `columns` ids for a row; an entry has block_size tokens. An *arena* is the blocks that one or
+more groups take ids from. An entry that no later query reads is *let go*: a *hole* stands in its
+place.
+
+    entries of a row == ceil(num_blocks / 2^scale) - evicted // block_size
+    place in the table == position - evicted
+    hole  <=>  kept <= entry < gone
+    refcount == entries of all tables over the arena that name the block + raw
+                + loads and saves that are pending, of a block of a checkpoint
+
+Why it is so:
+
+- Holes stay in the table. So an entry is found by its position, whatever was let go, and two
+  numbers say where the holes are, because windows only ever move on.
+- `due` is the length at which the next entry can go, so a step that lets go of nothing compares one
+  number per row. A row that gains one token can be due only where its length has the phase of the
+  group: the others are not even looked at.
+- What a window passes leaves when the step is done, not when it is made. The step still reads it, a
+  rollback must find it, and a commit in between can publish it.
+- A state is a table of one entry that each step replaces as a whole, without a copy. A recurrent
+  state cannot be unwritten, so a step writes to another slot, and a rollback puts the old id back:
+  the log of copy-on-write does it.
+- Evicted tokens stay in num_blocks, so that the groups of a sequence keep one capacity when tokens
+  leave one of them.
+- The first group leads: its tails stand in `Seq`, the others have arrays of their own. A steady
+  step of one group touches one cache line per sequence, and half a line more for each further
+  group.
+- A table has a *version*, which is new whenever it changes in any way, and an *epoch*, which
+  changes when an entry changes or leaves. A plan compares the first to see whether to look, the
+  second to see whether what it shows is still the beginning of the row.
+"""
 
 cdef enum:
     MAX_GROUPS = 8

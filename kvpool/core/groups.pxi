@@ -1,7 +1,5 @@
-"""Layer groups: the tables of sequences, over one or more arenas of blocks. A pool has one group at least.
-
-Handles and lengths are those of `Seqs`, common to all groups; every group has its own table, and a `Tail` for each row:
-where its next token goes. A state is a table of one entry that every step replaces as a whole.
+"""Layer groups: the tables of sequences, over arenas of blocks. groups.pxd says what they are, and
+why.
 
 C functions on a `Groups` struct. They cannot fail where they change anything: callers judge first.
 """

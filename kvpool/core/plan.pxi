@@ -77,7 +77,7 @@ cdef list OF_A_PLAN = []            # only a plan makes its groups
 
 
 cdef class PlanGroup:
-    """Arrays of a plan for one layer group, an element of `Plan.groups`; see ``docs/groups.md``."""
+    """Arrays of a plan for one layer group, an element of `Plan.groups`; see ``docs/core.md``."""
 
     def __cinit__(self, maker=None):
         if maker is not OF_A_PLAN:

@@ -1,4 +1,4 @@
-"""`Pool`: blocks, sequences and steps, of one table for all layers or of layer groups, behind one call per step.
+"""`Pool`: blocks, sequences and steps over layer groups, behind one call per step.
 
 A call reads its arguments, and calls C functions of the parts that `_core.pyx` includes before this one.
 """
@@ -70,24 +70,25 @@ cdef enum:
     FEW_PLANS = 16              # that pass at once without memory for their list
 
 cdef class Pool:
-    """Blocks, sequences and steps, for all layers or by layer groups. Integers only: the pool never sees a tensor.
+    """Blocks, sequences and steps, by layer groups. Integers only: the pool never sees a tensor.
 
     Parameters
     ----------
     num_blocks : int
-        Blocks of the pool, reserved ones included; 1 .. 2^31 - 1.
+        Blocks of arena 0, reserved ones included; 1 .. 2^31 - 1. A group in another arena says how many that has.
     block_size : int
-        Tokens per block, >= 1.
+        Tokens per block, >= 1. A group may have blocks of 2 or 4 times as many.
     max_seqs : int, default 1024
         Sequences that may be open at a time, at most 2^20.
     max_blocks_per_seq : int, optional
-        Blocks that a sequence may have. Default: all there are, as far as the tables stay below 2^27 entries; in a
-        pool with state groups only, as many as positions are counted, up to 2^31 - 1 tokens.
+        A sequence may hold so many times `block_size` tokens in each layer group: what a window let go of counts,
+        evicted tokens do not. Default: all blocks there are, as far as the tables stay below 2^27 entries; in a pool
+        with state groups only, as many as have 2^31 - 1 tokens.
     reserved_blocks : int, default 1
         Ids ``0 .. reserved_blocks - 1`` are never handed out: tables may be padded with them, padded writes may
         land there.
     watermark : int, default 0
-        Blocks that `open` leaves for the growth of running sequences.
+        Blocks of arena 0 that `open` leaves for the growth of running sequences.
     in_order : bool, default False
         Every step counts as done when it returns: for backends that execute in order and need no rollback.
     seed : int, optional
@@ -97,10 +98,11 @@ cdef class Pool:
     events : int, default 0
         Keep up to this many events of the prefix cache for `PrefixCache.events`; 0: none.
     lookahead : int, default 0
-        Tokens behind the end of a sequence that `truncate` can take back although a window has passed.
+        Tokens that `truncate` can always take back: windows and chunks let go so many tokens later. Less than every
+        window and chunk; where there are none, it changes nothing.
     groups : sequence of kvpool.Group, optional
-        Layer groups: layers that differ in what they read or in shape; see ``docs/groups.md``. Default: all layers
-        read every token and share one table.
+        Layer groups, 1 .. 8: the layers of one kind and one shape, which share a table. Default: one full group, whose
+        layers read every token.
 
     Attributes
     ----------
@@ -114,7 +116,7 @@ cdef class Pool:
 
     Notes
     -----
-    All memory is taken here, about 48 bytes a block and 100 a sequence plus its table. A pool is thread-safe: a call
+    All memory is taken here, about 48 bytes a block and 180 a sequence plus its tables. A pool is thread-safe: a call
     waits until the pool's lock is free, without the GIL. Pools are independent of each other. See ``docs/core.md`` for
     the exact rules.
 
@@ -237,7 +239,7 @@ cdef class Pool:
         return 0
 
     cdef int init_tree(self, tuple groups) except -1:
-        """The prefix cache of a pool with layer groups."""
+        """The prefix cache."""
         cdef Groups* gs = self.state.groups
         cdef int32_t[MAX_GROUPS] bundle
         cdef int64_t size = 0, room = gs.arena[0].num_blocks - gs.arena[0].reserved
@@ -373,7 +375,7 @@ cdef class Pool:
             Prefixes are shared within a namespace only; see `kvpool.namespace`.
         cut : int, optional
             Where the part of the prompt begins that the next turn may rewrite, 0 .. n; default ``max(0, n - 16)``.
-            A pool with layer groups takes a checkpoint there, see `PrefixCache.wanted`.
+            Where some layer group is not full, a checkpoint is taken there, see `PrefixCache.wanted`.
         reserve : bool, default True
             False: no blocks are taken for the part of a prompt that is not cached.
         load : bool, default False
@@ -386,22 +388,23 @@ cdef class Pool:
         Returns
         -------
         int
-            The handle. Its `num_tokens` is the number of cached tokens: 0 for a count; for a prompt a multiple of
-            block_size below n, so that at least the last token is computed.
+            The handle. Its `num_tokens` is the number of cached tokens: 0 for a count; for a prompt a multiple of the
+            largest block size of the groups, below n, so that at least the last token is computed.
 
         Raises
         ------
         OutOfBlocks
-            The blocks would leave fewer than `watermark` free or evictable. State unchanged.
+            An arena has too few blocks or state slots; arena 0 would keep fewer than `watermark` free or evictable
+            ones. State unchanged.
         CapacityExceeded
-            More tokens than a sequence may have. State unchanged.
+            More tokens than `max_blocks_per_seq` blocks have. State unchanged.
         OutOfSequences
             `max_seqs` sequences are open. State unchanged.
         TypeError
             `reserve`, `load` or `again` is no bool. State unchanged.
         ValueError
-            A prompt, in a pool with layer groups and without a prefix cache; a `cut` without a prompt or a prefix
-            cache, or behind the prompt; `reserve=False` with a count or with `load`. State unchanged.
+            A `cut` without a prompt or a prefix cache, with `load`, or behind the prompt; `reserve=False` with a count
+            or with `load`; a `load` that no hit could be made of, where some group is not full. State unchanged.
 
         Notes
         -----
@@ -419,9 +422,9 @@ cdef class Pool:
         ----------
         handle : int
         n : int
-            The new length, from that after `open` to `capacity`, with layer groups at most 2^31 - 1. 0: the load
-            failed, the length stays. After a flush the sequence is empty, whatever `n` is: the bytes may be of other
-            weights.
+            The new length, from that after `open` to `capacity`; where some layer group is not full, that of the
+            prompt. 0: the load failed, the length stays. After a flush the sequence is empty, whatever `n` is: the
+            bytes may be of other weights.
 
         Returns
         -------
@@ -511,7 +514,8 @@ cdef class Pool:
             A sequence is a row of a pending plan. State unchanged.
         ValueError
             A length is negative or above the current one, or below the length at which tokens were evicted last; a
-            layer group has let go of what a query there reads; the shapes differ. State unchanged.
+            layer group has let go of what a query there reads, or has the state of another length; the shapes differ.
+            State unchanged.
         """
         self.shorten(handles, lens, False, None, None, "truncate")
 
@@ -687,7 +691,7 @@ cdef class Pool:
         return q.num_tokens
 
     def kv_len(self, handle, group=0):
-        """Tokens of a sequence that still have a slot in a group: `num_tokens` without those that were evicted. O(1).
+        """Tokens of a sequence that a layer group has: `num_tokens` without those that were evicted from it. O(1).
 
         What a window or a chunk let go of counts, and so do the tokens that a state stands for.
         """
@@ -703,7 +707,10 @@ cdef class Pool:
         return length
 
     def capacity(self, handle):
-        """Tokens that the blocks of a sequence can hold. O(1)."""
+        """Positions that the tables of a sequence have room for, the same in each layer group. O(1).
+
+        Evicted tokens are among them, as in `num_tokens`.
+        """
         cdef Seq q
         self.read(handle, "capacity", &q)
         return q.num_blocks * <object>self.options.block_size
@@ -743,7 +750,8 @@ cdef class Pool:
         StaleHandle, ForeignHandle
             A handle is not open in this pool. State unchanged.
         CapacityExceeded
-            The batch does not fit the plan, or a sequence its table. State unchanged.
+            The batch does not fit the plan, a sequence its tables, or it would hold more tokens than
+            `max_blocks_per_seq` blocks have. State unchanged.
         PlanStateError
             The plan is pending. State unchanged.
         ValueError, TypeError
@@ -762,7 +770,7 @@ cdef class Pool:
         """Take the blocks for `num_new` more tokens per row, without the tokens: lengths do not move.
 
         Copies that shared blocks need are in the plan, which is pending like after `step`. Until a sequence is
-        forked, steps inside its reservation cannot run out of blocks. Raises like `step`.
+        forked, steps inside its reservation cannot run out of blocks, but of state slots. Raises like `step`.
         """
         self.run(plan, handles, num_new, "reserve", False, False, None)
 
@@ -1032,15 +1040,14 @@ cdef class Pool:
         ValueError
             A length is out of range; a group is out of range or not full; a block that would be rewritten has another
             reference, is committed, or a pending copy reads it: call `unshare` first. State unchanged.
-        CapacityExceeded
-            The tokens that left and `max_blocks_per_seq` blocks pass position 2^31 - 1. State unchanged.
 
         Notes
         -----
         The pool moves numbers. The data is moved by the backend, `KVBackend.compact`, in the blocks of the table as
-        it was, before the next step is executed. `num_tokens` stays, `kv_len` is the new length; blocks are
-        released youngest first, through limbo while steps are pending. From here on the sequence commits no more
-        blocks, and cannot be truncated below the `num_tokens` it has now. O(blocks).
+        it was, before the next step is executed. `num_tokens` and `capacity` stay, the `kv_len` of the group is the
+        new length; blocks are released youngest first, through limbo while steps are pending. From here on the
+        sequence commits no more blocks, in no group, and cannot be truncated below the `num_tokens` it has now.
+        O(blocks).
         """
         self.shorten(handles, lens, True, first, group, "compact")
 
@@ -1053,7 +1060,7 @@ cdef class Pool:
             An open sequence.
         indices : ints
             Places in its table, int32 or int64, shape ``(n,)``, ascending. Each must be full:
-            ``0 <= index < kv_len // block_size``.
+            ``0 <= index < kv_len // block_size``, both of the group.
         group : int, default 0
             The layer group that the blocks leave, a full one. With columns an entry of its table leaves as a whole.
 
@@ -1063,8 +1070,8 @@ cdef class Pool:
             The sequence is a row of a pending plan. State unchanged.
         ValueError
             The indices do not ascend, or one is out of range; a group is out of range or not full. State unchanged.
-        StaleHandle, ForeignHandle, CapacityExceeded
-            As in `compact`. State unchanged.
+        StaleHandle, ForeignHandle
+            `handle` is not open in this pool. State unchanged.
 
         Notes
         -----

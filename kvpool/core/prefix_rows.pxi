@@ -1,4 +1,4 @@
-"""Rows in the prefix cache of a pool with layer groups: they open over a hit, commit their tokens, and are flushed."""
+"""Rows in the prefix cache: they open over a hit, commit their tokens, wait for copies, and are flushed."""
 
 
 # ---- hits --------------------------------------------------------------------------------------------------
@@ -22,7 +22,8 @@ cdef Hit tree_match(const Groups* gs, uint64_t root, uint64_t root_hash, const i
                     int64_t most) noexcept nogil:
     """The longest hit of a prompt of which at most so many base blocks count; its path is in `path`.
 
-    Passes as in `index_match`: hash and fetch the slots; fetch the candidates; prove, and fetch what a hit changes.
+    In passes, so that memory is fetched while others are looked at: hash, and fetch the buckets; fetch the candidates;
+    prove, and fetch what a hit changes.
     """
     cdef const Tree* t = gs.tree
     cdef Hit hit

@@ -1,4 +1,41 @@
-"""The prefix cache of a pool with layer groups: a tree of nodes, and checkpoints. docs/prefix.md is the contract."""
+"""The prefix cache: a tree of nodes, and checkpoints. docs/prefix.md is the contract.
+
+A *node* is one base block of tokens below another node. An entry of a full group that ends there is
+*canonical* (hits find it), a *duplicate* of that, or it *waits*. The canonical entries of a node
+are its *unit*. A *checkpoint* is what a hit needs beside units: a *bundle* of blocks with the
+states, and *tails*, the entries of windows and chunks. What is *idle* has no reference and may
+leave.
+
+    users of a node == nodes below + entries that stand for it + open rows that end with it
+                       + 1 if it has a checkpoint
+    place != NOWHERE  <=>  idle > 0
+    COLD  <=>  idle > 0, no checkpoint at the node or below, and hits need one
+    EVICTABLE block  <=>  idle, in a canonical entry, a bundle or a tail; once tree_settle has run
+    published of a row == committed // block_size, less what waits
+
+Why it is so:
+
+- A node holds its parent. So the number of a node stands for a whole prefix as long as anybody uses
+  it, and one comparison of (parent, tokens) proves a block. A number is given again only when no
+  node is below it, so nothing is found below the wrong one.
+- `tree_settle`. Blocks are released in many places (close, truncate, the end of a step, limbo), one
+  by one, and blocks.pxi knows no tree: a committed one becomes EVICTABLE. Whether it is canonical,
+  a duplicate that takes its place, or of no use is decided once, when the next call begins. Then
+  all columns of an entry are there, and the order in which things were released is that of the
+  list.
+- Nobody takes an EVICTABLE block. It is a part of an entry or a bundle, which is of use only as a
+  whole, maybe with blocks in other arenas. So `tree_make_room` evicts whole ones before a call
+  takes any block, and what was found for the call has its references by then.
+- Waiting. A block that a pending plan fills by a copy has no content, so a hit must not find it; if
+  the plan is rolled back, it never will have. What is behind it in the row waits too: it would be
+  found by nobody while its parent is not, and so one number, `published`, says how far a row is.
+- After a rollback the row has the source of the copy again, which nobody committed (role NO_ROLE).
+  The row waits there until somebody does, or the row is cut below it.
+- COLD units leave first: where hits need a checkpoint, none can use a unit without one below it.
+- Ages count uses, not seconds, so equal calls evict equal things, on every rank.
+- A load keeps its checkpoint until it is done: the row stands at a length whose states are nowhere
+  else, and a load that is rolled back is made again.
+"""
 
 cdef enum:
     NO_NODE = -1

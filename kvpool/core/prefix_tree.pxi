@@ -1,11 +1,7 @@
-"""The prefix cache of a pool with layer groups: a tree of nodes, their entries, and what leaves first.
+"""The tree of the prefix cache: nodes, their entries, and what leaves first. prefix_tree.pxd says
+why.
 
-A node is (parent node, tokens of one base block). It holds its parent, so a chain of nodes proves a whole prefix. What
-a node has of full groups is its *unit*. A checkpoint is a bundle of blocks with the states, and the entries of windows
-and chunks at the nodes before it, which count the checkpoints that need them.
-
-Blocks know nothing of this: a committed block that nobody refers to is EVICTABLE, and `tree_settle` looks at what
-became so. Nobody takes an EVICTABLE block: `tree_make_room` turns enough of them blank before any is taken.
+Entries of windows and chunks at a node count the checkpoints that need them.
 """
 
 

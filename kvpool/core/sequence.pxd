@@ -1,4 +1,28 @@
-"""Sequences: block tables, lengths, handles. Knows blocks, not plans."""
+"""Sequences: handles, and the lengths that all layer groups share.
+
+A *slot* is the place of a sequence in the arrays here, a *handle* its slot, a generation and the
+tag of the pool. A sequence is open, or *loading*: its bytes come from elsewhere.
+
+    num_tokens <= num_blocks * block_size
+    published * block_size <= committed <= num_tokens
+    max_seqs == num_open + num_free_slots + retired slots
+
+Why it is so:
+
+- A handle names a generation, so that one of a sequence that was closed is refused, and never hits
+  the next sequence in the slot. Tags do the same across pools.
+- While a sequence is loading its slot has ~handle. So every call but the few that may look for it
+  refuses the handle by the comparison that finds any stale one, and no call needs a test of its
+  own.
+- There is one num_blocks for all groups. It counts positions, evicted ones too, and each group's
+  entries follow from it. So a step judges one length, and a rollback restores one.
+- What a decode step reads and moves is in `Seq`, one cache line, with the `Tail` of the first
+  group. What it does not touch (generations, the prefix cache's knowledge) lies elsewhere.
+- A `Tail` says where the next token goes, as far as no step has to look the table up. It is
+  recomputed when a table or a length changes in any other way than by one token at the end.
+- The sequence has work of the steps last_step (as a row) and fork_step (by a fork). While the first
+  is pending the sequence is not shortened; while the second is, that step is not rolled back.
+"""
 
 cdef enum:
     SLOT_BITS = 20              # handle = tag << 52 | generation << 20 | slot

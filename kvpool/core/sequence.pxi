@@ -1,6 +1,7 @@
-"""Sequences: handles and lengths. C functions on a `Seqs` struct. They cannot fail: callers check first, then commit.
+"""Sequences: handles and lengths. C functions on a `Seqs` struct, which cannot fail: callers check
+first.
 
-Their tables are those of layer groups.
+The structs, and why they are so, are in sequence.pxd.
 """
 
 cdef int64_t GENERATIONS = <int64_t>1 << 32

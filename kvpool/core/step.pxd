@@ -1,4 +1,30 @@
-"""One step of a batch: check everything, then commit; and how a pending step ends."""
+"""One step of a batch: check everything, then commit; and how a pending step ends.
+
+A `Step` is what a plan did to lengths, a `StepPart` (groups.pxd) what it did to the tables of one
+group: a `Change` for each row whose table changed, and a `Log` of the ids that were replaced, each
+with a hold on the old block. An `Event` is a row that did more than put one token into its tails.
+
+    log.size == sum of change.replaced, in the order of the changes
+    hold of a block == log entries of pending steps that name it as old
+    floor of a block == max of their tokens, 0 if it has no hold
+    ids of pending steps ascend; oldest_pending and newest_pending of each arena are the ends
+
+Why it is so:
+
+- Two passes. The check moves reference counts, holds and floors as if the rows had been served in
+  order, because what a row may write depends on what the rows before it gave up. It takes nothing.
+  So a refusal undoes the log, and the commit cannot fail.
+- The log of the check is the log of the rollback. `old_floor` undoes a check, which ends in reverse
+  order at once. A step ends when others are pending, and the maximum of several copies cannot be
+  undone from one of them: `clear_floors` and `raise_floors` recompute those that its log touched.
+- A step is done in order. Blocks wait in limbo for the newest step, so an older one that is still
+  out must hold them back; a `done` that comes early is noted until its turn.
+- Only the newest step can be rolled back, since later ones build on its tables, and none of which a
+  fork is open: the child shares what it would take back. O(max_seqs) where forks were made at all.
+- A steady batch (one token for each row, into tails that only it uses) has neither events nor
+  changes, so what a step keeps for its undo is a handle and a number per row.
+- `give_up_copy`: a block in use whose fill was rolled back must not look as if it waited for one.
+"""
 
 
 cdef struct Event:              # a row that did more than put one token into its tails

@@ -1,17 +1,14 @@
-"""One step of a batch: check everything, then commit; and how a pending step ends.
+"""One step of a batch: check everything, then commit; and how a pending step ends. step.pxd says
+why.
 
-A step runs in two passes over its rows. `step_check` validates, counts the blocks that are needed and decides which
-shared blocks must be replaced; all it moves are reference counts, holds and floors, as if the rows had been served in
-order, and `step_undo_check` takes that back. `step_commit` cannot fail: it takes the blocks and moves the lengths.
+`step_check` validates, counts the blocks that are needed and notes which entries must be replaced,
+in all groups; `step_undo_check` takes that back. `step_commit` takes the blocks and moves the
+lengths. A steady batch, where each row has one token that needs no copy, is served by `step_steady`
+in one pass. `step_pass` and `step_rollback` end a step.
 
-A steady batch, where each row has one token that needs no copy, is served by `step_steady` in one pass.
-
-A `Step` is common to all layer groups (rows, tokens, lengths); what it did to tables stands in one `StepPart` for each:
-a `Change` for each row whose table changed, and a `Log` of what was replaced, with holds and floors in the arena of the
-group. A row that puts one token into tails that only it uses has neither an event nor a change.
-
-The write rule (docs/core.md, Steps): a block is written in place iff it has one reference, is not committed, and
-nothing that a pending copy reads from it would be overwritten. Holds of pending plans do not count as references.
+The write rule (docs/core.md, Steps): a block is written in place iff it has one reference, is not
+committed, and nothing that a pending copy reads from it would be overwritten. Holds of pending
+plans do not count as references.
 """
 
 cdef extern from *:             # a thread may ask for its plan while another one's `done` lets it pass

@@ -1,4 +1,23 @@
-"""What a plan hands to a backend: one step in every wire format that was asked for."""
+"""What a plan hands to a backend: one step in every wire format that was asked for.
+
+A `Field` is one array. A `Wire` has those of a layer group; the arrays that all groups share are
+the plan's. A `WireRow` is what row i of the arrays holds, whoever's it is in the next step.
+
+    seen[i] == version of the table that row i shows, or 0: it has to be looked at
+    written == ids of the row that may be other than pad
+    dirty == rows that show another table than before this step, or are carried, ascending
+
+Why it is so:
+
+- Consumers keep the arrays from step to step, and so does the plan. A row is written when the table
+  that it shows is another one (handle), or lost or exchanged an entry (epoch); when the table grew,
+  only its new ids are. So a steady decode step is O(rows), not O(blocks).
+- `seen` is an array of its own, because it is all that a steady step reads of a row.
+- `carried`: after a rollback or a rebind the consumer may have copied what is true no more. So a
+  row is dirty once more whatever it shows, padding too.
+- CSR has no gaps: behind the first row whose number of entries changed, or whose table did, all
+  move, so they are written anew from there.
+"""
 
 cdef enum:
     BLOCK_TABLES

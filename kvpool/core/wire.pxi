@@ -1,7 +1,4 @@
-"""What a plan hands to a backend: one step in every wire format that was asked for.
-
-A table row is rewritten when it shows another sequence, or when entries of its sequence changed (a new epoch). When
-the sequence has gained blocks, only these are written. So a steady decode step is O(rows), not O(blocks).
+"""What a plan hands to a backend: one step in every wire format that was asked for. See wire.pxd.
 """
 
 

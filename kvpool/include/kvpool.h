@@ -56,7 +56,7 @@ enum kvpool_step_flag {
     KVPOOL_PARTIAL = 1 /* serve rows in order, skip those whose blocks are not there */
 };
 
-enum kvpool_array_name { /* of kvpool.Plan, which says their shapes */
+enum kvpool_array_name { /* of kvpool.Plan and its layer groups; docs/core.md says what they hold */
     KVPOOL_BLOCK_TABLES = 0,
     KVPOOL_SEQ_LENS = 1,
     KVPOOL_SLOT_MAPPING = 2,
@@ -71,7 +71,7 @@ enum kvpool_array_name { /* of kvpool.Plan, which says their shapes */
     KVPOOL_SERVED = 11,
     KVPOOL_HANDLES = 12,
     KVPOOL_KV_STARTS = 13, /* of windows and chunks; a full group has none */
-    KVPOOL_STATE_SRC = 14, /* of states */
+    KVPOOL_STATE_SRC = 14, /* of states, which have these two and KVPOOL_SEQ_LENS */
     KVPOOL_STATE_DST = 15
 };
 
@@ -85,7 +85,7 @@ typedef struct kvpool_array { /* the part of an array that the last step filled,
     int32_t itemsize; /* bytes per element: 1 (served), 4 or 8 */
 } kvpool_array;
 
-typedef struct kvpool_stats { /* blocks, but for the last three; see kvpool.PoolStats */
+typedef struct kvpool_stats { /* blocks of arena 0, but for the last three; see kvpool.PoolStats */
     int64_t num_blocks;
     int64_t reserved;
     int64_t free; /* blank ones: without a reference and without content. Evictable ones are not among them */
@@ -95,7 +95,7 @@ typedef struct kvpool_stats { /* blocks, but for the last three; see kvpool.Pool
     int64_t shared;
     int64_t sequences;
     int64_t pending_plans;
-    int64_t tokens; /* of all open sequences */
+    int64_t tokens; /* of all open sequences, evicted ones included */
 } kvpool_stats;
 
 typedef struct kvpool_api {
@@ -130,9 +130,10 @@ typedef struct kvpool_api {
     int (*done)(kvpool_pool *pool, kvpool_plan *plan);
     int (*rollback)(kvpool_pool *pool, kvpool_plan *plan);
 
-    /* Reading. size is sizeof(kvpool_stats): a newer caller's new members become 0. array and table are short for
-       group 0 of a pool with one layer group: in a pool with several they fail with KVPOOL_VALUE_ERROR, because an
-       engine must not run layers on tables of others. Positions, cu_q_lens, slot_ids, served and handles are common. */
+    /* Reading. size is sizeof(kvpool_stats): a newer caller's new members become 0. Every pool has layer groups, one at
+       least. Positions, cu_q_lens, slot_ids, served and handles are common to them. For the others, array and table are
+       short for group 0 of a pool of one group: in a pool of several they fail with KVPOOL_VALUE_ERROR, because an
+       engine must not run layers on the tables of others. */
     int (*array)(kvpool_plan *plan, int32_t name, kvpool_array *array);
     int (*table)(kvpool_pool *pool, int64_t handle, const int32_t **blocks, int64_t *n);
     int (*num_tokens)(kvpool_pool *pool, int64_t handle, int64_t *tokens);
@@ -142,7 +143,8 @@ typedef struct kvpool_api {
     int (*digest)(kvpool_pool *pool, uint64_t *digest);
 
     /* The arrays of a plan, and the table of a sequence, in one layer group. An entry of a table has as many ids as the
-       group has columns, one after the other; *n counts ids. */
+       group has columns, one after the other: *n and the width of block_tables count ids, slot_mapping has one row of
+       all tokens per column. Loads and saves of states are shown in Python only (plan.groups[k].state_loads). */
     int (*group_array)(kvpool_plan *plan, int32_t group, int32_t name, kvpool_array *array);
     int (*group_table)(kvpool_pool *pool, int64_t handle, int32_t group, const int32_t **blocks, int64_t *n);
 } kvpool_api;

@@ -218,7 +218,7 @@ class GroupEngine:
 
 
 def seen_by_rule(group: Group, first: int, end: int) -> np.ndarray:
-    """Which of `end` positions the queries at positions ``first .. end - 1`` read, as docs/groups.md has it."""
+    """Which of `end` positions the queries at positions ``first .. end - 1`` read, as docs/core.md has it."""
     return np.array([[_reads(group, p, c) for c in range(end)] for p in range(first, end)], bool).reshape(-1, end)
 
 

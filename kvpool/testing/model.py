@@ -1,6 +1,6 @@
 """`ModelPool` and `ModelPlan`: the core's contract in plain Python, slow and obviously right.
 
-The independent oracle of `kvpool.Pool` and `kvpool.Plan`: it follows ``docs/core.md``, ``docs/groups.md`` and
+The independent oracle of `kvpool.Pool` and `kvpool.Plan`: it follows ``docs/core.md`` and
 ``docs/prefix.md`` line by line and shares no code with the core. Reference counts are recounted from the tables and the
 pending steps whenever they are needed; there are only lists and dicts, and plans are rebuilt from scratch by each step.
 One difference to the core: `digest` and `fingerprint` are other hash functions.

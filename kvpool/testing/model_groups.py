@@ -1,4 +1,4 @@
-"""Layer groups and sequences of `kvpool.testing.model`: ``docs/groups.md``, line by line.
+"""Layer groups and sequences of `kvpool.testing.model`: ``docs/core.md``, line by line.
 
 `Table` is what a sequence has in one group. A state group is a table of at most one entry of one slot.
 """

@@ -1,4 +1,4 @@
-"""Layer groups by the numbers of docs/groups.md, worked out by hand. `check` runs after every call of a pool here."""
+"""Layer groups by the numbers of docs/core.md, worked out by hand. `check` runs after every call of a pool here."""
 
 import dataclasses
 import os

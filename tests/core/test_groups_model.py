@@ -1,4 +1,4 @@
-"""Layer groups, worked out by hand from docs/groups.md; every number holds for the model and for the core."""
+"""Layer groups, worked out by hand from docs/core.md; every number holds for the model and for the core."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,7 @@
 """Ctrl-C in a long call: it ends within 100 ms of CPU time, and the pool is as it was.
 
 No call looks for signals once it has the lock of its pool; what reads a list does, however long the list is.
-docs/core.md has the times for which calls hold the lock.
+docs/numbers.md has the times for which calls hold the lock.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Hits of pools with layer groups: docs/prefix.md, "Layer groups"."""
+"""Hits of pools with layer groups: docs/prefix.md."""
 
 import numpy as np
 import pytest
