@@ -122,42 +122,26 @@ cdef class Calls(Content):
     cdef list said(self, int64_t n):
         return [self.prompt[k] for k in range(n)]
 
-    cdef bint call_rows(self, int32_t n, uint32_t op) except -1:
-        """Close `handles`, or truncate them to `counts`."""
-        cdef Ints rows, lens
+    cdef bint call_close(self, int32_t n) except -1:
+        """Close the first of `handles`."""
+        cdef Ints rows
         cdef Verdict v
-        cdef int status
         cdef int32_t i
+        cdef int status
         if not self.direct:
             given = [self.handles[i] for i in range(n)]
-            if op == CLOSE:
-                return self.call("pool.close", self.pool.close, (given if n > 1 else given[0],)) is not None
-            return self.call("pool.truncate", self.pool.truncate, (given[0], self.counts[0])) is not None
+            return self.call("pool.close", self.pool.close, (given if n > 1 else given[0],)) is not None
         rows.data, rows.size, rows.width = self.handles, n, 8
-        lens.data, lens.size, lens.width = self.counts, n, 8
         pool_enter(&self.pool.state, "close")
-        if op == CLOSE:
-            status = pool_close(&self.pool.state, &rows, &v)
-        else:
-            status = pool_truncate(&self.pool.state, &rows, &lens, &v)
+        status = pool_close(&self.pool.state, &rows, &v)
         pool_leave(&self.pool.state)
         return self.judged(status)
 
-    cdef bint call_commit(self, int64_t handle, const int32_t* tokens, int64_t n) except -1:
-        cdef Ints rows, counts, all_tokens
-        cdef Verdict v
-        cdef int status
+    cdef bint call_commit(self, const Row* r, int64_t end) except -1:
+        """The tokens of a row up to `end`."""
         cdef int64_t k
-        if not self.direct:
-            given = (handle, [tokens[k] for k in range(n)])
-            return self.call("pool.prefix.commit", self.prefix.commit, given) is not None
-        rows.data, rows.size, rows.width = &handle, 1, 8
-        counts.data, counts.size = NULL, -1
-        all_tokens.data, all_tokens.size, all_tokens.width = tokens, n, 4
-        pool_enter(&self.pool.state, "commit")
-        status = pool_commit(&self.pool.state, &rows, &counts, &all_tokens, True, &v)
-        pool_leave(&self.pool.state)
-        return self.judged(status)
+        tokens = [r.token[k] for k in range(r.committed, end)]
+        return self.call("pool.prefix.commit", self.prefix.commit, (r.handle, tokens)) is not None
 
     # -- plans
 

@@ -499,18 +499,21 @@ cdef class Content:
             if r.handle == w.handle[i]:
                 r.passed = max(r.passed, min(w.new[i], r.n))
 
-    cdef int undone(self, int32_t at, bint writes) except -1:
+    cdef int undone(self, int32_t k, bint writes) except -1:
         """The newest plan was rolled back. `writes`: the device still begins it, and leaves garbage."""
-        cdef Queued* q = &self.queue[at]
-        cdef Work* w = &self.work[q.plan]
-        cdef int32_t i, slot
+        cdef Work* w = &self.work[k]
+        cdef Queued* q
+        cdef int32_t i, slot, at = self.num_queue - 1
+        while self.queue[at].plan != k:
+            at -= 1
+        q = &self.queue[at]
         for i in range(w.rows):
             slot = <int32_t>(w.handle[i] & 0xFFFFF)
             if self.row[slot].handle == w.handle[i]:
                 self.row[slot].n = w.old[i]
                 self.look(slot, 0, False)
         if w.executed or writes:
-            self.leave_garbage(q.plan, q)
+            self.leave_garbage(k, q)
         else:
             self.unqueue(at)
         if w.executed:
