@@ -53,9 +53,7 @@ def test_build_follows_the_sources(tree, change):
         core.unlink()
     builds.build("debug")
     assert len(calls(folder)) == 2
-    assert sorted(path.name for path in (folder / "kvpool").iterdir()) == sorted(
-        path.name for path in (tree / "kvpool").iterdir()
-    )
+    assert {path.name for path in (folder / "kvpool").iterdir()} == {path.name for path in core.parent.iterdir()}
 
 
 def test_build_that_failed_is_tried_again(tree):
@@ -67,17 +65,20 @@ def test_build_that_failed_is_tried_again(tree):
     assert calls(builds.build("debug")) == ["KVPOOL_DEBUG"]
 
 
-def test_only_variants_that_want_it_have_the_cpu_backend(tree):
-    assert (builds.build("asan-cpu") / "kvpool_backends/cpu/_kernels.pyx").exists()
-    assert not (builds.build("asan") / "kvpool_backends/cpu").exists()
-
-
-def test_variants_that_do_not_fuzz_compile_no_fuzzer(tree):
+@pytest.mark.parametrize(
+    ("variant", "kernels", "fuzzer"), [("asan", False, True), ("asan-cpu", True, False), ("mutated", True, True)]
+)
+def test_variant_compiles_the_cpu_backend_and_the_fuzzer_where_it_wants_them(
+    tree, monkeypatch, variant, kernels, fuzzer
+):
+    monkeypatch.setattr(builds, "mutate", lambda paths: ({}, []))
     (tree / "tests" / "verify").mkdir(parents=True)
     for name in ("_verify.pyx", "run.py"):
         (tree / "tests" / "verify" / name).write_text("")
-    for variant, names in (("asan", {"_verify.pyx", "run.py"}), ("asan-cpu", {"run.py"})):
-        assert {path.name for path in (builds.build(variant) / "tests" / "verify").iterdir()} == names
+    folder = builds.build(variant)
+    assert (folder / "kvpool_backends/cpu/_kernels.pyx").exists() is kernels
+    assert (folder / "tests/verify/_verify.pyx").exists() is fuzzer
+    assert (folder / "tests/verify/run.py").exists()
 
 
 def test_build_in_place_is_release_only_while_it_is_plain_and_new(tree):
