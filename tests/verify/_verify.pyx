@@ -336,7 +336,7 @@ cdef class Run(Calls):
 
     cdef int32_t claim(self, int64_t handle, str call) except -1:
         """A new sequence has the row that is free for longest, and a handle that nobody had."""
-        cdef int32_t slot = <int32_t>(handle & 0xFFFFF)
+        cdef int32_t slot = slot_of(handle)
         if slot >= self.max_seqs or self.num_slots_free == 0 or slot != self.slots_free[0]:
             self.wrong(call + " gave row {0}, the one that is free for longest is {1}", slot, self.slots_free[0])
         if handle <= self.newest[slot]:
@@ -363,7 +363,7 @@ cdef class Run(Calls):
         if <int32_t>(hash64(self.seed ^ self.opened) & 7) >= self.texts:
             r.family = -1
         memcpy(r.token, self.prompt, n * sizeof(int32_t))
-        if self.look(slot, hit, True) and (
+        if self.see_tables(slot, hit, True) and (
                 self.pool.state.blocks.num_blank + self.pool.state.blocks.lru.size < self.pool.state.seqs.watermark):
             self.wrong("open took blocks of the watermark")
         self.extend(slot, hit)
@@ -380,7 +380,7 @@ cdef class Run(Calls):
 
     cdef void forget(self, int64_t handle) noexcept nogil:
         """A sequence was closed; a row that is being loaded stays in use."""
-        cdef int32_t slot = <int32_t>(handle & 0xFFFFF), k
+        cdef int32_t slot = slot_of(handle), k
         if self.row[slot].handle != handle:
             return
         self.row[slot].handle = -1
@@ -523,47 +523,46 @@ cdef class Run(Calls):
         if w.c & 8:
             self.next_token += 1
             self.prompt[0] = <int32_t>self.next_token
-        first = self.load_prompt(n, space)
-        if first < 0 or w.c & 1:
+        first = self.load_prompt(n, space, w.c & 1 == 0)
+        if first < 0 or w.c & 1 or w.c & 6 == 0 or n + grain > CAP - 8:
             return 0
-        self.end_load(self.num_loads - 1, n)
-        self.commit_to(<int32_t>(first & 0xFFFFF), n)
-        if w.c & 6 and n + grain <= CAP - 8:
-            n += grain
-            if w.c & 32 and n > 2 * grain:          # or a shorter one, while tokens leave the first
-                self.evict_blocks_of(<int32_t>(first & 0xFFFFF), w)
-                n -= 2 * grain
-            second = self.load_prompt(n, space)
-            if second >= 0:
-                self.end_load(self.num_loads - 1, n)
-                self.commit_to(<int32_t>(second & 0xFFFFF), n)
-                if w.c & 16:                        # it is closed while a step is pending that computes nothing
-                    self.step_by(<int32_t>(first & 0xFFFFF), 0, w)
-                self.close_one(second)
-                self.last = <int32_t>(first & 0xFFFFF)
-                if w.c & 16:
-                    self.step_one(self.last, w)
-                    while self.oldest() >= 0 and self.oldest() != self.newest_plan():
-                        self.finish_plan(self.oldest())
-                return self.look_around()
-        return 0
+        n += grain
+        if w.c & 32 and n > 2 * grain:              # or a shorter one, while tokens leave the first
+            self.evict_blocks_of(slot_of(first), w)
+            n -= 2 * grain
+        second = self.load_prompt(n, space, True)
+        if second < 0:
+            return 0
+        if w.c & 16:                                # it is closed while a step is pending that computes nothing
+            self.step_by(slot_of(first), 0, w)
+        self.close_one(second)
+        self.last = slot_of(first)
+        if w.c & 16:
+            self.step_one(self.last, w)
+            while self.oldest() >= 0 and self.oldest() != self.newest_plan():
+                self.finish_plan(self.oldest())
+        return self.look_around()
 
-    cdef int64_t load_prompt(self, int32_t n, int32_t space) except -2:
-        """Open `prompt` to be loaded; -1 if it is refused."""
-        cdef int32_t g
+    cdef int64_t load_prompt(self, int32_t n, int32_t space, bint now) except -2:
+        """Open `prompt` to be loaded; -1 if it is refused. `now`: its bytes are there at once, and it is committed."""
+        cdef int32_t g, slot
         cdef Load* l = &self.load[self.num_loads]
         handle = self.call("pool.open", self.pool.open, (self.said(n), SPACES[space]), {"load": True})
         if handle is None:
             return -1
         self.greet(handle, n, space, True)
-        l.handle, l.n, l.closed, l.begin = handle, n, False, self.row[<int32_t>(<int64_t>handle & 0xFFFFF)].n
-        self.row[<int32_t>(l.handle & 0xFFFFF)].cut = n
+        slot = slot_of(handle)
+        l.handle, l.n, l.closed, l.begin = handle, n, False, self.row[slot].n
+        self.row[slot].cut = n
         self.num_loads += 1
         for g in range(self.num_groups):
             if self.group[g].kind == STATE:
                 for block in self.prefix.bundle(handle, g):
                     self.poison(0, block)
-        return l.handle
+        if now:
+            self.end_load(self.num_loads - 1, n)
+            self.commit_to(slot, n)
+        return handle
 
     cdef int op_loaded(self, const Word* w) except -1:
         """The bytes have come, into the blocks that the row had all the time; or the load has failed."""
@@ -573,7 +572,7 @@ cdef class Run(Calls):
     cdef int end_load(self, int32_t at, int32_t n) except -1:
         """The bytes of `n` tokens are there; 0: they will not come."""
         cdef Load l = self.load[at]
-        cdef int32_t slot = <int32_t>(l.handle & 0xFFFFF), g
+        cdef int32_t slot = slot_of(l.handle), g
         cdef Row* r = &self.row[slot]
         if n:
             self.write_load(slot, &l)
@@ -594,7 +593,7 @@ cdef class Run(Calls):
         r.n = g
         r.committed = min(r.committed, g)
         r.passed = r.point = g
-        self.look(slot, 0, False)
+        self.see_tables(slot, 0, False)
         self.join(slot)
         self.last = slot
         return 0
@@ -667,7 +666,7 @@ cdef class Run(Calls):
         cdef int32_t child, other
         if self.fork_row(parent, min(1 + (w.a & 1), max(self.num_slots_free, 1))) == 0 or not w.a & 8:
             return 0
-        child = <int32_t>(self.counts[0] & 0xFFFFF)
+        child = slot_of(self.counts[0])
         other = child if w.a & 4 else parent
         self.step_one(parent if w.a & 4 else child, w)
         if w.a & 16 and self.shorten(other, max(self.row[other].n - 1 - <int32_t>(w.b & 3), 0), w):
@@ -701,7 +700,7 @@ cdef class Run(Calls):
         for g in range(self.num_groups):
             if p.lost[g]:
                 memcpy(self.line_of(slot, g), self.line_of(parent, g), CAP * sizeof(uint64_t))
-        self.look(slot, 0, False)
+        self.see_tables(slot, 0, False)
         self.join(slot)
         return 0
 
@@ -779,7 +778,7 @@ cdef class Run(Calls):
                 r.token[p] = self.token_for(self.rows[i], p, salt)
             self.extend(self.rows[i], r.n + served)
             r.text = max(r.text, r.n)
-            self.look(self.rows[i], 0, True)
+            self.see_tables(self.rows[i], 0, True)
         self.check_formats(plan, w)
         self.issued(k, self.rows, self.num_rows)
         if self.in_order:
@@ -830,7 +829,7 @@ cdef class Run(Calls):
 
     cdef int roll_back(self, int32_t k, const Word* w) except -1:
         """Plan k was not executed, or only begun."""
-        cdef int32_t i, slot = <int32_t>(self.work[k].handle[0] & 0xFFFFF)
+        cdef int32_t i, slot = slot_of(self.work[k].handle[0])
         cdef bint alive = self.work[k].rows and self.row[slot].handle == self.work[k].handle[0]
         cdef Row* r
         if self.call("pool.rollback", self.pool.rollback, (self.plans[k],)) is None:
@@ -838,7 +837,7 @@ cdef class Run(Calls):
         if self.work[k].noted or self.newest_plan() != k:
             self.wrong("plan {0} was rolled back, which is not the newest", k)
         for i in range(self.work[k].rows):
-            r = &self.row[self.work[k].handle[i] & 0xFFFFF]
+            r = &self.row[slot_of(self.work[k].handle[i])]
             if r.handle == self.work[k].handle[i]:
                 r.reserved = 0
                 r.text = max(self.work[k].old[i], r.text if w.a & 1 else 0)
@@ -952,7 +951,7 @@ cdef class Run(Calls):
         """Nothing of a namespace, or of all, is found any more."""
         cdef int32_t space = <int32_t>(w.a % 4), k
         if self.num_loads and w.b & 3:
-            space = self.row[<int32_t>(self.load[0].handle & 0xFFFFF)].space
+            space = self.row[slot_of(self.load[0].handle)].space
         self.call("pool.prefix.flush", self.prefix.flush, (None if space == 3 else SPACES[space],))
         for k in range(3):
             self.epoch[k] += space == 3 or space == k
@@ -1028,7 +1027,7 @@ cdef class Run(Calls):
         r.committed = min(r.committed, r.n)
         r.passed = min(r.passed, r.n + self.lookahead)
         r.point, r.reserved = min(r.point, r.n), 0
-        self.look(slot, 0, False)
+        self.see_tables(slot, 0, False)
         return True
 
     cdef int step_one(self, int32_t slot, const Word* w) except -1:
@@ -1138,7 +1137,7 @@ cdef class Run(Calls):
                     cell[<int32_t>table[place // layer.size * layer.columns + c] * room + place % layer.size])
         r.lost[g] = r.n - <int32_t>len(stay)
         r.point, r.mute, r.reserved, r.committed = r.n, True, 0, r.n
-        self.look(slot, 0, False)
+        self.see_tables(slot, 0, False)
         return 0
 
     # -- blocks by id

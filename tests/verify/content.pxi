@@ -106,6 +106,10 @@ cdef inline uint64_t mixed(uint64_t h, uint64_t more) noexcept nogil:
     return h ^ (h >> 29)
 
 
+cdef inline int32_t slot_of(int64_t handle) noexcept nogil:
+    return <int32_t>(handle & 0xFFFFF)
+
+
 cdef inline uint64_t mark(uint64_t stamp, int32_t group, int32_t column) noexcept nogil:
     """What a cell holds of a position in one column of one group."""
     return (stamp + <uint64_t>(64 * group + column + 1)) * ODD
@@ -206,10 +210,10 @@ cdef class Content:
                     self.line_of(slot, g)[p - r.lost[g]] = stamp[p]
         r.n = length
 
-    cdef int32_t look(self, int32_t slot, int32_t first, bint new) noexcept nogil:
-        """Look at the tables of a row. `new`: blocks from position `first` on that were not there are handed out.
+    cdef int32_t see_tables(self, int32_t slot, int32_t first, bint new) noexcept nogil:
+        """See the tables of a row. `new`: blocks from position `first` on that were not there were handed out.
 
-        Returns how many of arena 0 are.
+        Those are poisoned: who has still to read one is robbed. Returns how many are of arena 0.
         """
         cdef int32_t g, i, n, known, begin, taken = 0
         cdef int32_t* seen
@@ -495,7 +499,7 @@ cdef class Content:
         cdef int32_t i
         cdef Row* r
         for i in range(w.rows):
-            r = &self.row[w.handle[i] & 0xFFFFF]
+            r = &self.row[slot_of(w.handle[i])]
             if r.handle == w.handle[i]:
                 r.passed = max(r.passed, min(w.new[i], r.n))
 
@@ -508,10 +512,10 @@ cdef class Content:
             at -= 1
         q = &self.queue[at]
         for i in range(w.rows):
-            slot = <int32_t>(w.handle[i] & 0xFFFFF)
+            slot = slot_of(w.handle[i])
             if self.row[slot].handle == w.handle[i]:
                 self.row[slot].n = w.old[i]
-                self.look(slot, 0, False)
+                self.see_tables(slot, 0, False)
         if w.executed or writes:
             self.leave_garbage(k, q)
         else:
