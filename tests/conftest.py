@@ -8,12 +8,14 @@ it fails most of test_guards).
 import argparse
 import contextlib
 import datetime
+import fcntl
 import os
 import re
 import sys
 import zlib
 from collections import defaultdict
 from fractions import Fraction
+from pathlib import Path
 
 # One thread of BLAS per process of pytest-xdist, which hands it on. NumPy reads it when it is loaded.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -330,3 +332,20 @@ def counting_engine():
     from metal_engine import StandIn
 
     return StandIn()
+
+
+@pytest.fixture(scope="session")
+def built():
+    """A folder with the extension for MLX, compiled if sources, MLX or Python have changed since the last run."""
+    from kvpool_backends.mlx.native import loading
+    from kvpool_backends.mlx.native.build import build
+
+    folder = Path(__file__).parents[1] / "build" / "mlx-native"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests may run in several processes
+        try:
+            loading.open_module(folder)
+        except loading.Unfit:
+            build(folder)
+    return folder
