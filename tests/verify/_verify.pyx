@@ -1264,21 +1264,14 @@ cdef class Run(Calls):
         cdef int32_t slot = <int32_t>(w.a % <uint32_t>self.max_seqs)
         cdef int64_t handle = self.newest[slot]
         if self.num_loads and w.b & 2 and not self.load[0].closed:
-            handle = self.load[0].handle
-            call = (self.pool.fork, self.pool.truncate, self.pool.compact)[w.a % 3]
-            given = [handle] if w.a % 3 == 0 else [handle, 0]
-            if self.call(("fork", "truncate", "compact")[w.a % 3], call, tuple(given)) is not None:
-                self.wrong("a call on row {0}, which is being loaded, was accepted", self.load[0].handle)
-            return 0
-        if handle < 0 or self.row[slot].handle == handle or self.row[slot].loading:
-            handle = self.row[self.live[0]].handle if self.num_live else -1
-            found = self.call("pool.close", self.pool.close, ([handle, handle],))
-        elif w.b & 1:
-            found = self.call("pool.fork", self.pool.fork, (handle,))
+            handle, name = self.load[0].handle, ("fork", "truncate", "compact")[w.a % 3]
+        elif handle < 0 or self.row[slot].handle == handle or self.row[slot].loading:
+            handle, name = self.row[self.live[0]].handle if self.num_live else -1, "close"
         else:
-            found = self.call("pool.truncate", self.pool.truncate, (handle, 0))
-        if found is not None:
-            self.wrong("handle {0}, which is closed or named twice, was accepted", handle)
+            name = "fork" if w.b & 1 else "truncate"
+        given = {"fork": (handle,), "close": ([handle, handle],)}.get(name, (handle, 0))
+        if self.call(f"pool.{name}", getattr(self.pool, name), given) is not None:
+            self.wrong("handle {0}, which is closed, being loaded or named twice, was accepted", handle)
         return 0
 
     cdef int op_reset(self, const Word* w) except -1:

@@ -287,13 +287,14 @@ cdef class Content:
         cdef Work* w = &self.work[k]
         cdef Row* r
         cdef const Shown* shown
-        cdef int32_t i, g
+        cdef int32_t i, g, b
         w.id, w.rows, w.noted, w.executed = self.next_work, rows, False, False
         self.next_work += 1
         for g in range(self.num_groups):
             shown = &self.shown[k][g]
             for i in range(shown.num_saves):
-                self.poison_bundle(shown.saves + i * (1 + self.group[g].bundle) + 1, self.group[g].bundle)
+                for b in range(self.group[g].bundle):
+                    self.poison(0, shown.saves[i * (1 + self.group[g].bundle) + 1 + b])
         for i in range(rows):
             r = &self.row[slots[i]]
             w.handle[i] = r.handle
@@ -332,11 +333,6 @@ cdef class Content:
                             self.wrong("content: group {0}: slot {1} is written, which a pending copy of {2} tokens of "
                                        "block {3} reads", g, slot, copy[2], copy[0])
         return 0
-
-    cdef void poison_bundle(self, const int32_t* ids, int32_t n) noexcept nogil:
-        cdef int32_t i
-        for i in range(n):
-            self.poison(0, ids[i])
 
     cdef int execute_next(self) except -1:
         """The device executes what is next in its queue."""
@@ -467,41 +463,34 @@ cdef class Content:
         return 0
 
     cdef int save_states(self, int32_t g, const Shown* shown) except -1:
-        cdef int32_t i, n = self.group[g].bundle
+        cdef int32_t i, k, n = self.group[g].bundle
         cdef const int32_t* ids
         for i in range(shown.num_saves):
             ids = shown.saves + i * (1 + n)
-            self.write_bundle(ids + 1, n, self.cell[self.group[g].arena][ids[0]])
-        return 0
-
-    cdef int write_bundle(self, const int32_t* ids, int32_t n, uint64_t state) except -1:
-        cdef int32_t k
-        for k in range(n):
-            if not self.reserved <= ids[k] < self.num_blocks[0]:
-                self.wrong("content: a state is saved to block {0}", ids[k])
-            self.cell[0][ids[k] * self.room[0]] = state + k * ODD
+            for k in range(n):
+                if not self.reserved <= ids[1 + k] < self.num_blocks[0]:
+                    self.wrong("content: a state is saved to block {0}", ids[1 + k])
+                self.cell[0][ids[1 + k] * self.room[0]] = self.cell[self.group[g].arena][ids[0]] + k * ODD
         return 0
 
     # -- how plans end
 
     cdef int settle_queue(self) except -1:
         """All that is noted done passes, oldest first; garbage that waits for nothing more has happened."""
+        cdef const Work* w
+        cdef int32_t i
+        cdef Row* r
         while self.num_queue and (self.queue[0].plan == GARBAGE or self.work[self.queue[0].plan].noted):
             if self.num_executed == 0:
                 self.execute_next()
-            if self.queue[0].plan != GARBAGE:
-                self.pass_work(&self.work[self.queue[0].plan])
+            w = &self.work[max(self.queue[0].plan, 0)]
+            for i in range(w.rows if self.queue[0].plan != GARBAGE else 0):
+                r = &self.row[slot_of(w.handle[i])]
+                if r.handle == w.handle[i]:
+                    r.passed = max(r.passed, min(w.new[i], r.n))
             self.unqueue(0)
             self.num_executed -= 1
         return 0
-
-    cdef void pass_work(self, const Work* w) noexcept nogil:
-        cdef int32_t i
-        cdef Row* r
-        for i in range(w.rows):
-            r = &self.row[slot_of(w.handle[i])]
-            if r.handle == w.handle[i]:
-                r.passed = max(r.passed, min(w.new[i], r.n))
 
     cdef int undone(self, int32_t k, bint writes) except -1:
         """The newest plan was rolled back. `writes`: the device still begins it, and leaves garbage."""

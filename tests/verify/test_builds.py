@@ -1,7 +1,6 @@
 """Copies of the tree, compiled otherwise and only when something changed."""
 
 import os
-import sys
 
 import pytest
 
@@ -65,22 +64,6 @@ def test_build_that_failed_is_tried_again(tree):
     assert calls(builds.build("debug")) == ["KVPOOL_DEBUG"]
 
 
-@pytest.mark.parametrize(
-    ("variant", "kernels", "fuzzer"), [("asan", False, True), ("asan-cpu", True, False), ("mutated", True, True)]
-)
-def test_variant_compiles_the_cpu_backend_and_the_fuzzer_where_it_wants_them(
-    tree, monkeypatch, variant, kernels, fuzzer
-):
-    monkeypatch.setattr(builds, "mutate", lambda paths: ({}, []))
-    (tree / "tests" / "verify").mkdir(parents=True)
-    for name in ("_verify.pyx", "run.py"):
-        (tree / "tests" / "verify" / name).write_text("")
-    folder = builds.build(variant)
-    assert (folder / "kvpool_backends/cpu/_kernels.pyx").exists() is kernels
-    assert (folder / "tests/verify/_verify.pyx").exists() is fuzzer
-    assert (folder / "tests/verify/run.py").exists()
-
-
 def test_build_in_place_is_release_only_while_it_is_plain_and_new(tree):
     stamp = tree / "build" / "cython" / "variant"
     assert not builds.is_release()
@@ -104,11 +87,3 @@ def test_run_imports_the_copy_and_never_the_build_in_place(tree):
     assert done.returncode == 3
     folder = tree / "build" / "release"
     assert done.stdout.splitlines() == [str(folder / "kvpool" / "__init__.py"), str(folder)]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="gcc's sanitizers")
-def test_environment_preloads_what_the_sanitizer_needs():
-    made = builds.environment("asan", KVPOOL_SEED="7")
-    assert all(f"/lib{name}.so" in made["LD_PRELOAD"] for name in ("asan", "ubsan"))
-    assert "detect_leaks=0" in made["ASAN_OPTIONS"] and made["KVPOOL_SEED"] == "7"
-    assert builds.VARIANTS["tsan"].prefix == ("setarch", "-R")
