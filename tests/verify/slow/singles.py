@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -58,14 +59,9 @@ def name_of(call: str, num_groups: int) -> str:
     return f"{call}, groups: {num_groups}"
 
 
-def each(batch: int, single: Callable[[int], Any]) -> Callable[[], None]:
-    """A batch of single operations; each is given its number."""
-
-    def run() -> None:
-        for n in range(batch):
-            single(n)
-
-    return run
+def each(batch: int, single: Callable[[int], Any]) -> Callable[[], Any]:
+    """A batch of single operations; each is given its number. The loop is C: Python adapts its own to what it calls."""
+    return lambda: deque(map(single, range(batch)), 0)
 
 
 def both(*calls: Callable[[], Any]) -> Callable[[], None]:
@@ -78,28 +74,83 @@ def both(*calls: Callable[[], Any]) -> Callable[[], None]:
     return run
 
 
+class InOrder:
+    """A pool in which every step is done when it returns, a sequence that is cached and one that grows and shrinks."""
+
+    def __init__(self, num_blocks: int, batch: int) -> None:
+        options: dict[str, Any] = {"max_seqs": 64, "max_blocks_per_seq": 64, "in_order": True, "prefix_cache": True}
+        self.pool = pool = kvpool.Pool(num_blocks, BLOCK_SIZE, seed=1, **options)
+        pool.blocks.alloc(SMALL_INTS)
+        self.batch, self.made = batch, [0] * batch
+        self.plan, self.wide = kvpool.Plan(pool, 1), kvpool.Plan(pool, 1, max(PROMPT, (batch + 1) * BLOCK_SIZE))
+        self.tokens = np.arange(PROMPT + 1, dtype=np.int32)
+        self.parent, writer = pool.open(), pool.open()
+        for handle in (self.parent, writer):
+            pool.step(self.wide, [handle], PROMPT)
+        pool.prefix.commit(self.parent, self.tokens[:PROMPT])
+        self.rows = np.array([writer])
+        self.close = each(batch, lambda n: pool.close(self.made[n]))
+        self.cut = partial(pool.truncate, writer, PROMPT)
+
+
 def singles(num_blocks: int, batch: int, careless: bool) -> dict[str, Operation]:
     """Operations of a pool in which every step is done when it returns."""
-    options: dict[str, Any] = {"max_seqs": 64, "max_blocks_per_seq": 64, "in_order": True, "prefix_cache": True}
-    pool = kvpool.Pool(num_blocks, BLOCK_SIZE, seed=1, **options)
-    pool.blocks.alloc(SMALL_INTS)
-    look = pool.fingerprint if careless else nothing
-    plan, wide = kvpool.Plan(pool, 1), kvpool.Plan(pool, 1, max(PROMPT, (batch + 1) * BLOCK_SIZE))
-    tokens = np.arange(PROMPT + 1, dtype=np.int32)
-    fresh = [tokens[:BLOCK_SIZE] + 7 + n for n in range(batch)]
-    parent, writer = pool.open(), pool.open()
-    for handle in (parent, writer):
-        pool.step(wide, [handle], PROMPT)
-    pool.prefix.commit(parent, tokens[:PROMPT])
-    rows, made, taken = np.array([writer]), [0] * batch, [np.zeros(0, np.int32)]
-    long = [-1]
+    state = InOrder(num_blocks, batch)
+    return plain_singles(state, state.pool.fingerprint if careless else nothing) | cached_singles(state)
 
-    def alloc(n: int) -> None:
+
+def plain_singles(state: InOrder, look: Callable[[], Any]) -> dict[str, Operation]:
+    """Of blocks and sequences; `look` after some."""
+    pool, plan, wide, rows, made, batch = state.pool, state.plan, state.wide, state.rows, state.made, state.batch
+    close, cut, long, writer = state.close, state.cut, [-1], int(state.rows[0])
+
+    def alloc_one(n: int) -> None:
         made[n] = pool.blocks.alloc()
         look()
 
     def fork_one(n: int) -> None:
-        made[n] = int(pool.fork(parent)[0])
+        made[n] = int(pool.fork(state.parent)[0])
+
+    def step(n: int) -> None:
+        pool.step(plan, rows, 1)
+        look()
+
+    def open_long() -> None:
+        long[0] = pool.open()
+        pool.step(wide, long, (batch + 1) * BLOCK_SIZE)
+
+    def close_long() -> None:
+        pool.close(long[0])
+
+    def unshare(n: int) -> None:
+        pool.unshare(plan, made[n : n + 1], PROMPT - 1, PROMPT - BLOCK_SIZE)
+
+    alloc, free = each(batch, alloc_one), each(batch, lambda n: pool.blocks.free(made[n]))
+    fork, again = each(batch, fork_one), both(close_long, open_long)
+    lengthen = partial(pool.step, wide, rows, batch * BLOCK_SIZE)
+    lengths = [PROMPT + (batch - 1 - n) * BLOCK_SIZE for n in range(batch)]
+    compact = each(batch, lambda n: pool.compact(long[0], (batch - n) * BLOCK_SIZE))
+    return {
+        "alloc": Operation(alloc, free),
+        "free": Operation(free, alloc, alloc, free),
+        "fork": Operation(fork, close),
+        "close": Operation(close, fork, fork, close),
+        "step": Operation(each(batch, step), cut),
+        "reserve": Operation(each(batch, lambda n: pool.reserve(plan, rows, (n + 1) * BLOCK_SIZE)), cut),
+        "truncate": Operation(each(batch, lambda n: pool.truncate(writer, lengths[n])), lengthen, lengthen, cut),
+        "unshare": Operation(each(batch, unshare), both(close, fork), fork, close),
+        "compact": Operation(compact, again, open_long, close_long),
+        "evict_blocks": Operation(
+            each(batch, lambda n: pool.evict_blocks(long[0], [0])), again, open_long, close_long
+        ),
+    }  # fmt: skip
+
+
+def cached_singles(state: InOrder) -> dict[str, Operation]:
+    """Of the prefix cache."""
+    pool, wide, made, batch, close = state.pool, state.wide, state.made, state.batch, state.close
+    tokens, fresh = state.tokens, [state.tokens[:BLOCK_SIZE] + 7 + n for n in range(batch)]
+    taken = [np.zeros(0, np.int32)]
 
     def hit(n: int) -> None:
         made[n] = pool.open(tokens)
@@ -109,59 +160,24 @@ def singles(num_blocks: int, batch: int, careless: bool) -> dict[str, Operation]
         made[n] = pool.open()
         pool.step(wide, made[n : n + 1], BLOCK_SIZE)
 
-    def step(n: int) -> None:
-        pool.step(plan, rows, 1)
-        look()
-
     def take() -> None:
         """Every block is taken or cached then."""
         if pool.stats().blank:
             taken[0] = pool.blocks.alloc(pool.stats().blank)
 
-    def open_long() -> None:
-        long[0] = pool.open()
-        pool.step(wide, long, (batch + 1) * BLOCK_SIZE)
-
-    free, close = each(batch, lambda n: pool.blocks.free(made[n])), each(batch, lambda n: pool.close(made[n]))
-    fork, write = each(batch, fork_one), each(batch, write_one)
-    insert, evict = (
-        each(batch, lambda n: pool.prefix.commit(made[n], fresh[n])),
-        each(batch, lambda n: pool.blocks.evict(1)),
-    )
-    cut = partial(pool.truncate, writer, PROMPT)
-    lengthen = partial(pool.step, wide, rows, batch * BLOCK_SIZE)
+    write, insert = each(batch, write_one), each(batch, lambda n: pool.prefix.commit(made[n], fresh[n]))
+    evict = each(batch, lambda n: pool.blocks.evict(1))
     cache = both(write, insert, close)  # blocks that nobody refers to, as many as a run evicts
-    fill, empty = both(cut, cache, take), both(lambda: pool.blocks.free(taken[0]), evict)
-
-    def close_long() -> None:
-        pool.close(long[0])
-
-    again = both(close_long, open_long)
-    grown = [PROMPT + (batch - 1 - n) * BLOCK_SIZE for n in range(batch)]
+    fill, empty = both(state.cut, cache, take), both(lambda: pool.blocks.free(taken[0]), evict)
     return {
-        "alloc": Operation(each(batch, alloc), free),
-        "free": Operation(free, each(batch, alloc), each(batch, alloc), free),
-        "fork": Operation(fork, close),
-        "close": Operation(close, fork, fork, close),
-        "step": Operation(each(batch, step), cut),
-        "reserve": Operation(each(batch, lambda n: pool.reserve(plan, rows, (n + 1) * BLOCK_SIZE)), cut),
-        "truncate": Operation(each(batch, lambda n: pool.truncate(writer, grown[n])), lengthen, lengthen, cut),
         "match": Operation(each(batch, lambda n: pool.prefix.match(tokens))),
         "hit": Operation(each(batch, hit), close),
         "insert": Operation(insert, both(close, evict, write), write, close),
         "evict": Operation(evict, cache, cache, evict),
-        "step that evicts": Operation(each(batch, lambda n: pool.step(wide, rows, BLOCK_SIZE)), fill, fill, empty),
-        "unshare": Operation(
-            each(batch, lambda n: pool.unshare(plan, made[n : n + 1], PROMPT - 1, PROMPT - BLOCK_SIZE)),
-            both(close, fork), fork, close,
+        "step that evicts": Operation(
+            each(batch, lambda n: pool.step(wide, state.rows, BLOCK_SIZE)), fill, fill, empty
         ),
-        "compact": Operation(
-            each(batch, lambda n: pool.compact(long[0], (batch - n) * BLOCK_SIZE)), again, open_long, close_long
-        ),
-        "evict_blocks": Operation(
-            each(batch, lambda n: pool.evict_blocks(long[0], [0])), again, open_long, close_long
-        ),
-    }  # fmt: skip
+    }
 
 
 class Late:
