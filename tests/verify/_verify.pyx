@@ -16,8 +16,8 @@ from libc.string cimport memcmp, memcpy, memmove, memset
 
 from kvpool._core cimport (
     BLOCK_TABLES, CU_Q_LENS, INDICES, INDPTR, OK, OUT_OF_BLOCKS, POSITIONS, SEQ_LENS, SLOT_IDS, SLOT_MAPPING, Field,
-    Ints, LayerGroup, Plan, Pool, StepPart, Verdict, entries_of, group_row, ints_init, pool_close,
-    pool_enter, pool_leave, pool_next_handle, pool_open, pool_step, seq_table,
+    Ints, LayerGroup, Plan, Pool, StepPart, Verdict, entries_of, group_row, pool_enter, pool_leave, pool_step,
+    seq_table,
 )
 
 import hashlib
@@ -802,7 +802,7 @@ cdef class Run(Calls):
         return self.finish_plan(k)
 
     cdef int finish_plan(self, int32_t k) except -1:
-        if not self.call_done(k):
+        if self.call("pool.done", self.pool.done, (self.plans[k],)) is None:
             return self.wrong("done of plan {0}, which is pending, was refused", k)
         self.work[k].noted = True
         return self.settle_queue()
