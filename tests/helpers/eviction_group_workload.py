@@ -1,6 +1,6 @@
 """The random workloads of `group_workload` with a budget per sequence: tokens leave the full group, which is the first.
 
-The oracle of `eviction_workload` judges what a row holds there. All other groups must have every token.
+The oracle of `eviction_workload` judges what a row holds there.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from eviction_workload import EvictingRunner, Oracle, draw_policy, leave_out_beams
-from group_workload import GroupGuest, GroupMemory, arena_of, draw_groups, needs_alone, with_prefixes
+from eviction_workload import EvictingRunner, draw_policy, leave_out_beams
+from group_workload import Arenas, draw_groups, needs_alone, with_prefixes
 from scheduler_workload import Workload, tokens_needed
 
 from kvpool import Request
@@ -52,61 +52,15 @@ def draw_evicting_groups(seed: int) -> tuple[Workload, Policy]:
     return with_prefixes(workload) if caches else workload, policy
 
 
-class EvictedGroupMemory(GroupMemory):
-    """A `GroupMemory` whose full group loses tokens: what the others must have comes from the tokens themselves."""
-
-    def __init__(self, oracle: Oracle, histories: dict[int, np.ndarray]) -> None:
-        super().__init__(oracle.backend.model, oracle.pool)
-        self.memories[0] = oracle.backend
-        self.histories = histories
-
-    def _known(self, plan: Any, row: int, positions: np.ndarray) -> np.ndarray:
-        return self.histories[int(plan.handles[row])][positions]
-
-
-class EvictingGroupRunner(EvictingRunner):
+class EvictingGroupRunner(Arenas, EvictingRunner):
     """An `EvictingRunner` on a pool with layer groups."""
 
-    def __init__(self, workload: Workload, policy: Policy, **how: Any) -> None:
-        super().__init__(workload, policy, **how)
-        self.memory = EvictedGroupMemory(self.oracle, self.histories)
-        self.guest = GroupGuest(self.pool, self.rng)
-        self.watch.checkpoints = workload.pool["prefix_cache"]
-        groups = list(self.memory.groups)
-        self.num_arenas = 1 + max(arena_of(groups, number) for number in range(len(groups)))
+    def needs(self, request: Request, chunk: int) -> tuple[list[int], list[int]]:
+        """Of a request that keeps a budget."""
+        pool = self.workload.pool
+        return needs_evicting(self.policy, request, pool, chunk, pool["prefix_cache"])
 
-    def fits(self, request: Request) -> tuple[bool, bool]:
-        """Whether a request may fit the pool, and whether it must."""
-        options, pool = self.workload.scheduler, self.workload.pool
-        chunk = min(options["prefill_chunk"], options["max_step_tokens"])
-        usable = [stats.num_blocks - stats.reserved for stats in map(self.pool.stats, range(self.num_arenas))]
-        usable[0] -= self.pool.options.watermark
-        least, most = needs_evicting(self.policy, request, pool, chunk, pool["prefix_cache"])
-        return all(map(int.__le__, least, usable)), all(map(int.__le__, most, usable))
-
-    def need(self, request: Request) -> int:
-        """As `Runner` asks: no more than `usable` if the request may fit."""
-        return 0 if self.fits(request)[0] else self.usable() + 1
-
-    def _refuse(self, request: Request, reason: str) -> None:
-        if reason != "too_large":
-            super()._refuse(request, reason)
-            return
-        assert not self.fits(request)[1], f"{request.id} fits"
-        self.refused.add(request.id)
-
-    def _poison(self) -> None:
-        """Poison blocks of the full group that no sequence holds, so that a read of one is found."""
-        if not self.workload.pool["prefix_cache"]:
-            first, refcount = self.pool.options.reserved_blocks, self.pool.blocks.refcount
-            free = [block for block in range(first, self.pool.num_blocks) if not refcount(block)]
-            self.oracle.backend.poison(free)
-
-    def _finish(self) -> None:
-        super()._finish()
-        for arena in range(self.num_arenas):
-            stats = self.pool.stats(arena)
-            assert stats.used == stats.limbo == 0, f"arena {arena} leaked: {stats}"
+    def may_set_back(self) -> bool:
+        """Copies of what is shared, or calls that fail, take what was promised."""
         shares = self.workload.pool["prefix_cache"] or any(request.n > 1 for request in self.requests.values())
-        if not (shares or self.workload.guests or self.watch.failures or self.break_rate):
-            assert self.scheduler._core.setbacks == 0, "a sequence was preempted for a chunk, or for copies"
+        return shares or bool(self.break_rate)

@@ -174,14 +174,13 @@ class EvictingRunner(Runner):
         super().__init__(workload, make, **how)
         (self.oracle,) = found
         self.policy, self.break_rate = policy, break_rate
-        self.memory: Any = self.oracle.backend
+        self.memory = self.oracle.backend
         tier = self.scheduler._core.tier
         if tier is not None:
             tier.memory = self.memory
         self.watch.strict = self.watch.simple = False
         self.watch._victims = lambda *_: None
         self.watch.updated = lambda *_: None  # its bounds are those of a scheduler that preempts for decodes only
-        self.histories: dict[int, np.ndarray] = {}  # of each sequence, as `TokenMemory` has them
         self.at_end_of_prompt: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
         self.oracle.parent_of = lambda lane: self.at_end_of_prompt[self.scheduler.request_of(lane).id]
 
@@ -214,8 +213,7 @@ class EvictingRunner(Runner):
             tokens = rows.known(lane, 0, begin + int(step.num_new[row]))
             digests = self.model.digests(tokens, np.arange(len(tokens)))
             start = self.model.start(salt_of(request.namespace))
-            self.histories[handle] = start + np.cumsum(digests, dtype=np.uint64)
-            self.oracle.values[handle] = mix(self.histories[handle])
+            self.oracle.values[handle] = mix(start + np.cumsum(digests, dtype=np.uint64))
             if handle not in self.oracle.held:
                 fork = step.evicted[row] > 0
                 self.oracle.held[handle] = self.at_end_of_prompt[request.id][0] if fork else np.arange(begin)

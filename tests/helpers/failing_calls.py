@@ -36,9 +36,13 @@ class Stage:
         self.plans: list[Any] = []
         self.handles: list[int] = []
         self.ids: Any = None
-        self.own: Any = None  # the plan that gives a sequence blocks of its own
         self.told = 0  # events of the prefix cache, those included that were lost
-        self.made: Any = None  # what the last call returned, for "keep" to file: the call itself ends with the pool's
+        self.made: Any = None  # what the last call returned, for "keep" to file
+
+    def pending(self, how: str, number: int = 0) -> None:
+        """`done` or `rollback` of a plan, if it is pending."""
+        if self.plans[number].is_pending:
+            getattr(self.pool, how)(self.plans[number])
 
     def snapshot(self) -> tuple:
         """All that a refused call must leave alone."""
@@ -53,18 +57,11 @@ class Stage:
         return (self.pool.fingerprint(), self.pool.digest(), self.pool.stats(), shown, len(self.handles), self.told)
 
 
-def make_pool(rng: random.Random, cached: bool) -> dict[str, Any]:
-    """Options of a pool."""
-    options: dict[str, Any] = {"max_seqs": rng.choice([48, 64, 200]), "reserved_blocks": rng.randrange(3), "seed": 1}
-    options["in_order"] = rng.random() < 0.4
-    if cached:
-        options |= {"prefix_cache": True, "events": rng.choice([0, 3, 400])}
-    return options
-
-
 def keep(s: Stage) -> None:
     """File what the call before returned."""
-    if isinstance(s.made, kvpool.Plan):
+    if isinstance(s.made, kvpool.Pool):
+        s.pool = s.made
+    elif isinstance(s.made, kvpool.Plan):
         s.plans.append(s.made)
     elif isinstance(s.made, list):
         s.told += sum(event[1] if event[0] == "lost" else 1 for event in s.made)
@@ -76,98 +73,71 @@ def keep(s: Stage) -> None:
         s.ids = s.made.tolist()
 
 
+KEPT: Call = ("keep", keep)
+
+
 def script(seed: int) -> list[Call]:
     """Construct a pool, use every call that takes memory, and end."""
     rng = random.Random(seed)
     cached = seed % 2 == 1
-    num_blocks, block_size = rng.choice([70, 150, 300]), rng.choice([1, 2, 4])
-    options, formats = make_pool(rng, cached), rng.sample(FORMATS, rng.randint(1, len(FORMATS)))
-    dtype, rows = rng.choice(["int32", "int64"]), rng.choice([40, 60])
-    width, copies = rng.choice([8, 12]), rng.choice([18, 35, 39])
-    prompt = [rng.randrange(50) for _ in range(3 * block_size)]
-
-    def construct(s: Stage) -> None:
-        s.pool = kvpool.Pool(num_blocks, block_size, **options)
-
-    def plan(s: Stage) -> None:
-        s.made = kvpool.Plan(s.pool, rows, 400, formats=formats, table_width=width, dtype=dtype)
-
-    def begin(s: Stage) -> None:
-        s.made = s.pool.open(prompt, b"tenant") if cached else s.pool.open(len(prompt))
-
-    def step(number: int, rows_: slice, num_new: Any) -> Callable[[Stage], None]:
-        return lambda s: s.pool.step(s.plans[number], s.handles[rows_], num_new)
-
-    def end(number: int, how: str) -> Callable[[Stage], None]:
-        return lambda s: getattr(s.pool, how)(s.plans[number]) if s.plans[number].is_pending else None
-
-    def fork(s: Stage) -> None:
-        s.made = s.pool.fork(s.handles[0], copies)
-
-    def commit(s: Stage) -> None:
-        if cached:
-            s.pool.prefix.commit(s.handles[:1], prompt[: s.pool.num_tokens(s.handles[0])])
-
-    def own(s: Stage) -> None:
-        s.own = kvpool.Plan(s.pool, 1, 0, formats=())
-        s.pool.unshare(s.own, s.handles[4:5], 2 * block_size)  # more copies than rows
-
-    def take(s: Stage) -> None:
-        s.made = s.pool.blocks.alloc(3)
-
-    def drain(s: Stage) -> None:
-        s.made = s.pool.prefix.events() if cached else []
-
-    fill = [block_size * 2 + 1]
-    kept = ("keep", keep)
+    num_blocks, size = rng.choice([70, 150, 300]), rng.choice([1, 2, 4])
+    options: dict[str, Any] = {"max_seqs": rng.choice([48, 64, 200]), "reserved_blocks": rng.randrange(3), "seed": 1}
+    options["in_order"] = rng.random() < 0.4
+    if cached:
+        options |= {"prefix_cache": True, "events": rng.choice([0, 3, 400])}
+    formats, dtype = rng.sample(FORMATS, rng.randint(1, len(FORMATS))), rng.choice(["int32", "int64"])
+    rows, width, copies = rng.choice([40, 60]), rng.choice([8, 12]), rng.choice([18, 35, 39])
+    prompt = [rng.randrange(50) for _ in range(3 * size)]
     finish = "rollback" if seed % 3 else "done"
-    return [
-        ("Pool", construct), ("Plan", plan), kept, ("open", begin), kept, ("step", step(0, slice(1), fill)),
-        ("done", end(0, "done")), ("commit", commit), ("fork", fork), kept, ("Plan", plan), kept,
+    plan: Call = ("Plan", lambda s: kvpool.Plan(s.pool, rows, 400, formats=formats, table_width=width, dtype=dtype))
+    begin: Call = ("open", lambda s: s.pool.open(prompt, b"tenant") if cached else s.pool.open(len(prompt)))
+    calls: list[Call] = [
+        ("Pool", lambda s: kvpool.Pool(num_blocks, size, **options)), KEPT, plan, KEPT, begin, KEPT,
+        ("step", lambda s: s.pool.step(s.plans[0], s.handles[:1], 2 * size + 1)),
+        ("done", lambda s: s.pending("done")),
+    ]  # fmt: skip
+    if cached:
+        calls.append(("commit", lambda s: s.pool.prefix.commit(s.handles[:1], prompt[: 2 * size + 1])))
+    calls += [
+        ("fork", lambda s: s.pool.fork(s.handles[0], copies)), KEPT, plan, KEPT,
         ("can", lambda s: s.pool.can(s.handles, [1] * len(s.handles))),
-        ("step", step(1, slice(None), [1] * (copies + 1))),  # every row copies its tail: the log grows
-        (finish, end(1, finish)),
-        ("reserve", lambda s: s.pool.reserve(s.plans[0], s.handles[:2], [block_size, 1])), ("done", end(0, "done")),
-        ("open", begin), kept, ("alloc", take), kept, ("incref", lambda s: s.pool.blocks.incref(s.ids)),
-        ("decref", lambda s: s.pool.blocks.decref(s.ids)), ("free", lambda s: s.pool.blocks.free(s.ids)),
-        ("match", lambda s: s.pool.prefix.match(prompt, b"tenant") if cached else None),
+        ("step", lambda s: s.pool.step(s.plans[1], s.handles, 1)),  # every row copies its tail: the log grows
+        (finish, lambda s: s.pending(finish, 1)),
+        ("reserve", lambda s: s.pool.reserve(s.plans[0], s.handles[:2], [size, 1])),
+        ("done", lambda s: s.pending("done")),
+        begin, KEPT, ("alloc", lambda s: s.pool.blocks.alloc(3)), KEPT,
+        ("incref", lambda s: s.pool.blocks.incref(s.ids)), ("decref", lambda s: s.pool.blocks.decref(s.ids)),
+        ("free", lambda s: s.pool.blocks.free(s.ids)),
         ("truncate", lambda s: s.pool.truncate(s.handles[1:3], [1, 0])),
-        ("unshare", own), ("keep", lambda s: s.own.is_pending and s.pool.done(s.own)),
-        ("compact", lambda s: s.pool.compact(s.handles[4:5], [block_size + 1])),
+        ("Plan", lambda s: kvpool.Plan(s.pool, 1, 66 * size, formats=())), KEPT,
+        ("unshare", lambda s: s.pool.unshare(s.plans[2], s.handles[4:5], 2 * size)),  # more copies than rows
+        ("done", lambda s: s.pending("done", 2)),
+        ("compact", lambda s: s.pool.compact(s.handles[4:5], [size + 1])),
         ("evict_blocks", lambda s: s.pool.evict_blocks(s.handles[17], [0, 1])),
         ("close", lambda s: s.pool.close(s.handles[1:4])),
         ("keep", lambda s: [s.pool.defer_close(h) for h in s.handles[6:16]] and None),
         ("stats", lambda s: s.pool.stats()),
         ("close_finished", lambda s: s.pool.close_finished(s.handles[4:6], [True, False])),
-        ("pin", lambda s: s.pool.prefix.pin(prompt, b"tenant") if cached else None),
-        *(long_commit(block_size) if cached and num_blocks > 70 else ()),
-        ("flush", lambda s: s.pool.prefix.flush(b"tenant") if cached else None), ("drain_events", drain), kept,
-        ("reset", lambda s: s.pool.reset()), ("open", lambda s: s.pool.open([1, 2, 3])),
     ]  # fmt: skip
+    if cached:
+        calls += [
+            ("match", lambda s: s.pool.prefix.match(prompt, b"tenant")),
+            ("pin", lambda s: s.pool.prefix.pin(prompt, b"tenant")),
+            *(long_commit(66 * size) if num_blocks > 70 else ()),
+            ("flush", lambda s: s.pool.prefix.flush(b"tenant")),
+            ("drain_events", lambda s: s.pool.prefix.events()), KEPT,
+        ]  # fmt: skip
+    return [*calls, ("reset", lambda s: s.pool.reset()), ("open", lambda s: s.pool.open([1, 2, 3]))]
 
 
-def long_commit(block_size: int) -> list[Call]:
+def long_commit(length: int) -> list[Call]:
     """One commit that makes more nodes than the journal of events has room for at first."""
-    tokens = list(range(66 * block_size))
-
-    def run(s: Stage) -> None:
-        s.pool.rollback(s.plans[1]) if s.plans[1].is_pending else None
-        s.handles.append(s.pool.open(tokens, b"another"))
-
-    def write(s: Stage) -> None:
-        s.pool.step(s.plans[2], s.handles[-1:], len(tokens))
-
-    def plan(s: Stage) -> None:
-        s.plans.append(kvpool.Plan(s.pool, 1, len(tokens), formats=()))
-
-    def done(s: Stage) -> None:
-        if s.plans[2].is_pending:
-            s.pool.done(s.plans[2])
-
-    def commit(s: Stage) -> None:
-        s.pool.prefix.commit(s.handles[-1:], tokens)
-
-    return [("keep", plan), ("keep", run), ("step", write), ("done", done), ("commit", commit)]
+    tokens = list(range(length))
+    return [
+        ("keep", lambda s: s.pending("rollback", 1)), ("open", lambda s: s.pool.open(tokens, b"another")), KEPT,
+        ("step", lambda s: s.pool.step(s.plans[2], s.handles[-1:], length)), ("done", lambda s: s.pending("done", 2)),
+        ("commit", lambda s: s.pool.prefix.commit(s.handles[-1:], tokens)),
+    ]  # fmt: skip
 
 
 def script_with_groups(seed: int) -> list[Call]:
@@ -176,43 +146,26 @@ def script_with_groups(seed: int) -> list[Call]:
     prompt = [rng.randrange(50) for _ in range(rng.randrange(30, 60))]
     groups = [kvpool.Group.full(), kvpool.Group.window(6), kvpool.Group.state(12, blocks=2)]
     options: dict[str, Any] = {"groups": groups[seed % 2 :], "in_order": seed % 5 == 0}
-    options["events"] = rng.choice([0, 3, 400])
-
-    def construct(s: Stage) -> None:
-        s.pool = kvpool.Pool(120, 2, max_seqs=48, prefix_cache=True, seed=1, **options)
-
-    def plan(s: Stage) -> None:
-        s.made = kvpool.Plan(s.pool, 4, 100)
-
-    def begin(s: Stage) -> None:
-        s.made = s.pool.open(prompt, b"tenant", cut=len(prompt) - 3)
+    options |= {"events": rng.choice([0, 3, 400]), "max_seqs": 48, "prefix_cache": True, "seed": 1}
 
     def chunk(s: Stage) -> None:
         length, place = s.pool.num_tokens(s.handles[-1]), int(s.pool.prefix.wanted(s.handles[-1:])[0])
         s.pool.step(s.plans[0], s.handles[-1:], (place if place > 0 else len(prompt)) - length)
 
-    def end(how: str) -> Callable[[Stage], None]:
-        return lambda s: getattr(s.pool, how)(s.plans[0]) if s.plans[0].is_pending else None
-
     def commit(s: Stage) -> None:
         first, length = (call(s.handles[-1]) for call in (s.pool.prefix.committed, s.pool.num_tokens))
         s.pool.prefix.commit(s.handles[-1:], prompt[first:length])
 
-    def fork(s: Stage) -> None:
-        s.made = s.pool.fork(s.handles[-1], 3)
-
-    def drain(s: Stage) -> None:
-        s.made = s.pool.prefix.events()
-
-    kept = ("keep", keep)
-    compute = [("step", chunk), ("done", end("done")), ("commit", commit)]
+    begin: Call = ("open", lambda s: s.pool.open(prompt, b"tenant", cut=len(prompt) - 3))
+    done: Call = ("done", lambda s: s.pending("done"))
+    compute: list[Call] = [("step", chunk), done, ("commit", commit)]
     return [
-        ("Pool", construct), ("Plan", plan), kept, ("open", begin), kept, *compute * 3,
-        ("close", lambda s: s.pool.close(s.handles[-1:])), ("open", begin), kept, ("step", chunk),
-        ("rollback", end("rollback")), ("fork", fork), kept, ("step", chunk), ("done", end("done")),
-        ("match", lambda s: s.pool.prefix.match(prompt, b"tenant")),
+        ("Pool", lambda s: kvpool.Pool(120, 2, **options)), KEPT, ("Plan", lambda s: kvpool.Plan(s.pool, 4, 100)), KEPT,
+        begin, KEPT, *compute * 3, ("close", lambda s: s.pool.close(s.handles[-1:])), begin, KEPT, ("step", chunk),
+        ("rollback", lambda s: s.pending("rollback")), ("fork", lambda s: s.pool.fork(s.handles[-1], 3)), KEPT,
+        ("step", chunk), done, ("match", lambda s: s.pool.prefix.match(prompt, b"tenant")),
         ("pin", lambda s: s.pool.prefix.pin(prompt, b"tenant")), ("evict", lambda s: s.pool.blocks.evict(5)),
-        ("flush", lambda s: s.pool.prefix.flush(b"tenant")), ("drain_events", drain), kept,
+        ("flush", lambda s: s.pool.prefix.flush(b"tenant")), ("drain_events", lambda s: s.pool.prefix.events()), KEPT,
         ("reset", lambda s: s.pool.reset()), ("open", lambda s: s.pool.open([1, 2, 3], b"other")),
     ]  # fmt: skip
 
@@ -239,7 +192,7 @@ def play(calls: list[Call], fail: int = 0, sticky: bool = False) -> tuple[Any, i
         before = s.snapshot()
         _core.fail_at(fail - made if fail > made else 0, sticky)
         try:
-            call(s)
+            s.made = call(s)
         except MemoryError:
             made += _core.allocations()[0]
             _core.fail_at(0)
@@ -247,7 +200,7 @@ def play(calls: list[Call], fail: int = 0, sticky: bool = False) -> tuple[Any, i
             failed = name
             if s.pool is not None:
                 s.pool.check()
-            call(s)
+            s.made = call(s)
         else:
             made += _core.allocations()[0]
             if made >= fail > made - _core.allocations()[0]:
@@ -282,7 +235,7 @@ def stage_at(calls: list[Call]) -> Stage:
     """A stage after these calls."""
     s = Stage()
     for _, call in calls:
-        call(s)
+        s.made = call(s)
     return s
 
 
@@ -293,7 +246,7 @@ def attempt(s: Stage, call: Any, k: int) -> Exception | None:
     try:
         _testcapi.set_nomemory(k, k + 1)
         try:
-            call(s)
+            s.made = call(s)
         finally:
             _testcapi.remove_mem_hooks()
     except Exception as error:

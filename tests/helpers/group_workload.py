@@ -1,8 +1,8 @@
 """Random workloads for `kvpool.Scheduler` on pools with layer groups, in which each arena is the bottleneck in turn.
 
-The requests and options are those of `scheduler_workload`. `GroupMemory` stands for the storage: it computes tokens
-through the tables of the full group, and judges what the other groups would read against them. Needs are counted here
-by sets of entries, not by the scheduler's formulas.
+The requests and options are those of `scheduler_workload`. `GroupMemory` stands for the storage of the first group,
+which is full; what the others hold is judged by `tests.verify`. Needs are counted here by sets of entries, not by the
+scheduler's formulas.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from typing import Any
 
 import numpy as np
 from scheduler_workload import Guest, Runner, Workload, draw, tokens_needed
-from token_model import TokenMemory, TokenModel
+from token_model import TokenMemory
 
-from kvpool import Group, Pool, Request
-
-NOTHING = np.uint64(0xBAD0BAD0BAD0BAD0)
+from kvpool import Group, Request
 
 
 def arena_of(groups: list[Group], number: int) -> int:
@@ -142,147 +140,33 @@ def with_prefixes(workload: Workload) -> Workload:
 
 
 class GroupMemory:
-    """A `TokenModel` over the storage of all groups, driven by plans alone. Group 0 must be full.
+    """The memory of the first column of group 0, driven by the plans of a pool with layer groups."""
 
-    Tokens come from what group 0 holds. Every other group, each of its columns, and every state must hold the same
-    history wherever the layers would read it. A checkpoint is what its blocks hold: nothing, once another one or a
-    group has written one of them.
-    """
+    def __init__(self, memory: TokenMemory) -> None:
+        self.memory = memory
 
-    def __init__(self, model: TokenModel, pool: Pool) -> None:
-        self.groups = pool.options.groups or ()
-        self.lookahead = pool.options.lookahead
-        self.sizes = [group.block_size or pool.block_size for group in self.groups]
-        blocks = [pool.stats(arena_of(list(self.groups), g)).num_blocks for g in range(len(self.groups))]
-        self.memories = [TokenMemory(model, n, size) for n, size in zip(blocks, self.sizes, strict=True)]
-        self.states = [np.full(n, NOTHING, np.uint64) for n in blocks]
-        self.bundles: dict[int, tuple[tuple[int, ...], np.uint64]] = {}  # block of arena 0: its bundle and the state
-
-    def _view(self, plan: Any, g: int, column: int) -> Any:
-        """One column of a group as the plan of a pool without groups."""
-        part, common = plan.groups[g], {name: getattr(plan, name) for name in ("cu_q_lens", "positions")}
+    def _view(self, plan: Any) -> Any:
+        """What the plan of a pool without groups would say."""
+        part, common = plan.groups[0], ("cu_q_lens", "positions", "handles", "num_tokens")
         return SimpleNamespace(
             seq_lens=part.kv_lens,
-            block_tables=np.where(part.block_tables[:, :, column] < 0, 2**30, part.block_tables[:, :, column]),
-            slot_mapping=part.slot_mapping[column],
-            copies=part.copies if column == 0 else part.copies[:0],
-            handles=plan.handles,
-            num_tokens=plan.num_tokens,
-            **common,
+            block_tables=part.block_tables[:, :, 0],
+            slot_mapping=part.slot_mapping[0],
+            copies=part.copies,
+            **{name: getattr(plan, name) for name in common},
         )
 
     def forward(self, tokens: Any, plan: Any, salts: Any) -> np.ndarray:
-        """The states after each token, as `TokenMemory.forward` returns them; all other groups are judged."""
-        first = self._view(plan, 0, 0)
-        self._load(plan)
-        self._forget_bundles(plan)
-        seen = self.memories[0].forward(tokens, first, salts)
-        for g, group in enumerate(self.groups):
-            if group.kind == "state":
-                self._step_states(plan, g)
-                continue
-            for column in range(1 if g == 0 else 0, group.columns):
-                self._step_column(tokens, plan, g, column, salts)
-        self._save(plan)
-        return seen
-
-    def _load(self, plan: Any) -> None:
-        for g, group in enumerate(self.groups):
-            if group.kind == "state" and group.blocks:
-                for slot, *blocks in plan.groups[g].state_loads.tolist():
-                    found = {self.bundles.get(block, ((), NOTHING)) for block in blocks}
-                    assert [bundle for bundle, _ in found] == [tuple(blocks)], f"{blocks} is no checkpoint"
-                    self.states[g][slot] = next(iter(found))[1]
-
-    def _save(self, plan: Any) -> None:
-        for g, group in enumerate(self.groups):
-            if group.kind == "state" and group.blocks:
-                for slot, *blocks in plan.groups[g].state_saves.tolist():
-                    for block in blocks:
-                        self.bundles[block] = tuple(blocks), self.states[g][slot]
-                        for other, size in self._in_arena_0():
-                            self.memories[other].position[block * size : (block + 1) * size] = -1
-
-    def _forget_bundles(self, plan: Any) -> None:
-        """What a plan writes is no checkpoint any more."""
-        for g, size in self._in_arena_0():
-            slots = plan.groups[g].slot_mapping
-            for block in {*(slots[slots >= 0] // size).ravel().tolist(), *plan.groups[g].copies[:, 1].tolist()}:
-                self.bundles.pop(block, None)
-
-    def _in_arena_0(self) -> list[tuple[int, int]]:
-        """Groups whose blocks are in arena 0, and the tokens of one."""
-        groups = enumerate(self.groups)
-        return [(g, self.sizes[g]) for g, group in groups if group.kind != "state" and group.arena == 0]
-
-    def _known(self, plan: Any, row: int, positions: np.ndarray) -> np.ndarray:
-        """What every group has to have at these positions of a row: what the full group has."""
-        return self._history(0, self._view(plan, 0, 0), row, positions)
-
-    def _history(self, g: int, view: Any, row: int, positions: np.ndarray) -> np.ndarray:
-        """What a group has at these positions of a row."""
-        memory = self.memories[g]
-        slots = memory._slots(view, np.full(positions.size, row), positions)
-        assert np.array_equal(memory.position[slots], positions), f"group {g} has other positions in row {row}"
-        return memory.history[slots]
-
-    def _step_column(self, tokens: Any, plan: Any, g: int, column: int, salts: Any) -> None:
-        memory, view, first = self.memories[g], self._view(plan, g, column), self._view(plan, 0, 0)
-        rows, count = len(plan.handles), int(plan.num_tokens)
-        lens = np.asarray(plan.seq_lens[:rows], np.int64)
-        new = np.diff(np.asarray(plan.cu_q_lens[: rows + 1], np.int64))
-        row = np.repeat(np.arange(rows), new)
-        offset = np.arange(count) - np.repeat(np.cumsum(new) - new, new)
-        positions = (lens - new)[row] + offset
-        memory._copy(np.asarray(view.copies, np.int64))
-        before = self.memories[0]._before(first, np.asarray(first.seq_lens[:rows]) - new, np.asarray(salts, np.uint64))
-        memory._write(np.asarray(tokens, np.int64), view.slot_mapping[:count], positions, row, offset, before)
-        group = self.groups[g]
-        for at in range(rows):
-            if g == 0:  # by places, of which eviction leaves fewer than there are positions
-                places = np.arange(int(view.seq_lens[at]))
-                one, other = (memory._slots(each, np.full(places.size, at), places) for each in (first, view))
-                for plane in (memory.position, memory.history):
-                    assert np.array_equal(plane[one], plane[other]), f"column {column} holds other tokens in row {at}"
-                continue
-            begin, end = int(lens[at] - new[at]), int(lens[at])
-            first_read = {"window": begin - group.size + 1, "chunk": begin - begin % (group.size or 1)}
-            low = max(0, first_read.get(group.kind, 0))
-            read = np.union1d(np.arange(low, end), np.arange(min(group.keep, end))).astype(np.int64)
-            got, due = self._history(g, view, at, read), self._known(plan, at, read)
-            assert np.array_equal(got, due), f"group {g} holds another history in row {at}"
-
-    def _step_states(self, plan: Any, g: int) -> None:
-        states, part = self.states[g], plan.groups[g]
-        rows = len(plan.handles)
-        new = np.diff(plan.cu_q_lens[: rows + 1])
-        written = [int(dst) for dst in part.state_dst[:rows] if dst >= 0]
-        assert len(set(written)) == len(written), "two rows write one state"
-        results = {}
-        for at in range(rows):
-            end, src = int(plan.seq_lens[at]), int(part.state_src[at])
-            begin = end - int(new[at])
-            if begin:
-                assert states[src] == self._known(plan, at, np.array([begin - 1]))[0], f"row {at}: another state"
-            else:
-                assert src < 0, f"row {at} begins with a state"
-            results[int(part.state_dst[at])] = self._known(plan, at, np.array([end - 1]))[0]
-        for dst, state in results.items():
-            states[dst] = state
+        """As `TokenMemory.forward`."""
+        return self.memory.forward(tokens, self._view(plan), salts)
 
     def spoil(self, plan: Any) -> None:
         """What a forward leaves that breaks off."""
-        self._forget_bundles(plan)
-        for g, group in enumerate(self.groups):
-            if group.kind == "state":
-                written = plan.groups[g].state_dst
-                self.states[g][written[written >= 0]] = NOTHING
-                if group.blocks:
-                    self.states[g][plan.groups[g].state_loads[:, 0]] = NOTHING
-                    for block in plan.groups[g].state_saves[:, 1:].ravel().tolist():
-                        self.bundles.pop(block, None)
-            else:
-                self.memories[g].spoil(self._view(plan, g, 0))
+        self.memory.spoil(self._view(plan))
+
+    def poison(self, blocks: Any) -> None:
+        """Forget blocks of arena 0 that nobody holds."""
+        self.memory.poison(blocks)
 
 
 class GroupGuest(Guest):
@@ -304,37 +188,35 @@ class GroupGuest(Guest):
         return had
 
 
-class GroupRunner(Runner):
-    """Runs a workload on a pool with layer groups."""
+class Arenas(Runner):
+    """What is other on a pool with layer groups: needs of each arena, and who else is there."""
 
-    def __init__(self, workload: Workload, **options: Any) -> None:
-        workload.pool["num_blocks"], sizes = workload.pool["num_blocks"], dict(workload.pool)
-        super().__init__(workload, **options)
-        self.memory: Any = GroupMemory(self.model, self.pool)
+    memory: Any
+
+    def __init__(self, workload: Workload, *given: Any, **options: Any) -> None:
+        super().__init__(workload, *given, **options)
+        self.memory = GroupMemory(self.memory)
         self.guest = GroupGuest(self.pool, self.rng)
         self.watch.strict = False
         self.watch.checkpoints = bool(workload.pool["prefix_cache"])
-        self.num_arenas = 1 + max(arena_of(sizes["groups"], g) for g in range(len(sizes["groups"])))
-        self.failures = 0
+        groups = workload.pool["groups"]
+        self.num_arenas = 1 + max(arena_of(groups, number) for number in range(len(groups)))
+
+    def needs(self, request: Request, chunk: int) -> tuple[list[int], list[int]]:
+        """Blocks in each arena with which a request can run: at least, at most."""
+        return needs_alone(request, self.workload.pool, chunk)
 
     def fits(self, request: Request) -> tuple[bool, bool]:
         """Whether a request may fit the pool, and whether it must."""
         options = self.workload.scheduler
-        chunk = min(options["prefill_chunk"], options["max_step_tokens"])
-        least, most = needs_alone(request, self.workload.pool, chunk)
-        usable = []
-        for arena in range(self.num_arenas):
-            stats = self.pool.stats(arena)
-            usable.append(stats.num_blocks - stats.reserved - (self.pool.options.watermark if arena == 0 else 0))
+        least, most = self.needs(request, min(options["prefill_chunk"], options["max_step_tokens"]))
+        usable = [stats.num_blocks - stats.reserved for stats in map(self.pool.stats, range(self.num_arenas))]
+        usable[0] -= self.pool.options.watermark
         return all(map(int.__le__, least, usable)), all(map(int.__le__, most, usable))
 
     def need(self, request: Request) -> int:
-        """As `Runner` asks: 0 if the request was right to be accepted."""
-        return 0 if self.fits(request)[0] else 1
-
-    def usable(self) -> int:
-        """As `Runner` asks."""
-        return 0
+        """As `Runner` asks: no more than `usable` if the request may fit."""
+        return 0 if self.fits(request)[0] else self.usable() + 1
 
     def _refuse(self, request: Request, reason: str) -> None:
         if reason == "too_large" and request.beam_width <= self.workload.scheduler["max_running"]:
@@ -342,6 +224,22 @@ class GroupRunner(Runner):
             self.refused.add(request.id)
             return
         super()._refuse(request, reason)
+
+    def _finish(self) -> None:
+        super()._finish()
+        for arena in range(self.num_arenas):
+            stats = self.pool.stats(arena)
+            assert stats.used == stats.limbo == 0, f"arena {arena} leaked: {stats}"
+        if not (self.workload.guests or self.watch.failures or self.may_set_back()):
+            assert self.scheduler._core.setbacks == 0, "a sequence was preempted for a chunk, or for copies"
+
+    def may_set_back(self) -> bool:
+        """Whether a sequence may be preempted for what the scheduler has promised it."""
+        return False
+
+
+class GroupRunner(Arenas):
+    """Runs a workload on a pool with layer groups."""
 
     def _execute(self, step: Any, tick: int) -> None:
         self._promises_hold(step)
@@ -356,14 +254,3 @@ class GroupRunner(Runner):
         if len(step.tokens) < options["max_step_tokens"] and all(map(self.pool.is_open, step.handles.tolist())):
             running = counts.prefilling + counts.decoding
             assert running == len(step.handles), f"{running} sequences run, {len(step.handles)} are rows"
-
-    def _poison(self) -> None:
-        """What no sequence names must not be read again."""
-
-    def _finish(self) -> None:
-        super()._finish()
-        for arena in range(self.num_arenas):
-            stats = self.pool.stats(arena)
-            assert stats.used == stats.limbo == 0, f"arena {arena} leaked: {stats}"
-        if not (self.workload.guests or self.watch.failures):
-            assert self.scheduler._core.setbacks == 0, "a sequence was preempted for a chunk"

@@ -313,7 +313,9 @@ class Runner:
         self.rng = np.random.default_rng([workload.seed, 4])
         self.model = TokenModel(quantum=workload.quantum)
         self.pool = Pool(seed=1, **workload.pool)
-        self.memory = TokenMemory(self.model, self.pool.num_blocks, self.pool.block_size)
+        groups = self.pool.options.groups
+        size = (groups and groups[0].block_size) or self.pool.block_size
+        self.memory: Any = TokenMemory(self.model, self.pool.num_blocks, size)
         self.now = 0
         tier = Tier(self.memory, self.rng) if workload.tier else None
         options = {} if workload.drafts is None else {"speculate": self._drafts}

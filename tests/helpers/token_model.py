@@ -5,7 +5,7 @@ transformer, where the KV of a token depends on all tokens before it). The next 
 back from *every* slot of the context. So a wrong block table, a copy that was forgotten, a block that somebody else
 wrote, a prefix hit of another history or namespace give other tokens, or an `AssertionError` that names the row.
 
-`TokenModel` is the function, with references that know no pool (`solo`, `samples`, `beam`); `TokenMemory` is the same
+`TokenModel` is the function, with references that know no pool (`solo`, `beam`); `TokenMemory` is the same
 function over the slots of a pool. Integers only: the same tokens on every machine, in any batch.
 """
 
@@ -129,13 +129,11 @@ class TokenModel:
         index: int = 0,
     ) -> Generated:
         """The reference: one sequence alone, no pool. Greedy, or sample `index` of `seed`."""
-        prompt = np.asarray(prompt, np.int64)
         tokens: list[int] = []
         logprobs: list[float] = []
-        run = _Run(self, prompt, salt)
         reason = None
         while reason is None:
-            state = run.state()
+            state = self.states([*prompt, *tokens], salt)[-1:]
             if seed is None:
                 token = int(self.greedy(state)[0])
             else:
@@ -143,12 +141,7 @@ class TokenModel:
             tokens.append(token)
             logprobs.append(float(self.logprobs(state)[0, token]))
             reason = why_finished(tokens, max_tokens, eos, stop)
-            run.push(token)
         return Generated(np.array(tokens, np.int32), np.array(logprobs, np.float32), reason)
-
-    def samples(self, prompt: Any, max_tokens: int, n: int, seed: int, **how: Any) -> list[Generated]:
-        """The n samples of a request: `solo` each."""
-        return [self.solo(prompt, max_tokens, seed=seed, index=index, **how) for index in range(n)]
 
     def beam(
         self,
@@ -199,26 +192,6 @@ class TokenModel:
                 if best <= (done[-1].score or 0.0):
                     break
         return done[:n]
-
-
-class _Run:
-    """The state of one sequence, token by token, in Python integers."""
-
-    def __init__(self, model: TokenModel, prompt: np.ndarray, salt: int) -> None:
-        self.model = model
-        digests = model.digests(prompt, np.arange(prompt.size))
-        self.history = (int(model.start(salt)[0]) + int(digests.sum(dtype=np.uint64))) % 2**64
-        self.value = int(model.states(prompt, salt)[-1])
-        self.length = prompt.size
-
-    def state(self) -> np.ndarray:
-        return np.array([self.value], np.uint64)
-
-    def push(self, token: int) -> None:
-        digest = self.model.digests(np.array([token]), np.array([self.length]))
-        self.history = (self.history + int(digest[0])) % 2**64
-        self.value = (self.value + int(mix(np.array([self.history], np.uint64))[0])) % 2**64
-        self.length += 1
 
 
 class TokenMemory:

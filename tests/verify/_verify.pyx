@@ -6,9 +6,8 @@ the state it meets: "c" may pick a row by its place among the open ones. So any 
 is what shrinking needs.
 
 `content.pxi` is the judge. This file knows what each row was given (its tokens, what was done, committed and flushed),
-makes the calls, and tells the judge. It holds a call to few other promises, each where it is made: `wrong` marks them.
-A sound `kvpool.Pool` is called below the reading of arguments where calls are frequent; a subclass, which may have a
-planted fault, and a run that is traced, by the methods of Python.
+makes the calls (`calls.pxi`), and tells the judge. It holds a call to few other promises, each where it is made:
+`wrong` marks them. `OPS`, at the end, says which method plays which word.
 """
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
@@ -17,8 +16,7 @@ from libc.string cimport memcmp, memcpy, memmove, memset
 
 from kvpool._core cimport (
     BLOCK_TABLES, CU_Q_LENS, INDICES, INDPTR, OK, OUT_OF_BLOCKS, POSITIONS, SEQ_LENS, SLOT_IDS, SLOT_MAPPING, Field,
-    Ints, LayerGroup, Plan, Pool, StepPart, Verdict, entries_of, group_row, ints_init, pool_close, pool_commit,
-    pool_enter, pool_fork, pool_leave, pool_next_handle, pool_open, pool_step, pool_truncate,
+    Ints, LayerGroup, Plan, Pool, StepPart, Verdict, entries_of, group_row, pool_enter, pool_leave, pool_step,
 )
 
 import hashlib
@@ -32,11 +30,9 @@ REFUSALS = (errors.OutOfBlocks, errors.OutOfSequences, errors.CapacityExceeded, 
             errors.StaleHandle, errors.ForeignHandle, errors.DoubleFree, ValueError)
 
 cdef enum:                      # in the order of WORDS
-    OPEN, PROMPT, STEP, PREFILL, CHUNKED, RESERVE, EXECUTE, DONE
-    DONE_ANY, ROLLBACK, COMMIT, LIE, FORK, TRUNCATE, CLOSE
-    CLOSE_FINISHED, DEFER_CLOSE, UNSHARE, COMPACT, EVICT_BLOCKS, PIN, MATCH
-    EVICT, FLUSH, LOAD, LOADED, ALLOC, INCREF, DECREF, MARK_CACHED
-    TOUCH, CAN, EVENTS, STALE, READ, BIND, RESET
+    OPEN, PROMPT, STEP, PREFILL, CHUNKED, RESERVE, EXECUTE, DONE, DONE_ANY, ROLLBACK, COMMIT, LIE, FORK, TRUNCATE, CLOSE
+    CLOSE_FINISHED, DEFER_CLOSE, UNSHARE, COMPACT, EVICT_BLOCKS, PIN, MATCH, EVICT, FLUSH, LOAD, LOADED, ALLOC, INCREF
+    DECREF, MARK_CACHED, TOUCH, CAN, EVENTS, STALE, READ, BIND, RESET, NUM_WORDS
 
 cdef enum:
     MOST_RAW = 48
@@ -112,12 +108,13 @@ cdef class Run(Calls):
     cdef int64_t made, refused, next_token
     cdef uint64_t opened
     cdef bint starved           # the last word found no blocks
+    cdef uint32_t op            # the word at hand
     cdef readonly int64_t place # of the word at hand
     cdef int64_t[64] by_word
 
     def __cinit__(self, shape, make_pool=Pool, trace=None):
         cdef int32_t k, p
-        if CAP != CAP_OF_WORDS or len(WORDS) != RESET + 1:
+        if CAP != CAP_OF_WORDS or len(WORDS) != NUM_WORDS:
             raise ImportError("_verify was compiled for other words")
         self.shape, self.trace = shape, trace
         self.pool = make_pool(**shape.pool)
@@ -235,16 +232,16 @@ cdef class Run(Calls):
 
     cdef int apply(self, const Word* w) except -1:
         """One word, and what is due after every call."""
-        cdef uint32_t op = self.eased(w)
         cdef bint watched = w.a >> 27 == 0
-        if self.num_deferred and op != DEFER_CLOSE:
+        self.op = self.eased(w)
+        if self.num_deferred and self.op != DEFER_CLOSE:
             self.drain()
-            op = self.eased(w)
-        self.by_word[op] += 1
+            self.op = self.eased(w)
+        self.by_word[self.op] += 1
         before = self.pool.fingerprint() if watched else None
         self.calls_now = self.refused_now = 0
         self.reason = OK
-        self.dispatch(w, op)
+        OPS[self.op](self, w)
         self.starved = self.reason == OUT_OF_BLOCKS
         self.made += max(self.calls_now, <int64_t>1)
         self.refused += self.refused_now
@@ -267,72 +264,6 @@ cdef class Run(Calls):
         if self.num_live == 0 and (STEP <= op <= RESERVE or COMMIT <= op <= EVICT_BLOCKS or op == CAN or op == READ):
             op = PROMPT if self.has_cache else OPEN
         return op
-
-    cdef int dispatch(self, const Word* w, uint32_t op) except -1:
-        if op == STEP or op == PREFILL or op == CAN:
-            return self.op_step(w, op)
-        if op == PROMPT or op == PIN or op == LOAD:
-            return self.op_prompt(w, op)
-        if op == DONE or op == DONE_ANY:
-            return self.op_done(w, op == DONE_ANY)
-        if op == COMMIT:
-            return self.op_commit(w)
-        if op == OPEN:
-            return self.op_open(w)
-        if op == CHUNKED:
-            return self.op_chunk(w)
-        if op == RESERVE:
-            return self.op_reserve(w)
-        if op == EXECUTE:
-            return self.execute_next() if self.num_executed < self.num_queue else 0
-        if op == ROLLBACK:
-            return self.op_rollback(w)
-        if op == LIE:
-            return self.op_lie(w)
-        if op == FORK:
-            return self.op_fork(w)
-        if op == TRUNCATE:
-            return self.op_truncate(w)
-        if op == CLOSE or op == CLOSE_FINISHED:
-            return self.op_close(w, op == CLOSE_FINISHED)
-        if op == DEFER_CLOSE:
-            return self.op_defer(w)
-        if op == UNSHARE:
-            return self.op_unshare(w)
-        if op == COMPACT:
-            return self.op_compact(w)
-        if op == EVICT_BLOCKS:
-            return self.op_evict_blocks(w)
-        if op == READ:
-            return self.read_idle(self.pick(w.c))
-        return self.dispatch_rare(w, op)
-
-    cdef int dispatch_rare(self, const Word* w, uint32_t op) except -1:
-        if op == MATCH:
-            return self.op_match(w)
-        if op == EVICT:
-            self.call("evict", self.arena(w.a % <uint32_t>self.num_arenas).evict, (w.b % 4,))
-            return 0
-        if op == FLUSH:
-            return self.op_flush(w)
-        if op == LOADED:
-            return self.op_loaded(w)
-        if op == ALLOC:
-            return self.op_alloc(w)
-        if op == INCREF:
-            return self.op_incref(w)
-        if op == DECREF:
-            return self.op_decref(w)
-        if op == MARK_CACHED or op == TOUCH:
-            return self.op_cached(w, op)
-        if op == EVENTS:
-            return self.op_events(w)
-        if op == STALE:
-            return self.op_stale(w)
-        if op == BIND:
-            self.call("bind", self.bind, (self.plans[w.a % <uint32_t>self.num_plans],))
-            return 0
-        return self.op_reset()
 
     # -- what words name
 
@@ -358,6 +289,10 @@ cdef class Run(Calls):
                 self.rows[self.num_rows], self.handles[self.num_rows] = slot, self.row[slot].handle
                 self.num_rows += 1
         return self.num_rows
+
+    cdef void choose(self, int32_t slot) noexcept nogil:
+        """The next call is about one row."""
+        self.rows[0], self.handles[0], self.num_rows = slot, self.row[slot].handle, 1
 
     cdef int32_t idle_plan(self, uint32_t a) except -1:
         """A plan that is not pending; where none is, the oldest passes first."""
@@ -400,7 +335,7 @@ cdef class Run(Calls):
 
     cdef int32_t claim(self, int64_t handle, str call) except -1:
         """A new sequence has the row that is free for longest, and a handle that nobody had."""
-        cdef int32_t slot = <int32_t>(handle & 0xFFFFF)
+        cdef int32_t slot = slot_of(handle)
         if slot >= self.max_seqs or self.num_slots_free == 0 or slot != self.slots_free[0]:
             self.wrong(call + " gave row {0}, the one that is free for longest is {1}", slot, self.slots_free[0])
         if handle <= self.newest[slot]:
@@ -427,7 +362,7 @@ cdef class Run(Calls):
         if <int32_t>(hash64(self.seed ^ self.opened) & 7) >= self.texts:
             r.family = -1
         memcpy(r.token, self.prompt, n * sizeof(int32_t))
-        if self.look(slot, hit, True) and (
+        if self.see_tables(slot, hit, True) and (
                 self.pool.state.blocks.num_blank + self.pool.state.blocks.lru.size < self.pool.state.seqs.watermark):
             self.wrong("open took blocks of the watermark")
         self.extend(slot, hit)
@@ -438,13 +373,13 @@ cdef class Run(Calls):
                     self.read_for(g, pool_ids(self.pool, slot, g, &k), self.line_of(slot, g), hit, hit, "hit of",
                                   handle)
         if not loading:
-            self.live[self.num_live] = self.last = slot
-            self.num_live += 1
+            self.join(slot)
+            self.last = slot
         return 0
 
     cdef void forget(self, int64_t handle) noexcept nogil:
         """A sequence was closed; a row that is being loaded stays in use."""
-        cdef int32_t slot = <int32_t>(handle & 0xFFFFF), k
+        cdef int32_t slot = slot_of(handle), k
         if self.row[slot].handle != handle:
             return
         self.row[slot].handle = -1
@@ -455,6 +390,10 @@ cdef class Run(Calls):
             return
         self.leave(slot)
         self.free_slot(slot)
+
+    cdef void join(self, int32_t slot) noexcept nogil:
+        self.live[self.num_live] = slot
+        self.num_live += 1
 
     cdef void leave(self, int32_t slot) noexcept nogil:
         cdef int32_t k
@@ -508,7 +447,7 @@ cdef class Run(Calls):
             self.prompt[k] = (self.prompt[k] + 1) % max(self.alphabet, 2)
         return n
 
-    cdef int op_prompt(self, const Word* w, uint32_t op) except -1:
+    cdef int op_prompt(self, const Word* w) except -1:
         """Open a prompt; pin or load one."""
         cdef int32_t space, n = self.make_prompt(w, &space)
         cdef int64_t handle, cut = -1
@@ -520,11 +459,11 @@ cdef class Run(Calls):
             if handle >= 0:
                 self.greet(handle, n, 0, False)
             return 0
-        if op == PIN:
+        if self.op == PIN:
             found = self.call("pool.prefix.pin", self.prefix.pin, (self.said(n), SPACES[space]))
             return 0 if found is None else self.greet(found, n, space, False)
-        if op == LOAD:
-            return self.op_load(w, n, space)
+        if self.op == LOAD:
+            return self.load_prompts(w, n, space)
         if w.b & 4:
             cut = n if w.b & 256 else <int32_t>((w.b >> 9) % <uint32_t>(n + 1))
         handle = self.call_open(n, False, space, cut, reserve)
@@ -565,11 +504,11 @@ cdef class Run(Calls):
                 end = wanted[0]
                 if end <= r.n or end > r.cut:
                     self.wrong("a checkpoint is wanted at {0}, of a row of {1} tokens, cut at {2}", end, r.n, r.cut)
-        self.rows[0], self.handles[0], self.num_rows = slot, r.handle, 1
+        self.choose(slot)
         self.counts[0] = min(end - r.n, self.max_tokens[k])
         return 0
 
-    cdef int op_load(self, const Word* w, int32_t n, int32_t space) except -1:
+    cdef int load_prompts(self, const Word* w, int32_t n, int32_t space) except -1:
         """Blocks for a prompt whose bytes come later, or at once; or two with one prefix, one closed before it runs."""
         cdef int32_t grain = self.block_size, g
         cdef int64_t first, second
@@ -583,49 +522,46 @@ cdef class Run(Calls):
         if w.c & 8:
             self.next_token += 1
             self.prompt[0] = <int32_t>self.next_token
-        first = self.load_prompt(n, space)
-        if first < 0 or w.c & 1:
+        first = self.load_prompt(n, space, w.c & 1 == 0)
+        if first < 0 or w.c & 1 or w.c & 6 == 0 or n + grain > CAP - 8:
             return 0
-        self.end_load(self.num_loads - 1, n)
-        self.commit_to(<int32_t>(first & 0xFFFFF), n)
-        if w.c & 6 and n + grain <= CAP - 8:
-            n += grain
-            if w.c & 32 and n > 2 * grain:          # or a shorter one, while tokens leave the first
-                self.evict_blocks_of(<int32_t>(first & 0xFFFFF), w)
-                n -= 2 * grain
-            second = self.load_prompt(n, space)
-            if second >= 0:
-                self.end_load(self.num_loads - 1, n)
-                self.commit_to(<int32_t>(second & 0xFFFFF), n)
-                if w.c & 16:                        # it is closed while a step is pending that computes nothing
-                    self.step_by(<int32_t>(first & 0xFFFFF), 0, w)
-                self.handles[0] = second
-                if self.call_rows(1, CLOSE):
-                    self.forget(second)
-                self.last = <int32_t>(first & 0xFFFFF)
-                if w.c & 16:
-                    self.step_one(self.last, w)
-                    while self.oldest() >= 0 and self.oldest() != self.newest_plan():
-                        self.finish_plan(self.oldest())
-                return self.look_around()
-        return 0
+        n += grain
+        if w.c & 32 and n > 2 * grain:              # or a shorter one, while tokens leave the first
+            self.evict_blocks_of(slot_of(first), w)
+            n -= 2 * grain
+        second = self.load_prompt(n, space, True)
+        if second < 0:
+            return 0
+        if w.c & 16:                                # it is closed while a step is pending that computes nothing
+            self.step_by(slot_of(first), 0, w)
+        self.close_one(second)
+        self.last = slot_of(first)
+        if w.c & 16:
+            self.step_one(self.last, w)
+            while self.oldest() >= 0 and self.oldest() != self.newest_plan():
+                self.finish_plan(self.oldest())
+        return self.look_around()
 
-    cdef int64_t load_prompt(self, int32_t n, int32_t space) except -2:
-        """Open `prompt` to be loaded; -1 if it is refused."""
-        cdef int32_t g
+    cdef int64_t load_prompt(self, int32_t n, int32_t space, bint now) except -2:
+        """Open `prompt` to be loaded; -1 if it is refused. `now`: its bytes are there at once, and it is committed."""
+        cdef int32_t g, slot
         cdef Load* l = &self.load[self.num_loads]
         handle = self.call("pool.open", self.pool.open, (self.said(n), SPACES[space]), {"load": True})
         if handle is None:
             return -1
         self.greet(handle, n, space, True)
-        l.handle, l.n, l.closed, l.begin = handle, n, False, self.row[<int32_t>(<int64_t>handle & 0xFFFFF)].n
-        self.row[<int32_t>(l.handle & 0xFFFFF)].cut = n
+        slot = slot_of(handle)
+        l.handle, l.n, l.closed, l.begin = handle, n, False, self.row[slot].n
+        self.row[slot].cut = n
         self.num_loads += 1
         for g in range(self.num_groups):
             if self.group[g].kind == STATE:
                 for block in self.prefix.bundle(handle, g):
                     self.poison(0, block)
-        return l.handle
+        if now:
+            self.end_load(self.num_loads - 1, n)
+            self.commit_to(slot, n)
+        return handle
 
     cdef int op_loaded(self, const Word* w) except -1:
         """The bytes have come, into the blocks that the row had all the time; or the load has failed."""
@@ -635,7 +571,7 @@ cdef class Run(Calls):
     cdef int end_load(self, int32_t at, int32_t n) except -1:
         """The bytes of `n` tokens are there; 0: they will not come."""
         cdef Load l = self.load[at]
-        cdef int32_t slot = <int32_t>(l.handle & 0xFFFFF), g
+        cdef int32_t slot = slot_of(l.handle), g
         cdef Row* r = &self.row[slot]
         if n:
             self.write_load(slot, &l)
@@ -656,9 +592,9 @@ cdef class Run(Calls):
         r.n = g
         r.committed = min(r.committed, g)
         r.passed = r.point = g
-        self.look(slot, 0, False)
-        self.live[self.num_live] = self.last = slot
-        self.num_live += 1
+        self.see_tables(slot, 0, False)
+        self.join(slot)
+        self.last = slot
         return 0
 
     cdef int write_load(self, int32_t slot, const Load* l) except -1:
@@ -688,7 +624,7 @@ cdef class Run(Calls):
                             POISON if l.closed else mark(stamp[p], g, c))
         return 0
 
-    cdef int op_close(self, const Word* w, bint masked) except -1:
+    cdef int op_close(self, const Word* w) except -1:
         """Close rows, or one that is being loaded."""
         cdef int32_t i, n
         if self.num_loads and (w.b & 7 == 0 or self.num_live == 0):
@@ -698,16 +634,22 @@ cdef class Run(Calls):
             self.handles[0], n = self.load[i].handle, 1
         else:
             n = min(self.pick_rows(w, MOST_ROWS), 1 + <int32_t>(w.a & 1))
-        if masked:
+        if self.op == CLOSE_FINISHED:
             mask = [bool(w.b >> i & 1) for i in range(n)]
             given = [self.handles[i] for i in range(n)]
             if self.call("pool.close_finished", self.pool.close_finished, (given, mask)) is not None:
                 for i in range(n):
                     if mask[i]:
                         self.forget(self.handles[i])
-        elif self.call_rows(n, CLOSE):
+        elif self.call_close(n):
             for i in range(n):
                 self.forget(self.handles[i])
+        return 0
+
+    cdef int close_one(self, int64_t handle) except -1:
+        self.handles[0] = handle
+        if self.call_close(1):
+            self.forget(handle)
         return 0
 
     cdef int op_defer(self, const Word* w) except -1:
@@ -723,7 +665,7 @@ cdef class Run(Calls):
         cdef int32_t child, other
         if self.fork_row(parent, min(1 + (w.a & 1), max(self.num_slots_free, 1))) == 0 or not w.a & 8:
             return 0
-        child = <int32_t>(self.counts[0] & 0xFFFFF)
+        child = slot_of(self.counts[0])
         other = child if w.a & 4 else parent
         self.step_one(parent if w.a & 4 else child, w)
         if w.a & 16 and self.shorten(other, max(self.row[other].n - 1 - <int32_t>(w.b & 3), 0), w):
@@ -732,22 +674,12 @@ cdef class Run(Calls):
 
     cdef int fork_row(self, int32_t parent, int32_t n) except -1:
         """`n` children; their handles are in `counts`. Returns how many there are."""
-        cdef int64_t handle = self.row[parent].handle
-        cdef Verdict v
-        cdef int status
         cdef int32_t k
-        if self.direct:
-            pool_enter(&self.pool.state, "fork")
-            status = pool_fork(&self.pool.state, handle, n, self.counts, &v)
-            pool_leave(&self.pool.state)
-            if not self.judged(status):
-                return 0
-        else:
-            found = self.call("pool.fork", self.pool.fork, (handle, n))
-            if found is None:
-                return 0
-            for k in range(n):
-                self.counts[k] = found[k]
+        children = self.call("pool.fork", self.pool.fork, (self.row[parent].handle, n))
+        if children is None:
+            return 0
+        for k in range(n):
+            self.counts[k] = children[k]
         for k in range(n):
             self.born(parent, self.counts[k])
         self.row[parent].reserved = 0
@@ -767,23 +699,22 @@ cdef class Run(Calls):
         for g in range(self.num_groups):
             if p.lost[g]:
                 memcpy(self.line_of(slot, g), self.line_of(parent, g), CAP * sizeof(uint64_t))
-        self.look(slot, 0, False)
-        self.live[self.num_live] = slot
-        self.num_live += 1
+        self.see_tables(slot, 0, False)
+        self.join(slot)
         return 0
 
     # -- steps
 
-    cdef int op_step(self, const Word* w, uint32_t op) except -1:
+    cdef int op_step(self, const Word* w) except -1:
         """Some rows by few tokens; or one or two by many, and others beside them."""
         cdef int32_t k = self.idle_plan(w.a), n = self.pick_rows(w, self.max_rows[k]), i, most
         for i in range(n):
             most = 4
-            if op == PREFILL and i < 2:
+            if self.op == PREFILL and i < 2:
                 most = 7 * self.block_size + 2
             self.counts[i] = min((w.b >> 4 * i) % <uint32_t>most, <uint32_t>(CAP - self.row[self.rows[i]].n))
-        if op == CAN:
-            return self.op_can(k, n)
+        if self.op == CAN:
+            return self.ask_and_step(k, n)
         self.take_step(k, True, w.a & 64 != 0, w.a >> 29 == 3, w.b)
         return 0
 
@@ -800,7 +731,7 @@ cdef class Run(Calls):
             self.counts[i] = min(w.b % <uint32_t>(2 * self.block_size + 1), <uint32_t>(CAP - self.row[self.rows[i]].n))
         return self.take_step(k, False, False, False, w.b)
 
-    cdef int op_can(self, int32_t k, int32_t n) except -1:
+    cdef int ask_and_step(self, int32_t k, int32_t n) except -1:
         """What `can` says of a step is so."""
         cdef int32_t i
         given = [self.handles[i] for i in range(n)], [self.counts[i] for i in range(n)]
@@ -846,7 +777,7 @@ cdef class Run(Calls):
                 r.token[p] = self.token_for(self.rows[i], p, salt)
             self.extend(self.rows[i], r.n + served)
             r.text = max(r.text, r.n)
-            self.look(self.rows[i], 0, True)
+            self.see_tables(self.rows[i], 0, True)
         self.check_formats(plan, w)
         self.issued(k, self.rows, self.num_rows)
         if self.in_order:
@@ -857,10 +788,10 @@ cdef class Run(Calls):
             self.execute_next()
         return 0
 
-    cdef int op_done(self, const Word* w, bint any) except -1:
+    cdef int op_done(self, const Word* w) except -1:
         """The oldest plan is done, or another one, which waits for its turn."""
         cdef int32_t k = self.oldest(), i
-        if any and self.num_queue > 1:
+        if self.op == DONE_ANY and self.num_queue > 1:
             i = self.queue[w.a % <uint32_t>self.num_queue].plan
             k = i if i != GARBAGE and not self.work[i].noted else k
         if k < 0:
@@ -870,43 +801,46 @@ cdef class Run(Calls):
         return self.finish_plan(k)
 
     cdef int finish_plan(self, int32_t k) except -1:
-        if not self.call_done(k):
+        if self.call("pool.done", self.pool.done, (self.plans[k],)) is None:
             return self.wrong("done of plan {0}, which is pending, was refused", k)
         self.work[k].noted = True
         return self.settle_queue()
 
+    cdef int finish_plans(self) except -1:
+        while self.oldest() >= 0:
+            self.finish_plan(self.oldest())
+        return 0
+
     cdef int op_rollback(self, const Word* w) except -1:
         """The newest plan failed; the device may have begun it. An older one cannot."""
-        cdef int32_t k = self.newest_plan(), slot
-        if k < 0 or self.num_queue > MOST_QUEUED - 8:   # the device is far behind
-            return 0
-        if not w.b & 15:
+        cdef int32_t k = self.newest_plan()
+        if k != GARBAGE and not w.b & 15:
             k = self.queue[w.a % <uint32_t>self.num_queue].plan
-        return self.roll_back(k, w) if k != GARBAGE else 0
+        if k == GARBAGE or self.num_queue > MOST_QUEUED - 8:    # the device is far behind
+            return 0
+        return self.roll_back(k, w)
 
     cdef int32_t newest_plan(self) noexcept nogil:
         cdef int32_t last = self.num_queue - 1
         while last >= 0 and self.queue[last].plan == GARBAGE:
             last -= 1
-        return self.queue[last].plan if last >= 0 else -1
+        return self.queue[last].plan if last >= 0 else GARBAGE
 
     cdef int roll_back(self, int32_t k, const Word* w) except -1:
         """Plan k was not executed, or only begun."""
-        cdef int32_t i, slot = <int32_t>(self.work[k].handle[0] & 0xFFFFF), last = self.num_queue - 1
+        cdef int32_t i, slot = slot_of(self.work[k].handle[0])
         cdef bint alive = self.work[k].rows and self.row[slot].handle == self.work[k].handle[0]
         cdef Row* r
         if self.call("pool.rollback", self.pool.rollback, (self.plans[k],)) is None:
             return 0
-        while last >= 0 and self.queue[last].plan == GARBAGE:
-            last -= 1
-        if last < 0 or self.queue[last].plan != k or self.work[k].noted:
+        if self.work[k].noted or self.newest_plan() != k:
             self.wrong("plan {0} was rolled back, which is not the newest", k)
         for i in range(self.work[k].rows):
-            r = &self.row[self.work[k].handle[i] & 0xFFFFF]
+            r = &self.row[slot_of(self.work[k].handle[i])]
             if r.handle == self.work[k].handle[i]:
                 r.reserved = 0
                 r.text = max(self.work[k].old[i], r.text if w.a & 1 else 0)
-        self.undone(last, w.a & 2 != 0)
+        self.undone(k, w.a & 2 != 0)
         return self.ask(slot, self.row[slot].token, self.row[slot].n) if alive and w.a & 12 else 0
 
     # -- the prefix cache
@@ -929,7 +863,7 @@ cdef class Run(Calls):
         cdef int32_t done = self.done_length(slot)
         r.fresh = False
         if r.n and end > r.committed:
-            if not self.call_commit(r.handle, r.token + r.committed, end - r.committed):
+            if not self.call_commit(r, end):
                 if end <= done and not r.mute:
                     self.wrong("commit refused {0} tokens of a row, of which {1} are done", end, done)
                 return 0
@@ -972,9 +906,8 @@ cdef class Run(Calls):
         handle = self.call_open(n + 1, False, space, -1, False)
         if handle >= 0:
             self.greet(handle, n + 1, space, False)
-            self.handles[0], self.last = handle, last
-            if self.call_rows(1, CLOSE):
-                self.forget(handle)
+            self.last = last
+            self.close_one(handle)
         return 0
 
     cdef int op_lie(self, const Word* w) except -1:
@@ -1017,7 +950,7 @@ cdef class Run(Calls):
         """Nothing of a namespace, or of all, is found any more."""
         cdef int32_t space = <int32_t>(w.a % 4), k
         if self.num_loads and w.b & 3:
-            space = self.row[<int32_t>(self.load[0].handle & 0xFFFFF)].space
+            space = self.row[slot_of(self.load[0].handle)].space
         self.call("pool.prefix.flush", self.prefix.flush, (None if space == 3 else SPACES[space],))
         for k in range(3):
             self.epoch[k] += space == 3 or space == k
@@ -1068,8 +1001,7 @@ cdef class Run(Calls):
             return 0
         self.step_one(slot, w)
         if w.b & 16 and self.has_cache:
-            while self.num_executed < self.num_queue:
-                self.execute_next()
+            self.execute_all()
             return self.ask(slot, before, n)
         return 0
 
@@ -1077,8 +1009,7 @@ cdef class Run(Calls):
         """Whether a row has its first tokens only now."""
         cdef Row* r = &self.row[slot]
         cdef int32_t least
-        self.handles[0], self.counts[0] = r.handle, length
-        if not self.call_rows(1, TRUNCATE):
+        if self.call("pool.truncate", self.pool.truncate, (r.handle, length)) is None:
             least = max(r.n if self.has_states else r.passed - self.lookahead, r.point)
             if self.last_work(slot) == 0 and least <= length <= r.n:
                 self.wrong("truncate refused {0} of {1} tokens, {2} are promised", length, r.n, least)
@@ -1088,7 +1019,7 @@ cdef class Run(Calls):
         r.committed = min(r.committed, r.n)
         r.passed = min(r.passed, r.n + self.lookahead)
         r.point, r.reserved = min(r.point, r.n), 0
-        self.look(slot, 0, False)
+        self.see_tables(slot, 0, False)
         return True
 
     cdef int step_one(self, int32_t slot, const Word* w) except -1:
@@ -1099,7 +1030,7 @@ cdef class Run(Calls):
         cdef int32_t k
         for k in range(self.num_plans):
             if not self.is_pending(k) and self.row[slot].n + 4 <= CAP:
-                self.rows[0], self.handles[0], self.num_rows = slot, self.row[slot].handle, 1
+                self.choose(slot)
                 self.counts[0] = n
                 return self.take_step(k, True, False, False, w.a)
         return 0
@@ -1111,7 +1042,8 @@ cdef class Run(Calls):
         cdef bint alone = self.row[first].shared == 0 and not self.row[first].copied
         if w.b & (16 if alone and self.has_cache else 48) == 0 and self.num_slots_free:
             self.fork_row(first, 1)
-            self.rows[0], self.handles[0], n = first, self.row[first].handle, 1
+            self.choose(first)
+            n = 1
         else:
             alone = False
         for i in range(n):
@@ -1132,8 +1064,7 @@ cdef class Run(Calls):
             self.commit_to(first, self.done_length(first))
             self.ask(first, self.row[first].token, self.row[first].n)
             if alone:                               # and now they are
-                while self.oldest() >= 0:
-                    self.finish_plan(self.oldest())
+                self.finish_plans()
                 self.check_found(first)
         return 0
 
@@ -1160,62 +1091,45 @@ cdef class Run(Calls):
         before = [ids[k] for k in range(k)]
         if self.call("pool.compact", self.pool.compact, given, {"group": g} if g else {}) is None or length == held:
             return 0
-        while self.num_executed < self.num_queue:
-            self.execute_next()
-        self.lose(slot, g, first, held, length, w.b, before)
-        return 0
-
-    cdef int lose(self, int32_t slot, int32_t g, int32_t first, int32_t held, int32_t length, uint64_t salt,
-                  list table) except -1:
-        """`length` of `held` places of a row stay, the first ones among them. A table: their cells move."""
-        cdef const Layer* layer = &self.group[g]
-        cdef uint64_t* cell = self.cell[layer.arena]
-        cdef uint64_t* line
-        cdef int32_t room = self.room[layer.arena], place, to = 0, c
-        cdef Row* r = &self.row[slot]
-        self.own_line(slot, g)
-        line = self.line + (slot * self.num_groups + g) * CAP
-        for place in range(held):
-            if place >= first and <int32_t>(hash64(salt + <uint64_t>place) % <uint64_t>(held - place)) >= length - to:
-                continue
-            line[to] = line[place]
-            for c in range(layer.columns):
-                cell[<int32_t>table[to // layer.size * layer.columns + c] * room + to % layer.size] = (
-                    cell[<int32_t>table[place // layer.size * layer.columns + c] * room + place % layer.size])
-            to += 1
-        self.tokens_left(slot, g, held - length)
-        return 0
-
-    cdef void own_line(self, int32_t slot, int32_t g) noexcept nogil:
-        if self.row[slot].lost[g] == 0:
-            memcpy(self.line + (slot * self.num_groups + g) * CAP, self.stamp + slot * CAP, CAP * sizeof(uint64_t))
-
-    cdef void tokens_left(self, int32_t slot, int32_t g, int32_t n) noexcept nogil:
-        cdef Row* r = &self.row[slot]
-        r.lost[g] += n
-        r.point, r.mute, r.reserved, r.committed = r.n, True, 0, r.n
-        self.look(slot, 0, False)
+        self.execute_all()
+        stay = []
+        for k in range(held):
+            if k < first or <int32_t>(hash64(w.b + <uint64_t>k) % <uint64_t>(held - k)) < length - <int32_t>len(stay):
+                stay.append(k)
+        return self.tokens_left(slot, g, stay, before)
 
     cdef int op_evict_blocks(self, const Word* w) except -1:
         return self.evict_blocks_of(self.pick(w.c), w)
 
     cdef int evict_blocks_of(self, int32_t slot, const Word* w) except -1:
         """Full blocks leave the table of a row."""
-        cdef int32_t g = self.full_group(w.a), size = self.group[g].size, i, full, to = 0
-        cdef uint64_t* line
+        cdef int32_t g = self.full_group(w.a), size = self.group[g].size, i, full
         cdef Row* r = &self.row[slot]
         full = (r.n - r.lost[g]) // size
         places = [i for i in range(full) if w.b >> i % 16 & 1]
         if not places or self.call("pool.evict_blocks", self.pool.evict_blocks, (r.handle, places),
                                    {"group": g} if g else {}) is None:
             return 0
-        self.own_line(slot, g)
-        line = self.line + (slot * self.num_groups + g) * CAP
-        for i in range(r.n - r.lost[g]):
-            if i // size >= full or not w.b >> i // size % 16 & 1:
-                line[to] = line[i]
-                to += 1
-        self.tokens_left(slot, g, len(places) * size)
+        stay = [i for i in range(r.n - r.lost[g]) if i // size >= full or not w.b >> i // size % 16 & 1]
+        return self.tokens_left(slot, g, stay, None)
+
+    cdef int tokens_left(self, int32_t slot, int32_t g, list stay, list table) except -1:
+        """Only these places of a row stay, in this order. `table`: a backend moves their cells to the front of it."""
+        cdef const Layer* layer = &self.group[g]
+        cdef uint64_t* cell = self.cell[layer.arena]
+        cdef uint64_t* line = self.line + (slot * self.num_groups + g) * CAP
+        cdef int32_t room = self.room[layer.arena], place, to, c
+        cdef Row* r = &self.row[slot]
+        if r.lost[g] == 0:
+            memcpy(line, self.stamp + slot * CAP, CAP * sizeof(uint64_t))
+        for to, place in enumerate(stay):
+            line[to] = line[place]
+            for c in range(layer.columns if table is not None else 0):
+                cell[<int32_t>table[to // layer.size * layer.columns + c] * room + to % layer.size] = (
+                    cell[<int32_t>table[place // layer.size * layer.columns + c] * room + place % layer.size])
+        r.lost[g] = r.n - <int32_t>len(stay)
+        r.point, r.mute, r.reserved, r.committed = r.n, True, 0, r.n
+        self.see_tables(slot, 0, False)
         return 0
 
     # -- blocks by id
@@ -1296,7 +1210,7 @@ cdef class Run(Calls):
             self.drop_raw(at)
         return 0
 
-    cdef int op_cached(self, const Word* w, uint32_t op) except -1:
+    cdef int op_cached(self, const Word* w) except -1:
         """Mark a block that the caller has as cached; take one back that he let go of, if it is still there."""
         cdef Raw* raw
         self.drain_evicted()
@@ -1304,11 +1218,11 @@ cdef class Run(Calls):
             return 0
         raw = &self.raw[w.b % <uint32_t>self.num_raw]
         blocks = self.arena(raw.arena)
-        if op == MARK_CACHED and raw.sum and not raw.cached:
+        if self.op == MARK_CACHED and raw.sum and not raw.cached:
             raw.cached = self.call(f"pool.blocks.arena({raw.arena}).mark_cached", blocks.mark_cached,
                                    (raw.block,)) is not None
             return self.op_decref(w) if w.a & 1 else 0
-        elif op == TOUCH and raw.dropped:
+        elif self.op == TOUCH and raw.dropped:
             if self.call(f"pool.blocks.arena({raw.arena}).touch", blocks.touch, (raw.block,)) is None:
                 self.wrong("touch refused block {0}, which is cached", raw.block)
             raw.dropped = 0
@@ -1342,24 +1256,17 @@ cdef class Run(Calls):
         cdef int32_t slot = <int32_t>(w.a % <uint32_t>self.max_seqs)
         cdef int64_t handle = self.newest[slot]
         if self.num_loads and w.b & 2 and not self.load[0].closed:
-            handle = self.load[0].handle
-            call = (self.pool.fork, self.pool.truncate, self.pool.compact)[w.a % 3]
-            given = [handle] if w.a % 3 == 0 else [handle, 0]
-            if self.call(("fork", "truncate", "compact")[w.a % 3], call, tuple(given)) is not None:
-                self.wrong("a call on row {0}, which is being loaded, was accepted", self.load[0].handle)
-            return 0
-        if handle < 0 or self.row[slot].handle == handle or self.row[slot].loading:
-            handle = self.row[self.live[0]].handle if self.num_live else -1
-            found = self.call("pool.close", self.pool.close, ([handle, handle],))
-        elif w.b & 1:
-            found = self.call("pool.fork", self.pool.fork, (handle,))
+            handle, name = self.load[0].handle, ("fork", "truncate", "compact")[w.a % 3]
+        elif handle < 0 or self.row[slot].handle == handle or self.row[slot].loading:
+            handle, name = self.row[self.live[0]].handle if self.num_live else -1, "close"
         else:
-            found = self.call("pool.truncate", self.pool.truncate, (handle, 0))
-        if found is not None:
-            self.wrong("handle {0}, which is closed or named twice, was accepted", handle)
+            name = "fork" if w.b & 1 else "truncate"
+        given = {"fork": (handle,), "close": ([handle, handle],)}.get(name, (handle, 0))
+        if self.call(f"pool.{name}", getattr(self.pool, name), given) is not None:
+            self.wrong("handle {0}, which is closed, being loaded or named twice, was accepted", handle)
         return 0
 
-    cdef int op_reset(self) except -1:
+    cdef int op_reset(self, const Word* w) except -1:
         cdef int32_t k
         if self.num_loads:
             return 0
@@ -1376,6 +1283,25 @@ cdef class Run(Calls):
         if self.has_cache:
             self.prefix.events()
         return 0
+
+    cdef int op_execute(self, const Word* w) except -1:
+        return self.execute_next() if self.num_executed < self.num_queue else 0
+
+    cdef int execute_all(self) except -1:
+        while self.num_executed < self.num_queue:
+            self.execute_next()
+        return 0
+
+    cdef int op_evict(self, const Word* w) except -1:
+        self.call("evict", self.arena(w.a % <uint32_t>self.num_arenas).evict, (w.b % 4,))
+        return 0
+
+    cdef int op_bind(self, const Word* w) except -1:
+        self.call("bind", self.bind, (self.plans[w.a % <uint32_t>self.num_plans],))
+        return 0
+
+    cdef int op_read(self, const Word* w) except -1:
+        return self.read_idle(self.pick(w.c))
 
     cdef int read_idle(self, int32_t slot) except -1:
         """A row that waits for nothing reads what the shortest legal truncation leaves it."""
@@ -1410,23 +1336,19 @@ cdef class Run(Calls):
         w.b = 1
         if self.num_deferred:
             self.drain()
-        while self.oldest() >= 0:
-            self.finish_plan(self.oldest())
+        self.finish_plans()
         self.look_around()
         while self.num_loads:
             self.op_loaded(&w)
         for k in range(self.num_live):
             if self.row[self.live[k]].n < CAP:
-                self.rows[0], self.num_rows, self.counts[0] = self.live[k], 1, 1
-                self.handles[0] = self.row[self.live[k]].handle
+                self.choose(self.live[k])
+                self.counts[0] = 1
                 self.take_step(0, True, False, False, 0)
-            while self.oldest() >= 0:
-                self.finish_plan(self.oldest())
+            self.finish_plans()
         self.look_around()
         while self.num_live:
-            self.handles[0] = self.row[self.live[0]].handle
-            self.call_rows(1, CLOSE)
-            self.forget(self.handles[0])
+            self.close_one(self.row[self.live[0]].handle)
         self.drain_evicted()
         for k in range(self.num_raw):
             if self.raw[k].dropped == 0:
@@ -1437,3 +1359,14 @@ cdef class Run(Calls):
             if stats.used or stats.limbo:
                 self.wrong("arena {0} keeps {1} blocks, {2} in limbo", a, stats.used, stats.limbo)
         return 0
+
+
+ctypedef int (*Op)(Run, const Word*) except -1
+cdef Op[NUM_WORDS] OPS
+OPS = [                         # in the order of WORDS
+    Run.op_open, Run.op_prompt, Run.op_step, Run.op_step, Run.op_chunk, Run.op_reserve, Run.op_execute, Run.op_done,
+    Run.op_done, Run.op_rollback, Run.op_commit, Run.op_lie, Run.op_fork, Run.op_truncate, Run.op_close, Run.op_close,
+    Run.op_defer, Run.op_unshare, Run.op_compact, Run.op_evict_blocks, Run.op_prompt, Run.op_match, Run.op_evict,
+    Run.op_flush, Run.op_prompt, Run.op_loaded, Run.op_alloc, Run.op_incref, Run.op_decref, Run.op_cached,
+    Run.op_cached, Run.op_step, Run.op_events, Run.op_stale, Run.op_read, Run.op_bind, Run.op_reset,
+]

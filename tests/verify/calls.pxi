@@ -1,7 +1,7 @@
 """How calls are made and their results read: all that touches the pool or a plan, but for rare methods.
 
-A sound `kvpool.Pool` is called below the reading of arguments where calls are frequent; a subclass, which may have a
-planted fault, and a run that is traced, by the methods of Python.
+Steps of a sound `kvpool.Pool` are taken below the reading of arguments: they are a third of all calls. All other calls
+are made by the methods of Python, and so are steps of a subclass, which may have a planted fault, or of a traced run.
 """
 
 cdef const int32_t* pool_ids(Pool pool, int32_t slot, int32_t g, int32_t* n) noexcept nogil:
@@ -52,13 +52,6 @@ cdef class Calls(Content):
             self.trace.append(f"{said}  # {shown}" if found is not None else said)
         return True if found is None else found
 
-    cdef bint judged(self, int status) noexcept:
-        """Whether a call that was made without Python was accepted."""
-        self.calls_now += 1
-        self.reason = status
-        self.refused_now += status != OK
-        return status == OK
-
     cdef bint call_step(self, int32_t k, int32_t n, bint advance, bint partial, bint padded) except -1:
         """`rows` step by `counts` in plan k."""
         cdef Ints rows, new
@@ -76,7 +69,10 @@ cdef class Calls(Content):
             pool_leave(&self.pool.state)
             if status != OK:
                 self.pool.let_go_of_plan(plan)
-            return self.judged(status)
+            self.calls_now += 1
+            self.refused_now += status != OK
+            self.reason = status
+            return status == OK
         given = (plan, [self.handles[i] for i in range(n)], [self.counts[i] for i in range(n)])
         if not advance:
             return self.call("pool.reserve", self.pool.reserve, given) is not None
@@ -85,75 +81,28 @@ cdef class Calls(Content):
             options["pad_to"] = (plan.step.max_rows, self.max_tokens[k])
         return self.call("pool.step", self.pool.step, given, options) is not None
 
-    cdef bint call_done(self, int32_t k) except -1:
-        if not self.direct:
-            return self.call("pool.done", self.pool.done, (self.plans[k],)) is not None
-        try:
-            self.pool.end_done(self.plans[k], "done")
-        except REFUSALS:
-            return self.judged(-1)
-        return self.judged(OK)
-
     cdef int64_t call_open(self, int64_t n, bint counted, int32_t space, int64_t cut, bint reserve) except -2:
         """A new sequence for `n` tokens, those of the prompt or a count. Returns its handle, or -1."""
-        cdef Ints tokens
-        cdef Verdict v
-        cdef int status
-        cdef int64_t handle
-        cdef bytes name = SPACES[space]
-        if not self.direct:
-            options = {"namespace": name} if name else {}
-            options |= {"cut": cut} if cut >= 0 else {}
-            options |= {} if reserve else {"reserve": False}
-            given = self.call("pool.open", self.pool.open, (n if counted else self.said(n),), options)
-            return -1 if given is None else given
-        ints_init(&tokens, NULL)
-        tokens.data, tokens.size, tokens.width = NULL if counted else self.prompt, n, 4
-        pool_enter(&self.pool.state, "open")
-        handle = pool_next_handle(&self.pool.state)
-        status = pool_open(&self.pool.state, &tokens, name, len(name), cut, True, reserve, False, False, False, &v)
-        pool_leave(&self.pool.state)
-        return handle if self.judged(status) else -1
+        options = {"namespace": SPACES[space]} if space else {}
+        options |= {"cut": cut} if cut >= 0 else {}
+        options |= {} if reserve else {"reserve": False}
+        given = self.call("pool.open", self.pool.open, (n if counted else self.said(n),), options)
+        return -1 if given is None else given
 
     cdef list said(self, int64_t n):
         return [self.prompt[k] for k in range(n)]
 
-    cdef bint call_rows(self, int32_t n, uint32_t op) except -1:
-        """Close `handles`, or truncate them to `counts`."""
-        cdef Ints rows, lens
-        cdef Verdict v
-        cdef int status
+    cdef bint call_close(self, int32_t n) except -1:
+        """Close the first of `handles`."""
         cdef int32_t i
-        if not self.direct:
-            given = [self.handles[i] for i in range(n)]
-            if op == CLOSE:
-                return self.call("pool.close", self.pool.close, (given if n > 1 else given[0],)) is not None
-            return self.call("pool.truncate", self.pool.truncate, (given[0], self.counts[0])) is not None
-        rows.data, rows.size, rows.width = self.handles, n, 8
-        lens.data, lens.size, lens.width = self.counts, n, 8
-        pool_enter(&self.pool.state, "close")
-        if op == CLOSE:
-            status = pool_close(&self.pool.state, &rows, &v)
-        else:
-            status = pool_truncate(&self.pool.state, &rows, &lens, &v)
-        pool_leave(&self.pool.state)
-        return self.judged(status)
+        given = [self.handles[i] for i in range(n)]
+        return self.call("pool.close", self.pool.close, (given if n > 1 else given[0],)) is not None
 
-    cdef bint call_commit(self, int64_t handle, const int32_t* tokens, int64_t n) except -1:
-        cdef Ints rows, counts, all_tokens
-        cdef Verdict v
-        cdef int status
+    cdef bint call_commit(self, const Row* r, int64_t end) except -1:
+        """The tokens of a row up to `end`."""
         cdef int64_t k
-        if not self.direct:
-            given = (handle, [tokens[k] for k in range(n)])
-            return self.call("pool.prefix.commit", self.prefix.commit, given) is not None
-        rows.data, rows.size, rows.width = &handle, 1, 8
-        counts.data, counts.size = NULL, -1
-        all_tokens.data, all_tokens.size, all_tokens.width = tokens, n, 4
-        pool_enter(&self.pool.state, "commit")
-        status = pool_commit(&self.pool.state, &rows, &counts, &all_tokens, True, &v)
-        pool_leave(&self.pool.state)
-        return self.judged(status)
+        tokens = [r.token[k] for k in range(r.committed, end)]
+        return self.call("pool.prefix.commit", self.prefix.commit, (r.handle, tokens)) is not None
 
     # -- plans
 

@@ -1,6 +1,6 @@
 """Planted faults, each of which the fuzzer has to find.
 
-A canary is a change to the text of the core. All are compiled into one copy of the tree in ``build/canaries``, where
+A canary is a change to the text of the core. All are compiled into one copy of the tree (`tests.verify.builds`), where
 `kvpool._core._plant(number)` switches one on: number 0 is the core as it is. `?` in a text stands for "this one is on".
 They are bugs of other allocators, and bugs that this one has had.
 
@@ -11,7 +11,6 @@ They are bugs of other allocators, and bugs that this one has had.
 
 from __future__ import annotations
 
-import os
 import re
 import resource
 import signal
@@ -23,10 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvpool.cli.console import CommandError
-from tests.verify import run
+from tests.verify import builds, run
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "build" / "canaries"
 CALLS_MAX = 300_000
 #: It changes an order in which things leave, and no content: the plain model finds it.
 OF_THE_MODEL = ("checkpoint outlives its keys",)
@@ -42,7 +39,6 @@ def _plant(int number):
 
 
 """
-SUFFIXES = (".py", ".pyi", ".pyx", ".pxd", ".pxi", ".h", ".txt")
 Edit = tuple[str, str, str]  #: file of the core, text that stands there once, text in its place
 
 
@@ -68,54 +64,21 @@ def read_canaries(text: str) -> tuple[Canary, ...]:
     return tuple(found)
 
 
-CANARIES = read_canaries((ROOT / "tests" / "verify" / "canaries.txt").read_text())
+CANARIES = read_canaries((builds.ROOT / "tests" / "verify" / "canaries.txt").read_text())
 
 
-def planted_sources() -> dict[Path, str]:
-    """Path in the copy -> text, with all canaries in the core."""
-    found: dict[Path, str] = {}
-    for part in ("kvpool", "kvpool_backends", "tests/verify"):
-        for path in sorted((ROOT / part).rglob("*.*")):
-            inside = path.relative_to(ROOT)
-            is_kernel = inside.parts[:2] == ("kvpool_backends", "cpu") and path.suffix == ".pyx"
-            if path.suffix in SUFFIXES and not is_kernel and path.stem != "capi":
-                found[inside] = path.read_text()
-    found |= {Path(name): (ROOT / name).read_text() for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE")}
-    core = Path("kvpool/_core.pyx")
-    found[core] = found[core].replace('include "core/memory.pxi"', HEAD + 'include "core/memory.pxi"')
+def planted() -> dict[Path, str]:
+    """Path of a file of the core -> its text with all canaries in it."""
+    texts = {path.stem: path.read_text() for path in (builds.ROOT / "kvpool" / "core").glob("*.pxi")}
     for number, canary in enumerate(CANARIES, 1):
         for file, before, after in canary.edits:
-            path = Path("kvpool/core", f"{file}.pxi")
-            times = found[path].count(before)
+            times = texts[file].count(before)
             if times != 1:
                 raise CommandError(f"canary {canary.name!r}: {file}.pxi has {before!r} {times} times, not once")
-            found[path] = found[path].replace(before, after.replace("?", f"(kv_planted == {number})"))
-    return found
-
-
-def build() -> Path:
-    """Bring the copy up to date; returns its folder."""
-    changed = False
-    for inside, text in planted_sources().items():
-        target = FOLDER / inside
-        if not target.exists() or target.read_text() != text:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(text)
-            changed = True
-    if changed or not (FOLDER / "compiled").exists():
-        (FOLDER / "compiled").unlink(missing_ok=True)
-        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-        switches = environment() | {"KVPOOL_OPTIMIZE": "1"}
-        done = subprocess.run(command, cwd=FOLDER, env=switches, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"[canaries] the copy does not compile:\n{done.stdout}{done.stderr}")
-        (FOLDER / "compiled").touch()
-    return FOLDER
-
-
-def environment() -> dict[str, str]:
-    """Of a process that imports the copy."""
-    return {**os.environ, "PYTHONPATH": str(FOLDER), "PYTHONDONTWRITEBYTECODE": "1"}
+            texts[file] = texts[file].replace(before, after.replace("?", f"(kv_planted == {number})"))
+    core, first = Path("kvpool/_core.pyx"), 'include "core/memory.pxi"'
+    made = {core: (builds.ROOT / core).read_text().replace(first, HEAD + first)}
+    return made | {Path("kvpool", "core", f"{file}.pxi"): text for file, text in texts.items()}
 
 
 @dataclass(frozen=True)
@@ -132,7 +95,8 @@ def find(name: str, seed: int = SEED, calls: int = CALLS_MAX) -> Result:
     """Hunt for one canary of the copy in a process of its own."""
     number = [canary.name for canary in CANARIES].index(name) + 1
     command = [sys.executable, "-m", "tests.verify.canaries", str(number), str(seed), str(calls)]
-    done = subprocess.run(command, cwd=FOLDER, env=environment(), capture_output=True, text=True)
+    where = {"cwd": builds.folder_of("canaries"), "env": builds.environment("canaries")}
+    done = subprocess.run(command, **where, capture_output=True, text=True)
     if done.returncode > 0:
         raise RuntimeError(f"[canaries] {name}: {done.stderr}")
     made, used, finding = done.stdout.splitlines()[-1].split("\t")
@@ -148,7 +112,7 @@ def show(names: list[str]) -> int:
     for name in names:
         if name not in known:
             raise CommandError(f"--canaries {name!r}: there is none of this name, they are {', '.join(known)}")
-    build()
+    builds.build("canaries")
     print("| fault | calls | seconds | found |\n|---|---|---|---|")
     missed = 0
     with ThreadPoolExecutor(2) as two:

@@ -106,6 +106,10 @@ cdef inline uint64_t mixed(uint64_t h, uint64_t more) noexcept nogil:
     return h ^ (h >> 29)
 
 
+cdef inline int32_t slot_of(int64_t handle) noexcept nogil:
+    return <int32_t>(handle & 0xFFFFF)
+
+
 cdef inline uint64_t mark(uint64_t stamp, int32_t group, int32_t column) noexcept nogil:
     """What a cell holds of a position in one column of one group."""
     return (stamp + <uint64_t>(64 * group + column + 1)) * ODD
@@ -206,10 +210,10 @@ cdef class Content:
                     self.line_of(slot, g)[p - r.lost[g]] = stamp[p]
         r.n = length
 
-    cdef int32_t look(self, int32_t slot, int32_t first, bint new) noexcept nogil:
-        """Look at the tables of a row. `new`: blocks from position `first` on that were not there are handed out.
+    cdef int32_t see_tables(self, int32_t slot, int32_t first, bint new) noexcept nogil:
+        """See the tables of a row. `new`: blocks from position `first` on that were not there were handed out.
 
-        Returns how many of arena 0 are.
+        Those are poisoned: who has still to read one is robbed. Returns how many are of arena 0.
         """
         cdef int32_t g, i, n, known, begin, taken = 0
         cdef int32_t* seen
@@ -283,13 +287,14 @@ cdef class Content:
         cdef Work* w = &self.work[k]
         cdef Row* r
         cdef const Shown* shown
-        cdef int32_t i, g
+        cdef int32_t i, g, b
         w.id, w.rows, w.noted, w.executed = self.next_work, rows, False, False
         self.next_work += 1
         for g in range(self.num_groups):
             shown = &self.shown[k][g]
             for i in range(shown.num_saves):
-                self.poison_bundle(shown.saves + i * (1 + self.group[g].bundle) + 1, self.group[g].bundle)
+                for b in range(self.group[g].bundle):
+                    self.poison(0, shown.saves[i * (1 + self.group[g].bundle) + 1 + b])
         for i in range(rows):
             r = &self.row[slots[i]]
             w.handle[i] = r.handle
@@ -328,11 +333,6 @@ cdef class Content:
                             self.wrong("content: group {0}: slot {1} is written, which a pending copy of {2} tokens of "
                                        "block {3} reads", g, slot, copy[2], copy[0])
         return 0
-
-    cdef void poison_bundle(self, const int32_t* ids, int32_t n) noexcept nogil:
-        cdef int32_t i
-        for i in range(n):
-            self.poison(0, ids[i])
 
     cdef int execute_next(self) except -1:
         """The device executes what is next in its queue."""
@@ -463,54 +463,50 @@ cdef class Content:
         return 0
 
     cdef int save_states(self, int32_t g, const Shown* shown) except -1:
-        cdef int32_t i, n = self.group[g].bundle
+        cdef int32_t i, k, n = self.group[g].bundle
         cdef const int32_t* ids
         for i in range(shown.num_saves):
             ids = shown.saves + i * (1 + n)
-            self.write_bundle(ids + 1, n, self.cell[self.group[g].arena][ids[0]])
-        return 0
-
-    cdef int write_bundle(self, const int32_t* ids, int32_t n, uint64_t state) except -1:
-        cdef int32_t k
-        for k in range(n):
-            if not self.reserved <= ids[k] < self.num_blocks[0]:
-                self.wrong("content: a state is saved to block {0}", ids[k])
-            self.cell[0][ids[k] * self.room[0]] = state + k * ODD
+            for k in range(n):
+                if not self.reserved <= ids[1 + k] < self.num_blocks[0]:
+                    self.wrong("content: a state is saved to block {0}", ids[1 + k])
+                self.cell[0][ids[1 + k] * self.room[0]] = self.cell[self.group[g].arena][ids[0]] + k * ODD
         return 0
 
     # -- how plans end
 
     cdef int settle_queue(self) except -1:
         """All that is noted done passes, oldest first; garbage that waits for nothing more has happened."""
+        cdef const Work* w
+        cdef int32_t i
+        cdef Row* r
         while self.num_queue and (self.queue[0].plan == GARBAGE or self.work[self.queue[0].plan].noted):
             if self.num_executed == 0:
                 self.execute_next()
-            if self.queue[0].plan != GARBAGE:
-                self.pass_work(&self.work[self.queue[0].plan])
+            w = &self.work[max(self.queue[0].plan, 0)]
+            for i in range(w.rows if self.queue[0].plan != GARBAGE else 0):
+                r = &self.row[slot_of(w.handle[i])]
+                if r.handle == w.handle[i]:
+                    r.passed = max(r.passed, min(w.new[i], r.n))
             self.unqueue(0)
             self.num_executed -= 1
         return 0
 
-    cdef void pass_work(self, const Work* w) noexcept nogil:
-        cdef int32_t i
-        cdef Row* r
-        for i in range(w.rows):
-            r = &self.row[w.handle[i] & 0xFFFFF]
-            if r.handle == w.handle[i]:
-                r.passed = max(r.passed, min(w.new[i], r.n))
-
-    cdef int undone(self, int32_t at, bint writes) except -1:
+    cdef int undone(self, int32_t k, bint writes) except -1:
         """The newest plan was rolled back. `writes`: the device still begins it, and leaves garbage."""
-        cdef Queued* q = &self.queue[at]
-        cdef Work* w = &self.work[q.plan]
-        cdef int32_t i, slot
+        cdef Work* w = &self.work[k]
+        cdef Queued* q
+        cdef int32_t i, slot, at = self.num_queue - 1
+        while self.queue[at].plan != k:
+            at -= 1
+        q = &self.queue[at]
         for i in range(w.rows):
-            slot = <int32_t>(w.handle[i] & 0xFFFFF)
+            slot = slot_of(w.handle[i])
             if self.row[slot].handle == w.handle[i]:
                 self.row[slot].n = w.old[i]
-                self.look(slot, 0, False)
+                self.see_tables(slot, 0, False)
         if w.executed or writes:
-            self.leave_garbage(q.plan, q)
+            self.leave_garbage(k, q)
         else:
             self.unqueue(at)
         if w.executed:

@@ -80,16 +80,11 @@ def is_made(change):
         "b.size -> b.used",
         "b.used = most -> b.open = most",
         "b.used = most -> nothing",
-        "b.size = n -> after b.used = b.size",
         'raise ValueError(f"[python_method] x is {x}") -> nothing',
     ],
 )
 def test_kind_of_change_is_made(change):
     assert is_made(change)
-
-
-def test_statements_that_do_not_depend_on_each_other_keep_their_order():
-    assert not is_made("h(b, n, most) -> after b.used = most")
 
 
 def test_functions_with_python_objects_are_changed_too():

@@ -6,7 +6,7 @@ import kvpool
 from tests.verify import run
 from tests.verify.__main__ import left_out, main
 from tests.verify._verify import Run
-from tests.verify.canaries import CANARIES, planted_sources
+from tests.verify.canaries import CANARIES, planted
 from tests.verify.words import WORDS, shape_of
 
 CALLS = 400_000
@@ -57,7 +57,7 @@ def test_planted_fault_is_found_shrunk_and_repeated():
 
 
 def test_canaries_are_in_the_text_of_the_core():
-    text = "".join(planted_sources().values())
+    text = "".join(planted().values())
     assert all(f"(kv_planted == {number})" in text for number in range(1, len(CANARIES) + 1))
 
 

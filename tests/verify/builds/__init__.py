@@ -47,6 +47,7 @@ class Variant:
     cpu: bool = False  # with the CPU backend
     verify: bool = False  # with the fuzzer of `tests.verify`
     mutated: bool = False  # with all mutants of `tests.verify.mutants`
+    planted: bool = False  # with all canaries of `tests.verify`
     interpreter: str = ""  # that runs it, of `tests.verify.builds.interpreter`; this one by default
 
     @property
@@ -95,6 +96,7 @@ VARIANTS = {
     "free-tsan-unlocked": replace(FREE_TSAN, switches=FREE_TSAN.switches | {"CFLAGS": "-DKVPOOL_NO_LOCK=1"}),
     "coverage": Variant({"KVPOOL_COVERAGE": "1", "KVPOOL_FAULTS": "1"}, verify=True),
     "mutated": Variant({"KVPOOL_OPTIMIZE": "1"}, cpu=True, verify=True, mutated=True),
+    "canaries": Variant({"KVPOOL_OPTIMIZE": "1"}, verify=True, planted=True),
 }
 
 
@@ -126,6 +128,10 @@ def _sources(variant: str) -> dict[Path, bytes]:
         rewritten, mutants = mutate(core_sources())
         found |= {path.relative_to(ROOT): text.encode() for path, text in rewritten.items()}
         found[VERIFY / "mutants" / "mutants.json"] = json.dumps([asdict(one) for one in mutants], indent=0).encode()
+    if kind.planted:
+        from tests.verify.canaries import planted  # which builds and runs the copy
+
+        found |= {path: text.encode() for path, text in planted().items()}
     return found
 
 

@@ -4,18 +4,17 @@
 ``(a <= b if kv_is(7) else a >= b if kv_is(8) else a < b)``. Mutant 0 is the core as it is. `kv_is` notes who asked, so
 that it is known which mutants a test reaches.
 
-Wrong are comparisons, operators, constants, conditions, calls and what they are given, fields, assignments, statements
-in the wrong order, refusals that are left out. Error texts stay as they are, and so does what runs at import, once.
+Wrong are comparisons, operators, constants, conditions, calls and what they are given, fields, assignments, refusals
+that are left out. Error texts stay as they are, and so does what runs at import, once.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -61,7 +60,6 @@ MUTANT_PXD = '''cdef extern from *:
     void kv_set_mutant(int number) noexcept nogil
 '''
 KEPT = ("else", "pass", "try", "finally", "except", "with", "global", "import", "from", "assert")
-NO_VALUE = ("cdef", "return", "raise", "break", "continue", "del", "for", "if", "elif", "while", "yield")
 COMPARISONS = {
     **{ast.Lt: ("<=", ">="), ast.LtE: ("<", ">"), ast.Gt: (">=", "<="), ast.GtE: (">", "<")},
     **{ast.Eq: ("!=",), ast.NotEq: ("==",), ast.Is: ("is not",), ast.IsNot: ("is",)},
@@ -77,8 +75,6 @@ ALLOCATORS = ("xcalloc", "xmalloc", "xrealloc")
 UNTOUCHED = ("sizeof", "range")
 #: Calls that write down why something is refused: numbers from this argument on are for its text.
 WORDS_FROM = {"refused": 2, "blocks_short": 2}
-#: Of libraries: they only read what they are given.
-PURE = {"min", "max", "len", "isinstance", "hasattr", "range", "sizeof", "abs", "type", "memcmp", "getattr"}
 #: Of libraries: types of parameters that may be taken for each other; functions that return numbers.
 TAKES = {"memcpy": ["void*", "void*"], "memmove": ["void*", "void*"]}
 NUMBER = re.compile(r"bint|int|long|size_t|Py_ssize_t|double|char|u?int\d+_t")
@@ -107,92 +103,6 @@ def alike(kinds: list[str], k: int) -> bool:
     return all(map(NUMBER.fullmatch, (one, other))) or (one == other and one not in ("", "str"))
 
 
-# ---- whether two neighbouring statements may be exchanged --------------------------------------------------------
-
-
-@dataclass
-class Effects:
-    """What is read and written: fields, as ``.name``, and local variables; and what is called."""
-
-    reads: set[str] = field(default_factory=set)
-    writes: set[str] = field(default_factory=set)
-    calls: set[str] = field(default_factory=set)
-
-    def add(self, other: Effects) -> None:
-        """Those of something else, too."""
-        self.reads |= other.reads
-        self.writes |= other.writes
-        self.calls |= other.calls
-
-
-def base(node: ast.expr | None) -> str:
-    """The field or the variable that a place is part of: ``q.life[k]`` is of ``.life``."""
-    while isinstance(node, ast.Subscript | ast.Starred):
-        node = node.value
-    return f".{node.attr}" if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-
-
-def effects_of(plain: str) -> Effects:
-    """Of one statement, in covered text; SyntaxError: it is none."""
-    made = Effects()
-    for tree in ast.parse(plain.strip()).body:
-        stores = tree.targets if isinstance(tree, ast.Assign) else [getattr(tree, "target", None)]
-        stores = [part for node in stores if node for part in (node.elts if isinstance(node, ast.Tuple) else [node])]
-        made.writes |= {base(node) for node in stores}
-        places = set(map(id, stores)) if not isinstance(tree, ast.AugAssign) else set()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name | ast.Attribute) and id(node) not in places:
-                made.reads.add(base(node))
-            if isinstance(node, ast.Call) and name_of(node) not in PURE:
-                made.calls.add(name_of(node))
-                given = [arg.operand if isinstance(arg, ast.UnaryOp) else arg for arg in node.args]
-                # An address, or an array, may be written to; of a whole structure its fields tell more.
-                made.writes |= {base(arg) for arg in given[:1] if isinstance(arg, ast.Attribute | ast.Subscript)}
-    return made
-
-
-def effects_inside(function: Function, text: str) -> Effects:
-    """What others can see of a function: fields, and calls."""
-    made = Effects()
-    for line in function.body:
-        plain = covered(text[line.first : line.last])
-        for part in (plain, plain.partition("=")[2] if plain.startswith("cdef ") else plain.rstrip(":") + ": pass"):
-            with contextlib.suppress(SyntaxError):
-                made.add(effects_of(part))
-                break
-    for side in (made.reads, made.writes):
-        side -= {name for name in side if name[:1] != "."}
-    return made
-
-
-def effects_of_functions(texts: dict[str, str]) -> dict[str, Effects]:
-    """Those of every function of the core, and of what it calls; by name."""
-    found: dict[str, Effects] = {}
-    for name, text in texts.items():
-        for function in functions(name, text):
-            found.setdefault(function.name, Effects()).add(effects_inside(function, text))
-    before, now = -1, 0
-    while now > before:
-        for effects in found.values():
-            for name in effects.calls & found.keys():
-                effects.add(found[name])
-        before, now = now, sum(len(effects.reads) + len(effects.writes) for effects in found.values())
-    return found
-
-
-def depend(one: str, other: str, known: dict[str, Effects]) -> bool:
-    """Whether the order of two statements can make a difference: one writes what the other reads or writes."""
-    try:
-        a, b = effects_of(one), effects_of(other)
-    except SyntaxError:
-        return False
-    for effects in (a, b):
-        for name in effects.calls & known.keys():
-            effects.add(known[name])
-    made = {name for name in a.writes if name[:1] != "."} - a.reads  # may have no value before
-    return not made & b.reads and bool(a.writes & (b.reads | b.writes) or b.writes & a.reads)
-
-
 # ---- the mutants -------------------------------------------------------------------------------------------------
 
 
@@ -213,19 +123,15 @@ class Schemata:
         self.mutants: list[Mutant] = []
         self.keys: Counter[str] = Counter()
         self.known = declarations(texts)
-        self.effects = effects_of_functions(texts)
 
     def file(self, name: str, text: str) -> str:
         """The source with all its mutants in it."""
         made, at = [], 0
         for function in functions(name, text):
             types = Types(self.known, function, text)
-            body = [Statement(self, types, function, line, text) for line in function.body]
-            for one, two in pairwise(body):
-                one.before(two)
-            for statement in body:
-                made += [text[at : statement.line.first], statement.rewritten()]
-                at = statement.line.last
+            for line in function.body:
+                made += [text[at : line.first], Statement(self, types, function, line, text).rewritten()]
+                at = line.last
         joined = "".join([*made, text[at:]])
         first = next(logical_lines(joined), Line(0, 0, 0, 0)).first
         return joined[:first] + HEAD + joined[first:] + SETTER * name.endswith(".pyx")
@@ -287,29 +193,14 @@ class Statement:
         self.plain = covered(self.text)
         self.word = re.match(r"\w*", self.text)[0]
         self.whole: ast.expr | None = None  # a call for what it does: nobody asks what it returns
-        self.first: list[tuple[int, str]] = []  # (mutant, what it does before this statement)
         self.instead: list[tuple[int, str]] = []  # (mutant, what it does in place of this statement)
 
     # ---- whole statements
 
-    @property
-    def simple(self) -> bool:
-        """Whether it is an assignment or a call."""
-        return self.word not in KEPT + NO_VALUE and self.text[:1] != "@" and self.text[-1:] != ":"
-
-    def before(self, following: Statement) -> None:
-        """A mutant that does the following statement first, if that could matter."""
-        neighbours = self.simple and following.simple and self.line.indent == following.line.indent
-        if neighbours and depend(self.plain, following.plain, self.schemata.effects):
-            number = self.add(self.text, f"after {following.text}")
-            self.first.append((number, following.text))
-            following.instead.append((number, "pass"))
-
     def rewritten(self) -> str:
         """Its text with its mutants in it."""
         main = self.main()
-        lines = [f"if kv_is({number}): {text}" for number, text in self.first]
-        lines += [f"{'elif' if k else 'if'} kv_is({number}): {text}" for k, (number, text) in enumerate(self.instead)]
+        lines = [f"{'elif' if k else 'if'} kv_is({number}): {text}" for k, (number, text) in enumerate(self.instead)]
         lines.append(f"else: {main}" if self.instead else main)
         return ("\n" + " " * self.line.indent).join(lines)
 

@@ -10,9 +10,11 @@ import random
 from operator import attrgetter
 from typing import Any, ClassVar
 
+import numpy as np
+
 import kvpool
-from kvpool import CapacityExceeded, KVPoolError, OutOfBlocks, OutOfSequences, PlanStateError, StaleHandle
-from kvpool.errors import ConcurrentUse, CorruptState, ForeignHandle
+from kvpool import KVPoolError, OutOfBlocks, OutOfSequences, PlanStateError, StaleHandle
+from kvpool.errors import ConcurrentUse, CorruptState
 
 FULL = (OutOfBlocks, OutOfSequences)  # what other threads may cause
 NAMESPACES = (b"", b"tenant")
@@ -25,34 +27,30 @@ class Wrong(AssertionError):
     """A call did something else than it had to."""
 
 
-def token(family: int, position: int) -> int:
-    """What stands at a position of all sequences of a family: forks and prompts never contradict each other."""
-    return family * 7 + position % 5
+def prompt_of(family: int, first: int, last: int) -> list[int]:
+    """Tokens from `first` to `last` of all sequences of a family: forks and prompts never contradict each other."""
+    return [family * 7 + position % 5 for position in range(first, last)]
 
 
 class Caller:
     """Random calls of one thread. `calls` counts them, all of the pool's public ones."""
 
     VERBS: ClassVar[dict[str, int]] = {  # with their weights
-        "open": 8, "step": 20, "done": 14, "rollback": 4, "fork": 4, "truncate": 5, "close": 6, "commit": 12,
-        "flush": 1, "read": 8, "alloc": 3, "free": 3, "touch": 2, "defer": 1, "refused": 9, "events": 1, "reserve": 2,
+        "open": 8, "step": 22, "done": 14, "rollback": 4, "fork": 4, "truncate": 5, "close": 7, "commit": 12,
+        "flush": 1, "alloc": 3, "free": 5, "read": 8, "misuse": 6,
     }  # fmt: skip
 
     def __init__(self, pool: kvpool.Pool, number: int, seed: int) -> None:
-        self.pool, self.number = pool, number
+        self.pool, self.number, self.calls = pool, number, 0
         self.rng = random.Random(seed << 8 | number)
-        self.calls = 0
         self.lengths: dict[int, int] = {}  # of open sequences
         self.family: dict[int, int] = {}
-        self.raw: dict[int, int] = {}  # block -> references of ours
+        self.blocks: list[int] = []  # of our own
         self.dead: list[int] = []  # handles that were closed
-        self.plans = [kvpool.Plan(pool, 4, 64, formats=("block_tables",)) for _ in range(3)]
-        self.free_plans = list(self.plans)
+        self.free_plans = [kvpool.Plan(pool, 4, 64, formats=("block_tables",)) for _ in range(3)]
         self.pending: list[tuple[kvpool.Plan, dict[int, int]]] = []  # in step order, with the lengths before
         self.is_noted: set[int] = set()  # ids of plans whose `done` was said early
         self.cached = pool.prefix is not None
-
-    # ------------------------------------------------------------------ running
 
     def run(self, calls: int) -> None:
         """Make about as many calls."""
@@ -80,9 +78,9 @@ class Caller:
             return
         raise Wrong(f"{name}{args} was not refused with {kind.__name__}")
 
-    def same(self, what: str, found: object, expected: object) -> None:
+    def same(self, what: str, found: object, *expected: object) -> None:
         """The books are right."""
-        if found != expected:
+        if found not in expected:
             raise Wrong(f"thread {self.number}, call {self.calls}: {what} is {found}, expected {expected}")
 
     # ------------------------------------------------------------------ sequences
@@ -94,10 +92,10 @@ class Caller:
         family = self.rng.randrange(6)
         prompt: Any = self.rng.randrange(9)
         if self.cached and self.rng.random() < 0.6:
-            prompt = [token(family, at) for at in range(self.rng.randrange(1, 24))]
+            prompt = prompt_of(family, 0, self.rng.randrange(1, 24))
         handle = self.call("open", prompt, self.rng.choice(NAMESPACES), may=FULL)
         if handle is not None:
-            found = self.call("num_tokens", handle) or 0  # None: a rude caller has closed it
+            found = self.call("num_tokens", handle)
             if found and (isinstance(prompt, int) or found >= len(prompt)):
                 raise Wrong(f"{found} cached tokens of the prompt {prompt}")
             self.lengths[handle], self.family[handle] = found, family
@@ -105,54 +103,40 @@ class Caller:
 
     def some(self, most: int = 4) -> list[int]:
         """A few open sequences."""
-        count = min(len(self.lengths), self.rng.randint(1, most))
-        return self.rng.sample(list(self.lengths), count)
+        return self.rng.sample(list(self.lengths), min(len(self.lengths), self.rng.randint(1, most)))
 
     def fork(self) -> None:
         """Children of the same length."""
-        if not self.lengths or len(self.lengths) >= MOST_OPEN:
-            return
-        (parent,) = self.some(1)
-        children = self.call("fork", parent, 2, may=FULL)
-        for child in [] if children is None else children.tolist():
-            self.lengths[child], self.family[child] = self.lengths[parent], self.family[parent]
+        if len(self.lengths) < MOST_OPEN:
+            for parent in self.some(1):
+                children = self.call("fork", parent, 2, may=FULL)
+                for child in [] if children is None else children.tolist():
+                    self.lengths[child], self.family[child] = self.lengths[parent], self.family[parent]
 
-    def waiting(self) -> list[tuple[kvpool.Plan, dict[int, int]]]:
+    def waiting(self) -> list[kvpool.Plan]:
         """Plans of ours that are pending whatever others do. One that was declared done passes with an older one."""
-        return [(plan, before) for plan, before in self.pending if id(plan) not in self.is_noted]
+        return [plan for plan, _ in self.pending if id(plan) not in self.is_noted]
 
     def truncate(self) -> None:
         """Refused for rows of pending plans; of a plan that was declared done, others may decide."""
-        (handle,) = self.some(1) or [None]
-        if handle is None:
-            return
-        length = self.rng.randint(0, self.lengths[handle])
-        if any(handle in before for _, before in self.waiting()):
-            return self.refuse(PlanStateError, "truncate", handle, length)
-        is_open_question = any(handle in before for _, before in self.pending)
-        self.call("truncate", handle, length, may=(PlanStateError,) if is_open_question else ())
-        if is_open_question:
-            found = self.call("num_tokens", handle)
-            self.same("a length", found in (length, self.lengths[handle]), True)
-            length = found
-        self.lengths[handle] = length
-        return None
+        for handle in self.some(1):
+            before, length = self.lengths[handle], self.rng.randint(0, self.lengths[handle])
+            plans = [plan for plan, rows in self.pending if handle in rows]
+            if any(id(plan) not in self.is_noted for plan in plans):
+                self.refuse(PlanStateError, "truncate", handle, length)
+                continue
+            self.call("truncate", handle, length, may=(PlanStateError,) if plans else ())
+            self.lengths[handle] = self.call("num_tokens", handle)
+            self.same("a length", self.lengths[handle], length, *([before] if plans else []))
 
     def close(self) -> None:
-        """At any time."""
+        """Some, now or with the next call."""
         rows = self.some(2)
-        self.call("close", rows)
-        self.forget(rows)
-
-    def defer(self) -> None:
-        """What a finalizer does."""
-        if self.lengths:
-            rows = self.some(1)
-            self.call("defer_close", rows[0])
-            self.forget(rows)
-
-    def forget(self, rows: list[int]) -> None:
-        """They are closed."""
+        if self.rng.random() < 0.9:
+            self.call("close", rows)
+        else:
+            for handle in rows:
+                self.call("defer_close", handle)
         for handle in rows:
             del self.lengths[handle], self.family[handle]
         self.dead = [*self.dead, *rows][-20:]
@@ -160,46 +144,32 @@ class Caller:
     # ------------------------------------------------------------------ steps
 
     def step(self) -> None:
-        """A step of a few rows, some with many tokens."""
-        self.advance("step")
-
-    def reserve(self) -> None:
-        """Blocks without tokens."""
-        self.advance("reserve")
-
-    def advance(self, name: str) -> None:
-        """`step` or `reserve` on a plan of ours; one that is pending is refused."""
+        """A step of a few rows, some with many tokens, or blocks for one; a plan that is pending is refused."""
         self.look()
+        rows, name = self.some(), self.rng.choice(("step",) * 9 + ("reserve",))
         if not self.free_plans:
-            for plan, _ in self.waiting()[:1]:
-                self.refuse(PlanStateError, name, plan, self.some(), 1)
+            for plan in self.waiting()[:1]:
+                self.refuse(PlanStateError, name, plan, rows, 1)
             return self.done()
-        plan = self.free_plans[-1]
-        rows = self.some()
         new = [self.rng.choice((1, 1, 1, 0, 5, 9)) for _ in rows]
         if any(self.lengths[h] + n > MOST_BLOCKS * self.pool.block_size for h, n in zip(rows, new, strict=True)):
             return self.close()
+        plan, before = self.free_plans[-1], {handle: self.lengths[handle] for handle in rows}
         self.call(name, plan, rows, new, may=FULL)
-        took = plan.is_pending if not self.pool.options.in_order else None
-        return self.book(plan, rows, new if name == "step" else [0] * len(rows), took)
-
-    def book(self, plan: kvpool.Plan, rows: list[int], new: list[int], took: bool | None) -> None:
-        """Note a step that went well; of an in-order pool the lengths tell (`took` None)."""
-        before = {handle: self.lengths[handle] for handle in rows}
-        after = {handle: self.lengths[handle] + n for handle, n in zip(rows, new, strict=True)}
-        if took is None:
+        after = {handle: before[handle] + n * (name == "step") for handle, n in zip(rows, new, strict=True)}
+        if self.pool.options.in_order:
             found = {handle: self.call("num_tokens", handle) for handle in rows}
-            if found not in (before, after):
-                raise Wrong(f"lengths {found} after a step of {new} on {before}")
+            self.same("lengths after a step", found, before, after)
             self.lengths |= found
-        elif took:
+        elif plan.is_pending:
             self.free_plans.remove(plan)
             self.pending.append((plan, before))
             self.lengths |= after
+        return None
 
     def look(self) -> None:
         """Plans that passed in the meantime, after older ones of other threads: no call, an attribute."""
-        for plan, _ in [entry for entry in self.pending if not entry[0].is_pending]:
+        for plan in [plan for plan, _ in self.pending if not plan.is_pending]:
             self.pending = [entry for entry in self.pending if entry[0] is not plan]
             self.is_noted.discard(id(plan))
             self.free_plans.append(plan)
@@ -207,21 +177,18 @@ class Caller:
     def done(self) -> None:
         """The oldest of ours that nobody has declared done; a second time is refused."""
         self.look()
-        for plan, _ in self.waiting()[:1]:
+        for plan in self.waiting()[:1]:
             self.call("done", plan)
             self.is_noted.add(id(plan))
             return self.look()
-        plans = self.free_plans or [plan for plan, _ in self.pending]
-        return self.refuse(PlanStateError, "done", plans[0])
+        return self.refuse(PlanStateError, "done", [*self.free_plans, *(plan for plan, _ in self.pending)][0])
 
     def rollback(self) -> None:
         """The newest of ours, if it is the newest of the pool and has no children."""
         self.look()
-        if not self.pending:
-            return self.refuse(PlanStateError, "rollback", self.free_plans[0])
+        if not self.pending or id(self.pending[-1][0]) in self.is_noted:
+            return self.refuse(PlanStateError, "rollback", self.pending[-1][0] if self.pending else self.free_plans[0])
         plan, before = self.pending[-1]
-        if id(plan) in self.is_noted:
-            return self.refuse(PlanStateError, "rollback", plan)
         self.call("rollback", plan, may=(PlanStateError,))
         if not plan.is_pending:
             self.lengths |= {handle: length for handle, length in before.items() if handle in self.lengths}
@@ -232,213 +199,123 @@ class Caller:
 
     def commit(self) -> None:
         """Tokens from where the sequence's commits ended; refused where they are not done yet."""
-        if not self.cached or not self.lengths:
-            return
-        (handle,) = self.some(1)
-        start = self.call("prefix.committed", handle) or 0
-        end = self.rng.randint(start, max(start, self.lengths[handle]))
-        family = self.family[handle]
-        self.call("prefix.commit", handle, [token(family, at) for at in range(start, end)], may=(ValueError,))
+        for handle in self.some(1) if self.cached else []:
+            start = self.call("prefix.committed", handle)
+            end = self.rng.randint(start, max(start, self.lengths[handle]))
+            self.call("prefix.commit", handle, prompt_of(self.family[handle], start, end), may=(ValueError,))
 
     def flush(self) -> None:
-        """Forget a namespace, or all of them."""
+        """Forget a namespace, or all of them; each thread takes some of the events."""
         if self.cached and self.rng.random() < 0.3:
             self.call("prefix.flush", self.rng.choice((None, *NAMESPACES)))
-
-    def events(self) -> None:
-        """What happened in the index; each thread takes some."""
-        for event in self.call("prefix.events") if self.cached else []:
-            if not isinstance(event, tuple) or not event:
-                raise Wrong(f"an event is {event!r}")
+            self.same("types of events", {type(event) for event in self.call("prefix.events")}, {tuple}, set())
 
     def alloc(self) -> None:
         """Blocks of our own."""
-        if len(self.raw) < 12:
+        if len(self.blocks) < 12:
             ids = self.call("blocks.alloc", 3, may=FULL)
-            for block in [] if ids is None else ids.tolist():
-                self.same("holders of a new block", block in self.raw, False)
-                self.raw[block] = 1
-
-    def touch(self) -> None:
-        """One reference more."""
-        if self.raw:
-            ids = self.rng.sample(list(self.raw), 1)
-            self.call("blocks.incref", ids)
-            self.raw[ids[0]] += 1
-            self.same(f"refcount of block {ids[0]}", self.call("blocks.refcount", ids[0]), self.raw[ids[0]])
+            found = [] if ids is None else ids.tolist()
+            self.same("blocks that are given twice", {*found} & {*self.blocks}, set())
+            self.blocks += found
 
     def free(self) -> None:
-        """One reference less; what has more of them is not freed."""
-        if self.raw:
-            block = self.rng.choice(list(self.raw))
-            if self.raw[block] > 1:
+        """One of them; what has another reference is not freed."""
+        if self.blocks:
+            block = self.blocks.pop(self.rng.randrange(len(self.blocks)))
+            if self.rng.random() < 0.5:
+                self.call("blocks.incref", [block])
+                self.same(f"refcount of block {block}", self.call("blocks.refcount", block), 2)
                 self.refuse(ValueError, "blocks.free", [block])
-            self.call("blocks.decref", [block])
-            self.raw[block] -= 1
-            if not self.raw[block]:
-                del self.raw[block]
+                self.call("blocks.decref", [block])
+            self.call("blocks.free", [block])
 
     # ------------------------------------------------------------------ readers, refusals
 
     def read(self) -> None:
         """Readers, which are never refused and agree with the books."""
-        kind = self.rng.randrange(8)
-        if kind == 0:
-            stats = self.call("stats")
-            self.same("blocks in all places", stats.free + stats.limbo + stats.used, self.usable())
-        elif kind == 1:
-            self.call("digest")
-        elif kind == 2 and self.cached:
-            self.call("prefix.stats")
-        elif kind == 6:
-            self.same("blank blocks in range", 0 <= self.pool.blocks.num_blank <= self.usable(), True)
-            repr((self.pool, self.plans[0]))
-        elif kind == 3 and self.dead:
-            self.same("a closed handle", self.call("is_open", self.rng.choice(self.dead)), False)
-        elif self.lengths:
-            (handle,) = self.some(1)
-            length, size = self.lengths[handle], self.pool.block_size
+        stats, usable = self.call("stats"), self.pool.num_blocks - self.pool.options.reserved_blocks
+        self.same("blocks in all places", stats.free + stats.limbo + stats.used, usable)
+        self.call(self.rng.choice(("digest", "fingerprint", *(["prefix.stats"] if self.cached else []))))
+        for handle in self.some(1):
             self.same("is_open", self.call("is_open", handle), True)
-            self.same("num_tokens", self.call("num_tokens", handle), length)
+            self.same("num_tokens", self.call("num_tokens", handle), self.lengths[handle])
             table = self.call("table", handle)
-            if table is not None and kind == 4:
-                self.same("blocks enough", len(table) * size >= length and len(set(table.tolist())) == len(table), True)
-                self.call("can", [handle], 3)
-            elif kind == 5 and self.rng.random() < 0.1:
+            self.same("blocks that a row has twice", len(table) - len(set(table.tolist())), 0)
+            self.same("blocks enough", len(table) * self.pool.block_size >= self.lengths[handle], True)
+            self.call("can", [handle], 3)
+            if self.rng.random() < 0.05:
                 self.call("check")
 
-    def usable(self) -> int:
-        """Blocks that are not reserved."""
-        return self.pool.num_blocks - self.pool.options.reserved_blocks
-
-    def refused(self) -> None:
-        """A call that is wrong in one way."""
-        kind = self.rng.randrange(9)
-        if kind == 0 and self.dead:
-            self.refuse(StaleHandle, "close", self.rng.choice(self.dead))
-        elif kind == 1 and self.lengths:
-            (handle,) = self.some(1)
-            self.refuse(ForeignHandle, "num_tokens", handle ^ 1 << TAG_SHIFT)
-        elif kind == 2 and self.lengths:
-            (handle,) = self.some(1)
+    def misuse(self) -> None:
+        """Calls that are wrong in one way."""
+        for handle in self.dead[-1:]:
+            self.same("a closed handle", self.call("is_open", handle), False)
+            self.refuse(StaleHandle, "close", handle)
+        for handle in self.some(1):
             self.refuse(ValueError, "truncate", [handle, handle], [0, 0])
-        elif kind == 3 and self.lengths and self.free_plans:
-            (handle,) = self.some(1)
-            self.refuse(CapacityExceeded, "step", self.free_plans[0], [handle], 65)
-        elif kind == 4:
-            self.refuse(ValueError, "close", [-1])
-        elif kind == 5 and self.free_plans:
-            self.refuse(ValueError, "step", self.free_plans[0], self.some(), -1) if self.lengths else None
-        elif kind == 6:
-            self.refuse(TypeError, "close", "handle")
-        elif kind == 7:
-            self.refuse(IndexError, "blocks.refcount", self.pool.num_blocks)
-        elif kind == 8 and len(self.raw) > 1:
-            (block,) = self.rng.sample(list(self.raw), 1)
-            self.refuse(ValueError, "blocks.decref", [block, block])
-
-    # ------------------------------------------------------------------ the end
+        self.refuse(TypeError, "close", "handle")
 
     def leave(self) -> None:
         """Give everything back: what is left in the pool then is nobody's."""
-        for plan, _ in self.pending:
-            if id(plan) not in self.is_noted:
-                self.call("done", plan)
-        for block, references in self.raw.items():
-            for _ in range(references):
-                self.call("blocks.decref", [block])
+        for plan in self.waiting():
+            self.call("done", plan)
+        self.call("blocks.free", self.blocks)
         self.call("close", list(self.lengths))
-        self.lengths, self.raw, self.pending = {}, {}, []
 
 
-class Guesses(dict):
-    """What a rude caller believes of a sequence that is not its own."""
-
-    def __missing__(self, handle: int) -> int:
-        return 3
-
-
-class Rude(Caller):
-    """Takes the sequences and plans of all threads: its books are guesses, and any documented refusal will do."""
-
-    VERBS = Caller.VERBS | {"meddle": 10, "evict": 2, "move": 2}
-    REFUSALS = (KVPoolError, ValueError, IndexError)
+class Rude:
+    """Takes the sequences and plans of all threads: any documented refusal will do."""
 
     def __init__(self, pool: kvpool.Pool, number: int, seed: int, everybody: list[Rude]) -> None:
-        super().__init__(pool, number, seed)
-        self.lengths, self.family = Guesses(), Guesses()
+        self.pool, self.rng, self.calls = pool, random.Random(seed << 8 | number), 0
+        self.plans = [kvpool.Plan(pool, 4, 64, formats=("block_tables",)) for _ in range(3)]
+        self.handles: list[int] = []
         self.everybody = everybody
         everybody.append(self)
 
-    def call(self, name: str, *args: Any, may: tuple[type[BaseException], ...] = ()) -> Any:
+    def some(self) -> list[int]:
+        """A few sequences of one thread, which may be closed by now."""
+        handles = list(self.rng.choice(self.everybody).handles) or [0]  # a copy: it changes meanwhile
+        return self.rng.sample(handles, min(len(handles), self.rng.randint(1, 4)))
+
+    def drawn(self) -> tuple[Any, ...]:
+        """A call: its name, and what it is given."""
+        rng, rows, plan = self.rng, self.some(), self.rng.choice(self.rng.choice(self.everybody).plans)
+        tokens = prompt_of(rng.randrange(6), 0, rng.randrange(1, 24))
+        cache = [("prefix.commit", rows[0], tokens), ("prefix.flush",), ("prefix.events",), ("prefix.match", tokens)]
+        kinds: tuple[list[tuple[Any, ...]], ...] = (
+            [("open", rng.choice((3, tokens))), ("open", 5), ("fork", rows[0], 2)],
+            [("step", plan, rows, rng.choice((1, 1, 9))), ("reserve", plan, rows, 5), ("done", plan)],
+            [("truncate", rows, [rng.randrange(4)] * len(rows)), ("compact", rows, [1] * len(rows))],
+            [("close", rows), ("defer_close", rows[0]), ("can", rows, 3), ("table", rows[0]), ("blocks.evict", 2)],
+            [("rollback", plan), ("unshare", plan, rows, [1] * len(rows)), ("num_tokens", rows[0]), ("stats",)],
+            cache if self.pool.prefix is not None else [("stats",)],
+        )
+        return rng.choice(rng.choices(kinds, (2, 3, 1, 1, 1, 1))[0])
+
+    def call(self, name: str, *args: Any) -> Any:
         """Any documented refusal will do, but for those that say that threads are in each other's way."""
         self.calls += 1
         try:
             return attrgetter(name)(self.pool)(*args)
         except (ConcurrentUse, CorruptState):
             raise
-        except self.REFUSALS:
+        except (KVPoolError, ValueError, IndexError):
             return None
 
-    def refuse(self, kind: type[BaseException], name: str, *args: Any) -> None:
-        """As good as any call, of the right types."""
-        if kind is not TypeError:
-            self.call(name, *args)
-
-    def same(self, what: str, found: object, expected: object) -> None:
-        """Nothing is known for sure."""
-
-    def some(self, most: int = 4) -> list[int]:
-        """A few sequences of one thread, which may be closed by now."""
-        handles = list(dict.copy(self.rng.choice(self.everybody).lengths)) or [0]  # a copy: it grows meanwhile
-        return self.rng.sample(handles, min(len(handles), self.rng.randint(1, most)))
-
-    def forget(self, rows: list[int]) -> None:
-        """What is closed, if it was ours; a batch may have been refused."""
-        for handle in rows:
-            if self.call("is_open", handle):
-                continue
-            self.lengths.pop(handle, None)
-            self.family.pop(handle, None)
-            self.dead = [*self.dead, handle][-20:]
-
-    def book(self, plan: kvpool.Plan, rows: list[int], new: list[int], took: bool | None) -> None:
-        """Which plans may be pending, no more."""
-        if took:
-            self.free_plans.remove(plan)
-            self.pending.append((plan, {}))
-
-    def open(self) -> None:
-        """Like the others, without those that somebody has closed."""
-        if len(self.lengths) > MOST_OPEN // 2:
-            self.forget(list(self.lengths))
-        super().open()
+    def run(self, calls: int) -> None:
+        """Make so many calls."""
+        for _ in range(calls):
+            name, *args = self.drawn()
+            found = self.call(name, *args)
+            if name in ("open", "fork") and found is not None:
+                self.handles = [*self.handles, *np.atleast_1d(found).tolist()]
+            while len(self.handles) > MOST_OPEN:
+                self.call("close", self.handles.pop(0))
 
     def leave(self) -> None:
         """One by one: what is closed already is refused."""
         for plan in self.plans:
             self.call("done", plan)
-        for handle in self.lengths:
+        for handle in self.handles:
             self.call("close", handle)
-        self.lengths, self.pending = Guesses(), []
-        super().leave()
-
-    def meddle(self) -> None:
-        """End or begin a step on anybody's plan."""
-        plan = self.rng.choice(self.rng.choice(self.everybody).plans)
-        name = self.rng.choice(("step", "done", "done", "rollback"))
-        self.call(name, plan, *((self.some(), 1) if name == "step" else ()))
-
-    def evict(self) -> None:
-        """Blocks leave the cache."""
-        self.call("blocks.evict", self.rng.randrange(4))
-
-    def move(self) -> None:
-        """Tokens leave a sequence: blocks of its own for it, then fewer tokens."""
-        rows, lens = self.some(1), [self.rng.randrange(4)]
-        if self.free_plans and self.rng.random() < 0.7:
-            plan = self.free_plans[-1]
-            self.call("unshare", plan, rows, lens)
-            self.book(plan, rows, [0], plan.is_pending)
-        else:
-            self.call("compact", rows, lens)

@@ -51,13 +51,14 @@ def test_callers_make_every_call_and_most_of_them_succeed():
 
 
 def test_rude_callers_take_the_sequences_of_others():
-    pool, everybody = threads.new_pool(0), []
+    pool, everybody = RecordedPool(180, 4, max_seqs=40, max_blocks_per_seq=12, seed=1, prefix_cache=True), []
     callers = [Rude(pool, number, 1, everybody) for number in range(3)]
-    for _ in range(20):
+    for _ in range(40):
         for caller in callers:
             caller.run(20)
-    own = set(callers[0].lengths)
+    own = set(callers[0].handles)
     assert any(set(callers[0].some()) - own for _ in range(50))
+    assert len(pool.calls) > 0.3 * sum(caller.calls for caller in callers)
 
 
 class Forgetful(kvpool.Pool):

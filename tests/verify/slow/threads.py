@@ -54,7 +54,7 @@ def new_pool(turn: int) -> Pool:
     return Pool(180, 4, max_seqs=40, max_blocks_per_seq=12, seed=turn, **KINDS[turn % len(KINDS)])
 
 
-def rounds(calls: int, seed: int, make: Callable[[Pool, int], Caller]) -> int:
+def rounds(calls: int, seed: int, make: Callable[[Pool, int], Caller | Rude]) -> int:
     """All threads on one pool, again and again on a new one, until so many calls were made."""
     made = 0
     for turn in range(seed, seed + max(1, calls // ROUND)):
