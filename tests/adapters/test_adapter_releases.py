@@ -23,14 +23,6 @@ def run(tmp_path, files, code):
     return result.stderr.strip().splitlines()[-1] if result.returncode else result.stdout.strip()
 
 
-def test_transformers_without_its_private_modules_names_both_releases(tmp_path):
-    files = {"torch.py": "class Tensor: pass", "transformers/__init__.py": "__version__ = '4.40.0'"}
-    error = run(tmp_path, files, "import kvpool.adapters.transformers")
-    assert error.startswith(
-        "ImportError: [kvpool.adapters] transformers 4.40.0 is installed, the adapter was tested with 5.23.0: No module"
-    )
-
-
 STOCK = {
     "torch.py": "class Tensor: pass",
     "transformers/__init__.py": "__version__ = '5.24.0'",
@@ -50,60 +42,57 @@ STOCK = {
 }
 
 
+def jax_of(version, tree_util):
+    return {"jax/__init__.py": f"__version__ = '{version}'", "jax/numpy.py": "", "jax/tree_util.py": tree_util}
+
+
+TABLE = "from kvpool.adapters.jax import PageTable\nPageTable(8, 4, 2, 2, 4, strict={strict}); print('tried')"
+RANKS = (
+    "from kvpool.adapters.ranks import Ranks\n"
+    "class Group:\n    def rank(self): return 0\n    def size(self): return 1\n"
+    "with Ranks(Group(), strict={strict}): print('tried')"
+)
+INSTALL = "from kvpool.adapters.transformers import install\nwith install(strict={strict}): print('tried')"
+OTHERS = {  # files of another release, what uses it, what is said of it
+    "transformers": (STOCK, INSTALL, "[install] transformers 5.24.0 is installed, tested with 5.23.0"),
+    "jax": (
+        jax_of("0.11.0", "def register_dataclass(cls): return cls"),
+        *(TABLE, "[PageTable] jax 0.11.0 is installed, tested with >= 0.10, < 0.11"),
+    ),
+    "mlx": (
+        {"mlx/__init__.py": "", "mlx/core.py": "__version__ = '0.20.0'"},
+        *(RANKS, "[Ranks] mlx 0.20.0 is installed, tested with >= 0.32.2, < 0.33"),
+    ),
+}
+OLD = {"torch.py": "class Tensor: pass", "transformers/__init__.py": "__version__ = '4.40.0'"}
+
+
 @pytest.mark.parametrize("strict", [True, False])
-def test_transformers_that_still_has_them_is_refused_unless_strict_is_false(tmp_path, strict):
-    code = f"from kvpool.adapters.transformers import install\nwith install(strict={strict}): print('tried')"
-    refusal = "RuntimeError: [install] transformers 5.24.0 is installed, tested with 5.23.0; see strict=False"
-    assert run(tmp_path, STOCK, code) == (refusal if strict else "tried")
-
-
-def test_jax_that_is_too_old_names_both_releases(tmp_path):
-    files = {
-        "jax/__init__.py": "__version__ = '0.4.20'",
-        "jax/numpy.py": "",
-        "jax/tree_util.py": "",
-    }
-    error = run(tmp_path, files, "import kvpool.adapters.jax")
-    assert error.startswith(
-        "ImportError: [kvpool.adapters] jax 0.4.20 is installed, the adapter was tested with >= 0.10, < 0.11: cannot"
+@pytest.mark.parametrize("name", OTHERS)
+def test_framework_of_another_release_is_refused_unless_strict_is_false(tmp_path, name, strict):
+    files, code, said = OTHERS[name]
+    assert run(tmp_path, files, code.format(strict=strict)) == (
+        f"RuntimeError: {said}; see strict=False" if strict else "tried"
     )
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_jax_that_is_too_new_is_refused_unless_strict_is_false(tmp_path, strict):
-    files = {
-        "jax/__init__.py": "__version__ = '0.11.0'",
-        "jax/numpy.py": "",
-        "jax/tree_util.py": "def register_dataclass(cls): return cls",
-    }
-    code = f"from kvpool.adapters.jax import PageTable\nPageTable(8, 4, 2, 2, 4, strict={strict}); print('tried')"
-    refusal = "RuntimeError: [PageTable] jax 0.11.0 is installed, tested with >= 0.10, < 0.11; see strict=False"
-    assert run(tmp_path, files, code) == (refusal if strict else "tried")
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_mlx_of_another_release_is_refused_by_ranks_unless_strict_is_false(tmp_path, strict):
-    files = {"mlx/__init__.py": "", "mlx/core.py": "__version__ = '0.20.0'"}
-    code = (
-        "from kvpool.adapters.ranks import Ranks\n"
-        "class Group:\n    def rank(self): return 0\n    def size(self): return 1\n"
-        f"with Ranks(Group(), strict={strict}): print('tried')"
-    )
-    refusal = "RuntimeError: [Ranks] mlx 0.20.0 is installed, tested with >= 0.32.2, < 0.33; see strict=False"
-    assert run(tmp_path, files, code) == (refusal if strict else "tried")
+@pytest.mark.parametrize(
+    ("name", "files", "said"),
+    [
+        ("transformers", OLD, "transformers 4.40.0 is installed, the adapter was tested with 5.23.0: No module"),
+        ("jax", jax_of("0.4.20", ""), "jax 0.4.20 is installed, the adapter was tested with >= 0.10, < 0.11: cannot"),
+    ],
+)
+def test_framework_that_is_too_old_to_be_imported_names_both_releases(tmp_path, name, files, said):
+    error = run(tmp_path, files, f"import kvpool.adapters.{name}")
+    assert error.startswith(f"ImportError: [kvpool.adapters] {said}")
 
 
 @pytest.mark.parametrize(
     ("found", "is_tested"),
     [
-        ("0.32.1", False),
-        ("0.32.2", True),
-        ("0.32.10", True),
-        ("0.32.4.dev2026+abc", True),
-        ("0.33", False),
-        ("0.33.0rc1", False),
-        ("1.0", False),
-        ("unknown", False),
+        *((found, True) for found in ("0.32.2", "0.32.10", "0.32.4.dev2026+abc")),
+        *((found, False) for found in ("0.32.1", "0.33", "0.33.0rc1", "1.0", "unknown")),
     ],
 )
 def test_require_compares_numbers_not_letters(found, is_tested):

@@ -18,15 +18,11 @@ def cached(pool, ids):
     """These blocks cached and free, in this order of eviction."""
     pool.blocks.take(max(ids))
     pool.blocks.mark_cached(ids)
-    pool.blocks.release(range_to(max(ids), without=ids))
+    pool.blocks.release([block for block in range(1, max(ids) + 1) if block not in ids])
     pool.blocks.release(ids)
 
 
-def range_to(last, without):
-    return [i for i in range(1, last + 1) if i not in without]
-
-
-def test_take_gives_blank_blocks_then_evicts_and_says_how_many(make_pool):
+def test_take_gives_blank_blocks_then_evicts_and_says_how_many(make_pool, refused):
     pool = make_pool(7)
     cached(pool, [3, 1])
     assert order(pool) == [2, 4, 5, 6, 3, 1]
@@ -35,6 +31,9 @@ def test_take_gives_blank_blocks_then_evicts_and_says_how_many(make_pool):
     assert pool.blocks.take(0) == ([], 0)
     assert pool.blocks.drain_evicted().tolist() == []  # who takes by name was told
     assert pool.stats().evictions == 1
+    with refused(pool, OutOfBlocks, "take") as caught:
+        pool.blocks.take(2)
+    assert (caught.value.needed, caught.value.short_by) == (2, 1)
 
 
 def test_decode_rows_get_the_blocks_that_take_would_give(make_pool, make_plan):
@@ -46,13 +45,6 @@ def test_decode_rows_get_the_blocks_that_take_would_give(make_pool, make_plan):
     pool.step(plan, rows, 1)  # one token each: a steady batch
     assert due == [5, 3, 1, 6] and pool.stats().evictions == 3
     assert [pool.table(row).tolist() for row in rows] == [[block] for block in due]
-
-
-def test_take_more_than_there_are_changes_nothing(make_pool, refused):
-    pool = make_pool(4)
-    with refused(pool, OutOfBlocks, "take") as caught:
-        pool.blocks.take(4)
-    assert (caught.value.needed, caught.value.short_by) == (4, 1)
 
 
 def test_release_oldest_sends_cached_blocks_to_the_old_end(make_pool):
@@ -246,24 +238,19 @@ def test_reading_one_reference_costs_what_an_attribute_of_a_block_costs():
     assert min(ratios) <= 1.3, ratios
 
 
-def test_mark_of_a_cached_block_is_refused_until_it_is_uncached(make_pool, refused):
-    pool = make_pool(4)
-    pool.blocks.take(2)
-    pool.blocks.mark_cached(1)
-    with refused(pool, ValueError, "mark_cached"):
-        pool.blocks.mark_cached([2, 1])
-    pool.blocks.uncache(1)
-    pool.blocks.mark_cached([2, 1])
-
-
-def test_mark_of_a_block_that_alloc_evicted_waits_for_drain_evicted(make_pool, refused):
+def test_mark_of_a_cached_block_is_refused_until_it_is_uncached_or_its_eviction_was_drained(make_pool, refused):
     pool = make_pool(3)
     cached(pool, [1, 2])
-    pool.blocks.alloc(2)
+    pool.blocks.touch(1)
     with refused(pool, ValueError, "mark_cached"):
-        pool.blocks.mark_cached([1])
+        pool.blocks.mark_cached(1)
+    pool.blocks.uncache(1)
+    pool.blocks.mark_cached(1)
+    pool.blocks.alloc(1)  # evicts 2
+    with refused(pool, ValueError, "mark_cached"):
+        pool.blocks.mark_cached([2])
     pool.blocks.drain_evicted()
-    pool.blocks.mark_cached([1])
+    pool.blocks.mark_cached([2])
 
 
 def test_take_block_takes_it_out_of_the_middle(make_pool, refused):
@@ -287,15 +274,22 @@ def test_reserved_ids_are_passed_over(make_pool):
     assert pool.blocks.refcounts([0, 1, 2, 3, 4]).tolist() == [0, 0, 1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [("touch", ValueError), ("mark_cached", ValueError), ("uncache", ValueError), ("release", DoubleFree)],
-)
-def test_block_that_stands_twice_is_refused(make_pool, refused, call, error):
-    pool = make_pool(5)
+OUT_OF_RANGE = [1, 5, 99], [99, 5, 1], [1, 1, -1], [0, 5, 2**40], np.array([5, 1, 6], np.int32)
+REFUSED = [
+    *((call, [1, 2, 1], ValueError) for call in ("touch", "mark_cached", "uncache")),  # stands twice
+    *((call, [1, 4], DoubleFree) for call in ("release", "mark_cached")),  # 4 is blank
+    *(("release", [1, 2, 1], DoubleFree), ("touch", [1, 4], ValueError)),
+    *(("touch", ids, IndexError) for ids in OUT_OF_RANGE),  # before a block in the wrong state
+]
+
+
+@pytest.mark.parametrize(("call", "ids", "error"), REFUSED)
+def test_ids_that_do_not_fit_the_call_are_refused(make_pool, refused, call, ids, error):
+    pool = make_pool(6)
     pool.blocks.take(3)
     with refused(pool, error, call):
-        getattr(pool.blocks, call)([1, 2, 1])
+        getattr(pool.blocks, call)(ids)
+    pool.blocks.uncache([1, 4])  # a blank block holds nothing as it is
 
 
 @pytest.mark.parametrize("call", ["touch", "mark_cached", "uncache", "release", "refcounts", "is_cached"])
@@ -325,26 +319,6 @@ def test_refusal_names_the_row_of_the_caller_among_reserved_ids(make_pool, refus
     with refused(pool, ValueError, "touch", 2) as caught:
         pool.blocks.touch([0, 1, 0, 2, 2])
     assert "ids[4]" in str(caught.value)
-
-
-@pytest.mark.parametrize("ids", [[1, 5, 99], [99, 5, 1], [1, 1, -1], [0, 5, 2**40], np.array([5, 1, 6], np.int32)])
-def test_id_out_of_range_is_refused_before_a_block_in_the_wrong_state(make_pool, refused, ids):
-    pool = make_pool(6)
-    pool.blocks.take(2)
-    with refused(pool, IndexError, "touch"):
-        pool.blocks.touch(ids)
-
-
-def test_blank_block_is_not_touched_released_or_marked(make_pool, refused):
-    pool = make_pool(5)
-    pool.blocks.take(2)
-    with refused(pool, ValueError, "touch"):
-        pool.blocks.touch([1, 3])
-    with refused(pool, DoubleFree, "release"):
-        pool.blocks.release([1, 3])
-    with refused(pool, DoubleFree, "mark_cached"):
-        pool.blocks.mark_cached([1, 3])
-    pool.blocks.uncache([1, 3])  # it holds nothing as it is
 
 
 def test_release_never_takes_the_reference_of_a_sequence(make_pool, grow, refused):

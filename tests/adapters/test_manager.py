@@ -19,11 +19,6 @@ def keys(tokens, layer, dim=8):
     return np.stack([np.random.default_rng([layer, token]).standard_normal((2, dim)) for token in tokens]).astype("f4")
 
 
-def test_manager_of_layers_that_differ_is_refused():
-    with pytest.raises(TypeError, match="a manager has one table; for layer groups make a Pool"):
-        KVBlockManager([SPEC, SPEC], 32)
-
-
 class Engine:
     """A manager with the history of every sequence."""
 
@@ -78,20 +73,14 @@ def test_new_sequence_reserves_blocks_and_starts_empty(prompt_len, blocks):
     assert view.ctx_len == 0 and view.block_ids.shape == (blocks,) and view.block_ids.dtype == np.int32
 
 
-def test_sequence_id_is_the_handle_of_the_pool():
-    manager = KVBlockManager(SPEC, 8)
-    seq_id = manager.new_sequence(5).seq_id
-    assert manager.pool.is_open(seq_id)
-    assert manager.table(seq_id)[0].tolist() == manager.pool.table(seq_id).tolist()
-    with pytest.raises(ForeignHandle):
-        KVBlockManager(SPEC, 8).table(seq_id)
-
-
 def test_free_is_a_method_and_gives_blocks_back():
-    """A free list of the same name must not hide it, and an id is good once."""
+    """A free list of the same name must not hide it. An id is a handle of the pool, and good once."""
     manager = KVBlockManager(SPEC, 8)
     for _ in range(20):
         seq_id = manager.new_sequence(7 * 4).seq_id  # all blocks, each time
+        assert manager.table(seq_id)[0].tolist() == manager.pool.table(seq_id).tolist()
+        with pytest.raises(ForeignHandle):
+            KVBlockManager(SPEC, 8).table(seq_id)
         manager.free(seq_id)
         for call in (manager.free, manager.table, manager.fork, manager.ensure_tail_capacity):
             with pytest.raises(StaleHandle):
@@ -333,23 +322,17 @@ def test_attention_with_contiguous_head_mapping_is_the_default():
         ({"kv_head_mapping": [0, 0, 1]}, "contiguous groups"),
         ({"rope_freqs": np.ones(4)}, "positions are the model's"),
         ({"attn_mask": np.zeros((1, 1))}, "only the causal mask"),
-        ({"causal": False, "n": 2}, "only the causal mask"),
+        ({"causal": False, "shape": (1, NUM_HEADS, 2, 8)}, "only the causal mask"),
+        *(({"shape": shape}, "q must have shape") for shape in ((2, 4, 1, 8), (4, 1, 8), (1, 4, 8))),
     ],
 )
-def test_attention_refuses_what_belongs_to_the_model(options, message):
+def test_attention_refuses_what_belongs_to_the_model_and_another_batch(options, message):
     engine = Engine()
     tables, lens = engine.manager.batch_tables([engine.new([1, 2, 3])])
-    q = np.zeros((1, NUM_HEADS, options.pop("n", 1), 8), "f4")
+    q, options = np.zeros(options.get("shape", (1, NUM_HEADS, 1, 8)), "f4"), options.copy()
+    options.pop("shape", None)
     with pytest.raises(ValueError, match=rf"^\[paged_attention\] .*{message}"):
         engine.manager.paged_attention(q, tables, lens, 0, **options)
-
-
-def test_attention_with_another_batch_than_its_tables_is_refused():
-    engine = Engine()
-    tables, lens = engine.manager.batch_tables([engine.new([1, 2, 3])])
-    for shape in ((2, NUM_HEADS, 1, 8), (NUM_HEADS, 1, 8), (1, NUM_HEADS, 8)):
-        with pytest.raises(ValueError, match=r"^\[paged_attention\] q must have shape"):
-            engine.manager.paged_attention(np.zeros(shape, "f4"), tables, lens, 0)
 
 
 def test_k_and_v_are_read_only_copies_in_the_axes_of_the_plan():
@@ -369,15 +352,7 @@ def test_k_and_v_are_read_only_copies_in_the_axes_of_the_plan():
 # ---------------------------------------------------------------------- construction
 
 
-def test_memory_sizes_the_pool_and_says_how():
-    said = []
-    manager = KVBlockManager(SPEC, memory="1MiB", log=said.append)
-    size = blocks_for("1MiB", SPEC)
-    assert manager.pool.num_blocks == manager.backend.num_blocks == size.num_blocks
-    assert said == [size.how]
-
-
-def test_memory_auto_asks_the_backend_for_its_machine(capsys):
+def test_memory_sizes_the_pool_and_says_how(capsys):
     class Device(NumpyBackend):
         @staticmethod
         def device_info():
@@ -391,17 +366,20 @@ def test_memory_auto_asks_the_backend_for_its_machine(capsys):
     assert manager.pool.num_blocks == 2**20 // SPEC.array_block_nbytes
     printed = capsys.readouterr().out
     assert "Apple M9" in printed and "max_buffer_length" in printed
-
-
-def test_quiet_manager_prints_nothing(capsys):
+    said = []
+    manager = KVBlockManager(SPEC, memory="1MiB", log=said.append)
+    size = blocks_for("1MiB", SPEC)
+    assert manager.pool.num_blocks == manager.backend.num_blocks == size.num_blocks
     KVBlockManager(SPEC, memory="1MiB", log=None)
-    assert capsys.readouterr().out == ""
+    assert said == [size.how] and capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("sizes", [{}, {"num_blocks": 4, "memory": "1MiB"}])
-def test_manager_needs_exactly_one_size(sizes):
-    with pytest.raises(ValueError, match=r"^\[KVBlockManager\] give either num_blocks or memory"):
-        KVBlockManager(SPEC, **sizes)
+def test_manager_without_exactly_one_size_or_with_layers_that_differ_is_refused():
+    for sizes in ({}, {"num_blocks": 4, "memory": "1MiB"}):
+        with pytest.raises(ValueError, match=r"^\[KVBlockManager\] give either num_blocks or memory"):
+            KVBlockManager(SPEC, **sizes)
+    with pytest.raises(TypeError, match="a manager has one table; for layer groups make a Pool"):
+        KVBlockManager([SPEC, SPEC], 32)
 
 
 def test_manager_takes_a_backend_by_name(monkeypatch):

@@ -205,14 +205,7 @@ def test_records_of_states_have_names_of_their_tokens():
     assert names.group == 1 and names.namespace == keys[0].tobytes()
 
 
-def test_prompts_are_stored_up_to_their_first_image():
-    store = MemoryStore(store_layout(computed("dense", [1]), "w"), 1 << 20)
-    tokens = list(range(100))
-    PromptCache(store=store).insert(tokens, computed("dense", tokens), media=[(50, 60, "cat")])
-    assert PromptCache(store=store).fetch(tokens)[1] == 48
-
-
-@pytest.mark.parametrize("start", [1, 16, 47, 48, 49])
+@pytest.mark.parametrize("start", [1, 16, 47, 48, 50])
 def test_a_restart_finds_all_whole_blocks_in_front_of_an_image(start):
     store = MemoryStore(store_layout(computed("dense", [1]), "w"), 1 << 20)
     tokens = list(range(start)) + [0] * 20 + [1] * 5

@@ -121,23 +121,16 @@ def test_ranks_see_a_layer_group_that_differs():
         assert ranks.agree(one) != ranks.agree(other)
 
 
-def mixed(ranks, pool, monkeypatch, batch):
-    """What a rank sends for a batch."""
-    sent, gather = [], ranks._gather
-    monkeypatch.setattr(ranks, "_gather", lambda value, stream: sent.append(value) or gather(value, stream))
-    ranks.agree(pool, batch=batch)
-    monkeypatch.undo()
-    return sent[0]
-
-
 def test_batches_of_other_shapes_or_values_are_distinguished(monkeypatch):
     batches = [None, b"", b"\1", [], [[]], [1], [[1]], [1, 2, 3, 4], [[1, 2], [3, 4]], 1, -1, [2], [1 << 40]]
+    same, sent = ([1, 2], (1, 2), np.array([1, 2], np.int32), mx.array([1, 2])), []
     with Ranks(mx.distributed.init(backend="any")) as ranks:
-        pool = Pool(8, 4, seed=1)
-        values = [mixed(ranks, pool, monkeypatch, batch) for batch in batches]
-        assert len(set(values)) == len(batches)
-        for same in ([1, 2], (1, 2), np.array([1, 2], np.int32), mx.array([1, 2])):
-            assert mixed(ranks, pool, monkeypatch, same) == mixed(ranks, pool, monkeypatch, np.array([1, 2]))
+        pool, gather = Pool(8, 4, seed=1), ranks._gather
+        monkeypatch.setattr(ranks, "_gather", lambda value, stream: sent.append(value) or gather(value, stream))
+        for batch in (*batches, *same):
+            ranks.agree(pool, batch=batch)
+    assert len(sent) == len(batches) + len(same) and len(set(sent)) == len(batches) + 1
+    assert len(set(sent[len(batches) :])) == 1
 
 
 @pytest.mark.parametrize("batch", [[1.2], 1.0, "ab", [[1], [1, 2]], [None], [1 << 64], [True], object()])

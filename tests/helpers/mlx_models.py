@@ -32,6 +32,12 @@ def on_cpu():
         mx.set_default_device(device)
 
 
+def computing_on_cpu():
+    """The body of a fixture: each test of a file computes on the CPU."""
+    with on_cpu():
+        yield
+
+
 @contextlib.contextmanager
 def _mlx_lm_on(device):
     """mlx-lm makes its stream when it is imported, for the default device of that moment."""

@@ -4,19 +4,14 @@ Plain MLX is lazy everywhere. Where the extension is built, the kernels of a CPU
 """
 
 import pytest
-from mlx_models import on_cpu, random_prompts, tiny_llama
+from mlx_models import computing_on_cpu, random_prompts, tiny_llama
 
 from kvpool import Pool
 from kvpool.adapters.mlx_lm import engine as module
 from kvpool.adapters.mlx_lm.engine import Engine
 
+cpu = pytest.fixture(computing_on_cpu, autouse=True)
 BLOCK = 4
-
-
-@pytest.fixture(autouse=True)
-def cpu():
-    with on_cpu():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -145,23 +140,18 @@ def test_failure_takes_both_steps_back_and_the_engine_goes_on(model, when, monke
         assert completion.tokens.tolist() == due
 
 
-def two_on_one_pool(model):
-    """Two engines take turns on a pool, one step and four. Return their answers."""
-    pool = Pool(100, BLOCK, prefix_cache=True)
+def test_engines_on_one_pool_take_turns_between_steps(model):
+    """One steps once, the other one four times."""
+    with lazy(model) as engine:
+        alone = engine.generate([5, 6, 7], max_tokens=12).tokens.tolist()
+    pool, done = Pool(100, BLOCK, prefix_cache=True), [[], []]
     pair = [Engine(model, pool=pool, block_size=BLOCK, kernels=False) for _ in range(2)]
     ids = [engine.submit([5, 6, 7], max_tokens=12) for engine in pair]
-    done = [[], []]
     while any(engine.num_unfinished for engine in pair):
         for turn in (0, 1, 1, 1, 1):
             done[turn] += pair[turn].step()
-    assert [one.id for (one,) in done] == ids and pool.stats().pending == 0
-    return [one.tokens.tolist() for (one,) in done]
-
-
-def test_engines_on_one_pool_take_turns_between_steps(model):
-    with lazy(model) as engine:
-        alone = engine.generate([5, 6, 7], max_tokens=12).tokens.tolist()
-    assert two_on_one_pool(model) == [alone, alone]
+    assert [(one.id, one.tokens.tolist()) for (one,) in done] == [(id, alone) for id in ids]
+    assert pool.stats().pending == 0
 
 
 # ---- faults

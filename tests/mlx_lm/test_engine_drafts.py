@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from mlx_models import ROUTES, VOCAB, assert_all_free, on_cpu, random_prompts, tiny_gemma3, tiny_llama
+from mlx_models import ROUTES, VOCAB, assert_all_free, computing_on_cpu, on_cpu, random_prompts, tiny_gemma3, tiny_llama
 from scheduler_workload import draw
 
 from kvpool import Pool, Request
@@ -18,16 +18,11 @@ from kvpool.errors import RequestRejected
 from kvpool.eviction import SlidingWindow
 from kvpool.scheduler import Decoding, Step
 
+cpu = pytest.fixture(computing_on_cpu, autouse=True)
 COUNT = 60 if os.environ.get("KVPOOL_LONG") else 6
 ONLY = os.environ.get("KVPOOL_WORKLOAD")
 SEEDS = [int(ONLY)] if ONLY else range(COUNT)
 MANY = 500  # blocks
-
-
-@pytest.fixture(autouse=True)
-def cpu():
-    with on_cpu():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -136,24 +131,20 @@ PROPOSERS = {
 }
 
 
-@pytest.mark.parametrize("make", PROPOSERS.values(), ids=PROPOSERS)
+@pytest.mark.parametrize("name", PROPOSERS)
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6, "seed": 4, "n": 2}, {"presence_penalty": 1.5}])
-def test_every_proposer_gives_the_tokens_of_none(model, make, sampling):
+def test_every_proposer_gives_the_tokens_of_none(model, name, sampling):
     prompts = [[*prompt, *prompt] for prompt in random_prompts((3, 9, 20, 1))]
     plain = [facts(one) for one in Engine(model, MANY).batch(prompts, max_tokens=30, **sampling)]
-    engine = Engine(model, MANY, speculate=make(model))
-    assert [facts(one) for one in engine.batch(prompts, max_tokens=30, **sampling)] == plain
-    assert engine.scheduler.stats().drafted_tokens > 0 or "presence_penalty" in sampling  # nothing repeats itself then
-    assert engine.kv.pool.stats().used == 0
-
-
-def test_draft_model_that_is_the_model_is_nearly_always_right(model):
-    proposer = DraftModel(model, MANY, num_drafts=4)
+    proposer = PROPOSERS[name](model)
     engine = Engine(model, MANY, speculate=proposer)
-    engine.batch(random_prompts((5, 30)), max_tokens=40)
+    assert [facts(one) for one in engine.batch(prompts, max_tokens=30, **sampling)] == plain
     counts = engine.scheduler.stats()
-    assert counts.accepted_tokens > 0.95 * counts.drafted_tokens and counts.steps <= 12
-    assert proposer.engine.kv.pool.stats().used == proposer.engine.num_unfinished == 0
+    assert counts.drafted_tokens > 0 or "presence_penalty" in sampling  # nothing repeats itself then
+    assert engine.kv.pool.stats().used == 0
+    if name == "the model itself" and not sampling:
+        assert counts.accepted_tokens > 0.95 * counts.drafted_tokens
+        assert proposer.engine.kv.pool.stats().used == proposer.engine.num_unfinished == 0
 
 
 def test_draft_model_reads_a_long_text_in_parts(model):
@@ -182,16 +173,21 @@ def test_draft_model_reads_a_long_text_in_parts(model):
     assert proposer.engine.kv.pool.stats().used == 0
 
 
-@pytest.mark.parametrize("broken", ["a pass", "an update"])
+@pytest.mark.parametrize("broken", ["a pass", "an update", "the proposer"])
 def test_draft_model_that_raises_once_is_empty_and_goes_on(model, broken):
     proposer = DraftModel(model, MANY, kernels=False)  # plain MLX: a step is out when `update` raises
     engine = Engine(model, MANY, speculate=proposer)
     engine.submit([5, 6, 7], max_tokens=20)
     engine.step()
-    part, name = (proposer.engine, "_forward") if broken == "a pass" else (proposer.engine.scheduler, "update")
+    part, name = {
+        "a pass": (proposer.engine, "_forward"),
+        "an update": (proposer.engine.scheduler, "update"),
+        "the proposer": (DraftModel, "__call__"),
+    }[broken]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(part, name, lambda *arguments: 1 / 0)
         engine.step()
+    engine.scheduler.check()
     stats = proposer.engine.kv.pool.stats()
     assert (proposer.engine.num_unfinished, stats.used, stats.pending) == (0, 0, 0)
     (done,) = [completion for _ in range(20) for completion in engine.step()]
@@ -269,20 +265,6 @@ def test_draft_that_the_model_does_not_have_is_dropped(model):
     engine = Engine(model, MANY, speculate=wrong)
     assert facts(engine.generate([5, 6], max_tokens=12)) == facts(Engine(model, MANY).generate([5, 6], max_tokens=12))
     assert engine.scheduler.stats().drafted_tokens == 9 + 1  # the last token but one has room for none
-
-
-def test_proposer_that_raises_loses_nothing(model):
-    def fails(rows):
-        raise ZeroDivisionError
-
-    engine = Engine(model, MANY, speculate=fails)
-    engine.submit([5, 6], max_tokens=12)
-    engine.step()
-    with pytest.raises(ZeroDivisionError):
-        engine.step()
-    engine.scheduler.check()
-    engine.close()
-    assert engine.kv.pool.stats().used == 0
 
 
 def test_model_whose_states_take_nothing_back_is_refused(model):

@@ -9,16 +9,14 @@ import os
 import numpy as np
 import pytest
 from metal_engine import StandIn
-from mlx_lm.models.cache import KVCache, RotatingKVCache
-from mlx_models import on_cpu, solo_tokens, tiny_llama
-from sliding_cache import SlidingCache
+from mlx_models import computing_on_cpu, solo_tokens, tiny_llama
 
 import kvpool_backends.mlx
 from kvpool.adapters.mlx_lm import install, tiny
 from kvpool.adapters.mlx_lm.engine import Engine, RaggedForward
 from kvpool.eviction import H2O, BlockEviction, SlidingWindow
 
-LONG = pytest.mark.long
+cpu = pytest.fixture(computing_on_cpu, autouse=True)
 CHUNK, TOKENS = 7, 40  # mlx_models.solo_tokens has prompts in chunks of seven
 WINDOW, WHOLE = SlidingWindow(max_kv=20, sink=3), BlockEviction(max_kv=20, recent_tokens=6)
 RAW, MASS = H2O(max_kv=20, kind="raw"), H2O(max_kv=20, kind="mass", slack=5)
@@ -26,16 +24,10 @@ CASES = [  # architecture, policy; None: one table, as llama
     *((None, policy) for policy in (WINDOW, RAW, MASS, WHOLE)),
     *(("gemma3_text", policy) for policy in (WINDOW, RAW, WHOLE)),
     ("qwen3_5", WINDOW),
-    *(pytest.param("gemma4", policy, marks=LONG) for policy in (WINDOW, RAW, WHOLE)),
-    *(pytest.param(name, WINDOW, marks=LONG) for name in ("llama4", "nemotron_h", "falcon_h1")),
+    *(("gemma4", policy) for policy in (WINDOW, RAW, WHOLE)),
+    *((name, WINDOW) for name in ("llama4", "nemotron_h", "falcon_h1")),
 ]
 PROMPTS = [[(7 * i * i + 3 * i + n) % 90 for i in range(n)] for n in (4 * CHUNK + 1, 2 * CHUNK + 1, 5, 7 * CHUNK + 1)]
-
-
-@pytest.fixture(autouse=True)
-def cpu():
-    with on_cpu():
-        yield
 
 
 def made(name=None):
@@ -78,17 +70,6 @@ def test_engine_says_what_mlx_lms_own_loop_says_under_the_same_policy(name, poli
     check_same_as_install(made(name), policy)
 
 
-def test_engine_says_what_stock_says_whose_full_layers_slide():
-    model = made("gemma3_text")
-    stock = [SlidingCache(WINDOW) if type(cache) is KVCache else cache for cache in model.make_cache()]
-    assert {type(cache) for cache in stock} == {SlidingCache, RotatingKVCache}
-    due = solo_tokens(model, PROMPTS[0], TOKENS, prompt_cache=stock)
-    for fused in (True, False):
-        engine = engine_of(model, WINDOW, fused=fused)
-        assert told(engine, PROMPTS[:1]) == [due]
-        assert_nothing_leaked(engine)
-
-
 def test_engine_that_ignores_evictions_gives_other_tokens(monkeypatch):
     due, call = told(engine_of(made(), RAW)), RaggedForward.__call__
     monkeypatch.setattr(RaggedForward, "__call__", lambda self, *args: call(self, *args[:4]))  # positions are places
@@ -120,7 +101,7 @@ def test_crowd_in_a_small_pool_keeps_its_budgets(name, policy):
     ("name", "policy"),
     [
         *((None, policy) for policy in (SlidingWindow(max_kv=200), H2O(max_kv=200), BlockEviction(max_kv=200))),
-        *(pytest.param(name, SlidingWindow(max_kv=200), marks=LONG) for name in ("gemma3_text", "qwen3_5")),
+        *((name, SlidingWindow(max_kv=200)) for name in ("gemma3_text", "qwen3_5")),
     ],
 )
 def test_budget_that_holds_every_context_changes_no_token(name, policy):
@@ -173,34 +154,6 @@ def test_engine_on_quantized_blocks_says_what_one_sequence_says():
     engine = engine_of(model, None, max_running=3, max_step_tokens=17, **how)
     assert [one.tokens.tolist() for one in engine.batch(PROMPTS, max_tokens=12)] == due
     assert_nothing_leaked(engine)
-
-
-def test_engine_refuses_unsupported_options_when_it_is_made():
-    model = made()
-    before = dict(vars(model))
-    for policy, options, error, message in (
-        (20, {}, TypeError, r"\[install\] eviction must be a policy of kvpool.eviction, not int"),
-        (RAW, {"fused": False}, ValueError, r"\[install\] H2O needs scores, .* is gather"),
-        (None, {"kv_bits": 8, "v_bits": 4}, TypeError, "kv_bits is for both"),
-        (None, {"kv_bits": 5}, ValueError, "k_bits is 5"),
-        (None, {"kv_bits": 8, "quant_group_size": 64}, ValueError, "head_dim is 32, not a multiple of"),
-    ):
-        with pytest.raises(error, match=message):
-            engine_of(model, policy, **options)
-        assert vars(model) == before
-
-
-@pytest.mark.parametrize(("name", "words"), [("mamba2", "no layer that keeps every token"), ("openelm", "2 shapes")])
-def test_model_without_one_full_group_is_refused(name, words):
-    with pytest.raises(ValueError, match=words):
-        engine_of(made(name), WINDOW)
-
-
-def test_passes_and_caches_make_their_evictor_in_one_place():
-    kv = install(made("gemma3_text"), 20, block_size=4, eviction=WINDOW)
-    own, of_a_cache = RaggedForward(kv).eviction, kv.make_cache()[0].batch.eviction
-    assert (own.group, own.backend) == (of_a_cache.group, of_a_cache.backend)
-    assert kv.layout.groups[own.group].kind == "full"
 
 
 @pytest.mark.skipif(not os.environ.get("KVPOOL_LONG"), reason="most of it is the compiler that stands in for Metal's")

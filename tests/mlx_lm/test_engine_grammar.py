@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tokenized_models
 from fuzz_seed import fresh_seed
-from mlx_models import on_cpu
+from mlx_models import ended, on_cpu
 
 from kvpool.adapters.mlx_lm import Engine, grammar
 from kvpool.adapters.mlx_lm.grammar import GrammarFailed
@@ -50,12 +50,9 @@ def program(model, draw, num_blocks=40):
             options = {"max_tokens": 140, "temperature": 1.0, "seed": 100 * number, "n": draw.randrange(1, 3)}
             ids[engine.submit(f"form {number}", grammar=engine.grammars.schema(schema), **options)] = fits
             engine.submit(f"free {number}", **FREE)
-        wrong = []
-        while engine.num_unfinished:
-            for completion in engine.step():
-                for sample in completion.samples:
-                    if completion.id in ids and not is_right(sample, ids[completion.id]):
-                        wrong.append((sample.text, sample.finish_reason, completion.error))
+        done = ended(engine)
+        samples = [(sample, done[id].error, fits) for id, fits in ids.items() for sample in done[id].samples]
+        wrong = [(one.text, one.finish_reason, error) for one, error, fits in samples if not is_right(one, fits)]
         return wrong, engine.scheduler.stats().preemptions
 
 
@@ -106,15 +103,10 @@ def test_token_that_may_come_is_taken_and_the_end_comes_where_the_form_fits(mode
         assert ended or len(tokens) > 50
 
 
-def texts_of_tokens(tokenizer):
-    """The texts of all tokens that were added, alone and in between."""
-    names = sorted(tokenizer.get_added_vocab())
-    return [*names, f"a {names[0]}{names[-1]} b"]
-
-
 def test_text_of_a_token_is_text(model, engine):
     ends, options = model[1].eos_token_ids, {"temperature": 1.0, "max_tokens": 80}
-    for seed, text in enumerate(texts_of_tokens(model[1])):
+    names = sorted(model[1].get_added_vocab())
+    for seed, text in enumerate([*names, f"a {names[0]}{names[-1]} b"]):
         forms = [
             (engine.grammars.schema({"enum": [text]}), json.dumps(text)),
             (engine.grammars.regex(re.escape(text)), text),
@@ -202,10 +194,8 @@ def test_answer_is_that_of_the_request_alone(model, engine):
     most = len(engine.tokenizer.encode("prompt 0")) + longest
     with engine_of(model, 3 + most // 4, watermark=0) as engine:  # room for the longest answer, and for no two
         ids = [engine.submit(f"prompt {seed}", seed=seed, **options | {"max_tokens": longest}) for seed in range(6)]
-        found = {}
-        while engine.num_unfinished:
-            found |= {one.id: one.text for one in engine.step()}
-        assert [found[id] for id in ids] == alone and engine.scheduler.stats().preemptions
+        found = ended(engine)
+        assert [found[id].text for id in ids] == alone and engine.scheduler.stats().preemptions
 
 
 def test_step_that_failed_leaves_the_grammar_where_it_was(model, engine, monkeypatch):
@@ -237,9 +227,7 @@ def test_grammar_that_is_too_complex_ends_its_request_alone(model, engine, monke
     bias = dict.fromkeys(model[1].eos_token_ids, -100)
     ids = [engine.submit("x", max_tokens=200, grammar=heavy, temperature=1.0, n=2, logit_bias=bias)]
     ids.append(engine.submit("free", max_tokens=30))
-    found = {}
-    while engine.num_unfinished:
-        found |= {one.id: one for one in engine.step()}
+    found = ended(engine)
     assert isinstance(found[ids[0]].error, GrammarFailed) and found[ids[0]].samples[0].finish_reason == "cancelled"
     assert found[ids[1]].error is None and found[ids[1]].text == due
     assert engine.kv.pool.stats().used == 0

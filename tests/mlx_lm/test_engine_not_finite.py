@@ -6,7 +6,7 @@ The model computes infinity from one letter, so every sample that has it in its 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_models import ROUTES, ended, on_cpu
+from mlx_models import ROUTES, computing_on_cpu, ended, on_cpu
 
 from kvpool.adapters.mlx_lm import DraftModel, Engine, LogitsNotFinite, PromptLookup, tiny
 from kvpool.adapters.mlx_lm import engine as engine_module
@@ -14,6 +14,7 @@ from kvpool.adapters.mlx_lm.grammar import Follower, GrammarFailed
 from kvpool.adapters.mlx_lm.sampling import Sampling, sample
 from kvpool.store import MemoryStore
 
+cpu = pytest.fixture(computing_on_cpu, autouse=True)
 BAD = 90  # the letter
 HARMED, GOOD = [65, BAD, 66], [65, 66]
 OPTIONS = {"max_tokens": 6, "eos": ()}
@@ -30,12 +31,6 @@ KINDS = {
     "first letter ends it": {"eos": (0,)},
     "stop string": {"stop": "zzz"},
 }
-
-
-@pytest.fixture(autouse=True)
-def cpu():
-    with on_cpu():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +57,6 @@ def tokens_of(completion):
     return [one.tokens.tolist() for one in completion.samples]
 
 
-def end(engine, prompt=GOOD, **options):
-    id = engine.submit(prompt, **options)
-    return ended(engine)[id]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_request_that_the_model_gives_no_number_ends_with_an_error_alone(engine, kind):
     options = OPTIONS | KINDS[kind]
@@ -82,26 +72,28 @@ def test_request_that_the_model_gives_no_number_ends_with_an_error_alone(engine,
     assert tokens_of(engine.generate(GOOD, **options)) == due
 
 
-def test_request_with_a_grammar_ends_with_the_same_error(engine):
-    form = engine.grammars.regex("[a-z]{4}")
-    options = {"max_tokens": 6, "grammar": form, "temperature": 1.0, "seed": 1}
+def test_request_with_a_grammar_ends_with_the_same_error_and_another_is_not_counted(engine, monkeypatch):
+    options = {"max_tokens": 6, "grammar": engine.grammars.regex("[a-z]{4}"), "temperature": 1.0, "seed": 1}
     bad, good = engine.submit(HARMED, **options), engine.submit(GOOD, **options)
     done = ended(engine)
-    assert isinstance(done[bad].error, LogitsNotFinite)
+    assert isinstance(done[bad].error, LogitsNotFinite) and engine.num_not_finite == 1
     assert done[good].text.islower() and len(done[good].text) == 4
 
-
-def test_request_that_ends_with_another_error_is_not_counted(engine, monkeypatch):
     def fails(self, generated):
         raise GrammarFailed("no token may come next")
 
     monkeypatch.setattr(Follower, "allowed", fails)
-    done = end(engine, HARMED, grammar=engine.grammars.regex("[a-z]{4}"), max_tokens=6)
-    assert isinstance(done.error, GrammarFailed) and engine.num_not_finite == 0
+    id = engine.submit(HARMED, **options)
+    assert isinstance(ended(engine)[id].error, GrammarFailed) and engine.num_not_finite == 1
 
 
-def test_listener_hears_what_came_before_and_nothing_behind(engine):
+@pytest.mark.parametrize("is_drafted", [False, True])
+def test_listener_hears_what_came_before_and_nothing_behind(engine, loaded, is_drafted):
+    """Also where a draft that was right comes before the logits that are no numbers."""
     heard = []
+    if is_drafted:
+        propose = lambda rows: [np.array([BAD] * 3, np.int32) for _ in rows]  # noqa: E731
+        engine = Engine(loaded[0], 400, tokenizer=loaded[1], speculate=propose)
     id = engine.submit(GOOD, on_token=heard.append, logit_bias={BAD: 1000.0}, **OPTIONS)
     done = ended(engine)[id]
     assert isinstance(done.error, LogitsNotFinite)
@@ -143,13 +135,6 @@ def test_drafts_that_give_no_number_are_only_wrong_drafts(loaded, kind):
         assert kind != "samples of all" or fast.scheduler.stats().drafted_tokens
 
 
-def test_confirmed_draft_with_no_number_behind_it_ends_the_request(loaded):
-    with Engine(loaded[0], 400, speculate=lambda rows: [np.array([BAD] * 3, np.int32) for _ in rows]) as one:
-        id = one.submit(GOOD, logit_bias={BAD: 1000.0}, **OPTIONS)
-        done = ended(one)[id]
-        assert isinstance(done.error, LogitsNotFinite) and done.tokens.tolist() == [BAD]
-
-
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("is_drafted", [False, True])
 def test_logits_behind_a_stop_string_do_not_matter(loaded, n, is_drafted, monkeypatch):
@@ -165,7 +150,8 @@ def test_logits_behind_a_stop_string_do_not_matter(loaded, n, is_drafted, monkey
     monkeypatch.setattr(engine_module, "sample", as_written)
     speculate = (lambda rows: [np.array(script[0][1:4], np.int32) for _ in rows]) if is_drafted else None
     with Engine(loaded[0], 400, tokenizer=loaded[1], speculate=speculate) as one:
-        done = end(one, n=n, stop="e", **OPTIONS)
+        id = one.submit(GOOD, n=n, stop="e", **OPTIONS)
+        done = ended(one)[id]
     assert tokens_of(done) == [script[0][:2], script[1]][:n] and one.num_not_finite == 0
     assert [sample.finish_reason for sample in done.samples] == ["stop", "length"][:n]
 

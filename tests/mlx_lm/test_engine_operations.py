@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import (
     SPMStreamingDetokenizer,
     TokenizerWrapper,
 )
-from mlx_models import VOCAB, on_cpu, random_prompts, solo_tokens, tiny_llama
+from mlx_models import computing_on_cpu, ended, on_cpu, solo_tokens
 from small_tokenizers import tokenizer_of
 from tokenizers import AddedToken
 
@@ -21,17 +21,11 @@ import kvpool
 from kvpool.adapters.mlx_lm import tiny, tiny_families
 from kvpool.adapters.mlx_lm.chat import Transcript, speller
 from kvpool.adapters.mlx_lm.engine import Engine
-from kvpool.adapters.mlx_lm.sampling import Sampling
 from kvpool.errors import RequestRejected, UnknownRequest
 
+cpu = pytest.fixture(computing_on_cpu, autouse=True)
 BLOCK = 4
 PROMPT = "The block table maps"
-
-
-@pytest.fixture(autouse=True)
-def cpu():
-    with on_cpu():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -47,34 +41,36 @@ def answer(text_model):
 
 
 @pytest.fixture
-def engine(text_model):
-    model, tokenizer = text_model
+def make(text_model):
+    """Make an engine, in which nothing may be left when the test ends."""
+    made = []
+
+    def one(**options):
+        model, tokenizer = text_model
+        made.append(Engine(model, 100, block_size=BLOCK, tokenizer=tokenizer, **options))
+        return made[-1]
+
     with on_cpu():
-        one = Engine(model, 100, block_size=BLOCK, tokenizer=tokenizer)
         yield one
-        one.close()
-        one.scheduler.check()
-        one.kv.pool.check()
-        assert one.kv.pool.stats().used == 0
+        for engine in made:
+            engine.close()
+            engine.scheduler.check()
+            engine.kv.pool.check()
+            assert engine.kv.pool.stats().used == 0
 
 
-def finish(engine):
-    done = {}
-    while engine.num_unfinished:
-        done |= {completion.id: completion for completion in engine.step()}
-    return done
+@pytest.fixture
+def engine(make):
+    return make()
 
 
 # ---------------------------------------------------------------------------------------------- text and streams
 
 
-def test_engine_takes_text_and_returns_text(engine, answer):
+def test_engine_takes_text_and_returns_text_as_a_whole_and_in_a_stream(engine, answer):
     completion = engine.generate(PROMPT, max_tokens=40)
     assert completion.text == answer and completion.samples[0].finish_reason == "length"
     assert engine.batch([PROMPT, PROMPT[:5]], max_tokens=40)[0].text == answer
-
-
-def test_a_stream_gives_each_token_as_it_comes(engine, answer):
     events = list(engine.stream(PROMPT, max_tokens=40))
     assert "".join(event.text for event in events) == answer
     assert [event.finish_reason for event in events] == [None] * 39 + ["length"]
@@ -88,7 +84,7 @@ def test_a_stream_that_is_left_cancels_its_request(engine):
     assert engine.num_unfinished == 2
     stream.close()
     assert engine.num_unfinished == 1
-    assert len(finish(engine)[other].tokens) == 5
+    assert len(ended(engine)[other].tokens) == 5
 
 
 def test_an_answer_ends_where_the_tokenizer_says(engine):
@@ -240,7 +236,7 @@ def test_a_listener_that_raises_ends_its_own_request_only(engine, answer):
     heard = []
     broken = engine.submit(PROMPT, max_tokens=40, on_token=listener)
     other = engine.submit(PROMPT, max_tokens=40)
-    done = finish(engine)
+    done = ended(engine)
     assert isinstance(done[broken].error, Broken) and done[broken].samples[0].finish_reason == "cancelled"
     assert len(heard) == 3 and done[other].text == answer and done[other].error is None
     heard.clear()
@@ -261,7 +257,7 @@ def test_a_listener_may_submit_and_cancel_but_not_step(engine, answer):
 
     first = engine.submit(PROMPT, max_tokens=40, on_token=listener)
     victim = engine.submit(PROMPT, max_tokens=40)
-    done = finish(engine)
+    done = ended(engine)
     assert done.keys() == {first, ids[0]}
     assert done[first].text == answer and len(done[ids[0]].tokens) == 4
 
@@ -275,7 +271,7 @@ def test_request_with_the_id_of_a_cancelled_one_hears_its_own_tokens_only(engine
         engine.submit("abc", on_token=heard.append, **how)
 
     engine.submit(PROMPT, n=2, temperature=1.0, seed=1, on_token=listener, **how)
-    done = finish(engine)
+    done = ended(engine)
     assert [event.token for event in heard] == done["same"].tokens.tolist() and len(heard) == 4
 
 
@@ -307,7 +303,7 @@ def test_tokens_that_the_tokenizer_does_not_have_add_no_text(kind):
         due = engine.generate("ab", max_tokens=9)
         ids = [engine.submit("ab", max_tokens=3, logit_bias=bias, stop=stop) for stop in ((), "never")]
         other = engine.submit("ab", max_tokens=9)
-        done = finish(engine)
+        done = ended(engine)
         for id in ids:
             assert done[id].tokens.tolist() == list(bias) * 3 and (done[id].text, done[id].error) == ("", None)
         assert done[other].text == due.text != ""
@@ -335,29 +331,16 @@ def test_text_that_cannot_be_made_ends_its_own_request_only(text_model):
         assert engine.num_unfinished == engine.kv.pool.stats().used == 0
 
 
-def test_a_model_that_raises_leaves_every_request_as_it_was(engine, answer, monkeypatch):
+def test_request_of_a_call_in_which_the_model_raises_is_taken_back_alone(engine, answer, monkeypatch):
     id = engine.submit(PROMPT, max_tokens=40)
     for _ in range(5):
         engine.step()
-    attend, calls = engine.kv.backend.attend, []
-
-    def broken(step, layer, *arguments, **options):
-        calls.append(layer)
-        if layer == 1:
-            raise OSError("no device")
-        return attend(step, layer, *arguments, **options)
-
-    monkeypatch.setattr(engine.kv.backend, "attend", broken)
     before = engine.scheduler.tokens_of(id).tolist()
-    for _ in range(3):
-        with pytest.raises(OSError, match="no device"):
-            engine.step()
-        engine.scheduler.check()
-        assert engine.scheduler.tokens_of(id).tolist() == before
-    with pytest.raises(OSError, match="no device"):
-        engine.generate("abc")  # which takes its own request back
-    monkeypatch.undo()
-    assert finish(engine)[id].text == answer and calls
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(engine.kv.backend, "attend", lambda *arguments, **options: 1 / 0)
+        engine.generate("abc")
+    assert engine.num_unfinished == 1 and engine.scheduler.tokens_of(id).tolist() == before
+    assert ended(engine)[id].text == answer
 
 
 def test_penalties_know_what_was_generated_also_after_a_preemption(text_model):
@@ -367,7 +350,7 @@ def test_penalties_know_what_was_generated_also_after_a_preemption(text_model):
     with Engine(model, 1 + 70, block_size=BLOCK, tokenizer=tokenizer) as engine:
         ids = [engine.submit(PROMPT, presence_penalty=100.0, **options) for _ in range(3)]
         plain = engine.submit(PROMPT, logit_bias={5: 0.0}, **options)
-        done = finish(engine)
+        done = ended(engine)
         assert engine.scheduler.stats().preemptions > 0
         assert all(len(set(done[id].tokens.tolist())) == 60 for id in ids)
         due = solo_tokens(model, tokenizer.encode(PROMPT), 60)
@@ -383,14 +366,6 @@ def test_listeners_hear_the_likeliest_tokens(engine):
         assert event.top[0] == (event.token, pytest.approx(event.logprob, abs=1e-5))
         assert sorted(event.top, key=lambda one: -one[1]) == list(event.top)
     assert sum(np.exp([logprob for _, logprob in events[-1].top])) == pytest.approx(1, abs=1e-4)
-
-
-def test_requests_of_others_end_in_a_step_of_theirs(engine, answer):
-    id = engine.submit("abc", max_tokens=3)
-    engine.generate(PROMPT, max_tokens=40)
-    assert engine.num_unfinished == 1
-    (completion,) = engine.step()
-    assert completion.id == id and engine.step() == []
 
 
 # ------------------------------------------------------------------------------------------------------- misuse
@@ -439,18 +414,15 @@ def test_wrong_requests_are_refused_and_nothing_is_lost(engine, answer, prompt, 
     with pytest.raises(error, match=text):
         engine.submit(prompt, **options)
     assert engine.kv.pool.fingerprint() == fingerprint
-    assert finish(engine)["taken"].text == answer
+    assert ended(engine)["taken"].text == answer
 
 
-def test_unknown_requests_cannot_be_cancelled(engine):
+def test_request_that_is_unknown_is_not_cancelled_and_a_beam_not_streamed(engine):
     id = engine.submit("abc", max_tokens=2)
-    finish(engine)
+    ended(engine)
     for unknown in (id, "never", None):
         with pytest.raises(UnknownRequest, match=repr(unknown)):
             engine.cancel(unknown)
-
-
-def test_a_beam_cannot_be_streamed(engine):
     with pytest.raises(ValueError, match="a beam cannot be streamed"):
         engine.stream(PROMPT, beam_width=2)
 
@@ -472,13 +444,41 @@ def test_engines_are_refused_that_could_not_work(text_model):
             Engine(text_model[0], **({"num_blocks": 20} | options))
 
 
-def test_a_request_made_by_hand_goes_in_as_it_is():
-    model, (prompt,) = tiny_llama(), random_prompts([9])
-    engine = Engine(model, 40, block_size=BLOCK)
-    request = kvpool.Request(np.array(prompt), 7, id="mine", user=Sampling(temperature=1.0, seed=4))
-    engine.submit(request)
-    assert finish(engine)["mine"].tokens.tolist() == (
-        engine.generate(prompt, max_tokens=7, temperature=1.0, seed=4).tokens.tolist()
-    )
-    assert engine.generate(kvpool.Request(prompt, 7)).tokens.tolist() == solo_tokens(model, prompt, 7)
-    assert max(prompt) < VOCAB
+# ------------------------------------------------------------------------------------------- deadlines and tenants
+
+
+def test_deadline_ends_requests_with_what_they_have_and_no_other(make, text_model):
+    model, tokenizer = text_model
+    now, events = [0.0], []
+    engine = make(max_running=3, max_step_tokens=64, prefill_chunk=8, clock=lambda: now[0])
+    alone = solo_tokens(model, tokenizer.encode(PROMPT), 40)
+    engine.submit(PROMPT, id="free", max_tokens=40, eos=())
+    engine.submit(PROMPT, id="runs", max_tokens=40, eos=(), deadline=5, on_token=events.append)
+    for _ in range(12):
+        engine.step()
+    engine.submit(PROMPT * 8, id="reads", max_tokens=40, deadline=5)
+    engine.submit(PROMPT, id="waits", max_tokens=40, deadline=5, n=2, temperature=1.0, seed=3)
+    engine.step()
+    now[0] = 5.0
+    done = ended(engine)
+    reasons = {id: {sample.finish_reason for sample in one.samples} for id, one in done.items()}
+    assert reasons == {"free": {"length"}, **{id: {"deadline"} for id in ("runs", "reads", "waits")}}
+    assert done["free"].tokens.tolist() == alone
+    cut = done["runs"].tokens.tolist()
+    assert 5 < len(cut) < 40 and cut == alone[: len(cut)]
+    assert done["runs"].text == "".join(event.text for event in events)
+    assert events[-1].finish_reason == "deadline" and len(events) == len(cut)
+    assert [len(done[id].samples) for id in ("reads", "waits")] == [1, 2]
+    assert not any(len(sample.tokens) for id in ("reads", "waits") for sample in done[id].samples)
+    with pytest.raises(RequestRejected, match="deadline has passed"):
+        engine.submit(PROMPT, deadline=4.0)
+
+
+def test_tenants_take_turns_and_priorities_order_their_own_requests(make):
+    engine = make(max_running=1, weights={"a": 2.0}, prefix_cache=False)  # hits cost nothing
+    for number in range(4):
+        for tenant in "ab":
+            engine.submit(PROMPT, id=(tenant, number), max_tokens=4, eos=(), tenant=tenant, priority=int(number == 3))
+    order = list(ended(engine))
+    assert [number for tenant, number in order if tenant == "a"] == [3, 0, 1, 2]
+    assert [tenant for tenant, _ in order[:5]].count("a") >= 3, "a has twice the weight of b"

@@ -4,20 +4,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_families import FAMILIES
-from mlx_models import ROUTES, on_cpu, random_prompts, tiny_llama
+from mlx_models import ROUTES, computing_on_cpu, random_prompts, tiny_llama
 
 import kvpool
 from kvpool.adapters.mlx_lm import install
 from kvpool.adapters.mlx_lm.engine import RaggedForward
 
+cpu = pytest.fixture(computing_on_cpu, autouse=True)
 LENGTHS = (23, 1, 40, 9, 17)
 BLOCK = 4
-
-
-@pytest.fixture(autouse=True)
-def cpu():
-    with on_cpu():
-        yield
 
 
 def stock_logits(model, tokens):

@@ -94,13 +94,6 @@ def test_a_row_gets_the_same_token_in_any_batch():
     assert mixed.tolist() == together[order].tolist()
 
 
-def test_sample_i_is_what_seed_plus_i_gives():
-    first = [Sampling(temperature=1.0, seed=100)] * 64
-    later = [Sampling(temperature=1.0, seed=107)] * 64
-    assert run(LOGITS, first, ZEROS + 7)[0].tolist() == run(LOGITS, later, ZEROS)[0].tolist()
-    assert run(LOGITS, first, ZEROS)[0].tolist() != run(LOGITS, later, ZEROS)[0].tolist()
-
-
 def test_uniforms_are_uniform_and_independent_of_each_other():
     u = uniforms([0] * 100_000, np.zeros(100_000, np.int64), np.arange(100_000)).astype(np.float64)
     assert u.min() >= 0 and u.max() < 1
@@ -113,16 +106,16 @@ def test_uniforms_are_uniform_and_independent_of_each_other():
     assert uniforms([2**63 - 1], np.array([2**20]), np.array([0])).shape == (1,)  # wraps, and does not warn
 
 
-def test_a_certain_token_is_always_taken():
-    logits = np.full((3, 40), -np.inf, np.float32)
-    logits[:, 17] = 3.0
-    for settings in (Sampling(temperature=5.0, seed=0), Sampling(temperature=5.0, top_p=0.001, seed=0)):
-        assert run(logits, [settings] * 3)[0].tolist() == [17] * 3
-
-
-def test_a_tiny_temperature_is_as_greedy():
-    for settings in (Sampling(temperature=1e-300, seed=0), Sampling(temperature=1e-30, top_k=3, seed=0)):
-        assert run(LOGITS, [settings] * 64)[0].tolist() == LOGITS.argmax(-1).tolist()
+def test_token_that_is_certain_is_always_taken_and_a_tiny_temperature_is_as_greedy():
+    certain = np.full((64, 40), -np.inf, np.float32)
+    certain[:, 17] = 3.0
+    for logits, how in (
+        (certain, {"temperature": 5.0}),
+        (certain, {"temperature": 5.0, "top_p": 0.001}),
+        (LOGITS, {"temperature": 1e-300}),
+        (LOGITS, {"temperature": 1e-30, "top_k": 3}),
+    ):
+        assert run(logits, [Sampling(seed=0, **how)] * 64)[0].tolist() == logits.argmax(-1).tolist()
 
 
 def changed(row, settings, prompt, generated):

@@ -85,12 +85,6 @@ def checked(engine):
     return engine.kv.stored.stats()
 
 
-def freed(store, engine):
-    """Let waiting loads go on, then close the engine."""
-    store.open_gate.set()
-    checked(engine)
-
-
 @pytest.fixture(scope="module")
 def saved(model):
     """What an engine saves of the prompt, and what one without a store answers."""
@@ -109,24 +103,18 @@ def filled(saved):
 
 
 def test_answer_after_a_restart_has_the_same_bits_and_computes_little(model, filled):
+    """Also if it is the next turn, which begins with the prompt and its answer."""
     store, due = filled
-    engine = engine_of(model, store)
-    tokens, logprobs, cached = answer(engine)
-    assert (tokens, logprobs) == due
-    assert cached >= 368, "most of the prompt was computed again"
-    stats = checked(engine)
-    assert stats.loads == 1 and stats.loaded_tokens == cached
-
-
-def test_next_turn_after_a_restart_begins_with_the_last_answer(model, filled):
-    store, (tokens, _) = filled
-    longer = [*PROMPT, *tokens, *OTHER[:40]]
+    longer = [*PROMPT, *due[0], *OTHER[:40]]
     with Engine(model, 256) as plain:
-        due = answer(plain, longer)
-    engine = engine_of(model, store)
-    got = answer(engine, longer)
-    assert got[0] == due[0] and got[2] >= 368
-    checked(engine)
+        due_longer = answer(plain, longer)[0]
+    for prompt in (PROMPT, longer):
+        engine = engine_of(model, store)
+        tokens, logprobs, cached = answer(engine, prompt)
+        assert (tokens, logprobs) == due if prompt is PROMPT else tokens == due_longer
+        assert cached >= 368, "most of the prompt was computed again"
+        stats = checked(engine)
+        assert stats.loads == 1 and stats.loaded_tokens == cached
 
 
 def test_blocks_that_the_disk_refused_are_saved_with_a_later_answer(tmp_path):
@@ -158,38 +146,32 @@ def test_request_of_another_namespace_finds_nothing(model, filled):
     assert checked(engine).loads == 0
 
 
-@pytest.mark.parametrize("when", ["from the start", "while it loads"])
-def test_store_that_fails_costs_nothing_but_time(model, filled, when):
+def test_store_that_fails_while_it_loads_costs_nothing_but_time(model, filled):
     store, due = filled
     engine = engine_of(model, store)
-    if when == "from the start":
-        store.broken = True
-    else:
-        store.open_gate.clear()
-        threading.Timer(0.1, lambda: (setattr(store, "broken", True), store.open_gate.set())).start()
+    store.open_gate.clear()
+    threading.Timer(0.1, lambda: (setattr(store, "broken", True), store.open_gate.set())).start()
     assert answer(engine)[:2] == due
     store.broken = False
     assert checked(engine).loads == 0
 
 
-def test_load_that_is_too_slow_is_given_up_and_computed(model, filled, monkeypatch):
-    monkeypatch.setattr(module, "PATIENCE", 0.2)
-    store, due = filled
-    store.open_gate.clear()
-    engine = engine_of(model, store)
-    assert answer(engine)[:2] == due
-    assert engine.kv.stored.stats().late_loads == 1
-    freed(store, engine)
-
-
-def test_load_slower_than_computing_is_given_up_once_that_is_known(model, filled):
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_load_that_is_too_slow_is_given_up_and_computed(model, filled, is_measured, monkeypatch):
+    """Slower than computing once that is known, else than one may wait. What comes too late is counted back."""
     store, due = filled
     engine = engine_of(model, store)
-    answer(engine, OTHER, namespace=b"x")  # measures how fast the model computes
+    if is_measured:
+        answer(engine, OTHER, namespace=b"x")  # how fast the model computes
+    else:
+        monkeypatch.setattr(module, "PATIENCE", 0.2)
     store.open_gate.clear()
     assert answer(engine)[:2] == due
     assert engine.kv.stored.stats().late_loads == 1
-    freed(store, engine)
+    store.open_gate.set()
+    engine.kv.stored._reader.put((read := threading.Event()).set)
+    assert read.wait(20) and engine.kv.stored._staged == 0
+    checked(engine)
 
 
 def test_others_run_while_a_prompt_is_loaded(model, filled):
@@ -199,14 +181,10 @@ def test_others_run_while_a_prompt_is_loaded(model, filled):
     events = []
     waits = engine.submit(PROMPT, max_tokens=12, on_token=lambda event: events.append("loaded"))
     engine.submit(OTHER[:20], max_tokens=12, on_token=lambda event: events.append("other"))
-    ended = {}
-    while "other" not in events:
-        ended |= {completion.id: completion for completion in engine.step()}
+    _step_until(engine, lambda: "other" in events)
     assert "loaded" not in events
     store.open_gate.set()
-    while engine.num_unfinished:
-        ended |= {completion.id: completion for completion in engine.step()}
-    assert ended[waits].tokens.tolist() == due[0]
+    assert ended(engine)[waits].tokens.tolist() == due[0]
     checked(engine)
 
 
@@ -231,12 +209,12 @@ def test_two_loads_of_a_common_prefix_at_once_have_the_same_bits(model, filled, 
     if first_ends == "cancelled":
         engine.cancel("first")
     expected = {"second": due_longer[0]} | ({"first": due[0]} if first_ends == "loaded" else {})
-    ended = {}
-    while not set(ended) >= set(expected):
-        ended |= {completion.id: completion.samples[0] for completion in engine.step()}
+    done = {}
+    while not set(done) >= set(expected):
+        done |= {completion.id: completion.samples[0] for completion in engine.step()}
     engine.cancel("runs")
-    assert {id: sample.tokens.tolist() for id, sample in ended.items()} == expected
-    assert ended["second"].output.num_cached >= 368
+    assert {id: sample.tokens.tolist() for id, sample in done.items()} == expected
+    assert done["second"].output.num_cached >= 368
     assert checked(engine).loads == len(expected)
 
 
@@ -264,7 +242,8 @@ def test_load_that_ends_early_leaves_nothing_and_the_prompt_is_computed(model, f
     if not engine.num_unfinished:
         engine.submit(PROMPT, max_tokens=12)
     assert [one.tokens.tolist() for one in ended(engine).values()] == [due[0]]
-    freed(store, engine)
+    store.open_gate.set()
+    checked(engine)
 
 
 def test_pool_that_is_too_small_for_a_load_beside_others_computes(filled, model):
@@ -287,16 +266,14 @@ def test_saves_hold_a_part_of_the_pool_only(model):
     largest = max(sum(part.ids.size for part in save.parts) for save in stored._saves)
     most = module.PINNED_SHARE * engine.kv.pool.num_blocks
     assert held <= max(most, largest) and stored.stats().dropped_saves
-    freed(store, engine)
+    store.open_gate.set()
+    checked(engine)
 
 
 def test_prompt_larger_than_the_share_of_saves_is_saved_though_its_answer_ends_first(model):
     engine, store = with_busy_writer(model, 200)
     engine.generate(PROMPT, max_tokens=40)
-    store.open_gate.set()
-    engine.kv.stored.flush()
-    assert known_to(store, engine, PROMPT) >= 368
-    checked(engine)
+    assert_saved(engine, store)
 
 
 def test_answer_whose_prompt_gave_its_blocks_to_others_is_saved_whole(model):
@@ -305,12 +282,7 @@ def test_answer_whose_prompt_gave_its_blocks_to_others_is_saved_whole(model):
     _step_until(engine, lambda: engine.is_saving)
     engine._make_way(engine.kv.stored)
     assert not engine.is_saving
-    store.open_gate.set()
-    while engine.num_unfinished:
-        engine.step()
-    engine.kv.stored.flush()
-    assert known_to(store, engine, PROMPT) >= 368
-    checked(engine)
+    assert_saved(engine, store)
 
 
 def test_nothing_is_copied_for_a_store_that_pauses_and_all_of_it_later(model):
@@ -320,8 +292,13 @@ def test_nothing_is_copied_for_a_store_that_pauses_and_all_of_it_later(model):
     _step_until(engine, lambda: engine.kv.stored.stats().dropped_saves)
     assert not engine.is_saving
     store.is_paused = False
-    while engine.num_unfinished:
-        engine.step()
+    assert_saved(engine, store)
+
+
+def assert_saved(engine, store):
+    """Let everything end: the store has the prompt."""
+    store.open_gate.set()
+    ended(engine)
     engine.kv.stored.flush()
     assert known_to(store, engine, PROMPT) >= 368
     checked(engine)
@@ -455,28 +432,11 @@ def test_weights_that_differ_in_one_element_share_nothing():
     assert module.fingerprint(one) != module.fingerprint(other)
 
 
-def test_store_without_a_prefix_cache_is_refused(model):
+def test_store_without_a_prefix_cache_or_of_another_layout_is_refused(model, saved):
     with pytest.raises(ValueError, match="prefix_cache"):
         install(model, 64, store=lambda layout: MemoryStore(layout, 2**24))
-
-
-def test_store_of_another_layout_is_refused(model):
-    made = []
-    with Engine(model, 64, store=lambda layout: made.append(MemoryStore(layout, 2**24)) or made[0]):
-        pass
     with pytest.raises(ValueError, match="other layout"):
-        Engine(model, 64, block_size=32, store=made[0])
-
-
-def test_sequence_that_fills_its_table_is_answered_and_saved(model, filled):
-    store, _ = filled
-    engine = engine_of(model, store, num_blocks=120)
-    most = engine.kv.pool.options.max_blocks_per_seq * engine.kv.pool.block_size
-    longest = engine.scheduler._max_model_len or most
-    length = min(most, longest, 500)
-    sample = engine.generate(PROMPT, max_tokens=length - len(PROMPT) + 1, eos=()).samples[0]
-    assert len(sample.tokens) == length - len(PROMPT) + 1
-    checked(engine)
+        Engine(model, 64, block_size=32, store=saved[0])
 
 
 def test_table_that_is_full_is_answered():
@@ -495,18 +455,6 @@ def test_save_that_fails_loses_no_answer(model, filled, monkeypatch, caplog):
     assert answer(engine)[:2] == due
     assert "was not saved" in caplog.text
     monkeypatch.undo()
-    checked(engine)
-
-
-def test_slices_that_come_too_late_are_counted_back(model, filled, monkeypatch):
-    monkeypatch.setattr(module, "PATIENCE", 0.2)
-    store, _ = filled
-    store.open_gate.clear()
-    engine = engine_of(model, store)
-    answer(engine)
-    store.open_gate.set()
-    engine.kv.stored._reader.put((read := threading.Event()).set)
-    assert read.wait(20) and engine.kv.stored._staged == 0
     checked(engine)
 
 
@@ -534,15 +482,21 @@ def test_error_of_an_import_leaves_no_request_behind(model, filled, monkeypatch)
         raise RuntimeError("planted")
 
     monkeypatch.setattr(stored, "_import", fails)
+    assert with_one_error(engine, RuntimeError).tokens.tolist() == due[0]
+    checked(engine)
+
+
+def with_one_error(engine, error):
+    """The answer of an engine, one of whose steps raises."""
     engine.submit(PROMPT, max_tokens=12)
-    ended, errors = [], 0
+    done, errors = [], 0
     while engine.num_unfinished:
         try:
-            ended += engine.step()
-        except RuntimeError:
+            done += engine.step()
+        except error:
             errors += 1
-    assert errors == 1 and ended[0].tokens.tolist() == due[0]
-    checked(engine)
+    assert errors == 1
+    return done[0].samples[0]
 
 
 def test_slice_that_could_not_be_imported_is_computed_with_all_behind_it(model, filled, monkeypatch):
@@ -559,23 +513,17 @@ def test_slice_that_could_not_be_imported_is_computed_with_all_behind_it(model, 
         real(ids, rows)
 
     monkeypatch.setattr(arena, "import_blocks", fails_once)
-    engine.submit(PROMPT, max_tokens=12)
-    ended, errors = [], 0
-    while engine.num_unfinished:
-        try:
-            ended += engine.step()
-        except MemoryError:
-            errors += 1
-    sample = ended[0].samples[0]
-    assert errors == 1 and (sample.tokens.tolist(), sample.logprobs.tolist()) == due
+    sample = with_one_error(engine, MemoryError)
+    assert (sample.tokens.tolist(), sample.logprobs.tolist()) == due
     assert sample.output.num_cached <= 32 and engine.kv.stored._staged == 0
     checked(engine)
 
 
 def test_store_that_always_raises_is_in_the_log_once(filled, model, caplog):
-    store, _ = filled
+    store, due = filled
     store.broken, counts = True, []
     engine = engine_of(model, store)
+    assert answer(engine)[:2] == due
     for seed in range(6):
         prompt = np.random.default_rng(seed).integers(0, 200, 100).tolist()
         answer(engine, prompt)
@@ -638,7 +586,8 @@ def test_running_requests_are_not_preempted_for_saves():
     assert engine.is_saving
     engine.generate(PROMPT, max_tokens=90, eos=())
     assert engine.scheduler.stats().preemptions == 0
-    freed(store, engine)
+    store.open_gate.set()
+    checked(engine)
 
 
 def test_engine_collected_while_it_loads_gives_all_back(model, filled):

@@ -5,20 +5,15 @@ import numpy as np
 import pytest
 from metal_engine import StandIn
 from mlx_families import FAMILIES
-from mlx_models import PROMPTS, VOCAB, ended, on_cpu, random_prompts, solo_tokens, tiny_llama
+from mlx_models import PROMPTS, VOCAB, computing_on_cpu, ended, random_prompts, solo_tokens, tiny_llama
 
 import kvpool
 import kvpool_backends.mlx
 from kvpool.adapters.mlx_lm.engine import Engine
 
+cpu = pytest.fixture(computing_on_cpu, autouse=True)
 BLOCK = 4
 TOKENS = 12
-
-
-@pytest.fixture(autouse=True)
-def cpu():
-    with on_cpu():
-        yield
 
 
 def assert_nothing_leaked(engine):
@@ -117,6 +112,20 @@ def test_beam_equals_the_textbook_search():
     assert [tuple(one.tokens.tolist()) for one in found.samples] == [tokens for tokens, _ in expected]
     scores = [one.output.score * 6 for one in found.samples]
     np.testing.assert_allclose(scores, [score for _, score in expected], rtol=1e-4)
+    assert_nothing_leaked(engine)
+
+
+def test_beam_with_more_ends_than_its_width_still_goes_on():
+    model, prompt = tiny_llama(), [1, 2, 3]
+    ends = np.argsort(-np.array(model(mx.array([prompt]))[0, -1]))[:3].tolist()  # the likeliest all end
+    how = {"max_tokens": 6, "beam_width": 1, "eos": tuple(ends), "length_penalty": 32.0}
+    answer = Engine(model, 60, block_size=BLOCK).generate(prompt, **how)
+    assert len(answer.tokens) > 1, "the longer ones score better, and there are some that do not end at once"
+
+
+def test_beam_wider_than_half_of_the_vocabulary_is_searched():
+    engine, width = Engine(tiny_llama(), 900, block_size=BLOCK, max_running=200), VOCAB // 2 + 10
+    assert len(engine.generate([1, 2, 3], max_tokens=2, beam_width=width, n=width).samples) == width
     assert_nothing_leaked(engine)
 
 

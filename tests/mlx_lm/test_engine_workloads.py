@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_models import ROUTES, on_cpu, tiny_llama
+from mlx_models import ROUTES, computing_on_cpu, tiny_llama
 from scheduler_workload import Guest, draw
 from token_model import why_finished
 
@@ -20,15 +20,10 @@ from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.adapters.mlx_lm.sampling import Sampling, sample
 from kvpool.errors import OutOfBlocks, RequestRejected
 
+cpu = pytest.fixture(computing_on_cpu, autouse=True)
 COUNT = 100 if os.environ.get("KVPOOL_LONG") else 8
 ONLY = os.environ.get("KVPOOL_WORKLOAD")
 SEEDS = [int(ONLY)] if ONLY else range(COUNT)
-
-
-@pytest.fixture(autouse=True)
-def cpu():
-    with on_cpu():
-        yield
 
 
 class Broken(Exception):

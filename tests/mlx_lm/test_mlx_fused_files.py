@@ -5,11 +5,12 @@ import re
 
 import numpy as np
 import pytest
-from mlx_models import batch_tokens, on_cpu, solo_tokens
+from mlx_models import batch_tokens, computing_on_cpu, solo_tokens
 
 from kvpool.adapters.mlx_lm import install
 from kvpool.adapters.mlx_lm.tiny_families import NOT_RUN, OWN, build, config_of, randomize
 
+cpu = pytest.fixture(computing_on_cpu, autouse=True)
 LATENT = "the backend does not attend to latents"  # MLX's own, on the CPU
 GATHER = {  # why
     **dict.fromkeys(("afm7", "minimax_m3_vl"), "asked for 'shape'"),
@@ -26,12 +27,6 @@ FUSED = sorted(OWN.keys() - GATHER.keys())
 SAMPLE = ("cohere2", "deepseek_v2", "gemma3n", "gpt2", "minimax", "olmo3", "phi", "stablelm")  # the others are long
 LATENTS = sorted(name for name, why in GATHER.items() if why == LATENT)
 PROMPTS, MAX_TOKENS = (3, 40, 17, 1), 8
-
-
-@pytest.fixture(autouse=True)
-def cpu():
-    with on_cpu():
-        yield
 
 
 def model_of(name):

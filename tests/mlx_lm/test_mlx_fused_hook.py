@@ -7,17 +7,12 @@ import pytest
 from mlx_families import FAMILIES
 from mlx_lm.models import gemma2
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_models import on_cpu, random_prompts, solo_tokens, tiny_llama
+from mlx_models import computing_on_cpu, random_prompts, solo_tokens, tiny_llama
 
 from kvpool.adapters.mlx_lm import attention, install
 
+cpu = pytest.fixture(computing_on_cpu, autouse=True)
 STOCK = mx.fast.scaled_dot_product_attention
-
-
-@pytest.fixture(autouse=True)
-def cpu():
-    with on_cpu():
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -60,21 +55,17 @@ def test_an_exception_inside_the_block_takes_the_hook_back(model):
     assert mx.fast.scaled_dot_product_attention is STOCK
 
 
-def test_stock_caches_go_to_the_original():
-    ours, theirs = tiny_llama(), tiny_llama()
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "llama, two masks"])
+def test_stock_caches_go_to_the_original(name):
+    """With caps, sinks and windows too."""
+    ours, theirs = (FAMILIES[name]() for _ in range(2))
     prompt = random_prompts([20])[0]
-    expected = solo_tokens(theirs, prompt)
+    expected = [solo_tokens(model, prompt) for model in (ours, theirs)]
+    whole = [model(mx.array([prompt])) for model in (ours, theirs)]
     with install(ours, 50, block_size=4, fused=True):
-        assert solo_tokens(theirs, prompt) == expected == solo_tokens(ours, prompt)
-        assert mx.array_equal(theirs(mx.array([prompt])), ours(mx.array([prompt])))  # no cache at all
-
-
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama, two masks"])
-def test_caps_sinks_and_windows_of_stock_caches_reach_the_original(name):
-    theirs, prompt = FAMILIES[name](), random_prompts([20])[0]
-    expected = solo_tokens(theirs, prompt)
-    with install(FAMILIES[name](), 50, fused=True):
-        assert solo_tokens(theirs, prompt) == expected
+        assert [solo_tokens(model, prompt) for model in (ours, theirs)] == expected
+        again = [model(mx.array([prompt])) for model in (ours, theirs)]  # no cache at all
+        assert all(map(mx.array_equal, again, whole))
 
 
 def test_caches_of_a_fused_block_gather_when_it_is_over(model):

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_models import batch_tokens, on_cpu, solo_tokens
+from mlx_models import batch_tokens, computing_on_cpu, solo_tokens
 
 from kvpool.adapters.mlx_lm import Engine, attention, install
 from kvpool.adapters.mlx_lm.host import Converted
@@ -14,14 +14,9 @@ from kvpool.adapters.mlx_lm.tiny_families import LATENT, build, config_of, rando
 from kvpool.eviction import H2O
 from kvpool.protocol import StepArrays
 
+cpu = pytest.fixture(computing_on_cpu, autouse=True)
 WIDE = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # as in DeepSeek-V3
 PROMPTS, MAX_TOKENS = (3, 40, 17, 1), 8
-
-
-@pytest.fixture(autouse=True)
-def cpu():
-    with on_cpu():
-        yield
 
 
 def model_of(name="deepseek_v3", **sizes):

@@ -8,18 +8,24 @@ import mlx_lm
 import pytest
 from mlx_lm.generate import BatchGenerator, speculative_generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
-from mlx_models import PROMPTS, ROUTES, assert_all_free, batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_llama
+from mlx_models import (
+    PROMPTS,
+    ROUTES,
+    assert_all_free,
+    batch_tokens,
+    computing_on_cpu,
+    on_cpu,
+    random_prompts,
+    solo_tokens,
+    tiny_llama,
+)
 
 from kvpool import Pool
 from kvpool.adapters.mlx_lm import Engine
 from kvpool.adapters.mlx_lm import install as install_by
 from kvpool.errors import CapacityExceeded, OutOfBlocks
 
-
-@pytest.fixture(autouse=True)
-def cpu():
-    with on_cpu():
-        yield
+cpu = pytest.fixture(computing_on_cpu, autouse=True)
 
 
 @pytest.fixture(params=ROUTES)
@@ -47,10 +53,22 @@ def stock(model, prompts):
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_batch_generator_on_a_pool_equals_stock(model, prompts, stock, block_size, install):
+def test_batch_generator_on_a_pool_equals_stock_and_writes_in_place(model, prompts, stock, block_size, install):
     with install(model, 400, block_size=block_size) as kv:
         assert batch_tokens(model, prompts) == stock
-    assert kv.summary().blocks_peak > 0
+    summary, each = kv.summary(), kv.backend.spec.block_nbytes
+    assert kv.settle() == summary.mlx_pool_copies == 0 and "0 leaked" in str(summary)
+    assert summary.pool_nbytes == 400 * each
+    assert summary.kv_nbytes_peak == summary.blocks_peak * each > 0
+    assert_all_free(kv)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_batch_generator_on_a_pool_of_the_users_own_equals_stock(model, prompts, stock, in_order, install):
+    pool = Pool(200, 4, in_order=in_order, reserved_blocks=2)
+    with install(model, pool=pool) as kv:
+        assert batch_tokens(model, prompts) == stock
+    assert kv.pool is pool
     assert_all_free(kv)
 
 
@@ -108,47 +126,18 @@ def modules_called(step, steps):
     return calls
 
 
-def test_a_decode_step_of_mlx_lm_takes_one_short_way_through_the_adapter(model, prompts):
-    """With three layers; what they share is asked for once."""
-    with install_by(model, 200, block_size=16, fused=True):
+def test_a_decode_step_takes_one_short_way_through_the_adapter(model, prompts):
+    """With three layers; what they share is asked for once. In the engine scheduler and sampler are included."""
+    with install_by(model, 200, block_size=16, fused=True), Engine(model, 200, fused=True) as engine:
         generator = BatchGenerator(model, stop_tokens=[])
         generator.insert(prompts[:1], max_tokens=[60])
-        for _ in range(len(prompts[0])):
-            generator.next()
-        calls = modules_called(generator.next, 10)
-    assert 3 * 10 <= len(calls) <= 60 * 10
-    assert len(set(calls)) <= 4
-
-
-def test_a_decode_step_of_the_engine_takes_one_short_way(model):
-    """With three layers, the scheduler and the sampler included."""
-    with Engine(model, 200, fused=True) as engine:
-        engine.submit([5, 6, 7, 8], max_tokens=60)
-        for _ in range(5):
-            engine.step()
-        calls = modules_called(engine.step, 10)
-    assert 3 * 10 <= len(calls) <= 80 * 10
-    assert len(set(calls)) <= 8
-
-
-@pytest.mark.parametrize("in_order", [True, False])
-def test_a_pool_of_the_users_own_may_be_given(model, prompts, stock, in_order, install):
-    pool = Pool(200, 4, in_order=in_order, reserved_blocks=2)
-    with install(model, pool=pool) as kv:
-        assert batch_tokens(model, prompts) == stock
-    assert kv.pool is pool
-    assert_all_free(kv)
-
-
-def test_synchronous_steps_write_in_place(model, prompts, install):
-    with install(model, 200, block_size=4) as kv:
-        batch_tokens(model, prompts)
-    assert kv.settle() == 0
-    summary = kv.summary()
-    assert summary.mlx_pool_copies == 0
-    assert summary.pool_nbytes == 200 * kv.backend.spec.block_nbytes
-    assert summary.kv_nbytes_peak == summary.blocks_peak * kv.backend.spec.block_nbytes
-    assert "0 leaked" in str(summary)
+        engine.submit(prompts[0], max_tokens=60)
+        for step, calls_max, modules_max in ((generator.next, 60, 4), (engine.step, 80, 8)):
+            for _ in range(5):
+                step()
+            calls = modules_called(step, 10)
+            assert 3 * 10 <= len(calls) <= calls_max * 10
+            assert len(set(calls)) <= modules_max
 
 
 def test_requests_removed_in_mid_flight_leave_the_others_unchanged(model, prompts, install):
@@ -270,22 +259,12 @@ def test_the_hook_puts_back_what_the_instance_had():
     assert model.make_cache is mine
 
 
-def test_a_cache_outlives_the_hook(model, prompts, install):
-    with install(model, 64, block_size=4) as kv:
-        cache = make_prompt_cache(model)
-    assert solo_tokens(model, prompts[2], prompt_cache=cache) == solo_tokens(model, prompts[2])
-    del cache
-    assert_all_free(kv)
-
-
-def test_an_unknown_release_of_mlx_lm_is_refused_unless_asked_for(model, monkeypatch):
+def test_release_of_mlx_lm_that_is_unknown_is_refused_and_one_of_a_tested_series_warned_of(model, monkeypatch, caplog):
     monkeypatch.setattr(mlx_lm, "__version__", "0.99.0")
     with pytest.raises(RuntimeError, match=r"\[install\] mlx-lm 0\.99\.0 .*0\.32\.2"):
         install_by(model, 16)
     assert install_by(model, 16, strict=False).num_layers == 3
-
-
-def test_another_release_of_a_tested_series_is_taken_with_a_warning(model, monkeypatch, caplog):
+    caplog.clear()
     monkeypatch.setattr(mlx_lm, "__version__", "0.32.9")
     assert install_by(model, 16).route == "fused"
     (record,) = caplog.records
@@ -299,16 +278,17 @@ def test_install_without_a_size_or_with_two_is_refused(model):
         install_by(model, 16, pool=Pool(16, 4))
 
 
-def test_layers_that_never_use_their_cache_are_held_whole():
-    class Idle:
+@pytest.mark.parametrize(("used", "dtype"), [(1, mx.float32), (0, mx.float16)], ids=["one never used", "two dtypes"])
+def test_layers_that_do_not_use_their_cache_as_keys_and_values_are_held_whole(used, dtype):
+    class Odd:
         def make_cache(self):
-            return [KVCache(), KVCache()]
+            return [KVCache() for _ in range(1 + used)]
 
         def __call__(self, tokens, cache):
             x = mx.zeros((1, 2, tokens.shape[1], 8))
-            cache[1].update_and_fetch(x, x)
+            cache[used].update_and_fetch(x, x.astype(dtype))
 
-    assert install_by(Idle(), 16).route.endswith("; opaque: KVCache")
+    assert install_by(Odd(), 16).route.endswith("; opaque: KVCache")
 
 
 def test_probing_a_model_that_gathers_computes_nothing_and_leaves_it_as_it_is(model):

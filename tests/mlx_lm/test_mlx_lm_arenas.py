@@ -1,25 +1,19 @@
 """Layers of several shapes in one arena of blocks, where the storage is memory that several backends can write."""
 
 import copy
-from functools import partial
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_models import on_cpu
+from mlx_models import computing_on_cpu
 
 from benchmarks.models import capacity
 from kvpool.adapters.mlx_lm import host, install, tiny, tiny_families
 from kvpool.adapters.mlx_lm.layout import layout_of
 from kvpool.sizing import IDLE, arrays_of_one_size
 
+cpu = pytest.fixture(computing_on_cpu, autouse=True)
 SHARED = ("gemma4_text", "baichuan_m1", "openelm", "deepseek_v32")  # tiny models whose bytes agree
-
-
-@pytest.fixture(autouse=True)
-def cpu():
-    with on_cpu():
-        yield
 
 
 def test_one_arena_holds_seven_times_the_long_sequences_of_a_pool_that_keeps_everything():
@@ -92,21 +86,18 @@ def logits_of(name, change=lambda layout: None, **how):
     return arenas, found
 
 
-@pytest.mark.parametrize("name", SHARED)
-def test_shapes_in_one_arena_compute_what_they_compute_in_arenas_of_their_own(name, monkeypatch):
-    shared, found = logits_of(name)
-    separate(monkeypatch)
-    apart, due = logits_of(name)
-    assert (shared, apart) == (1, 2)
-    assert all(np.array_equal(x, y) for x, y in zip(found, due, strict=True))
+CASES = [
+    *((name, {}) for name in SHARED),
+    *(("gemma4_text", {"backend": name}) for name in ("numpy", "cpu")),
+    *(("wide", bits | {"quant_group_size": 32}) for bits in ({"kv_bits": 8}, {"k_bits": 8, "v_bits": 4})),
+]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("how", [{"backend": "numpy"}, {"backend": "cpu"}])
-def test_other_backends_share_an_arena(how, monkeypatch):
-    shared, found = logits_of("gemma4_text", **how)
+@pytest.mark.parametrize(("name", "how"), CASES)
+def test_shapes_in_one_arena_compute_what_they_compute_in_arenas_of_their_own(name, how, monkeypatch):
+    shared, found = logits_of(name, **how)
     separate(monkeypatch)
-    apart, due = logits_of("gemma4_text", **how)
+    apart, due = logits_of(name, **how)
     assert (shared, apart) == (1, 2)
     assert all(np.array_equal(x, y) for x, y in zip(found, due, strict=True))
 
@@ -120,13 +111,3 @@ def test_copies_in_the_storage_of_another_shape_are_seen():
     _, due = logits_of("openelm")
     _, found = logits_of("openelm", lambda layout: layout.__dict__.update(storage_of={0: 0, 1: 0}))
     assert not all(np.array_equal(x, y) for x, y in zip(found, due, strict=True))
-
-
-@pytest.mark.parametrize("bits", [{"kv_bits": 8}, {"k_bits": 8, "v_bits": 4}])
-def test_quantized_shapes_share_an_arena(bits, monkeypatch):
-    how = partial(logits_of, "wide", quant_group_size=32, **bits)
-    shared, found = how()
-    separate(monkeypatch)
-    apart, due = how()
-    assert (shared, apart) == (1, 2)
-    assert all(np.array_equal(x, y) for x, y in zip(found, due, strict=True))

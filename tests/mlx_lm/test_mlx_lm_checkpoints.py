@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_models import on_cpu
+from mlx_models import computing_on_cpu
 
 import kvpool
 from kvpool import Group, KVSpec
@@ -21,6 +21,7 @@ from kvpool.adapters.mlx_lm.tiny_families import OWN
 from kvpool.group_storage import BlockRows
 from kvpool_backends import load_backend
 
+cpu = pytest.fixture(computing_on_cpu, autouse=True)
 BLOCK, CUT, SLOTS = 4, 24, 16
 CHUNKS = (7, 8, 1)  # after the cut
 SHORT = {  # family: what its checkpoints are
@@ -28,12 +29,6 @@ SHORT = {  # family: what its checkpoints are
     **{"lfm2": "convolutions", "mamba": "no keys and values beside them", "kimi_linear": "latent attention beside"},
     **{"baichuan_m1": "smaller than a block, beside two shapes"},
 }
-
-
-@pytest.fixture(autouse=True)
-def cpu():
-    with on_cpu():
-        yield
 
 
 def bits_of(held):
@@ -157,19 +152,6 @@ def test_planted_fault_of_a_checkpoint_is_seen():
     driver.kv.passes.checkpoints = Swapped(driver.kv.layout, driver.kv.backend)
     with pytest.raises(AssertionError):
         check_restored(driver, 11)
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "mamba"])
-def test_forks_before_the_first_step_share_one_loaded_state(name):
-    driver, tokens = Driver(name), np.random.default_rng(16).integers(0, 90, 40).tolist()
-    handle = driver.prefilled(tokens)
-    cold = driver.run(handle, tokens, 3)
-    driver.pool.close(handle)
-    driver.forget()
-    handle = driver.pool.open(tokens)
-    (child,) = driver.pool.fork(handle).tolist()
-    for one in (child, handle):
-        assert np.array_equal(driver.run(one, tokens, 3), cold)
 
 
 def caches_of(kv, tokens):

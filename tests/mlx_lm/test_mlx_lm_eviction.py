@@ -1,4 +1,7 @@
-"""Eviction under mlx-lm's own engines: budgets hold, positions go on, and nobody else's tokens change."""
+"""Eviction under mlx-lm's own engines: budgets hold, positions go on, and nobody else's tokens change.
+
+Tokens leave the layers that keep every token. Windows and states of other layers let go by themselves.
+"""
 
 import copy
 import itertools
@@ -6,32 +9,47 @@ import itertools
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_models import batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_llama
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_models import (
+    VOCAB,
+    assert_all_free,
+    batch_tokens,
+    computing_on_cpu,
+    on_cpu,
+    random_prompts,
+    solo_tokens,
+    tiny_gemma3,
+    tiny_gpt_oss,
+    tiny_llama,
+    tiny_sliding_llama,
+)
 from sliding_cache import SlidingCache
 
-from kvpool.adapters.mlx_lm import install, make_cache
+from kvpool.adapters.mlx_lm import install, make_cache, tiny_families
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.errors import OutOfBlocks
 from kvpool.eviction import H2O, BlockEviction, SlidingWindow
 
+cpu = pytest.fixture(computing_on_cpu, autouse=True)
 POLICIES = {
     "window": SlidingWindow(max_kv=20, sink=3),
     "h2o": H2O(max_kv=20, kind="raw"),
     "h2o mass": H2O(max_kv=20, kind="mass", slack=5),
     "blocks": BlockEviction(max_kv=20, recent_tokens=6),
 }
+MAKERS = {"llama": tiny_llama, "gemma3": tiny_gemma3, "gpt_oss": tiny_gpt_oss, "sliding llama": tiny_sliding_llama}
 PROMPT = random_prompts([33])[0]
-
-
-@pytest.fixture(autouse=True)
-def cpu():
-    with on_cpu():
-        yield
 
 
 @pytest.fixture(scope="module")
 def model():
     return tiny_llama()
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def any_model(request):
+    """With one table, or with layer groups."""
+    return MAKERS[request.param]()
 
 
 @pytest.fixture
@@ -50,14 +68,53 @@ def tokens(model, caches, prompt=PROMPT, n=40):
     return solo_tokens(model, prompt, n, prompt_cache=caches)
 
 
-def test_budget_holds_while_a_sequence_generates(model, kv, policy):
-    caches = kv.make_cache(policy)
-    tokens(model, caches, n=60)
-    (handle,) = caches[0].batch.handles
-    assert caches[0].offset == kv.pool.num_tokens(handle) == len(PROMPT) + 60
-    assert kv.pool.kv_len(handle) == caches[0].size() <= policy.max_kv
-    assert kv.pool.stats().used <= -(-policy.max_kv // 4)
-    assert not caches[0].is_trimmable()
+def full_group(kv):
+    """The number of the group of full layers."""
+    return [group.kind for group in kv.layout.groups].index("full") if kv.layout.groups else 0
+
+
+def sliding(model):
+    """Caches of mlx-lm whose full layers slide."""
+    return [SlidingCache(POLICIES["window"]) if type(one) is KVCache else one for one in make_prompt_cache(model)]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_model_under_a_window_says_what_stock_says_whose_full_layers_slide(any_model, fused):
+    due, whole = tokens(any_model, sliding(any_model), n=60), tokens(any_model, None, n=60)
+    with install(any_model, 200, block_size=4, fused=fused, eviction=POLICIES["window"]) as kv:
+        assert kv.is_fused == fused
+        assert tokens(any_model, kv.make_cache(), n=60) == due != whole
+        assert tokens(any_model, kv.make_cache(SlidingWindow(max_kv=999)), n=60) == whole
+        assert_all_free(kv)
+
+
+def test_budget_holds_in_the_full_layers_alone(any_model, policy):
+    with install(any_model, 40, block_size=4, eviction=policy) as kv:
+        full, caches = full_group(kv), kv.make_cache()
+        tokens(any_model, caches, n=160)  # more than the pool has room for
+        (handle,) = caches[0].batch.handles
+        assert caches[0].offset == kv.pool.num_tokens(handle) == len(PROMPT) + 160 > 40 * 4
+        assert kv.pool.kv_len(handle, full) <= policy.max_kv
+        for g, group in enumerate(kv.layout.groups):
+            held = (kv.pool.table(handle, g) > 0).all(axis=1).sum()
+            assert held <= -(-(policy.max_kv if g == full else group.size + kv.pool.options.lookahead) // 4) + 2
+            assert g == full or kv.pool.kv_len(handle, g) == caches[0].offset
+        if not kv.layout.groups:
+            assert caches[0].size() == kv.pool.kv_len(handle) and kv.pool.stats().used <= -(-policy.max_kv // 4)
+        assert not caches[0].is_trimmable()
+        with pytest.raises(ValueError, match=r"\[truncate\]"):
+            caches[0].trim(30)
+
+
+def test_rows_of_a_batch_say_what_each_says_alone(any_model, policy):
+    prompts, limits = random_prompts((33, 5, 21, 12, 40), seed=3), [30, 60, 12, 40, 25]
+    with install(any_model, 400, block_size=4, eviction=policy) as kv:
+        # As the engine does: all but the last token in chunks of seven, in passes of their own.
+        alone = [batch_tokens(any_model, [prompt], n)[0] for prompt, n in zip(prompts, limits, strict=True)]
+        assert batch_tokens(any_model, prompts, limits, prefill_batch_size=1) == alone
+        kv.eviction = None
+        assert batch_tokens(any_model, prompts, limits) != alone
+        assert_all_free(kv)
 
 
 def passes(model, caches, prompt=PROMPT, n=30):
@@ -88,11 +145,6 @@ def test_eviction_keeps_the_logits_of_others_on_a_shared_prefix(model, kv, polic
     got = [mine for mine, _ in pairs][-30:]
     assert kv.pool.kv_len(evicting[0].batch.handles[0]) <= policy.max_kv < cached
     assert all(map(np.array_equal, got, due))
-
-
-def test_window_says_what_a_dense_cache_that_slides_says(model, kv):
-    due = tokens(model, [SlidingCache(POLICIES["window"]) for _ in range(kv.num_layers)], n=60)
-    assert tokens(model, kv.make_cache(POLICIES["window"]), n=60) == due
 
 
 def test_keys_of_the_first_layer_are_those_of_their_positions(model, kv, policy):
@@ -136,17 +188,6 @@ def test_evicted_tokens_have_no_effect(model, kv, policy):
         rows[:, length % 4 :] = 255
         backend.import_blocks(mine[-1:], tail)
     assert tokens(model, caches, [5], 30) == due
-
-
-def test_rows_of_a_batch_say_what_each_says_alone(model, kv, policy):
-    prompts = random_prompts((33, 5, 21, 12, 40), seed=3)
-    kv.eviction = policy
-    limits = [30, 60, 12, 40, 25]
-    # As the engine does: all but the last token in chunks of seven, in passes of their own.
-    alone = [batch_tokens(model, [prompt], n)[0] for prompt, n in zip(prompts, limits, strict=True)]
-    together = batch_tokens(model, prompts, limits, prefill_batch_size=1)
-    assert together == alone
-    assert kv.summary().blocks_leaked == 0
 
 
 def test_caches_that_were_made_with_a_policy_go_into_the_engine(model, kv, policy):
@@ -204,21 +245,20 @@ def test_pool_without_blocks_for_copies_is_out_of_blocks_and_as_before(model):
 
 def test_policies_that_the_route_cannot_serve_are_refused(model):
     before = dict(vars(model))
-    with pytest.raises(ValueError, match=r"\[install\] H2O needs scores, and this model's route is gather"):
-        install(model, 50, block_size=4, fused=False, eviction=POLICIES["h2o"])
-    with pytest.raises(TypeError, match="eviction must be a policy"):
-        install(model, 50, block_size=4, eviction=20)
-    for make in (install, Engine):  # the last block may be full, and sinks have one of their own
+    for make in (install, Engine):
+        with pytest.raises(ValueError, match=r"\[install\] H2O needs scores, and this model's route is gather"):
+            make(model, 50, block_size=4, fused=False, eviction=POLICIES["h2o"])
+        with pytest.raises(TypeError, match=r"\[install\] eviction must be a policy of kvpool.eviction, not int"):
+            make(model, 50, block_size=4, eviction=20)
+        for name, words in (("mamba2", "no layer that keeps every token"), ("openelm", "2 shapes")):
+            with pytest.raises(ValueError, match=words):
+                make(family(name), 40, block_size=4, eviction=POLICIES["window"])
+        # The last block may be full, and sinks have one of their own.
         with pytest.raises(ValueError, match=r"\[BlockEviction\] max_kv is 20, in blocks of 8 the least is 22"):
             make(model, 50, block_size=8, eviction=POLICIES["blocks"])
     assert vars(model) == before
     with install(model, 50, block_size=8) as kv, pytest.raises(ValueError, match="in blocks of 8 the least is 22"):
         kv.make_cache(POLICIES["blocks"])
-    with install(model, 50, block_size=4, fused=False, eviction=POLICIES["window"]) as gathered:
-        got = tokens(model, make_cache(model), n=60)
-        assert not gathered.is_fused
-    due = tokens(model, [SlidingCache(POLICIES["window"]) for _ in range(gathered.num_layers)], n=60)
-    assert got == due
     with pytest.raises(RuntimeError, match=r"\[make_cache\] the model has no paged cache here"):
         make_cache(model, POLICIES["h2o"])
 
@@ -270,3 +310,49 @@ def test_chunks_of_a_padded_batch_are_looked_at_row_by_row(model, kv):
         due = caches[0].batch.eviction.memory.scores[:, 0, :, : len(prompt)]
         np.testing.assert_allclose(eviction.memory.scores[:, row, :, : len(prompt)], due, rtol=2e-3, atol=1e-5)
     assert eviction.memory.known.tolist() == [14, 5]
+
+
+# ---- states and chunks, prefixes
+
+
+def family(name):
+    model = tiny_families.build(name, tiny_families.config_of(name, VOCAB))
+    tiny_families.randomize(model)
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "llama4"])
+def test_models_with_states_and_chunks_evict_without_scores(name):
+    model, prompts = family(name), random_prompts((37, 9), seed=6)
+    with install(model, 400, block_size=4, eviction=POLICIES["window"]) as kv:
+        alone = [batch_tokens(model, [prompt], 40)[0] for prompt in prompts]
+        assert batch_tokens(model, prompts, 40, prefill_batch_size=1) == alone
+        kv.eviction = None
+        assert batch_tokens(model, prompts, 40) != alone
+        assert_all_free(kv)
+    with pytest.raises(ValueError, match="needs scores of all rows in one pass"):
+        install(model, 400, block_size=4, eviction=POLICIES["h2o"])
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5", "llama4"])
+def test_prefix_above_the_budget_is_found_and_then_slides(name):
+    policy, prompt = POLICIES["window"], [token % VOCAB for token in random_prompts([61], seed=4)[0]]
+    model = family(name)
+    stock = sliding(model)
+    with install(model, 400, block_size=4, prefix_cache=True, eviction=policy) as kv:
+        kv.eviction = None  # the first sequence keeps all
+        caches, _ = kv.fetch(prompt)
+        tokens(model, caches, prompt, 1)
+        kv.eviction = policy
+        caches, found = kv.fetch(prompt)
+        assert policy.max_kv < found < len(prompt)
+        model(mx.array([prompt[:found]]), cache=stock)
+        due = tokens(model, stock, prompt[found:])
+        assert tokens(model, caches, prompt[found:]) == due
+        (handle,) = caches[0].batch.handles
+        assert kv.pool.kv_len(handle, full_group(kv)) <= policy.max_kv < kv.pool.num_tokens(handle)
+        assert kv.commit(caches, [*prompt, *due]) == 0  # a sequence that lost tokens is indexed no more
+        assert kv.fetch(prompt)[1] == found  # what others have committed stays
+        kv.pool.check()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import ArraysCache, LRUPromptCache, make_prompt_cache
-from mlx_models import assert_all_free, on_cpu
+from mlx_models import computing_on_cpu
 
 from kvpool import OutOfBlocks, Pool
 from kvpool.adapters.mlx_lm import Engine, install, passes, tiny_families
@@ -17,6 +17,7 @@ from kvpool.adapters.mlx_lm.shapes import leaves_of
 from kvpool.eviction import SlidingWindow
 from kvpool.sizing import arrays_of_an_arena
 
+cpu = pytest.fixture(computing_on_cpu, autouse=True)
 VOCAB = 96
 WINDOW = 24  # of the tiny models
 LENGTHS = (1, 23, 90)
@@ -24,12 +25,6 @@ NEW = 8
 SHORT = ("gemma3_text", "gemma4_text", "qwen3_5", "nemotron_h", "falcon_h1", "llama4", "mamba", "deepseek_v41", "afm7")
 BY_CHUNK = {"plamo3"}  # files whose tokens depend on the chunks of a prompt in mlx-lm, too
 STATEFUL = ("qwen3_5", "mamba", "baichuan_m1", "deepseek_v41")
-
-
-@pytest.fixture(autouse=True)
-def cpu():
-    with on_cpu():
-        yield
 
 
 def family(name):
@@ -314,11 +309,3 @@ def test_what_layer_groups_cannot_do_is_said_at_install(caplog):
         assert second.pool is first.pool and second.layout.groups == first.layout.groups
     with pytest.raises(ValueError, match=r"pool has the layer groups full"):
         install(family("gemma4_text"), pool=first.pool)
-
-
-def test_windows_let_blocks_go_with_a_prefix_cache_too():
-    model, (prompt,) = family("gemma3_text"), prompts_of((90,))
-    own = alone(model, prompt)
-    with install_on_cpu(model, prefix_cache=True) as kv:
-        assert kv.layout.groups and alone(model, prompt) == own
-    assert_all_free(kv)

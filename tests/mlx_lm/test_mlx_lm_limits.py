@@ -5,10 +5,11 @@ import gc
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from mlx_families import FAMILIES
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.models import llama, qwen2
+from mlx_lm.models import llama
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache, save_prompt_cache
-from mlx_models import VOCAB, batch_tokens, on_cpu, random_prompts, randomized, solo_tokens, tiny_llama
+from mlx_models import batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_llama
 
 from kvpool.adapters.mlx_lm import PagedKVCache, install
 
@@ -21,24 +22,6 @@ LAZY = {
 @pytest.fixture(scope="module")
 def model():
     return tiny_llama()
-
-
-def tiny_qwen2():
-    """A model without `make_cache`, of which mlx-lm makes the caches itself."""
-    return randomized(
-        qwen2.Model(
-            qwen2.ModelArgs(
-                model_type="qwen2",
-                hidden_size=48,
-                num_hidden_layers=2,
-                intermediate_size=64,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                rms_norm_eps=1e-5,
-                vocab_size=VOCAB,
-            )
-        )
-    )
 
 
 @pytest.mark.parametrize("is_empty", [True, False])
@@ -58,12 +41,12 @@ def test_saving_a_cache_raises_and_writes_no_file(model, tmp_path, is_empty):
 
 
 def test_max_kv_size_is_refused_where_stock_would_honour_it():
-    model = tiny_qwen2()
+    model = FAMILIES["qwen2"]()  # has no `make_cache`: mlx-lm makes its caches itself
     (prompt,) = random_prompts([20])
     assert type(make_prompt_cache(model, 8)[0]) is RotatingKVCache
     expected = solo_tokens(model, prompt)
     assert solo_tokens(model, prompt, max_kv_size=8) != expected
-    with install(model, 50, block_size=4), install_again(model) as kv:
+    with install(model, 50, block_size=4), install(model, 50, block_size=4) as kv:
         for call in (
             lambda: make_prompt_cache(model, 8),
             lambda: solo_tokens(model, prompt, max_kv_size=8),
@@ -75,13 +58,6 @@ def test_max_kv_size_is_refused_where_stock_would_honour_it():
         assert type(model.make_cache()[0]) is PagedKVCache
     assert kv.summary().blocks_used == 0
     assert type(make_prompt_cache(model, 8)[0]) is RotatingKVCache
-
-
-def install_again(model):
-    """A second install on a model that has one, made from the shapes of the same class."""
-    kv = install(tiny_qwen2(), 50, block_size=4)
-    kv.model = model
-    return kv
 
 
 def test_max_kv_size_is_ignored_where_stock_ignores_it(model):
@@ -146,17 +122,6 @@ def test_a_model_that_was_cast_after_install_is_refused():
     again = install(model, 20, block_size=4)
     assert again.backend.dtype == mx.bfloat16
     mx.eval(model(mx.array([[1, 2]]), cache=again.make_cache()))
-
-
-def test_a_layer_whose_values_have_another_dtype_than_its_keys_is_held_whole():
-    class Mixed:
-        layers = (None,)
-
-        def __call__(self, tokens, cache):
-            x = mx.zeros((1, 2, tokens.shape[1], 8))
-            cache[0].update_and_fetch(x, x.astype(mx.float16))
-
-    assert install(Mixed(), 16).route.endswith("; opaque: KVCache")
 
 
 # --------------------------------------------------------------------------------------- models built lazily

@@ -4,19 +4,14 @@ import gc
 
 import mlx.core as mx
 import pytest
-from mlx_models import on_cpu
+from mlx_models import computing_on_cpu
 
 from kvpool.adapters.mlx_lm import host, install, tiny
 from kvpool.adapters.mlx_lm.loading import blocks_in
 from kvpool.config import describe_plan
 
+cpu = pytest.fixture(computing_on_cpu, autouse=True)
 MEMORY, ROWS = 2**20, 5
-
-
-@pytest.fixture(autouse=True)
-def cpu():
-    with on_cpu():
-        yield
 
 
 def bytes_of(model, num_blocks):

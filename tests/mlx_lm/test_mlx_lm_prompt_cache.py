@@ -113,14 +113,3 @@ def test_clones_of_one_prompt_sample_what_stock_samples(model):
     assert summary.blocks_peak <= 6 + clones * (1 + 12 // BLOCK)
     gc.collect()
     assert kv.summary().blocks_used == 0
-
-
-def test_deepcopy_of_all_layers_is_one_fork(model, kv):
-    (prompt,) = random_prompts([10])
-    cache = prefilled(model, prompt)
-    clone = copy.deepcopy(cache)
-    assert kv.summary().sequences == 2
-    assert len({id(layer._batch) for layer in clone}) == 1
-    assert clone[0]._batch is not cache[0]._batch
-    del clone
-    assert kv.summary().sequences == 1

@@ -56,7 +56,7 @@ def converse(model, tokenizer, prompt_cache, seed, kv_bits=None):
 
 
 @pytest.mark.parametrize("seed", [None, 1], ids=["batched", "one by one"])
-def test_the_server_on_dense_caches_answers_the_same_and_finds_as_much(tokenizer, seed, monkeypatch):
+def test_the_server_answers_the_same_on_dense_and_paged_caches_and_finds_what_is_shared(tokenizer, seed, monkeypatch):
     model = tiny_llama()
     expected, stock_cached = converse(model, tokenizer, LRUPromptCache(), seed)
     monkeypatch.setattr(server, "LRUPromptCache", LRUPromptCache)  # the example replaces it
@@ -66,20 +66,6 @@ def test_the_server_on_dense_caches_answers_the_same_and_finds_as_much(tokenizer
     answers, cached = converse(model, tokenizer, prompts, seed)
     assert answers == expected
     assert cached == stock_cached and cached[1] > 0
-
-
-def test_the_server_on_dense_caches_keeps_quantized_ones(tokenizer):
-    model, prompts = tiny_llama(head_dim=64), PromptCache()
-    _, cached = converse(model, tokenizer, prompts, seed=None, kv_bits=8)
-    assert min(cached[1:]) > len(SYSTEM) // 8
-    caches = next(iter(prompts._shelves)).leaves
-    assert [(leaf.kind, leaf.arguments) for leaf in caches] == [(QuantizedKVCache, (64, 8))] * len(caches)
-
-
-@pytest.mark.parametrize("seed", [None, 1], ids=["batched", "one by one"])
-def test_the_server_answers_the_same_and_finds_what_prompts_share(tokenizer, seed):
-    model = tiny_llama()
-    expected, stock_cached = converse(model, tokenizer, LRUPromptCache(), seed)
     with install(model, 300, block_size=BLOCK, prefix_cache=True) as kv:
         answers, cached = converse(model, tokenizer, PagedPromptCache(kv), seed)
     assert answers == expected
@@ -91,6 +77,14 @@ def test_the_server_answers_the_same_and_finds_what_prompts_share(tokenizer, see
     assert kv.summary().blocks_used == 0
     assert kv.hit_tokens == sum(cached)
     kv.pool.check()
+
+
+def test_the_server_on_dense_caches_keeps_quantized_ones(tokenizer):
+    model, prompts = tiny_llama(head_dim=64), PromptCache()
+    _, cached = converse(model, tokenizer, prompts, seed=None, kv_bits=8)
+    assert min(cached[1:]) > len(SYSTEM) // 8
+    caches = next(iter(prompts._shelves)).leaves
+    assert [(leaf.kind, leaf.arguments) for leaf in caches] == [(QuantizedKVCache, (64, 8))] * len(caches)
 
 
 @contextlib.contextmanager
@@ -117,7 +111,7 @@ def listening(model, tokenizer, prompt_cache, kv_bits=None):
         generator.stop_and_join()
 
 
-def test_the_server_answers_other_bits_than_the_pools_with_an_error(tokenizer):
+def test_the_server_answers_other_bits_than_the_pools_and_too_small_a_pool_with_an_error(tokenizer):
     model, before = tiny_llama(head_dim=64), vars(server.APIHandler)["handle_completion"]
     with install(model, 300, block_size=BLOCK, prefix_cache=True) as kv:
         with listening(model, tokenizer, PagedPromptCache(kv), kv_bits=8) as ask:
@@ -131,10 +125,6 @@ def test_the_server_answers_other_bits_than_the_pools_with_an_error(tokenizer):
             status, text = ask()
             assert status == 200 and json.loads(text)["usage"]["completion_tokens"]
     assert vars(server.APIHandler)["handle_completion"] is before
-
-
-def test_the_server_answers_a_pool_that_is_too_small_with_an_error(tokenizer):
-    model = tiny_llama()
     with install(model, 6, block_size=BLOCK) as kv, listening(model, tokenizer, PagedPromptCache(kv)) as ask:
         long = [{"role": "user", "content": SYSTEM[::-1]}]
         status, text = ask(messages=long, seed=1)  # with a seed the server does not batch

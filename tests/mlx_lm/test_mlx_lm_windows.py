@@ -12,6 +12,7 @@ from mlx_models import (
     VOCAB,
     assert_all_free,
     batch_tokens,
+    computing_on_cpu,
     ended,
     on_cpu,
     random_prompts,
@@ -25,15 +26,9 @@ from kvpool.adapters.mlx_lm import Engine, host, install, passes, tiny_families
 from kvpool.errors import OutOfBlocks
 from kvpool.scheduler.needs import Needs
 
+cpu = pytest.fixture(computing_on_cpu, autouse=True)
 MAKERS = {"gemma3": tiny_gemma3, "gpt_oss": tiny_gpt_oss, "sliding llama": tiny_sliding_llama}
 TOKENS = 24
-LONG = pytest.mark.long
-
-
-@pytest.fixture(autouse=True)
-def device():
-    with on_cpu():
-        yield
 
 
 # ---- speculative decoding
@@ -64,7 +59,6 @@ def speculated(model, draft, prompt, num_draft):
     return [token for token, _ in found], sum(from_draft for _, from_draft in found)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("fused", "num_draft"), [(True, 3), (False, 3), (True, 7)])
 def test_speculative_decoding_gives_the_models_own_tokens_beyond_its_window(model, fused, num_draft):
     """mlx-lm's own caches take nothing back from a window that is full. So the oracle is one token at a time."""
@@ -138,9 +132,7 @@ def wide(arch, **fields):
         ("olmo3", {"head_dim": 32, "hidden_size": 128}, 1),
     ],
 )
-@pytest.mark.parametrize(
-    ("fused", "bits"), [(None, 4), pytest.param(False, 4, marks=LONG), pytest.param(None, 8, marks=LONG)]
-)
+@pytest.mark.parametrize(("fused", "bits"), [(None, 4), (False, 4), (None, 8)])
 def test_quantized_arenas_equal_a_dense_cache_of_the_same_numbers(arch, fields, arenas, bits, fused):
     model = wide(arch, **fields)
     prompt = random_prompts((50,))[0]  # longer than the windows

@@ -8,21 +8,16 @@ import numpy as np
 import pytest
 from mlx_families import FAMILIES
 from mlx_lm.models import llama
-from mlx_models import on_cpu, random_prompts, solo_tokens, tiny_llama, tiny_sliding_llama
+from mlx_models import computing_on_cpu, random_prompts, solo_tokens, tiny_llama, tiny_sliding_llama
 
 import kvpool
 from kvpool.adapters.mlx_lm import attention, install
 from kvpool.adapters.mlx_lm.passes import Rows
 from kvpool_backends.numpy import NumpyBackend
 
+cpu = pytest.fixture(computing_on_cpu, autouse=True)
 stock_attention = llama.scaled_dot_product_attention
 stock_mask = llama.create_attention_mask
-
-
-@pytest.fixture(autouse=True)
-def cpu():
-    with on_cpu():
-        yield
 
 
 @pytest.fixture

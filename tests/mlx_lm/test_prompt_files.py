@@ -62,9 +62,7 @@ def test_rows_are_what_a_backend_exports(tmp_path, model):
     import_prompt_cache(tmp_path / "in.safetensors", TOKENS, spec, store)
     table = np.array([[3, 1, 6, 2, 5, 4]], np.int32)
     slots = (table[0, :, None] * BLOCK + np.arange(BLOCK)).ravel()[:22].astype(np.int32)
-    step = backend.prepare(
-        StepArrays(table, np.array([22], np.int32), np.array([0, 22], np.int32), slots)
-    )
+    step = backend.prepare(StepArrays(table, np.array([22], np.int32), np.array([0, 22], np.int32), slots))
     for layer, own in enumerate(cache):
         keys, values = (np.array(array)[0, :, :22].transpose(1, 0, 2) for array in (own.keys, own.values))
         backend.write(step, layer, keys, values)

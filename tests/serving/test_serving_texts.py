@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import random
 import sys
 import threading
@@ -20,6 +21,16 @@ from kvpool.serving.texts import NFC, Processes, Threads, Turns, most_bytes, sha
 TOKENIZER = TokenizerWrapper(tiny.byte_tokenizer())
 COUNT = "/v1/messages/count_tokens"
 WEIGHTS = {"alice": 1.0, "bob": 3.0, "carol": 0.5}
+
+
+def in_a_loop(test):
+    """Run a test that is a coroutine."""
+
+    @functools.wraps(test)
+    def run(*arguments, **options):
+        asyncio.run(test(*arguments, **options))
+
+    return run
 
 
 async def worked(turns, tenant, cost, running, log):
@@ -83,49 +94,42 @@ def test_tenant_that_comes_late_goes_before_a_flood_and_saves_nothing_up():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_places_come_back_whenever_a_request_is_cancelled(seed):
+@in_a_loop
+async def test_places_come_back_whenever_a_request_is_cancelled(seed):
     rng = random.Random(seed)
-
-    async def run():
-        turns, running, log = Turns(2, 1, {}), [], []
-        tasks = [
-            asyncio.create_task(worked(turns, rng.choice("ab"), rng.randint(1, 9), running, log)) for _ in range(60)
-        ]
-        while not all(task.done() for task in tasks):
-            if rng.random() < 0.7:
-                rng.choice(tasks).cancel()
-            await asyncio.sleep(0)
-        assert not running
-        async with asyncio.timeout(60):
-            await asyncio.gather(turns.enter("a", 1), turns.enter("b", 1))
-
-    asyncio.run(run())
+    turns, running, log = Turns(2, 1, {}), [], []
+    tasks = [asyncio.create_task(worked(turns, rng.choice("ab"), rng.randint(1, 9), running, log)) for _ in range(60)]
+    while not all(task.done() for task in tasks):
+        if rng.random() < 0.7:
+            rng.choice(tasks).cancel()
+        await asyncio.sleep(0)
+    assert not running
+    async with asyncio.timeout(60):
+        await asyncio.gather(turns.enter("a", 1), turns.enter("b", 1))
 
 
-def test_thread_keeps_its_place_until_the_call_ends():
+@in_a_loop
+async def test_thread_keeps_its_place_until_the_call_ends():
     go, begun = threading.Event(), threading.Event()
 
     def slow():
         begun.set()
         go.wait()
 
-    async def run():
-        place = Threads("test", 1, 1, {})
-        first = asyncio.create_task(place.run(None, 1, slow))
-        await asyncio.to_thread(begun.wait)
-        first.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await first
-        second = asyncio.create_task(place.run(None, 1, str.upper, "a"))
-        await asyncio.sleep(0.05)
-        assert not second.done()
-        go.set()
-        assert await second == "A"
-        with pytest.raises(ZeroDivisionError):
-            await place.run(None, 1, divmod, 1, 0)
-        assert await place.run(None, 1, str.upper, "b") == "B"
-
-    asyncio.run(run())
+    place = Threads("test", 1, 1, {})
+    first = asyncio.create_task(place.run(None, 1, slow))
+    await asyncio.to_thread(begun.wait)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    second = asyncio.create_task(place.run(None, 1, str.upper, "a"))
+    await asyncio.sleep(0.05)
+    assert not second.done()
+    go.set()
+    assert await second == "A"
+    with pytest.raises(ZeroDivisionError):
+        await place.run(None, 1, divmod, 1, 0)
+    assert await place.run(None, 1, str.upper, "b") == "B"
 
 
 def texts(seed, count=40):
@@ -150,17 +154,14 @@ def texts(seed, count=40):
 
 
 @pytest.mark.parametrize("kind", ["byte pairs", "pieces", "words"])
-def test_process_makes_the_tokens_that_the_tokenizer_makes(kind):
+@in_a_loop
+async def test_process_makes_the_tokens_that_the_tokenizer_makes(kind):
     tokenizer = tokenizer_of(kind)
-
-    async def run():
-        async with opened(tokenizer, 1, 1) as processes:
-            for text in [*texts(kind), " ".join(texts(kind)) * 50, "a"]:
-                for special in (True, False):
-                    found = await processes.run(None, 1, text, special)
-                    assert found.tolist() == tokenizer.encode(text, add_special_tokens=special)
-
-    asyncio.run(run())
+    async with opened(tokenizer, 1, 1) as processes:
+        for text in [*texts(kind), " ".join(texts(kind)) * 50, "a"]:
+            for special in (True, False):
+                found = await processes.run(None, 1, text, special)
+                assert found.tolist() == tokenizer.encode(text, add_special_tokens=special)
 
 
 @contextlib.asynccontextmanager
@@ -180,84 +181,76 @@ async def until(is_so):
             await asyncio.sleep(0.01)
 
 
-def test_process_whose_text_nobody_wants_is_killed_and_others_go_on():
-    async def run():
-        async with opened(TOKENIZER, 2, 1) as processes:
-            assert (await processes.run("a", 1, "one", True)).tolist() == TOKENIZER.encode("one")
-            await until(lambda: all(reader.seconds for reader in processes._all))
-            before = list(processes._all)
-            for reader in before:
-                reader.seconds = 0.01
-            job = asyncio.create_task(processes.run("a", 1, "a " * 2_000_000, True))
-            waits = asyncio.create_task(processes.run("a", 1, "two", True))
-            await until(lambda: any(reader.is_reading for reader in before))
-            assert (await processes.run("b", 1, "three", True)).tolist() == TOKENIZER.encode("three")
-            assert not job.done() and not waits.done(), "b has a process of its own"
+@in_a_loop
+async def test_process_whose_text_nobody_wants_is_killed_and_others_go_on():
+    async with opened(TOKENIZER, 2, 1) as processes:
+        assert (await processes.run("a", 1, "one", True)).tolist() == TOKENIZER.encode("one")
+        await until(lambda: all(reader.seconds for reader in processes._all))
+        before = list(processes._all)
+        for reader in before:
+            reader.seconds = 0.01
+        job = asyncio.create_task(processes.run("a", 1, "a " * 2_000_000, True))
+        waits = asyncio.create_task(processes.run("a", 1, "two", True))
+        await until(lambda: any(reader.is_reading for reader in before))
+        assert (await processes.run("b", 1, "three", True)).tolist() == TOKENIZER.encode("three")
+        assert not job.done() and not waits.done(), "b has a process of its own"
+        job.cancel()
+        assert (await waits).tolist() == TOKENIZER.encode("two")
+        await until(lambda: sum(reader._process.returncode is not None for reader in before) == 1)
+        assert len(processes._all - set(before)) == 1
+
+
+@in_a_loop
+async def test_process_that_can_end_its_text_before_another_one_loads_is_kept():
+    async with opened(TOKENIZER, 1, 1) as processes:
+        await processes.run("a", 1, "one", True)
+        (reader,) = processes._all
+        assert reader.seconds > 0
+        reader.seconds = 3600.0
+        for tenant in "aaab":
+            job = asyncio.create_task(processes.run(tenant, 1, "a " * 100_000, True))
+            await until(lambda: reader.is_reading)
             job.cancel()
-            assert (await waits).tolist() == TOKENIZER.encode("two")
-            await until(lambda: sum(reader._process.returncode is not None for reader in before) == 1)
-            assert len(processes._all - set(before)) == 1
-
-    asyncio.run(run())
-
-
-def test_process_that_can_end_its_text_before_another_one_loads_is_kept():
-    async def run():
-        async with opened(TOKENIZER, 1, 1) as processes:
-            await processes.run("a", 1, "one", True)
-            (reader,) = processes._all
-            assert reader.seconds > 0
-            reader.seconds = 3600.0
-            for tenant in "aaab":
-                job = asyncio.create_task(processes.run(tenant, 1, "a " * 100_000, True))
-                await until(lambda: reader.is_reading)
-                job.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await job
-                assert (await processes.run("b", 1, "two", True)).tolist() == TOKENIZER.encode("two")
-            assert processes._all == {reader} and reader._process.returncode is None
-
-    asyncio.run(run())
-
-
-def test_text_that_nobody_wants_before_its_process_has_loaded_is_not_read():
-    """Its process is none that must be killed."""
-
-    async def run():
-        async with opened(TOKENIZER, 1, 1) as processes:
-            job = asyncio.create_task(processes.run("a", 1, "a " * 2_000_000, True))
-            await until(lambda: processes._all)
-            (reader,) = processes._all
-            job.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await job
             assert (await processes.run("b", 1, "two", True)).tolist() == TOKENIZER.encode("two")
-            assert processes._all == {reader}
-
-    asyncio.run(run())
+        assert processes._all == {reader} and reader._process.returncode is None
 
 
-def test_process_that_dies_idle_or_does_not_start_fails_no_later_text(monkeypatch):
+@in_a_loop
+async def test_text_that_nobody_wants_before_its_process_has_loaded_is_not_read():
+    """Its process is none that must be killed."""
+    async with opened(TOKENIZER, 1, 1) as processes:
+        job = asyncio.create_task(processes.run("a", 1, "a " * 2_000_000, True))
+        await until(lambda: processes._all)
+        (reader,) = processes._all
+        job.cancel()
+        assert (await processes.run("b", 1, "two", True)).tolist() == TOKENIZER.encode("two")
+        assert processes._all == {reader}
+
+
+@in_a_loop
+async def test_process_that_dies_idle_or_does_not_start_fails_no_later_text(monkeypatch):
     start = asyncio.create_subprocess_exec
 
     async def fails(*arguments, **options):
         raise OSError(24, "Too many open files")
 
-    async def run():
-        async with opened(TOKENIZER, 1, 1) as processes:
-            monkeypatch.setattr(asyncio, "create_subprocess_exec", fails)
-            with pytest.raises(OSError, match="Too many open files"):
-                await processes.run("a", 1, "one", True)
-            monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
-            for text in "ab":
-                assert (await processes.run("a", 1, text, True)).tolist() == TOKENIZER.encode(text)
-                await until(lambda: all(reader.seconds for reader in processes._all))
-                for reader in (killed := list(processes._all)):
-                    reader._process.kill()  # as the system does
-                await until(lambda: all(reader._process.returncode is not None for reader in killed))
-
-    asyncio.run(run())
+    async with opened(TOKENIZER, 1, 1) as processes:
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", fails)
+        with pytest.raises(OSError, match="Too many open files"):
+            await processes.run("a", 1, "one", True)
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+        for text in "ab":
+            assert (await processes.run("a", 1, text, True)).tolist() == TOKENIZER.encode(text)
+            await until(lambda: all(reader.seconds for reader in processes._all))
+            for reader in (killed := list(processes._all)):
+                reader._process.kill()  # as the system does
+            await until(lambda: all(reader._process.returncode is not None for reader in killed))
 
 
-def test_closed_processes_start_no_other_one(monkeypatch):
+@in_a_loop
+async def test_closed_processes_start_no_other_one(monkeypatch):
     start, made = asyncio.create_subprocess_exec, []
 
     async def noted(*arguments, **options):
@@ -265,29 +258,25 @@ def test_closed_processes_start_no_other_one(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
-
-    async def run():
-        processes = Processes(shared(TOKENIZER), False, 2, 1, {})
-        await processes.run("a", 1, "one", True)
-        reads = asyncio.create_task(processes.run("a", 1, "a " * 2_000_000, True))
-        waits = asyncio.create_task(processes.run("a", 1, "two", True))
-        await until(lambda: any(reader.is_reading for reader in processes._all))
-        await processes.close()
-        for job in (reads, waits, processes.run("b", 1, "three", True)):
-            with pytest.raises(ChildProcessError):
-                await job
-        await asyncio.sleep(0.1)
-        assert len(made) == 2 and all(process.returncode is not None for process in made)
-        begins = Processes(shared(TOKENIZER), False, 1, 1, {})
-        job = asyncio.create_task(begins.run("a", 1, "one", True))
-        await until(lambda: begins._all)
-        async with asyncio.timeout(60):
-            await begins.close()
+    processes = Processes(shared(TOKENIZER), False, 2, 1, {})
+    await processes.run("a", 1, "one", True)
+    reads = asyncio.create_task(processes.run("a", 1, "a " * 2_000_000, True))
+    waits = asyncio.create_task(processes.run("a", 1, "two", True))
+    await until(lambda: any(reader.is_reading for reader in processes._all))
+    await processes.close()
+    for job in (reads, waits, processes.run("b", 1, "three", True)):
         with pytest.raises(ChildProcessError):
             await job
-        assert all(process.returncode is not None for process in made)
-
-    asyncio.run(run())
+    await asyncio.sleep(0.1)
+    assert len(made) == 2 and all(process.returncode is not None for process in made)
+    begins = Processes(shared(TOKENIZER), False, 1, 1, {})
+    job = asyncio.create_task(begins.run("a", 1, "one", True))
+    await until(lambda: begins._all)
+    async with asyncio.timeout(60):
+        await begins.close()
+    with pytest.raises(ChildProcessError):
+        await job
+    assert all(process.returncode is not None for process in made)
 
 
 def test_tokenizer_with_code_of_its_own_is_not_copied():
