@@ -223,7 +223,8 @@ cdef class Pool:
             g.phase = lookahead + (g.reach - 1 if g.kind == WINDOW_LAYERS else 0)
             g.kept = <int32_t>((<int64_t>group.keep + g.block_size - 1) // g.block_size)
             g.hole = 0 if self.state.blocks.reserved else NO_BLOCK
-            width = 1 if g.kind == STATE_LAYERS else entries_for(g, blocks_for(gs, tokens)) * group.columns
+            # A row that lost a part of a block holds as many tokens in one block more.
+            width = 1 if g.kind == STATE_LAYERS else (entries_for(g, blocks_for(gs, tokens)) + 1) * group.columns
             if blocks_for(gs, tokens) > INT32_MAX:
                 raise ValueError(f"[Pool] a sequence may have {tokens} tokens, {blocks_for(gs, tokens)} blocks of the "
                                  f"smallest block_size, the limit is {INT32_MAX}")

@@ -421,7 +421,7 @@ cdef inline void begin_check(Groups* gs, Step* p, int32_t rows) noexcept nogil:
     cdef int32_t k
     for k in range(gs.num_groups):
         part = p.part[k]
-        part.num_changes = part.num_changed = part.num_copies = part.log.size = 0
+        part.num_changes = part.num_changed = part.log.size = 0
     p.num_rows = rows
     p.num_events = 0
     p.num_tokens = 0
@@ -874,6 +874,8 @@ cdef bint step_steady(Groups* gs, Step* p, const Ints* handles, const Ints* num_
         return False
     if handle != p.handle:
         memmove(p.handle, handle, n * sizeof(int64_t))      # the batch may be a part of the plan's own array
+    for k in range(gs.num_groups):
+        p.part[k].num_copies = 0
     gs.arena[0].digest = digest
     p.num_tokens = n
     p.uniform = True

@@ -91,7 +91,7 @@ def shape_of(seed: int, without: tuple[str, ...] = ()) -> Shape:
         "num_blocks": reserved + int(max(cost, 1) * rng.choice((rng.randint(8, 16), rng.randint(12, 40), 64))),
         "block_size": size,
         "max_seqs": rng.choice((3, 5, 8, 12)),
-        "max_blocks_per_seq": min(longest, rng.choice((longest, longest, 24, 8))),
+        "max_blocks_per_seq": min(longest, rng.choice((longest, longest, 32, 24, 16, 8))),
         "reserved_blocks": reserved,
         "watermark": rng.choice((0, 0, 0, 2)),
         "in_order": rng.random() < 0.15,
@@ -102,7 +102,7 @@ def shape_of(seed: int, without: tuple[str, ...] = ()) -> Shape:
         "groups": groups,
         "_hash_bits": rng.choice((64, 64, 3, 0)) if cache else 64,
     }
-    plans = [_plan(rng, groups) for _ in range(rng.choice((1, 2, 2, 3, 4)))]
+    plans = [_plan(rng, pool["max_blocks_per_seq"]) for _ in range(rng.choice((1, 2, 2, 3, 4)))]
     return Shape(
         seed=rng.getrandbits(63),
         pool=pool,
@@ -115,11 +115,12 @@ def shape_of(seed: int, without: tuple[str, ...] = ()) -> Shape:
     )
 
 
-def _plan(rng: random.Random, groups: list[Group] | None) -> dict[str, Any]:
+def _plan(rng: random.Random, blocks: int) -> dict[str, Any]:
     """Sizes and formats of a plan."""
     formats = ["block_tables", "slot_mapping", "seq_lens", "cu_q_lens", "positions"]
     formats += rng.choice(([], ["slot_ids"], ["slot_ids", "csr"]))
-    return {"max_rows": rng.choice((1, 3, 6)), "max_tokens": rng.choice((12, 48, 96)), "formats": tuple(formats)}
+    return {"max_rows": rng.choice((1, 3, 6)), "max_tokens": rng.choice((12, 48, 96)), "formats": tuple(formats),
+            "table_width": rng.choice((blocks, blocks, blocks + 1, blocks + 40))}
 
 
 def faces(rng: random.Random, cache: bool, groups: list[Group] | None, without: tuple[str, ...]) -> bytes:
