@@ -18,7 +18,7 @@ def Pool(
     events=0,
     lookahead=0,
     groups=None,
-    _hash_bits=64,
+    _hash_bits=32,
 ):
     return tuple(locals().values())
 

@@ -84,7 +84,7 @@ cdef inline bint stands_for_node(const Tree* t, const LayerGroup* g, int32_t k, 
                                  int32_t n) noexcept nogil:
     """Whether an entry of a row, of a window or chunk, stands for a node."""
     cdef int32_t first = group_row(g, slot)[index * g.columns]
-    return t.role[g.arena][first] == 1 + k and t.stands_for[g.arena][first] == n
+    return t.stands[g.arena][first].role == 1 + k and t.stands[g.arena][first].node == n
 
 
 cdef void checkpoint_tails(Groups* gs, int32_t m, int32_t slot) noexcept nogil:
@@ -168,10 +168,10 @@ cdef void checkpoint_hide(Groups* gs, int32_t m) noexcept nogil:
     t.num_checkpoints -= 1
     checkpoint_tails(gs, m, -1)
     checkpoint_states(gs, n, False)
-    t.node[n].checkpoint = NO_CHECKPOINT
+    t.more[n].checkpoint = NO_CHECKPOINT
     while n != NO_NODE:                         # units without a checkpoint leave first, the deepest before all
-        t.node[n].below -= 1
-        if t.node[n].below == 0 and t.node[n].place == WARM:
+        t.more[n].below -= 1
+        if t.more[n].below == 0 and t.node[n].place == WARM:
             line_remove(&t.warm, t.unit, n)
             line_insert(&t.cold, t.unit, n, last)
             t.node[n].place = COLD
@@ -192,7 +192,7 @@ cdef void checkpoint_drop(Groups* gs, int32_t m) noexcept nogil:
     if checkpoint.row >= 0:
         forget_taken(t, checkpoint.row, m)
     for k in range(t.bundle_size):
-        t.role[0][ids[k]] = NO_ROLE
+        t.stands[0][ids[k]].role = NO_ROLE
         if b.block[ids[k]].place == EVICTABLE:
             blocks_drop(b, ids[k])
         else:
@@ -209,7 +209,7 @@ cdef void checkpoint_publish(Groups* gs, int32_t m, int32_t n, int32_t slot) noe
     """A checkpoint can be found at a node, which has none; the row in `slot` has its entries of windows and chunks."""
     cdef Tree* t = gs.tree
     t.checkpoint[m].node = n
-    t.node[n].checkpoint = m
+    t.more[n].checkpoint = m
     t.node[n].users += 1
     t.published += 1
     t.num_checkpoints += 1
@@ -217,8 +217,8 @@ cdef void checkpoint_publish(Groups* gs, int32_t m, int32_t n, int32_t slot) noe
     checkpoint_states(gs, n, True)
     checkpoint_refresh(t, m)
     while n != NO_NODE:
-        t.node[n].below += 1
-        if t.node[n].below == 1 and t.node[n].place == COLD:
+        t.more[n].below += 1
+        if t.more[n].below == 1 and t.node[n].place == COLD:
             unit_refresh(t, n)
         n = t.node[n].parent
 
@@ -282,18 +282,18 @@ cdef void publish_checkpoint(Groups* gs, int32_t slot, int32_t n, int64_t positi
         forget_taken(t, slot, m)
     elif t.bundle_size:
         return                              # no bundle was to be had
-    is_new = t.node[n].checkpoint == NO_CHECKPOINT and row_has_tails(gs, slot, position)
+    is_new = t.more[n].checkpoint == NO_CHECKPOINT and row_has_tails(gs, slot, position)
     if is_new and m == NO_CHECKPOINT:
         m = checkpoint_new(gs, position)
     if is_new and m != NO_CHECKPOINT:
         checkpoint_publish(gs, m, n, slot)
     elif m != NO_CHECKPOINT:
         checkpoint_give_up(gs, m)
-    if t.node[n].checkpoint == NO_CHECKPOINT:
+    if t.more[n].checkpoint == NO_CHECKPOINT:
         t.skipped += 1
         return
     if not is_new:
-        checkpoint_refresh(t, t.node[n].checkpoint)
+        checkpoint_refresh(t, t.more[n].checkpoint)
 
 
 # ---- loads -------------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ cdef void bundle_take(Groups* gs, int32_t m, int32_t slot, int64_t step) noexcep
     blocks_take_many(b, ids, t.bundle_size)
     for k in range(t.bundle_size):
         b.block[ids[k]].committed = True
-        t.role[0][ids[k]] = BUNDLE
+        t.stands[0][ids[k]].role = BUNDLE
 
 
 cdef void bundle_saved(Groups* gs, int32_t m) noexcept nogil:
@@ -379,10 +379,10 @@ cdef void groups_loaded(Groups* gs, int32_t slot, int64_t length) noexcept nogil
     cdef Seqs* s = gs.seqs
     cdef SeqPrefix* prefix = &s.prefix[slot]
     cdef int32_t k, m = t.row[slot].taken[0]
-    if prefix.root == 0 or (t.needs_checkpoints and length == 0):
+    if prefix.name == NULL or (t.needs_checkpoints and length == 0):
         drop_taken(gs, slot, 0, -1)
         groups_empty(gs, slot)
-        t.row[slot].cut = t.row[slot].cut if prefix.root else 0
+        t.row[slot].cut = t.row[slot].cut if prefix.name != NULL else 0
         prefix.committed = prefix.published = prefix.done = prefix.forked_at = 0
         return
     if length:
@@ -524,10 +524,10 @@ cdef bint check_checkpoint(const Groups* gs, int32_t m, int32_t loads, char* fin
     if one.loads != loads or one.listed != may_leave:
         return snprintf(finding, FINDING, b"checkpoint %d has %d loads, counted %d, step %lld, and listed is %d", m,
                         one.loads, loads, <long long>one.step, <int>one.listed) > 0
-    if one.node != NO_NODE and (t.node[one.node].checkpoint != m
+    if one.node != NO_NODE and (t.more[one.node].checkpoint != m
                                 or t.node[one.node].depth * t.block_size != one.position):
         return snprintf(finding, FINDING, b"checkpoint %d of %lld tokens is at node %d, which has checkpoint %d", m,
-                        <long long>one.position, one.node, t.node[one.node].checkpoint) > 0
+                        <long long>one.position, one.node, t.more[one.node].checkpoint) > 0
     for k in range(MOST_TAKEN if one.row >= 0 else 0):
         is_taken |= t.row[one.row].taken[k] == m
     if (is_taken + one.orphan + (one.node != NO_NODE) != 1 or is_taken != (one.row >= 0)
@@ -536,9 +536,9 @@ cdef bint check_checkpoint(const Groups* gs, int32_t m, int32_t loads, char* fin
                         one.node, one.row, <int>one.orphan) > 0
     for k in range(t.bundle_size):
         id = checkpoint_bundle(t, m)[k]
-        if t.role[0][id] != BUNDLE or gs.arena[0].block[id].place != (EVICTABLE if may_leave else USED):
+        if t.stands[0][id].role != BUNDLE or gs.arena[0].block[id].place != (EVICTABLE if may_leave else USED):
             return snprintf(finding, FINDING, b"block %d has role %d and place %d, it is of checkpoint %d", id,
-                            <int>t.role[0][id], <int>gs.arena[0].block[id].place, m) > 0
+                            <int>t.stands[0][id].role, <int>gs.arena[0].block[id].place, m) > 0
     return False
 
 
@@ -552,9 +552,9 @@ cdef bint check_bundles(const Groups* gs, int32_t* named, char* finding) noexcep
     for id in range(gs.arena[0].num_blocks):
         times = named[id]
         named[id] = 0
-        if times != (t.role[0][id] == BUNDLE):
+        if times != (t.stands[0][id].role == BUNDLE):
             return snprintf(finding, FINDING, b"block %d has role %d, %d checkpoints name it", id,
-                            <int>t.role[0][id], times) > 0
+                            <int>t.stands[0][id].role, times) > 0
     return False
 
 

@@ -323,7 +323,7 @@ cdef void group_loses(Groups* gs, LayerGroup* g, int32_t slot, int64_t n) noexce
     if gs.tree != NULL:
         row_ends(gs, slot)
     if s.prefix != NULL:            # what its blocks hold follows from its tokens no more
-        seq_leave_root(s, slot)
+        seq_leave_name(s, slot)
         s.prefix[slot].committed = s.prefix[slot].published = s.prefix[slot].done = s.prefix[slot].forked_at = 0
     g.seq[slot].evicted += n
     tail_of(g, slot).epoch += 1
@@ -509,7 +509,7 @@ cdef bint check_sequence(const Groups* gs, int32_t slot, char* finding) noexcept
                         <long long>q.num_tokens, <long long>s.life[slot].point) > 0
     if prefix == NULL:
         return False
-    if s.life[slot].point and (prefix.committed or prefix.root):
+    if s.life[slot].point and (prefix.committed or prefix.name != NULL):
         return snprintf(finding, FINDING, b"sequence in slot %d was evicted from, and has %lld tokens made known", slot,
                         <long long>prefix.committed) > 0
     if not (0 <= prefix.published <= prefix.committed // gs.block_size and prefix.committed <= q.num_tokens):

@@ -1,6 +1,6 @@
-"""Namespaces of the prefix cache: bytes that stand for a root. C functions on a `Names` struct.
+"""Namespaces of the prefix cache: bytes, below which a tree of nodes stands. C functions on a `Names` struct.
 
-A namespace is known as long as it has users: the open sequences in it, and the nodes below its root.
+A namespace is known as long as it has users: the open sequences and the nodes in it.
 """
 
 ctypedef Name* Entry            # of a table
@@ -26,31 +26,24 @@ cdef void names_free(Names* names) noexcept nogil:
         name_let_go(names.by_bytes[at])
     name_let_go(names.spare)
     xfree(names.by_bytes)
-    xfree(names.by_uid)
+    xfree(names.slot)
+    xfree(names.free_slot)
     memset(names, 0, sizeof(Names))
 
 
 # ---- tables ------------------------------------------------------------------------------------------------
 
-cdef inline uint32_t home_of_uid(const Names* names, uint64_t uid) noexcept nogil:
-    return <uint32_t>(mix(names.seed, uid) >> 32) & names.mask
-
-
-cdef inline uint32_t home_of(const Names* names, Name** table, const Name* name) noexcept nogil:
-    """Where the search for a name begins in one of the tables."""
-    return <uint32_t>name.hash & names.mask if table == names.by_bytes else home_of_uid(names, name.uid)
-
-
-cdef void put_name(const Names* names, Name** table, Name* name) noexcept nogil:
-    cdef uint32_t at = home_of(names, table, name)
-    while table[at] != NULL:
+cdef void put_name(const Names* names, Name* name) noexcept nogil:
+    cdef uint32_t at = <uint32_t>name.hash & names.mask
+    while names.by_bytes[at] != NULL:
         at = (at + 1) & names.mask
-    table[at] = name
+    names.by_bytes[at] = name
 
 
-cdef void take_out(const Names* names, Name** table, const Name* name) noexcept nogil:
+cdef void take_out(const Names* names, const Name* name) noexcept nogil:
     """Those behind it move up, so there are no tombstones."""
-    cdef uint32_t at = home_of(names, table, name), gap
+    cdef Name** table = names.by_bytes
+    cdef uint32_t at = <uint32_t>name.hash & names.mask, gap
     while table[at] != name:
         at = (at + 1) & names.mask
     gap = at
@@ -58,35 +51,40 @@ cdef void take_out(const Names* names, Name** table, const Name* name) noexcept 
         at = (at + 1) & names.mask
         if table[at] == NULL:
             break
-        if ((at - home_of(names, table, table[at])) & names.mask) >= ((at - gap) & names.mask):
+        if ((at - <uint32_t>table[at].hash) & names.mask) >= ((at - gap) & names.mask):
             table[gap] = table[at]
             gap = at
     table[gap] = NULL
 
 
 cdef int names_grow(Names* names, uint32_t room) noexcept nogil:
-    """Tables for so many names, a power of two; they are half empty at least."""
+    """Room for so many names, a power of two; the table is half empty at least."""
     cdef Names old = names[0]
     cdef int64_t at
     names.by_bytes = <Name**>xcalloc(2 * <size_t>room, sizeof(Entry))
-    names.by_uid = <Name**>xcalloc(2 * <size_t>room, sizeof(Entry))
-    if names.by_bytes == NULL or names.by_uid == NULL:
+    names.slot = <Name**>xcalloc(room, sizeof(Entry))
+    names.free_slot = <int32_t*>xcalloc(room, sizeof(int32_t))
+    if names.by_bytes == NULL or names.slot == NULL or names.free_slot == NULL:
         xfree(names.by_bytes)
-        xfree(names.by_uid)
-        names.by_bytes, names.by_uid = old.by_bytes, old.by_uid
+        xfree(names.slot)
+        xfree(names.free_slot)
+        names[0] = old
         return NO_MEMORY
     names.mask = 2 * room - 1
-    for at in range(old.mask + <int64_t>1 if old.by_bytes != NULL else 0):
-        if old.by_bytes[at] != NULL:
-            put_name(names, names.by_bytes, old.by_bytes[at])
-            put_name(names, names.by_uid, old.by_bytes[at])
+    for at in range(old.size + old.num_free):
+        names.slot[at] = old.slot[at]
+        if old.slot[at] != NULL:
+            put_name(names, old.slot[at])
+    if old.num_free:
+        memcpy(names.free_slot, old.free_slot, old.num_free * sizeof(int32_t))
     xfree(old.by_bytes)
-    xfree(old.by_uid)
+    xfree(old.slot)
+    xfree(old.free_slot)
     return OK
 
 
 cdef Name* names_find(const Names* names, uint64_t hash, const void* data, int64_t size) noexcept nogil:
-    """A namespace by its bytes and their hash; NULL: it has no root."""
+    """A namespace by its bytes and their hash; NULL: it is not known."""
     cdef uint32_t at = <uint32_t>hash & names.mask
     cdef Name* name = names.by_bytes[at]
     while name != NULL:
@@ -97,21 +95,6 @@ cdef Name* names_find(const Names* names, uint64_t hash, const void* data, int64
     return NULL
 
 
-cdef void names_look_up(Names* names, uint64_t uid) noexcept nogil:
-    cdef uint32_t at = home_of_uid(names, uid)
-    while names.by_uid[at].uid != uid:
-        at = (at + 1) & names.mask
-    names.last_uid = uid
-    names.last = names.by_uid[at]
-
-
-cdef inline Name* names_by_uid(Names* names, uint64_t uid) noexcept nogil:
-    """A namespace that is known, by the uid of its root. Nodes that leave one after the other mostly share it."""
-    if names.last_uid != uid:
-        names_look_up(names, uid)
-    return names.last
-
-
 # ---- names -------------------------------------------------------------------------------------------------
 
 cdef uint64_t names_hash(const Names* names, const void* data, int64_t size) noexcept nogil:
@@ -119,7 +102,7 @@ cdef uint64_t names_hash(const Names* names, const void* data, int64_t size) noe
 
 
 cdef Name* name_new(Names* names, uint64_t hash, const void* data, int64_t size) noexcept nogil:
-    """A name with one reference, in no table; NULL: no memory."""
+    """A name with one reference, which is not known yet; NULL: no memory."""
     cdef Name* name = names.spare
     if name != NULL and name.room >= size:
         names.spare = NULL
@@ -130,7 +113,6 @@ cdef Name* name_new(Names* names, uint64_t hash, const void* data, int64_t size)
         if name == NULL:
             return NULL
         name.room = size
-    name.uid = 0
     name.hash = hash
     name.size = size
     name.users = name.counted = 0
@@ -153,11 +135,14 @@ cdef int names_reserve(Names* names) noexcept nogil:
     return names_grow(names, names.mask + 1) if 2 * <int64_t>names.size > names.mask else OK
 
 
-cdef void names_add(Names* names, Name* name, uint64_t uid) noexcept nogil:
-    """Give a namespace that has none a root, `uid`. The caller has reserved the room, and uses it at once."""
-    name.uid = uid
-    put_name(names, names.by_bytes, name)
-    put_name(names, names.by_uid, name)
+cdef void names_add(Names* names, Name* name) noexcept nogil:
+    """Make a namespace known. The caller has reserved the room, and uses it at once."""
+    name.slot = names.size
+    if names.num_free:
+        names.num_free -= 1
+        name.slot = names.free_slot[names.num_free]
+    names.slot[name.slot] = name
+    put_name(names, name)
     names.size += 1
 
 
@@ -165,9 +150,10 @@ cdef void name_leave(Names* names, Name* name) noexcept nogil:
     """A sequence or a node less is in a namespace: without any it is forgotten."""
     name.users -= 1
     if name.users == 0:
-        take_out(names, names.by_bytes, name)
-        take_out(names, names.by_uid, name)
-        names.last_uid = 0
+        take_out(names, name)
+        names.slot[name.slot] = NULL
+        names.free_slot[names.num_free] = name.slot
+        names.num_free += 1
         names.size -= 1
         if name.references == 1 and (names.spare == NULL or names.spare.room < name.room):
             name_let_go(names.spare)
@@ -179,53 +165,48 @@ cdef void name_leave(Names* names, Name* name) noexcept nogil:
 # ---- audit -------------------------------------------------------------------------------------------------
 
 cdef uint64_t names_fingerprint(const Names* names, uint64_t h) noexcept nogil:
-    """Whatever the order in the tables."""
+    """Whatever their slots."""
     cdef uint64_t all_names = 0
-    cdef int64_t at
-    for at in range(names.mask + <int64_t>1):
-        if names.by_bytes[at] != NULL:
-            all_names += mix(mix(0, names.by_bytes[at].uid), names.by_bytes[at].hash)
+    cdef int32_t i
+    for i in range(names.size + names.num_free):
+        if names.slot[i] != NULL:
+            all_names += mix(0, names.slot[i].hash)
     return mix(mix(h, names.size), all_names)
 
 
 cdef void names_count_anew(const Names* names) noexcept nogil:
     """Begin to count users for `names_check`, whatever an earlier count has left."""
-    cdef int64_t at
-    for at in range(names.mask + <int64_t>1):
-        if names.by_bytes[at] != NULL:
-            names.by_bytes[at].counted = 0
+    cdef int32_t i
+    for i in range(names.size + names.num_free):
+        if names.slot[i] != NULL:
+            names.slot[i].counted = 0
 
 
-cdef bint names_count(const Names* names, uint64_t uid, char* finding) noexcept nogil:
+cdef bint names_count(const Names* names, int32_t slot, char* finding) noexcept nogil:
     """Count a user, a sequence or a node, for `names_check`; whether its namespace is not known."""
-    cdef uint32_t at = home_of_uid(names, uid)
-    while names.by_uid[at] != NULL:
-        if names.by_uid[at].uid == uid:
-            names.by_uid[at].counted += 1
-            return False
-        at = (at + 1) & names.mask
-    return snprintf(finding, FINDING, b"the namespace of root %llu is in use, and forgotten",
-                    <unsigned long long>uid) > 0
+    if not 0 <= slot < names.size + names.num_free or names.slot[slot] == NULL:
+        return snprintf(finding, FINDING, b"namespace %d is in use, and forgotten", slot) > 0
+    names.slot[slot].counted += 1
+    return False
 
 
 cdef bint names_check(const Names* names, char* finding) noexcept nogil:
     """Whether the names are not as they should be, after `names_count` for each user."""
-    cdef int64_t at, size = 0
-    cdef Name* name
-    cdef bint last_known = names.last_uid == 0
-    for at in range(names.mask + <int64_t>1):
-        name = names.by_bytes[at]
+    cdef const Name* name
+    cdef int64_t at, places = 0
+    cdef int32_t i, size = 0
+    for i in range(names.size + names.num_free):
+        name = names.slot[i]
         if name == NULL:
             continue
         size += 1
-        last_known |= name == names.last and name.uid == names.last_uid
-        if names_find(names, name.hash, name_bytes(name), name.size) != name or name.users != name.counted:
-            return snprintf(finding, FINDING, b"the namespace of root %llu has %lld users, counted %lld",
-                            <unsigned long long>name.uid, <long long>name.users, <long long>name.counted) > 0
-    if size != names.size:
-        return snprintf(finding, FINDING, b"%lld namespaces are known, the counter says %d", <long long>size,
-                        names.size) > 0
-    if not last_known:
-        return snprintf(finding, FINDING, b"the namespace of root %llu was used last, and forgotten",
-                        <unsigned long long>names.last_uid) > 0
+        if (name.slot != i or names_find(names, name.hash, name_bytes(name), name.size) != name
+                or name.users != name.counted):
+            return snprintf(finding, FINDING, b"namespace %d has %lld users, counted %lld", i, <long long>name.users,
+                            <long long>name.counted) > 0
+    for at in range(names.mask + <int64_t>1):
+        places += names.by_bytes[at] != NULL
+    if size != names.size or places != size:
+        return snprintf(finding, FINDING, b"%d namespaces are known in %lld places, the counter says %d", size,
+                        <long long>places, names.size) > 0
     return False

@@ -294,7 +294,7 @@ cdef class Pool:
     cdef tuple init_index(self, object seed, object prefix_cache, object events, object hash_bits):
         """Returns the seed and the number of events that are kept."""
         cdef Seqs* s = &self.state.seqs
-        cdef int64_t bits = to_int(hash_bits, "Pool", "_hash_bits", 0, 64)
+        cdef int64_t bits = to_int(hash_bits, "Pool", "_hash_bits", 0, 32)
         cdef int64_t room = to_int(events, "Pool", "events", 0, 1 << 30)
         cdef int64_t number = (int.from_bytes(os.urandom(8), "little") >> 1 if seed is None
                                else to_int(seed, "Pool", "seed", 0, INT64_MAX))

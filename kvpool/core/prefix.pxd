@@ -2,8 +2,7 @@
 
 
 cdef struct Index:
-    uint64_t next_uid           # of a namespace's root. 64 bits: they do not run out
-    uint64_t keep               # bits of the hash that count: all, fewer in tests
+    uint32_t keep               # bits of the hash that count: all, fewer in tests
     uint64_t seed
     uint64_t[2] secret          # of the hash, from the seed: one for each factor of a product
     int64_t block_size          # tokens of a node

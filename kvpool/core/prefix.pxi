@@ -27,13 +27,12 @@ cdef enum:
     RAMP = 4                    # the same, at first: most lookups that miss, miss early
 
 
-cdef int index_init(Index* ix, int64_t block_size, uint64_t seed, uint64_t keep, int64_t events) noexcept nogil:
+cdef int index_init(Index* ix, int64_t block_size, uint64_t seed, uint32_t keep, int64_t events) noexcept nogil:
     ix.block_size = block_size
     ix.seed = seed
     ix.secret[0] = mix(seed, 0x2D358DCCAA6C78A5ULL)
     ix.secret[1] = mix(ix.secret[0], 0x8BB84B93962EACC9ULL)
     ix.keep = keep
-    ix.next_uid = 1
     ring_init(&ix.ring, events, block_size)
     return names_init(&ix.names, seed, events > 0)
 
@@ -44,7 +43,7 @@ cdef void index_free(Index* ix) noexcept nogil:
     memset(ix, 0, sizeof(Index))
 
 
-cdef inline uint64_t chain(const Index* ix, uint64_t before, const int32_t* tokens) noexcept nogil:
+cdef inline uint32_t chain(const Index* ix, uint32_t before, const int32_t* tokens) noexcept nogil:
     """Hash of a prefix that is one block longer. The block's part does not wait for `before`.
 
     Both factors of a product are secret: tokens that choose one of them choose which bits of the other are lost.
@@ -58,8 +57,5 @@ cdef inline uint64_t chain(const Index* ix, uint64_t before, const int32_t* toke
     for i in range(n & ~<int64_t>3, n):
         part += kv_fold(<uint32_t>tokens[i] ^ salt, other)
         salt += 0x9E3779B97F4A7C15ULL
-    return kv_fold(before ^ 0xA0761D6478BD642FULL, part ^ 0xE7037ED1A0B428DBULL) & ix.keep
-
-
-cdef inline uint32_t key_of(uint64_t h) noexcept nogil:
-    return <uint32_t>(h >> 32) ^ <uint32_t>h
+    part = kv_fold(before ^ 0xA0761D6478BD642FULL, part ^ 0xE7037ED1A0B428DBULL)
+    return (<uint32_t>(part >> 32) ^ <uint32_t>part) & ix.keep

@@ -2,9 +2,9 @@
 
 # ---- in C, under the lock ----------------------------------------------------------------------------------
 
-cdef Name* enter_root(State* pool, Name* known, uint64_t hash, const char* space, int64_t size, Verdict*
-                      v) noexcept nogil:
-    """A sequence more in a namespace, which gets a root if it is not known. Last of what can fail in a call."""
+cdef Name* enter_name(State* pool, Name* known, uint64_t hash, const char* space, int64_t size,
+                      Verdict* v) noexcept nogil:
+    """A sequence more in a namespace, which is known from now on. Last of what can fail in a call."""
     cdef Index* ix = &pool.index
     cdef Name* name = known
     if known == NULL:
@@ -13,8 +13,7 @@ cdef Name* enter_root(State* pool, Name* known, uint64_t hash, const char* space
             name_let_go(name)
             refused(v, NO_MEMORY, -1, ix.names.size + <int64_t>1, 0, 0, 0)
             return NULL
-        names_add(&ix.names, name, ix.next_uid)
-        ix.next_uid += 1
+        names_add(&ix.names, name)
     name.users += 1
     return name
 
@@ -26,11 +25,11 @@ cdef bint check_names(State* pool, char* finding) noexcept nogil:
     cdef int32_t i
     names_count_anew(&ix.names)
     for i in range(t.fresh_node):
-        if t.node[i].depth and t.node[i].root and names_count(&ix.names, t.node[i].root, finding):
+        if t.node[i].depth and t.node[i].name >= 0 and names_count(&ix.names, t.node[i].name, finding):
             return True
     for i in range(pool.seqs.max_seqs):
-        if (seq_has_blocks(&pool.seqs, i) and pool.seqs.prefix[i].root
-                and names_count(&ix.names, pool.seqs.prefix[i].root, finding)):
+        if (seq_has_blocks(&pool.seqs, i) and pool.seqs.prefix[i].name != NULL
+                and names_count(&ix.names, pool.seqs.prefix[i].name.slot, finding)):
             return True
     return names_check(&ix.names, finding)
 
@@ -72,7 +71,7 @@ cdef int64_t pool_match(State* pool, const Ints* prompt, const char* space, int6
     cdef int64_t most = min(max(prompt.size - 1, <Py_ssize_t>0) // bs, <int64_t>pool.seqs.max_blocks)
     if name == NULL:
         return 0
-    return tree_match(pool.groups, name.uid, hash & pool.index.keep, <const int32_t*>prompt.data, most).nodes * bs
+    return tree_match(pool.groups, name.slot, <uint32_t>hash & pool.index.keep, <const int32_t*>prompt.data, most).nodes * bs
 
 
 cdef int pool_commit(State* pool, Ints* rows, Ints* counts, const Ints* tokens, bint even, Verdict* v) noexcept nogil:
@@ -111,7 +110,6 @@ cdef int pool_commit(State* pool, Ints* rows, Ints* counts, const Ints* tokens, 
         pool.blocks.digest = mix(mix(pool.blocks.digest, OP_COMMIT), untagged(&pool.seqs, ints_at(rows, k)))
         pool.blocks.digest = mix_tokens(pool.blocks.digest, data + at, count)
         at += count
-    pool.blocks.digest = mix(pool.blocks.digest, pool.index.next_uid)
     return OK
 
 
@@ -138,12 +136,12 @@ cdef int pool_flush(State* pool, const char* space, int64_t size, int32_t* count
     cdef Name* name = names_find(&ix.names, hash, space, size) if size >= 0 else NULL
     cdef int32_t blank = 0
     if size < 0 or name != NULL:
-        blank = tree_evictable(pool.groups, name.uid if name != NULL else 0)
+        blank = tree_evictable(pool.groups, name)
     if count[0] != blank:
         count[0] = blank
         return RETRY
     if size < 0:
-        flush_root(pool, 0)
+        flush_all_of(pool, NULL)
     elif flush_name(pool, name, hash, space, size, v) != OK:
         return v.reason
     pool.blocks.digest = mix(mix(pool.blocks.digest, OP_FLUSH), <uint64_t>blank)
@@ -162,21 +160,20 @@ cdef int flush_name(State* pool, Name* name, uint64_t hash, const char* space, i
             return refused(v, NO_MEMORY, -1, 1, 0, 0, 0)
     else:
         name.references += 1                # it is forgotten when its last user is gone
-        flush_root(pool, name.uid)
+        flush_all_of(pool, name)
     ring_add(&ix.ring, CLEARED, NULL, NULL, name, NULL, 0, -1)
     name_let_go(name)
     return OK
 
 
-cdef void flush_root(State* pool, uint64_t root) noexcept nogil:
-    """Forget every node below a root, 0: all; sequences go on without the index."""
+cdef void flush_all_of(State* pool, const Name* name) noexcept nogil:
+    """Forget every node of a namespace, NULL: all; sequences go on without the index."""
     cdef int32_t slot
-    tree_flush(pool.groups, root)
+    tree_flush(pool.groups, name)
     for slot in range(pool.seqs.max_seqs):
-        if seq_has_blocks(&pool.seqs, slot) and (root == 0 or pool.seqs.prefix[slot].root == root):
-            seq_leave_root(&pool.seqs, slot)
-    if root == 0:
-        pool.index.next_uid = 1             # no node and no root is left that could be mistaken
+        if seq_has_blocks(&pool.seqs, slot) and row_is_of(&pool.seqs, slot, name):
+            seq_leave_name(&pool.seqs, slot)
+    if name == NULL:
         ring_add(&pool.index.ring, CLEARED_ALL, NULL, NULL, NULL, NULL, 0, -1)
 
 
@@ -192,7 +189,8 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
     cdef Index* ix = &pool.index
     cdef Hit hit
     cdef int64_t[MAX_ARENAS] need
-    cdef uint64_t hash = names_hash(&ix.names, space, size), root_hash = hash & ix.keep
+    cdef uint64_t hash = names_hash(&ix.names, space, size)
+    cdef uint32_t root_hash = <uint32_t>hash & ix.keep
     cdef Name* name = names_find(&ix.names, hash, space, size)
     cdef int32_t slot = s.free_slot[s.first_free] if s.num_free_slots else -1, j
     hit.known = hit.nodes = 0
@@ -203,7 +201,7 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
     if load and judge_load(gs, tokens.size, v) != OK:
         return v.reason
     if name != NULL and tokens.data != NULL and not (load and t.needs_checkpoints):
-        hit = tree_match(gs, name.uid, root_hash, <const int32_t*>tokens.data,
+        hit = tree_match(gs, name.slot, root_hash, <const int32_t*>tokens.data,
                          max(tokens.size - take, <int64_t>0) // gs.block_size)
     if judge_open(gs, tokens, &hit, reserve, load, need, v) != OK:
         return v.reason
@@ -211,14 +209,13 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
         return refused(v, OUT_OF_SEQUENCES, -1, 1, 0, s.max_seqs, s.num_open)
     if asked:
         return OK
-    name = enter_root(pool, name, hash, space, size, v)
+    name = enter_name(pool, name, hash, space, size, v)
     if name == NULL:
         return v.reason
     tree_begin(gs, slot, tokens, &hit, need, reserve, take, load)
     s.prefix[slot].committed = s.prefix[slot].done = s.prefix[slot].forked_at = s.seq[slot].num_tokens
     s.prefix[slot].published = hit.nodes
     s.prefix[slot].name = name
-    s.prefix[slot].root = name.uid
     s.prefix[slot].root_hash = root_hash
     t.row[slot].hit = s.seq[slot].num_tokens
     t.row[slot].cut = t.row[slot].junction = 0

@@ -18,7 +18,7 @@ cdef inline bint has_full(const Groups* gs, int32_t n, int64_t depth) noexcept n
     return True
 
 
-cdef Hit tree_match(const Groups* gs, uint64_t root, uint64_t root_hash, const int32_t* tokens,
+cdef Hit tree_match(const Groups* gs, int32_t name, uint32_t root_hash, const int32_t* tokens,
                     int64_t most) noexcept nogil:
     """The longest hit of a prompt of which at most so many base blocks count; its path is in `path`.
 
@@ -27,7 +27,8 @@ cdef Hit tree_match(const Groups* gs, uint64_t root, uint64_t root_hash, const i
     """
     cdef const Tree* t = gs.tree
     cdef Hit hit
-    cdef uint64_t[IN_FLIGHT] hashes
+    cdef uint32_t[IN_FLIGHT] hashes
+    cdef uint32_t h = root_hash
     cdef int64_t bs = t.block_size, first = 0, size
     cdef int32_t n = NO_NODE, at, k, depth
     hit.known = hit.nodes = 0
@@ -36,31 +37,32 @@ cdef Hit tree_match(const Groups* gs, uint64_t root, uint64_t root_hash, const i
     while hit.known == first < most:
         size = min(most - first, <int64_t>(IN_FLIGHT if first else RAMP))
         for k in range(size):
-            hit.digest = hashes[k] = chain(t.index, hit.digest, tokens + (first + k) * bs)
-            kv_prefetch(&t.bucket[key_of(hashes[k]) & t.bucket_mask])
+            hashes[k] = h = chain(t.index, h, tokens + (first + k) * bs)
+            kv_prefetch(bucket_of(t, h))
         for k in range(size):
-            at = t.bucket[key_of(hashes[k]) & t.bucket_mask]
+            at = bucket_of(t, hashes[k])[0]
             if at == NO_NODE:
                 size = k + 1                # proved a miss: nothing behind it can hit
                 break
-            kv_prefetch(&t.node[at])        # either may begin in one line and end in the next
-            kv_prefetch(&t.node[at].place)
-            kv_prefetch(t.tokens + at * bs)
+            kv_prefetch(&t.node[at])
+            kv_prefetch(t.tokens + at * bs)     # these may begin in one line and end in the next
             kv_prefetch(t.tokens + at * bs + bs - 1)
-            kv_prefetch(t.entry + <int64_t>at * t.width)
             kv_prefetch(&t.unit[at])
+            if t.width > 1:
+                kv_prefetch(t.entry + <int64_t>at * t.width)
         for k in range(size):
-            n = node_find(t, root, n, hashes[k], tokens + hit.known * bs)
+            n = node_find(t, name, n, hashes[k], tokens + hit.known * bs)
             if n == NO_NODE or not has_full(gs, n, hit.known + 1):
                 break
             t.path[hit.known] = n
             hit.known += 1
         first += size
+    hit.digest = h
     for depth in range(hit.known, 0, -1):
         n = t.path[depth - 1]
-        if depth * bs % t.grain == 0 and (not t.needs_checkpoints or t.node[n].checkpoint != NO_CHECKPOINT):
+        if depth * bs % t.grain == 0 and (not t.needs_checkpoints or t.more[n].checkpoint != NO_CHECKPOINT):
             hit.nodes = depth
-            hit.checkpoint = t.node[n].checkpoint if t.needs_checkpoints else NO_CHECKPOINT
+            hit.checkpoint = t.more[n].checkpoint if t.needs_checkpoints else NO_CHECKPOINT
             break
     return hit
 
@@ -239,7 +241,7 @@ cdef void tree_close(Groups* gs, int32_t slot) noexcept nogil:
 cdef void row_ends(Groups* gs, int32_t slot) noexcept nogil:
     """A row goes on without the tree."""
     row_leaves(gs, slot)
-    seq_leave_root(gs.seqs, slot)
+    seq_leave_name(gs.seqs, slot)
     gs.tree.row[slot].cut = 0
 
 
@@ -344,15 +346,11 @@ cdef int judge_tokens(Groups* gs, const Ints* rows, const Ints* counts, const in
     cdef const int32_t* tokens = all_tokens + at
     cdef const int32_t* block
     cdef int64_t bs = t.block_size, told = s.prefix[slot].committed, depth, index, end, same = 0
-    cdef uint64_t root = s.prefix[slot].root, h = t.node[n].hash if n != NO_NODE else s.prefix[slot].root_hash
-    cdef bint is_known = True
+    cdef int64_t found = told // bs                 # base blocks that n is the node of, as long as there is one
+    cdef uint32_t h = t.node[n].hash if n != NO_NODE else s.prefix[slot].root_hash
+    cdef const Name* name = s.prefix[slot].name
     cdef LayerGroup* g
     for depth in range(told // bs + 1, (told + ints_at(counts, row)) // bs + 1):
-        if root and is_known:
-            block = block_tokens(t, s, slot, depth, tokens)
-            h = chain(t.index, h, block)
-            n = node_find(t, root, n, h, block)
-            is_known = n != NO_NODE
         for k in range(gs.num_groups):
             g = &gs.group[k]
             if not ends_at(t, g, k, depth):
@@ -361,12 +359,17 @@ cdef int judge_tokens(Groups* gs, const Ints* rows, const Ints* counts, const in
             if g.kept <= index < g.seq[slot].gone:
                 continue
             id = group_row(g, slot)[index * g.columns]
-            if t.role[g.arena][id] != NO_ROLE:
-                if root and t.stands_for[g.arena][id] != n:
+            if t.stands[g.arena][id].role != NO_ROLE:
+                while name != NULL and found < depth and (n != NO_NODE or found == told // bs):
+                    found += 1
+                    block = block_tokens(t, s, slot, found, tokens)
+                    h = chain(t.index, h, block)
+                    n = node_find(t, name.slot, n, h, block)
+                if name != NULL and t.stands[g.arena][id].node != n:
                     return refused(v, OTHER_TOKENS, row, id, 0, 0, 0)
             elif g.blocks.mark[id] == g.blocks.stamp:
-                if t.stands_for[g.arena][id] != earlier:
-                    earlier = t.stands_for[g.arena][id]
+                if t.stands[g.arena][id].node != earlier:
+                    earlier = t.stands[g.arena][id].node
                     same = same_nodes(t, s, slot_of(ints_at(rows, earlier)), slot)
                 end = (index + 1) * g.block_size
                 if same < 0 or not same_tokens(t, s, rows, counts, all_tokens, earlier, slot, tokens, same, end):
@@ -374,21 +377,20 @@ cdef int judge_tokens(Groups* gs, const Ints* rows, const Ints* counts, const in
                 same = max(same, end)
             elif g.blocks.block[id].refcount > 1:
                 g.blocks.mark[id] = g.blocks.stamp
-                t.stands_for[g.arena][id] = row         # of no meaning before the entry is committed
+                t.stands[g.arena][id].node = row         # of no meaning before the entry is committed
     return OK
 
 
-cdef void commit_block(Groups* gs, int32_t slot, int64_t depth, const int32_t* block) noexcept nogil:
+cdef void commit_block(Groups* gs, int32_t slot, int64_t depth, uint32_t h, const int32_t* block) noexcept nogil:
     """Base block `depth` - 1 of a row is full and known: it becomes a node, and its entries stand for it."""
     cdef Tree* t = gs.tree
     cdef SeqPrefix* prefix = &gs.seqs.prefix[slot]
     cdef int32_t above = t.row[slot].node, n, k
-    cdef uint64_t h = chain(t.index, t.node[above].hash if above != NO_NODE else prefix.root_hash, block)
     cdef bint waits = prefix.published < depth - 1 or gs.arena[0].oldest_pending and to_be_copied(gs, slot, depth)
     cdef LayerGroup* g
     cdef const int32_t* ids
     cdef int64_t index
-    n = node_find(t, prefix.root, above, h, block)
+    n = node_find(t, prefix.name.slot, above, h, block)
     if n != NO_NODE:
         t.node[n].users += 1
     else:
@@ -407,7 +409,7 @@ cdef void commit_block(Groups* gs, int32_t slot, int64_t depth, const int32_t* b
         ids = group_row(g, slot) + index * g.columns
         if g.kept <= index < g.seq[slot].gone:
             continue
-        if t.role[g.arena][ids[0]] == NO_ROLE:
+        if t.stands[g.arena][ids[0]].role == NO_ROLE:
             entry_commit(t, g, k, ids, n, waits)
         elif not waits:
             entry_admit(t, g, k, ids[0])
@@ -453,7 +455,7 @@ cdef void publish_block(Groups* gs, int32_t slot, int64_t depth, int32_t n) noex
     cdef bint waits = to_be_copied(gs, slot, depth)
     for k in range(gs.num_groups):
         first = full_entry(gs, slot, k, depth)
-        waits |= first != NO_BLOCK and t.role[gs.group[k].arena][first] == NO_ROLE
+        waits |= first != NO_BLOCK and t.stands[gs.group[k].arena][first].role == NO_ROLE
     if waits:
         t.has_waiting = True
         return
@@ -494,12 +496,25 @@ cdef void tree_commit_row(Groups* gs, int32_t slot, const int32_t* tokens, int64
     cdef Tree* t = gs.tree
     cdef Seqs* s = gs.seqs
     cdef SeqPrefix* prefix = &s.prefix[slot]
-    cdef int64_t bs = t.block_size, told = prefix.committed, depth, tail
+    cdef int64_t bs = t.block_size, told = prefix.committed, depth = told // bs, end = (told + count) // bs, tail
+    cdef int32_t n = t.row[slot].node, k, size
+    cdef uint32_t[IN_FLIGHT] hashes
+    cdef uint32_t h = t.node[n].hash if n != NO_NODE else prefix.root_hash
     if row_waits(gs, slot):
         publish_row(gs, slot)
-    for depth in range(told // bs + 1, (told + count) // bs + 1):
-        if prefix.root:
-            commit_block(gs, slot, depth, block_tokens(t, s, slot, depth, tokens))
+    while depth < end and prefix.name != NULL:
+        size = <int32_t>min(end - depth, <int64_t>IN_FLIGHT)
+        for k in range(size):
+            hashes[k] = h = chain(t.index, h, block_tokens(t, s, slot, depth + k + 1, tokens))
+            kv_prefetch(bucket_of(t, h))
+        for k in range(size):
+            n = bucket_of(t, hashes[k])[0]
+            if n != NO_NODE:
+                kv_prefetch(&t.node[n])
+        for k in range(size):
+            depth += 1
+            if prefix.name != NULL:
+                commit_block(gs, slot, depth, hashes[k], block_tokens(t, s, slot, depth, tokens))
     tail = min((told + count) % bs, count)      # of the last block, which is not full, those that are new
     memcpy(s.partial + slot * bs + (told + count) % bs - tail, tokens + count - tail, tail * sizeof(int32_t))
     prefix.committed = told + count
@@ -512,7 +527,7 @@ cdef void node_flush(Groups* gs, int32_t n) noexcept nogil:
     cdef Tree* t = gs.tree
     cdef LayerGroup* g
     cdef int32_t* known
-    cdef int32_t k, first, m = t.node[n].checkpoint
+    cdef int32_t k, first, m = t.more[n].checkpoint if t.more != NULL else NO_CHECKPOINT
     t.node[n].users += 1
     if m != NO_CHECKPOINT and t.checkpoint[m].loads:
         checkpoint_hide(gs, m)
@@ -521,10 +536,7 @@ cdef void node_flush(Groups* gs, int32_t n) noexcept nogil:
         checkpoint_drop(gs, m)
     unit_remove(t, n)
     t.node[n].idle = 0
-    bucket_remove(t, n)
-    name_leave(&t.index.names, names_by_uid(&t.index.names, t.node[n].root))
-    t.node[n].root = 0
-    t.num_nodes -= 1
+    node_hide(t, n)
     for k in range(gs.num_groups):
         g = &gs.group[k]
         if g.kind == FULL_LAYERS and ends_at(t, g, k, t.node[n].depth):
@@ -538,19 +550,29 @@ cdef void node_flush(Groups* gs, int32_t n) noexcept nogil:
     node_release(t, n)
 
 
-cdef void tree_flush(Groups* gs, uint64_t root) noexcept nogil:
-    """Forget every node below a root, 0: all. O(nodes + sequences)."""
+cdef inline bint row_is_of(const Seqs* s, int32_t slot, const Name* name) noexcept nogil:
+    """Whether a row is in a namespace, NULL: in any."""
+    return s.prefix[slot].name != NULL and (name == NULL or s.prefix[slot].name == name)
+
+
+cdef inline bint is_of(const Tree* t, int32_t n, const Name* name) noexcept nogil:
+    """Whether a node is in use and in a namespace, NULL: in any."""
+    return t.node[n].depth > 0 and t.node[n].name != NO_NAME and (name == NULL or t.node[n].name == name.slot)
+
+
+cdef void tree_flush(Groups* gs, const Name* name) noexcept nogil:
+    """Forget every node of a namespace, NULL: all. O(nodes + sequences)."""
     cdef Tree* t = gs.tree
     cdef Seqs* s = gs.seqs
     cdef int32_t n, slot
     for slot in range(s.max_seqs):
-        if seq_has_blocks(s, slot) and s.prefix[slot].root and (root == 0 or s.prefix[slot].root == root):
+        if seq_has_blocks(s, slot) and row_is_of(s, slot, name):
             if s.life[slot].life == OPEN:
                 row_ends(gs, slot)
             else:                       # its bundle stays: somebody writes there
                 row_parts(gs, slot)
     for n in range(t.fresh_node):
-        if t.node[n].depth and t.node[n].root and (root == 0 or t.node[n].root == root):
+        if is_of(t, n, name):
             node_flush(gs, n)
 
 
@@ -562,22 +584,19 @@ cdef int32_t cached_of(const Groups* gs, int32_t m) noexcept nogil:
     return t.bundle_size
 
 
-cdef int32_t tree_evictable(const Groups* gs, uint64_t root) noexcept nogil:
-    """Blocks that a flush of a root makes blank, 0: of all. O(blocks)."""
+cdef int32_t tree_evictable(const Groups* gs, const Name* name) noexcept nogil:
+    """Blocks that a flush of a namespace makes blank, NULL: of all. O(blocks)."""
     cdef const Tree* t = gs.tree
-    cdef int32_t k, id, n, m, j, slot, found = 0
+    cdef int32_t k, id, m, j, slot, found = 0
     for k in range(gs.num_arenas):
         for id in range(gs.arena[k].num_blocks):
-            if gs.arena[k].block[id].place == EVICTABLE and t.role[k][id] != BUNDLE:
-                n = t.stands_for[k][id]
-                found += root == 0 or t.node[n].root == root
+            if gs.arena[k].block[id].place == EVICTABLE and t.stands[k][id].role != BUNDLE:
+                found += is_of(t, t.stands[k][id].node, name)
     for m in range(t.fresh_checkpoint):
-        n = t.checkpoint[m].node
-        if t.checkpoint[m].position and n != NO_NODE and (root == 0 or t.node[n].root == root):
+        if t.checkpoint[m].position and t.checkpoint[m].node != NO_NODE and is_of(t, t.checkpoint[m].node, name):
             found += cached_of(gs, m)
     for slot in range(gs.seqs.max_seqs if t.bundle_size else 0):
-        if gs.seqs.life[slot].life == OPEN and gs.seqs.prefix[slot].root and (
-                root == 0 or gs.seqs.prefix[slot].root == root):
+        if gs.seqs.life[slot].life == OPEN and row_is_of(gs.seqs, slot, name):
             for j in range(MOST_TAKEN):
                 found += cached_of(gs, t.row[slot].taken[j])
     return found

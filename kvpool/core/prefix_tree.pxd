@@ -40,6 +40,7 @@ Why it is so:
 cdef enum:
     NO_NODE = -1
     NO_CHECKPOINT = -1
+    NO_NAME = -1
     TAIL_TOKENS = 16            # at the end of a prompt, which the next turn may rewrite unless it is told
     MOST_TAKEN = 2              # checkpoints that a row has taken and `commit` has not published
     NODES_PER_CHECKPOINT = 4    # there is room for one checkpoint per so many nodes
@@ -51,24 +52,34 @@ cdef enum:                      # Node.place: where its unit is
     COLD                        # no checkpoint at the node or below
     WARM
 
-cdef enum:                      # Tree.role of a block; of the first block of an entry it is 1 + its group,
+cdef enum:                      # Standing.role; of the first block of an entry it is 1 + its group,
     NO_ROLE = 0
     WAITS = MAX_GROUPS          # and so much more while the entry of a full group waits to be published
     LATER_COLUMN = 254
     BUNDLE = 255
 
 
-cdef struct Node:               # one base block of tokens below another node
-    uint64_t hash               # chained, up to and including these tokens
-    uint64_t root               # uid of its namespace's root, 0: flushed since
-    int64_t stamp               # when its unit was used last
-    int32_t parent              # NO_NODE: the root
-    int32_t depth               # base blocks from the root on, itself included; 0: not in use
+cdef struct Node:               # one base block of tokens below another node, 32 bytes: two to a cache line
+    uint32_t hash               # chained, up to and including these tokens
+    int32_t name                # slot of its namespace, NO_NAME: flushed since
+    int32_t parent              # NO_NODE: there is none above
+    int32_t depth               # base blocks from the first on, itself included; 0: not in use
     int32_t users               # nodes below, entries that stand for it, open rows that end with it; 1: a checkpoint
-    int32_t below               # published checkpoints at it or below it
-    int32_t checkpoint          # at it
+    int32_t after               # the next node in its bucket
+    int32_t entry               # see Tree.entry
     uint8_t idle                # canonical entries that nobody refers to
     uint8_t place
+
+
+cdef struct NodeMore:           # what a node has besides where hits need checkpoints
+    int64_t stamp               # when its unit was used last
+    int32_t below               # published checkpoints at it or below it
+    int32_t checkpoint          # at it
+
+
+cdef struct Standing:           # of a block
+    int32_t node                # of its entry, if that is committed
+    int32_t role
 
 
 cdef struct Checkpoint:
@@ -117,15 +128,16 @@ cdef struct RowPlaces:          # what the tree knows of a row beside SeqPrefix
 cdef struct Tree:
     Index* index                # namespaces, uids, seed of the hash, events, counters of use
     Node* node                  # [room]
+    NodeMore* more              # [room], NULL: hits need no checkpoints
     Link* unit                  # [room] of the unit of a node
     int32_t* tokens             # [room, block_size]
-    int32_t* entry              # [room, width] first blocks of the canonical entries that end at the node, or
-                                # NO_BLOCK; that of a window or chunk is followed by the checkpoints that need it
+    int32_t* entry              # [room, stride] first blocks of the canonical entries that end at the node, or
+                                # NO_BLOCK; that of a window or chunk is followed by the checkpoints that need it.
+                                # One number a node stands in Node.entry
     uint8_t* key                # [room, 16] content keys, NULL: nobody wants events
-    int32_t* bucket             # [bucket_mask + 1] nodes by hash, linear probing, NO_NODE: empty
-    int32_t* stands_for[MAX_ARENAS]     # [num_blocks] node of a committed entry, by each of its ids
-    int32_t* column_after[MAX_ARENAS]   # [num_blocks] the next id of its entry
-    uint8_t* role[MAX_ARENAS]           # [num_blocks]
+    int32_t* bucket             # [room] the newest node of a hash, NO_NODE: empty
+    Standing* stands[MAX_ARENAS]        # [num_blocks]
+    int32_t* column_after[MAX_ARENAS]   # [num_blocks] the next id of its entry, NULL: all have one column
     Checkpoint* checkpoint      # [checkpoint_room]
     Link* link                  # [checkpoint_room] of a checkpoint
     int32_t* bundle             # [checkpoint_room, bundle_size] blocks of arena 0
@@ -148,7 +160,8 @@ cdef struct Tree:
     int64_t spacing             # of checkpoints inside a long prompt, 0: none there
     int64_t grain               # hits are multiples of it
     int64_t block_size
-    int32_t width
+    int32_t width               # numbers of a node in `entry`, and from one node to the next
+    int32_t stride
     int32_t room
     int32_t num_nodes           # that can be found
     int32_t free_node           # and those never used: fresh_node, ...
@@ -159,7 +172,6 @@ cdef struct Tree:
     int32_t num_checkpoints     # published
     int32_t bundle_size
     int32_t state_group         # the first one, -1: none
-    uint32_t bucket_mask
     bint needs_checkpoints      # some group is not full
     bint can_restore            # every state group has bundles
     int64_t taken               # counters of use: checkpoints that a step saved,

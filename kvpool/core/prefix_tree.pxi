@@ -10,13 +10,14 @@ Entries of windows and chunks at a node count the checkpoints that need them.
 cdef void tree_free(Tree* t) noexcept nogil:
     cdef int32_t k
     for k in range(MAX_ARENAS):
-        xfree(t.stands_for[k])
+        xfree(t.stands[k])
         xfree(t.column_after[k])
-        xfree(t.role[k])
+    if t.width > 1:
+        xfree(t.entry)
     xfree(t.node)
+    xfree(t.more)
     xfree(t.unit)
     xfree(t.tokens)
-    xfree(t.entry)
     xfree(t.key)
     xfree(t.bucket)
     xfree(t.checkpoint)
@@ -93,37 +94,39 @@ cdef int32_t nodes_for(const Tree* t, const Groups* gs) noexcept nogil:
 
 cdef int tree_init(Tree* t, const Groups* gs, Index* index, const int32_t* bundle_of) noexcept nogil:
     """An empty tree. After NO_MEMORY the caller must `tree_free`."""
-    cdef uint64_t buckets = 8
-    cdef int32_t k, n
+    cdef bint has_columns
+    cdef int32_t j, k, n
     t.index = index
     tree_sizes(t, gs, bundle_of)
     ring_init(&index.ring, index.ring.limit, t.grain)
-    while buckets * 3 < <uint64_t>t.room * 4:
-        buckets *= 2
-    t.bucket_mask = <uint32_t>(buckets - 1)
     n = <int32_t>min(<int64_t>t.room, gs.seq_tokens // gs.block_size)
     t.node = <Node*>xcalloc(t.room, sizeof(Node))
+    t.more = <NodeMore*>xcalloc(t.room, sizeof(NodeMore)) if t.needs_checkpoints else NULL
     t.unit = <Link*>xcalloc(t.room, sizeof(Link))
     t.tokens = <int32_t*>xcalloc(t.room, t.block_size * sizeof(int32_t))
-    t.entry = <int32_t*>xcalloc(t.room, max(t.width, 1) * sizeof(int32_t))
+    t.stride = t.width if t.width > 1 else <int32_t>(sizeof(Node) // sizeof(int32_t))
+    t.entry = &t.node[0].entry if t.width <= 1 else <int32_t*>xcalloc(t.room, t.width * sizeof(int32_t))
     t.key = <uint8_t*>xcalloc(t.room, 16) if index.ring.limit else NULL
-    t.bucket = <int32_t*>xmalloc(buckets * sizeof(int32_t))
+    t.bucket = <int32_t*>xmalloc(t.room * sizeof(int32_t))
     t.checkpoint = <Checkpoint*>xcalloc(t.checkpoint_room, sizeof(Checkpoint))
     t.link = <Link*>xcalloc(t.checkpoint_room, sizeof(Link))
     t.bundle = <int32_t*>xcalloc(t.checkpoint_room, max(t.bundle_size, 1) * sizeof(int32_t))
     t.row = <RowPlaces*>xcalloc(gs.seqs.max_seqs, sizeof(RowPlaces))
     t.path = <int32_t*>xcalloc(n, sizeof(int32_t))
     t.scratch = <int32_t*>xcalloc(t.grain, sizeof(int32_t))
-    if (t.node == NULL or t.unit == NULL or t.tokens == NULL or t.entry == NULL
+    if (t.node == NULL or (t.more == NULL and t.needs_checkpoints) or t.unit == NULL or t.tokens == NULL
+            or t.entry == NULL
             or (t.key == NULL and index.ring.limit) or t.bucket == NULL or t.checkpoint == NULL or t.link == NULL
             or t.bundle == NULL or t.row == NULL or t.path == NULL or t.scratch == NULL):
         return NO_MEMORY
     for k in range(gs.num_arenas):
         n = gs.arena[k].num_blocks
-        t.stands_for[k] = <int32_t*>xcalloc(n, sizeof(int32_t))
-        t.column_after[k] = <int32_t*>xcalloc(n, sizeof(int32_t))
-        t.role[k] = <uint8_t*>xcalloc(n, 1)
-        if t.stands_for[k] == NULL or t.column_after[k] == NULL or t.role[k] == NULL:
+        has_columns = False
+        for j in range(gs.num_groups):
+            has_columns |= gs.group[j].arena == k and gs.group[j].columns > 1
+        t.stands[k] = <Standing*>xcalloc(n, sizeof(Standing))
+        t.column_after[k] = <int32_t*>xcalloc(n, sizeof(int32_t)) if has_columns else NULL
+        if t.stands[k] == NULL or (has_columns and t.column_after[k] == NULL):
             return NO_MEMORY
     if t.state_group >= 0:
         n = gs.group[t.state_group].blocks.num_blocks
@@ -139,10 +142,10 @@ cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil:
     """No node and no checkpoint; all blocks are blank, and nobody asks which were dropped."""
     cdef int32_t k, i
     cdef Blocks* b
-    memset(t.bucket, 0xFF, (t.bucket_mask + <size_t>1) * sizeof(int32_t))
+    memset(t.bucket, 0xFF, t.room * sizeof(int32_t))
     for k in range(gs.num_arenas):
         b = <Blocks*>gs.arena[k]
-        memset(t.role[k], NO_ROLE, b.num_blocks)
+        memset(t.stands[k], NO_ROLE, b.num_blocks * sizeof(Standing))
         for i in range(b.num_dropped):
             b.block[b.dropped[i]].noted = 0
         b.num_dropped = 0
@@ -160,11 +163,16 @@ cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil:
 
 cdef int64_t tree_nbytes(const Tree* t, const Groups* gs) noexcept nogil:
     """Bytes of nodes, checkpoints, and what the tree knows of rows and blocks."""
-    cdef int64_t per_node = (sizeof(Node) + sizeof(Link) + (t.block_size + t.width) * 4 + (16 if t.key != NULL else 0))
-    cdef int64_t found = t.room * per_node + (t.bucket_mask + <int64_t>1) * 4
+    cdef int64_t per_node = sizeof(Node) + sizeof(Link) + t.block_size * 4 + 4 + (16 if t.key != NULL else 0)
+    cdef int64_t found
     cdef int32_t k
+    if t.width > 1:
+        per_node += t.width * 4
+    if t.more != NULL:
+        per_node += sizeof(NodeMore)
+    found = t.room * per_node
     for k in range(gs.num_arenas):
-        found += 9 * <int64_t>gs.arena[k].num_blocks
+        found += gs.arena[k].num_blocks * <int64_t>(sizeof(Standing) + (4 if t.column_after[k] != NULL else 0))
     found += gs.seqs.max_seqs * <int64_t>sizeof(RowPlaces)
     if t.state_group >= 0:
         found += 12 * <int64_t>gs.group[t.state_group].blocks.num_blocks
@@ -217,10 +225,11 @@ cdef inline void unit_remove(Tree* t, int32_t n) noexcept nogil:
 cdef inline void unit_append(Tree* t, int32_t n) noexcept nogil:
     """The unit of a node, which is in no line, was used now, and something of it is idle."""
     cdef Node* node = &t.node[n]
-    cdef bint is_warm = node.below or not t.needs_checkpoints
+    cdef bint is_warm = not t.needs_checkpoints or t.more[n].below
     cdef Line* line = &t.warm if is_warm else &t.cold
     t.clock += 1
-    node.stamp = t.clock
+    if t.more != NULL:
+        t.more[n].stamp = t.clock
     node.place = WARM if is_warm else COLD
     t.unit[n].next = NO_NODE
     t.unit[n].prev = line.tail
@@ -243,7 +252,7 @@ cdef void unit_refresh(Tree* t, int32_t n) noexcept nogil:
 
 cdef inline int32_t* node_entry(const Tree* t, int32_t n, int32_t group) noexcept nogil:
     """Where the first block of a group's canonical entry at a node is. See `Tree.entry`."""
-    return t.entry + <int64_t>n * t.width + t.offset[group]
+    return t.entry + <int64_t>n * t.stride + t.offset[group]
 
 
 cdef inline uint8_t* node_key(const Tree* t, int32_t n) noexcept nogil:
@@ -251,38 +260,43 @@ cdef inline uint8_t* node_key(const Tree* t, int32_t n) noexcept nogil:
     return t.key + 16 * <int64_t>n
 
 
-cdef inline int32_t node_find(const Tree* t, uint64_t root, int32_t parent, uint64_t hash,
-                       const int32_t* tokens) noexcept nogil:
+cdef inline Name* name_of(const Tree* t, int32_t n) noexcept nogil:
+    """The namespace of a node that is not flushed."""
+    return t.index.names.slot[t.node[n].name]
+
+
+cdef inline int32_t* bucket_of(const Tree* t, uint32_t hash) noexcept nogil:
+    return t.bucket + (<uint64_t>hash * <uint32_t>t.room >> 32)
+
+
+cdef inline int32_t node_find(const Tree* t, int32_t name, int32_t parent, uint32_t hash,
+                              const int32_t* tokens) noexcept nogil:
     """The node (parent, tokens), or NO_NODE. Its parent is held by it, so that equal numbers are the same node."""
-    cdef uint32_t at = key_of(hash) & t.bucket_mask
+    cdef int32_t n = bucket_of(t, hash)[0]
     cdef const Node* node
-    cdef int32_t n = t.bucket[at]
     while n != NO_NODE:
         node = &t.node[n]
-        if (node.hash == hash and node.parent == parent and node.root == root
+        if (node.hash == hash and node.parent == parent and node.name == name
                 and memcmp(t.tokens + n * t.block_size, tokens, t.block_size * sizeof(int32_t)) == 0):
             return n
-        at = (at + 1) & t.bucket_mask
-        n = t.bucket[at]
+        n = node.after
     return NO_NODE
 
 
 cdef void bucket_remove(Tree* t, int32_t n) noexcept nogil:
-    """Take a node out of the table; those behind it move up, so there are no tombstones."""
-    cdef uint32_t at = key_of(t.node[n].hash) & t.bucket_mask
-    cdef uint32_t gap, home
-    while t.bucket[at] != n:
-        at = (at + 1) & t.bucket_mask
-    gap = at
-    while True:
-        at = (at + 1) & t.bucket_mask
-        if t.bucket[at] == NO_NODE:
-            break
-        home = key_of(t.node[t.bucket[at]].hash) & t.bucket_mask
-        if ((at - home) & t.bucket_mask) >= ((at - gap) & t.bucket_mask):
-            t.bucket[gap] = t.bucket[at]
-            gap = at
-    t.bucket[gap] = NO_NODE
+    """Nobody finds a node any more."""
+    cdef int32_t* at = bucket_of(t, t.node[n].hash)
+    while at[0] != n:
+        at = &t.node[at[0]].after
+    at[0] = t.node[n].after
+
+
+cdef void node_hide(Tree* t, int32_t n) noexcept nogil:
+    """Nobody finds a node any more, and it is in no namespace."""
+    bucket_remove(t, n)
+    t.num_nodes -= 1
+    name_leave(&t.index.names, name_of(t, n))
+    t.node[n].name = NO_NAME
 
 
 cdef void node_forget(Tree* t, int32_t n) noexcept nogil:
@@ -290,10 +304,8 @@ cdef void node_forget(Tree* t, int32_t n) noexcept nogil:
     cdef Node* node
     while n != NO_NODE:
         node = &t.node[n]
-        if node.root:
-            bucket_remove(t, n)
-            t.num_nodes -= 1
-            name_leave(&t.index.names, names_by_uid(&t.index.names, node.root))
+        if node.name != NO_NAME:
+            node_hide(t, n)
         node.depth = 0
         t.unit[n].next = t.free_node
         t.free_node = n
@@ -311,10 +323,10 @@ cdef inline void node_release(Tree* t, int32_t n) noexcept nogil:
         node_forget(t, n)
 
 
-cdef int32_t node_new(Groups* gs, Name* name, int32_t parent, uint64_t hash, const int32_t* tokens) noexcept nogil:
+cdef int32_t node_new(Groups* gs, Name* name, int32_t parent, uint32_t hash, const int32_t* tokens) noexcept nogil:
     """A node of a namespace below another, with one user. NO_NODE: no room, though all that may leave has left."""
     cdef Tree* t = gs.tree
-    cdef uint32_t at
+    cdef int32_t* at = bucket_of(t, hash)
     cdef Node* node
     cdef int32_t n
     while t.free_node == NO_NODE and t.fresh_node == t.room:
@@ -329,20 +341,20 @@ cdef int32_t node_new(Groups* gs, Name* name, int32_t parent, uint64_t hash, con
     node = &t.node[n]
     memset(node, 0, sizeof(Node))
     node.hash = hash
-    node.root = name.uid
+    node.name = name.slot
     node.parent = parent
     node.depth = 1
     node.users = 1
-    node.checkpoint = NO_CHECKPOINT
+    node.after = at[0]
+    at[0] = n
+    if t.more != NULL:
+        t.more[n].below = 0
+        t.more[n].checkpoint = NO_CHECKPOINT
     if parent != NO_NODE:
         node.depth += t.node[parent].depth
         t.node[parent].users += 1
     memcpy(t.tokens + n * t.block_size, tokens, t.block_size * sizeof(int32_t))
-    memset(t.entry + <int64_t>n * t.width, 0xFF, t.width * sizeof(int32_t))
-    at = key_of(hash) & t.bucket_mask
-    while t.bucket[at] != NO_NODE:
-        at = (at + 1) & t.bucket_mask
-    t.bucket[at] = n
+    memset(t.entry + <int64_t>n * t.stride, 0xFF, t.width * sizeof(int32_t))
     t.num_nodes += 1
     t.index.inserted += 1
     name.users += 1
@@ -360,7 +372,7 @@ cdef void add_stored(Tree* t, const LayerGroup* g, int32_t k, int32_t n) noexcep
         memcpy(t.scratch + i * t.block_size, t.tokens + above * t.block_size, t.block_size * sizeof(int32_t))
         above = t.node[above].parent
     ring_add(&t.index.ring, STORED, node_key(t, n), node_key(t, above) if above != NO_NODE else NULL,
-             names_by_uid(&t.index.names, t.node[n].root), t.scratch, size * t.block_size, k)
+             name_of(t, n), t.scratch, size * t.block_size, k)
 
 
 cdef inline void tell_stored(Tree* t, const LayerGroup* g, int32_t k, int32_t n) noexcept nogil:
@@ -385,11 +397,11 @@ cdef inline bint ends_at(const Tree* t, const LayerGroup* g, int32_t k, int64_t 
 cdef inline bint row_waits(const Groups* gs, int32_t slot) noexcept nogil:
     """Whether a row has committed blocks that it has not published."""
     cdef const Seqs* s = gs.seqs
-    return (s.life[slot].life == OPEN and s.prefix[slot].root != 0
+    return (s.life[slot].life == OPEN and s.prefix[slot].name != NULL
             and s.prefix[slot].published < s.prefix[slot].committed // gs.block_size)
 
 
-cdef inline bint is_waiting(uint8_t role) noexcept nogil:
+cdef inline bint is_waiting(int32_t role) noexcept nogil:
     return WAITS < role <= 2 * MAX_GROUPS
 
 
@@ -406,37 +418,38 @@ cdef void entry_publish(Tree* t, const LayerGroup* g, int32_t k, int32_t first, 
 cdef inline void entry_commit(Tree* t, LayerGroup* g, int32_t k, const int32_t* ids, int32_t n,
                               bint waits) noexcept nogil:
     """An entry in use stands for a node from now on. One of a full group is published, or it waits."""
+    cdef Standing* stands = t.stands[g.arena]
     cdef int32_t c
     for c in range(g.columns):
         g.blocks.block[ids[c]].committed = True
-        t.stands_for[g.arena][ids[c]] = n
-        t.role[g.arena][ids[c]] = LATER_COLUMN if c else 1 + k
-        t.column_after[g.arena][ids[c]] = ids[c + 1] if c + 1 < g.columns else NO_BLOCK
+        stands[ids[c]].node = n
+        stands[ids[c]].role = LATER_COLUMN if c else 1 + k
+        if g.columns > 1:
+            t.column_after[g.arena][ids[c]] = ids[c + 1] if c + 1 < g.columns else NO_BLOCK
     t.node[n].users += 1
     if g.kind == FULL_LAYERS and waits:
-        t.role[g.arena][ids[0]] += WAITS
+        t.stands[g.arena][ids[0]].role += WAITS
     elif g.kind == FULL_LAYERS:
         entry_publish(t, g, k, ids[0], n)
 
 
 cdef void entry_admit(Tree* t, const LayerGroup* g, int32_t k, int32_t first) noexcept nogil:
     """An entry waits no more, if it did."""
-    if is_waiting(t.role[g.arena][first]):
-        t.role[g.arena][first] -= WAITS
-        entry_publish(t, g, k, first, t.stands_for[g.arena][first])
+    if is_waiting(t.stands[g.arena][first].role):
+        t.stands[g.arena][first].role -= WAITS
+        entry_publish(t, g, k, first, t.stands[g.arena][first].node)
 
 
 cdef void entry_blank(Tree* t, LayerGroup* g, int32_t first) noexcept nogil:
     """An entry that nobody refers to leaves the tree: its blocks become blank, the last column first."""
-    cdef int32_t n = t.stands_for[g.arena][first], id = first, count = 0
+    cdef Standing* stands = t.stands[g.arena]
+    cdef int32_t n = stands[first].node, id = first, count
     cdef int32_t[MOST_COLUMNS] ids
-    while id != NO_BLOCK:
+    for count in range(g.columns):
         ids[count] = id
-        count += 1
-        id = t.column_after[g.arena][id]
-    while count:
-        count -= 1
-        t.role[g.arena][ids[count]] = NO_ROLE
+        id = t.column_after[g.arena][id] if g.columns > 1 else NO_BLOCK
+    for count in range(g.columns - 1, -1, -1):
+        stands[ids[count]].role = NO_ROLE
         blocks_drop(g.blocks, ids[count])
     node_release(t, n)
 
@@ -453,7 +466,7 @@ cdef int32_t entry_of_a_loading_row(const Groups* gs, int32_t k, int32_t n) noex
                 or index >= entries_of(g, slot, gs.seqs.seq[slot].num_blocks)):
             continue
         first = group_row(g, slot)[index * g.columns]
-        if t.role[g.arena][first] == 1 + k and t.stands_for[g.arena][first] == n and g.blocks.block[first].refcount:
+        if t.stands[g.arena][first].role == 1 + k and t.stands[g.arena][first].node == n and g.blocks.block[first].refcount:
             return first
     return NO_BLOCK
 
@@ -465,10 +478,10 @@ cdef void entry_left(Groups* gs, int32_t k, int32_t first) noexcept nogil:
     """
     cdef Tree* t = gs.tree
     cdef LayerGroup* g = &gs.group[k]
-    cdef int32_t n = t.stands_for[g.arena][first], own
+    cdef int32_t n = t.stands[g.arena][first].node, own
     cdef Node* node = &t.node[n]
     cdef int32_t* known = node_entry(t, n, k)
-    cdef bint is_lost = node.root == 0 or is_waiting(t.role[g.arena][first])
+    cdef bint is_lost = node.name == NO_NAME or is_waiting(t.stands[g.arena][first].role)
     if is_lost or (g.kind != FULL_LAYERS and known[0] != first):
         entry_blank(t, g, first)
     elif g.kind != FULL_LAYERS:
@@ -499,29 +512,28 @@ cdef void settle_arena(Groups* gs, int32_t arena) noexcept nogil:
     """The same in one arena. Most of what leaves is an entry that nobody else has: its unit is idle then."""
     cdef Tree* t = gs.tree
     cdef Blocks* b = gs.arena[arena]
-    cdef const uint8_t* role = t.role[arena]
-    cdef const int32_t* stands_for = t.stands_for[arena]
+    cdef const Standing* stands = t.stands[arena]
     cdef int32_t* left = b.dropped      # nobody drops a block behind the back of the tree
     cdef int32_t id = b.lru.tail, count = 0, k, n
     cdef Node* node
     while id != NO_BLOCK and b.block[id].fence != SETTLED:
         b.block[id].fence = SETTLED
-        if role[id] != LATER_COLUMN and role[id] != BUNDLE:
+        if stands[id].role != LATER_COLUMN and stands[id].role != BUNDLE:
             left[count] = id
             count += 1
         id = b.block[id].prev
     while count:
         count -= 1
         id = left[count]
-        n = stands_for[id]
+        n = stands[id].node
         node = &t.node[n]
-        k = role[id] - 1
-        if (k < gs.num_groups and gs.group[k].kind == FULL_LAYERS and node.root != 0 and node.place == NOWHERE
+        k = stands[id].role - 1
+        if (k < gs.num_groups and gs.group[k].kind == FULL_LAYERS and node.name != NO_NAME and node.place == NOWHERE
                 and node_entry(t, n, k)[0] == id):
             node.idle += 1
             unit_append(t, n)
         else:
-            entry_left(gs, (role[id] - 1) % MAX_GROUPS, id)
+            entry_left(gs, (stands[id].role - 1) % MAX_GROUPS, id)
 
 
 cdef void share_entries(Tree* t, LayerGroup* g, int32_t k, int32_t* row, int64_t first, int64_t end) noexcept nogil:
@@ -529,12 +541,12 @@ cdef void share_entries(Tree* t, LayerGroup* g, int32_t k, int32_t* row, int64_t
     cdef Blocks* b = g.blocks
     cdef const int32_t* entry = t.entry + t.offset[k]
     cdef const int32_t* column_after = t.column_after[g.arena]
-    cdef int64_t width = t.width, index
+    cdef int64_t stride = t.stride, index
     cdef int32_t columns = g.columns, span = t.span[k], n, id, c
     cdef bint is_full = g.kind == FULL_LAYERS
     for index in range(first, end):
         n = t.path[(index + 1) * span - 1]
-        id = entry[n * width]
+        id = entry[n * stride]
         row[index * columns] = id
         if is_full and b.block[id].place == EVICTABLE:
             t.node[n].idle -= 1
@@ -557,8 +569,8 @@ cdef void unit_evict(Groups* gs, int32_t n) noexcept nogil:
     cdef int32_t* known
     cdef int32_t k, first
     node.users += 1
-    if node.checkpoint != NO_CHECKPOINT and t.checkpoint[node.checkpoint].listed:
-        checkpoint_evict(gs, node.checkpoint)
+    if t.more != NULL and t.more[n].checkpoint != NO_CHECKPOINT and t.checkpoint[t.more[n].checkpoint].listed:
+        checkpoint_evict(gs, t.more[n].checkpoint)
     unit_remove(t, n)
     node.idle = 0
     for k in range(gs.num_groups):
@@ -600,7 +612,8 @@ cdef bint evict_next(Groups* gs, bint has_units, bint has_checkpoints) noexcept 
     cdef int32_t m = oldest_checkpoint(t) if has_checkpoints else NO_CHECKPOINT
     if has_units and t.cold.size:
         unit_evict(gs, t.cold.head)
-    elif has_units and t.warm.size and 2 * (t.clock - t.node[t.warm.head].stamp) > checkpoint_age(t, m):
+    elif (has_units and t.warm.size
+            and (m == NO_CHECKPOINT or 2 * (t.clock - t.more[t.warm.head].stamp) > checkpoint_age(t, m))):
         unit_evict(gs, t.warm.head)
     elif m != NO_CHECKPOINT:
         checkpoint_evict(gs, m)
@@ -645,11 +658,13 @@ cdef uint64_t tree_fingerprint(const Tree* t, uint64_t h) noexcept nogil:
     h = mix(mix(mix(h, t.num_nodes), t.cold.size), t.warm.size)
     for n in range(t.fresh_node):
         if t.node[n].depth:
-            h = mix(mix(mix(h, n), t.node[n].root), (<uint64_t>t.node[n].users << 32) | <uint32_t>t.node[n].below)
+            h = mix(mix(mix(h, n), t.node[n].name != NO_NAME), t.node[n].users)
+            if t.more != NULL:
+                h = mix(h, t.more[n].below)
             for k in range(t.block_size):
                 h = mix(h, t.tokens[n * t.block_size + k])
             for k in range(t.width):
-                h = mix(h, <uint32_t>t.entry[<int64_t>n * t.width + k])
+                h = mix(h, <uint32_t>t.entry[<int64_t>n * t.stride + k])
     h = line_fingerprint(&t.cold, t.unit, h)
     h = line_fingerprint(&t.warm, t.unit, h)
     h = line_fingerprint(&t.listed[0], t.link, h)
@@ -684,9 +699,9 @@ cdef bint check_node(const Groups* gs, int32_t n, char* finding) noexcept nogil:
         first = node_entry(t, n, k)[0]
         if first == NO_BLOCK:
             continue
-        if t.stands_for[g.arena][first] != n or t.role[g.arena][first] != 1 + k:
+        if t.stands[g.arena][first].node != n or t.stands[g.arena][first].role != 1 + k:
             return snprintf(finding, FINDING, b"block %d of arena %d is canonical at node %d, and stands for %d", first,
-                            g.arena, n, t.stands_for[g.arena][first]) > 0
+                            g.arena, n, t.stands[g.arena][first].node) > 0
         if g.blocks.block[first].place == USED and unwritten(g.blocks, first):
             return snprintf(finding, FINDING, b"hits find block %d of arena %d, which a pending plan has to fill",
                             first, g.arena) > 0
@@ -694,9 +709,8 @@ cdef bint check_node(const Groups* gs, int32_t n, char* finding) noexcept nogil:
     if idle != node.idle or (node.place != NOWHERE) != (idle > 0):
         return snprintf(finding, FINDING, b"node %d has %d idle entries, counted %d, and place %d", n, node.idle, idle,
                         node.place) > 0
-    if idle and (node.place == COLD) != (t.needs_checkpoints and node.below == 0):
-        return snprintf(finding, FINDING, b"node %d has %d checkpoints below and place %d", n, node.below,
-                        node.place) > 0
+    if idle and (node.place == COLD) != (t.needs_checkpoints and t.more[n].below == 0):
+        return snprintf(finding, FINDING, b"node %d with place %d is in the line of others", n, <int>node.place) > 0
     return False
 
 
@@ -707,13 +721,13 @@ cdef bint check_users(const Groups* gs, int32_t* users, char* finding) noexcept 
     for n in range(t.fresh_node):
         if t.node[n].depth == 0:
             continue
-        users[n] += t.node[n].checkpoint != NO_CHECKPOINT
+        users[n] += t.more != NULL and t.more[n].checkpoint != NO_CHECKPOINT
         if t.node[n].parent != NO_NODE:
             users[t.node[n].parent] += 1
     for k in range(gs.num_arenas):
         for id in range(gs.arena[k].num_blocks):
-            if 0 < t.role[k][id] <= 2 * MAX_GROUPS:
-                users[t.stands_for[k][id]] += 1
+            if 0 < t.stands[k][id].role <= 2 * MAX_GROUPS:
+                users[t.stands[k][id].node] += 1
     for slot in range(gs.seqs.max_seqs):
         if seq_has_blocks(gs.seqs, slot) and t.row[slot].node != NO_NODE:
             users[t.row[slot].node] += 1
@@ -730,17 +744,17 @@ cdef bint check_below(const Tree* t, int32_t* sums, char* finding) noexcept nogi
     cdef int32_t n, due, checkpoints = 0
     for n in range(t.fresh_node):
         if t.node[n].depth and t.node[n].parent != NO_NODE:
-            sums[t.node[n].parent] += t.node[n].below
+            sums[t.node[n].parent] += t.more[n].below
     for n in range(t.fresh_node):
         due = sums[n]
         sums[n] = 0
         if t.node[n].depth == 0:
             continue
-        due += t.node[n].checkpoint != NO_CHECKPOINT
-        checkpoints += t.node[n].checkpoint != NO_CHECKPOINT
-        if t.node[n].below != due:
+        due += t.more[n].checkpoint != NO_CHECKPOINT
+        checkpoints += t.more[n].checkpoint != NO_CHECKPOINT
+        if t.more[n].below != due:
             return snprintf(finding, FINDING, b"node %d has %d checkpoints at it or below, counted %d", n,
-                            t.node[n].below, due) > 0
+                            t.more[n].below, due) > 0
     if checkpoints != t.num_checkpoints:
         return snprintf(finding, FINDING, b"counted %d published checkpoints, the counter says %d", checkpoints,
                         t.num_checkpoints) > 0
@@ -808,8 +822,9 @@ cdef bint check_units(const Tree* t, char* finding) noexcept nogil:
         n = t.unit[n].next
     if n == NO_NODE:
         n = t.warm.head
-        while n != NO_NODE and t.node[n].depth and t.node[n].place == WARM and t.node[n].stamp > last:
-            last = t.node[n].stamp
+        while n != NO_NODE and t.node[n].depth and t.node[n].place == WARM and (
+                t.more == NULL or t.more[n].stamp > last):
+            last = t.more[n].stamp if t.more != NULL else 0
             n = t.unit[n].next
     if n != NO_NODE:
         return snprintf(finding, FINDING, b"node %d with place %d is in a line that is not its own, or too early", n,
@@ -821,22 +836,24 @@ cdef bint check_found(const Tree* t, char* finding) noexcept nogil:
     """Every node that is not flushed is found by its tokens, and nothing else is."""
     cdef const Node* node
     cdef const int32_t* tokens
-    cdef int64_t at, buckets = 0
-    cdef int32_t n, count = 0
+    cdef int32_t at, n, count = 0, in_buckets = 0
     for n in range(t.fresh_node):
         node = &t.node[n]
-        if node.depth == 0 or node.root == 0:
+        if node.depth == 0 or node.name == NO_NAME:
             continue
         count += 1
         tokens = t.tokens + n * t.block_size
-        if node_find(t, node.root, node.parent, node.hash, tokens) != n or (
+        if node_find(t, node.name, node.parent, node.hash, tokens) != n or (
                 node.parent != NO_NODE and node.hash != chain(t.index, t.node[node.parent].hash, tokens)):
             return snprintf(finding, FINDING, b"node %d cannot be found by its tokens", n) > 0
-    for at in range(t.bucket_mask + <int64_t>1):
-        buckets += t.bucket[at] != NO_NODE
-    if not buckets == count == t.num_nodes:
-        return snprintf(finding, FINDING, b"counted %d nodes in %lld buckets, the counter says %d", count,
-                        <long long>buckets, t.num_nodes) > 0
+    for at in range(t.room):
+        n = t.bucket[at]
+        while n != NO_NODE and in_buckets <= count:
+            in_buckets += 1
+            n = t.node[n].after
+    if not in_buckets == count == t.num_nodes:
+        return snprintf(finding, FINDING, b"counted %d nodes, %d in buckets, the counter says %d", count, in_buckets,
+                        t.num_nodes) > 0
     return False
 
 
@@ -845,16 +862,16 @@ cdef bint check_kept(const Groups* gs, int32_t arena, char* finding) noexcept no
     cdef const Tree* t = gs.tree
     cdef const Blocks* b = gs.arena[arena]
     cdef int32_t id, k, left = b.lru.size
-    cdef uint8_t role
+    cdef int32_t role
     for id in range(b.num_blocks):
-        role = t.role[arena][id]
+        role = t.stands[arena][id].role
         if role != NO_ROLE and not b.block[id].committed:
             return snprintf(finding, FINDING, b"block %d of arena %d has role %d, and is not committed", id, arena,
                             <int>role) > 0
         if b.block[id].place != EVICTABLE or role == LATER_COLUMN or role == BUNDLE:
             continue
         k = (role - 1) % MAX_GROUPS
-        if role == NO_ROLE or is_waiting(role) or node_entry(t, t.stands_for[arena][id], k)[0] != id:
+        if role == NO_ROLE or is_waiting(role) or node_entry(t, t.stands[arena][id].node, k)[0] != id:
             return snprintf(finding, FINDING, b"block %d of arena %d is kept for nothing", id, arena) > 0
         left -= gs.group[k].columns
     if arena == 0:
@@ -874,7 +891,9 @@ cdef bint tree_check(const Groups* gs, int32_t* seen, char* finding) noexcept no
     """
     cdef const Tree* t = gs.tree
     cdef int32_t n, k, slot
-    if check_found(t, finding) or check_users(gs, seen, finding) or check_below(t, seen, finding):
+    if check_found(t, finding) or check_users(gs, seen, finding):
+        return True
+    if t.needs_checkpoints and check_below(t, seen, finding):
         return True
     for n in range(t.fresh_node):
         if t.node[n].depth and check_node(gs, n, finding):
@@ -887,7 +906,7 @@ cdef bint tree_check(const Groups* gs, int32_t* seen, char* finding) noexcept no
         if check_kept(gs, k, finding):
             return True
     for slot in range(gs.seqs.max_seqs):
-        if gs.seqs.life[slot].life == OPEN and gs.seqs.prefix[slot].root and not (
+        if gs.seqs.life[slot].life == OPEN and gs.seqs.prefix[slot].name != NULL and not (
                 0 <= gs.seqs.prefix[slot].published <= gs.seqs.prefix[slot].committed // t.block_size):
             return snprintf(finding, FINDING, b"sequence in slot %d has published %lld blocks of %lld tokens", slot,
                             <long long>gs.seqs.prefix[slot].published, <long long>gs.seqs.prefix[slot].committed) > 0

@@ -66,8 +66,7 @@ cdef struct SeqPrefix:          # what a pool with a prefix cache knows besides
     int64_t published           # of the full blocks of these, how many the index was offered, in order
     int64_t done                # length after the newest step that passed
     int64_t forked_at           # length when it was forked
-    uint64_t root_hash          # of its namespace
-    uint64_t root               # uid of its namespace's root, 0: flushed since
+    uint32_t root_hash          # of its namespace
     Name* name                  # its namespace, NULL: flushed since
 
 
@@ -81,7 +80,7 @@ cdef struct Seqs:
     Seq* seq                    # [max_seqs]
     SeqLife* life               # [max_seqs]
     SeqPrefix* prefix           # [max_seqs], NULL without a prefix cache
-    Names* names                # that roots belong to
+    Names* names                # of the prefix cache
     int32_t* partial            # [max_seqs, block_size] committed tokens of a block that is not full yet
     int32_t* table              # of the first layer group
     int64_t width               # ids from a row of it to the next
@@ -124,5 +123,5 @@ cdef inline bint seq_has_blocks(const Seqs* s, int32_t slot) noexcept nogil:
 
 cdef int32_t seq_judge(const Seqs* s, int64_t handle, Py_ssize_t row, Verdict* v) noexcept nogil
 cdef int32_t seq_judge_any(const Seqs* s, int64_t handle, Py_ssize_t row, Verdict* v) noexcept nogil
-cdef void seq_leave_root(const Seqs* s, int32_t slot) noexcept nogil
+cdef void seq_leave_name(const Seqs* s, int32_t slot) noexcept nogil
 cdef int32_t seq_new(Seqs* s) noexcept nogil

@@ -105,13 +105,12 @@ cdef int32_t seq_new(Seqs* s) noexcept nogil:
     return slot
 
 
-cdef void seq_leave_root(const Seqs* s, int32_t slot) noexcept nogil:
+cdef void seq_leave_name(const Seqs* s, int32_t slot) noexcept nogil:
     """A sequence is in no namespace any more: nothing of it is indexed from here on."""
     cdef SeqPrefix* prefix = &s.prefix[slot]
-    if prefix.root:
+    if prefix.name != NULL:
         name_leave(s.names, prefix.name)
         prefix.name = NULL
-        prefix.root = 0
 
 
 cdef void seq_retire_handle(Seqs* s, int32_t slot) noexcept nogil:
@@ -119,7 +118,7 @@ cdef void seq_retire_handle(Seqs* s, int32_t slot) noexcept nogil:
     cdef SeqLife* life = &s.life[slot]
     cdef int32_t end
     if s.prefix != NULL:
-        seq_leave_root(s, slot)
+        seq_leave_name(s, slot)
     s.num_open -= 1
     s.seq[slot].handle = -1
     if s.first_generation + life.generation + 1 == GENERATIONS:
@@ -165,7 +164,7 @@ cdef int64_t seq_done(const Seqs* s, const Blocks* b, int32_t slot) noexcept nog
 cdef void seq_fork_prefix(const Seqs* s, const Blocks* b, int32_t parent, int32_t child) noexcept nogil:
     """What the prefix cache knows of a sequence that was forked."""
     s.prefix[child] = s.prefix[parent]
-    if s.prefix[child].root:
+    if s.prefix[child].name != NULL:
         s.prefix[child].name.users += 1
     s.prefix[child].done = seq_done(s, b, parent)
     s.prefix[child].forked_at = s.seq[parent].num_tokens
@@ -211,7 +210,7 @@ cdef uint64_t seqs_fingerprint(const Seqs* s, const Blocks* b, uint64_t h, int64
             h = mix(h, ~(next_step - s.life[slot].fork_step))
         if s.prefix != NULL:
             h = mix(mix(mix(h, s.prefix[slot].committed), s.prefix[slot].done), s.prefix[slot].forked_at)
-            h = mix(mix(h, s.prefix[slot].root), s.prefix[slot].published)
+            h = mix(mix(h, s.prefix[slot].name != NULL), s.prefix[slot].published)
             for k in range(s.prefix[slot].committed % b.block_size):
                 h = mix(h, s.partial[slot * b.block_size + k])
     return h

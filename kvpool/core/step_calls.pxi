@@ -175,7 +175,7 @@ cdef int32_t pool_reset(State* pool, void** plans) noexcept nogil:
     memset(&pool.pending, 0, sizeof(pool.pending))
     pool.blocks.newest_pending = pool.blocks.oldest_pending = 0
     if has_tree(pool):
-        flush_root(pool, 0)
+        flush_all_of(pool, NULL)
     seqs_reset(&pool.seqs)
     blocks_reset(&pool.blocks)
     groups_reset(pool.groups)

@@ -160,7 +160,7 @@ class PoolModel:
     def __init__(
         self, num_blocks: int, block_size: int, *, max_seqs: int = 1024, max_blocks_per_seq: int | None = None,
         reserved_blocks: int = 1, watermark: int = 0, in_order: bool = False, seed: int | None = None,
-        prefix_cache: bool = False, events: int = 0, lookahead: int = 0, groups: Any = None, _hash_bits: int = 64,
+        prefix_cache: bool = False, events: int = 0, lookahead: int = 0, groups: Any = None, _hash_bits: int = 32,
     ) -> None:  # fmt: skip
         given = read_groups(groups)
         lookahead = args.integer("Pool", "lookahead", lookahead, 0)
@@ -169,7 +169,7 @@ class PoolModel:
                 raise ValueError(f"[Pool] lookahead is {lookahead}, not below {group.size}")
         args.boolean("Pool", "prefix_cache", prefix_cache)
         args.integer("Pool", "events", events, 0, 2**31 - 1)
-        args.integer("Pool", "_hash_bits", _hash_bits, 0, 64)
+        args.integer("Pool", "_hash_bits", _hash_bits, 0, 32)
         if events and not prefix_cache:
             raise ValueError(f"[Pool] events is {events}, but there are none without prefix_cache=True")
         reserved = args.integer("Pool", "reserved_blocks", reserved_blocks, 0, 2**31 - 2)

@@ -12,7 +12,6 @@ from prefixes import ask
 
 from kvpool import Group, Plan, PlanStateError, Pool
 from kvpool.testing import ModelPlan, ModelPool
-from tests.verify._hooks import set_next_uid
 
 PROMPT = list(range(100, 116))  # four blocks
 GROUPS = {
@@ -356,29 +355,6 @@ def test_rows_that_wait_for_one_step_are_published_by_their_slots(family):
     family.execute(family.plan)
     assert pool.table(pool.prefix.pin(PROMPT)).tolist() == pool.table(family.first)[:4].tolist()
     assert pool.prefix.stats().duplicates == 4
-
-
-@pytest.mark.parametrize("start", [2**31, 2**32, 2**48])
-def test_node_numbers_pass_32_bits_and_nothing_is_forgotten(kinds, start):
-    """A long-lived sequence stays found and goes on to be indexed, and so does everything after it."""
-    family = Family(kinds, GROUPS["full"])
-    pool, first = family.pool, family.first
-    pool.prefix.commit(first, PROMPT[:8])
-    if hasattr(pool, "_next_uid"):
-        pool._next_uid = start - 1
-    else:
-        set_next_uid(pool, start - 1)
-    assert family.ask() == 8
-    pool.prefix.commit(first, PROMPT[8:])
-    assert family.ask() == 16
-    family.step(family.plan, first, [*range(8)])
-    pool.prefix.commit(first, [*range(8)])
-    assert family.ask([*PROMPT, *range(8)]) == 24 and family.stored() == pool.prefix.stats().nodes == 6
-    other = pool.open([7] * 5, b"other")
-    family.step(family.plan, other, [7] * 4)
-    pool.prefix.commit(other, [7] * 4)
-    assert pool.prefix.match([7] * 5, b"other") == 4 and pool.prefix.match([7] * 5) == 0
-    pool.check()
 
 
 def test_pool_that_runs_in_order_publishes_at_once(kinds):

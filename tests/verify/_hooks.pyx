@@ -17,12 +17,6 @@ def set_generation(Pool pool, int32_t slot, int64_t generation):
     pool.state.seqs.life[slot].generation = <uint32_t>after
 
 
-def set_next_uid(Pool pool, int64_t uid):
-    """The number of the next node of the prefix cache."""
-    assert <uint64_t>uid >= pool.state.index.next_uid
-    pool.state.index.next_uid = <uint64_t>uid
-
-
 def corrupt(Pool pool, str what, int32_t index, int32_t by=1):
     """Add `by` to one word, of rows in the last group. `index` is a block, a slot, a node, or a checkpoint."""
     cdef Blocks* b = &pool.state.blocks
@@ -56,11 +50,11 @@ cdef dict tree_fields(const Groups* gs, int32_t i):
     cdef const Tree* t = gs.tree
     cdef int32_t k
     cdef dict fields = {
-        "users": <size_t>&t.node[i].users, "below": <size_t>&t.node[i].below, "parent": <size_t>&t.node[i].parent,
-        "node_stamp": <size_t>&t.node[i].stamp, "hash": <size_t>&t.node[i].hash, "unit": <size_t>&t.unit[i].next,
-        "at_node": <size_t>&t.node[i].checkpoint, "tokens": <size_t>(t.tokens + i * t.block_size),
+        "users": <size_t>&t.node[i].users, "below": <size_t>&t.more[i].below, "parent": <size_t>&t.node[i].parent,
+        "node_stamp": <size_t>&t.more[i].stamp, "hash": <size_t>&t.node[i].hash, "unit": <size_t>&t.unit[i].next,
+        "at_node": <size_t>&t.more[i].checkpoint, "tokens": <size_t>(t.tokens + i * t.block_size),
         "bucket": <size_t>&t.num_nodes, "cold": <size_t>&t.cold.size, "warm": <size_t>&t.warm.size,
-        "role": <size_t>&t.role[0][i], "stands_for": <size_t>&t.stands_for[0][i],
+        "role": <size_t>&t.stands[0][i].role, "stands_for": <size_t>&t.stands[0][i].node,
         "checkpoints": <size_t>&t.num_checkpoints, "loads": <size_t>&t.num_loads, "saves": <size_t>&t.num_saves,
         "line": <size_t>&t.link[i].next,
         "listed": <size_t>&t.listed[0].size, "stamp": <size_t>&t.checkpoint[i].stamp,
@@ -70,5 +64,5 @@ cdef dict tree_fields(const Groups* gs, int32_t i):
     }
     for k in range(gs.num_groups):
         if gs.group[k].kind == WINDOW_LAYERS:
-            fields["needed"] = <size_t>(t.entry + <int64_t>i * t.width + t.offset[k] + 1)
+            fields["needed"] = <size_t>(t.entry + <int64_t>i * t.stride + t.offset[k] + 1)
     return fields

@@ -100,7 +100,7 @@ def shape_of(seed: int, without: tuple[str, ...] = ()) -> Shape:
         "events": rng.choice((0, 4, 10_000, 10_000)) if cache else 0,
         "lookahead": rng.choice((0, rng.randrange(min(widths, default=4)), min(widths, default=4) - 1)),
         "groups": groups,
-        "_hash_bits": rng.choice((64, 64, 3, 0)) if cache else 64,
+        "_hash_bits": rng.choice((32, 32, 3, 0)) if cache else 32,
     }
     plans = [_plan(rng, pool["max_blocks_per_seq"]) for _ in range(rng.choice((1, 2, 2, 3, 4)))]
     return Shape(
