@@ -107,8 +107,6 @@ cdef int pool_commit(State* pool, Ints* rows, Ints* counts, const Ints* tokens, 
     for k in range(rows.size):
         count = ints_at(counts, k)
         tree_commit_row(pool.groups, slot_of(ints_at(rows, k)), data + at, count)
-        pool.blocks.digest = mix(mix(pool.blocks.digest, OP_COMMIT), untagged(&pool.seqs, ints_at(rows, k)))
-        pool.blocks.digest = mix_tokens(pool.blocks.digest, data + at, count)
         at += count
     return OK
 

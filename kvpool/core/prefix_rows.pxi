@@ -500,8 +500,11 @@ cdef void tree_commit_row(Groups* gs, int32_t slot, const int32_t* tokens, int64
     cdef int32_t n = t.row[slot].node, k, size
     cdef uint32_t[IN_FLIGHT] hashes
     cdef uint32_t h = t.node[n].hash if n != NO_NODE else prefix.root_hash
+    cdef uint64_t digest = mix(mix(gs.arena[0].digest, OP_COMMIT), untagged(s, s.seq[slot].handle))
     if row_waits(gs, slot):
         publish_row(gs, slot)
+    if prefix.name == NULL:
+        digest = mix_tokens(digest, tokens, count)
     while depth < end and prefix.name != NULL:
         size = <int32_t>min(end - depth, <int64_t>IN_FLIGHT)
         for k in range(size):
@@ -518,6 +521,7 @@ cdef void tree_commit_row(Groups* gs, int32_t slot, const int32_t* tokens, int64
     tail = min((told + count) % bs, count)      # of the last block, which is not full, those that are new
     memcpy(s.partial + slot * bs + (told + count) % bs - tail, tokens + count - tail, tail * sizeof(int32_t))
     prefix.committed = told + count
+    gs.arena[0].digest = mix_tokens(mix(mix(digest, h), count), tokens + count - tail, tail)
 
 
 # ---- flush -------------------------------------------------------------------------------------------------

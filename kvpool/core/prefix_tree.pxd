@@ -135,7 +135,7 @@ cdef struct Tree:
                                 # NO_BLOCK; that of a window or chunk is followed by the checkpoints that need it.
                                 # One number a node stands in Node.entry
     uint8_t* key                # [room, 16] content keys, NULL: nobody wants events
-    int32_t* bucket             # [room] the newest node of a hash, NO_NODE: empty
+    int32_t* bucket             # [num_buckets] the oldest node of a hash, NO_NODE: empty
     Standing* stands[MAX_ARENAS]        # [num_blocks]
     int32_t* column_after[MAX_ARENAS]   # [num_blocks] the next id of its entry, NULL: all have one column
     Checkpoint* checkpoint      # [checkpoint_room]
@@ -162,6 +162,7 @@ cdef struct Tree:
     int64_t block_size
     int32_t width               # numbers of a node in `entry`, and from one node to the next
     int32_t stride
+    uint32_t num_buckets
     int32_t room
     int32_t num_nodes           # that can be found
     int32_t free_node           # and those never used: fresh_node, ...

@@ -99,6 +99,7 @@ cdef int tree_init(Tree* t, const Groups* gs, Index* index, const int32_t* bundl
     t.index = index
     tree_sizes(t, gs, bundle_of)
     ring_init(&index.ring, index.ring.limit, t.grain)
+    t.num_buckets = t.room + t.room // 2
     n = <int32_t>min(<int64_t>t.room, gs.seq_tokens // gs.block_size)
     t.node = <Node*>xcalloc(t.room, sizeof(Node))
     t.more = <NodeMore*>xcalloc(t.room, sizeof(NodeMore)) if t.needs_checkpoints else NULL
@@ -107,7 +108,7 @@ cdef int tree_init(Tree* t, const Groups* gs, Index* index, const int32_t* bundl
     t.stride = t.width if t.width > 1 else <int32_t>(sizeof(Node) // sizeof(int32_t))
     t.entry = &t.node[0].entry if t.width <= 1 else <int32_t*>xcalloc(t.room, t.width * sizeof(int32_t))
     t.key = <uint8_t*>xcalloc(t.room, 16) if index.ring.limit else NULL
-    t.bucket = <int32_t*>xmalloc(t.room * sizeof(int32_t))
+    t.bucket = <int32_t*>xmalloc(t.num_buckets * sizeof(int32_t))
     t.checkpoint = <Checkpoint*>xcalloc(t.checkpoint_room, sizeof(Checkpoint))
     t.link = <Link*>xcalloc(t.checkpoint_room, sizeof(Link))
     t.bundle = <int32_t*>xcalloc(t.checkpoint_room, max(t.bundle_size, 1) * sizeof(int32_t))
@@ -142,7 +143,7 @@ cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil:
     """No node and no checkpoint; all blocks are blank, and nobody asks which were dropped."""
     cdef int32_t k, i
     cdef Blocks* b
-    memset(t.bucket, 0xFF, t.room * sizeof(int32_t))
+    memset(t.bucket, 0xFF, t.num_buckets * sizeof(int32_t))
     for k in range(gs.num_arenas):
         b = <Blocks*>gs.arena[k]
         memset(t.stands[k], NO_ROLE, b.num_blocks * sizeof(Standing))
@@ -163,14 +164,14 @@ cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil:
 
 cdef int64_t tree_nbytes(const Tree* t, const Groups* gs) noexcept nogil:
     """Bytes of nodes, checkpoints, and what the tree knows of rows and blocks."""
-    cdef int64_t per_node = sizeof(Node) + sizeof(Link) + t.block_size * 4 + 4 + (16 if t.key != NULL else 0)
+    cdef int64_t per_node = sizeof(Node) + sizeof(Link) + t.block_size * 4 + (16 if t.key != NULL else 0)
     cdef int64_t found
     cdef int32_t k
     if t.width > 1:
         per_node += t.width * 4
     if t.more != NULL:
         per_node += sizeof(NodeMore)
-    found = t.room * per_node
+    found = t.room * per_node + t.num_buckets * <int64_t>sizeof(int32_t)
     for k in range(gs.num_arenas):
         found += gs.arena[k].num_blocks * <int64_t>(sizeof(Standing) + (4 if t.column_after[k] != NULL else 0))
     found += gs.seqs.max_seqs * <int64_t>sizeof(RowPlaces)
@@ -266,7 +267,7 @@ cdef inline Name* name_of(const Tree* t, int32_t n) noexcept nogil:
 
 
 cdef inline int32_t* bucket_of(const Tree* t, uint32_t hash) noexcept nogil:
-    return t.bucket + (<uint64_t>hash * <uint32_t>t.room >> 32)
+    return t.bucket + (<uint64_t>hash * t.num_buckets >> 32)
 
 
 cdef inline int32_t node_find(const Tree* t, int32_t name, int32_t parent, uint32_t hash,
@@ -328,7 +329,7 @@ cdef int32_t node_new(Groups* gs, Name* name, int32_t parent, uint32_t hash, con
     cdef Tree* t = gs.tree
     cdef int32_t* at = bucket_of(t, hash)
     cdef Node* node
-    cdef int32_t n
+    cdef int32_t k, n
     while t.free_node == NO_NODE and t.fresh_node == t.room:
         if not evict_next(gs, True, True):
             return NO_NODE
@@ -345,7 +346,9 @@ cdef int32_t node_new(Groups* gs, Name* name, int32_t parent, uint32_t hash, con
     node.parent = parent
     node.depth = 1
     node.users = 1
-    node.after = at[0]
+    node.after = NO_NODE
+    while at[0] != NO_NODE:             # the oldest one is the first: it is what leaves next
+        at = &t.node[at[0]].after
     at[0] = n
     if t.more != NULL:
         t.more[n].below = 0
@@ -354,7 +357,8 @@ cdef int32_t node_new(Groups* gs, Name* name, int32_t parent, uint32_t hash, con
         node.depth += t.node[parent].depth
         t.node[parent].users += 1
     memcpy(t.tokens + n * t.block_size, tokens, t.block_size * sizeof(int32_t))
-    memset(t.entry + <int64_t>n * t.stride, 0xFF, t.width * sizeof(int32_t))
+    for k in range(t.width):
+        t.entry[n * <int64_t>t.stride + k] = NO_BLOCK
     t.num_nodes += 1
     t.index.inserted += 1
     name.users += 1
@@ -634,10 +638,35 @@ cdef extern from *:
     void debug_assert "kv_assert"(bint holds) noexcept nogil
 
 
+cdef void fetch_units(const Groups* gs, int64_t most) noexcept nogil:
+    """Fetch what the eviction of the next units looks at: their misses overlap, as those of a lookup do."""
+    cdef const Tree* t = gs.tree
+    cdef int32_t[IN_FLIGHT] nodes
+    cdef int32_t n = t.cold.head if t.cold.size else t.warm.head, size = 0, i, k, first
+    while n != NO_NODE and size < min(most, <int64_t>IN_FLIGHT):
+        kv_prefetch(&t.node[n])
+        nodes[size] = n
+        size += 1
+        n = t.unit[n].next
+    for i in range(size):
+        kv_prefetch(bucket_of(t, t.node[nodes[i]].hash))
+        for k in range(gs.num_groups):
+            first = node_entry(t, nodes[i], k)[0] if gs.group[k].kind == FULL_LAYERS else NO_BLOCK
+            if first != NO_BLOCK:
+                kv_prefetch(&gs.group[k].blocks.block[first])
+                kv_prefetch(&t.stands[gs.group[k].arena][first])
+    for i in range(size):
+        kv_prefetch(&t.node[bucket_of(t, t.node[nodes[i]].hash)[0]])
+
+
 cdef void tree_make_room(Groups* gs, int32_t arena, int64_t n) noexcept nogil:
     """At least n blocks of an arena are blank then. The caller has checked blocks_available."""
     cdef bint may_leave = True
+    cdef int32_t count = 0
     while may_leave and gs.arena[arena].num_blank < n:
+        if count % IN_FLIGHT == 0 and n - gs.arena[arena].num_blank > 1:
+            fetch_units(gs, n - gs.arena[arena].num_blank)
+        count += 1
         may_leave = evict_next(gs, gs.tree.has_units[arena], gs.tree.has_checkpoints[arena])
     debug_assert(gs.arena[arena].num_blank >= n)        # else a block is taken behind the back of the tree
 
@@ -836,7 +865,8 @@ cdef bint check_found(const Tree* t, char* finding) noexcept nogil:
     """Every node that is not flushed is found by its tokens, and nothing else is."""
     cdef const Node* node
     cdef const int32_t* tokens
-    cdef int32_t at, n, count = 0, in_buckets = 0
+    cdef uint32_t at
+    cdef int32_t n, count = 0, in_buckets = 0
     for n in range(t.fresh_node):
         node = &t.node[n]
         if node.depth == 0 or node.name == NO_NAME:
@@ -846,7 +876,7 @@ cdef bint check_found(const Tree* t, char* finding) noexcept nogil:
         if node_find(t, node.name, node.parent, node.hash, tokens) != n or (
                 node.parent != NO_NODE and node.hash != chain(t.index, t.node[node.parent].hash, tokens)):
             return snprintf(finding, FINDING, b"node %d cannot be found by its tokens", n) > 0
-    for at in range(t.room):
+    for at in range(t.num_buckets):
         n = t.bucket[at]
         while n != NO_NODE and in_buckets <= count:
             in_buckets += 1
