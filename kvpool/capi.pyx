@@ -532,7 +532,7 @@ cdef int do_stats(State* pool, Given* given, Verdict* v) noexcept nogil:
     found.num_blocks = pool.blocks.num_blocks
     found.reserved = pool.blocks.reserved
     found.free = pool.blocks.num_blank
-    found.evictable = pool.blocks.lru.size
+    found.evictable = pool.blocks.num_evictable
     found.limbo = pool.blocks.limbo.size
     found.used = pool.blocks.num_used
     found.shared = pool.blocks.num_shared

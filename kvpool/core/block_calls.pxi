@@ -585,10 +585,10 @@ cdef class BlockAPI:
         while status == RETRY:
             evicted = count                 # made before anything moves
             pool_enter(self.state, "evict")
-            if count == min(asked, <int64_t>self.at().lru.size):
+            if count == min(asked, <int64_t>self.at().num_evictable):
                 pool_evict(self.state, self.number, count)
                 status = OK
-            count = min(asked, <int64_t>self.at().lru.size)
+            count = min(asked, <int64_t>self.at().num_evictable)
             pool_leave(self.state)
         return evicted
 

@@ -5,9 +5,9 @@ pending step that took the block out of a table and has still to copy from it; t
 many leading tokens such copies read. A block without references and holds is in *limbo* while a
 step is pending, then *blank* (nothing in it), or *evictable* (committed: its content is known).
 
-    num_blocks - reserved == num_blank + lru.size + limbo.size + num_used
+    num_blocks - reserved == num_blank + num_evictable + limbo.size + num_used
     used  <=>  refcount + hold > 0
-    free to be taken == num_blank + lru.size
+    free to be taken == num_blank + num_evictable
 
 Why it is so:
 
@@ -21,6 +21,8 @@ Why it is so:
   are different ones. So of n forks that share a tail, n - 1 take a block and one writes in place.
 - The fence of a block in use is the step that fills it by a copy. Until that is done the block has
   no content, and nobody may publish it. It is 0 once the copy will never be made.
+- A prefix cache orders what may leave itself, in units. It takes evictable blocks off the LRU list
+  when it first sees them, so a hit or an eviction changes one list and not two.
 - The blank ones are a stack, so what is taken is what was used last, and equal calls take equal
   ids.
 """
@@ -29,8 +31,11 @@ cdef enum:
     FINDING = 256               # bytes of what a check found, in words
 
 cdef enum:
+    SETTLED = -1                # fence of an evictable block that the prefix cache has taken off the LRU list
+
+cdef enum:
     BLANK = 0                   # on the blank stack
-    EVICTABLE = 1               # on the LRU list
+    EVICTABLE = 1               # on the LRU list, or SETTLED
     LIMBO = 2                   # on the limbo list
     USED = 3                    # referenced or held
     RESERVED = 4
@@ -45,7 +50,7 @@ cdef struct Block:              # all that a hit or a release touches, 32 bytes:
     int32_t next                # links of the list it is on
     int32_t prev
     int64_t fence               # step that must pass: in limbo, and for the dst of its copy to have content, else a
-                                # number no pending step has; evictable: whether the prefix cache has seen it there
+                                # number no pending step has; evictable: SETTLED, or 0
 
 
 cdef struct Chain:              # doubly linked list through Block.next and Block.prev
@@ -55,7 +60,8 @@ cdef struct Chain:              # doubly linked list through Block.next and Bloc
 
 
 # Invariants, recomputed by blocks_check:
-#   num_blocks - reserved == num_blank + lru.size + limbo.size + num_used
+#   num_blocks - reserved == num_blank + num_evictable + limbo.size + num_used
+#   on the LRU list  <=>  place == EVICTABLE and fence != SETTLED
 #   place == USED  <=>  refcount + hold > 0
 #   refcount == entries in tables of open sequences + raw   (checked where the tables are)
 #   floor == 0 unless hold > 0
@@ -72,6 +78,7 @@ cdef struct Blocks:
     int32_t num_blocks
     int32_t reserved
     int32_t num_blank
+    int32_t num_evictable
     int32_t num_used
     int32_t num_shared
     int32_t num_dropped

@@ -88,7 +88,7 @@ cdef void chain_unlink(Blocks* b, Chain* chain, int32_t i) noexcept nogil:
 # ---- taking and giving back --------------------------------------------------------------------------------
 
 cdef int32_t blocks_available(const Blocks* b) noexcept nogil:
-    return b.num_blank + b.lru.size
+    return b.num_blank + b.num_evictable
 
 
 cdef void blocks_new_stamp(Blocks* b) noexcept nogil:
@@ -106,17 +106,24 @@ cdef int blocks_short(const Blocks* b, Verdict* v, int32_t arena, Py_ssize_t row
     v.needed = needed
     v.short_by = short_by
     v.blank = b.num_blank
-    v.evictable = b.lru.size
+    v.evictable = b.num_evictable
     v.limbo = b.limbo.size
     return refused(v, OUT_OF_BLOCKS, row, -1, 0, handle, 0)
 
 
-cdef inline int32_t give_up(Blocks* b, int32_t i) noexcept nogil:
-    """Take an evictable block off the LRU list: its content is gone. 0: that was gone before (`uncache`), else 1."""
-    cdef int32_t lost = b.block[i].committed        # 1, or 0
-    chain_unlink(b, &b.lru, i)
-    b.block[i].committed = False
+cdef inline void leave_evictable(Blocks* b, int32_t i) noexcept nogil:
+    """An evictable block is that no more."""
+    if b.block[i].fence != SETTLED:
+        chain_unlink(b, &b.lru, i)
     b.block[i].fence = 0
+    b.num_evictable -= 1
+
+
+cdef inline int32_t give_up(Blocks* b, int32_t i) noexcept nogil:
+    """The content of an evictable block is gone. 0: that was gone before (`uncache`), else 1."""
+    cdef int32_t lost = b.block[i].committed        # 1, or 0
+    leave_evictable(b, i)
+    b.block[i].committed = False
     b.evictions += lost
     return lost
 
@@ -184,8 +191,9 @@ cdef inline void leave_use(Blocks* b, int32_t i) noexcept nogil:
 cdef inline void settle(Blocks* b, int32_t i) noexcept nogil:
     if b.block[i].committed:
         b.block[i].place = EVICTABLE
-        b.block[i].fence = b.allocs
+        b.block[i].fence = 0
         chain_push(b, &b.lru, i)
+        b.num_evictable += 1
     else:
         b.block[i].place = BLANK
         b.blank[b.num_blank] = i
@@ -277,9 +285,12 @@ cdef void blocks_lower_fences(Blocks* b) noexcept nogil:
 cdef inline void touch(Blocks* b, int32_t i) noexcept nogil:
     cdef Block* block = &b.block[i]
     if block.place != USED:
-        chain_unlink(b, &b.lru if block.place == EVICTABLE else &b.limbo, i)
+        if block.place == EVICTABLE:
+            leave_evictable(b, i)
+        else:
+            chain_unlink(b, &b.limbo, i)
+            block.fence = 0
         block.place = USED
-        b.block[i].fence = 0          # of a cached block this was no step but the time it was cached
         b.num_used += 1
         if b.num_used > b.peak_used:
             b.peak_used = b.num_used
@@ -308,9 +319,8 @@ cdef void blocks_revive_many(Blocks* b, const int32_t* ids, int32_t n) noexcept 
 
 cdef void blocks_drop(Blocks* b, int32_t i) noexcept nogil:
     """Clear an evictable block to blank. The caller has removed it from the index."""
-    chain_unlink(b, &b.lru, i)
+    leave_evictable(b, i)
     b.block[i].committed = False
-    b.block[i].fence = 0
     settle(b, i)
 
 
@@ -371,8 +381,7 @@ cdef void blocks_take_empty(Blocks* b, const int32_t* ids, int32_t n) noexcept n
             if b.block[i].place == BLANK:
                 blank += 1
             else:
-                chain_unlink(b, &b.lru, i)
-                b.block[i].fence = 0
+                leave_evictable(b, i)
             b.block[i].place = USED
     now_used(b, found)
     at = b.num_blank
@@ -450,7 +459,7 @@ cdef int32_t blocks_free_order(const Blocks* b, int32_t* out, int32_t n) noexcep
 cdef void blocks_reset(Blocks* b) noexcept nogil:
     """Every unreserved block blank, the lowest id on top; committed ones are noted as dropped."""
     cdef int32_t i
-    b.num_blank = b.num_used = b.num_shared = 0
+    b.num_blank = b.num_evictable = b.num_used = b.num_shared = 0
     b.newest_pending = b.oldest_pending = 0
     b.lru.head = b.lru.tail = b.limbo.head = b.limbo.tail = NO_BLOCK
     b.lru.size = b.limbo.size = 0
@@ -486,7 +495,7 @@ cdef uint64_t blocks_fingerprint(const Blocks* b, uint64_t h, int64_t next_step)
         h = mix(h, b.blank[i])
     for i in range(b.num_dropped):
         h = mix(h, b.dropped[i])
-    h = mix(h, b.lru.size)
+    h = mix(mix(h, b.lru.size), b.num_evictable)
     i = b.lru.head
     while i != NO_BLOCK:
         h = mix(h, i)
@@ -505,7 +514,7 @@ cdef bint check_chain(const Blocks* b, const Chain* chain, uint8_t place, const 
     while i != NO_BLOCK:
         if i < b.reserved or i >= b.num_blocks or count > b.num_blocks:
             return snprintf(finding, FINDING, b"%s list is broken at block %d", name, i) > 0
-        if b.block[i].place != place:
+        if b.block[i].place != place or b.block[i].fence == SETTLED:
             return snprintf(finding, FINDING, b"block %d is on the %s list, but its place is %d", i, name,
                             <int>b.block[i].place) > 0
         if b.block[i].prev != previous:
@@ -565,7 +574,7 @@ cdef bint check_ids(const Blocks* b, int32_t* seen, char* finding) noexcept nogi
 
 cdef bint blocks_check(const Blocks* b, int32_t* seen, char* finding) noexcept nogil:
     """Whether an invariant does not hold; the first one, in words. `seen` is zero for every block. O(num_blocks)."""
-    cdef int32_t i, shared = 0
+    cdef int32_t i, shared = 0, settled = 0
     cdef int32_t[5] places
     if not (0 <= b.num_blank <= b.num_blocks and 0 <= b.num_dropped <= b.num_blocks):
         return snprintf(finding, FINDING, b"the blank stack has %d entries and the dropped list %d", b.num_blank,
@@ -576,6 +585,7 @@ cdef bint blocks_check(const Blocks* b, int32_t* seen, char* finding) noexcept n
             return True
         places[b.block[i].place] += 1
         shared += b.block[i].refcount > 1
+        settled += b.block[i].place == EVICTABLE and b.block[i].fence == SETTLED
     if places[USED] != b.num_used or shared != b.num_shared or b.num_used > b.peak_used:
         return snprintf(finding, FINDING, b"counted %d used and %d shared blocks, the counters say %d and %d",
                         places[USED], shared, b.num_used, b.num_shared) > 0
@@ -588,6 +598,6 @@ cdef bint blocks_check(const Blocks* b, int32_t* seen, char* finding) noexcept n
         return snprintf(finding, FINDING, b"limbo holds %d blocks that no pending step can use", b.limbo.size) > 0
     if check_chain(b, &b.lru, EVICTABLE, b"LRU", finding) or check_chain(b, &b.limbo, LIMBO, b"limbo", finding):
         return True
-    if places[EVICTABLE] != b.lru.size or places[LIMBO] != b.limbo.size:
+    if places[EVICTABLE] != b.num_evictable or settled + b.lru.size != b.num_evictable or places[LIMBO] != b.limbo.size:
         return snprintf(finding, FINDING, b"a block is on no list") > 0
     return False

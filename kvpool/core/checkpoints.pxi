@@ -13,7 +13,8 @@ cdef void bundle_keep(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
         b.block[i].refcount -= 1
         b.num_used -= 1
         b.block[i].place = EVICTABLE
-        chain_push(b, &b.lru, i)
+        b.block[i].fence = SETTLED
+        b.num_evictable += 1
 
 
 cdef inline Line* line_of(Tree* t, int32_t m) noexcept nogil:

@@ -1158,7 +1158,7 @@ cdef class Pool:
             raise ValueError(f"[stats] arena is out of range ({number}), it must be in 0 .. {arenas - 1}")
         capacity = s.sum_blocks * self.options.block_size
         return PoolStats(
-            b.num_blocks, b.reserved, b.num_blank, b.lru.size, b.limbo.size, b.num_used, b.num_shared, s.num_open,
+            b.num_blocks, b.reserved, b.num_blank, b.num_evictable, b.limbo.size, b.num_used, b.num_shared, s.num_open,
             pending, b.cow_copies, b.cow_tokens, b.allocs, b.evictions, b.peak_used, s.sum_tokens, capacity,
             1.0 - s.sum_tokens / <double>capacity if capacity else 0.0, s.evicted_tokens)
 

@@ -45,7 +45,6 @@ cdef enum:
     MOST_TAKEN = 2              # checkpoints that a row has taken and `commit` has not published
     NODES_PER_CHECKPOINT = 4    # there is room for one checkpoint per so many nodes
     SAVED_ELSEWHERE = -1        # Checkpoint.step: no step saves it, a loader does
-    SETTLED = -1                # Block.fence of an EVICTABLE block that tree_settle has looked at
 
 cdef enum:                      # Node.place: where its unit is
     NOWHERE                     # no entry of a full group is idle

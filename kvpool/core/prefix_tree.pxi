@@ -505,10 +505,10 @@ cdef void entry_left(Groups* gs, int32_t k, int32_t first) noexcept nogil:
 
 
 cdef void tree_settle(Groups* gs) noexcept nogil:
-    """Look at the blocks that became EVICTABLE since the last time. They are the newest of each list."""
+    """Look at the blocks that became EVICTABLE since the last time, and take them off the LRU lists."""
     cdef int32_t k
     for k in range(gs.num_arenas):
-        if gs.arena[k].lru.size and gs.arena[k].block[gs.arena[k].lru.tail].fence != SETTLED:
+        if gs.arena[k].lru.size:
             settle_arena(gs, k)
 
 
@@ -517,27 +517,29 @@ cdef void settle_arena(Groups* gs, int32_t arena) noexcept nogil:
     cdef Tree* t = gs.tree
     cdef Blocks* b = gs.arena[arena]
     cdef const Standing* stands = t.stands[arena]
-    cdef int32_t* left = b.dropped      # nobody drops a block behind the back of the tree
-    cdef int32_t id = b.lru.tail, count = 0, k, n
+    cdef int32_t id = b.lru.head, after, role, k, n
     cdef Node* node
-    while id != NO_BLOCK and b.block[id].fence != SETTLED:
+    while id != NO_BLOCK:
         b.block[id].fence = SETTLED
-        if stands[id].role != LATER_COLUMN and stands[id].role != BUNDLE:
-            left[count] = id
-            count += 1
-        id = b.block[id].prev
-    while count:
-        count -= 1
-        id = left[count]
+        id = b.block[id].next
+    after = b.lru.head
+    b.lru.head = b.lru.tail = NO_BLOCK
+    b.lru.size = 0
+    while after != NO_BLOCK:
+        id = after
+        after = b.block[id].next
+        role = stands[id].role
+        if b.block[id].place != EVICTABLE or role == LATER_COLUMN or role == BUNDLE:
+            continue                    # it left with the first block of its entry, or will
         n = stands[id].node
         node = &t.node[n]
-        k = stands[id].role - 1
+        k = role - 1
         if (k < gs.num_groups and gs.group[k].kind == FULL_LAYERS and node.name != NO_NAME and node.place == NOWHERE
                 and node_entry(t, n, k)[0] == id):
             node.idle += 1
             unit_append(t, n)
         else:
-            entry_left(gs, (stands[id].role - 1) % MAX_GROUPS, id)
+            entry_left(gs, k % MAX_GROUPS, id)
 
 
 cdef void share_entries(Tree* t, LayerGroup* g, int32_t k, int32_t* row, int64_t first, int64_t end) noexcept nogil:
@@ -891,7 +893,7 @@ cdef bint check_kept(const Groups* gs, int32_t arena, char* finding) noexcept no
     """What a committed block is for; each one that is EVICTABLE leaves when a unit or a checkpoint does."""
     cdef const Tree* t = gs.tree
     cdef const Blocks* b = gs.arena[arena]
-    cdef int32_t id, k, left = b.lru.size
+    cdef int32_t id, k, left = b.num_evictable
     cdef int32_t role
     for id in range(b.num_blocks):
         role = t.stands[arena][id].role
