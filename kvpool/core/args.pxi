@@ -57,7 +57,28 @@ cdef extern from *:
         }
         return to;
     }
+
+    /* The head of NumPy's arrays, which its C API makes public. `layout_holds` tells whether it is still so. */
+    typedef struct {
+        PyObject_HEAD
+        char *data;
+        int nd;
+        Py_ssize_t *dimensions;
+        Py_ssize_t *strides;
+        PyObject *base;
+        PyObject *descr;
+        int flags;
+    } kv_array;
+    enum { KV_PLAIN = 0x0001 | 0x0100, KV_WRITEABLE = 0x0400 };    /* C-contiguous and aligned */
     """
+    ctypedef struct Array "kv_array":
+        char* data
+        int nd
+        Py_ssize_t* dimensions
+        PyObject* descr
+        int flags
+    int PLAIN "KV_PLAIN"
+    int WRITEABLE "KV_WRITEABLE"
     bint short_int "kv_short_int"(object value, int64_t* number) noexcept
     Py_ssize_t plain_ints "kv_plain_ints"(object batch, Py_ssize_t start, Py_ssize_t stop, int64_t* out) noexcept
     void* exchange "kv_exchange"(void** place, void* value) noexcept nogil
@@ -71,6 +92,29 @@ cdef enum:
 cdef object empty = np.empty
 cdef object INT32 = np.dtype(np.int32)      # a name would be looked up on every call
 cdef object INT64 = np.dtype(np.int64)
+
+
+cdef type NDARRAY = np.ndarray
+
+
+cdef bint layout_holds():
+    """Whether arrays lie in memory as `Array` says."""
+    array = np.arange(3, dtype=np.int32)
+    cdef const Array* head = <const Array*>array
+    return (<size_t>head.data == array.ctypes.data and head.nd == 1 and head.dimensions[0] == 3
+            and head.descr == <PyObject*>INT32 and (head.flags & (PLAIN | WRITEABLE)) == (PLAIN | WRITEABLE))
+
+
+cdef bint HAS_LAYOUT = layout_holds()
+
+
+cdef inline const Array* plain_array(object value) noexcept:
+    """An array of one dimension that can be read as it is, NULL: the buffer protocol has to tell, which takes NumPy
+    longer than most calls."""
+    cdef const Array* head = <const Array*>value
+    if HAS_LAYOUT and type(value) is NDARRAY and head.nd == 1 and head.flags & PLAIN == PLAIN:
+        return head
+    return NULL
 
 
 cdef inline int64_t ints_at(const Ints* ints, Py_ssize_t i) noexcept nogil:
@@ -212,6 +256,13 @@ cdef int from_buffer(Ints* ints, object value, str call, str name, bint narrow) 
     """Copy a buffer. No Python code runs between asking for its memory and the copy. Returns 1 for an array of one
     number without a dimension, which is read as an int."""
     cdef Py_buffer view
+    cdef const Array* array = plain_array(value)
+    cdef int width = 0
+    if array != NULL:
+        width = 8 if array.descr == <PyObject*>INT64 else 4 if narrow and array.descr == <PyObject*>INT32 else 0
+    if width:
+        memcpy(ints_room(ints, array.dimensions[0], width, call, name), array.data, array.dimensions[0] * width)
+        return 0
     try:
         PyObject_GetBuffer(value, &view, PyBUF_STRIDES | PyBUF_FORMAT)
     except (BufferError, ValueError) as error:          # a dtype that has no buffer format

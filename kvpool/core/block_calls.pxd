@@ -12,3 +12,4 @@ cdef class BlockAPI:
     cdef int run(self, object ids, str call, int op, bint option) except -1
     cdef object each(self, object ids, str call, bint content)
     cdef object alloc_into(self, object out, int64_t count)
+    cdef int alloc_to(self, int32_t* out, Py_ssize_t room, int64_t count) except -1

@@ -23,23 +23,6 @@ cdef inline uint64_t begin_mix(const State* pool, int32_t arena, int64_t op) noe
     return mix(pool.blocks.digest, op | <int64_t>arena << 32)
 
 
-cdef int judge_ids(Blocks* b, Ints* ids, Verdict* v) noexcept nogil:
-    """Block ids of a call: in range, not reserved, no duplicates."""
-    cdef Py_ssize_t k
-    cdef int64_t i
-    blocks_new_stamp(b)
-    for k in range(ids.size):
-        i = ints_at(ids, k)
-        if i < 0 or i >= b.num_blocks:
-            return refused(v, NO_SUCH_BLOCK, k, i, 0, b.num_blocks - 1, 0)
-        if i < b.reserved:
-            return refused(v, RESERVED_BLOCK, k, i, 0, b.reserved - 1, 0)
-        if b.mark[i] == b.stamp:
-            return refused(v, DUPLICATE_BLOCK, k, i, 0, 0, 0)
-        b.mark[i] = b.stamp
-    return OK
-
-
 cdef inline int32_t pool_next_block(State* pool, int32_t arena) noexcept nogil:
     """The block that will be taken next; -1: there is none."""
     cdef Blocks* b = blocks_of(pool, arena)
@@ -50,68 +33,15 @@ cdef inline int32_t pool_next_block(State* pool, int32_t arena) noexcept nogil:
 
 cdef inline int pool_alloc(State* pool, int32_t arena, int32_t* ids, int64_t count, Verdict* v) noexcept nogil:
     cdef Blocks* b = blocks_of(pool, arena)
-    cdef int64_t k, available = b.num_blank
-    cdef uint64_t h
+    cdef int64_t available = b.num_blank
     if count > available and not has_tree(pool):
         available = blocks_available(b)
     if count > available:
         blocks_short(b, v, arena, -1, -1, count, count - available)
         v.evictable = available - b.num_blank
         return v.reason
-    h = mix(begin_mix(pool, arena, OP_ALLOC), count)
-    blocks_take_many(b, ids, <int32_t>count)
-    for k in range(count):
-        b.block[ids[k]].raw = 1
-        h = mix(h, ids[k])
-    pool.blocks.digest = h
-    return OK
-
-
-cdef int pool_incref(State* pool, int32_t arena, Ints* ids, Verdict* v) noexcept nogil:
-    cdef Blocks* b = blocks_of(pool, arena)
-    cdef Py_ssize_t k
-    cdef int64_t i
-    cdef int status = judge_ids(b, ids, v)
-    if status != OK:
-        return status
-    for k in range(ids.size):
-        i = ints_at(ids, k)
-        if has_tree(pool) and b.block[i].raw == 0:
-            return refused(v, NOT_ALLOCATED, k, i, 0, 0, 0)
-        if b.block[i].refcount == 0:
-            return refused(v, UNREFERENCED, k, i, 0, 0, 0)
-        if b.block[i].refcount >= MAX_REFCOUNT:
-            return refused(v, REFERENCE_LIMIT, k, i, 0, 0, b.block[i].refcount)
-    pool.blocks.digest = mix(begin_mix(pool, arena, OP_INCREF), ids.size)
-    for k in range(ids.size):
-        i = ints_at(ids, k)
-        blocks_ref(b, <int32_t>i, 1)
-        b.block[i].raw += 1
-        pool.blocks.digest = mix(pool.blocks.digest, i)
-    return OK
-
-
-cdef int pool_drop(State* pool, int32_t arena, Ints* ids, bint last, Verdict* v) noexcept nogil:
-    cdef Blocks* b = blocks_of(pool, arena)
-    cdef Py_ssize_t k
-    cdef int32_t i
-    cdef uint64_t h
-    cdef int status = judge_ids(b, ids, v)
-    if status != OK:
-        return status
-    for k in range(ids.size):
-        i = <int32_t>ints_at(ids, k)
-        if b.block[i].raw == 0:
-            return refused(v, NO_RAW_REFERENCE, k, i, 0, 0, b.block[i].refcount)
-        if last and b.block[i].refcount > 1:
-            return refused(v, STILL_SHARED, k, i, 0, 0, b.block[i].refcount)
-    h = mix(begin_mix(pool, arena, OP_FREE if last else OP_DECREF), ids.size)
-    for k in range(ids.size):
-        i = <int32_t>ints_at(ids, k)
-        b.block[i].raw -= 1
-        blocks_unref(b, i)
-        h = mix(h, i)
-    pool.blocks.digest = h
+    blocks_take_raw(b, ids, <int32_t>count, True)
+    pool.blocks.digest = mix_tokens(begin_mix(pool, arena, OP_ALLOC), ids, count)
     return OK
 
 
@@ -175,12 +105,19 @@ cdef inline int judge_block(const Block* block, int op) noexcept nogil:
         if block.refcount == 0:
             return UNREFERENCED
         return HAS_CONTENT if block.committed else NOT_DRAINED if block.noted else OK
+    if op == OP_INCREF or op == OP_INCREF | OPTION:
+        if op == OP_INCREF | OPTION and block.raw == 0:
+            return NOT_ALLOCATED
+        return UNREFERENCED if block.refcount == 0 else REFERENCE_LIMIT if block.refcount >= MAX_REFCOUNT else OK
+    if op == OP_DECREF or op == OP_FREE:
+        return NO_RAW_REFERENCE if block.raw == 0 else STILL_SHARED if op == OP_FREE and block.refcount > 1 else OK
     return OK
 
 
 cdef inline int judge_blocks(Blocks* b, const Ints* given, int op, int32_t* ids, int32_t* size,
                              Verdict* v) noexcept nogil:
-    """Ids of a call as int32, without those of reserved blocks; `ids` may be the memory of `given`.
+    """Ids of a call as int32; `ids` may be the memory of `given`. Calls of engines with keys of their own may name
+    reserved blocks, which are left out.
 
     An id that no block has is refused before what is wrong with a block, wherever they stand.
     """
@@ -190,46 +127,65 @@ cdef inline int judge_blocks(Blocks* b, const Ints* given, int op, int32_t* ids,
     cdef int32_t named = 0, num_blocks = b.num_blocks, reserved = b.reserved
     cdef const int64_t* wide = <const int64_t*>given.data
     cdef const int32_t* narrow = <const int32_t*>given.data
-    cdef bint is_narrow = given.width == 4
+    cdef bint is_narrow = given.width == 4, is_raw = op & ~OPTION in (OP_INCREF, OP_DECREF, OP_FREE)
     cdef Py_ssize_t k, n = given.size
     cdef int64_t i
     cdef int reason, status
+    # Most blocks are fit for the call: they have so many raw references, and from 1 to so many in all.
+    cdef int32_t least_raw = op == OP_DECREF or op == OP_FREE or op == OP_RELEASE or op == OP_INCREF | OPTION
+    cdef uint32_t most = (1 if op == OP_FREE else 0 if op == OP_MARK_CACHED or op == OP_UNCACHE
+                          else MAX_REFCOUNT - 1 if op & ~OPTION in (OP_INCREF, OP_TOUCH) else INT32_MAX)
     blocks_new_stamp(b)
     stamp = b.stamp
     for k in range(n):
         i = narrow[k] if is_narrow else wide[k]
         if <uint64_t>i >= <uint64_t>num_blocks:
             return judge_range(b, given, k, v)
-        if i < reserved:
+        if i >= reserved and mark[i] != stamp and (
+                (block[i].raw >= least_raw and <uint32_t>(block[i].refcount - 1) < most)
+                or judge_block(&block[i], op) == OK):
+            mark[i] = stamp
+            ids[named] = <int32_t>i
+            named += 1
             continue
-        reason = judge_block(&block[i], op)
+        if i < reserved and not is_raw:
+            continue
+        reason = RESERVED_BLOCK if i < reserved else judge_block(&block[i], op)
         if mark[i] == stamp:
             reason = NAMED_TWICE if op == OP_RELEASE else DUPLICATE_BLOCK
-        if reason != OK:
-            status = judge_range(b, given, k + 1, v)
-            return status if status != OK else refused(v, reason, k, i, 0, 0, block[i].refcount)
-        mark[i] = stamp
-        ids[named] = <int32_t>i
-        named += 1
+        status = judge_range(b, given, k + 1, v)
+        return status if status != OK else refused(v, reason, k, i, 0, reserved - 1, block[i].refcount)
     size[0] = named
     return OK
 
 
-cdef int name_blocks(State* pool, int32_t arena, Ints* given, int op, bint option, Verdict* v) noexcept nogil:
-    """Judge a call of an engine with content keys of its own, then make it."""
+cdef int call_blocks(State* pool, int32_t arena, Ints* given, int op, bint option, Verdict* v) noexcept nogil:
+    """Judge a call with a batch of blocks, then make it. `option`: what else it was asked for.
+
+    Each has a loop of its own, in which nothing asks for the op.
+    """
     cdef Blocks* b = blocks_of(pool, arena)
     cdef int32_t[SMALL] few
     cdef int32_t* ids = few
     cdef int32_t n = 0
     cdef int status
-    if has_tree(pool):
-        return refused(v, INDEXED, -1, 0, 0, 0, 0)
     if given.owned != NULL:
         ids = <int32_t*>given.owned
-    if op == OP_RELEASE and option and b.newest_pending:
-        status = judge_range(b, given, 0, v)
-        return status if status != OK else refused(v, STEP_PENDING, -1, b.newest_pending, 0, 0, 0)
-    if op == OP_TOUCH and not option:       # each with a loop of its own, in which nothing asks for the op
+    if op == OP_INCREF:
+        status = judge_blocks(b, given, OP_INCREF | OPTION if has_tree(pool) else OP_INCREF, ids, &n, v)
+        if status == OK:
+            blocks_ref_raw(b, ids, n)
+    elif op == OP_DECREF:
+        status = judge_blocks(b, given, OP_DECREF, ids, &n, v)
+        if status == OK:
+            blocks_unref_raw(b, ids, n)
+    elif op == OP_FREE:
+        status = judge_blocks(b, given, OP_FREE, ids, &n, v)
+        if status == OK:
+            blocks_unref_raw(b, ids, n)
+    elif has_tree(pool):
+        return refused(v, INDEXED, -1, 0, 0, 0, 0)
+    elif op == OP_TOUCH and not option:
         status = judge_blocks(b, given, OP_TOUCH, ids, &n, v)
         if status == OK:
             blocks_revive_many(b, ids, n)
@@ -239,6 +195,9 @@ cdef int name_blocks(State* pool, int32_t arena, Ints* given, int op, bint optio
             blocks_take_empty(b, ids, n)
             blocks_revive_many(b, ids, n)
     elif op == OP_RELEASE:
+        if option and b.newest_pending:
+            status = judge_range(b, given, 0, v)
+            return status if status != OK else refused(v, STEP_PENDING, -1, b.newest_pending, 0, 0, 0)
         status = judge_blocks(b, given, OP_RELEASE, ids, &n, v)
         if status == OK:
             blocks_release(b, ids, n, option)
@@ -250,19 +209,9 @@ cdef int name_blocks(State* pool, int32_t arena, Ints* given, int op, bint optio
         status = judge_blocks(b, given, OP_UNCACHE, ids, &n, v)
         if status == OK:
             blocks_uncommit(b, ids, n, option)
-    if status != OK:
-        return status
-    pool.blocks.digest = mix_tokens(begin_mix(pool, arena, op | (OPTION if option else 0)), ids, n)
-    return OK
-
-
-cdef int call_blocks(State* pool, int32_t arena, Ints* ids, int op, bint option, Verdict* v) noexcept nogil:
-    """A call with a batch of blocks. `option`: what else the call was asked for."""
-    if op == OP_INCREF:
-        return pool_incref(pool, arena, ids, v)
-    if op == OP_DECREF or op == OP_FREE:
-        return pool_drop(pool, arena, ids, op == OP_FREE, v)
-    return name_blocks(pool, arena, ids, op, option, v)
+    if status == OK:
+        pool.blocks.digest = mix_tokens(begin_mix(pool, arena, op | (OPTION if option else 0)), ids, n)
+    return status
 
 
 # ---- for Python --------------------------------------------------------------------------------------------
@@ -500,35 +449,45 @@ cdef class BlockAPI:
         return found
 
     cdef object alloc_into(self, object out, int64_t count):
-        """The ids go to the caller's array, once they are taken: nothing can fail then."""
+        """The ids go to the caller's array."""
         cdef Py_buffer view
-        cdef Ints made
-        cdef Verdict v
-        cdef int32_t* ids
-        cdef int status
+        cdef const Array* array = plain_array(out)
+        if array != NULL and array.descr == <PyObject*>INT32 and array.flags & WRITEABLE:
+            self.alloc_to(<int32_t*>array.data, array.dimensions[0], count)
+            return out
         if not PyObject_CheckBuffer(out):
             raise TypeError(f"[alloc] out must be an int32 array, not {type(out).__name__}")
         PyObject_GetBuffer(out, &view, PyBUF_STRIDES | PyBUF_FORMAT)
-        ints_init(&made, &self.state.spare)
         try:
             buffer_judge(&view, "alloc", "out", True)
             if view.itemsize != 4:
                 raise TypeError("[alloc] out must be an int32 array")
             if view.readonly:
                 raise ValueError("[alloc] out is read-only")
-            if view.shape[0] < count:
-                raise ValueError(f"[alloc] out is too small ({view.shape[0]}), it must hold {count} ids")
-            ids = <int32_t*>ints_room(&made, count, 4, "alloc", "ids")
+            self.alloc_to(<int32_t*>view.buf, view.shape[0], count)
+        finally:
+            PyBuffer_Release(&view)
+        return out
+
+    cdef int alloc_to(self, int32_t* out, Py_ssize_t room, int64_t count) except -1:
+        """Write the ids once they are taken: nothing can fail then."""
+        cdef Ints made
+        cdef Verdict v
+        cdef int status
+        if room < count:
+            raise ValueError(f"[alloc] out is too small ({room}), it must hold {count} ids")
+        ints_init(&made, &self.state.spare)
+        try:
+            ints_room(&made, count, 4, "alloc", "ids")
             pool_enter(self.state, "alloc")
-            status = pool_alloc(self.state, self.number, ids, count, &v)
+            status = pool_alloc(self.state, self.number, <int32_t*>made.data, count, &v)
             pool_leave(self.state)
             if status != OK:
                 refuse("alloc", &v)
-            memcpy(view.buf, ids, count * sizeof(int32_t))
+            memcpy(out, made.data, count * sizeof(int32_t))
         finally:
             ints_free(&made)
-            PyBuffer_Release(&view)
-        return out
+        return 0
 
     def incref(self, ids):
         """Add one raw reference to each block.
@@ -646,7 +605,7 @@ cdef class BlockAPI:
                 pool_enter(self.state, "take")
                 if self.state.blocks.digest == seen:
                     status = OK
-                    blocks_take_raw(b, ids, <int32_t>count)
+                    blocks_take_raw(b, ids, <int32_t>count, False)
                     self.state.blocks.digest = mix_tokens(begin_mix(self.state, self.number, OP_TAKE), ids,
                                                           <int32_t>count)
                 pool_leave(self.state)

@@ -221,10 +221,6 @@ cdef inline void ref(Blocks* b, int32_t i, int32_t times) noexcept nogil:
     b.block[i].refcount += times
 
 
-cdef void blocks_ref(Blocks* b, int32_t i, int32_t times) noexcept nogil:
-    ref(b, i, times)
-
-
 cdef void blocks_ref_many(Blocks* b, const int32_t* ids, int32_t n, int32_t times) noexcept nogil:
     cdef Block* block = b.block
     cdef int32_t k, before, shared = 0
@@ -347,20 +343,55 @@ cdef inline void own(Blocks* b, int32_t i) noexcept nogil:
     b.block[i].place = USED
 
 
-cdef void blocks_take_raw(Blocks* b, int32_t* out, int32_t n) noexcept nogil:
-    """n blocks with one raw reference each. None is noted."""
+cdef void blocks_take_raw(Blocks* b, int32_t* out, int32_t n, bint note) noexcept nogil:
+    """n blocks with one raw reference each. `note`: of cached ones, that their content is gone."""
+    cdef const int32_t* top = b.blank + b.num_blank
     cdef int32_t k, i, blank = n if n < b.num_blank else b.num_blank
     for k in range(blank):
-        i = b.blank[b.num_blank - 1 - k]
+        i = top[-1 - k]
         own(b, i)
         out[k] = i
     b.num_blank -= blank
     for k in range(blank, n):
         i = b.lru.head
-        give_up(b, i)
+        if note:
+            drop_oldest(b, i)
+        else:
+            give_up(b, i)
         own(b, i)
         out[k] = i
     now_used(b, n)
+
+
+cdef void blocks_ref_raw(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
+    """A raw reference more on each of n blocks in use."""
+    cdef int32_t k
+    for k in range(n):
+        ref(b, ids[k], 1)
+        b.block[ids[k]].raw += 1
+
+
+cdef void blocks_unref_raw(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
+    """A raw reference less on each of n blocks, in their order; what is counted stays in registers."""
+    cdef Block* block
+    cdef int32_t k, blank = b.num_blank, shared = 0
+    cdef bint at_once = b.newest_pending == 0
+    for k in range(n):
+        block = &b.block[ids[k]]
+        block.raw -= 1
+        block.refcount -= 1
+        shared += block.refcount == 1
+        if block.refcount or block.hold:
+            continue
+        if at_once and not block.committed:
+            block.place = BLANK
+            b.blank[blank] = ids[k]
+            blank += 1
+        else:
+            leave_use(b, ids[k])        # no blank block comes of that
+    b.num_used -= blank - b.num_blank
+    b.num_blank = blank
+    b.num_shared -= shared
 
 
 cdef inline bint is_empty(const Block* block) noexcept nogil:

@@ -19,9 +19,7 @@ DTYPES = {4: np.int32, 8: np.int64}
 
 cdef extern from *:
     """
-    /* The first members of NumPy's array object, as its C headers have them. Looked at only in arrays in which they
-       were found to be what the buffer protocol says. */
-    typedef struct { PyObject_HEAD char *data; int nd; Py_ssize_t *dimensions; } kv_array;
+    /* Looked at only in arrays in which the members were found to be what the buffer protocol says. */
     static inline int kv_is_at(PyObject *array, const void *data, int nd, const Py_ssize_t *shape) {
         const kv_array *now = (const kv_array *)array;
         int same = now->data == data && now->nd == nd;
