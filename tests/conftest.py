@@ -61,6 +61,10 @@ PLAN_ATTRIBUTES = (
     "is_pending",
     "step_id",
 )
+GROUP_ATTRIBUTES = (
+    *("block_tables", "slot_mapping", "kv_lens", "kv_starts", "indptr", "indices", "last_page_len", "copies"),
+    *("dirty_rows", "state_src", "state_dst", "state_loads", "state_saves"),
+)
 
 # Calls on one sequence, by name: each of them must refuse a dead handle.
 ONE_HANDLE_CALLS = {
@@ -271,14 +275,13 @@ def grow(make_plan):
 
 
 def contents(plan):
-    """Everything that a plan shows, as plain Python values."""
-    shown = {}
-    for name in PLAN_ATTRIBUTES:
-        try:
-            value = getattr(plan, name)
-        except (AttributeError, ValueError):  # a format that nobody asked for
-            continue
-        shown[name] = value.tolist() if isinstance(value, np.ndarray) else value
+    """Everything that a plan and its groups show, as plain Python values."""
+    shown = []
+    for part, names in [(plan, PLAN_ATTRIBUTES), *((group, GROUP_ATTRIBUTES) for group in plan.groups)]:
+        for name in names:
+            with contextlib.suppress(AttributeError, ValueError):  # a format that nobody asked for
+                value = getattr(part, name)
+                shown.append((name, value.tolist() if isinstance(value, np.ndarray) else value))
     return shown
 
 

@@ -232,6 +232,7 @@ class Twins:
         if self.same:
             self.both(lambda side: (side.pool.stats(), side.pool.prefix and side.pool.prefix.stats()))
             self.both(lambda side: (side.pool.digest(), side.pool.fingerprint()))
+            self.both(lambda side: side.pool.prefix and side.pool.prefix.events())
 
     def run(self, words, calls=60):
         for _ in range(calls):
@@ -265,7 +266,8 @@ def test_pool_without_groups_is_a_pool_of_one_full_group(part):
     """Whatever they are asked, with too few blocks at times."""
     for seed in seeds(part):
         cached = seed % 2 == 0
-        Twins(seed, [None, FULL], same=True, prefix_cache=cached).run(EVERYTHING if cached else EVICTING)
+        options = {"prefix_cache": True, "events": 64} if cached else {"prefix_cache": False}
+        Twins(seed, [None, FULL], same=True, **options).run(EVERYTHING if cached else EVICTING)
 
 
 @PARTS

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from catalogue import planted
 
+from kvpool import Group
 from kvpool.errors import PlanStateError
 from kvpool.testing import ModelPlan
 
@@ -151,6 +152,76 @@ def test_bind_of_an_array_that_the_plan_does_not_have_is_refused(make_pool, make
     with refused(pool, ValueError, "bind", name, plans=[plan]):
         plan.bind(**{name: good()})
 
+
+# --- several groups ---------------------------------------------------------------------------------------
+
+GROUPS = [Group.full(), Group.window(6, columns=2), Group.state(4)]
+
+
+def some(*shape):
+    return np.full(shape, -9, np.int32)
+
+
+def test_each_group_receives_the_array_that_was_bound_for_it(make_pool, make_plan):
+    pool, rows = make_pool(groups=GROUPS), some(2)
+    tables, slots, lens = some(2, 4, 2), some(16), [some(2), some(2), some(2)]
+    plan = make_plan(pool, 2, 8, formats=("block_tables", "seq_lens", "slot_mapping", "slot_ids"), table_width=4,
+                     out={"block_tables": [None, tables, None], "slot_ids": rows})  # fmt: skip
+    plan.bind(seq_lens=lens, slot_mapping=(None, slots, None))
+    handles = [pool.open(), pool.open()]
+    pool.step(plan, handles, [5, 1])
+    full, window, _state = plan.groups
+    assert full.block_tables[:, :2, 0].tolist() == [[1, 2], [3, 0]]  # its own
+    assert tables[:, :2].tolist() == [[[4, 5], [6, 7]], [[8, 9], [0, 0]]] and not tables[:, 2:].any()
+    assert full.slot_mapping.tolist() == [[4, 5, 6, 7, 8, 12]]
+    assert slots.tolist() == [16, 17, 18, 19, 24, 32, 20, 21, 22, 23, 28, 36, *[-9] * 4]
+    assert [array.tolist() for array in lens] == [[5, 1]] * 3 and rows.tolist() == [0, 1]
+    assert np.shares_memory(window.block_tables, tables)
+    pool.done(plan)
+    plan.bind(seq_lens=[None, some(2), None])
+    pool.step(plan, handles, 1)
+    assert [part.dirty_rows.tolist() for part in (full, window)] == [[0, 1], [0, 1]]
+    assert (lens[0].tolist(), lens[1].tolist(), window.kv_lens.tolist()) == ([6, 2], [5, 1], [6, 2])
+
+
+BAD_OF_GROUPS = {
+    "one array for all": (TypeError, lambda: some(2, 4, 2)),
+    "none": (TypeError, lambda: None),
+    "a dict": (TypeError, lambda: {1: some(2, 4, 2)}),
+    "one too few": (TypeError, lambda: [None, some(2, 4, 2)]),
+    "one too many": (TypeError, lambda: [None, some(2, 4, 2), None, None]),
+    "no array": (TypeError, lambda: [None, 3, None]),
+    "int64": (TypeError, lambda: [None, np.zeros((2, 4, 2), np.int64), None]),
+    "without columns": (ValueError, lambda: [None, some(2, 4), None]),
+    "too wide": (ValueError, lambda: [None, some(2, 5, 2), None]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OF_GROUPS)
+def test_arrays_that_do_not_fit_their_groups_are_refused(make_pool, make_plan, refused, case):
+    pool = make_pool(groups=GROUPS)
+    plan = make_plan(pool, 2, 8, table_width=4)
+    exception, make_arrays = BAD_OF_GROUPS[case]
+    with refused(pool, exception, "bind", "block_tables", plans=[plan]):
+        plan.bind(block_tables=make_arrays())
+    with refused(pool, exception, "Plan", "block_tables"):
+        make_plan(pool, 2, 8, table_width=4, out={"block_tables": make_arrays()})
+
+
+def test_arrays_of_two_groups_that_overlap_are_refused(make_pool, make_plan, refused):
+    pool, memory = make_pool(groups=GROUPS), some(16)
+    plan = make_plan(pool, 2, 8)
+    plan.bind(seq_lens=[memory[:2], None, None])
+    with refused(pool, ValueError, "bind", "overlaps", plans=[plan]):
+        plan.bind(seq_lens=[None, memory[1:3], None])
+    with refused(pool, ValueError, "bind", "overlaps", plans=[plan]):
+        plan.bind(slot_mapping=[memory[2:10], None, None], seq_lens=[None, None, memory[9:11]])
+    plan.bind(seq_lens=[None, memory[2:4], memory[4:6]])
+    pool.step(plan, [pool.open(), pool.open()], [2, 3])
+    assert memory[:6].tolist() == [2, 3] * 3
+
+
+# --- options ----------------------------------------------------------------------------------------------
 
 BAD_PLANS = {
     "no rows": (ValueError, {"max_rows": 0}, 0),

