@@ -91,7 +91,7 @@ def shape_of(seed: int, without: tuple[str, ...] = ()) -> Shape:
         "num_blocks": reserved + int(max(cost, 1) * rng.choice((rng.randint(8, 16), rng.randint(12, 40), 64))),
         "block_size": size,
         "max_seqs": rng.choice((3, 5, 8, 12)),
-        "max_blocks_per_seq": min(longest, rng.choice((longest, longest, 32, 24, 16, 8))),
+        "max_blocks_per_seq": min(longest, rng.choice((longest, longest, 24, 16, 16, 8))),
         "reserved_blocks": reserved,
         "watermark": rng.choice((0, 0, 0, 2)),
         "in_order": rng.random() < 0.15,
