@@ -221,11 +221,17 @@ cdef int64_t left_by_all(const Groups* gs, int32_t slot) noexcept nogil:
     return least if least != INT64_MAX else 0
 
 
-cdef bint within(const Groups* gs, const Seq* q, const Limits* limits) noexcept nogil:
+cdef bint within(const Groups* gs, const Step* p, const Seq* q, const Limits* limits) noexcept nogil:
     """Whether a row may have one token more in the tables that it has."""
-    cdef int64_t left = left_by_all(gs, slot_of(q.handle))
-    return (q.num_tokens < limits.length and q.num_tokens - left < limits.seq_tokens
-            and q.num_blocks - left // gs.block_size <= limits.table_blocks)
+    cdef int32_t k, slot = slot_of(q.handle)
+    if q.num_tokens >= limits.length or q.num_tokens - left_by_all(gs, slot) >= limits.seq_tokens:
+        return False
+    if gs.seqs.evicted_tokens == 0:
+        return q.num_blocks <= limits.table_blocks
+    for k in range(gs.num_groups):      # a row that lost a part of a block has one entry more
+        if gs.group[k].kind != STATE_LAYERS and entries_of(&gs.group[k], slot, q.num_blocks) > p.part[k].width:
+            return False
+    return True
 
 
 cdef inline bint is_exact(const Groups* gs, const Limits* limits) noexcept nogil:
@@ -299,7 +305,7 @@ cdef int32_t check_steady(Groups* gs, const Step* p, const int64_t* handle, int3
         if slot >= max_seqs:
             return first
         q = &seq[slot]
-        if q.handle != handle[first] or q.mark == stamp or (narrow and not within(gs, q, limits)):
+        if q.handle != handle[first] or q.mark == stamp or (narrow and not within(gs, p, q, limits)):
             return first
         for k in range(num_groups):
             g = &gs.group[k]
@@ -710,7 +716,7 @@ cdef int32_t begin_blocks(Groups* gs, Step* p, int32_t slot, int32_t row, const 
     """Note that a row whose tables are full gets room for more; the ids of the first group, -1: it is not steady."""
     cdef const Seq* q = &gs.seqs.seq[slot]
     cdef int32_t ids
-    if q.num_tokens != q.num_blocks * gs.block_size or not within(gs, q, limits):
+    if q.num_tokens != q.num_blocks * gs.block_size or not within(gs, p, q, limits):
         return -1
     ids = begin_entry(gs, &gs.group[0], p.part[0], slot, row, q.num_tokens)
     if ids >= 0:
@@ -763,10 +769,10 @@ cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, P
             tail = &block[q.lead.block]
             if (tail.refcount ^ 1) | tail.hold | tail.committed:
                 break
-            if seldom(exact) and not within(gs, q, limits):
+            if seldom(exact) and not within(gs, p, q, limits):
                 break
             if seldom(seen[i] != q.lead.version):       # what the plan shows was within its limits
-                if not within(gs, q, limits):
+                if not within(gs, p, q, limits):
                     break
                 note_changed(part, <int32_t>i)
             slots[i] = q.lead.next_slot
@@ -1013,7 +1019,6 @@ cdef void free_behind_window(LayerGroup* g, int32_t slot, int64_t length) noexce
         blocks_unref(g.blocks, ids[index])
         ids[index] = g.hole
     set_gone(g, slot, <int32_t>end)
-    tail_of(g, slot).epoch += 1
     new_version(g, slot)
 
 

@@ -10,8 +10,9 @@ the plan's. A `WireRow` is what row i of the arrays holds, whoever's it is in th
 Why it is so:
 
 - Consumers keep the arrays from step to step, and so does the plan. A row is written when the table
-  that it shows is another one (handle), or lost or exchanged an entry (epoch); when the table grew,
-  only its new ids are. So a steady decode step is O(rows), not O(blocks).
+  that it shows is another one (handle), or lost or exchanged an entry (epoch). When the table grew,
+  only its new ids are, and when a window let go, only its new holes. So a steady decode step is
+  O(rows), not O(blocks).
 - `seen` is an array of its own, because it is all that a steady step reads of a row.
 - `carried`: after a rollback or a rebind the consumer may have copied what is true no more. So a
   row is dirty once more whatever it shows, padding too.
@@ -41,6 +42,7 @@ cdef struct Field:              # one array; nobody asked for it: width 0
 cdef struct WireRow:            # what a row of the arrays holds
     int64_t handle              # -1: nothing, or unknown
     uint32_t epoch
+    int32_t gone                # entries that a window had let go of
     int32_t written             # ids of the block_tables row that may be other than pad
     int32_t csr_entries         # entries of the row in indices, -1: unknown
     uint8_t carried             # the consumer cannot trust its copy of the row (new, rolled back, rebound): dirty

@@ -94,22 +94,27 @@ cdef void fill_all(const Field* f, const int64_t* values, int32_t n, int64_t shi
             (<int64_t*>f.data)[i] = values[i] + shift
 
 
-cdef inline void show_row(Wire* w, int32_t i, int64_t handle, uint32_t epoch, uint64_t version, const int32_t* table,
+cdef inline void show_row(Wire* w, int32_t i, int64_t handle, uint32_t epoch, const LayerGroup* g, int32_t slot,
                           int32_t n) noexcept nogil:
     """Bring the block_tables row i up to date with the n ids of a table, and call it dirty."""
     cdef WireRow* row = &w.row[i]
     cdef const Field* f = &w.field[BLOCK_TABLES]
+    cdef const int32_t* table = group_row(g, slot)
     cdef int64_t at = <int64_t>i * w.table_width
-    cdef int32_t k, first = 0
+    cdef int32_t k, first = 0, gone = g.seq[slot].gone
     if row.handle == handle and row.epoch == epoch:
         first = row.written
     else:
         row.csr_entries = -1
+    if row.gone != gone:
+        row.csr_entries = -1
+        for k in range(row.gone * g.columns, min(gone * g.columns, first) if f.width else 0):
+            write_one(f, at + k, table[k])
+        row.gone = gone
     if f.width:
         for k in range(first, n):
             write_one(f, at + k, table[k])
         write_pad(f, at + n, at + row.written)
-    w.seen[i] = version
     row.handle = handle
     row.epoch = epoch
     row.written = n
@@ -130,7 +135,7 @@ cdef void sync_rows(const Groups* gs, const LayerGroup* g, StepPart* part, const
         if part.kv_starts != NULL:
             part.kv_starts[i] = <int32_t>(g.seq[slot].gone * g.block_size)
         if w.tracks:
-            show_row(w, i, p.handle[i], t.epoch, t.version, group_row(g, slot),
+            show_row(w, i, p.handle[i], t.epoch, g, slot,
                      entries_of(g, slot, gs.seqs.seq[slot].num_blocks) * g.columns)
         w.seen[i] = t.version
 
