@@ -29,17 +29,19 @@ def grow(pool, plan, handles, n):
 # ---- tables -----------------------------------------------------------------------------------------------
 
 
-def test_open_takes_group_by_group(make):
+@pytest.mark.parametrize("asked", [100, list(range(100))], ids=["count", "prompt"])
+def test_open_takes_group_by_group(make, asked):
     pool, _, _ = make(
         4096, 16, Group.full(block_size=32), Group.window(1024, keep=4, columns=5), Group.state(64), lookahead=0
     )
-    seq = pool.open(100)
+    seq = pool.open(asked)
     assert entries(pool, seq, 0) == [1, 2, 3, 4]
     assert pool.table(seq, 1).tolist() == [list(range(k, k + 5)) for k in range(5, 40, 5)]
     assert pool.table(seq, 2).tolist() == [] and pool.table(seq, 2).dtype == np.int32
     assert (pool.stats().used, pool.stats(1).used) == (39, 0)
     assert (pool.stats(1).num_blocks, pool.stats(1).reserved, pool.stats(1).blank) == (64, 0, 64)
     assert pool.options.groups[0] == Group.full(block_size=32) and pool.options.lookahead == 0
+    assert pool.num_tokens(seq) == pool.capacity(pool.open(list(range(100)), reserve=False)) == 0
 
 
 def test_close_releases_group_by_group_from_the_last_entry(make):

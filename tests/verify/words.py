@@ -119,8 +119,12 @@ def _plan(rng: random.Random, blocks: int) -> dict[str, Any]:
     """Sizes and formats of a plan."""
     formats = ["block_tables", "slot_mapping", "seq_lens", "cu_q_lens", "positions"]
     formats += rng.choice(([], ["slot_ids"], ["slot_ids", "csr"]))
-    return {"max_rows": rng.choice((1, 3, 6)), "max_tokens": rng.choice((12, 48, 96)), "formats": tuple(formats),
-            "table_width": rng.choice((blocks, blocks, blocks + 1, blocks + 40))}
+    return {
+        "max_rows": rng.choice((1, 3, 6)),
+        "max_tokens": rng.choice((12, 48, 96)),
+        "formats": tuple(formats),
+        "table_width": rng.choice((blocks, blocks, blocks + 1, blocks + 40)),
+    }
 
 
 def faces(rng: random.Random, cache: bool, groups: list[Group] | None, without: tuple[str, ...]) -> bytes:
