@@ -422,7 +422,7 @@ cdef int describe(Plan plan, int64_t group, int32_t name, kvpool_array* out) exc
     elif name == KVPOOL_HANDLES:
         found.data, found.length, found.itemsize = plan.step.handle, plan.rows, 8
     elif group < 0 and len(plan.group_plans) > 1:
-        raise ValueError(f"[array] the pool has {len(plan.group_plans)} layer groups: group_array has the arrays of one")
+        raise ValueError(f"[array] the pool has {len(plan.group_plans)} layer groups: group_array has those of one")
     elif name == KVPOOL_BLOCK_TABLES:
         field, found.width = &part.wire.field[BLOCK_TABLES], part.wire.table_width
     elif name == KVPOOL_SEQ_LENS:

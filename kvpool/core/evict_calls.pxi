@@ -1,7 +1,7 @@
 """Tokens leave a sequence that goes on: compaction, whole blocks, and blocks of its own before.
 
-After an eviction a sequence has several lengths. `num_tokens` counts all it ever had and gives positions; the `kv_len` of
-a layer group counts those that still have a slot there, and gives the lengths and slots of plans.
+After an eviction a sequence has several lengths. `num_tokens` counts all it ever had and gives positions; the `kv_len`
+of a layer group counts those that still have a slot there, and gives the lengths and slots of plans.
 """
 
 

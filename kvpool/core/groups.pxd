@@ -72,7 +72,7 @@ cdef struct LayerGroup:
     int shift                   # log2 of block_size, -1: no power of two; a state is one entry of any length
     int64_t reach               # W or C
     int64_t lookahead           # of the pool
-    int64_t period              # lengths at which a row lets go are this far apart, a power of two; 1: any length may be
+    int64_t period              # of the lengths at which a row lets go, a power of two; 1: any length may be one
     int64_t phase               # such a length
     int32_t kept                # leading entries that no window lets go
     int32_t hole                # what stands in an entry that was let go
@@ -83,6 +83,73 @@ cdef struct LayerGroup:
     int64_t tail_stride         # bytes from one to the next
     GroupSeq* seq               # [max_seqs]
     uint64_t versions           # handed out so far
+
+
+# ---- arrays of plans: see wire.pxi ----------------------------------------------------------------------
+
+cdef enum:
+    BLOCK_TABLES
+    SEQ_LENS
+    SLOT_MAPPING
+    POSITIONS
+    CU_Q_LENS
+    INDPTR
+    INDICES
+    LAST_PAGE_LEN
+    SLOT_IDS
+    NUM_FIELDS
+
+
+cdef struct Field:              # one array; nobody asked for it: width 0
+    void* data
+    int width                   # bytes per element: 0, 4 or 8
+    int64_t pad
+
+
+cdef struct WireRow:            # what a row of the arrays holds
+    int64_t handle              # -1: nothing, or unknown
+    uint32_t epoch
+    int32_t gone                # entries that a window had let go of
+    int32_t written             # ids of the block_tables row that may be other than pad
+    int32_t csr_entries         # entries of the row in indices, -1: unknown
+    uint8_t carried             # the consumer cannot trust its copy of the row (new, rolled back, rebound): dirty
+
+
+cdef struct Wire:               # the arrays of one layer group
+    Field[NUM_FIELDS] field
+    WireRow* row                # [max_rows]
+    uint64_t* seen              # [max_rows] version of the table the row holds, 0: none, or to be rewritten
+    int32_t* dirty              # [max_rows], ascending
+    int32_t max_rows
+    int32_t table_width         # ids of a row of block_tables
+    int32_t num_dirty
+    int32_t csr_rows            # rows that indptr describes
+    bint tracks                 # some format has rows
+    int64_t nnz                 # entries of indices
+
+
+# ---- steps: see step.pxi ------------------------------------------------------------------------------
+
+cdef struct Event:              # a row that did more than put one token into its tails
+    int32_t row
+    int32_t q_len               # tokens served
+    int32_t appended            # blocks of the pool for which its tables got room
+    uint8_t served
+
+
+cdef struct Replaced:           # undo log: a table entry that a step changed
+    int32_t row
+    int32_t index               # in the table
+    int32_t old
+    int32_t new
+    int32_t tokens              # to be copied from old to new
+    int32_t old_floor           # floor of `old` before
+
+
+cdef struct Log:                # what a step replaced in the tables of a layer group, in order
+    Replaced* entry             # [room], size valid; grows, never shrinks
+    int32_t size
+    int64_t room
 
 
 cdef struct Change:             # what a step did to the table of one row
@@ -114,6 +181,43 @@ cdef struct StepPart:           # what a plan has for one group
     int32_t shown_rows
     int64_t shown_tokens
 
+
+# Rows without an event were served one token. What a step writes and what undoes it stands in arrays by row.
+cdef struct Step:
+    int64_t* handle             # [max_rows], memory of the plan's array
+    int64_t* length             # [max_rows] tokens after the step
+    int64_t* prev_step          # [max_rows] last_step of the sequence before, while pending
+    Event* event                # [max_rows], num_events valid, by row
+    StepPart** part             # one per layer group
+    int32_t max_rows
+    int32_t num_rows
+    int32_t num_events
+    int64_t num_tokens          # tokens served
+    int64_t id                  # 0: never stepped
+    bint uniform                # every row was served one token
+    bint pending                # read by `flag` where the lock is not held, so written by `set_flag`
+    bint noted_done             # done was called while an older plan was pending
+    Step* newer                 # the next pending step, NULL: this is the newest
+    Step* older
+    void* plan                  # the Plan whose step this is
+
+
+cdef struct Pending:            # the steps that are neither done nor rolled back
+    Step* oldest
+    Step* newest
+    int32_t size
+
+
+cdef struct Limits:             # what the plan at hand can take
+    int64_t max_tokens          # of a batch
+    int64_t seq_tokens          # that a sequence holds after the step
+    int64_t length              # of a sequence after the step, evicted tokens included
+    int64_t table_blocks        # of the pool, for which its tables have room
+
+
+# ---- all groups ---------------------------------------------------------------------------------------
+
+cdef void log_release(const Log* log, Blocks* b) noexcept nogil
 
 cdef struct Tree                # of the prefix cache, which is told of what happens to rows; docs/prefix.md
 cdef void tree_free(Tree* t) noexcept nogil

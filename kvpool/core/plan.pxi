@@ -1,7 +1,7 @@
 """`Plan`: what one step hands to a backend, its arrays, and what it takes to undo the step."""
 
 FIELDS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "indptr", "indices", "last_page_len",
-          "slot_ids")               # in the order of the enum in wire.pxd
+          "slot_ids")               # in the order of the enum in groups.pxd
 FORMATS = {
     "block_tables": ("block_tables",),
     "seq_lens": ("seq_lens",),
@@ -593,7 +593,8 @@ cdef class Plan:
 
     cdef int exchange_arrays(self, void** data, Bound** bound, int num_bound, int64_t seen,
                              Verdict* v) noexcept nogil:
-        """Write to the arrays at `data` from now on, NUM_FIELDS for what is common and for each group. RETRY: another thread has bound arrays since `seen`."""
+        """Write to the arrays at `data` from now on, NUM_FIELDS for what is common and for each group. RETRY: another
+        thread has bound arrays since `seen`."""
         cdef int k, j
         cdef Bound* old = self.bound
         cdef Field* field
@@ -611,7 +612,8 @@ cdef class Plan:
                 wire_forget(&self.part[j - 1].wire, self.step.max_rows, data[j * NUM_FIELDS + BLOCK_TABLES] != NULL)
         for k in range(num_bound):              # what stays bound is where it was when it was bound
             for j in range(self.num_bound):
-                if data[(bound[0][k].group + 1) * NUM_FIELDS + bound[0][k].field] == NULL and old[j].array == bound[0][k].array:
+                if (data[(bound[0][k].group + 1) * NUM_FIELDS + bound[0][k].field] == NULL
+                        and old[j].array == bound[0][k].array):
                     bound[0][k] = old[j]
         self.bound = bound[0]
         self.num_bound = num_bound

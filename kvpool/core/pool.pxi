@@ -166,6 +166,24 @@ cdef class Pool:
             prefix_cache, events, lookahead, groups)
         return 0
 
+    cdef int init_group(self, LayerGroup* g, object group, int64_t lookahead) except -1:
+        """What follows from the kind and the sizes of a group."""
+        g.columns = group.columns
+        g.block_size = group.block_size or self.state.groups.block_size
+        g.shift = (<object>g.block_size).bit_length() - 1 if g.block_size & (g.block_size - 1) == 0 else -1
+        if g.kind == STATE_LAYERS:
+            g.shift = 62
+        g.scale = (<object>(g.block_size // self.state.groups.block_size)).bit_length() - 1
+        g.reach = group.size
+        g.lookahead = lookahead
+        g.period = g.block_size if g.kind == WINDOW_LAYERS else g.reach if g.kind == CHUNK_LAYERS else 1
+        if g.period & (g.period - 1):
+            g.period = 1
+        g.phase = lookahead + (g.reach - 1 if g.kind == WINDOW_LAYERS else 0)
+        g.kept = <int32_t>((<int64_t>group.keep + g.block_size - 1) // g.block_size)
+        g.hole = 0 if self.state.blocks.reserved else NO_BLOCK
+        return 0
+
     cdef int init_groups(self, tuple groups, int64_t lookahead) except -1:
         """Groups that `read_groups` accepted, and their arenas."""
         cdef Seqs* s = &self.state.seqs
@@ -209,20 +227,7 @@ cdef class Pool:
                 gs.has_states = True
             g.blocks = gs.arena[g.arena]
             gs.lets_go |= g.kind == WINDOW_LAYERS or g.kind == CHUNK_LAYERS
-            g.columns = group.columns
-            g.block_size = group.block_size or gs.block_size
-            g.shift = (<object>g.block_size).bit_length() - 1 if g.block_size & (g.block_size - 1) == 0 else -1
-            if g.kind == STATE_LAYERS:
-                g.shift = 62
-            g.scale = (<object>(g.block_size // gs.block_size)).bit_length() - 1
-            g.reach = group.size
-            g.lookahead = lookahead
-            g.period = g.block_size if g.kind == WINDOW_LAYERS else g.reach if g.kind == CHUNK_LAYERS else 1
-            if g.period & (g.period - 1):
-                g.period = 1
-            g.phase = lookahead + (g.reach - 1 if g.kind == WINDOW_LAYERS else 0)
-            g.kept = <int32_t>((<int64_t>group.keep + g.block_size - 1) // g.block_size)
-            g.hole = 0 if self.state.blocks.reserved else NO_BLOCK
+            self.init_group(g, group, lookahead)
             # A row that lost a part of a block holds as many tokens in one block more.
             width = 1 if g.kind == STATE_LAYERS else (entries_for(g, blocks_for(gs, tokens)) + 1) * group.columns
             if blocks_for(gs, tokens) > INT32_MAX:

@@ -1,5 +1,5 @@
-"""The hash of contents: which nodes of the tree a prompt may find. A lookup costs about one cache miss per block, and they
-overlap, because all hashes of a prompt need its tokens alone: the lines of candidates are fetched ahead of their use.
+"""The hash of contents: which nodes of the tree a prompt may find. A lookup costs about one cache miss per block, and
+they overlap, because all hashes of a prompt need its tokens alone: the lines of candidates are fetched ahead of use.
 
 A hash is chained from the root, and seeded per pool. It only finds candidates, so a collision costs a miss.
 """

@@ -71,7 +71,8 @@ cdef int64_t pool_match(State* pool, const Ints* prompt, const char* space, int6
     cdef int64_t most = min(max(prompt.size - 1, <Py_ssize_t>0) // bs, <int64_t>pool.seqs.max_blocks)
     if name == NULL:
         return 0
-    return tree_match(pool.groups, name.slot, <uint32_t>hash & pool.index.keep, <const int32_t*>prompt.data, most).nodes * bs
+    return tree_match(pool.groups, name.slot, <uint32_t>hash & pool.index.keep, <const int32_t*>prompt.data,
+                      most).nodes * bs
 
 
 cdef int pool_commit(State* pool, Ints* rows, Ints* counts, const Ints* tokens, bint even, Verdict* v) noexcept nogil:

@@ -470,7 +470,8 @@ cdef int32_t entry_of_a_loading_row(const Groups* gs, int32_t k, int32_t n) noex
                 or index >= entries_of(g, slot, gs.seqs.seq[slot].num_blocks)):
             continue
         first = group_row(g, slot)[index * g.columns]
-        if t.stands[g.arena][first].role == 1 + k and t.stands[g.arena][first].node == n and g.blocks.block[first].refcount:
+        if (t.stands[g.arena][first].role == 1 + k and t.stands[g.arena][first].node == n
+                and g.blocks.block[first].refcount):
             return first
     return NO_BLOCK
 

@@ -27,6 +27,7 @@ cdef class Pool:                # here, as its parts are other classes' business
     cdef object __weakref__
 
     cdef int init(self, tuple given) except -1
+    cdef int init_group(self, LayerGroup* g, object group, int64_t lookahead) except -1
     cdef int init_groups(self, tuple groups, int64_t lookahead) except -1
     cdef int init_blocks(self, object num_blocks, object block_size, object reserved_blocks) except -1
     cdef int init_seqs(self, object max_seqs, object max_blocks_per_seq, object watermark, tuple groups) except -1

@@ -1,5 +1,29 @@
-"""One step of a batch: check everything, then commit; and how a pending step ends. step.pxd says
-why.
+"""One step of a batch: check everything, then commit; and how a pending step ends.
+
+A `Step` is what a plan did to lengths, a `StepPart` what it did to the tables of one
+group: a `Change` for each row whose table changed, and a `Log` of the ids that were replaced, each
+with a hold on the old block. An `Event` is a row that did more than put one token into its tails.
+
+    log.size == sum of change.replaced, in the order of the changes
+    hold of a block == log entries of pending steps that name it as old
+    floor of a block == max of their tokens, 0 if it has no hold
+    ids of pending steps ascend; oldest_pending and newest_pending of each arena are the ends
+
+Why it is so:
+
+- Two passes. The check moves reference counts, holds and floors as if the rows had been served in
+  order, because what a row may write depends on what the rows before it gave up. It takes nothing.
+  So a refusal undoes the log, and the commit cannot fail.
+- The log of the check is the log of the rollback. `old_floor` undoes a check, which ends in reverse
+  order at once. A step ends when others are pending, and the maximum of several copies cannot be
+  undone from one of them: `clear_floors` and `raise_floors` recompute those that its log touched.
+- A step is done in order. Blocks wait in limbo for the newest step, so an older one that is still
+  out must hold them back; a `done` that comes early is noted until its turn.
+- Only the newest step can be rolled back, since later ones build on its tables, and none of which a
+  fork is open: the child shares what it would take back. O(max_seqs) where forks were made at all.
+- A steady batch (one token for each row, into tails that only it uses) has neither events nor
+  changes, so what a step keeps for its undo is a handle and a number per row.
+- `give_up_copy`: a block in use whose fill was rolled back must not look as if it waited for one.
 
 `step_check` validates, counts the blocks that are needed and notes which entries must be replaced,
 in all groups; `step_undo_check` takes that back. `step_commit` takes the blocks and moves the
@@ -179,16 +203,6 @@ cdef inline void raise_floors(const Log* log, Blocks* b) noexcept nogil:
     for k in range(log.size):
         entry = &log.entry[k]
         b.floor[entry.old] = max(b.floor[entry.old], entry.tokens)
-
-
-cdef uint64_t log_fingerprint(const Log* log, uint64_t h) noexcept nogil:
-    cdef const Replaced* entry
-    cdef int32_t i
-    for i in range(log.size):
-        entry = &log.entry[i]
-        h = mix(mix(h, entry.index), (<uint64_t>entry.old << 32) | <uint32_t>entry.new)
-        h = mix(h, entry.tokens)
-    return h
 
 
 # ---- rows that are steady ----------------------------------------------------------------------------------
@@ -495,6 +509,22 @@ cdef void step_undo_check(Groups* gs, const Step* p) noexcept nogil:
         log_undo(&p.part[k].log, gs.group[k].blocks, 0)
 
 
+cdef int64_t group_rewritten(const LayerGroup* g, int32_t slot, int64_t held, int64_t first, int64_t length,
+                             int64_t from_) noexcept nogil:
+    """Place of the first id, in entry `from_` or later, that compacting `held` tokens must not rewrite; -1: none."""
+    cdef const int32_t* ids = group_row(g, slot)
+    cdef int64_t index = max(entry_at(g, first), from_), end = entry_at(g, length + g.block_size - 1)
+    cdef int32_t c
+    if length == held:
+        return -1                           # nothing leaves, so nothing moves
+    while index < end:
+        for c in range(g.columns):
+            if not writable(g.blocks, ids[index * g.columns + c], 0):
+                return index * g.columns + c
+        index += 1
+    return -1
+
+
 cdef int check_unshare_row(Groups* gs, LayerGroup* g, StepPart* part, int32_t row, int32_t slot, int64_t first,
                            int64_t length, Verdict* v) noexcept nogil:
     """Note the entries of a row that compaction to `length` tokens rewrites and must not."""
@@ -586,7 +616,8 @@ cdef void commit_group(Groups* gs, LayerGroup* g, StepPart* part, const Step* p)
     gs.arena[0].digest = digest
 
 
-cdef void commit_tails(LayerGroup* g, StepPart* part, const int64_t* handles, int32_t first, int32_t end) noexcept nogil:
+cdef void commit_tails(LayerGroup* g, StepPart* part, const int64_t* handles, int32_t first,
+                       int32_t end) noexcept nogil:
     """One token into the tail of each row of a group."""
     cdef const uint64_t* seen = part.wire.seen
     cdef int32_t i
@@ -1135,66 +1166,3 @@ cdef void step_rollback(Groups* gs, const Pending* pending, const Step* p) noexc
     if gs.tree != NULL:
         tree_undone(gs, p)
         tree_publish(gs)
-
-
-cdef uint64_t step_fingerprint(const Step* p, const Seqs* s, uint64_t h, int64_t next_step) noexcept nogil:
-    """Hash of a pending step: what its end will do."""
-    cdef int32_t i, at = 0
-    cdef Event plain
-    cdef const Event* event
-    plain.q_len = 1
-    plain.appended = 0
-    h = mix(mix(mix(h, next_step - p.id), p.num_rows), p.noted_done)
-    for i in range(p.num_rows):
-        event = &plain
-        if at < p.num_events and p.event[at].row == i:
-            event = &p.event[at]
-            at += 1
-        h = mix(h, untagged(s, p.handle[i]))
-        h = mix(h, next_step - p.prev_step[i] if p.prev_step[i] else 0)
-        h = mix(mix(h, event.q_len), event.appended)
-    return h
-
-
-cdef bint check_fences(const Blocks* b, const Pending* pending, char* finding) noexcept nogil:
-    """Pending steps must be in their order, and the fences of blocks those of the oldest and newest."""
-    cdef const Step* p = pending.oldest
-    cdef int64_t last = 0
-    cdef int32_t size = 0
-    while p != NULL:
-        if p.id <= last or not p.pending:
-            return snprintf(finding, FINDING, b"step %lld is pending behind step %lld", <long long>p.id,
-                            <long long>last) > 0
-        last = p.id
-        size += 1
-        p = p.newer
-    if size != pending.size or b.newest_pending != last or b.oldest_pending != (pending.oldest.id if size else 0):
-        return snprintf(finding, FINDING, b"%d steps are pending up to %lld, the fences say %lld .. %lld", size,
-                        <long long>last, <long long>b.oldest_pending, <long long>b.newest_pending) > 0
-    return False
-
-
-cdef void count_holds(const Log* log, const Blocks* b, int64_t id, int32_t* holds, int32_t* floors, int32_t*
-                      made) noexcept nogil:
-    """Add what a pending step holds in one set of blocks."""
-    cdef const Replaced* entry
-    cdef int32_t k
-    for k in range(log.size):
-        entry = &log.entry[k]
-        holds[entry.old] += 1
-        floors[entry.old] = max(floors[entry.old], entry.tokens)
-        made[0] += b.block[entry.new].place == USED and b.block[entry.new].fence == id
-
-
-cdef bint compare_holds(const Blocks* b, const int32_t* holds, const int32_t* floors, int32_t made, char*
-                        finding) noexcept nogil:
-    """Holds and floors of blocks are those that were counted; `made` blocks are dst of pending copies."""
-    cdef int32_t k
-    for k in range(b.num_blocks):
-        made -= b.block[k].place == USED and unwritten(b, k)
-        if b.block[k].hold != holds[k] or b.floor[k] != floors[k]:
-            return snprintf(finding, FINDING, b"block %d has hold %d and floor %d, pending plans say %d and %d", k,
-                            b.block[k].hold, b.floor[k], holds[k], floors[k]) > 0
-    if made != 0:
-        return snprintf(finding, FINDING, b"%d more blocks are made by pending copies than wait for one", made) > 0
-    return False

@@ -1,4 +1,23 @@
-"""What a plan hands to a backend: one step in every wire format that was asked for. See wire.pxd.
+"""What a plan hands to a backend: one step in every wire format that was asked for.
+
+A `Field` is one array. A `Wire` has those of a layer group; the arrays that all groups share are
+the plan's. A `WireRow` is what row i of the arrays holds, whoever's it is in the next step.
+
+    seen[i] == version of the table that row i shows, or 0: it has to be looked at
+    written == ids of the row that may be other than pad
+    dirty == rows that show another table than before this step, or are carried, ascending
+
+Why it is so:
+
+- Consumers keep the arrays from step to step, and so does the plan. A row is written when the table
+  that it shows is another one (handle), or lost or exchanged an entry (epoch). When the table grew,
+  only its new ids are, and when a window let go, only its new holes. So a steady decode step is
+  O(rows), not O(blocks).
+- `seen` is an array of its own, because it is all that a steady step reads of a row.
+- `carried`: after a rollback or a rebind the consumer may have copied what is true no more. So a
+  row is dirty once more whatever it shows, padding too.
+- CSR has no gaps: behind the first row whose number of entries changed, or whose table did, all
+  move, so they are written anew from there.
 """
 
 
@@ -171,7 +190,8 @@ cdef void emit_lens(const Groups* gs, const LayerGroup* g, const Field* f, const
         write_one(f, i, held_of(g, slot_of(p.handle[i]), p.length[i]))
 
 
-cdef void emit_csr(const Groups* gs, const LayerGroup* g, StepPart* part, const Step* p, int32_t pad_rows) noexcept nogil:
+cdef void emit_csr(const Groups* gs, const LayerGroup* g, StepPart* part, const Step* p,
+                   int32_t pad_rows) noexcept nogil:
     """indptr, indices, last_page_len of the entries that are no holes. Behind the first row that changed all moves."""
     cdef Wire* w = &part.wire
     cdef const int32_t* ids
@@ -275,7 +295,8 @@ cdef void emit_groups(const Groups* gs, const Step* p, int32_t pad_rows, int64_t
             emit_csr(gs, g, part, p, pad_rows)
 
 
-cdef void emit_step(const Field* field, uint8_t* served, const Step* p, int32_t pad_rows, int64_t pad_tokens) noexcept nogil:
+cdef void emit_step(const Field* field, uint8_t* served, const Step* p, int32_t pad_rows,
+                    int64_t pad_tokens) noexcept nogil:
     """Write what is common to all groups: positions, cu_q_lens, slot_ids, served."""
     cdef int32_t i, q_len, at = 0
     cdef int64_t t = 0

@@ -69,7 +69,7 @@ def test_array_without_a_group_is_refused_in_a_pool_of_several_unless_it_is_comm
     for name in ("block_tables", "seq_lens", "slot_mapping", "indptr", "indices", "last_page_len", "copies",
                  "dirty_rows", "kv_starts", "state_src", "state_dst"):  # fmt: skip
         assert call("array", plan, C[f"KVPOOL_{name.upper()}"], array) == C["KVPOOL_VALUE_ERROR"]
-        assert message() == "[array] the pool has 3 layer groups: group_array has the arrays of one"
+        assert message() == "[array] the pool has 3 layer groups: group_array has those of one"
     assert array.data is None and pool.fingerprint() == before
     for name in ("slot_ids", "served", "handles"):
         for call_, more in (("array", []), ("group_array", [0]), ("group_array", [2])):

@@ -20,7 +20,7 @@ UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
 # A part of the core may use those before it, never those after it; a class may be declared before its methods.
 CORE_ORDER = (
     *("types", "memory", "lock", "sha256", "args"),  # C functions on structs
-    *("blocks", "names", "sequence", "events", "prefix", "step", "wire", "groups"),
+    *("blocks", "names", "sequence", "events", "prefix", "groups", "wire", "step", "audit"),
     *("prefix_tree", "checkpoints", "prefix_rows"),
     *("refuse", "state", "block_calls", "sequence_calls", "plan"),  # calls of a pool, in C, and classes for Python
     *("prefix_calls", "step_calls", "evict_calls", "keys", "pool"),
@@ -190,9 +190,9 @@ def test_core_parts_use_those_before_them():
 def test_parts_that_use_later_ones_are_found():
     parts = core_parts()
     assert {"mix", "OK", "Verdict"} <= core_names(parts["types"]) and "Pool" in core_names(parts["pool"])
-    early = "cdef int f(Pool pool):\n    return wire_emit(NULL) + SLOT_IDS\n"
+    early = "cdef int f(Pool pool):\n    return emit_csr(NULL) + SLOT_IDS\n"
     found = used_too_early(parts | {"types": parts["types"] + early})
-    assert found == [("types", name) for name in ("Pool", "SLOT_IDS", "wire_emit")]
+    assert found == [("types", name) for name in ("Pool", "SLOT_IDS", "emit_csr")]
 
 
 def test_core_needs_no_numpy_headers():

@@ -363,7 +363,8 @@ cdef class Run(Calls):
             r.family = -1
         memcpy(r.token, self.prompt, n * sizeof(int32_t))
         if self.see_tables(slot, hit, True) and (
-                self.pool.state.blocks.num_blank + self.pool.state.blocks.num_evictable < self.pool.state.seqs.watermark):
+                self.pool.state.blocks.num_blank + self.pool.state.blocks.num_evictable
+                < self.pool.state.seqs.watermark):
             self.wrong("open took blocks of the watermark")
         self.extend(slot, hit)
         self.hits += hit > 0
