@@ -194,6 +194,8 @@ cdef struct Step:
     int32_t num_events
     int64_t num_tokens          # tokens served
     int64_t id                  # 0: never stepped
+    uint64_t mixed              # digest of the first `mixed_rows` handles, 0: not known
+    int32_t mixed_rows
     bint uniform                # every row was served one token
     bint pending                # read by `flag` where the lock is not held, so written by `set_flag`
     bint noted_done             # done was called while an older plan was pending

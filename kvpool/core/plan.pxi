@@ -484,6 +484,9 @@ cdef class Plan:
                 raise TypeError(f"[{call}] {name} must be a sequence of {len(self.group_plans)} arrays, one for each "
                                 f"layer group, None where the plan keeps its own")
             else:
+                for k, array in enumerate(given):
+                    if array is not None and k not in owners:
+                        raise ValueError(f"[{call}] {name}[{k}] is an array, layer group {k} has none of that name")
                 given = [given[k] for k in owners]
             found.update({(k, name): array for k, array in zip(owners, given) if array is not None
                           or len(self.group_plans) == 1 or name in COMMON})

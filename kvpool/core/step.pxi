@@ -689,6 +689,7 @@ cdef void step_commit(Groups* gs, Step* p, const int64_t* handles, bint advance)
     p.uniform = advance
     b.digest = mix(mix(b.digest, OP_STEP if advance else OP_RESERVE), p.num_rows)
     memmove(p.handle, handles, p.num_rows * sizeof(int64_t))    # the batch may be a part of the plan's own array
+    p.mixed_rows = 0
     if gs.tree != NULL:
         tree_loads(gs, p, advance)
         for k in range(gs.num_arenas):
@@ -764,7 +765,7 @@ cdef inline void note_begun(Step* p, int32_t row, int32_t blocks) noexcept nogil
 
 
 cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, Py_ssize_t n, const Limits* limits,
-                                   int64_t step_id, uint64_t* digest) noexcept nogil:
+                                   int64_t step_id) noexcept nogil:
     """Serve one token to each row in the first group, up to the first row that is not steady: its number is returned.
 
     This loop is the whole cost of a steady step of one group: it touches every sequence once, and all it reads is in
@@ -779,10 +780,9 @@ cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, P
     cdef int64_t* slots = part.slot
     cdef int64_t* lengths = p.length
     cdef int64_t* prev = p.prev_step
-    cdef int64_t max_seqs = s.max_seqs, base = s.base
+    cdef int64_t max_seqs = s.max_seqs
     cdef bint exact = is_exact(gs, limits), by_one = grows_by_one(gs, g) and not exact
     cdef int64_t most = min(<int64_t>part.width, gs.most_blocks), bs = gs.block_size
-    cdef uint64_t h = digest[0]
     cdef const Block* tail
     cdef int64_t row, slot, length
     cdef int32_t ids
@@ -823,10 +823,8 @@ cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, P
         lengths[i] = length
         prev[i] = q.last_step
         q.last_step = step_id
-        h = mix(h, <uint64_t>(row - base) ^ (<uint64_t>length << 20))
     else:
         i = n
-    digest[0] = h
     return i
 
 
@@ -890,18 +888,29 @@ cdef void undo_steady(Groups* gs, const Step* p, const int64_t* handle, Py_ssize
         tails_refresh(gs, slot)
 
 
+cdef void keep_handles(const Seqs* s, Step* p, const int64_t* handle, int32_t n) noexcept nogil:
+    """The handles of a batch, and their digest. Most steps of a plan are of the same rows, and keep both."""
+    cdef int32_t i
+    if p.mixed_rows == n and memcmp(p.handle, handle, n * sizeof(int64_t)) == 0:
+        return
+    memmove(p.handle, handle, n * sizeof(int64_t))          # the batch may be a part of the plan's own array
+    p.mixed_rows = n
+    p.mixed = n
+    for i in range(n):
+        p.mixed = mix(p.mixed, untagged(s, handle[i]))
+
+
 cdef bint step_steady(Groups* gs, Step* p, const Ints* handles, const Ints* num_new, const Limits* limits,
                       int64_t step_id) noexcept nogil:
     """Serve a batch in one pass, if each row has one token that needs no copy. If not, nothing has happened."""
     cdef const int64_t* handle = <const int64_t*>handles.data
     cdef Seqs* s = gs.seqs
-    cdef uint64_t digest = mix(mix(gs.arena[0].digest, OP_STEP), handles.size)
     cdef Py_ssize_t served, n = handles.size
     cdef int32_t k = 1
     if gs.has_states or n > limits.max_tokens or run_of_ones(num_new, 0, n) != n:
         return False
     begin_check(gs, p, <int32_t>n)
-    served = steady_rows(gs, p, handle, n, limits, step_id, &digest)
+    served = steady_rows(gs, p, handle, n, limits, step_id)
     if gs.group[0].columns > 1 and not steady_columns(gs, p, handle, <int32_t>served):
         k = MAX_GROUPS + 1
     while served == n and k < gs.num_groups and steady_tails(gs, p, k, handle, <int32_t>n):
@@ -909,11 +918,10 @@ cdef bint step_steady(Groups* gs, Step* p, const Ints* handles, const Ints* num_
     if served < n or k != gs.num_groups or (p.num_events and not all_have(gs, p)):
         undo_steady(gs, p, handle, served)
         return False
-    if handle != p.handle:
-        memmove(p.handle, handle, n * sizeof(int64_t))      # the batch may be a part of the plan's own array
+    keep_handles(s, p, handle, <int32_t>n)
     for k in range(gs.num_groups):
         p.part[k].num_copies = 0
-    gs.arena[0].digest = digest
+    gs.arena[0].digest = mix(mix(gs.arena[0].digest, OP_STEP), p.mixed)
     p.num_tokens = n
     p.uniform = True
     s.sum_tokens += n

@@ -323,6 +323,9 @@ class ModelPlan:
                 continue
             if not isinstance(given, list | tuple) or len(given) != len(self.groups):
                 raise TypeError(f"[{call}] {name} must have an array or None for each of {len(self.groups)} groups")
+            for k, array in enumerate(given):
+                if array is not None and k not in self._owners(name):
+                    raise ValueError(f"[{call}] layer group {k} has no array of this name ({name!r})")
             found.update({(k, name): given[k] for k in self._owners(name) if given[k] is not None})
         return found
 

@@ -194,6 +194,7 @@ BAD_OF_GROUPS = {
     "int64": (TypeError, lambda: [None, np.zeros((2, 4, 2), np.int64), None]),
     "without columns": (ValueError, lambda: [None, some(2, 4), None]),
     "too wide": (ValueError, lambda: [None, some(2, 5, 2), None]),
+    "of states": (ValueError, lambda: [None, None, some(2, 4)]),
 }
 
 
