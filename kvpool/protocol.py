@@ -125,7 +125,7 @@ class StepArrays:
         plan
             Of a pool that was made with `groups`, with the format ``cu_q_lens``.
         """
-        arrays, own = plan.groups[group], plan.pool.options.groups[group]  # type: ignore[index]
+        arrays, own = plan.groups[group], plan.pool.options.groups[group]
         block_size = own.block_size or plan.pool.block_size
         tables, starts = arrays.block_tables[:, :, column], arrays.kv_starts
         kept = np.minimum(-(-own.keep // block_size) * block_size, starts)

@@ -22,6 +22,7 @@ from benchmarks.serving.paged import Observer
 from kvpool import Request
 from kvpool.adapters.mlx_lm import loading, tiny
 from kvpool.adapters.mlx_lm.engine import Engine
+from kvpool.adapters.mlx_lm.layout import layout_of
 from kvpool.adapters.mlx_lm.shapes import inspect_model
 from kvpool.cli.console import CommandError
 from kvpool.scheduler import Output, Step
@@ -93,7 +94,7 @@ PROMPT_CACHES, PROMPTS = 10, 8
 
 def block_nbytes(model: Any, block_size: int) -> int:
     """Return the bytes of a block of a model's cache, all layers together."""
-    return int(inspect_model(model).spec(block_size).block_nbytes)
+    return layout_of(inspect_model(model), block_size, keeps_all=True).block_nbytes[0]
 
 
 class StockServer:

@@ -86,8 +86,8 @@ class PageTable:
     max_seqs, pages_per_seq, max_tokens : int
         S, W and T of `PageBatchInfo`. T is per call of `allocate`, which takes a smaller one for decode steps.
     pad : int, default -1
-        Means "no page" and "no slot", see `PADDINGS`: not 1 .. num_pages * page_size - 1. With `groups` only -1: then
-        page 0 stands for "no page", also for one that a window has let go.
+        Means "no page" and "no slot", see `PADDINGS`: not 1 .. num_pages * page_size - 1. A page that a window has let
+        go is page 0.
     groups : sequence of Group, optional
         Of the layers, each with one column and KV arrays of its own, full or with a window. `num_pages` counts the
         pages of arena 0; a group in another arena says ``num_blocks=``.
@@ -104,12 +104,11 @@ class PageTable:
                  pad: int = -1, strict: bool = True, groups: Sequence[Group] | None = None) -> None:  # fmt: skip
         require("PageTable", "jax", jax.__version__, *RELEASES, strict=strict)
         self.pool = Pool(num_pages, page_size, max_seqs=max_seqs, max_blocks_per_seq=pages_per_seq, groups=groups)
-        if 0 < pad < num_pages * page_size:
-            raise ValueError(f"[PageTable] pad is {pad}, a page or a slot: they are below {num_pages * page_size}")
+        _check_groups(owned := self.pool.options.groups)
+        slots = max(self.pool.stats(own.arena).num_blocks * (own.block_size or page_size) for own in owned)
+        if 0 < pad < slots:
+            raise ValueError(f"[PageTable] pad is {pad}, a page or a slot: they are below {slots}")
         pads = dict.fromkeys(("block_tables", "slot_ids", "slot_mapping"), pad)
-        if groups is not None:
-            _check_groups(self.pool.options.groups or (), pad)
-            pads = {"slot_ids": -1}
         self.plan = Plan(self.pool, max_seqs, max_tokens, formats=FORMATS, pad=pads)
         self.max_seqs, self.max_tokens = max_seqs, max_tokens
         self._copies, self._num_seqs = np.zeros((max_seqs, 3), np.int32), np.zeros(1, np.int32)
@@ -157,28 +156,25 @@ class PageTable:
             No such group, or none is named though there are several.
         """
         plan, number = self.plan, self._part("info", group)
-        part: Any = plan.groups[number] if plan.groups else plan
-        tables, slots, size = part.block_tables, part.slot_mapping, self.pool.block_size
-        if groups := self.pool.options.groups:
-            tables, slots, size = tables[..., 0], slots[0], groups[number].block_size or size
+        part = plan.groups[number]
         self._copies[: len(part.copies)] = part.copies
         self._copies[len(part.copies) :] = 0
         self._num_seqs[0] = len(plan.handles)
         return PageBatchInfo(
             slot_ids=jnp.array(plan.slot_ids),
-            page_indices=jnp.array(tables),
-            seq_lens=jnp.array(plan.seq_lens),
+            page_indices=jnp.array(part.block_tables[..., 0]),
+            seq_lens=jnp.array(part.kv_lens),
             cu_q_lens=jnp.array(plan.cu_q_lens),
             num_seqs=jnp.array(self._num_seqs),
-            new_token_dests=jnp.array(slots),
+            new_token_dests=jnp.array(part.slot_mapping[0]),
             positions=jnp.array(plan.positions),
             copies=jnp.array(self._copies),
-            page_size=size,
+            page_size=self.pool.options.groups[number].block_size or self.pool.block_size,
         )
 
     def _part(self, call: str, group: int | None) -> int:
         """Return which group is meant, or raise."""
-        groups = self.pool.options.groups or (Group.full(),)
+        groups = self.pool.options.groups
         text = ", ".join(f"group={i} ({g.kind}{f' {g.size}' if g.size else ''})" for i, g in enumerate(groups))
         if group is None and len(groups) > 1:
             raise ValueError(f"[{call}] the pool has {len(groups)} layer groups, say of which the arrays are: {text}")
@@ -219,13 +215,11 @@ def update(kv_pages: jax.Array, info: PageBatchInfo, k: jax.Array, v: jax.Array)
     return kv_pages.at[dests // info.page_size, dests % info.page_size].set(rows, mode="drop")
 
 
-def _check_groups(groups: Sequence[Group], pad: int) -> None:
+def _check_groups(groups: Sequence[Group]) -> None:
     for number, group in enumerate(groups):
         if group.kind == "state" or group.columns != 1:
             found = f"groups[{number}] is {group.kind} with {group.columns} columns"
             raise ValueError(f"[PageTable] {found}, a layer has an array of its own here: columns=1, no states")
-    if pad != -1:
-        raise ValueError(f"[PageTable] pad is {pad}, with groups it must be -1")
 
 
 def attend(

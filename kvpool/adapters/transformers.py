@@ -26,6 +26,8 @@ import transformers
 from kvpool import Group, Plan, Pool
 from kvpool.adapters.releases import importing
 
+FORMATS = ("csr", "slot_mapping", "seq_lens")
+
 
 class Places:
     """Rows of the tensor for the tokens of a step.
@@ -40,44 +42,37 @@ class Places:
 
     def __init__(self, page: int, stride: int) -> None:
         self.page, self.stride = page, stride
-        self.scratch = np.empty((2, 0, page), np.int64)  # grows
+        self.whole = np.empty((0, page), np.int64)  # grows, as the next one
+        self.read = np.empty(0, np.int64)
 
-    def of_table(self, plan: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Rows to write new tokens to and to read from, for a pool of one table: ``[1, n]`` each.
+    def of_group(self, part: Any, counts: list[int], window: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows to write new tokens to and to read from, for a layer group: ``[columns, n]`` each.
 
-        The second array holds until the next call.
+        A query reads `window` tokens, itself included; 0: all. The second array holds until the next call.
         """
-        lengths = np.diff(plan.indptr) * self.page - self.page + plan.last_page_len
-        read = self.runs(plan.indices, plan.indptr[:-1] * self.page, lengths)
-        return self.slots(plan.slot_mapping)[None], read[None]
-
-    def of_group(self, part: Any, lens: np.ndarray, counts: list[int], window: int) -> tuple[np.ndarray, np.ndarray]:
-        """The same for a layer group, ``[columns, n]`` each. A query reads `window` tokens, itself included; 0: all."""
-        page, entry = self.page, np.arange(part.block_tables.shape[1])
-        begin = np.maximum(lens - counts - (window or 2**31) + 1, 0)  # first position that is read
-        first, end = begin[:, None] // page, -(-lens[:, None] // page)
-        ids = part.block_tables[(first <= entry) & (entry < end)].astype(np.int64)  # [n, columns]
-        starts = (np.cumsum(end - first) - (end - first)[:, 0]) * page + begin % page
-        read = [self.runs(column, starts, lens - begin).copy() for column in ids.T]
-        return self.slots(part.slot_mapping.astype(np.int64)), np.stack(read)
+        begin = np.maximum(part.kv_lens - counts - (window or 2**31) + 1, part.kv_starts)  # first position that is read
+        starts, lengths = part.indptr[:-1] * self.page + begin - part.kv_starts, part.kv_lens - begin
+        columns, total = part.indices.shape[1], int(lengths.sum())
+        if columns * total > len(self.read):
+            self.read = np.empty(2 * columns * total, np.int64)
+        read = self.read[: columns * total].reshape(columns, total)
+        for out, ids in zip(read, part.indices.T, strict=True):
+            self.runs(ids, starts, lengths, out)
+        return self.slots(part.slot_mapping), read
 
     def slots(self, slots: np.ndarray) -> np.ndarray:
         """Rows for slots of the pool."""
         return slots + slots // self.page * (self.stride - self.page)
 
-    def runs(self, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Rows for runs of tokens: from the places `starts` on in the blocks `ids`, which are laid end to end.
-
-        They hold until the next call.
-        """
-        if len(ids) > self.scratch.shape[1]:
-            self.scratch = np.empty((2, 2 * len(ids), self.page), np.int64)
-        np.add.outer(ids * self.stride, np.arange(self.page), out=self.scratch[0, : len(ids)])
-        (whole, read), end = self.scratch.reshape(2, -1), 0
+    def runs(self, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, out: np.ndarray) -> None:
+        """Rows for runs of tokens: from the places `starts` on in the blocks `ids`, which are laid end to end."""
+        if len(ids) > len(self.whole):
+            self.whole = np.empty((2 * len(ids), self.page), np.int64)
+        np.add.outer(ids * self.stride, np.arange(self.page), out=self.whole[: len(ids)])
+        whole, end = self.whole.reshape(-1), 0
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
             begin, end = end, end + length
-            read[begin:end] = whole[start : start + length]
-        return read[:end]
+            out[begin:end] = whole[start : start + length]
 
 
 class Stored:
@@ -133,7 +128,7 @@ class Tables(Mapping[str, list[int]]):
         self.blocks, self.handles = blocks, handles
 
     def __getitem__(self, request_id: str) -> list[int]:
-        return self.blocks.table(self.handles[request_id]).tolist()
+        return self.blocks.table(self.handles[request_id], 0).ravel().tolist()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.handles)
@@ -230,20 +225,18 @@ class PoolAllocator(FullAttentionCacheAllocator):
         """Make the pool for all kinds of layers."""
         self.members, num_blocks = members, self.num_blocks * self.columns
         reserved = 2 * self.blocks_per_sector  # transformers pads with them
-        plain = [member.group for member in members] == [Group.full()]
+        finds = self.use_block_sharing and not any(member.sliding_window for member in members)
         self.blocks = Pool(  # in order: transformers runs one step after the other
             num_blocks + reserved, self.tokens_per_page, max_seqs=min(1 << 20, max(64, 4 * num_blocks)),
-            reserved_blocks=reserved, in_order=True, prefix_cache=plain and self.use_block_sharing,
-            groups=None if plain else [member.group for member in members],
+            reserved_blocks=reserved, in_order=True, prefix_cache=finds, groups=[one.group for one in members],
         )  # fmt: skip
-        self.formats = ("csr", "slot_mapping") if plain else ("block_tables", "slot_mapping", "seq_lens")
         self.prefix = self.blocks.prefix
         self.handles: dict[str, int] = {}  # by request
         self.block_table = Tables(self.blocks, self.handles)
         self.known: dict[str, int] = {}  # tokens that the prefix cache knows of each request
         self.free = FreeBlocks(self.blocks)
         self.one_row = Plan(self.blocks, 1, formats=())
-        self.plan = Plan(self.blocks, 64, 1024, formats=self.formats, dtype="int64")  # grows
+        self.plan = Plan(self.blocks, 64, 1024, formats=FORMATS, dtype="int64")  # grows
         self.prompt: list[int] = []
         self.take_over()
 
@@ -278,7 +271,7 @@ class PoolAllocator(FullAttentionCacheAllocator):
             self.handles[request_id] = self.blocks.open(past_length + query_length)
             return
         self.blocks.reserve(self.one_row, [handle], past_length + query_length - self.blocks.num_tokens(handle))
-        for part in self.one_row.groups or (self.one_row,):
+        for part in self.one_row.groups:
             self.copy_blocks(*part.copies.T[:2].tolist())
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
@@ -354,12 +347,10 @@ class PoolAllocator(FullAttentionCacheAllocator):
         """Step the pool. Rows to write to and to read from, ``[columns, n]``, for each kind of layers; see `Places`."""
         rows, tokens = len(handles), sum(counts)
         if rows > self.plan.limits.max_rows or tokens > self.plan.limits.max_tokens:
-            self.plan = Plan(self.blocks, 2 * rows, 2 * tokens, formats=self.formats, dtype="int64")
+            self.plan = Plan(self.blocks, 2 * rows, 2 * tokens, formats=FORMATS, dtype="int64")
         self.blocks.step(plan := self.plan, handles, counts)
-        if plan.groups:
-            parts = zip(self.members, plan.groups, strict=True)
-            return [one.places.of_group(part, plan.seq_lens, counts, one.sliding_window) for one, part in parts]
-        return [self.places.of_table(plan)]
+        parts = zip(self.members, plan.groups, strict=True)
+        return [one.places.of_group(part, counts, one.sliding_window) for one, part in parts]
 
 
 class WindowAllocator(PoolAllocator):

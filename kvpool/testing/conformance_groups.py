@@ -186,7 +186,7 @@ class GroupEngine:
     def _states(self, handles: list[int], new: list[list[int]]) -> None:
         """What slots hold is what the histories say; then they hold the next states."""
         for number, slots in self.storage.states.items():
-            arrays = self.plan.groups[number]  # type: ignore[index]
+            arrays = self.plan.groups[number]
             found = slots.read(arrays.state_src)
             for row, (handle, tokens) in enumerate(zip(handles, new, strict=True)):
                 for got, right in zip(found, _state_of(self.history[handle]), strict=True):

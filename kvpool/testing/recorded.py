@@ -160,7 +160,7 @@ class RecordedPool(Pool):
         """Write the calls to a file; returns how many."""
         with self._turn:
             calls, lost = list(self.calls), self._total - len(self.calls)
-        options = self.options._replace(groups=None)._asdict()  # None: one full group, the only kind that is recorded
+        options = self.options._asdict() | {"groups": None}  # one full group, the only kind that is recorded
         header = {"kvpool": kvpool.__version__, "pool": options, "calls": len(calls), "lost": lost}
         lines = [header, *([call.name, call.arguments, call.made, call.digest] for call in calls)]
         Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))

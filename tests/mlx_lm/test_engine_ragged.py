@@ -8,7 +8,7 @@ from mlx_models import ROUTES, computing_on_cpu, random_prompts, tiny_llama
 
 import kvpool
 from kvpool.adapters.mlx_lm import install
-from kvpool.adapters.mlx_lm.engine import RaggedForward
+from kvpool.adapters.mlx_lm.engine import FORMATS, RaggedForward
 
 cpu = pytest.fixture(computing_on_cpu, autouse=True)
 LENGTHS = (23, 1, 40, 9, 17)
@@ -39,7 +39,7 @@ def worst_error(model, prompts, seed, *, make=RaggedForward, **route):
     worst = 0.0
     kv = install(model, 80, block_size=BLOCK, **route)
     forward = make(kv)
-    plan = kvpool.Plan(kv.pool, 8, 128, formats=kv.backend.required_formats)
+    plan = kvpool.Plan(kv.pool, 8, 128, formats=FORMATS)
     handles = np.array([kv.pool.open() for _ in prompts], np.int64)
     for rows, new in random_steps(rng, [len(prompt) for prompt in prompts], forward.is_ragged):
         starts = np.array([kv.pool.num_tokens(handle) for handle in handles[rows].tolist()])
@@ -47,7 +47,7 @@ def worst_error(model, prompts, seed, *, make=RaggedForward, **route):
         pieces = [prompts[row][a : a + n] for row, a, n in zip(rows, starts, new, strict=True)]
         asked = rng.permutation(int(new.sum()))[: rng.integers(0, int(new.sum()) + 1)].astype(np.int32)
         tokens = np.concatenate(pieces).astype(np.int32)
-        logits = np.array(forward(tokens, plan, starts + new, asked))
+        logits = np.array(forward(tokens, plan, asked))
         kv.pool.done(plan)
         wanted = np.concatenate([expected[r][a : a + n] for r, a, n in zip(rows, starts, new, strict=True)])
         if len(asked):
@@ -72,9 +72,9 @@ def test_a_gathering_pass_has_the_logits_of_the_stock_model(name, route):
 class EveryTokenFirst(RaggedForward):
     """A faulty one: each token of a chunk is at the position of the chunk's first."""
 
-    def _turn(self, plan, lens, new, gone):
-        turn = super()._turn(plan, lens, new, gone)
-        turn.before.lens = np.repeat(lens - new, new)
+    def _turn(self, plan):
+        turn, ends = super()._turn(plan), plan.cu_q_lens
+        turn.before.lens = np.repeat(turn.before.lens[ends[:-1]], np.diff(ends))
         return turn
 
 
@@ -86,11 +86,11 @@ def test_the_model_is_untouched_after_a_pass_that_raised():
     model = tiny_llama()
     before = dict(vars(model)), dict(model)
     kv = install(model, 20, block_size=BLOCK)
-    plan = kvpool.Plan(kv.pool, 2, 8, formats=kv.backend.required_formats)
+    plan = kvpool.Plan(kv.pool, 2, 8, formats=FORMATS)
     handle = kv.pool.open()
     kv.pool.step(plan, [handle], 3)
     with pytest.raises(Exception, match=r"ragged|shape|reshape"):
-        RaggedForward(kv)(np.zeros(5, np.int32), plan, np.array([3]), np.array([0], np.int32))
+        RaggedForward(kv)(np.zeros(5, np.int32), plan, np.array([0], np.int32))
     assert not any(site.is_active for site in kv.passes.sites)
     kv.pool.rollback(plan)
     assert kv.pool.num_tokens(handle) == 0

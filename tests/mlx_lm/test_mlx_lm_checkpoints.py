@@ -58,7 +58,7 @@ class Driver:
         length = self.pool.num_tokens(handle) + n
         self.pool.step(self.plan, np.array([handle]), np.array([n]))
         new = np.array(tokens[length - n : length], np.int32)
-        logits = np.array(self.forward(new, self.plan, np.array([length]), np.array([n - 1])))
+        logits = np.array(self.forward(new, self.plan, np.array([n - 1])))
         (ends or self.pool.done)(self.plan)
         return logits
 

@@ -153,7 +153,7 @@ def test_keys_of_the_first_layer_are_those_of_their_positions(model, kv, policy)
     said = tokens(model, caches, n=50)
     model(mx.array([PROMPT + said]), cache=whole)
     backend, batch = kv.backend, caches[0].batch
-    length = int(batch.rows.lens[0])
+    length = int(batch.rows.held[0])
     places = batch.eviction.memory.positions(0, length, caches[0].offset)[0]
     for got, all_of in zip(
         backend.gather(0, kv.pool.table(batch.handles[0]), length),

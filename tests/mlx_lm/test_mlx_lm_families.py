@@ -295,7 +295,7 @@ def test_caches_that_are_not_those_of_the_model_are_refused():
 
 def test_what_layer_groups_cannot_do_is_said_at_install(caplog):
     model = family("qwen3_5")
-    with pytest.raises(ValueError, match=r"pool has the layer groups none, this model needs full"):
+    with pytest.raises(ValueError, match=r"pool has the layer groups full\(\) x 1 in arena 0, this model needs full"):
         install(model, pool=Pool(50, 8))
     with pytest.raises(ValueError, match="this model has no layer that keeps every token"):
         Engine(family("mamba"), 50, eviction=SlidingWindow(max_kv=64))

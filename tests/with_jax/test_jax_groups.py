@@ -6,7 +6,7 @@ import pytest
 
 from kvpool import Group
 from kvpool.adapters import jax as adapter
-from kvpool.adapters.jax import PageTable, attend, copy_pages, update
+from kvpool.adapters.jax import PADDINGS, PageTable, attend, copy_pages, update
 
 PAGE, MAX_SEQS, WIDTH, TOKENS, KV_HEADS, DIM, WINDOW = 4, 4, 12, 24, 2, 8, 6
 GROUPS = [Group.window(WINDOW), Group.full(arena=1, num_blocks=90), Group.window(WINDOW, arena=1, block_size=8)]
@@ -35,7 +35,7 @@ def served(seed, steps=12):
     """A random engine with clones; the largest difference from dense attention, over all groups and tokens."""
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
-    table = make_table()
+    table = make_table(pad=PADDINGS[seed % len(PADDINGS)])
     kv, known, worst = empty(table), {}, 0.0
     for _ in range(steps):
         while len(known) < MAX_SEQS and rng.random() < 0.6:
@@ -111,7 +111,7 @@ def test_refused_allocation_changes_nothing():
     [
         ([Group.full(columns=2)], {}, r"groups\[0\] is full with 2 columns"),
         ([Group.full(), Group.state(8)], {}, r"groups\[1\] is state"),
-        ([Group.full()], {"pad": 0}, "pad is 0, with groups it must be -1"),
+        (GROUPS, {"pad": 8 * 90 - 1}, f"pad is {8 * 90 - 1}, a page or a slot: they are below {8 * 90}"),
     ],
 )
 def test_groups_that_have_no_pages_are_refused(groups, options, text):

@@ -116,14 +116,15 @@ def test_windows_hold_their_last_tokens_alone(model, prompts, pools):
 # ---- faults
 
 
-def short_window(monkeypatch):
-    """The pool lets go of blocks that queries still read."""
-    monkeypatch.setattr(
-        WindowAllocator, "group", property(lambda self: Group.window(self.sliding_window - 6, columns=self.columns))
-    )
+def test_pool_that_lets_go_of_what_queries_read_stops_the_engine(model, prompts, monkeypatch, caplog):
+    short = property(lambda self: Group.window(self.sliding_window - 6, columns=self.columns))
+    monkeypatch.setattr(WindowAllocator, "group", short)
+    with install(), pytest.raises(AssertionError):
+        generate(model, prompts, page_size=4)
+    assert "must match the size of tensor" in caplog.text
 
 
-def read_one_token_late(monkeypatch):
+def test_keys_that_are_read_one_token_late_are_seen_in_tokens(model, prompts, expected, monkeypatch):
     original = Places.of_group
 
     def late(self, *args):
@@ -131,10 +132,5 @@ def read_one_token_late(monkeypatch):
         return write, np.roll(read, 1, axis=1)
 
     monkeypatch.setattr(Places, "of_group", late)
-
-
-@pytest.mark.parametrize("fault", [short_window, read_one_token_late], ids=lambda fault: fault.__name__)
-def test_planted_fault_is_seen_in_tokens(model, prompts, expected, monkeypatch, fault):
-    fault(monkeypatch)
     with install():
         assert generate(model, prompts, page_size=4) != expected

@@ -23,7 +23,7 @@ import kvpool
 from kvpool.adapters.mlx_lm.attention import Forward, PagedContext, PagedMask, paged_latents
 from kvpool.adapters.mlx_lm.eviction import Eviction
 from kvpool.adapters.mlx_lm.masks import causal_mask
-from kvpool.adapters.mlx_lm.passes import NOT_OPENED, EngineStopped, Known, Passes, Rows, Turn
+from kvpool.adapters.mlx_lm.passes import FORMATS, NOT_OPENED, EngineStopped, Known, Passes, Rows, Turn
 from kvpool.adapters.mlx_lm.states import Held, arrays_in, chosen, joined, nothing
 from kvpool.errors import PoolClosed
 from kvpool.eviction import Policy
@@ -203,7 +203,7 @@ class Batch:
                 is_fused=passes.is_fused,
             )
             if self.eviction is not None:
-                self.eviction.begin_pass(plan, np.arange(num_rows), after.lens, new)
+                self.eviction.begin_pass(plan, np.arange(num_rows), new)
         except BaseException:
             self._take_back()
             raise
@@ -224,10 +224,10 @@ class Batch:
             with passes.lock:
                 self._open_all()
                 if self.eviction is not None:
-                    lens, gone = self.eviction.run(self.handles, before.lens, before.gone)
-                    before = self.rows = Rows(lens, before.todo, gone)
+                    gone = self.eviction.run(self.handles, before.lens, before.gone)
+                    before = self.rows = Rows(before.lens, before.todo, gone)
                 after = before.after(new)
-                plan = self._fitting_plan(int(new.sum()), int(after.lens.max()))
+                plan = self._fitting_plan(int(new.sum()), after)
                 passes.pool.step(plan, np.array(self.handles, np.int64), new)
                 passes.note(self, plan, before)
         except BaseException:
@@ -267,7 +267,7 @@ class Batch:
             how: dict[str, Any] = {"first": first, "eviction": self.eviction, "defers": self.passes.defers}
             turn = Turn(self.passes, plan, before, after, new, num_columns, self.is_merged, **how)
             if self.eviction is not None:
-                self.eviction.begin_pass(plan, np.arange(num_rows), after.lens, new)
+                self.eviction.begin_pass(plan, np.arange(num_rows), new)
         except BaseException:
             self._take_back()
             raise
@@ -327,13 +327,6 @@ class Batch:
         self.held = nothing(self.passes.layout, num_rows)
         self.eviction = Eviction.of(self.policy, self.passes, num_rows)
 
-    @property
-    def has_evicted(self) -> bool:
-        """Whether tokens have left a layer group of a row."""
-        if self.eviction is None or not self.passes.layout.groups:
-            return False
-        return bool((self.eviction.held(self.handles) < self.rows.lens).any())
-
     def has_room(self, new: np.ndarray) -> bool:
         """Whether so many tokens of each row find their blocks. Opens rows that are not open."""
         with self.passes.lock:
@@ -345,22 +338,24 @@ class Batch:
             if handle == NOT_OPENED:
                 self.handles[row] = int(self.passes.pool.open(0, self.known[row].namespace))
 
-    def _fitting_plan(self, num_tokens: int, longest: int) -> Any:
+    def _fitting_plan(self, num_tokens: int, after: Rows) -> Any:
         """Return the batch's plan, or a larger one. Sizes double, so this is rare."""
         pool, plan = self.passes.pool, self._plan
-        width = min(-(-longest // pool.block_size), pool.options.max_blocks_per_seq)
+        lens = after.lens
+        if len(self.passes.layout.storage_of) == 1:  # no table has what was evicted, but for a part of a block
+            lens = after.held + np.minimum(after.gone, pool.block_size)
+        width = min(-(-int(lens.max()) // pool.block_size), pool.options.max_blocks_per_seq)
         rows, num_tokens = len(self.handles), max(num_tokens, len(self.handles))
         limits = None if plan is None else plan.limits
         if limits is None or limits.max_rows < rows or limits.max_tokens < num_tokens or limits.table_width < width:
-            kind: dict[str, Any] = {"formats": ("block_tables", "seq_lens", "slot_mapping", "cu_q_lens")}
-            if not self.passes.layout.groups:  # padding is read and masked, so it must be a valid block
-                kind = {"backend": self.passes.backend, "pad": {"block_tables": 0}}
             self._plan = kvpool.Plan(
                 pool,
                 _power_of_two(rows),
                 _power_of_two(num_tokens),
+                formats=FORMATS,
                 table_width=min(_power_of_two(max(width, 16)), pool.options.max_blocks_per_seq),
-                **kind,
+                pad={"block_tables": 0},  # it is read and masked, so it must be a valid block
+                backend=self.passes.backend,
             )
         return self._plan
 
@@ -393,9 +388,7 @@ class Batch:
                 self._close(forks)
                 raise
             layout, num_rows = self.passes.layout, len(self.handles)
-            self.held = joined(
-                layout, [(self.held, num_rows), (chosen(layout, other.held, indices), len(indices))]
-            )
+            self.held = joined(layout, [(self.held, num_rows), (chosen(layout, other.held, indices), len(indices))])
             self.handles += forks
             self.known += [other.known[i] for i in indices]
         if self.eviction is not None:
@@ -434,15 +427,15 @@ class Batch:
         opened = [i for i, handle in enumerate(self.handles) if handle != NOT_OPENED]
         if opened:
             with self.passes.lock:
-                logical = lens + self.rows.gone
-                self.passes.pool.truncate(np.array(self.handles, np.int64)[opened], logical[opened])
+                self.passes.pool.truncate(np.array(self.handles, np.int64)[opened], lens[opened])
+        rows = Rows(lens, gone=self.rows.gone)
         if self.eviction is not None:
-            self.eviction.truncate(self.handles)
+            self.eviction.truncate(rows.held)
         self.known = [
             known._replace(num_tokens=min(known.num_tokens, n))
             for known, n in zip(self.known, lens.tolist(), strict=True)
         ]
-        return int((self.rows.lens - lens).max(initial=0)), Rows(lens, gone=self.rows.gone)
+        return int((self.rows.lens - lens).max(initial=0)), rows
 
     def prepare(self, lengths: Sequence[int]) -> tuple[None, Rows]:
         """Announce that the next forward passes bring `lengths` real tokens per row, then padding."""
@@ -460,7 +453,7 @@ class Batch:
         After an eviction nothing is committed: what is left is not the KV of a prompt.
         """
         self.require_idle("commit")
-        if self.rows.gone[0] or self.has_evicted:
+        if self.rows.gone[0]:
             return 0
         (known,) = self.known
         length = int(self.rows.lens[0])
@@ -522,9 +515,9 @@ class PagedKVCache:
     some models build two masks per forward pass, some read the offset of another layer. ``offset`` advances with this
     layer's own ``update_and_fetch``. The first ``update_and_fetch`` of a pass steps the pool.
 
-    In a pool without layer groups a sliding-window layer (mlx-lm's RotatingKVCache) keeps all its tokens. Its window is
-    in the mask. The result is the same, and such a cache can always be trimmed. With layer groups the model sees
-    other caches during a call (`calls`). The facades then merge, fork, filter and count.
+    In a pool whose only group is a full one a sliding-window layer (mlx-lm's RotatingKVCache) keeps all its tokens. Its
+    window is in the mask. The result is the same, and such a cache can always be trimmed. Where layers differ the model
+    sees other caches during a call (`passes`). The facades then merge, fork, filter and count.
 
     There is no ``__len__`` and no ``__bool__``, because mlx-lm tests ``if cache`` and would treat an empty cache as
     none. There are no ``meta_state``, ``keys`` or ``values`` and no setter of ``state``, because K and V are in the
@@ -573,7 +566,7 @@ class PagedKVCache:
     def offset(self) -> int | mx.array:
         """Position of the next token: an int, or int32 ``[B]`` for merged caches. It counts evicted tokens."""
         rows = self._rows if self._cursor >= self._batch.base else self._batch.base_rows  # `_seen`, twice per layer
-        return rows.offsets if self._batch.is_merged else int(rows.lens[0] + rows.gone[0])
+        return rows.offsets if self._batch.is_merged else int(rows.lens[0])
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -594,10 +587,10 @@ class PagedKVCache:
         if batch.is_fused and N == 1:
             return None  # the model adds the scores of rotary parts
         rows = self._seen()
-        eviction, lens = batch.eviction, rows.lens
-        if eviction is not None:
-            lens = eviction.lens_after(lens)  # what `update_and_fetch` will find
-        return causal_mask(lens, rows.num_new(N), N, window_size, return_array, held=window)
+        held = rows.held
+        if batch.eviction is not None:
+            held = batch.eviction.lens_after(held)  # what `update_and_fetch` will find
+        return causal_mask(held, rows.num_new(N), N, window_size, return_array, held=window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Store this layer's K ``[B, Hk, N, D]`` and V, return the whole contexts ``[B, Hk, C, D]``.
@@ -729,9 +722,8 @@ class PagedKVCache:
 
     def is_trimmable(self) -> bool:
         """Whether any number of tokens can be dropped: nothing was evicted or let go, and no layer has a state."""
-        rows, batch = self._seen(), self._batch
-        layout = batch.passes.layout
-        if rows.gone.any() or batch.has_evicted or layout.held:
+        rows, layout = self._seen(), self._batch.passes.layout
+        if rows.gone.any() or layout.held:
             return False
         return not rows.lens.max(initial=0) > layout.least_bound
 
@@ -762,8 +754,8 @@ class PagedKVCache:
         )
 
     def size(self) -> int:
-        """Tokens of the longest row."""
-        return int(self._seen().lens.max(initial=0))
+        """Tokens of the longest row, without those that were evicted."""
+        return int(self._seen().held.max(initial=0))
 
     def empty(self) -> bool:
         """Whether no row has a token."""
@@ -777,12 +769,8 @@ class PagedKVCache:
         if place is None:
             return sum(x.nbytes for x in arrays_in(batch.held[self._layer]))
         spec = passes.backends[place.storage].spec
-        if passes.layout.groups:
-            blocks = sum(len(batch.blocks(row, place.group)) for row in range(len(batch.handles)))
-            blocks //= passes.layout.groups[place.group].columns
-        else:
-            blocks = int((-(-self._seen().lens // spec.block_size)).sum())
-        return blocks * spec.block_nbytes // spec.num_layers
+        blocks = sum(len(batch.blocks(row, place.group)) for row in range(len(batch.handles)))
+        return blocks // passes.layout.groups[place.group].columns * spec.block_nbytes // spec.num_layers
 
     @property
     def state(self) -> list[Any]:

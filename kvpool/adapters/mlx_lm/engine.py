@@ -45,7 +45,7 @@ from kvpool.adapters.mlx_lm.chat import Transcript, encoded, is_conversation, re
 from kvpool.adapters.mlx_lm.eviction import Eviction
 from kvpool.adapters.mlx_lm.grammar import Follower, GrammarFailed, Grammars
 from kvpool.adapters.mlx_lm.host import BackendFactory, PagedKV, install
-from kvpool.adapters.mlx_lm.passes import LayerCache, Part, Rows, Turn, cut, in_parts, together
+from kvpool.adapters.mlx_lm.passes import FORMATS, LayerCache, Part, Rows, Turn, cut, in_parts, together
 from kvpool.adapters.mlx_lm.sampling import SEED_MAX, LogitsNotFinite, Sampling, best, sample
 from kvpool.adapters.mlx_lm.shapes import max_positions
 from kvpool.adapters.mlx_lm.states import Held, SlotStates, arrays_of
@@ -61,7 +61,6 @@ from kvpool.store import BlockStore
 _log = logging.getLogger(__name__)
 Listener = Callable[["TokenEvent"], None]
 Prompt = str | Iterable[int] | Sequence[Mapping[str, Any]]
-FORMATS = ("block_tables", "seq_lens", "slot_mapping", "cu_q_lens")  # of plans for layer groups
 Top = tuple[tuple[int, float], ...]
 Row = tuple[Request, int, int, int, float, Top]
 """Request, sample, number of the token, token, logprob, likeliest tokens."""
@@ -249,7 +248,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.kv.pool,
             mixed=self._forward.is_ragged,
-            formats=FORMATS if self.kv.layout.groups else self.kv.backend.required_formats,
+            formats=FORMATS,
             eviction=self._eviction,
             **self._scheduling,
         )
@@ -264,9 +263,7 @@ class Engine:
         """Run one request to its end, together with all others in the engine. Options: see `submit`."""
         return self.batch([prompt], on_token=on_token, **options)[0]
 
-    def batch(
-        self, prompts: Sequence[Prompt], *, on_token: Listener | None = None, **options: Any
-    ) -> list[Completion]:
+    def batch(self, prompts: Sequence[Prompt], *, on_token: Listener | None = None, **options: Any) -> list[Completion]:
         """Run several requests with the same options to their end.
 
         Raises
@@ -619,11 +616,9 @@ class Engine:
         requests, tokens = step.requests, _inputs(step, before)
         if not len(step.tokens):
             return _Flight(step, tokens, tokens.astype(mx.float32))
-        lens = np.array(step.plan.seq_lens[: len(step.handles)], np.int64)
         if self._eviction is not None:
-            self._eviction.begin_pass(step.plan, step.lanes, lens, step.num_new)
-        evicted = None if self._eviction is None else step.evicted
-        logits = self._forward(tokens, step.plan, lens, step.sample_at, evicted)
+            self._eviction.begin_pass(step.plan, step.lanes, step.num_new)
+        logits = self._forward(tokens, step.plan, step.sample_at)
         samplings: list[Sampling] = list(map(_user, requests))
         changes = {}
         if any(map(attrgetter("alters"), samplings)):
@@ -631,9 +626,7 @@ class Engine:
             some = [(at, requests[at]) for at in altered]
             changes = {at: one.user.changes(one.prompt, step.generated(at), one.eos) for at, one in some}
         allowed = self._allowed(step, requests) if any(map(attrgetter("grammar"), samplings)) else {}
-        flight = _Flight(
-            step, *sample(logits, samplings, step.sample_index, step.sample_position, changes, allowed)
-        )
+        flight = _Flight(step, *sample(logits, samplings, step.sample_index, step.sample_position, changes, allowed))
         in_beams = np.flatnonzero(step.beam_width)
         if len(in_beams):
             width = int(step.beam_width.max())
@@ -899,14 +892,7 @@ class RaggedForward:
         self.states = SlotStates(layout)
         self.late: list[mx.array] = []
 
-    def __call__(
-        self,
-        tokens: mx.array | np.ndarray,
-        plan: Any,
-        lens: np.ndarray,
-        rows: np.ndarray,
-        evicted: np.ndarray | None = None,
-    ) -> mx.array:
+    def __call__(self, tokens: mx.array | np.ndarray, plan: Any, rows: np.ndarray) -> mx.array:
         """Return the logits of some tokens of a plan that was stepped, float32 ``[M, V]``.
 
         All copies, writes and reads of the plan are done when the call returns, or they are in MLX's graph, and the
@@ -917,13 +903,10 @@ class RaggedForward:
         ----------
         tokens : int32 ``[T]``
             In the order of the plan's rows.
-        lens : int64 ``[S]``
-            The plan's ``seq_lens``.
+        plan : Plan
+            With the formats `passes.FORMATS`.
         rows : int32 ``[M]``
             Which of the T tokens. An index may occur twice. Without any the result is ``[0, V]`` or ``[0, 1]``.
-        evicted : int ``[S]``, optional
-            Tokens that each sequence has lost. Needed in a pool without layer groups: its lengths do not count them,
-            and positions do.
 
         Raises
         ------
@@ -931,12 +914,9 @@ class RaggedForward:
             A plan that is neither decodes only nor one chunk of one sequence, where passes are not ragged.
         """
         kv = self.kv
-        new = np.diff(np.asarray(plan.cu_q_lens, np.int64)[: len(lens) + 1])
-        is_counted = evicted is None or plan.groups is not None  # whether `lens` counts evicted tokens
-        gone = np.zeros_like(lens) if is_counted else np.asarray(evicted, np.int64)
         kv.passes.hook()
         try:
-            turn = self._turn(plan, lens, new, gone)
+            turn = self._turn(plan)
             if self.states_are_held:
                 self.states.write(*kv.passes.checkpoints.loaded(plan))
             inputs = mx.array(tokens).reshape(len(turn.new), turn.num_columns)
@@ -959,22 +939,20 @@ class RaggedForward:
             table = self.kv.pool.table
             self.states.keep(slot for handle in handles for slot in table(int(handle), self._state_group).tolist())
 
-    def _turn(self, plan: Any, lens: np.ndarray, new: np.ndarray, gone: np.ndarray) -> Turn:
+    def _turn(self, plan: Any) -> Turn:
         """Return the turn of a plan: its rows are tokens where passes are ragged, else sequences."""
-        starts, num_tokens = lens - new, int(new.sum())
-        num_columns = 1
-        if self.is_ragged:
-            first = np.cumsum(new) - new
-            starts = np.arange(num_tokens) + np.repeat(starts - first, new)
-            gone, new = np.repeat(gone, new), np.ones(num_tokens, np.int64)
-        elif len(lens) == 1:
-            num_columns = num_tokens
-        elif (new != 1).any():
-            raise ValueError(
-                f"[forward] the plan has {len(lens)} rows with up to {new.max()} tokens: a pass of this model is one "
-                "token for each row, or one row"
-            )
-        before, after = Rows(starts, gone=gone), Rows(starts + new, gone=gone)
+        starts, num_columns = np.array(plan.positions[: plan.num_tokens], np.int64), 1
+        new = np.ones_like(starts)
+        if not self.is_ragged:
+            new = np.diff(np.asarray(plan.cu_q_lens, np.int64)[: len(plan.handles) + 1])
+            if len(new) == 1:
+                starts, num_columns = starts[:1], len(starts)
+            elif (new != 1).any():
+                raise ValueError(
+                    f"[forward] the plan has {len(new)} rows with up to {new.max()} tokens: a pass of this model is "
+                    "one token for each row, or one row"
+                )
+        before, after = Rows(starts), Rows(starts + new)
         how: dict[str, Any] = {"eviction": self.eviction, "defers": self._defers}
         return Turn(self.kv.passes, plan, before, after, new, num_columns, num_columns == 1, **how)
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from kvpool.adapters.mlx_lm.cache_hook import Hook
-from kvpool.adapters.mlx_lm.passes import NOT_OPENED, Passes
+from kvpool.adapters.mlx_lm.passes import Passes
 from kvpool.eviction import Evictor, Policy, check_backend
 
 
@@ -101,30 +101,25 @@ class Eviction(Evictor):
         self.settle()
         self.memory.keep_rows(rows)
 
-    def truncate(self, handles: Sequence[int]) -> None:
-        """The pool has shortened the rows."""
+    def truncate(self, held: np.ndarray) -> None:
+        """The pool has shortened the rows, which hold so many tokens now."""
         self.settle()
-        self.memory.truncate(self.held(handles))
-
-    def held(self, handles: Sequence[int]) -> np.ndarray:
-        """Return how many tokens each row holds where tokens are evicted, int64 ``[B]``."""
-        kv_len = self.pool.kv_len
-        return np.array([0 if handle == NOT_OPENED else kv_len(handle, self.group) for handle in handles], np.int64)
+        self.memory.truncate(held)
 
     # ------------------------------------------------------------------------------------------- a pass
 
-    def begin_pass(self, plan: Any, rows: np.ndarray, lens: np.ndarray, new: np.ndarray) -> None:
-        """Begin a pass that adds `new` tokens to each row of a plan. The rows have `lens` tokens after it.
-
-        With layer groups, the plan has the number of tokens that are left in the group that evicts.
-        """
-        held = lens if plan.groups is None else np.array(plan.groups[self.group].kv_lens[: len(lens)], np.int64)
+    def begin_pass(self, plan: Any, rows: np.ndarray, new: np.ndarray) -> None:
+        """Begin a pass that adds `new` tokens to each row of a plan."""
+        held = np.array(plan.groups[self.group].kv_lens[: len(new)], np.int64)
         self.begin(np.where(new > 0, rows, -1), held, new)
 
-    def run(self, handles: Sequence[int], lens: np.ndarray, gone: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Evict tokens of rows above their budget, before a pass. Return lengths and evicted tokens per row.
+    def run(self, handles: Sequence[int], lens: np.ndarray, gone: np.ndarray) -> np.ndarray:
+        """Evict tokens of rows above their budget, before a pass. Return how many each row has lost, int64 ``[B]``.
 
-        With layer groups both are as before: lengths count what the other groups hold.
+        Parameters
+        ----------
+        lens, gone : int64 ``[B]``
+            See `Rows`.
 
         Raises
         ------
@@ -132,16 +127,16 @@ class Eviction(Evictor):
             There are no blocks for copies of shared ones. Nothing has changed.
         """
         self.settle()
-        held = self.held(handles)
+        held = lens - gone
         after = self.lens_after(held)
         rows = np.flatnonzero(after < held)
         if not rows.size:
-            return lens, gone
+            return gone
+        above = [handles[row] for row in rows.tolist()]
         try:
-            self.evict([handles[row] for row in rows.tolist()], rows, held[rows], after[rows], (lens + gone)[rows])
+            self.evict(above, rows, held[rows], after[rows], lens[rows])
         except BaseException:
-            self.is_torn = bool((self.held(handles) != held).any())
+            left = [self.pool.kv_len(handle, self.group) for handle in above]
+            self.is_torn = left != held[rows].tolist()
             raise
-        if self.pool.options.groups is not None:
-            return lens, gone
-        return after, gone + lens - after
+        return lens - after

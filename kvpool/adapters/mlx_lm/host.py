@@ -29,6 +29,7 @@ from kvpool.adapters.mlx_lm.stored import StoredPrefixes, StoreFactory
 from kvpool.errors import StaleHandle
 from kvpool.eviction import Policy
 from kvpool.group_storage import Arena, BlockRows
+from kvpool.groups import Group
 from kvpool.protocol import KVBackend
 from kvpool.scheduler.needs import Needs
 from kvpool.spec import KVSpec
@@ -114,7 +115,7 @@ def install(
     prefix_cache : bool
         Make the pool with a prefix cache, or use that of `pool`. Warns where it cannot: see docs/mlx-lm.md.
     pool : kvpool.Pool, optional
-        A pool that is there. Without layer groups it keeps every token.
+        A pool that is there. If its only group is a full one, layers with windows keep every token, too.
     fused : bool, optional
         True: attend over the pool. False: gather for mlx-lm's own attention. Default: what works, see `PagedKV.route`.
     backend : str or callable, optional
@@ -200,8 +201,8 @@ def _layout(
     storage: Callable[..., KVBackend],
     quantization: dict[str, int | None],
 ) -> Layout:
-    """Return how the caches of a model are held: in one table where a given pool needs it."""
-    keeps_all = pool is not None and pool.options.groups is None
+    """Return how the caches of a model are held: in one full group where a given pool has no other."""
+    keeps_all = pool is not None and pool.options.groups == (Group.full(),)
     layout = layout_on(storage, model, block_size, keeps_all, **quantization)
     if isinstance(eviction, Policy):
         layout.evicting("install", eviction)
@@ -556,7 +557,7 @@ class PagedKV:
             raise ValueError(f"[commit] the cache holds {len(batch.handles)} sequences, the limit is 1")
         if batch.known[0].namespace != self.own_namespace(namespace):
             raise ValueError("[commit] the cache was made in another namespace; begin with fetch")
-        length = int(batch.rows.lens[0] + batch.rows.gone[0])
+        length = int(batch.rows.lens[0])
         if len(tokens) < length:
             raise ValueError(
                 f"[commit] {len(tokens)} tokens, the cache holds {length}: all are needed, from the first on"
@@ -647,8 +648,6 @@ class PagedKV:
             state_nbytes = sum(x.nbytes for batch in batches for items in batch.held.values() for x in arrays_in(items))
             del batches  # a batch that this list keeps alive would keep its blocks in the next step
         leaked = sum(max(0, arena.used - len(blocks)) for arena, blocks in zip(stats, held, strict=True))
-        if self.prefix_cache and 0 < stats[0].sequences == len(handles):
-            leaked = 0  # a block computed twice keeps its first copy, which may be in no table
         sizes = self.layout.block_nbytes if self.backends or self.prefix_cache else (0,)
         return Summary(
             blocks_used=sum(arena.used for arena in stats),
@@ -673,16 +672,15 @@ class PagedKV:
 
     def _held_blocks(self, handles: Sequence[int], num_arenas: int) -> list[set[int]]:
         """Return the blocks of each arena that are in a table, or sources of the pass in progress."""
-        groups = self.layout.groups
-        arenas = [(i, group.arena) for i, group in enumerate(groups) if group.kind != "state"] if groups else [(0, 0)]
         held: list[set[int]] = [set() for _ in range(num_arenas)]
         plan = self.passes.plan
-        for i, arena in arenas:
+        for number in self.layout.storage_of:
+            own = held[self.layout.groups[number].arena]
             for handle in handles:
                 with suppress(StaleHandle):  # its batch is in its finalizer
-                    held[arena].update(self.pool.table(handle, i).ravel().tolist())
+                    own.update(self.pool.table(handle, number).ravel().tolist())
             if plan is not None:
-                held[arena].update((plan.groups[i] if groups else plan).copies[:, 0].tolist())
+                own.update(plan.groups[number].copies[:, 0].tolist())
         return [{block for block in blocks if block >= self.pool.options.reserved_blocks} for blocks in held]
 
     # ------------------------------------------------------------------------- one forward pass at a time

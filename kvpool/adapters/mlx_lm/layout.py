@@ -16,7 +16,10 @@ from kvpool.spec import KVSpec
 
 MAX_GROUPS = 8
 LOOKAHEAD = 16  # tokens that speculative decoding may take back, where windows allow it
+MOST_ENTRIES = 2**27  # of the tables of all sequences, unless a sequence holds little of a long text
 MOST_CHECKPOINTS = 256  # of a model with states only, which has one block for each
+
+_Members = dict[tuple[Shape, str, int], list[int]]  # shape, kind and size of a group, and its layers
 
 
 class Place(NamedTuple):
@@ -41,7 +44,6 @@ class Layout:
     arenas : tuple of int
         The arena of each storage.
     groups : tuple of Group
-        Empty for a pool without layer groups, which keeps every token.
     places : tuple
         A `Place` for each leaf with keys and values, else None.
     """
@@ -60,7 +62,7 @@ class Layout:
     @cached_property
     def is_called(self) -> bool:
         """Whether a pass must be known before its first layer, so that the model's call is hooked."""
-        return bool(self.groups) or self.model.is_apart
+        return self.is_apart or bool(self.nested) or self.groups != (Group.full(),)
 
     @cached_property
     def is_apart(self) -> bool:
@@ -125,8 +127,6 @@ class Layout:
         ValueError
             No group is full, or several are.
         """
-        if not self.groups:
-            return Place(0, 0, 0, 0)
         full = [i for i, group in enumerate(self.groups) if group.kind == "full"]
         if len(full) != 1:
             found = f"{len(full)} shapes of layers that keep" if full else "no layer that keeps"
@@ -149,8 +149,6 @@ class Layout:
         A prefix cache is of use where `can_restore`, and a checkpoint is smaller than the pool. `evicts`: a sequence
         may be longer than what it holds. With states only the pool has at most `MOST_CHECKPOINTS` blocks for them.
         """
-        if not self.groups:
-            return kvpool.Pool(num_blocks, block_size, max_seqs=max_seqs, prefix_cache=prefix_cache)
         sizes = [1 + (num_blocks - 1) * self.columns(arena) for arena in range(len(self.block_nbytes))]
         if not self.specs:
             sizes[0] = min(num_blocks, 1 + MOST_CHECKPOINTS)
@@ -163,7 +161,7 @@ class Layout:
                 seen.add(group.arena)
                 group = replace(group, num_blocks=sizes[group.arena])
             groups.append(group)
-        longest = num_blocks - 1
+        longest = min(num_blocks - 1, max(1, MOST_ENTRIES // max_seqs))
         if evicts or all(group.kind != "full" for group in self.groups):
             longest = max(longest, -(-MAX_TOKENS // block_size))
         bounded = [group.size for group in self.groups if group.kind in ("window", "chunk")]
@@ -179,7 +177,7 @@ class Layout:
 
     def require_pool(self, pool: Any) -> None:
         """Raise ValueError unless a pool has the groups of this layout."""
-        given = pool.options.groups or ()
+        given = pool.options.groups
         if [_key(group) for group in given] != [_key(group) for group in self.groups]:
             raise ValueError(
                 f"[install] the pool has the layer groups {_text(given)}, this model needs {_text(self.groups)}: "
@@ -191,8 +189,8 @@ class Layout:
                 f"[install] a checkpoint of the pool has {blocks} blocks, the states of this model need "
                 f"{self.checkpoint_blocks}: Group.state(slots, blocks={self.checkpoint_blocks})"
             )
-        if self.groups and pool.options.in_order:
-            raise ValueError("[install] the pool has in_order=True, a model with layer groups needs one without")
+        if self.is_called and pool.options.in_order:
+            raise ValueError("[install] the pool has in_order=True, a model whose layers differ needs one without")
 
 
 def layout_of(
@@ -203,7 +201,7 @@ def layout_of(
     Parameters
     ----------
     keeps_all : bool
-        In one table where that is possible, also if it keeps tokens that windows do not see.
+        In one full group where that is possible, also if it keeps tokens that windows do not see.
     is_shared : bool
         Layers of several shapes share an arena where their bytes agree. The backend must have the layout "block".
     quantization
@@ -214,15 +212,15 @@ def layout_of(
     TypeError, ValueError
         See `with_bits`.
     """
-    if model.keeps_every_token or (keeps_all and model.is_uniform):
-        places = tuple(Place(0, 0, 0, layer) for layer in range(len(model.leaves)))
-        return Layout(model, (with_bits(model.spec(block_size), **quantization),), (0,), (), places)
-    return _grouped(model, is_shared, lambda shape: with_bits(shape.spec(1, block_size), **quantization))
-
-
-def _grouped(model: ModelShape, is_shared: bool, spec_of: Callable[[Shape], KVSpec]) -> Layout:
-    """Return the layout in which layers of one kind and one shape are a group; `spec_of` one layer of a shape."""
     members = _members(model.leaves)
+    if keeps_all and model.is_uniform:
+        ((shape, _, _), *_) = members
+        members = {(shape, "full", 0): list(range(len(model.leaves)))}
+    return _grouped(model, members, is_shared, lambda shape: with_bits(shape.spec(1, block_size), **quantization))
+
+
+def _grouped(model: ModelShape, members: _Members, is_shared: bool, spec_of: Callable[[Shape], KVSpec]) -> Layout:
+    """Return the layout in which all members of a kind and a shape are a group; `spec_of` one layer of a shape."""
     if len(members) + any(leaf.shape is None for leaf in model.leaves) > MAX_GROUPS:
         rest = {i for layers in list(members.values())[MAX_GROUPS - 1 :] for i in layers}
         leaves = tuple(Leaf("opaque", leaf.name) if i in rest else leaf for i, leaf in enumerate(model.leaves))
@@ -254,9 +252,9 @@ def _numbers(node: Any) -> list[int]:
     return [node] if isinstance(node, int) else [i for inner in node for i in _numbers(inner)]
 
 
-def _members(leaves: Sequence[Leaf]) -> dict[tuple[Shape, str, int], list[int]]:
+def _members(leaves: Sequence[Leaf]) -> _Members:
     """Return the layers of each kind and shape, in the order of the first ones."""
-    members: dict[tuple[Shape, str, int], list[int]] = {}
+    members: _Members = {}
     for i, leaf in enumerate(leaves):
         if leaf.shape is not None:
             members.setdefault((leaf.shape, leaf.kind, leaf.size), []).append(i)
@@ -270,6 +268,4 @@ def _key(group: Group) -> tuple[Any, ...]:
 
 
 def _text(groups: Sequence[Group]) -> str:
-    if not groups:
-        return "none"
     return ", ".join(f"{g.kind}({g.size or ''}) x {g.columns} in arena {g.arena}" for g in groups)

@@ -50,7 +50,7 @@ def check_name(name: str) -> None:
 def keeps_all(model: Any) -> bool:
     """Return whether some layer of a model keeps every token of a sequence."""
     groups = layout_on(make_storage, inspect_model(model), 16, False).groups
-    return not groups or any(group.kind == "full" for group in groups)
+    return any(group.kind == "full" for group in groups)
 
 
 def blocks_in(

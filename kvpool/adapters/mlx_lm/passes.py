@@ -47,6 +47,7 @@ from kvpool.errors import ConcurrentUse, KVPoolError
 from kvpool.protocol import KVBackend, StepArrays
 
 _is_active = attrgetter("is_active")
+FORMATS = ("block_tables", "seq_lens", "slot_mapping", "cu_q_lens", "positions")  # of the plans of passes
 NOT_OPENED = -1  # in place of a handle: an empty sequence, opened when it gets its first token
 
 
@@ -65,9 +66,9 @@ class Rows:
     Attributes
     ----------
     lens : int64 ``[B]``
-        Tokens of each sequence that are in the pool.
+        Tokens of each sequence: the position of the next one.
     gone : int64 ``[B]``
-        Tokens that were evicted: the next one has position ``lens + gone``.
+        How many of them were evicted from the group that a policy evicts from.
     todo : int64 ``[B]``, optional
         Real tokens that are still to come, while right-padded input is processed.
     """
@@ -80,7 +81,12 @@ class Rows:
     @cached_property
     def offsets(self) -> mx.array:
         """Positions of the next tokens, int32 ``[B]`` on the device. Made once."""
-        return mx.array((self.lens + self.gone).astype(np.int32))
+        return mx.array(self.lens.astype(np.int32))
+
+    @property
+    def held(self) -> np.ndarray:
+        """Tokens of each sequence that were not evicted, int64 ``[B]``."""
+        return self.lens - self.gone
 
     def num_new(self, num_columns: int) -> np.ndarray:
         """Return how many of the next `num_columns` input columns are real tokens, per row."""
@@ -174,7 +180,7 @@ class Passes:
         self.lock = threading.RLock()
         self.batches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.namespace = namespace
-        self.has_checkpoints = bool(namespace and layout.groups)
+        self.has_checkpoints = bool(namespace)
         self._driver: threading.Thread | None = None  # who is in a forward pass
         self._last_driver: threading.Thread | None = None
         self._running: tuple[weakref.ref[Any], Any, Rows] | None = None  # its batch, plan, and rows before it
@@ -261,7 +267,7 @@ class Passes:
                 if plan.is_pending:
                     self.pool.rollback(plan)
                 elif batch is not None:  # a pool with in_order=True
-                    self.pool.truncate(np.array(batch.handles, np.int64), before.lens + before.gone)
+                    self.pool.truncate(np.array(batch.handles, np.int64), before.lens)
             if batch is not None and batch.eviction is not None:
                 batch.eviction.forget()
         self._driver = None
@@ -373,9 +379,7 @@ class Turn:
         self._columns: dict[tuple[int, int], Any] = {}
         layout = passes.layout
         self.starts: list[np.ndarray] = []
-        if not layout.groups and len(plan.copies):
-            passes.backend.copy_blocks(plan)
-        for number, storage in layout.storage_of.items() if layout.groups else ():
+        for number, storage in layout.storage_of.items():
             arrays = plan.groups[number]
             self.starts.append(np.asarray(arrays.kv_starts, np.int64))
             if len(arrays.copies):
@@ -388,8 +392,7 @@ class Turn:
         """
         turn = copy.copy(self)
         turn.queries = queries
-        turn.before = Rows(self.before.lens[queries], gone=self.before.gone[queries])
-        turn.after = Rows(self.after.lens[queries], gone=self.after.gone[queries])
+        turn.before, turn.after = Rows(self.before.lens[queries]), Rows(self.after.lens[queries])
         turn.new, turn.first = self.new[queries], self.first[queries]
         turn.eviction, turn.defers = None, False
         turn._columns = {}
@@ -399,7 +402,7 @@ class Turn:
         """Return the step arrays of one column of a group, for all rows."""
         key = group, column
         if key not in self._columns:
-            whole = StepArrays.of_group(self.plan, group, column) if self.passes.layout.groups else self.plan
+            whole = StepArrays.of_group(self.plan, group, column)
             self._columns[key] = whole if self.queries is None else StepArrays.of_queries(whole, self.queries)
         return self._columns[key]
 
@@ -454,7 +457,7 @@ class Part:
 
     def starts(self, group: int) -> np.ndarray:
         """Return the first position of each row that the group holds without a hole after it."""
-        return self.turn.starts[group][self.rows] if self.turn.starts else np.zeros_like(self.lens)
+        return self.turn.starts[group][self.rows]
 
     @functools.cached_property
     def offsets(self) -> tuple[int | mx.array, int | mx.array]:
@@ -462,7 +465,7 @@ class Part:
         before, after = self.turn.before, self.turn.after
         if len(self.rows) == 1 or not self.turn.is_merged:
             row = self.rows[0]
-            return int(before.lens[row] + before.gone[row]), int(after.lens[row] + after.gone[row])
+            return int(before.lens[row]), int(after.lens[row])
         if self.is_whole:
             return before.offsets, after.offsets
         rows = mx.array(self.rows.astype(np.int32))
@@ -471,8 +474,6 @@ class Part:
     def held(self, group: int) -> np.ndarray:
         """Return how many tokens of each row the group shows before the pass: without those in front of `starts`."""
         turn = self.turn
-        if not turn.starts:
-            return self.lens
         kv_lens = np.asarray(turn.plan.groups[group].kv_lens, np.int64)
         return (kv_lens - turn.starts[group])[self.rows] - self.new
 

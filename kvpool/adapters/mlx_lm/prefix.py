@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from mlx_lm.models.cache import trim_prompt_cache
+from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 import kvpool
 from kvpool.adapters.mlx_lm.cache import PagedKVCache
@@ -89,7 +89,7 @@ class PagedPromptCache:
         caches, n = found
         if n <= end:
             return found
-        if kv.layout.groups:  # nobody takes back tokens behind a window, or a state
+        if not can_trim_prompt_cache(caches):  # nobody takes back tokens behind a window, or a state
             return self._found(kv, model, tokens[: end + 1], 0)
         trim_prompt_cache(caches, n - end)
         return caches, end

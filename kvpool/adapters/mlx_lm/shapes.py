@@ -120,25 +120,6 @@ class ModelShape:
         is_flat = all(isinstance(node, int) for node in self.tree)
         return is_flat and kinds <= {"full", "window"} and len({leaf.shape for leaf in self.leaves}) == 1
 
-    @property
-    def keeps_every_token(self) -> bool:
-        """Whether one table can serve all layers, and no layer could do with less."""
-        return self.is_uniform and all(leaf.kind == "full" for leaf in self.leaves)
-
-    def spec(self, block_size: int) -> KVSpec:
-        """Return the spec of a storage that keeps every token of all layers.
-
-        Raises
-        ------
-        ValueError
-            The layers are not of one shape, or some hold something other than keys and values.
-        """
-        if not self.is_uniform:
-            raise ValueError(f"[install] layers differ, one table cannot serve them: {self.describe()}")
-        shape = self.leaves[0].shape
-        assert shape is not None
-        return shape.spec(len(self.leaves), block_size)
-
     def describe(self) -> str:
         """Return the kinds of layers, in words."""
         counts: dict[str, int] = {}

@@ -190,7 +190,7 @@ class StoredPrefixes:
             raise ValueError("[install] the store has another layout than the model: other weights, blocks or bits")
         self._pool = kv.pool
         self._arenas = kv.arenas
-        self._groups: tuple[Group, ...] = self._pool.options.groups or (Group.full(),)
+        self._groups: tuple[Group, ...] = self._pool.options.groups
         self._sizes = [group.block_size for group in self.layout.groups]
         self._grain = max(self._sizes)
         self._needs_checkpoints = any(group.kind != "full" for group in self._groups)
@@ -685,10 +685,9 @@ def _needed(group: Group, size: int, length: Any) -> tuple[Any, Any, Any]:
 def layout_of(kv: Any) -> Layout:
     """Return what a store holds for a model: the bytes of its layer groups, and which weights they belong to."""
     layout, pool = kv.layout, kv.pool
-    options = pool.options.groups or (Group.full(),)
-    sizes = [group.block_size or pool.block_size for group in options if group.kind != "state"]
+    sizes = [group.block_size or pool.block_size for group in pool.options.groups if group.kind != "state"]
     grain, groups = max(sizes, default=pool.block_size), []
-    for group in options:
+    for group in pool.options.groups:
         if group.kind == "state":
             states = [layout.leaves[leaf].arrays for leaf in layout.held]
             groups.append(BlockLayout(grain, group.blocks * layout.block_nbytes[0], f"state {states}"))
