@@ -823,8 +823,8 @@ cdef class BlockAPI:
     def free_order(self, n=None):
         """Ids of the next `n` blocks that `take` gives, of all free ones without `n`; int32. Nothing changes.
 
-        Blank blocks come first, then cached ones, the least recently released before the others. A pool with a prefix
-        cache has an order of its own for what leaves first. O(ids returned).
+        Blank blocks come first, then cached ones, the least recently released before the others. Of a pool with a
+        prefix cache only blank ones are told, as `alloc` takes no others. O(ids returned).
         """
         cdef Blocks* b
         cdef int64_t asked = INT64_MAX if n is None else to_int(n, "free_order", "n", 0, INT64_MAX)
@@ -836,7 +836,7 @@ cdef class BlockAPI:
             ids = <int32_t*>array_data(result)
             pool_enter(self.state, "free_order")
             b = self.at()
-            size = min(asked, <int64_t>blocks_available(b))
+            size = min(asked, <int64_t>b.num_blank + b.lru.size)    # a prefix cache has its own in no list
             if size == room:
                 blocks_free_order(b, ids, <int32_t>size)
             pool_leave(self.state)

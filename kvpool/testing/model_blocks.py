@@ -466,7 +466,7 @@ class ModelBlocks:
     @public_call
     def free_order(self, n: int | None = None) -> np.ndarray:
         """Who would be taken next."""
-        order = self._arena.blank[::-1] + self._arena.evictable
+        order = self._arena.blank[::-1] + ([] if self.pool.has_cache else self._arena.unused)
         return np.array(order if n is None else order[: args.count("free_order", "n", n)], np.int32)
 
     @public_call
