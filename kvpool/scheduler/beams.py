@@ -12,8 +12,7 @@ import numpy as np
 from numpy import float32, int32
 from numpy.typing import NDArray
 
-from kvpool._core import Plan
-from kvpool.errors import OutOfBlocks, OutOfSequences
+from kvpool.errors import OutOfSequences
 from kvpool.scheduler.policy import count_admission, known_tokens, open_with_room
 from kvpool.scheduler.request import DECODING, FINISHED, PREFILLING, WAITING, Output, RequestGroup, Sequence
 from kvpool.scheduler.results import why_ended
@@ -81,8 +80,8 @@ class Beam:
             return remaining - 1
         if sequence is not self.live[0]:
             return 0
-        # With layer groups a fork shares what the first has then, and no call takes tokens behind a window back.
-        return self.common - int(core.rows.computed[sequence.lane]) if core.needs.promises else remaining - 1
+        # A fork shares what the first has then, and no call takes tokens behind a window back.
+        return self.common - int(core.rows.computed[sequence.lane])
 
     def spread(self, core: Core) -> None:
         """Fork the common tokens once they are computed, and decode once all hypotheses are ready."""
@@ -102,14 +101,10 @@ class Beam:
         try:
             pool.close(self.held)
             forked.extend(chain.from_iterable(once(pool.fork, int(rows.handle[first.lane]), len(others))))
-            pool.truncate(forked, self.common)
             for sequence, handle in zip(others, forked, strict=True):
                 rows.handle[sequence.lane] = handle
                 rows.computed[sequence.lane] = self.common
                 rows.committed[sequence.lane] = min(self.common, int(rows.committed[first.lane]))
-            if not core.needs.promises:
-                left = [rows.remaining(sequence.lane) for sequence in others]
-                core.at_once(pool.reserve, Plan(pool, len(forked), formats=("seq_lens",)), forked, left)
             self.held = []
         except BaseException as error:
             core.setbacks += 1
@@ -117,7 +112,7 @@ class Beam:
             for sequence in others:
                 rows.handle[sequence.lane] = -1
             self.preempt(core)
-            if isinstance(error, OutOfBlocks | OutOfSequences):  # another user of the pool was faster
+            if isinstance(error, OutOfSequences):  # another user of the pool was faster
                 return False
             raise
         core.changed = True
@@ -132,17 +127,17 @@ class Beam:
         common = common_prefix(tokens) // needs.unit * needs.unit if len(tokens) > 1 else 0
         shared = [common if rank else 0 for rank in range(len(tokens))]
         blocks = needs.most(list(map(len, tokens)), shared, self.width > 1).sum(axis=0)
-        # With layer groups nobody takes tokens back, so what the first finds must be common to all.
-        looked_up = tokens[0][: common + 1] if needs.promises and len(tokens) > 1 else tokens[0]
+        # Nobody takes tokens back, so what the first finds must be common to all.
+        looked_up = tokens[0][: common + 1] if len(tokens) > 1 else tokens[0]
         attempt = core.attempt = Attempt(core, first)
         handle = open_with_room(core, attempt, blocks.tolist(), looked_up, self.group.request)
         if handle is None:
             return False
         handles = [handle]
         try:
-            for known in tokens[1:]:
-                handles.append(attempt.open(pool.open, 0 if needs.promises else len(known) - common))
-        except (OutOfBlocks, OutOfSequences):
+            for _ in tokens[1:]:
+                handles.append(attempt.open(pool.open))
+        except OutOfSequences:
             pool.close(handles)
             return False
         core.queue.remove(first)

@@ -57,10 +57,10 @@ def check_proposer(call: str, propose: Any, pool: Pool, eviction: Any) -> None:
         return
     if not callable(propose):
         raise TypeError(f"[{call}] speculate must be callable, not {type(propose).__name__}")
-    groups = pool.options.groups or ()
-    if any(group.kind == "state" for group in groups):
+    kinds = {group.kind for group in pool.options.groups}
+    if "state" in kinds:
         raise ValueError(f"[{call}] speculate: the pool has a state group, and a state takes no token back")
-    if any(group.kind != "full" for group in groups) and not pool.options.lookahead:
+    if kinds != {"full"} and not pool.options.lookahead:
         raise ValueError(f"[{call}] speculate: windows and chunks take tokens back only with lookahead (0)")
     if eviction is not None:
         raise ValueError(f"[{call}] speculate and eviction exclude each other")
@@ -74,9 +74,7 @@ def ask(core: Core, propose: Propose, batch: DecodeBatch, chunks: list[tuple[int
     """
     rows, lanes = core.rows, batch.lanes
     budget = core.max_step_tokens - len(lanes) - sum(new for _, new in chunks)
-    groups = core.pool.options.groups or ()
-    bounded = any(group.kind != "full" for group in groups)
-    longest = min(budget, core.chunk - 1, core.pool.options.lookahead if bounded else budget)
+    longest = min(budget, core.chunk - 1, core.pool.options.lookahead if core.needs.lets_go else budget)
     most = np.minimum(batch.limit - rows.generated[lanes] - 1, longest)
     most[(rows.generated[lanes] == 0) | (batch.width > 0)] = 0
     asked = np.flatnonzero(most > 0).tolist() if core.mixed or len(lanes) == 1 else []
@@ -95,22 +93,13 @@ def ask(core: Core, propose: Propose, batch: DecodeBatch, chunks: list[tuple[int
         lane, end = lanes[row], len(decoding.generated)
         rows.make_room(end + len(drafts) + 1)
         rows.tokens[lane, end : end + len(drafts)] = drafts
-    handles = np.concatenate([batch.handles, rows.handle[[lane for lane, _ in chunks]]])
-    extra = [count for _, count in chunks]
     for row in reversed(asked):
         if (new == 1).all():
             return None
-        if _fits(core, batch, new, handles, extra):
+        if core.has_room(batch, new):
             return new
         new[row] = 1
     return None
-
-
-def _fits(core: Core, batch: DecodeBatch, new: NDArray[int64], handles: NDArray[int64], chunks: list[int]) -> bool:
-    """Return whether decodes with drafts find their blocks beside the chunks, and beside what is promised."""
-    if not core.needs.promises:
-        return core.pool.can(handles, np.concatenate([new, np.array(chunks, np.int64)]))
-    return core.needs.short(core.growth(batch.lanes, new), core.needs.free(), core.promised()) < 0
 
 
 def settle(core: Core, step: Step, given: Given) -> tuple[Step, Given]:

@@ -1,8 +1,7 @@
 """`Needs`: how many blocks sequences need, in every arena of a pool. It changes nothing.
 
-A pool without layer groups has one arena and one full group. There an admission takes all blocks of a sequence. In a
-pool with groups it takes none: the blocks that the chunks of a sequence will take are *promised* to it, because a
-window never holds all blocks of a long prompt at a time.
+An admission takes no blocks: those that the chunks of a sequence will take are *promised* to it, because a window never
+holds all blocks of a long prompt at a time.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ class Needs:
 
     Attributes
     ----------
-    promises : bool
-        Admissions take no blocks. The pool has layer groups.
+    lets_go : bool
+        Some group is not full: its blocks leave a sequence that runs, and it has checkpoints.
     usable : list of int
         Blocks that one request may have, if nobody else has any.
     reserve : list of int
@@ -79,12 +78,10 @@ class Needs:
         self._pool = pool
         self._chunk = chunk
         self._lookahead = options.lookahead
-        self.promises = options.groups is not None
         self._in_place = options.in_order  # a state that one sequence has is written where it is
-        groups = options.groups or (Group.full(),)
-        self._layers = [
-            _layers(group, arena, pool.block_size) for group, arena in zip(groups, arenas_of(groups), strict=True)
-        ]
+        self.lets_go = any(group.kind != "full" for group in options.groups)
+        arenas = zip(options.groups, arenas_of(options.groups), strict=True)
+        self._layers = [_layers(group, arena, pool.block_size) for group, arena in arenas]
         self.evicting: Layers | None = None
         if eviction is not None:
             self.evicting = self._layers[eviction.group]._replace(budget=eviction.most + chunk)
@@ -122,10 +119,14 @@ class Needs:
         """Return the most tokens that a sequence of so many tokens holds at a time in the group that evicts."""
         return tokens if self.evicting is None else min(tokens, self.evicting.budget)
 
+    def widest(self, tokens: int) -> int:
+        """Return the blocks of the pool's size for what a sequence of so many tokens holds in the largest group."""
+        blocks = [layers for layers in self._layers if layers.group.kind != "state"]
+        held = max((min(tokens, layers.budget) for layers in blocks), default=tokens)
+        return -(-held // self._pool.block_size)
+
     def alone(self, tokens: int) -> list[int]:
         """Return what `most` says of a sequence that shares no block."""
-        if not self.promises:  # an admission takes them all
-            return [-(-self.places(tokens) // self.unit)]
         found: list[int] = self.most(tokens).tolist()
         return found
 
@@ -224,7 +225,7 @@ class Needs:
 
     def shares(self, tokens: int) -> bool:
         """Return whether a fork of a sequence of so many tokens may write into what both have."""
-        return self.promises or tokens % self.unit != 0
+        return any(layers.group.kind == "state" or tokens % layers.block_size for layers in self._layers)
 
     def fork(self, running: int) -> list[int]:
         """Return the blocks that must be free for a fork beside so many sequences: all may take one, and its state."""
@@ -256,9 +257,8 @@ class Needs:
 
     def name(self, arena: int) -> str:
         """Return what the blocks of an arena are called in a message."""
-        if not self.promises:
-            return "blocks"
-        return f"state slots of arena {arena}" if self._states[arena] else f"blocks of arena {arena}"
+        kind = "state slots" if self._states[arena] else "blocks"
+        return kind if self.num_arenas == 1 else f"{kind} of arena {arena}"
 
 
 def _layers(group: Group, arena: int, block_size: int) -> Layers:

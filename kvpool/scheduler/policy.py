@@ -62,7 +62,7 @@ def make_room(core: Core, probe: object) -> DecodeBatch:
 def starved(core: Core, text: str, arena: int) -> OutOfBlocks:
     """Return the error of a request that runs alone, which needs more of an arena than others of the pool left."""
     stats = core.pool.stats(arena)
-    where = f" in arena {arena}" if core.needs.promises else ""
+    where = f" in arena {arena}" if core.needs.num_arenas > 1 else ""
     return OutOfBlocks(
         f"[schedule] {text}{where}: {stats.used} of {stats.num_blocks - stats.reserved} are in use, "
         "others of the pool hold some",
@@ -91,14 +91,8 @@ def choose_victim(core: Core, policy: str, running: np.ndarray, probe: object = 
 
 def first_short(core: Core, probe: object) -> int:
     """Return the row that finds no block. There must be one."""
-    if core.needs.promises:
-        lanes, there, short = core.batch().lanes, core.available(), core.needs.short
-        return next(row for row in range(len(lanes)) if short(core.growth(lanes[: row + 1]), there) >= 0)
-    try:  # always refused, because a block is missing: the error names the row
-        core.pool.step(probe, core.batch().handles, 1)  # type: ignore[arg-type]
-    except OutOfBlocks as error:
-        return error.row
-    raise AssertionError("the blocks are there")
+    lanes, there, short = core.batch().lanes, core.available(), core.needs.short
+    return next(row for row in range(len(lanes)) if short(core.growth(lanes[: row + 1]), there) >= 0)
 
 
 def spill(core: Core, sequence: Sequence) -> bool:
@@ -114,8 +108,7 @@ def spill(core: Core, sequence: Sequence) -> bool:
     handle = int(core.rows.handle[lane])
     if not core.rows.computed[lane]:
         return False
-    blocks = core.pool.table(handle)[: core.blocks(int(core.rows.computed[lane]))]
-    kept = core.tier.spill_to_host(handle, blocks)
+    kept = core.tier.spill_to_host(handle, core.tables(handle, int(core.rows.computed[lane])))
     if kept is None:
         return False
     core.commit(lane)
@@ -149,24 +142,17 @@ def judge(core: Core, request: Request) -> None:
 def open_with_room(core: Core, attempt: Attempt, need: list[int], tokens: np.ndarray, request: Request) -> int | None:
     """Open a sequence with the cached part of `tokens`. Return None if there is no room for it.
 
-    It needs so many blocks beside the cached part. They are reserved, or promised in a pool with layer groups.
+    It needs so many blocks with the cached part. Those that it does not hold yet are promised to it. A checkpoint is
+    held until the first step has loaded it. If it leaves no room for that step, the sequence begins without it.
     """
     try:
-        if core.needs.promises:
-            return open_layers(core, attempt, need, tokens, request)
-        if fits(core, attempt, need, tokens, request.namespace):
-            return open_within(core, attempt, tokens, request.namespace)
-        return None
+        return open_promised(core, attempt, need, tokens, request)
     except (OutOfBlocks, OutOfSequences):
         return None
 
 
-def open_layers(core: Core, attempt: Attempt, need: list[int], tokens: np.ndarray, request: Request) -> int | None:
-    """Do what `open_with_room` does in a pool with layer groups.
-
-    A checkpoint stays in the pool until the first step has loaded it. If it leaves no room for that step, the sequence
-    begins without it.
-    """
+def open_promised(core: Core, attempt: Attempt, need: list[int], tokens: np.ndarray, request: Request) -> int | None:
+    """Do what `open_with_room` does. It may raise where that returns None."""
     needs, kept, cut = core.needs, blocks_kept(core), request.cut
     if cut is None and len(tokens) > core.findable:
         cut = max(0, len(tokens) - REWRITTEN)
@@ -184,29 +170,24 @@ def open_layers(core: Core, attempt: Attempt, need: list[int], tokens: np.ndarra
 
 
 def fits_found(core: Core, attempt: Attempt, need: list[int], tokens: np.ndarray, namespace: bytes) -> bool:
-    """Return whether enough blocks are left once the cached part of `tokens` is held, in a pool with layer groups."""
+    """Return whether enough blocks are left once the cached part of `tokens` is held, without the last token."""
     assert core.prefix is not None
-    pinned = attempt.open(core.prefix.pin, tokens[:-1], namespace)
+    found = core.prefix.match(tokens, namespace)
+    if not found or not fits_beside(core, need, found):
+        return False
+    if core.is_ahead:  # what is unpinned while a step is out cannot be taken before that step is done
+        raise MustWait
+    pinned = attempt.open(core.prefix.pin, tokens[:-1], namespace)  # what it finds is not available for the rest
     try:
-        found = core.pool.num_tokens(pinned)
-        due = list(map(sub, need, core.needs.held(found, found=found).tolist()))
-        return core.needs.short(due, core.available(), blocks_kept(core)) < 0
+        return fits_beside(core, need, core.pool.num_tokens(pinned))
     finally:
         core.pool.close(pinned)
 
 
-def open_within(core: Core, attempt: Attempt, tokens: np.ndarray, namespace: bytes) -> int:
-    """Open a sequence with the cached part of `tokens`, and reserve blocks for the rest."""
-    looked_up = tokens[: core.findable + 1]  # the last token is always computed
-    handle = attempt.open(core.pool.open, looked_up, namespace, again=attempt.again)
-    if len(looked_up) < len(tokens):
-        try:
-            assert core.eviction is not None
-            core.eviction.reserve(handle, core.needs.places(len(tokens)) - core.pool.num_tokens(handle))
-        except BaseException:
-            core.pool.close(handle)
-            raise
-    return handle
+def fits_beside(core: Core, need: list[int], found: int) -> bool:
+    """Return whether there is what a sequence needs beside what it holds of `found` tokens that the cache has."""
+    due = list(map(sub, need, core.needs.held(found, found=found).tolist()))
+    return core.needs.short(due, core.available(), blocks_kept(core)) < 0
 
 
 def publish(core: Core, lane: int) -> None:
@@ -261,10 +242,6 @@ def evict(core: Core, sequence: Sequence) -> None:
             evictor.evict([handle], np.array([lane]), now, after, rows.computed[[lane]])
             rows.gone[lane] += now[0] - after[0]
             core.evicted_tokens += int(now[0] - after[0])
-        if not core.needs.promises:
-            # The reserved blocks left with the tokens. So reserve again: else others could take the blocks before the
-            # next token, and two sequences could preempt each other for ever.
-            evictor.reserve(handle, min(rows.remaining(lane), evictor.most + core.chunk - int(after[0])))
     except OutOfBlocks:
         raise
     except BaseException:
@@ -307,38 +284,6 @@ def blocks_kept(core: Core) -> list[int]:
     if core.growing is None:
         core.growing = core.growth(core.batch().lanes)
     return core.needs.kept(core.growing, running, core.watermark)
-
-
-def fits(core: Core, attempt: Attempt, needed: list[int], tokens: np.ndarray, namespace: bytes) -> bool:
-    """Return whether enough blocks are left after an admission that needs so many, without the cached part of `tokens`.
-
-    It is for pools of one table. It evicts nothing. The blocks that it finds become the most recently used ones.
-    """
-    kept = blocks_kept(core)
-    room = core.available()
-    if core.needs.short(needed, room, kept) < 0:
-        return True
-    if core.prefix is None:
-        return False
-    need, keep, available = needed[0], kept[0], room[0]
-    if available <= keep:  # at least the last token needs a block
-        return False
-    tokens = tokens[: core.findable + 1]
-    size = core.pool.block_size
-    whole = tokens[: (len(tokens) - 1) // size * size]
-    hits = core.prefix.match(tokens, namespace) // size
-    if not hits or available - (need - hits) < keep:
-        return False
-    if core.is_ahead:  # what is unpinned while a step is out cannot be taken before that step is done
-        raise MustWait
-    try:
-        pinned = attempt.open(core.prefix.pin, whole, namespace)  # evictable hits are not available for the rest
-    except OutOfSequences:
-        return False
-    try:
-        return core.available()[0] - (need - hits) >= keep
-    finally:
-        core.pool.close(pinned)
 
 
 def admit(core: Core, sequence: Sequence) -> bool:
@@ -389,8 +334,8 @@ def restore(core: Core, sequence: Sequence) -> bool:
         return False
     attempt = core.attempt = Attempt(core, sequence)
     try:
-        handle = attempt.open(core.pool.open, core.needs.places(known), sequence.group.request.namespace)
-    except (OutOfBlocks, OutOfSequences):
+        handle = attempt.open(core.pool.open, 0, sequence.group.request.namespace)
+    except OutOfSequences:
         return False
     computed, kept = sequence.computed, sequence.kept
     core.set_length(handle, computed)
@@ -398,7 +343,7 @@ def restore(core: Core, sequence: Sequence) -> bool:
     sequence.kept = None
     core.start(sequence, core.rows.take(), handle, computed, core.admission_number())
     core.rows.committed[sequence.lane] = 0
-    core.tier.prefetch(kept, handle, core.pool.table(handle)[: core.blocks(computed)])  # last: nothing undoes it
+    core.tier.prefetch(kept, handle, core.tables(handle, computed))  # last: nothing undoes it
     return True
 
 

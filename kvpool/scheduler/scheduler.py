@@ -58,7 +58,7 @@ def may_plan_ahead(core: Core, step: Step) -> bool:
 
     False also where the next step may need a call of the pool that the step could not be taken back from.
     """
-    if core.beams or core.spilled or core.eviction is not None or core.needs.promises:
+    if core.beams or core.spilled or core.eviction is not None or core.needs.lets_go:
         return False
     return not (core.unforked and (np.diff(step.sample_at) == 0).any())  # it ends no prompt that has samples
 
@@ -207,8 +207,9 @@ class Scheduler:
             raise TypeError(f"[{call}] tier must have spill_to_host and prefetch, {type(tier).__name__} has not")
         if not callable(clock):
             raise TypeError(f"[{call}] clock must be callable, not {type(clock).__name__}")
-        if tier is not None and pool.options.groups is not None:
-            raise ValueError(f"[{call}] tier is for pools of one table, this one has {len(pool.options.groups)} groups")
+        kinds = [group.kind for group in pool.options.groups]
+        if tier is not None and set(kinds) != {"full"}:
+            raise ValueError(f"[{call}] a tier moves blocks of full groups, this pool has others ({', '.join(kinds)})")
         _check_evictor(call, eviction, pool)
         drafts.check_proposer(call, speculate, pool, eviction)
         self._propose = speculate
@@ -291,7 +292,7 @@ class Scheduler:
                 f"[add] {prompt} prompt tokens and {request.max_tokens} more, the model takes {self._max_model_len}",
                 "too_long",
             )
-        own = core.blocks(tokens if core.needs.promises else core.needs.places(tokens))
+        own = core.needs.widest(tokens)
         if own > pool.options.max_blocks_per_seq:
             raise RequestRejected(
                 f"[add] {tokens} tokens need {own} blocks, a sequence has at most {pool.options.max_blocks_per_seq}",
@@ -408,8 +409,7 @@ class Scheduler:
         batch, chunks = self._decide(plan)
         if batch is None and not chunks:  # a beam may have been admitted that only has to decode
             batch, chunks = self._decide(plan)
-        if core.needs.promises:
-            batch, chunks = self._keep_promises(plan, batch, chunks)
+        batch, chunks = self._keep_promises(plan, batch, chunks)
         if batch is None and not chunks:
             self._explain_idle()
         new = None
@@ -426,7 +426,7 @@ class Scheduler:
             if core.has_room(core.batch()):
                 plan = self._plans[self._turn]
                 batch, chunks = self._decide(plan)
-                if batch is not None or chunks:
+                if (batch is not None or chunks) and self._finds_blocks(batch, chunks):
                     return self._build(plan, batch, chunks, before=before)
         return None
 
@@ -453,17 +453,21 @@ class Scheduler:
         self, plan: Plan, batch: DecodeBatch | None, chunks: list[tuple[int, int]]
     ) -> tuple[DecodeBatch | None, list[tuple[int, int]]]:
         """Leave out the last chunks of a step if others of the pool took promised blocks. If none is left, make way."""
-        core, rows = self._core, self._core.rows
-        while chunks:
-            handles = [] if batch is None else batch.handles.tolist()
-            num_new = [1] * len(handles) + [new for _, new in chunks]
-            if core.pool.can([*handles, *(int(rows.handle[lane]) for lane, _ in chunks)], num_new):
-                break
+        core = self._core
+        while not self._finds_blocks(batch, chunks):
             chunks.pop()
             if not chunks and batch is None:
                 make_way(core, "its next chunk", max(0, core.needs.short(core.promised(), core.needs.free())))
                 batch, chunks = self._decide(plan)
         return batch, chunks
+
+    def _finds_blocks(self, batch: DecodeBatch | None, chunks: list[tuple[int, int]]) -> bool:
+        """Return whether the chunks of a step, if it has any, find their blocks beside the decodes."""
+        if not chunks:
+            return True
+        handles = [] if batch is None else batch.handles.tolist()
+        num_new = [1] * len(handles) + [new for _, new in chunks]
+        return self._core.pool.can([*handles, *(int(self._core.rows.handle[lane]) for lane, _ in chunks)], num_new)
 
     def _prefill_chunks(self, budget: int, most: int) -> list[tuple[int, int]]:
         """Continue running prefills, then spend the rest of the budget on admissions."""
@@ -503,7 +507,7 @@ class Scheduler:
         if stats.sequences == core.pool.options.max_seqs:
             raise OutOfSequences(f"[schedule] nothing runs, and all {stats.sequences} sequences of the pool are open")
         arena, head = 0, core.queue.head()
-        if core.needs.promises and head is not None:
+        if head is not None:
             arena = max(0, core.needs.short(core.needs.alone(len(known_tokens(head))), core.needs.free()))
             stats = core.pool.stats(arena)
         raise OutOfBlocks(

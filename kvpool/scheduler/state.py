@@ -56,7 +56,7 @@ class LaneRows:
     gone : int32
         Computed tokens that were evicted.
     common : int32
-        Leading tokens whose blocks count for another lane of the same beam, in a pool with layer groups.
+        Leading tokens whose blocks count for another lane of the same beam.
     high : int32
         Most tokens that were computed before the admission.
     limit : int32
@@ -492,7 +492,7 @@ class Core:
         if eviction is not None:  # a sequence begins below its budget
             self.findable = (eviction.policy.max_kv - 1) // self.needs.unit * self.needs.unit
         self.prefix = pool.prefix
-        self.has_checkpoints = pool.prefix is not None and self.needs.promises
+        self.has_checkpoints = pool.prefix is not None and self.needs.lets_go
         self.rows = LaneRows(max_running)
         self.queue = queue
         self.spilled: dict[Sequence, None] = {}  # oldest first
@@ -531,24 +531,21 @@ class Core:
             self.changed = False
         return self._batch
 
-    def has_room(self, batch: DecodeBatch) -> bool:
-        """Return whether each decode finds its blocks, without those that are promised to others."""
-        if not self.needs.promises:
-            return self.pool.blocks.num_blank >= len(batch.handles) or self.pool.can(batch.handles)
+    def has_room(self, batch: DecodeBatch, new: NDArray[int64] | int = 1) -> bool:
+        """Return whether the `new` next tokens of decodes find their blocks, without those promised to others."""
         promised = self.promised()
         if not any(promised) or not len(batch.lanes):
-            return self.pool.can(batch.handles)
-        return self.needs.short(self.growth(batch.lanes), self.needs.free(), promised) < 0
+            return self.pool.can(batch.handles, new)
+        return self.needs.short(self.growth(batch.lanes, new), self.needs.free(), promised) < 0
 
     def available(self) -> list[int]:
         """Return the blocks of each arena that are neither taken nor promised."""
-        free = self.needs.free()
-        return list(map(sub, free, self.promised())) if self.needs.promises else free
+        return list(map(sub, self.needs.free(), self.promised()))
 
     def promised(self) -> list[int]:
         """Return the blocks of each arena that running sequences will take until their known tokens are computed."""
         needs, rows = self.needs, self.rows
-        if not needs.promises:
+        if not self.count[PREFILLING] and self.newest >= self.next_admission:
             return needs.nothing
         (lanes,) = ((rows.state == PREFILLING) | (rows.state != WAITING) & (rows.admitted >= self.newest)).nonzero()
         most = needs.most(rows.prompt[lanes] + rows.generated[lanes], rows.common[lanes], rows.width[lanes] > 1)
@@ -558,12 +555,14 @@ class Core:
 
     def growth(self, lanes: NDArray[np.intp], new: NDArray[int64] | int = 1) -> list[int]:
         """Return the most blocks of each arena that the `new` next tokens of these lanes take."""
-        lens = self.rows.computed[lanes] if self.needs.promises else self.rows.kv_lens(lanes)
-        return self.needs.next_tokens(lens, self.rows.shared[lanes], new)
+        return self.needs.next_tokens(self.rows.computed[lanes], self.rows.shared[lanes], new)
 
-    def blocks(self, tokens: int) -> int:
-        """Return the number of blocks for `tokens` tokens."""
-        return -(-tokens // self.pool.block_size)
+    def tables(self, handle: int, tokens: int) -> Any:
+        """Return the blocks of the first tokens of a sequence: in a pool of several groups an array for each."""
+        pool = self.pool
+        sizes = [group.block_size or pool.block_size for group in pool.options.groups]
+        found = [pool.table(handle, number)[: -(-tokens // size)] for number, size in enumerate(sizes)]
+        return found if len(found) > 1 else pool.table(handle)[: len(found[0])]
 
     # -- moves
 

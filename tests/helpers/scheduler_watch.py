@@ -80,10 +80,11 @@ class Watch:
                 assert all(np.array_equal(a, b) for a, b in zip(self._shown(old), shown, strict=True))
             self.before = step, [array.copy() for array in self._shown(step)]
 
-    @staticmethod
-    def _shown(step: Any) -> list[np.ndarray]:
-        plan = step.plan
-        return [step.handles, step.tokens, step.sample_at, plan.block_tables, plan.slot_mapping, plan.seq_lens]
+    def _shown(self, step: Any) -> list[np.ndarray]:
+        groups = zip(self.pool.options.groups, step.plan.groups, strict=True)
+        parts = [part for group, part in groups if group.kind != "state"]
+        of_parts = [array for part in parts for array in (part.block_tables, part.slot_mapping, part.kv_lens)]
+        return [step.handles, step.tokens, step.sample_at, *of_parts]
 
     def _nothing_is_left_lying(self, step: Any, sampled: np.ndarray) -> None:
         """While there is budget, chunks are whole; while there are lanes and blocks too, nobody waits."""
@@ -103,7 +104,16 @@ class Watch:
         need = max(-(-(r.prompt.size + r.max_tokens) // size) for r in waiting)
         explicit = self.options["watermark"]
         keep = 2 * len(step.handles) + (explicit or 0) + self.pool.options.watermark
-        assert stats.free < need + keep, f"{len(waiting)} wait, {stats.blank} blocks are free"
+        keep += sum(map(self._promised, self.running))
+        assert stats.free < need + keep, f"{len(waiting)} wait, {stats.free} blocks are free"
+
+    def _promised(self, handle: int) -> int:
+        """Blocks for the known tokens of a running sequence that it does not hold yet, in a pool of one full group."""
+        if not self.pool.is_open(handle):
+            return 0
+        request = self.requests[self.running[handle]]
+        known = request.prompt.size + self.scheduler.tokens_of(request.id).size
+        return max(0, -(-known // self.pool.block_size) - len(self.pool.table(handle)))
 
     def _stall_free(self, handles: np.ndarray, decodes: int, chunks: int) -> None:
         """Whoever got a token gets the next one in the next step, unless it ended or was preempted."""
@@ -138,7 +148,7 @@ class Watch:
             assert any(not self.pool.is_open(handle) for handle in self.decoding), "preempted for nobody's token"
         if new and not any(self.pool.is_open(handle) for handle in before):
             self._started_over_alone()
-        lens = step.plan.seq_lens[: len(step.handles)] - step.num_new
+        lens = step.plan.positions[np.cumsum(step.num_new) - step.num_new]
         self.decodes = [request.id for request in requests[: step.num_decodes]]
         for row, (request, handle) in enumerate(zip(requests, step.handles.tolist(), strict=True)):
             if request.n > 1 or request.beam_width:

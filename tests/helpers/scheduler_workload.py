@@ -265,7 +265,7 @@ class Guest:
         elif self.rng.random() < 0.3 and there > 1:
             self.handles.append(self.pool.open(int(self.rng.integers(0, there)) * self.pool.block_size // 2))
         elif self.rng.random() < 0.3 and there > 1:
-            self.blocks += self.pool.blocks.alloc(int(self.rng.integers(0, there))).tolist()
+            self.blocks += self.pool.blocks.alloc(min(stats.blank, int(self.rng.integers(0, there)))).tolist()
 
     def leave(self) -> bool:
         """Give everything back; whether there was anything."""
