@@ -186,7 +186,7 @@ class GroupStorage:
     factory : callable
         Makes backends, ``factory(spec, num_blocks)``: such as `load_backend` returns, or `functools.partial` of it.
     pool : Pool
-        Made with `groups`.
+        Of any groups, one of blocks at least.
     stored : sequence
         One entry per group of the pool. A group of blocks has the `KVSpec` of one column, or a sequence of them: the
         layers of the column one after the other, where heads or dimensions change from layer to layer. A state group
@@ -212,10 +212,10 @@ class GroupStorage:
     Raises
     ------
     TypeError, ValueError
-        The pool has no groups, or a spec does not fit its group or its arena.
+        A spec does not fit its group or its arena.
     """
 
-    required_formats = ("block_tables", "seq_lens", "cu_q_lens", "slot_mapping")
+    required_formats = ("block_tables", "seq_lens", "cu_q_lens", "slot_mapping", "positions")
 
     def __init__(
         self,
@@ -297,12 +297,13 @@ class GroupStorage:
         """Make a step of a plan, for all layers; see `KVBackend.prepare`."""
         groups = self._of_plan("prepare", plan)
         ends = np.asarray(plan.cu_q_lens, np.int64)
-        lens = np.asarray(plan.seq_lens, np.int64)
-        rows = np.repeat(np.arange(len(lens)), np.diff(ends))
-        positions = lens[rows] - ends[rows + 1] + np.arange(len(rows))
+        rows = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
+        positions = np.asarray(plan.positions, np.int64)[: len(rows)]
         steps, cuts = {}, {}
         for number, backends in self._held.items():
             held, starts = (np.asarray(of, np.int64) for of in (groups[number].kv_lens, groups[number].kv_starts))
+            lens = held.copy()  # of rows without a new token nobody asks for more
+            lens[rows] = positions + 1  # the last one of a row counts
             for column in range(self.groups[number].columns):
                 arrays = StepArrays.of_group(plan, number, column)
                 cuts[number] = _Cut(arrays.seq_lens, arrays.seq_lens - held + starts, starts, lens - held)
@@ -440,7 +441,7 @@ class GroupStorage:
     # ---------------------------------------------------------------------- internals
 
     def _of_plan(self, call: str, plan: Plan) -> Sequence[Any]:
-        if plan.pool is not self._pool or plan.groups is None:
+        if plan.pool is not self._pool:
             raise ValueError(f"[{call}] the plan is of another pool")
         return plan.groups
 
@@ -639,11 +640,9 @@ def _checked_groups(pool: Pool) -> tuple[Group, ...]:
     if not isinstance(pool, Pool):
         raise TypeError(f"[GroupStorage] pool must be a Pool, got {type(pool).__name__}")
     groups = pool.options.groups
-    if not groups:
-        raise ValueError("[GroupStorage] the pool was made without groups, a backend alone holds its blocks")
     if all(group.kind == "state" for group in groups):
         raise ValueError("[GroupStorage] the pool has state groups only, a StateSlots for each holds them")
-    return tuple(groups)
+    return groups
 
 
 def _checked_parts(pool: Pool, number: int, group: Group, what: Any) -> Parts:

@@ -225,9 +225,9 @@ class Evictor:
         OutOfBlocks
             They are not there. Nothing has changed.
         ValueError
-            A pool with layer groups: their blocks are in several backends.
+            A pool of several layer groups: their blocks are in several backends.
         """
-        if self.pool.options.groups is not None:
+        if len(self.pool.options.groups) > 1:
             raise ValueError(
                 f"[reserve] the pool has {len(self.pool.options.groups)} layer groups, the evictor's backend holds the "
                 "blocks of one: call Pool.reserve, and copy blocks with GroupStorage"
@@ -253,7 +253,7 @@ class Evictor:
         """Let a call of the pool take blocks, and copy what it says."""
         try:
             take(plan, *arguments)
-            copies = (plan if plan.groups is None else plan.groups[self.group]).copies
+            copies = plan.groups[self.group].copies
             if len(copies):
                 self.backend.copy_blocks(copies)
             if plan.is_pending:
@@ -265,8 +265,8 @@ class Evictor:
 
 
 def _full_group(pool: Pool, number: Any) -> Group:
-    """Return the layer group that tokens are to leave; a pool of one table has one."""
-    groups = (Group.full(),) if pool.options.groups is None else pool.options.groups
+    """Return the layer group that tokens are to leave."""
+    groups = pool.options.groups
     if isinstance(number, bool) or not isinstance(number, int):
         raise TypeError(f"[Evictor] group must be an int, not {type(number).__name__} ({number!r})")
     kinds = [group.kind for group in groups]
