@@ -89,7 +89,7 @@ def test_copies_of_a_cached_prompt_count_where_a_request_is_judged():
     how = {"groups": [Group.full(columns=2), Group.window(8)], "prefix_cache": True}
     # Columns of seven entries, four for copies, one cached twice. Window: five. One block is reserved.
     build(WINDOW, 1 + 2 * 12 + 5, **how)[2].add(Request(range(100), max_tokens=60))
-    with pytest.raises(RequestRejected, match="need 29 blocks of arena 0, the pool has 28"):
+    with pytest.raises(RequestRejected, match="need 29 blocks, the pool has 28"):
         build(WINDOW, 2 * 12 + 5, **how)[2].add(Request(range(100), max_tokens=60))
     build(BlockEviction(max_kv=16, sink=2, recent_tokens=4), 1 + 2 * 8 + 5, **how)[2].add(Request(range(100), 60))
 

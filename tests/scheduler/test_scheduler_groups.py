@@ -191,11 +191,11 @@ def test_others_that_take_promised_blocks_delay_a_request_and_lose_nothing():
     assert [pool.stats(arena).used for arena in range(3)] == [0, 0, 0]
 
 
-def test_tier_on_a_pool_with_groups_is_refused():
+def test_tier_on_a_pool_with_windows_or_states_is_refused():
     class Tier:
         def spill_to_host(self, handle, blocks): ...
 
         def prefetch(self, kept, handle, blocks): ...
 
-    with pytest.raises(ValueError, match="tier is for pools of one table, this one has 3 groups"):
+    with pytest.raises(ValueError, match=r"a tier moves blocks of full groups, this pool has others \(full, window, state\)"):
         Scheduler(small(), tier=Tier())
