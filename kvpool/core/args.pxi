@@ -69,7 +69,8 @@ cdef extern from *:
         PyObject *descr;
         int flags;
     } kv_array;
-    enum { KV_PLAIN = 0x0001 | 0x0100, KV_WRITEABLE = 0x0400 };    /* C-contiguous and aligned */
+    /* C-contiguous and aligned; writable, and not so that NumPy warns of it */
+    enum { KV_PLAIN = 0x0001 | 0x0100, KV_WRITEABLE = 0x0400, KV_WARN = INT_MIN };
     """
     ctypedef struct Array "kv_array":
         char* data
@@ -79,6 +80,7 @@ cdef extern from *:
         int flags
     int PLAIN "KV_PLAIN"
     int WRITEABLE "KV_WRITEABLE"
+    int WARN "KV_WARN"
     bint short_int "kv_short_int"(object value, int64_t* number) noexcept
     Py_ssize_t plain_ints "kv_plain_ints"(object batch, Py_ssize_t start, Py_ssize_t stop, int64_t* out) noexcept
     void* exchange "kv_exchange"(void** place, void* value) noexcept nogil
@@ -257,11 +259,13 @@ cdef int from_buffer(Ints* ints, object value, str call, str name, bint narrow) 
     number without a dimension, which is read as an int."""
     cdef Py_buffer view
     cdef const Array* array = plain_array(value)
+    cdef Py_ssize_t size
     cdef int width = 0
     if array != NULL:
         width = 8 if array.descr == <PyObject*>INT64 else 4 if narrow and array.descr == <PyObject*>INT32 else 0
     if width:
-        memcpy(ints_room(ints, array.dimensions[0], width, call, name), array.data, array.dimensions[0] * width)
+        size = array.dimensions[0]      # once: without a GIL another thread may resize it
+        memcpy(ints_room(ints, size, width, call, name), array.data, size * width)
         return 0
     try:
         PyObject_GetBuffer(value, &view, PyBUF_STRIDES | PyBUF_FORMAT)

@@ -452,7 +452,7 @@ cdef class BlockAPI:
         """The ids go to the caller's array."""
         cdef Py_buffer view
         cdef const Array* array = plain_array(out)
-        if array != NULL and array.descr == <PyObject*>INT32 and array.flags & WRITEABLE:
+        if array != NULL and array.descr == <PyObject*>INT32 and array.flags & (WRITEABLE | WARN) == WRITEABLE:
             self.alloc_to(<int32_t*>array.data, array.dimensions[0], count)
             return out
         if not PyObject_CheckBuffer(out):

@@ -29,14 +29,15 @@ Why it is so:
   step of one group touches one cache line per sequence, and half a line more for each further
   group.
 - A table has a *version*, which is new whenever it changes in any way, and an *epoch*, which
-  changes when an entry changes or leaves. A plan compares the first to see whether to look, the
-  second to see whether what it shows is still the beginning of the row.
+  changes when an entry changes or leaves, unless a window lets it go. A plan compares the first to
+  see whether to look, the second to see whether what it shows is still the beginning of the row.
 """
 
 cdef enum:
     MAX_GROUPS = 8
     MOST_COLUMNS = 1024
     MAX_ARENAS = MAX_GROUPS + 1 # each has a group; in a pool of states the first has none
+    NO_BATCH = -1               # Step.mixed_rows
 
 cdef enum:                      # LayerGroup.kind
     FULL_LAYERS
@@ -194,7 +195,7 @@ cdef struct Step:
     int32_t num_events
     int64_t num_tokens          # tokens served
     int64_t id                  # 0: never stepped
-    uint64_t mixed              # digest of the first `mixed_rows` handles, 0: not known
+    uint64_t mixed              # digest of the first `mixed_rows` handles; NO_BATCH: not known
     int32_t mixed_rows
     bint uniform                # every row was served one token
     bint pending                # read by `flag` where the lock is not held, so written by `set_flag`

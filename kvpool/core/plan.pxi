@@ -479,7 +479,9 @@ cdef class Plan:
         for name, given in arrays.items():
             owners = self.groups_with(name)
             if name in COMMON or len(self.group_plans) == 1:
-                given = [given] if owners else []
+                if not owners:
+                    raise ValueError(f"[{call}] {name} is no array of a group of states")
+                given = [given]
             elif not isinstance(given, (list, tuple)) or len(given) != len(self.group_plans):
                 raise TypeError(f"[{call}] {name} must be a sequence of {len(self.group_plans)} arrays, one for each "
                                 f"layer group, None where the plan keeps its own")

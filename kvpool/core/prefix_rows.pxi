@@ -503,8 +503,6 @@ cdef void tree_commit_row(Groups* gs, int32_t slot, const int32_t* tokens, int64
     cdef uint64_t digest = mix(mix(gs.arena[0].digest, OP_COMMIT), untagged(s, s.seq[slot].handle))
     if row_waits(gs, slot):
         publish_row(gs, slot)
-    if prefix.name == NULL:
-        digest = mix_tokens(digest, tokens, count)
     while depth < end and prefix.name != NULL:
         size = <int32_t>min(end - depth, <int64_t>IN_FLIGHT)
         for k in range(size):
@@ -521,6 +519,8 @@ cdef void tree_commit_row(Groups* gs, int32_t slot, const int32_t* tokens, int64
     tail = min((told + count) % bs, count)      # of the last block, which is not full, those that are new
     memcpy(s.partial + slot * bs + (told + count) % bs - tail, tokens + count - tail, tail * sizeof(int32_t))
     prefix.committed = told + count
+    if prefix.name == NULL:                     # else the hash of the last full block has all before the tail
+        digest = mix_tokens(digest, tokens, count)
     gs.arena[0].digest = mix_tokens(mix(mix(digest, h), count), tokens + count - tail, tail)
 
 

@@ -125,7 +125,7 @@ cdef struct RowPlaces:          # what the tree knows of a row beside SeqPrefix
 #   an open row has not published all that it committed  =>  has_waiting
 #   no pending plan has still to fill a canonical entry; one that waits is not canonical
 cdef struct Tree:
-    Index* index                # namespaces, uids, seed of the hash, events, counters of use
+    Index* index                # namespaces, seed of the hash, events, counters of use
     Node* node                  # [room]
     NodeMore* more              # [room], NULL: hits need no checkpoints
     Link* unit                  # [room] of the unit of a node

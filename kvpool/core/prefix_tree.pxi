@@ -690,7 +690,7 @@ cdef uint64_t tree_fingerprint(const Tree* t, uint64_t h) noexcept nogil:
     h = mix(mix(mix(h, t.num_nodes), t.cold.size), t.warm.size)
     for n in range(t.fresh_node):
         if t.node[n].depth:
-            h = mix(mix(mix(h, n), t.node[n].name != NO_NAME), t.node[n].users)
+            h = mix(mix(mix(h, n), name_of(t, n).hash if t.node[n].name != NO_NAME else 0), t.node[n].users)
             if t.more != NULL:
                 h = mix(h, t.more[n].below)
             for k in range(t.block_size):

@@ -42,7 +42,7 @@ cdef struct Tail:               # of a row of a layer group: where its next toke
     int64_t stop_slot           # tokens go there one by one up to here; else look the table up
     uint64_t version            # of the table: unique in the group, new whenever the table changes in any way
     int32_t block               # of next_slot
-    uint32_t epoch              # changes when a table entry changes or leaves
+    uint32_t epoch              # changes when a table entry changes or leaves, but by a window
 
 
 cdef struct Seq:                # what a step reads and moves: 64 bytes, one cache line

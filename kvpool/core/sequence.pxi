@@ -210,7 +210,7 @@ cdef uint64_t seqs_fingerprint(const Seqs* s, const Blocks* b, uint64_t h, int64
             h = mix(h, ~(next_step - s.life[slot].fork_step))
         if s.prefix != NULL:
             h = mix(mix(mix(h, s.prefix[slot].committed), s.prefix[slot].done), s.prefix[slot].forked_at)
-            h = mix(mix(h, s.prefix[slot].name != NULL), s.prefix[slot].published)
+            h = mix(mix(h, s.prefix[slot].name.hash if s.prefix[slot].name != NULL else 0), s.prefix[slot].published)
             for k in range(s.prefix[slot].committed % b.block_size):
                 h = mix(h, s.partial[slot * b.block_size + k])
     return h

@@ -51,6 +51,7 @@ cdef int step_init(Step* p, int32_t max_rows) noexcept nogil:
     p.prev_step = <int64_t*>xcalloc(max_rows, sizeof(int64_t))
     p.event = <Event*>xcalloc(max_rows, sizeof(Event))
     p.max_rows = max_rows
+    p.mixed_rows = NO_BATCH
     if p.length == NULL or p.prev_step == NULL or p.event == NULL:
         step_free(p)
         return NO_MEMORY
@@ -689,7 +690,7 @@ cdef void step_commit(Groups* gs, Step* p, const int64_t* handles, bint advance)
     p.uniform = advance
     b.digest = mix(mix(b.digest, OP_STEP if advance else OP_RESERVE), p.num_rows)
     memmove(p.handle, handles, p.num_rows * sizeof(int64_t))    # the batch may be a part of the plan's own array
-    p.mixed_rows = 0
+    p.mixed_rows = NO_BATCH
     if gs.tree != NULL:
         tree_loads(gs, p, advance)
         for k in range(gs.num_arenas):

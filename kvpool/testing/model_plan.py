@@ -319,6 +319,8 @@ class ModelPlan:
             if name not in self.names:
                 raise ValueError(f"[{call}] the plan has no array of this name ({name!r})")
             if name in COMMON or len(self.groups) == 1:
+                if not self._owners(name):
+                    raise ValueError(f"[{call}] a group of states has no array of this name ({name!r})")
                 found.update({(k, name): given for k in self._owners(name)})
                 continue
             if not isinstance(given, list | tuple) or len(given) != len(self.groups):

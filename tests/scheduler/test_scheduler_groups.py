@@ -197,5 +197,5 @@ def test_tier_on_a_pool_with_windows_or_states_is_refused():
 
         def prefetch(self, kept, handle, blocks): ...
 
-    with pytest.raises(ValueError, match=r"a tier moves blocks of full groups, this pool has others \(full, window, state\)"):
+    with pytest.raises(ValueError, match=r"full groups, this pool has others \(full, window, state\)"):
         Scheduler(small(), tier=Tier())
