@@ -107,7 +107,7 @@ class Model:
             merged = [PagedKVCache.merge(layer) for layer in layers]
             batch, spec = merged[0].batch, kv.backend.spec
             each = policy.bytes_per_token(spec.num_kv_heads, (spec.head_dim, spec.value_head_dim), spec.num_layers)
-            yield merged, lambda: int(batch.rows.lens.sum()) * each
+            yield merged, lambda: int(batch.rows.held.sum()) * each
 
     def answer(self, documents: NDArray[np.int32], policy: Policy) -> Answer:
         """Read documents: `PREFILL` tokens at once, the others one by one: a policy decides before every token."""

@@ -335,7 +335,7 @@ def positions_held(caches: list[Any]) -> np.ndarray:
     """Logical positions that a paged cache holds, ``[L, Hk, n]``."""
     batch = caches[0].batch
     batch.eviction.settle()
-    return np.array(batch.eviction.memory.positions(0, int(batch.rows.lens[0]), caches[0].offset))
+    return np.array(batch.eviction.memory.positions(0, int(batch.rows.held[0]), caches[0].offset))
 
 
 def install_pool(
