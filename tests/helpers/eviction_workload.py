@@ -88,7 +88,7 @@ class Oracle(Evictor):
         (handle,), size = handles, self.memory.block_size
         if handle not in self.held:  # a fork that has not been in a step yet
             self.held[handle], self.values[handle] = self.parent_of(int(rows[0]))
-        self.shared += any(self.pool.blocks.refcount(b) > 1 for b in self.pool.table(handle).ravel().tolist())
+        self.shared += any(self.pool.blocks.refcount(b) > 1 for b in self.pool.table(handle, self.group).ravel().tolist())
         held, target = self.held[handle], int(after[0])
         assert len(held) == int(lens[0]) == self.pool.kv_len(handle, self.group)
         super().evict(handles, rows, lens, after, num_tokens)
@@ -130,7 +130,7 @@ def alone(policy: Policy, request: Request, block_size: int, chunk: int, caches:
     """Blocks with which a request runs under a policy, as docs/scheduling.md says."""
     tokens = tokens_needed(request)
     most = policy.max_kv - 1
-    need = -(-min(tokens, most + chunk) // block_size)
+    need = min(-(-tokens // block_size), (most + chunk + block_size - 2) // block_size + 1)  # they begin anywhere
     if caches and tokens > policy.max_kv and not policy.whole_blocks:
         need += -(-most // block_size)
     if caches and tokens > policy.max_kv:

@@ -113,7 +113,7 @@ class Watch:
             return 0
         request = self.requests[self.running[handle]]
         known = request.prompt.size + self.scheduler.tokens_of(request.id).size
-        return max(0, -(-known // self.pool.block_size) - len(self.pool.table(handle)))
+        return max(0, -(-known // self.pool.block_size) - len(self.pool.table(handle, 0)))
 
     def _stall_free(self, handles: np.ndarray, decodes: int, chunks: int) -> None:
         """Whoever got a token gets the next one in the next step, unless it ended or was preempted."""
