@@ -88,7 +88,8 @@ class Oracle(Evictor):
         (handle,), size = handles, self.memory.block_size
         if handle not in self.held:  # a fork that has not been in a step yet
             self.held[handle], self.values[handle] = self.parent_of(int(rows[0]))
-        self.shared += any(self.pool.blocks.refcount(b) > 1 for b in self.pool.table(handle, self.group).ravel().tolist())
+        ids = self.pool.table(handle, self.group).ravel().tolist()
+        self.shared += any(self.pool.blocks.refcount(block) > 1 for block in ids)
         held, target = self.held[handle], int(after[0])
         assert len(held) == int(lens[0]) == self.pool.kv_len(handle, self.group)
         super().evict(handles, rows, lens, after, num_tokens)
