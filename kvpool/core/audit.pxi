@@ -217,8 +217,9 @@ cdef bint seqs_check(const Groups* gs, char* finding) noexcept nogil:
     """Handles, lengths and counters, which all groups share."""
     cdef const Seqs* s = gs.seqs
     cdef int64_t tokens = 0, blocks = 0
-    cdef int32_t slot, num_open = 0, retired = 0
+    cdef int32_t slot, num_open = 0, retired = 0, late = 0
     for slot in range(s.max_seqs):
+        late += s.life[slot].late
         if check_handle(s, slot, &num_open, &retired, finding):
             return True
         if not seq_has_blocks(s, slot):
@@ -230,6 +231,8 @@ cdef bint seqs_check(const Groups* gs, char* finding) noexcept nogil:
     if tokens != s.sum_tokens or blocks != s.sum_blocks:
         return snprintf(finding, FINDING, b"counted %lld tokens in %lld blocks, the counters say %lld and %lld",
                         <long long>tokens, <long long>blocks, <long long>s.sum_tokens, <long long>s.sum_blocks) > 0
+    if late != s.num_late:
+        return snprintf(finding, FINDING, b"counted %d late sequences, the counter says %d", late, s.num_late) > 0
     return check_free_slots(s, num_open, retired, finding)
 
 

@@ -197,6 +197,8 @@ cdef void groups_fork(Groups* gs, int32_t parent, int32_t n, int64_t* children) 
                 tail_of(g, child)[0] = tail_of(g, slot_of(children[0]))[0]
             tail_of(g, child).epoch = 0
             new_version(g, child)
+            s.life[child].late |= g.kind != STATE_LAYERS and p.num_tokens >= g.seq[child].due
+        s.num_late += s.life[child].late
         if s.prefix != NULL:
             seq_fork_prefix(s, b, parent, child)
         if gs.tree != NULL:

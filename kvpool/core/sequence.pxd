@@ -59,6 +59,7 @@ cdef struct SeqLife:            # the rest
     int64_t point               # num_tokens at the last eviction; truncate cannot go below it
     uint32_t generation         # counted from the pool's first
     uint8_t life
+    uint8_t late                # forked from a row whose step was pending: a window has still to let go of something
 
 
 cdef struct SeqPrefix:          # what a pool with a prefix cache knows besides
@@ -75,7 +76,7 @@ cdef struct SeqPrefix:          # what a pool with a prefix cache knows besides
 #   published <= committed // block_size
 #   point <= num_tokens; point == 0, or the prefix cache has forgotten the sequence
 #   num_open + num_free_slots + retired slots == max_seqs
-#   sum_tokens == sum of num_tokens, sum_blocks == sum of num_blocks
+#   sum_tokens == sum of num_tokens, sum_blocks == sum of num_blocks, num_late == number of late ones
 cdef struct Seqs:
     Seq* seq                    # [max_seqs]
     SeqLife* life               # [max_seqs]
@@ -97,6 +98,7 @@ cdef struct Seqs:
     int64_t base                # tag and first generation of a handle: what digests leave out
     int64_t watermark
     int64_t evicted_tokens      # ever, of all sequences
+    int32_t num_late            # open sequences that are late
     int64_t newest_fork_step    # largest fork_step that was ever given
     int64_t sum_tokens
     int64_t sum_blocks

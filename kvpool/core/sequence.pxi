@@ -97,6 +97,7 @@ cdef int32_t seq_new(Seqs* s) noexcept nogil:
     s.num_free_slots -= 1
     s.num_open += 1
     s.life[slot].life = OPEN
+    s.life[slot].late = False
     s.life[slot].fork_step = s.life[slot].point = 0
     q.num_tokens = q.last_step = 0
     q.num_blocks = 0
@@ -120,6 +121,8 @@ cdef void seq_retire_handle(Seqs* s, int32_t slot) noexcept nogil:
     if s.prefix != NULL:
         seq_leave_name(s, slot)
     s.num_open -= 1
+    s.num_late -= life.late
+    life.late = False
     s.seq[slot].handle = -1
     if s.first_generation + life.generation + 1 == GENERATIONS:
         life.life = RETIRED

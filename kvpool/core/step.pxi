@@ -1065,9 +1065,9 @@ cdef void free_behind_window(LayerGroup* g, int32_t slot, int64_t length) noexce
 cdef void let_go(Groups* gs, LayerGroup* g, const Step* p) noexcept nogil:
     """Let go of what no later query of the rows of a step reads in a window or chunk.
 
-    A row with one token more lets go at the end of a period only: it is looked at then.
+    A row with one token more lets go at the end of a period only: it is looked at then, unless it may be late.
     """
-    cdef int64_t first = g.phase, mask = g.period - 1
+    cdef int64_t first = g.phase, mask = 0 if gs.seqs.num_late else g.period - 1
     cdef int32_t i, at = 0, looked = p.event[0].row if p.num_events else -1
     for i in range(p.num_rows):
         if i == looked:
@@ -1081,7 +1081,7 @@ cdef void let_go(Groups* gs, LayerGroup* g, const Step* p) noexcept nogil:
 
 cdef void step_release(Groups* gs, const Step* p) noexcept nogil:
     """The step was executed: let go of what it read last, then of what no later query of its rows reads."""
-    cdef int32_t k
+    cdef int32_t i, k, slot
     if gs.tree != NULL:
         tree_pass(gs, p)
     for k in range(gs.num_groups):
@@ -1089,6 +1089,11 @@ cdef void step_release(Groups* gs, const Step* p) noexcept nogil:
     for k in range(gs.num_groups if gs.lets_go else 0):
         if gs.group[k].kind == WINDOW_LAYERS or gs.group[k].kind == CHUNK_LAYERS:
             let_go(gs, &gs.group[k], p)
+    for i in range(p.num_rows if gs.seqs.num_late else 0):
+        slot = seq_find(gs.seqs, p.handle[i])
+        if slot >= 0:
+            gs.seqs.num_late -= gs.seqs.life[slot].late
+            gs.seqs.life[slot].late = False
 
 
 cdef void step_settle(Groups* gs, const Pending* pending, const Step* p) noexcept nogil:
