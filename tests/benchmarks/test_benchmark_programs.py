@@ -56,14 +56,13 @@ def test_memory_of_a_pool_is_what_the_docs_say():
     from benchmarks.pool_memory import BLOCK_SIZE, rates
 
     row = (ROOT / "docs" / "limits.md").read_text().split("- No growth: ")[1].split("\n\n")[0]
-    block, sequence, entry, least, most, more, token, event = map(int, re.findall(r"\b\d+\b", row))
+    block, sequence, entry, cached_block, cached_sequence, *per_token, event = map(int, re.findall(r"\b\d+\b", row))
     plain, cached, told = rates(), rates(prefix_cache=True), rates(prefix_cache=True, events=1)
-    tokens = token * BLOCK_SIZE
     expected = {"block, at best": block, "block, at worst": block, "sequence": sequence, "entry of its table": entry}
-    assert plain == pytest.approx(expected, rel=0.01)
-    expected |= {"block, at best": block + least + tokens, "block, at worst": block + most + tokens}
-    expected["sequence"] = sequence + more + tokens
-    assert cached == pytest.approx(expected, rel=0.01)
+    assert plain == pytest.approx(expected, rel=0.05)  # rows of tables begin at cache lines
+    block, sequence = block + cached_block + per_token[0] * BLOCK_SIZE, sequence + cached_sequence
+    expected |= {"block, at best": block, "block, at worst": block, "sequence": sequence + per_token[1] * BLOCK_SIZE}
+    assert cached == pytest.approx(expected, rel=0.05)
     assert [told[name] - cached[name] for name in list(told)[:2]] == pytest.approx([event] * 2, rel=0.01)
 
 

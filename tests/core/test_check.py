@@ -85,6 +85,28 @@ def test_check_finds_a_broken_word(what, index):
         pool.check()
 
 
+def is_found(pool, what, index):
+    """Whether `check` finds that a word is one more."""
+    corrupt(pool, what, index)
+    try:
+        pool.check()
+    except CorruptState:
+        return True
+    finally:
+        corrupt(pool, what, index, -1)
+    return False
+
+
+def indices(pool, what):
+    """Of a word: all that there are."""
+    for index in range(pool.num_blocks):
+        try:
+            corrupt(pool, what, index, 0)
+        except AssertionError:
+            return
+        yield index
+
+
 A, B = list(range(24)), [*range(8), *range(50, 66)]
 WAITING = list(range(200, 216))
 OLD_NODE, WARM_NODE, TAKEN = 1, 7, 3  # nodes and a checkpoint of the state below
@@ -157,6 +179,26 @@ def test_check_finds_a_broken_word_of_layer_groups(what, index):
     corrupt(pool, what, index)
     with pytest.raises(CorruptState, match=r"\[check\] "):
         pool.check()
+
+
+def windows():
+    pool = Pool(64, 4, groups=[Group.full(), Group.window(6, columns=2)], max_seqs=8)
+    plan = Plan(pool, 1, 16)
+    pool.step(plan, [pool.open()], 9)
+    pool.done(plan)
+    return pool
+
+
+#: Of the second and third pool nothing is on the LRU or limbo lists, and the last group of the second keeps states.
+SILENT = {"next", "prev", "lru", "tail", "due", "stamp"}
+
+
+@pytest.mark.parametrize(("make", "silent"), [(lambda: rich_pool()[0], set()), (rich_tree, SILENT), (windows, SILENT)])
+def test_check_finds_each_word_somewhere_and_nothing_once_it_is_back(make, silent):
+    pool = make()
+    for what in corrupt(pool, "", 0):
+        assert any([is_found(pool, what, index) for index in indices(pool, what)]) or what in silent, what
+    pool.check()
 
 
 def test_check_that_found_something_about_a_namespace_counts_anew():

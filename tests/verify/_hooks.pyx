@@ -6,6 +6,7 @@ from kvpool._core cimport (
     tail_of,
 )
 
+OF_CHECKPOINTS = ("line", "stamp", "position", "step", "slot_loads", "row", "bundle")
 OF_ROWS = ("published", "table", "blocks", "length", "next_slot", "tail", "stop_slot", "free_slot", "gone", "due")
 
 
@@ -18,12 +19,18 @@ def set_generation(Pool pool, int32_t slot, int64_t generation):
 
 
 def corrupt(Pool pool, str what, int32_t index, int32_t by=1):
-    """Add `by` to one word, of rows in the last group. `index` is a block, a slot, a node, or a checkpoint."""
+    """Add `by` to one word, of rows in the last group. `index` is a block, a slot, a node, or a checkpoint.
+
+    "" returns the names of the words.
+    """
     cdef Blocks* b = &pool.state.blocks
     cdef Seqs* s = &pool.state.seqs
     cdef const LayerGroup* last = &pool.state.groups.group[pool.state.groups.num_groups - 1]
     cdef int32_t i = index
-    assert 0 <= i < (s.max_seqs if what in OF_ROWS else b.num_blocks)
+    cdef int64_t room = s.max_seqs if what in OF_ROWS else b.num_blocks
+    if pool.state.groups.tree != NULL and what in OF_CHECKPOINTS:
+        room = pool.state.groups.tree.checkpoint_room
+    assert 0 <= i < room
     cdef dict fields = {
         "refcount": <size_t>&b.block[i].refcount, "raw": <size_t>&b.block[i].raw,
         "hold": <size_t>&b.block[i].hold, "floor": <size_t>&b.floor[i], "blank": <size_t>&b.blank[i],
@@ -42,6 +49,8 @@ def corrupt(Pool pool, str what, int32_t index, int32_t by=1):
     if pool.state.groups.tree != NULL:
         fields |= tree_fields(pool.state.groups, i)
         fields["published"] = <size_t>&s.prefix[i].published
+    if what == "":
+        return tuple(fields)
     (<int32_t*><size_t>fields[what])[0] += by
 
 
