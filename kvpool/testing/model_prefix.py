@@ -355,20 +355,22 @@ class CacheModel(StepModel):
 
     def evict_for(self, arena: Arena) -> None:
         """Evict what leaves first, for a block of this arena."""
-        units = [n for n in self._nodes.values() if self._is_unit_idle(n)]
-        if not any(layer.arena is arena for layer in self._full):
-            units = []
-        cold = [node for node in units if self._is_cut and not self._below(node)]
-        if cold:
-            self._evict_unit(min(cold, key=lambda node: node.stamp))
-            return
         homes = {layer.arena.number for layer in self._tailed} | ({0} if self._bundle_size else set())
-        marks = [mark for mark in self._taken if self._is_free(mark)] if arena.number in homes else []
-        victim = self._oldest(marks, units)
+        self._evict_next(any(layer.arena is arena for layer in self._full), arena.number in homes)
+
+    def _evict_next(self, has_units: bool, has_marks: bool) -> bool:
+        """Evict what leaves first of the units, of the checkpoints, or of both. Returns whether anything may leave."""
+        units = [n for n in self._nodes.values() if has_units and self._is_unit_idle(n)]
+        marks = [mark for mark in self._taken if has_marks and self._is_free(mark)]
+        cold = [node for node in units if self._is_cut and not self._below(node)]
+        if not units and not marks:
+            return False
+        victim = min(cold, key=lambda node: node.stamp) if cold else self._oldest(marks, units)
         if isinstance(victim, Node):
             self._evict_unit(victim)
         else:
             self._evict_mark(victim)
+        return True
 
     def _evict_unit(self, node: Node) -> None:
         if node.checkpoint is not None and self._is_free(node.checkpoint):
@@ -758,6 +760,9 @@ class CacheModel(StepModel):
         prefix = tuple(seq.tokens[: depth * self.block_size])
         node = self._nodes.get((root, prefix))
         if node is None:
+            self._sweep()
+            while len(self._nodes) >= self._most_nodes() and self._evict_next(True, True):
+                pass
             node = self._nodes[root, prefix] = Node(self._new_uid(), root, seq.node, prefix)
             self._use["inserted"] += 1
         seq.node = node
