@@ -217,24 +217,6 @@ class Evictor:
                 self.backend.compact(entries[:, column].copy(), layers)
             self.memory.evicted(row, now, keep, logical)
 
-    def reserve(self, handle: int, tokens: int) -> None:
-        """Take the blocks for more tokens of a sequence, and copy what it shares of the first of them.
-
-        Raises
-        ------
-        OutOfBlocks
-            They are not there. Nothing has changed.
-        ValueError
-            A pool of several layer groups: their blocks are in several backends.
-        """
-        if len(self.pool.options.groups) > 1:
-            raise ValueError(
-                f"[reserve] the pool has {len(self.pool.options.groups)} layer groups, the evictor's backend holds the "
-                "blocks of one: call Pool.reserve, and copy blocks with GroupStorage"
-            )
-        plan = self._fitting_plan(1, -(-(self.pool.kv_len(handle) + tokens) // self.pool.block_size))
-        self._copied(self.pool.reserve, plan, [handle], tokens)
-
     def _unshare(self, handles: Sequence[int], lens: list[int], sink: int) -> None:
         """Blocks of their own for rows that share what will be rewritten."""
         width = max(-(-self.pool.capacity(handle) // self.pool.block_size) for handle in handles)

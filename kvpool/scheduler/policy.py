@@ -22,13 +22,8 @@ class MustWait(Exception):
     """The next step cannot be planned before the one that is out is done."""
 
 
-def make_room(core: Core, probe: object) -> DecodeBatch:
+def make_room(core: Core) -> DecodeBatch:
     """Preempt sequences until every decode finds its block. Return the batch that is left.
-
-    Parameters
-    ----------
-    probe : Plan
-        Any plan that is not pending. It is used to find the row without a block.
 
     Raises
     ------
@@ -43,7 +38,7 @@ def make_room(core: Core, probe: object) -> DecodeBatch:
     batch = core.batch()
     while not core.has_room(batch):
         running = core.rows.running()
-        victim = choose_victim(core, core.policy, running, probe)
+        victim = choose_victim(core, core.policy, running)
         unit = 1 if victim.group.beam is None else len(victim.group.beam.live)
         if unit == len(running):
             core.setbacks += 1
@@ -73,14 +68,14 @@ def starved(core: Core, text: str, arena: int) -> OutOfBlocks:
     )
 
 
-def choose_victim(core: Core, policy: str, running: np.ndarray, probe: object = None) -> Sequence:
-    """Return the sequence to preempt by a policy, of the running lanes in order of admission. "grower" uses `probe`."""
+def choose_victim(core: Core, policy: str, running: np.ndarray) -> Sequence:
+    """Return the sequence to preempt by a policy, of the running lanes in order of admission."""
     rows = core.rows
     if policy == "longest":
         lengths = rows.computed[running]
         lane = running[len(running) - 1 - int(np.argmax(lengths[::-1]))]  # of equals the last admitted
     elif policy == "grower":
-        lane = core.batch().lanes[first_short(core, probe)]
+        lane = core.batch().lanes[first_short(core)]
     elif policy == "priority":
         lowest = [rows.sequence(at).group.request.priority for at in running]
         lane = running[len(lowest) - 1 - lowest[::-1].index(min(lowest))]
@@ -89,7 +84,7 @@ def choose_victim(core: Core, policy: str, running: np.ndarray, probe: object = 
     return rows.sequence(lane)
 
 
-def first_short(core: Core, probe: object) -> int:
+def first_short(core: Core) -> int:
     """Return the row that finds no block. There must be one."""
     lanes, there, short = core.batch().lanes, core.available(), core.needs.short
     return next(row for row in range(len(lanes)) if short(core.growth(lanes[: row + 1]), there) >= 0)

@@ -406,10 +406,10 @@ class Scheduler:
         if core.beams:
             for beam in list(core.beams):
                 beam.spread(core)
-        batch, chunks = self._decide(plan)
+        batch, chunks = self._decide()
         if batch is None and not chunks:  # a beam may have been admitted that only has to decode
-            batch, chunks = self._decide(plan)
-        batch, chunks = self._keep_promises(plan, batch, chunks)
+            batch, chunks = self._decide()
+        batch, chunks = self._keep_promises(batch, chunks)
         if batch is None and not chunks:
             self._explain_idle()
         new = None
@@ -425,12 +425,12 @@ class Scheduler:
         with suppress(MustWait), executed(core, before):
             if core.has_room(core.batch()):
                 plan = self._plans[self._turn]
-                batch, chunks = self._decide(plan)
+                batch, chunks = self._decide()
                 if (batch is not None or chunks) and self._finds_blocks(batch, chunks):
                     return self._build(plan, batch, chunks, before=before)
         return None
 
-    def _decide(self, plan: Plan) -> tuple[DecodeBatch | None, list[tuple[int, int]]]:
+    def _decide(self) -> tuple[DecodeBatch | None, list[tuple[int, int]]]:
         """Return the batch that decodes, and (lane, tokens) of the chunks."""
         core = self._core
         core.newest = core.next_admission
@@ -442,7 +442,7 @@ class Scheduler:
             return None, self._prefill_chunks(core.max_step_tokens, core.max_running) if core.mixed else []
         batch = core.batch()  # taken before admissions, which are chunks, not decodes
         if not core.has_room(batch):
-            batch = make_room(core, plan)
+            batch = make_room(core)
         if not core.count[DECODING]:  # every decode was preempted, so the step must have a chunk
             return None, self._prefill_chunks(core.max_step_tokens, core.max_running if core.mixed else 1)
         if not core.mixed:
@@ -450,7 +450,7 @@ class Scheduler:
         return batch, self._prefill_chunks(core.max_step_tokens - len(batch.lanes), core.max_running)
 
     def _keep_promises(
-        self, plan: Plan, batch: DecodeBatch | None, chunks: list[tuple[int, int]]
+        self, batch: DecodeBatch | None, chunks: list[tuple[int, int]]
     ) -> tuple[DecodeBatch | None, list[tuple[int, int]]]:
         """Leave out the last chunks of a step if others of the pool took promised blocks. If none is left, make way."""
         core = self._core
@@ -458,7 +458,7 @@ class Scheduler:
             chunks.pop()
             if not chunks and batch is None:
                 make_way(core, "its next chunk", max(0, core.needs.short(core.promised(), core.needs.free())))
-                batch, chunks = self._decide(plan)
+                batch, chunks = self._decide()
         return batch, chunks
 
     def _finds_blocks(self, batch: DecodeBatch | None, chunks: list[tuple[int, int]]) -> bool:

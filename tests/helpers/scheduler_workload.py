@@ -394,8 +394,8 @@ class Runner:
             if when > tick or (later and later[-1][0] <= tick):  # nobody overtakes at the door
                 later.append((when, request))
                 continue
-            most, waiting = self.workload.scheduler.get("max_waiting"), self.scheduler.stats().waiting
-            turns = self.watch.turns
+            most, turns = self.workload.scheduler.get("max_waiting"), self.watch.turns
+            waiting = self.scheduler.stats().waiting if turns is None else len(turns.waiting)  # new ones count
             is_crowd = most is not None and (
                 waiting >= most or turns is None or turns.new_of(request.tenant) >= turns.share(request.tenant, most)
             )

@@ -184,12 +184,12 @@ def everybody_is_preempted_in_every_step():
     """A livelock."""
     decide = Scheduler._decide
 
-    def churn(self, plan):
+    def churn(self):
         for lane in self._core.rows.running().tolist():
             sequence = self._core.rows.sequences[lane]
             if sequence is not None and sequence.group.beam is None:
                 self._core.preempt(sequence)
-        return decide(self, plan)
+        return decide(self)
 
     with mock.patch.object(Scheduler, "_decide", churn):
         yield

@@ -165,13 +165,13 @@ def test_sample_left_alone_with_blocks_that_are_cached_twice_goes_on():
 def test_sample_that_starts_over_alone_twice_is_detected(monkeypatch):
     decide, sampled = Scheduler._decide, [0]
 
-    def again(self, plan):
+    def again(self):
         core = self._core
         alone = core.count[DECODING] and len(core.rows.running()) == 1 and core.preemptions >= 2
         if alone and core.sampled_tokens > sampled[-1]:
             sampled.append(core.sampled_tokens)
             core.preempt(core.rows.sequence(core.rows.running()[0]))
-        return decide(self, plan)
+        return decide(self)
 
     monkeypatch.setattr(Scheduler, "_decide", again)
     with pytest.raises(AssertionError, match="started over alone twice"):
