@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from schedules import greedy, next_token
 
-from kvpool import KVSpec, Pool, Request, Scheduler
+from kvpool import Group, KVSpec, Pool, Request, Scheduler
 from kvpool_backends.numpy import NumpyBackend
 
 SPEC = KVSpec(num_layers=1, num_kv_heads=1, head_dim=1, block_size=2, dtype="float32")
@@ -74,6 +74,50 @@ def test_tier_spilled_sequences_come_back_without_recomputing(prefix_cache):
     assert stats.spills > 0 and tier.spilled > 0
     assert stats.preemptions == stats.recomputed_tokens == 0
     assert pool.stats().used == 0 and tier.room == 10**6
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_tier_receives_the_blocks_of_each_full_group(prefix_cache):
+    sizes = 2, 4
+    groups = [Group.full(), Group.full(block_size=4, arena=1, num_blocks=12)]
+    pool = Pool(16, 2, groups=groups, prefix_cache=prefix_cache, seed=1)
+    memory = [np.full((64, size), -1) for size in sizes]  # of each group: tokens by block and place
+
+    class Tier:
+        spilled = 0
+
+        def spill_to_host(self, handle, blocks):
+            self.spilled += 1
+            return [kept[ids.ravel()].copy() for kept, ids in zip(memory, blocks, strict=True)]
+
+        def prefetch(self, kept, handle, blocks):
+            for into, rows, ids in zip(memory, kept, blocks, strict=True):
+                into[ids.ravel()] = rows
+
+    tier = Tier()
+    scheduler = Scheduler(pool, watermark=0, prefill_chunk=3, tier=tier)
+    requests = [Request(range(10 * i, 10 * i + 4 + i), max_tokens=15, n=1 + i % 2) for i in range(4)]
+    for request in requests:
+        scheduler.add(request)
+    outputs = {}
+    while (step := scheduler.schedule()) is not None:
+        plan, found = step.plan, []
+        for part, kept, size in zip(plan.groups, memory, sizes, strict=True):
+            for src, dst, n in part.copies.tolist():
+                kept[dst, :n] = kept[src, :n]
+            kept.reshape(-1)[part.slot_mapping[0]] = step.tokens
+            rows = np.searchsorted(plan.cu_q_lens, step.sample_at, side="right") - 1
+            held = [(part.block_tables[row, :, 0], int(part.kv_lens[row])) for row in rows.tolist()]
+            found.append([kept[ids[: -(-n // size)]].ravel()[:n].tolist() for ids, n in held])
+        assert found[0] == found[1]
+        tokens = np.int32([next_token(context) for context in found[0]])
+        outputs.update({(output.id, output.index): output for output in scheduler.update(step, tokens)})
+        scheduler.check()
+    assert {key: output.tokens.tolist() for key, output in outputs.items()} == {
+        (i, j): greedy(request)[0] for i, request in enumerate(requests) for j in range(request.n)
+    }
+    stats = scheduler.stats()
+    assert stats.spills == tier.spilled > 0 and stats.preemptions == stats.recomputed_tokens == 0
 
 
 @pytest.mark.parametrize("n", [1, 2])
