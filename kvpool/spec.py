@@ -85,7 +85,7 @@ class KVSpec:
     Two planes per layer, k and v. A quantized one has three: words, scales, biases, as ``mx.quantize(x, group_size,
     bits)`` makes them of `x` in `dtype`. D elements are ``D * bits / 32`` words of uint32, the first element in the
     lowest bits, and ``D / group_size`` scales and biases of `dtype`. Each of these planes is laid out like a plane of
-    that many elements per head (`stored_planes`). docs/quantized.md of the source tree has the arithmetic.
+    that many elements per head (`stored_planes`). docs/backends.md of the source tree has the arithmetic.
 
     The layouts differ in strides only (`plane_layout`); with S = block_size, H = num_kv_heads:
 

@@ -37,7 +37,7 @@ def no_worse(budget: int, ours: Quality, stock: Quality) -> Gate:
 
 
 def recall(name: str, whole: Quality, stock: Quality, ours: Quality, limit: float | None = LOST) -> Gate:
-    """Eviction loses at most half of the recall that rotating loses. Judged at one budget: docs/quality.md says why."""
+    """Eviction loses at most half of the recall that rotating loses. Judged at one budget: docs/numbers.md says why."""
     lost, lost_by_stock = (float((whole.recall - q.recall).mean()) for q in (ours, stock))
     note = f"{whole.recall.mean():.1%} unlimited, {stock.recall.mean():.1%} rotating, {ours.recall.mean():.1%}"
     return Gate(

@@ -176,7 +176,7 @@ class H2O(_Scored):
     kind : {"mass", "raw"}, default "mass"
         Scores: the mean over the query heads of a KV head of what comes out of the softmax, as in the paper, or of what
         goes into it, taken absolute. Raw scores cost less to export, and choose no better than a window where
-        ``docs/quality.md`` has looked.
+        ``docs/numbers.md`` has looked.
     queries : int, default 32
         Newest queries of a chunk of a prompt that are looked at, each like a step of its own.
     alpha : float, default 0.95

@@ -1,6 +1,6 @@
 """`BlockStore`: writes, attention and copies by the C kernels, in memory of another owner.
 
-Every call takes its buffers, copies all integers, and checks the copies (docs/attention.md, section 3). Then it
+Every call takes its buffers, copies all integers, and checks the copies (docs/backends.md). Then it
 releases the GIL and runs a kernel. A refused call has changed nothing. The kernels check nothing themselves. They do
 not see what another thread writes to a table meanwhile.
 """
@@ -362,7 +362,7 @@ cdef class BlockStore:
 
     def attend(self, layer, q, out, block_tables, seq_lens, cu_q_lens, scale=None, options=None, *, scores=None,
                scores_out=None):
-        """Causal attention of the query tokens over their rows' contexts; docs/attention.md has the equations.
+        """Causal attention of the query tokens over their rows' contexts; docs/backends.md has the equations.
 
         Parameters
         ----------

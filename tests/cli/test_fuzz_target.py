@@ -46,8 +46,8 @@ def test_script_fails_on_the_allocator_that_made_it():
     space["test_fuzz_target"]()
 
 
-def test_readme_shows_what_the_command_prints(capsys):
-    page = (Path(__file__).parents[2] / "docs" / "testing.md").read_text()
+def test_page_shows_what_the_command_prints(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "embedding.md").read_text()
     (command,) = re.findall(r"`kvpool (fuzz --target seed_allocator:Adapter\s+--seed\s+\d+)`", page)
     assert main(command.split()) == 1
 

@@ -47,6 +47,6 @@ def test_few_files_share_six_lines(graph):
 
 
 def test_readme_is_short_and_docs_end_at_100_columns(graph):
-    assert (ROOT / "README.md").read_text().count("\n") <= 140
+    assert (ROOT / "README.md").read_text().count("\n") <= 110
     pages = [path for path in house.tracked(ROOT) if path.suffix == ".md"]
     assert len(pages) > 10 and {str(p): n for p in pages if (n := house.long_lines(house.text_of(ROOT / p)))} == {}

@@ -239,7 +239,7 @@ def with_bits(
     quant_group_size: int | None = None,
     **unknown: Any,
 ) -> KVSpec:
-    """Return `spec` with quantized keys, values, or both (`kv_bits`). See docs/quantized.md.
+    """Return `spec` with quantized keys, values, or both (`kv_bits`). See docs/eviction.md.
 
     Raises
     ------

@@ -1,7 +1,7 @@
 /* The C side of the CPU kernels: what the Cython face hands over, and what an instruction set provides.
  *
  * Nothing here checks an argument: the face (`_kernels.pyx`) has done it. Offsets and sizes are int64_t, strides count
- * elements. docs/attention.md says what is computed.
+ * elements. docs/backends.md says what is computed.
  */
 #ifndef KVCPU_H
 #define KVCPU_H

@@ -1,6 +1,6 @@
 /* Floats to quantized numbers, for all heads of a token: a template, see isa_body.h.
  *
- * As mx.quantize does it, bit for bit (docs/quantized.md). Some groups go together: their ranges are found one after
+ * As mx.quantize does it, bit for bit (docs/backends.md). Some groups go together: their ranges are found one after
  * the other, their scales and biases lane by lane, then each group is read once more and packed. What MLX divides by
  * the scale is divided here too, by way of 1 / scale, which is found once per group.
  */
