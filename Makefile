@@ -5,13 +5,14 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all verify fuzz test-metal metal-sweep test-embed test-torch test-golden-full test-long \
-	native cross mac-report lint bench bench-gates build debug asan tsan freethreaded coverage clean
+	native cross mac-report docs lint bench bench-gates build debug asan tsan freethreaded coverage clean
 MAKEFLAGS += --no-print-directory
 unexport KVPOOL_CORE  # left set, it would have the plain Python model tested in place of the core
 unexport PYTHONDONTWRITEBYTECODE  # left set, each process of the tests would compile pytest, kvpool and the tests anew
 
 VENV := .venv
 PY := $(VENV)/bin/python
+DOCS := build/docs-env
 PIP := $(PY) -m pip install --disable-pip-version-check
 PYTEST := $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 THREADS := tests/verify/slow/test_threads_at_once.py
@@ -71,6 +72,10 @@ cross: $(VENV)/built $(VENV)/test  ## compile for macOS and for Linux on AArch64
 
 mac-report: $(VENV)/built $(VENV)/demo  ## on a Mac: what it is, what runs there and how fast, as one block to paste
 	@$(VENV)/bin/kvpool doctor --report
+
+docs: $(VENV)/built $(DOCS)/made  ## the docs site in build/docs, API pages included; a warning or a broken link fails
+	PYTHONPATH=. $(DOCS)/bin/python -m sphinx -q -W --keep-going -b html -d build/docs-read docs build/docs
+	@echo "==> build/docs/index.html"
 
 lint: $(VENV)/built $(VENV)/test  ## ruff, mypy and pyright
 	@echo "==> checking style and types"
@@ -139,6 +144,14 @@ $(VENV)/demo: pyproject.toml $(wildcard kvpool_backends/mlx/native/*.cpp kvpool_
 	@echo "==> installing mlx, mlx-lm and what the demo draws with"
 	$(PIP) "kvpool[demo]"
 	@[ "$$(uname)" != Darwin ] || $(PY) -m kvpool_backends.mlx.native build || echo "==> going on without the extension"
+	@touch $@
+
+# An environment of its own, with the extra `docs`. kvpool itself is that of the source tree.
+$(DOCS)/made: pyproject.toml | $(VENV)/made
+	@echo "==> installing Sphinx and what the docs need"
+	$(PY) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install -q numpy $$($(PY) -c 'import tomllib; \
+		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@
 
 $(VENV)/test: pyproject.toml | $(VENV)/built $(VENV)/demo

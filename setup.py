@@ -14,10 +14,12 @@ Environment switches::
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 from Cython.Build import cythonize
@@ -149,6 +151,12 @@ def mlx_extension(build_lib: Path) -> str:
     return f"MLX's extension is not built ({why}); `python -m kvpool_backends.mlx.native build` builds it"
 
 
+def readme() -> str:
+    """Return README.md with links that also work on the page of a package index."""
+    files = tomllib.loads(Path("pyproject.toml").read_text())["project"]["urls"]["Source"] + "/blob/main/"
+    return re.sub(r"\]\((?!https?:|#)", f"]({files}", Path("README.md").read_text())
+
+
 if __name__ == "__main__":
     # File times alone would keep objects that other switches made.
     switches = {"debug": DEBUG, "sanitize": SANITIZE, "faults": FAULTS, "coverage": COVERAGE, "optimize": OPTIMIZE}
@@ -157,6 +165,8 @@ if __name__ == "__main__":
     packages = find_packages(include=["kvpool", "kvpool.*", "kvpool_backends", "kvpool_backends.*"])
     setup(
         packages=[*packages, "kvpool_backends.metal"],
+        long_description=readme(),
+        long_description_content_type="text/markdown",
         ext_modules=cythonize(
             extensions(),
             build_dir="build/cython",

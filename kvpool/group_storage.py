@@ -191,7 +191,7 @@ class GroupStorage:
         One entry per group of the pool. A group of blocks has the `KVSpec` of one column, or a sequence of them: the
         layers of the column one after the other, where heads or dimensions change from layer to layer. A state group
         has a sequence of `StateArray`.
-    layers : sequence of (group, index) or None, optional
+    layers : sequence of (int, int) or None, optional
         For each layer of the model which layer of which group holds its keys and values; None where there are none. By
         default the layers of the groups in their order. A layer that names a place which an earlier one has shares
         its keys and values: it attends and reads, owns no bytes and may not write.

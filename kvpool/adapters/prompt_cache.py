@@ -123,7 +123,7 @@ class _Hit(NamedTuple):
 
 
 class PromptCache:
-    """Prefixes of prompts for engines that keep mlx-lm's own caches.
+    """Prefixes of prompts for engines that keep mlx-lm's own caches::
 
         prompts = PromptCache(max_bytes=8 << 30)
         caches, n = prompts.fetch(tokens)

@@ -159,6 +159,8 @@ def test_wheel_holds_nothing_else(wheel_names, wheel):
     with zipfile.ZipFile(wheel) as archive:
         metadata = archive.read(f"kvpool-{version}.dist-info/METADATA").decode()
     assert "License-Expression: MIT\n" in metadata and f"Version: {version}\n" in metadata
+    links = re.findall(r"\]\(([^)]+)\)", metadata.split("\n\n", 1)[1])
+    assert len(links) > 15 and [link for link in links if not link.startswith("https://")] == []
 
 
 def test_wheel_holds_one_extension_per_module(wheel_names, source_tree):
