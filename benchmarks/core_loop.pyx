@@ -1,6 +1,6 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 """The core's own loop: decode steps by its C function one after the other, without the GIL, the lock and a check of
-arguments. For measuring what the C interface adds; the core's functions are no interface.
+arguments. For measuring what the C interface adds; the core's functions are not an interface.
 """
 from libc.stdint cimport int64_t
 

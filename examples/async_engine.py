@@ -98,7 +98,7 @@ class Engine:
 
 
 async def watch(pool: Pool, seen: list[int]) -> None:
-    """What a metrics exporter does: read the pool while the worker thread steps."""
+    """A metrics exporter: it reads the pool while the worker thread steps."""
     while True:
         seen.append(pool.stats().used)
         await asyncio.sleep(0.0005)

@@ -34,7 +34,7 @@ except ImportError as error:
 
 
 class Block:
-    """What vLLM's managers have in their tables: an id, and questions that the pool answers."""
+    """The entry of a table of vLLM's managers: an id, and questions that the pool answers."""
 
     __slots__ = ("block_id", "is_null", "pool")
 

@@ -1,4 +1,4 @@
-"""`cimport kvpool`: types for attributes and arguments. The inside of a pool is no interface."""
+"""`cimport kvpool`: types for attributes and arguments. The inside of a pool is not an interface."""
 
 cdef extern from "Python.h":
     ctypedef class kvpool._core.Pool [object PyObject, check_size ignore]:

@@ -294,7 +294,7 @@ _KEPT = {"full": "every token", "window": "last {}", "chunk": "chunk of {}", "st
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A model, a memory, and what of the one fits the other."""
+    """The size of a pool for a model in so much memory."""
 
     groups: tuple[LayerGroup, ...]
     storage: dict[str, Any]  # of `KVSpec`

@@ -62,7 +62,7 @@ class StateSlots:
         return f"<StateSlots of {self.num_slots} slots, {len(self.arrays)} arrays, {self.slot_nbytes} bytes a slot>"
 
     def read(self, slots: Slots) -> list[Any]:
-        """Return the arrays ``[n, *shape]`` of the states in `slots`; -1 is no state, all zeros."""
+        """Return the arrays ``[n, *shape]`` of the states in `slots`; -1 is not a state, all zeros."""
         ids = self._ids("read", slots, least=-1)
         found = [plane[self._xp.array(np.maximum(ids, 0))] for plane in self._planes]
         if (ids >= 0).all():
@@ -151,7 +151,7 @@ _PAGE_NBYTES = 4096
 
 
 class Place(NamedTuple):
-    """Where a layer of the model keeps its keys and values."""
+    """The place of a layer's keys and values."""
 
     group: int
     column: int
@@ -160,7 +160,7 @@ class Place(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """What the rows of a plan hold in a group: the entries of their tables without the hole."""
+    """The entries of a group's tables without the holes, for the rows of a plan."""
 
     seq_lens: np.ndarray  # [S] tokens before the hole and behind it
     kept: np.ndarray  # [S] tokens before the hole
@@ -465,7 +465,7 @@ class GroupStorage:
 
     def _slots(self, call: str, group: int) -> StateSlots:
         if group not in self.states:
-            raise ValueError(f"[{call}] group {group} is no state group, those are {sorted(self.states)}")
+            raise ValueError(f"[{call}] group {group} is not a state group, those are {sorted(self.states)}")
         return self.states[group]
 
     def _checkpoints(self, name: str, groups: Sequence[Any]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:

@@ -41,7 +41,7 @@ class Group:
     Raises
     ------
     TypeError, ValueError
-        An argument is no integer, or out of range.
+        An argument is not an integer, or out of range.
     """
 
     kind: str

@@ -70,7 +70,7 @@ def prometheus_text(
 
 
 def metrics_of(pool: Any, scheduler: Any = None) -> list[Metric]:
-    """What `prometheus_text` writes, as values."""
+    """The metrics that `prometheus_text` writes, as values."""
     groups: tuple[Group, ...] = pool.options.groups
     arenas = [pool.stats(arena) for arena in range(1 + max(arenas_of(groups)))]
     labels = [{}] if len(arenas) == 1 else [{"arena": str(arena)} for arena in range(len(arenas))]
@@ -95,7 +95,7 @@ def metrics_of(pool: Any, scheduler: Any = None) -> list[Metric]:
         gauge("kvpool_sequence_capacity_tokens", "Tokens that the blocks of open sequences hold.", stats.capacity),
         gauge("kvpool_steps_pending", "Steps that are neither done nor rolled back.", stats.pending),
         by_arena("kvpool_block_allocations_total", "counter", "Blocks taken.", "allocs"),
-        by_arena("kvpool_block_evictions_total", "counter", "Cached blocks given up.", "evictions"),
+        by_arena("kvpool_block_evictions_total", "counter", "Cached blocks whose content made room.", "evictions"),
         counter("kvpool_evicted_tokens_total", "Tokens that left sequences that go on.", stats.evicted_tokens),
         by_arena("kvpool_cow_copies_total", "counter", "Blocks copied because a shared one was written.", "cow_copies"),
         by_arena("kvpool_cow_tokens_total", "counter", "Tokens of these copies.", "cow_tokens"),
@@ -117,7 +117,7 @@ def metrics_of(pool: Any, scheduler: Any = None) -> list[Metric]:
 
 
 def _group_infos(pool: Any) -> Iterator[tuple[dict[str, str], float]]:
-    """What each layer group is, as labels."""
+    """Labels that describe each layer group."""
     for number, (group, arena) in enumerate(zip(pool.options.groups, arenas_of(pool.options.groups), strict=True)):
         numbers = {
             "group": number,
@@ -173,7 +173,7 @@ class Collector:
         self._lock = nullcontext() if lock is None else lock
 
     def collect(self) -> Iterator[Any]:
-        """What the registry calls."""
+        """Collect the metrics; the registry calls it."""
         from prometheus_client.metrics_core import Metric as Family
 
         with self._lock:

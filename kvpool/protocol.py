@@ -318,7 +318,7 @@ class Capabilities:
         return () if options is None else tuple(name for name in options.features if name not in self.features)
 
     def refusal(self, spec: KVSpec, num_q_heads: int | None = None) -> str | None:
-        """Why this backend cannot serve `spec` (and, if given, that many query heads); None when it can."""
+        """The reason why this backend cannot serve `spec` (and, if given, that many query heads); None when it can."""
         per_kv_head = None if num_q_heads is None else -(-num_q_heads // spec.num_kv_heads)
         for what, value, accepted in (
             ("layout", spec.layout, (None, *self.layouts)),

@@ -50,7 +50,7 @@ class StoredPlane:
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """What a backend stores for one layer group of a model.
+    """Size and layout of the KV of one layer group of a model.
 
     Parameters
     ----------
@@ -211,7 +211,7 @@ class KVSpec:
 
     @property
     def storage(self) -> str:
-        """What is stored, in words: ``float16``, or ``float16, keys 8 bits, values 4 bits, groups of 64``."""
+        """The stored form in words: ``float16``, or ``float16, keys 8 bits, values 4 bits, groups of 64``."""
         if not self.is_quantized:
             return self.dtype
         parts = [f"{name} {bits} bits" for name, bits in zip(("keys", "values"), self.bits, strict=True) if bits]

@@ -31,7 +31,7 @@ _BUILT_IN = {
 
 
 class BackendFactory(Protocol):
-    """What `load_backend` returns: mostly the backend's class."""
+    """The result of `load_backend`: mostly the backend's class."""
 
     def __call__(self, spec: KVSpec, num_blocks: int, /, **options: Any) -> KVBackend: ...
 

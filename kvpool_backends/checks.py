@@ -205,7 +205,7 @@ def checked_queries(
         raise ValueError(f"[attend] q must have shape [T, Hq, {dim}], got {list(q.shape)}")
     num_tokens, num_heads = int(q.shape[0]), int(q.shape[1])
     if num_heads < 1 or num_heads % heads:
-        raise ValueError(f"[attend] {num_heads} query heads are no multiple of {heads} KV heads")
+        raise ValueError(f"[attend] {num_heads} query heads are not a multiple of {heads} KV heads")
     if step.cu_q_lens[-1] > num_tokens:
         raise ValueError(f"[attend] cu_q_lens ends at {step.cu_q_lens[-1]}, q has {num_tokens} tokens")
     scale = dim**-0.5 if scale is None else float(scale)

@@ -117,7 +117,7 @@ def heads(text: str) -> tuple[int, int]:
         raise CommandError(f"--heads {text}: write query heads / KV heads, such as 32/8")
     num_q_heads, num_kv_heads = (whole("--heads", count) for count in found.groups())
     if num_q_heads % num_kv_heads:
-        raise CommandError(f"--heads {text}: {num_q_heads} is no multiple of {num_kv_heads}")
+        raise CommandError(f"--heads {text}: {num_q_heads} is not a multiple of {num_kv_heads}")
     return num_q_heads, num_kv_heads
 
 

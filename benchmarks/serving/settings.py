@@ -152,7 +152,7 @@ def known(option: str, text: str, names: tuple[str, ...]) -> str:
 
 
 def lengths(option: str, text: str) -> None:
-    """Refuse what is no distribution of lengths."""
+    """Refuse what is not a distribution of lengths."""
     from benchmarks.serving.workload import Lengths
 
     try:

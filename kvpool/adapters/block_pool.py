@@ -261,7 +261,7 @@ class BlockPool:
             self._events.append((what, *about))
 
     def _forget(self, ids: BlockIds) -> None:
-        """The core gave up what these blocks hold."""
+        """Remove the keys of blocks that the core has evicted."""
         dropped = self._keys.drop(ids)
         if self._events is not None:
             self._tell("removed", dropped)

@@ -50,7 +50,7 @@ class Leaf(NamedTuple):
 
 
 class CacheLayout(NamedTuple):
-    """What a list of caches is made of. Sequences of one layout share blocks."""
+    """The parts of a list of caches. Sequences of one layout share blocks."""
 
     leaves: tuple[Leaf, ...]
     tree: tuple[Any, ...]

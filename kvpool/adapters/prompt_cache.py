@@ -215,7 +215,7 @@ class PromptCache:
             All tokens of the sequence. Those behind the caches' own length are ignored. Caches without an offset
             (`ArraysCache` alone) must be at the end of `tokens`.
         caches : list
-            One sequence, any class. What is no cache of keys and values per token can be used only where the sequence
+            One sequence, any class. Other than keys and values per token, a cache can be used only where the sequence
             ends.
         namespace, media
             As for `fetch`.

@@ -214,7 +214,7 @@ class PoolAllocator(FullAttentionCacheAllocator):
 
     @property
     def group(self) -> Group:
-        """What these layers are to the pool."""
+        """The layer group of these layers."""
         return Group("window" if self.sliding_window else "full", self.sliding_window, columns=self.columns)
 
     def get_seqlen_k(self, past_length: int, query_length: int) -> int:

@@ -1,4 +1,4 @@
-"""What all commands share: refusals, parsing of options, and facts about this machine."""
+"""Shared by all commands: refusals, parsing of options, and facts about this machine."""
 
 from __future__ import annotations
 

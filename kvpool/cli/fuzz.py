@@ -105,7 +105,7 @@ class Progress:
 
 
 def facts_of(report: Any, again: str) -> dict[str, Any]:
-    """What a report says, and the command that repeats its finding."""
+    """The facts of a report, and the command that repeats its finding."""
     return {
         "runs": report.runs,
         "calls": report.calls,
@@ -202,15 +202,15 @@ def _fuzz(target: str, seed: int, sizes: dict[str, Any], limit: dict[str, Any]) 
     }
     report: Any
     if _makes_allocators(target, factory, sizes):
-        from kvpool.testing.fuzz_target import hunt_target
+        from kvpool.testing.fuzz_target import fuzz_target
 
-        report = hunt_target(factory, seed, **options)
+        report = fuzz_target(factory, seed, **options)
         more = {"kind": report.kind}
     else:
-        from kvpool.testing.fuzz_backend import hunt_backend
+        from kvpool.testing.fuzz_backend import fuzz_backend
 
         try:
-            report = hunt_backend(factory, seed, **options)
+            report = fuzz_backend(factory, seed, **options)
         except ValueError as error:
             raise CommandError(f"--target {target}: {error}") from None
         more = {"cases": report.cases}
@@ -223,7 +223,7 @@ def _fuzz(target: str, seed: int, sizes: dict[str, Any], limit: dict[str, Any]) 
 
 
 def describe(facts: dict[str, Any]) -> str:
-    """What a person reads."""
+    """The report as text for people."""
     made = f"{facts['calls']:,} calls in {facts['seconds']:.1f} s, seed {facts['seed']}"
     if facts["finding"] is None:
         return f"{made}\nno finding"

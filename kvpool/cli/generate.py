@@ -164,7 +164,7 @@ def read_prompts(texts: list[str]) -> list[str]:
     for text, prompt in zip(texts, prompts, strict=True):
         if not prompt:
             raise CommandError(f"--prompt {text}: standard input is empty" if text == "-" else "--prompt: it is empty")
-        if any("\ud800" <= character <= "\udfff" for character in prompt):  # how Python reads bytes that are no text
+        if any("\ud800" <= character <= "\udfff" for character in prompt):  # how Python reads bytes that are not text
             raise CommandError("--prompt: it is not valid UTF-8")
     return prompts
 

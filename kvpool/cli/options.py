@@ -237,7 +237,7 @@ def add_store_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def store_of(args: argparse.Namespace) -> Callable[[Layout], BlockStore] | None:
-    """What makes the store of the arguments, None without `--store`. Sizes are checked now, the place when it is made.
+    """The factory of `--store`, or None. Sizes are checked now, the place when the store is made.
 
     Raises
     ------

@@ -105,7 +105,7 @@ def gpu_cores() -> int | None:
 
 
 def said(command: tuple[str, ...]) -> str:
-    """What a command of the system prints, "" where there is none."""
+    """The output of a command of the system, "" where there is none."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):

@@ -140,7 +140,7 @@ def read_keys(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, float
     try:
         text = "" if args.api_keys is None else Path(args.api_keys).read_text()
     except (OSError, UnicodeDecodeError) as exc:
-        raise CommandError(f"--api-keys {args.api_keys}: {getattr(exc, 'strerror', 'is no text')}") from None
+        raise CommandError(f"--api-keys {args.api_keys}: {getattr(exc, 'strerror', 'is not text')}") from None
     for number, line in enumerate(text.splitlines(), 1):
         parts = line.split()
         if parts and not parts[0].startswith("#"):

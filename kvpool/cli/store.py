@@ -20,7 +20,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 
 
 def _command(summary: str, call: Callable[[Any, argparse.Namespace], int], declare: Any = _declare) -> Any:
-    """What `kvpool.cli` takes for a module: `call` gets the open directory."""
+    """A stand-in for a module of `kvpool.cli`: `call` gets the open directory."""
 
     def run(args: argparse.Namespace) -> int:
         from kvpool.store.folder import Folder
@@ -148,7 +148,7 @@ def _verify(folder: Any, args: argparse.Namespace) -> int:
     with os.scandir(folder.fd) as entries:
         known = {each.name for each in folder.segments()} | small | {name + NEW for name in small} | {"lock"}
         for name in sorted({entry.name for entry in entries} - known):
-            problems.append({"segment": name, "offset": 0, "problem": "this is no file of a store"})
+            problems.append({"segment": name, "offset": 0, "problem": "this is not a file of a store"})
     if args.json:
         print(json.dumps({"records": count, "problems": problems}, indent=2))
     else:

@@ -40,7 +40,7 @@ class Observed:
 
 
 class Evictor:
-    """What `kvpool.Scheduler` is given as ``eviction=``: it says when, this says which, and moves them.
+    """The argument ``eviction=`` of `kvpool.Scheduler`: chooses the tokens that leave, and moves the others.
 
     Parameters
     ----------

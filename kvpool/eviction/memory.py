@@ -89,7 +89,7 @@ class Memory:
         return one
 
     def put(self, row: int, saved: Memory) -> None:
-        """What `saved` has copied is in this row, which was started."""
+        """Put the scores that `saved` has copied into this row, which was started."""
         length = int(saved.known[0])
         self.reserve(length)
         self.scores[:, row, :, :length] = saved.scores[:, 0, :, :length]

@@ -22,7 +22,7 @@ __all__ = ["H2O", "BlockEviction", "Budget", "Policy", "SlidingWindow", "advise"
 
 
 class Budget(NamedTuple):
-    """What `advise` says."""
+    """The answer of `advise`."""
 
     max_kv: int  #: tokens that a sequence keeps at most
     heavy: int  #: of these, by their scores
@@ -34,7 +34,7 @@ def advise(context: int) -> Budget:
     Raises
     ------
     TypeError, ValueError
-        `context` is no int, or below 16.
+        `context` is not an int, or below 16.
     """
     context = _count("advise", "context", context, 16)
     return Budget(context // 4, context // 8)
@@ -42,7 +42,7 @@ def advise(context: int) -> Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What all policies have.
+    """The base of all policies.
 
     Parameters
     ----------
@@ -119,7 +119,7 @@ class SlidingWindow(Policy):
     Raises
     ------
     TypeError, ValueError
-        A number is no int or too small; `max_kv` has no room for the sinks.
+        A number is not an int or too small; `max_kv` has no room for the sinks.
 
     Examples
     --------
@@ -143,7 +143,7 @@ class SlidingWindow(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class _Scored(Policy):
-    """What policies have that look at scores."""
+    """The base of policies that look at scores."""
 
     kind: str = "mass"
     alpha: float = 0.95
@@ -234,7 +234,7 @@ class BlockEviction(_Scored):
 
     Notes
     -----
-    A sequence with `max_kv` tokens gives up as many blocks as bring it below; `slack` is not used.
+    A sequence with `max_kv` tokens loses as many blocks as bring it below; `slack` is not used.
     """
 
     recent_tokens: int | None = None

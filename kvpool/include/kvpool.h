@@ -10,7 +10,7 @@
  *
  * The rules, for every function:
  * - The caller holds the GIL (in a free-threaded process: an attached thread); without it the call is refused
- *   (KVPOOL_NO_GIL) and does nothing. A call takes the lock of the pool, as Python's calls do, and may give up the GIL
+ *   (KVPOOL_NO_GIL) and does nothing. A call takes the lock of the pool, as Python's calls do, and may release the GIL
  *   while it waits for another thread.
  * - 0 is success. Everything else is one of KVPOOL_* below; the state of the pool is as it was, the exception is kept
  *   for this thread until its next failure, and no Python exception is set: error_message() says what was wrong,

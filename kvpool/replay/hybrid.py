@@ -80,7 +80,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class HybridShape:
-    """What a model keeps, in blocks of one arena.
+    """Blocks of one arena that a model keeps.
 
     Attributes
     ----------

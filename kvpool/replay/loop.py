@@ -55,7 +55,7 @@ class Request:
 
 @dataclass
 class Occupancy:
-    """What the pool held, over all steps, and what a static reservation would have held for the same sequences.
+    """Tokens and blocks in the pool over all steps, beside a static reservation for the same sequences.
 
     Sums run over the ends of steps. Utilization is tokens of sequences / token positions held for them; sharing
     counts a block once and its tokens in every sequence, so with it a pool can pass 1.
@@ -101,7 +101,7 @@ class Occupancy:
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """What a replay counted.
+    """The counters of a replay.
 
     Attributes
     ----------

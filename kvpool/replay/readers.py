@@ -51,7 +51,7 @@ def read_trace(path: str | os.PathLike[str], *, block_size: int | None = None) -
     OSError
         If the file cannot be read.
     TraceError
-        If its contents are no trace.
+        If its contents are not a trace.
     """
     if block_size is None:
         block_size = MOONCAKE_BLOCK_SIZE
@@ -83,7 +83,7 @@ class _Rows:
         session, timestamp = record.get("session", -1), record.get("timestamp", 0)
         self.columns["sessions"].append(session if _is_integer(session) and abs(session) <= LENGTH_MAX else -1)
         if type(timestamp) not in (int, float) or not abs(timestamp) < 2**63:
-            self.refuse(f"timestamp is no number of 64 bits ({timestamp!r})")
+            self.refuse(f"timestamp is not a number of 64 bits ({timestamp!r})")
         self.columns["timestamps"].append(timestamp)
         self.ids.append(self.hash_ids(record, -(-prompt // self.block_size)))
 
@@ -93,7 +93,7 @@ class _Rows:
         if value is None:
             self.refuse(f"{name} is missing")
         if not _is_integer(value):
-            self.refuse(f"{name} is no integer ({value!r})")
+            self.refuse(f"{name} is not an integer ({value!r})")
         if not least <= value <= LENGTH_MAX:
             self.refuse(f"{name} is out of range ({value}), {least}..{LENGTH_MAX}")
         return value
@@ -106,7 +106,7 @@ class _Rows:
             self.refuse("hash_ids is missing")
         is_entry = _is_run if name == "runs" else _is_integer
         if not isinstance(entries, list) or not all(map(is_entry, entries)):
-            self.refuse(f"{name} is no list of {'[start, length]' if name == 'runs' else 'integers'}")
+            self.refuse(f"{name} is not a list of {'[start, length]' if name == 'runs' else 'integers'}")
         count = sum(length for _, length in entries) if name == "runs" else len(entries)
         if count > blocks:  # judged before runs are spelled out: a wrong one may be longer than memory
             self.refuse(f"more hash ids than the prompt has blocks of {self.block_size} tokens ({count}), {blocks}")
@@ -152,7 +152,7 @@ def _lines(rows: _Rows) -> Iterator[str]:
 
 
 def _reason(exc: Exception) -> str:
-    """What an exception says, in one line."""
+    """The message of an exception, in one line."""
     return " ".join(str(exc).split()) or type(exc).__name__
 
 

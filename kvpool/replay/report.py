@@ -11,7 +11,7 @@ from kvpool.replay.loop import Result
 from kvpool.replay.trace import Trace
 
 GOOD_SHARE = 0.95
-"""Of the best hit rate in a sweep: what a smaller pool may give up to be called enough."""
+"""Of the best hit rate in a sweep: what a smaller pool may lose to be called enough."""
 
 
 def trace_facts(trace: Trace) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def table(columns: Mapping[str, Callable[[Any], str]], rows: Sequence[Any]) -> s
 def smallest_enough(results: list[Result]) -> Result | None:
     """Return the smallest pool that preempts and rejects nothing and has nearly the best hit rate, or None.
 
-    The hit rate of first admissions: what a preempted request finds of itself is no gain.
+    The hit rate of first admissions: what a preempted request finds of itself is not a gain.
     """
     counters = {result: result.counters for result in results}
     goal = GOOD_SHARE * max(counted["first_hit_rate"] for counted in counters.values())

@@ -1,4 +1,4 @@
-"""What a trace is: the requests of a serving system, with their prompts reduced to block hashes.
+"""Traces: the requests of a serving system, with their prompts reduced to block hashes.
 
 Also what these prompts have in common (`paths_of`), and a synthetic trace.
 """

@@ -1,4 +1,4 @@
-"""Who runs: admission of those who wait, victims when blocks run out, and tokens that leave for a budget.
+"""Policy: admission, preemption when blocks run out, and eviction of tokens for a budget.
 
 `queue` has the order of waiting requests, `request` has tenants and their shares.
 """

@@ -1,4 +1,4 @@
-"""`WaitingQueue`: who waits, and who goes first."""
+"""Queue of waiting requests, by tenant, priority and age."""
 
 from __future__ import annotations
 

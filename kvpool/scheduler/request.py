@@ -235,7 +235,7 @@ def ends_with(tokens: NDArray[int32], stops: Iterable[tuple[int, ...]]) -> bool:
 
 
 class TenantStats(NamedTuple):
-    """What a tenant has, and what it got."""
+    """Requests of a tenant, and the tokens that it was served."""
 
     waiting: int  #: new requests that wait
     unfinished: int  #: requests, those that wait and those that run
@@ -278,7 +278,7 @@ NO_TOKENS.flags.writeable = False
 
 
 class Tenant:
-    """Who sends requests, and what was served to it.
+    """A sender of requests, with what was served to it.
 
     Attributes
     ----------

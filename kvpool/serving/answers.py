@@ -23,7 +23,7 @@ LEAST = -9999.0  # in place of a logprob of minus infinity, which JSON does not 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How an answer ended.
+    """The end of an answer.
 
     Attributes
     ----------

@@ -47,7 +47,7 @@ FORMED = 8  # samples of a request with a grammar: a token of each may take mill
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the server was started with.
+    """The settings that the server was started with.
 
     Attributes
     ----------

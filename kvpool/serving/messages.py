@@ -24,7 +24,7 @@ KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_
 
 
 class CacheControl(Strict):
-    """Where a client wants a prefix to be cached. It has no effect: every prefix is cached."""
+    """A hint to cache a prefix. It has no effect: every prefix is cached."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
@@ -37,7 +37,7 @@ class Block(Part):
 
 
 class ThinkingBlock(Strict):
-    """What the model thought before. Its signature has no effect."""
+    """Earlier reasoning of the model. Its signature has no effect."""
 
     type: Literal["thinking"]
     thinking: Text
@@ -55,7 +55,7 @@ class ToolUse(Strict):
 
 
 class ToolResult(Strict):
-    """What a tool has returned."""
+    """The result of a tool."""
 
     type: Literal["tool_result"]
     tool_use_id: Label
@@ -116,7 +116,7 @@ class UserTool(Strict):
 
 
 class ToolChoice(Strict):
-    """Which tool to call."""
+    """The tool to call."""
 
     type: Literal["auto", "any", "none", "tool"]
     name: Name | None = None
@@ -149,13 +149,13 @@ class OutputFormat(Strict):
 
 
 class OutputConfig(Strict):
-    """What form the answer has."""
+    """The form of the answer."""
 
     format: OutputFormat | None = None
 
 
 class Metadata(Strict):
-    """Who sends the request. It has no effect."""
+    """The sender of the request. It has no effect."""
 
     user_id: Label | None = None
 

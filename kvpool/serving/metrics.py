@@ -36,7 +36,7 @@ class ServerMetrics:
         self._registry.register(self)
 
     def collect(self) -> Iterator[Any]:
-        """What the registry calls."""
+        """Collect the metrics; the registry calls it."""
         engine = self._engine
         return Collector(engine.kv.pool, engine.scheduler, engine.metrics).collect()
 

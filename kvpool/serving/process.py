@@ -58,7 +58,7 @@ class _Connection(H11Protocol):
         try:
             self.conn.receive_data(data)
             self.handle_events()  # it stops the timer if a request begins
-        except LocalProtocolError:  # what came is no HTTP, and half of an answer is out: uvicorn sends another one
+        except LocalProtocolError:  # what came is not HTTP, and half of an answer is out: uvicorn sends another one
             self.transport.abort()
 
     def pause_writing(self) -> None:

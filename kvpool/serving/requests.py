@@ -1,4 +1,4 @@
-"""What clients may send: strict types and ranges, checked before the engine sees a request."""
+"""Requests of clients: strict types and ranges, checked before the engine sees a request."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Addressed(Strict):
 
 
 class StreamOptions(Strict):
-    """How to stream."""
+    """Options of a stream."""
 
     include_usage: bool = False
 
@@ -235,7 +235,7 @@ class Generation(Addressed):
     @property
     @abstractmethod
     def tops(self) -> int | None:
-        """How many of the likeliest tokens the answer names at each place. None: the answer has no logprobs."""
+        """The number of likeliest tokens at each place of the answer. None: the answer has no logprobs."""
 
     @property
     def wants_usage(self) -> bool:
@@ -298,7 +298,7 @@ class Part(Strict):
 
 
 class Function(Strict):
-    """What a tool is. `parameters` are a JSON schema. A call that is free may not fit it, even with `strict`."""
+    """A tool. `parameters` are a JSON schema. A call that is free may not fit it, even with `strict`."""
 
     name: Name
     description: Text | None = None
@@ -458,7 +458,7 @@ class ChatRequest(Generation):
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """What a chat template gets besides the messages."""
+        """Arguments of a chat template besides the messages."""
         thinks = None if self.chat_template_kwargs is None else self.chat_template_kwargs.enable_thinking
         tools = [tool.model_dump(exclude_unset=True) for tool in self.tools] if self.callable_tools else []
         return {**({"tools": tools} if tools else {}), **({} if thinks is None else {"enable_thinking": thinks})}

@@ -1,4 +1,4 @@
-"""What an answer says: reasoning, text and tool calls, read from its text piece by piece. And the grammar of calls."""
+"""Reasoning, text and tool calls of an answer, read from its text piece by piece; the grammar of calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpool.adapters.mlx_lm.grammar import SPACES
 MOST_CALLS = 16  # of an answer whose calls a grammar forces
 OPENS, NAMED, CLOSES = '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"
 """What stands before the name, before the arguments and behind them in a call that a grammar forces. No JSON that the
-grammar allows has a new line, so these marks are no part of arguments."""
+grammar allows has a new line, so these marks are not part of arguments."""
 Piece = tuple[str, Any]  # "thinking", "text", "arguments" with a string; "call" with a `Call`, before its arguments
 
 
@@ -30,7 +30,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """How a model marks what it says.
+    """The marks of a model for reasoning and calls.
 
     Attributes
     ----------

@@ -25,7 +25,7 @@ Rows = np.ndarray | Sequence[np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """What one record of a layer group holds.
+    """The contents of one record of a layer group.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ class BlockLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a store holds: the layer groups of one model with these weights.
+    """The contents of a store: the layer groups of one model with these weights.
 
     Parameters
     ----------
@@ -233,7 +233,7 @@ class BlockStore(Protocol):
 
 
 def leading(found: np.ndarray) -> int:
-    """How many blocks from the first on were found."""
+    """The number of blocks from the first on that were found."""
     return len(found) if found.all() else int(np.argmin(found))
 
 

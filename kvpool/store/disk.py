@@ -97,7 +97,7 @@ class DiskStore:
     Raises
     ------
     TypeError, ValueError
-        A size is no size, or the directory has another format or layout.
+        A size is not a size, or the directory has another format or layout.
     PermissionError, NotADirectoryError
         The directory is not this user's own.
     """

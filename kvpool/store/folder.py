@@ -61,7 +61,7 @@ class Folder:
     Raises
     ------
     NotADirectoryError, PermissionError
-        It is no directory, a link, another user's, or others may read it.
+        It is not a directory, a link, another user's, or others may read it.
     OSError
         The file ``lock`` cannot be made, for another reason than that nothing may be written here.
     """
@@ -77,7 +77,7 @@ class Folder:
         except FileNotFoundError:
             raise FileNotFoundError(f"[{call}] there is no directory {self.path}") from None
         except OSError as error:
-            raise NotADirectoryError(f"[{call}] {self.path} is no directory, or a link ({error.strerror})") from None
+            raise NotADirectoryError(f"[{call}] {self.path} is not a directory, or a link ({error.strerror})") from None
         self._lock_fd: int | None = None
         try:
             self._check_owner(os.fstat(self.fd), self.path, "chmod 700")
@@ -85,7 +85,7 @@ class Folder:
             try:
                 self._lock_fd = self.open("lock", os.O_RDWR | made | os.O_NOFOLLOW | os.O_CLOEXEC)
             except OSError as error:
-                if create and error.errno is None:  # it was opened, and is no file of ours
+                if create and error.errno is None:  # it was opened, and is not a file of ours
                     raise
                 if create and error.errno not in (errno.EROFS, errno.EACCES):
                     text = f"[{call}] {self.path}/lock cannot be opened: {error.strerror}"
@@ -142,7 +142,7 @@ class Folder:
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise OSError(f"[{self._call}] {self.path}/{name} is no regular file")
+                raise OSError(f"[{self._call}] {self.path}/{name} is not a regular file")
             self._check_owner(status, f"{self.path}/{name}", "chmod 600")
         except BaseException:
             os.close(fd)
@@ -159,7 +159,7 @@ class Folder:
             raise PermissionError(f"[{self._call}] others may use {path} (mode {mode:o}); type: {remedy} {path}")
 
     def changed_ns(self) -> int:
-        """When a file came or went, in ns."""
+        """The time at which a file came or went, in ns."""
         return os.fstat(self.fd).st_mtime_ns
 
     def grown(self, listed: list[Listed]) -> list[Listed]:
@@ -172,7 +172,7 @@ class Folder:
         return sealed + found
 
     def segments(self, known: Sequence[Listed] = ()) -> list[Listed]:
-        """The segment files, in no order. Links and what is no file are left out.
+        """The segment files, in no order. Links and what is not a file are left out.
 
         Sealed ones among those `known` are not looked at again.
         """

@@ -146,7 +146,7 @@ def packed_record(fields: bytes, tokens: bytes, payload: np.ndarray) -> bytes:
 
 
 def packed_footer(layout: bytes, entries: np.ndarray, end: int, kind: int) -> bytes:
-    """What seals a segment whose records end at `end`."""
+    """The footer and trailer of a segment whose records end at `end`."""
     footer = entries.astype(FOOTER, copy=False).tobytes()
     own = checksum(kind, footer)
     fields = TRAILER.pack(TRAILER_MAGIC, VERSION, kind, layout, len(entries), end, own, 0)[:-8]
@@ -164,7 +164,7 @@ def read_header(fd: int) -> tuple[int, bytes]:
     """Return kind of checksums and layout of a segment; ValueError says what is wrong with it."""
     data = os.pread(fd, HEADER.size, 0)
     if len(data) < HEADER.size or data[:8] != HEADER_MAGIC:
-        raise ValueError("this is no segment")
+        raise ValueError("this is not a segment")
     _, version, kind, layout, own = HEADER.unpack(data)
     if version != VERSION:
         raise UnknownFormat(f"the version is {version}, this kvpool reads {VERSION}")
@@ -222,7 +222,7 @@ def read_footer(fd: int, size: int, layout: bytes) -> tuple[np.ndarray, int] | N
 
 
 def scanned(fd: int, begin: int, size: int, kind: int, is_ours: Callable[[Head], bool]) -> tuple[np.ndarray, int]:
-    """What `read_footer` returns, from the records themselves: those that are ours."""
+    """The result of `read_footer`, made from the records themselves: those that are ours."""
     names, offsets, end = [], [], begin
     for offset, head, _ in scan(fd, begin, size, kind):
         end = offset + head.end
@@ -282,7 +282,7 @@ def name_of(key: bytes, group: int) -> int:
 
 
 class Index:
-    """Where blocks are: 16 bytes for each, sorted by name, and a dict of those in segments that grow.
+    """Index of blocks: 16 bytes for each, sorted by name, and a dict of those in segments that grow.
 
     A place is ``segment << 32 | offset / 64``. A name is 8 bytes of a key; the record proves the rest.
     """

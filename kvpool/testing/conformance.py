@@ -413,7 +413,7 @@ def misuse_is_refused_before_a_byte_changes(factory: Factory) -> None:
 
 
 def _misuse_finding(expected: type[Exception], call: Callable[[], Any]) -> str:
-    """What is wrong with the answer of a backend to a misuse; "" if nothing is."""
+    """The fault in the answer of a backend to a misuse; "" if there is none."""
     try:
         call()
         answer = "was accepted"

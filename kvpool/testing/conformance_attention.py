@@ -630,7 +630,7 @@ def scores_are_what_goes_into_exp(factory: Factory) -> None:
 
 @_score
 def scores_beside_masks_of_the_float_range_are_finite(factory: Factory) -> None:
-    """A mean over heads whose sum is no float32 is one still."""
+    """A mean over heads whose sum is not a float32 is one still."""
     if "mask" not in capabilities_of(factory).features:
         raise NotApplicable
     for kind in _kinds(factory):

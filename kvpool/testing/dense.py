@@ -64,7 +64,7 @@ def dense_attention(
 def _scores_of_head(
     q: np.ndarray, k: np.ndarray, head: int, scale: float | None, options: AttentionOptions
 ) -> np.ndarray:
-    """What goes into exp, float64 ``[n, C]``; -inf where the query does not see the key."""
+    """The exponents, float64 ``[n, C]``; -inf where the query does not see the key."""
     num_queries, num_q_heads, dim = q.shape
     context, num_kv_heads = k.shape[0], k.shape[1]
     # Of key minus query, [n, C]: 0 on the diagonal that ends in the last corner.
@@ -100,7 +100,7 @@ def dense_scores(
     scale: float | None = None,
     options: AttentionOptions | None = None,
 ) -> np.ndarray:
-    """What `KVBackend.attend` exports with ``scores=kind`` for one row whose newest token alone is the query.
+    """Scores of `KVBackend.attend` with ``scores=kind``, for one row whose newest token alone is the query.
 
     Parameters
     ----------
@@ -211,7 +211,7 @@ def _quantized_groups(x: bytes, size: int, bits: int) -> tuple[np.ndarray, np.nd
 
 
 def quantized(x: np.ndarray, spec: KVSpec, bits: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """What a plane of `bits` bits holds of tokens ``[T, Hk, D]``, and what comes back.
+    """The stored form of tokens ``[T, Hk, D]`` in a plane of `bits` bits, and what comes back.
 
     Returns
     -------

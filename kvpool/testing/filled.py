@@ -1,4 +1,4 @@
-"""What the conformance cases stand on: backends filled with known tokens, and telling comparisons."""
+"""Backends filled with known tokens, and comparisons that say what differs, for the conformance cases."""
 
 from __future__ import annotations
 
@@ -406,7 +406,7 @@ def fill_random(backend: KVBackend, rng: np.random.Generator) -> None:
 
 
 def token_columns(spec: KVSpec, num_tokens: int) -> Iterator[slice]:
-    """Where the first `num_tokens` positions are in a row of `export_blocks`: a slice per layer and plane."""
+    """The place of the first `num_tokens` positions in a row of `export_blocks`: a slice per layer and plane."""
     begin = 0
     for _ in range(spec.num_layers):
         for plane in spec.stored_planes:

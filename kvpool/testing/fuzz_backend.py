@@ -15,7 +15,7 @@ from kvpool.config import KVSpec
 from kvpool.testing import conformance
 from kvpool.testing.engine import RandomEngine
 from kvpool.testing.filled import Factory, NotApplicable, specs
-from kvpool.testing.fuzz_target import TargetFinding, TargetReport, Word, hunt
+from kvpool.testing.fuzz_target import TargetFinding, TargetReport, Word, fuzz
 
 TURNS = 20  # of one engine; each is a word of a program
 
@@ -38,7 +38,7 @@ def _script(source: str, imports: str, what: str, call: str) -> str:
 
 
 class BackendRun:
-    """The engine of a seed: any of its turns can be left out. For `kvpool.testing.fuzz_target.hunt`."""
+    """The engine of a seed: any of its turns can be left out. For `kvpool.testing.fuzz_target.fuzz`."""
 
     def __init__(self, factory: Factory, spec: KVSpec, seed: int, num_blocks: int | None, source: str) -> None:
         self.factory, self.spec, self.seed, self.num_blocks, self.source = factory, spec, seed, num_blocks, source
@@ -92,7 +92,7 @@ def _conform(report: TargetReport, factory: Factory, source: str) -> None:
         report.script_fails = True
 
 
-def hunt_backend(
+def fuzz_backend(
     factory: Factory,
     seed: int = 1,
     *,
@@ -105,7 +105,7 @@ def hunt_backend(
 
     Returns a report whose `finding` is None, or says what is wrong, with the shortest test found in `script`; its
     `calls` are turns of engines. The first run is that of `seed`, so the report's `seed` and ``calls=1`` repeat the run
-    that failed. `until` says when to stop, and who is told: see `kvpool.testing.fuzz_target.hunt`.
+    that failed. `until` says when to stop, and who is told: see `kvpool.testing.fuzz_target.fuzz`.
 
     Raises
     ------
@@ -127,7 +127,7 @@ def hunt_backend(
     def make_run(run_seed: int) -> BackendRun:
         return BackendRun(factory, random.Random(run_seed).choice(offered), run_seed, num_blocks, source)
 
-    report = hunt(make_run, seed, **until)
+    report = fuzz(make_run, seed, **until)
     if report.finding is None:
         report.seed = seed
         _conform(report, factory, source)

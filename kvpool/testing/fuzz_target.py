@@ -2,7 +2,7 @@
 
 `Allocator` says what an adapter has. `Checked` plays the backend for it, with a storage in which every slot is stamped
 with what it stands for: namespace-free, a hash over all tokens up to its position. After every call each sequence must
-read its own stamps through its table, tables must be tables, and the free count must add up. `hunt_target` draws
+read its own stamps through its table, tables must be tables, and the free count must add up. `fuzz_target` draws
 programs and shrinks what fails to a test in Python.
 """
 
@@ -22,7 +22,7 @@ SHORT = 48  # items, of which all pairs are tried
 
 
 class FuzzFinding(AssertionError):
-    """What is tested and what is right disagree; `call` is the number of the call in its run."""
+    """The target disagrees with the expected result; `call` is the number of the call in its run."""
 
     call = -1
 
@@ -76,7 +76,7 @@ MOST_SEQUENCES = 8
 
 
 class Allocator(Protocol):
-    """What the fuzzer needs of an allocator; the last three calls are optional, and ``max_new`` (tokens of an append).
+    """Calls of an allocator for the fuzzer; the last three are optional, and ``max_new`` (tokens of an append).
 
     Any `MemoryError` (or the class in `OutOfBlocks`, if the adapter names one) from a call is a refusal for want of
     blocks: it has to be true, and to leave everything as it was.
@@ -115,7 +115,7 @@ NEEDED = ("num_blocks", "block_size", "num_free", "open", "append", "table", "fr
 
 
 def missing(allocator: Any) -> list[str]:
-    """What every `Allocator` has, and this object has not."""
+    """The required calls of `Allocator` that this object lacks."""
 
     def has(name: str) -> bool:
         try:
@@ -140,7 +140,7 @@ def _raised(name: str, error: Exception) -> TargetFinding:
 
 
 def _copies(given: Iterable[Any] | None) -> list[Copy] | None:
-    """What `append` returned, as plain numbers."""
+    """The copies that `append` returned, as plain numbers."""
     if given is None:
         return None
     return [(operator.index(src), operator.index(dst), operator.index(n)) for src, dst, n in given]
@@ -262,9 +262,9 @@ class Checked:
             try:
                 table.append(operator.index(block))  # an int, or one of NumPy
             except TypeError:
-                raise TargetFinding("table", f"{given} has an entry that is no block ({block})") from None
+                raise TargetFinding("table", f"{given} has an entry that is not a block ({block})") from None
             if not 0 <= table[-1] < self.limit:
-                raise TargetFinding("table", f"{given} has an entry that is no block ({block})")
+                raise TargetFinding("table", f"{given} has an entry that is not a block ({block})")
         if len(set(table)) != len(table):
             raise TargetFinding("table", f"{table} has a block twice")
         if len(table) * self.size < len(sequence.tokens):
@@ -272,7 +272,7 @@ class Checked:
         return table
 
     def _stamps(self, tokens: Iterable[int]) -> list[int]:
-        """What each position stands for."""
+        """The stamp of each position."""
         stamps, prefix = [], 17
         for token in tokens:
             prefix = hash((prefix, token))
@@ -366,7 +366,7 @@ def play(checked: Checked, words: Iterable[Word], trace: list[str] | None = None
 
 @dataclass(slots=True)
 class TargetReport:
-    """What a hunt did, and found.
+    """The result of a fuzz run.
 
     `script_fails`: the calls in `script` failed when they were tried; else what is tested fails only sometimes. `cases`
     are those of the conformance kit, by name, where a backend was tested.
@@ -386,7 +386,7 @@ class TargetReport:
 
 
 class Run(Protocol):
-    """Programs on one kind of pool: what `hunt` needs to draw, play, shrink and print them."""
+    """Programs on one kind of pool: what `fuzz` needs to draw, play, shrink and print them."""
 
     sizes: dict[str, int]
 
@@ -490,7 +490,7 @@ def runs_of(
             break
 
 
-def hunt(make_run: Callable[[int], Run], seed: int, **until: Any) -> TargetReport:
+def fuzz(make_run: Callable[[int], Run], seed: int, **until: Any) -> TargetReport:
     """Run after run of ``make_run(seed)``, until one fails. `until` says when to stop, and who is told: `runs_of`."""
     report = TargetReport()
     for run_seed in runs_of(report, seed, **until):
@@ -504,7 +504,7 @@ def hunt(make_run: Callable[[int], Run], seed: int, **until: Any) -> TargetRepor
     return report
 
 
-def hunt_target(
+def fuzz_target(
     factory: Callable[..., Any],
     seed: int = 1,
     *,
@@ -527,4 +527,4 @@ def hunt_target(
         sizes = {"num_blocks": num_blocks or blocks, "block_size": block_size or size}
         return TargetRun(factory, sizes, run_seed, source)
 
-    return hunt(make_run, seed, **until)
+    return fuzz(make_run, seed, **until)

@@ -44,7 +44,7 @@ TAG_SHIFT = 52  # of a handle
 
 
 class RecordError(KVPoolError, ValueError):
-    """A file is no record of calls, or is damaged; the message says where."""
+    """A file is not a record of calls, or is damaged; the message says where."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Calls:
-    """What a file holds."""
+    """The calls of a file."""
 
     header: dict[str, Any]
     calls: tuple[Call, ...] = field(repr=False)
@@ -244,7 +244,7 @@ def load(path: str | Path) -> Calls:
         for line in lines:
             call = Call(*json.loads(line))
             if not isinstance(call.digest, int | None) or not call.arguments.keys() <= set(CALLS[call.name].split()):
-                raise ValueError(f"{call} is no call of a pool")
+                raise ValueError(f"{call} is not a call of a pool")
             calls.append(call)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         where = "its header" if header is None else f"line {len(calls) + 2}"
@@ -259,7 +259,7 @@ REFUSALS = (KVPoolError, ValueError, IndexError, TypeError, OverflowError)  # wh
 
 @dataclass(frozen=True)
 class Failure:
-    """Where calls went wrong: `kind` is "digest", "corrupt", "refused" or the name of an exception."""
+    """The place where calls went wrong: `kind` is "digest", "corrupt", "refused" or the name of an exception."""
 
     kind: str
     at: int  # number of the call

@@ -47,7 +47,7 @@ def check_store(
 
 
 def content(layout: Layout, blocks: Blocks) -> np.ndarray:
-    """What the kit stores under these names, uint8 ``[n, nbytes]``: drawn from key, parent, namespace and group."""
+    """Rows of the kit for these names, uint8 ``[n, nbytes]``: drawn from key, parent, namespace and group."""
     nbytes = layout.groups[blocks.group].nbytes
     rows = np.empty((len(blocks), nbytes), np.uint8)
     for number in range(len(blocks)):

@@ -97,7 +97,7 @@ cdef class Arguments:
         return 0
 
     cdef int check_output(self, const Py_buffer* view) except -1:
-        """Raise unless every element is writable, has an address of its own, and is no part of another buffer."""
+        """Raise unless every element is writable, has an address of its own, and is not part of another buffer."""
         cdef str name = self.names[view - self.views]
         cdef int i
         if view.readonly:

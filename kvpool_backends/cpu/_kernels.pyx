@@ -439,7 +439,7 @@ cdef class BlockStore:
         Parameters
         ----------
         copies : int ``[K, 3]``
-            Rows of (src, dst, num_tokens), 1 <= num_tokens <= block_size. Every dst is named once and is no src.
+            Rows of (src, dst, num_tokens), 1 <= num_tokens <= block_size. Every dst is named once and is not a src.
         """
         cdef Arguments arguments = self.arguments
         cdef const Py_buffer* view

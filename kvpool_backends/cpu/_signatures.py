@@ -1,4 +1,4 @@
-"""What the constructor of `BlockStore` takes; its error of a wrong call says ``BlockStore()``, not ``__cinit__()``."""
+"""Signature of `BlockStore`'s constructor; the error of a wrong call says ``BlockStore()``, not ``__cinit__()``."""
 
 
 def BlockStore(spec, num_blocks, arrays, *, isa=None, num_threads=None):

@@ -240,7 +240,7 @@ class CPUBackend:
         self.store.import_blocks(ids, np.ascontiguousarray(data))
 
     def memory(self) -> MemoryReport:
-        """What is held now. Arrays that `attend` returned are the caller's: scores are ``4 * Hk`` bytes per token."""
+        """Memory held now. Arrays that `attend` returned are the caller's: scores are ``4 * Hk`` bytes per token."""
         pool_nbytes = self.num_blocks * self.spec.block_nbytes
         return MemoryReport(pool_nbytes, self.store.scratch_nbytes, self.store.scores_scratch_nbytes)
 

@@ -66,7 +66,7 @@ class _Maker:
             Blocks of every layer, allocated here, never grown.
         storage : uint8 ``[num_blocks, spec.block_nbytes]``, optional
             Memory to use instead, see `KVBackend`; only with layout "block", which only the kernel route has: MLX's own
-            arrays are no views that it could write to.
+            arrays are not views that it could write to.
         kernels : bool, optional
             Whether to use kernels, of Metal or of the CPU. By default they are used if they support this device and,
             with Metal, this spec.

@@ -76,7 +76,7 @@ Plane = mx.array | tuple[mx.array, ...]  # base arrays: one, or words, scales an
 
 
 class HeadTiles(NamedTuple):
-    """How the query heads of one KV head and the queries of a row share threadgroups."""
+    """Division of the query heads of one KV head and the queries of a row among threadgroups."""
 
     heads: int  # of a group, in one threadgroup
     groups: int  # threadgroups for all heads of the group
@@ -102,7 +102,7 @@ class HeadTiles(NamedTuple):
 
 
 class AttentionWork(NamedTuple):
-    """What `plan_attention` makes of a batch."""
+    """The work list that `plan_attention` makes of a batch."""
 
     tiles: HeadTiles
     items: np.ndarray  # int32 [N, 8], see paged_attention.metal
@@ -132,7 +132,7 @@ class AttentionStep(NamedTuple):
 
 
 class Launcher(NamedTuple):
-    """What launches of one kind have in common: made once, used by all layers and steps."""
+    """The common part of launches of one kind: made once, used by all layers and steps."""
 
     attend: Kernel
     reduce: Kernel
@@ -167,7 +167,7 @@ class Launch(NamedTuple):
 
 
 class ScoreExport(NamedTuple):
-    """What it takes to export scores of a step."""
+    """Arrays to export the scores of a step."""
 
     observed: mx.array  # int32 [N or more]: see paged_attention.metal
     num_rows: int  # B
@@ -198,7 +198,7 @@ def head_tiles(spec: KVSpec, group: int, queries: int) -> HeadTiles:
 
 
 def latent_refusal(spec: KVSpec) -> str | None:
-    """Why the kernels do not have latents of this kind. None if they do, and for other specs."""
+    """The reason why the kernels do not have latents of this kind. None if they do, and for other specs."""
     if spec.latent and spec.query_dim > LATENT_DIM_MAX:
         return f"latents and rotary parts have {spec.query_dim} elements, at most {LATENT_DIM_MAX}"
     if spec.latent and spec.k_bits != spec.v_bits:
@@ -558,7 +558,7 @@ class MetalKernels:
         return Launcher(*kernels, template, [*shared.items(), ("SIMDGROUPS", SIMDGROUPS)], own["SIMDGROUPS"])
 
     def layout(self, layer: int, plane: str = "") -> mx.array:
-        """What a kernel takes as `layout`: of both planes, or of one."""
+        """The argument `layout` of a kernel: of both planes, or of one."""
         key = layer, plane
         if key not in self._layouts:
             numbers = plane_strides(self.spec, self.num_blocks, layer).reshape(-1, 2, 4)
@@ -674,7 +674,7 @@ def source_text(name: str) -> str:
 
 
 def header_text(name: str) -> str:
-    """What stands in front of a kernel."""
+    """The text in front of a kernel."""
     headers = ["kv_layout.h"]
     if name.startswith("paged_matrix"):
         headers.append("kv_matrix.h")

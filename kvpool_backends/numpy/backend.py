@@ -316,7 +316,7 @@ def _parts(plane: _Plane) -> tuple[np.ndarray, ...]:
 
 
 def _bias(options: AttentionOptions, token: int, position: int, visible: slice) -> np.ndarray:
-    """What is added to the scores of one query, ``[Hq or 1, visible]``; -inf hides a key."""
+    """The sum of all that is added to the scores of one query, ``[Hq or 1, visible]``; -inf hides a key."""
     bias = np.zeros((1, visible.stop - visible.start))
     if options.alibi_slopes is not None:
         distance = np.arange(visible.start - position, 1)

@@ -287,7 +287,7 @@ REFUSED = [
     (lambda s: s.import_blocks([1], BLOCK[:, :9]), ValueError, r"data must have shape \[1, 2048\], got \[1, 9\]"),
     (lambda s: s.import_blocks([1], BLOCK.astype(np.int8)), TypeError, r"\[import_blocks\] data must be uint8"),
     (lambda s: s.import_blocks([1, 1], BLOCK[[0, 0]]), ValueError, r"\[import_blocks\] a block is named twice"),
-    (lambda s: s.save_states(0, [1], [[1]]), ValueError, r"\[save_states\] group 0 is no state group, those are \[2\]"),
+    (lambda s: s.save_states(0, [1], [[1]]), ValueError, r"\[save_states\] group 0 is not a state group"),
     (lambda s: s.save_states(2, [1], [[1, 2]]), ValueError, r"\[save_states\] blocks must have shape \[1, 1\]"),
     (lambda s: s.save_states(2, [1, 2], [[4], [4]]), ValueError, r"\[import_blocks\] a block is named twice"),
     (lambda s: s.load_states(2, [[4]], [1, 2]), ValueError, r"\[load_states\] blocks must have shape \[2, 1\]"),

@@ -223,7 +223,7 @@ def test_command_stops_at_a_wrong_result(small, capsys, monkeypatch):
         (["--dtype", "int3"], "--dtype int3: there are float32, bfloat16, float16"),
         (["--block-size", "8,none"], "--block-size none: not a whole number"),
         (["--batch", "0"], "--batch 0: out of range"),
-        (["--heads", "32/5"], "32 is no multiple of 5"),
+        (["--heads", "32/5"], "32 is not a multiple of 5"),
         (["--max-memory", "much"], "--max-memory"),
         (["--kv-bits", "8,3"], "--kv-bits 3: there are 8, 4"),
     ],

@@ -91,7 +91,7 @@ def test_a_wrong_result_has_no_time(fake, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--group", "3"], "--group 3: 32 query heads are no multiple of it"),
+        (["--group", "3"], "--group 3: 32 query heads are not a multiple of it"),
         (["--block-size", "12"], "block_size is 12, it must be a multiple of 8"),
         (["--dtype", "int8"], "--dtype int8: there are"),
     ],

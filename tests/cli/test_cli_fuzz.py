@@ -7,7 +7,7 @@ import pytest
 import kvpool
 from kvpool.cli import main
 from kvpool.testing.fuzz_pool import PoolAllocator
-from kvpool.testing.fuzz_target import hunt_target
+from kvpool.testing.fuzz_target import fuzz_target
 
 
 class LosesCopies(PoolAllocator):
@@ -31,7 +31,7 @@ def test_installed_core_has_no_finding_and_every_part_of_it_is_used():
             super().__init__(**sizes)
             made.append(self)
 
-    report = hunt_target(Kept, 1, calls=20_000)
+    report = fuzz_target(Kept, 1, calls=20_000)
     assert report.finding is None, report.script
     pools = [one.pool for one in made]
     assert sum(pool.prefix.stats().hit_tokens for pool in pools) > 1_000

@@ -261,7 +261,7 @@ def test_interrupt_prints_the_text_that_waited_for_a_sample_without_text(capsys,
 
 def test_every_sample_with_text_has_its_head(capsys):
     printer = Printer(prompts=2, samples=1, quiet=False)
-    printer.on_token(TokenEvent(0, 0, 200, -1.0, "", None))  # the first byte of a character is no text
+    printer.on_token(TokenEvent(0, 0, 200, -1.0, "", None))  # the first byte of a character is not text
     printer.on_token(TokenEvent(1, 0, 65, -1.0, "A", "length"))
     assert capsys.readouterr().out == ""
     printer.end(Completion(0, (Sample(np.array([200]), None, "", "cancelled", None),)))

@@ -12,8 +12,8 @@ from seed_allocator import FAULTS, Adapter, sound
 import kvpool
 from kvpool.cli import main
 from kvpool.testing import conformance
-from kvpool.testing.fuzz_backend import hunt_backend
-from kvpool.testing.fuzz_target import hunt_target
+from kvpool.testing.fuzz_backend import fuzz_backend
+from kvpool.testing.fuzz_target import fuzz_target
 from kvpool_backends.numpy import NumpyBackend
 
 CALLS = 20_000
@@ -25,18 +25,18 @@ def repaired_but(fault):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_of_the_seed_allocator_is_found(fault):
-    report = hunt_target(repaired_but(fault), calls=CALLS)
+    report = fuzz_target(repaired_but(fault), calls=CALLS)
     assert report.kind == FAULTS[fault], report.finding
     assert report.script.count("checked.") <= 8, report.script
 
 
 def test_repaired_seed_allocator_passes():
-    report = hunt_target(sound, calls=CALLS)
+    report = fuzz_target(sound, calls=CALLS)
     assert report.finding is None and report.calls >= CALLS
 
 
 def test_script_fails_on_the_allocator_that_made_it():
-    report = hunt_target(Adapter, calls=CALLS, source="from seed_allocator import Adapter\nAdapter")
+    report = fuzz_target(Adapter, calls=CALLS, source="from seed_allocator import Adapter\nAdapter")
     space = {}
     exec(report.script, space)
     with pytest.raises(AssertionError):
@@ -214,7 +214,7 @@ HERE = __name__
 
 
 def test_numpy_integers_are_integers():
-    report = hunt_target(InNumpy, calls=2000)
+    report = fuzz_target(InNumpy, calls=2000)
     assert report.finding is None, report.script
 
 
@@ -272,7 +272,7 @@ def test_backend_that_fails_once_is_a_finding_and_its_script_is_said_to_pass(cap
                 raise IndexError("once")
             super().write(*args)
 
-    report = hunt_backend(FailsOnce, 1, calls=200)
+    report = fuzz_backend(FailsOnce, 1, calls=200)
     assert (report.finding, report.script_fails) == ("exception: IndexError: once", False)
     assert f".play({list(range(20))})" in report.script, "the whole run"
     written = itertools.count()
@@ -291,7 +291,7 @@ def test_allocator_that_fails_once_is_a_finding_and_its_script_is_said_to_pass()
                 raise IndexError("once")
             return super().table(seq)
 
-    report = hunt_target(FailsOnce, 1, calls=2000)
+    report = fuzz_target(FailsOnce, 1, calls=2000)
     assert (report.finding, report.kind) == ("exception: table raised IndexError: once", "exception")
     assert not report.script_fails and "# exception: table raised IndexError: once\n" in report.script
     assert report.script.count("checked.") > 10, "the whole run"
@@ -305,7 +305,7 @@ def test_case_that_fails_once_is_a_finding_and_its_script_is_said_to_pass(few_ca
             raise IndexError("once")
 
     conformance.CASES.append(a_case_that_fails_once)
-    report = hunt_backend(NumpyBackend, 1, calls=20)
+    report = fuzz_backend(NumpyBackend, 1, calls=20)
     assert report.finding.endswith("IndexError: once") and not report.script_fails
 
 
@@ -326,10 +326,10 @@ def test_backend_by_its_names_that_raises_is_a_finding(capsys):
 
 
 def test_cases_that_a_backend_fails_are_a_finding(capsys, few_cases):
-    report = hunt_backend(NumpyBackend, 1, calls=20)
+    report = fuzz_backend(NumpyBackend, 1, calls=20)
     assert report.finding is None and report.cases == {"protocol_is_implemented": "passed"}
     conformance.CASES.append(a_case_that_fails)
-    report = hunt_backend(NumpyBackend, 1, calls=20)
+    report = fuzz_backend(NumpyBackend, 1, calls=20)
     assert report.finding.startswith("1 of 2 cases of the conformance kit failed\n- a_case_that_fails: ValueError")
     assert "a_case_that_fails(factory)" in report.script and report.script_fails
 
@@ -343,7 +343,7 @@ def test_interrupt_is_no_finding():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        hunt_backend(factory, 1, calls=20)
+        fuzz_backend(factory, 1, calls=20)
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,7 @@ def test_callers_that_wait_get_blocks_of_their_own():
             try:
                 ids = pool.blocks.alloc(3)
             except OutOfBlocks:
-                raise AssertionError("a call that waits is no call that fails") from None
+                raise AssertionError("a call that waits is not a call that fails") from None
             assert not owner[ids].any(), "a block has two owners"
             owner[ids] = me
             assert (owner[ids] == me).all()

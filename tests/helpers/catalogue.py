@@ -3,7 +3,7 @@
     @row(FreesEachOccurrence)
     def test_a1_block_twice_in_one_free(make_pool): ...
 
-names the row A1 of docs/regressions.md and a bug of the kind that bit there, planted again. The body must pass on
+names the row A1 of regressions/README.md and a bug of the kind that bit there, planted again. The body must pass on
 kvpool and on the sound model, and must fail on every planted bug. A bug is a `ModelPool` or `ModelPlan` with one
 mistake, or `broken(name=part)` for anything else that a test takes from the fixture `parts`.
 """
@@ -88,7 +88,7 @@ class Unchecked(ModelPool):
 def planted(*bugs, model=True):
     """Run ``test(Pool, Plan)`` on kvpool and on the sound model; on every planted bug it has to fail.
 
-    Like `row`, for tests that are no rows of docs/regressions.md.
+    Like `row`, for tests that are no rows of tests/regressions/README.md.
     """
     assert bugs, "a test that cannot fail says nothing"
     subjects = [KVPOOL, *([MODEL] if model else []), *map(_subject, bugs)]

@@ -1,1 +1,1 @@
-"""Bugs that other KV-cache managers reported, as tests: docs/regressions.md lists them."""
+"""Bugs that other KV-cache managers reported, as tests: README.md lists them."""

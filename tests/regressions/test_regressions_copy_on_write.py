@@ -1,4 +1,4 @@
-"""Family D: copy on write, forks, aliases. See docs/regressions.md."""
+"""Family D: copy on write, forks, aliases. See README.md."""
 
 import numpy as np
 from catalogue import CutMovesTheLengthOnly, Unchecked, broken, conforms, row

@@ -1,4 +1,4 @@
-"""Family A: one block freed twice, and free lists that lost their order. See docs/regressions.md."""
+"""Family A: one block freed twice, and free lists that lost their order. See README.md."""
 
 import numpy as np
 import pytest

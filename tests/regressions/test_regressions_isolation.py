@@ -1,4 +1,4 @@
-"""Family I: keys, collisions, isolation of tenants. See docs/regressions.md."""
+"""Family I: keys, collisions, isolation of tenants. See README.md."""
 
 import hashlib
 import itertools

@@ -1,4 +1,4 @@
-"""Family B: blocks that nobody gives back. See docs/regressions.md."""
+"""Family B: blocks that nobody gives back. See README.md."""
 
 import contextlib
 import gc

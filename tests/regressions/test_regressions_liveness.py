@@ -1,4 +1,4 @@
-"""Family K: how long things take, and that they end. See docs/regressions.md."""
+"""Family K: how long things take, and that they end. See README.md."""
 
 import time
 

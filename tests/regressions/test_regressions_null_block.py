@@ -1,4 +1,4 @@
-"""Family F: the null block, and memory nobody has written. See docs/regressions.md."""
+"""Family F: the null block, and memory nobody has written. See README.md."""
 
 import numpy as np
 import pytest

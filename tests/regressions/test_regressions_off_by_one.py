@@ -1,4 +1,4 @@
-"""Family E: one too many, one too few. See docs/regressions.md."""
+"""Family E: one too many, one too few. See README.md."""
 
 import itertools
 

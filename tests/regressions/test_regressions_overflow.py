@@ -1,4 +1,4 @@
-"""Family G: products that do not fit, bounds that nobody checks. See docs/regressions.md."""
+"""Family G: products that do not fit, bounds that nobody checks. See README.md."""
 
 import numpy as np
 import pytest

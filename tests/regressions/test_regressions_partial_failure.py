@@ -1,4 +1,4 @@
-"""Family H: failures half way, and waiting for ever. See docs/regressions.md."""
+"""Family H: failures half way, and waiting for ever. See README.md."""
 
 import numpy as np
 import pytest

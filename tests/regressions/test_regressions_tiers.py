@@ -1,4 +1,4 @@
-"""Family J: tiers and persistence. See docs/regressions.md."""
+"""Family J: tiers and persistence. See README.md."""
 
 import errno
 import os

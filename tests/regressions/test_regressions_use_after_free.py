@@ -1,4 +1,4 @@
-"""Family C: used after it was freed, evicted while in use, steps that are late. See docs/regressions.md."""
+"""Family C: used after it was freed, evicted while in use, steps that are late. See README.md."""
 
 import itertools
 import random

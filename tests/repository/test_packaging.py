@@ -124,7 +124,7 @@ def test_wheel_holds_the_packages_and_what_embedding_needs(wheel_names, source_t
             if path.parent.name == "kernels" and path.name != "kvcpu.h":
                 continue  # compiled
             if path.suffix == ".pxd" and path.name not in ("__init__.pxd", "capi.pxd"):
-                continue  # the inside, which is no interface
+                continue  # the inside, which is not an interface
             if path.suffix in (".py", ".pyi", ".pxd", ".metal", ".h", ".cpp") or path.name == "py.typed":
                 expected.add(f"{place}/{path.relative_to(source_tree / folder)}")
     assert "kvpool/__init__.pxd" in expected and "kvpool_backends/metal/__init__.py" in expected

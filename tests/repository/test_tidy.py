@@ -17,6 +17,9 @@ FOLDERS = ("kvpool", "kvpool_backends", "metal", "benchmarks", "examples", "test
 SUFFIXES = (".py", ".pyx", ".pxd", ".pxi", ".pyi", ".c", ".h", ".metal", ".rs", ".sh")
 # Spelled in halves, so that the list does not find itself.
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
+#: Words of law and theatre, where the field has words of its own, in what users read.
+THEATRE = re.compile(r"\b(convict\w*|hunt\w*|hostile|rude\w*|books|g[ai]ve[ns]? up|giving up)\b", re.IGNORECASE)
+READ_BY_USERS = ("kvpool", "kvpool_backends", "metal", "docs", "examples", "benchmarks")
 # A part of the core may use those before it, never those after it; a class may be declared before its methods.
 CORE_ORDER = (
     *("types", "memory", "lock", "sha256", "args"),  # C functions on structs
@@ -149,6 +152,16 @@ def test_nothing_is_left_unfinished():
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if UNFINISHED.search(line):
                 found.append(f"{relative(path)}:{number}: {line.strip()}")
+    assert not found
+
+
+def test_texts_for_users_have_the_words_of_the_field():
+    found = []
+    for path in [*sources(*SUFFIXES, ".md"), ROOT / "Makefile"]:
+        if path.parent != ROOT and not relative(path).startswith(READ_BY_USERS):
+            continue
+        if not relative(path).startswith(("kvpool/core/", "kvpool/testing/model")):
+            found += [f"{relative(path)}: {match[0]}" for match in THEATRE.finditer(path.read_text())]
     assert not found
 
 

@@ -27,7 +27,7 @@ PROBE = 16  # tokens after which a sequence whose drafts are mostly wrong gets a
 
 
 class Trust:
-    """How many drafts of a sequence are worth computing, by how many were right lately.
+    """The number of drafts that are worth computing for a sequence, from how many were right lately.
 
     A sequence gets drafts as far as the last of them is more likely right than not.
 

@@ -462,7 +462,7 @@ class Engine:
         return len(self._jobs) + len(self._ended)
 
     def metrics(self) -> list[Metric]:
-        """What this engine and its store count, for `kvpool.metrics`. Any thread may ask."""
+        """Counters of this engine and its store, for `kvpool.metrics`. Any thread may ask."""
         text = "Requests that ended because the logits of the model were not finite."
         own = [counter("kvpool_requests_not_finite_total", text, self.num_not_finite)]
         return own if self.kv.stored is None else own + self.kv.stored.metrics()
@@ -595,7 +595,7 @@ class Engine:
         return rows if step.taken is None else itertools.compress(rows, step.taken.tolist()), outputs
 
     def _note_not_finite(self, step: Step, not_finite: np.ndarray) -> None:
-        """Note which samples cannot go on. Drafts that were wrong are no part of a sample."""
+        """Note which samples cannot go on. Drafts that were wrong are not part of a sample."""
         for at in np.flatnonzero(not_finite if step.taken is None else not_finite & step.taken).tolist():
             job = self._jobs.get(step.requests[at].id)
             if job is not None and job.request is step.requests[at]:

@@ -1,4 +1,4 @@
-"""Grammars: which tokens may come next in an answer that must have a form. llguidance reads and follows them."""
+"""Grammars: the tokens that may come next in structured output. llguidance reads and follows them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Grammar:
 
 
 class Follower:
-    """Where one sample is in its grammar. This depends on the tokens of the sample only."""
+    """The place of one sample in its grammar. It depends on the tokens of the sample only."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher, self._taken = matcher, 0
@@ -270,7 +270,7 @@ class Grammars:
 
     @cached_property
     def _vocabulary(self) -> tuple[Any, Any]:
-        """llguidance, and the tokens of the model in its form. Tokens that end an answer are no text there."""
+        """llguidance, and the tokens of the model in its form. Tokens that end an answer are not text there."""
         try:
             import llguidance
             from tokenizers import AddedToken

@@ -142,7 +142,7 @@ def install(
     ValueError
         Bits, `pool` (its layer groups), `store` (its layout, no prefix cache) or `eviction` do not fit the model.
     TypeError
-        Neither or both of `num_blocks` and `pool`, an `eviction` that is no policy, or options that exclude each other.
+        Neither or both of `num_blocks` and `pool`, an `eviction` that is not a policy, options that exclude each other.
     """
     if strict:
         require_tested_version("install")
@@ -454,7 +454,7 @@ class PagedKV:
 
     @property
     def route(self) -> str:
-        """How the model attends inside the block: "fused", or "gather: " and the reason. Then what is held whole.
+        """The way the model attends inside the block: "fused", or "gather: " and the reason. Then what is held whole.
 
         It is "lost: " and the reason when mlx-lm does not find the hook and makes its own caches, outside the pool.
         """

@@ -1,4 +1,4 @@
-"""How the caches of a model share pool and storage: layer groups, arenas, and the place of each layer in them."""
+"""Layer groups and arenas of a model's caches, and the place of each layer in them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Members = dict[tuple[Shape, str, int], list[int]]  # shape, kind and size of a 
 
 
 class Place(NamedTuple):
-    """Where keys and values of a layer are: array `array` of storage `storage`, by column `column` of group `group`."""
+    """The place of a layer's keys and values: an array of a storage, by a column of a layer group."""
 
     group: int
     column: int
@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model's caches are held.
+    """The pool and storage of a model's caches.
 
     Attributes
     ----------
@@ -262,7 +262,7 @@ def _members(leaves: Sequence[Leaf]) -> _Members:
 
 
 def _key(group: Group) -> tuple[Any, ...]:
-    """What two groups have in common that serve the same layers."""
+    """The key that groups of the same layers share."""
     size = 0 if group.kind == "state" else group.size
     return group.kind, size, group.keep, group.block_size, group.columns, group.arena
 

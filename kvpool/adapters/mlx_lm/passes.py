@@ -3,7 +3,7 @@
 `Passes` begins, ends and undoes a pass. `Rows` are the lengths of a batch.
 
 Recurrent layers, unknown caches and layers that let blocks go must know a pass before their first layer asks for a
-mask. And a right-padded batch is no batch for a recurrent layer: the padding would go into its state. So inside
+mask. And a right-padded batch is not a batch for a recurrent layer: the padding would go into its state. So inside
 ``with install(...)`` the class of such a model has another ``__call__``. It passes everything through that is not a
 list of this pool's caches.
 
@@ -59,7 +59,7 @@ class EngineStopped(KVPoolError, RuntimeError):
 
 
 class Rows:
-    """What a batch looks like between two operations. Never changed, only replaced.
+    """The state of a batch between two operations. It is replaced, never changed.
 
     So a facade that has not issued the next operation still sees the state before it.
 
@@ -100,7 +100,7 @@ class Rows:
 
 
 class Known(NamedTuple):
-    """What the prefix cache knows of a sequence."""
+    """The tokens of a sequence that the prefix cache knows."""
 
     namespace: bytes = b""  # that it was opened in
     num_tokens: int = 0  # committed, or found when it was opened
@@ -108,7 +108,7 @@ class Known(NamedTuple):
 
 
 class Passes:
-    """What the batches of one model share: pool, storage, and the forward pass in progress.
+    """The pool and storage that the batches of one model share, and the forward pass in progress.
 
     `PagedKV` documents when a step is done and the rules for threads.
 

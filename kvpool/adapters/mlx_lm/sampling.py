@@ -30,7 +30,7 @@ class LogitsNotFinite(KVPoolError, ArithmeticError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How to choose the tokens of a request.
+    """Sampling parameters of a request.
 
     As in mlx-lm, `top_p`, `min_p` and `top_k` filter by the model's own probabilities. The remaining tokens are sampled
     at the temperature.

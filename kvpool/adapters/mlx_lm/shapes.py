@@ -1,4 +1,4 @@
-"""What a model's cache is made of, found by tracing the model."""
+"""The arrays of a model's caches, found by tracing the model."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def inspect_model(model: Any) -> ModelShape:
     Raises
     ------
     TypeError
-        This is no model.
+        This is not a model.
     ValueError
         The model makes caches of other classes each time.
     """
@@ -218,7 +218,7 @@ def _leaf(cache: Any, latents: Collection[int]) -> Leaf:
 
 
 def state_shapes(arrays: Sequence[mx.array | None]) -> tuple[StateShape | None, ...]:
-    """Return what the arrays ``[B, ...]`` of a state are. One that grows with its sequence is no row of a batch."""
+    """Return what the arrays ``[B, ...]`` of a state are. One that grows with its sequence is not a row of a batch."""
     return tuple(None if x is None else StateShape(x.shape[1:], x.dtype) for x in arrays)
 
 

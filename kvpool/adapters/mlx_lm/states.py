@@ -1,4 +1,4 @@
-"""What a batch holds beside keys and values: arrays of recurrent layers, and caches that are held whole.
+"""Arrays of recurrent layers, and caches that are held whole: the state of a batch beside keys and values.
 
 `Held` is never changed, only replaced. Its arrays and objects may belong to several batches: arrays of MLX are values,
 and a forward pass works on copies of unknown objects. So a state is never copied when it is shared, and the states
@@ -108,7 +108,7 @@ class _Row(NamedTuple):
 
 
 class SlotStates:
-    """What each state slot of a pool holds.
+    """The contents of a pool's state slots.
 
     Parameters
     ----------

@@ -55,23 +55,23 @@ class StoredStats(NamedTuple):
 
     loads: int = 0  #: prefixes that were loaded, at least in part
     loaded_tokens: int = 0  #: of these
-    late_loads: int = 0  #: given up because computing was faster
-    dropped_loads: int = 0  #: given up because the pool needed their blocks, or because their request ended
+    late_loads: int = 0  #: abandoned because computing was faster
+    dropped_loads: int = 0  #: abandoned because the pool needed their blocks, or because their request ended
     computed_loads: int = 0  #: not begun: computing is faster, or there was no room
     saves: int = 0  #: prefixes of which blocks were given to the store
     saved_blocks: int = 0  #: of these
-    dropped_saves: int = 0  #: given up because the pool needed their blocks, or not begun: others held many, or a pause
+    dropped_saves: int = 0  #: abandoned because blocks were short, or not begun: others held many, or a pause
 
 
 _METRICS = {
     "loads": "Prefixes that came from the store, at least in part.",
     "loaded_tokens": "Tokens of these.",
-    "late_loads": "Loads given up because computing was faster.",
-    "dropped_loads": "Loads given up because the pool needed their blocks, or because their request ended.",
+    "late_loads": "Loads abandoned because computing was faster.",
+    "dropped_loads": "Loads abandoned because the pool needed their blocks, or because their request ended.",
     "computed_loads": "Loads not begun: computing is faster, or there was no room.",
     "saves": "Prefixes of which blocks were given to the store.",
     "saved_blocks": "Blocks of these.",
-    "dropped_saves": "Saves given up because the pool needed their blocks, or not begun: others held many, or a pause.",
+    "dropped_saves": "Saves abandoned because blocks were short, or not begun: others held many, or a pause.",
 }
 _TIER_METRICS = {
     "blocks": ("gauge", "Blocks that a tier has."),
@@ -649,7 +649,7 @@ class StoredPrefixes:
 
 
 class _Rate:
-    """How much is done in a second, as measured lately."""
+    """Work done per second, as measured lately."""
 
     def __init__(self) -> None:
         self._amount = self._seconds = 0.0

@@ -53,7 +53,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Race:
-    """What `race` measured.
+    """The result of `race`.
 
     Attributes
     ----------

@@ -123,7 +123,7 @@ def cases(args: argparse.Namespace, block_size: int) -> Iterator[Case]:
     groups = options.numbers("--group", args.group)
     for group in groups:
         if num_q_heads % group:
-            raise CommandError(f"--group {group}: {num_q_heads} query heads are no multiple of it")
+            raise CommandError(f"--group {group}: {num_q_heads} query heads are not a multiple of it")
     dtypes = options.some("--dtype", args.dtype, options.DTYPES)
     batches, contexts = options.numbers("--batch", args.batch), options.numbers("--context", args.context)
     for dtype, group, batch, context in product(dtypes, groups, batches, contexts):
@@ -211,7 +211,7 @@ def sweep(cases: Sequence[Case]) -> dict[str, int]:
 
 
 def contestant(name: str, build: Callable[[], Any], layers: int) -> Contestant:
-    """What evaluates all that `build` makes, at once."""
+    """A contestant that evaluates all that `build` makes, at once."""
     import mlx.core as mx
 
     return Contestant(name, lambda: mx.eval(list(build())), calls=layers)

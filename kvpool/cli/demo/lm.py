@@ -51,7 +51,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of the engine produced."""
+    """The result of one run of the engine."""
 
     tokens: list[list[int]]  # generated, per prompt
     cache_nbytes: int  # largest sum of ``nbytes`` over the engine's caches, looked at after every step
@@ -70,7 +70,7 @@ class Run:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """What it took, for the JSON object."""
+        """Bytes and times of the run, for the JSON object."""
         nbytes = {"kv_nbytes_peak": self.cache_nbytes, "mlx_peak_nbytes": self.mlx_peak_nbytes}
         return nbytes | {"seconds": round(self.seconds, 3)}
 

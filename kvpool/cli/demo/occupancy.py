@@ -35,7 +35,7 @@ class Request:
 
 @dataclass
 class Timeline:
-    """What a server held at the end of each step.
+    """Blocks and tokens of a server at the end of each step.
 
     Attributes
     ----------
@@ -74,7 +74,7 @@ class Timeline:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """What is told of it."""
+        """Its figures, for the JSON object."""
         return {
             **{"steps": self.steps, "peak_blocks": max(self.blocks), "peak_running": max(self.running)},
             **{"wasted": round(self.wasted, 4), "preemptions": self.preemptions},

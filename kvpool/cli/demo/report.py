@@ -1,4 +1,4 @@
-"""What a demo is made of, what its parts hand back, and how it is shown: a table for people, JSON for machines."""
+"""The parts of the demo, their results, and how these are shown: a table for people, JSON for machines."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Claim(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a part found: a `Claim` per name it promised, numbers for machines, and notes for people."""
+    """The result of a part: a `Claim` per name it promised, numbers for machines, and notes for people."""
 
     claims: dict[str, Claim]
     numbers: dict[str, Any]

@@ -8,7 +8,7 @@
  * skipped would have added 0.
  *
  * Keys outside of the tile's reach are zeros in the packed tiles, so slots past the context cannot matter. A value that
- * is not finite (a slot that only the mask hides may hold one) takes the careful product: 0 * NaN is no 0.
+ * is not finite (a slot that only the mask hides may hold one) takes the careful product: 0 * NaN is not 0.
  */
 #ifndef KV_CHUNK_H
 #define KV_CHUNK_H

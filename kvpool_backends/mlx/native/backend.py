@@ -56,7 +56,7 @@ class NativeBackend(KernelBackend):
     # ------------------------------------------------------------------------------------------ one step
 
     def prepare(self, plan: AnyPlan) -> NativeStep:
-        """What the layers of one step need: a copy, so that what is queued outlives the plan's arrays."""
+        """The arrays that the layers of one step need: a copy, so that what is queued outlives the plan's arrays."""
         tables = _ints("block_tables", plan.block_tables, 2)
         seq_lens = _ints("seq_lens", plan.seq_lens, 1)
         cu_q_lens = _ints("cu_q_lens", plan.cu_q_lens, 1)

@@ -60,7 +60,7 @@ def compiler() -> list[str]:
 
 
 def rpaths(where: Path) -> list[str]:
-    """Where a module that is going to lie in a folder looks for MLX's library, in this order."""
+    """The places where a module in a folder looks for MLX's library, in this order."""
     here = str(loading.mlx_folder() / "lib")
     if where != loading.shipped():
         return [here]

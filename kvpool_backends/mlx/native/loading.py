@@ -56,7 +56,7 @@ def load() -> ModuleType | None:
 
 
 def status() -> dict[str, Any]:
-    """What ``kvpool doctor`` shows.
+    """The state of the extension, as ``kvpool doctor`` shows it.
 
     Returns
     -------
@@ -77,7 +77,7 @@ def status() -> dict[str, Any]:
 
 
 def folder() -> Path:
-    """Where the extension of this Python and this MLX is kept: ``KVPOOL_MLX_NATIVE_DIR``, or below the user's cache."""
+    """Folder of the extension for this Python and this MLX: ``KVPOOL_MLX_NATIVE_DIR``, or below the user's cache."""
     given = os.environ.get("KVPOOL_MLX_NATIVE_DIR")
     if given:
         return Path(given)
@@ -89,7 +89,7 @@ def folder() -> Path:
 
 
 def shipped() -> Path:
-    """Where a wheel has the extension for this MLX, if it has one."""
+    """The place of the extension for this MLX in a wheel, if it has one."""
     return SOURCES / "built" / MLX_VERSION
 
 
@@ -109,7 +109,7 @@ def mlx_folder() -> Path:
 
 
 def wanted_stamp() -> dict[str, Any]:
-    """What a module must have been built from and against to be used now."""
+    """The sources and the MLX that a module must have been built from to be used now."""
     libraries = [Path(mx.__file__), *sorted((mlx_folder() / "lib").glob("libmlx.*"))]
     return {
         "mlx": MLX_VERSION,

@@ -12,12 +12,12 @@ from kvpool_backends.mlx.storage import DTYPES
 
 
 def metal_texts(module: ModuleType, spec: KVSpec) -> Any:
-    """What `InPlacePool` takes as `metal`: kernels that write tokens of each dtype, in vectors or not, and that copy.
+    """The argument `metal` of `InPlacePool`: kernels that write tokens of each dtype, in vectors or not, and that copy.
 
     Raises
     ------
     ValueError
-        A head dimension is no multiple of 4: the kernels move four elements at a time.
+        A head dimension is not a multiple of 4: the kernels move four elements at a time.
     """
     for name, dim in spec.planes:
         if dim % 4:
