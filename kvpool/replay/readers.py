@@ -108,7 +108,7 @@ class _Rows:
         if not isinstance(entries, list) or not all(map(is_entry, entries)):
             self.refuse(f"{name} is not a list of {'[start, length]' if name == 'runs' else 'integers'}")
         count = sum(length for _, length in entries) if name == "runs" else len(entries)
-        if count > blocks:  # judged before runs are spelled out: a wrong one may be longer than memory
+        if count > blocks:  # checked before runs are spelled out: a wrong one may be longer than memory
             self.refuse(f"more hash ids than the prompt has blocks of {self.block_size} tokens ({count}), {blocks}")
         if name == "hash_ids":
             return entries

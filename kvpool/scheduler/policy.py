@@ -125,7 +125,7 @@ def blocks_alone(core: Core, tokens: int) -> list[int]:
     return need
 
 
-def judge(core: Core, request: Request) -> None:
+def check_eviction(core: Core, request: Request) -> None:
     """Raise RequestRejected for a request that cannot be combined with eviction."""
     if core.eviction is not None and request.beam_width:
         raise RequestRejected(

@@ -22,12 +22,12 @@ from kvpool.scheduler.policy import (
     MustWait,
     admit_next,
     blocks_alone,
+    check_eviction,
     keep_budgets,
     known_tokens,
     make_room,
     make_way,
 )
-from kvpool.scheduler.policy import judge as judge_eviction
 from kvpool.scheduler.queue import WaitingQueue
 from kvpool.scheduler.request import (
     DECODING,
@@ -281,7 +281,7 @@ class Scheduler:
         core, pool = self._core, self._core.pool
         prompt = len(request.prompt)
         tokens = prompt + request.max_tokens - 1  # the KV of the last token is never read, so never written
-        judge_eviction(core, request)
+        check_eviction(core, request)
         _judge_ends(request)
         if request.n > (most := max(SAMPLES, core.max_running)):
             raise RequestRejected(f"[add] n is {request.n}, a request has at most {most} samples", "too_large")

@@ -20,7 +20,7 @@ Case = Callable[[Factory], None]
 # in float32 this is what the arithmetic rounds (a score s by s * 6e-8, so the cases keep scores near 10 at most); the
 # others leave room for a result that is itself rounded to the dtype, which float8 is not.
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2, "float8_e4m3": 2e-6}
-_TINY = 1e-4  # smaller sizes are judged as if they were this: float16 has few digits left there
+_TINY = 1e-4  # smaller sizes count as this: float16 has few digits left there
 SEED = 20_260  # of every random choice
 
 
