@@ -457,7 +457,7 @@ def test_read_only_directory_is_read(tmp_path, monkeypatch):
         (lambda path: path.chmod(0o755), PermissionError, "others may use"),
         (lambda path: os.chown(path, 12345, 12345), PermissionError, "belongs to user 12345"),
         (lambda path: (path.rename(f"{path}2"), path.symlink_to(f"{path}2")), NotADirectoryError, "a link"),
-        (lambda path: (path.rename(f"{path}2"), path.touch(0o600)), NotADirectoryError, "no directory"),
+        (lambda path: (path.rename(f"{path}2"), path.touch(0o600)), NotADirectoryError, "not a directory"),
         (lambda path: (path / "layout.json").chmod(0o640), PermissionError, "others may use"),
         (lambda path: (path / "lock").chmod(0o644), PermissionError, "type: chmod 600 .*/lock"),
         (lambda path: ((path / "lock").unlink(), (path / "lock").mkdir()), OSError, "lock cannot be opened: Is a dir"),
