@@ -387,7 +387,7 @@ def test_list_shortened_while_it_is_read_is_refused(make_pool, refused):
 def test_pool_and_plan_cannot_be_copied(make_pool, make_plan, duplicate):
     pool = make_pool(prefix_cache=True)
     plan = make_plan(pool)
-    for thing in (pool, plan, pool.prefix, pool.blocks):
+    for thing in (pool, plan, pool.prefix, pool.blocks, pool.blocks.references, *plan.groups):
         with pytest.raises(TypeError):
             duplicate(thing)
     assert pool.stats().used == 0

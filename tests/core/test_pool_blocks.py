@@ -1,6 +1,7 @@
 """Block-level calls: alloc, incref, decref, free, refcount, and the order in which blocks are handed out."""
 
 import itertools
+from array import array
 
 import numpy as np
 import pytest
@@ -38,6 +39,13 @@ def test_alloc_out_fills_the_first_n_and_returns_the_array(make_any, refused):
     with refused(pool, OutOfBlocks, "alloc"):
         pool.blocks.alloc(5, out=out)
     assert out.tolist() == [1, 2, 3] + [-7] * 6
+
+
+def test_alloc_out_fills_any_buffer_of_int32(make_any, refused):
+    pool, out = make_any(8), array("i", [-7] * 4)
+    assert pool.blocks.alloc(3, out=out) is out and out.tolist() == [1, 2, 3, -7]
+    with refused(pool, TypeError, "alloc"):
+        pool.blocks.alloc(3, out=array("q", [0] * 4))
 
 
 @pytest.mark.parametrize("call", ["free", "decref"])
