@@ -257,7 +257,7 @@ BAD_PLANS = {
     "pad bool": (TypeError, {"pad": {"slot_mapping": True}}, True),
     "pad beyond int32": (ValueError, {"pad": {"slot_mapping": 2**31}}, 2**31),
     "pad not a dict": (TypeError, {"pad": 3}, None),
-    "int32 for more entries than it counts": (ValueError, {"max_rows": 2**12, "table_width": 2**19, "formats": "csr"}, 2**31),
+    "indptr beyond int32": (ValueError, {"max_rows": 2**12, "table_width": 2**19, "formats": "csr"}, 2**31),
     "out of an unknown array": (ValueError, {"out": {"tables": np.zeros(2, np.int32)}}, "tables"),
     "out not a dict": (TypeError, {"out": 3}, None),
 }
