@@ -162,22 +162,3 @@ def test_command_stops_at_a_wrong_result(small, capsys, monkeypatch):
     monkeypatch.setattr(PagedCall, "attend", wrong)
     assert run_command("--part", "decode", "--dtype", "float32") == 2
     assert "a result is wrong" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--dtype", "int3"], "--dtype int3: there are float32, bfloat16, float16"),
-        (["--block-size", "8,none"], "--block-size none: not a whole number"),
-        (["--batch", "0"], "--batch 0: out of range"),
-        (["--heads", "32/5"], "32 is no multiple of 5"),
-        (["--max-memory", "much"], "--max-memory"),
-        (["--kv-bits", "8,3"], "--kv-bits 3: there are 8, 4"),
-    ],
-)
-def test_command_bad_option_is_named_before_any_work(capsys, options, said):
-    assert run_command(*options) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert said in err and err.startswith("python -m benchmarks.attention: ")
-    assert len(err.splitlines()) == 1
