@@ -13,6 +13,7 @@ import pytest
 from planted import Faults
 from scheduler_workload import Runner, Workload, draw
 
+from kvpool import Scheduler
 from kvpool.scheduler import beams, results
 from kvpool.scheduler.queue import WaitingQueue
 from kvpool.scheduler.state import Core
@@ -101,6 +102,22 @@ def victim_goes_to_the_end_of_the_queue():
     """Not a wrong token anywhere: what was admitted first would wait for all who came later."""
     wait = Core.wait
     with mock.patch.object(Core, "wait", lambda self, sequence, *, front=False: wait(self, sequence)):
+        yield
+
+
+@fault
+def everybody_is_preempted_in_every_step():
+    """A livelock."""
+    decide = Scheduler._decide
+
+    def churn(self):
+        for lane in self._core.rows.running().tolist():
+            sequence = self._core.rows.sequences[lane]
+            if sequence is not None and sequence.group.beam is None:
+                self._core.preempt(sequence)
+        return decide(self)
+
+    with mock.patch.object(Scheduler, "_decide", churn):
         yield
 
 
