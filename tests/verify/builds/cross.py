@@ -44,10 +44,13 @@ APPLE = {
 TESTS = (
     *(f"tests/core/test_{name}.py" for name in ("pending", "cow", "sequence", "groups")),
     *("tests/prefix/test_prefix_commit.py", "tests/cpu/test_cpu_move.py", "tests/metal/test_msl_schedules.py"),
-    *(f"tests/cpu/test_cpu_decode.py::test_{name}" for name in (
-        *("chunk_around_tiles_of_queries_equals_float64", "nan_of_the_mask_shows_where_it_is_visible"),
-        *("tokens_that_a_mask_hides_from_all_never_matter", "query_takes_nothing_from_tokens_that_it_does_not_see"),
-    )),
+    *(
+        f"tests/cpu/test_cpu_decode.py::test_{name}"
+        for name in (
+            *("chunk_around_tiles_of_queries_equals_float64", "nan_of_the_mask_shows_where_it_is_visible"),
+            *("tokens_that_a_mask_hides_from_all_never_matter", "query_takes_nothing_from_tokens_that_it_does_not_see"),
+        )
+    ),
     "tests/cpu/test_cpu_quantized.py::test_masked_tokens_that_are_nan_never_matter",
 )
 #: A C++ compiler for a Python that qemu runs: zig runs outside of it, and is told that it cross-compiles.
