@@ -169,6 +169,14 @@ def test_check_finds_a_broken_word_of_a_tree(what, index):
         pool.check()
 
 
+def windows():
+    pool = Pool(64, 4, groups=[Group.full(), Group.window(6, columns=2)], max_seqs=8)
+    plan = Plan(pool, 1, 16)
+    pool.step(plan, [pool.open()], 9)
+    pool.done(plan)
+    return pool
+
+
 @pytest.mark.parametrize(
     ("what", "index"),
     [
@@ -177,22 +185,11 @@ def test_check_finds_a_broken_word_of_a_tree(what, index):
     ],
 )
 def test_check_finds_a_broken_word_of_layer_groups(what, index):
-    pool = Pool(64, 4, groups=[Group.full(), Group.window(6, columns=2)], max_seqs=8)
-    plan = Plan(pool, 1, 16)
-    pool.step(plan, [pool.open()], 9)
-    pool.done(plan)
+    pool = windows()
     pool.check()
     corrupt(pool, what, index)
     with pytest.raises(CorruptState, match=r"\[check\] "):
         pool.check()
-
-
-def windows():
-    pool = Pool(64, 4, groups=[Group.full(), Group.window(6, columns=2)], max_seqs=8)
-    plan = Plan(pool, 1, 16)
-    pool.step(plan, [pool.open()], 9)
-    pool.done(plan)
-    return pool
 
 
 def pending():
