@@ -165,9 +165,10 @@ def script_with_groups(seed: int) -> list[Call]:
         ("rollback", lambda s: s.pending("rollback")), ("fork", lambda s: s.pool.fork(s.handles[-1], 3)), KEPT,
         ("step", chunk), done, ("match", lambda s: s.pool.prefix.match(prompt, b"tenant")),
         ("pin", lambda s: s.pool.prefix.pin(prompt, b"tenant")), ("evict", lambda s: s.pool.blocks.evict(5)),
-        ("fork", lambda s: s.pool.fork(s.handles[-1], 18)), KEPT, ("Plan", lambda s: kvpool.Plan(s.pool, 18, 18)), KEPT,
-        *[("step", lambda s: s.pool.step(s.plans[1], s.handles[-18:], 1)),  # states of more rows than a log begins with
-          ("done", lambda s: s.pending("done", 1))] * 2,
+        ("fork", lambda s: s.pool.fork(s.handles[-1], 18)), KEPT,
+        *[("Plan", lambda s: kvpool.Plan(s.pool, 18, 18)), KEPT,  # states of more rows than a log begins with
+          ("step", lambda s: s.pool.step(s.plans[-1], s.handles[-18:], 1)),
+          ("done", lambda s: s.pending("done", -1))] * 3,
         ("close", lambda s: s.pool.close(s.handles[-18:-1])),
         *([("unshare", lambda s: s.pool.unshare(s.plans[0], s.handles[-1:], len(prompt) - 1)), done] * (seed % 2 == 0)),
         ("flush", lambda s: s.pool.prefix.flush(b"tenant")), ("flush", lambda s: s.pool.prefix.flush(b"unknown")),
