@@ -23,7 +23,7 @@ def generation(handle):
 # --- slots and generations --------------------------------------------------------------------------------
 
 
-def test_marks_of_calls_that_were_counted_to_the_end_are_forgotten(make_any, make_plan):
+def test_marks_of_calls_that_were_counted_to_the_end_are_forgotten(make_any):
     """The counter begins again with a number that rows and blocks have been marked with."""
     pool = make_any(max_seqs=4)
     handles, ids = [pool.open(1) for _ in range(3)], pool.blocks.alloc(3)
