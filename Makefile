@@ -100,7 +100,7 @@ debug: $(VENV)/made  ## compile the core in place with every check on; make buil
 
 asan: $(VENV)/built $(VENV)/test  ## the core's and the CPU backend's tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(PY) -m tests.verify.builds asan-cpu -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS) \
-		$(addprefix --ignore=tests/,repository verify mlx_lm metal sizing capi/test_capi_speed.py cpu/test_cpu_faults.py) \
+		$(addprefix --ignore=tests/,repository verify mlx_lm metal sizing capi/test_capi_speed.py) \
 		--ignore=tests/benchmarks/test_baselines.py \
 		--ignore-glob '*test_demo*' --ignore-glob '*mlx*'
 

@@ -136,13 +136,13 @@ BEGIN_FIRST = (
 KEPT_IN = ("metal_mutations", "metal_scores")
 LEFT_TO_TEST_ALL = (
     *("metal", "benchmarks"),
-    *("demo", "demo_conversation", "packaging", "ranks", "server_soak"),
+    *("demo", "demo_conversation", "packaging", "ranks"),
     *("backend_mlx", "mlx_native", "mlx_native_metal", "capi_examples"),
     *("sizing_fields", "stubs", "cross"),
     *("cli_bench_metal", "cli_cache", "cli_serve", "capi_speed", "mlx_lm_turns"),
     *("serving_hostile", "serving_kills", "serving_tools", "serving_limits", "serving_failures", "serving_faults"),
     *("serving_store", "serving_tenants", "serving_neighbours"),
-    *("engine_store", "engine_eviction", "mlx_lm_eviction", "mlx_lm_eviction_groups"),
+    *("engine_store", "engine_eviction", "mlx_lm_eviction"),
     *("mlx_lm_raises", "mlx_lm_windows", "mlx_lm_arenas"),
     *("store_server", "cli_generate_process", "backend_cpu_interrupts"),
 )
@@ -150,10 +150,9 @@ ONE_OF_MANY = (
     *("mlx_lm", "scheduler_groups", "scheduler_workloads", "scheduler_preemption"),
     *("serving_api", "backend_cpu", "threads", "backend_raises", "backend_conformance"),
     *("cli_generate", "prompt_cache", "sizing_bytes", "store_conformance"),
-    *("scheduler_ahead", "scheduler_cancel", "scheduler_eviction", "groups_agree"),
+    *("scheduler_ahead", "scheduler_cancel", "scheduler_eviction"),
 )
 SLOW = (
-    "test_planted_fault_shows_in_the_order_of_leaving[OutlivesItsKeys]",
     "test_store_passes_every_case_of_the_kit[disk-True-threads_get_their_own_blocks]",
     "test_store_passes_every_case_of_the_kit[tiered-True-threads_get_their_own_blocks]",
     "test_capabilities_narrow_what_the_kit_tries",

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from benchmarks import vllm_source
+from kvpool._core import Keys
 from kvpool.adapters.block_pool import BlockPool
 from kvpool.errors import DoubleFree, OutOfBlocks
 
@@ -329,6 +330,13 @@ class Key:
 
     def __eq__(self, other):
         return self is other or ("equal" in self.told and self.name == other.name)
+
+
+def test_keys_of_reserved_blocks_are_not_kept():
+    keys = Keys(8, reserved=1)
+    assert keys.add([0, 3, 4, 5], ["a", "b", "a", "b"]) == [5]
+    assert [keys.key(block) for block in (0, 3, 4, 5)] == [None, "b", "a", None]
+    assert keys.new([0, 5, 6, 7], ["x", "y", "y", "a"]) == ([5], ["y"])
 
 
 def test_block_pool_keys_that_grow_while_they_are_read_are_found_too():

@@ -1,14 +1,14 @@
 """The conformance kit catches backends with one planted fault each, by the case that is meant for the fault.
 
-`Simple` (simple_backend.py) answers like the numpy backend from small parts; a broken backend replaces one part. Of the
-faults of a kind there is one here: the one that the fewest cases find.
+`Simple` (simple_backend.py) answers like the numpy backend from small parts; a broken backend replaces one part. One
+for each part of the kit.
 """
 
 from unittest import mock
 
 import numpy as np
 import pytest
-from simple_backend import Simple, Split, ZeroTimesWhatIsThere
+from simple_backend import Simple, Split
 
 from kvpool.group_storage import GroupStorage
 from kvpool.protocol import StepArrays
@@ -51,70 +51,7 @@ class WritesBeforeItCopies(NumpyBackend):
         return super().attend(step, layer, q, scale, options=options, return_attn=return_attn)
 
 
-# ---------------------------------------------------------------------- options
-
-
-class WindowEndsAtTheNewestToken(Simple):
-    """One window for all queries of a chunk."""
-
-    def oldest(self, x):
-        return 0 if x.options.window is None else min(x.visible - 1, max(0, x.seq_len - x.options.window))
-
-
-# ---------------------------------------------------------------------- shapes and batches
-
-
-class CutsByTheBatch(Split):
-    """Parts as many as the batch leaves workers idle: sums are rounded differently, here in float32."""
-
-    def attend(self, step, layer, q, scale=None, *, options=None, return_attn=False):
-        self.part = 64 * len(step.seq_lens)
-        return super().attend(step, layer, q, scale, options=options, return_attn=return_attn)
-
-    def partial(self, scores, v):
-        peak, total, values = super().partial(scores, v)
-        return peak, np.float32(total), values.astype(np.float32)
-
-
-class ReadsInputsAsIfContiguous(NumpyBackend):
-    @staticmethod
-    def flat(x):
-        if x.base is None:
-            return x
-        return x.base.reshape(-1)[: x.size].reshape(x.shape)
-
-    def attend(self, step, layer, q, scale=None, *, options=None, return_attn=False):
-        return super().attend(step, layer, self.flat(q), scale, options=options, return_attn=return_attn)
-
-
 # ---------------------------------------------------------------------- scores and steps
-
-
-class ScoresOfTheFirstRow(NumpyBackend):
-    """Every row gets them."""
-
-    def attend(self, step, layer, q, scale=None, *, options=None, scores=None, **more):
-        result = super().attend(step, layer, q, scale, options=options, scores=scores, **more)
-        if scores is not None:
-            result[1][1:] = result[1][:1]
-        return result
-
-
-class KeepsOneStep(NumpyBackend):
-    """As if there were one plan."""
-
-    def prepare(self, plan):
-        self.step = super().prepare(plan)
-        return None
-
-    def write(self, step, layer, k, v):
-        super().write(self.step, layer, k, v)
-
-    def attend(self, step, layer, q, scale=None, **more):
-        return super().attend(self.step, layer, q, scale, **more)
-
-    def read(self, step, layer):
-        return super().read(self.step, layer)
 
 
 class ReadsThePlanLate(NumpyBackend):
@@ -137,25 +74,6 @@ class ReadsThePlanLate(NumpyBackend):
 
 
 # ---------------------------------------------------------------------- storage: compaction, quantized planes, groups
-
-
-class MovesBeforeItLooks(NumpyBackend):
-    def compact(self, blocks, keep):
-        try:
-            super().compact(blocks, keep)
-        except ValueError:
-            super().compact(blocks, [0])
-            for plane in self._every_plane():
-                plane[blocks[0], 0] += 1
-            raise
-
-
-class ScalesOfTheNextToken(NumpyBackend):
-    def _context(self, plane, table, num_tokens):
-        if isinstance(plane, tuple):
-            words, scales, biases = plane
-            plane = words, np.roll(scales, 1, axis=1), biases
-        return super()._context(plane, table, num_tokens)
 
 
 class ZeroesTheWholeRow(NumpyBackend):
@@ -184,27 +102,12 @@ class CountsTheGap(GroupStorage):
         return StepArrays(arrays.block_tables[:, :, column], plan.seq_lens, plan.cu_q_lens, arrays.slot_mapping[column])
 
 
-class SavesStatesInAscendingBlocks(GroupStorage):
-    def save_states(self, group, slots, blocks):
-        super().save_states(group, slots, np.sort(blocks, axis=1))
-
-
 FAULTS = {
     SeesTheNextToken: "ragged_chunks_equal_dense_attention",
-    ZeroTimesWhatIsThere: "unused_slots_never_matter",
-    CopiesKeysOnly: "copies_take_exactly_the_valid_tokens",
     WritesBeforeItCopies: "copies_writes_reads_happen_in_order",
-    WindowEndsAtTheNewestToken: "window_hides_older_tokens",
-    CutsByTheBatch: "a_row_has_the_same_bits_in_any_batch",
-    ReadsInputsAsIfContiguous: "strided_inputs_are_read_by_their_strides",
-    ScoresOfTheFirstRow: "scores_of_decode_equal_dense_scores",
-    KeepsOneStep: "steps_are_used_side_by_side",
     ReadsThePlanLate: "calls_do_not_depend_on_the_plan_afterwards",
-    MovesBeforeItLooks: "misplaced_tokens_are_refused_before_a_byte_changes",
-    ScalesOfTheNextToken: "quantized_contexts_equal_dense_attention",
     ZeroesTheWholeRow: "given_rows_are_used_and_nothing_between_them",
     CountsTheGap: "gaps_in_tables_are_not_read",
-    SavesStatesInAscendingBlocks: "states_travel_in_blocks",
 }
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # faults compute with NaN and infinity
 

@@ -15,7 +15,6 @@ from benchmarks.attention.cache import PagedCall
 from benchmarks.attention.rows import CACHED_NBYTES, Row
 from benchmarks.attention.settings import Settings
 from benchmarks.command import main
-from benchmarks.gate import as_text
 from kvpool.cli.bench.measure import Contestant, race
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -45,16 +44,6 @@ class Clock:
         return Contestant(name, run, **options)
 
 
-def test_race_reports_least_and_median_per_call():
-    clock = Clock()
-    read, kernel = clock.contestant("read", 2.4, 2, 2.2), clock.contestant("kernel", 12, 8, 40, calls=2)
-    result = race(read, [kernel], 3, clock)
-    assert (result.yardstick.best, result.yardstick.median) == pytest.approx((2, 2.2))
-    timing = result.timings["kernel"]
-    assert (timing.best, timing.median, timing.runs) == pytest.approx((4, 6, 3))
-    assert (result.repetitions, result.rejected, result.is_complete) == (3, 0, True)
-
-
 def test_race_disturbed_read_rejects_the_round_for_everybody():
     """In the round in which the read was disturbed the kernel was at its fastest: that must not count."""
     clock = Clock()
@@ -64,15 +53,6 @@ def test_race_disturbed_read_rejects_the_round_for_everybody():
     assert (result.repetitions, result.rejected) == (2, 1)
     assert result.timings["kernel"].best == pytest.approx(2)
     assert result.yardstick.median == pytest.approx(1.05)
-
-
-def test_race_first_rounds_are_judged_by_the_best_that_comes_later():
-    clock = Clock()
-    read = clock.contestant("read", 2, 2, 1)
-    kernel = clock.contestant("kernel", 0.1, 0.1, 3)
-    result = race(read, [kernel], 3, clock)
-    assert result.rejected == 2
-    assert result.timings["kernel"].best == pytest.approx(3)
 
 
 # -------------------------------------------------------------------------------------------------- gates
@@ -115,25 +95,8 @@ def good_rows(dtype="float32"):
     ]
 
 
-def good_quantized_rows(bits="8"):
-    """The same of one number of bits."""
-    return [
-        make_row("quantized", dtype=f"{bits} bits", yardstick="decode", best=0.9),
-        make_row("write", dtype=f"{bits} bits", yardstick="memcpy", nbytes=2**22),
-    ]
-
-
 def missed(rows, isa="avx512", **settings):
     return {gate.name for gate in gates.decide(rows, Settings(**settings), isa) if not gate.holds}
-
-
-@pytest.mark.parametrize(("isa", "count"), [("avx512", 23), ("avx2", 23), ("neon", 23), ("portable", 3)])
-def test_gates_good_rows_hold_and_reach_their_goals(isa, count):
-    rows = [row for dtype in DTYPES for row in good_rows(dtype)]
-    rows += [row for bits in "84" for row in good_quantized_rows(bits)]
-    decided = gates.decide(rows, Settings(kv_bits=("8", "4", "fp8")), isa)
-    assert all(gate.holds and (gate.goal is None or gate.reaches_goal) for gate in decided)
-    assert as_text(decided).splitlines()[-1] == f"{count} of {count} gates hold"
 
 
 @pytest.mark.parametrize(
@@ -148,22 +111,6 @@ def test_gates_planted_fault_is_missed_and_no_other(number, fault, gate):
     rows = good_rows()
     rows[number] = replace(rows[number], **fault)
     assert missed(rows, dtypes=("float32",)) == {gate}
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        {"nbytes": CACHED_NBYTES - 1},
-        {"batch": 1, "context": 4096},
-        {"is_complete": False},
-    ],
-)
-def test_gates_row_that_must_not_decide_leaves_the_gate_undecided(fault):
-    rows = [make_row(**fault)]
-    decided = gates.decide(rows, Settings(parts=("decode",), dtypes=("float32",)), "avx512")
-    assert [gate.value for gate in decided] == [None] * 3
-    assert not any(gate.holds for gate in decided)
-    assert "not decided" in as_text(decided)
 
 
 # ------------------------------------------------------------------------------------------------ the command
@@ -215,22 +162,3 @@ def test_command_stops_at_a_wrong_result(small, capsys, monkeypatch):
     monkeypatch.setattr(PagedCall, "attend", wrong)
     assert run_command("--part", "decode", "--dtype", "float32") == 2
     assert "a result is wrong" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--dtype", "int3"], "--dtype int3: there are float32, bfloat16, float16"),
-        (["--block-size", "8,none"], "--block-size none: not a whole number"),
-        (["--batch", "0"], "--batch 0: out of range"),
-        (["--heads", "32/5"], "32 is not a multiple of 5"),
-        (["--max-memory", "much"], "--max-memory"),
-        (["--kv-bits", "8,3"], "--kv-bits 3: there are 8, 4"),
-    ],
-)
-def test_command_bad_option_is_named_before_any_work(capsys, options, said):
-    assert run_command(*options) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert said in err and err.startswith("python -m benchmarks.attention: ")
-    assert len(err.splitlines()) == 1

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 
-import numpy as np
 import pytest
 
 from benchmarks.command import main
-from benchmarks.http import command, report
+from benchmarks.http import command
 from benchmarks.http.judge import Answer, Result, read
-from benchmarks.http.workload import Chat, Shape
-
-SMALL = Shape(requests=3, rate=200.0, systems=2, system_tokens=8, user="5", output="uniform:3:6")
+from benchmarks.http.workload import Chat
 
 
 def piece(text):
@@ -50,47 +47,6 @@ def test_latencies_are_counted_from_the_time_when_a_request_was_due():
 
 
 # ------------------------------------------------------------------------------------------------- gates
-
-
-def made(ttft=1.0, gaps=(0.1, 0.1, 0.1), cpu=1.0, text="abcd", failure=None):
-    times = np.cumsum([ttft, *gaps]).tolist()
-    return Result([Answer(0.0, 0.0, text, times, times, failure)], wall=cpu, cpu=cpu, clients_cpu=0.0)
-
-
-GOOD = {"kvpool": [made()], "stock": [made(ttft=9.0, cpu=9.0)], "stock, tuned": [made(ttft=4.0, cpu=4.0)]}
-
-
-@pytest.mark.parametrize(
-    ("change", "missed"),
-    [
-        ({}, []),
-        ({"kvpool": [made(failure="3 tokens of 4")]}, ["failures"]),
-        ({"stock": [made(ttft=9.0, cpu=9.0, text="abcx")]}, ["the same text"]),
-        ({"stock": [made(ttft=9.0, cpu=9.0, text="ab", failure="the stream has no end")]}, []),
-        ({"kvpool": [made(cpu=3.5)]}, ["tokens/s over", "tokens/s of CPU"]),
-        ({"kvpool": [made(ttft=2.1)]}, ["p99 to first token over stock's", "p99 to first token over stock's, CPU"]),
-        ({"kvpool": [made(gaps=(0.1, 0.1, 0.5))]}, ["between tokens"]),
-    ],
-)
-def test_each_gate_is_missed_by_its_own_fault(change, missed):
-    gates = report.gates(GOOD | change)
-    wrong = [gate.name for gate in gates if not gate.holds]
-    assert all(any(name.startswith(one) for name in wrong) for one in missed)
-    if "failures" not in missed:  # a wrong answer has no figures
-        assert len(wrong) == len(missed)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--servers", "x"], "--servers x: there are kvpool"),
-        (["--rate", "0"], "--rate 0: has to be more than 0"),
-    ],
-)
-def test_bad_values_are_named_in_one_line(capsys, options, said):
-    assert main(command, options) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and said in err and len(err.splitlines()) == 1
 
 
 @pytest.mark.long

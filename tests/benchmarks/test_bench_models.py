@@ -1,7 +1,6 @@
 """`python -m benchmarks.models`: bytes of all model files beside mlx-lm's own caches, and the table in the docs."""
 
 import gc
-import re
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,13 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 from mlx_models import on_cpu
 
-from benchmarks.models import command, gates, held, report, subjects
+from benchmarks.models import gates, held, report, subjects
 from benchmarks.models.kept import Kept
 from benchmarks.models.subjects import Beside
 from kvpool.adapters.mlx_lm import install
 from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.shapes import leaves_of
 from kvpool.adapters.mlx_lm.states import arrays_in
-from kvpool.cli import declare, run
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "mlx-lm.md"
 SAMPLE = ("gemma3_text", "gpt_oss", "recurrent_gemma", "llama4", "step3p5", "qwen3_5", "baichuan_m1", "mamba", "llama")
@@ -88,29 +86,10 @@ def test_one_budget_holds_seven_times_the_sequences_of_gemma_4_31b():
 # ------------------------------------------------------------------------------------------------ the command
 
 
-def printed(capsys, *arguments):
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    declare(parser, command)
-    assert run(parser, list(arguments)) == 0
-    return capsys.readouterr().out
-
-
 def rows_of(text):
     """The cells of the first table, by file."""
     lines = [[cell.strip() for cell in line.strip("| \n").split("|")] for line in text.splitlines() if "|" in line]
     return {line[0]: line for line in lines[2:]}
-
-
-def test_command_prints_a_line_for_each_file(capsys):
-    text = printed(capsys, "--files", "mamba,olmo,plamo", "--repetitions", "0")
-    rows = rows_of(text)
-    assert {name: row[1] for name, row in rows.items()} == {
-        **{"mamba": "states", "olmo": "does not run", "plamo": "gathered"}
-    }
-    assert all(float(ratio) <= gates.BYTES_MAX for name in ("mamba", "plamo") for ratio in rows[name][3:5])
-    assert "3 files: " in text and re.search(r"^- plamo: .*tile", text, re.MULTILINE)
 
 
 def test_page_names_every_file_that_runs_where_the_command_finds_it():

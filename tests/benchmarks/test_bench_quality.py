@@ -9,8 +9,8 @@ import pytest
 import quality_library
 
 from benchmarks.command import main
-from benchmarks.gate import Gate, as_text, held
-from benchmarks.quality import command, corpus, documents, gates, models, policies, subjects, tables, training
+from benchmarks.gate import Gate
+from benchmarks.quality import command, corpus, documents, gates, models, subjects, tables, training
 from benchmarks.quality.answers import Answer, Quality, more
 from benchmarks.quality.network import Pass, Shape, initial
 from benchmarks.quality.settings import TABLES, Settings
@@ -38,12 +38,6 @@ def small(monkeypatch, text):
     make = subjects.make
     monkeypatch.setattr(models.Model, "answer", instant)
     monkeypatch.setattr(subjects, "make", lambda s, *, quiet: make(s, quiet=quiet, recipe=recipe, text=text))
-
-
-@pytest.fixture(scope="module")
-def some(text):
-    """Documents of 96 tokens."""
-    return documents.planted(text, 96, 2, 2)
 
 
 # ---------------------------------------------------------------------------------------------------- rows
@@ -94,41 +88,6 @@ def quality(nats, recall):
     return Quality(nats + each, nats + each, np.full(3, recall), 1.0, 1.0)
 
 
-def answered(**changed):
-    """Tables in which all gates hold, but for what is changed."""
-    values = {"unlimited": (1.0, 0.98), "rotating": (1.1, 0.05), "h2o": (1.05, 0.9), "random": (1.1, 0.1)}
-    values = {kind: quality(*(changed.get(kind) or values.get(kind, (1.2, 0.1)))) for kind in policies.KINDS}
-    s = Settings()
-    found = {
-        name: [(q, values[q.policy.kind]) for q in tables.ASKED[name](s)] for name in ("max_kv", "policies", "bits")
-    }
-    if "int8" in changed:
-        found["bits"] = [(q, quality(*changed["int8"]) if q.policy.k_bits == 8 else a) for q, a in found["bits"]]
-    return found
-
-
-def failed(found):
-    """The first words of the gates that do not hold."""
-    return {gate.name.split(":")[0].split(" ")[0] for gate in gates.judge(found, 512) if not gate.holds}
-
-
-def test_gates_hold_where_they_should():
-    assert held(gates.judge(answered(), 512)), as_text(gates.judge(answered(), 512))
-    assert len(gates.judge(answered(), 512)) == 4 + 4 + 1 + 2, "every budget up to half of the context has one or two"
-
-
-@pytest.mark.parametrize(
-    ("changed", "missed"),
-    [
-        ({"h2o": (float("nan"), float("nan"))}, {"max_kv", "recall", "int8"}),
-        ({"unlimited": (1.0, 0.0)}, {"recall"}),
-        ({"int8": (1.2, 0.9)}, {"int8"}),
-    ],
-)
-def test_a_gate_that_is_missed_says_so(changed, missed):
-    assert failed(answered(**changed)) == missed
-
-
 # ------------------------------------------------------------------------------------------------- command
 
 
@@ -144,18 +103,3 @@ def test_json_has_every_table_and_gates_decide_the_exit_status(small, capsys, tm
             assert {"policy", "max_kv", "perplexity", "recall", "kv_bytes", "nats_of_seeds"} <= row.keys()
     monkeypatch.setattr(gates, "judge", lambda *_: [Gate("a gate", 0.0, 1.0, True)])
     assert main(command, args) == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--context", "300"], "--context 300: not a multiple of 64"),
-        (["--tables", "x"], "--tables x: there are policies"),
-        (["--gates", "--seeds", "2"], "--seeds 2: the gates need 3 or more"),
-        (["--model", "/nowhere/at/all"], "/nowhere/at/all: no such folder"),
-    ],
-)
-def test_bad_values_are_named_in_one_line(capsys, options, said):
-    assert main(command, [*options]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and said in err and len(err.splitlines()) == 1

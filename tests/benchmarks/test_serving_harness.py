@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.serving.harness import SimulatedClock, Tick, serve
+from benchmarks.serving.harness import SimulatedClock, serve
 from benchmarks.serving.metrics import latencies
 from benchmarks.serving.phases import find_phases
 from benchmarks.serving.slots import SlotServer
@@ -36,17 +36,6 @@ def times_of(record):
 FOUR = workload((0, 2, 4), (0, 2, 1), (0, 4, 2), (0, 4, 1))
 
 
-def test_continuous_batching_fills_a_place_as_soon_as_it_is_free():
-    """Two slots. Tick 1: A and B are computed, B is through. 2: C in. 3: C through. 4: A's last token, D in."""
-    record = run(SlotServer(2), FOUR)
-    assert times_of(record) == {0: [1, 2, 3, 4], 1: [1], 2: [2, 3], 3: [4]}
-    assert record.column("decodes").tolist() == [0, 1, 2, 1]
-    assert record.column("prefill_tokens").tolist() == [4, 4, 0, 4]
-    assert record.column("running").tolist() == [2, 2, 2, 2]
-    assert record.column("waiting").tolist() == [2, 1, 1, 0]
-    assert record.wall == 4
-
-
 def test_latencies_by_hand():
     """A arrives at 0.5 and is seen at tick 1 (until 2); ticks take 1 s."""
     work = workload((0, 1, 2), (0.5, 1, 3))
@@ -67,46 +56,6 @@ def test_a_server_that_loses_tokens_is_detected():
 
     with pytest.raises(RuntimeError, match="4 tokens were generated, 8 were asked for"):
         run(Lossy(2), FOUR)
-
-
-# ----------------------------------------------------------------------------------------- phases by hand
-
-
-class Scripted:
-    """A server whose ticks are given: (rows that decode, prompt tokens)."""
-
-    def __init__(self, ticks):
-        self.ticks = [Tick(np.zeros(1, int), decodes, prefill) for decodes, prefill in ticks]
-
-    def add(self, number, prompt, max_tokens):
-        self.left = list(self.ticks)
-
-    @property
-    def is_busy(self):
-        return bool(self.left)
-
-    def tick(self):
-        self.last = self.left.pop(0)
-
-    def describe(self):
-        return self.last
-
-
-def scripted(ticks, seconds):
-    durations = iter(seconds)
-    return serve(Scripted(ticks), workload((0, 1, len(ticks))), SimulatedClock(lambda tick: next(durations)))
-
-
-RAMPED = [(0, 9), (1, 9), (3, 9), (4, 0), (4, 9), (3, 0), (4, 9), (4, 0), (2, 0), (1, 0)]
-
-
-def test_phases_by_hand():
-    """The batch is full at tick 3; the last prompt is computed in tick 6."""
-    phases = find_phases(scripted(RAMPED, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]))
-    spans = [(p.first, p.last, p.seconds, p.tokens) for p in (phases.ramp, phases.steady, phases.tail)]
-    assert spans == [(0, 3, 6, 3), (3, 7, 22, 4), (7, 10, 27, 3)]
-    assert phases.level == 4
-    assert phases.steady.tokens_per_sec == pytest.approx(4 / 22)
 
 
 # --------------------------------------------------------------------------------------------- properties

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from capi_table import KV_TO_PYTHON, Array, C, Stats, at, call, call_without_gil, function, message
+from capi_table import KV_TO_PYTHON, Array, C, Stats, api, at, call, call_without_gil, function, message
 
 from kvpool import Group, OutOfBlocks, Plan, PlanStateError, Pool, StaleHandle
 
@@ -121,6 +121,7 @@ def test_stats_table_and_num_free_are_those_of_the_pool():
     assert ids(blocks, n) == pool.table(handle).tolist()
     assert call("num_free", pool, free) == 0
     assert free.value == pool.blocks.num_blank
+    assert call("num_tokens", pool, handle, n) == 0 and n.value == pool.num_tokens(handle) == 31
 
 
 def test_objects_of_python_become_pointers():
@@ -165,6 +166,7 @@ def failing():
         "negative prompt": (value, "negative (-1)", "open_prompt", [PROMPT, -1, None, 0, "out", None]),
         "null prompt": (value, "tokens is NULL", "open_prompt", [None, 1, None, 0, "out", None]),
         "null name": (value, "name_space", "open_prompt", [PROMPT, 1, None, 4, "out", None]),
+        "negative name": (value, "name_space", "open_prompt", [PROMPT, 1, None, -1, "out", None]),
         "bad token": (value, "tokens[1]", "open_prompt", [np.array([1, -2], np.int32), 2, None, 0, "out", None]),
         "negative children": (value, "n is negative (-1)", "fork", ["one", -1, "children"]),
         "null children": (value, "children is NULL", "fork", ["one", 1, None]),
@@ -179,6 +181,7 @@ def failing():
         "group that is not there": (value, "group is out of range (1)", "group_table", ["one", 1, "out", "out"]),
         "table of none": ("STALE_HANDLE", "stale", "table", ["gone", "out", "out"]),
         "null length": (value, "tokens is NULL", "num_tokens", ["one", None]),
+        "length of none": ("STALE_HANDLE", "stale", "num_tokens", ["gone", "out"]),
         "null free": (value, "blocks is NULL", "num_free", [None]),
         "null stats": (value, "stats is NULL", "stats", [None, 80]),
         "small stats": (value, "size is 72", "stats", ["out", 72]),
@@ -398,4 +401,5 @@ def test_caller_without_the_lock_of_python_is_refused():
         arguments[0] = at(plan if name == "array" else pool)
         assert call_without_gil(name, *arguments) == C["KVPOOL_NO_GIL"], name
     assert call_without_gil("error_message") == b"the caller does not hold the GIL"
+    assert ctypes.CFUNCTYPE(ctypes.c_void_p)(api.raise_error)() is None
     assert pool.fingerprint() == before

@@ -1,122 +1,93 @@
-"""Random programs on two pools, by Python and by C: same results, refusals, arrays and digests, call by call.
+"""Random programs of the fuzzer by Python and by C: same results, refusals and digests, and arrays that both show.
 
-Of pools with one layer group and with several.
+The contents are judged, too, as in every run of the fuzzer.
 """
 
 import ctypes
-import random
 import re
 
 import numpy as np
 import pytest
-from capi_table import KV_TO_PYTHON, Array, C, call, message
+from capi_table import Array, C, call, function
 
-from kvpool import Group, Plan, Pool
+from kvpool import Pool
+from kvpool._core import PrefixCache
+from tests.verify._verify import Run
+from tests.verify.words import shape_of
 
-PROGRAMS, CALLS = 24, 200
-NAMES = [b"", b"tenant"]
-WEIGHTS = {
-    "open": 3, "open_prompt": 4, "fork": 2, "truncate": 2, "close": 2, "commit": 3, "step": 10, "step_padded": 2,
-    "reserve": 2, "done": 8, "rollback": 2,
-}  # fmt: skip
-
-
-FORMATS = {
-    "block_tables": "block_tables", "seq_lens": "seq_lens", "slot_mapping": "slot_mapping", "positions": "positions",
-    "cu_q_lens": "cu_q_lens", "indptr": "csr", "indices": "csr", "last_page_len": "csr", "slot_ids": "slot_ids",
-}  # fmt: skip
+PROGRAMS, WORDS = 32, 300
 COMMON = ("positions", "cu_q_lens", "slot_ids", "served", "handles")
-OF_BLOCKS = {name: name for name in (*FORMATS, "copies", "dirty_rows") if name not in COMMON} | {"seq_lens": "kv_lens"}
-OF_KIND = {  # name of the C interface -> attribute of a plan's group
-    "full": OF_BLOCKS,
-    "window": OF_BLOCKS | {"kv_starts": "kv_starts"},
-    "state": {"seq_lens": "kv_lens", "state_src": "state_src", "state_dst": "state_dst"},
-}
-SEVERAL = [Group.full(columns=2), Group.window(6), Group.state(16, blocks=2)]
+OF_BLOCKS = {name: name for name in ("block_tables", "slot_mapping", "copies", "dirty_rows")} | {"seq_lens": "kv_lens"}
+OF_CSR = {name: name for name in ("indptr", "indices", "last_page_len")}
+OF_WINDOWS = {"kv_starts": "kv_starts"}  # and of chunks
+OF_STATES = {"seq_lens": "kv_lens", "state_src": "state_src", "state_dst": "state_dst"}
 
 
-class Side:
-    """A pool and its plans."""
-
-    def __init__(self, **options):
-        blocks = 72 if options.get("groups") else 24
-        self.pool = Pool(blocks, 4, max_seqs=6, max_blocks_per_seq=8, seed=3, prefix_cache=True, **options)
-        every = {"formats": sorted(set(FORMATS.values())), "dtype": {"positions": "int64"}}
-        self.plans = [Plan(self.pool, 4, 24, **every), Plan(self.pool, 3, 16, table_width=5)]
+def rows_of(handles):
+    return np.atleast_1d(np.array(handles, np.int64))
 
 
-def open_by_python(side, prompt, name):
-    handle = side.pool.open(prompt, name)
-    return handle, side.pool.num_tokens(handle)
+def counts_of(counts, rows):
+    return np.broadcast_to(np.array(counts, np.int64), len(rows)).copy()
 
 
-BY_PYTHON = {
-    "open": lambda side, tokens: side.pool.open(tokens),
-    "open_prompt": open_by_python,
-    "fork": lambda side, handle, n: side.pool.fork(handle, n).tolist(),
-    "truncate": lambda side, handles, lens: side.pool.truncate(handles, lens),
-    "close": lambda side, handles: side.pool.close(handles),
-    "commit": lambda side, handles, counts, tokens: side.pool.prefix.commit(handles, tokens, counts),
-    "step": lambda side, plan, rows, new, partial: side.pool.step(side.plans[plan], rows, new, partial=partial),
-    "step_padded": lambda side, plan, rows, new, pad_to: side.pool.step(side.plans[plan], rows, new, pad_to=pad_to),
-    "reserve": lambda side, plan, rows, new: side.pool.reserve(side.plans[plan], rows, new),
-    "done": lambda side, plan: side.pool.done(side.plans[plan]),
-    "rollback": lambda side, plan: side.pool.rollback(side.plans[plan]),
-}
+class ByC(Pool):
+    """A pool whose calls are made by the C interface, as far as it has them."""
+
+    reserves = "reserve"
+
+    def do(self, name, *arguments):
+        if call(name, self, *arguments):
+            function("raise_error")()
+
+    def open(self, tokens, namespace=b"", **options):
+        if options or (namespace and isinstance(tokens, int)):
+            return super().open(tokens, namespace, **options)
+        handle, space = ctypes.c_int64(), ctypes.create_string_buffer(namespace)
+        if isinstance(tokens, int):
+            self.do("open", tokens, handle)
+        else:
+            prompt, cached = np.array(tokens, np.int32), ctypes.c_int64()
+            self.do("open_prompt", prompt, len(tokens), space, len(namespace), handle, cached)
+            assert cached.value == self.num_tokens(handle.value)
+        return handle.value
+
+    def fork(self, handle, n=1):
+        children = np.zeros(n, np.int64)
+        self.do("fork", handle, n, children)
+        return children
+
+    def truncate(self, handles, lens):
+        self.do("truncate", rows_of(handles), counts_of(lens, rows_of(handles)), rows_of(handles).size)
+
+    def close(self, handles):
+        self.do("close", rows_of(handles), rows_of(handles).size)
+
+    def step(self, plan, handles, num_new=1, partial=False, pad_to=None):
+        name, more = ("step", ()) if pad_to is None else ("step_padded", pad_to)
+        rows = rows_of(handles)
+        self.do(name, plan, rows, counts_of(num_new, rows), rows.size, C["KVPOOL_PARTIAL"] * partial, *more)
+        shows_the_same(plan, self.options.groups)
+
+    def reserve(self, plan, handles, num_new=1):
+        self.do(self.reserves, plan, rows_of(handles), counts_of(num_new, rows_of(handles)), rows_of(handles).size)
+
+    def done(self, plan):
+        self.do("done", plan)
+
+    def rollback(self, plan):
+        self.do("rollback", plan)
+
+    @property
+    def prefix(self):
+        return PrefixByC(self) if self.options.prefix_cache else None
 
 
-class Refused(Exception):
-    """A status that is not 0."""
-
-
-def checked(name, *arguments):
-    status = call(name, *arguments)
-    if status:
-        raise Refused(KV_TO_PYTHON[status], message())
-
-
-def open_by_c(side, tokens):
-    handle = ctypes.c_int64()
-    checked("open", side.pool, tokens, handle)
-    return handle.value
-
-
-def open_prompt_by_c(side, prompt, name):
-    handle, cached = ctypes.c_int64(), ctypes.c_int64()
-    memory = ctypes.create_string_buffer(name)
-    checked("open_prompt", side.pool, prompt, len(prompt), memory, len(name), handle, cached)
-    return handle.value, cached.value
-
-
-def fork_by_c(side, handle, n):
-    children = np.zeros(max(n, 1), np.int64)
-    checked("fork", side.pool, handle, n, children)
-    return children[:n].tolist()
-
-
-def plan_by_c(name):
-    """A step or a reservation; `more` is whether it may be partial, or what it is padded to."""
-
-    def make(side, plan, rows, new, *more):
-        flags = [C["KVPOOL_PARTIAL"] * more[0]] if name == "step" else [0, *more[0]] if more else []
-        checked(name, side.pool, side.plans[plan], rows, new, len(rows), *flags)
-
-    return make
-
-
-BY_C = {
-    "open": open_by_c,
-    "open_prompt": open_prompt_by_c,
-    "fork": fork_by_c,
-    "truncate": lambda side, handles, lens: checked("truncate", side.pool, handles, lens, len(handles)),
-    "close": lambda side, handles: checked("close", side.pool, handles, len(handles)),
-    "commit": lambda side, handles, counts, tokens: checked(
-        "commit", side.pool, handles, counts, len(handles), tokens, len(tokens)
-    ),
-    **{name: plan_by_c(name) for name in ("step", "step_padded", "reserve")},
-    "done": lambda side, plan: checked("done", side.pool, side.plans[plan]),
-    "rollback": lambda side, plan: checked("rollback", side.pool, side.plans[plan]),
-}
+class PrefixByC(PrefixCache):
+    def commit(self, handles, tokens, counts=None):
+        rows, tokens = rows_of(handles), np.array(tokens, np.int32)
+        counts = None if counts is None else np.array(counts, np.int64)
+        self.pool.do("commit", rows, counts, rows.size, tokens, tokens.size)
 
 
 def shown(plan, name, group=None):
@@ -126,97 +97,56 @@ def shown(plan, name, group=None):
     assert call(*form, C[f"KVPOOL_{name.upper()}"], array) == 0
     code = {1: np.uint8, 4: np.int32, 8: np.int64}[array.itemsize]
     size = array.length * array.width
-    flat = np.ctypeslib.as_array((np.ctypeslib.as_ctypes_type(code) * size).from_address(array.data)) if size else []
-    return np.array(flat, code).reshape((array.length, array.width) if array.width > 1 else (array.length,))
+    return np.ctypeslib.as_array((np.ctypeslib.as_ctypes_type(code) * size).from_address(array.data)) if size else []
 
 
-def make_call(rng, known):
-    """Return a name and arguments; a list of ints stands for places in the list of known handles."""
-    name = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-    rows = [rng.randrange(max(0, known - 7), known) for _ in range(rng.randint(0, 4))] if known else []
-    if rng.random() < 0.9:
-        rows = sorted(set(rows))
-    few = np.array([rng.choice([1, 1, 1, 2, 5, 0, -1]) for _ in rows], np.int64)
-    tokens = np.array([7] * rng.randint(0, 20), np.int32)
-    plan = rng.randrange(2)
-    return name, {
-        "open": [rng.choice([0, 1, 9, 40, 20])],
-        "open_prompt": [tokens, rng.choice(NAMES)],
-        "fork": [rows[:1], rng.choice([0, 1, 2, 9])],
-        "truncate": [rows, few],
-        "close": [rows],
-        "commit": [rows, np.minimum(few, 4), tokens[: rng.choice([0, 1, 2, 4])]],
-        "step": [plan, rows, few, rng.random() < 0.3],
-        "step_padded": [plan, rows, few, (rng.randint(0, 5), rng.randint(0, 30))],
-        "reserve": [plan, rows, few],
-        "done": [plan],
-        "rollback": [plan],
-    }[name]
-
-
-def outcome(side, calls, handles, name, arguments):
-    """Make a call; return its result without handles, or what was refused, and remember handles that it made."""
-    given = [np.array([handles[k] for k in a], np.int64) if isinstance(a, list) else a for a in arguments]
-    if name == "fork":
-        given[0] = int(given[0][0]) if len(given[0]) else -1
-    try:
-        result = calls[name](side, *given)
-    except Refused as error:
-        kind, words = error.args
-    except Exception as error:
-        kind, words = type(error), str(error)
-    else:
-        made = [result] if name == "open" else result[:1] if name == "open_prompt" else result or []
-        handles.extend(made)
-        return [h & 0xFFFFF for h in made], result[1] if name == "open_prompt" else None
-    words = re.sub(r"(generation|current) \d+", r"\1", words)  # they begin elsewhere in every pool
-    return kind, re.sub(r"\d{9,}", "handle", re.sub(r"^\[\w+\] ", "", words))
-
-
-def same_arrays(python, c):
-    """Each array of a plan, as Python shows it and as the C interface gives it of the other pool's plan."""
+def shows_the_same(plan, groups):
+    """Each array of a plan, as Python shows it and as the C interface gives it."""
     for name in COMMON:
-        expected = getattr(python, name)
-        for found in [shown(c, name), *(shown(c, name, group) for group in range(len(c.groups)))]:
-            if name == "handles":
-                expected, found = expected & 0xFFFFF, found & 0xFFFFF  # their tags differ
-            assert found.tolist() == expected.tolist() and found.dtype == expected.dtype, name
-    for number, (part, kind) in enumerate(zip(python.groups, c.pool.options.groups, strict=True)):
-        for name, shown_as in OF_KIND[kind.kind].items():
-            expected, found = getattr(part, shown_as), shown(c, name, number)
-            assert found.ravel().tolist() == expected.ravel().tolist() and found.dtype == expected.dtype, name
-            if len(c.groups) == 1:
-                assert shown(c, name).tolist() == getattr(python, name).tolist(), name
+        if hasattr(plan, name):
+            assert list(shown(plan, name)) == getattr(plan, name).ravel().tolist(), name
+    for number, (part, kind) in enumerate(zip(plan.groups, groups, strict=True)):
+        names = OF_BLOCKS | (OF_CSR if hasattr(part, "indptr") else {}) | (OF_WINDOWS if kind.kind != "full" else {})
+        names = OF_STATES if kind.kind == "state" else names
+        for name, shown_as in names.items():
+            due = getattr(part, shown_as).ravel().tolist()
+            assert list(shown(plan, name, number)) == due, name
+            if len(groups) == 1 and name != "kv_starts":
+                assert list(shown(plan, name)) == due, name
 
 
-def compare(seed, *ways, groups=None):
-    rng = random.Random(seed)
-    sides = [Side(in_order=seed % 4 == 0, groups=groups) for _ in ways]
-    handles, done = ([], []), 0
-    for number in range(CALLS):
-        name, arguments = make_call(rng, len(handles[0]))
-        python, c = (outcome(*each, name, arguments) for each in zip(sides, ways, handles, strict=True))
-        assert python == c, (number, name, arguments)
-        digest = ctypes.c_uint64()
-        assert call("digest", sides[1].pool, digest) == 0
-        assert sides[0].pool.digest() == sides[1].pool.digest() == digest.value, (number, name, arguments)
-        if name in ("step", "step_padded", "reserve") and arguments[0] == 0:
-            same_arrays(*(side.plans[0] for side in sides))
-        done += isinstance(python[0], list)
-    for side in sides:
-        side.pool.check()
-    assert sides[0].pool.fingerprint() == sides[1].pool.fingerprint()
-    assert CALLS // 5 < done < CALLS  # neither does everything succeed, nor nothing
+def program(seed, make_pool):
+    """What a run is told, and what it leaves; handles without what differs from pool to pool."""
+    pools, trace = [], []
+
+    def make(**options):
+        pools.append(make_pool(**options))
+        return pools[-1]
+
+    Run(shape_of(seed), make, trace).run(WORDS)
+    told = [re.sub(r"\d{16,18}", lambda found: str(int(found[0]) & 0xFFFFF), line) for line in trace]
+    told = [re.sub(r"\[[a-z]\w+\]|(?<=generation )\d+|(?<=current )\d+", "", line) for line in told]
+    told = [re.sub(r"(handle|len|num_new)s?(\[0\])?(?= )", r"\1", line) for line in told]  # C has batches of one
+    digest = ctypes.c_uint64()
+    assert call("digest", pools[0], digest) == 0 and digest.value == pools[0].digest()
+    return told, digest.value, pools[0].fingerprint()
 
 
-@pytest.mark.parametrize("groups", [None, SEVERAL], ids=["one group", "several"])
 @pytest.mark.parametrize("seed", range(PROGRAMS))
-def test_program_gives_the_same_by_both_ways(seed, groups):
-    compare(seed, BY_PYTHON, BY_C, groups=groups)
+def test_program_gives_the_same_by_both_ways(seed):
+    by_python, by_c = program(seed, Pool), program(seed, ByC)
+    for due, found in zip(by_python[0], by_c[0], strict=True):
+        assert due == found
+    assert by_python == by_c
 
 
 def test_comparison_notices_a_call_that_does_something_else():
-    wrong = BY_C | {"reserve": lambda side, plan, rows, new: BY_C["step"](side, plan, rows, new, False)}
+    class Wrong(ByC):
+        reserves = "step"
+
+        def do(self, name, *arguments):
+            super().do(name, *arguments, *([0] if name == "step" and len(arguments) == 4 else []))
+
     with pytest.raises(AssertionError):
         for seed in range(PROGRAMS):
-            compare(seed, BY_PYTHON, wrong)
+            assert program(seed, Pool) == program(seed, Wrong)

@@ -88,19 +88,6 @@ def test_a_wrong_result_has_no_time(fake, monkeypatch, capsys):
     assert "a result is wrong" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--group", "3"], "--group 3: 32 query heads are not a multiple of it"),
-        (["--block-size", "12"], "block_size is 12, it must be a multiple of 8"),
-        (["--dtype", "int8"], "--dtype int8: there are"),
-    ],
-)
-def test_bad_values_are_named(fake, capsys, options, said):
-    assert main(["bench", "metal", "--batch", "1", "--context", "16", *options]) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_without_metal_it_says_so_in_one_line(capsys, monkeypatch):
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     assert main(["bench", "metal"]) == 2

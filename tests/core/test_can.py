@@ -124,7 +124,9 @@ def test_can_needs_handles_or_tokens_and_what_belongs_to_them(make_pool, refused
         {},
         {"handles": [handle], "tokens": [1]},
         {"tokens": [1], "num_new": 2},
+        {"tokens": [1], "num_new": 1.0},
         {"handles": [handle], "namespace": b"a"},
+        {"handles": [handle], "namespace": ""},
         {"handles": [handle], "reserve": False},
         {"handles": [handle], "load": True},
         {"tokens": [1], "namespace": "a"},
@@ -140,6 +142,9 @@ def test_can_needs_handles_or_tokens_and_what_belongs_to_them(make_pool, refused
             pool.can(**wrong)
     with refused(pool, ValueError, "can"):
         pool.can(tokens=[1], reserve=False, load=True)
+    states = Pool(64, 4, groups=[Group.full(), Group.state(4)])
+    with refused(states, ValueError, "can"):
+        states.can(tokens=8, load=True)
 
 
 def cpu_seconds(*calls: Any) -> list[float]:

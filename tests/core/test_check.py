@@ -1,8 +1,11 @@
-"""`check` convicts a pool whose state is broken, whatever the piece. Goal: every invariant it recomputes can fail.
+"""`check` names what is broken in the state of a pool, whatever the piece. Every invariant it recomputes can fail.
 
 One rich state is built (sequences, a fork, raw references, evictable blocks, limbo, a pending copy), one 32-bit word
 of it is changed, and `check` must name the damage. The same state unbroken passes.
 """
+
+import re
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +13,7 @@ from kvpool import Group, Plan, Pool
 from kvpool.errors import CorruptState
 from tests.verify._hooks import corrupt
 
+ROOT = Path(__file__).resolve().parents[2]
 SHARED, RAW, CACHED, IN_LIMBO = 1, 4, 5, 6  # ids in the state below
 
 
@@ -85,16 +89,18 @@ def test_check_finds_a_broken_word(what, index):
         pool.check()
 
 
-def is_found(pool, what, index):
-    """Whether `check` finds that a word is one more."""
-    corrupt(pool, what, index)
+def finding(pool, *changes):
+    """What `check` says once each word, of an index, is so much more; all are put back."""
+    for what, index, by in changes:
+        corrupt(pool, what, index, by)
     try:
         pool.check()
-    except CorruptState:
-        return True
+    except CorruptState as error:
+        return str(error)
     finally:
-        corrupt(pool, what, index, -1)
-    return False
+        for what, index, by in changes:
+            corrupt(pool, what, index, -by)
+    return ""
 
 
 def indices(pool, what):
@@ -163,24 +169,6 @@ def test_check_finds_a_broken_word_of_a_tree(what, index):
         pool.check()
 
 
-@pytest.mark.parametrize(
-    ("what", "index"),
-    [
-        *((what, 3) for what in ("refcount", "num_used", "sum_tokens")),
-        *((what, 0) for what in ("length", "table", "gone", "due")),
-    ],
-)
-def test_check_finds_a_broken_word_of_layer_groups(what, index):
-    pool = Pool(64, 4, groups=[Group.full(), Group.window(6, columns=2)], max_seqs=8)
-    plan = Plan(pool, 1, 16)
-    pool.step(plan, [pool.open()], 9)
-    pool.done(plan)
-    pool.check()
-    corrupt(pool, what, index)
-    with pytest.raises(CorruptState, match=r"\[check\] "):
-        pool.check()
-
-
 def windows():
     pool = Pool(64, 4, groups=[Group.full(), Group.window(6, columns=2)], max_seqs=8)
     plan = Plan(pool, 1, 16)
@@ -189,16 +177,72 @@ def windows():
     return pool
 
 
-#: Of the second and third pool nothing is on the LRU or limbo lists, and the last group of the second keeps states.
-SILENT = {"next", "prev", "lru", "tail", "due", "stamp"}
-
-
-@pytest.mark.parametrize(("make", "silent"), [(lambda: rich_pool()[0], set()), (rich_tree, SILENT), (windows, SILENT)])
-def test_check_finds_each_word_somewhere_and_nothing_once_it_is_back(make, silent):
-    pool = make()
-    for what in corrupt(pool, "", 0):
-        assert any([is_found(pool, what, index) for index in indices(pool, what)]) or what in silent, what
+@pytest.mark.parametrize(
+    ("what", "index"),
+    [
+        *((what, 3) for what in ("refcount", "num_used", "sum_tokens")),
+        *((what, 0) for what in ("length", "table", "gone", "due")),
+    ],
+)
+def test_check_finds_a_broken_word_of_layer_groups(what, index):
+    pool = windows()
     pool.check()
+    corrupt(pool, what, index)
+    with pytest.raises(CorruptState, match=r"\[check\] "):
+        pool.check()
+
+
+def pending():
+    return rich_pool()[0]
+
+
+#: Of the second and third pool nothing is on the LRU or limbo lists, and the last group of the second keeps states.
+#: A flag that is two is set all the same.
+SILENT = {"next", "prev", "lru", "tail", "due", "stamp", "point", "pending", "fence", "has_waiting"}
+OUT_OF_RANGE = 1000
+#: What an earlier finding says of the same words.
+TOLD_BEFORE = {"sequence in slot %d has published %lld blocks of %lld tokens"}
+#: What no word finds that is one more.
+CHANGES = [
+    *((pending, [(what, 0, by)]) for what in ("num_blank", "num_dropped") for by in (-OUT_OF_RANGE, OUT_OF_RANGE)),
+    *((pending, [(what, 0, -1)]) for what in ("num_blank", "num_dropped", "pending", "oldest_pending")),
+    *((pending, [(what, 0, -OUT_OF_RANGE)]) for what in ("refcount", "raw", "hold", "num_used", "blank")),
+    *((pending, [("point", 0, by)]) for by in (-OUT_OF_RANGE, OUT_OF_RANGE)),
+    *((pending, [("place", block, by)]) for block, by in ((0, -1), (CACHED, 9))),
+    *((pending, [("fence", block, by)]) for block, by in ((IN_LIMBO, OUT_OF_RANGE), (IN_LIMBO, -2))),
+    (rich_tree, [("table", 2, -2)]),  # no state
+    *((rich_tree, [("table", 3, by)]) for by in (-OUT_OF_RANGE, OUT_OF_RANGE)),
+    (rich_tree, [("node_place", WARM_NODE, -1)]),
+    (rich_tree, [("has_waiting", 0, -1)]),
+    *((rich_tree, [("may_leave", checkpoint, -1)]) for checkpoint in (1, TAKEN)),
+    (rich_tree, [("stamp", 1, -OUT_OF_RANGE)]),
+    *((rich_tree, [("committed", block, -1)]) for block in (1, 15)),
+    (rich_tree, [("role", 30, -8), ("entry", 11, 31)]),  # what waits for a copy is canonical
+]
+
+
+@pytest.mark.parametrize("make", [pending, rich_tree, windows])
+def test_check_finds_each_word_somewhere_and_nothing_once_it_is_back(make):
+    pool = make()
+    silent = set() if make is pending else SILENT
+    for what in corrupt(pool, "", 0):
+        found = [finding(pool, (what, index, 1)) for index in indices(pool, what)]
+        assert any(found) or what in silent | {"point", "pending"}, what
+    pool.check()
+
+
+def test_check_has_no_finding_that_nothing_leads_to():
+    """Every text that stands in the source."""
+    said = [finding(make(), *changes) for make, changes in CHANGES]
+    assert all(said), CHANGES[said.index("")]
+    for make in (pending, rich_tree, windows):
+        pool = make()
+        said += [finding(pool, (what, i, 1)) for what in corrupt(pool, "", 0) for i in indices(pool, what)]
+    for path in (ROOT / "kvpool/core").glob("*.pxi"):
+        for parts in re.findall(r'snprintf\(finding, FINDING,\s*((?:b"[^"]*"\s*)+)', path.read_text()):
+            text = "".join(re.findall(r'b"([^"]*)"', parts))
+            pattern = r"\[check\] " + re.sub("%(lld|d|s)", ".+", re.escape(text))
+            assert text in TOLD_BEFORE or any(re.fullmatch(pattern, one) for one in said), text
 
 
 def test_check_that_found_something_about_a_namespace_counts_anew():

@@ -191,6 +191,26 @@ def test_load_with_groups_ends_where_a_plan_can_still_step():
         pool.check()
 
 
+def test_bundle_is_that_of_a_hit_until_a_step_has_loaded_it_and_of_a_state_group():
+    with group_pool() as pool:
+        plan, handle = Plan(pool, 2, 8), pool.open(PROMPT[:20], load=True)
+        pool.loaded(handle, 20)
+        pool.prefix.commit(handle, PROMPT[:20])
+        pool.close(handle)
+        assert pool.prefix.bundle(pool.open(3), 2).tolist() == []
+        row = pool.open(PROMPT)
+        bundle = pool.prefix.bundle(row, 2).tolist()
+        for wrong in (-1, 0, 1, 3):
+            with pytest.raises(ValueError, match=r"\[bundle\] .*group"):
+                pool.prefix.bundle(row, wrong)
+        with pytest.raises(StaleHandle):
+            pool.prefix.bundle(handle, 2)
+        pool.step(plan, [row], 1)
+        assert plan.groups[2].state_loads[0, 1:].tolist() == bundle
+        pool.done(plan)
+        assert pool.prefix.bundle(row, 2).tolist() == []
+
+
 def test_load_that_no_plan_can_step_is_refused_where_it_ends_as_a_whole():
     with long_pool(Group.full(), Group.window(8)) as pool:
         before = pool.fingerprint(), pool.digest()

@@ -263,34 +263,3 @@ def test_two_plans_remember_their_rows_apart(steps, make_plan):
     assert other.dirty_rows.tolist() == [0, 1]
     pool.done(other)
     assert step(h) == []
-
-
-def test_dirty_rows_are_exactly_what_an_uploading_backend_needs(make_pool, make_plan):
-    """A copy that only ever receives the dirty rows equals the table after every step."""
-    rng = np.random.default_rng(7)
-    pool = make_pool(256, 2, max_seqs=16)
-    plan = make_plan(pool, 12, 64, table_width=12)
-    uploaded = np.zeros((12, 12), np.int32)
-    handles = [pool.open() for _ in range(6)]
-    for _ in range(300):
-        for handle in [h for h in handles if pool.num_tokens(h) > 20]:
-            pool.truncate(handle, int(rng.integers(0, 10)))
-        choice = rng.random()
-        if choice < 0.1 and len(handles) < 12:
-            handles.append(int(pool.fork(handles[rng.integers(len(handles))])[0]))
-        elif choice < 0.2 and len(handles) > 3:
-            pool.close(handles.pop(rng.integers(len(handles))))
-        elif choice < 0.3:
-            rng.shuffle(handles)
-        elif choice < 0.4:
-            handle = handles[rng.integers(len(handles))]
-            pool.truncate(handle, int(rng.integers(0, pool.num_tokens(handle) + 1)))
-        rows = handles[: rng.integers(0, len(handles) + 1)]
-        pool.step(plan, rows, rng.integers(0, 3, len(rows)), pad_to=(12, 64) if rng.random() < 0.2 else None)
-        table, dirty = plan.block_tables, plan.dirty_rows
-        uploaded[dirty] = table[dirty]
-        np.testing.assert_array_equal(uploaded[: len(table)], table)
-        if rng.random() < 0.2:
-            pool.rollback(plan)
-        else:
-            pool.done(plan)

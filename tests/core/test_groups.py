@@ -7,8 +7,6 @@ import pytest
 
 from kvpool import Group, Plan, Pool
 from kvpool.errors import (
-    CapacityExceeded,
-    OutOfBlocks,
     PlanStateError,
 )
 
@@ -54,14 +52,6 @@ class Watched:
         return [self.table(handle, group).tolist() for group in range(len(self.options.groups))]
 
 
-def free_order(pool):
-    """Ids of arena 0 in the order in which they will be taken, where the first group has it for itself."""
-    other = pool.open(4 * pool.stats().free)
-    found = [entry[0] for entry in pool.table(other, 0).tolist()]
-    pool.close(other)
-    return found
-
-
 @pytest.fixture
 def full_and_window():
     """Blocks of 4 tokens; the window of 6 has two ids for each."""
@@ -69,60 +59,6 @@ def full_and_window():
 
 
 # ---- open, step, letting go ------------------------------------------------------------------------------------
-
-
-def test_step_takes_group_by_group_and_rows_in_order(full_and_window):
-    pool = full_and_window
-    plan = pool.plan()
-    rows = [pool.open(), pool.open()]
-    pool.step(plan, rows, [5, 2])
-    full, window = plan.groups
-    assert full.block_tables[:, :3].tolist() == [[[1], [2], [0]], [[3], [0], [0]]]
-    assert window.block_tables[:, :3].tolist() == [[[4, 5], [6, 7], [0, 0]], [[8, 9], [0, 0], [0, 0]]]
-    assert full.slot_mapping.tolist() == [[4, 5, 6, 7, 8, 12, 13]]
-    assert window.slot_mapping.tolist() == [[16, 17, 18, 19, 24, 32, 33], [20, 21, 22, 23, 28, 36, 37]]
-    assert full.kv_lens.tolist() == window.kv_lens.tolist() == [5, 2]
-    assert plan.positions.tolist() == [0, 1, 2, 3, 4, 0, 1]
-    assert (plan.cu_q_lens.tolist(), plan.slot_ids.tolist()) == ([0, 5, 7], [0, 1])
-    assert window.block_tables.shape == (2, 8, 2) and window.block_tables.dtype == "int32"
-    assert full.dirty_rows.tolist() == window.dirty_rows.tolist() == [0, 1]
-    assert full.kv_starts.tolist() == window.kv_starts.tolist() == [0, 0]
-    pool.done(plan)
-    pool.step(plan, rows, 1)  # within the blocks of both
-    assert full.dirty_rows.tolist() == window.dirty_rows.tolist() == []
-    assert window.slot_mapping.tolist() == [[25, 34], [29, 38]]
-
-
-def test_larger_blocks_and_capacity():
-    pool = Watched(32, 4, groups=[Group.full(block_size=8), Group.window(6, block_size=16)])
-    handle = pool.open(9)
-    assert pool.tables(handle) == [[[1], [2]], [[3]]]
-    assert pool.capacity(handle) == 16  # of the group with the smaller blocks
-    plan = pool.plan(table_width=7)
-    pool.step(plan, [handle], 10)
-    assert plan.groups[0].slot_mapping.tolist() == [[8, 9, 10, 11, 12, 13, 14, 15, 16, 17]]
-    assert plan.groups[1].slot_mapping.tolist() == [list(range(48, 58))]
-    assert [group.block_tables.shape for group in plan.groups] == [(1, 4, 1), (1, 2, 1)]
-    pool.done(plan)
-    pool.step(plan, [handle], 7)  # 17 tokens: both need one more
-    assert pool.tables(handle) == [[[1], [2], [4]], [[3], [5]]]
-    assert pool.capacity(handle) == 24
-    with pytest.raises(CapacityExceeded):
-        pool.step(pool.plan(table_width=5), [handle], 16)  # 33 tokens, 5 entries, of which the plan has 3
-
-
-def test_late_done_lets_go_in_the_order_of_steps():
-    pool = Watched(8, 4, groups=[Group.window(4)])
-    handle = pool.open()
-    first, second = pool.plan(), pool.plan()
-    pool.step(first, [handle], 8)
-    pool.step(second, [handle], 4)
-    pool.done(second)
-    assert pool.tables(handle) == [[[1], [2], [3]]]
-    pool.done(first)  # 8 tokens: 1 waits for the second; 12 tokens: 2 goes at once, then 1 drains
-    assert pool.tables(handle) == [[[0], [0], [3]]]
-    assert pool.stats().limbo == 0
-    assert free_order(pool) == [1, 2, 4, 5, 6, 7]
 
 
 def test_closed_rows_let_nothing_go():
@@ -182,18 +118,6 @@ def two_arenas():
     return Watched(5, 4, max_blocks_per_seq=8, groups=[Group.full(), Group.window(4, arena=1, num_blocks=4)])
 
 
-def test_arenas_number_their_blocks_apart(two_arenas):
-    handle = two_arenas.open(5)
-    assert two_arenas.tables(handle) == [[[1], [2]], [[1], [2]]]
-    assert [two_arenas.stats(k).num_blocks for k in (0, 1)] == [5, 4]
-    assert [(s.used, s.free, s.reserved, s.sequences) for s in map(two_arenas.stats, (0, 1))] == [
-        (2, 2, 1, 1), (2, 1, 1, 1)]  # fmt: skip
-    with pytest.raises(ValueError, match="2"):
-        two_arenas.stats(2)
-    with pytest.raises(OutOfBlocks, match="arena 1"):
-        two_arenas.step(two_arenas.plan(), [two_arenas.open()], 8)
-
-
 def test_partial_undoes_a_row_in_all_groups(two_arenas):
     parent = two_arenas.open()
     two_arenas.grow([parent], 6)
@@ -210,84 +134,11 @@ def test_partial_undoes_a_row_in_all_groups(two_arenas):
 # ---- states ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def with_state():
-    return Watched(16, 4, groups=[Group.state(4), Group.full()])
-
-
 def states(plan, group=0):
     return plan.groups[group].state_src.tolist(), plan.groups[group].state_dst.tolist()
 
 
-def test_forks_share_a_state_until_they_step(with_state):
-    pool, plan = with_state, with_state.plan()
-    parent = pool.open()
-    pool.grow([parent], 3)
-    (child,) = pool.fork(parent)
-    assert (pool.tables(child), pool.stats(1).shared) == ([[0], [[1]]], 1)
-    pool.step(plan, [parent, child], 1)
-    assert states(plan) == ([0, 0], [1, 2])
-    assert plan.groups[1].copies.tolist() == [[1, 2, 3]]
-    pool.rollback(plan)
-    assert (pool.tables(parent)[0], pool.tables(child)[0], pool.stats(1).shared) == ([0], [0], 1)
-    pool.step(plan, [child], 1)
-    pool.done(plan)
-    assert (pool.tables(parent)[0], pool.tables(child)[0]) == ([0], [1])
-    pool.step(plan, [child, parent], 1)
-    (grandchild,) = pool.fork(parent)  # it has the state that the pending plan writes
-    assert pool.tables(grandchild)[0] == pool.tables(parent)[0]
-    with pytest.raises(PlanStateError):
-        pool.rollback(plan)
-    pool.done(plan)
-    pool.close([parent, int(child), int(grandchild)])
-    assert pool.stats(1).used == pool.stats().used == 0
-
-
-def test_states_in_flight_need_slots(with_state):
-    pool = with_state
-    handle, other = pool.open(), pool.open()
-    plans = [pool.plan() for _ in range(4)]
-    for plan in plans[:3]:
-        pool.step(plan, [handle], 1)
-    assert (states(plans[2]), pool.stats(1).free) == (([1], [2]), 1)
-    with pytest.raises(OutOfBlocks) as caught:
-        pool.step(plans[3], [handle, other], 1)
-    assert (caught.value.arena, caught.value.row, caught.value.needed) == (1, 1, 2)
-    pool.done(plans[0])  # its row had no state before
-    pool.done(plans[1])
-    assert pool.stats(1).limbo == 1
-    pool.done(plans[2])
-    assert (pool.tables(handle)[0], pool.stats(1).free) == ([2], 3)
-
-
 # ---- plans, reading, refusals ----------------------------------------------------------------------------------
-
-
-def test_arrays_of_groups(full_and_window):
-    plan = full_and_window.plan()
-    for name in ("block_tables", "seq_lens", "slot_mapping", "copies", "dirty_rows", "indptr"):
-        with pytest.raises(ValueError, match=r"plan\.groups"):
-            getattr(plan, name)
-    state = Watched(8, 4, groups=[Group.full(), Group.state(2)]).plan(formats=("seq_lens",)).groups
-    assert [hasattr(state[1], name) for name in ("block_tables", "kv_starts", "copies", "state_src")] == [0, 0, 0, 1]
-    assert [hasattr(state[0], name) for name in ("block_tables", "slot_mapping", "kv_starts")] == [0, 0, 1]
-    assert len(Plan(Pool(8, 4), 1).groups) == 1
-
-
-def test_forgotten_rows_are_dirty_in_all_groups(full_and_window):
-    pool, plan = full_and_window, full_and_window.plan()
-    pool.step(plan, [handle := pool.open()], 1)
-    pool.done(plan)
-    pool.step(plan, [handle], 1)
-    assert plan.groups[1].dirty_rows.tolist() == []
-    pool.done(plan)
-    plan.bind()
-    pool.step(plan, [handle], 1)
-    assert [group.dirty_rows.tolist() for group in plan.groups] == [[0], [0]]
-    pool.rollback(plan)
-    pool.step(plan, [], [], pad_to=(2, 0))
-    assert [group.dirty_rows.tolist() for group in plan.groups] == [[0, 1], [0, 1]]
-    assert not plan.groups[1].block_tables.any()
 
 
 def test_kv_starts_without_block_tables_follow_the_rows():
@@ -346,19 +197,6 @@ def test_options_make_another_pool_like_it(full_and_window):
     other = Pool(**options._asdict())
     assert other.fingerprint() == full_and_window.fingerprint()
     assert other.fingerprint() != Pool(**options._replace(groups=options.groups[::-1])._asdict()).fingerprint()
-
-
-def test_reset_empties_all_arenas():
-    pool = Watched(32, 4, groups=[Group.full(), Group.window(4, arena=1, num_blocks=9), Group.state(4)])
-    plan = pool.plan()
-    pool.step(plan, [handle := pool.open()], 9)
-    pool.reset()
-    assert not plan.is_pending and not pool.is_open(handle)
-    assert [pool.stats(k).used for k in range(3)] == [0, 0, 0]
-    pool.step(plan, [pool.open()], 9)
-    assert plan.groups[0].block_tables[0, :3].tolist() == plan.groups[1].block_tables[0, :3].tolist() == [[1], [2], [3]]
-    assert states(plan, 2) == ([-1], [0])
-    pool.pool.shutdown()
 
 
 @pytest.mark.parametrize("make", [

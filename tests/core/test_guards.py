@@ -387,7 +387,7 @@ def test_list_shortened_while_it_is_read_is_refused(make_pool, refused):
 def test_pool_and_plan_cannot_be_copied(make_pool, make_plan, duplicate):
     pool = make_pool(prefix_cache=True)
     plan = make_plan(pool)
-    for thing in (pool, plan, pool.prefix, pool.blocks):
+    for thing in (pool, plan, pool.prefix, pool.blocks, pool.blocks.references, *plan.groups):
         with pytest.raises(TypeError):
             duplicate(thing)
     assert pool.stats().used == 0
@@ -518,6 +518,8 @@ def test_repr_names_the_class_and_survives_shutdown(make_pool, make_plan):
     pool = make_pool(prefix_cache=True)
     plan = make_plan(pool)
     things = {"Pool": pool, "Plan": plan, "prefix": pool.prefix, "blocks": pool.blocks}
+    pool.step(plan, [pool.open()], 1)
+    assert repr(plan).endswith("pending as step 1>")
     for _ in range(2):
         assert all(name in repr(thing) for name, thing in things.items())
         pool.shutdown()

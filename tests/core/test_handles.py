@@ -7,7 +7,7 @@ import pytest
 from conftest import ONE_HANDLE_CALLS
 
 from kvpool.errors import CapacityExceeded, ForeignHandle, OutOfSequences, StaleHandle
-from tests.verify._hooks import set_generation
+from tests.verify._hooks import set_generation, set_stamps
 
 LAST_GENERATION = 2**32 - 1
 
@@ -21,6 +21,18 @@ def generation(handle):
 
 
 # --- slots and generations --------------------------------------------------------------------------------
+
+
+def test_marks_of_calls_that_were_counted_to_the_end_are_forgotten(make_any):
+    """The counter begins again with a number that rows and blocks have been marked with."""
+    pool = make_any(max_seqs=4)
+    handles, ids = [pool.open(1) for _ in range(3)], pool.blocks.alloc(3)
+    for stamp in (0, 2**32 - 1):
+        set_stamps(pool, stamp)
+        pool.truncate(handles, 0)
+        set_stamps(pool, stamp)
+        pool.blocks.touch(ids)
+        pool.check()
 
 
 def test_slots_are_reused_oldest_freed_first(make_any):

@@ -20,6 +20,11 @@ from kvpool.errors import (
 )
 
 
+class ReprRaises:
+    def __repr__(self):
+        raise RuntimeError
+
+
 class Scene:
     """Two pools, a plan of each; handles live, closed and foreign; one raw block."""
 
@@ -461,6 +466,12 @@ def test_handles_may_be_a_part_of_the_plans_own(make_any, make_plan, first, last
     assert [pool.num_tokens(h) for h in handles] == [4 if first <= row < last else 3 for row in range(4)]
 
 
+@pytest.mark.parametrize(("value", "shown"), [("x" * 99, "'" + "x" * 76 + r"\.\.\."), (ReprRaises(), "<ReprRaises>")])
+def test_value_that_is_long_or_cannot_be_shown_is_shown_in_part(scene, value, shown):
+    with pytest.raises(TypeError, match=rf"\({shown}\)"):
+        scene.pool.blocks.alloc(value)
+
+
 def test_step_with_arguments_missing_or_unknown_is_a_type_error(scene):
     pool = scene.pool
     before = pool.fingerprint()
@@ -469,6 +480,8 @@ def test_step_with_arguments_missing_or_unknown_is_a_type_error(scene):
         lambda: pool.step(scene.plan),
         lambda: pool.step(scene.plan, [scene.a], 1, True),  # partial is keyword only
         lambda: pool.step(scene.plan, [scene.a], 1, nonsense=1),
+        lambda: pool.step(scene.plan, [scene.a], 1, partial=1),
+        lambda: pool.evict_blocks(scene.a, 1.5),
         lambda: pool.blocks.alloc(1, 2, 3),
         lambda: pool.close(),
         lambda: scene.core.Pool(24),

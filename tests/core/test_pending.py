@@ -77,6 +77,17 @@ def test_done_in_any_order_passes_up_to_the_first_step_that_is_not_through(fligh
         assert pool.stats().pending == 3 - first
 
 
+def test_done_of_the_oldest_passes_any_number_of_plans_that_wait_for_it(flight):
+    pool, plans = flight(40)
+    handle = pool.open()
+    for plan in plans:
+        pool.step(plan, [handle], 1)
+    for plan in reversed(plans):
+        assert all(one.is_pending for one in plans)
+        pool.done(plan)
+    assert not any(plan.is_pending for plan in plans) and pool.stats().pending == 0
+
+
 def test_call_that_does_not_fit_the_state_of_its_plan_is_refused(flight, refused):
     pool, (a, b) = flight(2)
     handle = pool.open()

@@ -145,6 +145,13 @@ def test_bind_on_a_pending_plan_is_refused(make_pool, make_plan, refused):
         plan.bind(block_tables=good())
 
 
+def test_format_may_be_given_alone_and_a_group_of_states_has_none(make_pool, make_plan, refused):
+    pool = make_pool(groups=[Group.state(4)])
+    plan = make_plan(pool, 2, 4, formats="block_tables")
+    with refused(pool, ValueError, "bind", "block_tables", plans=[plan]):
+        plan.bind(block_tables=good())
+
+
 @pytest.mark.parametrize("name", ["nonsense", "indices", "copies", "served"])
 def test_bind_of_an_array_that_the_plan_does_not_have_is_refused(make_pool, make_plan, refused, name):
     pool = make_pool()
@@ -250,6 +257,7 @@ BAD_PLANS = {
     "pad bool": (TypeError, {"pad": {"slot_mapping": True}}, True),
     "pad beyond int32": (ValueError, {"pad": {"slot_mapping": 2**31}}, 2**31),
     "pad not a dict": (TypeError, {"pad": 3}, None),
+    "indptr beyond int32": (ValueError, {"max_rows": 2**12, "table_width": 2**19, "formats": "csr"}, 2**31),
     "out of an unknown array": (ValueError, {"out": {"tables": np.zeros(2, np.int32)}}, "tables"),
     "out not a dict": (TypeError, {"out": 3}, None),
 }

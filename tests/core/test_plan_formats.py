@@ -1,11 +1,9 @@
 """The wire formats of a plan against a straightforward reference: pool.table, lengths and a few loops."""
 
-import contextlib
 
 import numpy as np
 import pytest
 
-from kvpool import Group
 from kvpool.errors import CapacityExceeded
 from kvpool.stats import PageBatchInfo
 
@@ -208,51 +206,6 @@ def test_rows_that_shrink_are_padded_again(make_pool, make_plan, grow):
     pool.truncate(long, 3)
     pool.step(plan, [long], 0)
     assert plan.block_tables.tolist() == [[1, 0, 0, 0]]
-
-
-MANY_GROUPS = [
-    Group.window(5, keep=2, columns=2),
-    Group.full(block_size=6),
-    Group.chunk(4, columns=3, arena=1, num_blocks=500),
-]
-
-
-@pytest.mark.parametrize("groups", [None, MANY_GROUPS], ids=["one", "many"])
-def test_formats_stay_right_over_many_random_steps(core, batch, make_plan, groups):
-    """Rows come, go, move, grow, fork, shrink and lose tokens on one plan, whose arrays are rewritten row by row."""
-    rng = np.random.default_rng(20261121)
-    full = 1 if groups else 0
-    pool, handles = batch(3, [2, 5, 0, 9], groups=groups, num_blocks=400 if groups else 64)
-    plan = make_plan(pool, formats=core.all_formats, table_width=7, dtype="int64")
-    for _ in range(150):
-        rng.shuffle(handles)
-        for handle in handles[: rng.integers(0, 2)]:
-            with contextlib.suppress(ValueError):  # what a window or an eviction took does not come back
-                pool.truncate(handle, int(rng.integers(0, pool.num_tokens(handle) + 1)))
-            if pool.kv_len(handle, full) >= 6 and rng.random() < 0.2:
-                pool.evict_blocks(handle, [0], full)
-        if (handles and len(handles) == 6) or pool.stats().blank < 12:
-            pool.close(handles.pop())
-        elif rng.random() < 0.4:
-            parent = handles[-1] if handles and rng.random() < 0.5 else None
-            handles.append(pool.open(int(rng.integers(0, 9))) if parent is None else int(pool.fork(parent)[0]))
-        for handle in [h for h in handles if pool.num_tokens(h) > 17]:
-            pool.close(handle)
-            handles.remove(handle)
-        rows = handles[: rng.integers(0, len(handles) + 1)]
-        new = rng.integers(0, 4, len(rows)).tolist()
-        pad_to = (8, 30) if rng.random() < 0.3 else None
-        pool.step(plan, np.array(rows, np.int64), np.array(new, np.int64), pad_to=pad_to)
-        shape = {"rows": 8, "tokens": 30} if pad_to else {}
-        for group in range(len(pool.options.groups)):
-            assert_shows(plan, expected(pool, rows, new, width=7, group=group, **shape), "int64", group)
-        if rng.random() < 0.2:
-            before = {h: pool.num_tokens(h) - n for h, n in zip(rows, new, strict=True)}
-            pool.rollback(plan)
-            assert {h: pool.num_tokens(h) for h in rows} == before
-        else:
-            pool.done(plan)
-        pool.check()
 
 
 @pytest.mark.parametrize("kind", [int, np.int64, list, tuple, np.int32, "int64 array"])

@@ -1,11 +1,13 @@
 """Block-level calls: alloc, incref, decref, free, refcount, and the order in which blocks are handed out."""
 
 import itertools
+from array import array
 
 import numpy as np
 import pytest
 
 from kvpool.errors import DoubleFree, OutOfBlocks
+from tests.verify._hooks import corrupt
 
 
 def places(pool):
@@ -38,6 +40,34 @@ def test_alloc_out_fills_the_first_n_and_returns_the_array(make_any, refused):
     with refused(pool, OutOfBlocks, "alloc"):
         pool.blocks.alloc(5, out=out)
     assert out.tolist() == [1, 2, 3] + [-7] * 6
+
+
+def test_alloc_out_fills_any_buffer_of_int32(make_any, refused):
+    pool, out = make_any(8), array("i", [-7] * 4)
+    assert pool.blocks.alloc(3, out=out) is out and out.tolist() == [1, 2, 3, -7]
+    with refused(pool, TypeError, "alloc"):
+        pool.blocks.alloc(3, out=array("q", [0] * 4))
+
+
+def test_references_of_a_block_end_at_their_limit(make_pool, refused):
+    pool, limit = make_pool(8), 2**30
+    block = pool.blocks.alloc()
+    for word in ("refcount", "raw"):
+        corrupt(pool, word, block, limit - 1)
+    for call in (pool.blocks.incref, pool.blocks.touch):
+        with refused(pool, OverflowError, call.__name__, limit):
+            call(block)
+    pool.blocks.decref(block)
+    pool.blocks.incref(block)
+    assert pool.blocks.refcount(block) == limit
+    for word in ("refcount", "raw"):
+        corrupt(pool, word, block, 1 - limit)
+
+
+@pytest.mark.parametrize("n", [0, 2, 99, None])
+def test_free_order_of_the_first_blocks_is_the_beginning_of_all(make_any, n):
+    pool = make_any(8)
+    assert pool.blocks.free_order(n).tolist() == list(range(1, 8))[:n]
 
 
 @pytest.mark.parametrize("call", ["free", "decref"])

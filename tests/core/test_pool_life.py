@@ -138,6 +138,7 @@ def test_shutdown_twice_is_legal_and_every_call_afterwards_is_pool_closed(make_a
         "check": lambda pool, plan, h: pool.check(),
         "Plan": lambda pool, plan, h: type(plan)(pool, 1),
     }
+    assert pool.prefix is None or pool.prefix.nbytes == 0
     for name, call in calls.items():
         with pytest.raises(PoolClosed) as caught:
             call(pool, plan, handle)

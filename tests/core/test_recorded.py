@@ -1,5 +1,6 @@
 """Calls that a `RecordedPool` kept: on a new pool they go the same way; damaged files, and the fewest that fail."""
 
+import dataclasses
 import json
 import random
 import threading
@@ -15,120 +16,28 @@ from kvpool.errors import KVPoolError
 from kvpool.testing import RecordedPool
 from kvpool.testing.recorded import CALLS, Player, RecordError, load, minimise, rerun
 from tests.verify._hooks import corrupt
+from tests.verify._verify import Run
+from tests.verify.words import shape_of
 
 
-class Life:
-    """A pool that lives a random life, every call of which changes something or is refused."""
+def life(seed, words=600, pool_type=RecordedPool, **options):
+    """A pool after a random program of the fuzzer, on one full group, which is all that is recorded."""
+    shape, pools = shape_of(seed), []
 
-    def __init__(self, seed, pool_type=RecordedPool, **options):
-        self.rng = random.Random(seed)
-        cached = seed % 2 == 0
-        self.pool = pool_type(
-            48, 4, max_seqs=12, max_blocks_per_seq=16, seed=seed, in_order=seed % 3 == 0,
-            prefix_cache=cached, **options,
-        )  # fmt: skip
-        self.plans = [Plan(self.pool, 8, 64, formats=("block_tables",)) for _ in range(2)]
-        self.open, self.ids, self.loads, self.cached = [], [], [], cached
+    def make_pool(**given):
+        pools.append(pool_type(**given, **options))
+        return pools[-1]
 
-    def some(self, things, most=4):
-        return self.rng.sample(things, min(len(things), self.rng.randint(1, most)))
-
-    def do(self, verb):
-        pool, rng = self.pool, self.rng
-        if verb == "open":
-            tokens = [rng.randrange(3) for _ in range(rng.randrange(20))] if rng.random() < 0.6 else rng.randrange(9)
-            self.open.append(pool.open(tokens, rng.choice([b"", b"tenant"])))
-        elif verb == "load":
-            self.loads.append(pool.open([rng.randrange(3) for _ in range(12)], load=True))
-            self.open.append(self.loads[-1])
-        elif verb == "loaded":
-            pool.loaded(self.loads.pop(rng.randrange(len(self.loads))), rng.choice([0, 4, 12]))
-        elif verb == "step":
-            rows = self.some(self.open, 8)
-            new = rng.choice([1, [rng.randrange(6) for _ in rows]])
-            pool.step(rng.choice(self.plans), np.array(rows, np.int64), new, partial=rng.random() < 0.3)
-        elif verb == "again":
-            plan = rng.choice(self.plans)
-            pool.step(plan, plan.handles.copy(), 1)
-        elif verb == "reserve":
-            pool.reserve(rng.choice(self.plans), self.some(self.open), rng.randrange(9))
-        elif verb in ("done", "rollback"):
-            getattr(pool, verb)(rng.choice(self.plans))
-        elif verb == "fork":
-            self.open += pool.fork(rng.choice(self.open), rng.randrange(4)).tolist()
-        elif verb == "truncate":
-            rows = self.some(self.open)
-            pool.truncate(rows, [rng.randint(0, pool.num_tokens(h)) for h in rows])
-        elif verb == "close":
-            pool.close(rows := self.some(self.open))
-            self.open = [h for h in self.open if h not in rows]
-        elif verb == "close_finished":
-            rows = self.some(self.open)
-            pool.close_finished(rows, [rng.random() < 0.5 for _ in rows])
-            self.open = [h for h in self.open if pool.is_open(h)]
-        elif verb == "defer":
-            pool.defer_close(h := rng.choice(self.open))
-            self.open.remove(h)
-        elif verb == "alloc":
-            self.ids += pool.blocks.alloc(rng.randrange(4)).tolist()
-        elif verb in ("free", "decref", "incref", "mark_cached"):
-            ids = self.some(self.ids)
-            getattr(pool.blocks, verb)(ids)
-            self.ids = [i for i in self.ids if pool.blocks.refcount(i)]
-        elif verb == "commit":
-            h = rng.choice(self.open)
-            pool.prefix.commit(h, [rng.randrange(3) for _ in range(rng.randrange(9))])
-        elif verb == "unshare":
-            rows = self.some(self.open)
-            pool.unshare(rng.choice(self.plans), rows, [rng.randint(0, pool.kv_len(h)) for h in rows], rng.randrange(6))
-        elif verb == "compact":
-            rows = self.some(self.open)
-            pool.compact(rows, [rng.randint(0, pool.kv_len(h)) for h in rows], rng.randrange(6))
-        elif verb == "evict_blocks":
-            pool.evict_blocks(h := rng.choice(self.open), self.some(range(pool.kv_len(h) // 4)))
-        elif verb == "pin":
-            self.open.append(pool.prefix.pin([rng.randrange(3) for _ in range(8)]))
-        elif verb == "flush":
-            pool.prefix.flush(rng.choice([None, b"tenant"]))
-        elif verb in ("evict", "drain_evicted"):
-            getattr(pool.blocks, verb)(*([3] if verb == "evict" else []))
-        elif verb == "blocks.take":
-            self.ids += pool.blocks.take(rng.randrange(4))[0]
-        elif verb == "blocks.take_block":
-            pool.blocks.take_block(i := rng.randrange(1, 48))
-            self.ids.append(i)
-        elif verb.startswith("blocks."):
-            options = {"oldest": rng.random() < 0.5} if verb == "blocks.release" else {}
-            getattr(pool.blocks, verb.removeprefix("blocks."))(self.some(self.ids), **options)
-        elif verb == "reset":
-            pool.reset()
-            self.open, self.ids, self.loads = [], [], []
-
-    def run(self, count, reset=0.0):
-        verbs = [
-            *("open", "step", "step", "again", "reserve", "done", "done", "rollback", "fork", "truncate", "close"),
-            *("load", "loaded", "close_finished", "defer", "alloc", "free", "decref", "incref", "mark_cached", "evict"),
-            *("drain_evicted", "unshare", "compact", "compact", "evict_blocks"),
-        ]
-        if self.cached:
-            verbs += ["commit", "commit", "pin", "flush"]
-        else:
-            calls = ("take", "take_block", "mark_cached", "release", "release", "touch", "uncache")
-            verbs += [f"blocks.{call}" for call in calls]
-        for _ in range(count):
-            try:
-                self.do("reset" if self.rng.random() < reset else self.rng.choice(verbs))
-            except (KVPoolError, ValueError, IndexError):  # refused, or nothing there to choose from
-                continue
-        return self.pool
+    pool = shape.pool | {"groups": None, "lookahead": 0, "_hash_bits": 32}
+    Run(dataclasses.replace(shape, pool=pool), make_pool).run(words)
+    return pools[0]
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_replay_goes_the_same_way(seed, tmp_path):
-    pool = Life(seed).run(600, reset=0.002)
-    kept = pool.save(tmp_path / "calls")
+    kept = life(seed).save(tmp_path / "calls")
     record = load(tmp_path / "calls")
-    assert len(record.calls) == kept > 150 and record.header["lost"] == 0
+    assert len(record.calls) == kept > 100 and record.header["lost"] == 0
     assert rerun(record, check_every=50) is None
 
 
@@ -145,21 +54,22 @@ def test_random_seed_may_be_given_again():
 
 
 def test_recording_changes_nothing_else():
-    with_record, without = Life(4).run(300), Life(4, Pool).run(300)
+    with_record, without = life(4, 300), life(4, 300, Pool)
     assert with_record.digest() == without.digest() and with_record.fingerprint() == without.fingerprint()
 
 
-@pytest.mark.parametrize("seed", [1, 2])  # in the others steps are done in order: no `done`
-def test_every_call_that_changes_something_is_kept(seed, tmp_path):
-    """The digest of the last call is the pool's, and a life meets every call of the list."""
-    pool = Life(seed).run(4000, reset=0.01)
-    made = {call.name for call in pool.calls}
-    assert {name for name in CALLS if not name.startswith(("blocks.", "prefix."))} <= made
-    assert next(call.digest for call in reversed(pool.calls) if call.digest is not None) == pool.digest()
+def test_every_call_that_changes_something_is_kept():
+    """The digest of the last call is the pool's, and lives meet every call of the list."""
+    made = set()
+    for seed in range(24):
+        pool = life(seed, 2000)
+        made |= {call.name for call in pool.calls}
+        assert next(call.digest for call in reversed(pool.calls) if call.digest is not None) == pool.digest()
+    assert {name for name in CALLS if not name.startswith("blocks.")} <= made
 
 
 def test_record_that_lost_its_beginning_says_so(tmp_path):
-    pool = Life(1, keep=20).run(600)
+    pool = life(1, keep=20)
     assert pool.save(tmp_path / "calls") == 20
     record = load(tmp_path / "calls")
     assert record.header["lost"] > 0
@@ -185,7 +95,12 @@ def test_arguments_of_every_kind_are_kept(tmp_path):
     pool.defer_close(a)
     pool.defer_close(Pool(2, 1).open())
     pool.fork(b, n=2)
-    assert pool.save(tmp_path / "calls") == 12 and rerun(load(tmp_path / "calls"), check_every=1) is None
+    pool.blocks.take(2), pool.blocks.take_block(30)
+    pool.blocks.mark_cached([30])
+    pool.blocks.release([30], oldest=True)
+    pool.blocks.touch([30], blank=True)
+    pool.blocks.uncache([30], keep_place=True)
+    assert pool.save(tmp_path / "calls") == 18 and rerun(load(tmp_path / "calls"), check_every=1) is None
 
 
 def test_prompt_that_is_opened_again_is_counted_apart_in_a_replay_too(tmp_path):
@@ -217,7 +132,7 @@ def test_calls_of_threads_are_kept_in_their_order(tmp_path):
 
 def test_damaged_files_are_refused_in_words_or_fail(tmp_path):
     path = tmp_path / "calls"
-    Life(2).run(120).save(path)
+    life(2, 120).save(path)
     whole, options, rng = path.read_bytes(), load(path).header["pool"], random.Random(1)
     for cut in [0, 3, len(whole) - 9, *(rng.randrange(len(whole) - 1) for _ in range(60))]:
         path.write_bytes(whole[:cut])
@@ -246,7 +161,7 @@ class Corrupting(kvpool.Pool):
 
 
 def test_failing_record_shrinks_to_the_calls_that_matter(tmp_path):
-    Life(1).run(600).save(tmp_path / "calls")
+    life(1).save(tmp_path / "calls")
     record = load(tmp_path / "calls")
     failure = rerun(record, Corrupting, check_every=1)
     assert failure.kind == "corrupt" and failure.call.startswith("truncate")
@@ -264,7 +179,7 @@ def test_record_of_another_outcome_names_the_call(tmp_path):
         def blocks(self):
             return OtherBlocks(self)
 
-    Life(1).run(600).save(tmp_path / "calls")
+    life(3).save(tmp_path / "calls")
     record = load(tmp_path / "calls")
     failure = rerun(record, Other)
     assert failure.kind == "digest" and failure.call.startswith("blocks.evict")
@@ -289,7 +204,7 @@ def test_numbers_of_more_than_a_word_are_kept(tmp_path):
 
 def test_command_checks_a_record_and_refuses_a_damaged_one(tmp_path, capsys):
     path = tmp_path / "calls"
-    Life(3).run(200).save(path)
+    life(3, 200).save(path)
     assert main(["replay", "--ops", str(path)]) == 0
     assert "every digest as recorded" in capsys.readouterr().out
     assert main(["replay", "--ops", str(path), "--json"]) == 0
@@ -303,7 +218,7 @@ def test_command_checks_a_record_and_refuses_a_damaged_one(tmp_path, capsys):
 
 def test_command_prints_the_fewest_calls_that_fail(tmp_path, capsys, monkeypatch):
     path = tmp_path / "calls"
-    Life(1).run(600).save(path)
+    life(1).save(path)
     monkeypatch.setattr(rerun, "__defaults__", (Corrupting,))
     monkeypatch.setattr(minimise, "__defaults__", (Corrupting,))
     assert main(["replay", "--ops", str(path), "--minimise"]) == 1

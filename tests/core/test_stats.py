@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 
-from kvpool import Group
-
 
 def test_fresh_pool(make_pool):
     stats = make_pool(16, 4, reserved_blocks=2).stats()
@@ -164,40 +162,3 @@ def test_held_block_is_used_though_its_refcount_is_zero(make_pool, make_plan):
     pool.blocks.free(1)
     assert pool.blocks.refcount_histogram().tolist() == [6, 1]
     assert (pool.stats().used, pool.stats().blank) == (2, 5)
-
-
-@pytest.mark.parametrize(
-    "groups", [[Group.full()], [Group.full(), Group.window(6, arena=1, columns=2, num_blocks=120)]], ids=["full", "two"]
-)
-def test_stats_agree_with_the_tables_after_a_long_random_run(make_pool, make_plan, groups):
-    """Every number of every arena recomputed from tables, and from the blocks that the test has by id."""
-    rng = np.random.default_rng(3)
-    pool = make_pool(100, 4, max_seqs=16, groups=groups)
-    plan, handles = make_plan(pool, 16, 200), [pool.open()]
-    mine = [[] for _ in groups]
-    for _ in range(200):
-        if rng.random() < 0.3 and len(handles) < 10:
-            handles += map(int, pool.fork(handles[0], 2))
-        if rng.random() < 0.3 and len(handles) > 1:
-            pool.close(handles.pop(int(rng.integers(len(handles)))))
-        for handle in [h for h in handles if pool.num_tokens(h) > 25]:
-            pool.close(handle) if len(groups) > 1 else pool.truncate(handle, int(rng.integers(0, 25)))
-        handles = [h for h in handles if pool.is_open(h)] or [pool.open()]
-        pool.step(plan, handles, rng.integers(0, 4, len(handles)), partial=True)
-        pool.rollback(plan) if rng.random() < 0.2 else pool.done(plan)
-        assert pool.stats().tokens == sum(pool.num_tokens(h) for h in handles)
-        for number, held in enumerate(mine):
-            blocks, named = pool.blocks.arena(number), [pool.table(h, number).ravel() for h in handles]
-            named = np.concatenate(named)[np.concatenate(named) > 0]
-            if held and rng.random() < 0.5:
-                blocks.decref(held.pop())
-            elif named.size:
-                held.append(int(rng.choice(named)))  # a window may let go of it later
-                blocks.incref(held[-1])
-            stats = pool.stats(number)
-            references = np.bincount([*named, *held], minlength=stats.num_blocks)[1:]
-            assert (stats.used, stats.shared) == (np.count_nonzero(references), np.count_nonzero(references > 1))
-            assert blocks.refcounts(np.arange(1, stats.num_blocks, dtype=np.int32)).tolist() == references.tolist()
-            assert blocks.refcount_histogram().tolist() == np.bincount(references).tolist()
-        if len(groups) == 1:
-            assert pool.stats().capacity == 4 * sum(len(pool.table(h)) for h in handles)

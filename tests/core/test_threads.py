@@ -24,6 +24,7 @@ from catalogue import broken, planted
 from kvpool import Group, Plan, Pool
 from kvpool.errors import ConcurrentUse, KVPoolError, OutOfBlocks
 from kvpool.testing import ModelPlan, ModelPool
+from tests.verify._hooks import release_lock, take_lock
 
 LONG = 100 if os.environ.get("KVPOOL_LONG") else 1
 MANY = 50_000  # sequences: numpy writes this many without the GIL
@@ -310,6 +311,23 @@ def test_callers_that_wait_get_blocks_of_their_own():
     assert not raised, raised
     pool.check()
     assert pool.stats().used == 0 and pool.blocks.num_blank == 399
+
+
+def test_caller_waits_for_the_lock_and_is_refused_by_its_own_thread():
+    pool = Pool(16, 4)
+    assert take_lock(pool)
+    try:
+        with pytest.raises(ConcurrentUse, match=r"\[stats\] this thread is inside another call"):
+            pool.stats()
+        with futures.ThreadPoolExecutor(1) as others:
+            found = others.submit(pool.stats)
+            with pytest.raises(futures.TimeoutError):
+                found.result(0.05)
+            release_lock(pool)
+            assert found.result().free == 15
+    finally:
+        assert take_lock(pool)
+        release_lock(pool)
 
 
 class Visitor:

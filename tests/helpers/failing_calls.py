@@ -144,7 +144,7 @@ def script_with_groups(seed: int) -> list[Call]:
     """Prefix hits of a pool with layer groups: checkpoints that are taken, published, loaded and flushed."""
     rng = random.Random(seed)
     prompt = [rng.randrange(50) for _ in range(rng.randrange(30, 60))]
-    groups = [kvpool.Group.full(), kvpool.Group.window(6), kvpool.Group.state(12, blocks=2)]
+    groups = [kvpool.Group.full(), kvpool.Group.window(6), kvpool.Group.state(60, blocks=2)]
     options: dict[str, Any] = {"groups": groups[seed % 2 :], "in_order": seed % 5 == 0}
     options |= {"events": rng.choice([0, 3, 400]), "max_seqs": 48, "prefix_cache": True, "seed": 1}
 
@@ -165,7 +165,14 @@ def script_with_groups(seed: int) -> list[Call]:
         ("rollback", lambda s: s.pending("rollback")), ("fork", lambda s: s.pool.fork(s.handles[-1], 3)), KEPT,
         ("step", chunk), done, ("match", lambda s: s.pool.prefix.match(prompt, b"tenant")),
         ("pin", lambda s: s.pool.prefix.pin(prompt, b"tenant")), ("evict", lambda s: s.pool.blocks.evict(5)),
-        ("flush", lambda s: s.pool.prefix.flush(b"tenant")), ("drain_events", lambda s: s.pool.prefix.events()), KEPT,
+        ("fork", lambda s: s.pool.fork(s.handles[-1], 18)), KEPT,
+        *[("Plan", lambda s: kvpool.Plan(s.pool, 18, 18)), KEPT,  # states of more rows than a log begins with
+          ("step", lambda s: s.pool.step(s.plans[-1], s.handles[-18:], 1)),
+          ("done", lambda s: s.pending("done", -1))] * 3,
+        ("close", lambda s: s.pool.close(s.handles[-18:-1])),
+        *([("unshare", lambda s: s.pool.unshare(s.plans[0], s.handles[-1:], len(prompt) - 1)), done] * (seed % 2 == 0)),
+        ("flush", lambda s: s.pool.prefix.flush(b"tenant")), ("flush", lambda s: s.pool.prefix.flush(b"unknown")),
+        ("drain_events", lambda s: s.pool.prefix.events()), KEPT,
         ("reset", lambda s: s.pool.reset()), ("open", lambda s: s.pool.open([1, 2, 3], b"other")),
     ]  # fmt: skip
 

@@ -1,10 +1,7 @@
 """The lint: what Apple's compiler refuses and g++ takes. Address spaces need clang, the rest does not."""
 
-import re
 
-import numpy as np
 import pytest
-from msl import Kernel, MetalError, metal_kernel, settings
 from msl.lint import clang, lint
 
 TEXT = """
@@ -47,12 +44,6 @@ ADDRESS_SPACES = {
     "y[i] = head(few) * 2.0;": "to 'double'",
     "device T* z = x;": "device _Float16 *",  # x is const
 }
-WORDS = {
-    "double z = 1; y[i] = z;": "no type double",
-    "std::max(1, 2);": "no std::",
-    "int* z = new int;": "no new",
-    "goto end; end: ;": "no goto",
-}
 needs_clang = pytest.mark.skipif(clang() is None, reason="no clang++: its address spaces are what is tested")
 
 
@@ -69,36 +60,3 @@ def test_lint_passes_a_correct_text():
 def test_mixed_address_spaces_are_found(line):
     found = lint(with_line(line), "f.metal")
     assert found and ADDRESS_SPACES[line] in found[0] and found[0].startswith("f.metal:16:"), found
-
-
-def test_words_that_metal_lacks_are_found_outside_of_comments():
-    for line, found in WORDS.items():
-        assert f"f.metal: {found}" in lint(with_line(line), "f.metal")
-    assert lint(with_line("// std::goto new double"), "f.metal") == []
-
-
-@needs_clang
-@pytest.mark.parametrize(("elements", "clean"), [(8, True), (7, False)])
-def test_an_input_changes_its_address_space_below_eight_elements(elements, clean):
-    """The helper takes device memory only: right for long tables, and refused on a Mac for short ones."""
-    kernel = metal_kernel(
-        "table", ["x"], ["y"], "y[thread_position_in_grid.x] = at(x, 0);",
-        header="static float at(const device float* p, int i) { return p[i]; }\n",
-    )  # fmt: skip
-    arguments = {
-        "inputs": [np.zeros(elements, np.float32)], "output_shapes": [(1,)], "output_dtypes": [np.float32],
-        "grid": (1, 1, 1), "threadgroup": (1, 1, 1),
-    }  # fmt: skip
-    kernel(**arguments)  # runs, since address spaces are one here
-    with settings(lint=True):
-        if clean:
-            kernel(**arguments)
-        else:
-            with pytest.raises(MetalError, match=re.escape("no matching function for call to 'at'")):
-                kernel(**arguments)
-
-
-def test_kernels_of_whole_files_are_linted():
-    kernel = Kernel("template <typename T> kernel void g(device T* y) { y[0] = T(std::exp(1.0f)); }", "g", "float")
-    with settings(lint=True), pytest.raises(MetalError, match=r"\[g\] Metal would refuse this:\ng.metal: no std::"):
-        kernel.launch({}, (1, 1, 1), (1, 1, 1))

@@ -205,6 +205,12 @@ def test_tokens_of_the_wrong_type_range_or_shape_are_refused(pool, make_plan, re
     assert pool.prefix.stats() == before
 
 
+@pytest.mark.parametrize("call", ["match", "pin"])
+def test_count_in_place_of_tokens_is_refused(pool, refused, call):
+    with refused(pool, TypeError, call, 5):
+        getattr(pool.prefix, call)(5)
+
+
 @pytest.mark.parametrize("call", ["open", "match", "pin", "flush"])
 def test_namespace_that_is_no_bytes_is_refused(pool, refused, call):
     for namespace in ("", "a", 0, bytearray(b"a"), (b"a",)):

@@ -4,7 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
 from conftest import BEGIN_FIRST
 
 from tests.verify.mutants.source import uncommented
@@ -200,14 +199,6 @@ def test_core_parts_use_those_before_them():
     assert used_too_early(core_parts()) == []
 
 
-def test_parts_that_use_later_ones_are_found():
-    parts = core_parts()
-    assert {"mix", "OK", "Verdict"} <= core_names(parts["types"]) and "Pool" in core_names(parts["pool"])
-    early = "cdef int f(Pool pool):\n    return emit_csr(NULL) + SLOT_IDS\n"
-    found = used_too_early(parts | {"types": parts["types"] + early})
-    assert found == [("types", name) for name in ("Pool", "SLOT_IDS", "emit_csr")]
-
-
 def test_core_needs_no_numpy_headers():
     text = "\n".join(path.read_text() for path in sources(".pyx", ".pxd", ".pxi"))
     assert not re.search(r"cimport\s+numpy|from\s+numpy\s+cimport|numpy/arrayobject", text)
@@ -258,29 +249,6 @@ def test_frameworks_are_imported_where_they_are_used_only():
         imports = python_imports(path, inside_functions=True)
         found += [f"{relative(path)} imports {i}" for i in imports if any(belongs(i, f) for f in FRAMEWORKS)]
     assert not found
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("from kvpool._core cimport Pool", {"kvpool._core"}),
-        ("from kvpool cimport _core, capi as c", {"kvpool._core", "kvpool.capi"}),
-        ("cimport kvpool.capi", {"kvpool.capi"}),
-        ("def f():\n    import kvpool_backends", {"kvpool_backends"}),
-        ("from kvpool._x cimport (\n    a,\n    b,\n)", {"kvpool._x.a", "kvpool._x.b"}),
-    ],
-)
-def test_cython_imports_are_found(text, expected):
-    """A rule whose reader finds nothing would always hold."""
-    assert expected <= set(cython_imports(text))
-
-
-def test_cython_functions_are_measured():
-    text = (
-        "cdef class A:\n    cdef int f(\n        self, int a,\n    ) nogil:\n        return a\n\n"
-        "    def g(self):\n        pass\n\ncdef inline int h(int a) noexcept nogil:\n    return a\n"
-    )
-    assert cython_functions(text) == [("f", 4), ("g", 2), ("h", 2)]
 
 
 def test_long_files_are_there():

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from token_model import TokenMemory, TokenModel, salt_of
+from token_model import TokenMemory, TokenModel
 
 from kvpool import Plan, Pool
 
@@ -46,64 +46,6 @@ def test_states_however_the_tokens_are_chunked_are_those_of_the_whole():
             states = states[len(tokens) :]
     for f, history in zip(found, histories, strict=True):
         assert f == driver.model.states(history).tolist()
-
-
-def test_states_of_another_namespace_differ():
-    model = TokenModel()
-    assert model.states([1, 2])[-1] != model.states([1, 2], salt_of(b"lora"))[-1]
-    driver = Driver()
-    states = driver.step([(driver.pool.open(), [1, 2]), (driver.pool.open(), [1, 2])], salts=[0, salt_of(b"lora")])
-    assert states[1] == model.states([1, 2])[-1]
-    assert states[3] == model.states([1, 2], salt_of(b"lora"))[-1]
-
-
-def test_solo_ends_at_eos_and_at_stop_sequences():
-    model = TokenModel(seed=5)
-    tokens = model.solo([3, 1, 4], 12).tokens.tolist()
-    first = tokens.index(tokens[4])
-    ended = model.solo([3, 1, 4], 12, eos=(tokens[4],))
-    assert (ended.finish_reason, ended.tokens.tolist()) == ("eos", tokens[: first + 1])
-    ended = model.solo([3, 1, 4], 12, stop=(tokens[5:8],))
-    assert (ended.finish_reason, ended.tokens.tolist()) == ("stop", tokens[:8])
-
-
-def test_samples_depend_on_seed_index_and_position_only():
-    model = TokenModel()
-    states = model.states([1, 2, 3, 4])
-    alone = [model.sample(states[i : i + 1], [7], [i % 2], [i])[0] for i in range(4)]
-    assert model.sample(states, [7] * 4, [0, 1, 0, 1], [0, 1, 2, 3]).tolist() == alone
-    runs = [tuple(model.solo([1, 2], 20, seed=7, index=index).tokens.tolist()) for index in (0, 1, 2, 2)]
-    assert len(set(runs)) == 3 and runs[3] == runs[2]
-
-
-def test_wrong_table_entry_is_detected():
-    driver = Driver()
-    a, b = driver.pool.open(), driver.pool.open()
-    driver.step([(a, [1, 2, 3, 4, 5]), (b, [6, 7, 8, 9, 10])])
-
-    def swap(plan):
-        plan.block_tables[0, 0] = plan.block_tables[1, 0]
-
-    assert driver.step([(a, [11]), (b, [12])], spoil=swap)[0] != driver.model.states([1, 2, 3, 4, 5, 11])[-1]
-
-    def unwritten(plan):
-        plan.block_tables[0, 0] = 31
-
-    with pytest.raises(AssertionError, match=r"row 0 reads slot 124 for position 0, it holds position -1"):
-        driver.step([(a, [11])], spoil=unwritten)
-
-
-def test_forgotten_copy_is_detected():
-    driver = Driver()
-    a = driver.pool.open()
-    driver.step([(a, [1, 2, 3, 4, 5])])
-    b = int(driver.pool.fork(a)[0])
-
-    def forget(plan):
-        plan.copies = plan.copies[:0]
-
-    with pytest.raises(AssertionError, match="reads slot"):
-        driver.step([(a, [6]), (b, [7])], spoil=forget)
 
 
 def test_same_block_of_another_history_is_detected():

@@ -31,15 +31,6 @@ def calls(folder):
     return (folder / "calls.o").read_text().splitlines()
 
 
-def test_build_compiles_once_with_its_own_switches(tree, monkeypatch):
-    monkeypatch.setenv("KVPOOL_CORE", "model")
-    folder = builds.build("asan")
-    assert folder == builds.build("asan") == tree / "build" / "asan"
-    assert calls(folder) == ["KVPOOL_DEBUG KVPOOL_SANITIZE"]
-    assert builds.build("release") != folder
-    assert calls(tree / "build" / "release") == [""]
-
-
 @pytest.mark.parametrize("change", ["edit", "add", "remove"])
 def test_build_follows_the_sources(tree, change):
     folder = builds.build("debug")
@@ -53,15 +44,6 @@ def test_build_follows_the_sources(tree, change):
     builds.build("debug")
     assert len(calls(folder)) == 2
     assert {path.name for path in (folder / "kvpool").iterdir()} == {path.name for path in core.parent.iterdir()}
-
-
-def test_build_that_failed_is_tried_again(tree):
-    (tree / "setup.py").write_text("raise SystemExit('no compiler')")
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="debug does not compile"):
-            builds.build("debug")
-    (tree / "setup.py").write_text(FAKE_SETUP)
-    assert calls(builds.build("debug")) == ["KVPOOL_DEBUG"]
 
 
 def test_build_in_place_is_release_only_while_it_is_plain_and_new(tree):

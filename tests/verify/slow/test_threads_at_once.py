@@ -14,11 +14,10 @@ import pytest
 
 import kvpool
 from kvpool.errors import ConcurrentUse
-from kvpool.testing import RecordedPool
 from tests.verify import builds
 from tests.verify.builds import interpreter
 from tests.verify.slow import threads
-from tests.verify.slow.callers import Caller, Rude, Wrong
+from tests.verify.slow.callers import Wrong
 
 HAMMERED = 5_000_000  # operations under ThreadSanitizer
 LEAST = 40_000  # fewer are over before the second thread has begun
@@ -37,28 +36,6 @@ FOLDERS = ("core", "prefix", "capi", "cpu", "verify/slow")
 @pytest.mark.parametrize("case", threads.POOLS)
 def test_threads_on_pools_do_what_their_books_say(case, seed):
     assert case(4_000, seed)["calls"] >= 4_000
-
-
-def test_callers_make_every_call_and_most_of_them_succeed():
-    pool = RecordedPool(180, 4, max_seqs=40, max_blocks_per_seq=12, seed=1, prefix_cache=True)
-    callers = [Caller(pool, number, 1) for number in range(2)]
-    for _ in range(40):
-        for caller in callers:
-            caller.run(50)
-    assert len(pool.calls) > 0.3 * sum(caller.calls for caller in callers)
-    stats = pool.prefix.stats()
-    assert stats.inserted > 10 and stats.hit_tokens > 0
-
-
-def test_rude_callers_take_the_sequences_of_others():
-    pool, everybody = RecordedPool(180, 4, max_seqs=40, max_blocks_per_seq=12, seed=1, prefix_cache=True), []
-    callers = [Rude(pool, number, 1, everybody) for number in range(3)]
-    for _ in range(40):
-        for caller in callers:
-            caller.run(20)
-    own = set(callers[0].handles)
-    assert any(set(callers[0].some()) - own for _ in range(50))
-    assert len(pool.calls) > 0.3 * sum(caller.calls for caller in callers)
 
 
 class Forgetful(kvpool.Pool):
