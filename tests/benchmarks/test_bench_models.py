@@ -1,6 +1,7 @@
 """`python -m benchmarks.models`: bytes of all model files beside mlx-lm's own caches, and the table in the docs."""
 
 import gc
+import re
 from pathlib import Path
 
 import pytest
