@@ -33,7 +33,7 @@ API = {
     "adapters": ("Adapters", "kvpool.adapters.block_pool BlockPool", "kvpool.adapters.prompt_cache PromptCache",
                  "kvpool.adapters.mlx_lm install PagedKV Engine"),
     "testing": ("Testing", "kvpool.testing.conformance check_backend", "kvpool.testing.stores check_store",
-                "kvpool.testing.fuzz_target Allocator Checked fuzz_target", "kvpool.testing.recorded RecordedPool"),
+                "kvpool.testing.fuzz_target Allocator Checked fuzz_target"),
 }  # fmt: skip
 
 
