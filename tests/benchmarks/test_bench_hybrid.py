@@ -9,8 +9,8 @@ import pytest
 from benchmarks.command import main
 from benchmarks.hybrid import command, gates, measure, peers
 from benchmarks.hybrid.measure import BOUND, FULL, PEERS, POOL, Found, Setting
-from kvpool.replay import Trace, synthetic_trace
-from kvpool.replay.trace import paths_of, shareable_blocks, unique_blocks
+from benchmarks.replay import Trace, synthetic_trace
+from benchmarks.replay.trace import paths_of, shareable_blocks, unique_blocks
 
 SETTING = Setting("qwen3_5", "agentic_a", 1500, 4, 64)
 

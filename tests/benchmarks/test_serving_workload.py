@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.replay import synthetic_trace
 from benchmarks.serving.workload import Lengths, make_workload, trace_workload
-from kvpool.replay import synthetic_trace
 
 
 def same(a, b):

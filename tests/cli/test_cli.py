@@ -60,10 +60,10 @@ def test_help_lists_exactly_the_commands_that_exist(capsys):
     assert exit_info.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     listed = [line.split()[0] for line in lines if line.startswith("    ") and not line.startswith("     ")]
-    assert listed == ["demo", "generate", "serve", "replay", "plan", "store", "doctor", "bench", "fuzz"]
+    assert listed == ["demo", "generate", "serve", "plan", "store", "doctor", "bench", "fuzz"]
 
 
-@pytest.mark.parametrize("command", ["demo", "replay", "plan", "doctor", "bench attention", "bench metal"])
+@pytest.mark.parametrize("command", ["demo", "plan", "doctor", "bench attention", "bench metal"])
 def test_command_help_names_json_and_exits_zero(capsys, command):
     with pytest.raises(SystemExit) as exit_info:
         main([*command.split(), "--help"])
@@ -156,7 +156,7 @@ def test_plan_tiny_is_the_model_of_generate(capsys):
     assert json.loads(capsys.readouterr().out)["token_nbytes"] == 2 * 3 * 2 * 32 * 4  # k, v; layers; heads; dim; bytes
 
 
-@pytest.mark.parametrize("command", ["generate --model tiny", "bench attention", "replay", "doctor"])
+@pytest.mark.parametrize("command", ["generate --model tiny", "bench attention", "doctor"])
 def test_unknown_argument_prints_the_usage_of_its_command(capsys, command):
     said = refusal(capsys, *command.split(), "--bogus")
     name = command.partition(" --")[0]

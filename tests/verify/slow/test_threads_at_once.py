@@ -13,8 +13,8 @@ import sys
 import pytest
 
 import kvpool
+from benchmarks.replay.recorded import RecordedPool
 from kvpool.errors import ConcurrentUse
-from kvpool.testing import RecordedPool
 from tests.verify import builds
 from tests.verify.builds import interpreter
 from tests.verify.slow import threads
