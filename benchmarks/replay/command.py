@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--synthetic", action="store_true", help="replay a generated trace of conversations instead of a file"
     )
     numbers: tuple[tuple[str, str, str | None, str], ...] = (
-        ("--num-blocks", "N", None, "usable blocks; required for P1, default for P2: enough for every request"),
+        ("--num-blocks", "N", None, "usable blocks (default: enough for any C requests at a time)"),
         ("--block-size", "TOKENS", None, "tokens per block (default: the trace's, 16 without hash ids)"),
         ("--concurrency", "C", "16", "most requests that run at a time (default: %(default)s)"),
         ("--samples", "K", "1", "sequences per request, P2 only (default: %(default)s)"),
@@ -238,12 +238,10 @@ def store_of(args: argparse.Namespace, block_size: int) -> Any:
 
 
 def pool_sizes(args: argparse.Namespace) -> list[int | None]:
-    """Return the pools to replay, in blocks; None is the policy's own choice."""
+    """Return the pools to replay, in blocks; None: as many as are always enough."""
     if args.policy not in ("P1", "P2"):
         raise CommandError(f"--policy {args.policy}: there are P1 and P2")
     if args.sweep is None:
-        if args.num_blocks is None and args.policy == "P1":
-            raise CommandError("P1 needs --num-blocks N, or --sweep N1,N2,...")
         return [number(args, "num_blocks")]
     if args.num_blocks is not None:
         raise CommandError("--sweep and --num-blocks exclude each other")

@@ -473,7 +473,7 @@ def replay(
         P1 only: what a model keeps, in the layer groups of the pool. Its base block divides the trace's. Default: one
         full group.
     num_blocks : int, optional
-        Usable blocks of the pool; one reserved block comes on top. P2's default always suffices.
+        Usable blocks of the pool; one reserved block comes on top. Default: `blocks_needed`, which always suffice.
     block_size : int, optional
         Tokens per block. Default: the shape's, else the trace's, or 16 for a trace without ids.
     concurrency : int
@@ -494,11 +494,10 @@ def replay(
     if block_size is None:
         block_size = shape.block_size if shape is not None else trace.block_size or 16
     _check(trace, policy, shape, num_blocks, block_size, concurrency, samples, store)
-    if policy == "P1":
-        assert num_blocks is not None
-        return Replay(trace, num_blocks, block_size, concurrency, shape=shape, store=store).run(progress)
     enough = blocks_needed(trace, block_size, concurrency, samples)
     num_blocks = enough if num_blocks is None else num_blocks
+    if policy == "P1":
+        return Replay(trace, num_blocks, block_size, concurrency, shape=shape, store=store).run(progress)
     try:
         return Replay(trace, num_blocks, block_size, concurrency, forks=True, samples=samples).run(progress)
     except (OutOfBlocks, CapacityExceeded):
@@ -527,8 +526,8 @@ def _check(
         raise ValueError(f"[replay] there is no such policy ({policy}): P1, P2")
     if policy == "P1" and samples != 1:
         raise ValueError(f"[replay] samples are a matter of P2 ({samples})")
-    if policy == "P1" and num_blocks is None:
-        raise ValueError("[replay] P1 needs num_blocks, the usable blocks of the pool")
+    if shape is not None and num_blocks is None:
+        raise ValueError("[replay] a shape needs num_blocks, the usable blocks of the pool")
     if policy == "P2" and shape is not None:
         raise ValueError("[replay] a shape is a matter of P1 (P2)")
     groups = [(block_size, 1)] if store is None else [(group.block_size, group.nbytes) for group in store.layout.groups]

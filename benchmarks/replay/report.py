@@ -92,7 +92,7 @@ def describe(result: Result) -> str:
     rows += [("", f"{verb}: {_cost(*cost)}") for verb, cost in result.costs.items()]
     notes = "Utilization: tokens of the running sequences / token positions held for them"
     if facts["peak_utilization"] > 1:
-        notes += "; a shared block is held once"
+        notes += "; above 100 %, because a block that several sequences share is held once"
     return f"{aligned(title, rows)}\n{notes}."
 
 

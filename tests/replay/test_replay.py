@@ -169,7 +169,7 @@ def test_samples_in_a_pool_that_is_too_small_are_refused():
     [
         ({"trace": synthetic_trace().head(0), "num_blocks": 4}, "no request"),
         ({"policy": "P3", "num_blocks": 4}, "P3"),
-        ({}, "num_blocks"),
+        ({"shape": hybrid_shape("qwen3_5", 4, 1)}, "num_blocks"),
         ({"num_blocks": 0}, "num_blocks"),
         ({"num_blocks": 4, "policy": "P2", "shape": hybrid_shape("qwen3_5", 4, 1)}, "a shape is a matter of P1"),
         ({"num_blocks": 4, "block_size": 2, "shape": hybrid_shape("qwen3_5", 4, 1)}, "block_size is 2"),

@@ -41,6 +41,12 @@ def test_published_file_is_replayed(capsys, trace_file):
     assert (run["block_size"], run["finished"], run["hit_tokens"]) == (512, 2, 1024)
 
 
+def test_trace_alone_is_replayed_with_blocks_that_are_always_enough(capsys, trace_file):
+    (run,) = json.loads(output(capsys, trace_file, "--json"))["runs"]
+    assert (run["num_blocks"], run["finished"], run["preemptions"]) == (2 * 3, 2, 0)  # 1,120 tokens each
+    assert "above 100 %, because a block that several sequences share is held once" in output(capsys, trace_file)
+
+
 def test_samples_share_the_prompt(capsys, trace_file):
     options = ("--policy", "P2", "--samples", "4", "--block-size", "16", "--limit", "1")
     (run,) = json.loads(output(capsys, trace_file, *options, "--json"))["runs"]
@@ -71,7 +77,6 @@ def test_plot_is_a_png(capsys, tmp_path, options):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--synthetic"], "--num-blocks"),
         (["--num-blocks", "9"], "--synthetic"),
         (["TRACE", "--synthetic", "--num-blocks", "9"], "--synthetic"),
         (["--synthetic", "--num-blocks", "0"], "--num-blocks 0: out of range"),
