@@ -23,7 +23,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/built $(VENV)/demo  ## set everything up, run the main job (a few minutes the first time)
-	$(VENV)/bin/kvpool demo
+	$(PY) -m benchmarks.demo
 
 test: lint  ## set everything up, check style and types, run the tests that catch most faults (eight minutes)
 	@echo "==> running the tests that catch most faults; make test-all runs all but the slow ones, make verify these"

@@ -62,7 +62,7 @@ class StateSlots:
         return f"<StateSlots of {self.num_slots} slots, {len(self.arrays)} arrays, {self.slot_nbytes} bytes a slot>"
 
     def read(self, slots: Slots) -> list[Any]:
-        """Return the arrays ``[n, *shape]`` of the states in `slots`; -1 is not a state, all zeros."""
+        """Return the arrays ``[n, *shape]`` of the states in `slots`; -1 is no state, all zeros."""
         ids = self._ids("read", slots, least=-1)
         found = [plane[self._xp.array(np.maximum(ids, 0))] for plane in self._planes]
         if (ids >= 0).all():
@@ -151,7 +151,7 @@ _PAGE_NBYTES = 4096
 
 
 class Place(NamedTuple):
-    """The place of a layer's keys and values."""
+    """Where a layer of the model keeps its keys and values."""
 
     group: int
     column: int
@@ -160,7 +160,7 @@ class Place(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """The entries of a group's tables without the holes, for the rows of a plan."""
+    """What the rows of a plan hold in a group: the entries of their tables without the hole."""
 
     seq_lens: np.ndarray  # [S] tokens before the hole and behind it
     kept: np.ndarray  # [S] tokens before the hole
@@ -190,8 +190,8 @@ class GroupStorage:
     stored : sequence
         One entry per group of the pool. A group of blocks has the `KVSpec` of one column, or a sequence of them: the
         layers of the column one after the other, where heads or dimensions change from layer to layer. A state group
-        has a sequence of `StateArray`.
-    layers : sequence of (int, int) or None, optional
+        has a sequence of `StateArray`, or None: then somebody else keeps its states.
+    layers : sequence of (group, index) or None, optional
         For each layer of the model which layer of which group holds its keys and values; None where there are none. By
         default the layers of the groups in their order. A layer that names a place which an earlier one has shares
         its keys and values: it attends and reads, owns no bytes and may not write.
@@ -204,6 +204,10 @@ class GroupStorage:
         Those of the pool.
     num_blocks : tuple of int
         Of each arena of blocks.
+    backends : tuple of KVBackend
+        All of them, arena by arena, those of an arena in the order of its groups.
+    stores : tuple of KVBackend or BlockRows
+        For each arena what exports, imports and zeroes its whole blocks.
     states : dict of int to StateSlots
         The state groups, by their number.
     required_formats : tuple of str
@@ -233,6 +237,8 @@ class GroupStorage:
         self.states: dict[int, StateSlots] = {}
         parts: dict[int, Parts] = {}
         for number, (group, what) in enumerate(zip(self.groups, stored, strict=True)):
+            if group.kind == "state" and what is None:
+                continue
             if group.kind == "state":
                 self.states[number] = StateSlots(_checked_arrays(number, what), group.size, xp)
             else:
@@ -242,6 +248,8 @@ class GroupStorage:
             for arena, members in _members(self.groups, parts).items()
         ]
         self.num_blocks = tuple(arena.num_blocks for arena in self._arenas)
+        self.backends = tuple(backend for arena in self._arenas for made in arena.backends.values() for backend in made)
+        self.stores = tuple(arena.store for arena in self._arenas)
         for number, store in self.states.items():
             blocks = self.groups[number].blocks
             if blocks not in (0, self.bundle_blocks(number)):
@@ -287,11 +295,11 @@ class GroupStorage:
 
     def asarray(self, x: np.ndarray) -> Any:
         """Return a float32 numpy array as the backends take it."""
-        return self._any().asarray(x)
+        return self.backends[0].asarray(x)
 
     def to_numpy(self, x: Any) -> np.ndarray:
         """Return a result of the backends as a numpy array."""
-        return self._any().to_numpy(x)
+        return self.backends[0].to_numpy(x)
 
     def prepare(self, plan: Plan) -> GroupStep:
         """Make a step of a plan, for all layers; see `KVBackend.prepare`."""
@@ -436,7 +444,7 @@ class GroupStorage:
 
     def settle(self) -> int:
         """Wait until all calls have run; see `KVBackend.settle`."""
-        return sum(backend.settle() for arena in self._arenas for backend in arena.every())
+        return sum(backend.settle() for backend in self.backends)
 
     # ---------------------------------------------------------------------- internals
 
@@ -444,9 +452,6 @@ class GroupStorage:
         if plan.pool is not self._pool:
             raise ValueError(f"[{call}] the plan is of another pool")
         return plan.groups
-
-    def _any(self) -> KVBackend:
-        return next(backend for arena in self._arenas for backend in arena.every())
 
     def _at(self, call: str, layer: int) -> Place:
         if isinstance(layer, bool) or not isinstance(layer, (int, np.integer)):
@@ -465,7 +470,7 @@ class GroupStorage:
 
     def _slots(self, call: str, group: int) -> StateSlots:
         if group not in self.states:
-            raise ValueError(f"[{call}] group {group} is not a state group, those are {sorted(self.states)}")
+            raise ValueError(f"[{call}] group {group} is no state group, those are {sorted(self.states)}")
         return self.states[group]
 
     def _checkpoints(self, name: str, groups: Sequence[Any]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
@@ -622,9 +627,6 @@ class Arena:
                 made.append(factory(spec, num_blocks, storage=rows))
                 begin += aligned_nbytes(spec)
             self.backends[parts] = tuple(made)
-
-    def every(self) -> list[KVBackend]:
-        return [backend for backends in self.backends.values() for backend in backends]
 
 
 def _of(step: GroupStep, place: Place) -> Any:

@@ -136,7 +136,7 @@ BEGIN_FIRST = (
 KEPT_IN = ("metal_mutations", "metal_scores")
 LEFT_TO_TEST_ALL = (
     *("metal", "benchmarks"),
-    *("demo", "demo_conversation", "packaging", "ranks"),
+    *("packaging", "ranks"),
     *("backend_mlx", "mlx_native", "mlx_native_metal", "capi_examples"),
     *("sizing_fields", "stubs", "cross"),
     *("cli_bench_metal", "cli_cache", "cli_serve", "capi_speed", "mlx_lm_turns"),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from kvpool.replay.trace import Path, Trace, paths_of, shareable_blocks
+from benchmarks.replay.trace import Path, Trace, paths_of, shareable_blocks
 
 
 @dataclass(frozen=True)

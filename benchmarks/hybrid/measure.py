@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.hybrid import peers
-from kvpool.replay import read_trace
-from kvpool.replay.hybrid import HybridShape, hybrid_shape, replay_hybrid
-from kvpool.replay.trace import paths_of, shareable_blocks, unique_blocks
+from benchmarks.replay import read_trace, replay
+from benchmarks.replay.shapes import HybridShape, hybrid_shape
+from benchmarks.replay.trace import paths_of, shareable_blocks, unique_blocks
 
 DIVISORS = (1, 2, 4, 8)
 """Of U, the bytes of the full attention of all different tokens of a trace."""
@@ -122,7 +122,7 @@ def _policies(
     blocks = nbytes // shape.block_nbytes
 
     def pool() -> Iterator[int]:
-        result = replay_hybrid(case.trace, shape=shape, num_blocks=blocks, concurrency=setting.concurrency)
+        result = replay(case.trace, shape=shape, num_blocks=blocks, concurrency=setting.concurrency)
         yield result.counters["first_hit_tokens"]
 
     yield POOL, pool()

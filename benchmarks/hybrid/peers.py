@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from benchmarks.hybrid.fixed_split import Admitted, FixedSplit, Split, States, serve
-from kvpool.replay.trace import Path, Trace
+from benchmarks.replay.trace import Path, Trace
 
 CHUNK = 8192
 """Tokens of a prompt that SGLang computes at a time; a state stays where a chunk ends."""

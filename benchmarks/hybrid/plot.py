@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hybrid.measure import BOUND, FULL, PEERS, POOL, Found
-from kvpool._picture import BLOCKS, DASHED, INK, MUTED, OTHER, OTHER_LIGHT, Picture, legend, name
+from benchmarks.picture import BLOCKS, DASHED, INK, MUTED, OTHER, OTHER_LIGHT, Picture, legend, name
 
 MODEL = "qwen3_5"
 SUBTITLE = "Qwen3.5 27B. Tokens computed beyond what no cache can avoid, % of the tokens of all prompts."

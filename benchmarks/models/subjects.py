@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from kvpool.adapters.mlx_lm.tiny_families import NOT_RUN, OWN, build, config_of, randomize
+from benchmarks.tiny_families import NOT_RUN, OWN, build, config_of, randomize
 
 
 class Beside(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks import picture
 from benchmarks.quality.tables import Table
-from kvpool import _picture as picture
 
 CURVES = {
     "rotating": ("rotating (keep 4)", "#d9822b", "s"),

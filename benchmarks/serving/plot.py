@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import picture
+from benchmarks.picture import BLOCKS, BLOCKS_LIGHT, DASHED, INK, MUTED, OTHER
 from benchmarks.serving.phases import Phases
 from benchmarks.serving.record import Record
 from benchmarks.serving.runs import Bench, Run
-from kvpool import _picture as picture
-from kvpool._picture import BLOCKS, BLOCKS_LIGHT, DASHED, INK, MUTED, OTHER
 
 PHASES = {"ramp": "#fdf3e1", "steady": "#ffffff", "tail": "#eef0f3"}
 

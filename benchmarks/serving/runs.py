@@ -218,7 +218,7 @@ def workload_of(settings: Settings, vocab_size: int) -> Workload:
     """Return the requests."""
     s = settings
     if s.trace is not None:
-        from kvpool.replay import TraceError, read_trace
+        from benchmarks.replay import TraceError, read_trace
 
         try:
             trace = read_trace(s.trace)

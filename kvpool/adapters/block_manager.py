@@ -1,7 +1,7 @@
 """`KVBlockManager`: a pool and its KV storage behind one object, for simple engines.
 
-Every method is a call or two of `kvpool.Pool` and of a backend. The manager keeps no other state. Its methods are
-those of the MLX paged-attention plan. A sequence's id is its pool handle, so a stale id is an error, not another
+Every method is a call or two of `kvpool.Pool` and of a `GroupStorage`. The manager keeps no other state. Its methods
+are those of the MLX paged-attention plan. A sequence's id is its pool handle, so a stale id is an error, not another
 sequence.
 
 One decode step::
@@ -26,6 +26,7 @@ import numpy as np
 from kvpool import Plan, Pool
 from kvpool.config import KVSpec, blocks_for, checked_int
 from kvpool.errors import OutOfBlocks
+from kvpool.group_storage import GroupStorage
 from kvpool.protocol import KVBackend, StepArrays
 
 
@@ -122,13 +123,9 @@ class KVBlockManager:
             max_blocks_per_seq=max_blocks_per_seq,
             watermark=watermark,
         )
-        self.backend: KVBackend = factory(spec, num_blocks)
-        self._plan = Plan(
-            self.pool,
-            max_batch,
-            max_tokens,
-            backend=self.backend,
-        )
+        self.storage = GroupStorage(factory, self.pool, [spec])
+        self.backend: KVBackend = self.storage.backends[0]  # it holds all layers
+        self._plan = Plan(self.pool, max_batch, max_tokens)
 
     def __repr__(self) -> str:
         return f"<kvpool.adapters.block_manager.KVBlockManager: {self.pool!r} on {self.backend!r}>"
@@ -377,7 +374,7 @@ class KVBlockManager:
             self.pool.step(plan, seq_ids, num_new)
         try:
             if len(plan.copies):
-                self.backend.copy_blocks(plan)
+                self.storage.copy_blocks(plan)
         except BaseException:
             self.pool.rollback(plan)
             raise

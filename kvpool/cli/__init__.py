@@ -1,7 +1,7 @@
 """The ``kvpool`` command.
 
 ``kvpool demo`` checks on this machine what kvpool claims. ``kvpool generate`` and ``kvpool serve`` run a model of
-mlx-lm. ``kvpool replay`` runs a serving trace through a pool. ``kvpool plan`` sizes a pool. ``kvpool doctor`` shows
+mlx-lm. ``kvpool plan`` sizes a pool. ``kvpool doctor`` shows
 what is installed. ``kvpool store`` looks into a directory of blocks. ``kvpool bench`` measures kernels. ``kvpool fuzz``
 tests allocators with random programs.
 
@@ -21,14 +21,13 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 import kvpool
-from kvpool.cli import bench, demo, doctor, fuzz, generate, plan, replay, serve, store
+from kvpool.cli import bench, demo, doctor, fuzz, generate, plan, serve, store
 from kvpool.cli.console import CommandError
 
 COMMANDS = {
     "demo": demo,
     "generate": generate,
     "serve": serve,
-    "replay": replay,
     "plan": plan,
     "store": store,
     "doctor": doctor,

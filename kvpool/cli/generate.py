@@ -184,7 +184,7 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
         raise CommandError(f"needs mlx-lm ({exc}): {install_command('mlx')}") from None
     tiny_model(args)
     try:
-        model, tokenizer = loading.load(args.model, args.arch)
+        model, tokenizer = loading.load(args.model)
     except loading.ModelNotLoaded as exc:
         raise CommandError(f"--model {exc}") from None
     draft = load_draft_model(args, tokenizer)

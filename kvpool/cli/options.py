@@ -24,34 +24,23 @@ MOST_CHUNK = 2**30 - 1  # a step has two
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, metavar: str, help: str) -> None:
-    """Declare --model and --arch; `help` says what --model takes besides ``tiny``."""
+    """Declare --model; `help` says what --model takes besides ``tiny``."""
     parser.add_argument(
         "--model",
         required=True,
         metavar=metavar,
         help=f"{help}, or {TINY}: a small random model that needs no download",
     )
-    parser.add_argument(
-        "--arch",
-        metavar="NAME",
-        help=f"architecture of the {TINY} model, a model file of mlx-lm such as qwen3_5 (default: a llama)",
-    )
 
 
 def tiny_model(args: argparse.Namespace) -> ModuleType | None:
-    """The module of the tiny model if the user asked for it, else None. Its architecture is one that it has."""
+    """The module of the tiny model if the user asked for it, else None."""
     if args.model != TINY:
-        if args.arch is not None:
-            raise CommandError(f"--arch {args.arch}: only --model {TINY} has a choice")
         return None
     try:
         from kvpool.adapters.mlx_lm import tiny
     except ImportError as exc:
         raise CommandError(f"--model {TINY} needs mlx-lm ({exc}): {install_command('mlx')}") from None
-    try:
-        tiny.config(args.arch)
-    except ValueError as exc:
-        raise CommandError(f"--arch: {str(exc).removeprefix('[tiny] arch is ')}") from None
     return tiny
 
 

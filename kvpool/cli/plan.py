@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if "kv_bits" in bits:
         bits["k_bits"] = bits["v_bits"] = bits.pop("kv_bits")
     tiny = tiny_model(args)
-    model, dtype = (args.model, args.dtype) if tiny is None else (tiny.config(args.arch), args.dtype or "float32")
+    model, dtype = (args.model, args.dtype) if tiny is None else (tiny.CONFIG, args.dtype or "float32")
     try:
         facts, text = describe_plan(model, memory, block_size, dtype, max_len, **bits)
     except OSError as exc:

@@ -184,7 +184,7 @@ def make_engine(args: argparse.Namespace, options: dict[str, Any]) -> Engine:
     from kvpool.adapters.mlx_lm import Engine, loading
     from kvpool.adapters.mlx_lm.shapes import max_positions
 
-    model, tokenizer = loading.load(args.model, args.arch)
+    model, tokenizer = loading.load(args.model)
     draft = load_draft_model(args, tokenizer)
     running, size = options["max_running"], options["block_size"]
     if options["num_blocks"] is None:

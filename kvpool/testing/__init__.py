@@ -3,7 +3,6 @@
 - `ModelPool`, `ModelPlan` (`kvpool.testing.model`): the core's contract in plain Python.
 - `kvpool.testing.conformance`: what every backend has to pass.
 - `check_store` (`kvpool.testing.stores`): what every store of blocks has to pass.
-- `RecordedPool` (`kvpool.testing.recorded`): a pool that keeps its calls; `kvpool.testing.recorded` makes them again.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from typing import Any
 _WHERE = {
     "ModelPool": "model",
     "ModelPlan": "model",
-    "RecordedPool": "recorded",
     "check_store": "stores",
 }
-__all__ = ["ModelPlan", "ModelPool", "RecordedPool", "check_store"]
+__all__ = ["ModelPlan", "ModelPool", "check_store"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,53 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import kvpool
-from kvpool.testing.fuzz_target import MOST_SEQUENCES, Copy
+from kvpool.testing.fuzz_target import MOST_SEQUENCES, Copy, TargetFinding
+from kvpool.testing.model import ModelPlan, ModelPool
+
+
+class _Calls:
+    """The calls of an `Allocator`, made on a pool with a prefix cache: each step is done when the call returns.
+
+    Prompts are committed as far as a hit may reach, so later ones find them.
+    """
+
+    def __init__(self, make_pool: Any, make_plan: Any, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.pool = make_pool(
+            *(num_blocks, block_size), max_seqs=MOST_SEQUENCES, max_blocks_per_seq=4 * num_blocks + 16,
+            reserved_blocks=0, prefix_cache=True, seed=1,
+        )  # fmt: skip
+        self.plan = make_plan(self.pool, 1, 4 * block_size + 8, formats=())
+        self.open_: list[int] = []  # handles, in the order in which both sides have them
+
+    def open(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """Open a prompt and compute what no hit has of it. Returns the handle, and the tokens of the hit."""
+        handle = self.pool.open(tokens)
+        hit = self.pool.num_tokens(handle)
+        self.append(handle, tokens[hit:])
+        end = (len(tokens) - 1) // self.block_size * self.block_size
+        self.pool.prefix.commit(handle, tokens[hit:end])
+        self.open_.append(handle)
+        return handle, hit
+
+    def append(self, seq: int, tokens: Sequence[int]) -> list[Copy]:
+        """Compute more tokens."""
+        self.pool.step(self.plan, [seq], len(tokens))
+        copies = [(src, dst, n) for src, dst, n in self.plan.copies.tolist()]
+        self.pool.done(self.plan)
+        return copies
+
+    def free(self, seq: int) -> None:
+        """Close a sequence."""
+        self.pool.close(seq)
+        self.open_.remove(seq)
+
+    def fork(self, seq: int) -> int:
+        """Fork a sequence."""
+        self.open_.append(int(self.pool.fork(seq)[0]))
+        return self.open_[-1]
+
+    def truncate(self, seq: int, length: int) -> None:
+        """Shorten a sequence."""
+        self.pool.truncate(seq, length)
 
 
 class PoolAllocator:
-    """A pool with a prefix cache, as an `Allocator`: each call is a step that is done when it returns.
+    """A pool beside its plain model, as an `Allocator`. Each call is made on both, and they must agree.
 
-    Prompts are committed as far as a hit may reach, so later ones find them. The pool checks itself before each answer
-    about free blocks.
+    They agree on hits, copies, refusals, free blocks, and on tables, but for the names of blocks: with a prefix cache
+    the pool may hand out others. The pool checks itself before each answer about free blocks.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.OutOfBlocks = kvpool.OutOfBlocks
-        self.pool = kvpool.Pool(
-            *(num_blocks, block_size), max_seqs=MOST_SEQUENCES, max_blocks_per_seq=4 * num_blocks + 16,
-            reserved_blocks=0, prefix_cache=True, seed=1,
-        )  # fmt: skip
-        self.plan = kvpool.Plan(self.pool, 1, 4 * block_size + 8, formats=())
+        self.core = _Calls(kvpool.Pool, kvpool.Plan, num_blocks, block_size)
+        self.model = _Calls(ModelPool, ModelPlan, num_blocks, block_size)
+        self.pool = self.core.pool
         self.hits: dict[int, int] = {}
 
     @property
     def num_free(self) -> int:
         """Blank blocks and evictable ones."""
         self.pool.check()
-        return self.pool.blocks.num_free
+        free: int = self.pool.blocks.num_free
+        self._agree("free blocks", free, self.model.pool.stats().free)
+        return free
 
     def open(self, tokens: Sequence[int]) -> int:
         """Open a prompt and compute what no hit has of it."""
-        handle = self.pool.open(tokens)
-        self.hits[handle] = hit = self.pool.num_tokens(handle)
-        self._step(handle, len(tokens) - hit)
-        end = (len(tokens) - 1) // self.block_size * self.block_size
-        self.pool.prefix.commit(handle, tokens[hit:end])  # type: ignore[union-attr]
-        return handle
+        (handle, hit), (_, expected) = self._both(lambda side, _: side.open(tokens))
+        self._agree("hit tokens", hit, expected)
+        self.hits[handle] = hit
+        return int(handle)
 
     def append(self, seq: int, tokens: Sequence[int]) -> list[Copy]:
         """Compute more tokens."""
-        return self._step(seq, len(tokens))
-
-    def _step(self, seq: int, n: int) -> list[Copy]:
-        self.pool.step(self.plan, [seq], n)
-        copies = [(src, dst, tokens) for src, dst, tokens in self.plan.copies.tolist()]
-        self.pool.done(self.plan)
+        copies, expected = self._both(lambda side, handle: side.append(handle, tokens), seq)
+        self._agree("tokens copied", [n for _, _, n in copies], [n for _, _, n in expected])
         return copies
 
     def table(self, seq: int) -> Any:
@@ -57,16 +99,46 @@ class PoolAllocator:
 
     def free(self, seq: int) -> None:
         """Close a sequence."""
-        self.pool.close(seq)
+        self._both(lambda side, handle: side.free(handle), seq)
 
     def fork(self, seq: int) -> int:
         """Fork a sequence."""
-        return int(self.pool.fork(seq)[0])
+        return int(self._both(lambda side, handle: side.fork(handle), seq)[0])
 
     def truncate(self, seq: int, length: int) -> None:
         """Shorten a sequence."""
-        self.pool.truncate(seq, length)
+        self._both(lambda side, handle: side.truncate(handle, length), seq)
 
     def cached(self, seq: int) -> int:
         """Tokens that were a hit."""
         return self.hits[seq]
+
+    def _both(self, call: Callable[[_Calls, int], Any], seq: int | None = None) -> tuple[Any, Any]:
+        """What a call returns on the pool and on the model. One that is refused is refused by both."""
+        place = None if seq is None else self.core.open_.index(seq)
+        results: list[Any] = []
+        for side in (self.core, self.model):
+            try:
+                results.append(call(side, -1 if place is None else side.open_[place]))
+            except kvpool.OutOfBlocks as refused:
+                results.append(refused)
+        found, expected = results
+        short = [result.short_by if isinstance(result, kvpool.OutOfBlocks) else 0 for result in results]
+        self._agree("blocks short", *short)
+        if short[0]:
+            raise found
+        self._compare()
+        return found, expected
+
+    def _compare(self) -> None:
+        """The tables of both are equal up to the names of blocks."""
+        names: dict[int, int] = {}
+        for mine, theirs in zip(self.core.open_, self.model.open_, strict=True):
+            found, expected = (self.pool.table(mine).tolist(), self.model.pool.table(theirs).tolist())
+            self._agree("blocks of a table", len(found), len(expected))
+            self._agree("table", [names.setdefault(a, b) for a, b in zip(found, expected, strict=True)], expected)
+        self._agree("blocks in use", len(set(names)), len(set(names.values())))
+
+    def _agree(self, what: str, found: Any, expected: Any) -> None:
+        if found != expected:
+            raise TargetFinding("model", f"{what}: the pool has {found}, the plain model {expected}")

@@ -240,6 +240,8 @@ class Checked:
                 raise TargetFinding("refusal", f"{name} was refused, and left {now} of {free} blocks free") from None
             self._check()
             raise
+        except TargetFinding:  # of an adapter that compares
+            raise
         except Exception as error:
             raise _raised(name, error) from error
 
@@ -247,6 +249,8 @@ class Checked:
         """The answer to a question, which takes no block: there is nothing to refuse."""
         try:
             return question()
+        except TargetFinding:
+            raise
         except Exception as error:
             raise _raised(name, error) from error
 

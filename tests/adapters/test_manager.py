@@ -385,4 +385,5 @@ def test_manager_without_exactly_one_size_or_with_layers_that_differ_is_refused(
 def test_manager_takes_a_backend_by_name(monkeypatch):
     monkeypatch.setenv("KVPOOL_BACKEND", "numpy")
     assert isinstance(KVBlockManager(SPEC, 4).backend, NumpyBackend)
-    assert isinstance(KVBlockManager(SPEC, 4, backend="numpy").backend, NumpyBackend)
+    manager = KVBlockManager(SPEC, 4, backend="numpy")
+    assert isinstance(manager.backend, NumpyBackend) and manager.storage.backends == (manager.backend,)

@@ -425,7 +425,7 @@ def test_the_account_of_bytes_is_that_of_mlx():
 
 @pytest.mark.parametrize("family", ["qwen3_5", "gemma4_text", "gpt_oss", "lfm2"])
 def test_the_second_turn_of_a_hybrid_computes_what_is_new_to_the_same_bits(family):
-    from kvpool.adapters.mlx_lm import tiny_families
+    from benchmarks import tiny_families
 
     model = tiny_families.build(family, tiny_families.config_of(family))
     tiny_families.randomize(model)

@@ -44,6 +44,13 @@ def test_shapes_of_one_arena_share_one_budget():
         assert smaller.block_nbytes() == 2048
 
 
+def test_states_that_somebody_else_keeps_take_no_bytes():
+    with two_groups() as pool:
+        storage = GroupStorage(NumpyBackend, pool, [WIDE, NARROW, None])
+        assert not storage.states and storage.nbytes == 40 * 2048
+        assert [backend.spec for backend in storage.backends] == [WIDE, NARROW]
+
+
 def test_arenas_of_one_shape_have_the_bytes_of_their_backends():
     groups = [Group.full(), Group.window(9, arena=1, num_blocks=12)]
     with Pool(40, 4, max_seqs=4, groups=groups) as pool:

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.command import main
 from benchmarks.hybrid import command, measure, peers
 from benchmarks.hybrid.measure import PEERS, POOL, Setting
-from kvpool.replay import Trace, synthetic_trace
-from kvpool.replay.trace import paths_of, shareable_blocks, unique_blocks
+from benchmarks.replay import Trace, synthetic_trace
+from benchmarks.replay.trace import paths_of, shareable_blocks, unique_blocks
 
 SETTING = Setting("qwen3_5", "agentic_a", 1500, 4, 64)
 

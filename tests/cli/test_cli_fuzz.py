@@ -1,4 +1,4 @@
-"""`kvpool fuzz`: random programs on the installed core."""
+"""`kvpool fuzz`: random programs on the installed core, beside its plain model."""
 
 import json
 
@@ -6,6 +6,7 @@ import pytest
 
 import kvpool
 from kvpool.cli import main
+from kvpool.testing import ModelPool
 from kvpool.testing.fuzz_pool import PoolAllocator
 from kvpool.testing.fuzz_target import fuzz_target
 
@@ -50,6 +51,19 @@ def test_finding_is_printed_as_a_test_and_can_be_made_again(capsys, monkeypatch)
     space = {}
     exec(facts["script"], space)
     space["test_fuzz_target"]()
+
+
+class FindsLess(ModelPool):
+    """A planted bug of the model: half of a hit is not found."""
+
+    def open(self, tokens=0, *given, **options):
+        return super().open(tokens if isinstance(tokens, int) else [*tokens[: len(tokens) // 2], 99], *given, **options)
+
+
+def test_pool_and_model_that_disagree_are_a_finding(monkeypatch):
+    monkeypatch.setattr("kvpool.testing.fuzz_pool.ModelPool", FindsLess)
+    report = hunt_target(PoolAllocator, 1, calls=20_000)
+    assert report.kind == "model" and "the plain model" in report.finding and report.script_fails
 
 
 def test_same_seed_makes_the_same_calls(capsys):

@@ -5,10 +5,12 @@ import json
 import re
 import signal
 
+import mlx_lm
 import numpy as np
 import pytest
 from mlx_models import on_cpu, solo_tokens
 
+from benchmarks import tiny_families
 from kvpool.adapters.mlx_lm import Engine, tiny
 from kvpool.adapters.mlx_lm.engine import Completion, Sample, TokenEvent
 from kvpool.cli import main
@@ -48,31 +50,25 @@ def test_one_prompt_prints_its_text_alone(capsys, expected):
 def test_model_that_gives_no_number_is_an_error_of_one_line(capsys, monkeypatch):
     model, tokenizer = tiny.make()
     model.model.embed_tokens.weight[tokenizer.encode("}")[0]] = np.inf
-    monkeypatch.setattr(tiny, "make", lambda arch=None: (model, tokenizer))
+    monkeypatch.setattr(tiny, "make", lambda: (model, tokenizer))
     assert generate("--prompt", "a", "--prompt", "a } b") == 2
     assert "prompt 2: the logits for token 0 of sample 0 are not finite" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "gemma3"])
-def test_architecture_of_the_tiny_model_answers_with_stock_tokens(capsys, arch):
-    assert generate("--arch", arch, "--prompt", PROMPTS[0], "--json") == 0
+def test_model_of_a_folder_answers_with_stock_tokens(capsys, arch, tmp_path):
+    tiny_families.save(tmp_path, arch)
+    assert generate("--model", str(tmp_path), "--prompt", PROMPTS[0], "--json") == 0
     (sample,) = json.loads(capsys.readouterr().out)["answers"][0]["samples"]
     with on_cpu():
-        model, tokenizer = tiny.make(arch)
+        model, tokenizer = mlx_lm.load(str(tmp_path))[:2]
         assert sample["tokens"] == solo_tokens(model, tokenizer.encode(PROMPTS[0]), 40)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--model", "tiny", "--arch", "gpt5"], "--arch: 'gpt5', known are Klear"),
-        (["--model", "./tiny", "--arch", "llama"], "--arch llama: only --model tiny has a choice"),
-    ],
-)
-@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["plan", "--memory", "1GiB"], ["serve"]])
-def test_architecture_that_is_not_there_is_refused(capsys, command, arguments, said):
-    assert main([*command, *arguments]) == 2
-    assert said in capsys.readouterr().err
+def test_drafts_for_a_model_with_states_are_refused(capsys, tmp_path):
+    tiny_families.save(tmp_path, "qwen3_5")
+    assert generate("--model", str(tmp_path), "--prompt", "x", "--speculate", "4") == 2
+    assert f"--model {tmp_path}: speculate: the pool has a state group" in capsys.readouterr().err
 
 
 def test_prompt_that_is_no_text_is_refused(capsys):
@@ -157,7 +153,6 @@ def test_stats_go_to_stderr(capsys, expected):
         (["--speculate", "-1"], "--speculate -1: out of range"),
         (["--speculate", "4", "--draft-model", "/no/such"], "--draft-model /no/such: no such folder"),
         (["--speculate", "4", "--eviction", "h2o", "--max-kv", "9"], "--speculate and --eviction exclude each other"),
-        (["--speculate", "4", "--arch", "mamba2"], "--model tiny: speculate: the pool has a state group"),
         (["--num-blocks", "9", "--memory", "1MiB"], "--memory and --num-blocks exclude each other"),
         (["--memory", "lots"], "generate: --memory lots: 'lots' is not a size"),
         (["--model", "/no/such/folder"], "--model /no/such/folder: no such folder"),

@@ -14,6 +14,7 @@ import pytest
 from mlx_models import on_cpu, solo_tokens
 from server_process import Server
 
+from benchmarks import tiny_families
 from kvpool.adapters.mlx_lm import tiny
 from kvpool.cli import main, serve
 
@@ -45,7 +46,7 @@ def test_answers_are_those_of_the_stock_model(server, expected):
 
 @pytest.mark.parametrize("arch", ["qwen3_5", "falcon_h1"])
 def test_server_of_a_model_with_states_answers_as_the_stock_model(arch, tmp_path):
-    tiny.save(tmp_path, arch)  # some models change their weights when they are loaded
+    tiny_families.save(tmp_path, arch)  # some models change their weights when they are loaded
     one = Server("--num-blocks", "40", "--kv-block-size", "8", model=str(tmp_path))
     with on_cpu():
         model, tokenizer = mlx_lm.load(str(tmp_path))[:2]

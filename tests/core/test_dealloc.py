@@ -23,7 +23,7 @@ ENDS = {
     "shut down twice": "pool.shutdown(); pool.shutdown(); plan.seq_lens.sum(); del pool, plan",
     "deferred close": "pool.defer_close(handle)",
     "recording": """
-from kvpool.testing import RecordedPool
+from benchmarks.replay.recorded import RecordedPool
 pool = RecordedPool(64, 4); kvpool.Plan(pool, 1); pool.open(9)
 """,
     "a manager on native kernels": """

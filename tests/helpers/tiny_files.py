@@ -3,7 +3,7 @@
 import mlx.core as mx
 from mlx.utils import tree_map_with_path
 
-from kvpool.adapters.mlx_lm import tiny_families
+from benchmarks import tiny_families
 
 
 def build(name, config):

@@ -15,7 +15,8 @@ from mlx_lm.utils import save_config, save_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvpool.adapters.mlx_lm import tiny, tiny_families
+from benchmarks import tiny_families
+from kvpool.adapters.mlx_lm import tiny
 
 KINDS = ("bytes", "merges", "signs")
 WORDS = [

@@ -1,9 +1,9 @@
-"""Traces made by hand for `kvpool replay`, and its output."""
+"""Traces made by hand for `benchmarks.replay`, and the output of its command."""
 
 import numpy as np
 
-from kvpool.cli import main
-from kvpool.replay import Trace
+from benchmarks.command import main
+from benchmarks.replay import Trace, command
 
 
 def make_trace(requests, block_size=4):
@@ -22,8 +22,8 @@ def make_trace(requests, block_size=4):
 
 
 def output(capsys, *argv):
-    """Run a command that must succeed; return what it printed."""
-    assert main(argv) == 0
+    """Run the command, which must succeed; return what it printed."""
+    assert main(command, argv) == 0
     out, err = capsys.readouterr()
     assert err == ""  # no progress bar where nobody watches
     return out

@@ -16,7 +16,8 @@ from mlx_models import VOCAB, batch_tokens, on_cpu, random_prompts, solo_tokens,
 from test_mlx_native import looking_in
 
 import kvpool_backends.mlx
-from kvpool.adapters.mlx_lm import attention, install, tiny_families
+from benchmarks import tiny_families
+from kvpool.adapters.mlx_lm import attention, install
 from kvpool.config import KVSpec
 from kvpool.errors import BackendUnavailable
 from kvpool.protocol import AttentionOptions, BatchShape, StepArrays

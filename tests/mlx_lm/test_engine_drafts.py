@@ -11,6 +11,7 @@ import pytest
 from mlx_models import ROUTES, VOCAB, assert_all_free, computing_on_cpu, on_cpu, random_prompts, tiny_gemma3, tiny_llama
 from scheduler_workload import draw
 
+from benchmarks import tiny_families
 from kvpool import Pool, Request
 from kvpool.adapters.mlx_lm import DraftModel, Engine, PromptLookup, Sampling, tiny
 from kvpool.adapters.mlx_lm.drafts import Trust
@@ -210,7 +211,7 @@ def test_draft_model_with_states_and_other_tokens_gives_the_tokens_of_none(model
     """Its prefix cache has no checkpoint where a draft was wrong; it has no token above 256."""
     prompts = [[*range(250, 270)], [5] * 30]
     plain = [facts(one) for one in Engine(model, MANY).batch(prompts, max_tokens=60)]
-    proposer = DraftModel(tiny.make("qwen3_5")[0], MANY)
+    proposer = DraftModel(tiny_families.make("qwen3_5")[0], MANY)
     engine = Engine(model, MANY, speculate=proposer)
     assert [facts(one) for one in engine.batch(prompts, max_tokens=60)] == plain
     proposer.engine.close()
@@ -269,7 +270,7 @@ def test_draft_that_the_model_does_not_have_is_dropped(model):
 
 def test_model_whose_states_take_nothing_back_is_refused(model):
     with pytest.raises(ValueError, match="a state takes no token back"):
-        Engine(tiny.make("mamba2")[0], 100, speculate=PromptLookup())
+        Engine(tiny_families.make("mamba2")[0], 100, speculate=PromptLookup())
     with pytest.raises(ValueError, match="speculate and eviction exclude each other"):
         Engine(model, 100, speculate=PromptLookup(), eviction=SlidingWindow(max_kv=64))
     for wrong in (0, -1):

@@ -12,6 +12,7 @@ from metal_engine import StandIn
 from mlx_models import computing_on_cpu, solo_tokens, tiny_llama
 
 import kvpool_backends.mlx
+from benchmarks import tiny_families
 from kvpool.adapters.mlx_lm import install, tiny
 from kvpool.adapters.mlx_lm.engine import Engine, RaggedForward
 from kvpool.eviction import H2O, BlockEviction, SlidingWindow
@@ -31,7 +32,7 @@ PROMPTS = [[(7 * i * i + 3 * i + n) % 90 for i in range(n)] for n in (4 * CHUNK 
 
 
 def made(name=None):
-    model, _ = tiny.make(name)
+    model, _ = tiny.make() if name is None else tiny_families.make(name)
     return model
 
 

@@ -11,10 +11,10 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_models import computing_on_cpu, ended
 
-from kvpool.adapters.mlx_lm import tiny
+from benchmarks import tiny_families
+from benchmarks.tiny_families import OWN
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.adapters.mlx_lm.states import Checkpoints
-from kvpool.adapters.mlx_lm.tiny_families import OWN
 from kvpool.eviction import SlidingWindow
 from kvpool.groups import arenas_of
 
@@ -113,7 +113,7 @@ def crowd():
 @pytest.mark.long
 @pytest.mark.parametrize("name", SHORT)
 def test_crowd_finds_what_it_computed_before(name):
-    model, _ = tiny.make(name)
+    model, _ = tiny_families.make(name)
     engine = check_crowd(model, crowd(), 300)
     assert engine.scheduler.stats().hit_tokens >= sum((len(prompt) - 16) // BLOCK * BLOCK for prompt in crowd())
 
@@ -121,7 +121,7 @@ def test_crowd_finds_what_it_computed_before(name):
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(OWN))
 def test_engine_gives_the_tokens_of_stock_alone_in_every_family(name):
-    model, _ = tiny.make(name)
+    model, _ = tiny_families.make(name)
     check_warm(model, prompt_of(61, 3))
     check_forked_and_cancelled(model, [prompt_of(length, 3) for length in (37, 5, 61, 1, 20)])
     if name not in BY_CHUNK:
@@ -131,7 +131,7 @@ def test_engine_gives_the_tokens_of_stock_alone_in_every_family(name):
 @pytest.mark.parametrize("name", ["gemma4", "qwen3_5", "longcat_flash_ngram", "gemma3_text"])
 def test_samples_of_a_prompt_are_those_of_requests_of_their_own_and_share_what_is_found(name):
     """Each sample begins with the state of the prompt and steps on its own."""
-    model, _ = tiny.make(name)
+    model, _ = tiny_families.make(name)
     prompt, how = prompt_of(45, 4), {"max_tokens": TOKENS, "temperature": 1.0}
     cold, engine = engine_of(model, prefix_cache=False), engine_of(model)
     due = [cold.generate(prompt, seed=5 + i, **how).tokens.tolist() for i in range(4)]
@@ -149,7 +149,7 @@ def test_samples_of_a_prompt_are_those_of_requests_of_their_own_and_share_what_i
 
 @pytest.mark.parametrize("name", ["gemma4", "qwen3_5"])
 def test_preempted_sequence_goes_on_from_its_newest_checkpoint(name):
-    model, _ = tiny.make(name)
+    model, _ = tiny_families.make(name)
     engine, prompt = engine_of(model), prompt_of(62, 21)
     id = engine.submit(prompt, max_tokens=40)
     core, done, known = engine.scheduler._core, [], []
@@ -168,7 +168,7 @@ def test_preempted_sequence_goes_on_from_its_newest_checkpoint(name):
 
 def check_next_turn(name, is_told, turns):
     """Turns that begin with a prompt of so many tokens, of which they rewrite so many at the end."""
-    model, _ = tiny.make(name)
+    model, _ = tiny_families.make(name)
     engine = engine_of(model, 600, block_size=16)
     for length, rewritten in turns:
         prompt = [length, rewritten, *prompt_of(length - 2, length)]
@@ -205,7 +205,7 @@ def test_checkpoint_that_is_loaded_wrongly_shows(monkeypatch):
             seen.append(held)
         return slots, seen[0] if slots else held
 
-    model, _ = tiny.make("qwen3_5")
+    model, _ = tiny_families.make("qwen3_5")
     monkeypatch.setattr(Checkpoints, "loaded", others)
     engine = engine_of(model)
     first, second = prompt_of(61, 31), prompt_of(61, 32)
@@ -218,7 +218,7 @@ def test_checkpoint_that_is_loaded_wrongly_shows(monkeypatch):
 @pytest.mark.parametrize("name", ["longcat_flash_ngram", "qwen3_5"])
 def test_state_that_cannot_be_restored_or_is_larger_than_the_pool_is_never_found(name, caplog):
     """The first is said once when the engine is made."""
-    model, _ = tiny.make(name)
+    model, _ = tiny_families.make(name)
     is_small = name == "qwen3_5"
     engine = engine_of(model, engine_of(model).kv.layout.checkpoint_blocks) if is_small else engine_of(model)
     prompt = prompt_of(13 if is_small else 61, 3)
@@ -232,7 +232,7 @@ def test_state_that_cannot_be_restored_or_is_larger_than_the_pool_is_never_found
 @pytest.mark.parametrize("name", ["qwen3_5", "mamba2", "gemma4"])
 def test_beam_over_forked_states_is_that_of_recomputed_prompts(name):
     """Each hypothesis is scored again by the stock model, from its first token."""
-    model, _ = tiny.make(name)
+    model, _ = tiny_families.make(name)
     prompt = prompt_of(19, 3)
     engine = engine_of(model, prefix_cache=False)
     (completion,) = engine.batch([prompt], max_tokens=8, n=3, beam_width=3, eos=())
@@ -252,7 +252,7 @@ def test_beam_over_forked_states_is_that_of_recomputed_prompts(name):
 
 @pytest.mark.parametrize("name", ["qwen3_5", "longcat_flash_ngram"])
 def test_failed_step_leaves_states_as_they_were(name, monkeypatch):
-    model, _ = tiny.make(name)
+    model, _ = tiny_families.make(name)
     prompts = [prompt_of(length, 3) for length in (9, 21, 4)]
     due = [alone(model, prompt) for prompt in prompts]
     engine = engine_of(model, prefix_cache=False)
@@ -285,7 +285,7 @@ def slots_of(engine):
 
 
 def test_arrays_of_states_are_bounded_by_the_sequences_that_run():
-    model, _ = tiny.make("qwen3_5")
+    model, _ = tiny_families.make("qwen3_5")
     engine = engine_of(model, max_running=4, prefix_cache=False)
     rng = np.random.default_rng(11)
     one = prompt_of(9, 3)
@@ -311,6 +311,6 @@ def test_arrays_of_states_are_bounded_by_the_sequences_that_run():
     [("qwen3", None), ("gemma3_text", None), ("qwen3_5", None), ("gemma3_text", SlidingWindow(max_kv=32))],
 )
 def test_prefix_cache_is_there_by_default(name, eviction):
-    model, _ = tiny.make(name)
+    model, _ = tiny_families.make(name)
     engine = Engine(model, 200, block_size=BLOCK, eviction=eviction)
     assert engine.kv.prefix_cache and (len(engine.kv.layout.groups) > 1) == (name != "qwen3")

@@ -18,7 +18,8 @@ from small_tokenizers import tokenizer_of
 from tokenizers import AddedToken
 
 import kvpool
-from kvpool.adapters.mlx_lm import tiny, tiny_families
+from benchmarks import tiny_families
+from kvpool.adapters.mlx_lm import tiny
 from kvpool.adapters.mlx_lm.chat import Transcript, speller
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.errors import RequestRejected, UnknownRequest

@@ -11,13 +11,14 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_models import ended
 
+from benchmarks import tiny_families
 from kvpool.adapters.mlx_lm import Engine, install, tiny
 from kvpool.adapters.mlx_lm import stored as module
 from kvpool.groups import Group
 from kvpool.store import DiskStore, MemoryStore, TieredStore
 from kvpool.store.blocks import TierStats
 
-ARCHS = (None, "gemma3_text", "qwen3_5")  # one table; windows; states
+ARCHS = ("tiny", "gemma3_text", "qwen3_5")  # one table; windows; states
 PROMPT = np.random.default_rng(11).integers(0, 200, 400).tolist()
 OTHER = np.random.default_rng(12).integers(0, 200, 300).tolist()
 
@@ -50,7 +51,7 @@ class Lasting:
 
 @pytest.fixture(scope="module", params=ARCHS, ids=["llama", "gemma3", "qwen3_5"])
 def model(request):
-    return tiny.make(request.param)[0]
+    return (tiny.make() if request.param == "tiny" else tiny_families.make(request.param))[0]
 
 
 def answer(engine, prompt=PROMPT, **options):
@@ -124,7 +125,7 @@ def test_blocks_that_the_disk_refused_are_saved_with_a_later_answer(tmp_path):
         made.extend([MemoryStore(layout, 1 << 26), DiskStore(str(tmp_path / "store"), layout, 1 << 28)])
         return TieredStore(made)
 
-    engine = engine_of(tiny.make(ARCHS[0])[0], make)
+    engine = engine_of(tiny.make()[0], make)
     memory, disk = made
     assert disk.ready.wait(60)
     disk._paused_until = float("inf")

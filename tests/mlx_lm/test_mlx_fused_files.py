@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from mlx_models import batch_tokens, computing_on_cpu, solo_tokens
 
+from benchmarks.tiny_families import NOT_RUN, OWN, build, config_of, randomize
 from kvpool.adapters.mlx_lm import install
-from kvpool.adapters.mlx_lm.tiny_families import NOT_RUN, OWN, build, config_of, randomize
 
 cpu = pytest.fixture(computing_on_cpu, autouse=True)
 LATENT = "the backend does not attend to latents"  # MLX's own, on the CPU

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from mlx_models import batch_tokens, computing_on_cpu, solo_tokens
 
+from benchmarks.tiny_families import LATENT, build, config_of, randomize
 from kvpool.adapters.mlx_lm import Engine, attention, install
 from kvpool.adapters.mlx_lm.host import Converted
-from kvpool.adapters.mlx_lm.tiny_families import LATENT, build, config_of, randomize
 from kvpool.eviction import H2O
 from kvpool.protocol import StepArrays
 

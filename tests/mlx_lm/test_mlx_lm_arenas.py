@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from mlx_models import computing_on_cpu
 
+from benchmarks import tiny_families
 from benchmarks.models import capacity
-from kvpool.adapters.mlx_lm import host, install, tiny, tiny_families
+from kvpool.adapters.mlx_lm import host, install
 from kvpool.adapters.mlx_lm.layout import layout_of
 from kvpool.sizing import IDLE, arrays_of_one_size
 
@@ -70,7 +71,7 @@ def wide_gemma4():
 
 def logits_of(name, change=lambda layout: None, **how):
     """Logits of a program in a pool so small that blocks go from one shape to the other; and what the pool holds."""
-    model = wide_gemma4() if name == "wide" else tiny.make(name)[0]
+    model = wide_gemma4() if name == "wide" else tiny_families.make(name)[0]
     rng = np.random.default_rng(8)
     found = []
     with install(model, 44, block_size=4, max_seqs=16, **how) as kv:

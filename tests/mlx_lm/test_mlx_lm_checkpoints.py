@@ -9,15 +9,16 @@ import pytest
 from mlx_models import computing_on_cpu
 
 import kvpool
+from benchmarks import tiny_families
+from benchmarks.tiny_families import OWN
 from kvpool import Group, KVSpec
-from kvpool.adapters.mlx_lm import install, tiny
+from kvpool.adapters.mlx_lm import install
 from kvpool.adapters.mlx_lm.cache import Batch, PagedKVCache
 from kvpool.adapters.mlx_lm.engine import FORMATS, RaggedForward
 from kvpool.adapters.mlx_lm.host import Converted
 from kvpool.adapters.mlx_lm.passes import Known
 from kvpool.adapters.mlx_lm.shapes import Leaf, StateShape, build, inspect_model
 from kvpool.adapters.mlx_lm.states import Checkpoints
-from kvpool.adapters.mlx_lm.tiny_families import OWN
 from kvpool.group_storage import BlockRows
 from kvpool_backends import load_backend
 
@@ -45,7 +46,7 @@ class Driver:
     """Runs one sequence after the other."""
 
     def __init__(self, name, dtype=None, **how):
-        model, _ = tiny.make(name)
+        model, _ = tiny_families.make(name)
         if dtype is not None:
             model.set_dtype(dtype)
         self.kv = install(model, 200, block_size=BLOCK, max_seqs=SLOTS // 2, prefix_cache=True, **how)
@@ -115,7 +116,7 @@ def restorable():
     """Families with states, all of which have fixed shapes."""
     found = []
     for name in sorted(OWN):
-        kinds = {leaf.kind for leaf in inspect_model(tiny.make(name)[0]).leaves}
+        kinds = {leaf.kind for leaf in inspect_model(tiny_families.make(name)[0]).leaves}
         if "state" in kinds and "opaque" not in kinds:
             found.append(name)
     return found
@@ -167,7 +168,7 @@ def caches_of(kv, tokens):
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "mamba"])
 def test_caches_of_mlx_lm_with_a_found_prefix_have_its_state(name):
     """Also copies that were made before the first pass loaded the state, whichever of them runs first."""
-    model, _ = tiny.make(name)
+    model, _ = tiny_families.make(name)
     tokens = np.random.default_rng(17).integers(0, 90, 40).tolist()
 
     def fed(caches, at):
@@ -203,7 +204,7 @@ def test_state_of_a_model_that_was_cast_is_refused():
 
 
 def test_pool_with_checkpoints_of_another_size_is_refused():
-    model, _ = tiny.make("qwen3_5")
+    model, _ = tiny_families.make("qwen3_5")
     groups = [Group.full(), Group.state(8, blocks=3)]
     with pytest.raises(ValueError, match=r"checkpoint of the pool has 3 blocks, .* this model need 9: .*blocks=9"):
         install(model, pool=kvpool.Pool(64, BLOCK, prefix_cache=True, groups=groups), prefix_cache=True)

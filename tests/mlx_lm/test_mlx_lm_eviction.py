@@ -25,7 +25,8 @@ from mlx_models import (
 )
 from sliding_cache import SlidingCache
 
-from kvpool.adapters.mlx_lm import install, make_cache, tiny_families
+from benchmarks import tiny_families
+from kvpool.adapters.mlx_lm import install, make_cache
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.errors import OutOfBlocks
 from kvpool.eviction import H2O, BlockEviction, SlidingWindow

@@ -11,8 +11,9 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import ArraysCache, LRUPromptCache, make_prompt_cache
 from mlx_models import computing_on_cpu
 
+from benchmarks import tiny_families
 from kvpool import OutOfBlocks, Pool
-from kvpool.adapters.mlx_lm import Engine, install, passes, tiny_families
+from kvpool.adapters.mlx_lm import Engine, install, passes
 from kvpool.adapters.mlx_lm.shapes import leaves_of
 from kvpool.eviction import SlidingWindow
 from kvpool.sizing import arrays_of_an_arena

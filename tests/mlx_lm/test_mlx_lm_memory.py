@@ -6,7 +6,8 @@ import mlx.core as mx
 import pytest
 from mlx_models import computing_on_cpu
 
-from kvpool.adapters.mlx_lm import host, install, tiny
+from benchmarks import tiny_families
+from kvpool.adapters.mlx_lm import host, install
 from kvpool.adapters.mlx_lm.loading import blocks_in
 from kvpool.config import describe_plan
 
@@ -27,7 +28,7 @@ def bytes_of(model, num_blocks):
 
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "mamba", "gemma4_text", "llama"])
 def test_memory_holds_the_blocks_and_the_states_of_all_rows_before_and_after_a_pass(name):
-    model, _ = tiny.make(name)
+    model, _ = tiny_families.make(name)
     num_blocks = blocks_in(MEMORY, model, 16, ROWS)
     pool, state = bytes_of(model, num_blocks)
     one_more, _ = bytes_of(model, num_blocks + 1)
@@ -36,14 +37,14 @@ def test_memory_holds_the_blocks_and_the_states_of_all_rows_before_and_after_a_p
 
 
 def test_memory_that_the_states_fill_is_refused_with_their_bytes():
-    model, _ = tiny.make("qwen3_5")
+    model, _ = tiny_families.make("qwen3_5")
     why = r"^\[memory\] the states of 500 sequences take .* MiB .*: run fewer at a time$"
     with pytest.raises(ValueError, match=why):
         blocks_in(MEMORY, model, 16, 500)
 
 
 def test_memory_that_holds_no_block_beside_the_reserved_one_is_refused():
-    model, _ = tiny.make("gemma4_text")
+    model, _ = tiny_families.make("gemma4_text")
     least = next(nbytes for nbytes in range(0, MEMORY, 1024) if not raises(blocks_in, nbytes, model, 16, ROWS))
     assert sum(bytes_of(model, 2)[:1]) <= least < sum(bytes_of(model, 2)[:1]) + 1024
     with pytest.raises(ValueError, match=r"^\[memory\] no usable block: blocks need .* KiB at least; there are 1 B$"):
@@ -65,7 +66,7 @@ def test_checkpoints_that_no_memory_holds_are_refused_with_their_bytes(monkeypat
         raise MemoryError
 
     monkeypatch.setattr(host, "BlockRows", full)
-    model, _ = tiny.make("mamba")
+    model, _ = tiny_families.make("mamba")
     with pytest.raises(MemoryError, match=r"no memory for 50 checkpoints of states, 16128 bytes each: give fewer blo"):
         install(model, 50, prefix_cache=True)
     install(model, 50)
@@ -74,8 +75,8 @@ def test_checkpoints_that_no_memory_holds_are_refused_with_their_bytes(monkeypat
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "gemma4_text", "qwen3_5", "baichuan_m1", "llama"])
 def test_plan_says_the_pool_that_install_makes(name):
     rows, memory = 32, 2**22
-    facts, text = describe_plan(tiny.config(name), memory, dtype="float32")
-    model, _ = tiny.make(name)
+    facts, text = describe_plan(tiny_families.config_of(name), memory, dtype="float32")
+    model, _ = tiny_families.make(name)
     assert facts["num_blocks"] == blocks_in(memory, model, 16, rows)
     kv = install(model, facts["num_blocks"], max_seqs=rows)
     pool = kv.pool

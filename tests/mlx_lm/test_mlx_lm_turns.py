@@ -16,7 +16,8 @@ from mlx_models import solo_tokens
 from mlx_server import arguments, provide
 from tokenizers import AddedToken
 
-from kvpool.adapters.mlx_lm import Engine, PagedPromptCache, install, tiny, tiny_families
+from benchmarks import tiny_families
+from kvpool.adapters.mlx_lm import Engine, PagedPromptCache, install, tiny
 from kvpool.adapters.mlx_lm.passes import Passes
 
 TURNS = 6

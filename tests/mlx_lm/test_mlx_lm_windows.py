@@ -22,7 +22,8 @@ from mlx_models import (
     tiny_sliding_llama,
 )
 
-from kvpool.adapters.mlx_lm import Engine, host, install, passes, tiny_families
+from benchmarks import tiny_families
+from kvpool.adapters.mlx_lm import Engine, host, install, passes
 from kvpool.errors import OutOfBlocks
 from kvpool.scheduler.needs import Needs
 

@@ -9,9 +9,9 @@ pytest.importorskip("mlx_lm")
 
 from tiny_files import build
 
+from benchmarks.tiny_families import OWN, config_of
 from kvpool.adapters.mlx_lm.layout import layout_of
 from kvpool.adapters.mlx_lm.shapes import inspect_model
-from kvpool.adapters.mlx_lm.tiny_families import OWN, config_of
 from kvpool.model_config import layer_groups, refusal_of, spec_from_config
 
 

@@ -14,7 +14,8 @@ import pytest
 import simulator
 from traces import make_trace
 
-from kvpool.replay import read_trace, replay, synthetic_trace
+from benchmarks.replay import read_trace, replay, synthetic_trace
+from benchmarks.replay.shapes import hybrid_shape
 
 SYNTH = json.loads((Path(__file__).parents[1] / "data" / "golden_synth.json").read_text())["results"]
 P1 = json.loads(Path(__file__).with_name("golden_traces.json").read_text())["results"]
@@ -168,7 +169,10 @@ def test_samples_in_a_pool_that_is_too_small_are_refused():
     [
         ({"trace": synthetic_trace().head(0), "num_blocks": 4}, "no request"),
         ({"policy": "P3", "num_blocks": 4}, "P3"),
-        ({}, "num_blocks"),
+        ({"shape": hybrid_shape("qwen3_5", 4, 1)}, "num_blocks"),
+        ({"num_blocks": 0}, "num_blocks"),
+        ({"num_blocks": 4, "policy": "P2", "shape": hybrid_shape("qwen3_5", 4, 1)}, "a shape is a matter of P1"),
+        ({"num_blocks": 4, "block_size": 2, "shape": hybrid_shape("qwen3_5", 4, 1)}, "block_size is 2"),
         ({"num_blocks": 4, "samples": 2}, "samples"),
         ({"num_blocks": 4, "samples": 0}, "samples"),
         ({"num_blocks": 4, "samples": 0, "policy": "P2"}, "samples"),
@@ -179,8 +183,3 @@ def test_samples_in_a_pool_that_is_too_small_are_refused():
 def test_options_that_do_not_fit_are_refused(options, said):
     with pytest.raises(ValueError, match=rf"^\[replay\] .*{said}"):
         replay(**{"trace": make_trace([(8, 8, [0, 1])])} | options)
-
-
-def test_pool_without_blocks_is_refused():
-    with pytest.raises(ValueError, match=r"^\[Pool\] "):
-        replay(make_trace([(8, 8, [0, 1])]), num_blocks=0)

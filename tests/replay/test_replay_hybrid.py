@@ -1,4 +1,4 @@
-"""Replays of hybrid models: the fixed split gives the golden numbers, P3 what was worked out by hand.
+"""Replays of hybrid models: the fixed split gives the golden numbers, the pool what was worked out by hand.
 
 The numbers of the split come from two independent simulators.
 """
@@ -10,10 +10,10 @@ import pytest
 from traces import make_trace, output
 
 from benchmarks.hybrid.fixed_split import FixedSplit, Split
+from benchmarks.replay import replay, synthetic_trace
+from benchmarks.replay.shapes import MODELS, HybridShape, hybrid_shape
+from benchmarks.replay.trace import paths_of, shareable_blocks, unique_blocks
 from kvpool.groups import Group
-from kvpool.replay import synthetic_trace
-from kvpool.replay.hybrid import MODELS, HybridShape, hybrid_shape, replay_hybrid
-from kvpool.replay.trace import paths_of, shareable_blocks, unique_blocks
 
 MIB = 2**20
 SYNTH = json.loads((Path(__file__).parents[1] / "data" / "golden_hybrid_synth.json").read_text())["entries"]
@@ -21,7 +21,7 @@ COUNTERS = (
     *("prompt_tokens", "shareable_tokens", "hit_tokens", "computed_tokens", "admissions", "rejected"),
     *("kv_evictions", "checkpoints_taken", "checkpoints_used", "checkpoint_evictions"),
 )
-COMMAND = ("replay", "--synthetic", "--sessions", "48", "--concurrency", "4", "--groups", "qwen3_5")
+COMMAND = ("--synthetic", "--sessions", "48", "--concurrency", "4", "--groups", "qwen3_5")
 
 
 def split_of(entry):
@@ -65,7 +65,7 @@ def test_shapes_of_named_models_have_the_bytes_worked_out_by_hand(model, token_k
 
 def test_replay_with_few_slots_for_states_waits_for_one():
     trace, groups = synthetic_trace(1, 6, 16), [Group.full(), Group.state(2, blocks=3)]
-    found = replay_hybrid(trace, shape=shape_of(*groups, block_size=16), num_blocks=400, concurrency=8).counters
+    found = replay(trace, shape=shape_of(*groups, block_size=16), num_blocks=400, concurrency=8).counters
     assert found["finished"] == len(trace) and found["peak_running"] <= 2
 
 
@@ -94,7 +94,7 @@ def test_paths_agree_exactly_where_prompts_do():
 def test_second_turn_begins_at_the_checkpoint_of_the_first():
     trace = make_trace([(14, 2, [0, 1, 2]), (22, 2, [0, 1, 2, 3, 4])])
     shape = shape_of(Group.full(), Group.state(2, blocks=30))
-    counted = replay_hybrid(trace, shape=shape, num_blocks=100, concurrency=1).counters
+    counted = replay(trace, shape=shape, num_blocks=100, concurrency=1).counters
     assert (counted["hit_tokens"], counted["computed_tokens"]) == (12, 14 + 10)
     assert (counted["shareable_tokens"], counted["avoidable_tokens"]) == (12, 0)
     assert (counted["checkpoints_wanted"], counted["checkpoints_taken"], counted["checkpoint_hits"]) == (2, 2, 1)
@@ -104,7 +104,7 @@ def test_second_turn_begins_at_the_checkpoint_of_the_first():
 def test_checkpoint_that_finds_no_blocks_is_wanted_and_not_taken():
     trace = make_trace([(14, 2, [0, 1, 2]), (22, 2, [0, 1, 2, 3, 4])])
     shape = shape_of(Group.full(), Group.state(2, blocks=18))
-    counted = replay_hybrid(trace, shape=shape, num_blocks=20, concurrency=1).counters
+    counted = replay(trace, shape=shape, num_blocks=20, concurrency=1).counters
     # wanted: two ends of prompts, and the junction of the second one
     assert (counted["checkpoints_wanted"], counted["checkpoints_taken"], counted["hit_tokens"]) == (3, 0, 0)
     assert counted["avoidable_tokens"] == counted["shareable_tokens"] == 12
@@ -117,14 +117,14 @@ def test_checkpoint_that_finds_no_blocks_is_wanted_and_not_taken():
 def test_options_that_do_not_fit_are_refused(options, said):
     shape = shape_of(Group.full(), Group.state(2, blocks=3), block_size=options.pop("block_size", 4))
     with pytest.raises(ValueError, match=rf"^\[replay\] .*{said}"):
-        replay_hybrid(make_trace([(14, 2, [0, 1, 2])]), shape=shape, **{"num_blocks": 9, "concurrency": 1, **options})
+        replay(make_trace([(14, 2, [0, 1, 2])]), shape=shape, **{"num_blocks": 9, "concurrency": 1, **options})
 
 
 def test_command_says_what_the_replay_counted(capsys):
     facts = json.loads(output(capsys, *COMMAND, "--num-blocks", "6000", "--json"))
     (run,) = facts["runs"]
     shape = hybrid_shape("qwen3_5", 16, 4)
-    expected = replay_hybrid(synthetic_trace(1, 48), shape=shape, num_blocks=6000, concurrency=4)
+    expected = replay(synthetic_trace(1, 48), shape=shape, num_blocks=6000, concurrency=4)
     assert expected.counters.items() <= run.items()
     assert run["nbytes"] == 6000 * MIB
     assert facts["model"]["checkpoint_nbytes"] == shape.checkpoint_nbytes

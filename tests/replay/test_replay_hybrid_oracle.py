@@ -1,4 +1,4 @@
-"""P3 against a plain simulator of the rule of hybrid models: full attention and recurrent states in one budget.
+"""P1 with layer groups against a plain simulator of the rule for full attention and states in one budget.
 
 The simulator shares nothing with the core or with the plain model but the text of docs/prefix.md. Synthetic traces
 always; real ones if ``KVPOOL_TRACES`` names their folder.
@@ -13,10 +13,10 @@ import pytest
 from simulator import Cache, Replay, rows_of
 from test_replay_oracle import random_trace
 
+from benchmarks.replay import read_trace, replay, synthetic_trace
+from benchmarks.replay.shapes import HybridShape, hybrid_shape
+from benchmarks.replay.trace import paths_of, shareable_blocks, unique_blocks
 from kvpool.groups import Group
-from kvpool.replay import read_trace, synthetic_trace
-from kvpool.replay.hybrid import HybridShape, hybrid_shape, replay_hybrid
-from kvpool.replay.trace import paths_of, shareable_blocks, unique_blocks
 
 ROUNDS = int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", 1000)) // 10
 CHUNK = 2048
@@ -119,7 +119,7 @@ class Tree(Cache):
                 self.idle.move_to_end(one, last=False)
 
 
-class NaiveP3(Replay):
+class NaiveGroups(Replay):
     """P1's loop; prompts are computed in chunks, with checkpoints at the positions of docs/prefix.md."""
 
     def __init__(self, rows, width, num_blocks, block_size, concurrency, bundle, tree):
@@ -206,8 +206,8 @@ def shape_with(block_size, bundle, concurrency):
 def differences(trace, num_blocks, shape, concurrency, tree=Tree):
     """Play both; returns the counters that differ, and all of the simulator's."""
     bundle = shape.groups[-1].blocks
-    naive = NaiveP3(rows_of(trace), trace.block_size, num_blocks, shape.block_size, concurrency, bundle, tree).run()
-    found = replay_hybrid(trace, shape=shape, num_blocks=num_blocks, concurrency=concurrency).counters
+    naive = NaiveGroups(rows_of(trace), trace.block_size, num_blocks, shape.block_size, concurrency, bundle, tree).run()
+    found = replay(trace, shape=shape, num_blocks=num_blocks, concurrency=concurrency).counters
     expected = {name: value for name, value in naive.counters().items() if name != "final_cached_blocks"}
     expected |= {name: naive.count[name] for name in found if name.startswith("checkpoint")}
     return {name: (found[name], value) for name, value in expected.items() if found[name] != value}, naive.count

@@ -16,7 +16,7 @@ import pytest
 from simulator import Cache, Replay, rows_of
 from traces import make_trace
 
-from kvpool.replay import read_trace, replay
+from benchmarks.replay import read_trace, replay
 from kvpool.store import BlockLayout, DiskStore, Layout, MemoryStore
 from kvpool.store import folder as module
 

@@ -8,7 +8,7 @@ from itertools import takewhile
 import numpy as np
 import pytest
 
-from kvpool.replay import Trace, TraceError, read_trace, synthetic_trace
+from benchmarks.replay import Trace, TraceError, read_trace, synthetic_trace
 
 ROWS = [
     {"timestamp": 0, "input_length": 1100, "output_length": 20, "hash_ids": [0, 1, 2]},

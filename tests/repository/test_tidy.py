@@ -37,7 +37,7 @@ FRAMEWORK_USERS = (
     *("kvpool/adapters/", "kvpool/serving/", "kvpool_backends/mlx/"),
     *("kvpool/cli/report.py", "kvpool/cli/bench/metal.py", "benchmarks/serving/lm.py"),
     *("benchmarks/quality/models.py", "benchmarks/quality/control.py"),
-    *("kvpool/cli/demo/", "kvpool/cli/doctor.py"),
+    *("kvpool/cli/demo/", "kvpool/cli/doctor.py", "benchmarks/demo/lm.py", "benchmarks/tiny_families.py"),
 )
 FRAMEWORKS = ("mlx", "mlx_lm", "torch", "jax", "transformers")
 CYTHON_IMPORT = re.compile(r"^\s*(?:from\s+([\w.]+)\s+c?import\s+(\([^)]*\)|.*)|c?import\s+([\w.]+))", re.MULTILINE)

@@ -253,7 +253,7 @@ class Held(TokenizerWrapper):
         return self._tokenizer.encode(text)
 
 make = tiny.make
-tiny.make = lambda arch=None: (make(arch)[0], Held(tiny.byte_tokenizer()))
+tiny.make = lambda: (make()[0], Held(tiny.byte_tokenizer()))
 sys.exit(main(sys.argv[1:-1]))
 """
 

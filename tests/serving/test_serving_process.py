@@ -38,7 +38,7 @@ import sys, time
 from kvpool.adapters.mlx_lm import tiny
 from kvpool.cli import main
 
-def make(arch=None):
+def make():
     print("in make", file=sys.stderr, flush=True)
     time.sleep(600)
 

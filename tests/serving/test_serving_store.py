@@ -10,6 +10,8 @@ import pytest
 from key_server import KINDS, KeyServer
 from server_process import Server
 
+from benchmarks import tiny_families
+
 QUESTION = "All of this is said again and again, until it fills more than one block. " * 6
 OPTIONS = ("--num-blocks", "200", "--max-tokens", "24")
 CHAT = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 24, "seed": 3, "temperature": 0.7}
@@ -81,7 +83,8 @@ def test_store_of_another_model_is_refused_at_the_start(tmp_path):
     place = str(tmp_path / "store")
     with Server(*OPTIONS, "--store", place):
         pass
-    command = [sys.executable, "-m", "kvpool", "serve", "--model", "tiny", "--arch", "qwen3", "--port", "0"]
+    tiny_families.save(tmp_path / "model", "qwen3")
+    command = [sys.executable, "-m", "kvpool", "serve", "--model", str(tmp_path / "model"), "--port", "0"]
     ended = subprocess.run([*command, *OPTIONS, "--store", place], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2 and f"--store {place}: " in ended.stderr, ended.stderr
 

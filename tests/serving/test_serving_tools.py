@@ -41,8 +41,8 @@ from kvpool.cli import main
 
 make = tiny.make
 
-def thinking(arch=None):
-    model, tokenizer = make(arch)
+def thinking():
+    model, tokenizer = make()
     for name, text in (("start", "<think>"), ("end", "</think>")):
         setattr(tokenizer, f"_think_{name}", text)
         setattr(tokenizer, f"_think_{name}_tokens", tuple(tokenizer.encode(text)))

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 from mlx_lm.utils import MODEL_REMAPPING
 from tiny_files import build, gather_mm
 
-from kvpool.adapters.mlx_lm.tiny_families import NOT_RUN, OWN, config_of
+from benchmarks.tiny_families import NOT_RUN, OWN, config_of
 from kvpool.model_config import layer_groups
 from kvpool.sizing import LayerGroup
 from kvpool.sizing_families import FAMILIES

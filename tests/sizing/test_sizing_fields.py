@@ -10,7 +10,7 @@ pytest.importorskip("mlx_lm")
 from held_bytes import computed, measured
 from tiny_files import build
 
-from kvpool.adapters.mlx_lm.tiny_families import OWN, config_of
+from benchmarks.tiny_families import OWN, config_of
 from kvpool.model_config import layer_groups
 
 NOT_READ_BY_MLX_LM = {"model_type", "dtype"}

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import kvpool
-from kvpool.testing.recorded import TAG_SHIFT
+from benchmarks.replay.recorded import TAG_SHIFT
 from tests.verify._verify import Run
 from tests.verify.words import shape_of
 

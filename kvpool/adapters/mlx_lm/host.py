@@ -28,7 +28,7 @@ from kvpool.adapters.mlx_lm.states import arrays_in
 from kvpool.adapters.mlx_lm.stored import StoredPrefixes, StoreFactory
 from kvpool.errors import StaleHandle
 from kvpool.eviction import Policy
-from kvpool.group_storage import Arena, BlockRows
+from kvpool.group_storage import BlockRows, GroupStorage
 from kvpool.groups import Group
 from kvpool.protocol import KVBackend
 from kvpool.scheduler.needs import Needs
@@ -160,13 +160,12 @@ def install(
 
 
 def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: Any, **kept: Any) -> PagedKV:
-    arenas = [
-        Arena(storage, number, pool.stats(number).num_blocks, layout.columns_of(number))
-        for number in dict.fromkeys(layout.arenas)
-    ]
-    backends = [arenas[number].backends[spec,][0] for spec, number in zip(layout.specs, layout.arenas, strict=True)]
-    blocks: list[Any] = [arena.store for arena in arenas]
-    if not arenas and pool.prefix is not None and layout.checkpoint_blocks:
+    backends: Sequence[KVBackend] = ()
+    blocks: Sequence[Any] = ()
+    if layout.specs:
+        held = GroupStorage(storage, pool, layout.stored)
+        backends, blocks = held.backends, held.stores
+    elif pool.prefix is not None and layout.checkpoint_blocks:
         blocks = [_checkpoint_rows(pool.num_blocks, layout.block_nbytes[0])]
     return PagedKV(model, pool, layout, backends, blocks, **kept)
 

@@ -94,6 +94,11 @@ class Layout:
         """The storage of each group of blocks."""
         return {place.group: place.storage for place in self.places if place is not None}
 
+    @property
+    def stored(self) -> list[KVSpec | None]:
+        """What each group stores, as `GroupStorage` takes it. Batches hold the states themselves."""
+        return [self.specs[self.storage_of[i]] if i in self.storage_of else None for i in range(len(self.groups))]
+
     @cached_property
     def block_nbytes(self) -> tuple[int, ...]:
         """Bytes of a block of each arena. Without keys and values arena 0 holds checkpoints only, one in a block."""

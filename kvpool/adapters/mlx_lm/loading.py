@@ -19,8 +19,8 @@ class ModelNotLoaded(Exception):
     """There is no such model, or it cannot be loaded. The message is one line."""
 
 
-def load(name: str, arch: str | None = None) -> tuple[Any, Any]:
-    """A model and its tokenizer, as ``mlx_lm.load`` gives them. `arch` is that of the tiny model.
+def load(name: str) -> tuple[Any, Any]:
+    """A model and its tokenizer, as ``mlx_lm.load`` gives them.
 
     Raises
     ------
@@ -28,7 +28,7 @@ def load(name: str, arch: str | None = None) -> tuple[Any, Any]:
         No such folder, no network to get it by, or nothing that mlx-lm can load.
     """
     if name == tiny.NAME:
-        return tiny.make(arch)
+        return tiny.make()
     check_name(name)
     try:
         model, tokenizer = mlx_lm.load(name)[:2]

@@ -1,8 +1,7 @@
 """A small random model with a tokenizer of bytes: everything that drives a model can be tried with it, offline.
 
-It is a llama, or any other architecture of `tiny_families`. Its weights are always the same random numbers, large
-enough that its output wanders. The llama prefers printable characters and now and then the end of the text; what it
-says means nothing.
+It is a llama. Its weights are always the same random numbers, large enough that its output wanders. It prefers
+printable characters and now and then the end of the text; what it says means nothing.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models import llama
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 from mlx_lm.utils import save_config, save_model
-
-from kvpool.adapters.mlx_lm import tiny_families
 
 NAME = "tiny"
 END = "<end>"
@@ -44,37 +42,16 @@ TEMPLATE = (
 )
 
 
-def config(arch: str | None = None) -> dict[str, Any]:
-    """The config of the llama, or of an architecture: a model file of mlx-lm.
-
-    Raises
-    ------
-    ValueError
-        `tiny_families` does not have this architecture.
-    """
-    return dict(CONFIG) if arch is None else tiny_families.config_of(arch, CONFIG["vocab_size"])
-
-
-def make(arch: str | None = None) -> tuple[Any, TokenizerWrapper]:
-    """The model and its tokenizer, as ``mlx_lm.load`` gives them.
-
-    `arch` is as for `config`. With one, ``mx.random`` is seeded: some model files draw weights that stay.
-    """
-    fields = config(arch)
-    if arch is not None:
-        mx.random.seed(7)
-    model = tiny_families.build(fields["model_type"], fields)
-    tokenizer = byte_tokenizer()
-    if arch is None:
-        randomize(model)
-        letters = [tokenizer.decode([token]) for token in range(len(tokenizer) - 1)]
-        model.lm_head.weight *= mx.array([*(c.isascii() and c.isprintable() for c in letters), True])[:, None]
-    else:
-        tiny_families.randomize(model)
+def make() -> tuple[Any, TokenizerWrapper]:
+    """The model and its tokenizer, as ``mlx_lm.load`` gives them."""
+    model = llama.Model(llama.ModelArgs.from_dict(CONFIG))
+    randomize(model)
+    tokens = byte_tokenizer()
+    letters = [tokens.decode([token]) for token in range(len(tokens) - 1)]
+    model.lm_head.weight *= mx.array([*(c.isascii() and c.isprintable() for c in letters), True])[:, None]
     model.eval()
     mx.eval(model.parameters())
-    calls: dict[str, Any] = {"tool_call_start": json_tools.tool_call_start, "tool_call_end": json_tools.tool_call_end}
-    return model, TokenizerWrapper(tokenizer, tool_parser=json_tools.parse_tool_call, **calls)
+    return model, tokenizer()
 
 
 def randomize(model: Any) -> None:
@@ -88,6 +65,12 @@ def randomize(model: Any) -> None:
             weight = mx.random.normal(weight.shape, key=own) * 0.25
         weights.append((name, weight))
     model.update(tree_unflatten(weights))
+
+
+def tokenizer() -> TokenizerWrapper:
+    """The tokenizer of bytes, with mlx-lm's parser of tool calls."""
+    calls: dict[str, Any] = {"tool_call_start": json_tools.tool_call_start, "tool_call_end": json_tools.tool_call_end}
+    return TokenizerWrapper(byte_tokenizer(), tool_parser=json_tools.parse_tool_call, **calls)
 
 
 def byte_tokenizer() -> Any:
@@ -105,11 +88,14 @@ def byte_tokenizer() -> Any:
     )
 
 
-def save(folder: str | Path, arch: str | None = None) -> None:
+def save(folder: str | Path) -> None:
     """Write both into a folder, for whatever takes a path to a model."""
-    folder = Path(folder)
+    write(Path(folder), CONFIG, *make())
+
+
+def write(folder: Path, config: dict[str, Any], model: Any, tokenizer: TokenizerWrapper) -> None:
+    """Write a model and its tokenizer into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    model, tokenizer = make(arch)
     save_model(folder, model)
-    save_config(config(arch), folder / "config.json")
+    save_config(dict(config), folder / "config.json")
     tokenizer.save_pretrained(folder)

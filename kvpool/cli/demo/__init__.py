@@ -1,4 +1,4 @@
-"""Show on this machine what kvpool claims: tokens, bytes, cost and a picture.
+"""Show on this machine what kvpool claims: the same tokens, fewer bytes, a step's cost.
 
 Every part measures and then decides its claims. A part that cannot run (mlx is not installed) leaves its
 claims undecided, and an undecided claim is not held.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
 import time
 import traceback
@@ -27,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="PATH_OR_ID",
-        help="run parts (a), (b), (f) and (h) on this checkpoint: a folder, or a Hugging Face id that mlx-lm downloads "
+        help="run the parts with a model on this checkpoint: a folder, or a Hugging Face id that mlx-lm downloads "
         "(default: a small Llama with random weights, nothing is downloaded)",
     )
     parser.add_argument(
@@ -37,17 +36,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Settings.block_size,
         help="tokens per block, in all parts (default: %(default)s)",
     )
-    parser.add_argument(
-        "--out", type=Path, metavar="PNG", default=Settings.out, help="where the picture goes (default: %(default)s)"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo and print what it found; 0 if every claim held, else 1."""
-    settings = Settings(model=args.model, out=args.out, block_size=args.kv_block_size)
+    settings = Settings(model=args.model, block_size=args.kv_block_size)
     check(settings)
-    parts = all_parts()
-    if args.json:
+    return show(settings, all_parts(), args.json)
+
+
+def show(settings: Settings, parts: list[Part], as_json: bool) -> int:
+    """Run `parts` and print what they found; 0 if every claim held, else 1."""
+    if as_json:
         report = run_parts(settings, parts, lambda line: None)
         print(json.dumps(report.as_json(), indent=2))
     else:
@@ -64,12 +64,9 @@ def run(args: argparse.Namespace) -> int:
 
 def all_parts() -> list[Part]:
     """Return the parts in the order they run, which is the order of the table."""
-    from kvpool.cli.demo import models, occupancy, pools, restart
+    from kvpool.cli.demo import models, pools
 
-    return [
-        *(models.ENGINE, models.FORKS, pools.STEP_COST, occupancy.PART, pools.OUT_OF_BLOCKS),
-        *(models.SHARED_PROMPT, models.ATTENTION, models.CONVERSATION, models.PART, restart.PART),
-    ]
+    return [models.ENGINE, models.FORKS, pools.STEP_COST, pools.OUT_OF_BLOCKS]
 
 
 def run_parts(
@@ -96,16 +93,10 @@ def run_parts(
 
 
 def check(settings: Settings) -> None:
-    """Refuse, before any work, a block that no sequence fills, a picture that cannot be written, a wrong folder."""
-    out, model, longest = settings.out, settings.model, 256
+    """Refuse, before any work, a block that no sequence fills, and a wrong folder."""
+    model, longest = settings.model, 256
     if not 1 <= settings.block_size <= longest:
         raise CommandError(f"--kv-block-size {settings.block_size}: out of range, 1..{longest}")
-    if out.is_dir():
-        raise CommandError(f"--out {out}: this is a folder, name a file")
-    if not out.parent.is_dir():
-        raise CommandError(f"--out {out}: there is no folder {out.parent}")
-    if not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise CommandError(f"--out {out}: no permission to write it")
     if model is not None and not Path(model).exists() and model.count("/") != 1:
         raise CommandError(f"--model {model}: there is no such folder, and a Hugging Face id reads owner/name")
     if model is not None and Path(model).is_dir() and not (Path(model) / "config.json").is_file():

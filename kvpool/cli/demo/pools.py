@@ -1,4 +1,4 @@
-"""Parts (c) and (e), which need no model: what a step of bookkeeping costs, and what a pool does that is too small."""
+"""The parts that need no model: what a step of bookkeeping costs, and what a pool does that is too small."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpool.errors import OutOfBlocks
 MIN_RATIO = 10.0
 """The claim asks for this much. Measured ratios are far above it, so that a noisy machine does not decide."""
 
-# ---------------------------------------------------------------------- (c) what a step costs
+# ---------------------------------------------------------------------- what a step costs
 
 
 def measure(batch: int, settings: Settings) -> dict[str, Any]:
@@ -90,7 +90,7 @@ STEP_COST = Part(
     run_step_cost,
 )
 
-# ---------------------------------------------------------------------- (e) out of blocks
+# ---------------------------------------------------------------------- out of blocks
 
 
 def run_out_of_blocks(settings: Settings, say: Callable[[str], None]) -> Outcome:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import kvpool
@@ -15,34 +14,21 @@ ASCII = str.maketrans({"█": "#", "░": ".", "─": "-", "│": "|", "└": "+
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of every part. The defaults fit 50 seconds on two slow cores; the tests take smaller ones."""
+    """Sizes of every part. The defaults fit 30 seconds on two slow cores; the tests take smaller ones."""
 
     model: str | None = None  # path or id of an mlx-lm checkpoint; None: a small Llama with random weights
-    out: Path = Path("kvpool-demo.png")
     block_size: int = 16
     # The engine: one prompt per length, each continued greedily by `new_tokens`.
     prompt_lengths: tuple[int, ...] = (7, 212, 40, 95, 18, 131, 64, 33)
     new_tokens: int = 48
-    # Forks: one prompt, continued `samples` times; shared prompt: requests that begin with it.
+    # Forks: one prompt, continued `samples` times.
     samples: int = 32
     sample_prompt: int = 150
     sample_tokens: int = 24
-    shared_requests: int = 16
     # Step cost: sequences per batch, tokens in each, interleaved rounds.
     batch_sizes: tuple[int, ...] = (64, 256)
     context: int = 4096
     rounds: int = 9
-    # Attention: sequences, tokens in each, decode steps by each route.
-    attention_rows: int = 16
-    attention_context: int = 1024
-    attention_steps: int = 5
-    # Occupancy: requests served, blocks for both servers, longest sequence the server accepts.
-    requests: int = 160
-    pool_blocks: int = 512
-    max_len: int = 1024
-    # Conversation: tokens, and how many of them may be held.
-    talk_tokens: int = 200
-    talk_budget: int = 64
     seed: int = 0
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.replay.results import Result
+from benchmarks.replay.shapes import HybridShape
+from benchmarks.replay.trace import Trace
 from kvpool.config import format_nbytes
-from kvpool.replay.hybrid import HybridShape
-from kvpool.replay.loop import Result
-from kvpool.replay.trace import Trace
 
 GOOD_SHARE = 0.95
 """Of the best hit rate in a sweep: what a smaller pool may lose to be called enough."""
@@ -92,7 +92,7 @@ def describe(result: Result) -> str:
     rows += [("", f"{verb}: {_cost(*cost)}") for verb, cost in result.costs.items()]
     notes = "Utilization: tokens of the running sequences / token positions held for them"
     if facts["peak_utilization"] > 1:
-        notes += "; a shared block is held once"
+        notes += "; above 100 %, because a block that several sequences share is held once"
     return f"{aligned(title, rows)}\n{notes}."
 
 
@@ -224,7 +224,7 @@ def describe_shape(model: str, shape: HybridShape) -> str:
 def describe_hybrid(facts: dict[str, Any]) -> str:
     """Return one replay through a pool as aligned lines, from its facts."""
     title = (
-        f"P3, prefix cache with layer groups: {facts['num_blocks']:,} blocks, {format_nbytes(facts['nbytes'])},"
+        f"P1, prefix cache with layer groups: {facts['num_blocks']:,} blocks, {format_nbytes(facts['nbytes'])},"
         f" at most {facts['concurrency']} requests at a time"
     )
     written = ", ".join(f"{name} {format_nbytes(nbytes)}" for name, nbytes in facts["written_nbytes"].items())

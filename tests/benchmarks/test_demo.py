@@ -12,18 +12,23 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+import benchmarks.demo
 import kvpool
-from kvpool._picture import BLOCKS, INK, OTHER, OTHER_LIGHT
+from benchmarks.command import main as run_command
+from benchmarks.demo import command, models, occupancy, restart
+from benchmarks.demo.settings import AllSettings
+from benchmarks.picture import BLOCKS, INK, OTHER, OTHER_LIGHT
 from kvpool.adapters.mlx_lm import tiny
 from kvpool.cli import demo, main
-from kvpool.cli.demo import models, occupancy, pools, restart
-from kvpool.cli.demo.report import Claim, Outcome, Part, Printer, Report, Settings
+from kvpool.cli.demo import pools
+from kvpool.cli.demo.models import ENGINE
+from kvpool.cli.demo.report import Claim, Outcome, Part, Printer, Report
 
 CORE_PARTS = [pools.STEP_COST, occupancy.PART, pools.OUT_OF_BLOCKS]
 
 
 @dataclass(frozen=True)
-class SmallSettings(Settings):
+class SmallSettings(AllSettings):
     prompt_lengths: tuple[int, ...] = (3, 40, 17)
     new_tokens: int = 12
     samples: int = 6
@@ -44,19 +49,23 @@ class SmallSettings(Settings):
 
 
 @pytest.fixture
-def settings(tmp_path) -> Settings:
+def settings(tmp_path) -> AllSettings:
     return SmallSettings(out=tmp_path / "demo.png")
 
 
 @pytest.fixture
 def small_demo(monkeypatch):
     """The demo of small sizes, without the part that starts servers."""
-    parts = [part for part in demo.all_parts() if part is not restart.PART]
-    monkeypatch.setattr(demo, "Settings", SmallSettings)
-    monkeypatch.setattr(demo, "all_parts", lambda: parts)
+    parts = [part for part in command.all_parts() if part is not restart.PART]
+    monkeypatch.setattr(command, "AllSettings", SmallSettings)
+    monkeypatch.setattr(command, "all_parts", lambda: parts)
 
 
-def run_one(part: Part, settings: Settings) -> Report:
+def run_demo(*argv: str) -> int:
+    return run_command(command, argv)
+
+
+def run_one(part: Part, settings: AllSettings) -> Report:
     return demo.run_parts(settings, [part], lambda line: None)
 
 
@@ -70,13 +79,13 @@ def broken_claims(report: Report) -> set[str]:
 def test_demo_with_its_default_sizes_is_one_object_of_every_promise_and_holds_in_time(tmp_path):
     """CPU time, of all threads: what neighbours take of the machine is not the demo's."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-m", "kvpool", "demo", "--json", "--out", str(tmp_path / "p.png")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    whole = [sys.executable, "-m", "benchmarks.demo", "--json", "--out", str(tmp_path / "p.png")]
+    done = subprocess.run(whole, capture_output=True, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)  # fails if anything else was printed
-    assert list(result["claims"]) == [name for part in demo.all_parts() for name in part.promises]
-    assert list(result["numbers"]) == [part.name for part in demo.all_parts()]
+    assert list(result["claims"]) == [name for part in command.all_parts() for name in part.promises]
+    assert list(result["numbers"]) == [part.name for part in command.all_parts()]
     assert all(value is True for value in result["claims"].values()), done.stderr
     assert result["held"] is True and result["not_run"] == {}
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 90  # a third of it is usual
@@ -85,7 +94,7 @@ def test_demo_with_its_default_sizes_is_one_object_of_every_promise_and_holds_in
 @pytest.mark.parametrize("block_size", [7, 32])
 def test_demo_holds_with_other_block_sizes(settings, block_size):
     elsewhere = [models.CONVERSATION, restart.PART]  # has tests of its own; has a size of its own
-    parts = [part for part in demo.all_parts() if part not in (*CORE_PARTS, *elsewhere)]
+    parts = [part for part in command.all_parts() if part not in (*CORE_PARTS, *elsewhere)]
     report = demo.run_parts(replace(settings, block_size=block_size), parts, lambda line: None)
     by_size = {"fewer_kv_bytes", "shared_fewer_kv_bytes", "one_block_more_than_rotating"}  # whole blocks hold tokens
     assert broken_claims(report) <= by_size
@@ -94,23 +103,31 @@ def test_demo_holds_with_other_block_sizes(settings, block_size):
 def test_block_size_of_the_command_line_reaches_every_part(monkeypatch, capsys):
     seen = []
     part = Part("seen", "", {}, lambda settings, say: seen.append(settings.block_size) or Outcome({}, {}))
+    monkeypatch.setattr(command, "all_parts", lambda: [part])
     monkeypatch.setattr(demo, "all_parts", lambda: [part])
-    assert main(["demo", "--json", "--kv-block-size", "8"]) == 0
-    assert seen == [8]
+    assert run_demo("--json", "--kv-block-size", "8") == main(["demo", "--json", "--kv-block-size", "8"]) == 0
+    assert seen == [8, 8]
     for bad in ("0", "-1", "257"):
         assert main(["demo", "--json", "--kv-block-size", bad]) == 2
         assert f"--kv-block-size {bad}: out of range, 1..256" in capsys.readouterr().err
 
 
 def test_demo_text_ends_with_the_verdict_and_is_quiet_on_stderr(small_demo, tmp_path, capsys):
-    assert main(["demo", "--out", str(tmp_path / "p.png")]) == 0
+    assert run_demo("--out", str(tmp_path / "p.png")) == 0
     out, err = capsys.readouterr()
-    count = sum(len(part.promises) for part in demo.all_parts())
+    count = sum(len(part.promises) for part in command.all_parts())
     assert out.splitlines()[-1].startswith(f"{count} of {count} claims held")
     claims = [line for line in out.splitlines() if "✓" in line]
     assert len(claims) == count and max(map(len, claims)) <= 80
     assert str(tmp_path / "p.png") in out.replace("\n", "")
     assert err == ""  # no terminal, no progress line
+
+
+def test_demo_of_the_wheel_holds(capsys):
+    assert main(["demo", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert list(result["claims"]) == [name for part in demo.all_parts() for name in part.promises]
+    assert result["held"] is True and result["not_run"] == {}
 
 
 # --------------------------------------------------------------------- planted faults, without a model
@@ -146,8 +163,8 @@ def test_fault_in_the_pool_breaks_its_claim_only_and_the_exit_status(
     monkeypatch, small_demo, tmp_path, capsys, pool, part, broken
 ):
     monkeypatch.setattr(kvpool, "Pool", pool)
-    monkeypatch.setattr(demo, "all_parts", lambda: [part])
-    assert main(["demo", "--json", "--out", str(tmp_path / "p.png")]) == 1
+    monkeypatch.setattr(command, "all_parts", lambda: [part])
+    assert run_demo("--json", "--out", str(tmp_path / "p.png")) == 1
     result = json.loads(capsys.readouterr().out)
     assert {name for name, held in result["claims"].items() if not held} == broken and result["held"] is False
 
@@ -210,9 +227,9 @@ def swap_states(monkeypatch):
 @pytest.mark.parametrize(
     ("part", "fault", "broken"),
     [
-        (models.ENGINE, forget_the_first_token, {"tokens_identical"}),
-        (models.ENGINE, keep_a_fork, {"no_blocks_leaked"}),
-        (models.PART, swap_states, {"layers_tokens_identical", "layers_batch_is_alone"}),
+        (ENGINE, forget_the_first_token, {"tokens_identical"}),
+        (ENGINE, keep_a_fork, {"no_blocks_leaked"}),
+        (models.LAYERS, swap_states, {"layers_tokens_identical", "layers_batch_is_alone"}),
     ],
 )
 def test_fault_in_the_adapter_breaks_its_claim_only(monkeypatch, settings, part, fault, broken):
@@ -227,7 +244,7 @@ def test_fault_in_the_adapter_breaks_its_claim_only(monkeypatch, settings, part,
 
 def test_demo_runs_on_a_checkpoint(small_demo, tmp_path, capsys):
     tiny.save(tmp_path)
-    status = main(["demo", "--json", "--model", str(tmp_path), "--out", str(tmp_path / "p.png")])
+    status = run_demo("--json", "--model", str(tmp_path), "--out", str(tmp_path / "p.png"))
     out, err = capsys.readouterr()
     result = json.loads(out)
     assert result["not_run"] == {}, err
@@ -237,11 +254,18 @@ def test_demo_runs_on_a_checkpoint(small_demo, tmp_path, capsys):
 
 
 def test_demo_on_a_folder_without_a_model_is_refused(small_demo, tmp_path, capsys):
-    assert main(["demo", "--model", str(tmp_path), "--out", str(tmp_path / "p.png")]) == 2
+    assert run_demo("--model", str(tmp_path), "--out", str(tmp_path / "p.png")) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(f"kvpool demo: --model {tmp_path}: a folder without config.json")
+    assert err.startswith(f"python -m benchmarks.demo: --model {tmp_path}: a folder without config.json")
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("place", "said"), [(".", "this is a folder"), ("no/where.png", "there is no folder")])
+def test_picture_that_cannot_be_written_is_refused_before_any_work(small_demo, tmp_path, capsys, place, said):
+    assert run_demo("--out", str(tmp_path / place)) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and said in err and len(err.splitlines()) == 1
 
 
 # --------------------------------------------------------------------------------- what is not installed
@@ -251,10 +275,11 @@ def test_demo_on_a_folder_without_a_model_is_refused(small_demo, tmp_path, capsy
 def test_without_mlx_its_parts_are_not_run_and_not_held(small_demo, monkeypatch, tmp_path, capsys, module):
     for name in [name for name in sys.modules if name.split(".")[0] == module]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "kvpool.cli.demo.lm", raising=False)
-    monkeypatch.delattr(demo, "lm", raising=False)
+    for package, name in ((demo, "kvpool.cli.demo.lm"), (benchmarks.demo, "benchmarks.demo.lm")):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.delattr(package, "lm", raising=False)
     monkeypatch.setitem(sys.modules, module, None)
-    assert main(["demo", "--json", "--out", str(tmp_path / "p.png")]) == 1
+    assert run_demo("--json", "--out", str(tmp_path / "p.png")) == 1
     result = json.loads(capsys.readouterr().out)
     assert set(result["not_run"]) == {"engine", "forks", "shared_prompt", "attention", "conversation", "layers"}
     assert all("pip install 'kvpool[mlx]'" in reason for reason in result["not_run"].values())

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.replay.trace import Trace
+from benchmarks.replay.trace import Trace
 
 MOONCAKE_BLOCK_SIZE = 512
 LENGTH_MAX = 2**31 - 1

@@ -1,17 +1,18 @@
-"""The ``kvpool replay`` command: what it prints and draws, what it refuses, and how it exits."""
+"""The command ``python -m benchmarks.replay``: what it prints and draws, what it refuses, and how it exits."""
 
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from traces import output
 
-from kvpool.cli import main
-from kvpool.replay import replay, synthetic_trace
+from benchmarks.command import main
+from benchmarks.replay import command, replay, synthetic_trace
 
-SYNTHETIC = ("replay", "--synthetic", "--concurrency", "8")
+SYNTHETIC = ("--synthetic", "--concurrency", "8")
 ROW = {"timestamp": 0, "input_length": 1100, "output_length": 20, "hash_ids": [0, 1, 2]}
 
 
@@ -31,22 +32,28 @@ def test_json_has_every_counter_of_the_replay(capsys):
     assert run["hit_rate"] == expected.hit_rate
     assert 0 < run["static_mean_utilization"] < run["mean_utilization"]
     assert run["ns_per_operation"] > 0
-    assert set(run["calls"]) == {"open", "step", "commit", "close"}
+    assert set(run["calls"]) == {"open", "wanted", "step", "commit", "close"}
 
 
 def test_published_file_is_replayed(capsys, trace_file):
-    facts = json.loads(output(capsys, "replay", trace_file, "--num-blocks", "20", "--json"))
+    facts = json.loads(output(capsys, trace_file, "--num-blocks", "20", "--json"))
     (run,) = facts["runs"]
     assert (run["block_size"], run["finished"], run["hit_tokens"]) == (512, 2, 1024)
 
 
+def test_trace_alone_is_replayed_with_blocks_that_are_always_enough(capsys, trace_file):
+    (run,) = json.loads(output(capsys, trace_file, "--json"))["runs"]
+    assert (run["num_blocks"], run["finished"], run["preemptions"]) == (2 * 3, 2, 0)  # 1,120 tokens each
+    assert "above 100 %, because a block that several sequences share is held once" in output(capsys, trace_file)
+
+
 def test_samples_share_the_prompt(capsys, trace_file):
     options = ("--policy", "P2", "--samples", "4", "--block-size", "16", "--limit", "1")
-    (run,) = json.loads(output(capsys, "replay", trace_file, *options, "--json"))["runs"]
+    (run,) = json.loads(output(capsys, trace_file, *options, "--json"))["runs"]
     # 1100 tokens: 69 blocks, the last with 12 tokens, copied by 3 of 4; each of 4 takes one block more
     assert (run["cow_copies"], run["copied_tokens"], run["peak_ref"]) == (3, 36, 4)
     assert (run["allocs"], run["peak_used"]) == (69 + 3 + 4, 69 + 3 + 4)
-    assert "4 on one block" in output(capsys, "replay", trace_file, *options)
+    assert "4 on one block" in output(capsys, trace_file, *options)
 
 
 def test_sweep_compares_pools_and_names_the_one_that_is_enough(capsys):
@@ -70,7 +77,6 @@ def test_plot_is_a_png(capsys, tmp_path, options):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--synthetic"], "--num-blocks"),
         (["--num-blocks", "9"], "--synthetic"),
         (["TRACE", "--synthetic", "--num-blocks", "9"], "--synthetic"),
         (["--synthetic", "--num-blocks", "0"], "--num-blocks 0: out of range"),
@@ -79,7 +85,7 @@ def test_plot_is_a_png(capsys, tmp_path, options):
         (["--synthetic", "--num-blocks", "9", "--concurrency", "0"], "--concurrency"),
         (["--synthetic", "--num-blocks", "9", "--samples", "2"], "samples"),
         (["--synthetic", "--num-blocks", "9", "--policy", "P7"], "P7"),
-        (["--synthetic", "--num-blocks", "9", "--policy", "P3"], "P3 needs --groups MODEL"),
+        (["--synthetic", "--num-blocks", "9", "--policy", "P3"], "there are P1 and P2"),
         (["--synthetic", "--num-blocks", "9", "--sweep", "9,10"], "exclude"),
         (["--synthetic", "--sweep", "9,x"], "--sweep x"),
         (["--synthetic", "--sweep", "9", "--policy", "P2"], "P1 only"),
@@ -95,28 +101,28 @@ def test_plot_is_a_png(capsys, tmp_path, options):
         (["--synthetic", "--groups", "qwen3_5", "--num-blocks", "9", "--sweep", "9"], "--num-blocks"),
         (["--synthetic", "--groups", "qwen3_5", "--num-blocks", "many"], "--num-blocks many"),
         (["--synthetic", "--groups", "qwen3_5", "--num-blocks", "1KiB"], "out of range"),
-        (["--synthetic", "--groups", "qwen3_5", "--num-blocks", "9", "--policy", "P1"], "there is P3"),
+        (["--synthetic", "--groups", "qwen3_5", "--num-blocks", "9", "--policy", "P2"], "a matter of P1"),
         (["--synthetic", "--groups", "qwen3_5", "--num-blocks", "9", "--samples", "2"], "--samples 2"),
         (["--synthetic", "--groups", "qwen3_5", "--num-blocks", "9", "--plot", "a.png"], "--sweep"),
         (["--synthetic", "--groups", "gemma4", "--num-blocks", "9"], "block_size"),
     ],
 )
 def test_bad_option_is_refused_in_one_line(capsys, argv, said):
-    assert main(["replay", *argv]) == 2
+    assert main(command, argv) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert said in err
-    assert err.startswith("kvpool replay: ")
+    assert err.startswith("python -m benchmarks.replay: ")
     assert err.count("\n") == 1
 
 
 def test_malformed_trace_is_refused_with_its_line(capsys, tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps(ROW) + "\n{}\n")
-    assert main(["replay", str(path), "--num-blocks", "9"]) == 2
+    assert main(command, [str(path), "--num-blocks", "9"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == f"kvpool replay: [read_trace] {path}:2: input_length is missing\n"
+    assert err == f"python -m benchmarks.replay: [read_trace] {path}:2: input_length is missing\n"
 
 
 def test_progress_shows_on_a_terminal_and_leaves_stdout_alone():
@@ -126,10 +132,10 @@ def test_progress_shows_on_a_terminal_and_leaves_stdout_alone():
         reader, terminal = pty.openpty()
     except OSError as error:
         pytest.skip(f"no pseudo terminal on this machine: {error}")
-    command = [sys.executable, "-m", "kvpool", *SYNTHETIC, "--num-blocks", "63"]
+    command = [sys.executable, "-m", "benchmarks.replay", *SYNTHETIC, "--num-blocks", "63"]
     shown = []
     for argv in (command, [*command, "--json"]):
-        result = subprocess.run(argv, stdout=subprocess.PIPE, stderr=terminal, text=True)
+        result = subprocess.run(argv, stdout=subprocess.PIPE, stderr=terminal, text=True, cwd=Path(__file__).parents[2])
         assert result.returncode == 0
         assert "67/67" not in result.stdout
         os.write(terminal, b"end")

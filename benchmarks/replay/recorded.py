@@ -100,7 +100,7 @@ def _noted(name: str, base: type) -> Callable[..., Any]:
 
 
 class RecordedPool(Pool):
-    """A pool that keeps the calls which it accepted, for ``kvpool replay --ops FILE``.
+    """A pool that keeps the calls which it accepted, for ``python -m benchmarks.replay --ops FILE``.
 
     Calls that are refused and calls that only read are not kept. Calls through the C interface pass it by: after one
     that changes something, a replay finds another digest.
@@ -121,7 +121,7 @@ class RecordedPool(Pool):
 
     Examples
     --------
-    >>> from kvpool.testing import RecordedPool
+    >>> from benchmarks.replay.recorded import RecordedPool
     >>> pool = RecordedPool(num_blocks=8, block_size=4)
     >>> pool.blocks.free(pool.blocks.alloc(2))
     >>> [str(call) for call in pool.calls]

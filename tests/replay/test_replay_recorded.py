@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import kvpool
+from benchmarks.command import main
+from benchmarks.replay import command
+from benchmarks.replay.recorded import CALLS, Player, RecordedPool, RecordError, load, minimise, rerun
 from kvpool import Group, Plan, Pool
 from kvpool._core import BlockAPI
-from kvpool.cli import main
 from kvpool.errors import KVPoolError
-from kvpool.testing import RecordedPool
-from kvpool.testing.recorded import CALLS, Player, RecordError, load, minimise, rerun
 from tests.verify._hooks import corrupt
 from tests.verify._verify import Run
 from tests.verify.words import shape_of
@@ -205,15 +205,15 @@ def test_numbers_of_more_than_a_word_are_kept(tmp_path):
 def test_command_checks_a_record_and_refuses_a_damaged_one(tmp_path, capsys):
     path = tmp_path / "calls"
     life(3, 200).save(path)
-    assert main(["replay", "--ops", str(path)]) == 0
+    assert main(command, ["--ops", str(path)]) == 0
     assert "every digest as recorded" in capsys.readouterr().out
-    assert main(["replay", "--ops", str(path), "--json"]) == 0
+    assert main(command, ["--ops", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["failure"] is None
     path.write_bytes(path.read_bytes()[:-9])
-    assert main(["replay", "--ops", str(path)]) == 2
+    assert main(command, ["--ops", str(path)]) == 2
     assert "calls: line" in capsys.readouterr().err
-    assert main(["replay", "--ops", str(tmp_path / "none")]) == 2
-    assert main(["replay", "--synthetic", "--ops", str(path)]) == 2
+    assert main(command, ["--ops", str(tmp_path / "none")]) == 2
+    assert main(command, ["--synthetic", "--ops", str(path)]) == 2
 
 
 def test_command_prints_the_fewest_calls_that_fail(tmp_path, capsys, monkeypatch):
@@ -221,7 +221,7 @@ def test_command_prints_the_fewest_calls_that_fail(tmp_path, capsys, monkeypatch
     life(1).save(path)
     monkeypatch.setattr(rerun, "__defaults__", (Corrupting,))
     monkeypatch.setattr(minimise, "__defaults__", (Corrupting,))
-    assert main(["replay", "--ops", str(path), "--minimise"]) == 1
+    assert main(command, ["--ops", str(path), "--minimise"]) == 1
     out = capsys.readouterr().out
     assert "FAILED at call" in out and "calls are enough" in out and "truncate(" in out
 

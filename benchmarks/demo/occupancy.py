@@ -1,4 +1,4 @@
-"""Part (d): a continuous-batching server without a model, on blocks and on fixed slots, and what both held over time.
+"""The part with a continuous-batching server without a model: on blocks and on fixed slots, what both held over time.
 
 Time is counted in engine steps. In a step every admitted prompt is prefilled whole and every running sequence gains
 one token.
@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 import kvpool
-from kvpool import _picture as picture
+from benchmarks import picture
+from benchmarks.demo.settings import AllSettings
 from kvpool.cli.console import NotRun
-from kvpool.cli.demo.report import Claim, Outcome, Part, Settings
+from kvpool.cli.demo.report import Claim, Outcome, Part
 from kvpool.errors import install_command
 
 HEADROOM = 1.16  # of the axes above the last block
@@ -131,7 +132,7 @@ def serve_from_blocks(requests: list[Request], num_blocks: int, block_size: int)
     return timeline
 
 
-def draw(path: Path, settings: Settings, slots: Timeline, blocks: Timeline) -> None:
+def draw(path: Path, settings: AllSettings, slots: Timeline, blocks: Timeline) -> None:
     """Write the PNG: what each server held, what of it was filled, and how many sequences ran.
 
     Raises
@@ -201,7 +202,7 @@ def sketch(num_blocks: int, slots: Timeline, blocks: Timeline) -> str:
     return "\n".join(lines)
 
 
-def run(settings: Settings, say: Callable[[str], None]) -> Outcome:
+def run(settings: AllSettings, say: Callable[[str], None]) -> Outcome:
     """Serve the same requests from both and draw what they held."""
     say("continuous batching from blocks and from fixed slots")
     requests = make_requests(settings.requests, settings.max_len, settings.seed)

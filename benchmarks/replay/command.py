@@ -15,20 +15,19 @@ from typing import TYPE_CHECKING, Any
 from kvpool.cli.console import CommandError, check_plot, nbytes, whole
 
 if TYPE_CHECKING:
-    from kvpool.replay import Result, Trace
-    from kvpool.replay.hybrid import HybridShape
+    from benchmarks.replay import Result, Trace
+    from benchmarks.replay.shapes import HybridShape
 
 BLOCK_SIZE = 16
 
 
 def run_groups(args: argparse.Namespace) -> int:
     """Replay through a pool with the layer groups of a model, and print what happened."""
+    from benchmarks.replay import replay, report
     from kvpool.errors import CapacityExceeded
-    from kvpool.replay import report
-    from kvpool.replay.hybrid import replay_hybrid
 
-    if args.policy not in (None, "P3"):
-        raise CommandError(f"--policy {args.policy}: with --groups there is P3")
+    if args.policy not in (None, "P1"):
+        raise CommandError(f"--policy {args.policy}: layer groups are a matter of P1")
     if args.samples != "1":
         raise CommandError(f"--samples {args.samples}: only P2 has samples")
     check_plot(args.plot)
@@ -45,7 +44,7 @@ def run_groups(args: argparse.Namespace) -> int:
             for index, num_blocks in enumerate(budgets):
                 options: dict[str, Any] = {"num_blocks": num_blocks, "concurrency": concurrency}
                 progress = partial(show, index * len(trace))
-                result = replay_hybrid(trace, shape=shape, **options, progress=progress)
+                result = replay(trace, shape=shape, **options, progress=progress)
                 runs.append(report.hybrid_facts(result, shape))
     except (ValueError, CapacityExceeded, MemoryError) as exc:
         raise CommandError(str(exc) or "not enough memory for this pool") from None
@@ -65,7 +64,7 @@ def run_groups(args: argparse.Namespace) -> int:
 
 def shape_of(model: str, block_size: int, concurrency: int) -> HybridShape:
     """Return what a model keeps."""
-    from kvpool.replay.hybrid import MODELS, hybrid_shape
+    from benchmarks.replay.shapes import MODELS, hybrid_shape
 
     try:
         return hybrid_shape(model, block_size, concurrency)
@@ -94,7 +93,7 @@ def budget(args: argparse.Namespace, text: str, shape: HybridShape) -> int:
 
 def draw_groups(args: argparse.Namespace, trace: Trace, shape: HybridShape, runs: list[dict[str, Any]]) -> None:
     """Write the picture."""
-    from kvpool.replay import plot
+    from benchmarks.replay import plot
 
     try:
         plot.draw_hybrid_sweep(args.plot, f"{trace.name}, {args.groups}", runs)
@@ -114,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--synthetic", action="store_true", help="replay a generated trace of conversations instead of a file"
     )
     numbers: tuple[tuple[str, str, str | None, str], ...] = (
-        ("--num-blocks", "N", None, "usable blocks; required for P1, default for P2: enough for every request"),
+        ("--num-blocks", "N", None, "usable blocks (default: enough for any C requests at a time)"),
         ("--block-size", "TOKENS", None, "tokens per block (default: the trace's, 16 without hash ids)"),
         ("--concurrency", "C", "16", "most requests that run at a time (default: %(default)s)"),
         ("--samples", "K", "1", "sequences per request, P2 only (default: %(default)s)"),
@@ -133,7 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sweep", metavar="N1,N2,...", help="compare pools of these sizes (P1)")
     parser.add_argument(
-        "--ops", type=Path, metavar="FILE", help="instead of a trace: calls of kvpool.testing.RecordedPool, checked"
+        "--ops", type=Path, metavar="FILE", help="instead of a trace: calls of RecordedPool, checked"
     )
     parser.add_argument(
         "--minimise", action="store_true", help="with --ops: the fewest calls that still fail, when they do"
@@ -142,9 +141,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--groups",
         metavar="MODEL",
-        help="what the layers of a model keep: qwen3_5, gemma4, gpt_oss, or a config.json. The policy is then P3, a"
-        " prefix cache with layer groups; --num-blocks and --sweep take blocks, or sizes such as 64GiB; --block-size"
-        " is 16 by default",
+        help="what the layers of a model keep: qwen3_5, gemma4, gpt_oss, or a config.json (P1); --num-blocks and"
+        " --sweep then take blocks, or sizes such as 64GiB; --block-size is 16 by default",
     )
 
 
@@ -157,8 +155,8 @@ def run(args: argparse.Namespace) -> int:
     if args.groups is not None:
         return run_groups(args)
     args.policy = args.policy or "P1"
+    from benchmarks.replay import replay, report
     from kvpool.errors import CapacityExceeded
-    from kvpool.replay import replay, report
 
     sizes = pool_sizes(args)
     options: dict[str, Any] = {
@@ -193,7 +191,7 @@ def run(args: argparse.Namespace) -> int:
 
 def run_calls(args: argparse.Namespace) -> int:
     """Repeat recorded calls on a new pool. Returns 0 if all results are as recorded, else 1."""
-    from kvpool.testing.recorded import RecordError, load, minimise, rerun
+    from benchmarks.replay.recorded import RecordError, load, minimise, rerun
 
     if args.trace is not None or args.synthetic:
         raise CommandError("--ops FILE replaces the trace: give only one of them")
@@ -240,12 +238,10 @@ def store_of(args: argparse.Namespace, block_size: int) -> Any:
 
 
 def pool_sizes(args: argparse.Namespace) -> list[int | None]:
-    """Return the pools to replay, in blocks; None is the policy's own choice."""
+    """Return the pools to replay, in blocks; None: as many as are always enough."""
     if args.policy not in ("P1", "P2"):
-        raise CommandError(f"--policy {args.policy}: there are P1 and P2; P3 needs --groups MODEL")
+        raise CommandError(f"--policy {args.policy}: there are P1 and P2")
     if args.sweep is None:
-        if args.num_blocks is None and args.policy == "P1":
-            raise CommandError("P1 needs --num-blocks N, or --sweep N1,N2,...")
         return [number(args, "num_blocks")]
     if args.num_blocks is not None:
         raise CommandError("--sweep and --num-blocks exclude each other")
@@ -256,7 +252,7 @@ def pool_sizes(args: argparse.Namespace) -> list[int | None]:
 
 def load_trace(args: argparse.Namespace) -> Trace:
     """Return the trace that the arguments name."""
-    from kvpool.replay import TraceError, read_trace, synthetic_trace
+    from benchmarks.replay import TraceError, read_trace, synthetic_trace
 
     if (args.trace is None) != args.synthetic:
         raise CommandError("name either a TRACE file or --synthetic")
@@ -277,7 +273,7 @@ def load_trace(args: argparse.Namespace) -> Trace:
 
 def draw(args: argparse.Namespace, trace: Trace, results: list[Result]) -> None:
     """Write the picture."""
-    from kvpool.replay import plot
+    from benchmarks.replay import plot
 
     try:
         if args.sweep is None:

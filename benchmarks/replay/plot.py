@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpool._picture import BLOCKS, BLOCKS_LIGHT, DASHED, INK, MUTED, OTHER, Picture, legend, name
-from kvpool.replay.loop import Result
+from benchmarks.picture import BLOCKS, BLOCKS_LIGHT, DASHED, INK, MUTED, OTHER, Picture, legend, name
+from benchmarks.replay.results import Result
 
 NUM_SAMPLES = 1200  # points of time drawn
 NUM_SPANS = 60  # of time, each with its own hit rate

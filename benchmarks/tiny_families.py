@@ -5,11 +5,15 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from kvpool.adapters.mlx_lm import tiny
 
 WINDOW = 24
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -318,7 +322,7 @@ def config_of(name: str, vocab_size: int = 96) -> dict[str, Any]:
         There is no such file here.
     """
     if name not in OWN:
-        raise ValueError(f"[tiny] arch is {name!r}, known are {', '.join(OWN)}")
+        raise ValueError(f"[config_of] name is {name!r}, known are {', '.join(OWN)}")
     own = copy.deepcopy(OWN[name])
     is_wrapped = "text_config" in own
     text = copy.deepcopy(COMMON) | (own["text_config"] if is_wrapped else own)
@@ -333,6 +337,24 @@ def build(name: str, config: dict[str, Any]) -> Any:
     sys.modules.setdefault("hf_olmo", ModuleType("hf_olmo"))  # olmo asks for it, and does not use it
     module = importlib.import_module(f"mlx_lm.models.{name}")
     return module.Model(module.ModelArgs.from_dict(config))
+
+
+def make(name: str) -> tuple[Any, TokenizerWrapper]:
+    """The model with weights of its own, and the tokenizer of `tiny`, as ``mlx_lm.load`` gives them.
+
+    ``mx.random`` is seeded: some model files draw weights that stay.
+    """
+    mx.random.seed(7)
+    model = build(name, config_of(name, tiny.CONFIG["vocab_size"]))
+    randomize(model)
+    model.eval()
+    mx.eval(model.parameters())
+    return model, tiny.tokenizer()
+
+
+def save(folder: Path, name: str) -> None:
+    """Write both into a folder, for whatever takes a path to a model."""
+    tiny.write(folder, config_of(name, tiny.CONFIG["vocab_size"]), *make(name))
 
 
 def randomize(model: Any) -> None:

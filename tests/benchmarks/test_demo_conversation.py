@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.demo import models
+from benchmarks.demo.settings import AllSettings
 from kvpool.adapters.mlx_lm.cache import PagedKVCache
 from kvpool.cli import demo
-from kvpool.cli.demo import models
-from kvpool.cli.demo.report import Settings
 from kvpool.eviction import H2O, Memory
 
-SMALL = Settings(talk_tokens=70, talk_budget=32, block_size=8)
+SMALL = AllSettings(talk_tokens=70, talk_budget=32, block_size=8)
 
 
 def lost(settings=SMALL):

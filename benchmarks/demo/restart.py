@@ -1,4 +1,4 @@
-"""Part (j): a server that is killed and started again finds its conversation in a store."""
+"""The part with a server that is killed and started again finds its conversation in a store."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from benchmarks.demo.settings import AllSettings
 from kvpool.cli.console import NotRun
-from kvpool.cli.demo.report import Claim, Outcome, Part, Settings
+from kvpool.cli.demo.report import Claim, Outcome, Part
 from kvpool.errors import install_command
 
 TURN = "What was computed once need not be computed again, whoever asks. "
@@ -72,7 +73,7 @@ def wait_for_the_disk(address: str, blocks: int) -> None:
         time.sleep(0.05)
 
 
-def run_restart(settings: Settings, say: Callable[[str], None]) -> Outcome:
+def run_restart(settings: AllSettings, say: Callable[[str], None]) -> Outcome:
     """Ask a server, kill it, start it again and ask the same."""
     if any(importlib.util.find_spec(name) is None for name in ("mlx", "mlx_lm", "uvicorn")):
         raise NotRun(f"needs mlx-lm and a web server: {install_command('serve')}")

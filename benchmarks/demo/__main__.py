@@ -1,0 +1,6 @@
+import sys
+
+from benchmarks.command import main
+from benchmarks.demo import command
+
+sys.exit(main(command))
