@@ -100,41 +100,37 @@ def watched(monkeypatch):
     monkeypatch.setattr(KVPoolConnector, "__init__", note)
 
 
-def answers(one, names, steps):
-    """Greedy tokens of a prompt per name, as far as they end within so many steps."""
-    told = {}
-    for name in names:
-        prompt = {"prompt_token_ids": [4 + (7 * k + int(name)) % 300 for k in range(100)]}
-        one.add_request(name, prompt, engine.SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
-    for _ in range(steps):
+LONG, SHORT = [4 + (7 * k + 1) % 300 for k in range(100)], [5, 6, 7]  # three whole blocks, and none
+
+
+def add(one, name, prompt):
+    params = engine.SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    one.add_request(name, {"prompt_token_ids": prompt}, params)
+
+
+def ended(one, name):
+    """Step until a request has ended; its tokens, and the names of all that said something."""
+    named = set()
+    while True:
         for output in one.step():
-            told[output.request_id] = list(output.outputs[0].token_ids)
-    return told
+            named.add(output.request_id)
+            if output.request_id == name and output.finished:
+                return list(output.outputs[0].token_ids), named
 
 
-def test_load_that_does_not_return_holds_no_other_request(slow):
+def test_load_that_does_not_return_holds_no_other_request_and_a_dead_store_none(slow):
     one, store = slow
-    assert answers(one, ["1"], 200) == {}, "its blocks are being loaded"
-    short = {"prompt_token_ids": [5, 6, 7]}  # no whole block, so there is nothing to load
-    one.add_request("short", short, engine.SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
-    ended = [output for _ in range(40) for output in one.step()]
-    assert [len(output.outputs[0].token_ids) for output in ended if output.request_id == "short"][-1:] == [8]
-    store.let.set()
-    while one.has_unfinished_requests():
-        ended = one.step() or ended
-    late = list(ended[-1].outputs[0].token_ids)
-    store.let.set()
-    store.dead = True  # and one that raises has nothing
+    add(one, "long", LONG)
+    add(one, "short", SHORT)
+    _, named = ended(one, "short")
+    assert named == {"short"}, "blocks of the other are being loaded"
+    store.let.set()  # the store finds out that it has nothing
+    tokens, _ = ended(one, "long")
+    assert len(tokens) == 8
+    store.dead = True
     one.reset_prefix_cache()
-    found = {}
-    one.add_request(
-        "2", {"prompt_token_ids": [4 + (7 * k + 1) % 300 for k in range(100)]},
-        engine.SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True),
-    )  # fmt: skip
-    while one.has_unfinished_requests():
-        for output in one.step():
-            found[output.request_id] = list(output.outputs[0].token_ids)
-    assert found == {"2": late}
+    add(one, "again", LONG)
+    assert ended(one, "again")[0] == tokens
 
 
 def test_store_of_another_model_is_refused_at_the_start(tmp_path):

@@ -121,8 +121,8 @@ class KVPoolBlocks(STOCK):
         blocks = [*ordered_blocks]
         ids = [block.block_id for block in blocks if block.pool is self]
         self.core.release(ids)
-        if len(ids) != len(blocks):  # a list that waited may name blocks of other pools
-            for pool in {block.pool for block in blocks} - {self}:
+        if len(ids) != len(blocks):  # a list that waited may name blocks of other pools, or of none
+            for pool in {block.pool for block in blocks} - {self, None}:
                 pool.free_blocks([block for block in blocks if block.pool is pool])
 
     def unpin_blocks(self, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
@@ -144,12 +144,13 @@ class KVPoolBlocks(STOCK):
     def _insert_block_hash(self, block_hash_with_group_id: Any, block: KVCacheBlock, num_tokens: int | None) -> None:
         bare = block.block_hash is None
         super()._insert_block_hash(block_hash_with_group_id, block, num_tokens=num_tokens)
-        if bare and block.block_hash is not None:
+        if bare and block.block_hash is not None and block.pool is self:
             self.core.mark_cached([block.block_id])
 
     def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[Any]:
         removed = super()._remove_cached_block_hashes(block)
-        self.core.uncache([block.block_id], keep_place=True)
+        if block.pool is self:
+            self.core.uncache([block.block_id], keep_place=True)
         return removed
 
 
