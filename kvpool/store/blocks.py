@@ -103,29 +103,37 @@ class Layout:
         framed = b"".join(len(line).to_bytes(8, "little") + line for line in map(str.encode, self.lines))
         return hashlib.sha256(framed).digest()[:KEY_NBYTES]
 
-    def blocks(self, tokens: Any, namespace: bytes = b"") -> tuple[Blocks, ...]:
+    def blocks(self, tokens: Any, namespace: bytes = b"", key: bytes | None = None) -> tuple[Blocks, ...]:
         """Name the full blocks of a prompt: for each group its blocks, first to last.
 
+        With `key`, that of the block before them, they go on from there: whole blocks of every group stand before.
         A caller takes what it means: ``blocks[0][held:]`` of a full group, the last few of a window, and of a state
         group the one block that ends at the checkpoint.
         """
         tokens = _checked_tokens("blocks", tokens)
-        keys = prefix_keys(tokens, self.block_size, namespace)
+        keys = prefix_keys(tokens, self.block_size, namespace, key)
+        digest = hashlib.sha256(namespace).digest()[:KEY_NBYTES]
         found = []
         for number, group in enumerate(self.groups):
             step, count = group.block_size // self.block_size, len(tokens) // group.block_size
             own = tokens[: count * group.block_size].reshape(count, group.block_size)
             parents = keys[: count * step : step]
-            found.append(Blocks(keys[step :: step][:count], parents, own, keys[0].tobytes(), number))
+            found.append(Blocks(keys[step :: step][:count], parents, own, digest, number))
         return tuple(found)
 
 
-def prefix_keys(tokens: Any, block_size: int, namespace: bytes = b"") -> np.ndarray:
-    """Return the keys of all full blocks of a prompt, uint8 ``[1 + n, 16]``; row 0 stands for the namespace."""
+def prefix_keys(tokens: Any, block_size: int, namespace: bytes = b"", key: bytes | None = None) -> np.ndarray:
+    """Return the keys of all full blocks of a prompt, uint8 ``[1 + n, 16]``.
+
+    Row 0 stands for the namespace, or is `key`, that of the block before the tokens.
+    """
     tokens = _checked_tokens("prefix_keys", tokens)
     if not isinstance(namespace, bytes):
         raise TypeError(f"[prefix_keys] namespace must be bytes, got {type(namespace).__name__}")
-    key = hashlib.sha256(namespace).digest()[:KEY_NBYTES]
+    if key is None:
+        key = hashlib.sha256(namespace).digest()[:KEY_NBYTES]
+    elif not isinstance(key, bytes) or len(key) != KEY_NBYTES:
+        raise ValueError(f"[prefix_keys] key must be {KEY_NBYTES} bytes, got {key!r}")
     keys, data = [key], memoryview(tokens).cast("B")
     for end in range(4 * block_size, len(data) + 1, 4 * block_size):
         key = hashlib.sha256(key + data[end - 4 * block_size : end]).digest()[:KEY_NBYTES]

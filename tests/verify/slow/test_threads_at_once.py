@@ -13,7 +13,6 @@ import sys
 import pytest
 
 import kvpool
-from benchmarks.replay.recorded import RecordedPool
 from kvpool.errors import ConcurrentUse
 from tests.verify import builds
 from tests.verify.builds import interpreter

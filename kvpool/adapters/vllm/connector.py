@@ -1,0 +1,262 @@
+"""vLLM's prompts in a kvpool store: an engine that is started again finds them on disk.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVPoolConnector", "kv_role": "kv_both",
+        "kv_connector_module_path": "kvpool.adapters.vllm.connector",
+        "kv_connector_extra_config": {"path": "DIR", "max_nbytes": 20000000000}}'
+
+vLLM makes one connector for its scheduler and one for its worker. The scheduler's follows each request: it asks the
+store in a thread which blocks of the prompt are there, and sends with every step what the worker has to load and to
+save. The worker's loads in a thread too, and a save copies the blocks into the store's queue, which never waits. So a
+slow or dead store costs hits and no step.
+
+A block that the store has lost is computed: the connector sets vLLM's `kv_load_failure_policy` to "recompute". A
+request asks once, so a store that promises what it cannot load is not asked again. Requests with images or embeddings
+are neither loaded nor saved, because their tokens do not say what their blocks hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import __version__ as vllm_version
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from kvpool.store import BlockLayout, Blocks, BlockStore, DiskStore, Layout, leading
+
+log = logging.getLogger("vllm.kvpool")
+SAMPLE = 1 << 16  # bytes of a file of weights that its fingerprint reads at each of 16 places
+OPTIONS = {"path", "max_nbytes", "write_nbytes_per_day", "reserve_nbytes", "weights"}
+stores: dict[str, tuple[Layout, BlockStore]] = {}  # of this process: scheduler and worker may share one
+
+
+@dataclass
+class Step(KVConnectorMetadata):
+    """What a worker has to do in a step: blocks by their ids in the cache and their names in the store."""
+
+    loads: list[tuple[str, list[int], Blocks]] = field(default_factory=list)
+    saves: list[tuple[list[int], Blocks]] = field(default_factory=list)
+
+
+class Followed:
+    """A request, as the scheduler's connector knows it."""
+
+    def __init__(self, request: Any, layout: Layout) -> None:
+        self.request, self.layout = request, layout
+        lora = request.lora_request
+        named = [request.cache_salt, lora and lora.lora_name]
+        self.namespace = json.dumps(named).encode() if any(named) else b""
+        self.prompt = layout.blocks(request.all_token_ids[: request.num_tokens - 1], self.namespace)[0]
+        self.key = self.prompt.keys[-1].tobytes() if len(self.prompt) else self.prompt.namespace
+        self.table: list[int] = []
+        self.saved = 0  # leading blocks that the store was offered or that were hits
+        self.found: Future[int] | None = None  # leading blocks of the prompt that the store has
+
+    def fill(self, full: int) -> Iterator[tuple[list[int], Blocks]]:
+        """Ids and names of the blocks that are full now and were not before: of the prompt, then of what follows."""
+        prompt, size = len(self.prompt), self.layout.block_size
+        if self.saved < min(full, prompt):
+            end = min(full, prompt)
+            yield self.table[self.saved : end], self.prompt[self.saved : end]
+            self.saved = end
+        if self.saved < full:
+            tokens = self.request.all_token_ids[self.saved * size : full * size]
+            names = self.layout.blocks(tokens, self.namespace, self.key)[0]
+            self.key = names.keys[-1].tobytes()
+            yield self.table[self.saved : full], names
+            self.saved = full
+
+
+def fingerprint(model_config: Any) -> str:
+    """What tells these weights from others: the commit of the hub, or samples of the files of a folder."""
+    folder = Path(model_config.model)
+    if not folder.is_dir():
+        return f"{model_config.model} {getattr(model_config.hf_config, '_commit_hash', None) or model_config.revision}"
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in {".safetensors", ".bin", ".gguf", ".pt"} or path.name == "config.json":
+            nbytes = path.stat().st_size
+            digest.update(f"{path.name} {nbytes} ".encode())
+            with path.open("rb") as file:
+                for place in range(0, nbytes, max(SAMPLE, math.ceil(nbytes / 16))):
+                    file.seek(place)
+                    digest.update(file.read(SAMPLE))
+    return digest.hexdigest()
+
+
+def layout_of(vllm_config: Any, kv_cache_config: Any, weights: str | None) -> Layout:
+    """One record holds one block of all layers."""
+    groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
+    if parallel.world_size != 1:
+        raise ValueError(f"[KVPoolConnector] the engine has {parallel.world_size} ranks, the connector serves one")
+    if len(groups) != 1:
+        raise ValueError(
+            f"[KVPoolConnector] the cache has {len(groups)} groups, the connector serves one: set "
+            f"--disable-hybrid-kv-cache-manager"
+        )
+    spec, names = groups[0].kv_cache_spec, groups[0].layer_names
+    content = f"vLLM {vllm_version} on {vllm_config.device_config.device_type}, {len(names)} layers of {spec}"
+    nbytes = spec.page_size_bytes * len(names)
+    return Layout((BlockLayout(spec.block_size, nbytes, content),), weights or fingerprint(vllm_config.model_config))
+
+
+def open_store(layout: Layout, options: dict[str, Any]) -> BlockStore:
+    """The store of these options, one for each path and process."""
+    unknown = sorted(set(options) - OPTIONS)
+    if unknown or not {"path", "max_nbytes"} <= set(options):
+        raise ValueError(
+            f"[KVPoolConnector] kv_connector_extra_config has {sorted(options)}, it needs path and max_nbytes and may "
+            f"have {', '.join(sorted(OPTIONS - {'path', 'max_nbytes'}))}"
+        )
+    given = {name: value for name, value in options.items() if name != "weights"}
+    path = str(Path(given.pop("path")).resolve())
+    if path not in stores or stores[path][0] != layout:
+        stores[path] = layout, DiskStore(path, layout, **given)
+    return stores[path][1]
+
+
+class KVPoolConnector(KVConnectorBase_V1):
+    """vLLM's side of the store. See the module for the options."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        options = vllm_config.kv_transfer_config.kv_connector_extra_config
+        vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+        self.layout = layout_of(vllm_config, kv_cache_config, options.get("weights"))
+        self.store = open_store(self.layout, options)
+        self.size = self.layout.block_size
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"kvpool-{role.name.lower()}")
+        self.followed: dict[str, Followed] = {}
+        self.step = Step()
+        self.caches: list[torch.Tensor] = []  # of each layer, [blocks, ..]
+        self.loading: dict[str, Future[set[int]]] = {}
+        self.lost: set[int] = set()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    def ask(self, call: str, otherwise: Any, *arguments: Any) -> Any:
+        """What the store answers. A store that raises, which none of kvpool's does, has nothing."""
+        try:
+            return getattr(self.store, call)(*arguments)
+        except Exception:
+            log.exception("the store fails in %s, the engine goes on without it", call)
+            return otherwise
+
+    # ---- scheduler
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """None: the store has not answered yet; vLLM asks again in the next step."""
+        if request.mm_features or request.prompt_embeds is not None:
+            return 0, False
+        followed = self.followed.get(request.request_id)
+        if followed is None:
+            followed = self.followed[request.request_id] = Followed(request, self.layout)
+        if followed.table:  # it was served before, and the store's answer is used up
+            return 0, False
+        if followed.found is None:
+            nothing = np.zeros(len(followed.prompt), bool)
+            followed.found = self.thread.submit(lambda: leading(self.ask("lookup", nothing, followed.prompt)))
+        if not followed.found.done():
+            return None, False
+        more = max(0, followed.found.result() * self.size - num_computed_tokens)
+        return more, more > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        followed = self.followed.get(request.request_id)
+        if followed is None or not num_external_tokens or followed.table:
+            return
+        (followed.table,) = map(list, blocks.get_block_ids())
+        assert followed.found is not None
+        end = followed.found.result()
+        first = end - num_external_tokens // self.size
+        self.step.loads.append((request.request_id, followed.table[first:end], followed.prompt[first:end]))
+
+    def build_connector_meta(self, scheduler_output: Any) -> Step:
+        step, self.step = self.step, Step()
+        cached = scheduler_output.scheduled_cached_reqs
+        for new in scheduler_output.scheduled_new_reqs:
+            self.follow(step, scheduler_output, new.req_id, new.num_computed_tokens, new.block_ids, True)
+        for name, ids, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+            self.follow(step, scheduler_output, name, computed, ids, name in cached.resumed_req_ids)
+        return step
+
+    def follow(self, step: Step, output: Any, name: str, computed: int, ids: Any, anew: bool) -> None:
+        """The table of a request after a step, and the blocks that the step fills."""
+        followed = self.followed.get(name)
+        if followed is None:
+            return
+        if anew:
+            followed.table, followed.saved = [], max(followed.saved, computed // self.size)
+        followed.table += ids[0] if ids else []
+        known = min(computed + output.num_scheduled_tokens[name], followed.request.num_tokens)
+        step.saves += followed.fill(min(known // self.size, len(followed.table)))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        self.followed.pop(request.request_id, None)
+        return False, None
+
+    # ---- worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        blocks = self._kv_cache_config.num_blocks
+        layers = [kv_caches[name] for name in self._kv_cache_config.kv_cache_groups[0].layer_names]
+        self.caches = [layer.movedim(list(layer.shape).index(blocks), 0) for layer in layers]
+        nbytes = sum(layer[0].numel() * layer.element_size() for layer in self.caches)
+        if nbytes != self.layout.groups[0].nbytes:
+            raise ValueError(f"[KVPoolConnector] a block has {nbytes} bytes, its spec {self.layout.groups[0].nbytes}")
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        for name, ids, blocks in self._get_connector_metadata().loads:
+            self.loading[name] = self.thread.submit(self.load, ids, blocks)
+
+    def load(self, ids: list[int], blocks: Blocks) -> set[int]:
+        """Fill blocks of the cache; returns the ids of those that the store does not have."""
+        rows = np.empty((len(ids), self.layout.groups[0].nbytes), np.uint8)
+        good = leading(self.ask("load", np.zeros(len(ids), bool), blocks, rows))
+        at = 0
+        for layer in self.caches:
+            width = layer[0].numel() * layer.element_size()
+            part = torch.from_numpy(np.ascontiguousarray(rows[:good, at : at + width]))
+            layer[ids[:good]] = part.view(layer.dtype).view(good, *layer.shape[1:]).to(layer.device)
+            at += width
+        return set(ids[good:])
+
+    def wait_for_save(self) -> None:
+        for ids, blocks in self._get_connector_metadata().saves:
+            parts = [layer[ids].cpu().contiguous().view(len(ids), -1).view(torch.uint8) for layer in self.caches]
+            self.ask("store", 0, blocks, torch.cat(parts, 1).numpy())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:
+        done = {name for name, future in self.loading.items() if future.done()}
+        for name in done:
+            self.lost |= self.loading.pop(name).result()
+        return None, done or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        lost, self.lost = self.lost, set()
+        return lost
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads end between steps."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are saved behind the step, all layers at once."""
+
+    def shutdown(self) -> None:
+        self.thread.shutdown(cancel_futures=True)
+        self.store.close()
