@@ -62,7 +62,7 @@ class FindsLess(ModelPool):
 
 def test_pool_and_model_that_disagree_are_a_finding(monkeypatch):
     monkeypatch.setattr("kvpool.testing.fuzz_pool.ModelPool", FindsLess)
-    report = hunt_target(PoolAllocator, 1, calls=20_000)
+    report = fuzz_target(PoolAllocator, 1, calls=20_000)
     assert report.kind == "model" and "the plain model" in report.finding and report.script_fails
 
 
