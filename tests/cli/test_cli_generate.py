@@ -92,6 +92,29 @@ def test_standard_input_is_a_prompt(capsys, monkeypatch, expected):
     assert capsys.readouterr().out == expected[1] + "\n"
 
 
+def test_prompts_in_files_come_after_the_others(capsys, tmp_path, expected):
+    (tmp_path / "p.txt").write_text(PROMPTS[1] + "\n")
+    assert generate("--prompt-file", str(tmp_path / "p.txt")) == 0
+    assert capsys.readouterr().out == expected[1] + "\n"
+    assert generate("--prompt-file", str(tmp_path / "p.txt"), "--prompt", PROMPTS[0]) == 0
+    assert capsys.readouterr().out == f"=== prompt 1\n{expected[0]}\n=== prompt 2\n{expected[1]}\n"
+
+
+def test_system_prompt_stands_in_front_in_the_chat_template(capsys, monkeypatch):
+    told = []
+    of_tokenizer = type(tiny.byte_tokenizer()).apply_chat_template
+    monkeypatch.setattr(
+        type(tiny.byte_tokenizer()),
+        "apply_chat_template",
+        lambda self, turns, **options: told.append(turns) or of_tokenizer(self, turns, **options),
+    )
+    assert generate("--system", "be short", "--prompt", "a") == 0
+    assert told[0] == [{"role": "system", "content": "be short"}, {"role": "user", "content": "a"}]
+    monkeypatch.setattr(tiny, "TEMPLATE", "{{ raise_exception('no system prompt') }}")
+    assert generate("--system", "be short", "--prompt", "a") == 2
+    assert "the chat template of this model refuses the prompt: no system prompt" in capsys.readouterr().err
+
+
 def test_json_has_texts_tokens_and_statistics(capsys, expected):
     assert generate("--prompt", PROMPTS[1], "--n", "3", "--temperature", "0.9", "--seed", "7", "--json") == 0
     first = json.loads(capsys.readouterr().out)
@@ -138,6 +161,7 @@ def test_stats_go_to_stderr(capsys, expected):
     ("arguments", "message"),
     [
         (["--prompt", ""], "--prompt: it is empty"),
+        (["--prompt-file", "/nowhere/p.txt"], "--prompt-file /nowhere/p.txt: No such file or directory"),
         (["--prompt", "-", "--prompt", "-"], "--prompt -: standard input can be read only once"),
         (["--temperature", "nan"], "--temperature nan: out of range, at least 0"),
         (["--temperature", "warm"], "--temperature warm: not a number"),
