@@ -7,6 +7,7 @@ import signal
 
 import numpy as np
 import pytest
+from huggingface_hub import errors
 from mlx_models import on_cpu, solo_tokens
 
 from kvpool.adapters.mlx_lm import Engine, tiny
@@ -310,6 +311,27 @@ def test_a_folder_without_a_model_is_refused_in_one_line(capsys, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert generate("--model", str(tmp_path), "--prompt", "x") == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (errors.RepositoryNotFoundError, "the Hugging Face Hub has no such model, or shows it only with an HF_TOKEN"),
+        (errors.GatedRepoError, "gives this model only to accounts with access: ask for it there, then set HF_TOKEN"),
+        (errors.LocalEntryNotFoundError, "it is not in the local cache, and the Hugging Face Hub cannot be reached"),
+        (OSError, "OSError: a word a word .* a word \\.\\.\\."),
+    ],
+)
+def test_model_that_the_hub_does_not_give_is_refused_in_a_whole_sentence(capsys, monkeypatch, kind, said):
+    error = kind.__new__(kind)
+    error.args = ("a word " * 100,)
+
+    def load(name):
+        raise error
+
+    monkeypatch.setattr("mlx_lm.load", load)
+    assert main(["generate", "--model", "owner/name", "--prompt", "a"]) == 2
+    assert re.fullmatch(rf"kvpool generate: --model owner/name: .*{said}\n", capsys.readouterr().err)
 
 
 def test_a_saved_model_is_loaded_from_its_folder(capsys, tmp_path, expected):
