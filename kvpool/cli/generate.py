@@ -194,6 +194,8 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
     except ImportError as exc:
         raise CommandError(f"needs mlx-lm ({exc}): {install_command('mlx')}") from None
     tiny_model(args)
+    if sys.stderr.isatty():
+        print(f"kvpool generate: loading {args.model} ...", file=sys.stderr)
     try:
         model, tokenizer = loading.load(args.model, args.arch)
     except loading.ModelNotLoaded as exc:

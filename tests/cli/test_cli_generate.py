@@ -46,6 +46,12 @@ def test_one_prompt_prints_its_text_alone(capsys, expected):
     assert capsys.readouterr().out == expected[0] + "\n"
 
 
+def test_loading_is_said_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert generate("--prompt", PROMPTS[0], "--max-tokens", "1") == 0
+    assert capsys.readouterr().err == "kvpool generate: loading tiny ...\n"
+
+
 def test_model_that_gives_no_number_is_an_error_of_one_line(capsys, monkeypatch):
     model, tokenizer = tiny.make()
     model.model.embed_tokens.weight[tokenizer.encode("}")[0]] = np.inf
