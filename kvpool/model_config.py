@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ __all__ = ["layer_groups", "model_fields", "refusal_of", "shortened", "spec_from
 
 Config = Mapping[str, Any] | str | os.PathLike[str]
 
+_MODELS = "kvpool.adapters.mlx_lm.sizes"  # by name, as backends are: it is a layer above, and needs mlx-lm
 _INSTEAD = "describe what its layers keep with kvpool.KVSpec, and size it with kvpool.config.blocks_for"
 
 
@@ -53,11 +55,12 @@ def layer_groups(config: Config, *, dtype: str | None = None) -> tuple[LayerGrou
     fields = _text_fields(whole)
     dtype = _dtype(fields, dtype)
     try:
-        from kvpool.adapters.mlx_lm.sizes import groups_of_model
+        groups_of_model = import_module(_MODELS).groups_of_model
     except ImportError:
         return _read_groups(fields, dtype)
     try:
-        return groups_of_model(whole if whole.get("model_type") else fields, dtype)
+        found: tuple[LayerGroup, ...] = groups_of_model(whole if whole.get("model_type") else fields, dtype)
+        return found
     except ValueError:
         if fields["model_type"] in _RULES:
             return _read_groups(fields, dtype)
