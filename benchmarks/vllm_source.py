@@ -40,17 +40,18 @@ class _Absent(types.ModuleType):
         return _Any(name, (), {})
 
 
-class _Finder:
-    """Three modules are vLLM's, the others of the package are absent."""
+class Finder:
+    """Some modules of a package are its own, the others are absent."""
 
-    def __init__(self, folder):
-        self.folder = folder
+    def __init__(self, folder, real):
+        self.folder, self.real, self.package = folder, real, real[0].partition(".")[0]
 
     def find_spec(self, name, path=None, target=None):
-        if name in REAL:
+        if name in self.real:
             folder = str(Path(self.folder, *name.split(".")[:-1]))
             return importlib.machinery.PathFinder.find_spec(name, [folder])
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "vllm" else None
+        is_mine = name.split(".")[0] == self.package
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_mine else None
 
     def create_module(self, spec):
         return _Absent(spec.name)
@@ -75,7 +76,7 @@ def load():
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         version = module.__version__
-    finder = _Finder(source)
+    finder = Finder(source, REAL)
     sys.meta_path.insert(0, finder)
     try:
         return *(importlib.import_module(name) for name in REAL[:2]), version

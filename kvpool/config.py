@@ -388,7 +388,7 @@ def describe_plan(
     memory : int, str
         As in `blocks_for`, which also takes the keywords in `machine`.
     max_len : int, optional
-        Tokens of the longest sequence that is counted; the model's limit by default, else 4096.
+        Tokens of the longest sequence that is counted; the model's limit by default, else 131,072.
 
     Notes
     -----
@@ -400,7 +400,7 @@ def describe_plan(
     """
     fields = model_fields(config)
     if max_len is None:
-        max_len = next((fields[name] for name in _LONGEST if fields.get(name)), 4096)
+        max_len = next((fields[name] for name in _LONGEST if fields.get(name)), MAX_TOKENS)
     storage = {"k_bits": k_bits, "v_bits": v_bits, "quant_group_size": quant_group_size}
     storage["block_size"] = checked_int("plan", "block_size", block_size)
     groups = layer_groups(config, dtype=dtype)
@@ -504,19 +504,12 @@ def _group_line(plan: _Plan, group: LayerGroup) -> str:
 def _notes(plan: _Plan) -> list[str]:
     """What the table leaves out."""
     checkpoint = sum(group.state_nbytes for group in plan.groups)
-    readers = sum(len(group.read_by) for group in plan.groups)
-    notes = []
-    if checkpoint:
-        notes.append(f"  a checkpoint of the state takes {format_nbytes(checkpoint)}, at any length")
-    if readers:
-        notes.append(f"  {readers} more layers read the keys and values of these and keep nothing")
-    return notes
+    return [f"  a checkpoint of the state takes {format_nbytes(checkpoint)}, at any length"] if checkpoint else []
 
 
 def _group_facts(plan: _Plan, group: LayerGroup) -> dict[str, Any]:
     return asdict(group) | {
         "layers": list(group.layers),
-        "read_by": list(group.read_by),
         "arrays": [{"shape": list(array.shape), "dtype": array.dtype} for array in group.arrays],
         "token_nbytes": plan.token_nbytes(group),
         "state_nbytes": group.state_nbytes,

@@ -1,9 +1,9 @@
-"""Reads the shape of a model's KV cache from its config.
+"""Reads what the layers of a model keep from its ``config.json`` (Hugging Face style).
 
-`layer_groups` reads a Hugging Face style ``config.json``: what the layers of a model keep, in groups
-(kvpool.sizing). A config names its layers by ``model_type`` and by fields that each type spells in its own way, so only
-types whose layers are known (kvpool.sizing_families) are sized. Everything else is refused with the reason: a size that
-is silently wrong costs more than none. `spec_from_config` is what a pool needs today, if it can hold the model.
+Where mlx-lm is installed `layer_groups` asks the model itself (kvpool.adapters.mlx_lm.sizes). Else, and where mlx-lm
+cannot build it from this config, it reads the types of `_TYPES`, which keep keys and values of every token or of a
+window, or latents. Everything else is refused with the reason: a size that is silently wrong costs more than
+none. `spec_from_config` is what a pool with one table needs.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kvpool.sizing import LayerGroup, StateArray
-from kvpool.sizing_families import FAMILIES, Family, Fields, Kept, shortened
-from kvpool.spec import DTYPES, KVSpec
+from kvpool.sizing import LayerGroup
+from kvpool.spec import DTYPES, KVSpec, checked_int
 
 __all__ = ["layer_groups", "model_fields", "refusal_of", "shortened", "spec_from_config", "spec_of_groups"]
 
 Config = Mapping[str, Any] | str | os.PathLike[str]
 
+_MODELS = "kvpool.adapters.mlx_lm.sizes"  # by name, as backends are: it is a layer above, and needs mlx-lm
 _INSTEAD = "describe what its layers keep with kvpool.KVSpec, and size it with kvpool.config.blocks_for"
 
 
@@ -44,42 +45,26 @@ def layer_groups(config: Config, *, dtype: str | None = None) -> tuple[LayerGrou
     Raises
     ------
     ValueError, TypeError
-        A field is missing or wrong, or the ``model_type`` is not known here. The message names the field.
+        A field is missing or wrong, or the ``model_type`` is not known. The message names the field.
 
     Notes
     -----
-    The sizes are those of mlx-lm 0.32.2's caches, from the fields that its model files read and with their defaults.
-    Arrays of a state that follow the weights' dtype are taken to have the model's.
+    With mlx-lm, the sizes are those of its caches, with weights of the model's dtype. Nothing is loaded or computed.
     """
     whole = _whole(config)
-    family, given = _family(whole)
-    fields = Fields(given, family.defaults, family.spelled)
-    dtype = _dtype(given, dtype)
-    layers = family.read(fields)
-    found: dict[Kept, tuple[list[int], list[int]]] = {}
-    for number, kept in enumerate(layers):
-        source = layers[kept] if isinstance(kept, int) else kept
-        assert not isinstance(source, int)
-        for cache in source:
-            found.setdefault(cache, ([], []))[isinstance(kept, int)].append(number)
-    if not found:
-        raise ValueError("[config] no layer keeps anything")
-    return tuple(_group(cache, own, readers, dtype) for cache, (own, readers) in found.items())
-
-
-def _group(cache: Kept, layers: list[int], read_by: list[int], dtype: str) -> LayerGroup:
-    return LayerGroup(
-        kind=cache.kind,
-        layers=tuple(layers),
-        dtype=dtype,
-        size=cache.size,
-        num_kv_heads=cache.num_kv_heads,
-        head_dim=cache.head_dim,
-        v_head_dim=cache.v_head_dim,
-        read_by=tuple(read_by),
-        arrays=tuple(StateArray(shape, own or dtype) for shape, own in cache.arrays),
-        latent=cache.latent,
-    )
+    fields = _text_fields(whole)
+    dtype = _dtype(fields, dtype)
+    try:
+        groups_of_model = import_module(_MODELS).groups_of_model
+    except ImportError:
+        return _read_groups(fields, dtype)
+    try:
+        found: tuple[LayerGroup, ...] = groups_of_model(whole if whole.get("model_type") else fields, dtype)
+        return found
+    except ValueError:
+        if fields["model_type"] in _RULES:
+            return _read_groups(fields, dtype)
+        raise
 
 
 def spec_from_config(
@@ -136,45 +121,27 @@ def refusal_of(groups: tuple[LayerGroup, ...]) -> str:
 
 
 def model_fields(config: Config) -> dict[str, Any]:
-    """The fields of the text model, of ``text_config`` where its type keeps them there, above mlx-lm's defaults."""
-    family, given = _family(_whole(config))
-    return {**family.defaults, **given}
+    """The fields of the text model: those of ``text_config``, if there is one, above those of the whole."""
+    return _text_fields(_whole(config))
 
 
 def _whole(config: Config) -> Mapping[str, Any]:
-    return config if isinstance(config, Mapping) else _read(Path(config))
-
-
-def _family(whole: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
-    """How a config is read, and the fields that are read; a dtype may stand beside ``text_config``."""
-    inner = whole.get("text_config")
-    if whole.get("model_type") is None and isinstance(inner, Mapping):
-        family, text = _known(inner), "inner"
-    else:
-        family = _known(whole)
-        text = family.text
-    if text != "inner" and not (text == "either" and isinstance(inner, Mapping)):
-        return family, dict(whole)
+    whole = config if isinstance(config, Mapping) else _read(Path(config))
+    inner = whole.get("text_config") or {}
     if not isinstance(inner, Mapping):
         raise ValueError(f"[config] text_config must be an object, got {shortened(inner)}")
-    fields = {name: whole[name] for name in ("dtype", "torch_dtype") if whole.get(name) is not None}
+    name = whole.get("model_type") or inner.get("model_type")
+    if not isinstance(name, str):
+        raise ValueError(f"[config] model_type is missing or no string ({shortened(name)}): it says what layers keep")
+    return whole
+
+
+def _text_fields(whole: Mapping[str, Any]) -> dict[str, Any]:
+    inner = whole.get("text_config") or {}
+    fields = {**whole, **inner, "model_type": whole.get("model_type") or inner["model_type"]}
     if inner.get("dtype") or inner.get("torch_dtype"):
-        fields = {}
-    return family, dict(inner) | fields
-
-
-def _known(fields: Mapping[str, Any]) -> Family:
-    """The family of the ``model_type``."""
-    name = fields.get("model_type")
-    if name is None:
-        raise ValueError("[config] model_type is missing; it says what the layers of a model keep")
-    key = str(name).lower()
-    if key == "bailing_hybrid" and fields.get("architectures") == ["BailingMoeV3ForCausalLM"]:
-        key = "bailing_moe_v3"
-    family = FAMILIES.get(key) or FAMILIES.get(key.removesuffix("_text"))
-    if family is None:
-        raise ValueError(f"[config] model_type {shortened(name)} is not known; {_INSTEAD}")
-    return family
+        fields |= {name: inner.get(name) for name in ("dtype", "torch_dtype")}
+    return fields
 
 
 def _dtype(fields: Mapping[str, Any], dtype: str | None) -> str:
@@ -185,6 +152,92 @@ def _dtype(fields: Mapping[str, Any], dtype: str | None) -> str:
     if name not in DTYPES:
         raise ValueError(f"[config] dtype is {shortened(name)}, known are {', '.join(DTYPES)}")
     return name
+
+
+# ---------------------------------------------------------------------- without the model
+
+_SLIDING = "sliding_attention"
+_ATTENTION = ("full_attention", _SLIDING, "attention", "chunked_attention")
+
+_TYPES = {  # how the heads are read: the types
+    "head_dim": "gemma gemma2 gemma3 gemma3_text glm4 glm4_moe gpt_oss qwen3 qwen3_moe seed_oss",
+    "hidden_size": "apertus cohere dbrx deepseek granite granitemoe internlm2 internlm3 mixtral phi3 qwen2 qwen2_moe "
+    "stablelm starcoder2",
+    "either": "bitnet dots1 ernie4_5 ernie4_5_moe glm hunyuan_v1_dense llama minimax_m2 ministral3 mistral nemotron "
+    "olmo2 olmo3 olmoe smollm3",
+    "latent": "deepseek_v3 glm4_moe_lite joyai_llm_flash kimi_k2",
+}
+_RULES = {name: rule for rule, names in _TYPES.items() for name in names.split()}
+_PERIODS = {"gemma3": 6, "gemma3_text": 6, "gpt_oss": 2, "llama": 1, "ministral3": 1, "mistral": 1, "olmo3": 4}
+"""Types with windows in the layers that layer_types names; without it, in all but every so many."""
+
+_DBRX = {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
+
+
+def _read_groups(fields: Mapping[str, Any], dtype: str) -> tuple[LayerGroup, ...]:
+    """Return the layer groups of a type that is read without the model."""
+    name = fields["model_type"]
+    if name not in _RULES:
+        raise ValueError(f"[config] model_type {shortened(name)} is not known without mlx-lm; {_INSTEAD}")
+    if name == "dbrx":
+        heads = (fields.get("attn_config") or {}).get("kv_n_heads")
+        fields = {common: fields.get(own) for common, own in _DBRX.items()} | {"num_key_value_heads": heads}
+    is_latent = _RULES[name] == "latent"
+    if is_latent:
+        shape = 1, _size(fields, "kv_lora_rank"), _size(fields, "qk_rope_head_dim")
+    else:
+        head_dim = _head_dim(fields, _RULES[name])
+        shape = _size(fields, "num_key_value_heads", "num_attention_heads"), head_dim, head_dim
+    is_sliding, groups = _sliding(name, fields), []
+    for sliding in dict.fromkeys(is_sliding):
+        layers = tuple(layer for layer, its in enumerate(is_sliding) if its == sliding)
+        kind, size = ("window", _size(fields, "sliding_window")) if sliding else ("full", None)
+        groups.append(LayerGroup(kind, layers, dtype, size, 0, *shape, latent=is_latent))
+    return tuple(groups)
+
+
+def _sliding(name: str, fields: Mapping[str, Any]) -> list[bool]:
+    """Return which layers have a window."""
+    count, types = _size(fields, "num_hidden_layers"), fields.get("layer_types")
+    if types:
+        unknown = [kind for kind in types if kind not in _ATTENTION] if isinstance(types, list) else [types]
+        if unknown:
+            raise ValueError(f"[config] layer_types has {shortened(unknown[0])}, known are {', '.join(_ATTENTION)}")
+        if len(types) < count:
+            raise ValueError(f"[config] layer_types has {len(types)} items, the model {count} layers")
+    if name not in _PERIODS:
+        return [False] * count
+    if types:
+        return [kind == _SLIDING for kind in types[:count]]
+    period = _size({"sliding_window_pattern": _PERIODS[name], **fields}, "sliding_window_pattern")
+    return [(layer + 1) % period > 0 for layer in range(count)]
+
+
+def _head_dim(fields: Mapping[str, Any], rule: str) -> int:
+    if rule == "head_dim" or (rule == "either" and fields.get("head_dim") is not None):
+        return _size(fields, "head_dim")
+    whole, heads = _size(fields, "hidden_size"), _size(fields, "num_attention_heads")
+    if whole % heads:
+        raise ValueError(f"[config] hidden_size {whole} is no multiple of num_attention_heads {heads}")
+    return whole // heads
+
+
+def _size(fields: Mapping[str, Any], *names: str) -> int:
+    """Return the first of the fields that is given, at least 1."""
+    for name in names:
+        if fields.get(name) is not None:
+            return checked_int("config", name, fields[name])
+    shown = ", ".join(sorted(map(str, fields))) or "(none)"
+    raise ValueError(f"[config] {names[0]} is missing; the fields are {shown}")
+
+
+def shortened(value: Any) -> str:
+    """`value` as in Python, cut to fit a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# ---------------------------------------------------------------------- files
 
 
 def _read(path: Path) -> Mapping[str, Any]:

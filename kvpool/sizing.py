@@ -41,7 +41,7 @@ class LayerGroup:
     kind : {"full", "window", "chunk", "state"}
         What they keep of a sequence.
     layers : tuple of int
-        The layers that own the bytes. A layer that keeps two such caches stands twice.
+        The layers that own the bytes, counted among those that keep anything. One with two such caches stands twice.
     dtype : str
         Of keys and values; the arrays of a state have their own.
     size : int, optional
@@ -51,8 +51,6 @@ class LayerGroup:
     num_kv_heads, head_dim, v_head_dim : int
         Keys have `head_dim` elements per head, values `v_head_dim`. Latent attention keeps one head: the latent as
         key, the rotary part as value.
-    read_by : tuple of int
-        Layers that attend to keys and values of this group and own none.
     arrays : tuple of StateArray
         What a layer of kind "state" keeps.
     latent : bool
@@ -67,7 +65,6 @@ class LayerGroup:
     num_kv_heads: int = 0
     head_dim: int = 0
     v_head_dim: int = 0
-    read_by: tuple[int, ...] = ()
     arrays: tuple[StateArray, ...] = ()
     latent: bool = False
 

@@ -138,7 +138,7 @@ LEFT_TO_TEST_ALL = (
     *("metal", "benchmarks"),
     *("packaging", "ranks"),
     *("backend_mlx", "mlx_native", "mlx_native_metal", "capi_examples"),
-    *("sizing_fields", "stubs", "cross"),
+    *("stubs", "cross"),
     *("cli_bench_metal", "cli_cache", "cli_serve", "capi_speed", "mlx_lm_turns"),
     *("serving_hostile", "serving_kills", "serving_tools", "serving_limits", "serving_failures", "serving_faults"),
     *("serving_store", "serving_tenants", "serving_neighbours"),

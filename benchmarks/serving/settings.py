@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (metavar, default, text) in (NUMBERS | texts).items():
         told = text if default is None else f"{text} (default: %(default)s)"
         parser.add_argument(f"--{name}", metavar=metavar, default=default, help=told)
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="serve a trace, in the formats of kvpool replay")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="serve a trace, in the formats of benchmarks.replay")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the run of kvpool over time")
     parser.add_argument(
         "--gates", action="store_true", help="measure what has to hold instead; exit status 1 if something does not"

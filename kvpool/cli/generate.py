@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpool.cli.console import CommandError, real, whole
@@ -56,10 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="may be given several times; - reads standard input (default: -)",
     )
+    parser.add_argument(
+        "--prompt-file", action="append", default=[], metavar="FILE", help="a prompt in a file; repeatable"
+    )
     for name, metavar, default, text in NUMBERS:
         parser.add_argument(name, metavar=metavar, default=default, help=text)
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt in front of each prompt; implies --chat")
     parser.add_argument(
         "--prefix-cache",
         action=argparse.BooleanOptionalAction,
@@ -74,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generate, and print text as it comes."""
     options = request_options(args)
-    prompts = read_prompts(args.prompt or ["-"])
+    prompts = read_prompts(args.prompt or ([] if args.prompt_file else ["-"]), args.prompt_file)
     tokenizer, engine = make_engine(args, prompts, options)
     printer = Printer(len(prompts), options["n"], quiet=args.json)
     begin = time.perf_counter()
@@ -82,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     if options["n"] > 1 and not options["temperature"] and not options["beam_width"]:
         print("kvpool generate: without --temperature all samples of a prompt are the same text", file=sys.stderr)
     with engine, interrupts:
-        submit(engine, printer, [encode(tokenizer, prompt, args.chat) for prompt in prompts], options)
+        submit(engine, printer, [encode(tokenizer, prompt, args) for prompt in prompts], options)
         done: dict[Any, Completion] = {}
         while engine.num_unfinished and not interrupts.count:
             for completion in engine.step():
@@ -156,17 +161,23 @@ def request_options(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def read_prompts(texts: list[str]) -> list[str]:
-    """The prompts, with standard input in the place of -."""
+def read_prompts(texts: list[str], files: list[str]) -> list[str]:
+    """The prompts, with standard input in the place of -, and those of files."""
     if texts.count("-") > 1:
         raise CommandError("--prompt -: standard input can be read only once")
-    prompts = [sys.stdin.read().rstrip("\n") if text == "-" else text for text in texts]
-    for text, prompt in zip(texts, prompts, strict=True):
+    found = [("--prompt -", sys.stdin.read().rstrip("\n")) if text == "-" else ("--prompt", text) for text in texts]
+    for name in files:
+        try:
+            text = Path(name).read_text(encoding="utf-8", errors="surrogateescape")
+        except OSError as exc:
+            raise CommandError(f"--prompt-file {name}: {exc.strerror}") from None
+        found.append((f"--prompt-file {name}", text.rstrip("\n")))
+    for source, prompt in found:
         if not prompt:
-            raise CommandError(f"--prompt {text}: standard input is empty" if text == "-" else "--prompt: it is empty")
+            raise CommandError(f"{source}: it is empty")
         if any("\ud800" <= character <= "\udfff" for character in prompt):  # how Python reads bytes that are not text
-            raise CommandError("--prompt: it is not valid UTF-8")
-    return prompts
+            raise CommandError(f"{source}: it is not valid UTF-8")
+    return [prompt for _, prompt in found]
 
 
 def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str, Any]) -> tuple[Any, Engine]:
@@ -183,12 +194,14 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
     except ImportError as exc:
         raise CommandError(f"needs mlx-lm ({exc}): {install_command('mlx')}") from None
     tiny_model(args)
+    if sys.stderr.isatty():
+        print(f"kvpool generate: loading {args.model} ...", file=sys.stderr)
     try:
         model, tokenizer = loading.load(args.model)
     except loading.ModelNotLoaded as exc:
         raise CommandError(f"--model {exc}") from None
     draft = load_draft_model(args, tokenizer)
-    lengths = [len(encode(tokenizer, prompt, args.chat)) + options["max_tokens"] for prompt in prompts]
+    lengths = [len(encode(tokenizer, prompt, args)) + options["max_tokens"] for prompt in prompts]
     refuse_endless(model, lengths, options["max_tokens"], 2**31 - 1)
     try:
         if num_blocks is None:
@@ -229,13 +242,18 @@ def refuse_endless(model: Any, lengths: list[int], max_tokens: int, most: int) -
             raise CommandError(f"prompt {number + 1}: {tokens}, {takes}")
 
 
-def encode(tokenizer: Any, prompt: str, in_chat: bool) -> list[int]:
+def encode(tokenizer: Any, prompt: str, args: argparse.Namespace) -> list[int]:
     """The tokens of a prompt."""
-    if not in_chat:
+    if not args.chat and args.system is None:
         return list(tokenizer.encode(prompt))
     if not tokenizer.has_chat_template:
-        raise CommandError("--chat: this model has no chat template")
-    return list(tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True))
+        raise CommandError(f"{'--chat' if args.chat else '--system'}: this model has no chat template")
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    turns = [*system, {"role": "user", "content": prompt}]
+    try:
+        return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True))
+    except Exception as exc:  # of the template: some refuse a system prompt
+        raise CommandError(f"the chat template of this model refuses the prompt: {exc}") from None
 
 
 def submit(engine: Engine, printer: Printer, prompts: list[list[int]], options: dict[str, Any]) -> None:

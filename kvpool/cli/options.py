@@ -132,7 +132,7 @@ def policy_of(args: argparse.Namespace, block_size: int) -> Policy | None:
         policy: Policy = getattr(eviction, POLICIES[name])(**values)
         policy.check_block_size(block_size)
     except ValueError as exc:
-        raise CommandError(f"--eviction {name}: {str(exc).rpartition('] ')[2]}") from None
+        raise CommandError(f"--eviction {name}: {by_flags(exc)}") from None
     return policy
 
 
@@ -155,8 +155,10 @@ def bits_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def by_flags(error: Exception) -> str:
     """The text of an error of the library, with flags where it names arguments. Empty if it says nothing."""
-    flags = {field: name for name, field, _ in BITS} | {"dtype=": "--dtype="}
-    return re.sub(r"\w+=?", lambda word: flags.get(word[0], word[0]), str(error).rpartition("] ")[2])
+    flags = {field: name for name, field, _ in BITS} | {field: name for name, _, field, *_ in FIELDS if field != "kind"}
+    flags |= {name: f"--eviction {flag}" for flag, name in POLICIES.items()}
+    flags |= {"dtype=": "--dtype=", "recent": "--recent", "speculate": "--speculate", "num_blocks": "--num-blocks"}
+    return re.sub(r"\w+=?", lambda word: flags.get(word[0], word[0]), re.sub(r"^\[\w+\] ", "", str(error)))
 
 
 def add_draft_arguments(parser: argparse.ArgumentParser) -> None:

@@ -46,6 +46,9 @@ def run(args: argparse.Namespace) -> int:
     model, dtype = (args.model, args.dtype) if tiny is None else (tiny.CONFIG, args.dtype or "float32")
     try:
         facts, text = describe_plan(model, memory, block_size, dtype, max_len, **bits)
+    except FileNotFoundError:
+        where = "no such file or folder, nor a model in the local cache of the Hugging Face Hub"
+        raise CommandError(f"--model {args.model}: {where}") from None
     except OSError as exc:
         raise CommandError(f"--model {args.model}: {exc.strerror or exc}") from None
     except (TypeError, ValueError) as exc:

@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import sys
+import threading
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 leave = os._exit
 LAST_PORT = 65535
+LAST_SECONDS = 1.0  # for the last line
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 LONGEST = 32768  # tokens of a request at most, for the default size of the pool
 NUMBERS: tuple[tuple[str, str, str | None, str], ...] = (
@@ -58,13 +60,20 @@ NUMBERS: tuple[tuple[str, str, str | None, str], ...] = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments. `run` reads the numbers."""
     parser.epilog = (
-        "GET /metrics has statistics for Prometheus. The environment variable KVPOOL_API_KEY holds one more key."
+        "GET /metrics has statistics for Prometheus, and needs a key if there are keys. The environment variable "
+        "KVPOOL_API_KEY holds one more key."
     )
     add_model_arguments(parser, "PATH_OR_ID", "a folder, a repository of the Hugging Face Hub")
     parser.add_argument("--name", help="what clients call the model (default: the text of --model)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     for name, metavar, default, text in NUMBERS:
         parser.add_argument(name, metavar=metavar, default=default, help=text)
+    parser.add_argument(
+        "--log-level",
+        default="info",
+        metavar="LEVEL",
+        help="info, with a line for each request; or warning, failures alone (default: %(default)s)",
+    )
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY", help="a key for clients; repeatable")
     parser.add_argument("--api-keys", metavar="FILE", help="keys of tenants, a line for each: NAME WEIGHT KEY")
     parser.add_argument(
@@ -94,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     grace, wanted = real("--grace", args.grace, 0, 86400), whole("--max-connections", args.max_connections)
     try:
         from kvpool.adapters.mlx_lm import loading
-        from kvpool.serving import process
+        from kvpool.serving import log, process
         from kvpool.serving.app import Settings
     except ImportError as exc:
         raise CommandError(f"needs mlx-lm and a web server ({exc}): {install_command('serve')}") from None
@@ -105,6 +114,8 @@ def run(args: argparse.Namespace) -> int:
     if connections < wanted:
         say(f"kvpool serve: --max-connections {wanted}: the system allows files for {connections}")
     settings = Settings(args.name or args.model, hosts, keys, weights, most, connections)
+    if args.log_level not in log.LEVELS:
+        raise CommandError(f"--log-level {args.log_level}: not one of {', '.join(log.LEVELS)}")
     tiny_model(args)
     if args.model != "tiny":
         try:
@@ -119,7 +130,8 @@ def run(args: argparse.Namespace) -> int:
         url = f"http://{host}:{sock.getsockname()[1]}"
         say(f"kvpool serve: loading {args.model} ...")
         make, on_ready = partial(make_engine, args, options), partial(tell, args, url)
-        left = asyncio.run(process.serve(make, settings, sock, on_ready, grace))
+        with log.to_stderr(args.log_level):
+            left = asyncio.run(process.serve(make, settings, sock, on_ready, grace))
         said, status = "the engine was lost" if left < 0 else f"stopped, {left} blocks in use", 1 if left else 0
     except OSError as exc:
         said, status = f"--host {args.host} --port {port}: {exc.strerror}", 2
@@ -127,7 +139,9 @@ def run(args: argparse.Namespace) -> int:
         said, status = f"{'' if isinstance(exc, CommandError) else '--model '}{exc}", 2
     except (ValueError, TypeError, RuntimeError, MemoryError) as exc:
         said, status = f"--model {args.model}: {by_flags(exc) or 'not enough memory'}", 2
-    say(f"kvpool serve: {said}")
+    last = threading.Thread(target=say, args=(f"kvpool serve: {said}",), daemon=True)
+    last.start()
+    last.join(LAST_SECONDS)  # nobody may read it, and its pipe be full
     leave(status)  # threads of MLX must not run while the interpreter shuts down
     return status
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from kvpool.cli.console import CommandError
+from kvpool.cli.console import CommandError, nbytes, progress
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +36,14 @@ def _command(summary: str, call: Callable[[Any, argparse.Namespace], int], decla
 
 def _segments(folder: Any) -> list[Any]:
     return sorted(folder.segments(), key=lambda each: (each.used, each.name))
+
+
+def _read(segments: list[Any], args: argparse.Namespace) -> Iterator[Any]:
+    """Yield the segments, and show on a terminal which one is read."""
+    with progress(len(segments), args.json or not sys.stderr.isatty()) as show:
+        for each in segments:
+            show(each.name)
+            yield each
 
 
 def _layout(folder: Any) -> dict[str, Any]:
@@ -103,7 +111,7 @@ def _stat(folder: Any, args: argparse.Namespace) -> int:
     groups: Counter[int] = Counter()
     namespaces: Counter[str] = Counter()
     payload, segments = 0, _segments(folder)
-    for each in segments:
+    for each in _read(segments, args):
         for _, head, wrong in _examined(folder, each, payloads=False):
             if head is not None and not wrong:
                 groups[head.group] += 1
@@ -139,7 +147,7 @@ def _verify(folder: Any, args: argparse.Namespace) -> int:
         folder.read_json("layout.json")["layout"]
     except (OSError, ValueError, KeyError) as error:
         problems.append({"segment": "layout.json", "offset": 0, "problem": f"it cannot be read: {error}"})
-    for each in _segments(folder) if not problems else ():
+    for each in _read(_segments(folder) if not problems else [], args):
         for offset, head, wrong in _examined(folder, each):
             count += head is not None
             if wrong:
@@ -165,15 +173,11 @@ def _declare_prune(parser: argparse.ArgumentParser) -> None:
 
 
 def _prune(folder: Any, args: argparse.Namespace) -> int:
-    from kvpool.config import parse_nbytes
-
     if args.max is None and not args.damaged:
         raise CommandError("say what shall go: --max SIZE, --damaged")
-    try:
-        most = None if args.max is None else parse_nbytes(f"{args.max}B" if args.max.isdecimal() else args.max)
-    except ValueError as error:
-        raise CommandError(f"--max {args.max}: {error}") from None
-    gone = [each for each in _segments(folder) if each.is_sealed and _is_damaged(folder, each)] if args.damaged else []
+    most = None if args.max is None else nbytes("--max", args.max)
+    read = _read([each for each in _segments(folder) if each.is_sealed], args) if args.damaged else ()
+    gone = [each for each in read if _is_damaged(folder, each)]
     with folder.lock():  # now that everything is read: who writes waits for the lock
         gone = [each for each in gone if folder.remove(each.name)]
         if most is not None:
@@ -199,7 +203,7 @@ def _export(folder: Any, args: argparse.Namespace) -> int:
         raise CommandError(f"{args.to} is there already, a new directory is needed")
     with Folder(args.to, "kvpool store") as target:
         target.write_json("layout.json", layout)
-        for each in _segments(folder):
+        for each in _read(_segments(folder), args):
             chosen = [
                 (offset, head)
                 for offset, head, wrong in _examined(folder, each)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import math
 import time
 from collections import Counter
@@ -35,8 +36,11 @@ from kvpool.serving.speech import Manner
 from kvpool.serving.texts import Processes, Threads, most_bytes, shared
 
 T = TypeVar("T")
+LONGEST_PATH = 200  # bytes of a path in the log
 LONGEST_WAIT = 60  # seconds until a client that was refused may come again, at most
 REJECTED = {"queue_full": 429, "deadline": 504}
+POLLED = {"/health", "/ready", "/metrics"}  # a line for each would hide the others
+_log = logging.getLogger(__name__)
 TWO_LENGTHS = {b"content-length", b"transfer-encoding"}  # RFC 9112, 6.3: after both, the connection is closed
 BODY_SECONDS = 30  # for a client to send its body
 LONG = 2**16  # bytes of a body that is read in a thread, and of a text that becomes tokens apart from shorter ones
@@ -131,15 +135,15 @@ class Service:
         self._app.router.redirect_slashes = False  # to where the client's Host says
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request and count the answer."""
-        is_begun = False
+        """Answer a request, count the answer and log it."""
+        status, began = 0, time.monotonic()
 
         async def counted(message: Message) -> None:
-            nonlocal is_begun
+            nonlocal status
             if message["type"] == "http.response.start":
-                is_begun = True
+                status = message["status"]
                 known = any(scope["path"] == route.path for route in self._routes)
-                self._metrics.answered(scope["path"] if known else "other", message["status"])
+                self._metrics.answered(scope["path"] if known else "other", status)
                 if {name for name, _ in scope["headers"]} >= TWO_LENGTHS:  # a proxy may see another request behind it
                     message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
             await send(message)
@@ -148,10 +152,14 @@ class Service:
         try:
             await self._app(scope, receive, counted)
         except asyncio.CancelledError:  # uvicorn waits no longer
-            if not is_begun:
+            if not status:
                 await _error(503, "the server stops")(scope, receive, counted)
         finally:
             self.active -= 1
+            if status != 200 or scope["path"] not in POLLED:
+                path = scope["raw_path"][:LONGEST_PATH].decode("ascii", "backslashreplace")
+                said, seconds = status or "no answer", time.monotonic() - began
+                _log.info("%s %s %s, %.3f s", scope["method"], path, said, seconds)
 
     async def close(self) -> None:
         """End the processes that tokenize."""
@@ -432,6 +440,7 @@ class EventStream(Response):
                         else:
                             await write(answer.piece(number, item))
                 except EngineFailed as error:
+                    _log.warning("a stream ends early: %s", error)
                     await write(answer.failure(str(error)), more=False)
                     return
         await write(answer.ending(list(completions.values())), more=False)

@@ -12,7 +12,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from kvpool.adapters.mlx_lm.engine import Completion, TokenEvent
 from kvpool.serving.answers import End
 from kvpool.serving.requests import MOST, TOOLS, Addressed, ChatRequest, Inputs, Label, Name, Part, Stops, Strict, Text
-from kvpool.serving.speech import NAMED, OPENS, Manner, Reader
+from kvpool.serving.speech import Manner, Reader
 
 REASONS = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
 DELTAS = {  # of a piece: how its event is called, and the field
@@ -270,16 +270,16 @@ class MessageAnswer:
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the answer as one object."""
         self._read(completions[0].text, End.of_sample(self._body, completions[0].samples[0]))
-        if not self._blocks:
+        blocks = self._blocks
+        if self._reader.is_cut and blocks and blocks[-1]["type"] == "tool_use" and _object(self._said[-1]) is None:
+            del blocks[-1], self._said[-1]  # with any input the call would look whole
+        if not blocks:
             self._told("text", "")
-        for number, said in enumerate(self._said):
-            block, is_cut = self._blocks[number], self._reader.is_cut and number == len(self._said) - 1
-            if block["type"] != "tool_use":
+        for block, said in zip(blocks, self._said, strict=True):
+            if block["type"] == "tool_use":
+                block["input"] = _object(said) or {}
+            else:
                 block[block["type"]] = said
-            elif (read := _object(said)) is not None or not is_cut:
-                block["input"] = read or {}
-            else:  # with any input it would look whole
-                self._blocks[number] = {"type": "text", "text": OPENS + block["name"] + NAMED + said}
         end, usage = self._end(completions[0]), self._usage(completions[0])
         return {**self._head, "content": self._blocks, **end, "usage": usage}
 

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.serving.app import Service, Settings
+from kvpool.serving.log import report
 from kvpool.serving.metrics import ServerMetrics
 from kvpool.serving.runner import Runner
 
@@ -218,6 +219,8 @@ async def serve(
         end = loop.time() + (0 if lost.done() else grace)
         while service.active and loop.time() < end:
             await asyncio.sleep(0.05)
+        if service.active:
+            _log.warning("requests cut off after %g s of grace: %d", grace, service.active)
         try:
             return await runner.stop()
         finally:
@@ -231,7 +234,9 @@ async def serve(
         await asyncio.sleep(0.01)
     if server.started:
         on_ready(runner.engine)
+    reporting = asyncio.create_task(report(runner.engine))
     await serving
+    reporting.cancel()
     left = await draining
     return left if runner.failure is None else -1
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as whole
-from benchmarks import block_pool, eviction, vllm_source
+from benchmarks import block_pool, eviction, peers, vllm_source
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -105,3 +106,21 @@ def test_block_pool_has_a_row_per_call_and_its_gate_is_the_exit_status(monkeypat
     calls = ("get", "free", "lookup", "cache", "touch", "evict")
     assert len(rows) == 22 and all(sum(row.startswith(call) for row in rows) >= 2 for call in calls)
     assert all(row.endswith("missed") for row in rows) == missed
+
+
+# -------------------------------------------------------------------------------------------------- peers
+
+
+def test_blocks_of_groups_leave_out_the_share_that_is_published():
+    for parts, published in peers.MODELS.values():
+        one, groups = peers.both(parts)
+        assert 100 * (1 - groups / one) == pytest.approx(published, abs=0.3)
+
+
+def test_prompts_are_looked_up_by_the_peers_that_are_here(monkeypatch, capsys):
+    monkeypatch.setattr(peers, "PROMPTS", (64,))
+    monkeypatch.setattr(sys, "argv", ["peers", "--rounds", "2", "--json"])
+    peers.main()
+    best = json.loads(capsys.readouterr().out)["lookups"]["64"]
+    here = [name for name, (_, variable) in peers.PEERS.items() if os.environ.get(variable)]
+    assert list(best) == ["kvpool, array", "kvpool, list", *here] and all(us > 0 for us in best.values())

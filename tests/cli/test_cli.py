@@ -171,7 +171,8 @@ def test_install_command_names_the_source_tree_where_kvpool_is_not_installed(mon
 
 def test_plan_missing_or_broken_config_is_named(capsys, tmp_path):
     missing = tmp_path / "nowhere.json"
-    assert f"--model {missing}: No such file" in refusal(capsys, "plan", "--model", str(missing), "--memory", "1GiB")
+    said = refusal(capsys, "plan", "--model", str(missing), "--memory", "1GiB")
+    assert f"--model {missing}: no such file or folder, nor a model in" in said
     broken = tmp_path / "broken.json"
     contents = {b"{": "is not JSON", b"\xff\xfe\x00": "is not JSON", b"[" * 100_000: "is nested too deeply"}
     for content, said in contents.items():

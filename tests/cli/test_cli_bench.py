@@ -8,6 +8,7 @@ import pytest
 
 from kvpool.cli import main
 from kvpool.cli.bench import allocator, attention
+from kvpool.cli.bench.measure import Contestant
 from kvpool_backends import load_backend
 from kvpool_backends.cpu import isas
 
@@ -18,11 +19,23 @@ def facts_of(capsys, *argv):
     return json.loads(capsys.readouterr().out)
 
 
-def test_allocator_rows_stand_beside_plain_python(capsys, monkeypatch):
-    monkeypatch.setattr(allocator, "PROMPT", 64)
-    rows = facts_of(capsys, "allocator", "--repetitions", "1")["rows"]
-    assert len(rows) == 5 and all(row["kvpool_ns"] > 0 and row["python_ns"] > 0 for row in rows)
-    assert rows[2]["ratio"] > 3  # a batch of 256: two hundred times as many steps of an interpreter
+def test_allocator_rows_stand_beside_plain_python(capsys):
+    sizes = ("--batch", "2,256", "--prompt", "64", "--block-size", "8", "--repetitions", "1")
+    facts = facts_of(capsys, "allocator", *sizes)
+    rows, shown = facts["rows"], ("decode step, 2 in", "decode step, 256 in", "fork and close a sequence of 64", "open")
+    assert facts["block_size"] == 8 and all(row["kvpool_ns"] > 0 and row["python_ns"] > 0 for row in rows)
+    assert all(row["operation"].startswith(text) for row, text in zip(rows, shown, strict=True))
+    assert rows[1]["ratio"] > 3  # a batch of 256: two hundred times as many steps of an interpreter
+
+
+@pytest.mark.parametrize("most", [("--batch", "8k", "--prompt", "1"), ("--prompt", "128k"), ("--block-size", "1k")])
+def test_allocator_takes_the_largest_sizes_that_it_allows(capsys, monkeypatch, most):
+    monkeypatch.setattr(allocator, "STEPS", 1)
+    monkeypatch.setattr(allocator, "_repeated", lambda name, call, calls: Contestant(name, call))
+    assert len(facts_of(capsys, "allocator", "--repetitions", "1", "--batch", "1", *most)["rows"]) == 3
+    option, size = most[:2]
+    assert main(["bench", "allocator", option, str(int(size[:-1]) * 1024 + 1)]) == 2
+    assert f"{option} {int(size[:-1]) * 1024 + 1}: out of range" in capsys.readouterr().err
 
 
 def test_attention_rows_stand_beside_a_read(capsys):

@@ -97,22 +97,25 @@ NONSENSE = [
     (["--eviction", "h2o", "--max-kv", "0"], "--max-kv 0: out of range, 1.."),
     (
         ["--eviction", "h2o", "--max-kv", "16", "--heavy", "10", "--sink", "8"],
-        "--eviction h2o: max_kv is 16, too small for sink 8 + heavy 10 and a recent token",
+        "--eviction h2o: --max-kv is 16, too small for --sink 8 + --heavy 10 and a --recent token",
     ),
-    (["--eviction", "window", "--max-kv", "8", "--sink", "8"], "--eviction window: max_kv is 8, too small for sink 8"),
+    (
+        ["--eviction", "window", "--max-kv", "8", "--sink", "8"],
+        "--eviction window: --max-kv is 8, too small for --sink 8",
+    ),
     (
         ["--eviction", "blocks", "--max-kv", "16", "--recent", "16"],
-        "--eviction blocks: max_kv is 16, smaller than sink 4 + recent 16",
+        "--eviction blocks: --max-kv is 16, smaller than --sink 4 + --recent 16",
     ),
     (
         ["--eviction", "blocks", "--max-kv", "64", "--kv-block-size", "32"],
-        "--eviction blocks: max_kv is 64, in blocks of 32 the least is 80: those of sink 4, recent 16 and one more",
+        "--eviction blocks: --max-kv is 64, in blocks of 32 the least is 80: those of --sink 4, --recent 16 and",
     ),
     (
         ["--eviction", "window", "--max-kv", "64", "--heavy", "8"],
         "--heavy 8: not with --eviction window, only with h2o",
     ),
-    (["--eviction", "h2o", "--max-kv", "64", "--alpha", "1"], "--eviction h2o: alpha is 1.0, it must be in (0, 1)"),
+    (["--eviction", "h2o", "--max-kv", "64", "--alpha", "1"], "--eviction h2o: --alpha is 1.0, it must be in (0, 1)"),
     (["--eviction", "h2o", "--max-kv", "64", "--scores", "max"], "kind is 'max', it must be one of raw, mass"),
     (["--kv-bits", "5"], "--kv-bits 5: not 8 or 4"),
     (["--kv-bits", "8", "--v-bits", "4"], "--kv-bits is for both: not with --k-bits or --v-bits"),
@@ -142,7 +145,10 @@ def test_policy_on_a_route_without_scores_is_refused(capsys, monkeypatch, comman
     mine = ["--port", "0"] if command == "serve" else ["--prompt", "x"]
     with on_cpu():
         assert main([command, "--model", "tiny", *mine, "--eviction", "h2o", "--max-kv", "64"]) == 2
-    assert "H2O needs scores, and this model's route is gather: nobody knows this model" in capsys.readouterr().err
+    assert (
+        "--eviction h2o needs scores, and this model's route is gather: nobody knows this model"
+        in capsys.readouterr().err
+    )
 
 
 def test_beam_with_a_budget_is_refused(capsys):

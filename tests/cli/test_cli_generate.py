@@ -8,6 +8,7 @@ import signal
 import mlx_lm
 import numpy as np
 import pytest
+from huggingface_hub import errors
 from mlx_models import on_cpu, solo_tokens
 
 from benchmarks import tiny_families
@@ -45,6 +46,12 @@ def generate(*arguments):
 def test_one_prompt_prints_its_text_alone(capsys, expected):
     assert generate("--prompt", PROMPTS[0]) == 0
     assert capsys.readouterr().out == expected[0] + "\n"
+
+
+def test_loading_is_said_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert generate("--prompt", PROMPTS[0], "--max-tokens", "1") == 0
+    assert capsys.readouterr().err == "kvpool generate: loading tiny ...\n"
 
 
 def test_model_that_gives_no_number_is_an_error_of_one_line(capsys, monkeypatch):
@@ -86,6 +93,29 @@ def test_standard_input_is_a_prompt(capsys, monkeypatch, expected):
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPTS[1] + "\n"))
     assert generate("--prompt", "-") == 0
     assert capsys.readouterr().out == expected[1] + "\n"
+
+
+def test_prompts_in_files_come_after_the_others(capsys, tmp_path, expected):
+    (tmp_path / "p.txt").write_text(PROMPTS[1] + "\n")
+    assert generate("--prompt-file", str(tmp_path / "p.txt")) == 0
+    assert capsys.readouterr().out == expected[1] + "\n"
+    assert generate("--prompt-file", str(tmp_path / "p.txt"), "--prompt", PROMPTS[0]) == 0
+    assert capsys.readouterr().out == f"=== prompt 1\n{expected[0]}\n=== prompt 2\n{expected[1]}\n"
+
+
+def test_system_prompt_stands_in_front_in_the_chat_template(capsys, monkeypatch):
+    told = []
+    of_tokenizer = type(tiny.byte_tokenizer()).apply_chat_template
+    monkeypatch.setattr(
+        type(tiny.byte_tokenizer()),
+        "apply_chat_template",
+        lambda self, turns, **options: told.append(turns) or of_tokenizer(self, turns, **options),
+    )
+    assert generate("--system", "be short", "--prompt", "a") == 0
+    assert told[0] == [{"role": "system", "content": "be short"}, {"role": "user", "content": "a"}]
+    monkeypatch.setattr(tiny, "TEMPLATE", "{{ raise_exception('no system prompt') }}")
+    assert generate("--system", "be short", "--prompt", "a") == 2
+    assert "the chat template of this model refuses the prompt: no system prompt" in capsys.readouterr().err
 
 
 def test_json_has_texts_tokens_and_statistics(capsys, expected):
@@ -134,6 +164,7 @@ def test_stats_go_to_stderr(capsys, expected):
     ("arguments", "message"),
     [
         (["--prompt", ""], "--prompt: it is empty"),
+        (["--prompt-file", "/nowhere/p.txt"], "--prompt-file /nowhere/p.txt: No such file or directory"),
         (["--prompt", "-", "--prompt", "-"], "--prompt -: standard input can be read only once"),
         (["--temperature", "nan"], "--temperature nan: out of range, at least 0"),
         (["--temperature", "warm"], "--temperature warm: not a number"),
@@ -281,6 +312,27 @@ def test_a_folder_without_a_model_is_refused_in_one_line(capsys, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert generate("--model", str(tmp_path), "--prompt", "x") == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (errors.RepositoryNotFoundError, "the Hugging Face Hub has no such model, or shows it only with an HF_TOKEN"),
+        (errors.GatedRepoError, "gives this model only to accounts with access: ask for it there, then set HF_TOKEN"),
+        (errors.LocalEntryNotFoundError, "it is not in the local cache, and the Hugging Face Hub cannot be reached"),
+        (OSError, "OSError: a word a word .* a word \\.\\.\\."),
+    ],
+)
+def test_model_that_the_hub_does_not_give_is_refused_in_a_whole_sentence(capsys, monkeypatch, kind, said):
+    error = kind.__new__(kind)
+    error.args = ("a word " * 100,)
+
+    def load(name):
+        raise error
+
+    monkeypatch.setattr("mlx_lm.load", load)
+    assert main(["generate", "--model", "owner/name", "--prompt", "a"]) == 2
+    assert re.fullmatch(rf"kvpool generate: --model owner/name: .*{said}\n", capsys.readouterr().err)
 
 
 def test_a_saved_model_is_loaded_from_its_folder(capsys, tmp_path, expected):

@@ -136,6 +136,17 @@ def test_file_that_a_killed_process_left_is_no_problem_and_is_overwritten(tmp_pa
     assert not (path / "written.json.new").exists()
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_segment_that_is_read_is_shown_on_a_terminal(directory, capsys, monkeypatch, is_terminal):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # without rich: a line for each
+    for command in (["stat"], ["verify"], ["prune", "--damaged"], ["export", str(directory.parent / "new")]):
+        assert main(["store", command[0], str(directory), *command[1:]]) == 0
+        shown = capsys.readouterr().err.splitlines()
+        names = [file.name for file in directory.glob("*.kvpool")] if is_terminal else []
+        assert sorted(line.partition("] ")[2] for line in shown) == sorted(names)
+
+
 def test_prune_deletes_the_damaged_and_the_least_used(directory, capsys):
     one, two = sorted(directory.glob("*.kvpool"))
     assert said(capsys, "prune", directory, "--damaged") == (0, {"segments": [], "bytes": 0})

@@ -1,4 +1,4 @@
-"""The tiny models of `kvpool.adapters.mlx_lm.tiny_families` as checkpoints have them: with weights of 16 bits."""
+"""The tiny models of `benchmarks.tiny_families` as checkpoints have them: with weights of 16 bits."""
 
 import mlx.core as mx
 from mlx.utils import tree_map_with_path

@@ -1,6 +1,8 @@
 """``kvpool serve`` as a process: connections that send or read nothing, signals at any time, what is left behind."""
 
 import contextlib
+import fcntl
+import http.client
 import json
 import os
 import re
@@ -11,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from urllib.parse import urlsplit
 
 import pytest
 from server_process import Server
@@ -333,6 +336,26 @@ def test_server_whose_words_nobody_reads_serves_and_ends_as_others(when):
         assert connection.recv(12) == b"HTTP/1.1 400"
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
+    process.stdout.close()
+
+
+@pytest.mark.long
+def test_server_whose_log_fills_its_pipe_serves_and_ends_as_others():
+    command = [sys.executable, "-m", "kvpool", "serve", "--model", "tiny", "--port", "0", "--json"]
+    read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=write)
+    os.close(write)
+    address = urlsplit(json.loads(process.stdout.readline())["url"]).netloc
+    connection = http.client.HTTPConnection(address, timeout=60)
+    for _ in range(200):  # some 50 bytes each
+        connection.request("GET", "/nowhere")
+        response = connection.getresponse()
+        assert response.read() and response.status == 404
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    assert len(os.read(read, 10_000)) >= 4096 - 200
+    os.close(read)
     process.stdout.close()
 
 

@@ -1,11 +1,20 @@
 """What a model's config says of its KV cache: published configs sized by hand, and what is not understood refused."""
 
 import json
+import sys
 
 import pytest
 
+pytest.importorskip("mlx_lm")
+
+import mlx.core as mx
+
+from benchmarks.tiny_families import OWN, config_of
+from kvpool.adapters.mlx_lm import sizes as model_sizes
+from kvpool.adapters.mlx_lm.shapes import ModelShape
+from kvpool.adapters.mlx_lm.sizes import groups_of_model
 from kvpool.config import KVSpec, describe_plan
-from kvpool.model_config import layer_groups, spec_from_config
+from kvpool.model_config import _RULES, layer_groups, spec_from_config
 from kvpool.sizing import LayerGroup, StateArray
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -38,6 +47,13 @@ def wrapped(model_type, text):
     }
 
 
+def completed(config):
+    """A config with the fields that mlx-lm needs and that do not decide, those of a tiny model."""
+    tiny = config_of(config["model_type"])
+    inner = {"text_config": tiny["text_config"] | config["text_config"]} if "text_config" in config else {}
+    return tiny | config | inner
+
+
 def gemma3(**text):
     """With fields of the text model left to the class."""
     return wrapped("gemma3", {"model_type": "gemma3_text", "sliding_window": 1024} | text)
@@ -55,10 +71,11 @@ KDA = {
         "short_conv_kernel_size": 4,
     }
 }
-QWEN3_NEXT = sizes("qwen3_next", 48, 16, 2, 2048, head_dim=256, **DELTA)
+QWEN3_NEXT = completed(sizes("qwen3_next", 48, 16, 2, 2048, head_dim=256, max_position_embeddings=4096, **DELTA))
 GEMMA3N = sizes(
     *("gemma3n_text", 35, 8, 2, 2048),
     **{"head_dim": 256, "sliding_window": 512, "num_kv_shared_layers": 15, "layer_types": ([SLIDING] * 4 + [FULL]) * 7},
+    **{"activation_sparsity_pattern": [0.0] * 35},
 )
 GEMMA4 = sizes(
     *("gemma4_text", 60, 32, 16, 5376),
@@ -70,10 +87,12 @@ NEMOTRON_H = sizes(
     **{"head_dim": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "conv_kernel": 4},
     **{"n_groups": 8, "hybrid_override_pattern": "M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-"},
 )
-MAMBA_2 = {
-    **{"model_type": "mamba2", "torch_dtype": "bfloat16", "hidden_size": 4096, "num_hidden_layers": 64},
-    **{"num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8, "conv_kernel": 4},
-}
+MAMBA_2 = completed(
+    {
+        **{"model_type": "mamba2", "torch_dtype": "bfloat16", "hidden_size": 4096, "num_hidden_layers": 64},
+        **{"num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8, "conv_kernel": 4},
+    }
+)
 LLAMA4 = sizes("llama4_text", 48, 40, 8, 5120, head_dim=128, attention_chunk_size=8192)
 GRANITE_H = sizes(
     *("granitemoehybrid", 40, 12, 4, 1536),
@@ -89,7 +108,7 @@ SIZED = {  # as published: bytes of a token in layers without a window, of one i
         *(28 * 2 * 4 * 128 * 2, 0, 0),
     ),
     "GPT-2": (
-        {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_ctx": 1024, "dtype": "float32"},
+        completed({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "dtype": "float32"}),
         *(12 * 2 * 768 * 4, 0, 0),
     ),
     "gpt-oss-20b": (
@@ -100,26 +119,26 @@ SIZED = {  # as published: bytes of a token in layers without a window, of one i
         gemma3(hidden_size=5376, num_hidden_layers=62, num_attention_heads=32, num_key_value_heads=16, head_dim=128),
         *(10 * 2 * 16 * 128 * 2, 52 * 2 * 16 * 128 * 2, 0),
     ),
-    "Gemma-3n-E4B": (wrapped("gemma3n", GEMMA3N), 4 * 2 * 2 * 256 * 2, 16 * 2 * 2 * 256 * 2, 0),
-    "Gemma-4-31B": (wrapped("gemma4", GEMMA4), 10 * 2 * 4 * 512 * 2, 50 * 2 * 16 * 256 * 2, 0),
-    "Llama-4-Scout": (wrapped("llama4", LLAMA4), 12 * 2 * 8 * 128 * 2, 36 * 2 * 8 * 128 * 2, 0),
+    "Gemma-3n-E4B": (completed(wrapped("gemma3n", GEMMA3N)), 4 * 2 * 2 * 256 * 2, 16 * 2 * 2 * 256 * 2, 0),
+    "Gemma-4-31B": (completed(wrapped("gemma4", GEMMA4)), 10 * 2 * 4 * 512 * 2, 50 * 2 * 16 * 256 * 2, 0),
+    "Llama-4-Scout": (completed(wrapped("llama4", LLAMA4)), 12 * 2 * 8 * 128 * 2, 36 * 2 * 8 * 128 * 2, 0),
     "DeepSeek-V3": (sizes("deepseek_v3", 61, 128, 128, 7168, **LATENT), 61 * (512 + 64) * 2, 0, 0),
-    "DeepSeek-V3.2": (DEEPSEEK_V32, 61 * (512 + 64 + 2 * 128) * 2, 0, 0),
+    "DeepSeek-V3.2": (completed(DEEPSEEK_V32), 61 * (512 + 64 + 2 * 128) * 2, 0, 0),
     "Qwen3-Next-80B": (
         QWEN3_NEXT,
         *(12 * 2 * 2 * 256 * 2, 0, 36 * (3 * (2 * 16 + 32) * 128 * 2 + 32 * 128 * 128 * 4)),
     ),
     "Nemotron-H-8B": (
-        NEMOTRON_H,
+        completed(NEMOTRON_H),
         *(4 * 2 * 8 * 128 * 2, 0, 24 * (3 * (128 * 64 + 2 * 8 * 128) * 2 + 128 * 64 * 128 * 4)),
     ),
     "Mamba-2": (MAMBA_2, 0, 0, 64 * (3 * (8192 + 2 * 8 * 128) * 2 + 8192 * 128 * 4)),
     "Kimi-Linear": (
-        sizes("kimi_linear", 27, 32, 32, 2304, **LATENT, **KDA),
+        completed(sizes("kimi_linear", 27, 32, 32, 2304, **LATENT, **KDA)),
         *(7 * (512 + 64) * 2, 0, 20 * (3 * 3 * 4096 * 2 + 32 * 128 * 128 * 4)),
     ),
     "Granite-4-H": (
-        GRANITE_H,
+        completed(GRANITE_H),
         *(4 * 2 * 4 * 128 * 2, 0, 36 * (3 * (48 * 64 + 2 * 128) * 2 + 48 * 64 * 128 * 4)),
     ),
 }
@@ -157,13 +176,6 @@ def test_plan_says_what_a_pool_of_today_holds_of_a_published_config(name):
             spec_from_config(config)
     assert json.loads(json.dumps(facts)) == facts
     assert max(map(len, text.splitlines())) < 120
-
-
-def test_layers_that_read_those_of_others_own_nothing():
-    full, window = sorted(layer_groups(wrapped("gemma3n", GEMMA3N)), key=lambda group: group.kind)
-    assert full.layers == (4, 9, 14, 19) and full.read_by == (24, 29, 34)
-    assert (window.size, len(window.layers), len(window.read_by)) == (512, 16, 12)
-    assert "15 more layers read the keys and values of these" in describe_plan(wrapped("gemma3n", GEMMA3N), "1GiB")[1]
 
 
 def test_groups_name_kind_size_heads_and_layers():
@@ -259,8 +271,10 @@ def test_plan_takes_the_longest_context_by_whatever_name():
     assert describe_plan(LLAMA_8B, "64GiB")[0]["max_len"] == 8192
     with pytest.raises(ValueError, match="max_len is 0"):
         describe_plan(LLAMA_8B, "16GiB", max_len=0)
-    assert describe_plan(MAMBA_2, "64GiB")[0]["max_len"] == 4096
-    assert describe_plan(SIZED["GPT-2"][0] | {"n_positions": 1024}, "64GiB")[0]["max_len"] == 1024
+    unlimited = {name: value for name, value in MAMBA_2.items() if name != "max_position_embeddings"}
+    assert describe_plan(unlimited, "64GiB")[0]["max_len"] == 131072
+    by_own_name = {name: value for name, value in SIZED["GPT-2"][0].items() if name != "max_position_embeddings"}
+    assert describe_plan(by_own_name, "64GiB")[0]["max_len"] == 1024
 
 
 def test_spec_from_config_prefers_what_is_given():
@@ -306,8 +320,7 @@ def test_spec_from_config_takes_the_dtype_of_the_text_model_before_that_of_all_p
 
 
 NEEDED = ("model_type", "num_hidden_layers", "num_attention_heads", "hidden_size", "torch_dtype")
-OLMO3 = LLAMA_8B | {"model_type": "olmo3", "layer_types": [SLIDING, FULL] * 16, "sliding_window": 64}
-NAS = {"model_type": "nemotron-nas", "block_configs": [{"attention": {"n_heads_in_group": 5}}] * 32}
+MODEL = r"^\[config\] mlx-lm \S+ cannot size model_type"
 
 
 @pytest.mark.parametrize(
@@ -318,33 +331,20 @@ NAS = {"model_type": "nemotron-nas", "block_configs": [{"attention": {"n_heads_i
             for name in NEEDED
         ),
         (LLAMA_8B | {"model_type": "qwen3"}, r"^\[config\] head_dim is missing"),
-        (LLAMA_8B | {"model_type": "qwen2", "num_key_value_heads": None}, "num_key_value_heads is missing"),
         (LLAMA_8B | {"hidden_size": 4097}, "hidden_size 4097 is no multiple of num_attention_heads 32"),
-        (LLAMA_8B | {"layer_types": ["linear_attention", FULL]}, "layer_types names .*linear_attention"),
-        (LLAMA_8B | {"model_type": "qwen2", "layer_types": ["mamba", FULL]}, "layer_types names .*mamba"),
-        (LLAMA_8B | {"layer_types": 5}, r"^\[config\] layer_types must be a list of strings, got 5$"),
-        (LLAMA_8B | {"layer_types": [0] * 10_000}, r"^\[config\] layer_types must be .{0,110}\.\.\.$"),
+        (LLAMA_8B | {"layer_types": ["linear_attention", FULL]}, "layer_types has 'linear_attention', known are"),
+        (LLAMA_8B | {"model_type": "qwen2", "layer_types": ["mamba", FULL]}, "layer_types has 'mamba', known are"),
+        (LLAMA_8B | {"layer_types": 5}, r"^\[config\] layer_types has 5, known are"),
+        (LLAMA_8B | {"layer_types": ["x" * 10_000]}, r"^\[config\] layer_types has .{0,80}\.\.\., known are .*$"),
         (LLAMA_8B | {"layer_types": [FULL] * 3}, r"^\[config\] layer_types has 3 items, the model 32 layers$"),
-        (LLAMA_8B | {"model_type": "llama9"}, r"^\[config\] model_type 'llama9' is not known; .*kvpool\.KVSpec"),
-        (LLAMA_8B | {"model_type": "x" * 10_000}, r"^\[config\] model_type .{0,260}$"),
-        (LLAMA_8B | {"model_type": "minimax", "attn_type_list": [0, 1]}, r"attn_type_list names \[0\], known are 1"),
         (LLAMA_8B | {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
-        (OLMO3 | {"sliding_window": None}, "sliding_window is missing"),
-        (gemma3() | {"text_config": None}, "text_config must be an object, got None"),
-        (wrapped("gemma3n", GEMMA3N | {"num_kv_shared_layers": 34}), "layer 4 has no layer of its kind before"),
-        (
-            QWEN3_NEXT | {"layer_types": ["linear_attention", FULL] * 24},
-            "layer_types and full_attention_interval disagree",
-        ),
-        (QWEN3_NEXT | {"linear_conv_kernel_dim": None}, "linear_conv_kernel_dim is missing"),
-        (NEMOTRON_H | {"hybrid_override_pattern": "MX*"}, "hybrid_override_pattern must be letters of M"),
-        (NEMOTRON_H | {"hybrid_override_pattern": "--E"}, "no layer keeps anything"),
-        (sizes("kimi_linear", 27, 32, 32, 2304, **LATENT), "linear_attn_config must be an object, got None"),
-        (LLAMA_8B | NAS, "n_heads_in_group 5 does not divide num_attention_heads 32"),
-        (LLAMA_8B | {"model_type": "afm7", "num_layers": 2, "num_kv_reuse_layers": 2}, "num_kv_reuse_layers is 2"),
-        (LLAMA_8B | {"model_type": "exaone4", "head_dim": 64, "sliding_window_pattern": "LX"}, "letters L and G"),
-        (LLAMA_8B | {"model_type": "recurrent_gemma", "block_types": ["other"]}, r"block_types names \['other'\]"),
-        (LLAMA_8B | {"model_type": "deepseek_v41"}, "model_type 'deepseek_v41': it keeps one latent for several"),
+        (LLAMA_8B | {"layer_types": [SLIDING] * 32}, "sliding_window is missing"),
+        (LLAMA_8B | {"model_type": 7}, r"^\[config\] model_type is missing or no string \(7\)"),
+        (gemma3() | {"text_config": 5}, "text_config must be an object, got 5"),
+        (LLAMA_8B | {"model_type": "llama9"}, f"{MODEL} 'llama9': ValueError: .*not supported"),
+        (LLAMA_8B | {"model_type": "x" * 10_000}, rf"{MODEL} .{{0,320}}$"),
+        (sizes("glm", 2, 4, 4, 64) | {"model_type": "helium"}, f"{MODEL} 'helium': TypeError: .*'intermediate_size'"),
+        (config_of("deepseek_v41"), r"^\[config\] cache 0 is a LayerCache, which is no kind of layer group$"),
     ],
 )
 def test_plan_refuses_what_would_be_sized_wrongly(fields, message):
@@ -353,11 +353,54 @@ def test_plan_refuses_what_would_be_sized_wrongly(fields, message):
             read(fields)
 
 
-def test_a_bailing_hybrid_of_the_third_version_is_told_by_its_architecture():
-    fields = sizes("bailing_hybrid", 8, 16, 16, 1536, head_dim=128, layer_group_size=4, **LATENT)
-    fields |= {"short_conv_kernel_size": 4}
-    assert len(layer_groups(fields)[0].arrays) == 1
-    assert len(layer_groups(fields | {"architectures": ["BailingMoeV3ForCausalLM"]})[0].arrays) == 4
+@pytest.fixture
+def no_mlx_lm(monkeypatch):
+    """An environment without mlx-lm."""
+    monkeypatch.setitem(sys.modules, "kvpool.adapters.mlx_lm.sizes", None)
+
+
+READ = [  # without mlx-lm, in the forms that read otherwise
+    *(name for name in OWN if name in _RULES),
+    *(("llama", {"layer_types": None}), ("llama", {"layer_types": None, "num_key_value_heads": None})),
+    *(("llama", {"layer_types": None, "head_dim": None}), ("gpt_oss", {"layer_types": None})),
+    *(("olmo3", {"layer_types": None}), ("smollm3", {"layer_types": [FULL] * 4, "sliding_window": 24})),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 24}),
+]
+
+
+@pytest.mark.parametrize("form", READ, ids=str)
+def test_a_type_that_is_read_without_mlx_lm_has_the_groups_of_the_model(form, request):
+    name, changed = (form, {}) if isinstance(form, str) else form
+    config = config_of(name) | changed
+    if name != "dbrx":  # which asks for values: the model is refused
+        groups = layer_groups(config)
+    else:
+        with pytest.raises(ValueError, match=f"{MODEL} 'dbrx': ValueError: .eval. Attempting to eval"):
+            groups_of_model(config, "bfloat16")
+        groups = (LayerGroup("full", (0, 1, 2, 3), "bfloat16", num_kv_heads=2, head_dim=12, v_head_dim=12),)
+    request.getfixturevalue("no_mlx_lm")
+    assert layer_groups(config) == groups
+
+
+@pytest.mark.usefixtures("no_mlx_lm")
+def test_a_type_that_only_the_model_knows_is_refused_by_name_without_mlx_lm():
+    with pytest.raises(ValueError, match=r"^\[config\] model_type 'qwen3_next' is not known without mlx-lm; .*KVSpec"):
+        layer_groups(QWEN3_NEXT)
+
+
+def test_a_model_without_caches_is_refused(monkeypatch):
+    monkeypatch.setattr(model_sizes, "_shape_of", lambda model: ModelShape((), (), (), False))
+    with pytest.raises(ValueError, match=r"^\[config\] no layer keeps anything$"):
+        layer_groups(config_of("qwen3_5"))
+
+
+def test_a_model_of_405_billion_weights_is_sized_without_memory():
+    large = LLAMA_8B | {"num_hidden_layers": 126, "num_attention_heads": 128, "hidden_size": 16384}
+    large |= {"intermediate_size": 53248, "vocab_size": 128256, "rms_norm_eps": 1e-5}
+    mx.reset_peak_memory()
+    (group,) = groups_of_model(large, "bfloat16")
+    assert group.token_nbytes == 126 * 2 * 8 * 128 * 2
+    assert mx.get_peak_memory() - mx.get_active_memory() < 2**20
 
 
 def test_spec_from_config_of_a_bad_file_is_refused(tmp_path):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import mlx_lm
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from kvpool.adapters.mlx_lm import tiny
 from kvpool.adapters.mlx_lm.host import layout_on, make_storage
@@ -33,9 +35,19 @@ def load(name: str) -> tuple[Any, Any]:
     try:
         model, tokenizer = mlx_lm.load(name)[:2]
     except Exception as error:  # of the network, the hub, json, safetensors, transformers, mlx: whatever is in the way
-        text = " ".join(str(error).split())
-        raise ModelNotLoaded(f"{name}: {type(error).__name__}: {text[:200]}") from error
+        raise ModelNotLoaded(f"{name}: {_why(error)}") from error
     return model, tokenizer
+
+
+def _why(error: Exception) -> str:
+    """Return why a model cannot be loaded, in one line."""
+    if isinstance(error, GatedRepoError):
+        return "the Hugging Face Hub gives this model only to accounts with access: ask for it there, then set HF_TOKEN"
+    if isinstance(error, RepositoryNotFoundError):
+        return "the Hugging Face Hub has no such model, or shows it only with an HF_TOKEN"
+    if isinstance(error, LocalEntryNotFoundError):
+        return "it is not in the local cache, and the Hugging Face Hub cannot be reached"
+    return f"{type(error).__name__}: {shorten(str(error), 200, placeholder=' ...')}"
 
 
 def check_name(name: str) -> None:

@@ -145,10 +145,10 @@ def build(tree: Sequence[Any], make: Callable[[int], Any]) -> list[Any]:
     return [make(node) if isinstance(node, int) else CacheList(*build(node, make)) for node in tree]
 
 
-def inspect_model(model: Any) -> ModelShape:
+def inspect_model(model: Any, tokens: mx.array | None = None) -> ModelShape:
     """Return what a model's cache is made of.
 
-    Found by tracing tokens through the model with mlx-lm's own caches. Nothing is computed.
+    Found by calling the model on `tokens`, by default one, with mlx-lm's own caches. Nothing is computed.
 
     Raises
     ------
@@ -163,12 +163,13 @@ def inspect_model(model: Any) -> ModelShape:
     found = list(leaves_of(caches))
     _refuse_change(found, list(leaves_of(Hook.stock_caches(model))))
     fresh = copy.deepcopy(found)
-    model(mx.zeros((1, 1), mx.int32), cache=caches)
+    tokens = mx.zeros((1, 1), mx.int32) if tokens is None else tokens
+    model(tokens, cache=caches)
     latents = _latent_dims(model)
     leaves = tuple(_leaf(cache, latents) for cache in found)
     states = [i for i, leaf in enumerate(leaves) if leaf.kind == "state"]
     if states:
-        model(mx.zeros((1, 1), mx.int32), cache=caches)
+        model(tokens, cache=caches)
         growing = {i for i in states if state_shapes(found[i].cache) != leaves[i].arrays}
         leaves = tuple(Leaf("opaque", leaf.name) if i in growing else leaf for i, leaf in enumerate(leaves))
     return ModelShape(

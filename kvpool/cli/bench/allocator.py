@@ -11,33 +11,50 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvpool import Plan, Pool
 from kvpool.cli.bench.measure import Contestant, race
-from kvpool.cli.console import whole
+from kvpool.cli.bench.options import LIST, NUMBER, Option, declare, number, numbers
+from kvpool.cli.console import progress, whole
 
-BLOCK_SIZE, NUM_BLOCKS, PROMPT = 16, 20_000, 4096
-STEPS = 256  # of a decode: every sequence takes 16 blocks on the way
+BLOCK_SIZE, NUM_BLOCKS = 16, 20_000
+STEPS = 256  # of a decode
+MOST_ROWS, MOST_TOKENS = 2**13, 2**17  # what the allocator in Python takes seconds for
+OPTIONS: tuple[Option, ...] = (
+    ("batch", LIST, "1,64,256", "sequences of a decode step"),
+    ("prompt", NUMBER, "4k", "tokens of a prompt and of a sequence that is forked"),
+    ("block-size", NUMBER, str(BLOCK_SIZE), "tokens per block"),
+    ("repetitions", NUMBER, "15", "rounds"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--repetitions", metavar="N", default="15", help="rounds (default: %(default)s)")
+    declare(parser, OPTIONS)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and print a table."""
     repetitions = whole("--repetitions", args.repetitions)
+    batches = numbers("--batch", args.batch, most=MOST_ROWS)
+    prompt = number("--prompt", args.prompt, most=MOST_TOKENS)
+    block_size = number("--block-size", args.block_size, most=1024)
+    most = 1 + max(max(batches) * -(-STEPS // block_size), 2 * -(-prompt // block_size))
+    sizes = Sizes(max(most, NUM_BLOCKS), block_size, max(batches), prompt)
     rows = []
-    for name, core, plain in cases():
-        result = race(core, [plain], repetitions, clock=time.process_time)
-        ours, theirs = result.yardstick.best, result.timings[plain.name].best
-        rows.append({"operation": name, "kvpool_ns": ours * 1e9, "python_ns": theirs * 1e9, "ratio": theirs / ours})
+    with progress(len(batches) + 2, args.json) as show:
+        for name, make in cases(sizes, batches):
+            show(name)
+            core, plain = make()
+            result = race(core, [plain], repetitions, clock=time.process_time)
+            ours, theirs = result.yardstick.best, result.timings[plain.name].best
+            rows.append({"operation": name, "kvpool_ns": ours * 1e9, "python_ns": theirs * 1e9, "ratio": theirs / ours})
     if args.json:
-        print(json.dumps({"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, "rows": rows}, indent=2))
+        print(json.dumps({"block_size": block_size, "num_blocks": sizes.num_blocks, "rows": rows}, indent=2))
         return 0
     print(f"{'operation':44}{'kvpool':>12}{'plain Python':>14}{'ratio':>8}")
     for row in rows:
@@ -118,24 +135,38 @@ class PlainAllocator:
         return np.array(padded, np.int32), np.array(lengths, np.int32), np.array(slots, np.int32)
 
 
-def cases() -> Iterator[tuple[str, Contestant, Contestant]]:
-    """Name, the core's turn and the Python allocator's, of each operation."""
-    for rows in (1, 64, 256):
-        yield f"decode step, {rows} in the batch", *decode(rows)
-    yield f"fork and close a sequence of {PROMPT} tokens", *fork()
-    yield f"open, prefill {PROMPT} tokens, close", *prompt()
+class Sizes(NamedTuple):
+    """What is measured."""
+
+    num_blocks: int
+    block_size: int
+    batch: int  # the largest
+    prompt: int  # tokens
+
+    def pool_and_plan(self) -> tuple[Pool, Plan]:
+        """Return a pool whose steps are done as soon as they are made."""
+        pool = Pool(self.num_blocks, self.block_size, max_seqs=max(1024, self.batch), in_order=True)
+        return pool, Plan(pool, self.batch, max(self.batch, self.prompt))
+
+    def plain(self) -> PlainAllocator:
+        """Return the allocator in Python."""
+        return PlainAllocator(self.num_blocks, self.block_size)
 
 
-def pool_and_plan(rows: int) -> tuple[Pool, Plan]:
-    """A pool whose steps are done as soon as they are made."""
-    pool = Pool(NUM_BLOCKS, BLOCK_SIZE, max_seqs=1024, in_order=True)
-    return pool, Plan(pool, rows, max(rows, PROMPT))
+Contest = tuple[Contestant, Contestant]  # the core's turn and the Python allocator's
 
 
-def decode(rows: int) -> tuple[Contestant, Contestant]:
+def cases(sizes: Sizes, batches: Sequence[int]) -> Iterator[tuple[str, Callable[[], Contest]]]:
+    """Name each operation, and what makes its contestants."""
+    for rows in batches:
+        yield f"decode step, {rows} in the batch", partial(decode, sizes, rows)
+    yield f"fork and close a sequence of {sizes.prompt} tokens", partial(fork, sizes)
+    yield f"open, prefill {sizes.prompt} tokens, close", partial(prompt, sizes)
+
+
+def decode(sizes: Sizes, rows: int) -> Contest:
     """One token for each sequence."""
-    pool, plan = pool_and_plan(rows)
-    plain = PlainAllocator()
+    (pool, plan), plain = sizes.pool_and_plan(), sizes.plain()
 
     def ours() -> None:
         handles = np.array([pool.open() for _ in range(rows)])
@@ -153,32 +184,30 @@ def decode(rows: int) -> tuple[Contestant, Contestant]:
     return Contestant("kvpool", ours, STEPS), Contestant("python", theirs, STEPS)
 
 
-def fork() -> tuple[Contestant, Contestant]:
+def fork(sizes: Sizes) -> Contest:
     """A fork shares all blocks of its parent."""
-    pool, plan = pool_and_plan(1)
-    parent, plain = pool.open(), PlainAllocator()
-    pool.step(plan, [parent], PROMPT)
-    original = plain.open()
-    plain.step([original], PROMPT)
+    (pool, plan), plain = sizes.pool_and_plan(), sizes.plain()
+    parent, original = pool.open(), plain.open()
+    pool.step(plan, [parent], sizes.prompt)
+    plain.step([original], sizes.prompt)
     return (
         _repeated("kvpool", lambda: pool.close(pool.fork(parent)), 1000),
         _repeated("python", lambda: plain.close(plain.fork(original)), 100),
     )
 
 
-def prompt() -> tuple[Contestant, Contestant]:
+def prompt(sizes: Sizes) -> Contest:
     """A request that ends after its prompt."""
-    pool, plan = pool_and_plan(1)
-    plain = PlainAllocator()
+    (pool, plan), plain = sizes.pool_and_plan(), sizes.plain()
 
     def ours() -> None:
         handle = pool.open()
-        pool.step(plan, [handle], PROMPT)
+        pool.step(plan, [handle], sizes.prompt)
         pool.close(handle)
 
     def theirs() -> None:
         name = plain.open()
-        plain.step([name], PROMPT)
+        plain.step([name], sizes.prompt)
         plain.close(name)
 
     return _repeated("kvpool", ours, 100), _repeated("python", theirs, 10)

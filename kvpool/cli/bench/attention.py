@@ -141,8 +141,7 @@ class Case:
 def describe(facts: dict[str, Any]) -> str:
     """The table for a person."""
     lines = [
-        f"{facts['cpu']}; {NUM_Q_HEADS} query heads on {NUM_KV_HEADS} KV heads of "
-        f"{HEAD_DIM}, blocks of {BLOCK_SIZE}",
+        f"{facts['cpu']}; {NUM_Q_HEADS} query heads on {NUM_KV_HEADS} KV heads of {HEAD_DIM}, blocks of {BLOCK_SIZE}",
         f"{'isa':9}{'dtype':10}{'layout':7}{'threads':>7}"
         f"{'sequences':>10}{'context':>9}{'decode':>12}{'GB/s':>8}{'read GB/s':>11}{'times a read':>14}",
     ]

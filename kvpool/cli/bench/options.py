@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Iterable
 
-from kvpool.cli.console import CommandError, nbytes, whole
+from kvpool.cli.console import INT_MAX, CommandError, nbytes, whole
 
 DTYPES = ("float32", "bfloat16", "float16")
 LIST, NUMBER = "A,B,...", "N"
@@ -29,15 +29,15 @@ def some(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def numbers(option: str, text: str) -> tuple[int, ...]:
+def numbers(option: str, text: str, most: int = INT_MAX) -> tuple[int, ...]:
     """Return the numbers in ``"1k,4096"`` in ascending order."""
-    return tuple(sorted({number(option, part) for part in text.split(",")}))
+    return tuple(sorted({number(option, part, most) for part in text.split(",")}))
 
 
-def number(option: str, text: str) -> int:
+def number(option: str, text: str, most: int = INT_MAX) -> int:
     """Return ``"4k"`` as 4096."""
     found = re.fullmatch(r"(\d{1,9})k", text.lower())
-    return whole(option, str(int(found[1]) * 1024) if found else text)
+    return whole(option, str(int(found[1]) * 1024) if found else text, most=most)
 
 
 def memory_nbytes(text: str) -> int:

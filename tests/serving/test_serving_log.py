@@ -1,0 +1,50 @@
+"""The log of a server: what it says of ten seconds, and which lines go to stderr."""
+
+import asyncio
+import logging
+
+import pytest
+from mlx_models import on_cpu
+
+from kvpool.adapters.mlx_lm import Engine, tiny
+from kvpool.serving import log
+
+
+@pytest.mark.parametrize(("level", "shown"), [("info", ["one", "two"]), ("warning", ["two"])])
+def test_log_on_stderr_has_the_lines_of_its_level(capsys, level, shown):
+    package = logging.getLogger("kvpool.serving.app")
+    with log.to_stderr(level):
+        package.info("one")
+        package.warning("two")
+    package.warning("three")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[-1] for line in lines if "three" not in line] == shown
+
+
+def test_report_says_what_was_computed_and_nothing_of_an_idle_server(monkeypatch, caplog):
+    with on_cpu():
+        model, tokenizer = tiny.make()
+        engine = Engine(model, 40, tokenizer=tokenizer, block_size=4, prefix_cache=True)
+    times = iter(range(0, 1000, 10))
+    monkeypatch.setattr(log, "SECONDS", 0)
+    caplog.set_level(logging.INFO, "kvpool.serving.log")
+
+    async def watched():
+        reporting = asyncio.create_task(log.report(engine, lambda: next(times)))
+        for begins in (False, True, True):
+            for _ in range(3):
+                await asyncio.sleep(0)
+            if begins:
+                engine.submit(list(range(1, 21)), max_tokens=11)
+                while engine.num_unfinished:
+                    engine.step()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        reporting.cancel()
+
+    with on_cpu(), engine:
+        asyncio.run(watched())
+    assert caplog.messages == [
+        "0 running, 0 waiting; 1.1 tokens a second, 2.0 of prompts; 0 % of blocks in use",
+        "0 running, 0 waiting; 1.1 tokens a second, 0.4 of prompts, 80 % of prompts cached; 0 % of blocks in use",
+    ]
