@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.engines import lowest, requirements
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EMPTY_ZIP = b"PK\x05\x06" + bytes(18)
@@ -94,6 +96,7 @@ MINUTES = {  # of two slow cores, with the installation apart; the first that a 
     "make test-all": 60,
     '-m "not long and not slow"': 8,
     "make demo": 2,
+    "make test-engines": 60,
     "make": 10,  # a guess, for targets that nobody timed on such cores
 }
 
@@ -121,6 +124,22 @@ def test_every_test_runs_each_night():
     nightly = [job for job in workflow["jobs"].values() if {"run": "make test-all"} in job["steps"]]
     assert len(nightly) == 1 and "'schedule'" in nightly[0]["if"]
     assert "event_name" in workflow["concurrency"]["group"], "a push would cancel it"
+
+
+def test_frameworks_are_tested_each_night_and_never_by_the_main_command():
+    job = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"]["engines"]
+    assert "'schedule'" in job["if"] and job["steps"][-1] == {"run": "make test-engines"}
+    assert "tests.engines" not in make("--dry-run", "test-all")
+
+
+def test_oldest_environment_has_the_lower_end_of_each_range():
+    oldest = [lowest(one) for one in requirements("serve") if one.startswith("mlx")]
+    assert oldest == [
+        "mlx==0.31.2; platform_system == 'Darwin'",
+        "mlx[cpu]==0.31.2; platform_system == 'Linux'",
+        "mlx-lm==0.31.3",
+    ]
+    assert lowest("torch>=2.13,<3") == "torch==2.13" and requirements("") == ["numpy>=1.26"]
 
 
 REPORTS = ("kvpool doctor", "native and not mlx_native", "make native", "make mac-report")  # in this order
@@ -231,26 +250,3 @@ def test_python_releases_tested_are_those_that_wheels_are_built_for():
     (tested,) = re.findall(r"^ +python: \[(.*)\]$", matrix, re.MULTILINE)
     built = re.findall(r"cp3(\d+)-", PROJECT["tool"]["cibuildwheel"]["build"])
     assert {built[0], built[-1]} <= set(re.findall(r"3\.(\d+)", tested))
-
-
-def test_adapter_takes_the_mlx_lm_that_is_installed():
-    pytest.importorskip("mlx_lm")
-    from mlx_models import tiny_llama
-
-    from kvpool.adapters.mlx_lm import install
-
-    assert install(tiny_llama(), 16).num_layers == 3
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("switch", "passes"), [("1", True), ("", False)])
-def test_next_mlx_lm_is_tried_only_when_asked_for(switch, passes):
-    """The test above, with an mlx-lm that calls itself a release nobody has tested."""
-    pytest.importorskip("mlx_lm")
-    code = "import sys, mlx_lm, pytest; mlx_lm.__version__ = '999.0'; sys.exit(pytest.main(sys.argv[1:]))"
-    name = f"{Path(__file__).name}::test_adapter_takes_the_mlx_lm_that_is_installed"
-    command = [sys.executable, "-c", code, "-q", "-p", "no:xdist", "-p", "no:cacheprovider", f"tests/repository/{name}"]
-    environment = os.environ | {"KVPOOL_ANY_MLX_LM": switch}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert ("1 passed" in result.stdout) is passes, result.stdout + result.stderr
-    assert ("this adapter was tested with" in result.stdout) is not passes
