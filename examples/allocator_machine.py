@@ -66,7 +66,7 @@ class Allocator:
                 self.free_blocks.append(block)
 
 
-TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=8)  # few different ones: prefixes that are alike are the hard ones
+TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=8)  # few different ones, so prefixes are alike
 
 
 class Machine(RuleBasedStateMachine):

@@ -65,9 +65,7 @@ class Ranks:
         Called with the message instead, on its own thread.
     """
 
-    def __init__(
-        self, group: Any, *, timeout: float = 60.0, on_timeout: Callable[[str], Any] | None = None
-    ) -> None:
+    def __init__(self, group: Any, *, timeout: float = 60.0, on_timeout: Callable[[str], Any] | None = None) -> None:
         warn_if_untested("Ranks", "mlx", vars(mx)["__version__"], *RELEASES)
         if not timeout > 0:
             raise ValueError(f"[Ranks] timeout is {timeout}, it must be positive")
