@@ -50,6 +50,11 @@ def test_one_step_for_a_batch_is_faster_than_verbs_for_each_sequence():
     assert len(ratios) == 3 and float(ratios["one Pool.step per batch"]) > 2.5, said
 
 
+def test_example_of_the_migration_page_runs():
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "migration.md").read_text(), re.DOTALL)
+    exec(code, {})
+
+
 FAULTS = {  # of the allocator: a text, what stands there instead, how it is found
     "shared block is written": ("and self.counts[table[-1]] > 1", "and self.counts[table[-1]] > 2", "content"),
     "block is lost": ("if not self.counts[block]:", "if self.counts[block] < 0:", "count"),
