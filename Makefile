@@ -4,8 +4,8 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all verify fuzz test-metal metal-sweep test-embed test-torch test-golden-full test-long \
-	native cross mac-report docs lint bench bench-gates build debug asan tsan freethreaded coverage clean
+.PHONY: help demo test test-all verify fuzz test-metal metal-sweep test-embed test-torch test-engines test-golden-full \
+	test-long native cross mac-report docs lint bench bench-gates build debug asan tsan freethreaded coverage clean
 MAKEFLAGS += --no-print-directory
 unexport KVPOOL_CORE  # left set, it would have the plain Python model tested in place of the core
 unexport PYTHONDONTWRITEBYTECODE  # left set, each process of the tests would compile pytest, kvpool and the tests anew
@@ -59,6 +59,9 @@ test-embed: $(VENV)/built $(VENV)/test  ## the tests of the JAX adapter (install
 test-torch: $(VENV)/built $(VENV)/test  ## the tests of the transformers adapter (installs torch and transformers)
 	$(PIP) "kvpool[transformers]"
 	$(PYTEST) tests/with_torch $(PYTEST_ARGS)
+
+test-engines: $(VENV)/built $(VENV)/test  ## the adapters on the oldest and newest releases of each framework (ENGINES=mlx-oldest: one)
+	$(PY) -m tests.engines $(ENGINES)
 
 test-golden-full: $(VENV)/built $(VENV)/test  ## replay the full traces in the folder KVPOOL_TRACES
 	KVPOOL_REPLAY_FULL=1 $(PYTEST) tests/replay/test_replay.py $(PYTEST_ARGS)

@@ -107,16 +107,6 @@ def pytest_report_header(config):
     return [f"{share} of the long tests, as make test-all SHARE={share} SEED={seed} draws them"] if share < 1 else []
 
 
-def pytest_configure(config):
-    """``KVPOOL_ANY_MLX_LM=1``: the adapter takes whatever mlx-lm is installed, to see what a new release breaks."""
-    if os.environ.get("KVPOOL_ANY_MLX_LM"):
-        import mlx_lm
-
-        from kvpool.adapters.mlx_lm import host
-
-        host.SUPPORTED_VERSIONS = (mlx_lm.__version__,)
-
-
 #: pytest-xdist gives a whole file to one process. The slowest files begin first, so that none runs alone at the end.
 #: The marker `long` is something else, see below.
 BEGIN_FIRST = (

@@ -178,18 +178,20 @@ def compact(cache: Any) -> Any:
     if type(cache) not in (RotatingKVCache, ChunkedKVCache) or cache.keys is None:
         return cache
     cut = copy.copy(cache)
+    planes = cache.keys, cache.values
     if type(cache) is ChunkedKVCache:
-        cut.maybe_trim_front()
-        cut.keys, cut.values = cut.keys_and_values()
+        end = cache.offset - cache.start_position
+        begin = max(0, end - cache.chunk_size)
+        cut.start_position += begin
+        cut.keys, cut.values = (plane[..., begin:end, :] for plane in planes)
     elif cache.keys.shape[2] > cache.max_size:
         keep, first = cache.keep, cache.keys.shape[2] - cache.max_size + cache.keep
         cut.keys, cut.values = (
-            mx.concatenate([plane[..., :keep, :], plane[..., first:, :]], axis=2)
-            for plane in (cache.keys, cache.values)
+            mx.concatenate([plane[..., :keep, :], plane[..., first:, :]], axis=2) for plane in planes
         )
         cut._idx = cache.max_size
     else:
-        cut.keys, cut.values = cache.keys_and_values()
+        cut.keys, cut.values = (plane[..., : cache.offset, :] for plane in planes)
     return cut
 
 

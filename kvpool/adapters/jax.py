@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool import Group, Plan, Pool
-from kvpool.adapters.releases import importing, require
+from kvpool.adapters.releases import importing, warn_if_untested
 
 RELEASES = ("0.10", "0.11")  # the oldest that the tests run on kvpool, and the first that they do not
 with importing("jax", jax.__version__, ">= {}, < {}".format(*RELEASES)):
@@ -91,18 +91,16 @@ class PageTable:
     groups : sequence of Group, optional
         Of the layers, each with one column and KV arrays of its own, full or with a window. `num_pages` counts the
         pages of arena 0; a group in another arena says ``num_blocks=``.
-    strict : bool, default True
-        Refuse a JAX that is not in `RELEASES`.
 
     Raises
     ------
-    ValueError, TypeError, RuntimeError
-        From `Pool` and `Plan`; or `pad` is a page or slot that a sequence could own; or JAX is untested (`strict`).
+    ValueError, TypeError
+        From `Pool` and `Plan`; or `pad` is a page or slot that a sequence could own.
     """
 
     def __init__(self, num_pages: int, page_size: int, max_seqs: int, pages_per_seq: int, max_tokens: int, *,
-                 pad: int = -1, strict: bool = True, groups: Sequence[Group] | None = None) -> None:  # fmt: skip
-        require("PageTable", "jax", jax.__version__, *RELEASES, strict=strict)
+                 pad: int = -1, groups: Sequence[Group] | None = None) -> None:  # fmt: skip
+        warn_if_untested("PageTable", "jax", jax.__version__, *RELEASES)
         self.pool = Pool(num_pages, page_size, max_seqs=max_seqs, max_blocks_per_seq=pages_per_seq, groups=groups)
         _check_groups(owned := self.pool.options.groups)
         slots = max(self.pool.stats(own.arena).num_blocks * (own.block_size or page_size) for own in owned)

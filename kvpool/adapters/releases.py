@@ -1,10 +1,13 @@
-"""Errors for a framework release that was not tested. They name the release, not the module that has moved."""
+"""Releases of frameworks. What an adapter finds in one decides whether it takes it; its number only warns."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections.abc import Iterator
+
+_log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -18,12 +21,10 @@ def importing(package: str, found: str, tested: str) -> Iterator[None]:
         ) from error
 
 
-def require(call: str, package: str, found: str, oldest: str, below: str, *, strict: bool = True) -> None:
-    """Raise RuntimeError if the release `found` is older than `oldest`, or `below` or newer (and `strict`)."""
-    if strict and not _numbers(oldest) <= _numbers(found) < _numbers(below):
-        raise RuntimeError(
-            f"[{call}] {package} {found} is installed, tested with >= {oldest}, < {below}; see strict=False"
-        )
+def warn_if_untested(call: str, package: str, found: str, oldest: str, below: str) -> None:
+    """Warn of a release that is older than `oldest`, or `below` or newer: no test has run with it."""
+    if not _numbers(oldest) <= _numbers(found) < _numbers(below):
+        _log.warning("[%s] %s %s is installed, tested with >= %s, < %s", call, package, found, oldest, below)
 
 
 def _numbers(release: str) -> list[int]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from inspect import signature
 from math import gcd
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 import transformers
 
 from kvpool import Group, Plan, Pool
-from kvpool.adapters.releases import importing
+from kvpool.adapters.releases import importing, warn_if_untested
 
 FORMATS = ("csr", "slot_mapping", "seq_lens")
 
@@ -137,8 +138,8 @@ class Tables(Mapping[str, list[int]]):
         return len(self.handles)
 
 
-SUPPORTED_VERSIONS = ("5.23.0",)  # releases whose engine the tests run on kvpool
-with importing("transformers", transformers.__version__, ", ".join(SUPPORTED_VERSIONS)):
+RELEASES = ("5.22.2", "5.25")  # the oldest whose engine the tests run on kvpool, and the first that they do not
+with importing("transformers", transformers.__version__, ">= {}, < {}".format(*RELEASES)):
     from transformers.generation.continuous_batching import cache as stock_cache
     from transformers.generation.continuous_batching.cache_allocators import (
         FULL_ATTENTION,
@@ -149,15 +150,28 @@ with importing("transformers", transformers.__version__, ", ".join(SUPPORTED_VER
     from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
 
+CALLS = (  # of transformers' engine, which the pool answers
+    *("register_cache_tensor", "get_seqlen_k", "needs_new_blocks", "needs_new_sectors", "allocate_cache_to_request"),
+    *("free_blocks", "count_non_shareable_blocks", "fork_blocks", "match_prefix_blocks", "acquire_prefix_blocks"),
+    *("mark_complete_blocks", "get_read_indices", "get_write_indices", "update"),
+)
+
+
+def _has_changed(name: str) -> bool:
+    """Whether transformers calls its own allocator in another way than `PoolAllocator` is called here."""
+    stock, ours = getattr(FullAttentionCacheAllocator, name, None), getattr(PoolAllocator, name)
+    return stock is None or list(signature(stock).parameters) != list(signature(ours).parameters)
+
+
 @contextlib.contextmanager
-def install(*, strict: bool = True) -> Iterator[None]:
+def install() -> Iterator[None]:
     """Give the engines that are made inside the block a pool of kvpool.
 
-    RuntimeError: transformers is not one of `SUPPORTED_VERSIONS` (and `strict`), or other code has hooked it.
+    RuntimeError: this release of transformers calls its allocators in another way, or other code has hooked it.
     """
-    found, tested = transformers.__version__, ", ".join(SUPPORTED_VERSIONS)
-    if strict and found not in SUPPORTED_VERSIONS:
-        raise RuntimeError(f"[install] transformers {found} is installed, tested with {tested}; see strict=False")
+    warn_if_untested("install", "transformers", transformers.__version__, *RELEASES)
+    if changed := list(filter(_has_changed, CALLS)):
+        raise RuntimeError(f"[install] transformers {transformers.__version__} has changed {', '.join(changed)}")
     registry, prepare = stock_cache.ATTN_TYPE_TO_ALLOCATOR, ContinuousBatchingIOs.prepare_batch_tensors
     stock = {FULL_ATTENTION: FullAttentionCacheAllocator, SLIDING_ATTENTION: SlidingAttentionCacheAllocator}
     for kind, allocator in stock.items():

@@ -189,8 +189,8 @@ cdef int kind_of(const Py_buffer* view) noexcept:
         return BFLOAT16
     if code[0] == b"d":
         return FLOAT64
-    if code[0] == b"B":
-        return UINT8
+    if code[0] == b"B":                 # of two bytes: bfloat16 of MLX before 0.32.2
+        return UINT8 if view.itemsize == 1 else BFLOAT16 if view.itemsize == 2 else OTHER
     if code[0] == b"?":
         return BOOL
     if code[0] in b"ilqn":

@@ -138,17 +138,17 @@ def fault_in(caches: list[Any], kind: str, tokens: list[int]) -> str:
             digest = int(digests(tokens)[-1])
             same = [int(array.item()) for array in cache.cache] == [digest, digest % 128]
         elif type(cache) is mlx_caches.QuantizedKVCache:
-            planes = [array for arrays in cache.keys_and_values() for array in arrays]
+            planes = [array[..., : cache.offset, :] for arrays in (cache.keys, cache.values) for array in arrays]
             held = [np.array(plane.astype(mx.float32) if plane.dtype == mx.bfloat16 else plane) for plane in planes]
             expected = [*packed(tokens, 0), *packed(tokens, 1)]
             same = cache.offset == len(tokens) and all(map(np.array_equal, held, expected))
         else:
             rows = plane(tokens, layer)
-            keys, values = (
-                cache.keys_and_values()
-                if type(cache) is not mlx_caches.RotatingKVCache
-                else (cache._temporal_order(cache.keys), cache._temporal_order(cache.values))
-            )
+            if type(cache) is mlx_caches.RotatingKVCache:
+                keys, values = map(cache._temporal_order, (cache.keys, cache.values))
+            else:
+                held = cache.offset - getattr(cache, "start_position", 0)
+                keys, values = cache.keys[..., :held, :], cache.values[..., :held, :]
             if type(cache) is mlx_caches.RotatingKVCache and len(tokens) > WINDOW:
                 rows = np.concatenate([rows[:, :, :KEEP], rows[:, :, KEEP - WINDOW :]], axis=2)
             if type(cache) is mlx_caches.ChunkedKVCache:
@@ -283,7 +283,7 @@ class Program:
         said = fault_in(caches or [], self.kind, tokens[:length])
         for cache in caches or []:  # what was handed out is the caller's
             if type(cache) is mlx_caches.KVCache and self.rng.random() < 0.2:
-                cache.keys[...] = 0
+                cache.keys[:] = 0
                 cache.update_and_fetch(mx.zeros((1, HEADS, 1, WIDTH), mx.uint32), mx.zeros((1, HEADS, 1, WIDTH)))
             if type(cache) is mlx_caches.ArraysCache:
                 cache[0][...] = 0

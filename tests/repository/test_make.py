@@ -1,18 +1,24 @@
 """What make, continuous integration and the pinned tools promise."""
 
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.engines import lowest, requirements
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EMPTY_ZIP = b"PK\x05\x06" + bytes(18)
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
 def make(*arguments, **environment):
@@ -76,14 +82,98 @@ def test_every_test_runs_each_night():
     assert "event_name" in workflow["concurrency"]["group"], "a push would cancel it"
 
 
+def test_frameworks_are_tested_each_night_and_never_by_the_main_command():
+    job = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"]["engines"]
+    assert "'schedule'" in job["if"] and job["steps"][-1] == {"run": "make test-engines"}
+    assert "tests.engines" not in make("--dry-run", "test-all")
+
+
+def test_oldest_environment_has_the_lower_end_of_each_range():
+    oldest = [lowest(one) for one in requirements("serve") if one.startswith("mlx")]
+    assert oldest == [
+        "mlx==0.31.2; platform_system == 'Darwin'",
+        "mlx[cpu]==0.31.2; platform_system == 'Linux'",
+        "mlx-lm==0.31.3",
+    ]
+    assert lowest("torch>=2.13,<3") == "torch==2.13" and requirements("") == ["numpy>=1.26"]
+
+
 def test_wheels_are_made_for_every_macos_that_mlx_has_wheels_for():
     job = yaml.safe_load((ROOT / ".github" / "workflows" / "wheels.yml").read_text())["jobs"]["wheels"]
-    macs = {entry["os"]: entry["macos"] for entry in job["strategy"]["matrix"]["include"] if "macos" in entry}
-    assert macs == {f"macos-{release}": f"{release}.0" for release in (14, 15, 26)}
-    (loop,) = [line for line in PROJECT["tool"]["cibuildwheel"]["macos"]["before-build"] if "native ship" in line]
-    releases = re.findall(r"0\.\d+\.\d+", loop)
-    (wanted,) = [line for line in PROJECT["project"]["optional-dependencies"]["mlx"] if "Darwin" in line]
-    assert releases[0] in wanted and version("mlx") in releases
+    made = job["strategy"]["matrix"]["include"]
+    assert [entry["macos"] for entry in made if "macos" in entry] == ["14.0", "15.0", "26.0"]
+    releases = PROJECT["tool"]["cibuildwheel"]["macos"]["environment"]["MLX_RELEASES"].split()
+    assert version("mlx") in releases
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_actions_are_pinned_to_a_commit(workflow):
+    used = re.findall(r"uses: (.*)", workflow.read_text())
+    assert used and not [action for action in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}  # v[\d.]+", action)]
+
+
+@pytest.fixture
+def release(tmp_path):
+    """The files of a whole release, each with empty modules, and a function that says what a folder lacks."""
+    spec = importlib.util.spec_from_file_location("check_release", ROOT / ".ci" / "check_release.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (tmp_path / "kvpool-1.0.tar.gz").touch()
+    for abi in ("cp311", "cp312", "cp313", "cp314", "cp314t"):
+        for platform in (
+            "manylinux_2_28_x86_64",
+            "manylinux2014_aarch64",
+            *map("macosx_{}_0_arm64".format, (14, 15, 26)),
+        ):
+            with zipfile.ZipFile(tmp_path / f"kvpool-1.0-{abi.rstrip('t')}-{abi}-{platform}.whl", "w") as archive:
+                extensions = [f"{module.MLX}mlx{n}/_native" for n in range(5)] if "macosx" in platform else []
+                for name in (*module.MODULES, *extensions):
+                    archive.writestr(f"{name}.{abi}.so", b"")
+    return tmp_path, module.problems
+
+
+def test_release_that_is_whole_passes(release):
+    folder, problems = release
+    assert problems(folder, "v1.0") == problems(folder) == []
+
+
+def rewrite(wheel, left):
+    """Leave the files out of a wheel that have `left` in their names."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if left not in name]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in names:
+            archive.writestr(name, b"")
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda folder: rewrite(next(folder.glob("*4t*aarch64*")), "kvpool/_core"), r"l has no kvpool/_core$"),
+        (lambda folder: rewrite(next(folder.glob("*cp311-macosx_14*")), "/built/"), r"MLX's extension 0 times, not 5$"),
+        (lambda folder: next(folder.glob("*cp314t*x86_64*")).unlink(), r"^no wheel for cp314t on linux_x86_64$"),
+        (lambda folder: next(folder.glob("*.tar.gz")).unlink(), r"^0 source distributions, not one$"),
+        (lambda folder: (folder / "kvpool-1.0-cp310-cp310-linux_x86_64.whl").write_bytes(EMPTY_ZIP), r"nobody asked"),
+    ],
+    ids=["no core", "no extension of MLX", "no wheel", "no source", "another wheel"],
+)
+def test_release_that_lacks_something_is_refused(release, change, found):
+    folder, problems = release
+    change(folder)
+    assert any(re.search(found, problem) for problem in problems(folder, "v1.0")), problems(folder, "v1.0")
+
+
+def test_release_of_another_version_than_its_tag_is_refused(release):
+    folder, problems = release
+    assert problems(folder, "v1.1") == ["versions ['1.0'], tag v1.1"]
+
+
+def test_files_are_published_only_after_the_check_and_signed():
+    job = yaml.safe_load((ROOT / ".github" / "workflows" / "wheels.yml").read_text())["jobs"]
+    assert job["publish"]["needs"] == "check" and set(job["check"]["needs"]) == {"sdist", "wheels"}
+    assert job["check"]["steps"][-1]["run"] == "python .ci/check_release.py dist"
+    assert job["publish"]["permissions"] == {"id-token": "write"} and "tags/v" in job["publish"]["if"]
+    assert job["publish"]["steps"][-1]["with"] == {"attestations": True}
 
 
 def test_every_test_ends(pytestconfig):

@@ -47,13 +47,12 @@ from kvpool.adapters.mlx_lm.cache import PagedKVCache
 from kvpool.adapters.mlx_lm.drafts import DraftModel, PromptLookup
 from kvpool.adapters.mlx_lm.engine import Completion, Engine, TokenEvent
 from kvpool.adapters.mlx_lm.eviction import make_cache
-from kvpool.adapters.mlx_lm.host import SUPPORTED_VERSIONS, PagedKV, Summary, install
+from kvpool.adapters.mlx_lm.host import PagedKV, Summary, install
 from kvpool.adapters.mlx_lm.passes import EngineStopped
 from kvpool.adapters.mlx_lm.prefix import PagedPromptCache
 from kvpool.adapters.mlx_lm.sampling import LogitsNotFinite, Sampling
 
 __all__ = [
-    "SUPPORTED_VERSIONS",
     "Completion",
     "DraftModel",
     "Engine",

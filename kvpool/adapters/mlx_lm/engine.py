@@ -157,7 +157,7 @@ class Engine:
     ----------
     model
         As loaded by ``mlx_lm.load``. Between two steps it is unchanged.
-    num_blocks, block_size, pool, prefix_cache, strict, fused, backend, kernels, store
+    num_blocks, block_size, pool, prefix_cache, fused, backend, kernels, store
         See `install`. With a prefix cache, which is the default, prompts with a common beginning share its blocks.
     tokenizer
         A tokenizer of mlx-lm or transformers. It is used for text prompts, stop strings, the text of answers and the
@@ -208,7 +208,6 @@ class Engine:
         fused: bool | None = None,
         backend: str | BackendFactory | None = None,
         kernels: bool | None = None,
-        strict: bool = True,
         seed: int | None = None,
         eviction: Policy | None = None,
         kv_bits: int | None = None,
@@ -221,7 +220,7 @@ class Engine:
     ) -> None:
         if (num_blocks is None) == (pool is None):
             raise TypeError("[Engine] either num_blocks or pool is needed, and not both")
-        how: dict[str, Any] = {"prefix_cache": prefix_cache, "fused": fused, "kernels": kernels, "strict": strict}
+        how: dict[str, Any] = {"prefix_cache": prefix_cache, "fused": fused, "kernels": kernels}
         how |= {"backend": backend, "block_size": block_size, "max_seqs": 2 * max_running + 16, "eviction": eviction}
         how |= {"store": store, "kv_bits": kv_bits}
         how |= {"k_bits": k_bits, "v_bits": v_bits, "quant_group_size": quant_group_size}

@@ -14,6 +14,7 @@ from typing import Any, Self
 import mlx.core as mx
 import mlx_lm
 import numpy as np
+from mlx_lm.models.cache import KVCache
 
 import kvpool
 from kvpool.adapters.mlx_lm.attention import NUM_TOKENS, ROWS, Site, find_sites, reason_to_gather
@@ -26,6 +27,7 @@ from kvpool.adapters.mlx_lm.server_hook import server_sites
 from kvpool.adapters.mlx_lm.shapes import ModelShape, build, inspect_model, leaves_of, require_bits
 from kvpool.adapters.mlx_lm.states import arrays_in
 from kvpool.adapters.mlx_lm.stored import StoredPrefixes, StoreFactory
+from kvpool.adapters.releases import warn_if_untested
 from kvpool.errors import StaleHandle
 from kvpool.eviction import Policy
 from kvpool.group_storage import BlockRows, GroupStorage
@@ -82,7 +84,8 @@ class Converted:
 
 
 BackendFactory = Callable[[KVSpec, int], KVBackend]
-SUPPORTED_VERSIONS = ("0.32.2",)  # releases of mlx-lm whose engines the tests run on kvpool
+RELEASES = ("0.32", "0.33")  # of mlx-lm: the oldest whose engines the tests run, and the first that they do not
+CALLS = ("update_and_fetch", "keys_and_values", "make_mask", "is_trimmable", "trim", "size", "empty")  # of a cache
 
 _log = logging.getLogger(__name__)
 _numbers = itertools.count()  # a model's blocks mean nothing to another model on the same pool
@@ -99,7 +102,6 @@ def install(
     fused: bool | None = None,
     backend: str | BackendFactory | None = None,
     kernels: bool | None = None,
-    strict: bool = True,
     eviction: Policy | None = None,
     store: BlockStore | StoreFactory | None = None,
     **quantization: int | None,
@@ -120,9 +122,8 @@ def install(
         True: attend over the pool. False: gather for mlx-lm's own attention. Default: what works, see `PagedKV.route`.
     backend : str or callable, optional
         A backend other than MLX's own: a name for `load_backend`, or ``factory(spec, num_blocks)``, for any arrays.
-    kernels, strict : bool, optional
-        `kernels`: see `kvpool_backends.mlx.MLXBackend`. By default they are used.
-        `strict` refuses releases of mlx-lm of another series than those that this adapter was tested with.
+    kernels : bool, optional
+        See `kvpool_backends.mlx.MLXBackend`. By default they are used.
     eviction : kvpool.eviction.Policy, optional
         Evict tokens of the full layers, which must have one shape. `PagedKV.make_cache` can override it for one cache.
     store : BlockStore or callable, optional
@@ -138,14 +139,13 @@ def install(
     Raises
     ------
     RuntimeError
-        mlx-lm is of another series than `SUPPORTED_VERSIONS` (and `strict`), or `fused` is True and impossible.
+        mlx-lm's caches lack a call of `CALLS`, or `fused` is True and impossible.
     ValueError
         Bits, `pool` (its layer groups), `store` (its layout, no prefix cache) or `eviction` do not fit the model.
     TypeError
         Neither or both of `num_blocks` and `pool`, an `eviction` that is not a policy, options that exclude each other.
     """
-    if strict:
-        require_tested_version("install")
+    require_hooks()
     if (num_blocks is None) == (pool is None):
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
     storage = partial(make_storage, backend=backend, kernels=kernels)
@@ -244,16 +244,14 @@ def make_storage(
     return made if made.capabilities.arrays == "mlx" else Converted(made)
 
 
-def require_tested_version(call: str) -> None:
-    """Raise RuntimeError unless mlx-lm is of the series of `SUPPORTED_VERSIONS`. Warn of its other releases."""
-    found, tested = mlx_lm.__version__, ", ".join(SUPPORTED_VERSIONS)
-    if found in SUPPORTED_VERSIONS:
-        return
-    if found.split(".")[:2] not in [release.split(".")[:2] for release in SUPPORTED_VERSIONS]:
+def require_hooks() -> None:
+    """Raise RuntimeError unless mlx-lm's caches have the calls that paged ones answer. Warn of untested releases."""
+    warn_if_untested("install", "mlx-lm", mlx_lm.__version__, *RELEASES)
+    if missing := [call for call in CALLS if not hasattr(KVCache, call)]:
         raise RuntimeError(
-            f"[{call}] mlx-lm {found} is installed, this adapter was tested with {tested}; strict=False tries it anyway"
+            f"[install] mlx-lm {mlx_lm.__version__} has caches without {', '.join(missing)}: install mlx-lm >= "
+            f"{RELEASES[0]}, or keep its own caches and use kvpool.adapters.prompt_cache"
         )
-    _log.warning("[%s] mlx-lm %s is installed, this adapter was tested with %s", call, found, tested)
 
 
 def _choose_route(

@@ -1,0 +1,80 @@
+"""The examples in Python run as they stand, and what checks something finds a fault that is planted for it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def run(*command, cwd=EXAMPLES):
+    """Run a program in Python; returns its exit status and what it prints."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_every_example_is_run_by_a_test():
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [path.name for path in EXAMPLES.glob("*.*") if path.name not in tests and path.stem not in tests] == []
+
+
+def test_block_manager_answers_as_the_model_alone():
+    assert run("block_manager.py") == (0, "12 answers, each as the model alone gives it\n")
+
+
+def test_block_manager_that_finds_blocks_of_other_prompts_gives_other_answers(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import block_manager
+
+    def keys_of(self, seq):
+        seq.keys = [str(i).encode() for i in range(len(seq.tokens) // self.block_size)]
+        return seq.keys
+
+    monkeypatch.setattr(block_manager.BlockManager, "keys_of", keys_of)
+    requests = block_manager.workload(num=12, shared=48, own=9, max_tokens=30)
+    engine = block_manager.Engine(block_manager.BlockManager(40, 16), block_manager.Model(40, 16))
+    assert block_manager.serve(engine, requests) != [block_manager.expected(*request) for request in requests]
+
+
+def test_one_step_for_a_batch_is_faster_than_verbs_for_each_sequence():
+    """CPU time, least of three interleaved runs; the page says 7."""
+    status, said = run("one_step.py", "--requests", "64", "--prompt", "256", "--tokens", "64", "--runs", "3")
+    assert status == 0, said
+    ratios = dict(re.findall(r"^(.*): \d+ ms, ([\d.]+) times as fast$", said, re.MULTILINE))
+    assert len(ratios) == 3 and float(ratios["one Pool.step per batch"]) > 2.5, said
+
+
+def test_example_of_the_migration_page_runs():
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "migration.md").read_text(), re.DOTALL)
+    exec(code, {})
+
+
+FAULTS = {  # of the allocator: a text, what stands there instead, how it is found
+    "shared block is written": ("and self.counts[table[-1]] > 1", "and self.counts[table[-1]] > 2", "content"),
+    "block is lost": ("if not self.counts[block]:", "if self.counts[block] < 0:", "count"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_machine_passes_the_allocator_and_finds_its_faults(tmp_path, fault):
+    text = (EXAMPLES / "allocator_machine.py").read_text()
+    old, new, found = FAULTS.get(fault, ("", "", None))
+    assert old in text
+    (tmp_path / "allocator_machine.py").write_text(text.replace(old, new))
+    options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed", "1")
+    status, said = run("-m", "pytest", *options, "allocator_machine.py", cwd=tmp_path)
+    assert status == (fault is not None), said
+    assert found is None or f"TargetFinding: {found}" in said, said
+
+
+def test_one_process_computes_a_prompt_and_another_generates():
+    status, said = run("prefill_decode.py")
+    assert status == 0, said
+    assert re.match(r"96 of 100 tokens come from the store\n0 of 100 tokens .*\n\[(\d+, ){11}\d+\]$", said), said
