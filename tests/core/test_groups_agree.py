@@ -1,6 +1,7 @@
 """Random calls on two pools whose group 0 is a full group: it is the same group, whatever other groups there are.
 
-Contents are judged without the pools: a memory of one number per slot, and the tokens that each row must have.
+Contents are judged without the pools: a memory of one number per slot, and the tokens that each row must have. Where
+blocks run out, pools evict at different times, so there each kind of pool is held to the plain model.
 """
 
 import dataclasses
@@ -10,6 +11,10 @@ import numpy as np
 import pytest
 
 from kvpool import Group, KVPoolError, Plan, Pool
+from tests.verify._verify import Run
+from tests.verify.run import finding_of
+from tests.verify.twin import Twin
+from tests.verify.words import faces, shape_of
 
 MANY = 2048  # blocks: no run takes them all
 LONGEST = 60  # tokens of a row
@@ -17,6 +22,7 @@ FULL = [Group.full()]
 TWO_FULL = [Group.full(), Group.full(arena=1, num_blocks=MANY)]
 WINDOW = [Group.full(), Group.window(4 * LONGEST, arena=1, num_blocks=MANY)]  # longer than every row
 RUNS = 100  # of each of 20 parts
+WORDS_OF_A_RUN = 60  # beside the plain model, which is slow
 
 
 class Side:
@@ -318,3 +324,34 @@ def test_window_with_a_checkpoint_at_every_cut_hits_as_a_full_group_does(part):
         twins = Conversations(seed, [FULL, WINDOW], num_blocks=MANY, prefix_cache=True)
         twins.texts = [[k, *text] for k, text in enumerate(twins.texts)]  # nothing is shared between texts
         twins.run([*CACHED * 4, "flush"])
+
+
+def tiny(seed, groups):
+    """A run of the fuzzer on a pool whose prefix cache has to let go soon; groups by name, or none."""
+    r, shape = random.Random(f"tiny {seed}"), shape_of(seed)
+    window = Group.window(r.randint(1, 3 * shape.pool["block_size"]))
+    made = [{"full": Group.full(), "window": window}[name] for name in groups] or None
+    pool = shape.pool | {
+        "num_blocks": shape.pool["reserved_blocks"] + r.randint(4, 10) * max(1, len(groups)),
+        "max_blocks_per_seq": r.choice([4, 8]),
+        "watermark": 0,
+        "lookahead": 0,
+        "prefix_cache": True,
+        "groups": made,
+    }
+    return dataclasses.replace(shape, pool=pool, texts=8, dice=faces(r, True, made, ()))
+
+
+@PARTS
+@pytest.mark.parametrize("groups", [(), ("full", "full"), ("full", "window")], ids=["none", "two full", "window"])
+def test_pool_that_evicts_does_what_the_plain_model_does(part, groups):
+    """In hits, lengths, tables and counts; and rows read what they must."""
+    evicting = 0
+    for seed in seeds(part):
+        pools = []
+        run = Run(tiny(seed, groups), lambda pools=pools, **options: pools.append(Twin(**options)) or pools[0])
+        finding = finding_of(lambda run=run: run.run(WORDS_OF_A_RUN))
+        evicting += pools[0].stats().evictions > 0
+        run.shutdown()
+        assert finding is None, f"seed {seed}: {finding}"
+    assert evicting > RUNS // 5, "few runs met an eviction"
