@@ -22,8 +22,9 @@ Examples
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -72,14 +73,13 @@ class Opening:
         return [node for node in self.path if len(node.prefix) <= self.hit]
 
 
-class ModelPool(CacheModel):
+class ModelPool(CacheModel, AbstractContextManager):
     """A pool of KV blocks in plain Python; same constructor, methods and errors as `kvpool.Pool`."""
 
     blocks_class, prefix_class = ModelBlocks, ModelPrefix
 
     @property
     def blocks(self) -> ModelBlocks:
-        """Blocks by id, of arena 0."""
         return self.blocks_class(self.arenas[0])
 
     @property
@@ -268,7 +268,6 @@ class ModelPool(CacheModel):
 
     @public_call
     def close_finished(self, handles: Any, mask: Any) -> int:
-        """Close the rows whose mask byte is not zero; returns how many."""
         batch = self.batch("close_finished", handles, any_=True)
         finished = args.mask("close_finished", mask, len(batch))
         for seq, is_finished in zip(batch, finished, strict=True):
@@ -277,7 +276,6 @@ class ModelPool(CacheModel):
         return sum(map(bool, finished))
 
     def defer_close(self, handle: int) -> None:
-        """Close this sequence at the beginning of the next call; a dead handle is skipped then."""
         self._deferred.append(args.integer("defer_close", "handle", handle, 0, args.MAX_INT64))
 
     def drain(self) -> None:
@@ -348,6 +346,14 @@ class ModelPool(CacheModel):
             raise ValueError(f"[{call}] group {group} is a {layer.kind}, tokens leave full groups only")
         return layer
 
+    def _read_lengths(
+        self, call: str, handles: Any, lens: Any, first: Any, group: Any
+    ) -> tuple[list[int], list[int], Layers]:
+        names = args.handles(call, handles)
+        lengths = args.per_row(call, "lens", lens, len(names), args.MIN_INT64)
+        args.count(call, "first", first)
+        return names, lengths, self._full_layer(call, group)
+
     def _judge_length(self, call: str, seq: Sequence, layer: Layers, length: int) -> None:
         if not 0 <= length <= self.held(seq, layer):
             raise ValueError(f"[{call}] len is {length}, 0 .. {self.held(seq, layer)} is legal")
@@ -372,10 +378,7 @@ class ModelPool(CacheModel):
     @public_call
     def compact(self, handles: Any, lens: Any, first: int = 0, group: int = 0) -> None:
         """Keep `lens` tokens at the front of each table of a group, the first `first` where they are."""
-        names = args.handles("compact", handles)
-        lengths = args.per_row("compact", "lens", lens, len(names), args.MIN_INT64)
-        first = args.count("compact", "first", first)
-        layer = self._full_layer("compact", group)
+        names, lengths, layer = self._read_lengths("compact", handles, lens, first, group)
         batch = [self._sequence("compact", name) for name in names]
         for seq, length in zip(batch, lengths, strict=True):
             self._judge_length("compact", seq, layer, length)
@@ -549,10 +552,7 @@ class ModelPool(CacheModel):
     @public_call
     def unshare(self, plan: ModelPlan, handles: Any, lens: Any, first: int = 0, group: int = 0) -> None:
         """Replace every entry of a group that `compact` would refuse to rewrite by a copy; a step without tokens."""
-        names = args.handles("unshare", handles)
-        lengths = args.per_row("unshare", "lens", lens, len(names), args.MIN_INT64)
-        first = args.count("unshare", "first", first)
-        layer = self._full_layer("unshare", group)
+        names, lengths, layer = self._read_lengths("unshare", handles, lens, first, group)
         self._refuse_busy("unshare", plan)
         self._refuse_rows("unshare", plan, len(names))
         batch: list[Sequence] = []
@@ -739,10 +739,6 @@ class ModelPool(CacheModel):
 
     @reading_call
     def table(self, handle: int, group: int | None = None) -> np.ndarray:
-        """Return the entries of a sequence in a group, int32 ``[entries, columns]``; a state group: its slot.
-
-        Without a group: of the only one, without columns if it has one.
-        """
         seq = self.one("table", handle, True)
         if group is None and len(self.layers) > 1:
             raise ValueError(f"[table] the pool has {len(self.layers)} layer groups, each with a table: name one")
@@ -751,33 +747,27 @@ class ModelPool(CacheModel):
         return shown.ravel() if layer.kind == "state" or (group is None and layer.columns == 1) else shown
 
     def shown(self, layer: Layers, entries: list[list[int]]) -> np.ndarray:
-        """Entries as an array, holes filled in."""
         shown = [entry or [self.hole] * layer.columns for entry in entries]
         return np.array(shown, np.int32).reshape(-1, layer.columns)
 
     @reading_call
     def num_tokens(self, handle: int) -> int:
-        """Return the length of a sequence in tokens, evicted ones included."""
         return self.one("num_tokens", handle, True).num_tokens
 
     @reading_call
     def kv_len(self, handle: int, group: int = 0) -> int:
-        """Return how many tokens of a sequence have a slot in a group, or had one in a window."""
         return self.held(self.one("kv_len", handle, True), self._layer("kv_len", group))
 
     @reading_call
     def capacity(self, handle: int) -> int:
-        """Return the positions that the blocks of a sequence cover, evicted ones included."""
         return self._capacity(self.one("capacity", handle, True))
 
     @reading_call
     def is_open(self, handle: int) -> bool:
-        """Return whether the handle names an open sequence of this pool."""
         return self._find(args.integer("is_open", "handle", handle, 0, args.MAX_INT64), True) is not None
 
     @reading_call
     def stats(self, arena: int = 0) -> PoolStats:
-        """Return the counters of an arena, and of the pool."""
         one = self.arena_of("stats", arena)
         tokens = sum(seq.num_tokens for seq in self.sequences())
         capacity = sum(self._capacity(seq) for seq in self.sequences())
@@ -839,9 +829,6 @@ class ModelPool(CacheModel):
             is_found = entry.node is not None and entry.node.kv.get(entry.layer.index) is entry
             if not is_found and not self._covering(entry):
                 raise CorruptState(f"[check] block {block} of arena {arena.number} is kept for nothing")
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.shutdown()

@@ -91,7 +91,6 @@ class Arena:
         return self.raw.get(block, 0) + self.names().count(block)
 
     def references(self) -> Counter[int]:
-        """Blocks that have a reference, and how many."""
         return Counter(self.names()) + Counter(self.raw)
 
     def is_idle(self, block: int) -> bool:
@@ -198,12 +197,10 @@ class ModelBlocks:
         self.pool, self._arena = arena.pool, arena
 
     def arena(self, arena: int) -> ModelBlocks:
-        """The blocks of another arena."""
         return type(self)(self.pool.arena_of("blocks", arena))
 
     @property
     def references(self) -> ModelBlocks:
-        """References of each block, by its id."""
         return self
 
     def __getitem__(self, block: int) -> int:
@@ -248,8 +245,6 @@ class ModelBlocks:
         if self.pool.has_cache:
             raise ValueError(f"[{call}] the prefix cache looks after the content of blocks in this pool")
 
-    # ---- references ---------------------------------------------------------------------------------------
-
     def alloc(self, n: int | None = None, out: Any = None) -> Any:
         """Take one block and return its id, or `n` blocks as int32 ``[n]``; raw = refcount = 1."""
         n = args.own("alloc", n)
@@ -281,7 +276,6 @@ class ModelBlocks:
 
     @public_call
     def decref(self, ids: Any) -> None:
-        """Drop one raw reference of each block, in the order given."""
         self._arena.drop_raw(self._judged("decref", ids, self._arena.not_raw))
 
     @public_call
@@ -300,8 +294,6 @@ class ModelBlocks:
         while len(one.blank) < wanted:
             one.evict_oldest()
         return count
-
-    # ---- content that somebody else looks after -----------------------------------------------------------
 
     @public_call
     def take(self, n: int) -> tuple[list[int], int]:
@@ -379,56 +371,45 @@ class ModelBlocks:
 
     @public_call
     def drain_evicted(self) -> np.ndarray:
-        """Return the evicted blocks noted since the last call, oldest note first, int32."""
         self._refuse_cache("drain_evicted")
         dropped, self._arena.dropped = self._arena.dropped, []
         return np.array(dropped, np.int32)
 
     @reading_call
     def is_cached(self, ids: Any) -> np.ndarray:
-        """Whether blocks are cached, or will be when they are released."""
         self._refuse_cache("is_cached")
         return np.array([block in self._arena.marked for block in self._named("is_cached", ids)], bool)
 
-    # ---- what is read -------------------------------------------------------------------------------------
-
     @reading_call
     def refcount(self, block: int) -> int:
-        """Return table entries plus raw references of a block."""
         args.integer("refcount", "block id", block)
         return self._arena.refcount(self._judged("refcount", block)[0])
 
     @reading_call
     def refcounts(self, ids: Any) -> np.ndarray:
-        """References of blocks."""
         return np.array([self._arena.refcount(block) for block in self._named("refcounts", ids)], np.int32)
 
     @reading_call
     def free_order(self, n: int | None = None) -> np.ndarray:
-        """Who would be taken next."""
         order = self._arena.blank[::-1] + ([] if self.pool.has_cache else self._arena.unused)
         return np.array(order if n is None else order[: args.count("free_order", "n", n)], np.int32)
 
     @reading_call
     def refcount_histogram(self) -> np.ndarray:
-        """Return how many unreserved blocks have each refcount, int64 ``[max refcount + 1]``."""
         references, one = self._arena.references(), self._arena
         return np.bincount([references[block] for block in range(one.reserved, one.num_blocks)])
 
     @property
     @reading_call
     def num_blank(self) -> int:
-        """Blocks that hold nothing."""
         return len(self._arena.blank)
 
     @property
     @reading_call
     def num_free(self) -> int:
-        """Blocks that `take` can give."""
         return self._arena.available()
 
     @property
     @reading_call
     def usage(self) -> float:
-        """Share of the blocks that are in use."""
         return self._arena.used() / (self._arena.num_blocks - self._arena.reserved)

@@ -156,9 +156,7 @@ def arena_sizes(groups: tuple[Group, ...], num_blocks: int, block_size: int, res
         if (where == 0 and told is not None) or (where not in sizes and told is None):
             raise ValueError(f"[Pool] num_blocks of arena {where} is {told}: arena 0 has the pool's, others need it")
         if told not in (None, sizes.setdefault(where, told)) or sizes[where] <= reserved:
-            raise ValueError(
-                f"[Pool] num_blocks of arena {where} is {told} and {sizes[where]}, above {reserved} is legal"
-            )
+            raise ValueError(f"[Pool] num_blocks of arena {where}: {told}, {sizes[where]}, above {reserved} is legal")
     used = {group.arena for group in groups if group.kind != "state"}
     if used != set(range(len(used))):
         raise ValueError(f"[Pool] arenas are {sorted(used)}, they must be 0, 1, 2, ... without a gap")
@@ -250,19 +248,15 @@ class PoolModel:
                 step.plan.is_pending = False
 
     def refuse_closed(self, call: str) -> None:
-        """Refuse a pool that was shut down."""
         if self._closed:
             raise PoolClosed(f"[{call}] the pool was shut down")
 
     def arena_of(self, call: str, arena: Any) -> Arena:
-        """An arena that a call names."""
         return self.arenas[args.integer(call, "arena", arena, 0, len(self.arenas) - 1)]
 
     def _layer(self, call: str, group: Any) -> Layers:
         """A group that a call names."""
         return self.layers[args.integer(call, "group", group, 0, len(self.layers) - 1)]
-
-    # ---- sequences ----------------------------------------------------------------------------------------
 
     def sequences(self) -> list[Sequence]:
         """All that have blocks, by their slots."""
@@ -292,11 +286,9 @@ class PoolModel:
         return seq
 
     def batch(self, call: str, handles: Any, any_: bool = False) -> list[Sequence]:
-        """The sequences of a call."""
         return [self._sequence(call, handle, any_) for handle in args.handles(call, handles)]
 
     def one(self, call: str, handle: Any, any_: bool = False) -> Sequence:
-        """The sequence of a call."""
         return self._sequence(call, args.integer(call, "handle", handle, 0, args.MAX_INT64), any_)
 
     def _create(self, num_tokens: int) -> Sequence:
@@ -310,8 +302,6 @@ class PoolModel:
         free = len(self._free_slots)
         if n > free:
             raise OutOfSequences(f"[{call}] {n} slots are needed, {free} of {self.options.max_seqs} are free")
-
-    # ---- pending steps ------------------------------------------------------------------------------------
 
     def _pending_rows(self, handle: int) -> list[tuple[int, int]]:
         """Pending steps that a sequence is a row of, and what it had done before each."""
@@ -338,8 +328,6 @@ class PoolModel:
     def is_unwritten(self, layer: Layers, block: int) -> bool:
         """Whether a pending plan has still to fill a block by a copy."""
         return block in [dst for _, dst, _ in self.copies_in(layer.arena)]
-
-    # ---- tables -------------------------------------------------------------------------------------------
 
     def _capacity(self, seq: Sequence) -> int:
         """The positions that all tables cover, evicted ones counted."""

@@ -16,19 +16,12 @@ from kvpool.stats import PlanLimits
 from kvpool.testing import model_args as args
 from kvpool.testing.model_blocks import ceil_div
 
-#: The arrays of each format.
-FORMATS = {
-    "block_tables": ("block_tables",),
-    "seq_lens": ("seq_lens",),
-    "slot_mapping": ("slot_mapping",),
-    "positions": ("positions",),
-    "cu_q_lens": ("cu_q_lens",),
-    "csr": ("indptr", "indices", "last_page_len"),
-    "slot_ids": ("slot_ids",),
-    "page_batch_info": ("slot_ids", "block_tables", "seq_lens", "cu_q_lens", "slot_mapping"),
-}
 COMMON = ("positions", "cu_q_lens", "slot_ids")  #: the others are arrays of each layer group
 ARRAYS = (*COMMON, "block_tables", "seq_lens", "slot_mapping", "indptr", "indices", "last_page_len")
+#: The arrays of each format.
+FORMATS: dict[str, tuple[str, ...]] = {name: (name,) for name in ARRAYS[:6]}
+FORMATS["csr"] = "indptr", "indices", "last_page_len"
+FORMATS["page_batch_info"] = "slot_ids", "block_tables", "seq_lens", "cu_q_lens", "slot_mapping"
 ALWAYS = ("copies", "dirty_rows")  #: that each group of blocks has, whatever the formats
 ROW_FORMATS = {"block_tables", "csr", "page_batch_info"}  #: that `dirty_rows` speaks about
 MOST = 2**31 - 1
@@ -81,8 +74,6 @@ class GroupArrays(Arrays):
         for name, value in most.items():
             if plan.dtypes.get(name) == np.int32 and value > MOST:
                 raise ValueError(f"[Plan] {name} is int32, but values reach {value}, use int64")
-
-    # ---- what a step writes -------------------------------------------------------------------------------
 
     def fill(self, batch: list[Any], fresh: list[tuple[Any, int]], step: Any, num_rows: int, num_tokens: int) -> None:
         """Write everything: `batch` as it is after the step, `fresh` the new tokens as (sequence, position)."""
@@ -139,11 +130,8 @@ class GroupArrays(Arrays):
         """Distrust what was written, so that these rows are dirty when they are shown next."""
         self._memory.update(dict.fromkeys(range(num_rows)))
 
-    # ---- what a user reads --------------------------------------------------------------------------------
-
     @property
     def kv_lens(self) -> np.ndarray:
-        """The rows' `kv_len` after the step."""
         return self.show("seq_lens")
 
     def show(self, name: str, flat: bool = False) -> np.ndarray:
@@ -207,8 +195,6 @@ class ModelPlan(Arrays):
         self.is_pending, self.step_id, self._size = False, 0, (0, 0)
         self._remember([], [], [])
         self._bind("Plan", out or {})
-
-    # ---- construction -------------------------------------------------------------------------------------
 
     def _array_dtypes(self, dtype: Any) -> dict[str, np.dtype]:
         given = dtype if isinstance(dtype, dict) else dict.fromkeys(self.names, dtype)
@@ -282,8 +268,6 @@ class ModelPlan(Arrays):
             if (part.base[name].ctypes.data, part.base[name].shape) != place:
                 raise BufferError(f"[{call}] {name} was resized while it is bound, bind it again")
 
-    # ---- what a step writes -------------------------------------------------------------------------------
-
     def _remember(self, batch: list[Any], new: list[int], served: list[bool]) -> None:
         self.num_tokens = sum(new)
         self.handles = np.array([seq.handle for seq in batch], np.int64)
@@ -306,8 +290,6 @@ class ModelPlan(Arrays):
         """Distrust what was written, so that these rows are dirty when they are shown next."""
         for group in self.groups:
             group.carry(num_rows)
-
-    # ---- what a user reads --------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> np.ndarray:
         if name.startswith("_") or name not in (*ARRAYS, *ALWAYS):

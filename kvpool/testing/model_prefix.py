@@ -63,8 +63,8 @@ class Node:
     """One base block of tokens, below another one."""
 
     root: int
-    parent: Any = field(repr=False)
     prefix: tuple[int, ...] = field(repr=False)  #: all tokens from the first one on
+    parent: Any = field(repr=False)
     kv: dict[int, Entry] = field(default_factory=dict)  #: group -> the canonical entry that ends here
     checkpoint: Checkpoint | None = None
     stamp: int = 0
@@ -98,7 +98,6 @@ class ModelPrefix:
 
     @reading_call
     def match(self, tokens: Any, namespace: bytes = b"") -> int:
-        """Return how many tokens of the prompt `open` would find."""
         prompt = args.tokens("match", tokens)
         hit: int = self.pool._found(prompt, args.namespace("match", namespace))[1]
         return hit
@@ -113,7 +112,6 @@ class ModelPrefix:
 
     @public_call
     def unpin(self, handle: int) -> None:
-        """Close a sequence that `pin` opened."""
         self.pool._close(self.pool.one("unpin", handle, True))
 
     @public_call
@@ -139,7 +137,6 @@ class ModelPrefix:
 
     @reading_call
     def committed(self, handle: int) -> int:
-        """Return the committed length of a sequence: where the next `commit` goes on."""
         return len(self.pool.one("committed", handle, True).tokens)
 
     @reading_call
@@ -170,7 +167,6 @@ class ModelPrefix:
 
     @public_call
     def events(self) -> list[tuple]:
-        """Return and forget the events, oldest first."""
         pool = self.pool
         lost = [("lost", pool._lost_events)] if pool._lost_events and pool.options.events else []
         events = lost + list(pool._events)
@@ -180,7 +176,6 @@ class ModelPrefix:
 
     @reading_call
     def stats(self) -> PrefixStats:
-        """Return the counters of the prefix cache."""
         pool, counted = self.pool, self.pool.counters
         now = {"nodes": len(pool._nodes), "namespaces": len(pool._roots)}
         now["checkpoints"] = sum(mark.node is not None for mark in pool._taken)
@@ -285,11 +280,9 @@ class CacheModel(PoolModel):
         held = [(layer, n) for layer in self._tailed for n in (layer.group.size - 1, layer.group.keep)]
         tails = sum(ceil_div(tokens, layer.block_size) * layer.columns for layer, tokens in held)
         least, spacing = 3 * (self._bundle_size + tails) * self.block_size, 1
-        if not kv or not least:
-            return 0
-        while spacing * kv < least:
+        while kv and spacing * kv < least:
             spacing *= 2
-        return spacing
+        return spacing if kv and least else 0
 
     def _positions(self, hit: int, path: list[Node], cut: int) -> list[int]:
         """Where a prompt takes checkpoints: the cut, the junction, doubling distances; none behind the cut."""
@@ -443,18 +436,17 @@ class CacheModel(PoolModel):
         seq.tokens += row
         self._publish(seq, first)
         for depth in range(first + 1, len(seq.tokens) // self.block_size + 1) if seq.root is not None else ():
-            self._tell_at(seq.root, seq, depth * self.block_size)
+            self._tell_at(seq, depth * self.block_size)
             self._publish(seq, depth)
 
-    def _tell_at(self, root: int | None, seq: Sequence, length: int) -> None:
+    def _tell_at(self, seq: Sequence, length: int) -> None:
         """A base block of a row is known: it is a node, and the entries that end there stand for it."""
-        assert root is not None
         self._sweep()
-        key = root, tuple(seq.tokens[:length])
+        key: Any = seq.root, tuple(seq.tokens[:length])
         if key not in self._nodes:
             while len(self._nodes) >= self._most_nodes() and self.evict_for(None):
                 self._sweep()
-            self._nodes[key] = Node(root, seq.node, key[1])
+            self._nodes[key] = Node(key[0], key[1], seq.node)
             self.counters["inserted"] += 1
         seq.node = self._nodes[key]
         for layer, blocks in self._ending(seq, length):
@@ -537,14 +529,11 @@ class CacheModel(PoolModel):
 
     def _tails(self, seq: Sequence, position: int) -> list[Entry] | None:
         """What a row has of windows and chunks that a hit at a position needs; None: not all of it."""
-        found = []
-        for layer in self._tailed:
-            for i, blocks in enumerate(seq.tables[layer.index].entries[: position // layer.block_size]):
-                if layer.needs(i, position):
-                    if blocks == HOLE:
-                        return None
-                    found.append(self.entries[layer.arena.number, blocks[0]])
-        return found
+        tables = [(g, enumerate(seq.tables[g.index].entries[: position // g.block_size])) for g in self._tailed]
+        needed = [(layer, entry) for layer, entries in tables for i, entry in entries if layer.needs(i, position)]
+        if any(entry == HOLE for _, entry in needed):
+            return None
+        return [self.entries[layer.arena.number, entry[0]] for layer, entry in needed]
 
     def _replace_tails(self, own: list[Entry]) -> None:
         """A row that has still to load its checkpoint: its entries take the place of equal ones in others."""
