@@ -21,6 +21,7 @@ Examples
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -32,18 +33,7 @@ from kvpool.errors import CapacityExceeded, CorruptState, OutOfBlocks, OutOfSequ
 from kvpool.stats import PlanLimits, PoolStats
 from kvpool.testing import model_args as args
 from kvpool.testing.model_blocks import Arena, ModelBlocks, ceil_div, public_call, reading_call
-from kvpool.testing.model_groups import (
-    HOLE,
-    MAX_GENERATION,
-    SLOT_BITS,
-    Change,
-    Judged,
-    Layers,
-    Row,
-    Sequence,
-    Step,
-    Table,
-)
+from kvpool.testing.model_groups import HOLE, Change, Judged, Layers, Row, Sequence, Step, Table, untagged
 from kvpool.testing.model_plan import ModelPlan
 from kvpool.testing.model_prefix import LOADED, CacheModel, Entry, ModelPrefix, Node
 
@@ -253,12 +243,8 @@ class ModelPool(CacheModel, AbstractContextManager):
         if seq.is_loading:
             seq.is_closed = True
             return
-        slot = seq.handle & (2**SLOT_BITS - 1)
         self._pop_all(seq)
-        del self._sequences[slot]
-        self._generations[slot] += 1
-        if self._generations[slot] <= MAX_GENERATION:
-            self._free_slots.append(slot)
+        self._retire(seq)
 
     @public_call
     def close(self, handles: Any) -> None:
@@ -788,11 +774,12 @@ class ModelPool(CacheModel, AbstractContextManager):
 
     @reading_call
     def fingerprint(self) -> int:
-        """Return a hash of the whole state."""
+        """Return a hash of the whole state, in which handles have no tag."""
         arenas = [{name: value for name, value in vars(one).items() if name != "pool"} for one in self.arenas]
         rows = self._sequences, self._generations, self._free_slots, self.pending, self._next_step
         cache = self._last_root, self._nodes, self.entries, self._taken, self._loads, self._clock, self._coldest
-        return hash(repr((self.options, arenas, rows, cache, self.counters, self._evicted_tokens)))
+        state = repr((self.options, arenas, rows, cache, self.counters, self._evicted_tokens))
+        return int.from_bytes(hashlib.blake2b(untagged(state).encode(), digest_size=8).digest(), "little")
 
     @reading_call
     def check(self) -> None:

@@ -42,9 +42,12 @@ def boolean(call: str, name: str, value: Any) -> bool:
 
 def integer(call: str, name: str, value: Any, low: float = -inf, high: float = inf) -> int:
     """An int within ``low .. high``; bools and floats are none."""
-    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
         raise TypeError(f"[{call}] {name} is a {type(value).__name__} ({value!r}), an int is needed")
-    number = operator.index(value)
     if not low <= number <= high:
         raise ValueError(f"[{call}] {name} is out of range ({number}), {low} .. {high} is legal")
     return number

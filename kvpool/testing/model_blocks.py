@@ -56,9 +56,6 @@ class Arena:
         self.pool, self.number, self.num_blocks, self.reserved = pool, number, num_blocks, reserved
         self.counters: Counter[str] = Counter()  # of `PoolStats`; a reset does not change them
         self.dropped: list[int] = []  # marked blocks that were evicted
-        self.not_raw: Refusal = DoubleFree, "has no raw reference", lambda block: not self.raw.get(block)
-        self.unreferenced: Refusal = DoubleFree, "has no reference", lambda block: not self.refcount(block)
-        self.overflowing: Refusal = OverflowError, "has 2^30 references", lambda block: self.refcount(block) >= 2**30
         self.empty()
 
     def empty(self) -> None:
@@ -195,6 +192,9 @@ class ModelBlocks:
 
     def __init__(self, arena: Arena) -> None:
         self.pool, self._arena = arena.pool, arena
+        self._not_raw: Refusal = DoubleFree, "has no raw reference", lambda block: not arena.raw.get(block)
+        self._unreferenced: Refusal = DoubleFree, "has no reference", lambda block: not arena.refcount(block)
+        self._overflowing: Refusal = OverflowError, "has 2^30 references", lambda block: arena.refcount(block) >= 2**30
 
     def arena(self, arena: int) -> ModelBlocks:
         return type(self)(self.pool.arena_of("blocks", arena))
@@ -272,18 +272,18 @@ class ModelBlocks:
         """Add one raw reference to blocks that have a reference; with a prefix cache, one of `alloc`."""
         one = self._arena
         not_taken = ValueError, "was not taken with alloc", lambda block: self.pool.has_cache and not one.raw.get(block)
-        one.add_raw(self._judged("incref", ids, not_taken, one.unreferenced, one.overflowing))
+        one.add_raw(self._judged("incref", ids, not_taken, self._unreferenced, self._overflowing))
 
     @public_call
     def decref(self, ids: Any) -> None:
-        self._arena.drop_raw(self._judged("decref", ids, self._arena.not_raw))
+        self._arena.drop_raw(self._judged("decref", ids, self._not_raw))
 
     @public_call
     def free(self, ids: Any) -> None:
         """Drop the raw reference of blocks that nobody else uses."""
         one = self._arena
         shared: Refusal = ValueError, "is shared", lambda block: one.refcount(block) > 1
-        one.drop_raw(self._judged("free", ids, one.not_raw, shared))
+        one.drop_raw(self._judged("free", ids, self._not_raw, shared))
 
     @public_call
     def evict(self, n: int) -> int:
@@ -328,7 +328,7 @@ class ModelBlocks:
         empty = {block for block in one.blank + one.unused if blank and block not in one.marked}
         known = one.references().keys() | one.marked | empty
         unknown = ValueError, "is neither in use nor cached", lambda block: block not in known
-        blocks = self._judged_in_turn("touch", ids, unknown, one.overflowing)
+        blocks = self._judged_in_turn("touch", ids, unknown, self._overflowing)
         one.add_raw(blocks)
         one.blank = [block for block in one.blank if block not in blocks]
         one.unused = [block for block in one.unused if block not in blocks]
@@ -340,7 +340,7 @@ class ModelBlocks:
     def release(self, ids: Any, *, oldest: bool = False) -> None:
         """One raw reference less; who is named first is taken first."""
         one = self._arena
-        blocks = self._judged_in_turn("release", ids, one.not_raw)
+        blocks = self._judged_in_turn("release", ids, self._not_raw)
         if oldest and self.pool.pending:
             raise PlanStateError(f"[release] a step is pending ({self.pool.pending[-1].id})")
         last_first = [block for block in blocks[::-1] if oldest or block not in one.marked]
@@ -354,7 +354,7 @@ class ModelBlocks:
         """Blocks with a reference and without content become immutable."""
         one = self._arena
         known = ValueError, "is cached already, or was dropped", lambda block: block in one.marked.union(one.dropped)
-        one.marked.update(self._judged_in_turn("mark_cached", ids, one.unreferenced, known))
+        one.marked.update(self._judged_in_turn("mark_cached", ids, self._unreferenced, known))
 
     @public_call
     def uncache(self, ids: Any, *, keep_place: bool = False) -> None:

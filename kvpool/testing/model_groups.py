@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -133,6 +134,11 @@ class Judged:
         for block in entry:
             self.lost[block] += 1
             self.floors[block] = max(self.floors.get(block, 0), tokens)
+
+
+def untagged(text: str) -> str:
+    """A text whose handles have lost the tag of their pool."""
+    return re.sub(r"\d{16,}", lambda number: str(int(number[0]) % 2**LOCAL_BITS), text)
 
 
 def read_groups(groups: Any) -> tuple[Group, ...]:
@@ -297,6 +303,13 @@ class PoolModel:
         handle = self._tag << LOCAL_BITS | generation << SLOT_BITS | slot
         seq = self._sequences[slot] = Sequence(handle, num_tokens, [Table() for _ in self.layers])
         return seq
+
+    def _retire(self, seq: Sequence) -> None:
+        slot = seq.handle & (2**SLOT_BITS - 1)
+        del self._sequences[slot]
+        self._generations[slot] += 1
+        if self._generations[slot] <= MAX_GENERATION:
+            self._free_slots.append(slot)
 
     def _refuse_slots(self, call: str, n: int) -> None:
         free = len(self._free_slots)
