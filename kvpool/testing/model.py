@@ -161,8 +161,6 @@ class ModelPool(CacheModel, AbstractContextManager):
             ends = {len(entry.node.prefix): entry for entry in mark.tails if entry.layer is layer}
             for end in range(layer.block_size, hit + 1, layer.block_size):
                 self._share(seq.tables[layer.index], ends.get(end))
-        for arena in self.arenas:
-            arena.note_peak()
         if mark is not None:
             mark.stamp = self._tick()
             if call == "open":  # a pin is no hit
@@ -173,6 +171,8 @@ class ModelPool(CacheModel, AbstractContextManager):
             seq.tables[layer.index].entries += [self._take_entry(layer) if taken else HOLE for taken in rest]
         if mark is not None:
             self._begin_load(seq, mark)
+        for arena in self.arenas:
+            arena.note_peak()
         return seq
 
     def _share(self, table: Table, entry: Entry | None) -> None:
