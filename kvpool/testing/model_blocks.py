@@ -5,21 +5,19 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from kvpool.errors import DoubleFree, OutOfBlocks, PlanStateError
+from kvpool.errors import CorruptState, DoubleFree, OutOfBlocks, PlanStateError
 from kvpool.testing import model_args as args
-
-MAX_REFCOUNT = 2**30
 
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def public_call(method: Callable) -> Callable:
+def public_call(method: Callable, changes: bool = True) -> Callable:
     """Every public call: read the arguments, refuse a closed pool, drain the deferred closes, then run.
 
     Reading may run the caller's code; a call that this code makes is an earlier call.
@@ -34,9 +32,21 @@ def public_call(method: Callable) -> Callable:
         options = {key: args.own(name, value) for key, value in options.items()}
         pool.refuse_closed(name)
         pool.drain()
-        return method(self, *arguments, **options)
+        result = method(self, *arguments, **options)
+        if changes:
+            pool.changed(name)
+        return result
 
     return call
+
+
+def reading_call(method: Callable) -> Callable:
+    """A public call that changes nothing."""
+    return public_call(method, False)
+
+
+#: What a call refuses of a block: the error, what is wrong, and whether it is so.
+Refusal = tuple[type[Exception], str, Callable[[int], Any]]
 
 
 class Arena:
@@ -44,8 +54,7 @@ class Arena:
 
     def __init__(self, pool: Any, number: int, num_blocks: int, reserved: int) -> None:
         self.pool, self.number, self.num_blocks, self.reserved = pool, number, num_blocks, reserved
-        counted = ("cow_copies", "cow_tokens", "allocs", "evictions", "peak_used")
-        self.counters = dict.fromkeys(counted, 0)  # a reset does not change them
+        self.counters: Counter[str] = Counter()  # of `PoolStats`; a reset does not change them
         self.dropped: list[int] = []  # marked blocks that were evicted
         self.empty()
 
@@ -70,7 +79,8 @@ class Arena:
 
     def names(self) -> list[int]:
         """A block for every table entry that names it."""
-        tables = [seq.tables[layer.index] for layer in self.pool.layers_in(self) for seq in self.pool.sequences()]
+        layers = [layer.index for layer in self.pool.layers if layer.arena is self]
+        tables = [seq.tables[index] for index in layers for seq in self.pool.sequences()]
         return [block for table in tables for entry in table.entries for block in entry]
 
     def refcount(self, block: int) -> int:
@@ -78,7 +88,6 @@ class Arena:
         return self.raw.get(block, 0) + self.names().count(block)
 
     def references(self) -> Counter[int]:
-        """Blocks that have a reference, and how many."""
         return Counter(self.names()) + Counter(self.raw)
 
     def is_idle(self, block: int) -> bool:
@@ -98,10 +107,19 @@ class Arena:
         """More blocks are in use."""
         self.counters["peak_used"] = max(self.counters["peak_used"], self.used())
 
+    def figures(self) -> dict[str, int]:
+        """What statistics say of the blocks."""
+        where = {"num_blocks": self.num_blocks, "reserved": self.reserved, "blank": len(self.blank)}
+        where |= {"evictable": len(self.evictable), "limbo": len(self.limbo), "used": self.used()}
+        where["shared"] = sum(count > 1 for count in self.references().values())
+        counted = ("cow_copies", "cow_tokens", "allocs", "evictions", "peak_used")
+        return where | {name: self.counters[name] for name in counted}
+
     def evict_oldest(self) -> None:
         """What leaves first does, for a blank block."""
         if self.pool.has_cache:
-            self.pool.evict_for(self)
+            if not self.pool.evict_for(self):
+                raise CorruptState(f"[evict] nothing may leave arena {self.number}, a call was judged wrongly")
             return
         block = self.unused.pop(0)
         if block in self.marked:  # else `uncache` left it in its place
@@ -141,6 +159,17 @@ class Arena:
         while self.limbo and (not pending or self.limbo[0][1] < pending[0].id):
             self.leave(self.limbo.pop(0)[0])
 
+    def take_raw(self, count: int) -> list[int]:
+        """The next blocks, which get a raw reference."""
+        blocks = [self.take() for _ in range(count)]
+        self.add_raw(blocks)
+        return blocks
+
+    def add_raw(self, blocks: list[int]) -> None:
+        """A raw reference of each is added."""
+        for block in blocks:
+            self.raw[block] = self.raw.get(block, 0) + 1
+
     def drop_raw(self, blocks: list[int]) -> None:
         """A raw reference of each goes away."""
         for block in blocks:
@@ -149,58 +178,13 @@ class Arena:
 
     def out_of_blocks(
         self, call: str, needed: int, watermark: int = 0, row: int = -1, handle: int = -1, lost: int = 0
-    ) -> None:
+    ) -> NoReturn:
         """Refuse a call; `lost` evictable blocks are its own."""
         evictable = len(self.evictable) - lost
         short_by = needed + watermark - len(self.blank) - evictable
-        where = f" at row {row}" if row >= 0 else ""
-        raise OutOfBlocks(
-            f"[{call}] {needed} blocks are needed{where}, {short_by} too many: {len(self.blank)} free, "
-            f"{evictable} evictable, {len(self.limbo)} in limbo, watermark {watermark}",
-            needed=needed,
-            short_by=short_by,
-            row=row,
-            handle=handle,
-            blank=len(self.blank),
-            evictable=evictable,
-            limbo=len(self.limbo),
-            arena=self.number,
-        )
-
-    def figures(self) -> dict[str, int]:
-        """What statistics say of the blocks."""
-        return {
-            "num_blocks": self.num_blocks,
-            "reserved": self.reserved,
-            "blank": len(self.blank),
-            "evictable": len(self.evictable),
-            "limbo": len(self.limbo),
-            "used": self.used(),
-            "shared": sum(count > 1 for count in self.references().values()),
-            **self.counters,
-        }
-
-
-def _judge(blocks: list[int], call: str, refusal: Callable[[int], Exception | None]) -> None:
-    """Refuse the first block that stands twice or for which there is a refusal."""
-    for k, block in enumerate(blocks):
-        error = refusal(block)
-        if block in blocks[:k]:
-            kind = DoubleFree if call == "release" else ValueError
-            error = kind(f"[{call}] block stands twice ({block})")
-        if error is not None:
-            raise error
-
-
-class ModelReferences:
-    """See `kvpool._core.References`."""
-
-    def __init__(self, blocks: ModelBlocks) -> None:
-        self.blocks = blocks
-
-    def __getitem__(self, block: int) -> int:
-        """References of a block."""
-        return int(self.blocks.refcounts([args.integer("references", "block", block)])[0])
+        state = {"blank": len(self.blank), "evictable": evictable, "limbo": len(self.limbo), "arena": self.number}
+        message = f"[{call}] {needed} blocks are needed, {short_by} too many: {state}, watermark {watermark}"
+        raise OutOfBlocks(message, needed=needed, short_by=short_by, row=row, handle=handle, **state)
 
 
 class ModelBlocks:
@@ -208,113 +192,98 @@ class ModelBlocks:
 
     def __init__(self, arena: Arena) -> None:
         self.pool, self._arena = arena.pool, arena
+        self._not_raw: Refusal = DoubleFree, "has no raw reference", lambda block: not arena.raw.get(block)
+        self._unreferenced: Refusal = DoubleFree, "has no reference", lambda block: not arena.refcount(block)
+        self._overflowing: Refusal = OverflowError, "has 2^30 references", lambda block: arena.refcount(block) >= 2**30
 
     def arena(self, arena: int) -> ModelBlocks:
-        """The blocks of another arena."""
         return type(self)(self.pool.arena_of("blocks", arena))
 
     @property
-    def references(self) -> ModelReferences:
-        """References of each block, by its id."""
-        return ModelReferences(self)
+    def references(self) -> ModelBlocks:
+        return self
 
-    @property
-    def num_free(self) -> int:
-        """Blocks that `take` can give."""
-        return self._arena.available()
+    def __getitem__(self, block: int) -> int:
+        return int(self.refcounts([args.integer("references", "block", block)])[0])
 
-    @property
-    def num_blank(self) -> int:
-        """Of these, those that hold nothing."""
-        self.pool.refuse_closed("num_blank")
-        self.pool.drain()
-        return len(self._arena.blank)
-
-    @property
-    def usage(self) -> float:
-        """Share of the blocks that are in use."""
-        return self._arena.used() / (self._arena.num_blocks - self._arena.reserved)
-
-    # ---- what a call names --------------------------------------------------------------------------------
-
-    def _ids(self, call: str, values: Any) -> list[int]:
-        return args.block_ids(call, values, self._arena.num_blocks, self._arena.reserved)
-
-    def _all_named(self, call: str, ids: Any) -> list[int]:
+    def _named(self, call: str, ids: Any) -> list[int]:
         """The blocks that a call names."""
-        named, most = args.one_or_many(call, "block id", ids, ("int32", "int64")), self._arena.num_blocks
+        named, most = args.integers(call, "block id", ids), self._arena.num_blocks
         for block in named:
             if not 0 <= block < most:
                 raise IndexError(f"[{call}] block id is out of range ({block}), the pool has {most} blocks")
         return named
 
-    def _named(self, call: str, ids: Any) -> list[int]:
-        """The same without reserved ones."""
-        return [block for block in self._all_named(call, ids) if block >= self._arena.reserved]
+    def _judged(self, call: str, ids: Any, *refusals: Refusal) -> list[int]:
+        """The same; reserved blocks and duplicates are wrong, and then what a refusal is true of."""
+        named, reserved = self._named(call, ids), self._arena.reserved
+        for block in named:
+            if block < reserved:
+                raise ValueError(f"[{call}] block is reserved ({block}), ids below {reserved} are never allocated")
+        args.refuse_duplicates(call, "block ids", named)
+        for block in named:
+            self._refuse(call, block, refusals)
+        return named
+
+    def _judged_in_turn(self, call: str, ids: Any, *refusals: Refusal) -> list[int]:
+        """The same, block by block; reserved ones are skipped."""
+        self._refuse_cache(call)
+        named = [block for block in self._named(call, ids) if block >= self._arena.reserved]
+        twice = DoubleFree if call == "release" else ValueError
+        for k, block in enumerate(named):
+            if block in named[:k]:
+                raise twice(f"[{call}] block stands twice ({block})")
+            self._refuse(call, block, refusals)
+        return named
+
+    def _refuse(self, call: str, block: int, refusals: tuple[Refusal, ...]) -> None:
+        for error, what, is_so in refusals:
+            if is_so(block):
+                raise error(f"[{call}] block {what} ({block})")
 
     def _refuse_cache(self, call: str) -> None:
         if self.pool.has_cache:
             raise ValueError(f"[{call}] the prefix cache looks after the content of blocks in this pool")
 
-    def _chain(self, *words: object) -> None:
-        self.pool.chain(self._arena.number, *words)
-
-    # ---- references ---------------------------------------------------------------------------------------
-
     def alloc(self, n: int | None = None, out: Any = None) -> Any:
         """Take one block and return its id, or `n` blocks as int32 ``[n]``; raw = refcount = 1."""
-        blocks = self._alloc(n, lambda count: None if out is None else args.check_out("alloc", out, count))
+        n = args.own("alloc", n)
+        if out is not None:
+            if not isinstance(out, np.ndarray) or out.dtype != np.int32:
+                raise TypeError("[alloc] out must be an int32 array")
+            if out.ndim != 1 or len(out) < (n or 1) or not out.flags.c_contiguous or not out.flags.writeable:
+                raise ValueError(f"[alloc] out must be 1-D, contiguous, writable and hold {n} ids")
+        blocks = self._alloc(n)
         if out is not None:
             out[: len(blocks)] = blocks
             return out
         return blocks[0] if n is None else np.array(blocks, np.int32)
 
     @public_call
-    def _alloc(self, n: int | None, check_out: Callable[[int], None]) -> list[int]:
+    def _alloc(self, n: int | None) -> list[int]:
         count, one = 1 if n is None else args.count("alloc", "n", n), self._arena
-        check_out(count)
         lost = len(one.evictable) if self.pool.has_cache else 0
         if count > one.available() - lost:
             one.out_of_blocks("alloc", count, lost=lost)
-        blocks = [one.take() for _ in range(count)]
-        one.raw.update(dict.fromkeys(blocks, 1))
-        self._chain("alloc", *blocks)
-        return blocks
+        return one.take_raw(count)
 
     @public_call
     def incref(self, ids: Any) -> None:
         """Add one raw reference to blocks that have a reference; with a prefix cache, one of `alloc`."""
-        blocks, one = self._ids("incref", ids), self._arena
-        for block in blocks:
-            if self.pool.has_cache and not one.raw.get(block):
-                raise ValueError(f"[incref] block was not taken with alloc ({block})")
-            if not one.refcount(block):
-                raise DoubleFree(f"[incref] block has no reference ({block})")
-            if one.refcount(block) >= MAX_REFCOUNT:
-                raise OverflowError(f"[incref] block has too many references ({block}), the most is 2^30")
-        for block in blocks:
-            one.raw[block] = one.raw.get(block, 0) + 1
-        self._chain("incref", *blocks)
+        one = self._arena
+        not_taken = ValueError, "was not taken with alloc", lambda block: self.pool.has_cache and not one.raw.get(block)
+        one.add_raw(self._judged("incref", ids, not_taken, self._unreferenced, self._overflowing))
 
     @public_call
     def decref(self, ids: Any) -> None:
-        """Drop one raw reference of each block, in the order given."""
-        self._drop("decref", ids)
+        self._arena.drop_raw(self._judged("decref", ids, self._not_raw))
 
     @public_call
     def free(self, ids: Any) -> None:
         """Drop the raw reference of blocks that nobody else uses."""
-        self._drop("free", ids)
-
-    def _drop(self, call: str, ids: Any) -> None:
-        blocks, one = self._ids(call, ids), self._arena
-        for block in blocks:
-            if not one.raw.get(block):
-                raise DoubleFree(f"[{call}] block has no raw reference ({block})")
-            if call == "free" and one.refcount(block) > 1:
-                raise ValueError(f"[free] block is shared ({block}), refcount {one.refcount(block)}")
-        one.drop_raw(blocks)
-        self._chain(call, *blocks)
+        one = self._arena
+        shared: Refusal = ValueError, "is shared", lambda block: one.refcount(block) > 1
+        one.drop_raw(self._judged("free", ids, self._not_raw, shared))
 
     @public_call
     def evict(self, n: int) -> int:
@@ -324,10 +293,7 @@ class ModelBlocks:
         wanted = len(one.blank) + count
         while len(one.blank) < wanted:
             one.evict_oldest()
-        self._chain("evict", count)
         return count
-
-    # ---- content that somebody else looks after -----------------------------------------------------------
 
     @public_call
     def take(self, n: int) -> tuple[list[int], int]:
@@ -337,140 +303,113 @@ class ModelBlocks:
         if count > one.available():
             one.out_of_blocks("take", count)
         noted = len(one.dropped)
-        blocks = [one.take() for _ in range(count)]
+        blocks = one.take_raw(count)
         evicted = len(one.dropped) - noted
         del one.dropped[noted:]
-        one.raw.update(dict.fromkeys(blocks, 1))
-        self._chain("take", *blocks)
         return blocks, evicted
 
     @public_call
     def take_block(self, block: int) -> None:
         """A blank block, wherever it is on the stack."""
         self._refuse_cache("take_block")
-        block, one = args.integer("take_block", "block", block), self._arena
-        if not 0 <= block < one.num_blocks:
-            raise IndexError(f"[take_block] block is out of range ({block}), the pool has {one.num_blocks} blocks")
+        args.integer("take_block", "block", block)
+        (block,), one = self._named("take_block", block), self._arena
         if block not in one.blank:
             raise ValueError(f"[take_block] block is not blank ({block})")
         one.blank.remove(block)
-        one.raw[block] = 1
-        one.counters["allocs"] += 1
-        one.note_peak()
-        self._chain("take_block", block)
+        one.blank.append(block)
+        one.take_raw(1)
 
     @public_call
     def touch(self, ids: Any, *, blank: bool = False) -> None:
         """One raw reference more on blocks in use and on committed ones, with `blank` on all free ones."""
         args.boolean("touch", "blank", blank)
-        self._refuse_cache("touch")
-        blocks, one = self._named("touch", ids), self._arena
-        empty = [block for block in one.blank + one.unused if blank and block not in one.marked]
-
-        def refusal(block: int) -> Exception | None:
-            if not one.refcount(block) and block not in one.marked and block not in empty:
-                return ValueError(f"[touch] block is neither in use nor cached ({block})")
-            if one.refcount(block) >= MAX_REFCOUNT:
-                return OverflowError(f"[touch] block has too many references ({block}), the most is 2^30")
-            return None
-
-        _judge(blocks, "touch", refusal)
-        for block in blocks:
-            one.raw[block] = one.raw.get(block, 0) + 1
-            one.blank = [b for b in one.blank if b != block]
-            one.unused = [b for b in one.unused if b != block]
-            one.limbo = [(b, fence) for b, fence in one.limbo if b != block]
-            one.counters["allocs"] += block in empty
+        one = self._arena
+        empty = {block for block in one.blank + one.unused if blank and block not in one.marked}
+        known = one.references().keys() | one.marked | empty
+        unknown = ValueError, "is neither in use nor cached", lambda block: block not in known
+        blocks = self._judged_in_turn("touch", ids, unknown, self._overflowing)
+        one.add_raw(blocks)
+        one.blank = [block for block in one.blank if block not in blocks]
+        one.unused = [block for block in one.unused if block not in blocks]
+        one.limbo = [(block, fence) for block, fence in one.limbo if block not in blocks]
+        one.counters["allocs"] += len(empty.intersection(blocks))
         one.note_peak()
-        self._chain("touch", blank, *blocks)
 
     @public_call
     def release(self, ids: Any, *, oldest: bool = False) -> None:
         """One raw reference less; who is named first is taken first."""
-        self._refuse_cache("release")
-        blocks, one = self._named("release", ids), self._arena
+        one = self._arena
+        blocks = self._judged_in_turn("release", ids, self._not_raw)
         if oldest and self.pool.pending:
             raise PlanStateError(f"[release] a step is pending ({self.pool.pending[-1].id})")
-
-        def refusal(block: int) -> Exception | None:
-            return None if one.raw.get(block) else DoubleFree(f"[release] block has no raw reference ({block})")
-
-        _judge(blocks, "release", refusal)
         last_first = [block for block in blocks[::-1] if oldest or block not in one.marked]
         one.drop_raw(last_first + [block for block in blocks if block not in last_first])
         if oldest:
             ended = [block for block in blocks if block in one.unused]
             one.unused = ended + [block for block in one.unused if block not in ended]
-        self._chain("release", oldest, *blocks)
 
     @public_call
     def mark_cached(self, ids: Any) -> None:
         """Blocks with a reference and without content become immutable."""
-        self._refuse_cache("mark_cached")
-        blocks, one = self._named("mark_cached", ids), self._arena
-
-        def refusal(block: int) -> Exception | None:
-            if not one.refcount(block):
-                return DoubleFree(f"[mark_cached] block has no reference ({block})")
-            if block in one.marked:
-                return ValueError(f"[mark_cached] block is cached already ({block})")
-            return ValueError(f"[mark_cached] block was dropped ({block})") if block in one.dropped else None
-
-        _judge(blocks, "mark_cached", refusal)
-        one.marked.update(blocks)
-        self._chain("mark_cached", *blocks)
+        one = self._arena
+        known = ValueError, "is cached already, or was dropped", lambda block: block in one.marked.union(one.dropped)
+        one.marked.update(self._judged_in_turn("mark_cached", ids, self._unreferenced, known))
 
     @public_call
     def uncache(self, ids: Any, *, keep_place: bool = False) -> None:
         """Blocks lose their content; evictable ones stay where they are, or are blank, the first named on top."""
         args.boolean("uncache", "keep_place", keep_place)
-        self._refuse_cache("uncache")
-        blocks, one = self._named("uncache", ids), self._arena
-        _judge(blocks, "uncache", lambda block: None)
-        for block in blocks[::-1]:
+        one = self._arena
+        for block in reversed(self._judged_in_turn("uncache", ids)):
             if block in one.unused and block in one.marked:
                 one.counters["evictions"] += 1
                 if not keep_place:
                     one.unused.remove(block)
                     one.blank.append(block)
             one.marked.discard(block)
-        self._chain("uncache", keep_place, *blocks)
-
-    @public_call
-    def is_cached(self, ids: Any) -> np.ndarray:
-        """Whether blocks are cached, or will be when they are released."""
-        self._refuse_cache("is_cached")
-        return np.array([block in self._arena.marked for block in self._all_named("is_cached", ids)], bool)
 
     @public_call
     def drain_evicted(self) -> np.ndarray:
-        """Return the evicted blocks noted since the last call, oldest note first, int32."""
         self._refuse_cache("drain_evicted")
         dropped, self._arena.dropped = self._arena.dropped, []
-        self._chain("drain_evicted", *dropped)
         return np.array(dropped, np.int32)
 
-    # ---- what is read -------------------------------------------------------------------------------------
+    @reading_call
+    def is_cached(self, ids: Any) -> np.ndarray:
+        self._refuse_cache("is_cached")
+        return np.array([block in self._arena.marked for block in self._named("is_cached", ids)], bool)
 
-    @public_call
+    @reading_call
     def refcount(self, block: int) -> int:
-        """Return table entries plus raw references of a block."""
         args.integer("refcount", "block id", block)
-        return self._arena.refcount(self._ids("refcount", block)[0])
+        return self._arena.refcount(self._judged("refcount", block)[0])
 
-    @public_call
+    @reading_call
     def refcounts(self, ids: Any) -> np.ndarray:
-        """References of blocks."""
-        return np.array([self._arena.refcount(block) for block in self._all_named("refcounts", ids)], np.int32)
+        return np.array([self._arena.refcount(block) for block in self._named("refcounts", ids)], np.int32)
 
-    @public_call
+    @reading_call
     def free_order(self, n: int | None = None) -> np.ndarray:
-        """Who would be taken next."""
         order = self._arena.blank[::-1] + ([] if self.pool.has_cache else self._arena.unused)
         return np.array(order if n is None else order[: args.count("free_order", "n", n)], np.int32)
 
-    @public_call
+    @reading_call
     def refcount_histogram(self) -> np.ndarray:
-        """Return how many unreserved blocks have each refcount, int64 ``[max refcount + 1]``."""
         references, one = self._arena.references(), self._arena
         return np.bincount([references[block] for block in range(one.reserved, one.num_blocks)])
+
+    @property
+    @reading_call
+    def num_blank(self) -> int:
+        return len(self._arena.blank)
+
+    @property
+    @reading_call
+    def num_free(self) -> int:
+        return self._arena.available()
+
+    @property
+    @reading_call
+    def usage(self) -> float:
+        return self._arena.used() / (self._arena.num_blocks - self._arena.reserved)

@@ -1,11 +1,12 @@
 """`ModelPlan`: the arrays of a step, rebuilt from scratch by every step.
 
-The plain twin of `kvpool.Plan`. Nothing is incremental here: the only memory is the three numbers per row and group
-that the contract names (handle, epoch, entries written), and they decide `dirty_rows`, never the contents.
+Nothing is incremental here: the only memory is the three numbers per row and group that the contract names (handle,
+epoch, entries written), and they decide `dirty_rows`, never the contents.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,116 +14,99 @@ import numpy as np
 from kvpool.errors import PlanStateError
 from kvpool.stats import PlanLimits
 from kvpool.testing import model_args as args
+from kvpool.testing.model_blocks import ceil_div
 
-#: The arrays of each format.
-FORMATS = {
-    "block_tables": ("block_tables",),
-    "seq_lens": ("seq_lens",),
-    "slot_mapping": ("slot_mapping",),
-    "positions": ("positions",),
-    "cu_q_lens": ("cu_q_lens",),
-    "csr": ("indptr", "indices", "last_page_len"),
-    "slot_ids": ("slot_ids",),
-    "page_batch_info": ("slot_ids", "block_tables", "seq_lens", "cu_q_lens", "slot_mapping"),
-}
-ARRAYS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "indptr", "indices", "last_page_len",
-          "slot_ids")  # fmt: skip
 COMMON = ("positions", "cu_q_lens", "slot_ids")  #: the others are arrays of each layer group
+ARRAYS = (*COMMON, "block_tables", "seq_lens", "slot_mapping", "indptr", "indices", "last_page_len")
+#: The arrays of each format.
+FORMATS: dict[str, tuple[str, ...]] = {name: (name,) for name in ARRAYS[:6]}
+FORMATS["csr"] = "indptr", "indices", "last_page_len"
+FORMATS["page_batch_info"] = "slot_ids", "block_tables", "seq_lens", "cu_q_lens", "slot_mapping"
 ALWAYS = ("copies", "dirty_rows")  #: that each group of blocks has, whatever the formats
-#: The formats that `dirty_rows` speaks about.
-ROW_FORMATS = {"block_tables", "csr", "page_batch_info"}
+ROW_FORMATS = {"block_tables", "csr", "page_batch_info"}  #: that `dirty_rows` speaks about
 MOST = 2**31 - 1
-
-
-def _place(array: np.ndarray) -> tuple[int, tuple[int, ...]]:
-    """Where the memory of an array is, and its shape."""
-    return array.__array_interface__["data"][0], array.shape
 
 
 def _sums(counts: list[int], padding: int) -> list[int]:
     return [sum(counts[:i]) for i in range(len(counts) + 1)] + [sum(counts)] * padding
 
 
-class GroupArrays:
+class Arrays:
+    """Arrays that a step fills from their beginning. `shapes`: whole ones of all that there can be."""
+
+    base: dict[str, np.ndarray]  # those that the plan has
+    shapes: dict[str, tuple[int, ...]]
+
+    def store(self, name: str, values: list[int], length: int, pad: int = 0) -> None:
+        """Write values, and pad up to a length."""
+        if name in self.base:
+            values = values + [pad] * (length - len(values))
+            self.base[name][: len(values)] = values
+
+
+class GroupArrays(Arrays):
     """What a plan has for one layer group: an element of ``plan.groups``."""
 
     def __init__(self, plan: ModelPlan, layer: Any) -> None:
-        self._plan, self._layer, self._pool = plan, layer, plan.pool
-        self.width = -(-plan.limits.table_width * plan.pool.block_size // layer.block_size)
-        self.base: dict[str, np.ndarray] = {}
+        self._plan, self._layer, self.base = plan, layer, {}
+        rows, tokens, width = plan.limits
+        columns, self.width = layer.columns, ceil_div(width * plan.pool.block_size, layer.block_size)
         self._size = 0, 0, 0  # rows, tokens, CSR entries that are shown
         # row -> (handle, epoch, entries written); None if carried; rows that show padding are not in it
-        self._memory: dict[int, tuple[int, int, int] | None] = dict.fromkeys(range(plan.limits.max_rows))
+        self._memory: dict[int, tuple[int, int, int] | None] = dict.fromkeys(range(rows))
+        self.shapes = {"seq_lens": (rows,)}
         if layer.kind == "state":
             self.state_src = self.state_dst = np.zeros(0, np.int32)
             self.state_loads = self.state_saves = np.zeros((0, 1 + layer.group.blocks), np.int32)
             return
-        if self.width * layer.columns > MOST:
+        if self.width * columns > MOST:
             raise ValueError(f"[Plan] a row of group {layer.index} has more than 2^31 - 1 block ids")
         self.copies = np.zeros((0, 3), np.int32)
         self.dirty_rows = self.kv_starts = np.zeros(0, np.int32)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shapes of the arrays that the group can have."""
-        rows, tokens, _ = self._plan.limits
-        columns = self._layer.columns
-        if self._layer.kind == "state":
-            return {"seq_lens": (rows,)}
-        return {
+        self.shapes |= {
             "block_tables": (rows, self.width) if columns == 1 else (rows, self.width, columns),
-            "seq_lens": (rows,),
             "slot_mapping": (columns * tokens,),
             "indptr": (rows + 1,),
             "indices": (rows * self.width * columns,),
             "last_page_len": (rows,),
         }
-
-    def refuse_dtype(self, name: str, dtype: np.dtype) -> None:
-        """Refuse int32 where the values may not fit."""
-        values = {
-            "slot_mapping": self._layer.arena.num_blocks * self._layer.block_size,
-            "indptr": self._plan.limits.max_rows * self.width,
-        }.get(name, 0)
-        if dtype == np.int32 and values > MOST:
-            raise ValueError(f"[Plan] {name} is int32, but values reach {values}, use int64")
-
-    # ---- what a step writes -------------------------------------------------------------------------------
+        most = {"slot_mapping": layer.arena.num_blocks * layer.block_size, "indptr": rows * self.width}
+        for name, value in most.items():
+            if plan.dtypes.get(name) == np.int32 and value > MOST:
+                raise ValueError(f"[Plan] {name} is int32, but values reach {value}, use int64")
 
     def fill(self, batch: list[Any], fresh: list[tuple[Any, int]], step: Any, num_rows: int, num_tokens: int) -> None:
         """Write everything: `batch` as it is after the step, `fresh` the new tokens as (sequence, position)."""
-        g, size = self._layer.index, self._layer.block_size
+        layer, pads, pool = self._layer, self._plan.pads, self._plan.pool
+        g, size, columns = layer.index, layer.block_size, layer.columns
         tables = [seq.tables[g] for seq in batch]
-        held = [seq.num_tokens - table.evicted for seq, table in zip(batch, tables, strict=True)]
+        held = [pool.held(seq, layer) for seq in batch]
         self._size = num_rows, num_tokens, 0
-        self._store("seq_lens", held, num_rows)
-        if self._layer.kind == "state":
-            self._fill_states(step, num_rows)
+        self.store("seq_lens", held, num_rows, pads["seq_lens"])
+        padding = num_rows - len(batch)
+        if layer.kind == "state":
+            moves = [pool.state_move(row, layer) for row in step.rows] + [(-1, -1)] * padding
+            self.state_src, self.state_dst = np.array(moves, np.int32).reshape(-1, 2).T.copy()
             return
         slots = [self._slots(seq.tables[g], p - seq.tables[g].evicted) for seq, p in fresh]
-        padded = slots + [[self._plan.pads["slot_mapping"]] * self._layer.columns] * (num_tokens - len(slots))
-        self._store("slot_mapping", [entry[c] for c in range(self._layer.columns) for entry in padded], 0)
-        pages = [[e for e in t.entries[: -(-n // size)] if e] for t, n in zip(tables, held, strict=True)]
+        slots += [[pads["slot_mapping"]] * columns] * (num_tokens - len(slots))
+        self.store("slot_mapping", [entry[c] for c in range(columns) for entry in slots], 0)
+        pages = [[e for e in t.entries[: ceil_div(n, size)] if e] for t, n in zip(tables, held, strict=True)]
         self._size = num_rows, num_tokens, sum(map(len, pages))
-        self._store("indptr", _sums([len(row) for row in pages], num_rows - len(batch)), 0)
-        self._store("indices", [block for row in pages for entry in row for block in entry], 0)
-        self._store("last_page_len", [(n - 1) % size + 1 if n else 0 for n in held], num_rows)
+        self.store("indptr", _sums([len(row) for row in pages], padding), 0)
+        self.store("indices", [block for row in pages for entry in row for block in entry], 0)
+        last = [(n - 1) % size + 1 if n else 0 for n in held]
+        self.store("last_page_len", last, num_rows, pads["last_page_len"])
         if "block_tables" in self.base:
-            rows = self.base["block_tables"].reshape(len(self.base["block_tables"]), self.width, -1)
-            rows[:num_rows] = self._plan.pads["block_tables"]
+            rows = self.base["block_tables"].reshape(self.shapes["block_tables"][0], self.width, columns)
+            rows[:num_rows] = pads["block_tables"]
             for row, table in zip(rows, tables, strict=False):
-                row[: len(table.entries)] = self._pool.shown(self._layer, table.entries)
-        last_hole = [max((i for i, entry in enumerate(t.entries) if not entry), default=-1) for t in tables]
-        padding = [0] * (num_rows - len(batch))
-        self.kv_starts = np.array([(i + 1) * size for i in last_hole] + padding, np.int32)
+                row[: len(table.entries)] = pool.shown(layer, table.entries)
+        starts = [max((i + 1 for i, entry in enumerate(t.entries) if not entry), default=0) * size for t in tables]
+        self.kv_starts = np.array(starts + [0] * padding, np.int32)
         self.copies = np.array([copy[1:] for copy in step.copies if copy[0] == g], np.int32).reshape(-1, 3)
         self.copies.flags.writeable = False
         self.dirty_rows = np.array(self._dirty(batch, num_rows), np.int32)
-
-    def _store(self, name: str, values: list[int], length: int) -> None:
-        """Write values, and pad up to a length."""
-        if name in self.base:
-            values = values + [self._plan.pads[name]] * (length - len(values))
-            self.base[name][: len(values)] = values
 
     def _slots(self, table: Any, place: int) -> list[int]:
         """Of a token, in each column."""
@@ -146,25 +130,8 @@ class GroupArrays:
         """Distrust what was written, so that these rows are dirty when they are shown next."""
         self._memory.update(dict.fromkeys(range(num_rows)))
 
-    def _fill_states(self, step: Any, num_rows: int) -> None:
-        """Which slot every row with new tokens reads, and which one it writes."""
-        self.state_src, self.state_dst = np.full((2, num_rows), -1, np.int32)
-        for r, row in enumerate(step.rows):
-            if row.length > row.old_length:
-                change, seq = row.changes[self._layer.index], self._plan.handles[r]
-                ((slot,),) = self._pool.one("step", int(seq)).tables[self._layer.index].entries
-                self.state_dst[r] = slot
-                if change.replaced:
-                    ((_, (old,), _),) = change.replaced
-                    self.state_src[r] = old
-                elif not change.num_appended:
-                    self.state_src[r] = slot
-
-    # ---- what a user reads --------------------------------------------------------------------------------
-
     @property
     def kv_lens(self) -> np.ndarray:
-        """The rows' `kv_len` after the step."""
         return self.show("seq_lens")
 
     def show(self, name: str, flat: bool = False) -> np.ndarray:
@@ -174,16 +141,13 @@ class GroupArrays:
             return found
         if name not in self.base:
             raise AttributeError(f"this group of the plan has no {name!r}: its formats are {self._plan.formats}")
-        rows, tokens, entries = self._size
-        columns, base = self._layer.columns, self.base[name]
-        flat = flat and columns == 1
-        if name == "slot_mapping":
-            return base[:tokens] if flat else base[: columns * tokens].reshape(columns, tokens)
-        if name == "indices":
-            return base[:entries] if flat else base[: columns * entries].reshape(entries, columns)
-        if name == "block_tables":
-            return base[:rows] if flat else base[:rows].reshape(rows, self.width, columns)
-        return base[: rows + 1 if name == "indptr" else rows]
+        (rows, tokens, entries), columns = self._size, self._layer.columns
+        shapes = {"slot_mapping": (columns, tokens), "indices": (entries, columns), "indptr": (rows + 1,)}
+        shape = ({"block_tables": (rows, self.width, columns)} | shapes).get(name, (rows,))
+        view = self.base[name].reshape(-1)[: math.prod(shape)].reshape(shape)
+        if flat and columns == 1 and len(shape) > 1:
+            return view[0] if name == "slot_mapping" else view[..., 0]
+        return view
 
     def __getattr__(self, name: str) -> np.ndarray:
         if name in ARRAYS and name not in (*COMMON, "seq_lens"):
@@ -191,26 +155,8 @@ class GroupArrays:
         raise AttributeError(f"this group of the plan has no {name!r}")
 
 
-class ModelPlan:
-    """The arrays that one step fills; same constructor, attributes and errors as `kvpool.Plan`.
-
-    Parameters
-    ----------
-    pool : ModelPool
-        The only pool whose steps may fill this plan.
-    max_rows, max_tokens, table_width : int
-        Capacities. `max_tokens` defaults to `max_rows`, `table_width` to the pool's `max_blocks_per_seq`.
-    formats : sequence of str
-        Which wire formats to fill, see `FORMATS`.
-    dtype : str or dict of str
-        "int32" or "int64", for all arrays or per array.
-    pad : dict of int, optional
-        Pad value per array.
-    out : dict of arrays, optional
-        Arrays to fill instead of owned ones, checked as in `bind`.
-    backend : KVBackend, optional
-        Its formats are filled, too.
-    """
+class ModelPlan(Arrays):
+    """The arrays that one step fills; same constructor, attributes and errors as `kvpool.Plan`."""
 
     def __init__(
         self, pool: Any, max_rows: int, max_tokens: int | None = None, *,
@@ -222,54 +168,33 @@ class ModelPlan:
         self.pool = pool
         pool.refuse_closed("Plan")
         rows = args.integer("Plan", "max_rows", max_rows, 1, 2**20)
-        tokens = rows if max_tokens is None else args.integer("Plan", "max_tokens", max_tokens, 0, MOST)
-        width = pool.options.max_blocks_per_seq
-        if table_width is not None:
-            width = args.integer("Plan", "table_width", table_width, 1, MOST)
-        self.limits = PlanLimits(rows, tokens, width)
+        tokens = args.integer("Plan", "max_tokens", rows if max_tokens is None else max_tokens, 0, MOST)
+        width = pool.options.max_blocks_per_seq if table_width is None else table_width
+        self.limits = PlanLimits(rows, tokens, args.integer("Plan", "table_width", width, 1, MOST))
         self.formats = (formats,) if isinstance(formats, str) else tuple(formats)
         if backend is not None:
-            self.formats += self._formats_of(backend)
+            theirs = backend.spec.block_size, backend.num_blocks
+            if theirs != (pool.block_size, pool.num_blocks):
+                raise ValueError(f"[Plan] block_size and num_blocks are {theirs} in the backend, others in the pool")
+            self.formats += tuple(backend.required_formats)
         for name in self.formats:
             if name not in FORMATS:
                 raise ValueError(f"[Plan] unknown format ({name!r}), one of {', '.join(FORMATS)}")
         self.names = [name for name in ARRAYS if any(name in FORMATS[one] for one in self.formats)]
-        self.groups = tuple(GroupArrays(self, layer) for layer in pool.layers)
-        self._dtypes = self._array_dtypes(dtype)
+        self.dtypes = self._array_dtypes(dtype)
         self.pads = self._array_pads(pad)
-        self.base: dict[str, np.ndarray] = {}
-        for k, name in self._places():
-            self._held(k)[name] = np.full(self._shape(k, name), self.pads.get(name, 0), self._dtypes[name])
-        self._bound: dict[tuple[int, str], tuple[int, tuple[int, ...]]] = {}  # where the arrays of others were
-        self._views: dict[str, np.ndarray] = {}
+        self.shapes = {"positions": (tokens,), "cu_q_lens": (rows + 1,), "slot_ids": (rows,)}
+        self.groups = tuple(GroupArrays(self, layer) for layer in pool.layers)
+        for part in (self, *self.groups):
+            names = [name for name in self.names if name in part.shapes]
+            part.base = {n: np.full(part.shapes[n], self.pads[n], self.dtypes[n]) for n in names}
+        narrow = np.int32 in [self.dtypes.get(name) for name in ("seq_lens", "positions")]
+        narrow = narrow or any(layer.kind in ("window", "chunk") for layer in pool.layers)  # kv_starts
+        self.longest = MOST if narrow else 2**63 - 1  #: the longest sequence that a step may have
+        self._bound: list[tuple[Arrays, str, Any]] = []  # where the arrays of others were
         self.is_pending, self.step_id, self._size = False, 0, (0, 0)
         self._remember([], [], [])
         self._bind("Plan", out or {})
-
-    # ---- construction -------------------------------------------------------------------------------------
-
-    def _formats_of(self, backend: Any) -> tuple[str, ...]:
-        theirs = backend.spec.block_size, backend.num_blocks
-        if theirs != (self.pool.block_size, self.pool.num_blocks):
-            raise ValueError(f"[Plan] block_size and num_blocks are {theirs} in the backend, others in the pool")
-        return tuple(backend.required_formats)
-
-    def _held(self, k: int) -> dict[str, np.ndarray]:
-        """The arrays of a group, -1: those that are common."""
-        return self.base if k < 0 else self.groups[k].base
-
-    def _shape(self, k: int, name: str) -> tuple[int, ...]:
-        if k >= 0:
-            return self.groups[k].shapes()[name]
-        rows, tokens, _ = self.limits
-        return {"positions": (tokens,), "cu_q_lens": (rows + 1,), "slot_ids": (rows,)}[name]
-
-    def _owners(self, name: str) -> list[int]:
-        """The groups that have an array; -1: it is common."""
-        return [-1] if name in COMMON else [k for k, group in enumerate(self.groups) if name in group.shapes()]
-
-    def _places(self) -> list[tuple[int, str]]:
-        return [(k, name) for name in self.names for k in self._owners(name)]
 
     def _array_dtypes(self, dtype: Any) -> dict[str, np.dtype]:
         given = dtype if isinstance(dtype, dict) else dict.fromkeys(self.names, dtype)
@@ -278,14 +203,7 @@ class ModelPlan:
                 raise ValueError(f"[Plan] dtype of an array that the plan does not have ({name!r})")
             if one not in ("int32", "int64"):
                 raise ValueError(f"[Plan] dtype of {name} is {one!r}, 'int32' or 'int64' is needed")
-        dtypes = {name: np.dtype(given.get(name, "int32")) for name in self.names}
-        for k, name in self._places():
-            if k >= 0 and self.pool.layers[k].kind != "state":
-                self.groups[k].refuse_dtype(name, dtypes[name])
-        narrow = any(dtypes.get(name) == np.int32 for name in ("seq_lens", "positions"))
-        narrow = narrow or any(layer.kind in ("window", "chunk") for layer in self.pool.layers)  # kv_starts
-        self.longest = MOST if narrow else 2**63 - 1  #: the longest sequence that a step may have
-        return dtypes
+        return {name: np.dtype(given.get(name, "int32")) for name in self.names}
 
     def _array_pads(self, pad: dict[str, int] | None) -> dict[str, int]:
         tables = -1 if "page_batch_info" in self.formats else self.pool.hole
@@ -297,69 +215,58 @@ class ModelPlan:
         return pads
 
     def bind(self, **arrays: Any) -> None:
-        """Fill these arrays from now on; every row is dirty in the next step.
-
-        Raises
-        ------
-        PlanStateError
-            The plan is pending.
-        TypeError, ValueError
-            An array has the wrong dtype; the wrong shape, strides or byte order, is read-only, or overlaps
-            another array of the plan. Nothing was bound.
-        """
+        """Fill these arrays from now on; every row is dirty in the next step."""
         if self.is_pending:
             raise PlanStateError("[bind] the plan is pending, call done or rollback first")
         self._bind("bind", arrays)
         self.carry(self.limits.max_rows)
 
-    def _by_group(self, call: str, arrays: dict[str, Any]) -> dict[tuple[int, str], Any]:
-        """Arrays of the caller by group and name: in a pool of several groups a sequence has one for each."""
-        found = {}
+    def _by_part(self, call: str, arrays: dict[str, Any]) -> list[tuple[Arrays, str, Any]]:
+        """Arrays of the caller and their parts: what several groups have is given by a sequence."""
+        found: list[tuple[Arrays, str, Any]] = []
         for name, given in arrays.items():
+            parts: tuple[Arrays, ...] = (self,) if name in COMMON else self.groups
             if name not in self.names:
                 raise ValueError(f"[{call}] the plan has no array of this name ({name!r})")
-            if name in COMMON or len(self.groups) == 1:
-                if not self._owners(name):
-                    raise ValueError(f"[{call}] a group of states has no array of this name ({name!r})")
-                found.update({(k, name): given for k in self._owners(name)})
-                continue
-            if not isinstance(given, list | tuple) or len(given) != len(self.groups):
-                raise TypeError(f"[{call}] {name} must have an array or None for each of {len(self.groups)} groups")
-            for k, array in enumerate(given):
-                if array is not None and k not in self._owners(name):
-                    raise ValueError(f"[{call}] layer group {k} has no array of this name ({name!r})")
-            found.update({(k, name): given[k] for k in self._owners(name) if given[k] is not None})
+            if len(parts) == 1:
+                given = [given]
+            elif not isinstance(given, list | tuple) or len(given) != len(parts):
+                raise TypeError(f"[{call}] {name} must have an array or None for each of {len(parts)} groups")
+            for part, array in zip(parts, given, strict=True):
+                if array is not None or len(parts) == 1:
+                    if name not in part.shapes:
+                        raise ValueError(f"[{call}] a group of states has no array of this name ({name!r})")
+                    found.append((part, name, array))
         return found
 
     def _bind(self, call: str, arrays: dict[str, Any]) -> None:
-        given = self._by_group(call, arrays)
-        for (k, name), array in given.items():
+        given = self._by_part(call, arrays)
+        for part, name, array in given:
             if not isinstance(array, np.ndarray):
                 raise TypeError(f"[{call}] {name} is a {type(array).__name__}, an array is needed")
-            if array.dtype.newbyteorder("=") != self._dtypes[name]:
-                raise TypeError(f"[{call}] {name} has dtype {array.dtype}, {self._dtypes[name]} is needed")
-            if array.shape != self._shape(k, name):
-                raise ValueError(f"[{call}] {name} has shape {array.shape}, {self._shape(k, name)} is needed")
+            if array.dtype.newbyteorder("=") != self.dtypes[name]:
+                raise TypeError(f"[{call}] {name} has dtype {array.dtype}, {self.dtypes[name]} is needed")
+            if array.shape != part.shapes[name]:
+                raise ValueError(f"[{call}] {name} has shape {array.shape}, {part.shapes[name]} is needed")
             flags = array.flags
             if not (flags.c_contiguous and flags.writeable and flags.aligned and array.dtype.isnative):
                 raise ValueError(f"[{call}] {name} must be C-contiguous, writable and in native byte order")
-        base = {(k, name): self._held(k)[name] for k, name in self._places()} | given
-        for place, array in given.items():
-            for other, one in base.items():
-                if other != place and np.may_share_memory(array, one):
-                    raise ValueError(f"[{call}] {place[1]} overlaps {other[1]}")
-        for (k, name), array in given.items():
-            self._held(k)[name] = array
-            self._bound[k, name] = _place(array)
-        self._views.clear()
+        all_bases = {(part, name): array for part in (self, *self.groups) for name, array in part.base.items()}
+        all_bases |= {(part, name): array for part, name, array in given}
+        for part, name, array in given:
+            for other, one in all_bases.items():
+                if other != (part, name) and np.may_share_memory(array, one):
+                    raise ValueError(f"[{call}] {name} overlaps {other[1]}")
+        for part, name, array in given:
+            part.base[name] = array
+        places = [(part, name, (array.ctypes.data, array.shape)) for part, name, array in given]
+        self._bound = [one for one in self._bound if one[:2] not in [new[:2] for new in places]] + places
 
     def refuse_moved(self, call: str) -> None:
         """Refuse to write into an array that was resized since it was bound."""
-        for (k, name), place in self._bound.items():
-            if _place(self._held(k)[name]) != place:
+        for part, name, place in self._bound:
+            if (part.base[name].ctypes.data, part.base[name].shape) != place:
                 raise BufferError(f"[{call}] {name} was resized while it is bound, bind it again")
-
-    # ---- what a step writes -------------------------------------------------------------------------------
 
     def _remember(self, batch: list[Any], new: list[int], served: list[bool]) -> None:
         self.num_tokens = sum(new)
@@ -373,28 +280,16 @@ class ModelPlan:
         rows, tokens = self._size = shape or (len(batch), sum(new))
         self._remember(batch, new, served)
         fresh = [(seq, p) for seq, n in zip(batch, new, strict=True) for p in range(seq.num_tokens)[-n:] if n]
+        self.store("positions", [p for _, p in fresh], tokens, self.pads["positions"])
+        self.store("cu_q_lens", _sums(new, rows - len(batch)), 0)
+        self.store("slot_ids", [seq.handle & 0xFFFFF for seq in batch], rows, self.pads["slot_ids"])
         for group in self.groups:
             group.fill(batch, fresh, step, rows, tokens)
-        values = {
-            "positions": [p for _, p in fresh] + [self.pads["positions"]] * (tokens - len(fresh)),
-            "cu_q_lens": _sums(new, rows - len(batch)),
-            "slot_ids": [seq.handle & 0xFFFFF for seq in batch] + [self.pads["slot_ids"]] * (rows - len(batch)),
-        }
-        for name, base in self.base.items():
-            base[: len(values[name])] = values[name]
 
     def carry(self, num_rows: int) -> None:
         """Distrust what was written, so that these rows are dirty when they are shown next."""
         for group in self.groups:
             group.carry(num_rows)
-
-    # ---- what a user reads --------------------------------------------------------------------------------
-
-    def _show(self, name: str) -> np.ndarray:
-        rows, tokens = self._size
-        if name in COMMON:
-            return self.base[name][: {"positions": tokens, "cu_q_lens": rows + 1}.get(name, rows)]
-        return self.groups[0].show(name, flat=True)
 
     def __getattr__(self, name: str) -> np.ndarray:
         if name.startswith("_") or name not in (*ARRAYS, *ALWAYS):
@@ -403,10 +298,10 @@ class ModelPlan:
             raise ValueError(f"[Plan] {name} differs between layer groups, see plan.groups")
         if name in ARRAYS and name not in self.names:
             raise AttributeError(f"the plan has no array {name!r}: its formats are {self.formats}")
-        view = self._show(name)
-        if name not in ALWAYS and (name not in self._views or self._views[name].shape != view.shape):
-            self._views[name] = view
-        return self._views.get(name, view)
+        if name not in COMMON:
+            return self.groups[0].show(name, flat=True)
+        rows, tokens = self._size
+        return self.base[name][: {"positions": tokens, "cu_q_lens": rows + 1}.get(name, rows)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("[Plan] a plan cannot be pickled or copied")

@@ -13,8 +13,8 @@ from kvpool.testing.model_prefix import ModelPrefix
 class WaitsForRoom(Unchecked):
     """A step without room serves nobody, and is tried again and again."""
 
-    def _judge(self, call, batch, new, partial):
-        return super()._judge(call, batch, new, True)
+    def _judge(self, call, batch, ask, partial):
+        return super()._judge(call, batch, ask, call != "can")
 
 
 class CommitsRowByRow(Unchecked):
