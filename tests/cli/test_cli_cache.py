@@ -99,6 +99,7 @@ NONSENSE = [
         "--eviction h2o: max_kv is 16, too small for sink 8 + heavy 10 and a recent token",
     ),
     (["--eviction", "window", "--max-kv", "8", "--sink", "8"], "--eviction window: max_kv is 8, too small for sink 8"),
+    (["--eviction", "window", "--max-kv", "64", "--slack", "8"], "--slack 8: not with --eviction window, only"),
     (
         ["--eviction", "blocks", "--max-kv", "16", "--recent", "16"],
         "--eviction blocks: max_kv is 16, smaller than sink 4 + recent 16",
@@ -148,4 +149,4 @@ def test_policy_on_a_route_without_scores_is_refused(capsys, monkeypatch, comman
 def test_beam_with_a_budget_is_refused(capsys):
     with on_cpu():
         assert main(["generate", "--model", "tiny", "--prompt", "x", "--beam", "2", *H2O_48]) == 2
-    assert "--eviction and --beam exclude each other: a beam keeps every token" in capsys.readouterr().err
+    assert "--eviction h2o and --beam exclude each other: a beam keeps every token" in capsys.readouterr().err

@@ -169,6 +169,7 @@ class Forward:
         self.eviction = eviction
         self.first_layer = first_layer
         self._observed: Any = None  # what the backend prepared of the queries that `eviction` looks at
+        self._masks: dict[tuple[int, int], np.ndarray | None] = {}  # by window and keep
         self.is_fused = is_fused
         self.defers = defers
         self.stores = stores
@@ -200,6 +201,26 @@ class Forward:
             arrays = StepArrays.of_queries(self.plan, self.eviction.observed.queries)
             self._observed = self.backend.prepare(arrays)
         return self._observed
+
+    def mask(self, window: int, keep: int) -> np.ndarray | None:
+        """Return the mask of queries that read the last `window` tokens and the first `keep` ones, for all layers.
+
+        Returns
+        -------
+        float32 ``[T, C]``, or None
+            0 or -inf for each place of the table. None: no query is so far from the beginning that it hides one.
+        """
+        if (window, keep) not in self._masks:
+            lens, ends = np.asarray(self.plan.seq_lens), np.asarray(self.plan.cu_q_lens)[1:]
+            longest, found = int(lens.max(initial=0)), None
+            if longest > window + keep:
+                rows = np.repeat(np.arange(len(lens)), np.diff(ends, prepend=0))
+                oldest = lens[rows] - ends[rows] + np.arange(len(rows)) - window  # that is hidden
+                places = np.arange(longest)
+                hidden = (places >= keep) & (places <= oldest[:, None])
+                found = np.where(hidden, np.float32(-np.inf), np.float32(0))
+            self._masks[window, keep] = found
+        return self._masks[window, keep]
 
     def flush(self, *others: mx.array) -> None:
         """Store the keys and values that `put` deferred, if any. Evaluate `others` with them."""
@@ -262,14 +283,17 @@ class PagedContext(_Placeholder):
         The pass.
     layer, window
         Which layer, and its attention window.
+    keep
+        Leading tokens that it reads beside the window.
     """
 
-    __slots__ = ("forward", "layer", "window")
+    __slots__ = ("forward", "keep", "layer", "window")
 
-    def __init__(self, forward: Forward, layer: int, window: int | None) -> None:
+    def __init__(self, forward: Forward, layer: int, window: int | None, keep: int = 0) -> None:
         self.forward = forward
         self.layer = layer
         self.window = window
+        self.keep = keep
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -330,7 +354,12 @@ class PagedContext(_Placeholder):
             _require_short(mask, num_columns)
         if not (window is self.window is sinks is soft_cap is None):
             window = smaller_window(self.window, window)
-            options = _options(window, soft_cap, sinks)
+            if self.keep and window is not None and window == self.window:
+                hidden = forward.mask(window, self.keep)
+                options = _options(None, soft_cap, sinks)
+                options = options if hidden is None else AttentionOptions(None, soft_cap, options.sinks, mask=hidden)
+            else:
+                options = _options(window, soft_cap, sinks)
         columns = forward.columns
         q = queries.squeeze(2) if num_columns == 1 else queries.swapaxes(1, 2).flatten(0, 1)
         if columns is not None:
@@ -338,7 +367,7 @@ class PagedContext(_Placeholder):
         if forward.defers:
             forward.flush(q)
         eviction = forward.eviction
-        kind = None if eviction is None else eviction.policy.scores
+        kind = None if eviction is None else eviction.policy.kind
         if kind is None or eviction.observed is not None:
             out: Any = backend.attend(forward.step, self.layer, q, scale, options=options)
             if kind is not None:
@@ -355,7 +384,7 @@ class PagedContext(_Placeholder):
     def _scores(self, q: mx.array, observed: Any, scale: float, options: AttentionOptions | None) -> mx.array:
         """Return the scores of some queries of the pass, ``[R, Hk, C]``: a second attention, one row per query."""
         forward = self.forward
-        chosen, kind = q[mx.array(observed.queries)], forward.eviction.policy.scores
+        chosen, kind = q[mx.array(observed.queries)], forward.eviction.policy.kind
         step = forward.observed_step()
         _, scores = forward.backend.attend(step, self.layer, chosen, scale, options=options, scores=kind)
         return scores
@@ -427,9 +456,11 @@ def _identity(size: int, dtype: mx.Dtype) -> mx.array:
     return identity
 
 
-def paged_latents(forward: Forward, layer: int, window: int | None) -> tuple[PagedLatents, RotaryKeys]:
+def paged_latents(
+    forward: Forward, layer: int, window: int | None, keep: int = 0
+) -> tuple[PagedLatents, RotaryKeys]:
     """Return what stands for the latents and the rotary keys of a layer in a decode."""
-    latents = PagedLatents(forward, layer, window)
+    latents = PagedLatents(forward, layer, window, keep)
     return latents, RotaryKeys(latents)
 
 

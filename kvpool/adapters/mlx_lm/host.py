@@ -27,7 +27,7 @@ from kvpool.adapters.mlx_lm.shapes import ModelShape, build, inspect_model, leav
 from kvpool.adapters.mlx_lm.states import arrays_in
 from kvpool.adapters.mlx_lm.stored import StoredPrefixes, StoreFactory
 from kvpool.errors import StaleHandle
-from kvpool.eviction import Policy
+from kvpool.eviction import Policy, SlidingWindow
 from kvpool.group_storage import Arena, BlockRows
 from kvpool.groups import Group
 from kvpool.protocol import KVBackend
@@ -100,7 +100,7 @@ def install(
     backend: str | BackendFactory | None = None,
     kernels: bool | None = None,
     strict: bool = True,
-    eviction: Policy | None = None,
+    eviction: Policy | SlidingWindow | None = None,
     store: BlockStore | StoreFactory | None = None,
     **quantization: int | None,
 ) -> PagedKV:
@@ -123,8 +123,9 @@ def install(
     kernels, strict : bool, optional
         `kernels`: see `kvpool_backends.mlx.MLXBackend`. By default they are used.
         `strict` refuses releases of mlx-lm of another series than those that this adapter was tested with.
-    eviction : kvpool.eviction.Policy, optional
-        Evict tokens of the full layers, which must have one shape. `PagedKV.make_cache` can override it for one cache.
+    eviction : kvpool.eviction.Policy or SlidingWindow, optional
+        Evict tokens of the full layers, which must have one shape; `PagedKV.make_cache` can override such a policy for
+        one cache. Or let the pool keep a window of these layers: then that is what all caches have.
     store : BlockStore or callable, optional
         Where prefixes outlive the pool, or what makes that of a `Layout`: docs/store.md, "Engines".
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
@@ -151,12 +152,13 @@ def install(
     storage = partial(make_storage, backend=backend, kernels=kernels)
     size = block_size if pool is None else pool.block_size
     layout = _layout(inspect_model(model), size, pool, prefix_cache, eviction, storage, quantization)
+    policy = None if isinstance(eviction, SlidingWindow) else eviction
     if num_blocks is not None:
-        options = (prefix_cache and layout.can_restore, eviction is not None)
+        options = (prefix_cache and layout.can_restore, policy is not None)
         pool = layout.make_pool(num_blocks, block_size, max_seqs, *options)
     paged = partial(_paged, model, layout, storage)
-    sites, why = _choose_route(paged, model, layout, fused, getattr(eviction, "scores", None))
-    return paged(pool, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=eviction, kept_in=store)
+    sites, why = _choose_route(paged, model, layout, fused, getattr(policy, "kind", None))
+    return paged(pool, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=policy, kept_in=store)
 
 
 def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: Any, **kept: Any) -> PagedKV:
@@ -203,6 +205,8 @@ def _layout(
 ) -> Layout:
     """Return how the caches of a model are held: in one full group where a given pool has no other."""
     keeps_all = pool is not None and pool.options.groups == (Group.full(),)
+    if isinstance(eviction, SlidingWindow):
+        model, keeps_all = model.sliding(eviction), False
     layout = layout_on(storage, model, block_size, keeps_all, **quantization)
     if isinstance(eviction, Policy):
         layout.evicting("install", eviction)
@@ -274,6 +278,10 @@ def _choose_route(
         trial = paged(small, sites=sites)
         if not all(backend.capabilities.paged for backend in trial.backends):
             why = "the backend runs without kernels"
+        elif any(leaf.keep for leaf in layout.leaves) and not all(
+            "mask" in backend.capabilities.features for backend in trial.backends
+        ):
+            why = "the backend takes no mask"
         elif layout.has_latents and not all(backend.capabilities.latent for backend in trial.backends):
             why = "the backend does not attend to latents"
         elif why := reason_to_gather(trial):
@@ -472,8 +480,9 @@ class PagedKV:
 
         It is for ``prompt_cache=``, ``insert(caches=[...])`` and so on.
 
-        `eviction` is the policy of this cache. By default it is that of `install`. All blocks have the same format, so
-        bits (`kv_bits` and so on) other than those of `install` raise ValueError.
+        `eviction` is the policy of this cache. By default it is that of `install`. A `SlidingWindow` is none: it is a
+        layer group of the pool, so `install` takes it for all caches. All blocks have the same format, so bits
+        (`kv_bits` and so on) other than those of `install` raise ValueError.
         """
         for backend in self.backends:
             require_bits(backend.spec, **quantization)
