@@ -86,9 +86,7 @@ def _paged(kv: Any) -> np.ndarray:
 def _expected(kv: Any) -> np.ndarray:
     """Return the logits of all tokens on mlx-lm's own caches, or on what is gathered from a pool with bits."""
     exact = kv.backend.spec.bits == (None, None)
-    rows = [
-        kv.model(mx.array([row]), cache=Hook.stock_caches(kv.model) if exact else kv.make_cache()) for row in ROWS
-    ]
+    rows = [kv.model(mx.array([row]), cache=Hook.stock_caches(kv.model) if exact else kv.make_cache()) for row in ROWS]
     return np.concatenate([_float32(row)[0] for row in rows])
 
 
@@ -456,9 +454,7 @@ def _identity(size: int, dtype: mx.Dtype) -> mx.array:
     return identity
 
 
-def paged_latents(
-    forward: Forward, layer: int, window: int | None, keep: int = 0
-) -> tuple[PagedLatents, RotaryKeys]:
+def paged_latents(forward: Forward, layer: int, window: int | None, keep: int = 0) -> tuple[PagedLatents, RotaryKeys]:
     """Return what stands for the latents and the rotary keys of a layer in a decode."""
     latents = PagedLatents(forward, layer, window, keep)
     return latents, RotaryKeys(latents)

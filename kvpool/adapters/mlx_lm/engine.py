@@ -16,9 +16,9 @@ One step:
 Where attention is a node of MLX's graph, all of 2 and 3 is one evaluation. Then the next step begins before the tokens
 of this one are read, if it needs only that they exist.
 
-The tokens do not depend on other requests, chunks, preemption or the prefix cache; these only change the time. With
-`eviction` this holds as long as no sequence exceeds its budget. Beyond it, the attention of a token depends on where
-chunks end.
+The tokens do not depend on other requests, chunks, preemption or the prefix cache; these only change the time. With an
+eviction policy this holds as long as no sequence exceeds its budget. Beyond it, the attention of a token depends on
+where chunks end.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Engine:
     max_running, max_step_tokens, prefill_chunk, scheduler options
         See `kvpool.Scheduler`.
     eviction : kvpool.eviction.Policy or SlidingWindow, optional
-        Keeps the full layers of every sequence within a budget of tokens. See `install` and docs/scheduling.md.
+        Keeps the full layers of every sequence within a budget of tokens. See `install` and docs/eviction.md.
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
         See `install`.
     speculate : callable, optional

@@ -23,7 +23,7 @@ from kvpool.adapters.mlx_lm.eviction import check_policy
 from kvpool.adapters.mlx_lm.layout import Layout, layout_of
 from kvpool.adapters.mlx_lm.passes import NOT_OPENED, TRIM, Known, Passes, site_of
 from kvpool.adapters.mlx_lm.server_hook import server_sites
-from kvpool.adapters.mlx_lm.shapes import ModelShape, build, inspect_model, leaves_of, require_bits
+from kvpool.adapters.mlx_lm.shapes import COUNTS_CONTEXT, ModelShape, build, inspect_model, leaves_of, require_bits
 from kvpool.adapters.mlx_lm.states import arrays_in
 from kvpool.adapters.mlx_lm.stored import StoredPrefixes, StoreFactory
 from kvpool.errors import StaleHandle
@@ -153,6 +153,8 @@ def install(
     size = block_size if pool is None else pool.block_size
     layout = _layout(inspect_model(model), size, pool, prefix_cache, eviction, storage, quantization)
     policy = None if isinstance(eviction, SlidingWindow) else eviction
+    if policy is not eviction and type(model).__module__ in COUNTS_CONTEXT:
+        raise ValueError("[install] this model takes positions from the length of its context: leave eviction out")
     if num_blocks is not None:
         options = (prefix_cache and layout.can_restore, policy is not None)
         pool = layout.make_pool(num_blocks, block_size, max_seqs, *options)

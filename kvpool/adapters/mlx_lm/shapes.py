@@ -27,6 +27,10 @@ APART = ("mlx_lm.models.afm7", "mlx_lm.models.gpt_bigcode", "mlx_lm.models.minim
 """Models that count columns of the batch where they mean positions of a row: their rows must run one by one."""
 
 
+COUNTS_CONTEXT = ("mlx_lm.models.afm7",)
+"""Models that take positions from the length of a context: no token of it may leave."""
+
+
 class Shape(NamedTuple):
     """Keys and values of one token in one layer. With `latent`: a latent and its rotary part."""
 
