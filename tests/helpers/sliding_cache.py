@@ -2,7 +2,9 @@
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache
+
+from kvpool.adapters.mlx_lm.cache_hook import Hook
 
 
 class SlidingCache(KVCache):
@@ -18,8 +20,8 @@ class SlidingCache(KVCache):
 
 
 def sliding(model, policy):
-    """Caches of mlx-lm, the layers that read every token under a window."""
-    return [_slid(one, policy) for one in make_prompt_cache(model)]
+    """Return caches of mlx-lm, also inside of `install`, the layers that read every token under a window."""
+    return [_slid(one, policy) for one in Hook.stock_caches(model)]
 
 
 def _slid(cache, policy):
