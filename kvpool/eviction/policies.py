@@ -44,7 +44,7 @@ def advise(context: int) -> Budget:
 class SlidingWindow:
     """The first `sink` tokens and the newest ones: StreamingLLM.
 
-    No token moves and no evictor runs: `kvpool.adapters.mlx_lm` gives such layers a group that keeps `group`, whose
+    No evictor runs: `kvpool.adapters.mlx_lm` puts full layers into ``Group.window(max_kv - sink, keep=sink)``, whose
     blocks the pool lets go. What a token reads depends on its position alone.
 
     Parameters

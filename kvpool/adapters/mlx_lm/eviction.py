@@ -53,18 +53,11 @@ def check_policy(policy: Any, passes: Passes, route: str, call: str = "make_cach
     layout = passes.layout
     backend = passes.backends[layout.evicting(call, policy).storage]
     check_backend(policy, backend.capabilities, backend.spec.block_size)
-    if layout.held or layout.is_apart:
-        raise ValueError(
-            f"[{call}] {type(policy).__name__} needs scores of all rows in one pass, rows of this model run apart: "
-            "SlidingWindow needs none"
-        )
-    if layout.has_latents:
-        raise ValueError(
-            f"[{call}] {type(policy).__name__} needs scores of all passes, chunks of this model's latent attention "
-            "give none: SlidingWindow needs none"
-        )
-    if not passes.sites:
-        raise ValueError(f"[{call}] {type(policy).__name__} needs scores, and this model's route is {route}")
+    why = f"and this model's route is {route}" if not passes.sites else ""
+    why = "chunks of this model's latent attention give none" if layout.has_latents else why
+    why = "rows of this model run apart" if layout.held or layout.is_apart else why
+    if why:
+        raise ValueError(f"[{call}] {type(policy).__name__} needs scores, {why}; SlidingWindow needs none")
     return policy
 
 
