@@ -351,13 +351,7 @@ class PagedContext(_Placeholder):
         else:
             _require_short(mask, num_columns)
         if not (window is self.window is sinks is soft_cap is None):
-            window = smaller_window(self.window, window)
-            if self.keep and window is not None and window == self.window:
-                hidden = forward.mask(window, self.keep)
-                options = _options(None, soft_cap, sinks)
-                options = options if hidden is None else AttentionOptions(None, soft_cap, options.sinks, mask=hidden)
-            else:
-                options = _options(window, soft_cap, sinks)
+            options = self._options(window, soft_cap, sinks)
         columns = forward.columns
         q = queries.squeeze(2) if num_columns == 1 else queries.swapaxes(1, 2).flatten(0, 1)
         if columns is not None:
@@ -378,6 +372,14 @@ class PagedContext(_Placeholder):
             padded[columns] = out
             out = padded
         return out[:, :, None] if num_columns == 1 else out.reshape(*shape, num_heads, -1).swapaxes(1, 2)
+
+    def _options(self, asked: int | None, soft_cap: float | None, sinks: mx.array | None) -> AttentionOptions:
+        """Return the options of the layer, for a model that asks for a window or for none."""
+        window = smaller_window(self.window, asked)
+        if not self.keep or window is None or window != self.window:
+            return _options(window, soft_cap, sinks)
+        options, hidden = _options(None, soft_cap, sinks), self.forward.mask(window, self.keep)
+        return options if hidden is None else AttentionOptions(None, soft_cap, options.sinks, mask=hidden)
 
     def _scores(self, q: mx.array, observed: Any, scale: float, options: AttentionOptions | None) -> mx.array:
         """Return the scores of some queries of the pass, ``[R, Hk, C]``: a second attention, one row per query."""

@@ -124,8 +124,7 @@ def install(
         `kernels`: see `kvpool_backends.mlx.MLXBackend`. By default they are used.
         `strict` refuses releases of mlx-lm of another series than those that this adapter was tested with.
     eviction : kvpool.eviction.Policy or SlidingWindow, optional
-        Evict tokens of the full layers, which must have one shape; `PagedKV.make_cache` can override such a policy for
-        one cache. Or let the pool keep a window of these layers: then that is what all caches have.
+        Evict tokens of the full layers, see `PagedKV.make_cache`. Or give these layers a window, for all caches.
     store : BlockStore or callable, optional
         Where prefixes outlive the pool, or what makes that of a `Layout`: docs/store.md, "Engines".
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
@@ -151,16 +150,24 @@ def install(
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
     storage = partial(make_storage, backend=backend, kernels=kernels)
     size = block_size if pool is None else pool.block_size
-    layout = _layout(inspect_model(model), size, pool, prefix_cache, eviction, storage, quantization)
+    layout = _layout(_shape(model, eviction), size, pool, prefix_cache, eviction, storage, quantization)
     policy = None if isinstance(eviction, SlidingWindow) else eviction
-    if policy is not eviction and type(model).__module__ in COUNTS_CONTEXT:
-        raise ValueError("[install] this model takes positions from the length of its context: leave eviction out")
     if num_blocks is not None:
-        options = (prefix_cache and layout.can_restore, policy is not None)
-        pool = layout.make_pool(num_blocks, block_size, max_seqs, *options)
+        caches = prefix_cache and layout.can_restore
+        pool = layout.make_pool(num_blocks, block_size, max_seqs, caches, evicts=policy is not None)
     paged = partial(_paged, model, layout, storage)
     sites, why = _choose_route(paged, model, layout, fused, getattr(policy, "kind", None))
     return paged(pool, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=policy, kept_in=store)
+
+
+def _shape(model: Any, eviction: Any) -> ModelShape:
+    """Return what the caches of a model are, its full layers under a window if it is to have one."""
+    shape = inspect_model(model)
+    if not isinstance(eviction, SlidingWindow):
+        return shape
+    if type(model).__module__ in COUNTS_CONTEXT:
+        raise ValueError("[install] this model takes positions from the length of its context: leave eviction out")
+    return shape.sliding(eviction)
 
 
 def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: Any, **kept: Any) -> PagedKV:
@@ -206,9 +213,7 @@ def _layout(
     quantization: dict[str, int | None],
 ) -> Layout:
     """Return how the caches of a model are held: in one full group where a given pool has no other."""
-    keeps_all = pool is not None and pool.options.groups == (Group.full(),)
-    if isinstance(eviction, SlidingWindow):
-        model, keeps_all = model.sliding(eviction), False
+    keeps_all = pool is not None and pool.options.groups == (Group.full(),) and not isinstance(eviction, SlidingWindow)
     layout = layout_on(storage, model, block_size, keeps_all, **quantization)
     if isinstance(eviction, Policy):
         layout.evicting("install", eviction)
