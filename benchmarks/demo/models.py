@@ -157,7 +157,7 @@ def run_conversation(settings: AllSettings, say: Say) -> Outcome:
     numbers["nbytes"] = {"unlimited": whole.nbytes, "rotating": rotating.nbytes, "h2o": h2o.nbytes}
     note = (
         f"next words as without a limit: {like['h2o']:.0%} by H2O, {like['rotating']:.0%} rotating; the weights are"
-        " random: docs/quality.md has a trained model"
+        " random: docs/numbers.md has a trained model"
     )
     return Outcome(claims, numbers, (note,))
 

@@ -185,8 +185,8 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
     block_size, chunk = whole("--kv-block-size", args.kv_block_size), whole("--chunk", args.chunk, most=MOST_CHUNK)
     max_running, num_drafts = whole("--max-running", args.max_running, most=MOST_RUNNING), num_drafts_of(args)
     policy, bits = policy_of(args, block_size), bits_of(args)
-    if policy is not None and options["beam_width"]:
-        raise CommandError("--eviction and --beam exclude each other: a beam keeps every token")
+    if args.eviction not in (None, "window") and options["beam_width"]:
+        raise CommandError(f"--eviction {args.eviction} and --beam exclude each other: a beam keeps every token")
     num_blocks = None if args.num_blocks is None else whole("--num-blocks", args.num_blocks, 2)
     try:
         from kvpool.adapters.mlx_lm import loading

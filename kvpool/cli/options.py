@@ -13,7 +13,7 @@ from kvpool.config import parse_nbytes
 from kvpool.errors import install_command
 
 if TYPE_CHECKING:
-    from kvpool.eviction import Policy
+    from kvpool.eviction import Policy, SlidingWindow
     from kvpool.scheduler.drafts import Propose
     from kvpool.store import BlockStore, Layout
 
@@ -49,7 +49,7 @@ POLICIES = {"h2o": "H2O", "window": "SlidingWindow", "blocks": "BlockEviction"}
 FIELDS: tuple[tuple[str, str, str, int | None, tuple[str, ...], str], ...] = (
     ("--max-kv", "TOKENS", "max_kv", 1, tuple(POLICIES), "the budget: tokens that a sequence keeps at most"),
     ("--sink", "TOKENS", "sink", 0, tuple(POLICIES), "leading tokens that always stay (default: 4)"),
-    ("--slack", "TOKENS", "slack", 1, ("h2o", "window"), "tokens evicted at a time (default: max-kv / 8, at most 16)"),
+    ("--slack", "TOKENS", "slack", 1, ("h2o",), "tokens evicted at a time (default: max-kv / 8, at most 16)"),
     ("--heavy", "TOKENS", "heavy", 1, ("h2o",), "tokens that stay for their scores (default: max-kv / 2)"),
     ("--recent", "TOKENS", "recent_tokens", 1, ("blocks",), "newest tokens that stay (default: max-kv / 4)"),
     ("--scores", "KIND", "kind", None, ("h2o", "blocks"), "mass or raw (default: mass)"),
@@ -103,7 +103,7 @@ def blocks_in_memory(args: argparse.Namespace, model: Any, block_size: int, num_
         raise CommandError(f"--memory {args.memory}: {what or 'not enough memory'}") from None
 
 
-def policy_of(args: argparse.Namespace, block_size: int) -> Policy | None:
+def policy_of(args: argparse.Namespace, block_size: int) -> Policy | SlidingWindow | None:
     """The policy of the arguments, None without `--eviction`. Raises CommandError if they make no policy."""
     name = args.eviction
     given = {field: getattr(args, f"eviction_{field}") for _, _, field, _, _, _ in FIELDS}
@@ -129,8 +129,9 @@ def policy_of(args: argparse.Namespace, block_size: int) -> Policy | None:
     from kvpool import eviction
 
     try:
-        policy: Policy = getattr(eviction, POLICIES[name])(**values)
-        policy.check_block_size(block_size)
+        policy: Policy | SlidingWindow = getattr(eviction, POLICIES[name])(**values)
+        if isinstance(policy, eviction.Policy):
+            policy.check_block_size(block_size)
     except ValueError as exc:
         raise CommandError(f"--eviction {name}: {by_flags(exc)}") from None
     return policy
@@ -182,8 +183,8 @@ def num_drafts_of(args: argparse.Namespace) -> int:
     num_drafts = whole("--speculate", args.speculate, 0)
     if args.draft_model is not None and not num_drafts:
         raise CommandError("--draft-model: needs --speculate")
-    if num_drafts and args.eviction is not None:
-        raise CommandError("--speculate and --eviction exclude each other")
+    if num_drafts and args.eviction not in (None, "window"):
+        raise CommandError(f"--speculate and --eviction {args.eviction} exclude each other")
     return num_drafts
 
 

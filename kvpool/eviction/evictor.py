@@ -69,14 +69,16 @@ class Evictor:
     -----
     With columns, layer i of the group is layer ``i % n`` of column ``i // n``, n being those of the backend.
 
-    A runner whose policy looks at scores (``policy.scores``) calls `begin` with every step and `observe` for every
-    layer; who decides that the step counts calls `settle`, or `forget` (`kvpool.Scheduler` does, in `update` and
-    `fail`).
+    A runner calls `begin` with every step and `observe` for every layer, with scores of ``policy.kind``; who decides
+    that the step counts calls `settle`, or `forget` (`kvpool.Scheduler` does, in `update` and `fail`).
     """
 
     def __init__(self, policy: Policy, pool: Pool, backend: Any, num_rows: int = 0, group: int = 0) -> None:
         if not isinstance(policy, Policy):
-            raise TypeError(f"[Evictor] policy must be one of kvpool.eviction, not {type(policy).__name__}")
+            raise TypeError(
+                f"[Evictor] policy must be a kvpool.eviction.Policy, not {type(policy).__name__}; a window is a layer "
+                "group of the pool, Group.window(window, keep=sink)"
+            )
         if not isinstance(pool, Pool):
             raise TypeError(f"[Evictor] pool must be a kvpool.Pool, not {type(pool).__name__}")
         one = _full_group(pool, group)
@@ -117,7 +119,7 @@ class Evictor:
         """
         self.forget()
         rows, lens = np.asarray(rows), np.asarray(lens)
-        if new is not None and self.policy.scores is not None and np.max(new, initial=0) > 1:
+        if new is not None and np.max(new, initial=0) > 1:
             new = np.asarray(new)
             counts = np.minimum(new, self.policy.queries)
             of = np.repeat(np.arange(len(rows)), counts)

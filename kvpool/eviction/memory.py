@@ -127,7 +127,7 @@ class Memory:
         -----
         O(L * S * Hk * C), a few passes over the array; `scores` is overwritten.
         """
-        alpha = np.float32(getattr(self.policy, "alpha", 0.0))
+        alpha = np.float32(self.policy.alpha)
         length = scores.shape[3]
         self.reserve(length)
         np.abs(scores, out=scores)

@@ -41,8 +41,51 @@ def advise(context: int) -> Budget:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SlidingWindow:
+    """The first `sink` tokens and the newest ones: StreamingLLM.
+
+    No evictor runs: `kvpool.adapters.mlx_lm` puts full layers into ``Group.window(max_kv - sink, keep=sink)``, whose
+    blocks the pool lets go. What a token reads depends on its position alone.
+
+    Parameters
+    ----------
+    max_kv : int
+        Tokens that a token reads, itself included.
+    sink : int, default 4
+        How many of them are the first ones of the sequence: fewer than the newest.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A number is not an int or too small; `max_kv` has no room for the sinks.
+
+    Examples
+    --------
+    >>> SlidingWindow(max_kv=64).window
+    60
+    """
+
+    max_kv: int
+    sink: int = 4
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_kv", _count("SlidingWindow", "max_kv", self.max_kv, 8))
+        object.__setattr__(self, "sink", _count("SlidingWindow", "sink", self.sink, 0))
+        if self.window <= self.sink:
+            raise ValueError(
+                f"[SlidingWindow] max_kv is {self.max_kv}, too small for sink {self.sink}: the least is twice that and "
+                "one more"
+            )
+
+    @property
+    def window(self) -> int:
+        """Newest tokens that a token reads, itself included."""
+        return self.max_kv - self.sink
+
+
+@dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The base of all policies.
+    """The base of the policies that choose by scores.
 
     Parameters
     ----------
@@ -53,14 +96,24 @@ class Policy:
     slack : int, optional
         How far below `max_kv` an eviction goes, so that the next one is that many tokens away. By default 16, and an
         eighth of a `max_kv` below 128.
+    kind : {"mass", "raw"}, default "mass"
+        Scores: the mean over the query heads of a KV head of what comes out of the softmax, as in the paper, or of what
+        goes into it, taken absolute. Raw scores cost less to export, and choose no better than a window where
+        ``docs/numbers.md`` has looked.
+    alpha : float, default 0.95
+        Of the moving average of scores, ``average = alpha * average + (1 - alpha) * score``; a token begins with its
+        first score.
+    queries : int, default 32
+        Newest queries of a chunk of a prompt that are looked at, each like a step of its own.
     """
 
     max_kv: int
     sink: int = 4
     slack: int | None = None
+    kind: str = "mass"
+    alpha: float = 0.95
+    queries: int = 32
 
-    scores: ClassVar[str | None] = None  #: kind of scores that it looks at, of `kvpool.protocol.SCORES`
-    queries = 1  #: newest queries of a chunk that are looked at
     whole_blocks: ClassVar[bool] = False  #: whether blocks leave as they are, and no token moves
 
     def __post_init__(self) -> None:
@@ -69,6 +122,10 @@ class Policy:
         object.__setattr__(self, "sink", _count(call, "sink", self.sink, 0))
         slack = max(1, min(16, self.max_kv // 8)) if self.slack is None else _count(call, "slack", self.slack, 1)
         object.__setattr__(self, "slack", slack)
+        if self.kind not in SCORES:
+            raise ValueError(f"[{call}] kind is {self.kind!r}, it must be one of {', '.join(SCORES)}")
+        _check_alpha(call, self.alpha)
+        object.__setattr__(self, "queries", _count(call, "queries", self.queries, 1))
 
     @property
     def recent(self) -> int:
@@ -108,80 +165,16 @@ class Policy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlidingWindow(Policy):
-    """The first `sink` tokens and the newest ones: StreamingLLM.
-
-    Parameters
-    ----------
-    max_kv, sink, slack
-        As in `Policy`. Sinks and window together have `max_kv` tokens.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A number is not an int or too small; `max_kv` has no room for the sinks.
-
-    Examples
-    --------
-    >>> SlidingWindow(max_kv=64).recent
-    52
-    """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.recent < 1:
-            raise ValueError(
-                f"[SlidingWindow] max_kv is {self.max_kv}, too small for sink {self.sink} + slack {self.slack} and a "
-                "recent token"
-            )
-
-    @property
-    def recent(self) -> int:
-        assert self.slack is not None
-        return self.max_kv - self.sink - self.slack
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Scored(Policy):
-    """The base of policies that look at scores."""
-
-    kind: str = "mass"
-    alpha: float = 0.95
-    queries: int = 32
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        call = type(self).__name__
-        if self.kind not in SCORES:
-            raise ValueError(f"[{call}] kind is {self.kind!r}, it must be one of {', '.join(SCORES)}")
-        _check_alpha(call, self.alpha)
-        object.__setattr__(self, "queries", _count(call, "queries", self.queries, 1))
-
-    @property
-    def scores(self) -> str:  # type: ignore[override]
-        return self.kind
-
-
-@dataclass(frozen=True, kw_only=True)
-class H2O(_Scored):
+class H2O(Policy):
     """Sinks, heavy hitters and the newest tokens, chosen anew for each layer and KV head.
 
     Parameters
     ----------
-    max_kv, sink, slack
+    max_kv, sink, slack, kind, alpha, queries
         As in `Policy`.
     heavy : int, optional
         Tokens that stay for their scores; half of `max_kv` by default. The rest of `max_kv`, without the sinks, is for
         the newest ones. An eviction leaves `slack` fewer heavy hitters, for the tokens to come.
-    kind : {"mass", "raw"}, default "mass"
-        Scores: the mean over the query heads of a KV head of what comes out of the softmax, as in the paper, or of what
-        goes into it, taken absolute. Raw scores cost less to export, and choose no better than a window where
-        ``docs/numbers.md`` has looked.
-    queries : int, default 32
-        Newest queries of a chunk of a prompt that are looked at, each like a step of its own.
-    alpha : float, default 0.95
-        Of the moving average of scores, ``average = alpha * average + (1 - alpha) * score``; a token begins with its
-        first score.
 
     Raises
     ------
@@ -214,18 +207,16 @@ class H2O(_Scored):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockEviction(_Scored):
+class BlockEviction(Policy):
     """Whole blocks leave, those with the lowest mean score first; no token moves, and shared blocks stay shared.
 
     Parameters
     ----------
-    max_kv, sink
-        As in `Policy`. The block of a protected token stays as a whole, so `max_kv` has a least value for each size of
-        blocks, see `check_block_size`.
+    max_kv, sink, kind, alpha, queries
+        As in `Policy`; the scores of all layers and heads count together. The block of a protected token stays as a
+        whole, so `max_kv` has a least value for each size of blocks, see `check_block_size`.
     recent_tokens : int, optional
         Newest tokens that always stay; a quarter of `max_kv` by default.
-    kind, queries, alpha
-        As in `H2O`; the scores of all layers and heads count together.
 
     Raises
     ------
@@ -269,12 +260,13 @@ class BlockEviction(_Scored):
                 f"sink {self.sink}, recent {self.recent} and one more block"
             )
 
+
 def check_backend(policy: Policy, can: Capabilities, block_size: int) -> None:
     """Raise ValueError where a backend cannot serve a policy: export its scores, move tokens, have such blocks."""
     call = type(policy).__name__
-    if policy.scores is not None and policy.scores not in can.scores:
+    if policy.kind not in can.scores:
         only = f"only {list(can.scores)}" if can.scores else "none at all"
-        raise ValueError(f"[{call}] backend {can.name!r} exports no scores {policy.scores!r}, {only}")
+        raise ValueError(f"[{call}] backend {can.name!r} exports no scores {policy.kind!r}, {only}")
     if not policy.whole_blocks and not can.compacts:
         raise ValueError(f"[{call}] backend {can.name!r} cannot move tokens; BlockEviction moves none")
     policy.check_block_size(block_size)

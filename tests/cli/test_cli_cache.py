@@ -103,6 +103,7 @@ NONSENSE = [
         ["--eviction", "window", "--max-kv", "8", "--sink", "8"],
         "--eviction window: --max-kv is 8, too small for --sink 8",
     ),
+    (["--eviction", "window", "--max-kv", "64", "--slack", "8"], "--slack 8: not with --eviction window, only"),
     (
         ["--eviction", "blocks", "--max-kv", "16", "--recent", "16"],
         "--eviction blocks: --max-kv is 16, smaller than --sink 4 + --recent 16",
@@ -154,7 +155,7 @@ def test_policy_on_a_route_without_scores_is_refused(capsys, monkeypatch, comman
 def test_beam_with_a_budget_is_refused(capsys):
     with on_cpu():
         assert main(["generate", "--model", "tiny", "--prompt", "x", "--beam", "2", *H2O_48]) == 2
-    assert "--eviction and --beam exclude each other: a beam keeps every token" in capsys.readouterr().err
+    assert "--eviction h2o and --beam exclude each other: a beam keeps every token" in capsys.readouterr().err
 
 
 def test_bits_that_the_heads_of_a_model_cannot_have_are_refused_by_their_flag(capsys, tmp_path):

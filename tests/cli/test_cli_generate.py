@@ -183,7 +183,7 @@ def test_stats_go_to_stderr(capsys, expected):
         (["--draft-model", "tiny"], "--draft-model: needs --speculate"),
         (["--speculate", "-1"], "--speculate -1: out of range"),
         (["--speculate", "4", "--draft-model", "/no/such"], "--draft-model /no/such: no such folder"),
-        (["--speculate", "4", "--eviction", "h2o", "--max-kv", "9"], "--speculate and --eviction exclude each other"),
+        (["--speculate", "4", "--eviction", "h2o", "--max-kv", "9"], "--speculate and --eviction h2o exclude each"),
         (["--num-blocks", "9", "--memory", "1MiB"], "--memory and --num-blocks exclude each other"),
         (["--memory", "lots"], "generate: --memory lots: 'lots' is not a size"),
         (["--model", "/no/such/folder"], "--model /no/such/folder: no such folder"),

@@ -45,7 +45,7 @@ def test_evictor_refuses_a_group_that_is_not_full(groups, group, words):
         """It is not looked at."""
 
     with pytest.raises(ValueError, match=rf"\[Evictor\] {words}"):
-        Evictor(SlidingWindow(max_kv=16), Pool(16, 4, groups=groups), Backend(), group=group)
+        Evictor(H2O(max_kv=16), Pool(16, 4, groups=groups), Backend(), group=group)
 
 
 def test_advice_is_a_quarter_and_half_of_that():
@@ -99,13 +99,6 @@ def test_h2o_keeps_sinks_the_newest_and_the_heaviest(seed):
             heaviest = 3 + np.argsort(middle)[::-1][:10]
             due = sorted({0, 1, 2, *range(n - 15, n), *heaviest.tolist()})
             assert keep[layer, head].tolist() == due
-
-
-def test_sliding_window_keeps_sinks_and_the_newest():
-    policy = SlidingWindow(max_kv=12, sink=2, slack=3)
-    assert policy.lens_after(np.array([11, 12, 40]), BLOCK).tolist() == [11, 9, 9]
-    keep = memory(policy).select(0, 12, 9)
-    assert (keep == [0, 1, 5, 6, 7, 8, 9, 10, 11]).all() and keep.shape == (LAYERS, HEADS, 9)
 
 
 class HeavyBlocks(H2O):
@@ -230,8 +223,9 @@ def test_block_sums_are_sums_of_what_is_there():
         (H2O, {"kind": "weights"}, "kind is 'weights', it must be one of raw, mass"),
         *((H2O, {name: 0}, f"{name} is 0, the least is 1") for name in ("max_kv", "queries")),
         (H2O, {"sink": -1}, "sink is -1"),
-        (SlidingWindow, {"max_kv": 5}, r"max_kv is 5, too small for sink 4 \+ slack 1"),
-        (SlidingWindow, {"slack": 0}, "slack is 0"),
+        (SlidingWindow, {"max_kv": 5}, "max_kv is 5, the least is 8"),
+        (SlidingWindow, {"sink": 32}, "max_kv is 64, too small for sink 32: the least is twice that and one more"),
+        (H2O, {"slack": 0}, "slack is 0"),
         (BlockEviction, {"max_kv": 4}, r"max_kv is 4, smaller than sink 4 \+ recent 1"),
         (BlockEviction, {"recent_tokens": 62}, "max_kv is 64, smaller than sink 4"),
         (BlockEviction, {"alpha": 2.0}, "alpha is 2.0"),
@@ -263,9 +257,9 @@ def test_backends_that_cannot_are_named():
     plain = Capabilities("plain", ("NHD",), ("float32",))
     with pytest.raises(ValueError, match=r"\[H2O\] backend 'plain' exports no scores 'mass', none at all"):
         check_backend(H2O(max_kv=64), plain, 16)
-    with pytest.raises(ValueError, match=r"\[SlidingWindow\] backend 'plain' cannot move tokens"):
-        check_backend(SlidingWindow(max_kv=64), plain, 16)
     can = Capabilities("can", ("NHD",), ("float32",), scores=("mass",))
+    with pytest.raises(ValueError, match=r"\[H2O\] backend 'can' cannot move tokens"):
+        check_backend(H2O(max_kv=64), can, 16)
     check_backend(BlockEviction(max_kv=64), can, 16)
     with pytest.raises(ValueError, match=r"exports no scores 'raw', only \['mass'\]"):
         check_backend(H2O(max_kv=64, kind="raw"), can, 16)
@@ -275,15 +269,15 @@ def test_backends_that_cannot_are_named():
 
 def test_policies_are_values():
     assert H2O(max_kv=64) == H2O(max_kv=64) != H2O(max_kv=64, heavy=20)
-    assert isinstance(H2O(max_kv=64), Policy) and H2O(max_kv=64).scores == "mass"
-    assert H2O(max_kv=64, kind="raw").scores == "raw" and BlockEviction(max_kv=64).scores == "mass"
+    assert isinstance(H2O(max_kv=64), Policy) and H2O(max_kv=64).kind == "mass"
+    assert BlockEviction(max_kv=64).kind == "mass"
     with pytest.raises(AttributeError):
         H2O(max_kv=64).max_kv = 3
 
 
 def test_policy_most_is_the_largest_length_at_the_start_of_a_step():
     lens = np.arange(200)
-    for policy in (H2O(max_kv=19), SlidingWindow(max_kv=19), BlockEviction(max_kv=19, sink=5, recent_tokens=7)):
+    for policy in (H2O(max_kv=19), BlockEviction(max_kv=19, sink=5, recent_tokens=7)):
         for size in (1, 2, 4):
             policy.check_block_size(size)
             after = policy.lens_after(lens, size)

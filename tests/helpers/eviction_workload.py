@@ -15,7 +15,7 @@ from token_model import TokenMemory, TokenModel, mix, salt_of
 
 from kvpool import Pool, Request, Scheduler
 from kvpool.config import KVSpec
-from kvpool.eviction import H2O, BlockEviction, Evictor, Policy, SlidingWindow
+from kvpool.eviction import H2O, BlockEviction, Evictor, Policy
 from kvpool.protocol import Capabilities
 
 
@@ -117,10 +117,7 @@ def draw_policy(rng: np.random.Generator, block_size: int) -> Policy:
     """One with a budget that most requests pass."""
     max_kv, sink = int(rng.integers(8, 36)), int(rng.integers(0, 4))
     kind = str(rng.choice(["raw", "mass"]))
-    which = rng.random()
-    if which < 0.3:
-        return SlidingWindow(max_kv=max_kv, sink=sink)
-    if which < 0.7:
+    if rng.random() < 0.7:
         return H2O(max_kv=max_kv, sink=sink, heavy=int(rng.integers(2, max_kv // 2)), alpha=0.5, kind=kind, slack=1)
     recent = int(rng.integers(1, max_kv // 2))
     least = -(-sink // block_size) * block_size + recent + block_size
@@ -238,10 +235,9 @@ class EvictingRunner(Runner):
         for lane, request in zip(step.sample_lane[first].tolist(), self.requests_of(step, first), strict=True):
             handle = handle_of[lane]
             self.at_end_of_prompt[request] = self.oracle.held[handle], self.oracle.values[handle]
-        if self.policy.scores is not None:
-            self.oracle.begin(step.lanes, lens)
-            for layer in range(len(self.oracle.memory.scores)):
-                self.oracle.observe(layer, scores)
+        self.oracle.begin(step.lanes, lens)
+        for layer in range(len(self.oracle.memory.scores)):
+            self.oracle.observe(layer, scores)
         return super().sample(step, states)
 
     def requests_of(self, step: Any, chosen: np.ndarray) -> list[Any]:

@@ -1,34 +1,30 @@
-"""A cache of mlx-lm that evicts as `kvpool.eviction.SlidingWindow` does, by plain slices."""
+"""A cache of mlx-lm that keeps every token, and whose mask shows what `kvpool.eviction.SlidingWindow` says."""
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import CacheList, KVCache
+
+from kvpool.adapters.mlx_lm.cache_hook import Hook
 
 
 class SlidingCache(KVCache):
-    """A stock cache that keeps the sinks and the newest tokens, as `SlidingWindow` says, by plain slices."""
+    """A query at position p sees the first `sink` tokens and the last ``max_kv - sink`` up to p."""
 
     def __init__(self, policy):
         super().__init__()
-        self.policy = policy
-
-    def update_and_fetch(self, keys, values):
-        held = 0 if self.keys is None else self.keys.shape[2]
-        new = keys.shape[2]
-        if held >= self.policy.max_kv:
-            recent = int(self.policy.lens_after(np.array([held]), 4)[0]) - self.policy.sink
-            parts = [(x[:, :, : self.policy.sink], x[:, :, held - recent :]) for x in (self.keys, self.values)]
-            self.keys, self.values = (mx.concatenate(pair, axis=2) for pair in parts)
-        if self.keys is not None:
-            keys = mx.concatenate([self.keys, keys], axis=2)
-            values = mx.concatenate([self.values, values], axis=2)
-        self.offset += new
-        self.keys, self.values = keys, values
-        return keys, values
+        self.sink, self.window = policy.sink, policy.max_kv - policy.sink
 
     def make_mask(self, N, return_array=False, window_size=None):
-        if N == 1:
-            return None
-        held = 0 if self.keys is None else self.keys.shape[2]
-        held = int(self.policy.lens_after(np.array([held]), 4)[0])
-        return mx.arange(held + N)[None] <= mx.arange(held, held + N)[:, None]
+        query, key = np.arange(self.offset, self.offset + N)[:, None], np.arange(self.offset + N)
+        return mx.array((key <= query) & ((key < self.sink) | (key > query - self.window)))[None, None]
+
+
+def sliding(model, policy):
+    """Return caches of mlx-lm, also inside of `install`, the layers that read every token under a window."""
+    return [_slid(one, policy) for one in Hook.stock_caches(model)]
+
+
+def _slid(cache, policy):
+    if isinstance(cache, CacheList):
+        return CacheList(*(_slid(one, policy) for one in cache.caches))
+    return SlidingCache(policy) if type(cache) is KVCache else cache

@@ -16,7 +16,7 @@ from kvpool import Pool, Request
 from kvpool.adapters.mlx_lm import DraftModel, Engine, PromptLookup, Sampling, tiny
 from kvpool.adapters.mlx_lm.drafts import Trust
 from kvpool.errors import RequestRejected
-from kvpool.eviction import SlidingWindow
+from kvpool.eviction import H2O
 from kvpool.scheduler import Decoding, Step
 
 cpu = pytest.fixture(computing_on_cpu, autouse=True)
@@ -272,7 +272,7 @@ def test_model_whose_states_take_nothing_back_is_refused(model):
     with pytest.raises(ValueError, match="a state takes no token back"):
         Engine(tiny_families.make("mamba2")[0], 100, speculate=PromptLookup())
     with pytest.raises(ValueError, match="speculate and eviction exclude each other"):
-        Engine(model, 100, speculate=PromptLookup(), eviction=SlidingWindow(max_kv=64))
+        Engine(model, 100, speculate=PromptLookup(), eviction=H2O(max_kv=64))
     for wrong in (0, -1):
         with pytest.raises(ValueError, match="num_drafts must be 1"):
             PromptLookup(wrong)

@@ -1,15 +1,16 @@
 """Eviction under mlx-lm's own engines: budgets hold, positions go on, and nobody else's tokens change.
 
-Tokens leave the layers that keep every token. Windows and states of other layers let go by themselves.
+Tokens leave the layers that keep every token. Windows and states of other layers let go by themselves. A
+`SlidingWindow` is no eviction: it gives those layers a window, too, and the tokens are those of stock under its mask.
 """
 
 import copy
 import itertools
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_models import (
     VOCAB,
     assert_all_free,
@@ -23,17 +24,19 @@ from mlx_models import (
     tiny_llama,
     tiny_sliding_llama,
 )
-from sliding_cache import SlidingCache
+from sliding_cache import sliding
 
 from benchmarks import tiny_families
+from kvpool import Group, Pool
 from kvpool.adapters.mlx_lm import install, make_cache
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.errors import OutOfBlocks
 from kvpool.eviction import H2O, BlockEviction, SlidingWindow
+from kvpool_backends.numpy import NumpyBackend
 
 cpu = pytest.fixture(computing_on_cpu, autouse=True)
+WINDOW = SlidingWindow(max_kv=20, sink=3)
 POLICIES = {
-    "window": SlidingWindow(max_kv=20, sink=3),
     "h2o": H2O(max_kv=20, kind="raw"),
     "h2o mass": H2O(max_kv=20, kind="mass", slack=5),
     "blocks": BlockEviction(max_kv=20, recent_tokens=6),
@@ -69,39 +72,109 @@ def tokens(model, caches, prompt=PROMPT, n=40):
     return solo_tokens(model, prompt, n, prompt_cache=caches)
 
 
-def full_group(kv):
-    """The number of the group of full layers."""
-    return [group.kind for group in kv.layout.groups].index("full") if kv.layout.groups else 0
+def family(name):
+    model = tiny_families.build(name, tiny_families.config_of(name, VOCAB))
+    tiny_families.randomize(model)
+    model.eval()
+    mx.eval(model.parameters())
+    return model
 
 
-def sliding(model):
-    """Caches of mlx-lm whose full layers slide."""
-    return [SlidingCache(POLICIES["window"]) if type(one) is KVCache else one for one in make_prompt_cache(model)]
+# ---- a window
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_model_under_a_window_says_what_stock_says_whose_full_layers_slide(any_model, fused):
-    due, whole = tokens(any_model, sliding(any_model), n=60), tokens(any_model, None, n=60)
-    with install(any_model, 200, block_size=4, fused=fused, eviction=POLICIES["window"]) as kv:
+def test_model_under_a_window_says_what_stock_says_under_its_mask(any_model, fused):
+    prompts = [PROMPT, *random_prompts((5, 40), seed=3)]
+    due = [tokens(any_model, sliding(any_model, WINDOW), prompt, 30) for prompt in prompts]
+    assert due[0] != tokens(any_model, None, n=30)
+    with install(any_model, 400, block_size=4, fused=fused, eviction=WINDOW) as kv:
         assert kv.is_fused == fused
-        assert tokens(any_model, kv.make_cache(), n=60) == due != whole
-        assert tokens(any_model, kv.make_cache(SlidingWindow(max_kv=999)), n=60) == whole
+        assert tokens(any_model, kv.make_cache(), n=30) == due[0]
+        for together in (1, 3):
+            assert batch_tokens(any_model, prompts, 30, prefill_batch_size=together) == due
         assert_all_free(kv)
 
 
+@pytest.mark.parametrize("sink", [0, 1, 4, 9])
+def test_window_is_right_at_every_length_whatever_its_sinks_are(model, sink):
+    """Logits of a decode after a prompt in one chunk, from before the window is full on."""
+    window = SlidingWindow(max_kv=19, sink=sink)
+    with install(model, 400, block_size=4, eviction=window) as kv:
+        for length in range(14, 44):
+            ours, stock = kv.make_cache(), sliding(model, window)
+            for piece in (PROMPT * 2)[:length], [5], [7]:
+                got, due = (np.array(model(mx.array([piece]), cache=caches)) for caches in (ours, stock))
+                np.testing.assert_allclose(got, due, rtol=1e-3, atol=1e-4)
+
+
+def test_backend_without_masks_gathers_under_a_window(model):
+    class Plain(NumpyBackend):
+        capabilities = replace(NumpyBackend.capabilities, features=("window",))
+
+    with install(model, 100, block_size=4, backend=Plain, eviction=WINDOW) as kv:
+        assert kv.route == "gather: the backend takes no mask"
+        assert tokens(model, kv.make_cache(), n=20) == tokens(model, sliding(model, WINDOW), n=20)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "llama4", "openelm", "deepseek_v3", "deepseek_v32", "falcon_h1"])
+def test_window_is_right_in_models_of_every_kind(name):
+    """States, chunks, shapes, latents, caches in caches."""
+    model, prompts = family(name), random_prompts((37, 9), seed=6)
+    due = [tokens(model, sliding(model, WINDOW), prompt) for prompt in prompts]
+    with install(model, 400, block_size=4, eviction=WINDOW) as kv:
+        assert batch_tokens(model, prompts, 40, prefill_batch_size=1) == due
+        assert_all_free(kv)
+    with install(model, 400, block_size=4) as kv:
+        assert batch_tokens(model, prompts, 40) != due
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5", "llama4"])
+def test_prefix_longer_than_the_window_is_found(name):
+    model = tiny_llama() if name == "llama" else family(name)
+    prompt = [token % VOCAB for token in random_prompts([61], seed=4)[0]]
+    due = tokens(model, sliding(model, WINDOW), prompt)
+    with install(model, 400, block_size=4, prefix_cache=True, eviction=WINDOW) as kv:
+        for hit in (0, 44):  # the cut, 16 tokens before the end, in whole blocks
+            caches, found = kv.fetch(prompt)
+            assert found == hit and tokens(model, caches, prompt[found:]) == due
+            kv.commit(caches, [*prompt, *due])
+        kv.pool.check()
+
+
+def test_window_belongs_to_the_pool(model):
+    groups = [Group.window(17, keep=3)]
+    with install(model, pool=Pool(50, 4, reserved_blocks=1, groups=groups), eviction=WINDOW) as kv:
+        assert tokens(model, kv.make_cache()) == tokens(model, sliding(model, WINDOW))
+        with pytest.raises(TypeError, match=r"\[make_cache\] .* not SlidingWindow: a window belongs to the pool, give"):
+            kv.make_cache(WINDOW)
+        with pytest.raises(ValueError, match=r"\[make_cache\] H2O evicts from full attention, .* no layer that keeps"):
+            kv.make_cache(POLICIES["h2o"])
+    for other in ([Group.full()], [Group.window(17)], [Group.window(20, keep=3)]):
+        with pytest.raises(ValueError, match=r"this model needs window\(17, keep=3\) x 1 in arena 0: leave pool out"):
+            install(model, pool=Pool(50, 4, reserved_blocks=1, groups=other), eviction=WINDOW)
+    with pytest.raises(ValueError, match=r"\[install\] SlidingWindow is for full attention, this model has no layer"):
+        install(family("mamba2"), 40, block_size=4, eviction=WINDOW)
+    with pytest.raises(ValueError, match=r"\[install\] this model takes positions from the length of its context"):
+        install(family("afm7"), 40, block_size=4, eviction=WINDOW)
+
+
+# ---- policies
+
+
+@pytest.mark.parametrize("policy", [*POLICIES.values(), WINDOW], ids=[*POLICIES, "window"])
 def test_budget_holds_in_the_full_layers_alone(any_model, policy):
     with install(any_model, 40, block_size=4, eviction=policy) as kv:
-        full, caches = full_group(kv), kv.make_cache()
+        caches, kinds = kv.make_cache(), [group.kind for group in kv.layout.groups]
+        full = kinds.index("full") if policy is not WINDOW else -1
         tokens(any_model, caches, n=160)  # more than the pool has room for
         (handle,) = caches[0].batch.handles
         assert caches[0].offset == kv.pool.num_tokens(handle) == len(PROMPT) + 160 > 40 * 4
-        assert kv.pool.kv_len(handle, full) <= policy.max_kv
         for g, group in enumerate(kv.layout.groups):
             held = (kv.pool.table(handle, g) > 0).all(axis=1).sum()
             assert held <= -(-(policy.max_kv if g == full else group.size + kv.pool.options.lookahead) // 4) + 2
-            assert g == full or kv.pool.kv_len(handle, g) == caches[0].offset
-        if not kv.layout.groups:
-            assert caches[0].size() == kv.pool.kv_len(handle) and kv.pool.stats().used <= -(-policy.max_kv // 4)
+            length = kv.pool.kv_len(handle, g)
+            assert length <= policy.max_kv if g == full else length == caches[0].offset
         assert not caches[0].is_trimmable()
         with pytest.raises(ValueError, match=r"\[truncate\]"):
             caches[0].trim(30)
@@ -126,13 +199,11 @@ def passes(model, caches, prompt=PROMPT, n=30):
         yield np.array(model(mx.array([[token]]), cache=caches))
 
 
-@pytest.mark.parametrize(
-    "roomy", [H2O(max_kv=64), H2O(max_kv=64, kind="raw"), BlockEviction(max_kv=64), SlidingWindow(max_kv=64)]
-)
+@pytest.mark.parametrize("roomy", [H2O(max_kv=64), H2O(max_kv=64, kind="raw"), BlockEviction(max_kv=64)])
 def test_logits_below_the_budget_have_the_same_bits(model, kv, roomy):
     due = list(passes(model, kv.make_cache()))
     assert all(map(np.array_equal, passes(model, make_cache(model, roomy)), due))
-    assert not all(map(np.array_equal, passes(model, make_cache(model, POLICIES["window"])), due))
+    assert not all(map(np.array_equal, passes(model, make_cache(model, POLICIES["h2o"])), due))
 
 
 def test_eviction_keeps_the_logits_of_others_on_a_shared_prefix(model, kv, policy):
@@ -227,7 +298,7 @@ def test_evicted_sequence_is_not_committed(model, kv):
 
 
 def test_caches_of_different_policies_stay_apart(model, kv):
-    one, two = kv.make_cache(POLICIES["h2o"]), kv.make_cache(POLICIES["window"])
+    one, two = kv.make_cache(POLICIES["h2o"]), kv.make_cache(POLICIES["blocks"])
     with pytest.raises(ValueError, match=r"\[extend\]"):
         type(one[0]).merge([one[0], two[0]])
 
@@ -249,11 +320,11 @@ def test_policies_that_the_route_cannot_serve_are_refused(model):
     for make in (install, Engine):
         with pytest.raises(ValueError, match=r"\[install\] H2O needs scores, and this model's route is gather"):
             make(model, 50, block_size=4, fused=False, eviction=POLICIES["h2o"])
-        with pytest.raises(TypeError, match=r"\[install\] eviction must be a policy of kvpool.eviction, not int"):
+        with pytest.raises(TypeError, match=r"\[install\] eviction must be a kvpool.eviction.Policy, not int"):
             make(model, 50, block_size=4, eviction=20)
         for name, words in (("mamba2", "no layer that keeps every token"), ("openelm", "2 shapes")):
             with pytest.raises(ValueError, match=words):
-                make(family(name), 40, block_size=4, eviction=POLICIES["window"])
+                make(family(name), 40, block_size=4, eviction=POLICIES["h2o"])
         # The last block may be full, and sinks have one of their own.
         with pytest.raises(ValueError, match=r"\[BlockEviction\] max_kv is 20, in blocks of 8 the least is 22"):
             make(model, 50, block_size=8, eviction=POLICIES["blocks"])
@@ -313,47 +384,7 @@ def test_chunks_of_a_padded_batch_are_looked_at_row_by_row(model, kv):
     assert eviction.memory.known.tolist() == [14, 5]
 
 
-# ---- states and chunks, prefixes
-
-
-def family(name):
-    model = tiny_families.build(name, tiny_families.config_of(name, VOCAB))
-    tiny_families.randomize(model)
-    model.eval()
-    mx.eval(model.parameters())
-    return model
-
-
 @pytest.mark.parametrize("name", ["qwen3_5", "llama4"])
-def test_models_with_states_and_chunks_evict_without_scores(name):
-    model, prompts = family(name), random_prompts((37, 9), seed=6)
-    with install(model, 400, block_size=4, eviction=POLICIES["window"]) as kv:
-        alone = [batch_tokens(model, [prompt], 40)[0] for prompt in prompts]
-        assert batch_tokens(model, prompts, 40, prefill_batch_size=1) == alone
-        kv.eviction = None
-        assert batch_tokens(model, prompts, 40) != alone
-        assert_all_free(kv)
-    with pytest.raises(ValueError, match="needs scores of all rows in one pass"):
-        install(model, 400, block_size=4, eviction=POLICIES["h2o"])
-
-
-@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5", "llama4"])
-def test_prefix_above_the_budget_is_found_and_then_slides(name):
-    policy, prompt = POLICIES["window"], [token % VOCAB for token in random_prompts([61], seed=4)[0]]
-    model = family(name)
-    stock = sliding(model)
-    with install(model, 400, block_size=4, prefix_cache=True, eviction=policy) as kv:
-        kv.eviction = None  # the first sequence keeps all
-        caches, _ = kv.fetch(prompt)
-        tokens(model, caches, prompt, 1)
-        kv.eviction = policy
-        caches, found = kv.fetch(prompt)
-        assert policy.max_kv < found < len(prompt)
-        model(mx.array([prompt[:found]]), cache=stock)
-        due = tokens(model, stock, prompt[found:])
-        assert tokens(model, caches, prompt[found:]) == due
-        (handle,) = caches[0].batch.handles
-        assert kv.pool.kv_len(handle, full_group(kv)) <= policy.max_kv < kv.pool.num_tokens(handle)
-        assert kv.commit(caches, [*prompt, *due]) == 0  # a sequence that lost tokens is indexed no more
-        assert kv.fetch(prompt)[1] == found  # what others have committed stays
-        kv.pool.check()
+def test_models_with_states_and_chunks_have_no_scores(name):
+    with pytest.raises(ValueError, match="H2O needs scores, rows of this model run apart; SlidingWindow needs none"):
+        install(family(name), 400, block_size=4, eviction=POLICIES["h2o"])

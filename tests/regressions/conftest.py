@@ -8,7 +8,6 @@ from catalogue import CONVICTIONS, KVPOOL, parts_of
 from kvpool.adapters.block_manager import KVBlockManager
 from kvpool.config import KVSpec
 from kvpool.errors import PoolClosed
-from kvpool.eviction import SlidingWindow
 from kvpool.namespaces import namespace
 from kvpool.store import DiskStore
 from kvpool_backends.cpu import BlockStore
@@ -39,7 +38,7 @@ def parts(subject, core):
     """The parts under test by name: kvpool's own, unless the subject replaces them."""
     pool = {"Pool": core.Pool, "Plan": core.Plan, "namespace": namespace, "prelude": ""}
     storage = {"Backend": NumpyBackend, "Manager": KVBlockManager, "Spec": KVSpec, "Store": BlockStore}
-    return parts_of(subject, pool | storage | {"Window": SlidingWindow, "Disk": DiskStore})
+    return parts_of(subject, pool | storage | {"Disk": DiskStore})
 
 
 @pytest.fixture

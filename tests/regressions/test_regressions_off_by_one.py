@@ -7,15 +7,12 @@ from catalogue import CutMovesTheLengthOnly, Unchecked, broken, conforms, row
 from prefixes import cache, compute, serve
 from simple_backend import Simple
 
-from kvpool import Plan, Pool
 from kvpool.adapters.block_manager import KVBlockManager
 from kvpool.config import KVSpec
 from kvpool.errors import CapacityExceeded
-from kvpool.eviction import Evictor, SlidingWindow
 from kvpool.testing import ModelPlan
 from kvpool.testing.model_blocks import Arena, public_call
 from kvpool.testing.model_prefix import ModelPrefix
-from kvpool_backends.numpy import NumpyBackend
 
 A, B, C = ([n] * 4 for n in (1, 2, 3))
 
@@ -66,13 +63,6 @@ class WindowIsOneShortUntilFull(Simple):
     def oldest(self, x):
         window = x.options.window
         return 1 if window is not None and 1 < x.visible < window else super().oldest(x)
-
-
-class WindowIsFullOneLater(SlidingWindow):
-    """A window lets tokens leave one token late."""
-
-    def lens_after(self, lens, block_size):
-        return np.where(lens > self.max_kv, super().lens_after(lens, block_size), lens)
 
 
 class NoLimit(Unchecked):
@@ -197,36 +187,6 @@ def test_e4_lookahead_at_a_block_boundary_loses_no_data_block(make_pool, make_pl
 def test_e5_window_is_right_before_it_is_full_and_after(parts):
     """The start of a ring was wrong until the window was full, or when it wrapped."""
     conforms(parts.Backend, "window_hides_older_tokens")
-
-
-def expected_window(window, num_tokens):
-    """Positions that a sequence holds which was written token by token, and lost some before each when it was full."""
-    seen = num_tokens - 1  # by the last eviction that may have been
-    if seen < window.max_kv:
-        return list(range(num_tokens))
-    last = seen - (seen - window.max_kv) % window.slack
-    oldest = last - (window.max_kv - window.slack - window.sink)
-    return [*range(window.sink), *range(oldest, num_tokens)]
-
-
-@row(broken(Window=WindowIsFullOneLater), model=False)
-def test_e5_sliding_window_is_right_before_it_is_full_and_after(parts):
-    """The same where tokens leave because of a window: what is read back are the positions that are due."""
-    for max_kv, sink, slack in ((8, 2, 1), (9, 0, 4), (7, 3, 3), (16, 4, 5)):
-        window = parts.Window(max_kv=max_kv, sink=sink, slack=slack)
-        pool, backend = Pool(16, 4, max_seqs=1, seed=1), NumpyBackend(KVSpec(1, 1, 1, "float32", 4), 16)
-        evictor, plan, handle = Evictor(window, pool, backend, 1), Plan(pool, 1, backend=backend), pool.open()
-        for num_tokens in range(1, 4 * max_kv):
-            length = np.array([pool.kv_len(handle)])
-            after = evictor.lens_after(length)
-            if after < length:
-                evictor.evict([handle], [0], length, after, [num_tokens - 1])
-            pool.step(plan, [handle], 1)
-            backend.write(backend.prepare(plan), 0, *np.full((2, 1, 1, 1), num_tokens - 1, np.float32))
-            pool.done(plan)
-            keys, _ = backend.gather(0, pool.table(handle), pool.kv_len(handle))
-            assert keys.ravel().tolist() == expected_window(window, num_tokens)
-        pool.check()
 
 
 @row(NoLimit)

@@ -19,7 +19,7 @@ from scheduler_workload import Runner, Workload, draw
 from token_model import TokenMemory, TokenModel
 
 from kvpool import Group, Pool, Request, Scheduler
-from kvpool.eviction import Evictor, SlidingWindow
+from kvpool.eviction import H2O, Evictor
 from kvpool.scheduler import drafts
 from kvpool.scheduler.state import Core
 
@@ -189,7 +189,7 @@ def test_pool_that_takes_no_token_back_is_refused():
 
 def test_eviction_and_drafts_exclude_each_other():
     pool = Pool(9, 4)
-    evictor = Evictor(SlidingWindow(max_kv=8, sink=1), pool, EvictedMemory(TokenModel(), pool))
+    evictor = Evictor(H2O(max_kv=8, sink=1), pool, EvictedMemory(TokenModel(), pool))
     with pytest.raises(ValueError, match="speculate and eviction exclude each other"):
         Scheduler(pool, speculate=right(PROMPT), eviction=evictor)
 

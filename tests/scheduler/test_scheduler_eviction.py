@@ -19,8 +19,8 @@ from kvpool.eviction import H2O, BlockEviction, Evictor, Memory, SlidingWindow
 
 COUNT = 500 if os.environ.get("KVPOOL_LONG") else 24
 ONLY = os.environ.get("KVPOOL_WORKLOAD")
-WINDOW = SlidingWindow(max_kv=16, sink=2, slack=2)
-POLICIES = (WINDOW, H2O(max_kv=16, sink=2, slack=2), BlockEviction(max_kv=16, sink=2, recent_tokens=4))
+HEAVY, WHOLE = H2O(max_kv=16, sink=2, slack=2), BlockEviction(max_kv=16, sink=2, recent_tokens=4)
+POLICIES = (HEAVY, WHOLE)
 
 
 @pytest.mark.long
@@ -102,10 +102,10 @@ def test_long_request_needs_its_budget_and_a_chunk(policy):
 def test_copies_of_a_cached_prompt_count_where_a_request_is_judged():
     request = Request(range(100), max_tokens=60)
     # Seven, four for copies, one cached twice, one reserved.
-    build(WINDOW, num_blocks=13, prefix_cache=True)[2].add(request)
+    build(HEAVY, num_blocks=13, prefix_cache=True)[2].add(request)
     with pytest.raises(RequestRejected, match="need 12 blocks, the pool has 11"):
-        build(WINDOW, num_blocks=12, prefix_cache=True)[2].add(request)
-    build(POLICIES[2], num_blocks=9, prefix_cache=True)[2].add(request)  # whole blocks are never copied
+        build(HEAVY, num_blocks=12, prefix_cache=True)[2].add(request)
+    build(WHOLE, num_blocks=9, prefix_cache=True)[2].add(request)  # whole blocks are never copied
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -124,7 +124,7 @@ def test_prompt_is_found_again_as_far_as_it_came_before_it_lost_tokens(policy):
 
 
 def test_failed_step_leaves_no_score_and_no_token():
-    memory, scheduler = build(POLICIES[1])[1:]
+    memory, scheduler = build(HEAVY)[1:]
     scheduler.add(Request(range(40), max_tokens=30))
     run(scheduler, memory, 7)
     evictor = scheduler._core.eviction
@@ -151,7 +151,7 @@ def test_compacted_sequence_is_not_spilled():
             raise AssertionError("nothing was spilled")
 
     tier = Tier()
-    pool, memory, scheduler = build(WINDOW, num_blocks=9, tier=tier, watermark=0)
+    pool, memory, scheduler = build(HEAVY, num_blocks=9, tier=tier, watermark=0)
     for name in range(2):
         scheduler.add(Request(range(name, name + 30), max_tokens=40))
         run(scheduler, memory, 6)
@@ -220,7 +220,7 @@ class Ends(Pool):
 @pytest.mark.parametrize("last", [0, 1])
 def test_row_before_one_whose_positions_end_is_not_touched(last):
     pool = Ends(40, 4)
-    evictor, _, handles = two_rows(POLICIES[2], pool)
+    evictor, _, handles = two_rows(WHOLE, pool)
     before = pool.fingerprint()
     with pytest.raises(CapacityExceeded):
         evict_both(evictor, handles, [8 if row == last else 12 for row in range(2)])
@@ -233,29 +233,31 @@ def test_row_before_one_whose_positions_end_is_not_touched(last):
 
 
 def test_engine_refuses_options_that_exclude_eviction():
-    pool, memory, scheduler = build(WINDOW)
+    pool, memory, scheduler = build(HEAVY)
     for width in (1, 2):
         with pytest.raises(RequestRejected, match=rf"\[add\] a beam keeps .* \(beam_width {width}\)") as caught:
             scheduler.add(Request([1, 2], beam_width=width, n=1))
         assert caught.value.reason == "beam" and scheduler.stats().rejected == width
-    with pytest.raises(TypeError, match=r"\[Scheduler\] eviction must be a kvpool.eviction.Evictor, not SlidingWindow"):
-        Scheduler(pool, eviction=WINDOW)
+    with pytest.raises(TypeError, match=r"\[Scheduler\] eviction must be a kvpool.eviction.Evictor, not H2O"):
+        Scheduler(pool, eviction=HEAVY)
     with pytest.raises(ValueError, match=r"\[Scheduler\] the evictor is on another pool"):
-        Scheduler(Pool(8, 4), eviction=Evictor(WINDOW, pool, memory))
+        Scheduler(Pool(8, 4), eviction=Evictor(HEAVY, pool, memory))
 
 
 def test_evictor_that_could_not_work_is_not_made():
-    pool, memory = build(WINDOW)[:2]
-    with pytest.raises(TypeError, match=r"\[Evictor\] policy must be one of kvpool.eviction, not int"):
-        Evictor(16, pool, memory)
+    pool, memory = build(HEAVY)[:2]
+    for wrong in (16, SlidingWindow(max_kv=16)):
+        words = f"policy must be a kvpool.eviction.Policy, not {type(wrong).__name__}; a window is a layer group"
+        with pytest.raises(TypeError, match=rf"\[Evictor\] {words}"):
+            Evictor(wrong, pool, memory)
     with pytest.raises(TypeError, match=r"\[Evictor\] pool must be a kvpool.Pool, not EvictedMemory"):
-        Evictor(WINDOW, memory, memory)
+        Evictor(HEAVY, memory, memory)
     with pytest.raises(ValueError, match=r"\[BlockEviction\] max_kv is 16, in blocks of 8 the least is 20"):
-        build(POLICIES[2], block_size=8)
+        build(WHOLE, block_size=8)
     with pytest.raises(ValueError, match=r"\[Evictor\] block_size is 4 in the backend, 8 in the pool"):
-        Evictor(WINDOW, Pool(40, 8), memory)
+        Evictor(HEAVY, Pool(40, 8), memory)
     with pytest.raises(ValueError, match=r"\[Evictor\] num_blocks is 40 in the backend, 41 in the pool"):
-        Evictor(WINDOW, Pool(41, 4), memory)
+        Evictor(HEAVY, Pool(41, 4), memory)
 
 
 # ---- faults that the workloads convict

@@ -17,12 +17,12 @@ from token_model import TokenModel
 
 from kvpool import Group, Pool, Request, Scheduler
 from kvpool.errors import OutOfBlocks, RequestRejected
-from kvpool.eviction import BlockEviction, Evictor, SlidingWindow
+from kvpool.eviction import H2O, BlockEviction, Evictor
 from kvpool.scheduler.state import Core
 
 COUNT = 500 if os.environ.get("KVPOOL_LONG") else 24
 ONLY = os.environ.get("KVPOOL_WORKLOAD")
-WINDOW = SlidingWindow(max_kv=16, sink=2, slack=2)
+HEAVY = H2O(max_kv=16, sink=2, slack=2)
 fault = Faults()
 
 
@@ -73,31 +73,31 @@ def most_used(scheduler, pool, arenas=3):
 
 def test_long_request_needs_its_budget_in_one_arena_and_its_window_in_another():
     # 16 - 1 tokens when a step begins and 8 of the step, anywhere in blocks of four: 7. Window: 8 - 1 + 8 tokens.
-    pool, _, scheduler = build(WINDOW, 8, groups=groups_of(slots=2, window=6))
+    pool, _, scheduler = build(HEAVY, 8, groups=groups_of(slots=2, window=6))
     scheduler.add(Request(range(100), max_tokens=60))
     most, (output,) = most_used(scheduler, pool)
     assert output.tokens.size == 60 and output.preemptions == 0 and scheduler.stats().evicted_tokens > 100
     assert 6 <= most[0] <= 7 and most[1] <= 5 and most[2] == 2
     assert [pool.stats(arena).used for arena in range(3)] == [0, 0, 0]
     with pytest.raises(RequestRejected, match="need 7 blocks of arena 0, the pool has 6"):
-        build(WINDOW, 7)[2].add(Request(range(100), max_tokens=60))
+        build(HEAVY, 7)[2].add(Request(range(100), max_tokens=60))
     with pytest.raises(RequestRejected, match="159 tokens need 40 blocks, a sequence has at most 39"):
-        build(WINDOW, longest=39)[2].add(Request(range(100), max_tokens=60))  # positions are not evicted
+        build(HEAVY, longest=39)[2].add(Request(range(100), max_tokens=60))  # positions are not evicted
 
 
 def test_copies_of_a_cached_prompt_count_where_a_request_is_judged():
     how = {"groups": [Group.full(columns=2), Group.window(8)], "prefix_cache": True}
     # Columns of seven entries, four for copies, one cached twice. Window: five. One block is reserved.
-    build(WINDOW, 1 + 2 * 12 + 5, **how)[2].add(Request(range(100), max_tokens=60))
+    build(HEAVY, 1 + 2 * 12 + 5, **how)[2].add(Request(range(100), max_tokens=60))
     with pytest.raises(RequestRejected, match="need 29 blocks, the pool has 28"):
-        build(WINDOW, 2 * 12 + 5, **how)[2].add(Request(range(100), max_tokens=60))
+        build(HEAVY, 2 * 12 + 5, **how)[2].add(Request(range(100), max_tokens=60))
     build(BlockEviction(max_kv=16, sink=2, recent_tokens=4), 1 + 2 * 8 + 5, **how)[2].add(Request(range(100), 60))
 
 
 def test_missing_blocks_for_copies_are_said_of_the_arena_that_lacks_them():
     groups = [Group.window(64), Group.full(arena=1, num_blocks=41)]
     pool = Pool(41, 4, max_blocks_per_seq=60, groups=groups, prefix_cache=True)
-    policy = SlidingWindow(max_kv=32, sink=2, slack=2)
+    policy = H2O(max_kv=32, sink=2, slack=2)
     evictor = Evictor(policy, pool, EvictedMemory(TokenModel(), pool), group=1)
     scheduler = Scheduler(pool, eviction=evictor, prefill_chunk=8, max_step_tokens=64)
     scheduler.add(Request(range(29), max_tokens=40))
@@ -113,14 +113,14 @@ def test_missing_blocks_for_copies_are_said_of_the_arena_that_lacks_them():
 
 
 def test_columns_of_the_group_are_counted_and_evicted_together():
-    pool, _, scheduler = build(WINDOW, 22, groups=groups_of(columns=3))
+    pool, _, scheduler = build(HEAVY, 22, groups=groups_of(columns=3))
     scheduler.add(Request(range(100), max_tokens=60))
     assert 18 <= most_used(scheduler, pool)[0][0] <= 21
     with pytest.raises(RequestRejected, match="need 21 blocks of arena 0, the pool has 20"):
-        build(WINDOW, 21, groups=groups_of(columns=3))[2].add(Request(range(100), max_tokens=60))
+        build(HEAVY, 21, groups=groups_of(columns=3))[2].add(Request(range(100), max_tokens=60))
 
 
-@pytest.mark.parametrize("policy", [WINDOW, BlockEviction(max_kv=16, sink=2, recent_tokens=4)])
+@pytest.mark.parametrize("policy", [HEAVY, BlockEviction(max_kv=16, sink=2, recent_tokens=4)])
 @pytest.mark.parametrize("state", ["prefilling", "out", "decoding"])
 def test_cancelled_request_gives_back_the_blocks_of_all_arenas(policy, state):
     pool, _, scheduler = build(policy)
@@ -140,7 +140,7 @@ def test_cancelled_request_gives_back_the_blocks_of_all_arenas(policy, state):
 
 
 def test_rows_that_lost_tokens_say_so_and_keep_their_positions():
-    pool, _, scheduler = build(WINDOW)
+    pool, _, scheduler = build(HEAVY)
     scheduler.add(Request(range(60), max_tokens=5))
     seen = 0
     while (step := scheduler.schedule()) is not None:

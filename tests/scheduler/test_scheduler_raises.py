@@ -19,7 +19,7 @@ from schedules import digest
 
 from kvpool import Group, KVSpec, Pool, Request, Scheduler
 from kvpool.errors import UnknownRequest
-from kvpool.eviction import Evictor, SlidingWindow
+from kvpool.eviction import H2O, Evictor
 from kvpool.scheduler import policy
 from kvpool.scheduler.beams import Beam
 from kvpool_backends.numpy import NumpyBackend
@@ -72,7 +72,7 @@ def evicting(**options):
     """Prompts that are longer than the budget, whose blocks are reserved behind the hit."""
     pool = Pool(24, 2, prefix_cache=True, seed=1)
     backend = NumpyBackend(KVSpec(num_layers=1, num_kv_heads=1, head_dim=2, block_size=2, dtype="float32"), 24)
-    evictor = Evictor(SlidingWindow(max_kv=8, sink=2, slack=2), pool, backend)
+    evictor = Evictor(H2O(max_kv=8, sink=2, slack=2), pool, backend)
     requests = [Request(prompt, 6, id=at) for at, prompt in enumerate(prompts(9, 3, 12))]
     return pool, Scheduler(pool, max_running=2, watermark=0, prefill_chunk=3, eviction=evictor, **options), requests
 

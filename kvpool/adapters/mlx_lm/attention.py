@@ -86,9 +86,7 @@ def _paged(kv: Any) -> np.ndarray:
 def _expected(kv: Any) -> np.ndarray:
     """Return the logits of all tokens on mlx-lm's own caches, or on what is gathered from a pool with bits."""
     exact = kv.backend.spec.bits == (None, None)
-    rows = [
-        kv.model(mx.array([row]), cache=Hook.stock_caches(kv.model) if exact else kv.make_cache()) for row in ROWS
-    ]
+    rows = [kv.model(mx.array([row]), cache=Hook.stock_caches(kv.model) if exact else kv.make_cache()) for row in ROWS]
     return np.concatenate([_float32(row)[0] for row in rows])
 
 
@@ -169,6 +167,7 @@ class Forward:
         self.eviction = eviction
         self.first_layer = first_layer
         self._observed: Any = None  # what the backend prepared of the queries that `eviction` looks at
+        self._masks: dict[tuple[int, int], np.ndarray | None] = {}  # by window and keep
         self.is_fused = is_fused
         self.defers = defers
         self.stores = stores
@@ -200,6 +199,26 @@ class Forward:
             arrays = StepArrays.of_queries(self.plan, self.eviction.observed.queries)
             self._observed = self.backend.prepare(arrays)
         return self._observed
+
+    def mask(self, window: int, keep: int) -> np.ndarray | None:
+        """Return the mask of queries that read the last `window` tokens and the first `keep` ones, for all layers.
+
+        Returns
+        -------
+        float32 ``[T, C]``, or None
+            0 or -inf for each place of the table. None: no query is so far from the beginning that it hides one.
+        """
+        if (window, keep) not in self._masks:
+            lens, ends = np.asarray(self.plan.seq_lens), np.asarray(self.plan.cu_q_lens)[1:]
+            longest, found = int(lens.max(initial=0)), None
+            if longest > window + keep:
+                rows = np.repeat(np.arange(len(lens)), np.diff(ends, prepend=0))
+                oldest = lens[rows] - ends[rows] + np.arange(len(rows)) - window  # that is hidden
+                places = np.arange(longest)
+                hidden = (places >= keep) & (places <= oldest[:, None])
+                found = np.where(hidden, np.float32(-np.inf), np.float32(0))
+            self._masks[window, keep] = found
+        return self._masks[window, keep]
 
     def flush(self, *others: mx.array) -> None:
         """Store the keys and values that `put` deferred, if any. Evaluate `others` with them."""
@@ -262,14 +281,17 @@ class PagedContext(_Placeholder):
         The pass.
     layer, window
         Which layer, and its attention window.
+    keep
+        Leading tokens that it reads beside the window.
     """
 
-    __slots__ = ("forward", "layer", "window")
+    __slots__ = ("forward", "keep", "layer", "window")
 
-    def __init__(self, forward: Forward, layer: int, window: int | None) -> None:
+    def __init__(self, forward: Forward, layer: int, window: int | None, keep: int = 0) -> None:
         self.forward = forward
         self.layer = layer
         self.window = window
+        self.keep = keep
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -329,8 +351,7 @@ class PagedContext(_Placeholder):
         else:
             _require_short(mask, num_columns)
         if not (window is self.window is sinks is soft_cap is None):
-            window = smaller_window(self.window, window)
-            options = _options(window, soft_cap, sinks)
+            options = self._options(window, soft_cap, sinks)
         columns = forward.columns
         q = queries.squeeze(2) if num_columns == 1 else queries.swapaxes(1, 2).flatten(0, 1)
         if columns is not None:
@@ -338,7 +359,7 @@ class PagedContext(_Placeholder):
         if forward.defers:
             forward.flush(q)
         eviction = forward.eviction
-        kind = None if eviction is None else eviction.policy.scores
+        kind = None if eviction is None else eviction.policy.kind
         if kind is None or eviction.observed is not None:
             out: Any = backend.attend(forward.step, self.layer, q, scale, options=options)
             if kind is not None:
@@ -352,10 +373,18 @@ class PagedContext(_Placeholder):
             out = padded
         return out[:, :, None] if num_columns == 1 else out.reshape(*shape, num_heads, -1).swapaxes(1, 2)
 
+    def _options(self, asked: int | None, soft_cap: float | None, sinks: mx.array | None) -> AttentionOptions:
+        """Return the options of the layer, for a model that asks for a window or for none."""
+        window = smaller_window(self.window, asked)
+        if not self.keep or window is None or window != self.window:
+            return _options(window, soft_cap, sinks)
+        options, hidden = _options(None, soft_cap, sinks), self.forward.mask(window, self.keep)
+        return options if hidden is None else AttentionOptions(None, soft_cap, options.sinks, mask=hidden)
+
     def _scores(self, q: mx.array, observed: Any, scale: float, options: AttentionOptions | None) -> mx.array:
         """Return the scores of some queries of the pass, ``[R, Hk, C]``: a second attention, one row per query."""
         forward = self.forward
-        chosen, kind = q[mx.array(observed.queries)], forward.eviction.policy.scores
+        chosen, kind = q[mx.array(observed.queries)], forward.eviction.policy.kind
         step = forward.observed_step()
         _, scores = forward.backend.attend(step, self.layer, chosen, scale, options=options, scores=kind)
         return scores
@@ -427,9 +456,9 @@ def _identity(size: int, dtype: mx.Dtype) -> mx.array:
     return identity
 
 
-def paged_latents(forward: Forward, layer: int, window: int | None) -> tuple[PagedLatents, RotaryKeys]:
+def paged_latents(forward: Forward, layer: int, window: int | None, keep: int = 0) -> tuple[PagedLatents, RotaryKeys]:
     """Return what stands for the latents and the rotary keys of a layer in a decode."""
-    latents = PagedLatents(forward, layer, window)
+    latents = PagedLatents(forward, layer, window, keep)
     return latents, RotaryKeys(latents)
 
 

@@ -16,9 +16,9 @@ One step:
 Where attention is a node of MLX's graph, all of 2 and 3 is one evaluation. Then the next step begins before the tokens
 of this one are read, if it needs only that they exist.
 
-The tokens do not depend on other requests, chunks, preemption or the prefix cache; these only change the time. With
-`eviction` this holds as long as no sequence exceeds its budget. Beyond it, the attention of a token depends on where
-chunks end.
+The tokens do not depend on other requests, chunks, preemption or the prefix cache; these only change the time. With an
+eviction policy this holds as long as no sequence exceeds its budget. Beyond it, the attention of a token depends on
+where chunks end.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from kvpool.adapters.mlx_lm.shapes import max_positions
 from kvpool.adapters.mlx_lm.states import Held, SlotStates, arrays_of
 from kvpool.adapters.mlx_lm.stored import StoredPrefixes, StoreFactory
 from kvpool.errors import OutOfBlocks, OutOfSequences, UnknownRequest
-from kvpool.eviction import Policy
+from kvpool.eviction import Policy, SlidingWindow
 from kvpool.metrics import Metric, counter
 from kvpool.scheduler import Decoding, Output, Step
 from kvpool.scheduler.drafts import Propose
@@ -164,8 +164,8 @@ class Engine:
         end tokens. None: tokens in, tokens out.
     max_running, max_step_tokens, prefill_chunk, scheduler options
         See `kvpool.Scheduler`.
-    eviction : kvpool.eviction.Policy, optional
-        Keeps the full layers of every sequence within a budget of tokens. See `install` and docs/scheduling.md.
+    eviction : kvpool.eviction.Policy or SlidingWindow, optional
+        Keeps the full layers of every sequence within a budget of tokens. See `install` and docs/eviction.md.
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
         See `install`.
     speculate : callable, optional
@@ -209,7 +209,7 @@ class Engine:
         backend: str | BackendFactory | None = None,
         kernels: bool | None = None,
         seed: int | None = None,
-        eviction: Policy | None = None,
+        eviction: Policy | SlidingWindow | None = None,
         kv_bits: int | None = None,
         k_bits: int | None = None,
         v_bits: int | None = None,
@@ -966,8 +966,7 @@ class RaggedForward:
         is_whole = np.array_equal(rows, np.arange(inputs.size))
         if len(rows) and not is_whole:
             # A policy with scores needs the last layer's attention of every row's last token, sampled or not.
-            wants_scores = self.eviction is not None and self.eviction.policy.scores is not None
-            splits = len(rows) < inputs.size and self.is_ragged and not wants_scores
+            splits = len(rows) < inputs.size and self.is_ragged and self.eviction is None
             last = partial(_LastLayer, turn, rows) if splits else None
             model, taken = _with_rows(model, mx.array(rows), last)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.passes import Passes
-from kvpool.eviction import Evictor, Policy, check_backend
+from kvpool.eviction import Evictor, Policy, SlidingWindow, check_backend
 
 
 def make_cache(model: Any, eviction: Policy | None = None, **quantization: int | None) -> list[Any]:
@@ -48,22 +48,16 @@ def check_policy(policy: Any, passes: Passes, route: str, call: str = "make_cach
     if policy is None:
         return None
     if not isinstance(policy, Policy):
-        raise TypeError(f"[{call}] eviction must be a policy of kvpool.eviction, not {type(policy).__name__}")
+        hint = ": a window belongs to the pool, give it to install" if isinstance(policy, SlidingWindow) else ""
+        raise TypeError(f"[{call}] eviction must be a kvpool.eviction.Policy, not {type(policy).__name__}{hint}")
     layout = passes.layout
     backend = passes.backends[layout.evicting(call, policy).storage]
     check_backend(policy, backend.capabilities, backend.spec.block_size)
-    if policy.scores is not None and (layout.held or layout.is_apart):
-        raise ValueError(
-            f"[{call}] {type(policy).__name__} needs scores of all rows in one pass, rows of this model run apart: "
-            "SlidingWindow needs none"
-        )
-    if policy.scores is not None and layout.has_latents:
-        raise ValueError(
-            f"[{call}] {type(policy).__name__} needs scores of all passes, chunks of this model's latent attention "
-            "give none: SlidingWindow needs none"
-        )
-    if policy.scores is not None and not passes.sites:
-        raise ValueError(f"[{call}] {type(policy).__name__} needs scores, and this model's route is {route}")
+    why = f"and this model's route is {route}" if not passes.sites else ""
+    why = "chunks of this model's latent attention give none" if layout.has_latents else why
+    why = "rows of this model run apart" if layout.held or layout.is_apart else why
+    if why:
+        raise ValueError(f"[{call}] {type(policy).__name__} needs scores, {why}; SlidingWindow needs none")
     return policy
 
 

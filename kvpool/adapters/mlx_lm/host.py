@@ -24,12 +24,12 @@ from kvpool.adapters.mlx_lm.eviction import check_policy
 from kvpool.adapters.mlx_lm.layout import Layout, layout_of
 from kvpool.adapters.mlx_lm.passes import NOT_OPENED, TRIM, Known, Passes, site_of
 from kvpool.adapters.mlx_lm.server_hook import server_sites
-from kvpool.adapters.mlx_lm.shapes import ModelShape, build, inspect_model, leaves_of, require_bits
+from kvpool.adapters.mlx_lm.shapes import COUNTS_CONTEXT, ModelShape, build, inspect_model, leaves_of, require_bits
 from kvpool.adapters.mlx_lm.states import arrays_in
 from kvpool.adapters.mlx_lm.stored import StoredPrefixes, StoreFactory
 from kvpool.adapters.releases import warn_if_untested
 from kvpool.errors import StaleHandle
-from kvpool.eviction import Policy
+from kvpool.eviction import Policy, SlidingWindow
 from kvpool.group_storage import BlockRows, GroupStorage
 from kvpool.groups import Group
 from kvpool.protocol import KVBackend
@@ -102,7 +102,7 @@ def install(
     fused: bool | None = None,
     backend: str | BackendFactory | None = None,
     kernels: bool | None = None,
-    eviction: Policy | None = None,
+    eviction: Policy | SlidingWindow | None = None,
     store: BlockStore | StoreFactory | None = None,
     **quantization: int | None,
 ) -> PagedKV:
@@ -124,8 +124,8 @@ def install(
         A backend other than MLX's own: a name for `load_backend`, or ``factory(spec, num_blocks)``, for any arrays.
     kernels : bool, optional
         See `kvpool_backends.mlx.MLXBackend`. By default they are used.
-    eviction : kvpool.eviction.Policy, optional
-        Evict tokens of the full layers, which must have one shape. `PagedKV.make_cache` can override it for one cache.
+    eviction : kvpool.eviction.Policy or SlidingWindow, optional
+        Evict tokens of the full layers, see `PagedKV.make_cache`. Or give these layers a window, for all caches.
     store : BlockStore or callable, optional
         Where prefixes outlive the pool, or what makes that of a `Layout`: docs/store.md, "Engines".
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
@@ -150,13 +150,24 @@ def install(
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
     storage = partial(make_storage, backend=backend, kernels=kernels)
     size = block_size if pool is None else pool.block_size
-    layout = _layout(inspect_model(model), size, pool, prefix_cache, eviction, storage, quantization)
+    layout = _layout(_shape(model, eviction), size, pool, prefix_cache, eviction, storage, quantization)
+    policy = None if isinstance(eviction, SlidingWindow) else eviction
     if num_blocks is not None:
-        options = (prefix_cache and layout.can_restore, eviction is not None)
-        pool = layout.make_pool(num_blocks, block_size, max_seqs, *options)
+        caches = prefix_cache and layout.can_restore
+        pool = layout.make_pool(num_blocks, block_size, max_seqs, caches, evicts=policy is not None)
     paged = partial(_paged, model, layout, storage)
-    sites, why = _choose_route(paged, model, layout, fused, getattr(eviction, "scores", None))
-    return paged(pool, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=eviction, kept_in=store)
+    sites, why = _choose_route(paged, model, layout, fused, getattr(policy, "kind", None))
+    return paged(pool, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=policy, kept_in=store)
+
+
+def _shape(model: Any, eviction: Any) -> ModelShape:
+    """Return what the caches of a model are, its full layers under a window if it is to have one."""
+    shape = inspect_model(model)
+    if not isinstance(eviction, SlidingWindow):
+        return shape
+    if type(model).__module__ in COUNTS_CONTEXT:
+        raise ValueError("[install] this model takes positions from the length of its context: leave eviction out")
+    return shape.sliding(eviction)
 
 
 def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: Any, **kept: Any) -> PagedKV:
@@ -201,7 +212,7 @@ def _layout(
     quantization: dict[str, int | None],
 ) -> Layout:
     """Return how the caches of a model are held: in one full group where a given pool has no other."""
-    keeps_all = pool is not None and pool.options.groups == (Group.full(),)
+    keeps_all = pool is not None and pool.options.groups == (Group.full(),) and not isinstance(eviction, SlidingWindow)
     layout = layout_on(storage, model, block_size, keeps_all, **quantization)
     if isinstance(eviction, Policy):
         layout.evicting("install", eviction)
@@ -271,6 +282,10 @@ def _choose_route(
         trial = paged(small, sites=sites)
         if not all(backend.capabilities.paged for backend in trial.backends):
             why = "the backend runs without kernels"
+        elif any(leaf.keep for leaf in layout.leaves) and not all(
+            "mask" in backend.capabilities.features for backend in trial.backends
+        ):
+            why = "the backend takes no mask"
         elif layout.has_latents and not all(backend.capabilities.latent for backend in trial.backends):
             why = "the backend does not attend to latents"
         elif why := reason_to_gather(trial):
@@ -469,8 +484,9 @@ class PagedKV:
 
         It is for ``prompt_cache=``, ``insert(caches=[...])`` and so on.
 
-        `eviction` is the policy of this cache. By default it is that of `install`. All blocks have the same format, so
-        bits (`kv_bits` and so on) other than those of `install` raise ValueError.
+        `eviction` is the policy of this cache. By default it is that of `install`. A `SlidingWindow` is none: it is a
+        layer group of the pool, so `install` takes it for all caches. All blocks have the same format, so bits
+        (`kv_bits` and so on) other than those of `install` raise ValueError.
         """
         for backend in self.backends:
             require_bits(backend.spec, **quantization)

@@ -19,7 +19,7 @@ LOOKAHEAD = 16  # tokens that speculative decoding may take back, where windows 
 MOST_ENTRIES = 2**27  # of the tables of all sequences, unless a sequence holds little of a long text
 MOST_CHECKPOINTS = 256  # of a model with states only, which has one block for each
 
-_Members = dict[tuple[Shape, str, int], list[int]]  # shape, kind and size of a group, and its layers
+_Members = dict[tuple[Shape, str, int, int], list[int]]  # shape, kind, size and keep of a group, and its layers
 
 
 class Place(NamedTuple):
@@ -219,8 +219,8 @@ def layout_of(
     """
     members = _members(model.leaves)
     if keeps_all and model.is_uniform:
-        ((shape, _, _), *_) = members
-        members = {(shape, "full", 0): list(range(len(model.leaves)))}
+        ((shape, *_), *_) = members
+        members = {(shape, "full", 0, 0): list(range(len(model.leaves)))}
     return _grouped(model, members, is_shared, lambda shape: with_bits(shape.spec(1, block_size), **quantization))
 
 
@@ -231,11 +231,11 @@ def _grouped(model: ModelShape, members: _Members, is_shared: bool, spec_of: Cal
         leaves = tuple(Leaf("opaque", leaf.name) if i in rest else leaf for i, leaf in enumerate(model.leaves))
         model = replace(model, leaves=leaves)
         members = _members(leaves)
-    needs = [(spec_of(shape), len(layers)) for (shape, _, _), layers in members.items()]
+    needs = [(spec_of(shape), len(layers)) for (shape, *_), layers in members.items()]
     kinds: dict[tuple[Shape, int], int] = {}  # shape and arrays of a storage, and its arena
     groups: list[Group] = []
     places: list[Place | None] = [None] * len(model.leaves)
-    for number, (((shape, kind, size), layers), held) in enumerate(
+    for number, (((shape, kind, size, keep), layers), held) in enumerate(
         zip(members.items(), arranged(needs, is_shared), strict=True)
     ):
         kinds.setdefault((shape, held.width), held.arena)
@@ -243,7 +243,7 @@ def _grouped(model: ModelShape, members: _Members, is_shared: bool, spec_of: Cal
         for i, leaf in enumerate(layers):
             column, array = divmod(i, held.width)
             places[leaf] = Place(number, column, storage, array)
-        groups.append(Group(kind, size, columns=held.columns, arena=held.arena))
+        groups.append(Group(kind, size, keep, columns=held.columns, arena=held.arena))
     if any(leaf.shape is None for leaf in model.leaves):
         groups.append(Group.state(1))
     specs = tuple(replace(spec_of(shape), num_layers=width) for shape, width in kinds)
@@ -262,7 +262,7 @@ def _members(leaves: Sequence[Leaf]) -> _Members:
     members: _Members = {}
     for i, leaf in enumerate(leaves):
         if leaf.shape is not None:
-            members.setdefault((leaf.shape, leaf.kind, leaf.size), []).append(i)
+            members.setdefault((leaf.shape, leaf.kind, leaf.size, leaf.keep or 0), []).append(i)
     return members
 
 
@@ -273,4 +273,5 @@ def _key(group: Group) -> tuple[Any, ...]:
 
 
 def _text(groups: Sequence[Group]) -> str:
-    return ", ".join(f"{g.kind}({g.size or ''}) x {g.columns} in arena {g.arena}" for g in groups)
+    kinds = [f"{g.kind}({g.size or ''}{f', keep={g.keep}' if g.keep else ''})" for g in groups]
+    return ", ".join(f"{kind} x {g.columns} in arena {g.arena}" for kind, g in zip(kinds, groups, strict=True))

@@ -30,7 +30,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache
 
-from kvpool.adapters.mlx_lm.attention import Forward, PagedContext, PagedMask, Site, paged_latents
+from kvpool.adapters.mlx_lm.attention import Forward, PagedContext, PagedMask, Site, paged_latents, smaller_window
 from kvpool.adapters.mlx_lm.layout import Layout
 from kvpool.adapters.mlx_lm.masks import causal_mask
 from kvpool.adapters.mlx_lm.shapes import build, leaves_of
@@ -472,10 +472,8 @@ class Part:
         return before.offsets[rows], after.offsets[rows]
 
     def held(self, group: int) -> np.ndarray:
-        """Return how many tokens of each row the group shows before the pass: without those in front of `starts`."""
-        turn = self.turn
-        kv_lens = np.asarray(turn.plan.groups[group].kv_lens, np.int64)
-        return (kv_lens - turn.starts[group])[self.rows] - self.new
+        """Return how many tokens of each row the group shows before the pass: those that it has not let go."""
+        return np.asarray(self.turn.arrays(group, 0).seq_lens, np.int64)[self.rows] - self.new
 
     def forward(self, storage: int, group: int, column: int) -> Forward:
         """Return the forward pass of one column of a group."""
@@ -528,6 +526,7 @@ class LayerCache:
         self._place = place
         self._leaf = layout.leaves[leaf]
         self._window = part.turn.passes.windows[leaf]
+        self._shown = place.array, self._window, self._leaf.keep or 0
         self._forward: Forward | None = None
         self.offset = part.offsets[0]
         self.keys: Any = None
@@ -550,12 +549,16 @@ class LayerCache:
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | PagedMask | None:
         """Return the mask of the next `N` columns, for the keys that the pool holds."""
-        part, window, shape = self.part, self._window, self._leaf.shape
+        part, window, shape, keep = self.part, self._window, self._leaf.shape, 0
+        if self._leaf.keep is not None:  # a narrower window of the model hides the kept tokens, too
+            keep = self._leaf.keep if smaller_window(window, window_size) == window else 0
+            window_size = smaller_window(window, window_size)
         if part.is_fused and shape is not None and not shape.latent:
             return PagedMask(window_size, window)
         if part.is_fused and shape is not None and N == 1:
             return None  # the model adds the scores of rotary parts
-        return causal_mask(part.held(self._place.group), part.new, N, window_size, return_array, held=window)
+        held = part.held(self._place.group)
+        return causal_mask(held, part.new, N, window_size, return_array, held=window, keep=keep)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Store this layer's K ``[R, Hk, N, D]`` and V, return the contexts that the pool holds.
@@ -590,9 +593,9 @@ class LayerCache:
         if not part.is_fused or (shape.latent and columns > 1):
             self.keys, self.values = self._gathered(self._forward)
         elif shape.latent:
-            self.keys, self.values = paged_latents(self._forward, self._place.array, self._window)
+            self.keys, self.values = paged_latents(self._forward, *self._shown)
         else:
-            self.keys = self.values = PagedContext(self._forward, self._place.array, self._window)
+            self.keys = self.values = PagedContext(self._forward, *self._shown)
         return self.keys, self.values
 
     def keys_and_values(self) -> tuple[Any, Any]:

@@ -15,6 +15,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache,
 
 from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.config import KVSpec
+from kvpool.eviction import SlidingWindow
 
 ATTENTION = {KVCache: ("full", ""), RotatingKVCache: ("window", "max_size"), ChunkedKVCache: ("chunk", "chunk_size")}
 """Classes of mlx-lm whose keys and values a pool holds: kind of layer group, and the attribute with its size."""
@@ -24,6 +25,10 @@ LATENT_PROJECTIONS = ("MultiLinear", "QuantizedMultiLinear")
 
 APART = ("mlx_lm.models.afm7", "mlx_lm.models.gpt_bigcode", "mlx_lm.models.minimax_m3_vl")
 """Models that count columns of the batch where they mean positions of a row: their rows must run one by one."""
+
+
+COUNTS_CONTEXT = ("mlx_lm.models.afm7",)
+"""Models that take positions from the length of a context: no token of it may leave."""
 
 
 class Shape(NamedTuple):
@@ -69,6 +74,8 @@ class Leaf(NamedTuple):
         Of keys and values.
     arrays : tuple
         A `StateShape` for each array of the state, None for one that stays empty.
+    keep : int, optional
+        Leading tokens that are read beside a window that is not the model's own, see `ModelShape.sliding`.
     """
 
     kind: str
@@ -76,6 +83,7 @@ class Leaf(NamedTuple):
     size: int = 0
     shape: Shape | None = None
     arrays: tuple[StateShape | None, ...] = ()
+    keep: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -119,6 +127,25 @@ class ModelShape:
         kinds = {leaf.kind for leaf in self.leaves}
         is_flat = all(isinstance(node, int) for node in self.tree)
         return is_flat and kinds <= {"full", "window"} and len({leaf.shape for leaf in self.leaves}) == 1
+
+    def sliding(self, window: SlidingWindow) -> ModelShape:
+        """Return the caches of the model where layers that read every token read a window.
+
+        Raises
+        ------
+        ValueError
+            No layer reads every token.
+        """
+        if all(leaf.kind != "full" for leaf in self.leaves):
+            raise ValueError(
+                f"[install] SlidingWindow is for full attention, this model has no layer that keeps every token: leave "
+                f"eviction out ({self.describe()})"
+            )
+        kind, size, keep = "window", window.window, window.sink
+        leaves = (
+            leaf._replace(kind=kind, size=size, keep=keep) if leaf.kind == "full" else leaf for leaf in self.leaves
+        )
+        return replace(self, leaves=tuple(leaves))
 
     def describe(self) -> str:
         """Return the kinds of layers, in words."""
