@@ -165,7 +165,7 @@ cdef int judge(Argument* a, Spare* spare, str call) except -1:
             raise ValueError(f"[{call}] {name} is negative ({a.size})")
         a.ints.size = a.size
     elif a.kind == NAMESPACE and (a.size < 0 or (a.size > 0 and a.data == NULL)):
-        raise ValueError(f"[{call}] {name} of {a.size} bytes is no name")
+        raise ValueError(f"[{call}] {name} of {a.size} bytes is not a name")
     elif a.kind == STATS_SIZE and not <int64_t>sizeof(kvpool_stats) <= a.size <= 4096:
         raise ValueError(f"[{call}] size is {a.size}, this kvpool's kvpool_stats has {sizeof(kvpool_stats)} bytes")
     return 0
@@ -221,7 +221,7 @@ cdef int convert(void* object, void** result, str call, str name, type kind) noe
         refuse_null(object, call, "object")
         refuse_null(result, call, name)
         if type(<object>object) is not kind and (kind is Plan or not isinstance(<object>object, kind)):
-            raise TypeError(f"[{call}] this is no kvpool.{kind.__name__} but {type(<object>object).__name__}")
+            raise TypeError(f"[{call}] this is not a kvpool.{kind.__name__} but {type(<object>object).__name__}")
         result[0] = object
     except BaseException as error:
         status = failed(error)

@@ -77,7 +77,8 @@ def on_the_wire(events: Iterable[tuple[Any, ...]], medium: str) -> list[msgspec.
                 if last.extra_keys is not None:
                     last.extra_keys.append(extra)
             else:
-                keys, spec = [extra] if extra else None, KINDS[kind]
+                keys: list[Any] | None = [extra] if extra else None
+                spec = KINDS[kind]
                 told.append(
                     BlockStored([key], parent, [*tokens], block_size, None, medium, None, keys, group, spec, window)
                 )

@@ -723,7 +723,7 @@ cdef class BlockAPI:
         self.run(ids, "uncache", OP_UNCACHE, keep_place)
 
     def drain_evicted(self):
-        """Ids of cached blocks whose content was given up since the last call, oldest first; int32 ``(n,)``.
+        """Ids of cached blocks whose content was evicted since the last call, oldest first; int32 ``(n,)``.
 
         An engine's index must forget these before it marks them again.
         """
@@ -798,7 +798,7 @@ cdef class BlockAPI:
         return self.each(ids, "refcounts", False)
 
     def is_cached(self, ids):
-        """Whether `mark_cached` named each block, and its content was not given up since; bool ``(ids,)``.
+        """Whether `mark_cached` named each block, and its content was not evicted since; bool ``(ids,)``.
 
         Raises
         ------

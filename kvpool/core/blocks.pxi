@@ -243,7 +243,7 @@ cdef void blocks_unref_many(Blocks* b, const int32_t* ids, int32_t n) noexcept n
 
 
 cdef void blocks_hold(Blocks* b, int32_t i, int32_t tokens) noexcept nogil:
-    """A table entry gave up block i, but the plan that replaced it still reads `tokens` tokens of it."""
+    """A table entry let go of block i, but the plan that replaced it still reads `tokens` tokens of it."""
     cdef Block* block = &b.block[i]
     block.refcount -= 1
     b.num_shared -= block.refcount == 1

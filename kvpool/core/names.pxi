@@ -71,12 +71,9 @@ cdef int names_grow(Names* names, uint32_t room) noexcept nogil:
         names[0] = old
         return NO_MEMORY
     names.mask = 2 * room - 1
-    for at in range(old.size + old.num_free):
+    for at in range(old.size):              # no slot is free: it grows because all are in use
         names.slot[at] = old.slot[at]
-        if old.slot[at] != NULL:
-            put_name(names, old.slot[at])
-    if old.num_free:
-        memcpy(names.free_slot, old.free_slot, old.num_free * sizeof(int32_t))
+        put_name(names, old.slot[at])
     xfree(old.by_bytes)
     xfree(old.slot)
     xfree(old.free_slot)

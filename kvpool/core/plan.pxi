@@ -65,8 +65,6 @@ cdef tuple new_array(object shape, object dtype, bint writable):
     cdef object size = np.dtype(dtype).itemsize
     for length in shape:
         size *= length
-    if size > INT64_MAX:
-        raise MemoryError(f"[Plan] no memory for an array of {size} bytes")
     memory = _Memory(size, writable)
     return np.ndarray(shape, dtype, memory), memory
 
@@ -480,7 +478,7 @@ cdef class Plan:
             owners = self.groups_with(name)
             if name in COMMON or len(self.group_plans) == 1:
                 if not owners:
-                    raise ValueError(f"[{call}] {name} is no array of a group of states")
+                    raise ValueError(f"[{call}] {name} is not an array of a group of states")
                 given = [given]
             elif not isinstance(given, (list, tuple)) or len(given) != len(self.group_plans):
                 raise TypeError(f"[{call}] {name} must be a sequence of {len(self.group_plans)} arrays, one for each "

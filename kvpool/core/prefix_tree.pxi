@@ -939,10 +939,6 @@ cdef bint tree_check(const Groups* gs, int32_t* seen, char* finding) noexcept no
         if check_kept(gs, k, finding):
             return True
     for slot in range(gs.seqs.max_seqs):
-        if gs.seqs.life[slot].life == OPEN and gs.seqs.prefix[slot].name != NULL and not (
-                0 <= gs.seqs.prefix[slot].published <= gs.seqs.prefix[slot].committed // t.block_size):
-            return snprintf(finding, FINDING, b"sequence in slot %d has published %lld blocks of %lld tokens", slot,
-                            <long long>gs.seqs.prefix[slot].published, <long long>gs.seqs.prefix[slot].committed) > 0
         if row_waits(gs, slot) and not t.has_waiting:
             return snprintf(finding, FINDING, b"sequence in slot %d waits to publish, and no plan will see it",
                             slot) > 0

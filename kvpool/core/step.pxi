@@ -12,7 +12,7 @@ with a hold on the old block. An `Event` is a row that did more than put one tok
 Why it is so:
 
 - Two passes. The check moves reference counts, holds and floors as if the rows had been served in
-  order, because what a row may write depends on what the rows before it gave up. It takes nothing.
+  order, because what a row may write depends on what the rows before it let go of. It takes nothing.
   So a refusal undoes the log, and the commit cannot fail.
 - The log of the check is the log of the rollback. `old_floor` undoes a check, which ends in reverse
   order at once. A step ends when others are pending, and the maximum of several copies cannot be

@@ -22,7 +22,7 @@ cdef enum:                      # what a C function reports: OK, NO_MEMORY, RETR
     REFERENCE_LIMIT
     NO_RAW_REFERENCE
     STILL_SHARED
-    NOT_DRAINED                 # its content was given up, drain_evicted has not told so
+    NOT_DRAINED                 # its content was evicted, drain_evicted has not told so
     INDEXED                     # a block-level call in a pool whose prefix cache looks after committed blocks
     NOT_INDEXED
     BAD_SHAPE

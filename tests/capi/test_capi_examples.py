@@ -139,7 +139,7 @@ def test_objects_that_are_no_pool_are_refused(decode_in, kind):
     pool, plan, handles = new()
     before = pool.fingerprint()
     for objects in ((plan, pool), (object(), plan), (pool, None)):
-        with pytest.raises(TypeError, match="this is no kvpool"):
+        with pytest.raises(TypeError, match="this is not a kvpool"):
             decode_in(kind)(*objects, handles, 1)
     with pytest.raises(ValueError, match="belongs to another pool"):
         decode_in(kind)(pool, new()[1], handles, 1)
