@@ -1,6 +1,7 @@
 """The core: one extension module, whose parts stand in `core`, each behind those that it uses.
 
-A part says in its ``.pxd`` what others see of it, here and in `kvpool.capi`; `docs/development.md` says what the parts are.
+A part says in its ``.pxd`` what others see of it, here and in `kvpool.capi`. `docs/development.md` says what the parts
+are.
 """
 cimport cython
 from cpython.buffer cimport (

@@ -470,7 +470,7 @@ class GroupStorage:
 
     def _slots(self, call: str, group: int) -> StateSlots:
         if group not in self.states:
-            raise ValueError(f"[{call}] group {group} is no state group, those are {sorted(self.states)}")
+            raise ValueError(f"[{call}] group {group} is not a state group, those are {sorted(self.states)}")
         return self.states[group]
 
     def _checkpoints(self, name: str, groups: Sequence[Any]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:

@@ -2,8 +2,8 @@
 
 An integer is whatever `operator.index` takes, except a bool. A batch is a list or tuple of such integers, or a
 1-D, C-contiguous, aligned buffer of native int32 / int64. A batch is copied at once: what a call judges and what it
-then works on is the same memory, which nobody else can write to. Everything that is not such an integer is refused here,
-before a call takes the lock of its pool.
+then works on is the same memory, which nobody else can write to. Everything that is not such an integer is refused
+here, before a call takes the lock of its pool.
 """
 
 cdef extern from *:

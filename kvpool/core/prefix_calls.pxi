@@ -472,7 +472,7 @@ cdef class PrefixCache:
         Raises
         ------
         ValueError
-            `group` is no state group of this pool.
+            `group` is not a state group of this pool.
         """
         cdef int64_t wanted = get_handle(handle, "bundle")
         cdef int64_t number = to_int(group, "bundle", "group", INT64_MIN, INT64_MAX)

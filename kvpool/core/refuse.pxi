@@ -33,7 +33,7 @@ cdef dict TEXTS = {             # what `refuse` raises: the values are named lik
     CANNOT_LOAD: (ValueError, "load is True, but no prefix of this pool can be found: it needs prefix_cache=True, and "
                               "blocks for every state group"),
     UNEVEN_LOAD: (ValueError, "{value} tokens are to be loaded, a hit in this pool has a multiple of {high}"),
-    NO_STATE_GROUP: (ValueError, "group {value} is no state group of this pool"),
+    NO_STATE_GROUP: (ValueError, "group {value} is not a state group of this pool"),
     NO_CHECKPOINTS: (OutOfSequences, "there is room for {high} checkpoints, and running sequences use them all"),
     NEGATIVE_NEW: (ValueError, "num_new[{row}] is negative ({value})"),
     SEQ_TOO_LONG: (CapacityExceeded, "row {row} would hold {value} tokens, the limit is {high}"),

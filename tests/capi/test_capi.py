@@ -129,8 +129,8 @@ def test_objects_of_python_become_pointers():
     out = ctypes.c_void_p()
     assert call("pool_from", pool, out) == 0 and out.value == id(pool)
     assert call("plan_from", plan, out) == 0 and out.value == id(plan)
-    assert call("pool_from", plan, out) == C["KVPOOL_TYPE_ERROR"] and "no kvpool.Pool but Plan" in message()
-    assert call("plan_from", pool, out) == C["KVPOOL_TYPE_ERROR"] and "no kvpool.Plan but Pool" in message()
+    assert call("pool_from", plan, out) == C["KVPOOL_TYPE_ERROR"] and "not a kvpool.Pool but Plan" in message()
+    assert call("plan_from", pool, out) == C["KVPOOL_TYPE_ERROR"] and "not a kvpool.Plan but Pool" in message()
     assert call("pool_from", None, out) == C["KVPOOL_VALUE_ERROR"]
     assert out.value == id(plan)
 

@@ -75,7 +75,7 @@ def test_model_of_a_folder_answers_with_stock_tokens(capsys, arch, tmp_path):
 def test_drafts_for_a_model_with_states_are_refused(capsys, tmp_path):
     tiny_families.save(tmp_path, "qwen3_5")
     assert generate("--model", str(tmp_path), "--prompt", "x", "--speculate", "4") == 2
-    assert f"--model {tmp_path}: speculate: the pool has a state group" in capsys.readouterr().err
+    assert f"--model {tmp_path}: --speculate: the pool has a state group" in capsys.readouterr().err
 
 
 def test_prompt_that_is_no_text_is_refused(capsys):

@@ -66,7 +66,7 @@ def test_gathered_tokens_of_models_with_two_masks_equal_stock_in_a_batch_and_alo
 
 def test_canary_a_window_that_is_forgotten_is_detected(monkeypatch):
     mask = masks._mask
-    monkeypatch.setattr(masks, "_mask", lambda *sizes: mask(*sizes[:-1], None))
+    monkeypatch.setattr(masks, "_mask", lambda *sizes: mask(*sizes[:-2], None, 0))
     assert not equals_stock(FAMILIES["llama, two masks"](), fused=False)
 
 
