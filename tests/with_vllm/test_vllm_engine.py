@@ -4,20 +4,35 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import tomllib
 from pathlib import Path
 
 import pytest
 from engine import CASES
 
+pytestmark = pytest.mark.timeout(3600)  # an engine starts in seconds, on a machine with nothing else to do
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def installed(folder):
+    """What an installation of kvpool tells vLLM: the entry points of pyproject.toml."""
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    about = folder / "kvpool-0.dist-info"
+    about.mkdir(exist_ok=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: kvpool\nVersion: 0\n")
+    lines = [f"{name} = {value}" for name, value in points.items()]
+    (about / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines]))
+    return os.pathsep.join([str(ROOT), str(folder)])
 
 
 def run(*arguments, **environment):
     """{case: what the engine did} of a process."""
-    ended = subprocess.run(
-        [sys.executable, str(HERE / "engine.py"), *arguments], env={**os.environ, **environment}, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        told = {**os.environ, "PYTHONPATH": installed(Path(folder)), **environment}
+        program = [sys.executable, str(HERE / "engine.py"), *arguments]
+        ended = subprocess.run(program, env=told, capture_output=True, text=True, check=False)
     found = [line.removeprefix("RESULT ") for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
     assert ended.returncode == 0 and found, ended.stdout[-3000:] + ended.stderr[-3000:]
     return dict(map(json.loads, found))

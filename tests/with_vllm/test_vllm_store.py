@@ -15,6 +15,7 @@ from test_vllm_engine import HERE, run
 from kvpool.adapters.vllm.connector import KVPoolConnector
 from kvpool.store import MemoryStore
 
+pytestmark = pytest.mark.timeout(3600)  # an engine starts in seconds, on a machine with nothing else to do
 CASE = "chunked"
 SMALL = {"num_gpu_blocks_override": 200, "max_num_batched_tokens": 512}
 

@@ -13,6 +13,7 @@ import pytest
 
 SOURCE = os.environ.get("KVPOOL_VLLM_SOURCE")
 SUITES = ["test_prefix_caching.py", "test_single_type_kv_cache_manager.py", "prefix_cache", "test_kv_cache_metrics.py"]
+pytestmark = pytest.mark.timeout(3600)  # an engine starts in seconds, on a machine with nothing else to do
 HERE = Path(__file__).parent
 
 
