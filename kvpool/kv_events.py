@@ -133,7 +133,8 @@ class EventPublisher:
             self._asked = self._bound(zmq.ROUTER, replay) if replay is not None else None
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise OSError(error.errno, f"[EventPublisher] {endpoint} or {replay} cannot be bound: {error}") from error
+            places = " or ".join(filter(None, (endpoint, replay)))
+            raise OSError(f"[EventPublisher] {places} cannot be bound: {error.strerror}") from error
         self.endpoint = self._address(self._out)
         self.replay = self._address(self._asked) if self._asked is not None else None
         self._inbox = self._bound(zmq.PULL, "inproc://batches")

@@ -83,6 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="another name that the Host header may have; repeatable",
     )
+    parser.add_argument(
+        "--events", metavar="URL", help="publish events of the prefix cache there, as vLLM does: tcp://127.0.0.1:5557"
+    )
+    parser.add_argument("--events-replay", metavar="URL", help="where readers of --events ask for what they missed")
     add_draft_arguments(parser)
     add_cache_arguments(parser)
     add_store_arguments(parser)
@@ -116,6 +120,7 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(args.name or args.model, hosts, keys, weights, most, connections)
     if args.log_level not in log.LEVELS:
         raise CommandError(f"--log-level {args.log_level}: not one of {', '.join(log.LEVELS)}")
+    options["on_events"] = publish_of(args)
     tiny_model(args)
     if args.model != "tiny":
         try:
@@ -173,6 +178,22 @@ def read_keys(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, float
         if weights.setdefault(name, share) != share:
             raise CommandError(f"{source}: {name} has two weights, {weights[name]:g} and {share:g}")
     return keys, weights
+
+
+def publish_of(args: argparse.Namespace) -> Any:
+    """Return what publishes events. Its addresses are bound before the model is loaded."""
+    if args.events is None:
+        if args.events_replay is not None:
+            raise CommandError("--events-replay: needs --events")
+        return None
+    try:
+        from kvpool.kv_events import EventPublisher
+    except ImportError as exc:
+        raise CommandError(f"--events needs ZMQ and msgspec ({exc}): {install_command('events')}") from None
+    try:
+        return EventPublisher(args.events, replay=args.events_replay).publish
+    except OSError as exc:
+        raise CommandError(f"--events: {str(exc).removeprefix('[EventPublisher] ')}") from None
 
 
 def engine_options(args: argparse.Namespace, block_size: int) -> dict[str, Any]:

@@ -136,6 +136,8 @@ def test_second_interrupt_ends_the_process_at_once():
         (["--model", "tiny", "--host", "0.0.0.0"], "--api-key, --api-keys or the variable KVPOOL_API_KEY"),
         (["--model", "tiny", "--api-key", ""], "--api-key: a key must be ASCII, and not empty"),
         (["--model", "tiny", "--memory", "lots"], "--memory lots: 'lots' is not a size"),
+        (["--model", "tiny", "--events-replay", "tcp://127.0.0.1:9"], "--events-replay: needs --events"),
+        (["--model", "tiny", "--events", "tcp:/x"], "--events: tcp:/x cannot be bound: Invalid argument"),
     ],
 )
 def test_nonsense_is_refused_in_one_line(capsys, arguments, message):

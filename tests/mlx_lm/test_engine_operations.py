@@ -483,3 +483,14 @@ def test_tenants_take_turns_and_priorities_order_their_own_requests(make):
     order = list(ended(engine))
     assert [number for tenant, number in order if tenant == "a"] == [3, 0, 1, 2]
     assert [tenant for tenant, _ in order[:5]].count("a") >= 3, "a has twice the weight of b"
+
+
+def test_events_tell_what_the_next_prompt_will_find(make):
+    told = []
+    engine = make(on_events=told.extend)
+    engine.generate(PROMPT, max_tokens=4)
+    stored = [event for event in told if event[0] == "stored"]
+    tokens = engine.tokenizer.encode(PROMPT)
+    assert [list(event[3]) for event in stored[: len(tokens) // BLOCK]] == [
+        tokens[at : at + BLOCK] for at in range(0, len(tokens) // BLOCK * BLOCK, BLOCK)
+    ]

@@ -1,15 +1,14 @@
-"""Events on the wire, read by vLLM's own structs over its own protocol: a reader's index is what the pool holds."""
+"""Events on the wire, read by vLLM's own structs: a reader's index is what the pool holds."""
 
 import random
 
 import msgspec
 import numpy as np
 import pytest
-import zmq
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 from kvpool import Group, Plan, Pool
-from kvpool.kv_events import END, EventPublisher, on_the_wire
+from kvpool.kv_events import on_the_wire
 from kvpool.store import prefix_keys
 
 BLOCK = 4
@@ -31,29 +30,6 @@ class Index:
             else:
                 assert isinstance(event, AllBlocksCleared)
                 self.known.clear()
-
-
-@pytest.fixture
-def wire():
-    """A publisher, and a subscriber that is connected."""
-    publisher = EventPublisher("tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*", topic="kv", keep=50)
-    context = zmq.Context()
-    reader = context.socket(zmq.SUB)
-    reader.setsockopt(zmq.RCVHWM, 0)
-    reader.subscribe(b"kv")
-    reader.connect(publisher.endpoint)
-    yield publisher, reader, context
-    publisher.close()
-    context.destroy(linger=0)
-
-
-def batches(reader, count=None, wait=10_000):
-    """The messages that arrive, in order."""
-    while count != 0 and reader.poll(wait):
-        topic, number, payload = reader.recv_multipart()
-        assert topic == b"kv"
-        yield int.from_bytes(number, "big"), payload
-        count = None if count is None else count - 1
 
 
 def reusable(index, tokens, namespace, window):
@@ -98,47 +74,3 @@ def test_index_of_a_reader_is_what_the_pool_holds(window, groups):
         events += len(found)
         index.read(msgspec.msgpack.encode((0.0, on_the_wire(found, "GPU"), None)))
     assert hits > 10_000
-
-
-def test_reader_gets_batches_in_order_and_replays_what_it_missed(wire):
-    publisher, reader, context = wire
-    removed = [("removed", bytes([k]) * 16, 0) for k in range(60)]
-    while not reader.poll(50):
-        publisher.publish([("cleared", None)])  # until the subscription has arrived
-    first = next(batches(reader))[0]
-    for event in removed:
-        publisher.publish([event])
-    got = []
-    for number, payload in batches(reader):
-        decoded = msgspec.msgpack.decode(payload, type=KVEventBatch).events
-        if isinstance(decoded[0], BlockRemoved):
-            got.append((number, decoded[0].block_hashes[0]))
-        if len(got) == 60:
-            break
-    assert [key for _, key in got] == [key for _, key, _ in removed]
-    assert [number for number, _ in got] == list(range(got[0][0], got[0][0] + 60)) and got[0][0] > first - 1
-
-    asker = context.socket(zmq.DEALER)
-    asker.connect(publisher.replay)
-    asker.send_multipart([b"", got[-10][0].to_bytes(8, "big")])
-    again = []
-    while True:
-        _, _, number, _ = asker.recv_multipart()
-        if number == END:
-            break
-        again.append(int.from_bytes(number, "big"))
-    assert again == [number for number, _ in got[-10:]]
-
-
-def test_address_in_use_is_refused_and_nothing_is_left_open(wire):
-    publisher, _, _ = wire
-    with pytest.raises(OSError, match=r"\[EventPublisher\] .* cannot be bound: Address already in use"):
-        EventPublisher("tcp://127.0.0.1:*", replay=publisher.endpoint)
-
-
-def test_publisher_that_is_closed_says_so(wire):
-    publisher, _, _ = wire
-    publisher.close()
-    publisher.close()
-    with pytest.raises(ValueError, match="closed"):
-        publisher.publish([("cleared", None)])

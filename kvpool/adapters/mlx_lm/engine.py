@@ -66,6 +66,7 @@ Row = tuple[Request, int, int, int, float, Top]
 """Request, sample, number of the token, token, logprob, likeliest tokens."""
 _user = attrgetter("user")
 _looks_back = attrgetter("user.looks_back")
+MOST_EVENTS = 1 << 16  # of the prefix cache between two steps
 _SAMPLING = tuple(field.name for field in fields(Sampling))
 
 
@@ -173,6 +174,8 @@ class Engine:
         keep those that are equal to the sampled tokens. The tokens are the same as without.
     seed : int, optional
         Seed of the generator that makes seeds for requests without one.
+    on_events : callable, optional
+        Gets the events of the prefix cache after each step, such as `kvpool.kv_events.EventPublisher.publish`.
 
     Notes
     -----
@@ -216,13 +219,14 @@ class Engine:
         quant_group_size: int | None = None,
         speculate: Propose | None = None,
         store: BlockStore | StoreFactory | None = None,
+        on_events: Callable[[list[Any]], object] | None = None,
         **scheduling: Any,
     ) -> None:
         if (num_blocks is None) == (pool is None):
             raise TypeError("[Engine] either num_blocks or pool is needed, and not both")
         how: dict[str, Any] = {"prefix_cache": prefix_cache, "fused": fused, "kernels": kernels}
         how |= {"backend": backend, "block_size": block_size, "max_seqs": 2 * max_running + 16, "eviction": eviction}
-        how |= {"store": store, "kv_bits": kv_bits}
+        how |= {"store": store, "kv_bits": kv_bits, "events": MOST_EVENTS if on_events is not None else 0}
         how |= {"k_bits": k_bits, "v_bits": v_bits, "quant_group_size": quant_group_size}
         self.kv = install(model, num_blocks, pool=pool, **how)
         self.tokenizer = _with_detokenizer(tokenizer)
@@ -237,6 +241,7 @@ class Engine:
         self._numbers = itertools.count()
         self._seeds = np.random.default_rng(seed)
         self.num_not_finite = 0
+        self._on_events = on_events if self.kv.prefix_cache else None
         self._start()
 
     def _start(self) -> None:
@@ -399,6 +404,8 @@ class Engine:
             self._rest()
         elif self._jobs:  # all are held
             self._deliver((), self.scheduler.expire())
+        if self._on_events is not None:
+            self._on_events(self.kv.pool.prefix.events())
         ended, self._ended = self._ended, []
         return ended
 

@@ -104,6 +104,7 @@ def install(
     kernels: bool | None = None,
     eviction: Policy | SlidingWindow | None = None,
     store: BlockStore | StoreFactory | None = None,
+    events: int = 0,
     **quantization: int | None,
 ) -> PagedKV:
     """Give a model of mlx-lm a paged KV cache, for the length of a ``with`` block.
@@ -128,6 +129,8 @@ def install(
         Evict tokens of the full layers, see `PagedKV.make_cache`. Or give these layers a window, for all caches.
     store : BlockStore or callable, optional
         Where prefixes outlive the pool, or what makes that of a `Layout`: docs/store.md, "Engines".
+    events : int, default 0
+        Events of the prefix cache that a new pool keeps for ``kv.pool.prefix.events()``.
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
         Store both, or one of them, in 8 or 4 bits: `shapes.with_bits`.
 
@@ -154,7 +157,7 @@ def install(
     policy = None if isinstance(eviction, SlidingWindow) else eviction
     if num_blocks is not None:
         caches = prefix_cache and layout.can_restore
-        pool = layout.make_pool(num_blocks, block_size, max_seqs, caches, evicts=policy is not None)
+        pool = layout.make_pool(num_blocks, block_size, max_seqs, caches, evicts=policy is not None, events=events)
     paged = partial(_paged, model, layout, storage)
     sites, why = _choose_route(paged, model, layout, fused, getattr(policy, "kind", None))
     return paged(pool, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=policy, kept_in=store)

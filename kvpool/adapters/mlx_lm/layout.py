@@ -147,7 +147,13 @@ class Layout:
         return sum(group.columns for group in self.groups if group.kind != "state" and group.arena == arena) or 1
 
     def make_pool(
-        self, num_blocks: int, block_size: int, max_seqs: int, prefix_cache: bool = False, evicts: bool = False
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_seqs: int,
+        prefix_cache: bool = False,
+        evicts: bool = False,
+        events: int = 0,
     ) -> Any:
         """Return a pool with room for `num_blocks` blocks of tokens in all layers, if nothing were let go.
 
@@ -176,6 +182,7 @@ class Layout:
             max_seqs=max_seqs,
             max_blocks_per_seq=longest,
             prefix_cache=prefix_cache,
+            events=events if prefix_cache else 0,
             lookahead=min([LOOKAHEAD, *(size - 1 for size in bounded)]) if bounded else 0,
             groups=groups,
         )
