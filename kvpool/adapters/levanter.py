@@ -7,7 +7,7 @@ the pool says where their KV goes, and Levanter's ``model.decode`` computes them
     result = engine.generate(requests)  # any number of them: they are admitted while others run
     engine.model = trained  # forgets the prefixes that are cached, keeps the pages
 
-- A sequence that ends gives its pages back before the next step is planned. No call resets anything.
+- A sequence that ends gives its pages back before the next step is planned. No call zeroes pages.
 - Samples of a prompt are forks. They share its full pages, and copy the last one when they write to it.
 - Where pages are short, requests wait, and the last one is preempted. Only a sequence that does not fit alone is an
   error, before anything runs.
@@ -16,10 +16,12 @@ the pool says where their KV goes, and Levanter's ``model.decode`` computes them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,6 +30,7 @@ from numpy.typing import NDArray
 from kvpool import Output, Pool, Scheduler, Step
 from kvpool import Request as PoolRequest
 from kvpool.adapters.releases import importing, require
+from kvpool.errors import UnknownRequest
 
 RELEASES = ("0.2.20", "0.2.21")  # of marin-levanter: the one that the tests run, and the first that they do not
 RELEASE = version("marin-levanter")
@@ -43,17 +46,9 @@ with importing("marin-levanter", RELEASE, ">= {}, < {}".format(*RELEASES)):
         score_token_sequence_logprobs,
     )
     from levanter.inference.page_table import PageBatchInfo, PageTableSpec
-    from levanter.inference.utils import is_valid
+    from levanter.inference.utils import INVALID
     from levanter.layers.sampler import Sampler
 FORMATS = ("block_tables", "seq_lens", "slot_mapping", "cu_q_lens", "positions", "slot_ids")
-
-
-class Sampling(NamedTuple):
-    """What the sampler takes for a request."""
-
-    temperature: float
-    top_p: float
-    key: NDArray[np.uint32]
 
 
 class Engine:
@@ -66,9 +61,9 @@ class Engine:
     tokenizer
         Kept for callers that ask the engine for it.
     config : InferenceEngineConfig
-        ``max_seqs`` sequences run at a time. A step has two static shapes: ``max_seqs`` tokens, or ``max_prefill_size``
-        where prompts are computed. Without ``max_pages`` Levanter measures how many there may be. Its fields about
-        rounds, queues and stop tokens have no meaning here, because nothing is limited by them.
+        ``max_seqs`` sequences run at a time. A step has one of two static shapes: ``max_seqs`` tokens, or
+        ``max_prefill_size`` where prompts are computed. Without ``max_pages`` Levanter measures how many there may be.
+        The fields about rounds, queues and stop tokens are not used, because nothing is limited by them.
     axis_resources : optional
         Of the cache, see ``haliax.named_jit``.
     prefix_cache : bool, default True
@@ -93,15 +88,9 @@ class Engine:
     """
 
     def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        config: InferenceEngineConfig,
-        axis_resources: Any = None,
-        *,
-        prefix_cache: bool = True,
-        strict: bool = True,
-    ) -> None:
+        self, model: Any, tokenizer: Any, config: InferenceEngineConfig, axis_resources: Any = None, *,
+        prefix_cache: bool = True, strict: bool = True,
+    ) -> None:  # fmt: skip
         require("Engine", "marin-levanter", RELEASE, *RELEASES, strict=strict)
         self.tokenizer, self.config = tokenizer, config
         pages = _infer_max_pages_from_hbm(model, config) if config.max_pages is None else config.max_pages
@@ -120,11 +109,9 @@ class Engine:
         self._use(model)
 
     @classmethod
-    def from_model_with_config(
-        cls, model: Any, tokenizer: Any, config: InferenceEngineConfig, axis_resources: Any = None
-    ) -> Engine:
-        """The call that Levanter's own code makes."""
-        return cls(model, tokenizer, config, axis_resources)
+    def from_model_with_config(cls, *args: Any, **options: Any) -> Engine:
+        """The constructor, by the name that it has in Levanter."""
+        return cls(*args, **options)
 
     @property
     def model(self) -> Any:
@@ -136,13 +123,13 @@ class Engine:
         self.reset()
         self._use(model)
 
-    def generate(self, requests: Sequence[Request], step_callback: Callable[[int], Any] | None = None) -> Any:
+    def generate(self, requests: Sequence[Request], step_callback: Any = None) -> GenerationResult:
         """Run requests to their end.
 
         Parameters
         ----------
         requests : sequence of Request
-            ``max_num_tokens`` counts the prompt, and ``max_seq_len`` bounds it.
+            Any number, with different ids.
         step_callback : callable, optional
             Gets the number of each step before it.
 
@@ -154,46 +141,53 @@ class Engine:
         Raises
         ------
         ValueError
-            A request that can never run (`kvpool.errors.RequestRejected` if it is too large). The engine is as it was.
+            A request that can never run, see `add`. No request has run then.
         RuntimeError
-            Requests of `add` have not ended.
+            Requests that `add` was given have not ended.
+        Exception
+            What the model or the callback raised. The requests are dropped, and the engine can be used again.
         """
         if (stats := self.scheduler.stats()).waiting + stats.prefilling + stats.decoding:
-            raise RuntimeError("[generate] requests are running: call step until it returns none, or reset")
-        ids: list[Any] = []
+            raise RuntimeError("[generate] other requests run: call step until they have ended, or reset")
+        samples = [(request.request_id, k) for request in requests for k in range(request.n_generations)]
+        outputs: dict[Any, Output] = {}
         try:
             for request in requests:
-                ids.append(self.add(request))
-        except Exception:
-            for id in ids:
-                self.scheduler.cancel(id)
+                self.add(request)
+            for number in count():
+                if len(outputs) == len(samples):
+                    break
+                if step_callback is not None:
+                    step_callback(number)
+                outputs |= {(output.id, output.index): output for output in self.step()}
+        except BaseException:
+            for request in requests:
+                with suppress(UnknownRequest):  # not added, or ended
+                    self.scheduler.cancel(request.request_id)
             raise
-        outputs, number = {}, 0
-        while len(outputs) < sum(request.n_generations for request in requests):
-            if step_callback is not None:
-                step_callback(number)
-            outputs |= {(output.id, output.index): output for output in self.step()}
-            number += 1
-        samples = [outputs[id, k] for id, request in zip(ids, requests, strict=True) for k in range(request.n_generations)]
-        tokens = [sample.tokens.tolist() for sample in samples]
-        return GenerationResult(tokens, [sample.logprobs.tolist() for sample in samples], sum(map(len, tokens)))
+        tokens, logprobs = ([getattr(outputs[k], name).tolist() for k in samples] for name in ("tokens", "logprobs"))
+        return GenerationResult(tokens, logprobs, sum(map(len, tokens)))
 
-    def add(self, request: Request) -> Any:
-        """Add a request beside those that run. Returns its id, which the outputs of `step` name.
+    def add(self, request: Request) -> None:
+        """Add a request beside those that run. Its id names the outputs of `step`.
+
+        ``max_num_tokens`` counts the prompt, as in Levanter. It is bounded by ``max_seq_len``.
 
         Raises
         ------
         ValueError
-            As `generate`.
+            An empty prompt, or an id that runs. `kvpool.errors.RequestRejected`: the prompt is longer than
+            ``max_seq_len``, a sequence does not fit into all pages, or the request has too many samples.
         """
         params, prompt = request.decode_params, request.prompt_tokens
         most = min(int(params.max_num_tokens), self.config.max_seq_len) - len(prompt)
-        stop = [] if params.stop_tokens is None else np.asarray(params.stop_tokens.array)
-        return self.scheduler.add(
+        stops = [] if params.stop_tokens is None else np.asarray(params.stop_tokens.array)
+        stops = [row[(row >= 0) & (row != INVALID)] for row in stops]
+        user = float(params.temperature), float(params.top_p), np.asarray(params.key, np.uint32)
+        self.scheduler.add(
             PoolRequest(
-                prompt, max(most, 1), n=request.n_generations,
-                stop=[row for row in (tokens[np.asarray(is_valid(tokens))] for tokens in stop) if len(row)],
-                user=Sampling(float(params.temperature), float(params.top_p), np.asarray(params.key, np.uint32)),
+                prompt, max(most, 1), id=request.request_id, n=request.n_generations, user=user,
+                stop=[row for row in stops if len(row)],
             )
         )  # fmt: skip
 
@@ -203,7 +197,7 @@ class Engine:
         Raises
         ------
         Exception
-            What the model raised. The engine has then forgotten every request, as after `reset`.
+            What the model raised. The engine is as after `reset`.
         """
         step = self.scheduler.schedule()
         if step is None:
@@ -215,19 +209,18 @@ class Engine:
             raise
 
     def reset(self) -> None:
-        """Forget all requests and all cached prefixes. The pages are not zeroed."""
+        """Forget all requests and all cached prefixes. No page is zeroed."""
         self.pool.reset()
         self.scheduler = self._new_scheduler()
         if any(page.is_deleted() for page in self._pages):  # donated to a step that failed
             self._pages, self._layout = self._new_cache()
 
     def score_token_logprobs(self, token_ids: Sequence[int], top_k: int) -> TokenSequenceLogprobs:
-        """Log-probabilities of a text's tokens, which Levanter computes without the cache."""
+        """Log-probabilities of a text's tokens, which Levanter computes without pages."""
         return score_token_sequence_logprobs(self.model, token_ids, top_k)
 
     def _new_scheduler(self) -> Scheduler:
-        config = self.config
-        rows = config.max_seqs
+        config, rows = self.config, self.config.max_seqs
         tokens = max(rows, config.max_prefill_size or config.max_pages_per_seq * config.page_size)
         return Scheduler(
             self.pool, max_running=rows, max_step_tokens=tokens, prefill_chunk=tokens, formats=FORMATS,
@@ -242,12 +235,12 @@ class Engine:
             self._decode = jax.jit(partial(_decode, structure, self._layout, self.config), donate_argnums=1)
 
     def _run(self, step: Step) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Compute the tokens of a step, and return what is sampled."""
+        """Compute the tokens of a step. Returns the tokens that are sampled, and their log-probabilities."""
         plan, rows = step.plan, self.config.max_seqs
-        if count := len(plan.copies):  # a step has at most one copy for each row
+        if num := len(plan.copies):  # of a row its last page at most
             copies = np.zeros((2, rows), np.int32)
-            copies[:, :count] = plan.copies[:, :2].T
-            self._pages = self._copy(self._pages, copies, count)
+            copies[:, :num] = plan.copies[:, :2].T
+            self._pages = self._copy(self._pages, copies, num)
         ends, at = np.unique(step.sample_at, return_inverse=True)  # samples of one prompt have the same logits
         packed = np.concatenate([
             np.pad(step.tokens, (0, len(plan.positions) - len(step.tokens))), plan.positions, plan.slot_mapping,
@@ -255,34 +248,27 @@ class Engine:
             np.pad(ends, (0, rows - len(ends))), [len(step.handles)],
         ], dtype=np.int32)  # fmt: skip
         logits, self._pages = self._decode(self._weights, self._pages, packed)
-        parts = [self._sampled(step, logits, at, first) for first in range(0, len(at), rows)]
-        tokens, logprobs = zip(*jax.device_get(parts), strict=True) if parts else ((), ())
-        return (
-            np.concatenate([np.empty(0, np.int32), *tokens])[: len(at)],
-            np.concatenate([np.empty(0, np.float32), *logprobs])[: len(at)],
-        )
-
-    def _sampled(self, step: Step, logits: Any, at: NDArray[Any], first: int) -> tuple[jax.Array, jax.Array]:
-        """Sample as many as there are rows, from the one at `first` on. The last one is repeated to fill the shape."""
-        chosen = np.minimum(np.arange(first, first + self.config.max_seqs), len(at) - 1)
-        users = [step.requests[i].user for i in chosen]
-        of = np.stack([at, step.sample_index, step.plan.positions[step.sample_at]])[:, chosen]
-        temperatures, top_ps, keys = (np.array(values) for values in zip(*users, strict=True))
-        tokens, logprobs = self._choose(logits, of, temperatures, top_ps, keys)
-        return tokens, logprobs
+        of = np.stack([at, step.sample_index, plan.positions[step.sample_at]])
+        tokens, logprobs = [np.empty(0, np.int32)], [np.empty(0, np.float32)]
+        for first in range(0, len(at), rows):  # a prompt may end with more samples than rows
+            chosen = np.minimum(np.arange(first, first + rows), len(at) - 1)
+            knobs = map(np.array, zip(*(step.requests[i].user for i in chosen), strict=True))
+            for values, array in zip((tokens, logprobs), self._choose(logits, of[:, chosen], *knobs), strict=True):
+                values.append(np.asarray(array))
+        return np.concatenate(tokens)[: len(at)], np.concatenate(logprobs)[: len(at)]
 
 
 def _decode(
     structure: Any, layout: Any, config: InferenceEngineConfig, weights: list[Any], pages: list[Any], packed: jax.Array
 ) -> tuple[Any, list[Any]]:
-    """Run the model over one step. Returns the logits of the tokens that are sampled, and the pages."""
+    """Run the model over one step. Returns the logits of the tokens that are sampled from, and the pages."""
     rows, width = config.max_seqs, config.max_pages_per_seq
     size = (len(packed) - rows * (width + 4) - 2) // 3
     sizes = [size, size, size, rows * width, rows, rows, rows + 1, rows, 1]
     tokens, positions, dests, table, lens, slots, cu_q_lens, ends, num_seqs = jnp.split(packed, np.cumsum(sizes)[:-1])
     info = PageBatchInfo(
         slot_ids=hax.named(slots, "seq"),
-        page_indices=hax.named(jnp.maximum(table, 0).reshape(rows, width), ("seq", "page")),  # a kernel may fetch padding
+        page_indices=hax.named(jnp.maximum(table, 0).reshape(rows, width), ("seq", "page")),  # padding may be fetched
         seq_lens=hax.named(lens, "seq"),
         cu_q_lens=hax.named(cu_q_lens, "seq"),
         num_seqs=num_seqs[0],
@@ -297,7 +283,7 @@ def _decode(
 def _choose(
     sampler: Sampler, logits: Any, of: jax.Array, temperatures: jax.Array, top_ps: jax.Array, keys: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Sample ``of = (row of the logits, number of the sample, position)``, each with Levanter's key for it."""
+    """Sample ``of``: rows of the logits, numbers of the samples and positions. Each has the key that Levanter uses."""
     row, index, position = of
     keys = jnp.where(index[:, None] > 0, jax.vmap(jax.random.fold_in)(keys, index), keys)
     keys = jax.vmap(jax.random.fold_in)(keys, position)
@@ -307,8 +293,8 @@ def _choose(
     return tokens.array, logprobs.array
 
 
-def _copy(layout: Any, pages: list[Any], copies: jax.Array, count: int) -> list[Any]:
-    """Copy whole pages, ``copies = (sources, targets)``. What is beyond the tokens to copy is never read."""
+def _copy(layout: Any, pages: list[Any], copies: jax.Array, num: int) -> list[Any]:
+    """Copy pages, ``copies = (sources, targets)``, as wholes: what was not written there is masked in both."""
     cache = jax.tree.unflatten(layout, pages)
-    cache = jax.lax.fori_loop(0, count, lambda i, cache: cache.copy_page(copies[0, i], copies[1, i]), cache)
+    cache = jax.lax.fori_loop(0, num, lambda i, cache: cache.copy_page(copies[0, i], copies[1, i]), cache)
     return jax.tree.leaves(cache)
