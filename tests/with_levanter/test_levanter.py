@@ -7,11 +7,15 @@ prompt of a page or more read other pages than their parent's, so its ``n_genera
 
 import dataclasses
 
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from embedding_page import examples
+from fastapi.testclient import TestClient
 from haliax import Axis, named
+from levanter.inference import openai
 from levanter.inference.engine import InferenceEngine, InferenceEngineConfig, Request
 from levanter.inference.jit_scheduler import SeqDecodingParams
 from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
@@ -260,6 +264,37 @@ def test_another_model_reads_no_page_of_the_one_before(model, expected):
     assert engine.pool.prefix.match(np.array(wanted[0].prompt_tokens)) == 0
     check(engine.generate(wanted), in_batches(InferenceEngine.from_model_with_config(other, None, config()), wanted))
     assert engine.model is other and engine._decode._cache_size() == 2  # nothing is compiled anew
+
+
+class Letters:
+    """A tokenizer of letters whose text is the list of the tokens."""
+
+    def encode(self, text, **_):
+        return list(text.encode())
+
+    def decode(self, tokens, **_):
+        return str(tokens)
+
+
+def test_levanters_server_gives_the_same_answers(model, monkeypatch):
+    config_of_server, texts = openai.InferenceServerConfig(service=config()), []
+    body = {"model": "", "prompt": "abcd", "max_tokens": 12, "temperature": 0.8, "seed": 3, "n": 4}
+    for made in (InferenceEngine, Engine):
+        monkeypatch.setattr(openai, "InferenceEngine", made)
+        trainer = config_of_server.trainer
+        with hax.partitioning.set_mesh(trainer.device_mesh), hax.axis_mapping(trainer.compute_axis_mapping):
+            server = openai.InferenceServer.create(config_of_server, model, Letters())
+        assert isinstance(server.inference_context.engine, made)
+        answer = TestClient(server.app).post("/v1/completions", json=body)
+        server.inference_context.shutdown()
+        texts.append([choice["text"] for choice in answer.json()["choices"]])
+    assert texts[0] == texts[1] and len(set(texts[0])) > 1
+
+
+def test_example_of_the_page_runs(capsys):
+    (code,) = examples("levanter")
+    exec(code, {})
+    assert capsys.readouterr().out == "20 200 0\n"
 
 
 def test_scores_are_levanters(engine, stock):
