@@ -181,15 +181,15 @@ class Engine:
         """
         params, prompt = request.decode_params, request.prompt_tokens
         most = min(int(params.max_num_tokens), self.config.max_seq_len) - len(prompt)
-        stops = [] if params.stop_tokens is None else np.asarray(params.stop_tokens.array)
-        stops = [row[(row >= 0) & (row != INVALID)] for row in stops]
+        rows = () if params.stop_tokens is None else np.asarray(params.stop_tokens.array)  # padded
+        stop = [kept for row in rows if len(kept := row[(row >= 0) & (row != INVALID)])]
         user = float(params.temperature), float(params.top_p), np.asarray(params.key, np.uint32)
-        self.scheduler.add(
-            PoolRequest(
-                prompt, max(most, 1), id=request.request_id, n=request.n_generations, user=user,
-                stop=[row for row in stops if len(row)],
-            )
-        )  # fmt: skip
+        name, samples = request.request_id, request.n_generations
+        try:
+            self.scheduler.add(PoolRequest(prompt, max(most, 1), id=name, n=samples, stop=stop, user=user))
+        except ValueError as error:
+            error.add_note(f"request_id {name}")
+            raise
 
     def step(self) -> list[Output]:
         """Compute one step. Returns the samples that ended with it.
@@ -249,13 +249,13 @@ class Engine:
         ], dtype=np.int32)  # fmt: skip
         logits, self._pages = self._decode(self._weights, self._pages, packed)
         of = np.stack([at, step.sample_index, plan.positions[step.sample_at]])
-        tokens, logprobs = [np.empty(0, np.int32)], [np.empty(0, np.float32)]
+        found: list[Any] = [(np.empty(0, np.int32), np.empty(0, np.float32))]
         for first in range(0, len(at), rows):  # a prompt may end with more samples than rows
             chosen = np.minimum(np.arange(first, first + rows), len(at) - 1)
             knobs = map(np.array, zip(*(step.requests[i].user for i in chosen), strict=True))
-            for values, array in zip((tokens, logprobs), self._choose(logits, of[:, chosen], *knobs), strict=True):
-                values.append(np.asarray(array))
-        return np.concatenate(tokens)[: len(at)], np.concatenate(logprobs)[: len(at)]
+            found.append(jax.device_get(self._choose(logits, of[:, chosen], *knobs)))
+        tokens, logprobs = map(np.concatenate, zip(*found, strict=True))
+        return tokens[: len(at)], logprobs[: len(at)]
 
 
 def _decode(

@@ -218,9 +218,10 @@ def test_a_request_that_can_never_run_is_refused_before_any_runs(model, engine, 
         (tiny, request(9, [1] * 4 * PAGE), "need 5 blocks, the pool has 3"),
     ):
         before = owner.pool.fingerprint(), owner.scheduler.stats().steps
-        with pytest.raises(ValueError, match=error):
+        with pytest.raises(ValueError, match=error) as caught:
             owner.generate([*good[1:], bad] if owner is engine else [bad])
         assert (owner.pool.fingerprint(), owner.scheduler.stats().steps) == before
+        assert caught.value.__notes__ == [f"request_id {bad.request_id}"]
     assert engine.generate(good).tokens == expected[0][:3]
 
 
