@@ -4,8 +4,9 @@
     python -m benchmarks.levanter
 
 Both run the same greedy requests in one process and take turns. The median of the rounds counts. Levanter's engine
-computes 32 tokens of a sequence before it looks at them, kvpool's plans each step on the host. Before each call,
-Levanter's engine zeroes all pages: the more there are, the longer it takes.
+computes up to 32 tokens of a sequence before the host looks at them, kvpool's plans each step on the host. Levanter's
+engine gets as many requests as it can run, and zeroes all pages before each call: the more, the longer it takes.
+kvpool's gets all requests in one call.
 """
 
 import statistics
@@ -41,28 +42,38 @@ def engines(pages):
     return {"kvpool": Engine(model, NoTokenizer(), options, prefix_cache=False), "Levanter": theirs}
 
 
-def requests(number):
+def requests(number, shortest):
+    """Requests with answers of `shortest` to `NEW` tokens."""
     rng = np.random.default_rng(0)
-    params = SeqDecodingParams(jnp.array(PROMPT + NEW), None, jnp.array(0.0), jnp.array(1.0), jax.random.PRNGKey(0))
-    return [Request(rng.integers(0, 128, PROMPT).tolist(), k, params, 1) for k in range(number)]
+    lengths = PROMPT + rng.integers(shortest, NEW + 1, number)
+    params = [
+        SeqDecodingParams(jnp.array(length), None, jnp.array(0.0), jnp.array(1.0), jax.random.PRNGKey(0))
+        for length in lengths.tolist()
+    ]
+    return [Request(rng.integers(0, 128, PROMPT).tolist(), k, params[k], 1) for k in range(number)]
+
+
+def generate(engine, batch):
+    size = len(batch) if isinstance(engine, Engine) else ROWS
+    calls = [engine.generate(batch[first : first + size]) for first in range(0, len(batch), size)]
+    return [tokens for result in calls for tokens in result.tokens]
 
 
 def main():
     for pages in (256, 16_384):
         both = engines(pages)
-        for number in (1, ROWS):
-            batch, times = requests(number), {name: [] for name in both}
-            tokens = [engine.generate(batch).tokens for engine in both.values()]
+        for number, shortest in ((1, NEW), (ROWS, NEW), (8 * ROWS, 1)):
+            batch, times = requests(number, shortest), {name: [] for name in both}
+            tokens = [generate(engine, batch) for engine in both.values()]
             assert tokens[0] == tokens[1]
             for _ in range(ROUNDS):
                 for name, engine in both.items():
                     start = time.process_time()
-                    engine.generate(batch)
+                    generate(engine, batch)
                     times[name].append(time.process_time() - start)
-            kvpool, levanter = (statistics.median(found) / NEW * 1e3 for found in times.values())
-            print(
-                f"{pages:6} pages, {number:2} requests: {kvpool:.2f} ms of CPU for a step, {levanter:.2f} in Levanter"
-            )
+            kvpool, levanter = (statistics.median(found) / sum(map(len, tokens[0])) * 1e6 for found in times.values())
+            what = f"{pages:6} pages, {number:3} requests of {shortest:2} to {NEW} tokens"
+            print(f"{what}: {kvpool:6.0f} us for a token, {levanter:6.0f} in Levanter")
 
 
 if __name__ == "__main__":

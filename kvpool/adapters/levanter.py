@@ -61,9 +61,9 @@ class Engine:
     tokenizer
         Kept for callers that ask the engine for it.
     config : InferenceEngineConfig
-        ``max_seqs`` sequences run at a time. A step has one of two static shapes: ``max_seqs`` tokens, or
-        ``max_prefill_size`` where prompts are computed. Without ``max_pages`` Levanter measures how many there may be.
-        The fields about rounds, queues and stop tokens are not used, because nothing is limited by them.
+        ``max_seqs`` sequences run at a time, one token each in a step. Steps that compute prompts have 2, 4, 8, ...
+        times as many tokens, up to ``max_prefill_size``: static shapes, each compiled once. Without ``max_pages``
+        Levanter measures how many there may be. Rounds, queues and stop tokens have no limits here.
     axis_resources : optional
         Of the cache, see ``haliax.named_jit``.
     prefix_cache : bool, default True
@@ -184,11 +184,11 @@ class Engine:
         rows = () if params.stop_tokens is None else np.asarray(params.stop_tokens.array)  # padded
         stop = [kept for row in rows if len(kept := row[(row >= 0) & (row != INVALID)])]
         user = float(params.temperature), float(params.top_p), np.asarray(params.key, np.uint32)
-        name, samples = request.request_id, request.n_generations
+        options = {"id": request.request_id, "n": request.n_generations, "stop": stop, "user": user}
         try:
-            self.scheduler.add(PoolRequest(prompt, max(most, 1), id=name, n=samples, stop=stop, user=user))
+            self.scheduler.add(PoolRequest(prompt, max(most, 1), **options))
         except ValueError as error:
-            error.add_note(f"request_id {name}")
+            error.add_note(f"request_id {request.request_id}")
             raise
 
     def step(self) -> list[Output]:
@@ -200,10 +200,8 @@ class Engine:
             What the model raised. The engine is as after `reset`.
         """
         step = self.scheduler.schedule()
-        if step is None:
-            return []
         try:
-            return self.scheduler.update(step, *self._run(step))
+            return [] if step is None else self.scheduler.update(step, *self._run(step))
         except BaseException:
             self.reset()
             raise
@@ -224,7 +222,8 @@ class Engine:
         tokens = max(rows, config.max_prefill_size or config.max_pages_per_seq * config.page_size)
         return Scheduler(
             self.pool, max_running=rows, max_step_tokens=tokens, prefill_chunk=tokens, formats=FORMATS,
-            max_model_len=config.max_seq_len, pad_to=lambda _, size: (rows, rows if size <= rows else tokens),
+            max_model_len=config.max_seq_len,
+            pad_to=lambda _, size: (rows, min(rows << (-(-size // rows) - 1).bit_length(), tokens)),
         )  # fmt: skip
 
     def _use(self, model: Any) -> None:

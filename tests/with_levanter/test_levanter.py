@@ -48,6 +48,11 @@ def config(**changes):
     return InferenceEngineConfig(**options | changes)
 
 
+def small(**changes):
+    """Of an engine on a pool: it needs no prefill of all prompts at once, and a smaller one has fewer shapes."""
+    return config(**{"max_prefill_size": 4 * ROWS} | changes)
+
+
 def request(number, prompt, n=1, *, new=8, temperature=0.0, top_p=1.0, stop=None, key=None):
     key = jax.random.PRNGKey(number) if key is None else key
     stop = None if stop is None else named(jnp.array(stop, jnp.int32), ("stop_seq", "position"))
@@ -120,7 +125,7 @@ def expected(stock):
 
 @pytest.fixture(scope="module")
 def engine(model):
-    return Engine.from_model_with_config(model, NoTokenizer(), config())
+    return Engine.from_model_with_config(model, NoTokenizer(), small())
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +168,7 @@ def test_more_samples_than_rows_are_served(engine, stock):
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_three_calls_without_a_reset_have_the_same_tokens(model, engine, expected, prefix_cache):
     if not prefix_cache:
-        engine = Engine(model, NoTokenizer(), config(), prefix_cache=False)
+        engine = Engine(model, NoTokenizer(), small(), prefix_cache=False)
     for call in range(3):
         check(engine.generate(requests()), expected)
         if not prefix_cache:  # pages hold what was written last, and nobody reads it
@@ -175,10 +180,9 @@ def test_half_the_pages_serve_all_where_levanters_engine_raises(model, stock, ex
     batch = requests()[:ROWS]
     lengths = [len(one.prompt_tokens) + len(tokens) for one, tokens in zip(batch, expected[0], strict=False)]
     need = sum(-(-(length - 1) // PAGE) for length in lengths)  # the last token is not written
-    half = config(max_pages=need // 2)
     with pytest.raises(Exception, match="Out of free pages"):
-        InferenceEngine.from_model_with_config(model, NoTokenizer(), half).generate(batch)
-    engine = Engine(model, NoTokenizer(), half)
+        InferenceEngine.from_model_with_config(model, NoTokenizer(), config(max_pages=need // 2)).generate(batch)
+    engine = Engine(model, NoTokenizer(), small(max_pages=need // 2))
     check(engine.generate(requests()), expected)
     grow = [request(k, [k, k + 1], new=40, temperature=0.5) for k in range(ROWS)]  # all begin, not all can go on
     check(engine.generate(grow), in_batches(stock, grow))
@@ -186,30 +190,28 @@ def test_half_the_pages_serve_all_where_levanters_engine_raises(model, stock, ex
 
 
 def test_prompts_longer_than_a_step_are_computed_in_chunks(model, expected):
-    engine = Engine(model, NoTokenizer(), config(max_prefill_size=11))
+    engine = Engine(model, NoTokenizer(), small(max_prefill_size=20))
     check(engine.generate(requests()), expected)
-    assert engine._decode._cache_size() == 2 and engine._choose._cache_size() == 1  # no other shape is compiled
+    assert engine._decode._cache_size() == 3 and engine._choose._cache_size() == 1  # 8, 16 and 20 tokens are compiled
 
 
-def test_requests_are_admitted_in_the_step_after_one_that_ended(engine, expected):
-    wanted = requests()
+def test_requests_are_admitted_in_the_step_after_one_that_ended(model, expected):
+    engine, wanted = Engine(model, NoTokenizer(), config()), requests()
     for one in wanted[: ROWS + 3]:
         engine.add(one)
-    ended, running, outputs = 0, [], {}
-    while len(outputs) < ROWS + 3:
-        found = engine.step()
-        running.append(engine.scheduler.stats().prefilling + engine.scheduler.stats().decoding + len(found))
-        outputs |= {output.id: output.tokens.tolist() for output in found}
-        assert running[-1] == min(ROWS, ROWS + 3 - ended)
-        ended = len(outputs)
-        if ended == 2:
+    outputs = {}
+    while (before := len(outputs)) < ROWS + 3:
+        outputs |= {output.id: output.tokens.tolist() for output in engine.step()}
+        running = min(ROWS, ROWS + 3 - before) - (len(outputs) - before)  # those of the step that have not ended
+        assert engine.pool.stats().sequences == running  # the others have given their pages back
+        if len(outputs) == 2:
             with pytest.raises(RuntimeError, match="other requests run"):
                 engine.generate(wanted[:1])
     assert [outputs[k] for k in range(ROWS + 3)] == expected[0][: ROWS + 3] and engine.step() == []
 
 
 def test_a_request_that_can_never_run_is_refused_before_any_runs(model, engine, expected):
-    good, tiny = requests()[:3], Engine(model, NoTokenizer(), config(max_pages=3))
+    good, tiny = requests()[:3], Engine(model, NoTokenizer(), small(max_pages=3))
     for owner, bad, error in (
         (engine, request(9, [1] * (LEN + 1)), "49 prompt tokens and 1 more, the model takes 48"),
         (engine, request(9, []), "the prompt is empty"),
@@ -232,11 +234,11 @@ def test_a_prompt_as_long_as_the_cache_has_one_more_token(engine):
 
 def test_sizes_that_cannot_be_are_refused_when_the_engine_is_made(model):
     with pytest.raises(ValueError, match="num_blocks"):
-        Engine(model, NoTokenizer(), config(max_pages=0))
+        Engine(model, NoTokenizer(), small(max_pages=0))
 
 
 def test_an_engine_whose_model_raised_can_be_used_again(model, expected, monkeypatch):
-    engine = Engine(model, NoTokenizer(), config())
+    engine = Engine(model, NoTokenizer(), small())
     for name, call in (("_decode", engine._decode), ("_choose", engine._choose)):
 
         def fail(*arguments, name=name, call=call):
@@ -258,13 +260,14 @@ def test_an_engine_whose_model_raised_can_be_used_again(model, expected, monkeyp
 
 
 def test_another_model_reads_no_page_of_the_one_before(model, expected):
-    engine, other = Engine(model, NoTokenizer(), config()), make_model(1)
+    engine, other = Engine(model, NoTokenizer(), small()), make_model(1)
     wanted = requests()[:ROWS]
     check(engine.generate(wanted), [part[:ROWS] for part in expected])
+    shapes = engine._decode._cache_size()
     engine.model = other
     assert engine.pool.prefix.match(np.array(wanted[0].prompt_tokens)) == 0
     check(engine.generate(wanted), in_batches(InferenceEngine.from_model_with_config(other, None, config()), wanted))
-    assert engine.model is other and engine._decode._cache_size() == 2  # nothing is compiled anew
+    assert engine.model is other and engine._decode._cache_size() == shapes  # nothing is compiled anew
 
 
 class Letters:
