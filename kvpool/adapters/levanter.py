@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from kvpool import Output, Pool, Scheduler, Step
 from kvpool import Request as PoolRequest
-from kvpool.adapters.releases import importing, require
+from kvpool.adapters.releases import importing, warn_if_untested
 from kvpool.errors import UnknownRequest
 
 RELEASES = ("0.2.20", "0.2.21")  # of marin-levanter: the one that the tests run, and the first that they do not
@@ -68,8 +68,6 @@ class Engine:
         Of the cache, see ``haliax.named_jit``.
     prefix_cache : bool, default True
         Prompts with a common beginning share its pages, those of earlier calls too.
-    strict : bool, default True
-        Refuse a marin-levanter that is not in `RELEASES`.
 
     Attributes
     ----------
@@ -78,8 +76,8 @@ class Engine:
 
     Raises
     ------
-    ValueError, RuntimeError
-        A size that `Pool` or `Scheduler` refuses. Levanter is untested (`strict`).
+    ValueError
+        A size that `Pool` or `Scheduler` refuses.
 
     Notes
     -----
@@ -89,9 +87,9 @@ class Engine:
 
     def __init__(
         self, model: Any, tokenizer: Any, config: InferenceEngineConfig, axis_resources: Any = None, *,
-        prefix_cache: bool = True, strict: bool = True,
+        prefix_cache: bool = True,
     ) -> None:  # fmt: skip
-        require("Engine", "marin-levanter", RELEASE, *RELEASES, strict=strict)
+        warn_if_untested("Engine", "marin-levanter", RELEASE, *RELEASES)
         self.tokenizer, self.config = tokenizer, config
         pages = _infer_max_pages_from_hbm(model, config) if config.max_pages is None else config.max_pages
         self.pool = Pool(

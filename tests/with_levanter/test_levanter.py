@@ -232,13 +232,13 @@ def test_a_prompt_as_long_as_the_cache_has_one_more_token(engine):
     assert len(tokens) == 1
 
 
-def test_sizes_and_releases_are_judged_when_the_engine_is_made(model, monkeypatch):
+def test_sizes_and_releases_are_judged_when_the_engine_is_made(model, monkeypatch, caplog):
     assert Engine(model, NoTokenizer(), small(max_pages=None)).pool.stats().num_blocks == ROWS * LEN // PAGE
     with pytest.raises(ValueError, match="num_blocks"):
         Engine(model, NoTokenizer(), small(max_pages=0))
     monkeypatch.setattr("kvpool.adapters.levanter.RELEASE", "0.3.0")
-    with pytest.raises(RuntimeError, match=r"marin-levanter 0\.3\.0 is installed, tested with >= 0\.2\.20"):
-        Engine(model, NoTokenizer(), small())
+    Engine(model, NoTokenizer(), small())
+    assert "marin-levanter 0.3.0 is installed, tested with >= 0.2.20" in caplog.text
 
 
 def test_an_engine_whose_model_raised_can_be_used_again(model, expected, monkeypatch):
