@@ -74,7 +74,7 @@ cdef struct LayerGroup:
     int64_t reach               # W or C
     int64_t lookahead           # of the pool
     int64_t period              # of the lengths at which a row lets go, a power of two; 1: any length may be one
-    int64_t phase               # such a length
+    int64_t phase               # lookahead + W - 1: (length - phase) % period == 0 where a row lets go
     int32_t kept                # leading entries that no window lets go
     int32_t hole                # what stands in an entry that was let go
     int64_t width               # ids from a row to the next
@@ -163,10 +163,10 @@ cdef struct StepPart:           # what a plan has for one group
     Log log                     # one entry per id
     Change* change              # [max_rows], num_changes valid, by row; other rows kept their table as it was
     int64_t* slot               # [max_rows] slot of the new token in the first column, of rows that were served one
-    int32_t* changed            # [max_rows], num_changed valid: rows, ascending, whose tables the plan does not show
+    int32_t* stale              # [max_rows], num_stale valid: rows, ascending, whose tables the plan does not show
     int32_t max_rows
     int32_t num_changes
-    int32_t num_changed
+    int32_t num_stale
     int32_t num_copies
     int32_t* copies             # [copies_room, 3], max_rows * columns at first; a state is not copied
     int64_t copies_room

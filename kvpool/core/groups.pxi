@@ -74,10 +74,10 @@ cdef int part_init(StepPart* part, int32_t max_rows) noexcept nogil:
     part.max_rows = max_rows
     part.change = <Change*>xcalloc(max_rows, sizeof(Change))
     part.slot = <int64_t*>xcalloc(max_rows, sizeof(int64_t))
-    part.changed = <int32_t*>xcalloc(max_rows, sizeof(int32_t))
+    part.stale = <int32_t*>xcalloc(max_rows, sizeof(int32_t))
     part.log.room = 16
     part.log.entry = <Replaced*>xcalloc(part.log.room, sizeof(Replaced))
-    if part.change == NULL or part.slot == NULL or part.changed == NULL or part.log.entry == NULL:
+    if part.change == NULL or part.slot == NULL or part.stale == NULL or part.log.entry == NULL:
         return NO_MEMORY
     return OK
 
@@ -85,11 +85,11 @@ cdef int part_init(StepPart* part, int32_t max_rows) noexcept nogil:
 cdef void part_free(StepPart* part) noexcept nogil:
     xfree(part.change)
     xfree(part.slot)
-    xfree(part.changed)
+    xfree(part.stale)
     xfree(part.log.entry)
     part.change = NULL
     part.slot = NULL
-    part.changed = NULL
+    part.stale = NULL
     part.log.entry = NULL
 
 

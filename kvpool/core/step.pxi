@@ -1,4 +1,4 @@
-"""One step of a batch: check everything, then commit; and how a pending step ends.
+"""One step of a batch, and how a pending step ends.
 
 A `Step` is what a plan did to lengths, a `StepPart` what it did to the tables of one
 group: a `Change` for each row whose table changed, and a `Log` of the ids that were replaced, each
@@ -11,24 +11,28 @@ with a hold on the old block. An `Event` is a row that did more than put one tok
 
 Why it is so:
 
-- Two passes. The check moves reference counts, holds and floors as if the rows had been served in
-  order, because what a row may write depends on what the rows before it let go of. It takes nothing.
-  So a refusal undoes the log, and the commit cannot fail.
-- The log of the check is the log of the rollback. `old_floor` undoes a check, which ends in reverse
+- A row is steady if it has one token and needs no copy; it may take a block. `step_steady` serves a
+  batch of such rows in one pass: it moves lengths and tails as it goes, and puts them back if a
+  row is not steady, or if blocks are missing. Then, as for every other batch, there are two passes.
+- The check moves reference counts, holds and floors as if the rows had been served in order, because
+  what a row may write depends on what the rows before it released. It takes no block. So a refusal
+  undoes the log, and the commit cannot fail.
+- The log of the check is the log of the rollback. It has the ids that were replaced alone: appended
+  ones stand in `Change.appended`, and what a window lets go of, when a step passes, is in neither.
+  `old_floor` undoes a check, which ends in reverse
   order at once. A step ends when others are pending, and the maximum of several copies cannot be
   undone from one of them: `clear_floors` and `raise_floors` recompute those that its log touched.
 - A step is done in order. Blocks wait in limbo for the newest step, so an older one that is still
   out must hold them back; a `done` that comes early is noted until its turn.
 - Only the newest step can be rolled back, since later ones build on its tables, and none of which a
   fork is open: the child shares what it would take back. O(max_seqs) where forks were made at all.
-- A steady batch (one token for each row, into tails that only it uses) has neither events nor
-  changes, so what a step keeps for its undo is a handle and a number per row.
+- A steady row that takes no block has neither event nor change, so what a step keeps for its undo
+  is a handle and a number per row.
 - `give_up_copy`: a block in use whose fill was rolled back must not look as if it waited for one.
 
 `step_check` validates, counts the blocks that are needed and notes which entries must be replaced,
 in all groups; `step_undo_check` takes that back. `step_commit` takes the blocks and moves the
-lengths. A steady batch, where each row has one token that needs no copy, is served by `step_steady`
-in one pass. `step_pass` and `step_rollback` end a step.
+lengths. `step_pass` and `step_rollback` end a step. `pool_step` (step_calls.pxi) calls all of these.
 
 The write rule (docs/core.md, Steps): a block is written in place iff it has one reference, is not
 committed, and nothing that a pending copy reads from it would be overwritten. Holds of pending
@@ -442,7 +446,7 @@ cdef inline void begin_check(Groups* gs, Step* p, int32_t rows) noexcept nogil:
     cdef int32_t k
     for k in range(gs.num_groups):
         part = p.part[k]
-        part.num_changes = part.num_changed = part.log.size = 0
+        part.num_changes = part.num_stale = part.log.size = 0
     p.num_rows = rows
     p.num_events = 0
     p.num_tokens = 0
@@ -587,8 +591,8 @@ cdef int step_check_unshare(Groups* gs, Step* p, int32_t group, const Ints* hand
 
 cdef inline void note_changed(StepPart* part, int32_t row) noexcept nogil:
     """The plan shows another table than the row has now."""
-    part.changed[part.num_changed] = row
-    part.num_changed += 1
+    part.stale[part.num_stale] = row
+    part.num_stale += 1
 
 
 cdef void commit_group(Groups* gs, LayerGroup* g, StepPart* part, const Step* p) noexcept nogil:
@@ -903,7 +907,7 @@ cdef void keep_handles(const Seqs* s, Step* p, const int64_t* handle, int32_t n)
 
 cdef bint step_steady(Groups* gs, Step* p, const Ints* handles, const Ints* num_new, const Limits* limits,
                       int64_t step_id) noexcept nogil:
-    """Serve a batch in one pass, if each row has one token that needs no copy. If not, nothing has happened."""
+    """Serve a batch in one pass, if every row is steady and the blocks are there. If not, all is as it was."""
     cdef const int64_t* handle = <const int64_t*>handles.data
     cdef Seqs* s = gs.seqs
     cdef Py_ssize_t served, n = handles.size
@@ -1050,7 +1054,7 @@ cdef inline int64_t first_read(const LayerGroup* g, int64_t position) noexcept n
     return entry_at(g, position // g.reach * g.reach) if g.kind == CHUNK_LAYERS else 0
 
 
-cdef void free_behind_window(LayerGroup* g, int32_t slot, int64_t length) noexcept nogil:
+cdef void make_holes(LayerGroup* g, int32_t slot, int64_t length) noexcept nogil:
     """Release the entries that no query reads after a step that ended at a length, which is due."""
     cdef int64_t end = first_read(g, length - g.lookahead), index
     cdef int32_t* ids = group_row(g, slot)
@@ -1076,7 +1080,7 @@ cdef void let_go(Groups* gs, LayerGroup* g, const Step* p) noexcept nogil:
         elif (p.length[i] - first) & mask:
             continue
         if p.length[i] >= g.seq[slot_of(p.handle[i])].due and seq_find(gs.seqs, p.handle[i]) >= 0:
-            free_behind_window(g, slot_of(p.handle[i]), p.length[i])
+            make_holes(g, slot_of(p.handle[i]), p.length[i])
 
 
 cdef void step_release(Groups* gs, const Step* p) noexcept nogil:

@@ -147,8 +147,8 @@ cdef void sync_rows(const Groups* gs, const LayerGroup* g, StepPart* part, const
     cdef Wire* w = &part.wire
     cdef int32_t k, i, slot
     cdef const Tail* t
-    for k in range(part.num_changed):
-        i = part.changed[k]
+    for k in range(part.num_stale):
+        i = part.stale[k]
         slot = slot_of(p.handle[i])
         t = tail_of(g, slot)
         if part.kv_starts != NULL:
