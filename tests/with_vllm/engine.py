@@ -71,9 +71,9 @@ def engine(kind, folder, store=None, **options):
             "kv_connector_module_path": "kvpool.adapters.vllm.connector",
             "kv_connector_extra_config": {"path": str(store), "max_nbytes": 10**9},
         }  # fmt: skip
+    sizes = {"block_size": 32, "max_num_seqs": 32, "max_model_len": 1024} | options
     return LLM(
-        model=str(folder), dtype="float32", enforce_eager=True, block_size=32, max_num_seqs=32, max_model_len=1024,
-        disable_log_stats=True, seed=0, **options,
+        model=str(folder), dtype="float32", enforce_eager=True, disable_log_stats=True, seed=0, **sizes
     ).llm_engine  # fmt: skip
 
 
