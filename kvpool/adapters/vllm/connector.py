@@ -29,11 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import __version__ as vllm_version
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvpool.store import BlockLayout, Blocks, BlockStore, DiskStore, Layout, leading
 
@@ -44,7 +40,7 @@ stores: dict[str, tuple[Layout, BlockStore]] = {}  # of this process: scheduler 
 
 
 @dataclass
-class Step(KVConnectorMetadata):
+class Step(base.KVConnectorMetadata):
     """What a worker has to do in a step: blocks by their ids in the cache and their names in the store."""
 
     loads: list[tuple[str, list[int], Blocks]] = field(default_factory=list)
@@ -109,8 +105,10 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, weights: str | None) -> La
         )
     spec, names = groups[0].kv_cache_spec, groups[0].layer_names
     content = f"vLLM {vllm_version} on {vllm_config.device_config.device_type}, {len(names)} layers of {spec}"
-    nbytes = spec.page_size_bytes * len(names)
-    return Layout((BlockLayout(spec.block_size, nbytes, content),), weights or fingerprint(vllm_config.model_config))
+    return Layout(
+        (BlockLayout(spec.block_size, spec.page_size_bytes * len(names), content),),
+        weights or fingerprint(vllm_config.model_config),
+    )
 
 
 def open_store(layout: Layout, options: dict[str, Any]) -> BlockStore:
@@ -128,10 +126,10 @@ def open_store(layout: Layout, options: dict[str, Any]) -> BlockStore:
     return stores[path][1]
 
 
-class KVPoolConnector(KVConnectorBase_V1):
+class KVPoolConnector(base.KVConnectorBase_V1):
     """vLLM's side of the store. See the module for the options."""
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+    def __init__(self, vllm_config: Any, role: base.KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         options = vllm_config.kv_transfer_config.kv_connector_extra_config
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"

@@ -1,0 +1,140 @@
+"""vLLM's tiering on a CPU, with kvpool's tier behind its own primary one: chunks that leave come back, also later."""
+
+import numpy as np
+import pytest
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+
+CHUNKS, NBYTES = 4, 1 << 16
+REQUEST = ReqContext(req_id="one")
+STEP = ScheduleEndContext(new_req_ids=[], preempted_req_ids=())
+
+
+class Spec:
+    """What vLLM tells a tier of the engine."""
+
+    def __init__(self, model="tiny"):
+        alone = {name: 1 for name in ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_size")}
+        parallel = OffloadingParallelConfig(
+            rank=0, data_parallel_index=0, data_parallel_rank_local=None, is_parallelism_agnostic=False, **alone
+        )  # fmt: skip
+        self.config = OffloadingConfig(
+            groups=(), worker_kv_bytes_per_block=NBYTES, enable_kv_cache_events=True, extra_config={}, engine_id="e",
+            model=OffloadingModelConfig(name=model, dtype="float32"),
+            cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1), parallel=parallel,
+        )  # fmt: skip
+
+
+class Region:
+    """The memory of the primary tier."""
+
+    def __init__(self):
+        self.rows = np.zeros((CHUNKS, NBYTES), np.uint8)
+
+    def create_kv_memoryview(self, *given, **options):
+        return memoryview(self.rows)
+
+
+class Host:
+    """vLLM's manager with a primary tier of four chunks and kvpool's behind it."""
+
+    def __init__(self, path, **options):
+        self.region = Region()
+        primary = CPUPrimaryTierOffloadingManager(num_chunks=CHUNKS, mmap_region=self.region)
+        settings = {"type": "KVPoolTier", "module_path": "kvpool.adapters.vllm.tier", "path": str(path)}
+        view = primary.get_kv_memoryview()
+        self.tier = SecondaryTierFactory.create_secondary_tier(
+            settings | {"max_nbytes": 1 << 28}, view, Spec(**options)
+        )
+        self.manager = TieringOffloadingManager(primary_tier=primary, secondary_tiers=[self.tier])
+        self.manager.on_new_request(REQUEST)
+
+    def settle(self):
+        self.tier.drain_jobs()
+        self.tier.store.drain()
+        self.manager.on_schedule_end(STEP)
+
+    def put(self, keys):
+        """Store chunks as a worker does: the bytes of each are those of its key."""
+        plan = self.manager.prepare_store(keys, REQUEST)
+        for key, chunk in zip(plan.keys_to_store, plan.store_spec.block_ids, strict=True):
+            self.region.rows[chunk] = bytes_of(key)
+        self.manager.complete_store(keys, REQUEST)
+        self.settle()
+
+    def take(self, key):
+        """The bytes of a chunk once they are in the primary tier, None: a miss."""
+        waits = (LookupResult.RETRY, LookupResult.HIT_PENDING)
+        while (found := self.manager.lookup(key, REQUEST)) in waits:
+            self.settle()
+        if found is not LookupResult.HIT:
+            return None
+        (chunk,) = self.manager.prepare_load([key], REQUEST).block_ids
+        held = self.region.rows[chunk].copy()
+        self.manager.complete_load([key], REQUEST)
+        return held
+
+    def close(self):
+        self.tier.shutdown()
+
+
+def bytes_of(key):
+    return np.random.default_rng(int.from_bytes(key, "big")).integers(0, 256, NBYTES, np.uint8)
+
+
+KEYS = [make_offload_key(n.to_bytes(32, "big") if n < 8 else bytes([n]) * 32, 0) for n in range(1, 13)]
+
+
+@pytest.fixture
+def host(tmp_path):
+    host = Host(tmp_path)
+    for first in range(0, len(KEYS), CHUNKS):  # the primary tier has room for a third
+        host.put(KEYS[first : first + CHUNKS])
+    yield host
+    host.close()
+
+
+def test_chunks_that_left_the_primary_tier_come_back(host):
+    for key in [*KEYS, *KEYS[::-1]]:
+        assert np.array_equal(host.take(key), bytes_of(key))
+    assert host.take(make_offload_key(bytes(32), 1)) is None
+
+
+def test_another_manager_finds_them_after_a_restart(host, tmp_path):
+    host.close()
+    again = Host(tmp_path)
+    again.tier.store.ready.wait(60)
+    assert all(np.array_equal(again.take(key), bytes_of(key)) for key in KEYS)
+    again.close()
+
+
+def test_damaged_chunks_are_misses_and_the_others_come_back(host, tmp_path):
+    host.close()
+    for path in tmp_path.glob("rank0/*.kvpool*"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 255
+        path.write_bytes(data)
+    again = Host(tmp_path)
+    again.tier.store.ready.wait(60)
+    found = [again.take(key) for key in KEYS]
+    assert sum(one is None for one in found) == 1
+    assert all(one is None or np.array_equal(one, bytes_of(key)) for one, key in zip(found, KEYS, strict=True))
+    again.close()
+
+
+def test_events_tell_what_the_tier_has(host):
+    host.settle()
+    told = [event for event in host.manager.take_events() if event.medium == host.tier.medium]
+    assert {key for event in told for key in event.keys} == set(KEYS)
+
+
+def test_folder_of_another_model_is_refused_at_the_start(host, tmp_path):
+    with pytest.raises(ValueError, match="layout"):
+        Host(tmp_path, model="other")
