@@ -73,7 +73,7 @@ def capabilities_of(factory: Factory) -> Capabilities:
             return factory(KVSpec(1, 1, head_dim, dtype, block_size, layout=layout), 2).capabilities
         except ValueError as error:
             refused = error
-    raise AssertionError("the factory refuses every common spec") from refused
+    raise AssertionError(f"the factory refuses every common spec, the last one so: {refused}") from refused
 
 
 def specs(
